@@ -1,0 +1,319 @@
+"""The public verbs: contract, check, flatten, call, unflatten."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from jaxmem import _backends, _report, _spec, _vjp
+from jaxmem._spec import Chunk, Layout, Spec
+from jaxmem._stats import TokenStats
+from jaxmem._xla import Head, Logits, Rows
+
+
+def logprobs(
+    hidden: ArrayLike,
+    W: ArrayLike,
+    labels: ArrayLike,
+    chunk: Chunk = 1024,
+    *,
+    where: ArrayLike | None = None,
+    temperature: ArrayLike = 1.0,
+    softcap: float | None = None,
+    bias: ArrayLike | None = None,
+    vocab_size: int | None = None,
+    layout: Layout | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Log-probability of each label under the head's softmax, without the logits.
+
+        z = softcap·tanh((h Wᵀ + bias) / softcap) / temperature
+        out = z[label] - ln Σ_v e^(z_v)                                        (nats)
+
+    Args:
+        hidden: final hidden states [..., D], float32, bfloat16 or float16 (float64
+            under x64). GEMMs run in this type and accumulate in float32.
+        W: vocabulary matrix, [V, D] (an embedding table) or [D, V] (a Dense kernel).
+            Of another type than hidden, it is cast to hidden's once; its gradient
+            always comes back in its own type, rounded once from float32 sums.
+        labels: token ids [...], any integer type. Negative marks padding.
+        chunk: tokens whose logits may be alive at once; None for all of them; "auto"
+            for as many as fit 512 MiB of float32 logits. Larger is faster until it
+            spills.
+        where: booleans that broadcast to labels; False masks a token. The cost
+            follows the tokens that are neither masked nor padding.
+        temperature: positive scalar or one a token, [...]; not differentiable.
+        softcap: caps logits at ±softcap by tanh, before the temperature (Gemma 2).
+        bias: [V], added to the logits first.
+        vocab_size: logical vocabulary when W is padded; later entries get p = 0.
+        layout: "vd" or "dv"; inferred from the shapes unless W is square.
+        implementation: "xla", or None for the best there is here; `jaxmem.report()`
+            tells which one ran.
+
+    Returns:
+        float32 [...] (float64 for float64 hidden): 0 for a masked token, with a
+        gradient of exactly 0, even where its hidden state is NaN; NaN for a label
+        ≥ V that only shows up at run time.
+
+    **Memory** beyond inputs, outputs and gradients, with C = min(chunk, tokens), b the
+    bytes of hidden's type: forward 4·C·V; backward (4 + b)·C·V, and 4·V·D for the
+    float32 sum of W's gradient where W is of a smaller type. Nothing grows with
+    tokens · V. W of another type than hidden costs b·V·D more. On a CPU, XLA widens
+    16-bit operands of a GEMM to float32: 4·V·D more.
+
+    Raises:
+        TypeError: an argument of the wrong type; the message names it.
+        ValueError: shapes that disagree, an ambiguous layout, a label ≥ V, a chunk,
+            temperature or softcap that is not positive, an unknown implementation.
+        NotImplementedError: a gradient of the temperature, or a second derivative.
+
+    >>> import jax.numpy as jnp, jaxmem
+    >>> h, W = jnp.zeros((2, 8)), jnp.zeros((4, 8))
+    >>> jaxmem.logprobs(h, W, jnp.array([0, 3]))
+    Array([-1.3862944, -1.3862944], dtype=float32)
+
+    Reference: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models",
+    2024, arXiv:2411.09009.
+    """
+    source, rows, spec, shape, backend = _prepare_head(
+        "logprobs", ("logprob",), hidden, W, labels, chunk, where, temperature,
+        softcap, bias, vocab_size, layout, implementation,
+    )  # fmt: skip
+    return _run(spec, backend, source, rows, shape)["logprob"]
+
+
+def token_stats(
+    hidden: ArrayLike,
+    W: ArrayLike,
+    labels: ArrayLike,
+    chunk: Chunk = 1024,
+    *,
+    where: ArrayLike | None = None,
+    temperature: ArrayLike = 1.0,
+    softcap: float | None = None,
+    bias: ArrayLike | None = None,
+    vocab_size: int | None = None,
+    layout: Layout | None = None,
+    implementation: str | None = None,
+) -> TokenStats:
+    """All that one pass over the vocabulary tells of each token.
+
+        p = softmax(z)      logprob = ln p[label]      entropy = -Σ p ln p
+        logsumexp = ln Σ e^z      sum_pi_squared = Σ p²      is_argmax = z[label] ≥ max z
+
+    Every float field is differentiable, alone or together with the others, at the
+    price of one backward pass. Args, memory and errors are those of `logprobs`.
+
+    Returns:
+        `TokenStats(logprob, entropy, logsumexp, sum_pi_squared, is_argmax)`: arrays
+        of labels' shape, 0 (False) for a masked token. A label ≥ V that only shows up
+        at run time makes its logprob NaN and leaves the other fields alone.
+
+    >>> import jax.numpy as jnp, jaxmem
+    >>> stats = jaxmem.token_stats(jnp.zeros((1, 8)), jnp.zeros((4, 8)), jnp.array([2]))
+    >>> [round(float(field[0]), 4) for field in stats]
+    [-1.3863, 1.3863, 1.3863, 0.25, 1.0]
+
+    Reference: the entropy's gradient, dH/dz_j = -p_j (ln p_j + H), as in Haarnoja et
+    al., 2018, arXiv:1801.01290, for a categorical policy.
+    """
+    source, rows, spec, shape, backend = _prepare_head(
+        "token_stats", TokenStats._fields, hidden, W, labels, chunk, where,
+        temperature, softcap, bias, vocab_size, layout, implementation,
+    )  # fmt: skip
+    return TokenStats(**_run(spec, backend, source, rows, shape))
+
+
+def entropy(
+    hidden: ArrayLike,
+    W: ArrayLike,
+    chunk: Chunk = 1024,
+    *,
+    where: ArrayLike | None = None,
+    temperature: ArrayLike = 1.0,
+    softcap: float | None = None,
+    bias: ArrayLike | None = None,
+    vocab_size: int | None = None,
+    layout: Layout | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Entropy of the head's softmax for each token, without the logits.
+
+        out = -Σ_v p_v ln p_v,   p = softmax(z)                                (nats)
+
+    Args, memory and errors are those of `logprobs`, less the labels.
+
+    Returns:
+        float32 [...], between 0 and ln V; 0 where masked.
+
+    >>> import jax.numpy as jnp, jaxmem
+    >>> jaxmem.entropy(jnp.zeros((1, 8)), jnp.zeros((4, 8)))
+    Array([1.3862944], dtype=float32)
+    """
+    hidden = _spec.as_array("hidden", hidden)
+    _spec.check_hidden(hidden)
+    no_labels = np.zeros(hidden.shape[:-1], np.int32)
+    source, rows, spec, shape, backend = _prepare_head(
+        "entropy", ("entropy",), hidden, W, no_labels, chunk, where, temperature,
+        softcap, bias, vocab_size, layout, implementation,
+    )  # fmt: skip
+    return _run(spec, backend, source, rows, shape)["entropy"]
+
+
+def logprobs_from_logits(
+    logits: ArrayLike,
+    labels: ArrayLike,
+    chunk: Chunk = 1024,
+    *,
+    where: ArrayLike | None = None,
+    temperature: ArrayLike = 1.0,
+    softcap: float | None = None,
+    vocab_size: int | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Log-probability of each label, for callers who already have logits [..., V].
+
+        out = z[label] - ln Σ_v e^(z_v),   z = softcap·tanh(logits / softcap) / temperature
+
+    Logits are read in chunks and never written to; arguments and errors are those of
+    `logprobs`.
+
+    **Memory** beyond inputs, outputs and gradients, with C = min(chunk, tokens), b the
+    bytes of the logits' type: forward (4 + b)·C·V, backward (4 + b)·C·V. No second
+    [tokens, V] appears but the gradient itself, in the logits' own type.
+
+    >>> import jax.numpy as jnp, jaxmem
+    >>> jaxmem.logprobs_from_logits(jnp.zeros((1, 4)), jnp.array([2]))
+    Array([-1.3862944], dtype=float32)
+    """
+    source, rows, spec, shape, backend = _prepare_logits(
+        "logprobs_from_logits", ("logprob",), logits, labels, chunk, where,
+        temperature, softcap, vocab_size, implementation,
+    )  # fmt: skip
+    return _run(spec, backend, source, rows, shape)["logprob"]
+
+
+def token_stats_from_logits(
+    logits: ArrayLike,
+    labels: ArrayLike,
+    chunk: Chunk = 1024,
+    *,
+    where: ArrayLike | None = None,
+    temperature: ArrayLike = 1.0,
+    softcap: float | None = None,
+    vocab_size: int | None = None,
+    implementation: str | None = None,
+) -> TokenStats:
+    """`token_stats` for callers who already have logits [..., V].
+
+    Fields as in `token_stats`; arguments, memory and errors as in
+    `logprobs_from_logits`.
+
+    >>> import jax.numpy as jnp, jaxmem
+    >>> jaxmem.token_stats_from_logits(jnp.zeros((1, 4)), jnp.array([2])).entropy
+    Array([1.3862944], dtype=float32)
+    """
+    source, rows, spec, shape, backend = _prepare_logits(
+        "token_stats_from_logits", TokenStats._fields, logits, labels, chunk, where,
+        temperature, softcap, vocab_size, implementation,
+    )  # fmt: skip
+    return TokenStats(**_run(spec, backend, source, rows, shape))
+
+
+def _prepare_head(
+    verb, outputs, hidden, W, labels, chunk, where, temperature, softcap, bias,
+    vocab_size, layout, implementation,
+):  # fmt: skip
+    hidden, W = _spec.as_array("hidden", hidden), _spec.as_array("W", W)
+    _spec.check_hidden(hidden)
+    layout = _spec.check_layout(hidden, W, layout)
+    columns = W.shape[0 if layout == "vd" else 1]
+    if bias is not None:
+        bias = _spec.as_array("bias", bias)
+        _spec.check_bias(bias, columns)
+    spec, backend, rows = _prepare(
+        verb, outputs, {"hidden": hidden.shape, "W": W.shape}, hidden, columns, layout,
+        labels, chunk, where, temperature, softcap, vocab_size, implementation,
+    )  # fmt: skip
+    flat = jnp.reshape(hidden, (-1, hidden.shape[-1])) if hidden.size else hidden
+    return Head(flat, W, bias), rows, spec, hidden.shape[:-1], backend
+
+
+def _prepare_logits(
+    verb, outputs, logits, labels, chunk, where, temperature, softcap, vocab_size,
+    implementation,
+):  # fmt: skip
+    logits = _spec.as_array("logits", logits)
+    _spec.check_hidden(logits, "logits")
+    spec, backend, rows = _prepare(
+        verb, outputs, {"logits": logits.shape}, logits, logits.shape[-1], None,
+        labels, chunk, where, temperature, softcap, vocab_size, implementation,
+    )  # fmt: skip
+    flat = jnp.reshape(logits, (-1, logits.shape[-1])) if logits.size else logits
+    return Logits(flat), rows, spec, logits.shape[:-1], backend
+
+
+def _prepare(
+    verb, outputs, shapes, data, columns, layout, labels, chunk, where, temperature,
+    softcap, vocab_size, implementation,
+):  # fmt: skip
+    """Checks what both sources share; the static facts and the rows."""
+    shape, n_tokens = data.shape[:-1], int(np.prod(data.shape[:-1]))
+    backend, why = _backends.choose(implementation)
+    spec = Spec(
+        columns=columns,
+        vocab_size=_spec.check_vocab_size(vocab_size, columns),
+        chunk=_spec.check_chunk(chunk, n_tokens, columns),
+        outputs=tuple(outputs),
+        compute_dtype=np.dtype(data.dtype),
+        layout=layout,
+        softcap=_spec.check_softcap(softcap),
+    )
+    rows = _rows(spec, shape, labels, where, temperature)
+    _report.record(
+        _report.Call(verb, shapes, backend, why, spec.chunk, 4 * spec.chunk * columns)
+    )
+    return spec, backend, rows
+
+
+def _rows(spec, shape, labels, where, temperature):
+    labels = _spec.as_array("labels", labels)
+    _spec.check_labels(labels, shape, spec.vocab_size)
+    temperature = _spec.check_temperature(temperature, shape)
+    active = labels >= 0
+    if where is not None:
+        where = _spec.as_array("where", where)
+        _spec.check_where(where, shape)
+        active = active & jnp.broadcast_to(where, shape)
+    return Rows(
+        jnp.reshape(_as_int32(labels, spec.vocab_size), (-1,)),
+        jnp.reshape(jnp.asarray(active), (-1,)),
+        _flat_temperature(temperature, shape, spec.stats_dtype),
+    )
+
+
+def _as_int32(labels, vocab_size):
+    """Wider labels are clipped to vocab_size first, so that none wraps into range."""
+    if jnp.iinfo(labels.dtype).max > np.iinfo(np.int32).max:
+        labels = jnp.minimum(labels, jnp.asarray(vocab_size, labels.dtype))
+    return jnp.asarray(labels).astype(jnp.int32)
+
+
+def _flat_temperature(temperature, shape, dtype):
+    """None for 1; a traced temperature that is not positive becomes NaN."""
+    if not isinstance(temperature, jax.Array) and np.all(np.asarray(temperature) == 1):
+        return None
+    temperature = jnp.asarray(temperature).astype(dtype)
+    temperature = jnp.where(temperature > 0, temperature, jnp.nan)
+    return jnp.reshape(jnp.broadcast_to(temperature, shape), (-1,))
+
+
+def _run(spec, backend, source, rows, shape):
+    if 0 in shape:
+        return {k: jnp.zeros(shape, _dtype(spec, k)) for k in spec.outputs}
+    made = _vjp.token_stats(spec, backend, source, rows)
+    return {k: jnp.reshape(v, shape) for k, v in made.items()}
+
+
+def _dtype(spec, name):
+    return jnp.bool_ if name == "is_argmax" else spec.stats_dtype

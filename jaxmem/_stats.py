@@ -1,0 +1,206 @@
+"""The maths of the head: what a row of logits is reduced to, and its derivative.
+
+For one row of scaled logits z, with label y:
+
+    m = max_j z_j                    R = Σ_{j≠y} e^(z_j - m)       S = R + e^(z_y - m)
+    T = Σ_j e^(z_j - m) (z_j - m)    Q = Σ_j e^(2(z_j - m))
+
+    logsumexp = m + ln S             logprob = z_y - logsumexp     entropy = ln S - T/S
+    sum_pi_squared = Q / S²          is_argmax = (z_y ≥ m)
+
+`R` leaves the label out because 1 + R, rounded, loses every nat of a confident
+prediction: -log1p(R) keeps it. `T` is shifted because logsumexp - E[z] cancels.
+`m` starts at -inf, so that rows whose every logit is very negative stay finite.
+
+For cotangents g of the outputs, with p_j = e^(z_j - logsumexp), the derivative is
+
+    dz_j = g_logprob·[j = y] + p_j (α - g_logprob + β ln p_j + γ p_j)
+    α = g_logsumexp - g_entropy·entropy - 2 g_Q·sum_pi_squared,  β = -g_entropy,  γ = 2 g_Q
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class Stats(NamedTuple):
+    """Partial sums of rows over any part of the vocabulary; arrays of one shape."""
+
+    max: jax.Array
+    sum_others: jax.Array  # R
+    sum_shifted: jax.Array  # T
+    sum_squares: jax.Array  # Q
+    label_logit: jax.Array  # -inf where the label lies outside this part
+
+
+class TokenStats(NamedTuple):
+    """What the head tells of each token; float arrays and one bool, shaped as labels.
+
+    Attributes:
+        logprob: ln p(label), nats.
+        entropy: -Σ_j p_j ln p_j, nats.
+        logsumexp: ln Σ_j e^z_j.
+        sum_pi_squared: Σ_j p_j², the collision probability.
+        is_argmax: whether the label has the largest logit (ties count).
+    """
+
+    logprob: jax.Array
+    entropy: jax.Array
+    logsumexp: jax.Array
+    sum_pi_squared: jax.Array
+    is_argmax: jax.Array
+
+
+class Outputs(NamedTuple):
+    """All that one pass knows of each row; unused fields cost nothing under jit."""
+
+    logprob: jax.Array
+    entropy: jax.Array
+    logsumexp: jax.Array
+    sum_pi_squared: jax.Array
+    is_argmax: jax.Array
+    max: jax.Array
+    log_sum: jax.Array  # ln S; kept apart from max so that p stays exact at |z| = 1e4
+
+
+class Cotangents(NamedTuple):
+    """Cotangents of the differentiable outputs; None where nobody asked."""
+
+    logprob: jax.Array | None
+    entropy: jax.Array | None
+    logsumexp: jax.Array | None
+    sum_pi_squared: jax.Array | None
+
+
+class Coefficients(NamedTuple):
+    """The numbers a row that drive its logits' derivative; None is zero."""
+
+    label: jax.Array | None  # g_logprob
+    alpha: jax.Array | None
+    beta: jax.Array | None
+    gamma: jax.Array | None
+
+
+def empty(shape, dtype) -> Stats:
+    """The identity of `merge`: rows that have seen no logit."""
+    nothing, zero = jnp.full(shape, -jnp.inf, dtype), jnp.zeros(shape, dtype)
+    return Stats(nothing, zero, zero, zero, nothing)
+
+
+def of_tile(z: jax.Array, is_label: jax.Array) -> Stats:
+    """Stats of logits z [C, V]; is_label [C, V] marks at most one column a row."""
+    row_max = jnp.max(z, axis=-1)
+    shifted = z - _finite(row_max)[:, None]
+    exps = jnp.exp(shifted)
+    return Stats(
+        max=row_max,
+        sum_others=jnp.sum(jnp.where(is_label, 0, exps), axis=-1),
+        sum_shifted=jnp.sum(exps * _not_infinite(shifted), axis=-1),
+        sum_squares=jnp.sum(exps * exps, axis=-1),
+        label_logit=jnp.max(jnp.where(is_label, z, -jnp.inf), axis=-1),
+    )
+
+
+def merge(a: Stats, b: Stats) -> Stats:
+    """Stats of the union of two disjoint parts of the vocabulary."""
+    row_max = jnp.maximum(a.max, b.max)
+    (scale_a, shift_a), (scale_b, shift_b) = _rescale(a, row_max), _rescale(b, row_max)
+    return Stats(
+        max=row_max,
+        sum_others=scale_a * a.sum_others + scale_b * b.sum_others,
+        sum_shifted=scale_a * (a.sum_shifted + shift_a * _sum(a))
+        + scale_b * (b.sum_shifted + shift_b * _sum(b)),
+        sum_squares=scale_a**2 * a.sum_squares + scale_b**2 * b.sum_squares,
+        label_logit=jnp.maximum(a.label_logit, b.label_logit),
+    )
+
+
+def finish(stats: Stats, label_exists: jax.Array) -> Outputs:
+    """Outputs of rows whose whole vocabulary was seen; NaN logprob without a label."""
+    label_shift = stats.label_logit - _finite(stats.max)
+    total = _sum(stats)
+    is_argmax = label_shift >= 0
+    log_sum = jnp.where(is_argmax, jnp.log1p(stats.sum_others), jnp.log(total))
+    return Outputs(
+        logprob=jnp.where(label_exists, _logprob(stats, label_shift, log_sum), jnp.nan),
+        entropy=log_sum - stats.sum_shifted / total,
+        logsumexp=stats.max + log_sum,
+        sum_pi_squared=stats.sum_squares / total**2,
+        is_argmax=is_argmax & label_exists,
+        max=stats.max,
+        log_sum=log_sum,
+    )
+
+
+def coefficients(rows: Outputs, g: Cotangents) -> Coefficients:
+    """α, β, γ and the label's weight of each row, from cotangents and statistics."""
+    label = g.logprob
+    if label is not None:  # a label that does not exist poisons only what used it
+        label = jnp.where(jnp.isnan(rows.logprob) & (label != 0), jnp.nan, label)
+    alpha = _total(
+        g.logsumexp,
+        None if g.entropy is None else -g.entropy * rows.entropy,
+        None if g.sum_pi_squared is None else -2 * g.sum_pi_squared * rows.sum_pi_squared,
+    )
+    beta = None if g.entropy is None else -g.entropy
+    gamma = None if g.sum_pi_squared is None else 2 * g.sum_pi_squared
+    return Coefficients(label, alpha, beta, gamma)
+
+
+def dlogits(z, is_label, rows: Outputs, c: Coefficients) -> jax.Array:
+    """Derivative with respect to scaled logits z [C, V]; rows and c hold [C] arrays."""
+    log_p = _not_infinite((z - _finite(rows.max)[:, None]) - rows.log_sum[:, None])
+    p = jnp.exp(log_p)
+    slope = _total(_column(c.alpha), None if c.gamma is None else _column(c.gamma) * p)
+    everywhere = _total(
+        None if slope is None else p * slope,
+        None if c.beta is None else _column(c.beta) * (p * log_p),
+    )
+    if c.label is None:
+        return jnp.zeros_like(z) if everywhere is None else everywhere
+    at_label = _column(c.label * -jnp.expm1(rows.logprob))  # 1 - p would round to 0
+    elsewhere = -_column(c.label) * p
+    by_label = jnp.where(is_label, at_label, elsewhere)
+    return by_label if everywhere is None else by_label + everywhere
+
+
+def _sum(stats):
+    """S: the label's term joins the others."""
+    return stats.sum_others + jnp.exp(stats.label_logit - _finite(stats.max))
+
+
+def _logprob(stats, label_shift, log_sum):
+    """Near the maximum, the difference of two logarithms would cancel."""
+    near = jnp.maximum(label_shift, -1)
+    return jnp.where(
+        label_shift >= -1,
+        -jnp.log1p(stats.sum_others * jnp.exp(-near)),
+        label_shift - log_sum,
+    )
+
+
+def _rescale(part, row_max):
+    """Factor and shift that move a part's sums to a larger maximum."""
+    shift = part.max - _finite(row_max)
+    return jnp.exp(shift), _not_infinite(shift)
+
+
+def _finite(row_max):
+    """A maximum that can be subtracted: -inf - -inf would be NaN."""
+    return jnp.where(row_max == -jnp.inf, 0, row_max)
+
+
+def _not_infinite(x):
+    """So that 0 · x is 0 for a masked column instead of NaN."""
+    return jnp.maximum(x, jnp.finfo(x.dtype).min)
+
+
+def _column(x):
+    return None if x is None else x[:, None]
+
+
+def _total(*terms):
+    """Sum of the terms that exist; None where there are none."""
+    present = [term for term in terms if term is not None]
+    return sum(present[1:], present[0]) if present else None
