@@ -1,6 +1,6 @@
 """Text to batches: documents, a byte-level vocabulary, packed rows that can resume.
 
-    documents -> token ids -> pieces of at most T tokens -> shuffled, packed rows -> [B, T]
+    documents -> token ids -> pieces of <= T tokens -> shuffled, packed rows -> [B, T]
 
 Only a document longer than a row is cut, and its pieces are all kept: one epoch holds
 every token of every document exactly once.  Labels are shifted inside the document
@@ -45,7 +45,7 @@ class DataConfig:
     """What to read, how to cut it into tokens, and how to lay tokens out in rows."""
 
     source: str = "stdlib"  # "stdlib" (Python's own sources), or a .txt or .jsonl path
-    vocab_size: int = 8192  # entries of the byte-level BPE vocabulary, specials included
+    vocab_size: int = 8192  # entries of the byte-level BPE vocabulary, with specials
     sequence_length: int = 256  # tokens in a row (T)
     batch_size: int = 8  # rows in a micro-batch (B)
     held_out: float = 0.02  # fraction of the documents kept for evaluation, in [0, 1)
@@ -68,9 +68,7 @@ class DataConfig:
                 f"DataConfig.held_out must be in [0, 1), got {self.held_out}"
             )
         if not 0 <= self.seed < 2**31:
-            raise ValueError(
-                f"DataConfig.seed must be in [0, 2**31), got {self.seed}"
-            )
+            raise ValueError(f"DataConfig.seed must be in [0, 2**31), got {self.seed}")
 
 
 class Document(NamedTuple):
@@ -177,18 +175,17 @@ def _jsonl_document(where: str, line: str) -> Document:
         raise DataError(
             f"{where}: not valid JSON: {error.msg} (column {error.colno})"
         ) from error
-    keys = set(record) if isinstance(record, dict) else set()
-    if keys & {"text", "prompt", "response"} == {"text"}:
+    if not isinstance(record, dict):
+        raise DataError(f"{where}: expected a JSON object, got {line.strip()[:60]}")
+    keys = record.keys() & {"text", "prompt", "response"}
+    if keys == {"text"}:
         return Document(where, _string(record, "text", where))
-    if keys & {"text", "prompt", "response"} == {"prompt", "response"}:
-        return Document(
-            where,
-            text=_string(record, "response", where),
-            prompt=_string(record, "prompt", where),
-        )
+    if keys == {"prompt", "response"}:
+        response = _string(record, "response", where)
+        return Document(where, response, prompt=_string(record, "prompt", where))
     raise DataError(
-        f'{where}: expected an object with "text", or with "prompt" and "response"; got '
-        + (f"the keys {sorted(keys)}" if isinstance(record, dict) else f"{line[:60]!r}")
+        f'{where}: expected "text" alone, or "prompt" and "response"; got the keys '
+        f"{', '.join(map(repr, sorted(record))) or '(none)'}"
     )
 
 
