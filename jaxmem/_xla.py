@@ -42,7 +42,8 @@ def forward(spec: Spec, source: Head | Logits, rows: Rows, names) -> dict:
     source = _cast(spec, source)
 
     def chunk(row_ids, outputs):
-        stats, labels = _chunk_stats(spec, source, rows, row_ids)
+        labels = _take(rows.labels, row_ids)
+        stats = _stats.of_tile(_logits(spec, source, rows, row_ids), labels)
         made = _stats.finish(stats, labels < spec.vocab_size)._asdict()
         return {k: _put(outputs[k], row_ids, made[k]) for k in outputs}
 
@@ -57,19 +58,21 @@ def backward(
     original, source = source, _cast(spec, source)
 
     def chunk(row_ids, sums):
-        z, is_label = _chunk_logits(spec, source, rows, row_ids)
+        z = _logits(spec, source, rows, row_ids)
         row_outputs = _stats.Outputs(*(_take(x, row_ids) for x in saved))
         # Rows past the last active one: ln S = inf makes every p zero.
         log_sum = _take(saved.log_sum, row_ids, fill_value=jnp.inf)
         row_outputs = row_outputs._replace(log_sum=log_sum)
         g = _stats.Cotangents(*(_take(x, row_ids) for x in cotangents))
         c = _stats.coefficients(row_outputs, g)
-        dz = _stats.dlogits(z, is_label, row_outputs, c)
+        dz = _stats.dlogits(z, _take(rows.labels, row_ids), row_outputs, c)
         dz = _unscale(spec, rows, row_ids, z, dz)
         return _accumulate(spec, source, row_ids, dz, sums)
 
     sums = _for_active_chunks(spec, rows.active, chunk, _zero_sums(spec, source))
-    return jax.tree.map(lambda total, primal: total.astype(primal.dtype), sums, original)
+    return jax.tree.map(
+        lambda total, primal: total.astype(primal.dtype), sums, original
+    )
 
 
 def _for_active_chunks(spec, active, body, carry):
@@ -85,8 +88,8 @@ def _for_active_chunks(spec, active, body, carry):
     return lax.fori_loop(0, n_chunks, step, carry)
 
 
-def _chunk_logits(spec, source, rows, row_ids):
-    """Scaled logits [C, V] of the rows, and where their labels are."""
+def _logits(spec, source, rows, row_ids):
+    """Scaled logits [C, V] of the rows; -inf in the padding of the vocabulary."""
     if isinstance(source, Logits):
         z = _take(source.logits, row_ids).astype(spec.stats_dtype)
     else:
@@ -103,15 +106,10 @@ def _chunk_logits(spec, source, rows, row_ids):
         z = spec.softcap * jnp.tanh(z / spec.softcap)
     if rows.temperature is not None:
         z = z / _take(rows.temperature, row_ids, fill_value=1)[:, None]
-    column = lax.broadcasted_iota(jnp.int32, z.shape, 1)
     if spec.vocab_size < spec.columns:
+        column = lax.broadcasted_iota(jnp.int32, z.shape, 1)
         z = jnp.where(column < spec.vocab_size, z, -jnp.inf)
-    return z, column == _take(rows.labels, row_ids)[:, None]
-
-
-def _chunk_stats(spec, source, rows, row_ids):
-    z, is_label = _chunk_logits(spec, source, rows, row_ids)
-    return _stats.of_tile(z, is_label), _take(rows.labels, row_ids)
+    return z
 
 
 def _unscale(spec, rows, row_ids, z, dz):
