@@ -48,7 +48,7 @@ class DataConfig:
     vocab_size: int = 8192  # entries of the byte-level BPE vocabulary, with specials
     sequence_length: int = 256  # tokens in a row (T)
     batch_size: int = 8  # rows in a micro-batch (B)
-    held_out: float = 0.02  # fraction of the documents kept for evaluation, in [0, 1)
+    held_out: float = 0.0  # fraction of the documents kept from training, in [0, 1)
     seed: int = 0  # order of the documents; every epoch has an order of its own
     cache_dir: str = "~/.cache/jaxmem"  # directory that keeps trained vocabularies
 

@@ -1,0 +1,8 @@
+"""`python -m jaxmem` is `jaxmem`."""
+
+import sys
+
+from jaxmem.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,298 @@
+"""Gin files to frozen dataclasses; the only module that knows gin.
+
+A file binds `section.field = value`, may `include` another, and is followed by
+`section.field=value` overrides.  Whatever is not a field, or not of its type, is an
+error that says where it stands and what was probably meant.
+"""
+
+import ast
+import dataclasses
+import difflib
+import os
+import re
+import tokenize
+import types
+import typing
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import gin
+from gin import config_parser
+
+from jaxmem.train.data import DataConfig
+from jaxmem.train.model import HeadConfig, ModelConfig
+from jaxmem.train.sft import OptimizerConfig, RunConfig
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used; the message says where and why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Everything a run is made of; each field is one section of a gin file."""
+
+    data: DataConfig
+    model: ModelConfig
+    head: HeadConfig
+    optimizer: OptimizerConfig
+    run: RunConfig
+
+
+_SECTIONS: dict[str, type] = typing.get_type_hints(Config)
+_KEYS = [
+    f"{section}.{field.name}"
+    for section, dataclass in _SECTIONS.items()
+    for field in dataclasses.fields(dataclass)
+]
+_CONFIGURABLES = {
+    section: gin.external_configurable(dataclass, name=section, module="jaxmem")
+    for section, dataclass in _SECTIONS.items()
+}
+
+
+class _Binding(NamedTuple):
+    """One `key = value` and the words that tell a reader where it stands."""
+
+    key: str
+    value: Any
+    where: str
+
+
+def load(
+    path: str | os.PathLike[str], overrides: Sequence[str] = ()
+) -> tuple[Config, str]:
+    """Reads a gin file, then the overrides.
+
+    Args:
+      path: the file.  What it includes is looked up beside it, then in the current
+        directory.
+      overrides: `section.field=value` each; the value is a Python literal, or a bare
+        word, which is taken as a string.
+
+    Returns:
+      The configuration, and the text of a gin file that holds every value of it,
+      defaults included.
+
+    Raises:
+      ConfigError: missing file, bad syntax, unknown key, wrong type, impossible value,
+        malformed or repeated override.
+    """
+    bindings = [*_file_bindings(Path(path), ()), *_override_bindings(overrides)]
+    places = {binding.key: binding.where for binding in bindings}
+    # Gin's configuration belongs to the process: nothing may come in, nothing stay.
+    gin.clear_config()
+    try:
+        for binding in bindings:
+            gin.bind_parameter(_gin_key(binding.key), binding.value)
+        sections = {section: _build(section, places) for section in _SECTIONS}
+        return Config(**sections), gin.operative_config_str()
+    finally:
+        gin.clear_config()
+
+
+# -------------------------------------------------------------------- files
+
+
+class _OnlyValues(gin.config.ParserDelegate):
+    """Refuses `@references`, which no field of ours could take."""
+
+    def configurable_reference(self, scoped_selector, evaluate):
+        raise ValueError(f"@{scoped_selector} is not a value; write a Python literal")
+
+
+def _file_bindings(path: Path, including: tuple[Path, ...]) -> Iterator[_Binding]:
+    """Yields the bindings of a file and of what it includes, in order."""
+    if path.resolve() in including:
+        raise ConfigError(f"{path} includes itself")
+    including = (*including, path.resolve())
+    first_line: dict[str, int] = {}
+    for statement in _statements(path):
+        line = statement.location.line_num
+        where = f"{path}:{line}"
+        match statement:
+            case config_parser.IncludeStatement(filename=name):
+                yield from _file_bindings(_find_include(name, path, where), including)
+            case config_parser.BindingStatement():
+                key = _checked_key(statement, where)
+                if key in first_line:
+                    raise ConfigError(
+                        f"{where}: {key} is already set on line {first_line[key]}"
+                    )
+                first_line[key] = line
+                yield _Binding(key, statement.value, where)
+            case config_parser.ImportStatement():
+                raise ConfigError(f"{where}: a configuration file cannot import")
+
+
+def _statements(path: Path) -> Iterator[Any]:
+    """Yields gin's own statements; what gin cannot parse is a ConfigError."""
+    parser = None
+    try:
+        parser = config_parser.ConfigParser(path.read_text("utf-8"), _OnlyValues())
+        yield from parser
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text (byte {error.start})") from error
+    except tokenize.TokenError as error:
+        message, (line, _) = error.args
+        raise ConfigError(f"{path}:{line}: {message}") from error
+    except SyntaxError as error:
+        raise ConfigError(f"{path}:{error.lineno}: {_reason(error.msg)}") from error
+    except ConfigError:
+        raise
+    except ValueError as error:
+        line = parser.current_token.start[0] if parser else 1
+        raise ConfigError(f"{path}:{line}: {_reason(str(error))}") from error
+
+
+def _reason(message: str) -> str:
+    word = re.search(r"Failed to parse token '(.*)'", message)
+    if word:
+        return f"{word[1]} is not a value; a string needs quotes"
+    return message.split("\n")[0]  # gin appends lines of its own
+
+
+def _find_include(name: str, including: Path, where: str) -> Path:
+    candidates = [including.parent / name, Path(name)]
+    for candidate in candidates:
+        if candidate.is_file():
+            return candidate
+    raise ConfigError(
+        f"{where}: include {name!r}: no such file beside {including.name} "
+        f"({including.parent.resolve()}) nor in the current directory"
+    )
+
+
+def _checked_key(statement: config_parser.BindingStatement, where: str) -> str:
+    if not statement.arg_name:  # gin's macro: NAME = value, used as %NAME
+        return statement.selector
+    if statement.scope:
+        raise ConfigError(
+            f"{where}: {statement.scope}/{statement.selector}: scopes are not supported"
+        )
+    key = f"{statement.selector}.{statement.arg_name}"
+    _check_known(key, where)
+    return key
+
+
+def _gin_key(key: str) -> str | tuple[str, str, str]:
+    return key if "." in key else (key, "gin.macro", "value")
+
+
+# ---------------------------------------------------------------- overrides
+
+
+def _override_bindings(overrides: Iterable[str]) -> list[_Binding]:
+    bindings: dict[str, _Binding] = {}
+    for override in overrides:
+        where = f"override {override!r}"
+        key, equals, text = override.partition("=")
+        if not (equals and text.strip() and re.fullmatch(r"[\w.]+", key)):
+            raise ConfigError(
+                f"{where}: expected section.field=value, as in data.batch_size=16"
+            )
+        _check_known(key, where)
+        if key in bindings:
+            raise ConfigError(f"{where}: {key} is already set by {bindings[key].where}")
+        bindings[key] = _Binding(key, _override_value(text, where), where)
+    return list(bindings.values())
+
+
+def _override_value(text: str, where: str) -> Any:
+    try:
+        return ast.literal_eval(text.strip())
+    except (ValueError, SyntaxError) as error:
+        if text.strip()[0] in "\"'([{":
+            raise ConfigError(f"{where}: {text!r} is not a Python literal") from error
+        return text.strip()
+
+
+# ------------------------------------------------------------ keys and types
+
+
+def _check_known(key: str, where: str) -> None:
+    if key not in _KEYS:
+        raise ConfigError(f"{where}: unknown key {key!r}; {_suggestion(key)}")
+
+
+def _suggestion(key: str) -> str:
+    section, _, field = key.rpartition(".")
+    elsewhere = [known for known in _KEYS if known.partition(".")[2] == field]
+    if elsewhere:  # the right field of the wrong section
+        return f"did you mean {' or '.join(elsewhere)}?"
+    nearest = difflib.get_close_matches(section, _SECTIONS, n=1)
+    if not nearest:
+        return f"the sections are {', '.join(_SECTIONS)}"
+    close = difflib.get_close_matches(field, _fields(nearest[0]), n=3)
+    if not close:
+        return f"{nearest[0]} has {', '.join(_fields(nearest[0]))}"
+    return f"did you mean {' or '.join(f'{nearest[0]}.{name}' for name in close)}?"
+
+
+def _fields(section: str) -> list[str]:
+    return [field.name for field in dataclasses.fields(_SECTIONS[section])]
+
+
+def _build(section: str, places: dict[str, str]) -> Any:
+    """Checks the types of what is bound, then lets gin build the dataclass."""
+    types_of = typing.get_type_hints(_SECTIONS[section])
+    for field, value in _resolved(section, places).items():
+        if not _accepts(types_of[field], value):
+            key = f"{section}.{field}"
+            raise ConfigError(
+                f"{places[key]}: {key} must be {_describe(types_of[field])}, got "
+                f"{value!r} ({type(value).__name__})"
+            )
+    try:
+        return _CONFIGURABLES[section]()
+    except ValueError as error:
+        raise ConfigError(_with_place(section, error, places)) from error
+
+
+def _resolved(section: str, places: dict[str, str]) -> dict[str, Any]:
+    defined = {key for key in places if "." not in key}
+    for field, value in gin.get_bindings(section, resolve_references=False).items():
+        for reference in gin.config.iterate_references(value):
+            name = reference.scoped_selector.removesuffix("/gin.macro")
+            if name not in defined:
+                raise ConfigError(
+                    f"{places[f'{section}.{field}']}: %{name} is not defined"
+                )
+    return gin.get_bindings(section)
+
+
+def _with_place(section: str, error: ValueError, places: dict[str, str]) -> str:
+    """Turns a dataclass's own complaint into one about the line that caused it."""
+    message = str(error).split("\n")[0]  # gin appends lines of its own
+    message = message.replace(f"{_SECTIONS[section].__name__}.", f"{section}.")
+    for field in _fields(section):
+        where = places.get(f"{section}.{field}")
+        if where and re.search(rf"\b{field}\b", message):
+            return f"{where}: {message}"
+    return message
+
+
+def _accepts(annotation: Any, value: Any) -> bool:
+    """Tells whether a value is of the type that a field declares."""
+    origin, choices = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in (typing.Union, types.UnionType):
+        return any(_accepts(choice, value) for choice in choices)
+    if origin is Literal:
+        return any(type(value) is type(c) and value == c for c in choices)
+    if annotation is float:
+        return type(value) in (int, float)
+    return type(value) is (origin or annotation)
+
+
+def _describe(annotation: Any) -> str:
+    origin, choices = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(_describe(choice) for choice in choices)
+    if origin is Literal:
+        return " or ".join(repr(choice) for choice in choices)
+    if annotation is types.NoneType:
+        return "None"
+    return (origin or annotation).__name__
