@@ -10,7 +10,11 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import optax
 from flax import nnx
+
+from jaxmem.heads.nnx import LMHead
+from jaxmem.train._checks import check_field
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _ACTIVATIONS = {
@@ -19,22 +23,18 @@ _ACTIVATIONS = {
 }
 
 
+# Small enough that the first loss is about ln(vocab_size), whatever the width.
+_VOCABULARY_INIT = nnx.initializers.normal(0.02)
+
+
 def _check_positive(config: object, *names: str) -> None:
     for name in names:
-        value = getattr(config, name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-            raise ValueError(
-                f"{type(config).__name__}.{name} must be a number above 0, got {value!r}"
-            )
+        check_field(config, name, getattr(config, name) > 0, "above 0")
 
 
 def _check_choice(config: object, name: str, known: tuple) -> None:
-    value = getattr(config, name)
-    if value not in known:
-        raise ValueError(
-            f"{type(config).__name__}.{name} must be one of "
-            f"{', '.join(map(repr, known))}, got {value!r}"
-        )
+    wanted = f"one of {', '.join(map(repr, known))}"
+    check_field(config, name, getattr(config, name) in known, wanted)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,10 +64,9 @@ class ModelConfig:
         """Refuse sizes that cannot be built, by name."""
         _check_positive(self, "layers", "hidden", "ff", "heads", "kv_heads")
         _check_positive(self, "head_dim", "rope_theta", "norm_eps")
-        if self.vocab_size is not None:
-            _check_positive(self, "vocab_size")
-        if self.softcap is not None:
-            _check_positive(self, "softcap")
+        for name in ("vocab_size", "softcap"):
+            if getattr(self, name) is not None:
+                _check_positive(self, name)
         if self.heads % self.kv_heads:
             raise ValueError(
                 "ModelConfig.kv_heads must divide heads, got "
@@ -152,7 +151,9 @@ def _linear(config: ModelConfig, inputs: int, outputs: int, rngs: nnx.Rngs, gain
         inputs,
         outputs,
         use_bias=False,
-        kernel_init=nnx.initializers.variance_scaling(gain, "fan_in", "truncated_normal"),
+        kernel_init=nnx.initializers.variance_scaling(
+            gain, "fan_in", "truncated_normal"
+        ),
         dtype=jnp.dtype(config.dtype),
         param_dtype=jnp.dtype(config.param_dtype),
         rngs=rngs,
@@ -236,6 +237,38 @@ class Block(nnx.Module):
         return x + self.feed_forward(self.feed_forward_norm(x))
 
 
+def _embedding(config: ModelConfig, rngs: nnx.Rngs) -> nnx.Embed:
+    return nnx.Embed(
+        config.vocab_size,
+        config.hidden,
+        embedding_init=_VOCABULARY_INIT,
+        # Looked up in the stored type and cast after, so that the gradients of a
+        # frequent token are summed in that type too.
+        dtype=jnp.dtype(config.param_dtype),
+        param_dtype=jnp.dtype(config.param_dtype),
+        rngs=rngs,
+    )
+
+
+def _head(
+    config: ModelConfig, head: HeadConfig, embed: nnx.Embed, rngs: nnx.Rngs
+) -> LMHead:
+    dtype, chunk = jnp.dtype(config.dtype), head.chunk
+    if config.tied:
+        return LMHead(tied_to=embed, dtype=dtype, softcap=config.softcap, chunk=chunk)
+    return LMHead(
+        config.hidden,
+        config.vocab_size,
+        use_bias=False,
+        kernel_init=_VOCABULARY_INIT,
+        dtype=dtype,
+        param_dtype=jnp.dtype(config.param_dtype),
+        softcap=config.softcap,
+        chunk=chunk,
+        rngs=rngs,
+    )
+
+
 class Decoder(nnx.Module):
     """Token ids to final hidden states; `head` holds the way to the vocabulary.
 
@@ -244,10 +277,13 @@ class Decoder(nnx.Module):
 
     Args:
       config: sizes and choices; `vocab_size` must be known.
+      head: options of the head; its implementation matters to `head_loss` only.
       rngs: source of the initial weights.
     """
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+    def __init__(
+        self, config: ModelConfig, head: HeadConfig | None = None, *, rngs: nnx.Rngs
+    ):
         if config.vocab_size is None:
             raise ValueError(
                 "ModelConfig.vocab_size is None: set it, or take it from the tokenizer "
@@ -259,18 +295,10 @@ class Decoder(nnx.Module):
         def stacked_blocks(rngs: nnx.Rngs) -> Block:
             return Block(config, rngs=rngs)
 
-        self.embed = nnx.Embed(
-            config.vocab_size,
-            config.hidden,
-            embedding_init=nnx.initializers.normal(0.02),
-            # Looked up in the stored type and cast after, so that the gradients of a
-            # frequent token are summed in that type too.
-            dtype=jnp.dtype(config.param_dtype),
-            param_dtype=jnp.dtype(config.param_dtype),
-            rngs=rngs,
-        )
+        self.embed = _embedding(config, rngs)
         self.blocks = stacked_blocks(rngs)
         self.norm = _norm(config, config.hidden, rngs)
+        self.head = _head(config, head or HeadConfig(), self.embed, rngs)
         self.config = config
 
     def __call__(
@@ -301,3 +329,31 @@ class Decoder(nnx.Module):
             # Inside a scan, XLA cannot merge the recomputation away: no barrier needed.
             block = jax.checkpoint(block, prevent_cse=False)
         return self.norm(jax.lax.scan(block, x, weights)[0])
+
+
+def head_loss(
+    head: LMHead,
+    hidden: jax.Array,
+    labels: jax.Array,
+    normalizer: jax.Array,
+    implementation: Literal["fused", "materialised"],
+) -> jax.Array:
+    """Sum of the tokens' cross-entropies, divided by `normalizer`.
+
+    Args:
+      head: of the decoder.
+      hidden: [B, T, hidden] final hidden states.
+      labels: [B, T] next token ids; negative where no loss is wanted.
+      normalizer: how many tokens the whole step counts.
+      implementation: "fused" never holds the logits; "materialised" is the way that
+        most code has it, kept as the reference and for comparison.
+
+    Returns:
+      Float32 scalar, in nats; 0 where no token counts.
+    """
+    if implementation == "fused":
+        return head.loss(hidden, labels, normalizer=normalizer)
+    per_token = optax.softmax_cross_entropy_with_integer_labels(
+        head(hidden).astype(jnp.float32), jnp.maximum(labels, 0)
+    )
+    return jnp.sum(jnp.where(labels >= 0, per_token, 0.0)) / jnp.maximum(normalizer, 1)

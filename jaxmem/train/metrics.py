@@ -1,0 +1,214 @@
+"""What a run tells: a line per step, TensorBoard, a progress bar, the head's bill."""
+
+import json
+import os
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from rich import progress
+from rich.console import Console
+from rich.table import Table
+from tensorboardX import SummaryWriter
+
+_MIB = 2**20
+
+
+class StepMetrics(NamedTuple):
+    """The numbers of one optimizer step; one line of metrics.jsonl."""
+
+    step: int  # steps done, this one included
+    loss: float  # nats per token
+    tokens: int  # that count in the loss
+    tokens_per_second: float
+    grad_norm: float  # global, before clipping
+    learning_rate: float
+    seconds: float  # wall time: reading data, the step, reading the loss back
+
+
+def read_history(path: Path) -> list[StepMetrics]:
+    """The steps that a metrics file holds, in order."""
+    lines = path.read_text("utf-8").splitlines()
+    return [StepMetrics(**json.loads(line)) for line in lines]
+
+
+def tokens_per_second(history: Sequence[StepMetrics]) -> float:
+    """Median over the steps, which one slow step cannot move; 0 without steps."""
+    return statistics.median(s.tokens_per_second for s in history) if history else 0.0
+
+
+class MetricsWriter:
+    """Appends steps to metrics.jsonl and to TensorBoard files.
+
+    Args:
+      out_dir: the run's directory.
+      done: the step that was restored, 0 in a new run.  What either file holds of later
+        steps, which will be taken again, is dropped.
+    """
+
+    def __init__(self, out_dir: Path, done: int):
+        self.path = out_dir / "metrics.jsonl"
+        _drop_lines_after(self.path, done)
+        self._file = self.path.open("a", encoding="utf-8")
+        self._board = SummaryWriter(str(out_dir / "tensorboard"), purge_step=done + 1)
+
+    def __enter__(self) -> "MetricsWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+        self._board.close()
+
+    def write(self, metrics: StepMetrics) -> None:
+        """Record one step; it is in the operating system's hands on return."""
+        self._file.write(json.dumps(metrics._asdict()) + "\n")
+        self._file.flush()
+        for name, value in metrics._asdict().items():
+            if name != "step":
+                self._board.add_scalar(name, value, metrics.step)
+
+
+def _drop_lines_after(path: Path, step: int) -> None:
+    lines = path.read_text("utf-8").splitlines(True) if path.exists() else []
+    # A kill may have cut the last line short: without its newline it is not a step.
+    whole = [line for line in lines if line.endswith("\n")]
+    unfinished = path.with_name(path.name + ".unfinished")
+    unfinished.write_text(
+        "".join(line for line in whole if json.loads(line)["step"] <= step), "utf-8"
+    )
+    os.replace(unfinished, path)
+
+
+class ProgressReport:
+    """A bar on a terminal; elsewhere, a plain line every few steps.
+
+    Args:
+      console: where to write.
+      steps: how many steps the run has in all.
+      done: how many were done before this process.
+      every: steps between two plain lines.
+    """
+
+    def __init__(self, console: Console, steps: int, done: int, every: int):
+        self._console, self._steps, self._every = console, steps, every
+        self._first = done + 1
+        self._bar = progress.Progress(
+            progress.TextColumn("step"),
+            progress.MofNCompleteColumn(),
+            progress.BarColumn(),
+            progress.TextColumn("{task.description}"),
+            progress.TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task("", total=steps, completed=done)
+
+    def __enter__(self) -> "ProgressReport":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def update(self, metrics: StepMetrics) -> None:
+        """Show one step."""
+        line = f"loss {metrics.loss:.4f}  {metrics.tokens_per_second:,.0f} tokens/s"
+        self._bar.update(self._task, completed=metrics.step, description=line)
+        due = metrics.step in (self._first, self._steps)
+        if not self._console.is_terminal and (due or metrics.step % self._every == 0):
+            self._console.print(
+                f"step {metrics.step}/{self._steps}  {line}", highlight=False
+            )
+
+
+class Memory(NamedTuple):
+    """What the compiler reserves for a program, in bytes."""
+
+    temporary: int  # one arena, held while the program runs
+    peak: int  # the arena, arguments and results; a donated argument counts once
+
+
+def memory_of(compiled: jax.stages.Compiled) -> Memory:
+    """Read the compiler's own account; nothing is run."""
+    sizes = compiled.memory_analysis()
+    # Not `peak_memory_in_bytes`, which leaves temporaries out on the CPU.
+    peak = (
+        sizes.temp_size_in_bytes
+        + sizes.argument_size_in_bytes
+        + sizes.output_size_in_bytes
+        - sizes.alias_size_in_bytes
+    )
+    return Memory(sizes.temp_size_in_bytes, peak)
+
+
+class HeadCost(NamedTuple):
+    """The memory of one head implementation."""
+
+    head: Memory  # loss and gradients of the head alone, one micro-batch
+    step: Memory  # the whole train step
+
+
+def cost_table(costs: Mapping[str, HeadCost]) -> Table:
+    """Lay the implementations side by side, in MiB.
+
+    Args:
+      costs: by implementation, "fused" and "materialised".
+    """
+    table = Table(title="Memory by head (MiB, from the compiler)")
+    table.add_column()
+    for name in costs:
+        table.add_column(name, justify="right")
+    rows = {
+        "head alone, temporary": lambda cost: cost.head.temporary,
+        "train step, temporary": lambda cost: cost.step.temporary,
+        "train step, peak": lambda cost: cost.step.peak,
+    }
+    for label, read in rows.items():
+        table.add_row(label, *(f"{read(cost) / _MIB:,.1f}" for cost in costs.values()))
+    return table
+
+
+def save_summary(
+    path: Path, history: Sequence[StepMetrics], costs: Mapping[str, HeadCost]
+) -> None:
+    """Write the run's outcome as JSON; memory in bytes, by implementation."""
+    summary: dict[str, Any] = {
+        "steps": len(history),
+        "first_loss": history[0].loss,
+        "last_loss": history[-1].loss,
+        "tokens_per_second": tokens_per_second(history),
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "memory": {
+            name: {"head": cost.head._asdict(), "step": cost.step._asdict()}
+            for name, cost in costs.items()
+        },
+    }
+    path.write_text(json.dumps(summary, indent=2) + "\n", "utf-8")
+
+
+def save_plot(
+    path: Path, history: Sequence[StepMetrics], costs: Mapping[str, HeadCost]
+) -> None:
+    """Draw the loss by step and the memory by implementation, as PNG."""
+    # Imported here: it is slow to import, and most runs end elsewhere.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.5), layout="constrained")
+    loss, memory = figure.subplots(1, 2, width_ratios=(3, 2))
+    loss.plot([s.step for s in history], [s.loss for s in history])
+    loss.set(xlabel="step", ylabel="loss (nats per token)")
+    loss.grid(alpha=0.3)
+    bars = memory.bar(
+        [f"{name}\n{part}" for part in ("head", "step") for name in costs],
+        [
+            getattr(cost, part).temporary / _MIB
+            for part in ("head", "step")
+            for cost in costs.values()
+        ],
+    )
+    memory.bar_label(bars, fmt="{:,.0f}")
+    memory.set(ylabel="temporary memory (MiB)")
+    figure.savefig(path, dpi=150)

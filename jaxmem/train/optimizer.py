@@ -1,0 +1,83 @@
+"""AdamW under a linear warmup and a cosine decay."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import optax
+
+from jaxmem.train._checks import check_field
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW under a linear warmup and a cosine decay."""
+
+    learning_rate: float = 3e-3  # the peak, reached after the warmup
+    warmup_steps: int = 10  # steps of linear rise; fewer than run.steps
+    final_fraction: float = 0.1  # last learning rate, as a fraction of the peak
+    b1: float = 0.9  # decay of the mean of the gradients
+    b2: float = 0.95  # decay of the mean of their squares
+    eps: float = 1e-8  # added to the root of the latter
+    weight_decay: float = 0.1  # per unit of learning rate; matrices only
+    clip_norm: float | None = 1.0  # largest global gradient norm; None: no clipping
+
+    def __post_init__(self):
+        """Refuse impossible values, by name."""
+        for name in ("learning_rate", "eps"):
+            check_field(self, name, getattr(self, name) > 0, "above 0")
+        for name in ("warmup_steps", "weight_decay"):
+            check_field(self, name, getattr(self, name) >= 0, "0 or more")
+        for name in ("b1", "b2"):
+            check_field(self, name, 0 <= getattr(self, name) < 1, "in [0, 1)")
+        check_field(self, "final_fraction", 0 <= self.final_fraction <= 1, "in [0, 1]")
+        if self.clip_norm is not None:
+            check_field(self, "clip_norm", self.clip_norm > 0, "above 0, or None")
+
+
+def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
+    """Linear warmup to the peak, then a cosine to `final_fraction` of it.
+
+    Args:
+      config: peak, warmup and final fraction.
+      steps: of the whole run.
+
+    Returns:
+      Count of steps done to the next step's learning rate; never 0 at the first.
+    """
+    if config.warmup_steps >= steps:
+        raise ValueError(
+            f"optimizer.warmup_steps={config.warmup_steps} must be below "
+            f"run.steps={steps}"
+        )
+    return optax.warmup_cosine_decay_schedule(
+        init_value=config.learning_rate / (config.warmup_steps + 1),
+        peak_value=config.learning_rate,
+        warmup_steps=config.warmup_steps,
+        decay_steps=steps,
+        end_value=config.learning_rate * config.final_fraction,
+    )
+
+
+def make_optimizer(
+    config: OptimizerConfig, schedule: optax.Schedule
+) -> optax.GradientTransformation:
+    """Clip by global norm, then AdamW; norms and biases do not decay."""
+
+    def decays(params: Any) -> Any:
+        # By name: stacking the layers gave a norm's scale two axes, like a matrix.
+        return jax.tree_util.tree_map_with_path(
+            lambda path, _: path[-1].key not in ("scale", "bias"), params
+        )
+
+    adamw = optax.adamw(
+        schedule,
+        b1=config.b1,
+        b2=config.b2,
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        mask=decays,
+    )
+    if config.clip_norm is None:
+        return adamw
+    return optax.chain(optax.clip_by_global_norm(config.clip_norm), adamw)
