@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxmem import _backends, _head, _spec
@@ -220,8 +221,9 @@ def check_options(
 def _compute_dtype(hidden, weights):
     if weights.dtype is not None:
         return weights.dtype
-    with jax.numpy_dtype_promotion("standard"):  # as Flax's own layers promote
-        return jnp.result_type(*(x for x in (hidden, weights.W, weights.bias) if x is not None))
+    arrays = [x for x in (hidden, weights.W, weights.bias) if x is not None]
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.result_type(*arrays)
 
 
 def _logits(hidden, weights):
@@ -234,7 +236,7 @@ def _logits(hidden, weights):
 
 
 def _capped(z, softcap):
-    wide = z.astype(jnp.promote_types(z.dtype, np.float32))
+    wide = z.astype(np.promote_types(z.dtype, np.float32))
     return (softcap * jnp.tanh(wide / softcap)).astype(z.dtype)
 
 
@@ -261,9 +263,9 @@ def _divided(total, normalizer):
 def _check_scalar(name, value):
     if np.shape(value) != ():
         raise ValueError(f"{name} must be a scalar, got shape {np.shape(value)}")
-    if not isinstance(value, jax.core.Tracer) and not np.asarray(value) >= 0:
+    if not isinstance(value, Tracer) and not np.asarray(value) >= 0:
         raise ValueError(f"{name} must not be negative, got {value}")
 
 
 def _is_zero(value):
-    return not isinstance(value, jax.core.Tracer) and np.asarray(value) == 0
+    return not isinstance(value, Tracer) and np.asarray(value) == 0

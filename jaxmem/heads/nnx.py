@@ -7,12 +7,18 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn.linear import default_bias_init, default_kernel_init
+from jax import lax
 from jax.typing import DTypeLike
 
-from jaxmem._spec import Chunk
+from jaxmem._spec import Chunk, Layout
 from jaxmem.heads._verbs import HeadVerbs, Weights, check_options
 
 _NO_METADATA: Mapping[str, Any] = MappingProxyType({})
+_PLAIN = {
+    "precision": None,
+    "dot_general": lax.dot_general,
+    "preferred_element_type": None,
+}
 
 
 class LMHead(HeadVerbs, nnx.Module):
@@ -26,10 +32,10 @@ class LMHead(HeadVerbs, nnx.Module):
     its uses.
 
     Args:
-        in_features: D; not needed with tied_to.
-        out_features: V, padding included; not needed with tied_to.
-        use_bias: whether the head has a bias of its own. None: yes, as nnx.Linear; no
-            with tied_to, where an nnx.Linear's bias is read with its kernel.
+        in_features: D; not needed with tied_to, unless that is a bare parameter.
+        out_features: V, padding included; likewise.
+        use_bias: True for a bias of the head's own, False for none. None: True, as for
+            nnx.Linear; with tied_to, whatever bias that layer has.
         dtype: type hidden is cast to, and of the logits. None: that of tied_to, or
             promoted from hidden and weights, as nnx.Linear does.
         param_dtype: type of the head's own weights; gradients come back in it, rounded
@@ -39,8 +45,8 @@ class LMHead(HeadVerbs, nnx.Module):
         rngs: source of the initial weights; not needed where there are none.
         kernel_metadata: metadata of the kernel, such as its sharding.
         bias_metadata: metadata of the bias.
-        tied_to: an nnx.Embed (embedding [V, D]) or nnx.Linear (kernel [D, V]) whose
-            weights to use.
+        tied_to: an nnx.Embed (embedding [V, D]), an nnx.Linear (kernel [D, V]) or any
+            nnx.Param of either shape, whose weights to use.
         softcap: caps logits at ±softcap by tanh.
         chunk: tokens whose logits may be alive at once; None for all, or "auto".
         vocab_size: logical vocabulary when V is padded; later entries get p = 0.
@@ -49,6 +55,7 @@ class LMHead(HeadVerbs, nnx.Module):
     Raises:
         TypeError: tied_to of another type, sizes or rngs missing, an integer dtype.
         ValueError: sizes that disagree with tied_to, an option out of range.
+        NotImplementedError: tied_to with a precision or dot_general of its own.
 
     >>> import jax.numpy as jnp
     >>> from flax import nnx
@@ -77,60 +84,97 @@ class LMHead(HeadVerbs, nnx.Module):
         rngs: nnx.Rngs | None = None,
         kernel_metadata: Mapping[str, Any] = _NO_METADATA,
         bias_metadata: Mapping[str, Any] = _NO_METADATA,
-        tied_to: nnx.Embed | nnx.Linear | None = None,
+        tied_to: nnx.Embed | nnx.Linear | nnx.Variable | None = None,
         softcap: float | None = None,
         chunk: Chunk = 1024,
         vocab_size: int | None = None,
         implementation: str | None = None,
     ):
-        sizes = _sizes(in_features, out_features, tied_to)
-        check_options(sizes[1], dtype, softcap, chunk, vocab_size, implementation)
-        use_bias = tied_to is None if use_bias is None else use_bias
-        if rngs is None and (use_bias or tied_to is None):
-            raise TypeError("rngs must be given: the head has weights of its own")
+        depth, columns, layout = _describe(in_features, out_features, tied_to)
+        check_options(columns, dtype, softcap, chunk, vocab_size, implementation)
         if tied_to is None:
-            kernel = kernel_init(rngs.params(), sizes, param_dtype)
+            kernel = kernel_init(_params_key(rngs), (depth, columns), param_dtype)
             self.kernel = nnx.Param(kernel, **kernel_metadata)
         self.tied_to = nnx.data(tied_to)
-        self.bias = nnx.data(None)
-        if use_bias:
-            bias = bias_init(rngs.params(), sizes[1:], param_dtype)
+        self.bias: nnx.Param | None = nnx.data(None)
+        if use_bias or (use_bias is None and tied_to is None):
+            bias = bias_init(_params_key(rngs), (columns,), param_dtype)
             self.bias = nnx.Param(bias, **bias_metadata)
-        self.in_features, self.out_features = sizes
+        self.in_features, self.out_features = depth, columns
+        self.layout: Layout = layout
         self.use_bias = use_bias
         self.dtype, self.param_dtype = dtype, param_dtype
         self.softcap, self.chunk = softcap, chunk
         self.vocab_size, self.implementation = vocab_size, implementation
 
     def _weights(self, depth: int) -> Weights:
-        source = self if self.tied_to is None else self.tied_to
-        bias = self.bias if self.use_bias else getattr(source, "bias", None)
-        bias = None if bias is None else bias[...]
-        dtype = source.dtype if self.dtype is None else self.dtype
-        if isinstance(source, nnx.Embed):
-            return Weights(source.embedding[...], "vd", bias, dtype)
-        return Weights(source.kernel[...], "dv", bias, dtype)
+        W, bias, dtype = _read(self if self.tied_to is None else self.tied_to)
+        if self.bias is not None:
+            bias = self.bias[...]
+        elif self.use_bias is False:
+            bias = None
+        dtype = dtype if self.dtype is None else self.dtype
+        return Weights(W, self.layout, bias, dtype)
 
 
-def _sizes(in_features, out_features, tied_to) -> tuple[int, int]:
-    """(D, V), given or read off the layer that owns the weights."""
-    if tied_to is None:
-        given = {"in_features": in_features, "out_features": out_features}
+def _params_key(rngs):
+    if rngs is None:
+        raise TypeError("rngs must be given: the head has weights of its own")
+    return rngs.params()
+
+
+def _read(source) -> tuple:
+    """Raw (W, bias, dtype) of whatever owns the weights."""
+    if isinstance(source, nnx.Variable):
+        return source[...], None, None
+    if isinstance(source, nnx.Embed):
+        return source.embedding[...], None, source.dtype
+    bias = None if source.bias is None else source.bias[...]
+    return source.kernel[...], bias, source.dtype
+
+
+def _describe(in_features, out_features, tied_to) -> tuple[int, int, Layout]:
+    """(D, V, layout), given or read off what owns the weights."""
+    given = {"in_features": in_features, "out_features": out_features}
+    if tied_to is None or isinstance(tied_to, nnx.Variable):
         for name, size in given.items():
             if not isinstance(size, int) or size < 1:
                 raise TypeError(f"{name} must be a positive integer, got {size!r}")
-        return in_features, out_features
-    if isinstance(tied_to, nnx.Embed):
-        sizes = tied_to.features, tied_to.num_embeddings
-    elif isinstance(tied_to, nnx.Linear):
-        sizes = tied_to.in_features, tied_to.out_features
-    else:
-        raise TypeError(
-            f"tied_to must be an nnx.Embed or nnx.Linear, got {type(tied_to).__name__}"
-        )
-    if in_features not in (None, sizes[0]) or out_features not in (None, sizes[1]):
+        layout = "dv" if tied_to is None else _layout(*given.values(), tied_to)
+        return in_features, out_features, layout
+    depth, columns, layout = _describe_layer(tied_to)
+    for (name, size), actual in zip(given.items(), (depth, columns), strict=True):
+        if size not in (None, actual):
+            raise ValueError(f"{name} must be {actual}, as in tied_to, got {size!r}")
+    return depth, columns, layout
+
+
+def _layout(depth, columns, parameter) -> Layout:
+    if depth == columns or parameter.shape not in ((columns, depth), (depth, columns)):
         raise ValueError(
-            f"in_features, out_features must be left out or {sizes}, the sizes of "
-            f"tied_to, got {(in_features, out_features)}"
+            f"tied_to must be a parameter of shape {(columns, depth)} or "
+            f"{(depth, columns)}, not square, got {parameter.shape}"
         )
-    return sizes
+    return "vd" if parameter.shape == (columns, depth) else "dv"
+
+
+def _describe_layer(layer) -> tuple[int, int, Layout]:
+    # A subclass that computes otherwise (LoRA, quantised) would be read wrongly.
+    kind = type(layer)
+    if isinstance(layer, nnx.Embed) and kind.attend is nnx.Embed.attend:
+        return layer.features, layer.num_embeddings, "vd"
+    if isinstance(layer, nnx.Linear) and kind.__call__ is nnx.Linear.__call__:
+        _check_plain(layer)
+        return layer.in_features, layer.out_features, "dv"
+    raise TypeError(
+        f"tied_to must be an nnx.Embed, nnx.Linear or nnx.Param, got {kind.__name__}"
+    )
+
+
+def _check_plain(linear):
+    for name, plain in _PLAIN.items():
+        if getattr(linear, name) not in (None, plain):
+            raise NotImplementedError(
+                f"tied_to must be a plain nnx.Linear; this one has {name}="
+                f"{getattr(linear, name)!r}, which the head would not follow"
+            )

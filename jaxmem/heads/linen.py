@@ -1,0 +1,111 @@
+"""A language-model head for Flax Linen, in the place of `nn.Dense`."""
+
+import jax.numpy as jnp
+from flax import linen as nn
+from flax.linen.linear import default_kernel_init
+from jax.typing import DTypeLike
+
+from jaxmem._spec import Chunk
+from jaxmem.heads._verbs import HeadVerbs, Weights, check_options
+
+
+class LMHead(HeadVerbs, nn.Module):
+    """`nn.Dense` to the vocabulary that also knows how to do without logits.
+
+        logits = h · kernel + bias,   kernel [D, V],   bias [V]
+
+    Own weights have the names, shapes, types and initial values of `nn.Dense`, so
+    checkpoints load either way. With `tied_to`, an `nn.Embed` of the parent, there is
+    no kernel: the head reads the embedding in the parent's scope, one parameter, whose
+    gradient is the sum of its uses. Every method makes or finds the same parameters:
+    `head.apply(variables, hidden, labels, method="loss")`.
+
+    Args:
+        features: V, padding included; not needed with tied_to.
+        use_bias: whether the head has a bias of its own. None: yes, as nn.Dense; no
+            with tied_to.
+        dtype: type hidden is cast to, and of the logits. None: that of tied_to, or
+            promoted from hidden and weights, as nn.Dense does.
+        param_dtype: type of the head's own weights; gradients come back in it, rounded
+            once from float32 sums.
+        kernel_init: initializer of the kernel.
+        bias_init: initializer of the bias.
+        tied_to: an nn.Embed (embedding [V, D]) whose weights to use.
+        softcap: caps logits at ±softcap by tanh.
+        chunk: tokens whose logits may be alive at once; None for all, or "auto".
+        vocab_size: logical vocabulary when V is padded; later entries get p = 0.
+        implementation: as in `jaxmem.logprobs`.
+
+    Raises:
+        TypeError: tied_to of another type, features missing, an integer dtype.
+        ValueError: features that disagree with tied_to, an option out of range.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from flax import linen as nn
+    >>> from jaxmem.heads.linen import LMHead
+    >>> head = LMHead(4, kernel_init=nn.initializers.zeros)
+    >>> hidden, labels = jnp.ones((2, 8)), jnp.array([3, -1])
+    >>> variables = head.init(jax.random.key(0), hidden)
+    >>> jax.tree.map(jnp.shape, variables)
+    {'params': {'bias': (4,), 'kernel': (8, 4)}}
+    >>> head.apply(variables, hidden, labels, method="loss")
+    Array(1.3862944, dtype=float32)
+    """
+
+    features: int | None = None
+    use_bias: bool | None = None
+    dtype: DTypeLike | None = None
+    param_dtype: DTypeLike = jnp.float32
+    kernel_init: nn.initializers.Initializer = default_kernel_init
+    bias_init: nn.initializers.Initializer = nn.initializers.zeros_init()
+    tied_to: nn.Embed | None = None
+    softcap: float | None = None
+    chunk: Chunk = 1024
+    vocab_size: int | None = None
+    implementation: str | None = None
+
+    def __post_init__(self):
+        """Refuses options that no call could use."""
+        columns = _columns(self.features, self.tied_to)
+        check_options(
+            columns, self.dtype, self.softcap, self.chunk, self.vocab_size,
+            self.implementation,
+        )  # fmt: skip
+        super().__post_init__()
+
+    # Linen names, binds and lets transforms see only what a class body holds.
+    __call__ = HeadVerbs.__call__
+    logprobs = HeadVerbs.logprobs
+    token_stats = HeadVerbs.token_stats
+    entropy = HeadVerbs.entropy
+    loss = HeadVerbs.loss
+
+    @nn.compact
+    def _weights(self, depth: int) -> Weights:
+        columns = _columns(self.features, self.tied_to)
+        if self.tied_to is None:
+            shape, dtype = (depth, columns), None
+            W = self.param("kernel", self.kernel_init, shape, self.param_dtype)
+        else:
+            W, dtype = self.tied_to.embedding, self.tied_to.dtype
+        bias = None
+        if self.use_bias or (self.use_bias is None and self.tied_to is None):
+            bias = self.param("bias", self.bias_init, (columns,), self.param_dtype)
+        dtype = dtype if self.dtype is None else self.dtype
+        return Weights(W, "dv" if self.tied_to is None else "vd", bias, dtype)
+
+
+def _columns(features, tied_to) -> int:
+    """V, given or read off the layer that owns the weights."""
+    if tied_to is None:
+        if not isinstance(features, int) or features < 1:
+            raise TypeError(f"features must be a positive integer, got {features!r}")
+        return features
+    if not isinstance(tied_to, nn.Embed):
+        raise TypeError(f"tied_to must be an nn.Embed, got {type(tied_to).__name__}")
+    if features not in (None, tied_to.num_embeddings):
+        raise ValueError(
+            f"features must be left out or {tied_to.num_embeddings}, the size of "
+            f"tied_to, got {features}"
+        )
+    return tied_to.num_embeddings
