@@ -196,19 +196,22 @@ def save_plot(
     # Imported here: it is slow to import, and most runs end elsewhere.
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 3.5), layout="constrained")
-    loss, memory = figure.subplots(1, 2, width_ratios=(3, 2))
-    loss.plot([s.step for s in history], [s.loss for s in history])
-    loss.set(xlabel="step", ylabel="loss (nats per token)")
-    loss.grid(alpha=0.3)
-    bars = memory.bar(
-        [f"{name}\n{part}" for part in ("head", "step") for name in costs],
-        [
-            getattr(cost, part).temporary / _MIB
-            for part in ("head", "step")
-            for cost in costs.values()
-        ],
-    )
-    memory.bar_label(bars, fmt="{:,.0f}")
-    memory.set(ylabel="temporary memory (MiB)")
+    figure = Figure(figsize=(9 if costs else 5.5, 3.5), layout="constrained")
+    panels = figure.subplots(1, 2 if costs else 1, squeeze=False)[0]
+    panels[0].plot([s.step for s in history], [s.loss for s in history])
+    panels[0].set(xlabel="step", ylabel="loss (nats per token)")
+    panels[0].grid(alpha=0.3)
+    if costs:
+        _draw_memory(panels[1], costs)
     figure.savefig(path, dpi=150)
+
+
+def _draw_memory(panel: Any, costs: Mapping[str, HeadCost]) -> None:
+    bars = {
+        f"{name}\n{part}": getattr(cost, part).temporary / _MIB
+        for part in ("head", "step")
+        for name, cost in costs.items()
+    }
+    drawn = panel.bar(list(bars), list(bars.values()))
+    panel.bar_label(drawn, fmt="{:,.0f}")
+    panel.set(ylabel="temporary memory (MiB)")

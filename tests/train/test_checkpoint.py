@@ -1,0 +1,99 @@
+"""Checkpoints are whole or absent, and belong to one run."""
+
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmem.train.checkpoint import Checkpoints, check_same_config
+
+CONFIG = {"model": {"hidden": 8, "dtype": "float32"}, "data": {"source": "a.txt"}}
+
+
+def state_at(step):
+    return {
+        "params": {"kernel": jnp.full((3, 2), step / 7, jnp.float32)},
+        "moments": (jnp.arange(4, dtype=jnp.bfloat16) * step, jnp.int32(step)),
+    }
+
+
+def save(checkpoints, step):
+    checkpoints.save(step, state_at(step), {"position": step, "seed": None}, CONFIG)
+
+
+def assert_restores(checkpoints, step):
+    state, data_state = checkpoints.restore(
+        step, jax.eval_shape(lambda: state_at(step))
+    )
+    jax.tree.map(np.testing.assert_array_equal, state, state_at(step))
+    assert data_state == {"position": step, "seed": None}
+
+
+def test_what_was_saved_comes_back_bitwise(tmp_path):
+    with Checkpoints(tmp_path / "run", keep=3) as checkpoints:
+        assert checkpoints.latest() is None
+        save(checkpoints, 4)
+        assert_restores(checkpoints, 4)
+    with Checkpoints(tmp_path / "run", keep=3) as reopened:
+        assert reopened.latest() == 4
+        assert reopened.saved_config(4) == CONFIG
+        assert_restores(reopened, 4)
+
+
+def test_only_the_newest_are_kept(tmp_path):
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        for step in (1, 2, 3):
+            save(checkpoints, step)
+        assert checkpoints.latest() == 3
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["2", "3"]
+
+
+def test_a_checkpoint_cut_short_by_a_kill_is_ignored_and_can_be_saved_again(tmp_path):
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        save(checkpoints, 1)
+        save(checkpoints, 2)
+    # What a kill leaves while saving 2: the temporary name, half of the files.
+    cut = tmp_path / "2.orbax-checkpoint-tmp"
+    (tmp_path / "2").rename(cut)
+    shutil.rmtree(cut / "state" / "d")
+    (cut / "data" / "data").unlink(missing_ok=True)
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        assert checkpoints.latest() == 1
+        assert_restores(checkpoints, 1)
+        save(checkpoints, 2)
+        assert_restores(checkpoints, 2)
+
+
+def test_an_old_checkpoint_half_deleted_by_a_kill_does_no_harm(tmp_path):
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        save(checkpoints, 1)
+        save(checkpoints, 2)
+    shutil.rmtree(tmp_path / "1" / "state")
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        assert checkpoints.latest() == 2
+        assert_restores(checkpoints, 2)
+        save(checkpoints, 3)
+        assert_restores(checkpoints, 3)
+
+
+def test_the_same_config_passes():
+    check_same_config(CONFIG, {**CONFIG}, Path("runs/a"))
+
+
+def test_another_config_is_refused_by_field():
+    other = {
+        "model": {"hidden": 16, "dtype": "float32", "qk_norm": True},
+        "data": {"source": "b.txt"},
+    }
+    with pytest.raises(ValueError) as error:
+        check_same_config(CONFIG, other, Path("runs/a"))
+    message = str(error.value)
+    assert "run.out_dir='runs/a' holds checkpoints of another run" in message
+    assert 'data.source was "a.txt", is "b.txt"' in message
+    assert "model.hidden was 8, is 16" in message
+    assert "model.qk_norm was absent, is true" in message
+    assert "dtype" not in message
+    assert "name another run.out_dir" in message

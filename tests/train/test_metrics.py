@@ -1,0 +1,153 @@
+"""The files and the tables that a run leaves."""
+
+import io
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+from rich.console import Console
+
+from jaxmem.train import metrics
+from jaxmem.train.metrics import HeadCost, Memory, MetricsWriter, StepMetrics
+
+COSTS = {
+    "fused": HeadCost(Memory(3 * 2**20, 0), Memory(10 * 2**20, 20 * 2**20)),
+    "materialised": HeadCost(Memory(300 * 2**20, 0), Memory(2**30, 1034 * 2**20)),
+}
+
+
+def step_metrics(step, loss=2.5, rate=100.0):
+    return StepMetrics(
+        step=step,
+        loss=loss,
+        tokens=64,
+        tokens_per_second=rate,
+        grad_norm=1.25,
+        learning_rate=1e-3,
+        seconds=64 / rate,
+    )
+
+
+def write(out_dir, done, steps):
+    with MetricsWriter(out_dir, done) as writer:
+        for step in steps:
+            writer.write(step_metrics(step, loss=step + done / 10))
+    return writer.path
+
+
+def printed(thing, **options):
+    stream = io.StringIO()
+    Console(file=stream, width=100, **options).print(thing)
+    return stream.getvalue()
+
+
+def test_one_json_object_a_step_and_every_bit_of_the_loss(tmp_path):
+    loss = float(jnp.float32(1) / 3)
+    with MetricsWriter(tmp_path, 0) as writer:
+        writer.write(step_metrics(1, loss))
+    (line,) = writer.path.read_text().splitlines()
+    assert json.loads(line) == {
+        "step": 1,
+        "loss": loss,
+        "tokens": 64,
+        "tokens_per_second": 100.0,
+        "grad_norm": 1.25,
+        "learning_rate": 1e-3,
+        "seconds": 0.64,
+    }
+    assert metrics.read_history(writer.path) == [step_metrics(1, loss)]
+
+
+def test_resuming_drops_what_comes_after_the_restored_step(tmp_path):
+    write(tmp_path, 0, range(1, 8))
+    path = write(tmp_path, 4, range(5, 7))
+    history = metrics.read_history(path)
+    assert [s.step for s in history] == [1, 2, 3, 4, 5, 6]
+    assert history[4].loss == 5.4  # the second process's
+
+
+def test_a_new_run_drops_everything_and_a_line_cut_short_is_no_step(tmp_path):
+    path = write(tmp_path, 0, range(1, 4))
+    path.write_text(path.read_text() + '{"step": 4, "lo')
+    assert [s.step for s in metrics.read_history(write(tmp_path, 3, []))] == [1, 2, 3]
+    assert metrics.read_history(write(tmp_path, 0, [])) == []
+
+
+def test_tensorboard_gets_every_step(tmp_path):
+    write(tmp_path, 0, [1, 2])
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    content = events.read_bytes()
+    for name in (b"loss", b"tokens_per_second", b"grad_norm", b"learning_rate"):
+        assert content.count(name) >= 2
+
+
+def test_speed_is_the_median_over_steps():
+    rates = [step_metrics(i, rate=rate) for i, rate in enumerate((1.0, 90.0, 110.0))]
+    assert metrics.tokens_per_second(rates) == 90.0
+    assert metrics.tokens_per_second([]) == 0.0
+
+
+def test_plain_progress_shows_the_first_the_last_and_every_third_step():
+    stream = io.StringIO()
+    console = Console(file=stream, width=100)
+    with metrics.ProgressReport(console, steps=8, done=1, every=3) as report:
+        for step in range(2, 9):
+            report.update(step_metrics(step))
+    lines = stream.getvalue().splitlines()
+    assert [line.split()[1] for line in lines] == ["2/8", "3/8", "6/8", "8/8"]
+    assert lines[0] == "step 2/8  loss 2.5000  100 tokens/s"
+
+
+def test_a_terminal_gets_a_bar():
+    stream = io.StringIO()
+    console = Console(file=stream, width=100, force_terminal=True)
+    with metrics.ProgressReport(console, steps=2, done=0, every=1) as report:
+        report.update(step_metrics(1))
+        report.update(step_metrics(2))
+    assert "2/2" in stream.getvalue() and "loss 2.5000" in stream.getvalue()
+
+
+def test_memory_is_the_compiler_s():
+    def program(x):
+        return jnp.tanh(x @ x.T) @ x
+
+    shape = jax.ShapeDtypeStruct((256, 16), jnp.float32)
+    memory = metrics.memory_of(
+        jax.jit(program, donate_argnums=0).lower(shape).compile()
+    )
+    assert memory.temporary >= 256 * 256 * 4  # the product
+    assert (
+        memory.peak == memory.temporary + 256 * 16 * 4
+    )  # x, overwritten by the result
+
+
+def test_the_table_lays_the_heads_side_by_side_in_mib():
+    rows = [
+        line.split("│")[1:4] for line in printed(metrics.cost_table(COSTS)).splitlines()
+    ]
+    cells = [[cell.strip() for cell in row] for row in rows if len(row) == 3]
+    assert cells == [
+        ["head alone, temporary", "3.0", "300.0"],
+        ["train step, temporary", "10.0", "1,024.0"],
+        ["train step, peak", "20.0", "1,034.0"],
+    ]
+
+
+def test_the_summary_is_json_in_bytes(tmp_path):
+    history = [step_metrics(1, 9.0), step_metrics(2, 7.0)]
+    metrics.save_summary(tmp_path / "summary.json", history, COSTS)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["first_loss"], summary["last_loss"]) == (9.0, 7.0)
+    assert summary["steps"] == 2 and summary["tokens_per_second"] == 100.0
+    assert summary["memory"]["fused"]["step"] == {
+        "temporary": 10 * 2**20,
+        "peak": 20 * 2**20,
+    }
+
+
+@pytest.mark.parametrize("costs", [COSTS, {}])
+def test_the_plot_is_a_png(tmp_path, costs):
+    history = [step_metrics(i, 9.0 / i) for i in range(1, 20)]
+    metrics.save_plot(tmp_path / "report.png", history, costs)
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
