@@ -140,7 +140,9 @@ def _describe(in_features, out_features, tied_to) -> tuple[int, int, Layout]:
         for name, size in given.items():
             if not isinstance(size, int) or size < 1:
                 raise TypeError(f"{name} must be a positive integer, got {size!r}")
-        layout = "dv" if tied_to is None else _layout(*given.values(), tied_to)
+        layout = (
+            "dv" if tied_to is None else _layout(in_features, out_features, tied_to)
+        )
         return in_features, out_features, layout
     depth, columns, layout = _describe_layer(tied_to)
     for (name, size), actual in zip(given.items(), (depth, columns), strict=True):
