@@ -19,7 +19,7 @@ from jaxmem.train._checks import check_field
 from jaxmem.train.checkpoint import Checkpoints, check_same_config
 from jaxmem.train.data import Batch
 from jaxmem.train.metrics import HeadCost, StepMetrics
-from jaxmem.train.model import Decoder, HeadConfig, head_loss
+from jaxmem.train.model import Decoder, HeadConfig, ModelConfig, head_loss
 from jaxmem.train.optimizer import OptimizerConfig as OptimizerConfig
 from jaxmem.train.optimizer import learning_rate_schedule, make_optimizer
 
@@ -126,7 +126,7 @@ def make_step(
         numbers = {
             "loss": total,
             "tokens": tokens,
-            "grad_norm": optax.global_norm(gradients),
+            "grad_norm": optax.tree.norm(gradients),
         }
         return TrainState(params, optimizer_state), numbers
 
@@ -137,11 +137,14 @@ class Program:
     """A run's functions and shapes; nothing is allocated until `initial_state`.
 
     Args:
-      config: of the run; `config.model.vocab_size` must be known.
+      config: of the run.
+      vocab_size: entries of the tokenizer; the model's vocabulary unless config has a
+        larger one, whose rest is padding.
     """
 
-    def __init__(self, config: "Config"):
+    def __init__(self, config: "Config", vocab_size: int):
         self.config = config
+        self._model = _with_vocabulary(config.model, vocab_size)
         self.schedule = learning_rate_schedule(config.optimizer, config.run.steps)
         self._optimizer = make_optimizer(config.optimizer, self.schedule)
         self._definition = nnx.split(nnx.eval_shape(self._new_model))[0]
@@ -149,7 +152,7 @@ class Program:
 
     def _new_model(self) -> Decoder:
         rngs = nnx.Rngs(jax.random.key(self.config.run.seed))
-        return Decoder(self.config.model, self.config.head, rngs=rngs)
+        return Decoder(self._model, self.config.head, rngs=rngs)
 
     def _new_state(self) -> TrainState:
         params = nnx.to_pure_dict(nnx.split(self._new_model())[1])
@@ -225,7 +228,7 @@ def train(
         (out_dir / "tokenizer.json").write_text(tokenizer.to_str(), "utf-8")
         if operative_text:
             (out_dir / "operative.gin").write_text(operative_text, "utf-8")
-        program = Program(_with_vocabulary(config, tokenizer.get_vocab_size()))
+        program = Program(config, tokenizer.get_vocab_size())
         batches = data.batches(config.data, tokenizer)
         compiled = program.compile_step(config.head)
         with metrics.MetricsWriter(out_dir, done) as writer:
@@ -292,16 +295,15 @@ def _step_metrics(
     )
 
 
-def _with_vocabulary(config: "Config", size: int) -> "Config":
-    """Give the model the tokenizer's vocabulary; a larger one is padding."""
-    wanted = config.model.vocab_size
-    if wanted is not None and wanted < size:
+def _with_vocabulary(model: ModelConfig, size: int) -> ModelConfig:
+    if model.vocab_size is None:
+        return dataclasses.replace(model, vocab_size=size)
+    if model.vocab_size < size:
         raise ValueError(
-            f"model.vocab_size={wanted} is below the tokenizer's {size} entries; raise "
-            "it, leave it None, or lower data.vocab_size"
+            f"model.vocab_size={model.vocab_size} is below the tokenizer's {size} "
+            "entries; raise it, leave it None, or lower data.vocab_size"
         )
-    model = dataclasses.replace(config.model, vocab_size=wanted or size)
-    return dataclasses.replace(config, model=model)
+    return model
 
 
 def _fixed_config(config: "Config") -> dict[str, dict[str, Any]]:

@@ -117,9 +117,7 @@ def test_memory_is_the_compiler_s():
         jax.jit(program, donate_argnums=0).lower(shape).compile()
     )
     assert memory.temporary >= 256 * 256 * 4  # the product
-    assert (
-        memory.peak == memory.temporary + 256 * 16 * 4
-    )  # x, overwritten by the result
+    assert memory.peak == memory.temporary + 256 * 16 * 4  # x, then the result
 
 
 def test_the_table_lays_the_heads_side_by_side_in_mib():

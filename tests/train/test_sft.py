@@ -1,0 +1,355 @@
+"""The step's arithmetic, and runs that survive anything."""
+
+import dataclasses
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from rich.console import Console
+
+from jaxmem.train import sft
+from jaxmem.train.config import Config
+from jaxmem.train.data import Batch, DataConfig
+from jaxmem.train.metrics import read_history
+from jaxmem.train.model import Decoder, HeadConfig, ModelConfig
+from jaxmem.train.optimizer import learning_rate_schedule, make_optimizer
+from jaxmem.train.sft import OptimizerConfig, RunConfig
+
+MODEL = ModelConfig(layers=1, hidden=16, ff=24, heads=2, kv_heads=1, head_dim=8)
+DATA = DataConfig(vocab_size=320, sequence_length=32, batch_size=4, held_out=0.0)
+RUN = RunConfig(steps=6, checkpoint_every=4, log_every=2, compare_heads=False)
+
+
+@pytest.fixture(scope="module")
+def text_file(tmp_path_factory):
+    """Text of our own that is the same on every machine."""
+    words = "the head of a model maps each hidden state to a token of its text".split()
+    rng = np.random.default_rng(0)
+    path = tmp_path_factory.mktemp("text") / "words.txt"
+    path.write_text(
+        " ".join(rng.choice(words) + str(rng.integers(999)) for _ in range(4000))
+    )
+    return path
+
+
+@pytest.fixture
+def config(text_file, tmp_path):
+    return Config(
+        data=dataclasses.replace(
+            DATA, source=str(text_file), cache_dir=str(text_file.parent)
+        ),
+        model=MODEL,
+        head=HeadConfig(chunk=32),
+        optimizer=OptimizerConfig(warmup_steps=2),
+        run=dataclasses.replace(RUN, out_dir=str(tmp_path / "run")),
+    )
+
+
+def changed(config, **sections):
+    """The config with some fields of some sections replaced."""
+    return dataclasses.replace(
+        config,
+        **{
+            name: dataclasses.replace(getattr(config, name), **fields)
+            for name, fields in sections.items()
+        },
+    )
+
+
+def train(config, text=""):
+    stream = io.StringIO()
+    result = sft.train(config, text, Console(file=stream, width=120))
+    return result, stream.getvalue()
+
+
+def losses(result):
+    return [s.loss for s in result.history]
+
+
+# -------------------------------------------------------------------- step
+
+
+def random_rows(rows, length=16, seed=0):
+    """Rows whose counts of labels differ widely; one has none."""
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, 50, (rows, length)).astype(np.int32)
+    counted = np.arange(length) < np.linspace(0, length, rows).astype(int)[:, None]
+    labels = np.where(counted, np.roll(tokens, -1, axis=1), -1).astype(np.int32)
+    positions = np.broadcast_to(np.arange(length, dtype=np.int32), tokens.shape)
+    return Batch(tokens, labels, np.ones_like(tokens), positions)
+
+
+def split(batch, count):
+    return Batch(*(a.reshape(count, -1, a.shape[-1]) for a in batch))
+
+
+def small_step(optimizer=None):
+    model = Decoder(
+        dataclasses.replace(MODEL, vocab_size=50), HeadConfig(chunk=8), rngs=nnx.Rngs(0)
+    )
+    definition, weights = nnx.split(model)
+    params = nnx.to_pure_dict(weights)
+    schedule = learning_rate_schedule(OptimizerConfig(warmup_steps=2), 10)
+    optimizer = optimizer or make_optimizer(OptimizerConfig(), schedule)
+    step = sft.make_step(definition, HeadConfig(), optimizer)
+    return jax.jit(step), sft.TrainState(params, optimizer.init(params))
+
+
+def keep_gradients():
+    """An optimizer whose state is the last gradient, and that moves nothing."""
+    import optax
+
+    return optax.GradientTransformation(
+        lambda params: params,
+        lambda gradient, _, params: (jax.tree.map(jnp.zeros_like, params), gradient),
+    )
+
+
+@pytest.mark.parametrize("count", [2, 4, 8])
+def test_accumulation_does_not_change_loss_or_gradients(count):
+    step, state = small_step(keep_gradients())
+    batch = random_rows(8)
+    whole, expected = step(state, split(batch, 1))
+    parts, numbers = step(state, split(batch, count))
+    assert (
+        int(numbers["tokens"]) == int(expected["tokens"]) == (batch.labels >= 0).sum()
+    )
+    np.testing.assert_allclose(numbers["loss"], expected["loss"], rtol=1e-6)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=2e-7),
+        parts.optimizer,
+        whole.optimizer,
+    )
+    # Not the mean of the micro-batches' means, which unequal counts would betray.
+    alone = [step(state, split(Batch(*(a[i : i + 1] for a in batch)), 1))[1]
+             for i in range(8)]  # fmt: skip
+    assert abs(np.mean([n["loss"] for n in alone]) - expected["loss"]) > 0.1
+
+
+def test_a_step_without_labels_has_loss_zero_and_moves_nothing_by_gradient():
+    step, state = small_step(keep_gradients())
+    masked = split(random_rows(4)._replace(labels=np.full((4, 16), -1, np.int32)), 2)
+    after, numbers = step(state, masked)
+    assert float(numbers["loss"]) == 0.0 and float(numbers["grad_norm"]) == 0.0
+    assert int(numbers["tokens"]) == 0
+    assert all(not leaf.any() for leaf in jax.tree.leaves(after.optimizer))
+    step, state = small_step()
+    after, _ = step(state, masked)
+    assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(after))
+
+
+def test_the_step_s_own_arithmetic_lowers_the_loss():
+    step, state = small_step()
+    batch = split(random_rows(8), 2)
+    history = []
+    for _ in range(10):
+        state, numbers = step(state, batch)
+        history.append(float(numbers["loss"]))
+    assert history[0] == pytest.approx(np.log(50), rel=0.05)
+    assert history[-1] < history[0] - 0.1
+
+
+def test_moments_are_float32_whatever_the_parameters(config):
+    program = sft.Program(changed(config, model=dict(param_dtype="bfloat16")), 50)
+    shapes = program.state_shapes
+    kept = {leaf.dtype for leaf in jax.tree.leaves(shapes.params)}
+    moments = {leaf.dtype for leaf in jax.tree.leaves(shapes.optimizer) if leaf.ndim}
+    assert kept == {jnp.dtype("bfloat16")} and moments == {jnp.dtype("float32")}
+    # The compiled step must accept the state it returns.
+    compiled = program.compile_step(config.head)
+    returned = jax.tree.map(lambda info: info.dtype, compiled.out_info[0])
+    assert returned == jax.tree.map(lambda leaf: leaf.dtype, shapes)
+
+
+def test_norms_do_not_decay_though_stacking_gave_them_two_axes():
+    _, state = small_step()
+    optimizer = make_optimizer(
+        OptimizerConfig(weight_decay=0.5, clip_norm=None), lambda _: 0.1
+    )
+    zeros = jax.tree.map(jnp.zeros_like, state.params)
+    updates, _ = optimizer.update(zeros, optimizer.init(state.params), state.params)
+    blocks = state.params["blocks"]
+    assert blocks["attention_norm"]["scale"].ndim == 2
+    assert not updates["blocks"]["attention_norm"]["scale"].any()
+    gate = blocks["feed_forward"]["gate"]["kernel"]
+    np.testing.assert_allclose(
+        updates["blocks"]["feed_forward"]["gate"]["kernel"], -0.05 * gate, rtol=1e-5
+    )
+
+
+def test_the_learning_rate_warms_up_then_decays():
+    rates = [
+        float(learning_rate_schedule(OptimizerConfig(1.0, warmup_steps=4), 20)(i))
+        for i in range(20)
+    ]
+    np.testing.assert_allclose(rates[:5], [0.2, 0.4, 0.6, 0.8, 1.0], rtol=1e-6)
+    assert rates[4:] == sorted(rates[4:], reverse=True) and 0.1 < rates[-1] < 0.12
+
+
+# -------------------------------------------------------------------- runs
+
+
+def test_a_run_leaves_everything_it_promises(config):
+    result, said = train(
+        changed(config, run=dict(compare_heads=True)), "run.steps = 6\n"
+    )
+    assert [s.step for s in result.history] == [1, 2, 3, 4, 5, 6]
+    assert result.history == read_history(result.out_dir / "metrics.jsonl")
+    assert {p.name for p in result.out_dir.iterdir()} == {
+        "checkpoints", "metrics.jsonl", "operative.gin", "report.png", "summary.json",
+        "tensorboard", "tokenizer.json",
+    }  # fmt: skip
+    assert (result.out_dir / "operative.gin").read_text() == "run.steps = 6\n"
+    assert "step 1/6" in said and "step 6/6" in said
+    assert "fused" in said and "materialised" in said and "tokens/s" in said
+    summary = json.loads((result.out_dir / "summary.json").read_text())
+    assert summary["last_loss"] == result.history[-1].loss < summary["first_loss"]
+    fused, materialised = result.costs["fused"], result.costs["materialised"]
+    logits = 4 * 32 * 320 * 4  # rows x tokens x vocabulary x bytes
+    assert fused.head.temporary < logits < materialised.head.temporary
+    assert fused.step.temporary < materialised.step.temporary
+    assert fused.step.peak < materialised.step.peak
+
+
+def test_both_heads_learn_alike_over_fifty_steps(config, tmp_path):
+    curves = []
+    for name in ("fused", "materialised"):
+        changes = dict(steps=50, checkpoint_every=50, out_dir=str(tmp_path / name))
+        result, _ = train(changed(config, run=changes, head=dict(implementation=name)))
+        curves.append(np.array(losses(result)))
+    np.testing.assert_allclose(*curves, atol=2e-3)
+    assert curves[0][-1] < curves[0][0] - 1.0
+
+
+def test_a_longer_run_continues_a_finished_one_and_may_change_its_head(config):
+    first, _ = train(config)
+    longer = changed(
+        config, run=dict(steps=8), head=dict(implementation="materialised")
+    )
+    result, said = train(longer)
+    assert "after step 6" in said
+    assert losses(result)[:6] == losses(first) and len(result.history) == 8
+    assert losses(train(longer)[0]) == losses(result)  # nothing left to do
+
+
+def test_resuming_with_another_model_or_other_data_is_refused(config):
+    first, _ = train(config)
+    with pytest.raises(ValueError, match="model.hidden was 16, is 32"):
+        train(changed(config, model=dict(hidden=32)))
+    with pytest.raises(ValueError, match="data.batch_size was 4, is 2; .*data.seed"):
+        train(changed(config, data=dict(batch_size=2, seed=1)))
+    assert read_history(first.out_dir / "metrics.jsonl") == first.history
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(config, monkeypatch):
+    monkeypatch.setattr(sft, "head_loss", lambda *_: jnp.float32(jnp.nan))
+    with pytest.raises(FloatingPointError, match="the loss of step 1 is nan"):
+        train(config)
+
+
+def test_a_vocabulary_below_the_tokenizer_s_is_refused(config):
+    with pytest.raises(
+        ValueError, match="model.vocab_size=300 is below .* 320 entries"
+    ):
+        train(changed(config, model=dict(vocab_size=300)))
+
+
+def test_a_warmup_as_long_as_the_run_is_refused(config):
+    with pytest.raises(ValueError, match="warmup_steps=6 must be below run.steps=6"):
+        train(changed(config, optimizer=dict(warmup_steps=6)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        (RunConfig, dict(steps=0), "steps must be at least 1, got 0"),
+        (RunConfig, dict(accumulate=-1), "accumulate must be at least 1, got -1"),
+        (RunConfig, dict(seed=-1), "seed must be in .*got -1"),
+        (OptimizerConfig, dict(learning_rate=0.0), "learning_rate must be above 0"),
+        (OptimizerConfig, dict(b2=1.0), "b2 must be in .*got 1.0"),
+        (OptimizerConfig, dict(clip_norm=0.0), "clip_norm must be above 0, or None"),
+    ],
+)
+def test_impossible_settings_are_refused_by_name(kind, changes, message):
+    with pytest.raises(ValueError, match=f"{kind.__name__}.{message}"):
+        kind(**changes)
+
+
+# ------------------------------------------------------------------- kills
+
+PROGRAM = textwrap.dedent(
+    """
+    import sys
+    from jaxmem.train import sft
+    from jaxmem.train.config import Config
+    from jaxmem.train.data import DataConfig
+    from jaxmem.train.model import HeadConfig, ModelConfig
+    from jaxmem.train.sft import OptimizerConfig, RunConfig
+
+    sft.train(eval(sys.stdin.read()))
+    """
+)
+
+
+def start(config, out_dir, checkpoint_every):
+    run = dict(out_dir=str(out_dir), checkpoint_every=checkpoint_every)
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(p or "." for p in sys.path)},
+    )
+    process.stdin.write(repr(changed(config, run=run)))
+    process.stdin.close()
+    return process
+
+
+def finish(process):
+    with process.stderr as errors:
+        said = errors.read()
+    assert process.wait() == 0, said
+
+
+def kill_after(process, metrics_file, step):
+    """SIGKILL as soon as the step is written, wherever the process is then."""
+    while process.poll() is None:
+        if metrics_file.exists() and metrics_file.read_text().count("\n") >= step:
+            process.send_signal(signal.SIGKILL)
+            break
+        time.sleep(0.001)
+    with process.stderr as errors:
+        said = errors.read()
+    assert process.wait() == -signal.SIGKILL, said
+
+
+def test_killed_twice_a_run_takes_bitwise_the_steps_of_one_never_stopped(
+    config, tmp_path
+):
+    config = changed(config, run=dict(steps=40, accumulate=2))
+    finish(start(config, tmp_path / "whole", 100))
+    killed = tmp_path / "killed"
+    # First between checkpoints; then saving after each step, most likely in a save.
+    kill_after(start(config, killed, 5), killed / "metrics.jsonl", 13)
+    written = len(read_history(killed / "metrics.jsonl"))
+    saved = max(int(p.name) for p in (killed / "checkpoints").glob("[0-9]*[0-9]"))
+    assert saved % 5 == 0 and saved <= written < 40
+    kill_after(start(config, killed, 1), killed / "metrics.jsonl", written + 4)
+    finish(start(config, killed, 7))
+    whole, resumed = (
+        [(s.step, s.loss, s.grad_norm, s.tokens) for s in read_history(path)]
+        for path in (tmp_path / "whole" / "metrics.jsonl", killed / "metrics.jsonl")
+    )
+    assert [step for step, *_ in resumed] == list(range(1, 41))
+    assert resumed == whole
