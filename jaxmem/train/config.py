@@ -22,7 +22,8 @@ from gin import config_parser
 
 from jaxmem.train.data import DataConfig
 from jaxmem.train.model import HeadConfig, ModelConfig
-from jaxmem.train.sft import OptimizerConfig, RunConfig
+from jaxmem.train.optimizer import OptimizerConfig
+from jaxmem.train.sft import RunConfig
 
 
 class ConfigError(ValueError):

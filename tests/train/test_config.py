@@ -1,0 +1,232 @@
+"""Gin files: what they give, and what every mistake in one says."""
+
+import dataclasses
+import math
+from pathlib import Path
+
+import pytest
+
+from jaxmem.train.config import Config, ConfigError, load
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+@pytest.fixture
+def gin_file(tmp_path, monkeypatch):
+    """Writes a file into an empty current directory and gives its relative name."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(text, name="a.gin"):
+        path = Path(name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        return name
+
+    return write
+
+
+def complaint(path, overrides=()):
+    with pytest.raises(ConfigError) as caught:
+        load(path, overrides)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# ------------------------------------------------------------------- values
+
+
+def test_an_empty_file_gives_every_default(gin_file):
+    config, _ = load(gin_file(""))
+    for field in dataclasses.fields(Config):
+        section = getattr(config, field.name)
+        assert section == type(section)()
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(section, dataclasses.fields(section)[0].name, None)
+
+
+def test_overrides_come_after_the_file_and_what_it_includes(gin_file):
+    gin_file("model.hidden = 64\nmodel.layers = 1\nmodel.ff = 32", "base.gin")
+    file = gin_file('include "base.gin"\nmodel.layers = 2\nmodel.ff = 48')
+    config, _ = load(file, ["model.ff=56"])
+    model = config.model
+    assert (model.hidden, model.layers, model.ff) == (64, 2, 56)
+
+
+def test_an_include_is_beside_its_file_or_in_the_current_directory(gin_file):
+    gin_file("model.hidden = 64", "sub/beside.gin")
+    gin_file("model.layers = 2", "here.gin")
+    file = gin_file('include "beside.gin"\ninclude "here.gin"', "sub/a.gin")
+    assert load(file)[0].model.hidden == 64
+    assert load(file)[0].model.layers == 2
+
+
+def test_macros_and_blocks_are_gin(gin_file):
+    file = gin_file("WIDTH = 64\nmodel:\n  hidden = %WIDTH\n  ff = %WIDTH\n")
+    model = load(file)[0].model
+    assert (model.hidden, model.ff) == (64, 64)
+
+
+@pytest.mark.parametrize(
+    ("override", "section", "field", "value"),
+    [
+        ("run.steps=1_000", "run", "steps", 1000),
+        ("optimizer.learning_rate=3e-4", "optimizer", "learning_rate", 3e-4),
+        ("optimizer.learning_rate=1", "optimizer", "learning_rate", 1),
+        ("model.tied=False", "model", "tied", False),
+        ("model.softcap=None", "model", "softcap", None),
+        ("head.chunk=auto", "head", "chunk", "auto"),
+        ("head.chunk='auto'", "head", "chunk", "auto"),
+        ("run.out_dir=runs/2026-11-21", "run", "out_dir", "runs/2026-11-21"),
+        ("run.out_dir=a=b c", "run", "out_dir", "a=b c"),
+        ("data.source='1.txt'", "data", "source", "1.txt"),
+    ],
+)
+def test_an_override_is_a_literal_or_a_bare_word(
+    gin_file, override, section, field, value
+):
+    config, _ = load(gin_file(""), [override])
+    assert getattr(getattr(config, section), field) == value
+
+
+def test_nothing_leaks_into_the_next_load(gin_file):
+    load(gin_file("W = 64\nmodel.hidden = %W"), ["run.steps=30"])
+    complaint(gin_file("model.hidden = 63\nmodel.nonsense = 1", "bad.gin"))
+    default, text = load(gin_file("", "empty.gin"))
+    assert default.model.hidden != 64 and default.run.steps != 30
+    assert "W = " not in text
+    assert "is not defined" in complaint(gin_file("model.ff = %W", "late.gin"))
+
+
+def test_the_operative_text_loads_to_the_same_configuration(gin_file):
+    overrides = ["run.out_dir=" + "a long path/" * 20, "head.chunk=auto"]
+    config, text = load(gin_file("W = 64\nmodel.hidden = %W\n"), overrides)
+    assert load(gin_file(text, "operative.gin")) == (config, text)
+    for section in dataclasses.fields(Config):
+        for field in dataclasses.fields(section.type):
+            assert f"\n{section.name}.{field.name} = " in text
+
+
+# ------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("model.hiden = 3", "a.gin:1: unknown key 'model.hiden'; did you mean "),
+        ("model.hiden = 3", "model.hidden"),
+        ("\n\nmodle.hidden = 3", "a.gin:3: unknown key 'modle.hidden'; did you mean "),
+        (
+            "data.steps = 3",
+            "a.gin:1: unknown key 'data.steps'; did you mean run.steps?",
+        ),
+        ("a.seed = 3", "did you mean data.seed or run.seed?"),
+        ("head.zzz = 3", "a.gin:1: unknown key 'head.zzz'; head has implementation, "),
+        ("zzz.qqq = 3", "the sections are data, model, head, optimizer, run"),
+        ("model:\n  hiden = 3", "a.gin:2: unknown key 'model.hiden'; did you mean "),
+        ("model.layers = 'two'", "a.gin:1: model.layers must be int, got 'two' (str)"),
+        ("model.layers = 2.0", "a.gin:1: model.layers must be int, got 2.0 (float)"),
+        ("model.layers = True", "a.gin:1: model.layers must be int, got True (bool)"),
+        ("model.tied = 1", "a.gin:1: model.tied must be bool, got 1 (int)"),
+        ("optimizer.b1 = '1'", "optimizer.b1 must be float, got '1' (str)"),
+        ("model.softcap = 'x'", "model.softcap must be float or None, got 'x' (str)"),
+        ("head.chunk = 1.5", "head.chunk must be int or 'auto' or None, got 1.5"),
+        ("head.implementation = 'x'", "must be 'fused' or 'materialised', got 'x'"),
+        ("data.batch_size = 0", "a.gin:1: data.batch_size must be at least 1, got 0"),
+        ("\nmodel.heads = 3", "a.gin:2: model.kv_heads must divide heads, got "),
+        ("run.steps = 1\nrun.steps = 2", "a.gin:2: run.steps is already set on line 1"),
+        ("run.steps = ten", "a.gin:1: ten is not a value; a string needs quotes"),
+        ("run.steps =", "a.gin:1: Unable to parse value."),
+        ("run.steps 3", "a.gin:1: Couldn't parse statement, expected ':' or '='."),
+        ("\nrun.steps = (1,", "a.gin:"),
+        ("run.steps = @run", "a.gin:1: @run is not a value; write a Python literal"),
+        ("run.steps = %TEN", "a.gin:1: %TEN is not defined"),
+        ("a/run.steps = 3", "a.gin:1: a/run: scopes are not supported"),
+        ("import os", "a.gin:1: a configuration file cannot import"),
+        ("include 'b.gin'", "a.gin:1: include 'b.gin': no such file beside a.gin ("),
+        ("include 'a.gin'", "a.gin includes itself"),
+    ],
+)
+def test_a_mistake_in_the_file_says_where_and_what(gin_file, text, expected):
+    assert expected in complaint(gin_file(text))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["steps"], "override 'steps': expected section.field=value, as in data."),
+        (["run.steps="], "override 'run.steps=': expected section.field=value"),
+        (["=3"], "override '=3': expected section.field=value"),
+        (["--steps=3"], "override '--steps=3': expected section.field=value"),
+        (["steps=3"], "unknown key 'steps'; did you mean run.steps?"),
+        (
+            ["run.step=3"],
+            "override 'run.step=3': unknown key 'run.step'; did you mean ",
+        ),
+        (["run.steps=10k"], "'run.steps=10k': run.steps must be int, got '10k' (str)"),
+        (["model.tied=true"], "model.tied must be bool, got 'true' (str)"),
+        (["run.steps=[1"], "override 'run.steps=[1': '[1' is not a Python literal"),
+        (["run.out_dir='a"], "is not a Python literal"),
+        (["run.seed=-1"], "override 'run.seed=-1': run.seed must be in [0, 2**31)"),
+        (
+            ["run.steps=1", "run.steps=2"],
+            "'run.steps=2': run.steps is already set by override 'run.steps=1'",
+        ),
+    ],
+)
+def test_a_mistake_in_an_override_says_which_and_what(gin_file, overrides, expected):
+    assert expected in complaint(gin_file("run.steps = 40"), overrides)
+
+
+def test_a_mistake_in_an_included_file_names_that_file(gin_file):
+    gin_file("\nmodel.hiden = 3", "sub/base.gin")
+    file = gin_file("include 'sub/base.gin'")
+    assert complaint(file).startswith("sub/base.gin:2: unknown key 'model.hiden'")
+
+
+def test_files_that_cannot_be_read_are_named(gin_file, tmp_path):
+    assert (
+        complaint("absent.gin") == "cannot read absent.gin: No such file or directory"
+    )
+    assert "Is a directory" in complaint(tmp_path)
+    Path("latin.gin").write_bytes(b"run.out_dir = '\xe9'")
+    assert complaint("latin.gin") == "latin.gin is not UTF-8 text (byte 15)"
+
+
+# ---------------------------------------------------------- shipped configs
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.gin")), ids=lambda p: p.stem)
+def test_every_shipped_config_loads_and_explains_each_line(path):
+    load(path)
+    for line in path.read_text().splitlines():
+        if line and not line.startswith("#"):
+            _, _, comment = line.partition("  # ")
+            assert comment[:1].isupper() and comment.endswith("."), line
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        # Parameters as published; Gemma's extra norms are a few thousandths.
+        ("qwen3_0_6b", 0.596),
+        ("qwen3_8b", 8.19),
+        ("llama3_8b", 8.03),
+        ("gemma2_2b", 2.61),
+        ("gemma3_4b", 3.88),
+    ],
+)
+def test_published_dimensions_add_up_to_the_published_size(name, billions):
+    model = load(CONFIGS / f"model_{name}.gin")[0].model
+    attention = 2 * model.hidden * model.head_dim * (model.heads + model.kv_heads)
+    block = attention + 3 * model.hidden * model.ff
+    tables = model.vocab_size * model.hidden * (1 if model.tied else 2)
+    total = model.layers * block + tables
+    assert math.isclose(total / 1e9, billions, rel_tol=0.005)
+
+
+def test_the_default_job_needs_what_its_comments_promise():
+    config, _ = load(CONFIGS / "sft_stdlib.gin")
+    rows = config.data.batch_size * config.data.sequence_length
+    assert config.data.source == "stdlib"
+    assert config.head.implementation == "fused"
+    assert config.head.chunk <= rows // 4  # else the memory saved is not visible
