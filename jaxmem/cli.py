@@ -33,7 +33,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         return arguments.command(arguments)
-    except (ValueError, TypeError, ArithmeticError) as error:
+    except KeyboardInterrupt:
+        print("\njaxmem: interrupted", file=sys.stderr)
+        return _INTERRUPTED
+    except (ValueError, FloatingPointError) as error:
         if not _raised_by_us(error):
             raise
         return _fail(str(error))
@@ -85,8 +88,8 @@ def _train(arguments: argparse.Namespace) -> int:
         sft.train(config, operative_text)
     except KeyboardInterrupt:
         print(
-            "\njaxmem: interrupted; the same command resumes from the newest "
-            f"checkpoint in {config.run.out_dir}",
+            "\njaxmem: interrupted; run the same command again to continue from the "
+            f"last checkpoint in {config.run.out_dir}",
             file=sys.stderr,
         )
         return _INTERRUPTED
@@ -100,7 +103,9 @@ def _find_config(name: str) -> Path:
     shipped = {path.name: path for d in _SHIPPED_CONFIGS for path in d.glob("*.gin")}
     # "configs/x.gin" and "x.gin" name a shipped config; "elsewhere/x.gin" does not.
     if Path(name).parent.as_posix() in (".", "configs") and Path(name).name in shipped:
-        return shipped[Path(name).name]
+        path = shipped[Path(name).name]
+        print(f"jaxmem: no {name} here; using the shipped {path}", file=sys.stderr)
+        return path
     known = f"; shipped configs: {', '.join(sorted(shipped))}" if shipped else ""
     raise UsageError(f"no such file: {name}{known}")
 

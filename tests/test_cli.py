@@ -1,0 +1,176 @@
+"""The command line, from outside: exit codes, clean lines, a run and its resumption."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxmem import cli
+from jaxmem._version import __version__
+
+ROOT = Path(__file__).parents[1]
+CONFIGS = ROOT / "configs"
+TRAIN_EXTRA = ("flax", "gin", "grain", "optax", "orbax", "rich", "tokenizers")
+TINY = """
+data.source = "text.txt"
+data.vocab_size = 280
+data.sequence_length = 16
+data.batch_size = 2
+data.cache_dir = "cache"
+model.layers = 1
+model.hidden = 16
+model.ff = 16
+model.heads = 2
+model.kv_heads = 1
+model.head_dim = 8
+head.chunk = 8
+optimizer.warmup_steps = 1
+run.steps = 4
+run.checkpoint_every = 2
+run.log_every = 1
+run.out_dir = "run"
+run.compare_heads = False
+"""
+
+
+def python(*arguments, cwd):
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def without_train_extra(*arguments, cwd):
+    """Runs the command where none of the extra's packages can be imported."""
+    program = (
+        "import sys\n"
+        f"for name in {TRAIN_EXTRA}: sys.modules[name] = None\n"
+        "from jaxmem.cli import main\n"
+        f"sys.exit(main({list(arguments)}))"
+    )
+    return python("-c", program, cwd=cwd)
+
+
+@pytest.fixture
+def directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 40)
+    Path("tiny.gin").write_text(TINY)
+    return tmp_path
+
+
+# --------------------------------------------------------- without the extra
+
+
+def test_version_and_help_need_nothing_but_the_core(tmp_path):
+    version = without_train_extra("--version", cwd=tmp_path)
+    assert (version.returncode, version.stdout) == (0, f"jaxmem {__version__}\n")
+    usage = without_train_extra("train", "--help", cwd=tmp_path)
+    assert usage.returncode == 0 and "section.field=value" in usage.stdout
+
+
+def test_training_without_the_extra_says_how_to_get_it(directory):
+    done = without_train_extra("train", "tiny.gin", cwd=directory)
+    assert done.returncode == 2
+    assert done.stderr.startswith("jaxmem: error: training needs '")
+    assert done.stderr.endswith("not installed; run: pip install 'jaxmem[train]'\n")
+    assert "Traceback" not in done.stderr
+
+
+# ------------------------------------------------------------- user's errors
+
+
+def test_a_users_error_is_one_line_and_exit_code_2(directory):
+    done = python("-m", "jaxmem", "train", "tiny.gin", "model.hiden=8", cwd=directory)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "jaxmem: error: override 'model.hiden=8': unknown key 'model.hiden'; "
+        "did you mean model.hidden?\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["absent.gin"], "no such file: absent.gin; shipped configs: model_gemma2_2b"),
+        (["elsewhere/sft_stdlib.gin"], "no such file: elsewhere/sft_stdlib.gin"),
+        (["tiny.gin", "data.source=absent.txt"], "data.source: cannot read absent.txt"),
+        (["tiny.gin", "data.source=bad.jsonl"], "bad.jsonl:2: not valid JSON"),
+        (["tiny.gin", "data.vocab_size=9000"], "set data.vocab_size="),
+        (["tiny.gin", "optimizer.warmup_steps=9"], "must be below run.steps=4"),
+        (["tiny.gin", "run.out_dir=text.txt"], "text.txt"),
+    ],
+)
+def test_other_errors_of_the_users_are_one_line_too(
+    directory, capsys, arguments, expected
+):
+    Path("bad.jsonl").write_text('{"text": "fine"}\n{"text": \n')
+    assert cli.main(["train", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("jaxmem: error: ") and error.count("\n") == 1
+    assert expected in error
+
+
+def test_a_command_is_required(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        cli.main([])
+    assert exit_.value.code == 2
+    assert "COMMAND" in capsys.readouterr().err
+
+
+def test_a_bug_keeps_its_traceback(directory, monkeypatch):
+    from jaxmem.train import sft
+
+    def train(*_):
+        json.loads("{")  # raised in somebody else's code
+
+    monkeypatch.setattr(sft, "train", train)
+    with pytest.raises(json.JSONDecodeError):
+        cli.main(["train", "tiny.gin"])
+
+
+def test_an_interrupt_tells_how_to_resume(directory, monkeypatch, capsys):
+    from jaxmem.train import sft
+
+    def train(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sft, "train", train)
+    assert cli.main(["train", "tiny.gin", "run.out_dir=here"]) == 130
+    error = capsys.readouterr().err
+    assert "run the same command again" in error and error.endswith(" in here\n")
+
+
+# ---------------------------------------------------------------------- runs
+
+
+def test_a_shipped_config_is_found_from_anywhere_and_named(
+    directory, monkeypatch, capsys
+):
+    from jaxmem.train import sft
+
+    seen = []
+    monkeypatch.setattr(sft, "train", lambda *arguments: seen.append(arguments))
+    for name in ("sft_stdlib.gin", "configs/sft_stdlib.gin"):
+        assert cli.main(["train", name, "run.steps=7"]) == 0
+        assert str(CONFIGS / "sft_stdlib.gin") in capsys.readouterr().err
+    assert [config.run.steps for config, _ in seen] == [7, 7]
+
+
+def test_a_run_prints_its_configuration_trains_and_resumes(directory, capsys):
+    assert cli.main(["train", "tiny.gin"]) == 0
+    output = capsys.readouterr().out
+    assert "\nrun.steps = 4\n" in output and "\nmodel.norm_eps = " in output
+    assert "\nrun.steps = 4\n" in Path("run/operative.gin").read_text()
+
+    assert cli.main(["train", "tiny.gin", "run.steps=6"]) == 0
+    assert "resuming run after step 4" in capsys.readouterr().out
+    lines = Path("run/metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
