@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import gin
+from gin import config as gin_config
 from gin import config_parser
 
 from jaxmem.train.data import DataConfig
@@ -66,6 +67,8 @@ def load(
 ) -> tuple[Config, str]:
     """Reads a gin file, then the overrides.
 
+    Gin's configuration, which the whole process shares, is empty afterwards.
+
     Args:
       path: the file.  What it includes is looked up beside it, then in the current
         directory.
@@ -82,7 +85,7 @@ def load(
     """
     bindings = [*_file_bindings(Path(path), ()), *_override_bindings(overrides)]
     places = {binding.key: binding.where for binding in bindings}
-    # Gin's configuration belongs to the process: nothing may come in, nothing stay.
+    # Nothing of an earlier load may come in, nothing of this one may stay.
     gin.clear_config()
     try:
         for binding in bindings:
@@ -96,7 +99,7 @@ def load(
 # -------------------------------------------------------------------- files
 
 
-class _OnlyValues(gin.config.ParserDelegate):
+class _OnlyValues(gin_config.ParserDelegate):
     """Refuses `@references`, which no field of ours could take."""
 
     def configurable_reference(self, scoped_selector, evaluate):
@@ -256,7 +259,7 @@ def _build(section: str, places: dict[str, str]) -> Any:
 def _resolved(section: str, places: dict[str, str]) -> dict[str, Any]:
     defined = {key for key in places if "." not in key}
     for field, value in gin.get_bindings(section, resolve_references=False).items():
-        for reference in gin.config.iterate_references(value):
+        for reference in gin_config.iterate_references(value):
             name = reference.scoped_selector.removesuffix("/gin.macro")
             if name not in defined:
                 raise ConfigError(

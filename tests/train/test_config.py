@@ -4,6 +4,7 @@ import dataclasses
 import math
 from pathlib import Path
 
+import gin
 import pytest
 
 from jaxmem.train.config import Config, ConfigError, load
@@ -95,6 +96,13 @@ def test_nothing_leaks_into_the_next_load(gin_file):
     assert default.model.hidden != 64 and default.run.steps != 30
     assert "W = " not in text
     assert "is not defined" in complaint(gin_file("model.ff = %W", "late.gin"))
+
+
+def test_what_others_bound_in_gin_does_not_matter_and_nothing_stays(gin_file):
+    gin.clear_config()
+    gin.bind_parameter("model.hidden", 64)
+    assert load(gin_file("run.steps = 30"))[0].model.hidden != 64
+    assert gin.config_str() == gin.operative_config_str() == ""
 
 
 def test_the_operative_text_loads_to_the_same_configuration(gin_file):
