@@ -60,7 +60,7 @@ class Checkpoints:
     def saved_config(self, step: int) -> dict[str, dict[str, Any]]:
         """The `config` that was given to `save`."""
         items = ocp.args.Composite(config=ocp.args.JsonRestore())
-        return self._manager.restore(step, args=items).config
+        return self._manager.restore(step, args=items)["config"]
 
     def restore(self, step: int, like: Any) -> tuple[Any, dict[str, Any]]:
         """Load a checkpoint.
@@ -81,7 +81,7 @@ class Checkpoints:
             state=ocp.args.StandardRestore(placed), data=ocp.args.JsonRestore()
         )
         restored = self._manager.restore(step, args=items)
-        return restored.state, restored.data
+        return restored["state"], restored["data"]
 
 
 def check_same_config(

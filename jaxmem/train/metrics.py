@@ -133,6 +133,11 @@ class Memory(NamedTuple):
 def memory_of(compiled: jax.stages.Compiled) -> Memory:
     """Read the compiler's own account; nothing is run."""
     sizes = compiled.memory_analysis()
+    if sizes is None:
+        raise NotImplementedError(
+            "the compiler of this device does not tell a program's memory; set "
+            "run.compare_heads=False"
+        )
     # Not `peak_memory_in_bytes`, which leaves temporaries out on the CPU.
     peak = (
         sizes.temp_size_in_bytes

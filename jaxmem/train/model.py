@@ -10,11 +10,14 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 
 from jaxmem.heads.nnx import LMHead
 from jaxmem.train._checks import check_field
+
+Ids = jax.Array | np.ndarray  # integers, on the device or on the host
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _ACTIVATIONS = {
@@ -104,7 +107,7 @@ class HeadConfig:
 
 
 def rope_tables(
-    positions: jax.Array, head_dim: int, theta: float
+    positions: Ids, head_dim: int, theta: float
 ) -> tuple[jax.Array, jax.Array]:
     """Cosines and sines of the rotary angles, position x theta^(-2i / head_dim).
 
@@ -137,7 +140,7 @@ def apply_rope(x: jax.Array, cosines: jax.Array, sines: jax.Array) -> jax.Array:
     return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
 
 
-def document_mask(segment_ids: jax.Array) -> jax.Array:
+def document_mask(segment_ids: Ids) -> jax.Array:
     """[B, 1, T, T], true where query and key are of one document.
 
     Causality is left to `jax.nn.dot_product_attention`.  Padding (segment 0) sees
@@ -238,6 +241,11 @@ class Block(nnx.Module):
 
 
 def _embedding(config: ModelConfig, rngs: nnx.Rngs) -> nnx.Embed:
+    if config.vocab_size is None:
+        raise ValueError(
+            "ModelConfig.vocab_size is None: set it, or take it from the tokenizer "
+            "with dataclasses.replace(config, vocab_size=...)"
+        )
     return nnx.Embed(
         config.vocab_size,
         config.hidden,
@@ -284,12 +292,6 @@ class Decoder(nnx.Module):
     def __init__(
         self, config: ModelConfig, head: HeadConfig | None = None, *, rngs: nnx.Rngs
     ):
-        if config.vocab_size is None:
-            raise ValueError(
-                "ModelConfig.vocab_size is None: set it, or take it from the tokenizer "
-                "with dataclasses.replace(config, vocab_size=...)"
-            )
-
         @nnx.split_rngs(splits=config.layers)
         @nnx.vmap(in_axes=(0,), out_axes=0)
         def stacked_blocks(rngs: nnx.Rngs) -> Block:
@@ -301,9 +303,7 @@ class Decoder(nnx.Module):
         self.head = _head(config, head or HeadConfig(), self.embed, rngs)
         self.config = config
 
-    def __call__(
-        self, tokens: jax.Array, segment_ids: jax.Array, positions: jax.Array
-    ) -> jax.Array:
+    def __call__(self, tokens: Ids, segment_ids: Ids, positions: Ids) -> jax.Array:
         """Run the blocks and the last norm.
 
         Args:
@@ -314,7 +314,7 @@ class Decoder(nnx.Module):
         Returns:
           Hidden states [B, T, hidden] in the compute dtype.
         """
-        x = self.embed(tokens).astype(self.config.dtype)
+        x = self.embed(jnp.asarray(tokens)).astype(self.config.dtype)
         if self.config.embed_scale:
             x = x * jnp.asarray(self.config.hidden**0.5, x.dtype)
         mask = document_mask(segment_ids)
@@ -334,7 +334,7 @@ class Decoder(nnx.Module):
 def head_loss(
     head: LMHead,
     hidden: jax.Array,
-    labels: jax.Array,
+    labels: Ids,
     normalizer: jax.Array,
     implementation: Literal["fused", "materialised"],
 ) -> jax.Array:

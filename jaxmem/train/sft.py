@@ -50,7 +50,7 @@ class RunConfig:
 class TrainState(NamedTuple):
     """What a step changes.  A step draws no random numbers, so there is no key."""
 
-    params: dict[str, Any]  # the model's parameters, in param_dtype
+    params: optax.Params  # the model's parameters, in param_dtype
     optimizer: optax.OptState  # float32 moments, and the count of steps
 
 
@@ -171,7 +171,7 @@ class Program:
         ids = jax.ShapeDtypeStruct((self.config.run.accumulate, *rows), jnp.int32)
         step = make_step(self._definition, head, self._optimizer)
         donating = jax.jit(step, donate_argnums=0)
-        return donating.lower(self.state_shapes, Batch(ids, ids, ids, ids)).compile()
+        return donating.lower(self.state_shapes, Batch._make([ids] * 4)).compile()
 
     def compile_head(self, head: HeadConfig) -> jax.stages.Compiled:
         """Compile loss and gradients of the head alone, for one micro-batch."""
