@@ -47,8 +47,12 @@ def cotangents(n, seed=1):
 
 
 def outputs_and_gradients(fn, g, *operands):
-    made, pull = jax.vjp(lambda *a: {k: fn(*a)[k] for k in g}, *operands)
-    return made, pull({k: jnp.asarray(v) for k, v in g.items()})
+    @jax.jit
+    def both(g, *operands):
+        made, pull = jax.vjp(lambda *a: {k: fn(*a)[k] for k in g}, *operands)
+        return made, pull(g)
+
+    return both(g, *operands)
 
 
 def error(got, want):
@@ -84,8 +88,8 @@ def check(
         h = jnp.where((problem.y >= 0)[:, None], h, 0)
         return materialised(h, W, problem.y, bias=bias, **options)
 
-    made, gradients = outputs_and_gradients(jax.jit(ours), g, *operands)
-    rough, rough_gradients = outputs_and_gradients(jax.jit(naive), g, *operands)
+    made, gradients = outputs_and_gradients(ours, g, *operands)
+    rough, rough_gradients = outputs_and_gradients(naive, g, *operands)
     bias = 0.0 if bias is None else bias
     exact, exact_gradients = oracle.head(h, W, problem.y, g, bias=bias, **options)
     for name in FLOATS:
@@ -106,7 +110,7 @@ def test_outputs_and_gradients(name, implementation):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("name", ["flat", "ordinary", "peaked", "a third masked"])
+@pytest.mark.parametrize("name", ["flat", "peaked", "a third masked"])
 def test_sixteen_bit_inputs(name, dtype, implementation):
     check(CASES[name].make(), implementation, dtype=dtype)
 
@@ -121,7 +125,7 @@ OPTIONS = {
 
 @pytest.mark.parametrize(
     "names",
-    [c for r in (1, 2, 4) for c in itertools.combinations(OPTIONS, r)],
+    [c for r in (1, 4) for c in itertools.combinations(OPTIONS, r)],
     ids="+".join,
 )
 @pytest.mark.parametrize("layout", ["vd", "dv"])
