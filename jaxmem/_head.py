@@ -98,8 +98,8 @@ def token_stats(
 ) -> TokenStats:
     """All that one pass over the vocabulary tells of each token.
 
-        p = softmax(z)      logprob = ln p[label]      entropy = -Σ p ln p
-        logsumexp = ln Σ e^z      sum_pi_squared = Σ p²      is_argmax = z[label] ≥ max z
+        p = softmax(z)     logprob = ln p[label]     entropy = -Σ p ln p
+        logsumexp = ln Σ e^z     sum_pi_squared = Σ p²     is_argmax = z[label] ≥ max z
 
     Every float field is differentiable, alone or together with the others, at the
     price of one backward pass. Args, memory and errors are those of `logprobs`.
@@ -173,7 +173,8 @@ def logprobs_from_logits(
 ) -> jax.Array:
     """Log-probability of each label, for callers who already have logits [..., V].
 
-        out = z[label] - ln Σ_v e^(z_v),   z = softcap·tanh(logits / softcap) / temperature
+        z = softcap·tanh(logits / softcap) / temperature
+        out = z[label] - ln Σ_v e^(z_v)                                        (nats)
 
     Logits are read in chunks and never written to; arguments and errors are those of
     `logprobs`.
@@ -259,6 +260,7 @@ def _prepare(
 ):  # fmt: skip
     """Checks what both sources share; the static facts and the rows."""
     shape, n_tokens = data.shape[:-1], int(np.prod(data.shape[:-1]))
+    _spec.check_implementation(implementation)
     backend, why = _backends.choose(implementation)
     spec = Spec(
         columns=columns,
@@ -277,26 +279,32 @@ def _prepare(
 
 
 def _rows(spec, shape, labels, where, temperature):
-    labels = _spec.as_array("labels", labels)
-    _spec.check_labels(labels, shape, spec.vocab_size)
-    temperature = _spec.check_temperature(temperature, shape)
+    labels = _spec.as_visible_array("labels", labels)
+    if where is not None:
+        where = _spec.as_visible_array("where", where)
+        _spec.check_where(where, shape)
+    _spec.check_labels(labels, where, shape, spec.vocab_size)
+    temperature = _spec.as_visible_array("temperature", temperature)
+    _spec.check_temperature(temperature, shape)
+    labels = _as_int32(labels, spec.vocab_size)
     active = labels >= 0
     if where is not None:
-        where = _spec.as_array("where", where)
-        _spec.check_where(where, shape)
-        active = active & jnp.broadcast_to(where, shape)
+        active = active & jnp.broadcast_to(jnp.asarray(where), shape)
     return Rows(
-        jnp.reshape(_as_int32(labels, spec.vocab_size), (-1,)),
-        jnp.reshape(jnp.asarray(active), (-1,)),
+        jnp.reshape(labels, (-1,)),
+        jnp.reshape(active, (-1,)),
         _flat_temperature(temperature, shape, spec.stats_dtype),
     )
 
 
 def _as_int32(labels, vocab_size):
-    """Wider labels are clipped to vocab_size first, so that none wraps into range."""
-    if jnp.iinfo(labels.dtype).max > np.iinfo(np.int32).max:
-        labels = jnp.minimum(labels, jnp.asarray(vocab_size, labels.dtype))
-    return jnp.asarray(labels).astype(jnp.int32)
+    """Clipped to [-1, vocab_size] in their own type first, so that none wraps round."""
+    info = jnp.iinfo(labels.dtype)
+    if info.max > np.iinfo(np.int32).max:
+        low = labels.dtype.type(max(-1, info.min))
+        clip = np.clip if isinstance(labels, np.ndarray) else jnp.clip
+        labels = clip(labels, low, labels.dtype.type(vocab_size))
+    return jnp.asarray(labels.astype(np.int32))
 
 
 def _flat_temperature(temperature, shape, dtype):
@@ -311,7 +319,10 @@ def _flat_temperature(temperature, shape, dtype):
 def _run(spec, backend, source, rows, shape):
     if 0 in shape:
         return {k: jnp.zeros(shape, _dtype(spec, k)) for k in spec.outputs}
-    made = _vjp.token_stats(spec, backend, source, rows)
+    try:
+        made = _vjp.token_stats(spec, backend, source, rows)
+    except TypeError as error:
+        raise _spec.forward_mode(error) from error
     return {k: jnp.reshape(v, shape) for k, v in made.items()}
 
 

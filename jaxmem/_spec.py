@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Literal
 
 import jax
@@ -33,11 +32,43 @@ class Spec:
         return jnp.promote_types(self.compute_dtype, jnp.float32)
 
 
+def as_array(name: str, value) -> jax.Array:
+    """What jnp.asarray takes, passes; anything else is named in the error."""
+    if isinstance(value, (str, bytes)):  # newer jax would read a type's name
+        raise _not_an_array(name, value)
+    try:
+        return jnp.asarray(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise _not_an_array(name, value) from error
+
+
+def as_visible_array(name: str, value) -> jax.Array | np.ndarray:
+    """As `as_array`, but stays in numpy what jit would hide or jax cut to 32 bits."""
+    if _holds_jax(value):
+        return as_array(name, value)
+    try:
+        array = np.asarray(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise _not_an_array(name, value) from error
+    if array.dtype.kind in "OSUMm":  # objects, text, dates
+        raise _not_an_array(name, value)
+    return array
+
+
 def check_hidden(hidden, name: str = "hidden") -> None:
-    """A floating array with at least one axis."""
+    """An array of 16, 32 or 64-bit floats with at least one axis."""
     _check_float(name, hidden)
+    if hidden.dtype.itemsize < 2:
+        raise TypeError(
+            f"{name} must be float32, bfloat16 or float16, got {hidden.dtype}; convert "
+            f"it with {name}.astype"
+        )
     if hidden.ndim < 1:
         raise ValueError(f"{name} must have at least one axis, got a scalar")
+    if hidden.shape[-1] == 0:
+        raise ValueError(
+            f"{name} must not have an empty last axis, got shape {hidden.shape}"
+        )
 
 
 def check_layout(hidden, W, layout: Layout | None) -> Layout:
@@ -45,8 +76,8 @@ def check_layout(hidden, W, layout: Layout | None) -> Layout:
     _check_float("W", W)
     if W.ndim != 2:
         raise ValueError(f"W must be [V, D] or [D, V], got shape {W.shape}")
-    if layout not in (None, "vd", "dv"):
-        raise ValueError(f"layout must be 'vd', 'dv' or None, got {layout!r}")
+    if not (layout is None or isinstance(layout, str) and layout in ("vd", "dv")):
+        raise ValueError(f"layout must be 'vd', 'dv' or None, got {_brief(layout)}")
     depth = hidden.shape[-1]
     fits = [name for name, axis in (("vd", 1), ("dv", 0)) if W.shape[axis] == depth]
     if layout is None and len(fits) == 2:
@@ -59,29 +90,34 @@ def check_layout(hidden, W, layout: Layout | None) -> Layout:
         wanted = {"vd": f"[V, {depth}]", "dv": f"[{depth}, V]"}
         expected = wanted[layout] if layout else " or ".join(wanted.values())
         raise ValueError(
-            f"W must be {expected} to match hidden's last axis D={depth}, "
-            f"got shape {W.shape}"
+            f"W must be {expected} to match hidden's last axis D={depth}"
+            f"{f' and layout={layout!r}' if layout else ''}, got shape {W.shape}"
         )
     if 0 in W.shape:
-        raise ValueError(f"W must have at least one token and D ≥ 1, got {W.shape}")
+        raise ValueError(f"W must have at least one token, got shape {W.shape}")
     return layout or fits[0]
 
 
-def check_labels(labels, shape: tuple[int, ...], vocab_size: int) -> None:
-    """Integers, one a token; a label ≥ vocab_size is an error where it can be seen."""
+def check_labels(labels, where, shape: tuple[int, ...], vocab_size: int) -> None:
+    """Integers, one a token; an unmasked label ≥ vocab_size where it can be seen."""
     if not jnp.issubdtype(labels.dtype, jnp.integer):
-        raise TypeError(f"labels must be integers, got {labels.dtype}")
+        raise TypeError(
+            f"labels must be integers, got {labels.dtype}; convert them with "
+            "labels.astype('int32')"
+        )
     if labels.shape != shape:
         raise ValueError(
             f"labels must have one entry a token, shape {shape}, got {labels.shape}"
         )
-    if labels.size and not isinstance(labels, jax.core.Tracer):
-        largest = int(np.max(np.asarray(labels)))
-        if largest >= vocab_size:
-            raise ValueError(
-                f"labels must be below vocab_size={vocab_size}, got {largest}; mark "
-                "padding with a negative label or with where="
-            )
+    if not (_is_visible(labels) and _is_visible(where)):
+        return
+    counts = np.broadcast_to(True if where is None else np.asarray(where), shape)
+    largest = np.max(np.asarray(labels), initial=0, where=counts)
+    if largest >= vocab_size:
+        raise ValueError(
+            f"labels must be below vocab_size={vocab_size}, got {largest}; mark "
+            "padding with a negative label or with where="
+        )
 
 
 def check_vocab_size(vocab_size: int | None, columns: int) -> int:
@@ -91,7 +127,7 @@ def check_vocab_size(vocab_size: int | None, columns: int) -> int:
     if not _is_integer(vocab_size) or not 1 <= vocab_size <= columns:
         raise ValueError(
             f"vocab_size must be an integer from 1 to {columns}, the columns there "
-            f"are, got {vocab_size!r}"
+            f"are, got {_brief(vocab_size)}"
         )
     return int(vocab_size)
 
@@ -100,11 +136,12 @@ def check_chunk(chunk: Chunk, tokens: int, columns: int) -> int:
     """Tokens a chunk, never more than there are."""
     if chunk is None:
         return max(tokens, 1)
-    if chunk == "auto":
+    if isinstance(chunk, str) and chunk == "auto":
         chunk = max(AUTO_CHUNK_BYTES // (4 * columns), 1)
     elif not _is_integer(chunk) or chunk < 1:
         raise ValueError(
-            f"chunk must be a positive number of tokens, None or 'auto', got {chunk!r}"
+            "chunk must be a positive number of tokens, None or 'auto', got "
+            f"{_brief(chunk)}"
         )
     return max(min(int(chunk), tokens), 1)
 
@@ -113,57 +150,82 @@ def check_softcap(softcap: float | None) -> float | None:
     """A positive Python number, or None for no cap."""
     if softcap is None:
         return None
-    _refuse_tracer("softcap", softcap)
-    if not 0 < float(softcap) < math.inf:
-        raise ValueError(f"softcap must be positive and finite, got {softcap!r}")
+    if isinstance(softcap, jax.core.Tracer) or not _is_real(softcap):
+        raise TypeError(
+            f"softcap must be a Python number or None, got {_brief(softcap)}"
+        )
+    if np.ndim(softcap) or not 0 < float(softcap) < math.inf:
+        raise ValueError(f"softcap must be positive and finite, got {_brief(softcap)}")
     return float(softcap)
 
 
-def check_temperature(temperature, shape: tuple[int, ...]):
+def check_temperature(temperature, shape: tuple[int, ...]) -> None:
     """Positive where it can be seen; a scalar or one a token."""
-    got = np.shape(temperature)
-    if got not in ((), shape):
-        raise ValueError(
-            f"temperature must be a scalar or one a token, shape {shape}, got {got}"
+    if not _is_real(temperature):
+        raise TypeError(
+            "temperature must be a real number or an array of them, got "
+            f"{temperature.dtype}"
         )
-    if isinstance(temperature, jax.core.Tracer):
-        return temperature
-    if not np.all(np.asarray(temperature) > 0):
+    if temperature.shape not in ((), shape):
         raise ValueError(
-            f"temperature must be positive, got {np.min(np.asarray(temperature))}"
+            f"temperature must be a scalar or one a token, shape {shape}, got shape "
+            f"{temperature.shape}"
         )
-    return temperature
+    if not _is_visible(temperature):
+        return
+    visible = np.asarray(temperature)
+    if not np.all((visible > 0) & (visible < math.inf)):
+        bad = visible[~((visible > 0) & (visible < math.inf))].flat[0]
+        raise ValueError(
+            f"temperature must be positive and finite, got {bad}; what a temperature "
+            "of 0 would choose, token_stats tells as is_argmax"
+        )
 
 
 def check_where(where, shape: tuple[int, ...]) -> None:
     """Booleans that broadcast to the tokens."""
     if where.dtype != jnp.bool_:
-        raise TypeError(f"where must be boolean, got {where.dtype}")
+        raise TypeError(
+            f"where must be boolean, got {where.dtype}; compare it, as in where != 0"
+        )
     try:
         fits = np.broadcast_shapes(where.shape, shape) == shape
     except ValueError:
         fits = False
     if not fits:
-        raise ValueError(f"where must broadcast to {shape}, got shape {where.shape}")
+        raise ValueError(
+            f"where must broadcast to the tokens' shape {shape}, got shape "
+            f"{where.shape}"
+        )
 
 
 def check_bias(bias, columns: int) -> None:
     """One number a column of the logits."""
     _check_float("bias", bias)
     if bias.shape != (columns,):
-        raise ValueError(f"bias must have shape ({columns},), got {bias.shape}")
+        raise ValueError(
+            f"bias must have one entry a token of the vocabulary, shape ({columns},), "
+            f"got shape {bias.shape}"
+        )
 
 
-def as_array(name: str, value, convert: Callable = jnp.asarray):
-    """Arrays and array-likes pass; anything else is named in the error."""
-    if isinstance(value, (jax.Array, np.ndarray)):
-        return value
-    try:
-        return convert(value)
-    except (TypeError, ValueError) as error:
+def check_implementation(implementation: str | None) -> None:
+    """A name; which names there are is for the backends to say."""
+    if not (implementation is None or isinstance(implementation, str)):
         raise TypeError(
-            f"{name} must be an array, got {type(value).__name__}"
-        ) from error
+            f"implementation must be a name or None, got {_brief(implementation)}"
+        )
+
+
+def forward_mode(error: TypeError) -> TypeError:
+    """What jax says about forward mode, and what to do instead; else what it said."""
+    if "forward-mode autodiff" not in str(error):
+        return error
+    return TypeError(
+        "jaxmem: forward-mode autodiff (jax.jvp, jax.jacfwd) of the head is not "
+        "supported, as it is a custom_vjp function; use reverse mode: jax.grad, "
+        "jax.vjp or jax.jacrev"
+    )
 
 
 def _check_float(name, value):
@@ -174,10 +236,46 @@ def _check_float(name, value):
         )
 
 
-def _refuse_tracer(name, value):
+def _not_an_array(name, value):
+    got = type(value).__name__
+    if isinstance(value, np.ndarray):
+        got = f"{got} of {value.dtype}"
+    elif isinstance(value, (list, tuple)):
+        got = f"{got} that is ragged or holds something else than 64-bit numbers"
+    return TypeError(f"{name} must be an array of numbers, got {got}")
+
+
+def _is_visible(value):
+    """Whether this process can read the numbers now: not traced, not on other hosts."""
     if isinstance(value, jax.core.Tracer):
-        raise TypeError(f"{name} must be a Python number, got a traced array")
+        return False
+    return not isinstance(value, jax.Array) or value.is_fully_addressable
+
+
+def _is_real(value):
+    if not hasattr(value, "dtype"):
+        try:
+            value = np.asarray(value)
+        except (TypeError, ValueError):
+            return False
+    kinds = (jnp.floating, jnp.integer)
+    return any(jnp.issubdtype(value.dtype, kind) for kind in kinds)
 
 
 def _is_integer(value):
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def _holds_jax(value):
+    """Whether numpy would have to ask jax for numbers that may be traced."""
+    leaves = jax.tree.leaves(value)
+    return any(isinstance(x, jax.Array) or hasattr(x, "__jax_array__") for x in leaves)
+
+
+def _brief(value):
+    """The value, or what kind of array it is."""
+    if isinstance(value, jax.core.Tracer):
+        return "a traced array (close over the number, or mark it static for jax.jit)"
+    if isinstance(value, (jax.Array, np.ndarray)):
+        return f"an array of {value.dtype}, shape {value.shape}"
+    return repr(value)
