@@ -15,7 +15,8 @@ prediction: -log1p(R) keeps it. `T` is shifted because logsumexp - E[z] cancels.
 For cotangents g of the outputs, with p_j = e^(z_j - logsumexp), the derivative is
 
     dz_j = g_logprob·[j = y] + p_j (α - g_logprob + β ln p_j + γ p_j)
-    α = g_logsumexp - g_entropy·entropy - 2 g_Q·sum_pi_squared,  β = -g_entropy,  γ = 2 g_Q
+    α = g_logsumexp - g_entropy·entropy - 2 g_Q·sum_pi_squared
+    β = -g_entropy,  γ = 2 g_Q
 """
 
 from typing import NamedTuple
@@ -23,7 +24,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-
 
 _BLOCK = 128  # columns added up in order; divides every padded vocabulary
 

@@ -71,8 +71,8 @@ def _once(run):
 
 def _refuse_second_order(primals, tangents):
     raise NotImplementedError(
-        "jaxmem: second derivatives of the head are not supported; for a Hessian-vector "
-        "product apply jax.nn.log_softmax to materialised logits"
+        "jaxmem: second derivatives of the head are not supported; for a "
+        "Hessian-vector product apply jax.nn.log_softmax to materialised logits"
     )
 
 
