@@ -7,6 +7,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 AUTO_CHUNK_BYTES = 512 * 2**20  # float32 logits alive at once under chunk="auto"
 
@@ -79,7 +80,8 @@ def check_layout(hidden, W, layout: Layout | None) -> Layout:
     if not (layout is None or isinstance(layout, str) and layout in ("vd", "dv")):
         raise ValueError(f"layout must be 'vd', 'dv' or None, got {_brief(layout)}")
     depth = hidden.shape[-1]
-    fits = [name for name, axis in (("vd", 1), ("dv", 0)) if W.shape[axis] == depth]
+    depth_axis: dict[Layout, int] = {"vd": 1, "dv": 0}
+    fits = [name for name, axis in depth_axis.items() if W.shape[axis] == depth]
     if layout is None and len(fits) == 2:
         raise ValueError(
             f"layout is ambiguous: W is square, {W.shape}; pass layout='vd' if its "
@@ -150,7 +152,7 @@ def check_softcap(softcap: float | None) -> float | None:
     """A positive Python number, or None for no cap."""
     if softcap is None:
         return None
-    if isinstance(softcap, jax.core.Tracer) or not _is_real(softcap):
+    if isinstance(softcap, Tracer) or not _is_real(softcap):
         raise TypeError(
             f"softcap must be a Python number or None, got {_brief(softcap)}"
         )
@@ -247,7 +249,7 @@ def _not_an_array(name, value):
 
 def _is_visible(value):
     """Whether this process can read the numbers now: not traced, not on other hosts."""
-    if isinstance(value, jax.core.Tracer):
+    if isinstance(value, Tracer):
         return False
     return not isinstance(value, jax.Array) or value.is_fully_addressable
 
@@ -274,7 +276,7 @@ def _holds_jax(value):
 
 def _brief(value):
     """The value, or what kind of array it is."""
-    if isinstance(value, jax.core.Tracer):
+    if isinstance(value, Tracer):
         return "a traced array (close over the number, or mark it static for jax.jit)"
     if isinstance(value, (jax.Array, np.ndarray)):
         return f"an array of {value.dtype}, shape {value.shape}"

@@ -19,7 +19,7 @@ For cotangents g of the outputs, with p_j = e^(z_j - logsumexp), the derivative 
     β = -g_entropy,  γ = 2 g_Q
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -237,7 +237,7 @@ def _not_infinite(x):
     return jnp.maximum(x, jnp.finfo(x.dtype).min)
 
 
-def _column(x):
+def _column(x) -> Any:
     return None if x is None else x[:, None]
 
 

@@ -4,7 +4,7 @@ Active rows are numbered first and the loop stops after them, so cost follows wh
 not masked while every shape stays static. A row that is not active is never read.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -164,7 +164,7 @@ def _output_dtype(spec, name):
     return jnp.bool_ if name == "is_argmax" else spec.stats_dtype
 
 
-def _take(x, row_ids, fill_value=0):
+def _take(x, row_ids, fill_value: float = 0) -> Any:
     """Rows of x; `fill_value` for ids past the end. None stays None."""
     if x is None:
         return None
