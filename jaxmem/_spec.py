@@ -77,7 +77,8 @@ def check_layout(hidden, W, layout: Layout | None) -> Layout:
     _check_float("W", W)
     if W.ndim != 2:
         raise ValueError(f"W must be [V, D] or [D, V], got shape {W.shape}")
-    if not (layout is None or isinstance(layout, str) and layout in ("vd", "dv")):
+    is_known = isinstance(layout, str) and layout in ("vd", "dv")
+    if not (layout is None or is_known):
         raise ValueError(f"layout must be 'vd', 'dv' or None, got {_brief(layout)}")
     depth = hidden.shape[-1]
     depth_axis: dict[Layout, int] = {"vd": 1, "dv": 0}
