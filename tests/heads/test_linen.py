@@ -1,5 +1,7 @@
 """The Linen head: nn.Dense's checkpoints and numbers, the NNX head's verbs."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -101,6 +103,16 @@ def test_two_methods_in_one_apply_share_the_params():
     log_p = jax.nn.log_softmax(logits)
     log_p = np.take_along_axis(np.asarray(log_p), np.abs(LABELS)[..., None], -1)[..., 0]
     np.testing.assert_allclose(loss, -log_p[LABELS >= 0].mean(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["entropy", "logprobs", "token_stats", "loss"])
+def test_flax_sees_every_method(name):
+    labels = () if name == "entropy" else (LABELS,)
+    head, is_method = LMHead(V), lambda module, method: method == name
+    options = dict(method=name, capture_intermediates=is_method)
+    init = functools.partial(head.init_with_output, **options)
+    _, variables = jax.eval_shape(init, KEY, HIDDEN, *labels)
+    assert set(variables["intermediates"]) == {name}
 
 
 # Tied weights
