@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Literal
+from typing import Literal, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -77,12 +77,11 @@ def check_layout(hidden, W, layout: Layout | None) -> Layout:
     _check_float("W", W)
     if W.ndim != 2:
         raise ValueError(f"W must be [V, D] or [D, V], got shape {W.shape}")
-    is_known = isinstance(layout, str) and layout in ("vd", "dv")
-    if not (layout is None or is_known):
+    if not (layout is None or _is_text(layout, "vd", "dv")):
         raise ValueError(f"layout must be 'vd', 'dv' or None, got {_brief(layout)}")
     depth = hidden.shape[-1]
     depth_axis: dict[Layout, int] = {"vd": 1, "dv": 0}
-    fits = [name for name, axis in depth_axis.items() if W.shape[axis] == depth]
+    fits: list[Layout] = [k for k, axis in depth_axis.items() if W.shape[axis] == depth]
     if layout is None and len(fits) == 2:
         raise ValueError(
             f"layout is ambiguous: W is square, {W.shape}; pass layout='vd' if its "
@@ -98,7 +97,7 @@ def check_layout(hidden, W, layout: Layout | None) -> Layout:
         )
     if 0 in W.shape:
         raise ValueError(f"W must have at least one token, got shape {W.shape}")
-    return layout or fits[0]
+    return fits[0] if layout is None else layout
 
 
 def check_labels(labels, where, shape: tuple[int, ...], vocab_size: int) -> None:
@@ -139,7 +138,7 @@ def check_chunk(chunk: Chunk, tokens: int, columns: int) -> int:
     """Tokens a chunk, never more than there are."""
     if chunk is None:
         return max(tokens, 1)
-    if isinstance(chunk, str) and chunk == "auto":
+    if _is_text(chunk, "auto"):
         chunk = max(AUTO_CHUNK_BYTES // (4 * columns), 1)
     elif not _is_integer(chunk) or chunk < 1:
         raise ValueError(
@@ -265,7 +264,11 @@ def _is_real(value):
     return any(jnp.issubdtype(value.dtype, kind) for kind in kinds)
 
 
-def _is_integer(value):
+def _is_text(value, *known):
+    return isinstance(value, str) and value in known
+
+
+def _is_integer(value) -> TypeGuard[int]:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
