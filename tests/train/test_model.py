@@ -18,6 +18,14 @@ SMALL = ModelConfig(
 )
 
 
+@pytest.fixture(scope="module", autouse=True)
+def quick_compilation():
+    """These programs are tiny: all their time would go into optimizing them."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 @functools.cache
 def decoder(**changes):
     return Decoder(dataclasses.replace(SMALL, **changes), rngs=nnx.Rngs(0))

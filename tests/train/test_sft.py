@@ -33,6 +33,14 @@ DATA = DataConfig(vocab_size=320, sequence_length=32, batch_size=4, held_out=0.0
 RUN = RunConfig(steps=6, checkpoint_every=4, log_every=2, compare_heads=False)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def quick_compilation():
+    """These programs are tiny: all their time would go into optimizing them."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 @pytest.fixture(scope="module")
 def text_file(tmp_path_factory):
     """Text of our own that is the same on every machine."""
@@ -335,7 +343,11 @@ def start(config, out_dir, checkpoint_every):
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(p or "." for p in sys.path)},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(p or "." for p in sys.path),
+            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        },
     )
     process.stdin.write(repr(changed(config, run=run)))
     process.stdin.close()
