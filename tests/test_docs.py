@@ -1,0 +1,355 @@
+"""What the documentation says is executed, parsed, or looked up where it came from."""
+
+import csv
+import doctest
+import importlib
+import inspect
+import io
+import pkgutil
+import re
+import shlex
+import textwrap
+import tomllib
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import jaxmem
+from jaxmem import cli
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("benchmarks/*.md"))]
+
+
+def _modules():
+    for info in pkgutil.walk_packages(jaxmem.__path__, "jaxmem."):
+        if not info.name.endswith(".__main__"):
+            yield importlib.import_module(info.name)
+
+
+MODULES = [jaxmem, *_modules()]
+
+
+# ---------------------------------------------------------------- docstrings
+
+
+def _examples():
+    finder = doctest.DocTestFinder(exclude_empty=True)
+    found = [test for module in MODULES for test in finder.find(module)]
+    return sorted((test for test in found if test.examples), key=lambda test: test.name)
+
+
+def _public():
+    """The verbs, and the heads: what a user would look up."""
+    for name, value in vars(jaxmem).items():
+        if inspect.isfunction(value) and not name.startswith("_"):
+            yield value
+    for module in MODULES:
+        if module.__name__.startswith("jaxmem.heads.") and hasattr(module, "LMHead"):
+            yield module.LMHead
+
+
+@pytest.mark.parametrize("example", _examples(), ids=lambda test: test.name)
+def test_docstring_example(example):
+    said = io.StringIO()
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+    runner.run(example, out=said.write)
+    assert runner.summarize(verbose=False).failed == 0, said.getvalue()
+
+
+@pytest.mark.parametrize(
+    "thing", [*_public()], ids=lambda x: f"{x.__module__}.{x.__name__}"
+)
+def test_every_public_thing_has_an_example(thing):
+    assert thing.__doc__ is not None
+    assert doctest.DocTestParser().get_examples(thing.__doc__)
+
+
+def test_public_things_are_found():
+    names = {thing.__name__ for thing in _public()}
+    assert names >= {"logprobs", "token_stats", "entropy", "report", "LMHead"}
+
+
+# ---------------------------------------------------------- blocks of a document
+
+
+class Block(NamedTuple):
+    """A fenced block of a Markdown file."""
+
+    language: str
+    line: int  # of its first line of text, from 1
+    text: str
+
+
+def blocks(text):
+    """The fenced blocks, in order; one that is never closed is an error."""
+    fence = re.compile(
+        r"^( *)```(\w*)[^\n]*\n(.*?)^ *```[ ]*$", re.MULTILINE | re.DOTALL
+    )
+    assert len(re.findall(r"^ *```", text, re.MULTILINE)) % 2 == 0, "an open block"
+    return [
+        Block(
+            match[2], text.count("\n", 0, match.start(3)) + 1, textwrap.dedent(match[3])
+        )
+        for match in fence.finditer(text)
+    ]
+
+
+def run_python(text, name):
+    """Executes every python block, in order, in one namespace."""
+    namespace = {"__name__": "__main__"}
+    for block in blocks(text):
+        if block.language != "python":
+            continue
+        if block.text.lstrip().startswith(">>>"):
+            parser, said = doctest.DocTestParser(), io.StringIO()
+            test = parser.get_doctest(block.text, namespace, name, name, block.line - 1)
+            runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+            runner.run(test, out=said.write, clear_globs=False)
+            assert runner.failures == 0, said.getvalue()
+            namespace.update(test.globs)
+        else:
+            padded = "\n" * (block.line - 1) + block.text  # tracebacks show the line
+            exec(compile(padded, name, "exec"), namespace)
+    return namespace
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
+def test_python_blocks_run(document, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run_python(document.read_text("utf-8"), str(document))
+
+
+# ------------------------------------------------------------------ commands
+
+
+def commands(text):
+    """Each command of the shell blocks as a list of words, without its environment."""
+    for block in blocks(text):
+        if block.language not in ("console", "bash", "sh", "shell"):
+            continue
+        joined = block.text.replace("\\\n", " ")
+        for line in joined.splitlines():
+            if block.language == "console":  # the rest is output
+                if not line.startswith("$ "):
+                    continue
+                line = line[2:]
+            lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
+            lexer.whitespace_split = True
+            words = []
+            for word in [*lexer, ";"]:
+                if word and set(word) <= set("();<>|&"):
+                    yield from filter(None, [_without_environment(words)])
+                    words = []
+                else:
+                    words.append(word)
+
+
+def _without_environment(words):
+    while words and re.match(r"^\w+=", words[0]):
+        words = words[1:]
+    return words
+
+
+def check_command(words):
+    """Raises if a command names what is not there."""
+    if words[:3] == ["python", "-m", "jaxmem"]:
+        words = ["jaxmem", *words[3:]]
+    if words[0] == "jaxmem":
+        _check_jaxmem(words[1:])
+    if "install" in words and "pip" in words:
+        _check_extras(words)
+    for word in words[1:]:
+        if re.fullmatch(r"(\.ci|benchmarks|configs|tests)/[\w./-]+", word):
+            assert (ROOT / word).exists(), f"{word} does not exist"
+
+
+def _check_jaxmem(arguments):
+    try:
+        parsed = cli._parser().parse_args(arguments)
+    except SystemExit as stopped:  # --help and --version exit with 0
+        assert stopped.code == 0, f"jaxmem {shlex.join(arguments)} does not parse"
+        return
+    from jaxmem.train import config
+
+    config.load(cli._find_config(parsed.file), parsed.overrides)
+
+
+def _check_extras(words):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    for word in words:
+        for extras in re.findall(r"^(?:jaxmem|\.)\[([\w,]+)\]", word):
+            unknown = set(extras.split(",")) - set(project["optional-dependencies"])
+            assert not unknown, f"{word}: no such extra {unknown}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
+def test_commands_are_real(document, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)  # as a reader in a checkout
+    for words in commands(document.read_text("utf-8")):
+        check_command(words)
+
+
+# ------------------------------------------------------------ tables of numbers
+
+SOURCE = re.compile(r"^<!-- from (\S+) -->$")
+NUMBER = re.compile(r"(?<![\w.])-?\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?")
+
+
+def tables(text):
+    """(path of the CSV, header, rows) of each table below a `<!-- from PATH -->`."""
+    lines = text.splitlines()
+    for number, line in enumerate(lines):
+        if "<!-- from" not in line:
+            continue
+        source = SOURCE.match(line)
+        assert source, f"line {number + 1}: expected <!-- from PATH.csv -->"
+        below = [row.strip() for row in lines[number + 1 :]]
+        while below and not below[0]:
+            del below[0]
+        height = next((i for i, row in enumerate([*below, ""]) if row[:1] != "|"), 0)
+        assert height >= 3, f"line {number + 1}: no table below {line}"
+        header, _, *rows = [_cells(row) for row in below[:height]]
+        yield source[1], header, rows
+
+
+def _cells(row):
+    return [re.sub(r"[*`]", "", cell).strip() for cell in row.strip("|").split("|")]
+
+
+def check_table(header, rows, records):
+    """Raises for a number that no record has, rounded to the decimals shown.
+
+    A column of the table with the name of a column of the CSV is a key: its row may
+    quote only records that agree with it there. The first column, when it is no key, is
+    a label; numbers in all other columns are checked.
+    """
+    keys = [column for column in header if column in records[0]]
+    for row in rows:
+        cells = dict(zip(header, row, strict=True))
+        agreeing = [
+            record
+            for record in records
+            if all(_same(cells[key], record[key]) for key in keys)
+        ]
+        assert agreeing, f"no record has { ({key: cells[key] for key in keys}) }"
+        values = [value for record in agreeing for value in record.values()]
+        for column in header[0 if header[0] in keys else 1 :]:
+            for number in NUMBER.findall(cells[column].replace("\N{MINUS SIGN}", "-")):
+                assert any(_rounds_to(value, number) for value in values), (
+                    f"{number} in column {column!r} of {row} is in no record"
+                )
+
+
+def _same(cell, value):
+    return cell == value or (NUMBER.fullmatch(cell) and _rounds_to(value, cell))
+
+
+def _rounds_to(value, shown):
+    """Whether a CSV's value is what is shown, to the decimals shown."""
+    shown = shown.replace(",", "")
+    mantissa, _, exponent = shown.partition("e")
+    decimals = len(mantissa.partition(".")[2])
+    try:
+        rounded = format(float(value), f".{decimals}{'e' if exponent else 'f'}")
+    except ValueError:
+        return False
+    return float(rounded) == float(shown)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
+def test_tables_quote_their_records(document):
+    for source, header, rows in tables(document.read_text("utf-8")):
+        with (ROOT / source).open(encoding="utf-8", newline="") as file:
+            check_table(header, rows, list(csv.DictReader(file)))
+
+
+# ------------------------------------------------- these checks catch what they must
+
+
+def test_a_wrong_block_is_caught():
+    shared = "```python\nx = 1\n```\n\n```python\n>>> x + 1\n2\n>>> y = 3\n```\n"
+    assert run_python(shared + "```python\nassert y == 3\n```\n", "doc")["x"] == 1
+    with pytest.raises(ZeroDivisionError) as caught:
+        run_python("# Title\n\n```python\n1 / 0\n```\n", "doc")
+    assert caught.traceback[-1].lineno == 3  # from 0
+    with pytest.raises(AssertionError, match="Got"):
+        run_python("```python\n>>> 1 + 1\n3\n```\n", "doc")
+    with pytest.raises(AssertionError, match="open block"):
+        blocks("```python\nx = 1\n")
+
+
+def test_commands_are_found():
+    text = (
+        "```console\n$ pip install -e '.[test]' && A=1 jaxmem train \\\n  x.gin a.b=1\n"
+        "output jaxmem\n```\n```bash\npytest -q | tail  # comment\n```\n"
+        "```\njaxmem no command\n```\n"
+    )
+    assert [*commands(text)] == [
+        ["pip", "install", "-e", ".[test]"],
+        ["jaxmem", "train", "x.gin", "a.b=1"],
+        ["pytest", "-q"],
+        ["tail"],
+    ]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "jaxmem trian configs/sft_stdlib.gin",
+        "jaxmem train configs/no_such_file.gin",
+        "jaxmem train configs/sft_stdlib.gin run.no_such_key=1",
+        "python -m jaxmem train",
+        "pip install 'jaxmem[no_such_extra]'",
+        "pytest tests/no_such_test.py",
+    ],
+)
+def test_a_wrong_command_is_caught(command, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises((AssertionError, ValueError)):
+        for words in commands(f"```bash\n{command}\n```\n"):
+            check_command(words)
+
+
+RECORDS = [
+    {"path": "jaxmem", "tokens": "8192", "seconds": "1.2345", "mib": "12.06"},
+    {"path": "dense", "tokens": "8192", "seconds": "1.31", "mib": "1024"},
+    {"path": "jaxmem", "tokens": "64", "seconds": "2.5e-05", "mib": "0.5"},
+]
+
+
+@pytest.mark.parametrize(
+    ("table", "complaint"),
+    [
+        ("| | tokens | s | MiB |\n|-|-|-|-|\n| ours | 8,192 | 1.23 | **12.1** |", None),
+        (
+            "| path | tokens | a |\n|-|-|-|\n| `dense` | 8192 | 1.3 and 1,024 MiB |",
+            None,
+        ),
+        ("| | a |\n|-|-|\n| 7 layers | bf16, 2.5e-05 s |", None),
+        ("| | s |\n|-|-|\n| ours | 1.24 |", "1.24 in column 's'"),
+        ("| tokens | s |\n|-|-|\n| 64 | 1.31 |", "1.31 in column 's'"),
+        ("| tokens | s |\n|-|-|\n| 65 | 1.31 |", "no record has"),
+        ("| | s |\n|-|-|\n| ours | 1.2345x faster, 9× |", "9 in column 's'"),
+        ("No table.", "no table below"),
+    ],
+)
+def test_a_wrong_number_is_caught(table, complaint):
+    text = f"Words.\n\n<!-- from benchmarks/results/x.csv -->\n\n{table}\n\nMore.\n"
+
+    def check():
+        for source, header, rows in tables(text):
+            assert source == "benchmarks/results/x.csv"
+            check_table(header, rows, RECORDS)
+
+    if complaint is None:
+        check()
+    else:
+        with pytest.raises(AssertionError, match=re.escape(complaint)):
+            check()
+
+
+def test_a_mistyped_source_is_caught():
+    with pytest.raises(AssertionError, match="expected"):
+        list(tables("<!-- from: x.csv -->\n| a |\n|-|\n| 1 |\n"))
