@@ -22,7 +22,7 @@ class UsageError(ValueError):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs `jaxmem`.
+    """Run `jaxmem`.
 
     Args:
       argv: the arguments after the program's name; those of the process by default.
@@ -97,7 +97,7 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def _find_config(name: str) -> Path:
-    """Returns the file named, else the shipped one of that name."""
+    """Return the file named, else the shipped one of that name."""
     if os.path.exists(name):
         return Path(name)
     shipped = {path.name: path for d in _SHIPPED_CONFIGS for path in d.glob("*.gin")}
@@ -111,7 +111,7 @@ def _find_config(name: str) -> Path:
 
 
 def _raised_by_us(error: Exception) -> bool:
-    """Tells a message meant for the user from a bug, which keeps its traceback."""
+    """Tell a message meant for the user from a bug, which keeps its traceback."""
     origin = traceback.extract_tb(error.__traceback__)[-1].filename
     return Path(origin).is_relative_to(_PACKAGE)
 

@@ -65,7 +65,7 @@ class _Binding(NamedTuple):
 def load(
     path: str | os.PathLike[str], overrides: Sequence[str] = ()
 ) -> tuple[Config, str]:
-    """Reads a gin file, then the overrides.
+    """Read a gin file, then the overrides.
 
     Gin's configuration, which the whole process shares, is empty afterwards.
 
@@ -100,14 +100,14 @@ def load(
 
 
 class _OnlyValues(gin_config.ParserDelegate):
-    """Refuses `@references`, which no field of ours could take."""
+    """Refuse `@references`, which no field of ours could take."""
 
     def configurable_reference(self, scoped_selector, evaluate):
         raise ValueError(f"@{scoped_selector} is not a value; write a Python literal")
 
 
 def _file_bindings(path: Path, including: tuple[Path, ...]) -> Iterator[_Binding]:
-    """Yields the bindings of a file and of what it includes, in order."""
+    """Yield the bindings of a file and of what it includes, in order."""
     if path.resolve() in including:
         raise ConfigError(f"{path} includes itself")
     including = (*including, path.resolve())
@@ -131,7 +131,7 @@ def _file_bindings(path: Path, including: tuple[Path, ...]) -> Iterator[_Binding
 
 
 def _statements(path: Path) -> Iterator[Any]:
-    """Yields gin's own statements; what gin cannot parse is a ConfigError."""
+    """Yield gin's own statements; what gin cannot parse is a ConfigError."""
     parser = None
     try:
         parser = config_parser.ConfigParser(path.read_text("utf-8"), _OnlyValues())
@@ -241,7 +241,7 @@ def _fields(section: str) -> list[str]:
 
 
 def _build(section: str, places: dict[str, str]) -> Any:
-    """Checks the types of what is bound, then lets gin build the dataclass."""
+    """Check the types of what is bound, then let gin build the dataclass."""
     types_of = typing.get_type_hints(_SECTIONS[section])
     for field, value in _resolved(section, places).items():
         if not _accepts(types_of[field], value):
@@ -269,7 +269,7 @@ def _resolved(section: str, places: dict[str, str]) -> dict[str, Any]:
 
 
 def _with_place(section: str, error: ValueError, places: dict[str, str]) -> str:
-    """Turns a dataclass's own complaint into one about the line that caused it."""
+    """Turn a dataclass's own complaint into one about the line that caused it."""
     message = str(error).split("\n")[0]  # gin appends lines of its own
     message = message.replace(f"{_SECTIONS[section].__name__}.", f"{section}.")
     for field in _fields(section):
@@ -280,7 +280,7 @@ def _with_place(section: str, error: ValueError, places: dict[str, str]) -> str:
 
 
 def _accepts(annotation: Any, value: Any) -> bool:
-    """Tells whether a value is of the type that a field declares."""
+    """Tell whether a value is of the type that a field declares."""
     origin, choices = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (typing.Union, types.UnionType):
         return any(_accepts(choice, value) for choice in choices)

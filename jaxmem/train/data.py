@@ -92,7 +92,7 @@ class Batch(NamedTuple):
 
 
 def load_documents(source: str) -> list[Document]:
-    """Reads every document of `source`, in an order that is the same on every run.
+    """Read every document of `source`, in an order that is the same on every run.
 
     Args:
       source: `"stdlib"`, or the path of a `.txt` file (one document) or of a `.jsonl`
@@ -120,7 +120,7 @@ def load_documents(source: str) -> list[Document]:
 def split_documents(
     documents: Sequence[Document], held_out: float
 ) -> tuple[list[Document], list[Document]]:
-    """Splits into (training, evaluation) by content, whatever the documents' order."""
+    """Split into (training, evaluation) by content, whatever the documents' order."""
     count = int(len(documents) * held_out)
     ranked = sorted(range(len(documents)), key=lambda i: _digest(documents[i]))
     chosen = set(ranked[:count])
@@ -201,7 +201,7 @@ def _string(record: dict[str, Any], key: str, where: str) -> str:
 
 
 def _digest(document: Document) -> bytes:
-    """Identifies the content; the name may hold a path, which may change."""
+    """Identify the content; the name may hold a path, which may change."""
     content = json.dumps([document.prompt, document.text])
     return hashlib.sha256(content.encode()).digest()
 
@@ -212,7 +212,7 @@ def _digest(document: Document) -> bytes:
 def load_tokenizer(
     config: DataConfig, cache_dir: str | os.PathLike[str] | None = None
 ) -> tokenizers.Tokenizer:
-    """Returns the vocabulary of the training documents, trained at the first call.
+    """Return the vocabulary of the training documents, trained at the first call.
 
     The cache is keyed by the content that the vocabulary depends on, and written in
     one step: runs that start together agree and never read half a file.
@@ -311,14 +311,14 @@ class BatchIterator(Iterator[Batch]):
         return next(self._iterator)
 
     def get_state(self) -> dict[str, Any]:
-        """Returns the position after the last batch, as JSON-able values."""
+        """Return the position after the last batch, as JSON-able values."""
         return {
             "fingerprint": self._fingerprint,
             "position": self._iterator.get_state(),
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Continues from a position that `get_state` returned, in any process.
+        """Continue from a position that `get_state` returned, in any process.
 
         Args:
           state: what `get_state` returned, or the same after a JSON round trip.
@@ -342,7 +342,7 @@ def batches(
     split: Literal["train", "evaluation"] = "train",
     epochs: int | None = None,
 ) -> BatchIterator:
-    """Returns packed batches, reshuffled each epoch; the same on every run.
+    """Return packed batches, reshuffled each epoch; the same on every run.
 
     Args:
       config: what to read and how to lay it out.
@@ -374,7 +374,7 @@ def batches(
 def _pieces(
     documents: Sequence[Document], tokenizer: tokenizers.Tokenizer, length: int
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Yields each document, whole if it fits in a row, else in rows and a rest."""
+    """Yield each document, whole if it fits in a row, else in rows and a rest."""
     for start in range(0, len(documents), _DOCUMENTS_AT_ONCE):
         for tokens, labels in _encode(
             documents[start : start + _DOCUMENTS_AT_ONCE], tokenizer
@@ -387,7 +387,7 @@ def _pieces(
 def _encode(
     documents: Sequence[Document], tokenizer: tokenizers.Tokenizer
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yields `<bos> prompt text <eos>` and, for each token, the next one or -1."""
+    """Yield `<bos> prompt text <eos>` and, for each token, the next one or -1."""
     bos, eos = tokenizer.token_to_id(BOS), tokenizer.token_to_id(EOS)
     # Apart, so that no token straddles the end of the prompt.
     prompts = tokenizer.encode_batch_fast([d.prompt for d in documents])
