@@ -56,10 +56,11 @@ def logprobs(
         ≥ V that only shows up at run time.
 
     **Memory** beyond inputs, outputs and gradients, with C = min(chunk, tokens), b the
-    bytes of hidden's type: forward 4·C·V; backward (4 + b)·C·V, and 4·V·D for the
-    float32 sum of W's gradient where W is of a smaller type. Nothing grows with
-    tokens · V. W of another type than hidden costs b·V·D more. On a CPU, XLA widens
-    16-bit operands of a GEMM to float32: 4·V·D more.
+    bytes of hidden's type: forward 4·C·V; backward (4 + b)·C·V + 4·V·D, the latter for
+    the float32 sum of W's gradient, and nothing where W is frozen. Nothing grows with
+    tokens · V. W of another type than hidden costs b·V·D more. XLA for CPUs may widen
+    16-bit weights to float32, 4·V·D, and needs 8·C·V forward where V is no multiple of
+    128 or jaxlib is older than 0.11.
 
     Raises:
         TypeError: an argument of the wrong type; the message names it.
@@ -180,8 +181,9 @@ def logprobs_from_logits(
     `logprobs`.
 
     **Memory** beyond inputs, outputs and gradients, with C = min(chunk, tokens), b the
-    bytes of the logits' type: forward (4 + b)·C·V, backward (4 + b)·C·V. No second
-    [tokens, V] appears but the gradient itself, in the logits' own type.
+    bytes of the logits' type: (4 + b)·C·V forward and backward. No second [tokens, V]
+    appears but the gradient itself, in the logits' own type. (XLA for CPUs in jaxlib
+    older than 0.11 widens 16-bit logits whole.)
 
     >>> import jax.numpy as jnp, jaxmem
     >>> jaxmem.logprobs_from_logits(jnp.zeros((1, 4)), jnp.array([2]))

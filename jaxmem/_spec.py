@@ -30,7 +30,7 @@ class Spec:
     @property
     def stats_dtype(self) -> np.dtype:
         """Accumulation and statistics: float32, or float64 for float64 inputs."""
-        return jnp.promote_types(self.compute_dtype, jnp.float32)
+        return np.promote_types(self.compute_dtype, np.float32)
 
 
 def as_array(name: str, value) -> jax.Array:
