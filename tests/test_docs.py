@@ -201,7 +201,7 @@ def tables(text):
     """(path of the CSV, header, rows) of each table below a `<!-- from PATH -->`."""
     lines = text.splitlines()
     for number, line in enumerate(lines):
-        if "<!-- from" not in line:
+        if not line.lstrip().startswith("<!-- from"):
             continue
         source = SOURCE.match(line)
         assert source, f"line {number + 1}: expected <!-- from PATH.csv -->"
