@@ -82,7 +82,9 @@ CASES = {
     "label ahead by 25": Case(40, 64, 64, alter=_confident_labels),
     "logits to 1e4": Case(40, 16, 300, std=2500.0),
     # A running maximum that starts at 0 gives -inf here.
-    "all logits about -120": Case(40, 16, 300, alter=_through_first_axis(lambda p: -120)),
+    "all logits about -120": Case(
+        40, 16, 300, alter=_through_first_axis(lambda p: -120)
+    ),
     # Tiles, blocks and their remainders.
     "V=1": Case(20, 8, 1),
     "V=127": Case(70, 8, 127),

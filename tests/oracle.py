@@ -1,9 +1,11 @@
-"""Dense float64 numpy: what every backend is held against. Shares no code with jaxmem."""
+"""Dense float64 numpy, which every backend is held against; no code of jaxmem's."""
 
 import numpy as np
 
 
-def head(h, W, y, g, *, bias=0.0, softcap=None, temperature=1.0, vocab_size=None, on=True):
+def head(
+    h, W, y, g, *, bias=0.0, softcap=None, temperature=1.0, vocab_size=None, on=True
+):
     """Outputs by name, and (dh, dW, dbias) for cotangents g, of W [V, D]."""
     h, W, bias = (np.asarray(x).astype(np.float64) for x in (h, W, bias))
     live = np.asarray(on) & (y >= 0)
@@ -20,7 +22,8 @@ def head(h, W, y, g, *, bias=0.0, softcap=None, temperature=1.0, vocab_size=None
     outputs = dict(logprob=np.where(onehot, ln_p, 0).sum(1), entropy=entropy,
                    logsumexp=lse[:, 0], sum_pi_squared=square)  # fmt: skip
     derivative = dict(logprob=onehot - p, entropy=-p * (ln_p + entropy[:, None]),
-                      logsumexp=p, sum_pi_squared=2 * p * (p - square[:, None]))  # fmt: skip
+                      logsumexp=p,
+                      sum_pi_squared=2 * p * (p - square[:, None]))  # fmt: skip
     dz = sum(np.where(live, g[k], 0)[:, None] * derivative[k] for k in g) / temperature
     du = dz if softcap is None else dz * (1 - np.tanh(u / softcap) ** 2)
     outputs = {k: np.where(live, v, 0) for k, v in outputs.items()}

@@ -66,11 +66,19 @@ def error(got, want):
 
 def assert_as_good(got, naive, want, epsilon, what):
     ours, theirs = error(got, want), error(naive, want)
-    assert ours <= 2 * theirs + epsilon, f"{what}: {ours:.2e}, materialised {theirs:.2e}"
+    assert ours <= 2 * theirs + epsilon, (
+        f"{what}: {ours:.2e}, materialised {theirs:.2e}"
+    )
 
 
 def check(
-    problem, implementation, chunk=64, dtype="float32", layout="vd", bias=None, **options
+    problem,
+    implementation,
+    chunk=64,
+    dtype="float32",
+    layout="vd",
+    bias=None,
+    **options,
 ):
     """Outputs and gradients of a call against the oracle and the materialised path."""
     h, W = (jnp.asarray(x).astype(dtype) for x in (problem.h, problem.W))
@@ -286,9 +294,7 @@ def test_one_nan_row_stays_alone(implementation):
 def test_tokens_that_the_bias_rules_out(implementation):
     h, W, y = CASES["ordinary"].make()
     bias = np.where(np.arange(len(W)) % 2, -np.inf, 0).astype(np.float32)
-    kept = jaxmem.token_stats(
-        h, W[::2], y // 2, 64, implementation=implementation
-    )
+    kept = jaxmem.token_stats(h, W[::2], y // 2, 64, implementation=implementation)
     ruled = jaxmem.token_stats(
         h, W, y // 2 * 2, 64, bias=bias, implementation=implementation
     )
@@ -311,10 +317,8 @@ def test_padded_vocabulary_changes_no_bit(implementation):
     )
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
-    dW = jax.grad(
-        lambda W: total_of_padded(h, W, y, 517, implementation)
-    )(padded)
-    assert not dW[len(W):].any() and dW[: len(W)].any()
+    dW = jax.grad(lambda W: total_of_padded(h, W, y, 517, implementation))(padded)
+    assert not dW[len(W) :].any() and dW[: len(W)].any()
 
 
 def total_of_padded(h, W, y, vocab_size, implementation):

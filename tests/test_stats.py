@@ -103,7 +103,12 @@ def test_dlogits_is_the_derivative_of_the_outputs(asked, std):
     def weighted(z):
         ln_p = jax.nn.log_softmax(z)
         p, lse = jnp.exp(ln_p), jax.nn.logsumexp(z, axis=1)
-        made = (ln_p[jnp.arange(5), labels], -jnp.sum(p * ln_p, 1), lse, jnp.sum(p * p, 1))
+        made = (
+            ln_p[jnp.arange(5), labels],
+            -jnp.sum(p * ln_p, 1),
+            lse,
+            jnp.sum(p * p, 1),
+        )
         made = dict(zip(_stats.Cotangents._fields, made, strict=True))
         return sum(jnp.sum(g[k] * made[k]) for k in fields)
 
@@ -124,7 +129,9 @@ def test_a_confident_label_keeps_its_nats():
     made = finish(of_tile(z, labels), np.ones(1, bool))
     want = -np.log1p(7 * np.exp(-25.0))
     np.testing.assert_allclose(made.logprob, [want], rtol=1e-6)
-    np.testing.assert_allclose(made.entropy, [-want + 7 * np.exp(-25.0) * 25], rtol=1e-5)
+    np.testing.assert_allclose(
+        made.entropy, [-want + 7 * np.exp(-25.0) * 25], rtol=1e-5
+    )
     g = _stats.Cotangents(np.ones(1, np.float32), None, None, None)
     dz = _stats.dlogits(z, labels, made, _stats.coefficients(made, g))
     np.testing.assert_allclose(dz[0, 3], -want, rtol=1e-6)

@@ -69,9 +69,7 @@ def test_vmap_over_sequences(problem):
             h.reshape(*shape, D), W, y.reshape(shape)
         ).sum()
 
-    assert_same(
-        jax.jit(jax.value_and_grad(mapped, (0, 1)))(h, W), reference(*problem)
-    )
+    assert_same(jax.jit(jax.value_and_grad(mapped, (0, 1)))(h, W), reference(*problem))
 
 
 def test_vmap_over_heads(problem):
