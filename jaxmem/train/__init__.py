@@ -1,1 +1,1 @@
-
+"""Supervised training; needs what `pip install 'jaxmem[train]'` brings."""
