@@ -2,12 +2,12 @@
 
 import csv
 import datetime
+import importlib.metadata
 import pathlib
 import platform
 from collections.abc import Mapping, Sequence
 
 import jax
-import jaxlib
 
 FOLDER = pathlib.Path(__file__).parent / "results"
 
@@ -19,7 +19,7 @@ def provenance() -> dict[str, str]:
     return {
         "device": kind,
         "jax": jax.__version__,
-        "jaxlib": jaxlib.__version__,
+        "jaxlib": importlib.metadata.version("jaxlib"),
         "date": datetime.date.today().isoformat(),
     }
 
@@ -35,7 +35,7 @@ def cpu_name() -> str:
 
 
 def write(path: str | pathlib.Path, rows: Sequence[Mapping]) -> pathlib.Path:
-    """Writes rows, with provenance after their own columns; a bare name goes to results/."""
+    """Writes rows, provenance after their own columns; a bare name is in results/."""
     path = pathlib.Path(path)
     path = FOLDER / path if path.parent == pathlib.Path() else path
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -82,7 +82,7 @@ def seconds(run, operands):
 
 
 def median_times(runs, operands, repetitions):
-    """Median seconds of each compiled function, taking turns; the first turn warms up."""
+    """Median seconds of each, taking turns; the first turn only warms up."""
     taken = [[] for _ in runs]
     for turn in range(repetitions + 1):
         for run, times in zip(runs, taken, strict=True):
