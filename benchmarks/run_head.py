@@ -70,7 +70,7 @@ def check(h, W, y, chunk):
 
 
 def compile_path(loss, operands):
-    """Forward, and forward with both gradients, compiled; None where it cannot fit."""
+    """Forward, and forward with both gradients, compiled."""
     grad = jax.value_and_grad(loss, (0, 1))
     return [jax.jit(f).lower(*operands).compile() for f in (loss, grad)]
 
@@ -81,39 +81,53 @@ def seconds(run, operands):
     return time.perf_counter() - start
 
 
-def median_times(runs, operands, repetitions):
-    """Median seconds of each, taking turns; the first turn only warms up."""
-    taken = [[] for _ in runs]
-    for turn in range(repetitions + 1):
-        for run, times in zip(runs, taken, strict=True):
-            elapsed = seconds(run, operands)
-            if turn:
-                times.append(elapsed)
-    return [statistics.median(times) for times in taken]
+def fits(run, operands):
+    """Warms up; whether the device has the memory."""
+    try:
+        jax.block_until_ready(run(*operands))
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return False
+    return True
 
 
-def measure(shape, dtype, chunks, repetitions, skip):
+def median_ms(runs, operands, repetitions):
+    """Median milliseconds of each, taking turns; None where memory runs out."""
+    taken = {i: [] for i, run in enumerate(runs) if fits(run, operands)}
+    for _ in range(repetitions):
+        for i, times in taken.items():
+            times.append(seconds(runs[i], operands) * 1e3)
+    return [
+        round(statistics.median(taken[i]), 2) if i in taken else None
+        for i in range(len(runs))
+    ]
+
+
+def measure(shape, dtype, chunks, repetitions):
     """One row a path: ms and MiB, forward and with gradients."""
     operands = problem(*shape, dtype)
-    table = {k: f for k, f in paths(chunks).items() if k not in skip}
-    errors = {chunk: check(*operands, chunk) for chunk in chunks}
+    errors = [check(*operands, chunk) for chunk in chunks]
     gemm = jax.jit(lambda h, W, y: h @ W.T).lower(*operands).compile()
-    compiled = {name: compile_path(loss, operands) for name, loss in table.items()}
+    compiled = {k: compile_path(loss, operands) for k, loss in paths(chunks).items()}
     runs = [gemm] + [run for pair in compiled.values() for run in pair]
-    gemm_s, *times = median_times(runs, operands, repetitions)
+    gemm_ms, *times = median_ms(runs, operands, repetitions)
     rows = []
-    for i, (name, pair) in enumerate(compiled.items()):
-        forward, both = (run.memory_analysis().temp_size_in_bytes for run in pair)
+    for (name, pair), forward, both in zip(
+        compiled.items(), times[::2], times[1::2], strict=True
+    ):
+        temps = [run.memory_analysis().temp_size_in_bytes for run in pair]
         rows.append({
             "n": shape[0], "d": shape[1], "v": shape[2], "dtype": dtype.__name__,
             "path": name,
-            "gemm_ms": round(gemm_s * 1e3, 2),
-            "forward_ms": round(times[2 * i] * 1e3, 2),
-            "forward_backward_ms": round(times[2 * i + 1] * 1e3, 2),
-            "forward_backward_over_gemm": round(times[2 * i + 1] / gemm_s, 2),
-            "forward_temp_mib": round(forward / 2**20, 1),
-            "forward_backward_temp_mib": round(both / 2**20, 1),
-            "logprob_error_nats": f"{max(errors.values()):.1e}",
+            "gemm_ms": gemm_ms,
+            "forward_ms": forward or "out of memory",
+            "forward_backward_ms": both or "out of memory",
+            "forward_over_gemm": round(forward / gemm_ms, 2) if forward else "",
+            "forward_backward_over_gemm": round(both / gemm_ms, 2) if both else "",
+            "forward_temp_mib": round(temps[0] / 2**20, 1),
+            "forward_backward_temp_mib": round(temps[1] / 2**20, 1),
+            "logprob_error_nats": f"{max(errors):.1e}",
         })  # fmt: skip
     return rows
 
@@ -122,11 +136,11 @@ def show(rows):
     for row in rows:
         print(
             f"N={row['n']} D={row['d']} V={row['v']} {row['dtype']} "
-            f"{row['path']:28s} fwd {row['forward_ms']:9.2f} ms "
-            f"{row['forward_temp_mib']:8.1f} MiB | fwd+bwd "
-            f"{row['forward_backward_ms']:9.2f} ms "
-            f"({row['forward_backward_over_gemm']:.2f} GEMM) "
-            f"{row['forward_backward_temp_mib']:8.1f} MiB",
+            f"{row['path']:28s} fwd {row['forward_ms']} ms "
+            f"({row['forward_over_gemm']} GEMM) {row['forward_temp_mib']} MiB | "
+            f"fwd+bwd {row['forward_backward_ms']} ms "
+            f"({row['forward_backward_over_gemm']} GEMM) "
+            f"{row['forward_backward_temp_mib']} MiB",
             flush=True,
         )
 
@@ -137,7 +151,6 @@ def main():
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--chunk", action="append", type=int)
     parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--skip", action="append", default=[], help="a path's name")
     parser.add_argument("--out", required=True, help="CSV, under benchmarks/results")
     args = parser.parse_args()
     rows = []
@@ -145,7 +158,7 @@ def main():
         sizes = tuple(int(x) for x in shape.split(","))
         measured = measure(
             sizes, getattr(jnp, args.dtype), args.chunk or [1024, 4096],
-            args.repetitions, args.skip,
+            args.repetitions,
         )  # fmt: skip
         show(measured)
         rows += measured

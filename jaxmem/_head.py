@@ -53,14 +53,15 @@ def logprobs(
     Returns:
         float32 [...] (float64 for float64 hidden): 0 for a masked token, with a
         gradient of exactly 0, even where its hidden state is NaN; NaN for a label
-        ≥ V that only shows up at run time.
+        ≥ V that only shows up at run time. On a CPU a token's bits depend neither on
+        the other tokens nor, among multiples of 16, on the chunk.
 
-    **Memory** beyond inputs, outputs and gradients, with C = min(chunk, tokens), b the
-    bytes of hidden's type: forward 4·C·V; backward (4 + b)·C·V + 4·V·D, the latter for
-    the float32 sum of W's gradient, and nothing where W is frozen. Nothing grows with
-    tokens · V. W of another type than hidden costs b·V·D more. XLA for CPUs may widen
-    16-bit weights to float32, 4·V·D, and needs 8·C·V forward where V is no multiple of
-    128 or jaxlib is older than 0.11.
+    **Memory** beyond inputs, outputs and gradients, with b the bytes of hidden's type
+    and C = min(chunk, tokens rounded up to 16): forward 4·C·V; backward (4 + b)·C·V +
+    4·V·D, the latter for the float32 sum of W's gradient, and nothing where W is
+    frozen. Nothing grows with tokens · V. W of another type than hidden costs b·V·D
+    more. XLA for CPUs may widen 16-bit weights to float32, 4·V·D, and needs 8·C·V
+    forward where V is no multiple of 128 or jaxlib is older than 0.11.
 
     Raises:
         TypeError: an argument of the wrong type; the message names it.
@@ -180,10 +181,10 @@ def logprobs_from_logits(
     Logits are read in chunks and never written to; arguments and errors are those of
     `logprobs`.
 
-    **Memory** beyond inputs, outputs and gradients, with C = min(chunk, tokens), b the
-    bytes of the logits' type: (4 + b)·C·V forward and backward. No second [tokens, V]
-    appears but the gradient itself, in the logits' own type. (XLA for CPUs in jaxlib
-    older than 0.11 widens 16-bit logits whole.)
+    **Memory** beyond inputs, outputs and gradients, with b the bytes of the logits'
+    type and C = min(chunk, tokens rounded up to 16): (4 + b)·C·V forward and backward.
+    No second [tokens, V] appears but the gradient itself, in the logits' own type. (XLA
+    for CPUs in jaxlib older than 0.11 widens 16-bit logits whole.)
 
     >>> import jax.numpy as jnp, jaxmem
     >>> jaxmem.logprobs_from_logits(jnp.zeros((1, 4)), jnp.array([2]))

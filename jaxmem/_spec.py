@@ -11,6 +11,10 @@ from jax.core import Tracer
 
 AUTO_CHUNK_BYTES = 512 * 2**20  # float32 logits alive at once under chunk="auto"
 
+# XLA on a CPU computes whole groups of rows and what is left over by different code,
+# so that only whole groups give a row the same bits in any company.
+_ROWS = 16
+
 Layout = Literal["vd", "dv"]
 Chunk = int | None | Literal["auto"]
 
@@ -135,17 +139,17 @@ def check_vocab_size(vocab_size: int | None, columns: int) -> int:
 
 
 def check_chunk(chunk: Chunk, tokens: int, columns: int) -> int:
-    """Tokens a chunk, never more than there are."""
-    if chunk is None:
-        return max(tokens, 1)
+    """Tokens a chunk: no more than there are, rounded up to whole `_ROWS`."""
     if _is_text(chunk, "auto"):
         chunk = max(AUTO_CHUNK_BYTES // (4 * columns), 1)
-    elif not _is_integer(chunk) or chunk < 1:
+        chunk = max(chunk // _ROWS * _ROWS, 1)
+    elif chunk is not None and (not _is_integer(chunk) or chunk < 1):
         raise ValueError(
             "chunk must be a positive number of tokens, None or 'auto', got "
             f"{_brief(chunk)}"
         )
-    return max(min(int(chunk), tokens), 1)
+    whole = max(-(-tokens // _ROWS), 1) * _ROWS
+    return whole if chunk is None else min(int(chunk), whole)
 
 
 def check_softcap(softcap: float | None) -> float | None:

@@ -154,6 +154,7 @@ def _without_environment(words):
 
 def check_command(words):
     """Raises if a command names what is not there."""
+    words = [words[0].removeprefix(".venv/bin/"), *words[1:]]
     if words[:3] == ["python", "-m", "jaxmem"]:
         words = ["jaxmem", *words[3:]]
     if words[0] == "jaxmem":

@@ -356,6 +356,7 @@ def test_transformed_gradients(gradients):
     assert_trees(np.testing.assert_allclose, got, plain_gradients(), atol=1e-6)
 
 
+@pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two devices")
 def test_sharding_metadata_is_kept_and_harmless():
     axis_types = (jax.sharding.AxisType.Auto,)
     mesh = jax.make_mesh((2,), ("tp",), axis_types, devices=jax.devices()[:2])
