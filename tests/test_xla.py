@@ -103,7 +103,7 @@ def test_the_loop_stops_after_the_active_rows(n_active):
         trips, seen = carry
         return trips + 1, seen + jnp.sum(row_ids < N)
 
-    trips, seen = _xla._for_active_chunks(spec, active, body, (0, 0))
+    trips, seen = _xla.for_active_chunks(spec, active, body, (0, 0))
     assert (int(trips), int(seen)) == (-(-n_active // CHUNK), n_active)
 
 
@@ -130,16 +130,18 @@ SIZES = [
     (2048, 32, 50304, 64),
     (4096, 256, 8192, 512),
 ]
+CPU = jax.default_backend() == "cpu"
+CUBLAS = 32 * 2**20  # its workspace
 PERCENT = 1.04  # statistics, row ids, the chunk's hidden states
 # XLA for CPUs in jaxlib 0.10 keeps exponentials beside logits, and widens 16-bit
 # arrays whole to take rows of them; the docstrings say so.
-OLD_XLA = jaxlib.version.__version_info__ < (0, 11)
+OLD_XLA = CPU and jaxlib.version.__version_info__ < (0, 11)
 
 
 def formula(n, d, v, chunk, dtype, backward):
     """The docstring's bytes for this call."""
     size = jnp.dtype(dtype).itemsize
-    widened = 4 * v * d if size == 2 else 0  # XLA on a CPU
+    widened = 4 * v * d if size == 2 and CPU else 0
     if not backward:
         return (8 if OLD_XLA else 4) * chunk * v + widened
     return max(4 + size, 8 if OLD_XLA else 0) * chunk * v + 4 * v * d + widened
@@ -151,12 +153,13 @@ def formula(n, d, v, chunk, dtype, backward):
 def test_memory_is_what_the_docstring_says(size, dtype, verb):
     n, d, v, chunk = size
     loss, operands = total(verb, chunk), shapes(n, d, v, dtype)
-    per_token = 64 * n + 8 * n * d  # row statistics; hidden's cotangent
+    besides = 64 * n + 8 * n * d  # row statistics; hidden's cotangent
+    besides += 0 if CPU else CUBLAS
     for fn, backward in ((loss, False), (jax.grad(loss, (0, 1)), True)):
         temp = compiled(fn, *operands).memory_analysis().temp_size_in_bytes
         promised = formula(n, d, v, chunk, dtype, backward)
-        assert temp <= PERCENT * promised + per_token
-        assert temp < 4 * n * v  # never the logits
+        assert temp <= PERCENT * promised + besides
+        assert temp < 4 * n * v + (0 if CPU else CUBLAS)  # never the logits
         assert temp >= 4 * chunk * v  # or the formula is about something else
 
 
@@ -214,9 +217,6 @@ def test_dw_error_is_flat_in_the_number_of_chunks():
     """Accumulating in bfloat16 would grow it sevenfold from 1 to 256 chunks."""
     errors = {n_chunks: dw_error(512 // n_chunks) for n_chunks in (1, 16, 256)}
     assert max(errors.values()) < 1.1 * errors[1] < 1.1 * 2**-8
-
-
-CPU = jax.default_backend() == "cpu"
 
 
 @pytest.mark.skipif(not CPU, reason="GPU GEMMs are chosen by the number of rows")
