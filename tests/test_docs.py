@@ -223,8 +223,8 @@ def check_table(header, rows, records):
     """Raises for a number that no record has, rounded to the decimals shown.
 
     A column of the table with the name of a column of the CSV is a key: its row may
-    quote only records that agree with it there. The first column, when it is no key, is
-    a label; numbers in all other columns are checked.
+    quote only records that agree with it there. The first column is a label; numbers in
+    all other columns that are no keys are checked.
     """
     keys = [column for column in header if column in records[0]]
     for row in rows:
@@ -236,7 +236,7 @@ def check_table(header, rows, records):
         ]
         assert agreeing, f"no record has { ({key: cells[key] for key in keys}) }"
         values = [value for record in agreeing for value in record.values()]
-        for column in header[0 if header[0] in keys else 1 :]:
+        for column in [name for name in header[1:] if name not in keys]:
             for number in NUMBER.findall(cells[column].replace("\N{MINUS SIGN}", "-")):
                 assert any(_rounds_to(value, number) for value in values), (
                     f"{number} in column {column!r} of {row} is in no record"
