@@ -39,43 +39,43 @@ class Rows(NamedTuple):
 def forward(spec: Spec, source: Head | Logits, rows: Rows, names) -> dict:
     """The named fields of `Outputs` for every row, 0 where inactive."""
     n_rows = rows.labels.shape[0]
-    source = _cast(spec, source)
+    source = cast(spec, source)
 
     def chunk(row_ids, outputs):
-        labels = _take(rows.labels, row_ids)
+        labels = take(rows.labels, row_ids)
         stats = _stats.of_tile(_logits(spec, source, rows, row_ids), labels)
         made = _stats.finish(stats, labels < spec.vocab_size)._asdict()
-        return {k: _put(outputs[k], row_ids, made[k]) for k in outputs}
+        return {k: put(outputs[k], row_ids, made[k]) for k in outputs}
 
-    outputs = {k: jnp.zeros(n_rows, _output_dtype(spec, k)) for k in names}
-    return _for_active_chunks(spec, rows.active, chunk, outputs)
+    outputs = {k: jnp.zeros(n_rows, output_dtype(spec, k)) for k in names}
+    return for_active_chunks(spec, rows.active, chunk, outputs)
 
 
 def backward(
     spec: Spec, source: Head | Logits, rows: Rows, saved: _stats.Outputs, cotangents
 ) -> Head | Logits:
     """Cotangent of the source; sums over tokens in the statistics' type."""
-    original, source = source, _cast(spec, source)
+    original, source = source, cast(spec, source)
 
     def chunk(row_ids, sums):
         z = _logits(spec, source, rows, row_ids)
-        row_outputs = _stats.Outputs(*(_take(x, row_ids) for x in saved))
+        row_outputs = _stats.Outputs(*(take(x, row_ids) for x in saved))
         # Rows past the last active one: ln S = inf makes every p zero.
-        log_sum = _take(saved.log_sum, row_ids, fill_value=jnp.inf)
+        log_sum = take(saved.log_sum, row_ids, fill_value=jnp.inf)
         row_outputs = row_outputs._replace(log_sum=log_sum)
-        g = _stats.Cotangents(*(_take(x, row_ids) for x in cotangents))
+        g = _stats.Cotangents(*(take(x, row_ids) for x in cotangents))
         c = _stats.coefficients(row_outputs, g)
-        dz = _stats.dlogits(z, _take(rows.labels, row_ids), row_outputs, c)
+        dz = _stats.dlogits(z, take(rows.labels, row_ids), row_outputs, c)
         dz = _unscale(spec, rows, row_ids, z, dz)
         return _accumulate(spec, source, row_ids, dz, sums)
 
-    sums = _for_active_chunks(spec, rows.active, chunk, _zero_sums(spec, source))
+    sums = for_active_chunks(spec, rows.active, chunk, _zero_sums(spec, source))
     return jax.tree.map(
         lambda total, primal: total.astype(primal.dtype), sums, original
     )
 
 
-def _for_active_chunks(spec, active, body, carry):
+def for_active_chunks(spec, active, body, carry):
     """carry = body(row ids of the chunk, carry), for as many chunks as are active."""
     n_rows = active.shape[0]
     n_padded = -(-n_rows // spec.chunk) * spec.chunk
@@ -91,11 +91,11 @@ def _for_active_chunks(spec, active, body, carry):
 def _logits(spec, source, rows, row_ids):
     """Scaled logits [C, V] of the rows; -inf in the padding of the vocabulary."""
     if isinstance(source, Logits):
-        z = _take(source.logits, row_ids).astype(spec.stats_dtype)
+        z = take(source.logits, row_ids).astype(spec.stats_dtype)
     else:
         contract = ((1,), (1 if spec.layout == "vd" else 0,))
         z = lax.dot_general(
-            _take(source.hidden, row_ids),
+            take(source.hidden, row_ids),
             source.W,
             (contract, ((), ())),
             preferred_element_type=spec.stats_dtype,
@@ -105,7 +105,7 @@ def _logits(spec, source, rows, row_ids):
     if spec.softcap is not None:
         z = spec.softcap * jnp.tanh(z / spec.softcap)
     if rows.temperature is not None:
-        z = z / _take(rows.temperature, row_ids, fill_value=1)[:, None]
+        z = z / take(rows.temperature, row_ids, fill_value=1)[:, None]
     if spec.vocab_size < spec.columns:
         column = lax.broadcasted_iota(jnp.int32, z.shape, 1)
         z = jnp.where(column < spec.vocab_size, z, -jnp.inf)
@@ -115,7 +115,7 @@ def _logits(spec, source, rows, row_ids):
 def _unscale(spec, rows, row_ids, z, dz):
     """Derivative with respect to the logits before softcap and temperature."""
     if rows.temperature is not None:
-        temperature = _take(rows.temperature, row_ids, fill_value=1)[:, None]
+        temperature = take(rows.temperature, row_ids, fill_value=1)[:, None]
         z, dz = z * temperature, dz / temperature
     if spec.softcap is not None:
         z = jnp.where(jnp.isfinite(z), z, 0)  # padded columns, whose dz is 0
@@ -136,23 +136,23 @@ def _zero_sums(spec, source):
 
 def _accumulate(spec, source, row_ids, dz, sums):
     if isinstance(source, Logits):
-        return Logits(_put(sums.logits, row_ids, dz.astype(source.logits.dtype)))
+        return Logits(put(sums.logits, row_ids, dz.astype(source.logits.dtype)))
     dbias = None if sums.bias is None else sums.bias + jnp.sum(dz, axis=0)
     dz = dz.astype(spec.compute_dtype)  # one rounding, after f32 arithmetic
     over_v = ((1,), (0 if spec.layout == "vd" else 1,))
     dh = lax.dot_general(
         dz, source.W, (over_v, ((), ())), preferred_element_type=spec.stats_dtype
     )
-    h = _take(source.hidden, row_ids)
+    h = take(source.hidden, row_ids)
     left, right = (dz, h) if spec.layout == "vd" else (h, dz)
     dw = lax.dot_general(
         left, right, (((0,), (0,)), ((), ())), preferred_element_type=spec.stats_dtype
     )
-    dhidden = _put(sums.hidden, row_ids, dh.astype(sums.hidden.dtype))
+    dhidden = put(sums.hidden, row_ids, dh.astype(sums.hidden.dtype))
     return Head(dhidden, sums.W + dw, dbias)
 
 
-def _cast(spec, source):
+def cast(spec, source):
     """GEMMs run in hidden's type: W is cast to it once, outside the loop."""
     if isinstance(source, Logits):
         return source
@@ -160,17 +160,17 @@ def _cast(spec, source):
     return Head(source.hidden, source.W.astype(spec.compute_dtype), bias)
 
 
-def _output_dtype(spec, name):
+def output_dtype(spec, name):
     return jnp.bool_ if name == "is_argmax" else spec.stats_dtype
 
 
-def _take(x, row_ids, fill_value: float = 0) -> Any:
+def take(x, row_ids, fill_value: float = 0) -> Any:
     """Rows of x; `fill_value` for ids past the end. None stays None."""
     if x is None:
         return None
     return x.at[row_ids].get(mode="fill", fill_value=fill_value)
 
 
-def _put(x, row_ids, values):
+def put(x, row_ids, values):
     """x with its rows replaced; ids past the end are dropped."""
     return x.at[row_ids].set(values, mode="drop")
