@@ -219,4 +219,5 @@ def _draw_memory(panel: Any, costs: Mapping[str, HeadCost]) -> None:
     }
     drawn = panel.bar(list(bars), list(bars.values()))
     panel.bar_label(drawn, fmt="{:,.0f}")
+    panel.margins(y=0.1)  # room for the numbers
     panel.set(ylabel="temporary memory (MiB)")
