@@ -176,13 +176,17 @@ def cost_table(costs: Mapping[str, HeadCost]) -> Table:
 
 
 def save_summary(
-    path: Path, history: Sequence[StepMetrics], costs: Mapping[str, HeadCost]
+    path: Path,
+    history: Sequence[StepMetrics],
+    costs: Mapping[str, HeadCost],
+    held_out_loss: float | None = None,
 ) -> None:
     """Write the run's outcome as JSON; memory in bytes, by implementation."""
     summary: dict[str, Any] = {
         "steps": len(history),
         "first_loss": history[0].loss,
         "last_loss": history[-1].loss,
+        "held_out_loss": held_out_loss,
         "tokens_per_second": tokens_per_second(history),
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,

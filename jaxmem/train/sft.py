@@ -60,6 +60,7 @@ class Result(NamedTuple):
     out_dir: Path  # metrics, checkpoints, summary.json and report.png
     history: list[StepMetrics]  # every step of the run, of earlier processes too
     costs: dict[str, HeadCost]  # by implementation; empty without compare_heads
+    held_out_loss: float | None  # nats per token; None unless data.held_out is set
 
 
 # -------------------------------------------------------------------- step
@@ -173,6 +174,26 @@ class Program:
         donating = jax.jit(step, donate_argnums=0)
         return donating.lower(self.state_shapes, Batch._make([ids] * 4)).compile()
 
+    def evaluate(self, params: optax.Params, batches: Iterator[Batch]) -> float:
+        """Mean loss of every token in the batches, in nats; forward only."""
+
+        @jax.jit
+        def sums(params: optax.Params, batch: Batch):
+            model = nnx.merge(self._definition, params)
+            hidden = model(batch.tokens, batch.segment_ids, batch.positions)
+            total = head_loss(
+                model.head,
+                hidden,
+                batch.labels,
+                jnp.ones(()),
+                self.config.head.implementation,
+            )
+            return total, jnp.sum(batch.labels >= 0)
+
+        totals = np.array([sums(params, batch) for batch in batches], np.float64)
+        total, tokens = totals.sum(axis=0)
+        return float(total / max(tokens, 1))
+
     def compile_head(self, head: HeadConfig) -> jax.stages.Compiled:
         """Compile loss and gradients of the head alone, for one micro-batch."""
         model = nnx.eval_shape(self._new_model)
@@ -232,11 +253,18 @@ def train(
         batches = data.batches(config.data, tokenizer)
         compiled = program.compile_step(config.head)
         with metrics.MetricsWriter(out_dir, done) as writer:
-            _loop(program, compiled, batches, checkpoints, done, writer, console)
+            state = _loop(
+                program, compiled, batches, checkpoints, done, writer, console
+            )
+    held_out_loss = None
+    if config.data.held_out:
+        held_out = data.batches(config.data, tokenizer, split="evaluation", epochs=1)
+        held_out_loss = program.evaluate(state.params, held_out)
     history = metrics.read_history(writer.path)
     costs = _head_costs(program, compiled) if config.run.compare_heads else {}
-    _report(out_dir, history, costs, console)
-    return Result(out_dir, history, costs)
+    result = Result(out_dir, history, costs, held_out_loss)
+    _report(result, console)
+    return result
 
 
 def _loop(
@@ -247,7 +275,7 @@ def _loop(
     done: int,
     writer: metrics.MetricsWriter,
     console: Console,
-) -> None:
+) -> TrainState:
     run = program.config.run
     if done:
         state, data_state = checkpoints.restore(done, program.state_shapes)
@@ -273,6 +301,7 @@ def _loop(
                 checkpoints.save(
                     step, state, batches.get_state(), _fixed_config(program.config)
                 )
+    return state
 
 
 def _micro_batches(batches: Iterator[Batch], count: int) -> Batch:
@@ -333,12 +362,8 @@ def _head_costs(program: Program, compiled: jax.stages.Compiled) -> dict[str, He
     return costs
 
 
-def _report(
-    out_dir: Path,
-    history: list[StepMetrics],
-    costs: dict[str, HeadCost],
-    console: Console,
-) -> None:
+def _report(result: Result, console: Console) -> None:
+    out_dir, history, costs, held_out_loss = result
     if costs:
         console.print(metrics.cost_table(costs))
     console.print(
@@ -346,6 +371,10 @@ def _report(
         f"{len(history)} steps, {metrics.tokens_per_second(history):,.0f} tokens/s",
         highlight=False,
     )
-    metrics.save_summary(out_dir / "summary.json", history, costs)
+    if held_out_loss is not None:
+        console.print(
+            f"held-out loss {held_out_loss:.4f} nats per token", highlight=False
+        )
+    metrics.save_summary(out_dir / "summary.json", history, costs, held_out_loss)
     metrics.save_plot(out_dir / "report.png", history, costs)
     console.print(f"saved in {out_dir}: summary.json, report.png", highlight=False)

@@ -255,6 +255,30 @@ def test_a_run_leaves_everything_it_promises(finished):
     assert fused.step.peak < materialised.step.peak
 
 
+def test_held_out_text_is_scored_once_whatever_the_batches(config, tmp_path):
+    words = "a state of the model maps to each token of its text".split()
+    rng = np.random.default_rng(0)
+    documents = [" ".join(rng.choice(words, 40)) for _ in range(40)]
+    path = tmp_path / "documents.jsonl"
+    path.write_text("".join(json.dumps({"text": t}) + "\n" for t in documents))
+    source = dict(source=str(path), held_out=0.25, vocab_size=280)
+    config = changed(config, data=source)
+    result, said = train(config)
+    assert f"held-out loss {result.held_out_loss:.4f}" in said
+    summary = json.loads((result.out_dir / "summary.json").read_text())
+    assert summary["held_out_loss"] == result.held_out_loss
+    tokenizer = sft.data.load_tokenizer(config.data)
+    scored = []
+    for changes in (dict(data={}), dict(data=dict(batch_size=3)),
+                    dict(head=dict(implementation="materialised"))):  # fmt: skip
+        other = changed(config, **changes)
+        program = sft.Program(other, tokenizer.get_vocab_size())
+        batches = sft.data.batches(other.data, tokenizer, split="evaluation", epochs=1)
+        scored.append(program.evaluate(program.initial_state().params, batches))
+    np.testing.assert_allclose(scored, scored[0], rtol=1e-6)
+    assert 0 < result.held_out_loss < scored[0] < np.log(280) + 1
+
+
 def test_both_heads_learn_alike_over_fifty_steps(config, tmp_path):
     curves = []
     for name in ("fused", "materialised"):
