@@ -1,17 +1,38 @@
 """Which backend runs a call, and why."""
 
 from jaxmem import _xla
+from jaxmem._spec import Spec
+from jaxmem.kernels import hopper
 
-KNOWN = {"xla": _xla}
+KNOWN = {"xla": _xla, "hopper": hopper}
 
 
-def choose(implementation: str | None) -> tuple[str, str]:
-    """(name, reason); a name given explicitly runs or raises, never falls back."""
-    if implementation is None:
-        return "xla", "runs on every device; no kernel for this one yet"
-    if implementation not in KNOWN:
+def check(implementation: str | None) -> None:
+    """None or a name that exists."""
+    if implementation is not None and implementation not in KNOWN:
         known = ", ".join(repr(name) for name in KNOWN)
         raise ValueError(
             f"implementation must be None or one of {known}, got {implementation!r}"
         )
-    return implementation, "named by the caller"
+
+
+def choose(
+    implementation: str | None, spec: Spec, source: _xla.Head | _xla.Logits
+) -> tuple[str, str]:
+    """(name, reason); a name given explicitly runs or raises, never falls back."""
+    if implementation == "xla":
+        return implementation, "named by the caller"
+    refusal = hopper.supported(spec, source)
+    if implementation == "hopper":
+        if refusal:
+            raise NotImplementedError(
+                f"implementation='hopper' cannot run this call: {refusal}; pass "
+                "implementation=None for what can"
+            )
+        return implementation, "named by the caller"
+    if refusal:
+        return "xla", f"runs on every device; 'hopper' does not: {refusal}"
+    unproven = hopper.unproven(spec, source)
+    if unproven:
+        return "xla", f"'hopper' runs too, but {unproven}"
+    return "hopper", "measured faster than 'xla' at this size, in no more memory"

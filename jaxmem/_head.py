@@ -47,8 +47,8 @@ def logprobs(
         bias: [V], added to the logits first.
         vocab_size: logical vocabulary when W is padded; later entries get p = 0.
         layout: "vd" or "dv"; inferred from the shapes unless W is square.
-        implementation: "xla", or None for the best there is here; `jaxmem.report()`
-            tells which one ran.
+        implementation: "xla", "hopper" (16-bit hidden on an H100 or H200), or None for
+            the best there is here; `jaxmem.report()` tells which one ran.
 
     Returns:
         float32 [...] (float64 for float64 hidden): 0 for a masked token, with a
@@ -67,7 +67,8 @@ def logprobs(
         TypeError: an argument of the wrong type; the message names it.
         ValueError: shapes that disagree, an ambiguous layout, a label ≥ V, a chunk,
             temperature or softcap that is not positive, an unknown implementation.
-        NotImplementedError: a gradient of the temperature, or a second derivative.
+        NotImplementedError: a gradient of the temperature, a second derivative, or an
+            implementation that cannot run this call here.
 
     >>> import jax.numpy as jnp, jaxmem
     >>> h, W = jnp.zeros((2, 8)), jnp.zeros((4, 8))
@@ -235,12 +236,13 @@ def _prepare_head(
     if bias is not None:
         bias = _spec.as_array("bias", bias)
         _spec.check_bias(bias, columns)
-    spec, backend, rows = _prepare(
-        verb, outputs, {"hidden": hidden.shape, "W": W.shape}, hidden, columns, layout,
-        labels, chunk, where, temperature, softcap, vocab_size, implementation,
-    )  # fmt: skip
     flat = jnp.reshape(hidden, (-1, hidden.shape[-1])) if hidden.size else hidden
-    return Head(flat, W, bias), rows, spec, hidden.shape[:-1], backend
+    source = Head(flat, W, bias)
+    spec, backend, rows = _prepare(
+        verb, outputs, {"hidden": hidden.shape, "W": W.shape}, source, hidden, columns,
+        layout, labels, chunk, where, temperature, softcap, vocab_size, implementation,
+    )  # fmt: skip
+    return source, rows, spec, hidden.shape[:-1], backend
 
 
 def _prepare_logits(
@@ -249,22 +251,23 @@ def _prepare_logits(
 ):  # fmt: skip
     logits = _spec.as_array("logits", logits)
     _spec.check_hidden(logits, "logits")
+    flat = jnp.reshape(logits, (-1, logits.shape[-1])) if logits.size else logits
+    source = Logits(flat)
     spec, backend, rows = _prepare(
-        verb, outputs, {"logits": logits.shape}, logits, logits.shape[-1], None,
+        verb, outputs, {"logits": logits.shape}, source, logits, logits.shape[-1], None,
         labels, chunk, where, temperature, softcap, vocab_size, implementation,
     )  # fmt: skip
-    flat = jnp.reshape(logits, (-1, logits.shape[-1])) if logits.size else logits
-    return Logits(flat), rows, spec, logits.shape[:-1], backend
+    return source, rows, spec, logits.shape[:-1], backend
 
 
 def _prepare(
-    verb, outputs, shapes, data, columns, layout, labels, chunk, where, temperature,
-    softcap, vocab_size, implementation,
+    verb, outputs, shapes, source, data, columns, layout, labels, chunk, where,
+    temperature, softcap, vocab_size, implementation,
 ):  # fmt: skip
     """Checks what both sources share; the static facts and the rows."""
     shape, n_tokens = data.shape[:-1], int(np.prod(data.shape[:-1]))
     _spec.check_implementation(implementation)
-    backend, why = _backends.choose(implementation)
+    _backends.check(implementation)
     spec = Spec(
         columns=columns,
         vocab_size=_spec.check_vocab_size(vocab_size, columns),
@@ -275,6 +278,7 @@ def _prepare(
         softcap=_spec.check_softcap(softcap),
     )
     rows = _rows(spec, shape, labels, where, temperature)
+    backend, why = _backends.choose(implementation, spec, source)
     _report.record(
         _report.Call(verb, shapes, backend, why, spec.chunk, 4 * spec.chunk * columns)
     )

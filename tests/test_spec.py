@@ -416,7 +416,7 @@ ERRORS = [
     (
         {"implementation": "cuda"},
         ValueError,
-        "implementation must be None or one of 'xla', got 'cuda'",
+        "implementation must be None or one of 'xla', 'hopper', got 'cuda'",
     ),
     (
         {"implementation": ["xla"]},

@@ -215,7 +215,7 @@ def check_options(
     _spec.check_softcap(softcap)
     _spec.check_chunk(chunk, tokens=1, columns=columns)
     _spec.check_vocab_size(vocab_size, columns)
-    _backends.choose(implementation)
+    _backends.check(implementation)
 
 
 def _compute_dtype(hidden, weights):

@@ -1,0 +1,1 @@
+"""Kernels that are written by hand, one backend a kind of device."""

@@ -1,0 +1,77 @@
+"""How a kernel cuts the logits, and what the chip allows."""
+
+import dataclasses
+
+SMEM_BYTES = 232_448  # what one block may use on a Hopper chip, 227 KiB
+N_COMPUTE = 2  # warpgroups that multiply; one more only loads
+# Statistics, labels, bias and barriers of one block, generously.
+_SMALL_BYTES = 8_192
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """One block makes logits [2 · rows, columns] at a time, two warpgroups in all.
+
+    Attributes:
+        rows: tokens a warpgroup.
+        columns: vocabulary a tile.
+        depth: part of D that one stage of the ring of buffers holds.
+        stages: how many of them, loaded ahead of the tensor cores.
+        group: tiles of the vocabulary that a block takes one after another, with the
+            statistics in registers; what it writes shrinks by this factor.
+        panel: row tiles that go through the vocabulary side by side, so that blocks
+            share their loads in L2.
+        stored: columns of logits' derivatives that leave at a time; 0 for none.
+        slots: buffers that they leave from.
+    """
+
+    rows: int = 64
+    columns: int = 256
+    depth: int = 64
+    stages: int = 4
+    group: int = 8
+    panel: int = 16
+    stored: int = 0
+    slots: int = 1
+
+    def __post_init__(self):
+        if self.rows != 64:
+            raise ValueError(f"rows={self.rows} must be 64, the rows of one wgmma")
+        if not 64 <= self.columns <= 256 or self.columns % 64:
+            raise ValueError(
+                f"columns={self.columns} must be 64, 128, 192 or 256: one wgmma takes "
+                "256 at most, one swizzled row of memory is 64"
+            )
+        if self.depth % 64 or self.depth < 64:
+            raise ValueError(
+                f"depth={self.depth} must be a multiple of 64: 128 bytes, one swizzle"
+            )
+        if self.stages < 2:
+            raise ValueError(f"stages={self.stages} must be at least 2, to load ahead")
+        if min(self.group, self.panel, self.slots) < 1:
+            raise ValueError(
+                f"group={self.group}, panel={self.panel}, slots={self.slots} must be "
+                "at least 1"
+            )
+        if self.stored and (self.stored % 32 or self.columns % self.stored):
+            raise ValueError(
+                f"stored={self.stored} must be a multiple of 32 that divides "
+                f"columns={self.columns}"
+            )
+        if self.smem_bytes > SMEM_BYTES:
+            raise ValueError(
+                f"{self} needs {self.smem_bytes} bytes of shared memory, a block has "
+                f"{SMEM_BYTES}; take fewer stages or columns"
+            )
+
+    @property
+    def block_rows(self) -> int:
+        """Tokens of one tile of a block."""
+        return N_COMPUTE * self.rows
+
+    @property
+    def smem_bytes(self) -> int:
+        """Of one block, for operands of 16 bits."""
+        ring = self.stages * (self.block_rows + self.columns) * self.depth * 2
+        out = self.slots * self.block_rows * self.stored * 2
+        return ring + out + _SMALL_BYTES

@@ -1,0 +1,159 @@
+"""Backend "hopper" without a GPU: lowering for CUDA, and the interpreter of kernels."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxmem
+from jaxmem.kernels import hopper
+from jaxmem.kernels.tiles import Tiles
+from tests.cases import CASES, Case
+from tests.test_head import OPTIONS, check
+
+needs_pallas = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11),
+    reason=f"needs jax 0.11 for its Mosaic GPU interpreter, this is {jax.__version__}",
+)
+
+
+@pytest.fixture
+def lowered_anywhere(monkeypatch):
+    monkeypatch.setattr(hopper, "refuses_machine", lambda: None)
+
+
+@pytest.fixture
+def interpreted(lowered_anywhere, monkeypatch):
+    """The kernels run on this CPU, two blocks at a time."""
+    import jax.experimental.pallas.mosaic_gpu as plgpu
+
+    monkeypatch.setattr(hopper, "_n_blocks", lambda: 2)
+    jax.clear_caches()
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+        yield
+    jax.clear_caches()
+
+
+@needs_pallas
+@pytest.mark.parametrize(
+    "name, dtype", [("peaked", "float16"), ("a third masked", "bfloat16")]
+)
+def test_outputs_and_gradients(name, dtype, interpreted):
+    check(CASES[name].make(), "hopper", dtype=dtype)
+
+
+@needs_pallas
+def test_every_option_at_once(interpreted):
+    problem = Case(70, 33, 130, std=3.0).make()
+    check(
+        problem._replace(y=problem.y % 100), "hopper", dtype="bfloat16", layout="dv",
+        softcap=5.0, temperature=np.linspace(0.5, 2, 70, dtype=np.float32),
+        vocab_size=100, bias=jnp.asarray(OPTIONS["bias"]["bias"], jnp.bfloat16),
+    )  # fmt: skip
+
+
+@needs_pallas
+def test_a_row_has_its_bits_in_any_company(interpreted):
+    h, W, y = Case(140, 16, 600).make()
+    h, W = jnp.asarray(h, jnp.bfloat16), jnp.asarray(W, jnp.bfloat16)
+    want = jaxmem.token_stats(h, W, y, implementation="hopper")
+    where = np.arange(140) % 3 == 1
+    got = jaxmem.token_stats(h, W, y, where=where, implementation="hopper")
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_array_equal(a[where], b[where])
+        assert not a[~where].any()
+
+
+@needs_pallas
+@pytest.mark.parametrize("layout", ["vd", "dv"])
+@pytest.mark.parametrize(
+    "n, d, v, options",
+    [
+        (8192, 4096, 151936, {}),
+        (1000, 2304, 256000, {"softcap": 30.0}),
+        (300, 1000, 50257, {"bias": True, "temperature": 0.7, "vocab_size": 50000}),
+    ],
+)
+def test_both_kernels_lower_for_cuda(n, d, v, options, layout, lowered_anywhere):
+    def shape(*sizes, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(sizes, dtype)
+
+    options = dict(options)
+    bias = shape(v) if options.pop("bias", False) else None
+
+    def loss(h, W, y, bias):
+        stats = jaxmem.token_stats(
+            h, W, y, bias=bias, layout=layout, implementation="hopper", **options
+        )
+        return stats.logprob.sum() + stats.entropy.sum()
+
+    W = shape(v, d) if layout == "vd" else shape(d, v)
+    operands = (shape(n, d), W, shape(n, dtype=jnp.int32), bias)
+    traced = jax.jit(jax.grad(loss, (0, 1))).trace(*operands)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("mosaic_gpu") >= 2  # forward, and the logits' derivative
+
+
+HEAD = jnp.zeros((4, 64), jnp.bfloat16), jnp.zeros((128, 64), jnp.bfloat16)
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="needs a machine without")
+def test_without_the_chip_it_says_so():
+    with pytest.raises(NotImplementedError, match="'hopper' cannot run.*it needs"):
+        jaxmem.logprobs(*HEAD, np.zeros(4, int), implementation="hopper")
+    with jaxmem.report() as calls:
+        jaxmem.logprobs(*HEAD, np.zeros(4, int))
+    assert calls.calls[0].implementation == "xla"
+    assert "'hopper' does not: it needs" in calls.calls[0].why
+
+
+def test_calls_that_it_refuses_anywhere(lowered_anywhere):
+    h, W = HEAD
+    with pytest.raises(NotImplementedError, match="hidden is float32"):
+        jaxmem.logprobs(
+            h.astype("float32"), W, np.zeros(4, int), implementation="hopper"
+        )
+    with pytest.raises(NotImplementedError, match="has logits already"):
+        jaxmem.logprobs_from_logits(h, np.zeros(4, int), implementation="hopper")
+
+
+@needs_pallas
+def test_the_automatic_choice_keeps_to_what_was_measured(lowered_anywhere, monkeypatch):
+    """Traced only: no kernel runs."""
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+
+    def chosen(n, d, v, w_dtype=jnp.bfloat16):
+        shapes = [(n, d), (v, d), (n,)]
+        types = jnp.bfloat16, w_dtype, jnp.int32
+        with jaxmem.report() as calls:
+            jax.eval_shape(
+                jaxmem.logprobs,
+                *(map(jax.ShapeDtypeStruct, shapes, types)),
+            )
+        return calls.calls[0].implementation, calls.calls[0].why
+
+    assert chosen(8192, 4096, 151936)[0] == "hopper"
+    assert "copy" in chosen(8192, 4096, 50257)[1]
+    assert "copy" in chosen(8192, 4096, 151936, jnp.float32)[1]
+    assert "tokens" in chosen(100, 4096, 151936)[1]
+    monkeypatch.setattr(jax, "device_count", lambda: 2)
+    assert "one device" in chosen(8192, 4096, 151936)[1]
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        ({"rows": 128}, "rows=128 must be 64"),
+        ({"columns": 320}, "columns=320 must be 64, 128, 192 or 256"),
+        ({"depth": 32}, "depth=32 must be a multiple of 64"),
+        ({"stages": 1}, "stages=1 must be at least 2"),
+        ({"group": 0}, "group=0"),
+        ({"stored": 96}, "stored=96 must be a multiple of 32 that divides"),
+        ({"stages": 8}, "bytes of shared memory, a block has 232448"),
+    ],
+)
+def test_tiles_say_what_does_not_fit(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(Tiles(), **wrong)
