@@ -139,7 +139,7 @@ def test_the_automatic_choice_keeps_to_what_was_measured(lowered_anywhere, monke
     assert "copy" in chosen(8192, 4096, 151936, jnp.float32)[1]
     assert "tokens" in chosen(100, 4096, 151936)[1]
     monkeypatch.setattr(jax, "device_count", lambda: 2)
-    assert "one device" in chosen(8192, 4096, 151936)[1]
+    assert "one device" in chosen(4096, 4096, 151936)[1]
 
 
 @pytest.mark.parametrize(
