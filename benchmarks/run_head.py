@@ -34,6 +34,11 @@ def fused(h, W, y, chunk):
     return -jaxmem.logprobs(h, W, y, chunk).mean()
 
 
+def fused_xla(h, W, y, chunk):
+    """The same by the backend that runs everywhere."""
+    return -jaxmem.logprobs(h, W, y, chunk, implementation="xla").mean()
+
+
 def fused_stats(h, W, y, chunk):
     """Log-probability and entropy together, as post-training asks for them."""
     stats = jaxmem.token_stats(h, W, y, chunk)
@@ -50,7 +55,10 @@ def paths(chunks):
     table = {"materialised": materialised}
     for chunk in chunks:
         table[f"jaxmem chunk={chunk}"] = functools.partial(fused, chunk=chunk)
-    for name, loss in (("+entropy", fused_stats), ("half masked", fused_half_masked)):
+    variants = {"+entropy": fused_stats, "half masked": fused_half_masked}
+    if jax.default_backend() == "gpu":
+        variants["xla"] = fused_xla
+    for name, loss in variants.items():
         table[f"jaxmem {name} chunk={chunks[0]}"] = functools.partial(
             loss, chunk=chunks[0]
         )
