@@ -60,8 +60,9 @@ def logprobs(
     and C = min(chunk, tokens rounded up to 16): forward 4·C·V; backward (4 + b)·C·V +
     4·V·D, the latter for the float32 sum of W's gradient, and nothing where W is
     frozen. Nothing grows with tokens · V. W of another type than hidden costs b·V·D
-    more; cuBLAS takes 32 MiB. XLA for CPUs may widen 16-bit weights to float32, 4·V·D,
-    and needs 8·C·V forward where V is no multiple of 128 or jaxlib is older than 0.11.
+    more; cuBLAS takes 32 MiB. "hopper" holds no logits forward. XLA for CPUs may widen
+    16-bit weights to float32, 4·V·D, and needs 8·C·V forward where V is no multiple of
+    128 or jaxlib is older than 0.11.
 
     Raises:
         TypeError: an argument of the wrong type; the message names it.

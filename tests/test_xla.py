@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 import jaxmem
+from jaxmem import _xla
+from jaxmem._spec import Spec
 from tests.cases import Case
 
 F32, BF16 = jnp.float32, jnp.bfloat16
@@ -91,10 +93,7 @@ def test_entropy_is_not_computed_for_logprobs():
 
 @pytest.mark.parametrize("n_active", [0, 1, 64, 65, 256])
 def test_the_loop_stops_after_the_active_rows(n_active):
-    """Counted by a callback in W's place would cost; the counter is the trip count."""
-    from jaxmem import _xla
-    from jaxmem._spec import Spec
-
+    """The loop counts its own trips, and the rows that it was handed."""
     spec = Spec(V, V, CHUNK, ("logprob",), np.dtype(np.float32))
     active = np.zeros(N, bool)
     active[np.random.default_rng(0).permutation(N)[:n_active]] = True
