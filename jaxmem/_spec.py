@@ -76,31 +76,38 @@ def check_hidden(hidden, name: str = "hidden") -> None:
         )
 
 
-def check_layout(hidden, W, layout: Layout | None) -> Layout:
-    """Which axis of W is the vocabulary: "vd" for [V, D], "dv" for [D, V]."""
-    _check_float("W", W)
+def check_layout(hidden, W, layout: Layout | None, prefix: str = "") -> Layout:
+    """Which axis of W is the vocabulary: "vd" for [V, D], "dv" for [D, V].
+
+    The prefix belongs to the arguments' names in errors, as in reference_W.
+    """
+    name = f"{prefix}W"
+    _check_float(name, W)
     if W.ndim != 2:
-        raise ValueError(f"W must be [V, D] or [D, V], got shape {W.shape}")
+        raise ValueError(f"{name} must be [V, D] or [D, V], got shape {W.shape}")
     if not (layout is None or _is_text(layout, "vd", "dv")):
-        raise ValueError(f"layout must be 'vd', 'dv' or None, got {_brief(layout)}")
+        raise ValueError(
+            f"{prefix}layout must be 'vd', 'dv' or None, got {_brief(layout)}"
+        )
     depth = hidden.shape[-1]
     depth_axis: dict[Layout, int] = {"vd": 1, "dv": 0}
     fits: list[Layout] = [k for k, axis in depth_axis.items() if W.shape[axis] == depth]
     if layout is None and len(fits) == 2:
         raise ValueError(
-            f"layout is ambiguous: W is square, {W.shape}; pass layout='vd' if its "
-            "rows are tokens (an embedding table) or 'dv' if its columns are (a "
-            "Dense or nnx.Linear kernel)"
+            f"{prefix}layout is ambiguous: {name} is square, {W.shape}; pass "
+            f"{prefix}layout='vd' if its rows are tokens (an embedding table) or 'dv' "
+            "if its columns are (a Dense or nnx.Linear kernel)"
         )
     if not fits or (layout is not None and layout not in fits):
         wanted = {"vd": f"[V, {depth}]", "dv": f"[{depth}, V]"}
         expected = wanted[layout] if layout else " or ".join(wanted.values())
         raise ValueError(
-            f"W must be {expected} to match hidden's last axis D={depth}"
-            f"{f' and layout={layout!r}' if layout else ''}, got shape {W.shape}"
+            f"{name} must be {expected} to match {prefix}hidden's last axis D={depth}"
+            f"{f' and {prefix}layout={layout!r}' if layout else ''}, got shape "
+            f"{W.shape}"
         )
     if 0 in W.shape:
-        raise ValueError(f"W must have at least one token, got shape {W.shape}")
+        raise ValueError(f"{name} must have at least one token, got shape {W.shape}")
     return fits[0] if layout is None else layout
 
 
@@ -152,29 +159,30 @@ def check_chunk(chunk: Chunk, tokens: int, columns: int) -> int:
     return whole if chunk is None else min(int(chunk), whole)
 
 
-def check_softcap(softcap: float | None) -> float | None:
+def check_softcap(softcap: float | None, name: str = "softcap") -> float | None:
     """A positive Python number, or None for no cap."""
     if softcap is None:
         return None
     if isinstance(softcap, Tracer) or not _is_real(softcap):
         raise TypeError(
-            f"softcap must be a Python number or None, got {_brief(softcap)}"
+            f"{name} must be a Python number or None, got {_brief(softcap)}"
         )
     if np.ndim(softcap) or not 0 < float(softcap) < math.inf:
-        raise ValueError(f"softcap must be positive and finite, got {_brief(softcap)}")
+        raise ValueError(f"{name} must be positive and finite, got {_brief(softcap)}")
     return float(softcap)
 
 
-def check_temperature(temperature, shape: tuple[int, ...]) -> None:
+def check_temperature(
+    temperature, shape: tuple[int, ...], name: str = "temperature"
+) -> None:
     """Positive where it can be seen; a scalar or one a token."""
     if not _is_real(temperature):
         raise TypeError(
-            "temperature must be a real number or an array of them, got "
-            f"{temperature.dtype}"
+            f"{name} must be a real number or an array of them, got {temperature.dtype}"
         )
     if temperature.shape not in ((), shape):
         raise ValueError(
-            f"temperature must be a scalar or one a token, shape {shape}, got shape "
+            f"{name} must be a scalar or one a token, shape {shape}, got shape "
             f"{temperature.shape}"
         )
     if not _is_visible(temperature):
@@ -183,7 +191,7 @@ def check_temperature(temperature, shape: tuple[int, ...]) -> None:
     if not np.all((visible > 0) & (visible < math.inf)):
         bad = visible[~((visible > 0) & (visible < math.inf))].flat[0]
         raise ValueError(
-            f"temperature must be positive and finite, got {bad}; what a temperature "
+            f"{name} must be positive and finite, got {bad}; what a temperature "
             "of 0 would choose, token_stats tells as is_argmax"
         )
 
@@ -205,13 +213,13 @@ def check_where(where, shape: tuple[int, ...]) -> None:
         )
 
 
-def check_bias(bias, columns: int) -> None:
+def check_bias(bias, columns: int, name: str = "bias") -> None:
     """One number a column of the logits."""
-    _check_float("bias", bias)
+    _check_float(name, bias)
     if bias.shape != (columns,):
         raise ValueError(
-            f"bias must have one entry a token of the vocabulary, shape ({columns},), "
-            f"got shape {bias.shape}"
+            f"{name} must have one entry a token of the vocabulary, shape ({columns},),"
+            f" got shape {bias.shape}"
         )
 
 
