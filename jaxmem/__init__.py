@@ -1,10 +1,12 @@
 """Language-model heads, training and RL post-training in JAX that fit in memory."""
 
+from jaxmem import losses as losses
 from jaxmem._head import entropy as entropy
 from jaxmem._head import logprobs as logprobs
 from jaxmem._head import logprobs_from_logits as logprobs_from_logits
 from jaxmem._head import token_stats as token_stats
 from jaxmem._head import token_stats_from_logits as token_stats_from_logits
+from jaxmem._mismatch import mismatch_report as mismatch_report
 from jaxmem._report import report as report
 from jaxmem._stats import TokenStats as TokenStats
 from jaxmem._version import __version__ as __version__
