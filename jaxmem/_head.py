@@ -279,7 +279,8 @@ def _prepare(
         softcap=_spec.check_softcap(softcap),
     )
     rows = _rows(spec, shape, labels, where, temperature)
-    backend, why = _backends.choose(implementation, spec, source)
+    one_pass_for = verb if verb == "token_loss" else None
+    backend, why = _backends.choose(implementation, spec, source, one_pass_for)
     _report.record(
         _report.Call(verb, shapes, backend, why, spec.chunk, 4 * spec.chunk * columns)
     )

@@ -223,6 +223,60 @@ def check_bias(bias, columns: int, name: str = "bias") -> None:
         )
 
 
+def check_loss_fn(loss_fn) -> None:
+    """A function; what it returns is checked once it has been traced."""
+    if not callable(loss_fn):
+        raise TypeError(
+            "loss_fn must be a function of a TokenStats and the per-token arguments, "
+            f"got {_brief(loss_fn)}"
+        )
+
+
+def check_loss_result(result, rows: int) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """(loss, metrics) from what loss_fn returned for a chunk of so many rows."""
+    loss, metrics = result if _is_pair(result) else (result, {})
+    expected = f"of shape ({rows},), one number a token of its chunk"
+    if not _is_column(loss, rows, jnp.floating):
+        raise TypeError(
+            f"loss_fn must return a float array {expected}, or a pair of it and a dict "
+            f"of metrics, got {_kind(loss)}"
+        )
+    if not isinstance(metrics, dict) or not all(isinstance(k, str) for k in metrics):
+        raise TypeError(
+            f"loss_fn's metrics must be a dict of names to arrays, got {_kind(metrics)}"
+        )
+    for name, metric in metrics.items():
+        if not _is_column(metric, rows, jnp.floating, jnp.integer, jnp.bool_):
+            raise TypeError(
+                f"loss_fn's metric {name!r} must be a real array {expected}, got "
+                f"{_kind(metric)}"
+            )
+    return loss, metrics
+
+
+def check_per_token(name: str, value, shape: tuple[int, ...]) -> None:
+    """Real numbers, one or more a token."""
+    if not jnp.issubdtype(value.dtype, jnp.bool_) and not _is_real(value):
+        raise TypeError(f"{name} must hold real numbers, got {value.dtype}")
+    if value.shape[: len(shape)] != shape:
+        raise ValueError(
+            f"{name} must have one entry a token, shape {shape} and maybe further "
+            f"axes, got shape {value.shape}; broadcast it, or let loss_fn close over it"
+        )
+
+
+def check_normalizer(normalizer) -> None:
+    """A scalar, not negative where it can be seen."""
+    if not _is_real(normalizer):
+        raise TypeError(f"normalizer must be a real number, got {normalizer.dtype}")
+    if normalizer.shape != ():
+        raise ValueError(f"normalizer must be a scalar, got shape {normalizer.shape}")
+    if _is_visible(normalizer) and not 0 <= np.asarray(normalizer) < math.inf:
+        raise ValueError(
+            f"normalizer must be finite and not negative, got {normalizer}"
+        )
+
+
 def check_implementation(implementation: str | None) -> None:
     """A name; which names there are is for the backends to say."""
     if not (implementation is None or isinstance(implementation, str)):
@@ -266,6 +320,16 @@ def _is_visible(value):
     return not isinstance(value, jax.Array) or value.is_fully_addressable
 
 
+def _is_pair(value):
+    return isinstance(value, (tuple, list)) and len(value) == 2
+
+
+def _is_column(value, rows, *kinds):
+    if not isinstance(value, (jax.Array, np.ndarray)) or value.shape != (rows,):
+        return False
+    return any(jnp.issubdtype(value.dtype, kind) for kind in kinds)
+
+
 def _is_real(value):
     if not hasattr(value, "dtype"):
         try:
@@ -288,6 +352,13 @@ def _holds_jax(value):
     """Whether numpy would have to ask jax for numbers that may be traced."""
     leaves = jax.tree.leaves(value)
     return any(isinstance(x, jax.Array) or hasattr(x, "__jax_array__") for x in leaves)
+
+
+def _kind(value):
+    """What loss_fn returned, whose numbers nobody can see yet."""
+    if isinstance(value, (jax.Array, np.ndarray)):
+        return f"{value.dtype} of shape {value.shape}"
+    return type(value).__name__
 
 
 def _brief(value):

@@ -1,4 +1,8 @@
-"""The derivative of the head: one custom_vjp that recomputes logits chunk by chunk."""
+"""The derivatives of the head: two custom_vjps.
+
+`token_stats` cannot know what its outputs are for, so it makes each chunk's logits once
+more for the derivative. `token_loss` can, and makes both from the same logits.
+"""
 
 import functools
 
@@ -8,8 +12,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import sequential_vmap
 from jax.custom_derivatives import SymbolicZero
 
-from jaxmem import _backends, _stats
+from jaxmem import _backends, _loss, _stats, _xla
+from jaxmem._loss import Loss, Values
 from jaxmem._spec import Spec
+from jaxmem._stats import TokenStats
 
 # What the backward pass needs of a row besides the logits that it recomputes.
 _SAVED = ("max", "log_sum")
@@ -49,6 +55,79 @@ def _token_stats_bwd(spec, backend, residuals, cotangents):
 _token_stats.defvjp(_token_stats_fwd, _token_stats_bwd, symbolic_zeros=True)
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def token_loss(
+    spec: Spec, backend: str, loss: Loss, source, rows, operands
+) -> tuple[jax.Array, dict]:
+    """Sum of the active rows' losses, and metrics [N] by name.
+
+    Differentiable in source and the per-token operands; metrics are constants.
+    """
+    return _token_loss(spec, backend, loss, source, rows, operands)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _token_loss(spec, backend, loss, source, rows, operands):
+    stats = _forward(spec, backend, source, rows, TokenStats._fields)
+    run = functools.partial(_values_of_rows, spec, loss)
+    values = _once(run)(stats, rows, operands)
+    return jnp.sum(values.loss), values.metrics
+
+
+def _token_loss_fwd(spec, backend, loss, source, rows, operands):
+    _refuse_temperature_gradient(rows)
+    _refuse_closed_gradient(loss, operands)
+    source, rows, operands = _values(source), _values(rows), _values(operands)
+    run = functools.partial(_one_pass, spec, backend, loss)
+    values, dsource = _once(run)(source, rows, operands)
+    # The cotangents' types, of what is still in the sums'.
+    types = jax.tree.map(lambda x: jnp.zeros(0, x.dtype), source)
+    return (jnp.sum(values.loss), values.metrics), (dsource, types, values.per_token)
+
+
+def _token_loss_bwd(spec, backend, loss, residuals, cotangents):
+    dsource, types, dper_token = residuals
+    g, _ = cotangents
+
+    def scaled(x, like):
+        if isinstance(g, SymbolicZero):
+            return jnp.zeros(x.shape, like.dtype)
+        wide = jnp.promote_types(g.dtype, x.dtype)
+        return (g.astype(wide) * x.astype(wide)).astype(like.dtype)
+
+    doperands = _loss.Operands(jax.tree.map(scaled, dper_token, dper_token), None)
+    return jax.tree.map(scaled, dsource, types), None, doperands
+
+
+_token_loss.defvjp(_token_loss_fwd, _token_loss_bwd, symbolic_zeros=True)
+
+
+def _values_of_rows(spec, loss, stats, rows, operands) -> Values:
+    """The loss and its metrics from statistics [N], in chunks as they were traced."""
+    n_rows = rows.labels.shape[0]
+
+    def chunk(row_ids, made):
+        of_rows = TokenStats(
+            *(_xla.take(stats[k], row_ids) for k in TokenStats._fields)
+        )
+        values = _loss.evaluate(loss, row_ids, of_rows, operands, n_rows)
+        return jax.tree.map(lambda x, value: _xla.put(x, row_ids, value), made, values)
+
+    made = _loss.nothing(loss, spec, operands, n_rows, pull=False)
+    return _xla.for_active_chunks(spec, rows.active, chunk, made)
+
+
+def _one_pass(spec, backend, loss, source, rows, operands):
+    n_rows = rows.labels.shape[0]
+
+    def of_chunk(row_ids, outputs):
+        stats = TokenStats(*(getattr(outputs, k) for k in TokenStats._fields))
+        return _loss.differentiate(loss, row_ids, stats, operands, n_rows)
+
+    made = _loss.nothing(loss, spec, operands, n_rows, pull=True)
+    return _backends.KNOWN[backend].one_pass(spec, source, rows, of_chunk, made)
+
+
 def _forward(spec, backend, source, rows, names):
     forward = _backends.KNOWN[backend].forward
     return _once(lambda s, r: forward(spec, s, r, names))(source, rows)
@@ -82,6 +161,17 @@ def _refuse_temperature_gradient(rows):
             "jaxmem: temperature is not differentiable here; wrap it in "
             "jax.lax.stop_gradient, or divide hidden (and bias) by it and pass 1"
         )
+
+
+def _refuse_closed_gradient(loss, operands):
+    for matters, x in zip(loss.closed, operands.closed, strict=True):
+        if matters and x.perturbed:
+            kind = f"{x.value.dtype}{list(x.value.shape)}"
+            raise NotImplementedError(
+                f"jaxmem: loss_fn closes over an array, {kind}, that is being "
+                "differentiated; pass it as a per-token argument (broadcast to labels' "
+                "shape), or wrap it in jax.lax.stop_gradient"
+            )
 
 
 def _values(tree):

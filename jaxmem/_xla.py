@@ -4,6 +4,7 @@ Active rows are numbered first and the loop stops after them, so cost follows wh
 not masked while every shape stays static. A row that is not active is never read.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -34,6 +35,12 @@ class Rows(NamedTuple):
     labels: jax.Array  # int32
     active: jax.Array  # bool
     temperature: jax.Array | None  # statistics' type; None is 1
+
+
+# What `one_pass` asks of a chunk: (row ids, their outputs) -> (values to keep of each
+# row, cotangents of the outputs). Ids past the end come last; what their outputs hold
+# has no influence, and their cotangents are 0.
+OfChunk = Callable[[jax.Array, _stats.Outputs], tuple[Any, _stats.Cotangents]]
 
 
 def forward(spec: Spec, source: Head | Logits, rows: Rows, names) -> dict:
@@ -73,6 +80,36 @@ def backward(
     return jax.tree.map(
         lambda total, primal: total.astype(primal.dtype), sums, original
     )
+
+
+def one_pass(
+    spec: Spec, source: Head, rows: Rows, of_chunk: OfChunk, made
+) -> tuple[Any, Head]:
+    """`backward` for cotangents that follow from the outputs: no logits made twice.
+
+    Returns:
+        made, with the values of_chunk in the place of active rows; and the cotangent of
+        the source, with the sums over tokens in the statistics' type.
+    """
+    head = cast(spec, source)
+    n_rows = rows.labels.shape[0]
+
+    def chunk(row_ids, carry):
+        made, sums = carry
+        z = _logits(spec, head, rows, row_ids)
+        labels = take(rows.labels, row_ids)
+        outputs = _stats.finish(_stats.of_tile(z, labels), labels < spec.vocab_size)
+        values, g = of_chunk(row_ids, outputs)
+        made = jax.tree.map(lambda x, value: put(x, row_ids, value), made, values)
+        # Rows past the last active one, as in `backward`.
+        log_sum = jnp.where(row_ids < n_rows, outputs.log_sum, jnp.inf)
+        outputs = outputs._replace(log_sum=log_sum)
+        dz = _stats.dlogits(z, labels, outputs, _stats.coefficients(outputs, g))
+        dz = _unscale(spec, rows, row_ids, z, dz)
+        return made, _accumulate(spec, head, row_ids, dz, sums)
+
+    carry = made, _zero_sums(spec, head)
+    return for_active_chunks(spec, rows.active, chunk, carry)
 
 
 def for_active_chunks(spec, active, body, carry):
