@@ -1,6 +1,7 @@
 """Language-model heads, training and RL post-training in JAX that fit in memory."""
 
 from jaxmem import losses as losses
+from jaxmem import packing as packing
 from jaxmem._head import entropy as entropy
 from jaxmem._head import logprobs as logprobs
 from jaxmem._head import logprobs_from_logits as logprobs_from_logits

@@ -37,6 +37,7 @@ FLOORS = {
     "jaxmem._policy": 4,
     "jaxmem.losses": 4,
     "jaxmem._mismatch": 4,
+    "jaxmem.packing": 4,
     "jaxmem": 4,
     "jaxmem.heads": 4,
     "jaxmem.heads._verbs": 4,
