@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import ArrayLike
 
 from jaxmem import _backends, _report, _spec, _vjp
@@ -23,6 +24,7 @@ def logprobs(
     bias: ArrayLike | None = None,
     vocab_size: int | None = None,
     layout: Layout | None = None,
+    frozen_head: bool = False,
     implementation: str | None = None,
 ) -> jax.Array:
     """Log-probability of each label under the head's softmax, without the logits.
@@ -47,6 +49,9 @@ def logprobs(
         bias: [V], added to the logits first.
         vocab_size: logical vocabulary when W is padded; later entries get p = 0.
         layout: "vd" or "dv"; inferred from the shapes unless W is square.
+        frozen_head: W and bias are constants, as under LoRA: their gradient is 0, and
+            hidden's is made beside the result, where it awaits only a scale: rounded
+            to hidden's type before it and after. Two GEMMs in all, instead of three.
         implementation: "xla", "hopper" (16-bit hidden on an H100 or H200), or None for
             the best there is here; `jaxmem.report()` tells which one ran.
 
@@ -59,7 +64,9 @@ def logprobs(
     **Memory** beyond inputs, outputs and gradients, with b the bytes of hidden's type
     and C = min(chunk, tokens rounded up to 16): forward 4·C·V; backward (4 + b)·C·V +
     4·V·D, the latter for the float32 sum of W's gradient, and nothing where W is
-    frozen. Nothing grows with tokens · V. W of another type than hidden costs b·V·D
+    frozen. With frozen_head the forward pass under `jax.grad` takes (4 + b)·C·V, or
+    8·C·V by XLA for CPUs, and keeps b·D a token; the backward pass takes nothing.
+    Nothing grows with tokens · V. W of another type than hidden costs b·V·D
     more; cuBLAS takes 32 MiB. "hopper" holds no logits forward. XLA for CPUs may widen
     16-bit weights to float32, 4·V·D, and needs 8·C·V forward where V is no multiple of
     128 or jaxlib is older than 0.11.
@@ -81,7 +88,7 @@ def logprobs(
     """
     source, rows, spec, shape, backend = _prepare_head(
         "logprobs", ("logprob",), hidden, W, labels, chunk, where, temperature,
-        softcap, bias, vocab_size, layout, implementation,
+        softcap, bias, vocab_size, layout, frozen_head, implementation,
     )  # fmt: skip
     return _run(spec, backend, source, rows, shape)["logprob"]
 
@@ -98,6 +105,7 @@ def token_stats(
     bias: ArrayLike | None = None,
     vocab_size: int | None = None,
     layout: Layout | None = None,
+    frozen_head: bool = False,
     implementation: str | None = None,
 ) -> TokenStats:
     """All that one pass over the vocabulary tells of each token.
@@ -106,7 +114,9 @@ def token_stats(
         logsumexp = ln Σ e^z     sum_pi_squared = Σ p²     is_argmax = z[label] ≥ max z
 
     Every float field is differentiable, alone or together with the others, at the
-    price of one backward pass. Args, memory and errors are those of `logprobs`.
+    price of one backward pass. Args, memory and errors are those of `logprobs`, but
+    under frozen_head the backward pass makes the logits again, as with several fields
+    there is no knowing which of them hidden's gradient is for.
 
     Returns:
         `TokenStats(logprob, entropy, logsumexp, sum_pi_squared, is_argmax)`: arrays
@@ -123,7 +133,7 @@ def token_stats(
     """
     source, rows, spec, shape, backend = _prepare_head(
         "token_stats", TokenStats._fields, hidden, W, labels, chunk, where,
-        temperature, softcap, bias, vocab_size, layout, implementation,
+        temperature, softcap, bias, vocab_size, layout, frozen_head, implementation,
     )  # fmt: skip
     return TokenStats(**_run(spec, backend, source, rows, shape))
 
@@ -139,6 +149,7 @@ def entropy(
     bias: ArrayLike | None = None,
     vocab_size: int | None = None,
     layout: Layout | None = None,
+    frozen_head: bool = False,
     implementation: str | None = None,
 ) -> jax.Array:
     """Entropy of the head's softmax for each token, without the logits.
@@ -159,7 +170,7 @@ def entropy(
     no_labels = np.zeros(hidden.shape[:-1], np.int32)
     source, rows, spec, shape, backend = _prepare_head(
         "entropy", ("entropy",), hidden, W, no_labels, chunk, where, temperature,
-        softcap, bias, vocab_size, layout, implementation,
+        softcap, bias, vocab_size, layout, frozen_head, implementation,
     )  # fmt: skip
     return _run(spec, backend, source, rows, shape)["entropy"]
 
@@ -228,7 +239,7 @@ def token_stats_from_logits(
 
 def _prepare_head(
     verb, outputs, hidden, W, labels, chunk, where, temperature, softcap, bias,
-    vocab_size, layout, implementation,
+    vocab_size, layout, frozen_head, implementation,
 ):  # fmt: skip
     hidden, W = _spec.as_array("hidden", hidden), _spec.as_array("W", W)
     _spec.check_hidden(hidden)
@@ -237,11 +248,14 @@ def _prepare_head(
     if bias is not None:
         bias = _spec.as_array("bias", bias)
         _spec.check_bias(bias, columns)
+    if _spec.check_frozen_head(frozen_head):
+        W, bias = lax.stop_gradient((W, bias))
     flat = jnp.reshape(hidden, (-1, hidden.shape[-1])) if hidden.size else hidden
     source = Head(flat, W, bias)
     spec, backend, rows = _prepare(
         verb, outputs, {"hidden": hidden.shape, "W": W.shape}, source, hidden, columns,
-        layout, labels, chunk, where, temperature, softcap, vocab_size, implementation,
+        layout, labels, chunk, where, temperature, softcap, vocab_size, frozen_head,
+        implementation,
     )  # fmt: skip
     return source, rows, spec, hidden.shape[:-1], backend
 
@@ -256,14 +270,14 @@ def _prepare_logits(
     source = Logits(flat)
     spec, backend, rows = _prepare(
         verb, outputs, {"logits": logits.shape}, source, logits, logits.shape[-1], None,
-        labels, chunk, where, temperature, softcap, vocab_size, implementation,
+        labels, chunk, where, temperature, softcap, vocab_size, False, implementation,
     )  # fmt: skip
     return source, rows, spec, logits.shape[:-1], backend
 
 
 def _prepare(
     verb, outputs, shapes, source, data, columns, layout, labels, chunk, where,
-    temperature, softcap, vocab_size, implementation,
+    temperature, softcap, vocab_size, frozen_head, implementation,
 ):  # fmt: skip
     """Checks what both sources share; the static facts and the rows."""
     shape, n_tokens = data.shape[:-1], int(np.prod(data.shape[:-1]))
@@ -277,14 +291,23 @@ def _prepare(
         compute_dtype=np.dtype(data.dtype),
         layout=layout,
         softcap=_spec.check_softcap(softcap),
+        frozen_head=bool(frozen_head),
     )
     rows = _rows(spec, shape, labels, where, temperature)
-    one_pass_for = verb if verb == "token_loss" else None
-    backend, why = _backends.choose(implementation, spec, source, one_pass_for)
+    backend, why = _backends.choose(
+        implementation, spec, source, _one_pass_for(verb, spec)
+    )
     _report.record(
         _report.Call(verb, shapes, backend, why, spec.chunk, 4 * spec.chunk * columns)
     )
     return spec, backend, rows
+
+
+def _one_pass_for(verb, spec):
+    """What would make statistics and a derivative from the same logits, if anything."""
+    if verb == "token_loss":
+        return verb
+    return f"{verb} with frozen_head" if spec.keeps_gradient else None
 
 
 def _rows(spec, shape, labels, where, temperature):

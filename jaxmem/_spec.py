@@ -30,6 +30,16 @@ class Spec:
     compute_dtype: np.dtype  # of the GEMMs' inputs
     layout: Layout | None = None  # None: the caller already has logits
     softcap: float | None = None
+    frozen_head: bool = False  # W and bias are constants
+
+    @property
+    def keeps_gradient(self) -> bool:
+        """Whether the forward pass is to keep the one output's derivative by hidden.
+
+        It then only waits to be scaled by that output's cotangent, row by row; with W
+        trained, its cotangent would need the logits again.
+        """
+        return self.frozen_head and len(self.outputs) == 1
 
     @property
     def stats_dtype(self) -> np.dtype:
@@ -275,6 +285,13 @@ def check_normalizer(normalizer) -> None:
         raise ValueError(
             f"normalizer must be finite and not negative, got {normalizer}"
         )
+
+
+def check_frozen_head(frozen_head: bool) -> bool:
+    """A Python boolean: which gradients there are is static."""
+    if isinstance(frozen_head, Tracer) or not isinstance(frozen_head, (bool, np.bool_)):
+        raise TypeError(f"frozen_head must be True or False, got {_brief(frozen_head)}")
+    return bool(frozen_head)
 
 
 def check_implementation(implementation: str | None) -> None:

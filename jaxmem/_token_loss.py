@@ -27,6 +27,7 @@ def token_loss(
     bias: ArrayLike | None = None,
     vocab_size: int | None = None,
     layout: Layout | None = None,
+    frozen_head: bool = False,
     implementation: str | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Loss made of what each token's logits tell, with its gradient in the same pass.
@@ -49,6 +50,7 @@ def token_loss(
             tokens of this call. For microbatches or devices whose gradients are added
             up, pass the number of tokens in all of them.
         chunk, where, temperature, softcap, bias, vocab_size, layout: as in `logprobs`.
+        frozen_head: W and bias are constants; there is no gradient of them to sum up.
         implementation: "xla", or None for the best there is here.
 
     Returns:
@@ -83,7 +85,7 @@ def token_loss(
     _spec.check_loss_fn(loss_fn)
     source, rows, spec, shape, backend = _head._prepare_head(
         "token_loss", TokenStats._fields, hidden, W, labels, chunk, where, temperature,
-        softcap, bias, vocab_size, layout, implementation,
+        softcap, bias, vocab_size, layout, frozen_head, implementation,
     )  # fmt: skip
     flat = _flat(per_token, shape)
     count = _normalizer(normalizer, rows, spec)

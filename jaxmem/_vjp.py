@@ -1,7 +1,8 @@
 """The derivatives of the head: two custom_vjps.
 
 `token_stats` cannot know what its outputs are for, so it makes each chunk's logits once
-more for the derivative. `token_loss` can, and makes both from the same logits.
+more for the derivative; unless the head is frozen and the output one, whose derivative
+by hidden then awaits its scale. `token_loss` knows, and makes all from the same logits.
 """
 
 import functools
@@ -35,6 +36,9 @@ def _token_stats(spec, backend, source, rows):
 def _token_stats_fwd(spec, backend, source, rows):
     _refuse_temperature_gradient(rows)
     source, rows = _values(source), _values(rows)
+    if spec.keeps_gradient:
+        made, kept = _once(functools.partial(_keep, spec, backend))(source, rows)
+        return made, (checkpoint_name(kept, "jaxmem_dhidden"), rows.active)
     needed = [*spec.outputs, *(name for name in _SAVED if name not in spec.outputs)]
     made = _forward(spec, backend, source, rows, tuple(needed))
     made = {k: checkpoint_name(v, f"jaxmem_{k}") for k, v in made.items()}
@@ -42,6 +46,8 @@ def _token_stats_fwd(spec, backend, source, rows):
 
 
 def _token_stats_bwd(spec, backend, residuals, cotangents):
+    if spec.keeps_gradient:
+        return _scaled(*residuals, *cotangents.values()), None
     source, rows, made = residuals
     saved = _stats.Outputs(*(made.get(name) for name in _stats.Outputs._fields))
     asked = _stats.Cotangents(
@@ -49,10 +55,36 @@ def _token_stats_bwd(spec, backend, residuals, cotangents):
     )
     if all(g is None for g in asked):
         return jax.tree.map(jnp.zeros_like, source), None
-    return _backward(spec, backend, source, rows, saved, asked), None
+    dsource = _backward(spec, backend, source, rows, saved, asked)
+    return _xla.trained(spec, dsource), None
 
 
 _token_stats.defvjp(_token_stats_fwd, _token_stats_bwd, symbolic_zeros=True)
+
+
+def _keep(spec, backend, source, rows):
+    """The one output, and its derivative by hidden, [N, D], in hidden's type."""
+    n_rows = rows.labels.shape[0]
+    (name,) = spec.outputs
+
+    def of_chunk(row_ids, outputs):
+        ones = (row_ids < n_rows).astype(spec.stats_dtype)
+        g = dict.fromkeys(_stats.Cotangents._fields) | {name: ones}
+        return {name: getattr(outputs, name)}, _stats.Cotangents(**g)
+
+    made = {name: jnp.zeros(n_rows, spec.stats_dtype)}
+    one_pass = _backends.KNOWN[backend].one_pass
+    made, dsource = one_pass(spec, source, rows, of_chunk, made)
+    return made, dsource.hidden
+
+
+def _scaled(kept, active, g):
+    """Cotangent of a frozen head; 0 where g is, or nothing is active, even for NaN."""
+    if isinstance(g, SymbolicZero):
+        return _xla.Head(jnp.zeros_like(kept), None, None)
+    g = jnp.where(active, g, 0)[:, None]
+    dhidden = jnp.where(g == 0, 0, g * kept.astype(g.dtype))
+    return _xla.Head(dhidden.astype(kept.dtype), None, None)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
@@ -80,8 +112,9 @@ def _token_loss_fwd(spec, backend, loss, source, rows, operands):
     source, rows, operands = _values(source), _values(rows), _values(operands)
     run = functools.partial(_one_pass, spec, backend, loss)
     values, dsource = _once(run)(source, rows, operands)
+    dsource = _xla.trained(spec, dsource)
     # The cotangents' types, of what is still in the sums'.
-    types = jax.tree.map(lambda x: jnp.zeros(0, x.dtype), source)
+    types = jax.tree.map(lambda x: jnp.zeros(0, x.dtype), _xla.trained(spec, source))
     return (jnp.sum(values.loss), values.metrics), (dsource, types, values.per_token)
 
 

@@ -19,7 +19,7 @@ class Head(NamedTuple):
     """Logits still to be made: hidden [N, D], W [V, D] or [D, V], bias [V] or None."""
 
     hidden: jax.Array
-    W: jax.Array
+    W: Any  # jax.Array; None in the cotangent of a frozen head
     bias: jax.Array | None
 
 
@@ -62,7 +62,7 @@ def backward(
     spec: Spec, source: Head | Logits, rows: Rows, saved: _stats.Outputs, cotangents
 ) -> Head | Logits:
     """Cotangent of the source; sums over tokens in the statistics' type."""
-    original, source = source, cast(spec, source)
+    original, source = trained(spec, source), cast(spec, source)
 
     def chunk(row_ids, sums):
         z = _logits(spec, source, rows, row_ids)
@@ -164,11 +164,12 @@ def _zero_sums(spec, source):
     """Accumulators: rows in the compute type, sums over rows in the statistics'."""
     if isinstance(source, Logits):
         return Logits(jnp.zeros_like(source.logits))
-    return Head(
+    sums = Head(
         hidden=jnp.zeros_like(source.hidden),
         W=jnp.zeros(source.W.shape, spec.stats_dtype),
         bias=None if source.bias is None else jnp.zeros_like(source.bias),
     )
+    return trained(spec, sums)
 
 
 def _accumulate(spec, source, row_ids, dz, sums):
@@ -180,13 +181,20 @@ def _accumulate(spec, source, row_ids, dz, sums):
     dh = lax.dot_general(
         dz, source.W, (over_v, ((), ())), preferred_element_type=spec.stats_dtype
     )
+    dhidden = put(sums.hidden, row_ids, dh.astype(sums.hidden.dtype))
+    if sums.W is None:
+        return Head(dhidden, None, None)
     h = take(source.hidden, row_ids)
     left, right = (dz, h) if spec.layout == "vd" else (h, dz)
     dw = lax.dot_general(
         left, right, (((0,), (0,)), ((), ())), preferred_element_type=spec.stats_dtype
     )
-    dhidden = put(sums.hidden, row_ids, dh.astype(sums.hidden.dtype))
     return Head(dhidden, sums.W + dw, dbias)
+
+
+def trained(spec, source):
+    """The source, or its cotangent, without what is frozen."""
+    return source._replace(W=None, bias=None) if spec.frozen_head else source
 
 
 def cast(spec, source):

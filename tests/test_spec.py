@@ -412,6 +412,13 @@ ERRORS = [
     ({"vocab_size": True}, ValueError, _vocab_size("True")),
     ({"vocab_size": "5"}, ValueError, _vocab_size("'5'")),
     ({"vocab_size": Traced(4)}, ValueError, _vocab_size(TRACED)),
+    # frozen_head
+    ({"frozen_head": 1}, TypeError, "frozen_head must be True or False, got 1"),
+    (
+        {"frozen_head": Traced(True)},
+        TypeError,
+        f"frozen_head must be True or False, got {TRACED}",
+    ),
     # implementation
     (
         {"implementation": "cuda"},
