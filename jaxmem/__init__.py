@@ -2,6 +2,9 @@
 
 from jaxmem import losses as losses
 from jaxmem import packing as packing
+from jaxmem._divergence import forward_kl as forward_kl
+from jaxmem._divergence import jsd as jsd
+from jaxmem._divergence import kl as kl
 from jaxmem._head import entropy as entropy
 from jaxmem._head import logprobs as logprobs
 from jaxmem._head import logprobs_from_logits as logprobs_from_logits

@@ -38,6 +38,13 @@ class Stats(NamedTuple):
     label_logit: jax.Array  # -inf where the label lies outside this part
 
 
+class Normaliser(NamedTuple):
+    """ln Σ_j e^z_j of rows, in two parts: p stays exact at |z| = 1e4."""
+
+    max: jax.Array
+    log_sum: jax.Array  # ln S
+
+
 class TokenStats(NamedTuple):
     """What the head tells of each token; float arrays and one bool, shaped as labels.
 
@@ -170,6 +177,36 @@ def dlogits(z, labels, rows: Outputs, c: Coefficients) -> jax.Array:
     elsewhere = -_column(c.label) * p
     by_label = jnp.where(_is_label(z, labels), at_label, elsewhere)
     return by_label if everywhere is None else by_label + everywhere
+
+
+def normaliser(z: jax.Array) -> Normaliser:
+    """Of logits z [C, V], without labels; ln p keeps its digits near p = 1."""
+    row_max = jnp.max(z, axis=-1)
+
+    def terms(z):
+        shifted = z - _finite(row_max)[:, None]
+        below = shifted < 0
+        return jnp.where(below, jnp.exp(shifted), 0), (~below).astype(z.dtype)
+
+    # The largest term, which is 1, joins in log1p.
+    smaller, largest = sum_rows_of(terms, z)
+    return Normaliser(row_max, jnp.log1p(smaller + (largest - 1)))
+
+
+def log_softmax(z: jax.Array, rows: Normaliser) -> jax.Array:
+    """ln p of logits z [C, V], given their rows' normalisers [C]."""
+    return (z - _finite(rows.max)[:, None]) - rows.log_sum[:, None]
+
+
+def sum_rows_of(terms, *tiles):
+    """`_sum_rows` of what a function makes of any columns of tiles [C, V].
+
+    So that XLA on a CPU need not store terms that whole blocks and the rest share.
+    """
+    whole = tiles[0].shape[1] // _BLOCK * _BLOCK
+    parts = (slice(whole), slice(whole, None))
+    sums = [_sum_rows(*terms(*(t[:, part] for t in tiles))) for part in parts]
+    return [a + b for a, b in zip(*sums, strict=True)]
 
 
 def _sum_rows(*terms):

@@ -32,6 +32,8 @@ FLOORS = {
     "jaxmem._vjp": 2,
     "jaxmem._head": 3,
     "jaxmem._token_loss": 3,
+    "jaxmem._rule": 3,
+    "jaxmem._divergence": 3,
     "jaxmem._ratios": 4,
     "jaxmem._sequences": 4,
     "jaxmem._policy": 4,
