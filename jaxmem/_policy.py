@@ -1,7 +1,7 @@
 """Losses of a policy's tokens: by how much to move each log-probability, and when not.
 
-With r = e^(logprob - old_logprob) and advantage A, all but two are -A·r with r clipped
-on the side that the sign of A chooses: the min of two products, said with one.
+With r = e^(logprob - old_logprob) and advantage A, PPO and its kin are -A·r with r
+clipped on the side that the sign of A chooses: the min of two products, said with one.
 """
 
 import jax
@@ -252,7 +252,7 @@ def cispo(
         logprob=logprob, old_logprob=old_logprob, advantages=advantages
     )
     weight = jnp.clip(jnp.exp(clamp(lp - old)), 1 - clip_low, 1 + clip_high)
-    return policy_gradient(lp, lax.stop_gradient(weight) * A)
+    return -lax.stop_gradient(weight * A) * lp
 
 
 def entropy_bonus(entropy: ArrayLike, *, coefficient: Coefficient = 0.01) -> jax.Array:

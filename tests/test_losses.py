@@ -304,6 +304,19 @@ def test_a_masked_token_has_ratio_one(name):
     assert (loss == want).all() and (slope == 0).all()
 
 
+def test_coefficients_may_be_traced_and_sixteen_bits_become_float32():
+    lp, A = jnp.array([0.5, 0.5], jnp.bfloat16), jnp.array([1, -1])
+
+    @jax.jit
+    def run(clip, coefficient):
+        loss = losses.ppo_clip(lp, 0 * lp, A, clip_high=clip, dual_clip=1 + clip)
+        return loss + losses.entropy_bonus(lp, coefficient=coefficient)
+
+    got = run(jnp.float32(0.25), jnp.float32(0.5))
+    assert got.dtype == jnp.float32
+    np.testing.assert_allclose(got, [-1.25 - 0.25, 1.25 - 0.25])
+
+
 def test_old_and_reference_are_constants():
     A, lp = jnp.array([1.0, -1.0]), jnp.array([-1.0, -2.0])
     for argument in (1, 2):
@@ -475,19 +488,17 @@ def test_sums_and_ratios_of_packed_sequences(packed):
     np.testing.assert_array_equal(slope, ON & (IDS == 2) & [[False], [True]])
 
 
-def test_weights_make_a_mean_of_sequence_means(packed):
-    weights = losses.sequence_mean_weights(IDS, where=ON)
+def test_weights_make_a_mean_of_sequence_means():
+    mean_weights = jax.jit(losses.sequence_mean_weights)
+    weights = mean_weights(IDS, where=ON)
     want = np.zeros(IDS.shape)
     for row, tokens in SEQUENCES:
         want[row, tokens] = 1 / len(tokens) / len(SEQUENCES)
     np.testing.assert_allclose(weights, want, rtol=1e-6)
     # Rows of their own, by the count that the whole step has.
-    apart = [
-        losses.sequence_mean_weights(IDS[i], where=ON[i], num_sequences=4)
-        for i in (0, 1)
-    ]
+    apart = [mean_weights(IDS[i], where=ON[i], num_sequences=4) for i in (0, 1)]
     np.testing.assert_array_equal(np.stack(apart), weights)
-    assert not losses.sequence_mean_weights(IDS, where=np.zeros_like(ON)).any()
+    assert not mean_weights(IDS, where=np.zeros_like(ON)).any()
 
 
 def test_gspo_is_the_clipped_sequence_objective(packed):
@@ -586,9 +597,13 @@ def test_preferences_stay_finite_and_hold_the_reference():
 # --------------------------------------------------------------------- advantages
 
 
+advantages = jax.jit(
+    losses.grpo_advantages, static_argnames=("num_groups", "normalize_std")
+)
+rloo = jax.jit(losses.rloo_advantages)
 GROUPS = [
     [1.0, 0.0, 0.0, 1.0, 0.5],
-    [0.1] * 3,  # whose mean is not 0.1 in float32
+    [0.9] * 3,  # whose mean is not 0.9 in float32
     [0.7],
     [-3.0, 9.0],
     [1e4, 1e4 + 1],
@@ -608,9 +623,9 @@ def test_advantages_of_groups_of_any_size(normalize_std):
     rewards = np.concatenate(GROUPS)
     ids = np.repeat(np.arange(len(GROUPS)), [len(g) for g in GROUPS])
     order = np.random.default_rng(5).permutation(len(rewards))
-    got = jax.jit(
-        losses.grpo_advantages, static_argnames=("num_groups", "normalize_std")
-    )(rewards[order], ids[order], num_groups=6, normalize_std=normalize_std)
+    got = advantages(
+        rewards[order], ids[order], num_groups=6, normalize_std=normalize_std
+    )
     want = np.concatenate([numpy_advantages(g, normalize_std) for g in GROUPS])
     np.testing.assert_allclose(got, want[order], rtol=2e-5)
     assert got.dtype == jnp.float32
@@ -619,11 +634,9 @@ def test_advantages_of_groups_of_any_size(normalize_std):
 
 def test_advantages_along_the_last_axis_are_those_of_ids():
     rewards = np.random.default_rng(6).integers(0, 2, (3, 2, 4)).astype(np.float32)
-    got = losses.grpo_advantages(rewards)
+    got = advantages(rewards)
     ids = np.arange(6).repeat(4).reshape(3, 2, 4)
-    np.testing.assert_array_equal(
-        got, losses.grpo_advantages(rewards, ids, num_groups=6)
-    )
+    np.testing.assert_array_equal(got, advantages(rewards, ids, num_groups=6))
     for i in np.ndindex(3, 2):
         np.testing.assert_allclose(got[i], numpy_advantages(rewards[i]), rtol=1e-5)
 
@@ -631,10 +644,8 @@ def test_advantages_along_the_last_axis_are_those_of_ids():
 def test_rloo_is_the_reward_less_the_others_mean():
     rewards = np.random.default_rng(7).standard_normal((3, 4)).astype(np.float32)
     others = (rewards.sum(1, keepdims=True) - rewards) / 3
-    np.testing.assert_allclose(
-        losses.rloo_advantages(rewards), rewards - others, rtol=1e-5, atol=1e-6
-    )
-    assert not losses.rloo_advantages(jnp.array([[0.3], [2.0]])).any()
+    np.testing.assert_allclose(rloo(rewards), rewards - others, rtol=1e-5, atol=1e-6)
+    assert not rloo(jnp.array([[0.3], [2.0]])).any()
 
 
 def test_sequences_left_out_of_their_group():
@@ -642,25 +653,32 @@ def test_sequences_left_out_of_their_group():
     where = ~np.isnan(rewards)
     want = np.zeros((2, 4))
     want[0, [0, 1, 3]] = numpy_advantages([1, 0, 0])
-    got = losses.grpo_advantages(rewards, where=where)
+    got = advantages(rewards, where=where)
     np.testing.assert_allclose(got, want, rtol=1e-5)
     ids = np.where(where, [[0], [1]], -1)
-    np.testing.assert_array_equal(
-        got, losses.grpo_advantages(rewards, ids, num_groups=2)
-    )
+    np.testing.assert_array_equal(got, advantages(rewards, ids, num_groups=2))
+
+
+def test_what_is_called_a_constant_is_one():
+    x, weights = jnp.array([[1.0, 0.0, 3.0]]), jnp.array([[1.0, 2.0, 4.0]])
+    for made in (
+        losses.grpo_advantages,
+        losses.rloo_advantages,
+        lambda x: losses.sequence_log_ratio(x, 0 * x, jnp.ones(x.shape, int)),
+        lambda x: losses.truncated_importance_weights(x, x),
+    ):
+        # Not by a plain sum: advantages of a group add up to 0 whatever they are.
+        slope = jax.grad(lambda x, made=made: jnp.vdot(made(x), weights))(x)
+        assert not slope.any()
 
 
 def test_a_reward_that_is_nan_shows():
-    got = losses.grpo_advantages(jnp.array([[1.0, jnp.nan], [1.0, 0.0]]))
+    got = advantages(jnp.array([[1.0, jnp.nan], [1.0, 0.0]]))
     assert np.isnan(got[0]).all() and np.isfinite(got[1]).all()
 
 
 def test_a_group_that_cannot_be_is_nan_where_it_shows_late():
-    @jax.jit
-    def run(ids):
-        return losses.grpo_advantages(jnp.array([1.0, 0.0, 5.0]), ids, num_groups=1)
-
-    got = run(jnp.array([0, 0, 1]))
+    got = advantages(jnp.array([1.0, 0.0, 5.0]), jnp.array([0, 0, 1]), num_groups=1)
     assert np.isnan(got[2]) and np.isfinite(got[:2]).all()
 
 
@@ -674,13 +692,105 @@ def test_equal_rewards_teach_nothing():
         lp = jaxmem.logprobs(h, W, np.arange(6), implementation="xla")
         return losses.dapo(lp, jax.lax.stop_gradient(lp), A).sum()
 
-    rewards = np.full((2, 3), 0.1, np.float32)
+    rewards = np.full((2, 3), 0.9, np.float32)
     value, gradients = loss(h, W, rewards)
     assert value == 0 and not any(np.any(g) for g in gradients)
     rewards[0, 0] = 1
     _, (dh, _, d_rewards) = loss(h, W, rewards)
     assert np.any(dh[:3]) and not np.any(dh[3:])
     assert not np.any(d_rewards)  # advantages are constants
+
+
+# --------------------------------------------------------------- inside token_loss
+
+
+def grpo_both_ways(h, W, y, given):
+    """Masked tokens hold NaN, which neither way may see."""
+    where = y >= 0
+    given = [jnp.where(where, given[k], jnp.nan) for k in ("old", "ref", "A")]
+    weights = losses.sequence_mean_weights(jnp.ones(y.shape, int), where=where)
+
+    def loss(stats, old, ref, A, w):
+        made = losses.grpo(stats.logprob, old, ref, A)
+        return w * (made + losses.entropy_bonus(stats.entropy))
+
+    inside, _ = jaxmem.token_loss(
+        loss, h, W, y, *given, weights, chunk=16, normalizer=1
+    )
+    stats = jaxmem.token_stats(h, W, y, chunk=16)
+    given = [jnp.where(where, x, 0) for x in given]
+    return inside, loss(stats, *given, weights).sum()
+
+
+def gspo_both_ways(h, W, y, given):
+    lp = jaxmem.logprobs(h, W, y, chunk=16)
+    ids, old = (y >= 0).astype(int), jnp.where(y >= 0, given["old"], 0)
+    log_ratio = losses.sequence_log_ratio(lp, old, ids)  # here without a gradient
+
+    def loss(stats, log_ratio, A, w):
+        return w * losses.gspo(stats.logprob, log_ratio, A, clip_low=1, clip_high=1)
+
+    weights = losses.sequence_mean_weights(ids)
+    inside, _ = jaxmem.token_loss(
+        loss, h, W, y, log_ratio, given["A"], weights, chunk=16, normalizer=1
+    )
+    return inside, (
+        weights * losses.gspo(lp, log_ratio, given["A"], clip_low=1, clip_high=1)
+    ).sum()
+
+
+def label_smoothing_both_ways(h, W, y, given):
+    def loss(stats, mean):
+        return losses.label_smoothing(stats.logprob, mean - stats.logsumexp)
+
+    mean = losses.mean_logit(h, W, where=y >= 0)
+    inside, _ = jaxmem.token_loss(loss, h, W, y, mean, chunk=16, normalizer=1)
+    return inside, loss(jaxmem.token_stats(h, W, y, chunk=16), mean).sum()
+
+
+def dpo_both_ways(h, W, y, given):
+    ref = jnp.where(y >= 0, given["ref"], 0).sum(-1)
+
+    def loss(lp):
+        lp = lp.sum(-1)
+        return losses.dpo(lp[0::2], lp[1::2], ref[0::2], ref[1::2]).sum()
+
+    lp = jaxmem.logprobs(h, W, y, chunk=16)
+    slope = jax.lax.stop_gradient(jax.grad(loss)(lp))
+    fixed = jax.lax.stop_gradient(loss(lp) - (slope * lp).sum())  # for its value
+    inside, _ = jaxmem.token_loss(
+        lambda stats, slope: slope * stats.logprob,
+        h,
+        W,
+        y,
+        slope,
+        chunk=16,
+        normalizer=1,
+    )
+    return inside + fixed, loss(lp)
+
+
+@pytest.mark.parametrize(
+    "both_ways",
+    [grpo_both_ways, gspo_both_ways, label_smoothing_both_ways, dpo_both_ways],
+)
+def test_inside_token_loss_as_outside(both_ways, problem):
+    rng = np.random.default_rng(8)
+    h = rng.standard_normal((4, 8, D)).astype(np.float32)
+    W = rng.standard_normal((V, D)).astype(np.float32)
+    y = np.where(rng.random((4, 8)) < 0.7, rng.integers(0, V, (4, 8)), -1)
+    given = {k: v[:4] for k, v in problem[2].items()}
+
+    @jax.jit
+    def run(h, W):
+        made, pull = jax.vjp(lambda h, W: both_ways(h, W, y, given), h, W)
+        return made, pull((1.0, 0.0)), pull((0.0, 1.0))
+
+    (inside, outside), slopes, want = run(h, W)
+    np.testing.assert_allclose(inside, outside, rtol=1e-5)
+    for a, b in zip(slopes, want, strict=True):
+        assert np.abs(b).max() > 1e-3
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
 # ------------------------------------------------------------------------- errors

@@ -239,6 +239,24 @@ def test_ranks_get_the_same_work(quadratic):
     assert len(packed.shapes) <= 3
 
 
+def test_the_dearest_rows_go_back_and_forth_between_ranks():
+    # Each fills a row of its own, so that dealing is all there is.
+    lengths = np.arange(85, 101)
+    packed = packing.pack(lengths, 100, ranks=2)
+    assert len(packed.micro_batches) == 8
+    tokens = sum((batch.segment_ids > 0).sum(1) for batch in packed.micro_batches)
+    assert tokens[0] == tokens[1]
+    pairs = [lengths[batch.sequence[:, 0]] for batch in packed.micro_batches]
+    assert all(abs(a - b) == 1 for a, b in pairs)
+    assert [max(pair) for pair in pairs] == list(range(100, 85, -2))
+
+
+def test_a_sequence_takes_the_narrowest_row_that_holds_it():
+    for length, width in ((1, 4), (4, 4), (5, 8), (8, 8), (9, 16), (16, 16)):
+        packed = packing.pack([length], 16, row_lengths=(4, 8, 16))
+        assert packed.shapes == {(16 // width, width)}
+
+
 def test_results_go_from_one_budget_to_the_other():
     lengths = [3, 7, 2, 2, 5]
     train, forward = packing.pack(lengths, 8), packing.pack(lengths, 32)
