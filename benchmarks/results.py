@@ -7,21 +7,25 @@ import pathlib
 import platform
 from collections.abc import Mapping, Sequence
 
-import jax
-
 FOLDER = pathlib.Path(__file__).parent / "results"
+KEYS = ("n", "d", "v", "dtype", "path", "device")  # rows alike here measure the same
 
 
 def provenance() -> dict[str, str]:
-    """Device, versions and date: what makes a number a measurement."""
+    """Device, versions of jax and date: what makes a number a measurement."""
+    import jax  # not where torch measures
+
     device = jax.devices()[0]
-    kind = device.device_kind if device.platform != "cpu" else cpu_name()
     return {
-        "device": kind,
+        "device": device.device_kind if device.platform != "cpu" else cpu_name(),
         "jax": jax.__version__,
         "jaxlib": importlib.metadata.version("jaxlib"),
-        "date": datetime.date.today().isoformat(),
+        "date": today(),
     }
+
+
+def today() -> str:
+    return datetime.date.today().isoformat()
 
 
 def cpu_name() -> str:
@@ -35,19 +39,67 @@ def cpu_name() -> str:
 
 
 def write(path: str | pathlib.Path, rows: Sequence[Mapping]) -> pathlib.Path:
-    """Writes rows, provenance after their own columns; a bare name is in results/."""
-    path = pathlib.Path(path)
-    path = FOLDER / path if path.parent == pathlib.Path() else path
+    """`save`, with the provenance of this process after each row's own columns."""
+    return save(path, [{**row, **provenance()} for row in rows])
+
+
+def save(path: str | pathlib.Path, rows: Sequence[Mapping]) -> pathlib.Path:
+    """Writes rows that say themselves where they are from; a bare name is in results/.
+
+    Columns are those of any row, in the order in which they first appear.
+    """
+    path = in_folder(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    rows = [{**row, **provenance()} for row in rows]
+    columns = list(dict.fromkeys(column for row in rows for column in row))
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        writer = csv.DictWriter(file, fieldnames=columns, restval="")
         writer.writeheader()
         writer.writerows(rows)
     return path
 
 
-def read(name: str) -> list[dict[str, str]]:
-    """Rows of a committed result."""
-    with (FOLDER / name).open(newline="") as file:
+def merge(
+    path: str | pathlib.Path, rows: Sequence[Mapping], keys: Sequence[str] = KEYS
+) -> pathlib.Path:
+    """Adds rows to a CSV; one that measures the same (by its keys) is replaced."""
+    path = in_folder(path)
+    old = read(path) if path.exists() else []
+    table = {_key(row, keys): row for row in [*old, *rows]}
+    return save(path, list(table.values()))
+
+
+def _key(row, keys):
+    return tuple(str(row.get(key, "")) for key in keys)
+
+
+def read(path: str | pathlib.Path) -> list[dict[str, str]]:
+    """Rows of a result; a bare name is in results/."""
+    with in_folder(path).open(newline="") as file:
         return list(csv.DictReader(file))
+
+
+def show(row: Mapping) -> None:
+    """One line of what `timing.columns` and the others made."""
+    said = {
+        "": f"N={row['n']} D={row['d']} V={row['v']} {row['path']:30s}",
+        "fwd": _said_time(row, "forward"),
+        "fwd+bwd": _said_time(row, "forward_backward"),
+        "MiB temp": row.get("forward_backward_temp_mib"),
+        "peak": row.get("forward_backward_peak_mib"),
+        "compile s": row.get("compile_s"),
+        "errors": row.get("logprob_error"),
+        "std 20": row.get("logprob_error_std20"),
+        "note": row.get("note"),
+    }
+    print(" | ".join(f"{k} {v}".strip() for k, v in said.items() if v), flush=True)
+
+
+def _said_time(row, name):
+    ms, ratio, spread = (row[f"{name}_{x}"] for x in ("ms", "over_gemm", "spread"))
+    return f"{ms} ms = {ratio} GEMM (spread {spread})" if ratio else ms
+
+
+def in_folder(path: str | pathlib.Path) -> pathlib.Path:
+    """A bare name is in results/."""
+    path = pathlib.Path(path)
+    return FOLDER / path if path.parent == pathlib.Path() else path

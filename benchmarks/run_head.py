@@ -1,182 +1,144 @@
-"""Time and memory of the head, jaxmem against materialised logits, in one run.
+"""Time and memory of the head, jaxmem against materialised logits and the bare GEMM.
 
-    python -m benchmarks.run_head --shape 8192,256,32768 --dtype float32 --out cpu.csv
+    python -m benchmarks.run_head --shape 8192,4096,151936 --dtype bfloat16 --peaks \
+        --out head_h200.csv
 
-Each path is first held against float64 on a few rows; a path that fails is not timed.
-Paths take turns within a repetition, so that a slow minute slows all of them. The unit
-is the bare GEMM `hidden @ W.T` of the same run.
+A path is a verb and its options, such as "token_stats chunk=auto where=half". Each is
+held against float64 first. The unit is the bare GEMM `hidden @ W.T` of the same run;
+`benchmarks/timing.py` says how paths take turns. With --peaks, the allocator's peak of
+each path is measured as well, in a process of its own.
 """
 
 import argparse
 import functools
-import statistics
-import time
+import inspect
+import sys
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 import jaxmem
-from benchmarks import results
+from benchmarks import on_jax, results, workers
 
-CHECKED_ROWS = 32
+PATHS = [
+    "materialised",
+    "materialised_stats",
+    "token_stats",
+    "token_stats chunk=auto",
+    "token_stats chunk=4096",
+    "token_stats where=half",
+    "token_stats implementation=xla",
+    "logprobs",
+]
 
 
 def materialised(h, W, y):
-    """Mean negative log-probability through [N, V] logits in float32, by autodiff."""
+    """Log-probabilities through [N, V] logits in float32, by autodiff."""
     logits = jnp.matmul(h, W.T, preferred_element_type=jnp.float32)
     ln_p = jax.nn.log_softmax(logits)
-    return -jnp.take_along_axis(ln_p, y[:, None], axis=1).mean()
+    return {"logprob": jnp.take_along_axis(ln_p, y[:, None], axis=1)[:, 0]}
 
 
-def fused(h, W, y, chunk):
-    """The same through jaxmem.logprobs."""
-    return -jaxmem.logprobs(h, W, y, chunk).mean()
+def materialised_stats(h, W, y):
+    """The same, and the entropy."""
+    logits = jnp.matmul(h, W.T, preferred_element_type=jnp.float32)
+    ln_p = jax.nn.log_softmax(logits)
+    logprob = jnp.take_along_axis(ln_p, y[:, None], axis=1)[:, 0]
+    return {"logprob": logprob, "entropy": -(jnp.exp(ln_p) * ln_p).sum(1)}
 
 
-def fused_xla(h, W, y, chunk):
-    """The same by the backend that runs everywhere."""
-    return -jaxmem.logprobs(h, W, y, chunk, implementation="xla").mean()
+def token_stats(h, W, y, **options):
+    """All five outputs."""
+    return jaxmem.token_stats(h, W, y, **options)._asdict()
 
 
-def fused_stats(h, W, y, chunk):
-    """Log-probability and entropy together, as post-training asks for them."""
-    stats = jaxmem.token_stats(h, W, y, chunk)
-    return -(stats.logprob + 0.01 * stats.entropy).mean()
+def logprobs(h, W, y, **options):
+    """Log-probabilities alone."""
+    return {"logprob": jaxmem.logprobs(h, W, y, **options)}
 
 
-def fused_half_masked(h, W, y, chunk):
-    """Every other token masked: the cost should follow the tokens that count."""
-    return -jaxmem.logprobs(h, W, y, chunk, where=jnp.arange(len(y)) % 2 == 0).mean()
+VERBS = {
+    f.__name__: f for f in (materialised, materialised_stats, token_stats, logprobs)
+}
 
 
-def paths(chunks):
-    """Name to loss; the materialised one first, the others relative to it."""
-    table = {"materialised": materialised}
-    for chunk in chunks:
-        table[f"jaxmem chunk={chunk}"] = functools.partial(fused, chunk=chunk)
-    variants = {"+entropy": fused_stats, "half masked": fused_half_masked}
-    if jax.default_backend() == "gpu":
-        variants["xla"] = fused_xla
-    for name, loss in variants.items():
-        table[f"jaxmem {name} chunk={chunks[0]}"] = functools.partial(
-            loss, chunk=chunks[0]
-        )
-    return table
+def call_of(path: str) -> on_jax.Call:
+    """The call that a path names."""
+    verb, *words = path.split()
+    options = {
+        k: workers.value_of(text) for k, _, text in (w.partition("=") for w in words)
+    }
+    half = options.pop("where", None) == "half"
+
+    def call(h, W, y):
+        where = {"where": jnp.arange(len(y)) % 2 == 0} if half else {}
+        return VERBS[verb](h, W, y, **options, **where)
+
+    return call
 
 
-def problem(n, d, v, dtype):
-    """Random normal states; W scaled so that logits have standard deviation 1."""
-    keys = jax.random.split(jax.random.key(0), 3)
-    h = jax.random.normal(keys[0], (n, d), dtype)
-    W = (jax.random.normal(keys[1], (v, d)) * d**-0.5).astype(dtype)
-    return h, W, jax.random.randint(keys[2], (n,), 0, v)
+def measure(shape, dtype, paths, repetitions):
+    """One row a path; the shape's inputs, check and timing in this process."""
+    calls = {path: call_of(path) for path in paths}
+    masked = [path for path in paths if "where=half" in path]
+    return on_jax.measure(shape, dtype, calls, repetitions, masked)
 
 
-def check(h, W, y, chunk):
-    """Largest error of the log-probabilities of a few rows against float64, in nats."""
-    h, y = h[:CHECKED_ROWS], y[:CHECKED_ROWS]
-    z = np.asarray(h, np.float64) @ np.asarray(W, np.float64).T
-    m = z.max(1)
-    want = z[np.arange(len(y)), y] - m - np.log(np.exp(z - m[:, None]).sum(1))
-    got = np.asarray(jaxmem.logprobs(h, W, y, chunk), np.float64)
-    return float(np.abs(got - want).max())
+def work(args):
+    """A worker's part: rows to the driver."""
+    dtype = getattr(jnp, args.dtype)
+    for shape in args.shapes:
+        try:
+            if args.worker == "peak":
+                row = on_jax.peak_mib(shape, dtype, call_of(args.path[0]))
+                workers.send(row)
+                continue
+            for row in measure(shape, dtype, args.path, args.repetitions):
+                workers.send(row)
+        except Exception as error:  # the other shapes go on
+            print(f"N,D,V={shape} failed: {workers.said(error)}", flush=True)
 
 
-def compile_path(loss, operands):
-    """Forward, and forward with both gradients, compiled."""
-    grad = jax.value_and_grad(loss, (0, 1))
-    return [jax.jit(f).lower(*operands).compile() for f in (loss, grad)]
-
-
-def seconds(run, operands):
-    start = time.perf_counter()
-    jax.block_until_ready(run(*operands))
-    return time.perf_counter() - start
-
-
-def fits(run, operands):
-    """Warms up; whether the device has the memory."""
-    try:
-        jax.block_until_ready(run(*operands))
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        return False
-    return True
-
-
-def median_ms(runs, operands, repetitions):
-    """Median milliseconds of each, taking turns; None where memory runs out."""
-    taken = {i: [] for i, run in enumerate(runs) if fits(run, operands)}
-    for _ in range(repetitions):
-        for i, times in taken.items():
-            times.append(seconds(runs[i], operands) * 1e3)
-    return [
-        round(statistics.median(taken[i]), 2) if i in taken else None
-        for i in range(len(runs))
-    ]
-
-
-def measure(shape, dtype, chunks, repetitions):
-    """One row a path: ms and MiB, forward and with gradients."""
-    operands = problem(*shape, dtype)
-    errors = [check(*operands, chunk) for chunk in chunks]
-    gemm = jax.jit(lambda h, W, y: h @ W.T).lower(*operands).compile()
-    compiled = {k: compile_path(loss, operands) for k, loss in paths(chunks).items()}
-    runs = [gemm] + [run for pair in compiled.values() for run in pair]
-    gemm_ms, *times = median_ms(runs, operands, repetitions)
+def drive(args):
+    """Timing in one process, then each peak in its own; the CSV grows row by row."""
     rows = []
-    for (name, pair), forward, both in zip(
-        compiled.items(), times[::2], times[1::2], strict=True
-    ):
-        temps = [run.memory_analysis().temp_size_in_bytes for run in pair]
-        rows.append({
-            "n": shape[0], "d": shape[1], "v": shape[2], "dtype": dtype.__name__,
-            "path": name,
-            "gemm_ms": gemm_ms,
-            "forward_ms": forward or "out of memory",
-            "forward_backward_ms": both or "out of memory",
-            "forward_over_gemm": round(forward / gemm_ms, 2) if forward else "",
-            "forward_backward_over_gemm": round(both / gemm_ms, 2) if both else "",
-            "forward_temp_mib": round(temps[0] / 2**20, 1),
-            "forward_backward_temp_mib": round(temps[1] / 2**20, 1),
-            "logprob_error_nats": f"{max(errors):.1e}",
-        })  # fmt: skip
-    return rows
+    with workers.compilation_cache() as environment:
+        start = functools.partial(workers.start, "benchmarks.run_head", environment)
+        common = ["--dtype", args.dtype, "--repetitions", str(args.repetitions)]
+        shapes = [f"--shape={','.join(map(str, shape))}" for shape in args.shapes]
+        paths = [f"--path={path}" for path in args.path]
+        for row in start(["--worker=time", *common, *shapes, *paths]):
+            rows.append(row)
+            results.merge(args.out, [row])
+            results.show(row)
+        for row in rows if args.peaks else []:
+            shape = f"--shape={row['n']},{row['d']},{row['v']}"
+            peak = ["--worker=peak", *common, shape, f"--path={row['path']}"]
+            for columns in start(peak):
+                row.update(columns)
+            results.merge(args.out, [row])
+            results.show(row)
+    if len(rows) < len(args.shapes) * len(args.path):
+        sys.exit("some shapes failed, see above")
 
 
-def show(rows):
-    for row in rows:
-        print(
-            f"N={row['n']} D={row['d']} V={row['v']} {row['dtype']} "
-            f"{row['path']:28s} fwd {row['forward_ms']} ms "
-            f"({row['forward_over_gemm']} GEMM) {row['forward_temp_mib']} MiB | "
-            f"fwd+bwd {row['forward_backward_ms']} ms "
-            f"({row['forward_backward_over_gemm']} GEMM) "
-            f"{row['forward_backward_temp_mib']} MiB",
-            flush=True,
-        )
+def parser():
+    made = argparse.ArgumentParser(description=inspect.cleandoc(__doc__ or ""))
+    workers.add_shapes(made)
+    made.add_argument("--path", action="append", help=f"of {', '.join(PATHS)}")
+    made.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    made.add_argument("--repetitions", type=int, default=5)
+    made.add_argument("--peaks", action="store_true", help="the allocator's too")
+    made.add_argument("--out", default="head.csv", help="CSV in benchmarks/results")
+    made.add_argument("--worker", choices=["time", "peak"], help=argparse.SUPPRESS)
+    return made
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", action="append", help="N,D,V; may be repeated")
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--chunk", action="append", type=int)
-    parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--out", required=True, help="CSV, under benchmarks/results")
-    args = parser.parse_args()
-    rows = []
-    for shape in args.shape or ["8192,256,32768"]:
-        sizes = tuple(int(x) for x in shape.split(","))
-        measured = measure(
-            sizes, getattr(jnp, args.dtype), args.chunk or [1024, 4096],
-            args.repetitions,
-        )  # fmt: skip
-        show(measured)
-        rows += measured
-    print("wrote", results.write(args.out, rows))
+def main(arguments=None):
+    args = parser().parse_args(arguments)
+    args.path = args.path or PATHS
+    args.shapes = workers.shapes_of(args)
+    work(args) if args.worker else drive(args)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,295 @@
+"""The benchmarks measure what they say: at tiny shapes, and on a clock of our own."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import (
+    compare,
+    exact,
+    on_jax,
+    plot_head,
+    results,
+    run_head,
+    run_peers,
+    run_skyrl,
+    timing,
+    workers,
+)
+from tests import oracle
+from tests.cases import Case
+
+ROOT = Path(__file__).parent.parent
+SHAPE = (64, 16, 300)
+TINY = ["--shape=64,16,300", "--dtype=float32", "--repetitions=2"]
+
+
+def rows_of(capsys, main, arguments):
+    """What a worker sends, and what else it prints."""
+    main(arguments)
+    lines = capsys.readouterr().out.splitlines()
+    sent = [line for line in lines if line.startswith(workers.MARK)]
+    said = [line for line in lines if not line.startswith(workers.MARK)]
+    return [json.loads(line.removeprefix(workers.MARK)) for line in sent], said
+
+
+# ---------------------------------------------------------------- the protocol
+
+
+class Clock:
+    """Time that passes only in calls, and slower and slower, as on a hot chip."""
+
+    def __init__(self, monkeypatch, drift=0.0):
+        self.now, self.drift, self.log = 0.0, drift, []
+        monkeypatch.setattr(timing, "time", self)
+
+    def perf_counter(self):
+        return self.now
+
+    def run(self, name, cost):
+        def call():
+            self.now += cost * (1 + self.drift * self.now)
+            self.log.append(name)
+
+        return call
+
+
+class NoMemory(Exception):
+    pass
+
+
+def stopwatch(sample_seconds=10.0):
+    def is_out_of_memory(error):
+        return isinstance(error, NoMemory)
+
+    return timing.Stopwatch(lambda made: None, is_out_of_memory, sample_seconds)
+
+
+def test_ratios_survive_a_chip_that_slows_down(monkeypatch):
+    clock = Clock(monkeypatch, drift=1e-3)
+    paths = {"two": clock.run("two", 2.0), "five": clock.run("five", 5.0)}
+    unit_ms, made = timing.take_turns(stopwatch(), clock.run("unit", 1.0), paths, 3)
+    assert unit_ms > 1050 and made["two"].ms > 2100  # milliseconds show it
+    assert made["two"].over_unit == pytest.approx(2, rel=5e-3)
+    assert made["five"].over_unit == pytest.approx(5, rel=5e-3)
+    assert made["five"].spread < 5e-3
+
+
+def test_samples_are_long_take_turns_and_lie_between_units(monkeypatch):
+    clock = Clock(monkeypatch)
+    paths = {"two": clock.run("two", 2.0), "five": clock.run("five", 5.0)}
+    timing.take_turns(stopwatch(), clock.run("u", 1.0), paths, 2)
+    calibration = 3 * 2
+    blocks = []
+    for name in clock.log[calibration:]:
+        if not blocks or blocks[-1][0] != name:
+            blocks.append([name, 0])
+        blocks[-1][1] += 1
+    order = ["u", "two", "u", "five", "u", "five", "u", "two", "u"]
+    assert [name for name, _ in blocks] == order
+    assert dict(blocks) == {"u": 10, "two": 5, "five": 2}  # at least 10 s each
+
+
+def test_a_path_without_memory_takes_no_other_with_it(monkeypatch):
+    clock = Clock(monkeypatch)
+
+    def greedy():
+        raise NoMemory
+
+    paths = {"greedy": greedy, "two": clock.run("two", 2.0)}
+    _, made = timing.take_turns(stopwatch(), clock.run("unit", 1.0), paths, 1)
+    assert made["greedy"] is None
+    assert made["two"].over_unit == 2
+    row = timing.columns(SHAPE, 1.0, made["two"], made["greedy"])
+    assert row["forward_over_gemm"] == 2
+    assert row["forward_backward_ms"] == "out of memory"
+    assert row["forward_backward_over_gemm"] == ""
+    with pytest.raises(ZeroDivisionError):  # any other error is one
+        timing.take_turns(stopwatch(), lambda: 1 / 0, {}, 1)
+
+
+def test_rates():
+    timings = [timing.Timing(ms, ms, 0.0) for ms in (2.0, 8.0)]
+    row = timing.columns((8192, 4096, 131072), 1.0, *timings, active=0.5)
+    tflop = 2 * 8192 * 4096 * 131072 / 1e12
+    assert row["gemm_tflops"] == round(tflop / 1e-3, 1)
+    assert row["forward_tflops"] == round(0.5 * tflop / 2e-3, 1)
+    assert row["forward_backward_tflops"] == round(0.5 * 3 * tflop / 8e-3, 1)
+
+
+# ------------------------------------------------------------------- the check
+
+
+def test_the_checks_float64_agrees_with_the_oracle():
+    h, W, y = Case(*SHAPE, std=3.0).make()
+    rng = np.random.default_rng(1)
+    g = {name: rng.standard_normal(len(y)) for name in ("logprob", "entropy")}
+    want, (dh, dW, _) = oracle.head(h, W, y, g)
+    h, W = h.astype(np.float64), W.astype(np.float64)
+    columns = np.arange(len(W))
+    made, grads = exact.head(np, h, W, y, columns, g["logprob"], g["entropy"])
+    for name in g:
+        np.testing.assert_allclose(made[name], want[name], rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(grads[0], dh, rtol=1e-10, atol=1e-12)
+    np.testing.assert_allclose(grads[1], dW, rtol=1e-10, atol=1e-12)
+
+
+def test_what_is_wrong_is_not_timed():
+    right, wrong = run_head.call_of("token_stats"), run_head.call_of("materialised")
+
+    def shifted(h, W, y):
+        return wrong(h, W, (y + 1) % SHAPE[2])
+
+    def broken(h, W, y):
+        raise NotImplementedError("not here\nfor many reasons")
+
+    calls = {"right": right, "shifted": shifted, "broken": broken}
+    rows = {r["path"]: r for r in on_jax.measure(SHAPE, jnp.float32, calls, 1)}
+    assert rows["right"]["forward_backward_ms"] > 0
+    assert rows["shifted"]["forward_ms"] == rows["shifted"]["note"] == "wrong"
+    assert rows["broken"]["forward_ms"] == "failed"
+    assert rows["broken"]["note"] == "failed: NotImplementedError: not here"
+
+
+# ------------------------------------------------------------------ the scripts
+
+
+def test_run_head(tmp_path):
+    """As it is called: a process for the times, the CSV row by row."""
+    out = tmp_path / "head.csv"
+    paths = ["materialised", "token_stats", "logprobs where=half chunk=16"]
+    command = [sys.executable, "-m", "benchmarks.run_head", f"--out={out}", *TINY]
+    command += [f"--path={path}" for path in paths]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    rows = {row["path"]: row for row in results.read(out)}
+    assert list(rows) == paths
+    for row in rows.values():
+        assert float(row["forward_backward_over_gemm"]) > 0
+        assert float(row["forward_backward_temp_mib"]) >= 0
+        assert float(row["logprob_error"]) < 2e-5 < float(row["gemm_ms"])
+        assert float(row["logprob_error_std20"]) < 1e-4
+        assert float(row["dh_error"]) < 1e-5 > float(row["dw_error"])
+        assert row["date"] and row["jax"] and row["device"]
+    assert rows["token_stats"]["implementation"] == "xla"
+    assert float(rows["token_stats"]["entropy_error"]) < 2e-5
+    assert rows["materialised"]["entropy_error"] == ""
+
+
+def test_a_call_that_does_not_exist_is_said(capsys):
+    rows, said = rows_of(
+        capsys, run_head.main, ["--worker=time", *TINY, "--path=token_stats no=1"]
+    )
+    assert rows[0]["forward_ms"] == "failed" and "'no'" in rows[0]["note"]
+    assert said == []
+
+
+def test_run_skyrl(capsys):
+    tiny = ["--tokens=64", "--v=300", "--d=16", "--chunk=None", "--chunk=16"]
+    rows, _ = rows_of(capsys, run_skyrl.main, ["--worker=time", *tiny])
+    asked = [(s, c) for s in ("logits", "hidden") for c in ("None", "16")]
+    assert [(row["source"], row["chunk"]) for row in rows] == asked
+    assert all(row["ms"] > 0 for row in rows)
+
+
+def test_skyrls_own_numbers():
+    assert set(run_skyrl.THEIRS) == {
+        (n, v) for n in run_skyrl.TOKENS for v in run_skyrl.VOCABULARIES
+    } - {(131072, 128000)}
+    assert all(len(text.split()) == 10 for text in run_skyrl.THEIRS.values())
+    of = run_skyrl.theirs
+    assert of(65536, 32000, "4096") == {
+        "skyrl_b200_ms": "76.5",
+        "skyrl_b200_mib": "22001",
+    }
+    assert of(131072, 128000, "None")["skyrl_b200_ms"] == "out of memory"
+    assert of(65536, 32000, "auto")["skyrl_b200_ms"] == ""
+
+
+def test_jax_peers(capsys):
+    peers = ["--peer=lax.map + checkpoint, 1024", "--peer=tokamax xla"]
+    rows, said = rows_of(capsys, run_peers.main, ["--worker=jax", *TINY, *peers])
+    assert float(rows[0]["logprob_error"]) < 2e-5
+    assert rows[0]["package"].startswith("jax ")
+    if importlib.util.find_spec("tokamax") is None:
+        assert said[0].startswith("skipped: tokamax xla: ModuleNotFoundError")
+
+
+def test_torch_peers(capsys):
+    peers = ["--peer=torch eager", "--peer=torch eager stats", "--peer=verl"]
+    rows, said = rows_of(capsys, run_peers.main, ["--worker=torch", *TINY, *peers])
+    if importlib.util.find_spec("torch") is None:
+        assert said == ["skipped: all of torch's peers: No module named 'torch'"]
+        return
+    assert float(rows[0]["logprob_error"]) < 2e-5
+    assert float(rows[1]["entropy_error"]) < 2e-5
+    assert float(rows[1]["dw_error"]) < 1e-5
+    if importlib.util.find_spec("verl") is None:
+        assert said[0].startswith("skipped: verl: ModuleNotFoundError")
+
+
+# ------------------------------------------------------------- what is made of it
+
+
+def test_merge_replaces_what_measures_the_same(tmp_path):
+    out = tmp_path / "x.csv"
+    row = {"n": 1, "d": 2, "v": 3, "dtype": "f", "path": "a", "device": "x", "ms": 1}
+    results.merge(out, [row, {**row, "n": 2}])
+    results.merge(out, [{**row, "ms": 5, "note": "again"}])
+    rows = results.read(out)
+    assert [(r["n"], r["ms"], r["note"]) for r in rows] == [
+        ("1", "5", "again"),
+        ("2", "1", ""),
+    ]
+
+
+def record(path, ratio, gemm_ms, n=8192, **columns):
+    ms = ratio * gemm_ms if ratio else "out of memory"
+    row = {"n": n, "d": 4096, "v": 128256, "dtype": "bfloat16", "path": path,
+           "gemm_ms": gemm_ms, "jax": "1", "device": "x", "date": "d"}  # fmt: skip
+    for name in ("forward", "forward_backward"):
+        row |= {f"{name}_ms": ms, f"{name}_over_gemm": ratio or ""}
+    row |= {"forward_backward_temp_mib": 1024.0 * n / 8192, **columns}
+    return {name: str(value) for name, value in row.items()}
+
+
+def test_the_unit_is_the_best_gemm_of_either_framework():
+    ours = record("token_stats", 4.0, 15.0, compile_s=20, logprob_error="1.0e-05")
+    peer = record(compare.LIGER, 5.0, 12.0, forward_backward_peak_mib=7, package="l 1")
+    elsewhere = record("token_stats", 4.0, 5.0, n=4096)
+    rows = compare.compare([ours, peer, elsewhere])
+    assert [row["forward_backward_over_best"] for row in rows] == [5.0, 5.0, 4.0]
+    assert [row["package"] for row in rows] == ["jaxmem", "l 1", "jaxmem"]
+    assert [row["forward_backward_mib"] for row in rows] == ["1024.0", "7", "512.0"]
+    reached = compare.goals(rows[:2], "token_stats")
+    table = {what: (value, value <= goal) for what, value, goal in reached}
+    assert table["forward + backward, of the best GEMM"] == (5.0, False)
+    assert table["the same, of Liger SM90"] == (1.0, False)
+    assert table["compilation, s"] == (20, False)
+    assert table["logprob, nats"] == (1e-5, True)
+    assert "half masked, of all" not in table  # it was not measured
+
+
+def test_the_figure(tmp_path):
+    rows = [record("token_stats", 4.0, n / 500, n) for n in (4096, 2048, 8192)]
+    rows += [
+        record("materialised", 6.0, 4.0, 2048),
+        record("materialised", 0, 8.0, 4096),
+    ]
+    rows += [record("verl", 6.0, 4.0) | {"v": "7"}, record("unknown", 1.0, 4.0)]
+    figure = plot_head.figure(rows, 4096, 128256)
+    ms, gib = figure.axes
+    assert [line.get_label() for line in ms.lines] == ["jaxmem", "jax, materialised"]
+    assert list(ms.lines[0].get_xdata()) == [2048, 4096, 8192]
+    per_1024 = 4.0 * 1024 / 500
+    np.testing.assert_allclose(ms.lines[0].get_ydata(), per_1024)
+    np.testing.assert_allclose(gib.lines[0].get_ydata(), [0.25, 0.5, 1.0])
+    assert [text.get_text().strip() for text in gib.texts] == ["out of memory"]
+    results.save(tmp_path / "x.csv", rows)
+    plot_head.main([str(tmp_path / "x.csv"), f"--out={tmp_path / 'x.svg'}"])
+    assert (tmp_path / "x.svg").read_text("utf-8").count("<path") > 10
