@@ -139,13 +139,19 @@ def _logits(spec, source, rows, row_ids):
         )
         if source.bias is not None:
             z = z + source.bias[None, :]
+    z = _scale(spec, rows, row_ids, z)
+    if spec.vocab_size < spec.columns:
+        column = lax.broadcasted_iota(jnp.int32, z.shape, 1)
+        z = jnp.where(column < spec.vocab_size, z, -jnp.inf)
+    return z
+
+
+def _scale(spec, rows, row_ids, z):
+    """Logits after softcap and temperature, of any columns."""
     if spec.softcap is not None:
         z = spec.softcap * jnp.tanh(z / spec.softcap)
     if rows.temperature is not None:
         z = z / take(rows.temperature, row_ids, fill_value=1)[:, None]
-    if spec.vocab_size < spec.columns:
-        column = lax.broadcasted_iota(jnp.int32, z.shape, 1)
-        z = jnp.where(column < spec.vocab_size, z, -jnp.inf)
     return z
 
 
