@@ -113,7 +113,7 @@ def prepare(
     """(the program, columns of memory and errors); a note where it is not timed."""
     program, row = None, {}
     try:
-        program = compile_program(call, *operands, g)
+        program = compile_program(call, *operands, g=g)
         row = _memory(program)
         row |= errors(program, shape, dtype)
     except Exception as error:  # a path's own: said, and the others go on
@@ -189,7 +189,7 @@ def peak_mib(shape, dtype, call: Call) -> dict[str, Any]:
     device, row = jax.devices()[0], {}
     if device.memory_stats() is None:
         return row
-    program = compile_program(call, *operands, cotangents(n))
+    program = compile_program(call, *operands, g=cotangents(n))
     arguments = {"forward": (), "forward_backward": (cotangents(n),)}
     runs = {"forward": program.forward, "forward_backward": program.both}
     for name, run in runs.items():

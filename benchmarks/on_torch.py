@@ -119,7 +119,7 @@ def prepare(call: Call, shape, dtype, operands, g) -> dict[str, Any]:
         row = errors(call, shape, dtype)
         if exact.is_wrong(row):
             return {**row, "note": "wrong"}
-        return {**row, **memory(call, *operands, g)}
+        return {**row, **memory(call, *operands, g=g)}
     except torch.OutOfMemoryError:
         torch.cuda.empty_cache()
         return {"note": OUT_OF_MEMORY}

@@ -1,10 +1,16 @@
-"""Rows of measurements as CSV, each with where and when it was measured."""
+"""Rows of measurements as CSV, each with where and when it was measured.
+
+    python -m benchmarks.results head_h200.csv PART.csv ...
+
+adds the rows of the parts to a result, in the place of those that measure the same.
+"""
 
 import csv
 import datetime
 import importlib.metadata
 import pathlib
 import platform
+import sys
 from collections.abc import Mapping, Sequence
 
 FOLDER = pathlib.Path(__file__).parent / "results"
@@ -103,3 +109,8 @@ def in_folder(path: str | pathlib.Path) -> pathlib.Path:
     """A bare name is in results/."""
     path = pathlib.Path(path)
     return FOLDER / path if path.parent == pathlib.Path() else path
+
+
+if __name__ == "__main__":
+    name, *parts = sys.argv[1:]
+    print("wrote", merge(name, [row for part in parts for row in read(part)]))
