@@ -37,9 +37,9 @@ class Rows(NamedTuple):
     temperature: jax.Array | None  # statistics' type; None is 1
 
 
-# What `one_pass` asks of a chunk: (row ids, their outputs) -> (values to keep of each
-# row, cotangents of the outputs). Ids past the end come last; what their outputs hold
-# has no influence, and their cotangents are 0.
+# What `one_pass` asks of spec.chunk rows at a time: (row ids, their outputs) -> (values
+# to keep of each row, cotangents of the outputs). Ids past the end come last; what
+# their outputs hold has no influence, and their cotangents are 0.
 OfChunk = Callable[[jax.Array, _stats.Outputs], tuple[Any, _stats.Cotangents]]
 
 

@@ -30,6 +30,14 @@ BF16 = jnp.bfloat16
 
 
 @pytest.fixture
+def quick_compilation():
+    """These programs are tiny: all their time would go into optimizing them."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture
 def problem():
     made = Case(N, D, V).make()
     return made._replace(y=np.where(made.y % 5, made.y, -1))
@@ -76,17 +84,20 @@ def check(problem, verb="logprobs", dtype="float32", layout="vd", bias=None, **o
     assert not dh[problem.y < 0].any()
 
 
+@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("verb", ["logprobs", "entropy"])
 @pytest.mark.parametrize("name", ["peaked", "label ahead by 25", "NaN in masked rows"])
 def test_values_and_gradients(name, verb):
     check(CASES[name].make(), verb)
 
 
+@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_sixteen_bit_inputs(dtype):
     check(CASES["NaN in masked rows"].make(), dtype=dtype)
 
 
+@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("layout", ["vd", "dv"])
 def test_every_option(layout):
     options = {k: v for each in OPTIONS.values() for k, v in each.items()}
@@ -112,6 +123,7 @@ def of_stats(h, W, y, bias=None, **options):
     return sum(jnp.cos(field).sum() for field in stats[:4])
 
 
+@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("fn", [total, loss, of_stats])
 def test_as_if_stopped(problem, fn, wrap):

@@ -1,7 +1,6 @@
 """token_loss: a loss known inside, its gradient in one pass, against float64."""
 
 import functools
-import re
 import traceback
 from pathlib import Path
 
@@ -19,19 +18,18 @@ from tests.cases import CASES, Case
 from tests.test_head import EPSILON, OPTIONS, STATS_EPSILON, assert_as_good
 from tests.test_head import materialised as materialised_stats
 from tests.test_spec import ERRORS, GOOD, Traced
-from tests.test_xla import (
-    CPU,
-    CUBLAS,
-    OLD_XLA,
-    PERCENT,
-    SIZES,
-    compiled,
-    count_gemms,
-    shapes,
-)  # fmt: skip
+from tests.test_xla import CPU
 
 F32 = jnp.float32
 CLIP, C_ENTROPY, C_Z = 0.2, 0.1, 1e-3
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compilation():
+    """These programs are tiny: all their time would go into optimizing them."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def ppo(stats, advantage, old):
@@ -226,6 +224,13 @@ def test_metrics_have_no_gradient(problem):
 
     assert not jax.grad(metric)(problem.h).any()
 
+    def by_metric(h):
+        """What is constant may be closed over."""
+        mean = total(h, *problem[1:], *arguments(problem))[1]["ratio"].mean()
+        return total(h, *problem[1:], loss_fn=lambda s: -s.logprob * mean)[0]
+
+    assert jax.grad(by_metric)(problem.h).any()
+
 
 def test_any_leading_shape_and_trailing_axes(problem):
     weights = np.random.default_rng(0).random((N, 3), np.float32)
@@ -294,7 +299,7 @@ def test_a_masked_token_is_never_read(problem):
 @pytest.mark.parametrize("live", [1, CHUNK + 1])
 def test_rows_past_the_last_active_one_have_no_say(problem, live):
     """They hold numbers of an active row, so that loss_fn sees no others."""
-    where = np.arange(N) >= N - live
+    where = np.arange(N) < live
     weights = np.where(where, 2.0, 0.0).astype(np.float32)
     seen = []
 
@@ -477,7 +482,7 @@ def test_a_method_whose_object_changed_is_traced_again(problem):
         scale, table = 1.0, np.ones(CHUNK, np.float32)
 
         def loss(self, stats):
-            return -self.scale * self.table * stats.logprob
+            return -self.scale * stats.logprob * self.table
 
     made, losses = Scaled(), []
     for scale, entry in ((1.0, 1.0), (2.0, 1.0), (2.0, 2.0)):
@@ -511,73 +516,6 @@ def test_forward_mode_and_the_temperature_are_refused(problem):
         )
     with pytest.raises(NotImplementedError, match="temperature is not differentiable"):
         jax.grad(lambda t: total(*problem, loss_fn=nll, temperature=t)[0])(2.0)
-
-
-# What it compiles to
-
-ROWS = jax.ShapeDtypeStruct((256,), F32)
-SHAPES = *shapes(256, 24, 640), ROWS, ROWS
-
-
-def loss_of(loss_fn, chunk):
-    return lambda *operands: jaxmem.token_loss(loss_fn, *operands, chunk=chunk)[0]
-
-
-@pytest.mark.parametrize("loss_fn", [nll, ppo])
-def test_gemms(loss_fn):
-    """z; z and dH and dW; z and dH; z and dW."""
-    loss = loss_of(loss_fn, 64)
-    for fn, gemms in (
-        (loss, 1),
-        (jax.value_and_grad(loss, (0, 1)), 3),
-        (jax.value_and_grad(loss, 0), 2),
-        (jax.value_and_grad(loss, 1), 2),
-    ):
-        assert count_gemms(compiled(fn, *SHAPES).as_text()) == gemms
-
-
-def test_a_frozen_head_costs_no_buffer():
-    text = compiled(jax.value_and_grad(loss_of(ppo, 64)), *SHAPES).as_text()
-    made = re.findall(r"= f32\[640,24\]\S* (\w+)\(", text)
-    assert set(made) <= {"parameter", "get-tuple-element"}
-
-
-def test_an_output_that_no_loss_depends_on_costs_nothing():
-    """Not even where a metric reads it."""
-
-    def with_metric(stats, *_):
-        return -stats.logprob, {"square": stats.sum_pi_squared}
-
-    def stopped(stats, *_):
-        return -stats.logprob + lax.stop_gradient(stats.entropy)
-
-    def multiplications(loss_fn):
-        grad = jax.grad(loss_of(loss_fn, 64), (0, 1))
-        text = compiled(grad, *SHAPES).as_text()
-        return len(re.findall(r"f32\[64,640\]\S* multiply\(", text))
-
-    want = multiplications(nll)
-    assert multiplications(with_metric) == multiplications(stopped) == want
-    assert multiplications(ppo) > want
-
-
-@pytest.mark.parametrize("size", [SIZES[1], SIZES[3], SIZES[4]], ids=str)
-@pytest.mark.parametrize("dtype", [F32, jnp.bfloat16], ids=["f32", "bf16"])
-def test_memory_is_what_the_docstring_says(size, dtype):
-    n, d, v, chunk = size
-    operands = *shapes(n, d, v, dtype), *[jax.ShapeDtypeStruct((n,), F32)] * 2
-    loss, sixteen_bit = loss_of(ppo, chunk), dtype != F32
-    besides = 72 * n + 12 * chunk * d + (0 if CPU else CUBLAS)
-    # XLA for CPUs in jaxlib 0.10 widens 16-bit arrays whole.
-    besides += 4 * (2 * n + v) * d if OLD_XLA and sixteen_bit else 0
-    chunks = (4 + 2 * sixteen_bit) * chunk * v
-    for fn, promised in (
-        (loss, 4 * chunk * v),
-        (jax.value_and_grad(loss, (0, 1)), chunks + 4 * v * d),
-        (jax.value_and_grad(loss), chunks),
-    ):
-        temp = compiled(fn, *operands).memory_analysis().temp_size_in_bytes
-        assert 4 * chunk * v <= temp <= PERCENT * promised + besides
 
 
 # Errors, and which backend ran
