@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxmem._stats import Coefficients, Outputs
-from jaxmem.kernels import logits
-from jaxmem.kernels.logits import Env, Ring
+from jaxmem.kernels import logits, ring
+from jaxmem.kernels.logits import Env
+from jaxmem.kernels.ring import Ring
 from jaxmem.kernels.tiles import N_COMPUTE
 
 # ln S of a row that is not there: every p underflows, and 0 · ln p stays 0.
@@ -23,13 +24,17 @@ NO_ROW = -logits.NOTHING
 
 
 def derivative(
-    env: Env, hidden, W, labels, rows: Outputs, c: Coefficients, bias=None,
-    inverse_temperature=None,
+    env: Env, part, width: int, hidden, W, labels, rows: Outputs, c: Coefficients,
+    bias=None, inverse_temperature=None,
 ) -> jax.Array:  # fmt: skip
-    """dloss/d(h Wᵀ), [n_rows, columns] in hidden's type; 0 in masked columns.
+    """dloss/d(h Wᵀ) of some tiles, [n_rows, width] in hidden's type; 0 where masked.
 
     Args:
         env: what to run.
+        part: int32 [3]: active rows, first tile of the vocabulary, number of tiles.
+            Rows from the last cluster's on and columns after the last tile hold
+            anything.
+        width: columns of the result.
         hidden: [n_rows, D].
         W: [V, D] or [D, V].
         labels: int32 [n_rows].
@@ -40,18 +45,16 @@ def derivative(
     """
     of_rows = _fold(rows, c, inverse_temperature)
     operands: dict[str, Any] = dict(
-        h=hidden, w=W, labels=labels, rows=jnp.stack(tuple(of_rows.values()))
-    )
+        h=hidden, w=W, labels=labels, rows=jnp.stack(tuple(of_rows.values())),
+        odd=logits.odd_tiles(env, labels), part=part,
+    )  # fmt: skip
     if bias is not None:
         operands["bias"] = logits.whole_tiles(env, bias)
     return plgpu.kernel(
         functools.partial(_kernel, env, (*operands, "out"), tuple(of_rows)),
-        out_type=jax.ShapeDtypeStruct((env.n_rows, env.columns), env.dtype),
-        grid=(env.n_blocks,),
-        grid_names=("block",),
-        num_threads=N_COMPUTE + 1,
-        thread_name="wg",
+        out_type=jax.ShapeDtypeStruct((env.n_rows, width), env.dtype),
         compiler_params=plgpu.CompilerParams(approx_math=True),
+        **env.product.launch(),
     )(*operands.values())
 
 
@@ -77,97 +80,100 @@ def _kernel(env, names, row_names, *refs):
 
     @functools.partial(
         pl.run_scoped,
-        ring=Ring.scratch(env),
+        buffers=Ring.scratch(env.product),
         labels_smem=plgpu.SMEM((N_COMPUTE, t.rows), jnp.int32),
         rows_smem=plgpu.SMEM((N_COMPUTE, len(row_names), t.rows), jnp.float32),
         bias_smem=plgpu.SMEM((N_COMPUTE, t.columns), jnp.float32),
         out_smem=plgpu.SMEM(
             (N_COMPUTE, t.slots, t.rows, t.stored),
             env.dtype,
-            transforms=logits.swizzle(t.stored),
+            transforms=ring.swizzle(env.dtype, t.stored),
         ),
         loaded=plgpu.Barrier(num_barriers=N_COMPUTE),
         collective_axes="wg",
     )
-    def _scope(ring, **mine):
-        ring, wg = Ring(**ring), lax.axis_index("wg")
-        n_active = jnp.int32(env.n_rows)
-
-        @pl.when(wg == N_COMPUTE)
-        def _memory():
-            logits.load_tiles(env, n_active, gmem["h"], gmem["w"], ring)
-
-        @pl.when(wg < N_COMPUTE)
-        def _compute():
-            plgpu.set_max_registers(logits.COMPUTE_REGISTERS, action="increase")
-            smem = {k: ref.at[wg] for k, ref in mine.items()}
-            unit = functools.partial(_unit, env, row_names, gmem, smem, ring)
-            logits.for_each_unit(env, n_active, unit, jnp.int32(0))
-            plgpu.wait_smem_to_gmem(0)
+    def _scope(buffers, **mine):
+        n_active, first_tile, n_tiles = (gmem["part"][i] for i in range(3))
+        extent = env.extent(n_active, n_tiles, first_tile)
+        unit = functools.partial(
+            _unit, env, extent, row_names, gmem, mine, Ring(**buffers)
+        )
+        ring.run(env.product, extent, Ring(**buffers), gmem["h"], gmem["w"], unit)
 
 
-def _unit(env, row_names, gmem, smem, ring, row_tile, group, n_tiles, step):
+def _unit(env, extent, row_names, gmem, smem, buffers, tile, n_tiles, step):
     """Derivatives of this warpgroup's rows over one group of tiles."""
-    t = env.tiles
-    start = row_tile * t.block_rows + lax.axis_index("wg") * t.rows
+    t, wg = env.tiles, lax.axis_index("wg")
+    smem = {k: ref.at[wg] for k, ref in smem.items()}
+    start = tile(0).first_row + wg * t.rows
     rows = pl.ds(start, t.rows)
     fetch = functools.partial(logits.fetch, smem["loaded"])
     labels = fetch(gmem["labels"].at[rows], smem["labels_smem"])
     fetch(gmem["rows"].at[:, rows], smem["rows_smem"])
 
-    def tile(i, step):
-        at, bias = env.tile(group, i), None
-        columns = pl.ds(at * t.columns, t.columns)
+    def of_tile(i, step):
+        at, bias = tile(i).column, None
+        odd = gmem["odd"][lax.div(start, t.rows), at]
         if "bias" in gmem:
+            columns = pl.ds(at * t.columns, t.columns)
             bias = fetch(gmem["bias"].at[columns], smem["bias_smem"])
+        leave = functools.partial(
+            _store, env, (at - extent.first_tile) * t.columns, rows, gmem, smem
+        )
 
         def store(z):
             # Read anew for each tile: registers are the logits'.
             row = {k: smem["rows_smem"][j] for j, k in enumerate(row_names)}
-            dz = _of_tile(env, z, at, labels, row, bias)
-            _store(env, dz, gmem["out"], rows, at * t.columns, smem["out_smem"])
+            inverse = row.get("inverse_temperature")
+            along = None if inverse is None else logits.along(inverse, z.shape)
+            z = logits.parts(logits.scale(env, z, bias, along), t.stored)
 
-        logits.multiply(env, ring, step, store)
-        return step + env.n_steps
+            @pl.when(odd > 0)
+            def _with_labels_or_masks():
+                leave(z, row | {"label": labels}, at * t.columns)
 
-    return lax.fori_loop(0, n_tiles, tile, step)
+            @pl.when(odd == 0)
+            def _plain():
+                leave(z, row)
 
+        ring.multiply(env.product, extent, buffers, step, store)
+        return step + extent.n_steps
 
-def _store(env, dz, out_gmem, rows, start, out_smem):
-    """From buffers by turns; what lies beyond the last column is not written."""
-    dz = dz.astype(env.dtype)
-    width, n_slots = env.tiles.stored, env.tiles.slots
-    for i in range(env.tiles.columns // width):
-        plgpu.wait_smem_to_gmem(n_slots - 1, wait_read_only=True)
-        out_smem[i % n_slots] = dz[:, i * width : (i + 1) * width]
-        plgpu.commit_smem()
-        columns = pl.ds(start + i * width, width)
-        plgpu.copy_smem_to_gmem(out_smem.at[i % n_slots], out_gmem.at[rows, columns])
+    return lax.fori_loop(0, n_tiles, of_tile, step)
 
 
-def _of_tile(env, u, tile, labels, row, bias):
-    row = {k: logits.along(x, u.shape) for k, x in row.items()}
-    inverse_temperature = row.get("inverse_temperature")
-    capped, z = logits.scale(env, u, bias, inverse_temperature)
-    at = logits.column(env, z.shape, tile)
-    if env.vocab_size < env.columns:
-        z = jnp.where(at < env.vocab_size, z, logits.NOTHING)
+def _store(env, column, rows, gmem, smem, z, row, first=None):
+    """One part after another, so that the derivatives of few are in registers."""
+    width = env.tiles.stored
+    to = [gmem["out"].at[rows, pl.ds(column + i * width, width)] for i in range(len(z))]
+
+    def part(i):
+        at = None if first is None else first + i * width
+        return _derivative(env, z[i], row, at).astype(env.dtype)
+
+    made = [functools.partial(part, i) for i in range(len(z))]
+    ring.store(to, made, smem["out_smem"])
+
+
+def _derivative(env, z, row, first=None):
+    """Of scaled logits; `first` is their column where labels or masks may lie."""
+    row = {k: logits.along(x, z.shape) for k, x in row.items()}
     log_p = (z - row["max"]) - row["log_sum"]
     p = jnp.exp(log_p)
-    slope, at_label = row["alpha"], None
-    if "slope" in row:
-        is_label = at == logits.along(labels, z.shape)
-        slope = jnp.where(is_label, slope, row["slope"])
-        at_label = jnp.where(is_label, row["at_label"], 0.0)
+    slope = row.get("slope", row["alpha"])
+    if first is not None:
+        at = logits.column(z.shape, first)
+        slope = jnp.where(at == row["label"], row["alpha"], slope)
     if "beta" in row:
         slope = slope + row["beta"] * log_p
     if "gamma" in row:
         slope = slope + row["gamma"] * p
     dz = p * slope
-    if at_label is not None:
-        dz = dz + at_label
-    if inverse_temperature is not None:
-        dz = dz * inverse_temperature
+    if first is not None and "at_label" in row:
+        dz = dz + jnp.where(at == row["label"], row["at_label"], 0.0)
+    inverse_temperature = row.get("inverse_temperature", 1.0)
     if env.softcap is not None:
-        dz = dz * (1 - (capped / env.softcap) * (capped / env.softcap))
-    return dz
+        capped = z / (env.softcap * inverse_temperature)
+        dz = dz * (1 - capped * capped)
+    dz = dz * inverse_temperature
+    return dz if first is None else jnp.where(at < env.vocab_size, dz, 0.0)

@@ -1,6 +1,6 @@
 """Forward kernel: `Stats` of every row, one pass over the vocabulary.
 
-A unit (`logits.for_each_unit`) folds its tiles of the vocabulary into statistics that
+A unit (`ring.for_each_unit`) folds its tiles of the vocabulary into statistics that
 stay in registers, then writes five numbers a row; groups are merged afterwards, in a
 tree whose shape depends on the vocabulary alone.
 """
@@ -16,11 +16,13 @@ from jax import lax
 
 from jaxmem import _stats
 from jaxmem._stats import Stats
-from jaxmem.kernels import logits
-from jaxmem.kernels.logits import NOTHING, Env, Ring
+from jaxmem.kernels import logits, ring
+from jaxmem.kernels.logits import NOTHING, Env
+from jaxmem.kernels.ring import Ring
 from jaxmem.kernels.tiles import N_COMPUTE
 
 N_STATS = len(Stats._fields)
+_WIDTH = 8  # columns of logits taken at a time; the fewest that registers hold whole
 
 
 def statistics(
@@ -37,21 +39,27 @@ def statistics(
         bias: float32 [V], -inf allowed, or None.
         inverse_temperature: float32 [n_rows], or None.
     """
-    operands: dict[str, Any] = dict(h=hidden, w=W, labels=labels, n_active=n_active)
+    operands: dict[str, Any] = dict(
+        h=hidden, w=W, labels=labels, n_active=n_active,
+        odd=logits.odd_tiles(env, labels),
+    )  # fmt: skip
     if bias is not None:
         operands["bias"] = logits.whole_tiles(env, bias)
     if inverse_temperature is not None:
         operands["inverse_temperature"] = inverse_temperature
+    n_groups = -(-_n_tiles(env) // env.tiles.group)
     partial = plgpu.kernel(
         functools.partial(_kernel, env, tuple(operands)),
-        out_type=jax.ShapeDtypeStruct((env.n_groups, N_STATS, env.n_rows), jnp.float32),
-        grid=(env.n_blocks,),
-        grid_names=("block",),
-        num_threads=N_COMPUTE + 1,
-        thread_name="wg",
+        out_type=jax.ShapeDtypeStruct((n_groups, N_STATS, env.n_rows), jnp.float32),
         compiler_params=plgpu.CompilerParams(approx_math=True),
+        **env.product.launch(),
     )(*operands.values())
     return _merge_groups(Stats(*(partial[:, i] for i in range(N_STATS))))
+
+
+def _n_tiles(env):
+    """Tiles that cover the vocabulary; padding beyond the last is not looked at."""
+    return -(-env.vocab_size // env.tiles.columns)
 
 
 def _merge_groups(stats):
@@ -75,7 +83,7 @@ def _kernel(env, names, *refs):
 
     @functools.partial(
         pl.run_scoped,
-        ring=Ring.scratch(env),
+        buffers=Ring.scratch(env.product),
         labels_smem=plgpu.SMEM(rows, jnp.int32),
         temperature_smem=plgpu.SMEM(rows, jnp.float32),
         bias_smem=plgpu.SMEM((N_COMPUTE, env.tiles.columns), jnp.float32),
@@ -83,27 +91,17 @@ def _kernel(env, names, *refs):
         loaded=plgpu.Barrier(num_barriers=N_COMPUTE),
         collective_axes="wg",
     )
-    def _scope(ring, **mine):
-        ring, wg = Ring(**ring), lax.axis_index("wg")
-        n_active = gmem["n_active"][0]
-
-        @pl.when(wg == N_COMPUTE)
-        def _memory():
-            logits.load_tiles(env, n_active, gmem["h"], gmem["w"], ring)
-
-        @pl.when(wg < N_COMPUTE)
-        def _compute():
-            plgpu.set_max_registers(logits.COMPUTE_REGISTERS, action="increase")
-            smem = {k: ref.at[wg] for k, ref in mine.items()}
-            unit = functools.partial(_unit, env, gmem, smem, ring)
-            logits.for_each_unit(env, n_active, unit, jnp.int32(0))
-            plgpu.wait_smem_to_gmem(0)
+    def _scope(buffers, **mine):
+        extent = env.extent(gmem["n_active"][0], _n_tiles(env))
+        turn = functools.partial(_unit, env, extent, gmem, mine, Ring(**buffers))
+        ring.run(env.product, extent, Ring(**buffers), gmem["h"], gmem["w"], turn)
 
 
-def _unit(env, gmem, smem, ring, row_tile, group, n_tiles, step):
+def _unit(env, extent, gmem, smem, buffers, tile, n_tiles, step):
     """Statistics of this warpgroup's rows over one group of tiles."""
-    t = env.tiles
-    start = row_tile * t.block_rows + lax.axis_index("wg") * t.rows
+    t, wg = env.tiles, lax.axis_index("wg")
+    smem = {k: ref.at[wg] for k, ref in smem.items()}
+    start = tile(0).first_row + wg * t.rows
     rows = pl.ds(start, t.rows)
     fetch = functools.partial(logits.fetch, smem["loaded"])
     labels = fetch(gmem["labels"].at[rows], smem["labels_smem"])
@@ -114,46 +112,71 @@ def _unit(env, gmem, smem, ring, row_tile, group, n_tiles, step):
             fetch(of_rows, smem["temperature_smem"]), (t.rows, t.columns)
         )
 
-    def tile(i, carry):
+    def of_tile(i, carry):
         step, so_far = carry[0], Stats(*carry[1:])
-        at, bias = env.tile(group, i), None
+        at, bias = tile(i).column, None
+        odd = gmem["odd"][lax.div(start, t.rows), at]
         if "bias" in gmem:
             columns = pl.ds(at * t.columns, t.columns)
             bias = fetch(gmem["bias"].at[columns], smem["bias_smem"])
 
         def fold(z):
-            _, z = logits.scale(env, z, bias, inverse_temperature)
-            return tuple(_stats.merge(so_far, _of_tile(env, z, at, labels)))
+            z = logits.scale(env, z, bias, inverse_temperature)
+            return tuple(_stats.merge(so_far, _of_tile(env, z, at, labels, odd)))
 
-        return step + env.n_steps, *logits.multiply(env, ring, step, fold)
+        made = ring.multiply(env.product, extent, buffers, step, fold)
+        return step + extent.n_steps, *made
 
     nothing = jnp.full((t.rows,), NOTHING, jnp.float32)
     zero = jnp.zeros((t.rows,), jnp.float32)
     empty = Stats(nothing, zero, zero, zero, nothing)
-    step, *made = lax.fori_loop(0, n_tiles, tile, (step, *empty))
+    step, *made = lax.fori_loop(0, n_tiles, of_tile, (step, *empty))
     # The last unit's numbers may still be on their way out of the same buffer.
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     for i, x in enumerate(made):
         smem["out_smem"][i] = x
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(smem["out_smem"], gmem["out"].at[group, :, rows])
+    # A group is named by its first tile.
+    plgpu.copy_smem_to_gmem(smem["out_smem"], gmem["out"].at[tile(0).column, :, rows])
     return step
 
 
-def _of_tile(env, z, tile, labels):
-    """`_stats.of_tile`, where a gather of the label's logit would not be possible."""
-    at = logits.column(env, z.shape, tile)
-    if env.vocab_size % env.tiles.columns:
-        z = jnp.where(at < env.vocab_size, z, NOTHING)
-    is_label = at == logits.along(labels, z.shape)
-    label_logit = jnp.max(jnp.where(is_label, z, NOTHING), axis=1)
-    row_max = jnp.max(z, axis=1)
-    shifted = z - logits.along(row_max, z.shape)
-    exps = jnp.exp(shifted)
-    return Stats(
-        max=row_max,
-        sum_others=jnp.sum(jnp.where(is_label, 0.0, exps), axis=1),
-        sum_shifted=jnp.sum(exps * shifted, axis=1),
-        sum_squares=jnp.sum(exps * exps, axis=1),
-        label_logit=label_logit,
-    )
+def _of_tile(env, z, tile, labels, odd):
+    """`_stats.of_tile`, as few registers and instructions as it takes."""
+    z = logits.parts(z, _WIDTH)
+    first = tile * env.tiles.columns
+
+    def with_labels_or_masks():
+        at = [logits.column(x.shape, first + i * _WIDTH) for i, x in enumerate(z)]
+        return _sums(z, functools.partial(_mark, env, at, labels))
+
+    return Stats(*lax.cond(odd > 0, with_labels_or_masks, lambda: _sums(z)))
+
+
+def _mark(env, at, labels, i, part):
+    """(logits with the masked ones at NOTHING, which of them are labels)."""
+    masked = jnp.where(at[i] < env.vocab_size, part, NOTHING)
+    return masked, at[i] == logits.along(labels, part.shape)
+
+
+def _sums(parts, mark=None):
+    """`Stats` over columns that come in parts of one width."""
+    label = nothing = jnp.full(parts[0].shape, NOTHING, jnp.float32)
+    largest = nothing
+    for i, z in enumerate(parts):
+        if mark is not None:  # made anew below: registers are short
+            z, is_label = mark(i, z)
+            label = jnp.maximum(label, jnp.where(is_label, z, NOTHING))
+        largest = jnp.maximum(largest, z)
+    row_max = jnp.max(largest, axis=1)
+    so_far = [jnp.zeros(parts[0].shape, jnp.float32)] * 3
+    for i, z in enumerate(parts):
+        is_label = None
+        if mark is not None:
+            z, is_label = mark(i, z)
+        shifted = z - logits.along(row_max, z.shape)
+        exps = jnp.exp(shifted)
+        others = exps if is_label is None else jnp.where(is_label, 0.0, exps)
+        terms = others, exps * shifted, exps * exps
+        so_far = [x + y for x, y in zip(so_far, terms, strict=True)]
+    return row_max, *(jnp.sum(x, axis=1) for x in so_far), jnp.max(label, axis=1)

@@ -1,12 +1,14 @@
-"""Backend "hopper": one kernel each way on NVIDIA H100 and H200, GEMMs for the rest.
+"""Backend "hopper": four kernels for NVIDIA H100 and H200.
 
 Forward, a kernel reduces tiles of logits to statistics as they appear: no logits are
-stored. Backward, another one makes the logits' derivative of a chunk of tokens, in 16
-bits, and two GEMMs turn it into the gradients. Active rows come first, as in "xla".
-Pallas is imported when a kernel first runs.
+stored. Backward, another one makes the logits' derivative for a block of the
+vocabulary, in 16 bits, and two products turn it into the gradients. Active rows come
+first, as in "xla", and every kernel stops after them. Pallas is imported when a kernel
+first runs.
 """
 
-import dataclasses
+import functools
+import math
 from typing import Any
 
 import jax
@@ -18,15 +20,15 @@ from jaxmem._spec import Spec
 from jaxmem._xla import Head, Logits, Rows
 from jaxmem.kernels.tiles import Tiles
 
-# Measured on one H200, jax 0.11.2, N=8192 D=4096 V=151936: forward 1.14 of the GEMM's
-# time with group=4, 1.21 with 1, 1.15 with 4 and panel=8, in one run; derivatives 1.01
-# with group=1, 1.11 with 4, in another.
-FORWARD = Tiles(group=4)
-BACKWARD = Tiles(group=1, stored=32, slots=2)
+# Measured on one H200 that stays at its power limit, jax 0.11.2, N=8192 D=4096
+# V=151936, in parts of the bare GEMM's time: forward 1.06 with pairs of blocks that
+# share W (cluster=2), 1.07 without, 1.07 with group=1 or 16; derivatives 1.04 and 1.04;
+# a block's dH 0.114 and 0.116, its dW 0.110 and 0.111 (XLA's own GEMMs 0.111 and 0.109,
+# but they would copy each block of W and of its gradient).
+FORWARD = Tiles(group=4, cluster=2, panel=8)
+BACKWARD = Tiles(group=1, cluster=2, panel=8, stored=32, slots=2)
+PRODUCT = Tiles(group=1, cluster=2, panel=8, stored=32, slots=1, stored_bytes=4)
 
-# Of the caller's chunks that a step backward takes: 16-bit derivatives of two have the
-# bytes of one chunk's float32 logits.
-CHUNKS = 2
 MAX_ROWS = 8_192  # of one forward launch; 16,384 measure 1% slower, in twice the bytes
 # At 512 tokens the forward pass alone measured slower than "xla", from 2048 on it did
 # not; smaller chunks have not been measured.
@@ -86,22 +88,19 @@ def forward(spec: Spec, source: Head, rows: Rows, names) -> dict:
 
     n_rows = rows.labels.shape[0]
     padded = _pad(spec, _xla.cast(spec, source))
-    n_here = _forward_rows(spec, padded, n_rows)
-    env = _env(spec, padded, n_here, spec.vocab_size, FORWARD)
+    env = _env(spec, padded, _forward_rows(spec, padded, n_rows), FORWARD)
 
-    def chunk(row_ids, outputs):
+    def block(row_ids, n_active, outputs):
         labels = _xla.take(rows.labels, row_ids)
-        # Active rows come first, so that the kernel needs no more than their number.
-        n_here = jnp.sum(row_ids < n_rows, dtype=jnp.int32)[None]
         stats = kernel.statistics(
-            env, _hidden(padded, row_ids), padded.W, labels, n_here, padded.bias,
-            _inverse_temperature(rows, row_ids),
+            env, _hidden(padded, row_ids), padded.W, labels, n_active[None],
+            padded.bias, _inverse_temperature(rows, row_ids),
         )  # fmt: skip
         made = _stats.finish(stats, labels < spec.vocab_size)._asdict()
         return {k: _xla.put(outputs[k], row_ids, made[k]) for k in outputs}
 
     outputs = {k: jnp.zeros(n_rows, _xla.output_dtype(spec, k)) for k in names}
-    return _for_active_chunks(spec, env, rows.active, chunk, outputs)
+    return _for_row_blocks(rows.active, env.n_rows, block, outputs)
 
 
 def backward(
@@ -112,69 +111,128 @@ def backward(
 
     padded = _pad(spec, _xla.cast(spec, source))
     n_rows = rows.labels.shape[0]
-    n_here = _whole_blocks(min(n_rows, CHUNKS * spec.chunk))
-    env = _env(spec, padded, n_here, None, BACKWARD)
+    env = _env(spec, padded, _backward_rows(spec, n_rows), BACKWARD)
+    once = n_rows <= env.n_rows  # every block of W's gradient is made in one go
 
-    def chunk(row_ids, sums):
+    def block(row_ids, n_active, sums):
         of_rows = _stats.Outputs(*(_xla.take(x, row_ids) for x in saved))
         log_sum = _xla.take(saved.log_sum, row_ids, fill_value=kernel.NO_ROW)
         of_rows = of_rows._replace(log_sum=log_sum)
         g = _stats.Cotangents(*(_xla.take(x, row_ids) for x in cotangents))
         h = _hidden(padded, row_ids)
-        dz = kernel.derivative(
-            env, h, padded.W, _xla.take(rows.labels, row_ids), of_rows,
-            _stats.coefficients(of_rows, g), padded.bias,
-            _inverse_temperature(rows, row_ids),
+        derivative = functools.partial(
+            kernel.derivative, env, hidden=h, W=padded.W,
+            labels=_xla.take(rows.labels, row_ids), rows=of_rows,
+            c=_stats.coefficients(of_rows, g), bias=padded.bias,
+            inverse_temperature=_inverse_temperature(rows, row_ids),
         )  # fmt: skip
-        dh, dw = _gradients(spec, padded.W, h, dz)
-        return Head(
-            hidden=_xla.put(sums.hidden, row_ids, dh),
-            W=sums.W + dw,
-            bias=None if sums.bias is None else sums.bias + _over_rows(dz),
-        )
+        here = sums._replace(hidden=jnp.zeros(h.shape, jnp.float32))
+        here = _gradients(spec, env, padded.W, h, derivative, n_active, once, here)
+        dh = here.hidden.astype(spec.compute_dtype)
+        dh = _xla.put(sums.hidden, row_ids, dh[:, : sums.hidden.shape[1]])
+        return here._replace(hidden=dh)
 
-    sums = Head(
-        hidden=jnp.zeros((n_rows, env.depth), spec.compute_dtype),
-        W=jnp.zeros(padded.W.shape, jnp.float32),
-        bias=None if source.bias is None else jnp.zeros(env.columns, jnp.float32),
+    sums = _xla.trained(spec, _sums(spec, env, source, padded, once))
+    sums = _for_row_blocks(rows.active, env.n_rows, block, sums)
+    return jax.tree.map(_like, sums, _xla.trained(spec, source))
+
+
+def _sums(spec, env, source, padded, once):
+    """What rows add to; W's gradient is only written where one block has all rows."""
+    return Head(
+        hidden=jnp.zeros(source.hidden.shape, spec.compute_dtype),
+        W=lax.empty(padded.W.shape, source.W.dtype)
+        if once
+        else jnp.zeros(padded.W.shape, jnp.float32),
+        bias=None if source.bias is None else _whole_blocks_of_bias(spec, env),
     )
-    sums = _for_active_chunks(spec, env, rows.active, chunk, sums)
-    return jax.tree.map(_like, sums, source)
 
 
-def _gradients(spec, W, h, dz):
-    """dz W, rounded once, and dzᵀ h in float32, which is added up over chunks."""
-    over_v = ((1,), (0 if spec.layout == "vd" else 1,))
-    dh = lax.dot_general(
-        dz, W, (over_v, ((), ())), preferred_element_type=spec.compute_dtype
-    )
-    left, right = (dz, h) if spec.layout == "vd" else (h, dz)
-    dw = lax.dot_general(
-        left, right, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32
-    )
-    return dh, dw
+def _gradients(spec, env, W, h, derivative, n_active, once, sums):
+    """sums with what some rows add to them, block by block of the vocabulary."""
+    from jaxmem.kernels import products
+
+    n_tiles, columns = _block_tiles(spec, env), env.tiles.columns
+    launch = PRODUCT, spec.layout, env.n_blocks
+    # Without an active row, one tile of zeros still overwrites what dW holds.
+    n_here = jnp.maximum(n_active, 1)
+
+    def block(b, sums):
+        first = b * n_tiles
+        here = jnp.minimum(n_tiles, env.n_tiles - first)
+        dz = derivative(part=jnp.stack([n_here, first, here]), width=n_tiles * columns)
+        at = first * columns, jnp.minimum(here * columns, env.columns - first * columns)
+        dh = products.add_to_hidden(*launch, dz, W, n_here, at, sums.hidden)
+        dW, dbias = sums.W, sums.bias
+        if dW is not None:
+            dW = products.write_to_W(*launch, dz, h, n_here, at, dW, add=not once)
+        if dbias is not None:
+            dbias = _add_to_bias(dz, n_here, at, dbias)
+        return Head(dh, dW, dbias)
+
+    return lax.fori_loop(0, _n_vocabulary_blocks(spec, env), block, sums)
 
 
-def _over_rows(dz):
+def _add_to_bias(dz, n_rows, block, dbias):
     """The bias's gradient: of derivatives in 16 bits, like W's."""
-    return jnp.sum(dz, axis=0, dtype=jnp.float32)
+    first, columns = block
+    rows, columns = (
+        lax.broadcasted_iota(jnp.int32, dz.shape, axis) < n
+        for axis, n in enumerate((n_rows, columns))
+    )
+    sums = jnp.sum(jnp.where(rows & columns, dz, 0), axis=0, dtype=jnp.float32)
+    sums += lax.dynamic_slice(dbias, (first,), sums.shape)
+    return lax.dynamic_update_slice(dbias, sums, (first,))
 
 
-def _for_active_chunks(spec, env, active, body, carry):
-    """One chunk needs no loop, so XLA may lay its parts out freely."""
-    if active.shape[0] <= env.n_rows:
-        ids = jnp.nonzero(active, size=env.n_rows, fill_value=active.shape[0])[0]
-        return body(ids.astype(jnp.int32), carry)
-    spec = dataclasses.replace(spec, chunk=env.n_rows)
-    return _xla.for_active_chunks(spec, active, body, carry)
+def _for_row_blocks(active, size, body, carry):
+    """carry = body(ids of rows, how many are active, carry), active rows first."""
+    n_rows = active.shape[0]
+    n_blocks = -(-n_rows // size)
+    order = jnp.nonzero(active, size=n_blocks * size, fill_value=n_rows)[0]
+    order, n_active = order.astype(jnp.int32), jnp.sum(active, dtype=jnp.int32)
+
+    def step(i, carry):
+        ids = lax.dynamic_slice(order, (i * size,), (size,))
+        return body(ids, jnp.clip(n_active - i * size, 0, size), carry)
+
+    if n_blocks == 1:  # XLA may lay the parts out freely
+        return step(0, carry)
+    return lax.fori_loop(0, n_blocks, step, carry)
 
 
-def _env(spec, padded, n_rows, visited, tiles) -> Any:
+def _backward_rows(spec, n_rows):
+    """Rows a block: as many as columns where both gradients must be added up.
+
+    Blocks of R rows and C columns move 8 D (N V / C + N V / R) bytes of float32 sums,
+    and R · C is fixed by the budget. All rows in one block save W's share.
+    """
+    side = math.isqrt(spec.chunk * spec.columns)
+    return _whole_blocks(n_rows if n_rows <= 2 * side else side)
+
+
+def _block_tiles(spec, env):
+    """Tiles of the vocabulary whose derivatives, in 16 bits, are alive at once."""
+    n_tiles = spec.chunk * spec.columns // (env.n_rows * env.tiles.columns)
+    n_blocks = -(-env.n_tiles // max(n_tiles, 1))
+    return -(-env.n_tiles // n_blocks)
+
+
+def _n_vocabulary_blocks(spec, env):
+    return -(-env.n_tiles // _block_tiles(spec, env))
+
+
+def _whole_blocks_of_bias(spec, env):
+    n_tiles = _n_vocabulary_blocks(spec, env) * _block_tiles(spec, env)
+    return jnp.zeros(n_tiles * env.tiles.columns, jnp.float32)
+
+
+def _env(spec, padded, n_rows, tiles) -> Any:
     from jaxmem.kernels.logits import Env
 
     columns, depth = padded.W.shape if spec.layout == "vd" else padded.W.shape[::-1]
     return Env(
-        tiles, n_rows, depth, columns, visited or columns, spec.vocab_size, spec.layout,
+        tiles, n_rows, depth, columns, spec.vocab_size, spec.layout,
         spec.compute_dtype, spec.softcap, _n_blocks(),
     )  # fmt: skip
 
@@ -191,11 +249,11 @@ def _forward_rows(spec, padded, n_rows):
     # Merging holds what it reads and half of what it has written.
     a_row = 2 * depth + 4 * 5 * 2 * groups
     fitting = 4 * spec.chunk * spec.columns // a_row
-    return _whole_blocks(min(n_rows, max(fitting, FORWARD.block_rows), MAX_ROWS))
+    return _whole_blocks(min(n_rows, max(fitting, FORWARD.cluster_rows), MAX_ROWS))
 
 
 def _whole_blocks(n_rows):
-    return -(-n_rows // FORWARD.block_rows) * FORWARD.block_rows
+    return -(-n_rows // FORWARD.cluster_rows) * FORWARD.cluster_rows
 
 
 def _pad(spec, head):

@@ -21,8 +21,10 @@ class Tiles:
             statistics in registers; what it writes shrinks by this factor.
         panel: row tiles that go through the vocabulary side by side, so that blocks
             share their loads in L2.
-        stored: columns of logits' derivatives that leave at a time; 0 for none.
+        stored: columns of a result that leave at a time; 0 for none.
+        stored_bytes: of one number that leaves, 4 at most.
         slots: buffers that they leave from.
+        cluster: blocks, each with rows of its own, that share what they load of W.
     """
 
     rows: int = 64
@@ -32,7 +34,9 @@ class Tiles:
     group: int = 8
     panel: int = 16
     stored: int = 0
+    stored_bytes: int = 2
     slots: int = 1
+    cluster: int = 1
 
     def __post_init__(self):
         if self.rows != 64:
@@ -53,6 +57,8 @@ class Tiles:
                 f"group={self.group}, panel={self.panel}, slots={self.slots} must be "
                 "at least 1"
             )
+        if self.cluster not in (1, 2):
+            raise ValueError(f"cluster={self.cluster} must be 1 or 2 blocks")
         if self.stored and (self.stored % 32 or self.columns % self.stored):
             raise ValueError(
                 f"stored={self.stored} must be a multiple of 32 that divides "
@@ -70,8 +76,13 @@ class Tiles:
         return N_COMPUTE * self.rows
 
     @property
+    def cluster_rows(self) -> int:
+        """Tokens of one tile of a cluster."""
+        return self.cluster * self.block_rows
+
+    @property
     def smem_bytes(self) -> int:
         """Of one block, for operands of 16 bits."""
         ring = self.stages * (self.block_rows + self.columns) * self.depth * 2
-        out = self.slots * self.block_rows * self.stored * 2
+        out = self.slots * self.block_rows * self.stored * self.stored_bytes
         return ring + out + _SMALL_BYTES

@@ -111,10 +111,11 @@ def test_masked_rows_give_nothing(problem):
     kept, (dh_kept, dW_kept) = run(h[where], W, y[where])
     assert_equal_bits({k: v[where] for k, v in made.items()}, kept)
     assert not any(v[~where].any() for v in made.values()) and not dh[~where].any()
-    np.testing.assert_array_equal(dh[where], dh_kept)
-    np.testing.assert_allclose(
-        dW.astype(np.float32), dW_kept.astype(np.float32), atol=2e-2, rtol=2e-2
-    )
+    # Sums over the vocabulary and over rows are cut into blocks by the number of rows.
+    for got, want in ((dh[where], dh_kept), (dW, dW_kept)):
+        np.testing.assert_allclose(
+            got.astype(np.float32), want.astype(np.float32), atol=2e-2, rtol=2e-2
+        )
     nothing, gradients = run(h, W, y, where=np.zeros(len(y), bool))
     assert not any(v.any() for v in (*nothing.values(), *gradients))
 
@@ -157,17 +158,19 @@ def test_tokens_that_the_bias_rules_out(problem):
     assert np.isfinite(dh.astype(np.float32)).all()
 
 
-def test_a_frozen_head_is_cheaper(problem):
+@pytest.mark.parametrize("chunk", [32, None])
+def test_a_frozen_head_launches_no_product_for_W(problem, chunk):
+    """In one block of the vocabulary, and in a loop over many."""
     h, W, y = problem
 
     def loss(h, W):
-        return jaxmem.logprobs(h, W, y, 32, implementation="hopper").sum()
+        return jaxmem.logprobs(h, W, y, chunk, implementation="hopper").sum()
 
-    def bytes_of(*wanted):
-        return jax.jit(jax.grad(loss, wanted)).lower(h, W).compile().memory_analysis()
+    def launches(*wanted):
+        compiled = jax.jit(jax.grad(loss, wanted)).lower(h, W).compile()
+        return compiled.as_text().count('custom_call_target="mosaic_gpu')
 
-    saved = bytes_of(0, 1).temp_size_in_bytes - bytes_of(0).temp_size_in_bytes
-    assert saved >= 4 * W.size * 0.9
+    assert launches(0) == launches(0, 1) - 1
 
 
 def test_more_cotangents_than_one_step_of_rows():
@@ -186,3 +189,16 @@ def test_more_cotangents_than_one_step_of_rows():
         ours, theirs = (np.asarray(x).astype(np.float32) for x in (ours, theirs))
         scale = np.abs(theirs).max()
         np.testing.assert_allclose(ours, theirs, atol=2**-7 * scale)
+
+
+def test_memory_is_the_formula_of_the_docstring():
+    n, d, v, chunk = 4096, 1024, 32768, 256
+    h, W = jnp.zeros((n, d), jnp.bfloat16), jnp.zeros((v, d), jnp.bfloat16)
+
+    def loss(h, W):
+        y = jnp.zeros(n, jnp.int32)
+        return jaxmem.logprobs(h, W, y, chunk, implementation="hopper").sum()
+
+    compiled = jax.jit(jax.grad(loss, (0, 1))).lower(h, W).compile()
+    formula = 2 * chunk * v + 6 * n * d
+    assert compiled.memory_analysis().temp_size_in_bytes <= formula + 2**20

@@ -1,0 +1,132 @@
+"""The gradients of hidden and W from the logits' derivatives, a block of V at a time.
+
+    dH += dz · W[block]        dW[block] = dzᵀ h       (its transpose where W is [D, V])
+
+Kernels rather than XLA's GEMMs because they read and write blocks where they lie, add
+to float32 sums in place, and stop after the rows that are active.
+"""
+
+import functools
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from jaxmem._spec import Layout
+from jaxmem.kernels import ring
+from jaxmem.kernels.logits import parts
+from jaxmem.kernels.ring import Extent, Product, Ring, ceil_div
+from jaxmem.kernels.tiles import N_COMPUTE, Tiles
+
+
+def add_to_hidden(
+    tiles: Tiles, layout: Layout, n_blocks, dz, W, n_rows, block, into
+) -> jax.Array:
+    """into + dz · W[block], for the first `n_rows` rows; in the place of `into`.
+
+    Args:
+        tiles: how to cut the result.
+        layout: of W.
+        n_blocks: of the launch.
+        dz: [N, width]; 16 bits.
+        W: [V, D] or [D, V], of dz's type.
+        n_rows: int32, rows that count.
+        block: int32 (first column, columns) of the vocabulary, whole `tiles.depth`.
+        into: float32 [N, D].
+    """
+    rhs = "kn" if layout == "vd" else "nk"
+    product = Product(tiles, dz.dtype, "mk", rhs, n_blocks)
+    first, columns = block
+    depth = W.shape[1 if layout == "vd" else 0]
+    extent = Extent(
+        n_rows, -(-depth // tiles.columns), ceil_div(columns, tiles.depth), 0,
+        lax.div(first, tiles.depth),
+    )  # fmt: skip
+    return _launch(product, extent, dz, W, into, (0, 0), add=True)
+
+
+def write_to_W(
+    tiles: Tiles, layout: Layout, n_blocks, dz, hidden, n_rows, block, into, add
+) -> jax.Array:
+    """into with dzᵀ · hidden over the first `n_rows` rows at [block]; in its place.
+
+    Args:
+        tiles, layout, n_blocks, dz: as above; rows of dz and hidden from `n_rows` on
+            are zero up to whole `tiles.depth`.
+        hidden: [N, D], of dz's type.
+        n_rows: int32, rows that count.
+        block: int32 (first column, columns) of the vocabulary, whole tiles.
+        into: shaped like W; float32 where `add`.
+        add: whether to add to what `into` holds there.
+    """
+    first, columns = block
+    depth = hidden.shape[1]
+    n_steps = jnp.maximum(ceil_div(n_rows, tiles.depth), 1)
+    if layout == "vd":
+        lhs, rhs, at = dz, hidden, (first, 0)
+        n_rows, n_columns = columns, depth
+    else:
+        lhs, rhs, at = hidden, dz, (0, first)
+        n_rows, n_columns = depth, columns
+    product = Product(tiles, dz.dtype, "km", "kn", n_blocks)
+    extent = Extent(n_rows, ceil_div(n_columns, tiles.columns), n_steps)
+    return _launch(product, extent, lhs, rhs, into, at, add)
+
+
+def _launch(product, extent, lhs, rhs, into, at, add):
+    """`into`, from row and column `at` on, gets the product or is added to."""
+    scalars = jnp.stack([jnp.int32(x) for x in (*extent, *at)])
+    kernel = pl.kernel(
+        functools.partial(_kernel, product, add), mesh=plgpu.Mesh(**product.launch())
+    )
+
+    def run(into):
+        kernel(scalars, lhs, rhs, into)  # pyright: ignore[reportCallIssue]
+
+    return pl.run_state(run)(into)
+
+
+def _kernel(product, add, *refs):
+    scalars, lhs_gmem, rhs_gmem, out_gmem = refs
+    t = product.tiles
+
+    @functools.partial(
+        pl.run_scoped,
+        buffers=Ring.scratch(product),
+        out_smem=plgpu.SMEM(
+            (N_COMPUTE, t.slots, t.rows, t.stored),
+            out_gmem.dtype,
+            transforms=ring.swizzle(out_gmem.dtype, t.stored),
+        ),
+        collective_axes="wg",
+    )
+    def _scope(buffers, out_smem):
+        *extent, row0, column0 = (scalars[i] for i in range(len(Extent._fields) + 2))
+        extent = Extent(*extent)
+        row0, column0 = pl.multiple_of(row0, t.rows), pl.multiple_of(column0, t.columns)
+
+        def unit(tile, n_tiles, step):
+            mine = lax.axis_index("wg")
+
+            def of_tile(i, step):
+                at = tile(i)
+                rows = pl.ds(row0 + at.first_row + mine * t.rows, t.rows)
+                column = column0 + at.column * t.columns
+
+                def store(sums):
+                    made = parts(sums, t.stored)
+                    to = [
+                        out_gmem.at[rows, pl.ds(column + j * t.stored, t.stored)]
+                        for j in range(len(made))
+                    ]
+                    made = [lambda x=x: x.astype(out_gmem.dtype) for x in made]
+                    ring.store(to, made, out_smem.at[mine], add)
+
+                ring.multiply(product, extent, Ring(**buffers), step, store)
+                return step + extent.n_steps
+
+            return lax.fori_loop(0, n_tiles, of_tile, step)
+
+        ring.run(product, extent, Ring(**buffers), lhs_gmem, rhs_gmem, unit)
