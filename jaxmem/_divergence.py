@@ -11,10 +11,11 @@ derivative needs s_v = ∂D/∂p_v alone: dz_v = p_v (s_v - Σ_u p_u s_u).
 """
 
 import dataclasses
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import ArrayLike
 
 from jaxmem import _head, _rule, _spec, _stats, _xla
@@ -295,7 +296,9 @@ def _divergence(
     return jnp.reshape(made, shape)
 
 
-def _reference_softcap(softcap: Any, of_policy):
+def _reference_softcap(
+    softcap: float | Literal["same"] | None, of_policy: float | None
+):
     if isinstance(softcap, str) and softcap == "same":
         return of_policy
     return _spec.check_softcap(softcap, "reference_softcap")
@@ -368,6 +371,8 @@ class _TwoHeads:
         """The policy's logits, whole and as far as both go; the reference's as far."""
         z = _xla._logits(self.spec, policy, rows[0], row_ids)
         y = _xla._logits(self.reference_spec, reference, rows[1], row_ids)
+        # Scaled once each, though they are read more than once.
+        z, y = lax.optimization_barrier((z, y))
         both = min(self.spec.columns, self.reference_spec.columns)
         return z, z[:, :both], y[:, :both].astype(z.dtype)
 
