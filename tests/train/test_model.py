@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxmem.train import model as model_module
+from jaxmem.train import layers
 from jaxmem.train.model import Decoder, HeadConfig, ModelConfig, head_loss
 
 SMALL = ModelConfig(
@@ -62,8 +62,8 @@ def random_document(length, seed):
 def test_rope_is_the_textbook_rotation():
     positions = np.array([[0, 1, 7, 300]])
     x = np.random.default_rng(0).normal(size=(1, 4, 2, 6))
-    tables = model_module.rope_tables(jnp.asarray(positions), 6, 100.0)
-    rotated = model_module.apply_rope(jnp.asarray(x, jnp.float32), *tables)
+    tables = layers.rope_tables(jnp.asarray(positions), 6, 100.0)
+    rotated = layers.apply_rope(jnp.asarray(x, jnp.float32), *tables)
     for t, position in enumerate(positions[0]):
         for i in range(3):
             turn = np.exp(1j * position * 100.0 ** (-2 * i / 6))
@@ -80,9 +80,7 @@ def test_rope_scores_depend_on_the_distance_only():
 
     def score(query_position, key_position):
         rotated = [
-            model_module.apply_rope(
-                x, *model_module.rope_tables(jnp.array([[p]]), 8, 10_000.0)
-            )
+            layers.apply_rope(x, *layers.rope_tables(jnp.array([[p]]), 8, 10_000.0))
             for x, p in ((query, query_position), (key, key_position))
         ]
         return float(jnp.sum(rotated[0] * rotated[1]))
@@ -132,13 +130,13 @@ def dense_attention(attention, x, segment_ids, positions):
 
 
 def test_attention_is_grouped_causal_and_stays_in_its_document():
-    attention = model_module.Attention(SMALL, rngs=nnx.Rngs(3))
+    attention = layers.Attention(SMALL, rngs=nnx.Rngs(3))
     _, segments, positions = rows_of(range(5), range(4), length=11)
     x = np.random.default_rng(0).normal(size=(1, 11, SMALL.hidden)).astype(np.float32)
     got = attention(
         jnp.asarray(x),
-        model_module.document_mask(jnp.asarray(segments)),
-        model_module.rope_tables(jnp.asarray(positions), 8, SMALL.rope_theta),
+        layers.document_mask(jnp.asarray(segments)),
+        layers.rope_tables(jnp.asarray(positions), 8, SMALL.rope_theta),
     )
     expected = dense_attention(attention, x[0], segments[0], positions[0])
     np.testing.assert_allclose(got[0], expected, atol=2e-5)
@@ -149,8 +147,8 @@ def test_scanned_blocks_are_the_blocks_one_after_the_other():
     tokens, segments, positions = rows_of(random_document(9, 0), length=9)
     definition, weights = nnx.split(model.blocks)
     x = model.embed(tokens)
-    mask = model_module.document_mask(segments)
-    rope = model_module.rope_tables(positions, 8, SMALL.rope_theta)
+    mask = layers.document_mask(segments)
+    rope = layers.rope_tables(positions, 8, SMALL.rope_theta)
     for layer in range(SMALL.layers):
         block = nnx.merge(definition, jax.tree.map(lambda w, i=layer: w[i], weights))
         x = block(x, mask, rope)
