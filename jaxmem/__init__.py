@@ -12,6 +12,8 @@ from jaxmem._head import token_stats as token_stats
 from jaxmem._head import token_stats_from_logits as token_stats_from_logits
 from jaxmem._mismatch import mismatch_report as mismatch_report
 from jaxmem._report import report as report
+from jaxmem._selected import selected_logprobs as selected_logprobs
+from jaxmem._selected import support_logprobs as support_logprobs
 from jaxmem._stats import TokenStats as TokenStats
 from jaxmem._token_loss import token_loss as token_loss
 from jaxmem._version import __version__ as __version__

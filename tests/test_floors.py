@@ -36,6 +36,7 @@ FLOORS = {
     "jaxmem._token_loss": 3,
     "jaxmem._rule": 3,
     "jaxmem._divergence": 3,
+    "jaxmem._selected": 3,
     "jaxmem._ratios": 4,
     "jaxmem._sequences": 4,
     "jaxmem._policy": 4,
