@@ -1,5 +1,7 @@
 """What a drop-in head does with its weights; the same for every kind of Flax module."""
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -9,7 +11,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxmem import _backends, _head, _spec
+from jaxmem import _backends, _head, _spec, _token_loss
 from jaxmem._spec import Chunk, Layout
 from jaxmem._stats import TokenStats
 
@@ -176,12 +178,54 @@ class HeadVerbs:
             normalizer = _count(labels, where)
         return _divided(jnp.sum(per_token), normalizer)
 
-    def _run(self, verb, hidden, *labels, **keywords):
+    def token_loss(
+        self,
+        loss_fn: Callable,
+        hidden: ArrayLike,
+        labels: ArrayLike,
+        *per_token: ArrayLike,
+        where: ArrayLike | None = None,
+        normalizer: ArrayLike | None = None,
+        temperature: ArrayLike = 1.0,
+        frozen_head: bool = False,
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """A loss of each token's statistics, with its gradient in the same pass.
+
+            loss = Σ_t loss_fn(stats_t, *per_token_t) / normalizer
+
+        Args:
+            loss_fn: see `jaxmem.token_loss`.
+            hidden: final hidden states [..., D].
+            labels: token ids [...]; negative marks padding.
+            per_token: what else the loss is made of, [...] or [..., K] each.
+            where: booleans that broadcast to labels; False masks a token.
+            normalizer: what the sum is divided by; None: the tokens that count here.
+            temperature: positive scalar or one a token, [...]; not differentiable.
+            frozen_head: there is no gradient of the head's weights.
+
+        Returns:
+            (loss, metrics): a float32 scalar, and what loss_fn calls metrics, [...].
+
+        **Memory**: that of `jaxmem.token_loss`, with the head's chunk.
+        """
+        verb = functools.partial(_token_loss.token_loss, loss_fn)
+        return self._run(
+            verb,
+            hidden,
+            labels,
+            *per_token,
+            where=where,
+            normalizer=normalizer,
+            temperature=temperature,
+            frozen_head=frozen_head,
+        )
+
+    def _run(self, verb, hidden, *per_token, **keywords):
         hidden, weights = self._prepare(hidden)
         return verb(
             hidden,
             weights.W,
-            *labels,
+            *per_token,
             chunk=self.chunk,
             softcap=self.softcap,
             bias=weights.bias,

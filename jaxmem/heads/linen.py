@@ -79,6 +79,7 @@ class LMHead(HeadVerbs, nn.Module):
     token_stats = HeadVerbs.token_stats
     entropy = HeadVerbs.entropy
     loss = HeadVerbs.loss
+    token_loss = HeadVerbs.token_loss
 
     @nn.compact
     def _weights(self, depth: int) -> Weights:

@@ -5,7 +5,7 @@ import os
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, overload
 
 import jax
 from rich import progress
@@ -27,14 +27,65 @@ class StepMetrics(NamedTuple):
     learning_rate: float
     seconds: float  # wall time: reading data, the step, reading the loss back
 
+    @property
+    def line(self) -> str:
+        """What the progress report says of the step."""
+        return f"loss {self.loss:.4f}  {self.tokens_per_second:,.0f} tokens/s"
 
-def read_history(path: Path) -> list[StepMetrics]:
+
+class PolicyMetrics(NamedTuple):
+    """The numbers of one rollout and its updates; one line of metrics.jsonl.
+
+    Means are over the tokens sampled, and over the updates of the step.
+    """
+
+    step: int  # rollouts done, this one included
+    reward: float  # mean over the samples
+    accuracy: float  # share of samples that are the answer
+    degenerate: float  # share of groups whose rewards are all equal
+    loss: float  # what is minimised, mean over the updates
+    kl: float | None  # to the initial weights, k3; None without them
+    entropy: float  # of the policy, nats
+    sum_pi_squared: float  # of the policy, the collision probability
+    clip_fraction: float  # share of tokens without a gradient because of the clip
+    grad_norm: float  # global, before clipping, mean over the updates
+    learning_rate: float
+    response_length: float  # tokens sampled, mean over the samples
+    mismatch_mean: float  # |trainer's - sampler's log-probability|, nats
+    mismatch_max: float  # likewise, the largest
+    tokens: int  # of prompts and responses, in the rollout
+    tokens_per_second: float
+    rollout_seconds: float  # sampling and rewards
+    old_seconds: float  # log-probabilities before the updates
+    reference_seconds: float  # log-probabilities of the initial weights
+    update_seconds: float
+    seconds: float  # all of them
+    peak_gib: float | None  # on the device since the start; None where it cannot tell
+
+    @property
+    def line(self) -> str:
+        """What the progress report says of the step."""
+        return (
+            f"reward {self.reward:.3f}  entropy {self.entropy:.3f}  "
+            f"{self.tokens_per_second:,.0f} tokens/s"
+        )
+
+
+AnyMetrics = StepMetrics | PolicyMetrics
+_Metrics = TypeVar("_Metrics", StepMetrics, PolicyMetrics)
+
+
+@overload
+def read_history(path: Path) -> list[StepMetrics]: ...
+@overload
+def read_history(path: Path, kind: type[_Metrics]) -> list[_Metrics]: ...
+def read_history(path: Path, kind: Any = StepMetrics) -> list:
     """The steps that a metrics file holds, in order."""
     lines = path.read_text("utf-8").splitlines()
-    return [StepMetrics(**json.loads(line)) for line in lines]
+    return [kind(**json.loads(line)) for line in lines]
 
 
-def tokens_per_second(history: Sequence[StepMetrics]) -> float:
+def tokens_per_second(history: Sequence[AnyMetrics]) -> float:
     """Median over the steps, which one slow step cannot move; 0 without steps."""
     return statistics.median(s.tokens_per_second for s in history) if history else 0.0
 
@@ -61,12 +112,12 @@ class MetricsWriter:
         self._file.close()
         self._board.close()
 
-    def write(self, metrics: StepMetrics) -> None:
+    def write(self, metrics: AnyMetrics) -> None:
         """Record one step; it is in the operating system's hands on return."""
         self._file.write(json.dumps(metrics._asdict()) + "\n")
         self._file.flush()
         for name, value in metrics._asdict().items():
-            if name != "step":
+            if name != "step" and value is not None:
                 self._board.add_scalar(name, value, metrics.step)
 
 
@@ -112,9 +163,9 @@ class ProgressReport:
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
-    def update(self, metrics: StepMetrics) -> None:
+    def update(self, metrics: AnyMetrics) -> None:
         """Show one step."""
-        line = f"loss {metrics.loss:.4f}  {metrics.tokens_per_second:,.0f} tokens/s"
+        line = metrics.line
         self._bar.update(self._task, completed=metrics.step, description=line)
         due = metrics.step in (self._first, self._steps)
         if not self._console.is_terminal and (due or metrics.step % self._every == 0):

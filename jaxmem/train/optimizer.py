@@ -1,10 +1,13 @@
-"""AdamW under a linear warmup and a cosine decay."""
+"""AdamW under a linear warmup and a cosine decay, of all weights or of some."""
 
 import dataclasses
+import re
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
+from flax import traverse_util
 
 from jaxmem.train._checks import check_field
 
@@ -21,6 +24,10 @@ class OptimizerConfig:
     eps: float = 1e-8  # added to the root of the latter
     weight_decay: float = 0.1  # per unit of learning rate; matrices only
     clip_norm: float | None = 1.0  # largest global gradient norm; None: no clipping
+    # None: all weights; or a regular expression searched in their names, which are like
+    # "blocks/attention/query/kernel". The others are frozen: no gradient, no moments.
+    # Those it finds are kept in float32, as small updates would be lost in 16 bits.
+    trainable: str | None = None
 
     def __post_init__(self):
         """Refuse impossible values, by name."""
@@ -33,6 +40,56 @@ class OptimizerConfig:
         check_field(self, "final_fraction", 0 <= self.final_fraction <= 1, "in [0, 1]")
         if self.clip_norm is not None:
             check_field(self, "clip_norm", self.clip_norm > 0, "above 0, or None")
+        if self.trainable is not None:
+            check_field(
+                self, "trainable", _is_pattern(self.trainable), "a regular expression"
+            )
+
+
+def _is_pattern(text: str) -> bool:
+    try:
+        re.compile(text)
+    except re.error:
+        return False
+    return True
+
+
+def split_weights(weights: dict, trainable: str | None) -> tuple[dict, dict]:
+    """Weights to train, and weights to leave alone.
+
+    Args:
+      weights: nested by name, as `nnx.to_pure_dict` returns them.
+      trainable: of an `OptimizerConfig`.
+
+    Returns:
+      Two dicts nested likewise, the first of which is in float32 unless the second is
+      empty; for `join_weights`.
+
+    Raises:
+      ValueError: no weight has such a name.
+    """
+    if trainable is None:
+        return weights, {}
+    flat: dict[str, Any] = dict(traverse_util.flatten_dict(weights, sep="/"))
+    trained = {k: w for k, w in flat.items() if re.search(trainable, k)}
+    if not trained:
+        raise ValueError(
+            f"optimizer.trainable={trainable!r} is in no weight's name: "
+            f"{', '.join(flat)}"
+        )
+    frozen = {k: w for k, w in flat.items() if k not in trained}
+    if frozen:
+        trained = {k: w.astype(jnp.float32) for k, w in trained.items()}
+    return (
+        traverse_util.unflatten_dict(trained, sep="/"),
+        traverse_util.unflatten_dict(frozen, sep="/"),
+    )
+
+
+def join_weights(trained: Any, frozen: dict) -> dict:
+    """Put together what `split_weights` took apart."""
+    flat = [traverse_util.flatten_dict(d) for d in (trained, frozen)]
+    return traverse_util.unflatten_dict(flat[0] | flat[1])
 
 
 def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:

@@ -1,7 +1,6 @@
 """Supervised training: the step, the loop, and what both heads cost at the end."""
 
 import dataclasses
-import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,43 +14,23 @@ from flax import nnx
 from rich.console import Console
 
 from jaxmem.train import data, metrics
-from jaxmem.train._checks import check_field
-from jaxmem.train.checkpoint import Checkpoints, check_same_config
 from jaxmem.train.data import Batch
+from jaxmem.train.loop import RunConfig as RunConfig
+from jaxmem.train.loop import open_run
 from jaxmem.train.metrics import HeadCost, StepMetrics
-from jaxmem.train.model import Decoder, HeadConfig, ModelConfig, head_loss
+from jaxmem.train.model import Decoder, HeadConfig, head_loss
 from jaxmem.train.optimizer import OptimizerConfig as OptimizerConfig
-from jaxmem.train.optimizer import learning_rate_schedule, make_optimizer
+from jaxmem.train.optimizer import join_weights, learning_rate_schedule
+from jaxmem.train.program import (
+    DecoderProgram,
+    add_in_float32,
+    fixed_weights,
+    update,
+)
+from jaxmem.train.program import TrainState as TrainState
 
 if TYPE_CHECKING:  # config.py reads the dataclasses of this file
     from jaxmem.train.config import Config
-
-
-@dataclasses.dataclass(frozen=True)
-class RunConfig:
-    """How long to train, and what to leave behind."""
-
-    steps: int = 60  # optimizer steps in all
-    accumulate: int = 1  # micro-batches (data.batch_size rows each) in a step
-    seed: int = 0  # initial weights
-    out_dir: str = "runs/sft"  # directory of the run; one that holds a run resumes it
-    checkpoint_every: int = 20  # steps between checkpoints; the last is always saved
-    keep: int = 2  # newest checkpoints to keep
-    log_every: int = 10  # steps between plain progress lines (not on a terminal)
-    compare_heads: bool = True  # at the end, compile both heads and show their memory
-
-    def __post_init__(self):
-        """Refuse impossible values, by name."""
-        for name in ("steps", "accumulate", "checkpoint_every", "keep", "log_every"):
-            check_field(self, name, getattr(self, name) >= 1, "at least 1")
-        check_field(self, "seed", 0 <= self.seed < 2**31, "in [0, 2**31)")
-
-
-class TrainState(NamedTuple):
-    """What a step changes.  A step draws no random numbers, so there is no key."""
-
-    params: optax.Params  # the model's parameters, in param_dtype
-    optimizer: optax.OptState  # float32 moments, and the count of steps
 
 
 class Result(NamedTuple):
@@ -87,7 +66,7 @@ def sum_gradients(
 
     def add(sums: Any, micro_batch: Batch) -> tuple[Any, None]:
         terms = jax.value_and_grad(loss)(params, micro_batch, normalizer)
-        return jax.tree.map(lambda a, b: a + b.astype(jnp.float32), sums, terms), None
+        return add_in_float32(sums, terms), None
 
     zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
     return jax.lax.scan(add, (jnp.zeros(()), zeros), micro_batches)[0]
@@ -97,7 +76,7 @@ def make_step(
     definition: nnx.GraphDef[Decoder],
     head: HeadConfig,
     optimizer: optax.GradientTransformation,
-) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]:
+) -> Callable[[TrainState, dict, Batch], tuple[TrainState, dict[str, jax.Array]]]:
     """Build the function that one optimizer step is.
 
     Args:
@@ -106,80 +85,56 @@ def make_step(
       optimizer: from `make_optimizer`.
 
     Returns:
-      (state, micro-batches [K, B, T]) to the next state and the step's `loss` (0 where
-      no token counts), `tokens` and `grad_norm`.
+      (state, frozen weights, micro-batches [K, B, T]) to the next state and the step's
+      `loss` (0 where no token counts), `tokens` and `grad_norm`.
     """
 
-    def loss(params: Any, batch: Batch, normalizer: jax.Array) -> jax.Array:
-        model = nnx.merge(definition, params)
-        hidden = model(batch.tokens, batch.segment_ids, batch.positions)
-        return head_loss(
-            model.head, hidden, batch.labels, normalizer, head.implementation
-        )
+    def step(state: TrainState, frozen: dict, micro_batches: Batch):
+        def loss(params: Any, batch: Batch, normalizer: jax.Array) -> jax.Array:
+            model = nnx.merge(definition, join_weights(params, frozen))
+            hidden = model(batch.tokens, batch.segment_ids, batch.positions)
+            return head_loss(
+                model.head, hidden, batch.labels, normalizer, head.implementation
+            )
 
-    def step(state: TrainState, micro_batches: Batch):
         tokens = jnp.sum(micro_batches.labels >= 0)
         total, gradients = sum_gradients(loss, state.params, micro_batches, tokens)
-        updates, optimizer_state = optimizer.update(
-            gradients, state.optimizer, state.params
-        )
-        params = optax.apply_updates(state.params, updates)
-        numbers = {
-            "loss": total,
-            "tokens": tokens,
-            "grad_norm": optax.tree.norm(gradients),
-        }
-        return TrainState(params, optimizer_state), numbers
+        state, norm = update(optimizer, state, gradients)
+        return state, {"loss": total, "tokens": tokens, "grad_norm": norm}
 
     return step
 
 
-class Program:
-    """A run's functions and shapes; nothing is allocated until `initial_state`.
+class Program(DecoderProgram):
+    """A supervised run's functions and shapes.
 
     Args:
       config: of the run.
-      vocab_size: entries of the tokenizer; the model's vocabulary unless config has a
-        larger one, whose rest is padding.
+      vocab_size: entries of the tokenizer.
     """
 
     def __init__(self, config: "Config", vocab_size: int):
+        schedule = learning_rate_schedule(config.optimizer, config.run.steps)
+        super().__init__(config, vocab_size, config.run.seed, schedule)
         self.config = config
-        self._model = _with_vocabulary(config.model, vocab_size)
-        self.schedule = learning_rate_schedule(config.optimizer, config.run.steps)
-        self._optimizer = make_optimizer(config.optimizer, self.schedule)
-        self._definition = nnx.split(nnx.eval_shape(self._new_model))[0]
-        self.state_shapes = jax.eval_shape(self._new_state)
-
-    def _new_model(self) -> Decoder:
-        rngs = nnx.Rngs(jax.random.key(self.config.run.seed))
-        return Decoder(self._model, self.config.head, rngs=rngs)
-
-    def _new_state(self) -> TrainState:
-        params = nnx.to_pure_dict(nnx.split(self._new_model())[1])
-        # Moments in float32 even where the parameters are not.
-        return TrainState(
-            params, self._optimizer.init(optax.tree.cast(params, jnp.float32))
-        )
-
-    def initial_state(self) -> TrainState:
-        """Draw the parameters from `run.seed`, on the device."""
-        return jax.jit(self._new_state)()
+        self._rows = config.data.batch_size, config.data.sequence_length
 
     def compile_step(self, head: HeadConfig) -> jax.stages.Compiled:
         """Compile the train step from shapes alone; the state given is consumed."""
-        rows = self.config.data.batch_size, self.config.data.sequence_length
-        ids = jax.ShapeDtypeStruct((self.config.run.accumulate, *rows), jnp.int32)
-        step = make_step(self._definition, head, self._optimizer)
+        ids = jax.ShapeDtypeStruct((self.config.run.accumulate, *self._rows), jnp.int32)
+        step = make_step(self.definition, head, self.optimizer)
         donating = jax.jit(step, donate_argnums=0)
-        return donating.lower(self.state_shapes, Batch._make([ids] * 4)).compile()
+        shapes = self.state_shapes, self.frozen_shapes, Batch._make([ids] * 4)
+        return donating.lower(*shapes).compile()
 
-    def evaluate(self, params: optax.Params, batches: Iterator[Batch]) -> float:
+    def evaluate(
+        self, params: optax.Params, frozen: dict, batches: Iterator[Batch]
+    ) -> float:
         """Mean loss of every token in the batches, in nats; forward only."""
 
         @jax.jit
-        def sums(params: optax.Params, batch: Batch):
-            model = nnx.merge(self._definition, params)
+        def sums(params: optax.Params, frozen: dict, batch: Batch):
+            model = self.model(params, frozen)
             hidden = model(batch.tokens, batch.segment_ids, batch.positions)
             total = head_loss(
                 model.head,
@@ -190,17 +145,16 @@ class Program:
             )
             return total, jnp.sum(batch.labels >= 0)
 
-        totals = np.array([sums(params, batch) for batch in batches], np.float64)
-        total, tokens = totals.sum(axis=0)
+        made = [sums(params, frozen, batch) for batch in batches]
+        total, tokens = np.array(made, np.float64).sum(axis=0)
         return float(total / max(tokens, 1))
 
     def compile_head(self, head: HeadConfig) -> jax.stages.Compiled:
         """Compile loss and gradients of the head alone, for one micro-batch."""
-        model = nnx.eval_shape(self._new_model)
+        model = nnx.eval_shape(self.new_model)
         definition, weights = nnx.split(model.head)
-        rows = self.config.data.batch_size, self.config.data.sequence_length
         hidden = jax.ShapeDtypeStruct(
-            (*rows, self.config.model.hidden), self.config.model.dtype
+            (*self._rows, self.config.model.hidden), self.config.model.dtype
         )
 
         def loss(weights: Any, hidden: jax.Array, labels: jax.Array) -> jax.Array:
@@ -209,11 +163,37 @@ class Program:
             return head_loss(module, hidden, labels, tokens, head.implementation)
 
         gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
-        labels = jax.ShapeDtypeStruct(rows, jnp.int32)
+        labels = jax.ShapeDtypeStruct(self._rows, jnp.int32)
         return gradients.lower(nnx.to_pure_dict(weights), hidden, labels).compile()
 
 
 # -------------------------------------------------------------------- loop
+
+
+class _Job:
+    """The steps of a supervised run, for `Run.take_steps`."""
+
+    def __init__(
+        self,
+        program: Program,
+        compiled: jax.stages.Compiled,
+        frozen: dict,
+        batches: data.BatchIterator,
+    ):
+        self._program, self._compiled = program, compiled
+        self._frozen, self._batches = frozen, batches
+        self.state_shapes = program.state_shapes
+        self.initial_state = program.initial_state
+        self.get_state, self.set_state = batches.get_state, batches.set_state
+
+    def step(self, number: int, state: TrainState) -> tuple[TrainState, StepMetrics]:
+        start = time.perf_counter()
+        taken = _micro_batches(self._batches, self._program.config.run.accumulate)
+        state, numbers = self._compiled(state, self._frozen, taken)
+        numbers = jax.device_get(numbers)
+        seconds = time.perf_counter() - start
+        learning_rate = self._program.schedule(number - 1)
+        return state, _step_metrics(number, numbers, learning_rate, seconds)
 
 
 def train(
@@ -221,12 +201,9 @@ def train(
 ) -> Result:
     """Train, or resume training, and report what the head cost.
 
-    A run lives in `config.run.out_dir`.  If checkpoints are there, training continues
-    from the newest: killed at any step and called again, it takes bitwise the same
-    steps on the CPU as if it had never stopped.
-
     Args:
-      config: everything about the run.
+      config: everything about the run, which lives in `config.run.out_dir`; a run that
+        is there already continues from its newest checkpoint (see `loop.open_run`).
       operative_text: the gin text that says the same; saved beside the run.
       console: where progress goes; a new rich console by default.
 
@@ -238,70 +215,22 @@ def train(
       FloatingPointError: the loss is not finite.
     """
     console = console or Console()
-    out_dir = Path(config.run.out_dir).expanduser()
-    with Checkpoints(out_dir / "checkpoints", config.run.keep) as checkpoints:
-        done = checkpoints.latest() or 0
-        if done:
-            saved = checkpoints.saved_config(done)
-            check_same_config(saved, _fixed_config(config), out_dir)
-            console.print(f"resuming {out_dir} after step {done}", highlight=False)
+    with open_run(config.run, _fixed_config(config), console) as run:
         tokenizer = data.load_tokenizer(config.data)
-        (out_dir / "tokenizer.json").write_text(tokenizer.to_str(), "utf-8")
-        if operative_text:
-            (out_dir / "operative.gin").write_text(operative_text, "utf-8")
+        (run.out_dir / "tokenizer.json").write_text(tokenizer.to_str(), "utf-8")
         program = Program(config, tokenizer.get_vocab_size())
+        compiled, frozen = program.compile_step(config.head), program.frozen()
         batches = data.batches(config.data, tokenizer)
-        compiled = program.compile_step(config.head)
-        with metrics.MetricsWriter(out_dir, done) as writer:
-            state = _loop(
-                program, compiled, batches, checkpoints, done, writer, console
-            )
+        state = run.take_steps(_Job(program, compiled, frozen, batches), operative_text)
     held_out_loss = None
     if config.data.held_out:
         held_out = data.batches(config.data, tokenizer, split="evaluation", epochs=1)
-        held_out_loss = program.evaluate(state.params, held_out)
-    history = metrics.read_history(writer.path)
+        held_out_loss = program.evaluate(state.params, frozen, held_out)
+    history = metrics.read_history(run.metrics_path)
     costs = _head_costs(program, compiled) if config.run.compare_heads else {}
-    result = Result(out_dir, history, costs, held_out_loss)
+    result = Result(run.out_dir, history, costs, held_out_loss)
     _report(result, console)
     return result
-
-
-def _loop(
-    program: Program,
-    compiled: jax.stages.Compiled,
-    batches: data.BatchIterator,
-    checkpoints: Checkpoints,
-    done: int,
-    writer: metrics.MetricsWriter,
-    console: Console,
-) -> TrainState:
-    run = program.config.run
-    if done:
-        state, data_state = checkpoints.restore(done, program.state_shapes)
-        batches.set_state(data_state)
-    else:
-        state = program.initial_state()
-    with metrics.ProgressReport(console, run.steps, done, run.log_every) as report:
-        for step in range(done + 1, run.steps + 1):
-            start = time.perf_counter()
-            state, numbers = compiled(state, _micro_batches(batches, run.accumulate))
-            numbers = jax.device_get(numbers)
-            seconds = time.perf_counter() - start
-            taken = _step_metrics(step, numbers, program.schedule(step - 1), seconds)
-            if not math.isfinite(taken.loss):
-                raise FloatingPointError(
-                    f"the loss of step {step} is {taken.loss}; the run can resume from "
-                    "its last checkpoint, with a lower optimizer.learning_rate"
-                )
-            # Before the checkpoint: a restored step has always been written.
-            writer.write(taken)
-            report.update(taken)
-            if step % run.checkpoint_every == 0 or step == run.steps:
-                checkpoints.save(
-                    step, state, batches.get_state(), _fixed_config(program.config)
-                )
-    return state
 
 
 def _micro_batches(batches: Iterator[Batch], count: int) -> Batch:
@@ -324,17 +253,6 @@ def _step_metrics(
     )
 
 
-def _with_vocabulary(model: ModelConfig, size: int) -> ModelConfig:
-    if model.vocab_size is None:
-        return dataclasses.replace(model, vocab_size=size)
-    if model.vocab_size < size:
-        raise ValueError(
-            f"model.vocab_size={model.vocab_size} is below the tokenizer's {size} "
-            "entries; raise it, leave it None, or lower data.vocab_size"
-        )
-    return model
-
-
 def _fixed_config(config: "Config") -> dict[str, dict[str, Any]]:
     """What a resumed run must share with the saved one."""
     fixed = {
@@ -342,7 +260,7 @@ def _fixed_config(config: "Config") -> dict[str, dict[str, Any]]:
         "model": dataclasses.asdict(config.model),
     }
     del fixed["data"]["cache_dir"]  # where vocabularies lie, not what they are
-    return fixed
+    return fixed | fixed_weights(config.optimizer, config.run.seed)
 
 
 # ------------------------------------------------------------------ report

@@ -1,7 +1,5 @@
 """The Linen head: nn.Dense's checkpoints and numbers, the NNX head's verbs."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -105,13 +103,28 @@ def test_two_methods_in_one_apply_share_the_params():
     np.testing.assert_allclose(loss, -log_p[LABELS >= 0].mean(), rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["entropy", "logprobs", "token_stats", "loss"])
-def test_flax_sees_every_method(name):
-    labels = () if name == "entropy" else (LABELS,)
+def negative_logprob(stats):
+    return -stats.logprob
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("entropy", (HIDDEN,)),
+        ("logprobs", (HIDDEN, LABELS)),
+        ("token_stats", (HIDDEN, LABELS)),
+        ("loss", (HIDDEN, LABELS)),
+        ("token_loss", (negative_logprob, HIDDEN, LABELS)),
+    ],
+)
+def test_flax_sees_every_method(name, arguments):
     head, is_method = LMHead(V), lambda module, method: method == name
-    options = dict(method=name, capture_intermediates=is_method)
-    init = functools.partial(head.init_with_output, **options)
-    _, variables = jax.eval_shape(init, KEY, HIDDEN, *labels)
+
+    def init(key):
+        options = dict(method=name, capture_intermediates=is_method)
+        return head.init_with_output(key, *arguments, **options)
+
+    _, variables = jax.eval_shape(init, KEY)
     assert set(variables["intermediates"]) == {name}
 
 

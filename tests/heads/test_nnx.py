@@ -209,6 +209,39 @@ def test_all_masked_gives_zero_and_zero_gradients(normalizer, z_loss):
 # Types
 
 
+@pytest.mark.parametrize("frozen_head", [False, True])
+def test_token_loss_is_the_loss_of_the_statistics(frozen_head):
+    head, hidden = make_head(softcap=5.0, chunk=4), hidden_states()
+    advantages = np.random.default_rng(2).normal(size=BATCH).astype(np.float32)
+
+    def per_token(stats, advantage):
+        loss = -advantage * stats.logprob - 0.1 * stats.entropy
+        return loss, {"entropy": stats.entropy}
+
+    def fused(head, hidden):
+        return head.token_loss(
+            per_token, hidden, LABELS, advantages, where=KEEP, normalizer=7,
+            temperature=0.7, frozen_head=frozen_head,
+        )  # fmt: skip
+
+    def plain(head, hidden):
+        stats = head.token_stats(hidden, LABELS, KEEP, 0.7)
+        losses, metrics = per_token(stats, advantages)
+        return jnp.sum(losses) / 7, metrics
+
+    made, want = (
+        nnx.jit(nnx.value_and_grad(f, argnums=(0, 1), has_aux=True))(head, hidden)
+        for f in (fused, plain)
+    )
+    (loss, metrics), (of_head, of_hidden) = made
+    np.testing.assert_allclose(loss, want[0][0], rtol=1e-6)
+    np.testing.assert_allclose(metrics["entropy"], want[0][1]["entropy"], rtol=1e-6)
+    np.testing.assert_allclose(of_hidden, want[1][1], atol=1e-6)
+    for got, expected in zip(*map(jax.tree.leaves, (of_head, want[1][0])), strict=True):
+        expected = jnp.zeros_like(expected) if frozen_head else expected
+        np.testing.assert_allclose(got, expected, atol=1e-6)
+
+
 def test_gradient_has_the_parameter_type_and_f32_sums():
     head = make_head(dtype=jnp.bfloat16, param_dtype=jnp.float32)
     hidden = hidden_states()

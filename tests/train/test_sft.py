@@ -25,7 +25,12 @@ from jaxmem.train.config import Config
 from jaxmem.train.data import Batch, DataConfig
 from jaxmem.train.metrics import read_history
 from jaxmem.train.model import Decoder, HeadConfig, ModelConfig
-from jaxmem.train.optimizer import learning_rate_schedule, make_optimizer
+from jaxmem.train.optimizer import (
+    join_weights,
+    learning_rate_schedule,
+    make_optimizer,
+    split_weights,
+)
 from jaxmem.train.sft import OptimizerConfig, RunConfig
 
 MODEL = ModelConfig(layers=1, hidden=16, ff=24, heads=2, kv_heads=1, head_dim=8)
@@ -135,7 +140,8 @@ def small_step(make, **changes):
     definition, weights = nnx.split(decoder)
     params, optimizer = nnx.to_pure_dict(weights), make()
     step = sft.make_step(definition, HeadConfig(), optimizer)
-    return jax.jit(step), sft.TrainState(params, optimizer.init(params))
+    run = jax.jit(lambda state, batch: step(state, {}, batch))
+    return run, sft.TrainState(params, optimizer.init(params))
 
 
 @pytest.mark.parametrize("count", [2, 8])
@@ -223,6 +229,45 @@ def test_norms_do_not_decay_though_stacking_gave_them_two_axes():
     )
 
 
+def test_frozen_weights_have_no_gradient_no_moments_and_never_change(config, tmp_path):
+    config = changed(
+        config,
+        model=dict(param_dtype="bfloat16"),
+        optimizer=dict(trainable="attention/|^norm"),
+        run=dict(compare_heads=False),
+    )
+    program = sft.Program(config, 320)
+    shapes = program.state_shapes
+    assert set(shapes.params) == {"blocks", "norm"}
+    assert set(shapes.params["blocks"]) == {"attention"}
+    assert {leaf.dtype for leaf in jax.tree.leaves(shapes.params)} == {np.dtype("f4")}
+    frozen = jax.tree.leaves(program.frozen_shapes)
+    assert {leaf.dtype for leaf in frozen} == {jnp.dtype("bfloat16")}
+    trained = sum(leaf.size for leaf in jax.tree.leaves(shapes.params))
+    moments = sum(leaf.size for leaf in jax.tree.leaves(shapes.optimizer) if leaf.ndim)
+    assert moments == 2 * trained
+    sizes = program.compile_step(config.head).memory_analysis()
+    # Weights and moments are donated: what is left of the output are scalars.
+    assert sizes.output_size_in_bytes - sizes.alias_size_in_bytes < 400
+    result, _ = train(config)
+    assert losses(result)[-1] < losses(result)[0]
+    more = dict(steps=8, seed=1)
+    with pytest.raises(ValueError, match="run.seed was 0, is 1"):
+        train(changed(config, run=more))
+
+
+def test_weights_are_split_by_name_and_joined_again():
+    _, state = small_step(adamw)
+    for pattern, names in (("attention/query", 1), ("scale", 3), (".", 11)):
+        trained, frozen = split_weights(state.params, pattern)
+        assert len(jax.tree.leaves(trained)) == names
+        joined = join_weights(trained, frozen)
+        assert jax.tree.structure(joined) == jax.tree.structure(state.params)
+        jax.tree.map(np.testing.assert_array_equal, joined, state.params)
+    with pytest.raises(ValueError, match="trainable='heads' is in no weight's name: b"):
+        split_weights(state.params, "heads")
+
+
 def test_the_learning_rate_warms_up_then_decays():
     rates = [
         float(learning_rate_schedule(OptimizerConfig(1.0, warmup_steps=4), 20)(i))
@@ -274,7 +319,8 @@ def test_held_out_text_is_scored_once_whatever_the_batches(config, tmp_path):
         other = changed(config, **changes)
         program = sft.Program(other, tokenizer.get_vocab_size())
         batches = sft.data.batches(other.data, tokenizer, split="evaluation", epochs=1)
-        scored.append(program.evaluate(program.initial_state().params, batches))
+        params = program.initial_state().params
+        scored.append(program.evaluate(params, {}, batches))
     np.testing.assert_allclose(scored, scored[0], rtol=1e-6)
     assert 0 < result.held_out_loss < scored[0] < np.log(280) + 1
 
@@ -336,6 +382,7 @@ def test_a_warmup_as_long_as_the_run_is_refused(config):
         (OptimizerConfig, dict(learning_rate=0.0), "learning_rate must be above 0"),
         (OptimizerConfig, dict(b2=1.0), "b2 must be in .*got 1.0"),
         (OptimizerConfig, dict(clip_norm=0.0), "clip_norm must be above 0, or None"),
+        (OptimizerConfig, dict(trainable="("), "trainable must be a regular expressio"),
     ],
 )
 def test_impossible_settings_are_refused_by_name(kind, changes, message):

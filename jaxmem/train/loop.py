@@ -1,0 +1,162 @@
+"""What every job's run is made of: steps, their metrics, and checkpoints to resume."""
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from rich.console import Console
+
+from jaxmem.train import metrics
+from jaxmem.train._checks import check_field
+from jaxmem.train.checkpoint import Checkpoints, check_same_config
+from jaxmem.train.program import TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """Which job, how long to train, and what to leave behind."""
+
+    job: Literal["sft", "grpo"] = "sft"  # supervised, or reinforcement learning
+    steps: int = 60  # optimizer steps in all; rollouts of the job "grpo"
+    accumulate: int = 1  # micro-batches (data.batch_size rows each) in a step
+    seed: int = 0  # initial weights, and what a policy samples
+    out_dir: str = "runs/sft"  # directory of the run; one that holds a run resumes it
+    checkpoint_every: int = 20  # steps between checkpoints; the last is always saved
+    keep: int = 2  # newest checkpoints to keep
+    log_every: int = 10  # steps between plain progress lines (not on a terminal)
+    compare_heads: bool = True  # at the end, compile both heads and show their memory
+
+    def __post_init__(self):
+        """Refuse impossible values, by name."""
+        for name in ("steps", "accumulate", "checkpoint_every", "keep", "log_every"):
+            check_field(self, name, getattr(self, name) >= 1, "at least 1")
+        check_field(self, "seed", 0 <= self.seed < 2**31, "in [0, 2**31)")
+        check_field(self, "job", self.job in ("sft", "grpo"), "'sft' or 'grpo'")
+
+
+class Job(Protocol):
+    """What a run takes steps of."""
+
+    @property
+    def state_shapes(self) -> TrainState:
+        """The state's arrays, as `jax.ShapeDtypeStruct`."""
+        ...
+
+    def initial_state(self) -> TrainState:
+        """What the first step starts from."""
+        ...
+
+    def step(
+        self, number: int, state: TrainState
+    ) -> tuple[TrainState, metrics.AnyMetrics]:
+        """Take the step of that number, from 1; the state given is consumed."""
+        ...
+
+    def get_state(self) -> dict[str, Any]:
+        """Return where the job's data stands, as JSON-able values."""
+        ...
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Continue from where `get_state` said that the data stood."""
+        ...
+
+
+class Run:
+    """A run's directory, open: what was done there, and a way to do the rest.
+
+    Attributes:
+      out_dir: the directory.
+      done: steps that need not be taken again.
+      metrics_path: of the file with a line per step.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        fixed: Mapping[str, Mapping],
+        console: Console,
+        checkpoints: Checkpoints,
+    ):
+        self._config, self._fixed = config, fixed
+        self._console, self._checkpoints = console, checkpoints
+        self.out_dir = Path(config.out_dir).expanduser()
+        self.done = checkpoints.latest() or 0
+        self.metrics_path = self.out_dir / "metrics.jsonl"
+        if self.done:
+            saved = checkpoints.saved_config(self.done)
+            check_same_config(saved, fixed, self.out_dir)
+            console.print(
+                f"resuming {self.out_dir} after step {self.done}", highlight=False
+            )
+
+    def take_steps(self, job: Job, operative_text: str = "") -> TrainState:
+        """Take the steps that are left, recording each.
+
+        Args:
+          job: whose steps they are.
+          operative_text: the gin text that says what the config does; saved with them.
+
+        Returns:
+          The state after the last.
+
+        Raises:
+          FloatingPointError: the loss is not finite.
+        """
+        if operative_text:
+            (self.out_dir / "operative.gin").write_text(operative_text, "utf-8")
+        if self.done:
+            restored = self._checkpoints.restore(self.done, job.state_shapes)
+            state, data_state = restored
+            job.set_state(data_state)
+        else:
+            state = job.initial_state()
+        run = self._config
+        with (
+            metrics.MetricsWriter(self.out_dir, self.done) as writer,
+            metrics.ProgressReport(
+                self._console, run.steps, self.done, run.log_every
+            ) as report,
+        ):
+            for number in range(self.done + 1, run.steps + 1):
+                state, taken = job.step(number, state)
+                _check_finite(taken)
+                # Before the checkpoint: a restored step has always been written.
+                writer.write(taken)
+                report.update(taken)
+                if number % run.checkpoint_every == 0 or number == run.steps:
+                    self._checkpoints.save(number, state, job.get_state(), self._fixed)
+        return state
+
+
+@contextlib.contextmanager
+def open_run(
+    config: RunConfig, fixed: Mapping[str, Mapping], console: Console
+) -> Iterator[Run]:
+    """Open the run of `config.out_dir`, old or new.
+
+    If checkpoints are there, `Run.take_steps` continues from the newest: killed at any
+    step and called again, it takes bitwise the same steps on the CPU as if it had never
+    stopped.
+
+    Args:
+      config: of the run.
+      fixed: what a resumed run must share with the saved one, by section and field.
+      console: where progress goes.
+
+    Raises:
+      ValueError: the directory holds a run of which something fixed was different.
+    """
+    out_dir = Path(config.out_dir).expanduser()
+    with Checkpoints(out_dir / "checkpoints", config.keep) as checkpoints:
+        yield Run(config, fixed, console, checkpoints)
+
+
+def _check_finite(taken: metrics.AnyMetrics) -> None:
+    if not math.isfinite(taken.loss):
+        raise FloatingPointError(
+            f"the loss of step {taken.step} is {taken.loss}; the run can resume from "
+            "its last checkpoint, with a lower optimizer.learning_rate"
+        )

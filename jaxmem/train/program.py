@@ -1,0 +1,146 @@
+"""A decoder's weights, trained or frozen, and its optimizer: shapes before arrays."""
+
+import dataclasses
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from jaxmem.train.model import Decoder, HeadConfig, ModelConfig
+from jaxmem.train.optimizer import (
+    OptimizerConfig,
+    join_weights,
+    make_optimizer,
+    split_weights,
+)
+
+
+class TrainState(NamedTuple):
+    """What a step changes.  Random numbers follow from the step's number: no key."""
+
+    params: optax.Params  # the weights that are trained
+    optimizer: optax.OptState  # float32 moments, and the count of updates
+
+
+class ProgramConfig(Protocol):
+    """The sections that a program is made from."""
+
+    @property
+    def model(self) -> ModelConfig:
+        """Sizes of the decoder."""
+        ...
+
+    @property
+    def head(self) -> HeadConfig:
+        """Which way to the loss."""
+        ...
+
+    @property
+    def optimizer(self) -> OptimizerConfig:
+        """What is trained, and how."""
+        ...
+
+
+class DecoderProgram:
+    """A run's functions and shapes; nothing is allocated until `initial_state`.
+
+    Args:
+      config: of the run.
+      vocab_size: ids that the data has; the model's vocabulary unless config has a
+        larger one, whose rest is padding.
+      seed: of the initial weights.
+      schedule: updates done to the next one's learning rate.
+
+    Attributes:
+      definition: of the decoder, for `nnx.merge`.
+      state_shapes: of a `TrainState`.
+      frozen_shapes: of the weights that are not trained; {} if all are.
+    """
+
+    def __init__(
+        self,
+        config: ProgramConfig,
+        vocab_size: int,
+        seed: int,
+        schedule: optax.Schedule,
+    ):
+        self.model_config = with_vocabulary(config.model, vocab_size)
+        self._config, self._seed = config, seed
+        self.schedule = schedule
+        self.optimizer = make_optimizer(config.optimizer, schedule)
+        self.definition = nnx.split(nnx.eval_shape(self.new_model))[0]
+        self.state_shapes = jax.eval_shape(self._new_state)
+        self.frozen_shapes = jax.eval_shape(lambda: self._new_weights()[1])
+
+    def new_model(self) -> Decoder:
+        """The decoder with the weights that the seed says."""
+        rngs = nnx.Rngs(jax.random.key(self._seed))
+        return Decoder(self.model_config, self._config.head, rngs=rngs)
+
+    def _new_weights(self) -> tuple[dict, dict]:
+        weights = nnx.to_pure_dict(nnx.split(self.new_model())[1])
+        return split_weights(weights, self._config.optimizer.trainable)
+
+    def _new_state(self) -> TrainState:
+        params, _ = self._new_weights()
+        # Moments in float32 even where the parameters are not.
+        moments = self.optimizer.init(optax.tree.cast(params, jnp.float32))
+        return TrainState(params, moments)
+
+    def initial_state(self) -> TrainState:
+        """Draw the weights that are trained, on the device."""
+        return jax.jit(self._new_state)()
+
+    def frozen(self) -> dict:
+        """Draw the weights that are not; the same in every process."""
+        return jax.jit(lambda: self._new_weights()[1])()
+
+    def model(self, params: optax.Params, frozen: dict) -> Decoder:
+        """The decoder with these weights."""
+        return nnx.merge(self.definition, join_weights(params, frozen))
+
+    @property
+    def head_is_frozen(self) -> bool:
+        """Whether the matrix of the vocabulary is not trained."""
+        name = "embed" if self.model_config.tied else "head"
+        return name in self.frozen_shapes
+
+
+def update(
+    optimizer: optax.GradientTransformation, state: TrainState, gradients: Any
+) -> tuple[TrainState, jax.Array]:
+    """One step of the optimizer, and the gradients' global norm before clipping."""
+    updates, moments = optimizer.update(gradients, state.optimizer, state.params)
+    params = optax.apply_updates(state.params, updates)
+    return TrainState(params, moments), optax.tree.norm(gradients)
+
+
+def add_in_float32(sums: Any, terms: Any) -> Any:
+    """Leaf by leaf; sums are in float32, whatever the terms are."""
+    return jax.tree.map(lambda a, b: a + b.astype(jnp.float32), sums, terms)
+
+
+def fixed_weights(optimizer: OptimizerConfig, seed: int) -> dict[str, dict[str, Any]]:
+    """What a resumed run must share with the saved one where weights are frozen."""
+    if optimizer.trainable is None:
+        return {}
+    # Frozen weights are drawn anew, not saved.
+    return {"optimizer": {"trainable": optimizer.trainable}, "run": {"seed": seed}}
+
+
+def with_vocabulary(model: ModelConfig, size: int) -> ModelConfig:
+    """The config with a vocabulary of at least that many entries.
+
+    Raises:
+      ValueError: it names a smaller one.
+    """
+    if model.vocab_size is None:
+        return dataclasses.replace(model, vocab_size=size)
+    if model.vocab_size < size:
+        raise ValueError(
+            f"model.vocab_size={model.vocab_size} is below the data's {size} entries; "
+            "raise it, leave it None, or choose data with a smaller vocabulary"
+        )
+    return model
