@@ -17,20 +17,12 @@ def check(implementation: str | None) -> None:
 
 
 def choose(
-    implementation: str | None,
-    spec: Spec,
-    source: _xla.Head | _xla.Logits,
-    one_pass_for: str | None = None,
+    implementation: str | None, spec: Spec, source: _xla.Head | _xla.Logits
 ) -> tuple[str, str]:
-    """(name, reason); a name given explicitly runs or raises, never falls back.
-
-    A call that needs a backend's `one_pass` says what it needs it for.
-    """
+    """(name, reason); a name given explicitly runs or raises, never falls back."""
     if implementation == "xla":
         return implementation, "named by the caller"
     refusal = hopper.supported(spec, source)
-    if one_pass_for and not hasattr(hopper, "one_pass"):
-        refusal = f"{one_pass_for} runs on 'xla' only"
     if implementation == "hopper":
         if refusal:
             raise NotImplementedError(

@@ -296,20 +296,11 @@ def _prepare(
         frozen_head=bool(frozen_head),
     )
     rows = _rows(spec, shape, labels, where, temperature)
-    backend, why = _backends.choose(
-        implementation, spec, source, _one_pass_for(verb, spec)
-    )
+    backend, why = _backends.choose(implementation, spec, source)
     _report.record(
         _report.Call(verb, shapes, backend, why, spec.chunk, 4 * spec.chunk * columns)
     )
     return spec, backend, rows
-
-
-def _one_pass_for(verb, spec):
-    """What would make statistics and a derivative from the same logits, if anything."""
-    if verb == "token_loss":
-        return verb
-    return f"{verb} with frozen_head" if spec.keeps_gradient else None
 
 
 def _rows(spec, shape, labels, where, temperature):

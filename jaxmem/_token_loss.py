@@ -51,7 +51,7 @@ def token_loss(
             up, pass the number of tokens in all of them.
         chunk, where, temperature, softcap, bias, vocab_size, layout: as in `logprobs`.
         frozen_head: W and bias are constants; there is no gradient of them to sum up.
-        implementation: "xla", or None for the best there is here.
+        implementation: "xla", "hopper", or None for the best there is here.
 
     Returns:
         (loss, metrics): a float32 scalar, and a dict of what loss_fn calls metrics,
@@ -63,8 +63,10 @@ def token_loss(
     **Memory** beyond inputs, outputs and gradients, with C = min(chunk, tokens rounded
     up to 16): 4·C·V; under `jax.grad` also 2·C·V if hidden has 16 bits, and 4·V·D for
     the float32 sum of W's gradient. Under jit, what is not differentiated has no part
-    in it. XLA for CPUs needs 8·C·V where V is no multiple of 128. Gradients wait for
-    the loss's own cotangent: hidden's is rounded to its type before it is scaled.
+    in it. "hopper" takes no more: instead of logits it keeps their exponentials, 2·V a
+    token, of all tokens where those fit, which saves the float32 sum, or else of 2·C.
+    XLA for CPUs needs 8·C·V where V is no multiple of 128. Gradients wait for the
+    loss's own cotangent: hidden's is rounded to its type before it is scaled.
 
     Raises:
         TypeError: also a loss_fn that is none, or returns something else.
@@ -94,14 +96,14 @@ def token_loss(
         made = _loss.nothing(loss, spec, operands, 0, pull=False)
         total, metrics = jnp.zeros((), spec.stats_dtype), made.metrics
     else:
-        total, metrics = _run(spec, backend, loss, source, rows, operands)
+        total, metrics = _run(spec, backend, loss, source, rows, operands, count)
     metrics = {k: lax.stop_gradient(jnp.reshape(v, shape)) for k, v in metrics.items()}
-    return total / count, metrics
+    return total, metrics
 
 
-def _run(spec, backend, loss, source, rows, operands):
+def _run(spec, backend, loss, source, rows, operands, count):
     try:
-        return _vjp.token_loss(spec, backend, loss, source, rows, operands)
+        return _vjp.token_loss(spec, backend, loss, source, rows, operands, count)
     except TypeError as error:
         raise _spec.forward_mode(error) from error
 

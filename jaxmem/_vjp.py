@@ -89,47 +89,55 @@ def _scaled(kept, active, g):
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def token_loss(
-    spec: Spec, backend: str, loss: Loss, source, rows, operands
+    spec: Spec, backend: str, loss: Loss, source, rows, operands, count
 ) -> tuple[jax.Array, dict]:
-    """Sum of the active rows' losses, and metrics [N] by name.
+    """Sum of the active rows' losses, divided by count; and metrics [N] by name.
 
-    Differentiable in source and the per-token operands; metrics are constants.
+    Differentiable in source, the per-token operands and count; metrics are constants.
     """
-    return _token_loss(spec, backend, loss, source, rows, operands)
+    return _token_loss(spec, backend, loss, source, rows, operands, count)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _token_loss(spec, backend, loss, source, rows, operands):
+def _token_loss(spec, backend, loss, source, rows, operands, count):
     stats = _forward(spec, backend, source, rows, TokenStats._fields)
     run = functools.partial(_values_of_rows, spec, loss)
     values = _once(run)(stats, rows, operands)
-    return jnp.sum(values.loss), values.metrics
+    return jnp.sum(values.loss) / count, values.metrics
 
 
-def _token_loss_fwd(spec, backend, loss, source, rows, operands):
+def _token_loss_fwd(spec, backend, loss, source, rows, operands, count):
     _refuse_temperature_gradient(rows)
     _refuse_closed_gradient(loss, operands)
     source, rows, operands = _values(source), _values(rows), _values(operands)
-    run = functools.partial(_one_pass, spec, backend, loss)
-    values, dsource = _once(run)(source, rows, operands)
+    run, count = functools.partial(_one_pass, spec, backend, loss), count.value
+    values, dsource = _once(run)(source, rows, operands, count)
     dsource = _xla.trained(spec, dsource)
     # The cotangents' types, of what is still in the sums'.
     types = jax.tree.map(lambda x: jnp.zeros(0, x.dtype), _xla.trained(spec, source))
-    return (jnp.sum(values.loss), values.metrics), (dsource, types, values.per_token)
+    made = jnp.sum(values.loss) / count
+    return (made, values.metrics), (dsource, types, values.per_token, made, count)
 
 
 def _token_loss_bwd(spec, backend, loss, residuals, cotangents):
-    dsource, types, dper_token = residuals
+    dsource, types, dper_token, made, count = residuals
     g, _ = cotangents
+    if isinstance(g, SymbolicZero):
+        zero = jax.tree.map(
+            lambda x, like: jnp.zeros(x.shape, like.dtype), dsource, types
+        )
+        dper_token, dcount = jax.tree.map(jnp.zeros_like, (dper_token, count))
+        return zero, None, _loss.Operands(dper_token, None), dcount
 
-    def scaled(x, like):
-        if isinstance(g, SymbolicZero):
-            return jnp.zeros(x.shape, like.dtype)
-        wide = jnp.promote_types(g.dtype, x.dtype)
-        return (g.astype(wide) * x.astype(wide)).astype(like.dtype)
+    def scaled(by, x, like):
+        wide = jnp.promote_types(by.dtype, x.dtype)
+        return (by.astype(wide) * x.astype(wide)).astype(like.dtype)
 
-    doperands = _loss.Operands(jax.tree.map(scaled, dper_token, dper_token), None)
-    return jax.tree.map(scaled, dsource, types), None, doperands
+    of_rows = functools.partial(scaled, g / count)
+    of_head = functools.partial(scaled, g) if _divides_early(spec) else of_rows
+    dsource = jax.tree.map(of_head, dsource, types)
+    doperands = _loss.Operands(jax.tree.map(of_rows, dper_token, dper_token), None)
+    return dsource, None, doperands, -g * made / count
 
 
 _token_loss.defvjp(_token_loss_fwd, _token_loss_bwd, symbolic_zeros=True)
@@ -150,12 +158,23 @@ def _values_of_rows(spec, loss, stats, rows, operands) -> Values:
     return _xla.for_active_chunks(spec, rows.active, chunk, made)
 
 
-def _one_pass(spec, backend, loss, source, rows, operands):
+def _divides_early(spec):
+    """Whether cotangents are divided by the count before they meet the logits.
+
+    No scale is left for the gradients then; but float16 would lose small derivatives.
+    """
+    return spec.compute_dtype != jnp.float16
+
+
+def _one_pass(spec, backend, loss, source, rows, operands, count):
     n_rows = rows.labels.shape[0]
 
     def of_chunk(row_ids, outputs):
         stats = TokenStats(*(getattr(outputs, k) for k in TokenStats._fields))
-        return _loss.differentiate(loss, row_ids, stats, operands, n_rows)
+        values, g = _loss.differentiate(loss, row_ids, stats, operands, n_rows)
+        if _divides_early(spec):
+            g = jax.tree.map(lambda x: x / count, g)
+        return values, g
 
     made = _loss.nothing(loss, spec, operands, n_rows, pull=True)
     return _backends.KNOWN[backend].one_pass(spec, source, rows, of_chunk, made)

@@ -28,6 +28,7 @@ FLOORS = {
     "jaxmem.kernels.logits": 1,
     "jaxmem.kernels.forward": 1,
     "jaxmem.kernels.dlogits": 1,
+    "jaxmem.kernels.kept": 1,
     "jaxmem.kernels.products": 1,
     "jaxmem.kernels.hopper": 1,
     "jaxmem._backends": 2,

@@ -282,16 +282,3 @@ def test_memory_is_what_the_docstring_says(size, dtype):
     besides += 4 * (2 * n + v) * d if OLD_XLA and width == 2 else 0
     temp = made.memory_analysis().temp_size_in_bytes
     assert 4 * chunk * v <= temp <= PERCENT * promised + besides
-
-
-# Which backend
-
-
-def test_hopper_refuses_what_would_keep_a_gradient(problem):
-    for verb in ("logprobs", "entropy"):
-        with pytest.raises(
-            NotImplementedError, match=f": {verb} with frozen_head runs on 'xla' only"
-        ):
-            value_of(verb, *problem, frozen_head=True, implementation="hopper")
-    with pytest.raises(NotImplementedError, match=": it (needs|multiplies)"):
-        jaxmem.token_stats(*problem, frozen_head=True, implementation="hopper")

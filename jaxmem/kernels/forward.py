@@ -2,11 +2,12 @@
 
 A unit (`ring.for_each_unit`) folds its tiles of the vocabulary into statistics that
 stay in registers, then writes five numbers a row; groups are merged afterwards, in a
-tree whose shape depends on the vocabulary alone.
+tree whose shape depends on the vocabulary alone. Where the derivative is to follow
+without a second look at the logits, their exponentials leave on the way, in 16 bits.
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -25,9 +26,18 @@ N_STATS = len(Stats._fields)
 _WIDTH = 8  # columns of logits taken at a time; the fewest that registers hold whole
 
 
-def statistics(
-    env: Env, hidden, W, labels, n_active, bias=None, inverse_temperature=None
-) -> Stats:
+class Kept(NamedTuple):
+    """Logits z of rows, to 8 bits: e^(z - m), m the largest of the row's tile.
+
+    Rows that were not active hold anything. What float32 holds of an exponential,
+    bfloat16 does too, so that none is lost; float16 loses those below 6e-8.
+    """
+
+    exps: jax.Array  # [n_rows, columns of W], in 16 bits
+    max: jax.Array  # m, float32 [n_tiles, n_rows]
+
+
+def statistics(env: Env, *operands, **options) -> Stats:
     """Stats [n_rows] of the first `n_active` rows; the rest hold anything.
 
     Args:
@@ -39,6 +49,18 @@ def statistics(
         bias: float32 [V], -inf allowed, or None.
         inverse_temperature: float32 [n_rows], or None.
     """
+    (partial,) = _launch(env, *operands, **options)
+    return _merge_groups(_stats_of(partial))
+
+
+def statistics_and_exps(env: Env, *operands, **options) -> tuple[Stats, Kept]:
+    """`statistics`, to the bit, and what they are sums of."""
+    partial, *kept = _launch(env, *operands, **options)
+    return _merge_groups(_stats_of(partial)), Kept(*kept)
+
+
+def _launch(env, hidden, W, labels, n_active, bias=None, inverse_temperature=None):
+    """`Stats` of every group, [n_groups, N_STATS, n_rows]; `Kept` if tiles leave."""
     operands: dict[str, Any] = dict(
         h=hidden, w=W, labels=labels, n_active=n_active,
         odd=logits.odd_tiles(env, labels),
@@ -48,13 +70,21 @@ def statistics(
     if inverse_temperature is not None:
         operands["inverse_temperature"] = inverse_temperature
     n_groups = -(-_n_tiles(env) // env.tiles.group)
-    partial = plgpu.kernel(
-        functools.partial(_kernel, env, tuple(operands)),
-        out_type=jax.ShapeDtypeStruct((n_groups, N_STATS, env.n_rows), jnp.float32),
+    shape = (n_groups, N_STATS, env.n_rows)
+    made = {"out": jax.ShapeDtypeStruct(shape, jnp.float32)}
+    if env.tiles.stored:
+        made["exps"] = jax.ShapeDtypeStruct((env.n_rows, env.columns), env.dtype)
+        made["max"] = jax.ShapeDtypeStruct((_n_tiles(env), env.n_rows), jnp.float32)
+    return plgpu.kernel(
+        functools.partial(_kernel, env, (*operands, *made)),
+        out_type=tuple(made.values()),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         **env.product.launch(),
     )(*operands.values())
-    return _merge_groups(Stats(*(partial[:, i] for i in range(N_STATS))))
+
+
+def _stats_of(partial):
+    return Stats(*(partial[:, i] for i in range(N_STATS)))
 
 
 def _n_tiles(env):
@@ -78,18 +108,27 @@ def _merge_groups(stats):
 
 
 def _kernel(env, names, *refs):
-    gmem = dict(zip((*names, "out"), refs, strict=True))
-    rows = (N_COMPUTE, env.tiles.rows)
+    gmem, t = dict(zip(names, refs, strict=True)), env.tiles
+    rows = (N_COMPUTE, t.rows)
+    scratch = {}
+    if t.stored:
+        scratch["max_smem"] = plgpu.SMEM(rows, jnp.float32)
+        scratch["exps_smem"] = plgpu.SMEM(
+            (N_COMPUTE, t.slots, t.rows, t.stored),
+            env.dtype,
+            transforms=ring.swizzle(env.dtype, t.stored),
+        )
 
     @functools.partial(
         pl.run_scoped,
         buffers=Ring.scratch(env.product),
         labels_smem=plgpu.SMEM(rows, jnp.int32),
         temperature_smem=plgpu.SMEM(rows, jnp.float32),
-        bias_smem=plgpu.SMEM((N_COMPUTE, env.tiles.columns), jnp.float32),
-        out_smem=plgpu.SMEM((N_COMPUTE, N_STATS, env.tiles.rows), jnp.float32),
+        bias_smem=plgpu.SMEM((N_COMPUTE, t.columns), jnp.float32),
+        out_smem=plgpu.SMEM((N_COMPUTE, N_STATS, t.rows), jnp.float32),
         loaded=plgpu.Barrier(num_barriers=N_COMPUTE),
         collective_axes="wg",
+        **scratch,
     )
     def _scope(buffers, **mine):
         extent = env.extent(gmem["n_active"][0], _n_tiles(env))
@@ -120,9 +159,20 @@ def _unit(env, extent, gmem, smem, buffers, tile, n_tiles, step):
             columns = pl.ds(at * t.columns, t.columns)
             bias = fetch(gmem["bias"].at[columns], smem["bias_smem"])
 
+        keep = None
+        if t.stored:
+            keep = functools.partial(_keep, env, at, rows, gmem, smem)
+
         def fold(z):
             z = logits.scale(env, z, bias, inverse_temperature)
-            return tuple(_stats.merge(so_far, _of_tile(env, z, at, labels, odd)))
+            made = _of_tile(env, z, at, labels, odd, keep)
+            if (
+                t.stored
+            ):  # the last tile's has left: its exponentials' buffers were free
+                smem["max_smem"][...] = made.max
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(smem["max_smem"], gmem["max"].at[at, rows])
+            return tuple(_stats.merge(so_far, made))
 
         made = ring.multiply(env.product, extent, buffers, step, fold)
         return step + extent.n_steps, *made
@@ -141,16 +191,25 @@ def _unit(env, extent, gmem, smem, buffers, tile, n_tiles, step):
     return step
 
 
-def _of_tile(env, z, tile, labels, odd):
+def _keep(env, tile, rows, gmem, smem, i, exps):
+    """The i-th part of a tile's exponentials leaves."""
+    width = env.tiles.stored
+    columns = pl.ds(tile * env.tiles.columns + i * width, width)
+    to = gmem["exps"].at[rows, columns]
+    ring.store_part(i, to, lambda: exps.astype(env.dtype), smem["exps_smem"])
+
+
+def _of_tile(env, z, tile, labels, odd, keep):
     """`_stats.of_tile`, as few registers and instructions as it takes."""
-    z = logits.parts(z, _WIDTH)
+    width = env.tiles.stored or _WIDTH
+    z = logits.parts(z, width)
     first = tile * env.tiles.columns
 
     def with_labels_or_masks():
-        at = [logits.column(x.shape, first + i * _WIDTH) for i, x in enumerate(z)]
-        return _sums(z, functools.partial(_mark, env, at, labels))
+        at = [logits.column(x.shape, first + i * width) for i, x in enumerate(z)]
+        return _sums(z, keep, functools.partial(_mark, env, at, labels))
 
-    return Stats(*lax.cond(odd > 0, with_labels_or_masks, lambda: _sums(z)))
+    return Stats(*lax.cond(odd > 0, with_labels_or_masks, lambda: _sums(z, keep)))
 
 
 def _mark(env, at, labels, i, part):
@@ -159,24 +218,31 @@ def _mark(env, at, labels, i, part):
     return masked, at[i] == logits.along(labels, part.shape)
 
 
-def _sums(parts, mark=None):
-    """`Stats` over columns that come in parts of one width."""
-    label = nothing = jnp.full(parts[0].shape, NOTHING, jnp.float32)
-    largest = nothing
+def _sums(parts, keep=None, mark=None):
+    """`Stats` over columns that come in parts of one width; keep(i, exponentials)."""
+    narrow = (parts[0].shape[0], _WIDTH)
+    label = largest = jnp.full(narrow, NOTHING, jnp.float32)
     for i, z in enumerate(parts):
         if mark is not None:  # made anew below: registers are short
             z, is_label = mark(i, z)
-            label = jnp.maximum(label, jnp.where(is_label, z, NOTHING))
-        largest = jnp.maximum(largest, z)
+            label = _fold(jnp.maximum, label, jnp.where(is_label, z, NOTHING))
+        largest = _fold(jnp.maximum, largest, z)
     row_max = jnp.max(largest, axis=1)
-    so_far = [jnp.zeros(parts[0].shape, jnp.float32)] * 3
+    so_far = [jnp.zeros(narrow, jnp.float32)] * 3
     for i, z in enumerate(parts):
         is_label = None
         if mark is not None:
             z, is_label = mark(i, z)
         shifted = z - logits.along(row_max, z.shape)
         exps = jnp.exp(shifted)
+        if keep is not None:
+            keep(i, exps)
         others = exps if is_label is None else jnp.where(is_label, 0.0, exps)
         terms = others, exps * shifted, exps * exps
-        so_far = [x + y for x, y in zip(so_far, terms, strict=True)]
+        so_far = [_fold(jnp.add, x, y) for x, y in zip(so_far, terms, strict=True)]
     return row_max, *(jnp.sum(x, axis=1) for x in so_far), jnp.max(label, axis=1)
+
+
+def _fold(op, narrow, part):
+    """op over the columns of a part, _WIDTH at a time."""
+    return functools.reduce(op, logits.parts(part, _WIDTH), narrow)

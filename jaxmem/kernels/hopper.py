@@ -7,6 +7,7 @@ first, as in "xla", and every kernel stops after them. Pallas is imported when a
 first runs.
 """
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -27,6 +28,7 @@ from jaxmem.kernels.tiles import Tiles
 # but they would copy each block of W and of its gradient).
 FORWARD = Tiles(group=4, cluster=2, panel=8)
 BACKWARD = Tiles(group=1, cluster=2, panel=8, stored=32, slots=2)
+KEEP = dataclasses.replace(FORWARD, stored=32, slots=2)
 PRODUCT = Tiles(group=1, cluster=2, panel=8, stored=32, slots=1, stored_bytes=4)
 
 MAX_ROWS = 8_192  # of one forward launch; 16,384 measure 1% slower, in twice the bytes
@@ -126,33 +128,104 @@ def backward(
             c=_stats.coefficients(of_rows, g), bias=padded.bias,
             inverse_temperature=_inverse_temperature(rows, row_ids),
         )  # fmt: skip
-        here = sums._replace(hidden=jnp.zeros(h.shape, jnp.float32))
-        here = _gradients(spec, env, padded.W, h, derivative, n_active, once, here)
-        dh = here.hidden.astype(spec.compute_dtype)
-        dh = _xla.put(sums.hidden, row_ids, dh[:, : sums.hidden.shape[1]])
-        return here._replace(hidden=dh)
+        cut = env, _block_tiles(spec, env), once
+        return _gradients(spec, cut, padded.W, h, derivative, row_ids, n_active, sums)
 
-    sums = _xla.trained(spec, _sums(spec, env, source, padded, once))
+    sums = _sums(spec, env, source, padded, once)
     sums = _for_row_blocks(rows.active, env.n_rows, block, sums)
     return jax.tree.map(_like, sums, _xla.trained(spec, source))
 
 
+def one_pass(
+    spec: Spec, source: Head, rows: Rows, of_chunk: _xla.OfChunk, made
+) -> tuple[Any, Head]:
+    """As in "xla": the forward kernel keeps exponentials, products follow."""
+    from jaxmem.kernels import forward as kernel
+    from jaxmem.kernels import kept as keeping
+
+    padded = _pad(spec, _xla.cast(spec, source))
+    n_rows = rows.labels.shape[0]
+    step = _whole_blocks(min(spec.chunk, n_rows))
+    size = _kept_rows(spec, padded, n_rows, step)
+    env, once = _env(spec, padded, size, KEEP), n_rows <= size
+
+    def block(row_ids, n_active, carry):
+        made, sums = carry
+        h, labels = _hidden(padded, row_ids), _xla.take(rows.labels, row_ids)
+        inverse_temperature = _inverse_temperature(rows, row_ids)
+        stats, kept = kernel.statistics_and_exps(
+            env, h, padded.W, labels, n_active[None], padded.bias, inverse_temperature
+        )
+        outputs = _stats.finish(stats, labels < spec.vocab_size)
+        made, g = _in_chunks(spec, row_ids, n_active, outputs, of_chunk, made)
+        dz = keeping.derivative(
+            env, kept, n_active, step, labels, outputs,
+            _stats.coefficients(outputs, g), inverse_temperature,
+        )  # fmt: skip
+        sums = _gradients(
+            spec, (env, env.n_tiles, once), padded.W, h, lambda part, width: dz,
+            row_ids, n_active, sums,
+        )  # fmt: skip
+        return made, sums
+
+    carry = made, _sums(spec, env, source, padded, once)
+    made, sums = _for_row_blocks(rows.active, env.n_rows, block, carry)
+    like = _xla.trained(spec, source)
+    if not once:
+        like = jax.tree.map(lambda x: x.astype(jnp.float32), like)
+    return made, jax.tree.map(_like, sums, like)
+
+
+def _in_chunks(spec, row_ids, n_active, outputs, of_chunk, made):
+    """(made, cotangents of the outputs): of_chunk for what is active of some rows."""
+    n_rows, size = row_ids.shape[0], spec.chunk
+    missing = -n_rows % size
+    beyond = jnp.iinfo(jnp.int32).max  # a row that is not there
+    row_ids = jnp.pad(row_ids, (0, missing), constant_values=beyond)
+    outputs = _stats.Outputs(*(jnp.pad(x, (0, missing)) for x in outputs))
+
+    def chunk(i):
+        cut = functools.partial(lax.dynamic_slice_in_dim, start_index=i * size)
+        ids, of_rows = jax.tree.map(
+            lambda x: cut(x, slice_size=size), (row_ids, outputs)
+        )
+        return ids, *of_chunk(ids, of_rows)
+
+    def step(i, carry):
+        made, g = carry
+        ids, values, of_rows = chunk(i)
+        made = jax.tree.map(lambda x, v: _xla.put(x, ids, v), made, values)
+        at = i * size
+        g = jax.tree.map(
+            lambda x, v: lax.dynamic_update_slice_in_dim(x, v, at, axis=0), g, of_rows
+        )
+        return made, g
+
+    _, _, like = jax.eval_shape(chunk, 0)
+    g = jax.tree.map(lambda x: jnp.zeros(row_ids.shape, x.dtype), like)
+    n_chunks = (n_active + size - 1) // size
+    made, g = lax.fori_loop(0, n_chunks, step, (made, g))
+    return made, jax.tree.map(lambda x: x[:n_rows], g)
+
+
 def _sums(spec, env, source, padded, once):
     """What rows add to; W's gradient is only written where one block has all rows."""
-    return Head(
+    sums = Head(
         hidden=jnp.zeros(source.hidden.shape, spec.compute_dtype),
         W=lax.empty(padded.W.shape, source.W.dtype)
         if once
         else jnp.zeros(padded.W.shape, jnp.float32),
         bias=None if source.bias is None else _whole_blocks_of_bias(spec, env),
     )
+    return _xla.trained(spec, sums)
 
 
-def _gradients(spec, env, W, h, derivative, n_active, once, sums):
+def _gradients(spec, cut, W, h, derivative, row_ids, n_active, sums):
     """sums with what some rows add to them, block by block of the vocabulary."""
     from jaxmem.kernels import products
 
-    n_tiles, columns = _block_tiles(spec, env), env.tiles.columns
+    env, n_tiles, once = cut
+    columns = env.tiles.columns
     launch = PRODUCT, spec.layout, env.n_blocks
     # Without an active row, one tile of zeros still overwrites what dW holds.
     n_here = jnp.maximum(n_active, 1)
@@ -170,7 +243,10 @@ def _gradients(spec, env, W, h, derivative, n_active, once, sums):
             dbias = _add_to_bias(dz, n_here, at, dbias)
         return Head(dh, dW, dbias)
 
-    return lax.fori_loop(0, _n_vocabulary_blocks(spec, env), block, sums)
+    here = sums._replace(hidden=jnp.zeros(h.shape, jnp.float32))
+    here = lax.fori_loop(0, -(-env.n_tiles // n_tiles), block, here)
+    dh = here.hidden.astype(spec.compute_dtype)[:, : sums.hidden.shape[1]]
+    return here._replace(hidden=_xla.put(sums.hidden, row_ids, dh))
 
 
 def _add_to_bias(dz, n_rows, block, dbias):
@@ -211,6 +287,19 @@ def _backward_rows(spec, n_rows):
     return _whole_blocks(n_rows if n_rows <= 2 * side else side)
 
 
+def _kept_rows(spec, padded, n_rows, step):
+    """Rows whose exponentials are alive at once, in no more bytes than "xla" takes.
+
+    It has logits of a chunk and float32 sums of W's gradient. Where exponentials of
+    all rows fit both, there need not be sums.
+    """
+    n_kept = 2 * spec.chunk
+    depth = padded.W.shape[1 if spec.layout == "vd" else 0]
+    if not spec.frozen_head and n_rows <= n_kept + 2 * depth:
+        n_kept = n_rows
+    return max(min(-(-n_rows // step), n_kept // step), 1) * step
+
+
 def _block_tiles(spec, env):
     """Tiles of the vocabulary whose derivatives, in 16 bits, are alive at once."""
     n_tiles = spec.chunk * spec.columns // (env.n_rows * env.tiles.columns)
@@ -218,13 +307,10 @@ def _block_tiles(spec, env):
     return -(-env.n_tiles // n_blocks)
 
 
-def _n_vocabulary_blocks(spec, env):
-    return -(-env.n_tiles // _block_tiles(spec, env))
-
-
 def _whole_blocks_of_bias(spec, env):
-    n_tiles = _n_vocabulary_blocks(spec, env) * _block_tiles(spec, env)
-    return jnp.zeros(n_tiles * env.tiles.columns, jnp.float32)
+    n_tiles = _block_tiles(spec, env)
+    n_blocks = -(-env.n_tiles // n_tiles)
+    return jnp.zeros(n_blocks * n_tiles * env.tiles.columns, jnp.float32)
 
 
 def _env(spec, padded, n_rows, tiles) -> Any:

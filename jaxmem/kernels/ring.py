@@ -246,13 +246,18 @@ def multiply(product: Product, extent: Extent, ring: Ring, step, epilogue) -> An
 
 def store(parts_gmem, parts, smem, add=False):
     """Parts of a tile leave from buffers by turns; none beyond an array's end."""
-    n_slots = smem.shape[0]
     for i, (part_gmem, part) in enumerate(zip(parts_gmem, parts, strict=True)):
-        plgpu.wait_smem_to_gmem(n_slots - 1, wait_read_only=True)
-        smem[i % n_slots] = part()
-        plgpu.commit_smem()
-        leave = add_to if add else plgpu.copy_smem_to_gmem
-        leave(smem.at[i % n_slots], part_gmem)
+        store_part(i, part_gmem, part, smem, add)
+
+
+def store_part(i, part_gmem, part, smem, add=False):
+    """The i-th of them, made once there is a buffer for it."""
+    n_slots = smem.shape[0]
+    plgpu.wait_smem_to_gmem(n_slots - 1, wait_read_only=True)
+    smem[i % n_slots] = part()
+    plgpu.commit_smem()
+    leave = add_to if add else plgpu.copy_smem_to_gmem
+    leave(smem.at[i % n_slots], part_gmem)
 
 
 def add_to(smem, gmem):

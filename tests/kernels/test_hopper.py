@@ -11,6 +11,7 @@ import jaxmem
 from jaxmem.kernels import hopper
 from jaxmem.kernels.tiles import Tiles
 from tests.cases import CASES, Case
+from tests.kernels.one_pass import ONE_PASS, check_one_pass, close
 from tests.test_head import OPTIONS, check
 
 needs_pallas = pytest.mark.skipif(
@@ -36,7 +37,7 @@ def interpreted(lowered_anywhere, monkeypatch):
 
     monkeypatch.setattr(hopper, "_n_blocks", lambda: 2)
     monkeypatch.setattr(ring, "add_to", _add_inside)
-    for name in ("FORWARD", "BACKWARD", "PRODUCT"):
+    for name in ("FORWARD", "BACKWARD", "PRODUCT", "KEEP"):
         alone = dataclasses.replace(getattr(hopper, name), cluster=1)
         monkeypatch.setattr(hopper, name, alone)
     jax.clear_caches()
@@ -85,6 +86,31 @@ def test_a_row_has_its_bits_in_any_company(interpreted):
     for a, b in zip(got, want, strict=True):
         np.testing.assert_array_equal(a[where], b[where])
         assert not a[~where].any()
+
+
+@needs_pallas
+@pytest.mark.parametrize("name", ONE_PASS)
+def test_a_loss_of_every_statistic_in_one_pass(name, interpreted):
+    check_one_pass(**ONE_PASS[name])
+
+
+@needs_pallas
+def test_a_frozen_head_keeps_its_gradient(interpreted):
+    h, W, y = Case(150, 64, 300, std=2.0).make()
+    g = np.cos(np.arange(150, dtype=np.float32))
+
+    def gradient(dtype, implementation):
+        def loss(h):
+            made = jaxmem.logprobs(
+                h, W.astype(h.dtype), y, 32, frozen_head=True,
+                implementation=implementation,
+            )  # fmt: skip
+            return jnp.sum(g * made)
+
+        return jax.grad(loss)(jnp.asarray(h, jnp.bfloat16).astype(dtype))
+
+    W = jnp.asarray(W, jnp.bfloat16)
+    close(gradient("bfloat16", "hopper"), gradient("float32", "xla"))
 
 
 @needs_pallas

@@ -7,6 +7,7 @@ import pytest
 
 import jaxmem
 from tests.cases import CASES, Case
+from tests.kernels.one_pass import ONE_PASS, check_one_pass
 from tests.test_head import FLOATS, OPTIONS, check, cotangents
 
 pytestmark = pytest.mark.gpu
@@ -51,6 +52,17 @@ REAL = {
 def test_real_shapes(name):
     case = REAL[name]
     check(case.make(), "hopper", case.chunk, dtype="bfloat16")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ONE_PASS)
+def test_a_loss_of_every_statistic_in_one_pass(name, dtype):
+    check_one_pass(dtype=dtype, **ONE_PASS[name])
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_one_pass_at_real_shapes(name):
+    check_one_pass(REAL[name])
 
 
 def run(h, W, y, chunk=64, vocab_size=None, **options):
@@ -202,3 +214,20 @@ def test_memory_is_the_formula_of_the_docstring():
     compiled = jax.jit(jax.grad(loss, (0, 1))).lower(h, W).compile()
     formula = 2 * chunk * v + 6 * n * d
     assert compiled.memory_analysis().temp_size_in_bytes <= formula + 2**20
+
+
+@pytest.mark.parametrize("n", [2048, 4096])
+def test_memory_of_the_one_pass_is_no_more_than_that_of_xla(n):
+    """Exponentials of all rows in the place of float32 sums, or of some beside them."""
+    d, v, chunk = 1024, 32768, 256
+    h, W = jnp.zeros((n, d), jnp.bfloat16), jnp.zeros((v, d), jnp.bfloat16)
+
+    def loss(h, W):
+        return jaxmem.token_loss(
+            lambda stats: -stats.logprob - stats.entropy, h, W,
+            jnp.zeros(n, jnp.int32), chunk=chunk, implementation="hopper",
+        )[0]  # fmt: skip
+
+    compiled = jax.jit(jax.grad(loss, (0, 1))).lower(h, W).compile()
+    formula = 4 * chunk * v + 4 * v * d + 6 * n * d
+    assert compiled.memory_analysis().temp_size_in_bytes <= formula + 2**23

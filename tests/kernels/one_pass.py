@@ -1,0 +1,66 @@
+"""A loss of every statistic on "hopper", against "xla" in float32 on equal numbers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxmem
+from tests.cases import Case
+
+# How the rows fall: in one block, in several; with all that scales or masks logits.
+ONE_PASS = {
+    "one block": {"case": Case(100, 33, 600, std=3.0, chunk=48)},
+    "several blocks": {"case": Case(300, 16, 300, std=2.0, chunk=32)},
+    "every option": {
+        "case": Case(130, 64, 300, std=3.0, chunk=64),
+        "layout": "dv",
+        "softcap": 5.0,
+        "vocab_size": 250,
+        "temperature": np.linspace(0.5, 2, 130, dtype=np.float32),
+        "where": np.arange(130) % 3 > 0,
+        "bias": np.sin(np.arange(300, dtype=np.float32)),
+    },
+    "nothing active": {
+        "case": Case(40, 64, 300, chunk=64),
+        "where": np.zeros(40, bool),
+    },
+}
+
+
+def check_one_pass(case, dtype="bfloat16", **options):
+    """Loss, metrics and all gradients."""
+    h, W, y = case.make()
+    y = np.where(np.arange(len(y)) % 7 == 3, -1, y % options.get("vocab_size", case.v))
+    h, W = (jnp.asarray(x, dtype) for x in (h, W))
+    W = W.T if options.pop("layout", "vd") == "dv" else W
+    weight = np.linspace(-1, 1, len(y), dtype=np.float32)
+    bias = options.pop("bias", None)
+
+    def run(h, W, weight, bias, implementation):
+        def loss(h, W, weight, bias):
+            return jaxmem.token_loss(
+                _of_every_statistic, h, W, y, weight, chunk=case.chunk, bias=bias,
+                implementation=implementation, **options,
+            )  # fmt: skip
+
+        wanted = (0, 1, 2) if bias is None else (0, 1, 2, 3)
+        return jax.value_and_grad(loss, wanted, has_aux=True)(h, W, weight, bias)
+
+    run = jax.jit(run, static_argnums=4)
+    got = run(h, W, weight, bias, "hopper")
+    want = run(*(x.astype(jnp.float32) for x in (h, W)), weight, bias, "xla")
+    jax.tree.map(close, got, want)
+
+
+def _of_every_statistic(stats, weight):
+    """Its derivative by each statistic is not 0, and by one no constant."""
+    loss = -weight * stats.logprob - 0.3 * stats.entropy + 0.2 * stats.sum_pi_squared
+    loss += 0.01 * stats.logsumexp**2
+    return loss, {"entropy": stats.entropy, "is_argmax": stats.is_argmax * 1.0}
+
+
+def close(got, want):
+    """To 8 bits of the largest, as a derivative in 16 bits is."""
+    got, want = (np.asarray(x).astype(np.float64) for x in (got, want))
+    scale = np.abs(want).max(initial=1e-6)
+    np.testing.assert_allclose(got, want, atol=2**-7 * scale, rtol=0)
