@@ -73,7 +73,7 @@ def _train(arguments: argparse.Namespace) -> int:
     path = _find_config(arguments.file)
     try:
         from jaxmem.train import config as configuration
-        from jaxmem.train import sft
+        from jaxmem.train import grpo, sft
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == "jaxmem":
             raise
@@ -85,7 +85,10 @@ def _train(arguments: argparse.Namespace) -> int:
     print(f"# {path}", *arguments.overrides)
     print(operative_text, flush=True)
     try:
-        sft.train(config, operative_text)
+        if isinstance(config, configuration.Config):
+            sft.train(config, operative_text)
+        else:
+            grpo.train(config, operative_text)
     except KeyboardInterrupt:
         print(
             "\njaxmem: interrupted; run the same command again to continue from the "

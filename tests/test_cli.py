@@ -99,7 +99,10 @@ def test_a_users_error_is_one_line_and_exit_code_2(directory):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["absent.gin"], "no such file: absent.gin; shipped configs: model_gemma2_2b"),
+        (
+            ["absent.gin"],
+            "no such file: absent.gin; shipped configs: grpo_arithmetic.g",
+        ),
         (["elsewhere/sft_stdlib.gin"], "no such file: elsewhere/sft_stdlib.gin"),
         (["tiny.gin", "data.source=absent.txt"], "data.source: cannot read absent.txt"),
         (["tiny.gin", "data.source=bad.jsonl"], "bad.jsonl:2: not valid JSON"),
@@ -162,6 +165,18 @@ def test_a_shipped_config_is_found_from_anywhere_and_named(
         assert cli.main(["train", name, "run.steps=7"]) == 0
         assert str(CONFIGS / "sft_stdlib.gin") in capsys.readouterr().err
     assert [config.run.steps for config, _ in seen] == [7, 7]
+
+
+def test_the_file_says_which_job_it_is(directory, monkeypatch):
+    from jaxmem.train import grpo, sft
+
+    taken = []
+    for module in (grpo, sft):
+        name = module.__name__.rpartition(".")[2]
+        monkeypatch.setattr(module, "train", lambda *_, name=name: taken.append(name))
+    for file in ("grpo_arithmetic.gin", "tiny.gin"):
+        assert cli.main(["train", file]) == 0
+    assert taken == ["grpo", "sft"]
 
 
 def test_a_run_prints_its_configuration_trains_and_resumes(directory, capsys):

@@ -11,7 +11,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxmem import _backends, _head, _spec, _token_loss
+from jaxmem import _backends, _head, _selected, _spec, _token_loss
 from jaxmem._spec import Chunk, Layout
 from jaxmem._stats import TokenStats
 
@@ -220,20 +220,51 @@ class HeadVerbs:
             frozen_head=frozen_head,
         )
 
+    def support_logprobs(
+        self,
+        hidden: ArrayLike,
+        labels: ArrayLike,
+        support_ids: ArrayLike,
+        where: ArrayLike | None = None,
+        temperature: ArrayLike = 1.0,
+    ) -> jax.Array:
+        """Log-probability of each label among the tokens that it was sampled from.
+
+            out = z[label] - ln Σ_(v in support) e^(z_v)                       (nats)
+
+        Args:
+            hidden: final hidden states [..., D].
+            labels: token ids [...]; negative marks padding.
+            support_ids: the support of each token, [..., K]; negative ids fill it up.
+            where: booleans that broadcast to labels; False masks a token.
+            temperature: positive scalar or one a token, [...]; not differentiable.
+
+        Returns:
+            float32 [...]; 0 where masked.
+
+        **Memory**: that of `jaxmem.support_logprobs`, with chunk="auto".
+        """
+        return self._run(
+            _selected.support_logprobs,
+            hidden,
+            labels,
+            support_ids,
+            chunk="auto",
+            where=where,
+            temperature=temperature,
+        )
+
     def _run(self, verb, hidden, *per_token, **keywords):
         hidden, weights = self._prepare(hidden)
-        return verb(
-            hidden,
-            weights.W,
-            *per_token,
-            chunk=self.chunk,
-            softcap=self.softcap,
-            bias=weights.bias,
-            vocab_size=self.vocab_size,
-            layout=weights.layout,
-            implementation=self.implementation,
-            **keywords,
-        )
+        options = {
+            "chunk": self.chunk,
+            "softcap": self.softcap,
+            "bias": weights.bias,
+            "vocab_size": self.vocab_size,
+            "layout": weights.layout,
+            "implementation": self.implementation,
+        }
+        return verb(hidden, weights.W, *per_token, **options | keywords)
 
     def _prepare(self, hidden) -> tuple[jax.Array, Weights]:
         """hidden in the compute type, and the weights as they are stored."""

@@ -80,6 +80,7 @@ class LMHead(HeadVerbs, nn.Module):
     entropy = HeadVerbs.entropy
     loss = HeadVerbs.loss
     token_loss = HeadVerbs.token_loss
+    support_logprobs = HeadVerbs.support_logprobs
 
     @nn.compact
     def _weights(self, depth: int) -> Weights:

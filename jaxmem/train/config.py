@@ -22,9 +22,12 @@ from gin import config as gin_config
 from gin import config_parser
 
 from jaxmem.train.data import DataConfig
+from jaxmem.train.loop import RunConfig
 from jaxmem.train.model import HeadConfig, ModelConfig
 from jaxmem.train.optimizer import OptimizerConfig
-from jaxmem.train.sft import RunConfig
+from jaxmem.train.policy import GrpoConfig
+from jaxmem.train.sampling import SamplingConfig
+from jaxmem.train.tasks import TaskConfig
 
 
 class ConfigError(ValueError):
@@ -33,7 +36,7 @@ class ConfigError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Everything a run is made of; each field is one section of a gin file."""
+    """A supervised run; each field is one section of a gin file."""
 
     data: DataConfig
     model: ModelConfig
@@ -42,7 +45,69 @@ class Config:
     run: RunConfig
 
 
-_SECTIONS: dict[str, type] = typing.get_type_hints(Config)
+@dataclasses.dataclass(frozen=True)
+class GrpoJobConfig:
+    """A run of reinforcement learning; likewise."""
+
+    task: TaskConfig
+    sampling: SamplingConfig
+    grpo: GrpoConfig
+    model: ModelConfig
+    head: HeadConfig
+    optimizer: OptimizerConfig
+    run: RunConfig
+
+    def __post_init__(self):
+        """Refuse what fits no other section, by the names of both."""
+        slots, answer = self.sampling.max_new_tokens, self.task.answer_length
+        if self.task.answer == "last_digit" and slots != 1:
+            raise ValueError(
+                f"sampling.max_new_tokens={slots} must be 1 for task.answer="
+                "'last_digit': nothing follows it"
+            )
+        if slots < answer:
+            raise ValueError(
+                f"sampling.max_new_tokens={slots} must be at least {answer}, the "
+                f"longest answer of task.digits={self.task.digits}"
+            )
+        if self.run.accumulate != 1:
+            raise ValueError(
+                f"run.accumulate={self.run.accumulate} must stay 1 in this job: "
+                "grpo.max_tokens_train says how much a micro-batch holds"
+            )
+        widest = self.row_lengths[-1]
+        if widest < self.longest:
+            raise ValueError(
+                f"grpo.row_lengths={self.grpo.row_lengths} must reach {self.longest}, "
+                "the longest sequence: prompt and sampling.max_new_tokens, less one"
+            )
+        for name in ("max_tokens_train", "max_tokens_forward"):
+            if getattr(self.grpo, name) < widest:
+                raise ValueError(
+                    f"grpo.{name}={getattr(self.grpo, name)} must hold a row of "
+                    f"{widest} tokens"
+                )
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that is trained on."""
+        return self.task.prompt_length + self.sampling.max_new_tokens - 1
+
+    @property
+    def row_lengths(self) -> tuple[int, ...]:
+        """Widths of packed rows."""
+        return self.grpo.row_lengths or (-(-self.longest // 16) * 16,)
+
+
+_JOBS: dict[str, type[Config] | type[GrpoJobConfig]] = {
+    "sft": Config,
+    "grpo": GrpoJobConfig,
+}
+_SECTIONS: dict[str, type] = {
+    section: dataclass
+    for job in _JOBS.values()
+    for section, dataclass in typing.get_type_hints(job).items()
+}
 _KEYS = [
     f"{section}.{field.name}"
     for section, dataclass in _SECTIONS.items()
@@ -64,7 +129,7 @@ class _Binding(NamedTuple):
 
 def load(
     path: str | os.PathLike[str], overrides: Sequence[str] = ()
-) -> tuple[Config, str]:
+) -> tuple[Config | GrpoJobConfig, str]:
     """Read a gin file, then the overrides.
 
     Gin's configuration, which the whole process shares, is empty afterwards.
@@ -76,8 +141,8 @@ def load(
         word, which is taken as a string.
 
     Returns:
-      The configuration, and the text of a gin file that holds every value of it,
-      defaults included.
+      The configuration, whose class `run.job` decides, and the text of a gin file that
+      holds every value of it, defaults included.
 
     Raises:
       ConfigError: missing file, bad syntax, unknown key, wrong type, impossible value,
@@ -90,8 +155,7 @@ def load(
     try:
         for binding in bindings:
             gin.bind_parameter(_gin_key(binding.key), binding.value)
-        sections = {section: _build(section, places) for section in _SECTIONS}
-        return Config(**sections), gin.operative_config_str()
+        return _build_job(places), gin.operative_config_str()
     finally:
         gin.clear_config()
 
@@ -238,6 +302,33 @@ def _suggestion(key: str) -> str:
 
 def _fields(section: str) -> list[str]:
     return [field.name for field in dataclasses.fields(_SECTIONS[section])]
+
+
+def _build_job(places: dict[str, str]) -> Config | GrpoJobConfig:
+    """Build every section of the job, and refuse keys of another one's."""
+    run = _build("run", places)
+    job = _JOBS[run.job]
+    names = [field.name for field in dataclasses.fields(job)]
+    for key, where in places.items():
+        section = key.partition(".")[0]
+        if "." in key and section not in names:
+            jobs = [k for k, v in _JOBS.items() if section in typing.get_type_hints(v)]
+            raise ConfigError(
+                f"{where}: {key} is of the job {jobs[0]!r}, but run.job is "
+                f"{run.job!r}, whose sections are {', '.join(names)}"
+            )
+    sections = {name: _build(name, places) for name in names if name != "run"}
+    try:
+        return job(**sections, run=run)
+    except ValueError as error:
+        raise ConfigError(_with_key(error, places)) from error
+
+
+def _with_key(error: ValueError, places: dict[str, str]) -> str:
+    """Add the line that set the first key that a complaint names."""
+    keys = re.findall(r"\w+\.\w+", str(error))
+    where = next((places[key] for key in keys if key in places), None)
+    return f"{where}: {error}" if where else str(error)
 
 
 def _build(section: str, places: dict[str, str]) -> Any:

@@ -3,7 +3,7 @@
 import json
 import os
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, overload
 
@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from tensorboardX import SummaryWriter
 
-_MIB = 2**20
+_MIB, _GIB = 2**20, 2**30
 
 
 class StepMetrics(NamedTuple):
@@ -226,6 +226,47 @@ def cost_table(costs: Mapping[str, HeadCost]) -> Table:
     return table
 
 
+class Phase(NamedTuple):
+    """What one phase of a step took."""
+
+    name: str
+    seconds: float  # median over the steps
+    memory: Memory  # of the largest of its programs
+
+
+def phase_of(
+    name: str,
+    history: Sequence[PolicyMetrics],
+    programs: Iterable[jax.stages.Compiled],
+) -> Phase:
+    """Read a phase's time off the steps, and its memory off the compiler."""
+    seconds = statistics.median(getattr(s, f"{name}_seconds") for s in history)
+    memory = max((memory_of(p) for p in programs), key=lambda memory: memory.peak)
+    return Phase(name, seconds, memory)
+
+
+def phase_table(phases: Sequence[Phase]) -> Table:
+    """Lay the phases one below the other."""
+    table = Table(title="A step by phase (memory from the compiler)")
+    table.add_column()
+    for column in ("seconds, median", "temporary, GiB", "peak, GiB"):
+        table.add_column(column, justify="right")
+    for name, seconds, memory in phases:
+        sizes = (f"{size / _GIB:,.3f}" for size in memory)
+        table.add_row(name, f"{seconds:,.4f}", *sizes)
+    peak = peak_gib()
+    if peak is not None:
+        table.add_row("the device's own peak", "", "", f"{peak:,.3f}")
+    return table
+
+
+def peak_gib() -> float | None:
+    """Most memory that the device has held since the start; None if it cannot tell."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    peak = stats.get("peak_bytes_in_use")
+    return None if peak is None else peak / _GIB
+
+
 def save_summary(
     path: Path,
     history: Sequence[StepMetrics],
@@ -233,11 +274,42 @@ def save_summary(
     held_out_loss: float | None = None,
 ) -> None:
     """Write the run's outcome as JSON; memory in bytes, by implementation."""
-    summary: dict[str, Any] = {
-        "steps": len(history),
+    outcome = {
         "first_loss": history[0].loss,
         "last_loss": history[-1].loss,
         "held_out_loss": held_out_loss,
+    }
+    _write_summary(path, history, costs, outcome)
+
+
+def save_policy_summary(
+    path: Path,
+    history: Sequence[PolicyMetrics],
+    costs: Mapping[str, HeadCost],
+    phases: Sequence[Phase],
+) -> None:
+    """Likewise of a policy, with seconds and bytes by phase."""
+    outcome = {
+        "first_reward": history[0].reward,
+        "last_reward": history[-1].reward,
+        "peak_gib": peak_gib(),
+        "phases": {
+            name: {"seconds": seconds, **memory._asdict()}
+            for name, seconds, memory in phases
+        },
+    }
+    _write_summary(path, history, costs, outcome)
+
+
+def _write_summary(
+    path: Path,
+    history: Sequence[AnyMetrics],
+    costs: Mapping[str, HeadCost],
+    outcome: Mapping[str, Any],
+) -> None:
+    summary: dict[str, Any] = {
+        "steps": len(history),
+        **outcome,
         "tokens_per_second": tokens_per_second(history),
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
@@ -250,16 +322,20 @@ def save_summary(
 
 
 def save_plot(
-    path: Path, history: Sequence[StepMetrics], costs: Mapping[str, HeadCost]
+    path: Path,
+    history: Sequence[AnyMetrics],
+    costs: Mapping[str, HeadCost],
+    field: str = "loss",
+    label: str = "loss (nats per token)",
 ) -> None:
-    """Draw the loss by step and the memory by implementation, as PNG."""
+    """Draw a field by step and the memory by implementation, as PNG."""
     # Imported here: it is slow to import, and most runs end elsewhere.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9 if costs else 5.5, 3.5), layout="constrained")
     panels = figure.subplots(1, 2 if costs else 1, squeeze=False)[0]
-    panels[0].plot([s.step for s in history], [s.loss for s in history])
-    panels[0].set(xlabel="step", ylabel="loss (nats per token)")
+    panels[0].plot([s.step for s in history], [getattr(s, field) for s in history])
+    panels[0].set(xlabel="step", ylabel=label)
     panels[0].grid(alpha=0.3)
     if costs:
         _draw_memory(panels[1], costs)

@@ -90,11 +90,15 @@ class DecoderProgram:
         return TrainState(params, moments)
 
     def initial_state(self) -> TrainState:
-        """Draw the weights that are trained, on the device."""
+        """Draw the weights that are trained, and their moments, on the device."""
         return jax.jit(self._new_state)()
 
+    def initial_params(self) -> optax.Params:
+        """Draw the weights that are trained once more; the same in every process."""
+        return jax.jit(lambda: self._new_weights()[0])()
+
     def frozen(self) -> dict:
-        """Draw the weights that are not; the same in every process."""
+        """Draw the weights that are not trained; likewise."""
         return jax.jit(lambda: self._new_weights()[1])()
 
     def model(self, params: optax.Params, frozen: dict) -> Decoder:

@@ -115,6 +115,7 @@ def negative_logprob(stats):
         ("token_stats", (HIDDEN, LABELS)),
         ("loss", (HIDDEN, LABELS)),
         ("token_loss", (negative_logprob, HIDDEN, LABELS)),
+        ("support_logprobs", (HIDDEN, LABELS, LABELS[..., None])),
     ],
 )
 def test_flax_sees_every_method(name, arguments):

@@ -242,6 +242,20 @@ def test_token_loss_is_the_loss_of_the_statistics(frozen_head):
         np.testing.assert_allclose(got, expected, atol=1e-6)
 
 
+def test_support_logprobs_are_a_softmax_over_the_support():
+    head, hidden = make_head(softcap=5.0), hidden_states()
+    others = np.random.default_rng(3).integers(0, V, (*BATCH, 3))
+    support = np.concatenate([np.maximum(LABELS, 0)[..., None], others], -1)
+    got = head.support_logprobs(hidden, LABELS, support, KEEP, 0.7)
+    logits = f64(head(hidden)) / 0.7
+    weights = np.zeros_like(logits)
+    np.put_along_axis(weights, support, 1, -1)
+    within = np.log(np.sum(weights * np.exp(logits), -1))
+    chosen = np.take_along_axis(logits, support[..., :1], -1)[..., 0]
+    want = np.where(KEEP & (LABELS >= 0), chosen - within, 0)
+    np.testing.assert_allclose(got, want, atol=1e-5)
+
+
 def test_gradient_has_the_parameter_type_and_f32_sums():
     head = make_head(dtype=jnp.bfloat16, param_dtype=jnp.float32)
     hidden = hidden_states()

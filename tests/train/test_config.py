@@ -127,7 +127,7 @@ def test_the_operative_text_loads_to_the_same_configuration(gin_file):
             "data.steps = 3",
             "a.gin:1: unknown key 'data.steps'; did you mean run.steps?",
         ),
-        ("a.seed = 3", "did you mean data.seed or run.seed?"),
+        ("a.seed = 3", "did you mean data.seed or run.seed or task.seed?"),
         ("head.zzz = 3", "a.gin:1: unknown key 'head.zzz'; head has implementation, "),
         ("zzz.qqq = 3", "the sections are data, model, head, optimizer, run"),
         ("model:\n  hiden = 3", "a.gin:2: unknown key 'model.hiden'; did you mean "),

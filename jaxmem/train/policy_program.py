@@ -1,0 +1,210 @@
+"""The programs of a policy's training, compiled before the first step.
+
+    sample, log-probabilities of a micro-batch, gradients of one, the optimizer's update
+
+Micro-batches have as many shapes as there are widths of rows; nothing else varies.
+"""
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import jaxmem
+from jaxmem.train import tasks
+from jaxmem.train.data import Batch
+from jaxmem.train.model import HeadConfig
+from jaxmem.train.optimizer import learning_rate_schedule
+from jaxmem.train.policy import PolicyBatch, policy_loss
+from jaxmem.train.program import DecoderProgram, add_in_float32, update
+from jaxmem.train.sampling import sample
+
+if TYPE_CHECKING:  # config.py reads the dataclasses that this file is told about
+    from jaxmem.train.config import GrpoJobConfig
+
+Shape = tuple[int, int]  # of a micro-batch
+
+
+class Sums(NamedTuple):
+    """What micro-batches of one minibatch add up to."""
+
+    loss: jax.Array
+    metrics: dict[str, jax.Array]  # over tokens
+    gradients: Any
+
+
+class Compiled(NamedTuple):
+    """Every program of a run; by shape of a micro-batch where there are several."""
+
+    sample: jax.stages.Compiled  # (params, frozen, prompts, lengths, step) -> Samples
+    logprobs: dict[Shape, jax.stages.Compiled]  # (params, frozen, Batch, support)
+    zeros: jax.stages.Compiled  # () -> Sums
+    gradients: dict[Shape, jax.stages.Compiled]  # (params, frozen, Sums, PolicyBatch,
+    #                                               normalizer) -> Sums
+    update: jax.stages.Compiled  # (TrainState, gradients) -> TrainState, norm
+
+
+class PolicyProgram(DecoderProgram):
+    """A run's functions and shapes.
+
+    Args:
+      config: of the run.
+    """
+
+    def __init__(self, config: "GrpoJobConfig"):
+        rollouts = learning_rate_schedule(config.optimizer, config.run.steps)
+        updates = config.grpo.minibatches * config.grpo.epochs
+
+        def by_update(count: Any) -> Any:
+            return rollouts(count // updates)
+
+        seed, vocab_size = config.run.seed, len(tasks.VOCABULARY)
+        super().__init__(config, vocab_size, seed, by_update)
+        self.config, self.learning_rate = config, rollouts
+
+    def shapes(self, max_tokens: int) -> list[Shape]:
+        """Of the micro-batches with a budget, one by width of row."""
+        return [(max_tokens // width, width) for width in self.config.row_lengths]
+
+    def compile(self) -> Compiled:
+        """Compile everything from shapes alone."""
+        config, head = self.config.grpo, self.config.head
+        return Compiled(
+            sample=self._compile_sample(),
+            logprobs={
+                shape: self._compile_logprobs(shape)
+                for shape in self.shapes(config.max_tokens_forward)
+            },
+            zeros=jax.jit(self._zeros).lower().compile(),
+            gradients={
+                shape: self.compile_gradients(shape, head)
+                for shape in self.shapes(config.max_tokens_train)
+            },
+            update=self._compile_update(),
+        )
+
+    def _compile_sample(self) -> jax.stages.Compiled:
+        def run(params, frozen, prompts, lengths, step):
+            key = jax.random.fold_in(jax.random.key(self.config.run.seed), step)
+            return sample(
+                self.model(params, frozen),
+                prompts,
+                lengths,
+                key,
+                self.config.sampling,
+                eos_id=tasks.EOS_ID,
+                pad_id=tasks.PAD_ID,
+            )
+
+        rows = self.config.grpo.samples
+        shapes = (rows, self.config.task.prompt_length), (rows,), ()
+        return self._lowered(run, *(_ints(shape) for shape in shapes)).compile()
+
+    def _compile_logprobs(self, shape: Shape) -> jax.stages.Compiled:
+        """Log-probabilities of a micro-batch: of the policy, and in the support."""
+        temperature = self.config.sampling.temperature
+
+        def run(params, frozen, batch, support_ids):
+            model = self.model(params, frozen)
+            hidden = model(batch.tokens, batch.segment_ids, batch.positions)
+            if self.config.head.implementation == "fused":
+                made = model.head.logprobs(hidden, batch.labels, None, temperature)
+            else:
+                made = jaxmem.logprobs_from_logits(
+                    model.head(hidden), batch.labels, None, temperature=temperature
+                )
+            if support_ids is None:
+                return made, None
+            return made, model.head.support_logprobs(
+                hidden, batch.labels, support_ids, None, temperature
+            )
+
+        size = self.config.sampling.support_size
+        support_ids = None if size is None else _ints((*shape, size))
+        return self._lowered(run, _batch(shape), support_ids).compile()
+
+    def gradients(self, head: HeadConfig):
+        """The function that adds a micro-batch to a minibatch's sums."""
+
+        def run(params, frozen, sums: Sums, made: PolicyBatch, normalizer):
+            def loss(params):
+                model, batch = self.model(params, frozen), made.batch
+                hidden = model(batch.tokens, batch.segment_ids, batch.positions)
+                return self._loss(head, model.head, hidden, made, normalizer)
+
+            (value, told), slopes = jax.value_and_grad(loss, has_aux=True)(params)
+            told = {name: jnp.sum(x) for name, x in told.items()}
+            return add_in_float32(sums, Sums(value, told, slopes))
+
+        return run
+
+    def compile_gradients(self, shape: Shape, head: HeadConfig) -> jax.stages.Compiled:
+        """Compile what a micro-batch takes; the sums given are consumed."""
+        sums, made = jax.eval_shape(self._zeros), self.micro_batch(shape)
+        normalizer = jax.ShapeDtypeStruct((), jnp.float32)
+        run = self.gradients(head)
+        return self._lowered(run, sums, made, normalizer, donate=(2,)).compile()
+
+    def _loss(self, head: HeadConfig, module, hidden, made: PolicyBatch, normalizer):
+        return policy_loss(
+            module,
+            hidden,
+            made,
+            normalizer,
+            self.config.grpo,
+            self.config.sampling.temperature,
+            head.implementation,
+            self.head_is_frozen,
+        )
+
+    def compile_head(self, shape: Shape, head: HeadConfig) -> jax.stages.Compiled:
+        """Compile loss and gradients of the head alone, for one micro-batch."""
+        definition, weights = nnx.split(nnx.eval_shape(self.new_model).head)
+
+        def loss(weights, hidden, made, normalizer):
+            module = nnx.merge(definition, weights)
+            return self._loss(head, module, hidden, made, normalizer)
+
+        wanted = 1 if self.head_is_frozen else (0, 1)
+        gradients = jax.jit(jax.value_and_grad(loss, wanted, has_aux=True))
+        model = self.model_config
+        hidden = jax.ShapeDtypeStruct((*shape, model.hidden), model.dtype)
+        normalizer = jax.ShapeDtypeStruct((), jnp.float32)
+        shapes = nnx.to_pure_dict(weights), hidden, self.micro_batch(shape), normalizer
+        return gradients.lower(*shapes).compile()
+
+    def micro_batch(self, shape: Shape) -> PolicyBatch:
+        """Shapes of what an update reads."""
+        floats: Any = jax.ShapeDtypeStruct(shape, jnp.float32)
+        reference = floats if self.config.grpo.kl_coefficient else None
+        return PolicyBatch(_batch(shape), floats, floats, floats, reference)
+
+    def _zeros(self) -> Sums:
+        names = ["entropy", "sum_pi_squared", "clip_fraction"]
+        names += ["kl"] if self.config.grpo.kl_coefficient else []
+        gradients = jax.tree.map(
+            lambda p: jnp.zeros(p.shape, jnp.float32), self.state_shapes.params
+        )
+        return Sums(jnp.zeros(()), {name: jnp.zeros(()) for name in names}, gradients)
+
+    def _compile_update(self) -> jax.stages.Compiled:
+        def run(state, gradients):
+            return update(self.optimizer, state, gradients)
+
+        gradients = jax.eval_shape(self._zeros).gradients
+        donating = jax.jit(run, donate_argnums=0)
+        return donating.lower(self.state_shapes, gradients).compile()
+
+    def _lowered(self, run, *shapes, donate=()) -> jax.stages.Lowered:
+        weights = self.state_shapes.params, self.frozen_shapes
+        return jax.jit(run, donate_argnums=donate).lower(*weights, *shapes)
+
+
+def _ints(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def _batch(shape: Shape) -> Batch:
+    ids: Any = _ints(shape)
+    return Batch(ids, ids, ids, ids)
