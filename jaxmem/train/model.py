@@ -143,7 +143,8 @@ class Decoder(nnx.Module):
 
         Returns:
           Hidden states [B, hidden] of each prompt's last token, as `__call__` gives
-          them, and the cache for `decode`. NaN for a length that is out of range.
+          them, and the cache for `decode`. A row whose length is out of range is NaN,
+          whatever is decoded after.
 
         Raises:
           ValueError: max_length below P.
@@ -158,6 +159,8 @@ class Decoder(nnx.Module):
         filled = jnp.arange(width) < lengths[:, None]
         positions = jnp.broadcast_to(jnp.arange(width), (rows, width))
         x, rope = self._enter(jnp.where(filled, prompts, 0), positions)
+        possible = (lengths >= 1) & (lengths <= width)
+        x = jnp.where(possible[:, None, None], x, jnp.nan)
         mask = layers.document_mask(filled)
         definition, weights = nnx.split(self.blocks)
 
@@ -167,10 +170,8 @@ class Decoder(nnx.Module):
             return x, kv_cache.layer_of(*made, max_length)
 
         x, cached = jax.lax.scan(block, x, weights)
-        possible = (lengths >= 1) & (lengths <= width)
         last = x[jnp.arange(rows), jnp.clip(lengths, 1, width) - 1]
-        hidden = jnp.where(possible[:, None], self.norm(last), jnp.nan)
-        return hidden, kv_cache.of_prompts(cached, lengths, width)
+        return self.norm(last), kv_cache.of_prompts(cached, lengths, width)
 
     def decode(
         self, tokens: Ids, cache: kv_cache.Cache

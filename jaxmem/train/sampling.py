@@ -139,7 +139,10 @@ def truncate(
     arXiv:1805.04833; top p: Holtzman et al., "The Curious Case of Neural Text
     Degeneration", 2019, arXiv:1904.09751.
     """
-    z = logits / config.temperature
+    # The best logit comes off first: so the best token's log-probability, in a cold
+    # softmax, is 0 exactly, not what rounding leaves of two large numbers.
+    best = jnp.max(logits, axis=-1, keepdims=True)
+    z = (logits - best) / config.temperature
     size = config.support_size
     if size is None:
         return jax.nn.log_softmax(z), None
