@@ -20,15 +20,23 @@ def choose(
     implementation: str | None, spec: Spec, source: _xla.Head | _xla.Logits
 ) -> tuple[str, str]:
     """(name, reason); a name given explicitly runs or raises, never falls back."""
-    if implementation == "xla":
-        return implementation, "named by the caller"
-    refusal = hopper.supported(spec, source)
+    refusal = None if implementation == "xla" else hopper.supported(spec, source)
     if implementation == "hopper":
         if refusal:
             raise NotImplementedError(
                 f"implementation='hopper' cannot run this call: {refusal}; pass "
                 "implementation=None for what can"
             )
+        return implementation, "named by the caller"
+    if spec.residual_rows:
+        if implementation == "xla" or refusal:
+            raise NotImplementedError(
+                "residual_bytes needs implementation='hopper', which alone keeps "
+                f"exponentials{f': {refusal}' if refusal else ''}; pass "
+                "residual_bytes=0"
+            )
+        return "hopper", "alone keeps exponentials for residual_bytes"
+    if implementation == "xla":
         return implementation, "named by the caller"
     if refusal:
         return "xla", f"runs on every device; 'hopper' does not: {refusal}"

@@ -1,5 +1,7 @@
 """The public verbs: contract, check, flatten, call, unflatten."""
 
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,6 +27,7 @@ def logprobs(
     vocab_size: int | None = None,
     layout: Layout | None = None,
     frozen_head: bool = False,
+    residual_bytes: int | Literal["all"] = 0,
     implementation: str | None = None,
 ) -> jax.Array:
     """Log-probability of each label under the head's softmax, without the logits.
@@ -52,6 +55,9 @@ def logprobs(
         frozen_head: W and bias are constants, as under LoRA: their gradient is 0, and
             hidden's is made beside the result, where it awaits only a scale: rounded
             to hidden's type before it and after. Two GEMMs in all, instead of three.
+        residual_bytes: how much memory may hold exponentials, 2·V a token, from the
+            forward pass to the backward pass, which makes only the other tokens' logits
+            again: with "all", three GEMMs instead of four. "hopper" alone can.
         implementation: "xla", "hopper" (16-bit hidden on an H100 or H200), or None for
             the best there is here; `jaxmem.report()` tells which one ran.
 
@@ -90,7 +96,8 @@ def logprobs(
     """
     source, rows, spec, shape, backend = _prepare_head(
         "logprobs", ("logprob",), hidden, W, labels, chunk, where, temperature,
-        softcap, bias, vocab_size, layout, frozen_head, implementation,
+        softcap, bias, vocab_size, layout, frozen_head, residual_bytes,
+        implementation,
     )  # fmt: skip
     return _run(spec, backend, source, rows, shape)["logprob"]
 
@@ -108,6 +115,7 @@ def token_stats(
     vocab_size: int | None = None,
     layout: Layout | None = None,
     frozen_head: bool = False,
+    residual_bytes: int | Literal["all"] = 0,
     implementation: str | None = None,
 ) -> TokenStats:
     """All that one pass over the vocabulary tells of each token.
@@ -135,7 +143,8 @@ def token_stats(
     """
     source, rows, spec, shape, backend = _prepare_head(
         "token_stats", TokenStats._fields, hidden, W, labels, chunk, where,
-        temperature, softcap, bias, vocab_size, layout, frozen_head, implementation,
+        temperature, softcap, bias, vocab_size, layout, frozen_head, residual_bytes,
+        implementation,
     )  # fmt: skip
     return TokenStats(**_run(spec, backend, source, rows, shape))
 
@@ -152,6 +161,7 @@ def entropy(
     vocab_size: int | None = None,
     layout: Layout | None = None,
     frozen_head: bool = False,
+    residual_bytes: int | Literal["all"] = 0,
     implementation: str | None = None,
 ) -> jax.Array:
     """Entropy of the head's softmax for each token, without the logits.
@@ -172,7 +182,8 @@ def entropy(
     no_labels = np.zeros(hidden.shape[:-1], np.int32)
     source, rows, spec, shape, backend = _prepare_head(
         "entropy", ("entropy",), hidden, W, no_labels, chunk, where, temperature,
-        softcap, bias, vocab_size, layout, frozen_head, implementation,
+        softcap, bias, vocab_size, layout, frozen_head, residual_bytes,
+        implementation,
     )  # fmt: skip
     return _run(spec, backend, source, rows, shape)["entropy"]
 
@@ -241,7 +252,7 @@ def token_stats_from_logits(
 
 def _prepare_head(
     verb, outputs, hidden, W, labels, chunk, where, temperature, softcap, bias,
-    vocab_size, layout, frozen_head, implementation,
+    vocab_size, layout, frozen_head, residual_bytes, implementation,
 ):  # fmt: skip
     hidden, W = _spec.as_array("hidden", hidden), _spec.as_array("W", W)
     _spec.check_hidden(hidden)
@@ -257,7 +268,7 @@ def _prepare_head(
     spec, backend, rows = _prepare(
         verb, outputs, {"hidden": hidden.shape, "W": W.shape}, source, hidden, columns,
         layout, labels, chunk, where, temperature, softcap, vocab_size, frozen_head,
-        implementation,
+        residual_bytes, implementation,
     )  # fmt: skip
     return source, rows, spec, hidden.shape[:-1], backend
 
@@ -272,14 +283,15 @@ def _prepare_logits(
     source = Logits(flat)
     spec, backend, rows = _prepare(
         verb, outputs, {"logits": logits.shape}, source, logits, logits.shape[-1], None,
-        labels, chunk, where, temperature, softcap, vocab_size, False, implementation,
+        labels, chunk, where, temperature, softcap, vocab_size, False, 0,
+        implementation,
     )  # fmt: skip
     return source, rows, spec, logits.shape[:-1], backend
 
 
 def _prepare(
     verb, outputs, shapes, source, data, columns, layout, labels, chunk, where,
-    temperature, softcap, vocab_size, frozen_head, implementation,
+    temperature, softcap, vocab_size, frozen_head, residual_bytes, implementation,
 ):  # fmt: skip
     """Checks what both sources share; the static facts and the rows."""
     shape, n_tokens = data.shape[:-1], int(np.prod(data.shape[:-1]))
@@ -294,6 +306,9 @@ def _prepare(
         layout=layout,
         softcap=_spec.check_softcap(softcap),
         frozen_head=bool(frozen_head),
+        residual_rows=_spec.check_residual_bytes(
+            residual_bytes, n_tokens, data.dtype.itemsize * columns
+        ),
     )
     rows = _rows(spec, shape, labels, where, temperature)
     backend, why = _backends.choose(implementation, spec, source)

@@ -31,6 +31,7 @@ class Spec:
     layout: Layout | None = None  # None: the caller already has logits
     softcap: float | None = None
     frozen_head: bool = False  # W and bias are constants
+    residual_rows: int = 0  # tokens whose exponentials are kept for the derivative
 
     @property
     def keeps_gradient(self) -> bool:
@@ -292,6 +293,29 @@ def check_frozen_head(frozen_head: bool) -> bool:
     if isinstance(frozen_head, Tracer) or not isinstance(frozen_head, (bool, np.bool_)):
         raise TypeError(f"frozen_head must be True or False, got {_brief(frozen_head)}")
     return bool(frozen_head)
+
+
+def check_residual_bytes(
+    residual_bytes: int | Literal["all"], n_tokens: int, bytes_a_token: int
+) -> int:
+    """How many tokens' exponentials fit; all of them for "all"."""
+    if _is_text(residual_bytes, "all"):
+        return n_tokens
+    if isinstance(residual_bytes, Tracer) or not isinstance(
+        residual_bytes, (int, np.integer)
+    ):
+        raise TypeError(
+            "residual_bytes must be a Python integer or 'all', got "
+            f"{_brief(residual_bytes)}"
+        )
+    if residual_bytes < 0:
+        raise ValueError(f"residual_bytes must not be negative, got {residual_bytes}")
+    if 0 < residual_bytes < bytes_a_token:
+        raise ValueError(
+            f"residual_bytes must be 0, 'all' or at least {bytes_a_token}, the bytes "
+            f"of one token, got {residual_bytes}"
+        )
+    return min(int(residual_bytes) // bytes_a_token, n_tokens)
 
 
 def check_implementation(implementation: str | None) -> None:

@@ -87,7 +87,7 @@ def token_loss(
     _spec.check_loss_fn(loss_fn)
     source, rows, spec, shape, backend = _head._prepare_head(
         "token_loss", TokenStats._fields, hidden, W, labels, chunk, where, temperature,
-        softcap, bias, vocab_size, layout, frozen_head, implementation,
+        softcap, bias, vocab_size, layout, frozen_head, 0, implementation,
     )  # fmt: skip
     flat = _flat(per_token, shape)
     count = _normalizer(normalizer, rows, spec)

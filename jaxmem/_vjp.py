@@ -40,22 +40,22 @@ def _token_stats_fwd(spec, backend, source, rows):
         made, kept = _once(functools.partial(_keep, spec, backend))(source, rows)
         return made, (checkpoint_name(kept, "jaxmem_dhidden"), rows.active)
     needed = [*spec.outputs, *(name for name in _SAVED if name not in spec.outputs)]
-    made = _forward(spec, backend, source, rows, tuple(needed))
+    made, kept = _forward_and_keep(spec, backend, source, rows, tuple(needed))
     made = {k: checkpoint_name(v, f"jaxmem_{k}") for k, v in made.items()}
-    return {k: made[k] for k in spec.outputs}, (source, rows, made)
+    return {k: made[k] for k in spec.outputs}, (source, rows, made, kept)
 
 
 def _token_stats_bwd(spec, backend, residuals, cotangents):
     if spec.keeps_gradient:
         return _scaled(*residuals, *cotangents.values()), None
-    source, rows, made = residuals
+    source, rows, made, kept = residuals
     saved = _stats.Outputs(*(made.get(name) for name in _stats.Outputs._fields))
     asked = _stats.Cotangents(
         *(_unless_zero(cotangents.get(name)) for name in _stats.Cotangents._fields)
     )
     if all(g is None for g in asked):
         return jax.tree.map(jnp.zeros_like, source), None
-    dsource = _backward(spec, backend, source, rows, saved, asked)
+    dsource = _backward(spec, backend, source, rows, saved, asked, kept)
     return _xla.trained(spec, dsource), None
 
 
@@ -185,9 +185,19 @@ def _forward(spec, backend, source, rows, names):
     return _once(lambda s, r: forward(spec, s, r, names))(source, rows)
 
 
-def _backward(spec, backend, source, rows, saved, cotangents):
+def _forward_and_keep(spec, backend, source, rows, names):
+    """The outputs, and what saves the backward pass some logits, or nothing."""
+    if not spec.residual_rows:
+        return _forward(spec, backend, source, rows, names), ()
+    keep = _backends.KNOWN[backend].forward_and_keep
+    made, kept = _once(lambda s, r: keep(spec, s, r, names))(source, rows)
+    return made, jax.tree.map(lambda x: checkpoint_name(x, "jaxmem_exps"), kept)
+
+
+def _backward(spec, backend, source, rows, saved, cotangents, kept):
     backward = functools.partial(_backends.KNOWN[backend].backward, spec)
-    return _once(backward)(source, rows, saved, cotangents)
+    kept = (kept,) if kept else ()
+    return _once(backward)(source, rows, saved, cotangents, *kept)
 
 
 def _once(run):

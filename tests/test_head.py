@@ -78,6 +78,7 @@ def check(
     dtype="float32",
     layout="vd",
     bias=None,
+    residual_bytes=0,
     **options,
 ):
     """Outputs and gradients of a call against the oracle and the materialised path."""
@@ -89,7 +90,7 @@ def check(
         W = W if layout == "vd" else W.T
         return jaxmem.token_stats(
             h, W, problem.y, chunk, bias=bias, layout=layout,
-            implementation=implementation, **options,
+            residual_bytes=residual_bytes, implementation=implementation, **options,
         )._asdict()  # fmt: skip
 
     def naive(h, W, bias=None):

@@ -62,6 +62,11 @@ def refuses_call(spec: Spec, source: Head | Logits) -> str | None:
         return "it makes logits from hidden states and W, the caller has logits already"
     if spec.compute_dtype not in (jnp.bfloat16, jnp.float16):
         return f"it multiplies bfloat16 or float16, hidden is {spec.compute_dtype}"
+    if 0 < spec.residual_rows < min(source.hidden.shape[0], KEEP.cluster_rows):
+        return (
+            f"residual_bytes holds exponentials of {spec.residual_rows} tokens, it "
+            f"keeps those of {KEEP.cluster_rows} at a time"
+        )
     return None
 
 
@@ -86,54 +91,52 @@ def unproven(spec: Spec, source: Head | Logits) -> str | None:
 
 def forward(spec: Spec, source: Head, rows: Rows, names) -> dict:
     """The named fields of `Outputs` for every row, 0 where inactive."""
+    padded = _pad(spec, _xla.cast(spec, source))
+    return _add_outputs(spec, padded, rows, _no_outputs(spec, rows, names))
+
+
+def forward_and_keep(spec: Spec, source: Head, rows: Rows, names) -> tuple[dict, Any]:
+    """`forward`, and the first active rows' exponentials, for `backward`."""
     from jaxmem.kernels import forward as kernel
 
-    n_rows = rows.labels.shape[0]
     padded = _pad(spec, _xla.cast(spec, source))
-    env = _env(spec, padded, _forward_rows(spec, padded, n_rows), FORWARD)
-
-    def block(row_ids, n_active, outputs):
-        labels = _xla.take(rows.labels, row_ids)
-        stats = kernel.statistics(
-            env, _hidden(padded, row_ids), padded.W, labels, n_active[None],
-            padded.bias, _inverse_temperature(rows, row_ids),
-        )  # fmt: skip
-        made = _stats.finish(stats, labels < spec.vocab_size)._asdict()
-        return {k: _xla.put(outputs[k], row_ids, made[k]) for k in outputs}
-
-    outputs = {k: jnp.zeros(n_rows, _xla.output_dtype(spec, k)) for k in names}
-    return _for_row_blocks(rows.active, env.n_rows, block, outputs)
+    env, first, rest = _split(spec, padded, rows)
+    ids, n_active = _active_first(first.active, env.n_rows)
+    labels = _xla.take(rows.labels, ids)
+    stats, kept = kernel.statistics_and_exps(
+        env, *_operands(padded, rows, ids, labels, n_active)
+    )
+    made = _stats.finish(stats, labels < spec.vocab_size)._asdict()
+    outputs = _no_outputs(spec, rows, names)
+    outputs = {k: _xla.put(outputs[k], ids, made[k]) for k in outputs}
+    if rest is not None:
+        outputs = _add_outputs(spec, padded, rest, outputs)
+    return outputs, kept
 
 
 def backward(
-    spec: Spec, source: Head, rows: Rows, saved: _stats.Outputs, cotangents
+    spec: Spec, source: Head, rows: Rows, saved: _stats.Outputs, cotangents, kept=None
 ) -> Head:
     """Cotangent of the source; sums over tokens in float32."""
-    from jaxmem.kernels import dlogits as kernel
-
     padded = _pad(spec, _xla.cast(spec, source))
     n_rows = rows.labels.shape[0]
     env = _env(spec, padded, _backward_rows(spec, n_rows), BACKWARD)
-    once = n_rows <= env.n_rows  # every block of W's gradient is made in one go
-
-    def block(row_ids, n_active, sums):
-        of_rows = _stats.Outputs(*(_xla.take(x, row_ids) for x in saved))
-        log_sum = _xla.take(saved.log_sum, row_ids, fill_value=kernel.NO_ROW)
-        of_rows = of_rows._replace(log_sum=log_sum)
-        g = _stats.Cotangents(*(_xla.take(x, row_ids) for x in cotangents))
-        h = _hidden(padded, row_ids)
-        derivative = functools.partial(
-            kernel.derivative, env, hidden=h, W=padded.W,
-            labels=_xla.take(rows.labels, row_ids), rows=of_rows,
-            c=_stats.coefficients(of_rows, g), bias=padded.bias,
-            inverse_temperature=_inverse_temperature(rows, row_ids),
-        )  # fmt: skip
-        cut = env, _block_tiles(spec, env), once
-        return _gradients(spec, cut, padded.W, h, derivative, row_ids, n_active, sums)
-
-    sums = _sums(spec, env, source, padded, once)
-    sums = _for_row_blocks(rows.active, env.n_rows, block, sums)
-    return jax.tree.map(_like, sums, _xla.trained(spec, source))
+    like = _xla.trained(spec, source)
+    if kept is None:
+        once = n_rows <= env.n_rows  # every block of W's gradient is made in one go
+        sums = _sums(spec, env, source, padded, once)
+    else:
+        kept_env, first, rest = _split(spec, padded, rows)
+        once = rest is None
+        sums = _sums(spec, env, source, padded, once)
+        sums = _add_kept(
+            spec, kept_env, padded, first, saved, cotangents, kept, once, sums
+        )
+        if rest is None:
+            return jax.tree.map(_like, sums, like)
+        rows = rest
+    sums = _add_again(spec, env, padded, rows, saved, cotangents, once, sums)
+    return jax.tree.map(_like, sums, like)
 
 
 def one_pass(
@@ -145,26 +148,23 @@ def one_pass(
 
     padded = _pad(spec, _xla.cast(spec, source))
     n_rows = rows.labels.shape[0]
-    step = _whole_blocks(min(spec.chunk, n_rows))
-    size = _kept_rows(spec, padded, n_rows, step)
+    size = _kept_rows(spec, padded, n_rows)
     env, once = _env(spec, padded, size, KEEP), n_rows <= size
 
     def block(row_ids, n_active, carry):
         made, sums = carry
-        h, labels = _hidden(padded, row_ids), _xla.take(rows.labels, row_ids)
-        inverse_temperature = _inverse_temperature(rows, row_ids)
-        stats, kept = kernel.statistics_and_exps(
-            env, h, padded.W, labels, n_active[None], padded.bias, inverse_temperature
-        )
+        labels = _xla.take(rows.labels, row_ids)
+        operands = _operands(padded, rows, row_ids, labels, n_active)
+        stats, kept = kernel.statistics_and_exps(env, *operands)
         outputs = _stats.finish(stats, labels < spec.vocab_size)
         made, g = _in_chunks(spec, row_ids, n_active, outputs, of_chunk, made)
         dz = keeping.derivative(
-            env, kept, n_active, step, labels, outputs,
-            _stats.coefficients(outputs, g), inverse_temperature,
+            env, kept, n_active, _step(spec, size), labels, outputs,
+            _stats.coefficients(outputs, g), _inverse_temperature(rows, row_ids),
         )  # fmt: skip
         sums = _gradients(
-            spec, (env, env.n_tiles, once), padded.W, h, lambda part, width: dz,
-            row_ids, n_active, sums,
+            spec, (env, env.n_tiles, once), padded.W, operands[0],
+            lambda part, width: dz, row_ids, n_active, sums,
         )  # fmt: skip
         return made, sums
 
@@ -174,6 +174,86 @@ def one_pass(
     if not once:
         like = jax.tree.map(lambda x: x.astype(jnp.float32), like)
     return made, jax.tree.map(_like, sums, like)
+
+
+def _no_outputs(spec, rows, names):
+    shape = rows.labels.shape
+    return {k: jnp.zeros(shape, _xla.output_dtype(spec, k)) for k in names}
+
+
+def _add_outputs(spec, padded, rows, outputs):
+    """outputs with those of the active rows."""
+    from jaxmem.kernels import forward as kernel
+
+    n_rows = rows.labels.shape[0]
+    env = _env(spec, padded, _forward_rows(spec, padded, n_rows), FORWARD)
+
+    def block(row_ids, n_active, outputs):
+        labels = _xla.take(rows.labels, row_ids)
+        stats = kernel.statistics(
+            env, *_operands(padded, rows, row_ids, labels, n_active)
+        )
+        made = _stats.finish(stats, labels < spec.vocab_size)._asdict()
+        return {k: _xla.put(outputs[k], row_ids, made[k]) for k in outputs}
+
+    return _for_row_blocks(rows.active, env.n_rows, block, outputs)
+
+
+def _operands(padded, rows, row_ids, labels, n_active):
+    """Of the forward kernel, in its order."""
+    temperature = _inverse_temperature(rows, row_ids)
+    hidden = _hidden(padded, row_ids)
+    return hidden, padded.W, labels, n_active[None], padded.bias, temperature
+
+
+def _split(spec, padded, rows):
+    """Launch for rows that are kept; those rows; the others, None if there are none."""
+    n_rows, whole = rows.labels.shape[0], KEEP.cluster_rows
+    size = spec.residual_rows // whole * whole
+    if spec.residual_rows >= n_rows:
+        size = _whole_blocks(n_rows)
+    rank = jnp.cumsum(rows.active, dtype=jnp.int32)
+    first, rest = rows.active & (rank <= size), rows.active & (rank > size)
+    rest = None if n_rows <= size else rows._replace(active=rest)
+    return _env(spec, padded, size, KEEP), rows._replace(active=first), rest
+
+
+def _add_kept(spec, env, padded, rows, saved, cotangents, kept, once, sums):
+    """sums with what the rows add to them whose exponentials are there."""
+    from jaxmem.kernels import kept as keeping
+
+    ids, n_active = _active_first(rows.active, env.n_rows)
+    of_rows, g = jax.tree.map(lambda x: _xla.take(x, ids), (saved, cotangents))
+    dz = keeping.derivative(
+        env, kept, n_active, _step(spec, env.n_rows), _xla.take(rows.labels, ids),
+        of_rows, _stats.coefficients(of_rows, g), _inverse_temperature(rows, ids),
+    )  # fmt: skip
+    return _gradients(
+        spec, (env, env.n_tiles, once), padded.W, _hidden(padded, ids),
+        lambda part, width: dz, ids, n_active, sums,
+    )  # fmt: skip
+
+
+def _add_again(spec, env, padded, rows, saved, cotangents, once, sums):
+    """sums with what the active rows add to them, from logits made again."""
+    from jaxmem.kernels import dlogits as kernel
+
+    def block(row_ids, n_active, sums):
+        of_rows = jax.tree.map(lambda x: _xla.take(x, row_ids), saved)
+        log_sum = _xla.take(saved.log_sum, row_ids, fill_value=kernel.NO_ROW)
+        of_rows = of_rows._replace(log_sum=log_sum)
+        g = jax.tree.map(lambda x: _xla.take(x, row_ids), cotangents)
+        h = _hidden(padded, row_ids)
+        derivative = functools.partial(
+            kernel.derivative, env, hidden=h, W=padded.W,
+            labels=_xla.take(rows.labels, row_ids), rows=of_rows,
+            c=_stats.coefficients(of_rows, g), bias=padded.bias,
+            inverse_temperature=_inverse_temperature(rows, row_ids),
+        )  # fmt: skip
+        cut = env, _block_tiles(spec, env), once
+        return _gradients(spec, cut, padded.W, h, derivative, row_ids, n_active, sums)
+
+    return _for_row_blocks(rows.active, env.n_rows, block, sums)
 
 
 def _in_chunks(spec, row_ids, n_active, outputs, of_chunk, made):
@@ -220,53 +300,22 @@ def _sums(spec, env, source, padded, once):
     return _xla.trained(spec, sums)
 
 
-def _gradients(spec, cut, W, h, derivative, row_ids, n_active, sums):
-    """sums with what some rows add to them, block by block of the vocabulary."""
+def _gradients(
+    spec, cut: tuple[Any, int, bool], W, h, derivative, row_ids, n_active, sums
+):  # fmt: skip
+    """sums with what some rows add to them."""
     from jaxmem.kernels import products
 
-    env, n_tiles, once = cut
-    columns = env.tiles.columns
-    launch = PRODUCT, spec.layout, env.n_blocks
-    # Without an active row, one tile of zeros still overwrites what dW holds.
-    n_here = jnp.maximum(n_active, 1)
-
-    def block(b, sums):
-        first = b * n_tiles
-        here = jnp.minimum(n_tiles, env.n_tiles - first)
-        dz = derivative(part=jnp.stack([n_here, first, here]), width=n_tiles * columns)
-        at = first * columns, jnp.minimum(here * columns, env.columns - first * columns)
-        dh = products.add_to_hidden(*launch, dz, W, n_here, at, sums.hidden)
-        dW, dbias = sums.W, sums.bias
-        if dW is not None:
-            dW = products.write_to_W(*launch, dz, h, n_here, at, dW, add=not once)
-        if dbias is not None:
-            dbias = _add_to_bias(dz, n_here, at, dbias)
-        return Head(dh, dW, dbias)
-
     here = sums._replace(hidden=jnp.zeros(h.shape, jnp.float32))
-    here = lax.fori_loop(0, -(-env.n_tiles // n_tiles), block, here)
+    here = products.gradients(PRODUCT, *cut, W, h, derivative, n_active, here)
     dh = here.hidden.astype(spec.compute_dtype)[:, : sums.hidden.shape[1]]
     return here._replace(hidden=_xla.put(sums.hidden, row_ids, dh))
 
 
-def _add_to_bias(dz, n_rows, block, dbias):
-    """The bias's gradient: of derivatives in 16 bits, like W's."""
-    first, columns = block
-    rows, columns = (
-        lax.broadcasted_iota(jnp.int32, dz.shape, axis) < n
-        for axis, n in enumerate((n_rows, columns))
-    )
-    sums = jnp.sum(jnp.where(rows & columns, dz, 0), axis=0, dtype=jnp.float32)
-    sums += lax.dynamic_slice(dbias, (first,), sums.shape)
-    return lax.dynamic_update_slice(dbias, sums, (first,))
-
-
 def _for_row_blocks(active, size, body, carry):
     """carry = body(ids of rows, how many are active, carry), active rows first."""
-    n_rows = active.shape[0]
-    n_blocks = -(-n_rows // size)
-    order = jnp.nonzero(active, size=n_blocks * size, fill_value=n_rows)[0]
-    order, n_active = order.astype(jnp.int32), jnp.sum(active, dtype=jnp.int32)
+    n_blocks = -(-active.shape[0] // size)
+    order, n_active = _active_first(active, n_blocks * size)
 
     def step(i, carry):
         ids = lax.dynamic_slice(order, (i * size,), (size,))
@@ -275,6 +324,12 @@ def _for_row_blocks(active, size, body, carry):
     if n_blocks == 1:  # XLA may lay the parts out freely
         return step(0, carry)
     return lax.fori_loop(0, n_blocks, step, carry)
+
+
+def _active_first(active, size):
+    """Row ids [size], the active ones first, then ids past the end; their number."""
+    order = jnp.nonzero(active, size=size, fill_value=active.shape[0])[0]
+    return order.astype(jnp.int32), jnp.sum(active, dtype=jnp.int32)
 
 
 def _backward_rows(spec, n_rows):
@@ -287,7 +342,7 @@ def _backward_rows(spec, n_rows):
     return _whole_blocks(n_rows if n_rows <= 2 * side else side)
 
 
-def _kept_rows(spec, padded, n_rows, step):
+def _kept_rows(spec, padded, n_rows):
     """Rows whose exponentials are alive at once, in no more bytes than "xla" takes.
 
     It has logits of a chunk and float32 sums of W's gradient. Where exponentials of
@@ -297,7 +352,14 @@ def _kept_rows(spec, padded, n_rows, step):
     depth = padded.W.shape[1 if spec.layout == "vd" else 0]
     if not spec.frozen_head and n_rows <= n_kept + 2 * depth:
         n_kept = n_rows
-    return max(min(-(-n_rows // step), n_kept // step), 1) * step
+    return _whole_blocks(min(n_kept, n_rows))
+
+
+def _step(spec, n_rows):
+    """Of kept rows, how many become derivatives at a time: no more than a chunk."""
+    whole = KEEP.cluster_rows
+    most, n_blocks = max(spec.chunk // whole, 1), n_rows // whole
+    return whole * max(n for n in range(1, most + 1) if n_blocks % n == 0)
 
 
 def _block_tiles(spec, env):

@@ -33,7 +33,8 @@ def derivative(
         inverse_temperature: float32 [n_rows], or None.
     """
     shift = (kept.max - rows.max) - rows.log_sum  # ln p = ln(exps) + shift
-    of_rows = labels, rows.logprob, rows.logsumexp, c, inverse_temperature
+    logsumexp = rows.max + rows.log_sum
+    of_rows = labels, rows.logprob, logsumexp, c, inverse_temperature
 
     def some(i, exps):
         first = i * step
@@ -79,8 +80,10 @@ def _derivative(
     if inverse_temperature is not None:
         unscaled = inverse_temperature[:, None]
     if env.softcap is not None:
-        z = jnp.where(is_label, logprob[:, None], log_p) + logsumexp[:, None]
-        dz = dz * (1 - (z / (env.softcap * unscaled)) ** 2)
+        if c.label is not None:  # where p may be too small to have a logarithm
+            log_p = jnp.where(is_label, logprob[:, None], log_p)
+        capped = (log_p + logsumexp[:, None]) / (env.softcap * unscaled)
+        dz = dz * (1 - capped**2)
     dz = dz * unscaled
     return jnp.where(live[:, None] & (column < env.vocab_size), dz, 0).astype(env.dtype)
 

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxmem._spec import Layout
+from jaxmem._xla import Head
 from jaxmem.kernels import ring
-from jaxmem.kernels.logits import parts
+from jaxmem.kernels.logits import Env, parts
 from jaxmem.kernels.ring import Extent, Product, Ring, ceil_div
 from jaxmem.kernels.tiles import N_COMPUTE, Tiles
 
@@ -73,6 +74,56 @@ def write_to_W(
     product = Product(tiles, dz.dtype, "km", "kn", n_blocks)
     extent = Extent(n_rows, ceil_div(n_columns, tiles.columns), n_steps)
     return _launch(product, extent, lhs, rhs, into, at, add)
+
+
+def gradients(
+    tiles: Tiles, env: Env, n_tiles: int, once: bool, W, hidden, derivative, n_rows,
+    sums: Head,
+) -> Head:  # fmt: skip
+    """sums with what some rows add to them, block by block of the vocabulary.
+
+    Args:
+        tiles: of both products.
+        env: that of the derivative.
+        n_tiles: of the vocabulary, a block.
+        once: whether sums.W holds nothing yet, and is only written.
+        W: [V, D] or [D, V].
+        hidden: [N, D].
+        derivative: (part, width) -> dz, as `dlogits.derivative`.
+        n_rows: int32, rows that count.
+        sums: hidden, float32; W and bias, None where there is no gradient of them.
+    """
+    columns = env.tiles.columns
+    launch = tiles, env.layout, env.n_blocks
+    # Without an active row, one tile of zeros still overwrites what dW holds.
+    n_here = jnp.maximum(n_rows, 1)
+
+    def block(b, sums):
+        first = b * n_tiles
+        here = jnp.minimum(n_tiles, env.n_tiles - first)
+        dz = derivative(part=jnp.stack([n_here, first, here]), width=n_tiles * columns)
+        at = first * columns, jnp.minimum(here * columns, env.columns - first * columns)
+        dh = add_to_hidden(*launch, dz, W, n_here, at, sums.hidden)
+        dW, dbias = sums.W, sums.bias
+        if dW is not None:
+            dW = write_to_W(*launch, dz, hidden, n_here, at, dW, add=not once)
+        if dbias is not None:
+            dbias = _add_to_bias(dz, n_here, at, dbias)
+        return Head(dh, dW, dbias)
+
+    return lax.fori_loop(0, -(-env.n_tiles // n_tiles), block, sums)
+
+
+def _add_to_bias(dz, n_rows, block, dbias):
+    """The bias's gradient: of derivatives in 16 bits, like W's."""
+    first, columns = block
+    rows, columns = (
+        lax.broadcasted_iota(jnp.int32, dz.shape, axis) < n
+        for axis, n in enumerate((n_rows, columns))
+    )
+    sums = jnp.sum(jnp.where(rows & columns, dz, 0), axis=0, dtype=jnp.float32)
+    sums += lax.dynamic_slice(dbias, (first,), sums.shape)
+    return lax.dynamic_update_slice(dbias, sums, (first,))
 
 
 def _launch(product, extent, lhs, rhs, into, at, add):

@@ -77,6 +77,16 @@ def test_every_option_at_once(interpreted):
 
 
 @needs_pallas
+@pytest.mark.parametrize("kept", [128, "all"])
+def test_exponentials_kept_for_the_derivative(kept, interpreted):
+    """Of 128 tokens and none of the others, or of all."""
+    options = {} if kept == "all" else {"softcap": 5.0, "layout": "dv"}
+    kept = kept if kept == "all" else 2 * 130 * kept
+    problem = Case(150, 64, 130, std=3.0).make()
+    check(problem, "hopper", dtype="bfloat16", residual_bytes=kept, **options)
+
+
+@needs_pallas
 def test_a_row_has_its_bits_in_any_company(interpreted):
     h, W, y = Case(140, 16, 600).make()
     h, W = jnp.asarray(h, jnp.bfloat16), jnp.asarray(W, jnp.bfloat16)
@@ -151,6 +161,8 @@ HEAD = jnp.zeros((4, 64), jnp.bfloat16), jnp.zeros((128, 64), jnp.bfloat16)
 def test_without_the_chip_it_says_so():
     with pytest.raises(NotImplementedError, match="'hopper' cannot run.*it needs"):
         jaxmem.logprobs(*HEAD, np.zeros(4, int), implementation="hopper")
+    with pytest.raises(NotImplementedError, match="residual_bytes needs.*: it needs"):
+        jaxmem.logprobs(*HEAD, np.zeros(4, int), residual_bytes="all")
     with jaxmem.report() as calls:
         jaxmem.logprobs(*HEAD, np.zeros(4, int))
     assert calls.calls[0].implementation == "xla"
@@ -165,6 +177,13 @@ def test_calls_that_it_refuses_anywhere(lowered_anywhere):
         )
     with pytest.raises(NotImplementedError, match="has logits already"):
         jaxmem.logprobs_from_logits(h, np.zeros(4, int), implementation="hopper")
+    h = jnp.zeros((300, 64), jnp.bfloat16)
+    with pytest.raises(NotImplementedError, match="exponentials of 10 tokens.*256 at"):
+        jaxmem.logprobs(h, W, np.zeros(300, int), residual_bytes=2 * 128 * 10)
+    with pytest.raises(NotImplementedError, match="which alone keeps exponentials;"):
+        jaxmem.logprobs(
+            h, W, np.zeros(300, int), residual_bytes="all", implementation="xla"
+        )
 
 
 @needs_pallas

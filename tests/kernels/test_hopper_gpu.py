@@ -65,7 +65,7 @@ def test_one_pass_at_real_shapes(name):
     check_one_pass(REAL[name])
 
 
-def run(h, W, y, chunk=64, vocab_size=None, **options):
+def run(h, W, y, chunk=64, vocab_size=None, residual_bytes=0, **options):
     """Statistics and gradients, as numpy."""
 
     @jax.jit
@@ -77,6 +77,7 @@ def run(h, W, y, chunk=64, vocab_size=None, **options):
                 y,
                 chunk,
                 vocab_size=vocab_size,
+                residual_bytes=residual_bytes,
                 implementation="hopper",
                 **options,
             )
@@ -114,6 +115,23 @@ def test_a_row_has_its_bits_in_any_company(problem):
     assert_equal_bits({k: v[:1] for k, v in made.items()}, alone)
     for chunk in (1, 100, None):
         assert_equal_bits(made, run(h, W, y, chunk)[0])
+
+
+def test_what_is_kept_changes_no_bit_of_the_statistics(problem):
+    made, gradients = run(*problem)
+    for kept in ("all", 2 * 5000 * 256):
+        same, close = run(*problem, residual_bytes=kept)
+        assert_equal_bits(made, same)
+        for a, b in zip(close, gradients, strict=True):
+            a, b = a.astype(np.float32), b.astype(np.float32)
+            np.testing.assert_allclose(a, b, atol=2**-7 * np.abs(b).max())
+
+
+@pytest.mark.parametrize("kept", [256, "all"])
+def test_exponentials_kept_for_the_derivative(kept):
+    kept = kept if kept == "all" else 2 * 1000 * kept
+    problem = Case(600, 128, 1000, std=3.0).make()
+    check(problem, "hopper", dtype="bfloat16", residual_bytes=kept)
 
 
 def test_masked_rows_give_nothing(problem):
