@@ -59,16 +59,21 @@ class Program:
     implementation: str  # the backend that jaxmem chose, if it was asked
 
 
+def total_of(call: Call, h, W, y, g):
+    """(what is differentiated, outputs): a call's own `total`, or its weighted sum."""
+    if hasattr(call, "total"):
+        return call.total(h, W, y, g)  # pyright: ignore[reportFunctionMemberAccess]
+    made = call(h, W, y)
+    weighted = [jnp.vdot(g[k], made[k]) for k in COTANGENTS if k in made]
+    return sum(weighted[1:], weighted[0]), made
+
+
 def compile_program(call: Call, h, W, y, g) -> Program:
     """Both compiled; raises what jaxmem or the compiler raises."""
 
     def both(h, W, y, g):
-        def total(h, W):
-            made = call(h, W, y)
-            weighted = [jnp.vdot(g[k], made[k]) for k in COTANGENTS if k in made]
-            return sum(weighted[1:], weighted[0]), made
-
-        grads, made = jax.grad(total, (0, 1), has_aux=True)(h, W)
+        total = functools.partial(total_of, call)
+        grads, made = jax.grad(total, (0, 1), has_aux=True)(h, W, y, g)
         return made, grads
 
     start = time.perf_counter()

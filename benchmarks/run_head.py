@@ -27,6 +27,7 @@ PATHS = [
     "token_stats chunk=auto",
     "token_stats chunk=4096",
     "token_stats where=half",
+    "token_loss",
     "token_stats implementation=xla",
     "logprobs",
 ]
@@ -57,6 +58,18 @@ def logprobs(h, W, y, **options):
     return {"logprob": jaxmem.logprobs(h, W, y, **options)}
 
 
+def token_loss(h, W, y, g=None, **options):
+    """A loss known inside: log-probability and entropy, weighted by g."""
+
+    def weighted(stats, *weights):
+        made = {"logprob": stats.logprob, "entropy": stats.entropy}
+        total = sum(w * x for w, x in zip(weights, made.values(), strict=True))
+        return total, made
+
+    weights = (g["logprob"], g["entropy"]) if g else (jnp.ones(len(y)),) * 2
+    return jaxmem.token_loss(weighted, h, W, y, *weights, normalizer=1, **options)
+
+
 VERBS = {
     f.__name__: f for f in (materialised, materialised_stats, token_stats, logprobs)
 }
@@ -70,10 +83,19 @@ def call_of(path: str) -> on_jax.Call:
     }
     half = options.pop("where", None) == "half"
 
-    def call(h, W, y):
-        where = {"where": jnp.arange(len(y)) % 2 == 0} if half else {}
-        return VERBS[verb](h, W, y, **options, **where)
+    def masked(y):
+        return {"where": jnp.arange(len(y)) % 2 == 0} if half else {}
 
+    def call(h, W, y):
+        if verb == "token_loss":
+            return token_loss(h, W, y, **options, **masked(y))[1]
+        return VERBS[verb](h, W, y, **options, **masked(y))
+
+    def total(h, W, y, g):
+        return token_loss(h, W, y, g, **options, **masked(y))
+
+    if verb == "token_loss":
+        call.total = total
     return call
 
 
