@@ -7,7 +7,6 @@ first, as in "xla", and every kernel stops after them. Pallas is imported when a
 first runs.
 """
 
-import dataclasses
 import functools
 import math
 from typing import Any
@@ -19,17 +18,8 @@ from jax import lax
 from jaxmem import _stats, _xla
 from jaxmem._spec import Spec
 from jaxmem._xla import Head, Logits, Rows
-from jaxmem.kernels.tiles import Tiles
-
-# Measured on one H200 that stays at its power limit, jax 0.11.2, N=8192 D=4096
-# V=151936, in parts of the bare GEMM's time: forward 1.06 with pairs of blocks that
-# share W (cluster=2), 1.07 without, 1.07 with group=1 or 16; derivatives 1.04 and 1.04;
-# a block's dH 0.114 and 0.116, its dW 0.110 and 0.111 (XLA's own GEMMs 0.111 and 0.109,
-# but they would copy each block of W and of its gradient).
-FORWARD = Tiles(group=4, cluster=2, panel=8)
-BACKWARD = Tiles(group=1, cluster=2, panel=8, stored=32, slots=2)
-KEEP = dataclasses.replace(FORWARD, stored=32, slots=2)
-PRODUCT = Tiles(group=1, cluster=2, panel=8, stored=32, slots=1, stored_bytes=4)
+from jaxmem.kernels import tuned
+from jaxmem.kernels.tiles import MAX_CLUSTER_ROWS
 
 MAX_ROWS = 8_192  # of one forward launch; 16,384 measure 1% slower, in twice the bytes
 # At 512 tokens the forward pass alone measured slower than "xla", from 2048 on it did
@@ -62,10 +52,10 @@ def refuses_call(spec: Spec, source: Head | Logits) -> str | None:
         return "it makes logits from hidden states and W, the caller has logits already"
     if spec.compute_dtype not in (jnp.bfloat16, jnp.float16):
         return f"it multiplies bfloat16 or float16, hidden is {spec.compute_dtype}"
-    if 0 < spec.residual_rows < min(source.hidden.shape[0], KEEP.cluster_rows):
+    if 0 < spec.residual_rows < min(source.hidden.shape[0], MAX_CLUSTER_ROWS):
         return (
             f"residual_bytes holds exponentials of {spec.residual_rows} tokens, it "
-            f"keeps those of {KEEP.cluster_rows} at a time"
+            f"keeps those of {MAX_CLUSTER_ROWS} at a time"
         )
     return None
 
@@ -120,7 +110,7 @@ def backward(
     """Cotangent of the source; sums over tokens in float32."""
     padded = _pad(spec, _xla.cast(spec, source))
     n_rows = rows.labels.shape[0]
-    env = _env(spec, padded, _backward_rows(spec, n_rows), BACKWARD)
+    env = _env(spec, padded, _backward_rows(spec, n_rows), "derivative")
     like = _xla.trained(spec, source)
     if kept is None:
         once = n_rows <= env.n_rows  # every block of W's gradient is made in one go
@@ -149,7 +139,7 @@ def one_pass(
     padded = _pad(spec, _xla.cast(spec, source))
     n_rows = rows.labels.shape[0]
     size = _kept_rows(spec, padded, n_rows)
-    env, once = _env(spec, padded, size, KEEP), n_rows <= size
+    env, once = _env(spec, padded, size, "exps"), n_rows <= size
 
     def block(row_ids, n_active, carry):
         made, sums = carry
@@ -163,7 +153,7 @@ def one_pass(
             _stats.coefficients(outputs, g), _inverse_temperature(rows, row_ids),
         )  # fmt: skip
         sums = _gradients(
-            spec, (env, env.n_tiles, once), padded.W, operands[0],
+            spec, (env, env.n_tiles, once), padded, operands[0],
             lambda part, width: dz, row_ids, n_active, sums,
         )  # fmt: skip
         return made, sums
@@ -186,7 +176,7 @@ def _add_outputs(spec, padded, rows, outputs):
     from jaxmem.kernels import forward as kernel
 
     n_rows = rows.labels.shape[0]
-    env = _env(spec, padded, _forward_rows(spec, padded, n_rows), FORWARD)
+    env = _env(spec, padded, _forward_rows(spec, padded, n_rows), "statistics")
 
     def block(row_ids, n_active, outputs):
         labels = _xla.take(rows.labels, row_ids)
@@ -208,14 +198,14 @@ def _operands(padded, rows, row_ids, labels, n_active):
 
 def _split(spec, padded, rows):
     """Launch for rows that are kept; those rows; the others, None if there are none."""
-    n_rows, whole = rows.labels.shape[0], KEEP.cluster_rows
+    n_rows, whole = rows.labels.shape[0], MAX_CLUSTER_ROWS
     size = spec.residual_rows // whole * whole
     if spec.residual_rows >= n_rows:
         size = _whole_blocks(n_rows)
     rank = jnp.cumsum(rows.active, dtype=jnp.int32)
     first, rest = rows.active & (rank <= size), rows.active & (rank > size)
     rest = None if n_rows <= size else rows._replace(active=rest)
-    return _env(spec, padded, size, KEEP), rows._replace(active=first), rest
+    return _env(spec, padded, size, "exps"), rows._replace(active=first), rest
 
 
 def _add_kept(spec, env, padded, rows, saved, cotangents, kept, once, sums):
@@ -229,7 +219,7 @@ def _add_kept(spec, env, padded, rows, saved, cotangents, kept, once, sums):
         of_rows, _stats.coefficients(of_rows, g), _inverse_temperature(rows, ids),
     )  # fmt: skip
     return _gradients(
-        spec, (env, env.n_tiles, once), padded.W, _hidden(padded, ids),
+        spec, (env, env.n_tiles, once), padded, _hidden(padded, ids),
         lambda part, width: dz, ids, n_active, sums,
     )  # fmt: skip
 
@@ -251,7 +241,7 @@ def _add_again(spec, env, padded, rows, saved, cotangents, once, sums):
             inverse_temperature=_inverse_temperature(rows, row_ids),
         )  # fmt: skip
         cut = env, _block_tiles(spec, env), once
-        return _gradients(spec, cut, padded.W, h, derivative, row_ids, n_active, sums)
+        return _gradients(spec, cut, padded, h, derivative, row_ids, n_active, sums)
 
     return _for_row_blocks(rows.active, env.n_rows, block, sums)
 
@@ -301,13 +291,14 @@ def _sums(spec, env, source, padded, once):
 
 
 def _gradients(
-    spec, cut: tuple[Any, int, bool], W, h, derivative, row_ids, n_active, sums
+    spec, cut: tuple[Any, int, bool], padded, h, derivative, row_ids, n_active, sums
 ):  # fmt: skip
     """sums with what some rows add to them."""
     from jaxmem.kernels import products
 
+    tiles = _tiles("to_hidden", spec, padded), _tiles("to_W", spec, padded)
     here = sums._replace(hidden=jnp.zeros(h.shape, jnp.float32))
-    here = products.gradients(PRODUCT, *cut, W, h, derivative, n_active, here)
+    here = products.gradients(tiles, *cut, padded.W, h, derivative, n_active, here)
     dh = here.hidden.astype(spec.compute_dtype)[:, : sums.hidden.shape[1]]
     return here._replace(hidden=_xla.put(sums.hidden, row_ids, dh))
 
@@ -357,7 +348,7 @@ def _kept_rows(spec, padded, n_rows):
 
 def _step(spec, n_rows):
     """Of kept rows, how many become derivatives at a time: no more than a chunk."""
-    whole = KEEP.cluster_rows
+    whole = MAX_CLUSTER_ROWS
     most, n_blocks = max(spec.chunk // whole, 1), n_rows // whole
     return whole * max(n for n in range(1, most + 1) if n_blocks % n == 0)
 
@@ -375,14 +366,20 @@ def _whole_blocks_of_bias(spec, env):
     return jnp.zeros(n_blocks * n_tiles * env.tiles.columns, jnp.float32)
 
 
-def _env(spec, padded, n_rows, tiles) -> Any:
+def _env(spec, padded, n_rows, kernel) -> Any:
     from jaxmem.kernels.logits import Env
 
     columns, depth = padded.W.shape if spec.layout == "vd" else padded.W.shape[::-1]
     return Env(
-        tiles, n_rows, depth, columns, spec.vocab_size, spec.layout,
-        spec.compute_dtype, spec.softcap, _n_blocks(),
+        _tiles(kernel, spec, padded), n_rows, depth, columns, spec.vocab_size,
+        spec.layout, spec.compute_dtype, spec.softcap, _n_blocks(),
     )  # fmt: skip
+
+
+def _tiles(kernel, spec, padded):
+    columns, depth = padded.W.shape if spec.layout == "vd" else padded.W.shape[::-1]
+    device = jax.devices()[0].device_kind
+    return tuned.tiles_for(kernel, tuned.Head(device, depth, columns, spec.layout))
 
 
 def _n_blocks():
@@ -393,15 +390,16 @@ def _n_blocks():
 def _forward_rows(spec, padded, n_rows):
     """Rows a launch: no more bytes, with their statistics, than "xla" has logits."""
     columns, depth = padded.W.shape if spec.layout == "vd" else padded.W.shape[::-1]
-    groups = -(-columns // (FORWARD.columns * FORWARD.group))
+    tiles = _tiles("statistics", spec, padded)
+    groups = -(-columns // (tiles.columns * tiles.group))
     # Merging holds what it reads and half of what it has written.
     a_row = 2 * depth + 4 * 5 * 2 * groups
     fitting = 4 * spec.chunk * spec.columns // a_row
-    return _whole_blocks(min(n_rows, max(fitting, FORWARD.cluster_rows), MAX_ROWS))
+    return _whole_blocks(min(n_rows, max(fitting, MAX_CLUSTER_ROWS), MAX_ROWS))
 
 
 def _whole_blocks(n_rows):
-    return -(-n_rows // FORWARD.cluster_rows) * FORWARD.cluster_rows
+    return -(-n_rows // MAX_CLUSTER_ROWS) * MAX_CLUSTER_ROWS
 
 
 def _pad(spec, head):

@@ -77,13 +77,13 @@ def write_to_W(
 
 
 def gradients(
-    tiles: Tiles, env: Env, n_tiles: int, once: bool, W, hidden, derivative, n_rows,
-    sums: Head,
+    tiles: tuple[Tiles, Tiles], env: Env, n_tiles: int, once: bool, W, hidden,
+    derivative, n_rows, sums: Head,
 ) -> Head:  # fmt: skip
     """sums with what some rows add to them, block by block of the vocabulary.
 
     Args:
-        tiles: of both products.
+        tiles: of the product for hidden, and of that for W.
         env: that of the derivative.
         n_tiles: of the vocabulary, a block.
         once: whether sums.W holds nothing yet, and is only written.
@@ -94,7 +94,7 @@ def gradients(
         sums: hidden, float32; W and bias, None where there is no gradient of them.
     """
     columns = env.tiles.columns
-    launch = tiles, env.layout, env.n_blocks
+    launch = env.layout, env.n_blocks
     # Without an active row, one tile of zeros still overwrites what dW holds.
     n_here = jnp.maximum(n_rows, 1)
 
@@ -103,10 +103,10 @@ def gradients(
         here = jnp.minimum(n_tiles, env.n_tiles - first)
         dz = derivative(part=jnp.stack([n_here, first, here]), width=n_tiles * columns)
         at = first * columns, jnp.minimum(here * columns, env.columns - first * columns)
-        dh = add_to_hidden(*launch, dz, W, n_here, at, sums.hidden)
+        dh = add_to_hidden(tiles[0], *launch, dz, W, n_here, at, sums.hidden)
         dW, dbias = sums.W, sums.bias
         if dW is not None:
-            dW = write_to_W(*launch, dz, hidden, n_here, at, dW, add=not once)
+            dW = write_to_W(tiles[1], *launch, dz, hidden, n_here, at, dW, add=not once)
         if dbias is not None:
             dbias = _add_to_bias(dz, n_here, at, dbias)
         return Head(dh, dW, dbias)

@@ -4,6 +4,7 @@ import dataclasses
 
 SMEM_BYTES = 232_448  # what one block may use on a Hopper chip, 227 KiB
 N_COMPUTE = 2  # warpgroups that multiply; one more only loads
+MAX_CLUSTER_ROWS = 256  # of any tiles; rows come in whole blocks of them
 # Statistics, labels, bias and barriers of one block, generously.
 _SMALL_BYTES = 8_192
 

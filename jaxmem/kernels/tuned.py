@@ -1,0 +1,82 @@
+"""Which tiles a launch takes: what was measured best for its head, or the default.
+
+The table `tuned.json` is written by `python -m jaxmem bench --tune` and only read here:
+nothing is measured when a program runs. An entry is of a kernel, a device and a head's
+[D, V] and layout. Tokens are no part of it, so that a row's bits do not depend on them.
+"""
+
+import dataclasses
+import functools
+import importlib.resources
+import json
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+from jaxmem._spec import Layout
+from jaxmem.kernels.tiles import Tiles
+
+Kernel = Literal["statistics", "exps", "derivative", "to_hidden", "to_W"]
+FILE = "tuned.json"
+
+# Measured on one H200 that stays at its power limit, jax 0.11.2, N=8192 D=4096
+# V=151936, in parts of the bare GEMM's time: forward 1.06 with pairs of blocks that
+# share W (cluster=2), 1.07 without, 1.07 with group=1 or 16; derivatives 1.04 and 1.04;
+# a block's dH 0.114 and 0.116, its dW 0.110 and 0.111 (XLA's own GEMMs 0.111 and 0.109,
+# but they would copy each block of W and of its gradient).
+_PRODUCT = Tiles(group=1, cluster=2, panel=8, stored=32, slots=1, stored_bytes=4)
+DEFAULTS: Mapping[Kernel, Tiles] = {
+    "statistics": Tiles(group=4, cluster=2, panel=8),
+    "exps": Tiles(group=4, cluster=2, panel=8, stored=32, slots=2),
+    "derivative": Tiles(group=1, cluster=2, panel=8, stored=32, slots=2),
+    "to_hidden": _PRODUCT,
+    "to_W": _PRODUCT,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Head:
+    """What the table knows a head by."""
+
+    device: str  # as jax names its kind
+    depth: int
+    columns: int
+    layout: Layout
+
+
+def tiles_for(kernel: Kernel, head: Head) -> Tiles:
+    """The measured tiles of exactly this head, else the default."""
+    entry = table().get((kernel, head))
+    tiles = DEFAULTS[kernel] if entry is None else entry
+    if kernel == "exps":  # sums in the order of "statistics": equal bits
+        group = tiles_for("statistics", head).group
+        return dataclasses.replace(tiles, group=group)
+    return tiles
+
+
+@functools.cache
+def table() -> Mapping[tuple[Kernel, Head], Tiles]:
+    """What was measured; a ValueError names an entry that is no such thing."""
+    text = importlib.resources.files("jaxmem.kernels").joinpath(FILE).read_text("utf-8")
+    return dict(_read(i, entry) for i, entry in enumerate(json.loads(text)))
+
+
+def entry_of(kernel: Kernel, head: Head, tiles: Tiles, measured: Mapping) -> dict:
+    """An entry of the table; `measured` says how good it is, when and with what."""
+    default = DEFAULTS[kernel]
+    chosen = {
+        field.name: getattr(tiles, field.name)
+        for field in dataclasses.fields(Tiles)
+        if getattr(tiles, field.name) != getattr(default, field.name)
+    }
+    return {"kernel": kernel, **dataclasses.asdict(head), "tiles": chosen, **measured}
+
+
+def _read(i, entry: Mapping[str, Any]) -> tuple[tuple[Kernel, Head], Tiles]:
+    try:
+        head = Head(*(entry[field.name] for field in dataclasses.fields(Head)))
+        if entry["kernel"] not in get_args(Kernel):
+            raise ValueError(f"no kernel {entry['kernel']!r}")
+        tiles = dataclasses.replace(DEFAULTS[entry["kernel"]], **entry["tiles"])
+        return (entry["kernel"], head), tiles
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{FILE}: entry {i} cannot be used: {error!r}") from error
