@@ -93,7 +93,7 @@ def test_what_lies_after_a_prompt_is_ignored():
     decode = jax.jit(lambda *args: decoder().decode(*args)[0])
     before, cache = prefill(prompts, LENGTHS)
     before = before, decode(tokens[:, 0], cache)
-    prompts[np.arange(WIDTH) >= LENGTHS[:, None]] = -7  # not even a token
+    prompts[np.arange(WIDTH) >= LENGTHS[:, None]] = 10**6  # no token: NaN if read
     after, cache = prefill(prompts, LENGTHS)
     after = after, decode(tokens[:, 0], cache)
     jax.tree.map(np.testing.assert_array_equal, before, after)

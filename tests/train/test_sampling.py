@@ -123,6 +123,13 @@ def test_of_equal_logits_the_lower_ids_are_left():
     np.testing.assert_allclose(logprobs[0, :3], -np.log(3), rtol=1e-6)
 
 
+def test_a_cold_softmax_gives_its_best_token_exactly_everything():
+    logits = np.random.default_rng(2).normal(size=(50, 61)).astype(np.float32)
+    quick = jax.jit(truncate, static_argnums=1)
+    logprobs, _ = quick(logits, SamplingConfig(temperature=1e-6))
+    np.testing.assert_array_equal(logprobs.max(axis=-1), 0)
+
+
 @pytest.mark.parametrize("top_p", [None, 1.0])
 def test_nothing_truncates_by_default(top_p):
     logits = jnp.array([[0.0, 2.0, -4.0]])
