@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from benchmarks import (
     on_jax,
     plot_head,
     results,
+    run_grpo,
     run_head,
     run_peers,
     run_skyrl,
@@ -231,6 +233,36 @@ def test_torch_peers(capsys):
     assert float(rows[1]["dw_error"]) < 1e-5
     if importlib.util.find_spec("verl") is None:
         assert said[0].startswith("skipped: verl: ModuleNotFoundError")
+
+
+TINY_POLICY = (
+    "run.steps=3 optimizer.warmup_steps=1 grpo.prompts=4 grpo.group_size=4 "
+    "model.layers=1 model.hidden=16 model.ff=16"
+).split()
+
+
+@pytest.fixture
+def quick_compilation():
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def test_run_grpo(tmp_path, monkeypatch, quick_compilation):
+    monkeypatch.setattr(run_grpo, "ARITHMETIC", run_grpo.ARITHMETIC[1:])
+    out = tmp_path / "curve.csv"
+    run_grpo.main([f"--out={out}", *TINY_POLICY])
+    rows = results.read(out)
+    (name,) = run_grpo.ARITHMETIC
+    assert [(r["config"], r["step"]) for r in rows] == [(name, "1"), (name, "3")]
+    assert all(0 <= float(row["reward"]) <= 1 and row["device"] for row in rows)
+    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    out = tmp_path / "phases.csv"
+    arguments = [name, *TINY_POLICY, "grpo.kl_coefficient=0.1"]
+    run_grpo.main([f"--phases={out}", *arguments])
+    rows = results.read(out)
+    assert [row["phase"] for row in rows] == ["rollout", "old", "reference", "update"]
+    assert all(float(row["seconds"]) > 0 <= float(row["program_gib"]) for row in rows)
 
 
 # ------------------------------------------------------------- what is made of it

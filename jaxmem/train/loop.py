@@ -24,15 +24,19 @@ class RunConfig:
     accumulate: int = 1  # micro-batches (data.batch_size rows each) in a step
     seed: int = 0  # initial weights, and what a policy samples
     out_dir: str = "runs/sft"  # directory of the run; one that holds a run resumes it
-    checkpoint_every: int = 20  # steps between checkpoints; the last is always saved
+    # steps between checkpoints, the last is saved in any case; None: no checkpoints
+    checkpoint_every: int | None = 20
     keep: int = 2  # newest checkpoints to keep
     log_every: int = 10  # steps between plain progress lines (not on a terminal)
     compare_heads: bool = True  # at the end, compile both heads and show their memory
 
     def __post_init__(self):
         """Refuse impossible values, by name."""
-        for name in ("steps", "accumulate", "checkpoint_every", "keep", "log_every"):
+        for name in ("steps", "accumulate", "keep", "log_every"):
             check_field(self, name, getattr(self, name) >= 1, "at least 1")
+        if self.checkpoint_every is not None:
+            good = self.checkpoint_every >= 1
+            check_field(self, "checkpoint_every", good, "at least 1, or None")
         check_field(self, "seed", 0 <= self.seed < 2**31, "in [0, 2**31)")
         check_field(self, "job", self.job in ("sft", "grpo"), "'sft' or 'grpo'")
 
@@ -126,9 +130,16 @@ class Run:
                 # Before the checkpoint: a restored step has always been written.
                 writer.write(taken)
                 report.update(taken)
-                if number % run.checkpoint_every == 0 or number == run.steps:
+                if self._is_due(number):
                     self._checkpoints.save(number, state, job.get_state(), self._fixed)
         return state
+
+    def _is_due(self, number: int) -> bool:
+        """Whether a checkpoint follows that step."""
+        every = self._config.checkpoint_every
+        if every is None:
+            return False
+        return number % every == 0 or number == self._config.steps
 
 
 @contextlib.contextmanager

@@ -286,26 +286,40 @@ def vocabulary_gemms(text, size):
     return found
 
 
-def test_three_gemms_of_the_vocabulary_a_chunk():
-    config = changed(
-        SMALL, model=dict(vocab_size=640), grpo=dict(max_tokens_train=64),
-    )  # fmt: skip
-    program = PolicyProgram(config)
-    shape = program.shapes(64)[0]
-    assert shape == (4, 16) and config.head.chunk == 16  # four chunks
-    counts = {
-        name: vocabulary_gemms(
-            program.compile_gradients(
-                shape, dataclasses.replace(config.head, implementation=name)
-            ).as_text(),
-            640,
+@functools.cache
+def wide_program():
+    """A vocabulary of 640, which nobody finds an answer in by chance."""
+    program = PolicyProgram(
+        changed(
+            SMALL,
+            model=dict(vocab_size=640),
+            task=dict(reward="exact"),
+            grpo=dict(max_tokens_train=64),
         )
-        for name in ("fused", "materialised")
-    }
-    assert counts == {"fused": 3, "materialised": 3}
-    frozen = changed(config, optimizer=dict(trainable="^blocks"))
-    text = PolicyProgram(frozen).compile_gradients(shape, config.head).as_text()
+    )
+    return program, program.compile()
+
+
+def test_three_gemms_of_the_vocabulary_a_chunk():
+    program, compiled = wide_program()
+    config, ((shape, fused),) = program.config, compiled.gradients.items()
+    assert shape == (4, 16) and config.head.chunk == 16  # four chunks
+    assert vocabulary_gemms(fused.as_text(), 640) == 3
+    frozen = PolicyProgram(changed(config, optimizer=dict(trainable="^blocks")))
+    text = frozen.compile_gradients(shape, config.head).as_text()
     assert vocabulary_gemms(text, 640) == 2
+
+
+def test_groups_that_tell_nothing_change_nothing():
+    job = grpo._Job(*wide_program())
+    state = job.initial_state()
+    for number in (1, 2):
+        before = jax.device_get(state.params)
+        state, step = job.step(number, state)
+        assert (step.reward, step.degenerate) == (0, 1)
+        assert (step.loss, step.grad_norm, step.clip_fraction) == (0, 0, 0)
+        assert step.entropy > 6
+        jax.tree.map(np.testing.assert_array_equal, state.params, before)
 
 
 @functools.cache
@@ -429,14 +443,60 @@ def test_the_shipped_config_learns(tmp_path):
     assert all(step.response_length == 1 for step in result.history)
 
 
-def test_groups_that_tell_nothing_change_nothing(tmp_path):
-    """Nobody hits two tokens among 640: no advantage, so no gradient."""
-    config = changed(SMALL, model=dict(vocab_size=640), task=dict(reward="exact"))
-    result, _ = train(config, tmp_path / "run", steps=2)
+# The 8B config, with everything small but what it is about.
+REAL = CONFIGS / "grpo_qwen3_8b_h200.gin"
+TINY = (
+    "model.layers=2 model.hidden=32 model.ff=40 model.heads=4 model.kv_heads=2 "
+    "model.head_dim=24 model.vocab_size=640 task.digits=1 sampling.max_new_tokens=6 "
+    "grpo.row_lengths=(16,) grpo.max_tokens_train=64 grpo.max_tokens_forward=128 "
+    "head.chunk=16"
+).split()
+
+
+def test_the_8b_job_trains_attention_in_float32_and_holds_nothing_for_the_rest():
+    program = PolicyProgram(load(REAL)[0])
+    params, frozen = program.state_shapes.params, program.frozen_shapes
+    trained, rest = (
+        sum(leaf.size for leaf in jax.tree.leaves(tree)) for tree in (params, frozen)
+    )
+    assert trained == pytest.approx(1.51e9, rel=0.01)
+    assert trained + rest == pytest.approx(8.19e9, rel=0.005)
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("float32")}
+    assert {leaf.dtype for leaf in jax.tree.leaves(frozen)} == {jnp.dtype("bfloat16")}
+    assert set(frozen) == {"blocks", "embed", "head", "norm"} and program.head_is_frozen
+    sums = jax.eval_shape(program._zeros)
+    assert jax.tree.structure(sums.gradients) == jax.tree.structure(params)
+
+
+def test_nothing_of_a_frozen_trunk_has_a_gradient():
+    config, _ = load(REAL, TINY)
+    program = PolicyProgram(config)
+    compiled = program.compile_gradients((4, 16), config.head)
+    # No product is as large as a frozen matrix: of the feed-forward or the vocabulary.
+    shapes = shapes_of(compiled.as_text())
+    products = re.findall(r"%?([\w.-]+) = [^\n]*? dot\(", compiled.as_text())
+    made = {shapes[name] for name in products}
+    trained = {"32,96", "96,32", "32,48", "48,32"}  # query, output, key and value
+    frozen = {"32,40", "40,32", "32,640", "640,32"}
+    assert trained & made
+    assert not frozen & made
+    sizes = compiled.memory_analysis()
+    weights = sum(leaf.size for leaf in jax.tree.leaves(program.state_shapes.params))
+    assert sizes.output_size_in_bytes < 4 * weights + 1000
+    # The sums given are used again for those returned.
+    assert sizes.output_size_in_bytes - sizes.alias_size_in_bytes < 1000
+
+
+def test_the_8b_job_runs_at_a_tiny_size(tmp_path):
+    config, _ = load(REAL, TINY)
+    result, said = train(config, tmp_path / "run", steps=2)
     for step in result.history:
         assert (step.reward, step.degenerate) == (0, 1)
-        assert (step.loss, step.grad_norm, step.clip_fraction) == (0, 0, 0)
-        assert step.entropy > 6
+        assert 5 < step.response_length <= 6  # the end is one of 640 entries
+        assert step.grad_norm > 0 and step.kl is not None
+        assert step.mismatch_max < 0.1  # of bfloat16
+    assert "reference" in said
+    assert not list((result.out_dir / "checkpoints").iterdir())
 
 
 PROGRAM = textwrap.dedent(

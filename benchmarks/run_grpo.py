@@ -1,0 +1,118 @@
+"""Reinforcement learning: reward by rollout; seconds and GiB by phase.
+
+    python -m benchmarks.run_grpo
+    python -m benchmarks.run_grpo --phases grpo_h200.csv grpo_qwen3_8b_h200.gin
+
+The first runs both arithmetic configs and writes grpo_arithmetic_cpu.csv and a figure;
+the second runs one config, with overrides after its name, and writes what its phases
+took.
+"""
+
+import argparse
+import json
+import pathlib
+import tempfile
+import time
+
+from benchmarks import results
+from jaxmem.train import config, grpo
+
+CONFIGS = pathlib.Path(__file__).parent.parent / "configs"
+ARITHMETIC = ("grpo_arithmetic.gin", "grpo_arithmetic_multitoken.gin")
+FIELDS = ("reward", "accuracy", "entropy", "sum_pi_squared", "kl", "mismatch_max")
+
+
+def train(name, overrides=()):
+    """What a config leaves, its summary and its steps' CPU seconds, from one run."""
+    with tempfile.TemporaryDirectory() as folder:
+        loaded = config.load(CONFIGS / name, [f"run.out_dir={folder}", *overrides])
+        start = time.perf_counter(), time.process_time()
+        made = grpo.train(*loaded)
+        seconds = time.perf_counter() - start[0], time.process_time() - start[1]
+        summary = json.loads((made.out_dir / "summary.json").read_text("utf-8"))
+    return made.history, summary, seconds
+
+
+def curve(name, overrides=(), every=10):
+    """A row for the first rollout, every tenth, and the last; the whole history."""
+    history, _, (wall, cpu) = train(name, overrides)
+    rows, passed = [], 0.0
+    for step in history:
+        passed += step.seconds
+        if step.step in (1, len(history)) or step.step % every == 0:
+            rows.append(
+                {
+                    "config": name,
+                    "step": step.step,
+                    "seconds": round(passed, 1),
+                    **{f: _rounded(getattr(step, f)) for f in FIELDS},
+                    "tokens_per_second": round(step.tokens_per_second),
+                    "run_seconds": round(wall),
+                    "run_cpu_seconds": round(cpu),
+                }
+            )
+    return rows, history
+
+
+def phases(name, overrides=()):
+    """A row a phase: median seconds of a step, and memory by the compiler."""
+    history, summary, _ = train(name, overrides)
+    tokens = history[-1].tokens
+    return [
+        {
+            "config": name,
+            "overrides": " ".join(overrides),
+            "phase": phase,
+            "tokens": tokens,
+            "seconds": round(told["seconds"], 3),
+            "temporary_gib": round(told["temporary"] / 2**30, 2),
+            "program_gib": round(told["peak"] / 2**30, 2),
+            "device_peak_gib": _rounded(summary["peak_gib"], 2),
+            "mismatch_mean": _rounded(history[-1].mismatch_mean, 5),
+        }
+        for phase, told in summary["phases"].items()
+    ]
+
+
+def draw(path, histories):
+    """Reward by rollout, one line a config."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 3.5), layout="constrained")
+    panel = figure.subplots()
+    for name, history in histories.items():
+        steps, rewards = zip(*((s.step, s.reward) for s in history), strict=True)
+        panel.plot(steps, rewards, label=name.removesuffix(".gin"))
+    panel.set(xlabel="rollout", ylabel="reward", ylim=(0, 1))
+    panel.grid(alpha=0.3)
+    panel.legend()
+    figure.savefig(path, dpi=150)
+
+
+def _rounded(value, digits=4):
+    return "" if value is None else round(value, digits)
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", default="grpo_arithmetic_cpu.csv")
+    parser.add_argument(
+        "--phases", metavar="OUT.csv", help="what a config's phases take"
+    )
+    parser.add_argument("config", nargs="?")
+    parser.add_argument("overrides", nargs="*")
+    asked = parser.parse_args(arguments)
+    if asked.phases:
+        rows = phases(asked.config, asked.overrides)
+        print("wrote", results.write(asked.phases, rows))
+        return
+    overrides = [word for word in (asked.config, *asked.overrides) if word]
+    made = {name: curve(name, overrides) for name in ARITHMETIC}
+    rows = [row for rows, _ in made.values() for row in rows]
+    path = results.write(asked.out, rows)
+    draw(path.with_suffix(".png"), {name: h for name, (_, h) in made.items()})
+    print("wrote", path)
+
+
+if __name__ == "__main__":
+    main()
