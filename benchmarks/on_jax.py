@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 
 import jaxmem
-from benchmarks import exact, results, timing, workers
+from benchmarks import exact, results, workers
+from jaxmem import timing
 
 # hidden [N, D], W [V, D], labels [N] -> outputs [N] by name
 Call = Callable[[jax.Array, jax.Array, jax.Array], dict[str, jax.Array]]

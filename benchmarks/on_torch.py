@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from benchmarks import exact, results, timing, workers
-from benchmarks.timing import OUT_OF_MEMORY
+from benchmarks import exact, results, workers
+from jaxmem import timing
+from jaxmem.timing import OUT_OF_MEMORY
 
 # hidden [N, D], W [V, D], labels [N] -> outputs [N] by name; or their sum, by "sum"
 Call = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], dict[str, torch.Tensor]]

@@ -10,7 +10,7 @@ import argparse
 import inspect
 
 from benchmarks import compare, results
-from benchmarks.timing import OUT_OF_MEMORY
+from jaxmem.timing import OUT_OF_MEMORY
 
 GREY = "#8b949e"
 # path: (label, colour, line); those that a CSV lacks are left out

@@ -5,7 +5,7 @@
 
 A path is a verb and its options, such as "token_stats chunk=auto where=half". Each is
 held against float64 first. The unit is the bare GEMM `hidden @ W.T` of the same run;
-`benchmarks/timing.py` says how paths take turns. With --peaks, the allocator's peak of
+`jaxmem/timing.py` says how paths take turns. With --peaks, the allocator's peak of
 each path is measured as well, in a process of its own.
 """
 

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 import jaxmem
 from benchmarks import on_jax, results, workers
-from benchmarks.timing import OUT_OF_MEMORY
+from jaxmem.timing import OUT_OF_MEMORY
 
 KEYS = ("source", "tokens", "v", "chunk", "device")
 TOKENS, VOCABULARIES = (32768, 65536, 131072), (32000, 64000, 128000)

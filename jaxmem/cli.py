@@ -66,7 +66,68 @@ def _parser() -> argparse.ArgumentParser:
         help="applied after the file, as in run.steps=200 data.source=notes.txt",
     )
     train.set_defaults(command=_train)
+    _add_bench(commands)
     return parser
+
+
+def _add_bench(commands) -> None:
+    bench = commands.add_parser(
+        "bench",
+        help="time and memory of the head on this machine",
+        description="Times jaxmem's head beside the materialised one and the bare "
+        "GEMM.  With --tune, measures tiles of the Hopper kernels instead and writes "
+        "what is better into a table.",
+    )
+    bench.add_argument(
+        "--shape",
+        type=_shape,
+        metavar="N,D,V",
+        help="tokens, width of hidden states, vocabulary",
+    )
+    bench.add_argument(
+        "--dtype", choices=["bfloat16", "float16", "float32"], help="of hidden and W"
+    )
+    bench.add_argument("--chunk", type=_chunk, default=1024, help="tokens, or auto")
+    bench.add_argument("--repetitions", type=int, default=3)
+    bench.add_argument("--tune", action="store_true", help="measure tiles instead")
+    bench.add_argument("--kernel", action="append", default=[], help="only this one")
+    bench.add_argument(
+        "--out", type=Path, default=Path("tuned.json"), help="of --tune, a table"
+    )
+    bench.set_defaults(command=_bench)
+
+
+def _shape(text: str) -> tuple[int, int, int]:
+    n, d, v = (int(part) for part in text.split(","))
+    if min(n, d, v) < 1:
+        raise ValueError
+    return n, d, v
+
+
+def _chunk(text: str) -> int | str:
+    return text if text == "auto" else int(text)
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    import jax
+
+    from jaxmem import bench
+
+    on_cpu = jax.default_backend() == "cpu"
+    shape = arguments.shape or (bench.SHAPE_ON_CPU if on_cpu else bench.SHAPE_ON_GPU)
+    if arguments.tune:
+        lines = bench.tune(
+            shape, arguments.kernel, arguments.repetitions, arguments.out
+        )
+        for line in lines:
+            print(line, flush=True)
+        return 0
+    dtype = arguments.dtype or ("float32" if on_cpu else "bfloat16")
+    device = jax.devices()[0].device_kind
+    print(f"N, D, V = {shape}, {dtype}, on {device}, jax {jax.__version__}", flush=True)
+    rows = bench.measure(shape, dtype, arguments.chunk, arguments.repetitions)
+    print(bench.table(rows))
+    return 0
 
 
 def _train(arguments: argparse.Namespace) -> int:

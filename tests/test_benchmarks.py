@@ -21,9 +21,9 @@ from benchmarks import (
     run_head,
     run_peers,
     run_skyrl,
-    timing,
     workers,
 )
+from jaxmem import timing
 from tests import oracle
 from tests.cases import Case
 

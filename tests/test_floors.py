@@ -18,6 +18,7 @@ MAX_FILE_LINES = 450
 FLOORS = {
     "jaxmem._version": 0,
     "jaxmem._report": 0,
+    "jaxmem.timing": 0,
     "jaxmem._stats": 0,
     "jaxmem._spec": 0,
     "jaxmem._xla": 1,
@@ -32,6 +33,7 @@ FLOORS = {
     "jaxmem.kernels.kept": 1,
     "jaxmem.kernels.products": 1,
     "jaxmem.kernels.hopper": 1,
+    "jaxmem.kernels.tuning": 1,
     "jaxmem._backends": 2,
     "jaxmem._vjp": 2,
     "jaxmem._head": 3,
@@ -46,6 +48,7 @@ FLOORS = {
     "jaxmem._mismatch": 4,
     "jaxmem.packing": 4,
     "jaxmem": 4,
+    "jaxmem.bench": 4,
     "jaxmem.heads": 4,
     "jaxmem.heads._verbs": 4,
     "jaxmem.heads.linen": 4,

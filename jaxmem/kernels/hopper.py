@@ -372,7 +372,7 @@ def _env(spec, padded, n_rows, kernel) -> Any:
     columns, depth = padded.W.shape if spec.layout == "vd" else padded.W.shape[::-1]
     return Env(
         _tiles(kernel, spec, padded), n_rows, depth, columns, spec.vocab_size,
-        spec.layout, spec.compute_dtype, spec.softcap, _n_blocks(),
+        spec.layout, spec.compute_dtype, spec.softcap, n_blocks(),
     )  # fmt: skip
 
 
@@ -382,7 +382,7 @@ def _tiles(kernel, spec, padded):
     return tuned.tiles_for(kernel, tuned.Head(device, depth, columns, spec.layout))
 
 
-def _n_blocks():
+def n_blocks():
     """One a multiprocessor. No result depends on it."""
     return getattr(jax.devices()[0], "core_count", None) or 132
 

@@ -35,7 +35,7 @@ def interpreted(lowered_anywhere, monkeypatch):
 
     from jaxmem.kernels import ring
 
-    monkeypatch.setattr(hopper, "_n_blocks", lambda: 2)
+    monkeypatch.setattr(hopper, "n_blocks", lambda: 2)
     monkeypatch.setattr(ring, "add_to", _add_inside)
     chosen = tuned.tiles_for
     monkeypatch.setattr(

@@ -1,0 +1,211 @@
+"""What the head costs on this machine: time beside the bare GEMM, and memory.
+
+Timing is that of `jaxmem/timing.py`: samples of many calls, each between two samples of
+`hidden @ W.T`, so that ratios hold on a chip whose clock follows its power.
+"""
+
+import dataclasses
+import datetime
+import functools
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+
+import jaxmem
+from jaxmem import timing
+from jaxmem.kernels import hopper, tuned
+
+Shape = tuple[int, int, int]  # tokens, width of hidden states, vocabulary
+
+SHAPE_ON_GPU, SHAPE_ON_CPU = (8192, 4096, 151936), (512, 256, 16384)
+_SAMPLE_SECONDS = 0.15
+
+
+class Row(NamedTuple):
+    """One path; times as (ms, in GEMMs), bytes beside inputs and results."""
+
+    path: str
+    backend: str
+    forward: tuple[float, float] | None
+    both: tuple[float, float] | None
+    forward_bytes: int
+    both_bytes: int
+
+
+def measure(shape: Shape, dtype: str, chunk: Any, repetitions: int = 3) -> list[Row]:
+    """Each path forward, and forward with both gradients.
+
+    Args:
+        shape: tokens N, width D, vocabulary V.
+        dtype: of hidden and W, "bfloat16", "float16" or "float32".
+        chunk: as in `jaxmem.logprobs`.
+        repetitions: of each measurement; more make the medians steadier.
+
+    Returns:
+        A row a path; a time is None where memory ran out.
+    """
+    operands = _operands(shape, jnp.dtype(dtype))
+    compiled = {name: _compile(path, operands) for name, path in _paths(chunk).items()}
+    runs = {
+        (name, kind): functools.partial(program, *operands)
+        for name, (programs, _) in compiled.items()
+        for kind, program in programs.items()
+    }
+    gemm = jax.jit(lambda h, W, y: h @ W.T).lower(*operands).compile()
+    unit = functools.partial(gemm, *operands)
+    _, taken = timing.take_turns(_stopwatch(), unit, runs, repetitions)
+    return [
+        Row(
+            name,
+            backend,
+            _times(taken[name, "forward"]),
+            _times(taken[name, "both"]),
+            _temporary_bytes(programs["forward"]),
+            _temporary_bytes(programs["both"]),
+        )
+        for name, (programs, backend) in compiled.items()
+    ]
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Rows as text, times in ms and GEMMs, memory in MiB."""
+
+    def time(taken):
+        return "out of memory" if taken is None else f"{taken[0]:9.3f} ({taken[1]:.2f})"
+
+    lines = [
+        f"{'path':14} {'backend':8} {'forward':>18} {'with gradients':>18} "
+        f"{'MiB':>9} {'MiB':>9}"
+    ]
+    lines += [
+        f"{row.path:14} {row.backend:8} {time(row.forward):>18} {time(row.both):>18} "
+        f"{row.forward_bytes / 2**20:9.1f} {row.both_bytes / 2**20:9.1f}"
+        for row in rows
+    ]
+    lines.append("times in ms (in times of the bare GEMM hidden @ W.T)")
+    return "\n".join(lines)
+
+
+def tune(
+    shape: Shape, kernels: Sequence[str], repetitions: int, out: Path
+) -> Iterator[str]:
+    """Measure tiles of the "hopper" kernels, and write what is better into a table.
+
+    Args:
+        shape: tokens N, width D, vocabulary V; D and V multiples of 64.
+        kernels: names of some; none: all.
+        repetitions: of each measurement.
+        out: JSON file, made or changed; an entry of the same head is replaced.
+
+    Yields:
+        Lines to print.
+
+    Raises:
+        ValueError: a shape or kernel that cannot be, or a machine without Hopper GPU.
+    """
+    refusal = hopper.refuses_machine()
+    if refusal:
+        raise ValueError(f"--tune measures the kernels of 'hopper': {refusal}")
+    if shape[0] % 256 or shape[1] % 64 or shape[2] % 64:
+        raise ValueError(
+            f"--shape must be multiples of 256, 64 and 64 under --tune, got {shape}"
+        )
+    unknown = set(kernels) - set(get_args(tuned.Kernel))
+    if unknown:
+        known = ", ".join(get_args(tuned.Kernel))
+        raise ValueError(f"--kernel must be one of {known}, got {', '.join(unknown)}")
+    from jaxmem.kernels import tuning
+
+    names = kernels or get_args(tuned.Kernel)
+    for results, entry in tuning.tune(shape, names, _stopwatch(), repetitions):
+        for made in sorted(results, key=lambda r: r.over_gemm or 9e9):
+            cost = made.why or f"{made.over_gemm:.4f} GEMM {made.ms} ms"
+            yield f"{made.kernel:11} {_brief(made.tiles)}: {cost}"
+        if entry:
+            entry |= {"tokens": shape[0], "jax": jax.__version__,
+                      "date": datetime.date.today().isoformat()}  # fmt: skip
+            _write(out, entry)
+            yield f"{entry['kernel']}: {entry['tiles']} written to {out}"
+        else:
+            yield "no tiles better than the default"
+
+
+def _write(path: Path, entry: dict) -> None:
+    """The file with the entry in the place of an older one of its kernel and head."""
+    entries = json.loads(path.read_text("utf-8")) if path.exists() else []
+    named = ["kernel", *(field.name for field in dataclasses.fields(tuned.Head))]
+    kept = [old for old in entries if any(old[k] != entry[k] for k in named)]
+    lines = ",\n".join(json.dumps(one) for one in [*kept, entry])
+    path.write_text(f"[\n{lines}\n]\n", "utf-8")
+
+
+def _brief(tiles) -> str:
+    return " ".join(f"{k}={v}" for k, v in dataclasses.asdict(tiles).items())
+
+
+def _stopwatch() -> timing.Stopwatch:
+    on_cpu = jax.default_backend() == "cpu"
+    return timing.Stopwatch(
+        jax.block_until_ready, _is_out_of_memory, 0.0 if on_cpu else _SAMPLE_SECONDS
+    )
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    is_xla = isinstance(error, jax.errors.JaxRuntimeError)
+    return is_xla and "RESOURCE_EXHAUSTED" in str(error)
+
+
+def _operands(shape: Shape, dtype):
+    n, d, v = shape
+    keys = jax.random.split(jax.random.key(0), 3)
+    h = jax.random.normal(keys[0], (n, d), dtype)
+    W = jax.random.normal(keys[1], (v, d), dtype) * jnp.asarray(d**-0.5, dtype)
+    return h, W, jax.random.randint(keys[2], (n,), 0, v)
+
+
+def _paths(chunk) -> dict[str, Callable]:
+    """The sum of log-probability and entropy, each way there is."""
+
+    def token_loss(h, W, y):
+        def both(stats):
+            return stats.logprob + stats.entropy
+
+        return jaxmem.token_loss(both, h, W, y, chunk=chunk)[0]
+
+    def token_stats(h, W, y):
+        made = jaxmem.token_stats(h, W, y, chunk)
+        return jnp.sum(made.logprob + made.entropy)
+
+    def logprobs(h, W, y):
+        return jnp.sum(jaxmem.logprobs(h, W, y, chunk))
+
+    def materialised(h, W, y):
+        z = jnp.matmul(h, W.T, preferred_element_type=jnp.float32)
+        log_p = jax.nn.log_softmax(z)
+        logprob = jnp.take_along_axis(log_p, y[:, None], axis=1)[:, 0]
+        return jnp.sum(logprob - jnp.sum(jnp.exp(log_p) * log_p, axis=1))
+
+    paths = token_loss, token_stats, logprobs, materialised
+    return {path.__name__: path for path in paths}
+
+
+def _compile(path, operands) -> tuple[dict[str, jax.stages.Compiled], str]:
+    """(programs by name, the backend that jaxmem chose)."""
+    with jaxmem.report() as report:
+        both = jax.jit(jax.value_and_grad(path, (0, 1))).lower(*operands).compile()
+    forward = jax.jit(path).lower(*operands).compile()
+    backend = report.calls[0].implementation if report.calls else "xla"
+    return {"forward": forward, "both": both}, backend
+
+
+def _times(taken: timing.Timing | None) -> tuple[float, float] | None:
+    return None if taken is None else (taken.ms, taken.over_unit)
+
+
+def _temporary_bytes(program: jax.stages.Compiled) -> int:
+    account: Any = program.memory_analysis()
+    return account.temp_size_in_bytes

@@ -1,0 +1,217 @@
+"""Measures tiles: each kernel of a head alone, one field of its tiles after another.
+
+For `python -m jaxmem bench --tune` only. A candidate is held against the default's
+result before it is timed; the kernels take turns with the bare GEMM, as
+`jaxmem/timing.py` says.
+"""
+
+import concurrent.futures
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxmem import _stats, timing
+from jaxmem.kernels import dlogits, forward, hopper, products, tuned
+from jaxmem.kernels.logits import Env
+from jaxmem.kernels.tiles import Tiles
+
+# What may be better elsewhere, by field, from the default on.
+TRIED: dict[str, tuple[int, ...]] = {
+    "panel": (4, 8, 16, 32),
+    "group": (1, 2, 4, 8),
+    "stages": (3, 4),
+    "slots": (1, 2, 4),
+    "stored": (32, 64),
+    "cluster": (1, 2),
+}
+_FIELDS = {  # that matter, by kernel; group of "exps" is that of "statistics"
+    "statistics": ("panel", "group", "cluster"),
+    "exps": ("panel", "slots", "stored", "stages", "cluster"),
+    "derivative": ("panel", "group", "slots", "stored", "stages", "cluster"),
+    "to_hidden": ("panel", "group", "slots", "stages", "cluster"),
+    "to_W": ("panel", "group", "slots", "stages", "cluster"),
+}
+_BLOCKS = 9  # of the vocabulary, a derivative; as at chunk=1024 for 8192 tokens
+
+
+class Measured(NamedTuple):
+    """One candidate: its time in parts of the whole GEMM's, or why there is none."""
+
+    kernel: str
+    tiles: Tiles
+    over_gemm: float | None
+    ms: float | None
+    why: str
+
+
+def tune(
+    shape: tuple[int, int, int], kernels, stopwatch: timing.Stopwatch, repetitions: int
+) -> Iterator[tuple[list[Measured], dict]]:
+    """Candidates of each field, then an entry of the table where one is better.
+
+    Args:
+        shape: N, D, V; D and V multiples of 64, W is [V, D] in bfloat16.
+        kernels: names in `tuned.Kernel`.
+        stopwatch: of the timing.
+        repetitions: of each measurement.
+
+    Yields:
+        (what was measured, the best entry so far or {}), kernel by kernel.
+    """
+    n, depth, columns = shape
+    keys = jax.random.split(jax.random.key(0), 3)
+    h = jax.random.normal(keys[0], (n, depth), jnp.bfloat16)
+    W = (jax.random.normal(keys[1], (columns, depth)) * depth**-0.5).astype(h.dtype)
+    y = jax.random.randint(keys[2], (n,), 0, columns)
+    head = tuned.Head(jax.devices()[0].device_kind, depth, columns, "vd")
+    gemm = jax.jit(lambda h, W: h @ W.T).lower(h, W).compile()
+    for kernel in kernels:
+        program, operands = _program(kernel, shape, h, W, y)
+        yield _tune_one(
+            kernel, head, program, operands, functools.partial(gemm, h, W), stopwatch,
+            repetitions,
+        )  # fmt: skip
+
+
+def _tune_one(kernel, head, program, operands, gemm, stopwatch, repetitions):
+    """Fields in turn, each from the best so far: (what was measured, entry or {})."""
+    default = tuned.DEFAULTS[kernel]
+    best, results, entry = default, {}, {}
+    want = jax.block_until_ready(jax.jit(program(default))(*operands))
+    for field in _FIELDS[kernel]:
+        candidates, refused = _candidates(best, field)
+        results |= {tiles: Measured(kernel, tiles, None, None, why)
+                    for tiles, why in refused.items()}  # fmt: skip
+        runs = {}
+        for tiles, compiled in _compile(program, candidates, operands).items():
+            if isinstance(compiled, Exception):
+                results[tiles] = Measured(
+                    kernel, tiles, None, None, str(compiled)[:200]
+                )
+            elif not _same(compiled(*operands), want):
+                results[tiles] = Measured(kernel, tiles, None, None, "wrong result")
+            else:
+                runs[tiles] = functools.partial(compiled, *operands)
+        _, taken = timing.take_turns(stopwatch, gemm, runs, repetitions)
+        for tiles, made in taken.items():
+            results[tiles] = Measured(
+                kernel, tiles, made and round(made.over_unit, 4),
+                made and round(made.ms, 3), "" if made else timing.OUT_OF_MEMORY,
+            )  # fmt: skip
+        best = min(
+            (tiles for tiles in results if results[tiles].over_gemm is not None),
+            key=lambda tiles: results[tiles].over_gemm, default=default,
+        )  # fmt: skip
+    if best != default:
+        made = results[best]
+        measured = {
+            "over_gemm": made.over_gemm, "ms": made.ms,
+            "default_over_gemm": results[default].over_gemm,
+        }  # fmt: skip
+        entry = tuned.entry_of(kernel, head, best, measured)
+    return list(results.values()), entry
+
+
+def _candidates(best, field) -> tuple[list[Tiles], dict[Any, str]]:
+    """Tiles that differ in a field; those that cannot be, and why."""
+    made, refused = [best], {}
+    for value in TRIED[field]:
+        try:
+            tiles = dataclasses.replace(best, **{field: value})
+        except ValueError as error:
+            refused[best, field, value] = str(error)
+            continue
+        made += [tiles] if tiles != best else []
+    return made, refused
+
+
+def _compile(program, candidates, operands) -> dict[Tiles, Any]:
+    """Compiled, or the exception that the compiler raised; many at a time."""
+
+    def one(tiles):
+        try:
+            return jax.jit(program(tiles)).lower(*operands).compile()
+        except Exception as error:  # what a kernel cannot be is a result, too
+            return error
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        return dict(zip(candidates, pool.map(one, candidates), strict=True))
+
+
+def _same(made, want) -> bool:
+    """To 8 bits of the largest: orders of sums differ."""
+
+    def close(a, b):
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+        return jnp.all(jnp.abs(a - b) <= 2**-7 * jnp.max(jnp.abs(b)) + 1e-6)
+
+    flags = jax.jit(lambda *t: jax.tree.map(close, *t))(made, want)
+    return all(map(bool, jax.tree.leaves(flags)))
+
+
+def _program(kernel, shape, h, W, y) -> tuple[Callable[[Tiles], Callable], tuple]:
+    """(tiles -> a function of arrays, the arrays) of one kernel at its usual extent."""
+    n, depth, columns = shape
+    n_blocks = hopper.n_blocks()
+
+    def env(tiles):
+        return Env(
+            tiles, n, depth, columns, columns, "vd", h.dtype, None, n_blocks
+        )  # fmt: skip
+
+    active = jnp.full(1, n, jnp.int32)
+    if kernel == "statistics":
+        return lambda t: functools.partial(forward.statistics, env(t)), (
+            h,
+            W,
+            y,
+            active,
+        )
+    if kernel == "exps":
+        made = forward.statistics_and_exps
+        return lambda t: functools.partial(made, env(t)), (h, W, y, active)
+    tile = tuned.DEFAULTS["derivative"].columns
+    width = -(-columns // (_BLOCKS * tile)) * tile
+    if kernel == "derivative":
+        return _derivative(env, width, n, h, W, y)
+    dz = jax.random.normal(jax.random.key(3), (n, width), h.dtype)
+    rows, block = jnp.int32(n), (jnp.int32(0), jnp.int32(width))
+    if kernel == "to_hidden":
+        into = jnp.zeros((n, depth), jnp.float32)
+        return (
+            lambda t: (
+                lambda dz, W, into: products.add_to_hidden(
+                    t, "vd", n_blocks, dz, W, rows, block, into
+                )
+            ),
+            (dz, W, into),
+        )
+    into = jnp.zeros(W.shape, W.dtype)
+    return (
+        lambda t: (
+            lambda dz, h, into: products.write_to_W(
+                t, "vd", n_blocks, dz, h, rows, block, into, add=False
+            )
+        ),
+        (dz, h, into),
+    )
+
+
+def _derivative(env, width, n, h, W, y):
+    zero, one = jnp.zeros(n), jnp.ones(n)
+    log_sum = jnp.full(n, jnp.log(W.shape[0] * 1.0))
+    rows = _stats.Outputs(-log_sum, one, log_sum, zero, zero > 0, zero, log_sum)
+    c = _stats.Coefficients(one, one, one, None)
+
+    def derivative(tiles):
+        def run(h, W, y):
+            part = jnp.array([n, 0, width // tiles.columns], jnp.int32)
+            return dlogits.derivative(env(tiles), part, width, h, W, y, rows, c)
+
+        return run
+
+    return derivative, (h, W, y)

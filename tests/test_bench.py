@@ -1,0 +1,115 @@
+"""`jaxmem bench`: the table, and the tuner's bookkeeping."""
+
+import dataclasses
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxmem import bench, timing
+from jaxmem.cli import main
+from jaxmem.kernels import hopper, tuned
+
+needs_pallas = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11), reason=f"needs jax 0.11, this is {jax.__version__}"
+)
+
+
+def test_it_prints_times_and_memory_of_every_path(capsys):
+    assert main(["bench", "--shape", "64,32,512", "--repetitions=1"]) == 0
+    header, columns, *rows, unit = capsys.readouterr().out.splitlines()
+    assert "(64, 32, 512), float32" in header and "GEMM" in unit
+    names = [row.split()[0] for row in rows]
+    assert names == ["token_loss", "token_stats", "logprobs", "materialised"]
+    for row in rows:
+        numbers = [float(x.strip("()")) for x in row.split()[2:]]
+        assert len(numbers) == 6 and min(numbers) > 0
+
+
+def test_a_shape_that_is_none(capsys):
+    for shape in ("1,2", "0,1,2", "a,b,c"):
+        with pytest.raises(SystemExit, match="2"):
+            main(["bench", "--shape", shape])
+        assert "--shape" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="needs a machine without")
+def test_tuning_needs_the_chip(capsys):
+    assert main(["bench", "--tune"]) == 2
+    assert "--tune measures the kernels of 'hopper'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "shape, kernels, message",
+    [
+        ((100, 64, 128), [], "--shape must be multiples of 256, 64 and 64"),
+        ((256, 64, 128), ["sort"], "--kernel must be one of statistics,.* got sort"),
+    ],
+)
+def test_what_cannot_be_tuned(shape, kernels, message, monkeypatch, tmp_path):
+    monkeypatch.setattr(hopper, "refuses_machine", lambda: None)
+    with pytest.raises(ValueError, match=message):
+        next(bench.tune(shape, kernels, 1, tmp_path / "tuned.json"))
+
+
+class Clock:
+    """Seconds that pass as programs say, and a little each time it is read."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def perf_counter(self):
+        self.now += 0.1
+        return self.now
+
+
+@needs_pallas
+def test_the_fastest_right_tiles_win_and_replace_their_entry(monkeypatch, tmp_path):
+    """Kernels of plain jax, whose time is their panel, on a clock of our own."""
+    from jaxmem.kernels import tuning
+
+    clock = Clock()
+    monkeypatch.setattr(timing, "time", clock)
+    monkeypatch.setattr(hopper, "refuses_machine", lambda: None)
+
+    def compile_all(program, candidates, operands):
+        def run(tiles, *operands):
+            clock.now += {4: 0.5, 8: 2.0, 16: 1.0, 32: 3.0}[tiles.panel]
+            clock.now += 10 * (tiles.slots == 4)
+            return program(tiles)(*operands)
+
+        return {tiles: functools.partial(run, tiles) for tiles in candidates}
+
+    def program(kernel, shape, h, W, y):
+        # Of panel 4 the result is wrong, and of two slots it cannot be made.
+        return lambda t: lambda h: h * (2 if t.panel == 4 else 1), (h,)
+
+    monkeypatch.setattr(tuning, "_compile", compile_all)
+    monkeypatch.setattr(tuning, "_program", program)
+    out = tmp_path / "tuned.json"
+    older = {"kernel": "to_W", "device": "cpu", "depth": 64, "columns": 128,
+             "layout": "vd", "tiles": {"panel": 32}}  # fmt: skip
+    other = older | {"depth": 192}
+    out.write_text(json.dumps([older, other]))
+    printed = list(bench.tune((256, 64, 128), ["to_W"], 1, out))
+    assert any("panel=4" in line and "wrong result" in line for line in printed)
+    kept, made = json.loads(out.read_text())
+    assert kept == other and made["tiles"] == {"panel": 16}
+    assert made["over_gemm"] < made["default_over_gemm"]
+    assert made["jax"] == jax.__version__ and made["tokens"] == 256
+    assert tuned._read(0, made)[1].panel == 16
+
+
+@needs_pallas
+@pytest.mark.parametrize("kernel", tuned.DEFAULTS)
+def test_every_kernel_to_be_measured_lowers_for_cuda(kernel):
+    from jaxmem.kernels import tuning
+
+    h, W = jnp.ones((256, 64), jnp.bfloat16), jnp.ones((4096, 64), jnp.bfloat16)
+    y = jnp.zeros(256, jnp.int32)
+    program, operands = tuning._program(kernel, (256, 64, 4096), h, W, y)
+    tiles = dataclasses.replace(tuned.DEFAULTS[kernel], panel=4)
+    traced = jax.jit(program(tiles)).trace(*operands)
+    assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
