@@ -35,6 +35,7 @@ _FIELDS = {  # that matter, by kernel; group of "exps" is that of "statistics"
     "to_hidden": ("panel", "group", "slots", "stages", "cluster"),
     "to_W": ("panel", "group", "slots", "stages", "cluster"),
 }
+_NOISE = 0.997  # a ratio above which a candidate is no better
 _BLOCKS = 9  # of the vocabulary, a derivative; as at chunk=1024 for 8192 tokens
 
 
@@ -84,8 +85,9 @@ def _tune_one(kernel, head, program, operands, gemm, stopwatch, repetitions):
     want = jax.block_until_ready(jax.jit(program(default))(*operands))
     for field in _FIELDS[kernel]:
         candidates, refused = _candidates(best, field)
-        results |= {tiles: Measured(kernel, tiles, None, None, why)
-                    for tiles, why in refused.items()}  # fmt: skip
+        results |= {
+            key: Measured(kernel, best, None, None, why) for key, why in refused.items()
+        }
         runs = {}
         for tiles, compiled in _compile(program, candidates, operands).items():
             if isinstance(compiled, Exception):
@@ -102,10 +104,7 @@ def _tune_one(kernel, head, program, operands, gemm, stopwatch, repetitions):
                 kernel, tiles, made and round(made.over_unit, 4),
                 made and round(made.ms, 3), "" if made else timing.OUT_OF_MEMORY,
             )  # fmt: skip
-        best = min(
-            (tiles for tiles in results if results[tiles].over_gemm is not None),
-            key=lambda tiles: results[tiles].over_gemm, default=default,
-        )  # fmt: skip
+        best = _better(best, taken)
     if best != default:
         made = results[best]
         measured = {
@@ -116,6 +115,13 @@ def _tune_one(kernel, head, program, operands, gemm, stopwatch, repetitions):
     return list(results.values()), entry
 
 
+def _better(best, taken):
+    """The fastest of one round, if it is faster by more than noise."""
+    cost = {tiles: made.over_unit for tiles, made in taken.items() if made}
+    fastest = min(cost, key=lambda tiles: cost[tiles], default=best)
+    return fastest if cost.get(fastest, 0) < _NOISE * cost.get(best, 9e9) else best
+
+
 def _candidates(best, field) -> tuple[list[Tiles], dict[Any, str]]:
     """Tiles that differ in a field; those that cannot be, and why."""
     made, refused = [best], {}
@@ -123,7 +129,7 @@ def _candidates(best, field) -> tuple[list[Tiles], dict[Any, str]]:
         try:
             tiles = dataclasses.replace(best, **{field: value})
         except ValueError as error:
-            refused[best, field, value] = str(error)
+            refused[field, value] = f"with {field}={value}: {error}"
             continue
         made += [tiles] if tiles != best else []
     return made, refused
