@@ -67,8 +67,8 @@ def phases(name, overrides=()):
             "seconds": round(told["seconds"], 3),
             "temporary_gib": round(told["temporary"] / 2**30, 2),
             "program_gib": round(told["peak"] / 2**30, 2),
-            "device_peak_gib": _rounded(summary["peak_gib"], 2),
-            "mismatch_mean": _rounded(history[-1].mismatch_mean, 5),
+            "device_peak_gib": _rounded(summary["peak_gib"]),
+            "mismatch_mean": _rounded(history[-1].mismatch_mean),
         }
         for phase, told in summary["phases"].items()
     ]
@@ -90,7 +90,8 @@ def draw(path, histories):
 
 
 def _rounded(value, digits=4):
-    return "" if value is None else round(value, digits)
+    """To significant digits; empty where there is no value."""
+    return "" if value is None else float(f"{value:.{digits}g}")
 
 
 def main(arguments=None):
