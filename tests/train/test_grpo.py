@@ -436,10 +436,10 @@ def test_fused_and_materialised_give_the_same_curves_for_thirty_steps(tmp_path):
 
 
 def test_the_shipped_config_learns(tmp_path):
-    config, _ = load(CONFIGS / "grpo_arithmetic.gin", ["run.steps=40"])
+    config, _ = load(CONFIGS / "grpo_arithmetic.gin", ["run.steps=32"])
     result, _ = train(config, tmp_path / "run")
     rewards = curve(result, "reward")[:, 0]
-    assert rewards[:5].mean() < 0.15 and rewards[-5:].mean() > 0.3
+    assert rewards[:5].mean() < 0.15 and rewards[-5:].mean() > 0.25
     assert all(step.response_length == 1 for step in result.history)
 
 
@@ -534,12 +534,6 @@ def start(config, out_dir, **run):
     return process
 
 
-def wait(process, code):
-    with process.stderr as errors:
-        said = errors.read()
-    assert process.wait() == code, said
-
-
 def test_killed_a_run_takes_bitwise_the_steps_of_one_never_stopped(tmp_path):
     config = changed(
         SMALL,
@@ -547,7 +541,7 @@ def test_killed_a_run_takes_bitwise_the_steps_of_one_never_stopped(tmp_path):
         optimizer=dict(trainable="blocks|head"),
     )
     config = changed(config, run=dict(steps=30))
-    wait(start(config, tmp_path / "whole", checkpoint_every=100), 0)
+    train(config, tmp_path / "whole", checkpoint_every=None)
     killed = tmp_path / "killed"
     process, written = start(config, killed, checkpoint_every=7), 0
     while process.poll() is None and written < 10:
@@ -555,11 +549,13 @@ def test_killed_a_run_takes_bitwise_the_steps_of_one_never_stopped(tmp_path):
         written = path.read_text().count("\n") if path.exists() else 0
         time.sleep(0.001)
     process.send_signal(signal.SIGKILL)
-    wait(process, -signal.SIGKILL)
+    with process.stderr as errors:
+        said = errors.read()
+    assert process.wait() == -signal.SIGKILL, said
     names = [path.name for path in (killed / "checkpoints").iterdir()]
     saved = [int(name) for name in names if name.isdigit()]
     assert max(saved) % 7 == 0 and 7 <= max(saved) < 30
-    wait(start(config, killed, checkpoint_every=100), 0)
+    train(config, killed, checkpoint_every=None)
     whole, resumed = (
         [
             {k: v for k, v in s._asdict().items() if "second" not in k}
