@@ -2,10 +2,11 @@
 
     python -m benchmarks.run_grpo
     python -m benchmarks.run_grpo --phases grpo_h200.csv grpo_qwen3_8b_h200.gin
+    python -m benchmarks.run_grpo --phases grpo_h200.csv --run DIR CONFIG.gin
 
 The first runs both arithmetic configs and writes grpo_arithmetic_cpu.csv and a figure;
 the second runs one config, with overrides after its name, and writes what its phases
-took.
+took; the third reads that from what `jaxmem train` left in a folder.
 """
 
 import argparse
@@ -55,20 +56,34 @@ def curve(name, overrides=(), every=10):
 
 
 def phases(name, overrides=()):
-    """A row a phase: median seconds of a step, and memory by the compiler."""
+    """A row a phase of a run of this config, made here and now."""
     history, summary, _ = train(name, overrides)
-    tokens = history[-1].tokens
+    last = history[-1]._asdict()
+    return [row | results.provenance() for row in _of(name, overrides, summary, last)]
+
+
+def phases_of(folder, name, overrides=()):
+    """A row a phase of a run that `jaxmem train` made."""
+    folder = pathlib.Path(folder)
+    summary = json.loads((folder / "summary.json").read_text("utf-8"))
+    last = json.loads((folder / "metrics.jsonl").read_text("utf-8").splitlines()[-1])
+    where = {k: summary[k] for k in ("device", "jax")} | {"date": results.today()}
+    return [row | where for row in _of(name, overrides, summary, last)]
+
+
+def _of(name, overrides, summary, last):
+    """Median seconds of a step, and memory by the compiler and by the device."""
     return [
         {
             "config": name,
             "overrides": " ".join(overrides),
             "phase": phase,
-            "tokens": tokens,
+            "tokens": last["tokens"],
             "seconds": round(told["seconds"], 3),
             "temporary_gib": round(told["temporary"] / 2**30, 2),
             "program_gib": round(told["peak"] / 2**30, 2),
             "device_peak_gib": _rounded(summary["peak_gib"]),
-            "mismatch_mean": _rounded(history[-1].mismatch_mean),
+            "mismatch_mean": _rounded(last["mismatch_mean"]),
         }
         for phase, told in summary["phases"].items()
     ]
@@ -100,12 +115,14 @@ def main(arguments=None):
     parser.add_argument(
         "--phases", metavar="OUT.csv", help="what a config's phases take"
     )
+    parser.add_argument("--run", metavar="DIR", help="of --phases: a run that is made")
     parser.add_argument("config", nargs="?")
     parser.add_argument("overrides", nargs="*")
     asked = parser.parse_args(arguments)
     if asked.phases:
-        rows = phases(asked.config, asked.overrides)
-        print("wrote", results.write(asked.phases, rows))
+        made = (phases_of, asked.run) if asked.run else (phases,)
+        rows = made[0](*made[1:], asked.config, asked.overrides)
+        print("wrote", results.save(asked.phases, rows))
         return
     overrides = [word for word in (asked.config, *asked.overrides) if word]
     made = {name: curve(name, overrides) for name in ARITHMETIC}

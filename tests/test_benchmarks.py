@@ -265,6 +265,19 @@ def test_run_grpo(tmp_path, monkeypatch, quick_compilation):
     assert all(float(row["seconds"]) > 0 <= float(row["program_gib"]) for row in rows)
 
 
+def test_run_grpo_reads_a_run_that_is_there(tmp_path):
+    phase = {"seconds": 2.0, "temporary": 2**30, "peak": 2**31}
+    summary = {"phases": {"update": phase}, "peak_gib": 5.5, "device": "X", "jax": "1"}
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    steps = [{"tokens": n, "mismatch_mean": 0.1} for n in (1, 7)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, steps)) + "\n")
+    out = tmp_path / "phases.csv"
+    run_grpo.main([f"--phases={out}", f"--run={tmp_path}", "a.gin", "run.steps=2"])
+    (row,) = results.read(out)
+    wanted = {"phase": "update", "tokens": "7", "temporary_gib": "1.0", "device": "X"}
+    assert wanted.items() <= row.items() and row["overrides"] == "run.steps=2"
+
+
 # ------------------------------------------------------------- what is made of it
 
 
