@@ -20,7 +20,7 @@ def choose(
     implementation: str | None, spec: Spec, source: _xla.Head | _xla.Logits
 ) -> tuple[str, str]:
     """(name, reason); a name given explicitly runs or raises, never falls back."""
-    refusal = None if implementation == "xla" else hopper.supported(spec, source)
+    refusal = None if implementation == "xla" else _refusal(spec, source)
     if implementation == "hopper":
         if refusal:
             raise NotImplementedError(
@@ -44,3 +44,10 @@ def choose(
     if unproven:
         return "xla", f"'hopper' runs too, but {unproven}"
     return "hopper", "measured faster than 'xla' at this size, in no more memory"
+
+
+def _refusal(spec, source):
+    """Why "hopper" cannot run this call, or None."""
+    if spec.shards:
+        return "its kernels do not merge the parts of a split vocabulary"
+    return hopper.supported(spec, source)

@@ -1,5 +1,6 @@
 """The public verbs: contract, check, flatten, call, unflatten."""
 
+import dataclasses
 from typing import Literal
 
 import jax
@@ -8,8 +9,8 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from jaxmem import _backends, _report, _spec, _vjp
-from jaxmem._spec import Chunk, Layout, Spec
+from jaxmem import _backends, _report, _shards, _spec, _vjp
+from jaxmem._spec import AxisName, Chunk, Layout, Spec
 from jaxmem._stats import TokenStats
 from jaxmem._xla import Head, Logits, Rows
 
@@ -28,6 +29,7 @@ def logprobs(
     layout: Layout | None = None,
     frozen_head: bool = False,
     residual_bytes: int | Literal["all"] = 0,
+    axis_name: AxisName | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
     """Log-probability of each label under the head's softmax, without the logits.
@@ -58,6 +60,12 @@ def logprobs(
         residual_bytes: how much memory may hold exponentials, 2·V a token, from the
             forward pass to the backward pass, which makes only the other tokens' logits
             again: with "all", three GEMMs instead of four. "hopper" alone can.
+        axis_name: mesh axis, or tuple of axes, of an enclosing `jax.shard_map` along
+            which the vocabulary is split. W and bias are then this shard's part, of one
+            size on all shards, and vocab_size counts all parts together; labels are ids
+            of the whole vocabulary and, like hidden and all else there is of tokens,
+            the same on all shards, as is the result. "xla" alone can.
+            `jaxmem.sharding.parallel` does this for global arrays.
         implementation: "xla", "hopper" (16-bit hidden on an H100 or H200), or None for
             the best there is here; `jaxmem.report()` tells which one ran.
 
@@ -79,10 +87,16 @@ def logprobs(
     float32, 4·V·D, and needs 8·C·V forward where V is no multiple of 128 or jaxlib is
     older than 0.11.
 
+    **Communication** with axis_name, a token: forward 8 bytes in one max and 12 in one
+    sum over the shards; backward 4·D in one sum of hidden's gradient, in float32, that
+    is rounded after it and takes as much memory. W's gradient stays where W is. Under
+    check_vma=False jax sums hidden's gradient itself, rounded to hidden's type before.
+
     Raises:
         TypeError: an argument of the wrong type; the message names it.
         ValueError: shapes that disagree, an ambiguous layout, a label ≥ V, a chunk,
-            temperature or softcap that is not positive, an unknown implementation.
+            temperature or softcap that is not positive, an unknown implementation, an
+            axis_name that no shard_map binds, or along which W is not split.
         NotImplementedError: a gradient of the temperature, a second derivative, or an
             implementation that cannot run this call here.
 
@@ -96,7 +110,7 @@ def logprobs(
     """
     source, rows, spec, shape, backend = _prepare_head(
         "logprobs", ("logprob",), hidden, W, labels, chunk, where, temperature,
-        softcap, bias, vocab_size, layout, frozen_head, residual_bytes,
+        softcap, bias, vocab_size, layout, frozen_head, residual_bytes, axis_name,
         implementation,
     )  # fmt: skip
     return _run(spec, backend, source, rows, shape)["logprob"]
@@ -116,6 +130,7 @@ def token_stats(
     layout: Layout | None = None,
     frozen_head: bool = False,
     residual_bytes: int | Literal["all"] = 0,
+    axis_name: AxisName | None = None,
     implementation: str | None = None,
 ) -> TokenStats:
     """All that one pass over the vocabulary tells of each token.
@@ -144,7 +159,7 @@ def token_stats(
     source, rows, spec, shape, backend = _prepare_head(
         "token_stats", TokenStats._fields, hidden, W, labels, chunk, where,
         temperature, softcap, bias, vocab_size, layout, frozen_head, residual_bytes,
-        implementation,
+        axis_name, implementation,
     )  # fmt: skip
     return TokenStats(**_run(spec, backend, source, rows, shape))
 
@@ -162,6 +177,7 @@ def entropy(
     layout: Layout | None = None,
     frozen_head: bool = False,
     residual_bytes: int | Literal["all"] = 0,
+    axis_name: AxisName | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
     """Entropy of the head's softmax for each token, without the logits.
@@ -182,7 +198,7 @@ def entropy(
     no_labels = np.zeros(hidden.shape[:-1], np.int32)
     source, rows, spec, shape, backend = _prepare_head(
         "entropy", ("entropy",), hidden, W, no_labels, chunk, where, temperature,
-        softcap, bias, vocab_size, layout, frozen_head, residual_bytes,
+        softcap, bias, vocab_size, layout, frozen_head, residual_bytes, axis_name,
         implementation,
     )  # fmt: skip
     return _run(spec, backend, source, rows, shape)["entropy"]
@@ -197,6 +213,7 @@ def logprobs_from_logits(
     temperature: ArrayLike = 1.0,
     softcap: float | None = None,
     vocab_size: int | None = None,
+    axis_name: AxisName | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
     """Log-probability of each label, for callers who already have logits [..., V].
@@ -218,7 +235,7 @@ def logprobs_from_logits(
     """
     source, rows, spec, shape, backend = _prepare_logits(
         "logprobs_from_logits", ("logprob",), logits, labels, chunk, where,
-        temperature, softcap, vocab_size, implementation,
+        temperature, softcap, vocab_size, axis_name, implementation,
     )  # fmt: skip
     return _run(spec, backend, source, rows, shape)["logprob"]
 
@@ -232,6 +249,7 @@ def token_stats_from_logits(
     temperature: ArrayLike = 1.0,
     softcap: float | None = None,
     vocab_size: int | None = None,
+    axis_name: AxisName | None = None,
     implementation: str | None = None,
 ) -> TokenStats:
     """`token_stats` for callers who already have logits [..., V].
@@ -245,14 +263,14 @@ def token_stats_from_logits(
     """
     source, rows, spec, shape, backend = _prepare_logits(
         "token_stats_from_logits", TokenStats._fields, logits, labels, chunk, where,
-        temperature, softcap, vocab_size, implementation,
+        temperature, softcap, vocab_size, axis_name, implementation,
     )  # fmt: skip
     return TokenStats(**_run(spec, backend, source, rows, shape))
 
 
 def _prepare_head(
     verb, outputs, hidden, W, labels, chunk, where, temperature, softcap, bias,
-    vocab_size, layout, frozen_head, residual_bytes, implementation,
+    vocab_size, layout, frozen_head, residual_bytes, axis_name, implementation,
 ):  # fmt: skip
     hidden, W = _spec.as_array("hidden", hidden), _spec.as_array("W", W)
     _spec.check_hidden(hidden)
@@ -265,25 +283,25 @@ def _prepare_head(
         W, bias = lax.stop_gradient((W, bias))
     flat = jnp.reshape(hidden, (-1, hidden.shape[-1])) if hidden.size else hidden
     source = Head(flat, W, bias)
-    spec, backend, rows = _prepare(
+    spec, backend, source, rows = _prepare(
         verb, outputs, {"hidden": hidden.shape, "W": W.shape}, source, hidden, columns,
         layout, labels, chunk, where, temperature, softcap, vocab_size, frozen_head,
-        residual_bytes, implementation,
+        residual_bytes, axis_name, implementation,
     )  # fmt: skip
     return source, rows, spec, hidden.shape[:-1], backend
 
 
 def _prepare_logits(
     verb, outputs, logits, labels, chunk, where, temperature, softcap, vocab_size,
-    implementation,
+    axis_name, implementation,
 ):  # fmt: skip
     logits = _spec.as_array("logits", logits)
     _spec.check_hidden(logits, "logits")
     flat = jnp.reshape(logits, (-1, logits.shape[-1])) if logits.size else logits
     source = Logits(flat)
-    spec, backend, rows = _prepare(
+    spec, backend, source, rows = _prepare(
         verb, outputs, {"logits": logits.shape}, source, logits, logits.shape[-1], None,
-        labels, chunk, where, temperature, softcap, vocab_size, False, 0,
+        labels, chunk, where, temperature, softcap, vocab_size, False, 0, axis_name,
         implementation,
     )  # fmt: skip
     return source, rows, spec, logits.shape[:-1], backend
@@ -291,15 +309,18 @@ def _prepare_logits(
 
 def _prepare(
     verb, outputs, shapes, source, data, columns, layout, labels, chunk, where,
-    temperature, softcap, vocab_size, frozen_head, residual_bytes, implementation,
+    temperature, softcap, vocab_size, frozen_head, residual_bytes, axis_name,
+    implementation,
 ):  # fmt: skip
-    """Checks what both sources share; the static facts and the rows."""
+    """Checks what both sources share; the static facts, and the typed operands."""
     shape, n_tokens = data.shape[:-1], int(np.prod(data.shape[:-1]))
     _spec.check_implementation(implementation)
     _backends.check(implementation)
+    shards = _shards.check_axis_name(axis_name)
+    all_columns = columns * shards.count if shards else columns
     spec = Spec(
         columns=columns,
-        vocab_size=_spec.check_vocab_size(vocab_size, columns),
+        vocab_size=_spec.check_vocab_size(vocab_size, all_columns),
         chunk=_spec.check_chunk(chunk, n_tokens, columns),
         outputs=tuple(outputs),
         compute_dtype=np.dtype(data.dtype),
@@ -309,13 +330,39 @@ def _prepare(
         residual_rows=_spec.check_residual_bytes(
             residual_bytes, n_tokens, data.dtype.itemsize * columns
         ),
+        shards=shards,
     )
     rows = _rows(spec, shape, labels, where, temperature)
+    spec, source = _typed(spec, source, rows)
     backend, why = _backends.choose(implementation, spec, source)
     _report.record(
         _report.Call(verb, shapes, backend, why, spec.chunk, 4 * spec.chunk * columns)
     )
-    return spec, backend, rows
+    return spec, backend, source, rows
+
+
+def _typed(spec, source, deciding):
+    """What differs along which mesh axes, for loops and rules inside shard_map.
+
+    Results differ along the axes of what decides on them, and of the source but for
+    those that split its vocabulary. The derivative of typing W as different along an
+    axis of tokens is the sum of its gradient over that axis.
+    """
+    is_head, shards = isinstance(source, Head), spec.shards
+    decided, split = _shards.varying(deciding), frozenset()
+    if shards:
+        array = ("W", source.W) if is_head else ("logits", source.logits)
+        _shards.check_split(shards, *array)
+        hidden = source.hidden if is_head else source
+        shards = _shards.described(shards, hidden, deciding)
+        split = frozenset(shards.axes)
+    varying = (_shards.varying(source) - split) | decided
+    spec = dataclasses.replace(spec, shards=shards, varying=varying)
+    typed = _shards.vary(source, spec.part_varying)
+    if is_head and shards:
+        axes = spec.part_varying.difference(shards.same_hidden)
+        typed = typed._replace(hidden=_shards.vary(source.hidden, axes))
+    return spec, typed
 
 
 def _rows(spec, shape, labels, where, temperature):

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer, eval_jaxpr
 
-from jaxmem import _spec
+from jaxmem import _shards, _spec
 from jaxmem._spec import Spec
 from jaxmem._stats import Cotangents, TokenStats
 
@@ -196,12 +196,15 @@ def _beside(live, x):
 
 
 def _stats_like(spec) -> TokenStats:
-    x: Any = jax.ShapeDtypeStruct((spec.chunk,), spec.stats_dtype)
-    flag: Any = jax.ShapeDtypeStruct((spec.chunk,), jnp.bool_)
+    x, flag = _example(spec, spec.stats_dtype), _example(spec, jnp.bool_)
     return TokenStats(x, x, x, x, flag)
 
 
 def _examples(spec, per_token):
-    return tuple(
-        jax.ShapeDtypeStruct((spec.chunk, *x.shape[1:]), x.dtype) for x in per_token
-    )
+    return tuple(_example(spec, x.dtype, x.shape[1:]) for x in per_token)
+
+
+def _example(spec, dtype, shape=()) -> Any:
+    """Rows of one chunk, of the type that they have inside shard_map."""
+    types = _shards.types(spec.varying) if spec.varying else {}
+    return jax.ShapeDtypeStruct((spec.chunk, *shape), dtype, **types)

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from jaxmem._shards import Shards
+
 AUTO_CHUNK_BYTES = 512 * 2**20  # float32 logits alive at once under chunk="auto"
 
 # XLA on a CPU computes whole groups of rows and what is left over by different code,
@@ -17,6 +19,7 @@ _ROWS = 16
 
 Layout = Literal["vd", "dv"]
 Chunk = int | None | Literal["auto"]
+AxisName = str | tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +35,13 @@ class Spec:
     softcap: float | None = None
     frozen_head: bool = False  # W and bias are constants
     residual_rows: int = 0  # tokens whose exponentials are kept for the derivative
+    shards: Shards | None = None  # of a vocabulary of which columns is one part
+    varying: frozenset[str] = frozenset()  # mesh axes that a row's results differ along
+
+    @property
+    def part_varying(self) -> frozenset[str]:
+        """Mesh axes that what is made of a part of the vocabulary differs along."""
+        return self.varying.union(self.shards.axes if self.shards else ())
 
     @property
     def keeps_gradient(self) -> bool:

@@ -128,6 +128,19 @@ def merge(a: Stats, b: Stats) -> Stats:
     )
 
 
+def merge_over(part: Stats, axes: tuple[str, ...]) -> Stats:
+    """`merge` of the parts that devices along mesh axes hold: one max, one sum."""
+    row_max, label_logit = lax.pmax(jnp.stack([part.max, part.label_logit]), axes)
+    scale, shift = _rescale(part, row_max)
+    sums = (
+        scale * part.sum_others,
+        scale * (part.sum_shifted + shift * _sum(part)),
+        scale**2 * part.sum_squares,
+    )
+    sum_others, sum_shifted, sum_squares = lax.psum(jnp.stack(sums), axes)
+    return Stats(row_max, sum_others, sum_shifted, sum_squares, label_logit)
+
+
 def finish(stats: Stats, label_exists: jax.Array) -> Outputs:
     """Outputs of rows whose whole vocabulary was seen; NaN logprob without a label."""
     label_shift = stats.label_logit - _finite(stats.max)

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from jaxmem import _head, _loss, _spec, _vjp
-from jaxmem._spec import Chunk, Layout
+from jaxmem import _head, _loss, _shards, _spec, _vjp
+from jaxmem._spec import AxisName, Chunk, Layout
 from jaxmem._stats import TokenStats
 
 
@@ -28,6 +28,7 @@ def token_loss(
     vocab_size: int | None = None,
     layout: Layout | None = None,
     frozen_head: bool = False,
+    axis_name: AxisName | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Loss made of what each token's logits tell, with its gradient in the same pass.
@@ -51,6 +52,10 @@ def token_loss(
             up, pass the number of tokens in all of them.
         chunk, where, temperature, softcap, bias, vocab_size, layout: as in `logprobs`.
         frozen_head: W and bias are constants; there is no gradient of them to sum up.
+        axis_name: mesh axes that split the vocabulary, as in `logprobs`; loss_fn sees
+            the statistics of all of it, and the shards of one vocabulary must have the
+            same per_token and normalizer. normalizer=None counts the tokens that this
+            device has, not those that other devices may have.
         implementation: "xla", "hopper", or None for the best there is here.
 
     Returns:
@@ -67,6 +72,9 @@ def token_loss(
     token, of all tokens where those fit, which saves the float32 sum, or else of 2·C.
     XLA for CPUs needs 8·C·V where V is no multiple of 128. Gradients wait for the
     loss's own cotangent: hidden's is rounded to its type before it is scaled.
+
+    **Communication** with axis_name: that of `logprobs`, but under `jax.grad` the max
+    and the sum of statistics are made chunk by chunk.
 
     Raises:
         TypeError: also a loss_fn that is none, or returns something else.
@@ -87,10 +95,13 @@ def token_loss(
     _spec.check_loss_fn(loss_fn)
     source, rows, spec, shape, backend = _head._prepare_head(
         "token_loss", TokenStats._fields, hidden, W, labels, chunk, where, temperature,
-        softcap, bias, vocab_size, layout, frozen_head, 0, implementation,
+        softcap, bias, vocab_size, layout, frozen_head, 0, axis_name,
+        implementation,
     )  # fmt: skip
     flat = _flat(per_token, shape)
     count = _normalizer(normalizer, rows, spec)
+    spec, source = _head._typed(spec, source, (rows, flat, count))
+    flat, count = _shards.vary((flat, count), spec.varying)
     loss, operands = _loss.trace(loss_fn, spec, flat)
     if 0 in shape:
         made = _loss.nothing(loss, spec, operands, 0, pull=False)

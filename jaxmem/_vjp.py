@@ -3,17 +3,22 @@
 `token_stats` cannot know what its outputs are for, so it makes each chunk's logits once
 more for the derivative; unless the head is frozen and the output one, whose derivative
 by hidden then awaits its scale. `token_loss` knows, and makes all from the same logits.
+
+Over a vocabulary in shards, the rules are those of the whole: parts of statistics are
+merged before anything follows from them, and where jax takes a result for each shard's
+own, the results' cotangents are summed over the shards.
 """
 
 import functools
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import sequential_vmap
 from jax.custom_derivatives import SymbolicZero
 
-from jaxmem import _backends, _loss, _stats, _xla
+from jaxmem import _backends, _loss, _shards, _stats, _xla
 from jaxmem._loss import Loss, Values
 from jaxmem._spec import Spec
 from jaxmem._stats import TokenStats
@@ -47,8 +52,11 @@ def _token_stats_fwd(spec, backend, source, rows):
 
 def _token_stats_bwd(spec, backend, residuals, cotangents):
     if spec.keeps_gradient:
-        return _scaled(*residuals, *cotangents.values()), None
+        kept, active = residuals
+        (g,) = _of_all_shards(spec, cotangents).values()
+        return _scaled(kept, active, g), None
     source, rows, made, kept = residuals
+    cotangents = _of_all_shards(spec, cotangents)
     saved = _stats.Outputs(*(made.get(name) for name in _stats.Outputs._fields))
     asked = _stats.Cotangents(
         *(_unless_zero(cotangents.get(name)) for name in _stats.Cotangents._fields)
@@ -124,7 +132,7 @@ def _token_loss_bwd(spec, backend, loss, residuals, cotangents):
     g, _ = cotangents
     if isinstance(g, SymbolicZero):
         zero = jax.tree.map(
-            lambda x, like: jnp.zeros(x.shape, like.dtype), dsource, types
+            lambda x, like: jnp.zeros_like(x, like.dtype), dsource, types
         )
         dper_token, dcount = jax.tree.map(jnp.zeros_like, (dper_token, count))
         return zero, None, _loss.Operands(dper_token, None), dcount
@@ -134,7 +142,9 @@ def _token_loss_bwd(spec, backend, loss, residuals, cotangents):
         return (by.astype(wide) * x.astype(wide)).astype(like.dtype)
 
     of_rows = functools.partial(scaled, g / count)
-    of_head = functools.partial(scaled, g) if _divides_early(spec) else of_rows
+    g_head = _of_all_shards(spec, g)
+    g_head = g_head if _divides_early(spec) else g_head / count
+    of_head = functools.partial(scaled, g_head)
     dsource = jax.tree.map(of_head, dsource, types)
     doperands = _loss.Operands(jax.tree.map(of_rows, dper_token, dper_token), None)
     return dsource, None, doperands, -g * made / count
@@ -155,6 +165,7 @@ def _values_of_rows(spec, loss, stats, rows, operands) -> Values:
         return jax.tree.map(lambda x, value: _xla.put(x, row_ids, value), made, values)
 
     made = _loss.nothing(loss, spec, operands, n_rows, pull=False)
+    made = _shards.vary(made, spec.varying)
     return _xla.for_active_chunks(spec, rows.active, chunk, made)
 
 
@@ -181,8 +192,34 @@ def _one_pass(spec, backend, loss, source, rows, operands, count):
 
 
 def _forward(spec, backend, source, rows, names):
-    forward = _backends.KNOWN[backend].forward
-    return _once(lambda s, r: forward(spec, s, r, names))(source, rows)
+    run = _backends.KNOWN[backend].forward
+    if spec.shards:
+        run = functools.partial(_merged, backend)
+    return _once(lambda s, r: run(spec, s, r, names))(source, rows)
+
+
+def _merged(backend, spec, source, rows, names):
+    """`forward` from what each shard knows; 0 where inactive."""
+    part = _backends.KNOWN[backend].statistics(spec, source, rows)
+    row_ids = jnp.arange(rows.labels.shape[0], dtype=jnp.int32)
+    made = _xla.merged(spec, rows, row_ids, part)
+    return {
+        k: jnp.where(rows.active, x, jnp.zeros_like(x))
+        for k, x in made._asdict().items()
+        if k in names
+    }
+
+
+def _of_all_shards(spec, cotangents):
+    """Cotangents of results that jax takes for each shard's own, summed over them."""
+    if not (spec.shards and spec.shards.own_results):
+        return cotangents
+    return jax.tree.map(
+        lambda g: (
+            g if isinstance(g, SymbolicZero) else lax.psum(g, spec.shards.own_results)
+        ),
+        cotangents,
+    )
 
 
 def _forward_and_keep(spec, backend, source, rows, names):

@@ -2,6 +2,10 @@
 
 Active rows are numbered first and the loop stops after them, so cost follows what is
 not masked while every shape stays static. A row that is not active is never read.
+
+Where the vocabulary is split over devices (spec.shards), each sees its own part of the
+logits: `statistics` are parts for `_stats.merge_over`, which `one_pass` calls for each
+chunk, and the parts of hidden's cotangent are summed at the end.
 """
 
 from collections.abc import Callable
@@ -11,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxmem import _stats
+from jaxmem import _shards, _stats
 from jaxmem._spec import Spec
 
 
@@ -32,7 +36,7 @@ class Logits(NamedTuple):
 class Rows(NamedTuple):
     """What is known of each token before its logits; arrays of [N]."""
 
-    labels: jax.Array  # int32
+    labels: jax.Array  # int32, of the whole vocabulary
     active: jax.Array  # bool
     temperature: jax.Array | None  # statistics' type; None is 1
 
@@ -55,7 +59,24 @@ def forward(spec: Spec, source: Head | Logits, rows: Rows, names) -> dict:
         return {k: put(outputs[k], row_ids, made[k]) for k in outputs}
 
     outputs = {k: jnp.zeros(n_rows, output_dtype(spec, k)) for k in names}
+    outputs = _shards.vary(outputs, spec.varying)
     return for_active_chunks(spec, rows.active, chunk, outputs)
+
+
+def statistics(spec: Spec, source: Head | Logits, rows: Rows) -> _stats.Stats:
+    """Of this shard's part of the vocabulary for every row; anything where inactive."""
+    source = cast(spec, source)
+
+    def chunk(row_ids, made):
+        labels = _part_labels(spec, rows, row_ids)
+        stats = _stats.of_tile(_logits(spec, source, rows, row_ids), labels)
+        return _stats.Stats(
+            *(put(x, row_ids, new) for x, new in zip(made, stats, strict=True))
+        )
+
+    ones = jnp.ones(rows.labels.shape, spec.stats_dtype)  # from which no NaN comes
+    made = _shards.vary(_stats.Stats(*(ones,) * 5), spec.part_varying)
+    return for_active_chunks(spec, rows.active, chunk, made)
 
 
 def backward(
@@ -72,13 +93,15 @@ def backward(
         row_outputs = row_outputs._replace(log_sum=log_sum)
         g = _stats.Cotangents(*(take(x, row_ids) for x in cotangents))
         c = _stats.coefficients(row_outputs, g)
-        dz = _stats.dlogits(z, take(rows.labels, row_ids), row_outputs, c)
+        dz = _stats.dlogits(z, _part_labels(spec, rows, row_ids), row_outputs, c)
         dz = _unscale(spec, rows, row_ids, z, dz)
         return _accumulate(spec, source, row_ids, dz, sums)
 
     sums = for_active_chunks(spec, rows.active, chunk, _zero_sums(spec, source))
     return jax.tree.map(
-        lambda total, primal: total.astype(primal.dtype), sums, original
+        lambda total, primal: total.astype(primal.dtype),
+        sum_over_shards(spec, sums),
+        original,
     )
 
 
@@ -97,8 +120,8 @@ def one_pass(
     def chunk(row_ids, carry):
         made, sums = carry
         z = _logits(spec, head, rows, row_ids)
-        labels = take(rows.labels, row_ids)
-        outputs = _stats.finish(_stats.of_tile(z, labels), labels < spec.vocab_size)
+        labels = _part_labels(spec, rows, row_ids)
+        outputs = merged(spec, rows, row_ids, _stats.of_tile(z, labels))
         values, g = of_chunk(row_ids, outputs)
         made = jax.tree.map(lambda x, value: put(x, row_ids, value), made, values)
         # Rows past the last active one, as in `backward`.
@@ -108,12 +131,33 @@ def one_pass(
         dz = _unscale(spec, rows, row_ids, z, dz)
         return made, _accumulate(spec, head, row_ids, dz, sums)
 
-    carry = made, _zero_sums(spec, head)
-    return for_active_chunks(spec, rows.active, chunk, carry)
+    carry = _shards.vary(made, spec.varying), _zero_sums(spec, head)
+    made, sums = for_active_chunks(spec, rows.active, chunk, carry)
+    return made, sum_over_shards(spec, sums)
+
+
+def merged(spec: Spec, rows: Rows, row_ids, stats: _stats.Stats) -> _stats.Outputs:
+    """Outputs of rows, from their statistics on this device."""
+    if spec.shards:
+        stats = _stats.merge_over(stats, spec.shards.axes)
+    outputs = _stats.finish(stats, take(rows.labels, row_ids) < spec.vocab_size)
+    return _shards.vary(outputs, spec.varying)
+
+
+def sum_over_shards(spec: Spec, sums) -> Any:
+    """With the parts of hidden's cotangent in one, rounded once to hidden's type."""
+    if isinstance(sums, Logits) or not (spec.shards and spec.shards.same_hidden):
+        return sums
+    dhidden = lax.psum(sums.hidden, spec.shards.same_hidden)
+    return sums._replace(hidden=dhidden.astype(spec.compute_dtype))
 
 
 def for_active_chunks(spec, active, body, carry):
-    """carry = body(row ids of the chunk, carry), for as many chunks as are active."""
+    """carry = body(row ids of the chunk, carry), for as many chunks as are active.
+
+    As many on every shard of a vocabulary, whose devices have the same rows: there the
+    body may wait for all of them.
+    """
     n_rows = active.shape[0]
     n_padded = -(-n_rows // spec.chunk) * spec.chunk
     order = jnp.nonzero(active, size=n_padded, fill_value=n_rows)[0].astype(jnp.int32)
@@ -140,10 +184,21 @@ def _logits(spec, source, rows, row_ids):
         if source.bias is not None:
             z = z + source.bias[None, :]
     z = _scale(spec, rows, row_ids, z)
-    if spec.vocab_size < spec.columns:
+    if spec.vocab_size < spec.columns * (spec.shards.count if spec.shards else 1):
         column = lax.broadcasted_iota(jnp.int32, z.shape, 1)
-        z = jnp.where(column < spec.vocab_size, z, -jnp.inf)
+        z = jnp.where(column < spec.vocab_size - first_column(spec), z, -jnp.inf)
     return z
+
+
+def first_column(spec) -> Any:
+    """Where this shard's part of the vocabulary begins."""
+    return lax.axis_index(spec.shards.axes) * spec.columns if spec.shards else 0
+
+
+def _part_labels(spec, rows, row_ids):
+    """Labels as columns of this shard's part; those of other parts lie outside it."""
+    labels = take(rows.labels, row_ids)
+    return labels - first_column(spec) if spec.shards else labels
 
 
 def _scale(spec, rows, row_ids, z):
@@ -167,15 +222,16 @@ def _unscale(spec, rows, row_ids, z, dz):
 
 
 def _zero_sums(spec, source):
-    """Accumulators: rows in the compute type, sums over rows in the statistics'."""
+    """Accumulators: whole rows in the compute type, all else in the statistics'."""
     if isinstance(source, Logits):
         return Logits(jnp.zeros_like(source.logits))
+    parts = spec.shards and spec.shards.same_hidden
     sums = Head(
-        hidden=jnp.zeros_like(source.hidden),
+        hidden=jnp.zeros_like(source.hidden, spec.stats_dtype if parts else None),
         W=jnp.zeros(source.W.shape, spec.stats_dtype),
         bias=None if source.bias is None else jnp.zeros_like(source.bias),
     )
-    return trained(spec, sums)
+    return _shards.vary(trained(spec, sums), spec.part_varying)
 
 
 def _accumulate(spec, source, row_ids, dz, sums):

@@ -20,6 +20,7 @@ FLOORS = {
     "jaxmem._report": 0,
     "jaxmem.timing": 0,
     "jaxmem._stats": 0,
+    "jaxmem._shards": 0,
     "jaxmem._spec": 0,
     "jaxmem._xla": 1,
     "jaxmem._loss": 1,

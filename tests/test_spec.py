@@ -435,6 +435,31 @@ ERRORS = [
         ValueError,
         "residual_bytes must be 0, 'all' or at least 20, the bytes of one token, got 3",
     ),
+    # axis_name
+    (
+        {"axis_name": 3},
+        TypeError,
+        "axis_name must be the name of a mesh axis, or a tuple of different names, got "
+        "3",
+    ),
+    (
+        {"axis_name": ()},
+        TypeError,
+        "axis_name must be the name of a mesh axis, or a tuple of different names, got "
+        "()",
+    ),
+    (
+        {"axis_name": ("a", "a")},
+        TypeError,
+        "axis_name must be the name of a mesh axis, or a tuple of different names, got "
+        "('a', 'a')",
+    ),
+    (
+        {"axis_name": "tensor"},
+        ValueError,
+        "axis_name='tensor' must be bound by an enclosing jax.shard_map, and there is "
+        "none here; for arrays that are not split by hand use jaxmem.sharding.parallel",
+    ),
     # implementation
     (
         {"implementation": "cuda"},
