@@ -2,6 +2,7 @@
 
 from jaxmem import losses as losses
 from jaxmem import packing as packing
+from jaxmem import sharding as sharding
 from jaxmem._divergence import forward_kl as forward_kl
 from jaxmem._divergence import jsd as jsd
 from jaxmem._divergence import kl as kl

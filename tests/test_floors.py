@@ -48,6 +48,7 @@ FLOORS = {
     "jaxmem.losses": 4,
     "jaxmem._mismatch": 4,
     "jaxmem.packing": 4,
+    "jaxmem.sharding": 4,
     "jaxmem": 4,
     "jaxmem.bench": 4,
     "jaxmem.heads": 4,

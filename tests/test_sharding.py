@@ -1,0 +1,281 @@
+"""jaxmem.sharding.parallel: global arrays on a mesh give what one device gives."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxmem
+from tests import oracle
+from tests.cases import Case
+from tests.test_head import EPSILON, FLOATS, STATS_EPSILON, error
+from tests.test_shards import collectives, jit
+
+B, T, D, V, CHUNK = 3, 7, 8, 37, 8
+SEQUENCES = P(("data", "fsdp"), "sequence")
+
+# The mesh, and how parallel splits over it. Neither V nor B nor T divides by any.
+PLANS = {
+    "1x8": ((1, 8), ("data", "tensor"), {"tokens": "data"}),
+    "2x4": ((2, 4), ("data", "tensor"), {"tokens": "data"}),
+    "4x2": ((4, 2), ("data", "tensor"), {"tokens": P(None, "data")}),
+    "fewer tokens than devices": ((8, 1), ("data", "tensor"), {"tokens": "data"}),
+    "W in parts of D": (
+        (2, 2, 2),
+        ("data", "fsdp", "tensor"),
+        {"tokens": ("data", "fsdp"), "W_fsdp": "fsdp"},
+    ),
+    "sequences": (
+        (1, 2, 2, 2),
+        ("data", "fsdp", "sequence", "tensor"),
+        {"tokens": SEQUENCES, "W_fsdp": ("fsdp", "sequence")},
+    ),
+}
+
+
+def parallel(verb, name, kind=AxisType.Auto, **changes):
+    sizes, axes, options = PLANS[name]
+    mesh = jax.make_mesh(sizes, axes, axis_types=(kind,) * len(axes))
+    options = {"vocab": "tensor"} | options | changes
+    return jaxmem.sharding.parallel(verb, mesh, **options)
+
+
+@functools.cache
+def problem():
+    """h [B, T, D], W [V, D], y [B, T], bias [V]; the second sequence is masked."""
+    h, W, y = Case(B * T, D, V, std=3.0).make()
+    h, y = h.reshape(B, T, D), y.reshape(B, T)
+    h[1], y[1], y[2, 3] = np.nan, -1, -1
+    return h, W, y, np.linspace(-2, 2, V, dtype=np.float32)
+
+
+@functools.cache
+def cotangents():
+    rng = np.random.default_rng(1)
+    return {k: rng.standard_normal((B, T)).astype(np.float32) for k in FLOATS}
+
+
+def with_gradients(verb, *operands, **options):
+    """Statistics, and gradients by (h, W, bias) for `cotangents`; the same twice."""
+
+    @jit
+    def both(h, W, y, bias):
+        def run(h, W, bias):
+            made = verb(h, W, y, CHUNK, bias=bias, **options)._asdict()
+            return {k: made[k] for k in FLOATS}
+
+        made, pull = jax.vjp(run, h, W, bias)
+        return made, pull(cotangents())
+
+    first, again = both(*operands), both(*operands)
+    for a, b in zip(*map(jax.tree.leaves, (first, again)), strict=True):
+        np.testing.assert_array_equal(a, b)
+    return first
+
+
+@functools.cache
+def alone_and_exact():
+    h, W, y, bias = problem()
+    g = {k: x.reshape(-1) for k, x in cotangents().items()}
+    made, (dh, dW, dbias) = oracle.head(
+        h.reshape(-1, D), W, y.reshape(-1), g, bias=bias
+    )
+    made = {k: x.reshape(B, T) for k, x in made.items()}
+    exact = made, (dh.reshape(B, T, D), dW, dbias)
+    return with_gradients(jaxmem.token_stats, *problem()), exact
+
+
+def check(got):
+    """Twice the error of one device, plus an epsilon, is allowed."""
+    alone, exact = alone_and_exact()
+    pairs = [(STATS_EPSILON, *(x[0][k] for x in (got, alone, exact))) for k in FLOATS]
+    gradients = zip(got[1], alone[1], exact[1], strict=True)
+    for epsilon, a, b, c in [*pairs, *((EPSILON["float32"], *x) for x in gradients)]:
+        assert a.shape == b.shape
+        assert error(a, c) <= 2 * error(b, c) + epsilon
+
+
+def assert_same(got, want):
+    for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_every_mesh(name):
+    check(with_gradients(parallel(jaxmem.token_stats, name), *problem()))
+
+
+def test_a_mesh_with_explicit_axes():
+    verb = parallel(jaxmem.token_stats, "sequences", AxisType.Explicit)
+    check(with_gradients(verb, *problem()))
+
+
+@pytest.mark.parametrize("changes", [{"vocab": None}, {"tokens": None}], ids=str)
+def test_one_of_both_may_be_whole(changes):
+    check(with_gradients(parallel(jaxmem.token_stats, "2x4", **changes), *problem()))
+
+
+def loss_fn(scale, stats, advantage, pair):
+    loss = -scale * advantage * stats.logprob + pair[:, 0] * stats.entropy
+    return loss, {"right": stats.is_argmax, "square": stats.sum_pi_squared}
+
+
+@pytest.mark.parametrize(("name", "normalizer"), [("2x4", None), ("sequences", 5.0)])
+def test_token_loss_counts_the_tokens_of_all_devices(name, normalizer):
+    """Every option; an array that loss_fn closes over; devices with unequal masks."""
+    h, W, y, bias = problem()
+    advantage = np.linspace(-1, 1, B * T, dtype=np.float32).reshape(B, T)
+    pair = np.stack([advantage, advantage], -1)
+    temperature = np.linspace(0.3, 3, B * T, dtype=np.float32).reshape(B, T)
+    where = np.arange(T) != 2
+
+    def run(verb):
+        def total(h, W, bias, advantage, scale, temperature, where):
+            return verb(
+                functools.partial(loss_fn, scale), h, W.T, y, advantage, pair,
+                chunk=CHUNK, bias=bias, where=where, temperature=temperature,
+                softcap=5.0, normalizer=normalizer, layout="dv", vocab_size=V,
+            )  # fmt: skip
+
+        grad = jit(jax.value_and_grad(total, (0, 1, 2, 3), has_aux=True))
+        return grad(h, W, bias, advantage, jnp.float32(0.7), temperature, where)
+
+    want = run(jaxmem.token_loss)
+    assert abs(want[0][0]) > 0.01 and want[0][1]["square"].any()
+    assert_same(run(parallel(jaxmem.token_loss, name)), want)
+
+
+def test_entropy_logits_and_an_option_given_beforehand():
+    h, W, y, _ = (np.nan_to_num(x) for x in problem())
+    logits, y = h @ W.T, y % 36
+
+    def run(parallel):
+        entropy = parallel(functools.partial(jaxmem.entropy, vocab_size=V - 1))
+        logprobs = parallel(jaxmem.logprobs_from_logits)
+        return entropy(h, W, CHUNK, temperature=2.0), logprobs(logits, y, vocab_size=36)
+
+    made = jit(lambda: run(functools.partial(parallel, name="2x4")))()
+    assert_same(made, run(lambda verb: verb))
+
+
+def test_eager_calls_without_jit():
+    h, W, y, _ = problem()
+    made = parallel(jaxmem.logprobs, "2x4")(h, W, y)
+    assert_same(made, jaxmem.logprobs(h, W, y))
+
+
+def test_what_is_split_stays_split_and_may_be_donated():
+    h, W, y, _ = problem()
+    h, y = (np.repeat(x, 4, 1)[:2] for x in (h, y))  # [2, 28]
+    W = np.pad(W, [(0, 3), (0, 0)])
+    verb = parallel(jaxmem.logprobs, "sequences", vocab="tensor", W_fsdp="fsdp")
+    mesh = jax.make_mesh(*PLANS["sequences"][:2], axis_types=(AxisType.Auto,) * 4)
+    specs = SEQUENCES, P("tensor", "fsdp")
+    tokens, weights = (NamedSharding(mesh, spec) for spec in specs)
+    h, W, y = jax.device_put((h, W, y), (tokens, weights, tokens))
+
+    def step(h, W, y):
+        made, pull = jax.vjp(lambda h, W: verb(h, W, y, vocab_size=V), h, W)
+        return made, *pull(jnp.ones_like(made))
+
+    made, dh, dW = jax.jit(step, donate_argnums=(0, 1))(h, W, y)
+    assert made.sharding.is_equivalent_to(tokens, 2)
+    assert dh.sharding.is_equivalent_to(tokens, 3)
+    assert dW.sharding.is_equivalent_to(weights, 2)
+    assert h.is_deleted() and W.is_deleted()
+
+
+def test_what_is_communicated_of_weights():
+    """Gathered along D for the call; scattered first and summed then, part by part."""
+    h, W, y, _ = problem()
+    h, y, W = h.repeat(4, 0), y.repeat(4, 0), np.pad(W, [(0, 3), (0, 0)])
+    verb = parallel(jaxmem.logprobs, "W in parts of D")
+
+    def dW(h, W, y):
+        return jax.grad(lambda W: verb(h, W, y, vocab_size=V).sum())(W)
+
+    n = 12 * T // 4
+    assert collectives(dW, h, W, y) == [
+        ("all_gather", "f32[20,8]"),
+        ("pmax", f"f32[2,{n}]"),
+        ("psum_invariant", f"f32[3,{n}]"),
+        ("reduce_scatter", "f32[20,4]"),
+        ("psum_invariant", "f32[20,4]"),
+    ]
+
+
+MESH = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+ERRORS = [
+    (
+        {"verb": len},
+        TypeError,
+        "verb must be a function of jaxmem's that takes axis_name, such as "
+        "jaxmem.logprobs, got <built-in function len>",
+    ),
+    (
+        {"vocab": 3},
+        TypeError,
+        "vocab must be the name of a mesh axis, or a tuple of names, got 3",
+    ),
+    (
+        {"tokens": "batch"},
+        ValueError,
+        "tokens must name axes of the mesh, ('data', 'tensor'), got 'batch'",
+    ),
+    (
+        {"tokens": ("data", "tensor")},
+        ValueError,
+        "vocab and tokens must split along different mesh axes, got 'tensor' twice",
+    ),
+    (
+        {"W_fsdp": "tensor"},
+        ValueError,
+        "W_fsdp must name mesh axes that split tokens too, got 'tensor', and "
+        "tokens=('data',)",
+    ),
+    (
+        {"tokens": P(None, "data")},
+        ValueError,
+        "tokens must split no more axes than hidden has of tokens, 1, got 2",
+    ),
+    (
+        {"axis_name": "tensor"},
+        ValueError,
+        "axis_name must not be given to what jaxmem.sharding.parallel made, which "
+        "passes its own vocab",
+    ),
+    (
+        {"W_fsdp": "data"},
+        ValueError,
+        "W_fsdp must make parts of one size of hidden's last axis D=3, got 2 parts",
+    ),
+    (
+        {"labels": np.array([0, 9, 0])},
+        ValueError,
+        "labels must be below vocab_size=5, got 9; mark padding with a negative label "
+        "or with where=",
+    ),
+    (
+        {"implementation": "hopper"},
+        NotImplementedError,
+        "implementation='hopper' cannot run this call: its kernels do not merge the "
+        "parts of a split vocabulary; pass implementation=None for what can",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "kind", "message"), ERRORS)
+def test_error(changes, kind, message):
+    how = {"verb": jaxmem.logprobs, "vocab": "tensor", "tokens": "data"} | changes
+    call = {
+        k: how.pop(k) for k in ("labels", "axis_name", "implementation") if k in how
+    }
+    call = {"labels": np.zeros(3, np.int32)} | call
+    with pytest.raises(kind) as caught:
+        run = jaxmem.sharding.parallel(how.pop("verb"), MESH, **how)
+        run(hidden=np.ones((3, 3), np.float32), W=np.ones((5, 3), np.float32), **call)
+    assert str(caught.value) == message
