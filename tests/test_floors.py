@@ -49,6 +49,7 @@ FLOORS = {
     "jaxmem._mismatch": 4,
     "jaxmem.packing": 4,
     "jaxmem.sharding": 4,
+    "jaxmem.remat": 4,
     "jaxmem": 4,
     "jaxmem.bench": 4,
     "jaxmem.heads": 4,

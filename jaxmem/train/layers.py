@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxmem import remat
 from jaxmem.train import cache as kv_cache
 from jaxmem.train._checks import check_field
 
@@ -52,7 +53,7 @@ class ModelConfig:
     dtype: str = "float32"  # activations and matrix products
     param_dtype: str = "float32"  # stored weights (the master copy)
     attention: Literal["xla", "cudnn"] | None = None  # None: jax chooses
-    remat: Literal["full", "none"] = "full"  # recompute each block backward, or store
+    remat: str = "full"  # of each block, a preset of jaxmem.remat: what is kept, where
 
     def __post_init__(self):
         """Refuse sizes that cannot be built, by name."""
@@ -74,7 +75,7 @@ class ModelConfig:
         _check_choice(self, "dtype", _DTYPES)
         _check_choice(self, "param_dtype", _DTYPES)
         _check_choice(self, "attention", ("xla", "cudnn", None))
-        _check_choice(self, "remat", ("full", "none"))
+        _check_choice(self, "remat", tuple(remat.PRESETS))
 
 
 def rope_tables(
@@ -171,6 +172,8 @@ class Attention(nnx.Module):
     def prefill(self, x: jax.Array, mask: jax.Array, rope):
         """The same, and the keys and values [B, T, kv_heads, head_dim]."""
         query, key, value = self._project(x, rope)
+        query, key = remat.name(query, "q"), remat.name(key, "k")
+        value = remat.name(value, "v")
         mixed = jax.nn.dot_product_attention(
             query,
             key,
@@ -179,7 +182,8 @@ class Attention(nnx.Module):
             is_causal=True,
             implementation=self.config.attention,
         )
-        return self.output(mixed.reshape(*x.shape[:2], -1)), (key, value)
+        mixed = remat.name(mixed.reshape(*x.shape[:2], -1), "attn_out")
+        return self.output(mixed), (key, value)
 
     def decode(self, x: jax.Array, rope, layer: kv_cache.Layer, filled: jax.Array):
         """[B, 1, hidden] to [B, 1, hidden], and the tokens' keys and values."""
@@ -209,7 +213,8 @@ class FeedForward(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[B, T, hidden] to [B, T, hidden]."""
-        return self.down(self.activation(self.gate(x)) * self.up(x))
+        gate, up = remat.name(self.gate(x), "gate"), remat.name(self.up(x), "up")
+        return self.down(self.activation(gate) * up)
 
 
 class Block(nnx.Module):

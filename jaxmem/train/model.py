@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from jaxmem import remat
 from jaxmem.heads.nnx import LMHead
 from jaxmem.train import cache as kv_cache
 from jaxmem.train import layers
@@ -126,9 +127,7 @@ class Decoder(nnx.Module):
         def block(x, layer_weights):
             return nnx.merge(definition, layer_weights)(x, mask, rope), None
 
-        if self.config.remat == "full":
-            # Inside a scan, XLA cannot merge the recomputation away: no barrier needed.
-            block = jax.checkpoint(block, prevent_cse=False)
+        block = remat.block(block, self.config.remat)
         return self.norm(jax.lax.scan(block, x, weights)[0])
 
     def prefill(

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 import jaxmem
+from jaxmem import remat
 from jaxmem.train import tasks
 from jaxmem.train.data import Batch
 from jaxmem.train.model import HeadConfig
@@ -198,7 +199,9 @@ class PolicyProgram(DecoderProgram):
 
     def _lowered(self, run, *shapes, donate=()) -> jax.stages.Lowered:
         weights = self.state_shapes.params, self.frozen_shapes
-        return jax.jit(run, donate_argnums=donate).lower(*weights, *shapes)
+        options = remat.compiler_options(self.config.model.remat)
+        jitted = jax.jit(run, donate_argnums=donate, compiler_options=options)
+        return jitted.lower(*weights, *shapes)
 
 
 def _ints(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:

@@ -13,6 +13,7 @@ import optax
 from flax import nnx
 from rich.console import Console
 
+from jaxmem import remat
 from jaxmem.train import data, metrics
 from jaxmem.train.data import Batch
 from jaxmem.train.loop import RunConfig as RunConfig
@@ -123,7 +124,8 @@ class Program(DecoderProgram):
         """Compile the train step from shapes alone; the state given is consumed."""
         ids = jax.ShapeDtypeStruct((self.config.run.accumulate, *self._rows), jnp.int32)
         step = make_step(self.definition, head, self.optimizer)
-        donating = jax.jit(step, donate_argnums=0)
+        options = remat.compiler_options(self.config.model.remat)
+        donating = jax.jit(step, donate_argnums=0, compiler_options=options)
         shapes = self.state_shapes, self.frozen_shapes, Batch._make([ids] * 4)
         return donating.lower(*shapes).compile()
 

@@ -100,6 +100,12 @@ def train(config, text=""):
     return result, stream.getvalue()
 
 
+def test_blocks_on_the_host_change_no_loss(config, finished):
+    _, wanted, _ = finished
+    result, _ = train(changed(config, model=dict(remat="offload_block")))
+    assert losses(result) == pytest.approx(losses(wanted), rel=1e-5)
+
+
 def losses(result):
     return [s.loss for s in result.history]
 
