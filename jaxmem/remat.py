@@ -240,8 +240,9 @@ def scan_blocks(
 
     >>> import jax.numpy as jnp
     >>> from jaxmem import remat
-    >>> remat.scan_blocks(lambda h, w: h * w, jnp.array([2.0, 3.0]), 1.0, "full")
-    Array(6., dtype=float32, weak_type=True)
+    >>> h = jnp.ones(2)
+    >>> remat.scan_blocks(lambda h, w: h * w, jnp.array([2.0, 3.0]), h, "full")
+    Array([6., 6.], dtype=float32)
     """
     lengths = {len(leaf) for leaf in jax.tree.leaves(params)}
     if len(lengths) != 1:
