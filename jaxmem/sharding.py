@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -225,8 +224,6 @@ def _read_rows(given, shape, of_tokens):
         _spec.check_labels(labels, where, shape, given["vocab_size"])
         labels = _head._as_int32(labels, given["vocab_size"])
         operands["labels"] = _Operand(labels, of_tokens, -1)
-    elif where is None:  # or else what fills the tokens up would count
-        where = np.ones(shape, bool)
     if where is not None:
         where = jnp.broadcast_to(jnp.asarray(where), shape)
         operands["where"] = _Operand(where, of_tokens, False)

@@ -369,6 +369,24 @@ def test_what_a_loss_in_one_pass_communicates():
     assert collectives(dhidden, h, W, y) == [*chunk, DHIDDEN]
 
 
+@pytest.mark.parametrize("fn", [stats, mixed_loss], ids=["stats", "loss"])
+def test_no_more_logits_than_a_chunk_of_them(fn):
+    h, W, y = problem()
+    is_loss = fn is mixed_loss
+    rest = (y, np.ones(N, np.float32)) if is_loss else (y,)
+    out = (P(), P("data")) if is_loss else None
+    split = sharded(fn, n_per_token=len(rest), out=out)
+
+    def grad(h, W):
+        return jax.grad(
+            lambda h, W: sum(jnp.sum(x) for x in jax.tree.leaves(split(h, W, *rest))),
+            (0, 1),
+        )(h, W)
+
+    text = jax.jit(grad).lower(h, W).as_text()
+    assert f"<{CHUNK}x10xf32" in text and "<12x10xf32" not in text
+
+
 def test_a_label_that_does_not_exist_poisons_only_itself():
     h, W, y = (np.nan_to_num(x) for x in problem())
     y = np.where(np.arange(N) == 2, V, np.maximum(y, 0))  # a column, but of padding
