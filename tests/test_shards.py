@@ -316,6 +316,26 @@ def test_under_scan_remat_and_donation():
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
 
 
+def test_vmap_where_other_axes_are_left_to_jax():
+    h, W, y = problem()
+
+    def run(h, W, y, axis_name=None):
+        return jax.vmap(
+            lambda h, y: jaxmem.logprobs(h, W, y, vocab_size=V, axis_name=axis_name)
+        )(h.reshape(2, -1, D), y.reshape(2, -1))
+
+    split = jax.shard_map(
+        functools.partial(run, axis_name="tensor"), mesh=mesh_of(MESHES["2x4"][0]),
+        in_specs=(P(), P("tensor"), P()), out_specs=P(), axis_names={"tensor"},
+    )  # fmt: skip
+    for argument in (0, 1):
+        got, want = (
+            jit(jax.grad(lambda *a, f=f: jnp.cos(f(*a)).sum(), argument))(h, W, y)
+            for f in (split, run)
+        )
+        np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
+
+
 def test_shards_have_the_same_bits():
     h, W, y = problem()
     split = jit(
