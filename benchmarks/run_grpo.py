@@ -1,8 +1,8 @@
 """Reinforcement learning: reward by rollout; seconds and GiB by phase.
 
     python -m benchmarks.run_grpo
-    python -m benchmarks.run_grpo --phases grpo_h200.csv grpo_qwen3_8b_h200.gin
-    python -m benchmarks.run_grpo --phases grpo_h200.csv --run DIR CONFIG.gin
+    python -m benchmarks.run_grpo --phases grpo_qwen3_8b_h200.csv grpo_qwen3_8b_h200.gin
+    python -m benchmarks.run_grpo --phases grpo_qwen3_8b_h200.csv --run DIR CONFIG.gin
 
 The first runs both arithmetic configs and writes grpo_arithmetic_cpu.csv and a figure;
 the second runs one config, with overrides after its name, and writes what its phases
