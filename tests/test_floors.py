@@ -60,6 +60,7 @@ FLOORS = {
     "jaxmem.train._checks": 5,
     "jaxmem.train.data": 5,
     "jaxmem.train.cache": 5,
+    "jaxmem.train.positions": 5,
     "jaxmem.train.layers": 5,
     "jaxmem.train.model": 5,
     "jaxmem.train.sampling": 5,

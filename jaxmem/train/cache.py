@@ -39,6 +39,13 @@ class Cache(NamedTuple):
         """Slots in a row, T."""
         return self.filled.shape[1]
 
+    def seen(self, window: int | None = None) -> jax.Array:
+        """[B, T] bool, slots that the next token sees, itself counting to `window`."""
+        if window is None:
+            return self.filled
+        position = jnp.cumsum(self.filled, axis=1) - 1
+        return self.filled & (self.lengths[:, None] - position < window)
+
 
 def of_prompts(layers: Layer, lengths: jax.Array, width: int) -> Cache:
     """A cache after prompts of some lengths, in rows `width` tokens wide."""
@@ -69,10 +76,15 @@ def append(cache: Cache, token: Layer) -> Cache:
     )
 
 
-def attend(query: jax.Array, token: Layer, layer: Layer, filled: jax.Array):
+def attend(
+    query: jax.Array, token: Layer, layer: Layer, seen: jax.Array, *,
+    scale: float | None = None, softcap: float | None = None,
+) -> jax.Array:  # fmt: skip
     """Attention of one new token a row to the cached ones and to itself.
 
-        out = Σ_t p_t v_t,   p = softmax(q · k / sqrt(head_dim)),   t cached or new
+        out = Σ_t p_t v_t,   p = softmax(scale q·k),   t cached or new
+
+    With a softcap, scores s become softcap·tanh(s / softcap) before the softmax.
 
     The new token stays outside the cache here, so that a layer only reads it: all
     layers write theirs at once, after the last.
@@ -81,7 +93,9 @@ def attend(query: jax.Array, token: Layer, layer: Layer, filled: jax.Array):
       query: [B, 1, heads, head_dim], rotated.
       token: keys and values of the same tokens, [B, kv_heads, 1, head_dim].
       layer: the cached ones, [B, kv_heads, T, head_dim].
-      filled: [B, T] which slots to see.
+      seen: [B, T] which slots to see.
+      scale: of the scores; None: 1 / sqrt(head_dim).
+      softcap: that scores stay below; None: they are not capped.
 
     Returns:
       An array like `query`.
@@ -94,9 +108,10 @@ def attend(query: jax.Array, token: Layer, layer: Layer, filled: jax.Array):
         made = jnp.einsum(
             "bkgd,bktd->bkgt", query, keys, preferred_element_type=jnp.float32
         )
-        return made * width**-0.5
+        made = made * (width**-0.5 if scale is None else scale)
+        return made if softcap is None else softcap * jnp.tanh(made / softcap)
 
-    cached = jnp.where(filled[:, None, None], scores(layer.keys), -jnp.inf)
+    cached = jnp.where(seen[:, None, None], scores(layer.keys), -jnp.inf)
     both = jnp.concatenate([cached, scores(token.keys)], axis=-1)
     weights = jax.nn.softmax(both).astype(query.dtype)
 
@@ -105,6 +120,6 @@ def attend(query: jax.Array, token: Layer, layer: Layer, filled: jax.Array):
             "bkgt,bktd->bkgd", part, values, preferred_element_type=jnp.float32
         )
 
-    seen, own = weights[..., :-1], weights[..., -1:]
-    mixed = mix(seen, layer.values) + mix(own, token.values)
+    old, own = weights[..., :-1], weights[..., -1:]
+    mixed = mix(old, layer.values) + mix(own, token.values)
     return mixed.astype(query.dtype).reshape(batch, 1, heads, width)

@@ -6,14 +6,14 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
+from jax import lax
 
 from jaxmem import remat
 from jaxmem.train import cache as kv_cache
+from jaxmem.train import positions
 from jaxmem.train._checks import check_field
-
-Ids = jax.Array | np.ndarray  # integers, on the device or on the host
+from jaxmem.train.positions import Ids as Ids
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _ACTIVATIONS = {
@@ -44,10 +44,25 @@ class ModelConfig:
     head_dim: int = 40  # width of one head; even, because RoPE turns pairs
     vocab_size: int | None = None  # entries; None: as many as the tokenizer has
     rope_theta: float = 10_000.0  # base of the rotary wavelengths, in tokens
+    # None, or "linear": all are rope_factor times longer; "llama3": the long ones are
+    rope_scaling: Literal["linear", "llama3"] | None = None
+    rope_factor: float = 1.0  # how much longer
+    rope_low_factor: float = 1.0  # of llama3: long is above rope_original / this
+    rope_high_factor: float = 4.0  # likewise: short is below rope_original / this
+    rope_original: int = 8192  # tokens of context before rope_factor
+    # kind of each layer, repeated: "global" sees its document, "local" a window of it
+    pattern: tuple[str, ...] = ("global",)
+    window: int | None = None  # tokens that local layers see, the query's among them
+    local_rope_theta: float | None = None  # base in local layers, there not scaled
     tied: bool = True  # the head reads the embedding table
     softcap: float | None = None  # final logits become softcap*tanh(logits/softcap)
+    attention_softcap: float | None = None  # scores of attention likewise
+    attention_scale: float | None = None  # of the scores; None: 1 / sqrt(head_dim)
     embed_scale: bool = False  # multiply embeddings by sqrt(hidden), as Gemma does
     qk_norm: bool = False  # RMS-normalise queries and keys, as Qwen3 does
+    qkv_bias: bool = False  # queries, keys and values have biases, as in Qwen2
+    post_norms: bool = False  # what a block adds is normalised first, as in Gemma 2
+    norm_offset: bool = False  # norms multiply by 1 + scale, as Gemma's do
     activation: Literal["silu", "gelu"] = "silu"  # gate of the feed-forward layer
     norm_eps: float = 1e-6  # added to the mean square in every norm
     dtype: str = "float32"  # activations and matrix products
@@ -59,7 +74,11 @@ class ModelConfig:
         """Refuse sizes that cannot be built, by name."""
         _check_positive(self, "layers", "hidden", "ff", "heads", "kv_heads")
         _check_positive(self, "head_dim", "rope_theta", "norm_eps")
-        for name in ("vocab_size", "softcap"):
+        _check_positive(self, "rope_factor", "rope_low_factor", "rope_original")
+        for name in (
+            "vocab_size", "softcap", "attention_softcap", "attention_scale", "window",
+            "local_rope_theta",
+        ):  # fmt: skip
             if getattr(self, name) is not None:
                 _check_positive(self, name)
         if self.heads % self.kv_heads:
@@ -71,61 +90,47 @@ class ModelConfig:
             raise ValueError(
                 f"ModelConfig.head_dim must be even (RoPE), got {self.head_dim}"
             )
+        self._check_kinds()
+        _check_choice(self, "rope_scaling", (None, "linear", "llama3"))
+        above = self.rope_high_factor > self.rope_low_factor
+        check_field(self, "rope_high_factor", above, "above rope_low_factor")
         _check_choice(self, "activation", tuple(_ACTIVATIONS))
         _check_choice(self, "dtype", _DTYPES)
         _check_choice(self, "param_dtype", _DTYPES)
         _check_choice(self, "attention", ("xla", "cudnn", None))
         _check_choice(self, "remat", tuple(remat.PRESETS))
+        if self.attention == "cudnn" and self.attention_softcap is not None:
+            raise ValueError(
+                "ModelConfig.attention='cudnn' cannot cap scores; leave it None, or "
+                "'xla', with attention_softcap"
+            )
+
+    def _check_kinds(self):
+        kinds = set(self.pattern) <= set(positions.KINDS) and len(self.pattern) > 0
+        check_field(self, "pattern", kinds, "of 'global' and 'local', at least one")
+        local = "local" in self.pattern
+        wanted = "given where pattern has 'local', and only there"
+        check_field(self, "window", local == (self.window is not None), wanted)
+
+    @property
+    def score_scale(self) -> float:
+        """What products of queries and keys are multiplied with."""
+        scale = self.attention_scale
+        return self.head_dim**-0.5 if scale is None else scale
 
 
-def rope_tables(
-    positions: Ids, head_dim: int, theta: float
-) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines of the rotary angles, position x theta^(-2i / head_dim).
-
-    Args:
-      positions: [B, T] position of each token in its document.
-      head_dim: width of one head, even.
-      theta: base of the wavelengths.
-
-    Returns:
-      Two f32 arrays [B, T, 1, head_dim / 2], for `apply_rope`.
-    """
-    exponents = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
-    angles = positions.astype(jnp.float32)[..., None, None] * theta**-exponents
-    return jnp.cos(angles), jnp.sin(angles)
-
-
-def apply_rope(x: jax.Array, cosines: jax.Array, sines: jax.Array) -> jax.Array:
-    """Rotate each pair (x_i, x_{i + head_dim/2}) by its angle, in f32.
-
-    Args:
-      x: [B, T, heads, head_dim] queries or keys.
-      cosines: [B, T, 1, head_dim / 2] from `rope_tables`.
-      sines: likewise.
-
-    Returns:
-      An array like `x`.
-    """
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    rotated = (first * cosines - second * sines, second * cosines + first * sines)
-    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
-
-
-def document_mask(segment_ids: Ids) -> jax.Array:
-    """[B, 1, T, T], true where query and key are of one document.
-
-    Causality is left to `jax.nn.dot_product_attention`.  Padding (segment 0) sees
-    padding, so that no row of the softmax is empty.
-    """
-    return (segment_ids[:, :, None] == segment_ids[:, None, :])[:, None]
-
-
-def _linear(config: ModelConfig, inputs: int, outputs: int, rngs: nnx.Rngs, gain=1.0):
+def _linear(
+    config: ModelConfig,
+    inputs: int,
+    outputs: int,
+    rngs: nnx.Rngs,
+    gain: float = 1.0,
+    use_bias: bool = False,
+) -> nnx.Linear:
     return nnx.Linear(
         inputs,
         outputs,
-        use_bias=False,
+        use_bias=use_bias,
         kernel_init=nnx.initializers.variance_scaling(
             gain, "fan_in", "truncated_normal"
         ),
@@ -140,15 +145,63 @@ def _residual_linear(config: ModelConfig, inputs: int, rngs: nnx.Rngs) -> nnx.Li
     return _linear(config, inputs, config.hidden, rngs, gain=0.5 / config.layers)
 
 
+class OffsetRMSNorm(nnx.RMSNorm):
+    """x / rms(x) * (1 + scale), in float32: a scale in 16 bits keeps its small part."""
+
+    def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
+        """[..., features], likewise."""
+        del mask  # every entry counts
+        wide = x.astype(jnp.float32)
+        mean = jnp.mean(wide * wide, axis=-1, keepdims=True)
+        assert self.scale is not None  # made with the default use_scale
+        scale = 1 + self.scale[...].astype(jnp.float32)
+        return (wide * lax.rsqrt(mean + self.epsilon) * scale).astype(self.dtype)
+
+
 def rms_norm(config: ModelConfig, width: int, rngs: nnx.Rngs) -> nnx.RMSNorm:
     """The one norm of all layers, over the last axis."""
-    return nnx.RMSNorm(
+    kind, start = nnx.RMSNorm, nnx.initializers.ones
+    if config.norm_offset:
+        kind, start = OffsetRMSNorm, nnx.initializers.zeros
+    return kind(
         width,
         epsilon=config.norm_eps,
+        scale_init=start,
         dtype=jnp.dtype(config.dtype),
         param_dtype=jnp.dtype(config.param_dtype),
         rngs=rngs,
     )
+
+
+def softcapped_attention(
+    query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array,
+    scale: float, softcap: float,
+) -> jax.Array:  # fmt: skip
+    """Causal attention whose scores are capped, which `jax.nn`'s cannot.
+
+        out = softmax(softcap tanh(scale q·k / softcap)) v,   where mask allows
+
+    Args:
+      query: [B, T, heads, head_dim].
+      key, value: [B, T, kv_heads, head_dim].
+      mask: [B, 1, T, T].
+      scale: of the scores.
+      softcap: that they stay below.
+
+    Returns:
+      An array like `query`.
+
+    **Memory**: the scores, 4·B·heads·T².
+    """
+    batch, length, _, width = query.shape
+    grouped = query.reshape(batch, length, key.shape[2], -1, width)
+    scores = scale * jnp.einsum(
+        "bqkgd,btkd->bkgqt", grouped, key, preferred_element_type=jnp.float32
+    )
+    seen = mask[:, :, None] & jnp.tril(jnp.ones((length, length), bool))
+    capped = jnp.where(seen, softcap * jnp.tanh(scores / softcap), -jnp.inf)
+    weights = jax.nn.softmax(capped).astype(value.dtype)
+    return jnp.einsum("bkgqt,btkd->bqkgd", weights, value).reshape(query.shape)
 
 
 class Attention(nnx.Module):
@@ -156,9 +209,12 @@ class Attention(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         width = config.head_dim
-        self.query = _linear(config, config.hidden, config.heads * width, rngs)
-        self.key = _linear(config, config.hidden, config.kv_heads * width, rngs)
-        self.value = _linear(config, config.hidden, config.kv_heads * width, rngs)
+        project = functools.partial(
+            _linear, config, config.hidden, rngs=rngs, use_bias=config.qkv_bias
+        )
+        self.query = project(config.heads * width)
+        self.key = project(config.kv_heads * width)
+        self.value = project(config.kv_heads * width)
         self.output = _residual_linear(config, config.heads * width, rngs)
         if config.qk_norm:
             self.query_norm = rms_norm(config, width, rngs)
@@ -174,14 +230,7 @@ class Attention(nnx.Module):
         query, key, value = self._project(x, rope)
         query, key = remat.name(query, "q"), remat.name(key, "k")
         value = remat.name(value, "v")
-        mixed = jax.nn.dot_product_attention(
-            query,
-            key,
-            value,
-            mask=mask,
-            is_causal=True,
-            implementation=self.config.attention,
-        )
+        mixed = self._attend(query, key, value, mask)
         mixed = remat.name(mixed.reshape(*x.shape[:2], -1), "attn_out")
         return self.output(mixed), (key, value)
 
@@ -189,8 +238,30 @@ class Attention(nnx.Module):
         """[B, 1, hidden] to [B, 1, hidden], and the tokens' keys and values."""
         query, key, value = self._project(x, rope)
         token = kv_cache.layer_of(key, value, 1)
-        mixed = kv_cache.attend(query, token, layer, filled)
+        config = self.config
+        mixed = kv_cache.attend(
+            query,
+            token,
+            layer,
+            filled,
+            scale=config.score_scale,
+            softcap=config.attention_softcap,
+        )
         return self.output(mixed.reshape(*x.shape[:2], -1)), token
+
+    def _attend(self, query, key, value, mask: jax.Array) -> jax.Array:
+        scale, softcap = self.config.score_scale, self.config.attention_softcap
+        if softcap is not None:
+            return softcapped_attention(query, key, value, mask, scale, softcap)
+        return jax.nn.dot_product_attention(
+            query,
+            key,
+            value,
+            mask=mask,
+            scale=scale,
+            is_causal=True,
+            implementation=self.config.attention,
+        )
 
     def _project(self, x: jax.Array, rope):
         query, key, value = (
@@ -199,7 +270,8 @@ class Attention(nnx.Module):
         )
         if self.config.qk_norm:
             query, key = self.query_norm(query), self.key_norm(key)
-        return apply_rope(query, *rope), apply_rope(key, *rope), value
+        query = positions.apply_rope(query, *rope)
+        return query, positions.apply_rope(key, *rope), value
 
 
 class FeedForward(nnx.Module):
@@ -225,6 +297,10 @@ class Block(nnx.Module):
         self.attention = Attention(config, rngs=rngs)
         self.feed_forward_norm = rms_norm(config, config.hidden, rngs)
         self.feed_forward = FeedForward(config, rngs=rngs)
+        self.post_norms = config.post_norms
+        if config.post_norms:
+            self.post_attention_norm = rms_norm(config, config.hidden, rngs)
+            self.post_feed_forward_norm = rms_norm(config, config.hidden, rngs)
 
     def __call__(self, x: jax.Array, mask: jax.Array, rope) -> jax.Array:
         """[B, T, hidden] to [B, T, hidden]."""
@@ -233,13 +309,15 @@ class Block(nnx.Module):
     def prefill(self, x: jax.Array, mask: jax.Array, rope):
         """The same, and the keys and values [B, T, kv_heads, head_dim]."""
         mixed, made = self.attention.prefill(self.attention_norm(x), mask, rope)
-        return self._finish(x + mixed), made
+        return self._finish(x, mixed), made
 
     def decode(self, x: jax.Array, rope, layer: kv_cache.Layer, filled: jax.Array):
         """[B, 1, hidden] to [B, 1, hidden], and the tokens' keys and values."""
         x_norm = self.attention_norm(x)
         mixed, made = self.attention.decode(x_norm, rope, layer, filled)
-        return self._finish(x + mixed), made
+        return self._finish(x, mixed), made
 
-    def _finish(self, x: jax.Array) -> jax.Array:
-        return x + self.feed_forward(self.feed_forward_norm(x))
+    def _finish(self, x: jax.Array, mixed: jax.Array) -> jax.Array:
+        x = x + (self.post_attention_norm(mixed) if self.post_norms else mixed)
+        made = self.feed_forward(self.feed_forward_norm(x))
+        return x + (self.post_feed_forward_norm(made) if self.post_norms else made)

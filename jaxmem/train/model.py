@@ -5,7 +5,9 @@ tensor of the size of the vocabulary cannot be built by accident.
 """
 
 import dataclasses
-from typing import Literal
+import functools
+from collections.abc import Callable
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +19,15 @@ from jaxmem.heads.nnx import LMHead
 from jaxmem.train import cache as kv_cache
 from jaxmem.train import layers
 from jaxmem.train._checks import check_field
-from jaxmem.train.layers import Ids
 from jaxmem.train.layers import ModelConfig as ModelConfig
+from jaxmem.train.positions import (
+    Ids,
+    by_kind,
+    document_mask,
+    layer_kinds,
+    rope_frequencies,
+    rope_tables,
+)
 
 # Small enough that the first loss is about ln(vocab_size), whatever the width.
 _VOCABULARY_INIT = nnx.initializers.normal(0.02)
@@ -119,16 +128,17 @@ class Decoder(nnx.Module):
         Returns:
           Hidden states [B, T, hidden] in the compute dtype.
         """
-        x, rope = self._enter(tokens, positions)
-        mask = layers.document_mask(segment_ids)
+        x = self._embed(tokens)
+        sight = self._sights(positions, functools.partial(document_mask, segment_ids))
         # Plain arrays go into the scan: a module made outside must not be used inside.
         definition, weights = nnx.split(self.blocks)
 
-        def block(x, layer_weights):
-            return nnx.merge(definition, layer_weights)(x, mask, rope), None
+        def block(x, of_layer):
+            layer_weights, kind = of_layer
+            return nnx.merge(definition, layer_weights)(x, *sight(kind)), None
 
         block = remat.block(block, self.config.remat)
-        return self.norm(jax.lax.scan(block, x, weights)[0])
+        return self.norm(jax.lax.scan(block, x, (weights, layer_kinds(self.config)))[0])
 
     def prefill(
         self, prompts: Ids, lengths: Ids, max_length: int
@@ -157,18 +167,20 @@ class Decoder(nnx.Module):
         lengths = jnp.asarray(lengths, jnp.int32)
         filled = jnp.arange(width) < lengths[:, None]
         positions = jnp.broadcast_to(jnp.arange(width), (rows, width))
-        x, rope = self._enter(jnp.where(filled, prompts, 0), positions)
+        x = self._embed(jnp.where(filled, prompts, 0))
+        sight = self._sights(positions, functools.partial(document_mask, filled))
         possible = (lengths >= 1) & (lengths <= width)
         x = jnp.where(possible[:, None, None], x, jnp.nan)
-        mask = layers.document_mask(filled)
         definition, weights = nnx.split(self.blocks)
 
-        def block(x, layer_weights):
-            x, made = nnx.merge(definition, layer_weights).prefill(x, mask, rope)
+        def block(x, of_layer):
+            layer_weights, kind = of_layer
+            merged = nnx.merge(definition, layer_weights)
+            x, made = merged.prefill(x, *sight(kind))
             # Here, not after the scan: the cache is then made once, in its place.
             return x, kv_cache.layer_of(*made, max_length)
 
-        x, cached = jax.lax.scan(block, x, weights)
+        x, cached = jax.lax.scan(block, x, (weights, layer_kinds(self.config)))
         last = x[jnp.arange(rows), jnp.clip(lengths, 1, width) - 1]
         return self.norm(last), kv_cache.of_prompts(cached, lengths, width)
 
@@ -189,15 +201,17 @@ class Decoder(nnx.Module):
           next cache. NaN once the cache is full.
         """
         tokens = jnp.asarray(tokens)[:, None]
-        x, rope = self._enter(tokens, cache.lengths[:, None])
+        x = self._embed(tokens)
+        sight = self._sights(cache.lengths[:, None], cache.seen)
         definition, weights = nnx.split(self.blocks)
 
         def block(x, of_layer):
-            layer_weights, layer = of_layer
-            merged = nnx.merge(definition, layer_weights)
-            return merged.decode(x, rope, layer, cache.filled)
+            layer_weights, layer, kind = of_layer
+            seen, rope = sight(kind)
+            return nnx.merge(definition, layer_weights).decode(x, rope, layer, seen)
 
-        x, token = jax.lax.scan(block, x, (weights, cache.layers))
+        kinds = layer_kinds(self.config)
+        x, token = jax.lax.scan(block, x, (weights, cache.layers, kinds))
         fits = cache.slot < cache.max_length
         hidden = jnp.where(fits, self.norm(x)[:, 0], jnp.nan)
         return hidden, kv_cache.append(cache, token)
@@ -221,14 +235,25 @@ class Decoder(nnx.Module):
         softcap = self.config.softcap
         return z if softcap is None else softcap * jnp.tanh(z / softcap)
 
-    def _enter(self, tokens: Ids, positions: Ids):
-        """Embeddings [B, T, hidden] of the tokens, and the tables of their angles."""
+    def _embed(self, tokens: Ids) -> jax.Array:
+        """Embeddings [B, T, hidden] of the tokens."""
         x = self.embed(jnp.asarray(tokens)).astype(self.config.dtype)
         if self.config.embed_scale:
             x = x * jnp.asarray(self.config.hidden**0.5, x.dtype)
-        head_dim, theta = self.config.head_dim, self.config.rope_theta
-        rope = layers.rope_tables(positions, head_dim, theta)
-        return x, rope
+        return x
+
+    def _sights(self, positions: Ids, visible: Callable) -> Callable[[Any], tuple]:
+        """A layer's entry of `layer_kinds` to its mask, and its tables of angles.
+
+        `visible` makes the mask of a window.
+        """
+
+        def make(kind: str) -> tuple:
+            frequencies = rope_frequencies(self.config, kind)
+            mask = visible(self.config.window if kind == "local" else None)
+            return mask, rope_tables(positions, frequencies)
+
+        return by_kind(self.config, make)
 
 
 def head_loss(

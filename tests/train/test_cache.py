@@ -75,8 +75,23 @@ def at_steps(hidden, lengths):
             dict(kv_heads=4, embed_scale=True, activation="gelu", rope_theta=50.0),
             id="as many kv heads, Gemma's scale",
         ),
+        pytest.param(
+            dict(pattern=("local", "global"), window=3, attention_softcap=0.5,
+                 attention_scale=0.9, post_norms=True, norm_offset=True),
+            id="a window in every other layer, capped scores",
+        ),
+        pytest.param(
+            dict(pattern=("local",), window=2, qkv_bias=True, rope_scaling="llama3",
+                 rope_factor=8.0, rope_original=16),
+            id="a window in every layer, biases, scaled wavelengths",
+        ),
+        pytest.param(
+            dict(pattern=("global", "local"), window=4, local_rope_theta=10.0,
+                 rope_scaling="linear", rope_factor=4.0),
+            id="local layers with wavelengths of their own",
+        ),
     ],
-)
+)  # fmt: skip
 def test_a_token_at_a_time_is_the_sequence_at_once(changes):
     model, tokens = decoder(**changes), random_tokens()
     got, _ = stepwise(model, tokens, LENGTHS)

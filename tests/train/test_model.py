@@ -12,6 +12,12 @@ from flax import nnx
 
 from jaxmem.train import layers
 from jaxmem.train.model import Decoder, HeadConfig, ModelConfig, head_loss
+from jaxmem.train.positions import (
+    apply_rope,
+    document_mask,
+    rope_frequencies,
+    rope_tables,
+)
 
 SMALL = ModelConfig(
     layers=2, hidden=32, ff=48, heads=4, kv_heads=2, head_dim=8, vocab_size=61
@@ -29,6 +35,11 @@ def quick_compilation():
 @functools.cache
 def decoder(**changes):
     return Decoder(dataclasses.replace(SMALL, **changes), rngs=nnx.Rngs(0))
+
+
+def frequencies(head_dim, theta):
+    config = dataclasses.replace(SMALL, head_dim=head_dim, rope_theta=theta)
+    return rope_frequencies(config)
 
 
 def parameters(model):
@@ -60,11 +71,11 @@ def random_document(length, seed):
 
 
 def test_rope_is_the_textbook_rotation():
-    positions = np.array([[0, 1, 7, 300]])
+    where = np.array([[0, 1, 7, 300]])
     x = np.random.default_rng(0).normal(size=(1, 4, 2, 6))
-    tables = layers.rope_tables(jnp.asarray(positions), 6, 100.0)
-    rotated = layers.apply_rope(jnp.asarray(x, jnp.float32), *tables)
-    for t, position in enumerate(positions[0]):
+    tables = rope_tables(jnp.asarray(where), frequencies(6, 100.0))
+    rotated = apply_rope(jnp.asarray(x, jnp.float32), *tables)
+    for t, position in enumerate(where[0]):
         for i in range(3):
             turn = np.exp(1j * position * 100.0 ** (-2 * i / 6))
             expected = (x[0, t, :, i] + 1j * x[0, t, :, i + 3]) * turn
@@ -80,7 +91,7 @@ def test_rope_scores_depend_on_the_distance_only():
 
     def score(query_position, key_position):
         rotated = [
-            layers.apply_rope(x, *layers.rope_tables(jnp.array([[p]]), 8, 10_000.0))
+            apply_rope(x, *rope_tables(jnp.array([[p]]), frequencies(8, 10_000.0)))
             for x, p in ((query, query_position), (key, key_position))
         ]
         return float(jnp.sum(rotated[0] * rotated[1]))
@@ -135,8 +146,8 @@ def test_attention_is_grouped_causal_and_stays_in_its_document():
     x = np.random.default_rng(0).normal(size=(1, 11, SMALL.hidden)).astype(np.float32)
     got = attention(
         jnp.asarray(x),
-        layers.document_mask(jnp.asarray(segments)),
-        layers.rope_tables(jnp.asarray(positions), 8, SMALL.rope_theta),
+        document_mask(jnp.asarray(segments)),
+        rope_tables(jnp.asarray(positions), frequencies(8, SMALL.rope_theta)),
     )
     expected = dense_attention(attention, x[0], segments[0], positions[0])
     np.testing.assert_allclose(got[0], expected, atol=2e-5)
@@ -147,8 +158,8 @@ def test_scanned_blocks_are_the_blocks_one_after_the_other():
     tokens, segments, positions = rows_of(random_document(9, 0), length=9)
     definition, weights = nnx.split(model.blocks)
     x = model.embed(tokens)
-    mask = layers.document_mask(segments)
-    rope = layers.rope_tables(positions, 8, SMALL.rope_theta)
+    mask = document_mask(segments)
+    rope = rope_tables(positions, frequencies(8, SMALL.rope_theta))
     for layer in range(SMALL.layers):
         block = nnx.merge(definition, jax.tree.map(lambda w, i=layer: w[i], weights))
         x = block(x, mask, rope)
@@ -350,6 +361,14 @@ def test_cudnn_attention_agrees_with_xla_on_packed_rows():
         (dict(activation="relu"), "activation must be one of .*got 'relu'"),
         (dict(attention="flash"), "attention must be one of .*got 'flash'"),
         (dict(remat="half"), "remat must be one of 'none', 'full', .*got 'half'"),
+        (dict(pattern=("near",)), "pattern must be of 'global' and 'local'"),
+        (dict(pattern=("local",)), "window must be given where pattern has 'local'"),
+        (dict(window=4), "window must be given where pattern has 'local'"),
+        (dict(rope_scaling="yarn"), "rope_scaling must be one of .*got 'yarn'"),
+        (
+            dict(attention="cudnn", attention_softcap=5.0),
+            "attention='cudnn' cannot cap scores",
+        ),
     ],
 )
 def test_impossible_models_are_refused_by_name(changes, message):
