@@ -1,0 +1,114 @@
+"""What a compiled program communicates: its collectives, and their bytes."""
+
+import math
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax
+
+BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4}
+BYTES |= {"f32": 4, "f64": 8, "s64": 8, "u64": 8}
+
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.-]+) \(.*\{$")
+_COLLECTIVE = re.compile(
+    r" = (?P<type>.+?) (?P<kind>all-reduce|all-gather|reduce-scatter|all-to-all"
+    r"|ragged-all-to-all|collective-permute)(?P<start>-start)?\("
+)
+_ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
+_WHILE = re.compile(r" while\(.*body=%?([\w.-]+)")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_CALLED = re.compile(r"(?:calls|to_apply|branch_computations)=\{?((?:%[\w.-]+,? ?)+)")
+
+
+class Collective(NamedTuple):
+    """One instruction of a program, as each device sees it."""
+
+    kind: str  # as XLA calls it
+    array: str  # its result on one device, such as "f32[2,1024]"; or several of them
+    payload: int  # bytes of what is reduced, or of what is gathered, on one device
+    parts: int  # devices that take part together
+    times: int  # how often in a run; 0 where a loop's length depends on data
+    backward: bool  # in a derivative
+
+    @property
+    def moved(self) -> float:
+        """Bytes that a device sends in a ring, which needs no more than any other."""
+        share = self.payload * (self.parts - 1) / self.parts
+        return 2 * share if self.kind == "all-reduce" else share
+
+
+def of(compiled: jax.stages.Compiled) -> list[Collective]:
+    """Collectives of a program between more than one device, in its order."""
+    lines = _by_computation(compiled.as_text() or "")
+    times = _times(lines)
+    return [
+        collective
+        for name, body in lines.items()
+        for line in body
+        for collective in _read(line, times.get(name, 0))
+        if collective.parts > 1
+    ]
+
+
+def _by_computation(text: str) -> dict[str, list[str]]:
+    made, current = {}, []
+    for line in text.splitlines():
+        if found := _COMPUTATION.match(line):
+            # The first line's own name says whether it is where the program begins.
+            name = "ENTRY" if line.startswith("ENTRY") else found[1]
+            current = made.setdefault(name, [])
+        current.append(line)
+    return made
+
+
+def _times(lines: dict[str, list[str]]) -> dict[str, int]:
+    """How often each computation runs."""
+    made: dict[str, int] = {}
+
+    def visit(name, times):
+        made[name] = made.get(name, 0) + times
+        for line in lines.get(name, ()):
+            if loop := _WHILE.search(line):
+                trips = _TRIPS.search(line)
+                visit(loop[1], times * int(trips[1]) if trips else 0)
+            elif called := _CALLED.search(line):
+                for other in called[1].replace("%", "").split(","):
+                    visit(other.strip(), times)
+
+    visit("ENTRY", 1)
+    return made
+
+
+def _read(line: str, times: int) -> Iterator[Collective]:
+    found = _COLLECTIVE.search(line)
+    if not found:
+        return
+    kind, arrays = found["kind"], _ARRAY.findall(found["type"])
+    if found["start"] and kind != "all-reduce":  # operands first, then results
+        arrays = arrays[len(arrays) // 2 :]
+    # XLA for CPUs sums 16-bit types as 32 bits; other devices do not.
+    half = 2 if "_promoted" in line else 1
+    payload = sum(_bytes(*array) for array in arrays) // half
+    parts = _parts(line)
+    if kind == "reduce-scatter":
+        payload *= parts
+    said = " ".join(f"{dtype}[{shape}]" for dtype, shape in arrays)
+    yield Collective(kind, said, payload, parts, times, "transpose(" in line)
+
+
+def _bytes(dtype: str, shape: str) -> int:
+    return BYTES[dtype] * math.prod(int(n) for n in shape.split(",") if n)
+
+
+def _parts(line: str) -> int:
+    """Devices of one group, in each of the ways in which XLA writes them."""
+    if "collective-permute" in line:
+        return 2
+    if axes := re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", line):
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", axes[1]))
+        return math.prod(int(sizes[name]) for name in re.findall(r"'(\w+)'", axes[2]))
+    if table := re.search(r"replica_groups=\[\d+,(\d+)\]", line):
+        return int(table[1])
+    first = re.search(r"replica_groups=\{\{([\d,]+)\}", line)
+    return len(first[1].split(",")) if first else 1

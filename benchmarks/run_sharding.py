@@ -1,0 +1,314 @@
+"""The head over several devices of one host: time, memory, what is communicated.
+
+    python -m benchmarks.run_sharding --shape 8192,4096,131072 --dtype bfloat16 \
+        --peaks --out sharding_h200.csv
+    python -m benchmarks.run_sharding --paper sharding_paper.csv
+
+The first divides the vocabulary of one problem by 1, 2, 4, ... devices, and then gives
+each of as many devices that many tokens: a device's efficiency is 1 where k of them
+take 1/k of one device's time, or the time of one for k times the tokens. The second
+compiles for up to 512 devices that are not there and reads what they would send.
+"""
+
+import argparse
+import concurrent.futures
+import dataclasses
+import functools
+import inspect
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxmem
+from benchmarks import (
+    collectives,
+    exact,
+    on_jax,
+    results,
+    sharding_on_paper,
+    workers,
+)
+from jaxmem import timing
+
+PATHS = ["token_stats implementation=xla", "token_stats implementation=hopper"]
+KEYS = (*results.KEYS, "split", "devices")
+VERBS = {"token_stats": jaxmem.token_stats, "logprobs": jaxmem.logprobs}
+COMPILERS = 6  # threads
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A path on some of the devices: which of them hold what."""
+
+    path: str
+    split: str  # "vocab" or "tokens"; of one device, "none"
+    devices: int
+    shape: tuple[int, int, int]  # of all of them
+
+    @functools.cached_property
+    def mesh(self):
+        sizes = (1, self.devices) if self.split == "vocab" else (self.devices, 1)
+        devices = jax.devices()[: self.devices]
+        axes = ("data", "tensor")
+        return jax.make_mesh(
+            sizes, axes, devices=devices, axis_types=(AxisType.Auto,) * 2
+        )
+
+    @property
+    def shardings(self):
+        """Of h, W, y."""
+        specs = P("data"), P("tensor"), P("data")
+        return tuple(NamedSharding(self.mesh, spec) for spec in specs)
+
+    def call(self, h, W, y):
+        """Outputs by name."""
+        name, *words = self.path.split()
+        pairs = (word.partition("=") for word in words)
+        options = {key: workers.value_of(text) for key, _, text in pairs}
+        verb = VERBS[name]
+        if self.devices > 1:
+            axis = {"vocab": "tensor"} if self.split == "vocab" else {}
+            verb = jaxmem.sharding.parallel(verb, self.mesh, tokens="data", **axis)
+        made = verb(h, W, y, **options)
+        return {"logprob": made} if name == "logprobs" else made._asdict()
+
+    def operands(self, dtype):
+        """h, W, y and cotangents where they belong."""
+        made = jax.device_put(on_jax.problem(self.shape, dtype), self.shardings)
+        g = on_jax.cotangents(self.shape[0])
+        return made, jax.device_put(g, dict.fromkeys(g, self.shardings[2]))
+
+
+def cases(shape, paths, counts):
+    n, *rest = shape
+    for path in paths:
+        yield Case(path, "none", 1, shape)
+        for split in ("vocab", "tokens"):
+            for k in counts:
+                tokens = n if split == "vocab" else k * n
+                yield Case(path, split, k, (tokens, *rest))
+
+
+# ------------------------------------------------------------------ one case
+
+
+@functools.cache
+def reference(shape, dtype, names):
+    """In float64, of cotangents of a few rows of those outputs, on one device."""
+    h, W, y = on_jax.problem(shape, dtype)
+    rows = exact.checked_rows(len(y))
+    g = on_jax.cotangents(len(y))
+    gs = [g[name][rows] * (name in names) for name in on_jax.COTANGENTS]
+    hs, ys = h[rows], y[rows]
+    with jax.enable_x64(True):
+        hs, W, *gs = (x.astype(jnp.float64) for x in (hs, W, *gs))
+        return exact.head(jnp, hs, W, ys, jnp.arange(len(W)), *gs)
+
+
+def errors(program, case, dtype, operands):
+    """Columns of `exact.errors`."""
+    rows = exact.checked_rows(case.shape[0])
+    g = {
+        name: jax.device_put(jnp.zeros(len(x)).at[rows].set(x[rows]), x.sharding)
+        for name, x in operands[1].items()
+    }
+    made, (dh, dW) = program.both(*operands[0], g)
+    names = tuple(name for name in on_jax.COTANGENTS if name in made)
+    made, dh, dW = jax.device_put(
+        ({name: made[name] for name in names}, dh, dW), jax.devices()[0]
+    )
+    want, grads = reference(case.shape, dtype, names)
+    made, dh = {name: made[name][rows] for name in names}, dh[rows]
+    with jax.enable_x64(True):
+        got = dh.astype(jnp.float64), dW.astype(jnp.float64)
+        return exact.errors(made, got, want, grads)
+
+
+def prepare(dtype, case) -> tuple[on_jax.Program | None, dict[str, Any]]:
+    """(the program, columns); a note where it does not run."""
+    try:
+        h_W_y, g = case.operands(dtype)
+        program = on_jax.compile_program(case.call, *h_W_y, g=g)
+    except NotImplementedError as refusal:
+        return None, {"note": f"refused: {refusal}"}
+    except Exception as error:  # the others go on
+        return None, {"note": f"failed: {workers.said(error)}"}
+    return program, {"implementation": program.implementation, **account(program.both)}
+
+
+def account(compiled) -> dict[str, Any]:
+    """Columns: the compiler's bytes of one device, and what it sends."""
+    names = "arguments_mib", "results_mib", "temp_mib"
+    sizes = zip(names, on_jax.memory_bytes(compiled), strict=True)
+    row: dict[str, Any] = {name: round(size / 2**20, 1) for name, size in sizes}
+    found = collectives.of(compiled)
+    row["collectives"] = "; ".join(f"{c.kind} {c.array}" for c in found)
+    row["sent_mib"] = round(sum(c.moved * c.times for c in found) / 2**20, 3)
+    return row
+
+
+def measure(shape, dtype, paths, counts, repetitions):
+    """One row a case, once all have been timed."""
+    todo = list(cases(shape, paths, counts))
+    with concurrent.futures.ThreadPoolExecutor(COMPILERS) as pool:
+        found = dict(
+            zip(todo, pool.map(functools.partial(prepare, dtype), todo), strict=True)
+        )
+    runs = {}
+    for case, (program, columns) in found.items():
+        if program is None:
+            continue
+        operands = case.operands(dtype)
+        columns |= errors(program, case, dtype, operands)
+        if exact.is_wrong(columns):
+            columns["note"] = "wrong"
+            continue
+        runs[case, "forward"] = functools.partial(program.forward, *operands[0])
+        runs[case, "both"] = functools.partial(program.both, *operands[0], operands[1])
+    reference.cache_clear()
+    h, W, _ = on_jax.problem(shape, dtype)
+    gemm = functools.partial(jax.jit(lambda h, W: h @ W.T).lower(h, W).compile(), h, W)
+    unit_ms, taken = timing.take_turns(on_jax.stopwatch(), gemm, runs, repetitions)
+    for case, (_, columns) in found.items():
+        yield row_of(case, dtype, unit_ms, taken, columns, repetitions)
+
+
+def row_of(case, dtype, unit_ms, taken, columns, repetitions):
+    n, d, v = case.shape
+    row = {"n": n, "d": d, "v": v, "dtype": jnp.dtype(dtype).name, "path": case.path}
+    row |= {"split": case.split, "devices": case.devices, "gemm_ms": round(unit_ms, 3)}
+    for name, column in (("forward", "forward"), ("both", "forward_backward")):
+        found = taken.get((case, name))
+        row |= {
+            f"{column}_ms": round(found.ms, 3) if found else "",
+            f"{column}_over_gemm": round(found.over_unit, 3) if found else "",
+            f"{column}_spread": round(found.spread, 3) if found else "",
+            f"{column}_efficiency": efficiency(case, name, taken),
+        }
+    return {**row, **columns, "repetitions": repetitions, **results.provenance()}
+
+
+def efficiency(case, name, taken):
+    """Of one device's time, by ratios to the unit, which follows the clock."""
+    alone = [t for (c, what), t in taken.items()
+             if t and (c.path, c.split, what) == (case.path, "none", name)]  # fmt: skip
+    found = taken.get((case, name))
+    if not found or not alone:
+        return ""
+    times = case.devices if case.split == "vocab" else 1
+    return round(alone[0].over_unit / (times * found.over_unit), 4)
+
+
+def peak(case, dtype) -> dict[str, Any]:
+    """Columns: the allocator's peak of the fullest device, inputs and results in it.
+
+    Inputs are ones, made where they belong. A peak counts where none was higher before:
+    cases come in the order of what they hold. Compilation must come from the cache.
+    """
+    n, d, v = case.shape
+    devices = list(case.mesh.devices.flat)
+    if devices[0].memory_stats() is None:
+        return {}
+    kinds = ((n, d), dtype), ((v, d), dtype), ((n,), jnp.int32)
+    h, W, y = (
+        jax.jit(functools.partial(jnp.ones, *kind), out_shardings=sharding)()
+        for kind, sharding in zip(kinds, case.shardings, strict=True)
+    )
+    one = jax.jit(lambda: jnp.ones(n), out_shardings=case.shardings[2])
+    g = {name: one() for name in on_jax.COTANGENTS}
+    program = on_jax.compile_program(case.call, h, W, y, g=g)
+    before = max(x.memory_stats()["peak_bytes_in_use"] for x in devices)
+    jax.block_until_ready(program.both(h, W, y, g))
+    after = max(x.memory_stats()["peak_bytes_in_use"] for x in devices)
+    return {"device_peak_mib": round(after / 2**20, 1)} if after > before else {}
+
+
+# ----------------------------------------------------------------------- run
+
+
+def work(args):
+    """A worker's part: rows to the driver."""
+    dtype, (shape,) = getattr(jnp, args.dtype), args.shapes
+    counts = args.devices or [k for k in (2, 4, 8) if k <= len(jax.devices())]
+    if args.worker == "time":
+        for row in measure(shape, dtype, args.path, counts, args.repetitions):
+            workers.send(row)
+        return
+    few_first = sorted(
+        (c for c in cases(shape, args.path, counts) if c.split != "tokens"),
+        key=lambda case: -case.devices,
+    )
+    for case in few_first:
+        try:
+            columns = peak(case, dtype)
+        except NotImplementedError:  # the timing said so
+            continue
+        workers.send({"path": case.path, "devices": case.devices, **columns})
+
+
+def drive(args):
+    """Timing in one process, peaks in another, which compiles nothing again."""
+    with workers.compilation_cache() as environment:
+        start = functools.partial(workers.start, "benchmarks.run_sharding", environment)
+        common = [f"--dtype={args.dtype}", f"--repetitions={args.repetitions}"]
+        common += [f"--shape={','.join(map(str, shape))}" for shape in args.shapes]
+        common += [f"--path={path}" for path in args.path]
+        common += [f"--devices={k}" for k in args.devices]
+        rows = []
+        for row in start(["--worker=time", *common]):
+            rows.append(row)
+            show(row)
+            results.merge(args.out, [row], KEYS)
+        for columns in start(["--worker=peak", *common]) if args.peaks else []:
+            for row in rows:
+                same = all(row[name] == columns[name] for name in ("path", "devices"))
+                if same and row["split"] != "tokens":
+                    row.update(columns)
+                    print(row["path"], columns, flush=True)
+        results.merge(args.out, rows, KEYS)
+
+
+def show(row):
+    said = [f"{row['path']:36s} {row['split']:6s} k={row['devices']}"]
+    for name in ("forward", "forward_backward"):
+        ms, share = row[f"{name}_ms"], row[f"{name}_efficiency"]
+        said.append(f"{name} {ms} ms, efficiency {share}" if ms != "" else "")
+    said += [f"sent {row.get('sent_mib')} MiB", row.get("note", "")]
+    print(" | ".join(x for x in said if x), flush=True)
+
+
+def parser():
+    made = argparse.ArgumentParser(description=inspect.cleandoc(__doc__ or ""))
+    made.add_argument(
+        "--shape", action="append", default=[], help="N,D,V of one device"
+    )
+    made.add_argument("--path", action="append", help=f"of {', '.join(PATHS)}")
+    made.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    made.add_argument(
+        "--devices", action="append", type=int, default=[], help="2, 4 and 8, if there"
+    )
+    made.add_argument("--repetitions", type=int, default=3)
+    made.add_argument("--peaks", action="store_true", help="the allocator's too")
+    made.add_argument("--out", default="sharding.csv", help="CSV in benchmarks/results")
+    made.add_argument("--paper", metavar="CSV", help="compile for up to 512 devices")
+    made.add_argument("--worker", choices=["time", "peak"], help=argparse.SUPPRESS)
+    made.set_defaults(sweep=[])
+    return made
+
+
+def main(arguments=None):
+    args = parser().parse_args(arguments)
+    args.path, args.shapes = args.path or PATHS, workers.shapes_of(args)
+    if args.paper:
+        results.save(args.paper, list(sharding_on_paper.rows(args.shapes[0][1:])))
+    elif args.worker:
+        work(args)
+    else:
+        drive(args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""benchmarks/run_sharding.py: what it times, and the bytes that it reads."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from benchmarks import collectives, run_sharding, sharding_on_paper, workers
+
+PROGRAM = """\
+HloModule jit_step
+
+%async (p: f32[8,4]) -> f32[2,4] {
+  ROOT %r = f32[2,4]{1,0} reduce-scatter(%p), replica_groups={{0,1,2,3},{4,5,6,7}}
+}
+
+%body (p: (s32[], bf16[4])) -> (s32[], bf16[4]) {
+  %g = (bf16[4]{0}, bf16[16]{0}) all-gather-start(%x), replica_groups=[2,4]<=[8]
+}
+
+ENTRY %main (a: f32[]) -> f32[] {
+  %w = (s32[], bf16[4]) while(%t), condition=%c, body=%body, backend_config={GIVEN}
+  %s = ((f32[8,4]), f32[2,4]) async-start(%a), calls=%async, metadata={op_name="f"}
+  %alone = f32[3]{0} all-reduce(%a), replica_groups={{0},{1}}, to_apply=%sum
+}
+"""
+
+
+class Compiled:
+    def __init__(self, text):
+        self.as_text = lambda: text
+
+
+@pytest.mark.parametrize(
+    ("given", "times"), [('{"known_trip_count":{"n":"36"}}', 36), ("{}", 0)]
+)
+def test_what_a_program_says_of_loops_and_asynchronous_calls(given, times):
+    scatter, gather = collectives.of(Compiled(PROGRAM.replace("{GIVEN}", given)))
+    assert scatter == ("reduce-scatter", "f32[2,4]", 128, 4, 1, False)
+    assert scatter.moved == 96
+    assert gather == ("all-gather", "bf16[16]", 32, 4, times, False)
+    assert gather.moved == 24
+
+
+def test_what_a_compiled_program_communicates():
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+
+    def run(x):
+        def body(carry, _):
+            return lax.psum(jnp.sin(carry), "b") / 4, None
+
+        x = lax.pcast(lax.scan(body, x, length=3)[0], "b", to="varying")
+        return lax.all_gather(x, "b", tiled=True)
+
+    split = jax.shard_map(
+        run, mesh=mesh, in_specs=P("a"), out_specs=P(("a", "b")), check_vma=False
+    )
+    found = collectives.of(jax.jit(split).lower(np.ones((4, 3), np.float32)).compile())
+    assert [(c.kind, c.payload, c.parts, c.times) for c in found] == [
+        ("all-reduce", 24, 4, 3),
+        ("all-gather", 96, 4, 1),
+    ]
+    assert [c.moved for c in found] == [36, 72]
+
+
+def test_on_paper():
+    row = sharding_on_paper.row_of((2, 2, 2), 8, 48, 16)
+    assert row["devices"] == 8
+    assert row["statistics_bytes_per_token"] == 20  # of one max and of one sum
+    assert row["statistics_sent_bytes_per_token"] == 20
+    assert row["hidden_bytes_per_token"] == row["hidden_sent_bytes_per_token"] == 32
+    # Gathered and scattered among 2, then summed over 2: 384 + 384 + 384 bytes.
+    assert row["weights_sent_mib"] == round(1152 / 2**20, 1)
+    of_data = collectives.of(sharding_on_paper.compiled((8, 1, 1), 8, 48, 16))
+    assert [(c.kind, c.payload) for c in of_data] == [("all-reduce", 4 * 8 * 48)]
+
+
+def test_cases_are_timed_against_one_device(capsys):
+    tiny = ["--shape=64,16,320", "--repetitions=1", "--devices=2", "--worker=time"]
+    path = "token_stats chunk=32"
+    run_sharding.main(
+        [*tiny, f"--path={path}", "--path=logprobs implementation=hopper"]
+    )
+    lines = capsys.readouterr().out.splitlines()
+    rows = [json.loads(line.removeprefix(workers.MARK)) for line in lines]
+    assert [(r["split"], r["devices"], r["n"]) for r in rows[:3]] == [
+        ("none", 1, 64),
+        ("vocab", 2, 64),
+        ("tokens", 2, 128),
+    ]
+    for row in rows[:3]:
+        errors = [float(v) for k, v in row.items() if k.endswith("_error")]
+        assert len(errors) == 4 and max(errors) < 1e-5
+    alone, split, more = rows[:3]
+    assert alone["sent_mib"] == 0 and split["collectives"].count("all-reduce") == 3
+    assert alone["forward_backward_efficiency"] == 1
+    for row, times in ((split, 2), (more, 1)):
+        ratio = alone["forward_over_gemm"] / row["forward_over_gemm"] / times
+        assert row["forward_efficiency"] == pytest.approx(ratio, rel=2e-2)
+    for row in rows[3:]:
+        assert row["note"].startswith("refused: implementation='hopper' cannot run")
+        assert row["forward_ms"] == row["forward_efficiency"] == ""

@@ -1,0 +1,94 @@
+"""The head over the GPUs of one host; more of them than there are is a skip by name."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxmem
+from tests import oracle
+from tests.cases import Case
+from tests.test_head import EPSILON, FLOATS, STATS_EPSILON, error
+
+pytestmark = pytest.mark.gpu
+
+N, D, V = 512, 256, 4096
+
+SPLITS = {
+    "vocabulary": {"vocab": "tensor"},
+    "tokens": {"tokens": "data"},
+    "W in parts of D": {"tokens": "data", "W_fsdp": "data"},
+}
+
+
+def mesh_of(devices, axis):
+    if len(jax.devices()) < devices:
+        pytest.skip(f"needs {devices} GPUs, jax found {len(jax.devices())}")
+    sizes = (devices, 1) if axis == "data" else (1, devices)
+    return jax.make_mesh(
+        sizes, ("data", "tensor"), devices=jax.devices()[:devices],
+        axis_types=(AxisType.Auto,) * 2,
+    )  # fmt: skip
+
+
+@functools.cache
+def problem():
+    """The second half is masked, and not a number."""
+    h, W, y = Case(N, D, V, std=3.0).make()
+    h, W = (x.astype(jnp.bfloat16) for x in (h, W))
+    h[N // 2 :], y[N // 2 :] = np.nan, -1
+    rng = np.random.default_rng(1)
+    g = {k: rng.standard_normal(N).astype(np.float32) for k in FLOATS}
+    return h, W, y, g
+
+
+def with_gradients(verb, operands):
+    @jax.jit
+    def both(h, W, y, g):
+        def run(h, W):
+            made = verb(h, W, y, vocab_size=V - 3)._asdict()
+            return {k: made[k] for k in FLOATS}
+
+        made, pull = jax.vjp(run, h, W)
+        return made, pull(g)
+
+    first, again = both(*operands), both(*operands)
+    for a, b in zip(*map(jax.tree.leaves, (first, again)), strict=True):
+        np.testing.assert_array_equal(a, b)
+    return jax.device_get(first), both.lower(*operands).compile()
+
+
+@pytest.mark.parametrize("implementation", ["xla", "hopper"])
+@pytest.mark.parametrize("devices", [2, 4, 8])
+@pytest.mark.parametrize("split", SPLITS)
+def test_one_answer_on_any_number_of_devices(split, devices, implementation):
+    options = SPLITS[split]
+    mesh = mesh_of(devices, "tensor" if "vocab" in options else "data")
+    h, W, y, g = problem()
+    y = np.where(y >= 0, y % (V - 3), y)
+    verb = functools.partial(jaxmem.token_stats, implementation=implementation)
+    parallel = jaxmem.sharding.parallel(verb, mesh, **options)
+    tokens = NamedSharding(mesh, P("data"))
+    weights = P("tensor", options.get("W_fsdp"))
+    placed = jax.device_put(
+        (h, W, y, g),
+        (tokens, NamedSharding(mesh, weights), tokens, dict.fromkeys(g, tokens)),
+    )
+    alone, _ = with_gradients(verb, (h, W, y, g))
+    try:
+        got, compiled = with_gradients(parallel, placed)
+    except NotImplementedError as refusal:
+        pytest.skip(str(refusal))
+    made, (dh, dW) = oracle.head(h, W, y, g, vocab_size=V - 3)
+    for k in FLOATS:
+        ours, theirs = error(got[0][k], made[k]), error(alone[0][k], made[k])
+        assert ours <= 2 * theirs + STATS_EPSILON, k
+    for i, exact in enumerate((dh, dW)):
+        ours, theirs = error(got[1][i], exact), error(alone[1][i], exact)
+        assert ours <= 2 * theirs + EPSILON["bfloat16"]
+    assert not got[1][0][N // 2 :].any()
+    assert "all-reduce" in compiled.as_text() or "reduce-scatter" in compiled.as_text()
