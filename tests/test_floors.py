@@ -49,6 +49,9 @@ FLOORS = {
     "jaxmem._mismatch": 4,
     "jaxmem.packing": 4,
     "jaxmem.sharding": 4,
+    "jaxmem._remat_policy": 4,
+    "jaxmem._traced": 4,
+    "jaxmem._fit": 4,
     "jaxmem.remat": 4,
     "jaxmem": 4,
     "jaxmem.bench": 4,
@@ -63,6 +66,12 @@ FLOORS = {
     "jaxmem.train.positions": 5,
     "jaxmem.train.layers": 5,
     "jaxmem.train.model": 5,
+    "jaxmem.checkpoints.architectures": 5,
+    "jaxmem.checkpoints.tensors": 5,
+    "jaxmem.checkpoints.names": 5,
+    "jaxmem.checkpoints.vocabulary": 5,
+    "jaxmem.checkpoints.weights": 5,
+    "jaxmem.checkpoints": 5,
     "jaxmem.train.sampling": 5,
     "jaxmem.train.optimizer": 5,
     "jaxmem.train.program": 5,
@@ -83,7 +92,7 @@ FLOORS = {
 # Third parties and the rooms that may import them; a room is a module or a package.
 EVERYWHERE = {"jax", "numpy"}
 ROOMS = {
-    "flax": ("jaxmem.heads", "jaxmem.train"),
+    "flax": ("jaxmem.heads", "jaxmem.train", "jaxmem.checkpoints"),
     "gin": ("jaxmem.train.config",),
     "grain": ("jaxmem.train",),
     "jax.experimental": ("jaxmem.kernels",),  # pallas among it
@@ -91,8 +100,9 @@ ROOMS = {
     "optax": ("jaxmem.train",),
     "orbax": ("jaxmem.train",),
     "rich": ("jaxmem.train",),
+    "safetensors": ("jaxmem.checkpoints",),
     "tensorboardX": ("jaxmem.train",),
-    "tokenizers": ("jaxmem.train",),
+    "tokenizers": ("jaxmem.train", "jaxmem.checkpoints"),
 }
 
 

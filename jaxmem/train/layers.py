@@ -36,6 +36,9 @@ def _check_choice(config: object, name: str, known: tuple) -> None:
 class ModelConfig:
     """Sizes and choices of a `Decoder`."""
 
+    # None: random weights; or a directory of config.json and safetensors to start from,
+    # which has the sizes and needs no others here
+    checkpoint: str | None = None
     layers: int = 4  # number of blocks
     hidden: int = 160  # width of the residual stream
     ff: int = 448  # width inside the gated feed-forward layer

@@ -1,0 +1,16 @@
+"""Checkpoints of the Hugging Face layout: directories of config.json and safetensors.
+
+    decoder = checkpoints.load("Qwen3-0.6B", dtype="bfloat16")
+    checkpoints.save("finetuned", decoder, like="Qwen3-0.6B")
+
+Architectures: Qwen2, Qwen3, Llama 3, Mistral, Gemma 2, Gemma 3 (text).
+"""
+
+from jaxmem.checkpoints.architectures import CheckpointConfig as CheckpointConfig
+from jaxmem.checkpoints.architectures import CheckpointError as CheckpointError
+from jaxmem.checkpoints.architectures import read_config as read_config
+from jaxmem.checkpoints.vocabulary import Vocabulary as Vocabulary
+from jaxmem.checkpoints.vocabulary import load_vocabulary as load_vocabulary
+from jaxmem.checkpoints.weights import load as load
+from jaxmem.checkpoints.weights import read_weights as read_weights
+from jaxmem.checkpoints.weights import save as save

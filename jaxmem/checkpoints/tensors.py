@@ -1,0 +1,196 @@
+"""Tensors of a directory of safetensors files: read in part, written whole.
+
+Only the safetensors format is read, in which nothing can be executed; a file that is
+cut short or damaged is an error that names it, and the first tensor that is gone.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from jaxmem.checkpoints.architectures import CheckpointError
+
+_ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_DTYPES = ("F64", "F32", "BF16", "F16")
+
+
+class Tensors:
+    """The tensors of one directory, in one file or in the shards of an index.
+
+    Args:
+      directory: with `model.safetensors` or `model.safetensors.index.json`.
+      one: name of the file, where it is not sharded.
+
+    Raises:
+      CheckpointError: a file is missing or damaged.
+    """
+
+    def __init__(self, directory: Path, one: str = _ONE):
+        self.directory = directory
+        if (directory / _INDEX).exists() and one == _ONE:
+            self._files = _read_index(directory / _INDEX)
+            for name, path in self._files.items():
+                if not path.exists():
+                    raise CheckpointError(f"{path}: missing; {_INDEX} has {name} in it")
+        else:
+            path = directory / one
+            if not path.exists():
+                raise CheckpointError(_without_weights(directory, one))
+            self._files = {}
+        self._open: dict[Path, Any] = {}
+        if not self._files:
+            self._files = dict.fromkeys(self._handle(directory / one).keys(), path)
+
+    def __iter__(self) -> Iterator[str]:
+        """Names."""
+        return iter(self._files)
+
+    def file_of(self, name: str) -> Path:
+        """Where a tensor is, or would be."""
+        last = next(reversed(self._files.values()), self.directory / _ONE)
+        return self._files.get(name, last)
+
+    def read(
+        self, name: str, shape: tuple[int, ...], index: tuple[slice, ...]
+    ) -> np.ndarray:
+        """Read part of a tensor, without the rest of it.
+
+        Args:
+          name: of the tensor.
+          shape: that it must have.
+          index: which part.
+
+        Raises:
+          CheckpointError: there is no such tensor, or one of another shape or type.
+        """
+        if name not in self._files:
+            raise CheckpointError(
+                f"{self.file_of(name)}: tensor {name} is missing ({len(self._files)} "
+                f"are there), as is its entry in any other file of {self.directory}"
+            )
+        path = self._files[name]
+        try:
+            tensor = self._handle(path).get_slice(name)
+        except SafetensorError as error:
+            raise CheckpointError(f"{path}: tensor {name}: {error}") from error
+        if tensor.get_dtype() not in _DTYPES:
+            raise CheckpointError(
+                f"{path}: tensor {name} is of type {tensor.get_dtype()}; only "
+                f"{', '.join(_DTYPES)} are read"
+            )
+        if tuple(tensor.get_shape()) != shape:
+            raise CheckpointError(
+                f"{path}: tensor {name} must have shape {shape}, as config.json says, "
+                f"got {tuple(tensor.get_shape())}"
+            )
+        return tensor[index]
+
+    def _handle(self, path: Path) -> Any:
+        if path not in self._open:
+            try:
+                self._open[path] = safe_open(path, framework="np")
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"{path}: {_damage(path, error)}") from error
+        return self._open[path]
+
+
+def _read_index(path: Path) -> dict[str, Path]:
+    try:
+        files = json.loads(path.read_text("utf-8"))["weight_map"]
+        return {name: path.parent / file for name, file in files.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{path}: not an index of safetensors: {error}"
+        ) from error
+
+
+def _without_weights(directory: Path, one: str) -> str:
+    message = f"{directory / one}: missing, as is {_INDEX}"
+    pickled = sorted(path.name for path in directory.glob("*.bin"))
+    if pickled:
+        message += f"; {pickled[0]} is not read, because unpickling runs code"
+    return message
+
+
+def _damage(path: Path, error: Exception) -> str:
+    """What is wrong with a file that does not open: the first tensor that it lacks."""
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > size - 8:
+            return f"damaged: its header is cut short ({error})"
+        try:
+            header = json.loads(file.read(length))
+            ends = {k: v["data_offsets"][1] for k, v in header.items() if _is_name(k)}
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return f"damaged: its header cannot be read ({error})"
+    lost = [name for name in sorted(ends, key=ends.__getitem__)
+            if 8 + length + ends[name] > size]  # fmt: skip
+    if lost:
+        return (
+            f"cut short at {size:,} bytes: tensor {lost[0]} and {len(lost) - 1} more "
+            "are not whole"
+        )
+    return f"damaged: {error}"
+
+
+def _is_name(key: str) -> bool:
+    return key != "__metadata__"
+
+
+def write_tensors(
+    directory: Path,
+    tensors: Iterable[tuple[str, np.ndarray]],
+    *,
+    max_shard_bytes: int = 5 * 10**9,
+    one: str = _ONE,
+) -> None:
+    """Write tensors to one file, or to shards and their index.
+
+    Args:
+      directory: that exists.
+      tensors: names and arrays; no more than a shard of them is held at a time.
+      max_shard_bytes: of a file; a larger tensor has one to itself.
+      one: name of the file, where one is enough.
+    """
+    shards, held, size = [], {}, 0
+    for name, array in tensors:
+        if held and size + array.nbytes > max_shard_bytes:
+            shards.append(_write_shard(directory, len(shards), held))
+            held, size = {}, 0
+        held[name] = np.ascontiguousarray(array)
+        size += array.nbytes
+    shards.append(_write_shard(directory, len(shards), held))
+    if len(shards) == 1:
+        os.replace(shards[0][0], directory / one)
+        return
+    weight_map, total = {}, 0
+    for number, (path, names, nbytes) in enumerate(shards, start=1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        os.replace(path, directory / file)
+        weight_map |= dict.fromkeys(names, file)
+        total += nbytes
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (directory / _INDEX).write_text(json.dumps(index, indent=2), "utf-8")
+
+
+def _write_shard(
+    directory: Path, number: int, held: Mapping[str, np.ndarray]
+) -> tuple[Path, list[str], int]:
+    path = directory / f"shard-{number}.unfinished"
+    save_file(dict(held), path, metadata={"format": "pt"})  # torch's layout of matrices
+    return path, list(held), sum(array.nbytes for array in held.values())
+
+
+def replace_directory(finished: Path, target: Path) -> None:
+    """Put a directory where another may be."""
+    if target.exists():
+        shutil.rmtree(target)
+    os.replace(finished, target)

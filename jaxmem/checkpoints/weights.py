@@ -1,0 +1,258 @@
+"""Weights of a checkpoint into a decoder, straight to where they belong, and back."""
+
+import dataclasses
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx, traverse_util
+
+from jaxmem.checkpoints import names
+from jaxmem.checkpoints.architectures import CheckpointError, read_config
+from jaxmem.checkpoints.tensors import Tensors, replace_directory, write_tensors
+from jaxmem.train.layers import ModelConfig
+from jaxmem.train.model import Decoder, HeadConfig
+
+# Where a weight goes, by its path ("blocks/attention/query/kernel") and its shape.
+Placement = (
+    jax.sharding.Sharding | Callable[[str, tuple[int, ...]], jax.sharding.Sharding]
+)
+
+_TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json",
+    "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+    "chat_template.json", "generation_config.json",
+)  # fmt: skip
+
+
+def load(
+    directory: str | Path,
+    *,
+    dtype: str | None = None,
+    param_dtype: str | None = None,
+    sharding: Placement | None = None,
+    head: HeadConfig | None = None,
+    **options: Any,
+) -> Decoder:
+    """Load a checkpoint's decoder.
+
+    Args:
+      directory: of `config.json` and safetensors files, sharded or not.
+      dtype: of activations and matrix products; None: that of the checkpoint.
+      param_dtype: that weights are stored in; None: that of the checkpoint.
+      sharding: where weights go, all alike or each by its path and shape. None: to
+        the default device.
+      head: options of the head.
+      options: of `ModelConfig` that change no number: `attention`, `remat`.
+
+    Returns:
+      A `Decoder`.
+
+    **Memory**: on the host no more than one weight (all layers of it), or one device's
+    part of it.
+
+    Raises:
+      CheckpointError: a file is missing, damaged, or says what is not implemented; it
+        is named, and so is the key or tensor.
+
+    >>> import pathlib
+    >>> from jaxmem import checkpoints
+    >>> tiny = pathlib.Path("tests/checkpoints/tiny/qwen3")
+    >>> checkpoints.load(tiny, dtype="bfloat16").config.qk_norm  # doctest: +SKIP
+    True
+    """
+    config = read_config(directory)
+    stored = config.dtype or "float32"
+    model = dataclasses.replace(
+        config.model,
+        dtype=dtype or stored,
+        param_dtype=param_dtype or stored,
+        **options,
+    )
+    weights = read_weights(directory, model, sharding=sharding)
+    definition, _ = nnx.split(_abstract(model, head))
+    return nnx.merge(definition, weights)
+
+
+def read_weights(
+    directory: str | Path, model: ModelConfig, *, sharding: Placement | None = None
+) -> dict[str, Any]:
+    """Read a checkpoint's weights.
+
+    Args:
+      directory: of the checkpoint.
+      model: from `read_config`, with the types and options that are wanted.
+      sharding: as in `load`.
+
+    Returns:
+      Arrays nested by name, as `nnx.to_pure_dict` of the decoder's state has them.
+
+    Raises:
+      CheckpointError: a tensor is missing, has another shape, or is not the decoder's;
+        it is named with its file.
+    """
+    tensors = Tensors(Path(directory).expanduser())
+    wanted = _flat(nnx.to_pure_dict(nnx.split(_abstract(model))[1]))
+    _refuse_others(tensors, wanted, model)
+    made = {}
+    for path, like in wanted.items():
+        read = _reader(tensors, names.stored(path, model), like)
+        place = sharding(path, like.shape) if callable(sharding) else sharding
+        if place is None:
+            made[path] = jnp.asarray(read((slice(None),) * len(like.shape)))
+        else:
+            made[path] = jax.make_array_from_callback(like.shape, place, read)
+    return traverse_util.unflatten_dict(made, sep="/")
+
+
+def save(
+    directory: str | Path,
+    decoder: Decoder,
+    *,
+    like: str | Path,
+    dtype: str | None = None,
+    max_shard_bytes: int = 5 * 10**9,
+    overwrite: bool = False,
+) -> None:
+    """Save a decoder as a checkpoint of the same architecture as another.
+
+    Config and tokenizer are the other's, weights the decoder's, under the names and in
+    the layout that `transformers` expects. The directory appears when it is whole.
+
+    Args:
+      directory: to make.
+      decoder: whose weights to save.
+      like: directory of a checkpoint of the same sizes, such as it was loaded from.
+      dtype: of the tensors; None: of the decoder's weights.
+      max_shard_bytes: of a file.
+      overwrite: whether the directory may exist, and is replaced.
+
+    Raises:
+      CheckpointError: the directory exists, or `like` is of another model.
+    """
+    target, source = Path(directory).expanduser(), Path(like).expanduser()
+    if target.exists() and not overwrite:
+        raise CheckpointError(f"{target}: exists; name another, or give overwrite=True")
+    config = read_config(source)
+    ours = dataclasses.replace(decoder.config, **_choices(config.model))
+    if ours != config.model:
+        differing = [
+            f"{f.name}={getattr(ours, f.name)!r}, not {getattr(config.model, f.name)!r}"
+            for f in dataclasses.fields(ours)
+            if getattr(ours, f.name) != getattr(config.model, f.name)
+        ]
+        raise CheckpointError(
+            f"{config.path}: of another model than the decoder, which has "
+            f"{', '.join(differing)}"
+        )
+    weights = _flat(nnx.to_pure_dict(nnx.split(decoder)[1]))
+    dtype = dtype or decoder.config.param_dtype
+    target.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-"))
+    try:
+        flat = _stored_tensors(weights, decoder.config, dtype)
+        write_tensors(unfinished, flat, max_shard_bytes=max_shard_bytes)
+        _write_rest(unfinished, source, config.raw, dtype)
+        unfinished.chmod(0o755)  # as mkdir would have made it
+        replace_directory(unfinished, target)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+
+
+def with_checkpoint(model: ModelConfig) -> ModelConfig:
+    """The config with the sizes of its `checkpoint`, which it may repeat.
+
+    Raises:
+      ValueError: it has a size of its own that is another.
+    """
+    if model.checkpoint is None:
+        return model
+    read = read_config(model.checkpoint).model
+    choices, default = _choices(model), ModelConfig()
+    for field in dataclasses.fields(model):
+        ours, theirs = getattr(model, field.name), getattr(read, field.name)
+        if field.name in choices or ours in (theirs, getattr(default, field.name)):
+            continue
+        raise ValueError(
+            f"model.{field.name}={ours!r} is not what the checkpoint says, "
+            f"{theirs!r}; leave it out with model.checkpoint={model.checkpoint!r}"
+        )
+    return dataclasses.replace(read, **choices)
+
+
+def _choices(model: ModelConfig) -> dict[str, Any]:
+    """What is the user's to choose, whatever a checkpoint says."""
+    free = ("dtype", "param_dtype", "attention", "remat", "checkpoint")
+    return {name: getattr(model, name) for name in free}
+
+
+def _abstract(model: ModelConfig, head: HeadConfig | None = None) -> Decoder:
+    return nnx.eval_shape(lambda: Decoder(model, head, rngs=nnx.Rngs(0)))
+
+
+def _flat(weights: Mapping[str, Any]) -> dict[str, Any]:
+    return dict(traverse_util.flatten_dict(dict(weights), sep="/"))
+
+
+def _refuse_others(
+    tensors: Tensors, wanted: Mapping[str, Any], model: ModelConfig
+) -> None:
+    known = {name for path in wanted for name in names.stored(path, model).names}
+    for name in tensors:
+        # Made from config.json; and the embedding once more.
+        derived = name.endswith("rotary_emb.inv_freq")
+        if name in known or derived or (model.tied and name == "lm_head.weight"):
+            continue
+        raise CheckpointError(
+            f"{tensors.file_of(name)}: tensor {name} is none of the model that "
+            "config.json describes"
+        )
+
+
+def _reader(
+    tensors: Tensors, stored: names.Stored, like: jax.ShapeDtypeStruct
+) -> Callable[[Any], np.ndarray]:
+    """Index of a weight to that part of it, read from its tensors."""
+    shape = like.shape[1:] if stored.stacked else like.shape
+
+    def one(name: str, index: tuple[slice, ...]) -> np.ndarray:
+        if not stored.transposed:
+            return tensors.read(name, shape, index).astype(like.dtype)
+        return tensors.read(name, shape[::-1], index[::-1]).T.astype(like.dtype)
+
+    def read(index: Any) -> np.ndarray:
+        if not stored.stacked:
+            return one(stored.names[0], index)
+        return np.stack([one(name, index[1:]) for name in stored.names[index[0]]])
+
+    return read
+
+
+def _stored_tensors(
+    weights: Mapping[str, jax.Array], model: ModelConfig, dtype: str
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Names and arrays as a checkpoint has them, one at a time."""
+    for path, weight in weights.items():
+        stored = names.stored(path, model)
+        for layer, name in enumerate(stored.names):
+            array = np.asarray(weight[layer] if stored.stacked else weight)
+            array = array.T if stored.transposed else array
+            yield name, array.astype(jnp.dtype(dtype))
+
+
+def _write_rest(
+    directory: Path, source: Path, raw: Mapping[str, Any], dtype: str
+) -> None:
+    kept = {key: value for key, value in raw.items() if key != "torch_dtype"}
+    config = json.dumps(kept | {"dtype": dtype}, indent=2)
+    (directory / "config.json").write_text(config + "\n", "utf-8")
+    for name in _TOKENIZER_FILES:
+        if (source / name).exists():
+            shutil.copyfile(source / name, directory / name)

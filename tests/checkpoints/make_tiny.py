@@ -1,0 +1,117 @@
+"""Makes tiny/: random checkpoints of every architecture, and what torch makes of them.
+
+Run with torch and transformers (torch 2.13 and transformers 5.23 wrote those that are
+committed):
+
+    python tests/checkpoints/make_tiny.py
+
+Each directory has what `save_pretrained` writes (weights in bfloat16) and expected.npz:
+tokens [B, T], and the logits of the same weights in float64 [B, T, V].
+"""
+
+import pathlib
+import shutil
+import sys
+
+import numpy as np
+import torch
+import transformers as tf
+
+TINY = pathlib.Path(__file__).parent / "tiny"
+SIZES = {
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "attn_implementation": "eager",
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0}
+GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 5, "sliding_window": 3}
+LOCAL, GLOBAL = "sliding_attention", "full_attention"
+
+# Caps, windows and scales are small, so that every one of them changes the logits.
+MODELS = {
+    "qwen2": (tf.Qwen2ForCausalLM, tf.Qwen2Config(**SIZES, tie_word_embeddings=True)),
+    "qwen2_window": (
+        tf.Qwen2ForCausalLM,
+        tf.Qwen2Config(
+            **SIZES, use_sliding_window=True, sliding_window=3, max_window_layers=1
+        ),
+    ),
+    "qwen3": (tf.Qwen3ForCausalLM, tf.Qwen3Config(**SIZES, head_dim=8)),
+    "llama": (
+        tf.LlamaForCausalLM,
+        tf.LlamaConfig(**SIZES, head_dim=8, rope_parameters=LLAMA3),
+    ),
+    "llama_linear": (
+        tf.LlamaForCausalLM,
+        tf.LlamaConfig(**SIZES, rope_parameters=LINEAR, tie_word_embeddings=True),
+    ),
+    "mistral": (tf.MistralForCausalLM, tf.MistralConfig(**SIZES, sliding_window=3)),
+    "gemma2": (
+        tf.Gemma2ForCausalLM,
+        tf.Gemma2Config(
+            **SIZES, **GEMMA, attn_logit_softcapping=1.5, final_logit_softcapping=4.0
+        ),
+    ),
+    "gemma3": (
+        tf.Gemma3ForCausalLM,
+        tf.Gemma3TextConfig(
+            **SIZES,
+            **GEMMA,
+            layer_types=[LOCAL, GLOBAL, LOCAL],
+            rope_parameters={
+                LOCAL: {"rope_type": "default", "rope_theta": 50.0},
+                GLOBAL: LINEAR,
+            },
+        ),
+    ),
+}
+SHARDED = {"mistral": "6KB"}  # the largest file
+
+
+def randomise(model, seed):
+    """Norms near what they start as, everything else large enough to matter."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, weight in model.named_parameters():
+        noise = torch.randn(weight.shape, generator=generator)
+        start = weight.data if "norm" in name else 0.0
+        weight.data = (start + 0.3 * noise).to(torch.bfloat16)
+
+
+def expected(model):
+    tokens = torch.from_numpy(np.random.default_rng(0).integers(3, 40, (2, 12)))
+    with torch.no_grad():
+        logits = model.double()(tokens).logits
+    return {"tokens": tokens.numpy(), "logits": logits.numpy()}
+
+
+def main():
+    shutil.rmtree(TINY, ignore_errors=True)
+    for seed, (name, (kind, config)) in enumerate(MODELS.items()):
+        model = kind(config).eval()
+        randomise(model, seed)
+        model.tie_weights()
+        directory = TINY / name
+        model.save_pretrained(directory, max_shard_size=SHARDED.get(name, "1GB"))
+        np.savez_compressed(directory / "expected.npz", **expected(model))
+        (directory / "generation_config.json").unlink()
+        print(name, sum(file.stat().st_size for file in directory.iterdir()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

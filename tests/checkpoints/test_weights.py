@@ -1,0 +1,312 @@
+"""Real layouts in and out: torch's numbers, sharded files, places, and what is wrong.
+
+tiny/ holds random checkpoints that transformers saved, with the logits that torch gave
+in float64; make_tiny.py made them.
+"""
+
+import dataclasses
+import functools
+import json
+import pathlib
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from safetensors.numpy import load_file, save_file
+
+from jaxmem import checkpoints
+from jaxmem.checkpoints import CheckpointError
+from jaxmem.train.model import HeadConfig
+
+TINY = pathlib.Path(__file__).parent / "tiny"
+NAMES = sorted(path.name for path in TINY.iterdir())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compilation():
+    """These programs are tiny: all their time would go into optimizing them."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@functools.cache
+def expected(name):
+    return np.load(TINY / name / "expected.npz")
+
+
+@functools.cache
+def loaded(name, dtype="float32"):
+    return checkpoints.load(TINY / name, dtype=dtype, param_dtype="float32")
+
+
+@jax.jit
+def hidden_states(decoder, tokens):
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    return decoder(tokens, jnp.ones_like(tokens), positions)
+
+
+def logits_of(decoder, tokens):
+    return np.asarray(decoder.logits(hidden_states(decoder, jnp.asarray(tokens))))
+
+
+def copied(name, tmp_path):
+    return pathlib.Path(shutil.copytree(TINY / name, tmp_path / name))
+
+
+def log_softmax(logits):
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+
+
+# ------------------------------------------------------------------ numbers
+
+
+def test_there_is_a_checkpoint_of_every_architecture():
+    from jaxmem.checkpoints.architectures import _ARCHITECTURES
+
+    configs = [json.loads((TINY / n / "config.json").read_text()) for n in NAMES]
+    assert {c["architectures"][0] for c in configs} == set(_ARCHITECTURES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_numbers_are_torchs(name):
+    logits, tokens = expected(name)["logits"], expected(name)["tokens"]
+    scale = np.abs(logits).max()
+    decoder = loaded(name)
+    np.testing.assert_allclose(logits_of(decoder, tokens), logits, atol=1e-4 * scale)
+    # And without logits: what a trainer reads.
+    labels = np.roll(tokens, -1, axis=1)
+    stats = decoder.head.token_stats(
+        hidden_states(decoder, jnp.asarray(tokens)), labels
+    )
+    logp = log_softmax(logits)
+    picked = np.take_along_axis(logp, labels[..., None], axis=-1)[..., 0]
+    np.testing.assert_allclose(stats.logprob, picked, atol=2e-4 * scale)
+    entropy = -(np.exp(logp) * logp).sum(axis=-1)
+    np.testing.assert_allclose(stats.entropy, entropy, atol=4e-4 * scale)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "llama", "qwen2"])
+def test_a_token_at_a_time_gives_torchs_numbers_too(name):
+    logits, tokens = expected(name)["logits"], jnp.asarray(expected(name)["tokens"])
+    decoder = loaded(name)
+    lengths = jnp.array([4, 7])
+    prefill = jax.jit(lambda decoder, prompts: decoder.prefill(prompts, lengths, 12))
+    decode = jax.jit(lambda decoder, token, cache: decoder.decode(token, cache))
+    hidden, cache = prefill(decoder, tokens[:, :7])
+    rows = np.arange(2)
+    for step in range(4):
+        place = np.asarray(lengths) - 1 + step
+        got = decoder.logits(hidden)
+        np.testing.assert_allclose(got, logits[rows, place], atol=2e-4)
+        hidden, cache = decode(decoder, tokens[rows, place + 1], cache)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "qwen3"])
+def test_bfloat16_is_as_near_as_bfloat16_can_be(name):
+    exact, tokens = expected(name)["logits"], expected(name)["tokens"]
+    got = logits_of(checkpoints.load(TINY / name), tokens)  # the checkpoint's own type
+    assert checkpoints.load(TINY / name).config.param_dtype == "bfloat16"
+    # 16-bit activations through 3 layers of sums: 2^-8 each, 20 roundings in a row.
+    error = np.abs(got - exact).max() / np.abs(exact).max()
+    assert 1e-4 < error < 20 * 2**-8
+
+
+# ---------------------------------------------------------------- in and out
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_saving_gives_the_same_files_back(name, tmp_path):
+    decoder = checkpoints.load(TINY / name)
+    checkpoints.save(tmp_path / "out", decoder, like=TINY / name)
+    before = {}
+    for file in TINY.joinpath(name).glob("*.safetensors"):
+        before |= load_file(file)
+    after = load_file(tmp_path / "out" / "model.safetensors")
+    assert before.keys() == after.keys()
+    for key, tensor in before.items():
+        assert (after[key].dtype, after[key].shape) == (tensor.dtype, tensor.shape)
+        np.testing.assert_array_equal(after[key], tensor)
+    configs = [d / "config.json" for d in (TINY / name, tmp_path / "out")]
+    assert json.loads(configs[0].read_text()) == json.loads(configs[1].read_text())
+
+
+def test_shards_and_their_index(tmp_path):
+    decoder = loaded("qwen3")
+    out = tmp_path / "deeper" / "out"
+    checkpoints.save(
+        out, decoder, like=TINY / "qwen3", dtype="float32", max_shard_bytes=9_000
+    )
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    files = set(index["weight_map"].values())
+    assert len(files) > 3
+    assert {path.name for path in out.glob("*")} == files | {
+        "config.json",
+        "model.safetensors.index.json",
+    }
+    again = checkpoints.load(out)
+    assert again.config == decoder.config  # float32 both, as config.json now says
+    jax.tree.map(np.testing.assert_array_equal, *map(nnx.state, (again, decoder)))
+
+
+def test_tokenizer_files_come_along_and_pickles_do_not(tmp_path):
+    source = copied("llama", tmp_path)
+    (source / "tokenizer.json").write_text("{}")
+    (source / "pytorch_model.bin").write_bytes(b"no")
+    checkpoints.save(tmp_path / "out", loaded("llama"), like=source)
+    made = {path.name for path in (tmp_path / "out").iterdir()}
+    assert made == {"config.json", "model.safetensors", "tokenizer.json"}
+
+
+def test_a_directory_is_replaced_only_where_that_is_said(tmp_path):
+    checkpoints.save(tmp_path / "out", loaded("llama"), like=TINY / "llama")
+    with pytest.raises(CheckpointError, match="out: exists; name another, or give"):
+        checkpoints.save(tmp_path / "out", loaded("llama"), like=TINY / "llama")
+    (tmp_path / "out" / "junk").touch()
+    checkpoints.save(
+        tmp_path / "out", loaded("llama"), like=TINY / "llama", overwrite=True
+    )
+    assert {p.name for p in tmp_path.iterdir()} == {"out"}
+    assert not (tmp_path / "out" / "junk").exists()
+
+
+def test_another_model_than_the_one_it_is_like_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="qk_norm=False, not True"):
+        checkpoints.save(tmp_path / "out", loaded("llama"), like=TINY / "qwen3")
+    assert not list(tmp_path.iterdir())
+
+
+def test_weights_go_straight_to_a_mesh():
+    auto = (AxisType.Auto,) * 2
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=auto)
+    asked = []
+
+    def place(path, shape):
+        asked.append((path, shape))
+        wide = path.endswith("kernel") and shape[-1] % 2 == 0
+        axes = (*([None] * (len(shape) - 1)), "tensor") if wide else ()
+        return NamedSharding(mesh, PartitionSpec(*axes))
+
+    decoder = checkpoints.load(TINY / "qwen3", dtype="float32", sharding=place)
+    query = decoder.blocks.attention.query.kernel[...]
+    assert ("blocks/attention/query/kernel", (3, 16, 32)) in asked
+    assert query.sharding.spec == PartitionSpec(None, None, "tensor")
+    assert {s.data.shape for s in query.addressable_shards} == {(3, 16, 16)}
+    tokens = expected("qwen3")["tokens"]
+    np.testing.assert_allclose(
+        logits_of(decoder, tokens), expected("qwen3")["logits"], atol=2e-4
+    )
+
+
+def test_one_sharding_for_all_and_options():
+    mesh = jax.make_mesh((4,), ("data",))
+    sharding = NamedSharding(mesh, PartitionSpec())
+    head = HeadConfig(chunk=8)
+    decoder = checkpoints.load(
+        TINY / "llama", sharding=sharding, head=head, remat="none", attention="xla"
+    )
+    assert decoder.embed.embedding[...].sharding == sharding
+    assert (decoder.head.chunk, decoder.config.remat) == (8, "none")
+
+
+# -------------------------------------------------------------- what is wrong
+
+
+def test_a_shard_that_is_cut_short_is_named_with_its_first_lost_tensor(tmp_path):
+    source = copied("mistral", tmp_path)
+    shard = source / "model-00002-of-00003.safetensors"
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-100])
+    lost = f"{shard.name}: cut short at .* bytes: tensor model.layers.* and 0 more"
+    with pytest.raises(CheckpointError, match=lost):
+        checkpoints.load(source)
+    shard.write_bytes(content[:20])
+    with pytest.raises(CheckpointError, match=f"{shard.name}: .*header is cut short"):
+        checkpoints.load(source)
+    shard.write_bytes(content[:8] + b"?" * (len(content) - 8))
+    with pytest.raises(CheckpointError, match=f"{shard.name}: .*header cannot be read"):
+        checkpoints.load(source)
+    shard.unlink()
+    with pytest.raises(CheckpointError, match=f"{shard.name}: missing; .* has model"):
+        checkpoints.load(source)
+
+
+def change(source, **tensors):
+    """Replace tensors, or remove those that are None."""
+    file = source / "model.safetensors"
+    old = load_file(file)
+    for name, tensor in tensors.items():
+        name = name.replace("__", ".")
+        if tensor is None:
+            del old[name]
+        else:
+            old[name] = tensor
+    save_file(old, file)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        (
+            {"model__layers__1__mlp__up_proj__weight": None},
+            "model.safetensors: tensor model.layers.1.mlp.up_proj.weight is missing",
+        ),
+        (
+            {"model__norm__weight": np.ones(17, np.float32)},
+            r"tensor model.norm.weight must have shape \(16,\), .* got \(17,\)",
+        ),
+        (
+            {"model__norm__weight": np.ones(16, np.int8)},
+            "tensor model.norm.weight is of type I8; only F64, F32",
+        ),
+        (
+            {"model__layers__3__mlp__up_proj__weight": np.ones(2, np.float32)},
+            "tensor model.layers.3.mlp.up_proj.weight is none of the model",
+        ),
+    ],
+)
+def test_wrong_tensors_are_named_with_their_file(tensors, message, tmp_path):
+    source = copied("llama", tmp_path)
+    change(source, **tensors)
+    with pytest.raises(CheckpointError, match=message):
+        checkpoints.load(source)
+
+
+def test_what_follows_from_others_may_be_there_too(tmp_path):
+    source = copied("llama_linear", tmp_path)
+    extra = {
+        "model__layers__0__self_attn__rotary_emb__inv_freq": np.ones(2, np.float32)
+    }
+    change(source, lm_head__weight=np.ones((40, 16), np.float32), **extra)
+    np.testing.assert_array_equal(
+        checkpoints.load(source).embed.embedding[...],
+        checkpoints.load(TINY / "llama_linear").embed.embedding[...],
+    )
+
+
+def test_no_weights_and_pickled_ones(tmp_path):
+    source = copied("llama", tmp_path)
+    (source / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="model.safetensors: missing, as is"):
+        checkpoints.load(source)
+    (source / "pytorch_model.bin").touch()
+    with pytest.raises(CheckpointError, match="pytorch_model.bin is not read, because"):
+        checkpoints.load(source)
+    (source / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="index.json: not an index of safetens"):
+        checkpoints.load(source)
+
+
+def test_a_decoder_of_other_sizes_is_refused_when_config_json_lies(tmp_path):
+    source = copied("llama", tmp_path)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"vocab_size": 41}))
+    message = r"embed_tokens.weight must have shape \(41, 16\), .* got \(40, 16\)"
+    with pytest.raises(CheckpointError, match=message):
+        checkpoints.load(source)
+    assert dataclasses.is_dataclass(checkpoints.read_config(source))
