@@ -50,17 +50,6 @@ def sizes_of(args) -> stack.Sizes:
     return stack.TINY if args.tiny else stack.Sizes()
 
 
-def device_bytes(compiled) -> int:
-    """Arguments, results that are not written over them, and temporaries."""
-    account: Any = compiled.memory_analysis()
-    return (
-        account.argument_size_in_bytes
-        + account.output_size_in_bytes
-        - account.alias_size_in_bytes
-        + account.temp_size_in_bytes
-    )
-
-
 def compile_all(sizes, variants) -> dict[str, jax.stages.Compiled]:
     """The first alone, so that what GEMMs were tried for it serves all the others."""
     lowered = {text: stack.lower(sizes, variant) for text, variant in variants.items()}
@@ -88,7 +77,7 @@ def facts(sizes, text, variant, compiled, without) -> dict[str, Any]:
         "width": sizes.width,
         "tokens": sizes.rows * sizes.length * variant.rows,
         "temp_gib": round(account.temp_size_in_bytes / GIB, 3),
-        "program_gib": round(device_bytes(compiled) / GIB, 3),
+        "program_gib": round(remat.device_bytes(compiled) / GIB, 3),
         "host_gib": round(account.host_temp_size_in_bytes / GIB, 3),
     }
     copies = schedule.host_copies(compiled.as_text() or "")
@@ -238,7 +227,7 @@ def work_peak(args):
         return
     programs = compile_all(sizes, variants)
     before = 0
-    for text in sorted(programs, key=lambda text: device_bytes(programs[text])):
+    for text in sorted(programs, key=lambda text: remat.device_bytes(programs[text])):
         variant = variants[text]
         weights, h = (
             stack.initial(sizes, variant.last),

@@ -144,10 +144,15 @@ def step(sizes: Sizes, variant: Variant):
 
     def loss(weights, h):
         stacked, last = weights
-        h = remat.scan_blocks(layer, stacked, h, variant.policy, group=variant.group)
-        after = remat.block(layer, variant.last_policy, scanned=False)
-        for w in last:
-            h = after(h, w)
+        h = remat.scan_blocks(
+            layer,
+            stacked,
+            h,
+            variant.policy,
+            group=variant.group,
+            last=last,
+            last_policy=variant.last_policy,
+        )
         return jnp.mean(jnp.square(h.astype(jnp.float32)))
 
     def run(weights, h):

@@ -17,155 +17,27 @@ References: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016,
 arXiv:1604.06174; for the host, Rhu et al., "vDNN", 2016, arXiv:1602.08124.
 """
 
-import dataclasses
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-# Names that jaxmem's own blocks and heads give.
-NAMES: Mapping[str, str] = {
-    "block_in": "what a block gets",
-    "q": "queries, after their rotation",
-    "k": "keys, likewise",
-    "v": "values",
-    "attn_out": "what attention makes of them, before its output matrix",
-    "attn_lse": "logsumexp of attention's scores, where its kernel gives it",
-    "gate": "gate of the feed-forward layer, before its activation",
-    "up": "what the gate is multiplied with",
-    "jaxmem_max": "largest logit of each token, from the head",
-    "jaxmem_log_sum": "the rest of its logsumexp",
-    "jaxmem_dhidden": "gradient by hidden of a frozen head",
-    "jaxmem_exps": "exponentials of the head's logits, under residual_bytes",
-}
+from jaxmem._fit import Rates as Rates
+from jaxmem._fit import device_bytes as device_bytes
+from jaxmem._fit import fit as fit
+from jaxmem._fit import measure_rates as measure_rates
+from jaxmem._remat_policy import NAMES as NAMES
+from jaxmem._remat_policy import PRESETS as PRESETS
+from jaxmem._remat_policy import Policy as Policy
+from jaxmem._remat_policy import policy as policy
+from jaxmem._remat_policy import preset as preset
+from jaxmem._traced import host_bytes as host_bytes
+
 # Gradients of what a scan offloads are silently wrong there, openxla/xla#46231.
 _BROKEN_JAXLIB = ("0.11.0", "0.11.1")
-_HOST = jax.memory.Space.Host
-
-
-@dataclasses.dataclass(frozen=True)
-class Policy:
-    """What becomes of names; to be given to `jax.checkpoint(policy=...)`.
-
-    Attributes:
-        save: names that stay where they are.
-        offload: names that go to `offload_dst` after the forward pass of their block,
-            and come back for its backward pass.
-        offload_src: memory they are in, "device".
-        offload_dst: memory they go to, "pinned_host".
-        dots: keep every product without a batch dimension too, under any name or none.
-    """
-
-    save: tuple[str, ...] = ()
-    offload: tuple[str, ...] = ()
-    offload_src: str = "device"
-    offload_dst: str = "pinned_host"
-    dots: bool = False
-
-    def __call__(self, primitive, *avals, **params) -> Any:
-        """As jax asks it, for each operation of a block."""
-        policies = jax.checkpoint_policies
-        if self.dots and policies.dots_with_no_batch_dims_saveable(
-            primitive, *avals, **params
-        ):
-            return True
-        return policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=list(self.save),
-            names_which_can_be_offloaded=list(self.offload),
-            offload_src=self.offload_src,
-            offload_dst=self.offload_dst,
-        )(primitive, *avals, **params)
-
-    def __or__(self, other: "Policy") -> "Policy":
-        """Both: what either keeps is kept, on the device where either says so."""
-        save = tuple(dict.fromkeys(self.save + other.save))
-        offload = tuple(
-            k for k in dict.fromkeys(self.offload + other.offload) if k not in save
-        )
-        places = {(p.offload_src, p.offload_dst) for p in (self, other) if p.offload}
-        if len(places) > 1:
-            raise ValueError(
-                f"both policies offload, between different memories: {places}"
-            )
-        src, dst = places.pop() if places else (self.offload_src, self.offload_dst)
-        return Policy(save, offload, src, dst, self.dots or other.dots)
-
-
-def policy(
-    save: Sequence[str] = (),
-    offload: Sequence[str] = (),
-    offload_src: str = "device",
-    offload_dst: str = "pinned_host",
-    *,
-    dots: bool = False,
-    known: Sequence[str] = tuple(NAMES),
-) -> Policy:
-    """A `Policy` by names, checked.
-
-    Args:
-        save, offload, offload_src, offload_dst, dots: as in `Policy`.
-        known: names that blocks give; for blocks of your own, what you call them.
-
-    Raises:
-        ValueError: a name that is not known or is both saved and offloaded, a memory
-            that is none.
-
-    >>> from jaxmem import remat
-    >>> remat.policy(save=["attn_out"], offload=["block_in"]).offload
-    ('block_in',)
-    """
-    for kind, names in (("save", save), ("offload", offload)):
-        if isinstance(names, str):
-            raise ValueError(f"{kind} must be a sequence of names, got {names!r}")
-        unknown = [k for k in names if k not in known]
-        if unknown:
-            raise ValueError(
-                f"{kind} has names that no block gives: {', '.join(unknown)}; known "
-                f"are {', '.join(known)}"
-            )
-    both = sorted(set(save) & set(offload))
-    if both:
-        raise ValueError(f"save and offload both have {', '.join(both)}")
-    memories = {"device", "pinned_host"}
-    if {offload_src, offload_dst} != memories:
-        raise ValueError(
-            "offload_src and offload_dst must be 'device' and 'pinned_host', or the "
-            f"other way round, got {offload_src!r} and {offload_dst!r}"
-        )
-    return Policy(tuple(save), tuple(offload), offload_src, offload_dst, dots)
-
-
-_ATTENTION = ("q", "k", "v", "attn_out", "attn_lse")
-# None: no rematerialisation at all, everything is kept.
-PRESETS: Mapping[str, Policy | None] = {
-    "none": None,
-    "full": Policy(),
-    "dots": Policy(dots=True),
-    "save_attention": Policy(save=_ATTENTION),
-    "offload_block": Policy(offload=("block_in",)),
-    "offload_attention": Policy(offload=("block_in", *_ATTENTION)),
-}
-
-
-def preset(name: str) -> Policy | None:
-    """A policy by its name.
-
-    none: everything is kept. full: blocks are made again from their inputs. dots: their
-    products are kept. save_attention: what attention needs and makes is kept.
-    offload_block: as full, with the inputs on the host. offload_attention: both on the
-    host.
-
-    Raises:
-        ValueError: another name; the message lists them.
-    """
-    if name not in PRESETS:
-        raise ValueError(
-            f"policy must be one of {', '.join(map(repr, PRESETS))}, got {name!r}"
-        )
-    return PRESETS[name]
 
 
 def name(x: Any, label: str) -> Any:
@@ -190,7 +62,7 @@ def block(
             back).
         RuntimeError: offloading on a GPU with jaxlib 0.11.0 or 0.11.1.
     """
-    chosen = preset(policy) if isinstance(policy, str) else policy
+    chosen = _chosen(policy)
     if chosen is None:
         return fn
     if chosen.offload:
@@ -214,9 +86,10 @@ def scan_blocks(
     policy: Policy | str | None,
     *,
     group: int = 1,
-    last: Any = None,
+    last: Sequence[Any] = (),
+    last_policy: Policy | str | None = "as before",
 ) -> Any:
-    """h after all blocks, one scan over them.
+    """h after all blocks, one scan over them, and a few more after it.
 
         h_(i+1) = fn(h_i, params_i),   i = 0 … L-1
 
@@ -227,9 +100,13 @@ def scan_blocks(
         policy: as in `block`, for each group.
         group: blocks that are made again together, from the first one's input: fewer
             inputs to keep, more alive while a group is gone back through. Divides L.
-        last: parameters of one more group of blocks, [group, ...], that runs after the
-            scan with its input on the device: nothing could hide its way to the host
-            and back. Its own tree, because slicing a stacked one copies it.
+        last: parameters of more blocks, which run after the scan: a tree each, since
+            slicing a stacked one copies it. Nothing could hide the way of their inputs
+            to the host and back, so they stay on the device.
+        last_policy: of each of these; by default what `policy` saves, without the host.
+            None keeps all that they make, and nothing is made again. That may take no
+            more memory at its peak: it is given back before the scan's backward pass
+            needs room for its gradients.
 
     **Memory** for the backward pass: L/group inputs, on the device or the host, what
     the policy saves of each block, and all of one group (two where copies from the host
@@ -265,12 +142,21 @@ def scan_blocks(
     )
     body = block(run, policy)
     h, _ = jax.lax.scan(lambda h, some: (body(h, some), None), h, grouped)
-    if last is None:
-        return h
-    chosen = preset(policy) if isinstance(policy, str) else policy
-    if chosen is not None:  # what went to the host can stay, of the last group
-        chosen = Policy(chosen.save, dots=chosen.dots)
-    return block(run, chosen, scanned=False)(h, last)
+    if last_policy == "as before":
+        last_policy = _on_device(policy)
+    after = block(fn, last_policy, scanned=False)
+    for some in last:
+        h = after(h, some)
+    return h
+
+
+def _chosen(policy):
+    return preset(policy) if isinstance(policy, str) else policy
+
+
+def _on_device(policy):
+    chosen = _chosen(policy)
+    return None if chosen is None else Policy(chosen.save, dots=chosen.dots)
 
 
 def compiler_options(policy: Policy | str | None) -> dict[str, Any]:
@@ -279,21 +165,13 @@ def compiler_options(policy: Policy | str | None) -> dict[str, Any]:
     Copies from the host start a block ahead, at the price of one more on the device;
     and XLA's own rematerialisation, which takes host memory for the device's, is off.
     """
-    chosen = preset(policy) if isinstance(policy, str) else policy
+    chosen = _chosen(policy)
     if chosen is None or not chosen.offload:
         return {}
     return {
         "xla_gpu_enable_pipelined_host_offloading": True,
         "xla_disable_hlo_passes": "rematerialization",
     }
-
-
-def host_bytes(fn: Callable, *args) -> int:
-    """Bytes that one call sends to the host, by its jaxpr: nothing is compiled or run.
-
-    Loops count as often as they run; of a loop without a known end, one turn.
-    """
-    return _host_bytes(jax.make_jaxpr(fn)(*args).jaxpr)
 
 
 def verify(
@@ -304,7 +182,8 @@ def verify(
 ) -> None:
     """Raise unless a program for a GPU offloads what was promised.
 
-    XLA drops offloading in silence where a program has not the one form that works.
+    XLA drops offloading in silence where a program has not the one form that works, and
+    computes on the host what is asked of an array there.
 
     Args:
         compiled: the step.
@@ -313,8 +192,9 @@ def verify(
             the device.
 
     Raises:
-        RuntimeError: fewer bytes on the host than 95% of what was promised, no less
-            memory on the device than without, jaxlib 0.11.0 or 0.11.1.
+        RuntimeError: fewer bytes on the host than 95% of what was promised, operations
+            that XLA converted into host compute, no less memory on the device than
+            without, jaxlib 0.11.0 or 0.11.1.
         ValueError: a program for a CPU, which has no host beside it.
     """
     text = compiled.as_text() or ""
@@ -329,9 +209,17 @@ def verify(
             f"{there:,}: is every block in one jax.lax.scan (not unrolled, not "
             "nested), and what is offloaded named inside it?"
         )
+    slow = re.findall(r"%([\w.\-]+) = [^\n]*_xla_compute_type=\"host\"", text)
+    if slow:
+        raise RuntimeError(
+            f"XLA converted into host compute: {', '.join(slow)}; move what they read "
+            "to the device first, jax.device_put(x, jax.memory.Space.Device)"
+        )
     if without is not None:
-        other: Any = without.memory_analysis()
-        here, before = account.temp_size_in_bytes, other.temp_size_in_bytes
+        here, before = (
+            run.memory_analysis().temp_size_in_bytes  # pyright: ignore[reportOptionalMemberAccess]
+            for run in (compiled, without)
+        )
         if here >= before:
             raise RuntimeError(
                 f"offloading leaves {here:,} bytes of temporaries on the device, no "
@@ -348,26 +236,3 @@ def _refuse_broken_jaxlib():
             f"jaxlib {version} gives wrong gradients where a scan offloads on a GPU "
             "(openxla/xla#46231); install jaxlib 0.11.2 or newer"
         )
-
-
-def _host_bytes(jaxpr) -> int:
-    total = 0
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "device_put":
-            avals = [x.aval for x in equation.outvars]
-            total += sum(
-                x.size * x.dtype.itemsize for x in avals if x.memory_space == _HOST
-            )
-        times = equation.params.get("length", 1)
-        times = times if equation.primitive.name == "scan" else 1
-        total += times * sum(map(_host_bytes, _inner(equation.params.values())))
-    return total
-
-
-def _inner(params):
-    """The jaxprs among an equation's parameters."""
-    for value in params:
-        for item in value if isinstance(value, (tuple, list)) else (value,):
-            item = getattr(item, "jaxpr", item)
-            if hasattr(item, "eqns"):
-                yield item

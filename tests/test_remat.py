@@ -77,21 +77,26 @@ def test_every_preset_gives_the_same_gradients(name, group, h, want):
     assert_close(gradient(name, group=group)(weights(), h), want)
 
 
-@pytest.mark.parametrize("name", ["none", "full", "offload_attention"])
-def test_the_last_group_may_come_after_the_scan(name, h, want):
-    first, last = (
-        jax.tree.map(lambda x, p=part: x[p], weights())
-        for part in (slice(2), slice(2, 4))
+@pytest.mark.parametrize(
+    "name, last_policy",
+    [("none", "as before"), ("full", None), ("offload_attention", "as before")],
+)
+def test_the_last_blocks_may_come_after_the_scan(name, last_policy, h, want):
+    first, *rest = (
+        jax.tree.map(lambda x, p=part: x[p], weights()) for part in (slice(2), 2, 3)
     )
 
-    def total(first, last, h):
-        return loss(first, h, name, group=2, last=last)
+    def total(first, rest, h):
+        return loss(first, h, name, last=rest, last_policy=last_policy)
 
-    value, (d_first, d_last, dh) = jax.jit(
-        jax.value_and_grad(total, (0, 1, 2))
-    )(first, last, h)  # fmt: skip
-    dw = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), d_first, d_last)
+    run = jax.jit(jax.value_and_grad(total, (0, 1, 2)))
+    value, (d_first, d_rest, dh) = run(first, rest, h)
+    d_rest = jax.tree.map(lambda *leaves: jnp.stack(leaves), *d_rest)
+    dw = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), d_first, d_rest)
     assert_close((value, (dw, dh)), want)
+    in_scan = len(remat.PRESETS[name].offload) if remat.PRESETS[name] else 0
+    assert placements(total, first, rest, h) == (0, 0)  # nothing is gone back through
+    assert placements(run, first, rest, h) == (in_scan, in_scan)
 
 
 def placements(fn, *args):
@@ -270,6 +275,11 @@ def test_verify_believes_the_program_alone(monkeypatch):
     for less in (program(host=90), program(host=100, text="")):
         with pytest.raises(RuntimeError, match="promises 100 bytes on the host"):
             remat.verify(less, 100)
+    text = """S(5)
+  %sine.1 = f32[4]{0:S(5)} sine(%x), frontend_attributes={_xla_compute_type="host"}
+  ROOT %add.2 = f32[4]{0} add(%y, %y)"""
+    with pytest.raises(RuntimeError, match=r"converted into host compute: sine\.1;"):
+        remat.verify(program(host=100, text=text), 100)
     with pytest.raises(RuntimeError, match="no less than the 6 without it"):
         remat.verify(program(host=100, temp=6), 100, without=program(temp=6))
 

@@ -1,0 +1,279 @@
+"""The policy that costs the least time among those that fit the memory."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from jaxmem import _traced
+from jaxmem._remat_policy import PRESETS, Policy
+
+_GIB = 2**30
+_SLACK = 1.1  # by so much may an estimate be too large: what is beyond is not compiled
+
+
+@dataclasses.dataclass(frozen=True)
+class Rates:
+    """What a device does in a second.
+
+    Attributes:
+        products: operations of matrix products.
+        to_host: bytes to the host; 0 where no other memory is beside the device's.
+        from_host: bytes back.
+    """
+
+    products: float
+    to_host: float
+    from_host: float
+
+
+def measure_rates(dtype: Any = jnp.bfloat16, size: int | None = None) -> Rates:
+    """Of the default device: one large product, and a buffer there and back.
+
+    Args:
+        dtype: of the product.
+        size: of its matrices; by default 8192, and 512 on a CPU.
+    """
+    on_cpu = jax.default_backend() == "cpu"
+    n = size or (512 if on_cpu else 8192)
+    x = jnp.ones((n, n), dtype)
+    product = 2 * n**3 / _seconds(jax.jit(jnp.matmul), x, x)
+    if on_cpu:
+        return Rates(product, 0.0, 0.0)
+    host = x.sharding.with_memory_kind("pinned_host")
+    there = jax.device_put(x, host)
+    return Rates(
+        product,
+        x.nbytes / _seconds(jax.device_put, x, host),
+        x.nbytes / _seconds(jax.device_put, there, x.sharding),
+    )
+
+
+def _seconds(run, *args):
+    """The fastest of five, after one to warm up."""
+    taken = []
+    for _ in range(6):
+        start = time.perf_counter()
+        jax.block_until_ready(run(*args))
+        taken.append(time.perf_counter() - start)
+    return min(taken[1:])
+
+
+def device_bytes(compiled: jax.stages.Compiled) -> int:
+    """What a program needs of the device: arguments, results, temporaries.
+
+    Results that are written over donated arguments count once.
+    """
+    account: Any = compiled.memory_analysis()
+    return (
+        account.argument_size_in_bytes
+        + account.output_size_in_bytes
+        - account.alias_size_in_bytes
+        + account.temp_size_in_bytes
+    )
+
+
+@dataclasses.dataclass
+class Candidate:
+    """A policy, what it is expected to cost, and why it was not taken."""
+
+    policy: Policy | None
+    traced: Any  # the step
+    products: float  # operations
+    kept: int  # bytes of names on the device; all names where policy is None
+    host: int  # bytes on the host
+    seconds: float = 0.0
+    exposed: float = 0.0  # seconds of copies that nothing hides
+    device: int | None = None  # bytes, by the compiler
+    why_not: str = ""
+
+
+def fit(
+    step: Callable[[Policy | None], Any],
+    memory_limit: int | Literal["auto"] = "auto",
+    *,
+    names: Sequence[str] | None = None,
+    host_limit: int = 64 * _GIB,
+    rates: Rates | None = None,
+    show: Callable[[str], Any] | None = print,
+) -> Policy | None:
+    """The policy whose step takes the least time within a limit of device memory.
+
+        seconds = products / rate + max(0, bytes to the host / rate - forward pass)
+                                  + max(0, bytes back / rate - backward pass)
+
+    Candidates keep more and more names, those first that save most products a byte,
+    with the blocks' inputs on the device or on the host; and send more and more names
+    to the host. All are traced; from the fastest on they are compiled, until one fits.
+
+    Args:
+        step: policy -> `jax.jit(...).trace(...)` of a training step that uses it, with
+            `compiler_options` of the policy; None for no rematerialisation.
+        memory_limit: bytes that the program may have, or "auto": what the device has.
+        names: what may be kept; by default all that the step names in its blocks.
+        host_limit: bytes on the host, by default what XLA's pool of them holds.
+        rates: of the device; measured if it is None.
+        show: what is called with the table of all candidates; None for silence.
+
+    Returns:
+        A policy, or None where everything can be kept. One whose copies nothing hides
+        is returned only if nothing else fits, and the table says so.
+
+    Raises:
+        ValueError: nothing fits, the step names nothing, "auto" on a device that does
+            not say its limit.
+    """
+    limit = _limit(memory_limit)
+    rates = measure_rates() if rates is None else rates
+    everything, nothing = step(None), step(Policy())
+    sizes = _sizes(everything.jaxpr, names)
+    made = _candidates(step, everything, nothing, sizes)
+    forward = _traced.products(everything.jaxpr.jaxpr) / 3 / rates.products
+    for each in made:
+        _predict(each, forward, rates)
+    base = device_bytes(nothing.lower().compile())
+    order = sorted(made, key=lambda each: (each.exposed > 0, each.seconds, each.host))
+    chosen = None
+    for each in order:
+        each.why_not = _refuse(each, base, limit, host_limit, rates, sizes)
+        if chosen is not None:
+            each.why_not = each.why_not or "slower"
+        elif not each.why_not:
+            each.device = device_bytes(each.traced.lower().compile())
+            if each.device > limit:
+                each.why_not = f"over the limit of {limit / _GIB:.2f} GiB"
+            else:
+                chosen = each
+    if show is not None:
+        show(table(order, chosen))
+    if chosen is None:
+        raise ValueError(
+            f"no policy fits memory_limit={limit:,} bytes: with everything made again "
+            f"the step takes {base:,}; make the batch smaller, or shard the weights"
+        )
+    return chosen.policy
+
+
+def _limit(memory_limit):
+    if memory_limit != "auto":
+        return int(memory_limit)
+    stats = jax.devices()[0].memory_stats() or {}
+    if "bytes_limit" not in stats:
+        raise ValueError(
+            "memory_limit='auto' needs a device that says its limit, which a "
+            f"{jax.default_backend()} does not: give bytes"
+        )
+    return stats["bytes_limit"]
+
+
+def _sizes(jaxpr, names):
+    """Bytes of each name in all blocks."""
+    sizes = _traced.bytes_by_name(jaxpr.jaxpr)
+    # A head's residuals are not of a block.
+    found = (
+        [k for k in sizes if not k.startswith("jaxmem_")] if names is None else names
+    )
+    missing = [k for k in found if k not in sizes]
+    if missing or not found:
+        raise ValueError(
+            f"the step names {', '.join(sizes) or 'nothing'}, not "
+            f"{', '.join(missing) or 'what a block makes'}: its blocks need remat.name"
+        )
+    return {k: sizes[k] for k in found}
+
+
+def _candidates(step, everything, nothing, sizes) -> list[Candidate]:
+    """Everything kept, the presets, and the chains of names by what a byte saves."""
+    work = _traced.products(nothing.jaxpr.jaxpr)
+
+    def gain(label):
+        saved = step(Policy(save=(label,))).jaxpr.jaxpr
+        return (work - _traced.products(saved)) / sizes[label]
+
+    inputs = [label for label in ("block_in",) if label in sizes]
+    gains = {label: gain(label) for label in sizes if label not in inputs}
+    order = sorted((k for k in gains if gains[k] > 0), key=lambda k: -gains[k])
+    policies = [p for p in PRESETS.values() if p is not None]
+    for n in range(len(order) + 1):
+        there = tuple(order[:n])
+        policies += [Policy(save=there), Policy(save=there, offload=tuple(inputs))]
+        policies.append(Policy(offload=(*inputs, *there)))
+    traces = {None: everything, Policy(): nothing}
+    for policy in policies:
+        traces.setdefault(policy, step(policy))
+    return [_candidate(*item, sizes) for item in traces.items()]
+
+
+def _candidate(policy, traced, sizes):
+    jaxpr = traced.jaxpr.jaxpr
+    names = sizes if policy is None else policy.save
+    kept = sum(sizes.get(label, 0) for label in names)
+    work, host = _traced.products(jaxpr), _traced.bytes_to_host(jaxpr)
+    return Candidate(policy, traced, work, kept, host)
+
+
+def _predict(each, forward, rates):
+    """Sets seconds, and how many of them are copies that nothing hides."""
+    computed = each.products / rates.products
+    if each.host and rates.to_host:
+        out = each.host / rates.to_host - forward
+        back = each.host / rates.from_host - (computed - forward)
+        each.exposed = max(0.0, out) + max(0.0, back)
+    each.seconds = computed + each.exposed
+
+
+def _refuse(each, base, limit, host_limit, rates, sizes) -> str:
+    """Why a candidate need not be compiled; an empty string where it must be."""
+    if each.host and not rates.to_host:
+        return "no memory beside a CPU's"
+    if each.host > host_limit:
+        return f"over {host_limit / _GIB:.2f} GiB on the host"
+    gone = sizes.get("block_in", 0) if each.host else 0
+    expected = base + each.kept - gone
+    if expected > _SLACK * limit:
+        return f"would take about {expected / _GIB:.2f} GiB"
+    return ""
+
+
+def table(candidates: Sequence[Candidate], chosen: Candidate | None) -> str:
+    """Lines of text: what each was expected to take, and why it was not taken."""
+    rows = [("policy", "GiB device", "GiB host", "ms", "")]
+    for each in candidates:
+        device = "" if each.device is None else f"{each.device / _GIB:.2f}"
+        note = each.why_not
+        if each is chosen:
+            note = "chosen"
+            if each.exposed:
+                note += f"; nothing hides {each.exposed * 1e3:.0f} ms of its copies"
+        rows.append(
+            (
+                describe(each.policy),
+                device,
+                f"{each.host / _GIB:.2f}",
+                f"{each.seconds * 1e3:.1f}",
+                note,
+            )
+        )
+    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+    lines = []
+    for row in rows:
+        first, *rest = (
+            text.rjust(width) if i else text.ljust(width)
+            for i, (text, width) in enumerate(zip(row, widths, strict=False))
+        )
+        lines.append("  ".join([first, *rest, row[4]]).rstrip())
+    return "\n".join(lines)
+
+
+def describe(policy: Policy | None, presets: Mapping = PRESETS) -> str:
+    """A preset's name, or what is saved and offloaded."""
+    for name, known in presets.items():
+        if policy == known:
+            return name
+    assert policy is not None
+    said = [f"save {', '.join(policy.save)}"] if policy.save else []
+    said += [f"offload {', '.join(policy.offload)}"] if policy.offload else []
+    return "; ".join([*said, *(["dots"] if policy.dots else [])])

@@ -1,0 +1,145 @@
+"""What becomes of values by name: they stay, go to the host, or are made again."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+# Names that jaxmem's own blocks and heads give.
+NAMES: Mapping[str, str] = {
+    "block_in": "what a block gets",
+    "q": "queries, after their rotation",
+    "k": "keys, likewise",
+    "v": "values",
+    "attn_out": "what attention makes of them, before its output matrix",
+    "attn_lse": "logsumexp of attention's scores, where its kernel gives it",
+    "gate": "gate of the feed-forward layer, before its activation",
+    "up": "what the gate is multiplied with",
+    "jaxmem_max": "largest logit of each token, from the head",
+    "jaxmem_log_sum": "the rest of its logsumexp",
+    "jaxmem_dhidden": "gradient by hidden of a frozen head",
+    "jaxmem_exps": "exponentials of the head's logits, under residual_bytes",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """What becomes of names; to be given to `jax.checkpoint(policy=...)`.
+
+    Attributes:
+        save: names that stay where they are.
+        offload: names that go to `offload_dst` after the forward pass of their block,
+            and come back for its backward pass.
+        offload_src: memory they are in, "device".
+        offload_dst: memory they go to, "pinned_host".
+        dots: keep every product without a batch dimension too, under any name or none.
+    """
+
+    save: tuple[str, ...] = ()
+    offload: tuple[str, ...] = ()
+    offload_src: str = "device"
+    offload_dst: str = "pinned_host"
+    dots: bool = False
+
+    def __call__(self, primitive, *avals, **params) -> Any:
+        """As jax asks it, for each operation of a block."""
+        policies = jax.checkpoint_policies
+        if self.dots and policies.dots_with_no_batch_dims_saveable(
+            primitive, *avals, **params
+        ):
+            return True
+        return policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=list(self.save),
+            names_which_can_be_offloaded=list(self.offload),
+            offload_src=self.offload_src,
+            offload_dst=self.offload_dst,
+        )(primitive, *avals, **params)
+
+    def __or__(self, other: "Policy") -> "Policy":
+        """Both: what either keeps is kept, on the device where either says so."""
+        save = tuple(dict.fromkeys(self.save + other.save))
+        offload = tuple(
+            k for k in dict.fromkeys(self.offload + other.offload) if k not in save
+        )
+        places = {(p.offload_src, p.offload_dst) for p in (self, other) if p.offload}
+        if len(places) > 1:
+            raise ValueError(
+                f"both policies offload, between different memories: {places}"
+            )
+        src, dst = places.pop() if places else (self.offload_src, self.offload_dst)
+        return Policy(save, offload, src, dst, self.dots or other.dots)
+
+
+def policy(
+    save: Sequence[str] = (),
+    offload: Sequence[str] = (),
+    offload_src: str = "device",
+    offload_dst: str = "pinned_host",
+    *,
+    dots: bool = False,
+    known: Sequence[str] = tuple(NAMES),
+) -> Policy:
+    """A `Policy` by names, checked.
+
+    Args:
+        save, offload, offload_src, offload_dst, dots: as in `Policy`.
+        known: names that blocks give; for blocks of your own, what you call them.
+
+    Raises:
+        ValueError: a name that is not known or is both saved and offloaded, a memory
+            that is none.
+
+    >>> from jaxmem import remat
+    >>> remat.policy(save=["attn_out"], offload=["block_in"]).offload
+    ('block_in',)
+    """
+    for kind, names in (("save", save), ("offload", offload)):
+        if isinstance(names, str):
+            raise ValueError(f"{kind} must be a sequence of names, got {names!r}")
+        unknown = [k for k in names if k not in known]
+        if unknown:
+            raise ValueError(
+                f"{kind} has names that no block gives: {', '.join(unknown)}; known "
+                f"are {', '.join(known)}"
+            )
+    both = sorted(set(save) & set(offload))
+    if both:
+        raise ValueError(f"save and offload both have {', '.join(both)}")
+    memories = {"device", "pinned_host"}
+    if {offload_src, offload_dst} != memories:
+        raise ValueError(
+            "offload_src and offload_dst must be 'device' and 'pinned_host', or the "
+            f"other way round, got {offload_src!r} and {offload_dst!r}"
+        )
+    return Policy(tuple(save), tuple(offload), offload_src, offload_dst, dots)
+
+
+_ATTENTION = ("q", "k", "v", "attn_out", "attn_lse")
+# None: no rematerialisation at all, everything is kept.
+PRESETS: Mapping[str, Policy | None] = {
+    "none": None,
+    "full": Policy(),
+    "dots": Policy(dots=True),
+    "save_attention": Policy(save=_ATTENTION),
+    "offload_block": Policy(offload=("block_in",)),
+    "offload_attention": Policy(offload=("block_in", *_ATTENTION)),
+}
+
+
+def preset(name: str) -> Policy | None:
+    """A policy by its name.
+
+    none: everything is kept. full: blocks are made again from their inputs. dots: their
+    products are kept. save_attention: what attention needs and makes is kept.
+    offload_block: as full, with the inputs on the host. offload_attention: both on the
+    host.
+
+    Raises:
+        ValueError: another name; the message lists them.
+    """
+    if name not in PRESETS:
+        raise ValueError(
+            f"policy must be one of {', '.join(map(repr, PRESETS))}, got {name!r}"
+        )
+    return PRESETS[name]
