@@ -242,7 +242,7 @@ def table(candidates: Sequence[Candidate], chosen: Candidate | None) -> str:
     """Lines of text: what each was expected to take, and why it was not taken."""
     rows = [("policy", "GiB device", "GiB host", "ms", "")]
     for each in candidates:
-        device = "" if each.device is None else f"{each.device / _GIB:.2f}"
+        device = "" if each.device is None else f"{each.device / _GIB:.3f}"
         note = each.why_not
         if each is chosen:
             note = "chosen"
@@ -252,7 +252,7 @@ def table(candidates: Sequence[Candidate], chosen: Candidate | None) -> str:
             (
                 describe(each.policy),
                 device,
-                f"{each.host / _GIB:.2f}",
+                f"{each.host / _GIB:.3f}",
                 f"{each.seconds * 1e3:.1f}",
                 note,
             )

@@ -63,9 +63,7 @@ def block(
         RuntimeError: offloading on a GPU with jaxlib 0.11.0 or 0.11.1.
     """
     chosen = _chosen(policy)
-    if chosen is None:
-        return fn
-    if chosen.offload:
+    if chosen is not None and chosen.offload:
         _refuse_broken_jaxlib()
         if not scanned:
             raise ValueError(
@@ -76,6 +74,8 @@ def block(
     def named(h, *rest):
         return fn(name(h, "block_in"), *rest)
 
+    if chosen is None:
+        return named
     return jax.checkpoint(named, policy=chosen, prevent_cse=not scanned)
 
 

@@ -53,6 +53,7 @@ FLOORS = {
     "jaxmem._traced": 4,
     "jaxmem._fit": 4,
     "jaxmem.remat": 4,
+    "jaxmem.offload": 4,
     "jaxmem": 4,
     "jaxmem.bench": 4,
     "jaxmem.heads": 4,

@@ -1,0 +1,190 @@
+"""State of an optimizer, and whole trees, on the host while nothing needs them.
+
+    park(tree), fetch(tree)      between phases: a trainer's state while a sampler runs
+    Streamed(optimizer)          an optimizer whose state comes a slice at a time
+
+    optimizer = offload.Streamed(optax.adamw(1e-3))
+    state = optimizer.init(params)
+    params, state = optimizer.update(params, gradients, state)
+
+Reference: Ren et al., "ZeRO-Offload", 2021, arXiv:2101.06840, whose update is computed
+on the host; here it is the device that computes.
+"""
+
+import collections
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+_MIB = 2**20
+
+
+def park(tree: Any) -> Any:
+    """The tree's arrays on the host, in memory that the device can read.
+
+    Those given are deleted; returns once the device's memory is free.
+
+    >>> from jaxmem import offload
+    >>> parked = offload.park({"w": jax.numpy.ones(3)})
+    >>> parked["w"].sharding.memory_kind
+    'pinned_host'
+    >>> offload.fetch(parked)["w"].sharding.memory_kind
+    'device'
+    """
+    return jax.block_until_ready(_moved(tree, "pinned_host"))
+
+
+def fetch(tree: Any) -> Any:
+    """The tree's arrays on the device again; those given are deleted."""
+    return _moved(tree, "device")
+
+
+def _moved(tree, kind):
+    def move(x):
+        if x.sharding.memory_kind == kind:
+            return x
+        made = jax.device_put(x, x.sharding.with_memory_kind(kind))
+        x.delete()  # between kinds of memory jax donates nothing; after the copy
+        return made
+
+    return jax.tree.map(move, tree)
+
+
+class Transformation(Protocol):
+    """What optax calls a gradient transformation."""
+
+    def init(self, params: Any, /) -> Any:
+        """State for these parameters."""
+        ...
+
+    def update(self, updates: Any, state: Any, params: Any, /) -> tuple[Any, Any]:
+        """(what is added to params, the next state) for these gradients."""
+        ...
+
+
+class Streamed:
+    """An optimizer whose state is on the host, but for the slices in use.
+
+    Each leaf of the parameters is cut along its first axis; a slice's state comes to
+    the device, is updated there together with its rows of the parameters, and goes
+    back, while the next one's is on its way.
+
+    Args:
+        optimizer: elementwise, such as Adam: what it makes of an element depends on
+            that element's gradients alone. Global norms are taken before. It sees one
+            leaf at a time, in a dict under the last key of its path.
+        slice_bytes: of the parameters in a slice; leaves whose rows are larger, or
+            split over devices, are not cut so fine.
+
+    **Memory** beyond parameters and gradients: the state of two slices, and the rows of
+    one that are being updated.
+    """
+
+    def __init__(self, optimizer: Transformation, *, slice_bytes: int = 128 * _MIB):
+        if slice_bytes <= 0:
+            raise ValueError(f"slice_bytes must be above 0, got {slice_bytes}")
+        self._optimizer, self._slice_bytes = optimizer, slice_bytes
+        self._update = jax.jit(
+            self._update_slice, donate_argnums=(0, 2), static_argnums=(4, 5)
+        )
+
+    def init(self, params: Any) -> Any:
+        """The state: params' tree, at whose leaves are lists of slices' states.
+
+        It is in float32 even where params are in 16 bits.
+        """
+
+        def of_leaf(path, leaf, shapes):
+            rows, name = self._rows(leaf), _name(path)
+            homes = jax.tree.map(lambda x: x.sharding, shapes[0])
+            draw = jax.jit(self._init_slice, static_argnums=(2, 3), out_shardings=homes)
+            return [draw(leaf, start, rows, name) for start in _starts(leaf, rows)]
+
+        return jax.tree_util.tree_map_with_path(of_leaf, params, self.shapes(params))
+
+    def shapes(self, params: Any) -> Any:
+        """What `init` would return, as `jax.ShapeDtypeStruct` that say where it is."""
+
+        def of_leaf(path, leaf):
+            rows, home = self._rows(leaf), _home(leaf)
+            made = jax.eval_shape(
+                lambda leaf: self._init_slice(leaf, 0, rows, _name(path)), leaf
+            )
+
+            def parked(x):
+                place = home if x.ndim == leaf.ndim else _replicated(home)
+                host = place.with_memory_kind("pinned_host")
+                return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=host)
+
+            return [jax.tree.map(parked, made) for _ in _starts(leaf, rows)]
+
+        return jax.tree_util.tree_map_with_path(of_leaf, params)
+
+    def update(self, params: Any, gradients: Any, state: Any) -> tuple[Any, Any]:
+        """(params, state) after a step; those given are consumed, the gradients not."""
+        leaves, structure = jax.tree_util.tree_flatten_with_path(params)
+        slopes = structure.flatten_up_to(gradients)
+        states = structure.flatten_up_to(state)
+        params = gradients = state = None  # a leaf's memory is free once it is updated
+        updated, under_way = [], collections.deque()
+        for (path, leaf), slope, slices in zip(leaves, slopes, states, strict=True):
+            rows, name, parked = self._rows(leaf), _name(path), []
+            for start, part in zip(_starts(leaf, rows), slices, strict=True):
+                if len(under_way) == 2:  # one comes while another goes, and no more
+                    jax.block_until_ready(under_way.popleft())
+                leaf, part = self._update(leaf, slope, fetch(part), start, rows, name)
+                parked.append(_moved(part, "pinned_host"))
+                under_way.append(parked[-1])
+            updated.append((leaf, parked))
+        jax.block_until_ready(list(under_way))
+        new_params, new_state = zip(*updated, strict=True)
+        return structure.unflatten(new_params), structure.unflatten(new_state)
+
+    def _rows(self, leaf):
+        """Rows of a slice, a divisor of their number."""
+        if not leaf.ndim:
+            return 1
+        whole = leaf.shape[0]
+        if (
+            leaf.sharding is not None
+            and leaf.sharding.shard_shape(leaf.shape)[0] < whole
+        ):
+            return whole
+        bytes_of_row = leaf.size // whole * leaf.dtype.itemsize
+        most = min(whole, max(1, self._slice_bytes // max(1, bytes_of_row)))
+        return max(n for n in range(1, most + 1) if whole % n == 0)
+
+    def _init_slice(self, leaf, start, rows, name):
+        wide = jnp.promote_types(leaf.dtype, jnp.float32)
+        return self._optimizer.init({name: _cut(leaf, start, rows).astype(wide)})
+
+    def _update_slice(self, leaf, slope, state, start, rows, name):
+        param, gradient = (_cut(x, start, rows) for x in (leaf, slope))
+        updates, state = self._optimizer.update({name: gradient}, state, {name: param})
+        param = (param + updates[name]).astype(leaf.dtype)
+        if not leaf.ndim:
+            return param, state
+        return jax.lax.dynamic_update_slice_in_dim(leaf, param, start, 0), state
+
+
+def _home(leaf):
+    return leaf.sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
+
+
+def _replicated(home):
+    if isinstance(home, jax.sharding.NamedSharding):
+        return jax.sharding.NamedSharding(home.mesh, jax.sharding.PartitionSpec())
+    return home
+
+
+def _starts(leaf, rows):
+    return range(0, leaf.shape[0] if leaf.ndim else 1, rows)
+
+
+def _cut(x, start, rows):
+    return jax.lax.dynamic_slice_in_dim(x, start, rows) if x.ndim else x
+
+
+def _name(path):
+    return str(getattr(path[-1], "key", path[-1])) if path else ""

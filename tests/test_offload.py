@@ -1,0 +1,124 @@
+"""State on the host: where it is, what comes back, and what an update makes of it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxmem import offload
+
+SHAPES = {"blocks": {"kernel": (6, 4, 8), "scale": (6, 8)}, "embed": (10, 4), "t": ()}
+
+
+def tree(seed, dtype=jnp.float32):
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda shape: jnp.asarray(rng.normal(size=shape), dtype),
+        SHAPES,
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
+
+
+def adamw():
+    def decays(params):
+        return jax.tree_util.tree_map_with_path(
+            lambda path, _: path[-1].key != "scale", params
+        )
+
+    return optax.adamw(optax.linear_schedule(0.1, 0.0, 5), mask=decays)
+
+
+def kinds(state):
+    return {x.sharding.memory_kind for x in jax.tree.leaves(state)}
+
+
+def assert_close(got, want, epsilon):
+    def close(a, b):
+        a, b = np.float32(a), np.float32(b)
+        np.testing.assert_allclose(a, b, rtol=epsilon, atol=epsilon / 10)
+
+    jax.tree.map(close, got, want)
+
+
+def test_there_and_back():
+    here = tree(0)
+    parked = offload.park(here)
+    assert kinds(parked) == {"pinned_host"}
+    assert all(x.is_deleted() for x in jax.tree.leaves(here))
+    back = offload.fetch(parked)
+    assert kinds(back) == {"device"}
+    assert all(x.is_deleted() for x in jax.tree.leaves(parked))
+    jax.tree.map(np.testing.assert_array_equal, back, tree(0))
+
+
+def test_a_sharded_tree_keeps_its_sharding():
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    parked = offload.park(jax.device_put(jnp.arange(8.0), rows))
+    assert parked.sharding == rows.with_memory_kind("pinned_host")
+    assert offload.fetch(parked).sharding == rows.with_memory_kind("device")
+
+
+@pytest.mark.parametrize("slice_bytes", [1, 256, 2**20])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_update_is_that_of_the_whole_state_on_the_device(slice_bytes, dtype):
+    wanted, optimizer = tree(0, dtype), adamw()
+    state = optimizer.init(optax.tree.cast(wanted, jnp.float32))
+    streamed = offload.Streamed(adamw(), slice_bytes=slice_bytes)
+    params = tree(0, dtype)
+    parked = streamed.init(params)
+    step = jax.jit(optimizer.update)
+    for seed in (1, 2, 3):
+        gradients = tree(seed)
+        updates, state = step(gradients, state, wanted)
+        wanted = optax.apply_updates(wanted, updates)
+        params, parked = streamed.update(params, gradients, parked)
+        assert kinds(parked) == {"pinned_host"} and kinds(params) == {"device"}
+        assert_close(params, wanted, 4 * float(jnp.finfo(dtype).eps))
+
+
+def test_slices_are_as_large_as_asked_and_say_their_shapes():
+    params = tree(0)
+    streamed = offload.Streamed(adamw(), slice_bytes=2 * 4 * 8 * 4)
+    state, shapes = (
+        streamed.init(params),
+        streamed.shapes(jax.eval_shape(lambda: tree(0))),
+    )
+    lengths = {"kernel": 3, "scale": 1}
+    assert {k: len(state["blocks"][k]) for k in lengths} == lengths
+    assert len(state["embed"]) == len(state["t"]) == 1
+    described = jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), state)
+    assert described == jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), shapes)
+
+
+def test_rows_over_devices_are_not_cut():
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    streamed = offload.Streamed(optax.adam(0.1), slice_bytes=1)
+    params = {"w": jax.device_put(jnp.ones((4, 2)), rows)}
+    state = streamed.init(params)
+    assert len(state["w"]) == 1
+    assert state["w"][0][0].mu["w"].sharding == rows.with_memory_kind("pinned_host")
+    params, state = streamed.update(params, jax.tree.map(jnp.ones_like, params), state)
+    np.testing.assert_allclose(params["w"], 0.9, rtol=1e-5)
+
+
+def test_what_is_given_is_consumed_and_the_gradients_are_not():
+    streamed, params, gradients = offload.Streamed(adamw()), tree(0), tree(1)
+    state = streamed.init(params)
+    streamed.update(params, gradients, state)
+    assert all(x.is_deleted() for x in jax.tree.leaves((params, state)))
+    assert not any(x.is_deleted() for x in jax.tree.leaves(gradients))
+
+
+def test_an_optimizer_without_moments():
+    streamed, params = offload.Streamed(optax.sgd(0.5)), tree(0)
+    state = streamed.init(params)
+    made, _ = streamed.update(params, jax.tree.map(jnp.ones_like, tree(0)), state)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b - 0.5), made, tree(0))
+
+
+def test_slices_of_nothing():
+    with pytest.raises(ValueError, match="slice_bytes must be above 0, got 0"):
+        offload.Streamed(adamw(), slice_bytes=0)
