@@ -13,6 +13,7 @@ _PACKAGE = Path(__file__).parent
 # In an installed package, then in a checkout.
 _SHIPPED_CONFIGS = (_PACKAGE / "configs", _PACKAGE.parent / "configs")
 
+_DTYPES = ("bfloat16", "float16", "float32")
 _USER_ERROR = 2
 _INTERRUPTED = 130  # 128 + SIGINT, as shells count
 
@@ -66,8 +67,56 @@ def _parser() -> argparse.ArgumentParser:
         help="applied after the file, as in run.steps=200 data.source=notes.txt",
     )
     train.set_defaults(command=_train)
+    _add_score(commands)
     _add_bench(commands)
     return parser
+
+
+def _add_score(commands) -> None:
+    score = commands.add_parser(
+        "score",
+        help="log-probabilities and entropies of texts under a checkpoint",
+        description="Scores every token of the texts, or of the responses, under a "
+        "local checkpoint (config.json, safetensors, tokenizer.json).  Run the same "
+        "command again to go on after a kill.",
+    )
+    score.add_argument("model", metavar="MODEL_DIR", help="directory of a checkpoint")
+    score.add_argument(
+        "data",
+        metavar="DATA.jsonl",
+        help='a line a document, {"text"} or {"prompt", "response"}',
+    )
+    for flag, options in {
+        "--out": {"help": ".jsonl or .parquet; scores.jsonl by default"},
+        "--max-tokens": {"type": int, "help": "slots of a micro-batch; 4096"},
+        "--stride": {"type": int, "help": "score longer documents in windows"},
+        "--dtype": {"choices": _DTYPES, "help": "the checkpoint's by default"},
+        "--chunk": {"type": _chunk, "help": "tokens with logits at once, or auto"},
+    }.items():
+        score.add_argument(flag, default=argparse.SUPPRESS, **options)
+    score.add_argument("--eos", action="store_true", help="score the end of each too")
+    score.set_defaults(command=_score)
+
+
+def _score(arguments: argparse.Namespace) -> int:
+    try:
+        from jaxmem import score
+    except ModuleNotFoundError as error:
+        raise _missing(error, "scoring", "score") from error
+    options = {k: v for k, v in vars(arguments).items() if k != "command"}
+    config = score.ScoreConfig(**options)
+    try:
+        score.score(config)
+    except ModuleNotFoundError as error:
+        raise _missing(error, f"writing {config.out}", "score") from error
+    except KeyboardInterrupt:
+        print(
+            "\njaxmem: interrupted; run the same command again to go on after the "
+            "last documents recorded",
+            file=sys.stderr,
+        )
+        return _INTERRUPTED
+    return 0
 
 
 def _add_bench(commands) -> None:
@@ -84,9 +133,7 @@ def _add_bench(commands) -> None:
         metavar="N,D,V",
         help="tokens, width of hidden states, vocabulary",
     )
-    bench.add_argument(
-        "--dtype", choices=["bfloat16", "float16", "float32"], help="of hidden and W"
-    )
+    bench.add_argument("--dtype", choices=_DTYPES, help="of hidden and W")
     bench.add_argument("--chunk", type=_chunk, default=1024, help="tokens, or auto")
     bench.add_argument("--repetitions", type=int, default=3)
     bench.add_argument("--tune", action="store_true", help="measure tiles instead")
@@ -136,12 +183,7 @@ def _train(arguments: argparse.Namespace) -> int:
         from jaxmem.train import config as configuration
         from jaxmem.train import grpo, sft
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] == "jaxmem":
-            raise
-        raise UsageError(
-            f"training needs {error.name!r}, which is not installed; run: "
-            "pip install 'jaxmem[train]'"
-        ) from error
+        raise _missing(error, "training", "train") from error
     config, operative_text = configuration.load(path, arguments.overrides)
     print(f"# {path}", *arguments.overrides)
     print(operative_text, flush=True)
@@ -158,6 +200,16 @@ def _train(arguments: argparse.Namespace) -> int:
         )
         return _INTERRUPTED
     return 0
+
+
+def _missing(error: ModuleNotFoundError, what: str, extra: str) -> Exception:
+    """Say how to install what an extra brings; a module of our own is a bug."""
+    if (error.name or "").partition(".")[0] == "jaxmem":
+        return error
+    return UsageError(
+        f"{what} needs {error.name!r}, which is not installed; run: "
+        f"pip install 'jaxmem[{extra}]'"
+    )
 
 
 def _find_config(name: str) -> Path:

@@ -1,0 +1,251 @@
+"""A checkpoint and documents to scores: encode, pack, run, record, sum up."""
+
+import dataclasses
+import hashlib
+import json
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+import jax
+import numpy as np
+from rich import progress
+from rich.console import Console
+
+from jaxmem import checkpoints, packing
+from jaxmem.score.journal import Journal, Scores, check_parquet
+from jaxmem.score.summary import Summary, summarise
+from jaxmem.score.windows import Tokens, Window, check_lengths, cut, encode
+from jaxmem.train import data
+from jaxmem.train.data import NO_LABEL
+from jaxmem.train.model import Decoder, HeadConfig
+
+# Micro-batches' worth of tokens that are packed, and recorded, together: enough to
+# waste few slots, few enough to lose little to a kill.
+_GROUP = 32
+_SECONDS_A_LINE = 10.0  # between lines of progress, where there is no terminal
+_SAMPLE = 2**16  # bytes of a file that its fingerprint reads, at each end
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoreConfig:
+    """What to score, with what."""
+
+    model: str  # directory of a checkpoint
+    data: str  # .jsonl of {"text"} or {"prompt", "response"}
+    out: str = "scores.jsonl"  # or .parquet
+    max_tokens: int = 4096  # slots of a micro-batch, and tokens of the longest document
+    stride: int | None = None  # between windows of longer ones; None: they are refused
+    dtype: str | None = None  # of weights and activations; None: the checkpoint's
+    chunk: int | Literal["auto"] = "auto"  # tokens whose logits may be alive at once
+    eos: bool = False  # score the end of sequence after each document
+
+    def __post_init__(self):
+        """Refuse impossible values, by name."""
+        if self.max_tokens < 1:
+            raise ValueError(f"--max-tokens must be at least 1, got {self.max_tokens}")
+        if self.stride is not None and not 1 <= self.stride <= self.max_tokens:
+            raise ValueError(
+                f"--stride must be from 1 to --max-tokens={self.max_tokens}, got "
+                f"{self.stride}"
+            )
+        if not self.data.endswith(".jsonl"):
+            raise ValueError(f"DATA must be a .jsonl file, got {self.data}")
+
+
+def score(config: ScoreConfig, console: Console | None = None) -> Summary:
+    """Score documents, or go on where a killed process stopped.
+
+        logprob_t = ln p(token_t | tokens before),   entropy_t = -Σ_v p_v ln p_v
+
+    Args:
+      config: what to score, with what.
+      console: where progress goes; a new rich console by default.
+
+    Returns:
+      The sums, over documents that earlier processes scored too; `config.out` has the
+      numbers of every token.
+
+    Raises:
+      ValueError: the data, the checkpoint or the output cannot be used; the message
+        says which document, tensor or file.
+      FloatingPointError: a score is not finite.
+    """
+    console = console or Console()
+    out = Path(config.out).expanduser()
+    if out.suffix == ".parquet":
+        check_parquet()
+    described = checkpoints.read_config(config.model)
+    vocabulary = checkpoints.load_vocabulary(config.model)
+    if config.eos and vocabulary.eos is None:
+        raise ValueError(f"{described.path}: no end of sequence is named, for --eos")
+    documents = encode(data.load_documents(config.data), vocabulary, config.eos)
+    length = min(config.max_tokens, described.max_positions)
+    if config.stride is None:
+        check_lengths(documents, length)
+    groups = _groups(documents, _GROUP * config.max_tokens)
+    fingerprint = _fingerprint(config, documents)
+    with Journal(out, fingerprint, [0, *(stop for _, stop in groups)]) as journal:
+        started, read = time.perf_counter(), 0
+        if journal.done:
+            console.print(f"resuming after document {journal.done:,}", highlight=False)
+        if journal.done < len(documents):
+            read = _score_rest(config, length, documents, groups, journal, console)
+        seconds = time.perf_counter() - started
+        summary = summarise(journal.records())
+        journal.finish()
+    console.print(summary.table(seconds, read))
+    console.print(summary.bars())
+    console.print(f"saved in {out}", highlight=False)
+    return summary
+
+
+def _groups(documents: Sequence[Tokens], tokens: int) -> list[tuple[int, int]]:
+    """(start, stop) of documents of about so many tokens; of the data alone."""
+    ends = np.cumsum([max(len(d.ids), 1) for d in documents])
+    bounds = np.flatnonzero(np.diff(ends // tokens, prepend=0, append=-1)).tolist()
+    bounds = sorted({0, *bounds, len(documents)})
+    return list(zip(bounds[:-1], bounds[1:], strict=True))
+
+
+def _score_rest(
+    config: ScoreConfig,
+    length: int,
+    documents: Sequence[Tokens],
+    groups: Sequence[tuple[int, int]],
+    journal: Journal,
+    console: Console,
+) -> int:
+    """Score the groups that are left; returns how many tokens the model read."""
+    decoder = checkpoints.load(
+        config.model,
+        dtype=config.dtype,
+        param_dtype=config.dtype,
+        head=HeadConfig(chunk=config.chunk),
+        remat="none",
+    )
+    scorer = _Scorer(decoder, config.max_tokens, length)
+    report = _Progress(console, documents, journal.done)
+    with report:
+        for start, stop in groups:
+            if start < journal.done:
+                continue
+            windows = [
+                window
+                for number in range(start, stop)
+                for window in cut(number, documents[number], length, config.stride)
+            ]
+            numbers = scorer.run(windows)
+            journal.append(_collect(documents, start, stop, windows, numbers))
+            report.update(stop, sum(len(window.tokens) for window in windows))
+    return report.read
+
+
+class _Scorer:
+    """Windows to log-probabilities and entropies, a micro-batch at a time."""
+
+    def __init__(self, decoder: Decoder, max_tokens: int, length: int):
+        self._decoder, self._max_tokens = decoder, max_tokens
+        # Narrow rows cost less attention; three shapes are compiled at most.
+        widths = packing.buckets(length) if length >= 64 else (length,)
+        self._widths = widths
+
+    def run(self, windows: Sequence[Window]) -> list[np.ndarray]:
+        """Of each window, an array [tokens, 2]: log-probability, entropy."""
+        packed = packing.pack(
+            [len(window.tokens) for window in windows],
+            self._max_tokens,
+            row_lengths=self._widths,
+        )
+        tokens = packed.place([window.tokens for window in windows])
+        labels = packed.place([window.labels for window in windows], fill=NO_LABEL)
+        made = []
+        for batch, *ids in zip(packed.micro_batches, tokens, labels, strict=True):
+            numbers = _stats(self._decoder, *ids, batch.segment_ids, batch.positions)
+            made.append(np.stack(jax.device_get(numbers), axis=-1))
+        return packed.unpack(made)
+
+
+@jax.jit
+def _stats(decoder, tokens, labels, segment_ids, positions):
+    hidden = decoder(tokens, segment_ids, positions)
+    stats = decoder.head.token_stats(hidden, labels)
+    return stats.logprob, stats.entropy
+
+
+def _collect(
+    documents: Sequence[Tokens],
+    start: int,
+    stop: int,
+    windows: Sequence[Window],
+    numbers: Sequence[np.ndarray],
+) -> Iterator[Scores]:
+    """Put the scored tokens of each document together again."""
+    parts: list[list[np.ndarray]] = [[] for _ in range(start, stop)]
+    for window, made in zip(windows, numbers, strict=True):
+        parts[window.document - start].append(made[window.labels != NO_LABEL])
+    for document, made in zip(documents[start:stop], parts, strict=True):
+        scored = np.concatenate([np.zeros((0, 2), np.float32), *made])
+        if not np.isfinite(scored).all():
+            raise FloatingPointError(
+                f"{document.name}: a score is not finite; the checkpoint holds such "
+                "weights, or they need a wider --dtype"
+            )
+        ids = document.ids[document.first :]
+        yield Scores(document.name, ids, scored[:, 0], scored[:, 1])
+
+
+def _fingerprint(config: ScoreConfig, documents: Sequence[Tokens]) -> str:
+    """Of all that the numbers depend on, and their order."""
+    options = [config.max_tokens, config.stride, config.dtype, config.chunk]
+    made = hashlib.sha256(json.dumps(options).encode())
+    directory = Path(config.model).expanduser()
+    for path in sorted([*directory.glob("*.safetensors"), directory / "config.json"]):
+        size = path.stat().st_size
+        made.update(f"{path.name} {size}".encode())
+        with open(path, "rb") as file:
+            made.update(file.read(_SAMPLE))
+            file.seek(max(size - _SAMPLE, 0))
+            made.update(file.read(_SAMPLE))
+    for document in documents:
+        made.update(json.dumps([document.name, document.first]).encode())
+        made.update(document.ids.tobytes())
+    return made.hexdigest()[:24]
+
+
+class _Progress:
+    """A bar on a terminal, elsewhere a line now and then; with tokens a second."""
+
+    def __init__(self, console: Console, documents: Sequence[Tokens], done: int):
+        self._console, self._total, self.read = console, len(documents), 0
+        self._start = self._last = time.perf_counter()
+        self._bar = progress.Progress(
+            progress.TextColumn("documents"),
+            progress.MofNCompleteColumn(),
+            progress.BarColumn(),
+            progress.TextColumn("{task.description}"),
+            progress.TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task("", total=self._total, completed=done)
+
+    def __enter__(self) -> "_Progress":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def update(self, done: int, tokens: int) -> None:
+        """So many documents are done, with that many more tokens read."""
+        self.read += tokens
+        now = time.perf_counter()
+        speed = f"{self.read / (now - self._start):,.0f} tokens/s"
+        self._bar.update(self._task, completed=done, description=speed)
+        due = done == self._total or now - self._last > _SECONDS_A_LINE
+        if due and not self._console.is_terminal:
+            self._last = now
+            line = f"documents {done:,}/{self._total:,}  {speed}"
+            self._console.print(line, highlight=False)

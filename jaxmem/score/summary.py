@@ -1,0 +1,84 @@
+"""What all scores come to: a table, and how surprising the tokens are."""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+# Nats; a token of the first bin is all but certain, one of the last a surprise.
+_EDGES = (0.0, 0.01, 0.1, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, math.inf)
+_BAR = 40  # characters of the longest
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """Sums over documents and their scored tokens."""
+
+    documents: int
+    tokens: int
+    mean_logprob: float  # nats a token; NaN where there is none
+    mean_entropy: float
+    median_perplexity: float  # of the documents
+    histogram: tuple[int, ...]  # tokens by -logprob, between the edges
+
+    @property
+    def perplexity(self) -> float:
+        """Of all tokens together."""
+        return math.exp(-self.mean_logprob)
+
+    def table(self, seconds: float, tokens: int) -> Table:
+        """For a console; `tokens` were scored in `seconds` by this process."""
+        made = Table(title="Scores", title_justify="left", show_header=False)
+        made.add_column()
+        made.add_column(justify="right")
+        for name, value in (
+            ("documents", f"{self.documents:,}"),
+            ("tokens scored", f"{self.tokens:,}"),
+            ("log-probability, nats a token", f"{self.mean_logprob:.4f}"),
+            ("entropy, nats a token", f"{self.mean_entropy:.4f}"),
+            ("perplexity of all tokens", f"{self.perplexity:,.3f}"),
+            ("perplexity of the median document", f"{self.median_perplexity:,.3f}"),
+            ("tokens read a second", f"{tokens / seconds:,.0f}" if tokens else "-"),
+        ):
+            made.add_row(name, value)
+        return made
+
+    def bars(self) -> Table:
+        """The histogram, for a console."""
+        made = Table(title="Tokens by -logprob, nats", title_justify="left", box=None)
+        made.add_column("from", justify="right")
+        made.add_column("tokens", justify="right")
+        made.add_column("", no_wrap=True)
+        most = max(*self.histogram, 1)
+        for edge, count in zip(_EDGES, self.histogram, strict=False):
+            bar = "█" * math.ceil(_BAR * count / most)
+            made.add_row(f"{edge:g}", f"{count:,}", bar)
+        return made
+
+
+def summarise(records: Iterable[Mapping[str, Any]]) -> Summary:
+    """Read records of a journal, one at a time."""
+    logprob = entropy = 0.0
+    histogram = np.zeros(len(_EDGES) - 1, np.int64)
+    documents, perplexities = 0, []
+    for record in records:
+        documents += 1
+        logprobs = np.array(record["logprobs"], np.float64)
+        logprob += logprobs.sum()
+        entropy += math.fsum(record["entropies"])
+        # A log-probability may be above 0 by its rounding.
+        histogram += np.histogram(np.maximum(-logprobs, 0), _EDGES)[0]
+        if record["perplexity"] is not None:
+            perplexities.append(record["perplexity"])
+    tokens = int(histogram.sum())
+    return Summary(
+        documents,
+        tokens,
+        logprob / tokens if tokens else math.nan,
+        entropy / tokens if tokens else math.nan,
+        float(np.median(perplexities)) if perplexities else math.nan,
+        tuple(histogram.tolist()),
+    )

@@ -1,0 +1,273 @@
+"""config.json as it is published, and all in it that must not pass in silence."""
+
+import dataclasses
+import json
+import pathlib
+
+import pytest
+
+from jaxmem.checkpoints import CheckpointError, read_config
+from jaxmem.train import config as configuration
+from jaxmem.train.model import ModelConfig
+
+CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
+COMMON = {
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "eos_token_id": [2, 3],
+    "initializer_range": 0.02,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.51.0",
+    "use_cache": True,
+}
+QWEN3 = COMMON | {
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 28,
+    "model_type": "qwen3",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+LLAMA3 = COMMON | {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 8192,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 128256,
+}
+GEMMA2 = COMMON | {
+    "architectures": ["Gemma2ForCausalLM"],
+    "attention_bias": False,
+    "attn_logit_softcapping": 50.0,
+    "cache_implementation": "hybrid",
+    "final_logit_softcapping": 30.0,
+    "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "max_position_embeddings": 8192,
+    "model_type": "gemma2",
+    "num_attention_heads": 8,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 4,
+    "pad_token_id": 0,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+    "vocab_size": 256000,
+}
+GEMMA3 = GEMMA2 | {
+    "architectures": ["Gemma3ForCausalLM"],
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "model_type": "gemma3_text",
+    "rope_local_base_freq": 10000,
+    "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+    "rope_theta": 1000000,
+    "sliding_window": 1024,
+    "sliding_window_pattern": 6,
+}
+SCALED = {
+    "factor": 8.0,
+    "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}
+
+
+def read(tmp_path, config, **changes):
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
+    return read_config(tmp_path)
+
+
+def shipped(tmp_path, name):
+    (tmp_path / "run.gin").write_text(f'include "{CONFIGS}/model_{name}.gin"\n')
+    return configuration.load(tmp_path / "run.gin")[0].model
+
+
+# ------------------------------------------------------------------- read
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [(QWEN3, "qwen3_0_6b"), (LLAMA3, "llama3_8b"), (GEMMA2, "gemma2_2b")],
+)
+def test_published_configs_are_the_shipped_ones(config, name, tmp_path):
+    made = read(tmp_path, config)
+    assert made.model == shipped(tmp_path, name)
+    assert made.max_positions == config["max_position_embeddings"]
+    assert (made.dtype, made.raw) == ("bfloat16", config)
+
+
+def test_gemma_3_before_its_layers_were_listed(tmp_path):
+    sizes = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}
+    made = read(tmp_path, GEMMA3 | sizes, vocab_size=262208).model
+    assert made == shipped(tmp_path, "gemma3_4b")
+
+
+def test_llama_3_1_scales_its_wavelengths(tmp_path):
+    made = read(tmp_path, LLAMA3, rope_scaling=SCALED).model
+    scaled = dict(rope_scaling="llama3", rope_factor=8.0, rope_low_factor=1.0)
+    scaled |= dict(rope_high_factor=4.0, rope_original=8192)
+    assert made == dataclasses.replace(shipped(tmp_path, "llama3_8b"), **scaled)
+    both = {"rope_parameters": SCALED | {"rope_theta": 500000.0}, "rope_theta": None}
+    new = {k: v for k, v in (LLAMA3 | both).items() if k[:5] != "rope_" or k in both}
+    del new["rope_theta"]
+    assert read(tmp_path, new).model == made
+
+
+def test_mistral_and_qwen_windows(tmp_path):
+    mistral = LLAMA3 | {
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "sliding_window": 4096,
+    }
+    made = read(tmp_path, mistral).model
+    assert (made.pattern, made.window) == (("local",), 4096)
+    made = read(tmp_path, mistral, sliding_window=None).model
+    assert (made.pattern, made.window) == (("global",), None)
+    windows = dict(use_sliding_window=True, sliding_window=64, max_window_layers=27)
+    made = read(tmp_path, QWEN3, **windows).model
+    assert made.pattern == ("global",) * 27 + ("local",)
+
+
+def test_what_is_left_out_is_what_transformers_takes(tmp_path):
+    needed = {
+        key: LLAMA3[key]
+        for key in (
+            "model_type", "hidden_size", "intermediate_size", "num_hidden_layers",
+            "num_attention_heads", "max_position_embeddings", "vocab_size",
+        )
+    }  # fmt: skip
+    made = read(tmp_path, needed).model
+    assert (made.kv_heads, made.head_dim, made.tied) == (32, 128, False)
+    assert (made.rope_theta, made.norm_eps) == (10_000.0, 1e-6)
+    assert read(tmp_path, needed, model_type="gemma2").model.tied
+
+
+# ---------------------------------------------------------------- refused
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "message"),
+    [
+        (
+            LLAMA3,
+            dict(architectures=["PhiForCausalLM"]),
+            "architecture 'PhiForCausalLM",
+        ),
+        (
+            LLAMA3,
+            dict(model_type="phi", architectures=[]),
+            "model_type 'phi' is not im",
+        ),
+        (LLAMA3, dict(model_type="qwen3"), "'qwen3' is not that of LlamaForCausalLM"),
+        (
+            LLAMA3,
+            dict(rope_scaling={"rope_type": "yarn", "factor": 4.0}),
+            "rope type 'yarn' is not implemented; known are 'default', 'linear', 'lla",
+        ),
+        (
+            LLAMA3,
+            dict(rope_scaling={"type": "dynamic", "factor": 4.0}),
+            "rope type 'dynamic' is not implemented",
+        ),
+        (LLAMA3, dict(rope_scaling={"type": "linear"}), "factor is missing"),
+        (
+            LLAMA3,
+            dict(rope_scaling={"type": "linear", "factor": 2.0, "beta": 1}),
+            "unknown keys 'beta'",
+        ),
+        (LLAMA3, dict(rope_parameters={}, rope_scaling={}), "cannot both be given"),
+        (
+            LLAMA3,
+            dict(hidden_act="relu"),
+            "hidden_act 'relu' is not implemented; known",
+        ),
+        (LLAMA3, dict(attention_bias=True), "attention_bias=True is not implemented"),
+        (LLAMA3, dict(mlp_bias=True), "mlp_bias=True is not implemented; only False"),
+        (QWEN3, dict(quantization_config={"bits": 4}), "quantization_config={'bits'"),
+        (LLAMA3, dict(num_experts=8), "unknown keys 'num_experts': what they do to"),
+        (LLAMA3, dict(hidden_size="4096"), "hidden_size must be int, got '4096'"),
+        (LLAMA3, dict(num_key_value_heads=5), "kv_heads must divide heads"),
+        (QWEN3, dict(layer_types=["full_attention"]), "one entry a layer, 28, got 1"),
+        (
+            QWEN3,
+            dict(layer_types=["chunked_attention"] * 28),
+            "layer_types 'chunked_attention' is not implemented",
+        ),
+        (
+            QWEN3,
+            dict(layer_types=["sliding_attention"] * 28),
+            "sliding_window is missing",
+        ),
+        (
+            GEMMA2,
+            dict(use_bidirectional_attention=True),
+            "use_bidirectional_attention=T",
+        ),
+        (
+            GEMMA3,
+            dict(rope_parameters={"full_attention": {}}),
+            "rope_parameters must be of full_attention, sliding_attention, got full",
+        ),
+        (
+            GEMMA3,
+            dict(
+                rope_parameters={
+                    "full_attention": {"rope_type": "default"},
+                    "sliding_attention": {"rope_type": "linear", "factor": 2.0},
+                }
+            ),
+            "rope type 'linear' in sliding_attention is not implemented",
+        ),
+    ],
+)
+def test_what_is_not_implemented_is_an_error_that_names_it(
+    config, changes, message, tmp_path
+):
+    with pytest.raises(CheckpointError, match="config.json: .*" + message):
+        read(tmp_path, config, **changes)
+
+
+def test_unreadable_configs(tmp_path):
+    with pytest.raises(CheckpointError, match="config.json: cannot be read: No such"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match="config.json: not valid JSON"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(CheckpointError, match="config.json: expected a JSON object"):
+        read_config(tmp_path)
+    incomplete = {k: v for k, v in QWEN3.items() if k != "vocab_size"}
+    with pytest.raises(CheckpointError, match="config.json: vocab_size is missing"):
+        read(tmp_path, incomplete)
+    assert ModelConfig().checkpoint is None

@@ -1,0 +1,52 @@
+"""The tokenizer of a checkpoint, and its disagreements with the model."""
+
+import json
+
+import pytest
+
+from jaxmem.checkpoints import CheckpointError, load_vocabulary
+from tests.checkpoints import texts
+
+
+def test_ids_of_texts_and_the_tokens_around_them(tmp_path):
+    made = load_vocabulary(texts.checkpoint("llama", tmp_path))
+    assert (made.start, made.eos) == ((1,), 2)
+    assert made.encode(["cab", "a</s>"]) == [[5, 3, 4], [3, 2]]
+
+
+def test_a_tokenizer_without_a_start(tmp_path):
+    made = load_vocabulary(texts.checkpoint("qwen3", tmp_path, start=False))
+    assert made.start == ()
+
+
+def test_the_end_is_the_models_where_the_tokenizer_names_none(tmp_path):
+    directory = texts.checkpoint("llama", tmp_path)
+    (directory / "tokenizer_config.json").unlink()
+    assert load_vocabulary(directory).eos == 2
+    config = json.loads((directory / "config.json").read_text())
+    config["eos_token_id"] = [0, 2]
+    (directory / "config.json").write_text(json.dumps(config))
+    assert load_vocabulary(directory).eos == 0
+
+
+def test_an_id_that_the_model_has_not_is_an_error_that_names_both_files(tmp_path):
+    directory = texts.checkpoint("llama", tmp_path, more=["word"])
+    message = (
+        "tokenizer.json: token 'word' has the id 40, but model.embed_tokens.weight "
+        r"has only 40 rows \(vocab_size of .*config.json\)"
+    )
+    with pytest.raises(CheckpointError, match=message):
+        load_vocabulary(directory)
+
+
+def test_missing_and_broken_tokenizers(tmp_path):
+    directory = texts.checkpoint("llama", tmp_path)
+    (directory / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
+    with pytest.raises(CheckpointError, match="_config.json: eos_token '<end>' is no"):
+        load_vocabulary(directory)
+    (directory / "tokenizer.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="tokenizer.json: cannot be read"):
+        load_vocabulary(directory)
+    (directory / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match="tokenizer.json: missing; only this"):
+        load_vocabulary(directory)

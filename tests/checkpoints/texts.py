@@ -1,0 +1,35 @@
+"""A tokenizer of forty tokens, for the tiny checkpoints."""
+
+import json
+import pathlib
+import shutil
+
+import tokenizers
+from tokenizers import models, pre_tokenizers, processors
+
+TINY = pathlib.Path(__file__).parent / "tiny"
+SPECIAL = ("<pad>", "<s>", "</s>")
+LETTERS = "abcdefghijklmnopqrstuvwxyz ,.01234567"
+
+
+def tokenizer(*, start=True, more=()):
+    """Letters are tokens; with a template that puts <s> before a text."""
+    words = [*SPECIAL, *LETTERS, *more]
+    vocabulary = {word: i for i, word in enumerate(words)}
+    made = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="."))
+    made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    made.add_special_tokens(list(SPECIAL))
+    if start:
+        made.post_processor = processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", 1)]
+        )
+    return made
+
+
+def checkpoint(name, directory, **options):
+    """A tiny checkpoint with such a tokenizer."""
+    directory = pathlib.Path(shutil.copytree(TINY / name, directory / name))
+    tokenizer(**options).save(str(directory / "tokenizer.json"))
+    named = {"eos_token": {"content": "</s>"}}
+    (directory / "tokenizer_config.json").write_text(json.dumps(named))
+    return directory
