@@ -90,6 +90,12 @@ class Candidate:
     device: int | None = None  # bytes, by the compiler
     why_not: str = ""
 
+    def is_of(self, names: Sequence[str]) -> bool:
+        """Whether it keeps or offloads nothing but these, by name."""
+        if self.policy is None or self.policy.dots:
+            return False
+        return {*self.policy.save, *self.policy.offload} <= {*names}
+
 
 def fit(
     step: Callable[[Policy | None], Any],
@@ -113,7 +119,8 @@ def fit(
         step: policy -> `jax.jit(...).trace(...)` of a training step that uses it, with
             `compiler_options` of the policy; None for no rematerialisation.
         memory_limit: bytes that the program may have, or "auto": what the device has.
-        names: what may be kept; by default all that the step names in its blocks.
+        names: what may be kept or sent to the host; by default all that the step names
+            in its blocks, or simply everything.
         host_limit: bytes on the host, by default what XLA's pool of them holds.
         rates: of the device; measured if it is None.
         show: what is called with the table of all candidates; None for silence.
@@ -131,6 +138,8 @@ def fit(
     everything, nothing = step(None), step(Policy())
     sizes = _sizes(everything.jaxpr, names)
     made = _candidates(step, everything, nothing, sizes)
+    if names is not None:
+        made = [each for each in made if each.is_of(names)]
     forward = _traced.products(everything.jaxpr.jaxpr) / 3 / rates.products
     for each in made:
         _predict(each, forward, rates)
