@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxmem import _head, _shards, _spec
 from jaxmem._spec import AxisName
@@ -18,7 +18,7 @@ from jaxmem._spec import AxisName
 
 def parallel(
     verb: Callable,
-    mesh: Mesh,
+    mesh: Mesh | AbstractMesh,
     *,
     vocab: AxisName | None = None,
     tokens: AxisName | PartitionSpec | None = None,
@@ -92,11 +92,16 @@ def parallel(
     return run
 
 
+def is_verb(verb: Callable) -> bool:
+    """Whether `parallel` can split it."""
+    return "axis_name" in _parameters(verb)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Plan:
     """Which mesh axes split what; an empty tuple splits nothing."""
 
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh
     vocab: tuple[str, ...]
     tokens: tuple[tuple[str, ...], ...]  # of each axis of tokens, from the first one on
     W_fsdp: tuple[str, ...]
@@ -279,17 +284,20 @@ def _is_explicit(plan):
     return AxisType.Explicit in plan.mesh.axis_types
 
 
-def _signature(verb):
+def _parameters(verb):
     try:
-        signature = inspect.signature(verb)
+        return inspect.signature(verb).parameters
     except (TypeError, ValueError):
-        signature = inspect.Signature()
-    if "axis_name" not in signature.parameters:
+        return {}
+
+
+def _signature(verb):
+    if not is_verb(verb):
         raise TypeError(
             "verb must be a function of jaxmem's that takes axis_name, such as "
             f"jaxmem.logprobs, got {verb!r}"
         )
-    return signature
+    return inspect.signature(verb)
 
 
 def _plan(mesh, vocab, tokens, W_fsdp):

@@ -62,6 +62,8 @@ FLOORS = {
     "jaxmem.heads.nnx": 4,
     "jaxmem.train": 5,
     "jaxmem.train._checks": 5,
+    "jaxmem.train.mesh": 5,
+    "jaxmem.train.ulysses": 5,
     "jaxmem.train.data": 5,
     "jaxmem.train.cache": 5,
     "jaxmem.train.positions": 5,

@@ -1,5 +1,6 @@
 """What a drop-in head does with its weights; the same for every kind of Flax module."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -9,10 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
+from jax.sharding import Mesh, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxmem import _backends, _head, _selected, _spec, _token_loss
-from jaxmem._spec import Chunk, Layout
+from jaxmem import sharding as _sharding
+from jaxmem._spec import AxisName, Chunk, Layout
 from jaxmem._stats import TokenStats
 
 
@@ -23,6 +26,46 @@ class Weights(NamedTuple):
     layout: Layout
     bias: jax.Array | None  # [V]
     dtype: DTypeLike | None  # compute type; None: promoted from hidden and weights
+    names: tuple = ()  # mesh axes of W's two axes, where its metadata tell
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadSharding:
+    """How a head's verbs share their work out; see `jaxmem.sharding.parallel`.
+
+    Attributes:
+        mesh: devices; None: those of `jax.set_mesh`.
+        tokens: mesh axes that split hidden and labels.
+        vocab: mesh axes that split the vocabulary; None: those that the weights'
+            metadata name (of nnx.with_partitioning, of Linen's logical axes).
+        W_fsdp: mesh axes along which the weights are stored in parts; likewise.
+    """
+
+    mesh: Mesh | None = None
+    tokens: AxisName | PartitionSpec | None = None
+    vocab: AxisName | None = None
+    W_fsdp: AxisName | None = None
+
+    def apply(self, verb: Callable, weights: Weights) -> Callable:
+        """The verb on this mesh.
+
+        Raises:
+            ValueError: there is no mesh.
+        """
+        mesh = self.mesh or jax.sharding.get_abstract_mesh()
+        if mesh.empty:
+            raise ValueError(
+                "sharding.mesh must be given where jax.set_mesh has named none"
+            )
+        names = weights.names[:: 1 if weights.layout == "vd" else -1]
+        vocab, W_fsdp = names or (None, None)
+        return _sharding.parallel(
+            verb,
+            mesh,
+            tokens=self.tokens,
+            vocab=vocab if self.vocab is None else self.vocab,
+            W_fsdp=W_fsdp if self.W_fsdp is None else self.W_fsdp,
+        )
 
 
 class HeadVerbs:
@@ -35,6 +78,7 @@ class HeadVerbs:
     chunk: Chunk
     vocab_size: int | None
     implementation: str | None
+    sharding: HeadSharding | None
 
     def _weights(self, depth: int) -> Weights:
         raise NotImplementedError
@@ -264,6 +308,9 @@ class HeadVerbs:
             "layout": weights.layout,
             "implementation": self.implementation,
         }
+        # A verb that cannot be split by hand is left to XLA's own partitioner.
+        if self.sharding and _sharding.is_verb(verb):
+            verb = self.sharding.apply(verb, weights)
         return verb(hidden, weights.W, *per_token, **options | keywords)
 
     def _prepare(self, hidden) -> tuple[jax.Array, Weights]:

@@ -6,6 +6,7 @@ from flax.linen.linear import default_kernel_init
 from jax.typing import DTypeLike
 
 from jaxmem._spec import Chunk
+from jaxmem.heads._verbs import HeadSharding as HeadSharding
 from jaxmem.heads._verbs import HeadVerbs, Weights, check_options
 
 
@@ -35,6 +36,8 @@ class LMHead(HeadVerbs, nn.Module):
         chunk: tokens whose logits may be alive at once; None for all, or "auto".
         vocab_size: logical vocabulary when V is padded; later entries get p = 0.
         implementation: as in `jaxmem.logprobs`.
+        sharding: how the verbs run on a mesh of devices; None: on one, or as XLA
+            partitions them.
 
     Raises:
         TypeError: tied_to of another type, features missing, an integer dtype.
@@ -63,6 +66,7 @@ class LMHead(HeadVerbs, nn.Module):
     chunk: Chunk = 1024
     vocab_size: int | None = None
     implementation: str | None = None
+    sharding: HeadSharding | None = None
 
     def __post_init__(self):
         """Refuses options that no call could use."""

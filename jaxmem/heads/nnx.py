@@ -4,13 +4,16 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn.linear import default_bias_init, default_kernel_init
 from jax import lax
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from jaxmem._spec import Chunk, Layout
+from jaxmem.heads._verbs import HeadSharding as HeadSharding
 from jaxmem.heads._verbs import HeadVerbs, Weights, check_options
 
 _NO_METADATA: Mapping[str, Any] = MappingProxyType({})
@@ -51,6 +54,8 @@ class LMHead(HeadVerbs, nnx.Module):
         chunk: tokens whose logits may be alive at once; None for all, or "auto".
         vocab_size: logical vocabulary when V is padded; later entries get p = 0.
         implementation: as in `jaxmem.logprobs`.
+        sharding: how the verbs run on a mesh of devices; None: on one, or as XLA
+            partitions them.
 
     Raises:
         TypeError: tied_to of another type, sizes or rngs missing, an integer dtype.
@@ -89,6 +94,7 @@ class LMHead(HeadVerbs, nnx.Module):
         chunk: Chunk = 1024,
         vocab_size: int | None = None,
         implementation: str | None = None,
+        sharding: HeadSharding | None = None,
     ):
         depth, columns, layout = _describe(in_features, out_features, tied_to)
         check_options(columns, dtype, softcap, chunk, vocab_size, implementation)
@@ -106,15 +112,17 @@ class LMHead(HeadVerbs, nnx.Module):
         self.dtype, self.param_dtype = dtype, param_dtype
         self.softcap, self.chunk = softcap, chunk
         self.vocab_size, self.implementation = vocab_size, implementation
+        self.sharding = sharding
 
     def _weights(self, depth: int) -> Weights:
-        W, bias, dtype = _read(self if self.tied_to is None else self.tied_to)
+        source = self if self.tied_to is None else self.tied_to
+        W, bias, dtype = _read(source)
         if self.bias is not None:
             bias = self.bias[...]
         elif self.use_bias is False:
             bias = None
         dtype = dtype if self.dtype is None else self.dtype
-        return Weights(W, self.layout, bias, dtype)
+        return Weights(W, self.layout, bias, dtype, _names(source))
 
 
 def _params_key(rngs):
@@ -131,6 +139,21 @@ def _read(source) -> tuple:
         return source.embedding[...], None, source.dtype
     bias = None if source.bias is None else source.bias[...]
     return source.kernel[...], bias, source.dtype
+
+
+def _names(source) -> tuple:
+    """Mesh axes of the weights' two axes, where their metadata have any."""
+    if not isinstance(source, nnx.Variable):
+        is_embed = isinstance(source, nnx.Embed)
+        source = source.embedding if is_embed else source.kernel
+    (spec,) = jax.tree.leaves(
+        nnx.get_partition_spec({"W": source}), is_leaf=_is_partition_spec
+    )
+    return tuple(spec) + (None,) * (2 - len(spec)) if spec else ()
+
+
+def _is_partition_spec(x):
+    return isinstance(x, PartitionSpec)
 
 
 def _describe(in_features, out_features, tied_to) -> tuple[int, int, Layout]:

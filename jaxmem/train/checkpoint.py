@@ -67,14 +67,18 @@ class Checkpoints:
 
         Args:
           step: one that was saved.
-          like: pytree of `jax.ShapeDtypeStruct`, the shape of the saved state.
+          like: pytree of `jax.ShapeDtypeStruct`, the shape of the saved state and
+            where it shall be, whatever devices it was on.
 
         Returns:
-          The state on the default device, and the data iterator's state.
+          The state, on the default device where `like` names none, and the data
+          iterator's state.
         """
         device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         placed = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device),
+            lambda leaf: jax.ShapeDtypeStruct(
+                leaf.shape, leaf.dtype, sharding=leaf.sharding or device
+            ),
             like,
         )
         items = ocp.args.Composite(

@@ -23,6 +23,7 @@ from gin import config_parser
 
 from jaxmem.train.data import DataConfig
 from jaxmem.train.loop import RunConfig
+from jaxmem.train.mesh import MeshConfig
 from jaxmem.train.model import HeadConfig, ModelConfig
 from jaxmem.train.optimizer import OptimizerConfig
 from jaxmem.train.policy import GrpoConfig
@@ -43,6 +44,7 @@ class Config:
     head: HeadConfig
     optimizer: OptimizerConfig
     run: RunConfig
+    mesh: MeshConfig = MeshConfig()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +58,7 @@ class GrpoJobConfig:
     head: HeadConfig
     optimizer: OptimizerConfig
     run: RunConfig
+    mesh: MeshConfig = MeshConfig()
 
     def __post_init__(self):
         """Refuse what fits no other section, by the names of both."""

@@ -11,7 +11,7 @@ from jax import lax
 
 from jaxmem import remat
 from jaxmem.train import cache as kv_cache
-from jaxmem.train import positions
+from jaxmem.train import mesh, positions, ulysses
 from jaxmem.train._checks import check_field
 from jaxmem.train.positions import Ids as Ids
 
@@ -177,7 +177,7 @@ def rms_norm(config: ModelConfig, width: int, rngs: nnx.Rngs) -> nnx.RMSNorm:
 
 
 def softcapped_attention(
-    query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array,
+    query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array | None,
     scale: float, softcap: float,
 ) -> jax.Array:  # fmt: skip
     """Causal attention whose scores are capped, which `jax.nn`'s cannot.
@@ -187,7 +187,7 @@ def softcapped_attention(
     Args:
       query: [B, T, heads, head_dim].
       key, value: [B, T, kv_heads, head_dim].
-      mask: [B, 1, T, T].
+      mask: [B, 1, T, T]; None: all allowed.
       scale: of the scores.
       softcap: that they stay below.
 
@@ -201,7 +201,8 @@ def softcapped_attention(
     scores = scale * jnp.einsum(
         "bqkgd,btkd->bkgqt", grouped, key, preferred_element_type=jnp.float32
     )
-    seen = mask[:, :, None] & jnp.tril(jnp.ones((length, length), bool))
+    seen = jnp.tril(jnp.ones((length, length), bool))
+    seen = seen if mask is None else seen & mask[:, :, None]
     capped = jnp.where(seen, softcap * jnp.tanh(scores / softcap), -jnp.inf)
     weights = jax.nn.softmax(capped).astype(value.dtype)
     return jnp.einsum("bkgqt,btkd->bqkgd", weights, value).reshape(query.shape)
@@ -233,7 +234,7 @@ class Attention(nnx.Module):
         query, key, value = self._project(x, rope)
         query, key = remat.name(query, "q"), remat.name(key, "k")
         value = remat.name(value, "v")
-        mixed = self._attend(query, key, value, mask)
+        mixed = ulysses.attend(self._attend, query, key, value, mask)
         mixed = remat.name(mixed.reshape(*x.shape[:2], -1), "attn_out")
         return self.output(mixed), (key, value)
 
@@ -252,7 +253,7 @@ class Attention(nnx.Module):
         )
         return self.output(mixed.reshape(*x.shape[:2], -1)), token
 
-    def _attend(self, query, key, value, mask: jax.Array) -> jax.Array:
+    def _attend(self, query, key, value, mask: jax.Array | None) -> jax.Array:
         scale, softcap = self.config.score_scale, self.config.attention_softcap
         if softcap is not None:
             return softcapped_attention(query, key, value, mask, scale, softcap)
@@ -322,5 +323,7 @@ class Block(nnx.Module):
 
     def _finish(self, x: jax.Array, mixed: jax.Array) -> jax.Array:
         x = x + (self.post_attention_norm(mixed) if self.post_norms else mixed)
+        x = mesh.spread(x)
         made = self.feed_forward(self.feed_forward_norm(x))
-        return x + (self.post_feed_forward_norm(made) if self.post_norms else made)
+        made = self.post_feed_forward_norm(made) if self.post_norms else made
+        return mesh.spread(x + made)

@@ -17,7 +17,7 @@ from flax import nnx
 from jaxmem import remat
 from jaxmem.heads.nnx import LMHead
 from jaxmem.train import cache as kv_cache
-from jaxmem.train import layers
+from jaxmem.train import layers, mesh
 from jaxmem.train._checks import check_field
 from jaxmem.train.layers import ModelConfig as ModelConfig
 from jaxmem.train.positions import (
@@ -76,8 +76,15 @@ def _head(
     config: ModelConfig, head: HeadConfig, embed: nnx.Embed, rngs: nnx.Rngs
 ) -> LMHead:
     dtype, chunk = jnp.dtype(config.dtype), head.chunk
+    sharding = mesh.head_sharding()
     if config.tied:
-        return LMHead(tied_to=embed, dtype=dtype, softcap=config.softcap, chunk=chunk)
+        return LMHead(
+            tied_to=embed,
+            dtype=dtype,
+            softcap=config.softcap,
+            chunk=chunk,
+            sharding=sharding,
+        )
     return LMHead(
         config.hidden,
         config.vocab_size,
@@ -87,6 +94,7 @@ def _head(
         param_dtype=jnp.dtype(config.param_dtype),
         softcap=config.softcap,
         chunk=chunk,
+        sharding=sharding,
         rngs=rngs,
     )
 
@@ -117,19 +125,23 @@ class Decoder(nnx.Module):
         self.head = _head(config, head or HeadConfig(), self.embed, rngs)
         self.config = config
 
-    def __call__(self, tokens: Ids, segment_ids: Ids, positions: Ids) -> jax.Array:
+    def __call__(
+        self, tokens: Ids, segment_ids: Ids | None, positions: Ids
+    ) -> jax.Array:
         """Run the blocks and the last norm.
 
         Args:
           tokens: [B, T] ids.
-          segment_ids: [B, T] document of each token in its row; 0 is padding.
+          segment_ids: [B, T] document of each token in its row; 0 is padding. None:
+            a row is one document, and what follows it counts in no loss; no mask of
+            T x T is then made where all layers are global.
           positions: [B, T] position of each token in its document, from 0.
 
         Returns:
           Hidden states [B, T, hidden] in the compute dtype.
         """
         x = self._embed(tokens)
-        sight = self._sights(positions, functools.partial(document_mask, segment_ids))
+        sight = self._sights(positions, self._visible(tokens, segment_ids))
         # Plain arrays go into the scan: a module made outside must not be used inside.
         definition, weights = nnx.split(self.blocks)
 
@@ -237,10 +249,21 @@ class Decoder(nnx.Module):
 
     def _embed(self, tokens: Ids) -> jax.Array:
         """Embeddings [B, T, hidden] of the tokens."""
-        x = self.embed(jnp.asarray(tokens)).astype(self.config.dtype)
+        if mesh.current() is None:
+            x = self.embed(jnp.asarray(tokens)).astype(self.config.dtype)
+        else:
+            table = self.embed.embedding[...]
+            x = mesh.look_up(table, jnp.asarray(tokens)).astype(self.config.dtype)
         if self.config.embed_scale:
             x = x * jnp.asarray(self.config.hidden**0.5, x.dtype)
         return x
+
+    def _visible(self, tokens: Ids, segment_ids: Ids | None) -> Callable:
+        if segment_ids is None and "local" not in self.config.pattern:
+            return lambda window: None
+        if segment_ids is None:
+            segment_ids = jnp.zeros_like(tokens)
+        return functools.partial(document_mask, segment_ids)
 
     def _sights(self, positions: Ids, visible: Callable) -> Callable[[Any], tuple]:
         """A layer's entry of `layer_kinds` to its mask, and its tables of angles.

@@ -1,6 +1,7 @@
 """A decoder's weights, trained or frozen, and its optimizer: shapes before arrays."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from jaxmem.train.mesh import Layout, MeshConfig
 from jaxmem.train.model import Decoder, HeadConfig, ModelConfig
 from jaxmem.train.optimizer import (
     OptimizerConfig,
@@ -42,6 +44,11 @@ class ProgramConfig(Protocol):
         """What is trained, and how."""
         ...
 
+    @property
+    def mesh(self) -> MeshConfig:
+        """Which devices share it out."""
+        ...
+
 
 class DecoderProgram:
     """A run's functions and shapes; nothing is allocated until `initial_state`.
@@ -54,9 +61,10 @@ class DecoderProgram:
       schedule: updates done to the next one's learning rate.
 
     Attributes:
+      layout: where arrays are; what is traced with the model is so in its context.
       definition: of the decoder, for `nnx.merge`.
-      state_shapes: of a `TrainState`.
-      frozen_shapes: of the weights that are not trained; {} if all are.
+      state_shapes: of a `TrainState`, with its places.
+      frozen_shapes: of the weights that are not trained, likewise; {} if all are.
     """
 
     def __init__(
@@ -70,9 +78,13 @@ class DecoderProgram:
         self._config, self._seed = config, seed
         self.schedule = schedule
         self.optimizer = make_optimizer(config.optimizer, schedule)
-        self.definition = nnx.split(nnx.eval_shape(self.new_model))[0]
-        self.state_shapes = jax.eval_shape(self._new_state)
-        self.frozen_shapes = jax.eval_shape(lambda: self._new_weights()[1])
+        self.layout = Layout(config.mesh)
+        with self.layout.context():
+            self.definition = nnx.split(nnx.eval_shape(self.new_model))[0]
+            state = jax.eval_shape(self._new_state)
+            frozen = jax.eval_shape(lambda: self._new_weights()[1])
+        self.state_shapes = self.layout.of_weights(state)
+        self.frozen_shapes = self.layout.of_weights(frozen)
 
     def new_model(self) -> Decoder:
         """The decoder with the weights that the seed says."""
@@ -90,16 +102,20 @@ class DecoderProgram:
         return TrainState(params, moments)
 
     def initial_state(self) -> TrainState:
-        """Draw the weights that are trained, and their moments, on the device."""
-        return jax.jit(self._new_state)()
+        """Draw the weights that are trained, and their moments, on the devices."""
+        return self._drawn(self._new_state, self.state_shapes)
 
     def initial_params(self) -> optax.Params:
         """Draw the weights that are trained once more; the same in every process."""
-        return jax.jit(lambda: self._new_weights()[0])()
+        return self._drawn(lambda: self._new_weights()[0], self.state_shapes.params)
 
     def frozen(self) -> dict:
         """Draw the weights that are not trained; likewise."""
-        return jax.jit(lambda: self._new_weights()[1])()
+        return self._drawn(lambda: self._new_weights()[1], self.frozen_shapes)
+
+    def _drawn(self, draw: Callable, places: Any) -> Any:
+        with self.layout.context():
+            return self.layout.jit(draw, places)()
 
     def model(self, params: optax.Params, frozen: dict) -> Decoder:
         """The decoder with these weights."""

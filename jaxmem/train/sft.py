@@ -18,6 +18,7 @@ from jaxmem.train import data, metrics
 from jaxmem.train.data import Batch
 from jaxmem.train.loop import RunConfig as RunConfig
 from jaxmem.train.loop import open_run
+from jaxmem.train.mesh import as_stored
 from jaxmem.train.metrics import HeadCost, StepMetrics
 from jaxmem.train.model import Decoder, HeadConfig, head_loss
 from jaxmem.train.optimizer import OptimizerConfig as OptimizerConfig
@@ -66,10 +67,11 @@ def sum_gradients(
     """
 
     def add(sums: Any, micro_batch: Batch) -> tuple[Any, None]:
-        terms = jax.value_and_grad(loss)(params, micro_batch, normalizer)
-        return add_in_float32(sums, terms), None
+        value, gradients = jax.value_and_grad(loss)(params, micro_batch, normalizer)
+        return add_in_float32(sums, (value, as_stored(gradients))), None
 
     zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+    zeros = as_stored(zeros)
     return jax.lax.scan(add, (jnp.zeros(()), zeros), micro_batches)[0]
 
 
@@ -125,9 +127,18 @@ class Program(DecoderProgram):
         ids = jax.ShapeDtypeStruct((self.config.run.accumulate, *self._rows), jnp.int32)
         step = make_step(self.definition, head, self.optimizer)
         options = remat.compiler_options(self.config.model.remat)
-        donating = jax.jit(step, donate_argnums=0, compiler_options=options)
-        shapes = self.state_shapes, self.frozen_shapes, Batch._make([ids] * 4)
-        return donating.lower(*shapes).compile()
+        options = options or self.layout.compiler_options()
+        batch = self.layout.of_tokens(Batch._make([ids] * 4))
+        shapes = self.state_shapes, self.frozen_shapes, batch
+        made = (
+            self.state_shapes,
+            self.layout.whole(jax.ShapeDtypeStruct((), jnp.float32)),
+        )
+        donating = self.layout.jit(
+            step, made, donate_argnums=0, compiler_options=options
+        )
+        with self.layout.context():
+            return donating.lower(*shapes).compile()
 
     def evaluate(
         self, params: optax.Params, frozen: dict, batches: Iterator[Batch]
@@ -147,13 +158,15 @@ class Program(DecoderProgram):
             )
             return total, jnp.sum(batch.labels >= 0)
 
-        made = [sums(params, frozen, batch) for batch in batches]
+        with self.layout.context():
+            made = [sums(params, frozen, self.layout.place(x)) for x in batches]
         total, tokens = np.array(made, np.float64).sum(axis=0)
         return float(total / max(tokens, 1))
 
     def compile_head(self, head: HeadConfig) -> jax.stages.Compiled:
         """Compile loss and gradients of the head alone, for one micro-batch."""
-        model = nnx.eval_shape(self.new_model)
+        with self.layout.context():
+            model = nnx.eval_shape(self.new_model)
         definition, weights = nnx.split(model.head)
         hidden = jax.ShapeDtypeStruct(
             (*self._rows, self.config.model.hidden), self.config.model.dtype
@@ -166,7 +179,9 @@ class Program(DecoderProgram):
 
         gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
         labels = jax.ShapeDtypeStruct(self._rows, jnp.int32)
-        return gradients.lower(nnx.to_pure_dict(weights), hidden, labels).compile()
+        shapes = self.layout.of_head(nnx.to_pure_dict(weights), hidden, labels)
+        with self.layout.context():
+            return gradients.lower(*shapes).compile()
 
 
 # -------------------------------------------------------------------- loop
@@ -191,6 +206,7 @@ class _Job:
     def step(self, number: int, state: TrainState) -> tuple[TrainState, StepMetrics]:
         start = time.perf_counter()
         taken = _micro_batches(self._batches, self._program.config.run.accumulate)
+        taken = self._program.layout.place(taken)
         state, numbers = self._compiled(state, self._frozen, taken)
         numbers = jax.device_get(numbers)
         seconds = time.perf_counter() - start
