@@ -1,13 +1,14 @@
 """Step time against memory of a deep stack's policies: saved, on the host, made again.
 
-    python -m benchmarks.run_offload --peaks --out offload_h200.csv
+    python -m benchmarks.run_offload --out offload_h200.csv
     python -m benchmarks.run_offload --variant full --variant "full last=2:none"
 
 A variant is a preset of `jaxmem.remat` and words that `stack.read` explains. One
-process compiles all of them, holds the gradients' norms in each layer against the first
-variant's, and times them in turns, step by step. Another takes what the first one
-compiled, lets the variants run in the order of their memory, and reads the allocator's
-peak after each. Programs for a GPU that promise bytes on the host are verified.
+process compiles all of them. Another takes what the first one compiled, lets the
+variants run in the order of their memory, reads the allocator's peak after each, holds
+the norms of the gradients in each layer against the first variant's, and then times
+them in turns, step by step. Programs for a GPU that promise bytes on the host are
+verified.
 """
 
 import argparse
@@ -26,33 +27,32 @@ import numpy as np
 from benchmarks import on_jax, results, schedule, stack, workers
 from jaxmem import remat, timing
 
+OVERLAP_OFF = "xla_gpu_enable_pipelined_host_offloading=False"
+GRAPHS = "xla_gpu_enable_command_buffer=default"
 VARIANTS = [
     "full",
     "none",
-    "dots",
     "save_attention",
-    "offload_block",
     "offload_attention",
-    "offload_block xla_gpu_enable_pipelined_host_offloading=False",
-    "full last=2:none",
+    "offload_block",
+    f"offload_block {GRAPHS}",
+    f"offload_block {OVERLAP_OFF}",
+    "full last=4:none",
+    "full last=6:none",
     "offload_block last=1:full",
-    "offload_block last=2:none",
-    "offload_block save=q last=2:none",
-    "offload_block save=q,k,v last=2:none",
-    "offload_block group=2",
+    "offload_block last=4:none",
+    "offload_block last=7:none",
     "offload_block rows=8",
 ]
 GIB = 2**30
 KEYS = ("variant", "layers", "width", "tokens", "device")
 
 
-def sizes_of(args) -> stack.Sizes:
-    return stack.TINY if args.tiny else stack.Sizes()
-
-
 def compile_all(sizes, variants) -> dict[str, jax.stages.Compiled]:
     """The first alone, so that what GEMMs were tried for it serves all the others."""
-    lowered = {text: stack.lower(sizes, variant) for text, variant in variants.items()}
+    lowered = {
+        text: stack.trace(sizes, variant).lower() for text, variant in variants.items()
+    }
     first, *others = lowered
     made = {first: lowered[first].compile()}
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
@@ -113,38 +113,72 @@ def gradient_error(norms, wanted) -> float:
     return max(jax.tree.leaves(errors))
 
 
-# ---------------------------------------------------------------------- time
+# ---------------------------------------------------------------------- runs
 
 
-def work_time(args):
-    """Rows of a worker: facts, gradients, milliseconds; what it can do, if not all."""
-    sizes, variants = sizes_of(args), {text: stack.read(text) for text in args.variant}
+def work_compile(args):
+    """Rows of facts; what is compiled stays in jax's cache."""
+    sizes, variants = stack.SIZES[args.sizes], read_all(args)
     start = time.perf_counter()
     programs = compile_all(sizes, variants)
     print(f"compiled in {time.perf_counter() - start:.0f} s", flush=True)
-    rows, wanted = {}, None
-    for text in list(programs):
-        variant, run = variants[text], programs[text]
-        row = facts(sizes, text, variant, run, programs.get("full"))
-        try:
-            weights, h = (
-                stack.initial(sizes, variant.last),
-                stack.hidden(sizes, variant.rows),
-            )
-            norms = jax.device_get(run(weights, h)[2])
-        except jax.errors.JaxRuntimeError as error:
-            if not on_jax.is_out_of_memory(error):
-                raise
-            workers.send(row | {"ms": timing.OUT_OF_MEMORY} | results.provenance())
-            continue
-        if variant.rows == 1:
-            wanted = wanted or norms
-            row["gradient_error"] = f"{gradient_error(norms, wanted):.1e}"
-        rows[text] = row
-        say(text, "ran once")
-    taken = turns(sizes, args, {text: variants[text] for text in rows}, programs)
+    for text, run in programs.items():
+        row = facts(sizes, text, variants[text], run, programs.get("full"))
+        workers.send(row | results.provenance())
+
+
+def work_run(args):
+    """Columns of the variants, which come from the leanest to the largest."""
+    sizes, variants = stack.SIZES[args.sizes], read_all(args)
+    programs = compile_all(sizes, variants)
+    rows, norms = {}, {}
+    for text in args.variant:
+        rows[text], norms[text] = first_step(sizes, variants[text], programs[text])
+        say(text, rows[text])
+    timed = {k: v for k, v in variants.items() if norms[k] and not v.is_large}
+    taken = turns(sizes, args, timed, programs) if args.rounds else {}
     for text, row in rows.items():
-        workers.send(row | taken[text] | link() | results.provenance())
+        if text in timed:
+            error = gradient_error(norms[text], norms[args.first])
+            row |= taken.get(text, {}) | {"gradient_error": f"{error:.1e}"}
+        workers.send({"variant": text} | row | link())
+
+
+def read_all(args):
+    return {text: stack.read(text) for text in args.variant}
+
+
+def first_step(sizes, variant, program) -> tuple[dict[str, Any], Any]:
+    """The allocator's peak, if it rose, and the norms of the gradients.
+
+    What needs all of the device is timed here, after that: one step.
+    """
+    row, stats = {}, jax.devices()[0].memory_stats
+    before = (stats() or {}).get("peak_bytes_in_use", 0)
+    try:
+        weights, _, norms = jax.block_until_ready(program(*operands(sizes, variant)))
+        peak = (stats() or {}).get("peak_bytes_in_use", 0)
+        if variant.is_large:
+            taken, weights = seconds_of(program, weights, operands(sizes, variant)[1])
+            row |= {"ms": round(taken * 1e3, 1), "rounds": 1}
+    except jax.errors.JaxRuntimeError as error:
+        if not on_jax.is_out_of_memory(error):
+            raise
+        return {"ms": timing.OUT_OF_MEMORY}, None
+    if peak > before:  # else it is an earlier variant's
+        row["peak_gib"] = round(peak / GIB, 3)
+    return row, jax.device_get(norms)
+
+
+def operands(sizes, variant):
+    return stack.initial(sizes, variant.last), stack.hidden(sizes, variant.rows)
+
+
+def seconds_of(program, weights, h):
+    """Of one step; and the weights after it, those given being consumed."""
+    start = time.perf_counter()
+    weights = jax.block_until_ready(program(weights, h))[0]
+    return time.perf_counter() - start, weights
 
 
 def say(*words):
@@ -157,23 +191,21 @@ def turns(sizes, args, variants, programs) -> dict[str, dict[str, Any]]:
     Variants with as many blocks after the scan share their weights.
     """
     weights = {v.last: stack.initial(sizes, v.last) for v in variants.values()}
-    inputs = {v.rows: stack.hidden(sizes, v.rows) for v in variants.values()}
+    h = stack.hidden(sizes)
 
     def once(text):
-        variant = variants[text]
-        start = time.perf_counter()
-        made = programs[text](weights[variant.last], inputs[variant.rows])
-        weights[variant.last] = jax.block_until_ready(made)[0]
-        return time.perf_counter() - start
+        last = variants[text].last
+        seconds, weights[last] = seconds_of(programs[text], weights[last], h)
+        return seconds
 
     order, seconds = list(variants), {text: [] for text in variants}
+    once(args.first)
     for i in range(args.rounds):
         for text in order[i:] + order[:i]:
-            if i < 2 or variants[text].rows == 1:  # the large one is slow
-                seconds[text].append(once(text))
+            seconds[text].append(once(text))
         say("round", i + 1)
     trace(args, order, once, programs)
-    return {text: _timed(taken, seconds[order[0]]) for text, taken in seconds.items()}
+    return {text: _timed(taken, seconds[args.first]) for text, taken in seconds.items()}
 
 
 def _timed(taken, first):
@@ -216,59 +248,26 @@ def link() -> dict[str, float]:
     return {"to_host_gbs": rate(x, host), "from_host_gbs": rate(there, x.sharding)}
 
 
-# --------------------------------------------------------------------- peaks
-
-
-def work_peak(args):
-    """The allocator's peak after each variant, from the smallest program upwards."""
-    sizes, variants = sizes_of(args), {text: stack.read(text) for text in args.variant}
-    device = jax.devices()[0]
-    if device.memory_stats() is None:
-        return
-    programs = compile_all(sizes, variants)
-    before = 0
-    for text in sorted(programs, key=lambda text: remat.device_bytes(programs[text])):
-        variant = variants[text]
-        weights, h = (
-            stack.initial(sizes, variant.last),
-            stack.hidden(sizes, variant.rows),
-        )
-        try:
-            made = jax.block_until_ready(programs[text](weights, h))
-        except jax.errors.JaxRuntimeError as error:
-            print(text, workers.said(error), flush=True)
-            continue
-        del weights, h, made
-        peak = device.memory_stats()["peak_bytes_in_use"]
-        told = round(peak / GIB, 3) if peak > before else ""  # else an earlier one's
-        workers.send({"variant": text, "peak_gib": told})
-        before = peak
-
-
 # -------------------------------------------------------------------- driver
 
 
 def drive(args):
-    """Time in one process, peaks in another; the CSV grows row by row."""
+    """Compiles in one process, runs in another; the CSV grows row by row."""
     with workers.compilation_cache() as environment:
         environment |= {"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "100"}
         start = functools.partial(workers.start, "benchmarks.run_offload", environment)
-        common = [f"--rounds={args.rounds}", *(["--tiny"] if args.tiny else [])]
-        common += (
-            [f"--trace={args.trace}", f"--traced={args.traced}"] if args.trace else []
-        )
+        common = [f"--rounds={args.rounds}", f"--sizes={args.sizes}"]
+        if args.trace:
+            common += [f"--trace={args.trace}", f"--traced={args.traced}"]
         asked = [f"--variant={text}" for text in args.variant]
-        rows = {}
-        for row in start(["--worker=time", *common, *asked]):
-            rows[row["variant"]] = row
+        rows = {r["variant"]: r for r in start(["--worker=compile", *common, *asked])}
+        by_size = sorted(rows, key=lambda text: rows[text]["program_gib"])
+        asked = [f"--variant={text}" for text in by_size]
+        common += [f"--first={args.variant[0]}"]
+        for columns in start(["--worker=run", *common, *asked]):
+            row = rows[columns["variant"]] | columns
             results.merge(args.out, [row], KEYS)
             show(row)
-        for columns in start(["--worker=peak", *common, *asked]) if args.peaks else []:
-            row = rows.get(columns["variant"])
-            if row is not None:
-                row |= columns
-                results.merge(args.out, [row], KEYS)
-                show(row)
 
 
 def show(row):
@@ -282,20 +281,19 @@ def show(row):
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=inspect.cleandoc(__doc__ or ""))
     parser.add_argument("--variant", action="append")
-    parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--tiny", action="store_true", help="a stack for a CPU")
-    parser.add_argument("--peaks", action="store_true", help="the allocator's too")
-    parser.add_argument("--trace", help="folder for profiles of the first variants")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--sizes", choices=list(stack.SIZES), default="deep")
+    parser.add_argument("--trace", help="folder for profiles of the leanest variants")
     parser.add_argument("--traced", type=int, default=3, help="how many of them")
     parser.add_argument("--out", default="offload.csv", help="in benchmarks/results")
-    parser.add_argument("--worker", choices=["time", "peak"], help=argparse.SUPPRESS)
+    parser.add_argument("--first", help=argparse.SUPPRESS)
+    parser.add_argument("--worker", choices=list(WORK), help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     args.variant = args.variant or VARIANTS
-    if args.worker:
-        {"time": work_time, "peak": work_peak}[args.worker](args)
-    else:
-        drive(args)
+    WORK.get(args.worker, drive)(args)
 
+
+WORK = {"compile": work_compile, "run": work_run}
 
 if __name__ == "__main__":
     main()

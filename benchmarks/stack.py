@@ -36,7 +36,11 @@ class Sizes:
         return norms | square | {"gate": (d, ff), "up": (d, ff), "down": (ff, d)}
 
 
-TINY = Sizes(4, 64, 160, 4, 2, 32, "xla")
+SIZES = {
+    "deep": Sizes(),
+    "small": Sizes(8, 2048, 5504, 16, 2, 4096),
+    "tiny": Sizes(4, 64, 160, 4, 2, 32, "xla"),  # for a CPU
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +53,11 @@ class Variant:
     last_policy: remat.Policy | None = None
     rows: int = 1  # times as many rows
     options: tuple[tuple[str, Any], ...] = ()  # of the compiler, over jaxmem's
+
+    @property
+    def is_large(self) -> bool:
+        """Whether nothing else may be on the device while it runs."""
+        return self.rows > 1 or (self.policy is None and not self.last)
 
 
 def read(text: str) -> Variant:
@@ -77,11 +86,24 @@ def read(text: str) -> Variant:
     return Variant(policy, **taken, options=tuple(options))
 
 
+def text_of(policy: remat.Policy | None) -> str:
+    """What `read` makes a variant of this policy from."""
+    for name, known in remat.PRESETS.items():
+        if policy == known:
+            return name
+    assert policy is not None
+    words = ["dots" if policy.dots else "full"]
+    for key in ("save", "offload"):
+        names = getattr(policy, key)
+        words += [f"{key}={','.join(names)}"] if names else []
+    return " ".join(words)
+
+
 def compiler_options(variant: Variant) -> dict[str, Any]:
-    """jaxmem's for the policy, and the variant's own; "" as a value removes one."""
-    rematerialization = {"xla_disable_hlo_passes": "rematerialization"}
-    made = rematerialization | remat.compiler_options(variant.policy)
-    return made | dict(variant.options)
+    """jaxmem's for the policy, and the variant's own: xla_…=default removes one."""
+    made = {"xla_disable_hlo_passes": "rematerialization"}
+    made |= remat.compiler_options(variant.policy) | dict(variant.options)
+    return {k: value for k, value in made.items() if value != "default"}
 
 
 def initial(sizes: Sizes, last: int = 0):
@@ -177,8 +199,8 @@ def _norms(slopes):
     return jax.tree.map(lambda *parts: jnp.concatenate(parts), first, *rest)
 
 
-def lower(sizes: Sizes, variant: Variant) -> jax.stages.Lowered:
-    """The step; the weights given are consumed."""
+def trace(sizes: Sizes, variant: Variant) -> jax.stages.Traced:
+    """The step, traced; the weights given are consumed."""
     n = sizes.layers - variant.last
 
     def shapes(*leading):
@@ -194,4 +216,4 @@ def lower(sizes: Sizes, variant: Variant) -> jax.stages.Lowered:
         step(sizes, variant), donate_argnums=0,
         compiler_options=compiler_options(variant),
     )  # fmt: skip
-    return jitted.lower(weights, h)
+    return jitted.trace(weights, h)

@@ -153,7 +153,7 @@ def fit(
         elif not each.why_not:
             each.device = device_bytes(each.traced.lower().compile())
             if each.device > limit:
-                each.why_not = f"over the limit of {limit / _GIB:.2f} GiB"
+                each.why_not = f"over the limit of {limit / _GIB:.3f} GiB"
             else:
                 chosen = each
     if show is not None:
@@ -239,11 +239,11 @@ def _refuse(each, base, limit, host_limit, rates, sizes) -> str:
     if each.host and not rates.to_host:
         return "no memory beside a CPU's"
     if each.host > host_limit:
-        return f"over {host_limit / _GIB:.2f} GiB on the host"
+        return f"over {host_limit / _GIB:.3f} GiB on the host"
     gone = sizes.get("block_in", 0) if each.host else 0
     expected = base + each.kept - gone
     if expected > _SLACK * limit:
-        return f"would take about {expected / _GIB:.2f} GiB"
+        return f"would take about {expected / _GIB:.3f} GiB"
     return ""
 
 

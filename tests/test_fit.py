@@ -159,7 +159,7 @@ def test_the_table_says_why_not():
     for reason in ("slower", "would take about", "no memory beside a CPU's"):
         assert any(reason in row for row in rows), said
     _, said = chosen(10**9, FAST, host_limit=INPUTS - 1)
-    assert "over 0.00 GiB on the host" in said
+    assert "over 0.000 GiB on the host" in said
 
 
 def test_names_of_ones_own_choice():
