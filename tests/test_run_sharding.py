@@ -10,7 +10,14 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from benchmarks import collectives, run_sharding, sharding_on_paper, workers
+from benchmarks import (
+    collectives,
+    results,
+    run_long_step,
+    run_sharding,
+    sharding_on_paper,
+    workers,
+)
 
 PROGRAM = """\
 HloModule jit_step
@@ -105,3 +112,19 @@ def test_cases_are_timed_against_one_device(capsys):
     for row in rows[3:]:
         assert row["note"].startswith("refused: implementation='hopper' cannot run")
         assert row["forward_ms"] == row["forward_efficiency"] == ""
+
+
+def test_a_long_step(tmp_path):
+    """The config of eight billion weights, made tiny; attention as a CPU has it."""
+    out = tmp_path / "long.csv"
+    tiny = {"layers": 1, "hidden": 32, "ff": 48, "heads": 8, "kv_heads": 2}
+    tiny |= {"head_dim": 8, "vocab_size": 320, "attention": "xla"}
+    sizes = [f"model.{name}={value}" for name, value in tiny.items()]
+    options = ["data.sequence_length=64", "optimizer.learning_rate=1e-2"]
+    options += ["run.steps=2", f"--out={out}"]
+    run_long_step.main([*sizes, *options])
+    (row,) = results.read(out)
+    assert row["devices"] == row["sequence"] == "4" and row["tokens"] == "64"
+    assert float(row["tokens_per_second"]) > 0
+    assert float(row["last_loss"]) < float(row["first_loss"]) < 1.1 * np.log(320)
+    assert {"all_to_all_gib", "all_gather_gib", "temporary_gib"} <= row.keys()

@@ -2,7 +2,7 @@
 
     data      rows of a batch; each has all the weights
     fsdp      rows of a batch; each has a part of weights, moments and gradients
-    sequence  tokens of a row
+    sequence  tokens of a row; weights as along fsdp
     tensor    heads, the width of the feed-forward layer, the vocabulary
 
 XLA moves what a step needs: jit's inputs are laid out here, a few values on the way
@@ -11,6 +11,7 @@ are held to it, and attention and the head say themselves what they communicate.
 
 import contextlib
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Callable
@@ -31,11 +32,12 @@ ROWS = ("data", "fsdp")
 TOKENS = PartitionSpec(ROWS, "sequence")  # of [B, T, ...]
 
 # The last axes of weights by the end of their names; all others are whole everywhere.
+PARTS = ("fsdp", "sequence")
 _WEIGHTS = {
-    r"(embed|tied_to)/embedding": ("tensor", "fsdp"),
-    r"head/kernel": ("fsdp", "tensor"),
-    r"(query|key|value|gate|up)/kernel": ("fsdp", "tensor"),
-    r"(output|down)/kernel": ("tensor", "fsdp"),
+    r"(embed|tied_to)/embedding": ("tensor", PARTS),
+    r"head/kernel": (PARTS, "tensor"),
+    r"(query|key|value|gate|up)/kernel": (PARTS, "tensor"),
+    r"(output|down)/kernel": ("tensor", PARTS),
     r"(query|key|value)/bias": ("tensor",),
 }
 
@@ -52,7 +54,7 @@ class MeshConfig:
 
     data: int = 1  # share out the rows of a batch
     fsdp: int = 1  # share out rows, weights and moments
-    sequence: int = 1  # share out the tokens of each row
+    sequence: int = 1  # share out the tokens of each row, weights and moments
     tensor: int = 1  # share out heads, feed-forward layers and the vocabulary
     # let XLA for GPUs fetch a block's weights while the one before it computes
     prefetch: bool = True
@@ -189,15 +191,15 @@ def head_sharding() -> HeadSharding | None:
     around = current()
     if around is None:
         return None
-    vocab, W_fsdp = (k if around.shape[k] > 1 else None for k in ("tensor", "fsdp"))
-    return HeadSharding(tokens=TOKENS, vocab=vocab, W_fsdp=W_fsdp)
+    vocab = "tensor" if around.shape["tensor"] > 1 else None
+    return HeadSharding(tokens=TOKENS, vocab=vocab, W_fsdp=PARTS)
 
 
 def spread(x: jax.Array) -> jax.Array:
     """x [B, T, ...], laid out as tokens are; itself where there is no mesh."""
     if current() is None:
         return x
-    return jax.lax.with_sharding_constraint(x, TOKENS)
+    return _laid(x, TOKENS)
 
 
 def look_up(table: jax.Array, ids: jax.Array) -> jax.Array:
@@ -205,14 +207,14 @@ def look_up(table: jax.Array, ids: jax.Array) -> jax.Array:
 
     def on_device(table, ids):
         # Typed first: gradients are then scattered before they are summed.
-        table = _shards.vary(table, frozenset(("data", "fsdp", "sequence")))
-        table = lax.all_gather(table, "fsdp", axis=1, tiled=True)
+        table = _shards.vary(table, frozenset(("data", *PARTS)))
+        table = lax.all_gather(table, PARTS, axis=1, tiled=True)
         local = ids - lax.axis_index("tensor") * len(table)
         rows = table.at[jnp.clip(local, 0, len(table) - 1)].get()
         is_here = (local >= 0) & (local < len(table))
         return lax.psum(jnp.where(is_here[..., None], rows, 0), "tensor")
 
-    specs = PartitionSpec("tensor", "fsdp"), TOKENS
+    specs = PartitionSpec("tensor", PARTS), TOKENS
     return jax.shard_map(on_device, in_specs=specs, out_specs=TOKENS)(table, ids)
 
 
@@ -221,11 +223,41 @@ def as_stored(tree: Any) -> Any:
     if current() is None:
         return tree
 
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: _laid(leaf, _weight_spec(_name(path), leaf.shape)), tree
+    )
+
+
+def gathered(tree: Any) -> Any:
+    """A block's weights, brought together from their parts for its use.
+
+    Said here, as XLA could as well move the activations; a block that is made again
+    gathers them again. Gradients go back in parts, summed on the way.
+    """
+    if current() is None:
+        return tree
+
     def one(path, leaf):
-        spec = _weight_spec(_name(path), leaf.shape)
-        return jax.lax.with_sharding_constraint(leaf, spec)
+        stored = _weight_spec(_name(path), leaf.shape)
+        used = PartitionSpec(*(None if axes == PARTS else axes for axes in stored))
+        return leaf if used == stored else _moved(stored, used, leaf)
 
     return jax.tree_util.tree_map_with_path(one, tree)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _moved(stored: PartitionSpec, used: PartitionSpec, leaf: jax.Array) -> jax.Array:
+    return _laid(leaf, used)
+
+
+_moved.defvjp(
+    lambda stored, used, leaf: (_laid(leaf, used), None),
+    lambda stored, used, _, gradient: (_laid(gradient, stored),),
+)
+
+
+def _laid(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+    return jax.lax.with_sharding_constraint(x, spec)
 
 
 def _token_spec(axes: int) -> PartitionSpec:

@@ -108,11 +108,18 @@ class Decoder(nnx.Module):
     Args:
       config: sizes and choices; `vocab_size` must be known.
       head: options of the head; its implementation matters to `head_loss` only.
+      policy: what each block's backward pass finds, a `remat.Policy`, the name of a
+        preset, or None for all that the forward pass makes.
       rngs: source of the initial weights.
     """
 
     def __init__(
-        self, config: ModelConfig, head: HeadConfig | None = None, *, rngs: nnx.Rngs
+        self,
+        config: ModelConfig,
+        head: HeadConfig | None = None,
+        policy: remat.Policy | str | None = "full",
+        *,
+        rngs: nnx.Rngs,
     ):
         @nnx.split_rngs(splits=config.layers)
         @nnx.vmap(in_axes=(0,), out_axes=0)
@@ -123,7 +130,7 @@ class Decoder(nnx.Module):
         self.blocks = stacked_blocks(rngs)
         self.norm = layers.rms_norm(config, config.hidden, rngs)
         self.head = _head(config, head or HeadConfig(), self.embed, rngs)
-        self.config = config
+        self.config, self.policy = config, policy
 
     def __call__(
         self, tokens: Ids, segment_ids: Ids | None, positions: Ids
@@ -147,9 +154,10 @@ class Decoder(nnx.Module):
 
         def block(x, of_layer):
             layer_weights, kind = of_layer
+            layer_weights = mesh.gathered(layer_weights)
             return nnx.merge(definition, layer_weights)(x, *sight(kind)), None
 
-        block = remat.block(block, self.config.remat)
+        block = remat.block(block, self.policy)
         return self.norm(jax.lax.scan(block, x, (weights, layer_kinds(self.config)))[0])
 
     def prefill(

@@ -122,13 +122,20 @@ class Program(DecoderProgram):
         self.config = config
         self._rows = config.data.batch_size, config.data.sequence_length
 
-    def compile_step(self, head: HeadConfig) -> jax.stages.Compiled:
-        """Compile the train step from shapes alone; the state given is consumed."""
+    def compile_step(
+        self, head: HeadConfig, packed: bool = True
+    ) -> jax.stages.Compiled:
+        """Compile the train step from shapes alone; the state given is consumed.
+
+        Without `packed`, rows hold one document each, and segment_ids must be None.
+        """
         ids = jax.ShapeDtypeStruct((self.config.run.accumulate, *self._rows), jnp.int32)
         step = make_step(self.definition, head, self.optimizer)
         options = remat.compiler_options(self.config.model.remat)
         options = options or self.layout.compiler_options()
-        batch = self.layout.of_tokens(Batch._make([ids] * 4))
+        segments: Any = ids if packed else None
+        batch: Any = Batch(ids, ids, segments, ids)  # pyright: ignore
+        batch = self.layout.of_tokens(batch)
         shapes = self.state_shapes, self.frozen_shapes, batch
         made = (
             self.state_shapes,

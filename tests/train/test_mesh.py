@@ -89,15 +89,15 @@ def test_what_each_device_holds(text_file, tmp_path):
     config = config_of(text_file, tmp_path, (1, 2, 2, 2))
     program = sft.Program(config, 320)
     state = program.initial_state()
-    assert state.params["embed"]["embedding"].sharding.spec == P("tensor", "fsdp")
+    assert state.params["embed"]["embedding"].sharding.spec == P("tensor", mesh.PARTS)
     parts = {
         leaf.size // leaf.addressable_shards[0].data.size
         for leaf in jax.tree.leaves(state)
         if leaf.ndim > 1 and leaf.shape[-1] > 8 and leaf.shape[-1] != 16
     }
-    assert parts == {4}
+    assert parts == {8}
     mean = state.optimizer[1][0].mu["blocks"]["feed_forward"]["down"]["kernel"]
-    assert mean.sharding.spec == P(None, "tensor", "fsdp")
+    assert mean.sharding.spec == P(None, "tensor", mesh.PARTS)
     head = program.compile_head(config.head).memory_analysis()
     assert head.temp_size_in_bytes > 0
     rows = program.layout.place(np.zeros((1, 8, 32), np.int32))
@@ -123,7 +123,8 @@ def test_errors(text_file, tmp_path):
     with pytest.raises(ValueError) as caught:
         sft.Program(config_of(text_file, tmp_path, (1, 3, 1, 1)), 320)
     assert str(caught.value) == (
-        "mesh.fsdp=3 must divide 16, an axis of blocks/attention/key/kernel (2, 16, 16)"
+        "mesh.fsdp=3 x mesh.sequence=1 must divide 16, an axis of "
+        "blocks/attention/key/kernel (2, 16, 16)"
     )
     with pytest.raises(ValueError) as caught:
         sft.Program(config_of(text_file, tmp_path, (1, 1, 1, 3)), 320)
