@@ -62,9 +62,11 @@ FLOORS = {
     "jaxmem.heads.nnx": 4,
     "jaxmem.train": 5,
     "jaxmem.train._checks": 5,
+    "jaxmem.train.processes": 5,
     "jaxmem.train.mesh": 5,
     "jaxmem.train.ulysses": 5,
     "jaxmem.train.data": 5,
+    "jaxmem.train.streams": 5,
     "jaxmem.train.cache": 5,
     "jaxmem.train.positions": 5,
     "jaxmem.train.layers": 5,
@@ -77,6 +79,7 @@ FLOORS = {
     "jaxmem.checkpoints": 5,
     "jaxmem.train.sampling": 5,
     "jaxmem.train.optimizer": 5,
+    "jaxmem.train.memory": 5,
     "jaxmem.train.program": 5,
     "jaxmem.train.checkpoint": 5,
     "jaxmem.train.metrics": 5,
@@ -88,6 +91,13 @@ FLOORS = {
     "jaxmem.train.policy_program": 5,
     "jaxmem.train.grpo": 5,
     "jaxmem.train.config": 5,
+    "jaxmem.integrations._head": 4,
+    "jaxmem.integrations._replace": 4,
+    "jaxmem.integrations.tunix": 4,
+    "jaxmem.integrations.maxtext": 4,
+    "jaxmem.integrations.skyrl": 4,
+    "jaxmem.integrations.easydel": 4,
+    "jaxmem.integrations": 4,
     "jaxmem.score.windows": 5,
     "jaxmem.score.journal": 5,
     "jaxmem.score.summary": 5,
@@ -100,7 +110,12 @@ FLOORS = {
 # Third parties and the rooms that may import them; a room is a module or a package.
 EVERYWHERE = {"jax", "numpy"}
 ROOMS = {
-    "flax": ("jaxmem.heads", "jaxmem.train", "jaxmem.checkpoints"),
+    "flax": (
+        "jaxmem.heads",
+        "jaxmem.train",
+        "jaxmem.checkpoints",
+        "jaxmem.integrations",
+    ),
     "gin": ("jaxmem.train.config",),
     "grain": ("jaxmem.train",),
     "jax.experimental": ("jaxmem.kernels",),  # pallas among it

@@ -1,0 +1,9 @@
+"""jaxmem's head in trainers that others wrote: one module each, imported on demand.
+
+    from jaxmem.integrations import tunix
+
+    tunix.apply()           # until tunix.undo(); prints what is replaced
+    with tunix.applied():   # or for a while
+
+Apply before the trainer compiles its steps: what is compiled stays as it is.
+"""

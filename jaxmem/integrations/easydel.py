@@ -1,0 +1,136 @@
+"""EasyDeL: log-probabilities and entropies of PPO and GRPO from hidden states.
+
+EasyDeL 0.3.0 makes logits of `lmhead_chunksize` tokens of each row at a time, reads
+them three times in pieces of the vocabulary, and makes them again backward:
+
+    easydel.trainers._logprob_utils
+        .compute_per_token_logps_and_entropies_from_hidden_states
+
+Tied and untied heads are known, with a bias or without. A head that EasyDeL clips
+(`logit_cap`, which has no gradient beyond it, unlike a softcap), scales, or computes in
+a way of its own model's is left as it is, and said so.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxmem._spec import Chunk
+from jaxmem.integrations._head import Head, Options, scores
+from jaxmem.integrations._replace import Integration, Replacement
+
+_TIED = ("tie_word_embeddings", "use_lm_head", "share_input_output_layers")
+_GENERIC = ("easydel.infra.base_module", "easydel.modules._base.")
+
+
+def apply(*, chunk: Chunk = 1024, implementation: str | None = None) -> None:
+    """Replace EasyDeL's function, until `undo`; prints which.
+
+    Args:
+        chunk: tokens whose logits may be alive at once, over all rows.
+        implementation: as in `jaxmem.logprobs`.
+
+    Raises:
+        IntegrationError: EasyDeL is missing, or of a version that is not known.
+    """
+    _EASYDEL.apply(Options(chunk, implementation))
+
+
+def undo() -> None:
+    """Put EasyDeL's function back."""
+    _EASYDEL.undo()
+
+
+def applied(
+    *, chunk: Chunk = 1024, implementation: str | None = None
+) -> contextlib.AbstractContextManager[None]:
+    """`apply` for the time of a `with` block."""
+    return _EASYDEL.applied(Options(chunk, implementation))
+
+
+def head_of(module: Any) -> Head | str:
+    """The head of the module that projects to logits; or why it cannot be served."""
+    name = type(module).__name__
+    if not hasattr(module, "compute_lm_logits"):
+        return f"{name} has no compute_lm_logits"
+    for method in ("make_lm_head_fn", "apply_lm_head"):
+        found = getattr(type(module), method, None)
+        if found is not None and not found.__module__.startswith(_GENERIC):
+            return f"{name} has a {method} of its own"
+    if getattr(module, "_logit_cap_feature", None) is not None:
+        return f"{name} clips its logits"
+    layer = module.get_lm_head()
+    if layer._scale_operator(1.0) != 1.0:
+        return f"the head of {name} scales its logits"
+    # The first of these that the config has decides, as EasyDeL reads them.
+    flags = [key for key in _TIED if hasattr(module.config, key)]
+    bias = None if layer.bias is None else layer.bias[...]
+    if flags and getattr(module.config, flags[0]):
+        W, layout = module.get_embedding().embedding[...], "vd"
+    else:
+        W, layout = layer.kernel[...], "dv"
+    return Head(W, layout, layer.dtype or W.dtype, bias)
+
+
+def _logps_and_entropies(
+    original: Callable, options: Options, say: Callable[[str], None]
+) -> Callable:
+    @functools.wraps(original)
+    def compute_per_token_logps_and_entropies_from_hidden_states(
+        model, hidden_states, targets, *, token_chunk_size, vocab_chunk_size,
+        return_entropy,
+    ):  # fmt: skip
+        module: Any = _projection(model) or model
+        head = head_of(module)
+        if isinstance(head, str):
+            say(head)
+            return original(
+                model,
+                hidden_states,
+                targets,
+                token_chunk_size=token_chunk_size,
+                vocab_chunk_size=vocab_chunk_size,
+                return_entropy=return_entropy,
+            )
+        if hasattr(module, "prepare_lm_head_inputs"):
+            hidden_states = module.prepare_lm_head_inputs(hidden_states)
+        if head.dtype != hidden_states.dtype:  # no dtype of the layer's own: promoted
+            wide = jnp.promote_types(head.dtype, hidden_states.dtype)
+            own = module.get_lm_head().dtype
+            head = head._replace(dtype=own or wide)
+        logps, entropy, _ = scores(
+            hidden_states, head, targets, options, entropy=return_entropy
+        )
+        return logps, entropy
+
+    return compute_per_token_logps_and_entropies_from_hidden_states
+
+
+def _projection(model: Any) -> Any:
+    """The model, or the one inside it, that makes logits; None where neither does."""
+    for candidate in (model, getattr(model, "model", None)):
+        if hasattr(candidate, "compute_lm_logits"):
+            return candidate
+    return None
+
+
+_EASYDEL = Integration(
+    "easydel",
+    ("easydel",),
+    {
+        "0.3.0": (
+            Replacement(
+                "easydel.trainers._logprob_utils:"
+                "compute_per_token_logps_and_entropies_from_hidden_states",
+                _logps_and_entropies,
+                (
+                    "model", "hidden_states", "targets", "token_chunk_size",
+                    "vocab_chunk_size", "return_entropy",
+                ),
+            ),
+        )
+    },
+)  # fmt: skip

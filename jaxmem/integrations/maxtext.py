@@ -1,0 +1,254 @@
+"""MaxText: the loss of vocabulary tiling without logits, and hidden states for Tunix.
+
+MaxText 0.2.5 makes logits of B·T / num_vocab_tiling tokens at a time, a one-hot of the
+same size beside them, and makes both again in the backward pass, summing the head's
+gradient in its own type. Here jaxmem does that, by `chunk`, whatever num_vocab_tiling
+is (it must stay above 1, which is what asks MaxText for hidden states):
+
+    maxtext.utils.vocabulary_tiling.vocab_tiling_nnx_loss
+    maxtext.utils.vocabulary_tiling.vocab_tiling_linen_loss   (where there is one)
+    maxtext.integration.tunix.tunix_adapter.TunixMaxTextAdapter   gets hidden states
+
+The z-loss and the mask of segments are MaxText's, as are the final norm and its
+dropout. Tied and untied heads are known; a quantised one, one with LoRA or parameters
+offloaded to the host are left as they are, and said so.
+"""
+
+import contextlib
+import functools
+import importlib
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from jaxmem._spec import Chunk
+from jaxmem.integrations._head import Head, Options, scores
+from jaxmem.integrations._replace import Integration, Replacement
+
+
+def apply(*, chunk: Chunk = 1024, implementation: str | None = None) -> None:
+    """Replace MaxText's functions, until `undo`; prints which.
+
+    Args:
+        chunk: tokens whose logits may be alive at once.
+        implementation: as in `jaxmem.logprobs`.
+
+    Raises:
+        IntegrationError: MaxText is missing, or of a version that is not known.
+    """
+    _MAXTEXT.apply(Options(chunk, implementation))
+
+
+def undo() -> None:
+    """Put MaxText's functions back."""
+    _MAXTEXT.undo()
+
+
+def applied(
+    *, chunk: Chunk = 1024, implementation: str | None = None
+) -> contextlib.AbstractContextManager[None]:
+    """`apply` for the time of a `with` block."""
+    return _MAXTEXT.applied(Options(chunk, implementation))
+
+
+def head_of(model: Any) -> Head | str:
+    """The head of a MaxText transformer; or why it cannot be served."""
+    config, decoder = model.config, model.decoder
+    if getattr(config, "parameter_memory_host_offload", False):
+        return "parameter_memory_host_offload keeps the head's weights on the host"
+    compute = jnp.float32 if config.logits_dot_in_fp32 else config.dtype
+    if config.logits_via_embedding:
+        table, cap = model.token_embedder.embedding[...], config.final_logits_soft_cap
+        # Multiplied in bfloat16 whatever its type; cap tanh(z / s cap) is what is made
+        # of z / s, and what a cap of s cap makes of z, divided by s.
+        scale = math.sqrt(table.shape[1]) if config.normalize_embedding_logits else 1.0
+        return Head(
+            table.astype(jnp.bfloat16),
+            "vd",
+            config.dtype,
+            softcap=cap * scale if cap else None,
+            temperature=scale,
+        )
+    dense = decoder.logits_dense
+    if any("lora" in name for name in vars(dense)):
+        return "logits_dense has LoRA"
+    if getattr(dense, "quant", None) or getattr(dense, "weight_quant", None):
+        return "logits_dense is quantised"
+    kernel = dense.kernel[...]
+    if not isinstance(kernel, jax.Array) or kernel.ndim != 2:
+        return "logits_dense holds no plain matrix"
+    bias = getattr(dense, "bias", None)
+    return Head(kernel, "dv", compute, None if bias is None else bias[...])
+
+
+def final_states(model: Any, hidden: jax.Array, deterministic: bool) -> jax.Array:
+    """What the head multiplies: MaxText leaves norm and dropout to it."""
+    decoder = model.decoder
+    normed = decoder.decoder_norm(hidden)
+    return decoder.dropout(normed, deterministic=deterministic)
+
+
+# ----------------------------------------------------------- what is replaced
+
+
+def _loss(
+    states: jax.Array, data: Any, config: Any, head: Head, options: Options
+) -> tuple[jax.Array, jax.Array]:
+    """Sums over tokens of cross-entropy with z-loss, and of the z-loss alone."""
+    counts = data["targets_segmentation"] != 0
+    logps, _, normalizer = scores(
+        states, head, data["targets"], options, entropy=bool(config.z_loss_multiplier),
+        where=counts,
+    )  # fmt: skip
+    if normalizer is None:
+        return -jnp.sum(logps), jnp.zeros((), jnp.float32)
+    z_loss = jnp.sum(config.z_loss_multiplier * normalizer**2)
+    return z_loss - jnp.sum(logps), z_loss
+
+
+def _nnx_loss(
+    original: Callable, options: Options, say: Callable[[str], None]
+) -> Callable:
+    @functools.wraps(original)
+    def vocab_tiling_nnx_loss(model, hidden_states, data, config, is_train):
+        head = head_of(model)
+        if isinstance(head, str):
+            say(head)
+            return original(model, hidden_states, data, config, is_train)
+        deterministic = not config.enable_dropout if is_train else True
+        states = final_states(model, hidden_states, deterministic)
+        return _loss(states, data, config, head, options)
+
+    return vocab_tiling_nnx_loss
+
+
+def _linen_loss(
+    original: Callable, options: Options, say: Callable[[str], None]
+) -> Callable:
+    @functools.wraps(original)
+    def vocab_tiling_linen_loss(hidden_states, data, config, model, params, is_train):
+        seen = _Linen(model, params)
+        head = head_of(seen)
+        if is_train and config.enable_dropout and config.dropout_rate > 0:
+            head = "a Linen model with dropout before its head"
+        if isinstance(head, str):
+            say(head)
+            return original(hidden_states, data, config, model, params, is_train)
+        return _loss(seen.states(hidden_states), data, config, head, options)
+
+    return vocab_tiling_linen_loss
+
+
+class _Linen:
+    """A Linen transformer and its parameters, seen as an NNX one is."""
+
+    def __init__(self, model: Any, params: Any):
+        self.config, self._model, self._params = model.config, model, params
+        self.decoder = self
+
+    @property
+    def token_embedder(self) -> Any:
+        return _Held(self._params["params"]["token_embedder"])
+
+    @property
+    def logits_dense(self) -> Any:
+        return _Held(self._params["params"]["decoder"]["logits_dense"])
+
+    def states(self, hidden: jax.Array) -> jax.Array:
+        """What the head multiplies: its one product is stopped at."""
+        layers: Any = importlib.import_module("maxtext.layers.decoders")
+        found: list[jax.Array] = []
+
+        def keep(y: jax.Array) -> jax.Array:
+            found.append(y)
+            return jnp.zeros((*y.shape[:-1], 1), y.dtype)
+
+        def intercept(method, args, kwargs, context):
+            is_head = context.module.name == "logits_dense"
+            if is_head and context.method_name == "__call__":
+                return keep(args[0])
+            return method(*args, **kwargs)
+
+        attend = layers.attend_on_embedding
+        layers.attend_on_embedding = lambda y, *_, **__: keep(y)
+        try:
+            with nn.intercept_methods(intercept):
+                self._model.apply(
+                    {"params": self._params["params"]},
+                    hidden,
+                    deterministic=True,
+                    method="logits_from_hidden_states_for_vocab_tiling",
+                )
+        finally:
+            layers.attend_on_embedding = attend
+        return found[0]
+
+
+class _Held:
+    """Parameters of one Linen layer, as attributes."""
+
+    def __init__(self, params: Any):
+        vars(self).update(nn.meta.unbox(dict(params)))
+
+
+def _adapter(original: type, options: Options, say: Callable[[str], None]) -> type:
+    """The adapter, with what `jaxmem.integrations.tunix` asks models for."""
+
+    class TunixMaxTextAdapter(original):
+        def jaxmem_head(self) -> Head | str:
+            return head_of(self.base)
+
+        def jaxmem_hidden_states(self, *args: Any, **kwargs: Any) -> jax.Array:
+            with _stopped_before_head(self.base.decoder) as found:
+                self(*args, **kwargs)
+            (hidden,) = found
+            return final_states(self.base, hidden, deterministic=True)
+
+    TunixMaxTextAdapter.__qualname__ = original.__qualname__
+    TunixMaxTextAdapter.__module__ = original.__module__
+    return TunixMaxTextAdapter
+
+
+@contextlib.contextmanager
+def _stopped_before_head(decoder: Any):
+    kind = type(decoder)
+    original = kind.apply_output_head
+    found: list[jax.Array] = []
+
+    def keep(self, shared_embedding, y, deterministic, model_mode, **kwargs):
+        if self is not decoder:
+            return original(
+                self, shared_embedding, y, deterministic, model_mode, **kwargs
+            )
+        found.append(y)
+        return jnp.zeros((*y.shape[:-1], 1), jnp.float32)
+
+    kind.apply_output_head = keep
+    try:
+        yield found
+    finally:
+        kind.apply_output_head = original
+
+
+_NNX = Replacement(
+    "maxtext.utils.vocabulary_tiling:vocab_tiling_nnx_loss",
+    _nnx_loss,
+    ("model", "hidden_states", "data", "config", "is_train"),
+)
+_LINEN = Replacement(
+    "maxtext.utils.vocabulary_tiling:vocab_tiling_linen_loss",
+    _linen_loss,
+    ("hidden_states", "data", "config", "model", "params", "is_train"),
+)
+_ADAPTER = Replacement(
+    "maxtext.integration.tunix.tunix_adapter:TunixMaxTextAdapter", _adapter, None
+)
+_MAXTEXT = Integration(
+    "maxtext",
+    ("maxtext",),
+    {"0.2.5": (_NNX, _ADAPTER), "0.2.4": (_NNX, _LINEN, _ADAPTER)},
+)

@@ -1,0 +1,136 @@
+"""SkyRL-tx: log-probabilities of its models, in float32, without any logits kept.
+
+SkyRL-tx makes logits of `loss_chunk_size` tokens at a time in a `lax.map`, and keeps
+them all for the backward pass unless `gradient_checkpointing` is on; with bfloat16
+weights its log-probabilities are bfloat16. Here they are float32, and no logits are
+kept:
+
+    skyrl.tx.utils.logits_processor.LogitsProcessorMixin._compute_chunked_logprobs
+
+Tied and untied heads are known, and adapters on the head: their matrices are part of
+a wider head, [W; B_1; ...; B_n], on states [h; s_1 h A_1; ...], where only the adapter
+of a token is not 0. That makes a gradient of W too, and throws it away. A head of
+another kind is left as it is, and said so; loss_chunk_size=0 asks for logits, and gets
+them.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxmem._spec import Chunk
+from jaxmem.integrations._head import Head, Options, scores
+from jaxmem.integrations._replace import Integration, Replacement
+
+
+def apply(*, chunk: Chunk = 1024, implementation: str | None = None) -> None:
+    """Replace SkyRL-tx's method, until `undo`; prints which.
+
+    Args:
+        chunk: tokens whose logits may be alive at once.
+        implementation: as in `jaxmem.logprobs`.
+
+    Raises:
+        IntegrationError: SkyRL is missing, or its method takes other arguments.
+    """
+    _SKYRL.apply(Options(chunk, implementation))
+
+
+def undo() -> None:
+    """Put SkyRL-tx's method back."""
+    _SKYRL.undo()
+
+
+def applied(
+    *, chunk: Chunk = 1024, implementation: str | None = None
+) -> contextlib.AbstractContextManager[None]:
+    """`apply` for the time of a `with` block."""
+    return _SKYRL.applied(Options(chunk, implementation))
+
+
+def head_of(model: Any) -> Head | str:
+    """A model's head without adapters; or why it cannot be served."""
+    layer = getattr(model, "lm_head", None)
+    if layer is None:
+        embed = getattr(getattr(model, "model", None), "embed_tokens", None)
+        if embed is None:
+            return f"{type(model).__name__} has neither lm_head nor model.embed_tokens"
+        # SkyRL multiplies states by the table as it is, without its adapters.
+        W = embed.embedding[...]
+        return Head(W, "vd", W.dtype)
+    if not hasattr(layer, "kernel"):
+        return f"lm_head of {type(model).__name__} is a {type(layer).__name__}"
+    W = layer.kernel[...]
+    bias = None if layer.bias is None else layer.bias[...]
+    return Head(W, "dv", layer.dtype or W.dtype, bias)
+
+
+def _with_adapters(
+    head: Head, layer: Any, hidden: jax.Array, adapters: jax.Array
+) -> tuple[jax.Array, Head]:
+    """[N, D + n·r] states, and the head that adapters have widened likewise."""
+    A, B, scaling = (x[...] for x in (layer.lora_A, layer.lora_B, layer.lora_scaling))
+    count, _, rank = A.shape
+    hidden = hidden.astype(head.dtype)
+    mine = jax.nn.one_hot(adapters, count, dtype=head.dtype) * scaling.astype(
+        head.dtype
+    )
+    low = jnp.einsum("td,ndr->tnr", hidden, A.astype(head.dtype)) * mine[..., None]
+    states = jnp.concatenate([hidden, low.reshape(-1, count * rank)], axis=1)
+    W = head.W.astype(head.dtype)
+    rows = B.astype(head.dtype).reshape(count * rank, -1)
+    return states, head._replace(W=jnp.concatenate([W, rows]))
+
+
+def _chunked_logprobs(
+    original: Callable, options: Options, say: Callable[[str], None]
+) -> Callable:
+    @functools.wraps(original)
+    def _compute_chunked_logprobs(
+        self, hidden_states, target_ids, chunk_size, adapter_indices
+    ):
+        head = head_of(self)
+        if isinstance(head, str):
+            say(head)
+            return original(
+                self, hidden_states, target_ids, chunk_size, adapter_indices
+            )
+        states, labels = hidden_states, target_ids
+        layer = getattr(self, "lm_head", None)
+        adapts = layer is not None and getattr(layer, "max_lora_adapters", 0) > 0
+        if adapts and adapter_indices is not None:
+            length = labels.shape[1]
+            states, head = _with_adapters(
+                head,
+                layer,
+                states.reshape(-1, states.shape[-1]),
+                jnp.repeat(adapter_indices, length),
+            )
+            labels = labels.reshape(-1)
+        logps, _, _ = scores(states, head, labels, options, entropy=False)
+        return logps.reshape(target_ids.shape)
+
+    return _compute_chunked_logprobs
+
+
+_SKYRL = Integration(
+    "skyrl",
+    ("skyrl", "skyrl-tx"),
+    {
+        "": (
+            Replacement(
+                "skyrl.tx.utils.logits_processor:"
+                "LogitsProcessorMixin._compute_chunked_logprobs",
+                _chunked_logprobs,
+                (
+                    "self", "hidden_states", "target_ids", "chunk_size",
+                    "adapter_indices",
+                ),
+            ),
+        )
+    },
+)  # fmt: skip

@@ -1,0 +1,106 @@
+"""Replacing functions of a package that is known, refusing one that is not."""
+
+import importlib.metadata
+import sys
+import types
+
+import pytest
+
+from jaxmem.integrations._head import Options
+from jaxmem.integrations._replace import Integration, IntegrationError, Replacement
+
+PARAMETERS = ("x", "y")
+
+
+@pytest.fixture
+def package(monkeypatch):
+    """A package of two modules, the second of which imports a name of the first."""
+
+    def function(x, y):
+        return "original"
+
+    made = {name: types.ModuleType(name) for name in ("pack", "pack.a", "pack.b")}
+    made["pack.a"].function = made["pack.b"].imported = function
+    made["pack.a"].Class = type("Class", (), {"method": lambda self, x, y: "old"})
+    for name, module in made.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    set_version(monkeypatch, "1.2.3")
+    return types.SimpleNamespace(a=made["pack.a"], b=made["pack.b"])
+
+
+def set_version(monkeypatch, version):
+    def get(name):
+        if name != "pack-dist" or version is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr(importlib.metadata, "version", get)
+
+
+def integration(where="pack.a:function", parameters=PARAMETERS, version="1.2.3"):
+    def make(original, options, say):
+        def function(x, y):
+            say("a reason")
+            return f"replaced, chunk={options.chunk}"
+
+        return function
+
+    replacement = Replacement(where, make, parameters)
+    return Integration("pack", ("other", "pack-dist"), {version: (replacement,)})
+
+
+def test_a_function_is_replaced_wherever_it_is_and_put_back(package, capsys):
+    made = integration()
+    original = package.a.function
+    made.apply(Options(chunk=7))
+    assert package.a.function(1, 2) == package.b.imported(1, 2) == "replaced, chunk=7"
+    printed = capsys.readouterr().out.splitlines()
+    assert printed == [
+        "jaxmem: pack 1.2.3: pack.a:function is replaced",
+        "jaxmem: pack: left as it is: a reason",  # once
+    ]
+    package.b.later = package.a.function
+    made.undo()
+    assert package.a.function is package.b.imported is package.b.later is original
+
+
+def test_methods_and_a_while(package):
+    made = integration("pack.a:Class.method", ("self", "x", "y"))
+    with pytest.raises(ZeroDivisionError):
+        with made.applied(Options()):
+            assert vars(package.a.Class)["method"].__name__ == "function"
+            raise ZeroDivisionError
+    assert package.a.Class().method(1, 2) == "old"
+
+
+def test_once_at_a_time(package):
+    made = integration()
+    with pytest.raises(RuntimeError, match="pack has not been applied"):
+        made.undo()
+    made.apply(Options())
+    with pytest.raises(RuntimeError, match="pack has been applied; undo"):
+        made.apply(Options())
+    made.undo()
+
+
+def test_another_package_than_the_known_one_is_refused(package, monkeypatch):
+    message = r"a:function takes \(x, y\), not \(x, z\) as known here"
+    with pytest.raises(IntegrationError, match=message):
+        integration(parameters=("x", "z")).apply(Options())
+    with pytest.raises(IntegrationError, match="pack 1.2.3 has no pack.a:gone"):
+        integration("pack.a:gone").apply(Options())
+    with pytest.raises(IntegrationError, match="pack 1.2.3 has no pack.c:function"):
+        integration("pack.c:function").apply(Options())
+    with pytest.raises(
+        IntegrationError, match="pack-dist 1.2.3 is installed; .* 1.2.4"
+    ):
+        integration(version="1.2.4").apply(Options())
+    integration(version="1.2").apply(Options())  # a release of the known series
+    set_version(monkeypatch, None)
+    with pytest.raises(IntegrationError, match="other is not installed"):
+        integration().apply(Options())
+
+
+def test_several_devices_get_what_can_be_split():
+    assert Options().backend() == "xla"  # eight, in these tests
+    assert Options(implementation="hopper").backend() == "hopper"

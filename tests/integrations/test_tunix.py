@@ -1,0 +1,236 @@
+"""Tunix itself, with its head replaced: the same numbers, in its own loops.
+
+Runs where google-tunix 0.1.7 is installed; the way it holds a head is tested anywhere.
+"""
+
+import functools
+import importlib
+import types
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from jaxmem.integrations import tunix
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # Tunix's own, at import
+    common = pytest.importorskip("tunix.rl.common", reason="needs google-tunix")
+    algo_core = importlib.import_module("tunix.rl.algo_core")
+    peft_trainer = importlib.import_module("tunix.sft.peft_trainer")
+    qwen3 = importlib.import_module("tunix.models.qwen3.model")
+    gemma = importlib.import_module("tunix.models.gemma.model")
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # Tunix's own
+V = 512
+
+
+def qwen(tied=True, dtype=jnp.float32, vocab_size=V):
+    config = qwen3.ModelConfig(
+        num_layers=1, vocab_size=vocab_size, embed_dim=16, hidden_dim=24, num_heads=2,
+        head_dim=8, num_kv_heads=1, rope_theta=10_000, norm_eps=1e-6,
+        use_tied_embedding=tied, dtype=dtype, param_dtype=dtype,
+    )  # fmt: skip
+    return qwen3.Qwen3(config, rngs=nnx.Rngs(0))
+
+
+def tokens(shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).integers(3, V, shape))
+
+
+def batch(rows=2):
+    prompts, completions = tokens((rows, 4)), tokens((rows, 6), 1)
+    return prompts.at[0, :2].set(0), completions.at[1, 4:].set(0)
+
+
+def logps(model, prompts, completions, module=common, **options):
+    options = dict(pad_id=0, eos_id=2, stop_gradient=False) | options
+    return module.compute_per_token_logps(
+        *nnx.split(model), prompts, completions, **options
+    )
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
+def test_logps_and_entropies(tied, temperature):
+    model, arguments = qwen(tied), batch()
+    theirs, logits = logps(
+        model, *arguments, return_logits=True, temperature=temperature
+    )
+    entropy = algo_core.compute_entropy_from_logits(logits)
+    with tunix.applied(chunk=4):
+        ours = logps(model, *arguments, temperature=temperature)
+        again, made = logps(
+            model, *arguments, algo_core.common, return_logits=True,
+            temperature=temperature,
+        )  # fmt: skip
+        made = algo_core.compute_entropy_from_logits(made)
+    np.testing.assert_allclose(ours, theirs, atol=2e-6)
+    np.testing.assert_allclose(again, theirs, atol=2e-6)
+    np.testing.assert_allclose(made, entropy, atol=4e-6)
+    assert algo_core.common is common
+
+
+def test_packed_rows_and_a_softcap():
+    config = gemma.ModelConfig.gemma2_2b()
+    changes = dict(num_layers=1, num_embed=V, embed_dim=16, hidden_dim=24, num_heads=2,
+                   head_dim=8, num_kv_heads=1, final_logit_softcap=0.5)  # fmt: skip
+    model = qwen()
+    segments = jnp.array([[1, 1, 1, 2, 2, 2], [1, 1, 1, 1, 1, 0]])
+    places = jnp.array([[0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 4, 0]])
+    packed = dict(segment_ids=segments, segment_positions=places)
+    arguments = jnp.zeros((2, 0), jnp.int32), tokens((2, 6))
+    theirs, logits = logps(model, *arguments, return_logits=True, **packed)
+    entropy = algo_core.compute_entropy_from_logits(logits)
+    with tunix.applied():
+        ours, made = logps(
+            model, *arguments, algo_core.common, return_logits=True, **packed
+        )
+    np.testing.assert_allclose(ours, theirs, atol=2e-6)
+    np.testing.assert_allclose(made.entropy, entropy, atol=4e-6)
+    for name, value in changes.items():
+        object.__setattr__(config, name, value)
+    capped = gemma.Gemma(config, rngs=nnx.Rngs(0))
+    assert tunix.head_of(capped).softcap == 0.5
+    theirs = logps(capped, *batch())
+    with tunix.applied():
+        np.testing.assert_allclose(logps(capped, *batch()), theirs, atol=2e-6)
+
+
+def test_logits_that_others_ask_for_stay_logits(capsys):
+    with tunix.applied():
+        _, logits = logps(qwen(), *batch(), return_logits=True)
+    assert logits.shape == (2, 6, V)
+    assert "return_logits=True) is asked for logits" in capsys.readouterr().out
+
+
+def test_a_head_with_lora_or_of_another_model_is_left_alone(capsys):
+    model, arguments = qwen(), batch()
+    model.embedder.w_lora_a = nnx.LoRAParam(jnp.zeros((16, 2)))
+    with tunix.applied():
+        ours = logps(model, *arguments)
+    np.testing.assert_array_equal(ours, logps(model, *arguments))
+    assert "the head of Qwen3 has LoRA, or is quantised" in capsys.readouterr().out
+    assert "none of Tunix's own models" in tunix.head_of(
+        nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    )
+
+
+def grpo_loss(model):
+    prompts, completions = batch()
+    old = logps(model, prompts, completions, stop_gradient=True)
+    example = types.SimpleNamespace(
+        prompt_ids=prompts, completion_ids=completions,
+        completion_mask=(completions != 0).astype(jnp.float32),
+        advantages=jnp.array([1.0, -0.5]), old_per_token_logps=old - 0.1,
+        ref_per_token_logps=old + 0.05, segment_ids=None, segment_positions=None,
+    )  # fmt: skip
+    config = types.SimpleNamespace(
+        beta=0.04, epsilon=0.2, loss_algo="grpo", epsilon_high=0.2, epsilon_c=3.0,
+        loss_agg_mode="token-mean", temperature=0.9, kl_loss_mode="kl",
+        kl_clamp_value=None,
+    )  # fmt: skip
+    definition, weights = nnx.split(model)
+
+    def loss(weights):
+        merged = nnx.merge(definition, weights)
+        return algo_core.grpo_loss_fn(merged, example, config, pad_id=0, eos_id=2)
+
+    (value, aux), gradient = jax.value_and_grad(loss, has_aux=True)(weights)
+    return value, aux, gradient
+
+
+def test_grpo_loss_its_metrics_and_gradients():
+    theirs = grpo_loss(qwen(tied=False))
+    with tunix.applied(chunk=4):
+        ours = grpo_loss(qwen(tied=False))
+    assert "entropy" in theirs[1]
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
+        ours,
+        theirs,
+    )
+
+
+def sft_losses(vocab_size=V, steps=3):
+    """Losses of Tunix's own supervised trainer."""
+    model = qwen(vocab_size=vocab_size)
+    losses = []
+    config = peft_trainer.TrainingConfig(eval_every_n_steps=100, max_steps=steps)
+    trainer = peft_trainer.PeftTrainer(model, optax.sgd(0.5), config)
+
+    def inputs(example):
+        ids = example.input_tokens
+        places = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
+        mask = jnp.tril(jnp.ones((ids.shape[1], ids.shape[1]), bool))
+        return dict(
+            input_tokens=ids, input_mask=example.input_mask, positions=places,
+            attention_mask=jnp.broadcast_to(mask, (len(ids), *mask.shape)),
+        )  # fmt: skip
+
+    trainer = trainer.with_gen_model_input_fn(inputs)
+    kept = trainer.loss_fn
+
+    @functools.wraps(kept)  # its parameters' names are read
+    def loss_fn(*args, **kwargs):
+        value = kept(*args, **kwargs)
+        jax.debug.callback(lambda x: losses.append(float(x)), value)
+        return value
+
+    trainer.loss_fn = loss_fn
+    examples = [
+        peft_trainer.TrainingInput(
+            input_tokens=np.asarray(tokens((2, 8), seed)),
+            input_mask=np.array([[1] * 8, [1] * 5 + [0] * 3]),
+        )
+        for seed in range(steps)
+    ]
+    trainer.train(examples)
+    jax.effects_barrier()
+    return losses
+
+
+def test_tunix_trains_with_the_same_losses():
+    theirs = sft_losses()
+    with tunix.applied(chunk=4):
+        ours = sft_losses()
+    assert len(ours) == 3 and theirs[0] != theirs[-1]
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+
+
+def test_compiled_memory_is_lower():
+    model, ids = qwen(vocab_size=8192), tokens((4, 64))
+    definition, weights = nnx.split(model)
+    places = jnp.broadcast_to(jnp.arange(64), ids.shape)
+    mask = jnp.ones((4, 64, 64), bool)
+
+    def temporary():
+        def loss(weights):
+            merged = nnx.merge(definition, weights)
+            ones = jnp.ones_like(ids)
+            return peft_trainer._default_loss_fn(merged, ids, ones, places, mask)
+
+        compiled = jax.jit(jax.grad(loss)).lower(weights).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    theirs = temporary()
+    with tunix.applied(chunk=32):
+        ours = temporary()
+    logits = 4 * 4 * 64 * 8192
+    assert theirs > 2 * logits and ours < logits
+
+
+def test_preferences():
+    model, ids = qwen(), tokens((2, 9))
+    places = jnp.broadcast_to(jnp.arange(9), ids.shape)
+    mask = jnp.tril(jnp.ones((2, 9, 9), bool))
+    arguments = model, ids, places, mask, 5
+    theirs = common.get_per_token_logps(*arguments)
+    with tunix.applied():
+        np.testing.assert_allclose(
+            common.get_per_token_logps(*arguments), theirs, atol=2e-6
+        )
