@@ -66,6 +66,15 @@ def _parser() -> argparse.ArgumentParser:
         metavar="section.field=value",
         help="applied after the file, as in run.steps=200 data.source=notes.txt",
     )
+    several = train.add_argument_group(
+        "several processes", "each runs the same command, on devices of its own"
+    )
+    several.add_argument(
+        "--cluster", action="store_true", help="as SLURM, Open MPI or Kubernetes says"
+    )
+    several.add_argument("--coordinator", metavar="HOST:PORT", help="of process 0")
+    several.add_argument("--processes", type=int, help="how many")
+    several.add_argument("--process-id", type=int, help="which one this is, from 0")
     train.set_defaults(command=_train)
     _add_score(commands)
     _add_bench(commands)
@@ -181,12 +190,16 @@ def _train(arguments: argparse.Namespace) -> int:
     path = _find_config(arguments.file)
     try:
         from jaxmem.train import config as configuration
-        from jaxmem.train import grpo, sft
+        from jaxmem.train import grpo, processes, sft
     except ModuleNotFoundError as error:
         raise _missing(error, "training", "train") from error
     config, operative_text = configuration.load(path, arguments.overrides)
-    print(f"# {path}", *arguments.overrides)
-    print(operative_text, flush=True)
+    given = arguments.coordinator, arguments.processes, arguments.process_id
+    if arguments.cluster or any(value is not None for value in given):
+        processes.start(*given)
+    if processes.is_first():
+        print(f"# {path}", *arguments.overrides)
+        print(operative_text, flush=True)
     try:
         if isinstance(config, configuration.Config):
             sft.train(config, operative_text)

@@ -51,6 +51,7 @@ class DataConfig:
     held_out: float = 0.0  # fraction of the documents kept from training, in [0, 1)
     seed: int = 0  # order of the documents; every epoch has an order of its own
     cache_dir: str = "~/.cache/jaxmem"  # directory that keeps trained vocabularies
+    streams: int = 1  # parts of the documents, each a part of every batch's rows
 
     def __post_init__(self):
         for name in ("sequence_length", "batch_size"):
@@ -58,6 +59,11 @@ class DataConfig:
                 raise ValueError(
                     f"DataConfig.{name} must be at least 1, got {getattr(self, name)}"
                 )
+        if self.streams < 1 or self.batch_size % self.streams:
+            raise ValueError(
+                "DataConfig.streams must divide batch_size, got "
+                f"streams={self.streams} for batch_size={self.batch_size}"
+            )
         if self.vocab_size < _SMALLEST_VOCABULARY:
             raise ValueError(
                 f"DataConfig.vocab_size must be at least {_SMALLEST_VOCABULARY} (every "
@@ -341,6 +347,7 @@ def batches(
     *,
     split: Literal["train", "evaluation"] = "train",
     epochs: int | None = None,
+    stream: int | None = None,
 ) -> BatchIterator:
     """Return packed batches, reshuffled each epoch; the same on every run.
 
@@ -349,6 +356,7 @@ def batches(
       tokenizer: the vocabulary, from `load_tokenizer`.
       split: `"train"`, or `"evaluation"` for the documents held out.
       epochs: passes over the documents; `None` never ends.
+      stream: every `config.streams`-th document, and its part of the rows; None: all.
 
     Returns:
       A `BatchIterator`.  If it ends, its last batch is filled up with padding.
@@ -365,6 +373,11 @@ def batches(
         raise DataError(
             f"data.held_out={config.held_out} of the {len(every)} documents of "
             f"{config.source!r} leaves none for {split}; raise it or add documents"
+        )
+    if stream is not None:
+        documents, each = documents[stream :: config.streams], config.batch_size
+        config = dataclasses.replace(
+            config, batch_size=each // config.streams, streams=1
         )
     pieces = list(_pieces(documents, tokenizer, config.sequence_length))
     iterator = iter(_packed(pieces, config, epochs))

@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 
 from rich.console import Console
 
-from jaxmem.train import metrics
+from jaxmem.train import metrics, processes
 from jaxmem.train._checks import check_field
 from jaxmem.train.checkpoint import Checkpoints, check_same_config
 from jaxmem.train.program import TrainState
@@ -109,7 +109,7 @@ class Run:
         Raises:
           FloatingPointError: the loss is not finite.
         """
-        if operative_text:
+        if operative_text and processes.is_first():
             (self.out_dir / "operative.gin").write_text(operative_text, "utf-8")
         if self.done:
             restored = self._checkpoints.restore(self.done, job.state_shapes)
@@ -119,7 +119,7 @@ class Run:
             state = job.initial_state()
         run = self._config
         with (
-            metrics.MetricsWriter(self.out_dir, self.done) as writer,
+            _writer(self.out_dir, self.done) as writer,
             metrics.ProgressReport(
                 self._console, run.steps, self.done, run.log_every
             ) as report,
@@ -128,7 +128,8 @@ class Run:
                 state, taken = job.step(number, state)
                 _check_finite(taken)
                 # Before the checkpoint: a restored step has always been written.
-                writer.write(taken)
+                if writer is not None:
+                    writer.write(taken)
                 report.update(taken)
                 if self._is_due(number):
                     self._checkpoints.save(number, state, job.get_state(), self._fixed)
@@ -163,6 +164,15 @@ def open_run(
     out_dir = Path(config.out_dir).expanduser()
     with Checkpoints(out_dir / "checkpoints", config.keep) as checkpoints:
         yield Run(config, fixed, console, checkpoints)
+
+
+def _writer(
+    out_dir: Path, done: int
+) -> contextlib.AbstractContextManager[metrics.MetricsWriter | None]:
+    """Only the first of several processes writes."""
+    if processes.is_first():
+        return metrics.MetricsWriter(out_dir, done)
+    return contextlib.nullcontext()
 
 
 def _check_finite(taken: metrics.AnyMetrics) -> None:

@@ -14,7 +14,7 @@ from flax import nnx
 from rich.console import Console
 
 from jaxmem import remat
-from jaxmem.train import data, metrics
+from jaxmem.train import data, metrics, processes, streams
 from jaxmem.train.data import Batch
 from jaxmem.train.loop import RunConfig as RunConfig
 from jaxmem.train.loop import open_run
@@ -39,7 +39,9 @@ class Result(NamedTuple):
     """What `train` leaves."""
 
     out_dir: Path  # metrics, checkpoints, summary.json and report.png
-    history: list[StepMetrics]  # every step of the run, of earlier processes too
+    history: list[
+        StepMetrics
+    ]  # every step of the run, of earlier processes too
     costs: dict[str, HeadCost]  # by implementation; empty without compare_heads
     held_out_loss: float | None  # nats per token; None unless data.held_out is set
 
@@ -202,7 +204,7 @@ class _Job:
         program: Program,
         compiled: jax.stages.Compiled,
         frozen: dict,
-        batches: data.BatchIterator,
+        batches: data.BatchIterator | streams.StreamIterator,
     ):
         self._program, self._compiled = program, compiled
         self._frozen, self._batches = frozen, batches
@@ -239,20 +241,24 @@ def train(
       ValueError: the directory holds a run of another model or other data.
       FloatingPointError: the loss is not finite.
     """
-    console = console or Console()
+    console = console or Console(quiet=not processes.is_first())
     with open_run(config.run, _fixed_config(config), console) as run:
         tokenizer = data.load_tokenizer(config.data)
-        (run.out_dir / "tokenizer.json").write_text(tokenizer.to_str(), "utf-8")
+        if processes.is_first():
+            (run.out_dir / "tokenizer.json").write_text(tokenizer.to_str(), "utf-8")
         program = Program(config, tokenizer.get_vocab_size())
         compiled, frozen = program.compile_step(config.head), program.frozen()
-        batches = data.batches(config.data, tokenizer)
+        rows = program.layout.own_rows(config.data.batch_size)
+        batches = streams.batches(config.data, tokenizer, rows)
         state = run.take_steps(_Job(program, compiled, frozen, batches), operative_text)
     held_out_loss = None
     if config.data.held_out:
         held_out = data.batches(config.data, tokenizer, split="evaluation", epochs=1)
         held_out_loss = program.evaluate(state.params, frozen, held_out)
-    history = metrics.read_history(run.metrics_path)
     costs = _head_costs(program, compiled) if config.run.compare_heads else {}
+    if not processes.is_first():
+        return Result(run.out_dir, [], costs, held_out_loss)
+    history = metrics.read_history(run.metrics_path)
     result = Result(run.out_dir, history, costs, held_out_loss)
     _report(result, console)
     return result

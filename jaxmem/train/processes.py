@@ -1,0 +1,88 @@
+"""A run in several processes: how they find one another, and what they tell.
+
+Every process runs the same program on its own devices. Should one die, the others
+notice within `HEARTBEAT_SECONDS`, or at once where they wait for what it would send,
+and end with an error; the same command then resumes from the last checkpoint.
+"""
+
+import json
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+# Without a sign of life for this long, a process counts as dead.
+HEARTBEAT_SECONDS = 30
+
+
+def start(
+    coordinator: str | None, processes: int | None, process_id: int | None
+) -> None:
+    """Join the other processes of this run; before anything asks jax for devices.
+
+    Args:
+      coordinator: host and port of process 0, "10.0.0.1:1234".
+      processes: how many there are.
+      process_id: which one this is, from 0. With all three None, jax reads them from
+        the environment of the cluster: SLURM, Open MPI, Kubernetes.
+
+    Raises:
+      ValueError: some are given, others not; or no cluster is there to ask.
+    """
+    given = {
+        "--coordinator": coordinator,
+        "--processes": processes,
+        "--process-id": process_id,
+    }
+    missing = [name for name, value in given.items() if value is None]
+    if 0 < len(missing) < 3:
+        raise ValueError(
+            f"{', '.join(missing)} must be given too: one process is told the address "
+            "of process 0, how many there are, and which one it is"
+        )
+    try:
+        jax.distributed.initialize(
+            coordinator_address=coordinator,
+            num_processes=processes,
+            process_id=process_id,
+            heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+            shutdown_timeout_seconds=2 * HEARTBEAT_SECONDS,
+        )
+    except ValueError as error:
+        if len(missing) < 3:
+            raise
+        raise ValueError(
+            f"--cluster found none that jax knows ({error}); give --coordinator, "
+            "--processes and --process-id instead"
+        ) from error
+
+
+def is_first() -> bool:
+    """Whether this process is the one that writes files and prints."""
+    return jax.process_index() == 0
+
+
+def share(mapping: dict[str, Any]) -> dict[str, Any]:
+    """The entries of all processes' mappings, each JSON-able, in each of them."""
+    if jax.process_count() == 1:
+        return mapping
+    text = np.frombuffer(json.dumps(mapping).encode(), np.uint8)
+    sizes = _of_all(np.array([len(text)], np.int32))[:, 0]
+    padded = np.zeros(max(sizes), np.uint8)
+    padded[: len(text)] = text
+    merged: dict[str, Any] = {}
+    for size, row in zip(sizes, _of_all(padded), strict=True):
+        merged |= json.loads(row[:size].tobytes())
+    return merged
+
+
+def _of_all(own: np.ndarray) -> np.ndarray:
+    """[processes, ...] from an array of the same shape in each."""
+    count = jax.process_count()
+    first = {device.process_index: device for device in reversed(jax.devices())}
+    mesh = Mesh(np.array([first[i] for i in range(count)]), "process")
+    parts = NamedSharding(mesh, PartitionSpec("process"))
+    whole = NamedSharding(mesh, PartitionSpec())
+    rows = jax.make_array_from_process_local_data(parts, own[None])
+    return np.asarray(jax.jit(lambda x: x, out_shardings=whole)(rows))
