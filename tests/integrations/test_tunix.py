@@ -234,3 +234,16 @@ def test_preferences():
         np.testing.assert_allclose(
             common.get_per_token_logps(*arguments), theirs, atol=2e-6
         )
+
+
+def test_the_benchmark_measures_both_ways_to_the_same_loss():
+    from benchmarks import run_integrations
+
+    asked = ["--model=tiny", "--loss=grpo", "--layers=1", "--rows=2", "--prompt=4"]
+    asked += ["--completion=6", "--repetitions=1"]
+    args = run_integrations.parser().parse_args(asked)
+    theirs = run_integrations.measure(args, "grpo", "tiny")
+    with tunix.applied():
+        ours = run_integrations.measure(args, "grpo", "tiny")
+    assert ours.keys() == theirs.keys() and ours["ms"] > 0
+    assert abs(ours["loss_value"] - theirs["loss_value"]) < 0.01  # bfloat16 logits
