@@ -12,23 +12,12 @@ import jax.numpy as jnp
 import jaxmem
 from benchmarks import exact, results, workers
 from jaxmem import timing
+from jaxmem.bench import is_out_of_memory, stopwatch
 
 # hidden [N, D], W [V, D], labels [N] -> outputs [N] by name
 Call = Callable[[jax.Array, jax.Array, jax.Array], dict[str, jax.Array]]
 COTANGENTS = ("logprob", "entropy")
 PEAKED = 20.0  # standard deviation of logits that are far from flat
-
-
-def stopwatch() -> timing.Stopwatch:
-    on_cpu = jax.default_backend() == "cpu"
-    return timing.Stopwatch(
-        jax.block_until_ready, is_out_of_memory, 0.0 if on_cpu else 0.15
-    )
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    is_xla = isinstance(error, jax.errors.JaxRuntimeError)
-    return is_xla and "RESOURCE_EXHAUSTED" in str(error)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))

@@ -43,7 +43,10 @@ def choose(
     unproven = hopper.unproven(spec, source)
     if unproven:
         return "xla", f"'hopper' runs too, but {unproven}"
-    return "hopper", "measured faster than 'xla' at this size, in no more memory"
+    return (
+        "hopper",
+        "its token_stats measured faster than that of 'xla', in less memory",
+    )
 
 
 def _refusal(spec, source):

@@ -83,7 +83,8 @@ def logprobs(
     Nothing grows with tokens · V. W of another type than hidden costs b·V·D
     more; cuBLAS takes 32 MiB. "hopper" holds no logits forward; backward it takes
     2·C·V + 6·R·D for R tokens at a time: all of them, or √(C·V) and 4·V·D for W's sums
-    where there are more than twice as many. XLA for CPUs may widen 16-bit weights to
+    where there are more than twice as many; residual_bytes come on top, and live from
+    one pass to the other. XLA for CPUs may widen 16-bit weights to
     float32, 4·V·D, and needs 8·C·V forward where V is no multiple of 128 or jaxlib is
     older than 0.11.
 

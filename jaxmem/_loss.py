@@ -1,4 +1,4 @@
-"""A caller's per-token loss: traced once, then evaluated and differentiated by chunks.
+"""A caller's per-token loss: traced once, then evaluated and differentiated by parts.
 
 What loss_fn closes over becomes an operand, because a derivative's rule may run after
 the trace that a closed-over value belongs to has ended.
@@ -32,12 +32,13 @@ class Values(NamedTuple):
 
 
 class Loss:
-    """loss_fn as a function of arrays alone, for chunks of one size; static under jit.
+    """loss_fn as a function of arrays alone, for one number of rows; static under jit.
 
     Equal where loss_fn is the same object and its jaxpr reads the same, so that calls
     outside of jit compile once.
 
     Attributes:
+        n_rows: how many it takes.
         fields: names in TokenStats that the loss's derivative depends on.
         closed: whether it depends on each value that loss_fn closes over.
     """
@@ -45,7 +46,8 @@ class Loss:
     fields: tuple[str, ...]
     closed: tuple[bool, ...]
 
-    def __init__(self, jaxpr, tree, key):
+    def __init__(self, n_rows, jaxpr, tree, key):
+        self.n_rows = n_rows
         self._jaxpr, self._tree, self._key = jaxpr, tree, key
 
     def __call__(
@@ -63,18 +65,18 @@ class Loss:
 
 
 def trace(
-    loss_fn: Callable, spec: Spec, per_token: tuple[jax.Array, ...]
+    loss_fn: Callable, spec: Spec, n_rows: int, per_token: tuple[jax.Array, ...]
 ) -> tuple[Loss, Operands]:
-    """loss_fn for chunks of spec.chunk rows, and what it is to be called with."""
+    """loss_fn for so many rows at a time, and what it is to be called with."""
 
     def checked(stats, *per_token):
-        made = _spec.check_loss_result(loss_fn(stats, *per_token), spec.chunk)
+        made = _spec.check_loss_result(loss_fn(stats, *per_token), n_rows)
         return jax.tree.map(lambda x: x.astype(spec.stats_dtype), made)
 
-    rows = _examples(spec, per_token)
-    jaxpr, made = jax.make_jaxpr(checked, return_shape=True)(_stats_like(spec), *rows)
+    stats, rows = _stats_like(spec, n_rows), _examples(spec, n_rows, per_token)
+    jaxpr, made = jax.make_jaxpr(checked, return_shape=True)(stats, *rows)
     operands = Operands(per_token, tuple(jaxpr.consts))
-    loss = Loss(jaxpr.jaxpr, jax.tree.structure(made), _key(loss_fn, jaxpr))
+    loss = Loss(n_rows, jaxpr.jaxpr, jax.tree.structure(made), _key(loss_fn, jaxpr))
     loss.fields, loss.closed = _dependence(loss, spec, operands)
     return loss, operands
 
@@ -82,7 +84,7 @@ def trace(
 def evaluate(
     loss: Loss, row_ids: jax.Array, stats: TokenStats, operands: Operands, n_rows: int
 ) -> Values:
-    """Values of one chunk; what stats holds for ids from n_rows on is not looked at."""
+    """Values of some rows; what stats holds for ids from n_rows on is not looked at."""
     stats, operands, _ = _complete(row_ids, stats, operands, n_rows)
     losses, metrics = loss(stats, operands)
     return Values(losses, metrics, (None,) * len(operands.per_token))
@@ -117,8 +119,9 @@ def nothing(
     loss: Loss, spec: Spec, operands: Operands, n_rows: int, pull: bool
 ) -> Values:
     """Values of rows that are not active; with cotangents if they are to be pulled."""
-    rows = operands._replace(per_token=_examples(spec, operands.per_token))
-    _, metrics = jax.eval_shape(loss, _stats_like(spec), rows)
+    rows = _examples(spec, loss.n_rows, operands.per_token)
+    stats = _stats_like(spec, loss.n_rows)
+    _, metrics = jax.eval_shape(loss, stats, operands._replace(per_token=rows))
     zeros = jnp.zeros(n_rows, spec.stats_dtype)
     floats = _floats(operands.per_token)
     return Values(
@@ -131,21 +134,24 @@ def nothing(
 
 
 def _complete(row_ids, stats, operands, n_rows):
-    """Every row of the chunk; its first one, which is active, stands in where none is.
+    """Every row; the first one, if it is active, stands in where none is.
 
-    So that loss_fn never sees a number that could not occur.
+    So that loss_fn never sees a number that could not occur: 0 could.
     """
     live = row_ids < n_rows
     row_ids = jnp.where(live, row_ids, row_ids[0])
-    stats = TokenStats(*(jnp.where(live, x, x[0]) for x in stats))
+    firsts = (jnp.where(live[0], x[0], jnp.zeros_like(x[0])) for x in stats)
+    stats = TokenStats(
+        *(jnp.where(live, x, first) for x, first in zip(stats, firsts, strict=True))
+    )
     per_token = tuple(x.at[row_ids].get(mode="clip") for x in operands.per_token)
     return stats, operands._replace(per_token=per_token), live
 
 
 def _dependence(loss, spec, operands):
     """Fields of TokenStats that the derivative needs; whether it needs each closed."""
-    stats, closed = _stats_like(spec), operands.closed
-    rows = _examples(spec, operands.per_token)
+    stats, closed = _stats_like(spec, loss.n_rows), operands.closed
+    rows = _examples(spec, loss.n_rows, operands.per_token)
 
     def pull(cotangent, stats, closed, rows):
         def run(fields, floats):
@@ -195,16 +201,16 @@ def _beside(live, x):
     return live.reshape(live.shape + (1,) * (x.ndim - 1))
 
 
-def _stats_like(spec) -> TokenStats:
-    x, flag = _example(spec, spec.stats_dtype), _example(spec, jnp.bool_)
-    return TokenStats(x, x, x, x, flag)
+def _stats_like(spec, n_rows) -> TokenStats:
+    x = _example(spec, n_rows, spec.stats_dtype)
+    return TokenStats(x, x, x, x, _example(spec, n_rows, jnp.bool_))
 
 
-def _examples(spec, per_token):
-    return tuple(_example(spec, x.dtype, x.shape[1:]) for x in per_token)
+def _examples(spec, n_rows, per_token):
+    return tuple(_example(spec, n_rows, x.dtype, x.shape[1:]) for x in per_token)
 
 
-def _example(spec, dtype, shape=()) -> Any:
-    """Rows of one chunk, of the type that they have inside shard_map."""
+def _example(spec, n_rows, dtype, shape=()) -> Any:
+    """Rows of the type that they have inside shard_map."""
     types = _shards.types(spec.varying) if spec.varying else {}
-    return jax.ShapeDtypeStruct((spec.chunk, *shape), dtype, **types)
+    return jax.ShapeDtypeStruct((n_rows, *shape), dtype, **types)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from jaxmem import _head, _loss, _shards, _spec, _vjp
+from jaxmem import _backends, _head, _loss, _shards, _spec, _vjp
 from jaxmem._spec import AxisName, Chunk, Layout
 from jaxmem._stats import TokenStats
 
@@ -40,9 +40,9 @@ def token_loss(
     loss made of `token_stats` takes four. Outside it, one.
 
     Args:
-        loss_fn: `(TokenStats, *per_token)` of a chunk to its losses, a float array
-            [C], or to `(losses, {name: [C]})`. Each token's numbers must come from its
-            own row. Traced once for a function object, as the body of `jax.lax.scan`
+        loss_fn: `(TokenStats, *per_token)` of C tokens to their losses, a float array
+            [C], or to `(losses, {name: [C]})`; C is a chunk on "xla" and as many as are
+            kept on "hopper". Each token's numbers must come from its own row. Traced once for a function object, as the body of `jax.lax.scan`
             is. It may close over arrays, except those being differentiated.
         hidden, W, labels: as in `logprobs`.
         per_token: what else the loss is made of, [...] or [..., K] each, of any real
@@ -102,7 +102,8 @@ def token_loss(
     count = _normalizer(normalizer, rows, spec)
     spec, source = _head._typed(spec, source, (rows, flat, count))
     flat, count = _shards.vary((flat, count), spec.varying)
-    loss, operands = _loss.trace(loss_fn, spec, flat)
+    n_rows = _backends.KNOWN[backend].loss_rows(spec, source)
+    loss, operands = _loss.trace(loss_fn, spec, n_rows, flat)
     if 0 in shape:
         made = _loss.nothing(loss, spec, operands, 0, pull=False)
         total, metrics = jnp.zeros((), spec.stats_dtype), made.metrics

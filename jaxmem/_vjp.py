@@ -154,7 +154,7 @@ _token_loss.defvjp(_token_loss_fwd, _token_loss_bwd, symbolic_zeros=True)
 
 
 def _values_of_rows(spec, loss, stats, rows, operands) -> Values:
-    """The loss and its metrics from statistics [N], in chunks as they were traced."""
+    """The loss and its metrics from statistics [N], for as many as it was traced."""
     n_rows = rows.labels.shape[0]
 
     def chunk(row_ids, made):
@@ -166,7 +166,7 @@ def _values_of_rows(spec, loss, stats, rows, operands) -> Values:
 
     made = _loss.nothing(loss, spec, operands, n_rows, pull=False)
     made = _shards.vary(made, spec.varying)
-    return _xla.for_active_chunks(spec, rows.active, chunk, made)
+    return _xla.for_active_chunks(loss.n_rows, rows.active, chunk, made)
 
 
 def _divides_early(spec):

@@ -41,7 +41,7 @@ class Rows(NamedTuple):
     temperature: jax.Array | None  # statistics' type; None is 1
 
 
-# What `one_pass` asks of spec.chunk rows at a time: (row ids, their outputs) -> (values
+# What `one_pass` asks of loss_rows rows at a time: (row ids, their outputs) -> (values
 # to keep of each row, cotangents of the outputs). Ids past the end come last; what
 # their outputs hold has no influence, and their cotangents are 0.
 OfChunk = Callable[[jax.Array, _stats.Outputs], tuple[Any, _stats.Cotangents]]
@@ -60,7 +60,7 @@ def forward(spec: Spec, source: Head | Logits, rows: Rows, names) -> dict:
 
     outputs = {k: jnp.zeros(n_rows, output_dtype(spec, k)) for k in names}
     outputs = _shards.vary(outputs, spec.varying)
-    return for_active_chunks(spec, rows.active, chunk, outputs)
+    return for_active_chunks(spec.chunk, rows.active, chunk, outputs)
 
 
 def statistics(spec: Spec, source: Head | Logits, rows: Rows) -> _stats.Stats:
@@ -76,7 +76,7 @@ def statistics(spec: Spec, source: Head | Logits, rows: Rows) -> _stats.Stats:
 
     ones = jnp.ones(rows.labels.shape, spec.stats_dtype)  # from which no NaN comes
     made = _shards.vary(_stats.Stats(*(ones,) * 5), spec.part_varying)
-    return for_active_chunks(spec, rows.active, chunk, made)
+    return for_active_chunks(spec.chunk, rows.active, chunk, made)
 
 
 def backward(
@@ -97,7 +97,7 @@ def backward(
         dz = _unscale(spec, rows, row_ids, z, dz)
         return _accumulate(spec, source, row_ids, dz, sums)
 
-    sums = for_active_chunks(spec, rows.active, chunk, _zero_sums(spec, source))
+    sums = for_active_chunks(spec.chunk, rows.active, chunk, _zero_sums(spec, source))
     return jax.tree.map(
         lambda total, primal: total.astype(primal.dtype),
         sum_over_shards(spec, sums),
@@ -132,8 +132,13 @@ def one_pass(
         return made, _accumulate(spec, head, row_ids, dz, sums)
 
     carry = _shards.vary(made, spec.varying), _zero_sums(spec, head)
-    made, sums = for_active_chunks(spec, rows.active, chunk, carry)
+    made, sums = for_active_chunks(spec.chunk, rows.active, chunk, carry)
     return made, sum_over_shards(spec, sums)
+
+
+def loss_rows(spec: Spec, source: Head | Logits) -> int:
+    """How many tokens' losses `one_pass` has made at a time."""
+    return spec.chunk
 
 
 def merged(spec: Spec, rows: Rows, row_ids, stats: _stats.Stats) -> _stats.Outputs:
@@ -152,19 +157,19 @@ def sum_over_shards(spec: Spec, sums) -> Any:
     return sums._replace(hidden=dhidden.astype(spec.compute_dtype))
 
 
-def for_active_chunks(spec, active, body, carry):
+def for_active_chunks(chunk, active, body, carry):
     """carry = body(row ids of the chunk, carry), for as many chunks as are active.
 
     As many on every shard of a vocabulary, whose devices have the same rows: there the
     body may wait for all of them.
     """
     n_rows = active.shape[0]
-    n_padded = -(-n_rows // spec.chunk) * spec.chunk
+    n_padded = -(-n_rows // chunk) * chunk
     order = jnp.nonzero(active, size=n_padded, fill_value=n_rows)[0].astype(jnp.int32)
-    n_chunks = (jnp.sum(active, dtype=jnp.int32) + spec.chunk - 1) // spec.chunk
+    n_chunks = (jnp.sum(active, dtype=jnp.int32) + chunk - 1) // chunk
 
     def step(i, carry):
-        return body(lax.dynamic_slice(order, (i * spec.chunk,), (spec.chunk,)), carry)
+        return body(lax.dynamic_slice(order, (i * chunk,), (chunk,)), carry)
 
     return lax.fori_loop(0, n_chunks, step, carry)
 

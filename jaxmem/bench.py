@@ -57,7 +57,7 @@ def measure(shape: Shape, dtype: str, chunk: Any, repetitions: int = 3) -> list[
     }
     gemm = jax.jit(lambda h, W, y: h @ W.T).lower(*operands).compile()
     unit = functools.partial(gemm, *operands)
-    _, taken = timing.take_turns(_stopwatch(), unit, runs, repetitions)
+    _, taken = timing.take_turns(stopwatch(), unit, runs, repetitions)
     return [
         Row(
             name,
@@ -121,7 +121,7 @@ def tune(
     from jaxmem.kernels import tuning
 
     names = kernels or get_args(tuned.Kernel)
-    for results, entry in tuning.tune(shape, names, _stopwatch(), repetitions):
+    for results, entry in tuning.tune(shape, names, stopwatch(), repetitions):
         for made in sorted(results, key=lambda r: r.over_gemm or 9e9):
             cost = made.why or f"{made.over_gemm:.4f} GEMM {made.ms} ms"
             yield f"{made.kernel:11} {_brief(made.tiles)}: {cost}"
@@ -147,14 +147,16 @@ def _brief(tiles) -> str:
     return " ".join(f"{k}={v}" for k, v in dataclasses.asdict(tiles).items())
 
 
-def _stopwatch() -> timing.Stopwatch:
+def stopwatch() -> timing.Stopwatch:
+    """For programs of jax on the device that it runs on."""
     on_cpu = jax.default_backend() == "cpu"
     return timing.Stopwatch(
-        jax.block_until_ready, _is_out_of_memory, 0.0 if on_cpu else _SAMPLE_SECONDS
+        jax.block_until_ready, is_out_of_memory, 0.0 if on_cpu else _SAMPLE_SECONDS
     )
 
 
-def _is_out_of_memory(error: Exception) -> bool:
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether the device had too little of it."""
     is_xla = isinstance(error, jax.errors.JaxRuntimeError)
     return is_xla and "RESOURCE_EXHAUSTED" in str(error)
 

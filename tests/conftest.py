@@ -6,6 +6,14 @@ import pytest
 jax.config.update("jax_num_cpu_devices", 8)
 
 
+@pytest.fixture(scope="module")
+def quick_compilation():
+    """For tiny programs, all of whose time would go into optimizing them."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 def pytest_addoption(parser):
     parser.addoption(
         "--require-gpu",

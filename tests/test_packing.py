@@ -356,14 +356,6 @@ CONFIG = ModelConfig(
 LENGTHS = [9, 14, 5, 5, 11, 3, 1, 7, 16]
 
 
-@pytest.fixture(scope="module")
-def quick_compilation():
-    """These programs are tiny: all their time would go into optimizing them."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 @functools.cache
 def decoder():
     return nnx.split(Decoder(CONFIG, rngs=nnx.Rngs(0)))

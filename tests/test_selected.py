@@ -14,12 +14,8 @@ N, D, V, K, CHUNK = 37, 24, 130, 6, 16
 VERBS = ("selected", "support")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    """These programs are tiny: all their time would go into optimizing them."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+# These programs are tiny: all their time would go into optimizing them.
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def make(std=1.0, seed=0, v=V):

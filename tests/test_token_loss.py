@@ -24,12 +24,8 @@ F32 = jnp.float32
 CLIP, C_ENTROPY, C_Z = 0.2, 0.1, 1e-3
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    """These programs are tiny: all their time would go into optimizing them."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+# These programs are tiny: all their time would go into optimizing them.
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def ppo(stats, advantage, old):

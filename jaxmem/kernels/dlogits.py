@@ -43,7 +43,7 @@ def derivative(
         bias: float32 [V], -inf allowed, or None.
         inverse_temperature: float32 [n_rows], or None.
     """
-    of_rows = _fold(rows, c, inverse_temperature)
+    of_rows = fold(rows, c, inverse_temperature)
     operands: dict[str, Any] = dict(
         h=hidden, w=W, labels=labels, rows=jnp.stack(tuple(of_rows.values())),
         odd=logits.odd_tiles(env, labels), part=part,
@@ -58,7 +58,7 @@ def derivative(
     )(*operands.values())
 
 
-def _fold(rows, c, inverse_temperature):
+def fold(rows: Outputs, c: Coefficients, inverse_temperature) -> dict:
     """The numbers a row that the kernel reads, by name; what is absent is zero."""
     zero = jnp.zeros_like(rows.max)
     alpha = zero if c.alpha is None else c.alpha
@@ -159,10 +159,22 @@ def _derivative(env, z, row, first=None):
     """Of scaled logits; `first` is their column where labels or masks may lie."""
     row = {k: logits.along(x, z.shape) for k, x in row.items()}
     log_p = (z - row["max"]) - row["log_sum"]
-    p = jnp.exp(log_p)
+    return of_probabilities(env, jnp.exp(log_p), log_p, z, row, first)
+
+
+def of_probabilities(env: Env, p, log_p, z, row: dict, first=None) -> jax.Array:
+    """dloss/d(h Wᵀ) of one part of a tile.
+
+    Args:
+        env: what runs.
+        p, log_p: [C, columns].
+        z: scaled logits, read where there is a softcap.
+        row: what `fold` made, [C, columns] each; "label" too, with `first`.
+        first: column of the part where labels or masks may lie in it, else None.
+    """
     slope = row.get("slope", row["alpha"])
     if first is not None:
-        at = logits.column(z.shape, first)
+        at = logits.column(p.shape, first)
         slope = jnp.where(at == row["label"], row["alpha"], slope)
     if "beta" in row:
         slope = slope + row["beta"] * log_p

@@ -144,12 +144,7 @@ def _unit(env, extent, gmem, smem, buffers, tile, n_tiles, step):
     rows = pl.ds(start, t.rows)
     fetch = functools.partial(logits.fetch, smem["loaded"])
     labels = fetch(gmem["labels"].at[rows], smem["labels_smem"])
-    inverse_temperature = None
-    if "inverse_temperature" in gmem:
-        of_rows = gmem["inverse_temperature"].at[rows]
-        inverse_temperature = logits.along(
-            fetch(of_rows, smem["temperature_smem"]), (t.rows, t.columns)
-        )
+    inverse_temperature = _inverse_temperature(env, gmem, smem, rows)
 
     def of_tile(i, carry):
         step, so_far = carry[0], Stats(*carry[1:])
@@ -158,20 +153,14 @@ def _unit(env, extent, gmem, smem, buffers, tile, n_tiles, step):
         if "bias" in gmem:
             columns = pl.ds(at * t.columns, t.columns)
             bias = fetch(gmem["bias"].at[columns], smem["bias_smem"])
-
-        keep = None
-        if t.stored:
-            keep = functools.partial(_keep, env, at, rows, gmem, smem)
+        keep = functools.partial(_keep, env, at, rows, gmem, smem)
+        keep = keep if t.stored else None
 
         def fold(z):
             z = logits.scale(env, z, bias, inverse_temperature)
             made = _of_tile(env, z, at, labels, odd, keep)
-            if (
-                t.stored
-            ):  # the last tile's has left: its exponentials' buffers were free
-                smem["max_smem"][...] = made.max
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(smem["max_smem"], gmem["max"].at[at, rows])
+            if t.stored:
+                _keep_max(at, rows, gmem, smem, made.max)
             return tuple(_stats.merge(so_far, made))
 
         made = ring.multiply(env.product, extent, buffers, step, fold)
@@ -191,12 +180,31 @@ def _unit(env, extent, gmem, smem, buffers, tile, n_tiles, step):
     return step
 
 
+def _inverse_temperature(env, gmem, smem, rows):
+    """Of the rows, over the columns of a tile; None for 1."""
+    if "inverse_temperature" not in gmem:
+        return None
+    of_rows = gmem["inverse_temperature"].at[rows]
+    of_rows = logits.fetch(smem["loaded"], of_rows, smem["temperature_smem"])
+    return logits.along(of_rows, (env.tiles.rows, env.tiles.columns))
+
+
 def _keep(env, tile, rows, gmem, smem, i, exps):
     """The i-th part of a tile's exponentials leaves."""
     width = env.tiles.stored
     columns = pl.ds(tile * env.tiles.columns + i * width, width)
     to = gmem["exps"].at[rows, columns]
     ring.store_part(i, to, lambda: exps.astype(env.dtype), smem["exps_smem"])
+
+
+def _keep_max(tile, rows, gmem, smem, row_max):
+    """A tile's largest logits leave; the last tile's have, whose parts came after.
+
+    For parts leave in order, from `slots` buffers, no more than a tile has parts.
+    """
+    smem["max_smem"][...] = row_max
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(smem["max_smem"], gmem["max"].at[tile, rows])
 
 
 def _of_tile(env, z, tile, labels, odd, keep):

@@ -70,6 +70,8 @@ def unproven(spec: Spec, source: Head | Logits) -> str | None:
         return f"is not measured below {MIN_TOKENS} tokens"
     if spec.chunk < MIN_CHUNK:
         return f"is not measured below chunks of {MIN_CHUNK} tokens"
+    if spec.keeps_gradient:
+        return "is not measured where it keeps the gradient of a frozen head"
     same_type = source.W.dtype == spec.compute_dtype
     if not same_type or any(n % _SWIZZLE for n in source.W.shape):
         return (
@@ -119,8 +121,10 @@ def backward(
         kept_env, first, rest = _split(spec, padded, rows)
         once = rest is None
         sums = _sums(spec, env, source, padded, once)
+        ids, n_active = _active_first(first.active, kept_env.n_rows)
+        outputs, g = jax.tree.map(lambda x: _xla.take(x, ids), (saved, cotangents))
         sums = _add_kept(
-            spec, kept_env, padded, first, saved, cotangents, kept, once, sums
+            spec, kept_env, padded, rows, ids, n_active, kept, outputs, g, once, sums
         )
         if rest is None:
             return jax.tree.map(_like, sums, like)
@@ -134,29 +138,24 @@ def one_pass(
 ) -> tuple[Any, Head]:
     """As in "xla": the forward kernel keeps exponentials, products follow."""
     from jaxmem.kernels import forward as kernel
-    from jaxmem.kernels import kept as keeping
 
     padded = _pad(spec, _xla.cast(spec, source))
     n_rows = rows.labels.shape[0]
-    size = _kept_rows(spec, padded, n_rows)
+    size = loss_rows(spec, source)
     env, once = _env(spec, padded, size, "exps"), n_rows <= size
 
     def block(row_ids, n_active, carry):
         made, sums = carry
         labels = _xla.take(rows.labels, row_ids)
-        operands = _operands(padded, rows, row_ids, labels, n_active)
-        stats, kept = kernel.statistics_and_exps(env, *operands)
+        stats, kept = kernel.statistics_and_exps(
+            env, *_operands(padded, rows, row_ids, labels, n_active)
+        )
         outputs = _stats.finish(stats, labels < spec.vocab_size)
-        made, g = _in_chunks(spec, row_ids, n_active, outputs, of_chunk, made)
-        dz = keeping.derivative(
-            env, kept, n_active, _step(spec, size), labels, outputs,
-            _stats.coefficients(outputs, g), _inverse_temperature(rows, row_ids),
-        )  # fmt: skip
-        sums = _gradients(
-            spec, (env, env.n_tiles, once), padded, operands[0],
-            lambda part, width: dz, row_ids, n_active, sums,
-        )  # fmt: skip
-        return made, sums
+        values, g = of_chunk(row_ids, outputs)
+        made = jax.tree.map(lambda x, value: _xla.put(x, row_ids, value), made, values)
+        return made, _add_kept(
+            spec, env, padded, rows, row_ids, n_active, kept, outputs, g, once, sums
+        )
 
     carry = made, _sums(spec, env, source, padded, once)
     made, sums = _for_row_blocks(rows.active, env.n_rows, block, carry)
@@ -164,6 +163,19 @@ def one_pass(
     if not once:
         like = jax.tree.map(lambda x: x.astype(jnp.float32), like)
     return made, jax.tree.map(_like, sums, like)
+
+
+def loss_rows(spec: Spec, source: Head) -> int:
+    """Rows of `one_pass` that are kept at once, in no more bytes than "xla" takes.
+
+    It has logits of a chunk and float32 sums of W's gradient. Where exponentials of
+    all rows fit both, there need not be sums.
+    """
+    n_rows, n_kept = source.hidden.shape[0], 2 * spec.chunk
+    _, depth = _columns_and_depth(spec, source)
+    if not spec.frozen_head and n_rows <= n_kept + 2 * depth:
+        n_kept = n_rows
+    return _whole_blocks(max(min(n_kept, n_rows), 1))
 
 
 def _no_outputs(spec, rows, names):
@@ -208,19 +220,20 @@ def _split(spec, padded, rows):
     return _env(spec, padded, size, "exps"), rows._replace(active=first), rest
 
 
-def _add_kept(spec, env, padded, rows, saved, cotangents, kept, once, sums):
-    """sums with what the rows add to them whose exponentials are there."""
+def _add_kept(spec, env, padded, rows, row_ids, n_active, kept, outputs, g, once, sums):
+    """sums with what the rows add to them whose exponentials are there.
+
+    Outputs and their cotangents g are those of row_ids; the exponentials are given up.
+    """
     from jaxmem.kernels import kept as keeping
 
-    ids, n_active = _active_first(rows.active, env.n_rows)
-    of_rows, g = jax.tree.map(lambda x: _xla.take(x, ids), (saved, cotangents))
     dz = keeping.derivative(
-        env, kept, n_active, _step(spec, env.n_rows), _xla.take(rows.labels, ids),
-        of_rows, _stats.coefficients(of_rows, g), _inverse_temperature(rows, ids),
+        env, kept, n_active, _xla.take(rows.labels, row_ids), outputs,
+        _stats.coefficients(outputs, g), _inverse_temperature(rows, row_ids),
     )  # fmt: skip
     return _gradients(
-        spec, (env, env.n_tiles, once), padded, _hidden(padded, ids),
-        lambda part, width: dz, ids, n_active, sums,
+        spec, (env, env.n_tiles, once), padded, _hidden(padded, row_ids),
+        lambda part, width: dz, row_ids, n_active, sums,
     )  # fmt: skip
 
 
@@ -246,38 +259,6 @@ def _add_again(spec, env, padded, rows, saved, cotangents, once, sums):
     return _for_row_blocks(rows.active, env.n_rows, block, sums)
 
 
-def _in_chunks(spec, row_ids, n_active, outputs, of_chunk, made):
-    """(made, cotangents of the outputs): of_chunk for what is active of some rows."""
-    n_rows, size = row_ids.shape[0], spec.chunk
-    missing = -n_rows % size
-    beyond = jnp.iinfo(jnp.int32).max  # a row that is not there
-    row_ids = jnp.pad(row_ids, (0, missing), constant_values=beyond)
-    outputs = _stats.Outputs(*(jnp.pad(x, (0, missing)) for x in outputs))
-
-    def chunk(i):
-        cut = functools.partial(lax.dynamic_slice_in_dim, start_index=i * size)
-        ids, of_rows = jax.tree.map(
-            lambda x: cut(x, slice_size=size), (row_ids, outputs)
-        )
-        return ids, *of_chunk(ids, of_rows)
-
-    def step(i, carry):
-        made, g = carry
-        ids, values, of_rows = chunk(i)
-        made = jax.tree.map(lambda x, v: _xla.put(x, ids, v), made, values)
-        at = i * size
-        g = jax.tree.map(
-            lambda x, v: lax.dynamic_update_slice_in_dim(x, v, at, axis=0), g, of_rows
-        )
-        return made, g
-
-    _, _, like = jax.eval_shape(chunk, 0)
-    g = jax.tree.map(lambda x: jnp.zeros(row_ids.shape, x.dtype), like)
-    n_chunks = (n_active + size - 1) // size
-    made, g = lax.fori_loop(0, n_chunks, step, (made, g))
-    return made, jax.tree.map(lambda x: x[:n_rows], g)
-
-
 def _sums(spec, env, source, padded, once):
     """What rows add to; W's gradient is only written where one block has all rows."""
     sums = Head(
@@ -296,11 +277,24 @@ def _gradients(
     """sums with what some rows add to them."""
     from jaxmem.kernels import products
 
+    env, n_tiles, once = cut
     tiles = _tiles("to_hidden", spec, padded), _tiles("to_W", spec, padded)
-    here = sums._replace(hidden=jnp.zeros(h.shape, jnp.float32))
-    here = products.gradients(tiles, *cut, padded.W, h, derivative, n_active, here)
-    dh = here.hidden.astype(spec.compute_dtype)[:, : sums.hidden.shape[1]]
-    return here._replace(hidden=_xla.put(sums.hidden, row_ids, dh))
+    if n_tiles < env.n_tiles:
+        dh = jnp.zeros(h.shape, jnp.float32)
+    else:  # written in one go
+        dh = lax.empty(h.shape, sums.hidden.dtype)
+    here = products.gradients(
+        tiles, *cut, padded.W, h, derivative, n_active, sums._replace(hidden=dh)
+    )
+    n_rows, depth = sums.hidden.shape
+    dh = here.hidden[:, :depth].astype(sums.hidden.dtype)
+    if not once:
+        return here._replace(hidden=_xla.put(sums.hidden, row_ids, dh))
+    # All rows are here. Each fetches its own, which is faster than to send them out.
+    size = row_ids.shape[0]
+    at = jnp.full(n_rows, size, jnp.int32)
+    at = _xla.put(at, row_ids, jnp.arange(size, dtype=jnp.int32))
+    return here._replace(hidden=_xla.take(dh, at))
 
 
 def _for_row_blocks(active, size, body, carry):
@@ -333,26 +327,6 @@ def _backward_rows(spec, n_rows):
     return _whole_blocks(n_rows if n_rows <= 2 * side else side)
 
 
-def _kept_rows(spec, padded, n_rows):
-    """Rows whose exponentials are alive at once, in no more bytes than "xla" takes.
-
-    It has logits of a chunk and float32 sums of W's gradient. Where exponentials of
-    all rows fit both, there need not be sums.
-    """
-    n_kept = 2 * spec.chunk
-    depth = padded.W.shape[1 if spec.layout == "vd" else 0]
-    if not spec.frozen_head and n_rows <= n_kept + 2 * depth:
-        n_kept = n_rows
-    return _whole_blocks(min(n_kept, n_rows))
-
-
-def _step(spec, n_rows):
-    """Of kept rows, how many become derivatives at a time: no more than a chunk."""
-    whole = MAX_CLUSTER_ROWS
-    most, n_blocks = max(spec.chunk // whole, 1), n_rows // whole
-    return whole * max(n for n in range(1, most + 1) if n_blocks % n == 0)
-
-
 def _block_tiles(spec, env):
     """Tiles of the vocabulary whose derivatives, in 16 bits, are alive at once."""
     n_tiles = spec.chunk * spec.columns // (env.n_rows * env.tiles.columns)
@@ -369,7 +343,7 @@ def _whole_blocks_of_bias(spec, env):
 def _env(spec, padded, n_rows, kernel) -> Any:
     from jaxmem.kernels.logits import Env
 
-    columns, depth = padded.W.shape if spec.layout == "vd" else padded.W.shape[::-1]
+    columns, depth = _columns_and_depth(spec, padded)
     return Env(
         _tiles(kernel, spec, padded), n_rows, depth, columns, spec.vocab_size,
         spec.layout, spec.compute_dtype, spec.softcap, n_blocks(),
@@ -377,9 +351,13 @@ def _env(spec, padded, n_rows, kernel) -> Any:
 
 
 def _tiles(kernel, spec, padded):
-    columns, depth = padded.W.shape if spec.layout == "vd" else padded.W.shape[::-1]
+    columns, depth = _columns_and_depth(spec, padded)
     device = jax.devices()[0].device_kind
     return tuned.tiles_for(kernel, tuned.Head(device, depth, columns, spec.layout))
+
+
+def _columns_and_depth(spec, padded):
+    return padded.W.shape if spec.layout == "vd" else padded.W.shape[::-1]
 
 
 def n_blocks():
@@ -389,7 +367,7 @@ def n_blocks():
 
 def _forward_rows(spec, padded, n_rows):
     """Rows a launch: no more bytes, with their statistics, than "xla" has logits."""
-    columns, depth = padded.W.shape if spec.layout == "vd" else padded.W.shape[::-1]
+    columns, depth = _columns_and_depth(spec, padded)
     tiles = _tiles("statistics", spec, padded)
     groups = -(-columns // (tiles.columns * tiles.group))
     # Merging holds what it reads and half of what it has written.

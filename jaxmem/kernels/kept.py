@@ -1,97 +1,170 @@
 """Derivative of logits from their exponentials, in place: no second look at them.
 
-Elementwise, so XLA makes the kernel. The arithmetic is `_stats.dlogits`; ln p is the
-logarithm of what was kept to 8 bits, which is as exact as a derivative in 16 bits.
+Each block takes tiles in turn: a tile and what belongs to it arrive in a buffer, become
+derivatives there and leave for where they came from, while the next ones arrive. ln p
+is the logarithm of what was kept to 8 bits, as exact as a derivative in 16 bits.
 """
 
+import functools
+
 import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
 from jaxmem._stats import Coefficients, Outputs
+from jaxmem.kernels import dlogits, logits, ring
 from jaxmem.kernels.forward import Kept
 from jaxmem.kernels.logits import Env
+from jaxmem.kernels.ring import ceil_div
+
+_BUFFERS = 3  # a block: one that arrives, one in registers, one that leaves
+_BLOCKS = 2  # a multiprocessor: as many as shared memory holds
+_TINY = 1.2e-38  # the smallest that has a logarithm; p is 0 there
 
 
 def derivative(
-    env: Env, kept: Kept, n_active, step: int, labels, rows: Outputs, c: Coefficients,
+    env: Env, kept: Kept, n_active, labels, rows: Outputs, c: Coefficients,
     inverse_temperature=None,
 ) -> jax.Array:  # fmt: skip
     """dloss/d(h Wᵀ), [n_rows, columns] in hidden's type, in the place of kept.exps.
 
-    0 where masked, and in what whole steps of rows hold besides active ones; rows from
-    there on hold anything.
+    0 where masked, and in what whole tiles hold besides active rows; rows from there on
+    hold anything.
 
     Args:
         env: that of the kernel which kept them.
         kept: exponentials; given up.
         n_active: int32, rows that count.
-        step: rows at a time; divides n_rows.
         labels: int32 [n_rows].
         rows: statistics of the rows, [n_rows].
         c: coefficients of the rows, [n_rows].
         inverse_temperature: float32 [n_rows], or None.
     """
-    shift = (kept.max - rows.max) - rows.log_sum  # ln p = ln(exps) + shift
-    logsumexp = rows.max + rows.log_sum
-    of_rows = labels, rows.logprob, logsumexp, c, inverse_temperature
-
-    def some(i, exps):
-        first = i * step
-
-        def cut(x):
-            return lax.dynamic_slice_in_dim(x, first, step)
-
-        live = first + jnp.arange(step, dtype=jnp.int32) < n_active
-        of_tiles = lax.dynamic_slice_in_dim(shift, first, step, axis=1).T
-        made = _derivative(env, cut(exps), of_tiles, live, *jax.tree.map(cut, of_rows))
-        return lax.dynamic_update_slice_in_dim(exps, made, first, axis=0)
-
-    # Without an active row, products still read one stage of rows.
-    n_steps = jnp.maximum((n_active + step - 1) // step, 1)
-    return lax.fori_loop(0, n_steps, some, kept.exps)
-
-
-def _derivative(
-    env, exps, shift, live, labels, logprob, logsumexp, c, inverse_temperature
-):
-    """Of some rows: exps [C, V], shift [C, n_tiles], the rest [C]."""
-    # Once a tile, not once a number: kept from being made inside the large loop.
-    scale, shift = lax.optimization_barrier((jnp.exp(shift), shift))
-    exps = exps.astype(jnp.float32)
-    p = exps * _of_tiles(env, scale)
-    # The smallest that a logarithm can be taken of; p is 0 there.
-    log_p = jnp.log(jnp.maximum(exps, jnp.finfo(jnp.float32).tiny))
-    log_p = log_p + _of_tiles(env, shift)
-    column = lax.broadcasted_iota(jnp.int32, exps.shape, 1)
-    slope = jnp.zeros((), jnp.float32) if c.alpha is None else c.alpha[:, None]
-    is_label = column == labels[:, None]
-    if c.label is not None:
-        slope = jnp.where(is_label, slope, slope - c.label[:, None])
-    if c.beta is not None:
-        slope = slope + c.beta[:, None] * log_p
-    if c.gamma is not None:
-        slope = slope + c.gamma[:, None] * p
-    dz = p * slope
-    if c.label is not None:
-        at_label = c.label * -jnp.expm1(logprob)
-        dz = dz + jnp.where(is_label, at_label[:, None], 0.0)
-    unscaled = 1.0
-    if inverse_temperature is not None:
-        unscaled = inverse_temperature[:, None]
+    of_rows = dlogits.fold(rows, c, inverse_temperature)
     if env.softcap is not None:
-        if c.label is not None:  # where p may be too small to have a logarithm
-            log_p = jnp.where(is_label, logprob[:, None], log_p)
-        capped = (log_p + logsumexp[:, None]) / (env.softcap * unscaled)
-        dz = dz * (1 - capped**2)
-    dz = dz * unscaled
-    return jnp.where(live[:, None] & (column < env.vocab_size), dz, 0).astype(env.dtype)
-
-
-def _of_tiles(env, x):
-    """A number a tile [C, n_tiles], over the tile's columns; 0 beyond the last."""
-    wide = jnp.repeat(x, env.tiles.columns, axis=1)
-    missing = env.columns - wide.shape[1]
-    return (
-        jnp.pad(wide, ((0, 0), (0, missing))) if missing > 0 else wide[:, : env.columns]
+        of_rows["logprob"] = rows.logprob
+    # Without an active row, products still read one tile of rows.
+    n_tiles = jnp.maximum(ceil_div(n_active, env.tiles.rows), 1) * env.n_tiles
+    operands = dict(
+        scalars=jnp.stack([n_active, n_tiles]), max=kept.max, labels=labels,
+        rows=jnp.stack(tuple(of_rows.values())), odd=_odd_tiles(env, labels, n_active),
+    )  # fmt: skip
+    names = *operands, "exps"
+    kernel = pl.kernel(
+        functools.partial(_kernel, env, names, tuple(of_rows)),
+        mesh=plgpu.Mesh(grid=(_BLOCKS * env.n_blocks,), grid_names=("block",)),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
     )
+
+    def run(exps):
+        kernel(*operands.values(), exps)  # pyright: ignore[reportCallIssue]
+
+    return pl.run_state(run)(kept.exps)
+
+
+def _odd_tiles(env, labels, n_active):
+    """Also where rows end."""
+    first_row = jnp.arange(env.n_rows // env.tiles.rows) * env.tiles.rows
+    ends = first_row + env.tiles.rows > n_active
+    return logits.odd_tiles(env, labels) | ends[:, None]
+
+
+def _kernel(env, names, row_names, *refs):
+    t, gmem = env.tiles, dict(zip(names, refs, strict=True))
+    n_kept = gmem["max"].shape[0]
+    swizzle = ring.swizzle(env.dtype)
+
+    @functools.partial(
+        pl.run_scoped,
+        exps_smem=plgpu.SMEM((_BUFFERS, t.rows, t.columns), env.dtype, transforms=swizzle),
+        max_smem=plgpu.SMEM((_BUFFERS, t.rows), jnp.float32),
+        labels_smem=plgpu.SMEM((_BUFFERS, t.rows), jnp.int32),
+        rows_smem=plgpu.SMEM((_BUFFERS, len(row_names), t.rows), jnp.float32),
+        full=plgpu.Barrier(num_arrivals=4, num_barriers=_BUFFERS),
+    )  # fmt: skip
+    def _scope(exps_smem, max_smem, labels_smem, rows_smem, full):
+        n_active, n_tiles = gmem["scalars"][0], gmem["scalars"][1]
+        block, n_blocks = lax.axis_index("block"), _BLOCKS * env.n_blocks
+        n_mine = ceil_div(lax.max(n_tiles - block, 0), n_blocks)
+
+        def place(i):
+            """(row tile, column tile), slot of the i-th tile; neighbours along V."""
+            at = i * n_blocks + block
+            row, column = lax.div(at, env.n_tiles), lax.rem(at, env.n_tiles)
+            return row, column, lax.rem(i, _BUFFERS)
+
+        def tile_of(row, column):
+            rows = pl.ds(row * t.rows, t.rows)
+            return gmem["exps"].at[rows, pl.ds(column * t.columns, t.columns)]
+
+        def arrive(i):
+            row, column, slot = place(i)
+            rows, here = pl.ds(row * t.rows, t.rows), full.at[slot]
+            of_max = gmem["max"].at[lax.min(column, n_kept - 1), rows]
+            copy = plgpu.copy_gmem_to_smem
+            copy(tile_of(row, column), exps_smem.at[slot], here)
+            copy(of_max, max_smem.at[slot], here)
+            copy(gmem["labels"].at[rows], labels_smem.at[slot], here)
+            copy(gmem["rows"].at[:, rows], rows_smem.at[slot], here)
+
+        for i in range(_BUFFERS - 1):
+            pl.when(i < n_mine)(functools.partial(arrive, i))
+
+        @pl.loop(0, n_mine)
+        def _tile(i):
+            row, column, slot = place(i)
+            plgpu.barrier_wait(full.at[slot])
+            of_rows = {k: rows_smem[slot, j] for j, k in enumerate(row_names)}
+            # ln p = ln(exps) + shift
+            shift = max_smem[slot] - of_rows["max"] - of_rows["log_sum"]
+            of_rows |= {"shift": shift, "scale": jnp.exp(shift)}
+            exps = exps_smem.at[slot]
+
+            @pl.when(gmem["odd"][row, column] > 0)
+            def _with_labels_or_masks():
+                at = row * t.rows, column * t.columns, n_active
+                _turn(env, exps, of_rows | {"label": labels_smem[slot]}, at)
+
+            @pl.when(gmem["odd"][row, column] == 0)
+            def _plain():
+                _turn(env, exps, of_rows)
+
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(exps, tile_of(row, column))
+            # The next tile goes where the one before this has left.
+            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+            pl.when(i + _BUFFERS - 1 < n_mine)(lambda: arrive(i + _BUFFERS - 1))
+
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _turn(env, smem, row, at=None):
+    """A tile's exponentials into derivatives, a swizzle of columns at a time.
+
+    `at` is (its first row, first column, n_active) where labels or masks may lie.
+    """
+    width = 64
+    for i in range(env.tiles.columns // width):
+        part = smem.at[:, pl.ds(i * width, width)]
+        exps = plgpu.load(part, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
+        first = None if at is None else at[1] + i * width
+        dz = _derivative(env, exps, row, first)
+        if at is not None:
+            live = at[0] + lax.broadcasted_iota(jnp.int32, dz.shape, 0) < at[2]
+            dz = jnp.where(live, dz, 0.0)
+        part[...] = dz.astype(env.dtype)
+
+
+def _derivative(env, exps, row, first):
+    row = {k: logits.along(x, exps.shape) for k, x in row.items()}
+    p, z = exps * row["scale"], None
+    log_p = jnp.log(jnp.maximum(exps, _TINY)) + row["shift"]
+    if env.softcap is not None:
+        z = log_p
+        if first is not None:  # its p may be too small to have a logarithm
+            is_label = logits.column(exps.shape, first) == row["label"]
+            z = jnp.where(is_label, row["logprob"], log_p)
+        z = z + row["max"] + row["log_sum"]
+    return dlogits.of_probabilities(env, p, log_p, z, row, first)

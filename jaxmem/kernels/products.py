@@ -22,10 +22,10 @@ from jaxmem.kernels.ring import Extent, Product, Ring, ceil_div
 from jaxmem.kernels.tiles import N_COMPUTE, Tiles
 
 
-def add_to_hidden(
-    tiles: Tiles, layout: Layout, n_blocks, dz, W, n_rows, block, into
+def to_hidden(
+    tiles: Tiles, layout: Layout, n_blocks, dz, W, n_rows, block, into, add
 ) -> jax.Array:
-    """into + dz · W[block], for the first `n_rows` rows; in the place of `into`.
+    """into with dz · W[block] in its first `n_rows` rows; in its place.
 
     Args:
         tiles: how to cut the result.
@@ -35,7 +35,8 @@ def add_to_hidden(
         W: [V, D] or [D, V], of dz's type.
         n_rows: int32, rows that count.
         block: int32 (first column, columns) of the vocabulary, whole `tiles.depth`.
-        into: float32 [N, D].
+        into: [N, D]; float32 where `add`.
+        add: whether to add to what `into` holds there.
     """
     rhs = "kn" if layout == "vd" else "nk"
     product = Product(tiles, dz.dtype, "mk", rhs, n_blocks)
@@ -45,10 +46,10 @@ def add_to_hidden(
         n_rows, -(-depth // tiles.columns), ceil_div(columns, tiles.depth), 0,
         lax.div(first, tiles.depth),
     )  # fmt: skip
-    return _launch(product, extent, dz, W, into, (0, 0), add=True)
+    return _launch(product, extent, dz, W, into, (0, 0), add)
 
 
-def write_to_W(
+def to_W(
     tiles: Tiles, layout: Layout, n_blocks, dz, hidden, n_rows, block, into, add
 ) -> jax.Array:
     """into with dzᵀ · hidden over the first `n_rows` rows at [block]; in its place.
@@ -91,7 +92,8 @@ def gradients(
         hidden: [N, D].
         derivative: (part, width) -> dz, as `dlogits.derivative`.
         n_rows: int32, rows that count.
-        sums: hidden, float32; W and bias, None where there is no gradient of them.
+        sums: hidden, float32 zeros, or anything of any type where a block has all of
+            the vocabulary; W and bias, None where there is no gradient of them.
     """
     columns = env.tiles.columns
     launch = env.layout, env.n_blocks
@@ -103,10 +105,12 @@ def gradients(
         here = jnp.minimum(n_tiles, env.n_tiles - first)
         dz = derivative(part=jnp.stack([n_here, first, here]), width=n_tiles * columns)
         at = first * columns, jnp.minimum(here * columns, env.columns - first * columns)
-        dh = add_to_hidden(tiles[0], *launch, dz, W, n_here, at, sums.hidden)
+        dh = to_hidden(
+            tiles[0], *launch, dz, W, n_here, at, sums.hidden, add=n_tiles < env.n_tiles
+        )
         dW, dbias = sums.W, sums.bias
         if dW is not None:
-            dW = write_to_W(tiles[1], *launch, dz, hidden, n_here, at, dW, add=not once)
+            dW = to_W(tiles[1], *launch, dz, hidden, n_here, at, dW, add=not once)
         if dbias is not None:
             dbias = _add_to_bias(dz, n_here, at, dbias)
         return Head(dh, dW, dbias)

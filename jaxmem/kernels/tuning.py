@@ -162,49 +162,41 @@ def _same(made, want) -> bool:
 def _program(kernel, shape, h, W, y) -> tuple[Callable[[Tiles], Callable], tuple]:
     """(tiles -> a function of arrays, the arrays) of one kernel at its usual extent."""
     n, depth, columns = shape
-    n_blocks = hopper.n_blocks()
 
     def env(tiles):
         return Env(
-            tiles, n, depth, columns, columns, "vd", h.dtype, None, n_blocks
-        )  # fmt: skip
-
-    active = jnp.full(1, n, jnp.int32)
-    if kernel == "statistics":
-        return lambda t: functools.partial(forward.statistics, env(t)), (
-            h,
-            W,
-            y,
-            active,
+            tiles, n, depth, columns, columns, "vd", h.dtype, None, hopper.n_blocks()
         )
-    if kernel == "exps":
-        made = forward.statistics_and_exps
+
+    if kernel in ("statistics", "exps"):
+        exps = kernel == "exps"
+        made = forward.statistics_and_exps if exps else forward.statistics
+        active = jnp.full(1, n, jnp.int32)
         return lambda t: functools.partial(made, env(t)), (h, W, y, active)
     tile = tuned.DEFAULTS["derivative"].columns
     width = -(-columns // (_BLOCKS * tile)) * tile
     if kernel == "derivative":
         return _derivative(env, width, n, h, W, y)
     dz = jax.random.normal(jax.random.key(3), (n, width), h.dtype)
-    rows, block = jnp.int32(n), (jnp.int32(0), jnp.int32(width))
-    if kernel == "to_hidden":
-        into = jnp.zeros((n, depth), jnp.float32)
-        return (
-            lambda t: (
-                lambda dz, W, into: products.add_to_hidden(
-                    t, "vd", n_blocks, dz, W, rows, block, into
-                )
-            ),
-            (dz, W, into),
+    return _product(kernel, dz, h, W)
+
+
+def _product(kernel, dz, h, W):
+    rows, block = jnp.int32(len(dz)), (jnp.int32(0), jnp.int32(dz.shape[1]))
+
+    def to_hidden(tiles):
+        return lambda dz, W, into: products.to_hidden(
+            tiles, "vd", hopper.n_blocks(), dz, W, rows, block, into, add=True
         )
-    into = jnp.zeros(W.shape, W.dtype)
-    return (
-        lambda t: (
-            lambda dz, h, into: products.write_to_W(
-                t, "vd", n_blocks, dz, h, rows, block, into, add=False
-            )
-        ),
-        (dz, h, into),
-    )
+
+    def to_W(tiles):
+        return lambda dz, h, into: products.to_W(
+            tiles, "vd", hopper.n_blocks(), dz, h, rows, block, into, add=False
+        )
+
+    if kernel == "to_hidden":
+        return to_hidden, (dz, W, jnp.zeros(h.shape, jnp.float32))
+    return to_W, (dz, h, jnp.zeros(W.shape, W.dtype))
 
 
 def _derivative(env, width, n, h, W, y):

@@ -1,6 +1,7 @@
 """Backend "hopper" without a GPU: lowering for CUDA, and the interpreter of kernels."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -136,18 +137,23 @@ def test_a_frozen_head_keeps_its_gradient(interpreted):
         (300, 1000, 50257, {"bias": True, "temperature": 0.7, "vocab_size": 50000}),
     ],
 )
-def test_both_kernels_lower_for_cuda(n, d, v, options, layout, lowered_anywhere):
+@pytest.mark.parametrize("one_pass", [False, True])
+def test_all_kernels_lower_for_cuda(
+    n, d, v, options, layout, one_pass, lowered_anywhere
+):
     def shape(*sizes, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(sizes, dtype)
 
-    options = dict(options)
+    options = dict(options, layout=layout, implementation="hopper")
     bias = shape(v) if options.pop("bias", False) else None
 
+    def of_stats(stats):
+        return stats.logprob + stats.entropy
+
     def loss(h, W, y, bias):
-        stats = jaxmem.token_stats(
-            h, W, y, bias=bias, layout=layout, implementation="hopper", **options
-        )
-        return stats.logprob.sum() + stats.entropy.sum()
+        if one_pass:
+            return jaxmem.token_loss(of_stats, h, W, y, bias=bias, **options)[0]
+        return of_stats(jaxmem.token_stats(h, W, y, bias=bias, **options)).sum()
 
     W = shape(v, d) if layout == "vd" else shape(d, v)
     operands = (shape(n, d), W, shape(n, dtype=jnp.int32), bias)
@@ -194,12 +200,12 @@ def test_the_automatic_choice_keeps_to_what_was_measured(lowered_anywhere, monke
     """Traced only: no kernel runs."""
     monkeypatch.setattr(jax, "device_count", lambda: 1)
 
-    def chosen(n, d, v, w_dtype=jnp.bfloat16):
+    def chosen(n, d, v, w_dtype=jnp.bfloat16, **options):
         shapes = [(n, d), (v, d), (n,)]
         types = jnp.bfloat16, w_dtype, jnp.int32
         with jaxmem.report() as calls:
             jax.eval_shape(
-                jaxmem.logprobs,
+                functools.partial(jaxmem.logprobs, **options),
                 *(map(jax.ShapeDtypeStruct, shapes, types)),
             )
         return calls.calls[0].implementation, calls.calls[0].why
@@ -208,6 +214,7 @@ def test_the_automatic_choice_keeps_to_what_was_measured(lowered_anywhere, monke
     assert "copy" in chosen(8192, 4096, 50257)[1]
     assert "copy" in chosen(8192, 4096, 151936, jnp.float32)[1]
     assert "tokens" in chosen(100, 4096, 151936)[1]
+    assert "frozen head" in chosen(8192, 4096, 151936, frozen_head=True)[1]
     monkeypatch.setattr(jax, "device_count", lambda: 2)
     assert "one device" in chosen(4096, 4096, 151936)[1]
 
@@ -220,7 +227,9 @@ def test_the_automatic_choice_keeps_to_what_was_measured(lowered_anywhere, monke
         ({"depth": 32}, "depth=32 must be a multiple of 64"),
         ({"stages": 1}, "stages=1 must be at least 2"),
         ({"group": 0}, "group=0"),
+        ({"lead": 4}, "lead=4 must be at least 0 and less than stages=4"),
         ({"stored": 96}, "stored=96 must be a multiple of 32 that divides"),
+        ({"stored": 128, "slots": 4, "stages": 2}, "slots=4 of stored=128 must hold"),
         ({"stages": 8}, "bytes of shared memory, a block has 232448"),
     ],
 )

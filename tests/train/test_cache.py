@@ -20,12 +20,8 @@ LENGTHS = np.array([2, 5, 1, 4], np.int32)
 WIDTH, NEW = 5, 3
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    """These programs are tiny: all their time would go into optimizing them."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+# These programs are tiny: all their time would go into optimizing them.
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 @functools.cache

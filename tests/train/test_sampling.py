@@ -28,12 +28,8 @@ LENGTHS = np.array([2, 4, 1, 3, 4], np.int32)
 EOS, PAD = 3, 0
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    """These programs are tiny: all their time would go into optimizing them."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+# These programs are tiny: all their time would go into optimizing them.
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 @functools.cache
