@@ -20,7 +20,7 @@ def choose(
     implementation: str | None, spec: Spec, source: _xla.Head | _xla.Logits
 ) -> tuple[str, str]:
     """(name, reason); a name given explicitly runs or raises, never falls back."""
-    refusal = None if implementation == "xla" else _refusal(spec, source)
+    refusal = None if implementation == "xla" else hopper.supported(spec, source)
     if implementation == "hopper":
         if refusal:
             raise NotImplementedError(
@@ -47,10 +47,3 @@ def choose(
         "hopper",
         "its token_stats measured faster than that of 'xla', in less memory",
     )
-
-
-def _refusal(spec, source):
-    """Why "hopper" cannot run this call, or None."""
-    if spec.shards:
-        return "its kernels do not merge the parts of a split vocabulary"
-    return hopper.supported(spec, source)

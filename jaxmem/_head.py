@@ -64,7 +64,7 @@ def logprobs(
             which the vocabulary is split. W and bias are then this shard's part, of one
             size on all shards, and vocab_size counts all parts together; labels are ids
             of the whole vocabulary and, like hidden and all else there is of tokens,
-            the same on all shards, as is the result. "xla" alone can.
+            the same on all shards, as is the result.
             `jaxmem.sharding.parallel` does this for global arrays.
         implementation: "xla", "hopper" (16-bit hidden on an H100 or H200), or None for
             the best there is here; `jaxmem.report()` tells which one ran.

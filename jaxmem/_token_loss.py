@@ -41,9 +41,10 @@ def token_loss(
 
     Args:
         loss_fn: `(TokenStats, *per_token)` of C tokens to their losses, a float array
-            [C], or to `(losses, {name: [C]})`; C is a chunk on "xla" and as many as are
-            kept on "hopper". Each token's numbers must come from its own row. Traced once for a function object, as the body of `jax.lax.scan`
-            is. It may close over arrays, except those being differentiated.
+            [C], or to `(losses, {name: [C]})`; C is a chunk on "xla", and on "hopper"
+            what is kept at once. Each token's numbers must come from its own row.
+            Traced once for a function object, as the body of `jax.lax.scan` is. It may
+            close over arrays, except those being differentiated.
         hidden, W, labels: as in `logprobs`.
         per_token: what else the loss is made of, [...] or [..., K] each, of any real
             type: advantages, old log-probabilities. Differentiable where floats.

@@ -162,7 +162,7 @@ def _values_of_rows(spec, loss, stats, rows, operands) -> Values:
             *(_xla.take(stats[k], row_ids) for k in TokenStats._fields)
         )
         values = _loss.evaluate(loss, row_ids, of_rows, operands, n_rows)
-        return jax.tree.map(lambda x, value: _xla.put(x, row_ids, value), made, values)
+        return _xla.put_all(made, row_ids, values)
 
     made = _loss.nothing(loss, spec, operands, n_rows, pull=False)
     made = _shards.vary(made, spec.varying)
@@ -199,15 +199,9 @@ def _forward(spec, backend, source, rows, names):
 
 
 def _merged(backend, spec, source, rows, names):
-    """`forward` from what each shard knows; 0 where inactive."""
+    """`forward` from what each shard knows."""
     part = _backends.KNOWN[backend].statistics(spec, source, rows)
-    row_ids = jnp.arange(rows.labels.shape[0], dtype=jnp.int32)
-    made = _xla.merged(spec, rows, row_ids, part)
-    return {
-        k: jnp.where(rows.active, x, jnp.zeros_like(x))
-        for k, x in made._asdict().items()
-        if k in names
-    }
+    return _xla.outputs(spec, rows, part, names)
 
 
 def _of_all_shards(spec, cotangents):

@@ -68,15 +68,25 @@ def statistics(spec: Spec, source: Head | Logits, rows: Rows) -> _stats.Stats:
     source = cast(spec, source)
 
     def chunk(row_ids, made):
-        labels = _part_labels(spec, rows, row_ids)
+        labels = part_labels(spec, rows, row_ids)
         stats = _stats.of_tile(_logits(spec, source, rows, row_ids), labels)
-        return _stats.Stats(
-            *(put(x, row_ids, new) for x, new in zip(made, stats, strict=True))
-        )
+        return put_all(made, row_ids, stats)
 
-    ones = jnp.ones(rows.labels.shape, spec.stats_dtype)  # from which no NaN comes
-    made = _shards.vary(_stats.Stats(*(ones,) * 5), spec.part_varying)
+    made = no_statistics(spec, rows)
     return for_active_chunks(spec.chunk, rows.active, chunk, made)
+
+
+def no_statistics(spec: Spec, rows: Rows) -> _stats.Stats:
+    """What `statistics` of active rows are put into; no NaN comes from it."""
+    ones = jnp.ones(rows.labels.shape, spec.stats_dtype)
+    return _shards.vary(_stats.Stats(*(ones,) * 5), spec.part_varying)
+
+
+def outputs(spec: Spec, rows: Rows, stats: _stats.Stats, names) -> dict:
+    """The named fields of `Outputs` of every row, 0 where inactive."""
+    row_ids = jnp.arange(rows.labels.shape[0], dtype=jnp.int32)
+    made = merged(spec, rows, row_ids, stats)._asdict()
+    return {k: jnp.where(rows.active, made[k], jnp.zeros_like(made[k])) for k in names}
 
 
 def backward(
@@ -93,7 +103,7 @@ def backward(
         row_outputs = row_outputs._replace(log_sum=log_sum)
         g = _stats.Cotangents(*(take(x, row_ids) for x in cotangents))
         c = _stats.coefficients(row_outputs, g)
-        dz = _stats.dlogits(z, _part_labels(spec, rows, row_ids), row_outputs, c)
+        dz = _stats.dlogits(z, part_labels(spec, rows, row_ids), row_outputs, c)
         dz = _unscale(spec, rows, row_ids, z, dz)
         return _accumulate(spec, source, row_ids, dz, sums)
 
@@ -120,10 +130,10 @@ def one_pass(
     def chunk(row_ids, carry):
         made, sums = carry
         z = _logits(spec, head, rows, row_ids)
-        labels = _part_labels(spec, rows, row_ids)
+        labels = part_labels(spec, rows, row_ids)
         outputs = merged(spec, rows, row_ids, _stats.of_tile(z, labels))
         values, g = of_chunk(row_ids, outputs)
-        made = jax.tree.map(lambda x, value: put(x, row_ids, value), made, values)
+        made = put_all(made, row_ids, values)
         # Rows past the last active one, as in `backward`.
         log_sum = jnp.where(row_ids < n_rows, outputs.log_sum, jnp.inf)
         outputs = outputs._replace(log_sum=log_sum)
@@ -200,7 +210,7 @@ def first_column(spec) -> Any:
     return lax.axis_index(spec.shards.axes) * spec.columns if spec.shards else 0
 
 
-def _part_labels(spec, rows, row_ids):
+def part_labels(spec: Spec, rows: Rows, row_ids) -> jax.Array:
     """Labels as columns of this shard's part; those of other parts lie outside it."""
     labels = take(rows.labels, row_ids)
     return labels - first_column(spec) if spec.shards else labels
@@ -286,3 +296,8 @@ def take(x, row_ids, fill_value: float = 0) -> Any:
 def put(x, row_ids, values):
     """x with its rows replaced; ids past the end are dropped."""
     return x.at[row_ids].set(values, mode="drop")
+
+
+def put_all(tree, row_ids, values) -> Any:
+    """`put` of every array in a tree."""
+    return jax.tree.map(lambda x, new: put(x, row_ids, new), tree, values)

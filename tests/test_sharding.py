@@ -259,12 +259,6 @@ ERRORS = [
         "labels must be below vocab_size=5, got 9; mark padding with a negative label "
         "or with where=",
     ),
-    (
-        {"implementation": "hopper"},
-        NotImplementedError,
-        "implementation='hopper' cannot run this call: its kernels do not merge the "
-        "parts of a split vocabulary; pass implementation=None for what can",
-    ),
 ]
 
 

@@ -448,11 +448,3 @@ def test_more_vocabulary_than_the_shards_have():
     assert refusal(ValueError, *problem(), fn=run) == (
         "vocab_size must be an integer from 1 to 40, the columns there are, got 41"
     )
-
-
-def test_hopper_says_that_it_cannot():
-    run = functools.partial(stats, implementation="hopper")
-    assert refusal(NotImplementedError, *problem(), fn=run) == (
-        "implementation='hopper' cannot run this call: its kernels do not merge the "
-        "parts of a split vocabulary; pass implementation=None for what can"
-    )

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxmem import _stats, _xla
+from jaxmem import _shards, _stats, _xla
 from jaxmem._spec import Spec
 from jaxmem._xla import Head, Logits, Rows
 from jaxmem.kernels import tuned
@@ -64,8 +64,11 @@ def unproven(spec: Spec, source: Head | Logits) -> str | None:
     """Why a call that could run here has not been measured to be better than "xla"."""
     if isinstance(source, Logits):
         return "never with logits that the caller has"
-    if jax.device_count() > 1:  # XLA can split its own operations over devices
-        return "is not measured on more than one device"
+    if jax.device_count() > 1 and not _is_split_by_hand():
+        return (
+            "XLA cannot split its kernels over devices; inside jax.shard_map, or "
+            "through jaxmem.sharding.parallel, it runs"
+        )
     if source.hidden.shape[0] < MIN_TOKENS:
         return f"is not measured below {MIN_TOKENS} tokens"
     if spec.chunk < MIN_CHUNK:
@@ -81,10 +84,21 @@ def unproven(spec: Spec, source: Head | Logits) -> str | None:
     return None
 
 
+def _is_split_by_hand():
+    """Whether nothing is left to XLA to split: inside shard_map over all of a mesh."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return not mesh.empty and set(mesh.axis_names) == set(mesh.manual_axes)
+
+
 def forward(spec: Spec, source: Head, rows: Rows, names) -> dict:
     """The named fields of `Outputs` for every row, 0 where inactive."""
+    return _xla.outputs(spec, rows, statistics(spec, source, rows), names)
+
+
+def statistics(spec: Spec, source: Head, rows: Rows) -> _stats.Stats:
+    """Of this shard's part of the vocabulary for every row; anything where inactive."""
     padded = _pad(spec, _xla.cast(spec, source))
-    return _add_outputs(spec, padded, rows, _no_outputs(spec, rows, names))
+    return _add_statistics(spec, padded, rows, _xla.no_statistics(spec, rows))
 
 
 def forward_and_keep(spec: Spec, source: Head, rows: Rows, names) -> tuple[dict, Any]:
@@ -94,16 +108,13 @@ def forward_and_keep(spec: Spec, source: Head, rows: Rows, names) -> tuple[dict,
     padded = _pad(spec, _xla.cast(spec, source))
     env, first, rest = _split(spec, padded, rows)
     ids, n_active = _active_first(first.active, env.n_rows)
-    labels = _xla.take(rows.labels, ids)
     stats, kept = kernel.statistics_and_exps(
-        env, *_operands(padded, rows, ids, labels, n_active)
+        env, *_operands(spec, padded, rows, ids, n_active)
     )
-    made = _stats.finish(stats, labels < spec.vocab_size)._asdict()
-    outputs = _no_outputs(spec, rows, names)
-    outputs = {k: _xla.put(outputs[k], ids, made[k]) for k in outputs}
+    made = _xla.put_all(_xla.no_statistics(spec, rows), ids, stats)
     if rest is not None:
-        outputs = _add_outputs(spec, padded, rest, outputs)
-    return outputs, kept
+        made = _add_statistics(spec, padded, rest, made)
+    return _xla.outputs(spec, rows, made, names), kept
 
 
 def backward(
@@ -113,24 +124,21 @@ def backward(
     padded = _pad(spec, _xla.cast(spec, source))
     n_rows = rows.labels.shape[0]
     env = _env(spec, padded, _backward_rows(spec, n_rows), "derivative")
-    like = _xla.trained(spec, source)
     if kept is None:
-        once = n_rows <= env.n_rows  # every block of W's gradient is made in one go
+        again, once = rows, n_rows <= env.n_rows
         sums = _sums(spec, env, source, padded, once)
     else:
-        kept_env, first, rest = _split(spec, padded, rows)
-        once = rest is None
+        kept_env, first, again = _split(spec, padded, rows)
+        once = again is None
         sums = _sums(spec, env, source, padded, once)
         ids, n_active = _active_first(first.active, kept_env.n_rows)
         outputs, g = jax.tree.map(lambda x: _xla.take(x, ids), (saved, cotangents))
         sums = _add_kept(
             spec, kept_env, padded, rows, ids, n_active, kept, outputs, g, once, sums
         )
-        if rest is None:
-            return jax.tree.map(_like, sums, like)
-        rows = rest
-    sums = _add_again(spec, env, padded, rows, saved, cotangents, once, sums)
-    return jax.tree.map(_like, sums, like)
+    if again is not None:
+        sums = _add_again(spec, env, padded, again, saved, cotangents, once, sums)
+    return _cotangent(spec, _xla.trained(spec, source), sums)
 
 
 def one_pass(
@@ -146,23 +154,23 @@ def one_pass(
 
     def block(row_ids, n_active, carry):
         made, sums = carry
-        labels = _xla.take(rows.labels, row_ids)
         stats, kept = kernel.statistics_and_exps(
-            env, *_operands(padded, rows, row_ids, labels, n_active)
+            env, *_operands(spec, padded, rows, row_ids, n_active)
         )
-        outputs = _stats.finish(stats, labels < spec.vocab_size)
+        stats = _shards.vary(stats, spec.part_varying)
+        outputs = _xla.merged(spec, rows, row_ids, stats)
         values, g = of_chunk(row_ids, outputs)
-        made = jax.tree.map(lambda x, value: _xla.put(x, row_ids, value), made, values)
-        return made, _add_kept(
+        return _xla.put_all(made, row_ids, values), _add_kept(
             spec, env, padded, rows, row_ids, n_active, kept, outputs, g, once, sums
         )
 
+    made = _shards.vary(made, spec.varying)
     carry = made, _sums(spec, env, source, padded, once)
     made, sums = _for_row_blocks(rows.active, env.n_rows, block, carry)
     like = _xla.trained(spec, source)
     if not once:
         like = jax.tree.map(lambda x: x.astype(jnp.float32), like)
-    return made, jax.tree.map(_like, sums, like)
+    return made, _cotangent(spec, like, sums)
 
 
 def loss_rows(spec: Spec, source: Head) -> int:
@@ -178,32 +186,24 @@ def loss_rows(spec: Spec, source: Head) -> int:
     return _whole_blocks(max(min(n_kept, n_rows), 1))
 
 
-def _no_outputs(spec, rows, names):
-    shape = rows.labels.shape
-    return {k: jnp.zeros(shape, _xla.output_dtype(spec, k)) for k in names}
-
-
-def _add_outputs(spec, padded, rows, outputs):
-    """outputs with those of the active rows."""
+def _add_statistics(spec, padded, rows, made):
+    """made with those of the active rows."""
     from jaxmem.kernels import forward as kernel
 
     n_rows = rows.labels.shape[0]
     env = _env(spec, padded, _forward_rows(spec, padded, n_rows), "statistics")
 
-    def block(row_ids, n_active, outputs):
-        labels = _xla.take(rows.labels, row_ids)
-        stats = kernel.statistics(
-            env, *_operands(padded, rows, row_ids, labels, n_active)
-        )
-        made = _stats.finish(stats, labels < spec.vocab_size)._asdict()
-        return {k: _xla.put(outputs[k], row_ids, made[k]) for k in outputs}
+    def block(row_ids, n_active, made):
+        operands = _operands(spec, padded, rows, row_ids, n_active)
+        return _xla.put_all(made, row_ids, kernel.statistics(env, *operands))
 
-    return _for_row_blocks(rows.active, env.n_rows, block, outputs)
+    return _for_row_blocks(rows.active, env.n_rows, block, made)
 
 
-def _operands(padded, rows, row_ids, labels, n_active):
+def _operands(spec, padded, rows, row_ids, n_active):
     """Of the forward kernel, in its order."""
     temperature = _inverse_temperature(rows, row_ids)
+    labels = _xla.part_labels(spec, rows, row_ids)
     hidden = _hidden(padded, row_ids)
     return hidden, padded.W, labels, n_active[None], padded.bias, temperature
 
@@ -228,7 +228,7 @@ def _add_kept(spec, env, padded, rows, row_ids, n_active, kept, outputs, g, once
     from jaxmem.kernels import kept as keeping
 
     dz = keeping.derivative(
-        env, kept, n_active, _xla.take(rows.labels, row_ids), outputs,
+        env, kept, n_active, _xla.part_labels(spec, rows, row_ids), outputs,
         _stats.coefficients(outputs, g), _inverse_temperature(rows, row_ids),
     )  # fmt: skip
     return _gradients(
@@ -249,7 +249,7 @@ def _add_again(spec, env, padded, rows, saved, cotangents, once, sums):
         h = _hidden(padded, row_ids)
         derivative = functools.partial(
             kernel.derivative, env, hidden=h, W=padded.W,
-            labels=_xla.take(rows.labels, row_ids), rows=of_rows,
+            labels=_xla.part_labels(spec, rows, row_ids), rows=of_rows,
             c=_stats.coefficients(of_rows, g), bias=padded.bias,
             inverse_temperature=_inverse_temperature(rows, row_ids),
         )  # fmt: skip
@@ -261,14 +261,27 @@ def _add_again(spec, env, padded, rows, saved, cotangents, once, sums):
 
 def _sums(spec, env, source, padded, once):
     """What rows add to; W's gradient is only written where one block has all rows."""
+    parts = spec.shards and spec.shards.same_hidden
+    dtype = spec.stats_dtype if parts else spec.compute_dtype
     sums = Head(
-        hidden=jnp.zeros(source.hidden.shape, spec.compute_dtype),
+        hidden=jnp.zeros(source.hidden.shape, dtype),
         W=lax.empty(padded.W.shape, source.W.dtype)
         if once
         else jnp.zeros(padded.W.shape, jnp.float32),
         bias=None if source.bias is None else _whole_blocks_of_bias(spec, env),
     )
-    return _xla.trained(spec, sums)
+    return _typed(spec, _xla.trained(spec, sums))
+
+
+def _typed(spec, sums):
+    """As inside shard_map, but for W's: kernels write to no array so typed."""
+    return _shards.vary(sums._replace(W=None), spec.part_varying)._replace(W=sums.W)
+
+
+def _cotangent(spec, source, sums):
+    """In the source's types, of all shards."""
+    sums = _xla.sum_over_shards(spec, _shards.vary(sums, spec.part_varying))
+    return jax.tree.map(_like, sums, source)
 
 
 def _gradients(
@@ -345,8 +358,9 @@ def _env(spec, padded, n_rows, kernel) -> Any:
 
     columns, depth = _columns_and_depth(spec, padded)
     return Env(
-        _tiles(kernel, spec, padded), n_rows, depth, columns, spec.vocab_size,
-        spec.layout, spec.compute_dtype, spec.softcap, n_blocks(),
+        _tiles(kernel, spec, padded), n_rows, depth, columns,
+        min(spec.vocab_size, spec.columns), spec.layout, spec.compute_dtype,
+        spec.softcap, n_blocks(),
     )  # fmt: skip
 
 
@@ -386,8 +400,18 @@ def _pad(spec, head):
     depth = head.W.shape[1 if spec.layout == "vd" else 0]
     sizes = (to_columns, _round_up(depth))
     W = _pad_to(head.W, sizes if spec.layout == "vd" else sizes[::-1])
-    bias = None if head.bias is None else _pad_to(head.bias, (to_columns,))
+    bias = _bias(spec, head.bias)
+    bias = None if bias is None else _pad_to(bias, (to_columns,))
     return Head(head.hidden, W, bias)
+
+
+def _bias(spec, bias):
+    """-inf where a shard's part reaches beyond the vocabulary, if any does."""
+    if not spec.shards or spec.vocab_size == spec.columns * spec.shards.count:
+        return bias
+    column = _xla.first_column(spec) + jnp.arange(spec.columns, dtype=jnp.int32)
+    there = column < spec.vocab_size
+    return jnp.where(there, 0 if bias is None else bias, -jnp.inf).astype(jnp.float32)
 
 
 def _round_up(n):

@@ -73,71 +73,78 @@ def _odd_tiles(env, labels, n_active):
 
 def _kernel(env, names, row_names, *refs):
     t, gmem = env.tiles, dict(zip(names, refs, strict=True))
-    n_kept = gmem["max"].shape[0]
-    swizzle = ring.swizzle(env.dtype)
+    tile = _BUFFERS, t.rows, t.columns
 
     @functools.partial(
         pl.run_scoped,
-        exps_smem=plgpu.SMEM((_BUFFERS, t.rows, t.columns), env.dtype, transforms=swizzle),
-        max_smem=plgpu.SMEM((_BUFFERS, t.rows), jnp.float32),
-        labels_smem=plgpu.SMEM((_BUFFERS, t.rows), jnp.int32),
-        rows_smem=plgpu.SMEM((_BUFFERS, len(row_names), t.rows), jnp.float32),
+        exps=plgpu.SMEM(tile, env.dtype, transforms=ring.swizzle(env.dtype)),
+        max=plgpu.SMEM((_BUFFERS, t.rows), jnp.float32),
+        labels=plgpu.SMEM((_BUFFERS, t.rows), jnp.int32),
+        rows=plgpu.SMEM((_BUFFERS, len(row_names), t.rows), jnp.float32),
         full=plgpu.Barrier(num_arrivals=4, num_barriers=_BUFFERS),
-    )  # fmt: skip
-    def _scope(exps_smem, max_smem, labels_smem, rows_smem, full):
-        n_active, n_tiles = gmem["scalars"][0], gmem["scalars"][1]
+    )
+    def _scope(full, **smem):
         block, n_blocks = lax.axis_index("block"), _BLOCKS * env.n_blocks
-        n_mine = ceil_div(lax.max(n_tiles - block, 0), n_blocks)
-
-        def place(i):
-            """(row tile, column tile), slot of the i-th tile; neighbours along V."""
-            at = i * n_blocks + block
-            row, column = lax.div(at, env.n_tiles), lax.rem(at, env.n_tiles)
-            return row, column, lax.rem(i, _BUFFERS)
-
-        def tile_of(row, column):
-            rows = pl.ds(row * t.rows, t.rows)
-            return gmem["exps"].at[rows, pl.ds(column * t.columns, t.columns)]
+        n_mine = ceil_div(lax.max(gmem["scalars"][1] - block, 0), n_blocks)
 
         def arrive(i):
-            row, column, slot = place(i)
-            rows, here = pl.ds(row * t.rows, t.rows), full.at[slot]
-            of_max = gmem["max"].at[lax.min(column, n_kept - 1), rows]
-            copy = plgpu.copy_gmem_to_smem
-            copy(tile_of(row, column), exps_smem.at[slot], here)
-            copy(of_max, max_smem.at[slot], here)
-            copy(gmem["labels"].at[rows], labels_smem.at[slot], here)
-            copy(gmem["rows"].at[:, rows], rows_smem.at[slot], here)
+            slot = lax.rem(i, _BUFFERS)
+            _fetch(env, gmem, smem, slot, i * n_blocks + block, full.at[slot])
 
         for i in range(_BUFFERS - 1):
             pl.when(i < n_mine)(functools.partial(arrive, i))
 
         @pl.loop(0, n_mine)
         def _tile(i):
-            row, column, slot = place(i)
+            slot = lax.rem(i, _BUFFERS)
             plgpu.barrier_wait(full.at[slot])
-            of_rows = {k: rows_smem[slot, j] for j, k in enumerate(row_names)}
-            # ln p = ln(exps) + shift
-            shift = max_smem[slot] - of_rows["max"] - of_rows["log_sum"]
-            of_rows |= {"shift": shift, "scale": jnp.exp(shift)}
-            exps = exps_smem.at[slot]
-
-            @pl.when(gmem["odd"][row, column] > 0)
-            def _with_labels_or_masks():
-                at = row * t.rows, column * t.columns, n_active
-                _turn(env, exps, of_rows | {"label": labels_smem[slot]}, at)
-
-            @pl.when(gmem["odd"][row, column] == 0)
-            def _plain():
-                _turn(env, exps, of_rows)
-
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(exps, tile_of(row, column))
+            here = {k: ref.at[slot] for k, ref in smem.items()}
+            _work(env, row_names, gmem, here, i * n_blocks + block)
             # The next tile goes where the one before this has left.
             plgpu.wait_smem_to_gmem(1, wait_read_only=True)
             pl.when(i + _BUFFERS - 1 < n_mine)(lambda: arrive(i + _BUFFERS - 1))
 
         plgpu.wait_smem_to_gmem(0)
+
+
+def _place(env, gmem, at):
+    """(row tile, column tile, its numbers) of the at-th tile; neighbours along V."""
+    t, row, column = env.tiles, lax.div(at, env.n_tiles), lax.rem(at, env.n_tiles)
+    rows, columns = pl.ds(row * t.rows, t.rows), pl.ds(column * t.columns, t.columns)
+    return row, column, gmem["exps"].at[rows, columns]
+
+
+def _fetch(env, gmem, smem, slot, at, full):
+    """A tile and what belongs to it, on their way."""
+    row, column, exps = _place(env, gmem, at)
+    rows = pl.ds(row * env.tiles.rows, env.tiles.rows)
+    of_tile = lax.min(column, gmem["max"].shape[0] - 1)  # none is where all is masked
+    plgpu.copy_gmem_to_smem(exps, smem["exps"].at[slot], full)
+    plgpu.copy_gmem_to_smem(gmem["max"].at[of_tile, rows], smem["max"].at[slot], full)
+    plgpu.copy_gmem_to_smem(gmem["labels"].at[rows], smem["labels"].at[slot], full)
+    plgpu.copy_gmem_to_smem(gmem["rows"].at[:, rows], smem["rows"].at[slot], full)
+
+
+def _work(env, row_names, gmem, smem, at):
+    """A tile of exponentials becomes derivatives and leaves."""
+    row, column, exps = _place(env, gmem, at)
+    of_rows = {k: smem["rows"][j] for j, k in enumerate(row_names)}
+    shift = smem["max"][...] - of_rows["max"] - of_rows["log_sum"]
+    of_rows |= {"shift": shift, "scale": jnp.exp(shift)}  # ln p = ln(exps) + shift
+    is_odd = gmem["odd"][row, column] > 0
+
+    @pl.when(is_odd)
+    def _with_labels_or_masks():
+        t, labels = env.tiles, {"label": smem["labels"][...]}
+        first = row * t.rows, column * t.columns, gmem["scalars"][0]
+        _turn(env, smem["exps"], of_rows | labels, first)
+
+    @pl.when(~is_odd)
+    def _plain():
+        _turn(env, smem["exps"], of_rows)
+
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(smem["exps"], exps)
 
 
 def _turn(env, smem, row, at=None):

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import jaxmem
 from jaxmem.kernels import hopper, tuned
@@ -163,6 +165,55 @@ def test_all_kernels_lower_for_cuda(
     assert text.count("mosaic_gpu") >= 4
 
 
+def in_parts(total, check_vma=True, n_devices=1):
+    """Value and gradients of total, whose vocabulary is split over devices."""
+    mesh = jax.make_mesh(
+        (n_devices,), ("tensor",), devices=jax.devices()[:n_devices],
+        axis_types=(AxisType.Auto,),
+    )  # fmt: skip
+    return jax.jit(
+        jax.shard_map(
+            lambda h, W, y: jax.value_and_grad(total, (0, 1))(h, W, y),
+            mesh=mesh, in_specs=(P(), P("tensor"), P()),
+            out_specs=(P(), (P(), P("tensor"))), check_vma=check_vma,
+        )
+    )  # fmt: skip
+
+
+def both_verbs(h, W, y, **options):
+    def loss(stats):
+        return 0.5 * stats.logprob + 0.3 * stats.entropy
+
+    stats = jaxmem.token_stats(h, W, y, **options)
+    return loss(stats).sum() + jaxmem.token_loss(loss, h, W, y, **options)[0]
+
+
+@needs_pallas
+def test_a_split_vocabulary_that_does_not_fill_its_parts(interpreted):
+    """One part only: the interpreter has one device's memory."""
+    h, W, y = Case(100, 64, 300, std=2.0).make()
+    h, W, y = jnp.asarray(h, jnp.bfloat16), jnp.asarray(W, jnp.bfloat16), y % 250
+    options = {"vocab_size": 250, "axis_name": "tensor", "implementation": "hopper"}
+    got = in_parts(functools.partial(both_verbs, **options))(h, W, y)
+    want = jax.value_and_grad(functools.partial(both_verbs, vocab_size=250), (0, 1))(
+        h.astype(jnp.float32), W.astype(jnp.float32), y
+    )
+    jax.tree.map(close, got, want)
+
+
+@needs_pallas
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_parts_of_the_vocabulary_lower_for_cuda(check_vma, lowered_anywhere):
+    options = {"vocab_size": 5000, "axis_name": "tensor", "implementation": "hopper"}
+    total = functools.partial(both_verbs, **options)
+    shapes = [(300, 256), (5120, 256), (300,)]
+    types = jnp.bfloat16, jnp.bfloat16, jnp.int32
+    operands = map(jax.ShapeDtypeStruct, shapes, types)
+    traced = in_parts(total, check_vma, len(jax.devices())).trace(*operands)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("mosaic_gpu") >= 7
+
+
 HEAD = jnp.zeros((4, 64), jnp.bfloat16), jnp.zeros((128, 64), jnp.bfloat16)
 
 
@@ -216,7 +267,15 @@ def test_the_automatic_choice_keeps_to_what_was_measured(lowered_anywhere, monke
     assert "tokens" in chosen(100, 4096, 151936)[1]
     assert "frozen head" in chosen(8192, 4096, 151936, frozen_head=True)[1]
     monkeypatch.setattr(jax, "device_count", lambda: 2)
-    assert "one device" in chosen(4096, 4096, 151936)[1]
+    assert "XLA cannot split" in chosen(4096, 4096, 151936)[1]
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
+    inside = []
+    split_by_hand = jax.shard_map(
+        lambda: inside.append(chosen(4096, 4096, 151936)), mesh=mesh, in_specs=(),
+        out_specs=P(),
+    )  # fmt: skip
+    jax.eval_shape(split_by_hand)
+    assert inside[0][0] == "hopper"
 
 
 @pytest.mark.parametrize(
