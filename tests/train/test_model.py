@@ -24,8 +24,12 @@ SMALL = ModelConfig(
 )
 
 
-# These programs are tiny: all their time would go into optimizing them.
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+@pytest.fixture(scope="module", autouse=True)
+def quick_compilation():
+    """These programs are tiny: all their time would go into optimizing them."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @functools.cache
