@@ -75,6 +75,13 @@ def _parser() -> argparse.ArgumentParser:
     several.add_argument("--coordinator", metavar="HOST:PORT", help="of process 0")
     several.add_argument("--processes", type=int, help="how many")
     several.add_argument("--process-id", type=int, help="which one this is, from 0")
+    several.add_argument(
+        "--heartbeat",
+        type=int,
+        default=30,
+        metavar="SECONDS",
+        help="one that is silent for so long is dead, and ends the run",
+    )
     train.set_defaults(command=_train)
     _add_score(commands)
     _add_bench(commands)
@@ -196,7 +203,7 @@ def _train(arguments: argparse.Namespace) -> int:
     config, operative_text = configuration.load(path, arguments.overrides)
     given = arguments.coordinator, arguments.processes, arguments.process_id
     if arguments.cluster or any(value is not None for value in given):
-        processes.start(*given)
+        processes.start(*given, heartbeat=arguments.heartbeat)
     if processes.is_first():
         print(f"# {path}", *arguments.overrides)
         print(operative_text, flush=True)

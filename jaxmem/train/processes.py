@@ -1,8 +1,9 @@
 """A run in several processes: how they find one another, and what they tell.
 
-Every process runs the same program on its own devices. Should one die, the others
-notice within `HEARTBEAT_SECONDS`, or at once where they wait for what it would send,
-and end with an error; the same command then resumes from the last checkpoint.
+Every process runs the same program on its own devices. Should one die, the others end
+with an error: once they notice that what it would send does not come, and at the latest
+a heartbeat's time after it, plus a few seconds. The same command then resumes from the
+last checkpoint.
 """
 
 import json
@@ -12,12 +13,14 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-# Without a sign of life for this long, a process counts as dead.
 HEARTBEAT_SECONDS = 30
 
 
 def start(
-    coordinator: str | None, processes: int | None, process_id: int | None
+    coordinator: str | None,
+    processes: int | None,
+    process_id: int | None,
+    heartbeat: int = HEARTBEAT_SECONDS,
 ) -> None:
     """Join the other processes of this run; before anything asks jax for devices.
 
@@ -26,6 +29,7 @@ def start(
       processes: how many there are.
       process_id: which one this is, from 0. With all three None, jax reads them from
         the environment of the cluster: SLURM, Open MPI, Kubernetes.
+      heartbeat: seconds without a sign of life after which a process counts as dead.
 
     Raises:
       ValueError: some are given, others not; or no cluster is there to ask.
@@ -46,8 +50,7 @@ def start(
             coordinator_address=coordinator,
             num_processes=processes,
             process_id=process_id,
-            heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
-            shutdown_timeout_seconds=2 * HEARTBEAT_SECONDS,
+            heartbeat_timeout_seconds=heartbeat,
         )
     except ValueError as error:
         if len(missing) < 3:

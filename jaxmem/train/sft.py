@@ -39,9 +39,7 @@ class Result(NamedTuple):
     """What `train` leaves."""
 
     out_dir: Path  # metrics, checkpoints, summary.json and report.png
-    history: list[
-        StepMetrics
-    ]  # every step of the run, of earlier processes too
+    history: list[StepMetrics]  # every step of the run, of earlier processes too
     costs: dict[str, HeadCost]  # by implementation; empty without compare_heads
     held_out_loss: float | None  # nats per token; None unless data.held_out is set
 
