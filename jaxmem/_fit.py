@@ -133,7 +133,7 @@ def fit(
         ValueError: nothing fits, the step names nothing, "auto" on a device that does
             not say its limit.
     """
-    limit = _limit(memory_limit)
+    limit = device_limit() if memory_limit == "auto" else int(memory_limit)
     rates = measure_rates() if rates is None else rates
     everything, nothing = step(None), step(Policy())
     sizes = _sizes(everything.jaxpr, names)
@@ -166,14 +166,17 @@ def fit(
     return chosen.policy
 
 
-def _limit(memory_limit):
-    if memory_limit != "auto":
-        return int(memory_limit)
+def device_limit() -> int:
+    """Bytes that programs may take of the default device.
+
+    Raises:
+        ValueError: it does not say.
+    """
     stats = jax.devices()[0].memory_stats() or {}
     if "bytes_limit" not in stats:
         raise ValueError(
             "memory_limit='auto' needs a device that says its limit, which a "
-            f"{jax.default_backend()} does not: give bytes"
+            f"{jax.default_backend()} does not: give a number"
         )
     return stats["bytes_limit"]
 

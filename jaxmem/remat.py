@@ -27,6 +27,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxmem._fit import Rates as Rates
 from jaxmem._fit import device_bytes as device_bytes
+from jaxmem._fit import device_limit as device_limit
 from jaxmem._fit import fit as fit
 from jaxmem._fit import measure_rates as measure_rates
 from jaxmem._remat_policy import NAMES as NAMES

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx, traverse_util
 
+from jaxmem import remat
 from jaxmem.checkpoints import names
 from jaxmem.checkpoints.architectures import CheckpointError, read_config
 from jaxmem.checkpoints.tensors import Tensors, replace_directory, write_tensors
@@ -38,6 +39,7 @@ def load(
     param_dtype: str | None = None,
     sharding: Placement | None = None,
     head: HeadConfig | None = None,
+    policy: remat.Policy | str | None = "full",
     **options: Any,
 ) -> Decoder:
     """Load a checkpoint's decoder.
@@ -49,7 +51,8 @@ def load(
       sharding: where weights go, all alike or each by its path and shape. None: to
         the default device.
       head: options of the head.
-      options: of `ModelConfig` that change no number: `attention`, `remat`.
+      policy: what a backward pass finds, as in `Decoder`.
+      options: of `ModelConfig` that change no number: `attention`.
 
     Returns:
       A `Decoder`.
@@ -76,7 +79,7 @@ def load(
         **options,
     )
     weights = read_weights(directory, model, sharding=sharding)
-    definition, _ = nnx.split(_abstract(model, head))
+    definition, _ = nnx.split(_abstract(model, head, policy))
     return nnx.merge(definition, weights)
 
 
@@ -189,12 +192,14 @@ def with_checkpoint(model: ModelConfig) -> ModelConfig:
 
 def _choices(model: ModelConfig) -> dict[str, Any]:
     """What is the user's to choose, whatever a checkpoint says."""
-    free = ("dtype", "param_dtype", "attention", "remat", "checkpoint")
+    free = ("dtype", "param_dtype", "attention", "checkpoint")
     return {name: getattr(model, name) for name in free}
 
 
-def _abstract(model: ModelConfig, head: HeadConfig | None = None) -> Decoder:
-    return nnx.eval_shape(lambda: Decoder(model, head, rngs=nnx.Rngs(0)))
+def _abstract(
+    model: ModelConfig, head: HeadConfig | None = None, policy: Any = "full"
+) -> Decoder:
+    return nnx.eval_shape(lambda: Decoder(model, head, policy, rngs=nnx.Rngs(0)))
 
 
 def _flat(weights: Mapping[str, Any]) -> dict[str, Any]:

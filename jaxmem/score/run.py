@@ -123,7 +123,6 @@ def _score_rest(
         dtype=config.dtype,
         param_dtype=config.dtype,
         head=HeadConfig(chunk=config.chunk),
-        remat="none",
     )
     scorer = _Scorer(decoder, config.max_tokens, length)
     report = _Progress(console, documents, journal.done)

@@ -23,6 +23,7 @@ from gin import config_parser
 
 from jaxmem.train.data import DataConfig
 from jaxmem.train.loop import RunConfig
+from jaxmem.train.memory import RematConfig
 from jaxmem.train.mesh import MeshConfig
 from jaxmem.train.model import HeadConfig, ModelConfig
 from jaxmem.train.optimizer import OptimizerConfig
@@ -45,6 +46,7 @@ class Config:
     optimizer: OptimizerConfig
     run: RunConfig
     mesh: MeshConfig = MeshConfig()
+    remat: RematConfig = RematConfig()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +61,7 @@ class GrpoJobConfig:
     optimizer: OptimizerConfig
     run: RunConfig
     mesh: MeshConfig = MeshConfig()
+    remat: RematConfig = RematConfig()
 
     def __post_init__(self):
         """Refuse what fits no other section, by the names of both."""

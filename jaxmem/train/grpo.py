@@ -274,6 +274,7 @@ def train(
     console = console or Console()
     with open_run(config.run, _fixed_config(config), console) as run:
         program = PolicyProgram(config)
+        program.choose_policy_by_gradients(console)
         compiled = program.compile()
         job = _Job(program, compiled)
         run.take_steps(job, operative_text)

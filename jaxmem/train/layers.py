@@ -71,7 +71,6 @@ class ModelConfig:
     dtype: str = "float32"  # activations and matrix products
     param_dtype: str = "float32"  # stored weights (the master copy)
     attention: Literal["xla", "cudnn"] | None = None  # None: jax chooses
-    remat: str = "full"  # of each block, a preset of jaxmem.remat: what is kept, where
 
     def __post_init__(self):
         """Refuse sizes that cannot be built, by name."""
@@ -101,7 +100,6 @@ class ModelConfig:
         _check_choice(self, "dtype", _DTYPES)
         _check_choice(self, "param_dtype", _DTYPES)
         _check_choice(self, "attention", ("xla", "cudnn", None))
-        _check_choice(self, "remat", tuple(remat.PRESETS))
         if self.attention == "cudnn" and self.attention_softcap is not None:
             raise ValueError(
                 "ModelConfig.attention='cudnn' cannot cap scores; leave it None, or "

@@ -3,9 +3,9 @@
 import json
 import os
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, overload
+from typing import Any, NamedTuple, Protocol, TypeVar, overload
 
 import jax
 from rich import progress
@@ -181,7 +181,16 @@ class Memory(NamedTuple):
     peak: int  # the arena, arguments and results; a donated argument counts once
 
 
-def memory_of(compiled: jax.stages.Compiled) -> Memory:
+class Measurable(Protocol):
+    """A compiled program, or what is made of one and of calls that need less."""
+
+    @property
+    def memory_analysis(self) -> Callable[[], Any]:
+        """As `jax.stages.Compiled` has it."""
+        ...
+
+
+def memory_of(compiled: Measurable) -> Memory:
     """Read the compiler's own account; nothing is run."""
     sizes = compiled.memory_analysis()
     if sizes is None:

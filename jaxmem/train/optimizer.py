@@ -28,6 +28,8 @@ class OptimizerConfig:
     # "blocks/attention/query/kernel". The others are frozen: no gradient, no moments.
     # Those it finds are kept in float32, as small updates would be lost in 16 bits.
     trainable: str | None = None
+    # The moments are on the host, and come to the device slice by slice to be updated.
+    offload: bool = False
 
     def __post_init__(self):
         """Refuse impossible values, by name."""
@@ -119,7 +121,27 @@ def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedul
 def make_optimizer(
     config: OptimizerConfig, schedule: optax.Schedule
 ) -> optax.GradientTransformation:
-    """Clip by global norm, then AdamW; norms and biases do not decay."""
+    """Clip by global norm, if the config says so, then `adamw`."""
+    if config.clip_norm is None:
+        return adamw(config, schedule)
+    return optax.chain(
+        optax.clip_by_global_norm(config.clip_norm), adamw(config, schedule)
+    )
+
+
+def clip(config: OptimizerConfig, gradients: Any) -> tuple[Any, jax.Array]:
+    """The first part of `make_optimizer`, alone; and the norm before it."""
+    norm = optax.tree.norm(gradients)
+    if config.clip_norm is None:
+        return gradients, norm
+    clipping = optax.clip_by_global_norm(config.clip_norm)
+    return clipping.update(gradients, optax.EmptyState())[0], norm
+
+
+def adamw(
+    config: OptimizerConfig, schedule: optax.Schedule
+) -> optax.GradientTransformation:
+    """AdamW; norms and biases do not decay."""
 
     def decays(params: Any) -> Any:
         # By name: stacking the layers gave a norm's scale two axes, like a matrix.
@@ -127,7 +149,7 @@ def make_optimizer(
             lambda path, _: path[-1].key not in ("scale", "bias"), params
         )
 
-    adamw = optax.adamw(
+    return optax.adamw(
         schedule,
         b1=config.b1,
         b2=config.b2,
@@ -135,6 +157,3 @@ def make_optimizer(
         weight_decay=config.weight_decay,
         mask=decays,
     )
-    if config.clip_norm is None:
-        return adamw
-    return optax.chain(optax.clip_by_global_norm(config.clip_norm), adamw)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from rich.console import Console
 
 import jaxmem
 from jaxmem import remat
@@ -18,7 +19,12 @@ from jaxmem.train.data import Batch
 from jaxmem.train.model import HeadConfig
 from jaxmem.train.optimizer import learning_rate_schedule
 from jaxmem.train.policy import PolicyBatch, policy_loss
-from jaxmem.train.program import DecoderProgram, add_in_float32, update
+from jaxmem.train.program import (
+    DecoderProgram,
+    StreamedUpdate,
+    add_in_float32,
+    update,
+)
 from jaxmem.train.sampling import sample
 
 if TYPE_CHECKING:  # config.py reads the dataclasses that this file is told about
@@ -43,7 +49,8 @@ class Compiled(NamedTuple):
     zeros: jax.stages.Compiled  # () -> Sums
     gradients: dict[Shape, jax.stages.Compiled]  # (params, frozen, Sums, PolicyBatch,
     #                                               normalizer) -> Sums
-    update: jax.stages.Compiled  # (TrainState, gradients) -> TrainState, norm
+    update: jax.stages.Compiled | StreamedUpdate  # (TrainState, gradients) ->
+    #                                               TrainState, norm
 
 
 class PolicyProgram(DecoderProgram):
@@ -142,10 +149,29 @@ class PolicyProgram(DecoderProgram):
 
     def compile_gradients(self, shape: Shape, head: HeadConfig) -> jax.stages.Compiled:
         """Compile what a micro-batch takes; the sums given are consumed."""
+        return self.trace_gradients(shape, head).lower().compile()
+
+    def trace_gradients(self, shape: Shape, head: HeadConfig) -> jax.stages.Traced:
+        """Trace the same."""
         sums, made = jax.eval_shape(self._zeros), self.micro_batch(shape)
         normalizer = jax.ShapeDtypeStruct((), jnp.float32)
-        run = self.gradients(head)
-        return self._lowered(run, sums, made, normalizer, donate=(2,)).compile()
+        options = remat.compiler_options(self.policy)
+        jitted = jax.jit(
+            self.gradients(head), donate_argnums=2, compiler_options=options
+        )
+        weights = self.state_shapes.params, self.frozen_shapes
+        return jitted.trace(*weights, sums, made, normalizer)
+
+    def choose_policy_by_gradients(self, console: Console) -> None:
+        """`choose_policy` by the largest micro-batch, the moments being there too."""
+        shape = self.shapes(self.config.grpo.max_tokens_train)[-1]
+        held = 0
+        if self.streamed is None:
+            moments = jax.tree.leaves(self.state_shapes.optimizer)
+            held = sum(x.size * x.dtype.itemsize for x in moments)
+        self.choose_policy(
+            lambda: self.trace_gradients(shape, self.config.head), console, held
+        )
 
     def _loss(self, head: HeadConfig, module, hidden, made: PolicyBatch, normalizer):
         return policy_loss(
@@ -189,19 +215,19 @@ class PolicyProgram(DecoderProgram):
         )
         return Sums(jnp.zeros(()), {name: jnp.zeros(()) for name in names}, gradients)
 
-    def _compile_update(self) -> jax.stages.Compiled:
+    def _compile_update(self) -> jax.stages.Compiled | StreamedUpdate:
         def run(state, gradients):
             return update(self.optimizer, state, gradients)
 
         gradients = jax.eval_shape(self._zeros).gradients
+        if self.streamed is not None:
+            return StreamedUpdate(self.config.optimizer, self.streamed, gradients)
         donating = jax.jit(run, donate_argnums=0)
         return donating.lower(self.state_shapes, gradients).compile()
 
-    def _lowered(self, run, *shapes, donate=()) -> jax.stages.Lowered:
+    def _lowered(self, run, *shapes) -> jax.stages.Lowered:
         weights = self.state_shapes.params, self.frozen_shapes
-        options = remat.compiler_options(self.config.model.remat)
-        jitted = jax.jit(run, donate_argnums=donate, compiler_options=options)
-        return jitted.lower(*weights, *shapes)
+        return jax.jit(run).lower(*weights, *shapes)
 
 
 def _ints(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:

@@ -1,6 +1,7 @@
 """A decoder's weights, trained or frozen, and its optimizer: shapes before arrays."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -8,11 +9,17 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from rich.console import Console
 
+from jaxmem import remat
+from jaxmem.offload import Streamed
+from jaxmem.train.memory import RematConfig
 from jaxmem.train.mesh import Layout, MeshConfig
 from jaxmem.train.model import Decoder, HeadConfig, ModelConfig
 from jaxmem.train.optimizer import (
     OptimizerConfig,
+    adamw,
+    clip,
     join_weights,
     make_optimizer,
     split_weights,
@@ -49,6 +56,11 @@ class ProgramConfig(Protocol):
         """Which devices share it out."""
         ...
 
+    @property
+    def remat(self) -> RematConfig:
+        """What the backward pass of a block finds."""
+        ...
+
 
 class DecoderProgram:
     """A run's functions and shapes; nothing is allocated until `initial_state`.
@@ -61,6 +73,7 @@ class DecoderProgram:
       schedule: updates done to the next one's learning rate.
 
     Attributes:
+      policy: what the backward pass of a block finds.
       layout: where arrays are; what is traced with the model is so in its context.
       definition: of the decoder, for `nnx.merge`.
       state_shapes: of a `TrainState`, with its places.
@@ -78,18 +91,54 @@ class DecoderProgram:
         self._config, self._seed = config, seed
         self.schedule = schedule
         self.optimizer = make_optimizer(config.optimizer, schedule)
+        self.streamed: Streamed | None = None
+        if config.optimizer.offload:
+            self.streamed = Streamed(adamw(config.optimizer, schedule))
         self.layout = Layout(config.mesh)
+        self._use(config.remat.preset)
         with self.layout.context():
-            self.definition = nnx.split(nnx.eval_shape(self.new_model))[0]
             state = jax.eval_shape(self._new_state)
             frozen = jax.eval_shape(lambda: self._new_weights()[1])
         self.state_shapes = self.layout.of_weights(state)
         self.frozen_shapes = self.layout.of_weights(frozen)
+        if self.streamed is not None:
+            params = self.state_shapes.params
+            self.state_shapes = TrainState(params, self.streamed.shapes(params))
 
     def new_model(self) -> Decoder:
         """The decoder with the weights that the seed says."""
         rngs = nnx.Rngs(jax.random.key(self._seed))
-        return Decoder(self.model_config, self._config.head, rngs=rngs)
+        return Decoder(self.model_config, self._config.head, self.policy, rngs=rngs)
+
+    def _use(self, policy: remat.Policy | None) -> None:
+        self.policy = policy
+        with self.layout.context():
+            self.definition = nnx.split(nnx.eval_shape(self.new_model))[0]
+
+    def choose_policy(
+        self,
+        trace: Callable[[], Any],
+        console: Console,
+        held: int = 0,
+    ) -> None:
+        """Take the policy that fits the config's memory limit, if it has one.
+
+        Args:
+          trace: traces the step, or what takes the most memory of it.
+          console: where the table of candidates goes.
+          held: bytes on the device that are no argument of it.
+        """
+        if self._config.remat.policy != "fit":
+            return
+
+        def step(policy: remat.Policy | None) -> Any:
+            self._use(policy)
+            return trace()
+
+        def show(table: str) -> None:
+            console.print(table, highlight=False, markup=False, soft_wrap=True)
+
+        self._use(self._config.remat.fit(step, held, show))
 
     def _new_weights(self) -> tuple[dict, dict]:
         weights = nnx.to_pure_dict(nnx.split(self.new_model())[1])
@@ -102,7 +151,10 @@ class DecoderProgram:
         return TrainState(params, moments)
 
     def initial_state(self) -> TrainState:
-        """Draw the weights that are trained, and their moments, on the devices."""
+        """Draw the weights that are trained, and their moments, where they belong."""
+        if self.streamed is not None:
+            params = self.initial_params()
+            return TrainState(params, self.streamed.init(params))
         return self._drawn(self._new_state, self.state_shapes)
 
     def initial_params(self) -> optax.Params:
@@ -137,17 +189,54 @@ def update(
     return TrainState(params, moments), optax.tree.norm(gradients)
 
 
+class StreamedUpdate:
+    """`update` where the moments are on the host: (state, gradients) -> (state, norm).
+
+    Args:
+      config: of the optimizer.
+      optimizer: what follows on clipping.
+      gradients: their shapes; those given to a call are consumed.
+    """
+
+    def __init__(self, config: OptimizerConfig, optimizer: Streamed, gradients: Any):
+        self._optimizer = optimizer
+        first = jax.jit(functools.partial(clip, config), donate_argnums=0)
+        self._clip = first.lower(gradients).compile()
+        self.memory_analysis = self._clip.memory_analysis
+
+    def __call__(
+        self, state: TrainState, gradients: Any
+    ) -> tuple[TrainState, jax.Array]:
+        """Update; both are consumed."""
+        gradients, norm = self._clip(gradients)
+        made = self._optimizer.update(state.params, gradients, state.optimizer)
+        return TrainState(*made), norm
+
+
+def gradient_shapes(params: Any) -> Any:
+    """Of sums in float32, where the parameters are."""
+    return jax.tree.map(
+        lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32, sharding=p.sharding),
+        params,
+    )
+
+
 def add_in_float32(sums: Any, terms: Any) -> Any:
     """Leaf by leaf; sums are in float32, whatever the terms are."""
     return jax.tree.map(lambda a, b: a + b.astype(jnp.float32), sums, terms)
 
 
 def fixed_weights(optimizer: OptimizerConfig, seed: int) -> dict[str, dict[str, Any]]:
-    """What a resumed run must share with the saved one where weights are frozen."""
+    """What a resumed run must share with the saved one, beside model and data."""
+    # Moments on the host are saved in slices.
+    fixed: dict[str, dict] = (
+        {"optimizer": {"offload": True}} if optimizer.offload else {}
+    )
     if optimizer.trainable is None:
-        return {}
+        return fixed
     # Frozen weights are drawn anew, not saved.
-    return {"optimizer": {"trainable": optimizer.trainable}, "run": {"seed": seed}}
+    named = fixed.get("optimizer", {}) | {"trainable": optimizer.trainable}
+    return {"optimizer": named, "run": {"seed": seed}}
 
 
 def with_vocabulary(model: ModelConfig, size: int) -> ModelConfig:

@@ -25,8 +25,10 @@ from jaxmem.train.optimizer import OptimizerConfig as OptimizerConfig
 from jaxmem.train.optimizer import join_weights, learning_rate_schedule
 from jaxmem.train.program import (
     DecoderProgram,
+    StreamedUpdate,
     add_in_float32,
     fixed_weights,
+    gradient_shapes,
     update,
 )
 from jaxmem.train.program import TrainState as TrainState
@@ -75,6 +77,35 @@ def sum_gradients(
     return jax.lax.scan(add, (jnp.zeros(()), zeros), micro_batches)[0]
 
 
+def make_gradients(
+    definition: nnx.GraphDef[Decoder], head: HeadConfig
+) -> Callable[[Any, dict, Batch], tuple[Any, dict[str, jax.Array]]]:
+    """Build the function that gives a step's gradients.
+
+    Args:
+      definition: of the decoder, from `nnx.split`.
+      head: which way to the loss.
+
+    Returns:
+      (trained weights, frozen weights, micro-batches [K, B, T]) to the gradients and
+      the step's `loss` (0 where no token counts) and `tokens`.
+    """
+
+    def gradients(params: Any, frozen: dict, micro_batches: Batch):
+        def loss(params: Any, batch: Batch, normalizer: jax.Array) -> jax.Array:
+            model = nnx.merge(definition, join_weights(params, frozen))
+            hidden = model(batch.tokens, batch.segment_ids, batch.positions)
+            return head_loss(
+                model.head, hidden, batch.labels, normalizer, head.implementation
+            )
+
+        tokens = jnp.sum(micro_batches.labels >= 0)
+        total, slopes = sum_gradients(loss, params, micro_batches, tokens)
+        return slopes, {"loss": total, "tokens": tokens}
+
+    return gradients
+
+
 def make_step(
     definition: nnx.GraphDef[Decoder],
     head: HeadConfig,
@@ -88,24 +119,31 @@ def make_step(
       optimizer: from `make_optimizer`.
 
     Returns:
-      (state, frozen weights, micro-batches [K, B, T]) to the next state and the step's
-      `loss` (0 where no token counts), `tokens` and `grad_norm`.
+      (state, frozen weights, micro-batches [K, B, T]) to the next state and what
+      `make_gradients` tells, with `grad_norm`.
     """
+    gradients = make_gradients(definition, head)
 
     def step(state: TrainState, frozen: dict, micro_batches: Batch):
-        def loss(params: Any, batch: Batch, normalizer: jax.Array) -> jax.Array:
-            model = nnx.merge(definition, join_weights(params, frozen))
-            hidden = model(batch.tokens, batch.segment_ids, batch.positions)
-            return head_loss(
-                model.head, hidden, batch.labels, normalizer, head.implementation
-            )
-
-        tokens = jnp.sum(micro_batches.labels >= 0)
-        total, gradients = sum_gradients(loss, state.params, micro_batches, tokens)
-        state, norm = update(optimizer, state, gradients)
-        return state, {"loss": total, "tokens": tokens, "grad_norm": norm}
+        slopes, numbers = gradients(state.params, frozen, micro_batches)
+        state, norm = update(optimizer, state, slopes)
+        return state, numbers | {"grad_norm": norm}
 
     return step
+
+
+class StreamedStep:
+    """A step whose moments are on the host: its gradients, then a `StreamedUpdate`."""
+
+    def __init__(self, gradients: jax.stages.Compiled, finish: StreamedUpdate):
+        self._gradients, self._finish = gradients, finish
+        self.memory_analysis = gradients.memory_analysis
+
+    def __call__(self, state: TrainState, frozen: dict, micro_batches: Batch):
+        """As a compiled step is called."""
+        slopes, numbers = self._gradients(state.params, frozen, micro_batches)
+        state, norm = self._finish(state, slopes)
+        return state, numbers | {"grad_norm": norm}
 
 
 class Program(DecoderProgram):
@@ -124,28 +162,39 @@ class Program(DecoderProgram):
 
     def compile_step(
         self, head: HeadConfig, packed: bool = True
-    ) -> jax.stages.Compiled:
+    ) -> jax.stages.Compiled | StreamedStep:
         """Compile the train step from shapes alone; the state given is consumed.
 
         Without `packed`, rows hold one document each, and segment_ids must be None.
         """
+        compiled = self.trace_step(head, packed).lower().compile()
+        if self.streamed is None:
+            return compiled
+        slopes = gradient_shapes(self.state_shapes.params)
+        finish = StreamedUpdate(self.config.optimizer, self.streamed, slopes)
+        return StreamedStep(compiled, finish)
+
+    def trace_step(self, head: HeadConfig, packed: bool = True) -> jax.stages.Traced:
+        """Trace the train step; its gradients alone where the moments are streamed."""
         ids = jax.ShapeDtypeStruct((self.config.run.accumulate, *self._rows), jnp.int32)
-        step = make_step(self.definition, head, self.optimizer)
-        options = remat.compiler_options(self.config.model.remat)
+        options = remat.compiler_options(self.policy)
         options = options or self.layout.compiler_options()
         segments: Any = ids if packed else None
         batch: Any = Batch(ids, ids, segments, ids)  # pyright: ignore
         batch = self.layout.of_tokens(batch)
-        shapes = self.state_shapes, self.frozen_shapes, batch
-        made = (
-            self.state_shapes,
-            self.layout.whole(jax.ShapeDtypeStruct((), jnp.float32)),
-        )
-        donating = self.layout.jit(
-            step, made, donate_argnums=0, compiler_options=options
-        )
+        number = self.layout.whole(jax.ShapeDtypeStruct((), jnp.float32))
+        given: Any = self.state_shapes
+        if self.streamed is None:
+            step = make_step(self.definition, head, self.optimizer)
+            jitted = self.layout.jit(
+                step, (given, number), donate_argnums=0, compiler_options=options
+            )
+        else:
+            step, given = make_gradients(self.definition, head), given.params
+            made = gradient_shapes(given), number
+            jitted = self.layout.jit(step, made, compiler_options=options)
         with self.layout.context():
-            return donating.lower(*shapes).compile()
+            return jitted.trace(given, self.frozen_shapes, batch)
 
     def evaluate(
         self, params: optax.Params, frozen: dict, batches: Iterator[Batch]
@@ -200,7 +249,7 @@ class _Job:
     def __init__(
         self,
         program: Program,
-        compiled: jax.stages.Compiled,
+        compiled: jax.stages.Compiled | StreamedStep,
         frozen: dict,
         batches: data.BatchIterator | streams.StreamIterator,
     ):
@@ -245,6 +294,7 @@ def train(
         if processes.is_first():
             (run.out_dir / "tokenizer.json").write_text(tokenizer.to_str(), "utf-8")
         program = Program(config, tokenizer.get_vocab_size())
+        program.choose_policy(lambda: program.trace_step(config.head), console)
         compiled, frozen = program.compile_step(config.head), program.frozen()
         rows = program.layout.own_rows(config.data.batch_size)
         batches = streams.batches(config.data, tokenizer, rows)
@@ -295,7 +345,9 @@ def _fixed_config(config: "Config") -> dict[str, dict[str, Any]]:
 # ------------------------------------------------------------------ report
 
 
-def _head_costs(program: Program, compiled: jax.stages.Compiled) -> dict[str, HeadCost]:
+def _head_costs(
+    program: Program, compiled: jax.stages.Compiled | StreamedStep
+) -> dict[str, HeadCost]:
     """Memory of the step with either head; the one that trained is not recompiled."""
     trained = program.config.head
     costs = {}

@@ -208,10 +208,10 @@ def test_one_sharding_for_all_and_options():
     sharding = NamedSharding(mesh, PartitionSpec())
     head = HeadConfig(chunk=8)
     decoder = checkpoints.load(
-        TINY / "llama", sharding=sharding, head=head, remat="none", attention="xla"
+        TINY / "llama", sharding=sharding, head=head, policy="none", attention="xla"
     )
     assert decoder.embed.embedding[...].sharding == sharding
-    assert (decoder.head.chunk, decoder.config.remat) == (8, "none")
+    assert (decoder.head.chunk, decoder.policy) == (8, "none")
 
 
 # -------------------------------------------------------------- what is wrong

@@ -24,6 +24,7 @@ from jaxmem.train import grpo, tasks
 from jaxmem.train.config import GrpoJobConfig, load
 from jaxmem.train.data import Batch
 from jaxmem.train.loop import RunConfig
+from jaxmem.train.memory import RematConfig
 from jaxmem.train.metrics import PolicyMetrics, read_history
 from jaxmem.train.model import Decoder, HeadConfig, ModelConfig
 from jaxmem.train.optimizer import OptimizerConfig
@@ -47,11 +48,12 @@ SMALL = GrpoJobConfig(
     ),
     model=ModelConfig(
         layers=1, hidden=32, ff=48, heads=2, kv_heads=1, head_dim=16, tied=False,
-        embed_scale=True, remat="none",
+        embed_scale=True,
     ),
     head=HeadConfig(chunk=16),
     optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=1, weight_decay=0.0),
     run=RunConfig(job="grpo", steps=4, checkpoint_every=3, compare_heads=False),
+    remat=RematConfig("none"),
 )  # fmt: skip
 
 
@@ -505,6 +507,8 @@ PROGRAM = textwrap.dedent(
     from jaxmem.train import grpo
     from jaxmem.train.config import GrpoJobConfig
     from jaxmem.train.loop import RunConfig
+    from jaxmem.train.memory import RematConfig
+    from jaxmem.train.mesh import MeshConfig
     from jaxmem.train.model import Decoder, HeadConfig, ModelConfig
     from jaxmem.train.optimizer import OptimizerConfig
     from jaxmem.train.policy import GrpoConfig

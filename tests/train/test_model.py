@@ -33,8 +33,9 @@ def quick_compilation():
 
 
 @functools.cache
-def decoder(**changes):
-    return Decoder(dataclasses.replace(SMALL, **changes), rngs=nnx.Rngs(0))
+def decoder(policy="full", **changes):
+    config = dataclasses.replace(SMALL, **changes)
+    return Decoder(config, policy=policy, rngs=nnx.Rngs(0))
 
 
 def frequencies(head_dim, theta):
@@ -270,7 +271,7 @@ def test_gradients_of_a_frequent_token_are_summed_in_float32():
 def test_remat_changes_memory_and_no_number():
     compiled, results = {}, {}
     for remat in ("full", "none"):
-        definition, weights = parameters(decoder(remat=remat, layers=6))
+        definition, weights = parameters(decoder(remat, layers=6))
         gradient = jax.jit(jax.grad(loss_of(definition)))
         compiled[remat] = gradient.lower(weights).compile()
         results[remat] = compiled[remat](weights)
@@ -291,7 +292,7 @@ def test_a_remat_preset_changes_no_number(name):
     """And sends what it says to the host, once in the loop over blocks."""
     results = {}
     for remat in ("full", name):
-        definition, weights = parameters(decoder(remat=remat, layers=2))
+        definition, weights = parameters(decoder(remat, layers=2))
         gradient = jax.jit(jax.grad(loss_of(definition)))
         results[remat] = gradient(weights)
     jax.tree.map(
@@ -360,7 +361,6 @@ def test_cudnn_attention_agrees_with_xla_on_packed_rows():
         (dict(dtype="float8"), "dtype must be one of 'float32', .*got 'float8'"),
         (dict(activation="relu"), "activation must be one of .*got 'relu'"),
         (dict(attention="flash"), "attention must be one of .*got 'flash'"),
-        (dict(remat="half"), "remat must be one of 'none', 'full', .*got 'half'"),
         (dict(pattern=("near",)), "pattern must be of 'global' and 'local'"),
         (dict(pattern=("local",)), "window must be given where pattern has 'local'"),
         (dict(window=4), "window must be given where pattern has 'local'"),

@@ -5,6 +5,7 @@ import functools
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -102,8 +103,34 @@ def train(config, text=""):
 
 def test_blocks_on_the_host_change_no_loss(config, finished):
     _, wanted, _ = finished
-    result, _ = train(changed(config, model=dict(remat="offload_block")))
+    result, _ = train(changed(config, remat=dict(policy="offload_block")))
     assert losses(result) == pytest.approx(losses(wanted), rel=1e-5)
+
+
+def test_a_policy_is_chosen_by_the_memory_limit(config, finished):
+    """One that takes less time, as it keeps what the limit allows."""
+    _, wanted, _ = finished
+    result, said = train(changed(config, remat=dict(policy="fit", memory_limit=1.0)))
+    assert losses(result) == pytest.approx(losses(wanted), rel=1e-5)
+    assert re.search(r"^none .* chosen$", said, re.MULTILINE), said
+
+
+def test_moments_on_the_host_change_no_loss(config, finished):
+    """And the run resumes, its moments on the host again."""
+    _, wanted, _ = finished
+    offloading = changed(config, optimizer=dict(offload=True))
+    train(offloading)
+    result, said = train(changed(offloading, run=dict(steps=7)))
+    assert "after step 6" in said
+    assert losses(result)[:6] == pytest.approx(losses(wanted), rel=1e-5)
+    program = sft.Program(offloading, 320)
+    shapes, state = program.state_shapes, program.initial_state()
+    for made in (shapes.optimizer, state.optimizer):
+        kinds = {x.sharding.memory_kind for x in jax.tree.leaves(made)}
+        assert kinds == {"pinned_host"}
+    jax.tree.map(lambda a, b: None, shapes, state)  # one structure
+    with pytest.raises(ValueError, match="optimizer.offload was true, is absent"):
+        train(config)
 
 
 def losses(result):
@@ -405,6 +432,8 @@ PROGRAM = textwrap.dedent(
     from jaxmem.train.config import Config
     from jaxmem.train.data import DataConfig
     from jaxmem.train.model import HeadConfig, ModelConfig
+    from jaxmem.train.memory import RematConfig
+    from jaxmem.train.mesh import MeshConfig
     from jaxmem.train.sft import OptimizerConfig, RunConfig
 
     sft.train(eval(sys.stdin.read()))
