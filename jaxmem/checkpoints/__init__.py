@@ -6,6 +6,7 @@
 Architectures: Qwen2, Qwen3, Llama 3, Mistral, Gemma 2, Gemma 3 (text).
 """
 
+from jaxmem.checkpoints.adapters import save_adapter as save_adapter
 from jaxmem.checkpoints.architectures import CheckpointConfig as CheckpointConfig
 from jaxmem.checkpoints.architectures import CheckpointError as CheckpointError
 from jaxmem.checkpoints.architectures import read_config as read_config
@@ -14,3 +15,4 @@ from jaxmem.checkpoints.vocabulary import load_vocabulary as load_vocabulary
 from jaxmem.checkpoints.weights import load as load
 from jaxmem.checkpoints.weights import read_weights as read_weights
 from jaxmem.checkpoints.weights import save as save
+from jaxmem.checkpoints.weights import with_checkpoint as with_checkpoint

@@ -87,7 +87,7 @@ class Tensors:
             )
         if tuple(tensor.get_shape()) != shape:
             raise CheckpointError(
-                f"{path}: tensor {name} must have shape {shape}, as config.json says, "
+                f"{path}: tensor {name} must have shape {shape}, as the config says, "
                 f"got {tuple(tensor.get_shape())}"
             )
         return tensor[index]

@@ -15,10 +15,13 @@ from flax import nnx, traverse_util
 
 from jaxmem import remat
 from jaxmem.checkpoints import names
+from jaxmem.checkpoints.adapters import read_adapter, with_adapter
 from jaxmem.checkpoints.architectures import CheckpointError, read_config
 from jaxmem.checkpoints.tensors import Tensors, replace_directory, write_tensors
 from jaxmem.train.layers import ModelConfig
+from jaxmem.train.lora import is_adapter
 from jaxmem.train.model import Decoder, HeadConfig
+from jaxmem.train.optimizer import join_weights
 
 # Where a weight goes, by its path ("blocks/attention/query/kernel") and its shape.
 Placement = (
@@ -40,6 +43,7 @@ def load(
     sharding: Placement | None = None,
     head: HeadConfig | None = None,
     policy: remat.Policy | str | None = "full",
+    adapter: str | Path | None = None,
     **options: Any,
 ) -> Decoder:
     """Load a checkpoint's decoder.
@@ -52,6 +56,7 @@ def load(
         the default device.
       head: options of the head.
       policy: what a backward pass finds, as in `Decoder`.
+      adapter: directory of a LoRA adapter in PEFT's layout, to be added.
       options: of `ModelConfig` that change no number: `attention`.
 
     Returns:
@@ -78,20 +83,34 @@ def load(
         param_dtype=param_dtype or stored,
         **options,
     )
+    if adapter is not None:
+        model = with_adapter(model, adapter)
     weights = read_weights(directory, model, sharding=sharding)
-    definition, _ = nnx.split(_abstract(model, head, policy))
+    definition, state = nnx.split(_abstract(model, head, policy))
+    if adapter is not None:
+        wanted = {
+            k: v for k, v in _flat(nnx.to_pure_dict(state)).items() if is_adapter(k)
+        }
+        added = traverse_util.unflatten_dict(read_adapter(adapter, wanted), sep="/")
+        weights = join_weights(weights, added)
     return nnx.merge(definition, weights)
 
 
 def read_weights(
-    directory: str | Path, model: ModelConfig, *, sharding: Placement | None = None
+    directory: str | Path,
+    model: ModelConfig,
+    *,
+    sharding: Placement | None = None,
+    like: Any = None,
 ) -> dict[str, Any]:
-    """Read a checkpoint's weights.
+    """Read a checkpoint's weights; adapters are none of them.
 
     Args:
       directory: of the checkpoint.
       model: from `read_config`, with the types and options that are wanted.
       sharding: as in `load`.
+      like: `jax.ShapeDtypeStruct`s nested by name, of some weights: those are read, as
+        they say of types and places. None: all.
 
     Returns:
       Arrays nested by name, as `nnx.to_pure_dict` of the decoder's state has them.
@@ -101,16 +120,21 @@ def read_weights(
         it is named with its file.
     """
     tensors = Tensors(Path(directory).expanduser())
-    wanted = _flat(nnx.to_pure_dict(nnx.split(_abstract(model))[1]))
-    _refuse_others(tensors, wanted, model)
+    every = _flat(nnx.to_pure_dict(nnx.split(_abstract(model))[1]))
+    every = {path: leaf for path, leaf in every.items() if not is_adapter(path)}
+    _refuse_others(tensors, every, model)
+    wanted = every if like is None else _flat(like)
     made = {}
-    for path, like in wanted.items():
-        read = _reader(tensors, names.stored(path, model), like)
-        place = sharding(path, like.shape) if callable(sharding) else sharding
+    for path, leaf in wanted.items():
+        if path not in every:  # an adapter's
+            continue
+        read = _reader(tensors, names.stored(path, model), leaf)
+        place = sharding(path, leaf.shape) if callable(sharding) else sharding
+        place = place or (leaf.sharding if like is not None else None)
         if place is None:
-            made[path] = jnp.asarray(read((slice(None),) * len(like.shape)))
+            made[path] = jnp.asarray(read((slice(None),) * len(leaf.shape)))
         else:
-            made[path] = jax.make_array_from_callback(like.shape, place, read)
+            made[path] = jax.make_array_from_callback(leaf.shape, place, read)
     return traverse_util.unflatten_dict(made, sep="/")
 
 
@@ -142,6 +166,8 @@ def save(
     target, source = Path(directory).expanduser(), Path(like).expanduser()
     if target.exists() and not overwrite:
         raise CheckpointError(f"{target}: exists; name another, or give overwrite=True")
+    if decoder.config.lora_rank:
+        raise CheckpointError(f"{target}: the decoder has adapters; save_adapter them")
     config = read_config(source)
     ours = dataclasses.replace(decoder.config, **_choices(config.model))
     if ours != config.model:
@@ -192,7 +218,8 @@ def with_checkpoint(model: ModelConfig) -> ModelConfig:
 
 def _choices(model: ModelConfig) -> dict[str, Any]:
     """What is the user's to choose, whatever a checkpoint says."""
-    free = ("dtype", "param_dtype", "attention", "checkpoint")
+    free = ("dtype", "param_dtype", "attention", "checkpoint", "lora_rank")
+    free += ("lora_alpha", "lora_targets", "lora_head")
     return {name: getattr(model, name) for name in free}
 
 

@@ -11,7 +11,7 @@ from jax import lax
 
 from jaxmem import remat
 from jaxmem.train import cache as kv_cache
-from jaxmem.train import mesh, positions, ulysses
+from jaxmem.train import lora, mesh, positions, ulysses
 from jaxmem.train._checks import check_field
 from jaxmem.train.positions import Ids as Ids
 
@@ -71,6 +71,11 @@ class ModelConfig:
     dtype: str = "float32"  # activations and matrix products
     param_dtype: str = "float32"  # stored weights (the master copy)
     attention: Literal["xla", "cudnn"] | None = None  # None: jax chooses
+    lora_rank: int = 0  # of adapters beside frozen matrices; 0: none
+    lora_alpha: float = 16.0  # what they add is multiplied with this / lora_rank
+    # matrices of a block that have them: also "gate", "up", "down"
+    lora_targets: tuple[str, ...] = ("query", "key", "value", "output")
+    lora_head: bool = False  # the head has one too
 
     def __post_init__(self):
         """Refuse sizes that cannot be built, by name."""
@@ -100,6 +105,11 @@ class ModelConfig:
         _check_choice(self, "dtype", _DTYPES)
         _check_choice(self, "param_dtype", _DTYPES)
         _check_choice(self, "attention", ("xla", "cudnn", None))
+        problem = lora.check(
+            self.lora_rank, self.lora_alpha, self.lora_targets, self.lora_head
+        )
+        if problem is not None:
+            raise ValueError(f"ModelConfig.{problem}")
         if self.attention == "cudnn" and self.attention_softcap is not None:
             raise ValueError(
                 "ModelConfig.attention='cudnn' cannot cap scores; leave it None, or "
@@ -122,13 +132,17 @@ class ModelConfig:
 
 def _linear(
     config: ModelConfig,
+    name: str,
     inputs: int,
     outputs: int,
     rngs: nnx.Rngs,
     gain: float = 1.0,
     use_bias: bool = False,
 ) -> nnx.Linear:
-    return nnx.Linear(
+    kind = nnx.Linear
+    if config.lora_rank and name in config.lora_targets:
+        kind = functools.partial(lora.LoraLinear, config)
+    return kind(
         inputs,
         outputs,
         use_bias=use_bias,
@@ -141,9 +155,12 @@ def _linear(
     )
 
 
-def _residual_linear(config: ModelConfig, inputs: int, rngs: nnx.Rngs) -> nnx.Linear:
+def _residual_linear(
+    config: ModelConfig, name: str, inputs: int, rngs: nnx.Rngs
+) -> nnx.Linear:
     # 2 x layers such outputs are summed; this gain keeps the sum's variance at 1.
-    return _linear(config, inputs, config.hidden, rngs, gain=0.5 / config.layers)
+    gain = 0.5 / config.layers
+    return _linear(config, name, inputs, config.hidden, rngs, gain=gain)
 
 
 class OffsetRMSNorm(nnx.RMSNorm):
@@ -211,13 +228,15 @@ class Attention(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         width = config.head_dim
-        project = functools.partial(
-            _linear, config, config.hidden, rngs=rngs, use_bias=config.qkv_bias
-        )
-        self.query = project(config.heads * width)
-        self.key = project(config.kv_heads * width)
-        self.value = project(config.kv_heads * width)
-        self.output = _residual_linear(config, config.heads * width, rngs)
+        queries, keys = config.heads * width, config.kv_heads * width
+
+        def project(name: str, outputs: int) -> nnx.Linear:
+            bias = config.qkv_bias
+            return _linear(config, name, config.hidden, outputs, rngs, use_bias=bias)
+
+        self.query = project("query", queries)
+        self.key, self.value = project("key", keys), project("value", keys)
+        self.output = _residual_linear(config, "output", queries, rngs)
         if config.qk_norm:
             self.query_norm = rms_norm(config, width, rngs)
             self.key_norm = rms_norm(config, width, rngs)
@@ -280,9 +299,9 @@ class FeedForward(nnx.Module):
     """down(activation(gate(x)) * up(x)): SwiGLU, or GeGLU with "gelu"."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        self.gate = _linear(config, config.hidden, config.ff, rngs)
-        self.up = _linear(config, config.hidden, config.ff, rngs)
-        self.down = _residual_linear(config, config.ff, rngs)
+        self.gate = _linear(config, "gate", config.hidden, config.ff, rngs)
+        self.up = _linear(config, "up", config.hidden, config.ff, rngs)
+        self.down = _residual_linear(config, "down", config.ff, rngs)
         self.activation = _ACTIVATIONS[config.activation]
 
     def __call__(self, x: jax.Array) -> jax.Array:

@@ -17,7 +17,7 @@ from flax import nnx
 from jaxmem import remat
 from jaxmem.heads.nnx import LMHead
 from jaxmem.train import cache as kv_cache
-from jaxmem.train import layers, mesh
+from jaxmem.train import layers, lora, mesh
 from jaxmem.train._checks import check_field
 from jaxmem.train.layers import ModelConfig as ModelConfig
 from jaxmem.train.positions import (
@@ -75,28 +75,29 @@ def _embedding(config: ModelConfig, rngs: nnx.Rngs) -> nnx.Embed:
 def _head(
     config: ModelConfig, head: HeadConfig, embed: nnx.Embed, rngs: nnx.Rngs
 ) -> LMHead:
-    dtype, chunk = jnp.dtype(config.dtype), head.chunk
     sharding = mesh.head_sharding()
+    options: dict[str, Any] = {
+        "dtype": jnp.dtype(config.dtype),
+        "softcap": config.softcap,
+        "chunk": head.chunk,
+        "sharding": sharding,
+        "rngs": rngs,
+    }
     if config.tied:
-        return LMHead(
-            tied_to=embed,
-            dtype=dtype,
-            softcap=config.softcap,
-            chunk=chunk,
-            sharding=sharding,
-        )
-    return LMHead(
-        config.hidden,
-        config.vocab_size,
-        use_bias=False,
-        kernel_init=_VOCABULARY_INIT,
-        dtype=dtype,
-        param_dtype=jnp.dtype(config.param_dtype),
-        softcap=config.softcap,
-        chunk=chunk,
-        sharding=sharding,
-        rngs=rngs,
-    )
+        options |= {"tied_to": embed}
+    else:
+        options |= {
+            "in_features": config.hidden,
+            "out_features": config.vocab_size,
+            "use_bias": False,
+            "kernel_init": _VOCABULARY_INIT,
+            "param_dtype": jnp.dtype(config.param_dtype),
+        }
+    if not config.lora_head:
+        return LMHead(**options)
+    if sharding is not None:
+        raise NotImplementedError("model.lora_head on a mesh of several devices")
+    return lora.LoraHead(config, **options)
 
 
 class Decoder(nnx.Module):
@@ -246,6 +247,8 @@ class Decoder(nnx.Module):
         """
         tied = self.config.tied
         W = self.embed.embedding[...] if tied else self.head.kernel[...]
+        if isinstance(self.head, lora.LoraHead):
+            hidden, W = self.head.widened(hidden, W)
         z = jnp.einsum(
             "...d,vd->...v" if tied else "...d,dv->...v",
             hidden,

@@ -1,6 +1,6 @@
 """Makes tiny/: random checkpoints of every architecture, and what torch makes of them.
 
-Run with torch and transformers (torch 2.13 and transformers 5.23 wrote those that are
+Run with torch, transformers and peft (2.13, 5.23 and 0.21 wrote those that are
 committed):
 
     python tests/checkpoints/make_tiny.py
@@ -9,11 +9,13 @@ Each directory has what `save_pretrained` writes (weights in bfloat16) and expec
 tokens [B, T], and the logits of the same weights in float64 [B, T, V].
 """
 
+import json
 import pathlib
 import shutil
 import sys
 
 import numpy as np
+import peft
 import torch
 import transformers as tf
 
@@ -100,6 +102,26 @@ def expected(model):
     return {"tokens": tokens.numpy(), "logits": logits.numpy()}
 
 
+def adapt(directory, seed=100):
+    """A PEFT adapter of every matrix and the head, and the logits with it."""
+    modules = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj lm_head".split()
+    config = peft.LoraConfig(r=3, lora_alpha=5, target_modules=modules)
+    base = tf.AutoModelForCausalLM.from_pretrained(
+        directory, attn_implementation="eager"
+    )
+    model = peft.get_peft_model(base, config).eval()
+    generator = torch.Generator().manual_seed(seed)
+    for name, weight in model.named_parameters():
+        if "lora_" in name:
+            weight.data = 0.3 * torch.randn(weight.shape, generator=generator)
+    model.save_pretrained(directory / "adapter")
+    np.savez_compressed(directory / "adapter" / "expected.npz", **expected(model))
+    (directory / "adapter" / "README.md").unlink()
+    said = directory / "adapter" / "adapter_config.json"
+    config = json.loads(said.read_text()) | {"base_model_name_or_path": directory.name}
+    said.write_text(json.dumps(config, indent=2) + "\n")
+
+
 def main():
     shutil.rmtree(TINY, ignore_errors=True)
     for seed, (name, (kind, config)) in enumerate(MODELS.items()):
@@ -110,6 +132,8 @@ def main():
         model.save_pretrained(directory, max_shard_size=SHARDED.get(name, "1GB"))
         np.savez_compressed(directory / "expected.npz", **expected(model))
         (directory / "generation_config.json").unlink()
+        if name == "qwen3":
+            adapt(directory)
         print(name, sum(file.stat().st_size for file in directory.iterdir()))
 
 

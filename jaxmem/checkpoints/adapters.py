@@ -1,0 +1,183 @@
+"""Adapters in the layout of PEFT: adapter_config.json and adapter_model.safetensors."""
+
+import dataclasses
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx, traverse_util
+
+from jaxmem.checkpoints import names
+from jaxmem.checkpoints.architectures import CheckpointError
+from jaxmem.checkpoints.tensors import Tensors, replace_directory, write_tensors
+from jaxmem.train.layers import ModelConfig
+from jaxmem.train.lora import TARGETS, is_adapter
+from jaxmem.train.model import Decoder
+
+_CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_MODULES = {
+    target: names.module_name(
+        f"blocks/{'attention' if i < 4 else 'feed_forward'}/{target}", ModelConfig()
+    ).rpartition(".")[2]
+    for i, target in enumerate(TARGETS)
+}
+# Options of PEFT that change what an adapter computes: as they must be.
+_PLAIN = {
+    "bias": ("none",),
+    "fan_in_fan_out": (False,),
+    "use_rslora": (False,),
+    "use_dora": (False,),
+    "modules_to_save": (None, []),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "layers_to_transform": (None,),
+    "lora_bias": (False,),
+    **dict.fromkeys(
+        (
+            "alora_invocation_tokens", "arrow_config", "kasa_config",
+            "layer_replication", "monteclora_config", "target_parameters",
+            "trainable_token_indices", "use_bdlora", "velora_config",
+        ),
+        (None, False),
+    ),
+    "use_qalora": (False, None),
+}  # fmt: skip
+
+
+def save_adapter(
+    directory: str | Path, decoder: Decoder, *, base: str = "", overwrite: bool = False
+) -> None:
+    """Save a decoder's adapters alone, as PEFT does.
+
+    Args:
+      directory: to make; it appears when it is whole.
+      decoder: with `lora_rank` above 0.
+      base: name or directory of the model that they adapt, for who loads them.
+      overwrite: whether the directory may exist, and is replaced.
+
+    Raises:
+      CheckpointError: the decoder has no adapters, or the directory exists.
+    """
+    target, config = Path(directory).expanduser(), decoder.config
+    if not config.lora_rank:
+        raise CheckpointError(f"{target}: the decoder has no adapters to save")
+    if target.exists() and not overwrite:
+        raise CheckpointError(f"{target}: exists; name another, or give overwrite=True")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-"))
+    try:
+        write_tensors(unfinished, _tensors(decoder), one=_TENSORS)
+        said = json.dumps(_peft_config(config, base), indent=2)
+        (unfinished / _CONFIG).write_text(said + "\n", "utf-8")
+        unfinished.chmod(0o755)  # as mkdir would have made it
+        replace_directory(unfinished, target)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+
+
+def with_adapter(model: ModelConfig, directory: str | Path) -> ModelConfig:
+    """The config of a model with the adapters that a directory holds.
+
+    Raises:
+      CheckpointError: they are none of PEFT's plain LoRA.
+    """
+    path = Path(directory).expanduser() / _CONFIG
+    try:
+        raw = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    if raw.get("peft_type") != "LORA":
+        raise CheckpointError(f"{path}: peft_type {raw.get('peft_type')!r} is not LORA")
+    for key, plain in _PLAIN.items():
+        if raw.get(key, plain[0]) not in plain:
+            raise CheckpointError(f"{path}: {key}={raw[key]!r} is not implemented")
+    known = {module: target for target, module in _MODULES.items()}
+    modules = raw.get("target_modules") or []
+    named = set(modules) if isinstance(modules, list) else {modules}
+    unknown = sorted(named - set(known) - {"lm_head"})
+    if unknown:
+        raise CheckpointError(
+            f"{path}: target_modules {unknown} are not implemented; known "
+            f"are {', '.join(known)}, lm_head"
+        )
+    return dataclasses.replace(
+        model,
+        lora_rank=raw["r"],
+        lora_alpha=float(raw["lora_alpha"]),
+        lora_targets=tuple(t for t in TARGETS if _MODULES[t] in modules),
+        lora_head="lm_head" in modules,
+    )
+
+
+def read_adapter(directory: str | Path, wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Read adapters' weights.
+
+    Args:
+      directory: of the adapter.
+      wanted: the decoder's adapters, path to `jax.ShapeDtypeStruct`.
+
+    Returns:
+      Arrays by the same paths.
+
+    Raises:
+      CheckpointError: a tensor is missing, or has another shape.
+    """
+    tensors = Tensors(Path(directory).expanduser(), _TENSORS)
+    made = {}
+    for path, like in wanted.items():
+        stored = _stored(path, like.shape[0] if path.startswith("blocks/") else None)
+        shape = like.shape[-2:]
+        parts = [
+            tensors.read(name, shape[::-1], (slice(None),) * 2).T for name in stored
+        ]
+        whole = np.stack(parts) if path.startswith("blocks/") else parts[0]
+        made[path] = jnp.asarray(whole, like.dtype)
+    return made
+
+
+def _stored(path: str, layers: int | None) -> list[str]:
+    """Names of the tensors of one adapter's matrix, a layer each."""
+    module, _, matrix = path.rpartition("/")
+    name = names.module_name(module, ModelConfig())
+    kind = {"lora_a": "lora_A", "lora_b": "lora_B"}[matrix]
+    name = f"{_PREFIX}{name}.{kind}.weight"
+    return [name] if layers is None else [name.format(i) for i in range(layers)]
+
+
+def _tensors(decoder: Decoder) -> Iterator[tuple[str, np.ndarray]]:
+    """Names and matrices [out, in]."""
+    weights = nnx.to_pure_dict(nnx.split(decoder)[1])
+    flat: dict[str, Any] = dict(traverse_util.flatten_dict(weights, sep="/"))
+    for path, weight in flat.items():
+        if not is_adapter(path):
+            continue
+        stacked = path.startswith("blocks/")
+        for i, name in enumerate(_stored(path, len(weight) if stacked else None)):
+            yield name, np.asarray(weight[i] if stacked else weight).T
+
+
+def _peft_config(config: ModelConfig, base: str) -> dict[str, Any]:
+    modules = [_MODULES[target] for target in config.lora_targets]
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": config.lora_rank,
+        "lora_alpha": config.lora_alpha,
+        "lora_dropout": 0.0,
+        "target_modules": modules + (["lm_head"] if config.lora_head else []),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "use_rslora": False,
+        "use_dora": False,
+        "modules_to_save": None,
+        "inference_mode": True,
+        "init_lora_weights": True,
+    }

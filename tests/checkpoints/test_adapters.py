@@ -1,0 +1,128 @@
+"""LoRA adapters: PEFT's numbers, its files, and the base left alone."""
+
+import dataclasses
+import json
+import pathlib
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file
+
+from jaxmem import checkpoints
+from jaxmem.checkpoints import CheckpointError
+from jaxmem.train.model import Decoder
+from jaxmem.train.optimizer import join_weights
+
+QWEN3 = pathlib.Path(__file__).parent / "tiny" / "qwen3"
+ADAPTER = QWEN3 / "adapter"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compilation():
+    """These programs are tiny: all their time would go into optimizing them."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(scope="module")
+def decoder():
+    return checkpoints.load(
+        QWEN3, dtype="float32", param_dtype="float32", adapter=ADAPTER
+    )
+
+
+@jax.jit
+def hidden_states(decoder, tokens):
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    return decoder(tokens, jnp.ones_like(tokens), positions)
+
+
+def test_numbers_are_pefts(decoder):
+    expected = np.load(ADAPTER / "expected.npz")
+    tokens, logits = jnp.asarray(expected["tokens"]), expected["logits"]
+    scale = np.abs(logits).max()
+    hidden = hidden_states(decoder, tokens)
+    np.testing.assert_allclose(decoder.logits(hidden), logits, atol=1e-4 * scale)
+    np.testing.assert_allclose(decoder.head(hidden), logits, atol=1e-4 * scale)
+    labels = jnp.roll(tokens, -1, axis=1)
+    logp = jax.nn.log_softmax(logits.astype(np.float32))
+    picked = jnp.take_along_axis(logp, labels[..., None], axis=-1)[..., 0]
+    got = decoder.head.logprobs(hidden, labels)
+    np.testing.assert_allclose(got, picked, atol=2e-4 * scale)
+    plain = np.load(QWEN3 / "expected.npz")["logits"]
+    assert np.abs(logits - plain).max() > 0.1 * scale  # the adapter does something
+
+
+def test_saving_gives_the_same_adapter_back(decoder, tmp_path):
+    checkpoints.save_adapter(tmp_path / "out", decoder, base="qwen3")
+    before = load_file(ADAPTER / "adapter_model.safetensors")
+    after = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    extra = {name for name in before if ".lora_" not in name}
+    assert before.keys() - extra == after.keys()
+    for name, tensor in after.items():
+        np.testing.assert_array_equal(tensor, before[name])
+    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    theirs = json.loads((ADAPTER / "adapter_config.json").read_text())
+    assert config.pop("target_modules").sort() == theirs["target_modules"].sort()
+    for key in ("peft_type", "r", "lora_alpha", "bias", "base_model_name_or_path"):
+        assert config[key] == theirs[key]
+    with pytest.raises(CheckpointError, match="out: exists; name another"):
+        checkpoints.save_adapter(tmp_path / "out", decoder)
+
+
+def test_a_new_adapter_changes_no_number_and_the_tied_head_takes_one(tmp_path):
+    llama = QWEN3.parent / "llama_linear"
+    expected = np.load(llama / "expected.npz")
+    tokens = jnp.asarray(expected["tokens"])
+    plain = checkpoints.load(llama, dtype="float32", param_dtype="float32")
+    changes = dict(lora_rank=2, lora_targets=("value", "up"), lora_head=True)
+    model = Decoder(dataclasses.replace(plain.config, **changes), rngs=nnx.Rngs(1))
+    definition, fresh = nnx.split(model)
+    base = nnx.to_pure_dict(nnx.split(plain)[1])
+    adapters = nnx.to_pure_dict(fresh)
+    model = nnx.merge(definition, join_weights(adapters, base))
+    np.testing.assert_allclose(
+        model.logits(hidden_states(model, tokens)), expected["logits"], atol=1e-3
+    )
+    model.head.lora_b[...] = jnp.ones_like(model.head.lora_b[...])
+    checkpoints.save_adapter(tmp_path / "tied", model)
+    again = checkpoints.load(
+        llama, dtype="float32", param_dtype="float32", adapter=tmp_path / "tied"
+    )
+    assert again.config == model.config
+    hidden = hidden_states(model, tokens)
+    np.testing.assert_array_equal(again.logits(hidden), model.logits(hidden))
+    assert np.abs(model.logits(hidden) - expected["logits"]).max() > 1e-2
+    with pytest.raises(CheckpointError, match="the decoder has adapters; save_ada"):
+        checkpoints.save(tmp_path / "whole", model, like=llama)
+    with pytest.raises(CheckpointError, match="no adapters to save"):
+        checkpoints.save_adapter(tmp_path / "none", plain)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(peft_type="IA3"), "peft_type 'IA3' is not LORA"),
+        (dict(use_dora=True), "use_dora=True is not implemented"),
+        (dict(rank_pattern={"q_proj": 2}), "rank_pattern={'q_proj': 2} is not imple"),
+        (dict(target_modules=["c_attn"]), r"target_modules \['c_attn'\] are not impl"),
+        (dict(target_modules="all-linear"), r"target_modules \['all-linear'\] are not"),
+        (dict(r=4), r"layers.0.self_attn.k_proj.lora_A.weight must have shape \(4, 16"),
+    ],
+)
+def test_other_adapters_are_refused(change, message, tmp_path):
+    source = pathlib.Path(shutil.copytree(ADAPTER, tmp_path / "adapter"))
+    config = json.loads((source / "adapter_config.json").read_text())
+    (source / "adapter_config.json").write_text(json.dumps(config | change))
+    with pytest.raises(CheckpointError, match=message):
+        checkpoints.load(QWEN3, adapter=source)
+
+
+def test_a_directory_without_an_adapter(tmp_path):
+    with pytest.raises(CheckpointError, match="adapter_config.json: cannot be read"):
+        checkpoints.load(QWEN3, adapter=tmp_path)
