@@ -342,7 +342,7 @@ class _TwoHeads:
         zero = jnp.zeros(n_rows, dtype)
         normaliser = _stats.Normaliser(zero, zero)
         made = zero, {"mean_slope": zero, "normalisers": (normaliser, normaliser)}
-        return _xla.for_active_chunks(self.spec, rows[0].active, chunk, made)
+        return _xla.for_active_chunks(self.spec.chunk, rows[0].active, chunk, made)
 
     def backward(self, source, rows, given, result, saved, g):
         policy, reference = self._cast(source, given)
@@ -360,7 +360,7 @@ class _TwoHeads:
             return _xla._accumulate(self.spec, policy, row_ids, dz, sums)
 
         sums = _xla._zero_sums(self.spec, policy)
-        sums = _xla.for_active_chunks(self.spec, rows[0].active, chunk, sums)
+        sums = _xla.for_active_chunks(self.spec.chunk, rows[0].active, chunk, sums)
         return jax.tree.map(lambda total, x: total.astype(x.dtype), sums, source)
 
     def _cast(self, policy, reference):

@@ -197,7 +197,7 @@ class _Selected:
         zero = jnp.zeros(n_rows, dtype)
         saved = {"normaliser": _stats.Normaliser(zero, zero)}
         made = jnp.zeros(given.shape, dtype), saved
-        return _xla.for_active_chunks(self.spec, rows.active, chunk, made)
+        return _xla.for_active_chunks(self.spec.chunk, rows.active, chunk, made)
 
     def backward(self, source, rows, given, result, saved, g):
         (rows,), original = rows, source
@@ -222,7 +222,7 @@ class _Selected:
             return _xla._accumulate(self.spec, source, row_ids, dz, sums)
 
         sums = _xla._zero_sums(self.spec, source)
-        sums = _xla.for_active_chunks(self.spec, rows.active, chunk, sums)
+        sums = _xla.for_active_chunks(self.spec.chunk, rows.active, chunk, sums)
         return jax.tree.map(lambda total, x: total.astype(x.dtype), sums, original)
 
     def _logits(self, source, rows, row_ids):
@@ -268,7 +268,7 @@ class _Support:
 
         zero = jnp.zeros(given.shape[0], self.spec.stats_dtype)
         made = zero, {"max": zero, "log_sum": zero}
-        return _xla.for_active_chunks(self.spec, rows.active, chunk, made)
+        return _xla.for_active_chunks(self.spec.chunk, rows.active, chunk, made)
 
     def backward(self, source, rows, given, result, saved, g):
         (rows,), original, source = rows, source, self._widen(source)
@@ -290,7 +290,7 @@ class _Support:
             return self._accumulate(sums, source, row_ids, columns, rows_of_W, dz)
 
         sums = _xla._zero_sums(self.spec, source)
-        sums = _xla.for_active_chunks(self.spec, rows.active, chunk, sums)
+        sums = _xla.for_active_chunks(self.spec.chunk, rows.active, chunk, sums)
         return jax.tree.map(lambda total, x: total.astype(x.dtype), sums, original)
 
     def _widen(self, source):
