@@ -36,9 +36,12 @@ def parallel(
     Args:
         verb: `jaxmem.logprobs`, `token_stats`, `entropy`, `token_loss`,
             `logprobs_from_logits` or `token_stats_from_logits`, or a functools.partial
-            of one.
+            of one. Or a verb that needs all of W: `selected_logprobs`,
+            `support_logprobs`, `kl`, `forward_kl` or `jsd`.
         mesh: devices, with axes by name.
-        vocab: mesh axes that split the vocabulary; None: each device has all of it.
+        vocab: mesh axes that split the vocabulary; None: each device has all of it. For
+            a verb that needs all of W, it is gathered along them, and they split the
+            first axis of the tokens as well.
         tokens: mesh axes that split the first axis of the tokens, or a PartitionSpec
             with one entry an axis: `P(("data", "fsdp"), "sequence")` for [B, T].
         W_fsdp: those of the tokens' mesh axes along which W is stored in parts of D.
@@ -82,6 +85,8 @@ def parallel(
     def run(*args, **options):
         call = signature.bind(*args, **options)
         call.apply_defaults()
+        if "axis_name" not in signature.parameters:
+            return _run_with_all_of_W(verb, plan, call)
         if call.arguments["axis_name"] is not None:
             raise ValueError(
                 "axis_name must not be given to what jaxmem.sharding.parallel made, "
@@ -92,9 +97,13 @@ def parallel(
     return run
 
 
-def is_verb(verb: Callable) -> bool:
-    """Whether `parallel` can split it."""
-    return "axis_name" in _parameters(verb)
+# Of the verbs that need all of W: a head's matrix and bias, and the rest, which is of
+# tokens, with what fills it up.
+_HEADS = {"W": ("hidden", "bias", "layout")}
+_HEADS |= {"reference_W": ("reference_hidden", "reference_bias", "reference_layout")}
+_OF_TOKENS = {"hidden": 0, "reference_hidden": 0, "where": False, "labels": -1}
+_OF_TOKENS |= {"ids": -1, "support_ids": -1}
+_OF_TOKENS |= {"temperature": 1, "reference_temperature": 1}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,6 +163,81 @@ def _run(verb, plan, call):
     return _cut(plan, made, shape)
 
 
+def _run_with_all_of_W(verb, plan, call):
+    """Tokens split over all axes that split anything; W gathered along the others."""
+    given = call.arguments
+    hidden = _spec.as_array("hidden", given["hidden"])
+    _spec.check_hidden(hidden)
+    shape = hidden.shape[:-1]
+    first, *rest = plan.tokens or ((),)
+    wide = dataclasses.replace(plan, tokens=(first + plan.vocab, *rest))
+    of_tokens = _check_axes(wide, "hidden", shape)
+    operands = {}
+    for name, (data, bias, layout) in _HEADS.items():
+        if name not in given:
+            continue
+        of_head = given | {"W": given[name], "bias": given[bias]}
+        of_head["layout"] = given[layout]
+        made = _read_weights(plan, _spec.as_array(data, given[data]), of_head)
+        given[layout] = of_head["layout"]
+        operands |= {name: made["W"]}
+        operands |= {bias: made["bias"]} if "bias" in made else {}
+    columns = {k: _columns(operands[k].array, given[_HEADS[k][2]])
+               for k in _HEADS if k in operands}  # fmt: skip
+    if given["where"] is None:
+        given["where"] = jnp.ones(shape, bool)
+    for name, fill in _OF_TOKENS.items():
+        if given.get(name) is not None:
+            operands |= _of_tokens(name, given[name], of_tokens, shape, fill)
+
+    def on_device(arrays):
+        given = call.arguments | arrays
+        for name, size in columns.items():
+            data, bias, layout = _HEADS[name]
+            given[name] = _whole(plan, given[name], given[layout], size)
+            if given[bias] is not None and plan.vocab:
+                bias_ = lax.all_gather(given[bias], plan.vocab, tiled=True)
+                given[bias] = bias_[:size]
+        of_device = inspect.BoundArguments(call.signature, given)
+        return verb(*of_device.args, **of_device.kwargs)
+
+    made = jax.shard_map(
+        on_device,
+        mesh=plan.mesh,
+        in_specs=(jax.tree.map(lambda x: x.spec, operands),),
+        out_specs=_Operand(None, wide.tokens).spec,
+        check_vma=False,  # these verbs' loops do not say along which axes they differ
+    )(jax.tree.map(lambda x: _filled(plan, x), operands))
+    return _cut(plan, made, shape)
+
+
+def _of_tokens(name, value, of_tokens, shape, fill):
+    """One operand, or none for a number that jit has not hidden."""
+    x = _spec.as_visible_array(name, value)
+    if name == "where":
+        _spec.check_where(x, shape)
+        x = jnp.broadcast_to(jnp.asarray(x), shape)
+    is_number = name.endswith("temperature")
+    if is_number and x.shape == () and not isinstance(x, jax.Array):
+        return {}
+    if is_number:
+        _spec.check_temperature(x, shape, name)
+    return {name: _Operand(x, of_tokens if x.shape else (), fill)}
+
+
+def _whole(plan, W, layout, size):
+    """All of W, without what filled it up."""
+    vocab, depth = (0, 1) if layout == "vd" else (1, 0)
+    for axes, axis in ((plan.W_fsdp, depth), (plan.vocab, vocab)):
+        if axes:
+            W = lax.all_gather(W, axes, axis=axis, tiled=True)
+    return lax.slice_in_dim(W, 0, size, axis=vocab)
+
+
+def _columns(W, layout):
+    return W.shape[0 if layout == "vd" else 1]
+
+
 def _gathered(plan, W, layout):
     """All of D. Typed first, so that gradients are scattered before they are summed."""
     W = _shards.vary(W, frozenset(plan.token_axes))
@@ -181,12 +265,7 @@ def _read(plan, given) -> tuple[dict[str, Any], tuple[int, ...]]:
     data = _spec.as_array(name, given[name])
     _spec.check_hidden(data, name)
     shape = data.shape[:-1]
-    if len(plan.tokens) > len(shape):
-        raise ValueError(
-            f"tokens must split no more axes than {name} has of tokens, {len(shape)}, "
-            f"got {len(plan.tokens)}"
-        )
-    of_tokens = plan.tokens + ((),) * (len(shape) - len(plan.tokens))
+    of_tokens = _check_axes(plan, name, shape)
     if name == "hidden":
         operands = {name: _Operand(data, of_tokens)}
         operands |= _read_weights(plan, data, given)
@@ -197,6 +276,16 @@ def _read(plan, given) -> tuple[dict[str, Any], tuple[int, ...]]:
     given["vocab_size"] = _spec.check_vocab_size(given["vocab_size"], columns)
     given["axis_name"] = plan.vocab or None
     return operands | _read_rows(given, shape, of_tokens), shape
+
+
+def _check_axes(plan, name, shape):
+    """What splits each axis of the tokens."""
+    if len(plan.tokens) > len(shape):
+        raise ValueError(
+            f"tokens must split no more axes than {name} has of tokens, {len(shape)}, "
+            f"got {len(plan.tokens)}"
+        )
+    return plan.tokens + ((),) * (len(shape) - len(plan.tokens))
 
 
 def _read_weights(plan, hidden, given):
@@ -284,20 +373,18 @@ def _is_explicit(plan):
     return AxisType.Explicit in plan.mesh.axis_types
 
 
-def _parameters(verb):
-    try:
-        return inspect.signature(verb).parameters
-    except (TypeError, ValueError):
-        return {}
-
-
 def _signature(verb):
-    if not is_verb(verb):
+    try:
+        signature = inspect.signature(verb)
+    except (TypeError, ValueError):
+        signature = inspect.Signature()
+    names = signature.parameters
+    if "axis_name" not in names and not {"hidden", "W", "where"} <= set(names):
         raise TypeError(
             "verb must be a function of jaxmem's that takes axis_name, such as "
             f"jaxmem.logprobs, got {verb!r}"
         )
-    return inspect.signature(verb)
+    return signature
 
 
 def _plan(mesh, vocab, tokens, W_fsdp):

@@ -273,3 +273,80 @@ def test_error(changes, kind, message):
         run = jaxmem.sharding.parallel(how.pop("verb"), MESH, **how)
         run(hidden=np.ones((3, 3), np.float32), W=np.ones((5, 3), np.float32), **call)
     assert str(caught.value) == message
+
+
+def calls_with_all_of_W():
+    """By name, (verb -> (h, W, bias) -> result); the second head is of other depth."""
+    rng = np.random.default_rng(3)
+    other, teacher = (rng.standard_normal(s, np.float32) for s in ((B, T, 6), (6, V)))
+    ids = rng.integers(-1, V, (B, T, 4)).astype(np.int32)
+    where, y = problem()[2] >= 0, problem()[2]
+    support = np.concatenate([np.maximum(y, 0)[..., None], ids], axis=-1)
+    warm = np.linspace(0.5, 2, B * T, dtype=np.float32).reshape(B, T)
+
+    def divergence(verb, **options):
+        return lambda h, W, bias: verb(
+            h, W, other, teacher, CHUNK, bias=bias, where=where, **options
+        )
+
+    return {
+        "kl": lambda parallel: divergence(
+            parallel(jaxmem.kl), temperature=warm, reference_temperature=2.0
+        ),
+        "forward_kl": lambda parallel: divergence(
+            parallel(jaxmem.forward_kl), softcap=5.0
+        ),
+        "jsd": lambda parallel: divergence(
+            parallel(functools.partial(jaxmem.jsd, beta=0.3))
+        ),
+        "selected_logprobs": lambda parallel: functools.partial(
+            lambda verb, h, W, bias: verb(h, W, ids, CHUNK, bias=bias, where=where),
+            parallel(jaxmem.selected_logprobs),
+        ),
+        "support_logprobs": lambda parallel: functools.partial(
+            lambda verb, h, W, bias: verb(
+                h, W.T, y, support, bias=bias, temperature=jnp.float32(0.5)
+            ),
+            parallel(jaxmem.support_logprobs),
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", calls_with_all_of_W())
+def test_verbs_that_need_all_of_W(name):
+    """Uneven in everything; gradients by hidden, W and bias."""
+    h, W, _, bias = problem()
+
+    def run(parallel):
+        def total(h, W, bias):
+            made = calls_with_all_of_W()[name](parallel)(h, W, bias)
+            return jnp.sum(jnp.sin(made)), made
+
+        return jit(jax.value_and_grad(total, (0, 1, 2), has_aux=True))(h, W, bias)
+
+    got = run(functools.partial(parallel, name="W in parts of D"))
+    want = run(lambda verb: verb)
+    assert got[0][1].shape == want[0][1].shape and want[0][1].any()
+    assert_same(got, want)
+    assert not got[1][0][1].any()  # the masked sequence, which is not a number
+
+
+def test_under_scan_and_remat():
+    h, W, y, _ = (np.nan_to_num(x) for x in problem())
+    verb = parallel(jaxmem.token_stats, "2x4")
+
+    def total(verb, h, W, y):
+        made = verb(h, W, y, CHUNK)
+        return jnp.sum(jnp.cos(made.logprob) + made.entropy * made.logsumexp)
+
+    def scanned(h, W):
+        def body(carry, part):
+            return carry + jax.checkpoint(functools.partial(total, verb))(
+                part[0], W, part[1]
+            ), None
+
+        return jax.lax.scan(body, 0.0, (h, y))[0]
+
+    got = jit(jax.grad(scanned, (0, 1)), donate_argnums=0)(jnp.asarray(h), W)
+    alone = functools.partial(total, jaxmem.token_stats)
+    assert_same(got, jit(jax.grad(lambda h, W: alone(h, W, y), (0, 1)))(h, W))

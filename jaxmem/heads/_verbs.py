@@ -308,8 +308,7 @@ class HeadVerbs:
             "layout": weights.layout,
             "implementation": self.implementation,
         }
-        # A verb that cannot be split by hand is left to XLA's own partitioner.
-        if self.sharding and _sharding.is_verb(verb):
+        if self.sharding:
             verb = self.sharding.apply(verb, weights)
         return verb(hidden, weights.W, *per_token, **options | keywords)
 

@@ -1,5 +1,6 @@
 """A language-model head for Flax Linen, in the place of `nn.Dense`."""
 
+import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax.linen.linear import default_kernel_init
@@ -91,14 +92,29 @@ class LMHead(HeadVerbs, nn.Module):
         columns = _columns(self.features, self.tied_to)
         if self.tied_to is None:
             shape, dtype = (depth, columns), None
-            W = self.param("kernel", self.kernel_init, shape, self.param_dtype)
+            init, stored = self.kernel_init, self.param_dtype
+            W = self.param("kernel", init, shape, stored)
         else:
-            W, dtype = self.tied_to.embedding, self.tied_to.dtype
+            W, dtype, shape = self.tied_to.embedding, self.tied_to.dtype, None
+            init, stored = self.tied_to.embedding_init, self.tied_to.param_dtype
+        names = _names(init, shape or W.shape, stored) if self.sharding else ()
         bias = None
         if self.use_bias or (self.use_bias is None and self.tied_to is None):
             bias = self.param("bias", self.bias_init, (columns,), self.param_dtype)
         dtype = dtype if self.dtype is None else self.dtype
-        return Weights(W, "dv" if self.tied_to is None else "vd", bias, dtype)
+        layout = "dv" if self.tied_to is None else "vd"
+        return Weights(W, layout, bias, dtype, names)
+
+
+def _names(init, shape, dtype) -> tuple:
+    """Mesh axes of the weights' two axes, where their initializer names any.
+
+    Variables that have been unboxed do not know them any more.
+    """
+    made = jax.eval_shape(lambda: init(jax.random.key(0), shape, dtype))
+    if isinstance(made, nn.LogicallyPartitioned):
+        return tuple(nn.logical_to_mesh_axes(made.names, made.rules) or ())
+    return tuple(made.names) if isinstance(made, nn.Partitioned) else ()
 
 
 def _columns(features, tied_to) -> int:

@@ -122,7 +122,8 @@ class LMHead(HeadVerbs, nnx.Module):
         elif self.use_bias is False:
             bias = None
         dtype = dtype if self.dtype is None else self.dtype
-        return Weights(W, self.layout, bias, dtype, _names(source))
+        names = _names(source) if self.sharding else ()
+        return Weights(W, self.layout, bias, dtype, names)
 
 
 def _params_key(rngs):

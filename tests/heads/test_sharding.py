@@ -1,0 +1,120 @@
+"""Heads on a mesh: their weights' metadata say how the vocabulary is split."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from jaxmem.heads import linen as linen_heads
+from jaxmem.heads.nnx import HeadSharding, LMHead
+from tests.test_shards import jit
+
+N, D, V = 10, 8, 40
+RULES = (("embed", "fsdp"), ("vocab", "tensor"))
+MESH = jax.make_mesh((2, 4), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
+RULES_MESH = ("fsdp", "tensor")
+SHARDING = HeadSharding(tokens="fsdp")
+
+
+def problem():
+    rng = np.random.default_rng(0)
+    hidden = rng.standard_normal((N, D), np.float32)
+    labels = rng.integers(0, V, N).astype(np.int32)
+    labels[3:6] = -1
+    return hidden, labels, rng.integers(0, V, (N, 3)).astype(np.int32)
+
+
+def results(head):
+    """Every verb's, and gradients by hidden; of a head whose methods are ready."""
+    hidden, labels, ids = problem()
+    ids[:, 0] = np.maximum(labels, 0)
+
+    def total(hidden):
+        loss, told = head.token_loss(
+            lambda stats: (stats.entropy - stats.logprob, {"right": stats.is_argmax}),
+            hidden,
+            labels,
+        )
+        made = {
+            "logprobs": head.logprobs(hidden, labels, temperature=0.7),
+            "entropy": head.entropy(hidden),
+            "loss": head.loss(hidden, labels, z_loss=1e-2),
+            "token_loss": loss,
+            "support": head.support_logprobs(hidden, labels, ids),
+        }
+        return sum(jnp.sum(jnp.sin(x)) for x in made.values()), made | told
+
+    return jax.value_and_grad(total, has_aux=True)(hidden)
+
+
+def assert_same(got, want):
+    for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+
+
+def collectives(fn, *operands):
+    return jax.jit(fn).lower(*operands).compile().as_text().count(" all-reduce(")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_nnx(tied):
+    init = nnx.initializers.normal(1.0)
+    split = nnx.with_partitioning(init, ("tensor", "fsdp") if tied else RULES_MESH)
+
+    def head(init, **options):
+        rngs = nnx.Rngs(0)
+        if tied:
+            embed = nnx.Embed(V, D, embedding_init=init, rngs=rngs)
+            return LMHead(tied_to=embed, **options)
+        return LMHead(D, V, kernel_init=init, rngs=rngs, **options)
+
+    plain = head(init)
+    with jax.set_mesh(MESH):
+        ours = head(split, sharding=SHARDING)
+        W = ours.tied_to.embedding if tied else ours.kernel
+        assert W[...].sharding.spec == P(*(("tensor", "fsdp") if tied else RULES_MESH))
+        got = jit(lambda: results(ours))()
+        made = collectives(lambda h: ours.logprobs(h, problem()[1]), problem()[0])
+    assert_same(got, jit(lambda: results(plain))())
+    assert made == 2  # of the statistics, one max and one sum
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_linen(tied):
+    names = ("vocab", "embed") if tied else ("embed", "vocab")
+
+    class Model(nn.Module):
+        sharding: HeadSharding | None = None
+
+        def setup(self):
+            init = nn.with_logical_partitioning(nn.initializers.normal(1.0), names)
+            options = {"sharding": self.sharding}
+            if tied:
+                self.embed = nn.Embed(V, D, embedding_init=init)
+                options |= {"tied_to": self.embed}
+            else:
+                options |= {"features": V, "kernel_init": init, "use_bias": True}
+            self.head = linen_heads.LMHead(**options)
+
+        def __call__(self):
+            return results(self.head)
+
+    plain = nn.unbox(jit(Model().init)(jax.random.key(0)))
+    want = jit(Model().apply)(plain)
+    with jax.set_mesh(MESH), nn.logical_axis_rules(RULES):
+        assert_same(jit(Model(SHARDING).apply)(plain), want)
+    explicit = HeadSharding(MESH, tokens="fsdp", vocab="tensor", W_fsdp="fsdp")
+    assert_same(jit(Model(explicit).apply)(plain), want)
+
+
+def test_without_a_mesh():
+    head = LMHead(D, V, rngs=nnx.Rngs(0), sharding=SHARDING)
+    with pytest.raises(ValueError) as caught:
+        head.entropy(problem()[0])
+    assert str(caught.value) == (
+        "sharding.mesh must be given where jax.set_mesh has named none"
+    )
