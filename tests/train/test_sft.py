@@ -21,6 +21,7 @@ import pytest
 from flax import nnx
 from rich.console import Console
 
+from jaxmem import remat
 from jaxmem.train import sft
 from jaxmem.train.config import Config
 from jaxmem.train.data import Batch, DataConfig
@@ -101,9 +102,10 @@ def train(config, text=""):
     return result, stream.getvalue()
 
 
-def test_blocks_on_the_host_change_no_loss(config, finished):
+@pytest.mark.parametrize("name", [k for k in remat.PRESETS if k != "full"])
+def test_what_is_kept_changes_no_loss(name, config, finished):
     _, wanted, _ = finished
-    result, _ = train(changed(config, remat=dict(policy="offload_block")))
+    result, _ = train(changed(config, remat=dict(policy=name)))
     assert losses(result) == pytest.approx(losses(wanted), rel=1e-5)
 
 
