@@ -18,7 +18,7 @@ LABELS = {
     "offload_attention": ("offload_attention", (7, 2)),
     "full last=4:none": ("full, 4 kept", (7, 2)),
     "full last=6:none": ("full, 6 kept", (7, -8)),
-    "offload_block last=1:full": ("offload_block, 1 on the device", (7, -9)),
+    "offload_block save=attn_lse": ("offload_block, attention saved", (7, 2)),
     "offload_block last=4:none": ("offload_block, 4 kept", (-4, -12)),
     "offload_block last=7:none": ("offload_block, 7 kept", (7, -9)),
 }

@@ -39,7 +39,7 @@ VARIANTS = [
     f"offload_block {OVERLAP_OFF}",
     "full last=4:none",
     "full last=6:none",
-    "offload_block last=1:full",
+    "offload_block save=attn_lse",
     "offload_block last=4:none",
     "offload_block last=7:none",
     "offload_block rows=8",

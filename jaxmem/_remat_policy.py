@@ -13,7 +13,7 @@ NAMES: Mapping[str, str] = {
     "k": "keys, likewise",
     "v": "values",
     "attn_out": "what attention makes of them, before its output matrix",
-    "attn_lse": "logsumexp of attention's scores, where its kernel gives it",
+    "attn_lse": "logsumexp of attention's scores; of cuDNN, all that its kernel gives",
     "gate": "gate of the feed-forward layer, before its activation",
     "up": "what the gate is multiplied with",
     "jaxmem_max": "largest logit of each token, from the head",
@@ -21,6 +21,11 @@ NAMES: Mapping[str, str] = {
     "jaxmem_dhidden": "gradient by hidden of a frozen head",
     "jaxmem_exps": "exponentials of the head's logits, under residual_bytes",
 }
+
+
+# cuDNN's attention names nothing. Its backward pass needs its output and its logsumexp,
+# without either of which the forward kernel runs again.
+CUDNN_FORWARD = "dot_product_attention_fwd_wrapper"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +39,9 @@ class Policy:
         offload_src: memory they are in, "device".
         offload_dst: memory they go to, "pinned_host".
         dots: keep every product without a batch dimension too, under any name or none.
+
+    "attn_lse" in `save` keeps what cuDNN's attention kernel gives, its output among it:
+    a block that calls it should not name that "attn_out" as well, or it is kept twice.
     """
 
     save: tuple[str, ...] = ()
@@ -48,6 +56,8 @@ class Policy:
         if self.dots and policies.dots_with_no_batch_dims_saveable(
             primitive, *avals, **params
         ):
+            return True
+        if primitive.name == CUDNN_FORWARD and "attn_lse" in self.save:
             return True
         return policies.save_and_offload_only_these_names(
             names_which_can_be_saved=list(self.save),

@@ -235,6 +235,14 @@ def test_impossible_policies(wrong, message):
         remat.policy(**wrong)
 
 
+def test_cudnn_s_kernel_is_kept_by_the_name_of_its_logsumexp():
+    """jax's primitive, as the policy is asked about it; a GPU test sees its effect."""
+    kernel = types.SimpleNamespace(name="dot_product_attention_fwd_wrapper")
+    assert remat.policy(save=["attn_lse"])(kernel) is True
+    for other in (remat.policy(save=["attn_out"]), remat.policy(offload=["attn_lse"])):
+        assert other(kernel) is not True
+
+
 def test_names_of_ones_own():
     assert remat.policy(save=["mine"], known=["mine"]).save == ("mine",)
 

@@ -252,7 +252,9 @@ class Attention(nnx.Module):
         query, key = remat.name(query, "q"), remat.name(key, "k")
         value = remat.name(value, "v")
         mixed = ulysses.attend(self._attend, query, key, value, mask)
-        mixed = remat.name(mixed.reshape(*x.shape[:2], -1), "attn_out")
+        mixed = mixed.reshape(*x.shape[:2], -1)
+        if self.config.attention != "cudnn":  # policies know its kernel: "attn_lse"
+            mixed = remat.name(mixed, "attn_out")
         return self.output(mixed), (key, value)
 
     def decode(self, x: jax.Array, rope, layer: kv_cache.Layer, filled: jax.Array):
