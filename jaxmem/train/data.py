@@ -23,11 +23,10 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-PAD, BOS, EOS = SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>")
+from jaxmem.train.vocabulary import SMALLEST, SPECIAL_TOKENS, edges
+
 NO_LABEL = -1
 
-# Every byte is a vocabulary entry of its own, so that no text is unknown.
-_SMALLEST_VOCABULARY = 256 + len(SPECIAL_TOKENS)
 # Rows that first-fit packing fills at a time: more rows waste fewer tokens on padding
 # (0.8% of the standard library's text at 512 tokens a row) and delay the first batch.
 _ROWS_OPEN = 256
@@ -64,9 +63,9 @@ class DataConfig:
                 "DataConfig.streams must divide batch_size, got "
                 f"streams={self.streams} for batch_size={self.batch_size}"
             )
-        if self.vocab_size < _SMALLEST_VOCABULARY:
+        if self.vocab_size < SMALLEST:
             raise ValueError(
-                f"DataConfig.vocab_size must be at least {_SMALLEST_VOCABULARY} (every "
+                f"DataConfig.vocab_size must be at least {SMALLEST} (every "
                 f"byte and {', '.join(SPECIAL_TOKENS)}), got {self.vocab_size}"
             )
         if not 0 <= self.held_out < 1:
@@ -401,14 +400,15 @@ def _encode(
     documents: Sequence[Document], tokenizer: tokenizers.Tokenizer
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield `<bos> prompt text <eos>` and, for each token, the next one or -1."""
-    bos, eos = tokenizer.token_to_id(BOS), tokenizer.token_to_id(EOS)
+    start, end = edges(tokenizer)
+    encode = functools.partial(tokenizer.encode_batch_fast, add_special_tokens=False)
     # Apart, so that no token straddles the end of the prompt.
-    prompts = tokenizer.encode_batch_fast([d.prompt for d in documents])
-    texts = tokenizer.encode_batch_fast([d.text for d in documents])
+    prompts = encode([d.prompt for d in documents])
+    texts = encode([d.text for d in documents])
     for prompt, text in zip(prompts, texts, strict=True):
-        tokens = np.array([bos, *prompt.ids, *text.ids, eos], np.int32)
+        tokens = np.array([*start, *prompt.ids, *text.ids, *end], np.int32)
         labels = np.append(tokens[1:], np.int32(NO_LABEL))
-        labels[: len(prompt.ids)] = NO_LABEL
+        labels[: max(len(start) + len(prompt.ids) - 1, 0)] = NO_LABEL
         yield tokens, labels
 
 

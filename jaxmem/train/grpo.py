@@ -17,7 +17,7 @@ from rich.console import Console
 import jaxmem
 from jaxmem import losses
 from jaxmem._mismatch import MismatchReport
-from jaxmem.train import metrics, tasks
+from jaxmem.train import metrics, starting, tasks
 from jaxmem.train.loop import open_run
 from jaxmem.train.metrics import HeadCost, Phase, PolicyMetrics
 from jaxmem.train.policy import PolicyBatch, average
@@ -46,6 +46,7 @@ class _Rollout(NamedTuple):
 
     problems: tasks.Problems
     completions: Completions
+    words: np.ndarray  # [N, R] what was sampled, as numbers of the task's words
     samples: Samples
     scores: tasks.Scores
     advantages: np.ndarray  # [N]
@@ -72,7 +73,7 @@ class _Job:
     def __init__(self, program: PolicyProgram, compiled: Compiled):
         self._program, self._compiled = program, compiled
         self._config = program.config
-        self._frozen = program.frozen()
+        self.frozen = program.frozen()
         self._reference = None
         if self._config.grpo.kl_coefficient:
             self._reference = program.initial_params()
@@ -116,19 +117,21 @@ class _Job:
         made = tasks.problems(task, self._next, grpo.prompts)
         self._next += grpo.prompts
         made = tasks.Problems(*(np.repeat(x, grpo.group_size, axis=0) for x in made))
-        prompts, lengths = made.prompts, made.prompt_lengths
+        spelling, lengths = self._program.spelling, made.prompt_lengths
+        prompts = spelling.write(made.prompts)
         samples: Samples = jax.device_get(
             self._compiled.sample(
-                params, self._frozen, prompts, lengths, np.int32(number)
+                params, self.frozen, prompts, lengths, np.int32(number)
             )
         )
         completions = Completions.of(
             prompts, lengths, np.asarray(samples.tokens), np.asarray(samples.lengths)
         )
-        scores = tasks.score(task, made, completions.sampled, completions.lengths)
+        words = spelling.read(completions.sampled)
+        scores = tasks.score(task, made, words, completions.lengths)
         groups = scores.rewards.reshape(grpo.prompts, grpo.group_size)
         advantages = np.asarray(self._advantages(groups)).ravel()
-        return _Rollout(made, completions, samples, scores, advantages)
+        return _Rollout(made, completions, words, samples, scores, advantages)
 
     def _logprobs(self, params: Any, made: _Rollout) -> tuple[np.ndarray, np.ndarray]:
         """Of the sampled tokens [N, R], and the same in what they were drawn from."""
@@ -139,7 +142,7 @@ class _Job:
             supports = packed.place(completions.spread(np.asarray(support_ids), -1), -1)
         found = [
             self._compiled.logprobs[batch.tokens.shape](
-                params, self._frozen, batch, support
+                params, self.frozen, batch, support
             )
             for batch, support in zip(
                 completions.batches(packed), supports, strict=True
@@ -168,7 +171,7 @@ class _Job:
             sums = self._compiled.zeros()
             for shape, batch, normalizer in self._micro_batches(part, *values, ref):
                 sums = self._compiled.gradients[shape](
-                    state.params, self._frozen, sums, batch, normalizer
+                    state.params, self.frozen, sums, batch, normalizer
                 )
             state, norm = self._compiled.update(state, sums.gradients)
             told.append({"loss": sums.loss, "grad_norm": norm, **sums.metrics})
@@ -271,13 +274,15 @@ def train(
       ValueError: the directory holds a run of another model, task or seed.
       FloatingPointError: the loss is not finite.
     """
+    config = starting.resolved(config)
     console = console or Console()
     with open_run(config.run, _fixed_config(config), console) as run:
         program = PolicyProgram(config)
         program.choose_policy_by_gradients(console)
         compiled = program.compile()
         job = _Job(program, compiled)
-        run.take_steps(job, operative_text)
+        state = run.take_steps(job, operative_text)
+        starting.leave(run.out_dir, program.model(state.params, job.frozen), console)
     history = metrics.read_history(run.metrics_path, PolicyMetrics)
     costs = _head_costs(program, compiled) if config.run.compare_heads else {}
     result = Result(run.out_dir, history, costs)
@@ -357,6 +362,6 @@ def _examples(made: _Rollout, count: int = 3) -> Iterator[str]:
     each = len(made.advantages) // count
     for i in range(0, count * each, each):
         length = made.completions.lengths[i]
-        said = tasks.text(made.completions.sampled[i, :length])
+        said = tasks.text(made.words[i, :length])
         verdict = "right" if made.scores.exact[i] else "wrong"
         yield f"{tasks.text(made.problems.prompts[i])} {said[:60]}  ({verdict})"

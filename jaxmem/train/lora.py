@@ -7,11 +7,12 @@ trains them alone.
 Reference: Hu et al., "LoRA", 2021, arXiv:2106.09685.
 """
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
+from flax import nnx, traverse_util
 
 from jaxmem.heads._verbs import Weights
 from jaxmem.heads.nnx import LMHead
@@ -114,6 +115,14 @@ class LoraHead(LMHead):
 def is_adapter(path: str) -> bool:
     """Whether a weight of that name, like "head/lora_a", is one of an adapter."""
     return path.rpartition("/")[2] in ("lora_a", "lora_b")
+
+
+def adapters_of(weights: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of adapters, nested likewise; {} where there are none."""
+    flat: dict[str, Any] = dict(traverse_util.flatten_dict(dict(weights), sep="/"))
+    return traverse_util.unflatten_dict(
+        {path: leaf for path, leaf in flat.items() if is_adapter(path)}, sep="/"
+    )
 
 
 def check(rank: int, alpha: float, targets: tuple[str, ...], head: bool) -> str | None:

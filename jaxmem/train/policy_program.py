@@ -26,6 +26,7 @@ from jaxmem.train.program import (
     update,
 )
 from jaxmem.train.sampling import sample
+from jaxmem.train.vocabulary import spelling
 
 if TYPE_CHECKING:  # config.py reads the dataclasses that this file is told about
     from jaxmem.train.config import GrpoJobConfig
@@ -67,8 +68,8 @@ class PolicyProgram(DecoderProgram):
         def by_update(count: Any) -> Any:
             return rollouts(count // updates)
 
-        seed, vocab_size = config.run.seed, len(tasks.VOCABULARY)
-        super().__init__(config, vocab_size, seed, by_update)
+        self.spelling = spelling(config.model.checkpoint)
+        super().__init__(config, self.spelling.size, config.run.seed, by_update)
         self.config, self.learning_rate = config, rollouts
 
     def shapes(self, max_tokens: int) -> list[Shape]:
@@ -101,8 +102,8 @@ class PolicyProgram(DecoderProgram):
                 lengths,
                 key,
                 self.config.sampling,
-                eos_id=tasks.EOS_ID,
-                pad_id=tasks.PAD_ID,
+                eos_id=int(self.spelling.ids[tasks.EOS_ID]),
+                pad_id=int(self.spelling.ids[tasks.PAD_ID]),
             )
 
         rows = self.config.grpo.samples

@@ -11,8 +11,9 @@ import optax
 from flax import nnx
 from rich.console import Console
 
-from jaxmem import remat
+from jaxmem import checkpoints, remat
 from jaxmem.offload import Streamed
+from jaxmem.train.lora import adapters_of
 from jaxmem.train.memory import RematConfig
 from jaxmem.train.mesh import Layout, MeshConfig
 from jaxmem.train.model import Decoder, HeadConfig, ModelConfig
@@ -146,24 +147,43 @@ class DecoderProgram:
 
     def _new_state(self) -> TrainState:
         params, _ = self._new_weights()
-        # Moments in float32 even where the parameters are not.
-        moments = self.optimizer.init(optax.tree.cast(params, jnp.float32))
-        return TrainState(params, moments)
+        return TrainState(params, self._moments(params))
+
+    def _moments(self, params: optax.Params) -> optax.OptState:
+        # In float32 even where the parameters are not.
+        return self.optimizer.init(optax.tree.cast(params, jnp.float32))
 
     def initial_state(self) -> TrainState:
-        """Draw the weights that are trained, and their moments, where they belong."""
+        """The weights that are trained, and their moments, where they belong."""
         if self.streamed is not None:
             params = self.initial_params()
             return TrainState(params, self.streamed.init(params))
+        if self.model_config.checkpoint is not None:
+            params = self.initial_params()
+            with self.layout.context():
+                begin = self.layout.jit(self._moments, self.state_shapes.optimizer)
+                return TrainState(params, begin(params))
         return self._drawn(self._new_state, self.state_shapes)
 
     def initial_params(self) -> optax.Params:
-        """Draw the weights that are trained once more; the same in every process."""
-        return self._drawn(lambda: self._new_weights()[0], self.state_shapes.params)
+        """Those that are trained, once more; the same in every process."""
+        return self._weights(0, self.state_shapes.params)
 
     def frozen(self) -> dict:
-        """Draw the weights that are not trained; likewise."""
-        return self._drawn(lambda: self._new_weights()[1], self.frozen_shapes)
+        """The weights that are not trained; likewise."""
+        return self._weights(1, self.frozen_shapes)
+
+    def _weights(self, part: int, places: Any) -> Any:
+        """Of the checkpoint, if there is one; drawn as the seed says, if not."""
+        checkpoint = self.model_config.checkpoint
+        if checkpoint is None:
+            return self._drawn(lambda: self._new_weights()[part], places)
+        read = checkpoints.read_weights(checkpoint, self.model_config, like=places)
+        new = adapters_of(places)  # in no checkpoint
+        if not new:
+            return read
+        drawn = self._drawn(lambda: adapters_of(self._new_weights()[part]), new)
+        return join_weights(read, drawn)
 
     def _drawn(self, draw: Callable, places: Any) -> Any:
         with self.layout.context():
@@ -177,7 +197,8 @@ class DecoderProgram:
     def head_is_frozen(self) -> bool:
         """Whether the matrix of the vocabulary is not trained."""
         name = "embed" if self.model_config.tied else "head"
-        return name in self.frozen_shapes
+        # An adapter's matrix is part of the head's.
+        return name in self.frozen_shapes and not self.model_config.lora_head
 
 
 def update(

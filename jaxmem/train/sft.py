@@ -14,7 +14,7 @@ from flax import nnx
 from rich.console import Console
 
 from jaxmem import remat
-from jaxmem.train import data, metrics, processes, streams
+from jaxmem.train import data, metrics, processes, starting, streams
 from jaxmem.train.data import Batch
 from jaxmem.train.loop import RunConfig as RunConfig
 from jaxmem.train.loop import open_run
@@ -288,9 +288,10 @@ def train(
       ValueError: the directory holds a run of another model or other data.
       FloatingPointError: the loss is not finite.
     """
+    config = starting.resolved(config)
     console = console or Console(quiet=not processes.is_first())
     with open_run(config.run, _fixed_config(config), console) as run:
-        tokenizer = data.load_tokenizer(config.data)
+        tokenizer = starting.load_tokenizer(config.data, config.model)
         if processes.is_first():
             (run.out_dir / "tokenizer.json").write_text(tokenizer.to_str(), "utf-8")
         program = Program(config, tokenizer.get_vocab_size())
@@ -299,6 +300,7 @@ def train(
         rows = program.layout.own_rows(config.data.batch_size)
         batches = streams.batches(config.data, tokenizer, rows)
         state = run.take_steps(_Job(program, compiled, frozen, batches), operative_text)
+        starting.leave(run.out_dir, program.model(state.params, frozen), console)
     held_out_loss = None
     if config.data.held_out:
         held_out = data.batches(config.data, tokenizer, split="evaluation", epochs=1)

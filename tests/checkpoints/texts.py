@@ -12,9 +12,9 @@ SPECIAL = ("<pad>", "<s>", "</s>")
 LETTERS = "abcdefghijklmnopqrstuvwxyz ,.01234567"
 
 
-def tokenizer(*, start=True, more=()):
+def tokenizer(*, start=True, more=(), letters=LETTERS):
     """Letters are tokens; with a template that puts <s> before a text."""
-    words = [*SPECIAL, *LETTERS, *more]
+    words = [*SPECIAL, *letters, *more]
     vocabulary = {word: i for i, word in enumerate(words)}
     made = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="."))
     made.pre_tokenizer = pre_tokenizers.Split("", "isolated")

@@ -1,0 +1,68 @@
+"""What a run with a checkpoint starts from, and what it leaves for others to load."""
+
+import dataclasses
+from pathlib import Path
+from typing import TypeVar
+
+import jax
+import tokenizers
+from rich.console import Console
+
+from jaxmem import checkpoints
+from jaxmem.train import data, lora, vocabulary
+from jaxmem.train.data import DataConfig
+from jaxmem.train.model import Decoder, ModelConfig
+from jaxmem.train.program import ProgramConfig
+
+_Job = TypeVar("_Job", bound=ProgramConfig)
+
+
+def resolved(config: _Job) -> _Job:
+    """The job with its checkpoint's sizes, and with all but its adapters frozen.
+
+    `optimizer.trainable`, where it is given, says what is trained beside adapters too.
+
+    Raises:
+      ValueError: `model.checkpoint` cannot be read, or a size of `model` is another.
+    """
+    changes: dict = {"model": checkpoints.with_checkpoint(config.model)}
+    if config.model.lora_rank and config.optimizer.trainable is None:
+        trainable = lora.TRAINABLE
+        changes["optimizer"] = dataclasses.replace(
+            config.optimizer, trainable=trainable
+        )
+    return dataclasses.replace(config, **changes)  # pyright: ignore
+
+
+def load_tokenizer(config: DataConfig, model: ModelConfig) -> tokenizers.Tokenizer:
+    """The checkpoint's, or one trained on the text."""
+    if model.checkpoint is not None:
+        return vocabulary.of_checkpoint(model.checkpoint)
+    return data.load_tokenizer(config)
+
+
+def leave(directory: Path, decoder: Decoder, console: Console) -> None:
+    """Save what a run made, where it started from a checkpoint, and say where.
+
+    Adapters go to "adapter", in PEFT's layout; a whole model to "model", as a
+    checkpoint like the one it started from.
+
+    Args:
+      directory: of the run.
+      decoder: after its last step.
+      console: where the line goes.
+    """
+    source = decoder.config.checkpoint
+    if source is None and not decoder.config.lora_rank:
+        return
+    if jax.process_count() > 1:
+        console.print("no model to load is saved: its weights are in several processes")
+        return
+    if decoder.config.lora_rank:
+        target = directory / "adapter"
+        checkpoints.save_adapter(target, decoder, base=source or "", overwrite=True)
+    else:
+        assert source is not None
+        target = directory / "model"
+        checkpoints.save(target, decoder, like=source, overwrite=True)
+    console.print(f"saved in {target}, for transformers to load", highlight=False)

@@ -1,0 +1,245 @@
+"""Trainers that start from a checkpoint, and leave what others load."""
+
+import dataclasses
+import io
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from rich.console import Console
+
+from jaxmem import checkpoints, cli
+from jaxmem.checkpoints import CheckpointError
+from jaxmem.train import config as configuration
+from jaxmem.train import data, grpo, lora, sft, starting, vocabulary
+from jaxmem.train.model import ModelConfig
+from tests.checkpoints import texts
+
+TEXT = ["abcabc"] * 4  # all alike: so is the mean loss of any batch of them
+SFT = """
+data.source = "text.jsonl"
+data.sequence_length = 16
+data.batch_size = 2
+head.chunk = 8
+optimizer.warmup_steps = 0
+optimizer.learning_rate = 1e-2
+run.steps = 3
+run.checkpoint_every = 3
+run.compare_heads = False
+"""
+GRPO = """
+include "sft.gin"
+task.digits = 1
+sampling.max_new_tokens = 1
+grpo.prompts = 2
+grpo.group_size = 2
+grpo.minibatches = 1
+grpo.max_tokens_train = 32
+grpo.max_tokens_forward = 32
+grpo.row_lengths = (16,)
+grpo.kl_coefficient = 0.1
+run.job = "grpo"
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compilation():
+    """These programs are tiny: all their time would go into optimizing them."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture
+def directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    records = [json.dumps({"text": text}) + "\n" for text in TEXT]
+    pathlib.Path("text.jsonl").write_text("".join(records))
+    pathlib.Path("sft.gin").write_text(SFT)
+    kept = [line for line in SFT.splitlines() if not line.startswith("data.")]
+    pathlib.Path("grpo.gin").write_text(
+        "\n".join(kept) + GRPO.replace('include "sft.gin"', "")
+    )
+    return tmp_path
+
+
+def trained(job, *overrides):
+    config, text = configuration.load(f"{job}.gin", overrides)
+    console = Console(file=io.StringIO(), width=100)
+    module = {"sft": sft, "grpo": grpo}[job]
+    return module.train(config, text, console), console.file.getvalue()
+
+
+def weights_of(decoder):
+    return nnx.to_pure_dict(nnx.split(decoder)[1])
+
+
+def mean_loss(decoder):
+    """Of the text, every token after the first of each document, and its end."""
+    ids = [[1, *(texts.LETTERS.index(c) + 3 for c in text), 2] for text in TEXT]
+    total = count = 0
+    for row in ids:
+        row = jnp.asarray([row])
+        places = jnp.arange(row.shape[1])[None]
+        hidden = decoder(row, jnp.ones_like(row), places)
+        total -= float(decoder.head.logprobs(hidden[:, :-1], row[:, 1:]).sum())
+        count += row.shape[1] - 1
+    return total / count
+
+
+# -------------------------------------------------------------------- runs
+
+
+def test_supervised_training_starts_from_a_checkpoint_and_leaves_one(directory):
+    model = texts.checkpoint("llama", directory)
+    named = f"model.checkpoint={model}", "data.batch_size=4"
+    result, shown = trained("sft", *named, "run.out_dir=run")
+    before = checkpoints.load(model, dtype="float32", param_dtype="float32")
+    assert abs(result.history[0].loss - mean_loss(before)) < 1e-4
+    assert result.history[-1].loss < result.history[0].loss - 0.1
+    assert "saved in run/model, for transformers to load" in shown
+    after = checkpoints.load("run/model")
+    assert after.config == dataclasses.replace(
+        before.config, dtype="float32", param_dtype="float32"
+    )
+    assert mean_loss(after) < result.history[0].loss - 0.1
+    assert (directory / "run" / "model" / "tokenizer.json").exists()
+    # Resumed for two steps more, then from what it left: a run like any other.
+    more, _ = trained("sft", *named, "run.out_dir=run", "run.steps=5")
+    assert len(more.history) == 5
+    again, _ = trained("sft", "model.checkpoint=run/model", "run.out_dir=run2")
+    assert again.history[0].loss < result.history[-1].loss
+
+
+def test_adapters_train_with_the_base_frozen(directory):
+    model = texts.checkpoint("qwen3", directory)
+    result, shown = trained(
+        "sft", f"model.checkpoint={model}", "run.out_dir=run", "model.lora_rank=2",
+        "model.lora_head=True", "optimizer.learning_rate=0.03", "data.batch_size=4",
+    )  # fmt: skip
+    assert result.history[-1].loss < result.history[0].loss - 0.1
+    assert "saved in run/adapter" in shown
+    loaded = checkpoints.load(
+        model, dtype="float32", param_dtype="float32", adapter="run/adapter"
+    )
+    base = checkpoints.load(model, dtype="float32", param_dtype="float32")
+    flat = lora.adapters_of(weights_of(loaded))
+    assert flat["head"].keys() == {"lora_a", "lora_b"}
+    assert np.abs(flat["head"]["lora_b"]).max() > 0
+    # One more step's loss: what was saved is what was trained.
+    more, _ = trained(
+        "sft", f"model.checkpoint={model}", "run.out_dir=run", "model.lora_rank=2",
+        "model.lora_head=True", "optimizer.learning_rate=0.03", "data.batch_size=4",
+        "run.steps=4",
+    )  # fmt: skip
+    assert abs(more.history[-1].loss - mean_loss(loaded)) < 1e-4
+    assert abs(more.history[0].loss - mean_loss(base)) < 1e-4
+
+
+def test_reinforcement_learning_from_a_checkpoint(directory):
+    letters = "0123456789+=abcdefghijklmnopqrstuvwxy"
+    model = texts.checkpoint("llama", directory, letters=letters)
+    named = f"model.checkpoint={model}", "run.out_dir=run"
+    result, shown = trained("grpo", *named)
+    assert len(result.history) == 3 and result.history[0].kl == 0
+    assert "+" in shown and "saved in run/model" in shown
+    adapted, shown = trained("grpo", named[0], "run.out_dir=b", "model.lora_rank=2",
+                             "model.lora_head=True")  # fmt: skip
+    assert "saved in b/adapter" in shown
+    assert adapted.history[0].mismatch_max < 1e-3  # sampler and trainer agree
+    assert adapted.history[0].reward == result.history[0].reward
+
+
+# ------------------------------------------------------------------ pieces
+
+
+def test_a_tasks_words_are_a_checkpoints_tokens(directory):
+    model = texts.checkpoint("llama", directory, letters="ab0123456789+=")
+    made = vocabulary.spelling(str(model))
+    words = np.array([[2, 11, 12], [1, 0, 13]])  # 0 9 + / end padding =
+    ids = made.write(words)
+    assert ids.tolist() == [[5, 14, 15], [2, 2, 16]] and made.size == 17
+    assert made.read(ids).tolist() == [[2, 11, 12], [1, 1, 13]]
+    assert made.read(np.array([3])).tolist() == [14]  # "a" is none of its words
+    own = vocabulary.spelling(None)
+    np.testing.assert_array_equal(own.read(own.write(words)), words)
+    model = texts.checkpoint("qwen3", directory)
+    with pytest.raises(CheckpointError, match="needs '8' as a token"):
+        vocabulary.spelling(str(model))
+
+
+def test_documents_of_a_checkpoint_start_and_end_as_it_says(directory):
+    config = data.DataConfig(source="text.jsonl", sequence_length=16, batch_size=4)
+    for start, first in ((True, 1), (False, 3)):
+        name = "llama" if start else "qwen2"
+        model = texts.checkpoint(name, directory, start=start)
+        tokenizer = starting.load_tokenizer(config, ModelConfig(checkpoint=str(model)))
+        batch = next(data.batches(config, tokenizer, epochs=1))
+        assert vocabulary.edges(tokenizer) == ([1] if start else [], [2])
+        starts = batch.tokens[(batch.positions == 0) & (batch.segment_ids > 0)]
+        assert set(starts.tolist()) <= ({first})
+        assert (batch.labels == 2).sum() == len(TEXT)
+
+
+def test_prompts_are_not_counted_where_nothing_starts_a_document(directory):
+    record = {"prompt": "ab", "response": "c"}
+    pathlib.Path("text.jsonl").write_text(json.dumps(record) + "\n")
+    config = data.DataConfig(source="text.jsonl", sequence_length=8, batch_size=1)
+    for start in (True, False):
+        name = "llama" if start else "qwen2"
+        model = texts.checkpoint(name, directory, start=start)
+        tokenizer = vocabulary.of_checkpoint(str(model))
+        batch = next(data.batches(config, tokenizer, epochs=1))
+        counted = batch.labels[batch.labels >= 0]
+        assert counted.tolist() == [5, 2]  # c and the end
+
+
+def test_sizes_are_the_checkpoints_and_adapters_freeze_the_rest(directory):
+    model = texts.checkpoint("gemma3", directory)
+    config, _ = configuration.load(
+        "sft.gin", [f"model.checkpoint={model}", "model.dtype=bfloat16",
+                    "model.lora_rank=2"]
+    )  # fmt: skip
+    made = starting.resolved(config)
+    assert (made.model.window, made.model.dtype) == (3, "bfloat16")
+    assert made.optimizer.trainable == lora.TRAINABLE
+    assert starting.resolved(made) == made
+    given = dataclasses.replace(config.optimizer, trainable="norm")
+    config = dataclasses.replace(config, optimizer=given)
+    assert starting.resolved(config).optimizer.trainable == "norm"
+    other = dataclasses.replace(config.model, hidden=32)
+    with pytest.raises(ValueError, match="model.hidden=32 is not what the checkpoint"):
+        starting.resolved(dataclasses.replace(config, model=other))
+
+
+def test_a_checkpoint_without_an_end_cannot_be_trained(directory):
+    model = texts.checkpoint("llama", directory)
+    (model / "tokenizer_config.json").unlink()
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"eos_token_id": None}))
+    with pytest.raises(CheckpointError, match="names the token that ends a sequence"):
+        vocabulary.of_checkpoint(str(model))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(lora_rank=-1), "lora_rank must be 0"),
+        (dict(lora_rank=2, lora_alpha=0.0), "lora_alpha must be above 0"),
+        (dict(lora_rank=2, lora_targets=("q",)), "lora_targets must be among .*'q'"),
+        (dict(lora_rank=2, lora_targets=()), "lora_targets must name a matrix"),
+        (dict(lora_head=True), "lora_head needs a lora_rank above 0"),
+    ],
+)
+def test_impossible_adapters_are_refused(changes, message):
+    with pytest.raises(ValueError, match=f"ModelConfig.{message}"):
+        ModelConfig(**changes)
+
+
+def test_the_command_says_what_is_wrong_with_a_checkpoint(directory, capsys):
+    assert cli.main(["train", "sft.gin", "model.checkpoint=nowhere"]) == 2
+    assert "nowhere/config.json: cannot be read" in capsys.readouterr().err
