@@ -18,6 +18,7 @@ import inspect
 import pathlib
 import statistics
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -128,20 +129,24 @@ def work_compile(args):
 
 
 def work_run(args):
-    """Columns of the variants, which come from the leanest to the largest."""
+    """Columns of the variants, which come from the leanest to the largest.
+
+    What is known is sent at once, and again when there is more.
+    """
     sizes, variants = stack.SIZES[args.sizes], read_all(args)
     programs = compile_all(sizes, variants)
     rows, norms = {}, {}
     for text in args.variant:
-        rows[text], norms[text] = first_step(sizes, variants[text], programs[text])
-        say(text, rows[text])
+        row, norms[text] = first_step(sizes, variants[text], programs[text])
+        rows[text] = {"variant": text} | link() | row
+        workers.send(rows[text])
     timed = {k: v for k, v in variants.items() if norms[k] and not v.is_large}
-    taken = turns(sizes, args, timed, programs) if args.rounds else {}
-    for text, row in rows.items():
-        if text in timed:
-            error = gradient_error(norms[text], norms[args.first])
-            row |= taken.get(text, {}) | {"gradient_error": f"{error:.1e}"}
-        workers.send({"variant": text} | row | link())
+    for text in timed:
+        error = gradient_error(norms[text], norms[args.first])
+        rows[text]["gradient_error"] = f"{error:.1e}"
+    for taken in turns(sizes, args, timed, programs):
+        for text in timed:
+            workers.send(rows[text] | taken[text])
 
 
 def read_all(args):
@@ -185,8 +190,8 @@ def say(*words):
     print(f"{time.perf_counter():.0f} s:", *words, flush=True)
 
 
-def turns(sizes, args, variants, programs) -> dict[str, dict[str, Any]]:
-    """Milliseconds of a step: every round runs every variant, the order rotates.
+def turns(sizes, args, variants, programs) -> Iterator[dict[str, dict[str, Any]]]:
+    """After each round, milliseconds of a step so far; the order rotates.
 
     Variants with as many blocks after the scan share their weights.
     """
@@ -204,8 +209,8 @@ def turns(sizes, args, variants, programs) -> dict[str, dict[str, Any]]:
         for text in order[i:] + order[:i]:
             seconds[text].append(once(text))
         say("round", i + 1)
+        yield {k: _timed(taken, seconds[args.first]) for k, taken in seconds.items()}
     trace(args, order, once, programs)
-    return {text: _timed(taken, seconds[args.first]) for text, taken in seconds.items()}
 
 
 def _timed(taken, first):
@@ -265,9 +270,11 @@ def drive(args):
         asked = [f"--variant={text}" for text in by_size]
         common += [f"--first={args.variant[0]}"]
         for columns in start(["--worker=run", *common, *asked]):
-            row = rows[columns["variant"]] | columns
+            row = rows[columns["variant"]]
+            row |= columns
             results.merge(args.out, [row], KEYS)
-            show(row)
+            if row.get("rounds") in (None, 1, args.rounds):
+                show(row)
 
 
 def show(row):

@@ -114,13 +114,11 @@ def initial(sizes: Sizes, last: int = 0):
         keys = jax.random.split(jax.random.fold_in(jax.random.key(0), i), len(names))
         return {k: _draw(key, s) for key, (k, s) in zip(keys, names, strict=True)}
 
-    @jax.jit
-    def draw():
-        n = sizes.layers - last
-        after = [of_block(i) for i in range(n, sizes.layers)]
-        return jax.vmap(of_block)(jnp.arange(n)), after
-
-    return draw()
+    n = sizes.layers - last
+    draw = jax.jit(jax.vmap(of_block))
+    after = draw(jnp.arange(n, sizes.layers)) if last else {}
+    apart = [{k: x[i] for k, x in after.items()} for i in range(last)]
+    return draw(jnp.arange(n)), apart
 
 
 def _draw(key, shape):
