@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from flax.linen import spmd
 from flax.linen.linear import default_kernel_init
 from jax.typing import DTypeLike
 
@@ -113,7 +114,7 @@ def _names(init, shape, dtype) -> tuple:
     """
     made = jax.eval_shape(lambda: init(jax.random.key(0), shape, dtype))
     if isinstance(made, nn.LogicallyPartitioned):
-        return tuple(nn.logical_to_mesh_axes(made.names, made.rules) or ())
+        return tuple(spmd.logical_to_mesh_axes(made.names, made.rules) or ())
     return tuple(made.names) if isinstance(made, nn.Partitioned) else ()
 
 

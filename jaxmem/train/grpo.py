@@ -17,7 +17,8 @@ from rich.console import Console
 import jaxmem
 from jaxmem import losses
 from jaxmem._mismatch import MismatchReport
-from jaxmem.train import metrics, starting, tasks
+from jaxmem.train import metrics, processes, starting, tasks
+from jaxmem.train.data import Batch
 from jaxmem.train.loop import open_run
 from jaxmem.train.metrics import HeadCost, Phase, PolicyMetrics
 from jaxmem.train.policy import PolicyBatch, average
@@ -119,10 +120,11 @@ class _Job:
         made = tasks.Problems(*(np.repeat(x, grpo.group_size, axis=0) for x in made))
         spelling, lengths = self._program.spelling, made.prompt_lengths
         prompts = spelling.write(made.prompts)
+        placed = self._program.sampling_layout.place(
+            (prompts, lengths), self._program.prompts
+        )
         samples: Samples = jax.device_get(
-            self._compiled.sample(
-                params, self.frozen, prompts, lengths, np.int32(number)
-            )
+            self._compiled.sample(params, self.frozen, *placed, np.int32(number))
         )
         completions = Completions.of(
             prompts, lengths, np.asarray(samples.tokens), np.asarray(samples.lengths)
@@ -142,7 +144,7 @@ class _Job:
             supports = packed.place(completions.spread(np.asarray(support_ids), -1), -1)
         found = [
             self._compiled.logprobs[batch.tokens.shape](
-                params, self.frozen, batch, support
+                params, self.frozen, *self._placed(batch, support)
             )
             for batch, support in zip(
                 completions.batches(packed), supports, strict=True
@@ -153,6 +155,13 @@ class _Job:
         if support_ids is None:
             return whole, whole
         return whole, completions.collect(packed.unpack(replayed))
+
+    def _placed(self, batch: Batch, support: np.ndarray | None) -> tuple[Any, Any]:
+        """A micro-batch where it is read, and the supports [B, T, K] of its tokens."""
+        layout = self._program.layout
+        if support is None:
+            return layout.place(batch), None
+        return layout.place(batch), layout.place(support, layout.of_hidden(support))
 
     def _learn(
         self,
@@ -170,6 +179,7 @@ class _Job:
             ref = None if reference is None else reference[chosen]
             sums = self._compiled.zeros()
             for shape, batch, normalizer in self._micro_batches(part, *values, ref):
+                batch = self._program.layout.place(batch)
                 sums = self._compiled.gradients[shape](
                     state.params, self.frozen, sums, batch, normalizer
                 )
@@ -275,7 +285,7 @@ def train(
       FloatingPointError: the loss is not finite.
     """
     config = starting.resolved(config)
-    console = console or Console()
+    console = console or Console(quiet=not processes.is_first())
     with open_run(config.run, _fixed_config(config), console) as run:
         program = PolicyProgram(config)
         program.choose_policy_by_gradients(console)
@@ -283,8 +293,10 @@ def train(
         job = _Job(program, compiled)
         state = run.take_steps(job, operative_text)
         starting.leave(run.out_dir, program.model(state.params, job.frozen), console)
-    history = metrics.read_history(run.metrics_path, PolicyMetrics)
     costs = _head_costs(program, compiled) if config.run.compare_heads else {}
+    if not processes.is_first():
+        return Result(run.out_dir, [], costs)
+    history = metrics.read_history(run.metrics_path, PolicyMetrics)
     result = Result(run.out_dir, history, costs)
     _report(result, _phases(history, compiled), job.last, console)
     return result

@@ -69,6 +69,12 @@ class MeshConfig:
         """Of the axes, in the order of `AXES`."""
         return tuple(getattr(self, name) for name in AXES)
 
+    @property
+    def by_rows(self) -> "MeshConfig":
+        """The same devices for work that goes token by token: all share out rows."""
+        rows = self.fsdp * self.sequence
+        return dataclasses.replace(self, fsdp=rows, sequence=1)
+
 
 class Layout:
     """Where the arrays of a run are; on one device, nothing is said and nothing moves.
@@ -121,6 +127,10 @@ class Layout:
         """Likewise, of arrays [..., B, T]."""
         return self._placed(shapes, lambda _, shape: _token_spec(len(shape)))
 
+    def of_rows(self, shapes: Any) -> Any:
+        """Likewise, of arrays [B, ...]."""
+        return self._placed(shapes, lambda _, shape: PartitionSpec(ROWS))
+
     def of_head(self, weights: Any, hidden: Any, labels: Any) -> tuple[Any, Any, Any]:
         """Likewise, of a head alone: its weights, and what it gets."""
         weights = self.of_weights({"head": weights})["head"]
@@ -147,17 +157,23 @@ class Layout:
 
         return jax.tree_util.tree_map_with_path(placed, shapes)
 
-    def place(self, batch: Any) -> Any:
-        """Numpy arrays [..., B, T] on the devices; each process gives its own rows."""
+    def place(self, batch: Any, structs: Any = None) -> Any:
+        """Numpy arrays on the devices; each process gives its own part of them.
+
+        They are [..., B, T], unless `structs` say where they go.
+        """
         mesh = self.mesh
         if mesh is None:
             return batch
 
-        def one(x):
-            sharding = NamedSharding(mesh, _token_spec(x.ndim))
+        def one(x, sharding):
             return jax.make_array_from_callback(x.shape, sharding, lambda at: x[at])
 
-        return jax.tree.map(one, batch)
+        if structs is not None:
+            return jax.tree.map(one, batch, shardings(structs))
+        return jax.tree.map(
+            lambda x: one(x, NamedSharding(mesh, _token_spec(x.ndim))), batch
+        )
 
     def jit(self, run: Callable, out: Any = None, **options) -> Any:
         """`jax.jit` whose results are where the structs `out` say; to be traced in

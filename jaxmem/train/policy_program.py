@@ -16,6 +16,7 @@ import jaxmem
 from jaxmem import remat
 from jaxmem.train import tasks
 from jaxmem.train.data import Batch
+from jaxmem.train.mesh import Layout, as_stored
 from jaxmem.train.model import HeadConfig
 from jaxmem.train.optimizer import learning_rate_schedule
 from jaxmem.train.policy import PolicyBatch, policy_loss
@@ -23,6 +24,7 @@ from jaxmem.train.program import (
     DecoderProgram,
     StreamedUpdate,
     add_in_float32,
+    gradient_shapes,
     update,
 )
 from jaxmem.train.sampling import sample
@@ -71,6 +73,7 @@ class PolicyProgram(DecoderProgram):
         self.spelling = spelling(config.model.checkpoint)
         super().__init__(config, self.spelling.size, config.run.seed, by_update)
         self.config, self.learning_rate = config, rollouts
+        self.sampling_layout = Layout(config.mesh.by_rows)
 
     def shapes(self, max_tokens: int) -> list[Shape]:
         """Of the micro-batches with a budget, one by width of row."""
@@ -85,7 +88,7 @@ class PolicyProgram(DecoderProgram):
                 shape: self._compile_logprobs(shape)
                 for shape in self.shapes(config.max_tokens_forward)
             },
-            zeros=jax.jit(self._zeros).lower().compile(),
+            zeros=self.layout.jit(self._zeros, self._sums()).lower().compile(),
             gradients={
                 shape: self.compile_gradients(shape, head)
                 for shape in self.shapes(config.max_tokens_train)
@@ -106,9 +109,18 @@ class PolicyProgram(DecoderProgram):
                 pad_id=int(self.spelling.ids[tasks.PAD_ID]),
             )
 
-        rows = self.config.grpo.samples
-        shapes = (rows, self.config.task.prompt_length), (rows,), ()
-        return self._lowered(run, *(_ints(shape) for shape in shapes)).compile()
+        layout = self.sampling_layout
+        made = layout.whole(_ints(()))
+        with layout.context():
+            jitted = layout.jit(run, made)
+            weights = self.state_shapes.params, self.frozen_shapes
+            return jitted.lower(*weights, *self.prompts, made).compile()
+
+    @property
+    def prompts(self) -> tuple[Any, Any]:
+        """Shapes of what is sampled from: ids [N, P] and lengths [N]."""
+        rows, width = self.config.grpo.samples, self.config.task.prompt_length
+        return self.sampling_layout.of_rows((_ints((rows, width)), _ints((rows,))))
 
     def _compile_logprobs(self, shape: Shape) -> jax.stages.Compiled:
         """Log-probabilities of a micro-batch: of the policy, and in the support."""
@@ -130,8 +142,14 @@ class PolicyProgram(DecoderProgram):
             )
 
         size = self.config.sampling.support_size
-        support_ids = None if size is None else _ints((*shape, size))
-        return self._lowered(run, _batch(shape), support_ids).compile()
+        support_ids = None
+        if size is not None:
+            support_ids = self.layout.of_hidden(_ints((*shape, size)))
+        weights = self.state_shapes.params, self.frozen_shapes
+        batch = self.layout.of_tokens(_batch(shape))
+        with self.layout.context():
+            jitted = self.layout.jit(run, self.layout.whole(_ints(())))
+            return jitted.lower(*weights, batch, support_ids).compile()
 
     def gradients(self, head: HeadConfig):
         """The function that adds a micro-batch to a minibatch's sums."""
@@ -143,6 +161,7 @@ class PolicyProgram(DecoderProgram):
                 return self._loss(head, model.head, hidden, made, normalizer)
 
             (value, told), slopes = jax.value_and_grad(loss, has_aux=True)(params)
+            slopes = as_stored(slopes)
             told = {name: jnp.sum(x) for name, x in told.items()}
             return add_in_float32(sums, Sums(value, told, slopes))
 
@@ -154,14 +173,16 @@ class PolicyProgram(DecoderProgram):
 
     def trace_gradients(self, shape: Shape, head: HeadConfig) -> jax.stages.Traced:
         """Trace the same."""
-        sums, made = jax.eval_shape(self._zeros), self.micro_batch(shape)
-        normalizer = jax.ShapeDtypeStruct((), jnp.float32)
+        sums, made = self._sums(), self.micro_batch(shape)
+        normalizer = self.layout.whole(jax.ShapeDtypeStruct((), jnp.float32))
         options = remat.compiler_options(self.policy)
-        jitted = jax.jit(
-            self.gradients(head), donate_argnums=2, compiler_options=options
+        options = options or self.layout.compiler_options()
+        jitted = self.layout.jit(
+            self.gradients(head), sums, donate_argnums=2, compiler_options=options
         )
         weights = self.state_shapes.params, self.frozen_shapes
-        return jitted.trace(*weights, sums, made, normalizer)
+        with self.layout.context():
+            return jitted.trace(*weights, sums, made, normalizer)
 
     def choose_policy_by_gradients(self, console: Console) -> None:
         """`choose_policy` by the largest micro-batch, the moments being there too."""
@@ -188,7 +209,8 @@ class PolicyProgram(DecoderProgram):
 
     def compile_head(self, shape: Shape, head: HeadConfig) -> jax.stages.Compiled:
         """Compile loss and gradients of the head alone, for one micro-batch."""
-        definition, weights = nnx.split(nnx.eval_shape(self.new_model).head)
+        with self.layout.context():
+            definition, weights = nnx.split(nnx.eval_shape(self.new_model).head)
 
         def loss(weights, hidden, made, normalizer):
             module = nnx.merge(definition, weights)
@@ -199,14 +221,20 @@ class PolicyProgram(DecoderProgram):
         model = self.model_config
         hidden = jax.ShapeDtypeStruct((*shape, model.hidden), model.dtype)
         normalizer = jax.ShapeDtypeStruct((), jnp.float32)
-        shapes = nnx.to_pure_dict(weights), hidden, self.micro_batch(shape), normalizer
-        return gradients.lower(*shapes).compile()
+        labels = _ints(shape)
+        weights, hidden, _ = self.layout.of_head(
+            nnx.to_pure_dict(weights), hidden, labels
+        )
+        made = self.micro_batch(shape)
+        with self.layout.context():
+            return gradients.lower(weights, hidden, made, normalizer).compile()
 
     def micro_batch(self, shape: Shape) -> PolicyBatch:
         """Shapes of what an update reads."""
         floats: Any = jax.ShapeDtypeStruct(shape, jnp.float32)
         reference = floats if self.config.grpo.kl_coefficient else None
-        return PolicyBatch(_batch(shape), floats, floats, floats, reference)
+        made = PolicyBatch(_batch(shape), floats, floats, floats, reference)
+        return self.layout.of_tokens(made)
 
     def _zeros(self) -> Sums:
         names = ["entropy", "sum_pi_squared", "clip_fraction"]
@@ -216,19 +244,23 @@ class PolicyProgram(DecoderProgram):
         )
         return Sums(jnp.zeros(()), {name: jnp.zeros(()) for name in names}, gradients)
 
+    def _sums(self) -> Sums:
+        """Shapes of `Sums`, with their places."""
+        sums = self.layout.whole(jax.eval_shape(self._zeros))
+        return sums._replace(gradients=gradient_shapes(self.state_shapes.params))
+
     def _compile_update(self) -> jax.stages.Compiled | StreamedUpdate:
         def run(state, gradients):
             return update(self.optimizer, state, gradients)
 
-        gradients = jax.eval_shape(self._zeros).gradients
+        gradients = self._sums().gradients
         if self.streamed is not None:
             return StreamedUpdate(self.config.optimizer, self.streamed, gradients)
-        donating = jax.jit(run, donate_argnums=0)
-        return donating.lower(self.state_shapes, gradients).compile()
-
-    def _lowered(self, run, *shapes) -> jax.stages.Lowered:
-        weights = self.state_shapes.params, self.frozen_shapes
-        return jax.jit(run).lower(*weights, *shapes)
+        norm = self.layout.whole(jax.ShapeDtypeStruct((), jnp.float32))
+        made = self.state_shapes, norm
+        donating = self.layout.jit(run, made, donate_argnums=0)
+        with self.layout.context():
+            return donating.lower(self.state_shapes, gradients).compile()
 
 
 def _ints(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:

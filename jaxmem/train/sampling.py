@@ -18,6 +18,7 @@ from flax import nnx
 from jax import lax
 from jax.core import Tracer
 
+from jaxmem.train import mesh
 from jaxmem.train._checks import check_field
 from jaxmem.train.cache import Cache
 from jaxmem.train.layers import Ids
@@ -236,12 +237,14 @@ def sample(
 
 
 def _in_compute_type(decoder: Decoder):
-    """The decoder in two parts, its weights cast once: each step reads all of them.
+    """The decoder in two parts, its weights cast once, and gathered from the devices
+    that have parts of them: each step reads all of them.
 
     Layers compute in that type in any case, so no number changes.
     """
     definition, weights = nnx.split(decoder)
-    return definition, jax.tree.map(lambda w: w.astype(decoder.config.dtype), weights)
+    weights = jax.tree.map(lambda w: w.astype(decoder.config.dtype), weights)
+    return definition, mesh.gathered(weights)
 
 
 def _draw(keys: jax.Array, logits: jax.Array, config: SamplingConfig) -> _Drawn:

@@ -12,12 +12,15 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
-from jaxmem.train import mesh, sft, ulysses
-from jaxmem.train.config import Config, ConfigError, load
+from jaxmem.train import grpo, mesh, sft, ulysses
+from jaxmem.train.config import Config, ConfigError, GrpoJobConfig, load
 from jaxmem.train.data import DataConfig
 from jaxmem.train.mesh import Layout, MeshConfig
 from jaxmem.train.model import Decoder, HeadConfig, ModelConfig
+from jaxmem.train.policy import GrpoConfig
+from jaxmem.train.sampling import SamplingConfig
 from jaxmem.train.sft import OptimizerConfig, RunConfig
+from jaxmem.train.tasks import TaskConfig
 
 MODEL = ModelConfig(layers=2, hidden=16, ff=24, heads=4, kv_heads=2, head_dim=8)
 DATA = DataConfig(vocab_size=320, sequence_length=32, batch_size=8, held_out=0.1)
@@ -230,3 +233,37 @@ def test_one_document_a_row_needs_no_mask(changes):
         return plain, model(tokens, None, positions)
 
     np.testing.assert_array_equal(*run())
+
+
+# ------------------------------------------------- reinforcement learning
+
+POLICY = GrpoJobConfig(
+    task=TaskConfig(digits=1, answer="sum", reward="prefix"),
+    sampling=SamplingConfig(max_new_tokens=3, top_k=6),
+    grpo=GrpoConfig(
+        prompts=4, group_size=4, kl_coefficient=0.1, entropy_coefficient=0.1,
+        max_tokens_train=32, max_tokens_forward=64,
+    ),
+    model=dataclasses.replace(MODEL, layers=1, tied=False, embed_scale=True),
+    head=HeadConfig(chunk=16),
+    optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=1),
+    run=RunConfig(job="grpo", steps=2, checkpoint_every=None, compare_heads=False),
+)  # fmt: skip
+
+
+def test_a_policy_learns_the_same_on_a_mesh(tmp_path):
+    """Prompts over all devices; packed rows over rows, tokens and the vocabulary."""
+
+    def history(name, sizes):
+        run = dataclasses.replace(POLICY.run, out_dir=str(tmp_path / name))
+        config = dataclasses.replace(POLICY, run=run, mesh=MeshConfig(*sizes))
+        return grpo.train(config, "", Console(file=io.StringIO())).history
+
+    wanted = history("alone", (1, 1, 1, 1))
+    made = history("mesh", (1, 2, 2, 2))
+    for got, want in zip(made, wanted, strict=True):
+        assert got.reward == want.reward and got.tokens == want.tokens
+        for name in ("loss", "grad_norm", "entropy", "kl"):
+            value = getattr(want, name)
+            assert getattr(got, name) == pytest.approx(value, rel=2e-3, abs=1e-5)
+        assert got.mismatch_max < 1e-5
