@@ -87,7 +87,9 @@ class Candidate:
     host: int  # bytes on the host
     seconds: float = 0.0
     exposed: float = 0.0  # seconds of copies that nothing hides
+    compiled: Any = None  # the step, if it fits
     device: int | None = None  # bytes, by the compiler
+    measured: float | None = None  # seconds
     why_not: str = ""
 
     def is_of(self, names: Sequence[str]) -> bool:
@@ -104,6 +106,7 @@ def fit(
     names: Sequence[str] | None = None,
     host_limit: int = 64 * _GIB,
     rates: Rates | None = None,
+    trials: int | None = None,
     show: Callable[[str], Any] | None = print,
 ) -> Policy | None:
     """The policy whose step takes the least time within a limit of device memory.
@@ -113,7 +116,8 @@ def fit(
 
     Candidates keep more and more names, those first that save most products a byte,
     with the blocks' inputs on the device or on the host; and send more and more names
-    to the host. All are traced; from the fastest on they are compiled, until one fits.
+    to the host. All are traced; from the fastest on they are compiled, until as many
+    fit as `trials` says; these are run, and the fastest of them is taken.
 
     Args:
         step: policy -> `jax.jit(...).trace(...)` of a training step that uses it, with
@@ -123,6 +127,9 @@ def fit(
             in its blocks, or simply everything.
         host_limit: bytes on the host, by default what XLA's pool of them holds.
         rates: of the device; measured if it is None.
+        trials: how many candidates to run, with zeros for arguments, for which the
+            device must have room; by default 3, and none on a CPU. Without any, the
+            formula decides.
         show: what is called with the table of all candidates; None for silence.
 
     Returns:
@@ -137,6 +144,8 @@ def fit(
     rates = measure_rates() if rates is None else rates
     everything, nothing = step(None), step(Policy())
     sizes = _sizes(everything.jaxpr, names)
+    if trials is None:
+        trials = 0 if jax.default_backend() == "cpu" else 3
     made = _candidates(step, everything, nothing, sizes)
     if names is not None:
         made = [each for each in made if each.is_of(names)]
@@ -145,17 +154,9 @@ def fit(
         _predict(each, forward, rates)
     base = device_bytes(nothing.lower().compile())
     order = sorted(made, key=lambda each: (each.exposed > 0, each.seconds, each.host))
-    chosen = None
     for each in order:
         each.why_not = _refuse(each, base, limit, host_limit, rates, sizes)
-        if chosen is not None:
-            each.why_not = each.why_not or "slower"
-        elif not each.why_not:
-            each.device = device_bytes(each.traced.lower().compile())
-            if each.device > limit:
-                each.why_not = f"over the limit of {limit / _GIB:.3f} GiB"
-            else:
-                chosen = each
+    chosen = _fastest(order, limit, trials)
     if show is not None:
         show(table(order, chosen))
     if chosen is None:
@@ -164,6 +165,42 @@ def fit(
             f"the step takes {base:,}; make the batch smaller, or shard the weights"
         )
     return chosen.policy
+
+
+def _fastest(order, limit, trials) -> Candidate | None:
+    """Of those that fit; sets what is learned of each on the way."""
+    fitting: list[Candidate] = []
+    for each in order:
+        enough = len(fitting) >= max(1, trials) or (fitting and each.exposed)
+        if each.why_not or enough:
+            each.why_not = each.why_not or "slower"
+            continue
+        compiled = each.traced.lower().compile()
+        each.device = device_bytes(compiled)
+        if each.device > limit:
+            each.why_not = f"over the limit of {limit / _GIB:.3f} GiB"
+        else:
+            each.compiled, each.why_not = compiled, "slower"
+            fitting.append(each)
+    for each in fitting if trials and len(fitting) > 1 else []:
+        each.measured = _step_seconds(each.compiled)
+    return min(fitting, key=lambda each: each.measured or each.seconds, default=None)
+
+
+def _step_seconds(compiled: jax.stages.Compiled) -> float:
+    """The faster of two steps, after one to warm up."""
+
+    def zeros(info, place):
+        return jnp.zeros(info.shape, info.dtype, device=place)
+
+    taken = []
+    for _ in range(3):
+        given = jax.tree.map(zeros, compiled.args_info, compiled.input_shardings)
+        args, kwargs = jax.block_until_ready(given)
+        start = time.perf_counter()
+        jax.block_until_ready(compiled(*args, **kwargs))
+        taken.append(time.perf_counter() - start)
+    return min(taken[1:])
 
 
 def device_limit() -> int:
@@ -252,7 +289,7 @@ def _refuse(each, base, limit, host_limit, rates, sizes) -> str:
 
 def table(candidates: Sequence[Candidate], chosen: Candidate | None) -> str:
     """Lines of text: what each was expected to take, and why it was not taken."""
-    rows = [("policy", "GiB device", "GiB host", "ms", "")]
+    rows = [("policy", "GiB device", "GiB host", "ms by formula", "measured", "")]
     for each in candidates:
         device = "" if each.device is None else f"{each.device / _GIB:.3f}"
         note = each.why_not
@@ -266,17 +303,18 @@ def table(candidates: Sequence[Candidate], chosen: Candidate | None) -> str:
                 device,
                 f"{each.host / _GIB:.3f}",
                 f"{each.seconds * 1e3:.1f}",
+                "" if each.measured is None else f"{each.measured * 1e3:.1f}",
                 note,
             )
         )
-    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+    widths = [max(len(row[i]) for row in rows) for i in range(5)]
     lines = []
     for row in rows:
         first, *rest = (
             text.rjust(width) if i else text.ljust(width)
             for i, (text, width) in enumerate(zip(row, widths, strict=False))
         )
-        lines.append("  ".join([first, *rest, row[4]]).rstrip())
+        lines.append("  ".join([first, *rest, row[5]]).rstrip())
     return "\n".join(lines)
 
 
