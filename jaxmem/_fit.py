@@ -146,7 +146,7 @@ def fit(
     sizes = _sizes(everything.jaxpr, names)
     if trials is None:
         trials = 0 if jax.default_backend() == "cpu" else 3
-    made = _candidates(step, everything, nothing, sizes)
+    made = _candidates(step, everything, nothing, sizes, rates.to_host > 0)
     if names is not None:
         made = [each for each in made if each.is_of(names)]
     forward = _traced.products(everything.jaxpr.jaxpr) / 3 / rates.products
@@ -234,7 +234,7 @@ def _sizes(jaxpr, names):
     return {k: sizes[k] for k in found}
 
 
-def _candidates(step, everything, nothing, sizes) -> list[Candidate]:
+def _candidates(step, everything, nothing, sizes, has_host) -> list[Candidate]:
     """Everything kept, the presets, and the chains of names by what a byte saves."""
     work = _traced.products(nothing.jaxpr.jaxpr)
 
@@ -248,8 +248,10 @@ def _candidates(step, everything, nothing, sizes) -> list[Candidate]:
     policies = [p for p in PRESETS.values() if p is not None]
     for n in range(len(order) + 1):
         there = tuple(order[:n])
-        policies += [Policy(save=there), Policy(save=there, offload=tuple(inputs))]
-        policies.append(Policy(offload=(*inputs, *there)))
+        policies.append(Policy(save=there))
+        if has_host:
+            policies.append(Policy(save=there, offload=tuple(inputs)))
+            policies.append(Policy(offload=(*inputs, *there)))
     traces = {None: everything, Policy(): nothing}
     for policy in policies:
         traces.setdefault(policy, step(policy))

@@ -423,6 +423,21 @@ def test_a_run_leaves_everything_it_promises(finished):
     assert operative == "run.steps = 4\n"
 
 
+def test_moments_on_the_host_and_a_policy_by_limit_change_no_number(finished, tmp_path):
+    config, wanted, _ = finished
+    lean = dict(policy="fit", memory_limit=1.0)
+    config = changed(config, optimizer=dict(offload=True), remat=lean)
+    result, said = train(config, tmp_path / "run")
+    names = "loss", "grad_norm", "reward", "entropy"
+    np.testing.assert_allclose(
+        curve(result, *names), curve(wanted, *names), rtol=1e-3, atol=1e-5
+    )
+    assert re.search("^none .* chosen$", said, re.MULTILINE), said
+    program = PolicyProgram(config)
+    moments = jax.tree.leaves(program.initial_state().optimizer)
+    assert {x.sharding.memory_kind for x in moments} == {"pinned_host"}
+
+
 def test_fused_and_materialised_give_the_same_curves_for_thirty_steps(tmp_path):
     config = changed(SMALL, grpo=dict(kl_coefficient=0.02, entropy_coefficient=0.01))
     names = ("loss", "entropy", "kl", "grad_norm", "sum_pi_squared")
@@ -614,6 +629,11 @@ def test_a_finished_run_resumes_with_nothing_left_to_do(finished):
         (["run.job=sft"], "is of the job 'grpo', but run.job is 'sft', whose sections"),
         (["run.job=ppo"], "run.job must be 'sft' or 'grpo', got 'ppo'"),
         (["data.seed=1"], "'data.seed=1': data.seed is of the job 'sft', but run.job"),
+        (["remat.policy=half"], "remat.policy must be one of 'none', 'full', 'dots'"),
+        (["remat.policy=fit"], "memory_limit=None does not go with policy='fit'"),
+        (["remat.memory_limit=40"], "memory_limit=40 does not go with policy='none'"),
+        (["remat.policy=fit", "remat.memory_limit=0"], "memory_limit must be above 0"),
+        (["remat.policy=fit", "remat.memory_limit=all"], "must be 'auto' or float or"),
         (["sampling.top_p=0.9"], "sampling.support must be given for a top_p without"),
     ],
 )
