@@ -85,8 +85,9 @@ def _read(line: str, times: int) -> Iterator[Collective]:
     if not found:
         return
     kind, arrays = found["kind"], _ARRAY.findall(found["type"])
-    if found["start"] and kind != "all-reduce":  # operands first, then results
-        arrays = arrays[len(arrays) // 2 :]
+    if found["start"]:  # perhaps operands first; results last
+        operands = line[found.end() :].partition(")")[0]
+        arrays = arrays[-operands.count("%") :]
     # XLA for CPUs sums 16-bit types as 32 bits; other devices do not.
     half = 2 if "_promoted" in line else 1
     payload = sum(_bytes(*array) for array in arrays) // half

@@ -79,7 +79,6 @@ class Ring(NamedTuple):
     rhs_smem: Any
     full: Any
     free: Any
-    ahead: Any  # told by the first warpgroup once its lead is there
 
     @classmethod
     def scratch(cls, product: Product) -> dict:
@@ -94,7 +93,6 @@ class Ring(NamedTuple):
             rhs_smem=smem((t.stages, *rhs), product.dtype),
             full=plgpu.Barrier(num_arrivals=2, num_barriers=t.stages),
             free=_free_barriers(t),
-            ahead=plgpu.Barrier(num_arrivals=1),
         )
 
 
@@ -210,14 +208,8 @@ def _load_tiles(product, extent, lhs_gmem, rhs_gmem, ring):
 
 def multiply(product: Product, extent: Extent, ring: Ring, step, epilogue) -> Any:
     """epilogue(this warpgroup's rows of a tile), from stage `step` on."""
-    t, wg = product.tiles, lax.axis_index("wg")
-    mine = pl.ds(wg * t.rows, t.rows)
-    lead = lax.min(jnp.int32(t.lead), extent.n_steps - 1)
-    if t.lead:
-
-        @pl.when((step == 0) & (wg > 0))
-        def _let_the_other_lead():
-            plgpu.barrier_wait(ring.ahead)
+    t = product.tiles
+    mine = pl.ds(lax.axis_index("wg") * t.rows, t.rows)
 
     def stage(i, acc_ref):
         slot = lax.rem(step + i, t.stages)
@@ -235,12 +227,6 @@ def multiply(product: Product, extent: Extent, ring: Ring, step, epilogue) -> An
         @pl.when(i > 0)
         def _release_previous():
             plgpu.barrier_arrive(ring.free.at[lax.rem(step + i - 1, t.stages)])
-
-        if t.lead:
-
-            @pl.when((step + i == lead) & (wg == 0))
-            def _lead():
-                plgpu.barrier_arrive(ring.ahead)
 
         return acc_ref
 

@@ -26,8 +26,6 @@ class Tiles:
         stored_bytes: of one number that leaves, 4 at most.
         slots: buffers that they leave from.
         cluster: blocks, each with rows of its own, that share what they load of W.
-        lead: stages that one warpgroup begins ahead of the other, so that they do not
-            both stop multiplying at a tile's end.
     """
 
     rows: int = 64
@@ -40,7 +38,6 @@ class Tiles:
     stored_bytes: int = 2
     slots: int = 1
     cluster: int = 1
-    lead: int = 0
 
     def __post_init__(self):
         if self.rows != 64:
@@ -60,11 +57,6 @@ class Tiles:
             raise ValueError(
                 f"group={self.group}, panel={self.panel}, slots={self.slots} must be "
                 "at least 1"
-            )
-        if not 0 <= self.lead < self.stages:
-            raise ValueError(
-                f"lead={self.lead} must be at least 0 and less than stages="
-                f"{self.stages}, which both warpgroups share"
             )
         if self.cluster not in (1, 2):
             raise ValueError(f"cluster={self.cluster} must be 1 or 2 blocks")

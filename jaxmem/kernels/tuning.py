@@ -27,14 +27,13 @@ TRIED: dict[str, tuple[int, ...]] = {
     "slots": (1, 2, 4),
     "stored": (32, 64),
     "cluster": (1, 2),
-    "lead": (0, 1, 2, 3),
 }
 _FIELDS = {  # that matter, by kernel; group of "exps" is that of "statistics"
-    "statistics": ("panel", "group", "cluster", "lead"),
-    "exps": ("panel", "slots", "stored", "stages", "cluster", "lead"),
-    "derivative": ("panel", "group", "slots", "stored", "stages", "cluster", "lead"),
-    "to_hidden": ("panel", "group", "slots", "stages", "cluster", "lead"),
-    "to_W": ("panel", "group", "slots", "stages", "cluster", "lead"),
+    "statistics": ("panel", "group", "cluster"),
+    "exps": ("panel", "slots", "stored", "stages", "cluster"),
+    "derivative": ("panel", "group", "slots", "stored", "stages", "cluster"),
+    "to_hidden": ("panel", "group", "slots", "stages", "cluster"),
+    "to_W": ("panel", "group", "slots", "stages", "cluster"),
 }
 _NOISE = 0.997  # a ratio above which a candidate is no better
 _BLOCKS = 9  # of the vocabulary, a derivative; as at chunk=1024 for 8192 tokens

@@ -286,7 +286,6 @@ def test_the_automatic_choice_keeps_to_what_was_measured(lowered_anywhere, monke
         ({"depth": 32}, "depth=32 must be a multiple of 64"),
         ({"stages": 1}, "stages=1 must be at least 2"),
         ({"group": 0}, "group=0"),
-        ({"lead": 4}, "lead=4 must be at least 0 and less than stages=4"),
         ({"stored": 96}, "stored=96 must be a multiple of 32 that divides"),
         ({"stored": 128, "slots": 4, "stages": 2}, "slots=4 of stored=128 must hold"),
         ({"stages": 8}, "bytes of shared memory, a block has 232448"),
