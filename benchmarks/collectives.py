@@ -113,3 +113,29 @@ def _parts(line: str) -> int:
         return int(table[1])
     first = re.search(r"replica_groups=\{\{([\d,]+)\}", line)
     return len(first[1].split(",")) if first else 1
+
+
+_SENT = r"(?:all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)"
+_START = re.compile(rf"%([\w.-]*) = .* (?:{_SENT}|async)-start\(")
+_DONE = re.compile(rf" (?:{_SENT}|async)-done\(%?([\w.-]+)")
+_PRODUCT = re.compile("gemm|cublas|dot|cudnn|fmha")
+
+
+def hidden(text: str) -> tuple[int, int]:
+    """(collectives with a matrix product between start and end, all of them).
+
+    Of a scheduled program: XLA prints it in the order in which it starts things, and
+    what need not hold up the rest as a pair, `…-start` and `…-done`.
+    """
+    beside = 0
+    for lines in _by_computation(text).values():
+        started: dict[str, int] = {}
+        products = 0
+        for line in lines:
+            if found := _START.search(line):
+                started[found[1]] = products
+            elif (found := _DONE.search(line)) and found[1] in started:
+                beside += products > started[found[1]]
+            elif " = " in line and _PRODUCT.search(line.split(", metadata=")[0]):
+                products += 1
+    return beside, len(_COLLECTIVE.findall(text))

@@ -74,7 +74,10 @@ def account(step) -> dict:
     sent: dict[str, float] = {}
     for c in found:
         sent[c.kind] = sent.get(c.kind, 0) + c.moved * c.times
+    beside, all_of_them = collectives.hidden(step.as_text())
     return {
+        "collectives": all_of_them,
+        "collectives_beside_products": beside,
         "arguments_gib": round(account.argument_size_in_bytes / GIB, 2),
         "temporary_gib": round(account.temp_size_in_bytes / GIB, 2),
         **{f"{k.replace('-', '_')}_gib": round(v / GIB, 2) for k, v in sent.items()},

@@ -54,6 +54,26 @@ def test_what_a_program_says_of_loops_and_asynchronous_calls(given, times):
     assert gather.moved == 24
 
 
+SCHEDULE = """\
+%async (p: f32[4]) -> f32[2] {
+  ROOT %reduce-scatter = f32[2] reduce-scatter(%p), replica_groups={{0,1}}
+}
+
+%body (p: f32[4]) -> f32[4] {
+  %all-gather-start.1 = (f32[1], f32[4]) all-gather-start(%p), replica_groups={{0,1}}
+  %fusion.3 = f32[4] fusion(%p), kind=kCustom, calls=%gemm_fusion
+  %all-gather-done.1 = f32[4] all-gather-done(%all-gather-start.1)
+  %reduce-scatter-start = ((f32[4]), f32[2]) async-start(%p), calls=%async
+  %add.1 = f32[4] add(%p, %p), metadata={op_name="jit(gemm)"}
+  %reduce-scatter-done = f32[2] async-done(%reduce-scatter-start)
+}
+"""
+
+
+def test_what_is_sent_while_something_is_multiplied():
+    assert collectives.hidden(SCHEDULE) == (1, 2)
+
+
 def test_what_a_compiled_program_communicates():
     mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
 
