@@ -108,6 +108,7 @@ def _add_score(commands) -> None:
         "--stride": {"type": int, "help": "score longer documents in windows"},
         "--dtype": {"choices": _DTYPES, "help": "the checkpoint's by default"},
         "--chunk": {"type": _chunk, "help": "tokens with logits at once, or auto"},
+        "--adapter": {"help": "directory of a LoRA adapter, in PEFT's layout"},
     }.items():
         score.add_argument(flag, default=argparse.SUPPRESS, **options)
     score.add_argument("--eos", action="store_true", help="score the end of each too")

@@ -40,6 +40,7 @@ class ScoreConfig:
     dtype: str | None = None  # of weights and activations; None: the checkpoint's
     chunk: int | Literal["auto"] = "auto"  # tokens whose logits may be alive at once
     eos: bool = False  # score the end of sequence after each document
+    adapter: str | None = None  # directory of a LoRA adapter, in PEFT's layout
 
     def __post_init__(self):
         """Refuse impossible values, by name."""
@@ -123,6 +124,7 @@ def _score_rest(
         dtype=config.dtype,
         param_dtype=config.dtype,
         head=HeadConfig(chunk=config.chunk),
+        adapter=config.adapter,
     )
     scorer = _Scorer(decoder, config.max_tokens, length)
     report = _Progress(console, documents, journal.done)
@@ -199,8 +201,14 @@ def _fingerprint(config: ScoreConfig, documents: Sequence[Tokens]) -> str:
     """Of all that the numbers depend on, and their order."""
     options = [config.max_tokens, config.stride, config.dtype, config.chunk]
     made = hashlib.sha256(json.dumps(options).encode())
-    directory = Path(config.model).expanduser()
-    for path in sorted([*directory.glob("*.safetensors"), directory / "config.json"]):
+    directories = [config.model] + ([config.adapter] if config.adapter else [])
+    paths = [
+        path
+        for directory in directories
+        for kind in ("*.safetensors", "*config.json")
+        for path in sorted(Path(directory).expanduser().glob(kind))
+    ]
+    for path in paths:
         size = path.stat().st_size
         made.update(f"{path.name} {size}".encode())
         with open(path, "rb") as file:

@@ -145,7 +145,7 @@ def test_reinforcement_learning_from_a_checkpoint(directory):
     model = texts.checkpoint("llama", directory, letters=letters)
     named = f"model.checkpoint={model}", "run.out_dir=run"
     result, shown = trained("grpo", *named)
-    assert len(result.history) == 3 and result.history[0].kl == 0
+    assert len(result.history) == 3 and result.history[0].kl < 1e-9
     assert "+" in shown and "saved in run/model" in shown
     adapted, shown = trained("grpo", named[0], "run.out_dir=b", "model.lora_rank=2",
                              "model.lora_head=True")  # fmt: skip
