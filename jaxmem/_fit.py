@@ -138,14 +138,20 @@ def fit(
 
     Raises:
         ValueError: nothing fits, the step names nothing, "auto" on a device that does
-            not say its limit.
+            not say its limit; measurements in one of several processes.
     """
+    several = jax.process_count() > 1
+    if several and (rates is None or trials):
+        raise ValueError(
+            "each of several processes would measure for itself, and may choose another "
+            "policy: choose in one and name it, or give rates and trials=0"
+        )
     limit = device_limit() if memory_limit == "auto" else int(memory_limit)
     rates = measure_rates() if rates is None else rates
     everything, nothing = step(None), step(Policy())
     sizes = _sizes(everything.jaxpr, names)
     if trials is None:
-        trials = 0 if jax.default_backend() == "cpu" else 3
+        trials = 0 if several or jax.default_backend() == "cpu" else 3
     made = _candidates(step, everything, nothing, sizes, rates.to_host > 0)
     if names is not None:
         made = [each for each in made if each.is_of(names)]

@@ -207,6 +207,15 @@ def test_names_that_the_step_does_not_give():
         remat.fit(bare, 10**9, rates=NO_HOST)
 
 
+def test_several_processes_do_not_measure_each_for_itself(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    for measuring in ({"rates": None}, {"rates": NO_HOST, "trials": 2}):
+        with pytest.raises(ValueError, match="each of several processes would measure"):
+            remat.fit(on_gpu, 10**9, **measuring)
+    chosen = remat.fit(on_gpu, 10**9, rates=NO_HOST, show=None)
+    assert chosen is None  # everything fits
+
+
 def test_a_device_without_a_limit():
     if jax.default_backend() == "cpu":
         with pytest.raises(ValueError, match="'auto' needs a device that says"):
