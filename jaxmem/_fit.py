@@ -143,8 +143,8 @@ def fit(
     several = jax.process_count() > 1
     if several and (rates is None or trials):
         raise ValueError(
-            "each of several processes would measure for itself, and may choose another "
-            "policy: choose in one and name it, or give rates and trials=0"
+            "each of several processes would measure for itself, and may choose "
+            "another policy: choose in one and name it, or give rates and trials=0"
         )
     limit = device_limit() if memory_limit == "auto" else int(memory_limit)
     rates = measure_rates() if rates is None else rates
