@@ -1,9 +1,8 @@
 """Derivative of logits from their exponentials, in place: no second look at them.
 
-Each block takes pieces of tiles in turn: a piece and what belongs to it arrive in a
-buffer, become derivatives there and leave for where they came from, while the next ones
-arrive. ln p is the logarithm of what was kept to 8 bits, as exact as a derivative in
-16 bits.
+Each block takes tiles in turn: a tile and what belongs to it arrive in a buffer, become
+derivatives there and leave for where they came from, while the next ones arrive. ln p
+is the logarithm of what was kept to 8 bits, as exact as a derivative in 16 bits.
 """
 
 import functools
@@ -20,7 +19,6 @@ from jaxmem.kernels.forward import Kept
 from jaxmem.kernels.logits import Env
 from jaxmem.kernels.ring import ceil_div
 
-_COLUMNS = 256  # at most, of what a block takes at a time
 _BUFFERS = 3  # a block: one that arrives, one in registers, one that leaves
 _BLOCKS = 2  # a multiprocessor: as many as shared memory holds
 _TINY = 1.2e-38  # the smallest that has a logarithm; p is 0 there
@@ -48,10 +46,9 @@ def derivative(
     if env.softcap is not None:
         of_rows["logprob"] = rows.logprob
     # Without an active row, products still read one tile of rows.
-    n_pieces = -(-env.columns // _columns(env))
-    n_pieces *= jnp.maximum(ceil_div(n_active, env.tiles.rows), 1)
+    n_tiles = jnp.maximum(ceil_div(n_active, env.tiles.rows), 1) * env.n_tiles
     operands = dict(
-        scalars=jnp.stack([n_active, n_pieces]), max=kept.max, labels=labels,
+        scalars=jnp.stack([n_active, n_tiles]), max=kept.max, labels=labels,
         rows=jnp.stack(tuple(of_rows.values())), odd=_odd_tiles(env, labels, n_active),
     )  # fmt: skip
     names = *operands, "exps"
@@ -67,10 +64,6 @@ def derivative(
     return pl.run_state(run)(kept.exps)
 
 
-def _columns(env):
-    return min(_COLUMNS, env.tiles.columns)
-
-
 def _odd_tiles(env, labels, n_active):
     """Also where rows end."""
     first_row = jnp.arange(env.n_rows // env.tiles.rows) * env.tiles.rows
@@ -80,11 +73,11 @@ def _odd_tiles(env, labels, n_active):
 
 def _kernel(env, names, row_names, *refs):
     t, gmem = env.tiles, dict(zip(names, refs, strict=True))
-    piece = _BUFFERS, t.rows, _columns(env)
+    tile = _BUFFERS, t.rows, t.columns
 
     @functools.partial(
         pl.run_scoped,
-        exps=plgpu.SMEM(piece, env.dtype, transforms=ring.swizzle(env.dtype)),
+        exps=plgpu.SMEM(tile, env.dtype, transforms=ring.swizzle(env.dtype)),
         max=plgpu.SMEM((_BUFFERS, t.rows), jnp.float32),
         labels=plgpu.SMEM((_BUFFERS, t.rows), jnp.int32),
         rows=plgpu.SMEM((_BUFFERS, len(row_names), t.rows), jnp.float32),
@@ -115,38 +108,35 @@ def _kernel(env, names, row_names, *refs):
 
 
 def _place(env, gmem, at):
-    """(row tile, tile, first column, numbers) of the at-th piece, along V."""
-    t, width = env.tiles, _columns(env)
-    n_pieces = -(-env.columns // width)
-    row, column = lax.div(at, n_pieces), lax.rem(at, n_pieces) * width
-    rows = pl.ds(row * t.rows, t.rows)
-    exps = gmem["exps"].at[rows, pl.ds(column, width)]
-    return row, lax.div(column, t.columns), column, exps
+    """(row tile, column tile, its numbers) of the at-th tile; neighbours along V."""
+    t, row, column = env.tiles, lax.div(at, env.n_tiles), lax.rem(at, env.n_tiles)
+    rows, columns = pl.ds(row * t.rows, t.rows), pl.ds(column * t.columns, t.columns)
+    return row, column, gmem["exps"].at[rows, columns]
 
 
 def _fetch(env, gmem, smem, slot, at, full):
-    """A piece and what belongs to it, on their way."""
-    row, tile, _, exps = _place(env, gmem, at)
+    """A tile and what belongs to it, on their way."""
+    row, column, exps = _place(env, gmem, at)
     rows = pl.ds(row * env.tiles.rows, env.tiles.rows)
-    tile = lax.min(tile, gmem["max"].shape[0] - 1)  # there is none where all is masked
+    of_tile = lax.min(column, gmem["max"].shape[0] - 1)  # none is where all is masked
     plgpu.copy_gmem_to_smem(exps, smem["exps"].at[slot], full)
-    plgpu.copy_gmem_to_smem(gmem["max"].at[tile, rows], smem["max"].at[slot], full)
+    plgpu.copy_gmem_to_smem(gmem["max"].at[of_tile, rows], smem["max"].at[slot], full)
     plgpu.copy_gmem_to_smem(gmem["labels"].at[rows], smem["labels"].at[slot], full)
     plgpu.copy_gmem_to_smem(gmem["rows"].at[:, rows], smem["rows"].at[slot], full)
 
 
 def _work(env, row_names, gmem, smem, at):
-    """A piece of the exponentials becomes derivatives and leaves."""
-    row, tile, column, exps = _place(env, gmem, at)
+    """A tile of exponentials becomes derivatives and leaves."""
+    row, column, exps = _place(env, gmem, at)
     of_rows = {k: smem["rows"][j] for j, k in enumerate(row_names)}
     shift = smem["max"][...] - of_rows["max"] - of_rows["log_sum"]
     of_rows |= {"shift": shift, "scale": jnp.exp(shift)}  # ln p = ln(exps) + shift
-    is_odd = gmem["odd"][row, tile] > 0
+    is_odd = gmem["odd"][row, column] > 0
 
     @pl.when(is_odd)
     def _with_labels_or_masks():
         t, labels = env.tiles, {"label": smem["labels"][...]}
-        first = row * t.rows, column, gmem["scalars"][0]
+        first = row * t.rows, column * t.columns, gmem["scalars"][0]
         _turn(env, smem["exps"], of_rows | labels, first)
 
     @pl.when(~is_odd)
@@ -158,12 +148,12 @@ def _work(env, row_names, gmem, smem, at):
 
 
 def _turn(env, smem, row, at=None):
-    """Exponentials into derivatives, a swizzle of columns at a time.
+    """A tile's exponentials into derivatives, a swizzle of columns at a time.
 
     `at` is (its first row, first column, n_active) where labels or masks may lie.
     """
     width = 64
-    for i in range(smem.shape[1] // width):
+    for i in range(env.tiles.columns // width):
         part = smem.at[:, pl.ds(i * width, width)]
         exps = plgpu.load(part, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
         first = None if at is None else at[1] + i * width
