@@ -54,7 +54,8 @@ def parallel(
     **Memory** a device: that of the verb for its tokens and its part of the vocabulary,
     and V·D over the size of vocab for a W that is gathered. A vocabulary or tokens that
     do not divide by the devices are padded in a copy of W, or of hidden; to save that
-    one, pad W when it is made and pass vocab_size.
+    one, pad W when it is made and pass vocab_size. A verb that needs all of W takes V·D
+    for it.
 
     **Communication** over vocab: as in `logprobs`. W's gradient is summed over the
     tokens' mesh axes, in W's type; along W_fsdp W itself moves once forward, and

@@ -41,6 +41,9 @@ def attend(
     Returns:
       An array like `query`.
 
+    **Memory** a device: queries, keys and values of whole sequences, for its part of
+    the heads; a mask is whole too, B·T² bytes: for long sequences pass None.
+
     Raises:
       ValueError: tokens or heads that do not divide by the devices.
     """
