@@ -99,8 +99,8 @@ def verified(sizes, variant, compiled, without) -> str:
     promised = remat.host_bytes(stack.step(sizes, variant), shapes, h)
     if not promised or jax.default_backend() == "cpu":
         return ""
-    if variant.rows != 1:
-        without = None  # of another size
+    if variant.rows != 1 or variant.policy.save:
+        without = None  # of another size, or with less on the device
     try:
         remat.verify(compiled, promised, without=without)
     except RuntimeError as error:
@@ -144,6 +144,8 @@ def work_run(args):
     for text in timed:
         error = gradient_error(norms[text], norms[args.first])
         rows[text]["gradient_error"] = f"{error:.1e}"
+    if not args.rounds:
+        return
     for taken in turns(sizes, args, timed, programs):
         for text in timed:
             workers.send(rows[text] | taken[text])

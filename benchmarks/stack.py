@@ -38,6 +38,7 @@ class Sizes:
 
 SIZES = {
     "deep": Sizes(),
+    "middle": Sizes(6, rows=2),
     "small": Sizes(8, 2048, 5504, 16, 2, 4096),
     "tiny": Sizes(4, 64, 160, 4, 2, 32, "xla"),  # for a CPU
 }
