@@ -514,3 +514,55 @@ def test_easydel_heads_that_are_left_alone(kind, fake_easydel, capsys):
         got = value(model, states()[0])
     jax.tree.map(np.testing.assert_array_equal, got, value(model, states()[0]))
     assert reason in capsys.readouterr().out
+
+
+# ------------------------------------------------------- Tunix after its 0.1.7
+
+
+def compute_chunked_logps(
+    model, hidden_states, target_ids, temperature, chunk_size, return_entropy
+):
+    logits = model.compute_final_logits(hidden_states).astype(jnp.float32)
+    logits = logits / temperature if temperature else logits
+    logps, entropy = log_softmax(logits, target_ids)
+    return (logps, entropy) if return_entropy else logps
+
+
+class TunixModel(nnx.Module):
+    __module__ = "tunix.models.stand_in.model"
+
+    def __init__(self, tied):
+        rngs = nnx.Rngs(0)
+        self.config = Config(final_logit_softcap=0.5)
+        self.embedder = nnx.Module()
+        table = nnx.initializers.normal(1.0)(rngs(), (V, D))
+        self.embedder.input_embedding = nnx.Param(table)
+        if not tied:
+            self.lm_head = nnx.Module()
+            self.lm_head.einsum_str = "BTD,DV->BTV"
+            self.lm_head.w = nnx.Param(nnx.initializers.normal(1.0)(rngs(), (D, V)))
+
+    def compute_final_logits(self, hidden):
+        tied = not hasattr(self, "lm_head")
+        W = self.embedder.input_embedding[...].T if tied else self.lm_head.w[...]
+        return 0.5 * jnp.tanh(hidden @ W / 0.5)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("temperature", [0.7, 0.0])
+def test_tunix_chunked_logps(tied, temperature, monkeypatch):
+    contents = {"compute_chunked_logps": compute_chunked_logps}
+    install(monkeypatch, "0.1.8", tunix__rl__common=contents)
+    module, labels = sys.modules["tunix.rl.common"], states()[1]
+
+    def value(model, hidden):
+        return module.compute_chunked_logps(model, hidden, labels, temperature, 2, True)
+
+    model = TunixModel(tied)
+    theirs = agree(value, model)
+    with tunix.applied(chunk=4):
+        ours = agree(value, model)
+        assert module.compute_chunked_logps is not compute_chunked_logps
+        alone = module.compute_chunked_logps(model, states()[0], labels, 1.0, 2, False)
+    assert_same(ours, theirs)
+    assert alone.shape == (B, T)

@@ -243,3 +243,16 @@ def test_impossible_adapters_are_refused(changes, message):
 def test_the_command_says_what_is_wrong_with_a_checkpoint(directory, capsys):
     assert cli.main(["train", "sft.gin", "model.checkpoint=nowhere"]) == 2
     assert "nowhere/config.json: cannot be read" in capsys.readouterr().err
+
+
+def test_a_checkpoint_goes_to_a_mesh_in_parts(directory):
+    model = texts.checkpoint("qwen3", directory)
+    named = f"model.checkpoint={model}", "data.batch_size=4", "run.steps=2"
+    alone, _ = trained("sft", *named, "run.out_dir=a", "model.lora_rank=2")
+    parts, shown = trained(
+        "sft", *named, "run.out_dir=b", "model.lora_rank=2", "mesh.fsdp=2",
+        "mesh.tensor=2",
+    )  # fmt: skip
+    for one, other in zip(alone.history, parts.history, strict=True):
+        assert abs(one.loss - other.loss) < 1e-4
+    assert "saved in b/adapter" in shown
