@@ -29,7 +29,7 @@ _PRODUCT = Tiles(group=1, cluster=2, panel=8, stored=32, slots=1, stored_bytes=4
 DEFAULTS: Mapping[Kernel, Tiles] = {
     "statistics": Tiles(group=4, cluster=2, panel=8),
     "exps": Tiles(group=4, cluster=2, panel=8, stored=64, slots=1),
-    "derivative": Tiles(group=1, cluster=2, panel=8, stored=32, slots=2),
+    "derivative": Tiles(group=1, cluster=2, panel=8, stored=64, slots=1),
     "to_hidden": _PRODUCT,
     "to_W": _PRODUCT,
 }
