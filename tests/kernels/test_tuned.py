@@ -27,9 +27,9 @@ def test_the_shipped_table_can_be_read():
 
 
 def test_an_entry_serves_its_head_alone(table):
-    better = dataclasses.replace(tuned.DEFAULTS["derivative"], panel=16, slots=1)
+    better = dataclasses.replace(tuned.DEFAULTS["derivative"], panel=16, stages=3)
     entry = tuned.entry_of("derivative", HEAD, better, {"ms": 1.0, "date": "today"})
-    assert entry["tiles"] == {"panel": 16, "slots": 1}
+    assert entry["tiles"] == {"panel": 16, "stages": 3}
     table([json.loads(json.dumps(entry))])
     assert tuned.tiles_for("derivative", HEAD) == better
     for other in (
