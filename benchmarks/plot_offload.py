@@ -5,34 +5,37 @@ python -m benchmarks.plot_offload offload_h200.csv --out offload_h200.svg
 
 import argparse
 import inspect
+import re
 
 from benchmarks import plot_head, results
 
-# How a variant is said, and where beside its point; those of another size are left out.
-LABELS = {
-    "none": ("none", (6, 0)),
-    "full": ("full", (7, 4)),
-    "dots": ("dots", (7, 2)),
-    "save_attention": ("save_attention", (7, 2)),
-    "offload_block": ("offload_block", (7, 4)),
-    "offload_attention": ("offload_attention", (7, 2)),
-    "full last=4:none": ("full, 4 kept", (7, 2)),
-    "full last=6:none": ("full, 6 kept", (7, -8)),
-    "offload_block save=attn_lse": ("offload_block, attention saved", (7, 2)),
-    "offload_block last=4:none": ("offload_block, 4 kept", (-4, -12)),
-    "offload_block last=7:none": ("offload_block, 7 kept", (7, -9)),
-}
-COLORS = {"offload": "#2f81f7", "full": "#d29922"}
+COLORS = {"offload": "#2f81f7", "full": "#d29922", "save": "#3fb950"}
+SAID = {"none": "kept whole", "full": "on the device"}  # blocks after the scan
+
+
+def label_of(variant):
+    """As the figure says it; None for other sizes and other compilers' options."""
+    name, *words = variant.split()
+    for word in words:
+        key, _, value = word.partition("=")
+        if key == "last":
+            n, _, kept = value.partition(":")
+            name += f", last {n} {SAID[kept]}"
+        elif key == "save":
+            name += f", {value} saved"
+        else:
+            return None
+    return name
 
 
 def points(rows):
-    """(label, offset, colour, GiB, ms) of what ran, once by device."""
+    """(label, colour, GiB, ms) of what ran."""
     for row in rows:
-        if row["variant"] in LABELS and row.get("peak_gib") and row["ms"][0].isdigit():
-            label, offset = LABELS[row["variant"]]
-            first = row["variant"].split("_")[0].split(" ")[0]
+        label = label_of(row["variant"])
+        if label and row.get("peak_gib") and row["ms"][:1].isdigit():
+            first = re.split("[_, ]", label)[0]
             color = COLORS.get(first, plot_head.GREY)
-            yield label, offset, color, float(row["peak_gib"]), float(row["ms"])
+            yield label, color, float(row["peak_gib"]), float(row["ms"])
 
 
 def figure(rows):
@@ -43,11 +46,14 @@ def figure(rows):
     import matplotlib.pyplot as plt
 
     fig, ax = plt.subplots(figsize=(7.2, 3.8), layout="constrained")
-    for label, offset, color, gib, ms in points(rows):
+    drawn = sorted(points(rows), key=lambda point: point[2])
+    right = (drawn[0][2] + drawn[-1][2]) / 2
+    for label, color, gib, ms in drawn:
         ax.plot(gib, ms, "o", color=color, markersize=6)
         ax.annotate(
-            label, (gib, ms), color=color, fontsize=8, xytext=offset,
-            textcoords="offset points",
+            label, (gib, ms), color=color, fontsize=8, va="center",
+            xytext=(7, 0) if gib < right else (-7, 0), textcoords="offset points",
+            ha="left" if gib < right else "right",
         )  # fmt: skip
     ax.set_title("ms a step, by GiB of the device", color=plot_head.GREY, fontsize=9,
                  loc="left")  # fmt: skip

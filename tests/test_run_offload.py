@@ -166,6 +166,9 @@ def test_the_figure(tmp_path):
         writer.writerow(["none", "out of memory", ""])
         writer.writerow(["offload_block rows=8", "8000", "40"])
     (point,) = plot_offload.points(results.read(path))
-    assert point[0] == "full" and point[3:] == (24.2, 1076.1)
+    assert point[0] == "full" and point[2:] == (24.2, 1076.1)
+    said = plot_offload.label_of("offload_block save=q last=4:none")
+    assert said == "offload_block, q saved, last 4 kept whole"
+    assert plot_offload.label_of("offload_block xla_gpu_x=False") is None
     plot_offload.main([str(path), "--out", str(tmp_path / "offload.svg")])
     assert "full" in (tmp_path / "offload.svg").read_text()
