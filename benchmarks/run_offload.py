@@ -13,6 +13,7 @@ verified.
 
 import argparse
 import concurrent.futures
+import dataclasses
 import functools
 import inspect
 import pathlib
@@ -92,6 +93,15 @@ def facts(sizes, text, variant, compiled, without) -> dict[str, Any]:
     return row | {"verified": verified(sizes, variant, compiled, without)}
 
 
+def twin_of(variant, variants) -> str | None:
+    """The variant that differs in nothing but that it offloads nothing."""
+    if variant.policy is None:
+        return None
+    policy = remat.Policy(variant.policy.save, dots=variant.policy.dots)
+    bare = dataclasses.replace(variant, policy=policy, options=())
+    return next((text for text, other in variants.items() if other == bare), None)
+
+
 def verified(sizes, variant, compiled, without) -> str:
     """yes, what is wrong, or nothing where nothing is promised."""
     shapes = jax.eval_shape(lambda: stack.initial(sizes, variant.last))
@@ -99,8 +109,6 @@ def verified(sizes, variant, compiled, without) -> str:
     promised = remat.host_bytes(stack.step(sizes, variant), shapes, h)
     if not promised or jax.default_backend() == "cpu":
         return ""
-    if variant.rows != 1 or variant.policy.save:
-        without = None  # of another size, or with less on the device
     try:
         remat.verify(compiled, promised, without=without)
     except RuntimeError as error:
@@ -124,7 +132,8 @@ def work_compile(args):
     programs = compile_all(sizes, variants)
     print(f"compiled in {time.perf_counter() - start:.0f} s", flush=True)
     for text, run in programs.items():
-        row = facts(sizes, text, variants[text], run, programs.get("full"))
+        without = programs.get(twin_of(variants[text], variants))
+        row = facts(sizes, text, variants[text], run, without)
         workers.send(row | results.provenance())
 
 

@@ -92,6 +92,18 @@ def test_run_offload(tmp_path, capsys, monkeypatch):
     assert {"device", "jax", "jaxlib", "date"} <= rows["full"].keys()
 
 
+def test_a_program_is_held_against_the_same_one_without_the_host():
+    texts = ["full", "offload_block", "full last=2:none", "save_attention"]
+    variants = {text: stack.read(text) for text in texts}
+
+    def twin(text):
+        return run_offload.twin_of(stack.read(text), variants)
+
+    assert twin("offload_block xla_gpu_x=False") == "full"
+    assert twin("offload_block last=2:none") == "full last=2:none"
+    assert twin("offload_block rows=8") is twin("none") is None
+
+
 def test_a_wrong_gradient_shows():
     wanted = {"w": jax.numpy.array([1.0, 2.0])}
     assert run_offload.gradient_error(wanted, wanted) == 0
@@ -161,12 +173,12 @@ def test_the_figure(tmp_path):
     path = tmp_path / "offload.csv"
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["variant", "ms", "peak_gib"])
-        writer.writerow(["full", "1076.1", "24.2"])
-        writer.writerow(["none", "out of memory", ""])
-        writer.writerow(["offload_block rows=8", "8000", "40"])
+        writer.writerow(["variant", "ms", "over_first", "peak_gib"])
+        writer.writerow(["full", "1076.1", "1.0", "24.2"])
+        writer.writerow(["none", "out of memory", "", ""])
+        writer.writerow(["offload_block rows=8", "8000", "", "40"])
     (point,) = plot_offload.points(results.read(path))
-    assert point[0] == "full" and point[2:] == (24.2, 1076.1)
+    assert point[0] == "full" and point[2:] == (24.2, 1.0)
     said = plot_offload.label_of("offload_block save=q last=4:none")
     assert said == "offload_block, q saved, last 4 kept whole"
     assert plot_offload.label_of("offload_block xla_gpu_x=False") is None
