@@ -165,7 +165,7 @@ def compiler_options(policy: Policy | str | None) -> dict[str, Any]:
 
     Copies from the host start a block ahead, at the price of one more input on the
     device. No CUDA graphs are made, in which kernels and copies hold each other up: on
-    one H200 they cost 4% of a step's time. Weights are sliced from their stack where
+    one H200 they cost 5% of a step's time. Weights are sliced from their stack where
     they are used and not on streams beside, of which XLA has four: on one of them a
     slice would wait for a copy to the host, and a product for it, another 1%. And XLA's
     own rematerialisation, which takes host memory for the device's, is off.
