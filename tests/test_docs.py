@@ -172,9 +172,10 @@ def _check_jaxmem(arguments):
     except SystemExit as stopped:  # --help and --version exit with 0
         assert stopped.code == 0, f"jaxmem {shlex.join(arguments)} does not parse"
         return
-    from jaxmem.train import config
+    if "overrides" in parsed:
+        from jaxmem.train import config
 
-    config.load(cli._find_config(parsed.file), parsed.overrides)
+        config.load(cli._find_config(parsed.file), parsed.overrides)
 
 
 def _check_extras(words):
