@@ -6,7 +6,8 @@ committed):
     python tests/checkpoints/make_tiny.py
 
 Each directory has what `save_pretrained` writes (weights in bfloat16) and expected.npz:
-tokens [B, T], and the logits of the same weights in float64 [B, T, V].
+tokens [B, T], the logits of the same weights in float64 [B, T, V], and `bfloat16`, those
+that the model makes in that type.
 """
 
 import json
@@ -102,6 +103,14 @@ def expected(model):
     return {"tokens": tokens.numpy(), "logits": logits.numpy()}
 
 
+def in_bfloat16(kind, directory, tokens):
+    model = kind.from_pretrained(
+        directory, dtype=torch.bfloat16, attn_implementation="eager"
+    )
+    with torch.no_grad():
+        return model(torch.from_numpy(tokens)).logits.float().numpy()
+
+
 def adapt(directory, seed=100):
     """A PEFT adapter of every matrix and the head, and the logits with it."""
     modules = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj lm_head".split()
@@ -130,7 +139,9 @@ def main():
         model.tie_weights()
         directory = TINY / name
         model.save_pretrained(directory, max_shard_size=SHARDED.get(name, "1GB"))
-        np.savez_compressed(directory / "expected.npz", **expected(model))
+        made = expected(model)
+        made["bfloat16"] = in_bfloat16(kind, directory, made["tokens"])
+        np.savez_compressed(directory / "expected.npz", **made)
         (directory / "generation_config.json").unlink()
         if name == "qwen3":
             adapt(directory)
