@@ -6,8 +6,8 @@ committed):
     python tests/checkpoints/make_tiny.py
 
 Each directory has what `save_pretrained` writes (weights in bfloat16) and expected.npz:
-tokens [B, T], the logits of the same weights in float64 [B, T, V], and `bfloat16`, those
-that the model makes in that type.
+tokens [B, T], logits of the same weights in float64 [B, T, V], and `bfloat16`: logits
+that were made in that type.
 """
 
 import json
