@@ -3,7 +3,8 @@
     decoder = checkpoints.load("Qwen3-0.6B", dtype="bfloat16")
     checkpoints.save("finetuned", decoder, like="Qwen3-0.6B")
 
-Architectures: Qwen2, Qwen3, Llama 3, Mistral, Gemma 2, Gemma 3 (text).
+Architectures: Qwen2, Qwen3, Llama 3, Mistral, Gemma 2, Gemma 3 (of those that read
+images, the text part).
 """
 
 from jaxmem.checkpoints.adapters import save_adapter as save_adapter

@@ -58,7 +58,8 @@ def save_adapter(
     Args:
       directory: to make; it appears when it is whole.
       decoder: with `lora_rank` above 0.
-      base: name or directory of the model that they adapt, for who loads them.
+      base: name or directory of the model that they adapt, for who loads them. Of a
+        model that reads images PEFT needs the text part alone, as `save` writes it.
       overwrite: whether the directory may exist, and is replaced.
 
     Raises:

@@ -22,10 +22,11 @@ class CheckpointConfig:
     """What a checkpoint's `config.json` says."""
 
     path: Path  # of the file
-    raw: Mapping[str, Any]  # all of it, to be saved again
+    raw: Mapping[str, Any]  # all of it, to be saved again; of a text part, its own
     model: ModelConfig  # float32; the types are the reader's to choose
     max_positions: int  # tokens of the longest context
     dtype: str | None  # of the stored weights, where it is said
+    text_part: bool = False  # of a model that reads images, too
 
 
 # Keys that change no logit of a forward pass without dropout.
@@ -47,6 +48,23 @@ _MUST_BE = {
     "partial_rotary_factor": (1.0, None),
     "is_encoder_decoder": (False, None),
     "add_cross_attention": (False, None),
+}
+# The text part of this one is read. Beside its config stands what is of images alone,
+# and what both parts share; sizes that are left out there are these.
+_WITH_IMAGES = "Gemma3ForConditionalGeneration"
+_OF_IMAGES = frozenset(
+    "boi_token_index eoi_token_index image_token_index mm_tokens_per_image "
+    "vision_config".split()
+)
+_SHARED = (
+    "bos_token_id", "dtype", "eos_token_id", "pad_token_id", "torch_dtype",
+    "transformers_version",
+)  # fmt: skip
+_GEMMA3_SIZES = {
+    "max_position_embeddings": 131_072,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 262_208,
 }
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}
 _KINDS = {"full_attention": "global", "sliding_attention": "local"}
@@ -125,6 +143,9 @@ def read_config(directory: str | Path) -> CheckpointConfig:
         raise CheckpointError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(raw, dict):
         raise CheckpointError(f"{path}: expected a JSON object")
+    text_part = raw.get("model_type") == "gemma3"
+    if text_part:
+        raw = _gemma3_text(path, raw)
     reader = _Reader(path, raw)
     build = _architecture(reader)
     fields = _sizes(reader) | build(reader)
@@ -135,15 +156,37 @@ def read_config(directory: str | Path) -> CheckpointConfig:
         raise CheckpointError(f"{path}: {error}") from error
     dtype = raw.get("dtype", raw.get("torch_dtype"))
     positions = reader.take("max_position_embeddings", int)
-    return CheckpointConfig(path, raw, model, positions, dtype)
+    return CheckpointConfig(path, raw, model, positions, dtype, text_part)
+
+
+def _gemma3_text(path: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The text part's config out of Gemma 3's, as a checkpoint of it alone has it."""
+    named = raw.get("architectures") or [_WITH_IMAGES]
+    if named != [_WITH_IMAGES]:
+        raise CheckpointError(f"{path}: model_type 'gemma3' is not that of {named[0]}")
+    reader = _Reader(path, raw)
+    reader.read.update(_OF_IMAGES)
+    text = reader.take("text_config", dict)
+    tied = reader.take("tie_word_embeddings", bool, True)
+    reader.finish()
+    if text.get("tie_word_embeddings", tied) is not tied:
+        raise CheckpointError(
+            f"{path}: tie_word_embeddings is {tied}, and in text_config "
+            f"{text['tie_word_embeddings']!r}"
+        )
+    shared = {key: raw[key] for key in _SHARED if key in raw}
+    if shared.keys() & {"dtype", "torch_dtype"}:
+        text = {k: v for k, v in text.items() if k not in ("dtype", "torch_dtype")}
+    made = {"model_type": "gemma3_text"} | _GEMMA3_SIZES | text | shared
+    return made | {"architectures": ["Gemma3ForCausalLM"], "tie_word_embeddings": tied}
 
 
 def _architecture(reader: _Reader) -> Callable[[_Reader], dict[str, Any]]:
     """The reader of what is an architecture's own."""
     named = reader.raw.get("architectures") or []
     for name in named:
-        if name not in _ARCHITECTURES:
-            known = ", ".join(_ARCHITECTURES)
+        if name not in (*_ARCHITECTURES, _WITH_IMAGES):
+            known = ", ".join((*_ARCHITECTURES, _WITH_IMAGES))
             raise CheckpointError(
                 f"{reader.path}: architecture {name!r} is not implemented; known are "
                 f"{known}"
@@ -153,7 +196,7 @@ def _architecture(reader: _Reader) -> Callable[[_Reader], dict[str, Any]]:
     if kind not in by_type:
         raise CheckpointError(
             f"{reader.path}: model_type {kind!r} is not implemented; known are "
-            f"{', '.join(by_type)}"
+            f"{', '.join(by_type)}, 'gemma3'"
         )
     if named and by_type[kind] not in named:
         raise CheckpointError(

@@ -2,9 +2,11 @@
 
 The decoder stacks the layers' weights and multiplies by kernels [in, out]; a checkpoint
 has a tensor a layer, and matrices [out, in]. One table serves every architecture: they
-differ in which of its names there are, and Gemma in what two norms are called.
+differ in which of its names there are, and Gemma in what two norms are called. A model
+that reads images has prefixes before them, and tensors that no text needs.
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from jaxmem.train.layers import ModelConfig
@@ -30,6 +32,21 @@ _POST_NORMS = {
 _WHOLE = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
 
 
+# What stands in place of "model." and before "lm_head".
+ALONE = ("model.", "")
+# The same of a text part: as it is published, and as the modules are called.
+_TEXT_PARTS = (
+    ("language_model.model.", "language_model."),
+    ("model.language_model.", ""),
+)
+OF_IMAGES = (
+    "vision_tower.",
+    "multi_modal_projector.",
+    "model.vision_tower.",
+    "model.multi_modal_projector.",
+)
+
+
 class Stored(NamedTuple):
     """How a weight of the decoder is stored."""
 
@@ -51,15 +68,31 @@ def module_name(module: str, config: ModelConfig) -> str:
     return "model.layers.{}." + names[module.removeprefix("blocks/")]
 
 
-def stored(path: str, config: ModelConfig) -> Stored:
+def stored(path: str, config: ModelConfig, prefixes: tuple[str, str] = ALONE) -> Stored:
     """Find a weight.
 
     Args:
       path: of the weight in the decoder, like "blocks/attention/query/kernel".
       config: of the decoder.
+      prefixes: `ALONE`, or `text_prefixes`.
     """
     module, _, kind = path.rpartition("/")
     name = module_name(module, config) + (".bias" if kind == "bias" else ".weight")
+    inside = name.startswith(ALONE[0])
+    name = prefixes[0] + name.removeprefix(ALONE[0]) if inside else prefixes[1] + name
     stacked = "{}" in name
     layers = range(config.layers) if stacked else range(1)
     return Stored(tuple(name.format(i) for i in layers), stacked, kind == "kernel")
+
+
+def text_prefixes(tensors: Iterable[str]) -> tuple[str, str]:
+    """Find what a model that reads images has in place of `ALONE`.
+
+    Args:
+      tensors: the model's names.
+    """
+    present = list(tensors)
+    for prefixes in _TEXT_PARTS:
+        if any(name.startswith(prefixes[0]) for name in present):
+            return prefixes
+    return _TEXT_PARTS[0]

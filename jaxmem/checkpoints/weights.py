@@ -4,6 +4,7 @@ import dataclasses
 import json
 import shutil
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -114,20 +115,27 @@ def read_weights(
     Returns:
       Arrays nested by name, as `nnx.to_pure_dict` of the decoder's state has them.
 
+    Warns:
+      UserWarning: of a model that reads images, only the text part is read.
+
     Raises:
       CheckpointError: a tensor is missing, has another shape, or is not the decoder's;
         it is named with its file.
     """
     tensors = Tensors(Path(directory).expanduser())
+    text_part = read_config(directory).text_part
+    prefixes = names.text_prefixes(tensors) if text_part else names.ALONE
     every = _flat(nnx.to_pure_dict(nnx.split(_abstract(model))[1]))
     every = {path: leaf for path, leaf in every.items() if not is_adapter(path)}
-    _refuse_others(tensors, every, model)
+    _refuse_others(tensors, every, model, prefixes)
+    if text_part:
+        _say_what_is_left_out(tensors)
     wanted = every if like is None else _flat(like)
     made = {}
     for path, leaf in wanted.items():
         if path not in every:  # an adapter's
             continue
-        read = _reader(tensors, names.stored(path, model), leaf)
+        read = _reader(tensors, names.stored(path, model, prefixes), leaf)
         place = sharding(path, leaf.shape) if callable(sharding) else sharding
         place = place or (leaf.sharding if like is not None else None)
         if place is None:
@@ -149,7 +157,8 @@ def save(
     """Save a decoder as a checkpoint of the same architecture as another.
 
     Config and tokenizer are the other's, weights the decoder's, under the names and in
-    the layout that `transformers` expects. The directory appears when it is whole.
+    the layout that `transformers` expects. Like a model that reads images, its text
+    part alone is saved (Gemma3ForCausalLM). The directory appears when it is whole.
 
     Args:
       directory: to make.
@@ -233,18 +242,34 @@ def _flat(weights: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_others(
-    tensors: Tensors, wanted: Mapping[str, Any], model: ModelConfig
+    tensors: Tensors,
+    wanted: Mapping[str, Any],
+    model: ModelConfig,
+    prefixes: tuple[str, str],
 ) -> None:
-    known = {name for path in wanted for name in names.stored(path, model).names}
+    stored = [names.stored(path, model, prefixes) for path in wanted]
+    known = {name for weight in stored for name in weight.names}
+    if model.tied:  # the embedding once more
+        known.update(names.stored("head/kernel", model, prefixes).names)
     for name in tensors:
-        # Made from config.json; and the embedding once more.
-        derived = name.endswith("rotary_emb.inv_freq")
-        if name in known or derived or (model.tied and name == "lm_head.weight"):
+        derived = name.endswith("rotary_emb.inv_freq")  # made from config.json
+        images = prefixes != names.ALONE and name.startswith(names.OF_IMAGES)
+        if name in known or derived or images:
             continue
         raise CheckpointError(
             f"{tensors.file_of(name)}: tensor {name} is none of the model that "
             "config.json describes"
         )
+
+
+def _say_what_is_left_out(tensors: Tensors) -> None:
+    """Once: the same warning from the same line is shown no more than that."""
+    left = sum(name.startswith(names.OF_IMAGES) for name in tensors)
+    warnings.warn(
+        f"{tensors.directory}: only the text part of a model that reads images is "
+        f"read; its {left} tensors of images are left out",
+        stacklevel=1,
+    )
 
 
 def _reader(

@@ -84,6 +84,26 @@ MODELS = {
         ),
     ),
 }
+MODELS["gemma3_images"] = (
+    tf.Gemma3ForConditionalGeneration,
+    tf.Gemma3Config(
+        text_config=MODELS["gemma3"][1].to_dict(),
+        vision_config={
+            "hidden_size": 8,
+            "intermediate_size": 8,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 4,
+            "patch_size": 2,
+            "vision_use_head": False,
+        },
+        mm_tokens_per_image=4,
+        boi_token_index=36,
+        eoi_token_index=37,
+        image_token_index=38,
+        attn_implementation="eager",
+    ),
+)
 SHARDED = {"mistral": "6KB"}  # the largest file
 
 

@@ -94,6 +94,27 @@ GEMMA3 = GEMMA2 | {
     "sliding_window": 1024,
     "sliding_window_pattern": 6,
 }
+GEMMA3_4B = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "boi_token_index": 255999,
+    "eoi_token_index": 256000,
+    "eos_token_id": [1, 106],
+    "image_token_index": 262144,
+    "initializer_range": 0.02,
+    "mm_tokens_per_image": 256,
+    "model_type": "gemma3",
+    "text_config": {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.50.0.dev0",
+    "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"},
+}
 SCALED = {
     "factor": 8.0,
     "high_freq_factor": 4.0,
@@ -131,6 +152,19 @@ def test_gemma_3_before_its_layers_were_listed(tmp_path):
     sizes = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}
     made = read(tmp_path, GEMMA3 | sizes, vocab_size=262208).model
     assert made == shipped(tmp_path, "gemma3_4b")
+
+
+def test_the_text_part_of_gemma_3(tmp_path):
+    made = read(tmp_path, GEMMA3_4B)
+    assert made.model == shipped(tmp_path, "gemma3_4b")
+    assert (made.dtype, made.max_positions, made.text_part) == ("bfloat16", 2**17, True)
+    again = read(tmp_path, made.raw)  # as a checkpoint of its own
+    assert (again.model, again.raw) == (made.model, made.raw)
+    assert not again.text_part
+    assert made.raw["architectures"] == ["Gemma3ForCausalLM"]
+    assert made.raw["eos_token_id"] == [1, 106]
+    text = GEMMA3_4B["text_config"] | {"torch_dtype": "float32", "eos_token_id": 1}
+    assert read(tmp_path, GEMMA3_4B, text_config=text).raw == made.raw
 
 
 def test_llama_3_1_scales_its_wavelengths(tmp_path):
@@ -233,6 +267,34 @@ def test_what_is_left_out_is_what_transformers_takes(tmp_path):
             GEMMA2,
             dict(use_bidirectional_attention=True),
             "use_bidirectional_attention=T",
+        ),
+        (
+            GEMMA3,
+            dict(architectures=GEMMA3_4B["architectures"]),
+            "'gemma3_text' is not that of Gemma3ForConditionalGeneration",
+        ),
+        (
+            GEMMA3_4B,
+            dict(architectures=["Gemma3ForCausalLM"]),
+            "'gemma3' is not that of Gemma3ForCausalLM",
+        ),
+        (GEMMA3_4B, dict(text_config=None), "text_config must be dict, got None"),
+        (
+            GEMMA3_4B,
+            dict(text_config=QWEN3),
+            "'qwen3' is not that of Gemma3ForCausalLM",
+        ),
+        (GEMMA3_4B, dict(audio_config={}), "unknown keys 'audio_config'"),
+        (GEMMA3_4B, dict(quantization_config={"bits": 4}), "quantization_config={'bi"),
+        (
+            GEMMA3_4B,
+            dict(text_config=GEMMA3_4B["text_config"] | {"altup": 1}),
+            "unknown keys 'altup'",
+        ),
+        (
+            GEMMA3_4B,
+            dict(text_config=GEMMA3 | {"tie_word_embeddings": False}),
+            "tie_word_embeddings is True, and in text_config False",
         ),
         (
             GEMMA3,

@@ -16,7 +16,7 @@ from jaxmem import checkpoints, cli
 from jaxmem.checkpoints import CheckpointError
 from jaxmem.train import config as configuration
 from jaxmem.train import data, grpo, lora, sft, starting, vocabulary
-from jaxmem.train.model import ModelConfig
+from jaxmem.train.model import Decoder, ModelConfig
 from tests.checkpoints import texts
 
 TEXT = ["abcabc"] * 4  # all alike: so is the mean loss of any batch of them
@@ -243,6 +243,21 @@ def test_impossible_adapters_are_refused(changes, message):
 def test_the_command_says_what_is_wrong_with_a_checkpoint(directory, capsys):
     assert cli.main(["train", "sft.gin", "model.checkpoint=nowhere"]) == 2
     assert "nowhere/config.json: cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "alone"), [("gemma3", True), ("gemma3_images", False)]
+)
+def test_what_an_adapter_is_loaded_with_is_said(name, alone, tmp_path):
+    model = checkpoints.with_checkpoint(
+        ModelConfig(checkpoint=str(texts.TINY / name), lora_rank=1)
+    )
+    console = Console(file=io.StringIO())
+    starting.leave(tmp_path, Decoder(model, rngs=nnx.Rngs(0)), console)
+    said = console.file.getvalue()
+    assert (tmp_path / "adapter" / "adapter_config.json").exists()
+    assert f"saved in {tmp_path}/adapter, for transformers to load" in said
+    assert ("with the text part of the checkpoint alone" not in said) == alone
 
 
 def test_a_checkpoint_goes_to_a_mesh_in_parts(directory):

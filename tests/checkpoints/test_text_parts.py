@@ -1,0 +1,107 @@
+"""The text part of a model that reads images: where it is, what is left, what it makes.
+
+test_weights.py holds its numbers to torch's, test_architectures.py reads its config.
+"""
+
+import json
+import pathlib
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+from jaxmem import checkpoints
+from jaxmem.checkpoints import CheckpointError
+
+TINY = pathlib.Path(__file__).parent / "tiny"
+IMAGES = TINY / "gemma3_images"
+IGNORED = pytest.mark.filterwarnings("ignore:.*only the text part")
+
+
+def tensors(directory=IMAGES):
+    return load_file(directory / "model.safetensors")
+
+
+def changed(tmp_path, made):
+    """A checkpoint with these tensors."""
+    source = pathlib.Path(shutil.copytree(IMAGES, tmp_path / "source"))
+    save_file(made, source / "model.safetensors")
+    return source
+
+
+def renamed(name):
+    """As transformers calls the modules."""
+    if name.startswith("language_model.model."):
+        return name.replace("language_model.model.", "model.language_model.")
+    return "model." + name
+
+
+def test_what_is_left_out_is_said():
+    left = [n for n in tensors() if not n.startswith("language_model.model.")]
+    assert {n.split(".")[0] for n in left} == {"vision_tower", "multi_modal_projector"}
+    with pytest.warns(UserWarning, match=f"its {len(left)} tensors of images are left"):
+        checkpoints.load(IMAGES)
+
+
+@IGNORED
+def test_it_is_found_under_either_prefix(tmp_path):
+    source = changed(tmp_path, {renamed(k): v for k, v in tensors().items()})
+    states = map(nnx.state, map(checkpoints.load, (IMAGES, source)))
+    jax.tree.map(np.testing.assert_array_equal, *states)
+
+
+def test_it_is_saved_as_a_model_of_its_own(tmp_path):
+    with pytest.warns(UserWarning, match="only the text part"):
+        decoder = checkpoints.load(IMAGES)
+    checkpoints.save(tmp_path / "out", decoder, like=IMAGES)
+    text = {k: v for k, v in tensors().items() if k.startswith("language_model.")}
+    after = tensors(tmp_path / "out")
+    assert after.keys() == {k.removeprefix("language_model.") for k in text}
+    assert after.keys() == tensors(TINY / "gemma3").keys()
+    for name, tensor in text.items():
+        np.testing.assert_array_equal(
+            after[name.removeprefix("language_model.")], tensor
+        )
+    configs = [d / "config.json" for d in (TINY / "gemma3", tmp_path / "out")]
+    assert json.loads(configs[0].read_text()) == json.loads(configs[1].read_text())
+    again = checkpoints.load(tmp_path / "out")  # of which nothing is left out
+    assert again.config == decoder.config
+
+
+@IGNORED
+@pytest.mark.parametrize("rename", [lambda name: name, renamed])
+def test_wrong_tensors_are_named_as_they_are_stored(rename, tmp_path):
+    made = {rename(k): v for k, v in tensors().items()}
+    lost = rename("language_model.model.layers.1.mlp.up_proj.weight")
+    source = changed(tmp_path, {k: v for k, v in made.items() if k != lost})
+    with pytest.raises(CheckpointError, match=f"tensor {lost} is missing"):
+        checkpoints.load(source)
+    for extra in ("audio_tower.weight", "model.layers.1.mlp.up_proj.weight"):
+        save_file(made | {extra: made[lost]}, source / "model.safetensors")
+        with pytest.raises(CheckpointError, match=f"{extra} is none of the model"):
+            checkpoints.load(source)
+
+
+@IGNORED
+@pytest.mark.parametrize(
+    ("rename", "head"),
+    [(lambda name: name, "language_model.lm_head"), (renamed, "lm_head")],
+)
+def test_the_tied_head_may_be_there_too(rename, head, tmp_path):
+    made = {rename(k): v for k, v in tensors().items()}
+    made[f"{head}.weight"] = np.ones((40, 16), np.float32)
+    np.testing.assert_array_equal(
+        checkpoints.load(changed(tmp_path, made)).embed.embedding[...],
+        checkpoints.load(IMAGES).embed.embedding[...],
+    )
+
+
+def test_tensors_of_images_in_a_model_without_are_refused(tmp_path):
+    source = pathlib.Path(shutil.copytree(TINY / "gemma3", tmp_path / "source"))
+    extra = {"vision_tower.weight": np.ones(2, np.float32)}
+    save_file(tensors(source) | extra, source / "model.safetensors")
+    with pytest.raises(CheckpointError, match="vision_tower.weight is none of the mo"):
+        checkpoints.load(source)
