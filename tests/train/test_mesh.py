@@ -27,12 +27,7 @@ DATA = DataConfig(vocab_size=320, sequence_length=32, batch_size=8, held_out=0.1
 RUN = RunConfig(steps=4, checkpoint_every=2, log_every=9, compare_heads=False)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    """These programs are tiny: all their time would go into optimizing them."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 @pytest.fixture(scope="module")
