@@ -105,6 +105,13 @@ def forward_and_keep(spec: Spec, source: Head, rows: Rows, names) -> tuple[dict,
     """`forward`, and the first active rows' exponentials, for `backward`."""
     from jaxmem.kernels import forward as kernel
 
+    if _shards.varying((source, rows)):
+        # What is kept would have to be typed as different on each device, and nothing
+        # so typed can be written to in place.
+        raise NotImplementedError(
+            "residual_bytes inside jax.shard_map needs check_vma=False there; or pass "
+            "residual_bytes=0"
+        )
     padded = _pad(spec, _xla.cast(spec, source))
     env, first, rest = _split(spec, padded, rows)
     ids, n_active = _active_first(first.active, env.n_rows)

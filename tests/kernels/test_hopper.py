@@ -214,6 +214,20 @@ def test_parts_of_the_vocabulary_lower_for_cuda(check_vma, lowered_anywhere):
     assert text.count("mosaic_gpu") >= 7
 
 
+@needs_pallas
+def test_what_is_kept_cannot_be_typed_by_device(lowered_anywhere):
+    def total(h, W, y):
+        return jaxmem.logprobs(
+            h, W, y, axis_name="tensor", residual_bytes="all"
+        ).sum()  # fmt: skip
+
+    shapes, types = [(300, 256), (512, 256), (300,)], (*[jnp.bfloat16] * 2, jnp.int32)
+    operands = list(map(jax.ShapeDtypeStruct, shapes, types))
+    with pytest.raises(NotImplementedError, match="needs check_vma=False there"):
+        in_parts(total).trace(*operands)
+    assert in_parts(total, check_vma=False).trace(*operands)
+
+
 HEAD = jnp.zeros((4, 64), jnp.bfloat16), jnp.zeros((128, 64), jnp.bfloat16)
 
 
