@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.experimental.compilation_cache import compilation_cache
 from rich.console import Console
 
 from jaxmem import checkpoints, cli
@@ -21,7 +22,7 @@ from tests.checkpoints import texts
 
 TEXT = ["abcabc"] * 4  # all alike: so is the mean loss of any batch of them
 SFT = """
-data.source = "text.jsonl"
+data.source = "shuffled.jsonl"
 data.sequence_length = 16
 data.batch_size = 2
 head.chunk = 8
@@ -31,6 +32,7 @@ run.steps = 3
 run.checkpoint_every = 3
 run.compare_heads = False
 """
+ADAPTED = "model.lora_rank=2", "data.batch_size=4", "optimizer.learning_rate=0.03"
 GRPO = """
 include "sft.gin"
 task.digits = 1
@@ -46,12 +48,25 @@ run.job = "grpo"
 """
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    """These programs are tiny: all their time would go into optimizing them."""
-    jax.config.update("jax_disable_most_optimizations", True)
+pytestmark = pytest.mark.usefixtures("quick_compilation", "compiled_once")
+
+
+@pytest.fixture(scope="module")
+def compiled_once(tmp_path_factory):
+    """Runs that are resumed, or like others, find their programs compiled."""
+    said = {
+        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in said}
+    for name, value in said.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
     yield
-    jax.config.update("jax_disable_most_optimizations", False)
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
 
 
 @pytest.fixture
@@ -59,6 +74,8 @@ def directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     records = [json.dumps({"text": text}) + "\n" for text in TEXT]
     pathlib.Path("text.jsonl").write_text("".join(records))
+    # Grain takes a millisecond an index to shuffle four, and far less to shuffle many.
+    pathlib.Path("shuffled.jsonl").write_text("".join(records) * 32)
     pathlib.Path("sft.gin").write_text(SFT)
     kept = [line for line in SFT.splitlines() if not line.startswith("data.")]
     pathlib.Path("grpo.gin").write_text(
@@ -78,17 +95,14 @@ def weights_of(decoder):
     return nnx.to_pure_dict(nnx.split(decoder)[1])
 
 
+@jax.jit
 def mean_loss(decoder):
     """Of the text, every token after the first of each document, and its end."""
     ids = [[1, *(texts.LETTERS.index(c) + 3 for c in text), 2] for text in TEXT]
-    total = count = 0
-    for row in ids:
-        row = jnp.asarray([row])
-        places = jnp.arange(row.shape[1])[None]
-        hidden = decoder(row, jnp.ones_like(row), places)
-        total -= float(decoder.head.logprobs(hidden[:, :-1], row[:, 1:]).sum())
-        count += row.shape[1] - 1
-    return total / count
+    rows = jnp.asarray(ids)
+    places = jnp.broadcast_to(jnp.arange(rows.shape[1]), rows.shape)
+    hidden = decoder(rows, jnp.ones_like(rows), places)
+    return -decoder.head.logprobs(hidden[:, :-1], rows[:, 1:]).mean()
 
 
 # -------------------------------------------------------------------- runs
@@ -111,16 +125,15 @@ def test_supervised_training_starts_from_a_checkpoint_and_leaves_one(directory):
     # Resumed for two steps more, then from what it left: a run like any other.
     more, _ = trained("sft", *named, "run.out_dir=run", "run.steps=5")
     assert len(more.history) == 5
-    again, _ = trained("sft", "model.checkpoint=run/model", "run.out_dir=run2")
+    named = "model.checkpoint=run/model", "data.batch_size=4", "run.steps=5"
+    again, _ = trained("sft", *named, "run.out_dir=run2")
     assert again.history[0].loss < result.history[-1].loss
 
 
 def test_adapters_train_with_the_base_frozen(directory):
     model = texts.checkpoint("qwen3", directory)
-    result, shown = trained(
-        "sft", f"model.checkpoint={model}", "run.out_dir=run", "model.lora_rank=2",
-        "model.lora_head=True", "optimizer.learning_rate=0.03", "data.batch_size=4",
-    )  # fmt: skip
+    named = f"model.checkpoint={model}", *ADAPTED, "model.lora_head=True"
+    result, shown = trained("sft", *named, "run.out_dir=run")
     assert result.history[-1].loss < result.history[0].loss - 0.1
     assert "saved in run/adapter" in shown
     loaded = checkpoints.load(
@@ -131,11 +144,7 @@ def test_adapters_train_with_the_base_frozen(directory):
     assert flat["head"].keys() == {"lora_a", "lora_b"}
     assert np.abs(flat["head"]["lora_b"]).max() > 0
     # One more step's loss: what was saved is what was trained.
-    more, _ = trained(
-        "sft", f"model.checkpoint={model}", "run.out_dir=run", "model.lora_rank=2",
-        "model.lora_head=True", "optimizer.learning_rate=0.03", "data.batch_size=4",
-        "run.steps=4",
-    )  # fmt: skip
+    more, _ = trained("sft", *named, "run.out_dir=run", "run.steps=4")
     assert abs(more.history[-1].loss - mean_loss(loaded)) < 1e-4
     assert abs(more.history[0].loss - mean_loss(base)) < 1e-4
 
@@ -252,8 +261,11 @@ def test_what_an_adapter_is_loaded_with_is_said(name, alone, tmp_path):
     model = checkpoints.with_checkpoint(
         ModelConfig(checkpoint=str(texts.TINY / name), lora_rank=1)
     )
-    console = Console(file=io.StringIO())
-    starting.leave(tmp_path, Decoder(model, rngs=nnx.Rngs(0)), console)
+    shapes = nnx.eval_shape(lambda: Decoder(model, rngs=nnx.Rngs(0)))
+    definition, state = nnx.split(shapes)
+    zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), state)
+    console = Console(file=io.StringIO(), width=1000)
+    starting.leave(tmp_path, nnx.merge(definition, zeros), console)
     said = console.file.getvalue()
     assert (tmp_path / "adapter" / "adapter_config.json").exists()
     assert f"saved in {tmp_path}/adapter, for transformers to load" in said
@@ -262,12 +274,11 @@ def test_what_an_adapter_is_loaded_with_is_said(name, alone, tmp_path):
 
 def test_a_checkpoint_goes_to_a_mesh_in_parts(directory):
     model = texts.checkpoint("qwen3", directory)
-    named = f"model.checkpoint={model}", "data.batch_size=4", "run.steps=2"
-    alone, _ = trained("sft", *named, "run.out_dir=a", "model.lora_rank=2")
+    named = f"model.checkpoint={model}", *ADAPTED
+    alone, _ = trained("sft", *named, "run.out_dir=a")
     parts, shown = trained(
-        "sft", *named, "run.out_dir=b", "model.lora_rank=2", "mesh.fsdp=2",
-        "mesh.tensor=2",
-    )  # fmt: skip
+        "sft", *named, "run.out_dir=b", "mesh.fsdp=2", "mesh.tensor=2"
+    )
     for one, other in zip(alone.history, parts.history, strict=True):
         assert abs(one.loss - other.loss) < 1e-4
     assert "saved in b/adapter" in shown
