@@ -29,7 +29,7 @@ def lowered_anywhere(monkeypatch):
 
 
 @pytest.fixture
-def interpreted(lowered_anywhere, monkeypatch):
+def interpreted(lowered_anywhere, quick_compilation, monkeypatch):
     """The kernels run on this CPU, two blocks at a time.
 
     The interpreter knows neither copies to a cluster nor additions on the way out.
