@@ -94,7 +94,6 @@ def test_entropy_is_not_computed_for_logprobs():
 @pytest.mark.parametrize("n_active", [0, 1, 64, 65, 256])
 def test_the_loop_stops_after_the_active_rows(n_active):
     """The loop counts its own trips, and the rows that it was handed."""
-    spec = Spec(V, V, CHUNK, ("logprob",), np.dtype(np.float32))
     active = np.zeros(N, bool)
     active[np.random.default_rng(0).permutation(N)[:n_active]] = True
 
@@ -102,7 +101,7 @@ def test_the_loop_stops_after_the_active_rows(n_active):
         trips, seen = carry
         return trips + 1, seen + jnp.sum(row_ids < N)
 
-    trips, seen = _xla.for_active_chunks(spec, active, body, (0, 0))
+    trips, seen = _xla.for_active_chunks(CHUNK, active, body, (0, 0))
     assert (int(trips), int(seen)) == (-(-n_active // CHUNK), n_active)
 
 
