@@ -11,7 +11,6 @@ import pytest
 
 import jaxmem
 from jaxmem import _xla
-from jaxmem._spec import Spec
 from tests.cases import Case
 
 F32, BF16 = jnp.float32, jnp.bfloat16
