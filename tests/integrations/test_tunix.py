@@ -25,7 +25,10 @@ with warnings.catch_warnings():
     qwen3 = importlib.import_module("tunix.models.qwen3.model")
     gemma = importlib.import_module("tunix.models.gemma.model")
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # Tunix's own
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # Tunix's own
+    pytest.mark.usefixtures("quick_compilation"),
+]
 V = 512
 
 
@@ -140,7 +143,8 @@ def grpo_loss(model):
         merged = nnx.merge(definition, weights)
         return algo_core.grpo_loss_fn(merged, example, config, pad_id=0, eos_id=2)
 
-    (value, aux), gradient = jax.value_and_grad(loss, has_aux=True)(weights)
+    both = jax.jit(jax.value_and_grad(loss, has_aux=True))
+    (value, aux), gradient = both(weights)
     return value, aux, gradient
 
 
@@ -202,7 +206,14 @@ def test_tunix_trains_with_the_same_losses():
     np.testing.assert_allclose(ours, theirs, rtol=1e-5)
 
 
-def test_compiled_memory_is_lower():
+@pytest.fixture
+def optimized():
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
+
+
+def test_compiled_memory_is_lower(optimized):
     model, ids = qwen(vocab_size=8192), tokens((4, 64))
     definition, weights = nnx.split(model)
     places = jnp.broadcast_to(jnp.arange(64), ids.shape)
