@@ -8,6 +8,7 @@ import importlib
 import types
 import warnings
 
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +18,8 @@ from flax import nnx
 
 from jaxmem.integrations import tunix
 
+EAGER = getattr(flax.config, "flax_always_shard_variable", None)
+
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Tunix's own, at import
     common = pytest.importorskip("tunix.rl.common", reason="needs google-tunix")
@@ -25,11 +28,25 @@ with warnings.catch_warnings():
     qwen3 = importlib.import_module("tunix.models.qwen3.model")
     gemma = importlib.import_module("tunix.models.gemma.model")
 
+
+def _set_eager(value):
+    if EAGER is not None:
+        flax.config.update("flax_always_shard_variable", value)
+
+
+_set_eager(EAGER)  # Tunix turns it off for the whole process
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # Tunix's own
-    pytest.mark.usefixtures("quick_compilation"),
+    pytest.mark.usefixtures("quick_compilation", "as_tunix_sets_flax"),
 ]
 V = 512
+
+
+@pytest.fixture(scope="module")
+def as_tunix_sets_flax():
+    _set_eager(False)
+    yield
+    _set_eager(EAGER)
 
 
 def qwen(tied=True, dtype=jnp.float32, vocab_size=V):
