@@ -1,16 +1,17 @@
 """Rows of measurements as CSV, each with where and when it was measured.
 
     python -m benchmarks.results head_h200.csv PART.csv ...
+    python -m benchmarks.results offload_h200.csv PART.csv --key variant --key device
 
 adds the rows of the parts to a result, in the place of those that measure the same.
 """
 
+import argparse
 import csv
 import datetime
 import importlib.metadata
 import pathlib
 import platform
-import sys
 from collections.abc import Mapping, Sequence
 
 FOLDER = pathlib.Path(__file__).parent / "results"
@@ -67,7 +68,13 @@ def save(path: str | pathlib.Path, rows: Sequence[Mapping]) -> pathlib.Path:
 def merge(
     path: str | pathlib.Path, rows: Sequence[Mapping], keys: Sequence[str] = KEYS
 ) -> pathlib.Path:
-    """Adds rows to a CSV; one that measures the same (by its keys) is replaced."""
+    """Adds rows to a CSV; one that measures the same (by its keys) is replaced.
+
+    Raises:
+        ValueError: two of the rows measure the same, of which one would be lost.
+    """
+    if len({_key(row, keys) for row in rows}) < len(rows):
+        raise ValueError(f"rows are alike in {list(keys)}: name what tells them apart")
     path = in_folder(path)
     old = read(path) if path.exists() else []
     table = {_key(row, keys): row for row in [*old, *rows]}
@@ -111,6 +118,19 @@ def in_folder(path: str | pathlib.Path) -> pathlib.Path:
     return FOLDER / path if path.parent == pathlib.Path() else path
 
 
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Adds rows of parts to a result.")
+    parser.add_argument("result")
+    parser.add_argument("parts", nargs="+")
+    parser.add_argument(
+        "--key",
+        action="append",
+        help=f"columns that tell rows apart; {', '.join(KEYS)}",
+    )
+    asked = parser.parse_args(arguments)
+    for part in asked.parts:
+        print("wrote", merge(asked.result, read(part), asked.key or KEYS))
+
+
 if __name__ == "__main__":
-    name, *parts = sys.argv[1:]
-    print("wrote", merge(name, [row for part in parts for row in read(part)]))
+    main()

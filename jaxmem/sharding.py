@@ -164,15 +164,8 @@ def _run(verb, plan, call):
     return _cut(plan, made, shape)
 
 
-def _run_with_all_of_W(verb, plan, call):
-    """Tokens split over all axes that split anything; W gathered along the others."""
-    given = call.arguments
-    hidden = _spec.as_array("hidden", given["hidden"])
-    _spec.check_hidden(hidden)
-    shape = hidden.shape[:-1]
-    first, *rest = plan.tokens or ((),)
-    wide = dataclasses.replace(plan, tokens=(first + plan.vocab, *rest))
-    of_tokens = _check_axes(wide, "hidden", shape)
+def _read_heads(plan, given):
+    """Weights and biases of one head or both, by name; given gets their layouts."""
     operands = {}
     for name, (data, bias, layout) in _HEADS.items():
         if name not in given:
@@ -183,6 +176,19 @@ def _run_with_all_of_W(verb, plan, call):
         given[layout] = of_head["layout"]
         operands |= {name: made["W"]}
         operands |= {bias: made["bias"]} if "bias" in made else {}
+    return operands
+
+
+def _run_with_all_of_W(verb, plan, call):
+    """Tokens split over all axes that split anything; W gathered along the others."""
+    given = call.arguments
+    hidden = _spec.as_array("hidden", given["hidden"])
+    _spec.check_hidden(hidden)
+    shape = hidden.shape[:-1]
+    first, *rest = plan.tokens or ((),)
+    wide = dataclasses.replace(plan, tokens=(first + plan.vocab, *rest))
+    of_tokens = _check_axes(wide, "hidden", shape)
+    operands = _read_heads(plan, given)
     columns = {k: _columns(operands[k].array, given[_HEADS[k][2]])
                for k in _HEADS if k in operands}  # fmt: skip
     if given["where"] is None:

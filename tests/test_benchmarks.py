@@ -293,6 +293,16 @@ def test_merge_replaces_what_measures_the_same(tmp_path):
     ]
 
 
+def test_merge_loses_no_row(tmp_path):
+    part, out = tmp_path / "part.csv", tmp_path / "x.csv"
+    results.save(part, [{"loss": "a", "head": "x"}, {"loss": "a", "head": "y"}])
+    with pytest.raises(ValueError, match="name what tells them apart"):
+        results.main([str(out), str(part), "--key=loss"])
+    assert not out.exists()
+    results.main([str(out), str(part), "--key=loss", "--key=head"])
+    assert [row["head"] for row in results.read(out)] == ["x", "y"]
+
+
 def record(path, ratio, gemm_ms, n=8192, **columns):
     ms = ratio * gemm_ms if ratio else "out of memory"
     row = {"n": n, "d": 4096, "v": 128256, "dtype": "bfloat16", "path": path,

@@ -14,13 +14,7 @@ from jaxmem import checkpoints, cli, score
 from jaxmem.score import ScoreConfig, journal, run, windows
 from tests.checkpoints import texts
 
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    """These programs are tiny: all their time would go into optimizing them."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 @pytest.fixture(scope="module")

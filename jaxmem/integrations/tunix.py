@@ -143,36 +143,12 @@ def _per_token_logps(
     def run(graphdef, state, prompt_tokens, completion_tokens, pad_id, eos_id,
             images, stop_gradient, return_logits, segment_ids, segment_positions,
             temperature):  # fmt: skip
-        model = nnx.merge(graphdef, state)
-        head = head_of(model)
-        assert isinstance(head, Head)
-        tokens, positions, mask, padding = common.process_ids(
-            prompt_tokens, completion_tokens, pad_id, eos_id, segment_ids,
-            segment_positions,
-        )  # fmt: skip
-        hidden = hidden_states(
-            model,
-            tokens,
-            positions=positions,
-            cache=None,
-            attention_mask=mask,
-            **_segments(model, padding if segment_ids is None else segment_ids),
-            **({} if images is None else {"images": images}),
-        )
-        packed = segment_ids is not None
-        kept = tokens.shape[1] - 1 if packed else completion_tokens.shape[1]
-        logps, entropy, _ = scores(
-            hidden[:, -kept - 1 : -1], head, tokens[:, -kept:], options,
+        made = _scores_of_ids(
+            common, nnx.merge(graphdef, state), prompt_tokens, completion_tokens,
+            pad_id, eos_id, images, segment_ids, segment_positions, options,
             temperature=temperature, entropy=return_logits,
         )  # fmt: skip
-        if packed:  # so that logps[i] is of token i; logits 0 have an entropy of ln V
-            front = ((0, 0), (1, 0))
-            logps = jnp.pad(logps, front)
-            if entropy is not None:
-                columns = head.W.shape[0 if head.layout == "vd" else 1]
-                even = jnp.log(columns).astype(entropy.dtype)
-                entropy = jnp.pad(entropy, front, constant_values=even)
-        made = (logps, entropy) if return_logits else logps
+        made = made if return_logits else made[0]
         return jax.lax.stop_gradient(made) if stop_gradient else made
 
     @functools.wraps(original)
@@ -192,6 +168,40 @@ def _per_token_logps(
         return (made[0], Entropies(made[1])) if given["return_logits"] else made
 
     return compute_per_token_logps
+
+
+def _scores_of_ids(
+    common, model, prompt_tokens, completion_tokens, pad_id, eos_id, images,
+    segment_ids, segment_positions, options, *, temperature, entropy,
+) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
+    """Log-probabilities and entropies of the completions, or of packed rows whole."""
+    head, packed = head_of(model), segment_ids is not None
+    assert isinstance(head, Head)
+    tokens, positions, mask, padding = common.process_ids(
+        prompt_tokens, completion_tokens, pad_id, eos_id, segment_ids, segment_positions
+    )
+    hidden = hidden_states(
+        model,
+        tokens,
+        positions=positions,
+        cache=None,
+        attention_mask=mask,
+        **_segments(model, segment_ids if packed else padding),
+        **({} if images is None else {"images": images}),
+    )
+    kept = tokens.shape[1] - 1 if packed else completion_tokens.shape[1]
+    logps, entropies, _ = scores(
+        hidden[:, -kept - 1 : -1], head, tokens[:, -kept:], options,
+        temperature=temperature, entropy=entropy,
+    )  # fmt: skip
+    if packed:  # so that logps[i] is of token i; logits 0 have an entropy of ln V
+        front = ((0, 0), (1, 0))
+        logps = jnp.pad(logps, front)
+        if entropies is not None:
+            columns = head.W.shape[0 if head.layout == "vd" else 1]
+            even = jnp.log(columns).astype(entropies.dtype)
+            entropies = jnp.pad(entropies, front, constant_values=even)
+    return logps, entropies
 
 
 class _Common:

@@ -21,12 +21,7 @@ QWEN3 = pathlib.Path(__file__).parent / "tiny" / "qwen3"
 ADAPTER = QWEN3 / "adapter"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    """These programs are tiny: all their time would go into optimizing them."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 @pytest.fixture(scope="module")

@@ -24,15 +24,10 @@ from jaxmem.train.model import HeadConfig
 
 TINY = pathlib.Path(__file__).parent / "tiny"
 NAMES = sorted(path.name for path in TINY.iterdir())
-pytestmark = pytest.mark.filterwarnings("ignore:.*only the text part")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    """These programs are tiny: all their time would go into optimizing them."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = [
+    pytest.mark.usefixtures("quick_compilation"),
+    pytest.mark.filterwarnings("ignore:.*only the text part"),
+]
 
 
 @functools.cache

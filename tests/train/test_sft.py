@@ -40,12 +40,7 @@ DATA = DataConfig(vocab_size=320, sequence_length=32, batch_size=4, held_out=0.0
 RUN = RunConfig(steps=6, checkpoint_every=4, log_every=2, compare_heads=False)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    """These programs are tiny: all their time would go into optimizing them."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 @pytest.fixture(scope="module")
