@@ -11,6 +11,7 @@ rest by the compiler's account; a few are held against the allocator's (--peaks)
 """
 
 import argparse
+import concurrent.futures
 import functools
 import inspect
 import itertools
@@ -88,11 +89,21 @@ def program(source, chunk, operands, labels):
     return both.lower(operands, labels).compile()
 
 
-def measure(source, chunk, operands, labels, repetitions):
+def compiling(pool, source, chunks, operands, labels):
+    """Futures of `program`, by chunk: compiled side by side before any is timed."""
+    jobs = {
+        chunk: pool.submit(program, source, workers.value_of(chunk), operands, labels)
+        for chunk in chunks
+    }
+    concurrent.futures.wait(jobs.values())
+    return jobs
+
+
+def measure(job, operands, labels, repetitions):
     """Columns: milliseconds and MiB, or that memory runs out."""
     missing = {"ms": OUT_OF_MEMORY, "mib": OUT_OF_MEMORY}
     try:
-        run = program(source, workers.value_of(chunk), operands, labels)
+        run = job.result()
         once = functools.partial(run, operands, labels)
         clock = on_jax.stopwatch()
         calls = clock.calls(once)
@@ -111,10 +122,10 @@ def measure(source, chunk, operands, labels, repetitions):
     }
 
 
-def row_of(args, source, tokens, v, chunk, operands, labels):
+def row_of(args, source, tokens, v, chunk, job, operands, labels):
     made = {"source": source, "tokens": tokens, "v": v, "chunk": chunk}
     made |= {"d": args.d if source == "hidden" else ""}
-    made |= measure(source, chunk, operands, labels, args.repetitions)
+    made |= measure(job, operands, labels, args.repetitions)
     stats = jax.devices()[0].memory_stats()
     if args.worker == "peak" and stats:
         made["allocator_mib"] = round(stats["peak_bytes_in_use"] / 2**20)
@@ -124,15 +135,17 @@ def row_of(args, source, tokens, v, chunk, operands, labels):
 def work(args):
     """A worker's part: rows to the driver, until the time is spent."""
     start = time.monotonic()
+    pool = concurrent.futures.ThreadPoolExecutor()
     for source, tokens, v in itertools.product(args.source, args.tokens, args.v):
-        operands = labels = None  # their memory is free for the next
+        operands = labels = jobs = None  # their memory is free for the next
         try:
             operands, labels = inputs(source, tokens, v, args.d)
-            for chunk in args.chunk:
+            jobs = compiling(pool, source, args.chunk, operands, labels)
+            for chunk, job in jobs.items():
                 if time.monotonic() - start > args.seconds:
                     print("time is up", flush=True)
                     return
-                row = row_of(args, source, tokens, v, chunk, operands, labels)
+                row = row_of(args, source, tokens, v, chunk, job, operands, labels)
                 workers.send(row)
         except Exception as error:  # the other shapes go on
             print(f"{source} {tokens} x {v}: {workers.said(error)}", flush=True)

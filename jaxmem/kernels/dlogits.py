@@ -5,7 +5,7 @@ arithmetic is `_stats.dlogits`, with what is one number a row folded beforehand.
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -23,18 +23,21 @@ from jaxmem.kernels.tiles import N_COMPUTE
 NO_ROW = -logits.NOTHING
 
 
-def derivative(
-    env: Env, part, width: int, hidden, W, labels, rows: Outputs, c: Coefficients,
-    bias=None, inverse_temperature=None,
-) -> jax.Array:  # fmt: skip
-    """dloss/d(h Wᵀ) of some tiles, [n_rows, width] in hidden's type; 0 where masked.
+class Operands(NamedTuple):
+    """What the kernel reads, whichever part of the vocabulary it is for."""
+
+    arrays: dict[str, Any]
+    row_names: tuple[str, ...]  # of the numbers a row
+
+
+def operands(
+    env: Env, hidden, W, labels, rows: Outputs, c: Coefficients, bias=None,
+    inverse_temperature=None,
+) -> Operands:  # fmt: skip
+    """Made once for all parts: XLA would make them again in each turn of a loop.
 
     Args:
         env: what to run.
-        part: int32 [3]: active rows, first tile of the vocabulary, number of tiles.
-            Rows from the last cluster's on and columns after the last tile hold
-            anything.
-        width: columns of the result.
         hidden: [n_rows, D].
         W: [V, D] or [D, V].
         labels: int32 [n_rows].
@@ -44,18 +47,33 @@ def derivative(
         inverse_temperature: float32 [n_rows], or None.
     """
     of_rows = fold(rows, c, inverse_temperature)
-    operands: dict[str, Any] = dict(
+    arrays: dict[str, Any] = dict(
         h=hidden, w=W, labels=labels, rows=jnp.stack(tuple(of_rows.values())),
-        odd=logits.odd_tiles(env, labels), part=part,
+        odd=logits.odd_tiles(env, labels),
     )  # fmt: skip
     if bias is not None:
-        operands["bias"] = logits.whole_tiles(env, bias)
+        arrays["bias"] = logits.whole_tiles(env, bias)
+    return Operands(arrays, tuple(of_rows))
+
+
+def derivative(env: Env, operands: Operands, part, width: int) -> jax.Array:
+    """dloss/d(h Wᵀ) of some tiles, [n_rows, width] in hidden's type; 0 where masked.
+
+    Args:
+        env: what to run.
+        operands: of that function.
+        part: int32 [3]: active rows, first tile of the vocabulary, number of tiles.
+            Rows from the last cluster's on and columns after the last tile hold
+            anything.
+        width: columns of the result.
+    """
+    arrays = operands.arrays | {"part": part}
     return plgpu.kernel(
-        functools.partial(_kernel, env, (*operands, "out"), tuple(of_rows)),
+        functools.partial(_kernel, env, (*arrays, "out"), operands.row_names),
         out_type=jax.ShapeDtypeStruct((env.n_rows, width), env.dtype),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         **env.product.launch(),
-    )(*operands.values())
+    )(*arrays.values())
 
 
 def fold(rows: Outputs, c: Coefficients, inverse_temperature) -> dict:

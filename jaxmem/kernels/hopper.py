@@ -254,12 +254,12 @@ def _add_again(spec, env, padded, rows, saved, cotangents, once, sums):
         of_rows = of_rows._replace(log_sum=log_sum)
         g = jax.tree.map(lambda x: _xla.take(x, row_ids), cotangents)
         h = _hidden(padded, row_ids)
-        derivative = functools.partial(
-            kernel.derivative, env, hidden=h, W=padded.W,
-            labels=_xla.part_labels(spec, rows, row_ids), rows=of_rows,
-            c=_stats.coefficients(of_rows, g), bias=padded.bias,
-            inverse_temperature=_inverse_temperature(rows, row_ids),
+        operands = kernel.operands(
+            env, h, padded.W, _xla.part_labels(spec, rows, row_ids), of_rows,
+            _stats.coefficients(of_rows, g), padded.bias,
+            _inverse_temperature(rows, row_ids),
         )  # fmt: skip
+        derivative = functools.partial(kernel.derivative, env, operands)
         cut = env, _block_tiles(spec, env), once
         return _gradients(spec, cut, padded, h, derivative, row_ids, n_active, sums)
 

@@ -208,7 +208,8 @@ def _derivative(env, width, n, h, W, y):
     def derivative(tiles):
         def run(h, W, y):
             part = jnp.array([n, 0, width // tiles.columns], jnp.int32)
-            return dlogits.derivative(env(tiles), part, width, h, W, y, rows, c)
+            made = dlogits.operands(env(tiles), h, W, y, rows, c)
+            return dlogits.derivative(env(tiles), made, part, width)
 
         return run
 
