@@ -13,10 +13,14 @@ COLORS = {"offload": "#2f81f7", "full": "#d29922", "save": "#3fb950"}
 NUDGES = {  # points up, where two labels would meet
     "offload_block": 5,
     "full": -3,
-    "full, last 2 kept whole": 4,
-    "offload_block, last 4 kept whole": -6,
+    "full, last 2 kept whole, apart": 4,
+    "offload_block, last 4 kept whole, apart": -6,
 }
-SAID = {"none": "kept whole", "full": "on the device"}  # blocks after the scan
+SAID = {  # of the last blocks; after a colon, of those whose weights are apart
+    "": "kept whole",
+    "none": "kept whole, apart",
+    "full": "on the device, apart",
+}
 
 
 def label_of(variant):

@@ -26,6 +26,7 @@ SHARES = (
     0.75,
     1.01,
 )  # of the way from the leanest to the largest
+LAST = (1, 2)  # blocks that may be kept whole
 KEYS = ("candidate", "limit_gib", "layers", "width", "tokens", "device")
 GIB = run_offload.GIB
 
@@ -66,7 +67,7 @@ def work(args):
     rates = remat.measure_rates()
     if args.sizes == "tiny":  # a CPU's link, made up
         rates = remat.Rates(rates.products, 1e12, 1e12)
-    remat.fit(step, 2**50, rates=rates, show=None)  # traces all of them
+    remat.fit(step, 2**50, last=LAST, rates=rates, show=None)  # traces all of them
     # More than two names on the host take longer than making all of them again.
     asked = [p for p in step.known if p is None or len(p.offload) < 3]
     programs = run_offload.compile_all(
@@ -94,7 +95,7 @@ def work(args):
 
 def choice(step, limit, rates, table) -> dict[str, Any]:
     """What is picked under a limit, and the best there was."""
-    text = stack.text_of(remat.fit(step, limit, rates=rates))
+    text = stack.text_of(remat.fit(step, limit, last=LAST, rates=rates))
     if text not in table:
         return {"candidate": text, "limit_gib": round(limit / GIB, 4)}
     best = min((ms, other) for other, (size, ms) in table.items() if size <= limit)

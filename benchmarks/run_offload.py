@@ -1,7 +1,7 @@
 """Step time against memory of a deep stack's policies: saved, on the host, made again.
 
     python -m benchmarks.run_offload --out offload_h200.csv
-    python -m benchmarks.run_offload --variant full --variant "full last=2:none"
+    python -m benchmarks.run_offload --variant full --variant "full last=2"
 
 A variant is a preset of `jaxmem.remat` and words that `stack.read` explains. One
 process compiles all of them. Another takes what the first one compiled, lets the
@@ -39,11 +39,12 @@ VARIANTS = [
     "offload_block",
     f"offload_block {GRAPHS}",
     f"offload_block {OVERLAP_OFF}",
-    "full last=4:none",
-    "full last=6:none",
+    "full last=4",
+    "full last=6",
     "offload_block save=attn_lse",
     "offload_block last=4:none",
-    "offload_block last=7:none",
+    "offload_block last=4",
+    "offload_block last=7",
     "offload_block rows=8",
 ]
 GIB = 2**30
@@ -97,7 +98,7 @@ def twin_of(variant, variants) -> str | None:
     """The variant that differs in nothing but that it offloads nothing."""
     if variant.policy is None:
         return None
-    policy = remat.Policy(variant.policy.save, dots=variant.policy.dots)
+    policy = dataclasses.replace(variant.policy, offload=())
     bare = dataclasses.replace(variant, policy=policy, options=())
     return next((text for text, other in variants.items() if other == bare), None)
 

@@ -50,7 +50,7 @@ class Variant:
 
     policy: remat.Policy | None
     group: int = 1
-    last: int = 0  # blocks after the scan
+    last: int = 0  # blocks after the scan, with weights of their own
     last_policy: remat.Policy | None = None
     rows: int = 1  # times as many rows
     options: tuple[tuple[str, Any], ...] = ()  # of the compiler, over jaxmem's
@@ -64,8 +64,9 @@ class Variant:
 def read(text: str) -> Variant:
     """ "offload_block last=2:none save=q,k xla_gpu_flag=True" and the like.
 
-    The first word is a preset. save= and offload= add names, last=N:PRESET puts N
-    blocks after the scan, group= and rows= are numbers; xla_… are compiler options.
+    The first word is a preset. save= and offload= add names, last=N keeps the last N
+    blocks whole; last=N:PRESET puts N blocks after the scan, their weights apart.
+    group= and rows= are numbers; xla_… are compiler options.
     """
     preset, *words = text.split()
     policy, taken = remat.preset(preset), {}
@@ -75,9 +76,13 @@ def read(text: str) -> Variant:
         if key in ("save", "offload"):
             more = remat.policy(**{key: value.split(",")})
             policy = more if policy is None else policy | more
-        elif key == "last":
+        elif key == "last" and ":" in value:
             n, _, kept = value.partition(":")
-            taken |= {"last": int(n), "last_policy": remat.preset(kept or "full")}
+            taken |= {"last": int(n), "last_policy": remat.preset(kept)}
+        elif key == "last":
+            if policy is None:
+                raise ValueError(f"{text!r}: 'none' keeps all blocks whole")
+            policy |= remat.policy(last=int(value))
         elif key in ("group", "rows"):
             taken[key] = int(value)
         elif key.startswith("xla_"):
@@ -89,15 +94,18 @@ def read(text: str) -> Variant:
 
 def text_of(policy: remat.Policy | None) -> str:
     """What `read` makes a variant of this policy from."""
+    last = [] if policy is None or not policy.last else [f"last={policy.last}"]
+    if policy is not None:
+        policy = dataclasses.replace(policy, last=0)
     for name, known in remat.PRESETS.items():
         if policy == known:
-            return name
+            return " ".join([name, *last])
     assert policy is not None
     words = ["dots" if policy.dots else "full"]
     for key in ("save", "offload"):
         names = getattr(policy, key)
         words += [f"{key}={','.join(names)}"] if names else []
-    return " ".join(words)
+    return " ".join([*words, *last])
 
 
 def compiler_options(variant: Variant) -> dict[str, Any]:
@@ -166,16 +174,11 @@ def step(sizes: Sizes, variant: Variant):
     layer = functools.partial(block, sizes)
 
     def loss(weights, h):
-        stacked, last = weights
-        h = remat.scan_blocks(
-            layer,
-            stacked,
-            h,
-            variant.policy,
-            group=variant.group,
-            last=last,
-            last_policy=variant.last_policy,
-        )
+        stacked, apart = weights
+        h = remat.scan_blocks(layer, stacked, h, variant.policy, group=variant.group)
+        after = remat.block(layer, variant.last_policy, scanned=False)
+        for w in apart:
+            h = after(h, w)
         return jnp.mean(jnp.square(h.astype(jnp.float32)))
 
     def run(weights, h):

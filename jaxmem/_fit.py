@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -84,7 +84,9 @@ class Candidate:
     traced: Any  # the step
     products: float  # operations
     kept: int  # bytes of names on the device; all names where policy is None
+    whole: int  # those of the last blocks alone, gone before gradients take room
     host: int  # bytes on the host
+    expected: int = 0  # bytes of the device, before anything is compiled
     seconds: float = 0.0
     exposed: float = 0.0  # seconds of copies that nothing hides
     compiled: Any = None  # the step, if it fits
@@ -104,6 +106,7 @@ def fit(
     memory_limit: int | Literal["auto"] = "auto",
     *,
     names: Sequence[str] | None = None,
+    last: Sequence[int] = (),
     host_limit: int = 64 * _GIB,
     rates: Rates | None = None,
     trials: int | None = None,
@@ -115,9 +118,10 @@ def fit(
                                   + max(0, bytes back / rate - backward pass)
 
     Candidates keep more and more names, those first that save most products a byte,
-    with the blocks' inputs on the device or on the host; and send more and more names
-    to the host. All are traced; from the fastest on they are compiled, until as many
-    fit as `trials` says; these are run, and the fastest of them is taken.
+    with the blocks' inputs on the device or on the host; send more and more names to
+    the host; or keep the last blocks whole. All are traced; from the fastest on they
+    are compiled, until as many fit as `trials` says; these are run, and the fastest of
+    them is taken.
 
     Args:
         step: policy -> `jax.jit(...).trace(...)` of a training step that uses it, with
@@ -125,6 +129,8 @@ def fit(
         memory_limit: bytes that the program may have, or "auto": what the device has.
         names: what may be kept or sent to the host; by default all that the step names
             in its blocks, or simply everything.
+        last: how many last blocks may be kept whole (`Policy.last`), for a step that
+            gives its policy to `scan_blocks`; by default none.
         host_limit: bytes on the host, by default what XLA's pool of them holds.
         rates: of the device; measured if it is None.
         trials: how many candidates to run, with zeros for arguments, for which the
@@ -146,29 +152,33 @@ def fit(
             "each of several processes would measure for itself, and may choose "
             "another policy: choose in one and name it, or give rates and trials=0"
         )
+    if any(k < 1 for k in last):
+        raise ValueError(f"last must be numbers of blocks above 0, got {list(last)}")
     limit = device_limit() if memory_limit == "auto" else int(memory_limit)
     rates = measure_rates() if rates is None else rates
     everything, nothing = step(None), step(Policy())
     sizes = _sizes(everything.jaxpr, names)
     if trials is None:
         trials = 0 if several or jax.default_backend() == "cpu" else 3
-    made = _candidates(step, everything, nothing, sizes, rates.to_host > 0)
+    made = _candidates(step, everything, nothing, sizes, last, rates.to_host > 0)
     if names is not None:
         made = [each for each in made if each.is_of(names)]
     forward = _traced.products(everything.jaxpr.jaxpr) / 3 / rates.products
+    least = nothing.lower().compile()
     for each in made:
         _predict(each, forward, rates)
-    base = device_bytes(nothing.lower().compile())
+        _expect(each, least, sizes)
     order = sorted(made, key=lambda each: (each.exposed > 0, each.seconds, each.host))
     for each in order:
-        each.why_not = _refuse(each, base, limit, host_limit, rates, sizes)
+        each.why_not = _refuse(each, limit, host_limit, rates)
     chosen = _fastest(order, limit, trials)
     if show is not None:
         show(table(order, chosen))
     if chosen is None:
         raise ValueError(
             f"no policy fits memory_limit={limit:,} bytes: with everything made again "
-            f"the step takes {base:,}; make the batch smaller, or shard the weights"
+            f"the step takes {device_bytes(least):,}; make the batch smaller, or shard "
+            "the weights"
         )
     return chosen.policy
 
@@ -240,8 +250,10 @@ def _sizes(jaxpr, names):
     return {k: sizes[k] for k in found}
 
 
-def _candidates(step, everything, nothing, sizes, has_host) -> list[Candidate]:
-    """Everything kept, the presets, and the chains of names by what a byte saves."""
+def _candidates(step, everything, nothing, sizes, last, has_host) -> list[Candidate]:
+    """Everything kept, the presets, the chains of names by what a byte saves, and the
+    last blocks kept whole.
+    """
     work = _traced.products(nothing.jaxpr.jaxpr)
 
     def gain(label):
@@ -258,18 +270,28 @@ def _candidates(step, everything, nothing, sizes, has_host) -> list[Candidate]:
         if has_host:
             policies.append(Policy(save=there, offload=tuple(inputs)))
             policies.append(Policy(offload=(*inputs, *there)))
+    for k in last:
+        policies.append(Policy(last=k))
+        if has_host:
+            policies.append(Policy(offload=tuple(inputs), last=k))
     traces = {None: everything, Policy(): nothing}
     for policy in policies:
-        traces.setdefault(policy, step(policy))
-    return [_candidate(*item, sizes) for item in traces.items()]
+        if policy not in traces:
+            traces[policy] = step(policy)
+    remade = work - _traced.products(everything.jaxpr.jaxpr)
+    return [_candidate(*item, sizes, work, remade) for item in traces.items()]
 
 
-def _candidate(policy, traced, sizes):
+def _candidate(policy, traced, sizes, most_work, remade):
+    """`remade` of `most_work` is done again where nothing is kept."""
     jaxpr = traced.jaxpr.jaxpr
     names = sizes if policy is None else policy.save
     kept = sum(sizes.get(label, 0) for label in names)
     work, host = _traced.products(jaxpr), _traced.bytes_to_host(jaxpr)
-    return Candidate(policy, traced, work, kept, host)
+    whole = 0
+    if policy is not None and policy.last and remade:
+        whole = int(sum(sizes.values()) * (most_work - work) / remade)
+    return Candidate(policy, traced, work, kept, whole, host)
 
 
 def _predict(each, forward, rates):
@@ -282,16 +304,21 @@ def _predict(each, forward, rates):
     each.seconds = computed + each.exposed
 
 
-def _refuse(each, base, limit, host_limit, rates, sizes) -> str:
+def _expect(each, least, sizes):
+    """Sets bytes of the device, from the program in which everything is made again."""
+    gone = min(sizes.get("block_in", 0), each.host)
+    given = least.memory_analysis().argument_size_in_bytes
+    each.expected = max(device_bytes(least) + each.kept - gone, given + each.whole)
+
+
+def _refuse(each, limit, host_limit, rates) -> str:
     """Why a candidate need not be compiled; an empty string where it must be."""
     if each.host and not rates.to_host:
         return "no memory beside a CPU's"
     if each.host > host_limit:
         return f"over {host_limit / _GIB:.3f} GiB on the host"
-    gone = sizes.get("block_in", 0) if each.host else 0
-    expected = base + each.kept - gone
-    if expected > _SLACK * limit:
-        return f"would take about {expected / _GIB:.3f} GiB"
+    if each.expected > _SLACK * limit:
+        return f"would take about {each.expected / _GIB:.3f} GiB"
     return ""
 
 
@@ -326,9 +353,12 @@ def table(candidates: Sequence[Candidate], chosen: Candidate | None) -> str:
     return "\n".join(lines)
 
 
-def describe(policy: Policy | None, presets: Mapping = PRESETS) -> str:
-    """A preset's name, or what is saved and offloaded."""
-    for name, known in presets.items():
+def describe(policy: Policy | None) -> str:
+    """A preset's name, or what is saved and offloaded; which last blocks are whole."""
+    if policy is not None and policy.last:
+        others = describe(dataclasses.replace(policy, last=0))
+        return f"{others}; last {policy.last} whole"
+    for name, known in PRESETS.items():
         if policy == known:
             return name
     assert policy is not None

@@ -39,6 +39,8 @@ class Policy:
         offload_src: memory they are in, "device".
         offload_dst: memory they go to, "pinned_host".
         dots: keep every product without a batch dimension too, under any name or none.
+        last: blocks at the end of a stack that keep all they make, on the device;
+            `scan_blocks` knows which they are, a block alone does not.
 
     "attn_lse" in `save` keeps what cuDNN's attention kernel gives, its output among it:
     a block that calls it should not name that "attn_out" as well, or it is kept twice.
@@ -49,9 +51,16 @@ class Policy:
     offload_src: str = "device"
     offload_dst: str = "pinned_host"
     dots: bool = False
+    last: int = 0
 
     def __call__(self, primitive, *avals, **params) -> Any:
         """As jax asks it, for each operation of a block."""
+        if self.last:
+            raise ValueError(
+                f"policy keeps the last {self.last} blocks of a stack whole, and one "
+                "block cannot tell whether it is among them: use remat.scan_blocks, or "
+                "a policy with last=0"
+            )
         policies = jax.checkpoint_policies
         if self.dots and policies.dots_with_no_batch_dims_saveable(
             primitive, *avals, **params
@@ -78,7 +87,8 @@ class Policy:
                 f"both policies offload, between different memories: {places}"
             )
         src, dst = places.pop() if places else (self.offload_src, self.offload_dst)
-        return Policy(save, offload, src, dst, self.dots or other.dots)
+        last = max(self.last, other.last)
+        return Policy(save, offload, src, dst, self.dots or other.dots, last)
 
 
 def policy(
@@ -88,17 +98,18 @@ def policy(
     offload_dst: str = "pinned_host",
     *,
     dots: bool = False,
+    last: int = 0,
     known: Sequence[str] = tuple(NAMES),
 ) -> Policy:
     """A `Policy` by names, checked.
 
     Args:
-        save, offload, offload_src, offload_dst, dots: as in `Policy`.
+        save, offload, offload_src, offload_dst, dots, last: as in `Policy`.
         known: names that blocks give; for blocks of your own, what you call them.
 
     Raises:
         ValueError: a name that is not known or is both saved and offloaded, a memory
-            that is none.
+            that is none, a number of blocks below 0.
 
     >>> from jaxmem import remat
     >>> remat.policy(save=["attn_out"], offload=["block_in"]).offload
@@ -122,7 +133,9 @@ def policy(
             "offload_src and offload_dst must be 'device' and 'pinned_host', or the "
             f"other way round, got {offload_src!r} and {offload_dst!r}"
         )
-    return Policy(tuple(save), tuple(offload), offload_src, offload_dst, dots)
+    if last < 0:
+        raise ValueError(f"last must be a number of blocks, got {last}")
+    return Policy(tuple(save), tuple(offload), offload_src, offload_dst, dots, last)
 
 
 _ATTENTION = ("q", "k", "v", "attn_out", "attn_lse")

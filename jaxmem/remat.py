@@ -17,8 +17,9 @@ References: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016,
 arXiv:1604.06174; for the host, Rhu et al., "vDNN", 2016, arXiv:1602.08124.
 """
 
+import dataclasses
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -87,34 +88,31 @@ def scan_blocks(
     policy: Policy | str | None,
     *,
     group: int = 1,
-    last: Sequence[Any] = (),
-    last_policy: Policy | str | None = "as before",
 ) -> Any:
-    """h after all blocks, one scan over them, and a few more after it.
+    """h after all blocks: one scan over them, then those that `policy.last` counts.
 
         h_(i+1) = fn(h_i, params_i),   i = 0 … L-1
 
+    The last blocks are the first whose gradients are taken. Nothing could hide the way
+    of their inputs to the host and back, and what they keep is given back before the
+    others' backward pass needs room for its gradients: the peak may not rise at all.
+
     Args:
         fn: (h, params of a block) -> h of the same shape and type.
-        params: pytree with a leading axis of L blocks.
+        params: pytree with a leading axis of L blocks. It is not copied, whatever
+            `policy.last` is.
         h: array or pytree.
-        policy: as in `block`, for each group.
+        policy: as in `block`, for each group; and how many blocks are kept whole.
         group: blocks that are made again together, from the first one's input: fewer
-            inputs to keep, more alive while a group is gone back through. Divides L.
-        last: parameters of more blocks, which run after the scan: a tree each, since
-            slicing a stacked one copies it. Nothing could hide the way of their inputs
-            to the host and back, so they stay on the device.
-        last_policy: of each of these; by default what `policy` saves, without the host.
-            None keeps all that they make, and nothing is made again. That may take no
-            more memory at its peak: it is given back before the scan's backward pass
-            needs room for its gradients.
+            inputs to keep, more alive while a group is gone back through. Divides
+            L - last.
 
-    **Memory** for the backward pass: L/group inputs, on the device or the host, what
-    the policy saves of each block, and all of one group (two where copies from the host
-    overlap, `compiler_options`).
+    **Memory** for the backward pass: (L - last)/group inputs, on the device or the
+    host, what the policy saves of each block, and all of one group (two where copies
+    from the host overlap, `compiler_options`); at its beginning, all of the last ones.
 
     Raises:
-        ValueError: also a group that does not divide L.
+        ValueError: also a group that does not divide, `policy.last` of L or more.
 
     >>> import jax.numpy as jnp
     >>> from jaxmem import remat
@@ -122,42 +120,86 @@ def scan_blocks(
     >>> remat.scan_blocks(lambda h, w: h * w, jnp.array([2.0, 3.0]), h, "full")
     Array([6., 6.], dtype=float32)
     """
+    chosen = _chosen(policy)
+    last = 0 if chosen is None else chosen.last
+    length = _length(params)
+    if not 0 <= last < length:
+        raise ValueError(
+            f"policy.last must be from 0 to below the {length} blocks, got {last}; to "
+            "keep all of them whole, give policy='none'"
+        )
+    count = length - last
+    if group < 1 or count % group:
+        raise ValueError(f"group must divide the {count} blocks, got {group}")
+    if chosen is not None:
+        chosen = dataclasses.replace(chosen, last=0)
+    turns, read = params, lambda some: [some]
+    if last or group > 1:
+        turns, read = _by_number(params, count, group)
+
+    def run(h, turn):
+        for some in read(turn):
+            h = fn(h, some)
+        return h
+
+    body = block(run, chosen)
+    h, _ = jax.lax.scan(lambda h, turn: (body(h, turn), None), h, turns)
+    whole = block(fn, None)
+    for i in range(count, length):
+        h = whole(h, jax.tree.map(lambda leaf, i=i: leaf[i], params))
+    return h
+
+
+def _length(params):
     lengths = {len(leaf) for leaf in jax.tree.leaves(params)}
     if len(lengths) != 1:
         raise ValueError(
             "params must have one leading axis of blocks in all leaves, got lengths "
             f"{sorted(lengths)}"
         )
-    (length,) = lengths
-    if group < 1 or length % group:
-        raise ValueError(f"group must divide the {length} blocks, got {group}")
+    return lengths.pop()
 
-    def run(h, some):
-        for i in range(group):
-            h = fn(h, jax.tree.map(lambda leaf, i=i: leaf[i], some))
-        return h
 
-    grouped = jax.tree.map(
-        lambda leaf: jnp.reshape(leaf, (length // group, group, *leaf.shape[1:])),
+def _by_number(params, count, group):
+    """What to scan over for the first blocks of a stack, and a turn's list of them.
+
+    Slices of the stack are not what is read: XLA would copy them before the loop, as
+    large as they are. A turn takes its blocks from the whole stack, by number. But a
+    gradient of the whole stack in every turn would cost more; it goes to the turn's
+    part of the slices, which are an argument for that alone, and XLA drops them.
+    """
+    stack = jax.lax.stop_gradient(params)
+    slices = jax.tree.map(
+        lambda leaf: leaf[:count].reshape(count // group, group, *leaf.shape[1:]),
         params,
     )
-    body = block(run, policy)
-    h, _ = jax.lax.scan(lambda h, some: (body(h, some), None), h, grouped)
-    if last_policy == "as before":
-        last_policy = _on_device(policy)
-    after = block(fn, last_policy, scanned=False)
-    for some in last:
-        h = after(h, some)
-    return h
+
+    def read(turn):
+        start, parts = turn
+
+        def one(i):
+            def take(leaf, part):
+                value = jax.lax.dynamic_index_in_dim(leaf, start + i, keepdims=False)
+                return _with_gradient_of(value, part[i])
+
+            return jax.tree.map(take, stack, parts)
+
+        return [one(i) for i in range(group)]
+
+    return (jnp.arange(0, count, group), slices), read
+
+
+@jax.custom_jvp
+def _with_gradient_of(value, part):
+    """value, as if it were part."""
+    return value
+
+
+_with_gradient_of.defjvp(lambda primals, tangents: (primals[0], tangents[1]))
 
 
 def _chosen(policy):
     return preset(policy) if isinstance(policy, str) else policy
-
-
-def _on_device(policy):
-    chosen = _chosen(policy)
-    return None if chosen is None else Policy(chosen.save, dots=chosen.dots)
 
 
 def compiler_options(policy: Policy | str | None) -> dict[str, Any]:

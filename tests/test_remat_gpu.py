@@ -22,7 +22,8 @@ VARIANTS = {
     "offload_block": "offload_block",
     "offload_attention": "offload_attention",
     "in groups": "offload_block group=2",
-    "last kept": "offload_block last=2:none",
+    "last whole": "offload_block last=2",
+    "last apart": "offload_block last=2:none",
     "both": "offload_block save=gate,up",
 }
 OFFLOADING = [k for k, text in VARIANTS.items() if "offload" in text]
@@ -81,10 +82,19 @@ def test_the_host_holds_what_the_policy_promises(name, programs):
     remat.verify(programs[name], promised(name), without=same)
 
 
+def test_the_stack_is_not_copied_where_its_last_blocks_are_whole(programs):
+    weights = jax.tree.leaves(jax.eval_shape(lambda: stack.initial(SIZES)[0]))
+    in_scan = sum(x.size * x.dtype.itemsize for x in weights) * 4 // 6
+    whole, apart = (
+        remat.device_bytes(programs[name]) for name in ("last whole", "last apart")
+    )
+    assert whole < apart + in_scan // 2
+
+
 def test_promises_are_bytes_of_names():
     assert promised("full") == 0
     assert promised("offload_block") == INPUTS
-    assert promised("last kept") == INPUTS * 4 // 6
+    assert promised("last whole") == promised("last apart") == INPUTS * 4 // 6
     assert promised("in groups") == INPUTS // 2
     assert promised("offload_attention") == 4 * INPUTS  # cuDNN's own are made again
 

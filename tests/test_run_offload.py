@@ -46,10 +46,13 @@ def test_variants_are_read_and_policies_written():
     assert made.policy == remat.policy(save=["q", "k"], offload=["block_in"])
     assert (made.group, made.rows, made.last, made.last_policy) == (2, 8, 2, None)
     assert made.options == (("xla_a", True),) and made.is_large
-    for text in (*remat.PRESETS, "full save=q,k offload=block_in", "dots offload=q"):
+    names = "full save=q,k offload=block_in", "dots offload=q", "offload_block last=2"
+    for text in (*remat.PRESETS, *names):
         assert stack.text_of(stack.read(text).policy) == text
     with pytest.raises(ValueError, match="'lost=1' is no option of a variant"):
         stack.read("full lost=1")
+    with pytest.raises(ValueError, match="'none' keeps all blocks whole"):
+        stack.read("none last=1")
 
 
 def test_options_of_a_variant_come_last_and_can_be_taken_away():
@@ -74,20 +77,21 @@ def test_blocks_after_the_scan_have_the_weights_they_had_in_it():
 def test_run_offload(tmp_path, capsys, monkeypatch):
     modules = {"benchmarks.run_offload": run_offload.main}
     started(capsys, monkeypatch, modules)
-    variants = ["full", "offload_block last=1:none"]
+    variants = ["full", "offload_block last=1:none", "offload_block last=1"]
     asked = [f"--variant={text}" for text in variants]
     out = tmp_path / "offload.csv"
     run_offload.main([*asked, "--sizes=tiny", "--rounds=2", f"--out={out}"])
     rows = {row["variant"]: row for row in results.read(out)}
     assert rows.keys() == set(variants)
     assert rows["full"]["over_first"] == "1.0"
-    assert float(rows["offload_block last=1:none"]["gradient_error"]) < 0.01
+    for text in variants[1:]:
+        assert float(rows[text]["gradient_error"]) < 0.01
     assert all(float(row["ms"]) > 0 for row in rows.values())
     assert {"device", "jax", "jaxlib", "date"} <= rows["full"].keys()
 
 
 def test_a_program_is_held_against_the_same_one_without_the_host():
-    texts = ["full", "offload_block", "full last=2:none", "save_attention"]
+    texts = ["full", "full last=2:none", "full last=2", "save_attention"]
     variants = {text: stack.read(text) for text in texts}
 
     def twin(text):
@@ -95,6 +99,7 @@ def test_a_program_is_held_against_the_same_one_without_the_host():
 
     assert twin("offload_block xla_gpu_x=False") == "full"
     assert twin("offload_block last=2:none") == "full last=2:none"
+    assert twin("offload_block last=2") == "full last=2"
     assert twin("offload_block rows=8") is twin("none") is None
 
 
@@ -112,7 +117,7 @@ def test_the_pick_stands_beside_the_best_that_fits():
     picked = remat.PRESETS["save_attention"]
     table = {"none": (100, 1.0), "save_attention": (50, 3.0), "full": (30, 2.0)}
 
-    def fit(step, limit, rates):
+    def fit(step, limit, last, rates):
         return picked
 
     with pytest.MonkeyPatch.context() as patch:
@@ -173,7 +178,7 @@ def test_the_figure(tmp_path):
         writer.writerow(["offload_block rows=8", "8000", "", "40"])
     (point,) = plot_offload.points(results.read(path))
     assert point[0] == "full" and point[2:] == (24.2, 1.0)
-    said = plot_offload.label_of("offload_block save=q last=4:none")
+    said = plot_offload.label_of("offload_block save=q last=4")
     assert said == "offload_block, q saved, last 4 kept whole"
     assert plot_offload.label_of("offload_block xla_gpu_x=False") is None
     plot_offload.main([str(path), "--out", str(tmp_path / "offload.svg")])

@@ -16,6 +16,7 @@ class RematConfig:
 
     # a preset of jaxmem.remat; or "fit": the fastest policy that memory_limit allows
     policy: str = "full"
+    last: int = 0  # blocks at the end that keep all they make; "fit" chooses it too
     # of policy "fit": GiB of the device that training may take, or "auto": all it has
     memory_limit: Literal["auto"] | float | None = None
 
@@ -24,6 +25,13 @@ class RematConfig:
         known = (*remat.PRESETS, "fit")
         wanted = f"one of {', '.join(map(repr, known))}"
         check_field(self, "policy", self.policy in known, wanted)
+        check_field(self, "last", self.last >= 0, "a number of blocks")
+        if self.last and self.policy in ("none", "fit"):
+            does = "chooses it" if self.policy == "fit" else "keeps all blocks whole"
+            raise ValueError(
+                f"RematConfig.last={self.last} does not go with policy="
+                f"{self.policy!r}, which {does}: leave it 0"
+            )
         limit, fits = self.memory_limit, self.policy == "fit"
         if fits == (limit is None):
             raise ValueError(
@@ -33,19 +41,37 @@ class RematConfig:
         if isinstance(limit, int | float):
             check_field(self, "memory_limit", limit > 0, "above 0")
 
+    def check_layers(self, layers: int) -> None:
+        """Refuse to keep more blocks whole than there are others.
+
+        Raises:
+          ValueError: `last` is not below a model's layers.
+        """
+        if self.last >= layers:
+            raise ValueError(
+                f"remat.last={self.last} must be below the {layers} layers of the "
+                "model; to keep all of them whole, set remat.policy = 'none'"
+            )
+
     @property
-    def preset(self) -> remat.Policy | None:
+    def start(self) -> remat.Policy | None:
         """The policy to begin with; `fit` replaces it where it is to be chosen."""
-        return remat.preset("full" if self.policy == "fit" else self.policy)
+        made = remat.preset("full" if self.policy == "fit" else self.policy)
+        return made if made is None else made | remat.policy(last=self.last)
 
     def fit(
         self,
         step: Callable[[remat.Policy | None], Any],
+        layers: int,
         held: int,
         show: Callable[[str], Any],
     ) -> remat.Policy | None:
-        """`remat.fit` of the traced step; held bytes are on the device besides."""
+        """`remat.fit` of the traced step; held bytes are on the device besides.
+
+        Of the layers, up to a third may be kept whole.
+        """
         limit = self.memory_limit
         assert limit is not None, "checked above"
         limit = remat.device_limit() if limit == "auto" else int(limit * _GIB)
-        return remat.fit(step, limit - held, show=show)
+        last = [2**i for i in range(layers.bit_length()) if 3 * 2**i <= layers]
+        return remat.fit(step, limit - held, last=last, show=show)

@@ -156,10 +156,10 @@ class Decoder(nnx.Module):
         def block(x, of_layer):
             layer_weights, kind = of_layer
             layer_weights = mesh.gathered(layer_weights)
-            return nnx.merge(definition, layer_weights)(x, *sight(kind)), None
+            return nnx.merge(definition, layer_weights)(x, *sight(kind))
 
-        block = remat.block(block, self.policy)
-        return self.norm(jax.lax.scan(block, x, (weights, layer_kinds(self.config)))[0])
+        stack = weights, layer_kinds(self.config)
+        return self.norm(remat.scan_blocks(block, stack, x, self.policy))
 
     def prefill(
         self, prompts: Ids, lengths: Ids, max_length: int

@@ -89,6 +89,7 @@ class DecoderProgram:
         schedule: optax.Schedule,
     ):
         self.model_config = with_vocabulary(config.model, vocab_size)
+        config.remat.check_layers(self.model_config.layers)
         self._config, self._seed = config, seed
         self.schedule = schedule
         self.optimizer = make_optimizer(config.optimizer, schedule)
@@ -96,7 +97,7 @@ class DecoderProgram:
         if config.optimizer.offload:
             self.streamed = Streamed(adamw(config.optimizer, schedule))
         self.layout = Layout(config.mesh)
-        self._use(config.remat.preset)
+        self._use(config.remat.start)
         with self.layout.context():
             state = jax.eval_shape(self._new_state)
             frozen = jax.eval_shape(lambda: self._new_weights()[1])
@@ -139,7 +140,8 @@ class DecoderProgram:
         def show(table: str) -> None:
             console.print(table, highlight=False, markup=False, soft_wrap=True)
 
-        self._use(self._config.remat.fit(step, held, show))
+        layers = self.model_config.layers
+        self._use(self._config.remat.fit(step, layers, held, show))
 
     def _new_weights(self) -> tuple[dict, dict]:
         weights = nnx.to_pure_dict(nnx.split(self.new_model())[1])

@@ -15,6 +15,7 @@ from rich.console import Console
 from jaxmem.train import grpo, mesh, sft, ulysses
 from jaxmem.train.config import Config, ConfigError, GrpoJobConfig, load
 from jaxmem.train.data import DataConfig
+from jaxmem.train.memory import RematConfig
 from jaxmem.train.mesh import Layout, MeshConfig
 from jaxmem.train.model import Decoder, HeadConfig, ModelConfig
 from jaxmem.train.policy import GrpoConfig
@@ -40,7 +41,10 @@ def text_file(tmp_path_factory):
     return path
 
 
-def config_of(text_file, out_dir, sizes=(1, 1, 1, 1), **run):
+FULL, LAST_WHOLE = RematConfig(), RematConfig("offload_block", last=1)
+
+
+def config_of(text_file, out_dir, sizes=(1, 1, 1, 1), remat=FULL, **run):
     return Config(
         data=dataclasses.replace(
             DATA, source=str(text_file), cache_dir=str(text_file.parent)
@@ -50,6 +54,7 @@ def config_of(text_file, out_dir, sizes=(1, 1, 1, 1), **run):
         optimizer=OptimizerConfig(warmup_steps=1, final_fraction=1.0),
         run=dataclasses.replace(RUN, out_dir=str(out_dir), **run),
         mesh=MeshConfig(*sizes),
+        remat=remat,
     )
 
 
@@ -71,14 +76,20 @@ def assert_same_steps(result, wanted):
 
 
 def test_the_same_steps_on_a_mesh_of_all_axes(text_file, tmp_path, alone):
-    assert_same_steps(train(config_of(text_file, tmp_path, (1, 2, 2, 2))), alone)
+    config = config_of(text_file, tmp_path, (1, 2, 2, 2), LAST_WHOLE)
+    assert_same_steps(train(config), alone)
 
 
 def test_a_checkpoint_of_one_mesh_restores_onto_another(text_file, tmp_path, alone):
-    """2 x 4 devices, then 4 x 2, then one."""
-    for steps, sizes in ((2, (2, 4, 1, 1)), (3, (1, 4, 1, 2)), (4, (1, 1, 1, 1))):
-        config = config_of(text_file, tmp_path, sizes, steps=steps, checkpoint_every=1)
-        result = train(config)
+    """2 x 4 devices, then 4 x 2, then one; what is saved knows no policy."""
+    runs = (
+        (2, (2, 4, 1, 1), LAST_WHOLE),
+        (3, (1, 4, 1, 2), FULL),
+        (4, (1, 1, 1, 1), LAST_WHOLE),
+    )
+    for steps, sizes, remat in runs:
+        run = dict(steps=steps, checkpoint_every=1)
+        result = train(config_of(text_file, tmp_path, sizes, remat, **run))
     assert_same_steps(result, alone)
 
 
@@ -239,7 +250,7 @@ POLICY = GrpoJobConfig(
         prompts=4, group_size=4, kl_coefficient=0.1, entropy_coefficient=0.1,
         max_tokens_train=32, max_tokens_forward=64,
     ),
-    model=dataclasses.replace(MODEL, layers=1, tied=False, embed_scale=True),
+    model=dataclasses.replace(MODEL, tied=False, embed_scale=True),
     head=HeadConfig(chunk=16),
     optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=1),
     run=RunConfig(job="grpo", steps=2, checkpoint_every=None, compare_heads=False),
@@ -249,13 +260,14 @@ POLICY = GrpoJobConfig(
 def test_a_policy_learns_the_same_on_a_mesh(tmp_path):
     """Prompts over all devices; packed rows over rows, tokens and the vocabulary."""
 
-    def history(name, sizes):
+    def history(name, sizes, remat=FULL):
         run = dataclasses.replace(POLICY.run, out_dir=str(tmp_path / name))
-        config = dataclasses.replace(POLICY, run=run, mesh=MeshConfig(*sizes))
+        changes = dict(run=run, mesh=MeshConfig(*sizes), remat=remat)
+        config = dataclasses.replace(POLICY, **changes)
         return grpo.train(config, "", Console(file=io.StringIO())).history
 
     wanted = history("alone", (1, 1, 1, 1))
-    made = history("mesh", (1, 2, 2, 2))
+    made = history("mesh", (1, 2, 2, 2), LAST_WHOLE)
     for got, want in zip(made, wanted, strict=True):
         assert got.reward == want.reward and got.tokens == want.tokens
         for name in ("loss", "grad_norm", "entropy", "kl"):

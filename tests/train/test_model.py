@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxmem import remat
 from jaxmem.train import layers
 from jaxmem.train.model import Decoder, HeadConfig, ModelConfig, head_loss
 from jaxmem.train.positions import (
@@ -265,19 +266,19 @@ def test_gradients_of_a_frequent_token_are_summed_in_float32():
 
 def test_remat_changes_memory_and_no_number():
     compiled, results = {}, {}
-    for remat in ("full", "none"):
-        definition, weights = parameters(decoder(remat, layers=6))
+    for policy in ("full", "none"):
+        definition, weights = parameters(decoder(policy, layers=6))
         gradient = jax.jit(jax.grad(loss_of(definition)))
-        compiled[remat] = gradient.lower(weights).compile()
-        results[remat] = compiled[remat](weights)
+        compiled[policy] = gradient.lower(weights).compile()
+        results[policy] = compiled[policy](weights)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6),
         results["full"],
         results["none"],
     )
     full, none = (
-        compiled[remat].memory_analysis().temp_size_in_bytes
-        for remat in ("full", "none")
+        compiled[policy].memory_analysis().temp_size_in_bytes
+        for policy in ("full", "none")
     )
     assert full < 0.7 * none
 
@@ -286,10 +287,10 @@ def test_remat_changes_memory_and_no_number():
 def test_a_remat_preset_changes_no_number(name):
     """And sends what it says to the host, once in the loop over blocks."""
     results = {}
-    for remat in ("full", name):
-        definition, weights = parameters(decoder(remat, layers=2))
+    for policy in ("full", name):
+        definition, weights = parameters(decoder(policy, layers=2))
         gradient = jax.jit(jax.grad(loss_of(definition)))
-        results[remat] = gradient(weights)
+        results[policy] = gradient(weights)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6),
         results["full"],
@@ -301,6 +302,28 @@ def test_a_remat_preset_changes_no_number(name):
     assert sent == {"offload_attention": len(("block_in", *"qkv", "attn_out"))}.get(
         name, 0
     )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(pattern=("local", "global"), window=4),  # a number of each layer's kind
+        dict(lora_rank=2, lora_targets=("query", "up")),
+    ],
+)
+def test_the_last_blocks_kept_whole_change_no_number(changes):
+    policy = remat.PRESETS["offload_block"] | remat.policy(last=1)
+    results = []
+    for each in ("full", policy):
+        definition, weights = parameters(decoder(each, layers=3, **changes))
+        if "lora_rank" in changes:  # else they add nothing, and get no gradient
+            for name in ("lora_a", "lora_b"):
+                adapter = weights["blocks"]["attention"]["query"]
+                adapter[name] = jnp.ones_like(adapter[name]) / 8
+        results.append(jax.jit(jax.grad(loss_of(definition)))(weights))
+    full, whole = results
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), full, whole)
+    assert np.abs(jax.tree.leaves(whole["blocks"])[0][-1]).max() > 0
 
 
 @pytest.mark.parametrize(
