@@ -138,6 +138,27 @@ def test_the_host_makes_room_for_what_is_kept():
     assert products(policy) == products(remat.policy(save=["q", "gate", "up"]))
 
 
+def test_the_last_blocks_are_kept_whole_where_that_fits():
+    """What the last one keeps is gone before there are gradients: here it takes less
+    memory than to make it again, and fewer products.
+    """
+    last = remat.policy(last=1)
+    limit = needs(last)
+    assert limit < needs(remat.Policy()) and products(last) < products(remat.Policy())
+    policy, said = chosen(limit, NO_HOST, last=[1, 3])
+    assert policy == last
+    assert re.search(r"^full; last 1 whole .* chosen$", said, re.MULTILINE), said
+    assert re.search(r"^full; last 3 whole .* (over|would take)", said, re.MULTILINE)
+    with pytest.raises(ValueError, match="no policy fits"):
+        chosen(limit, NO_HOST)
+
+
+def test_the_host_and_the_last_blocks_together():
+    limit = needs(remat.policy(offload=["block_in"], last=1))
+    policy, _ = chosen(limit, FAST, last=[1], names=["block_in"])
+    assert policy == remat.policy(offload=["block_in"], last=1)
+
+
 def test_copies_that_nothing_hides_are_a_last_resort():
     seconds = products(None) / 3 / FAST.products
     hidden = 1.2 * INPUTS / seconds  # a link that carries the inputs, and no more
@@ -207,6 +228,11 @@ def test_names_that_the_step_does_not_give():
         remat.fit(bare, 10**9, rates=NO_HOST)
 
 
+def test_numbers_of_last_blocks_that_are_none():
+    with pytest.raises(ValueError, match=r"last must be numbers .* above 0, got \[0\]"):
+        remat.fit(on_gpu, 10**9, last=[0], rates=NO_HOST)
+
+
 def test_several_processes_do_not_measure_each_for_itself(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     for measuring in ({"rates": None}, {"rates": NO_HOST, "trials": 2}):
@@ -234,3 +260,5 @@ def test_policies_are_described_by_name_or_by_names():
     assert _fit.describe(remat.PRESETS["offload_block"]) == "offload_block"
     both = remat.policy(save=["q", "k"], offload=["block_in"])
     assert _fit.describe(both) == "save q, k; offload block_in"
+    last = remat.PRESETS["offload_block"] | remat.policy(last=4)  # pyright: ignore
+    assert _fit.describe(last) == "offload_block; last 4 whole"

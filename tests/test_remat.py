@@ -2,6 +2,7 @@
 
 import functools
 import types
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from jaxmem import remat
 
 LAYERS, TOKENS, WIDTH = 4, 6, 8
 OFFLOADING = [k for k, p in remat.PRESETS.items() if p and p.offload]
+LAST_WHOLE = remat.PRESETS["offload_block"] | remat.policy(last=1)
 
 
 def block(h, w):
@@ -143,10 +145,38 @@ def test_what_a_policy_keeps_takes_memory():
     assert saved_bytes("full", group=4) > nothing  # four blocks alive at once
 
 
+def test_a_stack_is_not_copied_for_its_last_blocks_or_for_groups():
+    w, h = weights(16), jnp.zeros((1, WIDTH))
+    size = sum(x.nbytes for x in w.values())
+    for policy, group in ((remat.policy(last=1), 1), ("full", 2)):
+        compiled = jax.jit(loss, static_argnums=2, static_argnames="group").lower(
+            w, h, policy, group=group
+        ).compile()  # fmt: skip
+        account: Any = compiled.memory_analysis()
+        assert account.temp_size_in_bytes < size / 2
+
+
+def test_derivatives_forward_too(h):
+    """And by the number of blocks in integers, which have none."""
+    numbered = weights() | {"index": jnp.arange(LAYERS)}
+
+    def counting(h, w):
+        return block(h, w) * (1 + w["index"])
+
+    def total(h, policy):
+        return jnp.sum(remat.scan_blocks(counting, numbered, h, policy))
+
+    for policy in ("full", LAST_WHOLE):
+        _, forward = jax.jvp(functools.partial(total, policy=policy), (h,), (h,))
+        backward = jnp.sum(jax.grad(total)(h, policy) * h)
+        np.testing.assert_allclose(forward, backward, rtol=1e-5)
+
+
 def test_policies_join():
     save, offload = remat.policy(save=["q"]), remat.policy(offload=["q", "block_in"])
     assert save | offload == remat.policy(save=["q"], offload=["block_in"])
     assert (remat.PRESETS["dots"] | offload).dots
+    assert (remat.policy(last=2) | save | remat.policy(last=1)).last == 2
     back = remat.policy(offload=["k"], offload_src="pinned_host", offload_dst="device")
     with pytest.raises(ValueError, match="both policies offload"):
         back | offload
@@ -162,15 +192,15 @@ def test_products_kept_beside_names_are_not_made_again(h):
     assert placements(gradient(both), weights(), h) == (1, 1)
 
 
-@pytest.mark.parametrize("name", OFFLOADING)
-def test_under_vmap_microbatches_and_donation(name, h, want):
-    _, (dw, dh) = jax.vmap(gradient(name), (None, 0))(weights(), jnp.stack([h, h]))
+@pytest.mark.parametrize("policy", [*OFFLOADING, LAST_WHOLE])
+def test_under_vmap_microbatches_and_donation(policy, h, want):
+    _, (dw, dh) = jax.vmap(gradient(policy), (None, 0))(weights(), jnp.stack([h, h]))
     assert_close(jax.tree.map(lambda x: x[1], (dw, dh)), want[1])
 
     @functools.partial(jax.jit, donate_argnums=0)
     def step(w, batches):
         def add(total, h):
-            return jax.tree.map(jnp.add, total, jax.grad(loss)(w, h, name)), None
+            return jax.tree.map(jnp.add, total, jax.grad(loss)(w, h, policy)), None
 
         total, _ = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, w), batches)
         return total
@@ -179,15 +209,15 @@ def test_under_vmap_microbatches_and_donation(name, h, want):
     assert_close(made, jax.tree.map(lambda x: 2 * x, want[1][0]))
 
 
-@pytest.mark.parametrize("name", OFFLOADING)
-def test_under_shard_map(name, h, want):
+@pytest.mark.parametrize("policy", [*OFFLOADING, LAST_WHOLE])
+def test_under_shard_map(policy, h, want):
     """Tokens do not see each other here: each device has rows of its own."""
     auto = (jax.sharding.AxisType.Auto,)
     mesh = jax.make_mesh((2,), ("data",), axis_types=auto)
 
     def total(w, h):
         def local(w, h):
-            part = loss(w, h[0], name)
+            part = loss(w, h[0], policy)
             return jax.lax.psum(part, "data")
 
         spec = jax.tree.map(lambda _: P(), w), P("data")
@@ -201,8 +231,8 @@ def test_under_shard_map(name, h, want):
     assert_close(dh[1], dh_wanted)
 
 
-@pytest.mark.parametrize("name", ["save_attention", "offload_block"])
-def test_with_the_head_after_it(name, h):
+@pytest.mark.parametrize("policy", ["save_attention", "offload_block", LAST_WHOLE])
+def test_with_the_head_after_it(policy, h):
     """A custom_vjp outside of the blocks, and one inside a block."""
     table = jnp.asarray(np.random.default_rng(2).normal(size=(32, WIDTH)), jnp.float32)
     labels = jnp.arange(TOKENS)
@@ -217,7 +247,7 @@ def test_with_the_head_after_it(name, h):
 
     made, wanted = (
         jax.jit(jax.grad(functools.partial(total, policy=p), (0, 1)))(weights(), h)
-        for p in (name, "none")
+        for p in (policy, "none")
     )
     assert_close(made, wanted)
 
@@ -229,6 +259,7 @@ def test_with_the_head_after_it(name, h):
         ({"offload": "q"}, "offload must be a sequence of names, got 'q'"),
         ({"save": ["q", "k"], "offload": ["k"]}, "save and offload both have k"),
         ({"offload_dst": "disk"}, "offload_src and offload_dst must be.*'disk'"),
+        ({"last": -1}, "last must be a number of blocks, got -1"),
     ],
 )
 def test_impossible_policies(wrong, message):
@@ -255,6 +286,12 @@ def test_blocks_that_cannot_be(h):
         remat.block(block, "offload_block", scanned=False)
     with pytest.raises(ValueError, match="group must divide the 4 blocks, got 3"):
         remat.scan_blocks(block, weights(), h, "full", group=3)
+    for policy, group in ((remat.policy(last=4), 1), (LAST_WHOLE, 2)):
+        with pytest.raises(ValueError, match="below the 4 blocks, got 4|divide the 3"):
+            remat.scan_blocks(block, weights(), h, policy, group=group)
+    one = {k: x[0] for k, x in weights().items()}
+    with pytest.raises(ValueError, match="one block cannot tell.*remat.scan_blocks"):
+        jax.grad(lambda h: remat.block(block, LAST_WHOLE)(h, one).sum())(h)
     uneven = weights() | {"q": weights(3)["q"]}
     with pytest.raises(ValueError, match=r"one leading axis.*\[3, 4\]"):
         remat.scan_blocks(block, uneven, h, "full")

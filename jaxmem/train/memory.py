@@ -25,7 +25,7 @@ class RematConfig:
         known = (*remat.PRESETS, "fit")
         wanted = f"one of {', '.join(map(repr, known))}"
         check_field(self, "policy", self.policy in known, wanted)
-        check_field(self, "last", self.last >= 0, "a number of blocks")
+        check_field(self, "last", self.last >= 0, "0 or more")
         if self.last and self.policy in ("none", "fit"):
             does = "chooses it" if self.policy == "fit" else "keeps all blocks whole"
             raise ValueError(

@@ -626,6 +626,12 @@ def test_a_finished_run_resumes_with_nothing_left_to_do(finished):
         (["data.seed=1"], "'data.seed=1': data.seed is of the job 'sft', but run.job"),
         (["remat.policy=half"], "remat.policy must be one of 'none', 'full', 'dots'"),
         (["remat.policy=fit"], "memory_limit=None does not go with policy='fit'"),
+        (["remat.last=2"], "remat.last=2 does not go with policy='none', which keeps"),
+        (["remat.last=-1"], "remat.last must be 0 or more, got -1"),
+        (
+            ["remat.policy=fit", "remat.memory_limit=9", "remat.last=1"],
+            "remat.last=1 does not go with policy='fit', which chooses it: leave it 0",
+        ),
         (["remat.memory_limit=40"], "memory_limit=40 does not go with policy='none'"),
         (["remat.policy=fit", "remat.memory_limit=0"], "memory_limit must be above 0"),
         (["remat.policy=fit", "remat.memory_limit=all"], "must be 'auto' or float or"),

@@ -104,6 +104,11 @@ def test_what_is_kept_changes_no_loss(name, config, finished):
     assert losses(result) == pytest.approx(losses(wanted), rel=1e-5)
 
 
+def test_more_blocks_whole_than_there_are(config):
+    with pytest.raises(ValueError, match="remat.last=1 must be below the 1 layers"):
+        sft.Program(changed(config, remat=dict(last=1)), 320)
+
+
 def test_a_policy_is_chosen_by_the_memory_limit(config, finished):
     """One that takes less time, as it keeps what the limit allows."""
     _, wanted, _ = finished
