@@ -85,7 +85,8 @@ class Candidate:
     products: float  # operations
     kept: int  # bytes of names on the device; all names where policy is None
     whole: int  # those of the last blocks alone, gone before gradients take room
-    host: int  # bytes on the host
+    sent: int  # bytes to the host
+    host: int  # bytes there at once
     expected: int = 0  # bytes of the device, before anything is compiled
     seconds: float = 0.0
     exposed: float = 0.0  # seconds of copies that nothing hides
@@ -287,19 +288,20 @@ def _candidate(policy, traced, sizes, most_work, remade):
     jaxpr = traced.jaxpr.jaxpr
     names = sizes if policy is None else policy.save
     kept = sum(sizes.get(label, 0) for label in names)
-    work, host = _traced.products(jaxpr), _traced.bytes_to_host(jaxpr)
+    sent, host = _traced.bytes_to_host(jaxpr), _traced.bytes_on_host(jaxpr)
+    work = _traced.products(jaxpr)
     whole = 0
     if policy is not None and policy.last and remade:
         whole = int(sum(sizes.values()) * (most_work - work) / remade)
-    return Candidate(policy, traced, work, kept, whole, host)
+    return Candidate(policy, traced, work, kept, whole, sent, host)
 
 
 def _predict(each, forward, rates):
     """Sets seconds, and how many of them are copies that nothing hides."""
     computed = each.products / rates.products
-    if each.host and rates.to_host:
-        out = each.host / rates.to_host - forward
-        back = each.host / rates.from_host - (computed - forward)
+    if each.sent and rates.to_host:
+        out = each.sent / rates.to_host - forward
+        back = each.sent / rates.from_host - (computed - forward)
         each.exposed = max(0.0, out) + max(0.0, back)
     each.seconds = computed + each.exposed
 

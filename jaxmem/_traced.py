@@ -40,32 +40,76 @@ def _inner(params):
                 yield item
 
 
-def host_bytes(fn: Callable, *args) -> int:
-    """Bytes that one call sends to the host, by its jaxpr: nothing is compiled or run.
+def host_bytes(fn: Callable | jax.stages.Traced, *args) -> int:
+    """Bytes that the host holds at most, by a function's jaxpr: nothing is compiled.
 
-    Loops count as often as they run; of a loop without a known end, one turn.
+    What a loop sends there counts as often as the loop stacks it: micro-batches whose
+    gradients are taken in turn share one room.
+
+    Args:
+        fn: to be traced with the arguments; or what `jax.jit(...).trace(...)` gave.
     """
-    return bytes_to_host(jax.make_jaxpr(fn)(*args).jaxpr)
+    traced = fn if isinstance(fn, jax.stages.Traced) else jax.make_jaxpr(fn)(*args)
+    return bytes_on_host(traced.jaxpr.jaxpr)
+
+
+def bytes_on_host(jaxpr: Any) -> int:
+    """The same, of a jaxpr."""
+
+    def made(equation):
+        if equation.primitive.name == "device_put":
+            yield "", sum(_nbytes(x) for x in _outputs(equation) if _is_there(x))
+
+    return _held(jaxpr, made, _is_there)[""]
 
 
 def bytes_to_host(jaxpr: Any) -> int:
-    """The same, of what is traced already."""
+    """Bytes that are sent to the host, however often."""
     return sum(
-        times * sum(_nbytes(x) for x in _outputs(eqn) if x.memory_space == _HOST)
+        times * sum(_nbytes(x) for x in _outputs(eqn) if _is_there(x))
         for eqn, times in equations(jaxpr)
         if eqn.primitive.name == "device_put"
     )
 
 
 def bytes_by_name(jaxpr: Any) -> dict[str, int]:
-    """Of what is named, summed over all blocks; cuDNN's attention is "attn_lse"."""
-    made: dict[str, int] = collections.Counter()
-    for eqn, times in equations(jaxpr):
-        if eqn.primitive.name == "name":
-            made[eqn.params["name"]] += times * sum(map(_nbytes, _outputs(eqn)))
-        elif eqn.primitive.name == CUDNN_FORWARD:
-            made["attn_lse"] += times * sum(map(_nbytes, _outputs(eqn)))
-    return dict(made)
+    """Of what is named, in all blocks that are alive together; cuDNN's attention is
+    "attn_lse".
+    """
+
+    def made(equation):
+        kind = equation.primitive.name
+        if kind in ("name", CUDNN_FORWARD):
+            label = equation.params["name"] if kind == "name" else "attn_lse"
+            yield label, sum(map(_nbytes, _outputs(equation)))
+
+    return dict(_held(jaxpr, made, lambda aval: True))
+
+
+def _held(jaxpr, made, counts) -> collections.Counter[str]:
+    """Bytes by key of what equations make, and of loops, what they stack of it.
+
+    made: equation -> (key, bytes) pairs. counts: whether a loop's result may hold some.
+    """
+    total: collections.Counter[str] = collections.Counter()
+    for eqn in jaxpr.eqns:
+        total.update(dict(made(eqn)))
+        if eqn.primitive.name == "pallas_call":
+            continue
+        for inner in _inner(eqn.params.values()):
+            found = _held(inner, made, counts)
+            if eqn.primitive.name == "scan":
+                room = sum(_nbytes(x) for x in _stacks(eqn, inner) if counts(x))
+                times = eqn.params["length"]
+                found = {k: max(n, min(times * n, room)) for k, n in found.items()}
+            total.update(found)
+    return total
+
+
+def _stacks(scan, body):
+    """Results that the turns of a scan stack; the others are carried, of one shape."""
+    pairs = zip(_outputs(scan), (x.aval for x in body.outvars), strict=True)
+    return [whole for whole, part in pairs if whole.shape != part.shape]
 
 
 def products(jaxpr: Any) -> float:
@@ -96,3 +140,7 @@ def _outputs(equation):
 
 def _nbytes(aval):
     return aval.size * aval.dtype.itemsize
+
+
+def _is_there(aval):
+    return aval.memory_space == _HOST

@@ -44,9 +44,7 @@ def traced(policy):
 def needs(policy):
     """Bytes of the device, were it one with a host beside it."""
     compiled = traced(policy).lower().compile()
-    return remat.device_bytes(compiled) - _traced.bytes_to_host(
-        traced(policy).jaxpr.jaxpr
-    )
+    return remat.device_bytes(compiled) - remat.host_bytes(traced(policy))
 
 
 def on_gpu(policy):
@@ -54,7 +52,7 @@ def on_gpu(policy):
     compiled = traced(policy).lower().compile()
     real = compiled.memory_analysis()
     assert real is not None
-    there = _traced.bytes_to_host(traced(policy).jaxpr.jaxpr)
+    there = remat.host_bytes(traced(policy))
     account = types.SimpleNamespace(
         argument_size_in_bytes=real.argument_size_in_bytes,
         output_size_in_bytes=real.output_size_in_bytes,
@@ -104,6 +102,25 @@ def test_what_is_saved_is_not_computed_again():
 def test_bytes_by_name():
     sizes = _traced.bytes_by_name(traced(None).jaxpr.jaxpr)
     assert sizes == {"block_in": INPUTS, "q": INPUTS, "gate": GATES, "up": GATES}
+
+
+def test_micro_batches_share_the_room_of_what_is_kept_and_sent():
+    def step(policy, batches):
+        def add(total, h):
+            value, slopes = jax.value_and_grad(loss)(w, h, policy)
+            return jax.tree.map(jnp.add, total, slopes), value
+
+        w = {k: jnp.zeros((LAYERS, *shape)) for k, shape in SHAPES.items()}
+        return jax.lax.scan(add, w, batches)
+
+    batches = jnp.zeros((3, TOKENS, WIDTH))
+    jaxpr = jax.make_jaxpr(functools.partial(step, None))(batches).jaxpr
+    sizes = {"block_in": INPUTS, "q": INPUTS, "gate": GATES, "up": GATES}
+    assert _traced.bytes_by_name(jaxpr) == sizes
+    offloading = functools.partial(step, remat.PRESETS["offload_block"])
+    assert remat.host_bytes(offloading, batches) == INPUTS
+    sent = _traced.bytes_to_host(jax.make_jaxpr(offloading)(batches).jaxpr)
+    assert sent == 3 * INPUTS
 
 
 # -------------------------------------------------------------------- choice

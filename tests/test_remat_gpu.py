@@ -1,6 +1,7 @@
 """On a GPU: what goes to the host goes there, gradients stay right, copies overlap."""
 
 import concurrent.futures
+import pathlib
 import re
 
 import jax
@@ -9,6 +10,8 @@ import pytest
 
 from benchmarks import schedule, stack
 from jaxmem import offload, remat
+from jaxmem.train import sft
+from jaxmem.train.config import load
 
 pytestmark = pytest.mark.gpu
 
@@ -97,6 +100,24 @@ def test_promises_are_bytes_of_names():
     assert promised("last whole") == promised("last apart") == INPUTS * 4 // 6
     assert promised("in groups") == INPUTS // 2
     assert promised("offload_attention") == 4 * INPUTS  # cuDNN's own are made again
+
+
+@pytest.mark.parametrize("name", ["offload_block", "offload_attention"])
+@pytest.mark.parametrize("last", [0, 1])
+def test_the_trainer_s_step_holds_what_its_policy_promises(name, last):
+    """Compiling verifies it; micro-batches share the room."""
+    config, _ = load(
+        pathlib.Path(__file__).parents[1] / "configs" / "sft_stdlib.gin",
+        [
+            f"remat.policy={name}",
+            f"remat.last={last}",
+            "run.accumulate=2",
+            "model.dtype=bfloat16",
+        ],
+    )
+    program = sft.Program(config, 16384)
+    account = program.compile_step(config.head).memory_analysis()
+    assert account.host_temp_size_in_bytes > 0
 
 
 def test_nothing_is_verified_that_is_not_so(programs):

@@ -169,7 +169,7 @@ class PolicyProgram(DecoderProgram):
 
     def compile_gradients(self, shape: Shape, head: HeadConfig) -> jax.stages.Compiled:
         """Compile what a micro-batch takes; the sums given are consumed."""
-        return self.trace_gradients(shape, head).lower().compile()
+        return self.compile_verified(self.trace_gradients(shape, head))
 
     def trace_gradients(self, shape: Shape, head: HeadConfig) -> jax.stages.Traced:
         """Trace the same."""

@@ -143,6 +143,16 @@ class DecoderProgram:
         layers = self.model_config.layers
         self._use(self._config.remat.fit(step, layers, held, show))
 
+    def compile_verified(self, traced: jax.stages.Traced) -> jax.stages.Compiled:
+        """Compile; raise where XLA has dropped what the policy offloads."""
+        compiled = traced.lower().compile()
+        offloads = self.policy is not None and self.policy.offload
+        if offloads and jax.default_backend() != "cpu":
+            devices = 1 if self.layout.mesh is None else self.layout.mesh.size
+            # Each has its part of most, all of the rest.
+            remat.verify(compiled, remat.host_bytes(traced) // devices)
+        return compiled
+
     def _new_weights(self) -> tuple[dict, dict]:
         weights = nnx.to_pure_dict(nnx.split(self.new_model())[1])
         return split_weights(weights, self._config.optimizer.trainable)

@@ -167,7 +167,7 @@ class Program(DecoderProgram):
 
         Without `packed`, rows hold one document each, and segment_ids must be None.
         """
-        compiled = self.trace_step(head, packed).lower().compile()
+        compiled = self.compile_verified(self.trace_step(head, packed))
         if self.streamed is None:
             return compiled
         slopes = gradient_shapes(self.state_shapes.params)
