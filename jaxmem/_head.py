@@ -81,7 +81,9 @@ def logprobs(
     frozen. With frozen_head the forward pass under `jax.grad` takes (4 + b)·C·V, or
     8·C·V by XLA for CPUs, and keeps b·D a token; the backward pass takes nothing.
     Nothing grows with tokens · V. W of another type than hidden costs b·V·D
-    more; cuBLAS takes 32 MiB. "hopper" holds no logits forward; backward it takes
+    more; cuBLAS takes 32 MiB. Where V is no multiple of 64, W is padded: b·V·D, in
+    "hopper" in both passes and again for its gradient, in "xla" on a GPU backward.
+    "hopper" holds no logits forward; backward it takes
     2·C·V + 6·R·D for R tokens at a time: all of them, or √(C·V) and 4·V·D for W's sums
     where there are more than twice as many; residual_bytes come on top, and live from
     one pass to the other. XLA for CPUs may widen 16-bit weights to

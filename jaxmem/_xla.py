@@ -41,6 +41,8 @@ class Rows(NamedTuple):
     temperature: jax.Array | None  # statistics' type; None is 1
 
 
+_ALIGNMENT = 64  # columns
+
 # What `one_pass` asks of loss_rows rows at a time: (row ids, their outputs) -> (values
 # to keep of each row, cotangents of the outputs). Ids past the end come last; what
 # their outputs hold has no influence, and their cotangents are 0.
@@ -93,7 +95,7 @@ def backward(
     spec: Spec, source: Head | Logits, rows: Rows, saved: _stats.Outputs, cotangents
 ) -> Head | Logits:
     """Cotangent of the source; sums over tokens in the statistics' type."""
-    original, source = trained(spec, source), cast(spec, source)
+    original, source = trained(spec, source), _aligned(spec, cast(spec, source))
 
     def chunk(row_ids, sums):
         z = _logits(spec, source, rows, row_ids)
@@ -109,7 +111,7 @@ def backward(
 
     sums = for_active_chunks(spec.chunk, rows.active, chunk, _zero_sums(spec, source))
     return jax.tree.map(
-        lambda total, primal: total.astype(primal.dtype),
+        lambda total, primal: unpadded(total, primal).astype(primal.dtype),
         sum_over_shards(spec, sums),
         original,
     )
@@ -124,7 +126,7 @@ def one_pass(
         made, with the values of_chunk in the place of active rows; and the cotangent of
         the source, with the sums over tokens in the statistics' type.
     """
-    head = cast(spec, source)
+    head = _aligned(spec, cast(spec, source))
     n_rows = rows.labels.shape[0]
 
     def chunk(row_ids, carry):
@@ -143,6 +145,7 @@ def one_pass(
 
     carry = _shards.vary(made, spec.varying), _zero_sums(spec, head)
     made, sums = for_active_chunks(spec.chunk, rows.active, chunk, carry)
+    sums = jax.tree.map(unpadded, sums, trained(spec, source))
     return made, sum_over_shards(spec, sums)
 
 
@@ -199,7 +202,7 @@ def _logits(spec, source, rows, row_ids):
         if source.bias is not None:
             z = z + source.bias[None, :]
     z = _scale(spec, rows, row_ids, z)
-    if spec.vocab_size < spec.columns * (spec.shards.count if spec.shards else 1):
+    if spec.vocab_size < z.shape[1] * (spec.shards.count if spec.shards else 1):
         column = lax.broadcasted_iota(jnp.int32, z.shape, 1)
         z = jnp.where(column < spec.vocab_size - first_column(spec), z, -jnp.inf)
     return z
@@ -280,6 +283,27 @@ def cast(spec, source):
         return source
     bias = None if source.bias is None else source.bias.astype(spec.stats_dtype)
     return Head(source.hidden, source.W.astype(spec.compute_dtype), bias)
+
+
+def _aligned(spec, source):
+    """W and bias with a vocabulary of whole `_ALIGNMENT`, if products run on a GPU.
+
+    The rows of logits' derivatives then begin where tensor cores can load them. On an
+    H200 with D=4096, V=50257 and 16 bits, 4.6 GEMMs with gradients instead of 8.6.
+    """
+    after = -spec.columns % _ALIGNMENT
+    if isinstance(source, Logits) or spec.shards or not after:
+        return source
+    if jax.default_backend() != "gpu":
+        return source
+    W = jnp.pad(source.W, [(0, after), (0, 0)][:: 1 if spec.layout == "vd" else -1])
+    bias = None if source.bias is None else jnp.pad(source.bias, (0, after))
+    return Head(source.hidden, W, bias)
+
+
+def unpadded(total, primal):
+    """What of a cotangent belongs to an array that was padded."""
+    return total[tuple(map(slice, primal.shape))]
 
 
 def output_dtype(spec, name):

@@ -249,3 +249,40 @@ def test_a_rerun_is_bitwise_equal():
     h, W, y = Case(200, 48, 517).make()
     run = jax.jit(jax.value_and_grad(total(jaxmem.token_stats, 32), (0, 1)))
     jax.tree.map(np.testing.assert_array_equal, run(h, W, y), run(h, W, y))
+
+
+@pytest.mark.parametrize("layout", ["vd", "dv"])
+def test_on_a_gpu_a_ragged_vocabulary_is_padded_backward(layout, monkeypatch):
+    """Traced as for a GPU, run here: W [131, D] in products of 192 columns."""
+    h, W, y = (jnp.asarray(x, F32) for x in Case(50, 24, 131, std=2.0).make())
+    y, bias = y.astype(int), jnp.linspace(-1, 1, 131)
+    W = W if layout == "vd" else W.T
+    options = {"layout": layout, "implementation": "xla", "softcap": 20.0, "chunk": 32}
+
+    def two_passes(h, W, bias):
+        made = jaxmem.token_stats(h, W, y, bias=bias, **options)
+        return (made.logprob + made.entropy).sum()
+
+    def one_pass(h, W, bias):
+        def loss(stats):
+            return stats.logprob + stats.entropy
+
+        return jaxmem.token_loss(loss, h, W, y, normalizer=1, bias=bias, **options)[0]
+
+    def traced(fn):
+        jax.clear_caches()  # a trace would be used again
+        both = jax.jit(jax.value_and_grad(fn, (0, 1, 2))).lower(h, W, bias)
+        return both.as_text(), both.compile()(h, W, bias)
+
+    text, want = traced(two_passes)
+    products = r"tensor<32x192xf32>"
+    assert not re.search(products, text)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    for fn in (two_passes, one_pass):
+        text, made = traced(fn)
+        assert re.search(products, text)
+        jax.tree.map(
+            functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5),
+            made, want,
+        )  # fmt: skip
+    jax.clear_caches()

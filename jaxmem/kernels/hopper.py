@@ -23,8 +23,9 @@ from jaxmem.kernels.tiles import MAX_CLUSTER_ROWS
 
 MAX_ROWS = 8_192  # of one forward launch; 16,384 measure 1% slower, in twice the bytes
 # At 512 tokens the forward pass alone measured slower than "xla", from 2048 on it did
-# not; smaller chunks have not been measured.
-MIN_TOKENS, MIN_CHUNK = 2048, 1024
+# not. Chunks of 512 cost 4.17 GEMMs with gradients, where "xla" in chunks of 1024 costs
+# 4.68; smaller ones have not been measured. Nor has W of another type than hidden.
+MIN_TOKENS, MIN_CHUNK = 2048, 512
 _SWIZZLE = 64  # 16-bit numbers; TMA cuts an axis into whole ones
 _MIN_COLUMNS = 128  # with a single one, TMA would write what lies beyond into it
 
@@ -73,14 +74,8 @@ def unproven(spec: Spec, source: Head | Logits) -> str | None:
         return f"is not measured below {MIN_TOKENS} tokens"
     if spec.chunk < MIN_CHUNK:
         return f"is not measured below chunks of {MIN_CHUNK} tokens"
-    if spec.keeps_gradient:
-        return "is not measured where it keeps the gradient of a frozen head"
-    same_type = source.W.dtype == spec.compute_dtype
-    if not same_type or any(n % _SWIZZLE for n in source.W.shape):
-        return (
-            f"would copy W, which is not {spec.compute_dtype} with both axes multiples "
-            f"of {_SWIZZLE}"
-        )
+    if source.W.dtype != spec.compute_dtype:
+        return f"is not measured with W in {source.W.dtype}, cast to hidden's type"
     return None
 
 
@@ -402,7 +397,11 @@ def _whole_blocks(n_rows):
 
 
 def _pad(spec, head):
-    """W and bias with whole swizzles along both axes; no copy where they fit."""
+    """W and bias with whole swizzles along both axes; no copy where they fit.
+
+    On an H200 with V=50257, 1.01 GEMMs forward and 3.94 with gradients, copies and all;
+    "xla" takes 1.28 and 8.57.
+    """
     to_columns = max(_round_up(spec.columns), _MIN_COLUMNS)
     depth = head.W.shape[1 if spec.layout == "vd" else 0]
     sizes = (to_columns, _round_up(depth))
@@ -443,4 +442,4 @@ def _inverse_temperature(rows, row_ids):
 
 def _like(total, primal):
     """In the primal's type, without the padding."""
-    return total[tuple(map(slice, primal.shape))].astype(primal.dtype)
+    return _xla.unpadded(total, primal).astype(primal.dtype)
