@@ -1,6 +1,7 @@
 """The policy that costs the least time among those that fit the memory."""
 
 import dataclasses
+import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -12,6 +13,7 @@ from jaxmem import _traced
 from jaxmem._remat_policy import PRESETS, Policy
 
 _GIB = 2**30
+_HOST_POOL = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 _SLACK = 1.1  # by so much may an estimate be too large: what is beyond is not compiled
 
 
@@ -78,7 +80,7 @@ def device_bytes(compiled: jax.stages.Compiled) -> int:
 
 @dataclasses.dataclass
 class Candidate:
-    """A policy, what it is expected to cost, and why it was not taken."""
+    """A policy, what it is expected to cost a device, and why it was not taken."""
 
     policy: Policy | None
     traced: Any  # the step
@@ -95,6 +97,15 @@ class Candidate:
     measured: float | None = None  # seconds
     why_not: str = ""
 
+    def share_out(self, devices: int) -> None:
+        """Make counts over all devices those of one.
+
+        Of what several devices hold alike that is too little; compiling tells.
+        """
+        self.products /= devices
+        for field in ("kept", "whole", "sent", "host"):
+            setattr(self, field, getattr(self, field) // devices)
+
     def is_of(self, names: Sequence[str]) -> bool:
         """Whether it keeps or offloads nothing but these, by name."""
         if self.policy is None or self.policy.dots:
@@ -108,7 +119,7 @@ def fit(
     *,
     names: Sequence[str] | None = None,
     last: Sequence[int] = (),
-    host_limit: int = 64 * _GIB,
+    host_limit: int | None = None,
     rates: Rates | None = None,
     trials: int | None = None,
     show: Callable[[str], Any] | None = print,
@@ -127,12 +138,14 @@ def fit(
     Args:
         step: policy -> `jax.jit(...).trace(...)` of a training step that uses it, with
             `compiler_options` of the policy; None for no rematerialisation.
-        memory_limit: bytes that the program may have, or "auto": what the device has.
+        memory_limit: bytes of a device that the program may have, or "auto": what the
+            default one has.
         names: what may be kept or sent to the host; by default all that the step names
             in its blocks, or simply everything.
         last: how many last blocks may be kept whole (`Policy.last`), for a step that
             gives its policy to `scan_blocks`; by default none.
-        host_limit: bytes on the host, by default what XLA's pool of them holds.
+        host_limit: bytes on the host, for all devices of a process; by default those of
+            XLA's pool, 64 GiB or what XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB says.
         rates: of the device; measured if it is None.
         trials: how many candidates to run, with zeros for arguments, for which the
             device must have room; by default 3, and none on a CPU. Without any, the
@@ -158,20 +171,25 @@ def fit(
     limit = device_limit() if memory_limit == "auto" else int(memory_limit)
     rates = measure_rates() if rates is None else rates
     everything, nothing = step(None), step(Policy())
+    least = nothing.lower().compile()
+    devices = _traced.devices(least)
     sizes = _sizes(everything.jaxpr, names)
     if trials is None:
         trials = 0 if several or jax.default_backend() == "cpu" else 3
     made = _candidates(step, everything, nothing, sizes, last, rates.to_host > 0)
     if names is not None:
         made = [each for each in made if each.is_of(names)]
-    forward = _traced.products(everything.jaxpr.jaxpr) / 3 / rates.products
-    least = nothing.lower().compile()
+    forward = _traced.products(everything.jaxpr.jaxpr) / 3 / devices / rates.products
     for each in made:
+        each.share_out(devices)
         _predict(each, forward, rates)
-        _expect(each, least, sizes)
+        _expect(each, least, sizes.get("block_in", 0) // devices)
     order = sorted(made, key=lambda each: (each.exposed > 0, each.seconds, each.host))
+    if host_limit is None:
+        host_limit = int(os.environ.get(_HOST_POOL, 64)) * _GIB
+    there = host_limit * jax.process_count() // devices
     for each in order:
-        each.why_not = _refuse(each, limit, host_limit, rates)
+        each.why_not = _refuse(each, limit, there, rates)
     chosen = _fastest(order, limit, trials)
     if show is not None:
         show(table(order, chosen))
@@ -306,9 +324,9 @@ def _predict(each, forward, rates):
     each.seconds = computed + each.exposed
 
 
-def _expect(each, least, sizes):
+def _expect(each, least, inputs):
     """Sets bytes of the device, from the program in which everything is made again."""
-    gone = min(sizes.get("block_in", 0), each.host)
+    gone = min(inputs, each.host)
     given = least.memory_analysis().argument_size_in_bytes
     each.expected = max(device_bytes(least) + each.kept - gone, given + each.whole)
 
@@ -326,7 +344,9 @@ def _refuse(each, limit, host_limit, rates) -> str:
 
 def table(candidates: Sequence[Candidate], chosen: Candidate | None) -> str:
     """Lines of text: what each was expected to take, and why it was not taken."""
-    rows = [("policy", "GiB device", "GiB host", "ms by formula", "measured", "")]
+    rows = [
+        ("policy", "GiB device", "GiB host", "ms by formula", "measured", "why not")
+    ]
     for each in candidates:
         device = "" if each.device is None else f"{each.device / _GIB:.3f}"
         note = each.why_not

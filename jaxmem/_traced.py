@@ -1,4 +1,4 @@
-"""What a traced program costs: products, bytes by name, bytes to the host."""
+"""What a traced program costs, on all devices: products, bytes by name, on hosts."""
 
 import collections
 import math
@@ -18,22 +18,36 @@ _ATTENTION = {
 }
 
 
+def devices(compiled: jax.stages.Compiled) -> int:
+    """How many a program runs on."""
+    places = jax.tree.leaves(compiled.input_shardings)
+    return max((len(place.device_set) for place in places), default=1)
+
+
 def equations(jaxpr: Any) -> Iterator[tuple[Any, int]]:
     """(equation, how often it runs); of a loop without a known end, one turn."""
     for equation in jaxpr.eqns:
         yield equation, 1
-        name = equation.primitive.name
-        if name == "pallas_call":
-            continue  # its own jaxpr is of one block
-        times = equation.params["length"] if name == "scan" else 1
-        for inner in _inner(equation.params.values()):
+        times = _times(equation)
+        for inner in _inner(equation):
             for found, n in equations(inner):
                 yield found, times * n
 
 
-def _inner(params):
+def _times(equation):
+    """How often the jaxprs of an equation run."""
+    name, params = equation.primitive.name, equation.params
+    if name == "shard_map":  # on each device, of whose part the jaxpr is
+        shape = params["mesh"].shape
+        return math.prod(shape[axis] for axis in params["newly_manual_axes"])
+    return params["length"] if name == "scan" else 1
+
+
+def _inner(equation):
     """The jaxprs among an equation's parameters."""
-    for value in params:
+    if equation.primitive.name == "pallas_call":
+        return  # its own is of one block
+    for value in equation.params.values():
         for item in value if isinstance(value, (tuple, list)) else (value,):
             item = getattr(item, "jaxpr", item)
             if hasattr(item, "eqns"):
@@ -43,8 +57,8 @@ def _inner(params):
 def host_bytes(fn: Callable | jax.stages.Traced, *args) -> int:
     """Bytes that the host holds at most, by a function's jaxpr: nothing is compiled.
 
-    What a loop sends there counts as often as the loop stacks it: micro-batches whose
-    gradients are taken in turn share one room.
+    All devices' count together. What a loop sends there counts as often as the loop
+    stacks it: micro-batches whose gradients are taken in turn share one room.
 
     Args:
         fn: to be traced with the arguments; or what `jax.jit(...).trace(...)` gave.
@@ -94,14 +108,12 @@ def _held(jaxpr, made, counts) -> collections.Counter[str]:
     total: collections.Counter[str] = collections.Counter()
     for eqn in jaxpr.eqns:
         total.update(dict(made(eqn)))
-        if eqn.primitive.name == "pallas_call":
-            continue
-        for inner in _inner(eqn.params.values()):
-            found = _held(inner, made, counts)
+        times = _times(eqn)
+        for inner in _inner(eqn):
+            found = {k: n * times for k, n in _held(inner, made, counts).items()}
             if eqn.primitive.name == "scan":
                 room = sum(_nbytes(x) for x in _stacks(eqn, inner) if counts(x))
-                times = eqn.params["length"]
-                found = {k: max(n, min(times * n, room)) for k, n in found.items()}
+                found = {k: max(n // times, min(n, room)) for k, n in found.items()}
             total.update(found)
     return total
 

@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxmem import _traced
 from jaxmem._fit import Rates as Rates
 from jaxmem._fit import device_bytes as device_bytes
 from jaxmem._fit import device_limit as device_limit
@@ -252,7 +253,7 @@ def verify(
     if jax.default_backend() == "cpu":
         raise ValueError("compiled is for a CPU, where nothing can be offloaded")
     _refuse_broken_jaxlib()
-    there = account.host_temp_size_in_bytes
+    there = account.host_temp_size_in_bytes * _traced.devices(compiled)
     if there < 0.95 * promised or not re.search(r"S\(5\)", text):
         raise RuntimeError(
             f"the policy promises {promised:,} bytes on the host, the program has "

@@ -7,6 +7,7 @@ import types
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from jaxmem import _fit, _traced, remat
 
@@ -59,7 +60,9 @@ def on_gpu(policy):
         alias_size_in_bytes=real.alias_size_in_bytes,
         temp_size_in_bytes=real.temp_size_in_bytes - there,
     )
-    program = types.SimpleNamespace(memory_analysis=lambda: account)
+    program = types.SimpleNamespace(
+        memory_analysis=lambda: account, input_shardings=compiled.input_shardings
+    )
     lowered = types.SimpleNamespace(compile=lambda: program)
     return types.SimpleNamespace(jaxpr=traced(policy).jaxpr, lower=lambda: lowered)
 
@@ -176,6 +179,29 @@ def test_the_host_and_the_last_blocks_together():
     assert policy == remat.policy(offload=["block_in"], last=1)
 
 
+def test_memory_is_that_of_each_device():
+    """Rows over two devices: each keeps its half of what is named."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def place(shape, *axes):
+        where = jax.sharding.NamedSharding(mesh, P(*axes))
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=where)
+
+    @functools.cache
+    def step(policy):
+        w = {k: place((LAYERS, *shape)) for k, shape in SHAPES.items()}
+        run = jax.jit(jax.grad(functools.partial(loss, policy=policy)))
+        return run.trace(w, place((TOKENS, WIDTH), "data"))
+
+    least, most = (
+        remat.device_bytes(step(p).lower().compile())
+        for p in (remat.Policy(), remat.policy(save=["q", "gate", "up"]))
+    )
+    assert most < least + 0.7 * (INPUTS + 2 * GATES)
+    options = dict(names=["q", "gate", "up"], rates=NO_HOST, show=None)
+    assert remat.fit(step, most, **options) == remat.policy(save=["q", "gate", "up"])
+
+
 def test_copies_that_nothing_hides_are_a_last_resort():
     seconds = products(None) / 3 / FAST.products
     hidden = 1.2 * INPUTS / seconds  # a link that carries the inputs, and no more
@@ -189,17 +215,20 @@ def test_copies_that_nothing_hides_are_a_last_resort():
     assert keeps == remat.Policy()
 
 
-def test_the_table_says_why_not():
+def test_the_table_says_why_not(monkeypatch):
     _, said = chosen(needs(remat.policy(save=["q"])), NO_HOST)
     head, *rows = said.splitlines()
     assert re.split(" {2,}", head) == [
-        "policy", "GiB device", "GiB host", "ms by formula", "measured"
+        "policy", "GiB device", "GiB host", "ms by formula", "measured", "why not"
     ]  # fmt: skip
     assert sum(row.endswith("chosen") for row in rows) == 1
     for reason in ("slower", "would take about", "no memory beside a CPU's"):
         assert any(reason in row for row in rows), said
     _, said = chosen(10**9, FAST, host_limit=INPUTS - 1)
     assert "over 0.000 GiB on the host" in said
+    monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "0")
+    _, without = chosen(10**9, FAST)
+    assert without == said
 
 
 def test_candidates_that_fit_are_run_and_the_fastest_is_taken(monkeypatch):

@@ -127,6 +127,18 @@ def test_host_bytes_are_those_of_the_names_in_all_blocks(h):
     }
     for name, bytes_ in cases.items():
         assert remat.host_bytes(gradient(name), weights(), h) == bytes_
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def on_two(w, h):
+        return jax.shard_map(
+            functools.partial(loss, policy="offload_block"),
+            mesh=mesh,
+            in_specs=P(),
+            out_specs=P(),
+        )(w, h)
+
+    there = remat.host_bytes(jax.jit(jax.grad(on_two)).trace(weights(), h))
+    assert there == 2 * cases["offload_block"]
     grouped = gradient("offload_block", group=2)
     assert remat.host_bytes(grouped, weights(), h) == LAYERS // 2 * a_token_and_width
 
@@ -304,11 +316,15 @@ def test_options_for_the_compiler_only_where_something_is_offloaded():
     )
 
 
-def program(host=0, temp=0, text="S(5)"):
+def program(host=0, temp=0, text="S(5)", devices=1):
     account = types.SimpleNamespace(
         host_temp_size_in_bytes=host, temp_size_in_bytes=temp
     )
-    return types.SimpleNamespace(as_text=lambda: text, memory_analysis=lambda: account)
+    return types.SimpleNamespace(
+        as_text=lambda: text,
+        memory_analysis=lambda: account,
+        input_shardings=[types.SimpleNamespace(device_set=range(devices))],
+    )
 
 
 def test_verify_believes_the_program_alone(monkeypatch):
@@ -318,6 +334,7 @@ def test_verify_believes_the_program_alone(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(remat, "_BROKEN_JAXLIB", ())
     remat.verify(program(host=100, temp=5), 100, without=program(temp=6))
+    remat.verify(program(host=50, devices=2), 100)  # each has its own
     for less in (program(host=90), program(host=100, text="")):
         with pytest.raises(RuntimeError, match="promises 100 bytes on the host"):
             remat.verify(less, 100)

@@ -1,8 +1,11 @@
 """The config's `remat` section: what the backward pass of a block finds."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, Literal
+
+import jax
 
 from jaxmem import remat
 from jaxmem.train._checks import check_field
@@ -63,10 +66,10 @@ class RematConfig:
         self,
         step: Callable[[remat.Policy | None], Any],
         layers: int,
-        held: int,
+        held: Any,
         show: Callable[[str], Any],
     ) -> remat.Policy | None:
-        """`remat.fit` of the traced step; held bytes are on the device besides.
+        """`remat.fit` of the traced step; what has the shapes `held` is there besides.
 
         Of the layers, up to a third may be kept whole.
         """
@@ -74,4 +77,10 @@ class RematConfig:
         assert limit is not None, "checked above"
         limit = remat.device_limit() if limit == "auto" else int(limit * _GIB)
         last = [2**i for i in range(layers.bit_length()) if 3 * 2**i <= layers]
-        return remat.fit(step, limit - held, last=last, show=show)
+        limit -= sum(map(_bytes_of_a_device, jax.tree.leaves(held)))
+        return remat.fit(step, limit, last=last, show=show)
+
+
+def _bytes_of_a_device(x):
+    shape = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
+    return math.prod(shape) * x.dtype.itemsize

@@ -185,12 +185,13 @@ class PolicyProgram(DecoderProgram):
             return jitted.trace(*weights, sums, made, normalizer)
 
     def choose_policy_by_gradients(self, console: Console) -> None:
-        """`choose_policy` by the largest micro-batch, the moments being there too."""
+        """`choose_policy` by the largest micro-batch, beside moments and reference."""
         shape = self.shapes(self.config.grpo.max_tokens_train)[-1]
-        held = 0
+        held = []
         if self.streamed is None:
-            moments = jax.tree.leaves(self.state_shapes.optimizer)
-            held = sum(x.size * x.dtype.itemsize for x in moments)
+            held.append(self.state_shapes.optimizer)
+        if self.config.grpo.kl_coefficient:
+            held.append(self.state_shapes.params)
         self.choose_policy(
             lambda: self.trace_gradients(shape, self.config.head), console, held
         )

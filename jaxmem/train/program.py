@@ -121,14 +121,14 @@ class DecoderProgram:
         self,
         trace: Callable[[], Any],
         console: Console,
-        held: int = 0,
+        held: Any = (),
     ) -> None:
         """Take the policy that fits the config's memory limit, if it has one.
 
         Args:
           trace: traces the step, or what takes the most memory of it.
           console: where the table of candidates goes.
-          held: bytes on the device that are no argument of it.
+          held: shapes of what is on the devices and no argument of it.
         """
         if self._config.remat.policy != "fit":
             return
@@ -148,9 +148,7 @@ class DecoderProgram:
         compiled = traced.lower().compile()
         offloads = self.policy is not None and self.policy.offload
         if offloads and jax.default_backend() != "cpu":
-            devices = 1 if self.layout.mesh is None else self.layout.mesh.size
-            # Each has its part of most, all of the rest.
-            remat.verify(compiled, remat.host_bytes(traced) // devices)
+            remat.verify(compiled, remat.host_bytes(traced))
         return compiled
 
     def _new_weights(self) -> tuple[dict, dict]:
