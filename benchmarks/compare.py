@@ -1,6 +1,7 @@
 """jaxmem and its peers in one unit, the best GEMM of either framework; and the goals.
 
-    python -m benchmarks.compare head_h200.csv peers_h200.csv --out compare_h200.csv
+    python -m benchmarks.compare head_h200.csv peers_h200.csv --out compare_h200.csv \
+        --goals goals_h200.csv
 
 A path was timed beside the GEMM of its own framework. Its ratio to that one, times that
 one's milliseconds over the best one's at the same shape, is its ratio to the best. Rows
@@ -91,17 +92,25 @@ def main(arguments=None):
     parser.add_argument("csv", nargs="+")
     parser.add_argument("--path", default="token_stats", help="the one with goals")
     parser.add_argument("--out", default="compare.csv", help="in benchmarks/results")
+    parser.add_argument("--goals", help="CSV of goals met and missed, likewise")
     args = parser.parse_args(arguments)
     rows = [row for name in args.csv for row in results.read(name)]
     made = compare(rows)
     print("wrote", results.save(args.out, made))
+    judged = []
     for shape in dict.fromkeys(key(row) for row in made):
         print("N={} D={} V={} {} on {}".format(*shape))
-        for what, reached, goal in goals(
-            [r for r in made if key(r) == shape], args.path
-        ):
-            met = "met" if reached <= goal else "MISSED"
+        here = [row for row in made if key(row) == shape]
+        for what, reached, goal in goals(here, args.path):
+            met = "met" if reached <= goal else "missed"
             print(f"  {what:40s} {reached:8.3g}  goal {goal:<8.3g} {met}")
+            judged.append(
+                dict(zip(SHAPE, shape, strict=True))
+                | {"what": what, "reached": f"{reached:.3g}", "goal": f"{goal:.3g}"}
+                | {"verdict": met, "date": here[0]["date"]}
+            )
+    if args.goals:
+        print("wrote", results.save(args.goals, judged))
 
 
 if __name__ == "__main__":
