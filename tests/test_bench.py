@@ -1,5 +1,6 @@
 """`jaxmem bench`: the table, and the tuner's bookkeeping."""
 
+import collections
 import dataclasses
 import functools
 import json
@@ -113,3 +114,32 @@ def test_every_kernel_to_be_measured_lowers_for_cuda(kernel):
     tiles = dataclasses.replace(tuned.DEFAULTS[kernel], panel=4)
     traced = jax.jit(program(tiles)).trace(*operands)
     assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+@needs_pallas
+def test_tiles_that_were_lucky_once_are_not_written(monkeypatch, tmp_path):
+    """Panel 16 is fast in its field's round, and slow when it is timed again."""
+    from jaxmem.kernels import tuning
+
+    clock, calls = Clock(), collections.Counter()
+    monkeypatch.setattr(timing, "time", clock)
+    monkeypatch.setattr(hopper, "refuses_machine", lambda: None)
+
+    def compile_all(program, candidates, operands):
+        def run(tiles, h):
+            calls[tiles] += 1
+            lucky = tiles.panel == 16 and calls[tiles] < 20
+            clock.now += 1.0 if lucky else 2.0
+            return h
+
+        return {tiles: functools.partial(run, tiles) for tiles in candidates}
+
+    def program(kernel, shape, h, W, y):
+        return lambda tiles: lambda h: h, (h,)
+
+    monkeypatch.setattr(tuning, "_compile", compile_all)
+    monkeypatch.setattr(tuning, "_program", program)
+    out = tmp_path / "tuned.json"
+    printed = list(bench.tune((256, 64, 128), ["to_W"], 1, out))
+    assert printed[-1] == "no tiles better than the default" and not out.exists()
+    assert max(calls.values()) > 20

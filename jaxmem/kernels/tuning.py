@@ -36,6 +36,7 @@ _FIELDS = {  # that matter, by kernel; group of "exps" is that of "statistics"
     "to_W": ("panel", "group", "slots", "stages", "cluster"),
 }
 _NOISE = 0.997  # a ratio above which a candidate is no better
+_AGAIN = 5  # times the repetitions, when the best is held against the default
 _BLOCKS = 9  # of the vocabulary, a derivative; as at chunk=1024 for 8192 tokens
 
 
@@ -79,40 +80,53 @@ def tune(
 
 
 def _tune_one(kernel, head, program, operands, gemm, stopwatch, repetitions):
-    """Fields in turn, each from the best so far: (what was measured, entry or {})."""
+    """Fields in turn, each from the best so far: (what was measured, entry or {}).
+
+    In the end the best and the default take turns again, for longer: of many noisy
+    numbers the smallest is mostly luck.
+    """
     default = tuned.DEFAULTS[kernel]
-    best, results, entry = default, {}, {}
+    best, results, right = default, {}, {}
     want = jax.block_until_ready(jax.jit(program(default))(*operands))
-    for field in _FIELDS[kernel]:
-        candidates, refused = _candidates(best, field)
-        results |= {
-            key: Measured(kernel, best, None, None, why) for key, why in refused.items()
-        }
-        runs = {}
-        for tiles, compiled in _compile(program, candidates, operands).items():
-            if isinstance(compiled, Exception):
-                results[tiles] = Measured(
-                    kernel, tiles, None, None, str(compiled)[:200]
-                )
-            elif not _same(compiled(*operands), want):
-                results[tiles] = Measured(kernel, tiles, None, None, "wrong result")
-            else:
-                runs[tiles] = functools.partial(compiled, *operands)
+
+    def take_turns(candidates, repetitions):
+        runs = {tiles: right[tiles] for tiles in candidates if tiles in right}
         _, taken = timing.take_turns(stopwatch, gemm, runs, repetitions)
         for tiles, made in taken.items():
             results[tiles] = Measured(
                 kernel, tiles, made and round(made.over_unit, 4),
                 made and round(made.ms, 3), "" if made else timing.OUT_OF_MEMORY,
             )  # fmt: skip
-        best = _better(best, taken)
+        return taken
+
+    for field in _FIELDS[kernel]:
+        candidates, refused = _candidates(best, field)
+        for key, why in refused.items():
+            results[key] = Measured(kernel, best, None, None, why)
+        new = [tiles for tiles in candidates if tiles not in right]
+        for tiles, compiled in _compile(program, new, operands).items():
+            why = _wrong(compiled, operands, want)
+            if why:
+                results[tiles] = Measured(kernel, tiles, None, None, why)
+            else:
+                right[tiles] = functools.partial(compiled, *operands)
+        best = _better(best, take_turns(candidates, repetitions))
     if best != default:
-        made = results[best]
-        measured = {
-            "over_gemm": made.over_gemm, "ms": made.ms,
-            "default_over_gemm": results[default].over_gemm,
-        }  # fmt: skip
-        entry = tuned.entry_of(kernel, head, best, measured)
-    return list(results.values()), entry
+        best = _better(default, take_turns([default, best], _AGAIN * repetitions))
+    if best == default:
+        return list(results.values()), {}
+    measured = {
+        "over_gemm": results[best].over_gemm, "ms": results[best].ms,
+        "default_over_gemm": results[default].over_gemm,
+    }  # fmt: skip
+    return list(results.values()), tuned.entry_of(kernel, head, best, measured)
+
+
+def _wrong(compiled, operands, want) -> str:
+    """Why a candidate is not timed; "" where it is."""
+    if isinstance(compiled, Exception):
+        return str(compiled)[:200]
+    return "" if _same(compiled(*operands), want) else "wrong result"
 
 
 def _better(best, taken):
