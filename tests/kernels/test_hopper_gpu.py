@@ -221,6 +221,25 @@ def test_more_cotangents_than_one_step_of_rows():
         np.testing.assert_allclose(ours, theirs, atol=2**-7 * scale)
 
 
+@pytest.mark.parametrize("chunk", [50, None])
+def test_W_in_float32_gets_its_gradient_in_float32(chunk):
+    """Written in one go, and summed over blocks of rows."""
+    h, W, y = Case(3000, 64, 1000).make()
+    h, W, g = jnp.asarray(h, jnp.bfloat16), jnp.asarray(W), cotangents(3000)
+
+    def gradient(implementation):
+        def stats(W):
+            made = jaxmem.token_stats(h, W, y, chunk, implementation=implementation)
+            return {k: getattr(made, k) for k in g}
+
+        return jax.vjp(stats, W)[1](g)[0]
+
+    ours, theirs = gradient("hopper"), gradient("xla")
+    assert ours.dtype == jnp.float32
+    scale = np.abs(theirs).max()
+    np.testing.assert_allclose(ours, theirs, atol=2**-8 * scale)
+
+
 def test_memory_is_the_formula_of_the_docstring():
     n, d, v, chunk = 4096, 1024, 32768, 256
     h, W = jnp.zeros((n, d), jnp.bfloat16), jnp.zeros((v, d), jnp.bfloat16)
