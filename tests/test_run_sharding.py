@@ -134,17 +134,26 @@ def test_cases_are_timed_against_one_device(capsys):
         assert row["forward_ms"] == row["forward_efficiency"] == ""
 
 
-def test_a_long_step(tmp_path):
-    """The config of eight billion weights, made tiny; attention as a CPU has it."""
-    out = tmp_path / "long.csv"
+@pytest.mark.parametrize(
+    "config, overrides, sequence",
+    [
+        ("long_step.gin", [], "4"),
+        ("mesh_step.gin", ["mesh.fsdp=2", "mesh.tensor=2"], "1"),
+    ],
+)
+def test_steps_on_a_mesh(config, overrides, sequence, tmp_path):
+    """Configs of billions of weights, made tiny; attention as a CPU has it."""
+    out = tmp_path / "steps.csv"
     tiny = {"layers": 1, "hidden": 32, "ff": 48, "heads": 8, "kv_heads": 2}
     tiny |= {"head_dim": 8, "vocab_size": 320, "attention": "xla"}
     sizes = [f"model.{name}={value}" for name, value in tiny.items()]
     options = ["data.sequence_length=64", "optimizer.learning_rate=1e-2"]
-    options += ["run.steps=2", f"--out={out}"]
-    run_long_step.main([*sizes, *options])
+    options += ["run.steps=2", f"--out={out}", f"--config=benchmarks/{config}"]
+    run_long_step.main([*overrides, *sizes, *options])
     (row,) = results.read(out)
-    assert row["devices"] == row["sequence"] == "4" and row["tokens"] == "64"
-    assert float(row["tokens_per_second"]) > 0
+    rows = 1 if config == "long_step.gin" else 4
+    assert row["devices"] == "4" and row["sequence"] == sequence
+    assert row["tokens"] == str(64 * rows) and float(row["tokens_per_second"]) > 0
     assert float(row["last_loss"]) < float(row["first_loss"]) < 1.1 * np.log(320)
-    assert {"all_to_all_gib", "all_gather_gib", "temporary_gib"} <= row.keys()
+    assert {"all_gather_gib", "temporary_gib"} <= row.keys()
+    assert ("all_to_all_gib" in row) == (sequence == "4")
