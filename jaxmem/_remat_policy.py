@@ -122,7 +122,7 @@ def policy(
         if unknown:
             raise ValueError(
                 f"{kind} has names that no block gives: {', '.join(unknown)}; known "
-                f"are {', '.join(known)}"
+                f"are {', '.join(known)}; what blocks of your own name goes into known="
             )
     both = sorted(set(save) & set(offload))
     if both:

@@ -25,6 +25,9 @@ def park(tree: Any) -> Any:
 
     Those given are deleted; returns once the device's memory is free.
 
+    Raises:
+        ValueError: a leaf that is no jax array.
+
     >>> from jaxmem import offload
     >>> parked = offload.park({"w": jax.numpy.ones(3)})
     >>> parked["w"].sharding.memory_kind
@@ -42,6 +45,11 @@ def fetch(tree: Any) -> Any:
 
 def _moved(tree, kind):
     def move(x):
+        if not isinstance(x, jax.Array):
+            raise ValueError(
+                f"tree must have jax arrays at its leaves, got {type(x).__name__}: "
+                "jax.device_put it first"
+            )
         if x.sharding.memory_kind == kind:
             return x
         made = jax.device_put(x, x.sharding.with_memory_kind(kind))

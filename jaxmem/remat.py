@@ -94,9 +94,9 @@ def scan_blocks(
 
         h_(i+1) = fn(h_i, params_i),   i = 0 … L-1
 
-    The last blocks are the first whose gradients are taken. Nothing could hide the way
-    of their inputs to the host and back, and what they keep is given back before the
-    others' backward pass needs room for its gradients: the peak may not rise at all.
+    The last blocks are the first to be gone back through. Nothing could hide the way of
+    their inputs to the host and back, and what they keep is given back before the
+    others' backward pass has made its gradients: the peak need not rise.
 
     Args:
         fn: (h, params of a block) -> h of the same shape and type.

@@ -52,6 +52,13 @@ def test_there_and_back():
     jax.tree.map(np.testing.assert_array_equal, back, tree(0))
 
 
+def test_what_is_no_array_of_jax_is_not_parked():
+    with pytest.raises(
+        ValueError, match="jax arrays at its leaves, got ndarray: jax.d"
+    ):
+        offload.park({"w": np.ones(3)})
+
+
 def test_a_sharded_tree_keeps_its_sharding():
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))

@@ -23,7 +23,7 @@ from jaxmem.train.loop import open_run
 from jaxmem.train.metrics import HeadCost, Phase, PolicyMetrics
 from jaxmem.train.policy import PolicyBatch, average
 from jaxmem.train.policy_program import Compiled, PolicyProgram
-from jaxmem.train.program import TrainState
+from jaxmem.train.program import TrainState, fixed_moments
 from jaxmem.train.rollouts import Completions
 from jaxmem.train.sampling import Samples
 
@@ -307,7 +307,8 @@ def _fixed_config(config: "GrpoJobConfig") -> dict[str, dict[str, Any]]:
     return {
         "task": dataclasses.asdict(config.task),
         "model": dataclasses.asdict(config.model),
-        "optimizer": {"trainable": config.optimizer.trainable},
+        "optimizer": fixed_moments(config.optimizer)
+        | {"trainable": config.optimizer.trainable},
         # Frozen and reference weights are drawn anew, not saved.
         "run": {"job": config.run.job, "seed": config.run.seed},
     }

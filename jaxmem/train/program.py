@@ -257,16 +257,19 @@ def add_in_float32(sums: Any, terms: Any) -> Any:
     return jax.tree.map(lambda a, b: a + b.astype(jnp.float32), sums, terms)
 
 
+def fixed_moments(optimizer: OptimizerConfig) -> dict[str, Any]:
+    """What a resumed run's optimizer must share with the saved one's."""
+    # Moments on the host are saved in slices.
+    return {"offload": True} if optimizer.offload else {}
+
+
 def fixed_weights(optimizer: OptimizerConfig, seed: int) -> dict[str, dict[str, Any]]:
     """What a resumed run must share with the saved one, beside model and data."""
-    # Moments on the host are saved in slices.
-    fixed: dict[str, dict] = (
-        {"optimizer": {"offload": True}} if optimizer.offload else {}
-    )
+    moments = fixed_moments(optimizer)
     if optimizer.trainable is None:
-        return fixed
+        return {"optimizer": moments} if moments else {}
     # Frozen weights are drawn anew, not saved.
-    named = fixed.get("optimizer", {}) | {"trainable": optimizer.trainable}
+    named = moments | {"trainable": optimizer.trainable}
     return {"optimizer": named, "run": {"seed": seed}}
 
 

@@ -431,6 +431,8 @@ def test_moments_on_the_host_and_a_policy_by_limit_change_no_number(finished, tm
     program = PolicyProgram(config)
     moments = jax.tree.leaves(program.initial_state().optimizer)
     assert {x.sharding.memory_kind for x in moments} == {"pinned_host"}
+    with pytest.raises(ValueError, match="optimizer.offload was true, is absent"):
+        train(changed(config, optimizer=dict(offload=False)), tmp_path / "run", steps=5)
 
 
 def test_fused_and_materialised_give_the_same_curves_for_thirty_steps(tmp_path):
