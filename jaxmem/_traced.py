@@ -63,8 +63,9 @@ def host_bytes(fn: Callable | jax.stages.Traced, *args) -> int:
     Args:
         fn: to be traced with the arguments; or what `jax.jit(...).trace(...)` gave.
     """
-    traced = fn if isinstance(fn, jax.stages.Traced) else jax.make_jaxpr(fn)(*args)
-    return bytes_on_host(traced.jaxpr.jaxpr)
+    if isinstance(fn, jax.stages.Traced):
+        return bytes_on_host(fn.jaxpr.jaxpr)
+    return bytes_on_host(jax.make_jaxpr(fn)(*args).jaxpr)
 
 
 def bytes_on_host(jaxpr: Any) -> int:
