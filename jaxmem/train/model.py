@@ -104,7 +104,8 @@ class Decoder(nnx.Module):
     """Token ids to final hidden states; `head` holds the way to the vocabulary.
 
     The weights of all blocks are stacked on a leading axis of size `layers`, and the
-    blocks run in one `jax.lax.scan`: compile time does not grow with depth.
+    blocks run in one `jax.lax.scan`, but for those that the policy's `last` keeps
+    whole: compile time does not grow with depth.
 
     Args:
       config: sizes and choices; `vocab_size` must be known.
