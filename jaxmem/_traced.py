@@ -109,13 +109,13 @@ def _held(jaxpr, made, counts) -> collections.Counter[str]:
     total: collections.Counter[str] = collections.Counter()
     for eqn in jaxpr.eqns:
         total.update(dict(made(eqn)))
-        times = _times(eqn)
         for inner in _inner(eqn):
-            found = {k: n * times for k, n in _held(inner, made, counts).items()}
-            if eqn.primitive.name == "scan":
-                room = sum(_nbytes(x) for x in _stacks(eqn, inner) if counts(x))
-                found = {k: max(n // times, min(n, room)) for k, n in found.items()}
-            total.update(found)
+            for key, once in _held(inner, made, counts).items():
+                held = once * _times(eqn)
+                if eqn.primitive.name == "scan":
+                    room = sum(_nbytes(x) for x in _stacks(eqn, inner) if counts(x))
+                    held = max(once, min(held, room))
+                total[key] += held
     return total
 
 
