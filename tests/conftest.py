@@ -1,17 +1,46 @@
 """Traps set for every test: many fake devices, warnings as errors, honest GPU skips."""
 
+import os
+import tempfile
+
 import jax
 import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
 
 
+def pytest_configure(config):
+    """What one process compiles, all others of this run find."""
+    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        folder = tempfile.TemporaryDirectory()
+        config.add_cleanup(folder.cleanup)
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = folder.name
+    settings = {
+        "jax_compilation_cache_dir": os.environ["JAX_COMPILATION_CACHE_DIR"],
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    for name, value in settings.items():
+        jax.config.update(name, value)
+        os.environ[name.upper()] = str(value)  # for the programs that tests start
+
+
 @pytest.fixture(scope="module")
 def quick_compilation():
     """For tiny programs, all of whose time would go into optimizing them."""
+    before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
     yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture
+def optimized():
+    """For what is said of bits and bytes, among tests that compile quickly."""
+    jax.clear_caches()
     jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
 
 
 def pytest_addoption(parser):

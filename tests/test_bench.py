@@ -13,6 +13,8 @@ from jaxmem import bench, timing
 from jaxmem.cli import main
 from jaxmem.kernels import hopper, tuned
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 needs_pallas = pytest.mark.skipif(
     jax.__version_info__ < (0, 11), reason=f"needs jax 0.11, this is {jax.__version__}"
 )

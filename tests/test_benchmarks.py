@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -26,6 +25,8 @@ from benchmarks import (
 from jaxmem import timing
 from tests import oracle
 from tests.cases import Case
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 ROOT = Path(__file__).parent.parent
 SHAPE = (64, 16, 300)
@@ -241,14 +242,7 @@ TINY_POLICY = (
 ).split()
 
 
-@pytest.fixture
-def quick_compilation():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
-def test_run_grpo(tmp_path, monkeypatch, quick_compilation):
+def test_run_grpo(tmp_path, monkeypatch):
     monkeypatch.setattr(run_grpo, "ARITHMETIC", run_grpo.ARITHMETIC[1:])
     out = tmp_path / "curve.csv"
     run_grpo.main([f"--out={out}", *TINY_POLICY])

@@ -11,6 +11,8 @@ import pytest
 from jaxmem import cli
 from jaxmem._version import __version__
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "configs"
 TRAIN_EXTRA = ("flax", "gin", "grain", "optax", "orbax", "rich", "tokenizers")

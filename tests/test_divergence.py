@@ -12,6 +12,8 @@ import jaxmem
 from tests.test_head import EPSILON, STATS_EPSILON, assert_as_good, error
 from tests.test_xla import count_gemms
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 N, D, D_REFERENCE, V, CHUNK = 37, 24, 10, 130, 16
 # The derivative subtracts a mean over the row, which is rounded as statistics are.
 GRADIENT_EPSILON = EPSILON | {"float32": STATS_EPSILON}
@@ -392,7 +394,7 @@ def test_any_leading_shape():
     assert empty(jnp.zeros((0, D))).shape == (0, D)
 
 
-def test_a_tokens_bits_depend_on_no_other_token_and_no_chunk():
+def test_a_tokens_bits_depend_on_no_other_token_and_no_chunk(optimized):
     if jax.default_backend() != "cpu":
         pytest.skip("GPU GEMMs are chosen by the number of rows")
     h, W, h_ref, W_ref = make(n=96)
@@ -438,7 +440,7 @@ def total(verb, chunk):
     return lambda *operands: verb(*operands, chunk).sum()
 
 
-def test_gemms_of_each_path():
+def test_gemms_of_each_path(optimized):
     def gemms(fn):
         return count_gemms(compiled(fn, *shapes(256, 24, 640)).as_text())
 
@@ -450,7 +452,7 @@ def test_gemms_of_each_path():
 
 @pytest.mark.parametrize("verb", [jaxmem.kl, jaxmem.jsd])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_memory_is_what_the_docstring_says(verb, dtype):
+def test_memory_is_what_the_docstring_says(verb, dtype, optimized):
     n, d, v, chunk = 2048, 64, 8192, 128
     on_cpu, size = jax.default_backend() == "cpu", jnp.dtype(dtype).itemsize
     widened = 8 * v * d if size == 2 and on_cpu else 0
@@ -465,7 +467,7 @@ def test_memory_is_what_the_docstring_says(verb, dtype):
         assert temp < 4 * n * v
 
 
-def test_memory_does_not_grow_with_the_tokens():
+def test_memory_does_not_grow_with_the_tokens(optimized):
     loss = jax.grad(total(jaxmem.jsd, 128), (0, 1))
 
     def temp(n):

@@ -14,6 +14,8 @@ import pytest
 import jaxmem
 from jaxmem import losses
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 SHAPE, V, D = (5, 8), 7, 6
 FLOATS = ("logprob", "entropy", "logsumexp", "sum_pi_squared")
 STEP = 1e-6

@@ -8,6 +8,8 @@ import pytest
 
 from jaxmem import offload
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 SHAPES = {"blocks": {"kernel": (6, 4, 8), "scale": (6, 8)}, "embed": (10, 4), "t": ()}
 
 

@@ -19,6 +19,8 @@ from benchmarks import (
     workers,
 )
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 PROGRAM = """\
 HloModule jit_step
 

@@ -15,6 +15,8 @@ from tests.cases import Case
 from tests.test_head import EPSILON, FLOATS, STATS_EPSILON, error
 from tests.test_shards import collectives, jit
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 B, T, D, V, CHUNK = 3, 7, 8, 37, 8
 SEQUENCES = P(("data", "fsdp"), "sequence")
 

@@ -20,6 +20,8 @@ from tests import oracle
 from tests.cases import Case
 from tests.test_head import EPSILON, FLOATS, STATS_EPSILON, error
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 N, D, V, CHUNK = 24, 8, 37, 8
 COLUMNS = 40  # of all shards, the last ones padding
 
@@ -336,7 +338,7 @@ def test_vmap_where_other_axes_are_left_to_jax():
         np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
 
 
-def test_shards_have_the_same_bits():
+def test_shards_have_the_same_bits(optimized):
     h, W, y = problem()
     split = jit(
         sharded(

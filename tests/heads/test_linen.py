@@ -12,6 +12,8 @@ import jaxmem.heads.nnx
 from jaxmem.heads.linen import LMHead
 from tests import oracle
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 D, V = 8, 37
 BATCH = (3, 5)
 KEY = jax.random.key(0)
@@ -283,7 +285,7 @@ def test_partitioned_params_are_unboxed():
     assert_same(nn.unbox(grads), loss(nn.unbox(variables)))
 
 
-def test_compiled_loss_gradient_holds_no_logits():
+def test_compiled_loss_gradient_holds_no_logits(optimized):
     tokens, columns, chunk = 4096, 8192, 32
     head = LMHead(columns, chunk=chunk)
     hidden = jax.ShapeDtypeStruct((tokens, D), jnp.float32)

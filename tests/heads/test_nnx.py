@@ -15,6 +15,8 @@ import jaxmem
 from jaxmem.heads.nnx import LMHead
 from tests import oracle
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 D, V = 8, 37
 BATCH = (3, 5)
 LABELS = np.random.default_rng(0).integers(0, V, BATCH, dtype=np.int32)
@@ -426,7 +428,7 @@ def test_sharding_metadata_is_kept_and_harmless():
 # Memory
 
 
-def test_compiled_loss_gradient_holds_no_logits():
+def test_compiled_loss_gradient_holds_no_logits(optimized):
     tokens, columns, chunk = 4096, 8192, 32
     embed = nnx.Embed(columns, D, rngs=nnx.Rngs(0))
     head = LMHead(tied_to=embed, chunk=chunk)

@@ -13,6 +13,8 @@ from jaxmem.heads import linen as linen_heads
 from jaxmem.heads.nnx import HeadSharding, LMHead
 from tests.test_shards import jit
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 N, D, V = 10, 8, 40
 RULES = (("embed", "fsdp"), ("vocab", "tensor"))
 MESH = jax.make_mesh((2, 4), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)

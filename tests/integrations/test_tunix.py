@@ -223,13 +223,6 @@ def test_tunix_trains_with_the_same_losses():
     np.testing.assert_allclose(ours, theirs, rtol=1e-5)
 
 
-@pytest.fixture
-def optimized():
-    jax.config.update("jax_disable_most_optimizations", False)
-    yield
-    jax.config.update("jax_disable_most_optimizations", True)
-
-
 def test_compiled_memory_is_lower(optimized):
     model, ids = qwen(vocab_size=8192), tokens((4, 64))
     definition, weights = nnx.split(model)

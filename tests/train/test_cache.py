@@ -196,7 +196,7 @@ def test_logits_are_those_inside_the_head(tied, softcap):
 # ------------------------------------------------------------------ memory
 
 
-def test_the_cache_exists_once_and_no_layer_of_it_is_copied_for_a_head():
+def test_the_cache_exists_once_and_no_layer_of_it_is_copied_for_a_head(optimized):
     config = dataclasses.replace(
         SMALL, layers=4, hidden=16, ff=16, heads=8, kv_heads=1, head_dim=16
     )
@@ -214,9 +214,7 @@ def test_the_cache_exists_once_and_no_layer_of_it_is_copied_for_a_head():
         return jax.lax.fori_loop(0, 100, step, (prompts[:, 0], cache))[0]
 
     args = model, jnp.ones((rows, 4), jnp.int32), jnp.full((rows,), 4)
-    jax.config.update("jax_disable_most_optimizations", False)
     compiled = jax.jit(loop).lower(*args).compile()
-    jax.config.update("jax_disable_most_optimizations", True)
     cache = 4 * 2 * config.layers * rows * slots * config.kv_heads * config.head_dim
     one_layer = cache / config.layers
     used = compiled.memory_analysis().temp_size_in_bytes

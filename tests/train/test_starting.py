@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.experimental.compilation_cache import compilation_cache
 from rich.console import Console
 
 from jaxmem import checkpoints, cli
@@ -48,25 +47,7 @@ run.job = "grpo"
 """
 
 
-pytestmark = pytest.mark.usefixtures("quick_compilation", "compiled_once")
-
-
-@pytest.fixture(scope="module")
-def compiled_once(tmp_path_factory):
-    """Runs that are resumed, or like others, find their programs compiled."""
-    said = {
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
-    before = {name: getattr(jax.config, name) for name in said}
-    for name, value in said.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 @pytest.fixture
