@@ -27,7 +27,7 @@ from jaxmem.train.program import (
     gradient_shapes,
     update,
 )
-from jaxmem.train.sampling import sample
+from jaxmem.train.sampling import COMPILER_OPTIONS, sample
 from jaxmem.train.vocabulary import spelling
 
 if TYPE_CHECKING:  # config.py reads the dataclasses that this file is told about
@@ -112,7 +112,7 @@ class PolicyProgram(DecoderProgram):
         layout = self.sampling_layout
         made = layout.whole(_ints(()))
         with layout.context():
-            jitted = layout.jit(run, made)
+            jitted = layout.jit(run, made, compiler_options=COMPILER_OPTIONS)
             weights = self.state_shapes.params, self.frozen_shapes
             return jitted.lower(*weights, *self.prompts, made).compile()
 

@@ -24,6 +24,14 @@ from jaxmem.train.cache import Cache
 from jaxmem.train.layers import Ids
 from jaxmem.train.model import Decoder
 
+# For `jax.jit` around `sample`. In every step, XLA for GPUs would copy each layer's
+# weights out of their stack for Triton's products, where cuBLAS's read them in place;
+# and join the weights of products that share a factor.
+COMPILER_OPTIONS = {
+    "xla_gpu_enable_triton_gemm": False,
+    "xla_gpu_dot_merger_threshold_mb": 0,
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class SamplingConfig:
@@ -180,8 +188,9 @@ def sample(
 
         token_t ~ softmax over S_t of (logits_t / temperature),   `truncate` says S_t
 
-    To be called inside `jax.jit`. Row i draws with `fold_in(key, i)`: what it gets does
-    not depend on the other rows' prompts, nor on when they end.
+    To be called inside `jax.jit`, with `COMPILER_OPTIONS`. Row i draws with
+    `fold_in(key, i)`: what it gets does not depend on the other rows' prompts, nor on
+    when they end.
 
     Args:
       decoder: the policy.
@@ -196,9 +205,9 @@ def sample(
       `Samples`; NaN log-probabilities for a prompt length out of range that only shows
       up at run time.
 
-    **Memory**: the cache (`jaxmem.train.cache.Cache`, of P + max_new_tokens slots),
-    once; a step's logits and their noise, 4·B·V each; and the weights in the compute
-    type, where they are stored in another.
+    **Memory**: the cache (`jaxmem.train.cache.Cache`, of P + max_new_tokens slots, in
+    whole eights), once; a step's logits and their noise, 4·B·V each; and the weights in
+    the compute type, where they are stored in another.
 
     Raises:
       ValueError: shapes that disagree, a length or an id out of range; it is named.
@@ -226,8 +235,10 @@ def sample(
         return _State(state.step + 1, made.tokens, ended, drawn, cache)
 
     model = nnx.merge(definition, weights)
-    # The last token of a row is not read again, and needs no slot.
-    hidden, cache = model.prefill(prompts, prompt_lengths, width + slots - 1)
+    # The last token of a row is not read again, and needs no slot. Products on a GPU
+    # would pad keys and values that are not whole 16 bytes long, in every step.
+    max_length = -(-(width + slots - 1) // 8) * 8
+    hidden, cache = model.prefill(prompts, prompt_lengths, max_length)
     first, ended = draw(model, hidden, 0, jnp.zeros(rows, bool))
     drawn = _put(_nothing_drawn(first, slots, pad_id), 0, first)
     state = _State(jnp.asarray(1), first.tokens, ended, drawn, cache)
