@@ -10,13 +10,19 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 
 def pytest_configure(config):
-    """What one process compiles, all others of this run find."""
+    """What one process compiles, it finds again, as do the programs that it starts.
+
+    A folder for each: jax may read an entry that another process has half written, and
+    its warning of that would be an error here.
+    """
     if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
-        folder = tempfile.TemporaryDirectory()
-        config.add_cleanup(folder.cleanup)
-        os.environ["JAX_COMPILATION_CACHE_DIR"] = folder.name
+        made = tempfile.TemporaryDirectory()
+        config.add_cleanup(made.cleanup)
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = made.name
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+    folder = os.path.join(os.environ["JAX_COMPILATION_CACHE_DIR"], worker)
     settings = {
-        "jax_compilation_cache_dir": os.environ["JAX_COMPILATION_CACHE_DIR"],
+        "jax_compilation_cache_dir": folder,
         "jax_persistent_cache_min_compile_time_secs": 0.0,
         "jax_persistent_cache_min_entry_size_bytes": -1,
     }
