@@ -33,7 +33,7 @@ from benchmarks import (
 )
 from jaxmem import timing
 
-PATHS = ["token_stats implementation=xla", "token_stats implementation=hopper"]
+PATHS = ["token_stats implementation=hopper", "token_stats implementation=xla"]
 KEYS = (*results.KEYS, "split", "devices")
 VERBS = {"token_stats": jaxmem.token_stats, "logprobs": jaxmem.logprobs}
 COMPILERS = 6  # threads

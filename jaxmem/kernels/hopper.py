@@ -22,10 +22,13 @@ from jaxmem.kernels import tuned
 from jaxmem.kernels.tiles import MAX_CLUSTER_ROWS
 
 MAX_ROWS = 8_192  # of one forward launch; 16,384 measure 1% slower, in twice the bytes
-# At 512 tokens the forward pass alone measured slower than "xla", from 2048 on it did
-# not. Chunks of 512 cost 4.17 GEMMs with gradients, where "xla" in chunks of 1024 costs
-# 4.68; smaller ones have not been measured. Nor has W of another type than hidden.
-MIN_TOKENS, MIN_CHUNK = 2048, 512
+# With gradients, at D=4096 and V=151936 on an H200, in GEMMs, "xla" in parentheses: 256
+# tokens 7.7 (11.1), 512 5.3 (6.7), 1024 4.3 (5.1); chunks of 256 4.3 (7.6), of 128 4.7
+# (13.2). At 128 tokens the forward pass alone is the slower one, 2.0 (1.8).
+MIN_TOKENS, MIN_CHUNK = 256, 128
+# Where W is padded, in a copy: V=50257 with 1024 tokens 5.1 (6.1), forward alone 1.6
+# (1.5); with 512 tokens 2.2 (1.7).
+MIN_TOKENS_PADDED = 1024
 _SWIZZLE = 64  # 16-bit numbers; TMA cuts an axis into whole ones
 _MIN_COLUMNS = 128  # with a single one, TMA would write what lies beyond into it
 
@@ -70,12 +73,16 @@ def unproven(spec: Spec, source: Head | Logits) -> str | None:
             "XLA cannot split its kernels over devices; inside jax.shard_map, or "
             "through jaxmem.sharding.parallel, it runs"
         )
-    if source.hidden.shape[0] < MIN_TOKENS:
-        return f"is not measured below {MIN_TOKENS} tokens"
+    n_tokens = source.hidden.shape[0]
+    if n_tokens < MIN_TOKENS:
+        return f"is not measured to be faster below {MIN_TOKENS} tokens"
+    if n_tokens < MIN_TOKENS_PADDED and any(x % _SWIZZLE for x in source.W.shape):
+        return (
+            f"W {source.W.shape} would be padded to multiples of {_SWIZZLE}, in a copy "
+            f"that does not pay below {MIN_TOKENS_PADDED} tokens"
+        )
     if spec.chunk < MIN_CHUNK:
         return f"is not measured below chunks of {MIN_CHUNK} tokens"
-    if source.W.dtype != spec.compute_dtype:
-        return f"is not measured with W in {source.W.dtype}, cast to hidden's type"
     return None
 
 
@@ -125,7 +132,7 @@ def backward(
     """Cotangent of the source; sums over tokens in float32."""
     padded = _pad(spec, _xla.cast(spec, source))
     n_rows = rows.labels.shape[0]
-    env = _env(spec, padded, _backward_rows(spec, n_rows), "derivative")
+    env = _env(spec, padded, _backward_rows(spec, padded, n_rows), "derivative")
     if kept is None:
         again, once = rows, n_rows <= env.n_rows
         sums = _sums(spec, env, source, padded, once)
@@ -181,7 +188,7 @@ def loss_rows(spec: Spec, source: Head) -> int:
     It has logits of a chunk and float32 sums of W's gradient. Where exponentials of
     all rows fit both, there need not be sums.
     """
-    n_rows, n_kept = source.hidden.shape[0], 2 * spec.chunk
+    n_rows, n_kept = source.hidden.shape[0], 3 * spec.chunk
     _, depth = _columns_and_depth(spec, source)
     if not spec.frozen_head and n_rows <= n_kept + 2 * depth:
         n_kept = n_rows
@@ -332,21 +339,30 @@ def _active_first(active, size):
     return order.astype(jnp.int32), jnp.sum(active, dtype=jnp.int32)
 
 
-def _backward_rows(spec, n_rows):
-    """Rows a block: as many as columns where both gradients must be added up.
+def _backward_rows(spec, padded, n_rows):
+    """Rows a block: all, if that takes no more bytes than blocks and W's sums would.
 
     Blocks of R rows and C columns move 8 D (N V / C + N V / R) bytes of float32 sums,
-    and R · C is fixed by the budget. All rows in one block save W's share.
+    fewest where R = C. One block of all rows has no sums of W: 2 N C + 4 N D bytes.
     """
-    side = math.isqrt(spec.chunk * spec.columns)
-    return _whole_blocks(n_rows if n_rows <= 2 * side else side)
+    columns, depth = _columns_and_depth(spec, padded)
+    side = _side(spec)
+    budget = 2 * side**2 + (0 if spec.frozen_head else 4 * columns * depth)
+    if n_rows <= side or n_rows * (2 * side + 4 * depth) <= budget:
+        return _whole_blocks(n_rows)
+    return max(side // MAX_CLUSTER_ROWS, 1) * MAX_CLUSTER_ROWS
 
 
 def _block_tiles(spec, env):
     """Tiles of the vocabulary whose derivatives, in 16 bits, are alive at once."""
-    n_tiles = spec.chunk * spec.columns // (env.n_rows * env.tiles.columns)
-    n_blocks = -(-env.n_tiles // max(n_tiles, 1))
+    columns = max(spec.chunk * spec.columns // env.n_rows, _side(spec))
+    n_blocks = -(-env.n_tiles // max(columns // env.tiles.columns, 1))
     return -(-env.n_tiles // n_blocks)
+
+
+def _side(spec):
+    """Rows, and columns, of a block of derivatives that has a chunk's bytes."""
+    return math.isqrt(spec.chunk * spec.columns)
 
 
 def _whole_blocks_of_bias(spec, env):

@@ -307,10 +307,13 @@ def test_the_automatic_choice_keeps_to_what_was_measured(lowered_anywhere, monke
     assert chosen(8192, 4096, 151936)[0] == "hopper"
     assert chosen(8192, 4096, 50257)[0] == "hopper"
     assert chosen(8192, 4096, 151936, frozen_head=True)[0] == "hopper"
-    assert chosen(8192, 4096, 151936, chunk=512)[0] == "hopper"
-    assert "chunks of 512" in chosen(8192, 4096, 151936, chunk=256)[1]
-    assert "W in float32" in chosen(8192, 4096, 151936, jnp.float32)[1]
-    assert "tokens" in chosen(100, 4096, 151936)[1]
+    assert chosen(8192, 4096, 151936, chunk=128)[0] == "hopper"
+    assert chosen(8192, 4096, 151936, jnp.float32)[0] == "hopper"
+    assert chosen(256, 4096, 151936)[0] == "hopper"
+    assert chosen(1024, 1000, 50257)[0] == "hopper"
+    assert "chunks of 128" in chosen(8192, 4096, 151936, chunk=64)[1]
+    assert "below 256 tokens" in chosen(255, 4096, 151936)[1]
+    assert "(50257, 4096) would be padded" in chosen(1023, 4096, 50257)[1]
     monkeypatch.setattr(jax, "device_count", lambda: 2)
     assert "XLA cannot split" in chosen(4096, 4096, 151936)[1]
     mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
