@@ -10,32 +10,16 @@ import re
 from benchmarks import plot_head, results
 
 COLORS = {"offload": "#2f81f7", "full": "#d29922", "save": "#3fb950"}
-NUDGES = {  # points up, where two labels would meet
-    "offload_block": 5,
-    "full": -3,
-    "full, last 2 kept whole, apart": 4,
-    "offload_block, last 4 kept whole, apart": -6,
-}
-SAID = {  # of the last blocks; after a colon, of those whose weights are apart
-    "": "kept whole",
-    "none": "kept whole, apart",
-    "full": "on the device, apart",
-}
 
 
 def label_of(variant):
-    """As the figure says it; None for other sizes and other compilers' options."""
+    """As the figure says it; None for other sizes, compilers' options and weights."""
     name, *words = variant.split()
     for word in words:
         key, _, value = word.partition("=")
-        if key == "last":
-            n, _, kept = value.partition(":")
-            name += f", last {n} {SAID[kept]}"
-        elif key == "save":
-            name += f", {value} saved"
-        else:
+        if key not in ("last", "save") or ":" in value:
             return None
-    return name
+    return " ".join([name, *words])
 
 
 def points(rows):
@@ -57,20 +41,20 @@ def figure(rows):
 
     fig, ax = plt.subplots(figsize=(7.2, 3.8), layout="constrained")
     drawn = sorted(points(rows), key=lambda point: point[2])
-    right = (drawn[0][2] + drawn[-1][2]) / 2
+    middle = (drawn[0][2] + drawn[-1][2]) / 2
     for label, color, gib, ratio in drawn:
         ax.plot(gib, ratio, "o", color=color, markersize=6)
+        left = gib > middle or label.startswith("offload")  # where there is room
         ax.annotate(
             label, (gib, ratio), color=color, fontsize=8, va="center",
-            xytext=(7 if gib < right else -7, NUDGES.get(label, 0)),
-            textcoords="offset points",
-            ha="left" if gib < right else "right",
+            xytext=(-7 if left else 7, 0), textcoords="offset points",
+            ha="right" if left else "left",
         )  # fmt: skip
     ax.set_title(
         "time of a step, full = 1", color=plot_head.GREY, fontsize=9, loc="left"
     )
     ax.set_xlabel("GiB at the peak", color=plot_head.GREY, fontsize=8)
-    ax.margins(x=0.15, y=0.12)
+    ax.margins(x=0.32, y=0.12)
     ax.tick_params(colors=plot_head.GREY, labelsize=8)
     ax.grid(color=plot_head.GREY, alpha=0.25, linewidth=0.6)
     for side, spine in ax.spines.items():

@@ -267,8 +267,8 @@ def drive(args):
                 same = all(row[name] == columns[name] for name in ("path", "devices"))
                 if same and row["split"] != "tokens":
                     row.update(columns)
+                    results.merge(args.out, [row], KEYS)
                     print(row["path"], columns, flush=True)
-        results.merge(args.out, rows, KEYS)
 
 
 def show(row):

@@ -70,7 +70,7 @@ def token_loss(
     up to 16): 4·C·V; under `jax.grad` also 2·C·V if hidden has 16 bits, and 4·V·D for
     the float32 sum of W's gradient. Under jit, what is not differentiated has no part
     in it. "hopper" takes no more: instead of logits it keeps their exponentials, 2·V a
-    token, of all tokens where those fit, which saves the float32 sum, or else of 2·C.
+    token, of all tokens where those fit, which saves the float32 sum, or else of 3·C.
     XLA for CPUs needs 8·C·V where V is no multiple of 128. Gradients wait for the
     loss's own cotangent: hidden's is rounded to its type before it is scaled.
 

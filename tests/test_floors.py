@@ -26,6 +26,7 @@ FLOORS = {
     "jaxmem._loss": 1,
     "jaxmem.kernels": 1,
     "jaxmem.kernels.tiles": 1,
+    "jaxmem.kernels.blocks": 1,
     "jaxmem.kernels.tuned": 1,
     "jaxmem.kernels.ring": 1,
     "jaxmem.kernels.logits": 1,

@@ -8,7 +8,6 @@ first runs.
 """
 
 import functools
-import math
 from typing import Any
 
 import jax
@@ -18,10 +17,9 @@ from jax import lax
 from jaxmem import _shards, _stats, _xla
 from jaxmem._spec import Spec
 from jaxmem._xla import Head, Logits, Rows
-from jaxmem.kernels import tuned
+from jaxmem.kernels import blocks, tuned
 from jaxmem.kernels.tiles import MAX_CLUSTER_ROWS
 
-MAX_ROWS = 8_192  # of one forward launch; 16,384 measure 1% slower, in twice the bytes
 # With gradients, at D=4096 and V=151936 on an H200, in GEMMs, "xla" in parentheses: 256
 # tokens 7.7 (11.1), 512 5.3 (6.7), 1024 4.3 (5.1); chunks of 256 4.3 (7.6), of 128 4.7
 # (13.2). At 128 tokens the forward pass alone is the slower one, 2.0 (1.8).
@@ -132,7 +130,9 @@ def backward(
     """Cotangent of the source; sums over tokens in float32."""
     padded = _pad(spec, _xla.cast(spec, source))
     n_rows = rows.labels.shape[0]
-    env = _env(spec, padded, _backward_rows(spec, padded, n_rows), "derivative")
+    columns, depth = _columns_and_depth(spec, padded)
+    size = blocks.backward_rows(n_rows, spec.chunk, columns, depth, spec.frozen_head)
+    env = _env(spec, padded, size, "derivative")
     if kept is None:
         again, once = rows, n_rows <= env.n_rows
         sums = _sums(spec, env, source, padded, once)
@@ -183,16 +183,9 @@ def one_pass(
 
 
 def loss_rows(spec: Spec, source: Head) -> int:
-    """Rows of `one_pass` that are kept at once, in no more bytes than "xla" takes.
-
-    It has logits of a chunk and float32 sums of W's gradient. Where exponentials of
-    all rows fit both, there need not be sums.
-    """
-    n_rows, n_kept = source.hidden.shape[0], 3 * spec.chunk
-    _, depth = _columns_and_depth(spec, source)
-    if not spec.frozen_head and n_rows <= n_kept + 2 * depth:
-        n_kept = n_rows
-    return _whole_blocks(max(min(n_kept, n_rows), 1))
+    """Rows of `one_pass` that are kept at once."""
+    n_rows, depth = source.hidden.shape
+    return blocks.loss_rows(n_rows, spec.chunk, depth, spec.frozen_head)
 
 
 def _add_statistics(spec, padded, rows, made):
@@ -200,7 +193,11 @@ def _add_statistics(spec, padded, rows, made):
     from jaxmem.kernels import forward as kernel
 
     n_rows = rows.labels.shape[0]
-    env = _env(spec, padded, _forward_rows(spec, padded, n_rows), "statistics")
+    columns, depth = _columns_and_depth(spec, padded)
+    tiles = _tiles("statistics", spec, padded)
+    groups = -(-columns // (tiles.columns * tiles.group))
+    size = blocks.forward_rows(n_rows, spec.chunk, columns, depth, groups)
+    env = _env(spec, padded, size, "statistics")
 
     def block(row_ids, n_active, made):
         operands = _operands(spec, padded, rows, row_ids, n_active)
@@ -222,7 +219,7 @@ def _split(spec, padded, rows):
     n_rows, whole = rows.labels.shape[0], MAX_CLUSTER_ROWS
     size = spec.residual_rows // whole * whole
     if spec.residual_rows >= n_rows:
-        size = _whole_blocks(n_rows)
+        size = blocks.whole(n_rows)
     rank = jnp.cumsum(rows.active, dtype=jnp.int32)
     first, rest = rows.active & (rank <= size), rows.active & (rank > size)
     rest = None if n_rows <= size else rows._replace(active=rest)
@@ -339,30 +336,11 @@ def _active_first(active, size):
     return order.astype(jnp.int32), jnp.sum(active, dtype=jnp.int32)
 
 
-def _backward_rows(spec, padded, n_rows):
-    """Rows a block: all, if that takes no more bytes than blocks and W's sums would.
-
-    Blocks of R rows and C columns move 8 D (N V / C + N V / R) bytes of float32 sums,
-    fewest where R = C. One block of all rows has no sums of W: 2 N C + 4 N D bytes.
-    """
-    columns, depth = _columns_and_depth(spec, padded)
-    side = _side(spec)
-    budget = 2 * side**2 + (0 if spec.frozen_head else 4 * columns * depth)
-    if n_rows <= side or n_rows * (2 * side + 4 * depth) <= budget:
-        return _whole_blocks(n_rows)
-    return max(side // MAX_CLUSTER_ROWS, 1) * MAX_CLUSTER_ROWS
-
-
 def _block_tiles(spec, env):
     """Tiles of the vocabulary whose derivatives, in 16 bits, are alive at once."""
-    columns = max(spec.chunk * spec.columns // env.n_rows, _side(spec))
+    columns = blocks.backward_columns(env.n_rows, spec.chunk, spec.columns)
     n_blocks = -(-env.n_tiles // max(columns // env.tiles.columns, 1))
     return -(-env.n_tiles // n_blocks)
-
-
-def _side(spec):
-    """Rows, and columns, of a block of derivatives that has a chunk's bytes."""
-    return math.isqrt(spec.chunk * spec.columns)
 
 
 def _whole_blocks_of_bias(spec, env):
@@ -395,21 +373,6 @@ def _columns_and_depth(spec, padded):
 def n_blocks():
     """One a multiprocessor. No result depends on it."""
     return getattr(jax.devices()[0], "core_count", None) or 132
-
-
-def _forward_rows(spec, padded, n_rows):
-    """Rows a launch: no more bytes, with their statistics, than "xla" has logits."""
-    columns, depth = _columns_and_depth(spec, padded)
-    tiles = _tiles("statistics", spec, padded)
-    groups = -(-columns // (tiles.columns * tiles.group))
-    # Merging holds what it reads and half of what it has written.
-    a_row = 2 * depth + 4 * 5 * 2 * groups
-    fitting = 4 * spec.chunk * spec.columns // a_row
-    return _whole_blocks(min(n_rows, max(fitting, MAX_CLUSTER_ROWS), MAX_ROWS))
-
-
-def _whole_blocks(n_rows):
-    return -(-n_rows // MAX_CLUSTER_ROWS) * MAX_CLUSTER_ROWS
 
 
 def _pad(spec, head):

@@ -81,6 +81,13 @@ def test_every_option_at_once(interpreted):
 
 
 @needs_pallas
+def test_rows_in_blocks_and_columns_in_blocks(interpreted):
+    """Both gradients are added up."""
+    case = Case(257, 16, 300, std=3.0, chunk=16)
+    check(case.make(), "hopper", case.chunk, dtype="bfloat16")
+
+
+@needs_pallas
 @pytest.mark.parametrize("kept", [256, "all"])
 def test_exponentials_kept_for_the_derivative(kept, interpreted):
     """Of 256 tokens and none of the others, or of all."""
