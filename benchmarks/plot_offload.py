@@ -14,12 +14,11 @@ COLORS = {"offload": "#2f81f7", "full": "#d29922", "save": "#3fb950"}
 
 def label_of(variant):
     """As the figure says it; None for other sizes, compilers' options and weights."""
-    name, *words = variant.split()
-    for word in words:
+    for word in variant.split()[1:]:
         key, _, value = word.partition("=")
         if key not in ("last", "save") or ":" in value:
             return None
-    return " ".join([name, *words])
+    return variant
 
 
 def points(rows):

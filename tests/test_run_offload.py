@@ -178,8 +178,9 @@ def test_the_figure(tmp_path):
         writer.writerow(["offload_block rows=8", "8000", "", "40"])
     (point,) = plot_offload.points(results.read(path))
     assert point[0] == "full" and point[2:] == (24.2, 1.0)
-    said = plot_offload.label_of("offload_block save=q last=4")
-    assert said == "offload_block, q saved, last 4 kept whole"
-    assert plot_offload.label_of("offload_block xla_gpu_x=False") is None
+    said = "offload_block save=q last=4"
+    assert plot_offload.label_of(said) == said
+    for other in ("offload_block xla_gpu_x=False", "full last=2:none", "full rows=8"):
+        assert plot_offload.label_of(other) is None
     plot_offload.main([str(path), "--out", str(tmp_path / "offload.svg")])
     assert "full" in (tmp_path / "offload.svg").read_text()
