@@ -318,6 +318,7 @@ def _prepare(
     """Checks what both sources share; the static facts, and the typed operands."""
     shape, n_tokens = data.shape[:-1], int(np.prod(data.shape[:-1]))
     _spec.check_implementation(implementation)
+    _shards.check_not_explicit("hidden" if layout else "logits", data)
     _backends.check(implementation)
     shards = _shards.check_axis_name(axis_name)
     all_columns = columns * shards.count if shards else columns

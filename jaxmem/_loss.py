@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.core import Tracer, eval_jaxpr
 
 from jaxmem import _shards, _spec
@@ -95,8 +96,25 @@ def differentiate(
 ) -> tuple[Values, Cotangents]:
     """`evaluate`, and what each row's loss does with what it is made of.
 
-    The cotangents of ids from n_rows on are 0.
+    The cotangents of ids from n_rows on are 0. Any number of rows: where devices share
+    the tokens out, it is not the one that the loss was traced for.
     """
+    size, pieces = row_ids.shape[0], -(-row_ids.shape[0] // loss.n_rows)
+    if size == loss.n_rows:
+        return _differentiate(loss, row_ids, stats, operands, n_rows)
+
+    def cut(x, fill):
+        x = jnp.pad(x, (0, pieces * loss.n_rows - size), constant_values=fill)
+        return x.reshape(pieces, loss.n_rows)
+
+    made = lax.map(
+        lambda rows: _differentiate(loss, rows[0], rows[1], operands, n_rows),
+        (cut(row_ids, n_rows), jax.tree.map(lambda x: cut(x, 0), stats)),
+    )
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:size], made)
+
+
+def _differentiate(loss, row_ids, stats, operands, n_rows):
     stats, operands, live = _complete(row_ids, stats, operands, n_rows)
     fields = {k: getattr(stats, k) for k in loss.fields}
 

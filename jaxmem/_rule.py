@@ -4,6 +4,7 @@ Such a verb is a `Rule`: a forward and a backward loop over chunks of active tok
 which see rows of logits that `token_stats` would have reduced too far.
 """
 
+import dataclasses
 import functools
 from collections.abc import Hashable
 from typing import Any, Protocol
@@ -14,13 +15,21 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
-from jaxmem import _backends, _head, _report, _spec, _vjp
+from jaxmem import _backends, _head, _report, _shards, _spec, _vjp
 from jaxmem._spec import Layout, Spec
 from jaxmem._xla import Head, Rows
 
 
 class Rule(Hashable, Protocol):
-    """Static facts of a call and its two loops; what is given is constant."""
+    """Static facts of a call and its two loops; a dataclass.
+
+    What is given is constant: heads, and arrays of tokens.
+    """
+
+    @property
+    def spec(self) -> Spec:
+        """Its `chunk` is cut to the rows that a device has."""
+        ...
 
     def forward(self, source: Head, rows, given) -> tuple[Any, dict]:
         """The result, and what the backward loop needs of each row, by name."""
@@ -45,14 +54,14 @@ def _run(rule, source, rows, given):
 
 
 def _call(rule, source, rows, given):
-    return _vjp._once(rule.forward)(source, rows, given)[0]
+    return _forward(rule, source, rows, given)[0]
 
 
 def _call_fwd(rule, source, rows, given):
     for one in rows:
         _vjp._refuse_temperature_gradient(one)
     source, rows, given = (_vjp._values(x) for x in (source, rows, given))
-    result, saved = _vjp._once(rule.forward)(source, rows, given)
+    result, saved = _forward(rule, source, rows, given)
     saved = {k: checkpoint_name(v, f"jaxmem_{k}") for k, v in saved.items()}
     return result, (source, rows, given, result, saved)
 
@@ -60,7 +69,36 @@ def _call_fwd(rule, source, rows, given):
 def _call_bwd(rule, residuals, g):
     if isinstance(g, SymbolicZero):
         return jax.tree.map(jnp.zeros_like, residuals[0]), None, None
-    return _vjp._once(rule.backward)(*residuals, g), None, None
+    of_tokens = _of_tokens((*residuals, g))
+    run = _vjp._once(
+        lambda source, rows, *other: _fitted(rule, rows).backward(source, rows, *other),
+        of_tokens,
+        of_tokens[0],
+    )
+    return run(*residuals, g), None, None
+
+
+def _forward(rule, source, rows, given):
+    run = _vjp._once(
+        lambda source, rows, given: _fitted(rule, rows).forward(source, rows, given),
+        _of_tokens((source, rows, given)),
+        True,
+    )
+    return run(source, rows, given)
+
+
+def _fitted(rule, rows):
+    spec = _vjp._fitted(rule.spec, rows[0])
+    return dataclasses.replace(rule, spec=spec)  # pyright: ignore[reportArgumentType]
+
+
+def _of_tokens(tree):
+    """Every array but a head's weights."""
+    return jax.tree.map(
+        lambda x: _vjp._of_tokens(x) if isinstance(x, Head) else True,
+        tree,
+        is_leaf=lambda x: isinstance(x, Head),
+    )
 
 
 _call = jax.custom_vjp(_call, nondiff_argnums=(0,))
@@ -74,6 +112,7 @@ def read_head(
     hidden = _spec.as_array(f"{prefix}hidden", hidden)
     W = _spec.as_array(f"{prefix}W", W)
     _spec.check_hidden(hidden, f"{prefix}hidden")
+    _shards.check_not_explicit(f"{prefix}hidden", hidden)
     layout = _spec.check_layout(hidden, W, layout, prefix)
     if bias is not None:
         bias = _spec.as_array(f"{prefix}bias", bias)

@@ -9,6 +9,7 @@ merged before anything follows from them, and where jax takes a result for each 
 own, the results' cotangents are summed over the shards.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -18,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import sequential_vmap
 from jax.custom_derivatives import SymbolicZero
 
-from jaxmem import _backends, _loss, _shards, _stats, _xla
+from jaxmem import _backends, _loss, _shards, _spec, _spread, _stats, _xla
 from jaxmem._loss import Loss, Values
 from jaxmem._spec import Spec
 from jaxmem._stats import TokenStats
@@ -42,7 +43,9 @@ def _token_stats_fwd(spec, backend, source, rows):
     _refuse_temperature_gradient(rows)
     source, rows = _values(source), _values(rows)
     if spec.keeps_gradient:
-        made, kept = _once(functools.partial(_keep, spec, backend))(source, rows)
+        keep = functools.partial(_keep, spec, backend)
+        keep = _once(keep, (_of_tokens(source), True), True)
+        made, kept = keep(source, rows)
         return made, (checkpoint_name(kept, "jaxmem_dhidden"), rows.active)
     needed = [*spec.outputs, *(name for name in _SAVED if name not in spec.outputs)]
     made, kept = _forward_and_keep(spec, backend, source, rows, tuple(needed))
@@ -72,7 +75,7 @@ _token_stats.defvjp(_token_stats_fwd, _token_stats_bwd, symbolic_zeros=True)
 
 def _keep(spec, backend, source, rows):
     """The one output, and its derivative by hidden, [N, D], in hidden's type."""
-    n_rows = rows.labels.shape[0]
+    spec, n_rows = _fitted(spec, rows), rows.labels.shape[0]
     (name,) = spec.outputs
 
     def of_chunk(row_ids, outputs):
@@ -110,7 +113,8 @@ def token_loss(
 def _token_loss(spec, backend, loss, source, rows, operands, count):
     stats = _forward(spec, backend, source, rows, TokenStats._fields)
     run = functools.partial(_values_of_rows, spec, loss)
-    values = _once(run)(stats, rows, operands)
+    given = True, True, _loss.Operands(True, False)  # pyright: ignore
+    values = _once(run, given, True)(stats, rows, operands)
     return jnp.sum(values.loss) / count, values.metrics
 
 
@@ -119,7 +123,10 @@ def _token_loss_fwd(spec, backend, loss, source, rows, operands, count):
     _refuse_closed_gradient(loss, operands)
     source, rows, operands = _values(source), _values(rows), _values(operands)
     run, count = functools.partial(_one_pass, spec, backend, loss), count.value
-    values, dsource = _once(run)(source, rows, operands, count)
+    of_source = _of_tokens(source)
+    given = of_source, True, _loss.Operands(True, False), False  # pyright: ignore
+    run = _once(run, given, (True, of_source))
+    values, dsource = run(source, rows, operands, count)
     dsource = _xla.trained(spec, dsource)
     # The cotangents' types, of what is still in the sums'.
     types = jax.tree.map(lambda x: jnp.zeros(0, x.dtype), _xla.trained(spec, source))
@@ -178,7 +185,7 @@ def _divides_early(spec):
 
 
 def _one_pass(spec, backend, loss, source, rows, operands, count):
-    n_rows = rows.labels.shape[0]
+    spec, n_rows = _fitted(spec, rows), rows.labels.shape[0]
 
     def of_chunk(row_ids, outputs):
         stats = TokenStats(*(getattr(outputs, k) for k in TokenStats._fields))
@@ -188,14 +195,25 @@ def _one_pass(spec, backend, loss, source, rows, operands, count):
         return values, g
 
     made = _loss.nothing(loss, spec, operands, n_rows, pull=True)
-    return _backends.KNOWN[backend].one_pass(spec, source, rows, of_chunk, made)
+    one_pass = _backends.KNOWN[backend].one_pass
+    made, dsource = one_pass(spec, source, rows, of_chunk, made)
+    if _spread.is_possible() and _divides_early(spec):  # half the bytes to sum
+        dsource = jax.tree.map(
+            lambda x, like: x.astype(like.dtype), dsource, _xla.trained(spec, source)
+        )
+    return made, dsource
 
 
 def _forward(spec, backend, source, rows, names):
     run = _backends.KNOWN[backend].forward
     if spec.shards:
         run = functools.partial(_merged, backend)
-    return _once(lambda s, r: run(spec, s, r, names))(source, rows)
+    once = _once(
+        lambda s, r: run(_fitted(spec, r), s, r, names),
+        (_of_tokens(source), True),
+        True,
+    )
+    return once(source, rows)
 
 
 def _merged(backend, spec, source, rows, names):
@@ -226,16 +244,41 @@ def _forward_and_keep(spec, backend, source, rows, names):
 
 
 def _backward(spec, backend, source, rows, saved, cotangents, kept):
-    backward = functools.partial(_backends.KNOWN[backend].backward, spec)
-    kept = (kept,) if kept else ()
-    return _once(backward)(source, rows, saved, cotangents, *kept)
+    backward = _backends.KNOWN[backend].backward
+    if kept:
+        backward = functools.partial(backward, spec)
+        return _once(backward)(source, rows, saved, cotangents, kept)
+    of_source = _of_tokens(source)
+    once = _once(
+        lambda s, r, *other: backward(_fitted(spec, r), s, r, *other),
+        (of_source, True, True, True),
+        of_source,
+    )
+    return once(source, rows, saved, cotangents)
 
 
-def _once(run):
+def _of_tokens(source):
+    """Of what a source is, and its cotangent: which arrays are of tokens."""
+    if isinstance(source, _xla.Logits):
+        return source._replace(logits=True)
+    return _xla.Head(True, False, False)  # pyright: ignore
+
+
+def _fitted(spec, rows):
+    """With no larger a chunk than there are rows here."""
+    return dataclasses.replace(
+        spec, chunk=_spec.check_chunk(spec.chunk, rows.labels.shape[0], spec.columns)
+    )
+
+
+def _once(run, given=None, made=None):
     """run, differentiable no further; under vmap, one example after another.
 
-    In sequence, because `chunk` must go on bounding the logits that are alive.
+    In sequence, because `chunk` must go on bounding the logits that are alive. Where
+    given and made say what is of tokens, several devices share them out.
     """
+    if given is not None:
+        run = _spread.by_tokens(run, given, made)
     once = jax.custom_jvp(sequential_vmap(run))
     once.defjvp(_refuse_second_order)
     return once

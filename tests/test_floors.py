@@ -22,6 +22,7 @@ FLOORS = {
     "jaxmem._stats": 0,
     "jaxmem._shards": 0,
     "jaxmem._spec": 0,
+    "jaxmem._spread": 0,
     "jaxmem._xla": 1,
     "jaxmem._loss": 1,
     "jaxmem.kernels": 1,
@@ -123,7 +124,7 @@ ROOMS = {
     ),
     "gin": ("jaxmem.train.config",),
     "grain": ("jaxmem.train",),
-    "jax.experimental": ("jaxmem.kernels",),  # pallas among it
+    "jax.experimental": ("jaxmem.kernels", "jaxmem._spread"),  # pallas among it
     "matplotlib": ("jaxmem.train",),
     "optax": ("jaxmem.train",),
     "orbax": ("jaxmem.train",),

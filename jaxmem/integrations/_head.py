@@ -17,17 +17,11 @@ class Options:
 
     Attributes:
         chunk: tokens whose logits may be alive at once; None for all, or "auto".
-        implementation: a backend by name; None: the best there is on one device, and
-            "xla" on several, where arrays may be sharded and XLA splits the work.
+        implementation: a backend by name; None: the best there is.
     """
 
     chunk: Chunk = 1024
     implementation: str | None = None
-
-    def backend(self) -> str | None:
-        """`implementation`, decided."""
-        several = jax.device_count() > 1
-        return "xla" if self.implementation is None and several else self.implementation
 
 
 class Head(NamedTuple):
@@ -65,7 +59,7 @@ def scores(
     arguments = jnp.asarray(hidden).astype(head.dtype), head.W, labels
     keywords = {
         "chunk": options.chunk,
-        "implementation": options.backend(),
+        "implementation": options.implementation,
         "layout": head.layout,
         "bias": head.bias,
         "softcap": head.softcap,

@@ -99,8 +99,3 @@ def test_another_package_than_the_known_one_is_refused(package, monkeypatch):
     set_version(monkeypatch, None)
     with pytest.raises(IntegrationError, match="other is not installed"):
         integration().apply(Options())
-
-
-def test_several_devices_get_what_can_be_split():
-    assert Options().backend() == "xla"  # eight, in these tests
-    assert Options(implementation="hopper").backend() == "hopper"

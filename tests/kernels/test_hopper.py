@@ -322,15 +322,17 @@ def test_the_automatic_choice_keeps_to_what_was_measured(lowered_anywhere, monke
     assert "below 256 tokens" in chosen(255, 4096, 151936)[1]
     assert "(50257, 4096) would be padded" in chosen(1023, 4096, 50257)[1]
     monkeypatch.setattr(jax, "device_count", lambda: 2)
-    assert "XLA cannot split" in chosen(4096, 4096, 151936)[1]
-    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
+    assert chosen(4096, 4096, 151936)[0] == "hopper"
+    mesh = jax.make_mesh((1, 1), ("data", "other"), axis_types=(AxisType.Auto,) * 2)
     inside = []
-    split_by_hand = jax.shard_map(
-        lambda: inside.append(chosen(4096, 4096, 151936)), mesh=mesh, in_specs=(),
-        out_specs=P(),
-    )  # fmt: skip
-    jax.eval_shape(split_by_hand)
+    for by_hand in ({"data", "other"}, {"data"}):
+        split_by_hand = jax.shard_map(
+            lambda: inside.append(chosen(4096, 4096, 151936)), mesh=mesh, in_specs=(),
+            out_specs=P(), axis_names=by_hand,
+        )  # fmt: skip
+        jax.eval_shape(split_by_hand)
     assert inside[0][0] == "hopper"
+    assert "XLA cannot split" in inside[1][1]
 
 
 @pytest.mark.parametrize(

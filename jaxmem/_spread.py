@@ -1,0 +1,110 @@
+"""A call's tokens, shared out over the devices of a program that jit partitions.
+
+XLA can split neither a loop over rows that it gathers nor a kernel written by hand: of
+arrays in parts, every device would be given all tokens. So XLA is told what it cannot
+see: tokens do not depend on each other. Each device takes some of them, has all of W,
+and what is summed over tokens is then summed over devices.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import lax
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+
+def is_possible() -> bool:
+    """Whether XLA is to partition what is traced now.
+
+    Inside `jax.shard_map` each device already has its own part; along explicit axes the
+    arrays' types say where they lie.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    by_types = {AxisType.Manual, AxisType.Explicit} & set(mesh.axis_types)
+    return jax.device_count() > 1 and not by_types
+
+
+def by_tokens(run: Callable, given: Any, made: Any) -> Callable:
+    """run with its tokens shared out, if jit comes to lower it for several devices.
+
+    Args:
+        run: arrays to arrays, for any number of tokens.
+        given: of its arguments, a prefix: True for arrays whose first axis is tokens,
+            False for those that every device needs whole.
+        made: of its results, a prefix: True likewise, False for sums over tokens.
+    """
+    if not is_possible():
+        return run
+
+    def call(*args):
+        leaves, tree = jax.tree.flatten(args)
+        shapes, out_tree = jax.tree.flatten(jax.eval_shape(run, *args))
+        of_tokens = _flags(given, args)
+        made_of_tokens = _flags(made, out_tree.unflatten(shapes))
+
+        def flat(*leaves):
+            return tuple(jax.tree.leaves(run(*tree.unflatten(leaves))))
+
+        def partition(mesh, arguments, results):
+            first = next(
+                x for x, flag in zip(arguments, of_tokens, strict=True) if flag
+            )
+            axes = _axes(mesh, first)
+
+            def on_device(*leaves):
+                sums = (
+                    x if flag or not axes else lax.psum(x, axes)
+                    for x, flag in zip(flat(*leaves), made_of_tokens, strict=True)
+                )  # fmt: skip
+                # A type may follow from how many tokens there are.
+                return tuple(
+                    x.astype(like.dtype) for x, like in zip(sums, shapes, strict=True)
+                )
+
+            def placed(flags):
+                parts, whole = PartitionSpec(axes or None), PartitionSpec()
+                return tuple(NamedSharding(mesh, parts if f else whole) for f in flags)
+
+            return mesh, on_device, placed(made_of_tokens), placed(of_tokens)
+
+        split = custom_partitioning(flat)
+        split.def_partition(
+            partition,
+            infer_sharding_from_operands=lambda mesh, arguments, results: tuple(
+                NamedSharding(mesh, PartitionSpec()) for _ in results
+            ),
+            sharding_rule=_rule(leaves, of_tokens, "a")
+            + " -> "
+            + _rule(shapes, made_of_tokens, "r"),
+        )
+        return out_tree.unflatten(split(*leaves))
+
+    return call
+
+
+def _flags(prefix, tree) -> list[bool]:
+    return jax.tree.leaves(jax.tree.broadcast(prefix, tree))
+
+
+def _axes(mesh, tokens) -> tuple[str, ...]:
+    """Mesh axes that share the tokens out: theirs, and all others that divide them."""
+    spec = tuple(getattr(tokens.sharding, "spec", ()))
+    own = spec[0] if spec else None
+    own = (own,) if isinstance(own, str) else tuple(own or ())
+    chosen, parts = (), 1
+    for axis in (*own, *(name for name in mesh.axis_names if name not in own)):
+        if tokens.shape[0] % (parts * mesh.shape[axis]) == 0:
+            chosen, parts = (*chosen, axis), parts * mesh.shape[axis]
+    return chosen
+
+
+def _rule(arrays, of_tokens, letter) -> str:
+    """One factor for the tokens of all arrays; every other axis is its own."""
+    return ", ".join(
+        " ".join(
+            "n" if flag and j == 0 else f"{letter}{i}_{j}" for j in range(len(x.shape))
+        )
+        for i, (x, flag) in enumerate(zip(arrays, of_tokens, strict=True))
+    )
