@@ -94,6 +94,9 @@ def logprobs(
     sum over the shards; backward 4·D in one sum of hidden's gradient, in float32, that
     is rounded after it and takes as much memory. W's gradient stays where W is. Under
     check_vma=False jax sums hidden's gradient itself, rounded to hidden's type before.
+    Without it, where `jax.jit` splits a program over devices, each takes as many tokens
+    of all as they divide, those that it has first; W is gathered if it is in parts, and
+    its gradient summed over the devices, in W's type. (Explicit mesh axes: `parallel`.)
 
     Raises:
         TypeError: an argument of the wrong type; the message names it.
