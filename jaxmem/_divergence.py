@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from jaxmem import _head, _rule, _spec, _stats, _xla
+from jaxmem import _head, _rule, _spec, _spread, _stats, _xla
 from jaxmem._spec import Chunk, Layout, Spec
 
 _SERIES_BELOW = 0.5  # |x| from which on e^-x - 1 + x keeps its digits
@@ -275,6 +275,7 @@ def _divergence(
         compute_dtype=policy.hidden.dtype,
         layout=layout,
         softcap=_spec.check_softcap(softcap),
+        spread=_spread.is_possible(),
     )
     reference_spec = dataclasses.replace(
         spec,

@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from jaxmem import _backends, _report, _shards, _spec, _vjp
+from jaxmem import _backends, _report, _shards, _spec, _spread, _vjp
 from jaxmem._spec import AxisName, Chunk, Layout, Spec
 from jaxmem._stats import TokenStats
 from jaxmem._xla import Head, Logits, Rows
@@ -338,6 +338,7 @@ def _prepare(
             residual_bytes, n_tokens, data.dtype.itemsize * columns
         ),
         shards=shards,
+        spread=_spread.is_possible(),
     )
     rows = _rows(spec, shape, labels, where, temperature)
     spec, source = _typed(spec, source, rows)

@@ -70,21 +70,23 @@ def _call_bwd(rule, residuals, g):
     if isinstance(g, SymbolicZero):
         return jax.tree.map(jnp.zeros_like, residuals[0]), None, None
     of_tokens = _of_tokens((*residuals, g))
-    run = _vjp._once(
+    run = _vjp._by_tokens(
+        rule.spec,
         lambda source, rows, *other: _fitted(rule, rows).backward(source, rows, *other),
         of_tokens,
         of_tokens[0],
     )
-    return run(*residuals, g), None, None
+    return _vjp._once(run)(*residuals, g), None, None
 
 
 def _forward(rule, source, rows, given):
-    run = _vjp._once(
+    run = _vjp._by_tokens(
+        rule.spec,
         lambda source, rows, given: _fitted(rule, rows).forward(source, rows, given),
         _of_tokens((source, rows, given)),
         True,
     )
-    return run(source, rows, given)
+    return _vjp._once(run)(source, rows, given)
 
 
 def _fitted(rule, rows):

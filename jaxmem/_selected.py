@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from jaxmem import _head, _rule, _spec, _stats, _xla
+from jaxmem import _head, _rule, _spec, _spread, _stats, _xla
 from jaxmem._spec import Chunk, Layout, Spec
 
 
@@ -358,6 +358,7 @@ def _spec_of(source, layout, chunk, numbers, softcap, vocab_size):
         compute_dtype=source.hidden.dtype,
         layout=layout,
         softcap=_spec.check_softcap(softcap),
+        spread=_spread.is_possible(),
     )
 
 

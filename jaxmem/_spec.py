@@ -37,6 +37,7 @@ class Spec:
     residual_rows: int = 0  # tokens whose exponentials are kept for the derivative
     shards: Shards | None = None  # of a vocabulary of which columns is one part
     varying: frozenset[str] = frozenset()  # mesh axes that a row's results differ along
+    spread: bool = False  # jit may split the program: devices share the tokens out
 
     @property
     def part_varying(self) -> frozenset[str]:

@@ -44,7 +44,7 @@ def _token_stats_fwd(spec, backend, source, rows):
     source, rows = _values(source), _values(rows)
     if spec.keeps_gradient:
         keep = functools.partial(_keep, spec, backend)
-        keep = _once(keep, (_of_tokens(source), True), True)
+        keep = _once(_by_tokens(spec, keep, (_of_tokens(source), True), True))
         made, kept = keep(source, rows)
         return made, (checkpoint_name(kept, "jaxmem_dhidden"), rows.active)
     needed = [*spec.outputs, *(name for name in _SAVED if name not in spec.outputs)]
@@ -114,7 +114,8 @@ def _token_loss(spec, backend, loss, source, rows, operands, count):
     stats = _forward(spec, backend, source, rows, TokenStats._fields)
     run = functools.partial(_values_of_rows, spec, loss)
     given = True, True, _loss.Operands(True, False)  # pyright: ignore
-    values = _once(run, given, True)(stats, rows, operands)
+    run = _once(_by_tokens(spec, run, given, True))
+    values = run(stats, rows, operands)
     return jnp.sum(values.loss) / count, values.metrics
 
 
@@ -125,7 +126,7 @@ def _token_loss_fwd(spec, backend, loss, source, rows, operands, count):
     run, count = functools.partial(_one_pass, spec, backend, loss), count.value
     of_source = _of_tokens(source)
     given = of_source, True, _loss.Operands(True, False), False  # pyright: ignore
-    run = _once(run, given, (True, of_source))
+    run = _once(_by_tokens(spec, run, given, (True, of_source)))
     values, dsource = run(source, rows, operands, count)
     dsource = _xla.trained(spec, dsource)
     # The cotangents' types, of what is still in the sums'.
@@ -197,7 +198,7 @@ def _one_pass(spec, backend, loss, source, rows, operands, count):
     made = _loss.nothing(loss, spec, operands, n_rows, pull=True)
     one_pass = _backends.KNOWN[backend].one_pass
     made, dsource = one_pass(spec, source, rows, of_chunk, made)
-    if _spread.is_possible() and _divides_early(spec):  # half the bytes to sum
+    if spec.spread and _divides_early(spec):  # half the bytes to sum
         dsource = jax.tree.map(
             lambda x, like: x.astype(like.dtype), dsource, _xla.trained(spec, source)
         )
@@ -208,12 +209,13 @@ def _forward(spec, backend, source, rows, names):
     run = _backends.KNOWN[backend].forward
     if spec.shards:
         run = functools.partial(_merged, backend)
-    once = _once(
+    once = _by_tokens(
+        spec,
         lambda s, r: run(_fitted(spec, r), s, r, names),
         (_of_tokens(source), True),
         True,
     )
-    return once(source, rows)
+    return _once(once)(source, rows)
 
 
 def _merged(backend, spec, source, rows, names):
@@ -249,12 +251,13 @@ def _backward(spec, backend, source, rows, saved, cotangents, kept):
         backward = functools.partial(backward, spec)
         return _once(backward)(source, rows, saved, cotangents, kept)
     of_source = _of_tokens(source)
-    once = _once(
+    once = _by_tokens(
+        spec,
         lambda s, r, *other: backward(_fitted(spec, r), s, r, *other),
         (of_source, True, True, True),
         of_source,
     )
-    return once(source, rows, saved, cotangents)
+    return _once(once)(source, rows, saved, cotangents)
 
 
 def _of_tokens(source):
@@ -271,14 +274,16 @@ def _fitted(spec, rows):
     )
 
 
-def _once(run, given=None, made=None):
+def _by_tokens(spec, run, given, made):
+    """run as it is, or such that several devices share its tokens out."""
+    return _spread.by_tokens(run, given, made) if spec.spread else run
+
+
+def _once(run):
     """run, differentiable no further; under vmap, one example after another.
 
-    In sequence, because `chunk` must go on bounding the logits that are alive. Where
-    given and made say what is of tokens, several devices share them out.
+    In sequence, because `chunk` must go on bounding the logits that are alive.
     """
-    if given is not None:
-        run = _spread.by_tokens(run, given, made)
     once = jax.custom_jvp(sequential_vmap(run))
     once.defjvp(_refuse_second_order)
     return once

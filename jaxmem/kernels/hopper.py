@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxmem import _shards, _spread, _stats, _xla
+from jaxmem import _shards, _stats, _xla
 from jaxmem._spec import Spec
 from jaxmem._xla import Head, Logits, Rows
 from jaxmem.kernels import blocks, tuned
@@ -66,7 +66,7 @@ def unproven(spec: Spec, source: Head | Logits) -> str | None:
     """Why a call that could run here has not been measured to be better than "xla"."""
     if isinstance(source, Logits):
         return "never with logits that the caller has"
-    if jax.device_count() > 1 and not (_spread.is_possible() or _is_split_by_hand()):
+    if jax.device_count() > 1 and not (spec.spread or _is_split_by_hand()):
         return (
             "XLA cannot split its kernels over the axes that an enclosing "
             "jax.shard_map leaves to it; over all of a mesh it runs"

@@ -11,11 +11,14 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxmem
+from jaxmem import _spread
 from jaxmem.kernels import hopper, tuned
 from jaxmem.kernels.tiles import Tiles
 from tests.cases import CASES, Case
 from tests.kernels.one_pass import ONE_PASS, check_one_pass, close
 from tests.test_head import OPTIONS, check
+
+spreads = _spread.is_possible  # as it is outside of these tests
 
 needs_pallas = pytest.mark.skipif(
     jax.__version_info__ < (0, 11),
@@ -322,6 +325,7 @@ def test_the_automatic_choice_keeps_to_what_was_measured(lowered_anywhere, monke
     assert "below 256 tokens" in chosen(255, 4096, 151936)[1]
     assert "(50257, 4096) would be padded" in chosen(1023, 4096, 50257)[1]
     monkeypatch.setattr(jax, "device_count", lambda: 2)
+    monkeypatch.setattr(_spread, "is_possible", spreads)
     assert chosen(4096, 4096, 151936)[0] == "hopper"
     mesh = jax.make_mesh((1, 1), ("data", "other"), axis_types=(AxisType.Auto,) * 2)
     inside = []
