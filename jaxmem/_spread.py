@@ -6,6 +6,7 @@ see: tokens do not depend on each other. Each device takes some of them, has all
 and what is summed over tokens is then summed over devices.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -45,31 +46,10 @@ def by_tokens(run: Callable, given: Any, made: Any) -> Callable:
         def flat(*leaves):
             return tuple(jax.tree.leaves(run(*tree.unflatten(leaves))))
 
-        def partition(mesh, arguments, results):
-            first = next(
-                x for x, flag in zip(arguments, of_tokens, strict=True) if flag
-            )
-            axes = _axes(mesh, first)
-
-            def on_device(*leaves):
-                sums = (
-                    x if flag or not axes else lax.psum(x, axes)
-                    for x, flag in zip(flat(*leaves), made_of_tokens, strict=True)
-                )  # fmt: skip
-                # A type may follow from how many tokens there are.
-                return tuple(
-                    x.astype(like.dtype) for x, like in zip(sums, shapes, strict=True)
-                )
-
-            def placed(flags):
-                parts, whole = PartitionSpec(axes or None), PartitionSpec()
-                return tuple(NamedSharding(mesh, parts if f else whole) for f in flags)
-
-            return mesh, on_device, placed(made_of_tokens), placed(of_tokens)
-
         split = custom_partitioning(flat)
         split.def_partition(
-            partition,
+            functools.partial(_partition, flat, shapes, of_tokens, made_of_tokens),
+            # Asked for only where the older partitioner is chosen.
             infer_sharding_from_operands=lambda mesh, arguments, results: tuple(
                 NamedSharding(mesh, PartitionSpec()) for _ in results
             ),
@@ -80,6 +60,26 @@ def by_tokens(run: Callable, given: Any, made: Any) -> Callable:
         return out_tree.unflatten(split(*leaves))
 
     return call
+
+
+def _partition(flat, shapes, of_tokens, made_of_tokens, mesh, arguments, _):
+    """What XLA asks: (mesh, what a device does, where results and arguments lie)."""
+    tokens = [x for x, flag in zip(arguments, of_tokens, strict=True) if flag]
+    axes = _axes(mesh, tokens[0])
+
+    def on_device(*leaves):
+        made = [
+            x if flag or not axes else lax.psum(x, axes)
+            for x, flag in zip(flat(*leaves), made_of_tokens, strict=True)
+        ]
+        # A type may follow from how many tokens there are.
+        return tuple(x.astype(like.dtype) for x, like in zip(made, shapes, strict=True))
+
+    def placed(flags):
+        parts, whole = PartitionSpec(axes or None), PartitionSpec()
+        return tuple(NamedSharding(mesh, parts if flag else whole) for flag in flags)
+
+    return mesh, on_device, placed(made_of_tokens), placed(of_tokens)
 
 
 def _flags(prefix, tree) -> list[bool]:
