@@ -206,16 +206,16 @@ def _one_pass(spec, backend, loss, source, rows, operands, count):
 
 
 def _forward(spec, backend, source, rows, names):
-    run = _backends.KNOWN[backend].forward
+    forward = _backends.KNOWN[backend].forward
     if spec.shards:
-        run = functools.partial(_merged, backend)
-    once = _by_tokens(
+        forward = functools.partial(_merged, backend)
+    run = _by_tokens(
         spec,
-        lambda s, r: run(_fitted(spec, r), s, r, names),
+        lambda s, r: forward(_fitted(spec, r), s, r, names),
         (_of_tokens(source), True),
         True,
     )
-    return _once(once)(source, rows)
+    return _once(run)(source, rows)
 
 
 def _merged(backend, spec, source, rows, names):
@@ -251,13 +251,13 @@ def _backward(spec, backend, source, rows, saved, cotangents, kept):
         backward = functools.partial(backward, spec)
         return _once(backward)(source, rows, saved, cotangents, kept)
     of_source = _of_tokens(source)
-    once = _by_tokens(
+    run = _by_tokens(
         spec,
         lambda s, r, *other: backward(_fitted(spec, r), s, r, *other),
         (of_source, True, True, True),
         of_source,
     )
-    return _once(once)(source, rows, saved, cotangents)
+    return _once(run)(source, rows, saved, cotangents)
 
 
 def _of_tokens(source):

@@ -66,7 +66,12 @@ def unproven(spec: Spec, source: Head | Logits) -> str | None:
     """Why a call that could run here has not been measured to be better than "xla"."""
     if isinstance(source, Logits):
         return "never with logits that the caller has"
-    if jax.device_count() > 1 and not (spec.spread or _is_split_by_hand()):
+    if spec.spread:
+        return (
+            "is not measured where jax.jit shares tokens out over devices; through "
+            "jaxmem.sharding.parallel it is"
+        )
+    if jax.device_count() > 1 and not _is_split_by_hand():
         return (
             "XLA cannot split its kernels over the axes that an enclosing "
             "jax.shard_map leaves to it; over all of a mesh it runs"
