@@ -5,9 +5,10 @@
     python -m benchmarks.run_sharding --paper sharding_paper.csv
 
 The first divides the vocabulary of one problem by 1, 2, 4, ... devices, and then gives
-each of as many devices that many tokens: a device's efficiency is 1 where k of them
-take 1/k of one device's time, or the time of one for k times the tokens. The second
-compiles for up to 512 devices that are not there and reads what they would send.
+each of as many devices that many tokens, by `jaxmem.sharding.parallel` and by `jax.jit`
+alone: a device's efficiency is 1 where k of them take 1/k of one device's time, or the
+time of one for k times the tokens. The second compiles for up to 512 devices that are
+not there and reads what they would send.
 """
 
 import argparse
@@ -37,6 +38,8 @@ PATHS = ["token_stats implementation=hopper", "token_stats implementation=xla"]
 KEYS = (*results.KEYS, "split", "devices")
 VERBS = {"token_stats": jaxmem.token_stats, "logprobs": jaxmem.logprobs}
 COMPILERS = 6  # threads
+SPLITS = "vocab", "tokens", "jit"
+FOR_PEAKS = "none", "vocab"  # of the same tokens on fewer and more devices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,9 +47,16 @@ class Case:
     """A path on some of the devices: which of them hold what."""
 
     path: str
-    split: str  # "vocab" or "tokens"; of one device, "none"
+    split: str  # "vocab", "tokens", "jit" (tokens, too); of one device, "none"
     devices: int
     shape: tuple[int, int, int]  # of all of them
+
+    @property
+    def alone(self):
+        """The case of one device that this one is held against."""
+        n, *rest = self.shape
+        n //= 1 if self.split == "vocab" else self.devices
+        return Case(self.path, "none", 1, (n, *rest))
 
     @functools.cached_property
     def mesh(self):
@@ -69,7 +79,7 @@ class Case:
         pairs = (word.partition("=") for word in words)
         options = {key: workers.value_of(text) for key, _, text in pairs}
         verb = VERBS[name]
-        if self.devices > 1:
+        if self.split in ("vocab", "tokens"):
             axis = {"vocab": "tensor"} if self.split == "vocab" else {}
             verb = jaxmem.sharding.parallel(verb, self.mesh, tokens="data", **axis)
         made = verb(h, W, y, **options)
@@ -86,7 +96,7 @@ def cases(shape, paths, counts):
     n, *rest = shape
     for path in paths:
         yield Case(path, "none", 1, shape)
-        for split in ("vocab", "tokens"):
+        for split in SPLITS:
             for k in counts:
                 tokens = n if split == "vocab" else k * n
                 yield Case(path, split, k, (tokens, *rest))
@@ -169,8 +179,12 @@ def measure(shape, dtype, paths, counts, repetitions):
         runs[case, "forward"] = functools.partial(program.forward, *operands[0])
         runs[case, "both"] = functools.partial(program.both, *operands[0], operands[1])
     reference.cache_clear()
-    h, W, _ = on_jax.problem(shape, dtype)
-    gemm = functools.partial(jax.jit(lambda h, W: h @ W.T).lower(h, W).compile(), h, W)
+    h_W = on_jax.problem(shape, dtype)[:2]
+    gemm, *others = (
+        functools.partial(jax.jit(lambda h, W: h @ W.T), *jax.device_put(h_W, device))
+        for device in jax.devices()[: max(counts)]
+    )
+    runs |= {("gemm", 1 + k): other for k, other in enumerate(others)}
     unit_ms, taken = timing.take_turns(on_jax.stopwatch(), gemm, runs, repetitions)
     for case, (_, columns) in found.items():
         yield row_of(case, dtype, unit_ms, taken, columns, repetitions)
@@ -180,6 +194,7 @@ def row_of(case, dtype, unit_ms, taken, columns, repetitions):
     n, d, v = case.shape
     row = {"n": n, "d": d, "v": v, "dtype": jnp.dtype(dtype).name, "path": case.path}
     row |= {"split": case.split, "devices": case.devices, "gemm_ms": round(unit_ms, 3)}
+    row["slowest_device"] = slowest(case, taken)
     for name, column in (("forward", "forward"), ("both", "forward_backward")):
         found = taken.get((case, name))
         row |= {
@@ -191,15 +206,19 @@ def row_of(case, dtype, unit_ms, taken, columns, repetitions):
     return {**row, **columns, "repetitions": repetitions, **results.provenance()}
 
 
+def slowest(case, taken):
+    """The time of a GEMM on the slowest of its devices, in that of the first's."""
+    ratios = (taken.get(("gemm", k)) for k in range(1, case.devices))
+    return round(max([1.0, *(t.over_unit for t in ratios if t)]), 3)
+
+
 def efficiency(case, name, taken):
     """Of one device's time, by ratios to the unit, which follows the clock."""
-    alone = [t for (c, what), t in taken.items()
-             if t and (c.path, c.split, what) == (case.path, "none", name)]  # fmt: skip
-    found = taken.get((case, name))
+    alone, found = taken.get((case.alone, name)), taken.get((case, name))
     if not found or not alone:
         return ""
     times = case.devices if case.split == "vocab" else 1
-    return round(alone[0].over_unit / (times * found.over_unit), 4)
+    return round(alone.over_unit / (times * found.over_unit), 4)
 
 
 def peak(case, dtype) -> dict[str, Any]:
@@ -238,7 +257,7 @@ def work(args):
             workers.send(row)
         return
     few_first = sorted(
-        (c for c in cases(shape, args.path, counts) if c.split != "tokens"),
+        (c for c in cases(shape, args.path, counts) if c.split in FOR_PEAKS),
         key=lambda case: -case.devices,
     )
     for case in few_first:
@@ -265,7 +284,7 @@ def drive(args):
         for columns in start(["--worker=peak", *common]) if args.peaks else []:
             for row in rows:
                 same = all(row[name] == columns[name] for name in ("path", "devices"))
-                if same and row["split"] != "tokens":
+                if same and row["split"] in FOR_PEAKS:
                     row.update(columns)
                     results.merge(args.out, [row], KEYS)
                     print(row["path"], columns, flush=True)

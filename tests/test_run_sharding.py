@@ -117,21 +117,23 @@ def test_cases_are_timed_against_one_device(capsys):
     )
     lines = capsys.readouterr().out.splitlines()
     rows = [json.loads(line.removeprefix(workers.MARK)) for line in lines]
-    assert [(r["split"], r["devices"], r["n"]) for r in rows[:3]] == [
+    assert [(r["split"], r["devices"], r["n"]) for r in rows[:4]] == [
         ("none", 1, 64),
         ("vocab", 2, 64),
         ("tokens", 2, 128),
+        ("jit", 2, 128),
     ]
-    for row in rows[:3]:
+    for row in rows[:4]:
         errors = [float(v) for k, v in row.items() if k.endswith("_error")]
         assert len(errors) == 4 and max(errors) < 1e-5
-    alone, split, more = rows[:3]
+    alone, split, more, by_jit = rows[:4]
     assert alone["sent_mib"] == 0 and split["collectives"].count("all-reduce") == 3
     assert alone["forward_backward_efficiency"] == 1
-    for row, times in ((split, 2), (more, 1)):
+    assert by_jit["sent_mib"] == more["sent_mib"] > 0
+    for row, times in ((split, 2), (more, 1), (by_jit, 1)):
         ratio = alone["forward_over_gemm"] / row["forward_over_gemm"] / times
         assert row["forward_efficiency"] == pytest.approx(ratio, rel=2e-2)
-    for row in rows[3:]:
+    for row in rows[4:]:
         assert row["note"].startswith("refused: implementation='hopper' cannot run")
         assert row["forward_ms"] == row["forward_efficiency"] == ""
 

@@ -18,10 +18,13 @@ pytestmark = pytest.mark.gpu
 
 N, D, V = 512, 256, 4096
 
-SPLITS = {
-    "vocabulary": {"vocab": "tensor"},
-    "tokens": {"tokens": "data"},
-    "W in parts of D": {"tokens": "data", "W_fsdp": "data"},
+SPLITS = {  # options of `parallel`, or None for jit alone; how W lies
+    "vocabulary": ({"vocab": "tensor"}, P("tensor")),
+    "tokens": ({"tokens": "data"}, P()),
+    "W in parts of D": ({"tokens": "data", "W_fsdp": "data"}, P(None, "data")),
+    "tokens by jit": (None, P()),
+    "W in parts of D by jit": (None, P(None, "data")),
+    "vocabulary by jit": (None, P("tensor")),
 }
 
 
@@ -66,14 +69,15 @@ def with_gradients(verb, operands):
 @pytest.mark.parametrize("devices", [2, 4, 8])
 @pytest.mark.parametrize("split", SPLITS)
 def test_one_answer_on_any_number_of_devices(split, devices, implementation):
-    options = SPLITS[split]
-    mesh = mesh_of(devices, "tensor" if "vocab" in options else "data")
+    options, weights = SPLITS[split]
+    mesh = mesh_of(devices, "tensor" if "tensor" in weights else "data")
     h, W, y, g = problem()
     y = np.where(y >= 0, y % (V - 3), y)
     verb = functools.partial(jaxmem.token_stats, implementation=implementation)
-    parallel = jaxmem.sharding.parallel(verb, mesh, **options)
+    parallel = verb
+    if options is not None:
+        parallel = jaxmem.sharding.parallel(verb, mesh, **options)
     tokens = NamedSharding(mesh, P("data"))
-    weights = P("tensor", options.get("W_fsdp"))
     placed = jax.device_put(
         (h, W, y, g),
         (tokens, NamedSharding(mesh, weights), tokens, dict.fromkeys(g, tokens)),
