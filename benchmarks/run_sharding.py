@@ -179,15 +179,24 @@ def measure(shape, dtype, paths, counts, repetitions):
         runs[case, "forward"] = functools.partial(program.forward, *operands[0])
         runs[case, "both"] = functools.partial(program.both, *operands[0], operands[1])
     reference.cache_clear()
-    h_W = on_jax.problem(shape, dtype)[:2]
-    gemm, *others = (
-        functools.partial(jax.jit(lambda h, W: h @ W.T), *jax.device_put(h_W, device))
-        for device in jax.devices()[: max(counts)]
-    )
-    runs |= {("gemm", 1 + k): other for k, other in enumerate(others)}
-    unit_ms, taken = timing.take_turns(on_jax.stopwatch(), gemm, runs, repetitions)
+    on_each = gemms(shape, dtype, max(counts))
+    runs |= {("gemm", k): gemm for k, gemm in enumerate(on_each)}
+
+    def unit():  # on all at once: a device that waits for another one slows down
+        return [gemm() for gemm in on_each]
+
+    unit_ms, taken = timing.take_turns(on_jax.stopwatch(), unit, runs, repetitions)
     for case, (_, columns) in found.items():
         yield row_of(case, dtype, unit_ms, taken, columns, repetitions)
+
+
+def gemms(shape, dtype, count):
+    """`h @ W.T` of one device's problem on each of them, to call."""
+    h_W = on_jax.problem(shape, dtype)[:2]
+    return [
+        functools.partial(jax.jit(lambda h, W: h @ W.T), *jax.device_put(h_W, device))
+        for device in jax.devices()[:count]
+    ]
 
 
 def row_of(case, dtype, unit_ms, taken, columns, repetitions):
@@ -208,8 +217,8 @@ def row_of(case, dtype, unit_ms, taken, columns, repetitions):
 
 def slowest(case, taken):
     """The time of a GEMM on the slowest of its devices, in that of the first's."""
-    ratios = (taken.get(("gemm", k)) for k in range(1, case.devices))
-    return round(max([1.0, *(t.over_unit for t in ratios if t)]), 3)
+    first, *others = (taken[("gemm", k)].over_unit for k in range(case.devices))
+    return round(max([first, *others]) / first, 3)
 
 
 def efficiency(case, name, taken):

@@ -10,6 +10,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmem
+from jaxmem.kernels import hopper
 from tests import oracle
 from tests.cases import Case
 from tests.test_head import EPSILON, FLOATS, STATS_EPSILON, error
@@ -96,6 +97,31 @@ def test_one_answer_on_any_number_of_devices(split, devices, implementation):
         assert ours <= 2 * theirs + EPSILON["bfloat16"]
     assert not got[1][0][N // 2 :].any()
     assert "all-reduce" in compiled.as_text() or "reduce-scatter" in compiled.as_text()
+
+
+def test_a_loss_whose_tokens_jit_shares_out():
+    """As chosen by itself: by the kernels, where one device is given them."""
+    mesh = mesh_of(2, "data")
+    h, W, y, _ = problem()
+    h, y = np.tile(h[: N // 2], (4, 1)), np.tile(y[: N // 2], 4)
+
+    def of_token(stats):
+        return -stats.logprob + 0.1 * stats.entropy
+
+    def loss(h, W, y):
+        return jaxmem.token_loss(of_token, h, W, y)[0]
+
+    run = jax.jit(jax.value_and_grad(loss, (0, 1)))
+    tokens, weights = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
+    with jaxmem.report() as calls:
+        alone = run(h, W, y)
+        split = run(*jax.device_put((h, W, y), (tokens, weights, tokens)))
+    chosen = "xla" if hopper.refuses_machine() else "hopper"
+    assert {call.implementation for call in calls.calls} == {chosen}
+    assert split[1][0].sharding.is_equivalent_to(tokens, 2)
+    for got, want in zip(*map(jax.tree.leaves, (split, alone)), strict=True):
+        scale = np.abs(want := np.asarray(want, float)).max()
+        assert error(got / scale, want / scale) <= 2 * EPSILON["bfloat16"]
 
 
 TINY = {

@@ -66,19 +66,20 @@ def unproven(spec: Spec, source: Head | Logits) -> str | None:
     """Why a call that could run here has not been measured to be better than "xla"."""
     if isinstance(source, Logits):
         return "never with logits that the caller has"
-    if spec.spread:
+    if spec.spread and spec.residual_rows:
         return (
-            "is not measured where jax.jit shares tokens out over devices; through "
-            "jaxmem.sharding.parallel it is"
+            "XLA cannot split it over several devices where residual_bytes keeps "
+            "anything; in a program for one of them it runs, if named"
         )
-    if jax.device_count() > 1 and not _is_split_by_hand():
+    if jax.device_count() > 1 and not (spec.spread or _is_split_by_hand()):
         return (
             "XLA cannot split its kernels over the axes that an enclosing "
             "jax.shard_map leaves to it; over all of a mesh it runs"
         )
-    n_tokens = source.hidden.shape[0]
+    # Where jit shares tokens out, on how many devices is not known yet.
+    n_tokens = source.hidden.shape[0] // (jax.device_count() if spec.spread else 1)
     if n_tokens < MIN_TOKENS:
-        return f"is not measured to be faster below {MIN_TOKENS} tokens"
+        return f"is not measured to be faster below {MIN_TOKENS} tokens a device"
     if n_tokens < MIN_TOKENS_PADDED and any(x % _SWIZZLE for x in source.W.shape):
         return (
             f"W {source.W.shape} would be padded to multiples of {_SWIZZLE}, in a copy "
