@@ -222,12 +222,12 @@ def slowest(case, taken):
 
 
 def efficiency(case, name, taken):
-    """Of one device's time, by ratios to the unit, which follows the clock."""
+    """Of one device's time. By ms: a unit on all devices follows no one's clock."""
     alone, found = taken.get((case.alone, name)), taken.get((case, name))
     if not found or not alone:
         return ""
     times = case.devices if case.split == "vocab" else 1
-    return round(alone.over_unit / (times * found.over_unit), 4)
+    return round(alone.ms / (times * found.ms), 4)
 
 
 def peak(case, dtype) -> dict[str, Any]:
