@@ -191,7 +191,8 @@ def one_pass(
 def loss_rows(spec: Spec, source: Head) -> int:
     """Rows of `one_pass` that are kept at once."""
     n_rows, depth = source.hidden.shape
-    return blocks.loss_rows(n_rows, spec.chunk, depth, spec.frozen_head)
+    clusters = n_blocks() // tuned.DEFAULTS["to_hidden"].cluster
+    return blocks.loss_rows(n_rows, spec.chunk, depth, spec.frozen_head, clusters)
 
 
 def _add_statistics(spec, padded, rows, made):
@@ -377,7 +378,7 @@ def _columns_and_depth(spec, padded):
 
 
 def n_blocks():
-    """One a multiprocessor. No result depends on it."""
+    """One a multiprocessor. No statistic depends on it."""
     return getattr(jax.devices()[0], "core_count", None) or 132
 
 

@@ -52,10 +52,18 @@ def test_columns_of_a_block_are_never_few():
 @pytest.mark.parametrize("frozen", [False, True])
 def test_exponentials_of_a_loss_take_no_more_than_logits_would(frozen):
     for n, chunk, columns, depth in SHAPES:
-        rows = blocks.loss_rows(n, chunk, depth, frozen)
+        rows = blocks.loss_rows(n, chunk, depth, frozen, 66)
         sums = 0 if rows >= n or frozen else 4 * columns * depth
         promised = 6 * chunk * columns + (0 if frozen else 4 * columns * depth)
         assert 2 * rows * columns + sums <= promised + slack(columns, depth)
+
+
+@pytest.mark.parametrize(
+    ("depth", "rows"), [(2048, 2048), (2304, 3072), (3072, 2816), (4096, 3072)]
+)
+def test_rows_of_a_loss_keep_the_chip_busy(depth, rows):
+    """66 clusters make tiles of hidden's gradient at once, depth / 256 to 256 rows."""
+    assert blocks.loss_rows(20_000, 1024, depth, False, 66) == rows
 
 
 def test_a_forward_launch_takes_no_more_than_a_chunk_of_logits():
