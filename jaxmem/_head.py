@@ -59,7 +59,8 @@ def logprobs(
             to hidden's type before it and after. Two GEMMs in all, instead of three.
         residual_bytes: how much memory may hold exponentials, 2·V a token, from the
             forward pass to the backward pass, which makes only the other tokens' logits
-            again: with "all", three GEMMs instead of four. "hopper" alone can.
+            again: with "all", three GEMMs instead of four. "hopper" alone can, and on
+            one device: where jit splits the program, each does it for all tokens.
         axis_name: mesh axis, or tuple of axes, of an enclosing `jax.shard_map` along
             which the vocabulary is split. W and bias are then this shard's part, of one
             size on all shards, and vocab_size counts all parts together; labels are ids

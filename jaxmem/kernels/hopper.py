@@ -66,11 +66,6 @@ def unproven(spec: Spec, source: Head | Logits) -> str | None:
     """Why a call that could run here has not been measured to be better than "xla"."""
     if isinstance(source, Logits):
         return "never with logits that the caller has"
-    if spec.spread and spec.residual_rows:
-        return (
-            "XLA cannot split it over several devices where residual_bytes keeps "
-            "anything; in a program for one of them it runs, if named"
-        )
     if jax.device_count() > 1 and not (spec.spread or _is_split_by_hand()):
         return (
             "XLA cannot split its kernels over the axes that an enclosing "
