@@ -179,10 +179,10 @@ def measure(shape, dtype, paths, counts, repetitions):
         runs[case, "forward"] = functools.partial(program.forward, *operands[0])
         runs[case, "both"] = functools.partial(program.both, *operands[0], operands[1])
     reference.cache_clear()
-    on_each = gemms(shape, dtype, max(counts))
+    on_each = gemms(shape, dtype, max(counts, default=1))
     runs |= {("gemm", k): gemm for k, gemm in enumerate(on_each)}
 
-    def unit():  # on all at once: a device that waits for another one slows down
+    def unit():  # on all at once: none comes to its turn from idling
         return [gemm() for gemm in on_each]
 
     unit_ms, taken = timing.take_turns(on_jax.stopwatch(), unit, runs, repetitions)
@@ -222,7 +222,7 @@ def slowest(case, taken):
 
 
 def efficiency(case, name, taken):
-    """Of one device's time. By ms: a unit on all devices follows no one's clock."""
+    """Of one device's time, by ms: the unit has the clocks of all devices at once."""
     alone, found = taken.get((case.alone, name)), taken.get((case, name))
     if not found or not alone:
         return ""

@@ -138,6 +138,13 @@ def test_cases_are_timed_against_one_device(capsys):
         assert row["forward_ms"] == row["forward_efficiency"] == ""
 
 
+def test_one_device_alone_is_timed_too():
+    path = "token_stats implementation=xla"
+    (row,) = run_sharding.measure((64, 16, 320), jnp.float32, [path], [], 1)
+    assert (row["split"], row["devices"], row["slowest_device"]) == ("none", 1, 1)
+    assert row["forward_backward_efficiency"] == 1
+
+
 @pytest.mark.parametrize(
     "config, overrides, sequence",
     [
