@@ -86,8 +86,10 @@ def logprobs(
     "hopper" in both passes and again for its gradient, in "xla" on a GPU backward.
     "hopper" holds no logits forward; backward, with S = √(C·V), it takes
     2·C·V + 6·N·D for up to S tokens N, 2·S·N + 6·N·D for more of them as long as
-    that is no more than 2·C·V + 4·V·D with W's sums, and that + 6·S·D beyond;
-    residual_bytes come on top, and live from one pass to the other. XLA for CPUs may
+    that is no more than 2·C·V + 4·V·D with W's sums, and that + 6·S·D beyond. It may
+    take half as much again of the first term, within the same limit, where the chip's
+    tiles then come out even. residual_bytes come on top, and live from one pass to the
+    other; so do 4·V·D where they hold a part of the tokens. XLA for CPUs may
     widen 16-bit weights to float32, 4·V·D, and needs 8·C·V forward where V is no
     multiple of 128 or jaxlib is older than 0.11.
 

@@ -186,8 +186,7 @@ def one_pass(
 def loss_rows(spec: Spec, source: Head) -> int:
     """Rows of `one_pass` that are kept at once."""
     n_rows, depth = source.hidden.shape
-    clusters = n_blocks() // tuned.DEFAULTS["to_hidden"].cluster
-    return blocks.loss_rows(n_rows, spec.chunk, depth, spec.frozen_head, clusters)
+    return blocks.loss_rows(n_rows, spec.chunk, depth, spec.frozen_head, n_clusters())
 
 
 def _add_statistics(spec, padded, rows, made):
@@ -261,7 +260,7 @@ def _add_again(spec, env, padded, rows, saved, cotangents, once, sums):
             _inverse_temperature(rows, row_ids),
         )  # fmt: skip
         derivative = functools.partial(kernel.derivative, env, operands)
-        cut = env, _block_tiles(spec, env), once
+        cut = env, _block_tiles(spec, env, rows.labels.shape[0]), once
         return _gradients(spec, cut, padded, h, derivative, row_ids, n_active, sums)
 
     return _for_row_blocks(rows.active, env.n_rows, block, sums)
@@ -276,7 +275,7 @@ def _sums(spec, env, source, padded, once):
         W=lax.empty(padded.W.shape, source.W.dtype)
         if once
         else jnp.zeros(padded.W.shape, jnp.float32),
-        bias=None if source.bias is None else _whole_blocks_of_bias(spec, env),
+        bias=None if source.bias is None else _zero_bias(spec, env, len(source.hidden)),
     )
     return _typed(spec, _xla.trained(spec, sums))
 
@@ -338,15 +337,19 @@ def _active_first(active, size):
     return order.astype(jnp.int32), jnp.sum(active, dtype=jnp.int32)
 
 
-def _block_tiles(spec, env):
+def _block_tiles(spec, env, n_tokens):
     """Tiles of the vocabulary whose derivatives, in 16 bits, are alive at once."""
-    columns = blocks.backward_columns(env.n_rows, spec.chunk, spec.columns)
-    n_blocks = -(-env.n_tiles // max(columns // env.tiles.columns, 1))
-    return -(-env.n_tiles // n_blocks)
+    has_sums = spec.frozen_head or n_tokens > env.n_rows
+    spare = 0 if has_sums else blocks.sums_bytes(spec.columns, env.depth)
+    return blocks.backward_tiles(
+        env.n_tiles, env.n_rows, spec.chunk, spec.columns, env.depth, spare,
+        n_clusters(),
+    )  # fmt: skip
 
 
-def _whole_blocks_of_bias(spec, env):
-    n_tiles = _block_tiles(spec, env)
+def _zero_bias(spec, env, n_tokens):
+    """Of whole blocks."""
+    n_tiles = _block_tiles(spec, env, n_tokens)
     n_blocks = -(-env.n_tiles // n_tiles)
     return jnp.zeros(n_blocks * n_tiles * env.tiles.columns, jnp.float32)
 
@@ -375,6 +378,11 @@ def _columns_and_depth(spec, padded):
 def n_blocks():
     """One a multiprocessor. No statistic depends on it."""
     return getattr(jax.devices()[0], "core_count", None) or 132
+
+
+def n_clusters():
+    """Of blocks that share what they load, as the default tiles of the products do."""
+    return n_blocks() // tuned.DEFAULTS["to_hidden"].cluster
 
 
 def _pad(spec, head):

@@ -1,6 +1,7 @@
 """Rows and columns a launch: within the bytes that the docstrings state."""
 
 import itertools
+import math
 
 import pytest
 
@@ -22,16 +23,55 @@ def slack(columns, depth):
     return MAX_CLUSTER_ROWS * (2 * columns + 4 * depth)
 
 
+def backward(n, chunk, columns, depth, frozen=False):
+    """(rows, columns, bytes of W's sums) of a block."""
+    rows = blocks.backward_rows(n, chunk, columns, depth, frozen)
+    sums = blocks.sums_bytes(columns, depth)
+    n_tiles = -(-columns // blocks.TILE)
+    spare = sums if rows >= n and not frozen else 0
+    tiles = blocks.backward_tiles(n_tiles, rows, chunk, columns, depth, spare, 66)
+    return rows, tiles * blocks.TILE, 0 if rows >= n or frozen else sums
+
+
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_backward_pass_takes_the_bytes_it_says(frozen):
     for n, chunk, columns, depth in SHAPES:
-        rows = blocks.backward_rows(n, chunk, columns, depth, frozen)
-        width = min(blocks.backward_columns(rows, chunk, columns), columns)
-        sums = 0 if rows >= n or frozen else 4 * columns * depth
-        taken = 2 * rows * width + 4 * min(rows, n) * depth + sums
-        promised = 2 * chunk * columns + (0 if frozen else 4 * columns * depth)
+        rows, width, sums = backward(n, chunk, columns, depth, frozen)
+        taken = 2 * rows * min(width, columns) + 4 * min(rows, n) * depth + sums
+        promised = 2 * chunk * columns
+        promised += 0 if frozen else blocks.sums_bytes(columns, depth)
         a_block = 4 * rows * depth if sums or frozen else 0  # hidden's, of its rows
         assert taken <= promised + a_block + slack(width, depth), (n, chunk, columns)
+
+
+def test_a_block_makes_at_most_half_as_many_derivatives_more():
+    for n, chunk, columns, depth in SHAPES:
+        rows, width, _ = backward(n, chunk, columns, depth)
+        most = max(chunk * columns, rows * math.isqrt(chunk * columns))
+        assert rows * min(width, columns) <= 1.5 * most + slack(width, depth)
+
+
+@pytest.mark.parametrize(
+    ("n", "depth", "columns", "tiles"),
+    [
+        (8192, 4096, 128_256, 33),
+        (8192, 4096, 151_936, 66),
+        (8192, 4096, 65_536, 33),  # 32 by bytes, and nothing holds sums of W
+        (8192, 4096, 32_768, 33),  # 22
+        (8192, 4096, 16_384, 16),  # 33 would be more than half as much again
+        (16_384, 2048, 248_320, 33),
+        (8192, 2304, 256_000, 66),  # 9 tiles of D: 33 would be turns and a half
+        (1536, 4096, 128_256, 330),
+        (512, 4096, 128_256, 501),  # all
+    ],
+)
+def test_blocks_take_whole_turns_of_the_chip(n, depth, columns, tiles):
+    assert backward(n, 1024, columns, depth)[1] == tiles * blocks.TILE
+
+
+def test_blocks_are_alike_where_no_whole_turn_fits():
+    """Frozen: 16 tiles by bytes, of 64, and 33 make a turn."""
+    assert backward(8192, 1024, 16_384, 4096, frozen=True)[1] == 16 * blocks.TILE
 
 
 def test_all_rows_come_at_once_until_their_bytes_are_more_than_sums_of_W():
@@ -42,11 +82,10 @@ def test_all_rows_come_at_once_until_their_bytes_are_more_than_sums_of_W():
 
 
 def test_columns_of_a_block_are_never_few():
-    """A product that adds few columns to hidden's sums at a time is slow."""
+    """Each block adds to hidden's sums once: half of S columns, at least."""
     for n, chunk, columns, depth in SHAPES:
-        rows = blocks.backward_rows(n, chunk, columns, depth, False)
-        width = blocks.backward_columns(rows, chunk, columns)
-        assert width**2 >= 0.99 * chunk * columns
+        width = backward(n, chunk, columns, depth)[1]
+        assert width >= min(0.5 * math.isqrt(chunk * columns), columns)
 
 
 @pytest.mark.parametrize("frozen", [False, True])
