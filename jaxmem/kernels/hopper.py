@@ -304,7 +304,8 @@ def _gradients(
     else:  # written in one go
         dh = lax.empty(h.shape, sums.hidden.dtype)
     here = products.gradients(
-        tiles, *cut, padded.W, h, derivative, n_active, sums._replace(hidden=dh)
+        tiles, *cut, padded.W, h, derivative, n_active, sums._replace(hidden=dh),
+        summed_next=once and bool(spec.shards and spec.shards.same_hidden),
     )
     n_rows, depth = sums.hidden.shape
     dh = here.hidden[:, :depth].astype(sums.hidden.dtype)

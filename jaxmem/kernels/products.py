@@ -79,7 +79,7 @@ def to_W(
 
 def gradients(
     tiles: tuple[Tiles, Tiles], env: Env, n_tiles: int, once: bool, W, hidden,
-    derivative, n_rows, sums: Head,
+    derivative, n_rows, sums: Head, summed_next: bool = False,
 ) -> Head:  # fmt: skip
     """sums with what some rows add to them, block by block of the vocabulary.
 
@@ -94,28 +94,37 @@ def gradients(
         n_rows: int32, rows that count.
         sums: hidden, float32 zeros, or anything of any type where a block has all of
             the vocabulary; W and bias, None where there is no gradient of them.
+        summed_next: whether hidden's gradient is then summed over shards. That need
+            not wait for W's, so the last block comes after the loop, in launches that
+            make room: each of its blocks has a quarter of what it has otherwise.
     """
     columns = env.tiles.columns
-    launch = env.layout, env.n_blocks
     # Without an active row, one tile of zeros still overwrites what dW holds.
     n_here = jnp.maximum(n_rows, 1)
 
-    def block(b, sums):
+    def block(b, sums, n_blocks_W=env.n_blocks):
         first = b * n_tiles
         here = jnp.minimum(n_tiles, env.n_tiles - first)
         dz = derivative(part=jnp.stack([n_here, first, here]), width=n_tiles * columns)
         at = first * columns, jnp.minimum(here * columns, env.columns - first * columns)
         dh = to_hidden(
-            tiles[0], *launch, dz, W, n_here, at, sums.hidden, add=n_tiles < env.n_tiles
-        )
+            tiles[0], env.layout, env.n_blocks, dz, W, n_here, at, sums.hidden,
+            add=n_tiles < env.n_tiles,
+        )  # fmt: skip
         dW, dbias = sums.W, sums.bias
         if dW is not None:
-            dW = to_W(tiles[1], *launch, dz, hidden, n_here, at, dW, add=not once)
+            dW = to_W(
+                tiles[1], env.layout, n_blocks_W, dz, hidden, n_here, at, dW, not once
+            )
         if dbias is not None:
             dbias = _add_to_bias(dz, n_here, at, dbias)
         return Head(dh, dW, dbias)
 
-    return lax.fori_loop(0, -(-env.n_tiles // n_tiles), block, sums)
+    n_parts = -(-env.n_tiles // n_tiles)
+    if not summed_next:
+        return lax.fori_loop(0, n_parts, block, sums)
+    sums = lax.fori_loop(0, n_parts - 1, block, sums)
+    return block(n_parts - 1, sums, 4 * env.n_blocks)
 
 
 def _add_to_bias(dz, n_rows, block, dbias):
