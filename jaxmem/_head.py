@@ -95,8 +95,8 @@ def logprobs(
 
     **Communication** with axis_name, a token: forward 8 bytes in one max and 12 in one
     sum over the shards; backward 4·D in one sum of hidden's gradient, in float32, that
-    is rounded after it and takes as much memory (twice in "hopper", which makes W's
-    gradient meanwhile). W's gradient stays where W is. Under
+    is rounded after it and takes as much memory (twice with more than two shards in
+    "hopper", which makes W's gradient meanwhile). W's gradient stays where W is. Under
     check_vma=False jax sums hidden's gradient itself, rounded to hidden's type before.
     Without it, where `jax.jit` splits a program over devices, each takes as many tokens
     of all as they divide, those that it has first; W is gathered if it is in parts, and

@@ -303,10 +303,12 @@ def _gradients(
         dh = jnp.zeros(h.shape, jnp.float32)
     else:  # written in one go
         dh = lax.empty(h.shape, sums.hidden.dtype)
+    shards = spec.shards if once and spec.shards and spec.shards.same_hidden else None
     here = products.gradients(
         tiles, *cut, padded.W, h, derivative, n_active, sums._replace(hidden=dh),
-        summed_next=once and bool(spec.shards and spec.shards.same_hidden),
-    )
+        # With two shards, 29.0 ms instead of 28.5; with four, 14.2 instead of 15.2.
+        summed_next=shards is not None and shards.count > 2,
+    )  # fmt: skip
     n_rows, depth = sums.hidden.shape
     dh = here.hidden[:, :depth].astype(sums.hidden.dtype)
     if not once:

@@ -91,6 +91,30 @@ def test_rows_in_blocks_and_columns_in_blocks(interpreted):
 
 
 @needs_pallas
+def test_a_sum_that_follows_changes_no_bit(interpreted, monkeypatch):
+    """As over more than two shards: the last of three blocks comes after the loop."""
+    from jaxmem.kernels import products
+
+    h, W, y = Case(40, 16, 600, std=3.0).make()
+    h, W = jnp.asarray(h, jnp.bfloat16), jnp.asarray(W, jnp.bfloat16)
+
+    def total(h, W):
+        stats = jaxmem.token_stats(h, W, y, chunk=16, implementation="hopper")
+        return jnp.sum(stats.logprob + stats.entropy)
+
+    want = jax.grad(total, (0, 1))(h, W)
+    one_loop = products.gradients
+
+    def apart(*args, summed_next):
+        assert not summed_next and args[1].n_tiles == 3 and args[2] == 1
+        return one_loop(*args, summed_next=True)
+
+    monkeypatch.setattr(products, "gradients", apart)
+    got = jax.grad(total, (0, 1))(h, W)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+@needs_pallas
 @pytest.mark.parametrize("kept", [256, "all"])
 def test_exponentials_kept_for_the_derivative(kept, interpreted):
     """Of 256 tokens and none of the others, or of all."""
@@ -251,6 +275,30 @@ def test_parts_of_the_vocabulary_lower_for_cuda(frozen, check_vma, lowered_anywh
     traced = in_parts(total, check_vma, len(jax.devices())).trace(*operands)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("mosaic_gpu") >= (3 if frozen else 7)
+
+
+@needs_pallas
+@pytest.mark.parametrize("n_devices", [1, 2, 4])
+def test_more_than_two_shards_sum_beside_a_product(
+    n_devices, lowered_anywhere, monkeypatch
+):
+    from jaxmem.kernels import products
+
+    if n_devices > len(jax.devices()):
+        pytest.skip(f"needs {n_devices} devices")
+    told, one_loop = [], products.gradients
+
+    def listen(*args, summed_next):
+        told.append(summed_next)
+        return one_loop(*args, summed_next=summed_next)
+
+    monkeypatch.setattr(products, "gradients", listen)
+    shapes, types = [(300, 256), (5120, 256), (300,)], (*[jnp.bfloat16] * 2, jnp.int32)
+    total = functools.partial(both_verbs, axis_name="tensor", implementation="hopper")
+    in_parts(total, n_devices=n_devices).trace(
+        *map(jax.ShapeDtypeStruct, shapes, types)
+    )
+    assert told and set(told) == {n_devices > 2}
 
 
 @needs_pallas
