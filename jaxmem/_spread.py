@@ -7,10 +7,12 @@ and what is summed over tokens is then summed over devices.
 """
 
 import functools
+import hashlib
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -38,28 +40,49 @@ def by_tokens(run: Callable, given: Any, made: Any) -> Callable:
     """
 
     def call(*args):
-        leaves, tree = jax.tree.flatten(args)
-        shapes, out_tree = jax.tree.flatten(jax.eval_shape(run, *args))
-        of_tokens = _flags(given, args)
-        made_of_tokens = _flags(made, out_tree.unflatten(shapes))
-
-        def flat(*leaves):
-            return tuple(jax.tree.leaves(run(*tree.unflatten(leaves))))
-
-        split = custom_partitioning(flat)
-        split.def_partition(
-            functools.partial(_partition, flat, shapes, of_tokens, made_of_tokens),
-            # Asked for only where the older partitioner is chosen.
-            infer_sharding_from_operands=lambda mesh, arguments, results: tuple(
-                NamedSharding(mesh, PartitionSpec()) for _ in results
-            ),
-            sharding_rule=_rule(leaves, of_tokens, "a")
-            + " -> "
-            + _rule(shapes, made_of_tokens, "r"),
-        )
-        return out_tree.unflatten(split(*leaves))
+        if jax.config.jax_remove_custom_partitioning_ptr_from_cache_key:
+            return _split(
+                lambda _, *args: run(*args), (False, *given), made,
+                (_fingerprint(run, args), *args),
+            )  # fmt: skip
+        return _split(run, given, made, args)
 
     return call
+
+
+def _split(run, given, made, args):
+    leaves, tree = jax.tree.flatten(args)
+    shapes, out_tree = jax.tree.flatten(jax.eval_shape(run, *args))
+    of_tokens = _flags(given, args)
+    made_of_tokens = _flags(made, out_tree.unflatten(shapes))
+
+    def flat(*leaves):
+        return tuple(jax.tree.leaves(run(*tree.unflatten(leaves))))
+
+    split = custom_partitioning(flat)
+    split.def_partition(
+        functools.partial(_partition, flat, shapes, of_tokens, made_of_tokens),
+        # Asked for only where the older partitioner is chosen.
+        infer_sharding_from_operands=lambda mesh, arguments, results: tuple(
+            NamedSharding(mesh, PartitionSpec()) for _ in results
+        ),
+        sharding_rule=_rule(leaves, of_tokens, "a")
+        + " -> "
+        + _rule(shapes, made_of_tokens, "r"),
+    )
+    return out_tree.unflatten(split(*leaves))
+
+
+def _fingerprint(run, args):
+    """A constant that tells programs apart which jax's compilation cache could not.
+
+    It knows what XLA is to ask about by an address alone, which that option of jax
+    takes out of its keys: a program would be found for another of the same arrays.
+    """
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
+    text = jax.jit(run).lower(*shapes).as_text()
+    digest = hashlib.sha256(text.encode()).digest()
+    return np.frombuffer(digest, np.int32)
 
 
 def _partition(flat, shapes, of_tokens, made_of_tokens, mesh, arguments, _):

@@ -204,3 +204,30 @@ def test_a_mesh_in_the_context_changes_nothing(quick_compilation):
         jax.tree.leaves(got), jax.tree.leaves(alone(token_loss)), strict=True
     ):
         np.testing.assert_allclose(x, want, rtol=2e-5, atol=2e-5)
+
+
+def text_of(softcap, arrays):
+    """What jax's compilation cache sees of a program, without addresses."""
+
+    def total(h, W, y, a):
+        return (jaxmem.logprobs(h, W, y, chunk=None, softcap=softcap) * a).sum()
+
+    lowered = with_gradients(total).lower(*arrays).as_text()
+    return re.sub(r'backend_config = "\d+"', "", lowered)
+
+
+def test_a_cache_without_addresses_tells_programs_apart(quick_compilation):
+    arrays = place("data")
+    assert text_of(4.0, arrays) == text_of(5.0, arrays)  # by their addresses alone
+    want = jax.device_get(with_gradients(logprobs)(*arrays))
+    jax.config.update("jax_remove_custom_partitioning_ptr_from_cache_key", True)
+    try:
+        jax.clear_caches()
+        assert text_of(4.0, arrays) != text_of(5.0, arrays)
+        assert text_of(4.0, arrays) == text_of(4.0, arrays)
+        got = jax.device_get(with_gradients(logprobs)(*arrays))
+    finally:
+        jax.config.update("jax_remove_custom_partitioning_ptr_from_cache_key", False)
+        jax.clear_caches()
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(a, b)
