@@ -36,8 +36,9 @@ def backward_rows(
 
     Blocks of R rows and K columns move 8 D (N V / K + N V / R) bytes of float32 sums,
     fewest where R = K. One block of all rows has no sums of W: 2 N K + 4 N D bytes. On
-    an H200 with N=32768 D=4096 V=128256, 4.18 GEMMs with gradients and 1,186 MiB;
-    blocks of rows take 4.37 and 2,275, and K that keeps to 2 C V bytes 4.23 and 754.
+    an H200 with N=32768 D=4096 V=128256, 4.14 GEMMs with gradients and 1,186 MiB (4.12
+    and 1,042 in whole turns, see below); blocks of rows took 4.37 and 2,275, and K that
+    keeps to 2 C V bytes 4.23 and 754.
     """
     side = _side(chunk, columns)
     budget = 2 * side**2 + (0 if frozen else sums_bytes(columns, depth))

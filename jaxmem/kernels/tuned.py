@@ -24,7 +24,11 @@ FILE = "tuned.json"
 # a block's dH 0.114 and 0.116, its dW 0.110 and 0.111 (XLA's own GEMMs 0.111 and 0.109,
 # but they would copy each block of W and of its gradient). In a later run, forward that
 # keeps exponentials: 1.06 where they leave 64 columns at a time from one buffer, 1.08
-# where 32 from two, 1.05 to 1.08 with three stages and more buffers.
+# where 32 from two, 1.05 to 1.08 with three stages and more buffers. Tiles of 320
+# columns in two accumulators, 192 and 128, with three stages, N=8192 V=149760, against
+# 256 columns: forward 15.13 ms and 15.13 at D=4096, 18.58 and 18.80 at D=5120 (spread
+# 0.02); derivatives of a ninth of V 1.74 and 1.73; its dH 1.81 and 1.72, dW 2.15 and
+# 2.14; 384 columns 1.85 and 2.15. Not worth two accumulators.
 _PRODUCT = Tiles(group=1, cluster=2, panel=8, stored=32, slots=1, stored_bytes=4)
 DEFAULTS: Mapping[Kernel, Tiles] = {
     "statistics": Tiles(group=4, cluster=2, panel=8),
