@@ -121,7 +121,7 @@ def gradients(
         return Head(dh, dW, dbias)
 
     n_parts = -(-env.n_tiles // n_tiles)
-    if not summed_next:
+    if not summed_next or sums.W is None:
         return lax.fori_loop(0, n_parts, block, sums)
     sums = lax.fori_loop(0, n_parts - 1, block, sums)
     return block(n_parts - 1, sums, 4 * env.n_blocks)
