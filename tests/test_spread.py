@@ -216,18 +216,30 @@ def text_of(softcap, arrays):
     return re.sub(r'backend_config = "\d+"', "", lowered)
 
 
-def test_a_cache_without_addresses_tells_programs_apart(quick_compilation):
+@pytest.fixture
+def address_in_key():
+    """Sets jax's option; what is lowered before and after does not count."""
+    name = "jax_remove_custom_partitioning_ptr_from_cache_key"
+    before = getattr(jax.config, name)
+
+    def update(kept):
+        jax.config.update(name, not kept)
+        jax.clear_caches()
+
+    yield update
+    update(not before)
+
+
+def test_a_cache_without_addresses_tells_programs_apart(
+    address_in_key, quick_compilation
+):
     arrays = place("data")
-    assert text_of(4.0, arrays) == text_of(5.0, arrays)  # by their addresses alone
+    address_in_key(True)
+    assert text_of(4.0, arrays) == text_of(5.0, arrays)  # but for their addresses
     want = jax.device_get(with_gradients(logprobs)(*arrays))
-    jax.config.update("jax_remove_custom_partitioning_ptr_from_cache_key", True)
-    try:
-        jax.clear_caches()
-        assert text_of(4.0, arrays) != text_of(5.0, arrays)
-        assert text_of(4.0, arrays) == text_of(4.0, arrays)
-        got = jax.device_get(with_gradients(logprobs)(*arrays))
-    finally:
-        jax.config.update("jax_remove_custom_partitioning_ptr_from_cache_key", False)
-        jax.clear_caches()
+    address_in_key(False)
+    assert text_of(4.0, arrays) != text_of(5.0, arrays)
+    assert text_of(4.0, arrays) == text_of(4.0, arrays)
+    got = jax.device_get(with_gradients(logprobs)(*arrays))
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_array_equal(a, b)
