@@ -56,6 +56,9 @@ def compilation_cache() -> Iterator[dict[str, str]]:
         yield {
             "JAX_COMPILATION_CACHE_DIR": folder,
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            # Where a host has several devices, or it would find nothing of the head,
+            # and a peak would be the compiler's. jaxmem keeps its programs apart.
+            "JAX_REMOVE_CUSTOM_PARTITIONING_PTR_FROM_CACHE_KEY": "true",
             "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
             "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95",
         }

@@ -51,6 +51,7 @@ def by_tokens(run: Callable, given: Any, made: Any) -> Callable:
 
 
 def _split(run, given, made, args):
+    """run(*args), of which XLA asks `_partition` what each device is to do."""
     leaves, tree = jax.tree.flatten(args)
     shapes, out_tree = jax.tree.flatten(jax.eval_shape(run, *args))
     of_tokens = _flags(given, args)

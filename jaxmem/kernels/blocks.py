@@ -62,15 +62,15 @@ def backward_tiles(
     Args:
         rows: of the block.
         spare: bytes that a block of all rows may take beyond 2 C V, for it has no sums
-            of W; up to half a turn's tiles are rounded up there.
+            of W; that may be one turn, if it is at most half as much again.
     """
     side = _side(chunk, columns)
     most = max(max(chunk * columns // rows, side) // TILE, 1)
     if most >= n_tiles:
         return n_tiles
     turn = _tiles_of_a_turn(rows, depth, clusters)
-    more = rows * (2 * turn * TILE + 4 * depth) <= 2 * side**2 + spare
-    if turn > most * (1.5 if more else 1):
+    fits = rows * (2 * turn * TILE + 4 * depth) <= 2 * side**2 + spare
+    if turn > most * (1.5 if fits else 1):
         n_blocks = -(-n_tiles // most)
         return -(-n_tiles // n_blocks)
     return min(max(most // turn, 1) * turn, n_tiles)

@@ -95,8 +95,8 @@ def gradients(
         sums: hidden, float32 zeros, or anything of any type where a block has all of
             the vocabulary; W and bias, None where there is no gradient of them.
         summed_next: whether hidden's gradient is then summed over shards. That need
-            not wait for W's, so the last block comes after the loop, in launches that
-            make room: each of its blocks has a quarter of what it has otherwise.
+            not wait for W's, so the last block comes after the loop, where XLA can sum
+            beside it.
     """
     columns = env.tiles.columns
     # Without an active row, one tile of zeros still overwrites what dW holds.
@@ -124,7 +124,9 @@ def gradients(
     if not summed_next or sums.W is None:
         return lax.fori_loop(0, n_parts, block, sums)
     sums = lax.fori_loop(0, n_parts - 1, block, sums)
-    return block(n_parts - 1, sums, 4 * env.n_blocks)
+    # Blocks that hold the chip to their end would keep the sum's out. Four times as
+    # many end sooner, one after another.
+    return block(n_parts - 1, sums, n_blocks_W=4 * env.n_blocks)
 
 
 def _add_to_bias(dz, n_rows, block, dbias):
