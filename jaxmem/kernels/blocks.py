@@ -10,6 +10,7 @@ from jaxmem.kernels.tiles import MAX_CLUSTER_ROWS
 TILE = 256  # columns of a product's tile, as `tuned.DEFAULTS` has them
 # Of one forward launch; 16,384 measure 1% slower, in twice the bytes.
 MAX_ROWS = 8_192
+MIN_DEPTH = 65_536  # D times tiles of a block that each cluster makes
 
 
 def whole(n_rows: int) -> int:
@@ -53,11 +54,16 @@ def backward_tiles(
 ) -> int:  # fmt: skip
     """Tiles of the vocabulary a block, of `n_tiles`.
 
-    As many as bytes allow, in whole turns: clusters make one tile at a time, and none
-    of them should wait for the others at a block's end. On an H200 at its power limit
-    that is worth little time but many bytes: N=8192 D=4096 V=128256, 33 tiles 51.5 ms
-    and 260 MiB, 56 tiles 52.7 and 352; V=131072, 33 tiles 52.5 and 260, 64 tiles 52.9
-    and 384; N=16384 D=2048 V=248320, 33 tiles 101.2 and 393, 61 tiles 100.7 and 617.
+    Whole turns: clusters make one tile at a time, and none of them should wait for the
+    others at a block's end. No more of them than keep each cluster busy for
+    `MIN_DEPTH`, for more take bytes and save no time; and no more than bytes allow. On
+    an H200, ms with gradients and MiB:
+
+        N, D, V                 tiles
+        8192, 4096, 151936      33: 61.3, 261   66: 61.2, 393    48: 62.4, 321
+        4096, 5120, 151936      33: 38.8, 146   66: 38.3, 212   132: 38.1, 344
+        8192, 2048, 248320      33: 51.1, 197   66: 50.5, 329    99: 50.3, 461
+        2048, 4096, 131072      33: 13.6,  65  132: 13.4, 164   231: 13.4, 263
 
     Args:
         rows: of the block.
@@ -73,7 +79,8 @@ def backward_tiles(
     if turn > most * (1.5 if fits else 1):
         n_blocks = -(-n_tiles // most)
         return -(-n_tiles // n_blocks)
-    return min(max(most // turn, 1) * turn, n_tiles)
+    busy = -(-MIN_DEPTH * clusters // (rows // MAX_CLUSTER_ROWS * turn * depth))
+    return min(max(min(most // turn, busy), 1) * turn, n_tiles)
 
 
 def _tiles_of_a_turn(rows, depth, clusters):

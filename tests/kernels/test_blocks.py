@@ -56,13 +56,16 @@ def test_a_block_makes_at_most_half_as_many_derivatives_more():
     ("n", "depth", "columns", "tiles"),
     [
         (8192, 4096, 128_256, 33),
-        (8192, 4096, 151_936, 66),
+        (8192, 4096, 151_936, 33),  # 66 by bytes
+        (4096, 5120, 151_936, 66),
+        (2048, 4096, 131_072, 132),
+        (8192, 2048, 248_320, 66),
         (8192, 4096, 65_536, 33),  # 32 by bytes, and nothing holds sums of W
         (8192, 4096, 32_768, 33),  # 22
         (8192, 4096, 16_384, 16),  # 33 would be more than half as much again
         (16_384, 2048, 248_320, 33),
         (8192, 2304, 256_000, 66),  # 9 tiles of D: 33 would be turns and a half
-        (1536, 4096, 128_256, 330),
+        (1536, 4096, 128_256, 198),
         (512, 4096, 128_256, 501),  # all
     ],
 )
@@ -82,11 +85,14 @@ def test_all_rows_come_at_once_until_their_bytes_are_more_than_sums_of_W():
     assert of[65_536] == of[131_072] == 11_264
 
 
-def test_columns_of_a_block_are_never_few():
-    """Each block adds to hidden's sums once: half of S columns, at least."""
+def test_blocks_are_never_small():
+    """Each begins anew and adds to hidden's sums once: 15 tiles a cluster at D=4096."""
     for n, chunk, columns, depth in SHAPES:
-        width = backward(n, chunk, columns, depth)[1]
-        assert width >= min(0.5 * math.isqrt(chunk * columns), columns)
+        rows, width, _ = backward(n, chunk, columns, depth)
+        n_tiles = rows * width // (MAX_CLUSTER_ROWS * blocks.TILE)
+        by_bytes = rows * math.isqrt(chunk * columns) // 2
+        enough = 66 * blocks.MIN_DEPTH // depth * MAX_CLUSTER_ROWS * blocks.TILE
+        assert rows * width >= min(enough, by_bytes, rows * columns), n_tiles
 
 
 @pytest.mark.parametrize("frozen", [False, True])
