@@ -7,8 +7,10 @@
 The first divides the vocabulary of one problem by 1, 2, 4, ... devices, and then gives
 each of as many devices that many tokens, by `jaxmem.sharding.parallel` and by `jax.jit`
 alone: a device's efficiency is 1 where k of them take 1/k of one device's time, or the
-time of one for k times the tokens. The second compiles for up to 512 devices that are
-not there and reads what they would send.
+time of one for k times the tokens. One device may be faster while the others rest, so
+both are also held against copies: as many devices, each at one device's problem, with
+nothing to send. The second compiles for up to 512 devices that are not there and reads
+what they would send.
 """
 
 import argparse
@@ -39,6 +41,7 @@ KEYS = (*results.KEYS, "split", "devices")
 VERBS = {"token_stats": jaxmem.token_stats, "logprobs": jaxmem.logprobs}
 COMPILERS = 6  # threads
 SPLITS = "vocab", "tokens", "jit"
+EFFICIENCIES = "efficiency", "of_copies"
 FOR_PEAKS = "none", "vocab"  # of the same tokens on fewer and more devices
 
 
@@ -50,6 +53,7 @@ class Case:
     split: str  # "vocab", "tokens", "jit" (tokens, too); of one device, "none"
     devices: int
     shape: tuple[int, int, int]  # of all of them
+    first: int = 0  # of the devices
 
     @property
     def alone(self):
@@ -61,7 +65,7 @@ class Case:
     @functools.cached_property
     def mesh(self):
         sizes = (1, self.devices) if self.split == "vocab" else (self.devices, 1)
-        devices = jax.devices()[: self.devices]
+        devices = jax.devices()[self.first :][: self.devices]
         axes = ("data", "tensor")
         return jax.make_mesh(
             sizes, axes, devices=devices, axis_types=(AxisType.Auto,) * 2
@@ -90,6 +94,12 @@ class Case:
         made = jax.device_put(on_jax.problem(self.shape, dtype), self.shardings)
         g = on_jax.cotangents(self.shape[0])
         return made, jax.device_put(g, dict.fromkeys(g, self.shardings[2]))
+
+
+def copies(case, count=None):
+    """One device's problem on each of as many devices, the case's own or `count`."""
+    devices = range(count or case.devices)
+    return [dataclasses.replace(case.alone, first=first) for first in devices]
 
 
 def cases(shape, paths, counts):
@@ -162,7 +172,9 @@ def account(compiled) -> dict[str, Any]:
 
 def measure(shape, dtype, paths, counts, repetitions):
     """One row a case, once all have been timed."""
-    todo = list(cases(shape, paths, counts))
+    asked = list(cases(shape, paths, counts))
+    most = max(counts, default=1)
+    todo = asked + [x for c in asked if c.split == "none" for x in copies(c, most)[1:]]
     with concurrent.futures.ThreadPoolExecutor(COMPILERS) as pool:
         found = dict(
             zip(todo, pool.map(functools.partial(prepare, dtype), todo), strict=True)
@@ -179,15 +191,31 @@ def measure(shape, dtype, paths, counts, repetitions):
         runs[case, "forward"] = functools.partial(program.forward, *operands[0])
         runs[case, "both"] = functools.partial(program.both, *operands[0], operands[1])
     reference.cache_clear()
-    on_each = gemms(shape, dtype, max(counts, default=1))
+    runs = with_copies(runs, asked)
+    on_each = gemms(shape, dtype, most)
     runs |= {("gemm", k): gemm for k, gemm in enumerate(on_each)}
-
-    def unit():  # on all at once: none comes to its turn from idling
-        return [gemm() for gemm in on_each]
-
-    unit_ms, taken = timing.take_turns(on_jax.stopwatch(), unit, runs, repetitions)
-    for case, (_, columns) in found.items():
+    # The unit is on all at once: none comes to its turn from idling.
+    unit_ms, taken = timing.take_turns(
+        on_jax.stopwatch(), functools.partial(at_once, on_each), runs, repetitions
+    )
+    for case in asked:
+        columns = found[case][1]
         yield row_of(case, dtype, unit_ms, taken, columns, repetitions)
+
+
+def with_copies(runs, asked):
+    """runs with those of copies in the place of what they are made of."""
+    made = {(case, name): runs[case, name] for case, name in runs if case in asked}
+    for case, name in runs:
+        each = [runs.get((x, name)) for x in copies(case)]
+        if case.devices > 1 and all(each):
+            at = "copies", case.path, case.devices, name
+            made[at] = functools.partial(at_once, each)
+    return made
+
+
+def at_once(runs):
+    return [run() for run in runs]
 
 
 def gemms(shape, dtype, count):
@@ -211,6 +239,7 @@ def row_of(case, dtype, unit_ms, taken, columns, repetitions):
             f"{column}_over_gemm": round(found.over_unit, 3) if found else "",
             f"{column}_spread": round(found.spread, 3) if found else "",
             f"{column}_efficiency": efficiency(case, name, taken),
+            f"{column}_of_copies": of_copies(case, name, taken),
         }
     return {**row, **columns, "repetitions": repetitions, **results.provenance()}
 
@@ -223,7 +252,17 @@ def slowest(case, taken):
 
 def efficiency(case, name, taken):
     """Of one device's time, by ms: the unit has the clocks of all devices at once."""
-    alone, found = taken.get((case.alone, name)), taken.get((case, name))
+    return share(case, taken.get((case.alone, name)), taken.get((case, name)))
+
+
+def of_copies(case, name, taken):
+    """The same, of the time of one device while as many are as busy."""
+    at = ("copies", case.path, case.devices, name)
+    alone = taken.get(at if case.devices > 1 else (case, name))
+    return share(case, alone, taken.get((case, name)))
+
+
+def share(case, alone, found):
     if not found or not alone:
         return ""
     times = case.devices if case.split == "vocab" else 1
@@ -302,8 +341,8 @@ def drive(args):
 def show(row):
     said = [f"{row['path']:36s} {row['split']:6s} k={row['devices']}"]
     for name in ("forward", "forward_backward"):
-        ms, share = row[f"{name}_ms"], row[f"{name}_efficiency"]
-        said.append(f"{name} {ms} ms, efficiency {share}" if ms != "" else "")
+        ms, shares = row[f"{name}_ms"], (row[f"{name}_{x}"] for x in EFFICIENCIES)
+        said.append(f"{name} {ms} ms, {' '.join(map(str, shares))}" if ms != "" else "")
     said += [f"sent {row.get('sent_mib')} MiB", row.get("note", "")]
     print(" | ".join(x for x in said if x), flush=True)
 
