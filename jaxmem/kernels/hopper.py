@@ -148,7 +148,7 @@ def backward(
         )
     if again is not None:
         sums = _add_again(spec, env, padded, again, saved, cotangents, once, sums)
-    return _cotangent(spec, _xla.trained(spec, source), sums)
+    return _cotangent(spec, _xla.trained(spec, source), sums, once)
 
 
 def one_pass(
@@ -180,7 +180,7 @@ def one_pass(
     like = _xla.trained(spec, source)
     if not once:
         like = jax.tree.map(lambda x: x.astype(jnp.float32), like)
-    return made, _cotangent(spec, like, sums)
+    return made, _cotangent(spec, like, sums, once)
 
 
 def loss_rows(spec: Spec, source: Head) -> int:
@@ -285,10 +285,14 @@ def _typed(spec, sums):
     return _shards.vary(sums._replace(W=None), spec.part_varying)._replace(W=sums.W)
 
 
-def _cotangent(spec, source, sums):
-    """In the source's types, of all shards."""
-    sums = _xla.sum_over_shards(spec, _shards.vary(sums, spec.part_varying))
-    return jax.tree.map(_like, sums, source)
+def _cotangent(spec, source, sums, once):
+    """In the source's types, of all shards; where `once`, hidden's is already."""
+    varied = _shards.vary(sums, spec.part_varying)
+    if once:
+        varied = varied._replace(hidden=sums.hidden)
+    else:
+        varied = _xla.sum_over_shards(spec, varied)
+    return jax.tree.map(_like, varied, source)
 
 
 def _gradients(
@@ -305,12 +309,14 @@ def _gradients(
         dh = lax.empty(h.shape, sums.hidden.dtype)
     here = products.gradients(
         tiles, *cut, padded.W, h, derivative, n_active, sums._replace(hidden=dh),
-        summed_next=once and _is_summed_beside_a_product(spec.shards),
+        summed_next=once and _sums_hidden(spec.shards),
     )  # fmt: skip
     n_rows, depth = sums.hidden.shape
     dh = here.hidden[:, :depth].astype(sums.hidden.dtype)
     if not once:
         return here._replace(hidden=_xla.put(sums.hidden, row_ids, dh))
+    part = _shards.vary(Head(dh, None, None), spec.part_varying)
+    dh = _xla.sum_over_shards(spec, part).hidden
     # All rows are here. Each fetches its own, which is faster than to send them out.
     size = row_ids.shape[0]
     at = jnp.full(n_rows, size, jnp.int32)
@@ -318,10 +324,8 @@ def _gradients(
     return here._replace(hidden=_xla.take(dh, at))
 
 
-def _is_summed_beside_a_product(shards):
-    """Whether hidden's gradient is; on H200s, N=8192 D=4096 V=131072, it pays with more
-    than two shards: four take 14.2 ms instead of 15.2, two 29.0 instead of 28.5."""
-    return bool(shards and shards.same_hidden and shards.count > 2)
+def _sums_hidden(shards):
+    return bool(shards and shards.same_hidden and shards.count > 1)
 
 
 def _for_row_blocks(active, size, body, carry):
