@@ -21,11 +21,10 @@ from jaxmem.kernels.logits import Env, parts
 from jaxmem.kernels.ring import Extent, Product, Ring, ceil_div
 from jaxmem.kernels.tiles import N_COMPUTE, Tiles
 
-
 # Multiprocessors left to a sum over devices, of which NCCL takes that many: a kernel on
 # all of them keeps it out to its end, or waits for it. Two H200s, N=8192 D=4096
-# V=131072: 27.9 ms with 16, 27.6 with 24, 27.7 with 32, 28.0 with 48; 28.1 where the sum
-# comes after all products, 28.5 beside four times as many blocks that end sooner.
+# V=131072: 27.9 ms with 16, 27.6 with 24, 27.7 with 32, 28.0 with 48; 28.1 with the sum
+# after all products, 28.5 beside four times as many blocks that end sooner.
 SUM_BLOCKS = 24
 # Of W's gradient beside it. The sum takes as long as 13 to 25; more are slowed in vain.
 MAX_SUM_TILES = 64

@@ -294,9 +294,7 @@ def test_parts_of_the_vocabulary_lower_for_cuda(frozen, check_vma, lowered_anywh
 
 @needs_pallas
 @pytest.mark.parametrize("n_devices", [1, 2, 4])
-def test_several_shards_sum_beside_a_product(
-    n_devices, lowered_anywhere, monkeypatch
-):
+def test_several_shards_sum_beside_a_product(n_devices, lowered_anywhere, monkeypatch):
     from jaxmem.kernels import products
 
     if n_devices > len(jax.devices()):
