@@ -133,9 +133,11 @@ def test_cases_are_timed_against_one_device(capsys):
     for row, times in ((split, 2), (more, 1), (by_jit, 1)):
         ratio = alone["forward_ms"] / row["forward_ms"] / times
         assert row["forward_efficiency"] == pytest.approx(ratio, rel=2e-2)
+        assert row["forward_of_copies"] > 0 and row["forward_backward_of_copies"] > 0
     for row in rows[4:]:
         assert row["note"].startswith("refused: implementation='hopper' cannot run")
         assert row["forward_ms"] == row["forward_efficiency"] == ""
+        assert row["forward_of_copies"] == ""
 
 
 def test_one_device_alone_is_timed_too():
