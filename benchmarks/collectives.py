@@ -118,7 +118,7 @@ def _parts(line: str) -> int:
 _SENT = r"(?:all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)"
 _START = re.compile(rf"%([\w.-]*) = .* (?:{_SENT}|async)-start\(")
 _DONE = re.compile(rf" (?:{_SENT}|async)-done\(%?([\w.-]+)")
-_PRODUCT = re.compile("gemm|cublas|dot|cudnn|fmha")
+_PRODUCT = re.compile("gemm|cublas|dot|cudnn|fmha|mosaic_gpu")
 
 
 def hidden(text: str) -> tuple[int, int]:

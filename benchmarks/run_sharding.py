@@ -167,6 +167,7 @@ def account(compiled) -> dict[str, Any]:
     row: dict[str, Any] = {name: round(size / 2**20, 1) for name, size in sizes}
     found = collectives.of(compiled)
     row["collectives"] = "; ".join(f"{c.kind} {c.array}" for c in found)
+    row["beside_products"] = collectives.hidden(compiled.as_text() or "")[0]
     row["sent_mib"] = round(sum(c.moved * c.times for c in found) / 2**20, 3)
     return row
 

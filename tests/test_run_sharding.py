@@ -68,12 +68,15 @@ SCHEDULE = """\
   %reduce-scatter-start = ((f32[4]), f32[2]) async-start(%p), calls=%async
   %add.1 = f32[4] add(%p, %p), metadata={op_name="jit(gemm)"}
   %reduce-scatter-done = f32[2] async-done(%reduce-scatter-start)
+  %all-reduce-start = f32[4] all-reduce-start(%p), replica_groups={{0,1}}
+  %mpmd_map.2 = bf16[8] custom-call(%p), custom_call_target="mosaic_gpu_v2"
+  %all-reduce-done = f32[4] all-reduce-done(%all-reduce-start)
 }
 """
 
 
 def test_what_is_sent_while_something_is_multiplied():
-    assert collectives.hidden(SCHEDULE) == (1, 2)
+    assert collectives.hidden(SCHEDULE) == (2, 3)
 
 
 def test_what_a_compiled_program_communicates():

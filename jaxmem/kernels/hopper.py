@@ -307,25 +307,22 @@ def _gradients(
         dh = jnp.zeros(h.shape, jnp.float32)
     else:  # written in one go
         dh = lax.empty(h.shape, sums.hidden.dtype)
+    several = spec.shards and spec.shards.same_hidden and spec.shards.count > 1
+    beside = once and bool(several) and products.has_room(env, n_tiles)
     here = products.gradients(
-        tiles, *cut, padded.W, h, derivative, n_active, sums._replace(hidden=dh),
-        summed_next=once and _sums_hidden(spec.shards),
-    )  # fmt: skip
+        tiles, *cut, padded.W, h, derivative, n_active, sums._replace(hidden=dh), beside
+    )
     n_rows, depth = sums.hidden.shape
     dh = here.hidden[:, :depth].astype(sums.hidden.dtype)
     if not once:
         return here._replace(hidden=_xla.put(sums.hidden, row_ids, dh))
-    part = _shards.vary(Head(dh, None, None), spec.part_varying)
-    dh = _xla.sum_over_shards(spec, part).hidden
+    dh = _shards.vary(dh, spec.part_varying)
+    dh, dW = _shards.sum_hidden(spec.shards, dh, here.W, beside)
     # All rows are here. Each fetches its own, which is faster than to send them out.
     size = row_ids.shape[0]
     at = jnp.full(n_rows, size, jnp.int32)
     at = _xla.put(at, row_ids, jnp.arange(size, dtype=jnp.int32))
-    return here._replace(hidden=_xla.take(dh, at))
-
-
-def _sums_hidden(shards):
-    return bool(shards and shards.same_hidden and shards.count > 1)
+    return here._replace(hidden=_xla.take(dh, at), W=dW)
 
 
 def _for_row_blocks(active, size, body, carry):

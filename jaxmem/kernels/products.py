@@ -87,7 +87,7 @@ def to_W(
 
 def gradients(
     tiles: tuple[Tiles, Tiles], env: Env, n_tiles: int, once: bool, W, hidden,
-    derivative, n_rows, sums: Head, summed_next: bool = False,
+    derivative, n_rows, sums: Head, beside: bool = False,
 ) -> Head:  # fmt: skip
     """sums with what some rows add to them, block by block of the vocabulary.
 
@@ -102,9 +102,8 @@ def gradients(
         n_rows: int32, rows that count.
         sums: hidden, float32 zeros, or anything of any type where a block has all of
             the vocabulary; W and bias, None where there is no gradient of them.
-        summed_next: whether hidden's gradient is then summed over shards. That need
-            not wait for W's, so the last block comes after the loop, where XLA can sum
-            beside it.
+        beside: whether hidden's gradient is then to be summed over devices while the
+            last block's of W is made, which comes after the loop for that.
     """
     columns = env.tiles.columns
     # Without an active row, one tile of zeros still overwrites what dW holds.
@@ -129,11 +128,15 @@ def gradients(
         return Head(dh, dW, dbias)
 
     n_parts = -(-env.n_tiles // n_tiles)
-    n_last = env.n_tiles - (n_parts - 1) * n_tiles
-    if not summed_next or sums.W is None or n_last > MAX_SUM_TILES:
+    if not beside or sums.W is None:
         return lax.fori_loop(0, n_parts, block, sums)
     sums = lax.fori_loop(0, n_parts - 1, block, sums)
     return block(n_parts - 1, sums, n_blocks_W=max(env.n_blocks - SUM_BLOCKS, 1))
+
+
+def has_room(env: Env, n_tiles: int) -> bool:
+    """Whether a sum over devices pays beside the last of blocks of `n_tiles`."""
+    return (env.n_tiles - 1) % n_tiles < MAX_SUM_TILES
 
 
 def _add_to_bias(dz, n_rows, block, dbias):

@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -109,9 +111,10 @@ def test_a_sum_that_follows_changes_no_bit(beside, interpreted, monkeypatch):
     want = jax.grad(total, (0, 1))(h, W)
     one_loop = products.gradients
 
-    def apart(*args, summed_next):
-        assert not summed_next and args[1].n_tiles == 3 and args[2] == 1
-        return one_loop(*args, summed_next=True)
+    def apart(tiles, env, n_tiles, *args):
+        *args, alone = args
+        assert not alone and env.n_tiles == 3 and n_tiles == 1
+        return one_loop(tiles, env, n_tiles, *args, products.has_room(env, n_tiles))
 
     launches, to_W = [], products.to_W
 
@@ -293,25 +296,37 @@ def test_parts_of_the_vocabulary_lower_for_cuda(frozen, check_vma, lowered_anywh
 
 
 @needs_pallas
+@pytest.mark.parametrize("room", [True, False])
 @pytest.mark.parametrize("n_devices", [1, 2, 4])
-def test_several_shards_sum_beside_a_product(n_devices, lowered_anywhere, monkeypatch):
+def test_several_shards_sum_beside_a_product(
+    n_devices, room, lowered_anywhere, monkeypatch, request
+):
+    """Otherwise after it; XLA is told so."""
     from jaxmem.kernels import products
 
     if n_devices > len(jax.devices()):
         pytest.skip(f"needs {n_devices} devices")
     told, one_loop = [], products.gradients
 
-    def listen(*args, summed_next):
-        told.append(summed_next)
-        return one_loop(*args, summed_next=summed_next)
+    def listen(*args):
+        told.append(args[-1])
+        return one_loop(*args)
 
     monkeypatch.setattr(products, "gradients", listen)
+    if not room:
+        monkeypatch.setattr(products, "MAX_SUM_TILES", 0)
+    jax.clear_caches()  # of what was traced with room; and then of what was without
+    request.addfinalizer(jax.clear_caches)
     shapes, types = [(300, 256), (5120, 256), (300,)], (*[jnp.bfloat16] * 2, jnp.int32)
     total = functools.partial(both_verbs, axis_name="tensor", implementation="hopper")
-    in_parts(total, n_devices=n_devices).trace(
+    traced = in_parts(total, n_devices=n_devices).trace(
         *map(jax.ShapeDtypeStruct, shapes, types)
     )
-    assert told and set(told) == {n_devices > 1}
+    beside = room and n_devices > 1
+    assert told and set(told) == {beside}
+    ordered = re.findall(r"= (psum|optimization_barrier)", str(traced.jaxpr))
+    last = [k for k, _ in itertools.groupby(ordered)][-2:]
+    assert last == ["psum", "optimization_barrier"][:: 1 if beside else -1]
 
 
 @needs_pallas
