@@ -41,8 +41,7 @@ KEYS = (*results.KEYS, "split", "devices")
 VERBS = {"token_stats": jaxmem.token_stats, "logprobs": jaxmem.logprobs}
 COMPILERS = 6  # threads
 SPLITS = "vocab", "tokens", "jit"
-EFFICIENCIES = "efficiency", "of_copies"
-STARTERS = concurrent.futures.ThreadPoolExecutor(8)
+STARTERS = concurrent.futures.ThreadPoolExecutor(8)  # one a device of a host
 FOR_PEAKS = "none", "vocab"  # of the same tokens on fewer and more devices
 
 
@@ -348,8 +347,11 @@ def drive(args):
 def show(row):
     said = [f"{row['path']:36s} {row['split']:6s} k={row['devices']}"]
     for name in ("forward", "forward_backward"):
-        ms, shares = row[f"{name}_ms"], (row[f"{name}_{x}"] for x in EFFICIENCIES)
-        said.append(f"{name} {ms} ms, {' '.join(map(str, shares))}" if ms != "" else "")
+        if row[f"{name}_ms"] != "":
+            ms, ideal, copied = (
+                row[f"{name}_{column}"] for column in ("ms", "efficiency", "of_copies")
+            )
+            said.append(f"{name} {ms} ms, efficiency {ideal}, of copies {copied}")
     said += [f"sent {row.get('sent_mib')} MiB", row.get("note", "")]
     print(" | ".join(x for x in said if x), flush=True)
 

@@ -98,8 +98,24 @@ def test_one_answer_on_any_number_of_devices(split, devices, implementation):
         assert ours <= 2 * theirs + EPSILON["bfloat16"]
     assert not got[1][0][N // 2 :].any()
     assert "all-reduce" in compiled.as_text() or "reduce-scatter" in compiled.as_text()
-    if (split, implementation) == ("vocabulary", "hopper"):  # beside W's product
-        assert collectives.hidden(compiled.as_text())[0] == 1
+
+
+@pytest.mark.parametrize("devices", [2, 4, 8])
+def test_hiddens_gradient_is_summed_beside_a_product(devices):
+    """By the compiled program's order; of 64 MiB, which NCCL sums."""
+    mesh = mesh_of(devices, "tensor")
+    if reason := hopper.refuses_machine():
+        pytest.skip(reason)
+    logprobs = functools.partial(jaxmem.logprobs, implementation="hopper")
+    split = jaxmem.sharding.parallel(logprobs, mesh, vocab="tensor")
+    whole, parts = (NamedSharding(mesh, spec) for spec in (P(), P("tensor")))
+    run = jax.jit(jax.grad(lambda h, W, y: split(h, W, y).sum(), (0, 1)))
+    compiled = run.lower(
+        jax.ShapeDtypeStruct((8192, 2048), jnp.bfloat16, sharding=whole),
+        jax.ShapeDtypeStruct((131_072, 2048), jnp.bfloat16, sharding=parts),
+        jax.ShapeDtypeStruct((8192,), jnp.int32, sharding=whole),
+    ).compile()
+    assert collectives.hidden(compiled.as_text())[0] == 1
 
 
 def test_a_loss_whose_tokens_jit_shares_out():

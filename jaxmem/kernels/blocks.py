@@ -10,7 +10,8 @@ from jaxmem.kernels.tiles import MAX_CLUSTER_ROWS
 TILE = 256  # columns of a product's tile, as `tuned.DEFAULTS` has them
 # Of one forward launch; 16,384 measure 1% slower, in twice the bytes.
 MAX_ROWS = 8_192
-MIN_DEPTH = 65_536  # D times tiles of a block that each cluster makes
+# Tiles of a block that each cluster makes, times D: enough to keep it busy.
+BUSY_DEPTH = 65_536
 
 
 def whole(n_rows: int) -> int:
@@ -56,7 +57,7 @@ def backward_tiles(
 
     Whole turns: clusters make one tile at a time, and none of them should wait for the
     others at a block's end. No more of them than keep each cluster busy for
-    `MIN_DEPTH`, for more take bytes and save no time; and no more than bytes allow. On
+    `BUSY_DEPTH`, for more take bytes and save no time; and no more than bytes allow. On
     an H200, ms with gradients and MiB:
 
         N, D, V                 tiles
@@ -79,7 +80,7 @@ def backward_tiles(
     if turn > most * (1.5 if fits else 1):
         n_blocks = -(-n_tiles // most)
         return -(-n_tiles // n_blocks)
-    busy = -(-MIN_DEPTH * clusters // (rows // MAX_CLUSTER_ROWS * turn * depth))
+    busy = -(-BUSY_DEPTH * clusters // (rows // MAX_CLUSTER_ROWS * turn * depth))
     return min(max(min(most // turn, busy), 1) * turn, n_tiles)
 
 

@@ -26,7 +26,8 @@ from jaxmem.kernels.tiles import N_COMPUTE, Tiles
 # V=131072: 27.9 ms with 16, 27.6 with 24, 27.7 with 32, 28.0 with 48; 28.1 with the sum
 # after all products, 28.5 beside four times as many blocks that end sooner.
 SUM_BLOCKS = 24
-# Of W's gradient beside it. The sum takes as long as 13 to 25; more are slowed in vain.
+# Of W's gradient beside it. The sum takes as long as 13 to 25 over NVLink (by
+# arithmetic); many more lose by the multiprocessors that they go without what it saves.
 MAX_SUM_TILES = 64
 
 
@@ -109,7 +110,7 @@ def gradients(
     # Without an active row, one tile of zeros still overwrites what dW holds.
     n_here = jnp.maximum(n_rows, 1)
 
-    def block(b, sums, n_blocks_W=env.n_blocks):
+    def block(b, sums, last=False):
         first = b * n_tiles
         here = jnp.minimum(n_tiles, env.n_tiles - first)
         dz = derivative(part=jnp.stack([n_here, first, here]), width=n_tiles * columns)
@@ -119,9 +120,13 @@ def gradients(
             add=n_tiles < env.n_tiles,
         )  # fmt: skip
         dW, dbias = sums.W, sums.bias
+        n_blocks = env.n_blocks
+        if last:  # hidden's comes first, and its sum beside this
+            dh, dW = lax.optimization_barrier((dh, dW))
+            n_blocks = max(n_blocks - SUM_BLOCKS, 1)
         if dW is not None:
             dW = to_W(
-                tiles[1], env.layout, n_blocks_W, dz, hidden, n_here, at, dW, not once
+                tiles[1], env.layout, n_blocks, dz, hidden, n_here, at, dW, not once
             )
         if dbias is not None:
             dbias = _add_to_bias(dz, n_here, at, dbias)
@@ -131,7 +136,7 @@ def gradients(
     if not beside or sums.W is None:
         return lax.fori_loop(0, n_parts, block, sums)
     sums = lax.fori_loop(0, n_parts - 1, block, sums)
-    return block(n_parts - 1, sums, n_blocks_W=max(env.n_blocks - SUM_BLOCKS, 1))
+    return block(n_parts - 1, sums, last=True)
 
 
 def has_room(env: Env, n_tiles: int) -> bool:

@@ -86,13 +86,12 @@ def test_all_rows_come_at_once_until_their_bytes_are_more_than_sums_of_W():
 
 
 def test_blocks_are_never_small():
-    """Each begins anew and adds to hidden's sums once: 15 tiles a cluster at D=4096."""
+    """Each begins anew and adds to hidden's sums once: 16 tiles a cluster at D=4096."""
     for n, chunk, columns, depth in SHAPES:
         rows, width, _ = backward(n, chunk, columns, depth)
-        n_tiles = rows * width // (MAX_CLUSTER_ROWS * blocks.TILE)
         by_bytes = rows * math.isqrt(chunk * columns) // 2
-        enough = 66 * blocks.MIN_DEPTH // depth * MAX_CLUSTER_ROWS * blocks.TILE
-        assert rows * width >= min(enough, by_bytes, rows * columns), n_tiles
+        enough = 66 * blocks.BUSY_DEPTH // depth * MAX_CLUSTER_ROWS * blocks.TILE
+        assert rows * width >= min(enough, by_bytes, rows * columns)
 
 
 @pytest.mark.parametrize("frozen", [False, True])

@@ -97,10 +97,9 @@ def test_rows_in_blocks_and_columns_in_blocks(interpreted):
 def test_a_sum_that_follows_changes_no_bit(beside, interpreted, monkeypatch):
     """As over several shards: the last of three blocks comes after the loop, and leaves
     multiprocessors to the sum, unless it is too long for that."""
-    from jaxmem.kernels import hopper, products
+    from jaxmem.kernels import products
 
     monkeypatch.setattr(products, "MAX_SUM_TILES", 1 if beside else 0)
-
     h, W, y = Case(40, 16, 600, std=3.0).make()
     h, W = jnp.asarray(h, jnp.bfloat16), jnp.asarray(W, jnp.bfloat16)
 
