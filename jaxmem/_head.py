@@ -85,13 +85,12 @@ def logprobs(
     more; cuBLAS takes 32 MiB. Where V is no multiple of 64, W is padded: b·V·D, in
     "hopper" in both passes and again for its gradient, in "xla" on a GPU backward.
     "hopper" holds no logits forward; backward, with S = √(C·V), it takes
-    2·C·V + 6·N·D for up to S tokens N, 2·S·N + 6·N·D for more of them as long as
-    that is no more than 2·C·V + 4·V·D with W's sums, and that + 6·S·D beyond. It may
-    take half as much again of the first term, within the same limit, where the chip's
-    tiles then come out even. residual_bytes come on top, and live from one pass to the
-    other; so do 4·V·D where they hold a part of the tokens. XLA for CPUs may
-    widen 16-bit weights to float32, 4·V·D, and needs 8·C·V forward where V is no
-    multiple of 128 or jaxlib is older than 0.11.
+    2·C·V + 6·N·D for N tokens up to 3·S and V (up to S where W is frozen), and
+    2·C·V + 4·V·D + 6·S·D beyond, the second term not where W is frozen; V is the whole
+    vocabulary in C·V, even of devices that have a part of it. residual_bytes come on
+    top, and live from one pass to the other; so do 4·V·D where they hold a part of the
+    tokens. XLA for CPUs may widen 16-bit weights to float32, 4·V·D, and needs 8·C·V
+    forward where V is no multiple of 128 or jaxlib is older than 0.11.
 
     **Communication** with axis_name, a token: forward 8 bytes in one max and 12 in one
     sum over the shards; backward 4·D in one sum of hidden's gradient, in float32, that

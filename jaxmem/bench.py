@@ -93,7 +93,7 @@ def table(rows: Sequence[Row]) -> str:
 def tune(
     shape: Shape, kernels: Sequence[str], repetitions: int, out: Path
 ) -> Iterator[str]:
-    """Measure tiles of the "hopper" kernels, and write what is better into a table.
+    """Measure tiles of the "hopper" kernels, and write the best of them into a table.
 
     Args:
         shape: tokens N, width D, vocabulary V; D and V multiples of 64.
@@ -125,13 +125,11 @@ def tune(
         for made in sorted(results, key=lambda r: r.over_gemm or 9e9):
             cost = made.why or f"{made.over_gemm:.4f} GEMM {made.ms} ms"
             yield f"{made.kernel:11} {_brief(made.tiles)}: {cost}"
-        if entry:
-            entry |= {"tokens": shape[0], "jax": jax.__version__,
-                      "date": datetime.date.today().isoformat()}  # fmt: skip
-            _write(out, entry)
-            yield f"{entry['kernel']}: {entry['tiles']} written to {out}"
-        else:
-            yield "no tiles better than the default"
+        entry |= {"tokens": shape[0], "jax": jax.__version__,
+                  "date": datetime.date.today().isoformat()}  # fmt: skip
+        _write(out, entry)
+        chosen = entry["tiles"] or "no tiles better than the default"
+        yield f"{entry['kernel']}: {chosen} written to {out}"
 
 
 def _write(path: Path, entry: dict) -> None:

@@ -12,6 +12,17 @@ TILE = 256  # columns of a product's tile, as `tuned.DEFAULTS` has them
 MAX_ROWS = 8_192
 # Tiles of a block that each cluster makes, times D: enough to keep it busy.
 BUSY_DEPTH = 65_536
+# Time for a tile of float32 sums to be read and written, of all clusters, in those that
+# one takes for a product of 256 x 256 x 256. On an H200 0.11 us and 3.3: N=32768 D=4096
+# V=128256 took 4.6 ms longer with 63 blocks than with 42.
+SUMS = 1 / 30
+# All rows are one block up to so many times R, which saves W's sums. On an H200, GEMMs
+# with gradients and MiB, of all rows and of blocks of R; D=4096, C=1024:
+#
+#     N = 2.9 R   V=128256   4.27,   706   4.24, 2269
+#         4.0        64000   4.52,   626   4.40, 1187
+#         5.7       128000   4.40, 1,252   4.22, 2265
+ALL_ROWS = 3
 
 
 def whole(n_rows: int) -> int:
@@ -34,31 +45,30 @@ def forward_rows(n_rows: int, chunk: int, columns: int, depth: int, groups: int)
 def backward_rows(
     n_rows: int, chunk: int, columns: int, depth: int, frozen: bool
 ) -> int:
-    """Rows a block: all, if that takes no more bytes than blocks and W's sums would.
+    """Rows a block: all, where that leaves columns enough of 2 C V bytes.
 
     Blocks of R rows and K columns move 8 D (N V / K + N V / R) bytes of float32 sums,
-    fewest where R = K. One block of all rows has no sums of W: 2 N K + 4 N D bytes. On
-    an H200 with N=32768 D=4096 V=128256, 4.14 GEMMs with gradients and 1,186 MiB (4.12
-    and 1,042 in whole turns, see below); blocks of rows took 4.37 and 2,275, and K that
-    keeps to 2 C V bytes 4.23 and 754.
+    fewest where R = K. One block of all rows has none of W, 4 V D bytes, but 4 N D of
+    hidden's.
+
+    Args:
+        chunk: C; for a part of the vocabulary, as many more tokens as it is smaller.
     """
     side = _side(chunk, columns)
-    budget = 2 * side**2 + (0 if frozen else sums_bytes(columns, depth))
-    if n_rows <= side or n_rows * (2 * side + 4 * depth) <= budget:
+    if n_rows <= side or not frozen and n_rows <= min(ALL_ROWS * side, columns):
         return whole(n_rows)
     return max(side // MAX_CLUSTER_ROWS, 1) * MAX_CLUSTER_ROWS
 
 
 def backward_tiles(
-    n_tiles: int, rows: int, chunk: int, columns: int, depth: int, spare: int,
-    clusters: int,
-) -> int:  # fmt: skip
-    """Tiles of the vocabulary a block, of `n_tiles`.
+    n_tiles: int, rows: int, chunk: int, columns: int, depth: int, clusters: int
+) -> int:
+    """Tiles of the vocabulary a block, of `n_tiles`: 2 C V bytes of derivatives.
 
     Whole turns: clusters make one tile at a time, and none of them should wait for the
     others at a block's end. No more of them than keep each cluster busy for
-    `BUSY_DEPTH`, for more take bytes and save no time; and no more than bytes allow. On
-    an H200, ms with gradients and MiB:
+    `BUSY_DEPTH`, for more take bytes and save no time. On an H200, ms with gradients
+    and MiB:
 
         N, D, V                 tiles
         8192, 4096, 151936      33: 61.3, 261   66: 61.2, 393    48: 62.4, 321
@@ -66,33 +76,37 @@ def backward_tiles(
         8192, 2048, 248320      33: 51.1, 197   66: 50.5, 329    99: 50.3, 461
         2048, 4096, 131072      33: 13.6,  65  132: 13.4, 164   231: 13.4, 263
 
+    Where no whole turn fits, as many as make them, and sums, take least time.
+
     Args:
         rows: of the block.
-        spare: bytes that a block of all rows may take beyond 2 C V, for it has no sums
-            of W; that may be one turn, if it is at most half as much again.
+        chunk: as above.
     """
-    side = _side(chunk, columns)
-    most = max(max(chunk * columns // rows, side) // TILE, 1)
+    most = max(chunk * columns // (rows * TILE), 1)
     if most >= n_tiles:
         return n_tiles
-    turn = _tiles_of_a_turn(rows, depth, clusters)
-    fits = rows * (2 * turn * TILE + 4 * depth) <= 2 * side**2 + spare
-    if turn > most * (1.5 if fits else 1):
-        n_blocks = -(-n_tiles // most)
-        return -(-n_tiles // n_blocks)
-    busy = -(-BUSY_DEPTH * clusters // (rows // MAX_CLUSTER_ROWS * turn * depth))
-    return min(max(min(most // turn, busy), 1) * turn, n_tiles)
-
-
-def _tiles_of_a_turn(rows, depth, clusters):
-    """The fewest whose derivatives, and gradient of W, take whole turns of clusters."""
     row_tiles, depth_tiles = rows // MAX_CLUSTER_ROWS, -(-depth // TILE)
-    return clusters // math.gcd(clusters, row_tiles, depth_tiles)
+    # The fewest whose derivatives, and gradient of W, take whole turns.
+    turn = clusters // math.gcd(clusters, row_tiles, depth_tiles)
+    if turn <= most:
+        busy = -(-BUSY_DEPTH * clusters // (row_tiles * turn * depth))
+        return min(min(most // turn, busy) * turn, n_tiles)
 
+    def turns(n):
+        return -(-n // clusters)
 
-def sums_bytes(columns: int, depth: int) -> int:
-    """Of W's gradient in float32."""
-    return 4 * columns * depth
+    def of_block(tiles):
+        """Time for derivatives, the products for hidden and W, and hidden's sums."""
+        dz = turns(row_tiles * tiles) * depth_tiles
+        dh = turns(row_tiles * depth_tiles) * tiles
+        dW = turns(tiles * depth_tiles) * row_tiles
+        return dz + dh + dW + SUMS * row_tiles * depth_tiles
+
+    def of_all(tiles):
+        n_whole, rest = divmod(n_tiles, tiles)
+        return n_whole * of_block(tiles) + (of_block(rest) if rest else 0)
+
+    return min(range(1, most + 1), key=of_all)
 
 
 def _side(chunk, columns):

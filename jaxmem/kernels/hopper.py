@@ -132,7 +132,9 @@ def backward(
     padded = _pad(spec, _xla.cast(spec, source))
     n_rows = rows.labels.shape[0]
     columns, depth = _columns_and_depth(spec, padded)
-    size = blocks.backward_rows(n_rows, spec.chunk, columns, depth, spec.frozen_head)
+    size = blocks.backward_rows(
+        n_rows, _tokens_here(spec), columns, depth, spec.frozen_head
+    )
     env = _env(spec, padded, size, "derivative")
     if kept is None:
         again, once = rows, n_rows <= env.n_rows
@@ -260,7 +262,7 @@ def _add_again(spec, env, padded, rows, saved, cotangents, once, sums):
             _inverse_temperature(rows, row_ids),
         )  # fmt: skip
         derivative = functools.partial(kernel.derivative, env, operands)
-        cut = env, _block_tiles(spec, env, rows.labels.shape[0]), once
+        cut = env, _block_tiles(spec, env), once
         return _gradients(spec, cut, padded, h, derivative, row_ids, n_active, sums)
 
     return _for_row_blocks(rows.active, env.n_rows, block, sums)
@@ -275,7 +277,7 @@ def _sums(spec, env, source, padded, once):
         W=lax.empty(padded.W.shape, source.W.dtype)
         if once
         else jnp.zeros(padded.W.shape, jnp.float32),
-        bias=None if source.bias is None else _zero_bias(spec, env, len(source.hidden)),
+        bias=None if source.bias is None else _zero_bias(spec, env),
     )
     return _typed(spec, _xla.trained(spec, sums))
 
@@ -345,21 +347,27 @@ def _active_first(active, size):
     return order.astype(jnp.int32), jnp.sum(active, dtype=jnp.int32)
 
 
-def _block_tiles(spec, env, n_tokens):
+def _block_tiles(spec, env):
     """Tiles of the vocabulary whose derivatives, in 16 bits, are alive at once."""
-    has_sums = spec.frozen_head or n_tokens > env.n_rows
-    spare = 0 if has_sums else blocks.sums_bytes(spec.columns, env.depth)
     return blocks.backward_tiles(
-        env.n_tiles, env.n_rows, spec.chunk, spec.columns, env.depth, spare,
+        env.n_tiles, env.n_rows, _tokens_here(spec), spec.columns, env.depth,
         n_clusters(),
     )  # fmt: skip
 
 
-def _zero_bias(spec, env, n_tokens):
+def _tokens_here(spec):
+    """With as many logits in this part of the vocabulary as a chunk has in all of it.
+
+    Blocks of a part's own, k times smaller on k devices, would keep clusters waiting.
+    """
+    return spec.chunk * (spec.shards.count if spec.shards else 1)
+
+
+def _zero_bias(spec, env):
     """Of whole blocks."""
-    n_tiles = _block_tiles(spec, env, n_tokens)
-    n_blocks = -(-env.n_tiles // n_tiles)
-    return jnp.zeros(n_blocks * n_tiles * env.tiles.columns, jnp.float32)
+    n_tiles = _block_tiles(spec, env)
+    width = -(-env.n_tiles // n_tiles) * n_tiles * env.tiles.columns
+    return jnp.zeros(width, jnp.float32)
 
 
 def _env(spec, padded, n_rows, kernel) -> Any:

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxmem import _stats, timing
-from jaxmem.kernels import dlogits, forward, hopper, products, tuned
+from jaxmem.kernels import blocks, dlogits, forward, hopper, products, tuned
 from jaxmem.kernels.logits import Env
 from jaxmem.kernels.tiles import Tiles
 
@@ -37,7 +38,7 @@ _FIELDS = {  # that matter, by kernel; group of "exps" is that of "statistics"
 }
 _NOISE = 0.997  # a ratio above which a candidate is no better
 _AGAIN = 5  # times the repetitions, when the best is held against the default
-_BLOCKS = 9  # of the vocabulary, a derivative; as at chunk=1024 for 8192 tokens
+_CHUNK = 1024  # tokens, which a block of the vocabulary depends on
 
 
 class Measured(NamedTuple):
@@ -53,7 +54,7 @@ class Measured(NamedTuple):
 def tune(
     shape: tuple[int, int, int], kernels, stopwatch: timing.Stopwatch, repetitions: int
 ) -> Iterator[tuple[list[Measured], dict]]:
-    """Candidates of each field, then an entry of the table where one is better.
+    """Candidates of each field, then an entry of the table: the best, or the default.
 
     Args:
         shape: N, D, V; D and V multiples of 64, W is [V, D] in bfloat16.
@@ -62,7 +63,7 @@ def tune(
         repetitions: of each measurement.
 
     Yields:
-        (what was measured, the best entry so far or {}), kernel by kernel.
+        (what was measured, the entry), kernel by kernel.
     """
     n, depth, columns = shape
     keys = jax.random.split(jax.random.key(0), 3)
@@ -80,7 +81,7 @@ def tune(
 
 
 def _tune_one(kernel, head, program, operands, gemm, stopwatch, repetitions):
-    """Fields in turn, each from the best so far: (what was measured, entry or {}).
+    """Fields in turn, each from the best so far: (what was measured, entry).
 
     In the end the best and the default take turns again, for longer: of many noisy
     numbers the smallest is mostly luck.
@@ -113,8 +114,6 @@ def _tune_one(kernel, head, program, operands, gemm, stopwatch, repetitions):
         best = _better(best, take_turns(candidates, repetitions))
     if best != default:
         best = _better(default, take_turns([default, best], _AGAIN * repetitions))
-    if best == default:
-        return list(results.values()), {}
     measured = {
         "over_gemm": results[best].over_gemm, "ms": results[best].ms,
         "default_over_gemm": results[default].over_gemm,
@@ -188,7 +187,8 @@ def _program(kernel, shape, h, W, y) -> tuple[Callable[[Tiles], Callable], tuple
         active = jnp.full(1, n, jnp.int32)
         return lambda t: functools.partial(made, env(t)), (h, W, y, active)
     tile = tuned.DEFAULTS["derivative"].columns
-    width = -(-columns // (_BLOCKS * tile)) * tile
+    n_tiles, clusters = -(-columns // tile), hopper.n_clusters()
+    width = tile * blocks.backward_tiles(n_tiles, n, _CHUNK, columns, depth, clusters)
     if kernel == "derivative":
         return _derivative(env, width, n, h, W, y)
     dz = jax.random.normal(jax.random.key(3), (n, width), h.dtype)
@@ -196,21 +196,23 @@ def _program(kernel, shape, h, W, y) -> tuple[Callable[[Tiles], Callable], tuple
 
 
 def _product(kernel, dz, h, W):
-    rows, block = jnp.int32(len(dz)), (jnp.int32(0), jnp.int32(dz.shape[1]))
+    """Made into arrays of the call's own: a copy of one would be timed with it."""
+    width = dz.shape[1]
+    rows, block = jnp.int32(len(dz)), (jnp.int32(0), jnp.int32(width))
 
     def to_hidden(tiles):
-        return lambda dz, W, into: products.to_hidden(
-            tiles, "vd", hopper.n_blocks(), dz, W, rows, block, into, add=True
-        )
+        return lambda dz, W: products.to_hidden(
+            tiles, "vd", hopper.n_blocks(), dz, W, rows, block,
+            jnp.zeros(h.shape, jnp.float32), add=True,
+        )  # fmt: skip
 
     def to_W(tiles):
-        return lambda dz, h, into: products.to_W(
-            tiles, "vd", hopper.n_blocks(), dz, h, rows, block, into, add=False
-        )
+        return lambda dz, h: products.to_W(
+            tiles, "vd", hopper.n_blocks(), dz, h, rows, block,
+            lax.empty((width, h.shape[1]), W.dtype), add=False,
+        )  # fmt: skip
 
-    if kernel == "to_hidden":
-        return to_hidden, (dz, W, jnp.zeros(h.shape, jnp.float32))
-    return to_W, (dz, h, jnp.zeros(W.shape, W.dtype))
+    return (to_hidden, (dz, W)) if kernel == "to_hidden" else (to_W, (dz, h))
 
 
 def _derivative(env, width, n, h, W, y):
