@@ -85,9 +85,9 @@ def logprobs(
     more; cuBLAS takes 32 MiB. Where V is no multiple of 64, W is padded: b·V·D, in
     "hopper" in both passes and again for its gradient, in "xla" on a GPU backward.
     "hopper" holds no logits forward; backward, with S = √(C·V), it takes
-    2·C·V + 6·N·D for N tokens up to 3·S and V (up to S where W is frozen), and
-    2·C·V + 4·V·D + 6·S·D beyond, the second term not where W is frozen; V is the whole
-    vocabulary in C·V, even of devices that have a part of it. residual_bytes come on
+    2·C·V + 6·N·D for up to V tokens N (up to S where W is frozen), and 2·C·V + 4·V·D +
+    6·S·D beyond, the second term not where W is frozen; in C·V, V is the whole
+    vocabulary, even of devices that have a part of it. residual_bytes come on
     top, and live from one pass to the other; so do 4·V·D where they hold a part of the
     tokens. XLA for CPUs may widen 16-bit weights to float32, 4·V·D, and needs 8·C·V
     forward where V is no multiple of 128 or jaxlib is older than 0.11.

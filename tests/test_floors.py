@@ -28,6 +28,7 @@ FLOORS = {
     "jaxmem.kernels": 1,
     "jaxmem.kernels.tiles": 1,
     "jaxmem.kernels.blocks": 1,
+    "jaxmem.kernels.padding": 1,
     "jaxmem.kernels.tuned": 1,
     "jaxmem.kernels.ring": 1,
     "jaxmem.kernels.logits": 1,

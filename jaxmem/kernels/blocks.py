@@ -16,13 +16,8 @@ BUSY_DEPTH = 65_536
 # one takes for a product of 256 x 256 x 256. On an H200 0.11 us and 3.3: N=32768 D=4096
 # V=128256 took 4.6 ms longer with 63 blocks than with 42.
 SUMS = 1 / 30
-# All rows are one block up to so many times R, which saves W's sums. On an H200, GEMMs
-# with gradients and MiB, of all rows and of blocks of R; D=4096, C=1024:
-#
-#     N = 2.9 R   V=128256   4.27,   706   4.24, 2269
-#         4.0        64000   4.52,   626   4.40, 1187
-#         5.7       128000   4.40, 1,252   4.22, 2265
-ALL_ROWS = 3
+MAX_LAUNCHES = 8  # of all rows, one after another; each is compiled
+NEAR = 1.01  # times the least time, for fewer bytes
 
 
 def whole(n_rows: int) -> int:
@@ -43,21 +38,47 @@ def forward_rows(n_rows: int, chunk: int, columns: int, depth: int, groups: int)
 
 
 def backward_rows(
-    n_rows: int, chunk: int, columns: int, depth: int, frozen: bool
-) -> int:
-    """Rows a block: all, where that leaves columns enough of 2 C V bytes.
+    n_rows: int, chunk: int, columns: int, depth: int, frozen: bool, clusters: int
+) -> tuple[int, bool]:
+    """Rows a launch, and whether launches of all rows follow a block of the vocabulary.
 
     Blocks of R rows and K columns move 8 D (N V / K + N V / R) bytes of float32 sums,
-    fewest where R = K. One block of all rows has none of W, 4 V D bytes, but 4 N D of
-    hidden's.
+    fewest where R = K. Where all rows take their turns with one block of columns, there
+    are 4 N D bytes of hidden's sums and 4 K D of W's, otherwise 4 V D of W's. On an
+    H200, D=4096, C=1024, GEMMs with gradients and MiB, of one launch for all rows with
+    few columns, and of blocks of rows:
+
+        N      V
+        32768  128256    4.27,   706    4.24, 2269
+        32768   64000    4.52,   626    4.40, 1187
+        65536  128000    4.40, 1,252    4.22, 2265
 
     Args:
         chunk: C; for a part of the vocabulary, as many more tokens as it is smaller.
     """
     side = _side(chunk, columns)
-    if n_rows <= side or not frozen and n_rows <= min(ALL_ROWS * side, columns):
-        return whole(n_rows)
-    return max(side // MAX_CLUSTER_ROWS, 1) * MAX_CLUSTER_ROWS
+    if n_rows <= side:
+        return whole(n_rows), True
+    sizes = {n: whole(-(-n_rows // n)) for n in range(1, MAX_LAUNCHES + 1)}
+    sizes = {n: rows for n, rows in sizes.items() if rows * TILE <= chunk * columns}
+    if frozen or n_rows > columns or not sizes:
+        return max(side // MAX_CLUSTER_ROWS, 1) * MAX_CLUSTER_ROWS, False
+    n_tiles, depth_tiles = -(-columns // TILE), -(-depth // TILE)
+
+    def cost(launches, rows):
+        """(time, bytes) of all."""
+        tiles = backward_tiles(n_tiles, rows, chunk, columns, depth, clusters)
+        taken = _time(n_tiles, tiles, rows, depth, clusters)
+        taken += SUMS * n_tiles * depth_tiles if launches > 1 else 0
+        of_hidden = n_rows if tiles < n_tiles else 0
+        of_W = tiles * TILE if launches > 1 else 0
+        held = 2 * rows * tiles * TILE + 4 * depth * (of_hidden + of_W)
+        return launches * taken, held
+
+    costs = {n: cost(n, rows) for n, rows in sizes.items()}
+    enough = NEAR * min(taken for taken, _ in costs.values())
+    near = [n for n, (taken, _) in costs.items() if taken <= enough]
+    return sizes[min(near, key=lambda n: costs[n][1])], True
 
 
 def backward_tiles(
@@ -76,14 +97,14 @@ def backward_tiles(
         8192, 2048, 248320      33: 51.1, 197   66: 50.5, 329    99: 50.3, 461
         2048, 4096, 131072      33: 13.6,  65  132: 13.4, 164   231: 13.4, 263
 
-    Where no whole turn fits, as many as make them, and sums, take least time.
+    Where no whole turn fits, as many as take least time by `_time`.
 
     Args:
         rows: of the block.
         chunk: as above.
     """
-    most = max(chunk * columns // (rows * TILE), 1)
-    if most >= n_tiles:
+    most = _most_tiles(n_tiles, rows, chunk, columns)
+    if most == n_tiles:
         return n_tiles
     row_tiles, depth_tiles = rows // MAX_CLUSTER_ROWS, -(-depth // TILE)
     # The fewest whose derivatives, and gradient of W, take whole turns.
@@ -91,22 +112,30 @@ def backward_tiles(
     if turn <= most:
         busy = -(-BUSY_DEPTH * clusters // (row_tiles * turn * depth))
         return min(min(most // turn, busy) * turn, n_tiles)
+    return min(
+        range(1, most + 1), key=lambda t: _time(n_tiles, t, rows, depth, clusters)
+    )
+
+
+def _most_tiles(n_tiles, rows, chunk, columns):
+    return min(max(chunk * columns // (rows * TILE), 1), n_tiles)
+
+
+def _time(n_tiles, tiles, rows, depth, clusters):
+    """Of a backward pass by blocks of tiles, in products of 256 x 256 x 256."""
+    row_tiles, depth_tiles = rows // MAX_CLUSTER_ROWS, -(-depth // TILE)
 
     def turns(n):
         return -(-n // clusters)
 
     def of_block(tiles):
-        """Time for derivatives, the products for hidden and W, and hidden's sums."""
         dz = turns(row_tiles * tiles) * depth_tiles
         dh = turns(row_tiles * depth_tiles) * tiles
         dW = turns(tiles * depth_tiles) * row_tiles
         return dz + dh + dW + SUMS * row_tiles * depth_tiles
 
-    def of_all(tiles):
-        n_whole, rest = divmod(n_tiles, tiles)
-        return n_whole * of_block(tiles) + (of_block(rest) if rest else 0)
-
-    return min(range(1, most + 1), key=of_all)
+    n_whole, rest = divmod(n_tiles, tiles)
+    return n_whole * of_block(tiles) + (of_block(rest) if rest else 0)
 
 
 def _side(chunk, columns):

@@ -67,9 +67,13 @@ def derivative(env: Env, operands: Operands, part, width: int) -> jax.Array:
             anything.
         width: columns of the result.
     """
-    arrays = operands.arrays | {"part": part}
+    return _launch(env, operands.row_names, width, operands.arrays | {"part": part})
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))  # lowered once, see `products`
+def _launch(env, row_names, width, arrays):
     return plgpu.kernel(
-        functools.partial(_kernel, env, (*arrays, "out"), operands.row_names),
+        functools.partial(_kernel, env, (*arrays, "out"), row_names),
         out_type=jax.ShapeDtypeStruct((env.n_rows, width), env.dtype),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         **env.product.launch(),

@@ -17,7 +17,7 @@ from jax import lax
 from jaxmem import _shards, _stats, _xla
 from jaxmem._spec import Spec
 from jaxmem._xla import Head, Logits, Rows
-from jaxmem.kernels import blocks, tuned
+from jaxmem.kernels import blocks, padding, tuned
 from jaxmem.kernels.tiles import MAX_CLUSTER_ROWS
 
 # With gradients, at D=4096 and V=151936 on an H200, in GEMMs, "xla" in parentheses: 256
@@ -27,8 +27,6 @@ MIN_TOKENS, MIN_CHUNK = 256, 128
 # Where W is padded, in a copy: V=50257 with 1024 tokens 5.1 (6.1), forward alone 1.6
 # (1.5); with 512 tokens 2.2 (1.7).
 MIN_TOKENS_PADDED = 1024
-_SWIZZLE = 64  # 16-bit numbers; TMA cuts an axis into whole ones
-_MIN_COLUMNS = 128  # with a single one, TMA would write what lies beyond into it
 
 
 def supported(spec: Spec, source: Head | Logits) -> str | None:
@@ -75,10 +73,12 @@ def unproven(spec: Spec, source: Head | Logits) -> str | None:
     n_tokens = source.hidden.shape[0] // (jax.device_count() if spec.spread else 1)
     if n_tokens < MIN_TOKENS:
         return f"is not measured to be faster below {MIN_TOKENS} tokens a device"
-    if n_tokens < MIN_TOKENS_PADDED and any(x % _SWIZZLE for x in source.W.shape):
+    if n_tokens < MIN_TOKENS_PADDED and any(
+        x % padding.SWIZZLE for x in source.W.shape
+    ):
         return (
-            f"W {source.W.shape} would be padded to multiples of {_SWIZZLE}, in a copy "
-            f"that does not pay below {MIN_TOKENS_PADDED} tokens"
+            f"W {source.W.shape} would be padded to multiples of {padding.SWIZZLE}, in "
+            f"a copy that does not pay below {MIN_TOKENS_PADDED} tokens"
         )
     if spec.chunk < MIN_CHUNK:
         return f"is not measured below chunks of {MIN_CHUNK} tokens"
@@ -98,7 +98,7 @@ def forward(spec: Spec, source: Head, rows: Rows, names) -> dict:
 
 def statistics(spec: Spec, source: Head, rows: Rows) -> _stats.Stats:
     """Of this shard's part of the vocabulary for every row; anything where inactive."""
-    padded = _pad(spec, _xla.cast(spec, source))
+    padded = padding.head(spec, _xla.cast(spec, source))
     return _add_statistics(spec, padded, rows, _xla.no_statistics(spec, rows))
 
 
@@ -113,7 +113,7 @@ def forward_and_keep(spec: Spec, source: Head, rows: Rows, names) -> tuple[dict,
             "residual_bytes inside jax.shard_map needs check_vma=False there; or pass "
             "residual_bytes=0"
         )
-    padded = _pad(spec, _xla.cast(spec, source))
+    padded = padding.head(spec, _xla.cast(spec, source))
     env, first, rest = _split(spec, padded, rows)
     ids, n_active = _active_first(first.active, env.n_rows)
     stats, kept = kernel.statistics_and_exps(
@@ -129,15 +129,15 @@ def backward(
     spec: Spec, source: Head, rows: Rows, saved: _stats.Outputs, cotangents, kept=None
 ) -> Head:
     """Cotangent of the source; sums over tokens in float32."""
-    padded = _pad(spec, _xla.cast(spec, source))
+    padded = padding.head(spec, _xla.cast(spec, source))
     n_rows = rows.labels.shape[0]
     columns, depth = _columns_and_depth(spec, padded)
-    size = blocks.backward_rows(
-        n_rows, _tokens_here(spec), columns, depth, spec.frozen_head
+    size, once = blocks.backward_rows(
+        n_rows, _tokens_here(spec), columns, depth, spec.frozen_head, n_clusters()
     )
     env = _env(spec, padded, size, "derivative")
     if kept is None:
-        again, once = rows, n_rows <= env.n_rows
+        again = rows
         sums = _sums(spec, env, source, padded, once)
     else:
         kept_env, first, again = _split(spec, padded, rows)
@@ -159,7 +159,7 @@ def one_pass(
     """As in "xla": the forward kernel keeps exponentials, products follow."""
     from jaxmem.kernels import forward as kernel
 
-    padded = _pad(spec, _xla.cast(spec, source))
+    padded = padding.head(spec, _xla.cast(spec, source))
     n_rows = rows.labels.shape[0]
     size = loss_rows(spec, source)
     env, once = _env(spec, padded, size, "exps"), n_rows <= size
@@ -235,22 +235,22 @@ def _add_kept(spec, env, padded, rows, row_ids, n_active, kept, outputs, g, once
     Outputs and their cotangents g are those of row_ids; the exponentials are given up.
     """
     from jaxmem.kernels import kept as keeping
+    from jaxmem.kernels import products
 
     dz = keeping.derivative(
         env, kept, n_active, _xla.part_labels(spec, rows, row_ids), outputs,
         _stats.coefficients(outputs, g), _inverse_temperature(rows, row_ids),
     )  # fmt: skip
-    return _gradients(
-        spec, (env, env.n_tiles, once), padded, _hidden(padded, row_ids),
-        lambda part, width: dz, row_ids, n_active, sums,
-    )  # fmt: skip
+    part = products.Part(_hidden(padded, row_ids), lambda part, width: dz, n_active)
+    return _gradients(spec, (env, env.n_tiles, once), padded, [part], row_ids, sums)
 
 
 def _add_again(spec, env, padded, rows, saved, cotangents, once, sums):
     """sums with what the active rows add to them, from logits made again."""
     from jaxmem.kernels import dlogits as kernel
+    from jaxmem.kernels import products
 
-    def block(row_ids, n_active, sums):
+    def part(row_ids, n_active):
         of_rows = jax.tree.map(lambda x: _xla.take(x, row_ids), saved)
         log_sum = _xla.take(saved.log_sum, row_ids, fill_value=kernel.NO_ROW)
         of_rows = of_rows._replace(log_sum=log_sum)
@@ -262,10 +262,19 @@ def _add_again(spec, env, padded, rows, saved, cotangents, once, sums):
             _inverse_temperature(rows, row_ids),
         )  # fmt: skip
         derivative = functools.partial(kernel.derivative, env, operands)
-        cut = env, _block_tiles(spec, env), once
-        return _gradients(spec, cut, padded, h, derivative, row_ids, n_active, sums)
+        return products.Part(h, derivative, n_active)
 
-    return _for_row_blocks(rows.active, env.n_rows, block, sums)
+    def block(row_ids, n_active, sums):
+        cut, size = (env, _block_tiles(spec, env), once), env.n_rows
+        parts = [
+            part(row_ids[i : i + size], jnp.clip(n_active - i, 0, size))
+            for i in range(0, len(row_ids), size)
+        ]
+        return _gradients(spec, cut, padded, parts, row_ids, sums)
+
+    n_rows = len(rows.labels)
+    at_once = -(-n_rows // env.n_rows) * env.n_rows if once else env.n_rows
+    return _for_row_blocks(rows.active, at_once, block, sums)
 
 
 def _sums(spec, env, source, padded, once):
@@ -297,25 +306,28 @@ def _cotangent(spec, source, sums, once):
     return jax.tree.map(_like, varied, source)
 
 
-def _gradients(
-    spec, cut: tuple[Any, int, bool], padded, h, derivative, row_ids, n_active, sums
-):  # fmt: skip
+def _gradients(spec, cut: tuple[Any, int, bool], padded, parts, row_ids, sums):
     """sums with what some rows add to them."""
     from jaxmem.kernels import products
 
     env, n_tiles, once = cut
     tiles = _tiles("to_hidden", spec, padded), _tiles("to_W", spec, padded)
-    if n_tiles < env.n_tiles:
-        dh = jnp.zeros(h.shape, jnp.float32)
-    else:  # written in one go
-        dh = lax.empty(h.shape, sums.hidden.dtype)
+
+    def into(h):
+        if n_tiles < env.n_tiles:
+            return jnp.zeros(h.shape, jnp.float32)
+        return lax.empty(h.shape, sums.hidden.dtype)  # written in one go
+
     several = spec.shards and spec.shards.same_hidden and spec.shards.count > 1
-    beside = once and bool(several) and products.has_room(env, n_tiles)
+    alone = len(parts) == 1
+    beside = once and alone and bool(several) and products.has_room(env, n_tiles)
+    hidden = tuple(into(part.hidden) for part in parts)
     here = products.gradients(
-        tiles, *cut, padded.W, h, derivative, n_active, sums._replace(hidden=dh), beside
+        tiles, *cut, padded.W, parts, sums._replace(hidden=hidden), beside
     )
     n_rows, depth = sums.hidden.shape
-    dh = here.hidden[:, :depth].astype(sums.hidden.dtype)
+    dhs = [x[:, :depth].astype(sums.hidden.dtype) for x in here.hidden]
+    dh = dhs[0] if alone else jnp.concatenate(dhs)
     if not once:
         return here._replace(hidden=_xla.put(sums.hidden, row_ids, dh))
     dh = _shards.vary(dh, spec.part_varying)
@@ -401,42 +413,8 @@ def n_clusters():
     return n_blocks() // tuned.DEFAULTS["to_hidden"].cluster
 
 
-def _pad(spec, head):
-    """W and bias with whole swizzles along both axes; no copy where they fit.
-
-    On an H200 with V=50257, 1.01 GEMMs forward and 3.94 with gradients, copies and all;
-    "xla" takes 1.28 and 8.57.
-    """
-    to_columns = max(_round_up(spec.columns), _MIN_COLUMNS)
-    depth = head.W.shape[1 if spec.layout == "vd" else 0]
-    sizes = (to_columns, _round_up(depth))
-    W = _pad_to(head.W, sizes if spec.layout == "vd" else sizes[::-1])
-    bias = _bias(spec, head.bias)
-    bias = None if bias is None else _pad_to(bias, (to_columns,))
-    return Head(head.hidden, W, bias)
-
-
-def _bias(spec, bias):
-    """-inf where a shard's part reaches beyond the vocabulary, if any does."""
-    if not spec.shards or spec.vocab_size == spec.columns * spec.shards.count:
-        return bias
-    column = _xla.first_column(spec) + jnp.arange(spec.columns, dtype=jnp.int32)
-    there = column < spec.vocab_size
-    return jnp.where(there, 0 if bias is None else bias, -jnp.inf).astype(jnp.float32)
-
-
-def _round_up(n):
-    return -(-n // _SWIZZLE) * _SWIZZLE
-
-
-def _pad_to(x, sizes):
-    after = [size - n for size, n in zip(sizes, x.shape, strict=True)]
-    return jnp.pad(x, [(0, n) for n in after]) if any(after) else x
-
-
 def _hidden(padded, row_ids):
-    h = _xla.take(padded.hidden, row_ids)
-    return _pad_to(h, (h.shape[0], _round_up(h.shape[1])))
+    return padding.columns(_xla.take(padded.hidden, row_ids))
 
 
 def _inverse_temperature(rows, row_ids):

@@ -7,6 +7,8 @@ to float32 sums in place, and stop after the rows that are active.
 """
 
 import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -31,6 +33,14 @@ SUM_BLOCKS = 24
 MAX_SUM_TILES = 64
 
 
+# Jitted, as every kernel of a pass that may be launched more than once in a program: it
+# is then lowered once.
+_jit = functools.partial(
+    jax.jit, static_argnames=("tiles", "layout", "n_blocks", "add")
+)
+
+
+@_jit
 def to_hidden(
     tiles: Tiles, layout: Layout, n_blocks, dz, W, n_rows, block, into, add
 ) -> jax.Array:
@@ -58,6 +68,7 @@ def to_hidden(
     return _launch(product, extent, dz, W, into, (0, 0), add)
 
 
+@_jit
 def to_W(
     tiles: Tiles, layout: Layout, n_blocks, dz, hidden, n_rows, block, into, add
 ) -> jax.Array:
@@ -86,9 +97,17 @@ def to_W(
     return _launch(product, extent, lhs, rhs, into, at, add)
 
 
+class Part(NamedTuple):
+    """Rows of one launch."""
+
+    hidden: jax.Array  # [R, D]
+    derivative: Callable[..., jax.Array]  # (part, width) -> dz, as in `dlogits`
+    n_rows: Any  # int32, that count
+
+
 def gradients(
-    tiles: tuple[Tiles, Tiles], env: Env, n_tiles: int, once: bool, W, hidden,
-    derivative, n_rows, sums: Head, beside: bool = False,
+    tiles: tuple[Tiles, Tiles], env: Env, n_tiles: int, once: bool, W,
+    parts: Sequence[Part], sums: Head, beside: bool = False,
 ) -> Head:  # fmt: skip
     """sums with what some rows add to them, block by block of the vocabulary.
 
@@ -98,45 +117,72 @@ def gradients(
         n_tiles: of the vocabulary, a block.
         once: whether sums.W holds nothing yet, and is only written.
         W: [V, D] or [D, V].
-        hidden: [N, D].
-        derivative: (part, width) -> dz, as `dlogits.derivative`.
-        n_rows: int32, rows that count.
-        sums: hidden, float32 zeros, or anything of any type where a block has all of
-            the vocabulary; W and bias, None where there is no gradient of them.
+        parts: of the rows; several only where `once`, and then a block of W's gradient
+            is summed over them in float32.
+        sums: hidden, of each part float32 zeros, or anything of any type where a block
+            has all of the vocabulary; W and bias, None without a gradient of them.
         beside: whether hidden's gradient is then to be summed over devices while the
             last block's of W is made, which comes after the loop for that.
     """
-    columns = env.tiles.columns
-    # Without an active row, one tile of zeros still overwrites what dW holds.
-    n_here = jnp.maximum(n_rows, 1)
+    columns, several = env.tiles.columns, len(parts) > 1
 
     def block(b, sums, last=False):
         first = b * n_tiles
-        here = jnp.minimum(n_tiles, env.n_tiles - first)
-        dz = derivative(part=jnp.stack([n_here, first, here]), width=n_tiles * columns)
-        at = first * columns, jnp.minimum(here * columns, env.columns - first * columns)
-        dh = to_hidden(
-            tiles[0], env.layout, env.n_blocks, dz, W, n_here, at, sums.hidden,
-            add=n_tiles < env.n_tiles,
-        )  # fmt: skip
-        dW, dbias = sums.W, sums.bias
-        n_blocks = env.n_blocks
-        if last:  # hidden's comes first, and its sum beside this
-            dh, dW = lax.optimization_barrier((dh, dW))
-            n_blocks = max(n_blocks - SUM_BLOCKS, 1)
-        if dW is not None:
-            dW = to_W(
-                tiles[1], env.layout, n_blocks, dz, hidden, n_here, at, dW, not once
+        here = jnp.int32(jnp.minimum(n_tiles, env.n_tiles - first))
+        column = first * columns
+        at = jnp.int32(column), jnp.minimum(here * columns, env.columns - column)
+        dW, dbias, dhs = sums.W, sums.bias, []
+        into, at_W = dW, at
+        if several and dW is not None:
+            into = lax.empty(_shape(env, n_tiles), jnp.float32)
+            at_W = jnp.int32(0), at[1]
+        for i, (part, dh) in enumerate(zip(parts, sums.hidden, strict=True)):
+            # Without an active row, one tile of zeros still overwrites what dW holds.
+            n_here = jnp.maximum(part.n_rows, 1)
+            if i:  # one part's derivatives at a time
+                n_here, into, dhs = lax.optimization_barrier((n_here, into, dhs))
+            dz = part.derivative(
+                part=jnp.stack([n_here, first, here]), width=n_tiles * columns
             )
-        if dbias is not None:
-            dbias = _add_to_bias(dz, n_here, at, dbias)
-        return Head(dh, dW, dbias)
+            dh = to_hidden(
+                tiles[0], env.layout, env.n_blocks, dz, W, n_here, at, dh,
+                add=n_tiles < env.n_tiles,
+            )  # fmt: skip
+            n_blocks = env.n_blocks
+            if last and beside:  # hidden's comes first, and its sum beside this
+                dh, into = lax.optimization_barrier((dh, into))
+                n_blocks = max(n_blocks - SUM_BLOCKS, 1)
+            if into is not None:
+                into = to_W(
+                    tiles[1], env.layout, n_blocks, dz, part.hidden, n_here, at_W, into,
+                    i > 0 or not once,
+                )  # fmt: skip
+            if dbias is not None:
+                dbias = _add_to_bias(dz, n_here, at, dbias)
+            dhs.append(dh)
+        if several and dW is not None:
+            into = _put(env, into, dW, column, last)
+        return sums._replace(hidden=tuple(dhs), W=into, bias=dbias)
 
     n_parts = -(-env.n_tiles // n_tiles)
-    if not beside or sums.W is None:
+    if sums.W is None or not (beside or several):
         return lax.fori_loop(0, n_parts, block, sums)
     sums = lax.fori_loop(0, n_parts - 1, block, sums)
     return block(n_parts - 1, sums, last=True)
+
+
+def _shape(env, n_tiles):
+    """Of a block of W's gradient."""
+    width = n_tiles * env.tiles.columns
+    return (width, env.depth) if env.layout == "vd" else (env.depth, width)
+
+
+def _put(env, made, dW, first, last):
+    """dW with a block, of which the last may reach beyond it."""
+    axis = 0 if env.layout == "vd" else 1
+    if last:
+        made = lax.slice_in_dim(made, 0, dW.shape[axis] - first, axis=axis)
+    return lax.dynamic_update_slice_in_dim(dW, made.astype(dW.dtype), first, axis)
 
 
 def has_room(env: Env, n_tiles: int) -> bool:

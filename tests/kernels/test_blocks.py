@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from typing import NamedTuple
 
 import pytest
 
@@ -23,30 +24,43 @@ def slack(columns, depth):
     return MAX_CLUSTER_ROWS * (2 * columns + 4 * depth)
 
 
+class Backward(NamedTuple):
+    """How a backward pass is cut on 66 clusters."""
+
+    rows: int  # a launch
+    once: bool  # launches of all rows follow a block of the vocabulary
+    tiles: int  # of that
+    launches: int
+
+
 def backward(n, chunk, columns, depth, frozen=False):
-    """(rows, columns, bytes of W's sums) of a block."""
-    rows = blocks.backward_rows(n, chunk, columns, depth, frozen)
+    rows, once = blocks.backward_rows(n, chunk, columns, depth, frozen, 66)
     n_tiles = -(-columns // blocks.TILE)
     tiles = blocks.backward_tiles(n_tiles, rows, chunk, columns, depth, 66)
-    return rows, tiles * blocks.TILE, 0 if rows >= n or frozen else 4 * columns * depth
+    return Backward(rows, once, tiles, -(-n // rows))
 
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_derivatives_take_no_more_than_a_chunk_of_16_bits(frozen):
     for n, chunk, columns, depth in SHAPES:
-        rows, width, _ = backward(n, chunk, columns, depth, frozen)
-        least = 2 * min(MAX_CLUSTER_ROWS * columns, rows * blocks.TILE)  # a cluster's
-        whole = -(-columns // blocks.TILE) * blocks.TILE
-        allowed = 2 * chunk * whole + 2 * MAX_CLUSTER_ROWS * width  # whole tiles, rows
-        assert 2 * rows * width <= max(allowed, least), (n, chunk, columns)
+        cut = backward(n, chunk, columns, depth, frozen)
+        width = cut.tiles * blocks.TILE
+        taken = cut.rows * min(width, columns)
+        least = MAX_CLUSTER_ROWS * columns  # rows come in whole clusters
+        assert taken <= max(chunk * columns, least), (n, chunk, columns)
 
 
 def test_sums_take_no_more_than_those_of_W_would():
+    """Beside those of hidden for the rows of a launch."""
     for n, chunk, columns, depth in SHAPES:
-        rows, _, sums = backward(n, chunk, columns, depth)
-        taken = 4 * rows * depth + sums
+        cut = backward(n, chunk, columns, depth)
+        width = min(cut.tiles * blocks.TILE, columns)
+        if cut.once:
+            sums = (n if width < columns else 0) + (width if cut.launches > 1 else 0)
+        else:
+            sums = columns + cut.rows
         side = math.isqrt(chunk * columns)
-        assert taken <= 4 * (columns + max(side, MAX_CLUSTER_ROWS)) * depth
+        assert sums <= columns + max(side, MAX_CLUSTER_ROWS), (n, chunk, columns)
 
 
 @pytest.mark.parametrize(
@@ -64,16 +78,15 @@ def test_sums_take_no_more_than_those_of_W_would():
     ],
 )
 def test_blocks_take_whole_turns_of_the_chip(n, depth, columns, tiles):
-    assert backward(n, 1024, columns, depth)[1] == tiles * blocks.TILE
+    cut = backward(n, 1024, columns, depth)
+    assert cut == (n, True, tiles, 1)
 
 
 @pytest.mark.parametrize(
     ("n", "columns", "most", "tiles"),
     [
-        # A tile of derivatives is 1 / 66 of a turn for 256 tokens, one of W's gradient
-        # 16 / 66. 12 of 32,768 tokens: 23.3 turns and 2.9; 15: 29.1 and 3.6.
-        (32_768, 128_256, 15, 12),
-        (8192, 65_536, 32, 32),  # 15.5 and 7.8
+        # A tile of derivatives is 32 / 66 of a turn, one of W's gradient 16 / 66.
+        (8192, 65_536, 32, 32),  # 15.5 turns and 7.8
         (8192, 50_304, 24, 24),  # 11.6 and 5.8
         (8192, 32_064, 15, 12),  # 5.8 and 2.9; 15: 7.3 and 3.6
         (8192, 17_920, 8, 8),
@@ -81,19 +94,23 @@ def test_blocks_take_whole_turns_of_the_chip(n, depth, columns, tiles):
 )
 def test_where_no_whole_turn_fits_clusters_wait_least(n, columns, most, tiles):
     assert 1024 * columns // (n * blocks.TILE) == most
-    assert backward(n, 1024, columns, 4096)[1] == tiles * blocks.TILE
+    assert backward(n, 1024, columns, 4096) == (n, True, tiles, 1)
 
 
-def test_all_rows_come_at_once_until_few_columns_are_left():
-    of = {n: blocks.backward_rows(n, 1024, 128_256, 4096, False) for n in
-          (8192, 32_768, 34_000, 65_536, 131_072)}  # fmt: skip
-    assert [n for n, rows in of.items() if rows >= n] == [8192, 32_768, 34_000]
-    assert of[65_536] == of[131_072] == 11_264
-
-
-def test_rows_are_never_more_than_hiddens_sums_may_be():
-    """Of a small vocabulary W's sums are the smaller ones."""
-    assert blocks.backward_rows(65_536, 16_384, 32_000, 4096, False) < 32_000
+@pytest.mark.parametrize(
+    ("n", "columns", "cut"),
+    [
+        (16_384, 151_936, (16_384, True, 33, 1)),
+        # Few columns are left to all rows at once: 15 tiles, which take no whole turn.
+        (32_768, 128_256, (8192, True, 33, 4)),
+        (32_768, 64_000, (4096, True, 33, 8)),
+        (65_536, 128_000, (8192, True, 33, 8)),
+        (131_072, 128_256, (11_264, False, 33, 12)),  # W's sums are the smaller ones
+        (65_536, 32_000, (5632, False, 20, 12)),
+    ],
+)
+def test_launches_follow_each_other_where_all_rows_leave_few_columns(n, columns, cut):
+    assert backward(n, 1024, columns, 4096) == cut
 
 
 @pytest.mark.parametrize("frozen", [False, True])

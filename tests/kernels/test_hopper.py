@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmem
 from jaxmem import _spread
-from jaxmem.kernels import hopper, tuned
+from jaxmem.kernels import blocks, hopper, tuned
 from jaxmem.kernels.tiles import Tiles
 from tests.cases import CASES, Case
 from tests.kernels.one_pass import ONE_PASS, check_one_pass, close
@@ -88,8 +88,23 @@ def test_every_option_at_once(interpreted):
 @needs_pallas
 def test_rows_in_blocks_and_columns_in_blocks(interpreted):
     """Both gradients are added up."""
-    case = Case(257, 16, 300, std=3.0, chunk=16)
+    case = Case(301, 16, 300, std=3.0, chunk=16)
     check(case.make(), "hopper", case.chunk, dtype="bfloat16")
+
+
+@needs_pallas
+@pytest.mark.parametrize("layout", ["vd", "dv"])
+def test_launches_of_all_rows_follow_a_block_of_columns(
+    layout, interpreted, monkeypatch
+):
+    """Two of 256 rows, the second with none that is active in one case and some in the
+    other; two blocks, the second of 44 columns."""
+    monkeypatch.setattr(blocks, "backward_rows", lambda *_: (256, True))
+    problem = Case(300, 16, 300, std=3.0, chunk=16).make()
+    masked = np.arange(300) % 3 == 0 if layout == "vd" else np.arange(300) < 10
+    problem = problem._replace(y=np.where(masked, -100, problem.y))
+    bias = jnp.linspace(-1, 1, 300, dtype=jnp.bfloat16)
+    check(problem, "hopper", 16, dtype="bfloat16", layout=layout, bias=bias)
 
 
 @needs_pallas
