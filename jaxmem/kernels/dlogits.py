@@ -67,17 +67,19 @@ def derivative(env: Env, operands: Operands, part, width: int) -> jax.Array:
             anything.
         width: columns of the result.
     """
-    return _launch(env, operands.row_names, width, operands.arrays | {"part": part})
+    arrays = operands.arrays | {"part": part}
+    names = (*arrays, "out"), operands.row_names
+    return _launch(env, names, width, tuple(arrays.values()))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))  # lowered once, see `products`
-def _launch(env, row_names, width, arrays):
+def _launch(env, names, width, arrays):
     return plgpu.kernel(
-        functools.partial(_kernel, env, (*arrays, "out"), row_names),
+        functools.partial(_kernel, env, *names),
         out_type=jax.ShapeDtypeStruct((env.n_rows, width), env.dtype),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         **env.product.launch(),
-    )(*arrays.values())
+    )(*arrays)
 
 
 def fold(rows: Outputs, c: Coefficients, inverse_temperature) -> dict:

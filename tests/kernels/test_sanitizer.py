@@ -9,18 +9,21 @@ import pytest
 
 pytestmark = pytest.mark.gpu
 
-# Every kernel once, over ragged rows and a ragged vocabulary: logits made again, kept
-# exponentials, and a loss known inside.
+# Every kernel once, over ragged rows and a ragged vocabulary: logits made again, in one
+# launch and in several, kept exponentials, and a loss known inside.
 PROGRAM = """
 import jax, jax.numpy as jnp, jaxmem
 
-def total(h, W, y, **options):
-    stats = jaxmem.token_stats(h, W, y, 64, implementation="hopper", **options)
+def total(h, W, y, chunk=128, **options):
+    stats = jaxmem.token_stats(h, W, y, chunk, implementation="hopper", **options)
     return jnp.sum(stats.logprob + stats.entropy)
 
 def loss(h, W, y):
     of_token = lambda stats: stats.logprob + stats.entropy
-    return jaxmem.token_loss(of_token, h, W, y, chunk=64, implementation="hopper")[0]
+    return jaxmem.token_loss(of_token, h, W, y, chunk=128, implementation="hopper")[0]
+
+def launches(h, W, y):
+    return total(h, W, y, chunk=64)
 
 def kept(h, W, y):
     return total(h, W, y, residual_bytes="all")
@@ -29,7 +32,7 @@ keys = jax.random.split(jax.random.key(0), 3)
 h = jax.random.normal(keys[0], (300, 128), jnp.bfloat16)
 W = jax.random.normal(keys[1], (1000, 128), jnp.bfloat16)
 y = jax.random.randint(keys[2], (300,), -1, 1000)
-for f in (total, kept, loss):
+for f in (total, kept, loss, launches):
     gradients = jax.jit(jax.grad(f, (0, 1)))(h, W, y)
     assert all(bool(jnp.isfinite(x).all()) for x in gradients)
 print("computed")
