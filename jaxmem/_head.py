@@ -85,17 +85,19 @@ def logprobs(
     more; cuBLAS takes 32 MiB. Where V is no multiple of 64, W is padded: b·V·D, in
     "hopper" in both passes and again for its gradient, in "xla" on a GPU backward.
     "hopper" holds no logits forward; backward, with S = √(C·V), it takes
-    2·C·V + 6·N·D for up to V tokens N (up to S where W is frozen), and 2·C·V + 4·V·D +
-    6·S·D beyond, the second term not where W is frozen; in C·V, V is the whole
-    vocabulary, even of devices that have a part of it. residual_bytes come on
-    top, and live from one pass to the other; so do 4·V·D where they hold a part of the
-    tokens. XLA for CPUs may widen 16-bit weights to float32, 4·V·D, and needs 8·C·V
-    forward where V is no multiple of 128 or jaxlib is older than 0.11.
+    2·C·V + 6·N·D for up to S tokens N; for up to V and C·V/32 of them as well, and then
+    32·C·V·D/N at most for a block of W's gradient; otherwise 2·C·V + 4·V·D + 6·S·D, the
+    second term not where W is frozen. In C·V, V is the whole vocabulary, even of
+    devices that have a part of it. residual_bytes come on top, and live from one pass
+    to the other; so do 4·V·D where they hold a part of the tokens. XLA for CPUs may
+    widen 16-bit weights to float32, 4·V·D, and needs 8·C·V forward where V is no
+    multiple of 128 or jaxlib is older than 0.11.
 
     **Communication** with axis_name, a token: forward 8 bytes in one max and 12 in one
     sum over the shards; backward 4·D in one sum of hidden's gradient, in float32, that
     is rounded after it and takes as much memory (twice with more than two shards in
-    "hopper", which makes W's gradient meanwhile). W's gradient stays where W is. Under
+    "hopper", which makes W's gradient meanwhile, and once more in its several launches
+    of more than S tokens). W's gradient stays where W is. Under
     check_vma=False jax sums hidden's gradient itself, rounded to hidden's type before.
     Without it, where `jax.jit` splits a program over devices, each takes as many tokens
     of all as they divide, those that it has first; W is gathered if it is in parts, and

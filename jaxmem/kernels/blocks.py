@@ -38,7 +38,7 @@ def forward_rows(n_rows: int, chunk: int, columns: int, depth: int, groups: int)
 
 
 def backward_rows(
-    n_rows: int, chunk: int, columns: int, depth: int, frozen: bool, clusters: int
+    n_rows: int, chunk: int, columns: int, depth: int, apart: bool, clusters: int
 ) -> tuple[int, bool]:
     """Rows a launch, and whether launches of all rows follow a block of the vocabulary.
 
@@ -59,13 +59,14 @@ def backward_rows(
 
     Args:
         chunk: C; for a part of the vocabulary, as many more tokens as it is smaller.
+        apart: whether blocks of rows are to go through the vocabulary one by one.
     """
     side = _side(chunk, columns)
     if n_rows <= side:
         return whole(n_rows), True
     sizes = {n: whole(-(-n_rows // n)) for n in range(1, MAX_LAUNCHES + 1)}
     sizes = {n: rows for n, rows in sizes.items() if rows * TILE <= chunk * columns}
-    if frozen or n_rows > columns or not sizes:
+    if apart or n_rows > columns or not sizes:
         return max(side // MAX_CLUSTER_ROWS, 1) * MAX_CLUSTER_ROWS, False
     n_tiles, depth_tiles = -(-columns // TILE), -(-depth // TILE)
 

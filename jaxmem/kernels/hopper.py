@@ -132,8 +132,10 @@ def backward(
     padded = padding.head(spec, _xla.cast(spec, source))
     n_rows = rows.labels.shape[0]
     columns, depth = _columns_and_depth(spec, padded)
+    # No gradient of W, or sums of it beside what is kept: nothing to gain together.
+    apart = spec.frozen_head or kept is not None
     size, once = blocks.backward_rows(
-        n_rows, _tokens_here(spec), columns, depth, spec.frozen_head, n_clusters()
+        n_rows, _tokens_here(spec), columns, depth, apart, n_clusters()
     )
     env = _env(spec, padded, size, "derivative")
     if kept is None:

@@ -167,7 +167,8 @@ def gradients(
     n_parts = -(-env.n_tiles // n_tiles)
     if sums.W is None or not (beside or several):
         return lax.fori_loop(0, n_parts, block, sums)
-    sums = lax.fori_loop(0, n_parts - 1, block, sums)
+    if n_parts > 1:
+        sums = lax.fori_loop(0, n_parts - 1, block, sums)
     return block(n_parts - 1, sums, last=True)
 
 

@@ -29,10 +29,10 @@ FILE = "tuned.json"
 # columns in two accumulators, 192 and 128, with three stages, N=8192 V=149760, against
 # 256 columns: forward 15.13 ms and 15.13 at D=4096, 18.58 and 18.80 at D=5120 (spread
 # 0.02); derivatives of a ninth of V 1.74 and 1.73; its dH 1.81 and 1.72, dW 2.15 and
-# 2.14; 384 columns 1.85 and 2.15. Not worth two accumulators. The table has what --tune
-# found since: the default, but for W's product at D=4096 V=151936, where three stages
-# in groups of 4 without pairs took 0.0547 GEMMs and the default 0.0553; not taken, for
-# samples are 3% apart.
+# 2.14; 384 columns 1.85 and 2.15. Not worth two accumulators. The table has where
+# --tune found nothing better since. Of W's product at D=4096 V=151936 it has nothing:
+# three stages in groups of 4 without pairs took 0.0547 GEMMs there and the default
+# 0.0553, with samples 3% apart.
 _PRODUCT = Tiles(group=1, cluster=2, panel=8, stored=32, slots=1, stored_bytes=4)
 DEFAULTS: Mapping[Kernel, Tiles] = {
     "statistics": Tiles(group=4, cluster=2, panel=8),

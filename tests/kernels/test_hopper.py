@@ -97,9 +97,11 @@ def test_rows_in_blocks_and_columns_in_blocks(interpreted):
 def test_launches_of_all_rows_follow_a_block_of_columns(
     layout, interpreted, monkeypatch
 ):
-    """Two of 256 rows, the second with none that is active in one case and some in the
-    other; two blocks, the second of 44 columns."""
+    """Two of 256 rows: the second with none that is active, two blocks of 256 and 44
+    columns; or with some, and one block."""
     monkeypatch.setattr(blocks, "backward_rows", lambda *_: (256, True))
+    if layout == "dv":
+        monkeypatch.setattr(blocks, "backward_tiles", lambda n_tiles, *_: n_tiles)
     problem = Case(300, 16, 300, std=3.0, chunk=16).make()
     masked = np.arange(300) % 3 == 0 if layout == "vd" else np.arange(300) < 10
     problem = problem._replace(y=np.where(masked, -100, problem.y))
