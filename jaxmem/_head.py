@@ -85,9 +85,10 @@ def logprobs(
     more; cuBLAS takes 32 MiB. Where V is no multiple of 64, W is padded: b·V·D, in
     "hopper" in both passes and again for its gradient, in "xla" on a GPU backward.
     "hopper" holds no logits forward; backward, with S = √(C·V), it takes
-    2·C·V + 6·N·D for up to S tokens N; for up to V and C·V/32 of them as well, and then
-    32·C·V·D/N at most for a block of W's gradient; otherwise 2·C·V + 4·V·D + 6·S·D, the
-    second term not where W is frozen. In C·V, V is the whole vocabulary, even of
+    2·C·V + 6·N·D for up to S tokens N. For more, up to V and C·V/32, a block of W's
+    gradient comes on top, 32·C·V·D/N at most, where all but 2·N·D of that is no more
+    than 2·C·V + 4·V·D; otherwise it takes 2·C·V + 4·V·D + 6·S·D, the second term not
+    where W is frozen. In C·V, V is the whole vocabulary, even of
     devices that have a part of it. residual_bytes come on top, and live from one pass
     to the other; so do 4·V·D where they hold a part of the tokens. XLA for CPUs may
     widen 16-bit weights to float32, 4·V·D, and needs 8·C·V forward where V is no

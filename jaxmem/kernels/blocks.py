@@ -12,12 +12,12 @@ TILE = 256  # columns of a product's tile, as `tuned.DEFAULTS` has them
 MAX_ROWS = 8_192
 # Tiles of a block that each cluster makes, times D: enough to keep it busy.
 BUSY_DEPTH = 65_536
-# Time for a tile of float32 sums to be read and written, of all clusters, in those that
-# one takes for a product of 256 x 256 x 256. On an H200 0.11 us and 3.3: N=32768 D=4096
-# V=128256 took 4.6 ms longer with 63 blocks than with 42.
+# Time to read and write 256 x 256 float32 sums, 0.11 us on an H200, in those that a
+# cluster takes to multiply 256 x 256 x 256 numbers, 3.3 us: N=32768 D=4096 V=128256
+# took 4.6 ms longer with 63 blocks than with 42.
 SUMS = 1 / 30
-MAX_LAUNCHES = 8  # of all rows, one after another; each is compiled
-NEAR = 1.01  # times the least time, for fewer bytes
+MAX_LAUNCHES = 8  # of all rows, one after another: each is compiled
+NEAR = 1.01  # of two times closer than this, the one that takes fewer bytes is chosen
 
 
 def whole(n_rows: int) -> int:
@@ -44,9 +44,10 @@ def backward_rows(
 
     Blocks of R rows and K columns move 8 D (N V / K + N V / R) bytes of float32 sums,
     fewest where R = K. Where all rows take their turns with one block of columns, there
-    are 4 N D bytes of hidden's sums and 4 K D of W's, otherwise 4 V D of W's. On an
-    H200, D=4096, C=1024, GEMMs with gradients and MiB, of one launch for all rows with
-    few columns, and of blocks of rows:
+    are 4 N D bytes of hidden's sums and 4 K D of W's, otherwise 4 V D of W's; they do
+    for up to V rows, where that takes no more than 2 C V + 4 V D with derivatives. On
+    an H200, D=4096, C=1024, GEMMs with gradients and MiB, of one launch for all rows
+    with few columns, and of blocks of rows:
 
         N      V
         32768  128256    4.27,   706    4.24, 2269
@@ -66,8 +67,6 @@ def backward_rows(
         return whole(n_rows), True
     sizes = {n: whole(-(-n_rows // n)) for n in range(1, MAX_LAUNCHES + 1)}
     sizes = {n: rows for n, rows in sizes.items() if rows * TILE <= chunk * columns}
-    if apart or n_rows > columns or not sizes:
-        return max(side // MAX_CLUSTER_ROWS, 1) * MAX_CLUSTER_ROWS, False
     n_tiles, depth_tiles = -(-columns // TILE), -(-depth // TILE)
 
     def cost(launches, rows):
@@ -81,6 +80,10 @@ def backward_rows(
         return launches * taken, held
 
     costs = {n: cost(n, rows) for n, rows in sizes.items()}
+    limit = 2 * chunk * columns + 4 * columns * depth
+    costs = {n: (taken, held) for n, (taken, held) in costs.items() if held <= limit}
+    if apart or n_rows > columns or not costs:
+        return max(side // MAX_CLUSTER_ROWS, 1) * MAX_CLUSTER_ROWS, False
     enough = NEAR * min(taken for taken, _ in costs.values())
     near = [n for n, (taken, _) in costs.items() if taken <= enough]
     return sizes[min(near, key=lambda n: costs[n][1])], True

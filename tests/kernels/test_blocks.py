@@ -50,17 +50,22 @@ def test_derivatives_take_no_more_than_a_chunk_of_16_bits(frozen):
         assert taken <= max(chunk * columns, least), (n, chunk, columns)
 
 
-def test_sums_take_no_more_than_those_of_W_would():
-    """Beside those of hidden for the rows of a launch."""
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_backward_pass_takes_the_bytes_it_says(frozen):
     for n, chunk, columns, depth in SHAPES:
-        cut = backward(n, chunk, columns, depth)
+        cut = backward(n, chunk, columns, depth, frozen)
         width = min(cut.tiles * blocks.TILE, columns)
+        a_block = 4 * cut.rows * depth  # hidden's, of its rows
+        sums = 4 * (width if cut.launches > 1 else 0) * depth
         if cut.once:
-            sums = (n if width < columns else 0) + (width if cut.launches > 1 else 0)
+            hidden, a_block = 4 * n * depth, 0
         else:
-            sums = columns + cut.rows
-        side = math.isqrt(chunk * columns)
-        assert sums <= columns + max(side, MAX_CLUSTER_ROWS), (n, chunk, columns)
+            hidden, sums = a_block, 0 if frozen else 4 * columns * depth
+        taken = 2 * cut.rows * width + hidden + sums
+        promised = 2 * chunk * columns + (0 if frozen else 4 * columns * depth)
+        if frozen and cut.once:  # up to S tokens
+            a_block = hidden
+        assert taken <= promised + a_block + slack(width, depth), (n, chunk, columns)
 
 
 @pytest.mark.parametrize(
@@ -111,6 +116,16 @@ def test_where_no_whole_turn_fits_clusters_wait_least(n, columns, most, tiles):
 )
 def test_launches_follow_each_other_where_all_rows_leave_few_columns(n, columns, cut):
     assert backward(n, 1024, columns, 4096) == cut
+
+
+def test_blocks_are_never_small():
+    """Each begins anew and adds to hidden's sums once: 16 tiles a cluster at D=4096."""
+    for n, chunk, columns, depth in SHAPES:
+        cut = backward(n, chunk, columns, depth)
+        by_bytes = cut.rows * math.isqrt(chunk * columns) // 2
+        enough = 66 * blocks.BUSY_DEPTH // depth * MAX_CLUSTER_ROWS * blocks.TILE
+        made = cut.rows * cut.tiles * blocks.TILE
+        assert made >= min(enough, by_bytes, cut.rows * columns), (n, chunk, columns)
 
 
 @pytest.mark.parametrize("frozen", [False, True])
