@@ -32,9 +32,7 @@ SUM_BLOCKS = 24
 # arithmetic); many more lose by the multiprocessors that they go without what it saves.
 MAX_SUM_TILES = 64
 
-
-# Jitted, as every kernel of a pass that may be launched more than once in a program: it
-# is then lowered once.
+# What a program launches more than once is lowered once if it is jitted.
 _jit = functools.partial(
     jax.jit, static_argnames=("tiles", "layout", "n_blocks", "add")
 )
@@ -131,9 +129,8 @@ def gradients(
         here = jnp.int32(jnp.minimum(n_tiles, env.n_tiles - first))
         column = first * columns
         at = jnp.int32(column), jnp.minimum(here * columns, env.columns - column)
-        dW, dbias, dhs = sums.W, sums.bias, []
-        into, at_W = dW, at
-        if several and dW is not None:
+        into, at_W, dbias, dhs = sums.W, at, sums.bias, []
+        if several and sums.W is not None:
             into = lax.empty(_shape(env, n_tiles), jnp.float32)
             at_W = jnp.int32(0), at[1]
         for i, (part, dh) in enumerate(zip(parts, sums.hidden, strict=True)):
@@ -141,27 +138,17 @@ def gradients(
             n_here = jnp.maximum(part.n_rows, 1)
             if i:  # one part's derivatives at a time
                 n_here, into, dhs = lax.optimization_barrier((n_here, into, dhs))
-            dz = part.derivative(
-                part=jnp.stack([n_here, first, here]), width=n_tiles * columns
-            )
-            dh = to_hidden(
-                tiles[0], env.layout, env.n_blocks, dz, W, n_here, at, dh,
-                add=n_tiles < env.n_tiles,
+            which = jnp.stack([n_here, first, here])
+            dz = part.derivative(part=which, width=n_tiles * columns)
+            dh, into = _add_products(
+                tiles, env, W, part.hidden, dz, n_here, (at, at_W), (dh, into),
+                (n_tiles < env.n_tiles, i > 0 or not once), last and beside,
             )  # fmt: skip
-            n_blocks = env.n_blocks
-            if last and beside:  # hidden's comes first, and its sum beside this
-                dh, into = lax.optimization_barrier((dh, into))
-                n_blocks = max(n_blocks - SUM_BLOCKS, 1)
-            if into is not None:
-                into = to_W(
-                    tiles[1], env.layout, n_blocks, dz, part.hidden, n_here, at_W, into,
-                    i > 0 or not once,
-                )  # fmt: skip
             if dbias is not None:
                 dbias = _add_to_bias(dz, n_here, at, dbias)
             dhs.append(dh)
-        if several and dW is not None:
-            into = _put(env, into, dW, column, last)
+        if several and sums.W is not None:
+            into = _put(env, into, sums.W, column, last)
         return sums._replace(hidden=tuple(dhs), W=into, bias=dbias)
 
     n_parts = -(-env.n_tiles // n_tiles)
@@ -170,6 +157,22 @@ def gradients(
     if n_parts > 1:
         sums = lax.fori_loop(0, n_parts - 1, block, sums)
     return block(n_parts - 1, sums, last=True)
+
+
+def _add_products(
+    tiles, env, W, hidden, dz, n_rows, at, into, add, beside
+):  # fmt: skip
+    """(hidden's gradient, W's) of some rows and a block, at and into as of each."""
+    dh = to_hidden(
+        tiles[0], env.layout, env.n_blocks, dz, W, n_rows, at[0], into[0], add[0]
+    )
+    dW, n_blocks = into[1], env.n_blocks
+    if beside:  # hidden's comes first, and its sum beside this
+        dh, dW = lax.optimization_barrier((dh, dW))
+        n_blocks = max(n_blocks - SUM_BLOCKS, 1)
+    if dW is not None:
+        dW = to_W(tiles[1], env.layout, n_blocks, dz, hidden, n_rows, at[1], dW, add[1])
+    return dh, dW
 
 
 def _shape(env, n_tiles):

@@ -55,16 +55,14 @@ def test_a_backward_pass_takes_the_bytes_it_says(frozen):
     for n, chunk, columns, depth in SHAPES:
         cut = backward(n, chunk, columns, depth, frozen)
         width = min(cut.tiles * blocks.TILE, columns)
-        a_block = 4 * cut.rows * depth  # hidden's, of its rows
-        sums = 4 * (width if cut.launches > 1 else 0) * depth
         if cut.once:
-            hidden, a_block = 4 * n * depth, 0
+            of_W = width if cut.launches > 1 else 0
         else:
-            hidden, sums = a_block, 0 if frozen else 4 * columns * depth
-        taken = 2 * cut.rows * width + hidden + sums
+            of_W = 0 if frozen else columns
+        hidden = n if cut.once else cut.rows
+        taken = 2 * cut.rows * width + 4 * (hidden + of_W) * depth
         promised = 2 * chunk * columns + (0 if frozen else 4 * columns * depth)
-        if frozen and cut.once:  # up to S tokens
-            a_block = hidden
+        a_block = 4 * cut.rows * depth if frozen or not cut.once else 0  # hidden's
         assert taken <= promised + a_block + slack(width, depth), (n, chunk, columns)
 
 
