@@ -51,9 +51,9 @@ def optimized():
 
 # What one device runs is traced as it is there, though these tests have eight.
 ON_ONE_DEVICE = {
-    "test_divergence", "test_frozen_head", "test_head", "test_hopper", "test_selected",
-    "test_selected_xla",
-    "test_token_loss", "test_token_loss_xla", "test_vjp", "test_xla",
+    "test_divergence", "test_frozen_head", "test_head", "test_hopper", "test_logits",
+    "test_selected", "test_selected_xla", "test_token_loss",
+    "test_token_loss_xla", "test_vjp", "test_xla",
 }  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """Backward kernel: the logits again, and their derivative in the type of the inputs.
 
 Three coefficients and a label a row (`_stats.coefficients`) serve every output. The
-arithmetic is `_stats.dlogits`, with what is one number a row folded beforehand.
+arithmetic is `_stats.dlogits`; what is one number a row is folded before (`fold`).
 """
 
 import functools
@@ -19,7 +19,7 @@ from jaxmem.kernels.logits import Env
 from jaxmem.kernels.ring import Ring
 from jaxmem.kernels.tiles import N_COMPUTE
 
-# ln S of a row that is not there: every p underflows, and 0 · ln p stays 0.
+# Largest logit of a row that is not there: every exponential underflows.
 NO_ROW = -logits.NOTHING
 
 
@@ -41,7 +41,7 @@ def operands(
         hidden: [n_rows, D].
         W: [V, D] or [D, V].
         labels: int32 [n_rows].
-        rows: statistics of the rows, [n_rows]; `log_sum` is NO_ROW where there is none.
+        rows: statistics of the rows, [n_rows]; `max` is NO_ROW where there is none.
         c: coefficients of the rows, [n_rows].
         bias: float32 [V], -inf allowed, or None.
         inverse_temperature: float32 [n_rows], or None.
@@ -83,17 +83,28 @@ def _launch(env, names, width, arrays):
 
 
 def fold(rows: Outputs, c: Coefficients, inverse_temperature) -> dict:
-    """The numbers a row that the kernel reads, by name; what is absent is zero."""
-    zero = jnp.zeros_like(rows.max)
-    alpha = zero if c.alpha is None else c.alpha
-    folded = dict(max=rows.max, log_sum=rows.log_sum, alpha=alpha)
-    if c.label is not None:
-        folded["slope"] = alpha - c.label
-        folded["at_label"] = c.label * -jnp.expm1(rows.logprob)
+    """The numbers a row that the kernels read, by name; what is absent is zero.
+
+    With e_j = 2^(x_j) = e^(z_j - max), which is S times p_j,
+
+        dz_j = e_j (slope + beta x_j + gamma e_j)
+
+    but with alpha for slope, and at_label added, where j is the label.
+    """
+    scale = jnp.exp(-rows.log_sum)  # 1/S
+    inverse = 1 if inverse_temperature is None else inverse_temperature
+    folded, alpha = dict(max=rows.max * logits.LOG2_E), jnp.zeros_like(rows.max)
+    if c.alpha is not None:
+        alpha = c.alpha
     if c.beta is not None:
-        folded["beta"] = c.beta
+        alpha = alpha - c.beta * rows.log_sum
+        folded["beta"] = c.beta * logits.LN_2 * scale * inverse
     if c.gamma is not None:
-        folded["gamma"] = c.gamma
+        folded["gamma"] = c.gamma * scale * scale * inverse
+    folded["alpha"] = alpha * scale * inverse
+    if c.label is not None:
+        folded["slope"] = (alpha - c.label) * scale * inverse
+        folded["at_label"] = c.label * -jnp.expm1(rows.logprob) * inverse
     if inverse_temperature is not None:
         folded["inverse_temperature"] = inverse_temperature
     return folded
@@ -151,14 +162,15 @@ def _unit(env, extent, row_names, gmem, smem, buffers, tile, n_tiles, step):
             inverse = row.get("inverse_temperature")
             along = None if inverse is None else logits.along(inverse, z.shape)
             z = logits.parts(logits.scale(env, z, bias, along), t.stored)
+            to_base_2 = logits.to_base_2(env, bias)
 
             @pl.when(odd > 0)
             def _with_labels_or_masks():
-                leave(z, row | {"label": labels}, at * t.columns)
+                leave(z, to_base_2, row | {"label": labels}, at * t.columns)
 
             @pl.when(odd == 0)
             def _plain():
-                leave(z, row)
+                leave(z, to_base_2, row)
 
         ring.multiply(env.product, extent, buffers, step, store)
         return step + extent.n_steps
@@ -166,50 +178,48 @@ def _unit(env, extent, row_names, gmem, smem, buffers, tile, n_tiles, step):
     return lax.fori_loop(0, n_tiles, of_tile, step)
 
 
-def _store(env, column, rows, gmem, smem, z, row, first=None):
+def _store(env, column, rows, gmem, smem, z, to_base_2, row, first=None):
     """One part after another, so that the derivatives of few are in registers."""
     width = env.tiles.stored
     to = [gmem["out"].at[rows, pl.ds(column + i * width, width)] for i in range(len(z))]
 
     def part(i):
         at = None if first is None else first + i * width
-        return _derivative(env, z[i], row, at).astype(env.dtype)
+        return _derivative(env, z[i], to_base_2, row, at).astype(env.dtype)
 
     made = [functools.partial(part, i) for i in range(len(z))]
     ring.store(to, made, smem["out_smem"])
 
 
-def _derivative(env, z, row, first=None):
+def _derivative(env, z, to_base_2, row, first=None):
     """Of scaled logits; `first` is their column where labels or masks may lie."""
     row = {k: logits.along(x, z.shape) for k, x in row.items()}
-    log_p = (z - row["max"]) - row["log_sum"]
-    return of_probabilities(env, jnp.exp(log_p), log_p, z, row, first)
+    x = z * to_base_2 - row["max"]
+    return of_exponentials(env, jnp.exp2(x), x, z, row, first)
 
 
-def of_probabilities(env: Env, p, log_p, z, row: dict, first=None) -> jax.Array:
+def of_exponentials(env: Env, e, x, z, row: dict, first=None) -> jax.Array:
     """dloss/d(h Wᵀ) of one part of a tile.
 
     Args:
         env: what runs.
-        p, log_p: [C, columns].
+        e, x: e^(z - max) and its logarithm to base 2, [C, columns].
         z: scaled logits, read where there is a softcap.
         row: what `fold` made, [C, columns] each; "label" too, with `first`.
         first: column of the part where labels or masks may lie in it, else None.
     """
     slope = row.get("slope", row["alpha"])
     if first is not None:
-        at = logits.column(p.shape, first)
+        at = logits.column(e.shape, first)
         slope = jnp.where(at == row["label"], row["alpha"], slope)
     if "beta" in row:
-        slope = slope + row["beta"] * log_p
+        slope = slope + row["beta"] * x
     if "gamma" in row:
-        slope = slope + row["gamma"] * p
-    dz = p * slope
+        slope = slope + row["gamma"] * e
+    dz = e * slope
     if first is not None and "at_label" in row:
         dz = dz + jnp.where(at == row["label"], row["at_label"], 0.0)
-    inverse_temperature = row.get("inverse_temperature", 1.0)
     if env.softcap is not None:
-        capped = z / (env.softcap * inverse_temperature)
+        capped = z / (env.softcap * row.get("inverse_temperature", 1.0))
         dz = dz * (1 - capped * capped)
-    dz = dz * inverse_temperature
     return dz if first is None else jnp.where(at < env.vocab_size, dz, 0.0)

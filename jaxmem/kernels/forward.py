@@ -158,7 +158,8 @@ def _unit(env, extent, gmem, smem, buffers, tile, n_tiles, step):
 
         def fold(z):
             z = logits.scale(env, z, bias, inverse_temperature)
-            made = _of_tile(env, z, at, labels, odd, keep)
+            to_base_2 = logits.to_base_2(env, bias)
+            made = _of_tile(env, z, to_base_2, at, labels, odd, keep)
             if t.stored:
                 _keep_max(at, rows, gmem, smem, made.max)
             return tuple(_stats.merge(so_far, made))
@@ -207,7 +208,7 @@ def _keep_max(tile, rows, gmem, smem, row_max):
     plgpu.copy_smem_to_gmem(smem["max_smem"], gmem["max"].at[tile, rows])
 
 
-def _of_tile(env, z, tile, labels, odd, keep):
+def _of_tile(env, z, to_base_2, tile, labels, odd, keep):
     """`_stats.of_tile`, as few registers and instructions as it takes."""
     width = env.tiles.stored or _WIDTH
     z = logits.parts(z, width)
@@ -215,9 +216,12 @@ def _of_tile(env, z, tile, labels, odd, keep):
 
     def with_labels_or_masks():
         at = [logits.column(x.shape, first + i * width) for i, x in enumerate(z)]
-        return _sums(z, keep, functools.partial(_mark, env, at, labels))
+        return _sums(z, to_base_2, keep, functools.partial(_mark, env, at, labels))
 
-    return Stats(*lax.cond(odd > 0, with_labels_or_masks, lambda: _sums(z, keep)))
+    def plain():
+        return _sums(z, to_base_2, keep)
+
+    return Stats(*lax.cond(odd > 0, with_labels_or_masks, plain))
 
 
 def _mark(env, at, labels, i, part):
@@ -226,7 +230,7 @@ def _mark(env, at, labels, i, part):
     return masked, at[i] == logits.along(labels, part.shape)
 
 
-def _sums(parts, keep=None, mark=None):
+def _sums(parts, to_base_2, keep=None, mark=None):
     """`Stats` over columns that come in parts of one width; keep(i, exponentials)."""
     narrow = (parts[0].shape[0], _WIDTH)
     label = largest = jnp.full(narrow, NOTHING, jnp.float32)
@@ -235,20 +239,24 @@ def _sums(parts, keep=None, mark=None):
             z, is_label = mark(i, z)
             label = _fold(jnp.maximum, label, jnp.where(is_label, z, NOTHING))
         largest = _fold(jnp.maximum, largest, z)
-    row_max = jnp.max(largest, axis=1)
+    row_max = jnp.max(largest, axis=1) * to_base_2
     so_far = [jnp.zeros(narrow, jnp.float32)] * 3
     for i, z in enumerate(parts):
         is_label = None
         if mark is not None:
             z, is_label = mark(i, z)
-        shifted = z - logits.along(row_max, z.shape)
-        exps = jnp.exp(shifted)
+        shifted = z * to_base_2 - logits.along(row_max, z.shape)
+        exps = jnp.exp2(shifted)
         if keep is not None:
             keep(i, exps)
         others = exps if is_label is None else jnp.where(is_label, 0.0, exps)
         terms = others, exps * shifted, exps * exps
         so_far = [_fold(jnp.add, x, y) for x, y in zip(so_far, terms, strict=True)]
-    return row_max, *(jnp.sum(x, axis=1) for x in so_far), jnp.max(label, axis=1)
+    others, weighted, squares = (jnp.sum(x, axis=1) for x in so_far)
+    label = jnp.max(label, axis=1) * to_base_2
+    in_base_2 = row_max, weighted, label
+    row_max, weighted, label = (x * logits.LN_2 for x in in_base_2)
+    return row_max, others, weighted, squares, label
 
 
 def _fold(op, narrow, part):

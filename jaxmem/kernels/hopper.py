@@ -254,8 +254,8 @@ def _add_again(spec, env, padded, rows, saved, cotangents, once, sums):
 
     def part(row_ids, n_active):
         of_rows = jax.tree.map(lambda x: _xla.take(x, row_ids), saved)
-        log_sum = _xla.take(saved.log_sum, row_ids, fill_value=kernel.NO_ROW)
-        of_rows = of_rows._replace(log_sum=log_sum)
+        row_max = _xla.take(saved.max, row_ids, fill_value=kernel.NO_ROW)
+        of_rows = of_rows._replace(max=row_max)
         g = jax.tree.map(lambda x: _xla.take(x, row_ids), cotangents)
         h = _hidden(padded, row_ids)
         operands = kernel.operands(

@@ -2,7 +2,7 @@
 
 Each block takes tiles in turn: a tile and what belongs to it arrive in a buffer, become
 derivatives there and leave for where they came from, while the next ones arrive. ln p
-is the logarithm of what was kept to 8 bits, as exact as a derivative in 16 bits.
+comes from a logarithm of what was kept to 8 bits, as exact as a derivative in 16 bits.
 """
 
 import functools
@@ -44,7 +44,7 @@ def derivative(
     """
     of_rows = dlogits.fold(rows, c, inverse_temperature)
     if env.softcap is not None:
-        of_rows["logprob"] = rows.logprob
+        of_rows |= dict(row_max=rows.max, label_logit=rows.logprob + rows.log_sum)
     # Without an active row, products still read one tile of rows.
     n_tiles = jnp.maximum(ceil_div(n_active, env.tiles.rows), 1) * env.n_tiles
     operands = dict(
@@ -129,8 +129,8 @@ def _work(env, row_names, gmem, smem, at):
     """A tile of exponentials becomes derivatives and leaves."""
     row, column, exps = _place(env, gmem, at)
     of_rows = {k: smem["rows"][j] for j, k in enumerate(row_names)}
-    shift = smem["max"][...] - of_rows["max"] - of_rows["log_sum"]
-    of_rows |= {"shift": shift, "scale": jnp.exp(shift)}  # ln p = ln(exps) + shift
+    shift = smem["max"][...] * logits.LOG2_E - of_rows["max"]  # of a tile's to a row's
+    of_rows |= {"shift": shift, "scale": jnp.exp2(shift)}
     is_odd = gmem["odd"][row, column] > 0
 
     @pl.when(is_odd)
@@ -166,12 +166,12 @@ def _turn(env, smem, row, at=None):
 
 def _derivative(env, exps, row, first):
     row = {k: logits.along(x, exps.shape) for k, x in row.items()}
-    p, z = exps * row["scale"], None
-    log_p = jnp.log(jnp.maximum(exps, _TINY)) + row["shift"]
+    e, z = exps * row["scale"], None
+    x = jnp.log2(jnp.maximum(exps, _TINY)) + row["shift"]
     if env.softcap is not None:
-        z = log_p
-        if first is not None:  # its p may be too small to have a logarithm
+        z = x * logits.LN_2
+        if first is not None:  # its e may be too small to have a logarithm
             is_label = logits.column(exps.shape, first) == row["label"]
-            z = jnp.where(is_label, row["logprob"], log_p)
-        z = z + row["max"] + row["log_sum"]
-    return dlogits.of_probabilities(env, p, log_p, z, row, first)
+            z = jnp.where(is_label, row["label_logit"], z)
+        z = z + row["row_max"]
+    return dlogits.of_exponentials(env, e, x, z, row, first)

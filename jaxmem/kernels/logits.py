@@ -1,6 +1,7 @@
 """Scaled logits in registers: what both kernels of a head share."""
 
 import dataclasses
+import math
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -11,8 +12,15 @@ from jaxmem._spec import Layout
 from jaxmem.kernels.ring import Extent, Product, ceil_div
 from jaxmem.kernels.tiles import Tiles
 
-# Masked logits. Finite, so that 0 · (z - max) is 0 and max - max is 0, without a test.
-NOTHING = -1e30
+# Masked logits. Finite, so that 0 · (z - max) is 0 and max - max is 0, without a test;
+# a power of two, so that this holds of any multiple, rounded or not.
+NOTHING = -(2.0**100)
+
+# What a sum of tensor cores lacks of itself, a product in it: they round towards zero
+# (sm_90; benchmarks/results/rounding_h200.csv has it measured for sums of 512 to 8192).
+SHORT = 9.3e-10
+
+LOG2_E, LN_2 = math.log2(math.e), math.log(2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +47,11 @@ class Env:
         """Logits of some rows and tiles."""
         n_steps = ceil_div(self.depth, self.tiles.depth)
         return Extent(n_rows, n_tiles, n_steps, first_tile)
+
+    @property
+    def restored(self) -> float:
+        """What h Wᵀ is multiplied by, to be no smaller than an exact one's mean."""
+        return 1 + SHORT * self.depth
 
     @property
     def n_tiles(self) -> int:
@@ -82,13 +95,23 @@ def fetch(loaded, x_gmem, x_smem):
     return x_smem[...]
 
 
+def to_base_2(env: Env, bias) -> float:
+    """Times this, what `scale` returns is log2 of an exponential, as the chip takes it.
+
+    With what the product lacks where that can wait for this, and so costs nothing.
+    """
+    waits = bias is None and env.softcap is None
+    return LOG2_E * (env.restored if waits else 1.0)
+
+
 def scale(env: Env, z, bias, inverse_temperature):
-    """Logits after bias, softcap and temperature."""
+    """Logits after bias, softcap and temperature; see `to_base_2`."""
     if bias is not None:
-        z = z + lax.broadcast_in_dim(bias, z.shape, (1,))
+        z = z * env.restored + lax.broadcast_in_dim(bias, z.shape, (1,))
     if env.softcap is not None:
         # tanh(x) as 1 - 2/(1 + e^2x): the chip's own tanh is good to 11 bits only.
-        z = env.softcap - 2 * env.softcap / (1 + jnp.exp(z * (2 / env.softcap)))
+        factor = (env.restored if bias is None else 1) * 2 / env.softcap
+        z = env.softcap - 2 * env.softcap / (1 + jnp.exp(z * factor))
     if inverse_temperature is not None:
         z = z * inverse_temperature
     return z if bias is None else jnp.maximum(z, NOTHING)

@@ -14,57 +14,14 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmem
 from jaxmem import _spread
-from jaxmem.kernels import blocks, hopper, tuned
+from jaxmem.kernels import blocks, hopper
 from jaxmem.kernels.tiles import Tiles
 from tests.cases import CASES, Case
+from tests.kernels import needs_pallas
 from tests.kernels.one_pass import ONE_PASS, check_one_pass, close
 from tests.test_head import OPTIONS, check
 
 spreads = _spread.is_possible  # as it is outside of these tests
-
-needs_pallas = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11),
-    reason=f"needs jax 0.11 for its Mosaic GPU interpreter, this is {jax.__version__}",
-)
-
-
-@pytest.fixture
-def lowered_anywhere(monkeypatch):
-    monkeypatch.setattr(hopper, "refuses_machine", lambda: None)
-
-
-@pytest.fixture
-def interpreted(lowered_anywhere, quick_compilation, monkeypatch):
-    """The kernels run on this CPU, two blocks at a time.
-
-    The interpreter knows neither copies to a cluster nor additions on the way out.
-    """
-    import jax.experimental.pallas.mosaic_gpu as plgpu
-
-    from jaxmem.kernels import ring
-
-    monkeypatch.setattr(hopper, "n_blocks", lambda: 2)
-    monkeypatch.setattr(ring, "add_to", _add_inside)
-    chosen = tuned.tiles_for
-    monkeypatch.setattr(
-        tuned, "tiles_for", lambda *of: dataclasses.replace(chosen(*of), cluster=1)
-    )
-    jax.clear_caches()
-    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
-        yield
-    jax.clear_caches()
-
-
-def _add_inside(smem, gmem):
-    """smem added to the part of an array that it is meant for; nothing beyond."""
-    import jax.experimental.pallas as pl
-
-    starts = [index.start for index in gmem.transforms[0].indices]
-    row, column = (a < n for a, n in zip(starts, gmem.ref.shape, strict=True))
-
-    @pl.when(row & column)
-    def _inside():
-        gmem[...] = gmem[...] + smem[...]
 
 
 @needs_pallas

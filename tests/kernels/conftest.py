@@ -1,0 +1,47 @@
+"""Kernels without a GPU: lowered for one, and in the interpreter."""
+
+import dataclasses
+
+import jax
+import pytest
+
+from jaxmem.kernels import hopper, tuned
+
+
+@pytest.fixture
+def lowered_anywhere(monkeypatch):
+    monkeypatch.setattr(hopper, "refuses_machine", lambda: None)
+
+
+@pytest.fixture
+def interpreted(lowered_anywhere, quick_compilation, monkeypatch):
+    """The kernels run on this CPU, two blocks at a time.
+
+    The interpreter knows neither copies to a cluster nor additions on the way out.
+    """
+    import jax.experimental.pallas.mosaic_gpu as plgpu
+
+    from jaxmem.kernels import ring
+
+    monkeypatch.setattr(hopper, "n_blocks", lambda: 2)
+    monkeypatch.setattr(ring, "add_to", _add_inside)
+    chosen = tuned.tiles_for
+    monkeypatch.setattr(
+        tuned, "tiles_for", lambda *of: dataclasses.replace(chosen(*of), cluster=1)
+    )
+    jax.clear_caches()
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+        yield
+    jax.clear_caches()
+
+
+def _add_inside(smem, gmem):
+    """smem added to the part of an array that it is meant for; nothing beyond."""
+    import jax.experimental.pallas as pl
+
+    starts = [index.start for index in gmem.transforms[0].indices]
+    row, column = (a < n for a, n in zip(starts, gmem.ref.shape, strict=True))
+
+    @pl.when(row & column)
+    def _inside():
+        gmem[...] = gmem[...] + smem[...]
