@@ -19,6 +19,7 @@ from benchmarks import (
     run_grpo,
     run_head,
     run_peers,
+    run_rounding,
     run_skyrl,
     workers,
 )
@@ -192,6 +193,19 @@ def test_a_call_that_does_not_exist_is_said(capsys):
     assert said == []
 
 
+def test_run_rounding(tmp_path):
+    """On a CPU, whose sums round to nearest, logits lack nothing."""
+    out = tmp_path / "rounding.csv"
+    run_rounding.main(["--depth=64", f"--out={out}"])
+    rows = results.read(out)
+    asked = [(p, s) for s in ("1.0", "20.0") for p in ("materialised", "token_stats")]
+    assert [(row["path"], row["std"]) for row in rows] == asked
+    for row in rows:
+        assert abs(float(row["lacks_of_label"])) < 3e-7
+        assert 0 < float(row["logprob_error"]) < 3e-6 * float(row["std"])
+        assert row["date"] and row["device"]
+
+
 def test_run_skyrl(capsys):
     tiny = ["--tokens=64", "--v=300", "--d=16", "--chunk=None", "--chunk=16"]
     rows, _ = rows_of(capsys, run_skyrl.main, ["--worker=time", *tiny])
@@ -319,6 +333,7 @@ def test_the_unit_is_the_best_gemm_of_either_framework():
     table = {what: (value, value <= goal) for what, value, goal in reached}
     assert table["forward + backward, of the best GEMM"] == (5.0, False)
     assert table["the same, of Liger SM90"] == (1.0, False)
+    assert table["memory, MiB"] == (1024.0, False)  # 250 are a chunk's derivatives
     assert table["compilation, s"] == (20, False)
     assert table["logprob, nats"] == (1e-5, True)
     assert "half masked, of all" not in table  # it was not measured

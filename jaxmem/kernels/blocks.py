@@ -54,8 +54,8 @@ def backward_rows(
         32768   64000    4.52,   626    4.40, 1187
         65536  128000    4.40, 1252     4.22, 2265
 
-    In four launches, as below, the first takes 4.21 and 902, and with C=4096, which has
-    room for one launch and 33 tiles, 4.11 and 1042 (head_h200.csv, another card); the
+    In four launches, as below, the first takes 4.18 and 902, and with C=4096, which has
+    room for one launch and 33 tiles, 4.08 and 1042 (head_h200.csv, another card); the
     last, in eight, as long as blocks of rows, and 1672.
 
     Args:
