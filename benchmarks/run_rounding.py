@@ -53,8 +53,8 @@ def of_logits(z, y):
     return z[np.arange(len(y)), y], total
 
 
-def columns(got, want):
-    """Largest errors; each is (label's logits, logsumexp)."""
+def largest_errors(got, want):
+    """Columns; got and want are (label's logits, logsumexp)."""
     errors = [a - b for a, b in zip(got, want, strict=True)]
     errors.append(errors[0] - errors[1])
     names = "label_error", "logsumexp_error", "logprob_error"
@@ -62,6 +62,7 @@ def columns(got, want):
 
 
 def lacks(got, want):
+    """What part of want is missing in got, by least squares."""
     return f"{-np.vdot(got - want, want) / np.vdot(want, want):.2e}"
 
 
@@ -73,7 +74,7 @@ def measure(d, std, outliers, dtype):
     z = jax.jit(lambda h, W: jnp.matmul(h, W.T, preferred_element_type=jnp.float32))
     z = np.asarray(z(h, W), np.float64)
     stats = jax.jit(jaxmem.token_stats)(h, W, y)
-    logprob, total = (np.asarray(x, np.float64) for x in (stats[0], stats.logsumexp))
+    logprob, total = np.asarray([stats.logprob, stats.logsumexp], np.float64)
     made = {
         "materialised": of_logits(z, labels),
         "token_stats": (logprob + total, total),
@@ -82,7 +83,7 @@ def measure(d, std, outliers, dtype):
     return [
         {"path": path, **common}
         | {"lacks": lacks(z, want) if path == "materialised" else ""}
-        | {"lacks_of_label": lacks(got[0], of_want[0]), **columns(got, of_want)}
+        | {"lacks_of_label": lacks(got[0], of_want[0]), **largest_errors(got, of_want)}
         for path, got in made.items()
     ]
 

@@ -16,8 +16,9 @@ from jaxmem.kernels.tiles import Tiles
 # a power of two, so that this holds of any multiple, rounded or not.
 NOTHING = -(2.0**100)
 
-# What a sum of tensor cores lacks of itself, a product in it: they round towards zero
-# (sm_90; benchmarks/results/rounding_h200.csv has it measured for sums of 512 to 8192).
+# What part of itself a tensor core's sum lacks on average, for each of its terms: it is
+# rounded towards zero as it grows (sm_90; measured over 512 to 8192 terms, see
+# benchmarks/results/rounding_h200.csv).
 SHORT = 9.3e-10
 
 LOG2_E, LN_2 = math.log2(math.e), math.log(2)
@@ -50,7 +51,7 @@ class Env:
 
     @property
     def restored(self) -> float:
-        """What h Wᵀ is multiplied by, to be no smaller than an exact one's mean."""
+        """What h Wᵀ is multiplied by, for what its sums lack on average."""
         return 1 + SHORT * self.depth
 
     @property
@@ -98,7 +99,8 @@ def fetch(loaded, x_gmem, x_smem):
 def to_base_2(env: Env, bias) -> float:
     """Times this, what `scale` returns is log2 of an exponential, as the chip takes it.
 
-    With what the product lacks where that can wait for this, and so costs nothing.
+    Where nothing before needs the logits themselves, `restored` waits for this factor,
+    and so costs nothing.
     """
     waits = bias is None and env.softcap is None
     return LOG2_E * (env.restored if waits else 1.0)

@@ -14,7 +14,7 @@ def head(spec, head) -> Head:
     """W and bias with whole swizzles along both axes; no copy where they fit.
 
     On an H200 with V=50257, 0.97 GEMMs forward and 3.77 with gradients, copies and all;
-    "xla" takes 1.28 and 4.69, Liger, which copies nothing, 0.93 of the former.
+    "xla" takes 1.28 and 4.69. Liger, which copies nothing, takes 0.89 and 0.93 of it.
     """
     to_columns = max(_round_up(spec.columns), _MIN_COLUMNS)
     depth = head.W.shape[1 if spec.layout == "vd" else 0]

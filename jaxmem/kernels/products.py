@@ -162,7 +162,10 @@ def gradients(
 def _add_products(
     tiles, env, W, hidden, dz, n_rows, at, into, add, beside
 ):  # fmt: skip
-    """(hidden's gradient, W's) of some rows and a block, at and into as of each."""
+    """(hidden's gradient, W's) with what some rows and a block add to them.
+
+    at, into and add are pairs, of `to_hidden` and of `to_W`.
+    """
     dh = to_hidden(
         tiles[0], env.layout, env.n_blocks, dz, W, n_rows, at[0], into[0], add[0]
     )

@@ -1,5 +1,7 @@
 """Logits as kernels have them: what the chip's sums lack is restored everywhere."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -56,7 +58,11 @@ def test_sums_of_half_their_size_are_doubled(kept, options, interpreted, monkeyp
 
 @needs_pallas
 def test_a_tile_that_a_bias_masks_whole(interpreted):
-    """Its largest logit is that of no column."""
+    """Its largest logit is that of no column, and less itself it is 0: on the chip,
+    where one instruction multiplies and subtracts, if a product with it is exact."""
+    from jaxmem.kernels import logits
+
+    assert math.frexp(logits.NOTHING)[0] == -0.5
     h, W, y = Case(30, D, 600, std=2.0).make()
     h, W, y = jnp.asarray(h, jnp.bfloat16), jnp.asarray(W, jnp.bfloat16), y % 256
     bias = np.where(np.arange(600) < 256, 0, -np.inf).astype(np.float32)
