@@ -52,6 +52,7 @@ def optimized():
 # What one device runs is traced as it is there, though these tests have eight.
 ON_ONE_DEVICE = {
     "test_divergence", "test_frozen_head", "test_head", "test_hopper", "test_logits",
+    "test_padding",
     "test_selected", "test_selected_xla", "test_token_loss",
     "test_token_loss_xla", "test_vjp", "test_xla",
 }  # fmt: skip

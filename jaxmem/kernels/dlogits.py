@@ -68,6 +68,7 @@ def derivative(env: Env, operands: Operands, part, width: int) -> jax.Array:
         width: columns of the result.
     """
     arrays = operands.arrays | {"part": part}
+    arrays |= logits.weights(env, arrays["w"])
     names = (*arrays, "out"), operands.row_names
     return _launch(env, names, width, tuple(arrays.values()))
 
@@ -133,7 +134,8 @@ def _kernel(env, names, row_names, *refs):
         unit = functools.partial(
             _unit, env, extent, row_names, gmem, mine, Ring(**buffers)
         )
-        ring.run(env.product, extent, Ring(**buffers), gmem["h"], gmem["w"], unit)
+        W = gmem["w"], gmem.get("w_last")
+        ring.run(env.product, extent, Ring(**buffers), gmem["h"], W, unit)
 
 
 def _unit(env, extent, row_names, gmem, smem, buffers, tile, n_tiles, step):

@@ -17,7 +17,7 @@ from jax import lax
 
 from jaxmem import _stats
 from jaxmem._stats import Stats
-from jaxmem.kernels import logits, ring
+from jaxmem.kernels import logits, padding, ring
 from jaxmem.kernels.logits import NOTHING, Env
 from jaxmem.kernels.ring import Ring
 from jaxmem.kernels.tiles import N_COMPUTE
@@ -62,8 +62,8 @@ def statistics_and_exps(env: Env, *operands, **options) -> tuple[Stats, Kept]:
 def _launch(env, hidden, W, labels, n_active, bias=None, inverse_temperature=None):
     """`Stats` of every group, [n_groups, N_STATS, n_rows]; `Kept` if tiles leave."""
     operands: dict[str, Any] = dict(
-        h=hidden, w=W, labels=labels, n_active=n_active,
-        odd=logits.odd_tiles(env, labels),
+        h=hidden, labels=labels, n_active=n_active, odd=logits.odd_tiles(env, labels),
+        **logits.weights(env, W),
     )  # fmt: skip
     if bias is not None:
         operands["bias"] = logits.whole_tiles(env, bias)
@@ -73,7 +73,8 @@ def _launch(env, hidden, W, labels, n_active, bias=None, inverse_temperature=Non
     shape = (n_groups, N_STATS, env.n_rows)
     made = {"out": jax.ShapeDtypeStruct(shape, jnp.float32)}
     if env.tiles.stored:
-        made["exps"] = jax.ShapeDtypeStruct((env.n_rows, env.columns), env.dtype)
+        shape = env.n_rows, padding.whole(env.columns)
+        made["exps"] = jax.ShapeDtypeStruct(shape, env.dtype)
         made["max"] = jax.ShapeDtypeStruct((_n_tiles(env), env.n_rows), jnp.float32)
     return plgpu.kernel(
         functools.partial(_kernel, env, (*operands, *made)),
@@ -133,7 +134,8 @@ def _kernel(env, names, *refs):
     def _scope(buffers, **mine):
         extent = env.extent(gmem["n_active"][0], _n_tiles(env))
         turn = functools.partial(_unit, env, extent, gmem, mine, Ring(**buffers))
-        ring.run(env.product, extent, Ring(**buffers), gmem["h"], gmem["w"], turn)
+        W = gmem["w"], gmem.get("w_last")
+        ring.run(env.product, extent, Ring(**buffers), gmem["h"], W, turn)
 
 
 def _unit(env, extent, gmem, smem, buffers, tile, n_tiles, step):

@@ -283,11 +283,12 @@ def _sums(spec, env, source, padded, once):
     """What rows add to; W's gradient is only written where one block has all rows."""
     parts = spec.shards and spec.shards.same_hidden
     dtype = spec.stats_dtype if parts else spec.compute_dtype
+    shape = map(padding.whole, padded.W.shape)
     sums = Head(
         hidden=jnp.zeros(source.hidden.shape, dtype),
         W=lax.empty(padded.W.shape, source.W.dtype)
         if once
-        else jnp.zeros(padded.W.shape, jnp.float32),
+        else jnp.zeros(tuple(shape), jnp.float32),
         bias=None if source.bias is None else _zero_bias(spec, env),
     )
     return _typed(spec, _xla.trained(spec, sums))

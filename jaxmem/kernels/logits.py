@@ -9,6 +9,7 @@ import numpy as np
 from jax import lax
 
 from jaxmem._spec import Layout
+from jaxmem.kernels import padding
 from jaxmem.kernels.ring import Extent, Product, ceil_div
 from jaxmem.kernels.tiles import Tiles
 
@@ -58,6 +59,12 @@ class Env:
     def n_tiles(self) -> int:
         """Tiles that cover W's columns."""
         return -(-self.columns // self.tiles.columns)
+
+
+def weights(env: Env, W) -> dict:
+    """W as the kernels read it."""
+    first, last = padding.split(W, env.layout, env.tiles.columns)
+    return {"w": first} if last is None else {"w": first, "w_last": last}
 
 
 def odd_tiles(env: Env, labels):

@@ -18,7 +18,7 @@ from jax import lax
 
 from jaxmem._spec import Layout
 from jaxmem._xla import Head
-from jaxmem.kernels import ring
+from jaxmem.kernels import padding, ring
 from jaxmem.kernels.logits import Env, parts
 from jaxmem.kernels.ring import Extent, Product, Ring, ceil_div
 from jaxmem.kernels.tiles import N_COMPUTE, Tiles
@@ -63,6 +63,7 @@ def to_hidden(
         n_rows, -(-depth // tiles.columns), ceil_div(columns, tiles.depth), 0,
         lax.div(first, tiles.depth),
     )  # fmt: skip
+    W = padding.split(W, layout, tiles.depth)
     return _launch(product, extent, dz, W, into, (0, 0), add)
 
 
@@ -92,7 +93,7 @@ def to_W(
         n_rows, n_columns = depth, columns
     product = Product(tiles, dz.dtype, "km", "kn", n_blocks)
     extent = Extent(n_rows, ceil_div(n_columns, tiles.columns), n_steps)
-    return _launch(product, extent, lhs, rhs, into, at, add)
+    return _launch(product, extent, lhs, (rhs, None), into, at, add)
 
 
 class Part(NamedTuple):
@@ -116,13 +117,15 @@ def gradients(
         once: whether sums.W holds nothing yet, and is only written.
         W: [V, D] or [D, V].
         parts: of the rows; several only where `once`, and then a block of W's gradient
-            is summed over them in float32.
+            is summed over them in float32, and then put into sums.W. So is each block
+            where that is no array to which kernels can write.
         sums: hidden, of each part float32 zeros, or anything of any type where a block
             has all of the vocabulary; W and bias, None without a gradient of them.
         beside: whether hidden's gradient is then to be summed over devices while the
             last block's of W is made, which comes after the loop for that.
     """
     columns, several = env.tiles.columns, len(parts) > 1
+    apart = sums.W is not None and (several or padding.splits(sums.W, env.layout))
 
     def block(b, sums, last=False):
         first = b * n_tiles
@@ -130,8 +133,9 @@ def gradients(
         column = first * columns
         at = jnp.int32(column), jnp.minimum(here * columns, env.columns - column)
         into, at_W, dbias, dhs = sums.W, at, sums.bias, []
-        if several and sums.W is not None:
-            into = lax.empty(_shape(env, n_tiles), jnp.float32)
+        if apart:
+            dtype = jnp.float32 if several else sums.W.dtype
+            into = lax.empty(_shape(env, n_tiles), dtype)
             at_W = jnp.int32(0), at[1]
         for i, (part, dh) in enumerate(zip(parts, sums.hidden, strict=True)):
             # Without an active row, one tile of zeros still overwrites what dW holds.
@@ -147,12 +151,12 @@ def gradients(
             if dbias is not None:
                 dbias = _add_to_bias(dz, n_here, at, dbias)
             dhs.append(dh)
-        if several and sums.W is not None:
+        if apart:
             into = _put(env, into, sums.W, column, last)
         return sums._replace(hidden=tuple(dhs), W=into, bias=dbias)
 
     n_parts = -(-env.n_tiles // n_tiles)
-    if sums.W is None or not (beside or several):
+    if sums.W is None or not (beside or apart):
         return lax.fori_loop(0, n_parts, block, sums)
     if n_parts > 1:
         sums = lax.fori_loop(0, n_parts - 1, block, sums)
@@ -216,14 +220,17 @@ def _launch(product, extent, lhs, rhs, into, at, add):
         functools.partial(_kernel, product, add), mesh=plgpu.Mesh(**product.launch())
     )
 
+    rhs = [x for x in rhs if x is not None]
+
     def run(into):
-        kernel(scalars, lhs, rhs, into)  # pyright: ignore[reportCallIssue]
+        kernel(scalars, lhs, *rhs, into)  # pyright: ignore[reportCallIssue]
 
     return pl.run_state(run)(into)
 
 
 def _kernel(product, add, *refs):
-    scalars, lhs_gmem, rhs_gmem, out_gmem = refs
+    scalars, lhs_gmem, *rhs_gmem, out_gmem = refs
+    rhs_gmem = (*rhs_gmem, None)[:2]
     t = product.tiles
 
     @functools.partial(

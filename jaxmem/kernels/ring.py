@@ -117,7 +117,11 @@ def swizzle(dtype, width: int = 64):
 
 
 def run(product: Product, extent: Extent, ring: Ring, lhs_gmem, rhs_gmem, unit):
-    """The roles of the warpgroups; unit(tiles, n_tiles, step) as in `for_each_unit`."""
+    """The roles of the warpgroups; unit(tiles, n_tiles, step) as in `for_each_unit`.
+
+    rhs_gmem is a pair: of the right factor whole tiles along the axis that may be long,
+    or whole stages; and what is left of it, in one of these, or None.
+    """
     wg = lax.axis_index("wg")
 
     @pl.when(wg == N_COMPUTE)
@@ -186,14 +190,8 @@ def _load_tiles(product, extent, lhs_gmem, rhs_gmem, ring):
             lhs_k = pl.ds(k * t.depth, t.depth)
             rhs_k = pl.ds((extent.first_step + k) * t.depth, t.depth)
             lhs = (rows, lhs_k) if product.lhs == "mk" else (lhs_k, rows)
-            rhs = (columns, rhs_k) if product.rhs == "nk" else (rhs_k, columns)
             plgpu.copy_gmem_to_smem(lhs_gmem.at[lhs], ring.lhs_smem.at[slot], full)
-            plgpu.copy_gmem_to_smem(
-                rhs_gmem.at[rhs],
-                ring.rhs_smem.at[slot],
-                full,
-                collective_axes="peer" if t.cluster > 1 else None,
-            )
+            _load_rhs(product, rhs_gmem, columns, rhs_k, ring.rhs_smem.at[slot], full)
             return step + 1
 
         return lax.fori_loop(0, n_tiles * extent.n_steps, stage, step)
@@ -204,6 +202,29 @@ def _load_tiles(product, extent, lhs_gmem, rhs_gmem, ring):
     @pl.loop(lax.max(n_stages - t.stages, 0), n_stages)
     def _wait_until_all_are_read(step):
         plgpu.barrier_wait(ring.free.at[lax.rem(step, t.stages)])
+
+
+def _load_rhs(product, gmem, columns, k, smem, full):
+    """From the first array, or from what is left of it in the second."""
+
+    def load(part, columns, k):
+        plgpu.copy_gmem_to_smem(
+            part.at[(columns, k) if product.rhs == "nk" else (k, columns)],
+            smem,
+            full,
+            collective_axes="peer" if product.tiles.cluster > 1 else None,
+        )
+
+    first, last = gmem
+    if last is None:
+        return load(first, columns, k)
+    # Tiles or stages along the axis that is cut.
+    along = columns if product.rhs == "nk" else k
+    in_first = along.start < first.shape[0]
+    pl.when(in_first)(lambda: load(first, columns, k))
+    start = pl.ds(along.start - first.shape[0], along.size)
+    of_last = (start, k) if product.rhs == "nk" else (columns, start)
+    pl.when(~in_first)(lambda: load(last, *of_last))
 
 
 def multiply(product: Product, extent: Extent, ring: Ring, step, epilogue) -> Any:
