@@ -107,6 +107,27 @@ def test_again_the_same_bits(problem):
     assert_equal_bits(run(*problem), run(*problem))
 
 
+def test_again_the_same_bits_in_several_launches():
+    case = REAL["several launches"]
+    h, W, y = case.make()
+    h, W = jnp.asarray(h, jnp.bfloat16), jnp.asarray(W, jnp.bfloat16)
+    assert_equal_bits(run(h, W, y, case.chunk), run(h, W, y, case.chunk))
+
+
+def test_what_tensor_cores_round_off_is_restored():
+    """On average: beside logits in float32, all of which they round towards zero."""
+    h, W, y = Case(512, 4096, 8192, std=20.0).make()
+    h, W = jnp.asarray(h, jnp.bfloat16), jnp.asarray(W, jnp.bfloat16)
+    with jax.enable_x64(True):
+        exact = jnp.sum(h.astype(float) * W[y].astype(float), axis=1)
+    exact = np.asarray(exact)
+    z = jax.jit(lambda h, W: jnp.matmul(h, W.T, preferred_element_type=jnp.float32))
+    theirs = np.asarray(z(h, W))[np.arange(len(y)), y]
+    stats, _ = run(h, W, jnp.asarray(y))
+    ours = stats["logprob"].astype(np.float64) + stats["logsumexp"]
+    assert np.linalg.norm(ours - exact) < 0.7 * np.linalg.norm(theirs - exact)
+
+
 def test_a_row_has_its_bits_in_any_company(problem):
     h, W, y = problem
     made, (dh, _) = run(h, W, y)
@@ -243,9 +264,11 @@ def test_W_in_float32_gets_its_gradient_in_float32(chunk):
     np.testing.assert_allclose(ours, theirs, atol=2**-8 * scale)
 
 
-@pytest.mark.parametrize("n", [2048, 4096, 12_288])
-def test_memory_is_the_formula_of_the_docstring(n):
-    d, v, chunk = 1024, 32768, 256
+@pytest.mark.parametrize(
+    "n, v", [(2048, 32768), (4096, 32768), (12_288, 32768), (2048, 32001)]
+)
+def test_memory_is_the_formula_of_the_docstring(n, v):
+    d, chunk = 1024, 256
     h, W = jnp.zeros((n, d), jnp.bfloat16), jnp.zeros((v, d), jnp.bfloat16)
 
     def loss(h, W):
@@ -253,8 +276,10 @@ def test_memory_is_the_formula_of_the_docstring(n):
         return jaxmem.logprobs(h, W, y, chunk, implementation="hopper").sum()
 
     compiled = jax.jit(jax.grad(loss, (0, 1))).lower(h, W).compile()
-    formula = 2 * chunk * v + 6 * n * d
-    assert compiled.memory_analysis().temp_size_in_bytes <= formula + 2**20
+    formula, slack = 2 * chunk * v + 6 * n * d, 2**20
+    if v % 64:  # a block of W's gradient, before it is put among the others
+        formula, slack = formula + 2 * chunk * v * d // n, 2**22
+    assert compiled.memory_analysis().temp_size_in_bytes <= formula + slack
 
 
 @pytest.mark.parametrize("n", [2048, 4096])
