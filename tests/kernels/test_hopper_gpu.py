@@ -212,6 +212,21 @@ def test_tokens_that_the_bias_rules_out(problem):
     assert np.isfinite(dh.astype(np.float32)).all()
 
 
+def test_tiles_that_the_bias_masks_whole(problem):
+    """Their largest logit, less itself in one fused operation, is to be 0."""
+    h, W, y = problem
+    bias = np.where(np.arange(len(W)) < 1000, 0, -np.inf).astype(np.float32)
+    masked, (dh, dW) = run(h, W, y % 1000, bias=bias)
+    kept, (dh_kept, dW_kept) = run(h, W[:1000], y % 1000)
+    for name in FLOATS:
+        np.testing.assert_allclose(masked[name], kept[name], rtol=2e-6, atol=2e-6)
+    assert not dW[1000:].any()
+    for got, want in ((dh, dh_kept), (dW[:1000], dW_kept)):
+        np.testing.assert_allclose(
+            got.astype(np.float32), want.astype(np.float32), atol=2e-2, rtol=2e-2
+        )
+
+
 @pytest.mark.parametrize("chunk", [32, None])
 def test_a_frozen_head_launches_no_product_for_W(problem, chunk):
     """In one block of the vocabulary, and in a loop over many."""
