@@ -84,7 +84,7 @@ def logprobs(
     Nothing grows with tokens · V. W of another type than hidden costs b·V·D
     more; cuBLAS takes 32 MiB. Where V is no multiple of 64, W is padded: b·V·D, in
     "xla" on a GPU backward; in "hopper", where W is [D, V] or D is none either, in both
-    passes and again for its gradient, otherwise b·C·V·D/N backward.
+    passes and again for its gradient, otherwise up to 2·b·C·V·D/N backward.
     "hopper" holds no logits forward; backward, with S = √(C·V), it takes
     2·C·V + 6·N·D for up to S tokens N. For more, up to V and C·V/32, a block of W's
     gradient comes on top, 32·C·V·D/N at most, where all but 2·N·D of that is no more

@@ -24,8 +24,9 @@ from jaxmem.kernels.tiles import MAX_CLUSTER_ROWS
 # tokens 7.7 (11.1), 512 5.3 (6.7), 1024 4.3 (5.1); chunks of 256 4.3 (7.6), of 128 4.7
 # (13.2). At 128 tokens the forward pass alone is the slower one, 2.0 (1.8).
 MIN_TOKENS, MIN_CHUNK = 256, 128
-# Where W is padded, in a copy: V=50257 with 1024 tokens 5.1 (6.1), forward alone 1.6
-# (1.5); with 512 tokens 2.2 (1.7).
+# Where W is padded, in a copy, V=50257 with 1024 tokens 5.1 (6.1), forward alone 1.6
+# (1.5); with 512 tokens 2.2 (1.7). Where it need not be, with 256 tokens 9.3 (12.3),
+# forward 1.5 (2.1).
 MIN_TOKENS_PADDED = 1024
 
 
@@ -73,9 +74,7 @@ def unproven(spec: Spec, source: Head | Logits) -> str | None:
     n_tokens = source.hidden.shape[0] // (jax.device_count() if spec.spread else 1)
     if n_tokens < MIN_TOKENS:
         return f"is not measured to be faster below {MIN_TOKENS} tokens a device"
-    if n_tokens < MIN_TOKENS_PADDED and any(
-        x % padding.SWIZZLE for x in source.W.shape
-    ):
+    if n_tokens < MIN_TOKENS_PADDED and padding.copies(source.W, spec.layout):
         return (
             f"W {source.W.shape} would be padded to multiples of {padding.SWIZZLE}, in "
             f"a copy that does not pay below {MIN_TOKENS_PADDED} tokens"
@@ -132,8 +131,9 @@ def backward(
     padded = padding.head(spec, _xla.cast(spec, source))
     n_rows = rows.labels.shape[0]
     columns, depth = _columns_and_depth(spec, padded)
-    # No gradient of W, or sums of it beside what is kept: nothing to gain together.
-    apart = spec.frozen_head or kept is not None
+    # No gradient of W, or sums of it beside what is kept, or sums that are the gradient
+    # itself (and see `products._launch`): nothing to gain together.
+    apart = spec.frozen_head or kept is not None or source.W.dtype == jnp.float32
     size, once = blocks.backward_rows(
         n_rows, _tokens_here(spec), columns, depth, apart, n_clusters()
     )

@@ -30,6 +30,11 @@ def head(spec, head) -> Head:
     return Head(head.hidden, W, bias)
 
 
+def copies(W, layout) -> bool:
+    """Whether W is padded in a copy."""
+    return any(x % SWIZZLE for x in W.shape) and not splits(W, layout)
+
+
 def splits(W, layout) -> bool:
     """Whether kernels read W, or an array shaped like it, in two."""
     n_columns, depth = W.shape

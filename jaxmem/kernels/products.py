@@ -33,12 +33,10 @@ SUM_BLOCKS = 24
 MAX_SUM_TILES = 64
 
 # What a program launches more than once is lowered once if it is jitted.
-_jit = functools.partial(
-    jax.jit, static_argnames=("tiles", "layout", "n_blocks", "add")
-)
+_STATIC = "tiles", "layout", "n_blocks", "add"
 
 
-@_jit
+@functools.partial(jax.jit, static_argnames=_STATIC)
 def to_hidden(
     tiles: Tiles, layout: Layout, n_blocks, dz, W, n_rows, block, into, add
 ) -> jax.Array:
@@ -67,10 +65,11 @@ def to_hidden(
     return _launch(product, extent, dz, W, into, (0, 0), add)
 
 
-@_jit
+@functools.partial(jax.jit, static_argnames=(*_STATIC, "new"))
 def to_W(
-    tiles: Tiles, layout: Layout, n_blocks, dz, hidden, n_rows, block, into, add
-) -> jax.Array:
+    tiles: Tiles, layout: Layout, n_blocks, dz, hidden, n_rows, block, into, add,
+    new: jax.ShapeDtypeStruct | None = None,
+) -> jax.Array:  # fmt: skip
     """into with dzᵀ · hidden over the first `n_rows` rows at [block]; in its place.
 
     Args:
@@ -79,7 +78,8 @@ def to_W(
         hidden: [N, D], of dz's type.
         n_rows: int32, rows that count.
         block: int32 (first column, columns) of the vocabulary, whole tiles.
-        into: shaped like W; float32 where `add`.
+        into: shaped like W; float32 where `add`. None for an array like `new`, with
+            anything outside of [block].
         add: whether to add to what `into` holds there.
     """
     first, columns = block
@@ -93,7 +93,7 @@ def to_W(
         n_rows, n_columns = depth, columns
     product = Product(tiles, dz.dtype, "km", "kn", n_blocks)
     extent = Extent(n_rows, ceil_div(n_columns, tiles.columns), n_steps)
-    return _launch(product, extent, lhs, (rhs, None), into, at, add)
+    return _launch(product, extent, lhs, (rhs, None), new or into, at, add)
 
 
 class Part(NamedTuple):
@@ -134,8 +134,7 @@ def gradients(
         at = jnp.int32(column), jnp.minimum(here * columns, env.columns - column)
         into, at_W, dbias, dhs = sums.W, at, sums.bias, []
         if apart:
-            dtype = jnp.float32 if several else sums.W.dtype
-            into = lax.empty(_shape(env, n_tiles), dtype)
+            into = _block(env, n_tiles, jnp.float32 if several else sums.W.dtype)
             at_W = jnp.int32(0), at[1]
         for i, (part, dh) in enumerate(zip(parts, sums.hidden, strict=True)):
             # Without an active row, one tile of zeros still overwrites what dW holds.
@@ -168,24 +167,30 @@ def _add_products(
 ):  # fmt: skip
     """(hidden's gradient, W's) with what some rows and a block add to them.
 
-    at, into and add are pairs, of `to_hidden` and of `to_W`.
+    at, into and add are pairs, of `to_hidden` and of `to_W`; W's into is an array, what
+    a new one is like, or None without a gradient.
     """
     dh = to_hidden(
         tiles[0], env.layout, env.n_blocks, dz, W, n_rows, at[0], into[0], add[0]
     )
     dW, n_blocks = into[1], env.n_blocks
     if beside:  # hidden's comes first, and its sum beside this
-        dh, dW = lax.optimization_barrier((dh, dW))
+        dh, dz = lax.optimization_barrier((dh, dz))
         n_blocks = max(n_blocks - SUM_BLOCKS, 1)
     if dW is not None:
-        dW = to_W(tiles[1], env.layout, n_blocks, dz, hidden, n_rows, at[1], dW, add[1])
+        new = dW if isinstance(dW, jax.ShapeDtypeStruct) else None
+        dW = to_W(
+            tiles[1], env.layout, n_blocks, dz, hidden, n_rows, at[1],
+            None if new else dW, add[1], new,
+        )  # fmt: skip
     return dh, dW
 
 
-def _shape(env, n_tiles):
-    """Of a block of W's gradient."""
+def _block(env, n_tiles, dtype):
+    """What a block of W's gradient is like."""
     width = n_tiles * env.tiles.columns
-    return (width, env.depth) if env.layout == "vd" else (env.depth, width)
+    shape = (width, env.depth) if env.layout == "vd" else (env.depth, width)
+    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def _put(env, made, dW, first, last):
@@ -214,16 +219,21 @@ def _add_to_bias(dz, n_rows, block, dbias):
 
 
 def _launch(product, extent, lhs, rhs, into, at, add):
-    """`into`, from row and column `at` on, gets the product or is added to."""
-    scalars = jnp.stack([jnp.int32(x) for x in (*extent, *at)])
-    kernel = pl.kernel(
-        functools.partial(_kernel, product, add), mesh=plgpu.Mesh(**product.launch())
-    )
+    """`into`, from row and column `at` on, gets the product or is added to.
 
-    rhs = [x for x in rhs if x is not None]
+    An array that is written to must not go into a `dynamic_update_slice` as it is, but
+    a new one may: XLA has a kernel write right into the larger array then, and forgets
+    (jaxlib 0.11.2) that it writes into its operand.
+    """
+    scalars = jnp.stack([jnp.int32(x) for x in (*extent, *at)])
+    operands = [x for x in (scalars, lhs, *rhs) if x is not None]
+    body = functools.partial(_kernel, product, add)
+    if isinstance(into, jax.ShapeDtypeStruct):
+        return plgpu.kernel(body, out_type=into, **product.launch())(*operands)
+    kernel = pl.kernel(body, mesh=plgpu.Mesh(**product.launch()))
 
     def run(into):
-        kernel(scalars, lhs, *rhs, into)  # pyright: ignore[reportCallIssue]
+        kernel(*operands, into)  # pyright: ignore[reportCallIssue]
 
     return pl.run_state(run)(into)
 
