@@ -256,9 +256,10 @@ def _sums(parts, to_base_2, keep=None, mark=None):
         so_far = [_fold(jnp.add, x, y) for x, y in zip(so_far, terms, strict=True)]
     others, weighted, squares = (jnp.sum(x, axis=1) for x in so_far)
     label = jnp.max(label, axis=1) * to_base_2
-    in_base_2 = row_max, weighted, label
-    row_max, weighted, label = (x * logits.LN_2 for x in in_base_2)
-    return row_max, others, weighted, squares, label
+    # Rounded before anything is taken off: the chip would subtract from the product as
+    # it is, and of NOTHING the difference is not 0 then but 2^76.
+    row_max, label = (jnp.maximum(x * logits.LN_2, NOTHING) for x in (row_max, label))
+    return row_max, others, weighted * logits.LN_2, squares, label
 
 
 def _fold(op, narrow, part):

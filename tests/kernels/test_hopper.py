@@ -372,7 +372,8 @@ def test_the_automatic_choice_keeps_to_what_was_measured(lowered_anywhere, monke
     assert chosen(1024, 1000, 50257)[0] == "hopper"
     assert "chunks of 128" in chosen(8192, 4096, 151936, chunk=64)[1]
     assert "below 256 tokens" in chosen(255, 4096, 151936)[1]
-    assert "(50257, 4096) would be padded" in chosen(1023, 4096, 50257)[1]
+    assert chosen(256, 4096, 50257)[0] == "hopper"
+    assert "(50257, 1000) would be padded" in chosen(1023, 1000, 50257)[1]
     monkeypatch.setattr(jax, "device_count", lambda: 2)
     monkeypatch.setattr(_spread, "is_possible", spreads)
     assert chosen(512, 4096, 151936)[0] == "hopper"  # of which each device takes half

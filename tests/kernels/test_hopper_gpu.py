@@ -213,7 +213,7 @@ def test_tokens_that_the_bias_rules_out(problem):
 
 
 def test_tiles_that_the_bias_masks_whole(problem):
-    """Their largest logit, less itself in one fused operation, is to be 0."""
+    """Their largest logit less itself is to be 0, whatever operations are fused."""
     h, W, y = problem
     bias = np.where(np.arange(len(W)) < 1000, 0, -np.inf).astype(np.float32)
     masked, (dh, dW) = run(h, W, y % 1000, bias=bias)
@@ -231,6 +231,7 @@ def test_tiles_that_the_bias_masks_whole(problem):
 def test_a_frozen_head_launches_no_product_for_W(problem, chunk):
     """In one block of the vocabulary, and in a loop over many."""
     h, W, y = problem
+    W, y = W[:4992], y % 4992  # of whole swizzles: the last block is like the others
 
     def loss(h, W):
         return jaxmem.logprobs(h, W, y, chunk, implementation="hopper").sum()
