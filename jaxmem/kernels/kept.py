@@ -61,7 +61,7 @@ def derivative(
     def run(exps):
         kernel(*operands.values(), exps)  # pyright: ignore[reportCallIssue]
 
-    return pl.run_state(run)(kept.exps)
+    return ring.in_place(run, kept.exps)
 
 
 def _odd_tiles(env, labels, n_active):

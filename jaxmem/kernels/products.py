@@ -221,9 +221,8 @@ def _add_to_bias(dz, n_rows, block, dbias):
 def _launch(product, extent, lhs, rhs, into, at, add):
     """`into`, from row and column `at` on, gets the product or is added to.
 
-    An array that is written to must not go into a `dynamic_update_slice` as it is, but
-    a new one may: XLA has a kernel write right into the larger array then, and forgets
-    (jaxlib 0.11.2) that it writes into its operand.
+    A new array may be part of a larger one, by `dynamic_update_slice`: XLA has the
+    kernel write right there.
     """
     scalars = jnp.stack([jnp.int32(x) for x in (*extent, *at)])
     operands = [x for x in (scalars, lhs, *rhs) if x is not None]
@@ -235,7 +234,7 @@ def _launch(product, extent, lhs, rhs, into, at, add):
     def run(into):
         kernel(*operands, into)  # pyright: ignore[reportCallIssue]
 
-    return pl.run_state(run)(into)
+    return ring.in_place(run, into)
 
 
 def _kernel(product, add, *refs):

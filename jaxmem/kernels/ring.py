@@ -116,6 +116,17 @@ def swizzle(dtype, width: int = 64):
     return tiling, swizzling
 
 
+def in_place(run, x):
+    """x after run(ref of it), a kernel that writes to it.
+
+    Where x is a slice of a larger array, or becomes one, as what a scan stacks, XLA
+    would hand the kernel that array, and forget (jaxlib 0.11.2) that it writes into its
+    operand: the result would be whatever its memory held. Not past a barrier.
+    """
+    made = pl.run_state(run)(lax.optimization_barrier(x))
+    return lax.optimization_barrier(made)
+
+
 def run(product: Product, extent: Extent, ring: Ring, lhs_gmem, rhs_gmem, unit):
     """The roles of the warpgroups; unit(tiles, n_tiles, step) as in `for_each_unit`.
 

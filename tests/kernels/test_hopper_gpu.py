@@ -1,5 +1,7 @@
 """Backend "hopper" on the chip: every case in 16 bits, real shapes, equal bits."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -259,6 +261,57 @@ def test_more_cotangents_than_one_step_of_rows():
         ours, theirs = (np.asarray(x).astype(np.float32) for x in (ours, theirs))
         scale = np.abs(theirs).max()
         np.testing.assert_allclose(ours, theirs, atol=2**-7 * scale)
+
+
+@pytest.mark.parametrize("vocabulary", [5000, 4992])
+def test_gradients_of_each_micro_batch(problem, vocabulary):
+    """Stacked by a scan: kernels that write in place must not write into the stack."""
+    h, W, y = problem
+    W, y = W[:vocabulary], y % vocabulary
+    g = jnp.cos(jnp.arange(100.0))
+
+    def gradients(hy):
+        def loss(h, W):
+            stats = jaxmem.token_stats(h, W, hy[1], implementation="hopper")
+            return jnp.vdot(g, stats.logprob + stats.entropy)
+
+        return jax.grad(loss, (0, 1))(hy[0], W)
+
+    batches = h.reshape(3, 100, -1), y.reshape(3, 100)
+    stacked = jax.jit(functools.partial(jax.lax.map, gradients))(batches)
+    for i in range(3):
+        alone = jax.jit(gradients)((batches[0][i], batches[1][i]))
+        close([x[i] for x in stacked], alone)
+
+
+@pytest.mark.parametrize("kept", [0, "all"])
+def test_a_loss_over_micro_batches(problem, kept):
+    """What is kept is stacked from one pass to the other."""
+    h, W, y = problem
+    g = jnp.cos(jnp.arange(100.0))
+
+    def loss(h, W, y):
+        stats = jaxmem.token_stats(
+            h, W, y, implementation="hopper", residual_bytes=kept
+        )
+        return jnp.vdot(g, stats.logprob + stats.entropy)
+
+    def total(h, W):
+        losses = jax.lax.map(lambda hy: loss(hy[0], W, hy[1]), (h, y.reshape(3, 100)))
+        return jnp.sum(losses)
+
+    dh, dW = jax.jit(jax.grad(total, (0, 1)))(h.reshape(3, 100, -1), W)
+    one = jax.jit(jax.grad(loss, (0, 1)))
+    parts = [one(h[i : i + 100], W, y[i : i + 100]) for i in (0, 100, 200)]
+    close(list(dh), [part[0] for part in parts])
+    close(dW, sum(part[1].astype(jnp.float32) for part in parts))
+
+
+def close(got, want):
+    """Up to roundings to 8 bits."""
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        a, b = np.asarray(a).astype(np.float32), np.asarray(b).astype(np.float32)
+        np.testing.assert_allclose(a, b, atol=2**-7 * np.abs(b).max())
 
 
 @pytest.mark.parametrize(
