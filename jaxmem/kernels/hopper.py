@@ -132,7 +132,7 @@ def backward(
     n_rows = rows.labels.shape[0]
     columns, depth = _columns_and_depth(spec, padded)
     # No gradient of W, or sums of it beside what is kept, or sums that are the gradient
-    # itself (and see `products._launch`): nothing to gain together.
+    # itself: nothing to gain together.
     apart = spec.frozen_head or kept is not None or source.W.dtype == jnp.float32
     size, once = blocks.backward_rows(
         n_rows, _tokens_here(spec), columns, depth, apart, n_clusters()
