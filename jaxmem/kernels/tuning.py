@@ -23,7 +23,7 @@ from jaxmem.kernels.tiles import Tiles
 # What may be better elsewhere, by field, from the default on.
 TRIED: dict[str, tuple[int, ...]] = {
     "panel": (4, 8, 16, 32),
-    "group": (1, 2, 4, 8),
+    "group": (1, 2, 3, 4, 8),
     "stages": (3, 4),
     "slots": (1, 2, 4),
     "stored": (32, 64),
