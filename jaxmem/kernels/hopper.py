@@ -25,8 +25,8 @@ from jaxmem.kernels.tiles import MAX_CLUSTER_ROWS
 # (13.2). At 128 tokens the forward pass alone is the slower one, 2.0 (1.8).
 MIN_TOKENS, MIN_CHUNK = 256, 128
 # Where W is padded, in a copy, V=50257 with 1024 tokens 5.1 (6.1), forward alone 1.6
-# (1.5); with 512 tokens 2.2 (1.7). Where it need not be, with 256 tokens 9.3 (12.3),
-# forward 1.5 (2.1).
+# (1.5); with 512 tokens 2.2 (1.7). Where it need not be, with 256 tokens 8.7 (12.5),
+# forward 1.4 (2.0).
 MIN_TOKENS_PADDED = 1024
 
 
@@ -131,8 +131,8 @@ def backward(
     padded = padding.head(spec, _xla.cast(spec, source))
     n_rows = rows.labels.shape[0]
     columns, depth = _columns_and_depth(spec, padded)
-    # No gradient of W, or sums of it beside what is kept, or sums that are the gradient
-    # itself: nothing to gain together.
+    # Launches together save memory of W's sums: none where W has no gradient, where
+    # sums lie beside what is kept, or where they are the gradient itself.
     apart = spec.frozen_head or kept is not None or source.W.dtype == jnp.float32
     size, once = blocks.backward_rows(
         n_rows, _tokens_here(spec), columns, depth, apart, n_clusters()
