@@ -27,6 +27,7 @@ FLOORS = {
     "jaxmem._loss": 1,
     "jaxmem.kernels": 1,
     "jaxmem.kernels.tiles": 1,
+    "jaxmem.kernels.active": 1,
     "jaxmem.kernels.blocks": 1,
     "jaxmem.kernels.padding": 1,
     "jaxmem.kernels.tuned": 1,

@@ -31,8 +31,8 @@ def forward_rows(n_rows: int, chunk: int, columns: int, depth: int, groups: int)
     Args:
         groups: of columns, each of which leaves five statistics a row.
     """
-    # Merging holds what it reads and half of what it has written.
-    a_row = 2 * depth + 4 * 5 * 2 * groups
+    of_groups = 4 * 5 * groups
+    a_row = 2 * depth + of_groups + of_groups // 8  # merging leaves an eighth
     fitting = 4 * chunk * columns // a_row
     return whole(min(n_rows, max(fitting, MAX_CLUSTER_ROWS), MAX_ROWS))
 

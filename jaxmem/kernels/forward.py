@@ -24,6 +24,7 @@ from jaxmem.kernels.tiles import N_COMPUTE
 
 N_STATS = len(Stats._fields)
 _WIDTH = 8  # columns of logits taken at a time; the fewest that registers hold whole
+_AT_ONCE = 8  # groups merged in one pass over them: few passes, and short code
 
 
 class Kept(NamedTuple):
@@ -94,17 +95,19 @@ def _n_tiles(env):
 
 
 def _merge_groups(stats):
-    """Halves onto halves: the same tree however many rows there are."""
-    while (n := stats.max.shape[0]) > 1:
-        half = n // 2
-        merged = _stats.merge(
-            Stats(*(x[:half] for x in stats)),
-            Stats(*(x[half : 2 * half] for x in stats)),
+    """A few groups at a time: the same tree however many rows there are."""
+    while (n := len(stats.max)) > 1:
+        size = -(-n // _AT_ONCE)
+        empty = NOTHING, 0.0, 0.0, 0.0, NOTHING
+        whole = [
+            jnp.pad(x, ((0, size * _AT_ONCE - n), (0, 0)), constant_values=nothing)
+            for x, nothing in zip(stats, empty, strict=True)
+        ]
+        parts = (
+            Stats(*(x[i : i + size] for x in whole))
+            for i in range(0, size * _AT_ONCE, size)
         )
-        odd = Stats(*(x[2 * half :] for x in stats))
-        stats = Stats(
-            *(jnp.concatenate(pair) for pair in zip(merged, odd, strict=True))
-        )
+        stats = functools.reduce(_stats.merge, parts)
     return Stats(*(x[0] for x in stats))
 
 

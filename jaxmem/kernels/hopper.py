@@ -17,7 +17,7 @@ from jax import lax
 from jaxmem import _shards, _stats, _xla
 from jaxmem._spec import Spec
 from jaxmem._xla import Head, Logits, Rows
-from jaxmem.kernels import blocks, padding, tuned
+from jaxmem.kernels import active, blocks, padding, tuned
 from jaxmem.kernels.tiles import MAX_CLUSTER_ROWS
 
 # With gradients, at D=4096 and V=151936 on an H200, in GEMMs, "xla" in parentheses: 256
@@ -114,11 +114,9 @@ def forward_and_keep(spec: Spec, source: Head, rows: Rows, names) -> tuple[dict,
         )
     padded = padding.head(spec, _xla.cast(spec, source))
     env, first, rest = _split(spec, padded, rows)
-    ids, n_active = _active_first(first.active, env.n_rows)
-    stats, kept = kernel.statistics_and_exps(
-        env, *_operands(spec, padded, rows, ids, n_active)
-    )
-    made = _xla.put_all(_xla.no_statistics(spec, rows), ids, stats)
+    block = active.first(first.active, env.n_rows)
+    stats, kept = kernel.statistics_and_exps(env, *_operands(spec, padded, rows, block))
+    made = active.put(_xla.no_statistics(spec, rows), block, stats)
     if rest is not None:
         made = _add_statistics(spec, padded, rest, made)
     return _xla.outputs(spec, rows, made, names), kept
@@ -145,10 +143,12 @@ def backward(
         kept_env, first, again = _split(spec, padded, rows)
         once = again is None
         sums = _sums(spec, env, source, padded, once)
-        ids, n_active = _active_first(first.active, kept_env.n_rows)
-        outputs, g = jax.tree.map(lambda x: _xla.take(x, ids), (saved, cotangents))
+        block = active.first(first.active, kept_env.n_rows)
+        outputs, g = jax.tree.map(
+            lambda x: _xla.take(x, block.ids), (saved, cotangents)
+        )
         sums = _add_kept(
-            spec, kept_env, padded, rows, ids, n_active, kept, outputs, g, once, sums
+            spec, kept_env, padded, rows, block, kept, outputs, g, once, sums
         )
     if again is not None:
         sums = _add_again(spec, env, padded, again, saved, cotangents, once, sums)
@@ -166,21 +166,21 @@ def one_pass(
     size = loss_rows(spec, source)
     env, once = _env(spec, padded, size, "exps"), n_rows <= size
 
-    def block(row_ids, n_active, carry):
+    def body(block, carry):
         made, sums = carry
         stats, kept = kernel.statistics_and_exps(
-            env, *_operands(spec, padded, rows, row_ids, n_active)
+            env, *_operands(spec, padded, rows, block)
         )
         stats = _shards.vary(stats, spec.part_varying)
-        outputs = _xla.merged(spec, rows, row_ids, stats)
-        values, g = of_chunk(row_ids, outputs)
-        return _xla.put_all(made, row_ids, values), _add_kept(
-            spec, env, padded, rows, row_ids, n_active, kept, outputs, g, once, sums
+        outputs = _xla.merged(spec, rows, block.ids, stats)
+        values, g = of_chunk(block.ids, outputs)
+        return active.put(made, block, values), _add_kept(
+            spec, env, padded, rows, block, kept, outputs, g, once, sums
         )
 
     made = _shards.vary(made, spec.varying)
     carry = made, _sums(spec, env, source, padded, once)
-    made, sums = _for_row_blocks(rows.active, env.n_rows, block, carry)
+    made, sums = active.for_each_block(rows.active, env.n_rows, body, carry)
     like = _xla.trained(spec, source)
     if not once:
         like = jax.tree.map(lambda x: x.astype(jnp.float32), like)
@@ -204,19 +204,19 @@ def _add_statistics(spec, padded, rows, made):
     size = blocks.forward_rows(n_rows, spec.chunk, columns, depth, groups)
     env = _env(spec, padded, size, "statistics")
 
-    def block(row_ids, n_active, made):
-        operands = _operands(spec, padded, rows, row_ids, n_active)
-        return _xla.put_all(made, row_ids, kernel.statistics(env, *operands))
+    def body(block, made):
+        operands = _operands(spec, padded, rows, block)
+        return active.put(made, block, kernel.statistics(env, *operands))
 
-    return _for_row_blocks(rows.active, env.n_rows, block, made)
+    return active.for_each_block(rows.active, env.n_rows, body, made)
 
 
-def _operands(spec, padded, rows, row_ids, n_active):
+def _operands(spec, padded, rows, block):
     """Of the forward kernel, in its order."""
-    temperature = _inverse_temperature(rows, row_ids)
-    labels = _xla.part_labels(spec, rows, row_ids)
-    hidden = _hidden(padded, row_ids)
-    return hidden, padded.W, labels, n_active[None], padded.bias, temperature
+    temperature = _inverse_temperature(rows, block.ids)
+    labels = _xla.part_labels(spec, rows, block.ids)
+    hidden = _hidden(padded, block.ids)
+    return hidden, padded.W, labels, block.n_active[None], padded.bias, temperature
 
 
 def _split(spec, padded, rows):
@@ -231,20 +231,21 @@ def _split(spec, padded, rows):
     return _env(spec, padded, size, "exps"), rows._replace(active=first), rest
 
 
-def _add_kept(spec, env, padded, rows, row_ids, n_active, kept, outputs, g, once, sums):
+def _add_kept(spec, env, padded, rows, block, kept, outputs, g, once, sums):
     """sums with what the rows add to them whose exponentials are there.
 
-    Outputs and their cotangents g are those of row_ids; the exponentials are given up.
+    Outputs and their cotangents g are the block's; the exponentials are given up.
     """
     from jaxmem.kernels import kept as keeping
     from jaxmem.kernels import products
 
     dz = keeping.derivative(
-        env, kept, n_active, _xla.part_labels(spec, rows, row_ids), outputs,
-        _stats.coefficients(outputs, g), _inverse_temperature(rows, row_ids),
+        env, kept, block.n_active, _xla.part_labels(spec, rows, block.ids), outputs,
+        _stats.coefficients(outputs, g), _inverse_temperature(rows, block.ids),
     )  # fmt: skip
-    part = products.Part(_hidden(padded, row_ids), lambda part, width: dz, n_active)
-    return _gradients(spec, (env, env.n_tiles, once), padded, [part], row_ids, sums)
+    h = _hidden(padded, block.ids)
+    part = products.Part(h, lambda part, width: dz, block.n_active)
+    return _gradients(spec, (env, env.n_tiles, once), padded, [part], block, sums)
 
 
 def _add_again(spec, env, padded, rows, saved, cotangents, once, sums):
@@ -266,17 +267,17 @@ def _add_again(spec, env, padded, rows, saved, cotangents, once, sums):
         derivative = functools.partial(kernel.derivative, env, operands)
         return products.Part(h, derivative, n_active)
 
-    def block(row_ids, n_active, sums):
+    def body(block, sums):
         cut, size = (env, _block_tiles(spec, env), once), env.n_rows
         parts = [
-            part(row_ids[i : i + size], jnp.clip(n_active - i, 0, size))
-            for i in range(0, len(row_ids), size)
+            part(block.ids[i : i + size], jnp.clip(block.n_active - i, 0, size))
+            for i in range(0, len(block.ids), size)
         ]
-        return _gradients(spec, cut, padded, parts, row_ids, sums)
+        return _gradients(spec, cut, padded, parts, block, sums)
 
     n_rows = len(rows.labels)
     at_once = -(-n_rows // env.n_rows) * env.n_rows if once else env.n_rows
-    return _for_row_blocks(rows.active, at_once, block, sums)
+    return active.for_each_block(rows.active, at_once, body, sums)
 
 
 def _sums(spec, env, source, padded, once):
@@ -309,8 +310,8 @@ def _cotangent(spec, source, sums, once):
     return jax.tree.map(_like, varied, source)
 
 
-def _gradients(spec, cut: tuple[Any, int, bool], padded, parts, row_ids, sums):
-    """sums with what some rows add to them."""
+def _gradients(spec, cut: tuple[Any, int, bool], padded, parts, block, sums):
+    """sums with what a block's rows add to them."""
     from jaxmem.kernels import products
 
     env, n_tiles, once = cut
@@ -328,38 +329,15 @@ def _gradients(spec, cut: tuple[Any, int, bool], padded, parts, row_ids, sums):
     here = products.gradients(
         tiles, *cut, padded.W, parts, sums._replace(hidden=hidden), beside
     )
-    n_rows, depth = sums.hidden.shape
+    depth = sums.hidden.shape[1]
     dhs = [x[:, :depth].astype(sums.hidden.dtype) for x in here.hidden]
     dh = dhs[0] if alone else jnp.concatenate(dhs)
     if not once:
-        return here._replace(hidden=_xla.put(sums.hidden, row_ids, dh))
+        return here._replace(hidden=_xla.put(sums.hidden, block.ids, dh))
     dh = _shards.vary(dh, spec.part_varying)
     dh, dW = _shards.sum_hidden(spec.shards, dh, here.W, beside)
     # All rows are here. Each fetches its own, which is faster than to send them out.
-    size = row_ids.shape[0]
-    at = jnp.full(n_rows, size, jnp.int32)
-    at = _xla.put(at, row_ids, jnp.arange(size, dtype=jnp.int32))
-    return here._replace(hidden=_xla.take(dh, at), W=dW)
-
-
-def _for_row_blocks(active, size, body, carry):
-    """carry = body(ids of rows, how many are active, carry), active rows first."""
-    n_blocks = -(-active.shape[0] // size)
-    order, n_active = _active_first(active, n_blocks * size)
-
-    def step(i, carry):
-        ids = lax.dynamic_slice(order, (i * size,), (size,))
-        return body(ids, jnp.clip(n_active - i * size, 0, size), carry)
-
-    if n_blocks == 1:  # XLA may lay the parts out freely
-        return step(0, carry)
-    return lax.fori_loop(0, n_blocks, step, carry)
-
-
-def _active_first(active, size):
-    """Row ids [size], the active ones first, then ids past the end; their number."""
-    order = jnp.nonzero(active, size=size, fill_value=active.shape[0])[0]
-    return order.astype(jnp.int32), jnp.sum(active, dtype=jnp.int32)
+    return here._replace(hidden=_xla.take(dh, block.place), W=dW)
 
 
 def _block_tiles(spec, env):

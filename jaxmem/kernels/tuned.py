@@ -36,10 +36,14 @@ FILE = "tuned.json"
 # and a quarter of the derivative's less (base 2, rows' factors folded), on two cards:
 # forward 1.031 GEMMs before and 1.023 after, 1.039 and 1.035; with gradients 4.08 and
 # 4.06, 4.13 and 4.13; with all exponentials kept 3.14 and 3.13, 3.19 and 3.19.
+# Groups of 2, 3 and 4 tiles in turns, forward, ms: N=8192 D=4096 V=151936 15.36, 15.41
+# and 15.45, V=128256 13.17, 13.09 and 13.22, V=50257 5.22, 5.21 and 5.30, V=32001 3.44,
+# 3.46 and 3.53; N=4096 D=5120 V=151936 9.59, 9.56 and 9.69; N=2048 V=128256 3.35, 3.39
+# and 3.35: the smaller a unit, the shorter do clusters wait for the last one.
 _PRODUCT = Tiles(group=1, cluster=2, panel=8, stored=32, slots=1, stored_bytes=4)
 DEFAULTS: Mapping[Kernel, Tiles] = {
-    "statistics": Tiles(group=4, cluster=2, panel=8),
-    "exps": Tiles(group=4, cluster=2, panel=8, stored=64, slots=1),
+    "statistics": Tiles(group=2, cluster=2, panel=8),
+    "exps": Tiles(group=2, cluster=2, panel=8, stored=64, slots=1),
     "derivative": Tiles(group=1, cluster=2, panel=8, stored=64, slots=1),
     "to_hidden": _PRODUCT,
     "to_W": _PRODUCT,

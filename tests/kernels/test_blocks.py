@@ -145,9 +145,9 @@ def test_rows_of_a_loss_keep_the_chip_busy(depth, rows):
 
 def test_a_forward_launch_takes_no_more_than_a_chunk_of_logits():
     for n, chunk, columns, depth in SHAPES:
-        groups = -(-columns // 1024)
+        groups = -(-columns // 512)
         rows = blocks.forward_rows(n, chunk, columns, depth, groups)
         assert rows % MAX_CLUSTER_ROWS == 0 and rows <= blocks.MAX_ROWS
-        taken = rows * (2 * depth + 40 * groups)
-        least = MAX_CLUSTER_ROWS * (2 * depth + 40 * groups)
+        a_row = 2 * depth + 20 * groups * 9 / 8
+        taken, least = rows * a_row, MAX_CLUSTER_ROWS * a_row
         assert taken <= max(4 * chunk * columns, least) + slack(0, depth)

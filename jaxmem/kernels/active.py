@@ -1,0 +1,59 @@
+"""Active rows first, in blocks that kernels take together, and back to their places."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxmem import _xla
+
+
+class Block(NamedTuple):
+    """Rows of a launch, or of several."""
+
+    ids: jax.Array  # int32 [size]; past the end where there is no active row
+    n_active: jax.Array  # int32
+    place: jax.Array  # int32 [N], of each row among ids; size where it has none
+
+
+def for_each_block(active, size: int, body: Callable[[Block, Any], Any], carry) -> Any:
+    """carry = body(block of size rows, carry), until there are no more rows."""
+    n_blocks = -(-active.shape[0] // size)
+    every = first(active, n_blocks * size)
+    if n_blocks == 1:  # XLA may lay the parts out freely
+        return body(every, carry)
+
+    def step(i, carry):
+        start = i * size
+        ids = lax.dynamic_slice(every.ids, (start,), (size,))
+        place = every.place - start
+        place = jnp.where((place >= 0) & (place < size), place, size)
+        n_active = jnp.clip(every.n_active - start, 0, size)
+        return body(Block(ids, n_active, place), carry)
+
+    return lax.fori_loop(0, n_blocks, step, carry)
+
+
+def first(active, size: int) -> Block:
+    """Active rows [N], N ≤ size, in one block."""
+    place = jnp.cumsum(active, dtype=jnp.int32) - 1
+    n_active = jnp.max(place, initial=-1) + 1
+    place = jnp.where(active, place, size)
+    ids = jnp.full(size, active.shape[0], jnp.int32)
+    ids = _xla.put(ids, place, jnp.arange(active.shape[0], dtype=jnp.int32))
+    return Block(ids, n_active, place)
+
+
+def put(tree, block: Block, values) -> Any:
+    """Arrays [N] of a tree, with the values [size] of the block's active rows.
+
+    Each row fetches its own: on a GPU one pass, where to send them out takes several.
+    """
+    there = block.place < block.ids.shape[0]
+
+    def fetched(x, new):
+        return jnp.where(there, _xla.take(new, block.place).astype(x.dtype), x)
+
+    return jax.tree.map(fetched, tree, values)

@@ -1,0 +1,54 @@
+"""Groups of the vocabulary, merged: every group counts once, in an order of its own."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmem import _stats
+from jaxmem._stats import Stats
+from tests.kernels import needs_pallas
+
+pytestmark = needs_pallas
+NOTHING = -(2.0**100)  # a masked logit
+
+
+def statistics(n_groups, n_rows=40):
+    """Of a few logits a group; the label is in one of them, one group is masked."""
+    z = 5 * np.random.default_rng(0).standard_normal((n_groups, n_rows, 16))
+    row_max = z.max(-1)
+    shifted = z - row_max[..., None]
+    exps = np.exp(shifted)
+    stats = Stats(
+        row_max, exps[..., 1:].sum(-1), (exps * shifted).sum(-1), (exps**2).sum(-1),
+        np.where(np.arange(n_groups)[:, None] == n_groups // 2, z[..., 0], NOTHING),
+    )  # fmt: skip
+    masked = np.arange(n_groups)[:, None] == n_groups - 1 if n_groups > 2 else False
+    nothing = NOTHING, 0.0, 0.0, 0.0, NOTHING
+    return Stats(*(np.where(masked, x, y) for x, y in zip(nothing, stats, strict=True)))
+
+
+@pytest.mark.parametrize("n_groups", [1, 2, 7, 8, 9, 63, 64, 65, 513])
+def test_merging_loses_no_group(n_groups):
+    from jaxmem.kernels import forward, logits
+
+    assert logits.NOTHING == NOTHING
+    stats = statistics(n_groups)
+    with jax.enable_x64(True):
+        groups = (Stats(*(x[i] for x in stats)) for i in range(n_groups))
+        want = functools.reduce(_stats.merge, groups)
+        got = forward._merge_groups(Stats(*map(jnp.float64, stats)))
+    for name, a, b in zip(Stats._fields, got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-12, err_msg=name)
+
+
+def test_a_row_is_merged_alike_in_any_company():
+    from jaxmem.kernels import forward
+
+    stats = Stats(*map(jnp.float32, statistics(65)))
+    merge = jax.jit(forward._merge_groups)
+    everywhere, alone = merge(stats), merge(Stats(*(x[:, 8:13] for x in stats)))
+    for a, b in zip(everywhere, alone, strict=True):
+        np.testing.assert_array_equal(a[8:13], b)
