@@ -81,19 +81,20 @@ def logprobs(
     4·V·D, the latter for the float32 sum of W's gradient, and nothing where W is
     frozen. With frozen_head the forward pass under `jax.grad` takes (4 + b)·C·V, or
     8·C·V by XLA for CPUs, and keeps b·D a token; the backward pass takes nothing.
-    Nothing grows with tokens · V. W of another type than hidden costs b·V·D
-    more; cuBLAS takes 32 MiB. Where V is no multiple of 64, W is padded: b·V·D, in
-    "xla" on a GPU backward; in "hopper", where W is [D, V] or D is none either, in both
-    passes and again for its gradient, otherwise up to 2·b·C·V·D/N backward.
-    "hopper" holds no logits forward; backward, with S = √(C·V), it takes
-    2·C·V + 6·N·D for up to S tokens N. For more, up to V and C·V/32, a block of W's
-    gradient comes on top, 32·C·V·D/N at most, where all but 2·N·D of that is no more
-    than 2·C·V + 4·V·D; otherwise it takes 2·C·V + 4·V·D + 6·S·D, the second term not
-    where W is frozen. In C·V, V is the whole vocabulary, even of
-    devices that have a part of it. residual_bytes come on top, and live from one pass
-    to the other; so do 4·V·D where they hold a part of the tokens. XLA for CPUs may
-    widen 16-bit weights to float32, 4·V·D, and needs 8·C·V forward where V is no
-    multiple of 128 or jaxlib is older than 0.11.
+    Nothing grows with tokens · V. W of another type than hidden costs b·V·D more;
+    cuBLAS takes 32 MiB. Where V is no multiple of 64, W is padded: b·V·D, in "xla" on a
+    GPU backward; in "hopper", where W is [D, V] or D is none either, in both passes and
+    again for its gradient, otherwise 256·b·D forward and up to 2·b·C·V·D/N backward.
+    "hopper" holds no logits: forward it takes 2·D + V/25 a token, of 8192 tokens at
+    most, and no more than 4·C·V; backward, with S = √(C·V), it takes 2·C·V + 6·N·D for
+    up to S tokens N. For more, up to V and C·V/32, a block of W's gradient comes on
+    top, 32·C·V·D/N at most, where all but 2·N·D of that is no more than 2·C·V + 4·V·D;
+    otherwise it takes 2·C·V + 4·V·D + 6·S·D, the second term not where W is frozen. In
+    C·V, V is the whole vocabulary, even of devices that have a part of it.
+    residual_bytes come on top, and live from one pass to the other; so do 4·V·D where
+    they hold a part of the tokens. XLA for CPUs may widen 16-bit weights to float32,
+    4·V·D, and needs 8·C·V forward where V is no multiple of 128 or jaxlib is older than
+    0.11.
 
     **Communication** with axis_name, a token: forward 8 bytes in one max and 12 in one
     sum over the shards; backward 4·D in one sum of hidden's gradient, in float32, that
