@@ -37,7 +37,7 @@ def for_each_block(active, size: int, body: Callable[[Block, Any], Any], carry) 
 
 
 def first(active, size: int) -> Block:
-    """Active rows [N], N ≤ size, in one block."""
+    """Active rows, at most size of all N, in one block."""
     place = jnp.cumsum(active, dtype=jnp.int32) - 1
     n_active = jnp.max(place, initial=-1) + 1
     place = jnp.where(active, place, size)
