@@ -21,7 +21,7 @@ class Block(NamedTuple):
 def for_each_block(active, size: int, body: Callable[[Block, Any], Any], carry) -> Any:
     """carry = body(block of size rows, carry), until there are no more rows."""
     n_blocks = -(-active.shape[0] // size)
-    every = first(active, n_blocks * size)
+    every = in_one_block(active, n_blocks * size)
     if n_blocks == 1:  # XLA may lay the parts out freely
         return body(every, carry)
 
@@ -36,8 +36,8 @@ def for_each_block(active, size: int, body: Callable[[Block, Any], Any], carry) 
     return lax.fori_loop(0, n_blocks, step, carry)
 
 
-def first(active, size: int) -> Block:
-    """Active rows, at most size of all N, in one block."""
+def in_one_block(active, size: int) -> Block:
+    """Of the active rows of N, which are at most size."""
     place = jnp.cumsum(active, dtype=jnp.int32) - 1
     n_active = jnp.max(place, initial=-1) + 1
     place = jnp.where(active, place, size)

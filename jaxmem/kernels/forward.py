@@ -98,11 +98,9 @@ def _merge_groups(stats):
     """A few groups at a time: the same tree however many rows there are."""
     while (n := len(stats.max)) > 1:
         size = -(-n // _AT_ONCE)
-        empty = NOTHING, 0.0, 0.0, 0.0, NOTHING
-        whole = [
-            jnp.pad(x, ((0, size * _AT_ONCE - n), (0, 0)), constant_values=nothing)
-            for x, nothing in zip(stats, empty, strict=True)
-        ]
+        rest = size * _AT_ONCE - n, stats.max.shape[1]
+        none = _stats.empty(rest, stats.max.dtype)
+        whole = [jnp.concatenate(pair) for pair in zip(stats, none, strict=True)]
         parts = (
             Stats(*(x[i : i + size] for x in whole))
             for i in range(0, size * _AT_ONCE, size)

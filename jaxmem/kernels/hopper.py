@@ -114,7 +114,7 @@ def forward_and_keep(spec: Spec, source: Head, rows: Rows, names) -> tuple[dict,
         )
     padded = padding.head(spec, _xla.cast(spec, source))
     env, first, rest = _split(spec, padded, rows)
-    block = active.first(first.active, env.n_rows)
+    block = active.in_one_block(first.active, env.n_rows)
     stats, kept = kernel.statistics_and_exps(env, *_operands(spec, padded, rows, block))
     made = active.put(_xla.no_statistics(spec, rows), block, stats)
     if rest is not None:
@@ -143,7 +143,7 @@ def backward(
         kept_env, first, again = _split(spec, padded, rows)
         once = again is None
         sums = _sums(spec, env, source, padded, once)
-        block = active.first(first.active, kept_env.n_rows)
+        block = active.in_one_block(first.active, kept_env.n_rows)
         outputs, g = jax.tree.map(
             lambda x: _xla.take(x, block.ids), (saved, cotangents)
         )
@@ -336,7 +336,7 @@ def _gradients(spec, cut: tuple[Any, int, bool], padded, parts, block, sums):
         return here._replace(hidden=_xla.put(sums.hidden, block.ids, dh))
     dh = _shards.vary(dh, spec.part_varying)
     dh, dW = _shards.sum_hidden(spec.shards, dh, here.W, beside)
-    # All rows are here. Each fetches its own, which is faster than to send them out.
+    # All rows are here: each fetches its own.
     return here._replace(hidden=_xla.take(dh, block.place), W=dW)
 
 

@@ -18,7 +18,7 @@ MASKS = {
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("size", [N, 512])
 def test_active_rows_come_first_in_their_order(mask, size):
-    block = active.first(jnp.asarray(MASKS[mask]), size)
+    block = active.in_one_block(jnp.asarray(MASKS[mask]), size)
     (want,) = np.nonzero(MASKS[mask])
     assert block.n_active == len(want)
     np.testing.assert_array_equal(block.ids[: len(want)], want)

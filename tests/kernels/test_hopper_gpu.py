@@ -364,6 +364,11 @@ def test_memory_is_the_formula_of_the_docstring(n, v):
         formula += 4 * chunk * v * d // n
     assert compiled.memory_analysis().temp_size_in_bytes <= formula + 2**20
 
+    compiled = jax.jit(loss).lower(h, W).compile()
+    formula = min(n, 8192) * (2 * d + v / 25) + (512 * d if v % 64 else 0)
+    assert formula / 2 < compiled.memory_analysis().temp_size_in_bytes
+    assert compiled.memory_analysis().temp_size_in_bytes <= formula + 2**20
+
 
 @pytest.mark.parametrize("n", [2048, 4096])
 def test_memory_of_the_one_pass_is_no_more_than_that_of_xla(n):
