@@ -1,6 +1,7 @@
 """The benchmarks measure what they say: at tiny shapes, and on a clock of our own."""
 
 import importlib.util
+import itertools
 import json
 import subprocess
 import sys
@@ -89,7 +90,7 @@ def test_samples_are_long_take_turns_and_lie_between_units(monkeypatch):
     clock = Clock(monkeypatch)
     paths = {"two": clock.run("two", 2.0), "five": clock.run("five", 5.0)}
     timing.take_turns(stopwatch(), clock.run("u", 1.0), paths, 2)
-    calibration = 3 * 2
+    calibration = 3 * (1 + timing._TRIES)
     blocks = []
     for name in clock.log[calibration:]:
         if not blocks or blocks[-1][0] != name:
@@ -98,6 +99,18 @@ def test_samples_are_long_take_turns_and_lie_between_units(monkeypatch):
     order = ["u", "two", "u", "five", "u", "five", "u", "two", "u"]
     assert [name for name, _ in blocks] == order
     assert dict(blocks) == {"u": 10, "two": 5, "five": 2}  # at least 10 s each
+
+
+def test_a_slow_second_call_makes_no_sample_short(monkeypatch):
+    clock = Clock(monkeypatch)
+    costs = itertools.chain([30.0, 20.0], itertools.repeat(2.0))
+
+    def path():
+        clock.run("path", next(costs))()
+
+    timing.take_turns(stopwatch(), clock.run("u", 1.0), {"path": path}, 1)
+    *_, sample, _ = (list(block) for _, block in itertools.groupby(clock.log))
+    assert sample == ["path"] * 5  # of 2 s each, for 10 s
 
 
 def test_a_path_without_memory_takes_no_other_with_it(monkeypatch):
