@@ -61,7 +61,8 @@ def derivative(
     def run(exps):
         kernel(*operands.values(), exps)  # pyright: ignore[reportCallIssue]
 
-    return ring.in_place(run, kept.exps)
+    # A scan over calls stacks what they keep.
+    return ring.in_place(run, lax.optimization_barrier(kept.exps))
 
 
 def _odd_tiles(env, labels, n_active):

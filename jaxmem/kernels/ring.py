@@ -121,10 +121,13 @@ def in_place(run, x):
 
     Where x is a slice of a larger array, or becomes one, as what a scan stacks, XLA
     would hand the kernel that array, and forget (jaxlib 0.11.2) that it writes into its
-    operand: the result would be whatever its memory held. Not past a barrier.
+    operand: the result would be whatever its memory held. Not past a barrier, and one
+    follows here. Where x may be a slice, callers put another before it, but not in a
+    loop that carries x: where XLA unrolls that loop, as
+    `xla_gpu_enable_while_loop_double_buffering` asks, the barrier would become an
+    instruction that waits for itself, and nothing compiles.
     """
-    made = pl.run_state(run)(lax.optimization_barrier(x))
-    return lax.optimization_barrier(made)
+    return lax.optimization_barrier(pl.run_state(run)(x))
 
 
 def run(product: Product, extent: Extent, ring: Ring, lhs_gmem, rhs_gmem, unit):

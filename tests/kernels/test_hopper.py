@@ -212,19 +212,25 @@ def test_all_kernels_lower_for_cuda(
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     # Statistics, the logits' derivative, and the two products made of that.
     assert text.count("mosaic_gpu") >= 4
-    assert_none_writes_into_a_slice(text)
+    assert_none_writes_into_a_slice(text, kept=one_pass)
 
 
-def assert_none_writes_into_a_slice(text):
-    """What a kernel writes in place comes and goes by a barrier (`ring.in_place`)."""
-    lines = text.splitlines()
+def assert_none_writes_into_a_slice(text, kept):
+    """What a kernel writes in place leaves by a barrier (`ring.in_place`).
+
+    Exponentials, which a scan may have stacked, come by one, too; what a loop carries,
+    or a function is given, must not.
+    """
+    lines, come = text.splitlines(), 0
     in_place = [i for i, line in enumerate(lines) if "output_operand_aliases" in line]
     assert in_place
     for i in in_place:
         before, line, after = (x.split(" = ", 1) for x in lines[i - 1 : i + 2])
-        assert before[1].startswith("stablehlo.optimization_barrier")
-        assert f", {before[0].strip()})" in line[1]
         assert after[1].startswith(f"stablehlo.optimization_barrier {line[0].strip()} ")
+        if before[1:] and before[1].startswith("stablehlo.optimization_barrier"):
+            come += f", {before[0].strip()})" in line[1]
+    assert bool(come) == kept
+    assert not re.search(r"optimization_barrier %(arg|iterArg)\w*\s", text)
 
 
 def in_parts(total, check_vma=True, n_devices=1):

@@ -287,8 +287,13 @@ def test_gradients_of_each_micro_batch(vocabulary):
         close([x[i] for x in stacked], alone)
 
 
+# As training on several devices asks of XLA, for communication beside computation.
+UNROLLED = {"xla_gpu_enable_while_loop_double_buffering": True}
+
+
+@pytest.mark.parametrize("options", [None, UNROLLED], ids=["", "unrolled"])
 @pytest.mark.parametrize("kept", [0, "all"])
-def test_a_loss_over_micro_batches(problem, kept):
+def test_a_loss_over_micro_batches(problem, kept, options):
     """What is kept is stacked from one pass to the other."""
     h, W, y = problem
     g = jnp.cos(jnp.arange(100.0))
@@ -303,11 +308,31 @@ def test_a_loss_over_micro_batches(problem, kept):
         losses = jax.lax.map(lambda hy: loss(hy[0], W, hy[1]), (h, y.reshape(3, 100)))
         return jnp.sum(losses)
 
-    dh, dW = jax.jit(jax.grad(total, (0, 1)))(h.reshape(3, 100, -1), W)
+    both = jax.jit(jax.grad(total, (0, 1)), compiler_options=options)
+    dh, dW = both(h.reshape(3, 100, -1), W)
     one = jax.jit(jax.grad(loss, (0, 1)))
     parts = [one(h[i : i + 100], W, y[i : i + 100]) for i in (0, 100, 200)]
     close(list(dh), [part[0] for part in parts])
     close(dW, sum(part[1].astype(jnp.float32) for part in parts))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "several launches", "blocks of rows"])
+def test_blocks_of_the_vocabulary_in_a_loop_that_xla_unrolls(name):
+    case = REAL[name]
+    h, W, y = case.make()
+    h, W = jnp.asarray(h, jnp.bfloat16), jnp.asarray(W, jnp.bfloat16)
+
+    def loss(h, W):
+        return jaxmem.logprobs(h, W, y, case.chunk, implementation="hopper").sum()
+
+    def gradients(options):
+        run = jax.jit(jax.grad(loss, (0, 1)), compiler_options=options)
+        return run.lower(h, W).compile()
+
+    plain, unrolled = gradients(None), gradients(UNROLLED)
+    target = 'custom_call_target="mosaic_gpu'
+    assert unrolled.as_text().count(target) > plain.as_text().count(target)
+    close(unrolled(h, W), plain(h, W))
 
 
 def close(got, want):

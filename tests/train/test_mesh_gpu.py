@@ -1,0 +1,51 @@
+"""Training steps over two GPUs, with the head's kernels; fewer are a skip by name."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+import jaxmem
+from benchmarks.run_long_step import batch_of
+from jaxmem.train import sft
+from jaxmem.train.config import Config
+from jaxmem.train.data import DataConfig
+from jaxmem.train.mesh import AXES, MeshConfig
+from jaxmem.train.model import HeadConfig, ModelConfig
+from jaxmem.train.sft import OptimizerConfig, RunConfig
+
+pytestmark = pytest.mark.gpu
+
+MODEL = ModelConfig(
+    layers=4, hidden=256, ff=512, heads=4, kv_heads=2, head_dim=64, vocab_size=8192,
+    dtype="bfloat16",
+)  # fmt: skip
+ROWS = DataConfig(sequence_length=512, batch_size=4)
+
+
+@functools.cache
+def losses(axis=None):
+    sizes = MeshConfig(**({axis: 2} if axis else {}))
+    config = Config(
+        data=ROWS, model=MODEL, head=HeadConfig(chunk=128), mesh=sizes,
+        optimizer=OptimizerConfig(warmup_steps=1), run=RunConfig(steps=3),
+    )  # fmt: skip
+    program = sft.Program(config, MODEL.vocab_size)
+    with jaxmem.report() as report:
+        step = program.compile_step(config.head, packed=False)
+    assert {call.implementation for call in report.calls} == {"hopper"}
+    state, frozen = program.initial_state(), program.frozen()
+    batch = program.layout.place(batch_of(config, MODEL.vocab_size))
+    made = []
+    for _ in range(3):
+        state, told = step(state, frozen, batch)
+        made.append(float(told["loss"]))
+    return made
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_the_steps_of_one_gpu(axis):
+    if len(jax.devices()) < 2:
+        pytest.skip(f"needs 2 GPUs, jax found {len(jax.devices())}")
+    np.testing.assert_allclose(losses(axis), losses(), rtol=2e-3)
