@@ -24,13 +24,17 @@ MODEL = ModelConfig(
 ROWS = DataConfig(sequence_length=512, batch_size=4)
 
 
+def config_of(axis=None):
+    return Config(
+        data=ROWS, model=MODEL, head=HeadConfig(chunk=128),
+        optimizer=OptimizerConfig(warmup_steps=1), run=RunConfig(steps=3),
+        mesh=MeshConfig(**({axis: 2} if axis else {})),
+    )  # fmt: skip
+
+
 @functools.cache
 def losses(axis=None):
-    sizes = MeshConfig(**({axis: 2} if axis else {}))
-    config = Config(
-        data=ROWS, model=MODEL, head=HeadConfig(chunk=128), mesh=sizes,
-        optimizer=OptimizerConfig(warmup_steps=1), run=RunConfig(steps=3),
-    )  # fmt: skip
+    config = config_of(axis)
     program = sft.Program(config, MODEL.vocab_size)
     with jaxmem.report() as report:
         step = program.compile_step(config.head, packed=False)

@@ -1,0 +1,164 @@
+"""Programs compiled for H200s that are not there: what XLA makes of the kernels.
+
+Needs XLA's compiler for them, but no GPU: jax-cuda13-plugin and nvidia-cuda-nvcc, with
+JAX_PLATFORMS=cpu, and XLA_FLAGS that leave nothing to be tried on a GPU.
+"""
+
+import csv
+import functools
+import importlib.util
+import os
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxmem
+from jaxmem.kernels import hopper
+from jaxmem.train import sft
+from jaxmem.train.mesh import AXES
+from tests.train import test_mesh_gpu as training
+
+FLAGS = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
+UNROLLED = {"xla_gpu_enable_while_loop_double_buffering": True}
+RECORD = pathlib.Path(__file__).parents[1] / "benchmarks/results/head_h200.csv"
+KERNEL = 'custom_call_target="mosaic_gpu'
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda13_plugin") is None
+    or os.environ.get("JAX_PLATFORMS") != "cpu"
+    or not set(FLAGS.split()) <= set(os.environ.get("XLA_FLAGS", "").split()),
+    reason=f"needs jax-cuda13-plugin, JAX_PLATFORMS=cpu and XLA_FLAGS='{FLAGS}'",
+)
+
+
+@functools.cache
+def h200s(count):
+    jax.devices()  # looks for plugins
+    target = pathlib.Path(__file__).with_name("h200.txtpb").read_text("utf-8")
+    topology = topologies.get_topology_desc(
+        "h200", platform="cuda", target_config=target, topology=f"1x1x{count}"
+    )
+    return list(topology.devices)
+
+
+@pytest.fixture(autouse=True)
+def as_on_h200s(monkeypatch):
+    """The programs that are traced there."""
+    monkeypatch.setattr(hopper, "refuses_machine", lambda: None)
+    monkeypatch.setattr(hopper, "n_blocks", lambda: h200s(1)[0].core_count)
+    monkeypatch.setattr("jaxmem._spread.is_possible", lambda: False)
+
+
+def compiled(run, shapes, options=None):
+    """Of arrays (shape, dtype)."""
+    place = NamedSharding(Mesh(np.array(h200s(1)), ("x",)), P())
+    structs = [jax.ShapeDtypeStruct(*shape, sharding=place) for shape in shapes]
+    return jax.jit(run, compiler_options=options).lower(*structs).compile()
+
+
+def of_micro_batches(h, W, y):
+    """Each one's gradients, stacked."""
+
+    def gradients(hy):
+        def loss(h, W):
+            return jaxmem.logprobs(h, W, hy[1], implementation="hopper").sum()
+
+        return jax.grad(loss, (0, 1))(hy[0], W)
+
+    return jax.lax.map(gradients, (h, y))
+
+
+def of_all(h, W, y, **options):
+    """Of their sum: what is kept of each is stacked."""
+
+    def total(h, W):
+        def one(hy):
+            stats = jaxmem.token_stats(
+                hy[0], W, hy[1], implementation="hopper", **options
+            )
+            return jnp.sum(stats.logprob + stats.entropy)
+
+        return jnp.sum(jax.lax.map(one, (h, y)))
+
+    return jax.grad(total, (0, 1))(h, W)
+
+
+@pytest.mark.parametrize("options", [None, UNROLLED], ids=["", "unrolled"])
+@pytest.mark.parametrize(
+    "run",
+    [of_micro_batches, of_all, functools.partial(of_all, residual_bytes="all")],
+    ids=["stacked", "made again", "kept"],
+)
+def test_no_kernel_writes_into_a_slice(run, options):
+    shapes = ((3, 256, 256), jnp.bfloat16), ((1024, 256), jnp.bfloat16)
+    text = compiled(run, (*shapes, ((3, 256), jnp.int32)), options).as_text()
+    found = list(_written_in_place(text))
+    assert len(found) >= 2
+    for neighbours in found:
+        assert not re.search(r" dynamic-(update-)?slice\(", neighbours)
+
+
+def _written_in_place(text):
+    """For each kernel that writes into an operand: where that comes from and goes to.
+
+    Through bitcasts, within a computation, such as a fusion.
+    """
+    for computation in re.findall(r"\{\n(.*?)\n\}", text, re.DOTALL):
+        lines = dict(re.findall(r"%([\w.-]+) = (.*)", computation))
+        cast = {k: re.match(r"\S+ bitcast\(%([\w.-]+)\)", v) for k, v in lines.items()}
+
+        def origin(name, cast=cast):
+            return origin(cast[name][1]) if cast.get(name) else name
+
+        for name, line in lines.items():
+            place = re.search(r"output_to_operand_aliasing=\{\{\}: \((\d+),", line)
+            if KERNEL not in line or not place:
+                continue
+            operands = re.findall(r"%([\w.-]+)", line.partition("custom-call(")[2])
+            users = [
+                v for k, v in lines.items()
+                if name in map(origin, re.findall(r"%([\w.-]+)", v)) and not cast[k]
+            ]  # fmt: skip
+            yield "\n".join([lines[origin(operands[int(place[1])])], *users])
+
+
+@pytest.mark.parametrize("shape", [(8192, 4096, 151936), (8192, 4096, 50257)])
+def test_memory_is_what_the_record_says(shape):
+    n, d, v = shape
+
+    def gradients(h, W, y):
+        def loss(h, W):
+            stats = jaxmem.token_stats(h, W, y, implementation="hopper")
+            return jnp.sum(stats.logprob + stats.entropy)
+
+        return jax.grad(loss, (0, 1))(h, W)
+
+    shapes = ((n, d), jnp.bfloat16), ((v, d), jnp.bfloat16), ((n,), jnp.int32)
+    analysis = compiled(gradients, shapes).memory_analysis()
+    with RECORD.open() as file:
+        (row,) = (
+            row
+            for row in csv.DictReader(file)
+            if (row["n"], row["d"], row["v"]) == tuple(map(str, shape))
+            and row["path"] == "token_stats"
+        )
+    measured = float(row["forward_backward_temp_mib"]) * 2**20
+    assert analysis.temp_size_in_bytes == pytest.approx(measured, rel=0.01)
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_training_steps_on_two(axis, monkeypatch):
+    devices = h200s(2)
+    monkeypatch.setattr(jax, "devices", lambda *_: devices)
+    monkeypatch.setattr(jax, "device_count", lambda *_: 2)
+    config = training.config_of(axis)
+    program = sft.Program(config, config.model.vocab_size)
+    text = program.compile_step(config.head, packed=False).as_text()
+    assert text.count(KERNEL) >= 4
