@@ -143,6 +143,20 @@ def test_cases_are_timed_against_one_device(capsys):
         assert row["forward_of_copies"] == ""
 
 
+def test_a_peak_goes_to_the_row_that_it_is_of(tmp_path):
+    keys = dict.fromkeys(results.KEYS, "") | {"path": "logprobs"}
+    rows = [
+        {**keys, "split": split, "devices": k}
+        for split, k in (("none", 1), ("vocab", 2), ("tokens", 2), ("vocab", 4))
+    ]
+    peak = {"path": "logprobs", "devices": 2, "device_peak_mib": 5.0}
+    run_sharding.add_peak(rows, peak, tmp_path / "peaks.csv")
+    run_sharding.add_peak(rows, {**peak, "path": "kl"}, tmp_path / "peaks.csv")
+    assert [row.get("device_peak_mib") for row in rows] == [None, 5.0, None, None]
+    (saved,) = results.read(tmp_path / "peaks.csv")
+    assert (saved["split"], saved["device_peak_mib"]) == ("vocab", "5.0")
+
+
 def test_one_device_alone_is_timed_too():
     path = "token_stats implementation=xla"
     (row,) = run_sharding.measure((64, 16, 320), jnp.float32, [path], [], 1)
