@@ -34,6 +34,8 @@ class Collective(NamedTuple):
     @property
     def moved(self) -> float:
         """Bytes that a device sends in a ring, which needs no more than any other."""
+        if self.kind == "collective-permute":
+            return self.payload
         share = self.payload * (self.parts - 1) / self.parts
         return 2 * share if self.kind == "all-reduce" else share
 

@@ -71,14 +71,17 @@ def merge(
     """Adds rows to a CSV; one that measures the same (by its keys) is replaced.
 
     Raises:
-        ValueError: two of the rows measure the same, of which one would be lost.
+        ValueError: two rows measure the same, given ones or ones that a given one would
+            replace: one of them would be lost.
     """
-    if len({_key(row, keys) for row in rows}) < len(rows):
-        raise ValueError(f"rows are alike in {list(keys)}: name what tells them apart")
     path = in_folder(path)
+    new = {_key(row, keys): row for row in rows}
     old = read(path) if path.exists() else []
-    table = {_key(row, keys): row for row in [*old, *rows]}
-    return save(path, list(table.values()))
+    replaced = [_key(row, keys) for row in old if _key(row, keys) in new]
+    if len(new) < len(rows) or len(set(replaced)) < len(replaced):
+        raise ValueError(f"rows are alike in {list(keys)}: name what tells them apart")
+    kept = [new.pop(_key(row, keys), row) for row in old]
+    return save(path, [*kept, *new.values()])
 
 
 def _key(row, keys):

@@ -6,6 +6,7 @@ Three ways to sum over chunks: jaxmem's float32 sums inside the rule; a scan tha
 differentiated, whose sum jax carries in W's type; materialised logits, one GEMM.
 """
 
+import argparse
 import functools
 
 import jax
@@ -86,6 +87,7 @@ def plot(rows, path):
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()  # takes none
     rows = measure()
     for row in rows:
         print(row)

@@ -131,7 +131,8 @@ def drive(args):
         for row in start("benchmarks.run_fit", arguments=["--worker", *common]):
             rows.append(row)
             print(row, flush=True)
-        sizes = {r["candidate"]: r["program_gib"] for r in rows if "best" not in r}
+        programs = [row for row in rows if "limit_gib" not in row]  # others: choices
+        sizes = {row["candidate"]: row["program_gib"] for row in programs}
         asked = [f"--variant={text}" for text in sorted(sizes, key=sizes.__getitem__)]
         asked += ["--worker=run", f"--first={rows[0]['candidate']}", "--rounds=0"]
         runs = start("benchmarks.run_offload", arguments=[*asked, common[0]])

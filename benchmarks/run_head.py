@@ -159,6 +159,9 @@ def parser():
 def main(arguments=None):
     args = parser().parse_args(arguments)
     args.path = args.path or PATHS
+    for path in args.path:
+        if path.split()[0] not in (*VERBS, "token_loss"):
+            sys.exit(f"--path must be of {', '.join([*VERBS, 'token_loss'])}: {path!r}")
     args.shapes = workers.shapes_of(args)
     work(args) if args.worker else drive(args)
 

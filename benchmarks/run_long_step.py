@@ -22,7 +22,7 @@ from jaxmem.train.data import Batch
 from jaxmem.train.mesh import AXES
 
 CONFIG = pathlib.Path(__file__).parent / "long_step.gin"
-KEYS = ("tokens", "overrides", "devices", "device")
+KEYS = ("tokens", "overrides", "devices", "device", "note")
 GIB = 2**30
 
 

@@ -3,6 +3,7 @@
 python -m benchmarks.run_sft
 """
 
+import argparse
 import json
 import pathlib
 import shutil
@@ -41,6 +42,7 @@ def measure(folder):
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()  # takes none
     with tempfile.TemporaryDirectory() as folder:
         row = measure(folder)
         path = results.write("sft_stdlib.csv", [row])

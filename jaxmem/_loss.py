@@ -195,13 +195,28 @@ def _dependence(loss, spec, operands):
 
 def _key(loss_fn, jaxpr):
     """Itself alone where jit's cache would keep a tracer alive, or cannot hash."""
-    if any(isinstance(x, Tracer) for x in jaxpr.consts):
+    inner = list(_inner_consts(jaxpr.jaxpr))
+    if any(isinstance(x, Tracer) for x in (*jaxpr.consts, *inner)):
         return object()
     try:
         hash(loss_fn)
     except TypeError:
         return object()
-    return loss_fn, str(jaxpr)
+    # The text does not show their values, and the jaxpr keeps them alive.
+    return loss_fn, str(jaxpr), tuple(map(id, inner))
+
+
+def _inner_consts(jaxpr):
+    """What functions within it close over, such as a `jax.jit` of the loss's own."""
+    for equation in jaxpr.eqns:
+        for x in jax.tree.leaves(equation.params, is_leaf=_is_jaxpr):
+            if _is_jaxpr(x):
+                yield from getattr(x, "consts", ())
+                yield from _inner_consts(getattr(x, "jaxpr", x))
+
+
+def _is_jaxpr(x):
+    return hasattr(x, "eqns") or hasattr(x, "jaxpr")
 
 
 def _floats(arrays) -> tuple:

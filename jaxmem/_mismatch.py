@@ -109,6 +109,7 @@ def _p95(distance, where, tokens):
     below = 95 * hundreds + whole
     low, high = ranked[below], ranked[below + (share > 0)]
     between = low + (high - low) * (share.astype(ranked.dtype) / 100)
+    between = jnp.where(low == high, low, between)  # of infinities, too
     # NaN sorts last, behind the tokens left out.
     between = jnp.where(jnp.isnan(jnp.max(distance, initial=0)), jnp.nan, between)
     return jnp.where(tokens > 0, between, 0)

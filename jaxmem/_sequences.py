@@ -223,6 +223,8 @@ def _deviations(rewards, group_ids, num_groups, where):
         where = _spec.as_array("where", where)
         _spec.check_where(where, rewards.shape)
         live = live & where
+    if group_ids is not None:
+        _check_groups(ids, live, num_groups)
     flat = jnp.where(live, ids, num_groups).ravel()  # the last group is thrown away
 
     def each(reduce, x):
@@ -237,7 +239,8 @@ def _deviations(rewards, group_ids, num_groups, where):
     # Equal rewards must give 0 exactly, and their mean may be rounded.
     differ = each(jax.ops.segment_max, rewards) != each(jax.ops.segment_min, rewards)
     deviation = jnp.where(live & differ, rewards - mean, 0)
-    return jnp.where(ids > num_groups - 1, jnp.nan, deviation), count, total
+    unknown = live & (ids > num_groups - 1)
+    return jnp.where(unknown, jnp.nan, deviation), count, total
 
 
 def _group_ids(rewards, group_ids, num_groups):
@@ -252,11 +255,17 @@ def _group_ids(rewards, group_ids, num_groups):
     ids = _integers("group_ids", group_ids, rewards.shape, "sequence")
     if num_groups is None:
         raise ValueError("num_groups must be given with group_ids: how many prompts")
-    if _is_visible(ids) and np.max(np.asarray(ids), initial=-1) >= num_groups:
-        raise ValueError(
-            f"group_ids must be below num_groups={num_groups}, got {np.max(ids)}"
-        )
     return ids, num_groups
+
+
+def _check_groups(ids, live, num_groups):
+    if not (_is_visible(ids) and _is_visible(live)):
+        return
+    largest = np.max(np.asarray(ids), where=np.asarray(live), initial=-1)
+    if largest >= num_groups:
+        raise ValueError(
+            f"group_ids must be below num_groups={num_groups}, got {largest}"
+        )
 
 
 def _over_sequence(name, values, segment_ids, where):
@@ -307,6 +316,10 @@ def _integers(name, value, shape, of):
         raise ValueError(
             f"{name} must have one entry a {of}, shape {shape}, got {ids.shape}"
         )
+    if ids.dtype.itemsize < 4 or jnp.issubdtype(ids.dtype, jnp.unsignedinteger):
+        # Their type may hold neither a number of segments nor -1; none wraps round.
+        most = min(jnp.iinfo(ids.dtype).max, jnp.iinfo(jnp.int32).max)
+        ids = jnp.minimum(ids, ids.dtype.type(most)).astype(jnp.int32)
     return ids
 
 

@@ -139,4 +139,5 @@ def _normalizer(normalizer, rows, spec):
         count = _spec.as_visible_array("normalizer", normalizer)
         _spec.check_normalizer(count)
     count = jnp.asarray(count).astype(spec.stats_dtype)
-    return jnp.where(count > 0, count, jnp.where(count == 0, 1, jnp.nan))
+    # No NaN on the way to a count that is fine, for jax_debug_nans.
+    return jnp.where(count == 0, 1, jnp.where(count > 0, count, jnp.nan))

@@ -7,11 +7,10 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
+from jaxmem import _shipped
 from jaxmem._version import __version__
 
 _PACKAGE = Path(__file__).parent
-# In an installed package, then in a checkout.
-_SHIPPED_CONFIGS = (_PACKAGE / "configs", _PACKAGE.parent / "configs")
 
 _DTYPES = ("bfloat16", "float16", "float32")
 _USER_ERROR = 2
@@ -31,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
       The exit status: 0, 2 after an error of the user's, 130 when interrupted.
     """
-    arguments = _parser().parse_args(argv)
+    arguments = _parse(argv)
     try:
         return arguments.command(arguments)
     except KeyboardInterrupt:
@@ -43,6 +42,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(str(error))
     except OSError as error:
         return _fail(str(error))
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    # argparse finds overrides in one place only, before flags or after them.
+    overrides = [word for word in rest if "=" in word and not word.startswith("-")]
+    if overrides != rest or (rest and "overrides" not in arguments):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        arguments.overrides += rest
+    return arguments
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -152,12 +163,12 @@ def _add_bench(commands) -> None:
     )
     bench.add_argument("--dtype", choices=_DTYPES, help="of hidden and W")
     bench.add_argument("--chunk", type=_chunk, default=1024, help="tokens, or auto")
-    bench.add_argument("--repetitions", type=int, default=3)
+    bench.add_argument("--repetitions", type=_count, default=3)
     bench.add_argument("--tune", action="store_true", help="measure tiles instead")
-    bench.add_argument("--kernel", action="append", default=[], help="only this one")
     bench.add_argument(
-        "--out", type=Path, default=Path("tuned.json"), help="of --tune, a table"
+        "--kernel", action="append", default=[], help="of --tune, only this one"
     )
+    bench.add_argument("--out", type=Path, help="of --tune, a table; tuned.json")
     bench.set_defaults(command=_bench)
 
 
@@ -166,6 +177,12 @@ def _shape(text: str) -> tuple[int, int, int]:
     if min(n, d, v) < 1:
         raise ValueError
     return n, d, v
+
+
+def _count(text: str) -> int:
+    if int(text) < 1:
+        raise ValueError
+    return int(text)
 
 
 def _chunk(text: str) -> int | str:
@@ -181,11 +198,14 @@ def _bench(arguments: argparse.Namespace) -> int:
     shape = arguments.shape or (bench.SHAPE_ON_CPU if on_cpu else bench.SHAPE_ON_GPU)
     if arguments.tune:
         lines = bench.tune(
-            shape, arguments.kernel, arguments.repetitions, arguments.out
-        )
+            shape, arguments.kernel, arguments.repetitions,
+            arguments.out or Path("tuned.json"),
+        )  # fmt: skip
         for line in lines:
             print(line, flush=True)
         return 0
+    if arguments.kernel or arguments.out:
+        raise UsageError("--kernel and --out are for --tune")
     dtype = arguments.dtype or ("float32" if on_cpu else "bfloat16")
     device = jax.devices()[0].device_kind
     print(f"N, D, V = {shape}, {dtype}, on {device}, jax {jax.__version__}", flush=True)
@@ -237,7 +257,7 @@ def _find_config(name: str) -> Path:
     """Return the file named, else the shipped one of that name."""
     if os.path.exists(name):
         return Path(name)
-    shipped = {path.name: path for d in _SHIPPED_CONFIGS for path in d.glob("*.gin")}
+    shipped = {path.name: path for d in _shipped.FOLDERS for path in d.glob("*.gin")}
     # "configs/x.gin" and "x.gin" name a shipped config; "elsewhere/x.gin" does not.
     if Path(name).parent.as_posix() in (".", "configs") and Path(name).name in shipped:
         path = shipped[Path(name).name]

@@ -204,8 +204,12 @@ def mean_logit(
         bias = _spec.as_array("bias", bias)
         _spec.check_bias(bias, W.shape[vocabulary])
         out = out + jnp.mean(bias[:columns], dtype=dtype)
-    out = out / jnp.asarray(temperature, dtype)
-    return out if where is None else jnp.where(where, out, 0)
+    temperature = jnp.asarray(temperature, dtype)
+    temperature = jnp.where(temperature > 0, temperature, jnp.nan)
+    if where is None:
+        return out / temperature
+    # By 1 where it does not count: 0 times NaN would reach W's gradient.
+    return jnp.where(where, out / jnp.where(where, temperature, 1), 0)
 
 
 # ------------------------------------------------------------------ preferences

@@ -12,6 +12,8 @@ on the host; here it is the device that computes.
 """
 
 import collections
+import functools
+import math
 from typing import Any, Protocol
 
 import jax
@@ -23,7 +25,9 @@ _MIB = 2**20
 def park(tree: Any) -> Any:
     """The tree's arrays on the host, in memory that the device can read.
 
-    Those given are deleted; returns once the device's memory is free.
+    Those given are deleted, once all are copied; returns when the device's memory is
+    free. An array that the tree has twice is moved once, and stays one. Where this
+    raises, the tree is as before.
 
     Raises:
         ValueError: a leaf that is no jax array.
@@ -35,28 +39,42 @@ def park(tree: Any) -> Any:
     >>> offload.fetch(parked)["w"].sharding.memory_kind
     'device'
     """
-    return jax.block_until_ready(_moved(tree, "pinned_host"))
+    return _moved(tree, "pinned_host", wait=True)
 
 
 def fetch(tree: Any) -> Any:
-    """The tree's arrays on the device again; those given are deleted."""
+    """The tree's arrays on the device again; those given are deleted.
+
+    Returns while the copies are under way; else as `park`, errors too.
+    """
     return _moved(tree, "device")
 
 
-def _moved(tree, kind):
-    def move(x):
-        if not isinstance(x, jax.Array):
-            raise ValueError(
-                f"tree must have jax arrays at its leaves, got {type(x).__name__}: "
-                "jax.device_put it first"
-            )
-        if x.sharding.memory_kind == kind:
-            return x
-        made = jax.device_put(x, x.sharding.with_memory_kind(kind))
-        x.delete()  # between kinds of memory jax donates nothing; after the copy
-        return made
+def _moved(tree, kind, *, wait=False):
+    leaves, structure = jax.tree.flatten(tree)
+    for x in leaves:
+        _check_array("tree", x)
+    given = {id(x): x for x in leaves if x.sharding.memory_kind != kind}
+    copies = {
+        i: jax.device_put(x, x.sharding.with_memory_kind(kind))
+        for i, x in given.items()
+    }
+    if wait:
+        jax.block_until_ready(copies)
+    # Between kinds of memory jax donates nothing. Each array deleted behind its copy
+    # would lose those before one that finds no memory; and it would lower no peak: all
+    # copies are in the other memory, where nothing is freed meanwhile.
+    for x in given.values():
+        x.delete()
+    return structure.unflatten([copies.get(id(x), x) for x in leaves])
 
-    return jax.tree.map(move, tree)
+
+def _check_array(name, x):
+    if not isinstance(x, jax.Array):
+        raise ValueError(
+            f"{name} must have jax arrays at its leaves, got {type(x).__name__}: "
+            "jax.device_put it first"
+        )
 
 
 class Transformation(Protocol):
@@ -82,8 +100,9 @@ class Streamed:
         optimizer: elementwise, such as Adam: what it makes of an element depends on
             that element's gradients alone. Global norms are taken before. It sees one
             leaf at a time, in a dict under the last key of its path.
-        slice_bytes: of the parameters in a slice; leaves whose rows are larger, or
-            split over devices, are not cut so fine.
+        slice_bytes: of the parameters in a slice, at most; leaves whose rows are
+            larger, or split over devices, are not cut so fine. A leaf's last slice may
+            be shorter than the others, which compiles its update once more.
 
     **Memory** beyond parameters and gradients: the state of two slices, and the rows of
     one that are being updated.
@@ -104,10 +123,10 @@ class Streamed:
         """
 
         def of_leaf(path, leaf, shapes):
-            rows, name = self._rows(leaf), _name(path)
+            name = _name(path)
             homes = jax.tree.map(lambda x: x.sharding, shapes[0])
             draw = jax.jit(self._init_slice, static_argnums=(2, 3), out_shardings=homes)
-            return [draw(leaf, start, rows, name) for start in _starts(leaf, rows)]
+            return [draw(leaf, start, rows, name) for start, rows in self._cuts(leaf)]
 
         return jax.tree_util.tree_map_with_path(of_leaf, params, self.shapes(params))
 
@@ -115,30 +134,38 @@ class Streamed:
         """What `init` would return, as `jax.ShapeDtypeStruct` that say where it is."""
 
         def of_leaf(path, leaf):
-            rows, home = self._rows(leaf), _home(leaf)
-            made = jax.eval_shape(
-                lambda leaf: self._init_slice(leaf, 0, rows, _name(path)), leaf
-            )
+            name, home = _name(path), _home(leaf)
 
             def parked(x):
                 place = home if x.ndim == leaf.ndim else _replicated(home)
                 host = place.with_memory_kind("pinned_host")
                 return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=host)
 
-            return [jax.tree.map(parked, made) for _ in _starts(leaf, rows)]
+            @functools.cache  # all slices but the last have as many rows
+            def of_slice(rows):
+                draw = functools.partial(self._init_slice, rows=rows, name=name)
+                return jax.tree.map(parked, jax.eval_shape(draw, leaf, 0))
+
+            return [of_slice(rows) for _, rows in self._cuts(leaf)]
 
         return jax.tree_util.tree_map_with_path(of_leaf, params)
 
     def update(self, params: Any, gradients: Any, state: Any) -> tuple[Any, Any]:
-        """(params, state) after a step; those given are consumed, the gradients not."""
+        """(params, state) after a step; those given are consumed, the gradients not.
+
+        Raises:
+            ValueError: a leaf of params or state that is no jax array, or an array that
+                they have twice; nothing is consumed then.
+        """
+        _check_consumable(params=params, state=state)
         leaves, structure = jax.tree_util.tree_flatten_with_path(params)
         slopes = structure.flatten_up_to(gradients)
         states = structure.flatten_up_to(state)
         params = gradients = state = None  # a leaf's memory is free once it is updated
         updated, under_way = [], collections.deque()
         for (path, leaf), slope, slices in zip(leaves, slopes, states, strict=True):
-            rows, name, parked = self._rows(leaf), _name(path), []
-            for start, part in zip(_starts(leaf, rows), slices, strict=True):
+            name, parked = _name(path), []
+            for (start, rows), part in zip(self._cuts(leaf), slices, strict=True):
                 if len(under_way) == 2:  # one comes while another goes, and no more
                     jax.block_until_ready(under_way.popleft())
                 leaf, part = self._update(leaf, slope, fetch(part), start, rows, name)
@@ -149,19 +176,21 @@ class Streamed:
         new_params, new_state = zip(*updated, strict=True)
         return structure.unflatten(new_params), structure.unflatten(new_state)
 
-    def _rows(self, leaf):
-        """Rows of a slice, a divisor of their number."""
+    def _cuts(self, leaf):
+        """(first row, rows) of each slice: as few as may be, alike but for the last."""
         if not leaf.ndim:
-            return 1
+            return [(0, 1)]
         whole = leaf.shape[0]
-        if (
+        is_split = (
             leaf.sharding is not None
             and leaf.sharding.shard_shape(leaf.shape)[0] < whole
-        ):
-            return whole
+        )
+        if is_split or not whole:  # one slice of no rows has the optimizer's counts
+            return [(0, whole)]
         bytes_of_row = leaf.size // whole * leaf.dtype.itemsize
-        most = min(whole, max(1, self._slice_bytes // max(1, bytes_of_row)))
-        return max(n for n in range(1, most + 1) if whole % n == 0)
+        most = max(1, self._slice_bytes // max(1, bytes_of_row))
+        rows = math.ceil(whole / math.ceil(whole / most))
+        return [(start, min(rows, whole - start)) for start in range(0, whole, rows)]
 
     def _init_slice(self, leaf, start, rows, name):
         wide = jnp.promote_types(leaf.dtype, jnp.float32)
@@ -176,6 +205,21 @@ class Streamed:
         return jax.lax.dynamic_update_slice_in_dim(leaf, param, start, 0), state
 
 
+def _check_consumable(**trees):
+    seen = {}
+    for path, x in jax.tree_util.tree_leaves_with_path(trees):
+        name = path[0].key
+        _check_array(name, x)
+        place = name + jax.tree_util.keystr(path[1:])
+        first = seen.setdefault(id(x), place)
+        if first != place:
+            raise ValueError(
+                "params and state must have an array once, for it is consumed, got the "
+                f"same one at {first} and {place}: leave one of them out, or jnp.copy "
+                "it if both are to be trained apart"
+            )
+
+
 def _home(leaf):
     return leaf.sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
@@ -184,10 +228,6 @@ def _replicated(home):
     if isinstance(home, jax.sharding.NamedSharding):
         return jax.sharding.NamedSharding(home.mesh, jax.sharding.PartitionSpec())
     return home
-
-
-def _starts(leaf, rows):
-    return range(0, leaf.shape[0] if leaf.ndim else 1, rows)
 
 
 def _cut(x, start, rows):

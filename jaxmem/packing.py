@@ -69,7 +69,8 @@ class Packing:
             For each micro-batch an array [ranks · rows, T, ...].
 
         Raises:
-            ValueError: not one array a sequence, or one of another length.
+            ValueError: not one array a sequence, or one of another length; a fill that
+                the values' type cannot hold.
         """
         arrays = [np.asarray(value) for value in values]
         got = [array.shape[0] if array.ndim else -1 for array in arrays]
@@ -77,7 +78,10 @@ class Packing:
             raise ValueError(f"values {_first_difference(got, self.lengths)}")
         if not self.micro_batches:
             return []
-        flat = np.concatenate(arrays)
+        # Of an empty sequence the type may be a list's without entries, float64.
+        flat = np.concatenate([a for a in arrays if len(a)] or arrays[:1])
+        if np.issubdtype(flat.dtype, np.integer) and not float(fill).is_integer():
+            raise ValueError(f"fill must be an integer for {flat.dtype}, got {fill}")
         placed = []
         for batch in self.micro_batches:
             here = batch.segment_ids > 0

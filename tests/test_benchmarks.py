@@ -324,6 +324,20 @@ def test_merge_loses_no_row(tmp_path):
     assert [row["head"] for row in results.read(out)] == ["x", "y"]
 
 
+def test_merge_keeps_rows_that_the_keys_do_not_tell_apart(tmp_path):
+    out, row = tmp_path / "x.csv", {"loss": "a", "head": "x"}
+    results.save(out, [row, {**row, "head": "y"}])
+    with pytest.raises(ValueError, match="name what tells them apart"):
+        results.merge(out, [row], ["loss"])
+    results.merge(out, [{"loss": "b"}], ["loss"])
+    assert [row["loss"] for row in results.read(out)] == ["a", "a", "b"]
+
+
+def test_an_unknown_path_is_refused_before_anything_is_timed():
+    with pytest.raises(SystemExit, match="--path must be of materialised, .*'jaxmem"):
+        run_head.main(["--path=jaxmem chunk=512"])
+
+
 def record(path, ratio, gemm_ms, n=8192, **columns):
     ms = ratio * gemm_ms if ratio else "out of memory"
     row = {"n": n, "d": 4096, "v": 128256, "dtype": "bfloat16", "path": path,

@@ -123,6 +123,14 @@ def test_other_errors_of_the_users_are_one_line_too(
     assert expected in error
 
 
+def test_bench_refuses_what_it_would_ignore(capsys):
+    assert cli.main(["bench", "--kernel=dlogits"]) == 2
+    assert "--kernel and --out are for --tune" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "--repetitions=0"])
+    assert "--repetitions: invalid" in capsys.readouterr().err
+
+
 def test_a_command_is_required(capsys):
     with pytest.raises(SystemExit) as exit_:
         cli.main([])
@@ -167,6 +175,21 @@ def test_a_shipped_config_is_found_from_anywhere_and_named(
         assert cli.main(["train", name, "run.steps=7"]) == 0
         assert str(CONFIGS / "sft_stdlib.gin") in capsys.readouterr().err
     assert [config.run.steps for config, _ in seen] == [7, 7]
+
+
+def test_overrides_may_follow_flags(directory, monkeypatch, capsys):
+    from jaxmem.train import sft
+
+    seen = []
+    monkeypatch.setattr(sft, "train", lambda *arguments: seen.append(arguments))
+    overrides = ["run.seed=3", "--heartbeat", "9", "run.steps=7"]
+    assert cli.main(["train", "tiny.gin", *overrides]) == 0
+    ((config, _),) = seen
+    assert (config.run.seed, config.run.steps) == (3, 7)
+    for wrong in (["train", "tiny.gin", "--beat=9"], ["bench", "run.steps=7"]):
+        with pytest.raises(SystemExit):
+            cli.main(wrong)
+        assert f"unrecognized arguments: {wrong[-1]}" in capsys.readouterr().err
 
 
 def test_the_file_says_which_job_it_is(directory, monkeypatch):

@@ -445,6 +445,22 @@ def test_mean_logit_of_a_masked_token_is_nothing():
     assert not dh[1].any() and np.isfinite(dW).all()
 
 
+def test_mean_logit_takes_a_temperature_as_logprobs_does():
+    """Any where a token does not count; NaN where it is not positive and does."""
+    W, where = jnp.ones((V, D)), jnp.array([True, False, True])
+
+    @jax.jit
+    def slope(temperature):
+        return jax.grad(
+            lambda W: losses.mean_logit(
+                jnp.ones((3, D)), W, temperature=temperature, where=where
+            ).sum()
+        )(W)
+
+    np.testing.assert_allclose(slope(jnp.array([1.0, 0.0, 2.0])), 1.5 / V)
+    assert np.isnan(slope(jnp.array([1.0, 1.0, -2.0]))).all()
+
+
 def test_mean_logit_of_sixteen_bits_is_float32():
     h = jnp.ones((2, 512), jnp.bfloat16)
     W = (jnp.arange(4 * 512).reshape(4, 512) % 97 / 97).astype(jnp.bfloat16)
@@ -659,6 +675,28 @@ def test_sequences_left_out_of_their_group():
     np.testing.assert_allclose(got, want, rtol=1e-5)
     ids = np.where(where, [[0], [1]], -1)
     np.testing.assert_array_equal(got, advantages(rewards, ids, num_groups=2))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "uint32"])
+def test_integers_of_any_type_number_sequences_and_groups(dtype):
+    ids = np.arange(128, dtype=dtype)
+    weights = losses.sequence_mean_weights(np.minimum(ids, 1))
+    np.testing.assert_allclose(weights, (ids > 0) / 127)
+    rewards = np.arange(256, dtype=np.float32)
+    got = losses.rloo_advantages(rewards, np.repeat(ids, 2), num_groups=128)
+    np.testing.assert_allclose(got, np.tile([-1.0, 1.0], 128))
+    with pytest.raises(ValueError, match="group_ids must be below num_groups=127, got"):
+        losses.rloo_advantages(rewards, np.repeat(ids, 2), num_groups=127)
+
+
+def test_the_group_of_what_is_left_out_may_be_any():
+    rewards, where = jnp.array([1.0, 0.0, 5.0]), jnp.array([True, True, False])
+    for call in (
+        losses.rloo_advantages,
+        jax.jit(losses.rloo_advantages, static_argnames="num_groups"),
+    ):
+        got = call(rewards, jnp.array([0, 0, 7]), num_groups=1, where=where)
+        np.testing.assert_array_equal(got, [1, -1, 0])
 
 
 def test_what_is_called_a_constant_is_one():

@@ -81,6 +81,8 @@ def test_a_broken_token_shows(logprobs):
     train[0, 3] = -1000.0
     got = report(train, rollout)
     assert all(np.isfinite(x) for x in got)
+    got = report(np.full(3, -np.inf), np.float32([-1, -1, -1]))
+    assert got.mean == got.p95 == got.max == np.inf
 
 
 def test_errors():

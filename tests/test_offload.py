@@ -1,5 +1,7 @@
 """State on the host: where it is, what comes back, and what an update makes of it."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -61,6 +63,28 @@ def test_what_is_no_array_of_jax_is_not_parked():
         offload.park({"w": np.ones(3)})
 
 
+@pytest.mark.parametrize("move", [offload.park, offload.fetch])
+def test_a_tree_that_cannot_be_moved_is_left_as_it_is(move):
+    other = {offload.park: offload.fetch, offload.fetch: offload.park}[move]
+    first, gone = other({"a": jnp.ones(3)})["a"], other({"w": jnp.ones(3)})["w"]
+    gone.delete()
+    for last, error in ((3, ValueError), (gone, RuntimeError)):
+        with pytest.raises(error):
+            move({"a": first, "z": last})
+        np.testing.assert_array_equal(first, 1)
+
+
+def test_an_array_that_a_tree_has_twice_is_moved_once():
+    given = jnp.arange(3.0)
+    parked = offload.park({"embed": given, "head": given})
+    assert given.is_deleted() and kinds(parked) == {"pinned_host"}
+    assert parked["embed"] is parked["head"]
+    back = offload.fetch(parked)
+    assert parked["embed"].is_deleted() and kinds(back) == {"device"}
+    assert back["embed"] is back["head"]
+    np.testing.assert_array_equal(back["head"], np.arange(3))
+
+
 def test_a_sharded_tree_keeps_its_sharding():
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
@@ -101,6 +125,59 @@ def test_slices_are_as_large_as_asked_and_say_their_shapes():
     assert described == jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), shapes)
 
 
+def lengths(slices):
+    return [state[0].mu["w"].shape[0] for state in slices]
+
+
+def test_a_last_slice_may_be_shorter():
+    streamed = offload.Streamed(optax.adam(0.1), slice_bytes=500 * 8 * 4)
+    rows = {2000: [500] * 4, 2003: [401] * 4 + [399], 501: [251, 250]}
+    for n, expected in rows.items():
+        shapes = streamed.shapes({"w": jax.ShapeDtypeStruct((n, 8), jnp.float32)})
+        assert lengths(shapes["w"]) == expected
+
+
+@pytest.mark.usefixtures("optimized")
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_slices_of_several_lengths_change_no_bit(dtype):
+    def run(rows):
+        rng = np.random.default_rng(0)
+
+        def draw():
+            return {"w": jnp.asarray(rng.normal(size=(11, 5)), dtype)}
+
+        row_bytes = 5 * jnp.dtype(dtype).itemsize
+        streamed = offload.Streamed(adamw(), slice_bytes=rows * row_bytes)
+        params, shapes = draw(), streamed.shapes(draw())
+        state = streamed.init(params)
+        for _ in range(3):
+            params, state = streamed.update(params, draw(), state)
+        described = jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), state)
+        assert described == jax.tree.map(
+            lambda x: (x.shape, x.dtype, x.sharding), shapes
+        )
+        moments = [s[0] for s in state["w"]]
+        mu, nu = (np.concatenate([x[k]["w"] for x in moments]) for k in (1, 2))
+        return len(moments), np.asarray(params["w"]), mu, nu
+
+    (slices, *got), (whole, *wanted) = run(4), run(11)
+    assert (slices, whole) == (3, 1)
+    for a, b in zip(got, wanted, strict=True):
+        assert a.tobytes() == b.tobytes()
+
+
+def test_leaves_without_rows():
+    def params():
+        return {"empty": jnp.zeros((0, 4)), "w": jnp.ones((3, 4))}
+
+    streamed, given = offload.Streamed(optax.adam(0.1)), params()
+    state = streamed.init(given)
+    made, state = streamed.update(given, params(), state)
+    assert made["empty"].shape == state["empty"][0][0].mu["empty"].shape == (0, 4)
+    assert kinds(state) == {"pinned_host"}
+    np.testing.assert_allclose(made["w"], 0.9, rtol=1e-5)
+
+
 def test_rows_over_devices_are_not_cut():
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
@@ -119,6 +196,36 @@ def test_what_is_given_is_consumed_and_the_gradients_are_not():
     streamed.update(params, gradients, state)
     assert all(x.is_deleted() for x in jax.tree.leaves((params, state)))
     assert not any(x.is_deleted() for x in jax.tree.leaves(gradients))
+
+
+def test_an_array_that_is_there_twice_is_not_consumed():
+    streamed, w = offload.Streamed(optax.adam(0.1)), jnp.ones((3, 2))
+    tied = {"a": jnp.ones(2), "embed": w, "head": w}
+    state = streamed.init(tied)
+    message = (
+        "params and state must have an array once, for it is consumed, got the same "
+        "one at {} and {}: leave one of them out, or jnp.copy it if both are to be "
+        "trained apart"
+    )
+    message = message.format("params['embed']", "params['head']")
+    with pytest.raises(ValueError, match=re.escape(message)):
+        streamed.update(tied, jax.tree.map(jnp.ones_like, tied), state)
+    copied = {**tied, "head": jnp.copy(w)}
+    twice = {**state, "head": state["embed"]}
+    with pytest.raises(
+        ValueError, match=r"state\['embed'\]\[0\].* and state\['head'\]"
+    ):
+        streamed.update(copied, jax.tree.map(jnp.ones_like, copied), twice)
+    assert not any(x.is_deleted() for x in jax.tree.leaves((tied, copied, state)))
+
+
+def test_a_state_of_other_arrays_is_not_consumed():
+    streamed, params = offload.Streamed(optax.adam(0.1)), tree(0)
+    state = streamed.init(params)
+    wrong = {**state, "t": jax.tree.map(np.asarray, state["t"])}
+    with pytest.raises(ValueError, match="state must have jax arrays .* got ndarray"):
+        streamed.update(params, tree(1), wrong)
+    assert not any(x.is_deleted() for x in jax.tree.leaves((params, state)))
 
 
 def test_an_optimizer_without_moments():

@@ -72,6 +72,16 @@ def test_every_token_has_one_slot_and_every_slot_its_budget(call):
     assert sorted(seen) == [(i, t) for i, n in enumerate(lengths) for t in range(n)]
 
 
+def test_empty_sequences_have_no_type_of_their_own():
+    packed = packing.pack([2, 0, 1], max_tokens=4)
+    (ids,) = packed.place([[1, 2], [], [3]])
+    assert ids.dtype == np.int64 and sorted(ids.ravel()) == [0, 1, 2, 3]
+    (pairs,) = packed.place([[[1], [2]], [], [[3]]])
+    assert pairs.shape == (*ids.shape, 1)
+    with pytest.raises(ValueError, match="fill must be an integer for int64, got nan"):
+        packed.place([[1, 2], [], [3]], fill=np.nan)
+
+
 @PROFILE
 @hypothesis.given(calls())
 def test_what_is_placed_comes_back(call):

@@ -56,6 +56,14 @@ def test_what_a_program_says_of_loops_and_asynchronous_calls(given, times):
     assert gather.moved == 24
 
 
+def test_a_permutation_sends_all_that_a_device_has():
+    line = "%p = f32[8]{0} collective-permute(%a), source_target_pairs={{0,1},{1,0}}"
+    (found,) = collectives.of(
+        Compiled(f"ENTRY %main (a: f32[8]) -> f32[8] {{\n{line}\n}}")
+    )
+    assert (found.payload, found.moved) == (32, 32)
+
+
 SCHEDULE = """\
 %async (p: f32[4]) -> f32[2] {
   ROOT %reduce-scatter = f32[2] reduce-scatter(%p), replica_groups={{0,1}}

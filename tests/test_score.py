@@ -1,6 +1,7 @@
 """Scores against torch's logits, and files that a kill cannot spoil."""
 
 import json
+import os
 import pathlib
 import shutil
 
@@ -255,14 +256,15 @@ def test_a_torn_head_is_a_new_start(model, directory):
     assert len(scored(model)[1]) == 3
 
 
-@pytest.mark.parametrize("change", ["data", "options", "weights"])
+@pytest.mark.parametrize("change", ["data", "options", "weights", "time"])
 def test_an_unfinished_run_of_something_else_is_refused(
     change, model, directory, monkeypatch
 ):
     write(documents(5))
+    monkeypatch.setattr(run, "_GROUP", 1)
     model = pathlib.Path(shutil.copytree(model, directory / "model"))
     with monkeypatch.context() as patched:
-        killed_after(0, patched)
+        killed_after(1, patched)
         with pytest.raises(KeyboardInterrupt):
             scored(model)
     if change == "data":
@@ -271,9 +273,21 @@ def test_an_unfinished_run_of_something_else_is_refused(
         weights = bytearray((model / "model.safetensors").read_bytes())
         weights[-1] ^= 1
         (model / "model.safetensors").write_bytes(weights)
+    if change == "time":  # of weights that may differ where nothing reads them
+        os.utime(model / "model.safetensors", (0, 0))
     options = {"stride": 4} if change == "options" else {}
     with pytest.raises(ValueError, match="unfinished scores of other documents, ano"):
         scored(model, **options)
+
+
+def test_a_run_that_scored_nothing_is_in_nobody_s_way(model, directory, monkeypatch):
+    write(documents(5))
+    with monkeypatch.context() as patched:
+        killed_after(0, patched)
+        with pytest.raises(KeyboardInterrupt):
+            scored(model)
+    write(documents(3, seed=1))
+    assert len(scored(model)[1]) == 3
 
 
 # ------------------------------------------------------------------- errors
@@ -288,6 +302,12 @@ def test_what_cannot_be_scored(model, directory):
         scored(model, out="there.jsonl")
     with pytest.raises(ValueError, match="--stride must be from 1 to --max-tokens=32"):
         scored(model, stride=33)
+    with pytest.raises(ValueError, match="--stride must be at most 64, the model's lo"):
+        scored(model, stride=65, max_tokens=128)
+    with pytest.raises(ValueError, match="--chunk must be at least 1, or auto, got 0"):
+        scored(model, chunk=0)
+    with pytest.raises(ValueError, match="^DATA: cannot read absent.jsonl"):
+        score.score(ScoreConfig(str(model), "absent.jsonl"))
     with pytest.raises(ValueError, match="--max-tokens must be at least 1, got 0"):
         scored(model, max_tokens=0)
     with pytest.raises(ValueError, match="DATA must be a .jsonl file, got a.txt"):

@@ -449,6 +449,24 @@ def test_what_is_closed_over_may_be_traced(problem, wrap):
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-7)
 
 
+def test_what_a_jit_within_closes_over_is_read_each_time(problem):
+    scale = []
+
+    def loss_fn(stats):
+        return jax.jit(lambda x: x * scale[-1])(stats.logprob)
+
+    made = []
+    for value in (2.0, 4.0):
+        scale.append(jnp.array([value]))
+        made.append(total(*problem, loss_fn=loss_fn)[0])
+    np.testing.assert_allclose(made[1], 2 * made[0], rtol=1e-6)
+
+
+def test_no_nan_is_made_on_the_way(problem):
+    with jax.debug_nans(True):
+        assert np.isfinite(total(*problem, loss_fn=nll)[0])
+
+
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_closing_over_what_is_differentiated_is_refused(problem, wrap):
     with pytest.raises(

@@ -89,7 +89,7 @@ class Journal:
         end, count = 0, -1  # the head is no document
         with open(self.path, "rb") as file:
             head = file.readline()
-            if not head.endswith(b"\n"):  # killed before the first document
+            if not file.readline().endswith(b"\n"):  # ended before the first document
                 self.path.write_text(self._head + "\n", "utf-8")
                 return
             if head.decode("utf-8", "replace").strip() != self._head:

@@ -51,6 +51,8 @@ class ScoreConfig:
                 f"--stride must be from 1 to --max-tokens={self.max_tokens}, got "
                 f"{self.stride}"
             )
+        if self.chunk != "auto" and self.chunk < 1:
+            raise ValueError(f"--chunk must be at least 1, or auto, got {self.chunk}")
         if not self.data.endswith(".jsonl"):
             raise ValueError(f"DATA must be a .jsonl file, got {self.data}")
 
@@ -81,10 +83,15 @@ def score(config: ScoreConfig, console: Console | None = None) -> Summary:
     vocabulary = checkpoints.load_vocabulary(config.model)
     if config.eos and vocabulary.eos is None:
         raise ValueError(f"{described.path}: no end of sequence is named, for --eos")
-    documents = encode(data.load_documents(config.data), vocabulary, config.eos)
+    documents = encode(data.load_documents(config.data, "DATA"), vocabulary, config.eos)
     length = min(config.max_tokens, described.max_positions)
     if config.stride is None:
         check_lengths(documents, length)
+    elif config.stride > length:
+        raise ValueError(
+            f"--stride must be at most {length}, the model's longest input, got "
+            f"{config.stride}: tokens between two windows would not be scored"
+        )
     groups = _groups(documents, _GROUP * config.max_tokens)
     fingerprint = _fingerprint(config, documents)
     with Journal(out, fingerprint, [0, *(stop for _, stop in groups)]) as journal:
@@ -209,8 +216,9 @@ def _fingerprint(config: ScoreConfig, documents: Sequence[Tokens]) -> str:
         for path in sorted(Path(directory).expanduser().glob(kind))
     ]
     for path in paths:
-        size = path.stat().st_size
-        made.update(f"{path.name} {size}".encode())
+        # The time, as weights may differ in the middle of a file alone.
+        size, written = path.stat().st_size, path.stat().st_mtime_ns
+        made.update(f"{path.name} {size} {written}".encode())
         with open(path, "rb") as file:
             made.update(file.read(_SAMPLE))
             file.seek(max(size - _SAMPLE, 0))

@@ -21,6 +21,7 @@ import gin
 from gin import config as gin_config
 from gin import config_parser
 
+from jaxmem import _shipped
 from jaxmem.train.data import DataConfig
 from jaxmem.train.loop import RunConfig
 from jaxmem.train.memory import RematConfig
@@ -230,13 +231,15 @@ def _reason(message: str) -> str:
 
 
 def _find_include(name: str, including: Path, where: str) -> Path:
-    candidates = [including.parent / name, Path(name)]
+    shipped = [folder / name for folder in _shipped.FOLDERS]
+    candidates = [including.parent / name, Path(name), *shipped]
     for candidate in candidates:
         if candidate.is_file():
             return candidate
     raise ConfigError(
         f"{where}: include {name!r}: no such file beside {including.name} "
-        f"({including.parent.resolve()}) nor in the current directory"
+        f"({including.parent.resolve()}), in the current directory or among the "
+        "shipped ones"
     )
 
 
@@ -278,7 +281,7 @@ def _override_bindings(overrides: Iterable[str]) -> list[_Binding]:
 def _override_value(text: str, where: str) -> Any:
     try:
         return ast.literal_eval(text.strip())
-    except (ValueError, SyntaxError) as error:
+    except (ValueError, SyntaxError, TypeError) as error:
         if text.strip()[0] in "\"'([{":
             raise ConfigError(f"{where}: {text!r} is not a Python literal") from error
         return text.strip()

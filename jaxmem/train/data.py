@@ -23,6 +23,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from jaxmem.train._checks import check_field
 from jaxmem.train.vocabulary import SMALLEST, SPECIAL_TOKENS, edges
 
 NO_LABEL = -1
@@ -54,10 +55,7 @@ class DataConfig:
 
     def __post_init__(self):
         for name in ("sequence_length", "batch_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(
-                    f"DataConfig.{name} must be at least 1, got {getattr(self, name)}"
-                )
+            check_field(self, name, getattr(self, name) >= 1, "at least 1")
         if self.streams < 1 or self.batch_size % self.streams:
             raise ValueError(
                 "DataConfig.streams must divide batch_size, got "
@@ -68,12 +66,8 @@ class DataConfig:
                 f"DataConfig.vocab_size must be at least {SMALLEST} (every "
                 f"byte and {', '.join(SPECIAL_TOKENS)}), got {self.vocab_size}"
             )
-        if not 0 <= self.held_out < 1:
-            raise ValueError(
-                f"DataConfig.held_out must be in [0, 1), got {self.held_out}"
-            )
-        if not 0 <= self.seed < 2**31:
-            raise ValueError(f"DataConfig.seed must be in [0, 2**31), got {self.seed}")
+        check_field(self, "held_out", 0 <= self.held_out < 1, "in [0, 1)")
+        check_field(self, "seed", 0 <= self.seed < 2**31, "in [0, 2**31)")
 
 
 class Document(NamedTuple):
@@ -96,12 +90,13 @@ class Batch(NamedTuple):
 # ---------------------------------------------------------------- documents
 
 
-def load_documents(source: str) -> list[Document]:
+def load_documents(source: str, argument: str = "data.source") -> list[Document]:
     """Read every document of `source`, in an order that is the same on every run.
 
     Args:
       source: `"stdlib"`, or the path of a `.txt` file (one document) or of a `.jsonl`
         file (one document a line: `{"text"}` or `{"prompt", "response"}`).
+      argument: what an error calls the source.
 
     Returns:
       The documents, at least one.
@@ -114,12 +109,16 @@ def load_documents(source: str) -> list[Document]:
     path = Path(source).expanduser()
     if path.suffix not in (".txt", ".jsonl"):
         raise DataError(
-            f'data.source must be "stdlib" or the path of a .txt or .jsonl file, '
+            f'{argument} must be "stdlib" or the path of a .txt or .jsonl file, '
             f"got {source!r}"
         )
-    if path.suffix == ".txt":
-        return [Document(path.name, _read_text(path))]
-    return _jsonl_documents(path)
+    if path.suffix == ".jsonl":
+        documents = _jsonl_documents(path, argument)
+    else:
+        documents = [Document(path.name, _read_text(path, argument))]
+    if not any(document.text for document in documents):
+        raise DataError(f"{argument}: {path} holds no text")
+    return documents
 
 
 def split_documents(
@@ -149,28 +148,21 @@ def _stdlib_documents() -> list[Document]:
     return modules + [Document(f"help({t})", topics[t]) for t in sorted(topics)]
 
 
-def _read_text(path: Path) -> str:
+def _read_text(path: Path, argument: str = "data.source") -> str:
     try:
         return path.read_bytes().decode("utf-8-sig")
     except OSError as error:
-        raise DataError(f"data.source: cannot read {path}: {error.strerror}") from error
+        raise DataError(f"{argument}: cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise DataError(
-            f"data.source: {path} is not UTF-8 text (byte {error.start})"
+            f"{argument}: {path} is not UTF-8 text (byte {error.start})"
         ) from error
 
 
-def _jsonl_documents(path: Path) -> list[Document]:
+def _jsonl_documents(path: Path, argument: str) -> list[Document]:
     # Not str.splitlines, which would also cut at U+2028 inside a JSON string.
-    lines = _read_text(path).split("\n")
-    documents = [
-        _jsonl_document(f"{path}:{number}", line)
-        for number, line in enumerate(lines, start=1)
-        if line.strip()
-    ]
-    if not documents:
-        raise DataError(f"data.source: {path} holds no documents")
-    return documents
+    lines = enumerate(_read_text(path, argument).split("\n"), start=1)
+    return [_jsonl_document(f"{path}:{i}", line) for i, line in lines if line.strip()]
 
 
 def _jsonl_document(where: str, line: str) -> Document:
@@ -374,6 +366,11 @@ def batches(
             f"{config.source!r} leaves none for {split}; raise it or add documents"
         )
     if stream is not None:
+        if len(documents) < config.streams:
+            raise DataError(
+                f"data.streams={config.streams} share {len(documents)} documents of "
+                f"{config.source!r}; lower it or add documents"
+            )
         documents, each = documents[stream :: config.streams], config.batch_size
         config = dataclasses.replace(
             config, batch_size=each // config.streams, streams=1

@@ -291,7 +291,7 @@ def train(
         program.choose_policy_by_gradients(console)
         compiled = program.compile()
         job = _Job(program, compiled)
-        state = run.take_steps(job, operative_text)
+        state = run.take_steps(job, {"operative.gin": operative_text})
         starting.leave(run.out_dir, program.model(state.params, job.frozen), console)
     costs = _head_costs(program, compiled) if config.run.compare_heads else {}
     if not processes.is_first():
@@ -311,6 +311,11 @@ def _fixed_config(config: "GrpoJobConfig") -> dict[str, dict[str, Any]]:
         | {"trainable": config.optimizer.trainable},
         # Frozen and reference weights are drawn anew, not saved.
         "run": {"job": config.run.job, "seed": config.run.seed},
+        # The optimizer counts updates, of which a rollout has so many.
+        "grpo": {
+            "minibatches": config.grpo.minibatches,
+            "epochs": config.grpo.epochs,
+        },
     }
 
 
@@ -372,6 +377,7 @@ def _report(
 
 def _examples(made: _Rollout, count: int = 3) -> Iterator[str]:
     """Some completions of the last rollout, as they read."""
+    count = min(count, len(made.advantages))
     each = len(made.advantages) // count
     for i in range(0, count * each, each):
         length = made.completions.lengths[i]

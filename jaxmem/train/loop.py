@@ -96,27 +96,29 @@ class Run:
                 f"resuming {self.out_dir} after step {self.done}", highlight=False
             )
 
-    def take_steps(self, job: Job, operative_text: str = "") -> TrainState:
+    def take_steps(self, job: Job, texts: Mapping[str, str]) -> TrainState:
         """Take the steps that are left, recording each.
 
         Args:
           job: whose steps they are.
-          operative_text: the gin text that says what the config does; saved with them.
+          texts: files of the run's directory, by name, written once it is known that
+            what is saved there is of this run; empty ones are not.
 
         Returns:
           The state after the last.
 
         Raises:
-          FloatingPointError: the loss is not finite.
+          FloatingPointError: a loss or a gradient is not finite.
         """
-        if operative_text and processes.is_first():
-            (self.out_dir / "operative.gin").write_text(operative_text, "utf-8")
         if self.done:
             restored = self._checkpoints.restore(self.done, job.state_shapes)
             state, data_state = restored
             job.set_state(data_state)
         else:
             state = job.initial_state()
+        for name, text in texts.items():
+            if text and processes.is_first():
+                (self.out_dir / name).write_text(text, "utf-8")
         run = self._config
         with (
             _writer(self.out_dir, self.done) as writer,
@@ -176,8 +178,10 @@ def _writer(
 
 
 def _check_finite(taken: metrics.AnyMetrics) -> None:
-    if not math.isfinite(taken.loss):
-        raise FloatingPointError(
-            f"the loss of step {taken.step} is {taken.loss}; the run can resume from "
-            "its last checkpoint, with a lower optimizer.learning_rate"
-        )
+    """Before a checkpoint: of a finite loss the gradient may not be."""
+    for name, value in (("loss", taken.loss), ("gradient's norm", taken.grad_norm)):
+        if not math.isfinite(value):
+            raise FloatingPointError(
+                f"the {name} of step {taken.step} is {value}; the run can resume from "
+                "its last checkpoint, with a lower optimizer.learning_rate"
+            )

@@ -80,8 +80,10 @@ def read_history(path: Path) -> list[StepMetrics]: ...
 @overload
 def read_history(path: Path, kind: type[_Metrics]) -> list[_Metrics]: ...
 def read_history(path: Path, kind: Any = StepMetrics) -> list:
-    """The steps that a metrics file holds, in order."""
+    """The steps that a metrics file holds, in order; at least one."""
     lines = path.read_text("utf-8").splitlines()
+    if not lines:
+        raise ValueError(f"{path} holds no step: what it held was lost")
     return [kind(**json.loads(line)) for line in lines]
 
 

@@ -122,11 +122,11 @@ def make_optimizer(
     config: OptimizerConfig, schedule: optax.Schedule
 ) -> optax.GradientTransformation:
     """Clip by global norm, if the config says so, then `adamw`."""
-    if config.clip_norm is None:
-        return adamw(config, schedule)
-    return optax.chain(
-        optax.clip_by_global_norm(config.clip_norm), adamw(config, schedule)
-    )
+    # Either way the state has one structure, so that a run resumes with the other.
+    clipping = optax.identity()
+    if config.clip_norm is not None:
+        clipping = optax.clip_by_global_norm(config.clip_norm)
+    return optax.chain(clipping, adamw(config, schedule))
 
 
 def clip(config: OptimizerConfig, gradients: Any) -> tuple[Any, jax.Array]:

@@ -32,7 +32,8 @@ def start(
       heartbeat: seconds without a sign of life after which a process counts as dead.
 
     Raises:
-      ValueError: some are given, others not; or no cluster is there to ask.
+      ValueError: some are given, others not; one is impossible; or no cluster is there
+        to ask.
     """
     given = {
         "--coordinator": coordinator,
@@ -45,6 +46,10 @@ def start(
             f"{', '.join(missing)} must be given too: one process is told the address "
             "of process 0, how many there are, and which one it is"
         )
+    if heartbeat < 1:
+        raise ValueError(f"--heartbeat must be at least 1 second, got {heartbeat}")
+    if coordinator is not None and processes is not None and process_id is not None:
+        _check(coordinator, processes, process_id)
     try:
         jax.distributed.initialize(
             coordinator_address=coordinator,
@@ -59,6 +64,22 @@ def start(
             f"--cluster found none that jax knows ({error}); give --coordinator, "
             "--processes and --process-id instead"
         ) from error
+
+
+def _check(coordinator: str, processes: int, process_id: int) -> None:
+    """Refuse impossible values, by flag."""
+    host, _, port = coordinator.rpartition(":")
+    if not (host and port.isdecimal() and int(port) < 2**16):
+        raise ValueError(
+            f"--coordinator must be HOST:PORT, as in 10.0.0.1:1234, got {coordinator!r}"
+        )
+    if processes < 1:
+        raise ValueError(f"--processes must be at least 1, got {processes}")
+    if not 0 <= process_id < processes:
+        raise ValueError(
+            f"--process-id must be from 0 to --processes - 1 = {processes - 1}, got "
+            f"{process_id}"
+        )
 
 
 def is_first() -> bool:

@@ -251,10 +251,16 @@ def _in_compute_type(decoder: Decoder):
     """The decoder in two parts, its weights cast once, and gathered from the devices
     that have parts of them: each step reads all of them.
 
-    Layers compute in that type in any case, so no number changes.
+    Layers compute in that type in any case, so no number changes; but for the scales
+    of norms, which `OffsetRMSNorm` reads as they are.
     """
     definition, weights = nnx.split(decoder)
-    weights = jax.tree.map(lambda w: w.astype(decoder.config.dtype), weights)
+
+    def cast(path, w):
+        is_scale = any(getattr(key, "key", None) == "scale" for key in path)
+        return w if is_scale else w.astype(decoder.config.dtype)
+
+    weights = jax.tree.map_with_path(cast, weights)
     return definition, mesh.gathered(weights)
 
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import tokenizers
 from flax import nnx
 from rich.console import Console
 
@@ -292,18 +293,17 @@ def train(
     console = console or Console(quiet=not processes.is_first())
     with open_run(config.run, _fixed_config(config), console) as run:
         tokenizer = starting.load_tokenizer(config.data, config.model)
-        if processes.is_first():
-            (run.out_dir / "tokenizer.json").write_text(tokenizer.to_str(), "utf-8")
         program = Program(config, tokenizer.get_vocab_size())
         program.choose_policy(lambda: program.trace_step(config.head), console)
         compiled, frozen = program.compile_step(config.head), program.frozen()
         rows = program.layout.own_rows(config.data.batch_size)
         batches = streams.batches(config.data, tokenizer, rows)
-        state = run.take_steps(_Job(program, compiled, frozen, batches), operative_text)
+        held_out = _held_out(config.data, tokenizer)
+        texts = {"tokenizer.json": tokenizer.to_str(), "operative.gin": operative_text}
+        state = run.take_steps(_Job(program, compiled, frozen, batches), texts)
         starting.leave(run.out_dir, program.model(state.params, frozen), console)
     held_out_loss = None
-    if config.data.held_out:
-        held_out = data.batches(config.data, tokenizer, split="evaluation", epochs=1)
+    if held_out is not None:
         held_out_loss = program.evaluate(state.params, frozen, held_out)
     costs = _head_costs(program, compiled) if config.run.compare_heads else {}
     if not processes.is_first():
@@ -312,6 +312,15 @@ def train(
     result = Result(run.out_dir, history, costs, held_out_loss)
     _report(result, console)
     return result
+
+
+def _held_out(
+    config: data.DataConfig, tokenizer: tokenizers.Tokenizer
+) -> data.BatchIterator | None:
+    """What is scored at the end; asked for at the start, for what may be wrong."""
+    if not config.held_out:
+        return None
+    return data.batches(config, tokenizer, split="evaluation", epochs=1)
 
 
 def _micro_batches(batches: Iterator[Batch], count: int) -> Batch:

@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 from jaxmem.train import cache as kv_cache
+from jaxmem.train import sampling
 from jaxmem.train.model import Decoder, ModelConfig
 
 SMALL = ModelConfig(
@@ -98,10 +99,10 @@ def test_a_token_at_a_time_is_the_sequence_at_once(changes):
 
 
 def test_what_lies_after_a_prompt_is_ignored():
-    tokens = random_tokens(1)
+    tokens, model = random_tokens(1), decoder()
     prompts = tokens[:, :WIDTH].copy()
-    prefill = jax.jit(lambda *args: decoder().prefill(*args, WIDTH + NEW))
-    decode = jax.jit(lambda *args: decoder().decode(*args)[0])
+    prefill = jax.jit(lambda *args: model.prefill(*args, WIDTH + NEW))
+    decode = jax.jit(lambda *args: model.decode(*args)[0])
     before, cache = prefill(prompts, LENGTHS)
     before = before, decode(tokens[:, 0], cache)
     prompts[np.arange(WIDTH) >= LENGTHS[:, None]] = 10**6  # no token: NaN if read
@@ -166,12 +167,18 @@ def test_attention_of_a_token_against_float64():
             np.testing.assert_allclose(got[row, 0, head], expected, atol=1e-5)
 
 
-def test_weights_cast_beforehand_change_no_number():
+@pytest.mark.parametrize("norm_offset", [False, True])
+def test_weights_cast_beforehand_change_no_number(norm_offset):
     # The sampler does so. If a layer computed in the stored type, this would show.
-    model, tokens = decoder(dtype="bfloat16", qk_norm=True), random_tokens()
+    model = decoder(dtype="bfloat16", qk_norm=True, norm_offset=norm_offset)
     definition, weights = nnx.split(model)
-    cast = jax.tree.map(lambda w: w.astype("bfloat16"), weights)
-    hidden, narrow = whole(model, tokens), nnx.merge(definition, cast)
+    rng = np.random.default_rng(0)
+    weights = jax.tree.map(lambda w: w + rng.standard_normal(w.shape) * 0.3, weights)
+    model, tokens = nnx.merge(definition, weights), random_tokens()
+    definition, cast = sampling._in_compute_type(model)
+    assert "bfloat16" in {str(w.dtype) for w in jax.tree.leaves(cast)}
+    narrow = nnx.merge(definition, cast)
+    hidden = whole(model, tokens)
     np.testing.assert_array_equal(whole(narrow, tokens), hidden)
     np.testing.assert_array_equal(narrow.logits(hidden), model.logits(hidden))
 

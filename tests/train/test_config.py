@@ -61,6 +61,11 @@ def test_an_include_is_beside_its_file_or_in_the_current_directory(gin_file):
     assert load(file)[0].model.layers == 2
 
 
+def test_a_shipped_file_can_be_included_from_anywhere(gin_file):
+    file = gin_file('include "model_qwen3_0_6b.gin"', "sub/a.gin")
+    assert load(file)[0].model.hidden == 1024
+
+
 def test_macros_and_blocks_are_gin(gin_file):
     file = gin_file("WIDTH = 64\nmodel:\n  hidden = %WIDTH\n  ff = %WIDTH\n")
     model = load(file)[0].model

@@ -217,6 +217,9 @@ def test_an_empty_split_and_an_unknown_one_are_errors(config, tokenizer):
         data.batches(config, tokenizer, split="evaluation")
     with pytest.raises(ValueError, match="got 'test'"):
         data.batches(config, tokenizer, split="test")
+    many = dataclasses.replace(config, batch_size=4096, streams=4096)
+    with pytest.raises(data.DataError, match="data.streams=4096 share .* documents"):
+        data.batches(many, tokenizer, stream=0)
 
 
 # --------------------------------------------------------------- vocabulary
@@ -352,8 +355,11 @@ def test_bytes_that_are_no_text_and_empty_files_are_errors(tmp_path):
         data.load_documents(str(latin))
     empty = tmp_path / "empty.jsonl"
     empty.write_text("\n")
-    with pytest.raises(data.DataError, match="holds no documents"):
-        data.load_documents(str(empty))
+    nothing = tmp_path / "empty.txt"
+    nothing.touch()
+    for path in (empty, nothing):
+        with pytest.raises(data.DataError, match=r"data\.source: .* holds no text"):
+            data.load_documents(str(path))
 
 
 @pytest.mark.parametrize(

@@ -589,6 +589,7 @@ def test_resuming_with_another_task_model_or_seed_is_refused(finished):
         (dict(model=dict(hidden=16)), "model.hidden was 32, is 16"),
         (dict(run=dict(seed=1)), "run.seed was 0, is 1"),
         (dict(optimizer=dict(trainable="blocks")), "optimizer.trainable was null, is"),
+        (dict(grpo=dict(minibatches=1)), "grpo.minibatches was 2, is 1"),
     ):
         with pytest.raises(ValueError, match=message):
             train(changed(config, **changes), result.out_dir)

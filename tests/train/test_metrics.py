@@ -71,7 +71,8 @@ def test_a_new_run_drops_everything_and_a_line_cut_short_is_no_step(tmp_path):
     path = write(tmp_path, 0, range(1, 4))
     path.write_text(path.read_text() + '{"step": 4, "lo')
     assert [s.step for s in metrics.read_history(write(tmp_path, 3, []))] == [1, 2, 3]
-    assert metrics.read_history(write(tmp_path, 0, [])) == []
+    with pytest.raises(ValueError, match="metrics.jsonl holds no step"):
+        metrics.read_history(write(tmp_path, 0, []))
 
 
 def test_tensorboard_gets_every_step(tmp_path):

@@ -206,6 +206,21 @@ def test_refusals(described, monkeypatch):
         processes.start(None, None, None)
 
 
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        (("nonsense", 1, 0), "--coordinator must be HOST:PORT, as in 10.0.0.1:1234, g"),
+        (("host:port", 1, 0), "--coordinator must be HOST:PORT"),
+        (("host:1", 0, 0), "--processes must be at least 1, got 0"),
+        (("host:1", 2, 2), "--process-id must be from 0 to --processes - 1 = 1, got 2"),
+        (("host:1", 2, 1, 0), "--heartbeat must be at least 1 second, got 0"),
+    ],
+)
+def test_impossible_processes_are_refused_by_flag(given, message):
+    with pytest.raises(ValueError, match=message):
+        processes.start(*given)
+
+
 def test_one_process_shares_with_itself():
     assert processes.share({"0": {"next": 3}}) == {"0": {"next": 3}}
     assert processes.is_first()

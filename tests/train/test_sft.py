@@ -5,6 +5,7 @@ import functools
 import io
 import json
 import os
+import pathlib
 import re
 import shutil
 import signal
@@ -360,6 +361,13 @@ def test_held_out_text_is_scored_once_whatever_the_batches(config, tmp_path):
     assert 0 < result.held_out_loss < scored[0] < np.log(280) + 1
 
 
+def test_that_nothing_is_held_out_is_said_before_the_first_step(config):
+    config = changed(config, data=dict(held_out=0.5))  # of one document
+    with pytest.raises(sft.data.DataError, match="leaves none for evaluation"):
+        train(config)
+    assert not (pathlib.Path(config.run.out_dir) / "metrics.jsonl").exists()
+
+
 def test_both_heads_learn_alike_over_fifty_steps(config, tmp_path):
     curves = []
     for name in ("fused", "materialised"):
@@ -388,6 +396,41 @@ def test_resuming_with_another_model_or_other_data_is_refused(finished):
     with pytest.raises(ValueError, match="data.batch_size was 4, is 2; .*data.seed"):
         train(changed(config, data=dict(batch_size=2, seed=1)))
     assert read_history(first.out_dir / "metrics.jsonl") == first.history
+
+
+def test_other_text_is_refused_before_a_file_of_the_run_changes(finished, tmp_path):
+    config, first, _ = finished
+    shutil.copytree(first.out_dir, tmp_path / "run")
+    source = pathlib.Path(config.data.source)
+    text = source.read_text()
+    other = changed(config, run=dict(steps=8, out_dir=str(tmp_path / "run")))
+    try:
+        source.write_text(text.replace("token", "letter"))
+        with pytest.raises(sft.data.DataError, match="belongs to other data"):
+            train(other, "run.steps = 8\n")
+    finally:
+        source.write_text(text)
+    for name in ("tokenizer.json", "operative.gin"):
+        was, now = (path / name for path in (first.out_dir, tmp_path / "run"))
+        assert was.read_text() == now.read_text()
+
+
+@pytest.mark.parametrize("clip_norm", [None, 1.0])
+def test_a_run_resumes_with_clipping_or_without(clip_norm, config):
+    config = changed(config, optimizer=dict(clip_norm=clip_norm))
+    train(config)
+    other = dict(clip_norm=None if clip_norm else 1.0)
+    result, said = train(changed(config, optimizer=other, run=dict(steps=7)))
+    assert "after step 6" in said and len(result.history) == 7
+
+
+def test_a_gradient_that_is_not_finite_leaves_no_checkpoint(config, monkeypatch):
+    norm = sft.update
+    monkeypatch.setattr(sft, "update", lambda *a: (norm(*a)[0], jnp.float32(jnp.inf)))
+    config = changed(config, run=dict(checkpoint_every=1))
+    with pytest.raises(FloatingPointError, match="gradient's norm of step 1 is inf"):
+        train(config)
+    assert not list((pathlib.Path(config.run.out_dir) / "checkpoints").glob("1"))
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(config, monkeypatch):
