@@ -12,6 +12,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -594,6 +595,17 @@ def test_resuming_with_another_task_model_or_seed_is_refused(finished):
         with pytest.raises(ValueError, match=message):
             train(changed(config, **changes), result.out_dir)
     assert read_history(result.out_dir / "metrics.jsonl", PolicyMetrics)
+
+
+@pytest.mark.parametrize(("rows", "shown"), [(2, 2), (3, 3), (8, 3)])
+def test_a_few_completions_are_shown_however_many_there_are(rows, shown):
+    words = np.arange(rows)[:, None] % 10
+    made = SimpleNamespace(
+        advantages=np.zeros(rows), words=words, problems=SimpleNamespace(prompts=words),
+        completions=SimpleNamespace(lengths=np.ones(rows, int)),
+        scores=SimpleNamespace(exact=np.ones(rows, bool)),
+    )  # fmt: skip
+    assert len(list(grpo._examples(made))) == shown
 
 
 def test_a_finished_run_resumes_with_nothing_left_to_do(finished):
