@@ -11,6 +11,7 @@ derivative needs s_v = ∂D/∂p_v alone: dz_v = p_v (s_v - Σ_u p_u s_u).
 """
 
 import dataclasses
+import math
 from typing import Literal
 
 import jax
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from jaxmem import _head, _rule, _spec, _spread, _stats, _xla
+from jaxmem import _head, _rule, _shards, _spec, _spread, _stats, _xla
 from jaxmem._spec import Chunk, Layout, Spec
 
 _SERIES_BELOW = 0.5  # |x| from which on e^-x - 1 + x keeps its digits
@@ -71,10 +72,9 @@ class JSD:
         return (1 - self.beta) * _product(p, log_p)
 
     def _to_mixture(self, log_ratio):
-        """ln(p/m) and ln(q/m); the larger of the two first, which is never negative."""
-        other = jnp.where(log_ratio >= 0, self.beta, 1 - self.beta)
-        larger = -jnp.log1p(other * jnp.expm1(-jnp.abs(log_ratio)))
-        return larger + jnp.minimum(log_ratio, 0), larger - jnp.maximum(log_ratio, 0)
+        """ln(p/m) and ln(q/m)."""
+        of_p, of_q = 1 - self.beta, self.beta
+        return -_ln_mixed(of_p, of_q, -log_ratio), -_ln_mixed(of_q, of_p, log_ratio)
 
 
 def kl(
@@ -259,11 +259,7 @@ def _divergence(
     reference, reference_layout, reference_shape = _rule.read_head(
         reference_hidden, reference_W, reference_bias, reference_layout, "reference_"
     )
-    if reference_shape != shape:
-        raise ValueError(
-            f"reference_hidden must have hidden's tokens, shape {shape}, got "
-            f"{reference_shape}"
-        )
+    _check_tokens(reference_shape, shape)
     columns = _rule.columns_of(policy.W, layout)
     reference_columns = _rule.columns_of(reference.W, reference_layout)
     both = columns + reference_columns
@@ -292,9 +288,19 @@ def _divergence(
     _rule.record(verb, shapes, implementation, spec.chunk, 4 * spec.chunk * both)
     if 0 in shape:
         return jnp.zeros(shape, spec.stats_dtype)
+    deciding = rows, reference_rows, reference
+    spec, policy = _head._typed(spec, policy, deciding)
     rule = _TwoHeads(divergence, spec, reference_spec)
     made = _rule.run(rule, policy, (rows, reference_rows), reference)
     return jnp.reshape(made, shape)
+
+
+def _check_tokens(reference_shape, shape):
+    if reference_shape != shape:
+        raise ValueError(
+            f"reference_hidden must have hidden's tokens, shape {shape}, got "
+            f"{reference_shape}"
+        )
 
 
 def _reference_softcap(
@@ -343,6 +349,7 @@ class _TwoHeads:
         zero = jnp.zeros(n_rows, dtype)
         normaliser = _stats.Normaliser(zero, zero)
         made = zero, {"mean_slope": zero, "normalisers": (normaliser, normaliser)}
+        made = _shards.vary(made, self.spec.varying)
         return _xla.for_active_chunks(self.spec.chunk, rows[0].active, chunk, made)
 
     def backward(self, source, rows, given, result, saved, g):
@@ -393,6 +400,18 @@ def _excess(a, b, x):
         series = 1 - x * (1 / k) * series
     near = a * (x * x / 2) * series
     return jnp.where(jnp.abs(x) < _SERIES_BELOW, near, _product(a, x) - a + b)
+
+
+def _ln_mixed(own, other, x):
+    """ln(own + other · e^x) of two weights whose sum is 1, with all of its digits.
+
+    Where e^x would overflow, what it is multiplied with later underflows.
+    """
+    x = jnp.minimum(x, -math.log(jnp.finfo(x.dtype).tiny))
+    change = other * jnp.expm1(x)
+    # ln(1 + c) = -ln(1 - c / (1 + c)): near c = -1, 1 + c would cancel.
+    whole = jnp.where(change < 0, own + other * jnp.exp(x), 1)
+    return jnp.sign(change) * jnp.log1p(jnp.abs(change) / whole)
 
 
 def _product(a, x):

@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from jaxmem import _head, _rule, _spec, _spread, _stats, _xla
+from jaxmem import _head, _rule, _shards, _spec, _spread, _stats, _xla
 from jaxmem._spec import Chunk, Layout, Spec
 
 
@@ -78,12 +78,13 @@ def selected_logprobs(
     spec = _spec_of(source, layout, chunk, None, softcap, vocab_size)
     where = _read_where(where, shape)
     rows = _rule.read_rows(spec, shape, where, temperature)
-    ids = _read_ids("ids", ids, where, shape, spec.vocab_size)
+    ids = _flat(_check_ids("ids", ids, where, shape, spec.vocab_size), shape)
     rows = rows._replace(active=rows.active & jnp.any(ids >= 0, axis=-1))
     _record("selected_logprobs", source, shape, {"ids": ids}, implementation, spec,
             spec.columns)  # fmt: skip
     if 0 in ids.shape:
         return jnp.zeros((*shape, ids.shape[-1]), spec.stats_dtype)
+    spec, source = _head._typed(spec, source, (rows, ids))
     made = _rule.run(_Selected(spec), source, (rows,), ids)
     return jnp.reshape(made, (*shape, ids.shape[-1]))
 
@@ -160,9 +161,8 @@ def support_logprobs(
     vocab_size = _spec.check_vocab_size(vocab_size, _rule.columns_of(source.W, layout))
     where, labels = _read_where(where, shape), _spec.as_visible_array("labels", labels)
     support_ids = _spec.as_visible_array("support_ids", support_ids)
-    ids = _read_ids("support_ids", support_ids, where, shape, vocab_size)
-    if ids.shape[1] == 0:
-        raise ValueError("support_ids must hold at least one id a token, got none")
+    ids = _check_ids("support_ids", support_ids, where, shape, vocab_size)
+    ids = _flat(ids, shape)
     numbers = ids.shape[1] * source.hidden.shape[1]
     spec = _spec_of(source, layout, chunk, numbers, softcap, vocab_size)
     rows = _head._rows(spec, shape, labels, where, temperature)
@@ -171,6 +171,7 @@ def support_logprobs(
             spec, ids.shape[1])  # fmt: skip
     if 0 in shape:
         return jnp.zeros(shape, spec.stats_dtype)
+    spec, source = _head._typed(spec, source, (rows, ids))
     return jnp.reshape(_rule.run(_Support(spec), source, (rows,), ids), shape)
 
 
@@ -197,6 +198,7 @@ class _Selected:
         zero = jnp.zeros(n_rows, dtype)
         saved = {"normaliser": _stats.Normaliser(zero, zero)}
         made = jnp.zeros(given.shape, dtype), saved
+        made = _shards.vary(made, self.spec.varying)
         return _xla.for_active_chunks(self.spec.chunk, rows.active, chunk, made)
 
     def backward(self, source, rows, given, result, saved, g):
@@ -268,6 +270,7 @@ class _Support:
 
         zero = jnp.zeros(given.shape[0], self.spec.stats_dtype)
         made = zero, {"max": zero, "log_sum": zero}
+        made = _shards.vary(made, self.spec.varying)
         return _xla.for_active_chunks(self.spec.chunk, rows.active, chunk, made)
 
     def backward(self, source, rows, given, result, saved, g):
@@ -370,8 +373,8 @@ def _read_where(where, shape):
     return where
 
 
-def _read_ids(name, ids, where, shape, vocab_size):
-    """int32 [N, K], clipped so that none wraps round."""
+def _check_ids(name, ids, where, shape, vocab_size):
+    """int32 [..., K], clipped so that none wraps round."""
     ids = _spec.as_visible_array(name, ids)
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise TypeError(
@@ -391,12 +394,17 @@ def _read_ids(name, ids, where, shape, vocab_size):
                 f"{name} must be below vocab_size={vocab_size}, got {largest}; mark "
                 "what is absent with a negative id, or the token with where="
             )
-    flat = (math.prod(shape), ids.shape[-1])
-    return jnp.reshape(_head._as_int32(ids, vocab_size), flat)
+    return _head._as_int32(ids, vocab_size)
+
+
+def _flat(ids, shape):
+    return jnp.reshape(ids, (math.prod(shape), ids.shape[-1]))
 
 
 def _check_support(labels, support_ids, where, shape):
-    """Every label in its support, where all of them can be seen."""
+    """Every label in its support, where all of them can be seen; no empty support."""
+    if support_ids.shape[-1] == 0:
+        raise ValueError("support_ids must hold at least one id a token, got none")
     if not all(map(_spec._is_visible, (labels, support_ids, where))):
         return
     labels, support_ids = np.asarray(labels), np.asarray(support_ids)

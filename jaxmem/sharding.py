@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxmem import _head, _shards, _spec
+from jaxmem import _divergence, _head, _rule, _selected, _shards, _spec
 from jaxmem._spec import AxisName
 
 
@@ -98,13 +98,7 @@ def parallel(
     return run
 
 
-# Of the verbs that need all of W: a head's matrix and bias, and the rest, which is of
-# tokens, with what fills it up.
-_HEADS = {"W": ("hidden", "bias", "layout")}
-_HEADS |= {"reference_W": ("reference_hidden", "reference_bias", "reference_layout")}
-_OF_TOKENS = {"hidden": 0, "reference_hidden": 0, "where": False, "labels": -1}
-_OF_TOKENS |= {"ids": -1, "support_ids": -1}
-_OF_TOKENS |= {"temperature": 1, "reference_temperature": 1}
+_HEADS = ("", "reference_")  # what names of a head's arguments begin with
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,21 +158,6 @@ def _run(verb, plan, call):
     return _cut(plan, made, shape)
 
 
-def _read_heads(plan, given):
-    """Weights and biases of one head or both, by name; given gets their layouts."""
-    operands = {}
-    for name, (data, bias, layout) in _HEADS.items():
-        if name not in given:
-            continue
-        of_head = given | {"W": given[name], "bias": given[bias]}
-        of_head["layout"] = given[layout]
-        made = _read_weights(plan, _spec.as_array(data, given[data]), of_head)
-        given[layout] = of_head["layout"]
-        operands |= {name: made["W"]}
-        operands |= {bias: made["bias"]} if "bias" in made else {}
-    return operands
-
-
 def _run_with_all_of_W(verb, plan, call):
     """Tokens split over all axes that split anything; W gathered along the others."""
     given = call.arguments
@@ -188,23 +167,13 @@ def _run_with_all_of_W(verb, plan, call):
     first, *rest = plan.tokens or ((),)
     wide = dataclasses.replace(plan, tokens=(first + plan.vocab, *rest))
     of_tokens = _check_axes(wide, "hidden", shape)
-    operands = _read_heads(plan, given)
-    columns = {k: _columns(operands[k].array, given[_HEADS[k][2]])
-               for k in _HEADS if k in operands}  # fmt: skip
-    if given["where"] is None:
-        given["where"] = jnp.ones(shape, bool)
-    for name, fill in _OF_TOKENS.items():
-        if given.get(name) is not None:
-            operands |= _of_tokens(name, given[name], of_tokens, shape, fill)
+    operands, columns = _read_heads(plan, given, shape, of_tokens)
+    operands |= _read_rows_and_ids(given, shape, of_tokens, min(columns.values()))
 
     def on_device(arrays):
         given = call.arguments | arrays
-        for name, size in columns.items():
-            data, bias, layout = _HEADS[name]
-            given[name] = _whole(plan, given[name], given[layout], size)
-            if given[bias] is not None and plan.vocab:
-                bias_ = lax.all_gather(given[bias], plan.vocab, tiled=True)
-                given[bias] = bias_[:size]
+        for head, size in columns.items():
+            given |= _whole(wide, given, head, size)
         of_device = inspect.BoundArguments(call.signature, given)
         return verb(*of_device.args, **of_device.kwargs)
 
@@ -213,36 +182,63 @@ def _run_with_all_of_W(verb, plan, call):
         mesh=plan.mesh,
         in_specs=(jax.tree.map(lambda x: x.spec, operands),),
         out_specs=_Operand(None, wide.tokens).spec,
-        check_vma=False,  # these verbs' loops do not say along which axes they differ
     )(jax.tree.map(lambda x: _filled(plan, x), operands))
     return _cut(plan, made, shape)
 
 
-def _of_tokens(name, value, of_tokens, shape, fill):
-    """One operand, or none for a number that jit has not hidden."""
-    x = _spec.as_visible_array(name, value)
-    if name == "where":
-        _spec.check_where(x, shape)
-        x = jnp.broadcast_to(jnp.asarray(x), shape)
-    is_number = name.endswith("temperature")
-    if is_number and x.shape == () and not isinstance(x, jax.Array):
-        return {}
-    if is_number:
-        _spec.check_temperature(x, shape, name)
-    return {name: _Operand(x, of_tokens if x.shape else (), fill)}
+def _read_heads(plan, given, shape, of_tokens):
+    """One head's operands or both heads', and how many columns each has.
+
+    given gets their layouts.
+    """
+    operands, columns = {}, {}
+    for head in _HEADS:
+        name = f"{head}hidden"
+        if name in given:
+            hidden = _spec.as_array(name, given[name])
+            _spec.check_hidden(hidden, name)
+            operands[name] = _Operand(hidden, of_tokens)
+            operands |= _read_weights(plan, hidden, given, head)
+            _divergence._check_tokens(hidden.shape[:-1], shape)
+            W = operands[f"{head}W"].array
+            columns[head] = _rule.columns_of(W, given[f"{head}layout"])
+    return operands, columns
 
 
-def _whole(plan, W, layout, size):
-    """All of W, without what filled it up."""
-    vocab, depth = (0, 1) if layout == "vd" else (1, 0)
-    for axes, axis in ((plan.W_fsdp, depth), (plan.vocab, vocab)):
-        if axes:
-            W = lax.all_gather(W, axes, axis=axis, tiled=True)
-    return lax.slice_in_dim(W, 0, size, axis=vocab)
+def _read_rows_and_ids(given, shape, of_tokens, columns):
+    """What there is of each token besides hidden, for the verbs that need all of W."""
+    vocab_size = _spec.check_vocab_size(given["vocab_size"], columns)
+    operands = _read_rows(given | {"vocab_size": vocab_size}, shape, of_tokens)
+    where = _selected._read_where(given["where"], shape)
+    if where is None:  # what fills tokens up costs nothing only where it is masked
+        operands["where"] = _Operand(jnp.ones(shape, bool), of_tokens, False)
+    for name in ("ids", "support_ids"):
+        if name in given:
+            ids = _selected._check_ids(name, given[name], where, shape, vocab_size)
+            operands[name] = _Operand(ids, of_tokens, -1)
+    if "support_ids" in given:
+        labels = _spec.as_visible_array("labels", given["labels"])
+        ids = _spec.as_visible_array("support_ids", given["support_ids"])
+        _selected._check_support(labels, ids, where, shape)
+    name = "reference_temperature"
+    if given.get(name) is not None:
+        operands |= _read_temperature(name, given[name], shape, of_tokens)
+    return operands
 
 
-def _columns(W, layout):
-    return W.shape[0 if layout == "vd" else 1]
+def _whole(plan, given, head, size):
+    """All of a head's W and bias, without what filled them up; typed as `_gathered`."""
+    W, bias = given[f"{head}W"], given[f"{head}bias"]
+    W, bias = _shards.vary((W, bias), frozenset(plan.token_axes))
+    vocab, depth = (0, 1) if given[f"{head}layout"] == "vd" else (1, 0)
+    if plan.W_fsdp:
+        W = lax.all_gather(W, plan.W_fsdp, axis=depth, tiled=True)
+    if plan.vocab:
+        W = lax.all_gather(W, plan.vocab, axis=vocab, tiled=True)
+        W = lax.slice_in_dim(W, 0, size, axis=vocab)
+    if plan.vocab and bias is not None:
+        bias = lax.all_gather(bias, plan.vocab, tiled=True)[:size]
+    return {f"{head}W": W, f"{head}bias": bias}
 
 
 def _gathered(plan, W, layout):
@@ -295,22 +291,23 @@ def _check_axes(plan, name, shape):
     return plan.tokens + ((),) * (len(shape) - len(plan.tokens))
 
 
-def _read_weights(plan, hidden, given):
+def _read_weights(plan, hidden, given, head=""):
     """W and bias; their layout is settled, as a part of W may be square."""
-    W = _spec.as_array("W", given["W"])
-    layout = given["layout"] = _spec.check_layout(hidden, W, given["layout"])
+    W = _spec.as_array(f"{head}W", given[f"{head}W"])
+    layout = _spec.check_layout(hidden, W, given[f"{head}layout"], head)
+    given[f"{head}layout"] = layout
     columns, depth = W.shape if layout == "vd" else W.shape[::-1]
     if depth % plan.parts(plan.W_fsdp):
         raise ValueError(
-            f"W_fsdp must make parts of one size of hidden's last axis D={depth}, got "
-            f"{plan.parts(plan.W_fsdp)} parts"
+            f"W_fsdp must make parts of one size of {head}hidden's last axis "
+            f"D={depth}, got {plan.parts(plan.W_fsdp)} parts"
         )
     split = plan.vocab, plan.W_fsdp
-    operands = {"W": _Operand(W, split if layout == "vd" else split[::-1])}
-    if given["bias"] is not None:
-        bias = _spec.as_array("bias", given["bias"])
-        _spec.check_bias(bias, columns)
-        operands["bias"] = _Operand(bias, (plan.vocab,))
+    operands = {f"{head}W": _Operand(W, split if layout == "vd" else split[::-1])}
+    if given[name := f"{head}bias"] is not None:
+        bias = _spec.as_array(name, given[name])
+        _spec.check_bias(bias, columns, name)
+        operands[name] = _Operand(bias, (plan.vocab,))
     return operands
 
 
@@ -328,17 +325,23 @@ def _read_rows(given, shape, of_tokens):
     if where is not None:
         where = jnp.broadcast_to(jnp.asarray(where), shape)
         operands["where"] = _Operand(where, of_tokens, False)
-    temperature = _spec.as_visible_array("temperature", given["temperature"])
-    _spec.check_temperature(temperature, shape)
-    if temperature.shape or isinstance(temperature, jax.Array):
-        split = of_tokens if temperature.shape else ()
-        operands["temperature"] = _Operand(temperature, split, 1)
+    temperature = given["temperature"]
+    operands |= _read_temperature("temperature", temperature, shape, of_tokens)
     if isinstance(given.get("normalizer"), jax.Array):
         operands["normalizer"] = _Operand(given["normalizer"], ())
     if "per_token" in given:
         arrays = _per_token(given["per_token"], shape)
         operands["per_token"] = tuple(_Operand(x, of_tokens) for x in arrays)
     return operands
+
+
+def _read_temperature(name, value, shape, of_tokens):
+    """An operand, or none for a number that jit has not hidden."""
+    temperature = _spec.as_visible_array(name, value)
+    _spec.check_temperature(temperature, shape, name)
+    if not temperature.shape and not isinstance(temperature, jax.Array):
+        return {}
+    return {name: _Operand(temperature, of_tokens if temperature.shape else (), 1)}
 
 
 def _per_token(values, shape):

@@ -36,6 +36,10 @@ def make(std=1.0, seed=0, n=N, d=D, d_reference=D_REFERENCE, v=V):
     return heads
 
 
+def beta_of(verb):
+    return float(verb.removeprefix("jsd") or 0.5)
+
+
 def textbook(xp, verb, ln_p, ln_q):
     """Σ p (ln p - ln q) and the like, with the rounding of the type."""
     p, q = xp.exp(ln_p), xp.exp(ln_q)
@@ -43,7 +47,7 @@ def textbook(xp, verb, ln_p, ln_q):
         return (p * (ln_p - ln_q)).sum(-1)
     if verb == "forward_kl":
         return (q * (ln_q - ln_p)).sum(-1)
-    beta = 0.1 if verb == "jsd 0.1" else 0.5
+    beta = beta_of(verb)
     ln_m = xp.log(beta * q + (1 - beta) * p)
     of_q, of_p = (q * (ln_q - ln_m)).sum(-1), (p * (ln_p - ln_m)).sum(-1)
     return beta * of_q + (1 - beta) * of_p
@@ -78,7 +82,7 @@ def exact(verb, g, operands, **options):
     elif verb == "forward_kl":
         slope = -q / p
     else:
-        beta = 0.1 if verb == "jsd 0.1" else 0.5
+        beta = beta_of(verb)
         slope = (1 - beta) * (ln_p - np.log(beta * q + (1 - beta) * p))
     temperature, softcap = options.get("temperature", 1.0), options.get("softcap")
     du = g[:, None] * p * (slope - (p * slope).sum(1, keepdims=True)) / temperature
@@ -245,6 +249,34 @@ def test_jsd_tends_to(limit):
     got = jaxmem.jsd(*make(), CHUNK, beta=beta) / small
     want, _ = exact(limit, np.zeros(N), make())
     np.testing.assert_allclose(got, want, rtol=5e-3)
+
+
+@pytest.mark.parametrize("std", [1.0, 4.0])
+@pytest.mark.parametrize("beta", [1e-6, 1e-4, 1e-2, 0.5, 1 - 1e-4, 1 - 1e-6])
+def test_jsd_of_any_weight_keeps_its_digits(beta, std):
+    """ln(p/m) tends to 0 where m tends to p, whatever p/q is."""
+    h, W, *reference = same_depth(std, std)
+    g = np.ones(N, np.float32)
+    want, (dh, dW, _) = exact(f"jsd {beta}", g, [h, W, *reference])
+    verb = functools.partial(jaxmem.jsd, chunk=CHUNK, beta=beta)
+    value, pull = jax.vjp(lambda h, W: verb(h, W, *reference), h, W)
+    np.testing.assert_allclose(value, want, rtol=STATS_EPSILON)
+    for got, need in zip(pull(g), (dh, dW), strict=True):
+        atol = STATS_EPSILON * np.abs(need).max()
+        np.testing.assert_allclose(got, need, atol=atol)
+
+
+def test_jsd_where_a_ratio_overflows():
+    h, W, h_ref, W_ref = make()
+    far = np.zeros(V, np.float32)
+    far[7], far[9] = 95.0, -95.0
+    for name in ("bias", "reference_bias"):
+        g, arrays = np.ones(N, np.float32), {name: far}
+        value, gradients = ours([h, W, h_ref, W_ref], g, arrays, "jsd 0.1")
+        want, need = exact("jsd 0.1", g, make(), **arrays)
+        np.testing.assert_allclose(value, want, rtol=STATS_EPSILON)
+        for got, exact_one in zip(gradients, need, strict=False):
+            np.testing.assert_allclose(got, exact_one, atol=STATS_EPSILON)
 
 
 # Infinite logits and divergences, masks, paddings. These share theirs.

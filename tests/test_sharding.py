@@ -333,6 +333,89 @@ def test_verbs_that_need_all_of_W(name):
     assert not got[1][0][1].any()  # the masked sequence, which is not a number
 
 
+def test_verbs_that_need_all_of_W_on_explicit_axes():
+    h, W, _, bias = (np.nan_to_num(x) for x in problem())
+    for name in ("jsd", "support_logprobs"):
+        run = calls_with_all_of_W()[name]
+        split = functools.partial(parallel, name="2x4", kind=AxisType.Explicit)
+        assert_same(run(split)(h, W, bias), run(lambda verb: verb)(h, W, bias))
+
+
+def test_what_is_communicated_of_all_of_W():
+    """As with a part of it: scattered first and summed then."""
+    h, W = np.nan_to_num(problem()[0]), np.pad(problem()[1], [(0, 3), (0, 0)])
+    verb = parallel(jaxmem.selected_logprobs, "W in parts of D")
+    ids = np.zeros((B, T, 2), np.int32)
+    dW = jax.grad(lambda W, h: verb(h, W, ids, vocab_size=V).sum())
+    scattered = [made for made in collectives(dW, W, h) if "gather" not in made[0]]
+    assert scattered == [
+        ("reduce_scatter", f"f32[20,{D}]"),
+        ("reduce_scatter", f"f32[20,{D // 2}]"),
+        ("psum_invariant", f"f32[20,{D // 2}]"),
+    ]
+
+
+# What a device's part does not show of operands that are wrong. Five tokens and six are
+# three on each of two devices; 2³² + 1 is 1 in 32 bits.
+FIVE, SIX = np.ones((5, 4), np.float32), np.ones((6, 4), np.float32)
+HEAD = {"hidden": FIVE, "W": np.ones((7, 4), np.float32)}
+TWO_HEADS = HEAD | {"reference_hidden": FIVE, "reference_W": HEAD["W"]}
+SELECTED = HEAD | {"ids": np.zeros((5, 1), np.int64)}
+SUPPORT = HEAD | {"labels": np.zeros(5, np.int64), "support_ids": SELECTED["ids"]}
+GOOD = {
+    jaxmem.kl: TWO_HEADS,
+    jaxmem.forward_kl: TWO_HEADS,
+    jaxmem.jsd: TWO_HEADS,
+    jaxmem.selected_logprobs: SELECTED,
+    jaxmem.support_logprobs: SUPPORT,
+}
+WRONG = [
+    (jaxmem.kl, {"reference_hidden": SIX}),
+    (jaxmem.forward_kl, {"reference_hidden": SIX}),
+    (jaxmem.jsd, {"reference_hidden": SIX}),
+    (jaxmem.kl, {"reference_hidden": FIVE[0, 0]}),
+    (jaxmem.kl, {"reference_W": HEAD["W"][:, :3]}),
+    (jaxmem.kl, {"reference_W": HEAD["W"][:6]}),
+    (jaxmem.kl, {"reference_bias": np.ones(6, np.float32)}),
+    (jaxmem.kl, {"where": np.ones(6, bool)}),
+    (jaxmem.kl, {"reference_temperature": np.ones(6)}),
+    (jaxmem.selected_logprobs, {"ids": np.zeros((6, 1), int)}),
+    (jaxmem.selected_logprobs, {"ids": np.full((5, 1), 2**32 + 1)}),
+    (jaxmem.selected_logprobs, {"ids": np.full((5, 1), 7)}),
+    (jaxmem.selected_logprobs, {"ids": np.full((5, 1), 6), "vocab_size": 6}),
+    (jaxmem.selected_logprobs, {"ids": FIVE}),
+    (jaxmem.selected_logprobs, {"temperature": np.ones(6)}),
+    (jaxmem.support_logprobs, {"labels": np.zeros(6, int)}),
+    (jaxmem.support_logprobs, {"labels": np.full(5, 2**32)}),
+    (jaxmem.support_logprobs, {"labels": jnp.full(5, 3)}),
+    (jaxmem.support_logprobs, {"support_ids": np.zeros((6, 1), int)}),
+    (jaxmem.support_logprobs, {"support_ids": np.full((5, 1), 2**32)}),
+    (jaxmem.support_logprobs, {"support_ids": np.zeros((5, 0), int)}),
+]
+
+
+@pytest.mark.parametrize(
+    ("verb", "changes"), WRONG, ids=[f"{f.__name__} {[*c]}" for f, c in WRONG]
+)
+def test_what_the_verb_refuses_is_refused_of_all_of_W(verb, changes):
+    given = GOOD[verb] | changes
+    with pytest.raises((TypeError, ValueError)) as want:
+        verb(**given)
+    with pytest.raises(want.type) as got:
+        jaxmem.sharding.parallel(verb, MESH, tokens="data")(**given)
+    assert str(got.value) == str(want.value)
+
+
+def test_what_nobody_can_see_does_not_wrap_round():
+    """An id beyond 32 bits gives NaN, as in the verb; a masked one nothing."""
+    verb = jaxmem.sharding.parallel(jaxmem.selected_logprobs, MESH, tokens="data")
+    with jax.enable_x64(True):
+        ids = jnp.full((5, 1), 2**32 + 1).at[0].set(1)
+        run = jax.jit(lambda ids, where: verb(*HEAD.values(), ids, where=where))
+        made = run(ids, np.arange(5) < 4)[:, 0]
+    np.testing.assert_array_equal(np.isnan(made), [False, True, True, True, False])
+
+
 def test_under_scan_and_remat():
     h, W, y, _ = (np.nan_to_num(x) for x in problem())
     verb = parallel(jaxmem.token_stats, "2x4")

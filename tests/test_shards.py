@@ -298,6 +298,61 @@ def test_tokens_alone_may_be_split_too():
     check(with_gradients(split, h, W, y), *alone_and_exact())
 
 
+def verbs_without_axis_name():
+    """By name, (h, W, bias, other, ids) -> a number a token."""
+    teacher = np.linspace(-1, 1, 6 * V, dtype=np.float32).reshape(V, 6)
+
+    def divergence(verb):
+        return lambda h, W, bias, other, ids: verb(
+            h, W, other, teacher, CHUNK, bias=bias, where=ids[:, 0] >= 0
+        )
+
+    def selected(h, W, bias, other, ids):
+        made = jaxmem.selected_logprobs(h, W, ids, CHUNK, bias=bias)
+        return made @ jnp.arange(3.0)
+
+    def support(h, W, bias, other, ids):
+        warm = 1 + other[:, 0] ** 2
+        y, options = ids[:, 0], {"bias": bias, "temperature": warm}
+        return jaxmem.support_logprobs(h, W, y, ids, CHUNK, **options)
+
+    verbs = jaxmem.kl, jaxmem.forward_kl, jaxmem.jsd
+    made = {verb.__name__: divergence(verb) for verb in verbs}
+    return made | {"selected_logprobs": selected, "support_logprobs": support}
+
+
+@pytest.mark.parametrize("of_hidden", [P("data"), P()], ids=str)
+@pytest.mark.parametrize("name", verbs_without_axis_name())
+def test_verbs_that_need_all_of_W(name, of_hidden):
+    """Of tokens that differ, or of the same ones beside what differs; gradients."""
+    verb, rng = verbs_without_axis_name()[name], np.random.default_rng(2)
+    n = N if of_hidden else N // 4
+    h, other = (rng.standard_normal((m, d), np.float32) for m, d in ((n, D), (N, 6)))
+    W, ids = problem()[1][:V], rng.integers(0, V, (N, 3))
+    bias = np.linspace(-2, 2, V, dtype=np.float32)
+    ids[6:12], ids[1, 1] = -1, -1
+    tokens = P("data")
+    split = jax.shard_map(
+        verb, mesh=mesh_of(MESHES["4x2"][0]), out_specs=tokens,
+        in_specs=(of_hidden, P(), P(), tokens, tokens),
+    )  # fmt: skip
+
+    def alone(h, *rest):
+        return verb(jnp.tile(h, (N // n, 1)), *rest)
+
+    def run(fn):
+        def total(h, W, bias):
+            made = fn(h, W, bias, other, ids)
+            return jnp.sum(jnp.sin(made)), made
+
+        return jit(jax.value_and_grad(total, (0, 1, 2), has_aux=True))(h, W, bias)
+
+    got, want = run(split), run(alone)
+    assert want[0][1].any() and all(x.any() for x in want[1])
+    for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+
+
 def test_under_scan_remat_and_donation():
     h, W, y = problem()
     split = sharded(stats)
