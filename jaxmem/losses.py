@@ -31,7 +31,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from jaxmem import _spec
+from jaxmem import _head, _spec
 from jaxmem._policy import cispo as cispo
 from jaxmem._policy import dapo as dapo
 from jaxmem._policy import dr_grpo as dr_grpo
@@ -204,12 +204,17 @@ def mean_logit(
         bias = _spec.as_array("bias", bias)
         _spec.check_bias(bias, W.shape[vocabulary])
         out = out + jnp.mean(bias[:columns], dtype=dtype)
-    temperature = jnp.asarray(temperature, dtype)
-    temperature = jnp.where(temperature > 0, temperature, jnp.nan)
-    if where is None:
-        return out / temperature
-    # By 1 where it does not count: 0 times NaN would reach W's gradient.
-    return jnp.where(where, out / jnp.where(where, temperature, 1), 0)
+    return _cooled(out, temperature, where)
+
+
+def _cooled(out, temperature, where):
+    """Divided by its temperature; 0 where a token does not count."""
+    flat = _head._flat_temperature(temperature, out.shape, out.dtype)
+    if flat is not None:
+        temperature = jnp.reshape(flat, out.shape)
+        # By 1 where it does not count: 0 times NaN would reach W's gradient.
+        out = out / (temperature if where is None else jnp.where(where, temperature, 1))
+    return out if where is None else jnp.where(where, out, 0)
 
 
 # ------------------------------------------------------------------ preferences

@@ -139,17 +139,18 @@ def test_a_last_slice_may_be_shorter():
 
 @pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_slices_of_several_lengths_change_no_number(dtype):
-    """But for the last bit: a CPU's code for the end of an array may round apart."""
+def test_slices_of_several_lengths_change_no_bit(dtype):
+    """Of numbers that no step rounds: code for an array's end may round apart."""
 
     def run(rows):
         rng = np.random.default_rng(0)
 
         def draw():
-            return {"w": jnp.asarray(rng.normal(size=(11, 5)), dtype)}
+            return {"w": jnp.asarray(rng.integers(-4, 5, (11, 5)), dtype)}
 
         row_bytes = 5 * jnp.dtype(dtype).itemsize
-        streamed = offload.Streamed(adamw(), slice_bytes=rows * row_bytes)
+        halves = optax.sgd(0.5, momentum=0.5)
+        streamed = offload.Streamed(halves, slice_bytes=rows * row_bytes)
         params, shapes = draw(), streamed.shapes(draw())
         state = streamed.init(params)
         for _ in range(3):
@@ -158,14 +159,14 @@ def test_slices_of_several_lengths_change_no_number(dtype):
         assert described == jax.tree.map(
             lambda x: (x.shape, x.dtype, x.sharding), shapes
         )
-        moments = [s[0] for s in state["w"]]
-        mu, nu = (np.concatenate([x[k]["w"] for x in moments]) for k in (1, 2))
-        return len(moments), np.asarray(params["w"], np.float32), mu, nu
+        momentum = [s[0].trace["w"] for s in state["w"]]
+        return len(momentum), np.asarray(params["w"]), np.concatenate(momentum)
 
     (slices, *got), (whole, *wanted) = run(4), run(11)
     assert (slices, whole) == (3, 1)
-    for a, b, size in zip(got, wanted, (dtype, jnp.float32, jnp.float32), strict=True):
-        np.testing.assert_allclose(a, b, rtol=2 * jnp.finfo(size).eps)
+    for a, b in zip(got, wanted, strict=True):
+        assert np.unique(a.astype(np.float32)).size > 10
+        assert a.tobytes() == b.tobytes()
 
 
 def test_leaves_without_rows():
