@@ -39,6 +39,8 @@ print("computed")
 """
 
 OURS = ["--kernel-name", "kernel_substring=mosaic"]  # racecheck fails in some of XLA's
+# Both take a minute; a tool that hangs is a failure that says so.
+LIMIT = ["timeout", "--kill-after=10", "300"]
 CLEAN = {
     "memcheck": "ERROR SUMMARY: 0 errors",
     "racecheck": "RACECHECK SUMMARY: 0 hazards",
@@ -55,7 +57,7 @@ def test_kernels_are_clean(tool, tmp_path):
     script = tmp_path / "calls.py"
     script.write_text(PROGRAM)
     made = subprocess.run(
-        [program, f"--tool={tool}", *OURS, sys.executable, script],
+        [*LIMIT, program, f"--tool={tool}", *OURS, sys.executable, script],
         env=os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
         capture_output=True,
         text=True,
