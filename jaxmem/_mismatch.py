@@ -80,7 +80,7 @@ def mismatch_report(
     distance = jnp.abs(train - rollout)
 
     def mean(x):
-        return jnp.sum(jnp.where(where, x, 0)) / jnp.maximum(tokens, 1)
+        return jnp.sum(jnp.where(where, x, 0)) / jnp.maximum(tokens, 1).astype(x.dtype)
 
     return MismatchReport(
         tokens=tokens,
@@ -107,7 +107,7 @@ def _p95(distance, where, tokens):
     hundreds, rest = jnp.divmod(jnp.maximum(tokens - 1, 0), 100)
     whole, share = jnp.divmod(95 * rest, 100)
     below = 95 * hundreds + whole
-    low, high = ranked[below], ranked[below + (share > 0)]
+    low, high = ranked[below], ranked[below + (share > 0).astype(below.dtype)]
     between = low + (high - low) * (share.astype(ranked.dtype) / 100)
     between = jnp.where(low == high, low, between)  # of infinities, too
     # NaN sorts last, behind the tokens left out.

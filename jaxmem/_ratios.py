@@ -30,7 +30,8 @@ def as_tokens(**arrays: ArrayLike) -> list[jax.Array]:
                 f"{name} must have one entry a token, the shape {tokens.shape} of "
                 f"{first}, got {array.shape}; broadcast it to the tokens first"
             )
-    dtype = jnp.result_type(jnp.float32, *made.values())
+    with jax.numpy_dtype_promotion("standard"):
+        dtype = jnp.result_type(jnp.float32, *made.values())
     return [array.astype(dtype) for array in made.values()]
 
 

@@ -14,6 +14,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import sequential_vmap
@@ -146,7 +147,7 @@ def _token_loss_bwd(spec, backend, loss, residuals, cotangents):
         return zero, None, _loss.Operands(dper_token, None), dcount
 
     def scaled(by, x, like):
-        wide = jnp.promote_types(by.dtype, x.dtype)
+        wide = np.promote_types(by.dtype, x.dtype)
         return (by.astype(wide) * x.astype(wide)).astype(like.dtype)
 
     of_rows = functools.partial(scaled, g / count)

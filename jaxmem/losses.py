@@ -28,6 +28,7 @@ clamp, as where a ratio is clipped, the gradient is exactly 0.
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
@@ -189,7 +190,7 @@ def mean_logit(
     vocabulary = 0 if _spec.check_layout(hidden, W, layout) == "vd" else 1
     columns = W.shape[vocabulary]
     columns = _spec.check_vocab_size(vocab_size, columns)
-    tokens, dtype = hidden.shape[:-1], jnp.promote_types(hidden.dtype, jnp.float32)
+    tokens, dtype = hidden.shape[:-1], np.promote_types(hidden.dtype, np.float32)
     temperature = _spec.as_visible_array("temperature", temperature)
     _spec.check_temperature(temperature, tokens)
     if where is not None:

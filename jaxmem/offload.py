@@ -17,7 +17,7 @@ import math
 from typing import Any, Protocol
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
 _MIB = 2**20
 
@@ -193,7 +193,7 @@ class Streamed:
         return [(start, min(rows, whole - start)) for start in range(0, whole, rows)]
 
     def _init_slice(self, leaf, start, rows, name):
-        wide = jnp.promote_types(leaf.dtype, jnp.float32)
+        wide = np.promote_types(leaf.dtype, np.float32)
         return self._optimizer.init({name: _cut(leaf, start, rows).astype(wide)})
 
     def _update_slice(self, leaf, slope, state, start, rows, name):

@@ -214,6 +214,16 @@ def test_value_and_gradient(name, problem, from_logits):
     np.testing.assert_allclose(pull(slopes), gradient, rtol=1e-4, atol=2e-6)
 
 
+@pytest.mark.parametrize("name", TOKEN_LOSSES)
+def test_sixteen_bits_where_promotion_is_strict(name, problem):
+    z, y, other = problem
+    stats = {k: v.astype(np.float32) for k, v in dense(z, y).items()}
+    other = {k: v.astype(jnp.bfloat16) for k, v in other.items()}
+    with jax.numpy_dtype_promotion("strict"):
+        made = jax.eval_shape(TOKEN_LOSSES[name][0], stats, other)
+    assert made.dtype == jnp.float32
+
+
 def test_the_problem_meets_every_branch_and_no_kink(problem):
     z, y, other = problem
     ratio, A = np.exp(dense(z, y)["logprob"] - other["old"]), other["A"]
@@ -461,14 +471,16 @@ def test_mean_logit_takes_a_temperature_as_logprobs_does():
     assert np.isnan(slope(jnp.array([1.0, 1.0, -2.0]))).all()
 
 
-def test_mean_logit_of_sixteen_bits_is_float32():
+@pytest.mark.parametrize("promotion", ["standard", "strict"])
+def test_mean_logit_of_sixteen_bits_is_float32(promotion):
     h = jnp.ones((2, 512), jnp.bfloat16)
     W = (jnp.arange(4 * 512).reshape(4, 512) % 97 / 97).astype(jnp.bfloat16)
     want = np.asarray(W, np.float64).sum(1).mean()
-    out = losses.mean_logit(h, W)
-    assert out.dtype == jnp.float32
+    with jax.numpy_dtype_promotion(promotion):
+        out = losses.mean_logit(h, W)
+        dW = jax.grad(lambda W: losses.mean_logit(h, W).sum())(W)
+    assert (out.dtype, dW.dtype) == (jnp.float32, W.dtype)
     np.testing.assert_allclose(out, want, rtol=1e-6)
-    assert jax.grad(lambda W: losses.mean_logit(h, W).sum())(W).dtype == W.dtype
 
 
 # ---------------------------------------------------------------------- sequences

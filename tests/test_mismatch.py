@@ -60,6 +60,13 @@ def test_bands_are_symmetric_and_closed():
     assert (got.outside_1_25, got.outside_2) == (6 / 8, 2 / 8)
 
 
+def test_types_where_promotion_is_strict(logprobs):
+    train, rollout = logprobs
+    with jax.numpy_dtype_promotion("strict"):
+        made = jaxmem.mismatch_report(train, rollout.astype(jnp.bfloat16))
+    assert {x.dtype for x in made[1:]} == {jnp.dtype(jnp.float32)}
+
+
 def test_a_sampler_that_agrees(logprobs):
     train, _ = logprobs
     got = report(train, train)

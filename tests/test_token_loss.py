@@ -141,6 +141,17 @@ def test_sixteen_bit_inputs(name, dtype):
     check(CASES[name].make(), dtype=dtype)
 
 
+def test_sixteen_bits_where_promotion_is_strict(problem):
+    h, W = (x.astype(jnp.bfloat16) for x in (problem.h, problem.W))
+
+    def loss(h, W):
+        return jaxmem.token_loss(lambda stats: -stats.logprob, h, W, problem.y)[0]
+
+    with jax.numpy_dtype_promotion("strict"):
+        made = jax.eval_shape(jax.grad(loss, (0, 1)), h, W)
+    assert {x.dtype for x in made} == {jnp.dtype(jnp.bfloat16)}
+
+
 @pytest.mark.parametrize(
     ("names", "layout"),
     [
