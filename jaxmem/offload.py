@@ -17,6 +17,7 @@ import math
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 _MIB = 2**20
@@ -130,11 +131,21 @@ class Streamed:
 
         return jax.tree_util.tree_map_with_path(of_leaf, params, self.shapes(params))
 
-    def shapes(self, params: Any) -> Any:
-        """What `init` would return, as `jax.ShapeDtypeStruct` that say where it is."""
+    def shapes(self, params: Any, slices: Any = None) -> Any:
+        """What `init` would return, as `jax.ShapeDtypeStruct` that say where it is.
 
-        def of_leaf(path, leaf):
+        Args:
+            params: arrays, or their shapes.
+            slices: how many each leaf has, in params' tree, as a state has them that
+                was made with params elsewhere; None: those of `init`.
+        """
+
+        def of_leaf(path, leaf, count=None):
             name, home = _name(path), _home(leaf)
+            cuts = self._cuts(leaf, count)
+            if len(cuts) > 1 and _rows_are_split(leaf):
+                home = _with_rows_whole(home)  # a slice's may not divide
+            leaf = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
 
             def parked(x):
                 place = home if x.ndim == leaf.ndim else _replicated(home)
@@ -146,9 +157,30 @@ class Streamed:
                 draw = functools.partial(self._init_slice, rows=rows, name=name)
                 return jax.tree.map(parked, jax.eval_shape(draw, leaf, 0))
 
-            return [of_slice(rows) for _, rows in self._cuts(leaf)]
+            return [of_slice(rows) for _, rows in cuts]
 
-        return jax.tree_util.tree_map_with_path(of_leaf, params)
+        others = () if slices is None else (slices,)
+        return jax.tree_util.tree_map_with_path(of_leaf, params, *others)
+
+    def recut(self, params: Any, state: Any) -> Any:
+        """A state in the slices that `update` takes, whichever it was in; consumed.
+
+        Where params are split decides how a leaf is cut, so a state that was saved on
+        one mesh is in other slices than another mesh needs.
+
+        **Memory**: on the device, twice the state of one leaf that is cut anew.
+        """
+
+        def of_leaf(leaf, parts, wanted):
+            cuts = self._cuts(leaf)
+            if len(parts) == len(cuts):
+                return parts
+            homes = jax.tree.map(lambda x: x.sharding, wanted)
+            again = functools.partial(_cut_anew, cuts=cuts, ndim=leaf.ndim)
+            made = jax.jit(again, out_shardings=homes)(fetch(parts))
+            return jax.block_until_ready(made)  # one leaf at a time is on the device
+
+        return jax.tree.map(of_leaf, params, state, self.shapes(params))
 
     def update(self, params: Any, gradients: Any, state: Any) -> tuple[Any, Any]:
         """(params, state) after a step; those given are consumed, the gradients not.
@@ -176,21 +208,26 @@ class Streamed:
         new_params, new_state = zip(*updated, strict=True)
         return structure.unflatten(new_params), structure.unflatten(new_state)
 
-    def _cuts(self, leaf):
-        """(first row, rows) of each slice: as few as may be, alike but for the last."""
+    def _cuts(self, leaf, slices=None):
+        """(first row, rows) of each slice: alike but for the last, which may have less.
+
+        As few as may be, or that many.
+        """
         if not leaf.ndim:
             return [(0, 1)]
         whole = leaf.shape[0]
-        is_split = (
-            leaf.sharding is not None
-            and leaf.sharding.shard_shape(leaf.shape)[0] < whole
-        )
-        if is_split or not whole:  # one slice of no rows has the optimizer's counts
-            return [(0, whole)]
+        if not whole:  # one slice of no rows has the optimizer's counts
+            return [(0, 0)]
+        rows = math.ceil(whole / (slices or self._fewest(leaf)))
+        return [(start, min(rows, whole - start)) for start in range(0, whole, rows)]
+
+    def _fewest(self, leaf):
+        if _rows_are_split(leaf):
+            return 1  # a slice would lie on some of the devices
+        whole = leaf.shape[0]
         bytes_of_row = leaf.size // whole * leaf.dtype.itemsize
         most = max(1, self._slice_bytes // max(1, bytes_of_row))
-        rows = math.ceil(whole / math.ceil(whole / most))
-        return [(start, min(rows, whole - start)) for start in range(0, whole, rows)]
+        return math.ceil(whole / most)
 
     def _init_slice(self, leaf, start, rows, name):
         wide = np.promote_types(leaf.dtype, np.float32)
@@ -228,6 +265,31 @@ def _replicated(home):
     if isinstance(home, jax.sharding.NamedSharding):
         return jax.sharding.NamedSharding(home.mesh, jax.sharding.PartitionSpec())
     return home
+
+
+def _with_rows_whole(home):
+    if isinstance(home, jax.sharding.NamedSharding):
+        spec = jax.sharding.PartitionSpec(None, *home.spec[1:])
+        return jax.sharding.NamedSharding(home.mesh, spec)
+    return home
+
+
+def _rows_are_split(leaf):
+    home = leaf.sharding
+    return home is not None and home.shard_shape(leaf.shape)[:1] < leaf.shape[:1]
+
+
+def _cut_anew(parts, cuts, ndim):
+    """The states of a leaf's slices, in others; what has no rows is in each alike."""
+
+    def of_slice(start, rows):
+        return lambda first, *rest: (
+            _cut(jnp.concatenate([first, *rest]), start, rows)
+            if first.ndim == ndim
+            else first
+        )
+
+    return [jax.tree.map(of_slice(*cut), *parts) for cut in cuts]
 
 
 def _cut(x, start, rows):

@@ -31,7 +31,8 @@ def parallel(
     The arrays are global and may lie on the devices in any way. Where they lie as the
     verb needs them, none moves: hidden, labels and all else there is of tokens split
     along their first axes, and W and bias, or logits, along the vocabulary. The results
-    are split as tokens are.
+    are split as tokens are; along explicit axes, tokens that do not divide by the
+    devices come back whole, as a type has no uneven parts.
 
     Args:
         verb: `jaxmem.logprobs`, `token_stats`, `entropy`, `token_loss`,
@@ -164,8 +165,11 @@ def _run_with_all_of_W(verb, plan, call):
     hidden = _spec.as_array("hidden", given["hidden"])
     _spec.check_hidden(hidden)
     shape = hidden.shape[:-1]
-    first, *rest = plan.tokens or ((),)
-    wide = dataclasses.replace(plan, tokens=(first + plan.vocab, *rest))
+    if shape:
+        first, *rest = plan.tokens or ((),)
+        wide = dataclasses.replace(plan, tokens=(first + plan.vocab, *rest))
+    else:  # one token [D], of which every device has all
+        wide = plan = dataclasses.replace(plan, vocab=())
     of_tokens = _check_axes(wide, "hidden", shape)
     operands, columns = _read_heads(plan, given, shape, of_tokens)
     operands |= _read_rows_and_ids(given, shape, of_tokens, min(columns.values()))
@@ -361,26 +365,28 @@ def _filled(plan, operand):
     if any(missing):
         missing += [0] * (x.ndim - len(missing))
         x = jnp.pad(x, [(0, n) for n in missing], constant_values=operand.fill)
-    if _is_explicit(plan):  # nothing else would move it
-        x = jax.sharding.reshard(x, NamedSharding(plan.mesh, operand.spec))
-    return x
+    return _resharded(plan, x, operand.split)  # nothing else would move it
 
 
 def _cut(plan, made, shape):
     """Results without what filled the tokens up."""
 
     def one(x):
-        if x.shape == shape:
+        if x.shape[: len(shape)] == shape:
             return x
-        if _is_explicit(plan):  # uneven parts have no type
-            x = jax.sharding.reshard(x, NamedSharding(plan.mesh, PartitionSpec()))
-        return x[tuple(map(slice, shape))]
+        return _resharded(plan, x, ())[tuple(map(slice, shape))]  # uneven: no type
 
     return jax.tree.map(one, made)
 
 
-def _is_explicit(plan):
-    return AxisType.Explicit in plan.mesh.axis_types
+def _resharded(plan, x, split):
+    """Split so along the axes that types speak of; the compiler sees to the others."""
+    types = dict(zip(plan.mesh.axis_names, plan.mesh.axis_types, strict=True))
+    explicit = {axis for axis, kind in types.items() if kind == AxisType.Explicit}
+    if not explicit:
+        return x
+    typed = tuple(tuple(a for a in axes if a in explicit) for axes in split)
+    return jax.sharding.reshard(x, NamedSharding(plan.mesh, _Operand(x, typed).spec))
 
 
 def _signature(verb):
@@ -389,10 +395,13 @@ def _signature(verb):
     except (TypeError, ValueError):
         signature = inspect.Signature()
     names = signature.parameters
-    if "axis_name" not in names and not {"hidden", "W", "where"} <= set(names):
+    has_data = {"hidden", "logits"} & names.keys()
+    takes_shards = "axis_name" in names and has_data
+    if not takes_shards and not {"hidden", "W", "where"} <= names.keys():
         raise TypeError(
             "verb must be a function of jaxmem's that takes axis_name, such as "
-            f"jaxmem.logprobs, got {verb!r}"
+            "jaxmem.logprobs, or a functools.partial of one with arguments by name, "
+            f"got {verb!r}"
         )
     return signature
 
@@ -413,6 +422,8 @@ def _plan(mesh, vocab, tokens, W_fsdp):
                 f"vocab and tokens must split along different mesh axes, got {axis!r} "
                 "twice"
             )
+    if len(set(plan.W_fsdp)) < len(plan.W_fsdp):
+        raise ValueError(f"W_fsdp must name a mesh axis once, got {W_fsdp!r}")
     for axis in plan.W_fsdp:
         if axis not in plan.token_axes:
             raise ValueError(

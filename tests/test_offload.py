@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxmem import offload
 
@@ -229,6 +231,49 @@ def test_a_state_of_other_arrays_is_not_consumed():
     with pytest.raises(ValueError, match="state must have jax arrays .* got ndarray"):
         streamed.update(params, tree(1), wrong)
     assert not any(x.is_deleted() for x in jax.tree.leaves((params, state)))
+
+
+ROWS_SPLIT, ROWS_WHOLE = P("x", "y"), P(None, "y")
+
+
+@pytest.mark.parametrize("there", [ROWS_SPLIT, ROWS_WHOLE, None])
+@pytest.mark.parametrize("here", [ROWS_SPLIT, ROWS_WHOLE, None])
+def test_a_state_of_elsewhere_is_cut_for_here(there, here):
+    """And continues as it would have there; its slices' rows do not divide by x."""
+    mesh = jax.make_mesh((2, 4), ("x", "y"))
+    streamed = offload.Streamed(adamw(), slice_bytes=3 * 4 * 4)
+
+    def placed(spec, tree=None):
+        tree = tree or {"embed": jnp.arange(40.0).reshape(10, 4), "t": jnp.ones(())}
+        home = spec and {
+            "embed": NamedSharding(mesh, spec),
+            "t": NamedSharding(mesh, P()),
+        }
+        return jax.device_put(tree, home)
+
+    def stepped(params, state):
+        gradients = jax.tree.map(jnp.cos, params)
+        return streamed.update(params, gradients, state)
+
+    params, state = stepped(placed(there), streamed.init(placed(there)))
+    saved = jax.device_get((params, state))
+    wanted = jax.device_get(stepped(params, state))
+
+    params = placed(here, saved[0])
+    slices = {k: len(saved[1][k]) for k in saved[1]}
+    assert slices == {"embed": 1 if there == ROWS_SPLIT else 4, "t": 1}
+    homes = jax.tree.map(lambda x: x.sharding, streamed.shapes(params, slices))
+    state = streamed.recut(params, jax.device_put(saved[1], homes))
+    expected = streamed.shapes(params)
+    described = jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), state)
+    assert described == jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), expected)
+    got = jax.device_get(stepped(params, state))
+    assert_close(got[0], wanted[0], 1e-6)
+    whole = [
+        np.concatenate([part[0].mu["embed"] for part in x[1]["embed"]])
+        for x in (got, wanted)
+    ]
+    np.testing.assert_allclose(*whole, rtol=1e-6)
 
 
 def test_an_optimizer_without_moments():

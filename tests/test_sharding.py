@@ -41,7 +41,8 @@ PLANS = {
 
 def parallel(verb, name, kind=AxisType.Auto, **changes):
     sizes, axes, options = PLANS[name]
-    mesh = jax.make_mesh(sizes, axes, axis_types=(kind,) * len(axes))
+    kinds = kind if isinstance(kind, tuple) else (kind,) * len(axes)
+    mesh = jax.make_mesh(sizes, axes, axis_types=kinds)
     options = {"vocab": "tensor"} | options | changes
     return jaxmem.sharding.parallel(verb, mesh, **options)
 
@@ -111,8 +112,12 @@ def test_every_mesh(name):
     check(with_gradients(parallel(jaxmem.token_stats, name), *problem()))
 
 
-def test_a_mesh_with_explicit_axes():
-    verb = parallel(jaxmem.token_stats, "sequences", AxisType.Explicit)
+MIXED = (AxisType.Explicit, AxisType.Auto) * 2
+
+
+@pytest.mark.parametrize("kind", [AxisType.Explicit, MIXED, MIXED[::-1]], ids=str)
+def test_a_mesh_with_explicit_axes(kind):
+    verb = parallel(jaxmem.token_stats, "sequences", kind)
     check(with_gradients(verb, *problem()))
 
 
@@ -216,7 +221,8 @@ ERRORS = [
         {"verb": len},
         TypeError,
         "verb must be a function of jaxmem's that takes axis_name, such as "
-        "jaxmem.logprobs, got <built-in function len>",
+        "jaxmem.logprobs, or a functools.partial of one with arguments by name, got "
+        "<built-in function len>",
     ),
     (
         {"vocab": 3},
@@ -238,6 +244,11 @@ ERRORS = [
         ValueError,
         "W_fsdp must name mesh axes that split tokens too, got 'tensor', and "
         "tokens=('data',)",
+    ),
+    (
+        {"W_fsdp": ("data", "data")},
+        ValueError,
+        "W_fsdp must name a mesh axis once, got ('data', 'data')",
     ),
     (
         {"tokens": P(None, "data")},
@@ -333,12 +344,41 @@ def test_verbs_that_need_all_of_W(name):
     assert not got[1][0][1].any()  # the masked sequence, which is not a number
 
 
+def test_a_partial_of_the_data_is_refused():
+    partial = functools.partial(jaxmem.logprobs, np.ones((3, 3), np.float32))
+    with pytest.raises(TypeError, match="partial of one with arguments by name, got"):
+        jaxmem.sharding.parallel(partial, MESH, vocab="tensor")
+
+
 def test_verbs_that_need_all_of_W_on_explicit_axes():
     h, W, _, bias = (np.nan_to_num(x) for x in problem())
     for name in ("jsd", "support_logprobs"):
         run = calls_with_all_of_W()[name]
         split = functools.partial(parallel, name="2x4", kind=AxisType.Explicit)
         assert_same(run(split)(h, W, bias), run(lambda verb: verb)(h, W, bias))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_one_token_and_all_of_W(kind):
+    h, W, y, _ = problem()
+    split = functools.partial(parallel, name="2x4", kind=kind, tokens=None)
+    for verb, operands in (
+        (jaxmem.kl, (h[0, 0], W, h[0, 1], W)),
+        (jaxmem.selected_logprobs, (h[0, 0], W, y[0, :3])),
+        (jaxmem.logprobs, (h[0, 0], W, y[0, 0])),
+    ):
+        run = jit(
+            jax.value_and_grad(lambda *xs, f: f(*xs).sum(), (0, 1)), static_argnames="f"
+        )
+        assert_same(run(*operands, f=split(verb)), run(*operands, f=verb))
+
+
+def test_results_of_several_a_token_stay_split():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+    verb = jaxmem.sharding.parallel(jaxmem.selected_logprobs, mesh, tokens="data")
+    ids = np.zeros((16, 3), np.int32)
+    made = jit(verb)(np.ones((16, D), np.float32), problem()[1], ids)
+    assert made.sharding.spec == P("data", None)
 
 
 def test_what_is_communicated_of_all_of_W():

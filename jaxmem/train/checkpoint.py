@@ -62,6 +62,16 @@ class Checkpoints:
         items = ocp.args.Composite(config=ocp.args.JsonRestore())
         return self._manager.restore(step, args=items)["config"]
 
+    def saved_shapes(self, step: int) -> Any:
+        """What describes each array of the `state` that was given to `save`.
+
+        Orbax's, by name in dicts and lists; it says the arrays' shapes.
+        """
+        path = self._manager.directory / str(step) / "state"
+        with ocp.StandardCheckpointer() as checkpointer:
+            found = checkpointer.metadata(path)
+        return found.item_metadata.tree
+
     def restore(self, step: int, like: Any) -> tuple[Any, dict[str, Any]]:
         """Load a checkpoint.
 

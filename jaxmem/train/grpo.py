@@ -86,8 +86,8 @@ class _Job:
         )
         self._mismatch = jax.jit(jaxmem.mismatch_report)
         self.last: _Rollout | None = None  # what the report shows samples of
-        self.state_shapes = program.state_shapes
         self.initial_state = program.initial_state
+        self.restored_state = program.restored_state
 
     def get_state(self) -> dict[str, Any]:
         return {"next_problem": self._next}

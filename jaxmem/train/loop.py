@@ -44,13 +44,14 @@ class RunConfig:
 class Job(Protocol):
     """What a run takes steps of."""
 
-    @property
-    def state_shapes(self) -> TrainState:
-        """The state's arrays, as `jax.ShapeDtypeStruct`."""
-        ...
-
     def initial_state(self) -> TrainState:
         """What the first step starts from."""
+        ...
+
+    def restored_state(
+        self, checkpoints: Checkpoints, step: int
+    ) -> tuple[TrainState, dict[str, Any]]:
+        """What the step after that one starts from, and what `get_state` returned."""
         ...
 
     def step(
@@ -111,8 +112,7 @@ class Run:
           FloatingPointError: a loss or a gradient is not finite.
         """
         if self.done:
-            restored = self._checkpoints.restore(self.done, job.state_shapes)
-            state, data_state = restored
+            state, data_state = job.restored_state(self._checkpoints, self.done)
             job.set_state(data_state)
         else:
             state = job.initial_state()

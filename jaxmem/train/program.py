@@ -11,8 +11,10 @@ import optax
 from flax import nnx
 from rich.console import Console
 
-from jaxmem import checkpoints, remat
+from jaxmem import remat
+from jaxmem.checkpoints import read_weights
 from jaxmem.offload import Streamed
+from jaxmem.train.checkpoint import Checkpoints
 from jaxmem.train.lora import adapters_of
 from jaxmem.train.memory import RematConfig
 from jaxmem.train.mesh import Layout, MeshConfig
@@ -175,6 +177,19 @@ class DecoderProgram:
                 return TrainState(params, begin(params))
         return self._drawn(self._new_state, self.state_shapes)
 
+    def restored_state(
+        self, checkpoints: Checkpoints, step: int
+    ) -> tuple[TrainState, dict[str, Any]]:
+        """A saved state where it belongs, wherever it was; and its data's state."""
+        if self.streamed is None:
+            return checkpoints.restore(step, self.state_shapes)
+        params = self.state_shapes.params
+        saved = checkpoints.saved_shapes(step)["optimizer"]
+        slices = jax.tree.map(lambda _, parts: len(parts), params, saved)
+        like = TrainState(params, self.streamed.shapes(params, slices))
+        (params, moments), data = checkpoints.restore(step, like)
+        return TrainState(params, self.streamed.recut(params, moments)), data
+
     def initial_params(self) -> optax.Params:
         """Those that are trained, once more; the same in every process."""
         return self._weights(0, self.state_shapes.params)
@@ -188,7 +203,7 @@ class DecoderProgram:
         checkpoint = self.model_config.checkpoint
         if checkpoint is None:
             return self._drawn(lambda: self._new_weights()[part], places)
-        read = checkpoints.read_weights(checkpoint, self.model_config, like=places)
+        read = read_weights(checkpoint, self.model_config, like=places)
         new = adapters_of(places)  # in no checkpoint
         if not new:
             return read

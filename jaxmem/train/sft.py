@@ -256,8 +256,8 @@ class _Job:
     ):
         self._program, self._compiled = program, compiled
         self._frozen, self._batches = frozen, batches
-        self.state_shapes = program.state_shapes
         self.initial_state = program.initial_state
+        self.restored_state = program.restored_state
         self.get_state, self.set_state = batches.get_state, batches.set_state
 
     def step(self, number: int, state: TrainState) -> tuple[TrainState, StepMetrics]:

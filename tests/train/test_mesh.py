@@ -1,6 +1,7 @@
 """One mesh for a run: the steps of one device, on any devices, resumed on any other."""
 
 import dataclasses
+import functools
 import io
 import re
 
@@ -12,6 +13,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
+from jaxmem.offload import Streamed
 from jaxmem.train import grpo, mesh, sft, ulysses
 from jaxmem.train.config import Config, ConfigError, GrpoJobConfig, load
 from jaxmem.train.data import DataConfig
@@ -90,6 +92,20 @@ def test_a_checkpoint_of_one_mesh_restores_onto_another(text_file, tmp_path, alo
     for steps, sizes, remat in runs:
         run = dict(steps=steps, checkpoint_every=1)
         result = train(config_of(text_file, tmp_path, sizes, remat, **run))
+    assert_same_steps(result, alone)
+
+
+def test_moments_on_the_host_restore_onto_another_mesh(
+    text_file, tmp_path, alone, monkeypatch
+):
+    """In other slices: a leaf is in one where its rows are split."""
+    small = functools.partial(Streamed, slice_bytes=4096)
+    monkeypatch.setattr("jaxmem.train.program.Streamed", small)
+    for steps, sizes in (2, (1, 1, 1, 1)), (3, (1, 2, 1, 2)), (4, (2, 1, 1, 1)):
+        run = dict(steps=steps, checkpoint_every=1)
+        config = config_of(text_file, tmp_path, sizes, **run)
+        offloading = dataclasses.replace(config.optimizer, offload=True)
+        result = train(dataclasses.replace(config, optimizer=offloading))
     assert_same_steps(result, alone)
 
 
