@@ -124,14 +124,16 @@ def load_documents(source: str, argument: str = "data.source") -> list[Document]
 def split_documents(
     documents: Sequence[Document], held_out: float
 ) -> tuple[list[Document], list[Document]]:
-    """Split into (training, evaluation) by content, whatever the documents' order."""
-    count = int(len(documents) * held_out)
-    ranked = sorted(range(len(documents)), key=lambda i: _digest(documents[i]))
-    chosen = set(ranked[:count])
-    return (
-        [d for i, d in enumerate(documents) if i not in chosen],
-        [d for i, d in enumerate(documents) if i in chosen],
-    )
+    """Split into (training, evaluation) by content, whatever the documents' order.
+
+    Equal documents are on one side: where the cut would part them, they are trained on.
+    """
+    digests = [_digest(document) for document in documents]
+    first_trained = sorted(digests)[int(len(documents) * held_out)]
+    training, evaluation = [], []
+    for document, digest in zip(documents, digests, strict=True):
+        (evaluation if digest < first_trained else training).append(document)
+    return training, evaluation
 
 
 def _stdlib_documents() -> list[Document]:

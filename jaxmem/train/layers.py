@@ -276,6 +276,11 @@ class Attention(nnx.Module):
         scale, softcap = self.config.score_scale, self.config.attention_softcap
         if softcap is not None:
             return softcapped_attention(query, key, value, mask, scale, softcap)
+        if query.dtype == jnp.float16 and jax.default_backend() == "cpu":
+            raise ValueError(
+                "model.dtype='float16' needs a GPU, as jax's attention has none on a "
+                "CPU: set model.dtype='bfloat16' or 'float32'"
+            )
         return jax.nn.dot_product_attention(
             query,
             key,

@@ -121,7 +121,7 @@ class Run:
                 (self.out_dir / name).write_text(text, "utf-8")
         run = self._config
         with (
-            _writer(self.out_dir, self.done) as writer,
+            _writer(self.out_dir, self.done, self._console) as writer,
             metrics.ProgressReport(
                 self._console, run.steps, self.done, run.log_every
             ) as report,
@@ -169,12 +169,16 @@ def open_run(
 
 
 def _writer(
-    out_dir: Path, done: int
+    out_dir: Path, done: int, console: Console
 ) -> contextlib.AbstractContextManager[metrics.MetricsWriter | None]:
     """Only the first of several processes writes."""
-    if processes.is_first():
-        return metrics.MetricsWriter(out_dir, done)
-    return contextlib.nullcontext()
+    if not processes.is_first():
+        return contextlib.nullcontext()
+    writer = metrics.MetricsWriter(out_dir, done)
+    if writer.moved_to is not None:
+        said = f"steps of a run without checkpoints are now in {writer.moved_to}"
+        console.print(said, highlight=False, soft_wrap=True)
+    return writer
 
 
 def _check_finite(taken: metrics.AnyMetrics) -> None:

@@ -1,5 +1,6 @@
 """What a run tells: a line per step, TensorBoard, a progress bar, the head's bill."""
 
+import itertools
 import json
 import os
 import statistics
@@ -98,11 +99,16 @@ class MetricsWriter:
     Args:
       out_dir: the run's directory.
       done: the step that was restored, 0 in a new run.  What either file holds of later
-        steps, which will be taken again, is dropped.
+        steps, which will be taken again, is dropped; but a new run moves the file of
+        one that left no checkpoint out of its way.
+
+    Attributes:
+      moved_to: where it moved that, or None.
     """
 
     def __init__(self, out_dir: Path, done: int):
         self.path = out_dir / "metrics.jsonl"
+        self.moved_to = None if done else _moved_aside(self.path)
         _drop_lines_after(self.path, done)
         self._file = self.path.open("a", encoding="utf-8")
         self._board = SummaryWriter(str(out_dir / "tensorboard"), purge_step=done + 1)
@@ -121,6 +127,14 @@ class MetricsWriter:
         for name, value in metrics._asdict().items():
             if name != "step" and value is not None:
                 self._board.add_scalar(name, value, metrics.step)
+
+
+def _moved_aside(path: Path) -> Path | None:
+    """To the first free name; None where there is nothing to move."""
+    if not path.exists() or not path.stat().st_size:
+        return None
+    names = (path.with_name(f"{path.name}.{i}") for i in itertools.count(1))
+    return path.rename(next(name for name in names if not name.exists()))
 
 
 def _drop_lines_after(path: Path, step: int) -> None:

@@ -18,7 +18,7 @@ class OptimizerConfig:
 
     learning_rate: float = 3e-3  # the peak, reached after the warmup
     warmup_steps: int = 10  # steps of linear rise; fewer than run.steps
-    final_fraction: float = 0.1  # last learning rate, as a fraction of the peak
+    final_fraction: float = 0.1  # of the peak, reached after the last step
     b1: float = 0.9  # decay of the mean of the gradients
     b2: float = 0.95  # decay of the mean of their squares
     eps: float = 1e-8  # added to the root of the latter

@@ -73,7 +73,13 @@ class PolicyProgram(DecoderProgram):
         self.spelling = spelling(config.model.checkpoint)
         super().__init__(config, self.spelling.size, config.run.seed, by_update)
         self.config, self.learning_rate = config, rollouts
-        self.sampling_layout = Layout(config.mesh.by_rows)
+        by_rows = config.mesh.by_rows
+        if config.grpo.samples % (parts := by_rows.data * by_rows.fsdp):
+            raise ValueError(
+                "mesh.data x mesh.fsdp x mesh.sequence must divide grpo.prompts x "
+                f"grpo.group_size = {config.grpo.samples}, got {parts}"
+            )
+        self.sampling_layout = Layout(by_rows)
 
     def shapes(self, max_tokens: int) -> list[Shape]:
         """Of the micro-batches with a budget, one by width of row."""

@@ -164,7 +164,7 @@ def truncate(
         values = jnp.where(jnp.arange(size) < config.top_k, values, -jnp.inf)
         within = values
     kept = values > -jnp.inf
-    if config.top_p is not None:
+    if config.top_p is not None and config.top_p < 1:  # rounded sums may reach 1
         whole = jax.nn.logsumexp(within, axis=-1, keepdims=True)
         sums = jnp.cumsum(jnp.exp(values - whole), axis=-1)
         # A token stays while those before it hold too little; so the first always does.

@@ -196,6 +196,15 @@ def test_evaluation_documents_are_held_out_whatever_their_order(config):
     assert set(data.split_documents(documents[::-1], 0.2)[1]) == set(evaluation)
 
 
+@pytest.mark.parametrize("copies", [1, 60, 100])
+def test_equal_documents_are_on_one_side(copies):
+    texts = ["same"] * copies + [f"other {i}" for i in range(100 - copies)]
+    documents = [data.Document(str(i), text) for i, text in enumerate(texts)]
+    training, evaluation = data.split_documents(documents, 0.5)
+    assert not {d.text for d in training} & {d.text for d in evaluation}
+    assert len(training) + len(evaluation) == 100 and len(evaluation) <= 50
+
+
 def test_evaluation_batches_hold_only_held_out_text(config, tokenizer):
     some = dataclasses.replace(config, held_out=0.2)
     training = collections.Counter(

@@ -21,6 +21,7 @@ from jaxmem.train.memory import RematConfig
 from jaxmem.train.mesh import Layout, MeshConfig
 from jaxmem.train.model import Decoder, HeadConfig, ModelConfig
 from jaxmem.train.policy import GrpoConfig
+from jaxmem.train.policy_program import PolicyProgram
 from jaxmem.train.sampling import SamplingConfig
 from jaxmem.train.sft import OptimizerConfig, RunConfig
 from jaxmem.train.tasks import TaskConfig
@@ -156,6 +157,17 @@ def test_errors(text_file, tmp_path):
     assert "mesh.tensor=3 must divide" in str(caught.value)
     with pytest.raises(ValueError, match=r"mesh.data=1 x mesh.fsdp=8 must divide 4"):
         Layout(MeshConfig(fsdp=8)).of_tokens(jax.ShapeDtypeStruct((4, 8), jnp.int32))
+
+
+def test_completions_that_a_mesh_cannot_share_out():
+    odd = dataclasses.replace(POLICY.grpo, prompts=3, group_size=2)
+    meshed = dataclasses.replace(POLICY, grpo=odd, mesh=MeshConfig(1, 2, 2, 1))
+    with pytest.raises(ValueError) as caught:
+        PolicyProgram(meshed)
+    assert str(caught.value) == (
+        "mesh.data x mesh.fsdp x mesh.sequence must divide grpo.prompts x "
+        "grpo.group_size = 6, got 4"
+    )
 
 
 def test_of_the_config_file(tmp_path):

@@ -67,12 +67,18 @@ def test_resuming_drops_what_comes_after_the_restored_step(tmp_path):
     assert history[4].loss == 5.4  # the second process's
 
 
-def test_a_new_run_drops_everything_and_a_line_cut_short_is_no_step(tmp_path):
+def test_a_new_run_moves_what_was_there_and_a_line_cut_short_is_no_step(tmp_path):
     path = write(tmp_path, 0, range(1, 4))
     path.write_text(path.read_text() + '{"step": 4, "lo')
     assert [s.step for s in metrics.read_history(write(tmp_path, 3, []))] == [1, 2, 3]
     with pytest.raises(ValueError, match="metrics.jsonl holds no step"):
         metrics.read_history(write(tmp_path, 0, []))
+    (old,) = tmp_path.glob("metrics.jsonl.*")
+    assert [s.step for s in metrics.read_history(old)] == [1, 2, 3]
+    write(tmp_path, 0, [1])
+    writer = metrics.MetricsWriter(tmp_path, 0)
+    writer.__exit__()
+    assert writer.moved_to == tmp_path / "metrics.jsonl.2"
 
 
 def test_tensorboard_gets_every_step(tmp_path):

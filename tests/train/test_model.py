@@ -283,6 +283,12 @@ def test_remat_changes_memory_and_no_number():
     assert full < 0.7 * none
 
 
+def test_attention_in_float16_needs_a_gpu():
+    tokens = jnp.zeros((1, 8), jnp.int32)
+    with pytest.raises(ValueError, match="model.dtype='float16' needs a GPU"):
+        decoder(dtype="float16", layers=1)(tokens, tokens + 1, tokens)
+
+
 @pytest.mark.parametrize("name", ["dots", "save_attention", "offload_attention"])
 def test_a_remat_preset_changes_no_number(name):
     """And sends what it says to the host, once in the loop over blocks."""

@@ -134,6 +134,13 @@ def test_nothing_truncates_by_default(top_p):
     np.testing.assert_allclose(logprobs, jax.nn.log_softmax(logits / 2), rtol=1e-6)
 
 
+def test_a_nucleus_of_everything_keeps_what_sums_do_not_feel():
+    logits = jnp.array([[0.0, -8.0, -16.0, -17.0, -18.0, -30.0]])
+    got = truncate(logits, SamplingConfig(top_k=6, top_p=1.0))
+    np.testing.assert_array_equal(got[1], [range(6)])
+    np.testing.assert_array_equal(got[0], jax.nn.log_softmax(logits))
+
+
 # ----------------------------------------------------------- probabilities
 
 
