@@ -168,6 +168,11 @@ class Streamed:
         Where params are split decides how a leaf is cut, so a state that was saved on
         one mesh is in other slices than another mesh needs.
 
+        Args:
+            params: arrays, or their shapes, that say where they are.
+            state: for them, as `init` or `update` made it anywhere; it may lie here as
+                `shapes(params, slices)` says.
+
         **Memory**: on the device, twice the state of one leaf that is cut anew.
         """
 

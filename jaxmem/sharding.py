@@ -37,8 +37,8 @@ def parallel(
     Args:
         verb: `jaxmem.logprobs`, `token_stats`, `entropy`, `token_loss`,
             `logprobs_from_logits` or `token_stats_from_logits`, or a functools.partial
-            of one. Or a verb that needs all of W: `selected_logprobs`,
-            `support_logprobs`, `kl`, `forward_kl` or `jsd`.
+            of one, with arguments by name. Or a verb that needs all of W:
+            `selected_logprobs`, `support_logprobs`, `kl`, `forward_kl` or `jsd`.
         mesh: devices, with axes by name.
         vocab: mesh axes that split the vocabulary; None: each device has all of it. For
             a verb that needs all of W, it is gathered along them, and they split the

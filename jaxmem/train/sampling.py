@@ -65,8 +65,13 @@ class SamplingConfig:
 
     @property
     def truncates(self) -> bool:
-        """Whether a draw can leave out tokens; a top_p of 1 leaves out none."""
-        return self.top_k is not None or (self.top_p or 1) < 1
+        """Whether a draw can leave out tokens."""
+        return self.top_k is not None or self.nucleus is not None
+
+    @property
+    def nucleus(self) -> float | None:
+        """A top_p that can; one of 1 cannot, though sums of rounded terms reach it."""
+        return None if self.top_p == 1 else self.top_p
 
     @property
     def support_size(self) -> int | None:
@@ -164,12 +169,12 @@ def truncate(
         values = jnp.where(jnp.arange(size) < config.top_k, values, -jnp.inf)
         within = values
     kept = values > -jnp.inf
-    if config.top_p is not None and config.top_p < 1:  # rounded sums may reach 1
+    if config.nucleus is not None:
         whole = jax.nn.logsumexp(within, axis=-1, keepdims=True)
         sums = jnp.cumsum(jnp.exp(values - whole), axis=-1)
         # A token stays while those before it hold too little; so the first always does.
         before = jnp.pad(sums[:, :-1], ((0, 0), (1, 0)))
-        kept &= before < config.top_p
+        kept &= before < config.nucleus
     logprobs = jax.nn.log_softmax(jnp.where(kept, values, -jnp.inf))
     return logprobs, jnp.where(kept, ids, -1)
 
