@@ -16,10 +16,10 @@ import numpy as np
 
 import jaxmem
 from benchmarks import collectives, results
+from jaxmem.data.documents import Batch
+from jaxmem.models.partitioning import AXES
 from jaxmem.train import config as configuration
-from jaxmem.train import sft
-from jaxmem.train.data import Batch
-from jaxmem.train.mesh import AXES
+from jaxmem.train.jobs import sft
 
 CONFIG = pathlib.Path(__file__).parent / "long_step.gin"
 KEYS = ("tokens", "overrides", "devices", "device", "note")

@@ -17,7 +17,8 @@ import jax.numpy as jnp
 
 import jaxmem
 from jaxmem import timing
-from jaxmem.kernels import hopper, tuned
+from jaxmem.backends import hopper
+from jaxmem.kernels import tuned
 
 Shape = tuple[int, int, int]  # tokens, width of hidden states, vocabulary
 
@@ -118,7 +119,7 @@ def tune(
     if unknown:
         known = ", ".join(get_args(tuned.Kernel))
         raise ValueError(f"--kernel must be one of {known}, got {', '.join(unknown)}")
-    from jaxmem.kernels import tuning
+    from jaxmem.backends import tuning
 
     names = kernels or get_args(tuned.Kernel)
     for results, entry in tuning.tune(shape, names, stopwatch(), repetitions):

@@ -217,8 +217,9 @@ def _bench(arguments: argparse.Namespace) -> int:
 def _train(arguments: argparse.Namespace) -> int:
     path = _find_config(arguments.file)
     try:
+        from jaxmem.core import processes
         from jaxmem.train import config as configuration
-        from jaxmem.train import grpo, processes, sft
+        from jaxmem.train.jobs import grpo, sft
     except ModuleNotFoundError as error:
         raise _missing(error, "training", "train") from error
     config, operative_text = configuration.load(path, arguments.overrides)

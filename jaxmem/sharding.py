@@ -12,8 +12,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxmem import _divergence, _head, _rule, _selected, _shards, _spec
-from jaxmem._spec import AxisName
+from jaxmem.core import shards as _shards, spec as _spec
+from jaxmem.core.spec import AxisName
+from jaxmem.functional import (
+    api as _head,
+    divergence as _divergence,
+    rule as _rule,
+    selected as _selected,
+)
 
 
 def parallel(

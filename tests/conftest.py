@@ -61,7 +61,7 @@ ON_ONE_DEVICE = {
 @pytest.fixture(autouse=True)
 def as_on_one_device(request, monkeypatch):
     if request.node.path.stem in ON_ONE_DEVICE:
-        monkeypatch.setattr("jaxmem._spread.is_possible", lambda: False)
+        monkeypatch.setattr("jaxmem.core.partition.is_possible", lambda: False)
 
 
 def pytest_addoption(parser):

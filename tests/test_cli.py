@@ -139,7 +139,7 @@ def test_a_command_is_required(capsys):
 
 
 def test_a_bug_keeps_its_traceback(directory, monkeypatch):
-    from jaxmem.train import sft
+    from jaxmem.train.jobs import sft
 
     def train(*_):
         json.loads("{")  # raised in somebody else's code
@@ -150,7 +150,7 @@ def test_a_bug_keeps_its_traceback(directory, monkeypatch):
 
 
 def test_an_interrupt_tells_how_to_resume(directory, monkeypatch, capsys):
-    from jaxmem.train import sft
+    from jaxmem.train.jobs import sft
 
     def train(*_):
         raise KeyboardInterrupt
@@ -167,7 +167,7 @@ def test_an_interrupt_tells_how_to_resume(directory, monkeypatch, capsys):
 def test_a_shipped_config_is_found_from_anywhere_and_named(
     directory, monkeypatch, capsys
 ):
-    from jaxmem.train import sft
+    from jaxmem.train.jobs import sft
 
     seen = []
     monkeypatch.setattr(sft, "train", lambda *arguments: seen.append(arguments))
@@ -178,7 +178,7 @@ def test_a_shipped_config_is_found_from_anywhere_and_named(
 
 
 def test_overrides_may_follow_flags(directory, monkeypatch, capsys):
-    from jaxmem.train import sft
+    from jaxmem.train.jobs import sft
 
     seen = []
     monkeypatch.setattr(sft, "train", lambda *arguments: seen.append(arguments))
@@ -193,7 +193,7 @@ def test_overrides_may_follow_flags(directory, monkeypatch, capsys):
 
 
 def test_the_file_says_which_job_it_is(directory, monkeypatch):
-    from jaxmem.train import grpo, sft
+    from jaxmem.train.jobs import grpo, sft
 
     taken = []
     for module in (grpo, sft):

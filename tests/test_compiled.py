@@ -16,13 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import jaxmem
-from jaxmem.kernels import hopper
-from jaxmem.train import sft
-from jaxmem.train.mesh import AXES
+from jaxmem.backends import hopper
+from jaxmem.models.partitioning import AXES
+from jaxmem.train.jobs import sft
 from tests.train import test_mesh_gpu as training
 
 FLAGS = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
@@ -53,7 +52,7 @@ def as_on_h200s(monkeypatch):
     """The programs that are traced there."""
     monkeypatch.setattr(hopper, "refuses_machine", lambda: None)
     monkeypatch.setattr(hopper, "n_blocks", lambda: h200s(1)[0].core_count)
-    monkeypatch.setattr("jaxmem._spread.is_possible", lambda: False)
+    monkeypatch.setattr("jaxmem.core.partition.is_possible", lambda: False)
 
 
 def compiled(run, shapes, options=None):

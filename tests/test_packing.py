@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from jaxmem import packing
-from jaxmem.train.model import Decoder, ModelConfig
+from jaxmem.models.decoder import Decoder, ModelConfig
 
 hypothesis.settings.register_profile(
     "packing", deadline=None, max_examples=60, derandomize=True

@@ -15,9 +15,9 @@ from flax import nnx, traverse_util
 from jaxmem.checkpoints import names
 from jaxmem.checkpoints.architectures import CheckpointError
 from jaxmem.checkpoints.tensors import Tensors, replace_directory, write_tensors
-from jaxmem.train.layers import ModelConfig
-from jaxmem.train.lora import TARGETS, is_adapter
-from jaxmem.train.model import Decoder
+from jaxmem.models.config import ModelConfig
+from jaxmem.models.decoder import Decoder
+from jaxmem.models.lora import TARGETS, is_adapter
 
 _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxmem.train.layers import ModelConfig
+from jaxmem.models.config import ModelConfig
 
 
 class CheckpointError(ValueError):

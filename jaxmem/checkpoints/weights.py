@@ -19,10 +19,10 @@ from jaxmem.checkpoints import names
 from jaxmem.checkpoints.adapters import read_adapter, with_adapter
 from jaxmem.checkpoints.architectures import CheckpointError, read_config
 from jaxmem.checkpoints.tensors import Tensors, replace_directory, write_tensors
-from jaxmem.train.layers import ModelConfig
-from jaxmem.train.lora import is_adapter
-from jaxmem.train.model import Decoder, HeadConfig
-from jaxmem.train.optimizer import join_weights
+from jaxmem.models.config import ModelConfig
+from jaxmem.models.decoder import Decoder, HeadConfig
+from jaxmem.models.lora import is_adapter
+from jaxmem.models.weights import join_weights
 
 # Where a weight goes, by its path ("blocks/attention/query/kernel") and its shape.
 Placement = (

@@ -7,9 +7,13 @@ from flax.linen import spmd
 from flax.linen.linear import default_kernel_init
 from jax.typing import DTypeLike
 
-from jaxmem._spec import Chunk
-from jaxmem.heads._verbs import HeadSharding as HeadSharding
-from jaxmem.heads._verbs import HeadVerbs, Weights, check_options
+from jaxmem.core.spec import Chunk
+from jaxmem.heads.verbs import (
+    HeadSharding as HeadSharding,
+    HeadVerbs,
+    Weights,
+    check_options,
+)
 
 
 class LMHead(HeadVerbs, nn.Module):

@@ -12,9 +12,13 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from jaxmem._spec import Chunk, Layout
-from jaxmem.heads._verbs import HeadSharding as HeadSharding
-from jaxmem.heads._verbs import HeadVerbs, Weights, check_options
+from jaxmem.core.spec import Chunk, Layout
+from jaxmem.heads.verbs import (
+    HeadSharding as HeadSharding,
+    HeadVerbs,
+    Weights,
+    check_options,
+)
 
 _NO_METADATA: Mapping[str, Any] = MappingProxyType({})
 _PLAIN = {

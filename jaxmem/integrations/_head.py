@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxmem import _head
-from jaxmem._spec import Chunk, Layout
+from jaxmem.core.spec import Chunk, Layout
+from jaxmem.functional import api as _head
 
 
 @dataclasses.dataclass(frozen=True)

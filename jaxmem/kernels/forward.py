@@ -15,8 +15,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from jaxmem import _stats
-from jaxmem._stats import Stats
+from jaxmem.core import stats as _stats
+from jaxmem.core.stats import Stats
 from jaxmem.kernels import logits, padding, ring
 from jaxmem.kernels.logits import NOTHING, Env
 from jaxmem.kernels.ring import Ring

@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from jaxmem import _xla
-from jaxmem._xla import Head
+from jaxmem.core import operands as _operands
+from jaxmem.core.operands import Head
 from jaxmem.kernels.blocks import TILE
 
 SWIZZLE = 64  # 16-bit numbers
@@ -58,7 +58,7 @@ def _bias(spec, bias):
     """-inf where a shard's part reaches beyond the vocabulary, if any does."""
     if not spec.shards or spec.vocab_size == spec.columns * spec.shards.count:
         return bias
-    column = _xla.first_column(spec) + jnp.arange(spec.columns, dtype=jnp.int32)
+    column = _operands.first_column(spec) + jnp.arange(spec.columns, dtype=jnp.int32)
     there = column < spec.vocab_size
     return jnp.where(there, 0 if bias is None else bias, -jnp.inf).astype(jnp.float32)
 

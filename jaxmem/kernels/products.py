@@ -16,8 +16,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from jaxmem._spec import Layout
-from jaxmem._xla import Head
+from jaxmem.core.operands import Head
+from jaxmem.core.spec import Layout
 from jaxmem.kernels import padding, ring
 from jaxmem.kernels.logits import Env, parts
 from jaxmem.kernels.ring import Extent, Product, Ring, ceil_div

@@ -14,12 +14,12 @@ from rich import progress
 from rich.console import Console
 
 from jaxmem import checkpoints, packing
+from jaxmem.data import documents as data
+from jaxmem.data.documents import NO_LABEL
+from jaxmem.models.decoder import Decoder, HeadConfig
 from jaxmem.score.journal import Journal, Scores, check_parquet
 from jaxmem.score.summary import Summary, summarise
 from jaxmem.score.windows import Tokens, Window, check_lengths, cut, encode
-from jaxmem.train import data
-from jaxmem.train.data import NO_LABEL
-from jaxmem.train.model import Decoder, HeadConfig
 
 # Micro-batches' worth of tokens that are packed, and recorded, together: enough to
 # waste few slots, few enough to lose little to a kill.

@@ -18,92 +18,14 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import gin
-from gin import config as gin_config
-from gin import config_parser
+from gin import config as gin_config, config_parser
 
 from jaxmem import _shipped
-from jaxmem.train.data import DataConfig
-from jaxmem.train.loop import RunConfig
-from jaxmem.train.memory import RematConfig
-from jaxmem.train.mesh import MeshConfig
-from jaxmem.train.model import HeadConfig, ModelConfig
-from jaxmem.train.optimizer import OptimizerConfig
-from jaxmem.train.policy import GrpoConfig
-from jaxmem.train.sampling import SamplingConfig
-from jaxmem.train.tasks import TaskConfig
+from jaxmem.train.jobs.config import Config as Config, GrpoJobConfig as GrpoJobConfig
 
 
 class ConfigError(ValueError):
     """A configuration that cannot be used; the message says where and why."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """A supervised run; each field is one section of a gin file."""
-
-    data: DataConfig
-    model: ModelConfig
-    head: HeadConfig
-    optimizer: OptimizerConfig
-    run: RunConfig
-    mesh: MeshConfig = MeshConfig()
-    remat: RematConfig = RematConfig()
-
-
-@dataclasses.dataclass(frozen=True)
-class GrpoJobConfig:
-    """A run of reinforcement learning; likewise."""
-
-    task: TaskConfig
-    sampling: SamplingConfig
-    grpo: GrpoConfig
-    model: ModelConfig
-    head: HeadConfig
-    optimizer: OptimizerConfig
-    run: RunConfig
-    mesh: MeshConfig = MeshConfig()
-    remat: RematConfig = RematConfig()
-
-    def __post_init__(self):
-        """Refuse what fits no other section, by the names of both."""
-        slots, answer = self.sampling.max_new_tokens, self.task.answer_length
-        if self.task.answer == "last_digit" and slots != 1:
-            raise ValueError(
-                f"sampling.max_new_tokens={slots} must be 1 for task.answer="
-                "'last_digit': nothing follows it"
-            )
-        if slots < answer:
-            raise ValueError(
-                f"sampling.max_new_tokens={slots} must be at least {answer}, the "
-                f"longest answer of task.digits={self.task.digits}"
-            )
-        if self.run.accumulate != 1:
-            raise ValueError(
-                f"run.accumulate={self.run.accumulate} must stay 1 in this job: "
-                "grpo.max_tokens_train says how much a micro-batch holds"
-            )
-        widest = self.row_lengths[-1]
-        if widest < self.longest:
-            raise ValueError(
-                f"grpo.row_lengths={self.grpo.row_lengths} must reach {self.longest}, "
-                "the longest sequence: prompt and sampling.max_new_tokens, less one"
-            )
-        for name in ("max_tokens_train", "max_tokens_forward"):
-            if getattr(self.grpo, name) < widest:
-                raise ValueError(
-                    f"grpo.{name}={getattr(self.grpo, name)} must hold a row of "
-                    f"{widest} tokens"
-                )
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest sequence that is trained on."""
-        return self.task.prompt_length + self.sampling.max_new_tokens - 1
-
-    @property
-    def row_lengths(self) -> tuple[int, ...]:
-        """Widths of packed rows."""
-        return self.grpo.row_lengths or (-(-self.longest // 16) * 16,)
 
 
 _JOBS: dict[str, type[Config] | type[GrpoJobConfig]] = {

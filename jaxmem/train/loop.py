@@ -9,8 +9,9 @@ from typing import Any, Literal, Protocol
 
 from rich.console import Console
 
-from jaxmem.train import metrics, processes
-from jaxmem.train._checks import check_field
+from jaxmem.core import processes
+from jaxmem.core.fields import check_field
+from jaxmem.train import metrics
 from jaxmem.train.checkpoint import Checkpoints, check_same_config
 from jaxmem.train.program import TrainState
 

@@ -13,19 +13,18 @@ from rich.console import Console
 
 from jaxmem import remat
 from jaxmem.checkpoints import read_weights
+from jaxmem.models.decoder import Decoder, HeadConfig, ModelConfig
+from jaxmem.models.lora import adapters_of
+from jaxmem.models.partitioning import Layout, MeshConfig
+from jaxmem.models.weights import join_weights, split_weights
 from jaxmem.offload import Streamed
 from jaxmem.train.checkpoint import Checkpoints
-from jaxmem.train.lora import adapters_of
 from jaxmem.train.memory import RematConfig
-from jaxmem.train.mesh import Layout, MeshConfig
-from jaxmem.train.model import Decoder, HeadConfig, ModelConfig
 from jaxmem.train.optimizer import (
     OptimizerConfig,
     adamw,
     clip,
-    join_weights,
     make_optimizer,
-    split_weights,
 )
 
 

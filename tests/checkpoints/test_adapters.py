@@ -14,8 +14,8 @@ from safetensors.numpy import load_file
 
 from jaxmem import checkpoints
 from jaxmem.checkpoints import CheckpointError
-from jaxmem.train.model import Decoder
-from jaxmem.train.optimizer import join_weights
+from jaxmem.models.decoder import Decoder
+from jaxmem.models.weights import join_weights
 
 QWEN3 = pathlib.Path(__file__).parent / "tiny" / "qwen3"
 ADAPTER = QWEN3 / "adapter"

@@ -7,8 +7,8 @@ import pathlib
 import pytest
 
 from jaxmem.checkpoints import CheckpointError, read_config
+from jaxmem.models.decoder import ModelConfig
 from jaxmem.train import config as configuration
-from jaxmem.train.model import ModelConfig
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 COMMON = {

@@ -20,7 +20,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxmem import checkpoints
 from jaxmem.checkpoints import CheckpointError
-from jaxmem.train.model import HeadConfig
+from jaxmem.models.decoder import HeadConfig
 
 TINY = pathlib.Path(__file__).parent / "tiny"
 NAMES = sorted(path.name for path in TINY.iterdir())

@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen as nn
-from flax import nnx
+from flax import linen as nn, nnx
 
 from jaxmem.integrations import easydel, maxtext, skyrl, tunix
 from jaxmem.integrations._head import Head

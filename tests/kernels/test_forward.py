@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmem import _stats
-from jaxmem._stats import Stats
+from jaxmem.core import stats as _stats
+from jaxmem.core.stats import Stats
 from tests.kernels import needs_pallas
 
 pytestmark = needs_pallas

@@ -14,9 +14,11 @@ from rich.console import Console
 
 from jaxmem import checkpoints, cli
 from jaxmem.checkpoints import CheckpointError
-from jaxmem.train import config as configuration
-from jaxmem.train import data, grpo, lora, sft, starting, vocabulary
-from jaxmem.train.model import Decoder, ModelConfig
+from jaxmem.data import documents as data, vocabulary
+from jaxmem.models import lora
+from jaxmem.models.decoder import Decoder, ModelConfig
+from jaxmem.train import config as configuration, starting
+from jaxmem.train.jobs import grpo, sft
 from tests.checkpoints import texts
 
 TEXT = ["abcabc"] * 4  # all alike: so is the mean loss of any batch of them

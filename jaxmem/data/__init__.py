@@ -1,0 +1,1 @@
+"""Documents, vocabularies and tasks: from files to packed batches."""

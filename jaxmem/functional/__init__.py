@@ -1,0 +1,1 @@
+"""The public functions of hidden states and a vocabulary matrix."""

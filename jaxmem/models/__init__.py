@@ -1,0 +1,1 @@
+"""A decoder-only transformer: sizes, layers, cache, adapters, sampling."""
