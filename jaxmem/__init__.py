@@ -1,20 +1,32 @@
 """Language-model heads, training and RL post-training in JAX that fit in memory."""
 
-from jaxmem import losses as losses, packing as packing, sharding as sharding
+from jaxmem import (
+    _imports,
+    losses as losses,
+    packing as packing,
+    sharding as sharding,
+)
 from jaxmem._version import __version__ as __version__
 from jaxmem.core.report import report as report
 from jaxmem.core.stats import TokenStats as TokenStats
-from jaxmem.functional.api import (
+from jaxmem.functional import (
     entropy as entropy,
+    forward_kl as forward_kl,
+    jsd as jsd,
+    kl as kl,
     logprobs as logprobs,
     logprobs_from_logits as logprobs_from_logits,
+    selected_logprobs as selected_logprobs,
+    support_logprobs as support_logprobs,
+    token_loss as token_loss,
     token_stats as token_stats,
     token_stats_from_logits as token_stats_from_logits,
 )
-from jaxmem.functional.divergence import forward_kl as forward_kl, jsd as jsd, kl as kl
-from jaxmem.functional.selected import (
-    selected_logprobs as selected_logprobs,
-    support_logprobs as support_logprobs,
-)
-from jaxmem.functional.single_pass import token_loss as token_loss
 from jaxmem.losses.mismatch import mismatch_report as mismatch_report
+
+# The others are imported at their first use: some need an extra.
+__getattr__, __dir__ = _imports.lazy(
+    __name__,
+    "checkpoints", "data", "heads", "integrations", "models", "offload", "remat",
+    "score", "train",
+)  # fmt: skip

@@ -7,3 +7,7 @@
 
 Apply before the trainer compiles its steps: what is compiled stays as it is.
 """
+
+from jaxmem import _imports
+
+__getattr__, __dir__ = _imports.lazy(__name__, "easydel", "maxtext", "skyrl", "tunix")
