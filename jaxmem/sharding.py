@@ -12,14 +12,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxmem.core import shards as _shards, spec as _spec
-from jaxmem.core.spec import AxisName
-from jaxmem.functional import (
-    api as _head,
-    divergence as _divergence,
-    rule as _rule,
-    selected as _selected,
-)
+from jaxmem.core import checks, shards as _shards
+from jaxmem.core.options import AxisName
+from jaxmem.functional import arguments
+from jaxmem.functional.divergence import check_tokens
+from jaxmem.functional.selected import check_ids, check_support
 
 
 def parallel(
@@ -168,8 +165,8 @@ def _run(verb, plan, call):
 def _run_with_all_of_W(verb, plan, call):
     """Tokens split over all axes that split anything; W gathered along the others."""
     given = call.arguments
-    hidden = _spec.as_array("hidden", given["hidden"])
-    _spec.check_hidden(hidden)
+    hidden = checks.as_array("hidden", given["hidden"])
+    checks.check_hidden(hidden)
     shape = hidden.shape[:-1]
     if shape:
         first, *rest = plan.tokens or ((),)
@@ -205,31 +202,31 @@ def _read_heads(plan, given, shape, of_tokens):
     for head in _HEADS:
         name = f"{head}hidden"
         if name in given:
-            hidden = _spec.as_array(name, given[name])
-            _spec.check_hidden(hidden, name)
+            hidden = checks.as_array(name, given[name])
+            checks.check_hidden(hidden, name)
             operands[name] = _Operand(hidden, of_tokens)
             operands |= _read_weights(plan, hidden, given, head)
-            _divergence._check_tokens(hidden.shape[:-1], shape)
-            W = operands[f"{head}W"].array
-            columns[head] = _rule.columns_of(W, given[f"{head}layout"])
+            check_tokens(hidden.shape[:-1], shape)
+            vocabulary = 0 if given[f"{head}layout"] == "vd" else 1
+            columns[head] = operands[f"{head}W"].array.shape[vocabulary]
     return operands, columns
 
 
 def _read_rows_and_ids(given, shape, of_tokens, columns):
     """What there is of each token besides hidden, for the verbs that need all of W."""
-    vocab_size = _spec.check_vocab_size(given["vocab_size"], columns)
+    vocab_size = checks.check_vocab_size(given["vocab_size"], columns)
     operands = _read_rows(given | {"vocab_size": vocab_size}, shape, of_tokens)
-    where = _selected._read_where(given["where"], shape)
+    where = arguments.read_where(given["where"], shape)
     if where is None:  # what fills tokens up costs nothing only where it is masked
         operands["where"] = _Operand(jnp.ones(shape, bool), of_tokens, False)
     for name in ("ids", "support_ids"):
         if name in given:
-            ids = _selected._check_ids(name, given[name], where, shape, vocab_size)
+            ids = check_ids(name, given[name], where, shape, vocab_size)
             operands[name] = _Operand(ids, of_tokens, -1)
     if "support_ids" in given:
-        labels = _spec.as_visible_array("labels", given["labels"])
-        ids = _spec.as_visible_array("support_ids", given["support_ids"])
-        _selected._check_support(labels, ids, where, shape)
+        labels = checks.as_visible_array("labels", given["labels"])
+        ids = checks.as_visible_array("support_ids", given["support_ids"])
+        check_support(labels, ids, where, shape)
     name = "reference_temperature"
     if given.get(name) is not None:
         operands |= _read_temperature(name, given[name], shape, of_tokens)
@@ -275,8 +272,8 @@ def _read(plan, given) -> tuple[dict[str, Any], tuple[int, ...]]:
     What is left in given is static, and made fit for the parts.
     """
     name = "hidden" if "hidden" in given else "logits"
-    data = _spec.as_array(name, given[name])
-    _spec.check_hidden(data, name)
+    data = checks.as_array(name, given[name])
+    checks.check_hidden(data, name)
     shape = data.shape[:-1]
     of_tokens = _check_axes(plan, name, shape)
     if name == "hidden":
@@ -286,7 +283,7 @@ def _read(plan, given) -> tuple[dict[str, Any], tuple[int, ...]]:
     else:
         operands = {name: _Operand(data, (*of_tokens, plan.vocab))}
         columns = data.shape[-1]
-    given["vocab_size"] = _spec.check_vocab_size(given["vocab_size"], columns)
+    given["vocab_size"] = checks.check_vocab_size(given["vocab_size"], columns)
     given["axis_name"] = plan.vocab or None
     return operands | _read_rows(given, shape, of_tokens), shape
 
@@ -303,8 +300,8 @@ def _check_axes(plan, name, shape):
 
 def _read_weights(plan, hidden, given, head=""):
     """W and bias; their layout is settled, as a part of W may be square."""
-    W = _spec.as_array(f"{head}W", given[f"{head}W"])
-    layout = _spec.check_layout(hidden, W, given[f"{head}layout"], head)
+    W = checks.as_array(f"{head}W", given[f"{head}W"])
+    layout = checks.check_layout(hidden, W, given[f"{head}layout"], head)
     given[f"{head}layout"] = layout
     columns, depth = W.shape if layout == "vd" else W.shape[::-1]
     if depth % plan.parts(plan.W_fsdp):
@@ -315,8 +312,8 @@ def _read_weights(plan, hidden, given, head=""):
     split = plan.vocab, plan.W_fsdp
     operands = {f"{head}W": _Operand(W, split if layout == "vd" else split[::-1])}
     if given[name := f"{head}bias"] is not None:
-        bias = _spec.as_array(name, given[name])
-        _spec.check_bias(bias, columns, name)
+        bias = checks.as_array(name, given[name])
+        checks.check_bias(bias, columns, name)
         operands[name] = _Operand(bias, (plan.vocab,))
     return operands
 
@@ -325,12 +322,12 @@ def _read_rows(given, shape, of_tokens):
     """What there is of each token, and numbers that jit may have hidden."""
     operands, where = {}, given["where"]
     if where is not None:
-        where = _spec.as_visible_array("where", where)
-        _spec.check_where(where, shape)
+        where = checks.as_visible_array("where", where)
+        checks.check_where(where, shape)
     if "labels" in given:
-        labels = _spec.as_visible_array("labels", given["labels"])
-        _spec.check_labels(labels, where, shape, given["vocab_size"])
-        labels = _head._as_int32(labels, given["vocab_size"])
+        labels = checks.as_visible_array("labels", given["labels"])
+        checks.check_labels(labels, where, shape, given["vocab_size"])
+        labels = arguments.as_int32(labels, given["vocab_size"])
         operands["labels"] = _Operand(labels, of_tokens, -1)
     if where is not None:
         where = jnp.broadcast_to(jnp.asarray(where), shape)
@@ -347,8 +344,8 @@ def _read_rows(given, shape, of_tokens):
 
 def _read_temperature(name, value, shape, of_tokens):
     """An operand, or none for a number that jit has not hidden."""
-    temperature = _spec.as_visible_array(name, value)
-    _spec.check_temperature(temperature, shape, name)
+    temperature = checks.as_visible_array(name, value)
+    checks.check_temperature(temperature, shape, name)
     if not temperature.shape and not isinstance(temperature, jax.Array):
         return {}
     return {name: _Operand(temperature, of_tokens if temperature.shape else (), 1)}
@@ -356,8 +353,8 @@ def _read_temperature(name, value, shape, of_tokens):
 
 def _per_token(values, shape):
     for i, value in enumerate(values):
-        x = _spec.as_array(f"per_token[{i}]", value)
-        _spec.check_per_token(f"per_token[{i}]", x, shape)
+        x = checks.as_array(f"per_token[{i}]", value)
+        checks.check_per_token(f"per_token[{i}]", x, shape)
         yield x
 
 

@@ -8,17 +8,22 @@ first runs.
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxmem.backends.protocol import OfChunk
 from jaxmem.core import operands as _operands, shards as _shards, stats as _stats
 from jaxmem.core.operands import Head, Logits, Rows
 from jaxmem.core.spec import Spec
 from jaxmem.kernels import active, blocks, padding, tuned
 from jaxmem.kernels.tiles import MAX_CLUSTER_ROWS
+
+NAME = "hopper"
+KEEPS_EXPONENTIALS = True
+ADVANTAGE = "its token_stats measured faster than that of 'xla', in less memory"
 
 # With gradients, at D=4096 and V=151936 on an H200, in GEMMs, "xla" in parentheses: 256
 # tokens 7.7 (11.1), 512 5.3 (6.7), 1024 4.3 (5.1); chunks of 256 4.3 (7.6), of 128 4.7
@@ -90,6 +95,15 @@ def _is_split_by_hand():
     return not mesh.empty and set(mesh.axis_names) == set(mesh.manual_axes)
 
 
+class _Pass(NamedTuple):
+    """What a pass over the vocabulary works with, whichever rows it is at."""
+
+    spec: Spec
+    env: Any  # of the launches
+    padded: Head  # in the types and shapes that kernels read
+    single_block: bool  # one launch has all rows: nothing is summed over launches
+
+
 def forward(spec: Spec, source: Head, rows: Rows, names) -> dict:
     """The named fields of `Outputs` for every row, 0 where inactive."""
     return _operands.outputs(spec, rows, statistics(spec, source, rows), names)
@@ -131,32 +145,34 @@ def backward(
     columns, depth = _columns_and_depth(spec, padded)
     # Launches together save memory of W's sums: none where W has no gradient, where
     # sums lie beside what is kept, or where they are the gradient itself.
-    apart = spec.frozen_head or kept is not None or source.W.dtype == jnp.float32
-    size, once = blocks.backward_rows(
-        n_rows, _tokens_here(spec), columns, depth, apart, n_clusters()
+    row_blocks_only = (
+        spec.frozen_head or kept is not None or source.W.dtype == jnp.float32
     )
-    env = _env(spec, padded, size, "derivative")
+    size, single_block = blocks.backward_rows(
+        n_rows, _tokens_here(spec), columns, depth, row_blocks_only, n_clusters()
+    )
+    this = _Pass(spec, _env(spec, padded, size, "derivative"), padded, single_block)
+    recomputed_rows = rows
     if kept is None:
-        again = rows
-        sums = _sums(spec, env, source, padded, once)
+        sums = _sums(this, source)
     else:
-        kept_env, first, again = _split(spec, padded, rows)
-        once = again is None
-        sums = _sums(spec, env, source, padded, once)
+        kept_env, first, recomputed_rows = _split(spec, padded, rows)
+        this = this._replace(single_block=recomputed_rows is None)
+        sums = _sums(this, source)
         block = active.in_one_block(first.active, kept_env.n_rows)
         outputs, g = jax.tree.map(
             lambda x: _operands.take(x, block.ids), (saved, cotangents)
         )
-        sums = _add_kept(
-            spec, kept_env, padded, rows, block, kept, outputs, g, once, sums
-        )
-    if again is not None:
-        sums = _add_again(spec, env, padded, again, saved, cotangents, once, sums)
-    return _cotangent(spec, _operands.trained(spec, source), sums, once)
+        kept_pass = this._replace(env=kept_env)
+        sums = _add_kept(kept_pass, rows, block, kept, (outputs, g), sums)
+    if recomputed_rows is not None:
+        sums = _add_recomputed(this, recomputed_rows, saved, cotangents, sums)
+    like = _operands.trained(spec, source)
+    return _cotangent(spec, like, sums, this.single_block)
 
 
 def one_pass(
-    spec: Spec, source: Head, rows: Rows, of_chunk: _operands.OfChunk, made
+    spec: Spec, source: Head, rows: Rows, of_chunk: OfChunk, initial
 ) -> tuple[Any, Head]:
     """As in "xla": the forward kernel keeps exponentials, products follow."""
     from jaxmem.kernels import forward as kernel
@@ -164,27 +180,26 @@ def one_pass(
     padded = padding.head(spec, _operands.cast(spec, source))
     n_rows = rows.labels.shape[0]
     size = loss_rows(spec, source)
-    env, once = _env(spec, padded, size, "exps"), n_rows <= size
+    env, single_block = _env(spec, padded, size, "exps"), n_rows <= size
+    this = _Pass(spec, env, padded, single_block)
 
     def body(block, carry):
-        made, sums = carry
+        all_values, sums = carry
         stats, kept = kernel.statistics_and_exps(
             env, *_inputs(spec, padded, rows, block)
         )
         stats = _shards.vary(stats, spec.part_varying)
         outputs = _operands.merged(spec, rows, block.ids, stats)
         values, g = of_chunk(block.ids, outputs)
-        return active.put(made, block, values), _add_kept(
-            spec, env, padded, rows, block, kept, outputs, g, once, sums
-        )
+        sums = _add_kept(this, rows, block, kept, (outputs, g), sums)
+        return active.put(all_values, block, values), sums
 
-    made = _shards.vary(made, spec.varying)
-    carry = made, _sums(spec, env, source, padded, once)
-    made, sums = active.for_each_block(rows.active, env.n_rows, body, carry)
+    carry = _shards.vary(initial, spec.varying), _sums(this, source)
+    all_values, sums = active.for_each_block(rows.active, env.n_rows, body, carry)
     like = _operands.trained(spec, source)
-    if not once:
+    if not single_block:
         like = jax.tree.map(lambda x: x.astype(jnp.float32), like)
-    return made, _cotangent(spec, like, sums, once)
+    return all_values, _cotangent(spec, like, sums, single_block)
 
 
 def loss_rows(spec: Spec, source: Head) -> int:
@@ -231,25 +246,28 @@ def _split(spec, padded, rows):
     return _env(spec, padded, size, "exps"), rows._replace(active=first), rest
 
 
-def _add_kept(spec, env, padded, rows, block, kept, outputs, g, once, sums):
+def _add_kept(this, rows, block, kept, outputs_and_cotangents, sums):
     """sums with what the rows add to them whose exponentials are there.
 
-    Outputs and their cotangents g are the block's; the exponentials are given up.
+    Outputs and their cotangents are the block's; the exponentials are overwritten.
     """
     from jaxmem.kernels import kept as keeping, products
 
+    (spec, env, padded, _), (outputs, g) = this, outputs_and_cotangents
     dz = keeping.derivative(
         env, kept, block.n_active, _operands.part_labels(spec, rows, block.ids),
         outputs, _stats.coefficients(outputs, g), _inverse_temperature(rows, block.ids),
     )  # fmt: skip
     h = _hidden(padded, block.ids)
     part = products.Part(h, lambda part, width: dz, block.n_active)
-    return _gradients(spec, (env, env.n_tiles, once), padded, [part], block, sums)
+    return _gradients(this, env.n_tiles, [part], block, sums)
 
 
-def _add_again(spec, env, padded, rows, saved, cotangents, once, sums):
-    """sums with what the active rows add to them, from logits made again."""
+def _add_recomputed(this, rows, saved, cotangents, sums):
+    """sums with what the active rows add to them, from recomputed logits."""
     from jaxmem.kernels import dlogits as kernel, products
+
+    spec, env, padded, single_block = this
 
     def part(row_ids, n_active):
         of_rows = jax.tree.map(lambda x: _operands.take(x, row_ids), saved)
@@ -257,36 +275,38 @@ def _add_again(spec, env, padded, rows, saved, cotangents, once, sums):
         of_rows = of_rows._replace(max=row_max)
         g = jax.tree.map(lambda x: _operands.take(x, row_ids), cotangents)
         h = _hidden(padded, row_ids)
-        operands = kernel.operands(
-            env, h, padded.W, _operands.part_labels(spec, rows, row_ids), of_rows,
-            _stats.coefficients(of_rows, g), padded.bias,
-            _inverse_temperature(rows, row_ids),
-        )  # fmt: skip
+        labels = _operands.part_labels(spec, rows, row_ids)
+        inverse = _inverse_temperature(rows, row_ids)
+        inputs = kernel.Inputs(h, padded.W, labels, padded.bias, inverse)
+        coefficients = _stats.coefficients(of_rows, g)
+        operands = kernel.operands(env, inputs, of_rows, coefficients)
         derivative = functools.partial(kernel.derivative, env, operands)
         return products.Part(h, derivative, n_active)
 
     def body(block, sums):
-        cut, size = (env, _block_tiles(spec, env), once), env.n_rows
+        n_tiles, size = _block_tiles(spec, env), env.n_rows
         parts = [
             part(block.ids[i : i + size], jnp.clip(block.n_active - i, 0, size))
             for i in range(0, len(block.ids), size)
         ]
-        return _gradients(spec, cut, padded, parts, block, sums)
+        return _gradients(this, n_tiles, parts, block, sums)
 
-    n_rows = len(rows.labels)
-    at_once = -(-n_rows // env.n_rows) * env.n_rows if once else env.n_rows
+    n_rows, at_once = len(rows.labels), env.n_rows
+    if single_block:
+        at_once = -(-n_rows // env.n_rows) * env.n_rows
     return active.for_each_block(rows.active, at_once, body, sums)
 
 
-def _sums(spec, env, source, padded, once):
+def _sums(this, source):
     """What rows add to; W's gradient is only written where one block has all rows."""
+    spec, env, padded, single_block = this
     parts = spec.shards and spec.shards.same_hidden
     dtype = spec.stats_dtype if parts else spec.compute_dtype
     shape = map(padding.whole, padded.W.shape)
     sums = Head(
         hidden=jnp.zeros(source.hidden.shape, dtype),
         W=lax.empty(padded.W.shape, source.W.dtype)
-        if once
+        if single_block
         else jnp.zeros(tuple(shape), jnp.float32),
         bias=None if source.bias is None else _zero_bias(spec, env),
     )
@@ -298,21 +318,21 @@ def _typed(spec, sums):
     return _shards.vary(sums._replace(W=None), spec.part_varying)._replace(W=sums.W)
 
 
-def _cotangent(spec, source, sums, once):
-    """In the source's types, of all shards; where `once`, hidden's is already."""
+def _cotangent(spec, source, sums, single_block):
+    """In the source's types, summed over shards; a single block's hidden has been."""
     varied = _shards.vary(sums, spec.part_varying)
-    if once:
+    if single_block:
         varied = varied._replace(hidden=sums.hidden)
     else:
         varied = _operands.sum_over_shards(spec, varied)
     return jax.tree.map(_like, varied, source)
 
 
-def _gradients(spec, cut: tuple[Any, int, bool], padded, parts, block, sums):
+def _gradients(this, n_tiles, parts, block, sums):
     """sums with what a block's rows add to them."""
     from jaxmem.kernels import products
 
-    env, n_tiles, once = cut
+    spec, env, padded, single_block = this
     tiles = _tiles("to_hidden", spec, padded), _tiles("to_W", spec, padded)
 
     def into(h):
@@ -322,18 +342,21 @@ def _gradients(spec, cut: tuple[Any, int, bool], padded, parts, block, sums):
 
     several = spec.shards and spec.shards.same_hidden and spec.shards.count > 1
     alone = len(parts) == 1
-    beside = once and alone and bool(several) and products.has_room(env, n_tiles)
+    overlap_all_reduce = (
+        single_block and alone and bool(several) and products.has_room(env, n_tiles)
+    )
     hidden = tuple(into(part.hidden) for part in parts)
     here = products.gradients(
-        tiles, *cut, padded.W, parts, sums._replace(hidden=hidden), beside
-    )
+        products.Blocks(env, n_tiles, single_block, tiles), padded.W, parts,
+        sums._replace(hidden=hidden), overlap_all_reduce,
+    )  # fmt: skip
     depth = sums.hidden.shape[1]
     dhs = [x[:, :depth].astype(sums.hidden.dtype) for x in here.hidden]
     dh = dhs[0] if alone else jnp.concatenate(dhs)
-    if not once:
+    if not single_block:
         return here._replace(hidden=_operands.put(sums.hidden, block.ids, dh))
     dh = _shards.vary(dh, spec.part_varying)
-    dh, dW = _shards.sum_hidden(spec.shards, dh, here.W, beside)
+    dh, dW = _shards.sum_hidden(spec.shards, dh, here.W, overlap_all_reduce)
     # All rows are here: each fetches its own.
     return here._replace(hidden=_operands.take(dh, block.place), W=dW)
 

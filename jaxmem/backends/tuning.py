@@ -203,16 +203,16 @@ def _product(kernel, dz, h, W):
     rows, block = jnp.int32(len(dz)), (jnp.int32(0), jnp.int32(width))
 
     def to_hidden(tiles):
+        launch = products.Launch(tiles, "vd", hopper.n_blocks(), add=True)
         return lambda dz, W: products.to_hidden(
-            tiles, "vd", hopper.n_blocks(), dz, W, rows, block,
-            jnp.zeros(h.shape, jnp.float32), add=True,
-        )  # fmt: skip
+            launch, dz, W, rows, block, jnp.zeros(h.shape, jnp.float32)
+        )
 
     def to_W(tiles):
+        launch = products.Launch(tiles, "vd", hopper.n_blocks(), add=False)
         return lambda dz, h: products.to_W(
-            tiles, "vd", hopper.n_blocks(), dz, h, rows, block,
-            lax.empty((width, h.shape[1]), W.dtype), add=False,
-        )  # fmt: skip
+            launch, dz, h, rows, block, lax.empty((width, h.shape[1]), W.dtype)
+        )
 
     return (to_hidden, (dz, W)) if kernel == "to_hidden" else (to_W, (dz, h))
 
@@ -226,8 +226,9 @@ def _derivative(env, width, n, h, W, y):
     def derivative(tiles):
         def run(h, W, y):
             part = jnp.array([n, 0, width // tiles.columns], jnp.int32)
-            made = dlogits.operands(env(tiles), h, W, y, rows, c)
-            return dlogits.derivative(env(tiles), made, part, width)
+            inputs = dlogits.Inputs(h, W, y)
+            operands = dlogits.operands(env(tiles), inputs, rows, c)
+            return dlogits.derivative(env(tiles), operands, part, width)
 
         return run
 

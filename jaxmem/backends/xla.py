@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxmem.backends.protocol import OfChunk
 from jaxmem.core import shards as _shards, stats as _stats
 from jaxmem.core.operands import (
     Head,
     Logits,
-    OfChunk,
     Rows,
     cast,
     first_column,
@@ -36,7 +36,19 @@ from jaxmem.core.operands import (
 )
 from jaxmem.core.spec import Spec
 
+NAME = "xla"
+KEEPS_EXPONENTIALS = False
+ADVANTAGE = "runs every call on every device"
+
 _ALIGNMENT = 64  # columns
+
+
+def supported(spec: Spec, source: Head | Logits) -> None:
+    """It runs every call."""
+
+
+def unproven(spec: Spec, source: Head | Logits) -> None:
+    """It is what other backends are compared with."""
 
 
 def forward(spec: Spec, source: Head | Logits, rows: Rows, names) -> dict:
@@ -69,9 +81,10 @@ def statistics(spec: Spec, source: Head | Logits, rows: Rows) -> _stats.Stats:
 
 
 def backward(
-    spec: Spec, source: Head | Logits, rows: Rows, saved: _stats.Outputs, cotangents
+    spec: Spec, source: Any, rows: Rows, saved: _stats.Outputs, cotangents, kept=None
 ) -> Head | Logits:
     """Cotangent of the source; sums over tokens in the statistics' type."""
+    assert not kept, "this backend keeps no exponentials"
     original, source = trained(spec, source), _aligned(spec, cast(spec, source))
 
     def chunk(row_ids, sums):
@@ -95,35 +108,40 @@ def backward(
 
 
 def one_pass(
-    spec: Spec, source: Head, rows: Rows, of_chunk: OfChunk, made
+    spec: Spec, source: Head, rows: Rows, of_chunk: OfChunk, initial
 ) -> tuple[Any, Head]:
-    """`backward` for cotangents that follow from the outputs: no logits made twice.
+    """`backward` for cotangents that follow from the outputs, from the same logits.
 
     Returns:
-        made, with the values of_chunk in the place of active rows; and the cotangent of
+        initial with of_chunk's values in the place of active rows, and the cotangent of
         the source, with the sums over tokens in the statistics' type.
     """
     head = _aligned(spec, cast(spec, source))
     n_rows = rows.labels.shape[0]
 
     def chunk(row_ids, carry):
-        made, sums = carry
+        values, sums = carry
         z = logits(spec, head, rows, row_ids)
         labels = part_labels(spec, rows, row_ids)
         outputs = merged(spec, rows, row_ids, _stats.of_tile(z, labels))
-        values, g = of_chunk(row_ids, outputs)
-        made = put_all(made, row_ids, values)
+        here, g = of_chunk(row_ids, outputs)
+        values = put_all(values, row_ids, here)
         # Rows past the last active one, as in `backward`.
         log_sum = jnp.where(row_ids < n_rows, outputs.log_sum, jnp.inf)
         outputs = outputs._replace(log_sum=log_sum)
         dz = _stats.dlogits(z, labels, outputs, _stats.coefficients(outputs, g))
         dz = unscale(spec, rows, row_ids, z, dz)
-        return made, accumulate(spec, head, row_ids, dz, sums)
+        return values, accumulate(spec, head, row_ids, dz, sums)
 
-    carry = _shards.vary(made, spec.varying), zero_sums(spec, head)
-    made, sums = for_active_chunks(spec.chunk, rows.active, chunk, carry)
+    carry = _shards.vary(initial, spec.varying), zero_sums(spec, head)
+    values, sums = for_active_chunks(spec.chunk, rows.active, chunk, carry)
     sums = jax.tree.map(unpadded, sums, trained(spec, source))
-    return made, sum_over_shards(spec, sums)
+    return values, sum_over_shards(spec, sums)
+
+
+def forward_and_keep(spec: Spec, source: Head, rows: Rows, names) -> tuple[dict, Any]:
+    """Refused: this backend recomputes the logits (`KEEPS_EXPONENTIALS`)."""
+    raise NotImplementedError(f"{NAME!r} keeps no exponentials")
 
 
 def loss_rows(spec: Spec, source: Head | Logits) -> int:

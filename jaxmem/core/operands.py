@@ -1,6 +1,5 @@
 """A backend's operands: a head or logits, rows of tokens, and chunks of active rows."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -31,12 +30,6 @@ class Rows(NamedTuple):
     labels: jax.Array  # int32, of the whole vocabulary
     active: jax.Array  # bool
     temperature: jax.Array | None  # statistics' type; None is 1
-
-
-# What `one_pass` asks of loss_rows rows at a time: (row ids, their outputs) -> (values
-# to keep of each row, cotangents of the outputs). Ids past the end come last; what
-# their outputs hold has no influence, and their cotangents are 0.
-OfChunk = Callable[[jax.Array, _stats.Outputs], tuple[Any, _stats.Cotangents]]
 
 
 def no_statistics(spec: Spec, rows: Rows) -> _stats.Stats:

@@ -103,16 +103,16 @@ def vary(tree, axes: frozenset[str]) -> Any:
     return jax.tree.map(one, tree)
 
 
-def sum_hidden(shards: Shards | None, dhidden, dW, beside: bool) -> tuple[Any, Any]:
+def sum_hidden(shards: Shards | None, dhidden, dW, overlap: bool) -> tuple[Any, Any]:
     """hidden's cotangent of all shards, and W's; XLA is told which comes first.
 
     Args:
-        beside: whether the sum is to run while dW is made. Else it would slow a kernel
-            that takes the whole chip, and comes after it.
+        overlap: whether the sum is to run while dW is computed. Else it would slow a
+            kernel that takes the whole chip, and comes after it.
     """
     if not (shards and shards.same_hidden):
         return dhidden, dW
-    if beside:
+    if overlap:
         return lax.optimization_barrier((lax.psum(dhidden, shards.same_hidden), dW))
     dhidden, dW = lax.optimization_barrier((dhidden, dW))
     return lax.psum(dhidden, shards.same_hidden), dW

@@ -1,25 +1,16 @@
 """The public verbs: contract, check, flatten, call, unflatten."""
 
-import dataclasses
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import lax
 from jax.typing import ArrayLike
 
-from jaxmem.backends import choose as _backends
-from jaxmem.core import (
-    partition as _spread,
-    report as _report,
-    shards as _shards,
-    spec as _spec,
-)
-from jaxmem.core.operands import Head, Logits, Rows
-from jaxmem.core.spec import AxisName, Chunk, Layout, Spec
+from jaxmem.core.operands import output_dtype
+from jaxmem.core.options import AxisName, Chunk, HeadOptions, Layout
 from jaxmem.core.stats import TokenStats
-from jaxmem.functional import vjp as _vjp
+from jaxmem.functional import arguments, rule
+from jaxmem.functional.vjp import StatisticsRule
 
 
 def logprobs(
@@ -129,12 +120,14 @@ def logprobs(
     Reference: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models",
     2024, arXiv:2411.09009.
     """
-    source, rows, spec, shape, backend = _prepare_head(
-        "logprobs", ("logprob",), hidden, W, labels, chunk, where, temperature,
-        softcap, bias, vocab_size, layout, frozen_head, residual_bytes, axis_name,
-        implementation,
+    options = HeadOptions(
+        chunk=chunk, where=where, temperature=temperature, softcap=softcap, bias=bias,
+        vocab_size=vocab_size, layout=layout, frozen_head=frozen_head,
+        residual_bytes=residual_bytes, axis_name=axis_name,
+        implementation=implementation,
     )  # fmt: skip
-    return _run(spec, backend, source, rows, shape)["logprob"]
+    call = arguments.head_call("logprobs", ("logprob",), hidden, W, labels, options)
+    return _run(call)["logprob"]
 
 
 def token_stats(
@@ -177,12 +170,16 @@ def token_stats(
     Reference: the entropy's gradient, dH/dz_j = -p_j (ln p_j + H), as in Haarnoja et
     al., 2018, arXiv:1801.01290, for a categorical policy.
     """
-    source, rows, spec, shape, backend = _prepare_head(
-        "token_stats", TokenStats._fields, hidden, W, labels, chunk, where,
-        temperature, softcap, bias, vocab_size, layout, frozen_head, residual_bytes,
-        axis_name, implementation,
+    options = HeadOptions(
+        chunk=chunk, where=where, temperature=temperature, softcap=softcap, bias=bias,
+        vocab_size=vocab_size, layout=layout, frozen_head=frozen_head,
+        residual_bytes=residual_bytes, axis_name=axis_name,
+        implementation=implementation,
     )  # fmt: skip
-    return TokenStats(**_run(spec, backend, source, rows, shape))
+    call = arguments.head_call(
+        "token_stats", TokenStats._fields, hidden, W, labels, options
+    )
+    return TokenStats(**_run(call))
 
 
 def entropy(
@@ -214,15 +211,14 @@ def entropy(
     >>> jaxmem.entropy(jnp.zeros((1, 8)), jnp.zeros((4, 8)))
     Array([1.3862944], dtype=float32)
     """
-    hidden = _spec.as_array("hidden", hidden)
-    _spec.check_hidden(hidden)
-    no_labels = np.zeros(hidden.shape[:-1], np.int32)
-    source, rows, spec, shape, backend = _prepare_head(
-        "entropy", ("entropy",), hidden, W, no_labels, chunk, where, temperature,
-        softcap, bias, vocab_size, layout, frozen_head, residual_bytes, axis_name,
-        implementation,
+    options = HeadOptions(
+        chunk=chunk, where=where, temperature=temperature, softcap=softcap, bias=bias,
+        vocab_size=vocab_size, layout=layout, frozen_head=frozen_head,
+        residual_bytes=residual_bytes, axis_name=axis_name,
+        implementation=implementation,
     )  # fmt: skip
-    return _run(spec, backend, source, rows, shape)["entropy"]
+    call = arguments.head_call("entropy", ("entropy",), hidden, W, None, options)
+    return _run(call)["entropy"]
 
 
 def logprobs_from_logits(
@@ -254,11 +250,14 @@ def logprobs_from_logits(
     >>> jaxmem.logprobs_from_logits(jnp.zeros((1, 4)), jnp.array([2]))
     Array([-1.3862944], dtype=float32)
     """
-    source, rows, spec, shape, backend = _prepare_logits(
-        "logprobs_from_logits", ("logprob",), logits, labels, chunk, where,
-        temperature, softcap, vocab_size, axis_name, implementation,
+    options = HeadOptions(
+        chunk=chunk, where=where, temperature=temperature, softcap=softcap,
+        vocab_size=vocab_size, axis_name=axis_name, implementation=implementation,
     )  # fmt: skip
-    return _run(spec, backend, source, rows, shape)["logprob"]
+    call = arguments.logits_call(
+        "logprobs_from_logits", ("logprob",), logits, labels, options
+    )
+    return _run(call)["logprob"]
 
 
 def token_stats_from_logits(
@@ -282,159 +281,20 @@ def token_stats_from_logits(
     >>> jaxmem.token_stats_from_logits(jnp.zeros((1, 4)), jnp.array([2])).entropy
     Array([1.3862944], dtype=float32)
     """
-    source, rows, spec, shape, backend = _prepare_logits(
-        "token_stats_from_logits", TokenStats._fields, logits, labels, chunk, where,
-        temperature, softcap, vocab_size, axis_name, implementation,
+    options = HeadOptions(
+        chunk=chunk, where=where, temperature=temperature, softcap=softcap,
+        vocab_size=vocab_size, axis_name=axis_name, implementation=implementation,
     )  # fmt: skip
-    return TokenStats(**_run(spec, backend, source, rows, shape))
-
-
-def _prepare_head(
-    verb, outputs, hidden, W, labels, chunk, where, temperature, softcap, bias,
-    vocab_size, layout, frozen_head, residual_bytes, axis_name, implementation,
-):  # fmt: skip
-    hidden, W = _spec.as_array("hidden", hidden), _spec.as_array("W", W)
-    _spec.check_hidden(hidden)
-    layout = _spec.check_layout(hidden, W, layout)
-    columns = W.shape[0 if layout == "vd" else 1]
-    if bias is not None:
-        bias = _spec.as_array("bias", bias)
-        _spec.check_bias(bias, columns)
-    if _spec.check_frozen_head(frozen_head):
-        W, bias = lax.stop_gradient((W, bias))
-    flat = jnp.reshape(hidden, (-1, hidden.shape[-1])) if hidden.size else hidden
-    source = Head(flat, W, bias)
-    spec, backend, source, rows = _prepare(
-        verb, outputs, {"hidden": hidden.shape, "W": W.shape}, source, hidden, columns,
-        layout, labels, chunk, where, temperature, softcap, vocab_size, frozen_head,
-        residual_bytes, axis_name, implementation,
-    )  # fmt: skip
-    return source, rows, spec, hidden.shape[:-1], backend
-
-
-def _prepare_logits(
-    verb, outputs, logits, labels, chunk, where, temperature, softcap, vocab_size,
-    axis_name, implementation,
-):  # fmt: skip
-    logits = _spec.as_array("logits", logits)
-    _spec.check_hidden(logits, "logits")
-    flat = jnp.reshape(logits, (-1, logits.shape[-1])) if logits.size else logits
-    source = Logits(flat)
-    spec, backend, source, rows = _prepare(
-        verb, outputs, {"logits": logits.shape}, source, logits, logits.shape[-1], None,
-        labels, chunk, where, temperature, softcap, vocab_size, False, 0, axis_name,
-        implementation,
-    )  # fmt: skip
-    return source, rows, spec, logits.shape[:-1], backend
-
-
-def _prepare(
-    verb, outputs, shapes, source, data, columns, layout, labels, chunk, where,
-    temperature, softcap, vocab_size, frozen_head, residual_bytes, axis_name,
-    implementation,
-):  # fmt: skip
-    """Checks what both sources share; the static facts, and the typed operands."""
-    shape, n_tokens = data.shape[:-1], int(np.prod(data.shape[:-1]))
-    _spec.check_implementation(implementation)
-    _shards.check_not_explicit("hidden" if layout else "logits", data)
-    _backends.check(implementation)
-    shards = _shards.check_axis_name(axis_name)
-    all_columns = columns * shards.count if shards else columns
-    spec = Spec(
-        columns=columns,
-        vocab_size=_spec.check_vocab_size(vocab_size, all_columns),
-        chunk=_spec.check_chunk(chunk, n_tokens, columns),
-        outputs=tuple(outputs),
-        compute_dtype=np.dtype(data.dtype),
-        layout=layout,
-        softcap=_spec.check_softcap(softcap),
-        frozen_head=bool(frozen_head),
-        residual_rows=_spec.check_residual_bytes(
-            residual_bytes, n_tokens, data.dtype.itemsize * columns
-        ),
-        shards=shards,
-        spread=_spread.is_possible(),
+    call = arguments.logits_call(
+        "token_stats_from_logits", TokenStats._fields, logits, labels, options
     )
-    rows = _rows(spec, shape, labels, where, temperature)
-    spec, source = _typed(spec, source, rows)
-    backend, why = _backends.choose(implementation, spec, source)
-    _report.record(
-        _report.Call(verb, shapes, backend, why, spec.chunk, 4 * spec.chunk * columns)
-    )
-    return spec, backend, source, rows
+    return TokenStats(**_run(call))
 
 
-def _typed(spec, source, deciding):
-    """What differs along which mesh axes, for loops and rules inside shard_map.
-
-    Results differ along the axes of what decides on them, and of the source but for
-    those that split its vocabulary. The derivative of typing W as different along an
-    axis of tokens is the sum of its gradient over that axis.
-    """
-    is_head, shards = isinstance(source, Head), spec.shards
-    decided, split = _shards.varying(deciding), frozenset()
-    if shards:
-        array = ("W", source.W) if is_head else ("logits", source.logits)
-        _shards.check_split(shards, *array)
-        hidden = source.hidden if is_head else source
-        shards = _shards.described(shards, hidden, deciding)
-        split = frozenset(shards.axes)
-    varying = (_shards.varying(source) - split) | decided
-    spec = dataclasses.replace(spec, shards=shards, varying=varying)
-    typed = _shards.vary(source, spec.part_varying)
-    if is_head and shards:
-        axes = spec.part_varying.difference(shards.same_hidden)
-        typed = typed._replace(hidden=_shards.vary(source.hidden, axes))
-    return spec, typed
-
-
-def _rows(spec, shape, labels, where, temperature):
-    labels = _spec.as_visible_array("labels", labels)
-    if where is not None:
-        where = _spec.as_visible_array("where", where)
-        _spec.check_where(where, shape)
-    _spec.check_labels(labels, where, shape, spec.vocab_size)
-    temperature = _spec.as_visible_array("temperature", temperature)
-    _spec.check_temperature(temperature, shape)
-    labels = _as_int32(labels, spec.vocab_size)
-    active = labels >= 0
-    if where is not None:
-        active = active & jnp.broadcast_to(jnp.asarray(where), shape)
-    return Rows(
-        jnp.reshape(labels, (-1,)),
-        jnp.reshape(active, (-1,)),
-        _flat_temperature(temperature, shape, spec.stats_dtype),
-    )
-
-
-def _as_int32(labels, vocab_size):
-    """Clipped to [-1, vocab_size] in their own type first, so that none wraps round."""
-    info = jnp.iinfo(labels.dtype)
-    if info.max > np.iinfo(np.int32).max:
-        low = labels.dtype.type(max(-1, info.min))
-        clip = np.clip if isinstance(labels, np.ndarray) else jnp.clip
-        labels = clip(labels, low, labels.dtype.type(vocab_size))
-    return jnp.asarray(labels.astype(np.int32))
-
-
-def _flat_temperature(temperature, shape, dtype):
-    """None for 1; a traced temperature that is not positive becomes NaN."""
-    if not isinstance(temperature, jax.Array) and np.all(np.asarray(temperature) == 1):
-        return None
-    temperature = jnp.asarray(temperature).astype(dtype)
-    temperature = jnp.where(temperature > 0, temperature, jnp.nan)
-    return jnp.reshape(jnp.broadcast_to(temperature, shape), (-1,))
-
-
-def _run(spec, backend, source, rows, shape):
+def _run(call: arguments.Call) -> dict:
+    """The call's outputs by name, in the shape of its tokens."""
+    spec, shape = call.spec, call.shape
     if 0 in shape:
-        return {k: jnp.zeros(shape, _dtype(spec, k)) for k in spec.outputs}
-    try:
-        made = _vjp.token_stats(spec, backend, source, rows)
-    except TypeError as error:
-        raise _spec.forward_mode(error) from error
-    return {k: jnp.reshape(v, shape) for k, v in made.items()}
-
-
-def _dtype(spec, name):
-    return jnp.bool_ if name == "is_argmax" else spec.stats_dtype
+        return {k: jnp.zeros(shape, output_dtype(spec, k)) for k in spec.outputs}
+    results = rule.run(StatisticsRule(spec, call.backend), (call.source,), (call.rows,))
+    return {k: jnp.reshape(v, shape) for k, v in results.items()}

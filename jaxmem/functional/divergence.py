@@ -12,23 +12,20 @@ derivative needs s_v = ∂D/∂p_v alone: dz_v = p_v (s_v - Σ_u p_u s_u).
 
 import dataclasses
 import math
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from jaxmem.backends import xla as _xla
-from jaxmem.core import (
-    operands as _operands,
-    partition as _spread,
-    shards as _shards,
-    spec as _spec,
-    stats as _stats,
-)
-from jaxmem.core.spec import Chunk, Layout, Spec
-from jaxmem.functional import api as _head, rule as _rule
+from jaxmem.backends import xla
+from jaxmem.core import checks, partition, shards as _shards, stats as _stats
+from jaxmem.core.operands import cast, for_active_chunks, put, take
+from jaxmem.core.options import Chunk, HeadOptions, Layout
+from jaxmem.core.spec import Spec
+from jaxmem.functional import arguments, rule
+from jaxmem.functional.rule import LoopRule
 
 _SERIES_BELOW = 0.5  # |x| from which on e^-x - 1 + x keeps its digits
 _SERIES_TERMS = {4: 9, 8: 15}  # by bytes: the next one is below the type's epsilon
@@ -161,11 +158,15 @@ def kl(
     human feedback", 2022, arXiv:2203.02155, for the penalty; Gu et al., "MiniLLM",
     2023, arXiv:2306.08543, for distillation.
     """
-    return _divergence(
-        "kl", KL(), hidden, W, reference_hidden, reference_W, chunk, where, temperature,
-        softcap, bias, vocab_size, layout, reference_temperature, reference_softcap,
-        reference_bias, reference_layout, implementation,
+    options = HeadOptions(
+        chunk=chunk, where=where, temperature=temperature, softcap=softcap, bias=bias,
+        vocab_size=vocab_size, layout=layout, implementation=implementation,
     )  # fmt: skip
+    reference = _Reference(
+        reference_hidden, reference_W, reference_temperature, reference_softcap,
+        reference_bias, reference_layout,
+    )  # fmt: skip
+    return _divergence("kl", KL(), hidden, W, reference, options)
 
 
 def forward_kl(
@@ -203,11 +204,15 @@ def forward_kl(
     Reference: Hinton et al., "Distilling the Knowledge in a Neural Network", 2015,
     arXiv:1503.02531.
     """
-    return _divergence(
-        "forward_kl", ForwardKL(), hidden, W, reference_hidden, reference_W, chunk,
-        where, temperature, softcap, bias, vocab_size, layout, reference_temperature,
-        reference_softcap, reference_bias, reference_layout, implementation,
+    options = HeadOptions(
+        chunk=chunk, where=where, temperature=temperature, softcap=softcap, bias=bias,
+        vocab_size=vocab_size, layout=layout, implementation=implementation,
     )  # fmt: skip
+    reference = _Reference(
+        reference_hidden, reference_W, reference_temperature, reference_softcap,
+        reference_bias, reference_layout,
+    )  # fmt: skip
+    return _divergence("forward_kl", ForwardKL(), hidden, W, reference, options)
 
 
 def jsd(
@@ -250,60 +255,84 @@ def jsd(
     Reference: Agarwal et al., "On-Policy Distillation of Language Models", 2023,
     arXiv:2306.13649, with their β.
     """
-    return _divergence(
-        "jsd", JSD(_check_beta(beta)), hidden, W, reference_hidden, reference_W, chunk,
-        where, temperature, softcap, bias, vocab_size, layout, reference_temperature,
-        reference_softcap, reference_bias, reference_layout, implementation,
+    options = HeadOptions(
+        chunk=chunk, where=where, temperature=temperature, softcap=softcap, bias=bias,
+        vocab_size=vocab_size, layout=layout, implementation=implementation,
     )  # fmt: skip
+    reference = _Reference(
+        reference_hidden, reference_W, reference_temperature, reference_softcap,
+        reference_bias, reference_layout,
+    )  # fmt: skip
+    return _divergence("jsd", JSD(_check_beta(beta)), hidden, W, reference, options)
 
 
-def _divergence(
-    verb, divergence, hidden, W, reference_hidden, reference_W, chunk, where,
-    temperature, softcap, bias, vocab_size, layout, reference_temperature,
-    reference_softcap, reference_bias, reference_layout, implementation,
-):  # fmt: skip
-    _rule.check_implementation(verb, implementation)
-    policy, layout, shape = _rule.read_head(hidden, W, bias, layout)
-    reference, reference_layout, reference_shape = _rule.read_head(
-        reference_hidden, reference_W, reference_bias, reference_layout, "reference_"
+class _Reference(NamedTuple):
+    """The arguments whose names begin with reference_."""
+
+    hidden: Any
+    W: Any
+    temperature: Any  # None: the policy's
+    softcap: Any  # "same": the policy's
+    bias: Any
+    layout: Layout | None
+
+
+def _divergence(verb, divergence, hidden, W, reference, options):
+    """Per token, [...], from a head and a `_Reference`."""
+    rule.check_only_xla(verb, options.implementation)
+    policy, layout, shape = arguments.read_head(hidden, W, options)
+    options = dataclasses.replace(options, layout=layout)
+    other, other_layout, other_shape = arguments.read_head(
+        reference.hidden,
+        reference.W,
+        HeadOptions(layout=reference.layout, bias=reference.bias),
+        "reference_",
     )
-    _check_tokens(reference_shape, shape)
-    columns = _rule.columns_of(policy.W, layout)
-    reference_columns = _rule.columns_of(reference.W, reference_layout)
-    both = columns + reference_columns
-    spec = Spec(
-        columns=columns,
-        vocab_size=_check_vocab_size(vocab_size, columns, reference_columns),
-        chunk=_spec.check_chunk(chunk, policy.hidden.shape[0], both),
-        outputs=(),
-        compute_dtype=policy.hidden.dtype,
-        layout=layout,
-        softcap=_spec.check_softcap(softcap),
-        spread=_spread.is_possible(),
-    )
-    reference_spec = dataclasses.replace(
-        spec,
-        columns=reference_columns,
-        compute_dtype=reference.hidden.dtype,
-        layout=reference_layout,
-        softcap=_reference_softcap(reference_softcap, spec.softcap),
-    )
-    rows = _rule.read_rows(spec, shape, where, temperature)
-    reference_rows = _reference_rows(reference_spec, shape, rows, reference_temperature)
+    check_tokens(other_shape, shape)
+    reference = reference._replace(hidden=other.hidden, W=other.W, layout=other_layout)
+    spec, other_spec = _specs(policy, reference, options)
+    rows = arguments.read_rows(spec, shape, None, options)
+    other_rows = _reference_rows(other_spec, shape, rows, reference.temperature)
     shapes = {"hidden": (*shape, policy.hidden.shape[-1]), "W": policy.W.shape}
-    shapes["reference_hidden"] = (*shape, reference.hidden.shape[-1])
-    shapes["reference_W"] = reference.W.shape
-    _rule.record(verb, shapes, implementation, spec.chunk, 4 * spec.chunk * both)
+    shapes["reference_hidden"] = (*shape, other.hidden.shape[-1])
+    shapes["reference_W"] = other.W.shape
+    live_bytes = 4 * spec.chunk * (spec.columns + other_spec.columns)
+    rule.record(verb, shapes, options.implementation, spec.chunk, live_bytes)
     if 0 in shape:
         return jnp.zeros(shape, spec.stats_dtype)
-    deciding = rows, reference_rows, reference
-    spec, policy = _head._typed(spec, policy, deciding)
-    rule = _TwoHeads(divergence, spec, reference_spec)
-    made = _rule.run(rule, policy, (rows, reference_rows), reference)
-    return jnp.reshape(made, shape)
+    spec, policy = arguments.typed(spec, policy, (rows, other_rows, other))
+    two_heads = _TwoHeads(spec, divergence, other_spec)
+    results = rule.run(two_heads, (policy,), ((rows, other_rows), other))
+    return jnp.reshape(results, shape)
 
 
-def _check_tokens(reference_shape, shape):
+def _specs(policy, reference, options):
+    """The static facts of both heads, which share chunk and vocabulary."""
+    columns = arguments.columns_of(policy, options.layout)
+    other_columns = reference.W.shape[0 if reference.layout == "vd" else 1]
+    both, n_tokens = columns + other_columns, policy.hidden.shape[0]
+    spec = Spec(
+        columns=columns,
+        vocab_size=_check_vocab_size(options.vocab_size, columns, other_columns),
+        chunk=checks.check_chunk(options.chunk, n_tokens, both),
+        outputs=(),
+        compute_dtype=policy.hidden.dtype,
+        layout=options.layout,
+        softcap=checks.check_softcap(options.softcap),
+        spread=partition.is_possible(),
+    )
+    other_spec = dataclasses.replace(
+        spec,
+        columns=other_columns,
+        compute_dtype=reference.hidden.dtype,
+        layout=reference.layout,
+        softcap=_reference_softcap(reference.softcap, spec.softcap),
+    )
+    return spec, other_spec
+
+
+def check_tokens(reference_shape, shape) -> None:
+    """The reference has the policy's tokens."""
     if reference_shape != shape:
         raise ValueError(
             f"reference_hidden must have hidden's tokens, shape {shape}, got "
@@ -316,28 +345,27 @@ def _reference_softcap(
 ):
     if isinstance(softcap, str) and softcap == "same":
         return of_policy
-    return _spec.check_softcap(softcap, "reference_softcap")
+    return checks.check_softcap(softcap, "reference_softcap")
 
 
 def _reference_rows(spec, shape, rows, temperature):
     if temperature is None:
         return rows
     name = "reference_temperature"
-    temperature = _spec.as_visible_array(name, temperature)
-    _spec.check_temperature(temperature, shape, name)
-    temperature = _head._flat_temperature(temperature, shape, spec.stats_dtype)
+    temperature = checks.as_visible_array(name, temperature)
+    checks.check_temperature(temperature, shape, name)
+    temperature = arguments.flat_temperature(temperature, shape, spec.stats_dtype)
     return rows._replace(temperature=temperature)
 
 
 @dataclasses.dataclass(frozen=True)
-class _TwoHeads:
-    """The `Rule` of every divergence; given is the reference."""
+class _TwoHeads(LoopRule):
+    """The rule of every divergence; given is the reference."""
 
     divergence: KL | ForwardKL | JSD
-    spec: Spec
     reference_spec: Spec
 
-    def forward(self, source, rows, given):
+    def forward_loop(self, source, rows, given):
         n_rows, dtype = source.hidden.shape[0], self.spec.stats_dtype
         policy, reference = self._cast(source, given)
 
@@ -352,41 +380,41 @@ class _TwoHeads:
             *parts, slope = _stats.sum_rows_of(terms, z, y)
             value = sum(parts[1:], parts[0])
             values = value, {"mean_slope": slope, "normalisers": normalisers}
-            return jax.tree.map(lambda x, v: _operands.put(x, row_ids, v), made, values)
+            return jax.tree.map(lambda x, v: put(x, row_ids, v), made, values)
 
         zero = jnp.zeros(n_rows, dtype)
         normaliser = _stats.Normaliser(zero, zero)
         made = zero, {"mean_slope": zero, "normalisers": (normaliser, normaliser)}
         made = _shards.vary(made, self.spec.varying)
-        return _operands.for_active_chunks(self.spec.chunk, rows[0].active, chunk, made)
+        return for_active_chunks(self.spec.chunk, rows[0].active, chunk, made)
 
-    def backward(self, source, rows, given, result, saved, g):
+    def backward_loop(self, source, rows, given, result, saved, g):
         policy, reference = self._cast(source, given)
 
         def chunk(row_ids, sums):
             full, z, y = self._logits(policy, reference, rows, row_ids)
-            of_row = jax.tree.map(lambda x: _operands.take(x, row_ids), (saved, g))
+            of_row = jax.tree.map(lambda x: take(x, row_ids), (saved, g))
             mean_slope, g_row = of_row[0]["mean_slope"][:, None], of_row[1][:, None]
             p, q, log_ratio = _compare(z, y, *of_row[0]["normalisers"])
             dz = g_row * (self.divergence.slopes(p, q, log_ratio) - p * mean_slope)
             # Rows past the last active one, or with an infinite divergence unasked for.
             dz = jnp.where(g_row == 0, 0, dz)
             dz = jnp.pad(dz, ((0, 0), (0, self.spec.columns - dz.shape[1])))
-            dz = _xla.unscale(self.spec, rows[0], row_ids, full, dz)
-            return _xla.accumulate(self.spec, policy, row_ids, dz, sums)
+            dz = xla.unscale(self.spec, rows[0], row_ids, full, dz)
+            return xla.accumulate(self.spec, policy, row_ids, dz, sums)
 
-        sums = _xla.zero_sums(self.spec, policy)
-        sums = _operands.for_active_chunks(self.spec.chunk, rows[0].active, chunk, sums)
+        sums = xla.zero_sums(self.spec, policy)
+        sums = for_active_chunks(self.spec.chunk, rows[0].active, chunk, sums)
         return jax.tree.map(lambda total, x: total.astype(x.dtype), sums, source)
 
     def _cast(self, policy, reference):
-        policy = _operands.cast(self.spec, policy)
-        return policy, _operands.cast(self.reference_spec, reference)
+        policy = cast(self.spec, policy)
+        return policy, cast(self.reference_spec, reference)
 
     def _logits(self, policy, reference, rows, row_ids):
         """The policy's logits, whole and as far as both go; the reference's as far."""
-        z = _xla.logits(self.spec, policy, rows[0], row_ids)
-        y = _xla.logits(self.reference_spec, reference, rows[1], row_ids)
+        z = xla.logits(self.spec, policy, rows[0], row_ids)
+        y = xla.logits(self.reference_spec, reference, rows[1], row_ids)
         # Scaled once each, though they are read more than once.
         z, y = lax.optimization_barrier((z, y))
         both = min(self.spec.columns, self.reference_spec.columns)
@@ -429,7 +457,7 @@ def _product(a, x):
 
 def _check_beta(beta):
     if not isinstance(beta, (int, float)) or isinstance(beta, bool):
-        raise TypeError(f"beta must be a Python number, got {_spec._brief(beta)}")
+        raise TypeError(f"beta must be a Python number, got {checks.brief(beta)}")
     if not 0 < beta < 1:
         raise ValueError(
             f"beta must lie between 0 and 1, got {beta}; the limits are forward_kl "
@@ -444,4 +472,4 @@ def _check_vocab_size(vocab_size, columns, reference_columns):
             f"W and reference_W must have the same vocabulary, got {columns} and "
             f"{reference_columns} tokens; where one is padded, pass vocab_size="
         )
-    return _spec.check_vocab_size(vocab_size, min(columns, reference_columns))
+    return checks.check_vocab_size(vocab_size, min(columns, reference_columns))

@@ -1,145 +1,180 @@
-"""What verbs with loops of their own share: read a head, say what runs, differentiate.
+"""The one custom derivative: what every public function's rule is run by.
 
-Such a verb is a `Rule`: a forward and a backward loop over chunks of active tokens,
-which see rows of logits that `token_stats` would have reduced too far.
+A `Rule` says how a result and its derivative are computed; `run` differentiates by it,
+and refuses by name what it cannot: second derivatives, forward mode, a gradient of the
+temperature. Verbs with loops of their own over chunks of logits are a `LoopRule`.
 """
 
 import dataclasses
 import functools
-from collections.abc import Hashable
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.custom_batching import sequential_vmap
 from jax.custom_derivatives import SymbolicZero
 
-from jaxmem.backends import choose as _backends
-from jaxmem.core import report as _report, shards as _shards, spec as _spec
+from jaxmem.backends import choose
+from jaxmem.core import checks, partition, report
 from jaxmem.core.operands import Head, Rows
-from jaxmem.core.spec import Layout, Spec
-from jaxmem.functional import api as _head, vjp as _vjp
+from jaxmem.core.spec import Spec
 
 
-class Rule(Hashable, Protocol):
-    """Static facts of a call and its two loops; a dataclass.
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """Static facts of a call, and how it is differentiated.
 
-    What is given is constant: heads, and arrays of tokens.
+    `trained` are the operands with a derivative, whose first is the head or the logits;
+    `fixed` are constants, whose first are the tokens' `Rows`.
     """
 
-    @property
-    def spec(self) -> Spec:
-        """Its `chunk` is cut to the rows that a device has."""
-        ...
+    spec: Spec
 
-    def forward(self, source: Head, rows, given) -> tuple[Any, dict]:
-        """The result, and what the backward loop needs of each row, by name."""
-        ...
+    def forward(self, trained, fixed) -> Any:
+        """The result, where nobody asks for a derivative."""
+        raise NotImplementedError
 
-    def backward(self, source: Head, rows, given, result, saved, g) -> Any:
-        """Cotangent of the source for the result's cotangent g."""
-        ...
+    def forward_and_save(self, trained, fixed) -> tuple[Any, Any]:
+        """The result, and the residuals that `backward` needs."""
+        raise NotImplementedError
+
+    def backward(self, residuals, cotangents) -> Any:
+        """Cotangents of trained; those of the result may be `SymbolicZero`."""
+        raise NotImplementedError
+
+    def refuse(self, fixed) -> None:
+        """Raises for constants that are being differentiated; leaves have perturbed."""
+        for rows in jax.tree.leaves(fixed, is_leaf=lambda x: isinstance(x, Rows)):
+            if isinstance(rows, Rows):
+                _refuse_temperature_gradient(rows)
 
 
-def run(rule: Rule, source: Head, rows: tuple[Rows, ...], given) -> Any:
-    """The rule's result, differentiable in source."""
+def run(rule: Rule, trained, fixed) -> Any:
+    """The rule's result, differentiable in trained."""
     try:
-        return _run(rule, source, rows, given)
+        return _run(rule, trained, fixed)
     except TypeError as error:
-        raise _spec.forward_mode(error) from error
+        raise checks.forward_mode(error) from error
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _run(rule, source, rows, given):
-    return _call(rule, source, rows, given)
+def _run(rule, trained, fixed):
+    return _call(rule, trained, fixed)
 
 
-def _call(rule, source, rows, given):
-    return _forward(rule, source, rows, given)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _call(rule, trained, fixed):
+    return rule.forward(trained, fixed)
 
 
-def _call_fwd(rule, source, rows, given):
-    for one in rows:
-        _vjp._refuse_temperature_gradient(one)
-    source, rows, given = (_vjp._values(x) for x in (source, rows, given))
-    result, saved = _forward(rule, source, rows, given)
-    saved = {k: checkpoint_name(v, f"jaxmem_{k}") for k, v in saved.items()}
-    return result, (source, rows, given, result, saved)
+def _call_fwd(rule, trained, fixed):
+    rule.refuse(fixed)
+    trained, fixed = jax.tree.map(lambda x: x.value, (trained, fixed))
+    return rule.forward_and_save(trained, fixed)
 
 
-def _call_bwd(rule, residuals, g):
-    if isinstance(g, SymbolicZero):
-        return jax.tree.map(jnp.zeros_like, residuals[0]), None, None
-    of_tokens = _of_tokens((*residuals, g))
-    run = _vjp._by_tokens(
-        rule.spec,
-        lambda source, rows, *other: _fitted(rule, rows).backward(source, rows, *other),
-        of_tokens,
-        of_tokens[0],
-    )
-    return _vjp._once(run)(*residuals, g), None, None
+def _call_bwd(rule, residuals, cotangents):
+    return rule.backward(residuals, cotangents), None
 
 
-def _forward(rule, source, rows, given):
-    run = _vjp._by_tokens(
-        rule.spec,
-        lambda source, rows, given: _fitted(rule, rows).forward(source, rows, given),
-        _of_tokens((source, rows, given)),
-        True,
-    )
-    return _vjp._once(run)(source, rows, given)
+_call.defvjp(_call_fwd, _call_bwd, symbolic_zeros=True)
 
 
-def _fitted(rule, rows):
-    spec = _vjp._fitted(rule.spec, rows[0])
-    return dataclasses.replace(rule, spec=spec)  # pyright: ignore[reportArgumentType]
+@dataclasses.dataclass(frozen=True)
+class LoopRule(Rule):
+    """A rule of two loops over chunks of active tokens, on this device's tokens.
+
+    trained is `(source,)`, fixed is `(rows, given)`: a tuple of `Rows`, and other
+    constants with tokens in their first axis, or heads.
+    """
+
+    def forward_loop(self, source: Head, rows, given) -> tuple[Any, dict]:
+        """The result, and what the backward loop needs of each row, by name."""
+        raise NotImplementedError
+
+    def backward_loop(self, source: Head, rows, given, result, saved, g) -> Any:
+        """Cotangent of the source for the result's cotangent g."""
+        raise NotImplementedError
+
+    def forward(self, trained, fixed):
+        """As in `Rule`."""
+        return self._forward(trained, fixed)[0]
+
+    def forward_and_save(self, trained, fixed):
+        """As in `Rule`."""
+        result, saved = self._forward(trained, fixed)
+        saved = {k: checkpoint_name(v, f"jaxmem_{k}") for k, v in saved.items()}
+        return result, (*trained, *fixed, result, saved)
+
+    def backward(self, residuals, cotangents):
+        """As in `Rule`."""
+        if isinstance(cotangents, SymbolicZero):
+            return (jax.tree.map(jnp.zeros_like, residuals[0]),)
+
+        def loop(source, rows, *other):
+            return self._fitted(rows).backward_loop(source, rows, *other)
+
+        flags = of_tokens((*residuals, cotangents))
+        split = by_tokens(self.spec, loop, flags, flags[0])
+        return (once(split)(*residuals, cotangents),)
+
+    def _forward(self, trained, fixed):
+        def loop(source, rows, given):
+            return self._fitted(rows).forward_loop(source, rows, given)
+
+        operands = (*trained, *fixed)
+        return once(by_tokens(self.spec, loop, of_tokens(operands), True))(*operands)
+
+    def _fitted(self, rows):
+        return dataclasses.replace(self, spec=fitted(self.spec, rows[0]))
 
 
-def _of_tokens(tree):
-    """Every array but a head's weights."""
+def of_tokens(tree) -> Any:
+    """Whether tokens are the first axis: of every array but a head's weights."""
     return jax.tree.map(
-        lambda x: _vjp._of_tokens(x) if isinstance(x, Head) else True,
+        lambda x: Head(True, False, False) if isinstance(x, Head) else True,  # pyright: ignore
         tree,
         is_leaf=lambda x: isinstance(x, Head),
     )
 
 
-_call = jax.custom_vjp(_call, nondiff_argnums=(0,))
-_call.defvjp(_call_fwd, _call_bwd, symbolic_zeros=True)
+def fitted(spec: Spec, rows: Rows) -> Spec:
+    """With no larger a chunk than there are rows here."""
+    chunk = checks.check_chunk(spec.chunk, rows.labels.shape[0], spec.columns)
+    return dataclasses.replace(spec, chunk=chunk)
 
 
-def read_head(
-    hidden, W, bias, layout: Layout | None, prefix: str = ""
-) -> tuple[Head, Layout, tuple[int, ...]]:
-    """The head with flat tokens, its layout, and the tokens' shape; all checked."""
-    hidden = _spec.as_array(f"{prefix}hidden", hidden)
-    W = _spec.as_array(f"{prefix}W", W)
-    _spec.check_hidden(hidden, f"{prefix}hidden")
-    _shards.check_not_explicit(f"{prefix}hidden", hidden)
-    layout = _spec.check_layout(hidden, W, layout, prefix)
-    if bias is not None:
-        bias = _spec.as_array(f"{prefix}bias", bias)
-        _spec.check_bias(bias, columns_of(W, layout), f"{prefix}bias")
-    shape, depth = hidden.shape[:-1], hidden.shape[-1]
-    flat = jnp.reshape(hidden, (int(np.prod(shape)), depth))
-    return Head(flat, W, bias), layout, shape
+def by_tokens(spec: Spec, run: Callable, given: Any, made: Any) -> Callable:
+    """run as it is, or such that XLA may partition its tokens over devices."""
+    return partition.by_tokens(run, given, made) if spec.spread else run
 
 
-def columns_of(W, layout: Layout) -> int:
-    """How many tokens W has, padding included."""
-    return W.shape[0 if layout == "vd" else 1]
+def once(run: Callable) -> Callable:
+    """run, differentiable no further; under vmap, one example after another.
+
+    In sequence, because `chunk` must go on bounding the logits that are alive.
+    """
+    guarded = jax.custom_jvp(sequential_vmap(run))
+    guarded.defjvp(_refuse_second_order)
+    return guarded
 
 
-def read_rows(spec: Spec, shape: tuple[int, ...], where, temperature) -> Rows:
-    """Rows without labels: active where nothing masks them."""
-    return _head._rows(spec, shape, np.zeros(shape, np.int32), where, temperature)
+def sum_over_shards(spec: Spec, cotangents) -> Any:
+    """Cotangents of results that jax types as each shard's own, summed over shards."""
+    if not (spec.shards and spec.shards.own_results):
+        return cotangents
+    axes = spec.shards.own_results
+    return jax.tree.map(
+        lambda g: g if isinstance(g, SymbolicZero) else lax.psum(g, axes), cotangents
+    )
 
 
-def check_implementation(verb: str, implementation: str | None) -> None:
-    """None or "xla"; a backend that exists but has no such verb says so."""
-    _spec.check_implementation(implementation)
-    _backends.check(implementation)
+def check_only_xla(verb: str, implementation: str | None) -> None:
+    """None or "xla"; a backend that exists but has no such verb is refused by name."""
+    choose.check(implementation)
     if implementation not in (None, "xla"):
         raise NotImplementedError(
             f"implementation={implementation!r} has no {verb}: its kernels reduce one "
@@ -148,7 +183,24 @@ def check_implementation(verb: str, implementation: str | None) -> None:
         )
 
 
-def record(verb, shapes, implementation, chunk: int, live_bytes: int) -> None:
-    """Enters the call in every open `jaxmem.report()`."""
+def record(
+    verb: str, shapes, implementation: str | None, chunk: int, live_bytes: int
+) -> None:
+    """Enters the call of a verb that only "xla" has in every open `jaxmem.report()`."""
     why = "named by the caller" if implementation else f"the only one with {verb}"
-    _report.record(_report.Call(verb, shapes, "xla", why, chunk, live_bytes))
+    report.record(report.Call(verb, shapes, "xla", why, chunk, live_bytes))
+
+
+def _refuse_second_order(primals, tangents):
+    raise NotImplementedError(
+        "jaxmem: second derivatives of the head are not supported; for a "
+        "Hessian-vector product apply jax.nn.log_softmax to materialised logits"
+    )
+
+
+def _refuse_temperature_gradient(rows):
+    if rows.temperature is not None and rows.temperature.perturbed:
+        raise NotImplementedError(
+            "jaxmem: temperature is not differentiable here; wrap it in "
+            "jax.lax.stop_gradient, or divide hidden (and bias) by it and pass 1"
+        )

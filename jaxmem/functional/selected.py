@@ -14,16 +14,13 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from jaxmem.backends import xla as _xla
-from jaxmem.core import (
-    operands as _operands,
-    partition as _spread,
-    shards as _shards,
-    spec as _spec,
-    stats as _stats,
-)
-from jaxmem.core.spec import Chunk, Layout, Spec
-from jaxmem.functional import api as _head, rule as _rule
+from jaxmem.backends import xla
+from jaxmem.core import checks, partition, shards as _shards, stats as _stats
+from jaxmem.core.operands import Head, cast, for_active_chunks, put, take
+from jaxmem.core.options import Chunk, HeadOptions, Layout
+from jaxmem.core.spec import Spec
+from jaxmem.functional import arguments, rule
+from jaxmem.functional.rule import LoopRule
 
 
 def selected_logprobs(
@@ -81,20 +78,26 @@ def selected_logprobs(
     Reference: Hinton et al., "Distilling the Knowledge in a Neural Network", 2015,
     arXiv:1503.02531.
     """
-    _rule.check_implementation("selected_logprobs", implementation)
-    source, layout, shape = _rule.read_head(hidden, W, bias, layout)
-    spec = _spec_of(source, layout, chunk, None, softcap, vocab_size)
-    where = _read_where(where, shape)
-    rows = _rule.read_rows(spec, shape, where, temperature)
-    ids = _flat(_check_ids("ids", ids, where, shape, spec.vocab_size), shape)
+    verb = "selected_logprobs"
+    options = HeadOptions(
+        chunk=chunk, where=where, temperature=temperature, softcap=softcap, bias=bias,
+        vocab_size=vocab_size, layout=layout, implementation=implementation,
+    )  # fmt: skip
+    rule.check_only_xla(verb, implementation)
+    source, layout, shape = arguments.read_head(hidden, W, options)
+    spec = _spec_of(source, dataclasses.replace(options, layout=layout), None)
+    rows = arguments.read_rows(spec, shape, None, options)
+    where = arguments.read_where(where, shape)
+    ids = _flat(check_ids("ids", ids, where, shape, spec.vocab_size), shape)
     rows = rows._replace(active=rows.active & jnp.any(ids >= 0, axis=-1))
-    _record("selected_logprobs", source, shape, {"ids": ids}, implementation, spec,
-            spec.columns)  # fmt: skip
+    shapes = _shapes(source, shape) | {"ids": (*shape, ids.shape[-1])}
+    live_bytes = 4 * spec.chunk * spec.columns
+    rule.record(verb, shapes, implementation, spec.chunk, live_bytes)
     if 0 in ids.shape:
         return jnp.zeros((*shape, ids.shape[-1]), spec.stats_dtype)
-    spec, source = _head._typed(spec, source, (rows, ids))
-    made = _rule.run(_Selected(spec), source, (rows,), ids)
-    return jnp.reshape(made, (*shape, ids.shape[-1]))
+    spec, source = arguments.typed(spec, source, (rows, ids))
+    results = rule.run(_Selected(spec), (source,), ((rows,), ids))
+    return jnp.reshape(results, (*shape, ids.shape[-1]))
 
 
 def support_logprobs(
@@ -164,80 +167,86 @@ def support_logprobs(
     Reference: Holtzman et al., "The Curious Case of Neural Text Degeneration", 2019,
     arXiv:1904.09751, for the truncated distributions.
     """
-    _rule.check_implementation("support_logprobs", implementation)
-    source, layout, shape = _rule.read_head(hidden, W, bias, layout)
-    vocab_size = _spec.check_vocab_size(vocab_size, _rule.columns_of(source.W, layout))
-    where, labels = _read_where(where, shape), _spec.as_visible_array("labels", labels)
-    support_ids = _spec.as_visible_array("support_ids", support_ids)
-    ids = _check_ids("support_ids", support_ids, where, shape, vocab_size)
-    ids = _flat(ids, shape)
+    verb = "support_logprobs"
+    options = HeadOptions(
+        chunk=chunk, where=where, temperature=temperature, softcap=softcap, bias=bias,
+        vocab_size=vocab_size, layout=layout, implementation=implementation,
+    )  # fmt: skip
+    rule.check_only_xla(verb, implementation)
+    source, layout, shape = arguments.read_head(hidden, W, options)
+    columns = arguments.columns_of(source, layout)
+    vocab_size = checks.check_vocab_size(vocab_size, columns)
+    where = arguments.read_where(where, shape)
+    labels = checks.as_visible_array("labels", labels)
+    support_ids = checks.as_visible_array("support_ids", support_ids)
+    ids = _flat(check_ids("support_ids", support_ids, where, shape, vocab_size), shape)
     numbers = ids.shape[1] * source.hidden.shape[1]
-    spec = _spec_of(source, layout, chunk, numbers, softcap, vocab_size)
-    rows = _head._rows(spec, shape, labels, where, temperature)
-    _check_support(labels, support_ids, where, shape)
-    _record("support_logprobs", source, shape, {"support_ids": ids}, implementation,
-            spec, ids.shape[1])  # fmt: skip
+    spec = _spec_of(source, dataclasses.replace(options, layout=layout), numbers)
+    rows = arguments.read_rows(spec, shape, labels, options)
+    check_support(labels, support_ids, where, shape)
+    shapes = _shapes(source, shape) | {"support_ids": (*shape, ids.shape[-1])}
+    live_bytes = 4 * spec.chunk * ids.shape[1]
+    rule.record(verb, shapes, implementation, spec.chunk, live_bytes)
     if 0 in shape:
         return jnp.zeros(shape, spec.stats_dtype)
-    spec, source = _head._typed(spec, source, (rows, ids))
-    return jnp.reshape(_rule.run(_Support(spec), source, (rows,), ids), shape)
+    spec, source = arguments.typed(spec, source, (rows, ids))
+    results = rule.run(_Support(spec), (source,), ((rows,), ids))
+    return jnp.reshape(results, shape)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Selected:
-    """The `Rule` of `selected_logprobs`; given are the ids [N, K]."""
+class _Selected(LoopRule):
+    """The rule of `selected_logprobs`; given are the ids [N, K]."""
 
-    spec: Spec
-
-    def forward(self, source, rows, given):
+    def forward_loop(self, source, rows, given):
         (rows,) = rows
         n_rows, dtype = given.shape[0], self.spec.stats_dtype
-        source = _operands.cast(self.spec, source)
+        source = cast(self.spec, source)
 
         def chunk(row_ids, made):
             z = self._logits(source, rows, row_ids)
-            ids = _operands.take(given, row_ids, fill_value=-1)
+            ids = take(given, row_ids, fill_value=-1)
             normaliser = _stats.normaliser(z)
             at_ids = z.at[self._places(ids)].get(mode="fill", fill_value=jnp.nan)
             log_p = jnp.where(ids < 0, 0, _stats.log_softmax(at_ids, normaliser))
             values = log_p, {"normaliser": normaliser}
-            return jax.tree.map(lambda x, v: _operands.put(x, row_ids, v), made, values)
+            return jax.tree.map(lambda x, v: put(x, row_ids, v), made, values)
 
         zero = jnp.zeros(n_rows, dtype)
         saved = {"normaliser": _stats.Normaliser(zero, zero)}
         made = jnp.zeros(given.shape, dtype), saved
         made = _shards.vary(made, self.spec.varying)
-        return _operands.for_active_chunks(self.spec.chunk, rows.active, chunk, made)
+        return for_active_chunks(self.spec.chunk, rows.active, chunk, made)
 
-    def backward(self, source, rows, given, result, saved, g):
+    def backward_loop(self, source, rows, given, result, saved, g):
         (rows,), original = rows, source
-        source = _operands.cast(self.spec, source)
+        source = cast(self.spec, source)
 
         def chunk(row_ids, sums):
             z = self._logits(source, rows, row_ids)
-            ids = _operands.take(given, row_ids, fill_value=-1)
-            log_p, g_ids = _operands.take(result, row_ids), _operands.take(g, row_ids)
+            ids = take(given, row_ids, fill_value=-1)
+            log_p, g_ids = take(result, row_ids), take(g, row_ids)
             # An id that does not exist poisons only what used it.
             g_ids = jnp.where(jnp.isnan(log_p) & (g_ids != 0), jnp.nan, g_ids)
             g_ids = jnp.where(ids < 0, 0, g_ids)
             max_, log_sum = saved["normaliser"]
-            # Rows past the last active one, as in `_xla.backward`.
-            log_sum = _operands.take(log_sum, row_ids, fill_value=jnp.inf)
-            normaliser = _stats.Normaliser(_operands.take(max_, row_ids), log_sum)
+            # Rows past the last active one, as in `xla.backward`.
+            log_sum = take(log_sum, row_ids, fill_value=jnp.inf)
+            normaliser = _stats.Normaliser(take(max_, row_ids), log_sum)
             total = jnp.sum(g_ids, axis=-1, keepdims=True)
             dz = -total * jnp.exp(_stats.log_softmax(z, normaliser))
             ids, at_ids = _at_ids(ids, log_p, g_ids, total)
             dz = dz.at[self._places(ids)].set(at_ids, mode="drop")
-            dz = _xla.unscale(self.spec, rows, row_ids, z, dz)
-            return _xla.accumulate(self.spec, source, row_ids, dz, sums)
+            dz = xla.unscale(self.spec, rows, row_ids, z, dz)
+            return xla.accumulate(self.spec, source, row_ids, dz, sums)
 
-        sums = _xla.zero_sums(self.spec, source)
-        sums = _operands.for_active_chunks(self.spec.chunk, rows.active, chunk, sums)
+        sums = xla.zero_sums(self.spec, source)
+        sums = for_active_chunks(self.spec.chunk, rows.active, chunk, sums)
         return jax.tree.map(lambda total, x: total.astype(x.dtype), sums, original)
 
     def _logits(self, source, rows, row_ids):
         """Scaled once, though they are read twice."""
-        return lax.optimization_barrier(_xla.logits(self.spec, source, rows, row_ids))
+        return lax.optimization_barrier(xla.logits(self.spec, source, rows, row_ids))
 
     def _places(self, ids):
         """Rows and columns of the ids in logits; past the end where there is none."""
@@ -259,12 +268,10 @@ def _at_ids(ids, log_p, g, total):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Support:
-    """The `Rule` of `support_logprobs`; given are the supports [N, K]."""
+class _Support(LoopRule):
+    """The rule of `support_logprobs`; given are the supports [N, K]."""
 
-    spec: Spec
-
-    def forward(self, source, rows, given):
+    def forward_loop(self, source, rows, given):
         (rows,), source = rows, self._widen(source)
 
         def chunk(row_ids, made):
@@ -274,14 +281,14 @@ class _Support:
             found &= jnp.all(ids < self.spec.vocab_size, axis=-1)
             outputs = _stats.finish(_stats.of_tile(z, position), found)
             values = outputs.logprob, {k: getattr(outputs, k) for k in made[1]}
-            return jax.tree.map(lambda x, v: _operands.put(x, row_ids, v), made, values)
+            return jax.tree.map(lambda x, v: put(x, row_ids, v), made, values)
 
         zero = jnp.zeros(given.shape[0], self.spec.stats_dtype)
         made = zero, {"max": zero, "log_sum": zero}
         made = _shards.vary(made, self.spec.varying)
-        return _operands.for_active_chunks(self.spec.chunk, rows.active, chunk, made)
+        return for_active_chunks(self.spec.chunk, rows.active, chunk, made)
 
-    def backward(self, source, rows, given, result, saved, g):
+    def backward_loop(self, source, rows, given, result, saved, g):
         (rows,), original, source = rows, source, self._widen(source)
         saved = saved | {"logprob": result}
 
@@ -289,19 +296,19 @@ class _Support:
             labels, ids, columns = self._support(rows, given, row_ids)
             z, rows_of_W = self._logits(source, rows, row_ids, columns)
             outputs = _stats.Outputs(
-                *(_operands.take(saved.get(k), row_ids) for k in _stats.Outputs._fields)
+                *(take(saved.get(k), row_ids) for k in _stats.Outputs._fields)
             )
-            g_row = _operands.take(g, row_ids)
+            g_row = take(g, row_ids)
             asked = _stats.Cotangents(g_row, None, None, None)
             c = _stats.coefficients(outputs, asked)
             dz = _stats.dlogits(z, _position(labels, ids)[0], outputs, c)
             # A token whose support is wrong is NaN only where its result was used.
             dz = jnp.where(g_row[:, None] == 0, 0, dz)
-            dz = _xla.unscale(self.spec, rows, row_ids, z, dz)
+            dz = xla.unscale(self.spec, rows, row_ids, z, dz)
             return self._accumulate(sums, source, row_ids, columns, rows_of_W, dz)
 
-        sums = _xla.zero_sums(self.spec, source)
-        sums = _operands.for_active_chunks(self.spec.chunk, rows.active, chunk, sums)
+        sums = xla.zero_sums(self.spec, source)
+        sums = for_active_chunks(self.spec.chunk, rows.active, chunk, sums)
         return jax.tree.map(lambda total, x: total.astype(x.dtype), sums, original)
 
     def _widen(self, source):
@@ -311,8 +318,8 @@ class _Support:
 
     def _support(self, rows, given, row_ids):
         """Labels [C], ids and columns [C, K] of the rows; what repeats is absent."""
-        labels = _operands.take(rows.labels, row_ids, fill_value=-1)
-        ids = jnp.sort(_operands.take(given, row_ids, fill_value=-1), axis=-1)
+        labels = take(rows.labels, row_ids, fill_value=-1)
+        ids = jnp.sort(take(given, row_ids, fill_value=-1), axis=-1)
         ids = jnp.where(ids == jnp.roll(ids, 1, axis=-1).at[:, 0].set(-1), -1, ids)
         return labels, ids, _existing(self.spec, ids)
 
@@ -321,12 +328,12 @@ class _Support:
         vd, past_end = self.spec.layout == "vd", {"mode": "fill", "fill_value": 0}
         W = source.W.at[columns if vd else (slice(None), columns)].get(**past_end)
         W = (W if vd else jnp.moveaxis(W, 0, -1)).astype(self.spec.compute_dtype)
-        h = _operands.take(source.hidden, row_ids)
+        h = take(source.hidden, row_ids)
         dtype = self.spec.stats_dtype
         z = jnp.einsum("cd,ckd->ck", h, W, preferred_element_type=dtype)
         if source.bias is not None:
             z = z + source.bias.at[columns].get(**past_end)
-        z = _xla.scale(self.spec, rows, row_ids, z)
+        z = xla.scale(self.spec, rows, row_ids, z)
         return jnp.where(columns < self.spec.columns, z, -jnp.inf), W
 
     def _accumulate(self, sums, source, row_ids, columns, rows_of_W, dz):
@@ -336,14 +343,14 @@ class _Support:
             dbias = dbias.at[columns].add(dz, mode="drop")
         dh = jnp.einsum("ck,ckd->cd", dz.astype(rows_of_W.dtype), rows_of_W,
                         preferred_element_type=dtype)  # fmt: skip
-        dhidden = _operands.put(sums.hidden, row_ids, dh.astype(sums.hidden.dtype))
-        h = _operands.take(source.hidden, row_ids).astype(dtype)
+        dhidden = put(sums.hidden, row_ids, dh.astype(sums.hidden.dtype))
+        h = take(source.hidden, row_ids).astype(dtype)
         dW = dz[:, :, None] * h[:, None, :]
         if self.spec.layout == "vd":
             dW = sums.W.at[columns].add(dW, mode="drop")
         else:
             dW = sums.W.at[:, columns].add(jnp.moveaxis(dW, -1, 0), mode="drop")
-        return _operands.Head(dhidden, dW, dbias)
+        return Head(dhidden, dW, dbias)
 
 
 def _existing(spec, ids):
@@ -358,32 +365,30 @@ def _position(labels, ids):
     return jnp.where(found, jnp.argmax(matches, axis=-1), -1).astype(jnp.int32), found
 
 
-def _spec_of(source, layout, chunk, numbers, softcap, vocab_size):
+def _spec_of(source, options, numbers):
     """The static facts; a token's part of a chunk is so many float32 numbers."""
-    columns = _rule.columns_of(source.W, layout)
+    columns = arguments.columns_of(source, options.layout)
+    n_tokens = source.hidden.shape[0]
     return Spec(
         columns=columns,
-        vocab_size=_spec.check_vocab_size(vocab_size, columns),
-        chunk=_spec.check_chunk(chunk, source.hidden.shape[0], numbers or columns),
+        vocab_size=checks.check_vocab_size(options.vocab_size, columns),
+        chunk=checks.check_chunk(options.chunk, n_tokens, numbers or columns),
         outputs=(),
         compute_dtype=source.hidden.dtype,
-        layout=layout,
-        softcap=_spec.check_softcap(softcap),
-        spread=_spread.is_possible(),
+        layout=options.layout,
+        softcap=checks.check_softcap(options.softcap),
+        spread=partition.is_possible(),
     )
 
 
-def _read_where(where, shape):
-    if where is None:
-        return None
-    where = _spec.as_visible_array("where", where)
-    _spec.check_where(where, shape)
-    return where
+def _shapes(source, shape):
+    """As given, for `jaxmem.report()`."""
+    return {"hidden": (*shape, source.hidden.shape[-1]), "W": source.W.shape}
 
 
-def _check_ids(name, ids, where, shape, vocab_size):
+def check_ids(name: str, ids, where, shape: tuple[int, ...], vocab_size: int):
     """int32 [..., K], clipped so that none wraps round."""
-    ids = _spec.as_visible_array(name, ids)
+    ids = checks.as_visible_array(name, ids)
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise TypeError(
             f"{name} must be integers, got {ids.dtype}; convert them with "
@@ -394,7 +399,7 @@ def _check_ids(name, ids, where, shape, vocab_size):
             f"{name} must have some entries a token, shape {shape} and one more axis, "
             f"got {ids.shape}"
         )
-    if _spec._is_visible(ids) and _spec._is_visible(where):
+    if checks.is_visible(ids) and checks.is_visible(where):
         counted = _counted(where, shape)[..., None]
         largest = np.max(np.asarray(ids), initial=0, where=counted)
         if largest >= vocab_size:
@@ -402,18 +407,18 @@ def _check_ids(name, ids, where, shape, vocab_size):
                 f"{name} must be below vocab_size={vocab_size}, got {largest}; mark "
                 "what is absent with a negative id, or the token with where="
             )
-    return _head._as_int32(ids, vocab_size)
+    return arguments.as_int32(ids, vocab_size)
 
 
 def _flat(ids, shape):
     return jnp.reshape(ids, (math.prod(shape), ids.shape[-1]))
 
 
-def _check_support(labels, support_ids, where, shape):
+def check_support(labels, support_ids, where, shape: tuple[int, ...]) -> None:
     """Every label in its support, where all of them can be seen; no empty support."""
     if support_ids.shape[-1] == 0:
         raise ValueError("support_ids must hold at least one id a token, got none")
-    if not all(map(_spec._is_visible, (labels, support_ids, where))):
+    if not all(map(checks.is_visible, (labels, support_ids, where))):
         return
     labels, support_ids = np.asarray(labels), np.asarray(support_ids)
     missing = (labels >= 0) & _counted(where, shape)
@@ -428,9 +433,3 @@ def _check_support(labels, support_ids, where, shape):
 
 def _counted(where, shape):
     return np.broadcast_to(True if where is None else np.asarray(where), shape)
-
-
-def _record(verb, source, shape, ids, implementation, spec, columns):
-    shapes = {"hidden": (*shape, source.hidden.shape[-1]), "W": source.W.shape}
-    shapes |= {k: (*shape, v.shape[-1]) for k, v in ids.items()}
-    _rule.record(verb, shapes, implementation, spec.chunk, 4 * spec.chunk * columns)

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from jaxmem.backends import choose as _backends
-from jaxmem.core import shards as _shards, spec as _spec
-from jaxmem.core.spec import AxisName, Chunk, Layout
+from jaxmem.core import checks, shards as _shards
+from jaxmem.core.options import AxisName, Chunk, HeadOptions, Layout
 from jaxmem.core.stats import TokenStats
-from jaxmem.functional import api as _head, traced_loss as _loss, vjp as _vjp
+from jaxmem.functional import arguments, rule, traced_loss
+from jaxmem.functional.vjp import LossRule
 
 
 def token_loss(
@@ -95,40 +95,37 @@ def token_loss(
     Reference: the single pass is that of Liger Kernel's fused linear cross-entropy,
     Hsu et al., 2024, arXiv:2410.10989, here for any loss of a token's statistics.
     """
-    _spec.check_loss_fn(loss_fn)
-    source, rows, spec, shape, backend = _head._prepare_head(
-        "token_loss", TokenStats._fields, hidden, W, labels, chunk, where, temperature,
-        softcap, bias, vocab_size, layout, frozen_head, 0, axis_name,
-        implementation,
+    checks.check_loss_fn(loss_fn)
+    options = HeadOptions(
+        chunk=chunk, where=where, temperature=temperature, softcap=softcap, bias=bias,
+        vocab_size=vocab_size, layout=layout, frozen_head=frozen_head,
+        axis_name=axis_name, implementation=implementation,
     )  # fmt: skip
-    flat = _flat(per_token, shape)
+    fields = TokenStats._fields
+    call = arguments.head_call("token_loss", fields, hidden, W, labels, options)
+    (spec, backend, source, rows, shape), flat = call, _flat(per_token, call.shape)
     count = _normalizer(normalizer, rows, spec)
-    spec, source = _head._typed(spec, source, (rows, flat, count))
+    spec, source = arguments.typed(spec, source, (rows, flat, count))
     flat, count = _shards.vary((flat, count), spec.varying)
-    n_rows = _backends.KNOWN[backend].loss_rows(spec, source)
-    loss, operands = _loss.trace(loss_fn, spec, n_rows, flat)
+    loss, operands = traced_loss.trace(
+        loss_fn, spec, backend.loss_rows(spec, source), flat
+    )
     if 0 in shape:
-        made = _loss.nothing(loss, spec, operands, 0, pull=False)
-        total, metrics = jnp.zeros((), spec.stats_dtype), made.metrics
+        nothing = traced_loss.nothing(loss, spec, operands, 0, pull=False)
+        total, metrics = jnp.zeros((), spec.stats_dtype), nothing.metrics
     else:
-        total, metrics = _run(spec, backend, loss, source, rows, operands, count)
+        trained, fixed = (source, operands.per_token, count), (rows, operands.closed)
+        total, metrics = rule.run(LossRule(spec, backend, loss), trained, fixed)
     metrics = {k: lax.stop_gradient(jnp.reshape(v, shape)) for k, v in metrics.items()}
     return total, metrics
-
-
-def _run(spec, backend, loss, source, rows, operands, count):
-    try:
-        return _vjp.token_loss(spec, backend, loss, source, rows, operands, count)
-    except TypeError as error:
-        raise _spec.forward_mode(error) from error
 
 
 def _flat(per_token, shape):
     """Each with all of the tokens in one axis."""
     arrays = []
     for i, value in enumerate(per_token):
-        x = _spec.as_array(f"per_token[{i}]", value)
-        _spec.check_per_token(f"per_token[{i}]", x, shape)
+        x = checks.as_array(f"per_token[{i}]", value)
+        checks.check_per_token(f"per_token[{i}]", x, shape)
         arrays.append(jnp.reshape(x, (math.prod(shape), *x.shape[len(shape) :])))
     return tuple(arrays)
 
@@ -138,8 +135,8 @@ def _normalizer(normalizer, rows, spec):
     if normalizer is None:
         count = jnp.sum(rows.active, dtype=jnp.int32)
     else:
-        count = _spec.as_visible_array("normalizer", normalizer)
-        _spec.check_normalizer(count)
+        count = checks.as_visible_array("normalizer", normalizer)
+        checks.check_normalizer(count)
     count = jnp.asarray(count).astype(spec.stats_dtype)
     # No NaN on the way to a count that is fine, for jax_debug_nans.
     return jnp.where(count == 0, 1, jnp.where(count > 0, count, jnp.nan))

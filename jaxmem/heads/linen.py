@@ -7,7 +7,7 @@ from flax.linen import spmd
 from flax.linen.linear import default_kernel_init
 from jax.typing import DTypeLike
 
-from jaxmem.core.spec import Chunk
+from jaxmem.core.options import Chunk
 from jaxmem.heads.verbs import (
     HeadSharding as HeadSharding,
     HeadVerbs,

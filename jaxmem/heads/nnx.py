@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from jaxmem.core.spec import Chunk, Layout
+from jaxmem.core.options import Chunk, Layout
 from jaxmem.heads.verbs import (
     HeadSharding as HeadSharding,
     HeadVerbs,

@@ -13,16 +13,14 @@ from jax.core import Tracer
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxmem import sharding as _sharding
-from jaxmem.backends import choose as _backends
-from jaxmem.core import spec as _spec
-from jaxmem.core.spec import AxisName, Chunk, Layout
+from jaxmem.backends import choose
+from jaxmem.core import checks
+from jaxmem.core.options import AxisName, Chunk, Layout
 from jaxmem.core.stats import TokenStats
-from jaxmem.functional import (
-    api as _head,
-    selected as _selected,
-    single_pass as _token_loss,
-)
+from jaxmem.functional import api
+from jaxmem.functional.selected import support_logprobs
+from jaxmem.functional.single_pass import token_loss
+from jaxmem.sharding import parallel
 
 
 class Weights(NamedTuple):
@@ -65,7 +63,7 @@ class HeadSharding:
             )
         names = weights.names[:: 1 if weights.layout == "vd" else -1]
         vocab, W_fsdp = names or (None, None)
-        return _sharding.parallel(
+        return parallel(
             verb,
             mesh,
             tokens=self.tokens,
@@ -132,7 +130,7 @@ class HeadVerbs:
         **Memory**: that of `jaxmem.logprobs`, with the head's chunk.
         """
         return self._run(
-            _head.logprobs, hidden, labels, where=where, temperature=temperature
+            api.logprobs, hidden, labels, where=where, temperature=temperature
         )
 
     def token_stats(
@@ -157,7 +155,7 @@ class HeadVerbs:
         **Memory**: that of `jaxmem.token_stats`, with the head's chunk.
         """
         return self._run(
-            _head.token_stats, hidden, labels, where=where, temperature=temperature
+            api.token_stats, hidden, labels, where=where, temperature=temperature
         )
 
     def entropy(
@@ -180,7 +178,7 @@ class HeadVerbs:
 
         **Memory**: that of `jaxmem.entropy`, with the head's chunk.
         """
-        return self._run(_head.entropy, hidden, where=where, temperature=temperature)
+        return self._run(api.entropy, hidden, where=where, temperature=temperature)
 
     def loss(
         self,
@@ -258,7 +256,7 @@ class HeadVerbs:
 
         **Memory**: that of `jaxmem.token_loss`, with the head's chunk.
         """
-        verb = functools.partial(_token_loss.token_loss, loss_fn)
+        verb = functools.partial(token_loss, loss_fn)
         return self._run(
             verb,
             hidden,
@@ -295,7 +293,7 @@ class HeadVerbs:
         **Memory**: that of `jaxmem.support_logprobs`, with chunk="auto".
         """
         return self._run(
-            _selected.support_logprobs,
+            support_logprobs,
             hidden,
             labels,
             support_ids,
@@ -320,8 +318,8 @@ class HeadVerbs:
 
     def _prepare(self, hidden) -> tuple[jax.Array, Weights]:
         """hidden in the compute type, and the weights as they are stored."""
-        hidden = _spec.as_array("hidden", hidden)
-        _spec.check_hidden(hidden)
+        hidden = checks.as_array("hidden", hidden)
+        checks.check_hidden(hidden)
         weights = self._weights(hidden.shape[-1])
         depth = weights.W.shape[1 if weights.layout == "vd" else 0]
         if hidden.shape[-1] != depth:
@@ -339,10 +337,10 @@ def check_options(
     """Refuses, when a head is made, what its every call would refuse."""
     if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"dtype must be a floating type, got {jnp.dtype(dtype)}")
-    _spec.check_softcap(softcap)
-    _spec.check_chunk(chunk, tokens=1, columns=columns)
-    _spec.check_vocab_size(vocab_size, columns)
-    _backends.check(implementation)
+    checks.check_softcap(softcap)
+    checks.check_chunk(chunk, tokens=1, columns=columns)
+    checks.check_vocab_size(vocab_size, columns)
+    choose.check(implementation)
 
 
 def _compute_dtype(hidden, weights):

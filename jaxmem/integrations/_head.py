@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxmem.core.spec import Chunk, Layout
+from jaxmem.core.options import Chunk, Layout
 from jaxmem.functional import api as _head
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxmem.core.spec import Chunk
+from jaxmem.core.options import Chunk
 from jaxmem.integrations._head import Head, Options, scores
 from jaxmem.integrations._replace import Integration, Replacement
 

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxmem.core.spec import Chunk
+from jaxmem.core.options import Chunk
 from jaxmem.integrations._head import Head, Options, scores
 from jaxmem.integrations._replace import Integration, Replacement
 

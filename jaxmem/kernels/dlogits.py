@@ -30,22 +30,26 @@ class Operands(NamedTuple):
     row_names: tuple[str, ...]  # of the numbers a row
 
 
-def operands(
-    env: Env, hidden, W, labels, rows: Outputs, c: Coefficients, bias=None,
-    inverse_temperature=None,
-) -> Operands:  # fmt: skip
-    """Made once for all parts: XLA would make them again in each turn of a loop.
+class Inputs(NamedTuple):
+    """What the logits of some rows are computed from."""
+
+    hidden: jax.Array  # [n_rows, D]
+    W: jax.Array  # [V, D] or [D, V]
+    labels: jax.Array  # int32 [n_rows]
+    bias: jax.Array | None = None  # float32 [V], -inf allowed
+    inverse_temperature: jax.Array | None = None  # float32 [n_rows]
+
+
+def operands(env: Env, inputs: Inputs, rows: Outputs, c: Coefficients) -> Operands:
+    """Computed once for all parts: XLA would recompute them in each turn of a loop.
 
     Args:
         env: what to run.
-        hidden: [n_rows, D].
-        W: [V, D] or [D, V].
-        labels: int32 [n_rows].
+        inputs: of the logits.
         rows: statistics of the rows, [n_rows]; `max` is NO_ROW where there is none.
         c: coefficients of the rows, [n_rows].
-        bias: float32 [V], -inf allowed, or None.
-        inverse_temperature: float32 [n_rows], or None.
     """
+    hidden, W, labels, bias, inverse_temperature = inputs
     of_rows = fold(rows, c, inverse_temperature)
     arrays: dict[str, Any] = dict(
         h=hidden, w=W, labels=labels, rows=jnp.stack(tuple(of_rows.values())),
@@ -131,15 +135,26 @@ def _kernel(env, names, row_names, *refs):
     def _scope(buffers, **mine):
         n_active, first_tile, n_tiles = (gmem["part"][i] for i in range(3))
         extent = env.extent(n_active, n_tiles, first_tile)
-        unit = functools.partial(
-            _unit, env, extent, row_names, gmem, mine, Ring(**buffers)
-        )
+        scope = _Scope(env, extent, row_names, gmem, mine, Ring(**buffers))
+        unit = functools.partial(_unit, scope)
         W = gmem["w"], gmem.get("w_last")
         ring.run(env.product, extent, Ring(**buffers), gmem["h"], W, unit)
 
 
-def _unit(env, extent, row_names, gmem, smem, buffers, tile, n_tiles, step):
+class _Scope(NamedTuple):
+    """What a block of the kernel works with, whichever tiles it is at."""
+
+    env: Env
+    extent: Any
+    row_names: tuple[str, ...]
+    gmem: dict[str, Any]
+    smem: dict[str, Any]
+    buffers: Ring
+
+
+def _unit(scope, tile, n_tiles, step):
     """Derivatives of this warpgroup's rows over one group of tiles."""
+    env, extent, row_names, gmem, smem, buffers = scope
     t, wg = env.tiles, lax.axis_index("wg")
     smem = {k: ref.at[wg] for k, ref in smem.items()}
     start = tile(0).first_row + wg * t.rows
@@ -154,9 +169,8 @@ def _unit(env, extent, row_names, gmem, smem, buffers, tile, n_tiles, step):
         if "bias" in gmem:
             columns = pl.ds(at * t.columns, t.columns)
             bias = fetch(gmem["bias"].at[columns], smem["bias_smem"])
-        leave = functools.partial(
-            _store, env, (at - extent.first_tile) * t.columns, rows, gmem, smem
-        )
+        column = (at - extent.first_tile) * t.columns
+        store_to = functools.partial(_store, env, (gmem["out"], smem, rows, column))
 
         def store(z):
             # Read anew for each tile: registers are the logits'.
@@ -168,11 +182,11 @@ def _unit(env, extent, row_names, gmem, smem, buffers, tile, n_tiles, step):
 
             @pl.when(odd > 0)
             def _with_labels_or_masks():
-                leave(z, to_base_2, row | {"label": labels}, at * t.columns)
+                store_to(z, to_base_2, row | {"label": labels}, at * t.columns)
 
             @pl.when(odd == 0)
             def _plain():
-                leave(z, to_base_2, row)
+                store_to(z, to_base_2, row)
 
         ring.multiply(env.product, extent, buffers, step, store)
         return step + extent.n_steps
@@ -180,10 +194,13 @@ def _unit(env, extent, row_names, gmem, smem, buffers, tile, n_tiles, step):
     return lax.fori_loop(0, n_tiles, of_tile, step)
 
 
-def _store(env, column, rows, gmem, smem, z, to_base_2, row, first=None):
-    """One part after another, so that the derivatives of few are in registers."""
-    width = env.tiles.stored
-    to = [gmem["out"].at[rows, pl.ds(column + i * width, width)] for i in range(len(z))]
+def _store(env, target, z, to_base_2, row, first=None):
+    """One part after another, so that the derivatives of few are in registers.
+
+    The target is (array in GMEM, buffers in SMEM, its rows, its first column).
+    """
+    (out_gmem, smem, rows, column), width = target, env.tiles.stored
+    to = [out_gmem.at[rows, pl.ds(column + i * width, width)] for i in range(len(z))]
 
     def part(i):
         at = None if first is None else first + i * width

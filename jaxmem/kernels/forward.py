@@ -134,13 +134,14 @@ def _kernel(env, names, *refs):
     )
     def _scope(buffers, **mine):
         extent = env.extent(gmem["n_active"][0], _n_tiles(env))
-        turn = functools.partial(_unit, env, extent, gmem, mine, Ring(**buffers))
+        turn = functools.partial(_unit, (env, extent, gmem, mine, Ring(**buffers)))
         W = gmem["w"], gmem.get("w_last")
         ring.run(env.product, extent, Ring(**buffers), gmem["h"], W, turn)
 
 
-def _unit(env, extent, gmem, smem, buffers, tile, n_tiles, step):
+def _unit(scope, tile, n_tiles, step):
     """Statistics of this warpgroup's rows over one group of tiles."""
+    env, extent, gmem, smem, buffers = scope
     t, wg = env.tiles, lax.axis_index("wg")
     smem = {k: ref.at[wg] for k, ref in smem.items()}
     start = tile(0).first_row + wg * t.rows

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxmem.core.spec import Layout
+from jaxmem.core.options import Layout
 from jaxmem.kernels import padding
 from jaxmem.kernels.ring import Extent, Product, ceil_div
 from jaxmem.kernels.tiles import Tiles

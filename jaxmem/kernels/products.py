@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxmem.core.operands import Head
-from jaxmem.core.spec import Layout
+from jaxmem.core.options import Layout
 from jaxmem.kernels import padding, ring
 from jaxmem.kernels.logits import Env, parts
 from jaxmem.kernels.ring import Extent, Product, Ring, ceil_div
@@ -32,29 +32,33 @@ SUM_BLOCKS = 24
 # arithmetic); many more lose by the multiprocessors that they go without what it saves.
 MAX_SUM_TILES = 64
 
+
+class Launch(NamedTuple):
+    """The static facts of one launch of a product."""
+
+    tiles: Tiles  # how to cut the result
+    layout: Layout  # of W
+    n_blocks: int  # of the launch
+    add: bool  # whether to add to what `into` holds at the block
+    new: jax.ShapeDtypeStruct | None = None  # of a new array, where `into` is None
+
+
 # What a program launches more than once is lowered once if it is jitted.
-_STATIC = "tiles", "layout", "n_blocks", "add"
-
-
-@functools.partial(jax.jit, static_argnames=_STATIC)
-def to_hidden(
-    tiles: Tiles, layout: Layout, n_blocks, dz, W, n_rows, block, into, add
-) -> jax.Array:
+@functools.partial(jax.jit, static_argnames="launch")
+def to_hidden(launch: Launch, dz, W, n_rows, block, into) -> jax.Array:
     """into with dz · W[block] in its first `n_rows` rows; in its place.
 
     Args:
-        tiles: how to cut the result.
-        layout: of W.
-        n_blocks: of the launch.
+        launch: its static facts.
         dz: [N, width]; 16 bits.
         W: [V, D] or [D, V], of dz's type.
         n_rows: int32, rows that count.
         block: int32 (first column, columns) of the vocabulary, whole `tiles.depth`.
-        into: [N, D]; float32 where `add`.
-        add: whether to add to what `into` holds there.
+        into: [N, D]; float32 where `launch.add`.
     """
+    tiles, layout = launch.tiles, launch.layout
     rhs = "kn" if layout == "vd" else "nk"
-    product = Product(tiles, dz.dtype, "mk", rhs, n_blocks)
+    product = Product(tiles, dz.dtype, "mk", rhs, launch.n_blocks)
     first, columns = block
     depth = W.shape[1 if layout == "vd" else 0]
     extent = Extent(
@@ -62,26 +66,23 @@ def to_hidden(
         lax.div(first, tiles.depth),
     )  # fmt: skip
     W = padding.split(W, layout, tiles.depth)
-    return _launch(product, extent, dz, W, into, (0, 0), add)
+    return _launch(product, extent, dz, W, into, (0, 0), launch.add)
 
 
-@functools.partial(jax.jit, static_argnames=(*_STATIC, "new"))
-def to_W(
-    tiles: Tiles, layout: Layout, n_blocks, dz, hidden, n_rows, block, into, add,
-    new: jax.ShapeDtypeStruct | None = None,
-) -> jax.Array:  # fmt: skip
+@functools.partial(jax.jit, static_argnames="launch")
+def to_W(launch: Launch, dz, hidden, n_rows, block, into) -> jax.Array:
     """into with dzᵀ · hidden over the first `n_rows` rows at [block]; in its place.
 
     Args:
-        tiles, layout, n_blocks, dz: as above; rows of dz and hidden from `n_rows` on
-            are zero up to whole `tiles.depth`.
+        launch, dz: as above; rows of dz and hidden from `n_rows` on are zero up to
+            whole `tiles.depth`.
         hidden: [N, D], of dz's type.
         n_rows: int32, rows that count.
         block: int32 (first column, columns) of the vocabulary, whole tiles.
-        into: shaped like W; float32 where `add`. None for an array like `new`, with
-            anything outside of [block].
-        add: whether to add to what `into` holds there.
+        into: shaped like W; float32 where `launch.add`. None for an array like
+            `launch.new`, with anything outside of [block].
     """
+    tiles, layout, n_blocks, add, new = launch
     first, columns = block
     depth = hidden.shape[1]
     n_steps = jnp.maximum(ceil_div(n_rows, tiles.depth), 1)
@@ -104,26 +105,34 @@ class Part(NamedTuple):
     n_rows: Any  # int32, that count
 
 
+class Blocks(NamedTuple):
+    """How the vocabulary is cut, and what multiplies each block."""
+
+    env: Env  # that of the derivative
+    n_tiles: int  # of the vocabulary, per block
+    single_block: (
+        bool  # all rows at once: sums.W holds nothing yet, and is only written
+    )
+    tiles: tuple[Tiles, Tiles]  # of the product for hidden, and of that for W
+
+
 def gradients(
-    tiles: tuple[Tiles, Tiles], env: Env, n_tiles: int, once: bool, W,
-    parts: Sequence[Part], sums: Head, beside: bool = False,
-) -> Head:  # fmt: skip
+    blocks: Blocks, W, parts: Sequence[Part], sums: Head, overlap_all_reduce=False
+) -> Head:
     """sums with what some rows add to them, block by block of the vocabulary.
 
     Args:
-        tiles: of the product for hidden, and of that for W.
-        env: that of the derivative.
-        n_tiles: of the vocabulary, a block.
-        once: whether sums.W holds nothing yet, and is only written.
+        blocks: of the vocabulary.
         W: [V, D] or [D, V].
-        parts: of the rows; several only where `once`, and then a block of W's gradient
-            is summed over them in float32, and then put into sums.W. So is each block
-            where that is no array to which kernels can write.
+        parts: of the rows; several only for a `single_block`, and then a block of W's
+            gradient is summed over them in float32, and then put into sums.W. So is
+            each block where that is no array to which kernels can write.
         sums: hidden, of each part float32 zeros, or anything of any type where a block
             has all of the vocabulary; W and bias, None without a gradient of them.
-        beside: whether hidden's gradient is then to be summed over devices while the
-            last block's of W is made, which comes after the loop for that.
+        overlap_all_reduce: whether hidden's gradient is then summed over devices while
+            the last block of W's is computed, which comes after the loop for that.
     """
+    env, n_tiles, single_block, _ = blocks
     columns, several = env.tiles.columns, len(parts) > 1
     apart = sums.W is not None and (several or padding.splits(sums.W, env.layout))
 
@@ -144,8 +153,9 @@ def gradients(
             which = jnp.stack([n_here, first, here])
             dz = part.derivative(part=which, width=n_tiles * columns)
             dh, into = _add_products(
-                tiles, env, W, part.hidden, dz, n_here, (at, at_W), (dh, into),
-                (n_tiles < env.n_tiles, i > 0 or not once), last and beside,
+                blocks, (W, part.hidden, dz), n_here, (at, at_W), (dh, into),
+                (n_tiles < env.n_tiles, i > 0 or not single_block),
+                last and overlap_all_reduce,
             )  # fmt: skip
             if dbias is not None:
                 dbias = _add_to_bias(dz, n_here, at, dbias)
@@ -155,34 +165,30 @@ def gradients(
         return sums._replace(hidden=tuple(dhs), W=into, bias=dbias)
 
     n_parts = -(-env.n_tiles // n_tiles)
-    if sums.W is None or not (beside or apart):
+    if sums.W is None or not (overlap_all_reduce or apart):
         return lax.fori_loop(0, n_parts, block, sums)
     if n_parts > 1:
         sums = lax.fori_loop(0, n_parts - 1, block, sums)
     return block(n_parts - 1, sums, last=True)
 
 
-def _add_products(
-    tiles, env, W, hidden, dz, n_rows, at, into, add, beside
-):  # fmt: skip
+def _add_products(blocks, operands, n_rows, at, into, add, overlap_all_reduce):
     """(hidden's gradient, W's) with what some rows and a block add to them.
 
     at, into and add are pairs, of `to_hidden` and of `to_W`; W's into is an array, what
     a new one is like, or None without a gradient.
     """
-    dh = to_hidden(
-        tiles[0], env.layout, env.n_blocks, dz, W, n_rows, at[0], into[0], add[0]
-    )
+    (W, hidden, dz), env, tiles = operands, blocks.env, blocks.tiles
+    launch = Launch(tiles[0], env.layout, env.n_blocks, add[0])
+    dh = to_hidden(launch, dz, W, n_rows, at[0], into[0])
     dW, n_blocks = into[1], env.n_blocks
-    if beside:  # hidden's comes first, and its sum beside this
+    if overlap_all_reduce:  # hidden's comes first, and is summed beside this
         dh, dz = lax.optimization_barrier((dh, dz))
         n_blocks = max(n_blocks - SUM_BLOCKS, 1)
     if dW is not None:
         new = dW if isinstance(dW, jax.ShapeDtypeStruct) else None
-        dW = to_W(
-            tiles[1], env.layout, n_blocks, dz, hidden, n_rows, at[1],
-            None if new else dW, add[1], new,
-        )  # fmt: skip
+        launch = Launch(tiles[1], env.layout, n_blocks, add[1], new)
+        dW = to_W(launch, dz, hidden, n_rows, at[1], None if new else dW)
     return dh, dW
 
 

@@ -13,7 +13,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
-from jaxmem.core.spec import Layout
+from jaxmem.core.options import Layout
 from jaxmem.kernels.tiles import Tiles
 
 Kernel = Literal["statistics", "exps", "derivative", "to_hidden", "to_W"]

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jaxmem.core import spec as _spec
+from jaxmem.core import checks
 from jaxmem.losses.ratios import as_tokens, kl_k1, kl_k3
 
 
@@ -72,8 +72,8 @@ def mismatch_report(
     train, rollout = as_tokens(train_logp=train_logp, rollout_logp=rollout_logp)
     if where is None:
         where = jnp.ones(train.shape, bool)
-    where = _spec.as_array("where", where)
-    _spec.check_where(where, train.shape)
+    where = checks.as_array("where", where)
+    checks.check_where(where, train.shape)
     where = jnp.broadcast_to(where, train.shape)
     train, rollout = jnp.where(where, train, 0), jnp.where(where, rollout, 0)
     tokens = jnp.sum(where, dtype=jnp.int32)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from jaxmem.core import spec as _spec
+from jaxmem.core import checks
 
 MAX_LOG_RATIO = 20.0  # nats
 Coefficient = float | jax.Array
@@ -22,7 +22,7 @@ _SERIES_BELOW = 0.03  # |δ| from which e^δ - 1 - δ keeps 5 digits in float32
 
 def as_tokens(**arrays: ArrayLike) -> list[jax.Array]:
     """Float arrays, float32 at least, of the one shape that the first of them has."""
-    made = {name: _spec.as_array(name, value) for name, value in arrays.items()}
+    made = {name: checks.as_array(name, value) for name, value in arrays.items()}
     (first, tokens), *others = made.items()
     for name, array in others:
         if array.shape != tokens.shape:

@@ -14,7 +14,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from jaxmem.core import spec as _spec
+from jaxmem.core import checks
 from jaxmem.losses.ratios import Coefficient, as_tokens, check_coefficient
 
 
@@ -127,7 +127,7 @@ def sequence_mean_weights(
 
     Reference: Shao et al., 2024, arXiv:2402.03300 (GRPO).
     """
-    ids = _spec.as_array("segment_ids", segment_ids)
+    ids = checks.as_array("segment_ids", segment_ids)
     ones = jnp.ones(ids.shape, jnp.float32)
     count, _ = _over_sequence("segment_ids", ones, ids, where)
     share = jnp.where(count == 0, 0, 1 / count)
@@ -220,8 +220,8 @@ def _deviations(rewards, group_ids, num_groups, where):
     ids, num_groups = _group_ids(rewards, group_ids, num_groups)
     live = ids >= 0
     if where is not None:
-        where = _spec.as_array("where", where)
-        _spec.check_where(where, rewards.shape)
+        where = checks.as_array("where", where)
+        checks.check_where(where, rewards.shape)
         live = live & where
     if group_ids is not None:
         _check_groups(ids, live, num_groups)
@@ -290,8 +290,8 @@ def _live_tokens(name, values, segment_ids, where, largest):
     ids = _integers("segment_ids", segment_ids, values.shape, "token")
     live = ids != 0
     if where is not None:
-        where = _spec.as_array("where", where)
-        _spec.check_where(where, values.shape)
+        where = checks.as_array("where", where)
+        checks.check_where(where, values.shape)
         live = live & where
     unknown = live & ((ids < 0) | (ids > largest))
     live = live & ~unknown
@@ -309,7 +309,7 @@ def _segment_sum(values, ids, num_segments):
 
 
 def _integers(name, value, shape, of):
-    ids = _spec.as_array(name, value)
+    ids = checks.as_array(name, value)
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise TypeError(f"{name} must be integers, got {ids.dtype}")
     if ids.shape != shape:

@@ -6,9 +6,9 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from jaxmem.core import spec as _spec
-from jaxmem.core.spec import Layout
-from jaxmem.functional import api as _head
+from jaxmem.core import checks
+from jaxmem.core.options import Layout
+from jaxmem.functional import arguments
 from jaxmem.losses.ratios import Coefficient, as_tokens, check_coefficient
 
 
@@ -140,32 +140,32 @@ def mean_logit(
             f"softcap={softcap!r}: the mean of capped logits needs every logit; leave "
             "label smoothing out, or take it from logits with token_stats_from_logits"
         )
-    hidden, W = _spec.as_array("hidden", hidden), _spec.as_array("W", W)
-    _spec.check_hidden(hidden)
-    vocabulary = 0 if _spec.check_layout(hidden, W, layout) == "vd" else 1
+    hidden, W = checks.as_array("hidden", hidden), checks.as_array("W", W)
+    checks.check_hidden(hidden)
+    vocabulary = 0 if checks.check_layout(hidden, W, layout) == "vd" else 1
     columns = W.shape[vocabulary]
-    columns = _spec.check_vocab_size(vocab_size, columns)
+    columns = checks.check_vocab_size(vocab_size, columns)
     tokens, dtype = hidden.shape[:-1], np.promote_types(hidden.dtype, np.float32)
-    temperature = _spec.as_visible_array("temperature", temperature)
-    _spec.check_temperature(temperature, tokens)
+    temperature = checks.as_visible_array("temperature", temperature)
+    checks.check_temperature(temperature, tokens)
     if where is not None:
-        where = _spec.as_array("where", where)
-        _spec.check_where(where, tokens)
+        where = checks.as_array("where", where)
+        checks.check_where(where, tokens)
         where = jnp.broadcast_to(where, tokens)
         hidden = jnp.where(where[..., None], hidden, 0)
     kept = lax.slice_in_dim(W, 0, columns, axis=vocabulary).astype(hidden.dtype)
     mean = jnp.mean(kept, axis=vocabulary, dtype=dtype)
     out = jnp.matmul(hidden.astype(dtype), mean, precision="highest")
     if bias is not None:
-        bias = _spec.as_array("bias", bias)
-        _spec.check_bias(bias, W.shape[vocabulary])
+        bias = checks.as_array("bias", bias)
+        checks.check_bias(bias, W.shape[vocabulary])
         out = out + jnp.mean(bias[:columns], dtype=dtype)
     return _cooled(out, temperature, where)
 
 
 def _cooled(out, temperature, where):
     """Divided by its temperature; 0 where a token does not count."""
-    flat = _head._flat_temperature(temperature, out.shape, out.dtype)
+    flat = arguments.flat_temperature(temperature, out.shape, out.dtype)
     if flat is not None:
         temperature = jnp.reshape(flat, out.shape)
         # By 1 where it does not count: 0 times NaN would reach W's gradient.

@@ -84,16 +84,17 @@ def test_a_sum_that_follows_changes_no_bit(beside, interpreted, monkeypatch):
     want = jax.grad(total, (0, 1))(h, W)
     one_loop = products.gradients
 
-    def apart(tiles, env, n_tiles, *args):
-        *args, alone = args
-        assert not alone and env.n_tiles == 3 and n_tiles == 1
-        return one_loop(tiles, env, n_tiles, *args, products.has_room(env, n_tiles))
+    def apart(blocks, *args):
+        *args, overlaps = args
+        assert not overlaps and blocks.env.n_tiles == 3 and blocks.n_tiles == 1
+        has_room = products.has_room(blocks.env, blocks.n_tiles)
+        return one_loop(blocks, *args, has_room)
 
     launches, to_W = [], products.to_W
 
-    def listen(tiles, layout, n_blocks, *args):
-        launches.append(n_blocks)
-        return to_W(tiles, layout, n_blocks, *args)
+    def listen(launch, *args):
+        launches.append(launch.n_blocks)
+        return to_W(launch, *args)
 
     monkeypatch.setattr(products, "gradients", apart)
     monkeypatch.setattr(products, "to_W", listen)

@@ -12,11 +12,11 @@ import pytest
 from jax import lax
 
 import jaxmem
-from jaxmem.core import spec as _spec
+from jaxmem.core import checks
 from tests import oracle
 from tests.backends.test_xla import CPU
 from tests.cases import CASES, Case
-from tests.core.test_spec import ERRORS, GOOD, Traced
+from tests.core.test_checks import ERRORS, GOOD, Traced
 from tests.functional.test_api import (
     EPSILON,
     OPTIONS,
@@ -571,7 +571,7 @@ def test_errors_of_the_head(changes, exception, message):
         jax.jit(lambda traced: call(**plain, **traced))(traced)
     assert type(caught.value) is exception and str(caught.value) == message
     origin = traceback.extract_tb(caught.value.__traceback__)[-1].filename
-    assert Path(origin).parent == Path(_spec.__file__).parent
+    assert Path(origin).parent == Path(checks.__file__).parent
 
 
 RESULT = "loss_fn must return a float array of shape (16,), one number a token of its "
@@ -582,11 +582,11 @@ PAIR = "chunk, or a pair of it and a dict of metrics, got "
     ("arguments", "options", "exception", "message"),
     [
         (
-            [_spec],
+            [checks],
             {},
             TypeError,
             "loss_fn must be a function of a TokenStats and the per-token arguments, "
-            f"got {_spec!r}",
+            f"got {checks!r}",
         ),
         (
             [lambda s: s.logprob.mean()],

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jaxmem
-from jaxmem.core import spec as _spec
+from jaxmem.core import checks
 
 N, D, V = 3, 8, 5
 _HIDDEN = jnp.linspace(-1, 1, N * D).reshape(N, D)
@@ -499,7 +499,7 @@ def test_error(verb, changes, exception, message):
     assert str(caught.value) == message
     # Said by us, before anything reaches jax.
     origin = traceback.extract_tb(caught.value.__traceback__)[-1].filename
-    assert Path(origin).parent == Path(_spec.__file__).parent
+    assert Path(origin).parent == Path(checks.__file__).parent
 
 
 def test_every_argument_has_an_error():
@@ -723,5 +723,5 @@ def test_what_cannot_be_read_is_not_checked():
         dtype, shape, is_fully_addressable = jnp.dtype(jnp.int32), (N,), False
 
     Elsewhere.__abstractmethods__ = frozenset()
-    _spec.check_labels(Elsewhere(), None, (N,), V)
-    _spec.check_temperature(Elsewhere(), (N,))
+    checks.check_labels(Elsewhere(), None, (N,), V)
+    checks.check_temperature(Elsewhere(), (N,))
