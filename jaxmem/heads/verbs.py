@@ -203,8 +203,8 @@ class HeadVerbs:
         Returns:
             float32 scalar; 0, with gradients of 0, if every token is masked.
 
-        **Memory**: that of `jaxmem.logprobs` with the head's chunk, plus a few
-        numbers a token.
+        **Memory**: that of `jaxmem.token_loss`, with the head's chunk: loss and
+        gradients come from one pass, three products, or two where W is frozen.
 
         Raises:
             TypeError, ValueError: as `jaxmem.logprobs`; or a normalizer or z_loss that
@@ -217,14 +217,13 @@ class HeadVerbs:
         if normalizer is not None:
             _check_scalar("normalizer", normalizer)
         if _is_zero(z_loss):
-            per_token = -self.logprobs(hidden, labels, where)
-        else:
-            stats = self.token_stats(hidden, labels, where)
-            weight = jnp.asarray(z_loss).astype(stats.logsumexp.dtype)
-            per_token = weight * stats.logsumexp**2 - stats.logprob
-        if normalizer is None:
-            normalizer = _count(labels, where)
-        return _divided(jnp.sum(per_token), normalizer)
+            loss_fn, per_token = _cross_entropy, ()
+        else:  # an operand: it may be traced, and differentiated
+            loss_fn = _cross_entropy_and_z_loss
+            per_token = (jnp.broadcast_to(jnp.asarray(z_loss), jnp.shape(labels)),)
+        return self.token_loss(
+            loss_fn, hidden, labels, *per_token, where=where, normalizer=normalizer
+        )[0]
 
     def token_loss(
         self,
@@ -372,17 +371,12 @@ def _without_padding(z, vocab_size):
     return jnp.where(column < vocab_size, z, jnp.asarray(-jnp.inf, z.dtype))
 
 
-def _count(labels, where):
-    """Tokens neither masked nor padding; arguments have been checked by the verb."""
-    counts = jnp.asarray(labels) >= 0
-    if where is not None:
-        counts = counts & jnp.broadcast_to(jnp.asarray(where), counts.shape)
-    return jnp.sum(counts, dtype=jnp.int32)
+def _cross_entropy(stats):
+    return -stats.logprob
 
 
-def _divided(total, normalizer):
-    normalizer = jnp.asarray(normalizer).astype(total.dtype)
-    return total / jnp.where(normalizer == 0, jnp.ones_like(normalizer), normalizer)
+def _cross_entropy_and_z_loss(stats, weight):
+    return weight.astype(stats.logsumexp.dtype) * stats.logsumexp**2 - stats.logprob
 
 
 def _check_scalar(name, value):
