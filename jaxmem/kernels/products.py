@@ -2,8 +2,8 @@
 
     dH += dz · W[block]        dW[block] = dzᵀ h       (its transpose where W is [D, V])
 
-Kernels rather than XLA's GEMMs because they read and write blocks where they lie, add
-to float32 sums in place, and stop after the rows that are active.
+Kernels rather than XLA's GEMMs because they read and write blocks without copies, add
+to float32 sums in place, and stop after the active rows.
 """
 
 import functools
@@ -23,13 +23,13 @@ from jaxmem.kernels.logits import Env, parts
 from jaxmem.kernels.ring import Extent, Product, Ring, ceil_div
 from jaxmem.kernels.tiles import N_COMPUTE, Tiles
 
-# Multiprocessors left to a sum over devices, of which NCCL takes that many: a kernel on
-# all of them keeps it out to its end, or waits for it. Two H200s, N=8192 D=4096
+# SMs left to an all-reduce, for which NCCL uses that many: a kernel on all SMs would
+# delay it to its own end, or wait for it. Two H200s, N=8192 D=4096
 # V=131072: 27.9 ms with 16, 27.6 with 24, 27.7 with 32, 28.0 with 48; 28.1 with the sum
-# after all products, 28.5 beside four times as many blocks that end sooner.
+# after all products, 28.5 with four times as many blocks that end sooner.
 SUM_BLOCKS = 24
-# Of W's gradient beside it. The sum takes as long as 13 to 25 over NVLink (by
-# arithmetic); many more lose by the multiprocessors that they go without what it saves.
+# Tiles of W's gradient that overlap it. The all-reduce takes as long as 13 to 25 of
+# them over NVLink (computed); many more lose more by the missing SMs than it saves.
 MAX_SUM_TILES = 64
 
 
@@ -43,16 +43,16 @@ class Launch(NamedTuple):
     new: jax.ShapeDtypeStruct | None = None  # of a new array, where `into` is None
 
 
-# What a program launches more than once is lowered once if it is jitted.
+# jitted, so that a program that launches it more than once lowers it once.
 @functools.partial(jax.jit, static_argnames="launch")
 def to_hidden(launch: Launch, dz, W, n_rows, block, into) -> jax.Array:
-    """into with dz · W[block] in its first `n_rows` rows; in its place.
+    """`into` with dz · W[block] in its first `n_rows` rows, updated in place.
 
     Args:
         launch: its static facts.
         dz: [N, width]; 16 bits.
         W: [V, D] or [D, V], of dz's type.
-        n_rows: int32, rows that count.
+        n_rows: int32, number of active rows.
         block: int32 (first column, columns) of the vocabulary, whole `tiles.depth`.
         into: [N, D]; float32 where `launch.add`.
     """
@@ -71,13 +71,13 @@ def to_hidden(launch: Launch, dz, W, n_rows, block, into) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames="launch")
 def to_W(launch: Launch, dz, hidden, n_rows, block, into) -> jax.Array:
-    """into with dzᵀ · hidden over the first `n_rows` rows at [block]; in its place.
+    """`into` with dzᵀ · hidden over the first `n_rows` rows at [block], in place.
 
     Args:
         launch, dz: as above; rows of dz and hidden from `n_rows` on are zero up to
             whole `tiles.depth`.
         hidden: [N, D], of dz's type.
-        n_rows: int32, rows that count.
+        n_rows: int32, number of active rows.
         block: int32 (first column, columns) of the vocabulary, whole tiles.
         into: shaped like W; float32 where `launch.add`. None for an array like
             `launch.new`, with anything outside of [block].
@@ -102,7 +102,7 @@ class Part(NamedTuple):
 
     hidden: jax.Array  # [R, D]
     derivative: Callable[..., jax.Array]  # (part, width) -> dz, as in `dlogits`
-    n_rows: Any  # int32, that count
+    n_rows: Any  # int32, number of active rows
 
 
 class Blocks(NamedTuple):
@@ -119,7 +119,7 @@ class Blocks(NamedTuple):
 def gradients(
     blocks: Blocks, W, parts: Sequence[Part], sums: Head, overlap_all_reduce=False
 ) -> Head:
-    """sums with what some rows add to them, block by block of the vocabulary.
+    """`sums`, with the rows' contribution added block by block of the vocabulary.
 
     Args:
         blocks: of the vocabulary.
@@ -173,7 +173,7 @@ def gradients(
 
 
 def _add_products(blocks, operands, n_rows, at, into, add, overlap_all_reduce):
-    """(hidden's gradient, W's) with what some rows and a block add to them.
+    """(hidden's gradient, W's), with the contribution of some rows and a block.
 
     at, into and add are pairs, of `to_hidden` and of `to_W`; W's into is an array, what
     a new one is like, or None without a gradient.
@@ -182,7 +182,7 @@ def _add_products(blocks, operands, n_rows, at, into, add, overlap_all_reduce):
     launch = Launch(tiles[0], env.layout, env.n_blocks, add[0])
     dh = to_hidden(launch, dz, W, n_rows, at[0], into[0])
     dW, n_blocks = into[1], env.n_blocks
-    if overlap_all_reduce:  # hidden's comes first, and is summed beside this
+    if overlap_all_reduce:  # hidden's is computed first; its all-reduce overlaps this
         dh, dz = lax.optimization_barrier((dh, dz))
         n_blocks = max(n_blocks - SUM_BLOCKS, 1)
     if dW is not None:
@@ -193,14 +193,14 @@ def _add_products(blocks, operands, n_rows, at, into, add, overlap_all_reduce):
 
 
 def _block(env, n_tiles, dtype):
-    """What a block of W's gradient is like."""
+    """Shape and type of a block of W's gradient."""
     width = n_tiles * env.tiles.columns
     shape = (width, env.depth) if env.layout == "vd" else (env.depth, width)
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def _put(env, made, dW, first, last):
-    """dW with a block, of which the last may reach beyond it."""
+    """dW with a block written; the last block may exceed dW."""
     axis = 0 if env.layout == "vd" else 1
     if last:
         made = lax.slice_in_dim(made, 0, dW.shape[axis] - first, axis=axis)
@@ -208,12 +208,12 @@ def _put(env, made, dW, first, last):
 
 
 def has_room(env: Env, n_tiles: int) -> bool:
-    """Whether a sum over devices pays beside the last of blocks of `n_tiles`."""
+    """Whether an all-reduce that overlaps the last block of `n_tiles` saves time."""
     return (env.n_tiles - 1) % n_tiles < MAX_SUM_TILES
 
 
 def _add_to_bias(dz, n_rows, block, dbias):
-    """The bias's gradient: of derivatives in 16 bits, like W's."""
+    """The bias's gradient, summed from derivatives in 16 bits, like W's."""
     first, columns = block
     rows, columns = (
         lax.broadcasted_iota(jnp.int32, dz.shape, axis) < n
@@ -225,10 +225,10 @@ def _add_to_bias(dz, n_rows, block, dbias):
 
 
 def _launch(product, extent, lhs, rhs, into, at, add):
-    """`into`, from row and column `at` on, gets the product or is added to.
+    """`into`, from row and column `at` on, is overwritten by the product or added to.
 
-    A new array may be part of a larger one, by `dynamic_update_slice`: XLA has the
-    kernel write right there.
+    A new array may become part of a larger one by `dynamic_update_slice`: XLA then has
+    the kernel write into that.
     """
     scalars = jnp.stack([jnp.int32(x) for x in (*extent, *at)])
     operands = [x for x in (scalars, lhs, *rhs) if x is not None]

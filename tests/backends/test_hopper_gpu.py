@@ -46,7 +46,7 @@ def test_options_and_layouts(names, layout):
 REAL = {
     "llama": Case(1000, 2048, 128256, chunk=256),
     "gpt2": Case(700, 768, 50257, chunk=128),
-    "odd, peaked": Case(300, 1000, 32001, std=20.0, chunk=100),
+    "marked, peaked": Case(300, 1000, 32001, std=20.0, chunk=100),
     "blocks of rows": Case(6000, 64, 5000, std=3.0, chunk=64),
     "several launches": Case(6000, 512, 32001, std=3.0, chunk=256),
     "blocks of columns": Case(3000, 1024, 5001, chunk=16),

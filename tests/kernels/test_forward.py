@@ -12,7 +12,7 @@ from jaxmem.core.stats import Stats
 from tests.kernels import needs_pallas
 
 pytestmark = needs_pallas
-NOTHING = -(2.0**100)  # a masked logit
+MASK_VALUE = -(2.0**100)  # a masked logit
 
 
 def statistics(n_groups, n_rows=40):
@@ -23,10 +23,10 @@ def statistics(n_groups, n_rows=40):
     exps = np.exp(shifted)
     stats = Stats(
         row_max, exps[..., 1:].sum(-1), (exps * shifted).sum(-1), (exps**2).sum(-1),
-        np.where(np.arange(n_groups)[:, None] == n_groups // 2, z[..., 0], NOTHING),
+        np.where(np.arange(n_groups)[:, None] == n_groups // 2, z[..., 0], MASK_VALUE),
     )  # fmt: skip
     masked = np.arange(n_groups)[:, None] == n_groups - 1 if n_groups > 2 else False
-    nothing = NOTHING, 0.0, 0.0, 0.0, NOTHING
+    nothing = MASK_VALUE, 0.0, 0.0, 0.0, MASK_VALUE
     return Stats(*(np.where(masked, x, y) for x, y in zip(nothing, stats, strict=True)))
 
 
@@ -34,7 +34,7 @@ def statistics(n_groups, n_rows=40):
 def test_merging_loses_no_group(n_groups):
     from jaxmem.kernels import forward, logits
 
-    assert logits.NOTHING == NOTHING
+    assert logits.MASK_VALUE == MASK_VALUE
     stats = statistics(n_groups)
     with jax.enable_x64(True):
         groups = (Stats(*(x[i] for x in stats)) for i in range(n_groups))
