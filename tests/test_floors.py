@@ -102,6 +102,7 @@ FLOORS = {
     "jaxmem.train.config": 5,
     "jaxmem.integrations._head": 4,
     "jaxmem.integrations._replace": 4,
+    "jaxmem.integrations._tunix_models": 4,
     "jaxmem.integrations.tunix": 4,
     "jaxmem.integrations.maxtext": 4,
     "jaxmem.integrations.skyrl": 4,

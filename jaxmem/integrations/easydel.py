@@ -117,20 +117,13 @@ def _projection(model: Any) -> Any:
     return None
 
 
-_EASYDEL = Integration(
-    "easydel",
-    ("easydel",),
-    {
-        "0.3.0": (
-            Replacement(
-                "easydel.trainers._logprob_utils:"
-                "compute_per_token_logps_and_entropies_from_hidden_states",
-                _logps_and_entropies,
-                (
-                    "model", "hidden_states", "targets", "token_chunk_size",
-                    "vocab_chunk_size", "return_entropy",
-                ),
-            ),
-        )
-    },
+_LOGPS = Replacement(
+    "easydel.trainers._logprob_utils:"
+    "compute_per_token_logps_and_entropies_from_hidden_states",
+    _logps_and_entropies,
+    (
+        "model", "hidden_states", "targets", "token_chunk_size", "vocab_chunk_size",
+        "return_entropy",
+    ),
 )  # fmt: skip
+_EASYDEL = Integration("easydel", {"easydel": {"0.3.0": (_LOGPS,)}})
