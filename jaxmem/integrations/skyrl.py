@@ -15,7 +15,8 @@ a wider head, [W; B_1; ...; B_n], on states [h; s_1 h A_1; ...], where only the 
 of a token is not 0. That makes a gradient of W too, and throws it away. A call without
 `adapter_indices` takes the first adapter, as SkyRL's does. A head of another kind is
 left as it is, which is printed once (a tied head of skyrl-tx 0.3.0, a plain function,
-is one); loss_chunk_size=0 asks for logits, and gets them.
+is one); loss_chunk_size=0 asks for logits, and gets them. A negative id counts from the
+end of the vocabulary, as it does to SkyRL.
 """
 
 import contextlib
@@ -27,7 +28,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmem._spec import Chunk
-from jaxmem.integrations._head import Head, Options, scores
+from jaxmem.integrations._head import Head, Options, as_index, scores
 from jaxmem.integrations._replace import Integration, Replacement
 
 
@@ -105,7 +106,7 @@ def _chunked_logprobs(
             return original(
                 self, hidden_states, target_ids, chunk_size, adapter_indices
             )
-        states, labels = hidden_states, target_ids
+        states, labels = hidden_states, as_index(target_ids, head)
         layer = getattr(self, "lm_head", None)
         adapts = layer is not None and getattr(layer, "max_lora_adapters", 0) > 0
         if adapts:

@@ -36,7 +36,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxmem._spec import Chunk
-from jaxmem.integrations._head import Head, Options, scores
+from jaxmem.integrations._head import Head, Options, as_index, scores
 from jaxmem.integrations._replace import Integration, Replacement
 from jaxmem.integrations._tunix_models import (
     head_of,
@@ -148,7 +148,7 @@ def _scores_of_ids(
     )
     kept = tokens.shape[1] - 1 if packed else completion_tokens.shape[1]
     logps, entropies, _ = scores(
-        hidden[:, -kept - 1 : -1], head, _as_index(tokens[:, -kept:], head), options,
+        hidden[:, -kept - 1 : -1], head, as_index(tokens[:, -kept:], head), options,
         temperature=temperature, entropy=entropy,
     )  # fmt: skip
     if packed:  # so that logps[i] is of token i
@@ -156,19 +156,9 @@ def _scores_of_ids(
         logps = jnp.pad(logps, front)
         if entropies is not None:
             # Tunix pads logits with 0, whose entropy is ln V; or, in chunks, entropies.
-            first = 0.0 if chunk_size else jnp.log(_n_columns(head))
+            first = 0.0 if chunk_size else jnp.log(head.n_columns)
             entropies = jnp.pad(entropies, front, constant_values=first)
     return logps, entropies
-
-
-def _n_columns(head: Head) -> int:
-    return head.W.shape[0 if head.layout == "vd" else 1]
-
-
-def _as_index(ids: jax.Array, head: Head) -> jax.Array:
-    """Ids as `jnp.take_along_axis` reads them: -1 is the last; NaN outside [-V, V)."""
-    V = _n_columns(head)
-    return jnp.where(ids < -V, V, jnp.where(ids < 0, ids + V, ids))
 
 
 def _with_entropies(
@@ -239,7 +229,7 @@ def _preference_logps(
             **({} if images is None else {"images": images}),
         )
         states = hidden[:, -logits_to_keep - 1 : -1]
-        labels = _as_index(input_tokens[:, -logits_to_keep:], head)
+        labels = as_index(input_tokens[:, -logits_to_keep:], head)
         return scores(states, head, labels, options, entropy=False)[0]
 
     return get_per_token_logps
@@ -294,7 +284,7 @@ def _chunked_logps(
                 return_entropy,
             )  # fmt: skip
         logps, entropy, _ = scores(
-            hidden_states, head, _as_index(target_ids, head), options,
+            hidden_states, head, as_index(target_ids, head), options,
             temperature=temperature, entropy=return_entropy,
         )  # fmt: skip
         return (logps, entropy) if return_entropy else logps

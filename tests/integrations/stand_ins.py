@@ -25,7 +25,9 @@ holds_originals = pytest.mark.filterwarnings("ignore:jaxmem. tests.integrations"
 def states(seed=0, dtype=jnp.float32):
     rng = np.random.default_rng(seed)
     hidden = jnp.asarray(rng.normal(size=(B, T, D)), dtype)
-    return hidden, jnp.asarray(rng.integers(0, V, (B, T)))
+    labels = rng.integers(0, V, (B, T))
+    labels[0, 1] = -1  # the last, to what gathers by it
+    return hidden, jnp.asarray(labels)
 
 
 def install(monkeypatch, version, **modules):
