@@ -351,9 +351,9 @@ def _prepare(
     rows = _rows(spec, shape, labels, where, temperature)
     spec, source = _typed(spec, source, rows)
     backend, why = _backends.choose(implementation, spec, source)
-    _report.record(
-        _report.Call(verb, shapes, backend, why, spec.chunk, 4 * spec.chunk * columns)
-    )
+    # "hopper" reduces logits in registers; its chunk bounds their 16-bit derivative.
+    live_bytes = 0 if backend == "hopper" else 4 * spec.chunk * columns
+    _report.record(_report.Call(verb, shapes, backend, why, spec.chunk, live_bytes))
     return spec, backend, source, rows
 
 

@@ -420,3 +420,16 @@ def test_the_automatic_choice_keeps_to_what_was_measured(lowered_anywhere, monke
         jax.eval_shape(split_by_hand)
     assert inside[0][0] == "hopper"
     assert "XLA cannot split" in inside[1][1]
+
+
+@needs_pallas
+def test_report_counts_no_logits(lowered_anywhere):
+    """They are reduced in registers; traced only, no kernel runs."""
+    shapes, types = [(512, 64), (1024, 64), (512,)], (*[jnp.bfloat16] * 2, jnp.int32)
+    with jaxmem.report() as calls:
+        jax.eval_shape(
+            functools.partial(jaxmem.logprobs, implementation="hopper"),
+            *map(jax.ShapeDtypeStruct, shapes, types),
+        )
+    assert calls.calls[0].live_logits_bytes == 0
+    assert str(calls).endswith("chunk=512, no logits")
