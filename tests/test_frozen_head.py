@@ -25,6 +25,8 @@ from tests.test_xla import (
     shapes,
 )
 
+pytestmark = pytest.mark.usefixtures("on_one_device")
+
 N, D, V, CHUNK = 48, 8, 200, 16
 BF16 = jnp.bfloat16
 

@@ -15,6 +15,8 @@ import jaxmem
 from tests import oracle
 from tests.cases import CASES, Case
 
+pytestmark = pytest.mark.usefixtures("on_one_device")
+
 FLOATS = ("logprob", "entropy", "logsumexp", "sum_pi_squared")
 # Rounding of one result, of the size of the largest: a few units in the last place.
 EPSILON = {"float32": 2e-6, "bfloat16": 2.0**-9, "float16": 2.0**-12}

@@ -20,6 +20,8 @@ from tests.test_xla import (
     shapes,
 )
 
+pytestmark = pytest.mark.usefixtures("on_one_device")
+
 F32 = jnp.float32
 ROWS = jax.ShapeDtypeStruct((256,), F32)
 SHAPES = *shapes(256, 24, 640), ROWS, ROWS

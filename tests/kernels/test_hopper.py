@@ -21,6 +21,8 @@ from tests.kernels.one_pass import ONE_PASS, check_one_pass, close
 from tests.kernels.rounding import rounding_of_any_order
 from tests.test_head import OPTIONS, check
 
+pytestmark = pytest.mark.usefixtures("on_one_device")
+
 spreads = _spread.is_possible  # as it is outside of these tests
 
 
