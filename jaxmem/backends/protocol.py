@@ -27,6 +27,11 @@ class Backend(Protocol):
         ...
 
     @property
+    def STORES_LOGITS(self) -> bool:
+        """Whether a chunk's float32 logits are in memory, or reduced in registers."""
+        ...
+
+    @property
     def KEEPS_EXPONENTIALS(self) -> bool:
         """Whether it has `forward_and_keep`, for `residual_bytes`."""
         ...

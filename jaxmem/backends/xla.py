@@ -37,6 +37,7 @@ from jaxmem.core.operands import (
 from jaxmem.core.spec import Spec
 
 NAME = "xla"
+STORES_LOGITS = True
 KEEPS_EXPONENTIALS = False
 ADVANTAGE = "runs every call on every device"
 

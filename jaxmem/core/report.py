@@ -15,8 +15,10 @@ class Call:
         shapes: operand name to shape, as given.
         implementation: backend that runs it.
         why: why that one.
-        chunk: tokens whose logits may be alive at once.
-        live_logits_bytes: chunk · V · 4, the float32 logits alive at once.
+        chunk: tokens whose logits, or their derivative in "hopper", may be alive at
+            once.
+        live_logits_bytes: chunk · V · 4, the float32 logits alive at once; 0 in
+            "hopper", which stores none.
     """
 
     verb: str
@@ -28,20 +30,28 @@ class Call:
 
     def __str__(self):
         shapes = " ".join(f"{k}{list(v)}" for k, v in self.shapes.items())
+        stored = f"{self.live_logits_bytes / 2**20:.1f} MiB of logits"
         return (
             f"{self.verb}({shapes}): {self.implementation} ({self.why}), "
-            f"chunk={self.chunk}, {self.live_logits_bytes / 2**20:.1f} MiB of logits"
+            f"chunk={self.chunk}, {stored if self.live_logits_bytes else 'no logits'}"
         )
+
+
+# jax.jit does not trace again what it has compiled for the same shapes.
+_NOTHING_TRACED = (
+    "no jaxmem call was traced: none was made, or jax.jit had compiled it before this "
+    "block. Open the block around the first call, or call jax.clear_caches() before it"
+)
 
 
 @dataclasses.dataclass
 class Report:
-    """The calls seen so far, in order; prints as one line a call."""
+    """The calls traced so far, in order; prints as one line per call."""
 
     calls: list[Call] = dataclasses.field(default_factory=list)
 
     def __str__(self):
-        return "\n".join(map(str, self.calls)) or "no jaxmem call was traced"
+        return "\n".join(map(str, self.calls)) or _NOTHING_TRACED
 
 
 _open: contextvars.ContextVar[tuple[Report, ...]] = contextvars.ContextVar(
@@ -54,7 +64,8 @@ def report() -> Iterator[Report]:
     """Lists each jaxmem call traced inside: shapes, implementation, why, bytes.
 
     A function that jax.jit has already compiled for the same shapes is not traced
-    again, so it is not listed again.
+    again, so its calls are not listed. Open the block around its first call, or call
+    `jax.clear_caches()` first.
 
     Yields:
         A `Report`, filled while the block runs.

@@ -58,7 +58,7 @@ def _call(recorded, outputs, source, shape, labels, options):
     rows = read_rows(spec, shape, labels, options)
     spec, source = typed(spec, source, rows)
     backend, why = choose.choose(options.implementation, spec, source)
-    live_bytes = 4 * spec.chunk * spec.columns
+    live_bytes = 4 * spec.chunk * spec.columns if backend.STORES_LOGITS else 0
     verb, shapes = recorded
     report.record(report.Call(verb, shapes, backend.NAME, why, spec.chunk, live_bytes))
     return Call(spec, backend, source, rows, shape)

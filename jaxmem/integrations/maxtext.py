@@ -10,8 +10,9 @@ is (it must stay above 1, which is what asks MaxText for hidden states):
     maxtext.integration.tunix.tunix_adapter.TunixMaxTextAdapter   gets hidden states
 
 The z-loss and the mask of segments are MaxText's, as are the final norm and its
-dropout. Tied and untied heads are known; a quantised one, one with LoRA or parameters
-offloaded to the host are left as they are, and said so.
+dropout. Tied and untied heads are known, of Linen models and of NNX ones. Left as they
+are, which is printed once: a quantised head, one with LoRA, parameters offloaded to the
+host, and a Linen decoder inside an NNX model (pure_nnx_decoder=False).
 """
 
 import contextlib
@@ -58,6 +59,8 @@ def applied(
 def head_of(model: Any) -> Head | str:
     """The head of a MaxText transformer; or why it cannot be served."""
     config, decoder = model.config, model.decoder
+    if hasattr(decoder, "to_nnx__module"):
+        return "its decoder is a Linen module inside NNX (pure_nnx_decoder=False)"
     if getattr(config, "parameter_memory_host_offload", False):
         return "parameter_memory_host_offload keeps the head's weights on the host"
     compute = jnp.float32 if config.logits_dot_in_fp32 else config.dtype
@@ -249,6 +252,5 @@ _ADAPTER = Replacement(
 )
 _MAXTEXT = Integration(
     "maxtext",
-    ("maxtext",),
-    {"0.2.5": (_NNX, _ADAPTER), "0.2.4": (_NNX, _LINEN, _ADAPTER)},
+    {"maxtext": {"0.2.5": (_NNX, _ADAPTER), "0.2.4": (_NNX, _LINEN, _ADAPTER)}},
 )

@@ -1,6 +1,7 @@
 """The policy that costs the least time among those that fit the memory."""
 
 import dataclasses
+import functools
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -274,9 +275,10 @@ def _candidates(step, everything, nothing, sizes, last, has_host) -> list[Candid
     last blocks kept whole.
     """
     work = _traced.products(nothing.jaxpr.jaxpr)
+    of_names = functools.partial(Policy, known=tuple(sizes))
 
     def gain(label):
-        saved = step(Policy(save=(label,))).jaxpr.jaxpr
+        saved = step(of_names(save=(label,))).jaxpr.jaxpr
         return (work - _traced.products(saved)) / sizes[label]
 
     inputs = [label for label in ("block_in",) if label in sizes]
@@ -285,14 +287,14 @@ def _candidates(step, everything, nothing, sizes, last, has_host) -> list[Candid
     policies = [p for p in PRESETS.values() if p is not None]
     for n in range(len(order) + 1):
         there = tuple(order[:n])
-        policies.append(Policy(save=there))
+        policies.append(of_names(save=there))
         if has_host:
-            policies.append(Policy(save=there, offload=tuple(inputs)))
-            policies.append(Policy(offload=(*inputs, *there)))
+            policies.append(of_names(save=there, offload=tuple(inputs)))
+            policies.append(of_names(offload=(*inputs, *there)))
     for k in last:
-        policies.append(Policy(last=k))
+        policies.append(of_names(last=k))
         if has_host:
-            policies.append(Policy(offload=tuple(inputs), last=k))
+            policies.append(of_names(offload=tuple(inputs), last=k))
     traces = {None: everything, Policy(): nothing}
     for policy in policies:
         if policy not in traces:

@@ -41,6 +41,11 @@ class Policy:
         dots: keep every product without a batch dimension too, under any name or none.
         last: blocks at the end of a stack that keep all they make, on the device;
             `scan_blocks` knows which they are, a block alone does not.
+        known: names that blocks give; for blocks of your own, what you call them.
+
+    Raises:
+        ValueError: a name that is not known or is both saved and offloaded, a memory
+            that is none, a number of blocks below 0.
 
     "attn_lse" in `save` keeps what cuDNN's attention kernel gives, its output among it:
     a block that calls it should not name that "attn_out" as well, or it is kept twice.
@@ -52,6 +57,36 @@ class Policy:
     offload_dst: str = "pinned_host"
     dots: bool = False
     last: int = 0
+    known: tuple[str, ...] = dataclasses.field(
+        default=tuple(NAMES), repr=False, compare=False, kw_only=True
+    )
+
+    def __post_init__(self):
+        """A name that nothing gives would keep and offload nothing, in silence."""
+        for kind in ("save", "offload", "known"):
+            names = getattr(self, kind)
+            if isinstance(names, str):
+                raise ValueError(f"{kind} must be a sequence of names, got {names!r}")
+            object.__setattr__(self, kind, tuple(names))
+        for kind in ("save", "offload"):
+            unknown = [str(k) for k in getattr(self, kind) if k not in self.known]
+            if unknown:
+                raise ValueError(
+                    f"{kind} has names that no block gives: {', '.join(unknown)}; "
+                    f"known are {', '.join(self.known)}; what blocks of your own name "
+                    "goes into known="
+                )
+        both = sorted(set(self.save) & set(self.offload))
+        if both:
+            raise ValueError(f"save and offload both have {', '.join(both)}")
+        if {self.offload_src, self.offload_dst} != {"device", "pinned_host"}:
+            raise ValueError(
+                "offload_src and offload_dst must be 'device' and 'pinned_host', or "
+                f"the other way round, got {self.offload_src!r} and "
+                f"{self.offload_dst!r}"
+            )
+        if self.last < 0:
+            raise ValueError(f"last must be a number of blocks, got {self.last}")
 
     def __call__(self, primitive, *avals, **params) -> Any:
         """As jax asks it, for each operation of a block."""
@@ -88,7 +123,10 @@ class Policy:
             )
         src, dst = places.pop() if places else (self.offload_src, self.offload_dst)
         last = max(self.last, other.last)
-        return Policy(save, offload, src, dst, self.dots or other.dots, last)
+        dots, known = self.dots or other.dots, (*self.known, *other.known)
+        return Policy(
+            save, offload, src, dst, dots, last, known=tuple(dict.fromkeys(known))
+        )
 
 
 def policy(
@@ -101,41 +139,22 @@ def policy(
     last: int = 0,
     known: Sequence[str] = tuple(NAMES),
 ) -> Policy:
-    """A `Policy` by names, checked.
+    """A `Policy`, of any sequences of names.
 
     Args:
-        save, offload, offload_src, offload_dst, dots, last: as in `Policy`.
-        known: names that blocks give; for blocks of your own, what you call them.
+        save, offload, offload_src, offload_dst, dots, last, known: as in `Policy`.
 
     Raises:
-        ValueError: a name that is not known or is both saved and offloaded, a memory
-            that is none, a number of blocks below 0.
+        ValueError: as `Policy` does.
 
     >>> from jaxmem import remat
     >>> remat.policy(save=["attn_out"], offload=["block_in"]).offload
     ('block_in',)
     """
-    for kind, names in (("save", save), ("offload", offload)):
-        if isinstance(names, str):
-            raise ValueError(f"{kind} must be a sequence of names, got {names!r}")
-        unknown = [k for k in names if k not in known]
-        if unknown:
-            raise ValueError(
-                f"{kind} has names that no block gives: {', '.join(unknown)}; known "
-                f"are {', '.join(known)}; what blocks of your own name goes into known="
-            )
-    both = sorted(set(save) & set(offload))
-    if both:
-        raise ValueError(f"save and offload both have {', '.join(both)}")
-    memories = {"device", "pinned_host"}
-    if {offload_src, offload_dst} != memories:
-        raise ValueError(
-            "offload_src and offload_dst must be 'device' and 'pinned_host', or the "
-            f"other way round, got {offload_src!r} and {offload_dst!r}"
-        )
-    if last < 0:
-        raise ValueError(f"last must be a number of blocks, got {last}")
-    return Policy(tuple(save), tuple(offload), offload_src, offload_dst, dots, last)
+    names: Any = dict(save=save, offload=offload, known=known)  # made tuples there
+    return Policy(
+        **names, offload_src=offload_src, offload_dst=offload_dst, dots=dots, last=last
+    )
 
 
 _ATTENTION = ("q", "k", "v", "attn_out", "attn_lse")

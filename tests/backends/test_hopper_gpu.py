@@ -105,11 +105,11 @@ def assert_equal_bits(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
-def test_again_the_same_bits(problem):
+def test_a_rerun_is_bitwise_equal(problem):
     assert_equal_bits(run(*problem), run(*problem))
 
 
-def test_again_the_same_bits_in_several_launches():
+def test_a_rerun_in_several_launches_is_bitwise_equal():
     case = REAL["several launches"]
     h, W, y = case.make()
     h, W = jnp.asarray(h, jnp.bfloat16), jnp.asarray(W, jnp.bfloat16)
@@ -130,7 +130,9 @@ def test_what_tensor_cores_round_off_is_restored():
     assert np.linalg.norm(ours - exact) < 0.7 * np.linalg.norm(theirs - exact)
 
 
-def test_a_row_has_its_bits_in_any_company(problem):
+def test_statistics_are_batch_invariant(problem):
+    """A row's bits depend on no other row: in any order, alone, among masked rows, and
+    for any number of rows per launch."""
     h, W, y = problem
     made, (dh, _) = run(h, W, y)
     order = np.random.default_rng(0).permutation(len(y))
@@ -141,6 +143,9 @@ def test_a_row_has_its_bits_in_any_company(problem):
     assert_equal_bits({k: v[:1] for k, v in made.items()}, alone)
     for chunk in (1, 100, None):
         assert_equal_bits(made, run(h, W, y, chunk)[0])
+    where = np.arange(len(y)) % 3 == 1
+    masked, _ = run(h, W, y, where=where)
+    assert_equal_bits({k: np.where(where, v, 0) for k, v in made.items()}, masked)
 
 
 def test_what_is_kept_changes_no_bit_of_the_statistics(problem):

@@ -13,6 +13,8 @@ import jaxmem
 from jaxmem.core import operands as _operands
 from tests.cases import Case
 
+pytestmark = pytest.mark.usefixtures("on_one_device")
+
 F32, BF16 = jnp.float32, jnp.bfloat16
 
 

@@ -12,7 +12,7 @@ import jaxmem
 from tests.backends.test_xla import count_gemms
 from tests.functional.test_api import EPSILON, STATS_EPSILON, assert_as_good, error
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+pytestmark = pytest.mark.usefixtures("quick_compilation", "on_one_device")
 
 N, D, D_REFERENCE, V, CHUNK = 37, 24, 10, 130, 16
 # The derivative subtracts a mean over the row, which is rounded as statistics are.

@@ -30,6 +30,8 @@ from tests.functional.test_api import (
     materialised as materialised_stats,
 )
 
+pytestmark = pytest.mark.usefixtures("on_one_device")
+
 N, D, V, CHUNK = 48, 8, 200, 16
 BF16 = jnp.bfloat16
 

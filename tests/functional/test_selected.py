@@ -15,7 +15,7 @@ VERBS = ("selected", "support")
 
 
 # These programs are tiny: all their time would go into optimizing them.
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+pytestmark = pytest.mark.usefixtures("quick_compilation", "on_one_device")
 
 
 def make(std=1.0, seed=0, v=V):

@@ -8,6 +8,8 @@ import jaxmem
 from tests.backends.test_xla import CPU, CUBLAS, OLD_XLA, count_gemms
 from tests.functional.test_selected import VERBS, total
 
+pytestmark = pytest.mark.usefixtures("on_one_device")
+
 
 def compiled(fn, *operands):
     """LLVM's optimizations, which take most of the time, change no buffer."""

@@ -30,7 +30,7 @@ CLIP, C_ENTROPY, C_Z = 0.2, 0.1, 1e-3
 
 
 # These programs are tiny: all their time would go into optimizing them.
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+pytestmark = pytest.mark.usefixtures("quick_compilation", "on_one_device")
 
 
 def ppo(stats, advantage, old):

@@ -20,6 +20,8 @@ from tests.backends.test_xla import (
 )
 from tests.functional.test_single_pass import nll, ppo
 
+pytestmark = pytest.mark.usefixtures("on_one_device")
+
 F32 = jnp.float32
 ROWS = jax.ShapeDtypeStruct((256,), F32)
 SHAPES = *shapes(256, 24, 640), ROWS, ROWS

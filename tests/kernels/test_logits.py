@@ -12,6 +12,8 @@ from tests.cases import Case
 from tests.kernels import needs_pallas
 from tests.kernels.one_pass import close
 
+pytestmark = pytest.mark.usefixtures("on_one_device")
+
 D, V = 64, 320
 BIAS = np.sin(np.arange(V, dtype=np.float32))
 

@@ -12,7 +12,7 @@ from tests.functional.test_api import check
 from tests.kernels import needs_pallas
 from tests.kernels.one_pass import check_one_pass
 
-pytestmark = needs_pallas
+pytestmark = [needs_pallas, pytest.mark.usefixtures("on_one_device")]
 
 
 @pytest.fixture(autouse=True)

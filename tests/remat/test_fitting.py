@@ -256,6 +256,29 @@ def test_names_of_ones_own_choice():
     assert policy == remat.policy(save=["up"])
 
 
+def test_names_that_only_the_steps_own_blocks_give():
+    def own(h, w):
+        return h + jnp.tanh(remat.name(h @ w["gate"], "mine")) @ w["down"]
+
+    @functools.cache
+    def step(policy):
+        def total(w, h):
+            return jnp.sum(jnp.sin(remat.scan_blocks(own, w, h, policy)))
+
+        shapes = {k: (LAYERS, *SHAPES[k]) for k in ("gate", "down")}
+        w = {k: jax.ShapeDtypeStruct(s, jnp.float32) for k, s in shapes.items()}
+        h = jax.ShapeDtypeStruct((TOKENS, WIDTH), jnp.float32)
+        return jax.jit(jax.grad(total)).trace(w, h)
+
+    least, mine = (
+        remat.device_bytes(step(policy).lower().compile())
+        for policy in (remat.Policy(), remat.policy(save=["mine"], known=["mine"]))
+    )
+    assert least < mine
+    policy = remat.fit(step, mine, names=["mine"], rates=NO_HOST, show=None)
+    assert policy is not None and policy.save == ("mine",)
+
+
 # -------------------------------------------------------------------- errors
 
 

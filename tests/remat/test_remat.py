@@ -267,6 +267,7 @@ def test_with_the_head_after_it(policy, h):
 @pytest.mark.parametrize(
     "wrong, message",
     [
+        ({"offload": ("residual",)}, "offload has names that no block gives: residual"),
         ({"save": ["quarry"]}, "save has names that no block gives: quarry; known are"),
         ({"offload": "q"}, "offload must be a sequence of names, got 'q'"),
         ({"save": ["q", "k"], "offload": ["k"]}, "save and offload both have k"),
@@ -274,9 +275,11 @@ def test_with_the_head_after_it(policy, h):
         ({"last": -1}, "last must be a number of blocks, got -1"),
     ],
 )
-def test_impossible_policies(wrong, message):
+@pytest.mark.parametrize("make", [remat.policy, remat.Policy])
+def test_impossible_policies(make, wrong, message):
+    """Neither takes a name in silence of which it would offload nothing."""
     with pytest.raises(ValueError, match=message):
-        remat.policy(**wrong)
+        make(**wrong)
 
 
 def test_cudnn_s_kernel_is_kept_by_the_name_of_its_logsumexp():
@@ -288,7 +291,10 @@ def test_cudnn_s_kernel_is_kept_by_the_name_of_its_logsumexp():
 
 
 def test_names_of_ones_own():
-    assert remat.policy(save=["mine"], known=["mine"]).save == ("mine",)
+    mine = remat.policy(save=["mine"], known=["mine"])
+    assert mine.save == ("mine",)
+    assert mine == remat.Policy(save=("mine",), known=("mine",))
+    assert (mine | remat.policy(offload=["block_in"])).save == ("mine",)
 
 
 def test_blocks_that_cannot_be(h):
