@@ -1,12 +1,24 @@
 """Checkpoints that survive a kill at any moment, and refuse to continue another run."""
 
+import contextlib
+import itertools
 import json
-from collections.abc import Mapping
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+
+from jaxmem.train import checksums, files, processes
+
+
+class CheckpointError(OSError):
+    """A checkpoint cannot be written or read; the message says what to do."""
 
 
 class Checkpoints:
@@ -14,10 +26,12 @@ class Checkpoints:
 
     Orbax writes a checkpoint under a temporary name and renames it when every byte is
     there, so what a kill leaves behind is never taken for a checkpoint.  Saving is
-    synchronous: when `save` returns, the step can be resumed.
+    synchronous: when `save` returns, the step can be resumed.  What is damaged later
+    is found by its checksums: see `set_aside_damaged`.
 
     Args:
-      directory: where checkpoints live; made when missing.
+      directory: where checkpoints live; made when missing, and removed again if none
+        was saved.
       keep: how many of the newest to keep.
     """
 
@@ -27,13 +41,18 @@ class Checkpoints:
             enable_async_checkpointing=False,
             cleanup_tmp_directories=True,
         )
-        self._manager = ocp.CheckpointManager(directory.resolve(), options=options)
+        self.directory = directory
+        with files.naming(directory):
+            self._manager = ocp.CheckpointManager(directory.resolve(), options=options)
 
     def __enter__(self) -> "Checkpoints":
         return self
 
     def __exit__(self, *_: object) -> None:
         self._manager.close()
+        if processes.is_first():
+            with contextlib.suppress(OSError):  # it is not empty
+                self.directory.rmdir()
 
     def latest(self) -> int | None:
         """The newest step that can be resumed, None in a new run."""
@@ -46,21 +65,43 @@ class Checkpoints:
           step: how many steps are done.
           state: pytree of arrays: parameters, optimizer, rng.
           data_state: what the data iterator's `get_state` returned; JSON.
-          config: what must not change on resume, by section and field; JSON.
+          config: what a resumed run is compared with, by section and field; JSON.
+
+        Raises:
+          CheckpointError: it cannot be written; the ones before are as they were.
         """
-        self._manager.save(
-            step,
-            args=ocp.args.Composite(
-                state=ocp.args.StandardSave(state),
-                data=ocp.args.JsonSave(dict(data_state)),
-                config=ocp.args.JsonSave(dict(config)),
-            ),
+        latest = self.latest()
+        path = self.directory / str(step)
+        items = ocp.args.Composite(
+            state=ocp.args.StandardSave(state),
+            data=ocp.args.JsonSave(dict(data_state)),
+            config=ocp.args.JsonSave(dict(config)),
         )
+        try:
+            with _no_log():
+                self._manager.save(step, args=items)
+            checksums.write(path)
+        except (OSError, ValueError, RuntimeError) as error:
+            self._clear_away(step)
+            size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+            raise CheckpointError(
+                f"{files.why_not(path, _as_os_error(error))}, and the checkpoint takes "
+                f"about {size:,}; {_what_is_left(latest)}"
+            ) from error
+
+    def _clear_away(self, step: int) -> None:
+        """Give back the room that a checkpoint took which is not whole."""
+        # Tasks of orbax that failed too are logged when they are collected, whenever.
+        logging.getLogger("asyncio").addFilter(_is_not_orbaxs)
+        if processes.is_first():
+            for path in self.directory.glob(f"{step}.orbax-checkpoint-tmp*"):
+                shutil.rmtree(path, ignore_errors=True)
 
     def saved_config(self, step: int) -> dict[str, dict[str, Any]]:
         """The `config` that was given to `save`."""
         items = ocp.args.Composite(config=ocp.args.JsonRestore())
-        return self._manager.restore(step, args=items)["config"]
+        with self._naming(step):
+            return self._manager.restore(step, args=items)["config"]
 
     def saved_shapes(self, step: int) -> Any:
         """What describes each array of the `state` that was given to `save`.
@@ -68,7 +109,7 @@ class Checkpoints:
         Orbax's, by name in dicts and lists; it says the arrays' shapes.
         """
         path = self._manager.directory / str(step) / "state"
-        with ocp.StandardCheckpointer() as checkpointer:
+        with self._naming(step), ocp.StandardCheckpointer() as checkpointer:
             found = checkpointer.metadata(path)
         return found.item_metadata.tree
 
@@ -83,6 +124,9 @@ class Checkpoints:
         Returns:
           The state, on the default device where `like` names none, and the data
           iterator's state.
+
+        Raises:
+          CheckpointError: it cannot be read.
         """
         device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         placed = jax.tree.map(
@@ -94,8 +138,102 @@ class Checkpoints:
         items = ocp.args.Composite(
             state=ocp.args.StandardRestore(placed), data=ocp.args.JsonRestore()
         )
-        restored = self._manager.restore(step, args=items)
+        with self._naming(step):
+            restored = self._manager.restore(step, args=items)
         return restored["state"], restored["data"]
+
+    @contextlib.contextmanager
+    def _naming(self, step: int) -> Iterator[None]:
+        """Name the checkpoint in whatever its reading raises."""
+        try:
+            with _no_log():
+                yield
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            reason = str(error).partition("\n")[0][:200]
+            raise CheckpointError(
+                f"checkpoint {self.directory / str(step)} cannot be read "
+                f"({type(error).__name__}: {reason}); move it elsewhere to resume from "
+                "the one before, or name another run.out_dir"
+            ) from error
+
+
+def set_aside_damaged(directory: Path) -> list[str]:
+    """Rename checkpoints that cannot be read, down to the newest that can.
+
+    Args:
+      directory: where checkpoints live; it need not exist.
+
+    Returns:
+      A line about each, and one if the newest that is left has no checksums.
+
+    Raises:
+      CheckpointError: none can be read; nothing was renamed.
+    """
+    steps = processes.by_first(lambda: _steps(directory))
+    faults: dict[int, str] = {}
+    for step in reversed(steps):
+        fault = checksums.fault(directory / str(step))
+        if fault is None:
+            break
+        faults[step] = fault
+    if steps and len(faults) == len(steps):
+        said = "; ".join(f"{step} ({fault})" for step, fault in faults.items())
+        raise CheckpointError(
+            f"{directory}: none of the checkpoints can be read: {said}; put a copy of "
+            "one back, or name another run.out_dir to start anew"
+        )
+    lines = processes.by_first(
+        lambda: [_set_aside(directory / str(step), faults[step]) for step in faults]
+    )
+    good = directory / str(max(set(steps) - faults.keys(), default=0))
+    if steps and not checksums.are_in(good):
+        lines.append(f"checkpoint {good} has no checksums: it is read unverified")
+    return lines
+
+
+def _steps(directory: Path) -> list[int]:
+    if not directory.is_dir():
+        return []
+    return sorted(int(path.name) for path in directory.iterdir() if path.name.isdigit())
+
+
+def _set_aside(path: Path, fault: str) -> str:
+    """To the first free name."""
+    names = (path.with_name(f"{path.name}.damaged{i or ''}") for i in itertools.count())
+    moved = path.rename(next(name for name in names if not name.exists()))
+    return f"checkpoint {path} cannot be read ({fault}); it is now {moved.name}"
+
+
+def _what_is_left(latest: int | None) -> str:
+    if latest is None:
+        return "nothing of the run is saved yet"
+    return f"make room, and the same command resumes the run after step {latest}"
+
+
+def _as_os_error(error: Exception) -> Exception:
+    """The system's error behind one of tensorstore's, which gives its number."""
+    found = re.search(r"os_error_code='(\d+)'", str(error))
+    if found:
+        return OSError(int(found[1]), os.strerror(int(found[1])))
+    if isinstance(error, OSError):
+        return error
+    return ValueError(str(error).partition("\n")[0][:200])
+
+
+def _is_not_orbaxs(record: logging.LogRecord) -> bool:
+    return "orbax" not in record.getMessage()
+
+
+@contextlib.contextmanager
+def _no_log() -> Iterator[None]:
+    """Without what orbax logs of errors that it raises as well, traceback and all."""
+    logger = logging.getLogger("absl")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def check_same_config(
@@ -111,18 +249,32 @@ def check_same_config(
     Raises:
       ValueError: some fields differ; the message names each, with both values.
     """
-    was, now = _flat(saved), _flat(current)
-    differing = [
-        f"{key} was {was.get(key, 'absent')}, is {now.get(key, 'absent')}"
-        for key in sorted(was.keys() | now.keys())
-        if was.get(key) != now.get(key)
-    ]
+    differing = differences(saved, current)
     if differing:
         raise ValueError(
             f"run.out_dir={str(directory)!r} holds checkpoints of another run: "
             f"{'; '.join(differing)}. Give the old values back to resume it, or name "
             "another run.out_dir to start anew."
         )
+
+
+def differences(
+    saved: Mapping[str, Mapping], current: Mapping[str, Mapping], common: bool = False
+) -> list[str]:
+    """A text for each field that differs, with both values.
+
+    Args:
+      saved: section to field to value.
+      current: likewise.
+      common: leave out fields that only one of them has.
+    """
+    was, now = _flat(saved), _flat(current)
+    keys = was.keys() & now.keys() if common else was.keys() | now.keys()
+    return [
+        f"{key} was {was.get(key, 'absent')}, is {now.get(key, 'absent')}"
+        for key in sorted(keys)
+        if was.get(key) != now.get(key)
+    ]
 
 
 def _flat(config: Mapping[str, Mapping]) -> dict[str, str]:

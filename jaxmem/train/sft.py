@@ -18,7 +18,7 @@ from jaxmem import remat
 from jaxmem.train import data, metrics, processes, starting, streams
 from jaxmem.train.data import Batch
 from jaxmem.train.loop import RunConfig as RunConfig
-from jaxmem.train.loop import open_run
+from jaxmem.train.loop import Settings, free_settings, open_run
 from jaxmem.train.mesh import as_stored
 from jaxmem.train.metrics import HeadCost, StepMetrics
 from jaxmem.train.model import Decoder, HeadConfig, head_loss
@@ -286,12 +286,16 @@ def train(
       The run's directory, its history and the memory of both heads.
 
     Raises:
-      ValueError: the directory holds a run of another model or other data.
+      ValueError: the directory holds a run of another model or other data, or another
+        process is at it.
+      CheckpointError: one cannot be written, or none of those there can be read.
       FloatingPointError: the loss is not finite.
+      KeyboardInterrupt: SIGINT came, and its step is finished and saved.
+      SystemExit: likewise SIGTERM.
     """
     config = starting.resolved(config)
     console = console or Console(quiet=not processes.is_first())
-    with open_run(config.run, _fixed_config(config), console) as run:
+    with open_run(config.run, _settings(config), console) as run:
         tokenizer = starting.load_tokenizer(config.data, config.model)
         program = Program(config, tokenizer.get_vocab_size())
         program.choose_policy(lambda: program.trace_step(config.head), console)
@@ -302,16 +306,16 @@ def train(
         texts = {"tokenizer.json": tokenizer.to_str(), "operative.gin": operative_text}
         state = run.take_steps(_Job(program, compiled, frozen, batches), texts)
         starting.leave(run.out_dir, program.model(state.params, frozen), console)
-    held_out_loss = None
-    if held_out is not None:
-        held_out_loss = program.evaluate(state.params, frozen, held_out)
-    costs = _head_costs(program, compiled) if config.run.compare_heads else {}
-    if not processes.is_first():
-        return Result(run.out_dir, [], costs, held_out_loss)
-    history = metrics.read_history(run.metrics_path)
-    result = Result(run.out_dir, history, costs, held_out_loss)
-    _report(result, console)
-    return result
+        held_out_loss = None
+        if held_out is not None:
+            held_out_loss = program.evaluate(state.params, frozen, held_out)
+        costs = _head_costs(program, compiled) if config.run.compare_heads else {}
+        if not processes.is_first():
+            return Result(run.out_dir, [], costs, held_out_loss)
+        history = run.history(StepMetrics)
+        result = Result(run.out_dir, history, costs, held_out_loss)
+        _report(result, console)
+        return result
 
 
 def _held_out(
@@ -343,14 +347,15 @@ def _step_metrics(
     )
 
 
-def _fixed_config(config: "Config") -> dict[str, dict[str, Any]]:
-    """What a resumed run must share with the saved one."""
+def _settings(config: "Config") -> Settings:
+    """What a resumed run must share with the saved one, and what it may change."""
     fixed = {
         "data": dataclasses.asdict(config.data),
         "model": dataclasses.asdict(config.model),
     }
     del fixed["data"]["cache_dir"]  # where vocabularies lie, not what they are
-    return fixed | fixed_weights(config.optimizer, config.run.seed)
+    fixed |= fixed_weights(config.optimizer, config.run.seed)
+    return Settings(fixed, free_settings(config, ["optimizer"], fixed))
 
 
 # ------------------------------------------------------------------ report

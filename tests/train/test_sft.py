@@ -26,7 +26,7 @@ from jaxmem import remat
 from jaxmem.train import sft
 from jaxmem.train.config import Config
 from jaxmem.train.data import Batch, DataConfig
-from jaxmem.train.metrics import read_history
+from jaxmem.train.history import read_history
 from jaxmem.train.model import Decoder, HeadConfig, ModelConfig
 from jaxmem.train.optimizer import (
     join_weights,
