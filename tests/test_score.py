@@ -212,8 +212,8 @@ def killed_after(appends, monkeypatch):
     def append(self, made):
         nonlocal count
         if count == appends:
-            self._file.write(b'{"document": "half')
-            self._file.flush()
+            with open(self.path, "ab") as file:
+                file.write(b'{"document": "half')
             raise KeyboardInterrupt
         count += 1
         whole(self, made)

@@ -3,10 +3,11 @@
 import dataclasses
 import hashlib
 import json
+import signal
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -14,12 +15,13 @@ from rich import progress
 from rich.console import Console
 
 from jaxmem import checkpoints, packing
-from jaxmem.score.journal import Journal, Scores, check_parquet
+from jaxmem.score.journal import Journal, Scores, check_parquet, check_suffix
 from jaxmem.score.summary import Summary, summarise
 from jaxmem.score.windows import Tokens, Window, check_lengths, cut, encode
-from jaxmem.train import data
+from jaxmem.train import data, locks
 from jaxmem.train.data import NO_LABEL
 from jaxmem.train.model import Decoder, HeadConfig
+from jaxmem.train.stopping import Stop
 
 # Micro-batches' worth of tokens that are packed, and recorded, together: enough to
 # waste few slots, few enough to lose little to a kill.
@@ -72,13 +74,30 @@ def score(config: ScoreConfig, console: Console | None = None) -> Summary:
 
     Raises:
       ValueError: the data, the checkpoint or the output cannot be used; the message
-        says which document, tensor or file.
+        says which document, tensor or file, or which other process is at it.
+      WriteError: the disk takes no more; what is recorded is not scored again.
       FloatingPointError: a score is not finite.
+      KeyboardInterrupt: SIGINT came; the documents being scored are recorded.
+      SystemExit: likewise SIGTERM.
     """
     console = console or Console()
     out = Path(config.out).expanduser()
+    check_suffix(out)
     if out.suffix == ".parquet":
         check_parquet()
+    lock = out.with_name(out.name + ".lock")
+    with (
+        locks.held(lock, f"--out {out}", lambda line: _say(console, line)),
+        Stop("scoring ends after these documents") as stop,
+    ):
+        return _score(config, out, console, stop)
+
+
+def _say(console: Console, line: str) -> None:
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _score(config: ScoreConfig, out: Path, console: Console, stop: Stop) -> Summary:
     described = checkpoints.read_config(config.model)
     vocabulary = checkpoints.load_vocabulary(config.model)
     if config.eos and vocabulary.eos is None:
@@ -94,19 +113,32 @@ def score(config: ScoreConfig, console: Console | None = None) -> Summary:
         )
     groups = _groups(documents, _GROUP * config.max_tokens)
     fingerprint = _fingerprint(config, documents)
-    with Journal(out, fingerprint, [0, *(stop for _, stop in groups)]) as journal:
+    ends = [0, *(end for _, end in groups)]
+    with Journal(out, fingerprint, config.data, ends) as journal:
         started, read = time.perf_counter(), 0
         if journal.done:
-            console.print(f"resuming after document {journal.done:,}", highlight=False)
+            _say(console, f"resuming after document {journal.done:,}")
         if journal.done < len(documents):
-            read = _score_rest(config, length, documents, groups, journal, console)
+            documents = [_named_after(journal.source, d) for d in documents]
+            work = _Work(config, length, documents, groups)
+            read = _score_rest(work, journal, console, stop)
         seconds = time.perf_counter() - started
         summary = summarise(journal.records())
         journal.finish()
     console.print(summary.table(seconds, read))
     console.print(summary.bars())
-    console.print(f"saved in {out}", highlight=False)
+    _say(console, f"saved in {out}")
     return summary
+
+
+def _named_after(source: str, document: Tokens) -> Tokens:
+    """The document with the name that its file had when scoring began."""
+    return document._replace(name=f"{Path(source)}:{_line_of(document)}")
+
+
+def _line_of(document: Tokens) -> str:
+    """Of the data's file, as text; a document's name ends with it."""
+    return document.name.rpartition(":")[2]
 
 
 def _groups(documents: Sequence[Tokens], tokens: int) -> list[tuple[int, int]]:
@@ -117,15 +149,18 @@ def _groups(documents: Sequence[Tokens], tokens: int) -> list[tuple[int, int]]:
     return list(zip(bounds[:-1], bounds[1:], strict=True))
 
 
-def _score_rest(
-    config: ScoreConfig,
-    length: int,
-    documents: Sequence[Tokens],
-    groups: Sequence[tuple[int, int]],
-    journal: Journal,
-    console: Console,
-) -> int:
+class _Work(NamedTuple):
+    """What there is to score."""
+
+    config: ScoreConfig
+    length: int  # of the model's inputs
+    documents: Sequence[Tokens]
+    groups: Sequence[tuple[int, int]]  # (start, stop) of documents
+
+
+def _score_rest(work: _Work, journal: Journal, console: Console, stop: Stop) -> int:
     """Score the groups that are left; returns how many tokens the model read."""
+    config, length, documents, groups = work
     decoder = checkpoints.load(
         config.model,
         dtype=config.dtype,
@@ -135,18 +170,30 @@ def _score_rest(
     )
     scorer = _Scorer(decoder, config.max_tokens, length)
     report = _Progress(console, documents, journal.done)
-    with report:
-        for start, stop in groups:
+    done = journal.done
+    with stop.postponed(), report:
+        for start, end in groups:
             if start < journal.done:
                 continue
+            if stop.signal:
+                break
             windows = [
                 window
-                for number in range(start, stop)
+                for number in range(start, end)
                 for window in cut(number, documents[number], length, config.stride)
             ]
             numbers = scorer.run(windows)
-            journal.append(_collect(documents, start, stop, windows, numbers))
-            report.update(stop, sum(len(window.tokens) for window in windows))
+            journal.append(_collect(documents, start, end, windows, numbers))
+            done = end
+            report.update(done, sum(len(window.tokens) for window in windows))
+    if stop.signal and done < len(documents):
+        name = signal.Signals(stop.signal).name
+        _say(
+            console,
+            f"stopped by {name} after document {done:,} of {len(documents):,}, all "
+            f"recorded in {journal.path}: the same command goes on from there",
+        )
+    stop.leave_if_asked()
     return report.read
 
 
@@ -224,7 +271,8 @@ def _fingerprint(config: ScoreConfig, documents: Sequence[Tokens]) -> str:
             file.seek(max(size - _SAMPLE, 0))
             made.update(file.read(_SAMPLE))
     for document in documents:
-        made.update(json.dumps([document.name, document.first]).encode())
+        # Not the name, in which the file's may be spelled in another way.
+        made.update(json.dumps([_line_of(document), document.first]).encode())
         made.update(document.ids.tobytes())
     return made.hexdigest()[:24]
 
