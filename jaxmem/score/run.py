@@ -88,7 +88,7 @@ def score(config: ScoreConfig, console: Console | None = None) -> Summary:
     lock = out.with_name(out.name + ".lock")
     with (
         locks.held(lock, f"--out {out}", lambda line: _say(console, line)),
-        Stop("scoring ends after these documents") as stop,
+        Stop() as stop,
     ):
         return _score(config, out, console, stop)
 

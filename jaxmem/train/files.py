@@ -150,9 +150,11 @@ class Appender:
         self._end, self._torn = self._end + len(record), False
 
     def _cut(self) -> None:
-        if self._torn and self._descriptor is not None:
+        if not self._torn or self._descriptor is None:
+            return
+        if os.fstat(self._descriptor).st_size > self._end:
             os.ftruncate(self._descriptor, self._end)
-            self._torn = False
+        self._torn = False
 
     def sync(self) -> None:
         """Wait until all that was written is on the disk."""

@@ -285,7 +285,7 @@ def open_run(config: RunConfig, settings: Settings, console: Console) -> Iterato
     say = functools.partial(_say, console)
     with (
         locks.held(out_dir / "lock", where, say),
-        Stop("the run ends after this step") as stop,
+        Stop() as stop,
         _all_together(stop),
     ):
         for line in set_aside_damaged(out_dir / "checkpoints"):

@@ -10,6 +10,7 @@ from types import FrameType
 from typing import Any
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_AGAIN = "send it again to stop at once"
 _DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
 
 
@@ -23,16 +24,12 @@ class Stop:
     Handlers that somebody else has set are left alone, and outside the main thread,
     where Python allows none, this does nothing. On leaving, what was there is restored.
 
-    Args:
-      notice: what a postponed signal's line on stderr says of the rest.
-
     Attributes:
       signal: the number of the first signal, 0 as long as there is none.
     """
 
-    def __init__(self, notice: str):
+    def __init__(self):
         self.signal = 0
-        self._notice = notice
         self._postponed = False
         self._replaced: dict[int, Any] = {}
 
@@ -100,8 +97,7 @@ class Stop:
                 count += 1
                 name = signal.Signals(number).name
                 if count == 1:
-                    notice = self._notice if self._postponed else "ending"
-                    _print(f"jaxmem: {name}: {notice}; a second one ends at once")
+                    _print(f"jaxmem: {name}: stopping after this step; {_AGAIN}")
                 elif not hasattr(sys, "ps1"):  # which interactive sessions have
                     _print(f"jaxmem: {name}: ended")
                     os._exit(128 + number)
