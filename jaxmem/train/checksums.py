@@ -85,6 +85,8 @@ def _difference(digest: str) -> str:
 
 def _parse(text: str) -> dict[str, str]:
     sums = {}
+    if not text.endswith("\n"):
+        raise ValueError("cut short")
     for line in text.splitlines():
         digest, separator, name = line.partition("  ")
         if len(digest) != 64 or not separator:
