@@ -85,10 +85,12 @@ class _Lock:
     def release(self) -> None:
         """Remove the file and what was made for it, if it is still empty."""
         if self._descriptor is not None:
-            with contextlib.suppress(OSError):
-                self._path.unlink()
-            os.close(self._descriptor)
-            self._descriptor = None
+            try:
+                with contextlib.suppress(OSError):
+                    self._path.unlink()
+            finally:
+                os.close(self._descriptor)
+                self._descriptor = None
         for directory in self._made:
             with contextlib.suppress(OSError):
                 directory.rmdir()
