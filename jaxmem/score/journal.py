@@ -134,6 +134,7 @@ class Journal:
             self._file.add("".join(lines).encode())
             self._file.flush()
             self._file.sync()
+        self.done += len(lines)
 
     def records(self) -> Iterator[dict[str, Any]]:
         """All documents so far, in order."""

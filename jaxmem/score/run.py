@@ -118,10 +118,14 @@ def _score(config: ScoreConfig, out: Path, console: Console, stop: Stop) -> Summ
         started, read = time.perf_counter(), 0
         if journal.done:
             _say(console, f"resuming after document {journal.done:,}")
-        if journal.done < len(documents):
-            documents = [_named_after(journal.source, d) for d in documents]
-            work = _Work(config, length, documents, groups)
-            read = _score_rest(work, journal, console, stop)
+        try:
+            if journal.done < len(documents):
+                documents = [_named_after(journal.source, d) for d in documents]
+                work = _Work(config, length, documents, groups)
+                read = _score_rest(work, journal, console, stop)
+        finally:
+            if stop.signal:
+                _say(console, _where_it_stopped(stop, journal, len(documents)))
         seconds = time.perf_counter() - started
         summary = summarise(journal.records())
         journal.finish()
@@ -169,9 +173,7 @@ def _score_rest(work: _Work, journal: Journal, console: Console, stop: Stop) -> 
         adapter=config.adapter,
     )
     scorer = _Scorer(decoder, config.max_tokens, length)
-    report = _Progress(console, documents, journal.done)
-    done = journal.done
-    with stop.postponed(), report:
+    with stop.postponed(), _Progress(console, documents, journal.done) as report:
         for start, end in groups:
             if start < journal.done:
                 continue
@@ -184,17 +186,18 @@ def _score_rest(work: _Work, journal: Journal, console: Console, stop: Stop) -> 
             ]
             numbers = scorer.run(windows)
             journal.append(_collect(documents, start, end, windows, numbers))
-            done = end
-            report.update(done, sum(len(window.tokens) for window in windows))
-    if stop.signal and done < len(documents):
-        name = signal.Signals(stop.signal).name
-        _say(
-            console,
-            f"stopped by {name} after document {done:,} of {len(documents):,}, all "
-            f"recorded in {journal.path}: the same command goes on from there",
-        )
+            report.update(end, sum(len(window.tokens) for window in windows))
     stop.leave_if_asked()
     return report.read
+
+
+def _where_it_stopped(stop: Stop, journal: Journal, documents: int) -> str:
+    """What a signal has left, and how to go on."""
+    name = signal.Signals(stop.signal).name
+    return (
+        f"stopped by {name} after document {journal.done:,} of {documents:,}, all "
+        f"recorded in {journal.path}: the same command goes on from there"
+    )
 
 
 class _Scorer:
