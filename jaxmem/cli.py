@@ -69,7 +69,8 @@ def _parser() -> argparse.ArgumentParser:
         "train",
         help="train a language model, or resume the run in run.out_dir",
         description="Train a language model as a gin file says.  Run the same command "
-        "again to resume from the newest checkpoint in run.out_dir.",
+        "again to resume from the newest checkpoint in run.out_dir.  SIGTERM and "
+        "Ctrl-C end a run after the current step, which is saved.",
     )
     train.add_argument(
         "file", metavar="FILE.gin", help="a path, or the name of a shipped config"

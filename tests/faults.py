@@ -267,9 +267,9 @@ def _signalled(row, job, number, when, *more) -> None:
     if job.name != "score" and not more:
         right = right and (_newest(job, run) == job.done(run))
     if more:
-        right = right and "nothing of it could be saved" in said
-    right = right and finish(start(job, run)).returncode == 0
-    row.add(said or done.said[-200:], right, job.lost(run))
+        right = right and "does not let us save" in said
+    resumed = finish(start(job, run)).returncode == 0
+    row.add(said or done.said[-200:], right and resumed, job.lost(run))
 
 
 def _newest(job: Job, run: str) -> int:
@@ -403,7 +403,7 @@ def damages(job: Job) -> Iterator[Row]:
         shutil.copytree(job.folder / "whole_sft", job.folder / run)
         action(job.folder / run / "checkpoints" / str(_newest(job, run)))
         done = finish(start(job, run))
-        said = done.line("is now")
+        said = done.line("renamed to")
         right = done.returncode == 0 and fault in said and "resuming" in done.said
         row.add(said or done.said[-200:], right, job.lost(run))
         yield row
@@ -429,6 +429,8 @@ def main() -> int:
     parser.add_argument("--at-once", type=int, default=2, help="sections side by side")
     parser.add_argument("--out", default="faults_cpu.csv")
     arguments = parser.parse_args()
+    # A shell ignores SIGINT for what it starts in the background, and for its children.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", f"{folder}/compiled")

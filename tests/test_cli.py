@@ -236,7 +236,7 @@ def test_sigterm_saves_and_the_same_command_resumes(directory, monkeypatch, capf
         "stopped by SIGTERM after step 1 of 4, which is saved: the same command "
         "resumes run\n"
     )
-    with locks.held(Path("run/lock"), "", print):
+    with locks.exclusive(Path("run/lock"), "", print):
         assert cli.main(["train", "tiny.gin"]) == 2
     assert "run.out_dir='run' is in use by another process" in capfd.readouterr().err
     assert cli.main(["train", "tiny.gin"]) == 0

@@ -265,7 +265,9 @@ def test_a_kill_between_the_file_and_the_end_of_the_journal(
     made, other = pathlib.Path(out).read_bytes(), pathlib.Path(out + ".unfinished")
     assert other.exists()
     pathlib.Path(out).write_bytes(made + b" ")
-    with pytest.raises(ValueError, match=f"{out}: exists, and is not what {other} say"):
+    with pytest.raises(
+        ValueError, match=f"{out}: exists, and differs from the scores in {other}"
+    ):
         scored(model, out=out)
     pathlib.Path(out).write_bytes(made)
     summary, _ = scored(model, out=out)
@@ -354,7 +356,7 @@ def test_zeros_at_the_end_of_a_journal_are_cut(model, directory, monkeypatch):
 
 def test_two_at_once_are_refused(model, directory):
     write(documents(5))
-    with locks.held(directory / "scores.jsonl.lock", "", print):
+    with locks.exclusive(directory / "scores.jsonl.lock", "", print):
         with pytest.raises(ValueError, match="--out scores.jsonl is in use by another"):
             scored(model)
     scored(model)

@@ -57,7 +57,7 @@ class Journal:
       out: the file that is to be, `.jsonl` or `.parquet`.
       fingerprint: of all that the scores depend on.
       source: the documents' file as it was named; a journal that is continued keeps
-        the name that it began with.
+        its first name.
       boundaries: numbers of documents after which a group ends, from 0 to all of them;
         a journal is continued after one of them.
 
@@ -103,7 +103,7 @@ class Journal:
             self.source = self._source_of(first, fingerprint)
             file.seek(0)
             for line in file:
-                if not line.endswith(b"}\n") or b"\0" in line:  # cut short, or zeros
+                if not line.endswith(b"}\n") or b"\0" in line:  # truncated, or NULs
                     break
                 count += 1
                 if count in boundaries:
@@ -111,7 +111,7 @@ class Journal:
         os.truncate(self.path, end)
 
     def _source_of(self, head: bytes, fingerprint: str) -> str:
-        """The name in a journal's first line, if that is of the same work."""
+        """Return the data's name from a journal's first line, if its work is ours."""
         try:
             saved = json.loads(head)
             if saved["fingerprint"] == fingerprint:
@@ -127,10 +127,10 @@ class Journal:
         """Add a group of documents; when it returns, a kill cannot lose them.
 
         Raises:
-          WriteError: nothing is added; the groups before are there.
+            WriteError: the disk is full; earlier groups are unchanged.
         """
         lines = [json.dumps(made.record()) + "\n" for made in scores]
-        with files.naming(self.path):
+        with files.write_errors(self.path):
             self._file.add("".join(lines).encode())
             self._file.flush()
             self._file.sync()
@@ -144,21 +144,21 @@ class Journal:
                 yield json.loads(line)
 
     def finish(self) -> None:
-        """Make the output file, and remove the journal.
+        """Write the output file, then remove the journal.
 
-        A kill may come between the two: then the file is there already, and the same.
+        After a kill between the two, the file exists already, with the same content.
 
         Raises:
-          ValueError: another file has taken its place.
-          WriteError: it cannot be written; the journal is as it was.
+            ValueError: a file with another content exists.
+            WriteError: the file cannot be written; the journal is unchanged.
         """
-        with files.naming(self.out):
+        with files.write_errors(self.out):
             try:
                 self._write_out()
                 if self.out.exists() and not filecmp.cmp(self._made, self.out, False):
                     raise ValueError(
-                        f"{self.out}: exists, and is not what {self.path} says; delete "
-                        "one of them"
+                        f"{self.out}: exists, and differs from the scores in "
+                        f"{self.path}; delete one of them"
                     )
                 os.replace(self._made, self.out)
                 files.sync_directory(self.out.parent)
@@ -178,10 +178,10 @@ class Journal:
 
 
 def check_suffix(out: Path) -> None:
-    """Refuse a name that says no format.
+    """Check the file name of the output.
 
     Raises:
-      ValueError: it does not end in .jsonl or .parquet.
+        ValueError: it does not end in .jsonl or .parquet.
     """
     if out.suffix not in (".jsonl", ".parquet"):
         raise ValueError(f"--out must be a .jsonl or .parquet file, got {out}")

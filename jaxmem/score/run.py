@@ -1,9 +1,9 @@
 """A checkpoint and documents to scores: encode, pack, run, record, sum up."""
 
 import dataclasses
+import functools
 import hashlib
 import json
-import signal
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -74,11 +74,11 @@ def score(config: ScoreConfig, console: Console | None = None) -> Summary:
 
     Raises:
       ValueError: the data, the checkpoint or the output cannot be used; the message
-        says which document, tensor or file, or which other process is at it.
-      WriteError: the disk takes no more; what is recorded is not scored again.
+        says which document, tensor or file, or which process uses the output.
+      WriteError: the disk is full; recorded documents are not scored again.
       FloatingPointError: a score is not finite.
-      KeyboardInterrupt: SIGINT came; the documents being scored are recorded.
-      SystemExit: likewise SIGTERM.
+      KeyboardInterrupt: after SIGINT; the current group of documents is recorded.
+      SystemExit: likewise after SIGTERM.
     """
     console = console or Console()
     out = Path(config.out).expanduser()
@@ -87,13 +87,13 @@ def score(config: ScoreConfig, console: Console | None = None) -> Summary:
         check_parquet()
     lock = out.with_name(out.name + ".lock")
     with (
-        locks.held(lock, f"--out {out}", lambda line: _say(console, line)),
         Stop() as stop,
+        locks.exclusive(lock, f"--out {out}", functools.partial(_log, console)),
     ):
         return _score(config, out, console, stop)
 
 
-def _say(console: Console, line: str) -> None:
+def _log(console: Console, line: str) -> None:
     console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
@@ -114,10 +114,11 @@ def _score(config: ScoreConfig, out: Path, console: Console, stop: Stop) -> Summ
     groups = _groups(documents, _GROUP * config.max_tokens)
     fingerprint = _fingerprint(config, documents)
     ends = [0, *(end for _, end in groups)]
-    with Journal(out, fingerprint, config.data, ends) as journal:
+    source = str(Path(config.data).expanduser())
+    with Journal(out, fingerprint, source, ends) as journal:
         started, read = time.perf_counter(), 0
         if journal.done:
-            _say(console, f"resuming after document {journal.done:,}")
+            _log(console, f"resuming after document {journal.done:,}")
         try:
             if journal.done < len(documents):
                 documents = [_named_after(journal.source, d) for d in documents]
@@ -125,23 +126,23 @@ def _score(config: ScoreConfig, out: Path, console: Console, stop: Stop) -> Summ
                 read = _score_rest(work, journal, console, stop)
         finally:
             if stop.signal:
-                _say(console, _where_it_stopped(stop, journal, len(documents)))
+                _log(console, _stop_message(stop, journal, len(documents)))
         seconds = time.perf_counter() - started
         summary = summarise(journal.records())
         journal.finish()
     console.print(summary.table(seconds, read))
     console.print(summary.bars())
-    _say(console, f"saved in {out}")
+    _log(console, f"saved in {out}")
     return summary
 
 
 def _named_after(source: str, document: Tokens) -> Tokens:
-    """The document with the name that its file had when scoring began."""
-    return document._replace(name=f"{Path(source)}:{_line_of(document)}")
+    """Name a document after the data file as the journal names it."""
+    return document._replace(name=f"{source}:{_line_of(document)}")
 
 
 def _line_of(document: Tokens) -> str:
-    """Of the data's file, as text; a document's name ends with it."""
+    """Return the line number at the end of a document's name."""
     return document.name.rpartition(":")[2]
 
 
@@ -154,7 +155,7 @@ def _groups(documents: Sequence[Tokens], tokens: int) -> list[tuple[int, int]]:
 
 
 class _Work(NamedTuple):
-    """What there is to score."""
+    """The documents to score, in groups."""
 
     config: ScoreConfig
     length: int  # of the model's inputs
@@ -173,7 +174,7 @@ def _score_rest(work: _Work, journal: Journal, console: Console, stop: Stop) -> 
         adapter=config.adapter,
     )
     scorer = _Scorer(decoder, config.max_tokens, length)
-    with stop.postponed(), _Progress(console, documents, journal.done) as report:
+    with stop.deferred(), _Progress(console, documents, journal.done) as report:
         for start, end in groups:
             if start < journal.done:
                 continue
@@ -187,15 +188,14 @@ def _score_rest(work: _Work, journal: Journal, console: Console, stop: Stop) -> 
             numbers = scorer.run(windows)
             journal.append(_collect(documents, start, end, windows, numbers))
             report.update(end, sum(len(window.tokens) for window in windows))
-    stop.leave_if_asked()
+    stop.raise_if_requested()
     return report.read
 
 
-def _where_it_stopped(stop: Stop, journal: Journal, documents: int) -> str:
-    """What a signal has left, and how to go on."""
-    name = signal.Signals(stop.signal).name
+def _stop_message(stop: Stop, journal: Journal, documents: int) -> str:
+    """Return what a signal has stopped, and how to resume."""
     return (
-        f"stopped by {name} after document {journal.done:,} of {documents:,}, all "
+        f"stopped by {stop.name} after document {journal.done:,} of {documents:,}, all "
         f"recorded in {journal.path}: the same command goes on from there"
     )
 
@@ -274,7 +274,7 @@ def _fingerprint(config: ScoreConfig, documents: Sequence[Tokens]) -> str:
             file.seek(max(size - _SAMPLE, 0))
             made.update(file.read(_SAMPLE))
     for document in documents:
-        # Not the name, in which the file's may be spelled in another way.
+        # Without the file's name, which may be spelled differently on resume.
         made.update(json.dumps([_line_of(document), document.first]).encode())
         made.update(document.ids.tobytes())
     return made.hexdigest()[:24]

@@ -26,13 +26,12 @@ class Checkpoints:
 
     Orbax writes a checkpoint under a temporary name and renames it when every byte is
     there, so what a kill leaves behind is never taken for a checkpoint.  Saving is
-    synchronous: when `save` returns, the step can be resumed.  What is damaged later
-    is found by its checksums: see `set_aside_damaged`.
+    synchronous: when `save` returns, the step can be resumed.  Later damage is found
+    by checksums; see `set_aside_damaged`.
 
     Args:
-      directory: where checkpoints live; made when missing, and removed again if none
-        was saved.
-      keep: how many of the newest to keep.
+        directory: of the checkpoints; created if missing, removed on exit if empty.
+        keep: how many of the newest to keep.
     """
 
     def __init__(self, directory: Path, keep: int):
@@ -42,7 +41,7 @@ class Checkpoints:
             cleanup_tmp_directories=True,
         )
         self.directory = directory
-        with files.naming(directory):
+        with files.write_errors(directory):
             self._manager = ocp.CheckpointManager(directory.resolve(), options=options)
 
     def __enter__(self) -> "Checkpoints":
@@ -65,10 +64,10 @@ class Checkpoints:
           step: how many steps are done.
           state: pytree of arrays: parameters, optimizer, rng.
           data_state: what the data iterator's `get_state` returned; JSON.
-          config: what a resumed run is compared with, by section and field; JSON.
+          config: settings of the run, by section and field; JSON.
 
         Raises:
-          CheckpointError: it cannot be written; the ones before are as they were.
+          CheckpointError: it cannot be written; earlier checkpoints are unchanged.
         """
         latest = self.latest()
         path = self.directory / str(step)
@@ -78,21 +77,21 @@ class Checkpoints:
             config=ocp.args.JsonSave(dict(config)),
         )
         try:
-            with _no_log():
+            with _orbax_logs_silenced():
                 self._manager.save(step, args=items)
             checksums.write(path)
         except (OSError, ValueError, RuntimeError) as error:
-            self._clear_away(step)
+            self._remove_partial(step)
             size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
             raise CheckpointError(
-                f"{files.why_not(path, _as_os_error(error))}, and the checkpoint takes "
-                f"about {size:,}; {_what_is_left(latest)}"
+                f"{files.describe_failure(path, _as_os_error(error))}; the checkpoint "
+                f"needs about {size:,}; {_resume_hint(latest)}"
             ) from error
 
-    def _clear_away(self, step: int) -> None:
-        """Give back the room that a checkpoint took which is not whole."""
-        # Tasks of orbax that failed too are logged when they are collected, whenever.
-        logging.getLogger("asyncio").addFilter(_is_not_orbaxs)
+    def _remove_partial(self, step: int) -> None:
+        """Free the space of a checkpoint that could not be written completely."""
+        # asyncio logs other failed tasks of orbax when they are garbage-collected.
+        logging.getLogger("asyncio").addFilter(_is_not_from_orbax)
         if processes.is_first():
             for path in self.directory.glob(f"{step}.orbax-checkpoint-tmp*"):
                 shutil.rmtree(path, ignore_errors=True)
@@ -144,51 +143,51 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _naming(self, step: int) -> Iterator[None]:
-        """Name the checkpoint in whatever its reading raises."""
+        """Convert errors raised inside to a CheckpointError that names the step."""
         try:
-            with _no_log():
+            with _orbax_logs_silenced():
                 yield
         except (OSError, ValueError, LookupError, TypeError) as error:
             reason = str(error).partition("\n")[0][:200]
             raise CheckpointError(
                 f"checkpoint {self.directory / str(step)} cannot be read "
-                f"({type(error).__name__}: {reason}); move it elsewhere to resume from "
-                "the one before, or name another run.out_dir"
+                f"({type(error).__name__}: {reason}); move it to another directory to "
+                "resume from an older one, or name another run.out_dir"
             ) from error
 
 
 def set_aside_damaged(directory: Path) -> list[str]:
-    """Rename checkpoints that cannot be read, down to the newest that can.
+    """Rename damaged checkpoints that are newer than the newest good one.
 
     Args:
-      directory: where checkpoints live; it need not exist.
+        directory: of the checkpoints; it need not exist.
 
     Returns:
-      A line about each, and one if the newest that is left has no checksums.
+        A message about each, and one if the newest good one has no checksums.
 
     Raises:
-      CheckpointError: none can be read; nothing was renamed.
+        CheckpointError: all are damaged; none was renamed.
     """
     steps = processes.by_first(lambda: _steps(directory))
     faults: dict[int, str] = {}
     for step in reversed(steps):
-        fault = checksums.fault(directory / str(step))
+        fault = checksums.find_fault(directory / str(step))
         if fault is None:
             break
         faults[step] = fault
     if steps and len(faults) == len(steps):
-        said = "; ".join(f"{step} ({fault})" for step, fault in faults.items())
+        listed = "; ".join(f"{step} ({fault})" for step, fault in faults.items())
         raise CheckpointError(
-            f"{directory}: none of the checkpoints can be read: {said}; put a copy of "
-            "one back, or name another run.out_dir to start anew"
+            f"{directory}: none of the checkpoints can be read: {listed}; restore one "
+            "from a copy, or name another run.out_dir to start anew"
         )
-    lines = processes.by_first(
+    messages = processes.by_first(
         lambda: [_set_aside(directory / str(step), faults[step]) for step in faults]
     )
     good = directory / str(max(set(steps) - faults.keys(), default=0))
-    if steps and not checksums.are_in(good):
-        lines.append(f"checkpoint {good} has no checksums: it is read unverified")
-    return lines
+    if steps and not checksums.exist(good):
+        messages.append(f"checkpoint {good} has no checksums and is not verified")
+    return messages
 
 
 def _steps(directory: Path) -> list[int]:
@@ -198,20 +197,20 @@ def _steps(directory: Path) -> list[int]:
 
 
 def _set_aside(path: Path, fault: str) -> str:
-    """To the first free name."""
+    """Rename to the first free name; return a message."""
     names = (path.with_name(f"{path.name}.damaged{i or ''}") for i in itertools.count())
     moved = path.rename(next(name for name in names if not name.exists()))
-    return f"checkpoint {path} cannot be read ({fault}); it is now {moved.name}"
+    return f"checkpoint {path} cannot be read ({fault}); it is renamed to {moved.name}"
 
 
-def _what_is_left(latest: int | None) -> str:
+def _resume_hint(latest: int | None) -> str:
     if latest is None:
-        return "nothing of the run is saved yet"
-    return f"make room, and the same command resumes the run after step {latest}"
+        return "no checkpoint has been saved yet"
+    return f"free some space; the same command resumes the run after step {latest}"
 
 
 def _as_os_error(error: Exception) -> Exception:
-    """The system's error behind one of tensorstore's, which gives its number."""
+    """Return the operating system's error that a tensorstore error quotes."""
     found = re.search(r"os_error_code='(\d+)'", str(error))
     if found:
         return OSError(int(found[1]), os.strerror(int(found[1])))
@@ -220,13 +219,13 @@ def _as_os_error(error: Exception) -> Exception:
     return ValueError(str(error).partition("\n")[0][:200])
 
 
-def _is_not_orbaxs(record: logging.LogRecord) -> bool:
+def _is_not_from_orbax(record: logging.LogRecord) -> bool:
     return "orbax" not in record.getMessage()
 
 
 @contextlib.contextmanager
-def _no_log() -> Iterator[None]:
-    """Without what orbax logs of errors that it raises as well, traceback and all."""
+def _orbax_logs_silenced() -> Iterator[None]:
+    """Silence tracebacks of errors that orbax both logs and raises."""
     logger = logging.getLogger("absl")
     before = logger.level
     logger.setLevel(logging.CRITICAL + 1)
@@ -261,12 +260,12 @@ def check_same_config(
 def differences(
     saved: Mapping[str, Mapping], current: Mapping[str, Mapping], common: bool = False
 ) -> list[str]:
-    """A text for each field that differs, with both values.
+    """Return a message for each field that differs, with both values.
 
     Args:
-      saved: section to field to value.
-      current: likewise.
-      common: leave out fields that only one of them has.
+        saved: section to field to value.
+        current: likewise.
+        common: ignore fields that only one of them has.
     """
     was, now = _flat(saved), _flat(current)
     keys = was.keys() & now.keys() if common else was.keys() | now.keys()

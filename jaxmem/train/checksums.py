@@ -1,8 +1,8 @@
-"""Checksums of a checkpoint's files, which `sha256sum -c SHA256SUMS` reads too.
+"""SHA-256 checksums of a checkpoint's files, in the format of `sha256sum`.
 
-OCDBT, the format that orbax writes, has checksums for its own tables only, and orbax
-chooses the codecs of the arrays without one: a flipped byte of an array is restored as
-it is. So each file is hashed when it has been written, and before it is read.
+OCDBT, which orbax writes, has CRC32C checksums for its B-tree nodes only, and orbax has
+no option for the `crc32c` codec of the arrays: it restores an array with a flipped byte
+without an error. So every file is hashed after it is written and before it is read.
 """
 
 import concurrent.futures
@@ -18,10 +18,13 @@ _ITEMS = ("config", "data", "state")  # of every checkpoint
 
 
 def write(directory: Path) -> None:
-    """Put the checksums of all files of a directory into it.
+    """Write the checksums of all files of a directory to its file SHA256SUMS.
+
+    Args:
+        directory: of one checkpoint.
 
     Raises:
-      OSError: a file cannot be read, or the checksums cannot be written.
+        OSError: a file cannot be read, or the checksums cannot be written.
     """
     sums = _sums(directory)
     for name, digest in sums.items():
@@ -31,34 +34,37 @@ def write(directory: Path) -> None:
     processes.by_first(lambda: files.write_whole(directory / NAME, text))
 
 
-def are_in(directory: Path) -> bool:
-    """Whether `write` was called: not where a kill came first, nor in old versions."""
+def exist(directory: Path) -> bool:
+    """Whether a checkpoint has checksums; an older version's has none."""
     return processes.by_first(lambda: (directory / NAME).exists())
 
 
-def fault(directory: Path) -> str | None:
-    """What is wrong with a checkpoint's directory; None if nothing is known to be.
+def find_fault(directory: Path) -> str | None:
+    """Return what is damaged in a checkpoint, None if nothing is.
 
-    Without checksums, only that all of its parts are there is known.
+    Without checksums only missing items are found.
+
+    Args:
+        directory: of the checkpoint.
     """
-    known = processes.by_first(lambda: _fault_or_sums(directory))
-    if not isinstance(known, dict):
-        return known
+    saved = processes.by_first(lambda: _read_sums(directory))
+    if not isinstance(saved, dict):
+        return saved
     found = _sums(directory)
     faults = [
-        *(f"{name} is missing" for name in known.keys() - found.keys()),
-        *(f"{name} has no checksum" for name in found.keys() - known.keys()),
+        *(f"{name} is missing" for name in saved.keys() - found.keys()),
+        *(f"{name} has no checksum" for name in found.keys() - saved.keys()),
         *(
             f"{name} {_difference(found[name])}"
-            for name in known.keys() & found.keys()
-            if known[name] != found[name]
+            for name in saved.keys() & found.keys()
+            if saved[name] != found[name]
         ),
     ]
     return _first(sorted(faults))
 
 
-def _fault_or_sums(directory: Path) -> str | dict[str, str] | None:
-    """What is wrong at first sight, or else the checksums, if there are any."""
+def _read_sums(directory: Path) -> str | dict[str, str] | None:
+    """Return missing items, else the saved checksums, None without any."""
     missing = [name for name in _ITEMS if not (directory / name).is_dir()]
     if missing:
         return f"{' and '.join(missing)} missing"
@@ -96,7 +102,7 @@ def _parse(text: str) -> dict[str, str]:
 
 
 def _sums(directory: Path) -> dict[str, str]:
-    """Name to digest, of all files; each of several processes reads its part."""
+    """Map each file's name to its digest; processes share the reading."""
     names = processes.by_first(lambda: _names(directory))
     own = names[jax.process_index() :: jax.process_count()]
     with concurrent.futures.ThreadPoolExecutor() as pool:

@@ -1,4 +1,4 @@
-"""Files that a full disk or a kill leaves whole, or as they were."""
+"""Atomic file writes, and appends that survive a full disk."""
 
 import collections
 import contextlib
@@ -9,26 +9,26 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _CANNOT_SYNC = (errno.EINVAL, errno.ENOTSUP)
-_MOST_WAITING = 100_000  # records of an `Appender`; about 50 MB of them
+_MAX_PENDING = 100_000  # records of an `Appender`; about 50 MB
 
 
 class WriteError(OSError):
-    """A file cannot be written; the message names it and the bytes that are free."""
+    """A file cannot be written; the message names it and the free bytes."""
 
 
-def why_not(path: Path, error: Exception) -> str:
-    """One line about a file that could not be written.
+def describe_failure(path: Path, error: Exception) -> str:
+    """Return one line about a failed write: the path, the reason, the free bytes.
 
     Args:
-      path: of the file.
-      error: what writing it raised.
+        path: of the file.
+        error: the exception that writing it raised.
     """
     reason = (isinstance(error, OSError) and error.strerror) or str(error)
     return f"{path}: cannot be written: {reason} ({free_bytes(path):,} bytes free)"
 
 
 def free_bytes(path: Path) -> int:
-    """What the file system of a path, which need not exist, has left for us."""
+    """Return the free bytes of the file system of a path, which need not exist."""
     for place in (path, *path.absolute().parents):
         with contextlib.suppress(OSError):
             return shutil.disk_usage(place).free
@@ -36,33 +36,39 @@ def free_bytes(path: Path) -> int:
 
 
 @contextlib.contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Raise a `WriteError` about the path for any OSError raised inside."""
+def write_errors(path: Path) -> Iterator[None]:
+    """Convert an OSError raised inside to a `WriteError` that names the path."""
     try:
         yield
     except WriteError:
         raise
     except OSError as error:
-        raise WriteError(why_not(path, error)) from error
+        raise WriteError(describe_failure(path, error)) from error
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replace a file's content in one step, which survives a loss of power.
+    """Replace the content of a file atomically, and sync it to the disk.
 
-    A file that holds the text already is left alone: a full disk does not matter then.
+    A file that holds the text already is not written, so that a full disk does not
+    matter.
+
+    Args:
+        path: of the file.
+        text: its new content.
 
     Raises:
-      WriteError: the old content, if any, is still there.
+        WriteError: the file still has its old content.
     """
     content = text.encode()
     with contextlib.suppress(OSError):
         if path.read_bytes() == content:
             return
     unfinished = path.with_name(path.name + ".unfinished")
-    with naming(path):
+    with write_errors(path):
         try:
             with open(unfinished, "wb") as file:
                 file.write(content)
+                file.flush()
                 sync(file.fileno())
             os.replace(unfinished, path)
         except OSError:
@@ -71,7 +77,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def sync(descriptor: int) -> None:
-    """Wait until a file is on the disk, where the file system can tell."""
+    """Wait until a file is on the disk, where its file system supports that."""
     try:
         os.fsync(descriptor)
     except OSError as error:
@@ -80,8 +86,8 @@ def sync(descriptor: int) -> None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Wait until the names in a directory are on the disk."""
-    if os.name == "nt":  # cannot open directories
+    """Wait until the entries of a directory are on the disk."""
+    if os.name == "nt":  # directories cannot be opened
         return
     descriptor = os.open(directory, os.O_RDONLY)
     try:
@@ -91,78 +97,79 @@ def sync_directory(directory: Path) -> None:
 
 
 class Appender:
-    """A file that grows by whole records; those it cannot write yet wait in memory.
+    """A file that grows by whole records; records that cannot be written are kept.
 
     Args:
-      path: of the file, which is opened by the first `flush` of a record.
-      mode: "a" to continue a file, "x" for a new one.
+        path: of the file, which is opened when the first record is written.
+        mode: "a" to append to an existing file, "x" to create a new one.
 
     Attributes:
-      waiting: records that are not in the file yet.
-      lost: how many records there was no room for in memory either.
+        pending: records that are not in the file yet.
+        dropped: number of records that were discarded because too many were pending.
     """
 
     def __init__(self, path: Path, mode: str = "a"):
         self.path, self._mode = path, mode
-        self.waiting: collections.deque[bytes] = collections.deque()
-        self.lost = 0
+        self.pending: collections.deque[bytes] = collections.deque()
+        self.dropped = 0
         self._descriptor: int | None = None
-        self._end = 0  # of the last whole record
-        self._torn = False  # something may be behind it
+        self._size = 0  # of the whole records
+        self._torn = False  # part of a record may follow them
 
     def add(self, record: bytes) -> None:
-        """Append a record to those that wait."""
-        if len(self.waiting) == _MOST_WAITING:
-            self.waiting.popleft()
-            self.lost += 1
-        self.waiting.append(record)
+        """Add a record to the pending ones."""
+        if len(self.pending) == _MAX_PENDING:
+            self.pending.popleft()
+            self.dropped += 1
+        self.pending.append(record)
 
     def flush(self) -> None:
-        """Write what waits; it is in the operating system's hands on return.
+        """Write the pending records to the operating system.
 
         Raises:
-          OSError: the file ends after a whole record, and the others still wait.
+            OSError: the file ends with a whole record; the others are still pending.
         """
-        while self.waiting:
+        while self.pending:
             if self._descriptor is None:
                 self._open()
             try:
-                self._write(self.waiting[0])
+                self._write(self.pending[0])
             except OSError:
                 with contextlib.suppress(OSError):  # the next attempt tries again
-                    self._cut()
+                    self._truncate()
                 raise
-            self.waiting.popleft()
+            self.pending.popleft()
 
     def _open(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0)
         flags |= os.O_EXCL if self._mode == "x" else 0
         self._descriptor = os.open(self.path, flags, 0o666)
-        self._end = os.fstat(self._descriptor).st_size
+        self._size = os.fstat(self._descriptor).st_size
 
     def _write(self, record: bytes) -> None:
         assert self._descriptor is not None
-        self._cut()
-        self._torn, left = True, memoryview(record)
-        while left:
-            left = left[os.write(self._descriptor, left) :]
-        self._end, self._torn = self._end + len(record), False
+        self._truncate()
+        self._torn, rest = True, memoryview(record)
+        while rest:
+            rest = rest[os.write(self._descriptor, rest) :]
+        self._size, self._torn = self._size + len(record), False
 
-    def _cut(self) -> None:
+    def _truncate(self) -> None:
+        """Remove part of a record that a failed write has left."""
         if not self._torn or self._descriptor is None:
             return
-        if os.fstat(self._descriptor).st_size > self._end:
-            os.ftruncate(self._descriptor, self._end)
+        if os.fstat(self._descriptor).st_size > self._size:
+            os.ftruncate(self._descriptor, self._size)
         self._torn = False
 
     def sync(self) -> None:
-        """Wait until all that was written is on the disk."""
+        """Wait until the written records are on the disk."""
         if self._descriptor is not None:
             sync(self._descriptor)
 
     def close(self) -> None:
-        """Close the file; what waits is not written."""
+        """Close the file; pending records are not written."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None

@@ -19,7 +19,7 @@ from jaxmem import losses
 from jaxmem._mismatch import MismatchReport
 from jaxmem.train import metrics, processes, starting, tasks
 from jaxmem.train.data import Batch
-from jaxmem.train.loop import Settings, free_settings, open_run
+from jaxmem.train.loop import Settings, changeable_settings, open_run
 from jaxmem.train.metrics import HeadCost, Phase, PolicyMetrics
 from jaxmem.train.policy import PolicyBatch, average
 from jaxmem.train.policy_program import Compiled, PolicyProgram
@@ -282,11 +282,11 @@ def train(
 
     Raises:
       ValueError: the directory holds a run of another model, task or seed, or another
-        process is at it.
-      CheckpointError: one cannot be written, or none of those there can be read.
+        process uses it.
+      CheckpointError: a checkpoint cannot be written, or all are damaged.
       FloatingPointError: the loss is not finite.
-      KeyboardInterrupt: SIGINT came, and its step is finished and saved.
-      SystemExit: likewise SIGTERM.
+      KeyboardInterrupt: after SIGINT; the current step is finished and saved.
+      SystemExit: likewise after SIGTERM.
     """
     config = starting.resolved(config)
     console = console or Console(quiet=not processes.is_first())
@@ -307,7 +307,7 @@ def train(
 
 
 def _settings(config: "GrpoJobConfig") -> Settings:
-    """What a resumed run must share with the saved one, and what it may change."""
+    """Return the settings that are compared when a run is resumed."""
     fixed = {
         "task": dataclasses.asdict(config.task),
         "model": dataclasses.asdict(config.model),
@@ -322,7 +322,7 @@ def _settings(config: "GrpoJobConfig") -> Settings:
         },
     }
     sections = ["optimizer", "grpo", "sampling"]
-    return Settings(fixed, free_settings(config, sections, fixed))
+    return Settings(fixed, changeable_settings(config, sections, fixed))
 
 
 # ------------------------------------------------------------------ report

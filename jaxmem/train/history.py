@@ -1,7 +1,7 @@
-"""The steps of a run on the disk: a line of metrics.jsonl and a TensorBoard event each.
+"""Metrics on the disk: a line of metrics.jsonl and a TensorBoard event per step.
 
-Writing them must not end a run, nor hold it up: what a full disk does not take waits in
-memory for the next attempt.
+A failed write neither ends nor blocks a run: the metrics stay in memory and are written
+when the disk has room again.
 """
 
 import itertools
@@ -26,15 +26,15 @@ def read_history(
 def read_history(
     path: Path, kind: Any = StepMetrics, unwritten: Iterable[bytes] = ()
 ) -> list:
-    """The steps of a metrics file, in order; at least one.
+    """Return the steps of a metrics file, in order; at least one.
 
     Args:
-      path: of the file.
-      kind: of the job's steps.
-      unwritten: lines that it should hold, but could not be written.
+        path: of the file.
+        kind: type of the steps.
+        unwritten: further lines, which could not be written.
 
     Raises:
-      ValueError: a line is no step of that kind, or there is none.
+        ValueError: a line is no step of that kind, or there is no line.
     """
     content = path.read_bytes() if path.exists() else b""
     lines = (content + b"".join(unwritten)).splitlines()
@@ -56,28 +56,28 @@ class MetricsWriter:
     """Appends steps to metrics.jsonl and to a TensorBoard file.
 
     Args:
-      out_dir: the run's directory.
-      done: the step that was restored, 0 in a new run.  What either file holds of later
-        steps, which will be taken again, is dropped; but a new run moves the file of
-        one that left no checkpoint out of its way.
-      say: takes a line about what is not as it should be.
-      retry_every: steps between two attempts to write, once one has failed.
+        out_dir: the run's directory.
+        done: the restored step; 0 in a new run. Later steps, which will be taken again,
+            are removed from metrics.jsonl; a new run renames the file of an earlier
+            run without checkpoints.
+        log: called with one line about a problem.
+        retry_every: steps between attempts to write, after one has failed.
     """
 
     def __init__(
         self,
         out_dir: Path,
         done: int,
-        say: Callable[[str], None] = print,
+        log: Callable[[str], None] = print,
         retry_every: int = 1,
     ):
         self.path = out_dir / "metrics.jsonl"
-        self._say, self._retry_every = say, retry_every
+        self._log, self._retry_every = log, retry_every
         moved = None if done else _moved_aside(self.path)
         if moved is not None:
-            say(f"steps of a run without checkpoints are now in {moved}")
-        for line in keep_steps(self.path, done):
-            say(line)
+            log(f"steps of a run without checkpoints are now in {moved}")
+        for line in repair(self.path, done):
+            log(line)
         self._lines = files.Appender(self.path)
         events = tensorboard.new_file(out_dir / "tensorboard")
         self._events = files.Appender(events, "x")
@@ -91,19 +91,19 @@ class MetricsWriter:
         self.flush()
         for file in (self._lines, self._events):
             file.close()
-            if file.waiting or file.lost:
-                count = len(file.waiting) + file.lost
-                self._say(f"{file.path} lacks {count:,} records that the disk refused")
+            if file.pending or file.dropped:
+                count = len(file.pending) + file.dropped
+                self._log(f"{file.path}: {count:,} records could not be written")
 
     @property
     def unwritten(self) -> list[bytes]:
-        """Lines of metrics.jsonl that are not in it yet."""
-        return list(self._lines.waiting)
+        """Lines that are not in metrics.jsonl yet."""
+        return list(self._lines.pending)
 
     def write(self, metrics: AnyMetrics) -> None:
-        """Record one step; it is in the operating system's hands on return.
+        """Pass one step to the operating system; if that fails, keep it in memory.
 
-        Unless the system refuses: then it is said once, and tried again later.
+        The first failure is logged; later steps retry every `retry_every` steps.
         """
         values = metrics._asdict()
         self._lines.add(json.dumps(values).encode() + b"\n")
@@ -115,7 +115,7 @@ class MetricsWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Write what waits, if that is possible now."""
+        """Try to write everything that is pending."""
         failed = None
         for file in (self._lines, self._events):
             try:
@@ -123,33 +123,33 @@ class MetricsWriter:
             except OSError as error:
                 failed = error
                 if self._failed is None:
-                    self._say(
-                        f"{files.why_not(file.path, error)}; the run goes on, and its "
-                        "metrics wait in memory until they can be written"
+                    self._log(
+                        f"{files.describe_failure(file.path, error)}; training goes "
+                        "on, and metrics are kept in memory until they can be written"
                     )
                     self._failed = error
         if self._failed is not None and failed is None:
-            self._say("metrics can be written again; what waited is written")
+            self._log("metrics can be written again; those kept in memory are written")
         self._failed = failed
 
 
 def _moved_aside(path: Path) -> Path | None:
-    """To the first free name; None where there is nothing to move."""
+    """Rename to the first free name; None if there is nothing to rename."""
     if not path.exists() or not path.stat().st_size:
         return None
     names = (path.with_name(f"{path.name}.{i}") for i in itertools.count(1))
     return path.rename(next(name for name in names if not name.exists()))
 
 
-def keep_steps(path: Path, done: int) -> list[str]:
-    """Drop what a metrics file holds of later steps, and what is no step.
+def repair(path: Path, done: int) -> list[str]:
+    """Remove later steps and damaged lines from a metrics file.
 
     Args:
-      path: of the file; it need not exist.
-      done: the last step to keep.
+        path: of the file; it need not exist.
+        done: the last step to keep.
 
     Returns:
-      Lines that say what was damaged, and which steps are not there.
+        Messages about damaged lines and missing steps.
     """
     content = path.read_bytes() if path.exists() else b""
     kept, steps, damaged = [], set(), 0
@@ -166,22 +166,22 @@ def keep_steps(path: Path, done: int) -> list[str]:
             os.truncate(path, len(whole))
     else:
         files.write_whole(path, whole.decode())
-    said = []
+    messages = []
     if damaged:
-        said.append(f"{path}: cut {damaged:,} damaged line(s)")
+        messages.append(f"{path}: removed {damaged:,} damaged line(s)")
     missing = sorted(set(range(1, done + 1)) - steps)
     if missing:
-        said.append(
-            f"{path} lacks {len(missing):,} of the {done:,} steps done, {missing[0]} "
-            "the first: their metrics are lost, but not what they learned"
+        messages.append(
+            f"{path}: the metrics of {len(missing):,} of {done:,} steps are missing "
+            f"(the first is step {missing[0]}); the weights are not affected"
         )
-    return said
+    return messages
 
 
 def _step_of(line: bytes) -> int | None:
-    """Number of a line's step; None if it is cut short, or something else.
+    """Return the step of a line, None if the line is truncated or not a step.
 
-    What a loss of power leaves are zeros, also in front of what was written later.
+    A power loss leaves NUL bytes, which may precede a line written later.
     """
     if not line.endswith(b"\n"):
         return None

@@ -1,4 +1,4 @@
-"""One process at a time: an advisory lock that the kernel releases with its holder."""
+"""An advisory lock on a run or an output file, which the kernel releases on exit."""
 
 import contextlib
 import datetime
@@ -23,67 +23,68 @@ class Busy(ValueError):
     """Another process holds the lock."""
 
 
-class _NoLocks(Exception):
-    """The file system has none."""
+class _Unsupported(Exception):
+    """The file system has no locks."""
 
 
 @contextlib.contextmanager
-def held(path: Path, what: str, say: Callable[[str], None]) -> Iterator[None]:
-    """Keep other processes out, where the file system has locks.
+def exclusive(path: Path, resource: str, log: Callable[[str], None]) -> Iterator[None]:
+    """Hold a lock that no other process can hold at the same time.
 
-    Of several processes of one run, the first holds the lock for all of them.
+    In a distributed run the first process holds the lock for all of them. The lock
+    belongs to the process, not to the file: the kernel releases it when the process
+    ends in any way, so that a file left by a killed process blocks nobody.
 
     Args:
-      path: of the lock's file, which is there while the lock is held, and after a kill:
-        what counts is the kernel's lock, which ends with the process.
-      what: is locked, for messages; "run.out_dir='runs/sft'".
-      say: takes a line where there are no locks.
+        path: of the lock file, which holds the holder's host, pid and start time.
+        resource: what is locked, for messages, as in "run.out_dir='runs/sft'".
+        log: called with one line where the file system has no locks; the run goes on.
 
     Raises:
-      ValueError: another process holds it; the message says which, and since when.
-      OSError: the file cannot be made.
+        Busy: another process holds the lock; the message says which, since when.
+        OSError: the lock file cannot be created.
     """
     lock = _Lock(path)
     try:
-        message = processes.by_first(lambda: lock.acquire(what))
+        message = processes.by_first(lambda: lock.acquire(resource))
         if message:
-            say(message)
+            log(message)
         yield
     finally:
         lock.release()
 
 
 class _Lock:
-    """The lock of one process; released, it leaves nothing behind."""
+    """The lock of one process."""
 
     def __init__(self, path: Path):
         self._path = path
         self._descriptor: int | None = None
-        self._made: list[Path] = []  # directories, the innermost first
+        self._created: list[Path] = []  # directories, innermost first
 
-    def acquire(self, what: str) -> str:
-        """Take the lock; returns what there is to say."""
+    def acquire(self, resource: str) -> str:
+        """Take the lock; returns a message, "" if there is none."""
         directory = self._path.parent
-        self._made = [d for d in (directory, *directory.parents) if not d.exists()]
+        self._created = [d for d in (directory, *directory.parents) if not d.exists()]
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            self._descriptor = _locked(self._path)
-        except _NoLocks as error:
+            self._descriptor = _open_locked(self._path)
+        except _Unsupported as error:
             self._path.unlink(missing_ok=True)
             return (
-                f"{directory}: its file system has no locks ({error}); nothing keeps "
-                f"another process out of {what}"
+                f"{directory}: the file system has no locks ({error}); do not start a "
+                f"second process with {resource}"
             )
         except BlockingIOError as error:
             raise Busy(
-                f"{what} is in use by another process ({_holder(self._path)}); wait "
-                "until it ends, end it, or name another"
+                f"{resource} is in use by another process ({_holder(self._path)}); "
+                "wait until it ends, end it, or name another"
             ) from error
         _write_holder(self._descriptor)
         return ""
 
     def release(self) -> None:
-        """Remove the file and what was made for it, if it is still empty."""
+        """Remove the lock file, and directories created for it that are still empty."""
         if self._descriptor is not None:
             try:
                 with contextlib.suppress(OSError):
@@ -91,19 +92,19 @@ class _Lock:
             finally:
                 os.close(self._descriptor)
                 self._descriptor = None
-        for directory in self._made:
+        for directory in self._created:
             with contextlib.suppress(OSError):
                 directory.rmdir()
 
 
-def _locked(path: Path) -> int:
-    """Descriptor of the file of that name, locked."""
+def _open_locked(path: Path) -> int:
+    """Return a locked descriptor of the file that the path names now."""
     while True:
-        with files.naming(path):
+        with files.write_errors(path):
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             _lock(descriptor)
-            # Whoever held it before has removed the file: the lock is of no name.
+            # The last holder may have removed the file between open and flock.
             if _is_at(path, descriptor):
                 return descriptor
         except BaseException:
@@ -114,13 +115,13 @@ def _locked(path: Path) -> int:
 
 def _lock(descriptor: int) -> None:
     if fcntl is None:
-        raise _NoLocks("this system has no fcntl")
+        raise _Unsupported("this system has no fcntl")
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in _HELD:
             raise BlockingIOError from error
-        raise _NoLocks(error.strerror) from error
+        raise _Unsupported(error.strerror) from error
 
 
 def _is_at(path: Path, descriptor: int) -> bool:
@@ -133,7 +134,7 @@ def _is_at(path: Path, descriptor: int) -> bool:
 def _write_holder(descriptor: int) -> None:
     since = datetime.datetime.now().astimezone().isoformat(" ", "seconds")
     holder = {"host": socket.gethostname(), "pid": os.getpid(), "since": since}
-    with contextlib.suppress(OSError):  # a full disk; the lock is held all the same
+    with contextlib.suppress(OSError):  # on a full disk the lock is held as well
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, json.dumps(holder).encode(), 0)
 
@@ -143,4 +144,4 @@ def _holder(path: Path) -> str:
         holder = json.loads(path.read_text("utf-8"))
         return f"host {holder['host']}, pid {holder['pid']}, since {holder['since']}"
     except (OSError, ValueError, LookupError, TypeError):
-        return "it has not said which"
+        return "unknown"

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import math
-import signal
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
@@ -25,7 +24,7 @@ from jaxmem.train.metrics import PolicyMetrics, StepMetrics
 from jaxmem.train.program import TrainState
 from jaxmem.train.stopping import Stop
 
-_FREE = "may_change"  # key of a checkpoint's configuration
+_CHANGEABLE = "changeable"  # key in the saved settings
 _Metrics = TypeVar("_Metrics", StepMetrics, PolicyMetrics)
 
 
@@ -84,39 +83,41 @@ class Job(Protocol):
 
 
 class Settings(NamedTuple):
-    """A run's configuration as its checkpoints keep it; by section and field."""
+    """The settings that checkpoints record, by section and field."""
 
-    fixed: Mapping[str, Mapping]  # what a resumed run must share with the saved one
-    free: Mapping[str, Mapping]  # what it may change, which is said
+    fixed: Mapping[str, Mapping]  # must be the same when a run is resumed
+    changeable: Mapping[str, Mapping]  # may differ; differences are printed
 
 
-def free_settings(
+def changeable_settings(
     config: Any, sections: Iterable[str], fixed: Mapping[str, Mapping]
 ) -> dict[str, dict[str, Any]]:
-    """What may change of a job: all of some sections, and of the run what has effect.
+    """Return the settings that may differ when a run is resumed.
 
     Args:
-      config: of the job, whose sections are dataclasses.
-      sections: names of those, but for "run".
-      fixed: what may not.
+        config: of the job; its sections are dataclasses.
+        sections: names of sections that may differ, beside parts of "run".
+        fixed: settings that may not.
     """
-    free = {name: dataclasses.asdict(getattr(config, name)) for name in sections}
-    free["run"] = {k: getattr(config.run, k) for k in ("steps", "accumulate", "seed")}
+    changeable = {name: dataclasses.asdict(getattr(config, name)) for name in sections}
+    changeable["run"] = {
+        k: getattr(config.run, k) for k in ("steps", "accumulate", "seed")
+    }
     return {
         name: {k: v for k, v in fields.items() if k not in fixed.get(name, {})}
-        for name, fields in free.items()
+        for name, fields in changeable.items()
     }
 
 
 class Run:
-    """A run's directory, open: what was done there, and a way to do the rest.
+    """A run in its directory: which steps are done, and a way to take the others.
 
     Attributes:
-      out_dir: the directory.
-      done: steps that need not be taken again.
-      saved: the newest step that can be resumed, 0 without one.
-      taken: the last step, saved or not.
-      metrics_path: of the file with a line per step.
+        out_dir: the directory.
+        done: the step that was restored; 0 in a new run.
+        saved: the newest step with a checkpoint; 0 without one.
+        taken: the last step, with or without a checkpoint.
+        metrics_path: of the file with a line per step.
     """
 
     def __init__(
@@ -135,12 +136,12 @@ class Run:
         self._unwritten: list[bytes] = []  # lines of that file
         if self.done:
             changes = self._changes(checkpoints.saved_config(self.done))
-            said = f"resuming {self.out_dir} after step {self.done}"
-            _say(console, f"{said}; {'; '.join(changes)}" if changes else said)
+            message = f"resuming {self.out_dir} after step {self.done}"
+            _log(console, "; ".join([message, *changes]))
 
     def _changes(self, saved: dict[str, Any]) -> list[str]:
-        """What is another setting than the saved run's; refused where it may not be."""
-        free = saved.pop(_FREE, {})
+        """Compare with the saved settings; return what differs and may."""
+        changeable = saved.pop(_CHANGEABLE, {})
         where, steps = f"run.out_dir={str(self.out_dir)!r}", self._config.steps
         check_same_config(saved, self._settings.fixed, self.out_dir)
         if self.done > steps:
@@ -148,13 +149,13 @@ class Run:
                 f"run.steps={steps} is below the {self.done} steps that {where} has "
                 "done; raise it, or name another run.out_dir"
             )
-        changes = differences(free, self._settings.free, common=True)
-        idle = [change for change in changes if not change.startswith("run.steps ")]
-        if idle and self.done == steps:
+        changes = differences(changeable, self._settings.changeable, common=True)
+        ignored = [change for change in changes if not change.startswith("run.steps ")]
+        if ignored and self.done == steps:
             raise ValueError(
-                f"{where} has done its {steps} steps, so a change has no effect: "
-                f"{'; '.join(idle)}. Give the old values back, raise run.steps, or "
-                "name another run.out_dir"
+                f"{where} has done its {steps} steps, so other settings have no "
+                f"effect: {'; '.join(ignored)}. Restore the old values, raise "
+                "run.steps, or name another run.out_dir"
             )
         return changes
 
@@ -172,7 +173,7 @@ class Run:
         Raises:
           FloatingPointError: a loss or a gradient is not finite.
           CheckpointError: one cannot be written or read.
-          KeyboardInterrupt, SystemExit: a signal came; what it can save is saved.
+          KeyboardInterrupt, SystemExit: after a signal; the last step is saved.
         """
         state = self._first_state(job)
         for name, text in texts.items():
@@ -180,7 +181,7 @@ class Run:
                 files.write_whole(self.out_dir / name, text)
         run = self._config
         with (
-            self._stop.postponed(),
+            self._stop.deferred(),
             self._writer() as writer,
             metrics.ProgressReport(
                 self._console, run.steps, self.done, run.log_every
@@ -198,7 +199,7 @@ class Run:
             if stopped and run.checkpoint_every and self.saved < self.taken:
                 self._save(job, state, writer)
         if stopped:
-            self._stop.leave_if_asked()
+            self._stop.raise_if_requested()
         return state
 
     def _first_state(self, job: Job) -> TrainState:
@@ -209,7 +210,7 @@ class Run:
         return state
 
     def _must_stop(self) -> bool:
-        """Whether a signal has come to any of the processes; they agree on it."""
+        """Whether any process has received a signal; all of them agree."""
         self._stop.signal = processes.largest(self._stop.signal)
         return bool(self._stop.signal)
 
@@ -224,7 +225,7 @@ class Run:
         # Before the checkpoint: a restored step has always been written, if it could.
         if writer is not None:
             writer.flush()
-        config = {**self._settings.fixed, _FREE: self._settings.free}
+        config = {**self._settings.fixed, _CHANGEABLE: self._settings.changeable}
         self._checkpoints.save(self.taken, state, job.get_state(), config)
         self.saved = self.taken
 
@@ -234,9 +235,9 @@ class Run:
         if not processes.is_first():
             yield None
             return
-        say = functools.partial(_say, self._console)
+        log = functools.partial(_log, self._console)
         every = self._config.log_every
-        with MetricsWriter(self.out_dir, self.done, say, every) as writer:
+        with MetricsWriter(self.out_dir, self.done, log, every) as writer:
             yield writer
         self._unwritten = writer.unwritten
 
@@ -244,68 +245,68 @@ class Run:
         """Every step of the run, of earlier processes too."""
         return read_history(self.metrics_path, kind, self._unwritten)
 
-    def where_it_stopped(self) -> str:
-        """What a signal has left, and how to go on."""
-        name = signal.Signals(self._stop.signal).name
+    def progress(self) -> str:
+        """Return which step was the last, and how to resume after it."""
         if not self.taken:
-            return f"stopped by {name} before the first step"
-        said = f"stopped by {name} after step {self.taken} of {self._config.steps}"
+            return "before the first step"
+        where = f"after step {self.taken} of {self._config.steps}"
         if self.saved == self.taken:
-            return f"{said}, which is saved: the same command resumes {self.out_dir}"
+            return f"{where}, which is saved: the same command resumes {self.out_dir}"
         if self._config.checkpoint_every is None:
-            said += ", with run.checkpoint_every=None: nothing of it could be saved"
+            where += ", which run.checkpoint_every=None does not let us save"
         if not self.saved:
-            return f"{said}; the same command starts anew"
-        return f"{said}; the same command resumes after step {self.saved}"
+            return f"{where}; the same command starts from the beginning"
+        return f"{where}; the same command resumes after step {self.saved}"
 
 
 @contextlib.contextmanager
 def open_run(config: RunConfig, settings: Settings, console: Console) -> Iterator[Run]:
-    """Open the run of `config.out_dir`, old or new; no other process may meanwhile.
+    """Open the run in `config.out_dir`, old or new, for this process alone.
 
     If checkpoints are there, `Run.take_steps` continues from the newest that can be
     read: killed at any step and called again, it takes bitwise the same steps on the
     CPU as if it had never stopped.
 
-    Inside, SIGTERM and SIGINT end the run after its current step, with a checkpoint,
-    where Python lets us handle them.
+    SIGTERM and SIGINT end the run after the current step and save it; see `Stop`.
 
     Args:
-      config: of the run.
-      settings: what a resumed run must share with the saved one, and what it may not.
-      console: where progress goes.
+        config: of the run.
+        settings: to be compared with those of the saved run.
+        console: where progress goes.
 
     Raises:
-      ValueError: the directory holds a run of which something fixed was different, or
-        another process is at it.
-      CheckpointError: checkpoints are there, and none can be read.
+        ValueError: a fixed setting differs from the saved run's, or another process
+            uses the directory.
+        CheckpointError: there are checkpoints, and all are damaged.
     """
     out_dir = Path(config.out_dir).expanduser()
     where = f"run.out_dir={str(out_dir)!r}"
-    say = functools.partial(_say, console)
+    log = functools.partial(_log, console)
     with (
-        locks.held(out_dir / "lock", where, say),
         Stop() as stop,
-        _all_together(stop),
+        locks.exclusive(out_dir / "lock", where, log),
+        _deferred_if_distributed(stop),
     ):
-        for line in set_aside_damaged(out_dir / "checkpoints"):
-            say(line)
-        with Checkpoints(out_dir / "checkpoints", config.keep) as checkpoints:
-            run = Run(config, settings, console, checkpoints, stop)
-            try:
+        run = None
+        try:
+            for line in set_aside_damaged(out_dir / "checkpoints"):
+                log(line)
+            with Checkpoints(out_dir / "checkpoints", config.keep) as checkpoints:
+                run = Run(config, settings, console, checkpoints, stop)
                 yield run
-            finally:
-                if stop.signal:
-                    say(run.where_it_stopped())
+        finally:
+            if stop.signal:
+                last = run.progress() if run is not None else "before the first step"
+                log(f"stopped by {stop.name} {last}")
 
 
-def _all_together(stop: Stop) -> contextlib.AbstractContextManager:
-    """One of several processes must not leave before all have agreed on the step."""
-    return stop.postponed() if jax.process_count() > 1 else contextlib.nullcontext()
+def _deferred_if_distributed(stop: Stop) -> contextlib.AbstractContextManager:
+    """No process of several may end before all agree on the last step."""
+    return stop.deferred() if jax.process_count() > 1 else contextlib.nullcontext()
 
 
-def _say(console: Console, line: str) -> None:
-    """Print a line as it is, unless what takes it is full: no run ends for that."""
+def _log(console: Console, line: str) -> None:
+    """Print a line; a full disk behind stdout does not end the run."""
     with contextlib.suppress(OSError):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 

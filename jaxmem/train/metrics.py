@@ -1,4 +1,4 @@
-"""The numbers of a run: of each step, of the heads' memory, and of all at the end."""
+"""Metrics of a step, progress lines, and the summary of a run and its memory."""
 
 import contextlib
 import json
@@ -117,7 +117,7 @@ class ProgressReport:
         self._bar.update(self._task, completed=metrics.step, description=line)
         due = metrics.step in (self._first, self._steps)
         if not self._console.is_terminal and (due or metrics.step % self._every == 0):
-            with contextlib.suppress(OSError):  # a full disk: no reason to stop
+            with contextlib.suppress(OSError):  # a full disk behind stdout
                 self._console.print(
                     f"step {metrics.step}/{self._steps}  {line}", highlight=False
                 )
@@ -297,7 +297,7 @@ def save_plot(
     panels[0].grid(alpha=0.3)
     if costs:
         _draw_memory(panels[1], costs)
-    with files.naming(path):
+    with files.write_errors(path):
         figure.savefig(path, dpi=150)
 
 

@@ -92,13 +92,14 @@ def is_first() -> bool:
 
 
 def by_first(action: Callable[[], _Value]) -> _Value:
-    """What the first process does alone: the result, or the error, in each of them.
+    """Run a function in the first process; return its result in all of them.
 
     Args:
-      action: returns something JSON-able.
+        action: returns a JSON-able value.
 
     Raises:
-      ValueError: in the other processes, whatever it was in the first.
+        ValueError: the function failed with an OSError or ValueError, which the first
+            process raises as it is.
     """
     if jax.process_count() == 1:
         return action()
@@ -118,7 +119,7 @@ def by_first(action: Callable[[], _Value]) -> _Value:
 
 
 def largest(number: int) -> int:
-    """The largest of all processes' numbers, in each of them; every one must call."""
+    """Return the maximum over all processes, each of which must call this."""
     if jax.process_count() == 1:
         return number
     return int(_of_all(np.array([number], np.int32)).max())
@@ -147,8 +148,10 @@ def _of_all(own: np.ndarray) -> np.ndarray:
 
 @functools.cache
 def _gathering() -> tuple[NamedSharding, Callable[[jax.Array], jax.Array]]:
-    """Where each process puts its row, and what gives all rows to each; cached, as a
-    step may do with one call."""
+    """Return the sharding of one row per process, and a jitted all-gather of the rows.
+
+    Cached, since `largest` is called once per step.
+    """
     first = {device.process_index: device for device in reversed(jax.devices())}
     mesh = Mesh(np.array([first[i] for i in range(jax.process_count())]), "process")
     whole = NamedSharding(mesh, PartitionSpec())

@@ -18,7 +18,7 @@ from jaxmem import remat
 from jaxmem.train import data, metrics, processes, starting, streams
 from jaxmem.train.data import Batch
 from jaxmem.train.loop import RunConfig as RunConfig
-from jaxmem.train.loop import Settings, free_settings, open_run
+from jaxmem.train.loop import Settings, changeable_settings, open_run
 from jaxmem.train.mesh import as_stored
 from jaxmem.train.metrics import HeadCost, StepMetrics
 from jaxmem.train.model import Decoder, HeadConfig, head_loss
@@ -287,11 +287,11 @@ def train(
 
     Raises:
       ValueError: the directory holds a run of another model or other data, or another
-        process is at it.
-      CheckpointError: one cannot be written, or none of those there can be read.
+        process uses it.
+      CheckpointError: a checkpoint cannot be written, or all are damaged.
       FloatingPointError: the loss is not finite.
-      KeyboardInterrupt: SIGINT came, and its step is finished and saved.
-      SystemExit: likewise SIGTERM.
+      KeyboardInterrupt: after SIGINT; the current step is finished and saved.
+      SystemExit: likewise after SIGTERM.
     """
     config = starting.resolved(config)
     console = console or Console(quiet=not processes.is_first())
@@ -348,14 +348,14 @@ def _step_metrics(
 
 
 def _settings(config: "Config") -> Settings:
-    """What a resumed run must share with the saved one, and what it may change."""
+    """Return the settings that are compared when a run is resumed."""
     fixed = {
         "data": dataclasses.asdict(config.data),
         "model": dataclasses.asdict(config.model),
     }
     del fixed["data"]["cache_dir"]  # where vocabularies lie, not what they are
     fixed |= fixed_weights(config.optimizer, config.run.seed)
-    return Settings(fixed, free_settings(config, ["optimizer"], fixed))
+    return Settings(fixed, changeable_settings(config, ["optimizer"], fixed))
 
 
 # ------------------------------------------------------------------ report

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT end a run between two steps, where nothing is lost."""
+"""Graceful stopping: SIGTERM and SIGINT end a run between two steps."""
 
 import contextlib
 import os
@@ -15,22 +15,23 @@ _DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
 
 
 class Stop:
-    """A context in which the first SIGTERM or SIGINT is a request to stop.
+    """A context that handles SIGTERM and SIGINT.
 
-    It raises at once, like an interrupt, but inside `postponed` it is only noted. A
-    second one ends the process without delay, even in compiled code, which keeps
-    Python's own handlers waiting; in an interactive session it interrupts as ever.
+    The first signal raises KeyboardInterrupt (SIGINT) or SystemExit (SIGTERM, with the
+    status 128 + signal); inside `deferred` it only sets `signal`. A second signal ends
+    the process at once, also while compiled code runs, during which Python executes no
+    handlers; in an interactive session it raises KeyboardInterrupt instead.
 
-    Handlers that somebody else has set are left alone, and outside the main thread,
-    where Python allows none, this does nothing. On leaving, what was there is restored.
+    Only default handlers are replaced, and only in the main thread, as Python allows
+    no other; they are restored on exit.
 
     Attributes:
-      signal: the number of the first signal, 0 as long as there is none.
+        signal: number of the first signal; 0 before it.
     """
 
     def __init__(self):
         self.signal = 0
-        self._postponed = False
+        self._deferred = False
         self._replaced: dict[int, Any] = {}
 
     def __enter__(self) -> "Stop":
@@ -59,23 +60,28 @@ class Stop:
             self._watch.join()
             os.close(self._writer)
         if kind is None:
-            self.leave_if_asked()
+            self.raise_if_requested()
+
+    @property
+    def name(self) -> str:
+        """Of the signal: "SIGTERM" or "SIGINT"."""
+        return signal.Signals(self.signal).name
 
     @contextlib.contextmanager
-    def postponed(self) -> Iterator[None]:
-        """Inside, the first signal is noted in `signal`, and raises nothing."""
-        before, self._postponed = self._postponed, True
+    def deferred(self) -> Iterator[None]:
+        """Let the first signal set `signal` and raise nothing."""
+        before, self._deferred = self._deferred, True
         try:
             yield
         finally:
-            self._postponed = before
+            self._deferred = before
 
-    def leave_if_asked(self) -> None:
-        """Raise what the signal stands for, if one came.
+    def raise_if_requested(self) -> None:
+        """Raise if there was a signal.
 
         Raises:
-          KeyboardInterrupt: SIGINT.
-          SystemExit: another, with the status 128 + signal that shells expect.
+            KeyboardInterrupt: it was SIGINT.
+            SystemExit: it was SIGTERM; the status is 128 + signal.
         """
         if self.signal == signal.SIGINT:
             raise KeyboardInterrupt
@@ -84,11 +90,11 @@ class Stop:
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         again, self.signal = bool(self.signal), self.signal or number
-        if again or not self._postponed:
-            self.leave_if_asked()
+        if again or not self._deferred:
+            self.raise_if_requested()
 
     def _watch_signals(self, reader: int) -> None:
-        """Read what the C handler writes as a signal arrives, whatever Python does."""
+        """Read the signal numbers that the C-level handler writes to the pipe."""
         with os.fdopen(reader, "rb", buffering=0) as numbers:
             count = 0
             while number := ord(numbers.read(1)):
@@ -98,12 +104,12 @@ class Stop:
                 name = signal.Signals(number).name
                 if count == 1:
                     _print(f"jaxmem: {name}: stopping after this step; {_AGAIN}")
-                elif not hasattr(sys, "ps1"):  # which interactive sessions have
+                elif not hasattr(sys, "ps1"):  # not in an interactive session
                     _print(f"jaxmem: {name}: ended")
                     os._exit(128 + number)
 
 
 def _print(line: str) -> None:
-    """On stderr as it is: the main thread may be in the middle of a write to it."""
+    """Write to stderr unbuffered; the main thread may be inside a write to it."""
     with contextlib.suppress(OSError):
         os.write(2, f"\n{line}\n".encode())

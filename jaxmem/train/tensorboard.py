@@ -1,7 +1,7 @@
-"""TensorBoard's event files, written a record at a time.
+"""TensorBoard events as bytes, for a caller that writes them synchronously.
 
-tensorboardX's own writer has a queue and a thread: when a write fails the thread ends,
-and the next call but a few waits for ever. Here a record is bytes, for whoever writes.
+tensorboardX's `SummaryWriter` has a queue and a thread. When a write fails, the thread
+ends, the queue fills, and `add_scalar` blocks for ever.
 """
 
 import os
@@ -17,13 +17,17 @@ from tensorboardX.record_writer import masked_crc32c
 
 
 def new_file(directory: Path) -> Path:
-    """The name of an event file that is not there yet, after those that are."""
+    """Return the path of a new event file; it sorts after the existing ones."""
     name = f"events.out.tfevents.{time.time_ns() // 10**9:010d}.{socket.gethostname()}"
     return directory / f"{name}.{os.getpid()}.{time.time_ns() % 10**9:09d}"
 
 
 def head(first_step: int) -> bytes:
-    """What a file starts with; TensorBoard drops that step and later ones of others."""
+    """Return the first records of a file.
+
+    Args:
+        first_step: TensorBoard discards this step and later ones of earlier files.
+    """
     version = Event(wall_time=time.time(), file_version="brain.Event:2")
     session = SessionLog(status=SessionLog.START)
     start = Event(wall_time=time.time(), step=first_step, session_log=session)
@@ -31,7 +35,7 @@ def head(first_step: int) -> bytes:
 
 
 def scalars(step: int, values: Mapping[str, float]) -> bytes:
-    """The numbers of a step, by name."""
+    """Return the record of a step's scalars, by tag."""
     summary = Summary(
         value=[Summary.Value(tag=k, simple_value=v) for k, v in values.items()]
     )
@@ -39,7 +43,7 @@ def scalars(step: int, values: Mapping[str, float]) -> bytes:
 
 
 def _record(event: Event) -> bytes:
-    """As TFRecord has it: length and content, each with its checksum."""
+    """Frame an event as TFRecord does: length and content, each with its CRC32C."""
     content = event.SerializeToString()
     length = struct.pack("<Q", len(content))
     return length + _checksum(length) + content + _checksum(content)

@@ -34,10 +34,10 @@ def test_records_are_whole_or_wait(tmp_path):
             file.flush()
         assert caught.value.errno == errno.EFBIG
         assert file.path.read_bytes() == b"one\ntwo\n"  # no half of a line
-        assert list(file.waiting) == [b"three\n"]
+        assert list(file.pending) == [b"three\n"]
     file.add(b"four\n")
     file.flush()
-    assert file.path.read_bytes() == b"one\ntwo\nthree\nfour\n" and not file.waiting
+    assert file.path.read_bytes() == b"one\ntwo\nthree\nfour\n" and not file.pending
     file.close()
     again = Appender(file.path)
     again.add(b"five\n")
@@ -60,14 +60,14 @@ def test_half_a_record_that_could_not_be_cut_is_cut_later(tmp_path, monkeypatch)
 
 
 def test_what_waits_is_bounded_and_what_is_lost_is_counted(monkeypatch):
-    monkeypatch.setattr(files, "_MOST_WAITING", 3)
+    monkeypatch.setattr(files, "_MAX_PENDING", 3)
     file = Appender(FULL)
     for i in range(5):
         file.add(b"%d" % i)
         with pytest.raises(OSError, match="No space left"):
             file.flush()
     file.close()
-    assert list(file.waiting) == [b"2", b"3", b"4"] and file.lost == 2
+    assert list(file.pending) == [b"2", b"3", b"4"] and file.dropped == 2
 
 
 def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path):
@@ -80,8 +80,8 @@ def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path):
     assert path.read_text() == "old" and [p.name for p in tmp_path.iterdir()] == [
         path.name
     ]
-    said = str(caught.value)
-    assert said.startswith(f"{path}: cannot be written: File too large (")
-    assert said.endswith(" bytes free)")
+    message = str(caught.value)
+    assert message.startswith(f"{path}: cannot be written: File too large (")
+    assert message.endswith(" bytes free)")
     files.write_whole(path, "newer")
     assert path.read_text() == "newer"

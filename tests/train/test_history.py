@@ -61,8 +61,8 @@ def test_a_new_run_moves_what_was_there_and_a_line_cut_short_is_no_step(
     capsys.readouterr()
     write(tmp_path, 0, [1])
     moved = tmp_path / "metrics.jsonl.2"
-    said = capsys.readouterr().out
-    assert said == f"steps of a run without checkpoints are now in {moved}\n"
+    messages = capsys.readouterr().out
+    assert messages == f"steps of a run without checkpoints are now in {moved}\n"
     assert [s.step for s in read_history(moved)] == [1]
 
 
@@ -78,9 +78,9 @@ def test_tensorboard_gets_every_step(tmp_path):
 
 
 def test_steps_wait_for_a_disk_that_is_full_and_none_is_lost(tmp_path):
-    said = []
+    messages = []
     path = tmp_path / "metrics.jsonl"
-    with MetricsWriter(tmp_path, 0, said.append, retry_every=4) as writer:
+    with MetricsWriter(tmp_path, 0, messages.append, retry_every=4) as writer:
         writer.write(step_metrics(1))
         size = path.stat().st_size
         with no_file_above(2 * size + 9):
@@ -90,25 +90,29 @@ def test_steps_wait_for_a_disk_that_is_full_and_none_is_lost(tmp_path):
             unwritten = writer.unwritten
             history = read_history(path, StepMetrics, unwritten)
             assert [s.step for s in history] == [1, 2, 3, 4, 5, 6]
-        assert len(said) == 1 and "cannot be written: File too large (" in said[0]
+        assert (
+            len(messages) == 1 and "cannot be written: File too large (" in messages[0]
+        )
         writer.write(step_metrics(7))
         assert len(read_history(path)) == 2  # not before the eighth
         writer.write(step_metrics(8))
         assert [s.step for s in read_history(path)] == list(range(1, 9))
-    assert said[1:] == ["metrics can be written again; what waited is written"]
+    assert messages[1:] == [
+        "metrics can be written again; those kept in memory are written"
+    ]
     assert steps_on_the_board(tmp_path) == list(range(1, 9))
 
 
 def test_what_never_could_be_written_is_counted_at_the_end(tmp_path):
-    said = []
+    messages = []
     (tmp_path / "tensorboard").touch()  # no folder
-    with no_file_above(9), MetricsWriter(tmp_path, 0, said.append) as writer:
+    with no_file_above(9), MetricsWriter(tmp_path, 0, messages.append) as writer:
         for step in (1, 2):
             writer.write(step_metrics(step))
-    assert "metrics.jsonl: cannot be written: File too large (" in said[0]
-    assert said[1:] == [
-        f"{tmp_path}/metrics.jsonl lacks 2 records that the disk refused",
-        f"{writer._events.path} lacks 2 records that the disk refused",
+    assert "metrics.jsonl: cannot be written: File too large (" in messages[0]
+    assert messages[1:] == [
+        f"{tmp_path}/metrics.jsonl: 2 records could not be written",
+        f"{writer._events.path}: 2 records could not be written",
     ]
     path = tmp_path / "metrics.jsonl"
     assert len(read_history(path, StepMetrics, writer.unwritten)) == 2
@@ -145,31 +149,39 @@ LINES = [b'{"step": %d}\n' % i for i in range(1, 6)]
 
 
 @pytest.mark.parametrize(
-    "damage, kept, said",
+    "damage, kept, messages",
     [
         (lambda x: x, 4, []),
-        (lambda x: x[:-5], 4, ["cut 1 damaged line(s)"]),
-        (lambda x: x[:40] + bytes(30), 3, ["cut 1 damaged", "lacks 1 of the 4 steps"]),
+        (lambda x: x[:-5], 4, ["removed 1 damaged line(s)"]),
+        (
+            lambda x: x[:40] + bytes(30),
+            3,
+            ["removed 1 damaged", "1 of 4 steps are missing (the first is step 4)"],
+        ),
         (lambda x: x[:24] + bytes(9) + x[24:], 4, []),  # zeros before a line
         (
             lambda x: x.replace(b'{"step": 2}', b'{"st\xff\xfe'),
             3,
-            ["cut 1 ", "lacks 1"],
+            ["removed 1 ", "missing (the first is step 2)"],
         ),
-        (lambda x: x.replace(b'{"step": 2}', b"[[2]]"), 3, ["cut 1 ", "lacks 1 of"]),
-        (lambda x: b"", 0, ["lacks 4 of the 4 steps done, 1 the first: their metrics"]),
+        (
+            lambda x: x.replace(b'{"step": 2}', b"[[2]]"),
+            3,
+            ["removed 1 ", "missing (the first is step 2)"],
+        ),
+        (lambda x: b"", 0, ["4 of 4 steps are missing (the first is step 1)"]),
     ],
 )
 def test_damaged_lines_are_cut_and_missing_steps_are_named(
-    damage, kept, said, tmp_path
+    damage, kept, messages, tmp_path
 ):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(damage(b"".join(LINES)))
-    lines = history.keep_steps(path, 4)
+    lines = history.repair(path, 4)
     assert len(path.read_bytes().splitlines()) == kept
     assert set(path.read_bytes().splitlines(True)) <= set(LINES[:4])
-    assert len(lines) == len(said)
-    for line, part in zip(lines, said, strict=True):
+    assert len(lines) == len(messages)
+    for line, part in zip(lines, messages, strict=True):
         assert line.startswith(str(path)) and part in line
 
 

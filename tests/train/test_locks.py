@@ -29,12 +29,12 @@ def path(tmp_path):
     return tmp_path / "new" / "run" / "lock"
 
 
-def nothing_to_say(line):
+def no_message(line):
     raise AssertionError(line)
 
 
-def held(path, say=nothing_to_say):
-    return locks.held(path, "run.out_dir='run'", say)
+def held(path, log=no_message):
+    return locks.exclusive(path, "run.out_dir='run'", log)
 
 
 def test_the_second_one_says_who_is_there_and_a_killed_one_is_in_nobody_s_way(path):
@@ -42,8 +42,8 @@ def test_the_second_one_says_who_is_there_and_a_killed_one_is_in_nobody_s_way(pa
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(path)], stdout=subprocess.PIPE
     )
-    with holder.stdout as said:
-        assert said.readline() == b"held\n"
+    with holder.stdout as output:
+        assert output.readline() == b"held\n"
         before = path.read_bytes()
         with pytest.raises(ValueError) as caught, held(path):
             pass
@@ -88,12 +88,12 @@ def test_a_file_system_without_locks_is_named_once(path, monkeypatch):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    said = []
-    with held(path, said.append), held(path, lambda _: None):
+    output = []
+    with held(path, output.append), held(path, lambda _: None):
         assert not list(path.parent.iterdir())
-    assert said == [
-        f"{path.parent}: its file system has no locks (No locks available); nothing "
-        "keeps another process out of run.out_dir='run'"
+    assert output == [
+        f"{path.parent}: the file system has no locks (No locks available); do not "
+        "start a second process with run.out_dir='run'"
     ]
 
 

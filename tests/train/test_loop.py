@@ -133,19 +133,22 @@ def test_without_checkpoints_it_is_said_that_nothing_could_be_saved(run):
     ran = run(job=at(3, signal.raise_signal, signal.SIGTERM), checkpoint_every=None)
     assert ran.error.code == 143 and ran.checkpoints == [] and ran.steps == [1, 2, 3]
     assert ran.said.endswith(
-        "stopped by SIGTERM after step 3 of 6, with run.checkpoint_every=None: nothing "
-        "of it could be saved; the same command starts anew\n"
+        "stopped by SIGTERM after step 3 of 6, which run.checkpoint_every=None does "
+        "not let us save; the same command starts from the beginning\n"
     )
 
 
-def test_a_signal_before_the_first_step_ends_the_run(run):
+@pytest.mark.parametrize("when", ["opening", "first state"])
+def test_a_signal_before_the_first_step_ends_the_run(when, run, monkeypatch):
     job = Adding()
-    job.initial_state = lambda: signal.raise_signal(signal.SIGTERM)
+    if when == "opening":
+        stop = functools.partial(signal.raise_signal, signal.SIGTERM)
+        monkeypatch.setattr(loop, "set_aside_damaged", lambda _: stop())
+    else:
+        job.initial_state = lambda: signal.raise_signal(signal.SIGTERM)
     ran = run(job=job)
-    assert (
-        ran.error.code == 143
-        and ran.said == "stopped by SIGTERM before the first step\n"
-    )
+    assert ran.error.code == 143
+    assert ran.said == "stopped by SIGTERM before the first step\n"
     assert not ran.out_dir.exists()
 
 
@@ -175,7 +178,7 @@ def test_a_checkpoint_that_cannot_be_written_is_named_and_the_last_one_resumes(r
     said = str(ran.error)
     assert said.startswith(f"{path}: cannot be written: File too large (")
     assert said.endswith(
-        " bytes free), and the checkpoint takes about 8,004; make room, and the same "
+        " bytes free); the checkpoint needs about 8,004; free some space; the same "
         "command resumes the run after step 2"
     )
     assert ran.checkpoints == ["2"]
@@ -295,7 +298,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(damage, ru
     assert again.error is None
     first, second = again.said.splitlines()[:2]
     assert first.startswith(f"checkpoint {path} cannot be read (") and fault in first
-    assert first.endswith("); it is now 4.damaged")
+    assert first.endswith("); it is renamed to 4.damaged")
     assert second.startswith(f"resuming {run.args[0]} after step 2;")
     assert again.checkpoints == ["4", "4.damaged", "6"]
     assert sorted(p.name for p in path.with_name("4.damaged").iterdir()) == left
@@ -306,9 +309,9 @@ def test_every_byte_of_a_checkpoint_is_verified(run):
     step = run.args[0] / "checkpoints" / "2"
     for path in [p for p in step.rglob("*") if p.is_file()]:
         flip(path)
-        assert checksums.fault(step), path
+        assert checksums.find_fault(step), path
         flip(path)
-    assert checksums.fault(step) is None
+    assert checksums.find_fault(step) is None
 
 
 def test_without_one_good_checkpoint_nothing_is_touched(run):
@@ -322,7 +325,7 @@ def test_without_one_good_checkpoint_nothing_is_touched(run):
         assert said.startswith(
             f"{run.args[0]}/checkpoints: none of the checkpoints can be read: 4 (state/"
         )
-        assert said.endswith("put a copy of one back, or name another run.out_dir to "
+        assert said.endswith("restore one from a copy, or name another run.out_dir to "
                              "start anew")  # fmt: skip
         assert "\n" not in said and again.checkpoints == ["2", "4"]
 
@@ -333,7 +336,7 @@ def test_a_checkpoint_without_checksums_is_read_and_named(run):
     (path / checksums.NAME).unlink()
     again = run()
     assert again.error is None and again.said.startswith(
-        f"checkpoint {path} has no checksums: it is read unverified\n"
+        f"checkpoint {path} has no checksums and is not verified\n"
     )
     path = run.args[0] / "checkpoints" / "6"
     (path / checksums.NAME).unlink()
@@ -342,7 +345,7 @@ def test_a_checkpoint_without_checksums_is_read_and_named(run):
     assert isinstance(again.error, CheckpointError)
     said = str(again.error)
     assert said.startswith(f"checkpoint {path} cannot be read (") and "\n" not in said
-    assert "move it elsewhere to resume from the one before" in said
+    assert "move it to another directory to resume from an older one" in said
 
 
 def test_lost_metrics_are_named(run):
@@ -353,7 +356,7 @@ def test_lost_metrics_are_named(run):
     with loop.open_run(config, Settings(FIXED, FREE), console) as opened:
         opened.take_steps(Adding(), {})
     assert (
-        "metrics.jsonl lacks 4 of the 4 steps done, 1 the first: their metrics are lost"
+        "metrics.jsonl: the metrics of 4 of 4 steps are missing (the first is step 1)"
     ) in console.file.getvalue()
     assert ran.steps == [5, 6]
 
@@ -381,9 +384,9 @@ def test_a_finished_run_refuses_what_has_no_effect(run):
     )
     other = run(steps=4, free={"optimizer": {"learning_rate": 0.2}})
     assert str(other.error) == (
-        f"run.out_dir='{ran.out_dir}' has done its 4 steps, so a change has no effect: "
-        "optimizer.learning_rate was 0.1, is 0.2. Give the old values back, raise "
-        "run.steps, or name another run.out_dir"
+        f"run.out_dir='{ran.out_dir}' has done its 4 steps, so other settings have no "
+        "effect: optimizer.learning_rate was 0.1, is 0.2. Restore the old values, "
+        "raise run.steps, or name another run.out_dir"
     )
     assert run(steps=4).error is None
     assert (ran.out_dir / "metrics.jsonl").read_bytes() == before

@@ -34,14 +34,14 @@ def as_it_was():
 def test_a_signal_is_noted_while_it_is_postponed(number, wanted, status, capfd):
     steps = []
     with pytest.raises(wanted) as caught, Stop() as stop:
-        with stop.postponed():
+        with stop.deferred():
             for step in range(3):
                 if step == 1:
                     send(number)
                     assert stop.signal == number
                 steps.append(step)
         steps.append("saved")
-        stop.leave_if_asked()
+        stop.raise_if_requested()
         steps.append("not reached")
     assert steps == [0, 1, 2, "saved"]
     assert getattr(caught.value, "code", None) == status
@@ -60,7 +60,7 @@ def test_elsewhere_it_ends_the_work_at_once():
 
 
 def test_a_signal_that_nobody_asked_about_counts_at_the_end():
-    with pytest.raises(SystemExit), Stop() as stop, stop.postponed():
+    with pytest.raises(SystemExit), Stop() as stop, stop.deferred():
         send(signal.SIGTERM)
 
 
@@ -79,7 +79,7 @@ def test_other_threads_do_without():
     done = []
 
     def work():
-        with Stop() as stop, stop.postponed():
+        with Stop() as stop, stop.deferred():
             done.append(stop.signal)
 
     thread = threading.Thread(target=work)
@@ -94,7 +94,7 @@ def test_a_second_signal_ends_even_code_that_holds_up_python():
         import hashlib, time
         from jaxmem.train.stopping import Stop
 
-        with Stop() as stop, stop.postponed():
+        with Stop() as stop, stop.deferred():
             print("ready", flush=True)
             hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)  # as deaf as a compiler
         """
