@@ -29,6 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
       The exit status: 0, 2 after an error of the user's, 130 when interrupted.
+
+    Raises:
+      SystemExit: the arguments cannot be parsed (2), or SIGTERM ended a run (143).
     """
     arguments = _parse(argv)
     try:
@@ -66,7 +69,8 @@ def _parser() -> argparse.ArgumentParser:
         "train",
         help="train a language model, or resume the run in run.out_dir",
         description="Train a language model as a gin file says.  Run the same command "
-        "again to resume from the newest checkpoint in run.out_dir.",
+        "again to resume from the newest checkpoint in run.out_dir.  SIGTERM and "
+        "Ctrl-C end a run after the current step, which is saved.",
     )
     train.add_argument(
         "file", metavar="FILE.gin", help="a path, or the name of a shipped config"
@@ -137,13 +141,6 @@ def _score(arguments: argparse.Namespace) -> int:
         score.score(config)
     except ModuleNotFoundError as error:
         raise _missing(error, f"writing {config.out}", "score") from error
-    except KeyboardInterrupt:
-        print(
-            "\njaxmem: interrupted; run the same command again to go on after the "
-            "last documents recorded",
-            file=sys.stderr,
-        )
-        return _INTERRUPTED
     return 0
 
 
@@ -229,18 +226,10 @@ def _train(arguments: argparse.Namespace) -> int:
     if processes.is_first():
         print(f"# {path}", *arguments.overrides)
         print(operative_text, flush=True)
-    try:
-        if isinstance(config, configuration.Config):
-            sft.train(config, operative_text)
-        else:
-            grpo.train(config, operative_text)
-    except KeyboardInterrupt:
-        print(
-            "\njaxmem: interrupted; run the same command again to continue from the "
-            f"last checkpoint in {config.run.out_dir}",
-            file=sys.stderr,
-        )
-        return _INTERRUPTED
+    if isinstance(config, configuration.Config):
+        sft.train(config, operative_text)
+    else:
+        grpo.train(config, operative_text)
     return 0
 
 

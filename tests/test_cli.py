@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from jaxmem import cli
 from jaxmem._version import __version__
+from jaxmem.train import locks
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -149,16 +151,15 @@ def test_a_bug_keeps_its_traceback(directory, monkeypatch):
         cli.main(["train", "tiny.gin"])
 
 
-def test_an_interrupt_tells_how_to_resume(directory, monkeypatch, capsys):
+def test_an_interrupt_is_one_line(directory, monkeypatch, capsys):
     from jaxmem.train.jobs import sft
 
     def train(*_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(sft, "train", train)
-    assert cli.main(["train", "tiny.gin", "run.out_dir=here"]) == 130
-    error = capsys.readouterr().err
-    assert "run the same command again" in error and error.endswith(" in here\n")
+    assert cli.main(["train", "tiny.gin"]) == 130
+    assert capsys.readouterr().err == "\njaxmem: interrupted\n"
 
 
 # ---------------------------------------------------------------------- runs
@@ -214,3 +215,31 @@ def test_a_run_prints_its_configuration_trains_and_resumes(directory, capsys):
     assert "resuming run after step 4" in capsys.readouterr().out
     lines = Path("run/metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+
+
+def test_sigterm_saves_and_the_same_command_resumes(directory, monkeypatch, capfd):
+    from jaxmem.train.jobs import sft
+
+    step = sft._Job.step
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            sft._Job, "step", lambda *a: signal.raise_signal(15) or step(*a)
+        )
+        with pytest.raises(SystemExit) as caught:
+            cli.main(["train", "tiny.gin"])
+    assert caught.value.code == 143
+    said, error = capfd.readouterr()
+    assert error.strip() == (
+        "jaxmem: SIGTERM: stopping after this step; send it again to stop at once"
+    )
+    assert said.endswith(
+        "stopped by SIGTERM after step 1 of 4, which is saved: the same command "
+        "resumes run\n"
+    )
+    with locks.exclusive(Path("run/lock"), "", print):
+        assert cli.main(["train", "tiny.gin"]) == 2
+    assert "run.out_dir='run' is in use by another process" in capfd.readouterr().err
+    assert cli.main(["train", "tiny.gin"]) == 0
+    assert "resuming run after step 1\n" in capfd.readouterr().out
+    lines = Path("run/metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4]

@@ -6,14 +6,18 @@ a heartbeat's time after it, plus a few seconds. The same command then resumes f
 last checkpoint.
 """
 
+import functools
 import json
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 HEARTBEAT_SECONDS = 30
+
+_Value = TypeVar("_Value")
 
 
 def start(
@@ -87,6 +91,40 @@ def is_first() -> bool:
     return jax.process_index() == 0
 
 
+def by_first(action: Callable[[], _Value]) -> _Value:
+    """Run a function in the first process; return its result in all of them.
+
+    Args:
+        action: returns a JSON-able value.
+
+    Raises:
+        ValueError: the function failed with an OSError or ValueError, which the first
+            process raises as it is.
+    """
+    if jax.process_count() == 1:
+        return action()
+    outcome: dict[str, Any] = {}
+    raised = None
+    if is_first():
+        try:
+            outcome["result"] = action()
+        except (OSError, ValueError) as error:
+            outcome["error"], raised = str(error), error
+    outcome = share(outcome)
+    if raised is not None:
+        raise raised
+    if "error" in outcome:
+        raise ValueError(outcome["error"])
+    return outcome["result"]
+
+
+def largest(number: int) -> int:
+    """Return the maximum over all processes, each of which must call this."""
+    if jax.process_count() == 1:
+        return number
+    return int(_of_all(np.array([number], np.int32)).max())
+
+
 def share(mapping: dict[str, Any]) -> dict[str, Any]:
     """The entries of all processes' mappings, each JSON-able, in each of them."""
     if jax.process_count() == 1:
@@ -103,10 +141,21 @@ def share(mapping: dict[str, Any]) -> dict[str, Any]:
 
 def _of_all(own: np.ndarray) -> np.ndarray:
     """[processes, ...] from an array of the same shape in each."""
-    count = jax.process_count()
-    first = {device.process_index: device for device in reversed(jax.devices())}
-    mesh = Mesh(np.array([first[i] for i in range(count)]), "process")
-    parts = NamedSharding(mesh, PartitionSpec("process"))
-    whole = NamedSharding(mesh, PartitionSpec())
+    parts, replicate = _gathering()
     rows = jax.make_array_from_process_local_data(parts, own[None])
-    return np.asarray(jax.jit(lambda x: x, out_shardings=whole)(rows))
+    return np.asarray(replicate(rows))
+
+
+@functools.cache
+def _gathering() -> tuple[NamedSharding, Callable[[jax.Array], jax.Array]]:
+    """Return the sharding of one row per process, and a jitted all-gather of the rows.
+
+    Cached, since `largest` is called once per step.
+    """
+    first = {device.process_index: device for device in reversed(jax.devices())}
+    mesh = Mesh(np.array([first[i] for i in range(jax.process_count())]), "process")
+    whole = NamedSharding(mesh, PartitionSpec())
+    return (
+        NamedSharding(mesh, PartitionSpec("process")),
+        jax.jit(lambda rows: rows, out_shardings=whole),
+    )

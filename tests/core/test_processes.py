@@ -8,6 +8,7 @@ import io
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -99,22 +100,44 @@ def steps_of(out_dir):
     return path.read_text().splitlines() if path.exists() else []
 
 
-def test_two_processes_are_killed_and_resume_and_match_one(arguments, tmp_path):
+def running(arguments, out_dir, port, steps):
+    """Two processes that have taken so many steps, of no end of them."""
+    pair = started(arguments, out_dir, 10**6, port)
+    deadline = time.monotonic() + 120
+    while len(steps_of(out_dir)) < steps:
+        assert time.monotonic() < deadline and pair[0].poll() is None
+        time.sleep(0.02)
+    return pair
+
+
+def end(pair):
+    for process in pair:
+        process.kill()
+        process.communicate()
+
+
+def test_two_processes_stop_together_are_killed_and_resume_and_match_one(
+    arguments, tmp_path
+):
     out_dir = tmp_path / "two"
-    first, second = started(arguments, out_dir, 10**6, free_port())
+    pair = running(arguments, out_dir, free_port(), 3)
     try:
-        deadline = time.monotonic() + 120
-        while len(steps_of(out_dir)) < 12:
-            assert time.monotonic() < deadline and first.poll() is None
-            time.sleep(0.02)
+        pair[1].send_signal(signal.SIGTERM)  # to one of them
+        said = [process.communicate(timeout=60)[0] for process in pair]
+    finally:
+        end(pair)
+    assert [process.returncode for process in pair] == [143, 143], said
+    done = len(steps_of(out_dir))
+    assert f"stopped by SIGTERM after step {done} of 1000000, which is saved" in said[0]
+    assert (out_dir / "checkpoints" / str(done)).exists()
+    first, second = pair = running(arguments, out_dir, free_port(), done + 12)
+    try:
         second.kill()
         began = time.monotonic()
         said, _ = first.communicate(timeout=STOPS_WITHIN)
         assert time.monotonic() - began < STOPS_WITHIN
     finally:
-        for process in (first, second):
-            process.kill()
-            process.communicate()
+        end(pair)
     assert first.returncode != 0 and "rror" in said
     for saved in (out_dir / "checkpoints").iterdir():  # beyond what is compared
         if saved.name.isdigit() and int(saved.name) >= STEPS:

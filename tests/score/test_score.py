@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import shutil
+import signal
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,9 @@ from rich.console import Console
 
 from jaxmem import checkpoints, cli, score
 from jaxmem.score import ScoreConfig, journal, run, windows
+from jaxmem.train import files, locks
 from tests.checkpoints import texts
+from tests.train.test_files import no_file_above
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -43,10 +46,10 @@ def documents(count=12, seed=0):
 
 
 def scored(model, **options):
-    options = dict(max_tokens=32, dtype="float32") | options
+    options = dict(max_tokens=32, dtype="float32", data="data.jsonl") | options
     with open("log.txt", "w") as log:
         console = Console(file=log, width=80)
-        config = ScoreConfig(str(model), "data.jsonl", **options)
+        config = ScoreConfig(str(model), **options)
         summary = score.score(config, console)
     out = pathlib.Path(options.get("out", "scores.jsonl"))
     assert not out.with_name(out.name + ".unfinished").exists()
@@ -212,8 +215,8 @@ def killed_after(appends, monkeypatch):
     def append(self, made):
         nonlocal count
         if count == appends:
-            self._file.write(b'{"document": "half')
-            self._file.flush()
+            with open(self.path, "ab") as file:
+                file.write(b'{"document": "half')
             raise KeyboardInterrupt
         count += 1
         whole(self, made)
@@ -248,6 +251,116 @@ def test_a_kill_between_the_last_document_and_the_file(model, directory, monkeyp
     monkeypatch.setattr(run, "_score_rest", None)  # nothing is left to score
     summary, records = scored(model)
     assert len(records) == summary.documents == 5
+
+
+@pytest.mark.parametrize("out", ["scores.jsonl", "scores.parquet"])
+def test_a_kill_between_the_file_and_the_end_of_the_journal(
+    out, model, directory, monkeypatch
+):
+    write(documents(5))
+    with monkeypatch.context() as patched:
+        patched.setattr(files, "sync_directory", lambda _: 1 / 0)  # then, unlink
+        with pytest.raises(ZeroDivisionError):
+            scored(model, out=out)
+    made, other = pathlib.Path(out).read_bytes(), pathlib.Path(out + ".unfinished")
+    assert other.exists()
+    pathlib.Path(out).write_bytes(made + b" ")
+    with pytest.raises(
+        ValueError, match=f"{out}: exists, and differs from the scores in {other}"
+    ):
+        scored(model, out=out)
+    pathlib.Path(out).write_bytes(made)
+    summary, _ = scored(model, out=out)
+    assert summary.documents == 5 and pathlib.Path(out).read_bytes() == made
+
+
+def test_the_data_may_be_named_in_another_way(model, directory, monkeypatch):
+    monkeypatch.setattr(run, "_GROUP", 1)
+    write(documents(40))
+    _, whole = scored(model, out="whole.jsonl")
+    with monkeypatch.context() as patched:
+        killed_after(1, patched)
+        with pytest.raises(KeyboardInterrupt):
+            scored(model)
+    for source in (directory / "data.jsonl", "x/../data.jsonl", "./data.jsonl"):
+        pathlib.Path("x").mkdir(exist_ok=True)
+        with monkeypatch.context() as patched:
+            killed_after(1, patched)
+            with pytest.raises(KeyboardInterrupt):
+                scored(model, data=str(source))
+    assert scored(model)[1] == whole
+
+
+def test_a_signal_ends_after_the_documents_being_scored(model, directory, monkeypatch):
+    monkeypatch.setattr(run, "_GROUP", 1)
+    write(documents(20))
+    _, whole = scored(model, out="whole.jsonl")
+    with monkeypatch.context() as patched:
+        collect = run._collect
+        patched.setattr(
+            run, "_collect", lambda *a: signal.raise_signal(15) or collect(*a)
+        )
+        with pytest.raises(SystemExit) as caught:
+            scored(model)
+    assert caught.value.code == 143
+    said = pathlib.Path("log.txt").read_text()
+    journal = pathlib.Path("scores.jsonl.unfinished")
+    done = len(journal.read_text().splitlines()) - 1
+    assert 0 < done < 20
+    said = " ".join(said.split())
+    assert f"stopped by SIGTERM after document {done} of 20, all recorded in" in said
+    assert scored(model)[1] == whole
+
+
+def test_a_disk_that_is_full_is_named_and_nothing_recorded_is_lost(
+    model, directory, monkeypatch
+):
+    monkeypatch.setattr(run, "_GROUP", 1)
+    write(documents(20))
+    _, whole = scored(model, out="whole.jsonl")
+    size = pathlib.Path("whole.jsonl").stat().st_size
+    for limit, name in (
+        (size // 2, "scores.jsonl.unfinished"),
+        (size - 9, "scores.jsonl.unfinished"),
+        (size + 1000, "scores.parquet"),
+    ):
+        out = name.removesuffix(".unfinished")
+        with no_file_above(limit), monkeypatch.context() as patched:
+            if out == "scores.parquet":
+                patched.setattr(journal, "_write_parquet", too_much)
+            with pytest.raises(OSError) as caught:
+                scored(model, out=out)
+        assert str(caught.value).startswith(f"{name}: cannot be written: File too lar")
+        assert not pathlib.Path(out + ".made").exists()
+    assert len(scored(model, out="scores.parquet")[0].histogram) > 0
+    assert scored(model)[1] == whole
+
+
+def too_much(path, _):
+    path.write_bytes(bytes(10**6))
+
+
+def test_zeros_at_the_end_of_a_journal_are_cut(model, directory, monkeypatch):
+    monkeypatch.setattr(run, "_GROUP", 1)
+    write(documents(12))
+    _, whole = scored(model, out="whole.jsonl")
+    with monkeypatch.context() as patched:
+        killed_after(2, patched)
+        with pytest.raises(KeyboardInterrupt):
+            scored(model)
+    path = pathlib.Path("scores.jsonl.unfinished")
+    content = path.read_bytes()
+    path.write_bytes(content[: content.rindex(b"\n") - 20] + bytes(500) + b"\n")
+    assert scored(model)[1] == whole
+
+
+def test_two_at_once_are_refused(model, directory):
+    write(documents(5))
+    with locks.exclusive(directory / "scores.jsonl.lock", "", print):
+        with pytest.raises(ValueError, match="--out scores.jsonl is in use by another"):
+            scored(model)
+    scored(model)
+    assert not list(directory.glob("scores.jsonl.*"))
 
 
 def test_a_torn_head_is_a_new_start(model, directory):

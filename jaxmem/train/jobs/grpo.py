@@ -26,7 +26,7 @@ from jaxmem.train.jobs.config import GrpoJobConfig
 from jaxmem.train.jobs.policy import PolicyBatch, average
 from jaxmem.train.jobs.policy_program import Compiled, PolicyProgram
 from jaxmem.train.jobs.rollouts import Completions
-from jaxmem.train.loop import open_run
+from jaxmem.train.loop import Settings, changeable_settings, open_run
 from jaxmem.train.metrics import HeadCost, Phase, PolicyMetrics
 from jaxmem.train.program import TrainState, fixed_moments
 
@@ -281,30 +281,34 @@ def train(
       The run's directory, its history and the memory of both heads.
 
     Raises:
-      ValueError: the directory holds a run of another model, task or seed.
+      ValueError: the directory holds a run of another model, task or seed, or another
+        process uses it.
+      CheckpointError: a checkpoint cannot be written, or all are damaged.
       FloatingPointError: the loss is not finite.
+      KeyboardInterrupt: after SIGINT; the current step is finished and saved.
+      SystemExit: likewise after SIGTERM.
     """
     config = starting.resolved(config)
     console = console or Console(quiet=not processes.is_first())
-    with open_run(config.run, _fixed_config(config), console) as run:
+    with open_run(config.run, _settings(config), console) as run:
         program = PolicyProgram(config)
         program.choose_policy_by_gradients(console)
         compiled = program.compile()
         job = _Job(program, compiled)
         state = run.take_steps(job, {"operative.gin": operative_text})
         starting.leave(run.out_dir, program.model(state.params, job.frozen), console)
-    costs = _head_costs(program, compiled) if config.run.compare_heads else {}
-    if not processes.is_first():
-        return Result(run.out_dir, [], costs)
-    history = metrics.read_history(run.metrics_path, PolicyMetrics)
-    result = Result(run.out_dir, history, costs)
-    _report(result, _phases(history, compiled), job.last, console)
-    return result
+        costs = _head_costs(program, compiled) if config.run.compare_heads else {}
+        if not processes.is_first():
+            return Result(run.out_dir, [], costs)
+        history = run.history(PolicyMetrics)
+        result = Result(run.out_dir, history, costs)
+        _report(result, _phases(history, compiled), job.last, console)
+        return result
 
 
-def _fixed_config(config: GrpoJobConfig) -> dict[str, dict[str, Any]]:
-    """What a resumed run must share with the saved one."""
-    return {
+def _settings(config: GrpoJobConfig) -> Settings:
+    """Return the settings that are compared when a run is resumed."""
+    fixed = {
         "task": dataclasses.asdict(config.task),
         "model": dataclasses.asdict(config.model),
         "optimizer": fixed_moments(config.optimizer)
@@ -317,6 +321,8 @@ def _fixed_config(config: GrpoJobConfig) -> dict[str, dict[str, Any]]:
             "epochs": config.grpo.epochs,
         },
     }
+    sections = ["optimizer", "grpo", "sampling"]
+    return Settings(fixed, changeable_settings(config, sections, fixed))
 
 
 # ------------------------------------------------------------------ report

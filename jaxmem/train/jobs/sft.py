@@ -23,7 +23,12 @@ from jaxmem.models.partitioning import as_stored
 from jaxmem.models.weights import join_weights
 from jaxmem.train import metrics, starting
 from jaxmem.train.jobs.config import Config
-from jaxmem.train.loop import RunConfig as RunConfig, open_run
+from jaxmem.train.loop import (
+    RunConfig as RunConfig,
+    Settings,
+    changeable_settings,
+    open_run,
+)
 from jaxmem.train.metrics import HeadCost, StepMetrics
 from jaxmem.train.optimizer import (
     OptimizerConfig as OptimizerConfig,
@@ -288,12 +293,16 @@ def train(
       The run's directory, its history and the memory of both heads.
 
     Raises:
-      ValueError: the directory holds a run of another model or other data.
+      ValueError: the directory holds a run of another model or other data, or another
+        process uses it.
+      CheckpointError: a checkpoint cannot be written, or all are damaged.
       FloatingPointError: the loss is not finite.
+      KeyboardInterrupt: after SIGINT; the current step is finished and saved.
+      SystemExit: likewise after SIGTERM.
     """
     config = starting.resolved(config)
     console = console or Console(quiet=not processes.is_first())
-    with open_run(config.run, _fixed_config(config), console) as run:
+    with open_run(config.run, _settings(config), console) as run:
         tokenizer = starting.load_tokenizer(config.data, config.model)
         program = Program(config, tokenizer.get_vocab_size())
         program.choose_policy(lambda: program.trace_step(config.head), console)
@@ -304,16 +313,16 @@ def train(
         texts = {"tokenizer.json": tokenizer.to_str(), "operative.gin": operative_text}
         state = run.take_steps(_Job(program, compiled, frozen, batches), texts)
         starting.leave(run.out_dir, program.model(state.params, frozen), console)
-    held_out_loss = None
-    if held_out is not None:
-        held_out_loss = program.evaluate(state.params, frozen, held_out)
-    costs = _head_costs(program, compiled) if config.run.compare_heads else {}
-    if not processes.is_first():
-        return Result(run.out_dir, [], costs, held_out_loss)
-    history = metrics.read_history(run.metrics_path)
-    result = Result(run.out_dir, history, costs, held_out_loss)
-    _report(result, console)
-    return result
+        held_out_loss = None
+        if held_out is not None:
+            held_out_loss = program.evaluate(state.params, frozen, held_out)
+        costs = _head_costs(program, compiled) if config.run.compare_heads else {}
+        if not processes.is_first():
+            return Result(run.out_dir, [], costs, held_out_loss)
+        history = run.history(StepMetrics)
+        result = Result(run.out_dir, history, costs, held_out_loss)
+        _report(result, console)
+        return result
 
 
 def _held_out(
@@ -345,14 +354,15 @@ def _step_metrics(
     )
 
 
-def _fixed_config(config: Config) -> dict[str, dict[str, Any]]:
-    """What a resumed run must share with the saved one."""
+def _settings(config: Config) -> Settings:
+    """Return the settings that are compared when a run is resumed."""
     fixed = {
         "data": dataclasses.asdict(config.data),
         "model": dataclasses.asdict(config.model),
     }
     del fixed["data"]["cache_dir"]  # where vocabularies lie, not what they are
-    return fixed | fixed_weights(config.optimizer, config.run.seed)
+    fixed |= fixed_weights(config.optimizer, config.run.seed)
+    return Settings(fixed, changeable_settings(config, ["optimizer"], fixed))
 
 
 # ------------------------------------------------------------------ report

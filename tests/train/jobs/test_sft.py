@@ -27,10 +27,13 @@ from jaxmem.data.documents import Batch, DataConfig
 from jaxmem.models.decoder import Decoder, HeadConfig, ModelConfig
 from jaxmem.models.weights import join_weights, split_weights
 from jaxmem.train.config import Config
+from jaxmem.train.history import read_history
 from jaxmem.train.jobs import sft
 from jaxmem.train.jobs.sft import OptimizerConfig, RunConfig
-from jaxmem.train.metrics import read_history
-from jaxmem.train.optimizer import learning_rate_schedule, make_optimizer
+from jaxmem.train.optimizer import (
+    learning_rate_schedule,
+    make_optimizer,
+)
 
 MODEL = ModelConfig(layers=1, hidden=16, ff=24, heads=2, kv_heads=1, head_dim=8)
 DATA = DataConfig(vocab_size=320, sequence_length=32, batch_size=4, held_out=0.0)
