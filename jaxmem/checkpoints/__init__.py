@@ -9,8 +9,8 @@ images, the text part).
 
 from jaxmem.checkpoints.adapters import save_adapter as save_adapter
 from jaxmem.checkpoints.architectures import CheckpointConfig as CheckpointConfig
-from jaxmem.checkpoints.architectures import CheckpointError as CheckpointError
 from jaxmem.checkpoints.architectures import read_config as read_config
+from jaxmem.checkpoints.reader import CheckpointError as CheckpointError
 from jaxmem.checkpoints.vocabulary import Vocabulary as Vocabulary
 from jaxmem.checkpoints.vocabulary import load_vocabulary as load_vocabulary
 from jaxmem.checkpoints.weights import load as load

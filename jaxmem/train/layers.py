@@ -10,21 +10,43 @@ from flax import nnx
 from jax import lax
 
 from jaxmem import remat
+from jaxmem._ranges import integers, reals
 from jaxmem.train import cache as kv_cache
 from jaxmem.train import lora, mesh, positions, ulysses
-from jaxmem.train._checks import check_field
+from jaxmem.train._checks import check_field, check_numbers
 from jaxmem.train.positions import Ids as Ids
 
-_DTYPES = ("float32", "bfloat16", "float16")
+DTYPES = ("float32", "bfloat16", "float16")
 _ACTIVATIONS = {
     "silu": jax.nn.silu,
     "gelu": functools.partial(jax.nn.gelu, approximate=True),
 }
-
-
-def _check_positive(config: object, *names: str) -> None:
-    for name in names:
-        check_field(config, name, getattr(config, name) > 0, "above 0")
+# Sizes have bounds, each far above any model's, so that what cannot be is an error
+# before anything is allocated; that no weight has 2**63 bytes follows from them.
+_POSITIONS = integers(above=0, limit=2**31 - 1)  # int32
+_POSITIVE, _HEADS = reals(above=0), integers(above=0, limit=2**16)
+RANGES = {
+    "layers": integers(above=0, limit=10_000),
+    "hidden": integers(above=0, limit=2**20),
+    "ff": integers(above=0, limit=2**22),
+    "heads": _HEADS,
+    "kv_heads": _HEADS,
+    "head_dim": integers(above=0, limit=2**16),
+    "vocab_size": integers(above=0, limit=2**31 - 1),  # ids are int32
+    "rope_theta": _POSITIVE,
+    "rope_factor": _POSITIVE,
+    "rope_low_factor": _POSITIVE,
+    "rope_high_factor": _POSITIVE,
+    "rope_original": _POSITIONS,
+    "window": _POSITIONS,
+    "local_rope_theta": _POSITIVE,
+    "softcap": _POSITIVE,
+    "attention_softcap": _POSITIVE,
+    "attention_scale": _POSITIVE,
+    "norm_eps": reals(above=0, below=1),
+    "lora_rank": integers(0, limit=2**16),
+    "lora_alpha": _POSITIVE,
+}
 
 
 def _check_choice(config: object, name: str, known: tuple) -> None:
@@ -79,15 +101,7 @@ class ModelConfig:
 
     def __post_init__(self):
         """Refuse sizes that cannot be built, by name."""
-        _check_positive(self, "layers", "hidden", "ff", "heads", "kv_heads")
-        _check_positive(self, "head_dim", "rope_theta", "norm_eps")
-        _check_positive(self, "rope_factor", "rope_low_factor", "rope_original")
-        for name in (
-            "vocab_size", "softcap", "attention_softcap", "attention_scale", "window",
-            "local_rope_theta",
-        ):  # fmt: skip
-            if getattr(self, name) is not None:
-                _check_positive(self, name)
+        check_numbers(self, RANGES)
         if self.heads % self.kv_heads:
             raise ValueError(
                 "ModelConfig.kv_heads must divide heads, got "
@@ -102,8 +116,8 @@ class ModelConfig:
         above = self.rope_high_factor > self.rope_low_factor
         check_field(self, "rope_high_factor", above, "above rope_low_factor")
         _check_choice(self, "activation", tuple(_ACTIVATIONS))
-        _check_choice(self, "dtype", _DTYPES)
-        _check_choice(self, "param_dtype", _DTYPES)
+        _check_choice(self, "dtype", DTYPES)
+        _check_choice(self, "param_dtype", DTYPES)
         _check_choice(self, "attention", ("xla", "cudnn", None))
         problem = lora.check(
             self.lora_rank, self.lora_alpha, self.lora_targets, self.lora_head
