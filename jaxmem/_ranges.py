@@ -7,6 +7,7 @@ holds it, because it enters float32 arithmetic in the end; an integer fits 64 bi
 """
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 
@@ -35,7 +36,7 @@ class Range:
     open_low: bool = False
     open_high: bool = False
 
-    def problem(self, value: object) -> str | None:
+    def problem(self, value: Any) -> str | None:
         """What the value is not, as in "must be finite"; None where it is in range."""
         whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
         if not (whole or isinstance(value, (float, np.floating)) and not self.whole):

@@ -36,7 +36,7 @@ NO_LABEL = -1
 _SLOTS = 2**31  # of a batch: int32 numbers them
 _RANGES = {
     "vocab_size": integers(high=2**24),
-    "sequence_length": integers(1),
+    "sequence_length": integers(1, limit=2**24),  # T² entries of a mask fit 64 bits
     "batch_size": integers(1),
     "held_out": reals(0, below=1),
     "seed": integers(0, below=2**31),
