@@ -293,7 +293,7 @@ def _prepare_head(
     if bias is not None:
         bias = _spec.as_array("bias", bias)
         _spec.check_bias(bias, columns)
-    if _spec.check_frozen_head(frozen_head):
+    if _spec.check_flag("frozen_head", frozen_head):
         W, bias = lax.stop_gradient((W, bias))
     flat = jnp.reshape(hidden, (-1, hidden.shape[-1])) if hidden.size else hidden
     source = Head(flat, W, bias)

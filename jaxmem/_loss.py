@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer, eval_jaxpr
 
-from jaxmem import _shards, _spec
+from jaxmem import _loss_fn, _shards
 from jaxmem._spec import Spec
 from jaxmem._stats import Cotangents, TokenStats
 
@@ -71,7 +71,7 @@ def trace(
     """loss_fn for so many rows at a time, and what it is to be called with."""
 
     def checked(stats, *per_token):
-        made = _spec.check_loss_result(loss_fn(stats, *per_token), n_rows)
+        made = _loss_fn.call(loss_fn, stats, per_token, n_rows)
         return jax.tree.map(lambda x: x.astype(spec.stats_dtype), made)
 
     stats, rows = _stats_like(spec, n_rows), _examples(spec, n_rows, per_token)

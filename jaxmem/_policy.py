@@ -113,10 +113,10 @@ def grpo(
 
     Reference: Shao et al., 2024, arXiv:2402.03300.
     """
-    check_coefficient("beta", beta, 0)
     surrogate = ppo_clip(
         logprob, old_logprob, advantages, clip_low=clip_low, clip_high=clip_high
     )
+    check_coefficient("beta", beta, 0, tokens=surrogate.shape)
     return surrogate + beta * kl_k3(logprob, lax.stop_gradient(ref_logprob))
 
 
@@ -235,8 +235,9 @@ def cispo(
         r = e^(logprob - old_logprob)
         out = -stop_gradient(clip(r, 1 - clip_low, 1 + clip_high)) · A · logprob
 
-    Args are those of `ppo_clip`. The defaults clip weights at 5 and not below, as in
-    ScaleRL.
+    Args are those of `ppo_clip`, but clip_low may be above 1: ratios are positive, so
+    that from 1 on there is no lower bound, which is what verl's `clip_ratio_low=10`
+    says. The defaults clip weights at 5 and not below, as in ScaleRL.
 
     >>> import jax.numpy as jnp
     >>> from jaxmem import losses
@@ -245,12 +246,13 @@ def cispo(
     Array([1., 5.], dtype=float32)
 
     Reference: MiniMax, 2025, arXiv:2506.13585; ScaleRL, Khatri et al., 2025,
-    arXiv:2510.13786.
+    arXiv:2510.13786; Sheng et al., 2024, arXiv:2409.19256 (verl).
     """
-    _check_clips(clip_low, clip_high)
     lp, old, A = as_tokens(
         logprob=logprob, old_logprob=old_logprob, advantages=advantages
     )
+    for name, clip in (("clip_low", clip_low), ("clip_high", clip_high)):
+        check_coefficient(name, clip, 0, infinite=True, tokens=lp.shape)
     weight = jnp.clip(jnp.exp(clamp(lp - old)), 1 - clip_low, 1 + clip_high)
     return -lax.stop_gradient(weight * A) * lp
 
@@ -271,22 +273,20 @@ def entropy_bonus(entropy: ArrayLike, *, coefficient: Coefficient = 0.01) -> jax
 
     Reference: Mnih et al., 2016, arXiv:1602.01783.
     """
-    check_coefficient("coefficient", coefficient, 0)
     (H,) = as_tokens(entropy=entropy)
+    check_coefficient("coefficient", coefficient, 0, tokens=H.shape)
     return -coefficient * H
 
 
 def _clipped(log_ratio, advantages, clip_low, clip_high, dual_clip):
     """-A·r, with r clipped on the side that the sign of A chooses."""
-    _check_clips(clip_low, clip_high)
-    check_coefficient("dual_clip", dual_clip, 1)
+    tokens = advantages.shape
+    check_coefficient("clip_low", clip_low, 0, 1, tokens=tokens)
+    check_coefficient("clip_high", clip_high, 0, infinite=True, tokens=tokens)
+    if dual_clip is not None:
+        check_coefficient("dual_clip", dual_clip, 1, infinite=True, tokens=tokens)
     A = lax.stop_gradient(advantages)
     largest = jnp.inf if dual_clip is None else dual_clip
     low = jnp.where(A > 0, 0, 1 - clip_low)
     high = jnp.where(A > 0, 1 + clip_high, largest)
     return -A * jnp.clip(jnp.exp(clamp(log_ratio)), low, high)
-
-
-def _check_clips(clip_low, clip_high):
-    check_coefficient("clip_low", clip_low, 0, 1)
-    check_coefficient("clip_high", clip_high, 0)

@@ -6,16 +6,18 @@ estimate or gradient overflows, and beyond the clamp the gradient is exactly 0. 
 token has log-probability 0 under every policy, so that its ratio is 1 and its KL 0.
 """
 
-import numbers
+import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from jaxmem import _spec
+from jaxmem import _repr, _spec
 
 MAX_LOG_RATIO = 20.0  # nats
+_LARGEST = float(np.finfo(np.float32).max)
 Coefficient = float | jax.Array
 _SERIES_BELOW = 0.03  # |δ| from which e^δ - 1 - δ keeps 5 digits in float32
 
@@ -23,6 +25,8 @@ _SERIES_BELOW = 0.03  # |δ| from which e^δ - 1 - δ keeps 5 digits in float32
 def as_tokens(**arrays: ArrayLike) -> list[jax.Array]:
     """Float arrays, float32 at least, of the one shape that the first of them has."""
     made = {name: _spec.as_array(name, value) for name, value in arrays.items()}
+    for name, array in made.items():
+        _spec.check_real(name, array)
     (first, tokens), *others = made.items()
     for name, array in others:
         if array.shape != tokens.shape:
@@ -36,14 +40,36 @@ def as_tokens(**arrays: ArrayLike) -> list[jax.Array]:
 
 
 def check_coefficient(
-    name: str, value: Coefficient | None, low: float, high: float = float("inf")
+    name: str,
+    value: Coefficient,
+    low: float,
+    high: float = math.inf,
+    *,
+    infinite: bool = False,
+    tokens: tuple[int, ...] = (),
 ) -> None:
-    """A number in [low, high], where it can be seen."""
-    if value is None or isinstance(value, jax.Array):
+    """A number in [low, high], where it can be seen; an array fits the tokens' shape.
+
+    Args:
+        name: of the argument.
+        value: a Python number, or an array of jax, whose numbers are not looked at.
+        low: the least.
+        high: the largest.
+        infinite: whether infinity is fine, where it stands for no bound.
+        tokens: shape that an array must broadcast to.
+    """
+    if isinstance(value, jax.Array):
+        _spec.check_real(name, value)
+        _spec.check_broadcast(name, value, tokens)
         return
-    if not (isinstance(value, numbers.Real) and low <= value <= high):
-        wanted = f"at least {low}" if high == float("inf") else f"in [{low}, {high}]"
-        raise ValueError(f"{name} must be a number, {wanted}, got {value!r}")
+    kinds = (int, float, np.integer, np.floating)
+    number = isinstance(value, kinds) and not isinstance(value, bool)
+    largest = high if infinite or high < math.inf else _LARGEST
+    if not (number and low <= value <= largest):
+        wanted = f"at least {low}" if high == math.inf else f"in [{low}, {high}]"
+        if number and value > largest and high == math.inf:
+            wanted = f"finite and {wanted}"
+        raise ValueError(f"{name} must be a number, {wanted}, got {_repr.short(value)}")
 
 
 def clamp(log_ratio: jax.Array) -> jax.Array:
@@ -137,8 +163,9 @@ def kl_low_variance(
     Reference: Schulman, "Approximating KL Divergence", 2020, joschu.net/blog; Sheng et
     al., 2024, arXiv:2409.19256 (verl).
     """
-    check_coefficient("limit", limit, 0)
-    return jnp.minimum(kl_k3(logprob, ref_logprob), limit)
+    kl = kl_k3(logprob, ref_logprob)
+    check_coefficient("limit", limit, 0, infinite=True, tokens=kl.shape)
+    return jnp.minimum(kl, limit)
 
 
 def truncated_importance_weights(
@@ -168,6 +195,6 @@ def truncated_importance_weights(
     You Off-Policy RL Training", 2025 (fengyao.notion.site/off-policy-rl); truncation of
     V-trace, Espeholt et al., 2018, arXiv:1802.01561.
     """
-    check_coefficient("cap", cap, 0)
     lp, rollout = as_tokens(logprob=logprob, rollout_logprob=rollout_logprob)
+    check_coefficient("cap", cap, 0, infinite=True, tokens=lp.shape)
     return lax.stop_gradient(jnp.minimum(jnp.exp(clamp(lp - rollout)), cap))

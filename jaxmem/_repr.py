@@ -4,7 +4,7 @@ import math
 import reprlib
 from collections.abc import Iterable
 
-_LONGEST = 120  # characters of one value
+_LONGEST = 240  # characters of one value
 _LONGEST_NAME = 100  # of a name that stands without quotes
 _BITS = 256  # of an integer whose digits are worth showing
 
@@ -12,7 +12,7 @@ _BITS = 256  # of an integer whose digits are worth showing
 class _Short(reprlib.Repr):
     def __init__(self):
         super().__init__()
-        self.maxlevel, self.maxstring, self.maxother = 3, 60, 60
+        self.maxlevel, self.maxstring, self.maxother = 3, 80, 200
         self.maxlong = 80
 
     def repr_int(self, x, level):

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from jaxmem import _repr
 from jaxmem._shards import Shards
 
 AUTO_CHUNK_BYTES = 512 * 2**20  # float32 logits alive at once under chunk="auto"
@@ -16,6 +17,7 @@ AUTO_CHUNK_BYTES = 512 * 2**20  # float32 logits alive at once under chunk="auto
 # XLA on a CPU computes whole groups of rows and what is left over by different code,
 # so that only whole groups give a row the same bits in any company.
 _ROWS = 16
+_MAX_AXES = 64  # of an array, in numpy
 
 Layout = Literal["vd", "dv"]
 Chunk = int | None | Literal["auto"]
@@ -61,7 +63,8 @@ class Spec:
 
 def as_array(name: str, value) -> jax.Array:
     """What jnp.asarray takes, passes; anything else is named in the error."""
-    if isinstance(value, (str, bytes)):  # newer jax would read a type's name
+    # Newer jax would read a type's name; and overflow its stack in deep lists.
+    if isinstance(value, (str, bytes)) or _is_deep(value):
         raise _not_an_array(name, value)
     try:
         return jnp.asarray(value)
@@ -71,15 +74,37 @@ def as_array(name: str, value) -> jax.Array:
 
 def as_visible_array(name: str, value) -> jax.Array | np.ndarray:
     """As `as_array`, but stays in numpy what jit would hide or jax cut to 32 bits."""
+    if _is_deep(value):
+        raise _not_an_array(name, value)
     if _holds_jax(value):
         return as_array(name, value)
     try:
         array = np.asarray(value)
     except (TypeError, ValueError, OverflowError) as error:
         raise _not_an_array(name, value) from error
-    if array.dtype.kind in "OSUMm":  # objects, text, dates
+    if (
+        array.dtype.kind in "OSUMm" or array.dtype.names
+    ):  # objects, text, dates, records
         raise _not_an_array(name, value)
     return array
+
+
+def check_real(name: str, value) -> None:
+    """Floats of at least 16 bits, integers of at least 8, or booleans."""
+    is_float = jnp.issubdtype(value.dtype, jnp.floating) and value.dtype.itemsize > 1
+    kind = value.dtype.kind if isinstance(value.dtype, np.dtype) else None
+    if not (is_float or kind in ("b", "i", "u")):
+        raise TypeError(f"{name} must hold real numbers, got {value.dtype}")
+
+
+def check_count(name: str, value: object, low: int = 1) -> int:
+    """A Python integer that int32 holds."""
+    if not _is_integer(value) or not low <= value < 2**31:
+        raise ValueError(
+            f"{name} must be an integer, at least {low} and below 2**31, got "
+            f"{_brief(value)}"
+        )
+    return int(value)
 
 
 def check_hidden(hidden, name: str = "hidden") -> None:
@@ -224,14 +249,19 @@ def check_where(where, shape: tuple[int, ...]) -> None:
         raise TypeError(
             f"where must be boolean, got {where.dtype}; compare it, as in where != 0"
         )
+    check_broadcast("where", where, shape)
+
+
+def check_broadcast(name: str, value, shape: tuple[int, ...]) -> None:
+    """An array that broadcasts to the tokens."""
     try:
-        fits = np.broadcast_shapes(where.shape, shape) == shape
+        fits = np.broadcast_shapes(value.shape, shape) == shape
     except ValueError:
         fits = False
     if not fits:
         raise ValueError(
-            f"where must broadcast to the tokens' shape {shape}, got shape "
-            f"{where.shape}"
+            f"{name} must broadcast to the tokens' shape {shape}, got shape "
+            f"{value.shape}"
         )
 
 
@@ -245,37 +275,6 @@ def check_bias(bias, columns: int, name: str = "bias") -> None:
         )
 
 
-def check_loss_fn(loss_fn) -> None:
-    """A function; what it returns is checked once it has been traced."""
-    if not callable(loss_fn):
-        raise TypeError(
-            "loss_fn must be a function of a TokenStats and the per-token arguments, "
-            f"got {_brief(loss_fn)}"
-        )
-
-
-def check_loss_result(result, rows: int) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """(loss, metrics) from what loss_fn returned for a chunk of so many rows."""
-    loss, metrics = result if _is_pair(result) else (result, {})
-    expected = f"of shape ({rows},), one number a token of its chunk"
-    if not _is_column(loss, rows, jnp.floating):
-        raise TypeError(
-            f"loss_fn must return a float array {expected}, or a pair of it and a dict "
-            f"of metrics, got {_kind(loss)}"
-        )
-    if not isinstance(metrics, dict) or not all(isinstance(k, str) for k in metrics):
-        raise TypeError(
-            f"loss_fn's metrics must be a dict of names to arrays, got {_kind(metrics)}"
-        )
-    for name, metric in metrics.items():
-        if not _is_column(metric, rows, jnp.floating, jnp.integer, jnp.bool_):
-            raise TypeError(
-                f"loss_fn's metric {name!r} must be a real array {expected}, got "
-                f"{_kind(metric)}"
-            )
-    return loss, metrics
-
-
 def check_per_token(name: str, value, shape: tuple[int, ...]) -> None:
     """Real numbers, one or more a token."""
     if not jnp.issubdtype(value.dtype, jnp.bool_) and not _is_real(value):
@@ -287,23 +286,21 @@ def check_per_token(name: str, value, shape: tuple[int, ...]) -> None:
         )
 
 
-def check_normalizer(normalizer) -> None:
+def check_normalizer(normalizer, name: str = "normalizer") -> None:
     """A scalar, not negative where it can be seen."""
     if not _is_real(normalizer):
-        raise TypeError(f"normalizer must be a real number, got {normalizer.dtype}")
+        raise TypeError(f"{name} must be a real number, got {normalizer.dtype}")
     if normalizer.shape != ():
-        raise ValueError(f"normalizer must be a scalar, got shape {normalizer.shape}")
+        raise ValueError(f"{name} must be a scalar, got shape {normalizer.shape}")
     if _is_visible(normalizer) and not 0 <= np.asarray(normalizer) < math.inf:
-        raise ValueError(
-            f"normalizer must be finite and not negative, got {normalizer}"
-        )
+        raise ValueError(f"{name} must be finite and not negative, got {normalizer}")
 
 
-def check_frozen_head(frozen_head: bool) -> bool:
-    """A Python boolean: which gradients there are is static."""
-    if isinstance(frozen_head, Tracer) or not isinstance(frozen_head, (bool, np.bool_)):
-        raise TypeError(f"frozen_head must be True or False, got {_brief(frozen_head)}")
-    return bool(frozen_head)
+def check_flag(name: str, value: bool) -> bool:
+    """A Python boolean: what it decides is static."""
+    if isinstance(value, Tracer) or not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name} must be True or False, got {_brief(value)}")
+    return bool(value)
 
 
 def check_residual_bytes(
@@ -372,14 +369,15 @@ def _is_visible(value):
     return not isinstance(value, jax.Array) or value.is_fully_addressable
 
 
-def _is_pair(value):
-    return isinstance(value, (tuple, list)) and len(value) == 2
-
-
-def _is_column(value, rows, *kinds):
-    if not isinstance(value, (jax.Array, np.ndarray)) or value.shape != (rows,):
-        return False
-    return any(jnp.issubdtype(value.dtype, kind) for kind in kinds)
+def _is_deep(value):
+    """Whether lists are nested deeper than any array has axes."""
+    level = [value]
+    for _ in range(_MAX_AXES + 1):
+        nested = [x for x in level if isinstance(x, (list, tuple, dict))]
+        if not nested:
+            return False
+        level = [y for x in nested for y in (x.values() if isinstance(x, dict) else x)]
+    return True
 
 
 def _is_real(value):
@@ -406,17 +404,10 @@ def _holds_jax(value):
     return any(isinstance(x, jax.Array) or hasattr(x, "__jax_array__") for x in leaves)
 
 
-def _kind(value):
-    """What loss_fn returned, whose numbers nobody can see yet."""
-    if isinstance(value, (jax.Array, np.ndarray)):
-        return f"{value.dtype} of shape {value.shape}"
-    return type(value).__name__
-
-
 def _brief(value):
     """The value, or what kind of array it is."""
     if isinstance(value, Tracer):
         return "a traced array (close over the number, or mark it static for jax.jit)"
     if isinstance(value, (jax.Array, np.ndarray)):
         return f"an array of {value.dtype}, shape {value.shape}"
-    return repr(value)
+    return _repr.short(value)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from jaxmem import _backends, _head, _loss, _shards, _spec, _vjp
+from jaxmem import _backends, _head, _loss, _loss_fn, _shards, _spec, _vjp
 from jaxmem._spec import AxisName, Chunk, Layout
 from jaxmem._stats import TokenStats
 
@@ -93,7 +93,7 @@ def token_loss(
     Reference: the single pass is that of Liger Kernel's fused linear cross-entropy,
     Hsu et al., 2024, arXiv:2410.10989, here for any loss of a token's statistics.
     """
-    _spec.check_loss_fn(loss_fn)
+    _loss_fn.check(loss_fn)
     source, rows, spec, shape, backend = _head._prepare_head(
         "token_loss", TokenStats._fields, hidden, W, labels, chunk, where, temperature,
         softcap, bias, vocab_size, layout, frozen_head, 0, axis_name,

@@ -114,8 +114,8 @@ def z_loss(logsumexp: ArrayLike, *, coefficient: Coefficient = 1e-4) -> jax.Arra
 
     Reference: Chowdhery et al., 2022, arXiv:2204.02311 (PaLM).
     """
-    check_coefficient("coefficient", coefficient, 0)
     (lse,) = as_tokens(logsumexp=logsumexp)
+    check_coefficient("coefficient", coefficient, 0, tokens=lse.shape)
     return coefficient * jnp.square(lse)
 
 
@@ -141,8 +141,8 @@ def label_smoothing(
 
     Reference: Szegedy et al., 2015, arXiv:1512.00567.
     """
-    check_coefficient("smoothing", smoothing, 0, 1)
     lp, mean = as_tokens(logprob=logprob, mean_logprob=mean_logprob)
+    check_coefficient("smoothing", smoothing, 0, 1, tokens=lp.shape)
     return -(1 - smoothing) * lp - smoothing * mean
 
 
@@ -182,8 +182,9 @@ def mean_logit(
     """
     if softcap is not None:
         raise NotImplementedError(
-            f"softcap={softcap!r}: the mean of capped logits needs every logit; leave "
-            "label smoothing out, or take it from logits with token_stats_from_logits"
+            f"softcap={_spec._brief(softcap)}: the mean of capped logits needs every "
+            "logit; leave label smoothing out, or take it from logits with "
+            "token_stats_from_logits"
         )
     hidden, W = _spec.as_array("hidden", hidden), _spec.as_array("W", W)
     _spec.check_hidden(hidden)
@@ -257,8 +258,8 @@ def dpo(
 
     Reference: Rafailov et al., 2023, arXiv:2305.18290.
     """
-    check_coefficient("beta", beta, 0)
     margin = _margin(chosen, rejected, ref_chosen, ref_rejected)
+    check_coefficient("beta", beta, 0, tokens=margin.shape)
     return -jax.nn.log_sigmoid(beta * margin)
 
 
@@ -285,8 +286,8 @@ def ipo(
 
     Reference: Azar et al., 2023, arXiv:2310.12036.
     """
-    check_coefficient("beta", beta, 1e-30)
     margin = _margin(chosen, rejected, ref_chosen, ref_rejected)
+    check_coefficient("beta", beta, 1e-30, tokens=margin.shape)
     return jnp.square(margin - 1 / (2 * beta))
 
 

@@ -64,7 +64,8 @@ class GrpoConfig:
         check_field(self, "loss", self.loss in known, f"one of {known}")
         for name in ("kl_coefficient", "entropy_coefficient"):
             check_field(self, name, getattr(self, name) >= 0, "0 or more")
-        if self.clip_low is not None:
+        # A weight of CISPO has no lower bound from 1 on, and verl writes it as 10.
+        if self.clip_low is not None and (self.loss != "cispo" or self.clip_low < 0):
             check_field(self, "clip_low", 0 <= self.clip_low <= 1, "in [0, 1], or None")
         if self.clip_high is not None:
             check_field(self, "clip_high", self.clip_high >= 0, "0 or more, or None")
