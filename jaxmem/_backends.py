@@ -1,6 +1,6 @@
 """Which backend runs a call, and why."""
 
-from jaxmem import _xla
+from jaxmem import _repr, _xla
 from jaxmem._spec import Spec
 from jaxmem.kernels import hopper
 
@@ -12,7 +12,8 @@ def check(implementation: str | None) -> None:
     if implementation is not None and implementation not in KNOWN:
         known = ", ".join(repr(name) for name in KNOWN)
         raise ValueError(
-            f"implementation must be None or one of {known}, got {implementation!r}"
+            f"implementation must be None or one of {known}, got "
+            f"{_repr.short(implementation)}"
         )
 
 

@@ -37,9 +37,11 @@ def call(loss_fn: Callable, stats, per_token, rows: int):
         raise _wrong_arguments(len(per_token), error) from error
     try:
         made = loss_fn(stats, *per_token)
-    except TypeError as error:
-        if error.__traceback__ is not None and error.__traceback__.tb_next is None:
-            raise _wrong_arguments(len(per_token), error) from error  # never entered
+    except Exception as error:
+        frame = error.__traceback__
+        entered = bound is not None and frame is not None and frame.tb_next is not None
+        if isinstance(error, TypeError) and not entered:
+            raise _wrong_arguments(len(per_token), error) from error
         error.add_note("jaxmem: raised by loss_fn, of a TokenStats and per_token")
         raise
     return _checked(made, rows)

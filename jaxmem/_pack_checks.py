@@ -82,17 +82,16 @@ def check_costs(costs):
 
 def check_fill(fill, dtype):
     """A scalar that the type holds."""
-    number = np.ndim(fill) == 0 and np.asarray(fill).dtype.kind in "biufc"
-    if number and np.issubdtype(dtype, np.integer) and fill != np.round(fill):
-        raise ValueError(f"fill must be an integer for {dtype}, got {fill}")
-    try:
-        if not number or np.asarray(fill).dtype.kind == "c" != dtype.kind:
-            raise TypeError
-        np.full((), fill, dtype)
-    except (OverflowError, ValueError, TypeError) as error:
-        raise ValueError(
-            f"fill must be a number that {dtype} holds, got {_repr.short(fill)}"
-        ) from error
+    array = as_array("fill", fill)
+    if array.ndim:
+        raise ValueError(f"fill must be a scalar, got shape {array.shape}")
+    good = array.dtype.kind != "c" or dtype.kind == "c"
+    if good and np.issubdtype(dtype, np.integer):
+        if not (np.isfinite(array) and array == np.round(array)):
+            raise ValueError(f"fill must be an integer for {dtype}, got {fill}")
+        good = np.iinfo(dtype).min <= array.item() <= np.iinfo(dtype).max
+    if not good:
+        raise ValueError(f"fill must be a number that {dtype} holds, got {fill}")
 
 
 def check_alike(name, arrays, first_axes):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from jaxmem._ratios import Coefficient, as_tokens, check_coefficient, clamp, kl_k3
+from jaxmem._ratios import Coefficient, as_coefficient, as_tokens, clamp, kl_k3
 
 
 def policy_gradient(logprob: ArrayLike, advantages: ArrayLike) -> jax.Array:
@@ -116,8 +116,9 @@ def grpo(
     surrogate = ppo_clip(
         logprob, old_logprob, advantages, clip_low=clip_low, clip_high=clip_high
     )
-    check_coefficient("beta", beta, 0, tokens=surrogate.shape)
-    return surrogate + beta * kl_k3(logprob, lax.stop_gradient(ref_logprob))
+    beta = as_coefficient("beta", beta, 0, tokens=surrogate.shape)
+    lp, ref = as_tokens(logprob=logprob, ref_logprob=ref_logprob)
+    return surrogate + beta * kl_k3(lp, lax.stop_gradient(ref))
 
 
 def dr_grpo(
@@ -251,9 +252,9 @@ def cispo(
     lp, old, A = as_tokens(
         logprob=logprob, old_logprob=old_logprob, advantages=advantages
     )
-    for name, clip in (("clip_low", clip_low), ("clip_high", clip_high)):
-        check_coefficient(name, clip, 0, infinite=True, tokens=lp.shape)
-    weight = jnp.clip(jnp.exp(clamp(lp - old)), 1 - clip_low, 1 + clip_high)
+    low = as_coefficient("clip_low", clip_low, 0, infinite=True, tokens=lp.shape)
+    high = as_coefficient("clip_high", clip_high, 0, infinite=True, tokens=lp.shape)
+    weight = jnp.clip(jnp.exp(clamp(lp - old)), 1 - low, 1 + high)
     return -lax.stop_gradient(weight * A) * lp
 
 
@@ -274,19 +275,17 @@ def entropy_bonus(entropy: ArrayLike, *, coefficient: Coefficient = 0.01) -> jax
     Reference: Mnih et al., 2016, arXiv:1602.01783.
     """
     (H,) = as_tokens(entropy=entropy)
-    check_coefficient("coefficient", coefficient, 0, tokens=H.shape)
-    return -coefficient * H
+    weight = as_coefficient("coefficient", coefficient, 0, tokens=H.shape)
+    return -weight * H
 
 
 def _clipped(log_ratio, advantages, clip_low, clip_high, dual_clip):
     """-A·r, with r clipped on the side that the sign of A chooses."""
-    tokens = advantages.shape
-    check_coefficient("clip_low", clip_low, 0, 1, tokens=tokens)
-    check_coefficient("clip_high", clip_high, 0, infinite=True, tokens=tokens)
-    if dual_clip is not None:
-        check_coefficient("dual_clip", dual_clip, 1, infinite=True, tokens=tokens)
-    A = lax.stop_gradient(advantages)
+    tokens, A = advantages.shape, lax.stop_gradient(advantages)
+    below = as_coefficient("clip_low", clip_low, 0, 1, tokens=tokens)
+    above = as_coefficient("clip_high", clip_high, 0, infinite=True, tokens=tokens)
     largest = jnp.inf if dual_clip is None else dual_clip
-    low = jnp.where(A > 0, 0, 1 - clip_low)
-    high = jnp.where(A > 0, 1 + clip_high, largest)
+    largest = as_coefficient("dual_clip", largest, 1, infinite=True, tokens=tokens)
+    low = jnp.where(A > 0, 0, 1 - below)
+    high = jnp.where(A > 0, 1 + above, largest)
     return -A * jnp.clip(jnp.exp(clamp(log_ratio)), low, high)

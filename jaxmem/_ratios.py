@@ -14,10 +14,9 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from jaxmem import _repr, _spec
+from jaxmem import _ranges, _repr, _spec
 
 MAX_LOG_RATIO = 20.0  # nats
-_LARGEST = float(np.finfo(np.float32).max)
 Coefficient = float | jax.Array
 _SERIES_BELOW = 0.03  # |δ| from which e^δ - 1 - δ keeps 5 digits in float32
 
@@ -39,7 +38,7 @@ def as_tokens(**arrays: ArrayLike) -> list[jax.Array]:
     return [array.astype(dtype) for array in made.values()]
 
 
-def check_coefficient(
+def as_coefficient(
     name: str,
     value: Coefficient,
     low: float,
@@ -47,8 +46,8 @@ def check_coefficient(
     *,
     infinite: bool = False,
     tokens: tuple[int, ...] = (),
-) -> None:
-    """A number in [low, high], where it can be seen; an array fits the tokens' shape.
+) -> Coefficient:
+    """A float in [low, high], or an array of jax that fits the tokens' shape.
 
     Args:
         name: of the argument.
@@ -59,17 +58,17 @@ def check_coefficient(
         tokens: shape that an array must broadcast to.
     """
     if isinstance(value, jax.Array):
-        _spec.check_real(name, value)
+        _spec.check_number(name, value)
         _spec.check_broadcast(name, value, tokens)
-        return
+        return value
     kinds = (int, float, np.integer, np.floating)
     number = isinstance(value, kinds) and not isinstance(value, bool)
-    largest = high if infinite or high < math.inf else _LARGEST
-    if not (number and low <= value <= largest):
+    if not (number and low <= value <= high):
         wanted = f"at least {low}" if high == math.inf else f"in [{low}, {high}]"
-        if number and value > largest and high == math.inf:
-            wanted = f"finite and {wanted}"
         raise ValueError(f"{name} must be a number, {wanted}, got {_repr.short(value)}")
+    if value > _ranges.LARGEST and not (infinite and value == math.inf):
+        raise ValueError(f"{name} must be finite in float32, got {_repr.short(value)}")
+    return float(value)
 
 
 def clamp(log_ratio: jax.Array) -> jax.Array:
@@ -164,7 +163,7 @@ def kl_low_variance(
     al., 2024, arXiv:2409.19256 (verl).
     """
     kl = kl_k3(logprob, ref_logprob)
-    check_coefficient("limit", limit, 0, infinite=True, tokens=kl.shape)
+    limit = as_coefficient("limit", limit, 0, infinite=True, tokens=kl.shape)
     return jnp.minimum(kl, limit)
 
 
@@ -196,5 +195,5 @@ def truncated_importance_weights(
     V-trace, Espeholt et al., 2018, arXiv:1802.01561.
     """
     lp, rollout = as_tokens(logprob=logprob, rollout_logprob=rollout_logprob)
-    check_coefficient("cap", cap, 0, infinite=True, tokens=lp.shape)
+    cap = as_coefficient("cap", cap, 0, infinite=True, tokens=lp.shape)
     return lax.stop_gradient(jnp.minimum(jnp.exp(clamp(lp - rollout)), cap))

@@ -30,7 +30,7 @@ def short(value: object) -> str:
     """The value's repr on one line, cut where it is long; it never raises."""
     try:
         text = " ".join(_SHORT.repr(value).splitlines())
-    except Exception:  # the value's own __repr__
+    except Exception:  # the value's own methods
         text = f"<{type(value).__name__}>"
     return cut(text, _LONGEST)
 

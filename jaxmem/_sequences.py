@@ -15,7 +15,7 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from jaxmem import _spec
-from jaxmem._ratios import Coefficient, as_tokens, check_coefficient
+from jaxmem._ratios import Coefficient, as_coefficient, as_tokens
 
 
 def sequence_sum(
@@ -186,7 +186,7 @@ def grpo_advantages(
     """
     normalize_std = _spec.check_flag("normalize_std", normalize_std)
     deviation, count, total = _deviations(rewards, group_ids, num_groups, where)
-    check_coefficient("epsilon", epsilon, 0, tokens=deviation.shape)
+    epsilon = as_coefficient("epsilon", epsilon, 0, tokens=deviation.shape)
     if not normalize_std:
         return deviation
     variance = total(jnp.square(deviation)) / jnp.maximum(count - 1, 1)

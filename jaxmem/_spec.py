@@ -1,7 +1,7 @@
 """The static facts of one call, and every error a user can see about its arguments."""
 
 import dataclasses
-import math
+from collections.abc import Iterator
 from typing import Literal, TypeGuard
 
 import jax
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jaxmem import _repr
+from jaxmem import _ranges, _repr
 from jaxmem._shards import Shards
 
 AUTO_CHUNK_BYTES = 512 * 2**20  # float32 logits alive at once under chunk="auto"
@@ -63,8 +63,7 @@ class Spec:
 
 def as_array(name: str, value) -> jax.Array:
     """What jnp.asarray takes, passes; anything else is named in the error."""
-    # Newer jax would read a type's name; and overflow its stack in deep lists.
-    if isinstance(value, (str, bytes)) or _is_deep(value):
+    if _is_no_array(value):
         raise _not_an_array(name, value)
     try:
         return jnp.asarray(value)
@@ -74,7 +73,7 @@ def as_array(name: str, value) -> jax.Array:
 
 def as_visible_array(name: str, value) -> jax.Array | np.ndarray:
     """As `as_array`, but stays in numpy what jit would hide or jax cut to 32 bits."""
-    if _is_deep(value):
+    if _is_no_array(value):
         raise _not_an_array(name, value)
     if _holds_jax(value):
         return as_array(name, value)
@@ -91,9 +90,15 @@ def as_visible_array(name: str, value) -> jax.Array | np.ndarray:
 
 def check_real(name: str, value) -> None:
     """Floats of at least 16 bits, integers of at least 8, or booleans."""
+    if value.dtype != jnp.bool_:
+        check_number(name, value)
+
+
+def check_number(name: str, value) -> None:
+    """Floats of at least 16 bits, or integers of at least 8."""
     is_float = jnp.issubdtype(value.dtype, jnp.floating) and value.dtype.itemsize > 1
     kind = value.dtype.kind if isinstance(value.dtype, np.dtype) else None
-    if not (is_float or kind in ("b", "i", "u")):
+    if not (is_float or kind in ("i", "u")):
         raise TypeError(f"{name} must hold real numbers, got {value.dtype}")
 
 
@@ -214,7 +219,8 @@ def check_softcap(softcap: float | None, name: str = "softcap") -> float | None:
         raise TypeError(
             f"{name} must be a Python number or None, got {_brief(softcap)}"
         )
-    if np.ndim(softcap) or not 0 < float(softcap) < math.inf:
+    number = softcap if isinstance(softcap, int) else np.asarray(softcap).tolist()
+    if _ranges.reals(above=0).problem(number):
         raise ValueError(f"{name} must be positive and finite, got {_brief(softcap)}")
     return float(softcap)
 
@@ -235,8 +241,9 @@ def check_temperature(
     if not _is_visible(temperature):
         return
     visible = np.asarray(temperature)
-    if not np.all((visible > 0) & (visible < math.inf)):
-        bad = visible[~((visible > 0) & (visible < math.inf))].flat[0]
+    good = _fits_float32(visible) & (visible > 0)
+    if not np.all(good):
+        bad = visible[~good].flat[0]
         raise ValueError(
             f"{name} must be positive and finite, got {bad}; what a temperature "
             "of 0 would choose, token_stats tells as is_argmax"
@@ -292,7 +299,10 @@ def check_normalizer(normalizer, name: str = "normalizer") -> None:
         raise TypeError(f"{name} must be a real number, got {normalizer.dtype}")
     if normalizer.shape != ():
         raise ValueError(f"{name} must be a scalar, got shape {normalizer.shape}")
-    if _is_visible(normalizer) and not 0 <= np.asarray(normalizer) < math.inf:
+    if not _is_visible(normalizer):
+        return
+    visible = np.asarray(normalizer)
+    if visible != 0 and not (_fits_float32(visible) and visible > 0):
         raise ValueError(f"{name} must be finite and not negative, got {normalizer}")
 
 
@@ -369,9 +379,11 @@ def _is_visible(value):
     return not isinstance(value, jax.Array) or value.is_fully_addressable
 
 
-def _is_deep(value):
-    """Whether lists are nested deeper than any array has axes."""
-    level = [value]
+def _is_no_array(value):
+    """What jax would read as a type's name, warn of, or overflow its stack with."""
+    if isinstance(value, (str, bytes, Iterator)):
+        return True
+    level = [value]  # of lists, which may be nested deeper than any array has axes
     for _ in range(_MAX_AXES + 1):
         nested = [x for x in level if isinstance(x, (list, tuple, dict))]
         if not nested:
@@ -388,6 +400,12 @@ def _is_real(value):
             return False
     kinds = (jnp.floating, jnp.integer)
     return any(jnp.issubdtype(value.dtype, kind) for kind in kinds)
+
+
+def _fits_float32(value: np.ndarray):
+    """Whether numbers are neither 0 nor infinite in float32; a NaN does not."""
+    size = np.abs(value.astype(np.float64))
+    return (size >= _ranges.SMALLEST) & (size <= _ranges.LARGEST)
 
 
 def _is_text(value, *known):

@@ -41,7 +41,7 @@ from jaxmem._policy import grpo as grpo
 from jaxmem._policy import gspo as gspo
 from jaxmem._policy import policy_gradient as policy_gradient
 from jaxmem._policy import ppo_clip as ppo_clip
-from jaxmem._ratios import Coefficient, as_tokens, check_coefficient
+from jaxmem._ratios import Coefficient, as_coefficient, as_tokens
 from jaxmem._ratios import kl_k1 as kl_k1
 from jaxmem._ratios import kl_k2 as kl_k2
 from jaxmem._ratios import kl_k3 as kl_k3
@@ -115,8 +115,8 @@ def z_loss(logsumexp: ArrayLike, *, coefficient: Coefficient = 1e-4) -> jax.Arra
     Reference: Chowdhery et al., 2022, arXiv:2204.02311 (PaLM).
     """
     (lse,) = as_tokens(logsumexp=logsumexp)
-    check_coefficient("coefficient", coefficient, 0, tokens=lse.shape)
-    return coefficient * jnp.square(lse)
+    weight = as_coefficient("coefficient", coefficient, 0, tokens=lse.shape)
+    return weight * jnp.square(lse)
 
 
 def label_smoothing(
@@ -142,7 +142,7 @@ def label_smoothing(
     Reference: Szegedy et al., 2015, arXiv:1512.00567.
     """
     lp, mean = as_tokens(logprob=logprob, mean_logprob=mean_logprob)
-    check_coefficient("smoothing", smoothing, 0, 1, tokens=lp.shape)
+    smoothing = as_coefficient("smoothing", smoothing, 0, 1, tokens=lp.shape)
     return -(1 - smoothing) * lp - smoothing * mean
 
 
@@ -259,7 +259,7 @@ def dpo(
     Reference: Rafailov et al., 2023, arXiv:2305.18290.
     """
     margin = _margin(chosen, rejected, ref_chosen, ref_rejected)
-    check_coefficient("beta", beta, 0, tokens=margin.shape)
+    beta = as_coefficient("beta", beta, 0, tokens=margin.shape)
     return -jax.nn.log_sigmoid(beta * margin)
 
 
@@ -287,7 +287,7 @@ def ipo(
     Reference: Azar et al., 2023, arXiv:2310.12036.
     """
     margin = _margin(chosen, rejected, ref_chosen, ref_rejected)
-    check_coefficient("beta", beta, 1e-30, tokens=margin.shape)
+    beta = as_coefficient("beta", beta, 1e-30, tokens=margin.shape)
     return jnp.square(margin - 1 / (2 * beta))
 
 

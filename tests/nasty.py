@@ -28,24 +28,26 @@ def profile(examples):
     )
 
 
-def check_ours(error, named=""):
+def check_ours(error, *named):
     """An error that a user can act on, and that no other library wrote."""
+    if any("raised by loss_fn" in note for note in getattr(error, "__notes__", ())):
+        return  # a test's own, of numbers that it does not expect
     last = traceback.extract_tb(error.__traceback__)[-1]
     assert pathlib.Path(last.filename).is_relative_to(PACKAGE), error
     line = linecache.getline(last.filename, last.lineno).strip()
     assert line.startswith("raise"), (line, error)
     message = str(error)
     assert message and "\n" not in message
-    assert named in message, (named, message)
-    assert len(message.replace(str(named), "")) < LONGEST, len(message)
+    assert any(name in message for name in named), (named, message)
+    assert len(message.replace(named[0], "")) < LONGEST, len(message)
 
 
-def outcome(load, named=""):
+def outcome(load, *named):
     """(True, what is loaded), or (False, None) after an error of ours."""
     try:
         return True, load()
-    except (ValueError, TypeError, OSError) as error:
-        check_ours(error, named)
+    except (ValueError, TypeError, OSError, NotImplementedError) as error:
+        check_ours(error, *named)
         return False, None
 
 

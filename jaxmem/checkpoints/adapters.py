@@ -128,9 +128,7 @@ def _target_modules(reader: Reader) -> list[str]:
             f"{', '.join(known)}"
         )
     if not modules:
-        raise reader.error(
-            f"target_modules must name one at least of {', '.join(known)}"
-        )
+        raise reader.error(f"target_modules must name some of {', '.join(known)}")
     return modules
 
 
