@@ -155,9 +155,12 @@ def stopwatch() -> timing.Stopwatch:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether the device had too little of it."""
+    """Whether the device, or the host, had too little of it."""
+    if isinstance(error, MemoryError):  # numpy's is one
+        return True
+    said = str(error)  # XLA for CPUs has no status of its own for it
     is_xla = isinstance(error, jax.errors.JaxRuntimeError)
-    return is_xla and "RESOURCE_EXHAUSTED" in str(error)
+    return is_xla and ("RESOURCE_EXHAUSTED" in said or "Out of memory" in said)
 
 
 def _operands(shape: Shape, dtype):

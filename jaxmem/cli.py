@@ -9,6 +9,7 @@ from pathlib import Path
 
 from jaxmem import _shipped
 from jaxmem._version import __version__
+from jaxmem.core import messages
 
 _PACKAGE = Path(__file__).parent
 
@@ -45,6 +46,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(str(error))
     except OSError as error:
         return _fail(str(error))
+    except Exception as error:
+        from jaxmem.bench import is_out_of_memory
+
+        if not is_out_of_memory(error):
+            raise
+        return _fail(_out_of_memory(error))
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -170,20 +177,39 @@ def _add_bench(commands) -> None:
 
 
 def _shape(text: str) -> tuple[int, int, int]:
-    n, d, v = (int(part) for part in text.split(","))
-    if min(n, d, v) < 1:
-        raise ValueError
+    parts = [_integer(part) for part in text.split(",")]
+    if len(parts) != 3 or None in parts:
+        raise _wrong("three positive integers, as in 4096,1024,50257", text)
+    n, d, v = (part for part in parts if part is not None)
     return n, d, v
 
 
 def _count(text: str) -> int:
-    if int(text) < 1:
-        raise ValueError
-    return int(text)
+    count = _integer(text)
+    if count is None:
+        raise _wrong("a positive integer", text)
+    return count
 
 
 def _chunk(text: str) -> int | str:
-    return text if text == "auto" else int(text)
+    tokens = _integer(text)
+    if tokens is None and text != "auto":
+        raise _wrong("a positive number of tokens, or auto", text)
+    return tokens or text
+
+
+def _integer(text: str) -> int | None:
+    """A positive integer below 2**31; None for all else."""
+    try:
+        number = int(text)
+    except ValueError:
+        return None
+    return number if 1 <= number < 2**31 else None
+
+
+def _wrong(wanted: str, text: str) -> argparse.ArgumentTypeError:
+    said = f"invalid value {messages.short(text)}: must be {wanted}"
+    return argparse.ArgumentTypeError(said)
 
 
 def _bench(arguments: argparse.Namespace) -> int:
@@ -261,6 +287,14 @@ def _raised_by_us(error: Exception) -> bool:
     """Tell a message meant for the user from a bug, which keeps its traceback."""
     origin = traceback.extract_tb(error.__traceback__)[-1].filename
     return Path(origin).is_relative_to(_PACKAGE)
+
+
+def _out_of_memory(error: Exception) -> str:
+    said = messages.cut(str(error).partition("\n")[0]).rstrip(".")
+    return (
+        f"out of memory{f' ({said})' if said else ''}: lower the model's sizes, "
+        "data.batch_size, data.sequence_length, head.chunk or --max-tokens"
+    )
 
 
 def _fail(message: str) -> int:

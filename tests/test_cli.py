@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
 from jaxmem import cli
@@ -111,6 +112,16 @@ def test_a_users_error_is_one_line_and_exit_code_2(directory):
         (["tiny.gin", "data.source=absent.txt"], "data.source: cannot read absent.txt"),
         (["tiny.gin", "data.source=bad.jsonl"], "bad.jsonl:2: not valid JSON"),
         (["tiny.gin", "data.vocab_size=9000"], "set data.vocab_size="),
+        (
+            ["tiny.gin", "data.source=deep.jsonl"],
+            "deep.jsonl:1: nested deeper than 100",
+        ),
+        (["tiny.gin", "data.held_out=0.1"], "data.held_out=0.1: 'text.txt' is one doc"),
+        (
+            ["tiny.gin", "model.checkpoint=hostile"],
+            "config.json: nested deeper than 100",
+        ),
+        (["tiny.gin", "run.steps=" + "-" * 100_000], "run.steps must be int, got '---"),
         (["tiny.gin", "optimizer.warmup_steps=9"], "must be below run.steps=4"),
         (["tiny.gin", "run.out_dir=text.txt"], "text.txt"),
     ],
@@ -119,6 +130,9 @@ def test_other_errors_of_the_users_are_one_line_too(
     directory, capsys, arguments, expected
 ):
     Path("bad.jsonl").write_text('{"text": "fine"}\n{"text": \n')
+    Path("deep.jsonl").write_text("[" * 100_000)
+    Path("hostile").mkdir()
+    Path("hostile/config.json").write_text("[" * 100_000)
     assert cli.main(["train", *arguments]) == 2
     error = capsys.readouterr().err
     assert error.startswith("jaxmem: error: ") and error.count("\n") == 1
@@ -131,6 +145,73 @@ def test_bench_refuses_what_it_would_ignore(capsys):
     with pytest.raises(SystemExit):
         cli.main(["bench", "--repetitions=0"])
     assert "--repetitions: invalid" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["score", "m", "d", "--chunk=foo"],
+            "--chunk: invalid value 'foo': must be a p",
+        ),
+        (["score", "m", "d", "--chunk=0"], "positive number of tokens, or auto"),
+        (["bench", "--chunk=" + "9" * 5000], "positive number of tokens, or auto"),
+        (["bench", "--shape=1,2"], "--shape: invalid value '1,2': must be three posit"),
+        (
+            ["bench", "--shape=1,x,3"],
+            "must be three positive integers, as in 4096,1024",
+        ),
+        (["bench", "--repetitions=two"], "invalid value 'two': must be a positive int"),
+    ],
+)
+def test_options_that_are_no_numbers(arguments, message, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(arguments)
+    error = capsys.readouterr().err
+    assert exit_.value.code == 2 and message in error
+    assert len(error.splitlines()[-1]) < 300
+
+
+@pytest.mark.parametrize(
+    ("raised", "message"),
+    [
+        (MemoryError(), "out of memory: lower the model's sizes, data.batch_size"),
+        (
+            MemoryError("Unable to allocate 9 GiB"),
+            "memory (Unable to allocate 9 GiB): ",
+        ),
+        (
+            jax.errors.JaxRuntimeError(
+                "INTERNAL: Error dispatching computation: Out of memory allocating 9 "
+                "bytes.\nMore."
+            ),
+            "computation: Out of memory allocating 9 bytes): lower the model's sizes",
+        ),
+        (
+            jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no"),
+            "(RESOURCE_EXHAUSTED: n",
+        ),
+    ],
+)
+def test_no_memory_is_one_line(directory, monkeypatch, capsys, raised, message):
+    from jaxmem.train.jobs import sft
+
+    def train(*_):
+        raise raised
+
+    monkeypatch.setattr(sft, "train", train)
+    assert cli.main(["train", "tiny.gin"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("jaxmem: error: out of memory") and message in error
+    assert error.count("\n") == 1
+
+
+def test_a_model_that_no_machine_holds(directory):
+    sizes = ["model.hidden=1000000", "model.ff=4000000"]
+    done = python("-m", "jaxmem", "train", "tiny.gin", *sizes, cwd=directory)
+    assert done.returncode == 2
+    assert done.stderr.startswith("jaxmem: error: out of memory (")
+    assert done.stderr.count("\n") == 1
 
 
 def test_a_command_is_required(capsys):

@@ -17,7 +17,7 @@ MAX_FILE_LINES = 450
 
 # Lowest first: a package or module imports itself and what stands before it.
 LAYERS = (
-    "_version _shipped _imports timing packing offload core remat kernels backends "
+    "_version _shipped _imports timing offload core packing remat kernels backends "
     "functional losses sharding heads integrations models checkpoints data train score "
     "bench cli __main__"
 ).split()

@@ -2,7 +2,7 @@
 
 from jaxmem.backends import hopper, xla
 from jaxmem.backends.protocol import Backend
-from jaxmem.core import checks
+from jaxmem.core import checks, messages
 from jaxmem.core.operands import Head, Logits
 from jaxmem.core.spec import Spec
 
@@ -17,7 +17,8 @@ def check(implementation: str | None) -> None:
     if implementation is not None and implementation not in KNOWN:
         known = ", ".join(repr(name) for name in KNOWN)
         raise ValueError(
-            f"implementation must be None or one of {known}, got {implementation!r}"
+            f"implementation must be None or one of {known}, got "
+            f"{messages.short(implementation)}"
         )
 
 

@@ -1,6 +1,6 @@
 """Every error that a caller of the public functions can see about an argument."""
 
-import math
+from collections.abc import Iterator
 from typing import Literal, TypeGuard
 
 import jax
@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from jaxmem.core import messages, ranges
 from jaxmem.core.options import Chunk, Layout
 
 AUTO_CHUNK_BYTES = 512 * 2**20  # float32 logits alive at once under chunk="auto"
@@ -15,11 +16,12 @@ AUTO_CHUNK_BYTES = 512 * 2**20  # float32 logits alive at once under chunk="auto
 # XLA on a CPU computes whole groups of rows and what is left over by different code,
 # so that only whole groups give a row the same bits in any company.
 _ROWS = 16
+_MAX_AXES = 64  # of an array, in numpy
 
 
 def as_array(name: str, value) -> jax.Array:
     """What jnp.asarray takes, passes; anything else is named in the error."""
-    if isinstance(value, (str, bytes)):  # newer jax would read a type's name
+    if _is_no_array(value):
         raise _not_an_array(name, value)
     try:
         return jnp.asarray(value)
@@ -29,15 +31,43 @@ def as_array(name: str, value) -> jax.Array:
 
 def as_visible_array(name: str, value) -> jax.Array | np.ndarray:
     """As `as_array`, but stays in numpy what jit would hide or jax cut to 32 bits."""
+    if _is_no_array(value):
+        raise _not_an_array(name, value)
     if _holds_jax(value):
         return as_array(name, value)
     try:
         array = np.asarray(value)
     except (TypeError, ValueError, OverflowError) as error:
         raise _not_an_array(name, value) from error
-    if array.dtype.kind in "OSUMm":  # objects, text, dates
+    if (
+        array.dtype.kind in "OSUMm" or array.dtype.names
+    ):  # objects, text, dates, records
         raise _not_an_array(name, value)
     return array
+
+
+def check_real(name: str, value) -> None:
+    """Floats of at least 16 bits, integers of at least 8, or booleans."""
+    if value.dtype != jnp.bool_:
+        check_number(name, value)
+
+
+def check_number(name: str, value) -> None:
+    """Floats of at least 16 bits, or integers of at least 8."""
+    is_float = jnp.issubdtype(value.dtype, jnp.floating) and value.dtype.itemsize > 1
+    kind = value.dtype.kind if isinstance(value.dtype, np.dtype) else None
+    if not (is_float or kind in ("i", "u")):
+        raise TypeError(f"{name} must hold real numbers, got {value.dtype}")
+
+
+def check_count(name: str, value: object, low: int = 1) -> int:
+    """A Python integer that int32 holds."""
+    if not _is_integer(value) or not low <= value < 2**31:
+        raise ValueError(
+            f"{name} must be an integer, at least {low} and below 2**31, got "
+            f"{brief(value)}"
+        )
+    return int(value)
 
 
 def check_hidden(hidden, name: str = "hidden") -> None:
@@ -145,7 +175,8 @@ def check_softcap(softcap: float | None, name: str = "softcap") -> float | None:
         return None
     if isinstance(softcap, Tracer) or not _is_real(softcap):
         raise TypeError(f"{name} must be a Python number or None, got {brief(softcap)}")
-    if np.ndim(softcap) or not 0 < float(softcap) < math.inf:
+    number = softcap if isinstance(softcap, int) else np.asarray(softcap).tolist()
+    if ranges.reals(above=0).problem(number):
         raise ValueError(f"{name} must be positive and finite, got {brief(softcap)}")
     return float(softcap)
 
@@ -166,8 +197,9 @@ def check_temperature(
     if not is_visible(temperature):
         return
     visible = np.asarray(temperature)
-    if not np.all((visible > 0) & (visible < math.inf)):
-        bad = visible[~((visible > 0) & (visible < math.inf))].flat[0]
+    good = _fits_float32(visible) & (visible > 0)
+    if not np.all(good):
+        bad = visible[~good].flat[0]
         raise ValueError(
             f"{name} must be positive and finite, got {bad}; what a temperature "
             "of 0 would choose, token_stats tells as is_argmax"
@@ -180,14 +212,19 @@ def check_where(where, shape: tuple[int, ...]) -> None:
         raise TypeError(
             f"where must be boolean, got {where.dtype}; compare it, as in where != 0"
         )
+    check_broadcast("where", where, shape)
+
+
+def check_broadcast(name: str, value, shape: tuple[int, ...]) -> None:
+    """An array that broadcasts to the tokens."""
     try:
-        fits = np.broadcast_shapes(where.shape, shape) == shape
+        fits = np.broadcast_shapes(value.shape, shape) == shape
     except ValueError:
         fits = False
     if not fits:
         raise ValueError(
-            f"where must broadcast to the tokens' shape {shape}, got shape "
-            f"{where.shape}"
+            f"{name} must broadcast to the tokens' shape {shape}, got shape "
+            f"{value.shape}"
         )
 
 
@@ -201,37 +238,6 @@ def check_bias(bias, columns: int, name: str = "bias") -> None:
         )
 
 
-def check_loss_fn(loss_fn) -> None:
-    """A function; what it returns is checked once it has been traced."""
-    if not callable(loss_fn):
-        raise TypeError(
-            "loss_fn must be a function of a TokenStats and the per-token arguments, "
-            f"got {brief(loss_fn)}"
-        )
-
-
-def check_loss_result(result, rows: int) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """(loss, metrics) from what loss_fn returned for a chunk of so many rows."""
-    loss, metrics = result if _is_pair(result) else (result, {})
-    expected = f"of shape ({rows},), one number a token of its chunk"
-    if not _is_column(loss, rows, jnp.floating):
-        raise TypeError(
-            f"loss_fn must return a float array {expected}, or a pair of it and a dict "
-            f"of metrics, got {_kind(loss)}"
-        )
-    if not isinstance(metrics, dict) or not all(isinstance(k, str) for k in metrics):
-        raise TypeError(
-            f"loss_fn's metrics must be a dict of names to arrays, got {_kind(metrics)}"
-        )
-    for name, metric in metrics.items():
-        if not _is_column(metric, rows, jnp.floating, jnp.integer, jnp.bool_):
-            raise TypeError(
-                f"loss_fn's metric {name!r} must be a real array {expected}, got "
-                f"{_kind(metric)}"
-            )
-    return loss, metrics
-
-
 def check_per_token(name: str, value, shape: tuple[int, ...]) -> None:
     """Real numbers, one or more a token."""
     if not jnp.issubdtype(value.dtype, jnp.bool_) and not _is_real(value):
@@ -243,23 +249,24 @@ def check_per_token(name: str, value, shape: tuple[int, ...]) -> None:
         )
 
 
-def check_normalizer(normalizer) -> None:
+def check_normalizer(normalizer, name: str = "normalizer") -> None:
     """A scalar, not negative where it can be seen."""
     if not _is_real(normalizer):
-        raise TypeError(f"normalizer must be a real number, got {normalizer.dtype}")
+        raise TypeError(f"{name} must be a real number, got {normalizer.dtype}")
     if normalizer.shape != ():
-        raise ValueError(f"normalizer must be a scalar, got shape {normalizer.shape}")
-    if is_visible(normalizer) and not 0 <= np.asarray(normalizer) < math.inf:
-        raise ValueError(
-            f"normalizer must be finite and not negative, got {normalizer}"
-        )
+        raise ValueError(f"{name} must be a scalar, got shape {normalizer.shape}")
+    if not is_visible(normalizer):
+        return
+    visible = np.asarray(normalizer)
+    if visible != 0 and not (_fits_float32(visible) and visible > 0):
+        raise ValueError(f"{name} must be finite and not negative, got {normalizer}")
 
 
-def check_frozen_head(frozen_head: bool) -> bool:
-    """A Python boolean: which gradients there are is static."""
-    if isinstance(frozen_head, Tracer) or not isinstance(frozen_head, (bool, np.bool_)):
-        raise TypeError(f"frozen_head must be True or False, got {brief(frozen_head)}")
-    return bool(frozen_head)
+def check_flag(name: str, value: bool) -> bool:
+    """A Python boolean: what it decides is static."""
+    if isinstance(value, Tracer) or not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name} must be True or False, got {brief(value)}")
+    return bool(value)
 
 
 def check_residual_bytes(
@@ -328,14 +335,17 @@ def is_visible(value) -> bool:
     return not isinstance(value, jax.Array) or value.is_fully_addressable
 
 
-def _is_pair(value):
-    return isinstance(value, (tuple, list)) and len(value) == 2
-
-
-def _is_column(value, rows, *kinds):
-    if not isinstance(value, (jax.Array, np.ndarray)) or value.shape != (rows,):
-        return False
-    return any(jnp.issubdtype(value.dtype, kind) for kind in kinds)
+def _is_no_array(value):
+    """What jax would read as a type's name, warn of, or overflow its stack with."""
+    if isinstance(value, (str, bytes, Iterator)):
+        return True
+    level = [value]  # of lists, which may be nested deeper than any array has axes
+    for _ in range(_MAX_AXES + 1):
+        nested = [x for x in level if isinstance(x, (list, tuple, dict))]
+        if not nested:
+            return False
+        level = [y for x in nested for y in (x.values() if isinstance(x, dict) else x)]
+    return True
 
 
 def _is_real(value):
@@ -346,6 +356,12 @@ def _is_real(value):
             return False
     kinds = (jnp.floating, jnp.integer)
     return any(jnp.issubdtype(value.dtype, kind) for kind in kinds)
+
+
+def _fits_float32(value: np.ndarray):
+    """Whether numbers are neither 0 nor infinite in float32; a NaN does not."""
+    size = np.abs(value.astype(np.float64))
+    return (size >= ranges.SMALLEST) & (size <= ranges.LARGEST)
 
 
 def _is_text(value, *known):
@@ -362,17 +378,10 @@ def _holds_jax(value):
     return any(isinstance(x, jax.Array) or hasattr(x, "__jax_array__") for x in leaves)
 
 
-def _kind(value):
-    """What loss_fn returned, whose numbers nobody can see yet."""
-    if isinstance(value, (jax.Array, np.ndarray)):
-        return f"{value.dtype} of shape {value.shape}"
-    return type(value).__name__
-
-
-def brief(value) -> str:
+def brief(value):
     """The value, or what kind of array it is."""
     if isinstance(value, Tracer):
         return "a traced array (close over the number, or mark it static for jax.jit)"
     if isinstance(value, (jax.Array, np.ndarray)):
         return f"an array of {value.dtype}, shape {value.shape}"
-    return repr(value)
+    return messages.short(value)

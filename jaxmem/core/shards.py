@@ -13,6 +13,8 @@ import jax
 from jax import lax
 from jax.sharding import ManualAxisType, NamedSharding, PartitionSpec
 
+from jaxmem.core import messages
+
 
 @dataclasses.dataclass(frozen=True)
 class Shards:
@@ -40,15 +42,16 @@ def check_axis_name(axis_name) -> Shards | None:
     if not named or len(set(axes)) < len(axes):
         raise TypeError(
             "axis_name must be the name of a mesh axis, or a tuple of different names, "
-            f"got {axis_name!r}"
+            f"got {messages.short(axis_name)}"
         )
     mesh = jax.sharding.get_abstract_mesh()
     if not set(axes) <= set(mesh.manual_axes):
         there = ", ".join(map(repr, mesh.manual_axes))
+        there = f"which binds {there}" if there else "and there is none here"
         raise ValueError(
-            f"axis_name={axis_name!r} must be bound by an enclosing jax.shard_map, "
-            f"{f'which binds {there}' if there else 'and there is none here'}; for "
-            "arrays that are not split by hand use jaxmem.sharding.parallel"
+            f"axis_name={messages.short(axis_name)} must be bound by an enclosing "
+            f"jax.shard_map, {there}; for arrays that are not split by hand use "
+            "jaxmem.sharding.parallel"
         )
     return Shards(axes, lax.axis_size(axes))
 

@@ -12,7 +12,6 @@ import functools
 import hashlib
 import json
 import os
-import sysconfig
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -23,10 +22,28 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from jaxmem.core.fields import check_field
+from jaxmem.core.fields import check_numbers
+from jaxmem.core.ranges import integers, reals
+from jaxmem.data.texts import (
+    DataError as DataError,
+    Document as Document,
+    digest,
+    load_documents as load_documents,
+    split_documents as split_documents,
+)
 from jaxmem.data.vocabulary import SMALLEST, SPECIAL_TOKENS, edges
 
 NO_LABEL = -1
+
+_SLOTS = 2**31  # of a batch: int32 numbers them
+_RANGES = {
+    "vocab_size": integers(high=2**24),
+    "sequence_length": integers(1, limit=2**24),  # T² entries of a mask fit 64 bits
+    "batch_size": integers(1),
+    "held_out": reals(0, below=1),
+    "seed": integers(0, below=2**31),
+    "streams": integers(1),
+}
 
 # Rows that first-fit packing fills at a time: more rows waste fewer tokens on padding
 # (0.8% of the standard library's text at 512 tokens a row) and delay the first batch.
@@ -34,10 +51,6 @@ _ROWS_OPEN = 256
 # Documents tokenised at a time: enough to use every core, few enough that the
 # library's verbose encodings (about 100 bytes a token) never exist all together.
 _DOCUMENTS_AT_ONCE = 64
-
-
-class DataError(ValueError):
-    """The text that the configuration names cannot be used; the message says why."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,9 +67,13 @@ class DataConfig:
     streams: int = 1  # parts of the documents, each a part of every batch's rows
 
     def __post_init__(self):
-        for name in ("sequence_length", "batch_size"):
-            check_field(self, name, getattr(self, name) >= 1, "at least 1")
-        if self.streams < 1 or self.batch_size % self.streams:
+        check_numbers(self, _RANGES)
+        if self.sequence_length * self.batch_size >= _SLOTS:
+            raise ValueError(
+                f"DataConfig.batch_size must be below 2**31 / sequence_length="
+                f"{self.sequence_length}, got {self.batch_size}"
+            )
+        if self.batch_size % self.streams:
             raise ValueError(
                 "DataConfig.streams must divide batch_size, got "
                 f"streams={self.streams} for batch_size={self.batch_size}"
@@ -66,16 +83,6 @@ class DataConfig:
                 f"DataConfig.vocab_size must be at least {SMALLEST} (every "
                 f"byte and {', '.join(SPECIAL_TOKENS)}), got {self.vocab_size}"
             )
-        check_field(self, "held_out", 0 <= self.held_out < 1, "in [0, 1)")
-        check_field(self, "seed", 0 <= self.seed < 2**31, "in [0, 2**31)")
-
-
-class Document(NamedTuple):
-    """One text; the loss counts `text`, never `prompt`."""
-
-    name: str
-    text: str
-    prompt: str = ""
 
 
 class Batch(NamedTuple):
@@ -85,124 +92,6 @@ class Batch(NamedTuple):
     labels: np.ndarray  # the token that follows; -1 where no loss is wanted
     segment_ids: np.ndarray  # 1, 2, ... per document in the row; 0 is padding
     positions: np.ndarray  # position within the segment, from 0
-
-
-# ---------------------------------------------------------------- documents
-
-
-def load_documents(source: str, argument: str = "data.source") -> list[Document]:
-    """Read every document of `source`, in an order that is the same on every run.
-
-    Args:
-      source: `"stdlib"`, or the path of a `.txt` file (one document) or of a `.jsonl`
-        file (one document a line: `{"text"}` or `{"prompt", "response"}`).
-      argument: what an error calls the source.
-
-    Returns:
-      The documents, at least one.
-
-    Raises:
-      DataError: unknown source, missing file, malformed line (named by its number).
-    """
-    if source == "stdlib":
-        return _stdlib_documents()
-    path = Path(source).expanduser()
-    if path.suffix not in (".txt", ".jsonl"):
-        raise DataError(
-            f'{argument} must be "stdlib" or the path of a .txt or .jsonl file, '
-            f"got {source!r}"
-        )
-    if path.suffix == ".jsonl":
-        documents = _jsonl_documents(path, argument)
-    else:
-        documents = [Document(path.name, _read_text(path, argument))]
-    if not any(document.text for document in documents):
-        raise DataError(f"{argument}: {path} holds no text")
-    return documents
-
-
-def split_documents(
-    documents: Sequence[Document], held_out: float
-) -> tuple[list[Document], list[Document]]:
-    """Split into (training, evaluation) by content, whatever the documents' order.
-
-    Equal documents are on one side: where the cut would part them, they are trained on.
-    """
-    digests = [_digest(document) for document in documents]
-    first_trained = sorted(digests)[int(len(documents) * held_out)]
-    training, evaluation = [], []
-    for document, digest in zip(documents, digests, strict=True):
-        (evaluation if digest < first_trained else training).append(document)
-    return training, evaluation
-
-
-def _stdlib_documents() -> list[Document]:
-    """Top-level modules as they are, and the topics behind Python's `help()`."""
-    from pydoc_data.topics import topics
-
-    directory = Path(sysconfig.get_path("stdlib"))
-    modules = [Document(p.name, _read_text(p)) for p in sorted(directory.glob("*.py"))]
-    if not modules:
-        raise DataError(
-            f'data.source "stdlib": no Python sources in {directory}; name a .txt or '
-            ".jsonl file instead"
-        )
-    return modules + [Document(f"help({t})", topics[t]) for t in sorted(topics)]
-
-
-def _read_text(path: Path, argument: str = "data.source") -> str:
-    try:
-        return path.read_bytes().decode("utf-8-sig")
-    except OSError as error:
-        raise DataError(f"{argument}: cannot read {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{argument}: {path} is not UTF-8 text (byte {error.start})"
-        ) from error
-
-
-def _jsonl_documents(path: Path, argument: str) -> list[Document]:
-    # Not str.splitlines, which would also cut at U+2028 inside a JSON string.
-    lines = enumerate(_read_text(path, argument).split("\n"), start=1)
-    return [_jsonl_document(f"{path}:{i}", line) for i, line in lines if line.strip()]
-
-
-def _jsonl_document(where: str, line: str) -> Document:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DataError(
-            f"{where}: not valid JSON: {error.msg} (column {error.colno})"
-        ) from error
-    if not isinstance(record, dict):
-        raise DataError(f"{where}: expected a JSON object, got {line.strip()[:60]}")
-    keys = record.keys() & {"text", "prompt", "response"}
-    if keys == {"text"}:
-        return Document(where, _string(record, "text", where))
-    if keys == {"prompt", "response"}:
-        response = _string(record, "response", where)
-        return Document(where, response, prompt=_string(record, "prompt", where))
-    raise DataError(
-        f'{where}: expected "text" alone, or "prompt" and "response"; got the keys '
-        f"{', '.join(map(repr, sorted(record))) or '(none)'}"
-    )
-
-
-def _string(record: dict[str, Any], key: str, where: str) -> str:
-    value = record[key]
-    if not isinstance(value, str):
-        raise DataError(f'{where}: "{key}" must be a string, got {value!r}')
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise DataError(f'{where}: "{key}" holds half of a surrogate pair') from error
-    return value
-
-
-def _digest(document: Document) -> bytes:
-    """Identify the content; the name may hold a path, which may change."""
-    content = json.dumps([document.prompt, document.text])
-    return hashlib.sha256(content.encode()).digest()
 
 
 # --------------------------------------------------------------- vocabulary
@@ -239,7 +128,7 @@ def _vocabulary_key(config: DataConfig, documents: Iterable[Document]) -> str:
     recipe = [tokenizers.__version__, config.vocab_size, SPECIAL_TOKENS]
     key = hashlib.sha256(json.dumps(recipe).encode())
     for document in documents:
-        key.update(_digest(document))
+        key.update(digest(document))
     return key.hexdigest()[:24]
 
 
@@ -363,10 +252,7 @@ def batches(
     training, evaluation = split_documents(every, config.held_out)
     documents = training if split == "train" else evaluation
     if not documents:
-        raise DataError(
-            f"data.held_out={config.held_out} of the {len(every)} documents of "
-            f"{config.source!r} leaves none for {split}; raise it or add documents"
-        )
+        raise DataError(_nothing_left(config, split, every))
     if stream is not None:
         if len(documents) < config.streams:
             raise DataError(
@@ -380,6 +266,21 @@ def batches(
     pieces = list(_pieces(documents, tokenizer, config.sequence_length))
     iterator = iter(_packed(pieces, config, epochs))
     return BatchIterator(iterator, _fingerprint(pieces, config))
+
+
+def _nothing_left(config: DataConfig, split: str, documents: Sequence[Document]) -> str:
+    """Why a split is empty, and what would help."""
+    held_out, count = config.held_out, len(documents)
+    if len(set(map(digest, documents))) == 1:
+        return (
+            f"data.held_out={held_out}: {config.source!r} is one document, and a "
+            "document is not divided; set data.held_out=0, or name a .jsonl file of "
+            "several documents, one a line"
+        )
+    return (
+        f"data.held_out={held_out} of the {count} documents of {config.source!r} "
+        f"leaves none for {split}; raise it or add documents"
+    )
 
 
 def _pieces(

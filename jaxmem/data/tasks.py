@@ -12,10 +12,12 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from jaxmem.core.fields import check_field
+from jaxmem.core.fields import check_field, check_numbers
+from jaxmem.core.ranges import integers
 
 VOCABULARY = ("<pad>", "<eos>", *"0123456789", "+", "=")
 PAD_ID, EOS_ID = 0, 1
+_RANGES = {"digits": integers(1, 18), "seed": integers(0, below=2**31)}
 _IDS = {word: i for i, word in enumerate(VOCABULARY)}
 
 
@@ -32,11 +34,10 @@ class TaskConfig:
 
     def __post_init__(self):
         """Refuse impossible values, by name."""
-        check_field(self, "digits", 1 <= self.digits <= 18, "from 1 to 18")
+        check_numbers(self, _RANGES)
         answers, rewards = ("last_digit", "sum"), ("exact", "prefix")
         check_field(self, "answer", self.answer in answers, f"one of {answers}")
         check_field(self, "reward", self.reward in rewards, f"one of {rewards}")
-        check_field(self, "seed", 0 <= self.seed < 2**31, "in [0, 2**31)")
 
     @property
     def prompt_length(self) -> int:

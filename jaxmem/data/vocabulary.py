@@ -24,6 +24,11 @@ def edges(tokenizer: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:
     if tokenizer.post_processor is None and bos is not None and eos is not None:
         return [bos], [eos]
     made = tokenizer.encode("a", add_special_tokens=True)
+    if 0 not in made.special_tokens_mask:
+        raise checkpoints.CheckpointError(
+            "the tokenizer makes no token of the text 'a', so that its template cannot "
+            "be read; its normalizer or model drops letters"
+        )
     text = made.special_tokens_mask.index(0)
     after = text + made.special_tokens_mask[text:].count(0)
     return made.ids[:text], made.ids[after:]

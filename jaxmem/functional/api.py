@@ -217,7 +217,9 @@ def entropy(
         residual_bytes=residual_bytes, axis_name=axis_name,
         implementation=implementation,
     )  # fmt: skip
-    call = arguments.head_call("entropy", ("entropy",), hidden, W, None, options)
+    call = arguments.head_call(
+        "entropy", ("entropy",), hidden, W, arguments.NO_LABELS, options
+    )
     return _run(call)["entropy"]
 
 

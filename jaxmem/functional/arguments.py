@@ -17,6 +17,8 @@ from jaxmem.core.operands import Head, Logits, Rows
 from jaxmem.core.options import HeadOptions, Layout
 from jaxmem.core.spec import Spec
 
+NO_LABELS = object()  # in the place of labels, of a verb that takes none
+
 
 class Call(NamedTuple):
     """A call whose arguments have passed every check."""
@@ -33,7 +35,7 @@ def head_call(
 ) -> Call:
     """A call that computes its logits from hidden states [..., D] and W."""
     source, layout, shape = read_head(hidden, W, options)
-    if checks.check_frozen_head(options.frozen_head):
+    if checks.check_flag("frozen_head", options.frozen_head):
         source = Head(source.hidden, *lax.stop_gradient(source[1:]))
     shapes = {"hidden": (*shape, source.hidden.shape[-1]), "W": source.W.shape}
     options = dataclasses.replace(options, layout=layout)
@@ -117,8 +119,8 @@ def columns_of(source: Head | Logits, layout: Layout | None) -> int:
 
 
 def read_rows(spec: Spec, shape: tuple[int, ...], labels, options: HeadOptions) -> Rows:
-    """Labels, mask and temperature of each token, [N]; None for labels: all are 0."""
-    labels = np.zeros(shape, np.int32) if labels is None else labels
+    """Labels, mask and temperature of each token, [N]; with NO_LABELS, all are 0."""
+    labels = np.zeros(shape, np.int32) if labels is NO_LABELS else labels
     labels = checks.as_visible_array("labels", labels)
     where = read_where(options.where, shape)
     checks.check_labels(labels, where, shape, spec.vocab_size)

@@ -291,7 +291,7 @@ def _divergence(verb, divergence, hidden, W, reference, options):
     check_tokens(other_shape, shape)
     reference = reference._replace(hidden=other.hidden, W=other.W, layout=other_layout)
     spec, other_spec = _specs(policy, reference, options)
-    rows = arguments.read_rows(spec, shape, None, options)
+    rows = arguments.read_rows(spec, shape, arguments.NO_LABELS, options)
     other_rows = _reference_rows(other_spec, shape, rows, reference.temperature)
     shapes = {"hidden": (*shape, policy.hidden.shape[-1]), "W": policy.W.shape}
     shapes["reference_hidden"] = (*shape, other.hidden.shape[-1])

@@ -86,7 +86,7 @@ def selected_logprobs(
     rule.check_only_xla(verb, implementation)
     source, layout, shape = arguments.read_head(hidden, W, options)
     spec = _spec_of(source, dataclasses.replace(options, layout=layout), None)
-    rows = arguments.read_rows(spec, shape, None, options)
+    rows = arguments.read_rows(spec, shape, arguments.NO_LABELS, options)
     where = arguments.read_where(where, shape)
     ids = _flat(check_ids("ids", ids, where, shape, spec.vocab_size), shape)
     rows = rows._replace(active=rows.active & jnp.any(ids >= 0, axis=-1))

@@ -11,7 +11,12 @@ from jax.typing import ArrayLike
 from jaxmem.core import checks, shards as _shards
 from jaxmem.core.options import AxisName, Chunk, HeadOptions, Layout
 from jaxmem.core.stats import TokenStats
-from jaxmem.functional import arguments, rule, traced_loss
+from jaxmem.functional import (
+    arguments,
+    loss_functions,
+    rule,
+    traced_loss,
+)
 from jaxmem.functional.vjp import LossRule
 
 
@@ -95,7 +100,7 @@ def token_loss(
     Reference: the single pass is that of Liger Kernel's fused linear cross-entropy,
     Hsu et al., 2024, arXiv:2410.10989, here for any loss of a token's statistics.
     """
-    checks.check_loss_fn(loss_fn)
+    loss_functions.check(loss_fn)
     options = HeadOptions(
         chunk=chunk, where=where, temperature=temperature, softcap=softcap, bias=bias,
         vocab_size=vocab_size, layout=layout, frozen_head=frozen_head,

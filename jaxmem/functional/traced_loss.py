@@ -12,9 +12,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer, eval_jaxpr
 
-from jaxmem.core import checks, shards as _shards
+from jaxmem.core import shards as _shards
 from jaxmem.core.spec import Spec
 from jaxmem.core.stats import Cotangents, TokenStats
+from jaxmem.functional import loss_functions
 
 
 class Operands(NamedTuple):
@@ -71,7 +72,7 @@ def trace(
     """loss_fn for so many rows at a time, and what it is to be called with."""
 
     def checked(stats, *per_token):
-        made = checks.check_loss_result(loss_fn(stats, *per_token), n_rows)
+        made = loss_functions.call(loss_fn, stats, per_token, n_rows)
         return jax.tree.map(lambda x: x.astype(spec.stats_dtype), made)
 
     stats, rows = _stats_like(spec, n_rows), _examples(spec, n_rows, per_token)

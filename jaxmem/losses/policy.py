@@ -9,7 +9,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from jaxmem.losses.ratios import Coefficient, as_tokens, check_coefficient, clamp, kl_k3
+from jaxmem.losses.ratios import (
+    Coefficient,
+    as_coefficient,
+    as_tokens,
+    clamp,
+    kl_k3,
+)
 
 
 def policy_gradient(logprob: ArrayLike, advantages: ArrayLike) -> jax.Array:
@@ -113,11 +119,12 @@ def grpo(
 
     Reference: Shao et al., 2024, arXiv:2402.03300.
     """
-    check_coefficient("beta", beta, 0)
     surrogate = ppo_clip(
         logprob, old_logprob, advantages, clip_low=clip_low, clip_high=clip_high
     )
-    return surrogate + beta * kl_k3(logprob, lax.stop_gradient(ref_logprob))
+    beta = as_coefficient("beta", beta, 0, tokens=surrogate.shape)
+    lp, ref = as_tokens(logprob=logprob, ref_logprob=ref_logprob)
+    return surrogate + beta * kl_k3(lp, lax.stop_gradient(ref))
 
 
 def dr_grpo(
@@ -235,8 +242,9 @@ def cispo(
         r = e^(logprob - old_logprob)
         out = -stop_gradient(clip(r, 1 - clip_low, 1 + clip_high)) · A · logprob
 
-    Args are those of `ppo_clip`. The defaults clip weights at 5 and not below, as in
-    ScaleRL.
+    Args are those of `ppo_clip`, but clip_low may be above 1: ratios are positive, so
+    that from 1 on there is no lower bound, which is what verl's `clip_ratio_low=10`
+    says. The defaults clip weights at 5 and not below, as in ScaleRL.
 
     >>> import jax.numpy as jnp
     >>> from jaxmem import losses
@@ -245,13 +253,14 @@ def cispo(
     Array([1., 5.], dtype=float32)
 
     Reference: MiniMax, 2025, arXiv:2506.13585; ScaleRL, Khatri et al., 2025,
-    arXiv:2510.13786.
+    arXiv:2510.13786; Sheng et al., 2024, arXiv:2409.19256 (verl).
     """
-    _check_clips(clip_low, clip_high)
     lp, old, A = as_tokens(
         logprob=logprob, old_logprob=old_logprob, advantages=advantages
     )
-    weight = jnp.clip(jnp.exp(clamp(lp - old)), 1 - clip_low, 1 + clip_high)
+    low = as_coefficient("clip_low", clip_low, 0, infinite=True, tokens=lp.shape)
+    high = as_coefficient("clip_high", clip_high, 0, infinite=True, tokens=lp.shape)
+    weight = jnp.clip(jnp.exp(clamp(lp - old)), 1 - low, 1 + high)
     return -lax.stop_gradient(weight * A) * lp
 
 
@@ -271,22 +280,18 @@ def entropy_bonus(entropy: ArrayLike, *, coefficient: Coefficient = 0.01) -> jax
 
     Reference: Mnih et al., 2016, arXiv:1602.01783.
     """
-    check_coefficient("coefficient", coefficient, 0)
     (H,) = as_tokens(entropy=entropy)
-    return -coefficient * H
+    weight = as_coefficient("coefficient", coefficient, 0, tokens=H.shape)
+    return -weight * H
 
 
 def _clipped(log_ratio, advantages, clip_low, clip_high, dual_clip):
     """-A·r, with r clipped on the side that the sign of A chooses."""
-    _check_clips(clip_low, clip_high)
-    check_coefficient("dual_clip", dual_clip, 1)
-    A = lax.stop_gradient(advantages)
+    tokens, A = advantages.shape, lax.stop_gradient(advantages)
+    below = as_coefficient("clip_low", clip_low, 0, 1, tokens=tokens)
+    above = as_coefficient("clip_high", clip_high, 0, infinite=True, tokens=tokens)
     largest = jnp.inf if dual_clip is None else dual_clip
-    low = jnp.where(A > 0, 0, 1 - clip_low)
-    high = jnp.where(A > 0, 1 + clip_high, largest)
+    largest = as_coefficient("dual_clip", largest, 1, infinite=True, tokens=tokens)
+    low = jnp.where(A > 0, 0, 1 - below)
+    high = jnp.where(A > 0, 1 + above, largest)
     return -A * jnp.clip(jnp.exp(clamp(log_ratio)), low, high)
-
-
-def _check_clips(clip_low, clip_high):
-    check_coefficient("clip_low", clip_low, 0, 1)
-    check_coefficient("clip_high", clip_high, 0)

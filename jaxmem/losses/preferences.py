@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from jaxmem.losses.ratios import Coefficient, as_tokens, check_coefficient
+from jaxmem.losses.ratios import Coefficient, as_coefficient, as_tokens
 
 
 def dpo(
@@ -44,8 +44,8 @@ def dpo(
 
     Reference: Rafailov et al., 2023, arXiv:2305.18290.
     """
-    check_coefficient("beta", beta, 0)
     margin = _margin(chosen, rejected, ref_chosen, ref_rejected)
+    beta = as_coefficient("beta", beta, 0, tokens=margin.shape)
     return -jax.nn.log_sigmoid(beta * margin)
 
 
@@ -72,8 +72,8 @@ def ipo(
 
     Reference: Azar et al., 2023, arXiv:2310.12036.
     """
-    check_coefficient("beta", beta, 1e-30)
     margin = _margin(chosen, rejected, ref_chosen, ref_rejected)
+    beta = as_coefficient("beta", beta, 1e-30, tokens=margin.shape)
     return jnp.square(margin - 1 / (2 * beta))
 
 

@@ -6,14 +6,15 @@ estimate or gradient overflows, and beyond the clamp the gradient is exactly 0. 
 token has log-probability 0 under every policy, so that its ratio is 1 and its KL 0.
 """
 
-import numbers
+import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from jaxmem.core import checks
+from jaxmem.core import checks, messages, ranges
 
 MAX_LOG_RATIO = 20.0  # nats
 Coefficient = float | jax.Array
@@ -23,6 +24,8 @@ _SERIES_BELOW = 0.03  # |δ| from which e^δ - 1 - δ keeps 5 digits in float32
 def as_tokens(**arrays: ArrayLike) -> list[jax.Array]:
     """Float arrays, float32 at least, of the one shape that the first of them has."""
     made = {name: checks.as_array(name, value) for name, value in arrays.items()}
+    for name, array in made.items():
+        checks.check_real(name, array)
     (first, tokens), *others = made.items()
     for name, array in others:
         if array.shape != tokens.shape:
@@ -35,15 +38,41 @@ def as_tokens(**arrays: ArrayLike) -> list[jax.Array]:
     return [array.astype(dtype) for array in made.values()]
 
 
-def check_coefficient(
-    name: str, value: Coefficient | None, low: float, high: float = float("inf")
-) -> None:
-    """A number in [low, high], where it can be seen."""
-    if value is None or isinstance(value, jax.Array):
-        return
-    if not (isinstance(value, numbers.Real) and low <= value <= high):
-        wanted = f"at least {low}" if high == float("inf") else f"in [{low}, {high}]"
-        raise ValueError(f"{name} must be a number, {wanted}, got {value!r}")
+def as_coefficient(
+    name: str,
+    value: Coefficient,
+    low: float,
+    high: float = math.inf,
+    *,
+    infinite: bool = False,
+    tokens: tuple[int, ...] = (),
+) -> Coefficient:
+    """A float in [low, high], or an array of jax that fits the tokens' shape.
+
+    Args:
+        name: of the argument.
+        value: a Python number, or an array of jax, whose numbers are not looked at.
+        low: the least.
+        high: the largest.
+        infinite: whether infinity is fine, where it stands for no bound.
+        tokens: shape that an array must broadcast to.
+    """
+    if isinstance(value, jax.Array):
+        checks.check_number(name, value)
+        checks.check_broadcast(name, value, tokens)
+        return value
+    kinds = (int, float, np.integer, np.floating)
+    number = isinstance(value, kinds) and not isinstance(value, bool)
+    if not (number and low <= value <= high):
+        wanted = f"at least {low}" if high == math.inf else f"in [{low}, {high}]"
+        raise ValueError(
+            f"{name} must be a number, {wanted}, got {messages.short(value)}"
+        )
+    if value > ranges.LARGEST and not (infinite and value == math.inf):
+        raise ValueError(
+            f"{name} must be finite in float32, got {messages.short(value)}"
+        )
+    return float(value)
 
 
 def clamp(log_ratio: jax.Array) -> jax.Array:
@@ -137,8 +166,9 @@ def kl_low_variance(
     Reference: Schulman, "Approximating KL Divergence", 2020, joschu.net/blog; Sheng et
     al., 2024, arXiv:2409.19256 (verl).
     """
-    check_coefficient("limit", limit, 0)
-    return jnp.minimum(kl_k3(logprob, ref_logprob), limit)
+    kl = kl_k3(logprob, ref_logprob)
+    limit = as_coefficient("limit", limit, 0, infinite=True, tokens=kl.shape)
+    return jnp.minimum(kl, limit)
 
 
 def truncated_importance_weights(
@@ -168,6 +198,6 @@ def truncated_importance_weights(
     You Off-Policy RL Training", 2025 (fengyao.notion.site/off-policy-rl); truncation of
     V-trace, Espeholt et al., 2018, arXiv:1802.01561.
     """
-    check_coefficient("cap", cap, 0)
     lp, rollout = as_tokens(logprob=logprob, rollout_logprob=rollout_logprob)
+    cap = as_coefficient("cap", cap, 0, infinite=True, tokens=lp.shape)
     return lax.stop_gradient(jnp.minimum(jnp.exp(clamp(lp - rollout)), cap))

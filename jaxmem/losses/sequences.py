@@ -15,7 +15,11 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from jaxmem.core import checks
-from jaxmem.losses.ratios import Coefficient, as_tokens, check_coefficient
+from jaxmem.losses.ratios import (
+    Coefficient,
+    as_coefficient,
+    as_tokens,
+)
 
 
 def sequence_sum(
@@ -49,6 +53,7 @@ def sequence_sum(
     >>> losses.sequence_sum(lp, ids, num_segments=3)
     Array([ 0., -3., -4.], dtype=float32)
     """
+    num_segments = checks.check_count("num_segments", num_segments)
     values, ids, unknown = _live_tokens(
         "values", values, segment_ids, where, num_segments - 1
     )
@@ -132,8 +137,11 @@ def sequence_mean_weights(
     count, _ = _over_sequence("segment_ids", ones, ids, where)
     share = jnp.where(count == 0, 0, 1 / count)
     if num_sequences is None:
-        num_sequences = jnp.round(jnp.sum(share))
-    return share / jnp.maximum(num_sequences, 1)
+        sequences = jnp.round(jnp.sum(share))
+    else:
+        sequences = checks.as_visible_array("num_sequences", num_sequences)
+        checks.check_normalizer(sequences, "num_sequences")
+    return share / jnp.maximum(jnp.asarray(sequences).astype(share.dtype), 1)
 
 
 def grpo_advantages(
@@ -180,8 +188,9 @@ def grpo_advantages(
     Reference: Shao et al., 2024, arXiv:2402.03300 (GRPO); Liu et al., 2025,
     arXiv:2503.20783 (Dr. GRPO).
     """
-    check_coefficient("epsilon", epsilon, 0)
+    normalize_std = checks.check_flag("normalize_std", normalize_std)
     deviation, count, total = _deviations(rewards, group_ids, num_groups, where)
+    epsilon = as_coefficient("epsilon", epsilon, 0, tokens=deviation.shape)
     if not normalize_std:
         return deviation
     variance = total(jnp.square(deviation)) / jnp.maximum(count - 1, 1)
@@ -255,7 +264,7 @@ def _group_ids(rewards, group_ids, num_groups):
     ids = _integers("group_ids", group_ids, rewards.shape, "sequence")
     if num_groups is None:
         raise ValueError("num_groups must be given with group_ids: how many prompts")
-    return ids, num_groups
+    return ids, checks.check_count("num_groups", num_groups, low=0)
 
 
 def _check_groups(ids, live, num_groups):

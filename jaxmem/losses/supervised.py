@@ -9,7 +9,7 @@ from jax.typing import ArrayLike
 from jaxmem.core import checks
 from jaxmem.core.options import Layout
 from jaxmem.functional import arguments
-from jaxmem.losses.ratios import Coefficient, as_tokens, check_coefficient
+from jaxmem.losses.ratios import Coefficient, as_coefficient, as_tokens
 
 
 def cross_entropy(logprob: ArrayLike) -> jax.Array:
@@ -69,9 +69,9 @@ def z_loss(logsumexp: ArrayLike, *, coefficient: Coefficient = 1e-4) -> jax.Arra
 
     Reference: Chowdhery et al., 2022, arXiv:2204.02311 (PaLM).
     """
-    check_coefficient("coefficient", coefficient, 0)
     (lse,) = as_tokens(logsumexp=logsumexp)
-    return coefficient * jnp.square(lse)
+    weight = as_coefficient("coefficient", coefficient, 0, tokens=lse.shape)
+    return weight * jnp.square(lse)
 
 
 def label_smoothing(
@@ -96,8 +96,8 @@ def label_smoothing(
 
     Reference: Szegedy et al., 2015, arXiv:1512.00567.
     """
-    check_coefficient("smoothing", smoothing, 0, 1)
     lp, mean = as_tokens(logprob=logprob, mean_logprob=mean_logprob)
+    smoothing = as_coefficient("smoothing", smoothing, 0, 1, tokens=lp.shape)
     return -(1 - smoothing) * lp - smoothing * mean
 
 
@@ -137,8 +137,9 @@ def mean_logit(
     """
     if softcap is not None:
         raise NotImplementedError(
-            f"softcap={softcap!r}: the mean of capped logits needs every logit; leave "
-            "label smoothing out, or take it from logits with token_stats_from_logits"
+            f"softcap={checks.brief(softcap)}: the mean of capped logits needs every "
+            "logit; leave label smoothing out, or take it from logits with "
+            "token_stats_from_logits"
         )
     hidden, W = checks.as_array("hidden", hidden), checks.as_array("W", W)
     checks.check_hidden(hidden)

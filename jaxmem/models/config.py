@@ -6,7 +6,8 @@ from typing import Literal
 
 import jax
 
-from jaxmem.core.fields import check_field
+from jaxmem.core.fields import check_field, check_numbers
+from jaxmem.core.ranges import integers, reals
 from jaxmem.models import lora
 
 KINDS = ("global", "local")
@@ -21,9 +22,32 @@ ACTIVATIONS = {
 }
 
 
-def _check_positive(config: object, *names: str) -> None:
-    for name in names:
-        check_field(config, name, getattr(config, name) > 0, "above 0")
+# Sizes have bounds, each far above any model's, so that what cannot be is an error
+# before anything is allocated; that no weight has 2**63 bytes follows from them.
+_POSITIONS = integers(above=0, limit=2**31 - 1)  # int32
+_POSITIVE, _HEADS = reals(above=0), integers(above=0, limit=2**16)
+RANGES = {
+    "layers": integers(above=0, limit=10_000),
+    "hidden": integers(above=0, limit=2**20),
+    "ff": integers(above=0, limit=2**22),
+    "heads": _HEADS,
+    "kv_heads": _HEADS,
+    "head_dim": integers(above=0, limit=2**16),
+    "vocab_size": integers(above=0, limit=2**31 - 1),  # ids are int32
+    "rope_theta": _POSITIVE,
+    "rope_factor": _POSITIVE,
+    "rope_low_factor": _POSITIVE,
+    "rope_high_factor": _POSITIVE,
+    "rope_original": _POSITIONS,
+    "window": _POSITIONS,
+    "local_rope_theta": _POSITIVE,
+    "softcap": _POSITIVE,
+    "attention_softcap": _POSITIVE,
+    "attention_scale": _POSITIVE,
+    "norm_eps": reals(above=0, below=1),
+    "lora_rank": integers(0, limit=2**16),
+    "lora_alpha": _POSITIVE,
+}
 
 
 def _check_choice(config: object, name: str, known: tuple) -> None:
@@ -78,15 +102,7 @@ class ModelConfig:
 
     def __post_init__(self):
         """Refuse sizes that cannot be built, by name."""
-        _check_positive(self, "layers", "hidden", "ff", "heads", "kv_heads")
-        _check_positive(self, "head_dim", "rope_theta", "norm_eps")
-        _check_positive(self, "rope_factor", "rope_low_factor", "rope_original")
-        for name in (
-            "vocab_size", "softcap", "attention_softcap", "attention_scale", "window",
-            "local_rope_theta",
-        ):  # fmt: skip
-            if getattr(self, name) is not None:
-                _check_positive(self, name)
+        check_numbers(self, RANGES)
         if self.heads % self.kv_heads:
             raise ValueError(
                 "ModelConfig.kv_heads must divide heads, got "

@@ -7,7 +7,20 @@ from typing import Any
 import jax
 import optax
 
-from jaxmem.core.fields import check_field
+from jaxmem.core.fields import check_field, check_numbers
+from jaxmem.core.ranges import integers, reals
+
+_DECAY = reals(0, below=1)
+_RANGES = {
+    "learning_rate": reals(above=0),
+    "warmup_steps": integers(0),
+    "final_fraction": reals(0, 1),
+    "b1": _DECAY,
+    "b2": _DECAY,
+    "eps": reals(above=0),
+    "weight_decay": reals(0),
+    "clip_norm": reals(above=0),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,15 +44,7 @@ class OptimizerConfig:
 
     def __post_init__(self):
         """Refuse impossible values, by name."""
-        for name in ("learning_rate", "eps"):
-            check_field(self, name, getattr(self, name) > 0, "above 0")
-        for name in ("warmup_steps", "weight_decay"):
-            check_field(self, name, getattr(self, name) >= 0, "0 or more")
-        for name in ("b1", "b2"):
-            check_field(self, name, 0 <= getattr(self, name) < 1, "in [0, 1)")
-        check_field(self, "final_fraction", 0 <= self.final_fraction <= 1, "in [0, 1]")
-        if self.clip_norm is not None:
-            check_field(self, "clip_norm", self.clip_norm > 0, "above 0, or None")
+        check_numbers(self, _RANGES)
         if self.trainable is not None:
             check_field(
                 self, "trainable", _is_pattern(self.trainable), "a regular expression"

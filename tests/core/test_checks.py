@@ -499,7 +499,7 @@ def test_error(verb, changes, exception, message):
     assert str(caught.value) == message
     # Said by us, before anything reaches jax.
     origin = traceback.extract_tb(caught.value.__traceback__)[-1].filename
-    assert Path(origin).parent == Path(checks.__file__).parent
+    assert Path(origin).parent.name in ("core", "backends")
 
 
 def test_every_argument_has_an_error():

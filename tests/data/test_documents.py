@@ -225,9 +225,25 @@ def test_an_empty_split_and_an_unknown_one_are_errors(config, tokenizer):
         data.batches(config, tokenizer, split="evaluation")
     with pytest.raises(ValueError, match="got 'test'"):
         data.batches(config, tokenizer, split="test")
+    some = dataclasses.replace(config, held_out=1e-6)
+    with pytest.raises(data.DataError, match="leaves none for eval.*; raise it or add"):
+        data.batches(some, tokenizer, split="evaluation")
     many = dataclasses.replace(config, batch_size=4096, streams=4096)
     with pytest.raises(data.DataError, match="data.streams=4096 share .* documents"):
         data.batches(many, tokenizer, stream=0)
+
+
+def test_a_text_file_cannot_be_held_out_in_part(tokenizer, tmp_path):
+    (tmp_path / "one.txt").write_text("a text")
+    config = data.DataConfig(source=str(tmp_path / "one.txt"), held_out=0.1)
+    message = "is one document, and a document is not divided; set data.held_out=0, or "
+    with pytest.raises(data.DataError, match=message):
+        data.batches(config, tokenizer, split="evaluation")
+    twice = tmp_path / "twice.jsonl"  # equal documents are on one side
+    twice.write_text('{"text": "a"}\n' * 2)
+    config = dataclasses.replace(config, source=str(twice), held_out=0.5)
+    with pytest.raises(data.DataError, match=message):
+        data.batches(config, tokenizer, split="evaluation")
 
 
 # --------------------------------------------------------------- vocabulary

@@ -5,6 +5,7 @@ min and max, where jaxmem clips), and central differences of all of it.
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -264,6 +265,25 @@ def test_every_branch_of_the_dual_clip(ratio, A, value, slope):
     )
     np.testing.assert_allclose(got, [[value], [slope]], rtol=1e-6)
     assert slope or got[1] == 0
+
+
+def test_cispo_without_a_lower_bound_is_verls():
+    log_ratio = np.array([-12.0, -3.0, -0.1, 0.1, 3.0, 12.0])
+    lp, A = np.linspace(-3, -1, 6), np.array([1.0, -1.0, 2.0, -2.0, 1.0, -1.0])
+    # clip_ratio_low=10, clip_ratio_high=0.2, as in verl's example of CISPO: its
+    # torch.clamp(ratio, 1 - 10, 1 + 0.2) has no lower bound, as ratios are positive.
+    weight = np.clip(np.exp(np.clip(log_ratio, -20, 20)), 1 - 10, 1 + 0.2)
+    for clip_low in (10, 10.0, math.inf, 1.0):
+        got, slope = value_and_slope(
+            lambda lp, old, A, low=clip_low: losses.cispo(
+                lp, old, A, clip_low=low, clip_high=0.2
+            ),
+            *map(jnp.float32, (lp, lp - log_ratio, A)),
+        )
+        np.testing.assert_allclose(got, -weight * A * lp, rtol=1e-5)
+        np.testing.assert_allclose(slope, -weight * A, rtol=1e-5)
+    with pytest.raises(ValueError, match="clip_low must be a number, at least 0, got"):
+        losses.cispo(lp, lp, A, clip_low=-0.1)
 
 
 def test_dapo_leaves_more_room_above():
@@ -884,6 +904,60 @@ ONE, TWO = jnp.zeros(1), jnp.zeros(2)
             lambda: losses.grpo(TWO, TWO, TWO, TWO, beta=float("nan")), ValueError,
             "beta must be a number, at least 0, got nan",
             id="beta",
+        ),
+        pytest.param(
+            lambda: losses.ppo_clip(TWO, TWO, TWO, clip_low=None), ValueError,
+            "clip_low must be a number, in [0, 1], got None",
+            id="clip_low None",
+        ),
+        pytest.param(
+            lambda: losses.ppo_clip(TWO, TWO, TWO, clip_high=True), ValueError,
+            "clip_high must be a number, at least 0, got True",
+            id="clip_high True",
+        ),
+        pytest.param(
+            lambda: losses.dpo(TWO, TWO, TWO, TWO, beta=float("inf")), ValueError,
+            "beta must be finite in float32, got inf",
+            id="beta inf",
+        ),
+        pytest.param(
+            lambda: losses.z_loss(TWO, coefficient=10**5000), ValueError,
+            "coefficient must be finite in float32, got <integer of about 5,001 "
+            "digits>",
+            id="coefficient",
+        ),
+        pytest.param(
+            lambda: losses.dapo(TWO, TWO, TWO, clip_low=jnp.zeros(3)), ValueError,
+            "clip_low must broadcast to the tokens' shape (2,), got shape (3,)",
+            id="clip_low shape",
+        ),
+        pytest.param(
+            lambda: losses.cross_entropy(jax.random.key(0)), TypeError,
+            "logprob must hold real numbers, got key<fry>",
+            id="key",
+        ),
+        pytest.param(
+            lambda: losses.sft(TWO, jnp.zeros(2, jnp.float8_e4m3fn)), TypeError,
+            "weights must hold real numbers, got float8_e4m3fn",
+            id="8 bits",
+        ),
+        pytest.param(
+            lambda: losses.sequence_sum(TWO, jnp.ones(2, int), num_segments=10**30),
+            ValueError,
+            "num_segments must be an integer, at least 1 and below 2**31, got 1"
+            + "0" * 30,
+            id="num_segments",
+        ),
+        pytest.param(
+            lambda: losses.grpo_advantages(TWO, normalize_std="no"), TypeError,
+            "normalize_std must be True or False, got 'no'",
+            id="normalize_std",
+        ),
+        pytest.param(
+            lambda: losses.sequence_mean_weights(jnp.ones(2, int), num_sequences=TWO),
+            ValueError,
+            "num_sequences must be a scalar, got shape (2,)",
+            id="num_sequences",
         ),
         pytest.param(
             lambda: losses.label_smoothing(TWO, TWO, smoothing=2), ValueError,

@@ -9,6 +9,7 @@ read, are all that tells one average from another; advantages come from
 
 import dataclasses
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
@@ -65,7 +66,11 @@ class GrpoConfig:
         for name in ("kl_coefficient", "entropy_coefficient"):
             check_field(self, name, getattr(self, name) >= 0, "0 or more")
         if self.clip_low is not None:
-            check_field(self, "clip_low", 0 <= self.clip_low <= 1, "in [0, 1], or None")
+            # CISPO's weights have no lower bound from 1 on, as verl's example has it.
+            most = math.inf if self.loss == "cispo" else 1
+            wanted = "0 or more" if self.loss == "cispo" else "in [0, 1]"
+            good = 0 <= self.clip_low <= most
+            check_field(self, "clip_low", good, f"{wanted}, or None")
         if self.clip_high is not None:
             check_field(self, "clip_high", self.clip_high >= 0, "0 or more, or None")
         if self.samples % self.minibatches:

@@ -519,7 +519,7 @@ def test_the_8b_job_runs_at_a_tiny_size(tmp_path):
 PROGRAM = textwrap.dedent(
     """
     import sys
-    from jaxmem.train import grpo
+    from jaxmem.train.jobs import grpo
     from jaxmem.train.config import GrpoJobConfig
     from jaxmem.train.loop import RunConfig
     from jaxmem.train.memory import RematConfig

@@ -472,7 +472,7 @@ def test_impossible_settings_are_refused_by_name(kind, changes, message):
 PROGRAM = textwrap.dedent(
     """
     import sys
-    from jaxmem.train import sft
+    from jaxmem.train.jobs import sft
     from jaxmem.train.config import Config
     from jaxmem.data.documents import DataConfig
     from jaxmem.models.decoder import HeadConfig, ModelConfig

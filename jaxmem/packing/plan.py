@@ -12,10 +12,13 @@ same lengths agree on every slot without talking.
 import dataclasses
 import heapq
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
+
+from jaxmem.core import messages
+from jaxmem.packing import checks
 
 
 class MicroBatch(NamedTuple):
@@ -72,16 +75,15 @@ class Packing:
             ValueError: not one array a sequence, or one of another length; a fill that
                 the values' type cannot hold.
         """
-        arrays = [np.asarray(value) for value in values]
-        got = [array.shape[0] if array.ndim else -1 for array in arrays]
-        if got != self.lengths.tolist():
-            raise ValueError(f"values {_first_difference(got, self.lengths)}")
+        arrays = checks.as_arrays("values", values)
+        checks.check_each_length(arrays, self.lengths)
         if not self.micro_batches:
             return []
         # Of an empty sequence the type may be a list's without entries, float64.
-        flat = np.concatenate([a for a in arrays if len(a)] or arrays[:1])
-        if np.issubdtype(flat.dtype, np.integer) and not float(fill).is_integer():
-            raise ValueError(f"fill must be an integer for {flat.dtype}, got {fill}")
+        whole = [a for a in arrays if len(a)] or arrays[:1]
+        checks.check_alike("values", whole, first_axes=1)
+        flat = np.concatenate(whole)
+        checks.check_fill(fill, flat.dtype)
         placed = []
         for batch in self.micro_batches:
             here = batch.segment_ids > 0
@@ -103,15 +105,17 @@ class Packing:
         Raises:
             ValueError: not one array a micro-batch, or one of another shape.
         """
-        arrays = [np.asarray(result) for result in results]
+        arrays = checks.as_arrays("results", results)
         want = [batch.segment_ids.shape for batch in self.micro_batches]
         if [array.shape[:2] for array in arrays] != want:
+            got = [array.shape for array in arrays]
             raise ValueError(
-                f"results must be one array a micro-batch, of shapes {want} (and more "
-                f"axes), got {[array.shape for array in arrays]}"
+                "results must be one array a micro-batch, of shapes "
+                f"{messages.short(want)} (and more axes), got {messages.short(got)}"
             )
         if not arrays:
             return [np.zeros(0, np.float32) for _ in self.lengths]
+        checks.check_alike("results", arrays, first_axes=2)
         dtype = np.result_type(*arrays)
         flat = np.empty((int(self.lengths.sum()), *arrays[0].shape[2:]), dtype)
         for batch, array in zip(self.micro_batches, arrays, strict=True):
@@ -184,12 +188,12 @@ def pack(
     differencing method, Karmarkar and Karp, 1982; for batches of a trainer, Sheng et
     al., 2024, arXiv:2409.19256 (verl).
     """
-    _check_integer("max_tokens", max_tokens)
-    _check_integer("ranks", ranks)
-    if not 0 <= quadratic < np.inf:
-        raise ValueError(f"quadratic must be finite and not negative, got {quadratic}")
-    widths = _check_row_lengths(row_lengths, max_tokens)
-    tokens = _check_lengths(lengths, max_tokens, widths[-1])
+    checks.check_integer("max_tokens", max_tokens)
+    checks.check_integer("ranks", ranks)
+    checks.check_quadratic(quadratic)
+    widths = checks.check_row_lengths(row_lengths, max_tokens)
+    checks.check_size(max_tokens, widths[0], ranks)
+    tokens = checks.check_lengths(lengths, max_tokens, widths[-1])
     cost = tokens * (1 + quadratic * tokens)
     rows, row_widths = _fit(tokens, widths, [max_tokens // T * ranks for T in widths])
     steps = []
@@ -213,9 +217,9 @@ def buckets(max_tokens: int, count: int = 3) -> tuple[int, ...]:
     >>> packing.buckets(8192)
     (2048, 4096, 8192)
     """
-    _check_integer("max_tokens", max_tokens)
-    _check_integer("count", count)
-    if max_tokens < 2 ** (count - 1):
+    checks.check_integer("max_tokens", max_tokens)
+    checks.check_integer("count", count)
+    if count > int(max_tokens).bit_length():
         raise ValueError(
             f"max_tokens={max_tokens} cannot be halved {count - 1} times; lower count"
         )
@@ -231,8 +235,9 @@ def first_fit_decreasing(lengths: ArrayLike, capacity: int) -> list[list[int]]:
     >>> packing.first_fit_decreasing([2, 5, 3, 4], capacity=7)
     [[0, 1], [2, 3]]
     """
-    _check_integer("capacity", capacity)
-    return _fit(_check_lengths(lengths, capacity, capacity), (capacity,), [1])[0]
+    checks.check_integer("capacity", capacity, 2**62)
+    tokens = checks.check_lengths(lengths, capacity, capacity, "capacity")
+    return _fit(tokens, (capacity,), [1])[0]
 
 
 def karmarkar_karp(costs: ArrayLike, k: int) -> list[list[int]]:
@@ -250,10 +255,8 @@ def karmarkar_karp(costs: ArrayLike, k: int) -> list[list[int]]:
     >>> packing.karmarkar_karp([8, 7, 6, 5, 4], 2)
     [[1, 3, 4], [0, 2]]
     """
-    _check_integer("k", k)
-    costs = np.asarray(costs, np.float64)
-    if costs.ndim != 1 or not np.all((costs >= 0) & (costs < np.inf)):
-        raise ValueError("costs must be one axis of finite numbers, none negative")
+    checks.check_integer("k", k, checks.ROWS)
+    costs = checks.check_costs(costs)
     # (-spread, a number of its own, parts): a part is (sum, indices); empty ones at the
     # end are not stored.
     heap = [(-c, i, [(c, [i])]) for i, c in enumerate(costs.tolist())]
@@ -335,50 +338,3 @@ def _micro_batch(rows, tokens, width):
             positions[r, slots] = np.arange(tokens[i])
             start += tokens[i]
     return MicroBatch(segment_ids, positions, sequence)
-
-
-def _check_lengths(lengths, max_tokens, width):
-    tokens = np.asarray(lengths)
-    if tokens.size == 0:
-        tokens = tokens.astype(np.int64)
-    if not np.issubdtype(tokens.dtype, np.integer):
-        raise TypeError(f"lengths must be integers, got {tokens.dtype}")
-    if tokens.ndim != 1:
-        raise ValueError(f"lengths must have one axis, got shape {tokens.shape}")
-    for i in np.flatnonzero((tokens < 0) | (tokens > width))[:1].tolist():
-        if tokens[i] < 0:
-            raise ValueError(f"lengths[{i}] must not be negative, got {tokens[i]}")
-        row = "" if width == max_tokens else f"a row of {width} tokens under "
-        raise ValueError(
-            f"lengths[{i}] is {tokens[i]} tokens, longer than {row}"
-            f"max_tokens={max_tokens}; raise it, or cut the sequence"
-        )
-    return tokens.astype(np.int64)
-
-
-def _check_row_lengths(row_lengths, max_tokens):
-    given = (max_tokens,) if row_lengths is None else row_lengths
-    widths = tuple(np.ravel(np.asarray(given)).tolist())
-    good = widths and all(_is_integer(T) and 1 <= T <= max_tokens for T in widths)
-    if not good or list(widths) != sorted(set(widths)):
-        raise ValueError(
-            "row_lengths must be increasing integers from 1 to max_tokens="
-            f"{max_tokens}, got {widths}"
-        )
-    return widths
-
-
-def _check_integer(name, value):
-    if not (_is_integer(value) and value >= 1):
-        raise ValueError(f"{name} must be a positive integer, got {value!r}")
-
-
-def _is_integer(value) -> TypeGuard[int]:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
-
-
-def _first_difference(got, lengths):
-    if len(got) != len(lengths):
-        return f"must be one array a sequence, {len(lengths)}, got {len(got)}"
-    i = next(i for i, (a, b) in enumerate(zip(got, lengths, strict=True)) if a != b)
-    return f"must have one entry a token: values[{i}] has {got[i]}, not {lengths[i]}"

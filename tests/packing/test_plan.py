@@ -342,6 +342,77 @@ def test_errors():
     )
 
 
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: packing.pack([[1, 2], [3]], 8), "lengths must be an array of numbers"),
+        (lambda: packing.pack([2, 3], 8, ranks=10**30), "ranks must be at most 2,147"),
+        (
+            lambda: packing.pack([2, 3], 8, ranks=2**30),
+            r"ranks must be below 2\*\*31 s",
+        ),
+        (
+            lambda: packing.pack([2], 8, ranks=2**27),
+            "ranks=134217728 have 134,217,728 r",
+        ),
+        (lambda: packing.pack([2, 3], 10**30), "max_tokens must be at most 2,147,483"),
+        (
+            lambda: packing.pack([2], 8, quadratic="x"),
+            "quadratic must be finite and not",
+        ),
+        (lambda: packing.pack([2], 8, quadratic=1e300), "quadratic must be at most 1e"),
+        (
+            lambda: packing.pack([2], 8, row_lengths=[[1], [2, 3]]),
+            "row_lengths must be",
+        ),
+        (lambda: packing.buckets(8, 10**12), "count must be at most 2,147,483,647"),
+        (lambda: packing.buckets(8, 10**6), "max_tokens=8 cannot be halved 999999 tim"),
+        (lambda: packing.karmarkar_karp([1], 10**12), "k must be at most 1,048,576"),
+        (lambda: packing.karmarkar_karp("ab", 2), "costs must be an array of numbers"),
+        (
+            lambda: packing.karmarkar_karp([1e308] * 9, 2),
+            "costs must be one axis of fi",
+        ),
+        (lambda: packing.first_fit_decreasing([9], 8), "than capacity=8; raise it"),
+    ],
+)
+def test_arguments_that_cannot_be_are_named_at_once(call, message):
+    with pytest.raises((TypeError, ValueError), match=message) as raised:
+        call()
+    assert len(str(raised.value)) < 300
+
+
+@pytest.mark.parametrize(
+    ("values", "fill", "message"),
+    [
+        (5, 0, "values must be a sequence of arrays, got 5"),
+        ([[1, 2], [[1], [2, 3], 4]], 0, r"values\[1\] must be an array of numbers"),
+        ([[1, 2], ["a", "b", "c"]], 0, r"values\[1\] must be an array of numbers"),
+        ([5, [1, 2, 3]], 0, r"values\[0\] is a scalar, not 2"),
+        (
+            [np.zeros((2, 3)), np.zeros((3, 4))],
+            0,
+            r"values must have the same axes .*4",
+        ),
+        ([[1, 2], [3, 4, 5]], "x", "fill must be an array of numbers, got 'x'"),
+        ([[1, 2], [3, 4, 5]], [1, 2], r"fill must be a scalar, got shape \(2,\)"),
+        ([[1, 2], [3, 4, 5]], 1j, "fill must be a number that int64 holds, got 1j"),
+        ([np.zeros(2, "i1"), np.zeros(3, "i1")], 300, "that int8 holds, got 300"),
+        ([np.zeros(2, "u4"), np.zeros(3, "u4")], -1, "that uint32 holds, got -1"),
+    ],
+)
+def test_values_that_cannot_be_placed(values, fill, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        packing.pack([2, 3], 4).place(values, fill)
+
+
+def test_results_of_different_axes_are_not_broadcast():
+    packed = packing.pack([2, 3], 4)
+    with pytest.raises(ValueError, match=r"results must have the same axes .*\(1,\)"):
+        packed.unpack([np.zeros((1, 4, 3)), np.zeros((1, 4, 1))])
+
+
 def test_errors_of_values_and_results():
     packed = packing.pack([2, 3], 4)
     with pytest.raises(
