@@ -10,11 +10,13 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from jaxmem import _backends, _report, _shards, _spec, _spread, _vjp
+from jaxmem._explicit import with_automatic_axes
 from jaxmem._spec import AxisName, Chunk, Layout, Spec
 from jaxmem._stats import TokenStats
 from jaxmem._xla import Head, Logits, Rows
 
 
+@with_automatic_axes(labels=0, hidden=1)
 def logprobs(
     hidden: ArrayLike,
     W: ArrayLike,
@@ -130,6 +132,7 @@ def logprobs(
     return _run(spec, backend, source, rows, shape)["logprob"]
 
 
+@with_automatic_axes(labels=0, hidden=1)
 def token_stats(
     hidden: ArrayLike,
     W: ArrayLike,
@@ -178,6 +181,7 @@ def token_stats(
     return TokenStats(**_run(spec, backend, source, rows, shape))
 
 
+@with_automatic_axes(hidden=1)
 def entropy(
     hidden: ArrayLike,
     W: ArrayLike,
@@ -218,6 +222,7 @@ def entropy(
     return _run(spec, backend, source, rows, shape)["entropy"]
 
 
+@with_automatic_axes(labels=0, logits=1)
 def logprobs_from_logits(
     logits: ArrayLike,
     labels: ArrayLike,
@@ -254,6 +259,7 @@ def logprobs_from_logits(
     return _run(spec, backend, source, rows, shape)["logprob"]
 
 
+@with_automatic_axes(labels=0, logits=1)
 def token_stats_from_logits(
     logits: ArrayLike,
     labels: ArrayLike,
@@ -329,7 +335,6 @@ def _prepare(
     """Checks what both sources share; the static facts, and the typed operands."""
     shape, n_tokens = data.shape[:-1], int(np.prod(data.shape[:-1]))
     _spec.check_implementation(implementation)
-    _shards.check_not_explicit("hidden" if layout else "logits", data)
     _backends.check(implementation)
     shards = _shards.check_axis_name(axis_name)
     all_columns = columns * shards.count if shards else columns

@@ -15,7 +15,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
-from jaxmem import _backends, _head, _report, _shards, _spec, _vjp
+from jaxmem import _backends, _head, _report, _spec, _vjp
 from jaxmem._spec import Layout, Spec
 from jaxmem._xla import Head, Rows
 
@@ -114,7 +114,6 @@ def read_head(
     hidden = _spec.as_array(f"{prefix}hidden", hidden)
     W = _spec.as_array(f"{prefix}W", W)
     _spec.check_hidden(hidden, f"{prefix}hidden")
-    _shards.check_not_explicit(f"{prefix}hidden", hidden)
     layout = _spec.check_layout(hidden, W, layout, prefix)
     if bias is not None:
         bias = _spec.as_array(f"{prefix}bias", bias)

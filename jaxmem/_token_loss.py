@@ -6,13 +6,16 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from jaxmem import _backends, _head, _loss, _shards, _spec, _vjp
+from jaxmem._explicit import with_automatic_axes
 from jaxmem._spec import AxisName, Chunk, Layout
 from jaxmem._stats import TokenStats
 
 
+@with_automatic_axes(lambda tokens: (PartitionSpec(), tokens), labels=0, hidden=1)
 def token_loss(
     loss_fn: Callable,
     hidden: ArrayLike,
