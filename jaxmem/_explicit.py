@@ -42,7 +42,7 @@ def with_automatic_axes(
                 return function(*args, **kwargs)
             call = signature.bind(*args, **kwargs)
             leaves, tree = jax.tree.flatten(call.arguments)
-            places = [i for i, x in enumerate(leaves) if _is_typed(x)]
+            places = [i for i, x in enumerate(leaves) if is_typed(x)]
 
             def automatic(*arrays):
                 given = tree.unflatten(_replaced(leaves, places, arrays))
@@ -69,16 +69,21 @@ def explicit_axes(mesh: AbstractMesh) -> tuple[str, ...]:
     return tuple(axis for axis, kind in types if kind == AxisType.Explicit)
 
 
+def automatic(x: jax.Array) -> jax.Array:
+    """An array as `with_automatic_axes` gives it to its function, called within it."""
+    return jax.sharding.reshard(x, PartitionSpec()) if is_typed(x) else x
+
+
 def _explicit_mesh(tree) -> AbstractMesh | None:
     """The context's mesh, or that of an array, if it has explicit axes."""
     mesh = jax.sharding.get_abstract_mesh()
     if explicit_axes(mesh):
         return mesh
-    typed = filter(_is_typed, jax.tree.leaves(tree))
+    typed = filter(is_typed, jax.tree.leaves(tree))
     return next((_type(x).mesh for x in typed), None)
 
 
-def _is_typed(x) -> bool:
+def is_typed(x) -> bool:
     """Whether x is an array of a mesh that has explicit axes."""
     return _is_array(x) and bool(explicit_axes(_type(x).mesh))
 
