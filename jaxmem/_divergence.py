@@ -20,7 +20,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from jaxmem import _head, _rule, _shards, _spec, _spread, _stats, _xla
-from jaxmem._explicit import with_automatic_axes
+from jaxmem._explicit import sharded_like, with_automatic_axes
 from jaxmem._spec import Chunk, Layout, Spec
 
 _SERIES_BELOW = 0.5  # |x| from which on e^-x - 1 + x keeps its digits
@@ -78,7 +78,7 @@ class JSD:
         return -_ln_mixed(of_p, of_q, -log_ratio), -_ln_mixed(of_q, of_p, log_ratio)
 
 
-@with_automatic_axes(hidden=1, reference_hidden=1)
+@with_automatic_axes(sharded_like(hidden=1, reference_hidden=1))
 def kl(
     hidden: ArrayLike,
     W: ArrayLike,
@@ -162,7 +162,7 @@ def kl(
     )  # fmt: skip
 
 
-@with_automatic_axes(hidden=1, reference_hidden=1)
+@with_automatic_axes(sharded_like(hidden=1, reference_hidden=1))
 def forward_kl(
     hidden: ArrayLike,
     W: ArrayLike,
@@ -205,7 +205,7 @@ def forward_kl(
     )  # fmt: skip
 
 
-@with_automatic_axes(hidden=1, reference_hidden=1)
+@with_automatic_axes(sharded_like(hidden=1, reference_hidden=1))
 def jsd(
     hidden: ArrayLike,
     W: ArrayLike,

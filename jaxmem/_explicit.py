@@ -7,63 +7,93 @@ with these axes automatic, as on any other mesh, and only its results get types 
 import functools
 import inspect
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
 
 
 def with_automatic_axes(
-    form: Callable[[PartitionSpec], Any] = lambda tokens: tokens, **sources: int
+    result: Callable[[Mapping[str, Any]], Any],
 ) -> Callable[[Callable[_Args, _Result]], Callable[_Args, _Result]]:
-    """Decorates a function of arrays that is to see no explicit axes.
+    """Decorates a function of arrays such that it sees no explicit axes.
 
-    Its results are sharded along the explicit axes as its arguments are: each axis of
-    the tokens as in the first of `sources` that shards it. Gradients are sharded as
-    what they are gradients of.
+    Gradients are sharded as what they are gradients of, as jax has it.
 
     Args:
-        form: from the tokens' PartitionSpec to those of the results, a tree prefix.
-        sources: arguments with an axis for each of the result's, and how many further
-            axes come after these.
+        result: from the function's arguments by name to the PartitionSpecs, along the
+            explicit axes, of what it returns: a tree prefix.
     """
 
-    def decorate(function):
+    def decorate(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
         signature = inspect.signature(function)
 
         @functools.wraps(function)
-        def run(*args, **kwargs):
-            if not (mesh := _explicit_mesh((args, kwargs))):
+        def run(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
+            mesh = _explicit_mesh((args, kwargs))
+            if mesh is None:
                 return function(*args, **kwargs)
             call = signature.bind(*args, **kwargs)
-            leaves, tree = jax.tree.flatten(call.arguments)
-            places = [i for i, x in enumerate(leaves) if is_typed(x)]
-
-            def automatic(*arrays):
-                given = tree.unflatten(_replaced(leaves, places, arrays))
-                of_call = inspect.BoundArguments(signature, given)
-                return function(*of_call.args, **of_call.kwargs)
-
-            tokens = _merged(*(_spec(call, *source) for source in sources.items()))
-            return jax.sharding.auto_axes(
-                automatic,
-                axes=explicit_axes(mesh),
-                out_sharding=jax.tree.map(
-                    lambda spec: NamedSharding(mesh, spec), form(tokens)
-                ),
-            )(*(jnp.asarray(leaves[i]) for i in places))
+            return _run_automatic(function, mesh, call, result(call.arguments))
 
         return run
 
     return decorate
 
 
-def explicit_axes(mesh: AbstractMesh) -> tuple[str, ...]:
+def _run_automatic(function, mesh, call, specs) -> Any:
+    """function of the call's arguments, those of the mesh without explicit axes."""
+    leaves, tree = jax.tree.flatten(call.arguments)
+    places = [i for i, x in enumerate(leaves) if is_typed(x)]
+
+    def run(*arrays):
+        given = dict(zip(places, arrays, strict=True))
+        given = tree.unflatten([given.get(i, x) for i, x in enumerate(leaves)])
+        automatic = inspect.BoundArguments(call.signature, given)
+        return function(*automatic.args, **automatic.kwargs)
+
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+    return jax.sharding.auto_axes(
+        run, axes=explicit_axes(mesh), out_sharding=shardings
+    )(*(jnp.asarray(leaves[i]) for i in places))
+
+
+def sharded_like(**sources: int) -> Callable[[Mapping[str, Any]], PartitionSpec]:
+    """A result for `with_automatic_axes`, each axis as in the first source to shard it.
+
+    Args:
+        sources: names of arguments, and how many of their axes come after the result's.
+    """
+    return lambda arguments: merged(
+        *(spec_of(arguments.get(name), after) for name, after in sources.items())
+    )
+
+
+def spec_of(x: Any, after: int = 0) -> tuple:
+    """What shards each axis of x, but for so many at its end; () if x is no array."""
+    if not _is_array(x):
+        return ()
+    spec, ndim = tuple(_type(x).spec), jnp.ndim(x)
+    return (*spec, *(None,) * (ndim - len(spec)))[: max(ndim - after, 0)]
+
+
+def merged(*specs: tuple) -> PartitionSpec:
+    """For each axis what first shards it, if that shards no axis before it."""
+    made, used = [], set()
+    for entries in itertools.zip_longest(*specs):
+        names = [(x,) if isinstance(x, str) else tuple(x or ()) for x in entries]
+        free = (x for x in names if x and not used & set(x))
+        made.append(next(free, None))
+        used.update(made[-1] or ())
+    return PartitionSpec(*made)
+
+
+def explicit_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
     """Names of the mesh's explicit axes."""
     types = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return tuple(axis for axis, kind in types if kind == AxisType.Explicit)
@@ -74,7 +104,7 @@ def automatic(x: jax.Array) -> jax.Array:
     return jax.sharding.reshard(x, PartitionSpec()) if is_typed(x) else x
 
 
-def _explicit_mesh(tree) -> AbstractMesh | None:
+def _explicit_mesh(tree) -> Mesh | AbstractMesh | None:
     """The context's mesh, or that of an array, if it has explicit axes."""
     mesh = jax.sharding.get_abstract_mesh()
     if explicit_axes(mesh):
@@ -95,28 +125,3 @@ def _is_array(x):
 
 def _type(x) -> NamedSharding:
     return jax.typeof(jnp.asarray(x)).sharding
-
-
-def _spec(call, name, after):
-    """What shards each axis of an argument, but for so many axes at its end."""
-    value = call.arguments.get(name)
-    if not _is_array(value):
-        return ()
-    spec, ndim = tuple(_type(value).spec), jnp.ndim(value)
-    return (*spec, *(None,) * (ndim - len(spec)))[: max(ndim - after, 0)]
-
-
-def _merged(*specs) -> PartitionSpec:
-    """For each axis the first spec that shards it, along axes not used before it."""
-    made, used = [], set()
-    for entries in itertools.zip_longest(*specs):
-        names = [(x,) if isinstance(x, str) else tuple(x or ()) for x in entries]
-        free = (x for x in names if x and not used & set(x))
-        made.append(next(free, None))
-        used.update(made[-1] or ())
-    return PartitionSpec(*made)
-
-
-def _replaced(leaves, places, arrays):
-    new = dict(zip(places, arrays, strict=True))
-    return [new.get(i, x) for i, x in enumerate(leaves)]

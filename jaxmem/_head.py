@@ -10,13 +10,13 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from jaxmem import _backends, _report, _shards, _spec, _spread, _vjp
-from jaxmem._explicit import with_automatic_axes
+from jaxmem._explicit import sharded_like, with_automatic_axes
 from jaxmem._spec import AxisName, Chunk, Layout, Spec
 from jaxmem._stats import TokenStats
 from jaxmem._xla import Head, Logits, Rows
 
 
-@with_automatic_axes(labels=0, hidden=1)
+@with_automatic_axes(sharded_like(labels=0, hidden=1))
 def logprobs(
     hidden: ArrayLike,
     W: ArrayLike,
@@ -132,7 +132,7 @@ def logprobs(
     return _run(spec, backend, source, rows, shape)["logprob"]
 
 
-@with_automatic_axes(labels=0, hidden=1)
+@with_automatic_axes(sharded_like(labels=0, hidden=1))
 def token_stats(
     hidden: ArrayLike,
     W: ArrayLike,
@@ -181,7 +181,7 @@ def token_stats(
     return TokenStats(**_run(spec, backend, source, rows, shape))
 
 
-@with_automatic_axes(hidden=1)
+@with_automatic_axes(sharded_like(hidden=1))
 def entropy(
     hidden: ArrayLike,
     W: ArrayLike,
@@ -222,7 +222,7 @@ def entropy(
     return _run(spec, backend, source, rows, shape)["entropy"]
 
 
-@with_automatic_axes(labels=0, logits=1)
+@with_automatic_axes(sharded_like(labels=0, logits=1))
 def logprobs_from_logits(
     logits: ArrayLike,
     labels: ArrayLike,
@@ -259,7 +259,7 @@ def logprobs_from_logits(
     return _run(spec, backend, source, rows, shape)["logprob"]
 
 
-@with_automatic_axes(labels=0, logits=1)
+@with_automatic_axes(sharded_like(labels=0, logits=1))
 def token_stats_from_logits(
     logits: ArrayLike,
     labels: ArrayLike,

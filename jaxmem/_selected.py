@@ -15,11 +15,11 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from jaxmem import _head, _rule, _shards, _spec, _spread, _stats, _xla
-from jaxmem._explicit import with_automatic_axes
+from jaxmem._explicit import sharded_like, with_automatic_axes
 from jaxmem._spec import Chunk, Layout, Spec
 
 
-@with_automatic_axes(ids=1, hidden=1)
+@with_automatic_axes(sharded_like(ids=1, hidden=1))
 def selected_logprobs(
     hidden: ArrayLike,
     W: ArrayLike,
@@ -91,7 +91,7 @@ def selected_logprobs(
     return jnp.reshape(made, (*shape, ids.shape[-1]))
 
 
-@with_automatic_axes(labels=0, hidden=1)
+@with_automatic_axes(sharded_like(labels=0, hidden=1))
 def support_logprobs(
     hidden: ArrayLike,
     W: ArrayLike,

@@ -15,9 +15,11 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from jaxmem import _spec
+from jaxmem._explicit import sharded_like, with_automatic_axes
 from jaxmem._ratios import Coefficient, as_tokens, check_coefficient
 
 
+@with_automatic_axes(sharded_like(values=1, segment_ids=1))
 def sequence_sum(
     values: ArrayLike,
     segment_ids: ArrayLike,
@@ -61,6 +63,7 @@ def sequence_sum(
     return jnp.where(unknown.any(-1, keepdims=True), jnp.nan, sums)
 
 
+@with_automatic_axes(sharded_like(logprob=0, old_logprob=0, segment_ids=0))
 def sequence_log_ratio(
     logprob: ArrayLike,
     old_logprob: ArrayLike,
@@ -96,6 +99,7 @@ def sequence_log_ratio(
     return lax.stop_gradient(total / jnp.maximum(count, 1))
 
 
+@with_automatic_axes(sharded_like(segment_ids=0))
 def sequence_mean_weights(
     segment_ids: ArrayLike,
     *,
@@ -136,6 +140,7 @@ def sequence_mean_weights(
     return share / jnp.maximum(num_sequences, 1)
 
 
+@with_automatic_axes(sharded_like(rewards=0, group_ids=0))
 def grpo_advantages(
     rewards: ArrayLike,
     group_ids: ArrayLike | None = None,
@@ -190,6 +195,7 @@ def grpo_advantages(
     return deviation / (std + epsilon)
 
 
+@with_automatic_axes(sharded_like(rewards=0, group_ids=0))
 def rloo_advantages(
     rewards: ArrayLike,
     group_ids: ArrayLike | None = None,

@@ -10,12 +10,17 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from jaxmem import _backends, _head, _loss, _shards, _spec, _vjp
-from jaxmem._explicit import with_automatic_axes
+from jaxmem._explicit import sharded_like, with_automatic_axes
 from jaxmem._spec import AxisName, Chunk, Layout
 from jaxmem._stats import TokenStats
 
 
-@with_automatic_axes(lambda tokens: (PartitionSpec(), tokens), labels=0, hidden=1)
+def _shardings(arguments):
+    """Of the loss, and of every metric."""
+    return PartitionSpec(), sharded_like(labels=0, hidden=1)(arguments)
+
+
+@with_automatic_axes(_shardings)
 def token_loss(
     loss_fn: Callable,
     hidden: ArrayLike,

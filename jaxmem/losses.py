@@ -33,6 +33,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from jaxmem import _head, _spec
+from jaxmem._explicit import sharded_like, with_automatic_axes
 from jaxmem._policy import cispo as cispo
 from jaxmem._policy import dapo as dapo
 from jaxmem._policy import dr_grpo as dr_grpo
@@ -146,6 +147,7 @@ def label_smoothing(
     return -(1 - smoothing) * lp - smoothing * mean
 
 
+@with_automatic_axes(sharded_like(hidden=1))
 def mean_logit(
     hidden: ArrayLike,
     W: ArrayLike,

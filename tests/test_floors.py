@@ -21,6 +21,7 @@ FLOORS = {
     "jaxmem._report": 0,
     "jaxmem.timing": 0,
     "jaxmem._stats": 0,
+    "jaxmem._explicit": 0,
     "jaxmem._shards": 0,
     "jaxmem._spec": 0,
     "jaxmem._spread": 0,

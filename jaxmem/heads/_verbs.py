@@ -15,6 +15,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jaxmem import _backends, _head, _selected, _spec, _token_loss
 from jaxmem import sharding as _sharding
+from jaxmem._explicit import merged, spec_of, with_automatic_axes
 from jaxmem._spec import AxisName, Chunk, Layout
 from jaxmem._stats import TokenStats
 
@@ -98,10 +99,7 @@ class HeadVerbs:
         **Memory**: the result, tokens · V.
         """
         hidden, weights = self._prepare(hidden)
-        z = _logits(hidden, weights)
-        if self.softcap is not None:
-            z = _capped(z, self.softcap)
-        return _without_padding(z, self.vocab_size)
+        return _logits(hidden, weights, self.softcap, self.vocab_size)
 
     def logprobs(
         self,
@@ -347,13 +345,23 @@ def _compute_dtype(hidden, weights):
         return jnp.result_type(*arrays)
 
 
-def _logits(hidden, weights):
+def _sharding_of_logits(arguments):
+    """As tokens are, and as the vocabulary is along the axes that shard no tokens."""
+    tokens, weights = spec_of(arguments["hidden"], 1), arguments["weights"]
+    vocabulary = spec_of(weights.W)[0 if weights.layout == "vd" else 1 :][:1]
+    return merged(tokens, (*(None,) * len(tokens), *vocabulary))
+
+
+@with_automatic_axes(_sharding_of_logits)
+def _logits(hidden, weights, softcap, vocab_size):
     """Exactly the operations of nnx.Linear and nn.Dense, so that no number differs."""
     contract = ((hidden.ndim - 1,), (1 if weights.layout == "vd" else 0,))
     z = lax.dot_general(hidden, weights.W.astype(hidden.dtype), (contract, ((), ())))
-    if weights.bias is None:
-        return z
-    return z + weights.bias.astype(z.dtype).reshape((1,) * (z.ndim - 1) + (-1,))
+    if weights.bias is not None:
+        z = z + weights.bias.astype(z.dtype).reshape((1,) * (z.ndim - 1) + (-1,))
+    if softcap is not None:
+        z = _capped(z, softcap)
+    return _without_padding(z, vocab_size)
 
 
 def _capped(z, softcap):
@@ -368,6 +376,7 @@ def _without_padding(z, vocab_size):
     return jnp.where(column < vocab_size, z, jnp.asarray(-jnp.inf, z.dtype))
 
 
+@with_automatic_axes(lambda _: PartitionSpec())
 def _count(labels, where):
     """Tokens neither masked nor padding; arguments have been checked by the verb."""
     counts = jnp.asarray(labels) >= 0
