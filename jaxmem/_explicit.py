@@ -1,7 +1,9 @@
-"""Verbs on meshes with explicit axes, along which the types of arrays are split.
+"""Meshes with explicit axes, along which the types of arrays say how they are sharded.
 
-jax would ask of every operation inside a verb how its result is sharded. So a verb runs
-with these axes automatic, as on any other mesh, and only its results get types again.
+jax would ask of every operation inside a verb how its result is sharded. So the verb
+runs with these axes automatic, as on any other mesh, and its results get such types
+again. In a `jax.shard_map` that binds only some axes, gradients are to be taken inside:
+jax cannot pass what the backward pass needs out of it and in again.
 """
 
 import functools
@@ -60,7 +62,7 @@ def _run_automatic(function, mesh, call, specs) -> Any:
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
     return jax.sharding.auto_axes(
         run, axes=explicit_axes(mesh), out_sharding=shardings
-    )(*(jnp.asarray(leaves[i]) for i in places))
+    )(*(_unmarked(jnp.asarray(leaves[i])) for i in places))
 
 
 def sharded_like(**sources: int) -> Callable[[Mapping[str, Any]], PartitionSpec]:
@@ -78,7 +80,7 @@ def spec_of(x: Any, after: int = 0) -> tuple:
     """What shards each axis of x, but for so many at its end; () if x is no array."""
     if not _is_array(x):
         return ()
-    spec, ndim = tuple(_type(x).spec), jnp.ndim(x)
+    spec, ndim = _type(x).spec.partitions, jnp.ndim(x)
     return (*spec, *(None,) * (ndim - len(spec)))[: max(ndim - after, 0)]
 
 
@@ -91,6 +93,18 @@ def merged(*specs: tuple) -> PartitionSpec:
         made.append(next(free, None))
         used.update(made[-1] or ())
     return PartitionSpec(*made)
+
+
+def _unmarked(x):
+    """x not `reduced` by its type, which asks for parts of a gradient yet to be summed.
+
+    XLA's partitioner fails on such parts of what the verbs return.
+    """
+    sharding = _type(x)
+    if not sharding.spec.reduced:
+        return x
+    spec = PartitionSpec(*sharding.spec.partitions)
+    return jax.sharding.reshard(x, NamedSharding(sharding.mesh, spec))
 
 
 def explicit_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:

@@ -106,7 +106,9 @@ def logprobs(
     check_vma=False jax sums hidden's gradient itself, rounded to hidden's type before.
     Without it, where `jax.jit` splits a program over devices, each takes as many tokens
     of all as they divide, those that it has first; W is gathered if it is in parts, and
-    its gradient summed over the devices, in W's type. (Explicit mesh axes: `parallel`.)
+    its gradient summed over the devices, in W's type. Along explicit mesh axes, the
+    result is sharded as labels are, or where these are not as hidden, and gradients as
+    what they are gradients of; outside of jit the operands are copied.
 
     Raises:
         TypeError: an argument of the wrong type; the message names it.

@@ -348,8 +348,9 @@ def _compute_dtype(hidden, weights):
 def _sharding_of_logits(arguments):
     """As tokens are, and as the vocabulary is along the axes that shard no tokens."""
     tokens, weights = spec_of(arguments["hidden"], 1), arguments["weights"]
-    vocabulary = spec_of(weights.W)[0 if weights.layout == "vd" else 1 :][:1]
-    return merged(tokens, (*(None,) * len(tokens), *vocabulary))
+    of_W = spec_of(weights.W)[0 if weights.layout == "vd" else 1 :][:1]
+    before = (None,) * len(tokens)
+    return merged(tokens, (*before, *of_W), (*before, *spec_of(weights.bias)))
 
 
 @with_automatic_axes(_sharding_of_logits)
