@@ -21,12 +21,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 def is_possible() -> bool:
     """Whether XLA is to partition what is traced now.
 
-    Inside `jax.shard_map` each device already has its own part; along explicit axes the
-    arrays' types say where they lie.
+    Inside `jax.shard_map` each device already has its own part.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    by_types = {AxisType.Manual, AxisType.Explicit} & set(mesh.axis_types)
-    return jax.device_count() > 1 and not by_types
+    return jax.device_count() > 1 and AxisType.Manual not in mesh.axis_types
 
 
 def by_tokens(run: Callable, given: Any, made: Any) -> Callable:
@@ -60,9 +58,12 @@ def _split(run, given, made, args):
     def flat(*leaves):
         return tuple(jax.tree.leaves(run(*tree.unflatten(leaves))))
 
+    made = tuple(zip(shapes, made_of_tokens, strict=True))
     split = custom_partitioning(flat)
     split.def_partition(
-        functools.partial(_partition, flat, shapes, of_tokens, made_of_tokens),
+        functools.partial(
+            _partition, flat, jax.sharding.get_abstract_mesh(), of_tokens, made
+        ),
         # Asked for only where the older partitioner is chosen.
         infer_sharding_from_operands=lambda mesh, arguments, results: tuple(
             NamedSharding(mesh, PartitionSpec()) for _ in results
@@ -86,18 +87,23 @@ def _fingerprint(run, args):
     return np.frombuffer(digest, np.int32)
 
 
-def _partition(flat, shapes, of_tokens, made_of_tokens, mesh, arguments, _):
+def _partition(flat, traced_on, of_tokens, made, mesh, arguments, _):
     """What XLA asks: (mesh, what a device does, where results and arguments lie)."""
+    made_of_tokens = [flag for _, flag in made]
     tokens = [x for x, flag in zip(arguments, of_tokens, strict=True) if flag]
     axes = _axes(mesh, tokens[0])
 
     def on_device(*leaves):
-        made = [
-            x if flag or not axes else lax.psum(x, axes)
-            for x, flag in zip(flat(*leaves), made_of_tokens, strict=True)
-        ]
-        # A type may follow from how many tokens there are.
-        return tuple(x.astype(like.dtype) for x, like in zip(made, shapes, strict=True))
+        # XLA asks while the caller's mesh is set, whose axes may be explicit.
+        with jax.sharding.use_abstract_mesh(traced_on):
+            results = [
+                x if flag or not axes else lax.psum(x, axes)
+                for x, flag in zip(flat(*leaves), made_of_tokens, strict=True)
+            ]
+            # A type may follow from how many tokens there are.
+            return tuple(
+                x.astype(like.dtype) for x, (like, _) in zip(results, made, strict=True)
+            )
 
     def placed(flags):
         parts, whole = PartitionSpec(axes or None), PartitionSpec()

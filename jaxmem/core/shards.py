@@ -56,17 +56,6 @@ def check_axis_name(axis_name) -> Shards | None:
     return Shards(axes, lax.axis_size(axes))
 
 
-def check_not_explicit(name: str, array) -> None:
-    """An array that no explicit mesh axis splits: such types are for `parallel`."""
-    if any(jax.typeof(array).sharding.spec):
-        raise NotImplementedError(
-            f"{name} is split by its type, {jax.typeof(array)}, which the mesh's "
-            "explicit axes ask for; jaxmem.sharding.parallel(verb, mesh, tokens=..., "
-            "vocab=...) takes such arrays, and the verbs themselves any arrays of a "
-            "mesh that is made with axis_types=(AxisType.Auto, ...)"
-        )
-
-
 def check_split(shards: Shards, name: str, array) -> None:
     """An array that jax knows to be whole, or the same part, on every shard."""
     same = [a for a in shards.axes if _is_checked(a) and a not in varying(array)]

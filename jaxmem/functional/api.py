@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from jaxmem.core.explicit_axes import sharded_like, with_automatic_axes
 from jaxmem.core.operands import output_dtype
 from jaxmem.core.options import AxisName, Chunk, HeadOptions, Layout
 from jaxmem.core.stats import TokenStats
@@ -13,6 +14,7 @@ from jaxmem.functional import arguments, rule
 from jaxmem.functional.vjp import StatisticsRule
 
 
+@with_automatic_axes(sharded_like(labels=0, hidden=1))
 def logprobs(
     hidden: ArrayLike,
     W: ArrayLike,
@@ -102,7 +104,9 @@ def logprobs(
     check_vma=False jax sums hidden's gradient itself, rounded to hidden's type before.
     Without it, where `jax.jit` splits a program over devices, each takes as many tokens
     of all as they divide, those that it has first; W is gathered if it is in parts, and
-    its gradient summed over the devices, in W's type. (Explicit mesh axes: `parallel`.)
+    its gradient summed over the devices, in W's type. Along explicit mesh axes, the
+    result is sharded as labels are, or where these are not as hidden, and gradients as
+    what they are gradients of; outside of jit the operands are copied.
 
     Raises:
         TypeError: an argument of the wrong type; the message names it.
@@ -130,6 +134,7 @@ def logprobs(
     return _run(call)["logprob"]
 
 
+@with_automatic_axes(sharded_like(labels=0, hidden=1))
 def token_stats(
     hidden: ArrayLike,
     W: ArrayLike,
@@ -182,6 +187,7 @@ def token_stats(
     return TokenStats(**_run(call))
 
 
+@with_automatic_axes(sharded_like(hidden=1))
 def entropy(
     hidden: ArrayLike,
     W: ArrayLike,
@@ -223,6 +229,7 @@ def entropy(
     return _run(call)["entropy"]
 
 
+@with_automatic_axes(sharded_like(labels=0, logits=1))
 def logprobs_from_logits(
     logits: ArrayLike,
     labels: ArrayLike,
@@ -262,6 +269,7 @@ def logprobs_from_logits(
     return _run(call)["logprob"]
 
 
+@with_automatic_axes(sharded_like(labels=0, logits=1))
 def token_stats_from_logits(
     logits: ArrayLike,
     labels: ArrayLike,

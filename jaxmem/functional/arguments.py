@@ -98,7 +98,6 @@ def read_head(
     hidden = checks.as_array(f"{prefix}hidden", hidden)
     W = checks.as_array(f"{prefix}W", W)
     checks.check_hidden(hidden, f"{prefix}hidden")
-    _shards.check_not_explicit(f"{prefix}hidden", hidden)
     layout = checks.check_layout(hidden, W, options.layout, prefix)
     bias = options.bias
     if bias is not None:

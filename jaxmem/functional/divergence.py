@@ -21,6 +21,7 @@ from jax.typing import ArrayLike
 
 from jaxmem.backends import xla
 from jaxmem.core import checks, partition, shards as _shards, stats as _stats
+from jaxmem.core.explicit_axes import sharded_like, with_automatic_axes
 from jaxmem.core.operands import cast, for_active_chunks, put, take
 from jaxmem.core.options import Chunk, HeadOptions, Layout
 from jaxmem.core.spec import Spec
@@ -82,6 +83,7 @@ class JSD:
         return -_ln_mixed(of_p, of_q, -log_ratio), -_ln_mixed(of_q, of_p, log_ratio)
 
 
+@with_automatic_axes(sharded_like(hidden=1, reference_hidden=1))
 def kl(
     hidden: ArrayLike,
     W: ArrayLike,
@@ -169,6 +171,7 @@ def kl(
     return _divergence("kl", KL(), hidden, W, reference, options)
 
 
+@with_automatic_axes(sharded_like(hidden=1, reference_hidden=1))
 def forward_kl(
     hidden: ArrayLike,
     W: ArrayLike,
@@ -215,6 +218,7 @@ def forward_kl(
     return _divergence("forward_kl", ForwardKL(), hidden, W, reference, options)
 
 
+@with_automatic_axes(sharded_like(hidden=1, reference_hidden=1))
 def jsd(
     hidden: ArrayLike,
     W: ArrayLike,

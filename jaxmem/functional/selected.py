@@ -16,6 +16,7 @@ from jax.typing import ArrayLike
 
 from jaxmem.backends import xla
 from jaxmem.core import checks, partition, shards as _shards, stats as _stats
+from jaxmem.core.explicit_axes import sharded_like, with_automatic_axes
 from jaxmem.core.operands import Head, cast, for_active_chunks, put, take
 from jaxmem.core.options import Chunk, HeadOptions, Layout
 from jaxmem.core.spec import Spec
@@ -23,6 +24,7 @@ from jaxmem.functional import arguments, rule
 from jaxmem.functional.rule import LoopRule
 
 
+@with_automatic_axes(sharded_like(ids=1, hidden=1))
 def selected_logprobs(
     hidden: ArrayLike,
     W: ArrayLike,
@@ -100,6 +102,7 @@ def selected_logprobs(
     return jnp.reshape(results, (*shape, ids.shape[-1]))
 
 
+@with_automatic_axes(sharded_like(labels=0, hidden=1))
 def support_logprobs(
     hidden: ArrayLike,
     W: ArrayLike,

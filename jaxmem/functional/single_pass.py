@@ -6,9 +6,11 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from jaxmem.core import checks, shards as _shards
+from jaxmem.core.explicit_axes import sharded_like, with_automatic_axes
 from jaxmem.core.options import AxisName, Chunk, HeadOptions, Layout
 from jaxmem.core.stats import TokenStats
 from jaxmem.functional import (
@@ -20,6 +22,12 @@ from jaxmem.functional import (
 from jaxmem.functional.vjp import LossRule
 
 
+def _shardings(arguments):
+    """Of the loss, and of every metric."""
+    return PartitionSpec(), sharded_like(labels=0, hidden=1)(arguments)
+
+
+@with_automatic_axes(_shardings)
 def token_loss(
     loss_fn: Callable,
     hidden: ArrayLike,
@@ -51,7 +59,9 @@ def token_loss(
             [C], or to `(losses, {name: [C]})`; C is a chunk on "xla", and on "hopper"
             what is kept at once. Each token's numbers must come from its own row.
             Traced once for a function object, as the body of `jax.lax.scan` is. It may
-            close over arrays, except those being differentiated.
+            close over arrays, except those being differentiated, and except those of a
+            mesh with explicit axes for use in control flow or custom derivatives:
+            these it takes as arguments of a `jax.tree_util.Partial`.
         hidden, W, labels: as in `logprobs`.
         per_token: what else the loss is made of, [...] or [..., K] each, of any real
             type: advantages, old log-probabilities. Differentiable where floats.
@@ -87,7 +97,7 @@ def token_loss(
     Raises:
         TypeError: also a loss_fn that is none, or returns something else.
         ValueError: also a per-token argument of another shape.
-        NotImplementedError: also a loss_fn that closes over what is differentiated.
+        NotImplementedError: also a loss_fn that closes over what it may not.
 
     >>> import jax, jax.numpy as jnp, jaxmem
     >>> def reinforce(stats, advantage):

@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer, eval_jaxpr
+from jax.sharding import AbstractMesh
 
-from jaxmem.core import shards as _shards
+from jaxmem.core import explicit_axes, shards as _shards
 from jaxmem.core.spec import Spec
 from jaxmem.core.stats import Cotangents, TokenStats
 from jaxmem.functional import loss_functions
@@ -76,11 +77,56 @@ def trace(
         return jax.tree.map(lambda x: x.astype(spec.stats_dtype), made)
 
     stats, rows = _stats_like(spec, n_rows), _examples(spec, n_rows, per_token)
-    jaxpr, made = jax.make_jaxpr(checked, return_shape=True)(stats, *rows)
-    operands = Operands(per_token, tuple(jaxpr.consts))
+    jaxpr, made = _jaxpr_of(checked, stats, *rows)
+    operands = Operands(per_token, tuple(map(explicit_axes.automatic, jaxpr.consts)))
     loss = Loss(n_rows, jaxpr.jaxpr, jax.tree.structure(made), _key(loss_fn, jaxpr))
     loss.fields, loss.closed = _dependence(loss, spec, operands)
     return loss, operands
+
+
+def _jaxpr_of(loss_fn, *examples):
+    """The jaxpr of loss_fn, all that it closes over among its constants; its result.
+
+    The verb runs where no axis is explicit, but loss_fn may close over arrays of a mesh
+    that has explicit axes. Its operations get no such types where no mesh is set, and
+    functions that it calls get none where they are traced as part of it.
+    """
+    make = jax.make_jaxpr(loss_fn, return_shape=True)
+    if jax.sharding.get_abstract_mesh().manual_axes:
+        return make(*examples)
+    try:
+        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+            jaxpr, made = make(*examples)
+            inner = list(_inner_consts(jaxpr.jaxpr))
+            if inner or any(map(explicit_axes.is_typed, jaxpr.consts)):
+                with jax.disable_jit():
+                    jaxpr, made = make(*examples)
+    except Exception as error:
+        if type(error).__name__ != "ShardingTypeError":
+            raise
+        raise _closes_over_types() from error
+    _check_calls(jaxpr.jaxpr)
+    return jaxpr, made
+
+
+def _check_calls(jaxpr):
+    """No function within it whose own jaxpr has types of explicit axes."""
+    for equation in jaxpr.eqns:
+        values = (*equation.invars, *equation.outvars)
+        types = (x.aval.sharding.mesh for x in values)
+        if any(map(explicit_axes.explicit_axes, types)) and any(
+            map(_is_jaxpr, jax.tree.leaves(equation.params, is_leaf=_is_jaxpr))
+        ):
+            raise _closes_over_types()
+
+
+def _closes_over_types():
+    return NotImplementedError(
+        "jaxmem: loss_fn closes over an array of a mesh with explicit axes, and uses "
+        "it in control flow, in a function with a derivative of its own, or where it "
+        "is split; pass it as a per-token argument (broadcast to labels' shape), or "
+        "as an argument of a jax.tree_util.Partial, as in Partial(loss_fn, array)"
+    )
 
 
 def evaluate(

@@ -15,6 +15,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jaxmem.backends import choose
 from jaxmem.core import checks
+from jaxmem.core.explicit_axes import merged, spec_of, with_automatic_axes
 from jaxmem.core.options import AxisName, Chunk, Layout
 from jaxmem.core.stats import TokenStats
 from jaxmem.functional import api
@@ -102,10 +103,7 @@ class HeadVerbs:
         **Memory**: the result, tokens · V.
         """
         hidden, weights = self._prepare(hidden)
-        z = _logits(hidden, weights)
-        if self.softcap is not None:
-            z = _capped(z, self.softcap)
-        return _without_padding(z, self.vocab_size)
+        return _logits(hidden, weights, self.softcap, self.vocab_size)
 
     def logprobs(
         self,
@@ -350,13 +348,24 @@ def _compute_dtype(hidden, weights):
         return jnp.result_type(*arrays)
 
 
-def _logits(hidden, weights):
+def _sharding_of_logits(arguments):
+    """As tokens are, and as the vocabulary is along the axes that shard no tokens."""
+    tokens, weights = spec_of(arguments["hidden"], 1), arguments["weights"]
+    of_W = spec_of(weights.W)[0 if weights.layout == "vd" else 1 :][:1]
+    before = (None,) * len(tokens)
+    return merged(tokens, (*before, *of_W), (*before, *spec_of(weights.bias)))
+
+
+@with_automatic_axes(_sharding_of_logits)
+def _logits(hidden, weights, softcap, vocab_size):
     """Exactly the operations of nnx.Linear and nn.Dense, so that no number differs."""
     contract = ((hidden.ndim - 1,), (1 if weights.layout == "vd" else 0,))
     z = lax.dot_general(hidden, weights.W.astype(hidden.dtype), (contract, ((), ())))
-    if weights.bias is None:
-        return z
-    return z + weights.bias.astype(z.dtype).reshape((1,) * (z.ndim - 1) + (-1,))
+    if weights.bias is not None:
+        z = z + weights.bias.astype(z.dtype).reshape((1,) * (z.ndim - 1) + (-1,))
+    if softcap is not None:
+        z = _capped(z, softcap)
+    return _without_padding(z, vocab_size)
 
 
 def _capped(z, softcap):

@@ -5,9 +5,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from jaxmem.core import checks
+from jaxmem.core.explicit_axes import with_automatic_axes
 from jaxmem.losses.ratios import as_tokens, kl_k1, kl_k3
 
 
@@ -35,6 +37,7 @@ class MismatchReport(NamedTuple):
     k3: jax.Array
 
 
+@with_automatic_axes(lambda _: PartitionSpec())
 def mismatch_report(
     train_logp: ArrayLike, rollout_logp: ArrayLike, where: ArrayLike | None = None
 ) -> MismatchReport:

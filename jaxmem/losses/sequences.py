@@ -15,6 +15,7 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from jaxmem.core import checks
+from jaxmem.core.explicit_axes import sharded_like, with_automatic_axes
 from jaxmem.losses.ratios import (
     Coefficient,
     as_coefficient,
@@ -22,6 +23,7 @@ from jaxmem.losses.ratios import (
 )
 
 
+@with_automatic_axes(sharded_like(values=1, segment_ids=1))
 def sequence_sum(
     values: ArrayLike,
     segment_ids: ArrayLike,
@@ -66,6 +68,7 @@ def sequence_sum(
     return jnp.where(unknown.any(-1, keepdims=True), jnp.nan, sums)
 
 
+@with_automatic_axes(sharded_like(logprob=0, old_logprob=0, segment_ids=0))
 def sequence_log_ratio(
     logprob: ArrayLike,
     old_logprob: ArrayLike,
@@ -101,6 +104,7 @@ def sequence_log_ratio(
     return lax.stop_gradient(total / jnp.maximum(count, 1))
 
 
+@with_automatic_axes(sharded_like(segment_ids=0))
 def sequence_mean_weights(
     segment_ids: ArrayLike,
     *,
@@ -144,6 +148,7 @@ def sequence_mean_weights(
     return share / jnp.maximum(jnp.asarray(sequences).astype(share.dtype), 1)
 
 
+@with_automatic_axes(sharded_like(rewards=0, group_ids=0))
 def grpo_advantages(
     rewards: ArrayLike,
     group_ids: ArrayLike | None = None,
@@ -199,6 +204,7 @@ def grpo_advantages(
     return deviation / (std + epsilon)
 
 
+@with_automatic_axes(sharded_like(rewards=0, group_ids=0))
 def rloo_advantages(
     rewards: ArrayLike,
     group_ids: ArrayLike | None = None,

@@ -7,6 +7,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from jaxmem.core import checks
+from jaxmem.core.explicit_axes import sharded_like, with_automatic_axes
 from jaxmem.core.options import Layout
 from jaxmem.functional import arguments
 from jaxmem.losses.ratios import Coefficient, as_coefficient, as_tokens
@@ -101,6 +102,7 @@ def label_smoothing(
     return -(1 - smoothing) * lp - smoothing * mean
 
 
+@with_automatic_axes(sharded_like(hidden=1))
 def mean_logit(
     hidden: ArrayLike,
     W: ArrayLike,

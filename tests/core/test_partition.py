@@ -184,17 +184,6 @@ def test_not_where_devices_have_their_own_parts_already():
     assert seen == [False]
 
 
-@pytest.mark.parametrize("verb", [logprobs, kl, from_logits])
-def test_types_that_say_where_arrays_lie_are_for_parallel(verb):
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
-    h, W, y, a = problem()
-    with jax.set_mesh(mesh):
-        h, a, y = jax.device_put((h, a, y), NamedSharding(mesh, P("data")))
-        W = jax.device_put(W, NamedSharding(mesh, P()))
-        with pytest.raises(NotImplementedError, match="data.*sharding.parallel"):
-            jax.eval_shape(verb, h, W, y, a)
-
-
 def test_a_mesh_in_the_context_changes_nothing(quick_compilation):
     h, W, y, a = place("tensor")
     with jax.set_mesh(h.sharding.mesh):
