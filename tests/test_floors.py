@@ -72,6 +72,8 @@ FLOORS = {
     "jaxmem.train.ulysses": 5,
     "jaxmem.train.cache": 5,
     "jaxmem.train.positions": 5,
+    "jaxmem.train.attention": 5,
+    "jaxmem.train.norms": 5,
     "jaxmem.train.lora": 5,
     "jaxmem.train.layers": 5,
     "jaxmem.train.model": 5,

@@ -309,11 +309,16 @@ def test_blocks_that_cannot_be(h):
         remat.scan_blocks(block, uneven, h, "full")
 
 
-def test_options_for_the_compiler_only_where_something_is_offloaded():
-    assert remat.compiler_options("full") == remat.compiler_options(None) == {}
-    assert "xla_gpu_enable_pipelined_host_offloading" in remat.compiler_options(
-        "offload_block"
-    )
+def test_options_for_the_compiler_follow_from_the_policy():
+    apart = {"xla_gpu_enable_dynamic_slice_fusion": False}
+    assert remat.compiler_options("full") == {}
+    for saves in (None, "none", "dots", "save_attention"):
+        assert remat.compiler_options(saves) == apart
+        assert remat.compiler_options(saves, unroll=True) == {}
+    options = remat.compiler_options("offload_block")
+    assert "xla_gpu_enable_pipelined_host_offloading" in options
+    assert not apart.keys() & options.keys()
+    jax.jit(jnp.sin, compiler_options=apart)(1.0)  # XLA refuses unknown options
 
 
 def program(host=0, temp=0, text="S(5)", devices=1):

@@ -20,6 +20,9 @@ class RematConfig:
     # a preset of jaxmem.remat; or "fit": the fastest policy that memory_limit allows
     policy: str = "full"
     last: int = 0  # blocks at the end that keep all they make; "fit" chooses it too
+    # compile the blocks one after the other instead of a loop: faster steps where much
+    # is saved, longer compilation
+    unroll: bool = False
     # of policy "fit": GiB of the device that training may take, or "auto": all it has
     memory_limit: Literal["auto"] | float | None = None
 
@@ -35,6 +38,7 @@ class RematConfig:
                 f"RematConfig.last={self.last} does not go with policy="
                 f"{self.policy!r}, which {does}: leave it 0"
             )
+        self._check_unroll()
         limit, fits = self.memory_limit, self.policy == "fit"
         if fits == (limit is None):
             raise ValueError(
@@ -43,6 +47,15 @@ class RematConfig:
             )
         if isinstance(limit, int | float):
             check_field(self, "memory_limit", limit > 0, "above 0")
+
+    def _check_unroll(self):
+        made = None if self.policy == "fit" else remat.preset(self.policy)
+        if self.unroll and (self.policy == "fit" or (made and made.offload)):
+            does = "may offload" if self.policy == "fit" else "offloads"
+            raise ValueError(
+                f"RematConfig.unroll=True does not go with policy={self.policy!r}, "
+                f"which {does}: that needs the blocks in a loop"
+            )
 
     def check_layers(self, layers: int) -> None:
         """Refuse to keep more blocks whole than there are others.

@@ -13,7 +13,6 @@ from flax import nnx
 from rich.console import Console
 
 import jaxmem
-from jaxmem import remat
 from jaxmem.train import tasks
 from jaxmem.train.data import Batch
 from jaxmem.train.mesh import Layout, as_stored
@@ -181,8 +180,7 @@ class PolicyProgram(DecoderProgram):
         """Trace the same."""
         sums, made = self._sums(), self.micro_batch(shape)
         normalizer = self.layout.whole(jax.ShapeDtypeStruct((), jnp.float32))
-        options = remat.compiler_options(self.policy)
-        options = options or self.layout.compiler_options()
+        options = self.compiler_options
         jitted = self.layout.jit(
             self.gradients(head), sums, donate_argnums=2, compiler_options=options
         )

@@ -14,7 +14,6 @@ import tokenizers
 from flax import nnx
 from rich.console import Console
 
-from jaxmem import remat
 from jaxmem.train import data, metrics, processes, starting, streams
 from jaxmem.train.data import Batch
 from jaxmem.train.loop import RunConfig as RunConfig
@@ -178,8 +177,7 @@ class Program(DecoderProgram):
     def trace_step(self, head: HeadConfig, packed: bool = True) -> jax.stages.Traced:
         """Trace the train step; its gradients alone where the moments are streamed."""
         ids = jax.ShapeDtypeStruct((self.config.run.accumulate, *self._rows), jnp.int32)
-        options = remat.compiler_options(self.policy)
-        options = options or self.layout.compiler_options()
+        options = self.compiler_options
         segments: Any = ids if packed else None
         batch: Any = Batch(ids, ids, segments, ids)  # pyright: ignore
         batch = self.layout.of_tokens(batch)
