@@ -38,6 +38,9 @@ from jaxmem._remat_policy import PRESETS as PRESETS
 from jaxmem._remat_policy import Policy as Policy
 from jaxmem._remat_policy import policy as policy
 from jaxmem._remat_policy import preset as preset
+from jaxmem._residuals import Residual as Residual
+from jaxmem._residuals import Residuals as Residuals
+from jaxmem._residuals import residuals as residuals
 from jaxmem._traced import host_bytes as host_bytes
 
 # Gradients of what a scan offloads are silently wrong there, openxla/xla#46231.
@@ -49,10 +52,10 @@ def name(x: Any, label: str) -> Any:
     return jax.tree.map(lambda leaf: checkpoint_name(leaf, label), x)
 
 
-# Whether XLA cannot merge what a part of a block recomputes with what the forward pass
-# computed: in a loop, or where the whole block is recomputed. A barrier between them
-# would only stop fusions.
-_kept_apart = contextvars.ContextVar("_kept_apart", default=False)
+# What is around that which is traced: "loop", where XLA cannot merge what a part of a
+# block recomputes with what the forward pass computed; "policy", which decides alone
+# what is kept; or "", where only a barrier keeps XLA from merging both.
+_around = contextvars.ContextVar("_around", default="")
 
 
 def recompute(
@@ -62,7 +65,8 @@ def recompute(
 
     For a part of a block whose recomputation costs less than what it would keep: a
     norm, say, and the products that read its result. Products whose results only leave
-    the part are not recomputed, as no gradient needs them.
+    the part are not recomputed, as no gradient needs them. Inside of a block with a
+    policy it is fn itself: the policy decides.
 
     Args:
         fn: any function of arrays; what it closes over counts as its arguments.
@@ -75,7 +79,9 @@ def recompute(
     Array(1., dtype=float32, weak_type=True)
     """
     chosen = policy(save=save, known=known)
-    return jax.checkpoint(fn, policy=chosen, prevent_cse=not _kept_apart.get())
+    if _around.get() == "policy":
+        return fn
+    return jax.checkpoint(fn, policy=chosen, prevent_cse=_around.get() != "loop")
 
 
 def block(
@@ -104,12 +110,14 @@ def block(
                 "remat.scan_blocks, or a policy that saves instead"
             )
 
+    around = "policy" if chosen is not None else "loop" if scanned else ""
+
     def named(h, *rest):
-        token = _kept_apart.set(scanned or chosen is not None)
+        token = _around.set(around)
         try:
             return fn(name(h, "block_in"), *rest)
         finally:
-            _kept_apart.reset(token)
+            _around.reset(token)
 
     if chosen is None:
         return named

@@ -56,6 +56,7 @@ FLOORS = {
     "jaxmem.sharding": 4,
     "jaxmem._remat_policy": 4,
     "jaxmem._traced": 4,
+    "jaxmem._residuals": 4,
     "jaxmem._fit": 4,
     "jaxmem.remat": 4,
     "jaxmem.offload": 4,

@@ -19,6 +19,7 @@ class RematConfig:
 
     # a preset of jaxmem.remat; or "fit": the fastest policy that memory_limit allows
     policy: str = "full"
+    save: tuple[str, ...] = ()  # names (jaxmem.remat.NAMES) kept besides
     last: int = 0  # blocks at the end that keep all they make; "fit" chooses it too
     # compile the blocks one after the other instead of a loop: faster steps where much
     # is saved, longer compilation
@@ -32,12 +33,17 @@ class RematConfig:
         wanted = f"one of {', '.join(map(repr, known))}"
         check_field(self, "policy", self.policy in known, wanted)
         check_field(self, "last", self.last >= 0, "0 or more")
-        if self.last and self.policy in ("none", "fit"):
-            does = "chooses it" if self.policy == "fit" else "keeps all blocks whole"
-            raise ValueError(
-                f"RematConfig.last={self.last} does not go with policy="
-                f"{self.policy!r}, which {does}: leave it 0"
-            )
+        remat.policy(save=self.save)  # names that no block gives are refused
+        for name in ("last", "save"):
+            value = getattr(self, name)
+            if value and self.policy in ("none", "fit"):
+                does = (
+                    "chooses it" if self.policy == "fit" else "keeps all blocks whole"
+                )
+                raise ValueError(
+                    f"RematConfig.{name}={value} does not go with policy="
+                    f"{self.policy!r}, which {does}: leave it {type(value)()}"
+                )
         self._check_unroll()
         limit, fits = self.memory_limit, self.policy == "fit"
         if fits == (limit is None):
@@ -73,7 +79,8 @@ class RematConfig:
     def start(self) -> remat.Policy | None:
         """The policy to begin with; `fit` replaces it where it is to be chosen."""
         made = remat.preset("full" if self.policy == "fit" else self.policy)
-        return made if made is None else made | remat.policy(last=self.last)
+        more = remat.policy(save=self.save, last=self.last)
+        return made if made is None else made | more
 
     def fit(
         self,
