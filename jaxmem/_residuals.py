@@ -55,15 +55,15 @@ class Residuals:
         return self.nbytes / self.tokens
 
     def __str__(self):
-        rows = [
-            (each.name, f"{each.dtype}{list(each.shape)}", each.nbytes / self.tokens)
-            for each in self.entries
+        kinds = [f"{each.dtype}{list(each.shape)}" for each in self.entries]
+        left = max([5, *(len(each.name) for each in self.entries)])
+        middle = max([0, *map(len, kinds)])
+        lines = [
+            f"{each.name:{left}}  {kind:{middle}}  {each.nbytes / self.tokens:12,.1f}"
+            for each, kind in zip(self.entries, kinds, strict=True)
         ]
-        rows.append(("total", "", self.bytes_per_token))
-        name, kind = (max(len(row[i]) for row in rows) for i in range(2))
-        return "\n".join(
-            f"{a:{name}}  {b:{kind}}  {c:12,.1f} bytes/token" for a, b, c in rows
-        )
+        lines.append(f"{'total':{left}}  {'':{middle}}  {self.bytes_per_token:12,.1f}")
+        return "\n".join(f"{line} bytes/token" for line in lines)
 
 
 def residuals(block: Callable, h: Any, *rest: Any) -> Residuals:

@@ -1,4 +1,4 @@
-"""What a block keeps for its backward pass, by name, shape, type and bytes per token."""
+"""What a block keeps for its backward pass: names, shapes, types, bytes per token."""
 
 import jax
 import jax.numpy as jnp
@@ -20,15 +20,9 @@ def listed(kept):
 
 def test_names_shapes_types_and_bytes_per_token():
     kept = remat.residuals(block, H, W)
-    assert (
-        listed(kept)
-        == {
-            ("block_in", (2, 8, 4), "bfloat16"),
-            ("tanh", (2, 8, 4), "bfloat16"),
-            ("one_minus_square", (2, 8, 4), "bfloat16"),
-        }
-        or len(kept.entries) == 3
-    )  # tanh's derivative has had several forms
+    # And a form of tanh's derivative that depends on jax's version.
+    shape = (2, 8, 4), "bfloat16"
+    assert {("block_in", *shape), ("tanh", *shape)} < listed(kept)
     assert kept.tokens == 16
     assert kept.nbytes == 3 * 2 * 16 * 4
     assert kept.bytes_per_token == 24
@@ -55,8 +49,9 @@ def test_each_array_counts_once_and_arguments_but_the_first_do_not():
     names = [each.name for each in kept]
     assert names.count("x") == 1
     assert names.count("block_in") <= 1
-    closed = remat.residuals(lambda h: block(h, jnp.ones((4, 4), jnp.bfloat16)), H)
-    assert closed.nbytes == remat.residuals(block, H, W).nbytes
+    frozen = jnp.ones((4, 4), jnp.bfloat16)
+    kept = remat.residuals(lambda h: remat.block(block, "full")(h, frozen), H)
+    assert listed(kept) == {("block_in", (2, 8, 4), "bfloat16")}
 
 
 def test_inside_of_nested_functions():
