@@ -97,6 +97,7 @@ FLOORS = {
     "jaxmem.train.metrics": 5,
     "jaxmem.train.loop": 5,
     "jaxmem.train.starting": 5,
+    "jaxmem.train.mfu": 5,
     "jaxmem.train.sft": 5,
     "jaxmem.train.rollouts": 5,
     "jaxmem.train.policy": 5,

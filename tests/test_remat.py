@@ -291,11 +291,21 @@ def test_names_of_ones_own():
     assert remat.policy(save=["mine"], known=["mine"]).save == ("mine",)
 
 
+@pytest.mark.parametrize("name, last", [("none", 0), ("full", 0), ("dots", 2)])
+def test_without_a_loop(name, last, h, want):
+    policy = whole(name, last) if last else name
+    run = gradient(policy, unroll=True)
+    assert_close(run(weights(), h), want)
+    assert "stablehlo.while" not in run.lower(weights(), h).as_text()
+
+
 def test_blocks_that_cannot_be(h):
     with pytest.raises(ValueError, match="must be one of 'none', 'full'.*got 'half'"):
         remat.block(block, "half")
     with pytest.raises(ValueError, match="needs blocks in one jax.lax.scan"):
         remat.block(block, "offload_block", scanned=False)
+    with pytest.raises(ValueError, match="needs blocks in one jax.lax.scan"):
+        remat.scan_blocks(block, weights(), h, "offload_block", unroll=True)
     with pytest.raises(ValueError, match="group must divide the 4 blocks, got 3"):
         remat.scan_blocks(block, weights(), h, "full", group=3)
     for policy, group in ((remat.policy(last=4), 1), (LAST_WHOLE, 2)):

@@ -20,6 +20,7 @@ from jaxmem.train.loop import RunConfig as RunConfig
 from jaxmem.train.loop import open_run
 from jaxmem.train.mesh import as_stored
 from jaxmem.train.metrics import HeadCost, StepMetrics
+from jaxmem.train.mfu import flops_per_token, peak_of
 from jaxmem.train.model import Decoder, HeadConfig, head_loss
 from jaxmem.train.optimizer import OptimizerConfig as OptimizerConfig
 from jaxmem.train.optimizer import join_weights, learning_rate_schedule
@@ -195,6 +196,21 @@ class Program(DecoderProgram):
         with self.layout.context():
             return jitted.trace(given, self.frozen_shapes, batch)
 
+    def mfu(self, tokens_per_second: float) -> float | None:
+        """Model FLOPs utilisation (`jaxmem.train.mfu`); None on an unknown device."""
+        mesh = self.layout.mesh
+        devices = jax.devices()[:1] if mesh is None else list(mesh.devices.flat)
+        peak = peak_of(devices[0], self.model_config.dtype)
+        if peak is None:
+            return None
+        flops = flops_per_token(
+            self.model_config,
+            self.state_shapes.params,
+            self.frozen_shapes,
+            self._rows[1],
+        )
+        return tokens_per_second * flops / (peak * len(devices))
+
     def evaluate(
         self, params: optax.Params, frozen: dict, batches: Iterator[Batch]
     ) -> float:
@@ -266,7 +282,8 @@ class _Job:
         numbers = jax.device_get(numbers)
         seconds = time.perf_counter() - start
         learning_rate = self._program.schedule(number - 1)
-        return state, _step_metrics(number, numbers, learning_rate, seconds)
+        mfu = self._program.mfu(taken.tokens.size / seconds)
+        return state, _step_metrics(number, numbers, learning_rate, seconds, mfu)
 
 
 def train(
@@ -327,7 +344,11 @@ def _micro_batches(batches: Iterator[Batch], count: int) -> Batch:
 
 
 def _step_metrics(
-    step: int, numbers: dict[str, np.ndarray], learning_rate: Any, seconds: float
+    step: int,
+    numbers: dict[str, np.ndarray],
+    learning_rate: Any,
+    seconds: float,
+    mfu: float | None,
 ) -> StepMetrics:
     tokens = int(numbers["tokens"])
     return StepMetrics(
@@ -338,6 +359,7 @@ def _step_metrics(
         grad_norm=float(numbers["grad_norm"]),
         learning_rate=float(learning_rate),
         seconds=seconds,
+        mfu=mfu,
     )
 
 

@@ -55,8 +55,18 @@ def test_one_json_object_a_step_and_every_bit_of_the_loss(tmp_path):
         "grad_norm": 1.25,
         "learning_rate": 1e-3,
         "seconds": 0.64,
+        "mfu": None,
     }
     assert metrics.read_history(writer.path) == [step_metrics(1, loss)]
+    assert "MFU" not in step_metrics(1).line
+    assert step_metrics(1)._replace(mfu=0.456).line.endswith("tokens/s  MFU 45.6%")
+
+
+def test_lines_of_a_run_from_before_a_field(tmp_path):
+    old = {k: v for k, v in step_metrics(1)._asdict().items() if k != "mfu"}
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(json.dumps(old) + "\n")
+    assert metrics.read_history(path) == [step_metrics(1)]
 
 
 def test_resuming_drops_what_comes_after_the_restored_step(tmp_path):

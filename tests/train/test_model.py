@@ -289,7 +289,9 @@ def test_attention_in_float16_needs_a_gpu():
         decoder(dtype="float16", layers=1)(tokens, tokens + 1, tokens)
 
 
-@pytest.mark.parametrize("name", ["dots", "save_attention", "offload_attention"])
+@pytest.mark.parametrize(
+    "name", ["dots", "dots_and_attention", "save_attention", "offload_attention"]
+)
 def test_a_remat_preset_changes_no_number(name):
     """And sends what it says to the host, once in the loop over blocks."""
     results = {}
@@ -305,6 +307,21 @@ def test_a_remat_preset_changes_no_number(name):
     text = gradient.trace(weights).lower(lowering_platforms=("cuda",)).as_text()
     sent = text.count('_xla_buffer_placement = "pinned_host"')
     assert sent == {"offload_attention": len(remat.PRESETS[name].offload)}.get(name, 0)
+
+
+@pytest.mark.parametrize("policy", ["none", "full"])
+def test_blocks_without_a_loop_change_no_number(policy):
+    changes = dict(pattern=("local", "global"), window=4, qk_norm=True, layers=3)
+    config = dataclasses.replace(SMALL, **changes)
+    results, loops = [], []
+    for unroll in (False, True):
+        model = Decoder(config, policy=policy, unroll=unroll, rngs=nnx.Rngs(0))
+        definition, weights = parameters(model)
+        gradient = jax.jit(jax.grad(loss_of(definition)))
+        results.append(gradient(weights))
+        loops.append(gradient.lower(weights).as_text().count("stablehlo.while"))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), *results)
+    assert loops[0] - loops[1] == 2  # forward and backward
 
 
 @pytest.mark.parametrize(
