@@ -45,6 +45,8 @@ def build(model, length, mode):
     made = made.to(torch.bfloat16).train()
     if mode.startswith("checkpoint"):
         made.gradient_checkpointing_enable({"use_reentrant": False})
+    # A layer's number is an attribute of it, for which torch may compile it again.
+    torch._dynamo.config.recompile_limit = 4 * model.layers
     for layer in made.layers if mode != "checkpoint" else []:
         parts = [layer] if mode == "compiled" else [layer.self_attn, layer.mlp]
         for part in parts:
