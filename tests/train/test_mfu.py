@@ -21,7 +21,8 @@ MATRICES = 28 * 1024 * (2 * 2048 + 2 * 1024 + 3 * 3072)
 def flops(config, trainable=None, length=4096):
     decoder = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
     weights = nnx.to_pure_dict(nnx.split(decoder)[1])
-    return mfu.flops_per_token(config, *split_weights(weights, trainable), length)
+    parts = jax.eval_shape(lambda w: split_weights(w, trainable), weights)
+    return mfu.flops_per_token(config, *parts, length)
 
 
 def test_flops_of_qwen3_0_6b():
