@@ -64,9 +64,19 @@ def _attention(query, key, value, sight, scale, softcap):
 
 def _forward(query, key, value, sight, scale, softcap):
     scores = _scores(query, key, sight, scale, softcap)
-    lse = jax.nn.logsumexp(scores, axis=-1)  # f32 [B, kv_heads, group, T]
-    weights = jnp.exp(scores - lse[..., None]).astype(value.dtype)
-    out = jnp.einsum("bkgqt,btkd->bqkgd", weights, value).reshape(query.shape)
+    largest = jnp.max(scores, axis=-1, keepdims=True)  # finite: a query sees itself
+    weights = jnp.exp(scores - largest)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    lse = (largest + jnp.log(total))[..., 0]  # f32 [B, kv_heads, group, T]
+    out = jnp.einsum(
+        "bkgqt,btkd->bkgqd",
+        weights.astype(value.dtype),
+        value,
+        preferred_element_type=jnp.float32,
+    )
+    # Divided here, where there are head_dim numbers a query and not T.
+    out = jnp.einsum("bkgqd->bqkgd", (out / total).astype(query.dtype))
+    out = out.reshape(query.shape)
     out, lse = remat.name(out, "attn_out"), remat.name(lse, "attn_lse")
     return out, (query, key, value, sight, out, lse)
 
