@@ -5,7 +5,6 @@ tensor of the size of the vocabulary cannot be built by accident.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -18,11 +17,12 @@ from jaxmem import remat
 from jaxmem.core.fields import check_field
 from jaxmem.heads.nnx import LMHead
 from jaxmem.models import kv_cache, layers, lora, partitioning as mesh
-from jaxmem.models.config import ModelConfig as ModelConfig
+from jaxmem.models.config import KINDS, ModelConfig as ModelConfig
 from jaxmem.models.positions import (
     Ids,
+    Rope,
+    Sight,
     by_kind,
-    document_mask,
     layer_kinds,
     rope_frequencies,
     rope_tables,
@@ -111,6 +111,8 @@ class Decoder(nnx.Module):
       head: options of the head; its implementation matters to `head_loss` only.
       policy: what each block's backward pass finds, a `remat.Policy`, the name of a
         preset, or None for all that the forward pass makes.
+      unroll: whether the blocks are traced one after the other, as in
+        `remat.scan_blocks`; compile time then grows with depth.
       rngs: source of the initial weights.
     """
 
@@ -120,6 +122,7 @@ class Decoder(nnx.Module):
         head: HeadConfig | None = None,
         policy: remat.Policy | str | None = "full",
         *,
+        unroll: bool = False,
         rngs: nnx.Rngs,
     ):
         @nnx.split_rngs(splits=config.layers)
@@ -131,7 +134,7 @@ class Decoder(nnx.Module):
         self.blocks = stacked_blocks(rngs)
         self.norm = layers.rms_norm(config, config.hidden, rngs)
         self.head = _head(config, head or HeadConfig(), self.embed, rngs)
-        self.config, self.policy = config, policy
+        self.config, self.policy, self.unroll = config, policy, unroll
 
     def __call__(
         self, tokens: Ids, segment_ids: Ids | None, positions: Ids
@@ -149,7 +152,7 @@ class Decoder(nnx.Module):
           Hidden states [B, T, hidden] in the compute dtype.
         """
         x = self._embed(tokens)
-        sight = self._sights(positions, self._visible(tokens, segment_ids))
+        sight = self._sights(positions, self._documents(tokens, segment_ids))
         # Plain arrays go into the scan: a module made outside must not be used inside.
         definition, weights = nnx.split(self.blocks)
 
@@ -159,7 +162,8 @@ class Decoder(nnx.Module):
             return nnx.merge(definition, layer_weights)(x, *sight(kind))
 
         stack = weights, layer_kinds(self.config)
-        return self.norm(remat.scan_blocks(block, stack, x, self.policy))
+        x = remat.scan_blocks(block, stack, x, self.policy, unroll=self.unroll)
+        return self.norm(x)
 
     def prefill(
         self, prompts: Ids, lengths: Ids, max_length: int
@@ -189,7 +193,7 @@ class Decoder(nnx.Module):
         filled = jnp.arange(width) < lengths[:, None]
         positions = jnp.broadcast_to(jnp.arange(width), (rows, width))
         x = self._embed(jnp.where(filled, prompts, 0))
-        sight = self._sights(positions, functools.partial(document_mask, filled))
+        sight = self._sights(positions, self._documents(prompts, filled))
         possible = (lengths >= 1) & (lengths <= width)
         x = jnp.where(possible[:, None, None], x, jnp.nan)
         definition, weights = nnx.split(self.blocks)
@@ -223,7 +227,8 @@ class Decoder(nnx.Module):
         """
         tokens = jnp.asarray(tokens)[:, None]
         x = self._embed(tokens)
-        sight = self._sights(cache.lengths[:, None], cache.seen)
+        seen = by_kind(self.config, lambda kind: cache.seen(self._window(kind)))
+        sight = self._sights(cache.lengths[:, None], seen)
         definition, weights = nnx.split(self.blocks)
 
         def block(x, of_layer):
@@ -269,25 +274,39 @@ class Decoder(nnx.Module):
             x = x * jnp.asarray(self.config.hidden**0.5, x.dtype)
         return x
 
-    def _visible(self, tokens: Ids, segment_ids: Ids | None) -> Callable:
-        if segment_ids is None and "local" not in self.config.pattern:
-            return lambda window: None
+    def _window(self, kind: str) -> int | None:
+        return self.config.window if kind == "local" else None
+
+    def _documents(
+        self, tokens: Ids, segment_ids: Ids | None
+    ) -> Callable[[Any], Sight]:
+        """A layer's entry of `layer_kinds` to what its queries see."""
+        if "local" not in self.config.pattern:
+            return lambda kind: Sight(segment_ids)
         if segment_ids is None:
             segment_ids = jnp.zeros_like(tokens)
-        return functools.partial(document_mask, segment_ids)
+        # A number even where all is seen: layers of one loop differ in it alone.
+        widest = tokens.shape[1]
+        window = by_kind(
+            self.config, lambda kind: jnp.asarray(self._window(kind) or widest)
+        )
+        return lambda kind: Sight(segment_ids, window(kind))
 
-    def _sights(self, positions: Ids, visible: Callable) -> Callable[[Any], tuple]:
-        """A layer's entry of `layer_kinds` to its mask, and its tables of angles.
+    def _sights(
+        self, positions: Ids, visible: Callable[[Any], Any]
+    ) -> Callable[[Any], tuple[Any, Rope]]:
+        """A layer's entry of `layer_kinds` to what it sees, and its angles' tables."""
 
-        `visible` makes the mask of a window.
-        """
+        def tables(kind: str) -> tuple[jax.Array, jax.Array]:
+            return rope_tables(positions, rope_frequencies(self.config, kind))
 
-        def make(kind: str) -> tuple:
-            frequencies = rope_frequencies(self.config, kind)
-            mask = visible(self.config.window if kind == "local" else None)
-            return mask, rope_tables(positions, frequencies)
-
-        return by_kind(self.config, make)
+        kinds = dict.fromkeys(self.config.pattern)
+        if len(kinds) == 1:
+            only = tables(*kinds)
+            return lambda kind: (visible(kind), only)
+        # Chosen from where they are used: a loop would keep what each layer has chosen.
+        stacked = jax.tree.map(lambda *each: jnp.stack(each), *map(tables, KINDS))
+        return lambda kind: (visible(kind), (*stacked, kind))
 
 
 def head_loss(

@@ -5,12 +5,18 @@ import functools
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 
 from jaxmem import remat
-from jaxmem.models import kv_cache, lora, partitioning as mesh, positions, ulysses
+from jaxmem.models import (
+    attention,
+    kv_cache,
+    lora,
+    norms,
+    partitioning as mesh,
+    ulysses,
+)
 from jaxmem.models.config import ACTIVATIONS, ModelConfig
-from jaxmem.models.positions import Ids as Ids
+from jaxmem.models.positions import Ids as Ids, Rope, Sight, apply_rope
 
 
 def _linear(
@@ -46,24 +52,11 @@ def _residual_linear(
     return _linear(config, name, inputs, config.hidden, rngs, gain=gain)
 
 
-class OffsetRMSNorm(nnx.RMSNorm):
-    """x / rms(x) * (1 + scale), in float32: a scale in 16 bits keeps its small part."""
-
-    def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
-        """[..., features], likewise."""
-        del mask  # every entry counts
-        wide = x.astype(jnp.float32)
-        mean = jnp.mean(wide * wide, axis=-1, keepdims=True)
-        assert self.scale is not None  # made with the default use_scale
-        scale = 1 + self.scale[...].astype(jnp.float32)
-        return (wide * lax.rsqrt(mean + self.epsilon) * scale).astype(self.dtype)
-
-
 def rms_norm(config: ModelConfig, width: int, rngs: nnx.Rngs) -> nnx.RMSNorm:
     """The one norm of all layers, over the last axis."""
-    kind, start = nnx.RMSNorm, nnx.initializers.ones
+    kind, start = norms.RMSNorm, nnx.initializers.ones
     if config.norm_offset:
-        kind, start = OffsetRMSNorm, nnx.initializers.zeros
+        kind, start = norms.OffsetRMSNorm, nnx.initializers.zeros
     return kind(
         width,
         epsilon=config.norm_eps,
@@ -72,38 +65,6 @@ def rms_norm(config: ModelConfig, width: int, rngs: nnx.Rngs) -> nnx.RMSNorm:
         param_dtype=jnp.dtype(config.param_dtype),
         rngs=rngs,
     )
-
-
-def softcapped_attention(
-    query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array | None,
-    scale: float, softcap: float,
-) -> jax.Array:  # fmt: skip
-    """Causal attention whose scores are capped, which `jax.nn`'s cannot.
-
-        out = softmax(softcap tanh(scale q·k / softcap)) v,   where mask allows
-
-    Args:
-      query: [B, T, heads, head_dim].
-      key, value: [B, T, kv_heads, head_dim].
-      mask: [B, 1, T, T]; None: all allowed.
-      scale: of the scores.
-      softcap: that they stay below.
-
-    Returns:
-      An array like `query`.
-
-    **Memory**: the scores, 4·B·heads·T².
-    """
-    batch, length, _, width = query.shape
-    grouped = query.reshape(batch, length, key.shape[2], -1, width)
-    scores = scale * jnp.einsum(
-        "bqkgd,btkd->bkgqt", grouped, key, preferred_element_type=jnp.float32
-    )
-    seen = jnp.tril(jnp.ones((length, length), bool))
-    seen = seen if mask is None else seen & mask[:, :, None]
-    capped = jnp.where(seen, softcap * jnp.tanh(scores / softcap), -jnp.inf)
-    weights = jax.nn.softmax(capped).astype(value.dtype)
-    return jnp.einsum("bkgqt,btkd->bqkgd", weights, value).reshape(query.shape)
 
 
 class Attention(nnx.Module):
@@ -125,24 +86,41 @@ class Attention(nnx.Module):
             self.key_norm = rms_norm(config, width, rngs)
         self.config = config
 
-    def __call__(self, x: jax.Array, mask: jax.Array, rope) -> jax.Array:
-        """[B, T, hidden] to [B, T, hidden]; mask [B, 1, T, T], rope the two tables."""
-        return self.prefill(x, mask, rope)[0]
+    def __call__(self, x: jax.Array, sight: Sight, rope: Rope) -> jax.Array:
+        """[B, T, hidden] to [B, T, hidden]."""
+        query, key, value = self.project(x)
+        return self.attend(*self.rotate(query, key, rope), value, sight)
 
-    def prefill(self, x: jax.Array, mask: jax.Array, rope):
-        """The same, and the keys and values [B, T, kv_heads, head_dim]."""
-        query, key, value = self._project(x, rope)
+    def project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Products [B, T, heads, head_dim]: queries, keys and values."""
+        batch, length, _ = x.shape
+
+        def split(projected: jax.Array) -> jax.Array:
+            return projected.reshape(batch, length, -1, self.config.head_dim)
+
+        return split(self.query(x)), split(self.key(x)), split(self.value(x))
+
+    def rotate(self, query: jax.Array, key: jax.Array, rope: Rope):
+        """Queries and keys as attention reads them: normalised, if so, and rotated."""
+        if not self.config.qk_norm:  # the rotation needs neither for its gradient
+            query, key = apply_rope(query, *rope), apply_rope(key, *rope)
+            return remat.name(query, "q"), remat.name(key, "k")
         query, key = remat.name(query, "q"), remat.name(key, "k")
-        value = remat.name(value, "v")
-        mixed = ulysses.attend(self._attend, query, key, value, mask)
-        mixed = mixed.reshape(*x.shape[:2], -1)
-        if self.config.attention != "cudnn":  # policies know its kernel: "attn_lse"
-            mixed = remat.name(mixed, "attn_out")
-        return self.output(mixed), (key, value)
+        query, key = self.query_norm(query), self.key_norm(key)
+        return apply_rope(query, *rope), apply_rope(key, *rope)
 
-    def decode(self, x: jax.Array, rope, layer: kv_cache.Layer, filled: jax.Array):
+    def attend(
+        self, query: jax.Array, key: jax.Array, value: jax.Array, sight: Sight
+    ) -> jax.Array:
+        """[B, T, hidden] of rotated queries and keys, and values."""
+        value = remat.name(value, "v")
+        mixed = ulysses.attend(self._attend, query, key, value, sight)
+        return remat.recompute(self._join)(mixed)
+
+    def decode(self, x: jax.Array, rope: Rope, layer: kv_cache.Layer, filled):
         """[B, 1, hidden] to [B, 1, hidden], and the tokens' keys and values."""
-        query, key, value = self._project(x, rope)
+        query, key, value = self.project(x)
+        query, key = self.rotate(query, key, rope)
         token = kv_cache.layer_of(key, value, 1)
         config = self.config
         mixed = kv_cache.attend(
@@ -153,36 +131,51 @@ class Attention(nnx.Module):
             scale=config.score_scale,
             softcap=config.attention_softcap,
         )
-        return self.output(mixed.reshape(*x.shape[:2], -1)), token
+        return self._join(mixed), token
 
-    def _attend(self, query, key, value, mask: jax.Array | None) -> jax.Array:
-        scale, softcap = self.config.score_scale, self.config.attention_softcap
-        if softcap is not None:
-            return softcapped_attention(query, key, value, mask, scale, softcap)
+    def _join(self, mixed: jax.Array) -> jax.Array:
+        return self.output(mixed.reshape(*mixed.shape[:2], -1))
+
+    def _attend(self, query, key, value, sight: Sight) -> jax.Array:
+        config = self.config
         if query.dtype == jnp.float16 and jax.default_backend() == "cpu":
             raise ValueError(
                 "model.dtype='float16' needs a GPU, as jax's attention has none on a "
                 "CPU: set model.dtype='bfloat16' or 'float32'"
             )
-        return jax.nn.dot_product_attention(
+        return attention.attend(
             query,
             key,
             value,
-            mask=mask,
-            scale=scale,
-            is_causal=True,
-            implementation=self.config.attention,
+            sight,
+            scale=config.score_scale,
+            softcap=config.attention_softcap,
+            implementation=config.attention,
         )
 
-    def _project(self, x: jax.Array, rope):
-        query, key, value = (
-            layer(x).reshape(*x.shape[:2], -1, self.config.head_dim)
-            for layer in (self.query, self.key, self.value)
-        )
-        if self.config.qk_norm:
-            query, key = self.query_norm(query), self.key_norm(key)
-        query = positions.apply_rope(query, *rope)
-        return query, positions.apply_rope(key, *rope), value
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def gated(gate: jax.Array, up: jax.Array, activation: str) -> jax.Array:
+    """activation(gate) * up, in f32, rounded once to the type of `gate`.
+
+    **Memory** for the backward pass: gate and up.
+    """
+    wide = ACTIVATIONS[activation](gate.astype(jnp.float32))
+    return (wide * up.astype(jnp.float32)).astype(gate.dtype)
+
+
+def _gated_backward(activation, residuals, gradient):
+    gate, up = residuals
+    gradient = gradient.astype(jnp.float32)
+    active, pull = jax.vjp(ACTIVATIONS[activation], gate.astype(jnp.float32))
+    (dgate,) = pull(gradient * up.astype(jnp.float32))
+    return dgate.astype(gate.dtype), (gradient * active).astype(up.dtype)
+
+
+gated.defvjp(
+    lambda gate, up, activation: (gated(gate, up, activation), (gate, up)),
+    _gated_backward,
+)
 
 
 class FeedForward(nnx.Module):
@@ -192,16 +185,35 @@ class FeedForward(nnx.Module):
         self.gate = _linear(config, "gate", config.hidden, config.ff, rngs)
         self.up = _linear(config, "up", config.hidden, config.ff, rngs)
         self.down = _residual_linear(config, "down", config.ff, rngs)
-        self.activation = ACTIVATIONS[config.activation]
+        self.activation = config.activation
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[B, T, hidden] to [B, T, hidden]."""
-        gate, up = remat.name(self.gate(x), "gate"), remat.name(self.up(x), "up")
-        return self.down(self.activation(gate) * up)
+        return self.join(*self.project(x))
+
+    def project(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Gate and what it is multiplied with, [B, T, ff] each."""
+        return self.gate(x), self.up(x)
+
+    def join(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        """[B, T, hidden] of both."""
+        gate, up = remat.name(gate, "gate"), remat.name(up, "up")
+
+        def join(gate: jax.Array, up: jax.Array) -> jax.Array:
+            return self.down(gated(gate, up, self.activation))
+
+        return remat.recompute(join)(gate, up)
 
 
 class Block(nnx.Module):
-    """One pre-norm layer: attention, then feed-forward, each added to its input."""
+    """One pre-norm layer: attention, then feed-forward, each added to its input.
+
+    **Memory** for the backward pass, per token, where nothing else is asked for: in the
+    type of activations, the residual stream before either part, all products but those
+    that are added to it, rotated queries and keys, and attention's output; in float32,
+    its logsumexp and one number for each row of a norm. What lies between these is
+    elementwise, and recomputed.
+    """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.attention_norm = rms_norm(config, config.hidden, rngs)
@@ -213,16 +225,22 @@ class Block(nnx.Module):
             self.post_attention_norm = rms_norm(config, config.hidden, rngs)
             self.post_feed_forward_norm = rms_norm(config, config.hidden, rngs)
 
-    def __call__(self, x: jax.Array, mask: jax.Array, rope) -> jax.Array:
+    def __call__(self, x: jax.Array, sight: Sight, rope: Rope) -> jax.Array:
         """[B, T, hidden] to [B, T, hidden]."""
-        return self.prefill(x, mask, rope)[0]
+        return self.prefill(x, sight, rope)[0]
 
-    def prefill(self, x: jax.Array, mask: jax.Array, rope):
+    def prefill(self, x: jax.Array, sight: Sight, rope: Rope):
         """The same, and the keys and values [B, T, kv_heads, head_dim]."""
-        mixed, made = self.attention.prefill(self.attention_norm(x), mask, rope)
-        return self._finish(x, mixed), made
 
-    def decode(self, x: jax.Array, rope, layer: kv_cache.Layer, filled: jax.Array):
+        def project(x: jax.Array):
+            return self.attention.project(self.attention_norm(x))
+
+        query, key, value = remat.recompute(project, save=["norm_rms"])(x)
+        query, key = self.attention.rotate(query, key, rope)
+        mixed = self.attention.attend(query, key, value, sight)
+        return self._finish(x, mixed), (key, value)
+
+    def decode(self, x: jax.Array, rope: Rope, layer: kv_cache.Layer, filled):
         """[B, 1, hidden] to [B, 1, hidden], and the tokens' keys and values."""
         x_norm = self.attention_norm(x)
         mixed, made = self.attention.decode(x_norm, rope, layer, filled)
@@ -231,6 +249,11 @@ class Block(nnx.Module):
     def _finish(self, x: jax.Array, mixed: jax.Array) -> jax.Array:
         x = x + (self.post_attention_norm(mixed) if self.post_norms else mixed)
         x = mesh.spread(x)
-        made = self.feed_forward(self.feed_forward_norm(x))
+
+        def project(x: jax.Array):
+            return self.feed_forward.project(self.feed_forward_norm(x))
+
+        projected = remat.recompute(project, save=["norm_rms"])(x)
+        made = self.feed_forward.join(*projected)
         made = self.post_feed_forward_norm(made) if self.post_norms else made
         return mesh.spread(x + made)

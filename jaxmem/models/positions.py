@@ -6,7 +6,7 @@ blocks run in one loop, so what a kind sees is made once and looked up by the la
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,9 @@ import numpy as np
 from jaxmem.models.config import KINDS, ModelConfig
 
 Ids = jax.Array | np.ndarray  # integers, on the device or on the host
+
+# Cosines and sines from `rope_tables`; or those of all kinds, and a layer's kind.
+Rope = tuple[jax.Array, jax.Array] | tuple[jax.Array, jax.Array, jax.Array]
 
 
 def layer_kinds(config: ModelConfig) -> np.ndarray | None:
@@ -91,23 +94,68 @@ def rope_tables(positions: Ids, frequencies: jax.Array) -> tuple[jax.Array, jax.
     return jnp.cos(angles), jnp.sin(angles)
 
 
-def apply_rope(x: jax.Array, cosines: jax.Array, sines: jax.Array) -> jax.Array:
+@jax.custom_vjp
+def apply_rope(
+    x: jax.Array, cosines: jax.Array, sines: jax.Array, kind: jax.Array | None = None
+) -> jax.Array:
     """Rotate each pair (x_i, x_{i + head_dim/2}) by its angle, in f32.
 
     Args:
       x: [B, T, heads, head_dim] queries or keys.
-      cosines: [B, T, 1, head_dim / 2] from `rope_tables`.
+      cosines: [B, T, 1, head_dim / 2] from `rope_tables`, or those of several kinds of
+        layers on a leading axis.
       sines: likewise.
+      kind: which of several.
 
     Returns:
       An array like `x`.
+
+    **Memory** for the backward pass, which rotates back: the tables, which all layers
+    share. They have no gradients.
     """
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    rotated = (first * cosines - second * sines, second * cosines + first * sines)
-    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
+    return _rotate(x, 1, cosines, sines, kind)
 
 
-def document_mask(segment_ids: Ids, window: int | None = None) -> jax.Array:
+def _rotate(x, direction, cosines, sines, kind):
+    if kind is not None:
+        cosines, sines = cosines[kind], sines[kind]
+    # Halves of a row on an axis of their own, which is reversed: XLA fuses that with
+    # what comes before and after, while it would store halves that are split apart.
+    halves = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, -1)
+    signed = direction * jnp.stack([-sines, sines], axis=-2)
+    rotated = halves * cosines[..., None, :] + jnp.flip(halves, -2) * signed
+    return rotated.reshape(x.shape).astype(x.dtype)
+
+
+def _rope_forward(x, *tables):
+    return _rotate(x, 1, *tables), tables
+
+
+def _rope_backward(tables, gradient):
+    return _rotate(gradient, -1, *tables), None, None, None
+
+
+apply_rope.defvjp(_rope_forward, _rope_backward)
+
+
+class Sight(NamedTuple):
+    """Which keys the queries of a layer see, besides that none is after the query.
+
+    A layer builds its mask [B, 1, T, T] where it is used, from this.
+    """
+
+    segment_ids: Ids | None = None  # [B, T] document of each token; None: one a row
+    window: Ids | int | None = None  # tokens that a query sees, its own too; None: all
+
+    @property
+    def mask(self) -> jax.Array | None:
+        """`document_mask`, or None where a query sees all before it."""
+        if self.segment_ids is None:
+            return None
+        return document_mask(self.segment_ids, self.window)
+
+
+def document_mask(segment_ids: Ids, window: Ids | int | None = None) -> jax.Array:
     """[B, 1, T, T], true where query and key are of one document, and near enough.
 
     Causality is left to attention.  Padding (segment 0) sees padding, so that no row of

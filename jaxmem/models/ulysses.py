@@ -9,6 +9,7 @@ Reference: Jacobs et al., "DeepSpeed Ulysses", 2023, arXiv:2309.14509.
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,6 @@ from jaxmem.models import partitioning as mesh
 
 AXIS = "sequence"
 _HEADS = PartitionSpec(mesh.ROWS, AXIS, "tensor", None)
-_MASK = PartitionSpec(mesh.ROWS, None, None, None)
 
 
 def attend(
@@ -27,29 +27,29 @@ def attend(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    mask: jax.Array | None,
+    sight: Any,
 ) -> jax.Array:
-    """`attention(query, key, value, mask)` of whole sequences, on any mesh.
+    """`attention(query, key, value, sight)` of whole sequences, on any mesh.
 
     Args:
-      attention: of [B, T, heads, head_dim] and a mask [B, 1, T, T].
+      attention: of arrays [B, T, heads, head_dim], and `sight`.
       query: [B, T, heads, head_dim].
       key, value: [B, T, kv_heads, head_dim]; those of fewer heads than devices along
         the axis "sequence" are sent to several.
-      mask: of whole sequences, or None.
+      sight: pytree of arrays [B, ...] of whole sequences, and of scalars.
 
     Returns:
       An array like `query`.
 
     **Memory** a device: queries, keys and values of whole sequences, for its part of
-    the heads; a mask is whole too, B·T² bytes: for long sequences pass None.
+    the heads, and `sight` of its rows.
 
     Raises:
       ValueError: tokens or heads that do not divide by the devices.
     """
     around = mesh.current()
     if around is None or around.shape[AXIS] == 1:
-        return attention(query, key, value, mask)
+        return attention(query, key, value, sight)
     parts, tensor = around.shape[AXIS], around.shape["tensor"]
     _check("tokens of a row", query.shape[1], parts, f"mesh.sequence={parts}")
     said = f"mesh.sequence={parts} x mesh.tensor={tensor}"
@@ -59,19 +59,21 @@ def attend(
     copies = parts // math.gcd(parts, kv_heads)
     _check("model.heads", query.shape[2] // tensor, kv_heads * copies, said)
 
-    def on_device(query, key, value, *masks):
+    def on_device(query, key, value, sight):
         key, value = (jnp.repeat(x, copies, axis=2) for x in (key, value))
         query, key, value = map(_to_heads, (query, key, value))
-        return _to_tokens(attention(query, key, value, *(masks or (None,))))
+        return _to_tokens(attention(query, key, value, sight))
 
-    masks = () if mask is None else (mask,)
+    def spec(x):
+        return PartitionSpec(mesh.ROWS) if jnp.ndim(x) else PartitionSpec()
+
     return jax.shard_map(
         on_device,
-        in_specs=(_HEADS, _HEADS, _HEADS, *(_MASK for _ in masks)),
+        in_specs=(_HEADS, _HEADS, _HEADS, jax.tree.map(spec, sight)),
         out_specs=_HEADS,
         # Every mesh axis splits something of them, or nothing at all.
         check_vma=False,
-    )(query, key, value, *masks)
+    )(query, key, value, sight)
 
 
 def _to_heads(x):

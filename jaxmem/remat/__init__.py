@@ -21,6 +21,7 @@ from jaxmem.remat.blocks import (
     block as block,
     compiler_options as compiler_options,
     name as name,
+    recompute as recompute,
     scan_blocks as scan_blocks,
     verify as verify,
 )
@@ -38,4 +39,9 @@ from jaxmem.remat.policies import (
     Policy as Policy,
     policy as policy,
     preset as preset,
+)
+from jaxmem.remat.residuals import (
+    Residual as Residual,
+    Residuals as Residuals,
+    residuals as residuals,
 )

@@ -1,8 +1,9 @@
 """Blocks whose backward pass finds what a policy says; scans of them."""
 
+import contextvars
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxmem.remat import cost as _traced
-from jaxmem.remat.policies import Policy, preset
+from jaxmem.remat.policies import NAMES, Policy, policy, preset
 
 # Gradients of what a scan offloads are silently wrong there, openxla/xla#46231.
 _BROKEN_JAXLIB = ("0.11.0", "0.11.1")
@@ -19,6 +20,38 @@ _BROKEN_JAXLIB = ("0.11.0", "0.11.1")
 def name(x: Any, label: str) -> Any:
     """x, known to policies by this label; a pytree's leaves share it."""
     return jax.tree.map(lambda leaf: checkpoint_name(leaf, label), x)
+
+
+# What is around that which is traced: "loop", where XLA cannot merge what a part of a
+# block recomputes with what the forward pass computed; "policy", which decides alone
+# what is kept; or "", where only a barrier keeps XLA from merging both.
+_around = contextvars.ContextVar("_around", default="")
+
+
+def recompute(
+    fn: Callable, save: Sequence[str] = (), known: Sequence[str] = tuple(NAMES)
+) -> Callable:
+    """fn whose backward pass keeps its arguments, and recomputes what lies between.
+
+    For a part of a block whose recomputation costs less than what it would keep: a
+    norm, say, and the products that read its result. Products whose results only leave
+    the part are not recomputed, as no gradient needs them. Inside of a block with a
+    policy it is fn itself: the policy decides.
+
+    Args:
+        fn: any function of arrays; what it closes over counts as its arguments.
+        save: names inside of it that are kept as well.
+        known: as in `policy`.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from jaxmem import remat
+    >>> jax.grad(remat.recompute(lambda x: jnp.sin(jnp.sin(x))))(0.0)
+    Array(1., dtype=float32, weak_type=True)
+    """
+    chosen = policy(save=save, known=known)
+    if _around.get() == "policy":
+        return fn
+    return jax.checkpoint(fn, policy=chosen, prevent_cse=_around.get() != "loop")
 
 
 def block(
@@ -47,8 +80,14 @@ def block(
                 "remat.scan_blocks, or a policy that saves instead"
             )
 
+    around = "policy" if chosen is not None else "loop" if scanned else ""
+
     def named(h, *rest):
-        return fn(name(h, "block_in"), *rest)
+        token = _around.set(around)
+        try:
+            return fn(name(h, "block_in"), *rest)
+        finally:
+            _around.reset(token)
 
     if chosen is None:
         return named
@@ -62,6 +101,7 @@ def scan_blocks(
     policy: Policy | str | None,
     *,
     group: int = 1,
+    unroll: bool = False,
 ) -> Any:
     """h after all blocks: one scan over them, then those that `policy.last` counts.
 
@@ -80,13 +120,17 @@ def scan_blocks(
         group: blocks that are made again together, from the first one's input: fewer
             inputs to keep, more alive while a group is gone back through. Divides
             L - last.
+        unroll: trace the blocks one after the other instead. The program is as many
+            times as long, and so is its compilation; a loop's costs are gone, which
+            initialises the stacks of what it saves, copies into them and out of them.
 
     **Memory** for the backward pass: (L - last)/group inputs, on the device or the
     host, what the policy saves of each block, and all of one group (two where copies
     from the host overlap, `compiler_options`); at its beginning, all of the last ones.
 
     Raises:
-        ValueError: also a group that does not divide, `policy.last` of L or more.
+        ValueError: also a group that does not divide, `policy.last` of L or more, a
+            policy that offloads without a loop.
 
     >>> import jax.numpy as jnp
     >>> from jaxmem import remat
@@ -116,9 +160,9 @@ def scan_blocks(
             h = fn(h, some)
         return h
 
-    body = block(run, chosen)
-    h, _ = jax.lax.scan(lambda h, turn: (body(h, turn), None), h, turns)
-    whole = block(fn, None)
+    body = block(run, chosen, scanned=not unroll)
+    h, _ = jax.lax.scan(lambda h, turn: (body(h, turn), None), h, turns, unroll=unroll)
+    whole = block(fn, None, scanned=False)
     for i in range(count, length):
         h = whole(h, jax.tree.map(lambda leaf, i=i: leaf[i], params))
     return h
@@ -176,26 +220,41 @@ def _chosen(policy):
     return preset(policy) if isinstance(policy, str) else policy
 
 
-def compiler_options(policy: Policy | str | None) -> dict[str, Any]:
-    """For `jax.jit(..., compiler_options=)` of a step on a GPU that offloads.
+def compiler_options(
+    policy: Policy | str | None, *, unroll: bool = False
+) -> dict[str, Any]:
+    """For `jax.jit(..., compiler_options=)` of a step on a GPU, by its policy.
 
-    Copies from the host start a block ahead, at the price of one more input on the
-    device. No CUDA graphs are made, in which kernels and copies hold each other up: on
-    one H200 they cost 5% of a step's time. Weights are sliced from their stack where
-    they are used and not on streams beside, of which XLA has four: on one of them a
-    slice would wait for a copy to the host, and a product for it, another 1%. And XLA's
-    own rematerialisation, which takes host memory for the device's, is off.
+    Where results of products are saved in a loop, XLA (jaxlib 0.10.2 to 0.12.0.1) lets
+    a product write into the stack of all blocks, and computes it once more for whatever
+    else reads it: the option keeps products and slices apart.
+
+    Where something is offloaded, copies from the host start a block ahead, at the price
+    of one more input on the device. No CUDA graphs are made, in which kernels and
+    copies hold each other up: on one H200 they cost 5% of a step's time. Weights are
+    sliced from their stack where they are used and not on streams beside, of which XLA
+    has four: on one of them a slice would wait for a copy to the host, and a product
+    for it, another 1%. And XLA's own rematerialisation, which takes host memory for the
+    device's, is off.
+
+    Args:
+        policy: of `scan_blocks`.
+        unroll: likewise.
     """
     chosen = _chosen(policy)
-    if chosen is None or not chosen.offload:
-        return {}
-    return {
-        "xla_gpu_enable_pipelined_host_offloading": True,
-        "xla_gpu_enable_command_buffer": "",
-        "xla_disable_hlo_passes": ",".join(
-            ["rematerialization", "dynamic-slice-copy-fusion-async-wrapper"]
-        ),
-    }
+    made: dict[str, Any] = {}
+    saves = chosen is None or chosen.dots or chosen.save
+    if saves and not unroll:
+        made["xla_gpu_enable_dynamic_slice_fusion"] = False
+    if chosen is not None and chosen.offload:
+        made |= {
+            "xla_gpu_enable_pipelined_host_offloading": True,
+            "xla_gpu_enable_command_buffer": "",
+            "xla_disable_hlo_passes": ",".join(
+                ["rematerialization", "dynamic-slice-copy-fusion-async-wrapper"]
+            ),
+        }
+    return made
 
 
 def verify(

@@ -277,30 +277,39 @@ def _candidates(step, everything, nothing, sizes, last, has_host) -> list[Candid
     work = _traced.products(nothing.jaxpr.jaxpr)
     of_names = functools.partial(Policy, known=tuple(sizes))
 
-    def gain(label):
-        saved = step(of_names(save=(label,))).jaxpr.jaxpr
-        return (work - _traced.products(saved)) / sizes[label]
+    def gain(labels):
+        saved = step(of_names(save=labels)).jaxpr.jaxpr
+        return (work - _traced.products(saved)) / sum(sizes[k] for k in labels)
 
-    inputs = [label for label in ("block_in",) if label in sizes]
-    gains = {label: gain(label) for label in sizes if label not in inputs}
+    inputs = tuple(label for label in ("block_in",) if label in sizes)
+    gains = {labels: gain(labels) for labels in _together(sizes) if labels != inputs}
     order = sorted((k for k in gains if gains[k] > 0), key=lambda k: -gains[k])
     policies = [p for p in PRESETS.values() if p is not None]
     for n in range(len(order) + 1):
-        there = tuple(order[:n])
+        there = tuple(label for labels in order[:n] for label in labels)
         policies.append(of_names(save=there))
         if has_host:
-            policies.append(of_names(save=there, offload=tuple(inputs)))
+            policies.append(of_names(save=there, offload=inputs))
             policies.append(of_names(offload=(*inputs, *there)))
     for k in last:
         policies.append(of_names(last=k))
         if has_host:
-            policies.append(of_names(offload=tuple(inputs), last=k))
+            policies.append(of_names(offload=inputs, last=k))
     traces = {None: everything, Policy(): nothing}
     for policy in policies:
         if policy not in traces:
             traces[policy] = step(policy)
     remade = work - _traced.products(everything.jaxpr.jaxpr)
     return [_candidate(*item, sizes, work, remade) for item in traces.items()]
+
+
+def _together(sizes):
+    """Names, each alone; but attention's results: either alone saves little."""
+    both = tuple(label for label in ("attn_out", "attn_lse") if label in sizes)
+    return [
+        *((label,) for label in sizes if label not in both),
+        *([both] if both else []),
+    ]
 
 
 def _candidate(policy, traced, sizes, most_work, remade):

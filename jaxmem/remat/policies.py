@@ -9,11 +9,12 @@ import jax
 # Names that jaxmem's own blocks and heads give.
 NAMES: Mapping[str, str] = {
     "block_in": "what a block gets",
-    "q": "queries, after their rotation",
+    "norm_rms": "reciprocal root mean square of each row of a norm's input",
+    "q": "queries, before their norm if they have one, else after their rotation",
     "k": "keys, likewise",
     "v": "values",
-    "attn_out": "what attention makes of them, before its output matrix",
-    "attn_lse": "logsumexp of attention's scores; of cuDNN, all that its kernel gives",
+    "attn_out": "attention's result, before its output matrix",
+    "attn_lse": "logsumexp of attention's scores; of cuDNN, both results of its kernel",
     "gate": "gate of the feed-forward layer, before its activation",
     "up": "what the gate is multiplied with",
     "jaxmem_max": "largest logit of each token, from the head",
@@ -163,6 +164,7 @@ PRESETS: Mapping[str, Policy | None] = {
     "none": None,
     "full": Policy(),
     "dots": Policy(dots=True),
+    "dots_and_attention": Policy(("norm_rms", "attn_out", "attn_lse"), dots=True),
     "save_attention": Policy(save=_ATTENTION),
     "offload_block": Policy(offload=("block_in",)),
     "offload_attention": Policy(offload=("block_in", *_ATTENTION)),
@@ -172,10 +174,12 @@ PRESETS: Mapping[str, Policy | None] = {
 def preset(name: str) -> Policy | None:
     """A policy by its name.
 
-    none: everything is kept. full: blocks are made again from their inputs. dots: their
-    products are kept. save_attention: what attention needs and makes is kept.
-    offload_block: as full, with the inputs on the host. offload_attention: both on the
-    host.
+    none: what the backward pass of a block reads is kept. full: blocks are recomputed
+    from their inputs. dots: results of products of matrices are kept.
+    dots_and_attention: so are attention's results and the statistics of norms; what is
+    elementwise is recomputed. save_attention: attention's operands and results are
+    kept. offload_block: as full, with the inputs on the host. offload_attention:
+    inputs, and attention's operands and results, on the host.
 
     Raises:
         ValueError: another name; the message lists them.

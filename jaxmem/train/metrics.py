@@ -27,11 +27,13 @@ class StepMetrics(NamedTuple):
     grad_norm: float  # global, before clipping
     learning_rate: float
     seconds: float  # wall time: reading data, the step, reading the loss back
+    mfu: float | None = None  # model FLOPs utilisation; None on an unknown device
 
     @property
     def line(self) -> str:
         """What the progress report says of the step."""
-        return f"loss {self.loss:.4f}  {self.tokens_per_second:,.0f} tokens/s"
+        mfu = "" if self.mfu is None else f"  MFU {self.mfu:.1%}"
+        return f"loss {self.loss:.4f}  {self.tokens_per_second:,.0f} tokens/s{mfu}"
 
 
 class PolicyMetrics(NamedTuple):

@@ -111,7 +111,13 @@ class DecoderProgram:
     def new_model(self) -> Decoder:
         """The decoder with the weights that the seed says."""
         rngs = nnx.Rngs(jax.random.key(self._seed))
-        return Decoder(self.model_config, self._config.head, self.policy, rngs=rngs)
+        return Decoder(
+            self.model_config,
+            self._config.head,
+            self.policy,
+            unroll=self._config.remat.unroll,
+            rngs=rngs,
+        )
 
     def _use(self, policy: remat.Policy | None) -> None:
         self.policy = policy
@@ -143,6 +149,14 @@ class DecoderProgram:
 
         layers = self.model_config.layers
         self._use(self._config.remat.fit(step, layers, held, show))
+
+    @property
+    def compiler_options(self) -> dict[str, Any]:
+        """Of a step: its policy's and its mesh's; the latter not where it offloads."""
+        unroll = self._config.remat.unroll
+        options = remat.compiler_options(self.policy, unroll=unroll)
+        offloads = self.policy is not None and self.policy.offload
+        return options if offloads else self.layout.compiler_options() | options
 
     def compile_verified(self, traced: jax.stages.Traced) -> jax.stages.Compiled:
         """Compile; raise where XLA has dropped what the policy offloads."""

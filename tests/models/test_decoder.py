@@ -14,8 +14,8 @@ from jaxmem import remat
 from jaxmem.models import layers
 from jaxmem.models.decoder import Decoder, HeadConfig, ModelConfig, head_loss
 from jaxmem.models.positions import (
+    Sight,
     apply_rope,
-    document_mask,
     rope_frequencies,
     rope_tables,
 )
@@ -143,7 +143,7 @@ def test_attention_is_grouped_causal_and_stays_in_its_document():
     x = np.random.default_rng(0).normal(size=(1, 11, SMALL.hidden)).astype(np.float32)
     got = attention(
         jnp.asarray(x),
-        document_mask(jnp.asarray(segments)),
+        Sight(jnp.asarray(segments)),
         rope_tables(jnp.asarray(positions), frequencies(8, SMALL.rope_theta)),
     )
     expected = dense_attention(attention, x[0], segments[0], positions[0])
@@ -155,11 +155,11 @@ def test_scanned_blocks_are_the_blocks_one_after_the_other():
     tokens, segments, positions = rows_of(random_document(9, 0), length=9)
     definition, weights = nnx.split(model.blocks)
     x = model.embed(tokens)
-    mask = document_mask(segments)
+    sight = Sight(segments)
     rope = rope_tables(positions, frequencies(8, SMALL.rope_theta))
     for layer in range(SMALL.layers):
         block = nnx.merge(definition, jax.tree.map(lambda w, i=layer: w[i], weights))
-        x = block(x, mask, rope)
+        x = block(x, sight, rope)
     np.testing.assert_allclose(
         run(model, (tokens, segments, positions)), model.norm(x), atol=1e-5
     )
@@ -289,7 +289,9 @@ def test_attention_in_float16_needs_a_gpu():
         decoder(dtype="float16", layers=1)(tokens, tokens + 1, tokens)
 
 
-@pytest.mark.parametrize("name", ["dots", "save_attention", "offload_attention"])
+@pytest.mark.parametrize(
+    "name", ["dots", "dots_and_attention", "save_attention", "offload_attention"]
+)
 def test_a_remat_preset_changes_no_number(name):
     """And sends what it says to the host, once in the loop over blocks."""
     results = {}
@@ -304,10 +306,22 @@ def test_a_remat_preset_changes_no_number(name):
     )
     text = gradient.trace(weights).lower(lowering_platforms=("cuda",)).as_text()
     sent = text.count('_xla_buffer_placement = "pinned_host"')
-    # Attention in XLA gives no logsumexp of its own.
-    assert sent == {"offload_attention": len(("block_in", *"qkv", "attn_out"))}.get(
-        name, 0
-    )
+    assert sent == {"offload_attention": len(remat.PRESETS[name].offload)}.get(name, 0)
+
+
+@pytest.mark.parametrize("policy", ["none", "full"])
+def test_blocks_without_a_loop_change_no_number(policy):
+    changes = dict(pattern=("local", "global"), window=4, qk_norm=True, layers=3)
+    config = dataclasses.replace(SMALL, **changes)
+    results, loops = [], []
+    for unroll in (False, True):
+        model = Decoder(config, policy=policy, unroll=unroll, rngs=nnx.Rngs(0))
+        definition, weights = parameters(model)
+        gradient = jax.jit(jax.grad(loss_of(definition)))
+        results.append(gradient(weights))
+        loops.append(gradient.lower(weights).as_text().count("stablehlo.while"))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), *results)
+    assert loops[0] - loops[1] == 2  # forward and backward
 
 
 @pytest.mark.parametrize(

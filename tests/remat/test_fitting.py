@@ -103,6 +103,14 @@ def test_what_is_saved_is_not_computed_again():
     assert saved == products(remat.Policy()) - rows * WIDTH * FF
 
 
+def test_attention_s_results_are_kept_together():
+    """One of them alone saves less than both: the forward pass runs again."""
+    sizes = dict.fromkeys(("block_in", "attn_out", "gate", "attn_lse"), 1)
+    assert _fit._together(sizes) == [("block_in",), ("gate",), ("attn_out", "attn_lse")]
+    assert _fit._together({"attn_lse": 1}) == [("attn_lse",)]
+    assert _fit._together({"gate": 1}) == [("gate",)]
+
+
 def test_bytes_by_name():
     sizes = _traced.bytes_by_name(traced(None).jaxpr.jaxpr)
     assert sizes == {"block_in": INPUTS, "q": INPUTS, "gate": GATES, "up": GATES}

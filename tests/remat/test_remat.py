@@ -297,11 +297,21 @@ def test_names_of_ones_own():
     assert (mine | remat.policy(offload=["block_in"])).save == ("mine",)
 
 
+@pytest.mark.parametrize("name, last", [("none", 0), ("full", 0), ("dots", 2)])
+def test_without_a_loop(name, last, h, want):
+    policy = whole(name, last) if last else name
+    run = gradient(policy, unroll=True)
+    assert_close(run(weights(), h), want)
+    assert "stablehlo.while" not in run.lower(weights(), h).as_text()
+
+
 def test_blocks_that_cannot_be(h):
     with pytest.raises(ValueError, match="must be one of 'none', 'full'.*got 'half'"):
         remat.block(block, "half")
     with pytest.raises(ValueError, match="needs blocks in one jax.lax.scan"):
         remat.block(block, "offload_block", scanned=False)
+    with pytest.raises(ValueError, match="needs blocks in one jax.lax.scan"):
+        remat.scan_blocks(block, weights(), h, "offload_block", unroll=True)
     with pytest.raises(ValueError, match="group must divide the 4 blocks, got 3"):
         remat.scan_blocks(block, weights(), h, "full", group=3)
     for policy, group in ((remat.policy(last=4), 1), (LAST_WHOLE, 2)):
@@ -315,11 +325,16 @@ def test_blocks_that_cannot_be(h):
         remat.scan_blocks(block, uneven, h, "full")
 
 
-def test_options_for_the_compiler_only_where_something_is_offloaded():
-    assert remat.compiler_options("full") == remat.compiler_options(None) == {}
-    assert "xla_gpu_enable_pipelined_host_offloading" in remat.compiler_options(
-        "offload_block"
-    )
+def test_options_for_the_compiler_follow_from_the_policy():
+    apart = {"xla_gpu_enable_dynamic_slice_fusion": False}
+    assert remat.compiler_options("full") == {}
+    for saves in (None, "none", "dots", "save_attention"):
+        assert remat.compiler_options(saves) == apart
+        assert remat.compiler_options(saves, unroll=True) == {}
+    options = remat.compiler_options("offload_block")
+    assert "xla_gpu_enable_pipelined_host_offloading" in options
+    assert not apart.keys() & options.keys()
+    jax.jit(jnp.sin, compiler_options=apart)(1.0)  # XLA refuses unknown options
 
 
 def program(host=0, temp=0, text="S(5)", devices=1):

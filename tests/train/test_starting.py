@@ -220,7 +220,7 @@ def test_a_checkpoint_without_an_end_cannot_be_trained(directory):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(lora_rank=-1), "lora_rank must be 0"),
+        (dict(lora_rank=-1), "lora_rank must be at least 0"),
         (dict(lora_rank=2, lora_alpha=0.0), "lora_alpha must be above 0"),
         (dict(lora_rank=2, lora_targets=("q",)), "lora_targets must be among .*'q'"),
         (dict(lora_rank=2, lora_targets=()), "lora_targets must name a matrix"),

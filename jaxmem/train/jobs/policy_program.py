@@ -13,7 +13,6 @@ from flax import nnx
 from rich.console import Console
 
 import jaxmem
-from jaxmem import remat
 from jaxmem.data import tasks
 from jaxmem.data.documents import Batch
 from jaxmem.data.vocabulary import spelling
@@ -179,8 +178,7 @@ class PolicyProgram(DecoderProgram):
         """Trace the same."""
         sums, made = self._sums(), self.micro_batch(shape)
         normalizer = self.layout.whole(jax.ShapeDtypeStruct((), jnp.float32))
-        options = remat.compiler_options(self.policy)
-        options = options or self.layout.compiler_options()
+        options = self.compiler_options
         jitted = self.layout.jit(
             self.gradients(head), sums, donate_argnums=2, compiler_options=options
         )

@@ -14,7 +14,6 @@ import tokenizers
 from flax import nnx
 from rich.console import Console
 
-from jaxmem import remat
 from jaxmem.core import processes
 from jaxmem.data import documents as data, streams
 from jaxmem.data.documents import Batch
@@ -30,6 +29,7 @@ from jaxmem.train.loop import (
     open_run,
 )
 from jaxmem.train.metrics import HeadCost, StepMetrics
+from jaxmem.train.mfu import flops_per_token, peak_of
 from jaxmem.train.optimizer import (
     OptimizerConfig as OptimizerConfig,
     learning_rate_schedule,
@@ -185,8 +185,7 @@ class Program(DecoderProgram):
     def trace_step(self, head: HeadConfig, packed: bool = True) -> jax.stages.Traced:
         """Trace the train step; its gradients alone where the moments are streamed."""
         ids = jax.ShapeDtypeStruct((self.config.run.accumulate, *self._rows), jnp.int32)
-        options = remat.compiler_options(self.policy)
-        options = options or self.layout.compiler_options()
+        options = self.compiler_options
         segments: Any = ids if packed else None
         batch: Any = Batch(ids, ids, segments, ids)  # pyright: ignore
         batch = self.layout.of_tokens(batch)
@@ -203,6 +202,21 @@ class Program(DecoderProgram):
             jitted = self.layout.jit(step, made, compiler_options=options)
         with self.layout.context():
             return jitted.trace(given, self.frozen_shapes, batch)
+
+    def mfu(self, tokens_per_second: float) -> float | None:
+        """Model FLOPs utilisation (`jaxmem.train.mfu`); None on an unknown device."""
+        mesh = self.layout.mesh
+        devices = jax.devices()[:1] if mesh is None else list(mesh.devices.flat)
+        peak = peak_of(devices[0], self.model_config.dtype)
+        if peak is None:
+            return None
+        flops = flops_per_token(
+            self.model_config,
+            self.state_shapes.params,
+            self.frozen_shapes,
+            self._rows[1],
+        )
+        return tokens_per_second * flops / (peak * len(devices))
 
     def evaluate(
         self, params: optax.Params, frozen: dict, batches: Iterator[Batch]
@@ -275,7 +289,8 @@ class _Job:
         numbers = jax.device_get(numbers)
         seconds = time.perf_counter() - start
         learning_rate = self._program.schedule(number - 1)
-        return state, _step_metrics(number, numbers, learning_rate, seconds)
+        mfu = self._program.mfu(taken.tokens.size / seconds)
+        return state, _step_metrics(number, numbers, learning_rate, seconds, mfu)
 
 
 def train(
@@ -340,7 +355,11 @@ def _micro_batches(batches: Iterator[Batch], count: int) -> Batch:
 
 
 def _step_metrics(
-    step: int, numbers: dict[str, np.ndarray], learning_rate: Any, seconds: float
+    step: int,
+    numbers: dict[str, np.ndarray],
+    learning_rate: Any,
+    seconds: float,
+    mfu: float | None,
 ) -> StepMetrics:
     tokens = int(numbers["tokens"])
     return StepMetrics(
@@ -351,6 +370,7 @@ def _step_metrics(
         grad_norm=float(numbers["grad_norm"]),
         learning_rate=float(learning_rate),
         seconds=seconds,
+        mfu=mfu,
     )
 
 

@@ -104,6 +104,34 @@ def test_what_is_kept_changes_no_loss(name, config, finished):
     assert losses(result) == pytest.approx(losses(wanted), rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [dict(policy="none", unroll=True), dict(policy="save_attention", save=("gate",))],
+)
+def test_a_loop_or_none_and_more_names_change_no_loss(fields, config, finished):
+    _, wanted, _ = finished
+    result, _ = train(changed(config, remat=fields))
+    assert losses(result) == pytest.approx(losses(wanted), rel=1e-5)
+
+
+def test_utilisation_where_the_peak_is_known(config, monkeypatch):
+    """6 N and attention, over the peak of all devices; here of 1 TFLOP/s."""
+    monkeypatch.setattr(sft, "peak_of", lambda device, dtype: 1e12)
+    result, said = train(changed(config, run=dict(steps=3)))
+    step = result.history[-1]
+    weights = sft.Program(config, 320).state_shapes.params
+    matrices = sum(
+        leaf.size for path, leaf in jax.tree_util.tree_leaves_with_path(weights)
+        if path[-1].key in ("kernel", "embedding")
+    )  # fmt: skip
+    model, length = config.model, config.data.sequence_length
+    attention = 12 * model.layers * model.heads * model.head_dim * length
+    tokens = config.data.batch_size * length * config.run.accumulate
+    expected = tokens * (6 * matrices + attention) / step.seconds / 1e12
+    assert step.mfu == pytest.approx(expected)
+    assert f"MFU {step.mfu:.1%}" in said
+
+
 def test_more_blocks_whole_than_there_are(config):
     with pytest.raises(ValueError, match="remat.last=1 must be below the 1 layers"):
         sft.Program(changed(config, remat=dict(last=1)), 320)
@@ -362,7 +390,7 @@ def test_held_out_text_is_scored_once_whatever_the_batches(config, tmp_path):
 
 def test_that_nothing_is_held_out_is_said_before_the_first_step(config):
     config = changed(config, data=dict(held_out=0.5))  # of one document
-    with pytest.raises(sft.data.DataError, match="leaves none for evaluation"):
+    with pytest.raises(sft.data.DataError, match="is one document, and a document is not"):
         train(config)
     assert not (pathlib.Path(config.run.out_dir) / "metrics.jsonl").exists()
 
