@@ -17,7 +17,7 @@ MAX_FILE_LINES = 450
 
 # Lowest first: a package or module imports itself and what stands before it.
 LAYERS = (
-    "_version _shipped _imports timing packing offload core remat kernels backends "
+    "_version _shipped _imports devices timing packing offload core remat kernels backends "
     "functional losses sharding heads integrations models checkpoints data train score "
     "bench cli __main__"
 ).split()
@@ -34,7 +34,11 @@ ROOMS = {
     ),
     "gin": ("jaxmem.train.config",),
     "grain": ("jaxmem.data",),
-    "jax.experimental": ("jaxmem.kernels", "jaxmem.core.partition"),  # Pallas is in it
+    "jax.experimental": (  # Pallas is in it
+        "jaxmem.kernels",
+        "jaxmem.core.partition",
+        "jaxmem.devices.targets",
+    ),
     "matplotlib": ("jaxmem.train",),
     "optax": ("jaxmem.models", "jaxmem.train"),
     "orbax": ("jaxmem.train",),

@@ -17,6 +17,8 @@ from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from jaxmem import devices as _devices
+
 
 def is_possible() -> bool:
     """Whether XLA is to partition what is traced now.
@@ -26,7 +28,7 @@ def is_possible() -> bool:
     """
     mesh = jax.sharding.get_abstract_mesh()
     by_types = {AxisType.Manual, AxisType.Explicit} & set(mesh.axis_types)
-    return jax.device_count() > 1 and not by_types
+    return _devices.count() > 1 and not by_types
 
 
 def by_tokens(run: Callable, given: Any, made: Any) -> Callable:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jaxmem import remat
+from jaxmem import devices, remat
 from jaxmem.models import kv_cache, lora, partitioning as mesh, positions, ulysses
 from jaxmem.models.config import ACTIVATIONS, ModelConfig
 from jaxmem.models.positions import Ids as Ids
@@ -159,7 +159,7 @@ class Attention(nnx.Module):
         scale, softcap = self.config.score_scale, self.config.attention_softcap
         if softcap is not None:
             return softcapped_attention(query, key, value, mask, scale, softcap)
-        if query.dtype == jnp.float16 and jax.default_backend() == "cpu":
+        if query.dtype == jnp.float16 and devices.backend() == "cpu":
             raise ValueError(
                 "model.dtype='float16' needs a GPU, as jax's attention has none on a "
                 "CPU: set model.dtype='bfloat16' or 'float32'"

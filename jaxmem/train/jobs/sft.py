@@ -224,6 +224,10 @@ class Program(DecoderProgram):
 
     def compile_head(self, head: HeadConfig) -> jax.stages.Compiled:
         """Compile loss and gradients of the head alone, for one micro-batch."""
+        return self.trace_head(head).lower().compile()
+
+    def trace_head(self, head: HeadConfig) -> jax.stages.Traced:
+        """Trace the same."""
         with self.layout.context():
             model = nnx.eval_shape(self.new_model)
         definition, weights = nnx.split(model.head)
@@ -240,7 +244,7 @@ class Program(DecoderProgram):
         labels = jax.ShapeDtypeStruct(self._rows, jnp.int32)
         shapes = self.layout.of_head(nnx.to_pure_dict(weights), hidden, labels)
         with self.layout.context():
-            return gradients.lower(*shapes).compile()
+            return gradients.trace(*shapes)
 
 
 # -------------------------------------------------------------------- loop
