@@ -1,7 +1,7 @@
 """The devices that programs are compiled for: this machine's, or others.
 
 with devices.target("h200", 2) as planned:
-    compiled = jax.jit(step).lower(*shapes).compile()  # for two H200s, on any machine
+    compiled = jax.jit(step).lower(*shapes).compile()  # for two H200s
 """
 
 from jaxmem.devices.current import (

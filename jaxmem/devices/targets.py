@@ -11,6 +11,7 @@ import jax
 
 from jaxmem.devices.table import Device
 
+_DRIVER = "/dev/nvidiactl"  # of GPUs that are there
 # libtpu asks the cloud what machine this is, and waits long for no answer.
 _NO_TPU = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # nothing runs, so that many may compile
@@ -80,11 +81,20 @@ def _has_ptxas():
 def _gpus(device, count, hosts):
     from jax.experimental import topologies
 
+    if not os.path.exists(_DRIVER):
+        # Its libraries for running programs need not be installed.
+        os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     jax.devices()  # looks for plugins
-    made = topologies.get_topology_desc(
-        device.name, platform="cuda", target_config=device.target,
-        topology=f"1x{hosts}x{count // hosts}",
-    )  # fmt: skip
+    try:
+        made = topologies.get_topology_desc(
+            device.name, platform="cuda", target_config=device.target,
+            topology=f"1x{hosts}x{count // hosts}",
+        )  # fmt: skip
+    except NotImplementedError as error:
+        raise CompilerMissing(
+            "jax could not load its plugin for NVIDIA GPUs, which compiles for "
+            f"{device.name}: set JAX_PLATFORMS=cpu before jax is first used"
+        ) from error
     return list(made.devices)
 
 

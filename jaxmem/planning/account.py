@@ -17,8 +17,8 @@ from jaxmem.planning.phase import Phase, device_bytes
 # try cuBLAS's as well, whose workspace is of at most 32 MiB.
 _OPTIONS = {"cuda": {"xla_gpu_autotune_level": 0}, "tpu": {}}
 
-# What the allocator's peak was above the programs' own count on an H200: constants, CUDA
-# libraries, a batch (benchmarks/results/plan_h200.csv).
+# What the allocator's peak was above the programs' own count on an H200: constants,
+# CUDA libraries, a batch (benchmarks/results/plan_h200.csv).
 RUNTIME = {"cuda": 170 * 2**20, "tpu": 0}
 
 _BACKWARD = re.compile(
@@ -128,9 +128,7 @@ def _refused(phase, error, seconds):
     found = _TOO_LARGE.search(str(error))
     if found is None:
         raise error
-    number, unit = (
-        (found["a"], found["au"]) if found["a"] else (found["b"], found["bu"])
-    )
+    number, unit = found["a"] or found["b"], found["au"] or found["bu"]
     wanted = int(float(number) * _UNITS[unit])
     given = sum(map(device_bytes, phase.arguments.values()))
     return Account(

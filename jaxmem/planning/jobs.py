@@ -57,6 +57,15 @@ def of_config(config: Config | GrpoJobConfig | ScoreConfig, packed: bool = True)
     return _of_supervised(config, packed)
 
 
+def backward(config: Config | GrpoJobConfig, packed: bool = True) -> Phase:
+    """The program that takes a micro-batch's gradients, of `of_config`'s phases."""
+    config = starting.resolved(config)
+    if isinstance(config, GrpoJobConfig):
+        program = PolicyProgram(config)
+        return _gradients(program, _weights(program), _held(program))
+    return _of_supervised(config, packed).phases[0]
+
+
 def _of_supervised(config: Config, packed: bool) -> Job:
     vocab_size = config.model.vocab_size or config.data.vocab_size
     program = sft.Program(config, vocab_size)
@@ -78,32 +87,43 @@ def _of_supervised(config: Config, packed: bool) -> Job:
 
 
 def _of_policy(config: GrpoJobConfig) -> Job:
-    program, grpo = PolicyProgram(config), config.grpo
+    program = PolicyProgram(config)
     program.choose_policy_by_gradients(_silent())
-    weights, held = _weights(program), {}
+    weights, held = _weights(program), _held(program)
+    phases = [
+        _rollout(program, weights, held),
+        _logprobs(program, weights, held),
+        _gradients(program, weights, held),
+    ]
     if program.streamed is None:
-        held["moments"] = program.state_shapes.optimizer
-    if grpo.kl_coefficient:
-        held["reference weights"] = program.state_shapes.params
-    sums = {"gradients": gradient_shapes(program.state_shapes.params)}
-    phases = [_rollout(program, weights, held), _logprobs(program, weights, held)]
+        phases.append(_update(program, held))
+    return _job(program, phases)
+
+
+def _held(program: PolicyProgram) -> dict[str, Any]:
+    """What a run has on the device beside the weights."""
+    made = _streamed_slices(program)
+    if program.streamed is None:
+        made["moments"] = program.state_shapes.optimizer
+    if program.config.grpo.kl_coefficient:
+        made["reference weights"] = program.state_shapes.params
+    return made
+
+
+def _gradients(program, weights, held) -> Phase:
+    config, grpo = program.config, program.config.grpo
     shape = program.shapes(grpo.max_tokens_train)[-1]
     tokens = shape[0] * shape[1]
-    phases.append(
-        Phase(
-            "gradients",
-            program.trace_gradients(shape, config.head),
-            weights | sums,
-            held,
-            _parts(program, tokens),
-            tokens,
-            runs=grpo.epochs * grpo.samples * config.longest / tokens,
-            head=functools.partial(program.trace_head, shape, config.head),
-        )
+    return Phase(
+        "gradients",
+        program.trace_gradients(shape, config.head),
+        weights | {"gradients": gradient_shapes(program.state_shapes.params)},
+        held,
+        _parts(program, tokens),
+        tokens,
+        runs=grpo.epochs * grpo.samples * config.longest / tokens,
+        head=functools.partial(program.trace_head, shape, config.head),
     )
-    if program.streamed is None:
-        phases.append(_update(program, sums, held))
-    return _job(program, phases)
 
 
 def _rollout(program, weights, held) -> Phase:
@@ -124,7 +144,7 @@ def _logprobs(program, weights, held) -> Phase:
     shape = program.shapes(config.grpo.max_tokens_forward)[-1]
     tokens, passes = shape[0] * shape[1], 1 + bool(config.grpo.kl_coefficient)
     return Phase(
-        "log-probabilities",
+        "log-probs",
         program.trace_logprobs(shape),
         weights,
         held,
@@ -133,7 +153,7 @@ def _logprobs(program, weights, held) -> Phase:
     )
 
 
-def _update(program, sums, held) -> Phase:
+def _update(program, held) -> Phase:
     grpo = program.config.grpo
     rest = {name: tree for name, tree in held.items() if name != "moments"}
     given = {
@@ -143,7 +163,7 @@ def _update(program, sums, held) -> Phase:
     return Phase(
         "update",
         program.trace_update(),
-        given | sums,
+        given | {"gradients": gradient_shapes(program.state_shapes.params)},
         {"frozen weights": program.frozen_shapes} | rest,
         runs=grpo.minibatches * grpo.epochs,
     )
@@ -188,11 +208,13 @@ def _parts(
     if made_here:
         sums = gradient_shapes(program.state_shapes.params)
         made["gradients"] = device_bytes(sums)
-    kept = _kept(program.model_config, program.policy, tokens, program.layout.sizes)
+    kept = kept_bytes(
+        program.model_config, program.policy, tokens, program.layout.sizes
+    )
     return made if kept is None else made | {"activations kept": kept}
 
 
-def _kept(
+def kept_bytes(
     model: ModelConfig,
     policy: remat.Policy | None,
     tokens: int,

@@ -37,7 +37,7 @@ class Phase:
 
 
 def device_bytes(tree: Any) -> int:
-    """Bytes of one device, of arrays or shapes with their places; host ones left out."""
+    """Bytes of one device, of arrays or shapes with their places; none on the host."""
     return sum(map(_bytes, filter(_is_on_device, jax.tree.leaves(tree))))
 
 

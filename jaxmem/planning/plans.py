@@ -14,8 +14,8 @@ from jaxmem.planning.account import Account
 from jaxmem.planning.phase import Phase, device_bytes
 from jaxmem.planning.roofline import Estimate
 
-# What jax's allocator takes of a GPU unless XLA_PYTHON_CLIENT_MEM_FRACTION says more, and
-# the most that is worth saying there.
+# What jax's allocator takes of a GPU unless XLA_PYTHON_CLIENT_MEM_FRACTION says more,
+# and the most that is worth saying there.
 USUAL_FRACTION, MOST_FRACTION = 0.75, 0.95
 
 
@@ -80,7 +80,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether all programs do, with XLA_PYTHON_CLIENT_MEM_FRACTION set if need be."""
+        """Whether all programs do; XLA_PYTHON_CLIENT_MEM_FRACTION may need to say so."""
         is_gpu = devices.find(self.device).platform == "cuda"
         most = self.memory * (MOST_FRACTION if is_gpu else 1)
         return self.peak <= most and not any(p.account.refused for p in self.phases)

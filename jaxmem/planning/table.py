@@ -1,10 +1,7 @@
 """A plan as lines of text."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from jaxmem.planning.plans import Plan
+from typing import Any
 
 _GIB = 2**30
 _MANY = 6  # products worth a line
@@ -15,8 +12,8 @@ def gib(size: float) -> str:
     return f"{size / _GIB:.2f}"
 
 
-def text(plan: "Plan") -> str:
-    """All of a plan: memory, the verdict, work, what is sent, notes."""
+def text(plan: Any) -> str:
+    """All of a `Plan`: memory, the verdict, work, what is sent, notes."""
     parts = [_memory(plan), plan.verdict, *_state(plan), _work(plan), _products(plan)]
     return "\n\n".join([*filter(None, parts), *plan.notes])
 

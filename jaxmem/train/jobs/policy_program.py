@@ -129,7 +129,7 @@ class PolicyProgram(DecoderProgram):
         return self.sampling_layout.of_rows((_ints((rows, width)), _ints((rows,))))
 
     def trace_logprobs(self, shape: Shape) -> jax.stages.Traced:
-        """Trace log-probabilities of a micro-batch: the policy's, and in the support."""
+        """Trace a micro-batch's log-probabilities: the policy's, and in the support."""
         temperature = self.config.sampling.temperature
 
         def run(params, frozen, batch, support_ids):
