@@ -117,7 +117,8 @@ def problems(
 ) -> list[str]:
     """Known bad combinations among what was found, with what to do about each."""
     checks: list[Callable[..., str]] = [
-        _unlike_versions, _two_plugins, _unused_gpu, _wrong_gradients, _unused_tpu,
+        _unlike_versions, _two_plugins, _plugin_alone, _unused_gpu, _unused_tpu,
+        _wrong_gradients,
     ]  # fmt: skip
     found = [check(versions, plugins, driver, backend) for check in checks]
     return [said for said in found if said]
@@ -139,6 +140,16 @@ def _two_plugins(versions, plugins, driver, backend) -> str:
     if len(both) < 2:
         return ""
     return f"{' and '.join(both)} are both installed: pip uninstall one of them"
+
+
+def _plugin_alone(versions, plugins, driver, backend) -> str:
+    mine = [name for name in plugins if name.startswith("jax-cuda")]
+    if driver or backend != "cpu" or not mine or os.environ.get("JAX_PLATFORMS"):
+        return ""
+    return (
+        f"{mine[0]} is here and no GPU, of which jax complains at each start: set "
+        "JAX_PLATFORMS=cpu; plans need no more"
+    )
 
 
 def _unused_gpu(versions, plugins, driver, backend) -> str:
@@ -191,6 +202,7 @@ def _head() -> str:
     n, d, v = _HEAD
     hidden, W = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((n, d), (v, d)))
     labels: Any = jax.ShapeDtypeStruct((n,), jnp.int32)
+    jax.clear_caches()  # what was traced before is not reported again
     with jaxmem.report() as report:
         jax.eval_shape(jaxmem.token_stats, hidden, W, labels)
     call = report.calls[0]

@@ -51,7 +51,8 @@ def run(request: Request) -> int:
     count = _count(config, request.count)
     missing = devices.compiler_missing(device)
     if missing:
-        jax.config.update("jax_num_cpu_devices", count)
+        if count > 1:  # a mesh needs as many, of any kind
+            jax.config.update("jax_num_cpu_devices", count)
         print(analytic.text(config, device.name))
         print(f"\n{missing[0].upper()}{missing[1:]}")
         return _UNKNOWN

@@ -80,7 +80,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether all programs do; XLA_PYTHON_CLIENT_MEM_FRACTION may need to say so."""
+        """Whether all programs do, if need be with more memory than jax takes."""
         is_gpu = devices.find(self.device).platform == "cuda"
         most = self.memory * (MOST_FRACTION if is_gpu else 1)
         return self.peak <= most and not any(p.account.refused for p in self.phases)
