@@ -103,7 +103,7 @@ class Layout:
                 f"{jax.process_count()} processes"
             )
         self.mesh: Mesh | None = None
-        self.sizes = dict(zip(AXES, config.sizes, strict=True))
+        self.sizes: dict[str, int] = dict(zip(AXES, config.sizes, strict=True))
         self._prefetch = config.prefetch
         if count > 1:
             # Neighbours are of one host: along the last axes most is sent.

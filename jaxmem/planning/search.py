@@ -128,7 +128,7 @@ def _variants(config, policy, known, base) -> Iterator[Option]:
         made, overrides = changed
         yield Option(
             made, overrides, _seconds(policy, full, factor, offload),
-            _expected(policy, full, factor, offload, base),
+            _expected(policy, _own(config, known), factor, offload, base),
         )  # fmt: skip
 
 
@@ -209,12 +209,18 @@ def _bound(phase) -> float:
     return roofline.of(phase, nothing).seconds
 
 
-def _expected(policy, full, factor, offload, base: Plan) -> int:
-    """Bytes, from those of the plan of the config as it is."""
+def _own(config, known: Sequence[_Policy]) -> _Policy:
+    """The policy that the config has as it is; "full" where it is none of these."""
+    named = {p.overrides[0]: p for p in reversed(known)}
+    full = named["remat.policy=full"]
+    return named.get(f"remat.policy={config.remat.policy}", full)
+
+
+def _expected(policy, before: _Policy, factor, offload, base: Plan) -> int:
+    """Bytes, from those of the plan of the config as it is, whose policy is `before`."""
     own = next(p for p in base.phases if p.name in ("train step", "gradients"))
     sums = own.parts.get("gradients", 0)
-    kept = own.parts.get("activations kept", full.kept)
-    rest = max(0, own.account.temporary - sums - kept)
+    rest = max(0, own.account.temporary - sums - before.kept)
     total = own.total - own.account.temporary + sums
     if offload:
         total -= own.resident.get("moments", 0)

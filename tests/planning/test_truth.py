@@ -1,6 +1,6 @@
 """Predictions against what H200s recorded: the committed table, and some anew.
 
-The table is benchmarks/results/plan_h200.csv, which `benchmarks.run_plan` makes. What is
+The table is results/plan_h200.csv, which `benchmarks.run_plan` makes. What is
 compiled here needs XLA's compiler for NVIDIA GPUs, but no GPU.
 """
 
