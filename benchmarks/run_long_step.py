@@ -15,9 +15,10 @@ import jax
 import numpy as np
 
 import jaxmem
-from benchmarks import collectives, results
+from benchmarks import results
 from jaxmem.data.documents import Batch
 from jaxmem.models.partitioning import AXES
+from jaxmem.planning import collectives
 from jaxmem.train import config as configuration
 from jaxmem.train.jobs import sft
 

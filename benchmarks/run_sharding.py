@@ -26,7 +26,6 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jaxmem
 from benchmarks import (
-    collectives,
     exact,
     on_jax,
     results,
@@ -34,6 +33,7 @@ from benchmarks import (
     workers,
 )
 from jaxmem import timing
+from jaxmem.planning import collectives
 
 PATHS = ["token_stats implementation=hopper", "token_stats implementation=xla"]
 KEYS = (*results.KEYS, "split", "devices")

@@ -101,7 +101,8 @@ def utilisation(config, model, rate):
     """By the formula of `jaxmem.train.mfu`; the table is the head's matrix, too."""
     from jaxmem.train import mfu
 
-    peak = mfu.PEAKS.get(torch.cuda.get_device_name()) if DEVICE == "cuda" else None
+    kind = torch.cuda.get_device_name() if DEVICE == "cuda" else "cpu"
+    peak = mfu.peak_of(kind, config.model.dtype)
     if peak is None:
         return ""
     matrices = sum(p.numel() for p in model.parameters() if p.ndim == 2)

@@ -27,6 +27,6 @@ from jaxmem.losses.mismatch import mismatch_report as mismatch_report
 # The others are imported at their first use: some need an extra.
 __getattr__, __dir__ = _imports.lazy(
     __name__,
-    "checkpoints", "data", "heads", "integrations", "models", "offload", "remat",
-    "score", "train",
+    "checkpoints", "data", "devices", "heads", "integrations", "models", "offload",
+    "planning", "remat", "score", "train", plan="planning",
 )  # fmt: skip

@@ -7,17 +7,27 @@ from typing import Any
 
 
 def lazy(
-    package: str, *names: str
+    package: str, *names: str, **functions: str
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` of a package whose submodules load at first use."""
+    """`__getattr__` and `__dir__` of a package whose submodules load at first use.
+
+    Args:
+        package: its name.
+        names: of its submodules.
+        functions: name to the submodule that has it.
+    """
 
     def getattr_(name: str) -> Any:
         if name in names:
             return importlib.import_module(f"{package}.{name}")
+        if name in functions:
+            module = importlib.import_module(f"{package}.{functions[name]}")
+            return getattr(module, name)
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     def dir_() -> list[str]:
-        return sorted({*vars(importlib.import_module(package)), *names})
+        own = vars(importlib.import_module(package))
+        return sorted({*own, *names, *functions})
 
     return getattr_, dir_
 

@@ -106,6 +106,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     train.set_defaults(command=_train)
     _add_score(commands)
+    _add_plan(commands)
+    _add_doctor(commands)
     _add_bench(commands)
     return parser
 
@@ -149,6 +151,70 @@ def _score(arguments: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         raise _missing(error, f"writing {config.out}", "score") from error
     return 0
+
+
+def _add_plan(commands) -> None:
+    plan = commands.add_parser(
+        "plan",
+        help="memory and least time of a job on devices that need not be there",
+        description="Compiles a job's programs for GPUs or TPUs, on any machine, and "
+        "prints what they take.  Exit status: 0 where it fits, 1 where it does not.",
+    )
+    plan.add_argument(
+        "file",
+        metavar="CONFIG",
+        help="a gin file, or the directory of a checkpoint to be scored",
+    )
+    plan.add_argument("overrides", nargs="*", metavar="section.field=value")
+    plan.add_argument("--device", required=True, help="such as h200, b200, v5e")
+    plan.add_argument(
+        "--devices", type=_count, help="in all; by default those of the mesh"
+    )
+    plan.add_argument("--hosts", type=_count, default=1, help="that they are in")
+    plan.add_argument(
+        "--fit", action="store_true", help="try policies, offloading and batches too"
+    )
+    plan.add_argument("--json", action="store_true", help="all numbers, in bytes")
+    plan.add_argument("--picture", type=Path, metavar="FILE.png", help="bars of memory")
+    plan.set_defaults(command=_plan)
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    import jax
+
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # XLA's notes on slow compiling
+    if "JAX_PLATFORMS" not in os.environ:
+        jax.config.update("jax_platforms", "cpu")  # a GPU here stays free
+    path = Path(arguments.file)
+    if not path.is_dir():
+        path = _find_config(arguments.file)
+    try:
+        from jaxmem.planning import command
+    except ModuleNotFoundError as error:
+        raise _missing(error, "planning", "train") from error
+    return command.run(
+        command.Request(
+            path, tuple(arguments.overrides), arguments.device, arguments.devices,
+            arguments.hosts, arguments.fit, arguments.json, arguments.picture,
+        )
+    )  # fmt: skip
+
+
+def _add_doctor(commands) -> None:
+    doctor = commands.add_parser(
+        "doctor",
+        help="what jax finds on this machine, and what is wrong with it",
+        description="Prints versions, devices, the head's backend and known problems "
+        "of this machine.  Exit status: 0 where nothing is wrong, 1 otherwise.",
+    )
+    doctor.add_argument("--json", action="store_true")
+    doctor.set_defaults(command=_doctor)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from jaxmem import doctor
+
+    return doctor.run(as_json=arguments.json)
 
 
 def _add_bench(commands) -> None:

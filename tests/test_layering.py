@@ -17,9 +17,9 @@ MAX_FILE_LINES = 450
 
 # Lowest first: a package or module imports itself and what stands before it.
 LAYERS = (
-    "_version _shipped _imports timing offload core packing remat kernels backends "
-    "functional losses sharding heads integrations models checkpoints data train score "
-    "bench cli __main__"
+    "_version _shipped _imports devices timing offload core packing remat kernels "
+    "backends functional losses sharding heads integrations models checkpoints data "
+    "train score planning bench doctor cli __main__"
 ).split()
 
 # Third parties and the packages or modules that may import them.
@@ -30,16 +30,21 @@ ROOMS = {
         "jaxmem.models",
         "jaxmem.checkpoints",
         "jaxmem.train",
+        "jaxmem.planning.jobs",
         "jaxmem.integrations",
     ),
     "gin": ("jaxmem.train.config",),
     "grain": ("jaxmem.data",),
-    "jax.experimental": ("jaxmem.kernels", "jaxmem.core.partition"),  # Pallas is in it
-    "matplotlib": ("jaxmem.train",),
+    "jax.experimental": (  # Pallas is in it
+        "jaxmem.kernels",
+        "jaxmem.core.partition",
+        "jaxmem.devices.targets",
+    ),
+    "matplotlib": ("jaxmem.train", "jaxmem.planning.picture"),
     "optax": ("jaxmem.models", "jaxmem.train"),
     "orbax": ("jaxmem.train",),
     "pyarrow": ("jaxmem.score",),
-    "rich": ("jaxmem.train", "jaxmem.score"),
+    "rich": ("jaxmem.train", "jaxmem.score", "jaxmem.planning.jobs"),
     "safetensors": ("jaxmem.checkpoints",),
     "tensorboardX": ("jaxmem.train",),
     "tokenizers": ("jaxmem.checkpoints", "jaxmem.data", "jaxmem.train"),

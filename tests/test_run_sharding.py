@@ -10,13 +10,13 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec as P
 
 from benchmarks import (
-    collectives,
     results,
     run_long_step,
     run_sharding,
     sharding_on_paper,
     workers,
 )
+from jaxmem.planning import collectives
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

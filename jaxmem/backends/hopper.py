@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxmem import devices as _devices
 from jaxmem.backends.protocol import OfChunk
 from jaxmem.core import operands as _operands, shards as _shards, stats as _stats
 from jaxmem.core.operands import Head, Logits, Rows
@@ -45,9 +46,9 @@ def refuses_machine() -> str | None:
     """What this process lacks, whatever the call."""
     if jax.__version_info__ < (0, 11):
         return f"it needs jax 0.11 or newer, this is {jax.__version__}"
-    if jax.default_backend() != "gpu":
-        return f"it needs an NVIDIA Hopper GPU, jax runs on {jax.default_backend()!r}"
-    capability = getattr(jax.devices()[0], "compute_capability", "none")
+    if _devices.backend() != "gpu":
+        return f"it needs an NVIDIA Hopper GPU, jax runs on {_devices.backend()!r}"
+    capability = getattr(_devices.current()[0], "compute_capability", "none")
     if str(capability) != "9.0":
         return f"it needs compute capability 9.0 (Hopper), this GPU has {capability}"
     return None
@@ -71,13 +72,13 @@ def unproven(spec: Spec, source: Head | Logits) -> str | None:
     """Why a call that could run here has not been measured to be better than "xla"."""
     if isinstance(source, Logits):
         return "never with logits that the caller has"
-    if jax.device_count() > 1 and not (spec.spread or _is_split_by_hand()):
+    if _devices.count() > 1 and not (spec.spread or _is_split_by_hand()):
         return (
             "XLA cannot split its kernels over the axes that an enclosing "
             "jax.shard_map leaves to it; over all of a mesh it runs"
         )
     # Where jit shares tokens out, on how many devices is not known yet.
-    n_tokens = source.hidden.shape[0] // (jax.device_count() if spec.spread else 1)
+    n_tokens = source.hidden.shape[0] // (_devices.count() if spec.spread else 1)
     if n_tokens < MIN_TOKENS:
         return f"is not measured to be faster below {MIN_TOKENS} tokens a device"
     if n_tokens < MIN_TOKENS_PADDED and padding.copies(source.W, spec.layout):
@@ -398,7 +399,7 @@ def _env(spec, padded, n_rows, kernel) -> Any:
 
 def _tiles(kernel, spec, padded):
     columns, depth = _columns_and_depth(spec, padded)
-    device = jax.devices()[0].device_kind
+    device = _devices.current()[0].device_kind
     return tuned.tiles_for(kernel, tuned.Head(device, depth, columns, spec.layout))
 
 
@@ -408,7 +409,7 @@ def _columns_and_depth(spec, padded):
 
 def n_blocks():
     """One a multiprocessor. No statistic depends on it."""
-    return getattr(jax.devices()[0], "core_count", None) or 132
+    return getattr(_devices.current()[0], "core_count", None) or 132
 
 
 def n_clusters():

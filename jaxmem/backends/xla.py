@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxmem import devices as _devices
 from jaxmem.backends.protocol import OfChunk
 from jaxmem.core import shards as _shards, stats as _stats
 from jaxmem.core.operands import (
@@ -234,7 +235,7 @@ def _aligned(spec, source):
     after = -spec.columns % _ALIGNMENT
     if isinstance(source, Logits) or spec.shards or not after:
         return source
-    if jax.default_backend() != "gpu":
+    if _devices.backend() != "gpu":
         return source
     W = jnp.pad(source.W, [(0, after), (0, 0)][:: 1 if spec.layout == "vd" else -1])
     bias = None if source.bias is None else jnp.pad(source.bias, (0, after))

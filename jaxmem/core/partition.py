@@ -17,6 +17,8 @@ from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from jaxmem import devices as _devices
+
 
 def is_possible() -> bool:
     """Whether XLA is to partition what is traced now.
@@ -24,7 +26,7 @@ def is_possible() -> bool:
     Inside `jax.shard_map` each device already has its own part.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    return jax.device_count() > 1 and AxisType.Manual not in mesh.axis_types
+    return _devices.count() > 1 and AxisType.Manual not in mesh.axis_types
 
 
 def by_tokens(run: Callable, given: Any, made: Any) -> Callable:

@@ -212,18 +212,39 @@ def log_softmax(z: jax.Array, rows: Normaliser) -> jax.Array:
 
 
 def sum_rows_of(terms, *tiles):
-    """`_sum_rows` of what a function makes of any columns of tiles [C, V].
+    """Sums over V of the terms that a function makes of any columns of tiles [C, V].
 
-    So that XLA on a CPU need not store terms that whole blocks and the rest share.
+    Split as `_sum_blocks` splits them, so that XLA on a CPU need not store terms that
+    whole blocks and the rest share.
     """
-    whole = tiles[0].shape[1] // _BLOCK * _BLOCK
-    parts = (slice(whole), slice(whole, None))
-    sums = [_sum_rows(*terms(*(t[:, part] for t in tiles))) for part in parts]
-    return [a + b for a, b in zip(*sums, strict=True)]
+
+    def of_parts(*tiles):
+        whole = tiles[0].shape[1] // _BLOCK * _BLOCK
+        parts = (slice(whole), slice(whole, None))
+        sums = [_sum_blocks(*terms(*(t[:, part] for t in tiles))) for part in parts]
+        return [a + b for a, b in zip(*sums, strict=True)]
+
+    return lax.platform_dependent(
+        *tiles, tpu=lambda *tiles: _sum_lanes(*terms(*tiles)), default=of_parts
+    )
 
 
 def _sum_rows(*terms):
-    """Sum of each term [C, V] over V: one pass over all, blocks first, then the rest.
+    """Sum of each term [C, V] over V, as suits the platform it is lowered for."""
+    return lax.platform_dependent(*terms, tpu=_sum_lanes, default=_sum_blocks)
+
+
+def _sum_lanes(*terms):
+    """Whole rows at once: XLA for TPUs keeps 128 partial sums of a row itself.
+
+    It would copy the blocks of `_sum_blocks` into another layout, each as large as its
+    term.
+    """
+    return [jnp.sum(t, axis=-1) for t in terms]
+
+
+def _sum_blocks(*terms):
+    """One pass over all terms: blocks first, then the rest.
 
     XLA on a CPU adds the terms of one reduction up in order; over 150k columns that
     alone would lose 3e-4, over blocks it loses 1e-6.

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxmem import remat
+from jaxmem import devices, remat
 from jaxmem.models import (
     attention,
     kv_cache,
@@ -138,7 +138,7 @@ class Attention(nnx.Module):
 
     def _attend(self, query, key, value, sight: Sight) -> jax.Array:
         config = self.config
-        if query.dtype == jnp.float16 and jax.default_backend() == "cpu":
+        if query.dtype == jnp.float16 and devices.backend() == "cpu":
             raise ValueError(
                 "model.dtype='float16' needs a GPU, as jax's attention has none on a "
                 "CPU: set model.dtype='bfloat16' or 'float32'"

@@ -23,6 +23,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jaxmem import devices as _devices
 from jaxmem.core import shards as _shards
 from jaxmem.core.fields import check_field
 from jaxmem.heads.verbs import HeadSharding
@@ -84,13 +85,14 @@ class Layout:
 
     Attributes:
       mesh: None for one device.
+      sizes: devices along each axis.
 
     Raises:
       ValueError: fewer devices than the mesh has, or a process without any.
     """
 
     def __init__(self, config: MeshConfig):
-        count, devices = math.prod(config.sizes), jax.devices()
+        count, devices = math.prod(config.sizes), _devices.current()
         fits = count <= len(devices)
         if jax.process_count() > 1:  # none of them may be left without work
             fits = count == len(devices)
@@ -101,6 +103,7 @@ class Layout:
                 f"{jax.process_count()} processes"
             )
         self.mesh: Mesh | None = None
+        self.sizes: dict[str, int] = dict(zip(AXES, config.sizes, strict=True))
         self._prefetch = config.prefetch
         if count > 1:
             # Neighbours are of one host: along the last axes most is sent.

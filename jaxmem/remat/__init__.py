@@ -32,6 +32,7 @@ from jaxmem.remat.fitting import (
     device_limit as device_limit,
     fit as fit,
     measure_rates as measure_rates,
+    planned_rates as planned_rates,
 )
 from jaxmem.remat.policies import (
     NAMES as NAMES,

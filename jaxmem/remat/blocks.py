@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxmem import devices as _devices
 from jaxmem.remat import cost as _traced
 from jaxmem.remat.policies import NAMES, Policy, policy, preset
 
@@ -282,7 +283,7 @@ def verify(
     """
     text = compiled.as_text() or ""
     account: Any = compiled.memory_analysis()
-    if jax.default_backend() == "cpu":
+    if _devices.backend() == "cpu":
         raise ValueError("compiled is for a CPU, where nothing can be offloaded")
     _refuse_broken_jaxlib()
     there = account.host_temp_size_in_bytes * _traced.devices(compiled)
@@ -314,7 +315,7 @@ def _refuse_broken_jaxlib():
     import importlib.metadata
 
     version = importlib.metadata.version("jaxlib")
-    if version in _BROKEN_JAXLIB and jax.default_backend() == "gpu":
+    if version in _BROKEN_JAXLIB and _devices.backend() == "gpu":
         raise RuntimeError(
             f"jaxlib {version} gives wrong gradients where a scan offloads on a GPU "
             "(openxla/xla#46231); install jaxlib 0.11.2 or newer"

@@ -24,13 +24,19 @@ def devices(compiled: jax.stages.Compiled) -> int:
     return max((len(place.device_set) for place in places), default=1)
 
 
-def equations(jaxpr: Any) -> Iterator[tuple[Any, int]]:
-    """(equation, how often it runs); of a loop without a known end, one turn."""
+def equations(
+    jaxpr: Any, turns: Callable[[Any], int] = lambda loop: 1
+) -> Iterator[tuple[Any, int]]:
+    """(equation, how often it runs); of a loop without a known end, what `turns` says.
+
+    That is one turn, unless given: equation of a `while` -> how many.
+    """
     for equation in jaxpr.eqns:
         yield equation, 1
-        times = _times(equation)
+        is_loop = equation.primitive.name == "while"
+        times = turns(equation) if is_loop else _times(equation)
         for inner in _inner(equation):
-            for found, n in equations(inner):
+            for found, n in equations(inner, turns):
                 yield found, times * n
 
 
@@ -127,10 +133,11 @@ def _stacks(scan, body):
 
 def products(jaxpr: Any) -> float:
     """Operations in products of matrices, and in attention's kernels."""
-    return sum(times * _operations(eqn) for eqn, times in equations(jaxpr))
+    return sum(times * operations(eqn) for eqn, times in equations(jaxpr))
 
 
-def _operations(equation):
+def operations(equation: Any) -> float:
+    """The same, of one equation that runs once."""
     name = equation.primitive.name
     if name == "dot_general":
         lhs, (out,) = equation.invars[0].aval, _outputs(equation)

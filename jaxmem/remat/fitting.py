@@ -10,11 +10,15 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from jaxmem import devices as _devices
 from jaxmem.remat import cost as _traced
 from jaxmem.remat.policies import PRESETS, Policy
 
 _GIB = 2**30
 _HOST_POOL = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+# Of peaks: large bfloat16 products reach 0.69 on an H200, copies to the host 0.85
+# (benchmarks/results/head_h200.csv, offload_h200.csv).
+_SHARE = 0.7
 _SLACK = 1.1  # by so much may an estimate be too large: what is beyond is not compiled
 
 
@@ -53,6 +57,17 @@ def measure_rates(dtype: Any = jnp.bfloat16, size: int | None = None) -> Rates:
         x.nbytes / _seconds(jax.device_put, x, host),
         x.nbytes / _seconds(jax.device_put, there, x.sharding),
     )
+
+
+def _rates():
+    around = _devices.planned()
+    return planned_rates(around.device) if around else measure_rates()
+
+
+def planned_rates(device: _devices.Device) -> Rates:
+    """Of a device that is not there: 0.7 of its peaks, as an H200 reaches."""
+    host = _SHARE * device.host
+    return Rates(_SHARE * device.products, host, host)
 
 
 def _seconds(run, *args):
@@ -147,10 +162,11 @@ def fit(
             gives its policy to `scan_blocks`; by default none.
         host_limit: bytes on the host, for all devices of a process; by default those of
             XLA's pool, 64 GiB or what XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB says.
-        rates: of the device; measured if it is None.
+        rates: of the device; measured if it is None, and inside of
+            `jaxmem.devices.target`, where nothing runs, 0.7 of its peaks.
         trials: how many candidates to run, with zeros for arguments, for which the
-            device must have room; by default 3, and none on a CPU. Without any, the
-            formula decides.
+            device must have room; by default 3, and none on a CPU or for a planned
+            device. Without any, the formula decides.
         show: what is called with the table of all candidates; None for silence.
 
     Returns:
@@ -170,13 +186,14 @@ def fit(
     if any(k < 1 for k in last):
         raise ValueError(f"last must be numbers of blocks above 0, got {list(last)}")
     limit = device_limit() if memory_limit == "auto" else int(memory_limit)
-    rates = measure_rates() if rates is None else rates
+    rates = _rates() if rates is None else rates
     everything, nothing = step(None), step(Policy())
     least = nothing.lower().compile()
     devices = _traced.devices(least)
     sizes = _sizes(everything.jaxpr, names)
     if trials is None:
-        trials = 0 if several or jax.default_backend() == "cpu" else 3
+        nothing_runs = _devices.planned() or _devices.backend() == "cpu"
+        trials = 0 if several or nothing_runs else 3
     made = _candidates(step, everything, nothing, sizes, last, rates.to_host > 0)
     if names is not None:
         made = [each for each in made if each.is_of(names)]
@@ -240,11 +257,14 @@ def _step_seconds(compiled: jax.stages.Compiled) -> float:
 
 
 def device_limit() -> int:
-    """Bytes that programs may take of the default device.
+    """Bytes that programs may take of the default device, or of a planned one.
 
     Raises:
         ValueError: it does not say.
     """
+    around = _devices.planned()
+    if around is not None:
+        return around.device.memory
     stats = jax.devices()[0].memory_stats() or {}
     if "bytes_limit" not in stats:
         raise ValueError(

@@ -221,13 +221,22 @@ class _Scorer:
         labels = packed.place([window.labels for window in windows], fill=NO_LABEL)
         made = []
         for batch, *ids in zip(packed.micro_batches, tokens, labels, strict=True):
-            numbers = _stats(self._decoder, *ids, batch.segment_ids, batch.positions)
+            numbers = token_stats(
+                self._decoder, *ids, batch.segment_ids, batch.positions
+            )
             made.append(np.stack(jax.device_get(numbers), axis=-1))
         return packed.unpack(made)
 
 
 @jax.jit
-def _stats(decoder, tokens, labels, segment_ids, positions):
+def token_stats(
+    decoder: Decoder,
+    tokens: jax.Array,
+    labels: jax.Array,
+    segment_ids: jax.Array,
+    positions: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Log-probabilities and entropies of a micro-batch's labels, all [B, T]."""
     hidden = decoder(tokens, segment_ids, positions)
     stats = decoder.head.token_stats(hidden, labels)
     return stats.logprob, stats.entropy

@@ -13,34 +13,25 @@ Reference: Chowdhery et al., "PaLM", 2022, arXiv:2204.02311, appendix B.
 """
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import jax
 
-from jaxmem.models.layers import ModelConfig
-
-# Dense FLOP/s of 16-bit products with sums in float32, by `jax.Device.device_kind`.
-PEAKS: Mapping[str, float] = {
-    # NVIDIA H100 datasheet, SXM: 1,979 TFLOP/s with sparsity, dense is half.
-    "NVIDIA H100 80GB HBM3": 989.4e12,
-    # NVIDIA H200 datasheet, SXM: likewise.
-    "NVIDIA H200": 989.4e12,
-    # NVIDIA A100 datasheet, all forms: 312 TFLOP/s dense.
-    "NVIDIA A100-SXM4-40GB": 312e12,
-    "NVIDIA A100-SXM4-80GB": 312e12,
-    "NVIDIA A100-PCIE-40GB": 312e12,
-    "NVIDIA A100 80GB PCIe": 312e12,
-    # NVIDIA Blackwell datasheet, HGX B200: 4,500 TFLOP/s with sparsity, dense is half.
-    "NVIDIA B200": 2250e12,
-}
+from jaxmem import devices
+from jaxmem.models.config import ModelConfig
 
 
-def peak_of(device: Any, dtype: str) -> float | None:
-    """FLOP/s of one `jax.Device` in that type; None where no datasheet here says it."""
-    if dtype not in ("bfloat16", "float16"):
+def peak_of(kind: str, dtype: str) -> float | None:
+    """FLOP/s of one device in that type; None where devices.toml does not say it.
+
+    Args:
+        kind: as `jax.Device.device_kind`.
+        dtype: of the products' operands; their sums are float32.
+    """
+    device = devices.of_kind(kind)
+    if device is None or dtype not in ("bfloat16", "float16"):
         return None
-    return PEAKS.get(device.device_kind)
+    return device.products
 
 
 def flops_per_token(

@@ -11,7 +11,7 @@ import optax
 from flax import nnx
 from rich.console import Console
 
-from jaxmem import remat
+from jaxmem import devices, remat
 from jaxmem.checkpoints import read_weights
 from jaxmem.models.decoder import Decoder, HeadConfig, ModelConfig
 from jaxmem.models.lora import adapters_of
@@ -162,7 +162,7 @@ class DecoderProgram:
         """Compile; raise where XLA has dropped what the policy offloads."""
         compiled = traced.lower().compile()
         offloads = self.policy is not None and self.policy.offload
-        if offloads and jax.default_backend() != "cpu":
+        if offloads and devices.backend() != "cpu":
             remat.verify(compiled, remat.host_bytes(traced))
         return compiled
 

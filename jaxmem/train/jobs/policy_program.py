@@ -86,9 +86,9 @@ class PolicyProgram(DecoderProgram):
         """Compile everything from shapes alone."""
         config, head = self.config.grpo, self.config.head
         return Compiled(
-            sample=self._compile_sample(),
+            sample=self.trace_sample().lower().compile(),
             logprobs={
-                shape: self._compile_logprobs(shape)
+                shape: self.trace_logprobs(shape).lower().compile()
                 for shape in self.shapes(config.max_tokens_forward)
             },
             zeros=self.layout.jit(self._zeros, self._sums()).lower().compile(),
@@ -99,7 +99,9 @@ class PolicyProgram(DecoderProgram):
             update=self._compile_update(),
         )
 
-    def _compile_sample(self) -> jax.stages.Compiled:
+    def trace_sample(self) -> jax.stages.Traced:
+        """Trace a rollout."""
+
         def run(params, frozen, prompts, lengths, step):
             key = jax.random.fold_in(jax.random.key(self.config.run.seed), step)
             return sample(
@@ -117,7 +119,7 @@ class PolicyProgram(DecoderProgram):
         with layout.context():
             jitted = layout.jit(run, made, compiler_options=COMPILER_OPTIONS)
             weights = self.state_shapes.params, self.frozen_shapes
-            return jitted.lower(*weights, *self.prompts, made).compile()
+            return jitted.trace(*weights, *self.prompts, made)
 
     @property
     def prompts(self) -> tuple[Any, Any]:
@@ -125,8 +127,8 @@ class PolicyProgram(DecoderProgram):
         rows, width = self.config.grpo.samples, self.config.task.prompt_length
         return self.sampling_layout.of_rows((_ints((rows, width)), _ints((rows,))))
 
-    def _compile_logprobs(self, shape: Shape) -> jax.stages.Compiled:
-        """Log-probabilities of a micro-batch: of the policy, and in the support."""
+    def trace_logprobs(self, shape: Shape) -> jax.stages.Traced:
+        """Trace a micro-batch's log-probabilities: the policy's, and in the support."""
         temperature = self.config.sampling.temperature
 
         def run(params, frozen, batch, support_ids):
@@ -152,7 +154,7 @@ class PolicyProgram(DecoderProgram):
         batch = self.layout.of_tokens(_batch(shape))
         with self.layout.context():
             jitted = self.layout.jit(run, self.layout.whole(_ints(())))
-            return jitted.lower(*weights, batch, support_ids).compile()
+            return jitted.trace(*weights, batch, support_ids)
 
     def gradients(self, head: HeadConfig):
         """The function that adds a micro-batch to a minibatch's sums."""
@@ -212,6 +214,10 @@ class PolicyProgram(DecoderProgram):
 
     def compile_head(self, shape: Shape, head: HeadConfig) -> jax.stages.Compiled:
         """Compile loss and gradients of the head alone, for one micro-batch."""
+        return self.trace_head(shape, head).lower().compile()
+
+    def trace_head(self, shape: Shape, head: HeadConfig) -> jax.stages.Traced:
+        """Trace the same."""
         with self.layout.context():
             definition, weights = nnx.split(nnx.eval_shape(self.new_model).head)
 
@@ -230,7 +236,7 @@ class PolicyProgram(DecoderProgram):
         )
         made = self.micro_batch(shape)
         with self.layout.context():
-            return gradients.lower(weights, hidden, made, normalizer).compile()
+            return gradients.trace(weights, hidden, made, normalizer)
 
     def micro_batch(self, shape: Shape) -> PolicyBatch:
         """Shapes of what an update reads."""
@@ -253,17 +259,23 @@ class PolicyProgram(DecoderProgram):
         return sums._replace(gradients=gradient_shapes(self.state_shapes.params))
 
     def _compile_update(self) -> jax.stages.Compiled | StreamedUpdate:
+        if self.streamed is not None:
+            gradients = self._sums().gradients
+            return StreamedUpdate(self.config.optimizer, self.streamed, gradients)
+        return self.trace_update().lower().compile()
+
+    def trace_update(self) -> jax.stages.Traced:
+        """Trace the optimizer's step, where the moments are on the device."""
+
         def run(state, gradients):
             return update(self.optimizer, state, gradients)
 
         gradients = self._sums().gradients
-        if self.streamed is not None:
-            return StreamedUpdate(self.config.optimizer, self.streamed, gradients)
         norm = self.layout.whole(jax.ShapeDtypeStruct((), jnp.float32))
         made = self.state_shapes, norm
         donating = self.layout.jit(run, made, donate_argnums=0)
         with self.layout.context():
-            return donating.lower(self.state_shapes, gradients).compile()
+            return donating.trace(self.state_shapes, gradients)
 
 
 def _ints(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:

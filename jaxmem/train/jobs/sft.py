@@ -207,7 +207,7 @@ class Program(DecoderProgram):
         """Model FLOPs utilisation (`jaxmem.train.mfu`); None on an unknown device."""
         mesh = self.layout.mesh
         devices = jax.devices()[:1] if mesh is None else list(mesh.devices.flat)
-        peak = peak_of(devices[0], self.model_config.dtype)
+        peak = peak_of(devices[0].device_kind, self.model_config.dtype)
         if peak is None:
             return None
         flops = flops_per_token(
@@ -243,6 +243,10 @@ class Program(DecoderProgram):
 
     def compile_head(self, head: HeadConfig) -> jax.stages.Compiled:
         """Compile loss and gradients of the head alone, for one micro-batch."""
+        return self.trace_head(head).lower().compile()
+
+    def trace_head(self, head: HeadConfig) -> jax.stages.Traced:
+        """Trace the same."""
         with self.layout.context():
             model = nnx.eval_shape(self.new_model)
         definition, weights = nnx.split(model.head)
@@ -259,7 +263,7 @@ class Program(DecoderProgram):
         labels = jax.ShapeDtypeStruct(self._rows, jnp.int32)
         shapes = self.layout.of_head(nnx.to_pure_dict(weights), hidden, labels)
         with self.layout.context():
-            return gradients.lower(*shapes).compile()
+            return gradients.trace(*shapes)
 
 
 # -------------------------------------------------------------------- loop
