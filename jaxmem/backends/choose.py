@@ -4,6 +4,7 @@ from jaxmem.backends import hopper, xla
 from jaxmem.backends.protocol import Backend
 from jaxmem.core import checks, messages
 from jaxmem.core.operands import Head, Logits
+from jaxmem.core.options import Implementation
 from jaxmem.core.spec import Spec
 
 # The fastest first; the last one runs every call on every device.
@@ -11,7 +12,7 @@ BACKENDS: tuple[Backend, ...] = (hopper, xla)
 KNOWN: dict[str, Backend] = {backend.NAME: backend for backend in reversed(BACKENDS)}
 
 
-def check(implementation: str | None) -> None:
+def check(implementation: Implementation | None) -> None:
     """None or a name that exists."""
     checks.check_implementation(implementation)
     if implementation is not None and implementation not in KNOWN:
@@ -23,7 +24,7 @@ def check(implementation: str | None) -> None:
 
 
 def choose(
-    implementation: str | None, spec: Spec, source: Head | Logits
+    implementation: Implementation | None, spec: Spec, source: Head | Logits
 ) -> tuple[Backend, str]:
     """(backend, reason); one named explicitly runs or raises, never falls back."""
     if spec.residual_rows:

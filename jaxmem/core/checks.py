@@ -9,7 +9,7 @@ import numpy as np
 from jax.core import Tracer
 
 from jaxmem.core import messages, ranges
-from jaxmem.core.options import Chunk, Layout
+from jaxmem.core.options import Chunk, Implementation, Layout
 
 AUTO_CHUNK_BYTES = 512 * 2**20  # float32 logits alive at once under chunk="auto"
 
@@ -292,7 +292,7 @@ def check_residual_bytes(
     return min(int(residual_bytes) // bytes_a_token, n_tokens)
 
 
-def check_implementation(implementation: str | None) -> None:
+def check_implementation(implementation: Implementation | None) -> None:
     """A name; which names there are is for the backends to say."""
     if not (implementation is None or isinstance(implementation, str)):
         raise TypeError(

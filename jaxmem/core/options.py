@@ -29,4 +29,6 @@ class HeadOptions:
     frozen_head: bool = False
     residual_bytes: int | Literal["all"] = 0
     axis_name: AxisName | None = None
-    implementation: str | None = None  # checked by the backends, which know the names
+    implementation: Implementation | None = (
+        None  # checked by the backends, which know the names
+    )

@@ -8,7 +8,7 @@ from jax.typing import ArrayLike
 
 from jaxmem.core.explicit_axes import sharded_like, with_automatic_axes
 from jaxmem.core.operands import output_dtype
-from jaxmem.core.options import AxisName, Chunk, HeadOptions, Layout
+from jaxmem.core.options import AxisName, Chunk, HeadOptions, Implementation, Layout
 from jaxmem.core.stats import TokenStats
 from jaxmem.functional import arguments, rule
 from jaxmem.functional.vjp import StatisticsRule
@@ -30,7 +30,7 @@ def logprobs(
     frozen_head: bool = False,
     residual_bytes: int | Literal["all"] = 0,
     axis_name: AxisName | None = None,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> jax.Array:
     """Log-probability of each label under the head's softmax, without the logits.
 
@@ -150,7 +150,7 @@ def token_stats(
     frozen_head: bool = False,
     residual_bytes: int | Literal["all"] = 0,
     axis_name: AxisName | None = None,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> TokenStats:
     """All that one pass over the vocabulary tells of each token.
 
@@ -202,7 +202,7 @@ def entropy(
     frozen_head: bool = False,
     residual_bytes: int | Literal["all"] = 0,
     axis_name: AxisName | None = None,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> jax.Array:
     """Entropy of the head's softmax for each token, without the logits.
 
@@ -240,7 +240,7 @@ def logprobs_from_logits(
     softcap: float | None = None,
     vocab_size: int | None = None,
     axis_name: AxisName | None = None,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> jax.Array:
     """Log-probability of each label, for callers who already have logits [..., V].
 
@@ -280,7 +280,7 @@ def token_stats_from_logits(
     softcap: float | None = None,
     vocab_size: int | None = None,
     axis_name: AxisName | None = None,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> TokenStats:
     """`token_stats` for callers who already have logits [..., V].
 

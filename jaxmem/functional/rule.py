@@ -20,6 +20,7 @@ from jax.custom_derivatives import SymbolicZero
 from jaxmem.backends import choose
 from jaxmem.core import checks, partition, report
 from jaxmem.core.operands import Head, Rows
+from jaxmem.core.options import Implementation
 from jaxmem.core.spec import Spec
 
 
@@ -172,7 +173,7 @@ def sum_over_shards(spec: Spec, cotangents) -> Any:
     )
 
 
-def check_only_xla(verb: str, implementation: str | None) -> None:
+def check_only_xla(verb: str, implementation: Implementation | None) -> None:
     """None or "xla"; a backend that exists but has no such verb is refused by name."""
     choose.check(implementation)
     if implementation not in (None, "xla"):
@@ -184,7 +185,11 @@ def check_only_xla(verb: str, implementation: str | None) -> None:
 
 
 def record(
-    verb: str, shapes, implementation: str | None, chunk: int, live_bytes: int
+    verb: str,
+    shapes,
+    implementation: Implementation | None,
+    chunk: int,
+    live_bytes: int,
 ) -> None:
     """Enters the call of a verb that only "xla" has in every open `jaxmem.report()`."""
     why = "named by the caller" if implementation else f"the only one with {verb}"

@@ -18,7 +18,7 @@ from jaxmem.backends import xla
 from jaxmem.core import checks, partition, shards as _shards, stats as _stats
 from jaxmem.core.explicit_axes import sharded_like, with_automatic_axes
 from jaxmem.core.operands import Head, cast, for_active_chunks, put, take
-from jaxmem.core.options import Chunk, HeadOptions, Layout
+from jaxmem.core.options import Chunk, HeadOptions, Implementation, Layout
 from jaxmem.core.spec import Spec
 from jaxmem.functional import arguments, rule
 from jaxmem.functional.rule import LoopRule
@@ -37,7 +37,7 @@ def selected_logprobs(
     bias: ArrayLike | None = None,
     vocab_size: int | None = None,
     layout: Layout | None = None,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> jax.Array:
     """Log-probabilities of K given ids a token under the head's softmax.
 
@@ -116,7 +116,7 @@ def support_logprobs(
     bias: ArrayLike | None = None,
     vocab_size: int | None = None,
     layout: Layout | None = None,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> jax.Array:
     """Log-probability of each label among the tokens that it was sampled from.
 

@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 
 from jaxmem.core import checks, shards as _shards
 from jaxmem.core.explicit_axes import sharded_like, with_automatic_axes
-from jaxmem.core.options import AxisName, Chunk, HeadOptions, Layout
+from jaxmem.core.options import AxisName, Chunk, HeadOptions, Implementation, Layout
 from jaxmem.core.stats import TokenStats
 from jaxmem.functional import (
     arguments,
@@ -44,7 +44,7 @@ def token_loss(
     layout: Layout | None = None,
     frozen_head: bool = False,
     axis_name: AxisName | None = None,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Loss made of what each token's logits tell, with its gradient in the same pass.
 

@@ -16,7 +16,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxmem.backends import choose
 from jaxmem.core import checks
 from jaxmem.core.explicit_axes import merged, spec_of, with_automatic_axes
-from jaxmem.core.options import AxisName, Chunk, Layout
+from jaxmem.core.options import AxisName, Chunk, Implementation, Layout
 from jaxmem.core.stats import TokenStats
 from jaxmem.functional import api
 from jaxmem.functional.selected import support_logprobs
@@ -82,7 +82,7 @@ class HeadVerbs:
     softcap: float | None
     chunk: Chunk
     vocab_size: int | None
-    implementation: str | None
+    implementation: Implementation | None
     sharding: HeadSharding | None
 
     def _weights(self, depth: int) -> Weights:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxmem.core.options import Chunk, Layout
+from jaxmem.core.options import Chunk, Implementation, Layout
 from jaxmem.functional import api as _head
 
 
@@ -21,7 +21,7 @@ class Options:
     """
 
     chunk: Chunk = 1024
-    implementation: str | None = None
+    implementation: Implementation | None = None
 
 
 class Head(NamedTuple):

@@ -19,7 +19,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxmem.core.options import Chunk
+from jaxmem.core.options import Chunk, Implementation
 from jaxmem.integrations._head import Head, Options, as_index, scores
 from jaxmem.integrations._replace import Integration, Replacement
 
@@ -27,7 +27,7 @@ _TIED = ("tie_word_embeddings", "use_lm_head", "share_input_output_layers")
 _GENERIC = ("easydel.infra.base_module", "easydel.modules._base.")
 
 
-def apply(*, chunk: Chunk = 1024, implementation: str | None = None) -> None:
+def apply(*, chunk: Chunk = 1024, implementation: Implementation | None = None) -> None:
     """Replace EasyDeL's function, until `undo`; prints which.
 
     Args:
@@ -46,7 +46,7 @@ def undo() -> None:
 
 
 def applied(
-    *, chunk: Chunk = 1024, implementation: str | None = None
+    *, chunk: Chunk = 1024, implementation: Implementation | None = None
 ) -> contextlib.AbstractContextManager[None]:
     """`apply` for the time of a `with` block."""
     return _EASYDEL.applied(Options(chunk, implementation))

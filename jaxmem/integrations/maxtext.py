@@ -26,12 +26,12 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from jaxmem.core.options import Chunk
+from jaxmem.core.options import Chunk, Implementation
 from jaxmem.integrations._head import Head, Options, scores
 from jaxmem.integrations._replace import Integration, Replacement
 
 
-def apply(*, chunk: Chunk = 1024, implementation: str | None = None) -> None:
+def apply(*, chunk: Chunk = 1024, implementation: Implementation | None = None) -> None:
     """Replace MaxText's functions, until `undo`; prints which.
 
     Args:
@@ -50,7 +50,7 @@ def undo() -> None:
 
 
 def applied(
-    *, chunk: Chunk = 1024, implementation: str | None = None
+    *, chunk: Chunk = 1024, implementation: Implementation | None = None
 ) -> contextlib.AbstractContextManager[None]:
     """`apply` for the time of a `with` block."""
     return _MAXTEXT.applied(Options(chunk, implementation))

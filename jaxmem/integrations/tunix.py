@@ -35,7 +35,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxmem.core.options import Chunk
+from jaxmem.core.options import Chunk, Implementation
 from jaxmem.integrations._head import Head, Options, as_index, scores
 from jaxmem.integrations._replace import Integration, Replacement
 from jaxmem.integrations._tunix_models import (
@@ -52,7 +52,7 @@ class Entropies:
         self.entropy = entropy
 
 
-def apply(*, chunk: Chunk = 1024, implementation: str | None = None) -> None:
+def apply(*, chunk: Chunk = 1024, implementation: Implementation | None = None) -> None:
     """Replace Tunix's functions, until `undo`; prints which.
 
     Args:
@@ -71,7 +71,7 @@ def undo() -> None:
 
 
 def applied(
-    *, chunk: Chunk = 1024, implementation: str | None = None
+    *, chunk: Chunk = 1024, implementation: Implementation | None = None
 ) -> contextlib.AbstractContextManager[None]:
     """`apply` for the time of a `with` block."""
     return _TUNIX.applied(Options(chunk, implementation))

@@ -4,7 +4,7 @@ import contextvars
 import dataclasses
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,10 @@ from jaxmem.remat.policies import NAMES, Policy, policy, preset
 _BROKEN_JAXLIB = ("0.11.0", "0.11.1")
 
 
-def name(x: Any, label: str) -> Any:
+_Tree = TypeVar("_Tree")
+
+
+def name(x: _Tree, label: str) -> _Tree:
     """x, known to policies by this label; a pytree's leaves share it."""
     return jax.tree.map(lambda leaf: checkpoint_name(leaf, label), x)
 
