@@ -14,6 +14,7 @@ TINY = [
     "model.layers=2", "model.hidden=16", "model.ff=24", "model.heads=2",
     "model.kv_heads=1", "model.head_dim=8", "model.attention=xla",
     "data.sequence_length=16", "data.batch_size=2", "run.steps=3",
+    "optimizer.learning_rate=0.1",
 ]  # fmt: skip
 
 

@@ -353,7 +353,7 @@ def test_verify_believes_the_program_alone(monkeypatch):
         with pytest.raises(ValueError, match="compiled is for a CPU"):
             remat.verify(program(), 1)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(remat, "_BROKEN_JAXLIB", ())
+    monkeypatch.setattr("jaxmem.remat.blocks._BROKEN_JAXLIB", ())
     remat.verify(program(host=100, temp=5), 100, without=program(temp=6))
     remat.verify(program(host=50, devices=2), 100)  # each has its own
     for less in (program(host=90), program(host=100, text="")):
@@ -372,7 +372,7 @@ def test_a_jaxlib_with_wrong_gradients_is_refused(monkeypatch):
     import jaxlib
 
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(remat, "_BROKEN_JAXLIB", (jaxlib.__version__,))
+    monkeypatch.setattr("jaxmem.remat.blocks._BROKEN_JAXLIB", (jaxlib.__version__,))
     with pytest.raises(RuntimeError, match="openxla/xla#46231.*0.11.2 or newer"):
         remat.block(block, "offload_block")
     remat.block(block, "save_attention")

@@ -35,6 +35,7 @@ def test_one_json_object_a_step_and_every_bit_of_the_loss(tmp_path):
         "grad_norm": 1.25,
         "learning_rate": 1e-3,
         "seconds": 0.64,
+        "mfu": None,
     }
     assert read_history(writer.path) == [step_metrics(1, loss)]
 
@@ -189,3 +190,10 @@ def test_a_line_of_another_job_is_named(tmp_path):
     path = write(tmp_path, 0, [1, 2])
     with pytest.raises(ValueError, match="metrics.jsonl:1: not a line of this version"):
         read_history(path, PolicyMetrics)
+
+
+def test_lines_of_a_run_from_before_a_field(tmp_path):
+    old = {k: v for k, v in step_metrics(1)._asdict().items() if k != "mfu"}
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(json.dumps(old) + "\n")
+    assert read_history(path) == [step_metrics(1)]

@@ -35,6 +35,11 @@ def printed(thing, **options):
     return stream.getvalue()
 
 
+def test_a_line_shows_the_utilisation_where_the_peak_is_known():
+    assert "MFU" not in step_metrics(1).line
+    assert step_metrics(1)._replace(mfu=0.456).line.endswith("tokens/s  MFU 45.6%")
+
+
 def test_speed_is_the_median_over_steps():
     rates = [step_metrics(i, rate=rate) for i, rate in enumerate((1.0, 90.0, 110.0))]
     assert metrics.tokens_per_second(rates) == 90.0
