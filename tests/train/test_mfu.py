@@ -8,7 +8,7 @@ from flax import nnx
 
 from jaxmem.models.decoder import Decoder, ModelConfig
 from jaxmem.train import mfu
-from jaxmem.train.optimizer import split_weights
+from jaxmem.models.weights import split_weights
 
 QWEN3 = ModelConfig(
     layers=28, hidden=1024, ff=3072, heads=16, kv_heads=8, head_dim=128, qk_norm=True,
