@@ -9,7 +9,7 @@ from typing import Any
 # By the name of a kernel or of the operation that it is of, the first that matches.
 CLASSES = {
     "attention": "fmha|flash|sdpa|cudnn|dot_product_attention",
-    "head": "mosaic|token_stats|token_loss|logprobs",
+    "head": "mosaic|jaxmem_call",
     "products": "gemm|cublas|cutlass|nvjet|xmma|split_?k|wgmma|dot_general",
     "copies of the loop": "memcpy|memset|copy|dynamic.?update.?slice|broadcast_fusion"
     "|dynamic.?slice_fusion",

@@ -1,34 +1,31 @@
 """Traps set for every test: many fake devices, warnings as errors, honest GPU skips."""
 
-import os
-import tempfile
+from pathlib import Path
 
 import jax
 import pytest
+
+from tests import compilation
+
+SHARED = pytest.StashKey[Path]()
 
 jax.config.update("jax_num_cpu_devices", 8)
 
 
 def pytest_configure(config):
-    """What one process compiles, it finds again, as do the programs that it starts.
+    """Programs that were compiled before are found again (`tests.compilation`)."""
+    shared = compilation.shared_folder()
+    if hasattr(config, "workerinput"):  # its environment names the first one's folder
+        shared = Path(config.workerinput["compiled"])
+    folder = compilation.make_folder(shared)
+    config.add_cleanup(lambda: compilation.merge(folder, shared))
+    compilation.use(folder)
+    config.stash[SHARED] = shared
 
-    A folder for each: jax may read an entry that another process has half written, and
-    its warning of that would be an error here.
-    """
-    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
-        made = tempfile.TemporaryDirectory()
-        config.add_cleanup(made.cleanup)
-        os.environ["JAX_COMPILATION_CACHE_DIR"] = made.name
-    worker = os.environ.get("PYTEST_XDIST_WORKER", "")
-    folder = os.path.join(os.environ["JAX_COMPILATION_CACHE_DIR"], worker)
-    settings = {
-        "jax_compilation_cache_dir": folder,
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
-    for name, value in settings.items():
-        jax.config.update(name, value)
-        os.environ[name.upper()] = str(value)  # for the programs that tests start
+
+def pytest_configure_node(node):
+    """Tells a worker the folder that all share."""
+    node.workerinput["compiled"] = str(node.config.stash[SHARED])
 
 
 @pytest.fixture(scope="module")

@@ -122,7 +122,7 @@ KERNELS = {
 def test_classes_of_kernels():
     for kernel, name in KERNELS.items():
         assert trace_summary.class_of(kernel, STEP + "add") == name, kernel
-    of_the_head = "jit(step)/jvp(jit(token_stats))/while/body/sub"
+    of_the_head = "jit(step)/jvp(jit(jaxmem_call))/while/body/sub"
     assert trace_summary.class_of("loop_sub_fusion", of_the_head) == "head"
     assert trace_summary.class_of("loop_add_fusion_2", "jit(step)/sqrt") == "optimizer"
     assert trace_summary.class_of("loop_add_fusion_2", "") == "elementwise"

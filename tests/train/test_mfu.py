@@ -7,8 +7,8 @@ import pytest
 from flax import nnx
 
 from jaxmem.models.decoder import Decoder, ModelConfig
-from jaxmem.train import mfu
 from jaxmem.models.weights import split_weights
+from jaxmem.train import mfu
 
 QWEN3 = ModelConfig(
     layers=28, hidden=1024, ff=3072, heads=16, kv_heads=8, head_dim=128, qk_norm=True,

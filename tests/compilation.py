@@ -1,0 +1,76 @@
+"""Compiled programs kept from one test run to the next, for every process of a run.
+
+jax may read an entry that another process has half written. So each process has a
+folder of its own, which starts with links to all entries of the shared one, and leaves
+links to its new entries there at the end: a link to a complete file is made at once.
+"""
+
+import hashlib
+import os
+import platform
+import shutil
+import tempfile
+from pathlib import Path
+
+import jax
+
+SETTING = "JAX_COMPILATION_CACHE_DIR"
+_LIMIT = 2 * 2**30  # bytes of the shared folder; above, it starts anew
+
+
+def shared_folder() -> Path:
+    """What is compiled depends on jax, and for a CPU on the instructions it has."""
+    given = os.environ.get(SETTING)
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    name = f"jax-{jax.__version__}-{platform.machine()}-{_instructions()}"
+    return Path(given) if given else caches / "jaxmem-tests" / name
+
+
+def _instructions():
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+    except OSError:
+        return "unknown"
+    flags = next((x for x in lines if x.startswith(("flags", "Features"))), "")
+    return hashlib.sha256(flags.encode()).hexdigest()[:8]
+
+
+def make_folder(shared: Path) -> Path:
+    """A folder of this process with all that the shared one has."""
+    shared.mkdir(parents=True, exist_ok=True)
+    entries = [path for path in shared.iterdir() if path.is_file()]
+    if sum(path.stat().st_size for path in entries) > _LIMIT:
+        for path in entries:
+            path.unlink(missing_ok=True)
+        entries = []
+    made = Path(tempfile.mkdtemp(prefix="process-", dir=shared))
+    _link(entries, made)
+    return made
+
+
+def merge(folder: Path, shared: Path) -> None:
+    """Leaves the folder's new entries in the shared one, and removes the folder."""
+    _link((path for path in folder.iterdir() if path.is_file()), shared)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _link(paths, folder):
+    for path in paths:
+        try:
+            os.link(path, folder / path.name)
+        except FileExistsError:
+            pass
+        except FileNotFoundError:  # another run has emptied the shared folder
+            return
+
+
+def use(folder: Path) -> None:
+    """Has jax, here and in the programs that tests start, keep all that it compiles."""
+    settings = {
+        "jax_compilation_cache_dir": str(folder),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    for name, value in settings.items():
+        jax.config.update(name, value)
+        os.environ[name.upper()] = str(value)
