@@ -26,13 +26,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run `jaxmem`.
 
     Args:
-      argv: the arguments after the program's name; those of the process by default.
+        argv: the arguments after the program's name; those of the process by default.
 
     Returns:
-      The exit status: 0, 2 after an error of the user's, 130 when interrupted.
+        The exit status: 0, 2 after an error of the user's, 130 when interrupted.
 
     Raises:
-      SystemExit: the arguments cannot be parsed (2), or SIGTERM ended a run (143).
+        SystemExit: the arguments cannot be parsed (2), or SIGTERM ended a run (143).
     """
     arguments = _parse(argv)
     try:

@@ -60,14 +60,14 @@ def save_adapter(
     """Save a decoder's adapters alone, as PEFT does.
 
     Args:
-      directory: to make; it appears when it is whole.
-      decoder: with `lora_rank` above 0.
-      base: name or directory of the model that they adapt, for who loads them. Of a
-        model that reads images PEFT needs the text part alone, as `save` writes it.
-      overwrite: whether the directory may exist, and is replaced.
+        directory: to make; it appears when it is whole.
+        decoder: with `lora_rank` above 0.
+        base: name or directory of the model that they adapt, for who loads them. Of a
+            model that reads images PEFT needs the text part alone, as `save` writes it.
+        overwrite: whether the directory may exist, and is replaced.
 
     Raises:
-      CheckpointError: the decoder has no adapters, or the directory exists.
+        CheckpointError: the decoder has no adapters, or the directory exists.
     """
     target, config = Path(os.path.expanduser(directory)), decoder.config
     if not config.lora_rank:
@@ -91,7 +91,7 @@ def with_adapter(model: ModelConfig, directory: str | Path) -> ModelConfig:
     """The config of a model with the adapters that a directory holds.
 
     Raises:
-      CheckpointError: they are none of PEFT's plain LoRA.
+        CheckpointError: they are none of PEFT's plain LoRA.
     """
     path = Path(os.path.expanduser(directory)) / _CONFIG
     reader = Reader(path, read_object(path))
@@ -136,14 +136,14 @@ def read_adapter(directory: str | Path, wanted: Mapping[str, Any]) -> dict[str, 
     """Read adapters' weights.
 
     Args:
-      directory: of the adapter.
-      wanted: the decoder's adapters, path to `jax.ShapeDtypeStruct`.
+        directory: of the adapter.
+        wanted: the decoder's adapters, path to `jax.ShapeDtypeStruct`.
 
     Returns:
-      Arrays by the same paths.
+        Arrays by the same paths.
 
     Raises:
-      CheckpointError: a tensor is missing, or has another shape.
+        CheckpointError: a tensor is missing, or has another shape.
     """
     tensors = Tensors(Path(os.path.expanduser(directory)), _TENSORS)
     made = {}

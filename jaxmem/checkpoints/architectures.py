@@ -75,14 +75,14 @@ def read_config(directory: str | Path) -> CheckpointConfig:
     """Read `config.json` of a checkpoint's directory.
 
     Args:
-      directory: of the checkpoint.
+        directory: of the checkpoint.
 
     Returns:
-      A `CheckpointConfig`.
+        A `CheckpointConfig`.
 
     Raises:
-      CheckpointError: there is none, or it says what is not implemented; the key is
-        named.
+        CheckpointError: there is none, or it says what is not implemented; the key is
+            named.
     """
     path = Path(os.path.expanduser(directory)) / "config.json"
     raw = read_object(path)

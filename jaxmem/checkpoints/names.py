@@ -59,8 +59,8 @@ def module_name(module: str, config: ModelConfig) -> str:
     """The checkpoint's name of a module of a block; "{}" stands for its layer.
 
     Args:
-      module: like "blocks/attention/query", or "head".
-      config: of the decoder.
+        module: like "blocks/attention/query", or "head".
+        config: of the decoder.
     """
     if not module.startswith("blocks/"):
         return _WHOLE[module]
@@ -72,9 +72,9 @@ def stored(path: str, config: ModelConfig, prefixes: tuple[str, str] = ALONE) ->
     """Find a weight.
 
     Args:
-      path: of the weight in the decoder, like "blocks/attention/query/kernel".
-      config: of the decoder.
-      prefixes: `ALONE`, or `text_prefixes`.
+        path: of the weight in the decoder, like "blocks/attention/query/kernel".
+        config: of the decoder.
+        prefixes: `ALONE`, or `text_prefixes`.
     """
     module, _, kind = path.rpartition("/")
     name = module_name(module, config) + (".bias" if kind == "bias" else ".weight")
@@ -89,7 +89,7 @@ def text_prefixes(tensors: Iterable[str]) -> tuple[str, str]:
     """Find what a model that reads images has in place of `ALONE`.
 
     Args:
-      tensors: the model's names.
+        tensors: the model's names.
     """
     present = list(tensors)
     for prefixes in _TEXT_PARTS:

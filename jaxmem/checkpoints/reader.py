@@ -19,7 +19,7 @@ def read_object(path: Path) -> dict[str, Any]:
     """Read a file that holds one JSON object.
 
     Raises:
-      CheckpointError: it cannot be read, or holds something else.
+        CheckpointError: it cannot be read, or holds something else.
     """
     try:
         return json_files.read_object(path)
@@ -31,9 +31,9 @@ class Reader:
     """Takes keys out of a JSON object, and knows which were never asked for.
 
     Args:
-      path: of the file, for errors.
-      raw: the object.
-      known: keys that need not be asked for.
+        path: of the file, for errors.
+        raw: the object.
+        known: keys that need not be asked for.
     """
 
     def __init__(
@@ -56,10 +56,10 @@ class Reader:
         """Return the value of a key, of one of these types, or the default.
 
         Args:
-          key: of the object.
-          kind: type, or types; where `float` is one, integers are converted.
-          default: where the key is missing; without one that is an error.
-          within: range of a number.
+            key: of the object.
+            kind: type, or types; where `float` is one, integers are converted.
+            default: where the key is missing; without one that is an error.
+            within: range of a number.
         """
         self.read.add(key)
         if key not in self.raw:

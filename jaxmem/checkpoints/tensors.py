@@ -31,11 +31,11 @@ class Tensors:
     """The tensors of one directory, in one file or in the shards of an index.
 
     Args:
-      directory: with `model.safetensors` or `model.safetensors.index.json`.
-      one: name of the file, where it is not sharded.
+        directory: with `model.safetensors` or `model.safetensors.index.json`.
+        one: name of the file, where it is not sharded.
 
     Raises:
-      CheckpointError: a file is missing or damaged.
+        CheckpointError: a file is missing or damaged.
     """
 
     def __init__(self, directory: Path, one: str = _ONE):
@@ -64,12 +64,12 @@ class Tensors:
         """Read part of a tensor, without the rest of it.
 
         Args:
-          name: of the tensor.
-          shape: that it must have.
-          index: which part.
+            name: of the tensor.
+            shape: that it must have.
+            index: which part.
 
         Raises:
-          CheckpointError: there is no such tensor, or one of another shape or type.
+            CheckpointError: there is no such tensor, or one of another shape or type.
         """
         if name not in self._files:
             raise CheckpointError(
@@ -196,10 +196,10 @@ def write_tensors(
     """Write tensors to one file, or to shards and their index.
 
     Args:
-      directory: that exists.
-      tensors: names and arrays; no more than a shard of them is held at a time.
-      max_shard_bytes: of a file; a larger tensor has one to itself.
-      one: name of the file, where one is enough.
+        directory: that exists.
+        tensors: names and arrays; no more than a shard of them is held at a time.
+        max_shard_bytes: of a file; a larger tensor has one to itself.
+        one: name of the file, where one is enough.
     """
     shards, held, size = [], {}, 0
     for name, array in tensors:

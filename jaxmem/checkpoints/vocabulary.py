@@ -28,10 +28,10 @@ def load_vocabulary(directory: str | Path) -> Vocabulary:
     """Load `tokenizer.json` of a checkpoint's directory.
 
     Args:
-      directory: of the checkpoint.
+        directory: of the checkpoint.
 
     Raises:
-      CheckpointError: there is none, or it has ids that the model has not.
+        CheckpointError: there is none, or it has ids that the model has not.
     """
     config = read_config(directory)
     path = config.path.parent / "tokenizer.json"

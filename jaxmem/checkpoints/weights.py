@@ -53,25 +53,25 @@ def load(
     """Load a checkpoint's decoder.
 
     Args:
-      directory: of `config.json` and safetensors files, sharded or not.
-      dtype: of activations and matrix products; None: that of the checkpoint.
-      param_dtype: that weights are stored in; None: that of the checkpoint.
-      sharding: where weights go, all alike or each by its path and shape. None: to
-        the default device.
-      head: options of the head.
-      policy: what a backward pass finds, as in `Decoder`.
-      adapter: directory of a LoRA adapter in PEFT's layout, to be added.
-      options: of `ModelConfig` that change no number: `attention`.
+        directory: of `config.json` and safetensors files, sharded or not.
+        dtype: of activations and matrix products; None: that of the checkpoint.
+        param_dtype: that weights are stored in; None: that of the checkpoint.
+        sharding: where weights go, all alike or each by its path and shape. None: to
+            the default device.
+        head: options of the head.
+        policy: what a backward pass finds, as in `Decoder`.
+        adapter: directory of a LoRA adapter in PEFT's layout, to be added.
+        options: of `ModelConfig` that change no number: `attention`.
 
     Returns:
-      A `Decoder`.
+        A `Decoder`.
 
     **Memory**: on the host no more than one weight (all layers of it), or one device's
     part of it.
 
     Raises:
-      CheckpointError: a file is missing, damaged, or says what is not implemented; it
-        is named, and so is the key or tensor.
+        CheckpointError: a file is missing, damaged, or says what is not implemented; it
+            is named, and so is the key or tensor.
 
     >>> from jaxmem import checkpoints
     >>> decoder = checkpoints.load("tests/checkpoints/tiny/qwen3", dtype="float32")
@@ -114,21 +114,21 @@ def read_weights(
     """Read a checkpoint's weights; adapters are none of them.
 
     Args:
-      directory: of the checkpoint.
-      model: from `read_config`, with the types and options that are wanted.
-      sharding: as in `load`.
-      like: `jax.ShapeDtypeStruct`s nested by name, of some weights: those are read, as
-        they say of types and places. None: all.
+        directory: of the checkpoint.
+        model: from `read_config`, with the types and options that are wanted.
+        sharding: as in `load`.
+        like: `jax.ShapeDtypeStruct`s nested by name, of some weights: those are read,
+            as they say of types and places. None: all.
 
     Returns:
-      Arrays nested by name, as `nnx.to_pure_dict` of the decoder's state has them.
+        Arrays nested by name, as `nnx.to_pure_dict` of the decoder's state has them.
 
     Warns:
       UserWarning: of a model that reads images, only the text part is read.
 
     Raises:
-      CheckpointError: a tensor is missing, has another shape, or is not the decoder's;
-        it is named with its file.
+        CheckpointError: a tensor is missing, has another shape, or is not the
+            decoder's; it is named with its file.
     """
     return _read_weights(read_config(directory), model, sharding, like)
 
@@ -177,15 +177,15 @@ def save(
     part alone is saved (Gemma3ForCausalLM). The directory appears when it is whole.
 
     Args:
-      directory: to make.
-      decoder: whose weights to save.
-      like: directory of a checkpoint of the same sizes, such as it was loaded from.
-      dtype: of the tensors; None: of the decoder's weights.
-      max_shard_bytes: of a file.
-      overwrite: whether the directory may exist, and is replaced.
+        directory: to make.
+        decoder: whose weights to save.
+        like: directory of a checkpoint of the same sizes, such as it was loaded from.
+        dtype: of the tensors; None: of the decoder's weights.
+        max_shard_bytes: of a file.
+        overwrite: whether the directory may exist, and is replaced.
 
     Raises:
-      CheckpointError: the directory exists, or `like` is of another model.
+        CheckpointError: the directory exists, or `like` is of another model.
     """
     target, source = (Path(os.path.expanduser(path)) for path in (directory, like))
     if target.exists() and not overwrite:
@@ -223,7 +223,7 @@ def with_checkpoint(model: ModelConfig) -> ModelConfig:
     """The config with the sizes of its `checkpoint`, which it may repeat.
 
     Raises:
-      ValueError: it has a size of its own that is another.
+        ValueError: it has a size of its own that is another.
     """
     if model.checkpoint is None:
         return model

@@ -14,9 +14,7 @@ from typing import Any
 from jaxmem.core import messages
 
 MAX_BYTES = 256 * 2**20  # of a file, or of one line of data
-MAX_DEPTH = (
-    100  # of objects and lists; comparing deeper values could overflow the stack
-)
+MAX_DEPTH = 100  # of objects and lists; comparing deeper ones may exhaust the stack
 MAX_DIGITS = 308  # of an integer: float64 can represent it
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 

@@ -54,19 +54,19 @@ class Journal:
     """The journal of one output file.
 
     Args:
-      out: the file that is to be, `.jsonl` or `.parquet`.
-      fingerprint: of all that the scores depend on.
-      source: the documents' file as it was named; a journal that is continued keeps
-        its first name.
-      boundaries: numbers of documents after which a group ends, from 0 to all of them;
-        a journal is continued after one of them.
+        out: the file that is to be, `.jsonl` or `.parquet`.
+        fingerprint: of all that the scores depend on.
+        source: the documents' file as it was named; a journal that is continued keeps
+            its first name.
+        boundaries: numbers of documents after which a group ends, from 0 to all of
+            them; a journal is continued after one of them.
 
     Attributes:
-      done: documents that need not be scored again.
-      source: the name under which documents are recorded.
+        done: documents that need not be scored again.
+        source: the name under which documents are recorded.
 
     Raises:
-      ValueError: the file exists, or the journal is of other work.
+        ValueError: the file exists, or the journal is of other work.
     """
 
     def __init__(

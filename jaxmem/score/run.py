@@ -66,20 +66,20 @@ def score(config: ScoreConfig, console: Console | None = None) -> Summary:
         logprob_t = ln p(token_t | tokens before),   entropy_t = -Σ_v p_v ln p_v
 
     Args:
-      config: what to score, with what.
-      console: where progress goes; a new rich console by default.
+        config: what to score, with what.
+        console: where progress goes; a new rich console by default.
 
     Returns:
-      The sums, over documents that earlier processes scored too; `config.out` has the
-      numbers of every token.
+        The sums, over documents that earlier processes scored too; `config.out` has the
+        numbers of every token.
 
     Raises:
-      ValueError: the data, the checkpoint or the output cannot be used; the message
-        says which document, tensor or file, or which process uses the output.
-      WriteError: the disk is full; recorded documents are not scored again.
-      FloatingPointError: a score is not finite.
-      KeyboardInterrupt: after SIGINT; the current group of documents is recorded.
-      SystemExit: likewise after SIGTERM.
+        ValueError: the data, the checkpoint or the output cannot be used; the message
+            says which document, tensor or file, or which process uses the output.
+        WriteError: the disk is full; recorded documents are not scored again.
+        FloatingPointError: a score is not finite.
+        KeyboardInterrupt: after SIGINT; the current group of documents is recorded.
+        SystemExit: likewise after SIGTERM.
     """
     console = console or Console()
     out = Path(config.out).expanduser()

@@ -39,9 +39,9 @@ def encode(
     A text is scored from its second token on where nothing comes before it.
 
     Args:
-      documents: texts, and prompts that are read but not scored.
-      vocabulary: of the checkpoint.
-      eos: whether the end of sequence is scored too.
+        documents: texts, and prompts that are read but not scored.
+        vocabulary: of the checkpoint.
+        eos: whether the end of sequence is scored too.
     """
     # Apart, so that no token straddles the end of the prompt.
     prompts = vocabulary.encode([d.prompt for d in documents])
@@ -73,10 +73,10 @@ def cut(document: int, tokens: Tokens, length: int, stride: int | None) -> list[
     """Windows that overlap by length - stride; the later ones score what is new.
 
     Args:
-      document: index of the document.
-      tokens: of it.
-      length: inputs of a window.
-      stride: between the starts of two windows; None where one is enough.
+        document: index of the document.
+        tokens: of it.
+        length: inputs of a window.
+        stride: between the starts of two windows; None where one is enough.
     """
     inputs, labels = tokens.ids[:-1], tokens.ids[1:].copy()
     labels[: tokens.first - 1] = NO_LABEL
