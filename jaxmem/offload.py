@@ -246,7 +246,7 @@ class Streamed:
         return structure.unflatten(new_params), structure.unflatten(new_state)
 
     def _cuts(self, leaf, slices=None):
-        """(first row, number of rows) of each slice; all but the last are equally large.
+        """(first row, number of rows) of each slice; only the last may be shorter.
 
         There are as few slices as `slice_bytes` allows, or `slices` of them.
         """
