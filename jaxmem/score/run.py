@@ -327,7 +327,7 @@ class _Progress:
         self._bar.stop()
 
     def update(self, done: int, tokens: int) -> None:
-        """Report the number of scored documents, and tokens read since the last call."""
+        """Report the number of scored documents, and newly read tokens."""
         self.read += tokens
         now = time.perf_counter()
         speed = f"{self.read / (now - self._start):,.0f} tokens/s"
