@@ -55,7 +55,7 @@ class PolicyMetrics(NamedTuple):
     learning_rate: float
     response_length: float  # tokens sampled, mean over the samples
     mismatch_mean: float  # |trainer's - sampler's log-probability|, nats
-    mismatch_max: float  # likewise, the largest
+    mismatch_max: float  # the largest of these differences, nats
     tokens: int  # of prompts and responses, in the rollout
     tokens_per_second: float
     rollout_seconds: float  # sampling and rewards
