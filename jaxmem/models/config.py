@@ -93,7 +93,7 @@ class ModelConfig:
     norm_eps: float = 1e-6  # added to the mean square in every norm
     dtype: str = "float32"  # activations and matrix products
     param_dtype: str = "float32"  # stored weights (the master copy)
-    attention: Literal["xla", "cudnn"] | None = None  # None: jax chooses
+    attention: Literal["xla", "cudnn"] | None = None  # None: "xla"
     lora_rank: int = 0  # rank of the adapters of frozen matrices; 0: none
     lora_alpha: float = 16.0  # adapters are scaled by this / lora_rank
     # matrices of a block with adapters; "gate", "up" and "down" are possible too
