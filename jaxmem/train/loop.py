@@ -265,21 +265,18 @@ class Run:
 
 @contextlib.contextmanager
 def open_run(config: RunConfig, settings: Settings, console: Console) -> Iterator[Run]:
-    """Open the run in `config.out_dir`, new or not, for this process alone.
+    """Open the run in `config.out_dir`, old or new, for this process alone.
 
-    If it has checkpoints, `Run.take_steps` continues from the newest readable one. A
-    run that is killed at any step and resumed takes bitwise the same steps on the CPU
-    as one that was never stopped.
+    If checkpoints are there, `Run.take_steps` continues from the newest that can be
+    read: killed at any step and called again, it takes bitwise the same steps on the
+    CPU as if it had never stopped.
 
     SIGTERM and SIGINT end the run after the current step and save it; see `Stop`.
 
     Args:
         config: of the run.
-        settings: compared with those of the saved run.
-        console: receives progress.
-
-    Yields:
-        The run.
+        settings: to be compared with those of the saved run.
+        console: where progress goes.
 
     Raises:
         ValueError: a fixed setting differs from the saved run's, or another process
