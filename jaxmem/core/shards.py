@@ -35,6 +35,9 @@ def check_axis_name(axis_name) -> Shards | None:
     Args:
         axis_name: the name of a mesh axis, a tuple of names, or None.
 
+    Returns:
+        The shards, or None.
+
     Raises:
         TypeError: axis_name is not a name or a tuple of different names.
         ValueError: no enclosing `jax.shard_map` binds such an axis.
@@ -78,6 +81,9 @@ def described(shards: Shards, hidden, rows) -> Shards:
         shards: the sharding of the vocabulary.
         hidden: the hidden states.
         rows: the arrays that row outputs depend on.
+
+    Returns:
+        The shards with both fields set.
     """
     unknown = varying(rows)
     return dataclasses.replace(
@@ -115,6 +121,9 @@ def sum_hidden(shards: Shards | None, dhidden, dW, overlap: bool) -> tuple[Any, 
         overlap: whether the all-reduce overlaps the computation of dW. Otherwise it
             starts after that, because it would slow down a kernel that uses the whole
             chip.
+
+    Returns:
+        (dhidden, dW).
     """
     if not (shards and shards.same_hidden):
         return dhidden, dW

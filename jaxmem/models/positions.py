@@ -167,6 +167,9 @@ def document_mask(segment_ids: Ids, window: Ids | int | None = None) -> jax.Arra
     Args:
         segment_ids: [B, T] document of each token.
         window: tokens that a query sees, including itself; None: all.
+
+    Returns:
+        The mask.
     """
     mask = segment_ids[:, :, None] == segment_ids[:, None, :]
     if window is not None:

@@ -54,7 +54,13 @@ def sizes(config: Config | GrpoJobConfig) -> dict[str, int]:
 def head_bytes(model: ModelConfig, head: HeadConfig, tokens: int) -> int:
     """Bytes of a chunk's logits and their derivative, (8 + b)·C·V.
 
-    If the head is not fused, C is the number of all tokens.
+    Args:
+        model: of the decoder.
+        head: its options; if it is not fused, C is the number of all tokens.
+        tokens: tokens of a micro-batch.
+
+    Returns:
+        The bytes.
     """
     assert model.vocab_size is not None
     fused = head.implementation == "fused"

@@ -32,6 +32,9 @@ def equations(
     Args:
         jaxpr: of the program.
         turns: maps a `while` equation to its number of iterations; by default 1.
+
+    Yields:
+        (equation, number of executions).
     """
     for equation in jaxpr.eqns:
         yield equation, 1
