@@ -126,9 +126,6 @@ def test_classes_of_kernels():
     assert trace_summary.class_of("loop_sub_fusion", of_the_head) == "head"
     of_the_optimizer = "jit(step)/optimizer/sqrt"
     assert trace_summary.class_of("loop_add_fusion_2", of_the_optimizer) == "optimizer"
-        trace_summary.class_of("loop_add_fusion_2", "jit(step)/optimizer/sqrt")
-        == "optimizer"
-    )
     assert trace_summary.class_of("loop_add_fusion_2", "") == "elementwise"
 
 
