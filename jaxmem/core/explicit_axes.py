@@ -10,7 +10,7 @@ of the `shard_map` and in again.
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 import jax
@@ -54,7 +54,7 @@ def with_automatic_axes(
 
 def _run_automatic(function, mesh, call, specs) -> Any:
     """Call the function with the mesh's explicit axes turned into automatic ones."""
-    leaves, tree = jax.tree.flatten(call.arguments, is_leaf=_is_list)
+    leaves, tree = jax.tree.flatten(call.arguments, is_leaf=_is_no_tree)
     places = [i for i, x in enumerate(leaves) if is_typed(x)]
 
     def run(*arrays):
@@ -133,7 +133,7 @@ def _explicit_mesh(tree) -> Mesh | AbstractMesh | None:
     mesh = jax.sharding.get_abstract_mesh()
     if explicit_axes(mesh):
         return mesh
-    typed = filter(is_typed, jax.tree.leaves(tree, is_leaf=_is_list))
+    typed = filter(is_typed, jax.tree.leaves(tree, is_leaf=_is_no_tree))
     return next((_type(x).mesh for x in typed), None)
 
 
@@ -142,9 +142,9 @@ def is_typed(x) -> bool:
     return _is_array(x) and bool(explicit_axes(_type(x).mesh))
 
 
-def _is_list(x):
-    """A list is an array to be; it may be nested too deeply for jax to flatten."""
-    return isinstance(x, list)
+def _is_no_tree(x):
+    """A list becomes an array, and may be nested too deeply to be flattened."""
+    return isinstance(x, list | Iterator)
 
 
 def _is_array(x):
