@@ -167,7 +167,10 @@ def _pick(
 
     @pl.when((first + 1) * sampling.one - start > total)
     def _none():
-        store(jnp.full(_SLOTS, sampling.columns, jnp.int32), jnp.zeros(_SLOTS, jnp.float32))
+        store(
+            jnp.full(_SLOTS, sampling.columns, jnp.int32),
+            jnp.zeros(_SLOTS, jnp.float32),
+        )
 
 
 def _search(sums_ref, row, rest):

@@ -1,9 +1,6 @@
 """Sampled entries by tiles: the bounds hold, and the kernels find what integers say."""
 
-import functools
-
 import jax
-import jax.experimental.pallas as pl
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,19 +9,8 @@ from jaxmem import _sampled, _stats
 from jaxmem._sampled import Sampling
 from tests.kernels import needs_pallas
 
-pytestmark = [
-    needs_pallas, pytest.mark.usefixtures("quick_compilation", "in_interpreter"),
-]  # fmt: skip
+pytestmark = [needs_pallas, pytest.mark.usefixtures("triton_interpreted")]
 WIDTH = 64
-
-
-@pytest.fixture
-def in_interpreter(monkeypatch):
-    call = functools.partial(pl.pallas_call, interpret=True)
-    monkeypatch.setattr(pl, "pallas_call", call)
-    jax.clear_caches()
-    yield
-    jax.clear_caches()
 
 
 def tiles(z, labels, dtype, width=WIDTH):

@@ -1,0 +1,108 @@
+"""The kernels of sampled derivatives together, without a GPU."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh
+
+from jaxmem import _sampled, _stats, _xla
+from jaxmem._spec import Spec
+from jaxmem.kernels import hopper, sampled
+from tests import oracle
+from tests.cases import Case
+from tests.kernels import needs_pallas
+from tests.test_sampled import FLOATS, SAVED, cotangents
+
+pytestmark = needs_pallas
+
+
+def problem(n, d, v, slots, layout="vd", **options):
+    """(spec, sampling, source, rows) of random numbers, with some rows masked."""
+    h, W, y = Case(n, d, v, std=3.0).make()
+    h, W = jnp.asarray(h, jnp.bfloat16), jnp.asarray(W, jnp.bfloat16)
+    where = jnp.arange(n) % 5 > 0
+    bias = options.pop("bias", None)
+    temperature = options.pop("temperature", None)
+    spec = Spec(
+        v, options.pop("vocab_size", v), 256, FLOATS, h.dtype, layout, **options
+    )
+    y = y % spec.vocab_size
+    rows = _xla.Rows(jnp.asarray(y), where, temperature)
+    source = _xla.Head(h, W if layout == "vd" else W.T, bias)
+    return spec, sampled.sampling_of(spec, slots), source, rows
+
+
+def run(spec, sampling, source, rows, g, starts):
+    """(outputs, entries, gradients)."""
+    made, entries = sampled.forward(spec, sampling, source, rows, starts, SAVED)
+    saved = _stats.Outputs(**made, is_argmax=jnp.zeros(0))
+    cotangents = _stats.Cotangents(*(g.get(k) for k in FLOATS))
+    grads = sampled.backward(spec, sampling, source, rows, saved, cotangents, entries)
+    return made, entries, grads
+
+
+@pytest.mark.parametrize("all_options", [False, True])
+def test_with_enough_slots_it_is_the_derivative(
+    all_options, interpreted, triton_interpreted
+):
+    n, d, v = 70, 64, 70
+    options = {}
+    if all_options:
+        options = dict(
+            temperature=jnp.linspace(8, 16, n), softcap=8.0, vocab_size=50,
+            bias=jnp.linspace(-1, 1, v), layout="dv",
+        )  # fmt: skip
+    else:
+        options = dict(temperature=jnp.full(n, 12.0))
+    spec, sampling, source, rows = problem(n, d, v, 256, **options)
+    g = cotangents(n)
+    starts = _sampled.starts(sampling, jax.random.key(0), jnp.arange(n))
+    made, entries, grads = jax.jit(run, static_argnums=(0, 1))(
+        spec, sampling, source, rows, g, starts
+    )
+    exact = jax.jit(hopper.forward, static_argnums=(0, 3))(spec, source, rows, SAVED)
+    jax.tree.map(np.testing.assert_array_equal, made, exact)
+    kept = np.sum(np.asarray(entries.p) > 0, 1)
+    np.testing.assert_array_equal(kept, np.asarray(rows.active) * (spec.vocab_size - 1))
+    options.pop("layout", None)
+    W = source.W if spec.layout == "vd" else source.W.T
+    _, want = oracle.head(
+        source.hidden, W, np.asarray(rows.labels), g, on=np.asarray(rows.active),
+        **{k: np.asarray(x) if k != "softcap" else x for k, x in options.items()}
+        | ({"vocab_size": 50} if all_options else {}),
+    )  # fmt: skip
+    if all_options:
+        want = want[0], want[1].T, want[2]
+    for a, b in zip(grads, want, strict=True):
+        if a is not None:
+            np.testing.assert_allclose(
+                np.float64(a), b, atol=8e-3 * np.abs(b).max(), rtol=2e-2
+            )
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
+@pytest.mark.parametrize("layout, kernels", [("vd", 7), ("dv", 7)])
+def test_lowers_for_an_h200(layout, kernels, lowered_anywhere):
+    """Every kernel of both passes; two launches forward."""
+    n, d, v = 512, 256, 151936
+    spec = Spec(v, v, 256, FLOATS, jnp.bfloat16, layout)
+    sampling = sampled.sampling_of(spec, 128)
+    shape = (v, d) if layout == "vd" else (d, v)
+
+    def both(h, W, y, g, starts):
+        rows = _xla.Rows(y, y >= 0, None)
+        bias = jnp.zeros(v)
+        return run(spec, sampling, _xla.Head(h, W, bias), rows, g, starts)
+
+    numbers = jax.ShapeDtypeStruct((n,), jnp.int32)
+    g = {k: jax.ShapeDtypeStruct((n,), jnp.float32) for k in FLOATS}
+    h, W = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((n, d), shape))
+    device = jax.sharding.AbstractDevice(
+        device_kind="NVIDIA H200", num_cores=132, platform="gpu"
+    )  # fmt: skip
+    mesh = AbstractMesh((), (), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        traced = jax.jit(both).trace(h, W, numbers, g, numbers)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("__gpu$xla.gpu.triton") == kernels
