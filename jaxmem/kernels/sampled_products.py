@@ -5,7 +5,7 @@
 
 Bandwidth bounds both, not multiplication. A program makes part of one sum; those of one
 part of the depth run side by side, so that what they read of W or hidden stays in L2.
-A column with many tokens is summed in pieces of `PIECE` pairs first. Every sum has one
+A column with many tokens is summed in pieces first, side by side. Every sum has one
 order, of the pairs sorted by column: no atomics, the same bits each time.
 """
 
@@ -21,7 +21,8 @@ from jax import lax
 from jaxmem._sampled import Derivative
 from jaxmem._sampled_xla import Pairs
 
-PIECE = 512  # pairs
+# Pairs of a piece, and pieces: 4 D bytes each while a gradient of W is made.
+_PIECE, _MAX_PIECES = 256, 2048
 _TRANSPOSED_DEPTH = 256  # of W at a time where its rows must be made from [D, V]
 _ONES = 16  # columns of ones whose sums are the bias's gradient
 
@@ -56,12 +57,20 @@ TO_W = Launch(depth=4096, unroll=4, warps=8)
 
 
 class Segments(NamedTuple):
-    """Which pairs make each sum: those from one start to the next."""
+    """Which pairs make each sum."""
 
     first: jax.Array  # int32 [n]
     end: jax.Array  # int32 [n]
     rows: jax.Array  # int32 [n_pairs], of what is summed; past the end: none
     values: jax.Array  # float32 [n_pairs]
+    # int32 [n_pairs // piece], 1 where one segment has all pairs of a piece; None: no
+    # segment is long.
+    whole: jax.Array | None = None
+
+    @property
+    def piece(self) -> int:
+        """How many pairs one has."""
+        return _piece(self.rows.shape[0])
 
 
 def to_hidden(
@@ -109,11 +118,11 @@ def to_weights(
     """
     segments = of_columns(pairs, like.shape[0 if layout == "vd" else 1])
     if layout == "vd":
-        return sum_rows(launch, segments, hidden, like.dtype, pieces=True)
+        return sum_rows(launch, segments, hidden, like.dtype)
 
     def part(first, width):
         here = lax.dynamic_slice_in_dim(hidden, first, width, axis=1)
-        return sum_rows(launch, segments, here, like.dtype, pieces=True).T
+        return sum_rows(launch, segments, here, like.dtype).T
 
     return _by_depth(part, jnp.zeros(like.shape, like.dtype), axis=0)
 
@@ -121,7 +130,7 @@ def to_weights(
 def to_bias(pairs: Pairs, n_rows: int, columns: int) -> jax.Array:
     """Σ_i dz_ij of each column, float32 [V]."""
     ones, segments = jnp.ones((n_rows, _ONES), jnp.bfloat16), of_columns(pairs, columns)
-    return sum_rows(TO_W, segments, ones, jnp.float32, pieces=True)[:, 0]
+    return sum_rows(TO_W, segments, ones, jnp.float32)[:, 0]
 
 
 def of_columns(pairs: Pairs, columns: int) -> Segments:
@@ -129,28 +138,33 @@ def of_columns(pairs: Pairs, columns: int) -> Segments:
     ends = jnp.searchsorted(
         pairs.columns, jnp.arange(columns + 1, dtype=jnp.int32), method="scan_unrolled"
     ).astype(jnp.int32)
-    return Segments(ends[:-1], ends[1:], pairs.tokens, pairs.values)
+    piece = _piece(pairs.columns.shape[0])
+    n_pieces = pairs.columns.shape[0] // piece
+    pieces = pairs.columns[: n_pieces * piece].reshape(n_pieces, piece)
+    whole = (pieces[:, 0] == pieces[:, -1]) & (pieces[:, 0] < columns)
+    return Segments(
+        ends[:-1], ends[1:], pairs.tokens, pairs.values, whole.astype(jnp.int32)
+    )
 
 
-def sum_rows(
-    launch: Launch, segments: Segments, x: jax.Array, dtype, pieces: bool = False
-) -> jax.Array:
+def _piece(n_pairs):
+    return max(_PIECE, -(-n_pairs // _MAX_PIECES))
+
+
+def sum_rows(launch: Launch, segments: Segments, x: jax.Array, dtype) -> jax.Array:
     """Σ_k values_k x[rows_k] of each segment, [n, D], summed in float32.
 
     Args:
         launch: how.
-        segments: of pairs; in order and side by side where `pieces`.
+        segments: of pairs.
         x: [rows, D].
         dtype: of the result.
-        pieces: whether long segments are to be summed in pieces first.
     """
     launch = launch.fitted(x.shape[1])
-    first, end, rows, values = segments
-    operands, starts = (first, end, rows, values, x), None
-    if pieces and rows.shape[0] >= PIECE:
-        starts = jnp.arange(rows.shape[0] // PIECE, dtype=jnp.int32) * PIECE
-        operands += (_pieces(launch, starts, segments, x),)
-    n, depth = first.shape[0], x.shape[1]
+    *operands, whole = (*segments[:4], x, segments.whole)
+    if whole is not None and whole.shape[0]:
+        operands.append(_pieces(launch, segments, x))
+    n_segments, depth = segments.first.shape[0], x.shape[1]
 
     def kernel(first_ref, end_ref, rows_ref, values_ref, x_ref, *refs):
         *partial_refs, out_ref = refs
@@ -159,42 +173,37 @@ def sum_rows(
         a, b = plt.load(first_ref.at[at]), plt.load(end_ref.at[at])
         sums = jnp.zeros(launch.depth, jnp.float32)
         for partial_ref in partial_refs:
-            piece, n_pieces = _whole_pieces(a, b)
-            head = jnp.where(n_pieces > 0, piece * PIECE, b)
-            sums = add(a, head, sums)
-            sums = add.pieces(piece, n_pieces, partial_ref, sums)
-            a = jnp.where(n_pieces > 0, (piece + n_pieces) * PIECE, b)
+            n = segments.piece
+            first = lax.div(a + n - 1, n)  # that lies between
+            n_pieces = jnp.maximum(lax.div(b, n) - first, 0)
+            sums = add(a, jnp.where(n_pieces > 0, first * n, b), sums)
+            sums = add.pieces(first, n_pieces, partial_ref, sums)
+            a = jnp.where(n_pieces > 0, (first + n_pieces) * n, b)
         sums = add(a, b, sums)
         inside = columns < depth
         plt.store(out_ref.at[at, columns], sums.astype(out_ref.dtype), mask=inside)
 
     return pl.pallas_call(
         kernel,
-        grid=(n, pl.cdiv(depth, launch.depth)),
-        out_shape=jax.ShapeDtypeStruct((n, depth), dtype),
+        grid=(n_segments, pl.cdiv(depth, launch.depth)),
+        out_shape=jax.ShapeDtypeStruct((n_segments, depth), dtype),
         compiler_params=launch.params(),
         name="sampled_sum_rows",
     )(*operands)
 
 
-def _pieces(launch, starts, segments, x):
-    """Sums of `PIECE` pairs from each start, where one segment has them all.
+def _pieces(launch, segments, x):
+    """Sums of whole pieces, float32 [pieces, D]; of others, anything."""
+    depth, n_pieces = x.shape[1], segments.whole.shape[0]
 
-    Float32 [pieces, D]; what is summed of several segments is not read.
-    """
-    depth, n_pieces = x.shape[1], starts.shape[0]
-    # The segment that a piece begins in: the last one that starts no later.
-    owner = jnp.searchsorted(segments.first, starts, side="right") - 1
-    whole = segments.end[owner] >= starts + PIECE
-
-    def kernel(starts_ref, whole_ref, rows_ref, values_ref, x_ref, out_ref):
+    def kernel(whole_ref, rows_ref, values_ref, x_ref, out_ref):
         at, columns = _place(launch)
 
         @pl.when(plt.load(whole_ref.at[at]) > 0)
         def _sum():
-            a = plt.load(starts_ref.at[at])
             add = _Add(launch, columns, depth, rows_ref, values_ref, x_ref)
-            sums = add(a, a + PIECE, jnp.zeros(launch.depth, jnp.float32))
+            sums = jnp.zeros(launch.depth, jnp.float32)
+            sums = add(at * segments.piece, (at + 1) * segments.piece, sums)
             plt.store(out_ref.at[at, columns], sums, mask=columns < depth)
 
     return pl.pallas_call(
@@ -203,19 +212,13 @@ def _pieces(launch, starts, segments, x):
         out_shape=jax.ShapeDtypeStruct((n_pieces, depth), jnp.float32),
         compiler_params=launch.params(),
         name="sampled_sum_pieces",
-    )(starts, whole.astype(jnp.int32), segments.rows, segments.values, x)
+    )(segments.whole, segments.rows, segments.values, x)
 
 
 def _place(launch):
     """(segment, columns of it) of a program; those of one part of the depth first."""
     columns = jnp.arange(launch.depth, dtype=jnp.int32)
     return pl.program_id(0), pl.program_id(1) * launch.depth + columns
-
-
-def _whole_pieces(first, end):
-    """(first piece that lies between, how many do)."""
-    piece = lax.div(first + PIECE - 1, PIECE)
-    return piece, jnp.maximum(lax.div(end, PIECE) - piece, 0)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,12 +27,11 @@ def problem(n, d, v, slots, seed=0):
     return dz, dense[:, :v], jnp.asarray(h, jnp.bfloat16), jnp.asarray(W, jnp.bfloat16)
 
 
-@pytest.mark.parametrize("layout", ["vd", "dv"])
-@pytest.mark.parametrize("d", [16, 40])
-def test_both_gradients(d, layout, monkeypatch):
+@pytest.mark.parametrize("layout, d", [("vd", 16), ("dv", 40)])
+def test_both_gradients(layout, d, monkeypatch):
     from jaxmem.kernels import sampled_products as products
 
-    monkeypatch.setattr(products, "PIECE", 8)
+    monkeypatch.setattr(products, "_PIECE", 8)
     monkeypatch.setattr(products, "_TRANSPOSED_DEPTH", 16)
     n, v = 60, 50
     dz, dense, h, W = problem(n, d, v, 6)
@@ -50,23 +49,27 @@ def test_both_gradients(d, layout, monkeypatch):
     np.testing.assert_allclose(bias, dense.sum(0), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("length", [7, 8, 9, 15, 16, 17, 24, 40])
-def test_a_long_segment_counts_each_pair_once(length, monkeypatch):
-    """Wherever it begins among the pieces."""
+@pytest.mark.parametrize("many", [False, True])
+def test_a_long_segment_counts_each_pair_once(many, monkeypatch):
+    """Of any length, wherever it begins among the pieces."""
     from jaxmem.kernels import sampled_products as products
 
-    monkeypatch.setattr(products, "PIECE", 8)
-    x = jnp.eye(50, dtype=jnp.float32)
-    sizes = np.array([0, length % 5, length, 3, 0, 0, length + 1])
-    end = np.cumsum(sizes).astype(np.int32)
-    n = 50 * 8
-    rows = np.arange(n) % 50
-    segments = products.Segments(
-        *map(jnp.asarray, (end - sizes.astype(np.int32), end,
-                           rows.astype(np.int32), np.ones(n, np.float32)))
-    )  # fmt: skip
+    monkeypatch.setattr(products, "_PIECE", 8)
+    if many:  # or more pairs than pieces of 8 take
+        monkeypatch.setattr(products, "_MAX_PIECES", 32)
+    sizes = [7, 8, 0, 9, 15, 16, 1, 17, 24, 0, 3, 40, 8, 16, 24, 5, 63, 0]
+    n, v = 50, len(sizes)
+    columns = np.repeat(np.arange(v + 1), [*sizes, 31])  # the last: empty slots
+    assert (products._piece(len(columns)) > 8) == many
+    end, tokens = np.cumsum(sizes), np.arange(len(columns)) % n
+    pairs = _sampled_xla.Pairs(*map(jnp.asarray, (
+        columns.astype(np.int32), tokens.astype(np.int32),
+        np.ones(len(columns), np.float32),
+    )))  # fmt: skip
+    segments = products.of_columns(pairs, v)
     launch = products.Launch(64, 2, 1)
-    got = products.sum_rows(launch, segments, x, jnp.float32, pieces=True)
-    for i, size in enumerate(sizes):
-        want = np.bincount(rows[end[i] - size : end[i]], minlength=50)
+    x = jnp.eye(n, dtype=jnp.float32)
+    got = products.sum_rows(launch, segments, x, jnp.float32)
+    for i in range(v):
+        want = np.bincount(tokens[end[i] - sizes[i] : end[i]], minlength=n)
         np.testing.assert_array_equal(got[i], want)
