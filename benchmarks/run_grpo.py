@@ -16,7 +16,8 @@ import tempfile
 import time
 
 from benchmarks import results
-from jaxmem.train import config, grpo
+from jaxmem.train import config
+from jaxmem.train.jobs import grpo
 
 CONFIGS = pathlib.Path(__file__).parent.parent / "configs"
 ARITHMETIC = ("grpo_arithmetic.gin", "grpo_arithmetic_multitoken.gin")

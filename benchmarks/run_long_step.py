@@ -15,11 +15,12 @@ import jax
 import numpy as np
 
 import jaxmem
-from benchmarks import collectives, results
+from benchmarks import results
+from jaxmem.data.documents import Batch
+from jaxmem.models.partitioning import AXES
+from jaxmem.planning import collectives
 from jaxmem.train import config as configuration
-from jaxmem.train import sft
-from jaxmem.train.data import Batch
-from jaxmem.train.mesh import AXES
+from jaxmem.train.jobs import sft
 
 CONFIG = pathlib.Path(__file__).parent / "long_step.gin"
 KEYS = ("tokens", "overrides", "devices", "device", "note")

@@ -12,7 +12,8 @@ import tempfile
 import time
 
 from benchmarks import results
-from jaxmem.train import config, sft
+from jaxmem.train import config
+from jaxmem.train.jobs import sft
 
 CONFIG = pathlib.Path(__file__).parent.parent / "configs" / "sft_stdlib.gin"
 

@@ -22,12 +22,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jaxmem
 from benchmarks import (
-    collectives,
     exact,
     on_jax,
     results,
@@ -35,6 +33,7 @@ from benchmarks import (
     workers,
 )
 from jaxmem import timing
+from jaxmem.planning import collectives
 
 PATHS = ["token_stats implementation=hopper", "token_stats implementation=xla"]
 KEYS = (*results.KEYS, "split", "devices")

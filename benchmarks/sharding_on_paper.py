@@ -13,11 +13,11 @@ from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jaxmem
-from benchmarks import collectives, results
+from benchmarks import results
+from jaxmem.planning import collectives
 
 TOKENS = 8192  # of a group that splits the vocabulary
 AXES = ("data", "fsdp", "tensor")

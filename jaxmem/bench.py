@@ -17,7 +17,8 @@ import jax.numpy as jnp
 
 import jaxmem
 from jaxmem import timing
-from jaxmem.kernels import hopper, tuned
+from jaxmem.backends import hopper
+from jaxmem.kernels import tuned
 
 Shape = tuple[int, int, int]  # tokens, width of hidden states, vocabulary
 
@@ -118,7 +119,7 @@ def tune(
     if unknown:
         known = ", ".join(get_args(tuned.Kernel))
         raise ValueError(f"--kernel must be one of {known}, got {', '.join(unknown)}")
-    from jaxmem.kernels import tuning
+    from jaxmem.backends import tuning
 
     names = kernels or get_args(tuned.Kernel)
     for results, entry in tuning.tune(shape, names, stopwatch(), repetitions):
@@ -154,9 +155,12 @@ def stopwatch() -> timing.Stopwatch:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether the device had too little of it."""
+    """Whether the device, or the host, had too little of it."""
+    if isinstance(error, MemoryError):  # numpy's is one
+        return True
+    said = str(error)  # XLA for CPUs has no status of its own for it
     is_xla = isinstance(error, jax.errors.JaxRuntimeError)
-    return is_xla and "RESOURCE_EXHAUSTED" in str(error)
+    return is_xla and ("RESOURCE_EXHAUSTED" in said or "Out of memory" in said)
 
 
 def _operands(shape: Shape, dtype):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from jaxmem import _shipped
 from jaxmem._version import __version__
+from jaxmem.core import messages
 
 _PACKAGE = Path(__file__).parent
 
@@ -29,6 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
       The exit status: 0, 2 after an error of the user's, 130 when interrupted.
+
+    Raises:
+      SystemExit: the arguments cannot be parsed (2), or SIGTERM ended a run (143).
     """
     arguments = _parse(argv)
     try:
@@ -42,6 +46,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(str(error))
     except OSError as error:
         return _fail(str(error))
+    except Exception as error:
+        from jaxmem.bench import is_out_of_memory
+
+        if not is_out_of_memory(error):
+            raise
+        return _fail(_out_of_memory(error))
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -66,7 +76,8 @@ def _parser() -> argparse.ArgumentParser:
         "train",
         help="train a language model, or resume the run in run.out_dir",
         description="Train a language model as a gin file says.  Run the same command "
-        "again to resume from the newest checkpoint in run.out_dir.",
+        "again to resume from the newest checkpoint in run.out_dir.  SIGTERM and "
+        "Ctrl-C end a run after the current step, which is saved.",
     )
     train.add_argument(
         "file", metavar="FILE.gin", help="a path, or the name of a shipped config"
@@ -95,6 +106,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     train.set_defaults(command=_train)
     _add_score(commands)
+    _add_plan(commands)
+    _add_doctor(commands)
     _add_bench(commands)
     return parser
 
@@ -137,14 +150,71 @@ def _score(arguments: argparse.Namespace) -> int:
         score.score(config)
     except ModuleNotFoundError as error:
         raise _missing(error, f"writing {config.out}", "score") from error
-    except KeyboardInterrupt:
-        print(
-            "\njaxmem: interrupted; run the same command again to go on after the "
-            "last documents recorded",
-            file=sys.stderr,
-        )
-        return _INTERRUPTED
     return 0
+
+
+def _add_plan(commands) -> None:
+    plan = commands.add_parser(
+        "plan",
+        help="memory and least time of a job on devices that need not be there",
+        description="Compiles a job's programs for GPUs or TPUs, on any machine, and "
+        "prints what they take.  Exit status: 0 where it fits, 1 where it does not.",
+    )
+    plan.add_argument(
+        "file",
+        metavar="CONFIG",
+        help="a gin file, or the directory of a checkpoint to be scored",
+    )
+    plan.add_argument("overrides", nargs="*", metavar="section.field=value")
+    plan.add_argument("--device", required=True, help="such as h200, b200, v5e")
+    plan.add_argument(
+        "--devices", type=_count, help="in all; by default those of the mesh"
+    )
+    plan.add_argument("--hosts", type=_count, default=1, help="that they are in")
+    plan.add_argument(
+        "--fit", action="store_true", help="try policies, offloading and batches too"
+    )
+    plan.add_argument("--json", action="store_true", help="all numbers, in bytes")
+    plan.add_argument("--picture", type=Path, metavar="FILE.png", help="bars of memory")
+    plan.set_defaults(command=_plan)
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    import jax
+
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # XLA's notes on slow compiling
+    if "JAX_PLATFORMS" not in os.environ:
+        jax.config.update("jax_platforms", "cpu")  # a GPU here stays free
+    path = Path(arguments.file)
+    if not path.is_dir():
+        path = _find_config(arguments.file)
+    try:
+        from jaxmem.planning import command
+    except ModuleNotFoundError as error:
+        raise _missing(error, "planning", "train") from error
+    return command.run(
+        command.Request(
+            path, tuple(arguments.overrides), arguments.device, arguments.devices,
+            arguments.hosts, arguments.fit, arguments.json, arguments.picture,
+        )
+    )  # fmt: skip
+
+
+def _add_doctor(commands) -> None:
+    doctor = commands.add_parser(
+        "doctor",
+        help="what jax finds on this machine, and what is wrong with it",
+        description="Prints versions, devices, the head's backend and known problems "
+        "of this machine.  Exit status: 0 where nothing is wrong, 1 otherwise.",
+    )
+    doctor.add_argument("--json", action="store_true")
+    doctor.set_defaults(command=_doctor)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from jaxmem import doctor
+
+    return doctor.run(as_json=arguments.json)
 
 
 def _add_bench(commands) -> None:
@@ -173,20 +243,39 @@ def _add_bench(commands) -> None:
 
 
 def _shape(text: str) -> tuple[int, int, int]:
-    n, d, v = (int(part) for part in text.split(","))
-    if min(n, d, v) < 1:
-        raise ValueError
+    parts = [_integer(part) for part in text.split(",")]
+    if len(parts) != 3 or None in parts:
+        raise _wrong("three positive integers, as in 4096,1024,50257", text)
+    n, d, v = (part for part in parts if part is not None)
     return n, d, v
 
 
 def _count(text: str) -> int:
-    if int(text) < 1:
-        raise ValueError
-    return int(text)
+    count = _integer(text)
+    if count is None:
+        raise _wrong("a positive integer", text)
+    return count
 
 
 def _chunk(text: str) -> int | str:
-    return text if text == "auto" else int(text)
+    tokens = _integer(text)
+    if tokens is None and text != "auto":
+        raise _wrong("a positive number of tokens, or auto", text)
+    return tokens or text
+
+
+def _integer(text: str) -> int | None:
+    """A positive integer below 2**31; None for all else."""
+    try:
+        number = int(text)
+    except ValueError:
+        return None
+    return number if 1 <= number < 2**31 else None
+
+
+def _wrong(wanted: str, text: str) -> argparse.ArgumentTypeError:
+    said = f"invalid value {messages.short(text)}: must be {wanted}"
+    return argparse.ArgumentTypeError(said)
 
 
 def _bench(arguments: argparse.Namespace) -> int:
@@ -217,8 +306,9 @@ def _bench(arguments: argparse.Namespace) -> int:
 def _train(arguments: argparse.Namespace) -> int:
     path = _find_config(arguments.file)
     try:
+        from jaxmem.core import processes
         from jaxmem.train import config as configuration
-        from jaxmem.train import grpo, processes, sft
+        from jaxmem.train.jobs import grpo, sft
     except ModuleNotFoundError as error:
         raise _missing(error, "training", "train") from error
     config, operative_text = configuration.load(path, arguments.overrides)
@@ -228,18 +318,10 @@ def _train(arguments: argparse.Namespace) -> int:
     if processes.is_first():
         print(f"# {path}", *arguments.overrides)
         print(operative_text, flush=True)
-    try:
-        if isinstance(config, configuration.Config):
-            sft.train(config, operative_text)
-        else:
-            grpo.train(config, operative_text)
-    except KeyboardInterrupt:
-        print(
-            "\njaxmem: interrupted; run the same command again to continue from the "
-            f"last checkpoint in {config.run.out_dir}",
-            file=sys.stderr,
-        )
-        return _INTERRUPTED
+    if isinstance(config, configuration.Config):
+        sft.train(config, operative_text)
+    else:
+        grpo.train(config, operative_text)
     return 0
 
 
@@ -271,6 +353,14 @@ def _raised_by_us(error: Exception) -> bool:
     """Tell a message meant for the user from a bug, which keeps its traceback."""
     origin = traceback.extract_tb(error.__traceback__)[-1].filename
     return Path(origin).is_relative_to(_PACKAGE)
+
+
+def _out_of_memory(error: Exception) -> str:
+    said = messages.cut(str(error).partition("\n")[0]).rstrip(".")
+    return (
+        f"out of memory{f' ({said})' if said else ''}: lower the model's sizes, "
+        "data.batch_size, data.sequence_length, head.chunk or --max-tokens"
+    )
 
 
 def _fail(message: str) -> int:

@@ -20,6 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmem import devices as _devices
+
 _MIB = 2**20
 
 
@@ -263,7 +265,7 @@ def _check_consumable(**trees):
 
 
 def _home(leaf):
-    return leaf.sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return leaf.sharding or jax.sharding.SingleDeviceSharding(_devices.current()[0])
 
 
 def _replicated(home):

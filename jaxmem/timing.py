@@ -74,7 +74,8 @@ def take_turns(
     """ms of the unit, and each path's `Timing`: None where memory runs out."""
     asked = {name: stopwatch.calls(run) for name, run in paths.items()}
     unit_calls = stopwatch.calls(unit)
-    assert unit_calls is not None, "no memory for the unit of the measurement"
+    if unit_calls is None:
+        raise MemoryError("none for the bare GEMM, the unit of the measurement")
     calls = {name: n for name, n in asked.items() if n is not None}
     fitting = list(calls)
     seconds: dict[Any, list] = {name: [] for name in fitting}

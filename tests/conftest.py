@@ -49,19 +49,14 @@ def optimized():
     jax.config.update("jax_disable_most_optimizations", True)
 
 
-# What one device runs is traced as it is there, though these tests have eight.
-ON_ONE_DEVICE = {
-    "test_divergence", "test_frozen_head", "test_head", "test_hopper", "test_logits",
-    "test_padding",
-    "test_selected", "test_selected_xla", "test_token_loss",
-    "test_token_loss_xla", "test_vjp", "test_xla",
-}  # fmt: skip
+@pytest.fixture
+def on_one_device(monkeypatch):
+    """Tokens are not shared out over this suite's eight devices, as where there is one.
 
-
-@pytest.fixture(autouse=True)
-def as_on_one_device(request, monkeypatch):
-    if request.node.path.stem in ON_ONE_DEVICE:
-        monkeypatch.setattr("jaxmem._spread.is_possible", lambda: False)
+    For modules about what a device computes; `test_partition` and `test_sharding` are
+    about what several do together.
+    """
+    monkeypatch.setattr("jaxmem.core.partition.is_possible", lambda: False)
 
 
 def pytest_addoption(parser):

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import pytest
 
 from jaxmem import bench, timing
+from jaxmem.backends import hopper
 from jaxmem.cli import main
-from jaxmem.kernels import hopper, tuned
+from jaxmem.kernels import tuned
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -71,7 +72,7 @@ class Clock:
 @needs_pallas
 def test_the_fastest_right_tiles_win_and_replace_their_entry(monkeypatch, tmp_path):
     """Kernels of plain jax, whose time is their panel, on a clock of our own."""
-    from jaxmem.kernels import tuning
+    from jaxmem.backends import tuning
 
     clock = Clock()
     monkeypatch.setattr(timing, "time", clock)
@@ -108,7 +109,7 @@ def test_the_fastest_right_tiles_win_and_replace_their_entry(monkeypatch, tmp_pa
 @needs_pallas
 @pytest.mark.parametrize("kernel", tuned.DEFAULTS)
 def test_every_kernel_to_be_measured_lowers_for_cuda(kernel):
-    from jaxmem.kernels import tuning
+    from jaxmem.backends import tuning
 
     h, W = jnp.ones((256, 64), jnp.bfloat16), jnp.ones((4096, 64), jnp.bfloat16)
     y = jnp.zeros(256, jnp.int32)
@@ -121,7 +122,7 @@ def test_every_kernel_to_be_measured_lowers_for_cuda(kernel):
 @needs_pallas
 def test_tiles_that_were_lucky_once_are_not_chosen(monkeypatch, tmp_path):
     """Panel 16 is fast in its field's round, and slow when it is timed again."""
-    from jaxmem.kernels import tuning
+    from jaxmem.backends import tuning
 
     clock, calls = Clock(), collections.Counter()
     monkeypatch.setattr(timing, "time", clock)

@@ -2,14 +2,17 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
 from jaxmem import cli
 from jaxmem._version import __version__
+from jaxmem.train import locks
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -109,6 +112,16 @@ def test_a_users_error_is_one_line_and_exit_code_2(directory):
         (["tiny.gin", "data.source=absent.txt"], "data.source: cannot read absent.txt"),
         (["tiny.gin", "data.source=bad.jsonl"], "bad.jsonl:2: not valid JSON"),
         (["tiny.gin", "data.vocab_size=9000"], "set data.vocab_size="),
+        (
+            ["tiny.gin", "data.source=deep.jsonl"],
+            "deep.jsonl:1: nested deeper than 100",
+        ),
+        (["tiny.gin", "data.held_out=0.1"], "data.held_out=0.1: 'text.txt' is one doc"),
+        (
+            ["tiny.gin", "model.checkpoint=hostile"],
+            "config.json: nested deeper than 100",
+        ),
+        (["tiny.gin", "run.steps=" + "-" * 100_000], "run.steps must be int, got '---"),
         (["tiny.gin", "optimizer.warmup_steps=9"], "must be below run.steps=4"),
         (["tiny.gin", "run.out_dir=text.txt"], "text.txt"),
     ],
@@ -117,6 +130,9 @@ def test_other_errors_of_the_users_are_one_line_too(
     directory, capsys, arguments, expected
 ):
     Path("bad.jsonl").write_text('{"text": "fine"}\n{"text": \n')
+    Path("deep.jsonl").write_text("[" * 100_000)
+    Path("hostile").mkdir()
+    Path("hostile/config.json").write_text("[" * 100_000)
     assert cli.main(["train", *arguments]) == 2
     error = capsys.readouterr().err
     assert error.startswith("jaxmem: error: ") and error.count("\n") == 1
@@ -131,6 +147,73 @@ def test_bench_refuses_what_it_would_ignore(capsys):
     assert "--repetitions: invalid" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["score", "m", "d", "--chunk=foo"],
+            "--chunk: invalid value 'foo': must be a p",
+        ),
+        (["score", "m", "d", "--chunk=0"], "positive number of tokens, or auto"),
+        (["bench", "--chunk=" + "9" * 5000], "positive number of tokens, or auto"),
+        (["bench", "--shape=1,2"], "--shape: invalid value '1,2': must be three posit"),
+        (
+            ["bench", "--shape=1,x,3"],
+            "must be three positive integers, as in 4096,1024",
+        ),
+        (["bench", "--repetitions=two"], "invalid value 'two': must be a positive int"),
+    ],
+)
+def test_options_that_are_no_numbers(arguments, message, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(arguments)
+    error = capsys.readouterr().err
+    assert exit_.value.code == 2 and message in error
+    assert len(error.splitlines()[-1]) < 300
+
+
+@pytest.mark.parametrize(
+    ("raised", "message"),
+    [
+        (MemoryError(), "out of memory: lower the model's sizes, data.batch_size"),
+        (
+            MemoryError("Unable to allocate 9 GiB"),
+            "memory (Unable to allocate 9 GiB): ",
+        ),
+        (
+            jax.errors.JaxRuntimeError(
+                "INTERNAL: Error dispatching computation: Out of memory allocating 9 "
+                "bytes.\nMore."
+            ),
+            "computation: Out of memory allocating 9 bytes): lower the model's sizes",
+        ),
+        (
+            jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no"),
+            "(RESOURCE_EXHAUSTED: n",
+        ),
+    ],
+)
+def test_no_memory_is_one_line(directory, monkeypatch, capsys, raised, message):
+    from jaxmem.train.jobs import sft
+
+    def train(*_):
+        raise raised
+
+    monkeypatch.setattr(sft, "train", train)
+    assert cli.main(["train", "tiny.gin"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("jaxmem: error: out of memory") and message in error
+    assert error.count("\n") == 1
+
+
+def test_a_model_that_no_machine_holds(directory):
+    sizes = ["model.hidden=1000000", "model.ff=4000000"]
+    done = python("-m", "jaxmem", "train", "tiny.gin", *sizes, cwd=directory)
+    assert done.returncode == 2
+    assert done.stderr.startswith("jaxmem: error: out of memory (")
+    assert done.stderr.count("\n") == 1
+
+
 def test_a_command_is_required(capsys):
     with pytest.raises(SystemExit) as exit_:
         cli.main([])
@@ -139,7 +222,7 @@ def test_a_command_is_required(capsys):
 
 
 def test_a_bug_keeps_its_traceback(directory, monkeypatch):
-    from jaxmem.train import sft
+    from jaxmem.train.jobs import sft
 
     def train(*_):
         json.loads("{")  # raised in somebody else's code
@@ -149,16 +232,15 @@ def test_a_bug_keeps_its_traceback(directory, monkeypatch):
         cli.main(["train", "tiny.gin"])
 
 
-def test_an_interrupt_tells_how_to_resume(directory, monkeypatch, capsys):
-    from jaxmem.train import sft
+def test_an_interrupt_is_one_line(directory, monkeypatch, capsys):
+    from jaxmem.train.jobs import sft
 
     def train(*_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(sft, "train", train)
-    assert cli.main(["train", "tiny.gin", "run.out_dir=here"]) == 130
-    error = capsys.readouterr().err
-    assert "run the same command again" in error and error.endswith(" in here\n")
+    assert cli.main(["train", "tiny.gin"]) == 130
+    assert capsys.readouterr().err == "\njaxmem: interrupted\n"
 
 
 # ---------------------------------------------------------------------- runs
@@ -167,7 +249,7 @@ def test_an_interrupt_tells_how_to_resume(directory, monkeypatch, capsys):
 def test_a_shipped_config_is_found_from_anywhere_and_named(
     directory, monkeypatch, capsys
 ):
-    from jaxmem.train import sft
+    from jaxmem.train.jobs import sft
 
     seen = []
     monkeypatch.setattr(sft, "train", lambda *arguments: seen.append(arguments))
@@ -178,7 +260,7 @@ def test_a_shipped_config_is_found_from_anywhere_and_named(
 
 
 def test_overrides_may_follow_flags(directory, monkeypatch, capsys):
-    from jaxmem.train import sft
+    from jaxmem.train.jobs import sft
 
     seen = []
     monkeypatch.setattr(sft, "train", lambda *arguments: seen.append(arguments))
@@ -193,7 +275,7 @@ def test_overrides_may_follow_flags(directory, monkeypatch, capsys):
 
 
 def test_the_file_says_which_job_it_is(directory, monkeypatch):
-    from jaxmem.train import grpo, sft
+    from jaxmem.train.jobs import grpo, sft
 
     taken = []
     for module in (grpo, sft):
@@ -214,3 +296,31 @@ def test_a_run_prints_its_configuration_trains_and_resumes(directory, capsys):
     assert "resuming run after step 4" in capsys.readouterr().out
     lines = Path("run/metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+
+
+def test_sigterm_saves_and_the_same_command_resumes(directory, monkeypatch, capfd):
+    from jaxmem.train.jobs import sft
+
+    step = sft._Job.step
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            sft._Job, "step", lambda *a: signal.raise_signal(15) or step(*a)
+        )
+        with pytest.raises(SystemExit) as caught:
+            cli.main(["train", "tiny.gin"])
+    assert caught.value.code == 143
+    said, error = capfd.readouterr()
+    assert error.strip() == (
+        "jaxmem: SIGTERM: stopping after this step; send it again to stop at once"
+    )
+    assert said.endswith(
+        "stopped by SIGTERM after step 1 of 4, which is saved: the same command "
+        "resumes run\n"
+    )
+    with locks.exclusive(Path("run/lock"), "", print):
+        assert cli.main(["train", "tiny.gin"]) == 2
+    assert "run.out_dir='run' is in use by another process" in capfd.readouterr().err
+    assert cli.main(["train", "tiny.gin"]) == 0
+    assert "resuming run after step 1\n" in capfd.readouterr().out
+    lines = Path("run/metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4]

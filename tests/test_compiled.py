@@ -13,16 +13,12 @@ import re
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import jaxmem
-from jaxmem.kernels import hopper
-from jaxmem.train import sft
-from jaxmem.train.mesh import AXES
+from jaxmem import devices
+from jaxmem.models.partitioning import AXES
+from jaxmem.train.jobs import sft
 from tests.train import test_mesh_gpu as training
 
 FLAGS = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
@@ -38,28 +34,16 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@functools.cache
-def h200s(count):
-    jax.devices()  # looks for plugins
-    target = pathlib.Path(__file__).with_name("h200.txtpb").read_text("utf-8")
-    topology = topologies.get_topology_desc(
-        "h200", platform="cuda", target_config=target, topology=f"1x1x{count}"
-    )
-    return list(topology.devices)
-
-
 @pytest.fixture(autouse=True)
-def as_on_h200s(monkeypatch):
-    """The programs that are traced there."""
-    monkeypatch.setattr(hopper, "refuses_machine", lambda: None)
-    monkeypatch.setattr(hopper, "n_blocks", lambda: h200s(1)[0].core_count)
-    monkeypatch.setattr("jaxmem._spread.is_possible", lambda: False)
+def on_an_h200():
+    """What is traced and compiled is for one."""
+    with devices.target("h200"):
+        yield
 
 
 def compiled(run, shapes, options=None):
     """Of arrays (shape, dtype)."""
-    place = NamedSharding(Mesh(np.array(h200s(1)), ("x",)), P())
-    structs = [jax.ShapeDtypeStruct(*shape, sharding=place) for shape in shapes]
+    structs = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
     return jax.jit(run, compiler_options=options).lower(*structs).compile()
 
 
@@ -157,11 +141,9 @@ def test_memory_is_what_the_record_says(shape):
 
 
 @pytest.mark.parametrize("axis", AXES)
-def test_training_steps_on_two(axis, monkeypatch):
-    devices = h200s(2)
-    monkeypatch.setattr(jax, "devices", lambda *_: devices)
-    monkeypatch.setattr(jax, "device_count", lambda *_: 2)
+def test_training_steps_on_two(axis):
     config = training.config_of(axis)
-    program = sft.Program(config, config.model.vocab_size)
-    text = program.compile_step(config.head, packed=False).as_text()
+    with devices.target("h200", 2):
+        program = sft.Program(config, config.model.vocab_size)
+        text = program.compile_step(config.head, packed=False).as_text()
     assert text.count(KERNEL) >= 4

@@ -195,53 +195,86 @@ def test_commands_are_real(document, capsys, monkeypatch):
 
 # ------------------------------------------------------------ tables of numbers
 
-SOURCE = re.compile(r"^<!-- from (\S+) -->$")
+SOURCE = re.compile(r"^<!-- from ([^\s:]+)(?:: ([\w ,-]+))? -->$")
 NUMBER = re.compile(r"(?<![\w.])-?\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?")
 
 
+class Table(NamedTuple):
+    """A table below `<!-- from PATH: COLUMNS -->`.
+
+    COLUMNS are those of the CSV that the table's own quote: one entry, between commas,
+    for each column of the table that is no key, from the second on. An entry has a name
+    for each number of a cell, in order; - for a column of words.
+    """
+
+    source: str
+    columns: list[list[str]]
+    header: list[str]
+    rows: list[list[str]]
+
+
 def tables(text):
-    """(path of the CSV, header, rows) of each table below a `<!-- from PATH -->`."""
+    """The tables whose numbers have a source, in order."""
     lines = text.splitlines()
     for number, line in enumerate(lines):
         if not line.lstrip().startswith("<!-- from"):
             continue
         source = SOURCE.match(line)
-        assert source, f"line {number + 1}: expected <!-- from PATH.csv -->"
+        assert source, f"line {number + 1}: expected <!-- from PATH.csv: COLUMNS -->"
         below = [row.strip() for row in lines[number + 1 :]]
         while below and not below[0]:
             del below[0]
         height = next((i for i, row in enumerate([*below, ""]) if row[:1] != "|"), 0)
         assert height >= 3, f"line {number + 1}: no table below {line}"
         header, _, *rows = [_cells(row) for row in below[:height]]
-        yield source[1], header, rows
+        columns = [entry.split() for entry in (source[2] or "").split(",")]
+        yield Table(source[1], [names for names in columns if names], header, rows)
 
 
 def _cells(row):
     return [re.sub(r"[*`]", "", cell).strip() for cell in row.strip("|").split("|")]
 
 
-def check_table(header, rows, records):
-    """Raises for a number that no record has, rounded to the decimals shown.
+def check_table(table, records):
+    """Raises for a row whose numbers no record has, rounded to the decimals shown.
 
-    A column of the table with the name of a column of the CSV is a key: its row may
-    quote only records that agree with it there. The first column is a label; numbers in
-    all other columns that are no keys are checked.
+    A column of the table with the name of a column of the CSV is a key. All of a row's
+    keys and numbers must be one record's, each in the column that is named for it.
     """
-    keys = [column for column in header if column in records[0]]
-    for row in rows:
-        cells = dict(zip(header, row, strict=True))
+    header, fields = table.header, set(records[0])
+    keys = [i for i, name in enumerate(header) if name in fields]
+    others = [i for i in range(1, len(header)) if i not in keys]
+    assert len(table.columns) == len(others), (
+        f"{table.source}: name the CSV's columns of {[header[i] for i in others]}, "
+        f"got {table.columns}"
+    )
+    unknown = {name for names in table.columns for name in names} - fields - {"-"}
+    assert not unknown, f"{table.source} has no columns {sorted(unknown)}"
+    for row in table.rows:
+        assert len(row) == len(header), f"{row} is not as wide as {header}"
         agreeing = [
-            record
-            for record in records
-            if all(_same(cells[key], record[key]) for key in keys)
+            r for r in records if all(_same(row[i], r[header[i]]) for i in keys)
         ]
-        assert agreeing, f"no record has { ({key: cells[key] for key in keys}) }"
-        values = [value for record in agreeing for value in record.values()]
-        for column in [name for name in header[1:] if name not in keys]:
-            for number in NUMBER.findall(cells[column].replace("\N{MINUS SIGN}", "-")):
-                assert any(_rounds_to(value, number) for value in values), (
-                    f"{number} in column {column!r} of {row} is in no record"
-                )
+        assert agreeing, f"no record has { ({header[i]: row[i] for i in keys}) }"
+        shown = [
+            pair
+            for i, names in zip(others, table.columns, strict=True)
+            for pair in _numbers(row[i], names)
+        ]
+        assert any(
+            all(_rounds_to(record[name], number) for name, number in shown)
+            for record in agreeing
+        ), f"no record has {shown} of {row}"
+
+
+def _numbers(cell, names):
+    """(column of the CSV, number) of each number of a cell."""
+    numbers = NUMBER.findall(cell.replace("\N{MINUS SIGN}", "-"))
+    if names == ["-"]:
+        assert not numbers, f"{cell!r} has a number, and no column is named for it"
+        return []
+    assert len(numbers) in (0, len(names)), f"{cell!r} has not a number of each {names}"
+    return [*zip(names, numbers, strict=False)]
 
 
 def _same(cell, value):
@@ -262,9 +295,9 @@ def _rounds_to(value, shown):
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
 def test_tables_quote_their_records(document):
-    for source, header, rows in tables(document.read_text("utf-8")):
-        with (ROOT / source).open(encoding="utf-8", newline="") as file:
-            check_table(header, rows, list(csv.DictReader(file)))
+    for table in tables(document.read_text("utf-8")):
+        with (ROOT / table.source).open(encoding="utf-8", newline="") as file:
+            check_table(table, list(csv.DictReader(file)))
 
 
 # ------------------------------------------------- these checks catch what they must
@@ -322,28 +355,44 @@ RECORDS = [
 
 
 @pytest.mark.parametrize(
-    ("table", "complaint"),
+    ("columns", "table", "complaint"),
     [
-        ("| | tokens | s | MiB |\n|-|-|-|-|\n| ours | 8,192 | 1.23 | **12.1** |", None),
         (
+            ": seconds, mib",
+            "| | tokens | s | MiB |\n|-|-|-|-|\n| ours | 8,192 | 1.23 | **12.1** |",
+            None,
+        ),
+        (
+            ": seconds mib",
             "| path | tokens | a |\n|-|-|-|\n| `dense` | 8192 | 1.3 and 1,024 MiB |",
             None,
         ),
-        ("| | a |\n|-|-|\n| 7 layers | bf16, 2.5e-05 s |", None),
-        ("| | s |\n|-|-|\n| ours | 1.24 |", "1.24 in column 's'"),
-        ("| tokens | s |\n|-|-|\n| 64 | 1.31 |", "1.31 in column 's'"),
-        ("| tokens | s |\n|-|-|\n| 65 | 1.31 |", "no record has"),
-        ("| | s |\n|-|-|\n| ours | 1.2345x faster, 9× |", "9 in column 's'"),
-        ("No table.", "no table below"),
+        (": seconds", "| 2 | a |\n|-|-|\n| 7 layers | bf16, 2.5e-05 s |", None),
+        (": seconds, mib", "| | b | b |\n|-|-|-|\n| ours | 1.23 | 12.06 |", None),
+        (": -", "| | remark |\n|-|-|\n| ours | the fastest |", None),
+        ("", "| path | tokens |\n|-|-|\n| dense | 8192 |", None),
+        (": seconds", "| | s |\n|-|-|\n| ours | 1.24 |", "[('seconds', '1.24')]"),
+        (": seconds", "| tokens | s |\n|-|-|\n| 64 | 1.31 |", "('seconds', '1.31')"),
+        (": seconds", "| tokens | s |\n|-|-|\n| 65 | 1.31 |", "no record has {'tok"),
+        # Of another column, of two records, of the first of two columns of one name.
+        (": seconds", "| | s |\n|-|-|\n| ours | 12.06 |", "('seconds', '12.06')"),
+        (": seconds, mib", "| | a | b |\n|-|-|-|\n| x | 1.23 | 1024 |", "'1024')]"),
+        (": seconds, mib", "| | b | b |\n|-|-|-|\n| x | 9 | 12.06 |", "('seconds', '9"),
+        (": seconds", "| | s |\n|-|-|\n| x | 1.2345x faster, 9× |", "a number of each"),
+        (": -", "| | remark |\n|-|-|\n| ours | 9 times |", "no column is named"),
+        (": second", "| | s |\n|-|-|\n| ours | 1.23 |", "no columns ['second']"),
+        ("", "| | s |\n|-|-|\n| ours | 1.23 |", "name the CSV's columns of ['s']"),
+        ("", "No table.", "no table below"),
     ],
 )
-def test_a_wrong_number_is_caught(table, complaint):
-    text = f"Words.\n\n<!-- from benchmarks/results/x.csv -->\n\n{table}\n\nMore.\n"
+def test_a_wrong_number_is_caught(columns, table, complaint):
+    source = f"<!-- from benchmarks/results/x.csv{columns} -->"
+    text = f"Words.\n\n{source}\n\n{table}\n\nMore.\n"
 
     def check():
-        for source, header, rows in tables(text):
-            assert source == "benchmarks/results/x.csv"
-            check_table(header, rows, RECORDS)
+        for found in tables(text):
+            assert found.source == "benchmarks/results/x.csv"
+            check_table(found, RECORDS)
 
     if complaint is None:
         check()

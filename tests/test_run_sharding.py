@@ -7,17 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, PartitionSpec as P
 
 from benchmarks import (
-    collectives,
     results,
     run_long_step,
     run_sharding,
     sharding_on_paper,
     workers,
 )
+from jaxmem.planning import collectives
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

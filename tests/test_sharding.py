@@ -6,14 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jaxmem
 from tests import oracle
 from tests.cases import Case
-from tests.test_head import EPSILON, FLOATS, STATS_EPSILON, error
-from tests.test_shards import collectives, jit
+from tests.core.test_shards import collectives, jit
+from tests.functional.test_api import EPSILON, FLOATS, STATS_EPSILON, error
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

@@ -6,15 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jaxmem
 from benchmarks import collectives
-from jaxmem.kernels import hopper
+from jaxmem.backends import hopper
 from tests import oracle
 from tests.cases import Case
-from tests.test_head import EPSILON, FLOATS, STATS_EPSILON, error
+from tests.functional.test_api import EPSILON, FLOATS, STATS_EPSILON, error
 
 pytestmark = pytest.mark.gpu
 

@@ -8,12 +8,18 @@ images, the text part).
 """
 
 from jaxmem.checkpoints.adapters import save_adapter as save_adapter
-from jaxmem.checkpoints.architectures import CheckpointConfig as CheckpointConfig
-from jaxmem.checkpoints.architectures import CheckpointError as CheckpointError
-from jaxmem.checkpoints.architectures import read_config as read_config
-from jaxmem.checkpoints.vocabulary import Vocabulary as Vocabulary
-from jaxmem.checkpoints.vocabulary import load_vocabulary as load_vocabulary
-from jaxmem.checkpoints.weights import load as load
-from jaxmem.checkpoints.weights import read_weights as read_weights
-from jaxmem.checkpoints.weights import save as save
-from jaxmem.checkpoints.weights import with_checkpoint as with_checkpoint
+from jaxmem.checkpoints.architectures import (
+    CheckpointConfig as CheckpointConfig,
+    CheckpointError as CheckpointError,
+    read_config as read_config,
+)
+from jaxmem.checkpoints.vocabulary import (
+    Vocabulary as Vocabulary,
+    load_vocabulary as load_vocabulary,
+)
+from jaxmem.checkpoints.weights import (
+    load as load,
+    read_weights as read_weights,
+    save as save,
+    with_checkpoint as with_checkpoint,
+)

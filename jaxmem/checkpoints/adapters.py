@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -13,13 +14,16 @@ import numpy as np
 from flax import nnx, traverse_util
 
 from jaxmem.checkpoints import names
-from jaxmem.checkpoints.architectures import CheckpointError
+from jaxmem.checkpoints.reader import CheckpointError, Reader, read_object
 from jaxmem.checkpoints.tensors import Tensors, replace_directory, write_tensors
-from jaxmem.train.layers import ModelConfig
-from jaxmem.train.lora import TARGETS, is_adapter
-from jaxmem.train.model import Decoder
+from jaxmem.core import messages
+from jaxmem.core.ranges import integers
+from jaxmem.models.config import RANGES, ModelConfig
+from jaxmem.models.decoder import Decoder
+from jaxmem.models.lora import TARGETS, is_adapter
 
 _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
+_RANK = integers(1, limit=2**16)
 _PREFIX = "base_model.model."
 _MODULES = {
     target: names.module_name(
@@ -65,7 +69,7 @@ def save_adapter(
     Raises:
       CheckpointError: the decoder has no adapters, or the directory exists.
     """
-    target, config = Path(directory).expanduser(), decoder.config
+    target, config = Path(os.path.expanduser(directory)), decoder.config
     if not config.lora_rank:
         raise CheckpointError(f"{target}: the decoder has no adapters to save")
     if target.exists() and not overwrite:
@@ -89,32 +93,43 @@ def with_adapter(model: ModelConfig, directory: str | Path) -> ModelConfig:
     Raises:
       CheckpointError: they are none of PEFT's plain LoRA.
     """
-    path = Path(directory).expanduser() / _CONFIG
-    try:
-        raw = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read: {error}") from error
-    if raw.get("peft_type") != "LORA":
-        raise CheckpointError(f"{path}: peft_type {raw.get('peft_type')!r} is not LORA")
+    path = Path(os.path.expanduser(directory)) / _CONFIG
+    reader = Reader(path, read_object(path))
+    kind = reader.take("peft_type", str)
+    if kind != "LORA":
+        raise reader.error(f"peft_type {messages.short(kind)} is not LORA")
     for key, plain in _PLAIN.items():
-        if raw.get(key, plain[0]) not in plain:
-            raise CheckpointError(f"{path}: {key}={raw[key]!r} is not implemented")
-    known = {module: target for target, module in _MODULES.items()}
-    modules = raw.get("target_modules") or []
-    named = set(modules) if isinstance(modules, list) else {modules}
-    unknown = sorted(named - set(known) - {"lm_head"})
-    if unknown:
-        raise CheckpointError(
-            f"{path}: target_modules {unknown} are not implemented; known "
-            f"are {', '.join(known)}, lm_head"
-        )
+        value = reader.raw.get(key, plain[0])
+        if value not in plain:
+            raise reader.error(f"{key}={messages.short(value)} is not implemented")
+    modules = _target_modules(reader)
     return dataclasses.replace(
         model,
-        lora_rank=raw["r"],
-        lora_alpha=float(raw["lora_alpha"]),
+        lora_rank=reader.take("r", int, within=_RANK),
+        lora_alpha=reader.take("lora_alpha", float, within=RANGES["lora_alpha"]),
         lora_targets=tuple(t for t in TARGETS if _MODULES[t] in modules),
         lora_head="lm_head" in modules,
     )
+
+
+def _target_modules(reader: Reader) -> list[str]:
+    """Names of modules; a string would be a pattern."""
+    known = (*_MODULES.values(), "lm_head")
+    if isinstance(reader.raw.get("target_modules"), str):
+        raise reader.error(
+            f"target_modules [{messages.short(reader.raw['target_modules'])}] are not "
+            "implemented as a pattern; list the modules' names"
+        )
+    modules = reader.strings("target_modules")
+    unknown = sorted(set(modules) - set(known))
+    if unknown:
+        raise reader.error(
+            f"target_modules [{messages.listing(unknown)}] are not implemented; known "
+            f"are {', '.join(known)}"
+        )
+    if not modules:
+        raise reader.error(f"target_modules must name some of {', '.join(known)}")
+    return modules
 
 
 def read_adapter(directory: str | Path, wanted: Mapping[str, Any]) -> dict[str, Any]:
@@ -130,7 +145,7 @@ def read_adapter(directory: str | Path, wanted: Mapping[str, Any]) -> dict[str, 
     Raises:
       CheckpointError: a tensor is missing, or has another shape.
     """
-    tensors = Tensors(Path(directory).expanduser(), _TENSORS)
+    tensors = Tensors(Path(os.path.expanduser(directory)), _TENSORS)
     made = {}
     for path, like in wanted.items():
         stored = _stored(path, like.shape[0] if path.startswith("blocks/") else None)

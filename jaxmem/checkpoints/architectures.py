@@ -5,16 +5,15 @@ value that the decoder does not implement: nothing is guessed.
 """
 
 import dataclasses
-import json
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxmem.train.layers import ModelConfig
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be used; the message names the file and what in it."""
+from jaxmem.checkpoints.reader import MISSING, CheckpointError, Reader, read_object
+from jaxmem.core import messages
+from jaxmem.core.ranges import integers, reals
+from jaxmem.models.config import RANGES, ModelConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,57 +67,8 @@ _GEMMA3_SIZES = {
 }
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}
 _KINDS = {"full_attention": "global", "sliding_attention": "local"}
-_MISSING = object()
-
-
-class _Reader:
-    """Takes keys out of a JSON object, and knows which were never asked for."""
-
-    def __init__(self, path: Path, raw: Mapping[str, Any]):
-        self.path, self.raw = path, raw
-        self.read: set[str] = set(_IRRELEVANT)
-
-    def take(self, key: str, kind: type | tuple, default: Any = _MISSING) -> Any:
-        """Return the value of a key, of one of these types, or the default."""
-        self.read.add(key)
-        if key not in self.raw:
-            if default is _MISSING:
-                raise CheckpointError(f"{self.path}: {key} is missing")
-            return default
-        value = self.raw[key]
-        kinds = kind if isinstance(kind, tuple) else (kind,)
-        if float in kinds and type(value) is int:
-            value = float(value)
-        if type(value) not in kinds:
-            names = " or ".join(k.__name__ for k in kinds)
-            raise CheckpointError(f"{self.path}: {key} must be {names}, got {value!r}")
-        return value
-
-    def choose(self, key: str, value: Any, known: Mapping[str, str]) -> str:
-        """Translate a value, or refuse it by name."""
-        if value not in known:
-            raise CheckpointError(
-                f"{self.path}: {key} {value!r} is not implemented; known are "
-                f"{', '.join(map(repr, known))}"
-            )
-        return known[value]
-
-    def finish(self) -> None:
-        """Refuse what has not been read."""
-        for key, wanted in _MUST_BE.items():
-            value = self.raw.get(key)
-            self.read.add(key)
-            if value not in wanted:
-                raise CheckpointError(
-                    f"{self.path}: {key}={value!r} is not implemented; only "
-                    f"{wanted[0]!r} is"
-                )
-        unknown = [key for key in self.raw if key not in self.read]
-        if unknown:
-            raise CheckpointError(
-                f"{self.path}: unknown keys {', '.join(map(repr, unknown))}: what they "
-                "do to the model is not implemented; delete those that do nothing"
-            )
+_POSITIVE = reals(above=0)
+_POSITIONS = integers(1, limit=2**31 - 1)  # tokens of a context: positions are int32
 
 
 def read_config(directory: str | Path) -> CheckpointConfig:
@@ -134,45 +84,45 @@ def read_config(directory: str | Path) -> CheckpointConfig:
       CheckpointError: there is none, or it says what is not implemented; the key is
         named.
     """
-    path = Path(directory).expanduser() / "config.json"
-    try:
-        raw = json.loads(path.read_text("utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise CheckpointError(f"{path}: expected a JSON object")
+    path = Path(os.path.expanduser(directory)) / "config.json"
+    raw = read_object(path)
     text_part = raw.get("model_type") == "gemma3"
     if text_part:
         raw = _gemma3_text(path, raw)
-    reader = _Reader(path, raw)
+    reader = Reader(path, raw, _IRRELEVANT)
     build = _architecture(reader)
     fields = _sizes(reader) | build(reader)
-    reader.finish()
+    reader.finish(_MUST_BE)
     try:
         model = ModelConfig(**fields)
     except ValueError as error:
         raise CheckpointError(f"{path}: {error}") from error
-    dtype = raw.get("dtype", raw.get("torch_dtype"))
-    positions = reader.take("max_position_embeddings", int)
-    return CheckpointConfig(path, raw, model, positions, dtype, text_part)
+    positions = reader.take("max_position_embeddings", int, within=_POSITIONS)
+    return CheckpointConfig(path, raw, model, positions, _dtype(reader), text_part)
+
+
+def _dtype(reader: Reader) -> str | None:
+    """Of the stored weights; the newer key first."""
+    key = "dtype" if "dtype" in reader.raw else "torch_dtype"
+    named = reader.take(key, (str, type(None)), None)
+    return None if named is None else named.removeprefix("torch.")
 
 
 def _gemma3_text(path: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
     """The text part's config out of Gemma 3's, as a checkpoint of it alone has it."""
-    named = raw.get("architectures") or [_WITH_IMAGES]
+    reader = Reader(path, raw, _IRRELEVANT | _OF_IMAGES)
+    named = reader.strings("architectures") or [_WITH_IMAGES]
     if named != [_WITH_IMAGES]:
-        raise CheckpointError(f"{path}: model_type 'gemma3' is not that of {named[0]}")
-    reader = _Reader(path, raw)
-    reader.read.update(_OF_IMAGES)
+        raise reader.error(
+            f"model_type 'gemma3' is not that of {messages.name(named[0])}"
+        )
     text = reader.take("text_config", dict)
     tied = reader.take("tie_word_embeddings", bool, True)
-    reader.finish()
+    reader.finish(_MUST_BE)
     if text.get("tie_word_embeddings", tied) is not tied:
-        raise CheckpointError(
-            f"{path}: tie_word_embeddings is {tied}, and in text_config "
-            f"{text['tie_word_embeddings']!r}"
+        raise reader.error(
+            f"tie_word_embeddings is {tied}, and in text_config "
+            f"{messages.short(text['tie_word_embeddings'])}"
         )
     shared = {key: raw[key] for key in _SHARED if key in raw}
     if shared.keys() & {"dtype", "torch_dtype"}:
@@ -181,70 +131,71 @@ def _gemma3_text(path: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
     return made | {"architectures": ["Gemma3ForCausalLM"], "tie_word_embeddings": tied}
 
 
-def _architecture(reader: _Reader) -> Callable[[_Reader], dict[str, Any]]:
+def _architecture(reader: Reader) -> Callable[[Reader], dict[str, Any]]:
     """The reader of what is an architecture's own."""
-    named = reader.raw.get("architectures") or []
+    named = reader.strings("architectures")
     for name in named:
         if name not in (*_ARCHITECTURES, _WITH_IMAGES):
             known = ", ".join((*_ARCHITECTURES, _WITH_IMAGES))
-            raise CheckpointError(
-                f"{reader.path}: architecture {name!r} is not implemented; known are "
+            raise reader.error(
+                f"architecture {messages.short(name)} is not implemented; known are "
                 f"{known}"
             )
     kind = reader.take("model_type", str)
     by_type = {model_type: name for name, (model_type, _) in _ARCHITECTURES.items()}
     if kind not in by_type:
-        raise CheckpointError(
-            f"{reader.path}: model_type {kind!r} is not implemented; known are "
+        raise reader.error(
+            f"model_type {messages.short(kind)} is not implemented; known are "
             f"{', '.join(by_type)}, 'gemma3'"
         )
     if named and by_type[kind] not in named:
-        raise CheckpointError(
-            f"{reader.path}: model_type {kind!r} is not that of {named[0]}"
-        )
+        raise reader.error(f"model_type {kind!r} is not that of {named[0]}")
     return _ARCHITECTURES[by_type[kind]][1]
 
 
-def _sizes(reader: _Reader) -> dict[str, Any]:
+def _sizes(reader: Reader) -> dict[str, Any]:
     """What all architectures say alike."""
-    hidden, heads = (
-        reader.take(key, int) for key in ("hidden_size", "num_attention_heads")
-    )
+
+    def size(key: str, field: str, *default: int) -> int:
+        return reader.take(key, int, *default, within=RANGES[field])
+
+    heads = size("num_attention_heads", "heads")
     return {
-        "layers": reader.take("num_hidden_layers", int),
-        "hidden": hidden,
-        "ff": reader.take("intermediate_size", int),
+        "layers": size("num_hidden_layers", "layers"),
+        "hidden": size("hidden_size", "hidden"),
+        "ff": size("intermediate_size", "ff"),
         "heads": heads,
-        "kv_heads": reader.take("num_key_value_heads", int, heads),
-        "vocab_size": reader.take("vocab_size", int),
-        "norm_eps": reader.take("rms_norm_eps", float, 1e-6),
+        "kv_heads": size("num_key_value_heads", "kv_heads", heads),
+        "vocab_size": size("vocab_size", "vocab_size"),
+        "norm_eps": reader.take("rms_norm_eps", float, 1e-6, within=RANGES["norm_eps"]),
     }
 
 
-def _qwen2(reader: _Reader) -> dict[str, Any]:
+def _qwen2(reader: Reader) -> dict[str, Any]:
     return _plain(reader) | {"qkv_bias": True} | _kinds(reader, _qwen_pattern)
 
 
-def _qwen3(reader: _Reader) -> dict[str, Any]:
+def _qwen3(reader: Reader) -> dict[str, Any]:
     fields = _plain(reader, head_dim=128) | {"qk_norm": True}
     return fields | _kinds(reader, _qwen_pattern)
 
 
-def _mistral(reader: _Reader) -> dict[str, Any]:
+def _mistral(reader: Reader) -> dict[str, Any]:
     return _plain(reader) | _kinds(reader, lambda _: ("local",))
 
 
-def _gemma2(reader: _Reader) -> dict[str, Any]:
+def _gemma2(reader: Reader) -> dict[str, Any]:
     return _gemma(reader, caps=(50.0, 30.0)) | {
         **_rope(reader),
         **_kinds(reader, lambda _: ("local", "global"), window=4096),
     }
 
 
-def _gemma3(reader: _Reader) -> dict[str, Any]:
-    def pattern(reader: _Reader) -> tuple[str, ...]:
-        period = reader.raw.get("_sliding_window_pattern", 6)
-        period = reader.take("sliding_window_pattern", int, period)
+def _gemma3(reader: Reader) -> dict[str, Any]:
+    def pattern(reader: Reader) -> tuple[str, ...]:
+        within = RANGES["layers"]
+        period = reader.take("_sliding_window_pattern", int, 6, within=within)
+        period = reader.take("sliding_window_pattern", int, period, within=within)
         return ("local",) * (period - 1) + ("global",)
 
     reader.read.update(("sliding_window_pattern", "_sliding_window_pattern"))
@@ -255,12 +206,13 @@ def _gemma3(reader: _Reader) -> dict[str, Any]:
     }
 
 
-def _plain(reader: _Reader, head_dim: int | None = None) -> dict[str, Any]:
+def _plain(reader: Reader, head_dim: int | None = None) -> dict[str, Any]:
     """Llama, and those that differ from it in little."""
     if head_dim is None:
         head_dim = reader.raw["hidden_size"] // reader.raw["num_attention_heads"]
     activation = reader.take("hidden_act", str, "silu")
-    given = reader.take("head_dim", (int, type(None)), None)
+    optional, within = (int, type(None)), RANGES["head_dim"]
+    given = reader.take("head_dim", optional, None, within=within)
     return {
         "head_dim": head_dim if given is None else given,
         "activation": reader.choose("hidden_act", activation, _ACTIVATIONS),
@@ -269,42 +221,46 @@ def _plain(reader: _Reader, head_dim: int | None = None) -> dict[str, Any]:
     }
 
 
-def _gemma(reader: _Reader, caps: tuple[float | None, float | None]) -> dict[str, Any]:
+def _gemma(reader: Reader, caps: tuple[float | None, float | None]) -> dict[str, Any]:
     """What Gemma 2 and 3 share."""
-    number = (float, type(None))
+    scalar = "query_pre_attn_scalar"
     activation = reader.take("hidden_activation", (str, type(None)), None)
     old = reader.take("hidden_act", (str, type(None)), None)
     activation = activation or old or "gelu_pytorch_tanh"
     return {
-        "head_dim": reader.take("head_dim", int, 256),
+        "head_dim": reader.take("head_dim", int, 256, within=RANGES["head_dim"]),
         "activation": reader.choose("hidden_activation", activation, _ACTIVATIONS),
         "tied": reader.take("tie_word_embeddings", bool, True),
-        "attention_softcap": reader.take("attn_logit_softcapping", number, caps[0]),
-        "softcap": reader.take("final_logit_softcapping", number, caps[1]),
-        "attention_scale": reader.take("query_pre_attn_scalar", float, 256.0) ** -0.5,
+        "attention_softcap": _cap(reader, "attn_logit_softcapping", caps[0]),
+        "softcap": _cap(reader, "final_logit_softcapping", caps[1]),
+        "attention_scale": reader.take(scalar, float, 256.0, within=_POSITIVE) ** -0.5,
         "embed_scale": True,
         "post_norms": True,
         "norm_offset": True,
     }
 
 
+def _cap(reader: Reader, key: str, default: float | None) -> float | None:
+    return reader.take(key, (float, type(None)), default, within=RANGES["softcap"])
+
+
 # ------------------------------------------------------------ which tokens are seen
 
 
 def _kinds(
-    reader: _Reader,
-    pattern: Callable[[_Reader], tuple[str, ...]],
+    reader: Reader,
+    pattern: Callable[[Reader], tuple[str, ...]],
     window: int | None = None,
 ) -> dict[str, Any]:
     """`pattern` and `window`; the layers' kinds may be spelled out."""
-    optional = (int, type(None))
-    window = reader.take("sliding_window", optional, window)
+    optional, within = (int, type(None)), RANGES["window"]
+    window = reader.take("sliding_window", optional, window, within=within)
     listed = reader.take("layer_types", (list, type(None)), None)
     if listed is not None:
         kinds = tuple(reader.choose("layer_types", kind, _KINDS) for kind in listed)
         if len(kinds) != reader.raw["num_hidden_layers"]:
-            raise CheckpointError(
-                f"{reader.path}: layer_types must have one entry a layer, "
+            raise reader.error(
+                "layer_types must have one entry a layer, "
                 f"{reader.raw['num_hidden_layers']}, got {len(kinds)}"
             )
     else:
@@ -313,17 +269,16 @@ def _kinds(
     if "local" not in kinds:
         return {"pattern": ("global",), "window": None}
     if window is None:
-        raise CheckpointError(
-            f"{reader.path}: sliding_window is missing, and layer_types needs it"
-        )
+        raise reader.error("sliding_window is missing, and layer_types needs it")
     return {"pattern": kinds, "window": window}
 
 
-def _qwen_pattern(reader: _Reader) -> tuple[str, ...]:
+def _qwen_pattern(reader: Reader) -> tuple[str, ...]:
     layers = reader.raw["num_hidden_layers"]
     if not reader.take("use_sliding_window", bool, False):
         return ("global",)
-    first = min(reader.take("max_window_layers", int), layers)
+    whole = integers(0)
+    first = min(reader.take("max_window_layers", int, within=whole), layers)
     return ("global",) * first + ("local",) * (layers - first)
 
 
@@ -342,67 +297,61 @@ _ROPE_FIELDS = {
 }
 
 
-def _rope(reader: _Reader, theta: float = 10_000.0) -> dict[str, Any]:
+def _rope(reader: Reader, theta: float = 10_000.0) -> dict[str, Any]:
     """Wavelengths: in one object, or in a base and a scaling beside it."""
     optional = (dict, type(None))
     given = reader.take("rope_parameters", optional, None)
-    base = reader.take("rope_theta", float, theta)
+    base = reader.take("rope_theta", float, theta, within=RANGES["rope_theta"])
     scaling = reader.take("rope_scaling", optional, None)
     if given is None:
         return _rope_fields(reader, {"rope_theta": base} | (scaling or {}), theta)
     if scaling is not None:
-        raise CheckpointError(
-            f"{reader.path}: rope_parameters and rope_scaling cannot both be given"
-        )
+        raise reader.error("rope_parameters and rope_scaling cannot both be given")
     return _rope_fields(reader, given, base)
 
 
 def _rope_fields(
-    reader: _Reader, given: Mapping[str, Any], theta: float
+    reader: Reader, given: Mapping[str, Any], theta: float
 ) -> dict[str, Any]:
     given = dict(given)
     kind = given.pop("type", "default")
     kind = given.pop("rope_type", kind)
-    if kind not in _ROPES:
-        raise CheckpointError(
-            f"{reader.path}: rope type {kind!r} is not implemented; known are "
-            f"{', '.join(map(repr, _ROPES))}"
-        )
-    made = {"rope_scaling": _ROPES[kind]}
-    inner = _Reader(reader.path, given)
-    inner.read = {"partial_rotary_factor"}
-    made["rope_theta"] = inner.take("rope_theta", float, theta)
-    for key, field in _ROPE_FIELDS[kind].items():
-        whole = key == "original_max_position_embeddings"
-        made[field] = inner.take(key, int if whole else float)
-    inner.finish()
+    made = {"rope_scaling": reader.choose("rope type", kind, _ROPES)}
+    inner = Reader(reader.path, given, frozenset({"partial_rotary_factor"}))
+    for key, field in {"rope_theta": "rope_theta", **_ROPE_FIELDS[kind]}.items():
+        default = {"rope_theta": theta}.get(key, MISSING)
+        whole = int if RANGES[field].whole else float
+        made[field] = inner.take(key, whole, default, within=RANGES[field])
+    inner.finish(_MUST_BE)
     return made
 
 
-def _gemma3_rope(reader: _Reader) -> dict[str, Any]:
+def _gemma3_rope(reader: Reader) -> dict[str, Any]:
     """Global and local layers have their own."""
     given = reader.take("rope_parameters", (dict, type(None)), None)
     if given is None or "full_attention" not in given:
-        local = reader.take("rope_local_base_freq", float, 10_000.0)
+        within = RANGES["local_rope_theta"]
+        local = reader.take("rope_local_base_freq", float, 10_000.0, within=within)
         return _rope(reader, 1_000_000.0) | {"local_rope_theta": local}
     reader.read.update(("rope_theta", "rope_scaling", "rope_local_base_freq"))
     if set(given) != set(_KINDS):
-        raise CheckpointError(
-            f"{reader.path}: rope_parameters must be of {', '.join(_KINDS)}, got "
-            f"{', '.join(given)}"
+        raise reader.error(
+            f"rope_parameters must be of {', '.join(_KINDS)}, got "
+            f"{', '.join(map(messages.name, given))}"
         )
-    local = _rope_fields(reader, given["sliding_attention"], 10_000.0)
+    kinds = Reader(reader.path, given)
+    local = _rope_fields(reader, kinds.take("sliding_attention", dict), 10_000.0)
     if local["rope_scaling"] is not None:
-        raise CheckpointError(
-            f"{reader.path}: rope type {local['rope_scaling']!r} in sliding_attention "
-            "is not implemented; only 'default' is"
+        raise reader.error(
+            f"rope type {local['rope_scaling']!r} in sliding_attention is not "
+            "implemented; only 'default' is"
         )
-    whole = _rope_fields(reader, given["full_attention"], 1_000_000.0)
+    whole = _rope_fields(reader, kinds.take("full_attention", dict), 1_000_000.0)
     return whole | {"local_rope_theta": local["rope_theta"]}
 
 
 # By the name that `architectures` has: model_type, and what reads the rest.
-_ARCHITECTURES: dict[str, tuple[str, Callable[[_Reader], dict[str, Any]]]] = {
+_ARCHITECTURES: dict[str, tuple[str, Callable[[Reader], dict[str, Any]]]] = {
     "Qwen2ForCausalLM": ("qwen2", _qwen2),
     "Qwen3ForCausalLM": ("qwen3", _qwen3),
     "LlamaForCausalLM": ("llama", _plain),

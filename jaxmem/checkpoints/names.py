@@ -9,7 +9,7 @@ that reads images has prefixes before them, and tensors that no text needs.
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from jaxmem.train.layers import ModelConfig
+from jaxmem.models.config import ModelConfig
 
 _BLOCK = {
     "attention_norm": "input_layernorm",

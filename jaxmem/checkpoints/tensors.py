@@ -2,6 +2,10 @@
 
 Only the safetensors format is read, in which nothing can be executed; a file that is
 cut short or damaged is an error that names it, and the first tensor that is gone.
+
+An index names files inside its own directory: no absolute path, no "..". That is
+checked of the names as the index has them. Symbolic links in the directory are
+followed: whoever made the directory made them (the Hub's cache is links to its blobs).
 """
 
 import json
@@ -15,10 +19,12 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from jaxmem.checkpoints.architectures import CheckpointError
+from jaxmem.checkpoints.reader import CheckpointError, Reader, read_object
+from jaxmem.core import json_files, messages
 
 _ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _DTYPES = ("F64", "F32", "BF16", "F16")
+_MAX_HEADER = 100 * 10**6  # bytes; the format's own limit
 
 
 class Tensors:
@@ -34,19 +40,14 @@ class Tensors:
 
     def __init__(self, directory: Path, one: str = _ONE):
         self.directory = directory
+        self._open: dict[Path, Any] = {}
         if (directory / _INDEX).exists() and one == _ONE:
             self._files = _read_index(directory / _INDEX)
-            for name, path in self._files.items():
-                if not path.exists():
-                    raise CheckpointError(f"{path}: missing; {_INDEX} has {name} in it")
-        else:
+        elif (directory / one).exists():
             path = directory / one
-            if not path.exists():
-                raise CheckpointError(_without_weights(directory, one))
-            self._files = {}
-        self._open: dict[Path, Any] = {}
-        if not self._files:
-            self._files = dict.fromkeys(self._handle(directory / one).keys(), path)
+            self._files = dict.fromkeys(self._handle(path).keys(), path)
+        else:
+            raise CheckpointError(_without_weights(directory, one))
 
     def __iter__(self) -> Iterator[str]:
         """Names."""
@@ -79,7 +80,8 @@ class Tensors:
         try:
             tensor = self._handle(path).get_slice(name)
         except SafetensorError as error:
-            raise CheckpointError(f"{path}: tensor {name}: {error}") from error
+            said = messages.cut(str(error))
+            raise CheckpointError(f"{path}: tensor {name}: {said}") from error
         if tensor.get_dtype() not in _DTYPES:
             raise CheckpointError(
                 f"{path}: tensor {name} is of type {tensor.get_dtype()}; only "
@@ -88,7 +90,7 @@ class Tensors:
         if tuple(tensor.get_shape()) != shape:
             raise CheckpointError(
                 f"{path}: tensor {name} must have shape {shape}, as the config says, "
-                f"got {tuple(tensor.get_shape())}"
+                f"got {messages.short(tuple(tensor.get_shape()))}"
             )
         return tensor[index]
 
@@ -102,13 +104,42 @@ class Tensors:
 
 
 def _read_index(path: Path) -> dict[str, Path]:
-    try:
-        files = json.loads(path.read_text("utf-8"))["weight_map"]
-        return {name: path.parent / file for name, file in files.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    """Each tensor's file, which is there, and inside the index's directory."""
+    reader = Reader(path, read_object(path))
+    weight_map = reader.raw.get("weight_map")
+    if not (isinstance(weight_map, dict) and weight_map):
+        raise reader.error(
+            "not an index of safetensors: weight_map must name each tensor's file, got "
+            f"{messages.short(weight_map)}"
+        )
+    files: dict[Any, Path] = {}
+    for tensor, file in weight_map.items():
+        if not isinstance(file, str):
+            raise reader.error(
+                f"weight_map: tensor {messages.name(tensor)} must have the name of a "
+                f"file, got {messages.short(file)}"
+            )
+        if file not in files:
+            files[file] = _beside(path, tensor, file)
+    return {tensor: files[file] for tensor, file in weight_map.items()}
+
+
+def _beside(index: Path, tensor: str, file: str) -> Path:
+    """The file that an index names, in its directory."""
+    named = Path(file)
+    if named.is_absolute() or named.drive or ".." in named.parts:
         raise CheckpointError(
-            f"{path}: not an index of safetensors: {error}"
-        ) from error
+            f"{index}: weight_map: tensor {messages.name(tensor)} is in "
+            f"{messages.short(file)}, which is outside {index.parent}; an index may "
+            "name files of its own directory only"
+        )
+    path = index.parent / named
+    if not os.path.isfile(path):  # nor is a name that no file can have
+        raise CheckpointError(
+            f"{index.parent / messages.name(file)}: missing; {_INDEX} has "
+            f"{messages.name(tensor)} in it"
+        )
+    return path
 
 
 def _without_weights(directory: Path, one: str) -> str:
@@ -121,28 +152,38 @@ def _without_weights(directory: Path, one: str) -> str:
 
 def _damage(path: Path, error: Exception) -> str:
     """What is wrong with a file that does not open: the first tensor that it lacks."""
-    size = path.stat().st_size
-    with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > size - 8:
-            return f"damaged: its header is cut short ({error})"
-        try:
-            header = json.loads(file.read(length))
-            ends = {k: v["data_offsets"][1] for k, v in header.items() if _is_name(k)}
-        except (ValueError, KeyError, TypeError, AttributeError):
-            return f"damaged: its header cannot be read ({error})"
+    said = messages.cut(str(error))
+    try:
+        size = path.stat().st_size
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > size - 8:
+                return f"damaged: its header is cut short ({said})"
+            header = file.read(min(length, _MAX_HEADER))
+    except OSError as unreadable:
+        return f"cannot be read: {unreadable.strerror}"
+    ends = _ends(header)
+    if ends is None:
+        return f"damaged: its header cannot be read ({said})"
     lost = [name for name in sorted(ends, key=ends.__getitem__)
             if 8 + length + ends[name] > size]  # fmt: skip
     if lost:
         return (
-            f"cut short at {size:,} bytes: tensor {lost[0]} and {len(lost) - 1} more "
-            "are not whole"
+            f"cut short at {size:,} bytes: tensor {messages.name(lost[0])} and "
+            f"{len(lost) - 1} more are not whole"
         )
-    return f"damaged: {error}"
+    return f"damaged: {said}"
 
 
-def _is_name(key: str) -> bool:
-    return key != "__metadata__"
+def _ends(header: bytes) -> dict[str, int] | None:
+    """Where each tensor ends; None for a header that is none."""
+    try:
+        entries = json_files.parse(header.decode("utf-8"))
+        entries.pop("__metadata__", None)
+        ends = {name: entry["data_offsets"][1] for name, entry in entries.items()}
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError):
+        return None
+    return ends if all(type(end) is int for end in ends.values()) else None
 
 
 def write_tensors(

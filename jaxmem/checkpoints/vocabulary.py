@@ -1,16 +1,14 @@
 """A checkpoint's tokenizer, and the tokens around a text."""
 
-import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import tokenizers
 
-from jaxmem.checkpoints.architectures import (
-    CheckpointConfig,
-    CheckpointError,
-    read_config,
-)
+from jaxmem.checkpoints.architectures import CheckpointConfig, read_config
+from jaxmem.checkpoints.reader import CheckpointError, Reader, read_object
+from jaxmem.core import json_files, messages
+from jaxmem.core.ranges import integers
 
 
 class Vocabulary(NamedTuple):
@@ -39,28 +37,38 @@ def load_vocabulary(directory: str | Path) -> Vocabulary:
     path = config.path.parent / "tokenizer.json"
     if not path.exists():
         raise CheckpointError(f"{path}: missing; only this form of tokenizer is read")
-    try:
-        tokenizer = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing narrower
-        raise CheckpointError(f"{path}: cannot be read: {error}") from error
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
+    tokenizer, start = _read_tokenizer(path)
     _check_ids(path, tokenizer, config)
-    start = tuple(tokenizer.encode("", add_special_tokens=True).ids)
     eos = _eos(config, tokenizer)
     # Some templates end texts too; ends are the caller's to add.
     return Vocabulary(tokenizer, start[:-1] if start[-1:] == (eos,) else start, eos)
+
+
+def _read_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, tuple[int, ...]]:
+    """The tokenizer, and the ids that it makes of an empty text."""
+    try:
+        tokenizer = tokenizers.Tokenizer.from_str(json_files.read_text(path))
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        return tokenizer, tuple(tokenizer.encode("", add_special_tokens=True).ids)
+    except Exception as error:  # the library raises nothing narrower
+        said = messages.cut(getattr(error, "strerror", None) or str(error))
+        raise CheckpointError(f"{path}: cannot be read: {said}") from error
 
 
 def _check_ids(
     path: Path, tokenizer: tokenizers.Tokenizer, config: CheckpointConfig
 ) -> None:
     size = config.model.vocab_size or 0
-    token, top = max(tokenizer.get_vocab().items(), key=lambda entry: entry[1])
+    entries = tokenizer.get_vocab().items()
+    if not entries:
+        raise CheckpointError(f"{path}: the vocabulary is empty")
+    token, top = max(entries, key=lambda entry: entry[1])
     if top >= size:
         raise CheckpointError(
-            f"{path}: token {token!r} has the id {top}, but model.embed_tokens.weight "
-            f"has only {size} rows (vocab_size of {config.path})"
+            f"{path}: token {messages.short(token)} has the id {top}, but "
+            f"model.embed_tokens.weight has only {size} rows (vocab_size of "
+            f"{config.path})"
         )
 
 
@@ -68,22 +76,29 @@ def _eos(config: CheckpointConfig, tokenizer: tokenizers.Tokenizer) -> int | Non
     """As the tokenizer's config names it, else the model's first."""
     path = config.path.parent / "tokenizer_config.json"
     if path.exists():
-        named = _json(path).get("eos_token")
-        named = named.get("content") if isinstance(named, dict) else named
+        reader = Reader(path, read_object(path))
+        named = reader.take("eos_token", (str, dict, type(None)), None)
+        if isinstance(named, dict):  # an AddedToken, with how it is stripped
+            named = Reader(path, named).take("content", str)
         if named is not None:
             found = tokenizer.token_to_id(named)
             if found is None:
-                raise CheckpointError(f"{path}: eos_token {named!r} is no token")
+                raise reader.error(f"eos_token {messages.short(named)} is no token")
             return found
+    return _first_eos(config, tokenizer)
+
+
+def _first_eos(config: CheckpointConfig, tokenizer: tokenizers.Tokenizer) -> int | None:
+    """The first that `eos_token_id` names: null, an id, or a list of ids."""
     listed = config.raw.get("eos_token_id")
-    return listed[0] if isinstance(listed, list) else listed
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        made = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(made, dict):
-        raise CheckpointError(f"{path}: expected a JSON object")
-    return made
+    if listed is None:
+        return None
+    ids = listed if isinstance(listed, list) else [listed]
+    within = integers(0, (config.model.vocab_size or 0) - 1)
+    possible = ids and not any(map(within.problem, ids))
+    if not possible or tokenizer.id_to_token(ids[0]) is None:
+        raise CheckpointError(
+            f"{config.path}: eos_token_id must be an id of tokenizer.json, a list of "
+            f"them, or null, got {messages.short(listed)}"
+        )
+    return ids[0]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import shutil
 import tempfile
 import warnings
@@ -17,12 +18,14 @@ from flax import nnx, traverse_util
 from jaxmem import remat
 from jaxmem.checkpoints import names
 from jaxmem.checkpoints.adapters import read_adapter, with_adapter
-from jaxmem.checkpoints.architectures import CheckpointError, read_config
+from jaxmem.checkpoints.architectures import CheckpointConfig, read_config
+from jaxmem.checkpoints.reader import CheckpointError
 from jaxmem.checkpoints.tensors import Tensors, replace_directory, write_tensors
-from jaxmem.train.layers import ModelConfig
-from jaxmem.train.lora import is_adapter
-from jaxmem.train.model import Decoder, HeadConfig
-from jaxmem.train.optimizer import join_weights
+from jaxmem.core import messages
+from jaxmem.models.config import DTYPES, ModelConfig
+from jaxmem.models.decoder import Decoder, HeadConfig
+from jaxmem.models.lora import is_adapter
+from jaxmem.models.weights import join_weights
 
 # Where a weight goes, by its path ("blocks/attention/query/kernel") and its shape.
 Placement = (
@@ -77,6 +80,11 @@ def load(
     """
     config = read_config(directory)
     stored = config.dtype or "float32"
+    if stored not in DTYPES and (dtype is None or param_dtype is None):
+        raise CheckpointError(
+            f"{config.path}: dtype {messages.short(stored)} is none of "
+            f"{', '.join(DTYPES)}; choose dtype= and param_dtype="
+        )
     model = dataclasses.replace(
         config.model,
         dtype=dtype or stored,
@@ -85,7 +93,7 @@ def load(
     )
     if adapter is not None:
         model = with_adapter(model, adapter)
-    weights = read_weights(directory, model, sharding=sharding)
+    weights = _read_weights(config, model, sharding)
     definition, state = nnx.split(_abstract(model, head, policy))
     if adapter is not None:
         wanted = {
@@ -122,13 +130,21 @@ def read_weights(
       CheckpointError: a tensor is missing, has another shape, or is not the decoder's;
         it is named with its file.
     """
-    tensors = Tensors(Path(directory).expanduser())
-    text_part = read_config(directory).text_part
-    prefixes = names.text_prefixes(tensors) if text_part else names.ALONE
+    return _read_weights(read_config(directory), model, sharding, like)
+
+
+def _read_weights(
+    config: CheckpointConfig,
+    model: ModelConfig,
+    sharding: Placement | None,
+    like: Any = None,
+) -> dict[str, Any]:
+    tensors = Tensors(config.path.parent)
+    prefixes = names.text_prefixes(tensors) if config.text_part else names.ALONE
     every = _flat(nnx.to_pure_dict(nnx.split(_abstract(model))[1]))
     every = {path: leaf for path, leaf in every.items() if not is_adapter(path)}
     _refuse_others(tensors, every, model, prefixes)
-    if text_part:
+    if config.text_part:
         _say_what_is_left_out(tensors)
     wanted = every if like is None else _flat(like)
     made = {}
@@ -171,7 +187,7 @@ def save(
     Raises:
       CheckpointError: the directory exists, or `like` is of another model.
     """
-    target, source = Path(directory).expanduser(), Path(like).expanduser()
+    target, source = (Path(os.path.expanduser(path)) for path in (directory, like))
     if target.exists() and not overwrite:
         raise CheckpointError(f"{target}: exists; name another, or give overwrite=True")
     if decoder.config.lora_rank:
@@ -257,8 +273,8 @@ def _refuse_others(
         if name in known or derived or images:
             continue
         raise CheckpointError(
-            f"{tensors.file_of(name)}: tensor {name} is none of the model that "
-            "config.json describes"
+            f"{tensors.file_of(name)}: tensor {messages.name(name)} is none of the "
+            "model that config.json describes"
         )
 
 

@@ -7,9 +7,13 @@ from flax.linen import spmd
 from flax.linen.linear import default_kernel_init
 from jax.typing import DTypeLike
 
-from jaxmem._spec import Chunk
-from jaxmem.heads._verbs import HeadSharding as HeadSharding
-from jaxmem.heads._verbs import HeadVerbs, Weights, check_options
+from jaxmem.core.options import Chunk, Implementation
+from jaxmem.heads.verbs import (
+    HeadSharding as HeadSharding,
+    HeadVerbs,
+    Weights,
+    check_options,
+)
 
 
 class LMHead(HeadVerbs, nn.Module):
@@ -67,7 +71,7 @@ class LMHead(HeadVerbs, nn.Module):
     softcap: float | None = None
     chunk: Chunk = 1024
     vocab_size: int | None = None
-    implementation: str | None = None
+    implementation: Implementation | None = None
     sharding: HeadSharding | None = None
 
     def __post_init__(self):

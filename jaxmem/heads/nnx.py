@@ -12,9 +12,13 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from jaxmem._spec import Chunk, Layout
-from jaxmem.heads._verbs import HeadSharding as HeadSharding
-from jaxmem.heads._verbs import HeadVerbs, Weights, check_options
+from jaxmem.core.options import Chunk, Implementation, Layout
+from jaxmem.heads.verbs import (
+    HeadSharding as HeadSharding,
+    HeadVerbs,
+    Weights,
+    check_options,
+)
 
 _NO_METADATA: Mapping[str, Any] = MappingProxyType({})
 _PLAIN = {
@@ -93,7 +97,7 @@ class LMHead(HeadVerbs, nnx.Module):
         softcap: float | None = None,
         chunk: Chunk = 1024,
         vocab_size: int | None = None,
-        implementation: str | None = None,
+        implementation: Implementation | None = None,
         sharding: HeadSharding | None = None,
     ):
         depth, columns, layout = _describe(in_features, out_features, tied_to)

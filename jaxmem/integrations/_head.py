@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxmem import _head
-from jaxmem._spec import Chunk, Layout
+from jaxmem.core.options import Chunk, Implementation, Layout
+from jaxmem.functional import api as _head
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Options:
     """
 
     chunk: Chunk = 1024
-    implementation: str | None = None
+    implementation: Implementation | None = None
 
 
 class Head(NamedTuple):
@@ -33,6 +33,21 @@ class Head(NamedTuple):
     bias: jax.Array | None = None
     softcap: float | None = None
     temperature: float = 1.0  # divides logits, after the softcap
+
+    @property
+    def n_columns(self) -> int:
+        """Ids of the vocabulary, V."""
+        return self.W.shape[0 if self.layout == "vd" else 1]
+
+
+def as_index(ids: jax.Array, head: Head) -> jax.Array:
+    """Ids as `jnp.take_along_axis` reads them, which trainers gather logits with.
+
+    A negative id counts from the end, where jaxmem would mask it; outside [-V, V) there
+    is no token, of which jaxmem makes NaN, too.
+    """
+    V = head.n_columns
+    return jnp.where(ids < -V, V, jnp.where(ids < 0, ids + V, ids))
 
 
 def scores(

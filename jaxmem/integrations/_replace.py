@@ -1,7 +1,9 @@
-"""Functions of another package replaced, wherever they were imported to, and put back.
+"""Functions of another package, replaced and put back.
 
 A replacement is written against one version's function, its arguments and their
-meaning; another version, or other arguments, are refused with the reason.
+meaning; another version, or other arguments, are refused with the reason. It reaches
+every module of the package that holds the function, under any name. Modules of others
+may hold it on purpose, to compare, and are not written to: a warning names them.
 """
 
 import contextlib
@@ -10,6 +12,8 @@ import importlib
 import importlib.metadata
 import inspect
 import sys
+import types
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -40,25 +44,26 @@ class Integration:
     """A package's replacements, together on or off.
 
     Args:
-        name: of the package, as it is imported.
-        distributions: names that it may be installed under.
-        replacements: by version, which a release must start with: "0.1.7", or "" for
-            any, where the package has no releases and arguments alone decide.
+        name: of the package, in messages.
+        known: replacements by the name that the package is installed under, and by
+            version, which a release must start with: "0.1.7", or "" for any, where
+            arguments alone decide. The first distribution that is installed counts.
     """
 
-    def __init__(
-        self,
-        name: str,
-        distributions: tuple[str, ...],
-        replacements: dict[str, tuple[Replacement, ...]],
-    ):
-        self._name, self._distributions = name, distributions
-        self._by_version = replacements
+    def __init__(self, name: str, known: dict[str, dict[str, tuple[Replacement, ...]]]):
+        self._name, self._by_distribution = name, known
+        everything = (r for by_version in known.values() for r in by_version.values())
+        self._packages = {r.where.partition(".")[0] for rs in everything for r in rs}
         self._undo: list[tuple[Any, str, Any, Any]] = []
+        self._made: list[tuple[str, Any]] = []  # by "package.module:function"
         self._said: set[str] = set()
 
     def apply(self, options: Options) -> None:
         """Replace, and print what.
+
+        Warns:
+            RuntimeWarning: a module outside the package holds an original, and goes on
+                calling that.
 
         Raises:
             IntegrationError: the package is missing, or not as it is known here.
@@ -68,14 +73,22 @@ class Integration:
             raise RuntimeError(f"{self._name} has been applied; undo() it first")
         version, replacements = self._known()
         found = [(r, *self._find(r, version)) for r in replacements]
+        # Before anything is replaced: where warnings are errors, nothing will be.
+        for replacement, *_, original in found:
+            self._warn_of_others("apply()", replacement.where, original)
         for replacement, owner, name, original in found:
             made = replacement.make(original, options, self._say)
             self._set(owner, name, original, made)
             self._set_aliases(original, made)
+            self._made.append((replacement.where, made))
             print(f"jaxmem: {self._name} {version}: {replacement.where} is replaced")
 
     def undo(self) -> None:
-        """Put back what was there, also where it has been imported to since.
+        """Put back what was there, also where the package has imported it to since.
+
+        Warns:
+            RuntimeWarning: a module outside the package holds a replacement, and goes
+                on calling that.
 
         Raises:
             RuntimeError: nothing has been applied.
@@ -86,7 +99,9 @@ class Integration:
             if vars(owner).get(name) is made:
                 setattr(owner, name, original)
             self._restore_aliases(made, original)
-        self._undo, self._said = [], set()
+        replaced, self._made, self._undo, self._said = self._made, [], [], set()
+        for where, made in replaced:
+            self._warn_of_others("undo()", where, made)
 
     @contextlib.contextmanager
     def applied(self, options: Options) -> Iterator[None]:
@@ -103,20 +118,21 @@ class Integration:
             print(f"jaxmem: {self._name}: left as it is: {reason}")
 
     def _known(self) -> tuple[str, tuple[Replacement, ...]]:
-        for distribution in self._distributions:
+        for distribution, by_version in self._by_distribution.items():
             try:
                 version = importlib.metadata.version(distribution)
             except importlib.metadata.PackageNotFoundError:
                 continue
-            for known, replacements in self._by_version.items():
+            for known, replacements in by_version.items():
                 if version == known or not known or version.startswith(known + "."):
                     return version, replacements
             raise IntegrationError(
                 f"{distribution} {version} is installed; jaxmem.integrations knows "
-                f"{', '.join(self._by_version)}, and what another release expects of "
-                "these functions is not known"
+                f"{', '.join(by_version)}, and what another release expects of these "
+                "functions is not known"
             )
-        raise IntegrationError(f"{self._distributions[0]} is not installed")
+        names = " or ".join(self._by_distribution)
+        raise IntegrationError(f"{names} is not installed")
 
     def _find(self, replacement: Replacement, version: str) -> tuple[Any, str, Any]:
         """The object that holds an attribute, its name, and what it is."""
@@ -147,21 +163,38 @@ class Integration:
 
     def _set_aliases(self, original: Any, made: Any) -> None:
         """Where `from module import function` has put it, within the package."""
-        for module in _modules(self._name):
-            for name, value in list(vars(module).items()):
-                if value is original and inspect.isroutine(inspect.unwrap(original)):
-                    self._set(module, name, original, made)
+        for module, name in self._holders(original, within=True):
+            self._set(module, name, original, made)
 
     def _restore_aliases(self, made: Any, original: Any) -> None:
-        for module in _modules(self._name):
-            for name, value in list(vars(module).items()):
-                if value is made:
-                    setattr(module, name, original)
+        for module, name in self._holders(made, within=True):
+            setattr(module, name, original)
 
+    def _warn_of_others(self, call: str, where: str, value: Any) -> None:
+        names = [
+            f"{module.__name__}.{name}"
+            for module, name in self._holders(value, within=False)
+        ]
+        if names:
+            warnings.warn(
+                f"jaxmem: {', '.join(names)} was imported before {call} and does not "
+                f"change with it; import it afterwards, or call {where} by its module",
+                RuntimeWarning,
+                stacklevel=4,
+            )
 
-def _modules(package: str) -> list[Any]:
-    return [
-        module
-        for name, module in list(sys.modules.items())
-        if module is not None and (name == package or name.startswith(package + "."))
-    ]
+    def _holders(self, value: Any, within: bool) -> list[tuple[Any, str]]:
+        """Modules in or outside the package that hold an object, and under what name.
+
+        None for an object that is a module, which every user of the package holds.
+        """
+        if isinstance(value, types.ModuleType):
+            return []
+        return [
+            (module, name)
+            for module in list(sys.modules.values())
+            if isinstance(module, types.ModuleType)
+            and (module.__name__.partition(".")[0] in self._packages) == within
+            for name, held in list(vars(module).items())
+            if held is value
+        ]

@@ -8,7 +8,8 @@ them three times in pieces of the vocabulary, and makes them again backward:
 
 Tied and untied heads are known, with a bias or without. A head that EasyDeL clips
 (`logit_cap`, which has no gradient beyond it, unlike a softcap), scales, or computes in
-a way of its own model's is left as it is, and said so.
+a way of its own model's is left as it is, which is printed once. A negative id counts
+from the end of the vocabulary, as it does to EasyDeL.
 """
 
 import contextlib
@@ -18,15 +19,15 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxmem._spec import Chunk
-from jaxmem.integrations._head import Head, Options, scores
+from jaxmem.core.options import Chunk, Implementation
+from jaxmem.integrations._head import Head, Options, as_index, scores
 from jaxmem.integrations._replace import Integration, Replacement
 
 _TIED = ("tie_word_embeddings", "use_lm_head", "share_input_output_layers")
 _GENERIC = ("easydel.infra.base_module", "easydel.modules._base.")
 
 
-def apply(*, chunk: Chunk = 1024, implementation: str | None = None) -> None:
+def apply(*, chunk: Chunk = 1024, implementation: Implementation | None = None) -> None:
     """Replace EasyDeL's function, until `undo`; prints which.
 
     Args:
@@ -45,7 +46,7 @@ def undo() -> None:
 
 
 def applied(
-    *, chunk: Chunk = 1024, implementation: str | None = None
+    *, chunk: Chunk = 1024, implementation: Implementation | None = None
 ) -> contextlib.AbstractContextManager[None]:
     """`apply` for the time of a `with` block."""
     return _EASYDEL.applied(Options(chunk, implementation))
@@ -102,7 +103,11 @@ def _logps_and_entropies(
             own = module.get_lm_head().dtype
             head = head._replace(dtype=own or wide)
         logps, entropy, _ = scores(
-            hidden_states, head, targets, options, entropy=return_entropy
+            hidden_states,
+            head,
+            as_index(targets, head),
+            options,
+            entropy=return_entropy,
         )
         return logps, entropy
 
@@ -117,20 +122,13 @@ def _projection(model: Any) -> Any:
     return None
 
 
-_EASYDEL = Integration(
-    "easydel",
-    ("easydel",),
-    {
-        "0.3.0": (
-            Replacement(
-                "easydel.trainers._logprob_utils:"
-                "compute_per_token_logps_and_entropies_from_hidden_states",
-                _logps_and_entropies,
-                (
-                    "model", "hidden_states", "targets", "token_chunk_size",
-                    "vocab_chunk_size", "return_entropy",
-                ),
-            ),
-        )
-    },
+_LOGPS = Replacement(
+    "easydel.trainers._logprob_utils:"
+    "compute_per_token_logps_and_entropies_from_hidden_states",
+    _logps_and_entropies,
+    (
+        "model", "hidden_states", "targets", "token_chunk_size", "vocab_chunk_size",
+        "return_entropy",
+    ),
 )  # fmt: skip
+_EASYDEL = Integration("easydel", {"easydel": {"0.3.0": (_LOGPS,)}})

@@ -10,8 +10,9 @@ is (it must stay above 1, which is what asks MaxText for hidden states):
     maxtext.integration.tunix.tunix_adapter.TunixMaxTextAdapter   gets hidden states
 
 The z-loss and the mask of segments are MaxText's, as are the final norm and its
-dropout. Tied and untied heads are known; a quantised one, one with LoRA or parameters
-offloaded to the host are left as they are, and said so.
+dropout. Tied and untied heads are known, of Linen models and of NNX ones. Left as they
+are, which is printed once: a quantised head, one with LoRA, parameters offloaded to the
+host, and a Linen decoder inside an NNX model (pure_nnx_decoder=False).
 """
 
 import contextlib
@@ -25,12 +26,12 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from jaxmem._spec import Chunk
+from jaxmem.core.options import Chunk, Implementation
 from jaxmem.integrations._head import Head, Options, scores
 from jaxmem.integrations._replace import Integration, Replacement
 
 
-def apply(*, chunk: Chunk = 1024, implementation: str | None = None) -> None:
+def apply(*, chunk: Chunk = 1024, implementation: Implementation | None = None) -> None:
     """Replace MaxText's functions, until `undo`; prints which.
 
     Args:
@@ -49,7 +50,7 @@ def undo() -> None:
 
 
 def applied(
-    *, chunk: Chunk = 1024, implementation: str | None = None
+    *, chunk: Chunk = 1024, implementation: Implementation | None = None
 ) -> contextlib.AbstractContextManager[None]:
     """`apply` for the time of a `with` block."""
     return _MAXTEXT.applied(Options(chunk, implementation))
@@ -58,6 +59,8 @@ def applied(
 def head_of(model: Any) -> Head | str:
     """The head of a MaxText transformer; or why it cannot be served."""
     config, decoder = model.config, model.decoder
+    if hasattr(decoder, "to_nnx__module"):
+        return "its decoder is a Linen module inside NNX (pure_nnx_decoder=False)"
     if getattr(config, "parameter_memory_host_offload", False):
         return "parameter_memory_host_offload keeps the head's weights on the host"
     compute = jnp.float32 if config.logits_dot_in_fp32 else config.dtype
@@ -249,6 +252,5 @@ _ADAPTER = Replacement(
 )
 _MAXTEXT = Integration(
     "maxtext",
-    ("maxtext",),
-    {"0.2.5": (_NNX, _ADAPTER), "0.2.4": (_NNX, _LINEN, _ADAPTER)},
+    {"maxtext": {"0.2.5": (_NNX, _ADAPTER), "0.2.4": (_NNX, _LINEN, _ADAPTER)}},
 )

@@ -5,13 +5,18 @@ them all for the backward pass unless `gradient_checkpointing` is on; with bfloa
 weights its log-probabilities are bfloat16. Here they are float32, and no logits are
 kept:
 
-    skyrl.tx.utils.logits_processor.LogitsProcessorMixin._compute_chunked_logprobs
+    LogitsProcessorMixin._compute_chunked_logprobs
+
+of `skyrl.tx.utils.logits_processor`, where `skyrl` is installed (0.3.0, 0.4.0), or else
+of `tx.utils.logits_processor`, where `skyrl-tx` is (0.3.0).
 
 Tied and untied heads are known, and adapters on the head: their matrices are part of
 a wider head, [W; B_1; ...; B_n], on states [h; s_1 h A_1; ...], where only the adapter
-of a token is not 0. That makes a gradient of W too, and throws it away. A head of
-another kind is left as it is, and said so; loss_chunk_size=0 asks for logits, and gets
-them.
+of a token is not 0. That makes a gradient of W too, and throws it away. A call without
+`adapter_indices` takes the first adapter, as SkyRL's does. A head of another kind is
+left as it is, which is printed once (a tied head of skyrl-tx 0.3.0, a plain function,
+is one); loss_chunk_size=0 asks for logits, and gets them. A negative id counts from the
+end of the vocabulary, as it does to SkyRL.
 """
 
 import contextlib
@@ -22,12 +27,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxmem._spec import Chunk
-from jaxmem.integrations._head import Head, Options, scores
+from jaxmem.core.options import Chunk, Implementation
+from jaxmem.integrations._head import Head, Options, as_index, scores
 from jaxmem.integrations._replace import Integration, Replacement
 
 
-def apply(*, chunk: Chunk = 1024, implementation: str | None = None) -> None:
+def apply(*, chunk: Chunk = 1024, implementation: Implementation | None = None) -> None:
     """Replace SkyRL-tx's method, until `undo`; prints which.
 
     Args:
@@ -46,7 +51,7 @@ def undo() -> None:
 
 
 def applied(
-    *, chunk: Chunk = 1024, implementation: str | None = None
+    *, chunk: Chunk = 1024, implementation: Implementation | None = None
 ) -> contextlib.AbstractContextManager[None]:
     """`apply` for the time of a `with` block."""
     return _SKYRL.applied(Options(chunk, implementation))
@@ -56,7 +61,9 @@ def head_of(model: Any) -> Head | str:
     """A model's head without adapters; or why it cannot be served."""
     layer = getattr(model, "lm_head", None)
     if layer is None:
-        embed = getattr(getattr(model, "model", None), "embed_tokens", None)
+        inner = getattr(model, "model", None)
+        inner = getattr(inner, "language_model", inner)  # beside one for images
+        embed = getattr(inner, "embed_tokens", None)
         if embed is None:
             return f"{type(model).__name__} has neither lm_head nor model.embed_tokens"
         # SkyRL multiplies states by the table as it is, without its adapters.
@@ -99,17 +106,15 @@ def _chunked_logprobs(
             return original(
                 self, hidden_states, target_ids, chunk_size, adapter_indices
             )
-        states, labels = hidden_states, target_ids
+        states, labels = hidden_states, as_index(target_ids, head)
         layer = getattr(self, "lm_head", None)
         adapts = layer is not None and getattr(layer, "max_lora_adapters", 0) > 0
-        if adapts and adapter_indices is not None:
-            length = labels.shape[1]
-            states, head = _with_adapters(
-                head,
-                layer,
-                states.reshape(-1, states.shape[-1]),
-                jnp.repeat(adapter_indices, length),
-            )
+        if adapts:
+            mine = jnp.zeros(labels.size, jnp.int32)
+            if adapter_indices is not None:
+                mine = jnp.repeat(adapter_indices, labels.shape[1])
+            flat = states.reshape(-1, states.shape[-1])
+            states, head = _with_adapters(head, layer, flat, mine)
             labels = labels.reshape(-1)
         logps, _, _ = scores(states, head, labels, options, entropy=False)
         return logps.reshape(target_ids.shape)
@@ -117,20 +122,19 @@ def _chunked_logprobs(
     return _compute_chunked_logprobs
 
 
+def _chunked_in(package: str) -> Replacement:
+    return Replacement(
+        f"{package}.utils.logits_processor:"
+        "LogitsProcessorMixin._compute_chunked_logprobs",
+        _chunked_logprobs,
+        ("self", "hidden_states", "target_ids", "chunk_size", "adapter_indices"),
+    )
+
+
 _SKYRL = Integration(
     "skyrl",
-    ("skyrl", "skyrl-tx"),
     {
-        "": (
-            Replacement(
-                "skyrl.tx.utils.logits_processor:"
-                "LogitsProcessorMixin._compute_chunked_logprobs",
-                _chunked_logprobs,
-                (
-                    "self", "hidden_states", "target_ids", "chunk_size",
-                    "adapter_indices",
-                ),
-            ),
-        )
+        "skyrl": {"": (_chunked_in("skyrl.tx"),)},
+        "skyrl-tx": {"": (_chunked_in("tx"),)},
     },
-)  # fmt: skip
+)

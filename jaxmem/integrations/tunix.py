@@ -1,32 +1,48 @@
 """Tunix: log-probabilities and entropies of PPO, GRPO, DPO and SFT, without logits.
 
-Tunix 0.1.7 makes the logits [B, T, V] in float32, keeps them for the backward pass and
-makes a softmax of them twice more for the entropy; 0.1.8 makes them a chunk of T at a
-time. Here, its models run up to their head, and jaxmem does the rest:
+Tunix makes the logits [B, T, V] in float32, keeps them for the backward pass and makes
+a softmax of them for the entropy; 0.1.8 can make them a chunk of T at a time, where
+`compute_logps_chunk_size` asks for that. Here its models run up to their head, and
+jaxmem does the rest, whatever that option is:
 
-    tunix.rl.common.compute_per_token_logps   GRPO, PPO and the reference (0.1.7)
-    tunix.rl.common.compute_chunked_logps     the same (0.1.8)
-    tunix.rl.common.get_per_token_logps       DPO and ORPO (0.1.7)
-    tunix.sft.peft_trainer._default_loss_fn   SFT (0.1.7)
+    tunix.rl.common.compute_per_token_logps   GRPO, PPO, reference and rollout
+    tunix.rl.common.get_per_token_logps       DPO and ORPO
+    tunix.sft.peft_trainer._default_loss_fn   SFT
+    tunix.rl.common.compute_chunked_logps     what else calls it (0.1.8)
+
+Distillation, which compares logits, and the trainers of `tunix.experimental`, which
+have a loss of their own, keep their logits. 0.1.8 is no release yet: its sources of
+August 2026 are known, and `apply` refuses others by their arguments.
 
 Tied and untied heads of Tunix's own models are known, and MaxText's through its
-adapter; a head with LoRA, a quantised one or another model's is left as it is, and said
-so.
+adapter; a head with LoRA, a quantised one or another model's is left as it is, which is
+printed once.
+
+Ids mean what they mean to Tunix, also where jaxmem's verbs differ, which mask negative
+labels. The functions of `tunix.rl.common` take a negative id from the end of the
+vocabulary, as indexing does (an eos_id of -1 is token V - 1), and make NaN of an id
+outside [-V, V). The loss of SFT counts a negative id as 0; an id of V or more makes it
+NaN, where Tunix's own counts that as 0, too.
 """
 
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxmem._spec import Chunk
-from jaxmem.integrations._head import Head, Options, scores
+from jaxmem.core.options import Chunk, Implementation
+from jaxmem.integrations._head import Head, Options, as_index, scores
 from jaxmem.integrations._replace import Integration, Replacement
+from jaxmem.integrations._tunix_models import (
+    head_of,
+    hidden_states,
+    takes_segment_ids,
+)
 
 
 class Entropies:
@@ -36,7 +52,7 @@ class Entropies:
         self.entropy = entropy
 
 
-def apply(*, chunk: Chunk = 1024, implementation: str | None = None) -> None:
+def apply(*, chunk: Chunk = 1024, implementation: Implementation | None = None) -> None:
     """Replace Tunix's functions, until `undo`; prints which.
 
     Args:
@@ -55,124 +71,67 @@ def undo() -> None:
 
 
 def applied(
-    *, chunk: Chunk = 1024, implementation: str | None = None
+    *, chunk: Chunk = 1024, implementation: Implementation | None = None
 ) -> contextlib.AbstractContextManager[None]:
     """`apply` for the time of a `with` block."""
     return _TUNIX.applied(Options(chunk, implementation))
-
-
-# -------------------------------------------------------------------- the head
-
-
-def head_of(model: Any) -> Head | str:
-    """A model's head; or why it cannot be served."""
-    if hasattr(model, "jaxmem_head"):  # another integration knows it
-        return model.jaxmem_head()
-    names = [kind.__module__ for kind in type(model).__mro__]
-    if not any(name.startswith("tunix.models.") for name in names):
-        return f"{type(model).__name__} is none of Tunix's own models"
-    owner, _ = _projection(model)
-    if any("lora" in name or "quant" in name for name in vars(owner)):
-        return f"the head of {type(model).__name__} has LoRA, or is quantised"
-    untied = owner is not model.embedder
-    if untied and owner.einsum_str != "BTD,DV->BTV":
-        return f"the head of {type(model).__name__} computes {owner.einsum_str}"
-    W = owner.w[...] if untied else owner.input_embedding[...]
-    if not isinstance(W, jax.Array):
-        return f"the head of {type(model).__name__} is no plain array"
-    softcap = getattr(model, "final_logits_softcap", None)
-    softcap = softcap or getattr(model.config, "final_logit_softcap", None)
-    dtype = getattr(owner, "dtype", None)
-    dtype = dtype or getattr(model.config, "dtype", None) or W.dtype
-    return Head(W, "dv" if untied else "vd", dtype, softcap=softcap)
-
-
-def _projection(model: Any) -> tuple[Any, str]:
-    """The module that makes logits, and its method."""
-    if hasattr(model, "lm_head"):
-        return model.lm_head, "__call__"
-    return model.embedder, "decode"
-
-
-def hidden_states(model: Any, *args: Any, **kwargs: Any) -> jax.Array:
-    """Call a model up to its head: what it would make logits of, [B, T, D]."""
-    if hasattr(model, "jaxmem_hidden_states"):
-        return model.jaxmem_hidden_states(*args, **kwargs)
-    with _stopped_at(*_projection(model)) as found:
-        model(*args, **kwargs)
-    (hidden,) = found
-    return hidden
-
-
-@contextlib.contextmanager
-def _stopped_at(owner: Any, method: str) -> Iterator[list[jax.Array]]:
-    """Let one module's method keep its argument, and make a logit of no meaning."""
-    kind = type(owner)
-    original = getattr(kind, method)
-    found: list[jax.Array] = []
-
-    @functools.wraps(original)
-    def keep(self: Any, x: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
-        if self is not owner:  # a class may serve layers, too
-            return original(self, x, *args, **kwargs)
-        found.append(x)
-        return jnp.zeros((*x.shape[:-1], 1), x.dtype)
-
-    setattr(kind, method, keep)
-    try:
-        yield found
-    finally:
-        setattr(kind, method, original)
 
 
 # ----------------------------------------------------------- what is replaced
 
 
 def _per_token_logps(
-    original: Callable, options: Options, say: Callable[[str], None], entropies: bool
+    original: Callable,
+    options: Options,
+    say: Callable[[str], None],
+    option: str,
+    of_entropies: Callable[[jax.Array], Any] | None,
 ) -> Callable:
-    """`compute_per_token_logps`; with entropies instead of logits, or with neither."""
+    """`compute_per_token_logps`, whose second result is optional.
+
+    Args:
+        original: Tunix's.
+        options: how the head runs.
+        say: prints why a call is left to the original.
+        option: the argument that asks for the second result.
+        of_entropies: what makes that of entropies; None where it is logits.
+    """
     common: Any = inspect.getmodule(original)
+    signature = inspect.signature(original)
 
     @functools.partial(
         jax.jit,
         static_argnames=(
-            "pad_id", "eos_id", "stop_gradient", "return_logits", "temperature"
+            "pad_id", "eos_id", "stop_gradient", "temperature", "chunk_size", "entropy"
         ),
     )  # fmt: skip
-    def run(graphdef, state, prompt_tokens, completion_tokens, pad_id, eos_id,
-            images, stop_gradient, return_logits, segment_ids, segment_positions,
-            temperature):  # fmt: skip
-        made = _scores_of_ids(
-            common, nnx.merge(graphdef, state), prompt_tokens, completion_tokens,
-            pad_id, eos_id, images, segment_ids, segment_positions, options,
-            temperature=temperature, entropy=return_logits,
-        )  # fmt: skip
-        made = made if return_logits else made[0]
+    def run(graphdef, state, stop_gradient, **call):
+        made = _scores_of_ids(common, nnx.merge(graphdef, state), options, **call)
         return jax.lax.stop_gradient(made) if stop_gradient else made
 
     @functools.wraps(original)
     def compute_per_token_logps(*args: Any, **kwargs: Any) -> Any:
-        bound = inspect.signature(original).bind(*args, **kwargs)
+        bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         given = bound.arguments
         head = head_of(nnx.merge(given["graphdef"], given["state"]))
         if isinstance(head, str):
             say(head)
             return original(*args, **kwargs)
-        if given["return_logits"] and not entropies:
-            say("compute_per_token_logps(return_logits=True) is asked for logits")
+        if not given.pop(option):
+            return run(**given, entropy=False)[0]
+        if of_entropies is None:
+            say(f"compute_per_token_logps({option}=True) is asked for logits")
             return original(*args, **kwargs)
-        # Dynamic arguments by position, what is static by name.
-        made = run(**given)
-        return (made[0], Entropies(made[1])) if given["return_logits"] else made
+        logps, entropy = run(**given, entropy=True)
+        return logps, of_entropies(entropy)
 
     return compute_per_token_logps
 
 
 def _scores_of_ids(
-    common, model, prompt_tokens, completion_tokens, pad_id, eos_id, images,
-    segment_ids, segment_positions, options, *, temperature, entropy,
+    common, model, options, *, prompt_tokens, completion_tokens, pad_id, eos_id,
+    images, segment_ids, segment_positions, temperature, entropy, chunk_size=0,
 ) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
     """Log-probabilities and entropies of the completions, or of packed rows whole."""
     head, packed = head_of(model), segment_ids is not None
@@ -180,28 +139,40 @@ def _scores_of_ids(
     tokens, positions, mask, padding = common.process_ids(
         prompt_tokens, completion_tokens, pad_id, eos_id, segment_ids, segment_positions
     )
+    segments = segment_ids if packed else padding
+    more = {} if images is None else {"images": images}
+    if segments is not None and takes_segment_ids(model):
+        more["segment_ids"] = segments
     hidden = hidden_states(
-        model,
-        tokens,
-        positions=positions,
-        cache=None,
-        attention_mask=mask,
-        **_segments(model, segment_ids if packed else padding),
-        **({} if images is None else {"images": images}),
+        model, tokens, positions=positions, cache=None, attention_mask=mask, **more
     )
     kept = tokens.shape[1] - 1 if packed else completion_tokens.shape[1]
     logps, entropies, _ = scores(
-        hidden[:, -kept - 1 : -1], head, tokens[:, -kept:], options,
+        hidden[:, -kept - 1 : -1], head, as_index(tokens[:, -kept:], head), options,
         temperature=temperature, entropy=entropy,
     )  # fmt: skip
-    if packed:  # so that logps[i] is of token i; logits 0 have an entropy of ln V
+    if packed:  # so that logps[i] is of token i
         front = ((0, 0), (1, 0))
         logps = jnp.pad(logps, front)
         if entropies is not None:
-            columns = head.W.shape[0 if head.layout == "vd" else 1]
-            even = jnp.log(columns).astype(entropies.dtype)
-            entropies = jnp.pad(entropies, front, constant_values=even)
+            # Tunix pads logits with 0, whose entropy is ln V; or, in chunks, entropies.
+            first = 0.0 if chunk_size else jnp.log(head.n_columns)
+            entropies = jnp.pad(entropies, front, constant_values=first)
     return logps, entropies
+
+
+def _with_entropies(
+    original: Callable, options: Options, say: Callable[[str], None]
+) -> Callable:
+    return _per_token_logps(original, options, say, "return_entropy", lambda x: x)
+
+
+def _without_logits(
+    original: Callable, options: Options, say: Callable[[str], None]
+) -> Callable:
+    made = _per_token_logps(original, options, say, "return_logits", None)
+    vars(made)["jaxmem_original"] = original
+    return made
 
 
 class _Common:
@@ -220,15 +191,8 @@ def _common_of_algorithms(
 ) -> _Common:
     original = module.compute_per_token_logps
     original = getattr(original, "jaxmem_original", original)
-    return _Common(module, _per_token_logps(original, options, say, entropies=True))
-
-
-def _without_entropies(
-    original: Callable, options: Options, say: Callable[[str], None]
-) -> Callable:
-    made = _per_token_logps(original, options, say, entropies=False)
-    vars(made)["jaxmem_original"] = original
-    return made
+    made = _per_token_logps(original, options, say, "return_logits", Entropies)
+    return _Common(module, made)
 
 
 def _entropy_from_logits(
@@ -264,8 +228,8 @@ def _preference_logps(
             cache=None,
             **({} if images is None else {"images": images}),
         )
-        states, labels = hidden[:, -logits_to_keep - 1 : -1], input_tokens
-        labels = labels[:, -logits_to_keep:]
+        states = hidden[:, -logits_to_keep - 1 : -1]
+        labels = as_index(input_tokens[:, -logits_to_keep:], head)
         return scores(states, head, labels, options, entropy=False)[0]
 
     return get_per_token_logps
@@ -274,6 +238,8 @@ def _preference_logps(
 def _default_loss(
     original: Callable, options: Options, say: Callable[[str], None]
 ) -> Callable:
+    utils: Any = getattr(inspect.getmodule(original), "utils", None)
+
     @functools.wraps(original)
     def _default_loss_fn(
         model, input_tokens, input_mask, positions, attention_mask, images=None
@@ -293,7 +259,12 @@ def _default_loss(
             hidden[:, :-1], head, input_tokens[:, 1:], options, entropy=False,
             where=mask != 0,
         )  # fmt: skip
-        return -jnp.sum(logps * mask) / (jnp.sum(mask) + 1e-8)
+        total, count = -jnp.sum(logps * mask), jnp.sum(mask)
+        if not hasattr(utils, "LossOutput"):
+            return total / (count + 1e-8)
+        # Sums, which the trainer divides after it has added up micro-batches.
+        loss = utils.WeightedMetric(total, count, eps=1e-8)
+        return utils.LossOutput(primary_loss=loss, aux_metrics={})
 
     return _default_loss_fn
 
@@ -313,67 +284,58 @@ def _chunked_logps(
                 return_entropy,
             )  # fmt: skip
         logps, entropy, _ = scores(
-            hidden_states, head, target_ids, options, temperature=temperature,
-            entropy=return_entropy,
+            hidden_states, head, as_index(target_ids, head), options,
+            temperature=temperature, entropy=return_entropy,
         )  # fmt: skip
         return (logps, entropy) if return_entropy else logps
 
     return compute_chunked_logps
 
 
-def _segments(model: Any, ids: jax.Array | None) -> dict[str, jax.Array]:
-    """`segment_ids`, for models whose call takes them."""
-    parameters = inspect.signature(model.__call__).parameters.values()
-    takes = any(p.name == "segment_ids" or p.kind == p.VAR_KEYWORD for p in parameters)
-    return {"segment_ids": ids} if takes and ids is not None else {}
-
-
+_LOGPS_PARAMETERS = (
+    "graphdef", "state", "prompt_tokens", "completion_tokens", "pad_id", "eos_id",
+    "images", "stop_gradient",
+)  # fmt: skip
+_LOGPS_MORE = "segment_ids", "segment_positions", "temperature"
+_LOGPS = Replacement(
+    "tunix.rl.common:compute_per_token_logps",
+    _with_entropies,
+    (*_LOGPS_PARAMETERS, "return_entropy", *_LOGPS_MORE, "chunk_size"),
+)
+_CHUNKED = Replacement(
+    "tunix.rl.common:compute_chunked_logps",
+    _chunked_logps,
+    (
+        "model", "hidden_states", "target_ids", "temperature", "chunk_size",
+        "return_entropy",
+    ),
+)  # fmt: skip
+_PREFERENCES = Replacement(
+    "tunix.rl.common:get_per_token_logps",
+    _preference_logps,
+    ("model", "input_tokens", "positions", "attn_mask", "logits_to_keep", "images"),
+)
+_LOSS = Replacement(
+    "tunix.sft.peft_trainer:_default_loss_fn",
+    _default_loss,
+    ("model", "input_tokens", "input_mask", "positions", "attention_mask", "images"),
+)
+# Of 0.1.7, whose algorithms ask for logits, to make entropies of them.
+_LOGPS_OR_LOGITS = Replacement(
+    "tunix.rl.common:compute_per_token_logps",
+    _without_logits,
+    (*_LOGPS_PARAMETERS, "return_logits", *_LOGPS_MORE),
+)
+_COMMON = Replacement("tunix.rl.algo_core:common", _common_of_algorithms, None)
+_ENTROPY = Replacement(
+    "tunix.rl.algo_core:compute_entropy_from_logits", _entropy_from_logits, ("logits",)
+)
 _TUNIX = Integration(
     "tunix",
-    ("google-tunix",),
     {
-        "0.1.7": (
-            Replacement(
-                "tunix.rl.common:compute_per_token_logps",
-                _without_entropies,
-                (
-                    "graphdef", "state", "prompt_tokens", "completion_tokens",
-                    "pad_id", "eos_id", "images", "stop_gradient", "return_logits",
-                    "segment_ids", "segment_positions", "temperature",
-                ),
-            ),
-            Replacement("tunix.rl.algo_core:common", _common_of_algorithms, None),
-            Replacement(
-                "tunix.rl.algo_core:compute_entropy_from_logits",
-                _entropy_from_logits,
-                ("logits",),
-            ),
-            Replacement(
-                "tunix.rl.common:get_per_token_logps",
-                _preference_logps,
-                (
-                    "model", "input_tokens", "positions", "attn_mask",
-                    "logits_to_keep", "images",
-                ),
-            ),
-            Replacement(
-                "tunix.sft.peft_trainer:_default_loss_fn",
-                _default_loss,
-                (
-                    "model", "input_tokens", "input_mask", "positions",
-                    "attention_mask", "images",
-                ),
-            ),
-        ),
-        "0.1.8": (
-            Replacement(
-                "tunix.rl.common:compute_chunked_logps",
-                _chunked_logps,
-                (
-                    "model", "hidden_states", "target_ids", "temperature",
-                    "chunk_size", "return_entropy",
-                ),
-            ),
-        ),
+        "google-tunix": {
+            "0.1.7": (_LOGPS_OR_LOGITS, _COMMON, _ENTROPY, _PREFERENCES, _LOSS),
+            "0.1.8": (_LOGPS, _CHUNKED, _PREFERENCES, _LOSS),
+        }
     },
-)  # fmt: skip
+)

@@ -1,4 +1,4 @@
-"""Active rows first, in blocks that kernels take together, and back to their places."""
+"""Gathers active rows into blocks for kernel launches, and scatters results back."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -7,22 +7,22 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxmem import _xla
+from jaxmem.core import operands as _operands
 
 
 class Block(NamedTuple):
-    """Rows of a launch, or of several."""
+    """Rows of one launch, or of several."""
 
     ids: jax.Array  # int32 [size]; past the end where there is no active row
     n_active: jax.Array  # int32
-    place: jax.Array  # int32 [N], of each row among ids; size where it has none
+    place: jax.Array  # int32 [N], index of each row in ids; size where absent
 
 
 def for_each_block(active, size: int, body: Callable[[Block, Any], Any], carry) -> Any:
-    """carry = body(block of size rows, carry), until there are no more rows."""
+    """carry = body(block of size rows, carry) for all blocks of active rows."""
     n_blocks = -(-active.shape[0] // size)
     every = in_one_block(active, n_blocks * size)
-    if n_blocks == 1:  # XLA may lay the parts out freely
+    if n_blocks == 1:  # without a loop, XLA is free to choose layouts
         return body(every, carry)
 
     def step(i, carry):
@@ -37,23 +37,23 @@ def for_each_block(active, size: int, body: Callable[[Block, Any], Any], carry) 
 
 
 def in_one_block(active, size: int) -> Block:
-    """Of the active rows of N, which are at most size."""
+    """One block with all active rows of N, of which there are at most size."""
     place = jnp.cumsum(active, dtype=jnp.int32) - 1
     n_active = jnp.max(place, initial=-1) + 1
     place = jnp.where(active, place, size)
     ids = jnp.full(size, active.shape[0], jnp.int32)
-    ids = _xla.put(ids, place, jnp.arange(active.shape[0], dtype=jnp.int32))
+    ids = _operands.put(ids, place, jnp.arange(active.shape[0], dtype=jnp.int32))
     return Block(ids, n_active, place)
 
 
 def put(tree, block: Block, values) -> Any:
-    """Arrays [N] of a tree, with the values [size] of the block's active rows.
+    """Arrays [N] of a tree, updated with values [size] of the block's active rows.
 
-    Each row fetches its own: on a GPU one pass, where to send them out takes several.
+    A gather by each row: one pass on a GPU, where a scatter takes several.
     """
     there = block.place < block.ids.shape[0]
 
-    def fetched(x, new):
-        return jnp.where(there, _xla.take(new, block.place).astype(x.dtype), x)
+    def gathered(x, new):
+        return jnp.where(there, _operands.take(new, block.place).astype(x.dtype), x)
 
-    return jax.tree.map(fetched, tree, values)
+    return jax.tree.map(gathered, tree, values)

@@ -1,7 +1,7 @@
-"""Backward kernel: the logits again, and their derivative in the type of the inputs.
+"""Backward kernel: recomputes logits, and stores their derivative in the inputs' type.
 
-Three coefficients and a label a row (`_stats.coefficients`) serve every output. The
-arithmetic is `_stats.dlogits`; what is one number a row is folded before (`fold`).
+Three coefficients and a label per row (`stats.coefficients`) serve every output. The
+arithmetic is that of `stats.dlogits`, with per-row factors folded beforehand (`fold`).
 """
 
 import functools
@@ -13,43 +13,47 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from jaxmem._stats import Coefficients, Outputs
+from jaxmem.core.stats import Coefficients, Outputs
 from jaxmem.kernels import logits, ring
 from jaxmem.kernels.logits import Env
 from jaxmem.kernels.ring import Ring
 from jaxmem.kernels.tiles import N_COMPUTE
 
-# Largest logit of a row that is not there: every exponential underflows.
-NO_ROW = -logits.NOTHING
+# Largest logit of an absent row: every exponential underflows.
+NO_ROW = -logits.MASK_VALUE
 
 
 class Operands(NamedTuple):
-    """What the kernel reads, whichever part of the vocabulary it is for."""
+    """What the kernel reads, for any part of the vocabulary."""
 
     arrays: dict[str, Any]
-    row_names: tuple[str, ...]  # of the numbers a row
+    row_names: tuple[str, ...]  # names of the per-row numbers
 
 
-def operands(
-    env: Env, hidden, W, labels, rows: Outputs, c: Coefficients, bias=None,
-    inverse_temperature=None,
-) -> Operands:  # fmt: skip
-    """Made once for all parts: XLA would make them again in each turn of a loop.
+class Inputs(NamedTuple):
+    """What the logits of some rows are computed from."""
+
+    hidden: jax.Array  # [n_rows, D]
+    W: jax.Array  # [V, D] or [D, V]
+    labels: jax.Array  # int32 [n_rows]
+    bias: jax.Array | None = None  # float32 [V], -inf allowed
+    inverse_temperature: jax.Array | None = None  # float32 [n_rows]
+
+
+def operands(env: Env, inputs: Inputs, rows: Outputs, c: Coefficients) -> Operands:
+    """Computed once for all parts: XLA would recompute them in each turn of a loop.
 
     Args:
-        env: what to run.
-        hidden: [n_rows, D].
-        W: [V, D] or [D, V].
-        labels: int32 [n_rows].
+        env: static facts of the launch.
+        inputs: of the logits.
         rows: statistics of the rows, [n_rows]; `max` is NO_ROW where there is none.
         c: coefficients of the rows, [n_rows].
-        bias: float32 [V], -inf allowed, or None.
-        inverse_temperature: float32 [n_rows], or None.
     """
+    hidden, W, labels, bias, inverse_temperature = inputs
     of_rows = fold(rows, c, inverse_temperature)
     arrays: dict[str, Any] = dict(
         h=hidden, w=W, labels=labels, rows=jnp.stack(tuple(of_rows.values())),
-        odd=logits.odd_tiles(env, labels),
+        marked=logits.tiles_with_labels_or_mask(env, labels),
     )  # fmt: skip
     if bias is not None:
         arrays["bias"] = logits.whole_tiles(env, bias)
@@ -60,11 +64,10 @@ def derivative(env: Env, operands: Operands, part, width: int) -> jax.Array:
     """dloss/d(h Wᵀ) of some tiles, [n_rows, width] in hidden's type; 0 where masked.
 
     Args:
-        env: what to run.
+        env: static facts of the launch.
         operands: of that function.
         part: int32 [3]: active rows, first tile of the vocabulary, number of tiles.
-            Rows from the last cluster's on and columns after the last tile hold
-            anything.
+            Rows after the last cluster and columns after the last tile are undefined.
         width: columns of the result.
     """
     arrays = operands.arrays | {"part": part}
@@ -84,7 +87,7 @@ def _launch(env, names, width, arrays):
 
 
 def fold(rows: Outputs, c: Coefficients, inverse_temperature) -> dict:
-    """The numbers a row that the kernels read, by name; what is absent is zero.
+    """The per-row numbers that the kernels read, by name; an absent one is zero.
 
     With e_j = 2^(x_j) = e^(z_j - max), which is S times p_j,
 
@@ -131,15 +134,26 @@ def _kernel(env, names, row_names, *refs):
     def _scope(buffers, **mine):
         n_active, first_tile, n_tiles = (gmem["part"][i] for i in range(3))
         extent = env.extent(n_active, n_tiles, first_tile)
-        unit = functools.partial(
-            _unit, env, extent, row_names, gmem, mine, Ring(**buffers)
-        )
+        scope = _Scope(env, extent, row_names, gmem, mine, Ring(**buffers))
+        unit = functools.partial(_unit, scope)
         W = gmem["w"], gmem.get("w_last")
         ring.run(env.product, extent, Ring(**buffers), gmem["h"], W, unit)
 
 
-def _unit(env, extent, row_names, gmem, smem, buffers, tile, n_tiles, step):
+class _Scope(NamedTuple):
+    """What a block of the kernel works with, whichever tiles it is at."""
+
+    env: Env
+    extent: Any
+    row_names: tuple[str, ...]
+    gmem: dict[str, Any]
+    smem: dict[str, Any]
+    buffers: Ring
+
+
+def _unit(scope, tile, n_tiles, step):
     """Derivatives of this warpgroup's rows over one group of tiles."""
+    env, extent, row_names, gmem, smem, buffers = scope
     t, wg = env.tiles, lax.axis_index("wg")
     smem = {k: ref.at[wg] for k, ref in smem.items()}
     start = tile(0).first_row + wg * t.rows
@@ -150,29 +164,28 @@ def _unit(env, extent, row_names, gmem, smem, buffers, tile, n_tiles, step):
 
     def of_tile(i, step):
         at, bias = tile(i).column, None
-        odd = gmem["odd"][lax.div(start, t.rows), at]
+        marked = gmem["marked"][lax.div(start, t.rows), at]
         if "bias" in gmem:
             columns = pl.ds(at * t.columns, t.columns)
             bias = fetch(gmem["bias"].at[columns], smem["bias_smem"])
-        leave = functools.partial(
-            _store, env, (at - extent.first_tile) * t.columns, rows, gmem, smem
-        )
+        column = (at - extent.first_tile) * t.columns
+        store_to = functools.partial(_store, env, (gmem["out"], smem, rows, column))
 
         def store(z):
-            # Read anew for each tile: registers are the logits'.
+            # Read for each tile: the accumulator needs the registers.
             row = {k: smem["rows_smem"][j] for j, k in enumerate(row_names)}
             inverse = row.get("inverse_temperature")
             along = None if inverse is None else logits.along(inverse, z.shape)
             z = logits.parts(logits.scale(env, z, bias, along), t.stored)
             to_base_2 = logits.to_base_2(env, bias)
 
-            @pl.when(odd > 0)
+            @pl.when(marked > 0)
             def _with_labels_or_masks():
-                leave(z, to_base_2, row | {"label": labels}, at * t.columns)
+                store_to(z, to_base_2, row | {"label": labels}, at * t.columns)
 
-            @pl.when(odd == 0)
+            @pl.when(marked == 0)
             def _plain():
-                leave(z, to_base_2, row)
+                store_to(z, to_base_2, row)
 
         ring.multiply(env.product, extent, buffers, step, store)
         return step + extent.n_steps
@@ -180,10 +193,13 @@ def _unit(env, extent, row_names, gmem, smem, buffers, tile, n_tiles, step):
     return lax.fori_loop(0, n_tiles, of_tile, step)
 
 
-def _store(env, column, rows, gmem, smem, z, to_base_2, row, first=None):
-    """One part after another, so that the derivatives of few are in registers."""
-    width = env.tiles.stored
-    to = [gmem["out"].at[rows, pl.ds(column + i * width, width)] for i in range(len(z))]
+def _store(env, target, z, to_base_2, row, first=None):
+    """Stores part after part, so that few derivatives are in registers.
+
+    The target is (array in GMEM, buffers in SMEM, its rows, its first column).
+    """
+    (out_gmem, smem, rows, column), width = target, env.tiles.stored
+    to = [out_gmem.at[rows, pl.ds(column + i * width, width)] for i in range(len(z))]
 
     def part(i):
         at = None if first is None else first + i * width
@@ -194,7 +210,7 @@ def _store(env, column, rows, gmem, smem, z, to_base_2, row, first=None):
 
 
 def _derivative(env, z, to_base_2, row, first=None):
-    """Of scaled logits; `first` is their column where labels or masks may lie."""
+    """Derivative at scaled logits; `first` is their column if one may be marked."""
     row = {k: logits.along(x, z.shape) for k, x in row.items()}
     x = z * to_base_2 - row["max"]
     return of_exponentials(env, jnp.exp2(x), x, z, row, first)
@@ -204,11 +220,11 @@ def of_exponentials(env: Env, e, x, z, row: dict, first=None) -> jax.Array:
     """dloss/d(h Wᵀ) of one part of a tile.
 
     Args:
-        env: what runs.
+        env: static facts of the launch.
         e, x: e^(z - max) and its logarithm to base 2, [C, columns].
         z: scaled logits, read where there is a softcap.
-        row: what `fold` made, [C, columns] each; "label" too, with `first`.
-        first: column of the part where labels or masks may lie in it, else None.
+        row: what `fold` returned, [C, columns] each; "label" too, with `first`.
+        first: column of the part if it may hold labels or masked columns, else None.
     """
     slope = row.get("slope", row["alpha"])
     if first is not None:

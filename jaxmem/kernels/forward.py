@@ -1,9 +1,9 @@
 """Forward kernel: `Stats` of every row, one pass over the vocabulary.
 
-A unit (`ring.for_each_unit`) folds its tiles of the vocabulary into statistics that
-stay in registers, then writes five numbers a row; groups are merged afterwards, in a
-tree whose shape depends on the vocabulary alone. Where the derivative is to follow
-without a second look at the logits, their exponentials leave on the way, in 16 bits.
+A unit (`ring.for_each_unit`) folds its tiles of the vocabulary into statistics in
+registers, then writes five numbers per row; groups are merged afterwards, in a tree
+whose shape depends on the vocabulary alone. Where the derivative is to follow without
+recomputing the logits, the epilogue stores their exponentials in 16 bits.
 """
 
 import functools
@@ -15,23 +15,23 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from jaxmem import _stats
-from jaxmem._stats import Stats
+from jaxmem.core import stats as _stats
+from jaxmem.core.stats import Stats
 from jaxmem.kernels import logits, padding, ring
-from jaxmem.kernels.logits import NOTHING, Env
+from jaxmem.kernels.logits import MASK_VALUE, Env
 from jaxmem.kernels.ring import Ring
 from jaxmem.kernels.tiles import N_COMPUTE
 
 N_STATS = len(Stats._fields)
-_WIDTH = 8  # columns of logits taken at a time; the fewest that registers hold whole
-_AT_ONCE = 8  # groups merged in one pass over them: few passes, and short code
+_WIDTH = 8  # columns of logits per slice; the fewest that registers hold whole
+_AT_ONCE = 8  # groups merged per pass: few passes, and short code
 
 
 class Kept(NamedTuple):
-    """Logits z of rows, to 8 bits: e^(z - m), m the largest of the row's tile.
+    """Exponentials in 16 bits: e^(z - m), m the largest logit of the row's tile.
 
-    Rows that were not active hold anything. What float32 holds of an exponential,
-    bfloat16 does too, so that none is lost; float16 loses those below 6e-8.
+    Inactive rows are undefined. bfloat16 has float32's range, so that no exponential
+    underflows by the conversion; float16 loses those below 6e-8.
     """
 
     exps: jax.Array  # [n_rows, columns of W], in 16 bits
@@ -42,10 +42,10 @@ class Kept(NamedTuple):
 
 
 def statistics(env: Env, *operands, **options) -> Stats:
-    """Stats [n_rows] of the first `n_active` rows; the rest hold anything.
+    """Stats [n_rows] of the first `n_active` rows; the others are undefined.
 
     Args:
-        env: what to run.
+        env: static facts of the launch.
         hidden: [n_rows, D].
         W: [V, D] or [D, V].
         labels: int32 [n_rows].
@@ -60,7 +60,7 @@ def statistics(env: Env, *operands, **options) -> Stats:
 def statistics_and_exps(
     env: Env, *operands, tile_sums: bool = False
 ) -> tuple[Stats, Kept]:
-    """`statistics`, to the bit, and what they are sums of."""
+    """`statistics`, bitwise equal, and the exponentials that they are sums of."""
     partial, *kept = _launch(env, *operands, tile_sums=tile_sums)
     return _merge_groups(_stats_of(partial)), Kept(*kept)
 
@@ -69,9 +69,10 @@ def _launch(
     env, hidden, W, labels, n_active, bias=None, inverse_temperature=None,
     tile_sums=False,
 ):  # fmt: skip
-    """`Stats` of every group, [n_groups, N_STATS, n_rows]; `Kept` if tiles leave."""
+    """`Stats` of every group, [n_groups, N_STATS, n_rows], and `Kept` if stored."""
+    marked = logits.tiles_with_labels_or_mask(env, labels)
     operands: dict[str, Any] = dict(
-        h=hidden, labels=labels, n_active=n_active, odd=logits.odd_tiles(env, labels),
+        h=hidden, labels=labels, n_active=n_active, marked=marked,
         **logits.weights(env, W),
     )  # fmt: skip
     if bias is not None:
@@ -99,12 +100,12 @@ def _stats_of(partial):
 
 
 def _n_tiles(env):
-    """Tiles that cover the vocabulary; padding beyond the last is not looked at."""
+    """Tiles that cover the vocabulary; padding beyond the last is not read."""
     return -(-env.vocab_size // env.tiles.columns)
 
 
 def _merge_groups(stats):
-    """A few groups at a time: the same tree however many rows there are."""
+    """A few groups per pass: the same tree for any number of rows."""
     while (n := len(stats.max)) > 1:
         size = -(-n // _AT_ONCE)
         rest = size * _AT_ONCE - n, stats.max.shape[1]
@@ -144,13 +145,14 @@ def _kernel(env, names, *refs):
     )
     def _scope(buffers, **mine):
         extent = env.extent(gmem["n_active"][0], _n_tiles(env))
-        turn = functools.partial(_unit, env, extent, gmem, mine, Ring(**buffers))
+        unit = functools.partial(_unit, (env, extent, gmem, mine, Ring(**buffers)))
         W = gmem["w"], gmem.get("w_last")
-        ring.run(env.product, extent, Ring(**buffers), gmem["h"], W, turn)
+        ring.run(env.product, extent, Ring(**buffers), gmem["h"], W, unit)
 
 
-def _unit(env, extent, gmem, smem, buffers, tile, n_tiles, step):
+def _unit(scope, tile, n_tiles, step):
     """Statistics of this warpgroup's rows over one group of tiles."""
+    env, extent, gmem, smem, buffers = scope
     t, wg = env.tiles, lax.axis_index("wg")
     smem = {k: ref.at[wg] for k, ref in smem.items()}
     start = tile(0).first_row + wg * t.rows
@@ -162,7 +164,7 @@ def _unit(env, extent, gmem, smem, buffers, tile, n_tiles, step):
     def of_tile(i, carry):
         step, so_far = carry[0], Stats(*carry[1:])
         at, bias = tile(i).column, None
-        odd = gmem["odd"][lax.div(start, t.rows), at]
+        marked = gmem["marked"][lax.div(start, t.rows), at]
         if "bias" in gmem:
             columns = pl.ds(at * t.columns, t.columns)
             bias = fetch(gmem["bias"].at[columns], smem["bias_smem"])
@@ -172,7 +174,7 @@ def _unit(env, extent, gmem, smem, buffers, tile, n_tiles, step):
         def fold(z):
             z = logits.scale(env, z, bias, inverse_temperature)
             to_base_2 = logits.to_base_2(env, bias)
-            made = _of_tile(env, z, to_base_2, at, labels, odd, keep)
+            made = _of_tile(env, z, to_base_2, at, labels, marked, keep)
             if t.stored:
                 _keep_numbers(at, rows, gmem, smem, made)
             return tuple(_stats.merge(so_far, made))
@@ -180,11 +182,11 @@ def _unit(env, extent, gmem, smem, buffers, tile, n_tiles, step):
         made = ring.multiply(env.product, extent, buffers, step, fold)
         return step + extent.n_steps, *made
 
-    nothing = jnp.full((t.rows,), NOTHING, jnp.float32)
+    nothing = jnp.full((t.rows,), MASK_VALUE, jnp.float32)
     zero = jnp.zeros((t.rows,), jnp.float32)
     empty = Stats(nothing, zero, zero, zero, nothing)
     step, *made = lax.fori_loop(0, n_tiles, of_tile, (step, *empty))
-    # The last unit's numbers may still be on their way out of the same buffer.
+    # The previous unit's store may still read the same buffer.
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     for i, x in enumerate(made):
         smem["out_smem"][i] = x
@@ -204,7 +206,7 @@ def _inverse_temperature(env, gmem, smem, rows):
 
 
 def _keep(env, tile, rows, gmem, smem, i, exps):
-    """The i-th part of a tile's exponentials leaves."""
+    """Stores the i-th part of a tile's exponentials."""
     width = env.tiles.stored
     columns = pl.ds(tile * env.tiles.columns + i * width, width)
     to = gmem["exps"].at[rows, columns]
@@ -212,9 +214,10 @@ def _keep(env, tile, rows, gmem, smem, i, exps):
 
 
 def _keep_numbers(tile, rows, gmem, smem, stats):
-    """A tile's largest logits leave, and its sums; the last tile's have left before.
+    """Stores a tile's largest logits and, where asked for, its sums.
 
-    For parts leave in order, from `slots` buffers, no more than a tile has parts.
+    The buffer is free: the previous tile's copy is complete, as later stores waited for
+    it, which complete in order, from no more buffers than a tile has parts.
     """
     numbers = {"max": stats.max, "sums": stats.sum_others}
     numbers = {k: x for k, x in numbers.items() if k in gmem}
@@ -225,8 +228,8 @@ def _keep_numbers(tile, rows, gmem, smem, stats):
         plgpu.copy_smem_to_gmem(smem[f"{name}_smem"], gmem[name].at[tile, rows])
 
 
-def _of_tile(env, z, to_base_2, tile, labels, odd, keep):
-    """`_stats.of_tile`, as few registers and instructions as it takes."""
+def _of_tile(env, z, to_base_2, tile, labels, marked, keep):
+    """`stats.of_tile`, in few registers and instructions."""
     width = env.tiles.stored or _WIDTH
     z = logits.parts(z, width)
     first = tile * env.tiles.columns
@@ -238,23 +241,23 @@ def _of_tile(env, z, to_base_2, tile, labels, odd, keep):
     def plain():
         return _sums(z, to_base_2, keep)
 
-    return Stats(*lax.cond(odd > 0, with_labels_or_masks, plain))
+    return Stats(*lax.cond(marked > 0, with_labels_or_masks, plain))
 
 
 def _mark(env, at, labels, i, part):
-    """(logits with the masked ones at NOTHING, which of them are labels)."""
-    masked = jnp.where(at[i] < env.vocab_size, part, NOTHING)
+    """(logits with MASK_VALUE in masked columns, whether each is a label)."""
+    masked = jnp.where(at[i] < env.vocab_size, part, MASK_VALUE)
     return masked, at[i] == logits.along(labels, part.shape)
 
 
 def _sums(parts, to_base_2, keep=None, mark=None):
-    """`Stats` over columns that come in parts of one width; keep(i, exponentials)."""
+    """`Stats` over columns in parts of one width; calls keep(i, exponentials)."""
     narrow = (parts[0].shape[0], _WIDTH)
-    label = largest = jnp.full(narrow, NOTHING, jnp.float32)
+    label = largest = jnp.full(narrow, MASK_VALUE, jnp.float32)
     for i, z in enumerate(parts):
-        if mark is not None:  # made anew below: registers are short
+        if mark is not None:  # recomputed below: registers are scarce
             z, is_label = mark(i, z)
-            label = _fold(jnp.maximum, label, jnp.where(is_label, z, NOTHING))
+            label = _fold(jnp.maximum, label, jnp.where(is_label, z, MASK_VALUE))
         largest = _fold(jnp.maximum, largest, z)
     row_max = jnp.max(largest, axis=1) * to_base_2
     so_far = [jnp.zeros(narrow, jnp.float32)] * 3
@@ -271,9 +274,11 @@ def _sums(parts, to_base_2, keep=None, mark=None):
         so_far = [_fold(jnp.add, x, y) for x, y in zip(so_far, terms, strict=True)]
     others, weighted, squares = (jnp.sum(x, axis=1) for x in so_far)
     label = jnp.max(label, axis=1) * to_base_2
-    # Rounded before anything is taken off: the chip would subtract from the product as
-    # it is, and of NOTHING the difference is not 0 then but 2^76.
-    row_max, label = (jnp.maximum(x * logits.LN_2, NOTHING) for x in (row_max, label))
+    # Rounded before the subtraction: a fused multiply-subtract would not round the
+    # product, and of MASK_VALUE the difference would be 2^76 instead of 0.
+    row_max, label = (
+        jnp.maximum(x * logits.LN_2, MASK_VALUE) for x in (row_max, label)
+    )
     return row_max, others, weighted * logits.LN_2, squares, label
 
 

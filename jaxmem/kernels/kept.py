@@ -1,8 +1,9 @@
-"""Derivative of logits from their exponentials, in place: no second look at them.
+"""Derivative of logits from their kept exponentials, in place, without a product.
 
-Each block takes tiles in turn: a tile and what belongs to it arrive in a buffer, become
-derivatives there and leave for where they came from, while the next ones arrive. ln p
-comes from a logarithm of what was kept to 8 bits, as exact as a derivative in 16 bits.
+Each block processes tiles in turn: a tile and its row data are loaded into an SMEM
+    buffer, overwritten by derivatives and stored back, while the next tiles are loaded.
+    ln p
+is the logarithm of an exponential kept to 8 bits, which a derivative in 16 bits allows.
 """
 
 import functools
@@ -13,30 +14,30 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from jaxmem._stats import Coefficients, Outputs
+from jaxmem.core.stats import Coefficients, Outputs
 from jaxmem.kernels import dlogits, logits, ring
 from jaxmem.kernels.forward import Kept
 from jaxmem.kernels.logits import Env
 from jaxmem.kernels.ring import ceil_div
 
-_BUFFERS = 3  # a block: one that arrives, one in registers, one that leaves
-_BLOCKS = 2  # a multiprocessor: as many as shared memory holds
-_TINY = 1.2e-38  # the smallest that has a logarithm; p is 0 there
+_BUFFERS = 3  # per block: one being loaded, one computed, one stored
+_BLOCKS = 2  # per SM: as many as shared memory holds
+_TINY = 1.2e-38  # the smallest normal float32; p counts as 0 there
 
 
 def derivative(
     env: Env, kept: Kept, n_active, labels, rows: Outputs, c: Coefficients,
     inverse_temperature=None,
 ) -> jax.Array:  # fmt: skip
-    """dloss/d(h Wᵀ), [n_rows, columns] in hidden's type, in the place of kept.exps.
+    """dloss/d(h Wᵀ), [n_rows, columns] in hidden's type, in the buffer of kept.exps.
 
-    0 where masked, and in what whole tiles hold besides active rows; rows from there on
-    hold anything.
+    0 where masked, and in inactive rows of a tile with active ones; other rows are
+    undefined.
 
     Args:
-        env: that of the kernel which kept them.
-        kept: exponentials; given up.
-        n_active: int32, rows that count.
+        env: that of the launch that kept them.
+        kept: exponentials; overwritten.
+        n_active: int32, number of active rows.
         labels: int32 [n_rows].
         rows: statistics of the rows, [n_rows].
         c: coefficients of the rows, [n_rows].
@@ -49,7 +50,8 @@ def derivative(
     n_tiles = jnp.maximum(ceil_div(n_active, env.tiles.rows), 1) * env.n_tiles
     operands = dict(
         scalars=jnp.stack([n_active, n_tiles]), max=kept.max, labels=labels,
-        rows=jnp.stack(tuple(of_rows.values())), odd=_odd_tiles(env, labels, n_active),
+        rows=jnp.stack(tuple(of_rows.values())),
+        marked=_marked_tiles(env, labels, n_active),
     )  # fmt: skip
     names = *operands, "exps"
     kernel = pl.kernel(
@@ -65,11 +67,11 @@ def derivative(
     return ring.in_place(run, lax.optimization_barrier(kept.exps))
 
 
-def _odd_tiles(env, labels, n_active):
+def _marked_tiles(env, labels, n_active):
     """Also where rows end."""
     first_row = jnp.arange(env.n_rows // env.tiles.rows) * env.tiles.rows
     ends = first_row + env.tiles.rows > n_active
-    return logits.odd_tiles(env, labels) | ends[:, None]
+    return logits.tiles_with_labels_or_mask(env, labels) | ends[:, None]
 
 
 def _kernel(env, names, row_names, *refs):
@@ -88,12 +90,12 @@ def _kernel(env, names, row_names, *refs):
         block, n_blocks = lax.axis_index("block"), _BLOCKS * env.n_blocks
         n_mine = ceil_div(lax.max(gmem["scalars"][1] - block, 0), n_blocks)
 
-        def arrive(i):
+        def load(i):
             slot = lax.rem(i, _BUFFERS)
             _fetch(env, gmem, smem, slot, i * n_blocks + block, full.at[slot])
 
         for i in range(_BUFFERS - 1):
-            pl.when(i < n_mine)(functools.partial(arrive, i))
+            pl.when(i < n_mine)(functools.partial(load, i))
 
         @pl.loop(0, n_mine)
         def _tile(i):
@@ -101,25 +103,25 @@ def _kernel(env, names, row_names, *refs):
             plgpu.barrier_wait(full.at[slot])
             here = {k: ref.at[slot] for k, ref in smem.items()}
             _work(env, row_names, gmem, here, i * n_blocks + block)
-            # The next tile goes where the one before this has left.
+            # The next tile overwrites the buffer of the previous one.
             plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-            pl.when(i + _BUFFERS - 1 < n_mine)(lambda: arrive(i + _BUFFERS - 1))
+            pl.when(i + _BUFFERS - 1 < n_mine)(lambda: load(i + _BUFFERS - 1))
 
         plgpu.wait_smem_to_gmem(0)
 
 
 def _place(env, gmem, at):
-    """(row tile, column tile, its numbers) of the at-th tile; neighbours along V."""
+    """(row tile, column tile, exponentials) of the at-th tile, ordered along V."""
     t, row, column = env.tiles, lax.div(at, env.n_tiles), lax.rem(at, env.n_tiles)
     rows, columns = pl.ds(row * t.rows, t.rows), pl.ds(column * t.columns, t.columns)
     return row, column, gmem["exps"].at[rows, columns]
 
 
 def _fetch(env, gmem, smem, slot, at, full):
-    """A tile and what belongs to it, on their way."""
+    """Starts loading a tile and its row data."""
     row, column, exps = _place(env, gmem, at)
     rows = pl.ds(row * env.tiles.rows, env.tiles.rows)
-    of_tile = lax.min(column, gmem["max"].shape[0] - 1)  # none is where all is masked
+    of_tile = lax.min(column, gmem["max"].shape[0] - 1)  # tiles of padding have none
     plgpu.copy_gmem_to_smem(exps, smem["exps"].at[slot], full)
     plgpu.copy_gmem_to_smem(gmem["max"].at[of_tile, rows], smem["max"].at[slot], full)
     plgpu.copy_gmem_to_smem(gmem["labels"].at[rows], smem["labels"].at[slot], full)
@@ -127,20 +129,22 @@ def _fetch(env, gmem, smem, slot, at, full):
 
 
 def _work(env, row_names, gmem, smem, at):
-    """A tile of exponentials becomes derivatives and leaves."""
+    """Turns a tile of exponentials into derivatives and stores it."""
     row, column, exps = _place(env, gmem, at)
     of_rows = {k: smem["rows"][j] for j, k in enumerate(row_names)}
-    shift = smem["max"][...] * logits.LOG2_E - of_rows["max"]  # of a tile's to a row's
+    shift = (
+        smem["max"][...] * logits.LOG2_E - of_rows["max"]
+    )  # from the tile's maximum to the row's
     of_rows |= {"shift": shift, "scale": jnp.exp2(shift)}
-    is_odd = gmem["odd"][row, column] > 0
+    is_marked = gmem["marked"][row, column] > 0
 
-    @pl.when(is_odd)
+    @pl.when(is_marked)
     def _with_labels_or_masks():
         t, labels = env.tiles, {"label": smem["labels"][...]}
         first = row * t.rows, column * t.columns, gmem["scalars"][0]
         _turn(env, smem["exps"], of_rows | labels, first)
 
-    @pl.when(~is_odd)
+    @pl.when(~is_marked)
     def _plain():
         _turn(env, smem["exps"], of_rows)
 
@@ -149,7 +153,7 @@ def _work(env, row_names, gmem, smem, at):
 
 
 def _turn(env, smem, row, at=None):
-    """A tile's exponentials into derivatives, a swizzle of columns at a time.
+    """Overwrites a tile's exponentials by derivatives, a swizzle of columns at a time.
 
     `at` is (its first row, first column, n_active) where labels or masks may lie.
     """
@@ -171,7 +175,7 @@ def _derivative(env, exps, row, first):
     x = jnp.log2(jnp.maximum(exps, _TINY)) + row["shift"]
     if env.softcap is not None:
         z = x * logits.LN_2
-        if first is not None:  # its e may be too small to have a logarithm
+        if first is not None:  # its exponential may have underflowed
             is_label = logits.column(exps.shape, first) == row["label"]
             z = jnp.where(is_label, row["label_logit"], z)
         z = z + row["row_max"]

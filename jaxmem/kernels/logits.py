@@ -1,4 +1,4 @@
-"""Scaled logits in registers: what both kernels of a head share."""
+"""Scaled logits in registers: what the forward and backward kernels share."""
 
 import dataclasses
 import math
@@ -8,19 +8,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxmem._spec import Layout
+from jaxmem.core.options import Layout
 from jaxmem.kernels import padding
 from jaxmem.kernels.ring import Extent, Product, ceil_div
 from jaxmem.kernels.tiles import Tiles
 
-# Masked logits. Finite, so that 0 · (z - max) is 0 and max - max is 0, without a test;
-# a power of two, so that this holds of any multiple, rounded or not.
-NOTHING = -(2.0**100)
+# The logit of a masked column. Finite, so that 0 · (z - max) is 0 and max - max is 0,
+# without a test; a power of two, so that this holds of any multiple, rounded or not.
+MASK_VALUE = -(2.0**100)
 
-# What part of itself a tensor core's sum lacks on average, for each of its terms: it is
-# rounded towards zero as it grows (sm_90; measured over 512 to 8192 terms, see
+# The mean relative error of a tensor core's sum per term: accumulation truncates
+# towards zero (sm_90; measured over 512 to 8192 terms, see
 # benchmarks/results/rounding_h200.csv).
-SHORT = 9.3e-10
+TRUNCATION_BIAS = 9.3e-10
 
 LOG2_E, LN_2 = math.log2(math.e), math.log(2)
 
@@ -46,14 +46,14 @@ class Env:
         return Product(self.tiles, self.dtype, "mk", rhs, self.n_blocks)
 
     def extent(self, n_rows, n_tiles, first_tile=0) -> Extent:
-        """Logits of some rows and tiles."""
+        """The part of the product with some rows and tiles."""
         n_steps = ceil_div(self.depth, self.tiles.depth)
         return Extent(n_rows, n_tiles, n_steps, first_tile)
 
     @property
-    def restored(self) -> float:
-        """What h Wᵀ is multiplied by, for what its sums lack on average."""
-        return 1 + SHORT * self.depth
+    def bias_correction(self) -> float:
+        """Factor that corrects h Wᵀ for the mean truncation of its sums."""
+        return 1 + TRUNCATION_BIAS * self.depth
 
     @property
     def n_tiles(self) -> int:
@@ -62,15 +62,15 @@ class Env:
 
 
 def weights(env: Env, W) -> dict:
-    """W as the kernels read it."""
+    """W as the kernels read it, by operand name."""
     first, last = padding.split(W, env.layout, env.tiles.columns)
     return {"w": first} if last is None else {"w": first, "w_last": last}
 
 
-def odd_tiles(env: Env, labels):
-    """Where a warpgroup's tile has labels or masked columns, [n_rows / rows, n_tiles].
+def tiles_with_labels_or_mask(env: Env, labels):
+    """Whether a warpgroup's tile has a label or mask, [n_rows / rows, n_tiles].
 
-    Few have: the others need not look at each column's number.
+    Few tiles have; the others skip the comparison of column indices.
     """
     t = env.tiles
     tile = jnp.where(labels < 0, env.n_tiles, labels // t.columns)
@@ -81,51 +81,51 @@ def odd_tiles(env: Env, labels):
 
 
 def parts(z, width):
-    """The same columns, a few at a time: what is made of few fits in the registers."""
+    """z split into slices of width columns, so that intermediates fit in registers."""
     return [z[:, i : i + width] for i in range(0, z.shape[1], width)]
 
 
 def along(row, shape):
-    """A number a row, over the columns."""
+    """One number per row, broadcast over the columns."""
     return lax.broadcast_in_dim(row, shape, (0,))
 
 
 def whole_tiles(env: Env, bias):
-    """Bias [V], padded: no element of a copy of one axis may lie outside."""
+    """Bias [V], padded: a copy along one axis must not read out of bounds."""
     n = env.n_tiles * env.tiles.columns
     return jnp.pad(bias, (0, n - bias.shape[0]))
 
 
 def fetch(loaded, x_gmem, x_smem):
-    """A few numbers, waited for."""
+    """Copies a few numbers to SMEM, waits, and returns them."""
     plgpu.copy_gmem_to_smem(x_gmem, x_smem, loaded)
     plgpu.barrier_wait(loaded)
     return x_smem[...]
 
 
 def to_base_2(env: Env, bias) -> float:
-    """Times this, what `scale` returns is log2 of an exponential, as the chip takes it.
+    """The factor from what `scale` returns to base-2 logits, which exp2 takes.
 
-    Where nothing before needs the logits themselves, `restored` waits for this factor,
-    and so costs nothing.
+    Where neither bias nor softcap needs the logits themselves, `bias_correction` is
+    folded into this factor and costs nothing.
     """
-    waits = bias is None and env.softcap is None
-    return LOG2_E * (env.restored if waits else 1.0)
+    folded = bias is None and env.softcap is None
+    return LOG2_E * (env.bias_correction if folded else 1.0)
 
 
 def scale(env: Env, z, bias, inverse_temperature):
     """Logits after bias, softcap and temperature; see `to_base_2`."""
     if bias is not None:
-        z = z * env.restored + lax.broadcast_in_dim(bias, z.shape, (1,))
+        z = z * env.bias_correction + lax.broadcast_in_dim(bias, z.shape, (1,))
     if env.softcap is not None:
         # tanh(x) as 1 - 2/(1 + e^2x): the chip's own tanh is good to 11 bits only.
-        factor = (env.restored if bias is None else 1) * 2 / env.softcap
+        factor = (env.bias_correction if bias is None else 1) * 2 / env.softcap
         z = env.softcap - 2 * env.softcap / (1 + jnp.exp(z * factor))
     if inverse_temperature is not None:
         z = z * inverse_temperature
-    return z if bias is None else jnp.maximum(z, NOTHING)
+    return z if bias is None else jnp.maximum(z, MASK_VALUE)
 
 
 def column(shape, first):
-    """Where each logit stands in the vocabulary."""
+    """Column index of each logit."""
     return lax.broadcasted_iota(jnp.int32, shape, 1) + first

@@ -1,20 +1,23 @@
-"""Operands that TMA can cut: it takes an axis in whole swizzles."""
+"""Operands padded for TMA, which needs whole swizzles along every axis."""
 
 import jax
 import jax.numpy as jnp
 
-from jaxmem import _xla
-from jaxmem._xla import Head
+from jaxmem.core import operands as _operands
+from jaxmem.core.operands import Head
 from jaxmem.kernels.blocks import TILE
 
 SWIZZLE = 64  # 16-bit numbers
-_MIN_COLUMNS = 128  # with a single one, TMA would write what lies beyond into it
+_MIN_COLUMNS = (
+    128  # with a single swizzle, TMA would write out-of-bounds columns into it
+)
 
 
 def head(spec, head) -> Head:
-    """W and bias with whole swizzles along both axes; no copy where they fit.
+    """W and bias with whole swizzles along both axes; not copied where they fit.
 
-    W [V, D] is left as it is where only V does not: kernels take it in two (`split`).
+    W [V, D] is not copied either where only V does not fit: kernels read it in two
+    parts (`split`).
 
     On an H200 with V=50257, 0.93 GEMMs forward and 3.72 with gradients, or 0.97 and
     3.77 with copies; "xla" takes 1.28 and 4.57.
@@ -31,22 +34,22 @@ def head(spec, head) -> Head:
 
 
 def copies(W, layout) -> bool:
-    """Whether W is padded in a copy."""
+    """Whether W is copied to be padded."""
     return any(x % SWIZZLE for x in W.shape) and not splits(W, layout)
 
 
 def splits(W, layout) -> bool:
-    """Whether kernels read W, or an array shaped like it, in two."""
+    """Whether kernels read W, or an array shaped like it, in two parts."""
     n_columns, depth = W.shape
     fits = not depth % SWIZZLE and n_columns >= TILE
     return layout == "vd" and fits and n_columns % SWIZZLE > 0
 
 
 def split(W: jax.Array, layout, step: int) -> tuple[jax.Array, jax.Array | None]:
-    """(whole steps of W's columns, the step after them or None); where a kernel is.
+    """(whole steps of W's columns, the padded last step or None).
 
-    For XLA hands a kernel the first rows of an array as they lie. Before a loop they
-    would be a copy.
+    To be called where a kernel is launched: there XLA passes the first rows of an array
+    without a copy; hoisted out of a loop, they would be one.
     """
     if not splits(W, layout):
         return W, None
@@ -55,16 +58,16 @@ def split(W: jax.Array, layout, step: int) -> tuple[jax.Array, jax.Array | None]
 
 
 def _bias(spec, bias):
-    """-inf where a shard's part reaches beyond the vocabulary, if any does."""
+    """The bias, with -inf where a shard's part exceeds the vocabulary, if any does."""
     if not spec.shards or spec.vocab_size == spec.columns * spec.shards.count:
         return bias
-    column = _xla.first_column(spec) + jnp.arange(spec.columns, dtype=jnp.int32)
-    there = column < spec.vocab_size
-    return jnp.where(there, 0 if bias is None else bias, -jnp.inf).astype(jnp.float32)
+    column = _operands.first_column(spec) + jnp.arange(spec.columns, dtype=jnp.int32)
+    exists = column < spec.vocab_size
+    return jnp.where(exists, 0 if bias is None else bias, -jnp.inf).astype(jnp.float32)
 
 
 def whole(n: int) -> int:
-    """Rounded up to swizzles."""
+    """n, rounded up to a multiple of the swizzle."""
     return -(-n // SWIZZLE) * SWIZZLE
 
 
@@ -74,5 +77,5 @@ def _to(x, sizes):
 
 
 def columns(x: jax.Array) -> jax.Array:
-    """[N, D] with whole swizzles of columns."""
+    """[N, D], padded to whole swizzles of columns."""
     return _to(x, (x.shape[0], whole(x.shape[1])))

@@ -2,8 +2,8 @@
 
     dH += dz · W[block]        dW[block] = dzᵀ h       (its transpose where W is [D, V])
 
-Kernels rather than XLA's GEMMs because they read and write blocks where they lie, add
-to float32 sums in place, and stop after the rows that are active.
+Kernels rather than XLA's GEMMs because they read and write blocks without copies, add
+to float32 sums in place, and stop after the active rows.
 """
 
 import functools
@@ -16,45 +16,49 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from jaxmem._spec import Layout
-from jaxmem._xla import Head
+from jaxmem.core.operands import Head
+from jaxmem.core.options import Layout
 from jaxmem.kernels import padding, ring
 from jaxmem.kernels.logits import Env, parts
 from jaxmem.kernels.ring import Extent, Product, Ring, ceil_div
 from jaxmem.kernels.tiles import N_COMPUTE, Tiles
 
-# Multiprocessors left to a sum over devices, of which NCCL takes that many: a kernel on
-# all of them keeps it out to its end, or waits for it. Two H200s, N=8192 D=4096
+# SMs left to an all-reduce, for which NCCL uses that many: a kernel on all SMs would
+# delay it to its own end, or wait for it. Two H200s, N=8192 D=4096
 # V=131072: 27.9 ms with 16, 27.6 with 24, 27.7 with 32, 28.0 with 48; 28.1 with the sum
-# after all products, 28.5 beside four times as many blocks that end sooner.
+# after all products, 28.5 with four times as many blocks that end sooner.
 SUM_BLOCKS = 24
-# Of W's gradient beside it. The sum takes as long as 13 to 25 over NVLink (by
-# arithmetic); many more lose by the multiprocessors that they go without what it saves.
+# Tiles of W's gradient that overlap it. The all-reduce takes as long as 13 to 25 of
+# them over NVLink (computed); many more lose more by the missing SMs than it saves.
 MAX_SUM_TILES = 64
 
-# What a program launches more than once is lowered once if it is jitted.
-_STATIC = "tiles", "layout", "n_blocks", "add"
+
+class Launch(NamedTuple):
+    """The static facts of one launch of a product."""
+
+    tiles: Tiles  # how to cut the result
+    layout: Layout  # of W
+    n_blocks: int  # of the launch
+    add: bool  # whether to add to what `into` holds at the block
+    new: jax.ShapeDtypeStruct | None = None  # of a new array, where `into` is None
 
 
-@functools.partial(jax.jit, static_argnames=_STATIC)
-def to_hidden(
-    tiles: Tiles, layout: Layout, n_blocks, dz, W, n_rows, block, into, add
-) -> jax.Array:
-    """into with dz · W[block] in its first `n_rows` rows; in its place.
+# jitted, so that a program that launches it more than once lowers it once.
+@functools.partial(jax.jit, static_argnames="launch")
+def to_hidden(launch: Launch, dz, W, n_rows, block, into) -> jax.Array:
+    """`into` with dz · W[block] in its first `n_rows` rows, updated in place.
 
     Args:
-        tiles: how to cut the result.
-        layout: of W.
-        n_blocks: of the launch.
+        launch: its static facts.
         dz: [N, width]; 16 bits.
         W: [V, D] or [D, V], of dz's type.
-        n_rows: int32, rows that count.
+        n_rows: int32, number of active rows.
         block: int32 (first column, columns) of the vocabulary, whole `tiles.depth`.
-        into: [N, D]; float32 where `add`.
-        add: whether to add to what `into` holds there.
+        into: [N, D]; float32 where `launch.add`.
     """
+    tiles, layout = launch.tiles, launch.layout
     rhs = "kn" if layout == "vd" else "nk"
-    product = Product(tiles, dz.dtype, "mk", rhs, n_blocks)
+    product = Product(tiles, dz.dtype, "mk", rhs, launch.n_blocks)
     first, columns = block
     depth = W.shape[1 if layout == "vd" else 0]
     extent = Extent(
@@ -62,26 +66,23 @@ def to_hidden(
         lax.div(first, tiles.depth),
     )  # fmt: skip
     W = padding.split(W, layout, tiles.depth)
-    return _launch(product, extent, dz, W, into, (0, 0), add)
+    return _launch(product, extent, dz, W, into, (0, 0), launch.add)
 
 
-@functools.partial(jax.jit, static_argnames=(*_STATIC, "new"))
-def to_W(
-    tiles: Tiles, layout: Layout, n_blocks, dz, hidden, n_rows, block, into, add,
-    new: jax.ShapeDtypeStruct | None = None,
-) -> jax.Array:  # fmt: skip
-    """into with dzᵀ · hidden over the first `n_rows` rows at [block]; in its place.
+@functools.partial(jax.jit, static_argnames="launch")
+def to_W(launch: Launch, dz, hidden, n_rows, block, into) -> jax.Array:
+    """`into` with dzᵀ · hidden over the first `n_rows` rows at [block], in place.
 
     Args:
-        tiles, layout, n_blocks, dz: as above; rows of dz and hidden from `n_rows` on
-            are zero up to whole `tiles.depth`.
+        launch, dz: as above; rows of dz and hidden from `n_rows` on are zero up to
+            whole `tiles.depth`.
         hidden: [N, D], of dz's type.
-        n_rows: int32, rows that count.
+        n_rows: int32, number of active rows.
         block: int32 (first column, columns) of the vocabulary, whole tiles.
-        into: shaped like W; float32 where `add`. None for an array like `new`, with
-            anything outside of [block].
-        add: whether to add to what `into` holds there.
+        into: shaped like W; float32 where `launch.add`. None for an array like
+            `launch.new`, with anything outside of [block].
     """
+    tiles, layout, n_blocks, add, new = launch
     first, columns = block
     depth = hidden.shape[1]
     n_steps = jnp.maximum(ceil_div(n_rows, tiles.depth), 1)
@@ -101,29 +102,37 @@ class Part(NamedTuple):
 
     hidden: jax.Array  # [R, D]
     derivative: Callable[..., jax.Array]  # (part, width) -> dz, as in `dlogits`
-    n_rows: Any  # int32, that count
+    n_rows: Any  # int32, number of active rows
+
+
+class Blocks(NamedTuple):
+    """How the vocabulary is cut, and what multiplies each block."""
+
+    env: Env  # that of the derivative
+    n_tiles: int  # of the vocabulary, per block
+    single_block: (
+        bool  # all rows at once: sums.W holds nothing yet, and is only written
+    )
+    tiles: tuple[Tiles, Tiles]  # of the product for hidden, and of that for W
 
 
 def gradients(
-    tiles: tuple[Tiles, Tiles], env: Env, n_tiles: int, once: bool, W,
-    parts: Sequence[Part], sums: Head, beside: bool = False,
-) -> Head:  # fmt: skip
-    """sums with what some rows add to them, block by block of the vocabulary.
+    blocks: Blocks, W, parts: Sequence[Part], sums: Head, overlap_all_reduce=False
+) -> Head:
+    """`sums`, with the rows' contribution added block by block of the vocabulary.
 
     Args:
-        tiles: of the product for hidden, and of that for W.
-        env: that of the derivative.
-        n_tiles: of the vocabulary, a block.
-        once: whether sums.W holds nothing yet, and is only written.
+        blocks: of the vocabulary.
         W: [V, D] or [D, V].
-        parts: of the rows; several only where `once`, and then a block of W's gradient
-            is summed over them in float32, and then put into sums.W. So is each block
-            where that is no array to which kernels can write.
+        parts: of the rows; several only for a `single_block`, and then a block of W's
+            gradient is summed over them in float32, and then put into sums.W. So is
+            each block where that is no array to which kernels can write.
         sums: hidden, of each part float32 zeros, or anything of any type where a block
             has all of the vocabulary; W and bias, None without a gradient of them.
-        beside: whether hidden's gradient is then to be summed over devices while the
-            last block's of W is made, which comes after the loop for that.
+        overlap_all_reduce: whether hidden's gradient is then summed over devices while
+            the last block of W's is computed, which comes after the loop for that.
     """
+    env, n_tiles, single_block, _ = blocks
     columns, several = env.tiles.columns, len(parts) > 1
     apart = sums.W is not None and (several or padding.splits(sums.W, env.layout))
 
@@ -144,8 +153,9 @@ def gradients(
             which = jnp.stack([n_here, first, here])
             dz = part.derivative(part=which, width=n_tiles * columns)
             dh, into = _add_products(
-                tiles, env, W, part.hidden, dz, n_here, (at, at_W), (dh, into),
-                (n_tiles < env.n_tiles, i > 0 or not once), last and beside,
+                blocks, (W, part.hidden, dz), n_here, (at, at_W), (dh, into),
+                (n_tiles < env.n_tiles, i > 0 or not single_block),
+                last and overlap_all_reduce,
             )  # fmt: skip
             if dbias is not None:
                 dbias = _add_to_bias(dz, n_here, at, dbias)
@@ -155,46 +165,42 @@ def gradients(
         return sums._replace(hidden=tuple(dhs), W=into, bias=dbias)
 
     n_parts = -(-env.n_tiles // n_tiles)
-    if sums.W is None or not (beside or apart):
+    if sums.W is None or not (overlap_all_reduce or apart):
         return lax.fori_loop(0, n_parts, block, sums)
     if n_parts > 1:
         sums = lax.fori_loop(0, n_parts - 1, block, sums)
     return block(n_parts - 1, sums, last=True)
 
 
-def _add_products(
-    tiles, env, W, hidden, dz, n_rows, at, into, add, beside
-):  # fmt: skip
-    """(hidden's gradient, W's) with what some rows and a block add to them.
+def _add_products(blocks, operands, n_rows, at, into, add, overlap_all_reduce):
+    """(hidden's gradient, W's), with the contribution of some rows and a block.
 
     at, into and add are pairs, of `to_hidden` and of `to_W`; W's into is an array, what
     a new one is like, or None without a gradient.
     """
-    dh = to_hidden(
-        tiles[0], env.layout, env.n_blocks, dz, W, n_rows, at[0], into[0], add[0]
-    )
+    (W, hidden, dz), env, tiles = operands, blocks.env, blocks.tiles
+    launch = Launch(tiles[0], env.layout, env.n_blocks, add[0])
+    dh = to_hidden(launch, dz, W, n_rows, at[0], into[0])
     dW, n_blocks = into[1], env.n_blocks
-    if beside:  # hidden's comes first, and its sum beside this
+    if overlap_all_reduce:  # hidden's is computed first; its all-reduce overlaps this
         dh, dz = lax.optimization_barrier((dh, dz))
         n_blocks = max(n_blocks - SUM_BLOCKS, 1)
     if dW is not None:
         new = dW if isinstance(dW, jax.ShapeDtypeStruct) else None
-        dW = to_W(
-            tiles[1], env.layout, n_blocks, dz, hidden, n_rows, at[1],
-            None if new else dW, add[1], new,
-        )  # fmt: skip
+        launch = Launch(tiles[1], env.layout, n_blocks, add[1], new)
+        dW = to_W(launch, dz, hidden, n_rows, at[1], None if new else dW)
     return dh, dW
 
 
 def _block(env, n_tiles, dtype):
-    """What a block of W's gradient is like."""
+    """Shape and type of a block of W's gradient."""
     width = n_tiles * env.tiles.columns
     shape = (width, env.depth) if env.layout == "vd" else (env.depth, width)
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def _put(env, made, dW, first, last):
-    """dW with a block, of which the last may reach beyond it."""
+    """dW with a block written; the last block may exceed dW."""
     axis = 0 if env.layout == "vd" else 1
     if last:
         made = lax.slice_in_dim(made, 0, dW.shape[axis] - first, axis=axis)
@@ -202,12 +208,12 @@ def _put(env, made, dW, first, last):
 
 
 def has_room(env: Env, n_tiles: int) -> bool:
-    """Whether a sum over devices pays beside the last of blocks of `n_tiles`."""
+    """Whether an all-reduce that overlaps the last block of `n_tiles` saves time."""
     return (env.n_tiles - 1) % n_tiles < MAX_SUM_TILES
 
 
 def _add_to_bias(dz, n_rows, block, dbias):
-    """The bias's gradient: of derivatives in 16 bits, like W's."""
+    """The bias's gradient, summed from derivatives in 16 bits, like W's."""
     first, columns = block
     rows, columns = (
         lax.broadcasted_iota(jnp.int32, dz.shape, axis) < n
@@ -219,10 +225,10 @@ def _add_to_bias(dz, n_rows, block, dbias):
 
 
 def _launch(product, extent, lhs, rhs, into, at, add):
-    """`into`, from row and column `at` on, gets the product or is added to.
+    """`into`, from row and column `at` on, is overwritten by the product or added to.
 
-    A new array may be part of a larger one, by `dynamic_update_slice`: XLA has the
-    kernel write right there.
+    A new array may become part of a larger one by `dynamic_update_slice`: XLA then has
+    the kernel write into that.
     """
     scalars = jnp.stack([jnp.int32(x) for x in (*extent, *at)])
     operands = [x for x in (scalars, lhs, *rhs) if x is not None]

@@ -1,15 +1,15 @@
-"""Tiles of a matrix product in registers, fed through a ring of buffers.
+"""A persistent, warp-specialised matrix product with an epilogue per tile.
 
-Three warpgroups a block. One copies tiles of the two factors into a ring of buffers in
-shared memory and runs ahead, over the ends of tiles; the other two multiply 64 rows
-each and hand a finished tile of float32 sums to an epilogue.
+Each block has three warpgroups. One loads tiles of both factors by TMA into a ring of
+SMEM buffers, ahead of their use and across tile boundaries; the other two multiply 64
+rows each and pass the float32 accumulator of a finished tile to an epilogue.
 
       memory warpgroup     wait free[s] ─ TMA lhs, rhs → ring[s] ─ full[s]
       compute warpgroups   wait full[s] ─ wgmma ─ arrive free[s-1] ─ … ─ epilogue(tile)
 
-Blocks are persistent, and a cluster of them shares what it loads of the right factor:
-cluster c takes units c, c + n_clusters, … A unit is one tile of rows a block times a
-group of tiles of columns.
+Blocks are persistent, and the blocks of a cluster load the right factor once, by
+multicast. Cluster c processes units c, c + n_clusters, … A unit is one row tile per
+block times a group of column tiles.
 """
 
 import dataclasses
@@ -24,22 +24,22 @@ from jax import lax
 
 from jaxmem.kernels.tiles import N_COMPUTE, Tiles
 
-MEMORY_REGISTERS = 40  # a thread; the fewest that hold the addresses
-COMPUTE_REGISTERS = 232  # what is left to each of the others
+MEMORY_REGISTERS = 40  # per thread; the fewest that hold the addresses
+COMPUTE_REGISTERS = 232  # per thread of the other warpgroups
 
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """Static facts of a launch that makes lhs [M, K] · rhs [K, N], tile by tile."""
+    """Static facts of a launch that computes lhs [M, K] · rhs [K, N], tile by tile."""
 
     tiles: Tiles
     dtype: np.dtype  # of both factors, 16 bits
-    lhs: Literal["mk", "km"]  # how it lies in memory
+    lhs: Literal["mk", "km"]  # its axes in memory order
     rhs: Literal["kn", "nk"]
     n_blocks: int
 
     def launch(self) -> dict:
-        """Of the kernel: one block a multiprocessor, a warpgroup more than multiply."""
+        """Arguments of the launch: one block per SM, one warpgroup that loads."""
         return dict(
             grid=(self.n_clusters,),
             grid_names=("cluster",),
@@ -51,29 +51,29 @@ class Product:
 
     @property
     def n_clusters(self) -> int:
-        """As many as the chip holds at a time."""
+        """As many clusters as the chip runs at a time."""
         return max(self.n_blocks // self.tiles.cluster, 1)
 
 
 class Extent(NamedTuple):
-    """What part of the product to make; int32, known when the kernel runs or before."""
+    """The part of the product to compute; int32, static or read by the kernel."""
 
     n_rows: Any  # of lhs, from the first
     n_tiles: Any  # of columns
-    n_steps: Any  # stages of the ring that the sum over K takes; at least one
+    n_steps: Any  # pipeline stages of the sum over K; at least one
     first_tile: Any = 0  # of rhs' columns
     first_step: Any = 0  # of rhs' K; that of lhs starts at 0
 
 
 class Tile(NamedTuple):
-    """Where a tile of the product lies."""
+    """Position of a tile of the product."""
 
     first_row: Any  # of the block
-    column: Any  # number of the tile among those of rhs
+    column: Any  # index of the tile among those of rhs
 
 
 class Ring(NamedTuple):
-    """Buffers between the memory warpgroup and the others."""
+    """SMEM buffers and barriers between the memory warpgroup and the others."""
 
     lhs_smem: Any
     rhs_smem: Any
@@ -97,7 +97,7 @@ class Ring(NamedTuple):
 
 
 def _free_barriers(t: Tiles):
-    """All blocks that a tile is copied to must be done with what it overwrites."""
+    """All blocks that a multicast writes to must have released the buffer."""
     if t.cluster == 1:
         return plgpu.Barrier(num_arrivals=N_COMPUTE, num_barriers=t.stages)
     return plgpu.ClusterBarrier(
@@ -106,7 +106,7 @@ def _free_barriers(t: Tiles):
 
 
 def swizzle(dtype, width: int = 64):
-    """How wgmma and TMA lay tiles out without bank conflicts: rows of 128 bytes."""
+    """The layout of tiles that wgmma and TMA share: swizzled rows of 128 bytes."""
     size = np.dtype(dtype).itemsize
     width = min(width, 128 // size)
     tiling = plgpu.TilingTransform((8, width))  # pyright: ignore[reportAbstractUsage]
@@ -117,24 +117,26 @@ def swizzle(dtype, width: int = 64):
 
 
 def in_place(run, x):
-    """x after run(ref of it), a kernel that writes to it.
+    """x after run(ref of x), a kernel that writes to it in place.
 
-    Where x is a slice of a larger array, or becomes one, as what a scan stacks, XLA
-    would hand the kernel that array, and forget (jaxlib 0.11.2) that it writes into its
-    operand: the result would be whatever its memory held. Not past a barrier, and one
-    follows here. Where x may be a slice, callers put another before it, but not in a
-    loop that carries x: where XLA unrolls that loop, as
-    `xla_gpu_enable_while_loop_double_buffering` asks, the barrier would become an
-    instruction that waits for itself, and nothing compiles.
+    Where x is a slice of a larger array, or becomes one, as with the outputs that a
+    scan stacks, XLA (jaxlib 0.11.2) passes the kernel the larger array and forgets that
+    the kernel writes into its operand: the result is uninitialised memory. An
+    optimization barrier prevents that, and one follows here. Where x may be a slice,
+    callers put another one before, but not in a loop that carries x: where XLA unrolls
+    that loop,
+        as
+    `xla_gpu_enable_while_loop_double_buffering` asks, the barrier would become its own
+    control predecessor, and compilation fails.
     """
     return lax.optimization_barrier(pl.run_state(run)(x))
 
 
 def run(product: Product, extent: Extent, ring: Ring, lhs_gmem, rhs_gmem, unit):
-    """The roles of the warpgroups; unit(tiles, n_tiles, step) as in `for_each_unit`.
+    """Runs each warpgroup's role; unit(tile, n_tiles, step) as in `for_each_unit`.
 
-    rhs_gmem is a pair: of the right factor whole tiles along the axis that may be long,
-    or whole stages; and what is left of it, in one of these, or None.
+    rhs_gmem is a pair: the part of the right factor with whole tiles along its long
+    axis, or with whole stages, and the padded remainder, or None.
     """
     wg = lax.axis_index("wg")
 
@@ -151,11 +153,12 @@ def run(product: Product, extent: Extent, ring: Ring, lhs_gmem, rhs_gmem, unit):
 
 
 def for_each_unit(product: Product, extent: Extent, unit, carry):
-    """carry = unit(tile, n_tiles, carry) for this block's units.
+    """carry = unit(tile, n_tiles, carry) for each unit of this block.
 
-    tile(i) is the i-th `Tile` of the unit's `n_tiles`; neighbouring units take
-    neighbouring tiles at the same time. Which tiles of columns make a group depends on
-    their number alone, so that the order of a row's sums does not depend on the rows.
+    tile(i) is the i-th `Tile` of the unit's `n_tiles`; neighbouring units process
+    neighbouring tiles at the same time. The column tiles of a group depend only on how
+    many there are, so the order of a row's reduction does not depend on other rows: the
+    kernels are batch-invariant.
     """
     t = product.tiles
     n_row_tiles = ceil_div(extent.n_rows, t.cluster_rows)
@@ -181,12 +184,12 @@ def for_each_unit(product: Product, extent: Extent, unit, carry):
 
 
 def ceil_div(n, by):
-    """For int32 that is not negative."""
+    """⌈n / by⌉ of non-negative int32."""
     return lax.div(jnp.int32(n + by - 1), jnp.int32(by))
 
 
 def _load_tiles(product, extent, lhs_gmem, rhs_gmem, ring):
-    """Every stage of every tile, in the order of use."""
+    """Loads every stage of every tile, in the order of use."""
     t = product.tiles
 
     def unit(tile, n_tiles, step):
@@ -212,14 +215,14 @@ def _load_tiles(product, extent, lhs_gmem, rhs_gmem, ring):
 
     n_stages = for_each_unit(product, extent, unit, jnp.int32(0))
 
-    # A barrier must not be given up with an arrival that nobody has seen.
+    # A kernel must not exit while a barrier has an arrival that was not waited for.
     @pl.loop(lax.max(n_stages - t.stages, 0), n_stages)
     def _wait_until_all_are_read(step):
         plgpu.barrier_wait(ring.free.at[lax.rem(step, t.stages)])
 
 
 def _load_rhs(product, gmem, columns, k, smem, full):
-    """From the first array, or from what is left of it in the second."""
+    """Loads from the first array, or from the remainder in the second."""
 
     def load(part, columns, k):
         plgpu.copy_gmem_to_smem(
@@ -232,7 +235,7 @@ def _load_rhs(product, gmem, columns, k, smem, full):
     first, last = gmem
     if last is None:
         return load(first, columns, k)
-    # Tiles or stages along the axis that is cut.
+    # Tiles or stages along the axis that is split.
     along = columns if product.rhs == "nk" else k
     in_first = along.start < first.shape[0]
     pl.when(in_first)(lambda: load(first, columns, k))
@@ -242,7 +245,7 @@ def _load_rhs(product, gmem, columns, k, smem, full):
 
 
 def multiply(product: Product, extent: Extent, ring: Ring, step, epilogue) -> Any:
-    """epilogue(this warpgroup's rows of a tile), from stage `step` on."""
+    """epilogue(this warpgroup's rows of a tile), accumulated from stage `step` on."""
     t = product.tiles
     mine = pl.ds(lax.axis_index("wg") * t.rows, t.rows)
 
@@ -256,7 +259,7 @@ def multiply(product: Product, extent: Extent, ring: Ring, step, epilogue) -> An
             else lhs.at[slot, :, mine].transpose((1, 0))
         )
         plgpu.wgmma(acc_ref, lhs, rhs.transpose((1, 0)) if product.rhs == "nk" else rhs)
-        # One product stays in flight: releasing its own stage would wait for it.
+        # One wgmma stays in flight: releasing its own stage here would wait for it.
         plgpu.wgmma_wait(1)
 
         @pl.when(i > 0)
@@ -269,32 +272,32 @@ def multiply(product: Product, extent: Extent, ring: Ring, step, epilogue) -> An
         pl.run_scoped,
         acc_ref=plgpu.WGMMAAccumulatorRef((t.rows, t.columns), jnp.float32),
     )
-    def made(acc_ref):
+    def accumulated(acc_ref):
         acc_ref = lax.fori_loop(0, extent.n_steps, stage, acc_ref)
         sums = acc_ref[...]
         last = lax.rem(step + extent.n_steps - 1, t.stages)
         plgpu.barrier_arrive(ring.free.at[last])
         return epilogue(sums)
 
-    return made
+    return accumulated
 
 
 def store(parts_gmem, parts, smem, add=False):
-    """Parts of a tile leave from buffers by turns; none beyond an array's end."""
+    """Multi-buffered SMEM → GMEM stores of a tile's parts; none out of bounds."""
     for i, (part_gmem, part) in enumerate(zip(parts_gmem, parts, strict=True)):
         store_part(i, part_gmem, part, smem, add)
 
 
 def store_part(i, part_gmem, part, smem, add=False):
-    """The i-th of them, made once there is a buffer for it."""
+    """Stores the i-th part, computed once its buffer is free."""
     n_slots = smem.shape[0]
     plgpu.wait_smem_to_gmem(n_slots - 1, wait_read_only=True)
     smem[i % n_slots] = part()
     plgpu.commit_smem()
-    leave = add_to if add else plgpu.copy_smem_to_gmem
-    leave(smem.at[i % n_slots], part_gmem)
+    copy = add_to if add else plgpu.copy_smem_to_gmem
+    copy(smem.at[i % n_slots], part_gmem)
 
 
 def add_to(smem, gmem):
-    """One addition an element and launch: the order of sums is that of the launches."""
+    """Adds SMEM to GMEM, once per element and launch: sums are deterministic."""
     plgpu.copy_smem_to_gmem(smem, gmem, reduction_op="add")

@@ -1,31 +1,31 @@
-"""How a kernel cuts the logits, and what the chip allows."""
+"""Tile sizes of a kernel, and the limits that a Hopper chip sets them."""
 
 import dataclasses
 
 SMEM_BYTES = 232_448  # what one block may use on a Hopper chip, 227 KiB
 N_COMPUTE = 2  # warpgroups that multiply; one more only loads
 MAX_CLUSTER_ROWS = 256  # of any tiles; rows come in whole blocks of them
-# Statistics, labels, bias and barriers of one block, generously.
+# An upper bound on the statistics, labels, bias and barriers of one block.
 _SMALL_BYTES = 8_192
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """One block makes logits [2 · rows, columns] at a time, two warpgroups in all.
+    """One block computes a tile [2 · rows, columns] at a time, with two warpgroups.
 
     Attributes:
-        rows: tokens a warpgroup.
-        columns: vocabulary a tile.
-        depth: part of D that one stage of the ring of buffers holds.
-        stages: how many of them, loaded ahead of the tensor cores.
-        group: tiles of the vocabulary that a block takes one after another, with the
-            statistics in registers; what it writes shrinks by this factor.
-        panel: row tiles that go through the vocabulary side by side, so that blocks
-            share their loads in L2.
-        stored: columns of a result that leave at a time; 0 for none.
-        stored_bytes: of one number that leaves, 4 at most.
-        slots: buffers that they leave from.
-        cluster: blocks, each with rows of its own, that share what they load of W.
+        rows: rows of the tile per warpgroup.
+        columns: columns of the tile.
+        depth: part of the contracted axis that one pipeline stage holds.
+        stages: pipeline stages, loaded ahead of the tensor cores.
+        group: column tiles that a block processes consecutively with its statistics in
+            registers; the output shrinks by this factor.
+        panel: row tiles that are processed for the same columns at the same time, so
+            that blocks share their loads in L2.
+        stored: columns of a result per store; 0 where the epilogue stores no tile.
+        stored_bytes: bytes of one stored number, 4 at most.
+        slots: SMEM buffers of the stores.
+        cluster: blocks, each with its own rows, that load W once by multicast.
     """
 
     rows: int = 64
@@ -68,7 +68,7 @@ class Tiles:
         if self.stored and self.slots * self.stored > self.columns:
             raise ValueError(
                 f"slots={self.slots} of stored={self.stored} must hold no more than "
-                f"columns={self.columns}: what leaves is waited for within a tile"
+                f"columns={self.columns}: a tile waits for its own stores"
             )
         if self.smem_bytes > SMEM_BYTES:
             raise ValueError(
@@ -78,17 +78,17 @@ class Tiles:
 
     @property
     def block_rows(self) -> int:
-        """Tokens of one tile of a block."""
+        """Rows of one tile of a block."""
         return N_COMPUTE * self.rows
 
     @property
     def cluster_rows(self) -> int:
-        """Tokens of one tile of a cluster."""
+        """Rows of one tile of a cluster."""
         return self.cluster * self.block_rows
 
     @property
     def smem_bytes(self) -> int:
-        """Of one block, for operands of 16 bits."""
+        """Shared memory of one block, for operands of 16 bits."""
         ring = self.stages * (self.block_rows + self.columns) * self.depth * 2
         out = self.slots * self.block_rows * self.stored * self.stored_bytes
         return ring + out + _SMALL_BYTES

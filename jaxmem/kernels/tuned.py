@@ -1,9 +1,9 @@
-"""Which tiles a launch takes: what was measured best for its head, or the default.
+"""Tile sizes of each launch: the fastest measured for its head, or the default.
 
 The table `tuned.json` is written by `python -m jaxmem bench --tune` and only read here:
-nothing is measured when a program runs. An entry is of a kernel, a device and a head's
-[D, V] and layout; without tiles it says that the default was the best. Tokens are no
-part of it, so that a row's bits do not depend on them.
+nothing is measured when a program runs. The key of an entry is a kernel, a device, and
+a head's [D, V] and layout; an entry without tiles records that the default was fastest.
+The number of tokens is not part of the key, which keeps the kernels batch-invariant.
 """
 
 import dataclasses
@@ -13,14 +13,14 @@ import json
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
-from jaxmem._spec import Layout
+from jaxmem.core.options import Layout
 from jaxmem.kernels.tiles import Tiles
 
 Kernel = Literal["statistics", "exps", "derivative", "to_hidden", "to_W"]
 FILE = "tuned.json"
 
 # Measured on one H200 that stays at its power limit, jax 0.11.2, N=8192 D=4096
-# V=151936, in parts of the bare GEMM's time: forward 1.06 with pairs of blocks that
+# V=151936, in units of the bare GEMM's time: forward 1.06 with pairs of blocks that
 # share W (cluster=2), 1.07 without, 1.07 with group=1 or 16; derivatives 1.04 and 1.04;
 # a block's dH 0.114 and 0.116, its dW 0.110 and 0.111 (XLA's own GEMMs 0.111 and 0.109,
 # but they would copy each block of W and of its gradient). In a later run, forward that
@@ -52,19 +52,19 @@ DEFAULTS: Mapping[Kernel, Tiles] = {
 
 @dataclasses.dataclass(frozen=True)
 class Head:
-    """What the table knows a head by."""
+    """The key of a head in the table."""
 
-    device: str  # as jax names its kind
+    device: str  # `device_kind` of jax
     depth: int
     columns: int
     layout: Layout
 
 
 def tiles_for(kernel: Kernel, head: Head) -> Tiles:
-    """The measured tiles of exactly this head, else the default."""
+    """The measured tiles of exactly this head, or else the default."""
     entry = table().get((kernel, head))
     tiles = DEFAULTS[kernel] if entry is None else entry
-    if kernel == "exps":  # sums in the order of "statistics": equal bits
+    if kernel == "exps":  # the reduction order of "statistics", so that bits are equal
         group = tiles_for("statistics", head).group
         return dataclasses.replace(tiles, group=group)
     return tiles
@@ -72,7 +72,7 @@ def tiles_for(kernel: Kernel, head: Head) -> Tiles:
 
 @functools.cache
 def table() -> Mapping[tuple[Kernel, Head], Tiles]:
-    """What was measured; a ValueError names an entry that is no such thing."""
+    """The table of measured tiles; a ValueError names an entry that is malformed."""
     text = importlib.resources.files("jaxmem.kernels").joinpath(FILE).read_text("utf-8")
     return dict(_read(i, entry) for i, entry in enumerate(json.loads(text)))
 

@@ -1,12 +1,13 @@
 """A checkpoint and documents to scores: encode, pack, run, record, sum up."""
 
 import dataclasses
+import functools
 import hashlib
 import json
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -14,12 +15,14 @@ from rich import progress
 from rich.console import Console
 
 from jaxmem import checkpoints, packing
-from jaxmem.score.journal import Journal, Scores, check_parquet
+from jaxmem.data import documents as data
+from jaxmem.data.documents import NO_LABEL
+from jaxmem.models.decoder import Decoder, HeadConfig
+from jaxmem.score.journal import Journal, Scores, check_parquet, check_suffix
 from jaxmem.score.summary import Summary, summarise
 from jaxmem.score.windows import Tokens, Window, check_lengths, cut, encode
-from jaxmem.train import data
-from jaxmem.train.data import NO_LABEL
-from jaxmem.train.model import Decoder, HeadConfig
+from jaxmem.train import locks
+from jaxmem.train.stopping import Stop
 
 # Micro-batches' worth of tokens that are packed, and recorded, together: enough to
 # waste few slots, few enough to lose little to a kill.
@@ -72,13 +75,30 @@ def score(config: ScoreConfig, console: Console | None = None) -> Summary:
 
     Raises:
       ValueError: the data, the checkpoint or the output cannot be used; the message
-        says which document, tensor or file.
+        says which document, tensor or file, or which process uses the output.
+      WriteError: the disk is full; recorded documents are not scored again.
       FloatingPointError: a score is not finite.
+      KeyboardInterrupt: after SIGINT; the current group of documents is recorded.
+      SystemExit: likewise after SIGTERM.
     """
     console = console or Console()
     out = Path(config.out).expanduser()
+    check_suffix(out)
     if out.suffix == ".parquet":
         check_parquet()
+    lock = out.with_name(out.name + ".lock")
+    with (
+        Stop() as stop,
+        locks.exclusive(lock, f"--out {out}", functools.partial(_log, console)),
+    ):
+        return _score(config, out, console, stop)
+
+
+def _log(console: Console, line: str) -> None:
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _score(config: ScoreConfig, out: Path, console: Console, stop: Stop) -> Summary:
     described = checkpoints.read_config(config.model)
     vocabulary = checkpoints.load_vocabulary(config.model)
     if config.eos and vocabulary.eos is None:
@@ -94,19 +114,37 @@ def score(config: ScoreConfig, console: Console | None = None) -> Summary:
         )
     groups = _groups(documents, _GROUP * config.max_tokens)
     fingerprint = _fingerprint(config, documents)
-    with Journal(out, fingerprint, [0, *(stop for _, stop in groups)]) as journal:
+    ends = [0, *(end for _, end in groups)]
+    source = str(Path(config.data).expanduser())
+    with Journal(out, fingerprint, source, ends) as journal:
         started, read = time.perf_counter(), 0
         if journal.done:
-            console.print(f"resuming after document {journal.done:,}", highlight=False)
-        if journal.done < len(documents):
-            read = _score_rest(config, length, documents, groups, journal, console)
+            _log(console, f"resuming after document {journal.done:,}")
+        try:
+            if journal.done < len(documents):
+                documents = [_named_after(journal.source, d) for d in documents]
+                work = _Work(config, length, documents, groups)
+                read = _score_rest(work, journal, console, stop)
+        finally:
+            if stop.signal:
+                _log(console, _stop_message(stop, journal, len(documents)))
         seconds = time.perf_counter() - started
         summary = summarise(journal.records())
         journal.finish()
     console.print(summary.table(seconds, read))
     console.print(summary.bars())
-    console.print(f"saved in {out}", highlight=False)
+    _log(console, f"saved in {out}")
     return summary
+
+
+def _named_after(source: str, document: Tokens) -> Tokens:
+    """Name a document after the data file as the journal names it."""
+    return document._replace(name=f"{source}:{_line_of(document)}")
+
+
+def _line_of(document: Tokens) -> str:
+    """Return the line number at the end of a document's name."""
+    return document.name.rpartition(":")[2]
 
 
 def _groups(documents: Sequence[Tokens], tokens: int) -> list[tuple[int, int]]:
@@ -117,15 +155,18 @@ def _groups(documents: Sequence[Tokens], tokens: int) -> list[tuple[int, int]]:
     return list(zip(bounds[:-1], bounds[1:], strict=True))
 
 
-def _score_rest(
-    config: ScoreConfig,
-    length: int,
-    documents: Sequence[Tokens],
-    groups: Sequence[tuple[int, int]],
-    journal: Journal,
-    console: Console,
-) -> int:
+class _Work(NamedTuple):
+    """The documents to score, in groups."""
+
+    config: ScoreConfig
+    length: int  # of the model's inputs
+    documents: Sequence[Tokens]
+    groups: Sequence[tuple[int, int]]  # (start, stop) of documents
+
+
+def _score_rest(work: _Work, journal: Journal, console: Console, stop: Stop) -> int:
     """Score the groups that are left; returns how many tokens the model read."""
+    config, length, documents, groups = work
     decoder = checkpoints.load(
         config.model,
         dtype=config.dtype,
@@ -134,20 +175,30 @@ def _score_rest(
         adapter=config.adapter,
     )
     scorer = _Scorer(decoder, config.max_tokens, length)
-    report = _Progress(console, documents, journal.done)
-    with report:
-        for start, stop in groups:
+    with stop.deferred(), _Progress(console, documents, journal.done) as report:
+        for start, end in groups:
             if start < journal.done:
                 continue
+            if stop.signal:
+                break
             windows = [
                 window
-                for number in range(start, stop)
+                for number in range(start, end)
                 for window in cut(number, documents[number], length, config.stride)
             ]
             numbers = scorer.run(windows)
-            journal.append(_collect(documents, start, stop, windows, numbers))
-            report.update(stop, sum(len(window.tokens) for window in windows))
+            journal.append(_collect(documents, start, end, windows, numbers))
+            report.update(end, sum(len(window.tokens) for window in windows))
+    stop.raise_if_requested()
     return report.read
+
+
+def _stop_message(stop: Stop, journal: Journal, documents: int) -> str:
+    """Return what a signal has stopped, and how to resume."""
+    return (
+        f"stopped by {stop.name} after document {journal.done:,} of {documents:,}, all "
+        f"recorded in {journal.path}: the same command goes on from there"
+    )
 
 
 class _Scorer:
@@ -170,13 +221,22 @@ class _Scorer:
         labels = packed.place([window.labels for window in windows], fill=NO_LABEL)
         made = []
         for batch, *ids in zip(packed.micro_batches, tokens, labels, strict=True):
-            numbers = _stats(self._decoder, *ids, batch.segment_ids, batch.positions)
+            numbers = token_stats(
+                self._decoder, *ids, batch.segment_ids, batch.positions
+            )
             made.append(np.stack(jax.device_get(numbers), axis=-1))
         return packed.unpack(made)
 
 
 @jax.jit
-def _stats(decoder, tokens, labels, segment_ids, positions):
+def token_stats(
+    decoder: Decoder,
+    tokens: jax.Array,
+    labels: jax.Array,
+    segment_ids: jax.Array,
+    positions: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Log-probabilities and entropies of a micro-batch's labels, all [B, T]."""
     hidden = decoder(tokens, segment_ids, positions)
     stats = decoder.head.token_stats(hidden, labels)
     return stats.logprob, stats.entropy
@@ -224,7 +284,8 @@ def _fingerprint(config: ScoreConfig, documents: Sequence[Tokens]) -> str:
             file.seek(max(size - _SAMPLE, 0))
             made.update(file.read(_SAMPLE))
     for document in documents:
-        made.update(json.dumps([document.name, document.first]).encode())
+        # Without the file's name, which may be spelled differently on resume.
+        made.update(json.dumps([_line_of(document), document.first]).encode())
         made.update(document.ids.tobytes())
     return made.hexdigest()[:24]
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxmem.checkpoints import Vocabulary
-from jaxmem.train.data import NO_LABEL, Document
+from jaxmem.data.documents import NO_LABEL, Document
 
 _NAMED = 5  # documents in an error message
 

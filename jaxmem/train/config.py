@@ -11,99 +11,22 @@ import difflib
 import os
 import re
 import tokenize
-import types
 import typing
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import gin
-from gin import config as gin_config
-from gin import config_parser
+from gin import config as gin_config, config_parser
 
 from jaxmem import _shipped
-from jaxmem.train.data import DataConfig
-from jaxmem.train.loop import RunConfig
-from jaxmem.train.memory import RematConfig
-from jaxmem.train.mesh import MeshConfig
-from jaxmem.train.model import HeadConfig, ModelConfig
-from jaxmem.train.optimizer import OptimizerConfig
-from jaxmem.train.policy import GrpoConfig
-from jaxmem.train.sampling import SamplingConfig
-from jaxmem.train.tasks import TaskConfig
+from jaxmem.core import messages
+from jaxmem.core.fields import accepts, describe, problem_of
+from jaxmem.train.jobs.config import Config as Config, GrpoJobConfig as GrpoJobConfig
 
 
 class ConfigError(ValueError):
     """A configuration that cannot be used; the message says where and why."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """A supervised run; each field is one section of a gin file."""
-
-    data: DataConfig
-    model: ModelConfig
-    head: HeadConfig
-    optimizer: OptimizerConfig
-    run: RunConfig
-    mesh: MeshConfig = MeshConfig()
-    remat: RematConfig = RematConfig()
-
-
-@dataclasses.dataclass(frozen=True)
-class GrpoJobConfig:
-    """A run of reinforcement learning; likewise."""
-
-    task: TaskConfig
-    sampling: SamplingConfig
-    grpo: GrpoConfig
-    model: ModelConfig
-    head: HeadConfig
-    optimizer: OptimizerConfig
-    run: RunConfig
-    mesh: MeshConfig = MeshConfig()
-    remat: RematConfig = RematConfig()
-
-    def __post_init__(self):
-        """Refuse what fits no other section, by the names of both."""
-        slots, answer = self.sampling.max_new_tokens, self.task.answer_length
-        if self.task.answer == "last_digit" and slots != 1:
-            raise ValueError(
-                f"sampling.max_new_tokens={slots} must be 1 for task.answer="
-                "'last_digit': nothing follows it"
-            )
-        if slots < answer:
-            raise ValueError(
-                f"sampling.max_new_tokens={slots} must be at least {answer}, the "
-                f"longest answer of task.digits={self.task.digits}"
-            )
-        if self.run.accumulate != 1:
-            raise ValueError(
-                f"run.accumulate={self.run.accumulate} must stay 1 in this job: "
-                "grpo.max_tokens_train says how much a micro-batch holds"
-            )
-        widest = self.row_lengths[-1]
-        if widest < self.longest:
-            raise ValueError(
-                f"grpo.row_lengths={self.grpo.row_lengths} must reach {self.longest}, "
-                "the longest sequence: prompt and sampling.max_new_tokens, less one"
-            )
-        for name in ("max_tokens_train", "max_tokens_forward"):
-            if getattr(self.grpo, name) < widest:
-                raise ValueError(
-                    f"grpo.{name}={getattr(self.grpo, name)} must hold a row of "
-                    f"{widest} tokens"
-                )
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest sequence that is trained on."""
-        return self.task.prompt_length + self.sampling.max_new_tokens - 1
-
-    @property
-    def row_lengths(self) -> tuple[int, ...]:
-        """Widths of packed rows."""
-        return self.grpo.row_lengths or (-(-self.longest // 16) * 16,)
 
 
 _JOBS: dict[str, type[Config] | type[GrpoJobConfig]] = {
@@ -145,7 +68,8 @@ def load(
       path: the file.  What it includes is looked up beside it, then in the current
         directory.
       overrides: `section.field=value` each; the value is a Python literal, or a bare
-        word, which is taken as a string.
+        word, which is taken as a string. None, for a field that cannot be None, takes
+        back what the file says: `model.ff=None` leaves it to `model.checkpoint`.
 
     Returns:
       The configuration, whose class `run.job` decides, and the text of a gin file that
@@ -155,16 +79,60 @@ def load(
       ConfigError: missing file, bad syntax, unknown key, wrong type, impossible value,
         malformed or repeated override.
     """
-    bindings = [*_file_bindings(Path(path), ()), *_override_bindings(overrides)]
-    places = {binding.key: binding.where for binding in bindings}
+    bindings = _effective(
+        [*_file_bindings(Path(path), ()), *_override_bindings(overrides)]
+    )
+    _check_macros(bindings)
+    places = {key: binding.where for key, binding in bindings.items()}
     # Nothing of an earlier load may come in, nothing of this one may stay.
     gin.clear_config()
     try:
-        for binding in bindings:
-            gin.bind_parameter(_gin_key(binding.key), binding.value)
+        for key, binding in bindings.items():
+            gin.bind_parameter(_gin_key(key), binding.value)
         return _build_job(places), gin.operative_config_str()
     finally:
         gin.clear_config()
+
+
+def _effective(bindings: Iterable[_Binding]) -> dict[str, _Binding]:
+    """The last binding of each key, without those that a None takes back."""
+    made: dict[str, _Binding] = {}
+    for binding in bindings:
+        section, _, field = binding.key.partition(".")
+        if (
+            binding.value is None
+            and field
+            and not accepts(_types(section)[field], None)
+        ):
+            made.pop(binding.key, None)
+        else:
+            made[binding.key] = binding
+    return made
+
+
+def _types(section: str) -> dict[str, Any]:
+    return typing.get_type_hints(_SECTIONS[section])
+
+
+def _check_macros(bindings: Mapping[str, _Binding]) -> None:
+    """Refuse macros that are not defined, or that their own value needs."""
+    uses = {key: _macros_in(binding.value) for key, binding in bindings.items()}
+    for key, binding in bindings.items():
+        reached, ahead = set(), list(uses[key])
+        while ahead:
+            name = ahead.pop()
+            if name not in uses:
+                raise ConfigError(f"{binding.where}: %{name} is not defined")
+            if name == key:
+                raise ConfigError(f"{binding.where}: %{name} is defined by itself")
+            if name not in reached:
+                reached.add(name)
+                ahead += uses[name]
+
+
+def _macros_in(value: Any) -> list[str]:
+    references = gin_config.iterate_references(value)
+    return [r.scoped_selector.removesuffix("/gin.macro") for r in references]
 
 
 # -------------------------------------------------------------------- files
@@ -218,6 +186,9 @@ def _statements(path: Path) -> Iterator[Any]:
         raise ConfigError(f"{path}:{error.lineno}: {_reason(error.msg)}") from error
     except ConfigError:
         raise
+    except (MemoryError, RecursionError) as error:
+        line = parser.current_token.start[0] if parser else 1
+        raise ConfigError(f"{path}:{line}: nested too deeply") from error
     except ValueError as error:
         line = parser.current_token.start[0] if parser else 1
         raise ConfigError(f"{path}:{line}: {_reason(str(error))}") from error
@@ -226,8 +197,8 @@ def _statements(path: Path) -> Iterator[Any]:
 def _reason(message: str) -> str:
     word = re.search(r"Failed to parse token '(.*)'", message)
     if word:
-        return f"{word[1]} is not a value; a string needs quotes"
-    return message.split("\n")[0]  # gin appends lines of its own
+        return f"{messages.name(word[1])} is not a value; a string needs quotes"
+    return messages.cut(message.split("\n")[0])  # gin appends lines of its own
 
 
 def _find_include(name: str, including: Path, where: str) -> Path:
@@ -265,7 +236,7 @@ def _gin_key(key: str) -> str | tuple[str, str, str]:
 def _override_bindings(overrides: Iterable[str]) -> list[_Binding]:
     bindings: dict[str, _Binding] = {}
     for override in overrides:
-        where = f"override {override!r}"
+        where = f"override {messages.short(override)}"
         key, equals, text = override.partition("=")
         if not (equals and text.strip() and re.fullmatch(r"[\w.]+", key)):
             raise ConfigError(
@@ -281,9 +252,13 @@ def _override_bindings(overrides: Iterable[str]) -> list[_Binding]:
 def _override_value(text: str, where: str) -> Any:
     try:
         return ast.literal_eval(text.strip())
-    except (ValueError, SyntaxError, TypeError) as error:
+    # Python's parser gives up on deep nesting in either of two ways.
+    except (
+        ValueError, SyntaxError, TypeError, MemoryError, RecursionError,
+    ) as error:  # fmt: skip
         if text.strip()[0] in "\"'([{":
-            raise ConfigError(f"{where}: {text!r} is not a Python literal") from error
+            said = messages.short(text)
+            raise ConfigError(f"{where}: {said} is not a Python literal") from error
         return text.strip()
 
 
@@ -292,12 +267,14 @@ def _override_value(text: str, where: str) -> Any:
 
 def _check_known(key: str, where: str) -> None:
     if key not in _KEYS:
-        raise ConfigError(f"{where}: unknown key {key!r}; {_suggestion(key)}")
+        said = messages.short(key)
+        raise ConfigError(f"{where}: unknown key {said}; {_suggestion(key)}")
 
 
 def _suggestion(key: str) -> str:
     section, _, field = key.rpartition(".")
-    elsewhere = [known for known in _KEYS if known.partition(".")[2] == field]
+    beside = _beside(section)
+    elsewhere = [f"{name}.{field}" for name in beside if field in _fields(name)]
     if elsewhere:  # the right field of the wrong section
         return f"did you mean {' or '.join(elsewhere)}?"
     nearest = difflib.get_close_matches(section, _SECTIONS, n=1)
@@ -307,6 +284,13 @@ def _suggestion(key: str) -> str:
     if not close:
         return f"{nearest[0]} has {', '.join(_fields(nearest[0]))}"
     return f"did you mean {' or '.join(f'{nearest[0]}.{name}' for name in close)}?"
+
+
+def _beside(section: str) -> list[str]:
+    """Sections of the jobs that have this one, or of all jobs where none has."""
+    jobs = [list(typing.get_type_hints(job)) for job in _JOBS.values()]
+    sharing = [sections for sections in jobs if section in sections] or jobs
+    return [name for name in _SECTIONS if any(name in job for job in sharing)]
 
 
 def _fields(section: str) -> list[str]:
@@ -342,30 +326,21 @@ def _with_key(error: ValueError, places: dict[str, str]) -> str:
 
 def _build(section: str, places: dict[str, str]) -> Any:
     """Check the types of what is bound, then let gin build the dataclass."""
-    types_of = typing.get_type_hints(_SECTIONS[section])
-    for field, value in _resolved(section, places).items():
-        if not _accepts(types_of[field], value):
-            key = f"{section}.{field}"
+    types_of = _types(section)
+    for field, value in gin.get_bindings(section).items():
+        key, got = f"{section}.{field}", messages.short(value)
+        if not accepts(types_of[field], value):
             raise ConfigError(
-                f"{places[key]}: {key} must be {_describe(types_of[field])}, got "
-                f"{value!r} ({type(value).__name__})"
+                f"{places[key]}: {key} must be {describe(types_of[field])}, got "
+                f"{got} ({type(value).__name__})"
             )
+        problem = problem_of(value)
+        if problem:
+            raise ConfigError(f"{places[key]}: {key} {problem}, got {got}")
     try:
         return _CONFIGURABLES[section]()
     except ValueError as error:
         raise ConfigError(_with_place(section, error, places)) from error
-
-
-def _resolved(section: str, places: dict[str, str]) -> dict[str, Any]:
-    defined = {key for key in places if "." not in key}
-    for field, value in gin.get_bindings(section, resolve_references=False).items():
-        for reference in gin_config.iterate_references(value):
-            name = reference.scoped_selector.removesuffix("/gin.macro")
-            if name not in defined:
-                raise ConfigError(
-                    f"{places[f'{section}.{field}']}: %{name} is not defined"
-                )
-    return gin.get_bindings(section)
 
 
 def _with_place(section: str, error: ValueError, places: dict[str, str]) -> str:
@@ -377,26 +352,3 @@ def _with_place(section: str, error: ValueError, places: dict[str, str]) -> str:
         if where and re.search(rf"\b{field}\b", message):
             return f"{where}: {message}"
     return message
-
-
-def _accepts(annotation: Any, value: Any) -> bool:
-    """Tell whether a value is of the type that a field declares."""
-    origin, choices = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin in (typing.Union, types.UnionType):
-        return any(_accepts(choice, value) for choice in choices)
-    if origin is Literal:
-        return any(type(value) is type(c) and value == c for c in choices)
-    if annotation is float:
-        return type(value) in (int, float)
-    return type(value) is (origin or annotation)
-
-
-def _describe(annotation: Any) -> str:
-    origin, choices = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin in (typing.Union, types.UnionType):
-        return " or ".join(_describe(choice) for choice in choices)
-    if origin is Literal:
-        return " or ".join(repr(choice) for choice in choices)
-    if annotation is types.NoneType:
-        return "None"
-    return (origin or annotation).__name__

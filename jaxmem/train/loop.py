@@ -2,17 +2,31 @@
 
 import contextlib
 import dataclasses
+import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
+import jax
 from rich.console import Console
 
-from jaxmem.train import metrics, processes
-from jaxmem.train._checks import check_field
-from jaxmem.train.checkpoint import Checkpoints, check_same_config
+from jaxmem.core import processes
+from jaxmem.core.fields import check_field
+from jaxmem.train import files, locks, metrics
+from jaxmem.train.checkpoint import (
+    Checkpoints,
+    check_same_config,
+    differences,
+    set_aside_damaged,
+)
+from jaxmem.train.history import MetricsWriter, read_history
+from jaxmem.train.metrics import PolicyMetrics, StepMetrics
 from jaxmem.train.program import TrainState
+from jaxmem.train.stopping import Stop
+
+_CHANGEABLE = "changeable"  # key in the saved settings
+_Metrics = TypeVar("_Metrics", StepMetrics, PolicyMetrics)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,33 +83,82 @@ class Job(Protocol):
         ...
 
 
+class Settings(NamedTuple):
+    """The settings that checkpoints record, by section and field."""
+
+    fixed: Mapping[str, Mapping]  # must be the same when a run is resumed
+    changeable: Mapping[str, Mapping]  # may differ; differences are printed
+
+
+def changeable_settings(
+    config: Any, sections: Iterable[str], fixed: Mapping[str, Mapping]
+) -> dict[str, dict[str, Any]]:
+    """Return the settings that may differ when a run is resumed.
+
+    Args:
+        config: of the job; its sections are dataclasses.
+        sections: names of sections that may differ, beside parts of "run".
+        fixed: settings that may not.
+    """
+    changeable = {name: dataclasses.asdict(getattr(config, name)) for name in sections}
+    changeable["run"] = {
+        k: getattr(config.run, k) for k in ("steps", "accumulate", "seed")
+    }
+    return {
+        name: {k: v for k, v in fields.items() if k not in fixed.get(name, {})}
+        for name, fields in changeable.items()
+    }
+
+
 class Run:
-    """A run's directory, open: what was done there, and a way to do the rest.
+    """A run in its directory: which steps are done, and a way to take the others.
 
     Attributes:
-      out_dir: the directory.
-      done: steps that need not be taken again.
-      metrics_path: of the file with a line per step.
+        out_dir: the directory.
+        done: the step that was restored; 0 in a new run.
+        saved: the newest step with a checkpoint; 0 without one.
+        taken: the last step, with or without a checkpoint.
+        metrics_path: of the file with a line per step.
     """
 
     def __init__(
         self,
         config: RunConfig,
-        fixed: Mapping[str, Mapping],
+        settings: Settings,
         console: Console,
         checkpoints: Checkpoints,
+        stop: Stop,
     ):
-        self._config, self._fixed = config, fixed
+        self._config, self._settings, self._stop = config, settings, stop
         self._console, self._checkpoints = console, checkpoints
         self.out_dir = Path(config.out_dir).expanduser()
-        self.done = checkpoints.latest() or 0
+        self.done = self.saved = self.taken = checkpoints.latest() or 0
         self.metrics_path = self.out_dir / "metrics.jsonl"
+        self._unwritten: list[bytes] = []  # lines of that file
         if self.done:
-            saved = checkpoints.saved_config(self.done)
-            check_same_config(saved, fixed, self.out_dir)
-            console.print(
-                f"resuming {self.out_dir} after step {self.done}", highlight=False
+            changes = self._changes(checkpoints.saved_config(self.done))
+            message = f"resuming {self.out_dir} after step {self.done}"
+            _log(console, "; ".join([message, *changes]))
+
+    def _changes(self, saved: dict[str, Any]) -> list[str]:
+        """Compare with the saved settings; return what differs and may."""
+        changeable = saved.pop(_CHANGEABLE, {})
+        where, steps = f"run.out_dir={str(self.out_dir)!r}", self._config.steps
+        check_same_config(saved, self._settings.fixed, self.out_dir)
+        if self.done > steps:
+            raise ValueError(
+                f"run.steps={steps} is below the {self.done} steps that {where} has "
+                "done; raise it, or name another run.out_dir"
             )
+        changes = differences(changeable, self._settings.changeable, common=True)
+        ignored = [change for change in changes if not change.startswith("run.steps ")]
+        if ignored and self.done == steps:
+            raise ValueError(
+                f"{where} has done its {steps} steps, so other settings have no "
+                f"effect: {'; '.join(ignored)}. Restore the old values, raise "
+                "run.steps, or name another run.out_dir"
+            )
+        return changes
 
     def take_steps(self, job: Job, texts: Mapping[str, str]) -> TrainState:
         """Take the steps that are left, recording each.
@@ -110,75 +173,143 @@ class Run:
 
         Raises:
           FloatingPointError: a loss or a gradient is not finite.
+          CheckpointError: one cannot be written or read.
+          KeyboardInterrupt, SystemExit: after a signal; the last step is saved.
         """
-        if self.done:
-            state, data_state = job.restored_state(self._checkpoints, self.done)
-            job.set_state(data_state)
-        else:
-            state = job.initial_state()
+        state = self._first_state(job)
         for name, text in texts.items():
             if text and processes.is_first():
-                (self.out_dir / name).write_text(text, "utf-8")
+                files.write_whole(self.out_dir / name, text)
         run = self._config
         with (
-            _writer(self.out_dir, self.done, self._console) as writer,
+            self._stop.deferred(),
+            self._writer() as writer,
             metrics.ProgressReport(
                 self._console, run.steps, self.done, run.log_every
             ) as report,
         ):
-            for number in range(self.done + 1, run.steps + 1):
-                state, taken = job.step(number, state)
+            while not (stopped := self._must_stop()) and self.taken < run.steps:
+                state, taken = job.step(self.taken + 1, state)
                 _check_finite(taken)
-                # Before the checkpoint: a restored step has always been written.
+                self.taken += 1
                 if writer is not None:
                     writer.write(taken)
                 report.update(taken)
-                if self._is_due(number):
-                    self._checkpoints.save(number, state, job.get_state(), self._fixed)
+                if self._is_due():
+                    self._save(job, state, writer)
+            if stopped and run.checkpoint_every and self.saved < self.taken:
+                self._save(job, state, writer)
+        if stopped:
+            self._stop.raise_if_requested()
         return state
 
-    def _is_due(self, number: int) -> bool:
-        """Whether a checkpoint follows that step."""
+    def _first_state(self, job: Job) -> TrainState:
+        if not self.done:
+            return job.initial_state()
+        state, data_state = job.restored_state(self._checkpoints, self.done)
+        job.set_state(data_state)
+        return state
+
+    def _must_stop(self) -> bool:
+        """Whether any process has received a signal; all of them agree."""
+        self._stop.signal = processes.largest(self._stop.signal)
+        return bool(self._stop.signal)
+
+    def _is_due(self) -> bool:
+        """Whether a checkpoint follows the step just taken."""
         every = self._config.checkpoint_every
         if every is None:
             return False
-        return number % every == 0 or number == self._config.steps
+        return self.taken % every == 0 or self.taken == self._config.steps
+
+    def _save(self, job: Job, state: TrainState, writer: MetricsWriter | None) -> None:
+        # Before the checkpoint: a restored step has always been written, if it could.
+        if writer is not None:
+            writer.flush()
+        config = {**self._settings.fixed, _CHANGEABLE: self._settings.changeable}
+        self._checkpoints.save(self.taken, state, job.get_state(), config)
+        self.saved = self.taken
+
+    @contextlib.contextmanager
+    def _writer(self) -> Iterator[MetricsWriter | None]:
+        """Only the first of several processes writes."""
+        if not processes.is_first():
+            yield None
+            return
+        log = functools.partial(_log, self._console)
+        every = self._config.log_every
+        with MetricsWriter(self.out_dir, self.done, log, every) as writer:
+            yield writer
+        self._unwritten = writer.unwritten
+
+    def history(self, kind: type[_Metrics]) -> list[_Metrics]:
+        """Every step of the run, of earlier processes too."""
+        return read_history(self.metrics_path, kind, self._unwritten)
+
+    def progress(self) -> str:
+        """Return which step was the last, and how to resume after it."""
+        if not self.taken:
+            return "before the first step"
+        where = f"after step {self.taken} of {self._config.steps}"
+        if self.saved == self.taken:
+            return f"{where}, which is saved: the same command resumes {self.out_dir}"
+        if self._config.checkpoint_every is None:
+            where += ", which run.checkpoint_every=None does not let us save"
+        if not self.saved:
+            return f"{where}; the same command starts from the beginning"
+        return f"{where}; the same command resumes after step {self.saved}"
 
 
 @contextlib.contextmanager
-def open_run(
-    config: RunConfig, fixed: Mapping[str, Mapping], console: Console
-) -> Iterator[Run]:
-    """Open the run of `config.out_dir`, old or new.
+def open_run(config: RunConfig, settings: Settings, console: Console) -> Iterator[Run]:
+    """Open the run in `config.out_dir`, old or new, for this process alone.
 
-    If checkpoints are there, `Run.take_steps` continues from the newest: killed at any
-    step and called again, it takes bitwise the same steps on the CPU as if it had never
-    stopped.
+    If checkpoints are there, `Run.take_steps` continues from the newest that can be
+    read: killed at any step and called again, it takes bitwise the same steps on the
+    CPU as if it had never stopped.
+
+    SIGTERM and SIGINT end the run after the current step and save it; see `Stop`.
 
     Args:
-      config: of the run.
-      fixed: what a resumed run must share with the saved one, by section and field.
-      console: where progress goes.
+        config: of the run.
+        settings: to be compared with those of the saved run.
+        console: where progress goes.
 
     Raises:
-      ValueError: the directory holds a run of which something fixed was different.
+        ValueError: a fixed setting differs from the saved run's, or another process
+            uses the directory.
+        CheckpointError: there are checkpoints, and all are damaged.
     """
     out_dir = Path(config.out_dir).expanduser()
-    with Checkpoints(out_dir / "checkpoints", config.keep) as checkpoints:
-        yield Run(config, fixed, console, checkpoints)
+    where = f"run.out_dir={str(out_dir)!r}"
+    log = functools.partial(_log, console)
+    with (
+        Stop() as stop,
+        locks.exclusive(out_dir / "lock", where, log),
+        _deferred_if_distributed(stop),
+    ):
+        run = None
+        try:
+            for line in set_aside_damaged(out_dir / "checkpoints"):
+                log(line)
+            with Checkpoints(out_dir / "checkpoints", config.keep) as checkpoints:
+                run = Run(config, settings, console, checkpoints, stop)
+                yield run
+        finally:
+            if stop.signal:
+                last = run.progress() if run is not None else "before the first step"
+                log(f"stopped by {stop.name} {last}")
 
 
-def _writer(
-    out_dir: Path, done: int, console: Console
-) -> contextlib.AbstractContextManager[metrics.MetricsWriter | None]:
-    """Only the first of several processes writes."""
-    if not processes.is_first():
-        return contextlib.nullcontext()
-    writer = metrics.MetricsWriter(out_dir, done)
-    if writer.moved_to is not None:
-        said = f"steps of a run without checkpoints are now in {writer.moved_to}"
-        console.print(said, highlight=False, soft_wrap=True)
-    return writer
+def _deferred_if_distributed(stop: Stop) -> contextlib.AbstractContextManager:
+    """No process of several may end before all agree on the last step."""
+    return stop.deferred() if jax.process_count() > 1 else contextlib.nullcontext()
+
+
+def _log(console: Console, line: str) -> None:
+    """Print a line; a full disk behind stdout does not end the run."""
+    with contextlib.suppress(OSError):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def _check_finite(taken: metrics.AnyMetrics) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import jax
 
 from jaxmem import remat
-from jaxmem.train._checks import check_field
+from jaxmem.core.fields import check_field
 
 _GIB = 2**30
 
@@ -19,7 +19,11 @@ class RematConfig:
 
     # a preset of jaxmem.remat; or "fit": the fastest policy that memory_limit allows
     policy: str = "full"
+    save: tuple[str, ...] = ()  # names (jaxmem.remat.NAMES) kept besides
     last: int = 0  # blocks at the end that keep all they make; "fit" chooses it too
+    # compile the blocks one after the other instead of a loop: faster steps where much
+    # is saved, longer compilation
+    unroll: bool = False
     # of policy "fit": GiB of the device that training may take, or "auto": all it has
     memory_limit: Literal["auto"] | float | None = None
 
@@ -29,12 +33,18 @@ class RematConfig:
         wanted = f"one of {', '.join(map(repr, known))}"
         check_field(self, "policy", self.policy in known, wanted)
         check_field(self, "last", self.last >= 0, "0 or more")
-        if self.last and self.policy in ("none", "fit"):
-            does = "chooses it" if self.policy == "fit" else "keeps all blocks whole"
-            raise ValueError(
-                f"RematConfig.last={self.last} does not go with policy="
-                f"{self.policy!r}, which {does}: leave it 0"
-            )
+        remat.policy(save=self.save)  # names that no block gives are refused
+        for name in ("last", "save"):
+            value = getattr(self, name)
+            if value and self.policy in ("none", "fit"):
+                does = (
+                    "chooses it" if self.policy == "fit" else "keeps all blocks whole"
+                )
+                raise ValueError(
+                    f"RematConfig.{name}={value} does not go with policy="
+                    f"{self.policy!r}, which {does}: leave it {type(value)()}"
+                )
+        self._check_unroll()
         limit, fits = self.memory_limit, self.policy == "fit"
         if fits == (limit is None):
             raise ValueError(
@@ -43,6 +53,15 @@ class RematConfig:
             )
         if isinstance(limit, int | float):
             check_field(self, "memory_limit", limit > 0, "above 0")
+
+    def _check_unroll(self):
+        made = None if self.policy == "fit" else remat.preset(self.policy)
+        if self.unroll and (self.policy == "fit" or (made and made.offload)):
+            does = "may offload" if self.policy == "fit" else "offloads"
+            raise ValueError(
+                f"RematConfig.unroll=True does not go with policy={self.policy!r}, "
+                f"which {does}: that needs the blocks in a loop"
+            )
 
     def check_layers(self, layers: int) -> None:
         """Refuse to keep more blocks whole than there are others.
@@ -60,7 +79,8 @@ class RematConfig:
     def start(self) -> remat.Policy | None:
         """The policy to begin with; `fit` replaces it where it is to be chosen."""
         made = remat.preset("full" if self.policy == "fit" else self.policy)
-        return made if made is None else made | remat.policy(last=self.last)
+        more = remat.policy(save=self.save, last=self.last)
+        return made if made is None else made | more
 
     def fit(
         self,

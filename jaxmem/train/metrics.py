@@ -1,18 +1,18 @@
-"""What a run tells: a line per step, TensorBoard, a progress bar, the head's bill."""
+"""Metrics of a step, progress lines, and the summary of a run and its memory."""
 
-import itertools
+import contextlib
 import json
-import os
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar, overload
+from typing import Any, NamedTuple, Protocol
 
 import jax
 from rich import progress
 from rich.console import Console
 from rich.table import Table
-from tensorboardX import SummaryWriter
+
+from jaxmem.train import files
 
 _MIB, _GIB = 2**20, 2**30
 
@@ -27,11 +27,13 @@ class StepMetrics(NamedTuple):
     grad_norm: float  # global, before clipping
     learning_rate: float
     seconds: float  # wall time: reading data, the step, reading the loss back
+    mfu: float | None = None  # model FLOPs utilisation; None on an unknown device
 
     @property
     def line(self) -> str:
         """What the progress report says of the step."""
-        return f"loss {self.loss:.4f}  {self.tokens_per_second:,.0f} tokens/s"
+        mfu = "" if self.mfu is None else f"  MFU {self.mfu:.1%}"
+        return f"loss {self.loss:.4f}  {self.tokens_per_second:,.0f} tokens/s{mfu}"
 
 
 class PolicyMetrics(NamedTuple):
@@ -73,79 +75,11 @@ class PolicyMetrics(NamedTuple):
 
 
 AnyMetrics = StepMetrics | PolicyMetrics
-_Metrics = TypeVar("_Metrics", StepMetrics, PolicyMetrics)
-
-
-@overload
-def read_history(path: Path) -> list[StepMetrics]: ...
-@overload
-def read_history(path: Path, kind: type[_Metrics]) -> list[_Metrics]: ...
-def read_history(path: Path, kind: Any = StepMetrics) -> list:
-    """The steps that a metrics file holds, in order; at least one."""
-    lines = path.read_text("utf-8").splitlines()
-    if not lines:
-        raise ValueError(f"{path} holds no step: what it held was lost")
-    return [kind(**json.loads(line)) for line in lines]
 
 
 def tokens_per_second(history: Sequence[AnyMetrics]) -> float:
     """Median over the steps, which one slow step cannot move; 0 without steps."""
     return statistics.median(s.tokens_per_second for s in history) if history else 0.0
-
-
-class MetricsWriter:
-    """Appends steps to metrics.jsonl and to TensorBoard files.
-
-    Args:
-      out_dir: the run's directory.
-      done: the step that was restored, 0 in a new run.  What either file holds of later
-        steps, which will be taken again, is dropped; but a new run moves the file of
-        one that left no checkpoint out of its way.
-
-    Attributes:
-      moved_to: where it moved that, or None.
-    """
-
-    def __init__(self, out_dir: Path, done: int):
-        self.path = out_dir / "metrics.jsonl"
-        self.moved_to = None if done else _moved_aside(self.path)
-        _drop_lines_after(self.path, done)
-        self._file = self.path.open("a", encoding="utf-8")
-        self._board = SummaryWriter(str(out_dir / "tensorboard"), purge_step=done + 1)
-
-    def __enter__(self) -> "MetricsWriter":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-        self._board.close()
-
-    def write(self, metrics: AnyMetrics) -> None:
-        """Record one step; it is in the operating system's hands on return."""
-        self._file.write(json.dumps(metrics._asdict()) + "\n")
-        self._file.flush()
-        for name, value in metrics._asdict().items():
-            if name != "step" and value is not None:
-                self._board.add_scalar(name, value, metrics.step)
-
-
-def _moved_aside(path: Path) -> Path | None:
-    """To the first free name; None where there is nothing to move."""
-    if not path.exists() or not path.stat().st_size:
-        return None
-    names = (path.with_name(f"{path.name}.{i}") for i in itertools.count(1))
-    return path.rename(next(name for name in names if not name.exists()))
-
-
-def _drop_lines_after(path: Path, step: int) -> None:
-    lines = path.read_text("utf-8").splitlines(True) if path.exists() else []
-    # A kill may have cut the last line short: without its newline it is not a step.
-    whole = [line for line in lines if line.endswith("\n")]
-    unfinished = path.with_name(path.name + ".unfinished")
-    unfinished.write_text(
-        "".join(line for line in whole if json.loads(line)["step"] <= step), "utf-8"
-    )
-    os.replace(unfinished, path)
 
 
 class ProgressReport:
@@ -185,9 +119,10 @@ class ProgressReport:
         self._bar.update(self._task, completed=metrics.step, description=line)
         due = metrics.step in (self._first, self._steps)
         if not self._console.is_terminal and (due or metrics.step % self._every == 0):
-            self._console.print(
-                f"step {metrics.step}/{self._steps}  {line}", highlight=False
-            )
+            with contextlib.suppress(OSError):  # a full disk behind stdout
+                self._console.print(
+                    f"step {metrics.step}/{self._steps}  {line}", highlight=False
+                )
 
 
 class Memory(NamedTuple):
@@ -343,7 +278,7 @@ def _write_summary(
             for name, cost in costs.items()
         },
     }
-    path.write_text(json.dumps(summary, indent=2) + "\n", "utf-8")
+    files.write_whole(path, json.dumps(summary, indent=2) + "\n")
 
 
 def save_plot(
@@ -364,7 +299,8 @@ def save_plot(
     panels[0].grid(alpha=0.3)
     if costs:
         _draw_memory(panels[1], costs)
-    figure.savefig(path, dpi=150)
+    with files.write_errors(path):
+        figure.savefig(path, dpi=150)
 
 
 def _draw_memory(panel: Any, costs: Mapping[str, HeadCost]) -> None:

@@ -5,11 +5,22 @@ import re
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
-from flax import traverse_util
 
-from jaxmem.train._checks import check_field
+from jaxmem.core.fields import check_field, check_numbers
+from jaxmem.core.ranges import integers, reals
+
+_DECAY = reals(0, below=1)
+_RANGES = {
+    "learning_rate": reals(above=0),
+    "warmup_steps": integers(0),
+    "final_fraction": reals(0, 1),
+    "b1": _DECAY,
+    "b2": _DECAY,
+    "eps": reals(above=0),
+    "weight_decay": reals(0),
+    "clip_norm": reals(above=0),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,15 +44,7 @@ class OptimizerConfig:
 
     def __post_init__(self):
         """Refuse impossible values, by name."""
-        for name in ("learning_rate", "eps"):
-            check_field(self, name, getattr(self, name) > 0, "above 0")
-        for name in ("warmup_steps", "weight_decay"):
-            check_field(self, name, getattr(self, name) >= 0, "0 or more")
-        for name in ("b1", "b2"):
-            check_field(self, name, 0 <= getattr(self, name) < 1, "in [0, 1)")
-        check_field(self, "final_fraction", 0 <= self.final_fraction <= 1, "in [0, 1]")
-        if self.clip_norm is not None:
-            check_field(self, "clip_norm", self.clip_norm > 0, "above 0, or None")
+        check_numbers(self, _RANGES)
         if self.trainable is not None:
             check_field(
                 self, "trainable", _is_pattern(self.trainable), "a regular expression"
@@ -54,44 +57,6 @@ def _is_pattern(text: str) -> bool:
     except re.error:
         return False
     return True
-
-
-def split_weights(weights: dict, trainable: str | None) -> tuple[dict, dict]:
-    """Weights to train, and weights to leave alone.
-
-    Args:
-      weights: nested by name, as `nnx.to_pure_dict` returns them.
-      trainable: of an `OptimizerConfig`.
-
-    Returns:
-      Two dicts nested likewise, the first of which is in float32 unless the second is
-      empty; for `join_weights`.
-
-    Raises:
-      ValueError: no weight has such a name.
-    """
-    if trainable is None:
-        return weights, {}
-    flat: dict[str, Any] = dict(traverse_util.flatten_dict(weights, sep="/"))
-    trained = {k: w for k, w in flat.items() if re.search(trainable, k)}
-    if not trained:
-        raise ValueError(
-            f"optimizer.trainable={trainable!r} is in no weight's name: "
-            f"{', '.join(flat)}"
-        )
-    frozen = {k: w for k, w in flat.items() if k not in trained}
-    if frozen:
-        trained = {k: w.astype(jnp.float32) for k, w in trained.items()}
-    return (
-        traverse_util.unflatten_dict(trained, sep="/"),
-        traverse_util.unflatten_dict(frozen, sep="/"),
-    )
-
-
-def join_weights(trained: Any, frozen: dict) -> dict:
-    """Put together what `split_weights` took apart."""
-    flat = [traverse_util.flatten_dict(d) for d in (trained, frozen)]
-    return traverse_util.unflatten_dict(flat[0] | flat[1])
 
 
 def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:

@@ -11,21 +11,20 @@ import optax
 from flax import nnx
 from rich.console import Console
 
-from jaxmem import remat
+from jaxmem import devices, remat
 from jaxmem.checkpoints import read_weights
+from jaxmem.models.decoder import Decoder, HeadConfig, ModelConfig
+from jaxmem.models.lora import adapters_of
+from jaxmem.models.partitioning import Layout, MeshConfig
+from jaxmem.models.weights import join_weights, split_weights
 from jaxmem.offload import Streamed
 from jaxmem.train.checkpoint import Checkpoints
-from jaxmem.train.lora import adapters_of
 from jaxmem.train.memory import RematConfig
-from jaxmem.train.mesh import Layout, MeshConfig
-from jaxmem.train.model import Decoder, HeadConfig, ModelConfig
 from jaxmem.train.optimizer import (
     OptimizerConfig,
     adamw,
     clip,
-    join_weights,
     make_optimizer,
-    split_weights,
 )
 
 
@@ -112,7 +111,13 @@ class DecoderProgram:
     def new_model(self) -> Decoder:
         """The decoder with the weights that the seed says."""
         rngs = nnx.Rngs(jax.random.key(self._seed))
-        return Decoder(self.model_config, self._config.head, self.policy, rngs=rngs)
+        return Decoder(
+            self.model_config,
+            self._config.head,
+            self.policy,
+            unroll=self._config.remat.unroll,
+            rngs=rngs,
+        )
 
     def _use(self, policy: remat.Policy | None) -> None:
         self.policy = policy
@@ -145,11 +150,19 @@ class DecoderProgram:
         layers = self.model_config.layers
         self._use(self._config.remat.fit(step, layers, held, show))
 
+    @property
+    def compiler_options(self) -> dict[str, Any]:
+        """Of a step: its policy's and its mesh's; the latter not where it offloads."""
+        unroll = self._config.remat.unroll
+        options = remat.compiler_options(self.policy, unroll=unroll)
+        offloads = self.policy is not None and self.policy.offload
+        return options if offloads else self.layout.compiler_options() | options
+
     def compile_verified(self, traced: jax.stages.Traced) -> jax.stages.Compiled:
         """Compile; raise where XLA has dropped what the policy offloads."""
         compiled = traced.lower().compile()
         offloads = self.policy is not None and self.policy.offload
-        if offloads and jax.default_backend() != "cpu":
+        if offloads and devices.backend() != "cpu":
             remat.verify(compiled, remat.host_bytes(traced))
         return compiled
 

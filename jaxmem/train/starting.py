@@ -9,9 +9,10 @@ import tokenizers
 from rich.console import Console
 
 from jaxmem import checkpoints
-from jaxmem.train import data, lora, vocabulary
-from jaxmem.train.data import DataConfig
-from jaxmem.train.model import Decoder, ModelConfig
+from jaxmem.data import documents as data, vocabulary
+from jaxmem.data.documents import DataConfig
+from jaxmem.models import lora
+from jaxmem.models.decoder import Decoder, ModelConfig
 from jaxmem.train.program import ProgramConfig
 
 _Job = TypeVar("_Job", bound=ProgramConfig)

@@ -14,8 +14,8 @@ from safetensors.numpy import load_file
 
 from jaxmem import checkpoints
 from jaxmem.checkpoints import CheckpointError
-from jaxmem.train.model import Decoder
-from jaxmem.train.optimizer import join_weights
+from jaxmem.models.decoder import Decoder
+from jaxmem.models.weights import join_weights
 
 QWEN3 = pathlib.Path(__file__).parent / "tiny" / "qwen3"
 ADAPTER = QWEN3 / "adapter"
@@ -107,6 +107,22 @@ def test_a_new_adapter_changes_no_number_and_the_tied_head_takes_one(tmp_path):
         (dict(rank_pattern={"q_proj": 2}), "rank_pattern={'q_proj': 2} is not imple"),
         (dict(target_modules=["c_attn"]), r"target_modules \['c_attn'\] are not impl"),
         (dict(target_modules="all-linear"), r"target_modules \['all-linear'\] are not"),
+        (dict(r=0), "r must be at least 1, got 0"),
+        (dict(r="x"), "r must be int, got 'x'"),
+        (dict(r=2.5), "r must be int, got 2.5"),
+        (dict(r=10**9), r"r must be at most 2\*\*16, got 1000000000"),
+        (dict(lora_alpha=None), "lora_alpha must be float, got None"),
+        (dict(lora_alpha=-1), "lora_alpha must be above 0, got -1"),
+        (
+            dict(target_modules=[["q_proj"]]),
+            r"target_modules must list names, got \['q",
+        ),
+        (
+            dict(target_modules={"q_proj": 1}),
+            "target_modules must be list or NoneType,",
+        ),
+        (dict(target_modules=[]), "target_modules must name some of q_proj"),
+        (dict(peft_type=["LORA"]), r"peft_type must be str, got \['LORA'\]"),
         (dict(r=4), r"layers.0.self_attn.k_proj.lora_A.weight must have shape \(4, 16"),
     ],
 )
@@ -116,6 +132,29 @@ def test_other_adapters_are_refused(change, message, tmp_path):
     (source / "adapter_config.json").write_text(json.dumps(config | change))
     with pytest.raises(CheckpointError, match=message):
         checkpoints.load(QWEN3, adapter=source)
+
+
+@pytest.mark.parametrize("missing", ["r", "lora_alpha", "peft_type"])
+def test_an_adapter_whose_config_lacks_a_key(missing, tmp_path):
+    source = pathlib.Path(shutil.copytree(ADAPTER, tmp_path / "adapter"))
+    config = json.loads((source / "adapter_config.json").read_text())
+    del config[missing]
+    (source / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=f"config.json: {missing} is missing"):
+        checkpoints.load(QWEN3, adapter=source)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[1]", r"adapter_config.json: expected a JSON object, got \[1\]"),
+        ("[" * 100_000, "adapter_config.json: nested deeper than 100"),
+    ],
+)
+def test_an_adapter_config_that_is_none(text, message, tmp_path):
+    (tmp_path / "adapter_config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=message):
+        checkpoints.load(QWEN3, adapter=tmp_path)
 
 
 def test_a_directory_without_an_adapter(tmp_path):

@@ -7,8 +7,8 @@ import pathlib
 import pytest
 
 from jaxmem.checkpoints import CheckpointError, read_config
+from jaxmem.models.decoder import ModelConfig
 from jaxmem.train import config as configuration
-from jaxmem.train.model import ModelConfig
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 COMMON = {
@@ -318,6 +318,82 @@ def test_what_is_not_implemented_is_an_error_that_names_it(
 ):
     with pytest.raises(CheckpointError, match="config.json: .*" + message):
         read(tmp_path, config, **changes)
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "message"),
+    [
+        (LLAMA3, dict(architectures=5), "architectures must be list or NoneType, got "),
+        (LLAMA3, dict(architectures=[5]), "architectures must list names, got 5"),
+        (GEMMA3_4B, dict(architectures=[[]]), "architectures must list names, got "),
+        (QWEN3, dict(layer_types=[["a"]]), r"layer_types \['a'\] is not implemented"),
+        (LLAMA3, dict(rope_scaling={"rope_type": ["x"]}), r"rope type \['x'\] is not"),
+        (LLAMA3, dict(num_hidden_layers=10**7), "num_hidden_layers must be at most 10"),
+        (QWEN3, dict(num_attention_heads=0), "num_attention_heads must be above 0, go"),
+        (QWEN3, dict(vocab_size=10**30), "vocab_size must be at most 2,147,483,647"),
+        (QWEN3, dict(hidden_size=True), "hidden_size must be int, got True"),
+        (LLAMA3, dict(rms_norm_eps=1e30), r"rms_norm_eps must be in \(0, 1\), got 1e"),
+        (LLAMA3, dict(rope_theta=1e300), "rope_theta must be at most 3.4e"),
+        (LLAMA3, dict(rope_theta=0), "rope_theta must be above 0, got 0"),
+        (GEMMA2, dict(query_pre_attn_scalar=-1), "query_pre_attn_scalar must be above"),
+        (
+            GEMMA2,
+            dict(final_logit_softcapping=0),
+            "final_logit_softcapping must be abo",
+        ),
+        (
+            GEMMA3,
+            dict(sliding_window_pattern=10**9),
+            "sliding_window_pattern must be a",
+        ),
+        (
+            GEMMA3,
+            dict(sliding_window_pattern=0),
+            "sliding_window_pattern must be above",
+        ),
+        (
+            QWEN3,
+            dict(use_sliding_window=True, sliding_window=8, max_window_layers=-1),
+            "max_window_layers must be at least 0, got -1",
+        ),
+        (
+            LLAMA3,
+            dict(max_position_embeddings=0),
+            "max_position_embeddings must be at ",
+        ),
+        (LLAMA3, dict(torch_dtype=5), "torch_dtype must be str or NoneType, got 5"),
+        (
+            GEMMA3,
+            dict(rope_parameters={"full_attention": {}, "sliding_attention": 5}),
+            "sliding_attention must be dict, got 5",
+        ),
+        (LLAMA3, dict(hidden_act="x" * 10_000), "hidden_act 'xxx.*xxx' is not implem"),
+        (LLAMA3, {"x" * 10_000: 1}, "unknown keys 'xxx.*xxx': what they do"),
+    ],
+)
+def test_values_that_no_config_can_have(config, changes, message, tmp_path):
+    with pytest.raises(CheckpointError, match="config.json: " + message) as raised:
+        read(tmp_path, config, **changes)
+    assert len(str(raised.value)) < 600
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[" * 100_000, "nested deeper than 100"),
+        ('{"a": ' + "1" * 5000 + "}", "an integer of 5,000 digits is too large"),
+        ('{"rms_norm_eps": 1e999}', "the number 1e999 is too large"),
+        ('{"rope_theta": Infinity}', "Infinity is not JSON"),
+        (
+            '{"model_type": "llama", "model_type": "x"}',
+            "the key 'model_type' is there ",
+        ),
+    ],
+)
+def test_json_beyond_limits(text, message, tmp_path):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(CheckpointError, match="config.json: " + message):
+        read_config(tmp_path)
 
 
 def test_unreadable_configs(tmp_path):

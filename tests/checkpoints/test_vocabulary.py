@@ -3,6 +3,8 @@
 import json
 
 import pytest
+import tokenizers
+from tokenizers import models
 
 from jaxmem.checkpoints import CheckpointError, load_vocabulary
 from tests.checkpoints import texts
@@ -36,6 +38,62 @@ def test_an_id_that_the_model_has_not_is_an_error_that_names_both_files(tmp_path
         r"has only 40 rows \(vocab_size of .*config.json\)"
     )
     with pytest.raises(CheckpointError, match=message):
+        load_vocabulary(directory)
+
+
+@pytest.mark.parametrize(
+    "ids", [-5, 2.5, [], {"a": 1}, 10**12, 40, "2", True, [[2]], [2, -1], ["</s>"]]
+)
+def test_ids_that_end_no_text(ids, tmp_path):
+    directory = texts.checkpoint("llama", tmp_path)
+    (directory / "tokenizer_config.json").unlink()
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"eos_token_id": ids}))
+    message = "config.json: eos_token_id must be an id of tokenizer.json, a list of"
+    with pytest.raises(CheckpointError, match=message):
+        load_vocabulary(directory)
+    (directory / "config.json").write_text(json.dumps(config | {"eos_token_id": None}))
+    assert load_vocabulary(directory).eos is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"eos_token": 5}', "eos_token must be str or dict or NoneType, got 5"),
+        (
+            '{"eos_token": ["a"]}',
+            r"eos_token must be str or dict or NoneType, got \['a",
+        ),
+        ('{"eos_token": {"content": 7}}', "content must be str, got 7"),
+        ('{"eos_token": {}}', "content is missing"),
+        ("[1]", r"expected a JSON object, got \[1\]"),
+        ("[" * 100_000, "nested deeper than 100"),
+        ('{"eos_token": "' + "x" * 10_000 + '"}', "eos_token 'xxx.*xxx' is no token"),
+    ],
+)
+def test_tokenizer_configs_that_name_no_end(text, message, tmp_path):
+    directory = texts.checkpoint("llama", tmp_path)
+    (directory / "tokenizer_config.json").write_text(text)
+    with pytest.raises(CheckpointError, match="tokenizer_config.json: " + message) as e:
+        load_vocabulary(directory)
+    assert len(str(e.value)) < 600
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "\x00", '{"model": 5}', "\ufeff"])
+def test_tokenizers_that_are_none(text, tmp_path):
+    directory = texts.checkpoint("llama", tmp_path)
+    (directory / "tokenizer.json").write_text(text)
+    with pytest.raises(CheckpointError, match="tokenizer.json: cannot be read: ") as e:
+        load_vocabulary(directory)
+    assert "\n" not in str(e.value)
+
+
+def test_a_tokenizer_without_tokens(tmp_path):
+    directory = texts.checkpoint("llama", tmp_path)
+    tokenizers.Tokenizer(models.BPE()).save(str(directory / "tokenizer.json"))
+    with pytest.raises(
+        CheckpointError, match="tokenizer.json: the vocabulary is empty"
+    ):
         load_vocabulary(directory)
 
 

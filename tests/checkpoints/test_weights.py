@@ -20,7 +20,8 @@ from safetensors.numpy import load_file, save_file
 
 from jaxmem import checkpoints
 from jaxmem.checkpoints import CheckpointError
-from jaxmem.train.model import HeadConfig
+from jaxmem.checkpoints.tensors import Tensors
+from jaxmem.models.decoder import HeadConfig
 
 TINY = pathlib.Path(__file__).parent / "tiny"
 NAMES = sorted(path.name for path in TINY.iterdir())
@@ -319,6 +320,86 @@ def test_no_weights_and_pickled_ones(tmp_path):
     (source / "model.safetensors.index.json").write_text("{}")
     with pytest.raises(CheckpointError, match="index.json: not an index of safetens"):
         checkpoints.load(source)
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "message"),
+    [
+        (
+            {"a": "../x.safetensors"},
+            "tensor a is in '../x.safetensors', which is outsi",
+        ),
+        ({"a": "/x.safetensors"}, "tensor a is in '/x.safetensors', which is outside"),
+        ({"a": "b/../../x.safetensors"}, "tensor a is in 'b/../../x.safetensors', whi"),
+        ({"a": 5}, "tensor a must have the name of a file, got 5"),
+        ({"a": ["x"]}, r"tensor a must have the name of a file, got \['x'\]"),
+        ({}, "not an index of safetensors: weight_map must name .*got {}"),
+        (["a"], r"not an index of safetensors: weight_map must name .*got \['a'\]"),
+        ({"a": "gone"}, "gone: missing; model.safetensors.index.json has a in it"),
+        ({"a": "x" * 5000}, "xxx.*: missing; model.safetensors.index.json has a in it"),
+        (
+            {"a\n" * 5000: 5},
+            r"tensor 'a\\na.*a\\n' must have the name of a file, got 5",
+        ),
+    ],
+)
+def test_an_index_names_files_of_its_directory_alone(weight_map, message, tmp_path):
+    (tmp_path / "x.safetensors").touch()
+    inside = tmp_path / "inside"
+    inside.mkdir()
+    index = inside / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(CheckpointError, match=message) as raised:
+        Tensors(inside)
+    assert len(str(raised.value)) < 800 and "\n" not in str(raised.value)
+
+
+def test_links_in_the_directory_are_followed(tmp_path):
+    source = copied("mistral", tmp_path)
+    shard = source / "model-00002-of-00003.safetensors"
+    shard.rename(tmp_path / "blob")
+    shard.symlink_to("../blob")  # as in a cache of the Hub
+    np.testing.assert_array_equal(
+        checkpoints.load(source).embed.embedding[...],
+        checkpoints.load(TINY / "mistral").embed.embedding[...],
+    )
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        ({"a": {"data_offsets": ["0", "10"]}}, "damaged: its header cannot be read"),
+        ({"a": {"data_offsets": []}}, "damaged: its header cannot be read"),
+        (["a"], "damaged: its header cannot be read"),
+        ("x" * 10_000, "damaged: its header cannot be read"),
+    ],
+)
+def test_headers_that_are_none(header, message, tmp_path):
+    data = json.dumps(header).encode()
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(data).to_bytes(8, "little") + data)
+    with pytest.raises(CheckpointError, match=message) as raised:
+        Tensors(tmp_path)
+    assert len(str(raised.value)) < 600
+
+
+def test_a_directory_in_the_place_of_a_file_is_named(tmp_path):
+    (tmp_path / "model.safetensors").mkdir()
+    with pytest.raises(
+        CheckpointError, match="model.safetensors: cannot be read: Is a"
+    ):
+        Tensors(tmp_path)
+
+
+def test_a_type_of_weights_that_nothing_computes_in(tmp_path):
+    source = copied("llama", tmp_path)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"dtype": "float8_e4m3"}))
+    with pytest.raises(
+        CheckpointError, match="config.json: dtype 'float8_e4m3' is non"
+    ):
+        checkpoints.load(source, dtype="float32")
+    checkpoints.load(source, dtype="float32", param_dtype="float32")
 
 
 def test_a_decoder_of_other_sizes_is_refused_when_config_json_lies(tmp_path):

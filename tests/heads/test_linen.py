@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from flax import linen as nn
-from flax import nnx
+from flax import linen as nn, nnx
 
 import jaxmem.heads.nnx
 from jaxmem.heads.linen import LMHead

@@ -4,14 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen as nn
-from flax import nnx
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
+from flax import linen as nn, nnx
+from jax.sharding import AxisType, PartitionSpec as P
 
 from jaxmem.heads import linen as linen_heads
 from jaxmem.heads.nnx import HeadSharding, LMHead
-from tests.test_shards import jit
+from tests.core.test_shards import jit
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

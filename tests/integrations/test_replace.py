@@ -46,7 +46,8 @@ def integration(where="pack.a:function", parameters=PARAMETERS, version="1.2.3")
         return function
 
     replacement = Replacement(where, make, parameters)
-    return Integration("pack", ("other", "pack-dist"), {version: (replacement,)})
+    known = {version: (replacement,)}
+    return Integration("pack", {"other": known, "pack-dist": known})
 
 
 def test_a_function_is_replaced_wherever_it_is_and_put_back(package, capsys):
@@ -62,6 +63,45 @@ def test_a_function_is_replaced_wherever_it_is_and_put_back(package, capsys):
     package.b.later = package.a.function
     made.undo()
     assert package.a.function is package.b.imported is package.b.later is original
+
+
+def test_a_name_that_another_module_holds_is_warned_of_and_left(package, monkeypatch):
+    users = types.ModuleType("users")
+    monkeypatch.setitem(sys.modules, "users", users)
+    users.theirs = original = package.a.function
+    made = integration()
+    with pytest.warns(RuntimeWarning, match=r"users\.theirs was imported before apply"):
+        made.apply(Options())
+    assert users.theirs is original and package.a.function is not original
+    del users.theirs
+    users.imported_since = replaced = package.a.function
+    message = r"users\.imported_since was imported before undo.*pack\.a:function"
+    with pytest.warns(RuntimeWarning, match=message):
+        made.undo()
+    assert users.imported_since is replaced and package.a.function is original
+
+
+def test_a_warning_that_is_an_error_leaves_nothing_replaced(package, monkeypatch):
+    users = types.ModuleType("users")
+    monkeypatch.setitem(sys.modules, "users", users)
+    users.theirs = original = package.a.function
+    made = integration()
+    with pytest.raises(RuntimeWarning, match="users"):  # as in the whole suite
+        made.apply(Options())
+    assert package.a.function is package.b.imported is original
+    with pytest.raises(RuntimeError, match="pack has not been applied"):
+        made.undo()
+
+
+def test_a_class_is_replaced_wherever_it_is(package):
+    package.b.Class = original = package.a.Class
+    replacement = Replacement(
+        "pack.a:Class", lambda kind, *_: type("C", (kind,), {}), None
+    )
+    made = Integration("pack", {"pack-dist": {"": (replacement,)}})
+    with made.applied(Options()):
+        assert package.a.Class is package.b.Class is not original
+    assert package.a.Class is package.b.Class is original
 
 
 def test_methods_and_a_while(package):
@@ -97,5 +137,5 @@ def test_another_package_than_the_known_one_is_refused(package, monkeypatch):
         integration(version="1.2.4").apply(Options())
     integration(version="1.2").apply(Options())  # a release of the known series
     set_version(monkeypatch, None)
-    with pytest.raises(IntegrationError, match="other is not installed"):
+    with pytest.raises(IntegrationError, match="other or pack-dist is not installed"):
         integration().apply(Options())

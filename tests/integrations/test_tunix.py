@@ -1,10 +1,11 @@
 """Tunix itself, with its head replaced: the same numbers, in its own loops.
 
-Runs where google-tunix 0.1.7 is installed; the way it holds a head is tested anywhere.
+Runs where google-tunix is installed, 0.1.7, or 0.1.8 from its sources.
 """
 
 import functools
 import importlib
+import inspect
 import types
 import warnings
 
@@ -16,6 +17,7 @@ import optax
 import pytest
 from flax import nnx
 
+import jaxmem
 from jaxmem.integrations import tunix
 
 EAGER = getattr(flax.config, "flax_always_shard_variable", None)
@@ -40,6 +42,8 @@ pytestmark = [
     pytest.mark.usefixtures("quick_compilation", "as_tunix_sets_flax"),
 ]
 V = 512
+LOGITS = "return_logits" in inspect.signature(common.compute_per_token_logps).parameters
+needs_0_1_7 = pytest.mark.skipif(not LOGITS, reason="needs google-tunix 0.1.7")
 
 
 @pytest.fixture(scope="module")
@@ -74,25 +78,39 @@ def logps(model, prompts, completions, module=common, **options):
     )
 
 
+def logps_and_entropies(model, prompts, completions, **options):
+    """As Tunix's algorithms ask for them."""
+    asked = "return_logits" if LOGITS else "return_entropy"
+    made, second = logps(
+        model, prompts, completions, algo_core.common, **{asked: True}, **options
+    )
+    return made, algo_core.compute_entropy_from_logits(second) if LOGITS else second
+
+
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
 def test_logps_and_entropies(tied, temperature):
     model, arguments = qwen(tied), batch()
-    theirs, logits = logps(
-        model, *arguments, return_logits=True, temperature=temperature
-    )
-    entropy = algo_core.compute_entropy_from_logits(logits)
-    with tunix.applied(chunk=4):
+    theirs, entropy = logps_and_entropies(model, *arguments, temperature=temperature)
+    with tunix.applied(chunk=4), jaxmem.report() as calls:
         ours = logps(model, *arguments, temperature=temperature)
-        again, made = logps(
-            model, *arguments, algo_core.common, return_logits=True,
-            temperature=temperature,
-        )  # fmt: skip
-        made = algo_core.compute_entropy_from_logits(made)
+        again, made = logps_and_entropies(model, *arguments, temperature=temperature)
+    assert [call.verb for call in calls.calls] == ["logprobs", "token_stats"]
     np.testing.assert_allclose(ours, theirs, atol=2e-6)
     np.testing.assert_allclose(again, theirs, atol=2e-6)
     np.testing.assert_allclose(made, entropy, atol=4e-6)
     assert algo_core.common is common
+
+
+def test_a_negative_id_is_counted_from_the_end():
+    """As where eos_id is -1: it is not masked, as jaxmem's own verbs have it."""
+    model, (prompts, completions) = qwen(), batch()
+    completions = completions.at[0, 3].set(-1)
+    theirs = logps_and_entropies(model, prompts, completions, eos_id=-1)
+    with tunix.applied():
+        ours = logps_and_entropies(model, prompts, completions, eos_id=-1)
+    np.testing.assert_allclose(ours, theirs, atol=4e-6)
+    assert ours[0][0, 3] < -1
 
 
 def test_packed_rows_and_a_softcap():
@@ -104,14 +122,11 @@ def test_packed_rows_and_a_softcap():
     places = jnp.array([[0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 4, 0]])
     packed = dict(segment_ids=segments, segment_positions=places)
     arguments = jnp.zeros((2, 0), jnp.int32), tokens((2, 6))
-    theirs, logits = logps(model, *arguments, return_logits=True, **packed)
-    entropy = algo_core.compute_entropy_from_logits(logits)
+    theirs, entropy = logps_and_entropies(model, *arguments, **packed)
     with tunix.applied():
-        ours, made = logps(
-            model, *arguments, algo_core.common, return_logits=True, **packed
-        )
+        ours, made = logps_and_entropies(model, *arguments, **packed)
     np.testing.assert_allclose(ours, theirs, atol=2e-6)
-    np.testing.assert_allclose(made.entropy, entropy, atol=4e-6)
+    np.testing.assert_allclose(made, entropy, atol=4e-6)
     for name, value in changes.items():
         object.__setattr__(config, name, value)
     capped = gemma.Gemma(config, rngs=nnx.Rngs(0))
@@ -121,6 +136,7 @@ def test_packed_rows_and_a_softcap():
         np.testing.assert_allclose(logps(capped, *batch()), theirs, atol=2e-6)
 
 
+@needs_0_1_7
 def test_logits_that_others_ask_for_stay_logits(capsys):
     with tunix.applied():
         _, logits = logps(qwen(), *batch(), return_logits=True)
@@ -158,7 +174,10 @@ def grpo_loss(model):
 
     def loss(weights):
         merged = nnx.merge(definition, weights)
-        return algo_core.grpo_loss_fn(merged, example, config, pad_id=0, eos_id=2)
+        made = algo_core.grpo_loss_fn(merged, example, config, pad_id=0, eos_id=2)
+        if LOGITS:
+            return made
+        return made.primary_loss.compute(), made.aux_metrics
 
     both = jax.jit(jax.value_and_grad(loss, has_aux=True))
     (value, aux), gradient = both(weights)
@@ -199,7 +218,8 @@ def sft_losses(vocab_size=V, steps=3):
     @functools.wraps(kept)  # its parameters' names are read
     def loss_fn(*args, **kwargs):
         value = kept(*args, **kwargs)
-        jax.debug.callback(lambda x: losses.append(float(x)), value)
+        loss = value if LOGITS else value.primary_loss.compute()
+        jax.debug.callback(lambda x: losses.append(float(x)), loss)
         return value
 
     trainer.loss_fn = loss_fn
@@ -233,7 +253,8 @@ def test_compiled_memory_is_lower(optimized):
         def loss(weights):
             merged = nnx.merge(definition, weights)
             ones = jnp.ones_like(ids)
-            return peft_trainer._default_loss_fn(merged, ids, ones, places, mask)
+            value = peft_trainer._default_loss_fn(merged, ids, ones, places, mask)
+            return value if LOGITS else value.primary_loss.compute()
 
         compiled = jax.jit(jax.grad(loss)).lower(weights).compile()
         return compiled.memory_analysis().temp_size_in_bytes
@@ -257,6 +278,7 @@ def test_preferences():
         )
 
 
+@needs_0_1_7
 def test_the_benchmark_measures_both_ways_to_the_same_loss():
     from benchmarks import run_integrations
 

@@ -5,7 +5,8 @@ import dataclasses
 import jax
 import pytest
 
-from jaxmem.kernels import hopper, tuned
+from jaxmem.backends import hopper
+from jaxmem.kernels import tuned
 
 
 @pytest.fixture

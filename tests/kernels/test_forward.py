@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmem import _stats
-from jaxmem._stats import Stats
+from jaxmem.core import stats as _stats
+from jaxmem.core.stats import Stats
 from tests.kernels import needs_pallas
 
 pytestmark = needs_pallas
-NOTHING = -(2.0**100)  # a masked logit
+MASK_VALUE = -(2.0**100)  # a masked logit
 
 
 def statistics(n_groups, n_rows=40):
@@ -23,10 +23,10 @@ def statistics(n_groups, n_rows=40):
     exps = np.exp(shifted)
     stats = Stats(
         row_max, exps[..., 1:].sum(-1), (exps * shifted).sum(-1), (exps**2).sum(-1),
-        np.where(np.arange(n_groups)[:, None] == n_groups // 2, z[..., 0], NOTHING),
+        np.where(np.arange(n_groups)[:, None] == n_groups // 2, z[..., 0], MASK_VALUE),
     )  # fmt: skip
     masked = np.arange(n_groups)[:, None] == n_groups - 1 if n_groups > 2 else False
-    nothing = NOTHING, 0.0, 0.0, 0.0, NOTHING
+    nothing = MASK_VALUE, 0.0, 0.0, 0.0, MASK_VALUE
     return Stats(*(np.where(masked, x, y) for x, y in zip(nothing, stats, strict=True)))
 
 
@@ -34,7 +34,7 @@ def statistics(n_groups, n_rows=40):
 def test_merging_loses_no_group(n_groups):
     from jaxmem.kernels import forward, logits
 
-    assert logits.NOTHING == NOTHING
+    assert logits.MASK_VALUE == MASK_VALUE
     stats = statistics(n_groups)
     with jax.enable_x64(True):
         groups = (Stats(*(x[i] for x in stats)) for i in range(n_groups))
@@ -44,11 +44,21 @@ def test_merging_loses_no_group(n_groups):
         np.testing.assert_allclose(a, b, rtol=1e-12, err_msg=name)
 
 
-def test_a_row_is_merged_alike_in_any_company():
+def test_merging_groups_is_batch_invariant():
+    """One program for any number of rows, in which no row sees another."""
     from jaxmem.kernels import forward
 
-    stats = Stats(*map(jnp.float32, statistics(65)))
-    merge = jax.jit(forward._merge_groups)
-    everywhere, alone = merge(stats), merge(Stats(*(x[:, 8:13] for x in stats)))
-    for a, b in zip(everywhere, alone, strict=True):
-        np.testing.assert_array_equal(a[8:13], b)
+    (rows,) = jax.export.symbolic_shape("rows")
+    shapes = Stats(*[jax.ShapeDtypeStruct((65, rows), jnp.float32)] * 5)
+    # What depended on the number of rows could not be traced without it.
+    jaxpr = jax.make_jaxpr(forward._merge_groups)(shapes)
+    assert {out.shape for out in jaxpr.out_avals} == {(rows,)}
+
+    stats = statistics(65)
+    with jax.enable_x64(True):
+        beside_nan = Stats(*(jnp.asarray(np.insert(x, 8, np.nan, 1)) for x in stats))
+        want = forward._merge_groups(Stats(*map(jnp.asarray, stats)))
+        got = forward._merge_groups(beside_nan)
+    for a, b in zip(got, want, strict=True):
+        assert np.isnan(a[8])
+        np.testing.assert_allclose(np.delete(a, 8), b, rtol=1e-12)

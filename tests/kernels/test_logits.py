@@ -1,4 +1,4 @@
-"""Logits as kernels have them: what the chip's sums lack is restored everywhere."""
+"""Logits in the kernels: every path applies bias_correction."""
 
 import math
 
@@ -11,6 +11,8 @@ import jaxmem
 from tests.cases import Case
 from tests.kernels import needs_pallas
 from tests.kernels.one_pass import close
+
+pytestmark = pytest.mark.usefixtures("on_one_device")
 
 D, V = 64, 320
 BIAS = np.sin(np.arange(V, dtype=np.float32))
@@ -41,7 +43,7 @@ def test_sums_of_half_their_size_are_doubled(kept, options, interpreted, monkeyp
     """Of logits, before bias, softcap and temperature; a factor that 16 bits hold."""
     from jaxmem.kernels import logits
 
-    monkeypatch.setattr(logits, "SHORT", 1 / D)
+    monkeypatch.setattr(logits, "TRUNCATION_BIAS", 1 / D)
     h, W, y = Case(70, D, V, std=1.5).make()
     h, W = (jnp.asarray(x, jnp.bfloat16) for x in (h, W))
     (dh, dW), made = stats_and_gradients(
@@ -62,7 +64,7 @@ def test_a_tile_that_a_bias_masks_whole(interpreted):
     where one instruction multiplies and subtracts, if a product with it is exact."""
     from jaxmem.kernels import logits
 
-    assert math.frexp(logits.NOTHING)[0] == -0.5
+    assert math.frexp(logits.MASK_VALUE)[0] == -0.5
     h, W, y = Case(30, D, 600, std=2.0).make()
     h, W, y = jnp.asarray(h, jnp.bfloat16), jnp.asarray(W, jnp.bfloat16), y % 256
     bias = np.where(np.arange(600) < 256, 0, -np.inf).astype(np.float32)

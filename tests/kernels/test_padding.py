@@ -8,11 +8,11 @@ import pytest
 
 from jaxmem.kernels import blocks, padding
 from tests.cases import CASES, Case
+from tests.functional.test_api import check
 from tests.kernels import needs_pallas
 from tests.kernels.one_pass import check_one_pass
-from tests.test_head import check
 
-pytestmark = needs_pallas
+pytestmark = [needs_pallas, pytest.mark.usefixtures("on_one_device")]
 
 
 @pytest.fixture(autouse=True)

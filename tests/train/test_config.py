@@ -5,9 +5,12 @@ import math
 from pathlib import Path
 
 import gin
+import hypothesis
+import hypothesis.strategies as st
 import pytest
 
 from jaxmem.train.config import Config, ConfigError, load
+from tests import nasty
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -157,7 +160,34 @@ def test_the_operative_text_loads_to_the_same_configuration(gin_file):
         ("import os", "a.gin:1: a configuration file cannot import"),
         ("include 'b.gin'", "a.gin:1: include 'b.gin': no such file beside a.gin ("),
         ("include 'a.gin'", "a.gin includes itself"),
+        ("A = %A\nrun.steps = %A", "a.gin:1: %A is defined by itself"),
+        ("A = %B\nB = (1, %A)", "a.gin:1: %A is defined by itself"),
+        ("A = %B\nrun.steps = %A", "a.gin:1: %B is not defined"),
+        ("optimizer.learning_rate = 1e999", "optimizer.learning_rate must be finite"),
+        ("optimizer.weight_decay = 1e999", "weight_decay must be finite, got inf"),
+        ("model.softcap = 1e999", "a.gin:1: model.softcap must be finite, got inf"),
+        ("model.rope_theta = 1e999", "model.rope_theta must be finite, got inf"),
+        ("model.norm_eps = 1e30", "model.norm_eps must be in (0, 1), got 1e+30"),
+        ("grpo.kl_coefficient = 1e999\nrun.job = 'grpo'", "kl_coefficient must be fin"),
+        (
+            "model.layers = 10000000",
+            "model.layers must be at most 10,000, got 10000000",
+        ),
+        (
+            "data.seed = 0x" + "f" * 9000,
+            "data.seed must be at most 9,223,372,036,854,7",
+        ),
+        (
+            "run.out_dir = 'a\\0b'",
+            "a.gin:1: run.out_dir must not hold a NUL, got 'a\\x0",
+        ),
+        ("run.out_dir = '\\ud800'", "run.out_dir must be text that UTF-8 can encode"),
+        ("run.steps = " + "-" * 100_000, "a.gin:1: Unable to parse value"),
+        ("run.steps = " + "[" * 100_000, "a.gin:1: too many nested parentheses"),
+        ("run.steps = " + "a" * 9000, "aaa' is not a value; a string needs quotes"),
+        ("task.source = 'x'", "unknown key 'task.source'; task has digits, answer"),
     ],
+    ids=lambda text: text[:40],
 )
 def test_a_mistake_in_the_file_says_where_and_what(gin_file, text, expected):
     assert expected in complaint(gin_file(text))
@@ -179,6 +209,19 @@ def test_a_mistake_in_the_file_says_where_and_what(gin_file, text, expected):
         (["model.tied=true"], "model.tied must be bool, got 'true' (str)"),
         (["run.steps=[1"], "override 'run.steps=[1': '[1' is not a Python literal"),
         (["run.out_dir='a"], "is not a Python literal"),
+        (["run.steps=" + "-" * 100_000], "run.steps must be int, got '---"),
+        (["run.steps=" + "[" * 100_000], "[[[' is not a Python literal"),
+        (["run." + "a" * 9000 + "=1"], "aaa'; run has job, steps"),
+        (["run.steps=" + "9" * 6000], "run.steps must be int, got '999"),
+        (
+            ["model.softcap=1e999"],
+            "'model.softcap=1e999': model.softcap must be finite",
+        ),
+        (["task.source=x"], "unknown key 'task.source'; task has digits, answer, "),
+        (
+            ["data.batch_size=1000000000000"],
+            "batch_size must be below 2**31 / sequence",
+        ),
         (["run.seed=-1"], "override 'run.seed=-1': run.seed must be in [0, 2**31)"),
         (
             ["run.steps=1", "run.steps=2"],
@@ -188,6 +231,108 @@ def test_a_mistake_in_the_file_says_where_and_what(gin_file, text, expected):
 )
 def test_a_mistake_in_an_override_says_which_and_what(gin_file, overrides, expected):
     assert expected in complaint(gin_file("run.steps = 40"), overrides)
+
+
+def test_an_error_of_a_long_value_is_short(gin_file):
+    for override in ("run.steps=" + "9" * 10**5, "run." + "a" * 10**5 + "=1"):
+        assert len(complaint(gin_file(""), [override])) < 600
+    assert len(complaint(gin_file("run.steps = '" + "x" * 10**5 + "'"))) < 600
+
+
+def test_none_takes_back_what_a_file_says_of_a_field_that_cannot_be_none(gin_file):
+    gin_file("model.ff = 32\nmodel.layers = 2", "base.gin")
+    file = gin_file('include "base.gin"\nmodel.layers = None')
+    assert load(file)[0].model.layers == Config.__annotations__["model"]().layers
+    config, text = load(file, ["model.ff=None"])
+    assert config.model == load(gin_file("", "empty.gin"))[0].model
+    assert "model.ff = 448" in text
+    # Where None is a value, it is that value.
+    file = gin_file("optimizer.clip_norm = 2.0")
+    assert load(file, ["optimizer.clip_norm=None"])[0].optimizer.clip_norm is None
+
+
+WORDS = st.sampled_from(
+    [
+        "-" * 5000,
+        "[" * 5000,
+        "(1,",
+        "1e999",
+        "-1e999",
+        "nan",
+        "None",
+        "True",
+        "''",
+        "9" * 5000,
+        "0x" + "f" * 5000,
+        "%A",
+        "@x",
+        "10**9",
+        "1 2",
+        "{'a': 1}",
+        "auto",
+        "[[1], 2]",
+        "b'x'",
+        "1j",
+        "-1",
+        "0",
+        "3",
+        "2.5",
+        "1e-300",
+        "1e39",
+        "x" * 5000,
+        "'\\0'",
+        "'\\ud800'",
+        "é",
+        "\\",
+        "\t",
+        "#",
+        "lambda: 0",
+        "(1, 2)",
+        "'grpo'",
+    ]
+)
+KEYS = st.sampled_from(
+    [
+        "run.steps",
+        "run.job",
+        "run.out_dir",
+        "model.layers",
+        "model.pattern",
+        "A",
+        "model.softcap",
+        "data.held_out",
+        "data.batch_size",
+        "optimizer.trainable",
+        "head.chunk",
+        "mesh.data",
+        "task.digits",
+        "remat.memory_limit",
+        "x.y",
+        "run.",
+        "grpo.row_lengths",
+        "sampling.top_p",
+        "optimizer.b1",
+        "run",
+        ".",
+        "a/b.c",
+    ]
+)
+
+
+@nasty.profile(300)
+@hypothesis.given(
+    lines=st.lists(st.tuples(KEYS, WORDS), max_size=3),
+    overrides=st.lists(st.tuples(KEYS, WORDS), max_size=2),
+)
+def test_any_file_and_overrides(tmp_path_factory, lines, overrides):
+    path = tmp_path_factory.getbasetemp() / "any.gin"
+    path.write_text("\n".join(f"{key} = {word}" for key, word in lines))
+    words = [f"{key}={word}" for key, word in overrides]
+    loaded, made = nasty.outcome(lambda: load(path, words), "")
+    if loaded:
+        config, text = made
+        path.write_text(text)
+        assert load(path) == (config, text)
 
 
 def test_a_mistake_in_an_included_file_names_that_file(gin_file):

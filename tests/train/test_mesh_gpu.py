@@ -8,12 +8,12 @@ import pytest
 
 import jaxmem
 from benchmarks.run_long_step import batch_of
-from jaxmem.train import sft
+from jaxmem.data.documents import DataConfig
+from jaxmem.models.decoder import HeadConfig, ModelConfig
+from jaxmem.models.partitioning import AXES, MeshConfig
 from jaxmem.train.config import Config
-from jaxmem.train.data import DataConfig
-from jaxmem.train.mesh import AXES, MeshConfig
-from jaxmem.train.model import HeadConfig, ModelConfig
-from jaxmem.train.sft import OptimizerConfig, RunConfig
+from jaxmem.train.jobs import sft
+from jaxmem.train.jobs.sft import OptimizerConfig, RunConfig
 
 pytestmark = pytest.mark.gpu
 

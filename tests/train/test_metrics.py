@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from jaxmem.train import metrics
-from jaxmem.train.metrics import HeadCost, Memory, MetricsWriter, StepMetrics
+from jaxmem.train.metrics import HeadCost, Memory, StepMetrics
 
 COSTS = {
     "fused": HeadCost(Memory(3 * 2**20, 0), Memory(10 * 2**20, 20 * 2**20)),
@@ -29,64 +29,10 @@ def step_metrics(step, loss=2.5, rate=100.0):
     )
 
 
-def write(out_dir, done, steps):
-    with MetricsWriter(out_dir, done) as writer:
-        for step in steps:
-            writer.write(step_metrics(step, loss=step + done / 10))
-    return writer.path
-
-
 def printed(thing, **options):
     stream = io.StringIO()
     Console(file=stream, width=100, **options).print(thing)
     return stream.getvalue()
-
-
-def test_one_json_object_a_step_and_every_bit_of_the_loss(tmp_path):
-    loss = float(jnp.float32(1) / 3)
-    with MetricsWriter(tmp_path, 0) as writer:
-        writer.write(step_metrics(1, loss))
-    (line,) = writer.path.read_text().splitlines()
-    assert json.loads(line) == {
-        "step": 1,
-        "loss": loss,
-        "tokens": 64,
-        "tokens_per_second": 100.0,
-        "grad_norm": 1.25,
-        "learning_rate": 1e-3,
-        "seconds": 0.64,
-    }
-    assert metrics.read_history(writer.path) == [step_metrics(1, loss)]
-
-
-def test_resuming_drops_what_comes_after_the_restored_step(tmp_path):
-    write(tmp_path, 0, range(1, 8))
-    path = write(tmp_path, 4, range(5, 7))
-    history = metrics.read_history(path)
-    assert [s.step for s in history] == [1, 2, 3, 4, 5, 6]
-    assert history[4].loss == 5.4  # the second process's
-
-
-def test_a_new_run_moves_what_was_there_and_a_line_cut_short_is_no_step(tmp_path):
-    path = write(tmp_path, 0, range(1, 4))
-    path.write_text(path.read_text() + '{"step": 4, "lo')
-    assert [s.step for s in metrics.read_history(write(tmp_path, 3, []))] == [1, 2, 3]
-    with pytest.raises(ValueError, match="metrics.jsonl holds no step"):
-        metrics.read_history(write(tmp_path, 0, []))
-    (old,) = tmp_path.glob("metrics.jsonl.*")
-    assert [s.step for s in metrics.read_history(old)] == [1, 2, 3]
-    write(tmp_path, 0, [1])
-    writer = metrics.MetricsWriter(tmp_path, 0)
-    writer.__exit__()
-    assert writer.moved_to == tmp_path / "metrics.jsonl.2"
-
-
-def test_tensorboard_gets_every_step(tmp_path):
-    write(tmp_path, 0, [1, 2])
-    (events,) = (tmp_path / "tensorboard").iterdir()
-    content = events.read_bytes()
-    for name in (b"loss", b"tokens_per_second", b"grad_norm", b"learning_rate"):
-        assert content.count(name) >= 2
 
 
 def test_speed_is_the_median_over_steps():

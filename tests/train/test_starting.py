@@ -14,9 +14,11 @@ from rich.console import Console
 
 from jaxmem import checkpoints, cli
 from jaxmem.checkpoints import CheckpointError
-from jaxmem.train import config as configuration
-from jaxmem.train import data, grpo, lora, sft, starting, vocabulary
-from jaxmem.train.model import Decoder, ModelConfig
+from jaxmem.data import documents as data, vocabulary
+from jaxmem.models import lora
+from jaxmem.models.decoder import Decoder, ModelConfig
+from jaxmem.train import config as configuration, starting
+from jaxmem.train.jobs import grpo, sft
 from tests.checkpoints import texts
 
 TEXT = ["abcabc"] * 4  # all alike: so is the mean loss of any batch of them
@@ -218,7 +220,7 @@ def test_a_checkpoint_without_an_end_cannot_be_trained(directory):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(lora_rank=-1), "lora_rank must be 0"),
+        (dict(lora_rank=-1), "lora_rank must be at least 0"),
         (dict(lora_rank=2, lora_alpha=0.0), "lora_alpha must be above 0"),
         (dict(lora_rank=2, lora_targets=("q",)), "lora_targets must be among .*'q'"),
         (dict(lora_rank=2, lora_targets=()), "lora_targets must name a matrix"),

@@ -1,0 +1,203 @@
+"""What `jaxmem plan` says of H200s beside what they have recorded: bytes and seconds.
+
+    python -m benchmarks.run_plan --source mesh --source grpo
+
+Compiles the programs of earlier measurements again, for H200s that are not there, and
+holds them against results/{mesh,long_step,fit,grpo_qwen3_8b,head}_h200.csv. Needs XLA's
+compiler for NVIDIA GPUs and cuDNN (nvidia-cudnn-cu13), but no GPU. A row is a number
+that was recorded: an allocator's peak, or a program's bytes by the compiler there.
+"""
+
+import argparse
+import inspect
+import pathlib
+from collections.abc import Callable, Iterator
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks import on_jax, results, run_head, stack
+from jaxmem import devices
+from jaxmem.planning import account as accounts, jobs, plans, roofline
+from jaxmem.planning.phase import Phase
+from jaxmem.train import config as configuration
+
+FOLDER = pathlib.Path(__file__).parent
+CONFIGS = FOLDER.parent / "configs"
+KEYS = ("source", "case", "number")
+GIB, MIB = 2**30, 2**20
+BOUND = 0.05  # what a prediction may be off
+STEPS = {"mesh": "mesh_step.gin", "long_step": "long_step.gin"}
+# Programs of the head whose allocator's peak was recorded, or whose size is unlike.
+HEADS = (
+    ((8192, 4096, 151936), "token_stats"),
+    ((8192, 4096, 151936), "token_loss"),
+    ((8192, 4096, 151936), "logprobs"),
+    ((8192, 4096, 151936), "token_stats implementation=xla"),
+    ((8192, 4096, 151936), "token_stats residual_bytes=all"),
+    ((8192, 4096, 151936), "materialised_stats"),
+    ((32768, 4096, 128256), "token_stats"),
+    ((8192, 2304, 256000), "token_loss"),
+    ((8192, 4096, 50257), "token_stats"),
+)
+
+
+def row_of(source, case, number, recorded, predicted, **others) -> dict:
+    """One number, in GiB; `miss` where it is off by more than the bound."""
+    error = predicted / recorded - 1
+    return {
+        "source": source,
+        "case": case,
+        "number": number,
+        "recorded_gib": round(recorded, 4),
+        "predicted_gib": round(predicted, 4),
+        "error": round(error, 4),
+        "miss": "yes" if abs(error) > BOUND else "",
+        **others,
+    }
+
+
+def speed(estimate, seconds) -> dict:
+    """The products' bound beside what a run took."""
+    bound = estimate.seconds
+    return {
+        "recorded_seconds": seconds,
+        "bound_seconds": round(bound, 4),
+        "efficiency": round(bound / seconds, 3),
+        "sending_seconds": round(estimate.sending, 4),
+    }
+
+
+def of_steps(source) -> Iterator[dict]:
+    """Training steps, by `run_long_step`: the largest peak of any device."""
+    for row in results.read(f"{source}_h200.csv"):
+        overrides = row["overrides"].split()
+        # How many devices a host has decides what is traced on one of them.
+        there = 4 if "four" in row.get("note", "") else max(2, int(row["devices"]))
+        config, _ = configuration.load(FOLDER / STEPS[source], overrides)
+        with devices.target("h200", there):
+            phase = jobs.backward(config, packed=False)
+            made = plans.of_phases([phase])
+            case = " ".join([*overrides, row.get("note", "")]).strip() or "defaults"
+            yield row_of(
+                source, case, "peak", float(row["device_peak_gib"]), made.peak / GIB,
+                **speed(made.phases[0].estimate, float(row["seconds"])),
+                **said(made.phases[0]),
+            )  # fmt: skip
+
+
+def said(phase) -> dict:
+    """What the compiler was given to do."""
+    return {"compile_s": round(phase.account.seconds, 1)}
+
+
+def of_fit() -> Iterator[dict]:
+    """A stack of blocks under every policy, by `run_fit`."""
+    sizes = stack.SIZES["small"]
+    rows = [row for row in results.read("fit_h200.csv") if not row["limit_gib"]]
+    for row in rows:
+        recorded = {"program": row["program_gib"], "peak": row["peak_gib"]}
+        with devices.target("h200"):
+            traced = stack.trace(sizes, stack.read(row["candidate"]))
+            made = plans.of_phases([Phase("step", traced)]).phases[0]
+        took = speed(made.estimate, float(row["ms"]) / 1e3)
+        predicted = {"program": made.account.program, "peak": made.total}
+        for number, value in recorded.items():
+            if value:
+                yield row_of(
+                    "fit", row["candidate"], number, float(value),
+                    predicted[number] / GIB, **(took if number == "program" else {}),
+                    **said(made),
+                )  # fmt: skip
+
+
+def of_grpo() -> Iterator[dict]:
+    """The phases of Qwen3-8B's job, by the compiler there, and its peak."""
+    rows = {row["phase"]: row for row in results.read("grpo_qwen3_8b_h200.csv")}
+    name, overrides = rows["update"]["config"], rows["update"]["overrides"].split()
+    config, _ = configuration.load(CONFIGS / name, overrides)
+    with devices.target("h200"):
+        made = plans.of_phases(jobs.of_config(config).phases)
+    phases = {phase.name: phase for phase in made.phases}
+    # Seconds of a phase are of all its programs, as often as a step runs them.
+    for recorded, ours, share in (
+        ("rollout", "rollout", 1.0),
+        ("old", "log-probs", 0.5),
+        ("update", "gradients", 1.0),
+    ):
+        row, phase = rows[recorded], phases[ours]
+        bound = phase.estimate.seconds * phase.runs * share
+        took = float(row["seconds"])
+        yield row_of(
+            "grpo", recorded, "program", float(row["program_gib"]),
+            phase.account.program / GIB, recorded_seconds=took,
+            bound_seconds=round(bound, 4), efficiency=round(bound / took, 3),
+            **said(phase),
+        )  # fmt: skip
+    peak = float(rows["update"]["device_peak_gib"])
+    yield row_of("grpo", "all phases", "peak", peak, made.peak / GIB)
+
+
+def of_head() -> Iterator[dict]:
+    """Temporaries of the head with its gradients."""
+    known = {
+        (*(int(row[k]) for k in "ndv"), row["path"]): row
+        for row in results.read("head_h200.csv")
+    }
+    for shape, path in HEADS:
+        row = known[(*shape, path)]
+        made, seconds = head_account(shape, path)
+        recorded = float(row["forward_backward_temp_mib"]) * MIB
+        took = float(row["forward_backward_ms"]) / 1e3
+        yield row_of(
+            "head", f"{shape} {path}", "temporary", recorded / GIB,
+            made.temporary / GIB, recorded_seconds=took,
+            bound_seconds=round(seconds, 4), efficiency=round(seconds / took, 3),
+            compile_s=round(made.seconds, 1),
+        )  # fmt: skip
+
+
+def head_account(shape, path):
+    """(bytes, the products' bound) of forward and backward."""
+    n, d, v = shape
+    call = run_head.call_of(path)
+
+    def both(h, W, y, g):
+        def total(h, W):
+            return on_jax.total_of(call, h, W, y, g)
+
+        return jax.grad(total, (0, 1), has_aux=True)(h, W)
+
+    h, W = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((n, d), (v, d)))
+    y = jax.ShapeDtypeStruct((n,), jnp.int32)
+    g = {name: jax.ShapeDtypeStruct((n,), jnp.float32) for name in on_jax.COTANGENTS}
+    with devices.target("h200"):
+        phase = Phase("head", jax.jit(both).trace(h, W, y, g))
+        made = accounts.of(phase)
+        return made, roofline.of(phase, made).seconds
+
+
+SOURCES: dict[str, Callable[[], Iterator[dict]]] = {
+    "mesh": lambda: of_steps("mesh"),
+    "long_step": lambda: of_steps("long_step"),
+    "fit": of_fit,
+    "grpo": of_grpo,
+    "head": of_head,
+}
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(description=inspect.cleandoc(__doc__ or ""))
+    parser.add_argument("--source", action="append", choices=list(SOURCES), default=[])
+    parser.add_argument("--out", default="plan_h200.csv", help="in benchmarks/results")
+    args = parser.parse_args(arguments)
+    jax.config.update("jax_platforms", "cpu")
+    for source in args.source or SOURCES:
+        for row in SOURCES[source]():
+            print(row, flush=True)
+            made = row | {"jax": jax.__version__, "date": results.today()}
+            results.merge(args.out, [made], KEYS)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""jaxmem's side of `run_step`: one variant of a training step in this process."""
+
+import json
+import sys
+import tempfile
+import time
+import traceback
+
+import jax
+import numpy as np
+
+from benchmarks import results, trace_summary, workers
+from benchmarks.run_long_step import batch_of
+from jaxmem.train import config as configuration
+from jaxmem.train.jobs import sft
+
+GIB = 2**30
+TRACED = 3  # steps
+
+
+def prepare(job):
+    """The program of a job and its trace: nothing is on the device yet."""
+    config, _ = configuration.load(job["config"], job["overrides"])
+    assert isinstance(config, configuration.Config)
+    assert config.model.vocab_size is not None
+    program = sft.Program(config, config.model.vocab_size)
+    return config, program, program.trace_step(config.head, packed=False)
+
+
+def measure(job, config, program, traced):
+    """Columns: memory by the compiler, and the allocator's peak; seconds, tokens/s."""
+    options = {k: workers.value_of(v) for k, v in job["options"].items()}
+    start = time.perf_counter()
+    step = traced.lower().compile(compiler_options=options or None)
+    row = {"compile_s": round(time.perf_counter() - start, 1)}
+    account = step.memory_analysis()
+    row["temporary_gib"] = round(account.temp_size_in_bytes / GIB, 2)
+    state, frozen = program.initial_state(), program.frozen()
+    batch = program.layout.place(batch_of(config, config.model.vocab_size))
+    jax.block_until_ready((state, frozen, batch))
+    seconds, losses = [], []
+    for _ in range(config.run.steps):
+        start = time.perf_counter()
+        state, numbers = step(state, frozen, batch)
+        losses.append(float(numbers["loss"]))
+        seconds.append(time.perf_counter() - start)
+    rate = batch.tokens.size / float(np.median(seconds[2:]))
+    mfu = program.mfu(rate)
+    row |= {
+        "seconds": round(batch.tokens.size / rate, 4),
+        "tokens_per_second": round(rate),
+        "mfu": "" if mfu is None else round(mfu, 4),
+        "first_loss": round(losses[0], 4),
+        "last_loss": round(losses[-1], 4),
+    }
+    stats = jax.local_devices()[0].memory_stats() or {}
+    if "peak_bytes_in_use" in stats:
+        row["device_peak_gib"] = round(stats["peak_bytes_in_use"] / GIB, 2)
+    shares = profile(step, state, frozen, batch) if job["trace"] else []
+    return row, shares
+
+
+def profile(step, state, frozen, batch):
+    """Rows of `trace_summary`; none where the profile has no GPU."""
+    operations = trace_summary.operations(step.as_text() or "")
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for _ in range(TRACED):
+                state, numbers = step(state, frozen, batch)
+                float(numbers["loss"])
+        events = trace_summary.device_events(folder, operations)
+    return trace_summary.summary(events, TRACED)
+
+
+def main(text: str) -> None:
+    job, row, shares = json.loads(text), {}, []
+    try:
+        prepared = prepare(job)
+        sys.stdin.readline()  # whoever measures now has the device
+        row, shares = measure(job, *prepared)
+    except Exception as error:  # the other variants are measured all the same
+        traceback.print_exc(file=sys.stdout)
+        row = {"note": workers.said(error)}
+    workers.send({**row, "shares": shares, **results.provenance()})
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

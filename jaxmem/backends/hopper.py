@@ -1,0 +1,432 @@
+"""Backend "hopper": four kernels for NVIDIA H100 and H200.
+
+Forward, a kernel reduces tiles of logits to statistics as they appear: no logits are
+stored. Backward, another one makes the logits' derivative for a block of the
+vocabulary, in 16 bits, and two products turn it into the gradients. Active rows come
+first, as in "xla", and every kernel stops after them. Pallas is imported when a kernel
+first runs.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxmem import devices as _devices
+from jaxmem.backends.protocol import OfChunk
+from jaxmem.core import operands as _operands, shards as _shards, stats as _stats
+from jaxmem.core.operands import Head, Logits, Rows
+from jaxmem.core.spec import Spec
+from jaxmem.kernels import active, blocks, padding, tuned
+from jaxmem.kernels.tiles import MAX_CLUSTER_ROWS
+
+NAME = "hopper"
+STORES_LOGITS = False
+KEEPS_EXPONENTIALS = True
+ADVANTAGE = "its token_stats measured faster than that of 'xla', in less memory"
+
+# With gradients, at D=4096 and V=151936 on an H200, in GEMMs, "xla" in parentheses: 256
+# tokens 7.7 (11.1), 512 5.3 (6.7), 1024 4.3 (5.1); chunks of 256 4.3 (7.6), of 128 4.7
+# (13.2). At 128 tokens the forward pass alone is the slower one, 2.0 (1.8).
+MIN_TOKENS, MIN_CHUNK = 256, 128
+# Where W is padded, in a copy, V=50257 with 1024 tokens 5.1 (6.1), forward alone 1.6
+# (1.5); with 512 tokens 2.2 (1.7). Where it need not be, with 256 tokens 8.7 (12.5),
+# forward 1.4 (2.0).
+MIN_TOKENS_PADDED = 1024
+
+
+def supported(spec: Spec, source: Head | Logits) -> str | None:
+    """None where this backend runs, else the reason why not, in words."""
+    return refuses_call(spec, source) or refuses_machine()
+
+
+def refuses_machine() -> str | None:
+    """What this process lacks, whatever the call."""
+    if jax.__version_info__ < (0, 11):
+        return f"it needs jax 0.11 or newer, this is {jax.__version__}"
+    if _devices.backend() != "gpu":
+        return f"it needs an NVIDIA Hopper GPU, jax runs on {_devices.backend()!r}"
+    capability = getattr(_devices.current()[0], "compute_capability", "none")
+    if str(capability) != "9.0":
+        return f"it needs compute capability 9.0 (Hopper), this GPU has {capability}"
+    return None
+
+
+def refuses_call(spec: Spec, source: Head | Logits) -> str | None:
+    """What about the call is not for this backend, on any machine."""
+    if isinstance(source, Logits):
+        return "it makes logits from hidden states and W, the caller has logits already"
+    if spec.compute_dtype not in (jnp.bfloat16, jnp.float16):
+        return f"it multiplies bfloat16 or float16, hidden is {spec.compute_dtype}"
+    if 0 < spec.residual_rows < min(source.hidden.shape[0], MAX_CLUSTER_ROWS):
+        return (
+            f"residual_bytes holds exponentials of {spec.residual_rows} tokens, it "
+            f"keeps those of {MAX_CLUSTER_ROWS} at a time"
+        )
+    return None
+
+
+def unproven(spec: Spec, source: Head | Logits) -> str | None:
+    """Why a call that could run here has not been measured to be better than "xla"."""
+    if isinstance(source, Logits):
+        return "never with logits that the caller has"
+    if _devices.count() > 1 and not (spec.spread or _is_split_by_hand()):
+        return (
+            "XLA cannot split its kernels over the axes that an enclosing "
+            "jax.shard_map leaves to it; over all of a mesh it runs"
+        )
+    # Where jit shares tokens out, on how many devices is not known yet.
+    n_tokens = source.hidden.shape[0] // (_devices.count() if spec.spread else 1)
+    if n_tokens < MIN_TOKENS:
+        return f"is not measured to be faster below {MIN_TOKENS} tokens a device"
+    if n_tokens < MIN_TOKENS_PADDED and padding.copies(source.W, spec.layout):
+        return (
+            f"W {source.W.shape} would be padded to multiples of {padding.SWIZZLE}, in "
+            f"a copy that does not pay below {MIN_TOKENS_PADDED} tokens"
+        )
+    if spec.chunk < MIN_CHUNK:
+        return f"is not measured below chunks of {MIN_CHUNK} tokens"
+    return None
+
+
+def _is_split_by_hand():
+    """Whether nothing is left to XLA to split: inside shard_map over all of a mesh."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return not mesh.empty and set(mesh.axis_names) == set(mesh.manual_axes)
+
+
+class _Pass(NamedTuple):
+    """What a pass over the vocabulary works with, whichever rows it is at."""
+
+    spec: Spec
+    env: Any  # of the launches
+    padded: Head  # in the types and shapes that kernels read
+    single_block: bool  # one launch has all rows: nothing is summed over launches
+
+
+def forward(spec: Spec, source: Head, rows: Rows, names) -> dict:
+    """The named fields of `Outputs` for every row, 0 where inactive."""
+    return _operands.outputs(spec, rows, statistics(spec, source, rows), names)
+
+
+def statistics(spec: Spec, source: Head, rows: Rows) -> _stats.Stats:
+    """Of this shard's part of the vocabulary for every row; anything where inactive."""
+    padded = padding.head(spec, _operands.cast(spec, source))
+    return _add_statistics(spec, padded, rows, _operands.no_statistics(spec, rows))
+
+
+def forward_and_keep(spec: Spec, source: Head, rows: Rows, names) -> tuple[dict, Any]:
+    """`forward`, and the first active rows' exponentials, for `backward`."""
+    from jaxmem.kernels import forward as kernel
+
+    if _shards.varying((source, rows)):
+        # What is kept would have to be typed as different on each device, and nothing
+        # so typed can be written to in place.
+        raise NotImplementedError(
+            "residual_bytes inside jax.shard_map needs check_vma=False there; or pass "
+            "residual_bytes=0"
+        )
+    padded = padding.head(spec, _operands.cast(spec, source))
+    env, first, rest = _split(spec, padded, rows)
+    block = active.in_one_block(first.active, env.n_rows)
+    stats, kept = kernel.statistics_and_exps(env, *_inputs(spec, padded, rows, block))
+    made = active.put(_operands.no_statistics(spec, rows), block, stats)
+    if rest is not None:
+        made = _add_statistics(spec, padded, rest, made)
+    return _operands.outputs(spec, rows, made, names), kept
+
+
+def backward(
+    spec: Spec, source: Head, rows: Rows, saved: _stats.Outputs, cotangents, kept=None
+) -> Head:
+    """Cotangent of the source; sums over tokens in float32."""
+    padded = padding.head(spec, _operands.cast(spec, source))
+    n_rows = rows.labels.shape[0]
+    columns, depth = _columns_and_depth(spec, padded)
+    # Launches together save memory of W's sums: none where W has no gradient, where
+    # sums lie beside what is kept, or where they are the gradient itself.
+    row_blocks_only = (
+        spec.frozen_head or kept is not None or source.W.dtype == jnp.float32
+    )
+    size, single_block = blocks.backward_rows(
+        n_rows, _tokens_here(spec), columns, depth, row_blocks_only, n_clusters()
+    )
+    this = _Pass(spec, _env(spec, padded, size, "derivative"), padded, single_block)
+    recomputed_rows = rows
+    if kept is None:
+        sums = _sums(this, source)
+    else:
+        kept_env, first, recomputed_rows = _split(spec, padded, rows)
+        this = this._replace(single_block=recomputed_rows is None)
+        sums = _sums(this, source)
+        block = active.in_one_block(first.active, kept_env.n_rows)
+        outputs, g = jax.tree.map(
+            lambda x: _operands.take(x, block.ids), (saved, cotangents)
+        )
+        kept_pass = this._replace(env=kept_env)
+        sums = _add_kept(kept_pass, rows, block, kept, (outputs, g), sums)
+    if recomputed_rows is not None:
+        sums = _add_recomputed(this, recomputed_rows, saved, cotangents, sums)
+    like = _operands.trained(spec, source)
+    return _cotangent(spec, like, sums, this.single_block)
+
+
+def one_pass(
+    spec: Spec, source: Head, rows: Rows, of_chunk: OfChunk, initial
+) -> tuple[Any, Head]:
+    """As in "xla": the forward kernel keeps exponentials, products follow."""
+    from jaxmem.kernels import forward as kernel
+
+    padded = padding.head(spec, _operands.cast(spec, source))
+    n_rows = rows.labels.shape[0]
+    size = loss_rows(spec, source)
+    env, single_block = _env(spec, padded, size, "exps"), n_rows <= size
+    this = _Pass(spec, env, padded, single_block)
+
+    def body(block, carry):
+        all_values, sums = carry
+        stats, kept = kernel.statistics_and_exps(
+            env, *_inputs(spec, padded, rows, block)
+        )
+        stats = _shards.vary(stats, spec.part_varying)
+        outputs = _operands.merged(spec, rows, block.ids, stats)
+        values, g = of_chunk(block.ids, outputs)
+        sums = _add_kept(this, rows, block, kept, (outputs, g), sums)
+        return active.put(all_values, block, values), sums
+
+    carry = _shards.vary(initial, spec.varying), _sums(this, source)
+    all_values, sums = active.for_each_block(rows.active, env.n_rows, body, carry)
+    like = _operands.trained(spec, source)
+    if not single_block:
+        like = jax.tree.map(lambda x: x.astype(jnp.float32), like)
+    return all_values, _cotangent(spec, like, sums, single_block)
+
+
+def loss_rows(spec: Spec, source: Head) -> int:
+    """Rows of `one_pass` that are kept at once."""
+    n_rows, depth = source.hidden.shape
+    return blocks.loss_rows(n_rows, spec.chunk, depth, spec.frozen_head, n_clusters())
+
+
+def _add_statistics(spec, padded, rows, made):
+    """made with those of the active rows."""
+    from jaxmem.kernels import forward as kernel
+
+    n_rows = rows.labels.shape[0]
+    columns, depth = _columns_and_depth(spec, padded)
+    tiles = _tiles("statistics", spec, padded)
+    groups = -(-columns // (tiles.columns * tiles.group))
+    size = blocks.forward_rows(n_rows, spec.chunk, columns, depth, groups)
+    env = _env(spec, padded, size, "statistics")
+
+    def body(block, made):
+        operands = _inputs(spec, padded, rows, block)
+        return active.put(made, block, kernel.statistics(env, *operands))
+
+    return active.for_each_block(rows.active, env.n_rows, body, made)
+
+
+def _inputs(spec, padded, rows, block):
+    """Of the forward kernel, in its order."""
+    temperature = _inverse_temperature(rows, block.ids)
+    labels = _operands.part_labels(spec, rows, block.ids)
+    hidden = _hidden(padded, block.ids)
+    return hidden, padded.W, labels, block.n_active[None], padded.bias, temperature
+
+
+def _split(spec, padded, rows):
+    """Launch for rows that are kept; those rows; the others, None if there are none."""
+    n_rows, whole = rows.labels.shape[0], MAX_CLUSTER_ROWS
+    size = spec.residual_rows // whole * whole
+    if spec.residual_rows >= n_rows:
+        size = blocks.whole(n_rows)
+    rank = jnp.cumsum(rows.active, dtype=jnp.int32)
+    first, rest = rows.active & (rank <= size), rows.active & (rank > size)
+    rest = None if n_rows <= size else rows._replace(active=rest)
+    return _env(spec, padded, size, "exps"), rows._replace(active=first), rest
+
+
+def _add_kept(this, rows, block, kept, outputs_and_cotangents, sums):
+    """sums with what the rows add to them whose exponentials are there.
+
+    Outputs and their cotangents are the block's; the exponentials are overwritten.
+    """
+    from jaxmem.kernels import kept as keeping, products
+
+    (spec, env, padded, _), (outputs, g) = this, outputs_and_cotangents
+    dz = keeping.derivative(
+        env, kept, block.n_active, _operands.part_labels(spec, rows, block.ids),
+        outputs, _stats.coefficients(outputs, g), _inverse_temperature(rows, block.ids),
+    )  # fmt: skip
+    h = _hidden(padded, block.ids)
+    part = products.Part(h, lambda part, width: dz, block.n_active)
+    return _gradients(this, env.n_tiles, [part], block, sums)
+
+
+def _add_recomputed(this, rows, saved, cotangents, sums):
+    """sums with what the active rows add to them, from recomputed logits."""
+    from jaxmem.kernels import dlogits as kernel, products
+
+    spec, env, padded, single_block = this
+
+    def part(row_ids, n_active):
+        of_rows = jax.tree.map(lambda x: _operands.take(x, row_ids), saved)
+        row_max = _operands.take(saved.max, row_ids, fill_value=kernel.NO_ROW)
+        of_rows = of_rows._replace(max=row_max)
+        g = jax.tree.map(lambda x: _operands.take(x, row_ids), cotangents)
+        h = _hidden(padded, row_ids)
+        labels = _operands.part_labels(spec, rows, row_ids)
+        inverse = _inverse_temperature(rows, row_ids)
+        inputs = kernel.Inputs(h, padded.W, labels, padded.bias, inverse)
+        coefficients = _stats.coefficients(of_rows, g)
+        operands = kernel.operands(env, inputs, of_rows, coefficients)
+        derivative = functools.partial(kernel.derivative, env, operands)
+        return products.Part(h, derivative, n_active)
+
+    def body(block, sums):
+        n_tiles, size = _block_tiles(spec, env), env.n_rows
+        parts = [
+            part(block.ids[i : i + size], jnp.clip(block.n_active - i, 0, size))
+            for i in range(0, len(block.ids), size)
+        ]
+        return _gradients(this, n_tiles, parts, block, sums)
+
+    n_rows, at_once = len(rows.labels), env.n_rows
+    if single_block:
+        at_once = -(-n_rows // env.n_rows) * env.n_rows
+    return active.for_each_block(rows.active, at_once, body, sums)
+
+
+def _sums(this, source):
+    """What rows add to; W's gradient is only written where one block has all rows."""
+    spec, env, padded, single_block = this
+    parts = spec.shards and spec.shards.same_hidden
+    dtype = spec.stats_dtype if parts else spec.compute_dtype
+    shape = map(padding.whole, padded.W.shape)
+    sums = Head(
+        hidden=jnp.zeros(source.hidden.shape, dtype),
+        W=lax.empty(padded.W.shape, source.W.dtype)
+        if single_block
+        else jnp.zeros(tuple(shape), jnp.float32),
+        bias=None if source.bias is None else _zero_bias(spec, env),
+    )
+    return _typed(spec, _operands.trained(spec, sums))
+
+
+def _typed(spec, sums):
+    """As inside shard_map, but for W's: kernels write to no array so typed."""
+    return _shards.vary(sums._replace(W=None), spec.part_varying)._replace(W=sums.W)
+
+
+def _cotangent(spec, source, sums, single_block):
+    """In the source's types, summed over shards; a single block's hidden has been."""
+    varied = _shards.vary(sums, spec.part_varying)
+    if single_block:
+        varied = varied._replace(hidden=sums.hidden)
+    else:
+        varied = _operands.sum_over_shards(spec, varied)
+    return jax.tree.map(_like, varied, source)
+
+
+def _gradients(this, n_tiles, parts, block, sums):
+    """sums with what a block's rows add to them."""
+    from jaxmem.kernels import products
+
+    spec, env, padded, single_block = this
+    tiles = _tiles("to_hidden", spec, padded), _tiles("to_W", spec, padded)
+
+    def into(h):
+        if n_tiles < env.n_tiles:
+            return jnp.zeros(h.shape, jnp.float32)
+        return lax.empty(h.shape, sums.hidden.dtype)  # written in one go
+
+    several = spec.shards and spec.shards.same_hidden and spec.shards.count > 1
+    alone = len(parts) == 1
+    overlap_all_reduce = (
+        single_block and alone and bool(several) and products.has_room(env, n_tiles)
+    )
+    hidden = tuple(into(part.hidden) for part in parts)
+    here = products.gradients(
+        products.Blocks(env, n_tiles, single_block, tiles), padded.W, parts,
+        sums._replace(hidden=hidden), overlap_all_reduce,
+    )  # fmt: skip
+    depth = sums.hidden.shape[1]
+    dhs = [x[:, :depth].astype(sums.hidden.dtype) for x in here.hidden]
+    dh = dhs[0] if alone else jnp.concatenate(dhs)
+    if not single_block:
+        return here._replace(hidden=_operands.put(sums.hidden, block.ids, dh))
+    dh = _shards.vary(dh, spec.part_varying)
+    dh, dW = _shards.sum_hidden(spec.shards, dh, here.W, overlap_all_reduce)
+    # All rows are here: each fetches its own.
+    return here._replace(hidden=_operands.take(dh, block.place), W=dW)
+
+
+def _block_tiles(spec, env):
+    """Tiles of the vocabulary whose derivatives, in 16 bits, are alive at once."""
+    return blocks.backward_tiles(
+        env.n_tiles, env.n_rows, _tokens_here(spec), spec.columns, env.depth,
+        n_clusters(),
+    )  # fmt: skip
+
+
+def _tokens_here(spec):
+    """With as many logits in this part of the vocabulary as a chunk has in all of it.
+
+    Blocks of a part's own, k times smaller on k devices, would keep clusters waiting.
+    """
+    return spec.chunk * (spec.shards.count if spec.shards else 1)
+
+
+def _zero_bias(spec, env):
+    """Of whole blocks."""
+    n_tiles = _block_tiles(spec, env)
+    width = -(-env.n_tiles // n_tiles) * n_tiles * env.tiles.columns
+    return jnp.zeros(width, jnp.float32)
+
+
+def _env(spec, padded, n_rows, kernel) -> Any:
+    from jaxmem.kernels.logits import Env
+
+    columns, depth = _columns_and_depth(spec, padded)
+    return Env(
+        _tiles(kernel, spec, padded), n_rows, depth, columns,
+        min(spec.vocab_size, spec.columns), spec.layout, spec.compute_dtype,
+        spec.softcap, n_blocks(),
+    )  # fmt: skip
+
+
+def _tiles(kernel, spec, padded):
+    columns, depth = _columns_and_depth(spec, padded)
+    device = _devices.current()[0].device_kind
+    return tuned.tiles_for(kernel, tuned.Head(device, depth, columns, spec.layout))
+
+
+def _columns_and_depth(spec, padded):
+    return padded.W.shape if spec.layout == "vd" else padded.W.shape[::-1]
+
+
+def n_blocks():
+    """One a multiprocessor. No statistic depends on it."""
+    return getattr(_devices.current()[0], "core_count", None) or 132
+
+
+def n_clusters():
+    """Of blocks that share what they load, as the default tiles of the products do."""
+    return n_blocks() // tuned.DEFAULTS["to_hidden"].cluster
+
+
+def _hidden(padded, row_ids):
+    return padding.columns(_operands.take(padded.hidden, row_ids))
+
+
+def _inverse_temperature(rows, row_ids):
+    if rows.temperature is None:
+        return None
+    return 1 / _operands.take(rows.temperature, row_ids, fill_value=1)
+
+
+def _like(total, primal):
+    """In the primal's type, without the padding."""
+    return _operands.unpadded(total, primal).astype(primal.dtype)

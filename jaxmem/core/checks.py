@@ -1,0 +1,387 @@
+"""Every error that a caller of the public functions can see about an argument."""
+
+from collections.abc import Iterator
+from typing import Literal, TypeGuard
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from jaxmem.core import messages, ranges
+from jaxmem.core.options import Chunk, Implementation, Layout
+
+AUTO_CHUNK_BYTES = 512 * 2**20  # float32 logits alive at once under chunk="auto"
+
+# XLA on a CPU computes whole groups of rows and what is left over by different code,
+# so that only whole groups give a row the same bits in any company.
+_ROWS = 16
+_MAX_AXES = 64  # of an array, in numpy
+
+
+def as_array(name: str, value) -> jax.Array:
+    """What jnp.asarray takes, passes; anything else is named in the error."""
+    if _is_no_array(value):
+        raise _not_an_array(name, value)
+    try:
+        return jnp.asarray(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise _not_an_array(name, value) from error
+
+
+def as_visible_array(name: str, value) -> jax.Array | np.ndarray:
+    """As `as_array`, but stays in numpy what jit would hide or jax cut to 32 bits."""
+    if _is_no_array(value):
+        raise _not_an_array(name, value)
+    if _holds_jax(value):
+        return as_array(name, value)
+    try:
+        array = np.asarray(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise _not_an_array(name, value) from error
+    if (
+        array.dtype.kind in "OSUMm" or array.dtype.names
+    ):  # objects, text, dates, records
+        raise _not_an_array(name, value)
+    return array
+
+
+def check_real(name: str, value) -> None:
+    """Floats of at least 16 bits, integers of at least 8, or booleans."""
+    if value.dtype != jnp.bool_:
+        check_number(name, value)
+
+
+def check_number(name: str, value) -> None:
+    """Floats of at least 16 bits, or integers of at least 8."""
+    is_float = jnp.issubdtype(value.dtype, jnp.floating) and value.dtype.itemsize > 1
+    kind = value.dtype.kind if isinstance(value.dtype, np.dtype) else None
+    if not (is_float or kind in ("i", "u")):
+        raise TypeError(f"{name} must hold real numbers, got {value.dtype}")
+
+
+def check_count(name: str, value: object, low: int = 1) -> int:
+    """A Python integer that int32 holds."""
+    if not _is_integer(value) or not low <= value < 2**31:
+        raise ValueError(
+            f"{name} must be an integer, at least {low} and below 2**31, got "
+            f"{brief(value)}"
+        )
+    return int(value)
+
+
+def check_hidden(hidden, name: str = "hidden") -> None:
+    """An array of 16, 32 or 64-bit floats with at least one axis."""
+    _check_float(name, hidden)
+    if hidden.dtype.itemsize < 2:
+        raise TypeError(
+            f"{name} must be float32, bfloat16 or float16, got {hidden.dtype}; convert "
+            f"it with {name}.astype"
+        )
+    if hidden.ndim < 1:
+        raise ValueError(f"{name} must have at least one axis, got a scalar")
+    if hidden.shape[-1] == 0:
+        raise ValueError(
+            f"{name} must not have an empty last axis, got shape {hidden.shape}"
+        )
+
+
+def check_layout(hidden, W, layout: Layout | None, prefix: str = "") -> Layout:
+    """Which axis of W is the vocabulary: "vd" for [V, D], "dv" for [D, V].
+
+    The prefix belongs to the arguments' names in errors, as in reference_W.
+    """
+    name = f"{prefix}W"
+    _check_float(name, W)
+    if W.ndim != 2:
+        raise ValueError(f"{name} must be [V, D] or [D, V], got shape {W.shape}")
+    if not (layout is None or _is_text(layout, "vd", "dv")):
+        raise ValueError(
+            f"{prefix}layout must be 'vd', 'dv' or None, got {brief(layout)}"
+        )
+    depth = hidden.shape[-1]
+    depth_axis: dict[Layout, int] = {"vd": 1, "dv": 0}
+    fits: list[Layout] = [k for k, axis in depth_axis.items() if W.shape[axis] == depth]
+    if layout is None and len(fits) == 2:
+        raise ValueError(
+            f"{prefix}layout is ambiguous: {name} is square, {W.shape}; pass "
+            f"{prefix}layout='vd' if its rows are tokens (an embedding table) or 'dv' "
+            "if its columns are (a Dense or nnx.Linear kernel)"
+        )
+    if not fits or (layout is not None and layout not in fits):
+        wanted = {"vd": f"[V, {depth}]", "dv": f"[{depth}, V]"}
+        expected = wanted[layout] if layout else " or ".join(wanted.values())
+        raise ValueError(
+            f"{name} must be {expected} to match {prefix}hidden's last axis D={depth}"
+            f"{f' and {prefix}layout={layout!r}' if layout else ''}, got shape "
+            f"{W.shape}"
+        )
+    if 0 in W.shape:
+        raise ValueError(f"{name} must have at least one token, got shape {W.shape}")
+    return fits[0] if layout is None else layout
+
+
+def check_labels(labels, where, shape: tuple[int, ...], vocab_size: int) -> None:
+    """Integers, one a token; an unmasked label ≥ vocab_size where it can be seen."""
+    if not jnp.issubdtype(labels.dtype, jnp.integer):
+        raise TypeError(
+            f"labels must be integers, got {labels.dtype}; convert them with "
+            "labels.astype('int32')"
+        )
+    if labels.shape != shape:
+        raise ValueError(
+            f"labels must have one entry a token, shape {shape}, got {labels.shape}"
+        )
+    if not (is_visible(labels) and is_visible(where)):
+        return
+    counts = np.broadcast_to(True if where is None else np.asarray(where), shape)
+    largest = np.max(np.asarray(labels), initial=0, where=counts)
+    if largest >= vocab_size:
+        raise ValueError(
+            f"labels must be below vocab_size={vocab_size}, got {largest}; mark "
+            "padding with a negative label or with where="
+        )
+
+
+def check_vocab_size(vocab_size: int | None, columns: int) -> int:
+    """The logical vocabulary of a padded matrix."""
+    if vocab_size is None:
+        return columns
+    if not _is_integer(vocab_size) or not 1 <= vocab_size <= columns:
+        raise ValueError(
+            f"vocab_size must be an integer from 1 to {columns}, the columns there "
+            f"are, got {brief(vocab_size)}"
+        )
+    return int(vocab_size)
+
+
+def check_chunk(chunk: Chunk, tokens: int, columns: int) -> int:
+    """Tokens a chunk: no more than there are, rounded up to whole `_ROWS`."""
+    if _is_text(chunk, "auto"):
+        chunk = max(AUTO_CHUNK_BYTES // (4 * columns), 1)
+        chunk = max(chunk // _ROWS * _ROWS, 1)
+    elif chunk is not None and (not _is_integer(chunk) or chunk < 1):
+        raise ValueError(
+            "chunk must be a positive number of tokens, None or 'auto', got "
+            f"{brief(chunk)}"
+        )
+    whole = max(-(-tokens // _ROWS), 1) * _ROWS
+    return whole if chunk is None else min(int(chunk), whole)
+
+
+def check_softcap(softcap: float | None, name: str = "softcap") -> float | None:
+    """A positive Python number, or None for no cap."""
+    if softcap is None:
+        return None
+    if isinstance(softcap, Tracer) or not _is_real(softcap):
+        raise TypeError(f"{name} must be a Python number or None, got {brief(softcap)}")
+    number = softcap if isinstance(softcap, int) else np.asarray(softcap).tolist()
+    if ranges.reals(above=0).problem(number):
+        raise ValueError(f"{name} must be positive and finite, got {brief(softcap)}")
+    return float(softcap)
+
+
+def check_temperature(
+    temperature, shape: tuple[int, ...], name: str = "temperature"
+) -> None:
+    """Positive where it can be seen; a scalar or one a token."""
+    if not _is_real(temperature):
+        raise TypeError(
+            f"{name} must be a real number or an array of them, got {temperature.dtype}"
+        )
+    if temperature.shape not in ((), shape):
+        raise ValueError(
+            f"{name} must be a scalar or one a token, shape {shape}, got shape "
+            f"{temperature.shape}"
+        )
+    if not is_visible(temperature):
+        return
+    visible = np.asarray(temperature)
+    good = _fits_float32(visible) & (visible > 0)
+    if not np.all(good):
+        bad = visible[~good].flat[0]
+        raise ValueError(
+            f"{name} must be positive and finite, got {bad}; what a temperature "
+            "of 0 would choose, token_stats tells as is_argmax"
+        )
+
+
+def check_where(where, shape: tuple[int, ...]) -> None:
+    """Booleans that broadcast to the tokens."""
+    if where.dtype != jnp.bool_:
+        raise TypeError(
+            f"where must be boolean, got {where.dtype}; compare it, as in where != 0"
+        )
+    check_broadcast("where", where, shape)
+
+
+def check_broadcast(name: str, value, shape: tuple[int, ...]) -> None:
+    """An array that broadcasts to the tokens."""
+    try:
+        fits = np.broadcast_shapes(value.shape, shape) == shape
+    except ValueError:
+        fits = False
+    if not fits:
+        raise ValueError(
+            f"{name} must broadcast to the tokens' shape {shape}, got shape "
+            f"{value.shape}"
+        )
+
+
+def check_bias(bias, columns: int, name: str = "bias") -> None:
+    """One number a column of the logits."""
+    _check_float(name, bias)
+    if bias.shape != (columns,):
+        raise ValueError(
+            f"{name} must have one entry a token of the vocabulary, shape ({columns},),"
+            f" got shape {bias.shape}"
+        )
+
+
+def check_per_token(name: str, value, shape: tuple[int, ...]) -> None:
+    """Real numbers, one or more a token."""
+    if not jnp.issubdtype(value.dtype, jnp.bool_) and not _is_real(value):
+        raise TypeError(f"{name} must hold real numbers, got {value.dtype}")
+    if value.shape[: len(shape)] != shape:
+        raise ValueError(
+            f"{name} must have one entry a token, shape {shape} and maybe further "
+            f"axes, got shape {value.shape}; broadcast it, or let loss_fn close over it"
+        )
+
+
+def check_normalizer(normalizer, name: str = "normalizer") -> None:
+    """A scalar, not negative where it can be seen."""
+    if not _is_real(normalizer):
+        raise TypeError(f"{name} must be a real number, got {normalizer.dtype}")
+    if normalizer.shape != ():
+        raise ValueError(f"{name} must be a scalar, got shape {normalizer.shape}")
+    if not is_visible(normalizer):
+        return
+    visible = np.asarray(normalizer)
+    if visible != 0 and not (_fits_float32(visible) and visible > 0):
+        raise ValueError(f"{name} must be finite and not negative, got {normalizer}")
+
+
+def check_flag(name: str, value: bool) -> bool:
+    """A Python boolean: what it decides is static."""
+    if isinstance(value, Tracer) or not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name} must be True or False, got {brief(value)}")
+    return bool(value)
+
+
+def check_residual_bytes(
+    residual_bytes: int | Literal["all"], n_tokens: int, bytes_a_token: int
+) -> int:
+    """How many tokens' exponentials fit; all of them for "all"."""
+    if _is_text(residual_bytes, "all"):
+        return n_tokens
+    if isinstance(residual_bytes, Tracer) or not isinstance(
+        residual_bytes, (int, np.integer)
+    ):
+        raise TypeError(
+            "residual_bytes must be a Python integer or 'all', got "
+            f"{brief(residual_bytes)}"
+        )
+    if residual_bytes < 0:
+        raise ValueError(f"residual_bytes must not be negative, got {residual_bytes}")
+    if 0 < residual_bytes < bytes_a_token:
+        raise ValueError(
+            f"residual_bytes must be 0, 'all' or at least {bytes_a_token}, the bytes "
+            f"of one token, got {residual_bytes}"
+        )
+    return min(int(residual_bytes) // bytes_a_token, n_tokens)
+
+
+def check_implementation(implementation: Implementation | None) -> None:
+    """A name; which names there are is for the backends to say."""
+    if not (implementation is None or isinstance(implementation, str)):
+        raise TypeError(
+            f"implementation must be a name or None, got {brief(implementation)}"
+        )
+
+
+def forward_mode(error: TypeError) -> TypeError:
+    """What jax says about forward mode, and what to do instead; else what it said."""
+    if "forward-mode autodiff" not in str(error):
+        return error
+    return TypeError(
+        "jaxmem: forward-mode autodiff (jax.jvp, jax.jacfwd) of the head is not "
+        "supported, as it is a custom_vjp function; use reverse mode: jax.grad, "
+        "jax.vjp or jax.jacrev"
+    )
+
+
+def _check_float(name, value):
+    if not jnp.issubdtype(value.dtype, jnp.floating):
+        raise TypeError(
+            f"{name} must be floating point (float32, bfloat16, float16), got "
+            f"{value.dtype}"
+        )
+
+
+def _not_an_array(name, value):
+    got = type(value).__name__
+    if isinstance(value, np.ndarray):
+        got = f"{got} of {value.dtype}"
+    elif isinstance(value, (list, tuple)):
+        got = f"{got} that is ragged or holds something else than 64-bit numbers"
+    return TypeError(f"{name} must be an array of numbers, got {got}")
+
+
+def is_visible(value) -> bool:
+    """Whether this process can read the numbers now: not traced, not on other hosts."""
+    if isinstance(value, Tracer):
+        return False
+    return not isinstance(value, jax.Array) or value.is_fully_addressable
+
+
+def _is_no_array(value):
+    """What jax would read as a type's name, warn of, or overflow its stack with."""
+    if isinstance(value, (str, bytes, Iterator)):
+        return True
+    level = [value]  # of lists, which may be nested deeper than any array has axes
+    for _ in range(_MAX_AXES + 1):
+        nested = [x for x in level if isinstance(x, (list, tuple, dict))]
+        if not nested:
+            return False
+        level = [y for x in nested for y in (x.values() if isinstance(x, dict) else x)]
+    return True
+
+
+def _is_real(value):
+    if not hasattr(value, "dtype"):
+        try:
+            value = np.asarray(value)
+        except (TypeError, ValueError):
+            return False
+    kinds = (jnp.floating, jnp.integer)
+    return any(jnp.issubdtype(value.dtype, kind) for kind in kinds)
+
+
+def _fits_float32(value: np.ndarray):
+    """Whether numbers are neither 0 nor infinite in float32; a NaN does not."""
+    size = np.abs(value.astype(np.float64))
+    return (size >= ranges.SMALLEST) & (size <= ranges.LARGEST)
+
+
+def _is_text(value, *known):
+    return isinstance(value, str) and value in known
+
+
+def _is_integer(value) -> TypeGuard[int]:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def _holds_jax(value):
+    """Whether numpy would have to ask jax for numbers that may be traced."""
+    leaves = jax.tree.leaves(value)
+    return any(isinstance(x, jax.Array) or hasattr(x, "__jax_array__") for x in leaves)
+
+
+def brief(value):
+    """The value, or what kind of array it is."""
+    if isinstance(value, Tracer):
+        return "a traced array (close over the number, or mark it static for jax.jit)"
+    if isinstance(value, (jax.Array, np.ndarray)):
+        return f"an array of {value.dtype}, shape {value.shape}"
+    return messages.short(value)

@@ -1,0 +1,84 @@
+"""The one form of error for an impossible value in a training config."""
+
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from jaxmem.core import messages
+from jaxmem.core.ranges import Range, integers, reals
+
+
+def check_field(config: object, name: str, good: bool, wanted: str) -> None:
+    """Raise a ValueError that names the field of a config unless its value is good.
+
+    Args:
+      config: the dataclass; its class is named too.
+      name: of the field.
+      good: whether the value is fine.
+      wanted: what it must be, in words.
+    """
+    if not good:
+        raise ValueError(
+            f"{type(config).__name__}.{name} must be {wanted}, "
+            f"got {messages.short(getattr(config, name))}"
+        )
+
+
+def check_numbers(config: Any, ranges: Mapping[str, Range]) -> None:
+    """Raise a ValueError that names the first field whose number is out of its range.
+
+    Args:
+      config: a dataclass; None is fine in a field whose type says so.
+      ranges: of the fields that hold numbers, by name.
+    """
+    for field in dataclasses.fields(config):
+        if field.name not in ranges:
+            continue
+        value = getattr(config, field.name)
+        optional = type(None) in typing.get_args(field.type)
+        problem = ranges[field.name].problem(value)
+        if problem and not (optional and value is None):
+            suffix = ", or None" if optional else ""
+            raise ValueError(
+                f"{type(config).__name__}.{field.name} {problem}{suffix}, got "
+                f"{messages.short(value)}"
+            )
+
+
+def problem_of(value: Any) -> str | None:
+    """What no option may be: a number beyond all limits, or text that is no name."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            return "must be text that UTF-8 can encode"
+        return "must not hold a NUL" if "\0" in value else None
+    if type(value) not in (int, float):
+        return None
+    return (integers() if type(value) is int else reals()).problem(value)
+
+
+def accepts(annotation: Any, value: Any) -> bool:
+    """Tell whether a value is of the type that a field declares."""
+    origin, choices = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in (typing.Union, types.UnionType):
+        return any(accepts(choice, value) for choice in choices)
+    if origin is Literal:
+        return any(type(value) is type(c) and value == c for c in choices)
+    if annotation is float:
+        return type(value) in (int, float)
+    return type(value) is (origin or annotation)
+
+
+def describe(annotation: Any) -> str:
+    """The type that a field declares, in words."""
+    origin, choices = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(describe(choice) for choice in choices)
+    if origin is Literal:
+        return " or ".join(repr(choice) for choice in choices)
+    if annotation is types.NoneType:
+        return "None"
+    return (origin or annotation).__name__

@@ -1,0 +1,151 @@
+"""JSON that somebody else wrote: parsed strictly, with limits, and named errors.
+
+Everything that a reader may get is finite, not nested deeply, without doubled keys, and
+text that can be encoded again; what is not is a `JsonError`.
+"""
+
+import json
+import math
+import re
+import stat
+from pathlib import Path
+from typing import Any
+
+from jaxmem.core import messages
+
+MAX_BYTES = 256 * 2**20  # of a file, or of one line of data
+MAX_DEPTH = 100  # of objects and lists; far below where comparing values would recurse
+MAX_DIGITS = 308  # of an integer: float64 holds it
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+class JsonError(ValueError):
+    """JSON that is malformed, or beyond a limit; the message says what and where."""
+
+
+def parse(text: str) -> Any:
+    """Parse JSON, as RFC 8259 has it.
+
+    Args:
+        text: of one value.
+
+    Returns:
+        dicts, lists, strings, finite numbers, booleans and None.
+
+    Raises:
+        JsonError: it is not JSON (NaN and Infinity are not); a key is there twice; a
+            limit is passed; a string holds half of a surrogate pair.
+    """
+    if len(text) > MAX_BYTES:
+        raise JsonError(f"longer than {MAX_BYTES // 2**20} MiB")
+    try:
+        made = _DECODER.decode(text)
+    except json.JSONDecodeError as error:
+        place = f"column {error.colno}"
+        place = place if error.lineno == 1 else f"line {error.lineno}, {place}"
+        raise JsonError(f"not valid JSON: {error.msg} ({place})") from error
+    except RecursionError as error:
+        raise JsonError(_TOO_DEEP) from error
+    _check_values(made, _SURROGATE.search(text) is not None)
+    return made
+
+
+def read_text(path: Path) -> str:
+    """Read a file of UTF-8 text, with or without a byte order mark.
+
+    Raises:
+        OSError: it cannot be read.
+        JsonError: it is no regular file, or not UTF-8.
+    """
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise JsonError("not a file")
+        return path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise JsonError(f"not UTF-8 text (byte {error.start})") from error
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Read a file that holds one JSON object.
+
+    Raises:
+        JsonError: it cannot be read, or holds something else; the message starts with
+            the path.
+    """
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise JsonError(f"larger than {MAX_BYTES // 2**20} MiB")
+        made = parse(read_text(path))
+    except JsonError as error:
+        raise JsonError(f"{path}: {error}") from error
+    except (OSError, ValueError) as error:  # a path that cannot be
+        reason = getattr(error, "strerror", None) or error
+        raise JsonError(f"{path}: cannot be read: {reason}") from error
+    if not isinstance(made, dict):
+        raise JsonError(f"{path}: expected a JSON object, got {messages.short(made)}")
+    return made
+
+
+_TOO_DEEP = f"nested deeper than {MAX_DEPTH}"
+
+
+def _check_values(made: Any, surrogates: bool) -> None:
+    """Go down a level at a time: the depth, and strings that cannot be encoded."""
+    level, depth = [made], 0
+    while level:
+        depth += 1
+        if depth > MAX_DEPTH + 1:
+            raise JsonError(_TOO_DEEP)
+        if surrogates:
+            _check_strings(level)
+        inner: list[Any] = []
+        for value in level:
+            if isinstance(value, (list, dict)):
+                inner += value.values() if isinstance(value, dict) else value
+        level = inner
+
+
+def _check_strings(level: list[Any]) -> None:
+    keys = (key for value in level if isinstance(value, dict) for key in value)
+    for text in (*level, *keys):
+        if isinstance(text, str):
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise JsonError(
+                    f"{messages.short(text)} holds half of a surrogate pair"
+                ) from error
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        raise JsonError(f"the key {messages.short(twice)} is there twice")
+    return made
+
+
+def _integer(text: str) -> int:
+    if len(text.lstrip("-")) > MAX_DIGITS:
+        raise JsonError(f"an integer of {len(text.lstrip('-')):,} digits is too large")
+    return int(text)
+
+
+def _float(text: str) -> float:
+    made = float(text)
+    if math.isinf(made):
+        raise JsonError(f"the number {messages.cut(text, 40)} is too large")
+    return made
+
+
+def _constant(text: str) -> Any:
+    raise JsonError(f"{text} is not JSON; write null, or leave the key out")
+
+
+_DECODER = json.JSONDecoder(
+    object_pairs_hook=_object,
+    parse_int=_integer,
+    parse_float=_float,
+    parse_constant=_constant,
+)

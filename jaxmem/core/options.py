@@ -1,0 +1,34 @@
+"""The options that every public function of a head takes, in one object."""
+
+import dataclasses
+from typing import Literal
+
+from jax.typing import ArrayLike
+
+Layout = Literal["vd", "dv"]
+Chunk = int | None | Literal["auto"]
+AxisName = str | tuple[str, ...]
+Implementation = Literal["xla", "hopper"]
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadOptions:
+    """How a call reads a head; made once, by the public function, and passed whole.
+
+    The fields have the meanings and defaults that `jaxmem.logprobs` documents. Some
+    hold arrays, so an instance is an argument like any other, and never static.
+    """
+
+    chunk: Chunk = 1024
+    where: ArrayLike | None = None
+    temperature: ArrayLike = 1.0
+    softcap: float | None = None
+    bias: ArrayLike | None = None
+    vocab_size: int | None = None
+    layout: Layout | None = None
+    frozen_head: bool = False
+    residual_bytes: int | Literal["all"] = 0
+    axis_name: AxisName | None = None
+    implementation: Implementation | None = (
+        None  # checked by the backends, which know the names
+    )

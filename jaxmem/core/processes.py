@@ -1,0 +1,161 @@
+"""A run in several processes: how they find one another, and what they tell.
+
+Every process runs the same program on its own devices. Should one die, the others end
+with an error: once they notice that what it would send does not come, and at the latest
+a heartbeat's time after it, plus a few seconds. The same command then resumes from the
+last checkpoint.
+"""
+
+import functools
+import json
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+HEARTBEAT_SECONDS = 30
+
+_Value = TypeVar("_Value")
+
+
+def start(
+    coordinator: str | None,
+    processes: int | None,
+    process_id: int | None,
+    heartbeat: int = HEARTBEAT_SECONDS,
+) -> None:
+    """Join the other processes of this run; before anything asks jax for devices.
+
+    Args:
+      coordinator: host and port of process 0, "10.0.0.1:1234".
+      processes: how many there are.
+      process_id: which one this is, from 0. With all three None, jax reads them from
+        the environment of the cluster: SLURM, Open MPI, Kubernetes.
+      heartbeat: seconds without a sign of life after which a process counts as dead.
+
+    Raises:
+      ValueError: some are given, others not; one is impossible; or no cluster is there
+        to ask.
+    """
+    given = {
+        "--coordinator": coordinator,
+        "--processes": processes,
+        "--process-id": process_id,
+    }
+    missing = [name for name, value in given.items() if value is None]
+    if 0 < len(missing) < 3:
+        raise ValueError(
+            f"{', '.join(missing)} must be given too: one process is told the address "
+            "of process 0, how many there are, and which one it is"
+        )
+    if heartbeat < 1:
+        raise ValueError(f"--heartbeat must be at least 1 second, got {heartbeat}")
+    if coordinator is not None and processes is not None and process_id is not None:
+        _check(coordinator, processes, process_id)
+    try:
+        jax.distributed.initialize(
+            coordinator_address=coordinator,
+            num_processes=processes,
+            process_id=process_id,
+            heartbeat_timeout_seconds=heartbeat,
+        )
+    except ValueError as error:
+        if len(missing) < 3:
+            raise
+        raise ValueError(
+            f"--cluster found none that jax knows ({error}); give --coordinator, "
+            "--processes and --process-id instead"
+        ) from error
+
+
+def _check(coordinator: str, processes: int, process_id: int) -> None:
+    """Refuse impossible values, by flag."""
+    host, _, port = coordinator.rpartition(":")
+    if not (host and port.isdecimal() and int(port) < 2**16):
+        raise ValueError(
+            f"--coordinator must be HOST:PORT, as in 10.0.0.1:1234, got {coordinator!r}"
+        )
+    if processes < 1:
+        raise ValueError(f"--processes must be at least 1, got {processes}")
+    if not 0 <= process_id < processes:
+        raise ValueError(
+            f"--process-id must be from 0 to --processes - 1 = {processes - 1}, got "
+            f"{process_id}"
+        )
+
+
+def is_first() -> bool:
+    """Whether this process is the one that writes files and prints."""
+    return jax.process_index() == 0
+
+
+def by_first(action: Callable[[], _Value]) -> _Value:
+    """Run a function in the first process; return its result in all of them.
+
+    Args:
+        action: returns a JSON-able value.
+
+    Raises:
+        ValueError: the function failed with an OSError or ValueError, which the first
+            process raises as it is.
+    """
+    if jax.process_count() == 1:
+        return action()
+    outcome: dict[str, Any] = {}
+    raised = None
+    if is_first():
+        try:
+            outcome["result"] = action()
+        except (OSError, ValueError) as error:
+            outcome["error"], raised = str(error), error
+    outcome = share(outcome)
+    if raised is not None:
+        raise raised
+    if "error" in outcome:
+        raise ValueError(outcome["error"])
+    return outcome["result"]
+
+
+def largest(number: int) -> int:
+    """Return the maximum over all processes, each of which must call this."""
+    if jax.process_count() == 1:
+        return number
+    return int(_of_all(np.array([number], np.int32)).max())
+
+
+def share(mapping: dict[str, Any]) -> dict[str, Any]:
+    """The entries of all processes' mappings, each JSON-able, in each of them."""
+    if jax.process_count() == 1:
+        return mapping
+    text = np.frombuffer(json.dumps(mapping).encode(), np.uint8)
+    sizes = _of_all(np.array([len(text)], np.int32))[:, 0]
+    padded = np.zeros(max(sizes), np.uint8)
+    padded[: len(text)] = text
+    merged: dict[str, Any] = {}
+    for size, row in zip(sizes, _of_all(padded), strict=True):
+        merged |= json.loads(row[:size].tobytes())
+    return merged
+
+
+def _of_all(own: np.ndarray) -> np.ndarray:
+    """[processes, ...] from an array of the same shape in each."""
+    parts, replicate = _gathering()
+    rows = jax.make_array_from_process_local_data(parts, own[None])
+    return np.asarray(replicate(rows))
+
+
+@functools.cache
+def _gathering() -> tuple[NamedSharding, Callable[[jax.Array], jax.Array]]:
+    """Return the sharding of one row per process, and a jitted all-gather of the rows.
+
+    Cached, since `largest` is called once per step.
+    """
+    first = {device.process_index: device for device in reversed(jax.devices())}
+    mesh = Mesh(np.array([first[i] for i in range(jax.process_count())]), "process")
+    whole = NamedSharding(mesh, PartitionSpec())
+    return (
+        NamedSharding(mesh, PartitionSpec("process")),
+        jax.jit(lambda rows: rows, out_shardings=whole),
+    )

@@ -1,0 +1,90 @@
+"""What ran, and why: every call traced inside a `with jaxmem.report()`."""
+
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Iterator
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One call of a jaxmem verb, as it was traced.
+
+    Attributes:
+        verb: public name, such as "logprobs".
+        shapes: operand name to shape, as given.
+        implementation: backend that runs it.
+        why: why that one.
+        chunk: tokens whose logits, or their derivative in "hopper", may be alive at
+            once.
+        live_logits_bytes: chunk · V · 4, the float32 logits alive at once; 0 in
+            "hopper", which stores none.
+    """
+
+    verb: str
+    shapes: dict[str, tuple[int, ...]]
+    implementation: str
+    why: str
+    chunk: int
+    live_logits_bytes: int
+
+    def __str__(self):
+        shapes = " ".join(f"{k}{list(v)}" for k, v in self.shapes.items())
+        stored = f"{self.live_logits_bytes / 2**20:.1f} MiB of logits"
+        return (
+            f"{self.verb}({shapes}): {self.implementation} ({self.why}), "
+            f"chunk={self.chunk}, {stored if self.live_logits_bytes else 'no logits'}"
+        )
+
+
+# jax.jit does not trace again what it has compiled for the same shapes.
+_NOTHING_TRACED = (
+    "no jaxmem call was traced: none was made, or jax.jit had compiled it before this "
+    "block. Open the block around the first call, or call jax.clear_caches() before it"
+)
+
+
+@dataclasses.dataclass
+class Report:
+    """The calls traced so far, in order; prints as one line per call."""
+
+    calls: list[Call] = dataclasses.field(default_factory=list)
+
+    def __str__(self):
+        return "\n".join(map(str, self.calls)) or _NOTHING_TRACED
+
+
+_open: contextvars.ContextVar[tuple[Report, ...]] = contextvars.ContextVar(
+    "jaxmem_reports", default=()
+)
+
+
+@contextlib.contextmanager
+def report() -> Iterator[Report]:
+    """Lists each jaxmem call traced inside: shapes, implementation, why, bytes.
+
+    A function that jax.jit has already compiled for the same shapes is not traced
+    again, so its calls are not listed. Open the block around its first call, or call
+    `jax.clear_caches()` first.
+
+    Yields:
+        A `Report`, filled while the block runs.
+
+    >>> import jax.numpy as jnp, jaxmem
+    >>> with jaxmem.report() as calls:
+    ...     _ = jaxmem.logprobs(jnp.ones((2, 8)), jnp.ones((4, 8)), jnp.array([0, 3]))
+    >>> calls.calls[0].implementation
+    'xla'
+    """
+    made = Report()
+    token = _open.set((*_open.get(), made))
+    try:
+        yield made
+    finally:
+        _open.reset(token)
+
+
+def record(call: Call) -> None:
+    """Adds the call to every open report."""
+    for made in _open.get():
+        made.calls.append(call)

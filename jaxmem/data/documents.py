@@ -1,0 +1,350 @@
+"""Text to batches: documents, a byte-level vocabulary, packed rows that can resume.
+
+    documents -> token ids -> pieces of <= T tokens -> shuffled, packed rows -> [B, T]
+
+Only a document longer than a row is cut, and its pieces are all kept: one epoch holds
+every token of every document exactly once.  Labels are shifted inside the document
+before the cut, so the last token of a piece still predicts the first of the next.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import grain
+import numpy as np
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from jaxmem.core.fields import check_numbers
+from jaxmem.core.ranges import integers, reals
+from jaxmem.data.texts import (
+    DataError as DataError,
+    Document as Document,
+    digest,
+    load_documents as load_documents,
+    split_documents as split_documents,
+)
+from jaxmem.data.vocabulary import SMALLEST, SPECIAL_TOKENS, edges
+
+NO_LABEL = -1
+
+_SLOTS = 2**31  # of a batch: int32 numbers them
+_RANGES = {
+    "vocab_size": integers(high=2**24),
+    "sequence_length": integers(1, limit=2**24),  # T² entries of a mask fit 64 bits
+    "batch_size": integers(1),
+    "held_out": reals(0, below=1),
+    "seed": integers(0, below=2**31),
+    "streams": integers(1),
+}
+
+# Rows that first-fit packing fills at a time: more rows waste fewer tokens on padding
+# (0.8% of the standard library's text at 512 tokens a row) and delay the first batch.
+_ROWS_OPEN = 256
+# Documents tokenised at a time: enough to use every core, few enough that the
+# library's verbose encodings (about 100 bytes a token) never exist all together.
+_DOCUMENTS_AT_ONCE = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """What to read, how to cut it into tokens, and how to lay tokens out in rows."""
+
+    source: str = "stdlib"  # "stdlib" (Python's own sources), or a .txt or .jsonl path
+    vocab_size: int = 8192  # entries of the byte-level BPE vocabulary, with specials
+    sequence_length: int = 256  # tokens in a row (T)
+    batch_size: int = 8  # rows in a micro-batch (B)
+    held_out: float = 0.0  # fraction of the documents kept from training, in [0, 1)
+    seed: int = 0  # order of the documents; every epoch has an order of its own
+    cache_dir: str = "~/.cache/jaxmem"  # directory that keeps trained vocabularies
+    streams: int = 1  # parts of the documents, each a part of every batch's rows
+
+    def __post_init__(self):
+        check_numbers(self, _RANGES)
+        if self.sequence_length * self.batch_size >= _SLOTS:
+            raise ValueError(
+                f"DataConfig.batch_size must be below 2**31 / sequence_length="
+                f"{self.sequence_length}, got {self.batch_size}"
+            )
+        if self.batch_size % self.streams:
+            raise ValueError(
+                "DataConfig.streams must divide batch_size, got "
+                f"streams={self.streams} for batch_size={self.batch_size}"
+            )
+        if self.vocab_size < SMALLEST:
+            raise ValueError(
+                f"DataConfig.vocab_size must be at least {SMALLEST} (every "
+                f"byte and {', '.join(SPECIAL_TOKENS)}), got {self.vocab_size}"
+            )
+
+
+class Batch(NamedTuple):
+    """Packed rows: int32 arrays, all `[B, T]`."""
+
+    tokens: np.ndarray  # input ids
+    labels: np.ndarray  # the token that follows; -1 where no loss is wanted
+    segment_ids: np.ndarray  # 1, 2, ... per document in the row; 0 is padding
+    positions: np.ndarray  # position within the segment, from 0
+
+
+# --------------------------------------------------------------- vocabulary
+
+
+def load_tokenizer(
+    config: DataConfig, cache_dir: str | os.PathLike[str] | None = None
+) -> tokenizers.Tokenizer:
+    """Return the vocabulary of the training documents, trained at the first call.
+
+    The cache is keyed by the content that the vocabulary depends on, and written in
+    one step: runs that start together agree and never read half a file.
+
+    Args:
+      config: names the text and the size of the vocabulary.
+      cache_dir: where vocabularies are kept; `config.cache_dir` unless given.
+
+    Returns:
+      A byte-level BPE tokenizer: `decode(encode(text).ids)` is `text`, whatever it is.
+
+    Raises:
+      DataError: the text is unusable or too small for `config.vocab_size` entries.
+    """
+    documents, _ = split_documents(load_documents(config.source), config.held_out)
+    directory = Path(config.cache_dir if cache_dir is None else cache_dir).expanduser()
+    path = directory / f"vocabulary-{_vocabulary_key(config, documents)}.json"
+    if not path.exists():
+        _write_in_one_step(path, _train_vocabulary(config, documents).to_str())
+    return _read_vocabulary(path)
+
+
+def _vocabulary_key(config: DataConfig, documents: Iterable[Document]) -> str:
+    # Another version of the library may merge differently.
+    recipe = [tokenizers.__version__, config.vocab_size, SPECIAL_TOKENS]
+    key = hashlib.sha256(json.dumps(recipe).encode())
+    for document in documents:
+        key.update(digest(document))
+    return key.hexdigest()[:24]
+
+
+def _train_vocabulary(
+    config: DataConfig, documents: Iterable[Document]
+) -> tokenizers.Tokenizer:
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=config.vocab_size,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    texts = (text for d in documents for text in (d.prompt, d.text))
+    tokenizer.train_from_iterator(texts, trainer)
+    size = tokenizer.get_vocab_size()
+    if size < config.vocab_size:
+        raise DataError(
+            f"data.vocab_size={config.vocab_size}: the text of {config.source!r} has "
+            f"only enough for {size} entries; set data.vocab_size={size} or name more "
+            "text"
+        )
+    return tokenizer
+
+
+def _read_vocabulary(path: Path) -> tokenizers.Tokenizer:
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing narrower
+        raise DataError(
+            f"cannot read the cached vocabulary {path} ({error}); delete the file and "
+            "run again"
+        ) from error
+    # "<eos>" written in a document is text, not the end of the document.
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+def _write_in_one_step(path: Path, content: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, unfinished = tempfile.mkstemp(dir=path.parent, prefix=".unfinished-")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(content)
+        os.replace(unfinished, path)
+    except BaseException:
+        os.unlink(unfinished)
+        raise
+
+
+# ------------------------------------------------------------------ batches
+
+
+class BatchIterator(Iterator[Batch]):
+    """A grain iterator of `Batch` whose state is plain JSON.
+
+    The state carries a fingerprint of the tokens and of the settings that order them:
+    a run never continues in the middle of other data.
+    """
+
+    def __init__(self, iterator: grain.DatasetIterator, fingerprint: str):
+        self._iterator = iterator
+        self._fingerprint = fingerprint
+
+    def __next__(self) -> Batch:
+        return next(self._iterator)
+
+    def get_state(self) -> dict[str, Any]:
+        """Return the position after the last batch, as JSON-able values."""
+        return {
+            "fingerprint": self._fingerprint,
+            "position": self._iterator.get_state(),
+        }
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Continue from a position that `get_state` returned, in any process.
+
+        Args:
+          state: what `get_state` returned, or the same after a JSON round trip.
+
+        Raises:
+          DataError: the state belongs to other data or to other settings.
+        """
+        if state["fingerprint"] != self._fingerprint:
+            raise DataError(
+                "the saved position belongs to other data: the text of data.source "
+                "(Python's own sources change with its version), its vocabulary, or a "
+                "data.* setting is not what it was; restore it, or start a new run"
+            )
+        self._iterator.set_state(state["position"])
+
+
+def batches(
+    config: DataConfig,
+    tokenizer: tokenizers.Tokenizer,
+    *,
+    split: Literal["train", "evaluation"] = "train",
+    epochs: int | None = None,
+    stream: int | None = None,
+) -> BatchIterator:
+    """Return packed batches, reshuffled each epoch; the same on every run.
+
+    Args:
+      config: what to read and how to lay it out.
+      tokenizer: the vocabulary, from `load_tokenizer`.
+      split: `"train"`, or `"evaluation"` for the documents held out.
+      epochs: passes over the documents; `None` never ends.
+      stream: every `config.streams`-th document, and its part of the rows; None: all.
+
+    Returns:
+      A `BatchIterator`.  If it ends, its last batch is filled up with padding.
+
+    Raises:
+      DataError: the text is unusable, or the split is empty.
+    """
+    if split not in ("train", "evaluation"):
+        raise ValueError(f'split must be "train" or "evaluation", got {split!r}')
+    every = load_documents(config.source)
+    training, evaluation = split_documents(every, config.held_out)
+    documents = training if split == "train" else evaluation
+    if not documents:
+        raise DataError(_nothing_left(config, split, every))
+    if stream is not None:
+        if len(documents) < config.streams:
+            raise DataError(
+                f"data.streams={config.streams} share {len(documents)} documents of "
+                f"{config.source!r}; lower it or add documents"
+            )
+        documents, each = documents[stream :: config.streams], config.batch_size
+        config = dataclasses.replace(
+            config, batch_size=each // config.streams, streams=1
+        )
+    pieces = list(_pieces(documents, tokenizer, config.sequence_length))
+    iterator = iter(_packed(pieces, config, epochs))
+    return BatchIterator(iterator, _fingerprint(pieces, config))
+
+
+def _nothing_left(config: DataConfig, split: str, documents: Sequence[Document]) -> str:
+    """Why a split is empty, and what would help."""
+    held_out, count = config.held_out, len(documents)
+    if len(set(map(digest, documents))) == 1:
+        return (
+            f"data.held_out={held_out}: {config.source!r} is one document, and a "
+            "document is not divided; set data.held_out=0, or name a .jsonl file of "
+            "several documents, one a line"
+        )
+    return (
+        f"data.held_out={held_out} of the {count} documents of {config.source!r} "
+        f"leaves none for {split}; raise it or add documents"
+    )
+
+
+def _pieces(
+    documents: Sequence[Document], tokenizer: tokenizers.Tokenizer, length: int
+) -> Iterator[dict[str, np.ndarray]]:
+    """Yield each document, whole if it fits in a row, else in rows and a rest."""
+    for start in range(0, len(documents), _DOCUMENTS_AT_ONCE):
+        for tokens, labels in _encode(
+            documents[start : start + _DOCUMENTS_AT_ONCE], tokenizer
+        ):
+            for cut in range(0, len(tokens), length):
+                piece = slice(cut, cut + length)
+                yield {"tokens": tokens[piece], "labels": labels[piece]}
+
+
+def _encode(
+    documents: Sequence[Document], tokenizer: tokenizers.Tokenizer
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield `<bos> prompt text <eos>` and, for each token, the next one or -1."""
+    start, end = edges(tokenizer)
+    encode = functools.partial(tokenizer.encode_batch_fast, add_special_tokens=False)
+    # Apart, so that no token straddles the end of the prompt.
+    prompts = encode([d.prompt for d in documents])
+    texts = encode([d.text for d in documents])
+    for prompt, text in zip(prompts, texts, strict=True):
+        tokens = np.array([*start, *prompt.ids, *text.ids, *end], np.int32)
+        labels = np.append(tokens[1:], np.int32(NO_LABEL))
+        labels[: max(len(start) + len(prompt.ids) - 1, 0)] = NO_LABEL
+        yield tokens, labels
+
+
+def _packed(
+    pieces: Sequence[dict[str, np.ndarray]], config: DataConfig, epochs: int | None
+) -> grain.IterDataset:
+    shuffled = grain.MapDataset.source(pieces).shuffle(seed=config.seed).repeat(epochs)
+    # The tokens are in memory: threads would only contend for the interpreter's lock.
+    in_memory = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+    rows = grain.experimental.FirstFitPackIterDataset(
+        shuffled.to_iter_dataset(in_memory),
+        length_struct=dict.fromkeys(("tokens", "labels"), config.sequence_length),
+        num_packing_bins=_ROWS_OPEN,
+        seed=config.seed,
+        meta_features=("labels",),
+    )
+    fill_up = functools.partial(
+        grain.experimental.batch_and_pad, batch_size=config.batch_size
+    )
+    return rows.batch(config.batch_size, batch_fn=fill_up).map(_to_batch)
+
+
+def _to_batch(packed: dict[str, np.ndarray]) -> Batch:
+    segment_ids = packed["tokens_segment_ids"]
+    return Batch(
+        tokens=packed["tokens"],  # padded with 0, which is <pad>
+        labels=np.where(segment_ids > 0, packed["labels"], np.int32(NO_LABEL)),
+        segment_ids=segment_ids,
+        positions=packed["tokens_positions"],
+    )
+
+
+def _fingerprint(pieces: Iterable[dict[str, np.ndarray]], config: DataConfig) -> str:
+    layout = [config.sequence_length, config.batch_size, config.seed, _ROWS_OPEN]
+    fingerprint = hashlib.sha256(json.dumps(layout).encode())
+    for piece in pieces:
+        fingerprint.update(piece["tokens"].tobytes())
+        fingerprint.update(piece["labels"].tobytes())
+    return fingerprint.hexdigest()[:24]

@@ -1,0 +1,80 @@
+"""Batches whose rows come from several streams of documents, of which a process reads
+only those that its devices need.
+
+A stream is every n-th document, packed and shuffled by itself, and gives the same rows
+of each batch wherever it is read: the batches are those of one process.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tokenizers
+
+from jaxmem.core import processes
+from jaxmem.data import documents as data
+from jaxmem.data.documents import Batch, BatchIterator, DataConfig
+
+
+class StreamIterator(Iterator[Batch]):
+    """Batches [B, T] of which only the rows of the streams given are filled."""
+
+    def __init__(self, streams: dict[int, BatchIterator], config: DataConfig):
+        self._streams, self._config = streams, config
+
+    def __next__(self) -> Batch:
+        config = self._config
+        shape = config.batch_size, config.sequence_length
+        each = config.batch_size // config.streams
+        batch = Batch(*(np.zeros(shape, np.int32) for _ in Batch._fields))
+        for i, stream in self._streams.items():
+            for whole, part in zip(batch, next(stream), strict=True):
+                whole[i * each : (i + 1) * each] = part
+        return batch
+
+    def get_state(self) -> dict[str, Any]:
+        """Where every stream stands, those of other processes too."""
+        return processes.share(
+            {str(i): stream.get_state() for i, stream in self._streams.items()}
+        )
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Continue from what `get_state` returned, in any processes.
+
+        Raises:
+          DataError: the state belongs to other data or to other settings.
+        """
+        for i, stream in self._streams.items():
+            if str(i) not in state:
+                raise data.DataError(
+                    f"the saved position has no stream {i}: data.streams is not what "
+                    "it was; restore it, or start a new run"
+                )
+            stream.set_state(state[str(i)])
+
+
+def batches(
+    config: DataConfig, tokenizer: tokenizers.Tokenizer, rows: Sequence[int]
+) -> BatchIterator | StreamIterator:
+    """`data.batches` for training, of which only some rows are needed here.
+
+    Args:
+      config: what to read; its `streams` say how it may be shared out.
+      tokenizer: the vocabulary.
+      rows: of each batch, that this process's devices read.
+
+    Raises:
+      DataError: also a stream some of whose rows only other processes need.
+    """
+    if config.streams == 1 and len(rows) == config.batch_size:
+        return data.batches(config, tokenizer)
+    each = config.batch_size // config.streams
+    wanted = sorted({row // each for row in rows})
+    if len(wanted) * each != len(rows):
+        raise data.DataError(
+            f"data.streams={config.streams} must be more: this process needs "
+            f"{len(rows)} of the {config.batch_size} rows of a batch, and would read "
+            f"the documents of {len(wanted) * each}"
+        )
+    made = {i: data.batches(config, tokenizer, stream=i) for i in wanted}
+    return StreamIterator(made, config)

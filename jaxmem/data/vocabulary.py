@@ -1,0 +1,100 @@
+"""Which vocabulary a run has: one trained on its text, a task's own, a checkpoint's."""
+
+from typing import NamedTuple
+
+import numpy as np
+import tokenizers
+from tokenizers import processors
+
+from jaxmem import checkpoints
+from jaxmem.data import tasks
+
+PAD, BOS, EOS = SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>")
+# Every byte is an entry of its own, so that no text is unknown.
+SMALLEST = 256 + len(SPECIAL_TOKENS)
+
+
+def edges(tokenizer: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:
+    """Ids that a document starts with and ends with.
+
+    A vocabulary trained here has its own; a checkpoint's template says so, with the end
+    that `of_checkpoint` adds.
+    """
+    bos, eos = tokenizer.token_to_id(BOS), tokenizer.token_to_id(EOS)
+    if tokenizer.post_processor is None and bos is not None and eos is not None:
+        return [bos], [eos]
+    made = tokenizer.encode("a", add_special_tokens=True)
+    if 0 not in made.special_tokens_mask:
+        raise checkpoints.CheckpointError(
+            "the tokenizer makes no token of the text 'a', so that its template cannot "
+            "be read; its normalizer or model drops letters"
+        )
+    text = made.special_tokens_mask.index(0)
+    after = text + made.special_tokens_mask[text:].count(0)
+    return made.ids[:text], made.ids[after:]
+
+
+def of_checkpoint(directory: str) -> tokenizers.Tokenizer:
+    """A checkpoint's tokenizer, whose template also ends documents.
+
+    Raises:
+      CheckpointError: there is none, or no token ends a sequence.
+    """
+    tokenizer, start, eos = checkpoints.load_vocabulary(directory)
+    if eos is None:
+        raise checkpoints.CheckpointError(
+            f"{directory}: neither tokenizer_config.json nor config.json names the "
+            "token that ends a sequence, which training needs"
+        )
+    names = {id_: tokenizer.id_to_token(id_) for id_ in (*start, eos)}
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=[*(names[id_] for id_ in start), "$A", names[eos]],
+        special_tokens=[(name, id_) for id_, name in names.items()],
+    )
+    return tokenizer
+
+
+class Spelling(NamedTuple):
+    """A task's words as ids of a model."""
+
+    ids: np.ndarray  # int32, of `tasks.VOCABULARY`
+    size: int  # entries that the model needs
+
+    def write(self, words: np.ndarray) -> np.ndarray:
+        """The task's numbers of words to the model's ids."""
+        return self.ids[words]
+
+    def read(self, ids: np.ndarray) -> np.ndarray:
+        """Back; what is no word of the task gets a number that none has."""
+        words = np.full(np.shape(ids), len(self.ids), np.int32)
+        for word, id_ in enumerate(self.ids):
+            words = np.where(ids == id_, np.int32(word), words)  # the end after padding
+        return words
+
+
+def spelling(checkpoint: str | None) -> Spelling:
+    """A word a token: the task's own ids, or a checkpoint's.
+
+    Args:
+      checkpoint: directory, or None.
+
+    Raises:
+      CheckpointError: a word is no token of the checkpoint's tokenizer.
+    """
+    if checkpoint is None:
+        size = len(tasks.VOCABULARY)
+        return Spelling(np.arange(size, dtype=np.int32), size)
+    tokenizer = of_checkpoint(checkpoint)
+    (end,) = edges(tokenizer)[1]
+    # A row is filled with its end, and the end comes last: it is read as that.
+    ids = {"<pad>": end, "<eos>": end}
+    for word in tasks.VOCABULARY[2:]:
+        id_ = tokenizer.token_to_id(word)
+        if id_ is None:
+            raise checkpoints.CheckpointError(
+                f"{checkpoint}: the task needs {word!r} as a token, and tokenizer.json "
+                "has none of that name"
+            )
+        ids[word] = id_
+    made = np.array([ids[word] for word in tasks.VOCABULARY], np.int32)
+    return Spelling(made, int(made.max()) + 1)

@@ -1,0 +1,23 @@
+"""The devices that programs are compiled for: this machine's, or others.
+
+with devices.target("h200", 2) as planned:
+    compiled = jax.jit(step).lower(*shapes).compile()  # for two H200s
+"""
+
+from jaxmem.devices.current import (
+    backend as backend,
+    count as count,
+    current as current,
+    planned as planned,
+    target as target,
+)
+from jaxmem.devices.table import (
+    Device as Device,
+    find as find,
+    known as known,
+    of_kind as of_kind,
+)
+from jaxmem.devices.targets import (
+    CompilerMissing as CompilerMissing,
+    compiler_missing as compiler_missing,
+)

@@ -1,0 +1,258 @@
+"""`jaxmem doctor`: what jax finds on this machine, and what is wrong with it."""
+
+import dataclasses
+import functools
+import glob
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import jaxmem
+from jaxmem import devices
+from jaxmem._version import __version__
+
+_FINE, _WRONG = 0, 1  # exit statuses
+_GIB = 2**30
+_EXTRAS = {
+    "flax": "flax", "gin-config": "train", "grain": "train", "matplotlib": "train",
+    "optax": "train", "orbax-checkpoint": "train", "rich": "train",
+    "safetensors": "train", "tensorboardX": "train", "tokenizers": "train",
+    "pyarrow": "score",
+}  # fmt: skip
+_PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu", "jax-rocm7-plugin")
+_VARIABLES = (
+    "JAX_PLATFORMS", "XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR",
+    "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE",
+    "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "CUDA_VISIBLE_DEVICES",
+)  # fmt: skip
+_DRIVER = Path("/proc/driver/nvidia/version")
+# A call that the faster backend takes where it runs at all.
+_HEAD = (8192, 4096, 128256)
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkup:
+    """What was found.
+
+    Attributes:
+        versions: of Python and of packages, by name.
+        plugins: of jax that are installed, likewise.
+        driver: of NVIDIA GPUs, as the kernel says it; empty where there is none.
+        devices: a line each.
+        head: which backend runs a large head here, and why.
+        compilers: device of `jaxmem plan` to what its compiler lacks, or nothing.
+        caches: where compiled programs and vocabularies are kept.
+        environment: variables that jax reads, those that are set.
+        missing: optional packages to the extra that brings them.
+        problems: what is wrong, and what to do.
+    """
+
+    versions: Mapping[str, str]
+    plugins: Mapping[str, str]
+    driver: str
+    devices: tuple[str, ...]
+    head: str
+    compilers: Mapping[str, str]
+    caches: Mapping[str, str]
+    environment: Mapping[str, str]
+    missing: Mapping[str, str]
+    problems: tuple[str, ...]
+
+
+def run(*, as_json: bool = False) -> int:
+    """Print a checkup; returns 0 where nothing is wrong, 1 otherwise."""
+    found = check()
+    print(json.dumps(dataclasses.asdict(found), indent=1) if as_json else text(found))
+    return _WRONG if found.problems else _FINE
+
+
+def check() -> Checkup:
+    """Look at this machine; uses its devices, but runs nothing."""
+    versions = {"python": platform.python_version(), "jaxmem": __version__}
+    versions |= {name: _version(name) for name in ("jax", "jaxlib", "numpy")}
+    plugins = {name: v for name in _PLUGINS if (v := _version(name))}
+    installed = {name: _version(name) for name in _EXTRAS}
+    return Checkup(
+        versions | {name: v for name, v in installed.items() if v},
+        plugins,
+        driver(),
+        tuple(map(_describe, jax.local_devices())),
+        _head(),
+        {
+            name: devices.compiler_missing(device)
+            for name, device in devices.known().items()
+        },
+        _caches(),
+        {name: os.environ[name] for name in _VARIABLES if name in os.environ},
+        {name: _EXTRAS[name] for name, v in installed.items() if not v},
+        tuple(problems(versions, plugins, driver(), jax.default_backend())),
+    )
+
+
+@functools.cache
+def driver() -> str:
+    """Version of NVIDIA's driver; empty where no GPU of theirs is."""
+    program = shutil.which("nvidia-smi")
+    if program is not None:
+        asked = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
+        made = subprocess.run(asked, capture_output=True, text=True, check=False)
+        if made.returncode == 0 and made.stdout.strip():
+            return made.stdout.split()[0]
+    if _DRIVER.exists():
+        return _DRIVER.read_text("utf-8").splitlines()[0]
+    return ""
+
+
+def problems(
+    versions: Mapping[str, str], plugins: Mapping[str, str], driver: str, backend: str
+) -> list[str]:
+    """Known bad combinations among what was found, with what to do about each."""
+    checks: list[Callable[..., str]] = [
+        _unlike_versions, _two_plugins, _plugin_alone, _unused_gpu, _unused_tpu,
+        _wrong_gradients,
+    ]  # fmt: skip
+    found = [check(versions, plugins, driver, backend) for check in checks]
+    return [said for said in found if said]
+
+
+def _unlike_versions(versions, plugins, driver, backend) -> str:
+    jaxlib = versions["jaxlib"]
+    for name, version in plugins.items():
+        if name.startswith("jax-") and version != jaxlib:
+            return (
+                f"{name} {version} is not of jaxlib {jaxlib}: pip install "
+                f"'{name}=={jaxlib}'"
+            )
+    return ""
+
+
+def _two_plugins(versions, plugins, driver, backend) -> str:
+    both = [name for name in plugins if name.startswith("jax-cuda")]
+    if len(both) < 2:
+        return ""
+    return f"{' and '.join(both)} are both installed: pip uninstall one of them"
+
+
+def _plugin_alone(versions, plugins, driver, backend) -> str:
+    mine = [name for name in plugins if name.startswith("jax-cuda")]
+    if driver or backend != "cpu" or not mine or os.environ.get("JAX_PLATFORMS"):
+        return ""
+    return (
+        f"{mine[0]} is here and no GPU, of which jax complains at each start: set "
+        "JAX_PLATFORMS=cpu; plans need no more"
+    )
+
+
+def _unused_gpu(versions, plugins, driver, backend) -> str:
+    if not driver or backend == "gpu":
+        return ""
+    if os.environ.get("JAX_PLATFORMS"):
+        asked = os.environ["JAX_PLATFORMS"]
+        return f"a GPU is here, but JAX_PLATFORMS={asked} leaves it out: unset it"
+    return (
+        f"a GPU is here, but jax runs on {backend}: pip install "
+        f"'jax[cuda13]=={versions['jax']}'"
+    )
+
+
+def _unused_tpu(versions, plugins, driver, backend) -> str:
+    if backend == "tpu" or not glob.glob("/dev/accel*"):
+        return ""
+    return (
+        f"a TPU is here, but jax runs on {backend}: pip install "
+        f"'jax[tpu]=={versions['jax']}'"
+    )
+
+
+def _wrong_gradients(versions, plugins, driver, backend) -> str:
+    if versions["jaxlib"] not in ("0.11.0", "0.11.1") or backend != "gpu":
+        return ""
+    return (
+        f"jaxlib {versions['jaxlib']} gives wrong gradients where a scan offloads on a "
+        "GPU (openxla/xla#46231), which jaxmem refuses: install 0.11.2 or newer"
+    )
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _describe(device) -> str:
+    stats = device.memory_stats() or {}
+    said = f"{device.id}: {device.device_kind} ({device.platform})"
+    if "bytes_limit" in stats:
+        used = stats["bytes_in_use"] / _GIB
+        said += f", {used:.1f} of {stats['bytes_limit'] / _GIB:.1f} GiB for jax in use"
+    return said
+
+
+def _head() -> str:
+    n, d, v = _HEAD
+    hidden, W = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((n, d), (v, d)))
+    labels: Any = jax.ShapeDtypeStruct((n,), jnp.int32)
+    jax.clear_caches()  # what was traced before is not reported again
+    with jaxmem.report() as report:
+        jax.eval_shape(jaxmem.token_stats, hidden, W, labels)
+    call = report.calls[0]
+    return f"{call.implementation}: {call.why}"
+
+
+def _caches() -> dict[str, str]:
+    compiled = jax.config.jax_compilation_cache_dir
+    return {
+        "compiled programs": _sized(compiled)
+        if compiled
+        else "none, set JAX_COMPILATION_CACHE_DIR to keep them",
+        "vocabularies": _sized(os.path.expanduser("~/.cache/jaxmem")),
+    }
+
+
+def _sized(folder: str) -> str:
+    sizes = [p.stat().st_size for p in Path(folder).rglob("*") if p.is_file()]
+    return f"{folder}, {len(sizes)} files, {sum(sizes) / 2**20:.1f} MiB"
+
+
+def text(found: Checkup) -> str:
+    """One screen."""
+    lines = [
+        _joined(found.versions),
+        f"plugins      {_joined(found.plugins) or 'none'}",
+        f"driver       {found.driver or 'none of NVIDIA'}",
+        *(f"device       {line}" for line in found.devices),
+        f"head         {found.head}",
+        *(f"{'cache':12s} {name}: {said}" for name, said in found.caches.items()),
+        f"environment  {' '.join(f'{k}={v}' for k, v in found.environment.items())}",
+    ]
+    ready = [name for name, lacking in found.compilers.items() if not lacking]
+    lines.append(f"plans for    {', '.join(ready) or 'no device'}")
+    lines += [f"  else       {said}" for said in _lacking(found.compilers)]
+    for extra in dict.fromkeys(found.missing.values()):
+        names = [name for name, other in found.missing.items() if other == extra]
+        lines.append(f"not here     {', '.join(names)}: pip install 'jaxmem[{extra}]'")
+    lines += [f"problem      {said}" for said in found.problems]
+    return "\n".join([*lines, *(() if found.problems else ("nothing is wrong",))])
+
+
+def _lacking(compilers) -> list[str]:
+    """One line a platform: what is said of its first device."""
+    said: dict[str, str] = {}
+    for name, lacking in compilers.items():
+        if lacking:
+            said.setdefault(devices.find(name).platform, lacking)
+    return list(said.values())
+
+
+def _joined(versions) -> str:
+    return " ".join(f"{name} {version}" for name, version in versions.items())

@@ -1,0 +1,19 @@
+"""The public functions of hidden states and a vocabulary matrix."""
+
+from jaxmem.functional.api import (
+    entropy as entropy,
+    logprobs as logprobs,
+    logprobs_from_logits as logprobs_from_logits,
+    token_stats as token_stats,
+    token_stats_from_logits as token_stats_from_logits,
+)
+from jaxmem.functional.divergence import (
+    forward_kl as forward_kl,
+    jsd as jsd,
+    kl as kl,
+)
+from jaxmem.functional.selected import (
+    selected_logprobs as selected_logprobs,
+    support_logprobs as support_logprobs,
+)
+from jaxmem.functional.single_pass import token_loss as token_loss

@@ -1,0 +1,188 @@
+"""Arguments of the public functions: checked, flattened to [N, ...], and typed."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxmem.backends import choose
+from jaxmem.backends.protocol import Backend
+from jaxmem.core import checks, partition, report, shards as _shards
+from jaxmem.core.operands import Head, Logits, Rows
+from jaxmem.core.options import HeadOptions, Layout
+from jaxmem.core.spec import Spec
+
+NO_LABELS = object()  # in the place of labels, of a verb that takes none
+
+
+class Call(NamedTuple):
+    """A call whose arguments have passed every check."""
+
+    spec: Spec
+    backend: Backend
+    source: Any  # Head or Logits
+    rows: Rows
+    shape: tuple[int, ...]  # of the tokens, as the caller has them
+
+
+def head_call(
+    verb: str, outputs: Sequence[str], hidden, W, labels, options: HeadOptions
+) -> Call:
+    """A call that computes its logits from hidden states [..., D] and W."""
+    source, layout, shape = read_head(hidden, W, options)
+    if checks.check_flag("frozen_head", options.frozen_head):
+        source = Head(source.hidden, *lax.stop_gradient(source[1:]))
+    shapes = {"hidden": (*shape, source.hidden.shape[-1]), "W": source.W.shape}
+    options = dataclasses.replace(options, layout=layout)
+    return _call((verb, shapes), outputs, source, shape, labels, options)
+
+
+def logits_call(
+    verb: str, outputs: Sequence[str], logits, labels, options: HeadOptions
+) -> Call:
+    """A call whose caller has the logits [..., V]."""
+    logits = checks.as_array("logits", logits)
+    checks.check_hidden(logits, "logits")
+    shape = logits.shape[:-1]
+    source = Logits(jnp.reshape(logits, (math.prod(shape), logits.shape[-1])))
+    recorded = verb, {"logits": logits.shape}
+    return _call(recorded, outputs, source, shape, labels, options)
+
+
+def _call(recorded, outputs, source, shape, labels, options):
+    choose.check(options.implementation)
+    spec = _spec_of(source, outputs, options)
+    rows = read_rows(spec, shape, labels, options)
+    spec, source = typed(spec, source, rows)
+    backend, why = choose.choose(options.implementation, spec, source)
+    live_bytes = 4 * spec.chunk * spec.columns if backend.STORES_LOGITS else 0
+    verb, shapes = recorded
+    report.record(report.Call(verb, shapes, backend.NAME, why, spec.chunk, live_bytes))
+    return Call(spec, backend, source, rows, shape)
+
+
+def _spec_of(source, outputs, options):
+    data = source.hidden if isinstance(source, Head) else source.logits
+    columns = columns_of(source, options.layout)
+    shards = _shards.check_axis_name(options.axis_name)
+    all_columns = columns * shards.count if shards else columns
+    return Spec(
+        columns=columns,
+        vocab_size=checks.check_vocab_size(options.vocab_size, all_columns),
+        chunk=checks.check_chunk(options.chunk, data.shape[0], columns),
+        outputs=tuple(outputs),
+        compute_dtype=np.dtype(data.dtype),
+        layout=options.layout,
+        softcap=checks.check_softcap(options.softcap),
+        frozen_head=bool(options.frozen_head),
+        residual_rows=checks.check_residual_bytes(
+            options.residual_bytes, data.shape[0], data.dtype.itemsize * columns
+        ),
+        shards=shards,
+        spread=partition.is_possible(),
+    )
+
+
+def read_head(
+    hidden, W, options: HeadOptions, prefix: str = ""
+) -> tuple[Head, Layout, tuple[int, ...]]:
+    """The head with tokens in one axis, its layout, and the tokens' shape.
+
+    The prefix belongs to the arguments' names in errors, as in reference_W.
+    """
+    hidden = checks.as_array(f"{prefix}hidden", hidden)
+    W = checks.as_array(f"{prefix}W", W)
+    checks.check_hidden(hidden, f"{prefix}hidden")
+    layout = checks.check_layout(hidden, W, options.layout, prefix)
+    bias = options.bias
+    if bias is not None:
+        bias = checks.as_array(f"{prefix}bias", bias)
+        checks.check_bias(
+            bias, columns_of(Head(hidden, W, bias), layout), f"{prefix}bias"
+        )
+    shape, depth = hidden.shape[:-1], hidden.shape[-1]
+    flat = jnp.reshape(hidden, (math.prod(shape), depth))
+    return Head(flat, W, bias), layout, shape
+
+
+def columns_of(source: Head | Logits, layout: Layout | None) -> int:
+    """Columns of the logits, padding included."""
+    if isinstance(source, Logits):
+        return source.logits.shape[-1]
+    return source.W.shape[0 if layout == "vd" else 1]
+
+
+def read_rows(spec: Spec, shape: tuple[int, ...], labels, options: HeadOptions) -> Rows:
+    """Labels, mask and temperature of each token, [N]; with NO_LABELS, all are 0."""
+    labels = np.zeros(shape, np.int32) if labels is NO_LABELS else labels
+    labels = checks.as_visible_array("labels", labels)
+    where = read_where(options.where, shape)
+    checks.check_labels(labels, where, shape, spec.vocab_size)
+    temperature = checks.as_visible_array("temperature", options.temperature)
+    checks.check_temperature(temperature, shape)
+    labels = as_int32(labels, spec.vocab_size)
+    active = labels >= 0
+    if where is not None:
+        active = active & jnp.broadcast_to(jnp.asarray(where), shape)
+    return Rows(
+        jnp.reshape(labels, (-1,)),
+        jnp.reshape(active, (-1,)),
+        flat_temperature(temperature, shape, spec.stats_dtype),
+    )
+
+
+def read_where(where, shape: tuple[int, ...]):
+    """The mask, checked; None where there is none."""
+    if where is None:
+        return None
+    where = checks.as_visible_array("where", where)
+    checks.check_where(where, shape)
+    return where
+
+
+def as_int32(ids, vocab_size: int) -> jax.Array:
+    """Clipped to [-1, vocab_size] in their own type first, so that none wraps round."""
+    info = jnp.iinfo(ids.dtype)
+    if info.max > np.iinfo(np.int32).max:
+        low = ids.dtype.type(max(-1, info.min))
+        clip = np.clip if isinstance(ids, np.ndarray) else jnp.clip
+        ids = clip(ids, low, ids.dtype.type(vocab_size))
+    return jnp.asarray(ids.astype(np.int32))
+
+
+def flat_temperature(temperature, shape: tuple[int, ...], dtype) -> jax.Array | None:
+    """[N]; None for 1. A traced temperature that is not positive becomes NaN."""
+    if not isinstance(temperature, jax.Array) and np.all(np.asarray(temperature) == 1):
+        return None
+    temperature = jnp.asarray(temperature).astype(dtype)
+    temperature = jnp.where(temperature > 0, temperature, jnp.nan)
+    return jnp.reshape(jnp.broadcast_to(temperature, shape), (-1,))
+
+
+def typed(spec: Spec, source: Any, deciding) -> tuple[Spec, Any]:
+    """Spec and source with the mesh axes they vary along inside `jax.shard_map`.
+
+    Results vary along the axes of what decides on them, and of the source except those
+    that split its vocabulary. The derivative of typing W as varying along an axis of
+    tokens is the sum of its gradient over that axis.
+    """
+    is_head, shards = isinstance(source, Head), spec.shards
+    decided, split = _shards.varying(deciding), frozenset()
+    if shards:
+        array = ("W", source.W) if is_head else ("logits", source.logits)
+        _shards.check_split(shards, *array)
+        hidden = source.hidden if is_head else source
+        shards = _shards.described(shards, hidden, deciding)
+        split = frozenset(shards.axes)
+    varying = (_shards.varying(source) - split) | decided
+    spec = dataclasses.replace(spec, shards=shards, varying=varying)
+    varied = _shards.vary(source, spec.part_varying)
+    if is_head and shards:
+        axes = spec.part_varying.difference(shards.same_hidden)
+        varied = varied._replace(hidden=_shards.vary(source.hidden, axes))
+    return spec, varied

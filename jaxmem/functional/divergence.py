@@ -1,0 +1,399 @@
+"""Divergences between two heads over the whole vocabulary, without either's logits.
+
+With p of the policy, q of the reference and d_v = ln p_v - ln q_v, the textbook's
+Σ p d adds terms of both signs: at a KL of 1e-6 nothing of it is left in float32. As
+Σ p = Σ q = 1, each divergence is also a sum of terms that are never negative,
+
+    KL(p ‖ q) = Σ_v e(p_v, q_v),   e(a, b) = a ln(a/b) - a + b = a (e^-x - 1 + x),
+
+x = ln(a/b), in which an error of either logsumexp cancels to first order. The
+derivative needs s_v = ∂D/∂p_v alone: dz_v = p_v (s_v - Σ_u p_u s_u).
+"""
+
+import dataclasses
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import ArrayLike
+
+from jaxmem.backends import xla
+from jaxmem.core import checks, partition, shards as _shards, stats as _stats
+from jaxmem.core.explicit_axes import sharded_like, with_automatic_axes
+from jaxmem.core.operands import cast, for_active_chunks, put, take
+from jaxmem.core.options import Chunk, HeadOptions, Implementation, Layout
+from jaxmem.core.spec import Spec
+from jaxmem.functional import arguments, rule
+from jaxmem.functional.divergence_terms import JSD, KL, ForwardKL
+from jaxmem.functional.rule import LoopRule
+
+
+@with_automatic_axes(sharded_like(hidden=1, reference_hidden=1))
+def kl(
+    hidden: ArrayLike,
+    W: ArrayLike,
+    reference_hidden: ArrayLike,
+    reference_W: ArrayLike,
+    chunk: Chunk = 1024,
+    *,
+    where: ArrayLike | None = None,
+    temperature: ArrayLike = 1.0,
+    softcap: float | None = None,
+    bias: ArrayLike | None = None,
+    vocab_size: int | None = None,
+    layout: Layout | None = None,
+    reference_temperature: ArrayLike | None = None,
+    reference_softcap: float | None | Literal["same"] = "same",
+    reference_bias: ArrayLike | None = None,
+    reference_layout: Layout | None = None,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """KL divergence of a policy from a reference, per token, over the whole vocabulary.
+
+        p = softmax(z),  q = softmax(reference z),  z as in `logprobs`
+        out = KL(p ‖ q) = Σ_v p_v (ln p_v - ln q_v)                            (nats)
+
+    It is what RLHF penalises, and what distillation calls the reverse KL (p the
+    student, q the teacher). The reference is constant: its gradient is zero. Forward
+    costs 4·N·V·D FLOPs, its gradient 8·N·V·D more, 6 where W is frozen.
+
+    Args:
+        hidden: the policy's final hidden states [..., D], as in `logprobs`.
+        W: the policy's vocabulary matrix, [V, D] or [D, V].
+        reference_hidden: the reference's hidden states [..., D'], of any float type;
+            D' may differ from D.
+        reference_W: its matrix over the same vocabulary, [V, D'] or [D', V].
+        chunk: tokens whose logits, of both, may be alive at once; None for all of them;
+            "auto" for as many as fit 512 MiB.
+        where: booleans [...]; False masks a token, and costs nothing.
+        temperature: positive scalar or one a token, [...]; not differentiable.
+        softcap: caps logits at ±softcap by tanh, before the temperature.
+        bias: [V], added to the logits first.
+        vocab_size: logical vocabulary where a W is padded; the paddings may differ.
+        layout: "vd" or "dv"; inferred from the shapes unless W is square.
+        reference_temperature: None for the policy's.
+        reference_softcap: "same" for the policy's; None for no cap.
+        reference_bias: None for none, whatever the policy has.
+        reference_layout: as layout, for reference_W.
+        implementation: "xla", or None for it.
+
+    Returns:
+        float32 [...] (float64 for float64 hidden), not negative, to a relative accuracy
+        that does not suffer where p and q nearly agree; inf where q rules out what p
+        does not, by a bias of -inf, and its gradient NaN there. 0 for a masked token,
+        with a gradient of exactly 0, even where a hidden state is NaN.
+
+    **Memory** beyond inputs, outputs and gradients, with b the bytes of hidden's type
+    and C = min(chunk, tokens rounded up to 16): forward 8·C·V; backward (8 + b)·C·V +
+    4·V·D, the latter for the float32 sum of W's gradient, and nothing where W is
+    frozen. Weights of another type than their hidden states cost a copy in that type.
+    XLA for CPUs may widen 16-bit weights to float32, 4·V·(D + D').
+
+    Raises:
+        TypeError: an argument of the wrong type; the message names it.
+        ValueError: shapes that disagree, an ambiguous layout, vocabularies of different
+            sizes without vocab_size, a number that is not positive.
+        NotImplementedError: a gradient of a temperature, a second derivative, or an
+            implementation without divergences.
+
+    >>> import jax.numpy as jnp, jaxmem
+    >>> h, W = jnp.ones((2, 1)), jnp.log(jnp.array([[0.5], [0.5]]))
+    >>> jaxmem.kl(h, W, h, jnp.log(jnp.array([[0.25], [0.75]]))).round(2)
+    Array([0.14, 0.14], dtype=float32)
+
+    Reference: Ouyang et al., "Training language models to follow instructions with
+    human feedback", 2022, arXiv:2203.02155, for the penalty; Gu et al., "MiniLLM",
+    2023, arXiv:2306.08543, for distillation.
+    """
+    options = HeadOptions(
+        chunk=chunk, where=where, temperature=temperature, softcap=softcap, bias=bias,
+        vocab_size=vocab_size, layout=layout, implementation=implementation,
+    )  # fmt: skip
+    reference = _Reference(
+        reference_hidden, reference_W, reference_temperature, reference_softcap,
+        reference_bias, reference_layout,
+    )  # fmt: skip
+    return _divergence("kl", KL(), hidden, W, reference, options)
+
+
+@with_automatic_axes(sharded_like(hidden=1, reference_hidden=1))
+def forward_kl(
+    hidden: ArrayLike,
+    W: ArrayLike,
+    reference_hidden: ArrayLike,
+    reference_W: ArrayLike,
+    chunk: Chunk = 1024,
+    *,
+    where: ArrayLike | None = None,
+    temperature: ArrayLike = 1.0,
+    softcap: float | None = None,
+    bias: ArrayLike | None = None,
+    vocab_size: int | None = None,
+    layout: Layout | None = None,
+    reference_temperature: ArrayLike | None = None,
+    reference_softcap: float | None | Literal["same"] = "same",
+    reference_bias: ArrayLike | None = None,
+    reference_layout: Layout | None = None,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """The KL divergence the other way round: of the reference from the policy.
+
+        out = KL(q ‖ p) = Σ_v q_v (ln q_v - ln p_v)                            (nats)
+
+    The classical loss of distillation: cross-entropy with the teacher q's
+    probabilities, less the teacher's entropy. Args, accuracy, cost, memory and errors
+    are those of `kl`.
+
+    >>> import jax.numpy as jnp, jaxmem
+    >>> h, W = jnp.ones((2, 1)), jnp.log(jnp.array([[0.5], [0.5]]))
+    >>> jaxmem.forward_kl(h, W, h, jnp.log(jnp.array([[0.25], [0.75]]))).round(4)
+    Array([0.1308, 0.1308], dtype=float32)
+
+    Reference: Hinton et al., "Distilling the Knowledge in a Neural Network", 2015,
+    arXiv:1503.02531.
+    """
+    options = HeadOptions(
+        chunk=chunk, where=where, temperature=temperature, softcap=softcap, bias=bias,
+        vocab_size=vocab_size, layout=layout, implementation=implementation,
+    )  # fmt: skip
+    reference = _Reference(
+        reference_hidden, reference_W, reference_temperature, reference_softcap,
+        reference_bias, reference_layout,
+    )  # fmt: skip
+    return _divergence("forward_kl", ForwardKL(), hidden, W, reference, options)
+
+
+@with_automatic_axes(sharded_like(hidden=1, reference_hidden=1))
+def jsd(
+    hidden: ArrayLike,
+    W: ArrayLike,
+    reference_hidden: ArrayLike,
+    reference_W: ArrayLike,
+    chunk: Chunk = 1024,
+    *,
+    beta: float = 0.5,
+    where: ArrayLike | None = None,
+    temperature: ArrayLike = 1.0,
+    softcap: float | None = None,
+    bias: ArrayLike | None = None,
+    vocab_size: int | None = None,
+    layout: Layout | None = None,
+    reference_temperature: ArrayLike | None = None,
+    reference_softcap: float | None | Literal["same"] = "same",
+    reference_bias: ArrayLike | None = None,
+    reference_layout: Layout | None = None,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """Generalised Jensen-Shannon divergence of a policy p and a reference q, per token.
+
+        m = β q + (1-β) p
+        out = β KL(q ‖ m) + (1-β) KL(p ‖ m)                                    (nats)
+
+    Symmetric at β = 0.5 and never above ln 2. Divided by β it tends to `forward_kl` as
+    β → 0, divided by 1-β to `kl` as β → 1. All other args, accuracy, cost, memory and
+    errors are those of `kl`.
+
+    Args:
+        beta: weight of the reference in the mixture, a Python number between 0 and 1.
+
+    >>> import jax.numpy as jnp, jaxmem
+    >>> h, W = jnp.ones((2, 1)), jnp.log(jnp.array([[0.5], [0.5]]))
+    >>> jaxmem.jsd(h, W, h, jnp.log(jnp.array([[0.25], [0.75]]))).round(4)
+    Array([0.0338, 0.0338], dtype=float32)
+
+    Reference: Agarwal et al., "On-Policy Distillation of Language Models", 2023,
+    arXiv:2306.13649, with their β.
+    """
+    options = HeadOptions(
+        chunk=chunk, where=where, temperature=temperature, softcap=softcap, bias=bias,
+        vocab_size=vocab_size, layout=layout, implementation=implementation,
+    )  # fmt: skip
+    reference = _Reference(
+        reference_hidden, reference_W, reference_temperature, reference_softcap,
+        reference_bias, reference_layout,
+    )  # fmt: skip
+    return _divergence("jsd", JSD(_check_beta(beta)), hidden, W, reference, options)
+
+
+class _Reference(NamedTuple):
+    """The arguments whose names begin with reference_."""
+
+    hidden: Any
+    W: Any
+    temperature: Any  # None: the policy's
+    softcap: Any  # "same": the policy's
+    bias: Any
+    layout: Layout | None
+
+
+def _divergence(verb, divergence, hidden, W, reference, options):
+    """Per token, [...], from a head and a `_Reference`."""
+    rule.check_only_xla(verb, options.implementation)
+    policy, layout, shape = arguments.read_head(hidden, W, options)
+    options = dataclasses.replace(options, layout=layout)
+    other, other_layout, other_shape = arguments.read_head(
+        reference.hidden,
+        reference.W,
+        HeadOptions(layout=reference.layout, bias=reference.bias),
+        "reference_",
+    )
+    check_tokens(other_shape, shape)
+    reference = reference._replace(hidden=other.hidden, W=other.W, layout=other_layout)
+    spec, other_spec = _specs(policy, reference, options)
+    rows = arguments.read_rows(spec, shape, arguments.NO_LABELS, options)
+    other_rows = _reference_rows(other_spec, shape, rows, reference.temperature)
+    shapes = {"hidden": (*shape, policy.hidden.shape[-1]), "W": policy.W.shape}
+    shapes["reference_hidden"] = (*shape, other.hidden.shape[-1])
+    shapes["reference_W"] = other.W.shape
+    live_bytes = 4 * spec.chunk * (spec.columns + other_spec.columns)
+    rule.record(verb, shapes, options.implementation, spec.chunk, live_bytes)
+    if 0 in shape:
+        return jnp.zeros(shape, spec.stats_dtype)
+    spec, policy = arguments.typed(spec, policy, (rows, other_rows, other))
+    two_heads = _TwoHeads(spec, divergence, other_spec)
+    results = rule.run(two_heads, (policy,), ((rows, other_rows), other))
+    return jnp.reshape(results, shape)
+
+
+def _specs(policy, reference, options):
+    """The static facts of both heads, which share chunk and vocabulary."""
+    columns = arguments.columns_of(policy, options.layout)
+    other_columns = reference.W.shape[0 if reference.layout == "vd" else 1]
+    both, n_tokens = columns + other_columns, policy.hidden.shape[0]
+    spec = Spec(
+        columns=columns,
+        vocab_size=_check_vocab_size(options.vocab_size, columns, other_columns),
+        chunk=checks.check_chunk(options.chunk, n_tokens, both),
+        outputs=(),
+        compute_dtype=policy.hidden.dtype,
+        layout=options.layout,
+        softcap=checks.check_softcap(options.softcap),
+        spread=partition.is_possible(),
+    )
+    other_spec = dataclasses.replace(
+        spec,
+        columns=other_columns,
+        compute_dtype=reference.hidden.dtype,
+        layout=reference.layout,
+        softcap=_reference_softcap(reference.softcap, spec.softcap),
+    )
+    return spec, other_spec
+
+
+def check_tokens(reference_shape, shape) -> None:
+    """The reference has the policy's tokens."""
+    if reference_shape != shape:
+        raise ValueError(
+            f"reference_hidden must have hidden's tokens, shape {shape}, got "
+            f"{reference_shape}"
+        )
+
+
+def _reference_softcap(
+    softcap: float | Literal["same"] | None, of_policy: float | None
+):
+    if isinstance(softcap, str) and softcap == "same":
+        return of_policy
+    return checks.check_softcap(softcap, "reference_softcap")
+
+
+def _reference_rows(spec, shape, rows, temperature):
+    if temperature is None:
+        return rows
+    name = "reference_temperature"
+    temperature = checks.as_visible_array(name, temperature)
+    checks.check_temperature(temperature, shape, name)
+    temperature = arguments.flat_temperature(temperature, shape, spec.stats_dtype)
+    return rows._replace(temperature=temperature)
+
+
+@dataclasses.dataclass(frozen=True)
+class _TwoHeads(LoopRule):
+    """The rule of every divergence; given is the reference."""
+
+    divergence: KL | ForwardKL | JSD
+    reference_spec: Spec
+
+    def forward_loop(self, source, rows, given):
+        n_rows, dtype = source.hidden.shape[0], self.spec.stats_dtype
+        policy, reference = self._cast(source, given)
+
+        def chunk(row_ids, made):
+            _, z, y = self._logits(policy, reference, rows, row_ids)
+            normalisers = _stats.normaliser(z), _stats.normaliser(y)
+
+            def terms(z, y):
+                args = _compare(z, y, *normalisers)
+                return *self.divergence.terms(*args), self.divergence.slopes(*args)
+
+            *parts, slope = _stats.sum_rows_of(terms, z, y)
+            value = sum(parts[1:], parts[0])
+            values = value, {"mean_slope": slope, "normalisers": normalisers}
+            return jax.tree.map(lambda x, v: put(x, row_ids, v), made, values)
+
+        zero = jnp.zeros(n_rows, dtype)
+        normaliser = _stats.Normaliser(zero, zero)
+        made = zero, {"mean_slope": zero, "normalisers": (normaliser, normaliser)}
+        made = _shards.vary(made, self.spec.varying)
+        return for_active_chunks(self.spec.chunk, rows[0].active, chunk, made)
+
+    def backward_loop(self, source, rows, given, result, saved, g):
+        policy, reference = self._cast(source, given)
+
+        def chunk(row_ids, sums):
+            full, z, y = self._logits(policy, reference, rows, row_ids)
+            of_row = jax.tree.map(lambda x: take(x, row_ids), (saved, g))
+            mean_slope, g_row = of_row[0]["mean_slope"][:, None], of_row[1][:, None]
+            p, q, log_ratio = _compare(z, y, *of_row[0]["normalisers"])
+            dz = g_row * (self.divergence.slopes(p, q, log_ratio) - p * mean_slope)
+            # Rows past the last active one, or with an infinite divergence unasked for.
+            dz = jnp.where(g_row == 0, 0, dz)
+            dz = jnp.pad(dz, ((0, 0), (0, self.spec.columns - dz.shape[1])))
+            dz = xla.unscale(self.spec, rows[0], row_ids, full, dz)
+            return xla.accumulate(self.spec, policy, row_ids, dz, sums)
+
+        sums = xla.zero_sums(self.spec, policy)
+        sums = for_active_chunks(self.spec.chunk, rows[0].active, chunk, sums)
+        return jax.tree.map(lambda total, x: total.astype(x.dtype), sums, source)
+
+    def _cast(self, policy, reference):
+        policy = cast(self.spec, policy)
+        return policy, cast(self.reference_spec, reference)
+
+    def _logits(self, policy, reference, rows, row_ids):
+        """The policy's logits, whole and as far as both go; the reference's as far."""
+        z = xla.logits(self.spec, policy, rows[0], row_ids)
+        y = xla.logits(self.reference_spec, reference, rows[1], row_ids)
+        # Scaled once each, though they are read more than once.
+        z, y = lax.optimization_barrier((z, y))
+        both = min(self.spec.columns, self.reference_spec.columns)
+        return z, z[:, :both], y[:, :both].astype(z.dtype)
+
+
+def _compare(z, y, policy: _stats.Normaliser, reference: _stats.Normaliser):
+    """p, q and ln(p/q); where the logits agree, so do the ratio's last digits."""
+    p = jnp.exp(_stats.log_softmax(z, policy))
+    q = jnp.exp(_stats.log_softmax(y, reference))
+    shift = (policy.max - reference.max) + (policy.log_sum - reference.log_sum)
+    return p, q, (z - y) - shift[:, None]
+
+
+def _check_beta(beta):
+    if not isinstance(beta, (int, float)) or isinstance(beta, bool):
+        raise TypeError(f"beta must be a Python number, got {checks.brief(beta)}")
+    if not 0 < beta < 1:
+        raise ValueError(
+            f"beta must lie between 0 and 1, got {beta}; the limits are forward_kl "
+            "(towards 0) and kl (towards 1)"
+        )
+    return float(beta)
+
+
+def _check_vocab_size(vocab_size, columns, reference_columns):
+    if vocab_size is None and columns != reference_columns:
+        raise ValueError(
+            f"W and reference_W must have the same vocabulary, got {columns} and "
+            f"{reference_columns} tokens; where one is padded, pass vocab_size="
+        )
+    return checks.check_vocab_size(vocab_size, min(columns, reference_columns))

@@ -1,0 +1,89 @@
+"""The terms of each divergence between two distributions, and their derivatives.
+
+`jaxmem.functional.divergence` derives them.
+"""
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+
+_SERIES_BELOW = 0.5  # |x| from which on e^-x - 1 + x keeps its digits
+_SERIES_TERMS = {4: 9, 8: 15}  # by bytes: the next one is below the type's epsilon
+
+
+@dataclasses.dataclass(frozen=True)
+class KL:
+    """KL(p ‖ q)."""
+
+    def terms(self, p, q, log_ratio):
+        """Not negative; all of them add up to the divergence."""
+        return (_excess(p, q, log_ratio),)
+
+    def slopes(self, p, q, log_ratio):
+        """p · ∂D/∂p, up to a multiple of p."""
+        return _product(p, log_ratio)
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardKL:
+    """KL(q ‖ p)."""
+
+    def terms(self, p, q, log_ratio):
+        """As in `KL`."""
+        return (_excess(q, p, -log_ratio),)
+
+    def slopes(self, p, q, log_ratio):
+        """p - q, which is -q and a multiple of p."""
+        near = jnp.abs(log_ratio) < _SERIES_BELOW
+        return jnp.where(near, p * -jnp.expm1(-log_ratio), p - q)
+
+
+@dataclasses.dataclass(frozen=True)
+class JSD:
+    """β KL(q ‖ m) + (1-β) KL(p ‖ m), m = β q + (1-β) p."""
+
+    beta: float
+
+    def terms(self, p, q, log_ratio):
+        """As in `KL`."""
+        beta, log_p, log_q = self.beta, *self._to_mixture(log_ratio)
+        m = beta * q + (1 - beta) * p
+        # Apart, because XLA on a CPU would store what their sum reads.
+        return beta * _excess(q, m, log_q), (1 - beta) * _excess(p, m, log_p)
+
+    def slopes(self, p, q, log_ratio):
+        """(1-β) p ln(p/m)."""
+        log_p, _ = self._to_mixture(log_ratio)
+        return (1 - self.beta) * _product(p, log_p)
+
+    def _to_mixture(self, log_ratio):
+        """ln(p/m) and ln(q/m)."""
+        of_p, of_q = 1 - self.beta, self.beta
+        return -_ln_mixed(of_p, of_q, -log_ratio), -_ln_mixed(of_q, of_p, log_ratio)
+
+
+def _excess(a, b, x):
+    """a ln(a/b) - a + b for x = ln(a/b), which is never negative; b where a is 0."""
+    series = 1.0
+    for k in range(_SERIES_TERMS[x.dtype.itemsize], 2, -1):  # of e^-x - 1 + x
+        series = 1 - x * (1 / k) * series
+    near = a * (x * x / 2) * series
+    return jnp.where(jnp.abs(x) < _SERIES_BELOW, near, _product(a, x) - a + b)
+
+
+def _ln_mixed(own, other, x):
+    """ln(own + other · e^x) of two weights whose sum is 1, with all of its digits.
+
+    Where e^x would overflow, what it is multiplied with later underflows.
+    """
+    x = jnp.minimum(x, -math.log(jnp.finfo(x.dtype).tiny))
+    change = other * jnp.expm1(x)
+    # ln(1 + c) = -ln(1 - c / (1 + c)): near c = -1, 1 + c would cancel.
+    whole = jnp.where(change < 0, own + other * jnp.exp(x), 1)
+    return jnp.sign(change) * jnp.log1p(jnp.abs(change) / whole)
+
+
+def _product(a, x):
+    """a · x, 0 where a is: there x may be infinite, or inf - inf."""
+    return jnp.where(a == 0, 0, a * x)

@@ -1,0 +1,211 @@
+"""The one custom derivative: what every public function's rule is run by.
+
+A `Rule` says how a result and its derivative are computed; `run` differentiates by it,
+and refuses by name what it cannot: second derivatives, forward mode, a gradient of the
+temperature. Verbs with loops of their own over chunks of logits are a `LoopRule`.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_batching import sequential_vmap
+from jax.custom_derivatives import SymbolicZero
+
+from jaxmem.backends import choose
+from jaxmem.core import checks, partition, report
+from jaxmem.core.operands import Head, Rows
+from jaxmem.core.options import Implementation
+from jaxmem.core.spec import Spec
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """Static facts of a call, and how it is differentiated.
+
+    `trained` are the operands with a derivative, whose first is the head or the logits;
+    `fixed` are constants, whose first are the tokens' `Rows`.
+    """
+
+    spec: Spec
+
+    def forward(self, trained, fixed) -> Any:
+        """The result, where nobody asks for a derivative."""
+        raise NotImplementedError
+
+    def forward_and_save(self, trained, fixed) -> tuple[Any, Any]:
+        """The result, and the residuals that `backward` needs."""
+        raise NotImplementedError
+
+    def backward(self, residuals, cotangents) -> Any:
+        """Cotangents of trained; those of the result may be `SymbolicZero`."""
+        raise NotImplementedError
+
+    def refuse(self, fixed) -> None:
+        """Raises for constants that are being differentiated; leaves have perturbed."""
+        for rows in jax.tree.leaves(fixed, is_leaf=lambda x: isinstance(x, Rows)):
+            if isinstance(rows, Rows):
+                _refuse_temperature_gradient(rows)
+
+
+def run(rule: Rule, trained, fixed) -> Any:
+    """The rule's result, differentiable in trained."""
+    try:
+        return _run(rule, trained, fixed)
+    except TypeError as error:
+        raise checks.forward_mode(error) from error
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _run(rule, trained, fixed):
+    return _call(rule, trained, fixed)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _call(rule, trained, fixed):
+    return rule.forward(trained, fixed)
+
+
+def _call_fwd(rule, trained, fixed):
+    rule.refuse(fixed)
+    trained, fixed = jax.tree.map(lambda x: x.value, (trained, fixed))
+    return rule.forward_and_save(trained, fixed)
+
+
+def _call_bwd(rule, residuals, cotangents):
+    return rule.backward(residuals, cotangents), None
+
+
+_call.defvjp(_call_fwd, _call_bwd, symbolic_zeros=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class LoopRule(Rule):
+    """A rule of two loops over chunks of active tokens, on this device's tokens.
+
+    trained is `(source,)`, fixed is `(rows, given)`: a tuple of `Rows`, and other
+    constants with tokens in their first axis, or heads.
+    """
+
+    def forward_loop(self, source: Head, rows, given) -> tuple[Any, dict]:
+        """The result, and what the backward loop needs of each row, by name."""
+        raise NotImplementedError
+
+    def backward_loop(self, source: Head, rows, given, result, saved, g) -> Any:
+        """Cotangent of the source for the result's cotangent g."""
+        raise NotImplementedError
+
+    def forward(self, trained, fixed):
+        """As in `Rule`."""
+        return self._forward(trained, fixed)[0]
+
+    def forward_and_save(self, trained, fixed):
+        """As in `Rule`."""
+        result, saved = self._forward(trained, fixed)
+        saved = {k: checkpoint_name(v, f"jaxmem_{k}") for k, v in saved.items()}
+        return result, (*trained, *fixed, result, saved)
+
+    def backward(self, residuals, cotangents):
+        """As in `Rule`."""
+        if isinstance(cotangents, SymbolicZero):
+            return (jax.tree.map(jnp.zeros_like, residuals[0]),)
+
+        def loop(source, rows, *other):
+            return self._fitted(rows).backward_loop(source, rows, *other)
+
+        flags = of_tokens((*residuals, cotangents))
+        split = by_tokens(self.spec, loop, flags, flags[0])
+        return (once(split)(*residuals, cotangents),)
+
+    def _forward(self, trained, fixed):
+        def loop(source, rows, given):
+            return self._fitted(rows).forward_loop(source, rows, given)
+
+        operands = (*trained, *fixed)
+        return once(by_tokens(self.spec, loop, of_tokens(operands), True))(*operands)
+
+    def _fitted(self, rows):
+        return dataclasses.replace(self, spec=fitted(self.spec, rows[0]))
+
+
+def of_tokens(tree) -> Any:
+    """Whether tokens are the first axis: of every array but a head's weights."""
+    return jax.tree.map(
+        lambda x: Head(True, False, False) if isinstance(x, Head) else True,  # pyright: ignore
+        tree,
+        is_leaf=lambda x: isinstance(x, Head),
+    )
+
+
+def fitted(spec: Spec, rows: Rows) -> Spec:
+    """With no larger a chunk than there are rows here."""
+    chunk = checks.check_chunk(spec.chunk, rows.labels.shape[0], spec.columns)
+    return dataclasses.replace(spec, chunk=chunk)
+
+
+def by_tokens(spec: Spec, run: Callable, given: Any, made: Any) -> Callable:
+    """run as it is, or such that XLA may partition its tokens over devices."""
+    return partition.by_tokens(run, given, made) if spec.spread else run
+
+
+def once(run: Callable) -> Callable:
+    """run, differentiable no further; under vmap, one example after another.
+
+    In sequence, because `chunk` must go on bounding the logits that are alive.
+    """
+    guarded = jax.custom_jvp(sequential_vmap(run))
+    guarded.defjvp(_refuse_second_order)
+    return guarded
+
+
+def sum_over_shards(spec: Spec, cotangents) -> Any:
+    """Cotangents of results that jax types as each shard's own, summed over shards."""
+    if not (spec.shards and spec.shards.own_results):
+        return cotangents
+    axes = spec.shards.own_results
+    return jax.tree.map(
+        lambda g: g if isinstance(g, SymbolicZero) else lax.psum(g, axes), cotangents
+    )
+
+
+def check_only_xla(verb: str, implementation: Implementation | None) -> None:
+    """None or "xla"; a backend that exists but has no such verb is refused by name."""
+    choose.check(implementation)
+    if implementation not in (None, "xla"):
+        raise NotImplementedError(
+            f"implementation={implementation!r} has no {verb}: its kernels reduce one "
+            "head's logits to the statistics of token_stats and keep no row of them; "
+            "pass implementation=None"
+        )
+
+
+def record(
+    verb: str,
+    shapes,
+    implementation: Implementation | None,
+    chunk: int,
+    live_bytes: int,
+) -> None:
+    """Enters the call of a verb that only "xla" has in every open `jaxmem.report()`."""
+    why = "named by the caller" if implementation else f"the only one with {verb}"
+    report.record(report.Call(verb, shapes, "xla", why, chunk, live_bytes))
+
+
+def _refuse_second_order(primals, tangents):
+    raise NotImplementedError(
+        "jaxmem: second derivatives of the head are not supported; for a "
+        "Hessian-vector product apply jax.nn.log_softmax to materialised logits"
+    )
+
+
+def _refuse_temperature_gradient(rows):
+    if rows.temperature is not None and rows.temperature.perturbed:
+        raise NotImplementedError(
+            "jaxmem: temperature is not differentiable here; wrap it in "
+            "jax.lax.stop_gradient, or divide hidden (and bias) by it and pass 1"
+        )

@@ -1,0 +1,296 @@
+"""A caller's per-token loss: traced once, then evaluated and differentiated by parts.
+
+What loss_fn closes over becomes an operand, because a derivative's rule may run after
+the trace that a closed-over value belongs to has ended.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.core import Tracer, eval_jaxpr
+from jax.sharding import AbstractMesh
+
+from jaxmem.core import explicit_axes, shards as _shards
+from jaxmem.core.spec import Spec
+from jaxmem.core.stats import Cotangents, TokenStats
+from jaxmem.functional import loss_functions
+
+
+class Operands(NamedTuple):
+    """What the loss is made of besides statistics."""
+
+    per_token: tuple[jax.Array, ...]  # [N, ...]
+    closed: tuple[jax.Array, ...] | None  # closed over by loss_fn; None: no cotangents
+
+
+class Values(NamedTuple):
+    """What is kept of each row, arrays of [N, ...]."""
+
+    loss: jax.Array
+    metrics: dict[str, jax.Array]
+    per_token: tuple[jax.Array | None, ...]  # cotangents; None: not a float, or unasked
+
+
+class Loss:
+    """loss_fn as a function of arrays alone, for one number of rows; static under jit.
+
+    Equal where loss_fn is the same object and its jaxpr reads the same, so that calls
+    outside of jit compile once.
+
+    Attributes:
+        n_rows: how many it takes.
+        fields: names in TokenStats that the loss's derivative depends on.
+        closed: whether it depends on each value that loss_fn closes over.
+    """
+
+    fields: tuple[str, ...]
+    closed: tuple[bool, ...]
+
+    def __init__(self, n_rows, jaxpr, tree, key):
+        self.n_rows = n_rows
+        self._jaxpr, self._tree, self._key = jaxpr, tree, key
+
+    def __call__(
+        self, stats: TokenStats, operands: Operands
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """(loss, metrics) of each row, in the statistics' type."""
+        flat = eval_jaxpr(self._jaxpr, operands.closed, *stats, *operands.per_token)
+        return jax.tree.unflatten(self._tree, flat)
+
+    def __eq__(self, other):
+        return isinstance(other, Loss) and self._key == other._key
+
+    def __hash__(self):
+        return hash(self._key)
+
+
+def trace(
+    loss_fn: Callable, spec: Spec, n_rows: int, per_token: tuple[jax.Array, ...]
+) -> tuple[Loss, Operands]:
+    """loss_fn for so many rows at a time, and what it is to be called with."""
+
+    def checked(stats, *per_token):
+        made = loss_functions.call(loss_fn, stats, per_token, n_rows)
+        return jax.tree.map(lambda x: x.astype(spec.stats_dtype), made)
+
+    stats, rows = _stats_like(spec, n_rows), _examples(spec, n_rows, per_token)
+    jaxpr, made = _jaxpr_of(checked, stats, *rows)
+    operands = Operands(per_token, tuple(map(explicit_axes.automatic, jaxpr.consts)))
+    loss = Loss(n_rows, jaxpr.jaxpr, jax.tree.structure(made), _key(loss_fn, jaxpr))
+    loss.fields, loss.closed = _dependence(loss, spec, operands)
+    return loss, operands
+
+
+def _jaxpr_of(loss_fn, *examples):
+    """The jaxpr of loss_fn, all that it closes over among its constants; its result.
+
+    The verb runs where no axis is explicit, but loss_fn may close over arrays of a mesh
+    that has explicit axes. Its operations get no such types where no mesh is set, and
+    functions that it calls get none where they are traced as part of it.
+    """
+    make = jax.make_jaxpr(loss_fn, return_shape=True)
+    if jax.sharding.get_abstract_mesh().manual_axes:
+        return make(*examples)
+    try:
+        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+            jaxpr, made = make(*examples)
+            inner = list(_inner_consts(jaxpr.jaxpr))
+            if inner or any(map(explicit_axes.is_typed, jaxpr.consts)):
+                with jax.disable_jit():
+                    jaxpr, made = make(*examples)
+    except Exception as error:
+        if type(error).__name__ != "ShardingTypeError":
+            raise
+        raise _closes_over_types() from error
+    _check_calls(jaxpr.jaxpr)
+    return jaxpr, made
+
+
+def _check_calls(jaxpr):
+    """No function within it whose own jaxpr has types of explicit axes."""
+    for equation in jaxpr.eqns:
+        values = (*equation.invars, *equation.outvars)
+        types = (x.aval.sharding.mesh for x in values)
+        if any(map(explicit_axes.explicit_axes, types)) and any(
+            map(_is_jaxpr, jax.tree.leaves(equation.params, is_leaf=_is_jaxpr))
+        ):
+            raise _closes_over_types()
+
+
+def _closes_over_types():
+    return NotImplementedError(
+        "jaxmem: loss_fn closes over an array of a mesh with explicit axes, and uses "
+        "it in control flow, in a function with a derivative of its own, or where it "
+        "is split; pass it as a per-token argument (broadcast to labels' shape), or "
+        "as an argument of a jax.tree_util.Partial, as in Partial(loss_fn, array)"
+    )
+
+
+def evaluate(
+    loss: Loss, row_ids: jax.Array, stats: TokenStats, operands: Operands, n_rows: int
+) -> Values:
+    """Values of some rows; what stats holds for ids from n_rows on is not looked at."""
+    stats, operands, _ = _complete(row_ids, stats, operands, n_rows)
+    losses, metrics = loss(stats, operands)
+    return Values(losses, metrics, (None,) * len(operands.per_token))
+
+
+def differentiate(
+    loss: Loss, row_ids: jax.Array, stats: TokenStats, operands: Operands, n_rows: int
+) -> tuple[Values, Cotangents]:
+    """`evaluate`, and what each row's loss does with what it is made of.
+
+    The cotangents of ids from n_rows on are 0. Any number of rows: where devices share
+    the tokens out, it is not the one that the loss was traced for.
+    """
+    size, pieces = row_ids.shape[0], -(-row_ids.shape[0] // loss.n_rows)
+    if size == loss.n_rows:
+        return _differentiate(loss, row_ids, stats, operands, n_rows)
+
+    def cut(x, fill):
+        x = jnp.pad(x, (0, pieces * loss.n_rows - size), constant_values=fill)
+        return x.reshape(pieces, loss.n_rows)
+
+    made = lax.map(
+        lambda rows: _differentiate(loss, rows[0], rows[1], operands, n_rows),
+        (cut(row_ids, n_rows), jax.tree.map(lambda x: cut(x, 0), stats)),
+    )
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:size], made)
+
+
+def _differentiate(loss, row_ids, stats, operands, n_rows):
+    stats, operands, live = _complete(row_ids, stats, operands, n_rows)
+    fields = {k: getattr(stats, k) for k in loss.fields}
+
+    def run(fields, floats):
+        per_token = _joined(floats, operands.per_token)
+        return loss(stats._replace(**fields), operands._replace(per_token=per_token))
+
+    floats = _floats(operands.per_token)
+    losses, pull, metrics = jax.vjp(run, fields, floats, has_aux=True)
+    # By choice, not by multiplication: 0 · NaN would be NaN.
+    of_fields, of_floats = jax.tree.map(
+        lambda x: jnp.where(_beside(live, x), x, jnp.zeros_like(x)),
+        pull(jnp.ones_like(losses)),
+    )
+    cotangents = Cotangents(*(of_fields.get(k) for k in Cotangents._fields))
+    return Values(losses, metrics, of_floats), cotangents
+
+
+def nothing(
+    loss: Loss, spec: Spec, operands: Operands, n_rows: int, pull: bool
+) -> Values:
+    """Values of rows that are not active; with cotangents if they are to be pulled."""
+    rows = _examples(spec, loss.n_rows, operands.per_token)
+    stats = _stats_like(spec, loss.n_rows)
+    _, metrics = jax.eval_shape(loss, stats, operands._replace(per_token=rows))
+    zeros = jnp.zeros(n_rows, spec.stats_dtype)
+    floats = _floats(operands.per_token)
+    return Values(
+        loss=zeros,
+        metrics={k: zeros for k in metrics},
+        per_token=jax.tree.map(jnp.zeros_like, floats)
+        if pull
+        else (None,) * len(floats),
+    )
+
+
+def _complete(row_ids, stats, operands, n_rows):
+    """Every row; the first one, if it is active, stands in where none is.
+
+    So that loss_fn never sees a number that could not occur: 0 could.
+    """
+    live = row_ids < n_rows
+    row_ids = jnp.where(live, row_ids, row_ids[0])
+    firsts = (jnp.where(live[0], x[0], jnp.zeros_like(x[0])) for x in stats)
+    stats = TokenStats(
+        *(jnp.where(live, x, first) for x, first in zip(stats, firsts, strict=True))
+    )
+    per_token = tuple(x.at[row_ids].get(mode="clip") for x in operands.per_token)
+    return stats, operands._replace(per_token=per_token), live
+
+
+def _dependence(loss, spec, operands):
+    """Fields of TokenStats that the derivative needs; whether it needs each closed."""
+    stats, closed = _stats_like(spec, loss.n_rows), operands.closed
+    rows = _examples(spec, loss.n_rows, operands.per_token)
+
+    def pull(cotangent, stats, closed, rows):
+        def run(fields, floats):
+            given = TokenStats(*_joined(fields, stats))
+            return loss(given, Operands(rows, _joined(floats, closed)))[0]
+
+        return jax.vjp(run, _floats(stats), _floats(closed))[1](cotangent)
+
+    cotangent = stats.logprob
+    jaxpr, shapes = jax.make_jaxpr(pull, return_shape=True)(
+        cotangent, stats, closed, rows
+    )
+    # What does not follow from the loss's cotangent is a constant, 0.
+    reached = {id(jaxpr.jaxpr.invars[0])}
+    for equation in jaxpr.jaxpr.eqns:
+        if any(id(x) in reached for x in equation.invars):
+            reached.update(map(id, equation.outvars))
+    flags = [id(x) in reached for x in jaxpr.jaxpr.outvars]
+    fields, closed = jax.tree.unflatten(jax.tree.structure(shapes), flags)
+    names = zip(TokenStats._fields, fields, strict=True)
+    return tuple(k for k, flag in names if flag), tuple(map(bool, closed))
+
+
+def _key(loss_fn, jaxpr):
+    """Itself alone where jit's cache would keep a tracer alive, or cannot hash."""
+    inner = list(_inner_consts(jaxpr.jaxpr))
+    if any(isinstance(x, Tracer) for x in (*jaxpr.consts, *inner)):
+        return object()
+    try:
+        hash(loss_fn)
+    except TypeError:
+        return object()
+    # The text does not show their values, and the jaxpr keeps them alive.
+    return loss_fn, str(jaxpr), tuple(map(id, inner))
+
+
+def _inner_consts(jaxpr):
+    """What functions within it close over, such as a `jax.jit` of the loss's own."""
+    for equation in jaxpr.eqns:
+        for x in jax.tree.leaves(equation.params, is_leaf=_is_jaxpr):
+            if _is_jaxpr(x):
+                yield from getattr(x, "consts", ())
+                yield from _inner_consts(getattr(x, "jaxpr", x))
+
+
+def _is_jaxpr(x):
+    return hasattr(x, "eqns") or hasattr(x, "jaxpr")
+
+
+def _floats(arrays) -> tuple:
+    """The arrays that have derivatives; None in the place of others."""
+    return tuple(x if jnp.issubdtype(x.dtype, jnp.floating) else None for x in arrays)
+
+
+def _joined(floats, arrays) -> tuple:
+    """arrays, with floats where there are such."""
+    pairs = zip(floats, arrays, strict=True)
+    return tuple(array if x is None else x for x, array in pairs)
+
+
+def _beside(live, x):
+    return live.reshape(live.shape + (1,) * (x.ndim - 1))
+
+
+def _stats_like(spec, n_rows) -> TokenStats:
+    x = _example(spec, n_rows, spec.stats_dtype)
+    return TokenStats(x, x, x, x, _example(spec, n_rows, jnp.bool_))
+
+
+def _examples(spec, n_rows, per_token):
+    return tuple(_example(spec, n_rows, x.dtype, x.shape[1:]) for x in per_token)
+
+
+def _example(spec, n_rows, dtype, shape=()) -> Any:
+    """Rows of the type that they have inside shard_map."""
+    types = _shards.types(spec.varying) if spec.varying else {}
+    return jax.ShapeDtypeStruct((n_rows, *shape), dtype, **types)

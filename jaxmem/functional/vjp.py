@@ -1,0 +1,270 @@
+"""The derivatives of the head: the rules of `token_stats` and of `token_loss`.
+
+`token_stats` cannot know what its outputs are used for, so its backward pass recomputes
+each chunk's logits; unless the head is frozen and the output is one, whose derivative
+with respect to hidden is then a residual that the cotangent scales. `token_loss` knows
+the loss, and computes everything from the same logits.
+
+Over a vocabulary in shards, the rules are those of the whole vocabulary: partial
+statistics are merged before anything follows from them, and where jax types a result as
+each shard's own, the results' cotangents are summed over the shards.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
+
+from jaxmem.backends.protocol import Backend
+from jaxmem.core import shards as _shards, stats as _stats
+from jaxmem.core.operands import (
+    Head,
+    for_active_chunks,
+    outputs,
+    put_all,
+    take,
+    trained as trained_part,
+)
+from jaxmem.core.stats import TokenStats
+from jaxmem.functional import traced_loss
+from jaxmem.functional.rule import (
+    Rule,
+    by_tokens,
+    fitted,
+    of_tokens,
+    once,
+    sum_over_shards,
+)
+from jaxmem.functional.traced_loss import Loss, Operands, Values
+
+# What the backward pass needs of a row besides the logits that it recomputes.
+_SAVED = ("max", "log_sum")
+
+
+@dataclasses.dataclass(frozen=True)
+class BackendRule(Rule):
+    """A rule whose loops are a backend's."""
+
+    backend: Backend
+
+    def outputs(self, source, rows, names) -> dict:
+        """The named fields of `Outputs`, [N], merged over the vocabulary's shards."""
+        forward = self._merged if self.spec.shards else self.backend.forward
+        run = by_tokens(
+            self.spec,
+            lambda s, r: forward(fitted(self.spec, r), s, r, names),
+            (of_tokens(source), True),
+            True,
+        )
+        return once(run)(source, rows)
+
+    def _merged(self, spec, source, rows, names):
+        return outputs(spec, rows, self.backend.statistics(spec, source, rows), names)
+
+
+class StatisticsRule(BackendRule):
+    """Fields of `TokenStats` by name: trained `(source,)`, fixed `(rows,)`."""
+
+    def forward(self, trained, fixed):
+        """As in `Rule`."""
+        (source,), (rows,) = trained, fixed
+        return self.outputs(source, rows, self.spec.outputs)
+
+    def forward_and_save(self, trained, fixed):
+        """As in `Rule`."""
+        (source,), (rows,), spec = trained, fixed, self.spec
+        if spec.keeps_gradient:
+            run = by_tokens(spec, self._with_gradient, (of_tokens(source), True), True)
+            results, dhidden = once(run)(source, rows)
+            return results, (checkpoint_name(dhidden, "jaxmem_dhidden"), rows.active)
+        names = (*spec.outputs, *(k for k in _SAVED if k not in spec.outputs))
+        results, kept = self._forward_and_keep(source, rows, names)
+        results = {k: checkpoint_name(v, f"jaxmem_{k}") for k, v in results.items()}
+        residuals = source, rows, results, kept
+        return {k: results[k] for k in spec.outputs}, residuals
+
+    def backward(self, residuals, cotangents):
+        """As in `Rule`."""
+        cotangents = sum_over_shards(self.spec, cotangents)
+        if self.spec.keeps_gradient:
+            (dhidden, active), (g,) = residuals, cotangents.values()
+            return (_scaled(dhidden, active, g),)
+        source, rows, results, kept = residuals
+        saved = _stats.Outputs(*(results.get(k) for k in _stats.Outputs._fields))
+        given = (cotangents.get(k) for k in _stats.Cotangents._fields)
+        asked = _stats.Cotangents(*map(_unless_zero, given))
+        if all(g is None for g in asked):
+            return (jax.tree.map(jnp.zeros_like, source),)
+        dsource = self._backward(source, rows, saved, asked, kept)
+        return (trained_part(self.spec, dsource),)
+
+    def _with_gradient(self, source, rows):
+        """The one output, and its derivative by hidden, [N, D], in hidden's type."""
+        spec, n_rows = fitted(self.spec, rows), rows.labels.shape[0]
+        (name,) = spec.outputs
+
+        def of_chunk(row_ids, outputs):
+            ones = (row_ids < n_rows).astype(spec.stats_dtype)
+            g = dict.fromkeys(_stats.Cotangents._fields) | {name: ones}
+            return {name: getattr(outputs, name)}, _stats.Cotangents(**g)
+
+        zeros = {name: jnp.zeros(n_rows, spec.stats_dtype)}
+        results, dsource = self.backend.one_pass(spec, source, rows, of_chunk, zeros)
+        return results, dsource.hidden
+
+    def _forward_and_keep(self, source, rows, names):
+        """The outputs, and the exponentials of `residual_rows`, or nothing."""
+        if not self.spec.residual_rows:
+            return self.outputs(source, rows, names), ()
+
+        def keep(source, rows):
+            return self.backend.forward_and_keep(self.spec, source, rows, names)
+
+        results, kept = once(keep)(source, rows)
+        return results, jax.tree.map(lambda x: checkpoint_name(x, "jaxmem_exps"), kept)
+
+    def _backward(self, source, rows, saved, cotangents, kept):
+        backward = self.backend.backward
+        if kept:
+            run = once(functools.partial(backward, self.spec))
+            return run(source, rows, saved, cotangents, kept)
+        of_source = of_tokens(source)
+        run = by_tokens(
+            self.spec,
+            lambda s, r, *other: backward(fitted(self.spec, r), s, r, *other),
+            (of_source, True, True, True),
+            of_source,
+        )
+        return once(run)(source, rows, saved, cotangents)
+
+
+def _scaled(dhidden, active, g):
+    """Cotangent of a frozen head; 0 where g is, or nothing is active, even for NaN."""
+    if isinstance(g, SymbolicZero):
+        return Head(jnp.zeros_like(dhidden), None, None)
+    g = jnp.where(active, g, 0)[:, None]
+    scaled = jnp.where(g == 0, 0, g * dhidden.astype(g.dtype))
+    return Head(scaled.astype(dhidden.dtype), None, None)
+
+
+def _unless_zero(cotangent):
+    return None if isinstance(cotangent, SymbolicZero) else cotangent
+
+
+@dataclasses.dataclass(frozen=True)
+class LossRule(BackendRule):
+    """A loss known inside the pass.
+
+    trained is `(source, per_token, count)`, fixed is `(rows, closed)`. The result is
+    the sum of the active rows' losses divided by count, and metrics [N] by name, which
+    are constants.
+    """
+
+    loss: Loss
+
+    def forward(self, trained, fixed):
+        """As in `Rule`."""
+        (source, per_token, count), (rows, closed) = trained, fixed
+        stats = self.outputs(source, rows, TokenStats._fields)
+        operands = Operands(per_token, closed)
+        run = by_tokens(self.spec, self._values, (True, True, _FLAGS), True)
+        values = once(run)(stats, rows, operands)
+        return jnp.sum(values.loss) / count, values.metrics
+
+    def forward_and_save(self, trained, fixed):
+        """As in `Rule`."""
+        (source, per_token, count), (rows, closed) = trained, fixed
+        of_source = of_tokens(source)
+        given, made = (of_source, True, _FLAGS, False), (True, of_source)
+        run = once(by_tokens(self.spec, self._one_pass, given, made))
+        values, dsource = run(source, rows, Operands(per_token, closed), count)
+        dsource = trained_part(self.spec, dsource)
+        # The cotangents' types, of what is still in the sums'.
+        kept = trained_part(self.spec, source)
+        types = jax.tree.map(lambda x: jnp.zeros(0, x.dtype), kept)
+        total = jnp.sum(values.loss) / count
+        return (total, values.metrics), (dsource, types, values.per_token, total, count)
+
+    def backward(self, residuals, cotangents):
+        """As in `Rule`."""
+        dsource, types, dper_token, total, count = residuals
+        g, _ = cotangents
+        if isinstance(g, SymbolicZero):
+            zero = jax.tree.map(
+                lambda x, like: jnp.zeros_like(x, like.dtype), dsource, types
+            )
+            return zero, *jax.tree.map(jnp.zeros_like, (dper_token, count))
+        g_head = sum_over_shards(self.spec, g)
+        g_head = g_head if self._divides_early else g_head / count
+        dsource = jax.tree.map(functools.partial(_scale, g_head), dsource, types)
+        of_rows = functools.partial(_scale, g / count)
+        dper_token = jax.tree.map(of_rows, dper_token, dper_token)
+        return dsource, dper_token, -g * total / count
+
+    def refuse(self, fixed):
+        """As in `Rule`; also a gradient of what loss_fn closes over."""
+        super().refuse(fixed)
+        for matters, x in zip(self.loss.closed, fixed[1], strict=True):
+            if matters and x.perturbed:
+                kind = f"{x.value.dtype}{list(x.value.shape)}"
+                raise NotImplementedError(
+                    f"jaxmem: loss_fn closes over an array, {kind}, that is being "
+                    "differentiated; pass it as a per-token argument (broadcast to "
+                    "labels' shape), or wrap it in jax.lax.stop_gradient"
+                )
+
+    @property
+    def _divides_early(self):
+        """Whether cotangents are divided by the count before they meet the logits.
+
+        No scale is left for the gradients then; but float16 would lose small
+        derivatives.
+        """
+        return self.spec.compute_dtype != jnp.float16
+
+    def _values(self, stats, rows, operands) -> Values:
+        """The loss and its metrics from statistics [N], for as many as was traced."""
+        loss, n_rows = self.loss, rows.labels.shape[0]
+
+        def chunk(row_ids, values):
+            fields = (take(stats[k], row_ids) for k in TokenStats._fields)
+            here = traced_loss.evaluate(
+                loss, row_ids, TokenStats(*fields), operands, n_rows
+            )
+            return put_all(values, row_ids, here)
+
+        zeros = traced_loss.nothing(loss, self.spec, operands, n_rows, pull=False)
+        zeros = _shards.vary(zeros, self.spec.varying)
+        return for_active_chunks(loss.n_rows, rows.active, chunk, zeros)
+
+    def _one_pass(self, source, rows, operands, count) -> tuple[Values, Any]:
+        spec, n_rows = fitted(self.spec, rows), rows.labels.shape[0]
+
+        def of_chunk(row_ids, outputs):
+            stats = TokenStats(*(getattr(outputs, k) for k in TokenStats._fields))
+            values, g = traced_loss.differentiate(
+                self.loss, row_ids, stats, operands, n_rows
+            )
+            if self._divides_early:
+                g = jax.tree.map(lambda x: x / count, g)
+            return values, g
+
+        zeros = traced_loss.nothing(self.loss, spec, operands, n_rows, pull=True)
+        values, dsource = self.backend.one_pass(spec, source, rows, of_chunk, zeros)
+        if spec.spread and self._divides_early:  # half the bytes to sum over devices
+            kept = trained_part(spec, source)
+            dsource = jax.tree.map(lambda x, like: x.astype(like.dtype), dsource, kept)
+        return values, dsource
+
+
+_FLAGS = Operands(True, False)  # pyright: ignore  # tokens are the first axis of
+
+
+def _scale(by, x, like):
+    wide = np.promote_types(by.dtype, x.dtype)
+    return (by.astype(wide) * x.astype(wide)).astype(like.dtype)

@@ -1,0 +1,399 @@
+"""What a drop-in head does with its weights; the same for every kind of Flax module."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import Tracer
+from jax.sharding import Mesh, PartitionSpec
+from jax.typing import ArrayLike, DTypeLike
+
+from jaxmem.backends import choose
+from jaxmem.core import checks
+from jaxmem.core.explicit_axes import merged, spec_of, with_automatic_axes
+from jaxmem.core.options import AxisName, Chunk, Implementation, Layout
+from jaxmem.core.stats import TokenStats
+from jaxmem.functional import api
+from jaxmem.functional.selected import support_logprobs
+from jaxmem.functional.single_pass import token_loss
+from jaxmem.sharding import parallel
+
+
+class Weights(NamedTuple):
+    """Raw arrays, out of their module before anything is traced over them."""
+
+    W: jax.Array  # as stored: [V, D] for layout "vd", [D, V] for "dv"
+    layout: Layout
+    bias: jax.Array | None  # [V]
+    dtype: DTypeLike | None  # compute type; None: promoted from hidden and weights
+    names: tuple = ()  # mesh axes of W's two axes, where its metadata tell
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadSharding:
+    """How a head's verbs share their work out; see `jaxmem.sharding.parallel`.
+
+    Attributes:
+        mesh: devices; None: those of `jax.set_mesh`.
+        tokens: mesh axes that split hidden and labels.
+        vocab: mesh axes that split the vocabulary; None: those that the weights'
+            metadata name (of nnx.with_partitioning, of Linen's logical axes).
+        W_fsdp: mesh axes along which the weights are stored in parts; likewise.
+    """
+
+    mesh: Mesh | None = None
+    tokens: AxisName | PartitionSpec | None = None
+    vocab: AxisName | None = None
+    W_fsdp: AxisName | None = None
+
+    def apply(self, verb: Callable, weights: Weights) -> Callable:
+        """The verb on this mesh.
+
+        Raises:
+            ValueError: there is no mesh.
+        """
+        mesh = self.mesh or jax.sharding.get_abstract_mesh()
+        if mesh.empty:
+            raise ValueError(
+                "sharding.mesh must be given where jax.set_mesh has named none"
+            )
+        names = weights.names[:: 1 if weights.layout == "vd" else -1]
+        vocab, W_fsdp = names or (None, None)
+        return parallel(
+            verb,
+            mesh,
+            tokens=self.tokens,
+            vocab=vocab if self.vocab is None else self.vocab,
+            W_fsdp=W_fsdp if self.W_fsdp is None else self.W_fsdp,
+        )
+
+
+class HeadVerbs:
+    """Logits, and everything that needs none, of a module that knows its weights.
+
+    A subclass says how to find the arrays (`_weights`); options are its attributes.
+    """
+
+    softcap: float | None
+    chunk: Chunk
+    vocab_size: int | None
+    implementation: Implementation | None
+    sharding: HeadSharding | None
+
+    def _weights(self, depth: int) -> Weights:
+        raise NotImplementedError
+
+    def __call__(self, hidden: ArrayLike) -> jax.Array:
+        """Logits, for sampling: the one method that builds them.
+
+            z = h W + bias,   then softcap·tanh(z / softcap) where there is a softcap
+
+        Args:
+            hidden: final hidden states [..., D].
+
+        Returns:
+            [..., V] in the compute type, the numbers that the plain Flax layer gives
+            where there is no softcap; -inf in columns from vocab_size on.
+
+        **Memory**: the result, tokens · V.
+        """
+        hidden, weights = self._prepare(hidden)
+        return _logits(hidden, weights, self.softcap, self.vocab_size)
+
+    def logprobs(
+        self,
+        hidden: ArrayLike,
+        labels: ArrayLike,
+        where: ArrayLike | None = None,
+        temperature: ArrayLike = 1.0,
+    ) -> jax.Array:
+        """Log-probability of each label, without the logits; see `jaxmem.logprobs`.
+
+            out = z[label] - ln Σ_v e^(z_v),   z = head(h) / temperature       (nats)
+
+        Args:
+            hidden: final hidden states [..., D].
+            labels: token ids [...]; negative marks padding.
+            where: booleans that broadcast to labels; False masks a token.
+            temperature: positive scalar or one a token, [...]; not differentiable.
+
+        Returns:
+            float32 [...]; 0, with a gradient of 0, where masked.
+
+        **Memory**: that of `jaxmem.logprobs`, with the head's chunk.
+        """
+        return self._run(
+            api.logprobs, hidden, labels, where=where, temperature=temperature
+        )
+
+    def token_stats(
+        self,
+        hidden: ArrayLike,
+        labels: ArrayLike,
+        where: ArrayLike | None = None,
+        temperature: ArrayLike = 1.0,
+    ) -> TokenStats:
+        """All that one pass tells of each token; see `jaxmem.token_stats`.
+
+        Args:
+            hidden: final hidden states [..., D].
+            labels: token ids [...]; negative marks padding.
+            where: booleans that broadcast to labels; False masks a token.
+            temperature: positive scalar or one a token, [...]; not differentiable.
+
+        Returns:
+            `TokenStats(logprob, entropy, logsumexp, sum_pi_squared, is_argmax)` of
+            labels' shape; 0 (False) where masked.
+
+        **Memory**: that of `jaxmem.token_stats`, with the head's chunk.
+        """
+        return self._run(
+            api.token_stats, hidden, labels, where=where, temperature=temperature
+        )
+
+    def entropy(
+        self,
+        hidden: ArrayLike,
+        where: ArrayLike | None = None,
+        temperature: ArrayLike = 1.0,
+    ) -> jax.Array:
+        """Entropy of each token's softmax, without the logits; see `jaxmem.entropy`.
+
+            out = -Σ_v p_v ln p_v,   p = softmax(head(h) / temperature)        (nats)
+
+        Args:
+            hidden: final hidden states [..., D].
+            where: booleans that broadcast to the tokens; False masks one.
+            temperature: positive scalar or one a token, [...]; not differentiable.
+
+        Returns:
+            float32 [...]; 0 where masked.
+
+        **Memory**: that of `jaxmem.entropy`, with the head's chunk.
+        """
+        return self._run(api.entropy, hidden, where=where, temperature=temperature)
+
+    def loss(
+        self,
+        hidden: ArrayLike,
+        labels: ArrayLike,
+        where: ArrayLike | None = None,
+        normalizer: ArrayLike | None = None,
+        z_loss: float = 0.0,
+    ) -> jax.Array:
+        """Mean cross-entropy over the tokens that count, without the logits.
+
+            out = Σ_t (-logprob_t + z_loss · logsumexp_t²) / normalizer        (nats)
+
+        Args:
+            hidden: final hidden states [..., D].
+            labels: the next token ids [...]; negative marks padding.
+            where: booleans that broadcast to labels; False masks a token.
+            normalizer: what the sum is divided by, for instance the token count of
+                the global batch; 0 counts as 1. None: the tokens not masked here.
+            z_loss: weight of the squared logsumexp, which keeps logits from drifting.
+
+        Returns:
+            float32 scalar; 0, with gradients of 0, if every token is masked.
+
+        **Memory**: that of `jaxmem.token_loss`, with the head's chunk: loss and
+        gradients come from one pass, three products, or two where W is frozen.
+
+        Raises:
+            TypeError, ValueError: as `jaxmem.logprobs`; or a normalizer or z_loss that
+                is not a scalar, or is negative.
+
+        Reference: the z-loss is that of Chowdhery et al., "PaLM", 2022,
+        arXiv:2204.02311, section 5.
+        """
+        _check_scalar("z_loss", z_loss)
+        if normalizer is not None:
+            _check_scalar("normalizer", normalizer)
+        if _is_zero(z_loss):
+            loss_fn, per_token = _cross_entropy, ()
+        else:  # an operand: it may be traced, and differentiated
+            loss_fn = _cross_entropy_and_z_loss
+            per_token = (jnp.broadcast_to(jnp.asarray(z_loss), jnp.shape(labels)),)
+        return self.token_loss(
+            loss_fn, hidden, labels, *per_token, where=where, normalizer=normalizer
+        )[0]
+
+    def token_loss(
+        self,
+        loss_fn: Callable,
+        hidden: ArrayLike,
+        labels: ArrayLike,
+        *per_token: ArrayLike,
+        where: ArrayLike | None = None,
+        normalizer: ArrayLike | None = None,
+        temperature: ArrayLike = 1.0,
+        frozen_head: bool = False,
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """A loss of each token's statistics, with its gradient in the same pass.
+
+            loss = Σ_t loss_fn(stats_t, *per_token_t) / normalizer
+
+        Args:
+            loss_fn: see `jaxmem.token_loss`.
+            hidden: final hidden states [..., D].
+            labels: token ids [...]; negative marks padding.
+            per_token: what else the loss is made of, [...] or [..., K] each.
+            where: booleans that broadcast to labels; False masks a token.
+            normalizer: what the sum is divided by; None: the tokens that count here.
+            temperature: positive scalar or one a token, [...]; not differentiable.
+            frozen_head: there is no gradient of the head's weights.
+
+        Returns:
+            (loss, metrics): a float32 scalar, and what loss_fn calls metrics, [...].
+
+        **Memory**: that of `jaxmem.token_loss`, with the head's chunk.
+        """
+        verb = functools.partial(token_loss, loss_fn)
+        return self._run(
+            verb,
+            hidden,
+            labels,
+            *per_token,
+            where=where,
+            normalizer=normalizer,
+            temperature=temperature,
+            frozen_head=frozen_head,
+        )
+
+    def support_logprobs(
+        self,
+        hidden: ArrayLike,
+        labels: ArrayLike,
+        support_ids: ArrayLike,
+        where: ArrayLike | None = None,
+        temperature: ArrayLike = 1.0,
+    ) -> jax.Array:
+        """Log-probability of each label among the tokens that it was sampled from.
+
+            out = z[label] - ln Σ_(v in support) e^(z_v)                       (nats)
+
+        Args:
+            hidden: final hidden states [..., D].
+            labels: token ids [...]; negative marks padding.
+            support_ids: the support of each token, [..., K]; negative ids fill it up.
+            where: booleans that broadcast to labels; False masks a token.
+            temperature: positive scalar or one a token, [...]; not differentiable.
+
+        Returns:
+            float32 [...]; 0 where masked.
+
+        **Memory**: that of `jaxmem.support_logprobs`, with chunk="auto".
+        """
+        return self._run(
+            support_logprobs,
+            hidden,
+            labels,
+            support_ids,
+            chunk="auto",
+            where=where,
+            temperature=temperature,
+        )
+
+    def _run(self, verb, hidden, *per_token, **keywords):
+        hidden, weights = self._prepare(hidden)
+        options = {
+            "chunk": self.chunk,
+            "softcap": self.softcap,
+            "bias": weights.bias,
+            "vocab_size": self.vocab_size,
+            "layout": weights.layout,
+            "implementation": self.implementation,
+        }
+        if self.sharding:
+            verb = self.sharding.apply(verb, weights)
+        return verb(hidden, weights.W, *per_token, **options | keywords)
+
+    def _prepare(self, hidden) -> tuple[jax.Array, Weights]:
+        """hidden in the compute type, and the weights as they are stored."""
+        hidden = checks.as_array("hidden", hidden)
+        checks.check_hidden(hidden)
+        weights = self._weights(hidden.shape[-1])
+        depth = weights.W.shape[1 if weights.layout == "vd" else 0]
+        if hidden.shape[-1] != depth:
+            raise ValueError(
+                f"hidden must be [..., {depth}], as the head's weights are, got shape "
+                f"{hidden.shape}"
+            )
+        return jnp.asarray(hidden).astype(_compute_dtype(hidden, weights)), weights
+
+
+def check_options(
+    columns: int, dtype: Any, softcap: Any, chunk: Any, vocab_size: Any,
+    implementation: Any,
+) -> None:  # fmt: skip
+    """Refuses, when a head is made, what its every call would refuse."""
+    if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"dtype must be a floating type, got {jnp.dtype(dtype)}")
+    checks.check_softcap(softcap)
+    checks.check_chunk(chunk, tokens=1, columns=columns)
+    checks.check_vocab_size(vocab_size, columns)
+    choose.check(implementation)
+
+
+def _compute_dtype(hidden, weights):
+    if weights.dtype is not None:
+        return weights.dtype
+    arrays = [x for x in (hidden, weights.W, weights.bias) if x is not None]
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.result_type(*arrays)
+
+
+def _sharding_of_logits(arguments):
+    """As tokens are, and as the vocabulary is along the axes that shard no tokens."""
+    tokens, weights = spec_of(arguments["hidden"], 1), arguments["weights"]
+    of_W = spec_of(weights.W)[0 if weights.layout == "vd" else 1 :][:1]
+    before = (None,) * len(tokens)
+    return merged(tokens, (*before, *of_W), (*before, *spec_of(weights.bias)))
+
+
+@with_automatic_axes(_sharding_of_logits)
+def _logits(hidden, weights, softcap, vocab_size):
+    """Exactly the operations of nnx.Linear and nn.Dense, so that no number differs."""
+    contract = ((hidden.ndim - 1,), (1 if weights.layout == "vd" else 0,))
+    z = lax.dot_general(hidden, weights.W.astype(hidden.dtype), (contract, ((), ())))
+    if weights.bias is not None:
+        z = z + weights.bias.astype(z.dtype).reshape((1,) * (z.ndim - 1) + (-1,))
+    if softcap is not None:
+        z = _capped(z, softcap)
+    return _without_padding(z, vocab_size)
+
+
+def _capped(z, softcap):
+    wide = z.astype(np.promote_types(z.dtype, np.float32))
+    return (softcap * jnp.tanh(wide / softcap)).astype(z.dtype)
+
+
+def _without_padding(z, vocab_size):
+    if vocab_size is None or vocab_size == z.shape[-1]:
+        return z
+    column = lax.broadcasted_iota(jnp.int32, z.shape, z.ndim - 1)
+    return jnp.where(column < vocab_size, z, jnp.asarray(-jnp.inf, z.dtype))
+
+
+def _cross_entropy(stats):
+    return -stats.logprob
+
+
+def _cross_entropy_and_z_loss(stats, weight):
+    return weight.astype(stats.logsumexp.dtype) * stats.logsumexp**2 - stats.logprob
+
+
+def _check_scalar(name, value):
+    if np.shape(value) != ():
+        raise ValueError(f"{name} must be a scalar, got shape {np.shape(value)}")
+    if not isinstance(value, Tracer) and not np.asarray(value) >= 0:
+        raise ValueError(f"{name} must not be negative, got {value}")
+
+
+def _is_zero(value):
+    return not isinstance(value, Tracer) and np.asarray(value) == 0

@@ -1,0 +1,84 @@
+"""The heads of Tunix's own models, and the hidden states that reach them."""
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxmem.integrations._head import Head
+
+
+def head_of(model: Any) -> Head | str:
+    """The head of a model; or the reason why it cannot be served.
+
+    A model of another package is served if it has the methods `jaxmem_head()`, which
+    returns what this function does, and `jaxmem_hidden_states(*args, **kwargs)`, which
+    takes the arguments of the model and returns the states [B, T, D] of its head.
+    """
+    if hasattr(model, "jaxmem_head"):
+        return model.jaxmem_head()
+    names = [kind.__module__ for kind in type(model).__mro__]
+    if not any(name.startswith("tunix.models.") for name in names):
+        return f"{type(model).__name__} is none of Tunix's own models"
+    owner, _ = _projection(model)
+    if any("lora" in name or "quant" in name for name in vars(owner)):
+        return f"the head of {type(model).__name__} has LoRA, or is quantised"
+    untied = owner is not model.embedder
+    if untied and owner.einsum_str != "BTD,DV->BTV":
+        return f"the head of {type(model).__name__} computes {owner.einsum_str}"
+    W = owner.w[...] if untied else owner.input_embedding[...]
+    if not isinstance(W, jax.Array):
+        return f"the head of {type(model).__name__} is no plain array"
+    softcap = getattr(model, "final_logits_softcap", None)
+    softcap = softcap or getattr(model.config, "final_logit_softcap", None)
+    dtype = getattr(owner, "dtype", None)
+    dtype = dtype or getattr(model.config, "dtype", None) or W.dtype
+    return Head(W, "dv" if untied else "vd", dtype, softcap=softcap)
+
+
+def hidden_states(model: Any, *args: Any, **kwargs: Any) -> jax.Array:
+    """Call a model up to its head: the states [B, T, D] that it multiplies by W."""
+    if hasattr(model, "jaxmem_hidden_states"):
+        return model.jaxmem_hidden_states(*args, **kwargs)
+    with _stopped_at(*_projection(model)) as found:
+        model(*args, **kwargs)
+    (hidden,) = found
+    return hidden
+
+
+def takes_segment_ids(model: Any) -> bool:
+    """Whether the model's call has an argument `segment_ids`."""
+    parameters = inspect.signature(model.__call__).parameters.values()
+    return any(p.name == "segment_ids" or p.kind == p.VAR_KEYWORD for p in parameters)
+
+
+def _projection(model: Any) -> tuple[Any, str]:
+    """The module that makes logits, and its method."""
+    if hasattr(model, "lm_head"):
+        return model.lm_head, "__call__"
+    return model.embedder, "decode"
+
+
+@contextlib.contextmanager
+def _stopped_at(owner: Any, method: str) -> Iterator[list[jax.Array]]:
+    """Record the argument of one module's method, which returns a placeholder."""
+    kind = type(owner)
+    original = getattr(kind, method)
+    found: list[jax.Array] = []
+
+    @functools.wraps(original)
+    def keep(self: Any, x: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
+        if self is not owner:  # a class may serve layers, too
+            return original(self, x, *args, **kwargs)
+        found.append(x)
+        return jnp.zeros((*x.shape[:-1], 1), x.dtype)
+
+    setattr(kind, method, keep)
+    try:
+        yield found
+    finally:
+        setattr(kind, method, original)

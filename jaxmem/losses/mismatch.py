@@ -1,0 +1,118 @@
+"""How far the trainer's log-probabilities are from the sampler's."""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jax.typing import ArrayLike
+
+from jaxmem.core import checks
+from jaxmem.core.explicit_axes import with_automatic_axes
+from jaxmem.losses.ratios import as_tokens, kl_k1, kl_k3
+
+
+class MismatchReport(NamedTuple):
+    """Scalars; float32 but for the count, and all 0 where no token counts.
+
+    Attributes:
+        tokens: how many count, int32.
+        mean: of |Δ| in nats, Δ = train_logp - rollout_logp.
+        p95: 95th percentile of |Δ|, interpolated between its two neighbours.
+        max: of |Δ|.
+        outside_1_25: share of tokens whose ratio e^Δ is outside [1/1.25, 1.25].
+        outside_2: share of tokens whose ratio is outside [1/2, 2].
+        k1: mean of -Δ, estimates KL(rollout ‖ train).
+        k3: mean of e^Δ - 1 - Δ, estimates the same, and is never negative.
+    """
+
+    tokens: jax.Array
+    mean: jax.Array
+    p95: jax.Array
+    max: jax.Array
+    outside_1_25: jax.Array
+    outside_2: jax.Array
+    k1: jax.Array
+    k3: jax.Array
+
+
+@with_automatic_axes(lambda _: PartitionSpec())
+def mismatch_report(
+    train_logp: ArrayLike, rollout_logp: ArrayLike, where: ArrayLike | None = None
+) -> MismatchReport:
+    """How far the trainer's log-probabilities are from the sampler's.
+
+        Δ = train_logp - rollout_logp
+
+    Both of the same tokens under the same weights; what remains is the difference of
+    two implementations. Runs under jit.
+
+    Args:
+        train_logp: what `jaxmem.logprobs` says of each token [...].
+        rollout_logp: what the sampler said of it [...].
+        where: booleans that broadcast to the tokens; False leaves a token out, even
+            if it is NaN.
+
+    Returns:
+        A `MismatchReport` of scalars: tokens, mean, p95, max, outside_1_25, outside_2,
+        k1, k3. In k3, Δ is clamped to ±20.
+
+    **Memory**: some arrays of the tokens, one of them sorted.
+
+    Raises:
+        TypeError, ValueError: shapes that disagree, a where that is not boolean.
+
+    >>> import jax.numpy as jnp, jaxmem
+    >>> train, rollout = jnp.array([-1.0, -2.0, -0.5]), jnp.array([-1.0, -1.0, 9.0])
+    >>> found = jaxmem.mismatch_report(train, rollout, jnp.array([True, True, False]))
+    >>> print(found.tokens, found.mean, found.max, found.outside_2, found.k1)
+    2 0.5 1.0 0.5 0.5
+
+    Reference: k1 and k3, Schulman, "Approximating KL Divergence", 2020,
+    joschu.net/blog.
+    """
+    train, rollout = as_tokens(train_logp=train_logp, rollout_logp=rollout_logp)
+    if where is None:
+        where = jnp.ones(train.shape, bool)
+    where = checks.as_array("where", where)
+    checks.check_where(where, train.shape)
+    where = jnp.broadcast_to(where, train.shape)
+    train, rollout = jnp.where(where, train, 0), jnp.where(where, rollout, 0)
+    tokens = jnp.sum(where, dtype=jnp.int32)
+    distance = jnp.abs(train - rollout)
+
+    def mean(x):
+        return jnp.sum(jnp.where(where, x, 0)) / jnp.maximum(tokens, 1).astype(x.dtype)
+
+    return MismatchReport(
+        tokens=tokens,
+        mean=mean(distance),
+        p95=_p95(distance, where, tokens),
+        max=jnp.max(distance, initial=0),
+        outside_1_25=mean(_outside(distance, 1.25)),
+        outside_2=mean(_outside(distance, 2.0)),
+        k1=mean(kl_k1(rollout, train)),
+        k3=mean(kl_k3(rollout, train)),
+    )
+
+
+def _outside(distance, ratio):
+    """1 where the ratio is outside [1/ratio, ratio], or is NaN."""
+    return 1.0 - (distance <= math.log(ratio)).astype(distance.dtype)
+
+
+def _p95(distance, where, tokens):
+    """Between the neighbours of rank 0.95 (n - 1), which integers hold for any n."""
+    if distance.size == 0:
+        return jnp.zeros((), distance.dtype)
+    ranked = jnp.sort(jnp.where(where, distance, jnp.inf), axis=None)
+    hundreds, rest = jnp.divmod(jnp.maximum(tokens - 1, 0), 100)
+    whole, share = jnp.divmod(95 * rest, 100)
+    below = 95 * hundreds + whole
+    low, high = ranked[below], ranked[below + (share > 0).astype(below.dtype)]
+    between = low + (high - low) * (share.astype(ranked.dtype) / 100)
+    between = jnp.where(low == high, low, between)  # of infinities, too
+    # NaN sorts last, behind the tokens left out.
+    between = jnp.where(jnp.isnan(jnp.max(distance, initial=0)), jnp.nan, between)
+    return jnp.where(tokens > 0, between, 0)

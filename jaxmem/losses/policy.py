@@ -1,0 +1,297 @@
+"""Losses of a policy's tokens: by how much to move each log-probability, and when not.
+
+With r = e^(logprob - old_logprob) and advantage A, PPO and its kin are -A·r with r
+clipped on the side that the sign of A chooses: the min of two products, said with one.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import ArrayLike
+
+from jaxmem.losses.ratios import (
+    Coefficient,
+    as_coefficient,
+    as_tokens,
+    clamp,
+    kl_k3,
+)
+
+
+def policy_gradient(logprob: ArrayLike, advantages: ArrayLike) -> jax.Array:
+    """REINFORCE: the log-probability, weighted by how good the token was.
+
+        out = -A · logprob
+
+    Args:
+        logprob: under the policy being updated [...], which sampled the tokens.
+        advantages: A, constants [...]; a sequence's, at each of its tokens.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxmem import losses
+    >>> losses.policy_gradient(jnp.array([-1.0, -2.0]), jnp.array([0.5, -0.5]))
+    Array([ 0.5, -1. ], dtype=float32)
+
+    Reference: Williams, "Simple statistical gradient-following algorithms for
+    connectionist reinforcement learning", 1992.
+    """
+    lp, advantages = as_tokens(logprob=logprob, advantages=advantages)
+    return -lax.stop_gradient(advantages) * lp
+
+
+def ppo_clip(
+    logprob: ArrayLike,
+    old_logprob: ArrayLike,
+    advantages: ArrayLike,
+    *,
+    clip_low: Coefficient = 0.2,
+    clip_high: Coefficient = 0.2,
+    dual_clip: Coefficient | None = None,
+) -> jax.Array:
+    """PPO's clipped surrogate, with the dual clip if asked.
+
+        r = e^(logprob - old_logprob)
+        out = -min(r·A, clip(r, 1 - clip_low, 1 + clip_high)·A)
+        out = min(out, -dual_clip·A)  where A < 0
+
+    That is -A·r with r clipped at 1 + clip_high where A > 0, and to [1 - clip_low,
+    dual_clip] where A < 0; where it is clipped, the gradient is exactly 0.
+
+    Args:
+        logprob: under the policy being updated [...].
+        old_logprob: under the policy that sampled, a constant [...].
+        advantages: A, constants [...].
+        clip_low: how far below 1 a ratio may pull, in [0, 1].
+        clip_high: how far above 1.
+        dual_clip: largest ratio of a token with A < 0, above 1 (3 is common); None
+            for none but e^20.
+
+    Raises:
+        ValueError: shapes that disagree, a coefficient out of its range.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxmem import losses
+    >>> ratio, A = jnp.array([1.1, 1.5, 1.5, 5.0]), jnp.array([1.0, 1.0, -1.0, -1.0])
+    >>> out = losses.ppo_clip(jnp.log(ratio), jnp.zeros(4), A, dual_clip=3.0)
+    >>> [round(float(x), 4) for x in out]
+    [-1.1, -1.2, 1.5, 3.0]
+
+    Reference: Schulman et al., 2017, arXiv:1707.06347; dual clip, Ye et al., 2019,
+    arXiv:1912.09729.
+    """
+    lp, old, A = as_tokens(
+        logprob=logprob, old_logprob=old_logprob, advantages=advantages
+    )
+    return _clipped(lp - lax.stop_gradient(old), A, clip_low, clip_high, dual_clip)
+
+
+def grpo(
+    logprob: ArrayLike,
+    old_logprob: ArrayLike,
+    ref_logprob: ArrayLike,
+    advantages: ArrayLike,
+    *,
+    clip_low: Coefficient = 0.2,
+    clip_high: Coefficient = 0.2,
+    beta: Coefficient = 0.04,
+) -> jax.Array:
+    """GRPO: PPO's surrogate and the distance to a reference.
+
+        out = ppo_clip(logprob, old_logprob, A) + beta · kl_k3(logprob, ref_logprob)
+
+    With A of `grpo_advantages` and averaged with `sequence_mean_weights`. Without a
+    reference, `ppo_clip` is all of it.
+
+    Args:
+        logprob: under the policy being updated [...].
+        old_logprob: under the policy that sampled, a constant [...].
+        ref_logprob: under the reference, a constant [...].
+        advantages: of the sequence, at each of its tokens [...].
+        clip_low: as in `ppo_clip`.
+        clip_high: as in `ppo_clip`.
+        beta: weight of the KL term.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxmem import losses
+    >>> lp, ref, A = jnp.array([-1.0]), jnp.array([-2.0]), jnp.array([0.5])
+    >>> print(f"{losses.grpo(lp, lp, ref, A)[0]:.4f}")
+    -0.4853
+
+    Reference: Shao et al., 2024, arXiv:2402.03300.
+    """
+    surrogate = ppo_clip(
+        logprob, old_logprob, advantages, clip_low=clip_low, clip_high=clip_high
+    )
+    beta = as_coefficient("beta", beta, 0, tokens=surrogate.shape)
+    lp, ref = as_tokens(logprob=logprob, ref_logprob=ref_logprob)
+    return surrogate + beta * kl_k3(lp, lax.stop_gradient(ref))
+
+
+def dr_grpo(
+    logprob: ArrayLike,
+    old_logprob: ArrayLike,
+    advantages: ArrayLike,
+    *,
+    clip_low: Coefficient = 0.2,
+    clip_high: Coefficient = 0.2,
+) -> jax.Array:
+    """Dr. GRPO: GRPO without its bias towards long wrong answers and uneven prompts.
+
+        out = ppo_clip(logprob, old_logprob, A),   A = r - mean(r)
+
+    The loss of a token is PPO's; what differs is around it. Advantages are those of
+    `grpo_advantages(..., normalize_std=False)`, and the sum over all tokens is divided
+    by a constant, the number of sequences times the longest answer allowed, instead of
+    by each answer's own length. Args are those of `ppo_clip`.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxmem import losses
+    >>> A = losses.grpo_advantages(jnp.array([[1.0, 0.0]]), normalize_std=False)
+    >>> losses.dr_grpo(jnp.zeros((1, 2)), jnp.zeros((1, 2)), A)
+    Array([[-0.5,  0.5]], dtype=float32)
+
+    Reference: Liu et al., 2025, arXiv:2503.20783.
+    """
+    return ppo_clip(
+        logprob, old_logprob, advantages, clip_low=clip_low, clip_high=clip_high
+    )
+
+
+def dapo(
+    logprob: ArrayLike,
+    old_logprob: ArrayLike,
+    advantages: ArrayLike,
+    *,
+    clip_low: Coefficient = 0.2,
+    clip_high: Coefficient = 0.28,
+) -> jax.Array:
+    """DAPO: PPO's surrogate with more room to raise an unlikely token.
+
+        out = -min(r·A, clip(r, 1 - clip_low, 1 + clip_high)·A),   clip_high > clip_low
+
+    A mean over tokens: divide the sum by the tokens of the whole step. Groups whose
+    rewards are all equal, which DAPO samples anew, have advantage 0. Args are those of
+    `ppo_clip`.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxmem import losses
+    >>> ratio, A = jnp.array([1.5, 0.5]), jnp.array([1.0, -1.0])
+    >>> [round(float(x), 4) for x in losses.dapo(jnp.log(ratio), jnp.zeros(2), A)]
+    [-1.28, 0.8]
+
+    Reference: Yu et al., 2025, arXiv:2503.14476.
+    """
+    return ppo_clip(
+        logprob, old_logprob, advantages, clip_low=clip_low, clip_high=clip_high
+    )
+
+
+def gspo(
+    logprob: ArrayLike,
+    sequence_log_ratio: ArrayLike,
+    advantages: ArrayLike,
+    *,
+    clip_low: Coefficient = 3e-4,
+    clip_high: Coefficient = 4e-4,
+) -> jax.Array:
+    """GSPO: one ratio, and one decision to clip, for all tokens of a sequence.
+
+        s = e^sequence_log_ratio · p / stop_gradient(p),   p = e^logprob
+        out = -min(s·A, clip(s, 1 - clip_low, 1 + clip_high)·A)
+
+    GSPO-token, of GSPO's value and gradient where a sequence has one advantage; for
+    averaging with `sequence_mean_weights`. The ratio couples tokens: it comes from
+    `sequence_log_ratio` and a forward-only pass (2NVD) under the same weights, after
+    which this loss goes into `token_loss` (6NVD); or, on log-probabilities of
+    `jaxmem.logprobs`, from these (8NVD in all). In the first update after sampling it
+    is 0, and needs no pass.
+
+    Args:
+        logprob: under the policy being updated [...].
+        sequence_log_ratio: at each token of the sequence, a constant [...].
+        advantages: of the sequence, at each of its tokens [...].
+        clip_low: as in `ppo_clip`; small, as the ratio is a geometric mean.
+        clip_high: likewise.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxmem import losses
+    >>> lp, old = jnp.array([-1.0, -2.0]), jnp.array([-1.5, -1.0])
+    >>> log_ratio = losses.sequence_log_ratio(lp, old, jnp.array([1, 1]))
+    >>> [round(float(x), 4) for x in losses.gspo(lp, log_ratio, jnp.ones(2))]
+    [-0.7788, -0.7788]
+
+    Reference: Zheng et al., 2025, arXiv:2507.18071.
+    """
+    lp, log_ratio, A = as_tokens(
+        logprob=logprob, sequence_log_ratio=sequence_log_ratio, advantages=advantages
+    )
+    log_ratio = lax.stop_gradient(log_ratio) + (lp - lax.stop_gradient(lp))
+    return _clipped(log_ratio, A, clip_low, clip_high, None)
+
+
+def cispo(
+    logprob: ArrayLike,
+    old_logprob: ArrayLike,
+    advantages: ArrayLike,
+    *,
+    clip_low: Coefficient = 1.0,
+    clip_high: Coefficient = 4.0,
+) -> jax.Array:
+    """CISPO: the weight of a token is clipped, its gradient never lost.
+
+        r = e^(logprob - old_logprob)
+        out = -stop_gradient(clip(r, 1 - clip_low, 1 + clip_high)) · A · logprob
+
+    Args are those of `ppo_clip`, but clip_low may be above 1: ratios are positive, so
+    that from 1 on there is no lower bound, which is what verl's `clip_ratio_low=10`
+    says. The defaults clip weights at 5 and not below, as in ScaleRL.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxmem import losses
+    >>> lp, old = jnp.array([-1.0, -1.0]), jnp.array([-1.0, -9.0])
+    >>> losses.cispo(lp, old, jnp.ones(2))
+    Array([1., 5.], dtype=float32)
+
+    Reference: MiniMax, 2025, arXiv:2506.13585; ScaleRL, Khatri et al., 2025,
+    arXiv:2510.13786; Sheng et al., 2024, arXiv:2409.19256 (verl).
+    """
+    lp, old, A = as_tokens(
+        logprob=logprob, old_logprob=old_logprob, advantages=advantages
+    )
+    low = as_coefficient("clip_low", clip_low, 0, infinite=True, tokens=lp.shape)
+    high = as_coefficient("clip_high", clip_high, 0, infinite=True, tokens=lp.shape)
+    weight = jnp.clip(jnp.exp(clamp(lp - old)), 1 - low, 1 + high)
+    return -lax.stop_gradient(weight * A) * lp
+
+
+def entropy_bonus(entropy: ArrayLike, *, coefficient: Coefficient = 0.01) -> jax.Array:
+    """A reward for staying undecided; to be added to a policy's loss.
+
+        out = -coefficient · entropy
+
+    Args:
+        entropy: of each token's distribution [...].
+        coefficient: weight of the bonus.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxmem import losses
+    >>> losses.entropy_bonus(jnp.array([2.0]))
+    Array([-0.02], dtype=float32)
+
+    Reference: Mnih et al., 2016, arXiv:1602.01783.
+    """
+    (H,) = as_tokens(entropy=entropy)
+    weight = as_coefficient("coefficient", coefficient, 0, tokens=H.shape)
+    return -weight * H
+
+
+def _clipped(log_ratio, advantages, clip_low, clip_high, dual_clip):
+    """-A·r, with r clipped on the side that the sign of A chooses."""
+    tokens, A = advantages.shape, lax.stop_gradient(advantages)
+    below = as_coefficient("clip_low", clip_low, 0, 1, tokens=tokens)
+    above = as_coefficient("clip_high", clip_high, 0, infinite=True, tokens=tokens)
+    largest = jnp.inf if dual_clip is None else dual_clip
+    largest = as_coefficient("dual_clip", largest, 1, infinite=True, tokens=tokens)
+    low = jnp.where(A > 0, 0, 1 - below)
+    high = jnp.where(A > 0, 1 + above, largest)
+    return -A * jnp.clip(jnp.exp(clamp(log_ratio)), low, high)

@@ -1,0 +1,203 @@
+"""What two policies' log-probabilities of the same tokens say of each other.
+
+Everything here starts from one number a token, the log-ratio δ. Where it is
+exponentiated it is first clamped to ±`MAX_LOG_RATIO`: e^20 is 5e8, so that no ratio,
+estimate or gradient overflows, and beyond the clamp the gradient is exactly 0. A masked
+token has log-probability 0 under every policy, so that its ratio is 1 and its KL 0.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike
+
+from jaxmem.core import checks, messages, ranges
+
+MAX_LOG_RATIO = 20.0  # nats
+Coefficient = float | jax.Array
+_SERIES_BELOW = 0.03  # |δ| from which e^δ - 1 - δ keeps 5 digits in float32
+
+
+def as_tokens(**arrays: ArrayLike) -> list[jax.Array]:
+    """Float arrays, float32 at least, of the one shape that the first of them has."""
+    made = {name: checks.as_array(name, value) for name, value in arrays.items()}
+    for name, array in made.items():
+        checks.check_real(name, array)
+    (first, tokens), *others = made.items()
+    for name, array in others:
+        if array.shape != tokens.shape:
+            raise ValueError(
+                f"{name} must have one entry a token, the shape {tokens.shape} of "
+                f"{first}, got {array.shape}; broadcast it to the tokens first"
+            )
+    with jax.numpy_dtype_promotion("standard"):
+        dtype = jnp.result_type(jnp.float32, *made.values())
+    return [array.astype(dtype) for array in made.values()]
+
+
+def as_coefficient(
+    name: str,
+    value: Coefficient,
+    low: float,
+    high: float = math.inf,
+    *,
+    infinite: bool = False,
+    tokens: tuple[int, ...] = (),
+) -> Coefficient:
+    """A float in [low, high], or an array of jax that fits the tokens' shape.
+
+    Args:
+        name: of the argument.
+        value: a Python number, or an array of jax, whose numbers are not looked at.
+        low: the least.
+        high: the largest.
+        infinite: whether infinity is fine, where it stands for no bound.
+        tokens: shape that an array must broadcast to.
+    """
+    if isinstance(value, jax.Array):
+        checks.check_number(name, value)
+        checks.check_broadcast(name, value, tokens)
+        return value
+    kinds = (int, float, np.integer, np.floating)
+    number = isinstance(value, kinds) and not isinstance(value, bool)
+    if not (number and low <= value <= high):
+        wanted = f"at least {low}" if high == math.inf else f"in [{low}, {high}]"
+        raise ValueError(
+            f"{name} must be a number, {wanted}, got {messages.short(value)}"
+        )
+    if value > ranges.LARGEST and not (infinite and value == math.inf):
+        raise ValueError(
+            f"{name} must be finite in float32, got {messages.short(value)}"
+        )
+    return float(value)
+
+
+def clamp(log_ratio: jax.Array) -> jax.Array:
+    """Into ±MAX_LOG_RATIO, where e^x and its gradient are finite."""
+    return jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def kl_k1(logprob: ArrayLike, ref_logprob: ArrayLike) -> jax.Array:
+    """KL(policy ‖ reference), estimator k1: unbiased, of large variance.
+
+        out = logprob - ref_logprob                                            (nats)
+
+    Unbiased for tokens sampled from the policy, and negative for some of them. Its
+    gradient is that of logprob alone, whose expectation is 0: k1 belongs into the
+    reward or a report; in a loss, k2 has the gradient of the KL.
+
+    Args:
+        logprob: log-probabilities under the policy that sampled the tokens [...].
+        ref_logprob: under the reference [...].
+
+    >>> import jax.numpy as jnp
+    >>> from jaxmem import losses
+    >>> losses.kl_k1(jnp.array([-1.0, -2.0]), jnp.array([-1.5, -1.0]))
+    Array([ 0.5, -1. ], dtype=float32)
+
+    Reference: Schulman, "Approximating KL Divergence", 2020, joschu.net/blog.
+    """
+    lp, ref = as_tokens(logprob=logprob, ref_logprob=ref_logprob)
+    return lp - ref
+
+
+def kl_k2(logprob: ArrayLike, ref_logprob: ArrayLike) -> jax.Array:
+    """KL(policy ‖ reference), estimator k2: biased by the third order, of low variance.
+
+        out = ½ (logprob - ref_logprob)²                                       (nats)
+
+    On tokens sampled from the policy, the expectation of its gradient is the gradient
+    of the KL. Args are those of `kl_k1`.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxmem import losses
+    >>> losses.kl_k2(jnp.array([-1.0, -2.0]), jnp.array([-1.5, -1.0]))
+    Array([0.125, 0.5  ], dtype=float32)
+
+    Reference: Schulman, "Approximating KL Divergence", 2020, joschu.net/blog.
+    """
+    return 0.5 * jnp.square(kl_k1(logprob, ref_logprob))
+
+
+def kl_k3(logprob: ArrayLike, ref_logprob: ArrayLike) -> jax.Array:
+    """KL(policy ‖ reference), estimator k3: unbiased, never negative, of low variance.
+
+        δ = ref_logprob - logprob        out = e^δ - 1 - δ                     (nats)
+
+    δ is clamped to ±20 (no NaN, no infinity, gradient 0 beyond); near 0, where the
+    difference would cancel, out is summed as a series. Unbiased for tokens sampled from
+    the policy; the expectation of its gradient is that of KL(reference ‖ policy). Args
+    are those of `kl_k1`.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxmem import losses
+    >>> losses.kl_k3(jnp.array([-1.0, -2.0]), jnp.array([-1.0, -1.0])).round(4)
+    Array([0.    , 0.7183], dtype=float32)
+
+    Reference: Schulman, "Approximating KL Divergence", 2020, joschu.net/blog; in
+    GRPO's loss, Shao et al., 2024, arXiv:2402.03300.
+    """
+    delta = clamp(-kl_k1(logprob, ref_logprob))
+    is_small = jnp.abs(delta) < _SERIES_BELOW
+    small = jnp.where(is_small, delta, 0)
+    series = 1 + small / 3 * (1 + small / 4 * (1 + small / 5 * (1 + small / 6)))
+    return jnp.where(is_small, jnp.square(small) / 2 * series, jnp.expm1(delta) - delta)
+
+
+def kl_low_variance(
+    logprob: ArrayLike, ref_logprob: ArrayLike, *, limit: Coefficient = 10.0
+) -> jax.Array:
+    """`kl_k3` with a ceiling, so that one token cannot own the batch.
+
+        δ = clamp(ref_logprob - logprob, ±20)        out = min(e^δ - 1 - δ, limit)
+
+    Where the ceiling holds, the gradient is exactly 0. Biased there, and nowhere else.
+    With the default limit these are the numbers of verl's `low_var_kl`. Args are those
+    of `kl_k1`.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxmem import losses
+    >>> losses.kl_low_variance(jnp.array([-9.0, -2.0]), jnp.array([-1.0, -2.0]))
+    Array([10.,  0.], dtype=float32)
+
+    Reference: Schulman, "Approximating KL Divergence", 2020, joschu.net/blog; Sheng et
+    al., 2024, arXiv:2409.19256 (verl).
+    """
+    kl = kl_k3(logprob, ref_logprob)
+    limit = as_coefficient("limit", limit, 0, infinite=True, tokens=kl.shape)
+    return jnp.minimum(kl, limit)
+
+
+def truncated_importance_weights(
+    logprob: ArrayLike, rollout_logprob: ArrayLike, *, cap: Coefficient = 2.0
+) -> jax.Array:
+    """Weights that correct a loss for tokens that another engine sampled.
+
+        out = stop_gradient(min(e^(logprob - rollout_logprob), cap))
+
+    Multiply any per-token loss with them. They are constants: compute them once a
+    rollout, from the trainer's own log-probabilities under the weights that sampled
+    (the "old" ones, a forward-only pass), not from the policy being updated.
+
+    Args:
+        logprob: the trainer's log-probabilities [...] under the sampling weights.
+        rollout_logprob: what the sampler reported for the same tokens [...].
+        cap: largest weight.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxmem import losses
+    >>> lp, rollout = jnp.array([-1.0, -1.0]), jnp.array([-1.0, -3.0])
+    >>> losses.truncated_importance_weights(lp, rollout)
+    Array([1., 2.], dtype=float32)
+
+    Reference: Ionides, "Truncated Importance Sampling", 2008; for a sampler that
+    differs from the trainer, Yao et al., "Your Efficient RL Framework Secretly Brings
+    You Off-Policy RL Training", 2025 (fengyao.notion.site/off-policy-rl); truncation of
+    V-trace, Espeholt et al., 2018, arXiv:1802.01561.
+    """
+    lp, rollout = as_tokens(logprob=logprob, rollout_logprob=rollout_logprob)
+    cap = as_coefficient("cap", cap, 0, infinite=True, tokens=lp.shape)
+    return lax.stop_gradient(jnp.minimum(jnp.exp(clamp(lp - rollout)), cap))

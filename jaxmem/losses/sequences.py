@@ -1,0 +1,342 @@
+"""Numbers that tokens of a sequence, or samples of a prompt, make together.
+
+Sequences are named as packed rows name them: `segment_ids [..., T]` are 1, 2, ... along
+the last axis, from 1 anew in every row, and 0 is padding. Where every row holds one
+sequence, its mask as integers will do. What comes of an id that cannot be is NaN.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import Tracer
+from jax.typing import ArrayLike
+
+from jaxmem.core import checks
+from jaxmem.core.explicit_axes import sharded_like, with_automatic_axes
+from jaxmem.losses.ratios import (
+    Coefficient,
+    as_coefficient,
+    as_tokens,
+)
+
+
+@with_automatic_axes(sharded_like(values=1, segment_ids=1))
+def sequence_sum(
+    values: ArrayLike,
+    segment_ids: ArrayLike,
+    *,
+    num_segments: int,
+    where: ArrayLike | None = None,
+) -> jax.Array:
+    """Sum of each sequence's tokens: of log-probabilities, ln p of the sequence.
+
+        out[..., s] = Σ_t [segment_ids_t = s] values_t
+
+    Differentiable; what `where` leaves out adds 0, even if it is NaN.
+
+    Args:
+        values: one number a token [..., T].
+        segment_ids: sequence of each token in its row [..., T]; 0 is padding.
+        num_segments: entries of the result, the largest id + 1.
+        where: booleans that broadcast to values; False leaves a token out.
+
+    Returns:
+        Array [..., num_segments]; entry 0 is padding, and 0.
+
+    Raises:
+        ValueError: shapes that disagree; an id ≥ num_segments, where it can be seen.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxmem import losses
+    >>> lp, ids = jnp.array([-1.0, -2.0, -4.0, 0.0]), jnp.array([1, 1, 2, 0])
+    >>> losses.sequence_sum(lp, ids, num_segments=3)
+    Array([ 0., -3., -4.], dtype=float32)
+    """
+    num_segments = checks.check_count("num_segments", num_segments)
+    values, ids, unknown = _live_tokens(
+        "values", values, segment_ids, where, num_segments - 1
+    )
+    if _is_visible(unknown) and unknown.any():
+        raise ValueError(
+            f"segment_ids must be in [0, {num_segments}) for num_segments="
+            f"{num_segments}, got {np.asarray(segment_ids)[unknown].flat[0]}"
+        )
+    sums = _segment_sum(values, ids, num_segments)
+    return jnp.where(unknown.any(-1, keepdims=True), jnp.nan, sums)
+
+
+@with_automatic_axes(sharded_like(logprob=0, old_logprob=0, segment_ids=0))
+def sequence_log_ratio(
+    logprob: ArrayLike,
+    old_logprob: ArrayLike,
+    segment_ids: ArrayLike,
+    *,
+    where: ArrayLike | None = None,
+) -> jax.Array:
+    """ln of GSPO's sequence ratio, at each of the sequence's tokens; a constant.
+
+        out_t = stop_gradient(mean of logprob - old_logprob over the sequence of t)
+
+    Args:
+        logprob: log-probabilities under the policy being updated [..., T], as it is
+            before this update: a forward-only pass, 2NVD.
+        old_logprob: under the policy that sampled [..., T].
+        segment_ids: sequence of each token in its row [..., T]; 0 is padding.
+        where: booleans that broadcast to the tokens; False (a prompt's token) counts
+            neither in the sum nor in the length.
+
+    Returns:
+        Array [..., T]; 0 where a token does not count.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxmem import losses
+    >>> new, old = jnp.array([-1.0, -2.0, -4.0]), jnp.array([-1.0, -3.0, -3.0])
+    >>> losses.sequence_log_ratio(new, old, jnp.array([1, 1, 2]))
+    Array([ 0.5,  0.5, -1. ], dtype=float32)
+
+    Reference: Zheng et al., 2025, arXiv:2507.18071 (GSPO).
+    """
+    new, old = as_tokens(logprob=logprob, old_logprob=old_logprob)
+    total, count = _over_sequence("logprob", new - old, segment_ids, where)
+    return lax.stop_gradient(total / jnp.maximum(count, 1))
+
+
+@with_automatic_axes(sharded_like(segment_ids=0))
+def sequence_mean_weights(
+    segment_ids: ArrayLike,
+    *,
+    where: ArrayLike | None = None,
+    num_sequences: ArrayLike | None = None,
+) -> jax.Array:
+    """Weights a token that turn a sum over tokens into a mean of sequences' means.
+
+        out_t = 1 / (tokens of the sequence of t · num_sequences)
+
+    A loss times these, summed, is GRPO's and GSPO's average. Known before the pass, as
+    a mean over tokens (divide by their number) and Dr. GRPO's sum (divide by sequences
+    times the longest answer allowed) are.
+
+    Args:
+        segment_ids: sequence of each token in its row [..., T]; 0 is padding.
+        where: booleans that broadcast to the tokens; False does not count.
+        num_sequences: sequences of the whole step, over all micro-batches and devices;
+            None for those found here.
+
+    Returns:
+        float32 [..., T], 0 where a token does not count; the sum is 1 if
+        num_sequences is None, or 0 if no token counts.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxmem import losses
+    >>> losses.sequence_mean_weights(jnp.array([1, 1, 2, 0]))
+    Array([0.25, 0.25, 0.5 , 0.  ], dtype=float32)
+
+    Reference: Shao et al., 2024, arXiv:2402.03300 (GRPO).
+    """
+    ids = checks.as_array("segment_ids", segment_ids)
+    ones = jnp.ones(ids.shape, jnp.float32)
+    count, _ = _over_sequence("segment_ids", ones, ids, where)
+    share = jnp.where(count == 0, 0, 1 / count)
+    if num_sequences is None:
+        sequences = jnp.round(jnp.sum(share))
+    else:
+        sequences = checks.as_visible_array("num_sequences", num_sequences)
+        checks.check_normalizer(sequences, "num_sequences")
+    return share / jnp.maximum(jnp.asarray(sequences).astype(share.dtype), 1)
+
+
+@with_automatic_axes(sharded_like(rewards=0, group_ids=0))
+def grpo_advantages(
+    rewards: ArrayLike,
+    group_ids: ArrayLike | None = None,
+    *,
+    num_groups: int | None = None,
+    normalize_std: bool = True,
+    epsilon: Coefficient = 1e-6,
+    where: ArrayLike | None = None,
+) -> jax.Array:
+    """Advantage of each sample over the others of its prompt; a constant.
+
+        out_i = (r_i - mean(r)) / (std(r) + epsilon)        over the group of i
+
+    A group whose rewards are all equal, or that has one sample, gives exactly 0.
+
+    Args:
+        rewards: one a sequence, [..., G] with a prompt's samples along the last axis;
+            or of any shape, with group_ids.
+        group_ids: prompt of each sequence, of rewards' shape, in [0, num_groups); a
+            negative one leaves the sequence out.
+        num_groups: how many prompts; needed with group_ids, and static under jit.
+        normalize_std: divide by the standard deviation (n - 1 in its denominator);
+            False for Dr. GRPO, where out_i = r_i - mean(r).
+        epsilon: added to the standard deviation.
+        where: booleans that broadcast to rewards; False leaves a sequence out.
+
+    Returns:
+        float32 (float64 for float64 rewards) of rewards' shape; 0 for a sequence left
+        out, NaN for an id ≥ num_groups that only shows up at run time.
+
+    Raises:
+        ValueError: shapes that disagree, group_ids without num_groups, an id too large.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxmem import losses
+    >>> two_prompts = jnp.array([[1.0, 0.0, 0.0, 1.0], [1.0, 1.0, 1.0, 1.0]])
+    >>> for group in losses.grpo_advantages(two_prompts):
+    ...     print([round(float(x), 3) for x in group])
+    [0.866, -0.866, -0.866, 0.866]
+    [0.0, 0.0, 0.0, 0.0]
+
+    Reference: Shao et al., 2024, arXiv:2402.03300 (GRPO); Liu et al., 2025,
+    arXiv:2503.20783 (Dr. GRPO).
+    """
+    normalize_std = checks.check_flag("normalize_std", normalize_std)
+    deviation, count, total = _deviations(rewards, group_ids, num_groups, where)
+    epsilon = as_coefficient("epsilon", epsilon, 0, tokens=deviation.shape)
+    if not normalize_std:
+        return deviation
+    variance = total(jnp.square(deviation)) / jnp.maximum(count - 1, 1)
+    # Where it is 0, so is the deviation: not 0 / 0, whatever epsilon.
+    std = jnp.sqrt(jnp.where(variance == 0, 1, variance))
+    return deviation / (std + epsilon)
+
+
+@with_automatic_axes(sharded_like(rewards=0, group_ids=0))
+def rloo_advantages(
+    rewards: ArrayLike,
+    group_ids: ArrayLike | None = None,
+    *,
+    num_groups: int | None = None,
+    where: ArrayLike | None = None,
+) -> jax.Array:
+    """Reward of each sample less the mean of the others of its prompt; a constant.
+
+        out_i = r_i - Σ_{j≠i} r_j / (n - 1) = n/(n - 1) (r_i - mean(r))
+
+    Args, returns and errors are those of `grpo_advantages`.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxmem import losses
+    >>> losses.rloo_advantages(jnp.array([[1.0, 0.0]]))
+    Array([[ 1., -1.]], dtype=float32)
+
+    Reference: Ahmadian et al., 2024, arXiv:2402.14740 (RLOO).
+    """
+    deviation, count, _ = _deviations(rewards, group_ids, num_groups, where)
+    return deviation * count / jnp.maximum(count - 1, 1)
+
+
+def _deviations(rewards, group_ids, num_groups, where):
+    """Distance to the group's mean, its count, and a function that sums over it."""
+    (rewards,) = as_tokens(rewards=rewards)
+    ids, num_groups = _group_ids(rewards, group_ids, num_groups)
+    live = ids >= 0
+    if where is not None:
+        where = checks.as_array("where", where)
+        checks.check_where(where, rewards.shape)
+        live = live & where
+    if group_ids is not None:
+        _check_groups(ids, live, num_groups)
+    flat = jnp.where(live, ids, num_groups).ravel()  # the last group is thrown away
+
+    def each(reduce, x):
+        return reduce(x.ravel(), flat, num_groups + 1)[flat].reshape(x.shape)
+
+    def total(x):
+        return each(jax.ops.segment_sum, jnp.where(live, x, 0))
+
+    rewards = lax.stop_gradient(jnp.where(live, rewards, 0))
+    count = total(jnp.ones_like(rewards))
+    mean = total(rewards) / jnp.maximum(count, 1)
+    # Equal rewards must give 0 exactly, and their mean may be rounded.
+    differ = each(jax.ops.segment_max, rewards) != each(jax.ops.segment_min, rewards)
+    deviation = jnp.where(live & differ, rewards - mean, 0)
+    unknown = live & (ids > num_groups - 1)
+    return jnp.where(unknown, jnp.nan, deviation), count, total
+
+
+def _group_ids(rewards, group_ids, num_groups):
+    if group_ids is None:
+        if rewards.ndim < 1:
+            raise ValueError("rewards must be [..., G], got a scalar")
+        if num_groups is not None:
+            raise ValueError("num_groups goes with group_ids, which is None")
+        num_groups = math.prod(rewards.shape[:-1])
+        ids = jnp.arange(num_groups, dtype=jnp.int32).reshape(*rewards.shape[:-1], 1)
+        return jnp.broadcast_to(ids, rewards.shape), num_groups
+    ids = _integers("group_ids", group_ids, rewards.shape, "sequence")
+    if num_groups is None:
+        raise ValueError("num_groups must be given with group_ids: how many prompts")
+    return ids, checks.check_count("num_groups", num_groups, low=0)
+
+
+def _check_groups(ids, live, num_groups):
+    if not (_is_visible(ids) and _is_visible(live)):
+        return
+    largest = np.max(np.asarray(ids), where=np.asarray(live), initial=-1)
+    if largest >= num_groups:
+        raise ValueError(
+            f"group_ids must be below num_groups={num_groups}, got {largest}"
+        )
+
+
+def _over_sequence(name, values, segment_ids, where):
+    """Sum and count of the sequence at each token; 0 where the token does not count."""
+    length = np.shape(values)[-1] if np.ndim(values) else 0
+    values, ids, unknown = _live_tokens(name, values, segment_ids, where, length)
+    live = ids > 0
+
+    def at_tokens(x):
+        sums = _segment_sum(x, ids, length + 1)
+        own = jnp.where(live, jnp.take_along_axis(sums, ids, axis=-1), 0)
+        return jnp.where(unknown, jnp.nan, own)
+
+    return at_tokens(values), at_tokens(live.astype(values.dtype))
+
+
+def _live_tokens(name, values, segment_ids, where, largest):
+    """Values and ids, both 0 where a token does not count; whose id cannot be."""
+    (values,) = as_tokens(**{name: values})
+    if values.ndim < 1:
+        raise ValueError(f"{name} must be [..., T], got a scalar")
+    ids = _integers("segment_ids", segment_ids, values.shape, "token")
+    live = ids != 0
+    if where is not None:
+        where = checks.as_array("where", where)
+        checks.check_where(where, values.shape)
+        live = live & where
+    unknown = live & ((ids < 0) | (ids > largest))
+    live = live & ~unknown
+    return jnp.where(live, values, 0), jnp.where(live, ids, 0), unknown
+
+
+def _segment_sum(values, ids, num_segments):
+    """[..., T] to [..., num_segments], each row by itself."""
+    *rows, length = values.shape
+    flat = (math.prod(rows), length)
+    sums = jax.vmap(lambda v, i: jax.ops.segment_sum(v, i, num_segments))(
+        values.reshape(flat), ids.reshape(flat)
+    )
+    return sums.reshape(*rows, num_segments)
+
+
+def _integers(name, value, shape, of):
+    ids = checks.as_array(name, value)
+    if not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise TypeError(f"{name} must be integers, got {ids.dtype}")
+    if ids.shape != shape:
+        raise ValueError(
+            f"{name} must have one entry a {of}, shape {shape}, got {ids.shape}"
+        )
+    if ids.dtype.itemsize < 4 or jnp.issubdtype(ids.dtype, jnp.unsignedinteger):
+        # Their type may hold neither a number of segments nor -1; none wraps round.
+        most = min(jnp.iinfo(ids.dtype).max, jnp.iinfo(jnp.int32).max)
+        ids = jnp.minimum(ids, ids.dtype.type(most)).astype(jnp.int32)
+    return ids
+
+
+def _is_visible(ids):
+    return not isinstance(ids, Tracer) and ids.is_fully_addressable

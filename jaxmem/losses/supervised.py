@@ -1,0 +1,176 @@
+"""Losses of supervised tokens: cross-entropy, z-loss, label smoothing."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike
+
+from jaxmem.core import checks
+from jaxmem.core.explicit_axes import sharded_like, with_automatic_axes
+from jaxmem.core.options import Layout
+from jaxmem.functional import arguments
+from jaxmem.losses.ratios import Coefficient, as_coefficient, as_tokens
+
+
+def cross_entropy(logprob: ArrayLike) -> jax.Array:
+    """Cross-entropy of the labels.
+
+        out = -logprob                                                         (nats)
+
+    Args:
+        logprob: ln p(label) [...].
+
+    >>> import jax.numpy as jnp
+    >>> from jaxmem import losses
+    >>> losses.cross_entropy(jnp.log(jnp.array([1.0, 0.5]))).round(4)
+    Array([-0.    ,  0.6931], dtype=float32)
+    """
+    (lp,) = as_tokens(logprob=logprob)
+    return -lp
+
+
+def sft(logprob: ArrayLike, weights: ArrayLike) -> jax.Array:
+    """Supervised fine-tuning: cross-entropy of the tokens that an answer consists of.
+
+        out = -weight · logprob
+
+    The mean divides the sum by Σ weights, over the whole step.
+
+    Args:
+        logprob: ln p(label) [...].
+        weights: [...], 1 for an answer's token and 0 for a prompt's, or how much the
+            token matters. (Where all are 0 or 1, `where=` or a negative label saves
+            the tokens' cost as well.)
+
+    >>> import jax.numpy as jnp
+    >>> from jaxmem import losses
+    >>> losses.sft(jnp.array([-3.0, -2.0, -1.0]), jnp.array([0.0, 1.0, 0.5]))
+    Array([0. , 2. , 0.5], dtype=float32)
+
+    Reference: Ouyang et al., 2022, arXiv:2203.02155.
+    """
+    lp, weights = as_tokens(logprob=logprob, weights=weights)
+    return -weights * lp
+
+
+def z_loss(logsumexp: ArrayLike, *, coefficient: Coefficient = 1e-4) -> jax.Array:
+    """Keeps the softmax's normaliser near 1; to be added to the cross-entropy.
+
+        out = coefficient · logsumexp²
+
+    Args:
+        logsumexp: ln Σ e^z of each token [...].
+        coefficient: weight of the penalty.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxmem import losses
+    >>> losses.z_loss(jnp.array([0.0, 10.0])).round(4)
+    Array([0.  , 0.01], dtype=float32)
+
+    Reference: Chowdhery et al., 2022, arXiv:2204.02311 (PaLM).
+    """
+    (lse,) = as_tokens(logsumexp=logsumexp)
+    weight = as_coefficient("coefficient", coefficient, 0, tokens=lse.shape)
+    return weight * jnp.square(lse)
+
+
+def label_smoothing(
+    logprob: ArrayLike, mean_logprob: ArrayLike, *, smoothing: Coefficient = 0.1
+) -> jax.Array:
+    """Cross-entropy against the label mixed with the uniform distribution.
+
+        out = -(1 - smoothing) · logprob - smoothing · mean_v ln p_v
+
+    Inside `token_loss`, `mean_logit` is a per-token argument, and mean_v ln p_v =
+    mean_logit - stats.logsumexp.
+
+    Args:
+        logprob: ln p(label) [...].
+        mean_logprob: mean of ln p over the vocabulary [...].
+        smoothing: in [0, 1], the share of the uniform distribution.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxmem import losses
+    >>> losses.label_smoothing(jnp.array([-1.0]), jnp.array([-3.0]))
+    Array([1.2], dtype=float32)
+
+    Reference: Szegedy et al., 2015, arXiv:1512.00567.
+    """
+    lp, mean = as_tokens(logprob=logprob, mean_logprob=mean_logprob)
+    smoothing = as_coefficient("smoothing", smoothing, 0, 1, tokens=lp.shape)
+    return -(1 - smoothing) * lp - smoothing * mean
+
+
+@with_automatic_axes(sharded_like(hidden=1))
+def mean_logit(
+    hidden: ArrayLike,
+    W: ArrayLike,
+    *,
+    where: ArrayLike | None = None,
+    temperature: ArrayLike = 1.0,
+    softcap: float | None = None,
+    bias: ArrayLike | None = None,
+    vocab_size: int | None = None,
+    layout: Layout | None = None,
+) -> jax.Array:
+    """Mean logit of each token over the vocabulary, at the price of one column.
+
+        out = (h · mean_v W_v + mean_v bias_v) / temperature = mean_v z_v
+
+    Exact, because logits are linear in W, and differentiable in hidden, W and bias.
+    Args are those of `jaxmem.logprobs`.
+
+    Returns:
+        float32 [...] (float64 for float64 hidden); 0 for a masked token, with a
+        gradient of exactly 0, even where its hidden state is NaN.
+
+    **Memory** beyond inputs, outputs and gradients: 4·D; while a padded W is sliced, or
+    one of another type than hidden is cast, XLA may hold a copy.
+
+    Raises:
+        TypeError, ValueError: as `jaxmem.logprobs` does.
+        NotImplementedError: a softcap; capped logits are not linear in W.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxmem import losses
+    >>> losses.mean_logit(jnp.array([[1.0, 2.0]]), jnp.array([[3.0, 0.0, 1.0]] * 2))
+    Array([4.], dtype=float32)
+    """
+    if softcap is not None:
+        raise NotImplementedError(
+            f"softcap={checks.brief(softcap)}: the mean of capped logits needs every "
+            "logit; leave label smoothing out, or take it from logits with "
+            "token_stats_from_logits"
+        )
+    hidden, W = checks.as_array("hidden", hidden), checks.as_array("W", W)
+    checks.check_hidden(hidden)
+    vocabulary = 0 if checks.check_layout(hidden, W, layout) == "vd" else 1
+    columns = W.shape[vocabulary]
+    columns = checks.check_vocab_size(vocab_size, columns)
+    tokens, dtype = hidden.shape[:-1], np.promote_types(hidden.dtype, np.float32)
+    temperature = checks.as_visible_array("temperature", temperature)
+    checks.check_temperature(temperature, tokens)
+    if where is not None:
+        where = checks.as_array("where", where)
+        checks.check_where(where, tokens)
+        where = jnp.broadcast_to(where, tokens)
+        hidden = jnp.where(where[..., None], hidden, 0)
+    kept = lax.slice_in_dim(W, 0, columns, axis=vocabulary).astype(hidden.dtype)
+    mean = jnp.mean(kept, axis=vocabulary, dtype=dtype)
+    out = jnp.matmul(hidden.astype(dtype), mean, precision="highest")
+    if bias is not None:
+        bias = checks.as_array("bias", bias)
+        checks.check_bias(bias, W.shape[vocabulary])
+        out = out + jnp.mean(bias[:columns], dtype=dtype)
+    return _cooled(out, temperature, where)
+
+
+def _cooled(out, temperature, where):
+    """Divided by its temperature; 0 where a token does not count."""
+    flat = arguments.flat_temperature(temperature, out.shape, out.dtype)
+    if flat is not None:
+        temperature = jnp.reshape(flat, out.shape)
+        # By 1 where it does not count: 0 times NaN would reach W's gradient.
+        out = out / (temperature if where is None else jnp.where(where, temperature, 1))
+    return out if where is None else jnp.where(where, out, 0)

@@ -1,0 +1,127 @@
+"""Causal grouped-query attention within documents: XLA's products, or cuDNN's kernel.
+
+Either keeps its operands, its output and one logsumexp per query and head for the
+backward pass, and computes the probabilities again.
+"""
+
+import functools
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from jaxmem import remat
+from jaxmem.models.positions import Sight
+
+
+def attend(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    sight: Sight,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    implementation: Literal["xla", "cudnn"] | None = None,
+) -> jax.Array:
+    """Causal attention of each query to the keys that it sees.
+
+        out = softmax(s) v,   s = scale q·k,  or softcap tanh(scale q·k / softcap)
+
+    Args:
+      query: [B, T, heads, head_dim].
+      key, value: [B, T, kv_heads, head_dim]; kv_heads divides heads.
+      sight: which keys a query sees, besides that none is after it.
+      scale: of the scores.
+      softcap: bound of the scores, for "xla"; None: they are not capped.
+      implementation: None is "xla", which runs everywhere.
+
+    Returns:
+      An array like `query`.
+
+    **Memory** for the backward pass: q, k, v and the output in their own type, and the
+    logsumexp, 4·B·T·heads; policies know the last two as "attn_out" and "attn_lse", and
+    cuDNN's, together, as "attn_lse". While "xla" runs, the scores: 4·B·heads·T².
+    """
+    if implementation != "cudnn":
+        return _attention(query, key, value, sight, scale, softcap)
+
+    def kernel(query, key, value, sight):
+        return jax.nn.dot_product_attention(
+            query, key, value, mask=sight.mask, scale=scale, is_causal=True,
+            implementation="cudnn",
+        )  # fmt: skip
+
+    if sight.mask is not None:  # cuDNN would keep a bias [B, 1, T, T] made of it
+        kernel = remat.recompute(kernel, save=["attn_lse"])
+    return kernel(query, key, value, sight)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _attention(query, key, value, sight, scale, softcap):
+    return _forward(query, key, value, sight, scale, softcap)[0]
+
+
+def _forward(query, key, value, sight, scale, softcap):
+    scores = _scores(query, key, sight, scale, softcap)
+    largest = jnp.max(scores, axis=-1, keepdims=True)  # finite: a query sees itself
+    weights = jnp.exp(scores - largest)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    lse = (largest + jnp.log(total))[..., 0]  # f32 [B, kv_heads, group, T]
+    out = jnp.einsum(
+        "bkgqt,btkd->bkgqd",
+        weights.astype(value.dtype),
+        value,
+        preferred_element_type=jnp.float32,
+    )
+    # Divided here, where there are head_dim numbers a query and not T.
+    out = jnp.einsum("bkgqd->bqkgd", (out / total).astype(query.dtype))
+    out = out.reshape(query.shape)
+    out, lse = remat.name(out, "attn_out"), remat.name(lse, "attn_lse")
+    return out, (query, key, value, sight, out, lse)
+
+
+def _backward(scale, softcap, residuals, dout):
+    query, key, value, sight, out, lse = residuals
+    scores = _scores(query, key, sight, scale, softcap)
+    weights = jnp.exp(scores - lse[..., None])
+    grouped = functools.partial(_grouped, kv_heads=key.shape[2])
+    dvalue = jnp.einsum("bkgqt,bqkgd->btkd", weights.astype(dout.dtype), grouped(dout))
+    dweights = jnp.einsum(
+        "bqkgd,btkd->bkgqt", grouped(dout), value, preferred_element_type=jnp.float32
+    )
+    products = dout.astype(jnp.float32) * out.astype(jnp.float32)
+    along = jnp.einsum("bqkg->bkgq", grouped(products).sum(-1))
+    dscores = weights * (dweights - along[..., None])
+    if softcap is not None:  # a masked score is -inf, of weight 0
+        capped = jnp.where(weights > 0, scores / softcap, 0)
+        dscores = dscores * (1 - capped * capped)
+    dscores = (scale * dscores).astype(query.dtype)
+    dquery = jnp.einsum("bkgqt,btkd->bqkgd", dscores, key).reshape(query.shape)
+    dkey = jnp.einsum("bkgqt,bqkgd->btkd", dscores, grouped(query))
+    return dquery, dkey, dvalue, None
+
+
+_attention.defvjp(_forward, _backward)
+
+
+def _grouped(x, kv_heads):
+    """[B, T, heads, head_dim] by the key and value head that each head reads."""
+    return x.reshape(*x.shape[:2], kv_heads, -1, x.shape[-1])
+
+
+def _scores(query, key, sight, scale, softcap):
+    """F32 [B, kv_heads, group, T, T]; -inf where a query does not see a key."""
+    length = query.shape[1]
+    scores = scale * jnp.einsum(
+        "bqkgd,btkd->bkgqt",
+        _grouped(query, key.shape[2]),
+        key,
+        preferred_element_type=jnp.float32,
+    )
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
+    seen = jnp.tril(jnp.ones((length, length), bool))
+    if sight.mask is not None:
+        seen = seen & sight.mask[:, :, None]
+    return jnp.where(seen, scores, -jnp.inf)

@@ -1,0 +1,145 @@
+"""Sizes and choices of a decoder."""
+
+import dataclasses
+import functools
+from typing import Literal
+
+import jax
+
+from jaxmem.core.fields import check_field, check_numbers
+from jaxmem.core.ranges import integers, reals
+from jaxmem.models import lora
+
+KINDS = ("global", "local")
+
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=True),
+}
+
+
+# Sizes have bounds, each far above any model's, so that what cannot be is an error
+# before anything is allocated; that no weight has 2**63 bytes follows from them.
+_POSITIONS = integers(above=0, limit=2**31 - 1)  # int32
+_POSITIVE, _HEADS = reals(above=0), integers(above=0, limit=2**16)
+RANGES = {
+    "layers": integers(above=0, limit=10_000),
+    "hidden": integers(above=0, limit=2**20),
+    "ff": integers(above=0, limit=2**22),
+    "heads": _HEADS,
+    "kv_heads": _HEADS,
+    "head_dim": integers(above=0, limit=2**16),
+    "vocab_size": integers(above=0, limit=2**31 - 1),  # ids are int32
+    "rope_theta": _POSITIVE,
+    "rope_factor": _POSITIVE,
+    "rope_low_factor": _POSITIVE,
+    "rope_high_factor": _POSITIVE,
+    "rope_original": _POSITIONS,
+    "window": _POSITIONS,
+    "local_rope_theta": _POSITIVE,
+    "softcap": _POSITIVE,
+    "attention_softcap": _POSITIVE,
+    "attention_scale": _POSITIVE,
+    "norm_eps": reals(above=0, below=1),
+    "lora_rank": integers(0, limit=2**16),
+    "lora_alpha": _POSITIVE,
+}
+
+
+def _check_choice(config: object, name: str, known: tuple) -> None:
+    wanted = f"one of {', '.join(map(repr, known))}"
+    check_field(config, name, getattr(config, name) in known, wanted)
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """Sizes and choices of a `Decoder`."""
+
+    # None: random weights; or a directory of config.json and safetensors to start from,
+    # which has the sizes and needs no others here
+    checkpoint: str | None = None
+    layers: int = 4  # number of blocks
+    hidden: int = 160  # width of the residual stream
+    ff: int = 448  # width inside the gated feed-forward layer
+    heads: int = 4  # query heads
+    kv_heads: int = 2  # key and value heads; divides heads
+    head_dim: int = 40  # width of one head; even, because RoPE turns pairs
+    vocab_size: int | None = None  # entries; None: as many as the tokenizer has
+    rope_theta: float = 10_000.0  # base of the rotary wavelengths, in tokens
+    # None, or "linear": all are rope_factor times longer; "llama3": the long ones are
+    rope_scaling: Literal["linear", "llama3"] | None = None
+    rope_factor: float = 1.0  # how much longer
+    rope_low_factor: float = 1.0  # of llama3: long is above rope_original / this
+    rope_high_factor: float = 4.0  # likewise: short is below rope_original / this
+    rope_original: int = 8192  # tokens of context before rope_factor
+    # kind of each layer, repeated: "global" sees its document, "local" a window of it
+    pattern: tuple[str, ...] = ("global",)
+    window: int | None = None  # tokens that local layers see, the query's among them
+    local_rope_theta: float | None = None  # base in local layers, there not scaled
+    tied: bool = True  # the head reads the embedding table
+    softcap: float | None = None  # final logits become softcap*tanh(logits/softcap)
+    attention_softcap: float | None = None  # scores of attention likewise
+    attention_scale: float | None = None  # of the scores; None: 1 / sqrt(head_dim)
+    embed_scale: bool = False  # multiply embeddings by sqrt(hidden), as Gemma does
+    qk_norm: bool = False  # RMS-normalise queries and keys, as Qwen3 does
+    qkv_bias: bool = False  # queries, keys and values have biases, as in Qwen2
+    post_norms: bool = False  # what a block adds is normalised first, as in Gemma 2
+    norm_offset: bool = False  # norms multiply by 1 + scale, as Gemma's do
+    activation: Literal["silu", "gelu"] = "silu"  # gate of the feed-forward layer
+    norm_eps: float = 1e-6  # added to the mean square in every norm
+    dtype: str = "float32"  # activations and matrix products
+    param_dtype: str = "float32"  # stored weights (the master copy)
+    attention: Literal["xla", "cudnn"] | None = None  # None: jax chooses
+    lora_rank: int = 0  # of adapters beside frozen matrices; 0: none
+    lora_alpha: float = 16.0  # what they add is multiplied with this / lora_rank
+    # matrices of a block that have them: also "gate", "up", "down"
+    lora_targets: tuple[str, ...] = ("query", "key", "value", "output")
+    lora_head: bool = False  # the head has one too
+
+    def __post_init__(self):
+        """Refuse sizes that cannot be built, by name."""
+        check_numbers(self, RANGES)
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                "ModelConfig.kv_heads must divide heads, got "
+                f"kv_heads={self.kv_heads} for heads={self.heads}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(
+                f"ModelConfig.head_dim must be even (RoPE), got {self.head_dim}"
+            )
+        self._check_kinds()
+        _check_choice(self, "rope_scaling", (None, "linear", "llama3"))
+        above = self.rope_high_factor > self.rope_low_factor
+        check_field(self, "rope_high_factor", above, "above rope_low_factor")
+        _check_choice(self, "activation", tuple(ACTIVATIONS))
+        _check_choice(self, "dtype", DTYPES)
+        _check_choice(self, "param_dtype", DTYPES)
+        _check_choice(self, "attention", ("xla", "cudnn", None))
+        problem = lora.check(
+            self.lora_rank, self.lora_alpha, self.lora_targets, self.lora_head
+        )
+        if problem is not None:
+            raise ValueError(f"ModelConfig.{problem}")
+        if self.attention == "cudnn" and self.attention_softcap is not None:
+            raise ValueError(
+                "ModelConfig.attention='cudnn' cannot cap scores; leave it None, or "
+                "'xla', with attention_softcap"
+            )
+
+    def _check_kinds(self):
+        kinds = set(self.pattern) <= set(KINDS) and len(self.pattern) > 0
+        check_field(self, "pattern", kinds, "of 'global' and 'local', at least one")
+        local = "local" in self.pattern
+        wanted = "given where pattern has 'local', and only there"
+        check_field(self, "window", local == (self.window is not None), wanted)
+
+    @property
+    def score_scale(self) -> float:
+        """What products of queries and keys are multiplied with."""
+        scale = self.attention_scale
+        return self.head_dim**-0.5 if scale is None else scale

@@ -1,0 +1,337 @@
+"""A small but real decoder: RMSNorm, RoPE, grouped queries, SwiGLU, a lean head.
+
+`Decoder` returns hidden states, never logits: the head is asked separately, so a
+tensor of the size of the vocabulary cannot be built by accident.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from jaxmem import remat
+from jaxmem.core.fields import check_field
+from jaxmem.heads.nnx import LMHead
+from jaxmem.models import kv_cache, layers, lora, partitioning as mesh
+from jaxmem.models.config import KINDS, ModelConfig as ModelConfig
+from jaxmem.models.positions import (
+    Ids,
+    Rope,
+    Sight,
+    by_kind,
+    layer_kinds,
+    rope_frequencies,
+    rope_tables,
+)
+
+# Small enough that the first loss is about ln(vocab_size), whatever the width.
+_VOCABULARY_INIT = nnx.initializers.normal(0.02)
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadConfig:
+    """How training turns hidden states into a loss."""
+
+    # fused: logits exist a chunk at a time; materialised: all at once, the usual way
+    implementation: Literal["fused", "materialised"] = "fused"
+    # tokens whose logits may be alive at once (fused only); None: no chunking
+    chunk: int | Literal["auto"] | None = 1024
+
+    def __post_init__(self):
+        """Refuse unknown implementations and impossible chunks, by name."""
+        known = self.implementation in ("fused", "materialised")
+        check_field(self, "implementation", known, "one of 'fused', 'materialised'")
+        if self.chunk is not None and self.chunk != "auto":
+            if not isinstance(self.chunk, int) or self.chunk <= 0:
+                raise ValueError(
+                    "HeadConfig.chunk must be a positive number of tokens, 'auto' or "
+                    f"None, got {self.chunk!r}"
+                )
+
+
+def _embedding(config: ModelConfig, rngs: nnx.Rngs) -> nnx.Embed:
+    if config.vocab_size is None:
+        raise ValueError(
+            "ModelConfig.vocab_size is None: set it, or take it from the tokenizer "
+            "with dataclasses.replace(config, vocab_size=...)"
+        )
+    return nnx.Embed(
+        config.vocab_size,
+        config.hidden,
+        embedding_init=_VOCABULARY_INIT,
+        # Looked up in the stored type and cast after, so that the gradients of a
+        # frequent token are summed in that type too.
+        dtype=jnp.dtype(config.param_dtype),
+        param_dtype=jnp.dtype(config.param_dtype),
+        rngs=rngs,
+    )
+
+
+def _head(
+    config: ModelConfig, head: HeadConfig, embed: nnx.Embed, rngs: nnx.Rngs
+) -> LMHead:
+    sharding = mesh.head_sharding()
+    options: dict[str, Any] = {
+        "dtype": jnp.dtype(config.dtype),
+        "softcap": config.softcap,
+        "chunk": head.chunk,
+        "sharding": sharding,
+        "rngs": rngs,
+    }
+    if config.tied:
+        options |= {"tied_to": embed}
+    else:
+        options |= {
+            "in_features": config.hidden,
+            "out_features": config.vocab_size,
+            "use_bias": False,
+            "kernel_init": _VOCABULARY_INIT,
+            "param_dtype": jnp.dtype(config.param_dtype),
+        }
+    if not config.lora_head:
+        return LMHead(**options)
+    if sharding is not None:
+        raise NotImplementedError("model.lora_head on a mesh of several devices")
+    return lora.LoraHead(config, **options)
+
+
+class Decoder(nnx.Module):
+    """Token ids to final hidden states; `head` holds the way to the vocabulary.
+
+    The weights of all blocks are stacked on a leading axis of size `layers`, and the
+    blocks run in one `jax.lax.scan`, but for those that the policy's `last` keeps
+    whole: compile time does not grow with depth.
+
+    Args:
+      config: sizes and choices; `vocab_size` must be known.
+      head: options of the head; its implementation matters to `head_loss` only.
+      policy: what each block's backward pass finds, a `remat.Policy`, the name of a
+        preset, or None for all that the forward pass makes.
+      unroll: whether the blocks are traced one after the other, as in
+        `remat.scan_blocks`; compile time then grows with depth.
+      rngs: source of the initial weights.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        head: HeadConfig | None = None,
+        policy: remat.Policy | str | None = "full",
+        *,
+        unroll: bool = False,
+        rngs: nnx.Rngs,
+    ):
+        @nnx.split_rngs(splits=config.layers)
+        @nnx.vmap(in_axes=(0,), out_axes=0)
+        def stacked_blocks(rngs: nnx.Rngs) -> layers.Block:
+            return layers.Block(config, rngs=rngs)
+
+        self.embed = _embedding(config, rngs)
+        self.blocks = stacked_blocks(rngs)
+        self.norm = layers.rms_norm(config, config.hidden, rngs)
+        self.head = _head(config, head or HeadConfig(), self.embed, rngs)
+        self.config, self.policy, self.unroll = config, policy, unroll
+
+    def __call__(
+        self, tokens: Ids, segment_ids: Ids | None, positions: Ids
+    ) -> jax.Array:
+        """Run the blocks and the last norm.
+
+        Args:
+          tokens: [B, T] ids.
+          segment_ids: [B, T] document of each token in its row; 0 is padding. None:
+            a row is one document, and what follows it counts in no loss; no mask of
+            T x T is then made where all layers are global.
+          positions: [B, T] position of each token in its document, from 0.
+
+        Returns:
+          Hidden states [B, T, hidden] in the compute dtype.
+        """
+        x = self._embed(tokens)
+        sight = self._sights(positions, self._documents(tokens, segment_ids))
+        # Plain arrays go into the scan: a module made outside must not be used inside.
+        definition, weights = nnx.split(self.blocks)
+
+        def block(x, of_layer):
+            layer_weights, kind = of_layer
+            layer_weights = mesh.gathered(layer_weights)
+            return nnx.merge(definition, layer_weights)(x, *sight(kind))
+
+        stack = weights, layer_kinds(self.config)
+        x = remat.scan_blocks(block, stack, x, self.policy, unroll=self.unroll)
+        return self.norm(x)
+
+    def prefill(
+        self, prompts: Ids, lengths: Ids, max_length: int
+    ) -> tuple[jax.Array, kv_cache.Cache]:
+        """Read prompts, and remember them.
+
+        Args:
+          prompts: [B, P] ids, each row's prompt first; the rest of a row is ignored.
+          lengths: [B] tokens of each prompt, from 1 to P.
+          max_length: slots of the cache, T: P and what may be decoded after.
+
+        Returns:
+          Hidden states [B, hidden] of each prompt's last token, as `__call__` gives
+          them, and the cache for `decode`. A row whose length is out of range is NaN,
+          whatever is decoded after.
+
+        Raises:
+          ValueError: max_length below P.
+        """
+        rows, width = prompts.shape
+        if max_length < width:
+            raise ValueError(
+                f"max_length must be at least the {width} tokens of a row of prompts, "
+                f"got {max_length}"
+            )
+        lengths = jnp.asarray(lengths, jnp.int32)
+        filled = jnp.arange(width) < lengths[:, None]
+        positions = jnp.broadcast_to(jnp.arange(width), (rows, width))
+        x = self._embed(jnp.where(filled, prompts, 0))
+        sight = self._sights(positions, self._documents(prompts, filled))
+        possible = (lengths >= 1) & (lengths <= width)
+        x = jnp.where(possible[:, None, None], x, jnp.nan)
+        definition, weights = nnx.split(self.blocks)
+
+        def block(x, of_layer):
+            layer_weights, kind = of_layer
+            merged = nnx.merge(definition, layer_weights)
+            x, made = merged.prefill(x, *sight(kind))
+            # Here, not after the scan: the cache is then made once, in its place.
+            return x, kv_cache.layer_of(*made, max_length)
+
+        x, cached = jax.lax.scan(block, x, (weights, layer_kinds(self.config)))
+        last = x[jnp.arange(rows), jnp.clip(lengths, 1, width) - 1]
+        return self.norm(last), kv_cache.of_prompts(cached, lengths, width)
+
+    def decode(
+        self, tokens: Ids, cache: kv_cache.Cache
+    ) -> tuple[jax.Array, kv_cache.Cache]:
+        """Read one more token a row, each at its row's own position.
+
+        Attention is plain XLA here, whatever `ModelConfig.attention` says.
+
+        Args:
+          tokens: [B] ids.
+          cache: from `prefill`, or from the last call; donate it, or loop over it, and
+            it is updated in place.
+
+        Returns:
+          Hidden states [B, hidden] of these tokens, as `__call__` gives them, and the
+          next cache. NaN once the cache is full.
+        """
+        tokens = jnp.asarray(tokens)[:, None]
+        x = self._embed(tokens)
+        seen = by_kind(self.config, lambda kind: cache.seen(self._window(kind)))
+        sight = self._sights(cache.lengths[:, None], seen)
+        definition, weights = nnx.split(self.blocks)
+
+        def block(x, of_layer):
+            layer_weights, layer, kind = of_layer
+            seen, rope = sight(kind)
+            return nnx.merge(definition, layer_weights).decode(x, rope, layer, seen)
+
+        kinds = layer_kinds(self.config)
+        x, token = jax.lax.scan(block, x, (weights, cache.layers, kinds))
+        fits = cache.slot < cache.max_length
+        hidden = jnp.where(fits, self.norm(x)[:, 0], jnp.nan)
+        return hidden, kv_cache.append(cache, token)
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """Logits [..., V] in float32, those inside `head.logprobs`.
+
+        `head(hidden)` rounds them to the compute type, as the plain Flax layers do; a
+        policy sampled from those is not quite the one that is trained.
+
+        **Memory**: 4 · tokens · V.
+        """
+        tied = self.config.tied
+        W = self.embed.embedding[...] if tied else self.head.kernel[...]
+        if isinstance(self.head, lora.LoraHead):
+            hidden, W = self.head.widened(hidden, W)
+        z = jnp.einsum(
+            "...d,vd->...v" if tied else "...d,dv->...v",
+            hidden,
+            W.astype(hidden.dtype),
+            preferred_element_type=jnp.float32,
+        )
+        softcap = self.config.softcap
+        return z if softcap is None else softcap * jnp.tanh(z / softcap)
+
+    def _embed(self, tokens: Ids) -> jax.Array:
+        """Embeddings [B, T, hidden] of the tokens."""
+        if mesh.current() is None:
+            x = self.embed(jnp.asarray(tokens)).astype(self.config.dtype)
+        else:
+            table = self.embed.embedding[...]
+            x = mesh.look_up(table, jnp.asarray(tokens)).astype(self.config.dtype)
+        if self.config.embed_scale:
+            x = x * jnp.asarray(self.config.hidden**0.5, x.dtype)
+        return x
+
+    def _window(self, kind: str) -> int | None:
+        return self.config.window if kind == "local" else None
+
+    def _documents(
+        self, tokens: Ids, segment_ids: Ids | None
+    ) -> Callable[[Any], Sight]:
+        """A layer's entry of `layer_kinds` to what its queries see."""
+        if "local" not in self.config.pattern:
+            return lambda kind: Sight(segment_ids)
+        if segment_ids is None:
+            segment_ids = jnp.zeros_like(tokens)
+        # A number even where all is seen: layers of one loop differ in it alone.
+        widest = tokens.shape[1]
+        window = by_kind(
+            self.config, lambda kind: jnp.asarray(self._window(kind) or widest)
+        )
+        return lambda kind: Sight(segment_ids, window(kind))
+
+    def _sights(
+        self, positions: Ids, visible: Callable[[Any], Any]
+    ) -> Callable[[Any], tuple[Any, Rope]]:
+        """A layer's entry of `layer_kinds` to what it sees, and its angles' tables."""
+
+        def tables(kind: str) -> tuple[jax.Array, jax.Array]:
+            return rope_tables(positions, rope_frequencies(self.config, kind))
+
+        kinds = dict.fromkeys(self.config.pattern)
+        if len(kinds) == 1:
+            only = tables(*kinds)
+            return lambda kind: (visible(kind), only)
+        # Chosen from where they are used: a loop would keep what each layer has chosen.
+        stacked = jax.tree.map(lambda *each: jnp.stack(each), *map(tables, KINDS))
+        return lambda kind: (visible(kind), (*stacked, kind))
+
+
+def head_loss(
+    head: LMHead,
+    hidden: jax.Array,
+    labels: Ids,
+    normalizer: jax.Array,
+    implementation: Literal["fused", "materialised"],
+) -> jax.Array:
+    """Sum of the tokens' cross-entropies, divided by `normalizer`.
+
+    Args:
+      head: of the decoder.
+      hidden: [B, T, hidden] final hidden states.
+      labels: [B, T] next token ids; negative where no loss is wanted.
+      normalizer: how many tokens the whole step counts.
+      implementation: "fused" never holds the logits; "materialised" is the way that
+        most code has it, kept as the reference and for comparison.
+
+    Returns:
+      Float32 scalar, in nats; 0 where no token counts.
+    """
+    if implementation == "fused":
+        return head.loss(hidden, labels, normalizer=normalizer)
+    per_token = optax.softmax_cross_entropy_with_integer_labels(
+        head(hidden).astype(jnp.float32), jnp.maximum(labels, 0)
+    )
+    return jnp.sum(jnp.where(labels >= 0, per_token, 0.0)) / jnp.maximum(normalizer, 1)

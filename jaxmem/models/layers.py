@@ -1,0 +1,259 @@
+"""What a decoder is made of, layer by layer, and the sizes of it all."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxmem import devices, remat
+from jaxmem.models import (
+    attention,
+    kv_cache,
+    lora,
+    norms,
+    partitioning as mesh,
+    ulysses,
+)
+from jaxmem.models.config import ACTIVATIONS, ModelConfig
+from jaxmem.models.positions import Ids as Ids, Rope, Sight, apply_rope
+
+
+def _linear(
+    config: ModelConfig,
+    name: str,
+    inputs: int,
+    outputs: int,
+    rngs: nnx.Rngs,
+    gain: float = 1.0,
+    use_bias: bool = False,
+) -> nnx.Linear:
+    kind = nnx.Linear
+    if config.lora_rank and name in config.lora_targets:
+        kind = functools.partial(lora.LoraLinear, config)
+    return kind(
+        inputs,
+        outputs,
+        use_bias=use_bias,
+        kernel_init=nnx.initializers.variance_scaling(
+            gain, "fan_in", "truncated_normal"
+        ),
+        dtype=jnp.dtype(config.dtype),
+        param_dtype=jnp.dtype(config.param_dtype),
+        rngs=rngs,
+    )
+
+
+def _residual_linear(
+    config: ModelConfig, name: str, inputs: int, rngs: nnx.Rngs
+) -> nnx.Linear:
+    # 2 x layers such outputs are summed; this gain keeps the sum's variance at 1.
+    gain = 0.5 / config.layers
+    return _linear(config, name, inputs, config.hidden, rngs, gain=gain)
+
+
+def rms_norm(config: ModelConfig, width: int, rngs: nnx.Rngs) -> nnx.RMSNorm:
+    """The one norm of all layers, over the last axis."""
+    kind, start = norms.RMSNorm, nnx.initializers.ones
+    if config.norm_offset:
+        kind, start = norms.OffsetRMSNorm, nnx.initializers.zeros
+    return kind(
+        width,
+        epsilon=config.norm_eps,
+        scale_init=start,
+        dtype=jnp.dtype(config.dtype),
+        param_dtype=jnp.dtype(config.param_dtype),
+        rngs=rngs,
+    )
+
+
+class Attention(nnx.Module):
+    """Causal grouped-query attention within documents."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        width = config.head_dim
+        queries, keys = config.heads * width, config.kv_heads * width
+
+        def project(name: str, outputs: int) -> nnx.Linear:
+            bias = config.qkv_bias
+            return _linear(config, name, config.hidden, outputs, rngs, use_bias=bias)
+
+        self.query = project("query", queries)
+        self.key, self.value = project("key", keys), project("value", keys)
+        self.output = _residual_linear(config, "output", queries, rngs)
+        if config.qk_norm:
+            self.query_norm = rms_norm(config, width, rngs)
+            self.key_norm = rms_norm(config, width, rngs)
+        self.config = config
+
+    def __call__(self, x: jax.Array, sight: Sight, rope: Rope) -> jax.Array:
+        """[B, T, hidden] to [B, T, hidden]."""
+        query, key, value = self.project(x)
+        return self.attend(*self.rotate(query, key, rope), value, sight)
+
+    def project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Products [B, T, heads, head_dim]: queries, keys and values."""
+        batch, length, _ = x.shape
+
+        def split(projected: jax.Array) -> jax.Array:
+            return projected.reshape(batch, length, -1, self.config.head_dim)
+
+        return split(self.query(x)), split(self.key(x)), split(self.value(x))
+
+    def rotate(self, query: jax.Array, key: jax.Array, rope: Rope):
+        """Queries and keys as attention reads them: normalised, if so, and rotated."""
+        if not self.config.qk_norm:  # the rotation needs neither for its gradient
+            query, key = apply_rope(query, *rope), apply_rope(key, *rope)
+            return remat.name(query, "q"), remat.name(key, "k")
+        query, key = remat.name(query, "q"), remat.name(key, "k")
+        query, key = self.query_norm(query), self.key_norm(key)
+        return apply_rope(query, *rope), apply_rope(key, *rope)
+
+    def attend(
+        self, query: jax.Array, key: jax.Array, value: jax.Array, sight: Sight
+    ) -> jax.Array:
+        """[B, T, hidden] of rotated queries and keys, and values."""
+        value = remat.name(value, "v")
+        mixed = ulysses.attend(self._attend, query, key, value, sight)
+        return remat.recompute(self._join)(mixed)
+
+    def decode(self, x: jax.Array, rope: Rope, layer: kv_cache.Layer, filled):
+        """[B, 1, hidden] to [B, 1, hidden], and the tokens' keys and values."""
+        query, key, value = self.project(x)
+        query, key = self.rotate(query, key, rope)
+        token = kv_cache.layer_of(key, value, 1)
+        config = self.config
+        mixed = kv_cache.attend(
+            query,
+            token,
+            layer,
+            filled,
+            scale=config.score_scale,
+            softcap=config.attention_softcap,
+        )
+        return self._join(mixed), token
+
+    def _join(self, mixed: jax.Array) -> jax.Array:
+        return self.output(mixed.reshape(*mixed.shape[:2], -1))
+
+    def _attend(self, query, key, value, sight: Sight) -> jax.Array:
+        config = self.config
+        if query.dtype == jnp.float16 and devices.backend() == "cpu":
+            raise ValueError(
+                "model.dtype='float16' needs a GPU, as jax's attention has none on a "
+                "CPU: set model.dtype='bfloat16' or 'float32'"
+            )
+        return attention.attend(
+            query,
+            key,
+            value,
+            sight,
+            scale=config.score_scale,
+            softcap=config.attention_softcap,
+            implementation=config.attention,
+        )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def gated(gate: jax.Array, up: jax.Array, activation: str) -> jax.Array:
+    """activation(gate) * up, in f32, rounded once to the type of `gate`.
+
+    **Memory** for the backward pass: gate and up.
+    """
+    wide = ACTIVATIONS[activation](gate.astype(jnp.float32))
+    return (wide * up.astype(jnp.float32)).astype(gate.dtype)
+
+
+def _gated_backward(activation, residuals, gradient):
+    gate, up = residuals
+    gradient = gradient.astype(jnp.float32)
+    active, pull = jax.vjp(ACTIVATIONS[activation], gate.astype(jnp.float32))
+    (dgate,) = pull(gradient * up.astype(jnp.float32))
+    return dgate.astype(gate.dtype), (gradient * active).astype(up.dtype)
+
+
+gated.defvjp(
+    lambda gate, up, activation: (gated(gate, up, activation), (gate, up)),
+    _gated_backward,
+)
+
+
+class FeedForward(nnx.Module):
+    """down(activation(gate(x)) * up(x)): SwiGLU, or GeGLU with "gelu"."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.gate = _linear(config, "gate", config.hidden, config.ff, rngs)
+        self.up = _linear(config, "up", config.hidden, config.ff, rngs)
+        self.down = _residual_linear(config, "down", config.ff, rngs)
+        self.activation = config.activation
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[B, T, hidden] to [B, T, hidden]."""
+        return self.join(*self.project(x))
+
+    def project(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Gate and what it is multiplied with, [B, T, ff] each."""
+        return self.gate(x), self.up(x)
+
+    def join(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        """[B, T, hidden] of both."""
+        gate, up = remat.name(gate, "gate"), remat.name(up, "up")
+
+        def join(gate: jax.Array, up: jax.Array) -> jax.Array:
+            return self.down(gated(gate, up, self.activation))
+
+        return remat.recompute(join)(gate, up)
+
+
+class Block(nnx.Module):
+    """One pre-norm layer: attention, then feed-forward, each added to its input.
+
+    **Memory** for the backward pass, per token, where nothing else is asked for: in the
+    type of activations, the residual stream before either part, all products but those
+    that are added to it, rotated queries and keys, and attention's output; in float32,
+    its logsumexp and one number for each row of a norm. What lies between these is
+    elementwise, and recomputed.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.attention_norm = rms_norm(config, config.hidden, rngs)
+        self.attention = Attention(config, rngs=rngs)
+        self.feed_forward_norm = rms_norm(config, config.hidden, rngs)
+        self.feed_forward = FeedForward(config, rngs=rngs)
+        self.post_norms = config.post_norms
+        if config.post_norms:
+            self.post_attention_norm = rms_norm(config, config.hidden, rngs)
+            self.post_feed_forward_norm = rms_norm(config, config.hidden, rngs)
+
+    def __call__(self, x: jax.Array, sight: Sight, rope: Rope) -> jax.Array:
+        """[B, T, hidden] to [B, T, hidden]."""
+        return self.prefill(x, sight, rope)[0]
+
+    def prefill(self, x: jax.Array, sight: Sight, rope: Rope):
+        """The same, and the keys and values [B, T, kv_heads, head_dim]."""
+
+        def project(x: jax.Array):
+            return self.attention.project(self.attention_norm(x))
+
+        query, key, value = remat.recompute(project, save=["norm_rms"])(x)
+        query, key = self.attention.rotate(query, key, rope)
+        mixed = self.attention.attend(query, key, value, sight)
+        return self._finish(x, mixed), (key, value)
+
+    def decode(self, x: jax.Array, rope: Rope, layer: kv_cache.Layer, filled):
+        """[B, 1, hidden] to [B, 1, hidden], and the tokens' keys and values."""
+        x_norm = self.attention_norm(x)
+        mixed, made = self.attention.decode(x_norm, rope, layer, filled)
+        return self._finish(x, mixed), made
+
+    def _finish(self, x: jax.Array, mixed: jax.Array) -> jax.Array:
+        x = x + (self.post_attention_norm(mixed) if self.post_norms else mixed)
+        x = mesh.spread(x)
+
+        def project(x: jax.Array):
+            return self.feed_forward.project(self.feed_forward_norm(x))
+
+        projected = remat.recompute(project, save=["norm_rms"])(x)
+        made = self.feed_forward.join(*projected)
+        made = self.post_feed_forward_norm(made) if self.post_norms else made
+        return mesh.spread(x + made)

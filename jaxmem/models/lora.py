@@ -1,0 +1,141 @@
+"""Low-rank adapters of frozen matrices: x W + alpha / rank · x A B.
+
+B starts at 0, so that training starts from the model as it was. Adapters have names of
+their own, "lora_a" and "lora_b" beside a kernel, so `optimizer.trainable = "/lora_"`
+trains them alone.
+
+Reference: Hu et al., "LoRA", 2021, arXiv:2106.09685.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import nnx, traverse_util
+
+from jaxmem.heads.nnx import LMHead
+from jaxmem.heads.verbs import Weights
+
+TARGETS = ("query", "key", "value", "output", "gate", "up", "down")
+TRAINABLE = "(^|/)lora_[ab]$"  # for `optimizer.trainable`
+
+
+class LoraOptions(Protocol):
+    """What of a `ModelConfig` says how to adapt."""
+
+    @property
+    def lora_rank(self) -> int:
+        """Of A and B; 0: no adapters."""
+        ...
+
+    @property
+    def lora_alpha(self) -> float:
+        """Times rank: what A B is multiplied with."""
+        ...
+
+
+def _scale(options: LoraOptions) -> float:
+    return options.lora_alpha / options.lora_rank
+
+
+def _matrices(options: LoraOptions, inputs: int, outputs: int, dtype, rngs: nnx.Rngs):
+    """A, uniform within 1 / sqrt(inputs), and B, of zeros."""
+    bound = inputs**-0.5
+    key, shape = rngs.params(), (inputs, options.lora_rank)
+    A = jax.random.uniform(key, shape, jnp.float32, -bound, bound).astype(dtype)
+    return nnx.Param(A), nnx.Param(jnp.zeros((options.lora_rank, outputs), dtype))
+
+
+class LoraLinear(nnx.Linear):
+    """`nnx.Linear` with an adapter beside its kernel.
+
+    Args:
+      options: rank and alpha.
+      arguments, keywords: of `nnx.Linear`.
+    """
+
+    def __init__(self, options: LoraOptions, *arguments: Any, **keywords: Any):
+        super().__init__(*arguments, **keywords)
+        self.lora_a, self.lora_b = _matrices(
+            options,
+            self.in_features,
+            self.out_features,
+            self.param_dtype,
+            keywords["rngs"],
+        )
+        self.lora_scale = _scale(options)
+
+    def __call__(self, inputs: jax.Array, **options: Any) -> jax.Array:
+        """[..., in_features] to [..., out_features]."""
+        dtype = self.dtype or inputs.dtype
+        A, B = (x[...].astype(dtype) for x in (self.lora_a, self.lora_b))
+        low = (inputs.astype(dtype) @ A) * self.lora_scale
+        return super().__call__(inputs, **options) + low @ B
+
+
+class LoraHead(LMHead):
+    """`LMHead` with an adapter: as many columns more in W as the rank, and in h.
+
+        logits = [h, s h A] [W; B],   s = alpha / rank
+
+    So the verbs need know nothing, and W is rounded as without it. Backward, a gradient
+    of [W; B] is made whole, though only that of B is kept: a head with an adapter costs
+    what a trained one does.
+
+    Args:
+      options: rank and alpha.
+      keywords: of `LMHead`.
+    """
+
+    def __init__(self, options: LoraOptions, *, rngs: nnx.Rngs, **keywords: Any):
+        super().__init__(rngs=rngs, **keywords)
+        dtype = keywords.get("param_dtype", jnp.float32)
+        self.lora_a, self.lora_b = _matrices(
+            options, self.in_features, self.out_features, dtype, rngs
+        )
+        self.lora_scale = _scale(options)
+
+    def widened(self, hidden: jax.Array, W: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """[h, s h A] and [W; B], in hidden's type."""
+        A, B = (x[...].astype(hidden.dtype) for x in (self.lora_a, self.lora_b))
+        low = (hidden @ A) * self.lora_scale
+        tied = self.layout == "vd"
+        W = jnp.concatenate(
+            [W.astype(hidden.dtype), B.T if tied else B], axis=int(tied)
+        )
+        return jnp.concatenate([hidden, low], axis=-1), W
+
+    def _prepare(self, hidden) -> tuple[jax.Array, Weights]:
+        hidden, weights = super()._prepare(hidden)
+        hidden, W = self.widened(hidden, weights.W)
+        return hidden, weights._replace(W=W)
+
+
+def is_adapter(path: str) -> bool:
+    """Whether a weight of that name, like "head/lora_a", is one of an adapter."""
+    return path.rpartition("/")[2] in ("lora_a", "lora_b")
+
+
+def adapters_of(weights: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of adapters, nested likewise; {} where there are none."""
+    flat: dict[str, Any] = dict(traverse_util.flatten_dict(dict(weights), sep="/"))
+    return traverse_util.unflatten_dict(
+        {path: leaf for path, leaf in flat.items() if is_adapter(path)}, sep="/"
+    )
+
+
+def check(rank: int, alpha: float, targets: tuple[str, ...], head: bool) -> str | None:
+    """Why such adapters cannot be; None where they can."""
+    if rank < 0:
+        return f"lora_rank must be 0 (none) or more, got {rank}"
+    if alpha <= 0:
+        return f"lora_alpha must be above 0, got {alpha}"
+    unknown = [target for target in targets if target not in TARGETS]
+    if unknown:
+        return f"lora_targets must be among {', '.join(TARGETS)}, got {unknown[0]!r}"
+    if rank and not (targets or head):
+        return "lora_targets must name a matrix, where lora_head is False"
+    if head and not rank:
+        return "lora_head needs a lora_rank above 0"
+    return None

@@ -1,0 +1,83 @@
+"""RMS normalisation whose backward pass keeps its input and one number per row."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.typing import DTypeLike
+
+from jaxmem import remat
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def rms_normalize(
+    x: jax.Array,
+    scale: jax.Array,
+    offset: float,
+    epsilon: float,
+    dtype: DTypeLike,
+) -> jax.Array:
+    """Divide each row by its root mean square, and multiply it by a scale.
+
+        y_i = r x_i (offset + scale_i),   r = 1 / sqrt(mean_j x_j² + epsilon)
+
+    Args:
+      x: [..., D] in any floating-point type.
+      scale: [D], likewise.
+      offset: added to the scale, in float32: a scale in 16 bits keeps its small part.
+      epsilon: added to the mean square.
+      dtype: of the result; everything is computed in float32.
+
+    Returns:
+      [..., D] in `dtype`.
+
+    **Memory** for the backward pass: x in its own type, and r, which policies know as
+    "norm_rms": 4 bytes per row. The gradient of the scale is summed in float32.
+
+    Reference: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019,
+    arXiv:1910.07467.
+    """
+    return _forward(x, scale, offset, epsilon, dtype)[0]
+
+
+def _forward(x, scale, offset, epsilon, dtype):
+    wide = x.astype(jnp.float32)
+    rms = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
+    rms = remat.name(rms, "norm_rms")
+    y = wide * rms * (offset + scale.astype(jnp.float32))
+    return y.astype(dtype), (x, rms, scale)
+
+
+def _backward(offset, epsilon, dtype, residuals, dy):
+    del epsilon, dtype  # in the residuals
+    x, rms, scale = residuals
+    unit = x.astype(jnp.float32) * rms
+    dy = dy.astype(jnp.float32)
+    dunit = dy * (offset + scale.astype(jnp.float32))
+    along = jnp.mean(dunit * unit, axis=-1, keepdims=True)
+    dx = rms * (dunit - unit * along)
+    dscale = jnp.sum(dy * unit, axis=tuple(range(x.ndim - 1)))
+    return dx.astype(x.dtype), dscale.astype(scale.dtype)
+
+
+rms_normalize.defvjp(_forward, _backward)
+
+
+class RMSNorm(nnx.RMSNorm):
+    """`nnx.RMSNorm` over the last axis, computed by `rms_normalize`."""
+
+    offset = 0.0
+
+    def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
+        """[..., features], likewise; every entry counts: `mask` must be None."""
+        assert mask is None and self.scale is not None  # created with a scale
+        scale = self.scale[...]
+        return rms_normalize(x, scale, self.offset, self.epsilon, self.dtype)
+
+
+class OffsetRMSNorm(RMSNorm):
+    """The same with 1 + scale, as Gemma has it."""
+
+    offset = 1.0

@@ -1,0 +1,306 @@
+"""One mesh of devices for a whole run: what of weights and of batches each one holds.
+
+    data      rows of a batch; each has all the weights
+    fsdp      rows of a batch; each has a part of weights, moments and gradients
+    sequence  tokens of a row; weights as along fsdp
+    tensor    heads, the width of the feed-forward layer, the vocabulary
+
+XLA moves what a step needs: jit's inputs are laid out here, a few values on the way
+are held to it, and attention and the head say themselves what they communicate.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jaxmem import devices as _devices
+from jaxmem.core import shards as _shards
+from jaxmem.core.fields import check_field
+from jaxmem.heads.verbs import HeadSharding
+
+AXES = ("data", "fsdp", "sequence", "tensor")
+ROWS = ("data", "fsdp")
+TOKENS = PartitionSpec(ROWS, "sequence")  # of [B, T, ...]
+
+# The last axes of weights by the end of their names; all others are whole everywhere.
+PARTS = ("fsdp", "sequence")
+_WEIGHTS = {
+    r"(embed|tied_to)/embedding": ("tensor", PARTS),
+    r"head/kernel": (PARTS, "tensor"),
+    r"(query|key|value|gate|up)/kernel": (PARTS, "tensor"),
+    r"(output|down)/kernel": ("tensor", PARTS),
+    r"(query|key|value)/bias": ("tensor",),
+}
+
+_PREFETCH = {
+    "xla_gpu_enable_latency_hiding_scheduler": True,
+    # Two blocks a turn: what the second needs is sent while the first computes.
+    "xla_gpu_enable_while_loop_double_buffering": True,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """Devices along each axis; their product is how many a run has."""
+
+    data: int = 1  # share out the rows of a batch
+    fsdp: int = 1  # share out rows, weights and moments
+    sequence: int = 1  # share out the tokens of each row, weights and moments
+    tensor: int = 1  # share out heads, feed-forward layers and the vocabulary
+    # let XLA for GPUs fetch a block's weights while the one before it computes
+    prefetch: bool = True
+
+    def __post_init__(self):
+        """Refuse impossible values, by name."""
+        for name in AXES:
+            check_field(self, name, getattr(self, name) >= 1, "at least 1")
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Of the axes, in the order of `AXES`."""
+        return tuple(getattr(self, name) for name in AXES)
+
+    @property
+    def by_rows(self) -> "MeshConfig":
+        """The same devices for work that goes token by token: all share out rows."""
+        rows = self.fsdp * self.sequence
+        return dataclasses.replace(self, fsdp=rows, sequence=1)
+
+
+class Layout:
+    """Where the arrays of a run are; on one device, nothing is said and nothing moves.
+
+    Args:
+      config: of the mesh.
+
+    Attributes:
+      mesh: None for one device.
+      sizes: devices along each axis.
+
+    Raises:
+      ValueError: fewer devices than the mesh has, or a process without any.
+    """
+
+    def __init__(self, config: MeshConfig):
+        count, devices = math.prod(config.sizes), _devices.current()
+        fits = count <= len(devices)
+        if jax.process_count() > 1:  # none of them may be left without work
+            fits = count == len(devices)
+        if not fits:
+            said = " x ".join(f"mesh.{k}={getattr(config, k)}" for k in AXES)
+            raise ValueError(
+                f"{said} makes {count} devices, there are {len(devices)} in "
+                f"{jax.process_count()} processes"
+            )
+        self.mesh: Mesh | None = None
+        self.sizes: dict[str, int] = dict(zip(AXES, config.sizes, strict=True))
+        self._prefetch = config.prefetch
+        if count > 1:
+            # Neighbours are of one host: along the last axes most is sent.
+            grid = np.array(devices[:count]).reshape(config.sizes)
+            self.mesh = Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+    def compiler_options(self) -> dict[str, Any]:
+        """For `jax.jit` of a step: what is sent overlaps with what is computed."""
+        return _PREFETCH if self.mesh is not None and self._prefetch else {}
+
+    def context(self) -> contextlib.AbstractContextManager:
+        """In which a run's functions are traced."""
+        return jax.set_mesh(self.mesh) if self.mesh else contextlib.nullcontext()
+
+    def of_weights(self, shapes: Any) -> Any:
+        """`jax.ShapeDtypeStruct`s of weights, or of moments, with their places.
+
+        Raises:
+          ValueError: a weight that does not divide by its mesh axes.
+        """
+        return self._placed(shapes, _weight_spec)
+
+    def of_tokens(self, shapes: Any) -> Any:
+        """Likewise, of arrays [..., B, T]."""
+        return self._placed(shapes, lambda _, shape: _token_spec(len(shape)))
+
+    def of_rows(self, shapes: Any) -> Any:
+        """Likewise, of arrays [B, ...]."""
+        return self._placed(shapes, lambda _, shape: PartitionSpec(ROWS))
+
+    def of_head(self, weights: Any, hidden: Any, labels: Any) -> tuple[Any, Any, Any]:
+        """Likewise, of a head alone: its weights, and what it gets."""
+        weights = self.of_weights({"head": weights})["head"]
+        return weights, self.of_hidden(hidden), self.of_tokens(labels)
+
+    def of_hidden(self, shapes: Any) -> Any:
+        """Likewise, of arrays [B, T, ...]."""
+        return self._placed(shapes, lambda _, shape: TOKENS)
+
+    def whole(self, shapes: Any) -> Any:
+        """Likewise, of what each device has all of."""
+        return self._placed(shapes, lambda _, shape: PartitionSpec())
+
+    def _placed(self, shapes, spec_of):
+        mesh = self.mesh
+        if mesh is None:
+            return shapes
+
+        def placed(path, leaf):
+            spec = spec_of(_name(path), leaf.shape)
+            _check_divides(_name(path), leaf.shape, spec, mesh)
+            sharding = NamedSharding(mesh, spec)
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+        return jax.tree_util.tree_map_with_path(placed, shapes)
+
+    def place(self, batch: Any, structs: Any = None) -> Any:
+        """Numpy arrays on the devices; each process gives its own part of them.
+
+        They are [..., B, T], unless `structs` say where they go.
+        """
+        mesh = self.mesh
+        if mesh is None:
+            return batch
+
+        def one(x, sharding):
+            return jax.make_array_from_callback(x.shape, sharding, lambda at: x[at])
+
+        if structs is not None:
+            return jax.tree.map(one, batch, shardings(structs))
+        return jax.tree.map(
+            lambda x: one(x, NamedSharding(mesh, _token_spec(x.ndim))), batch
+        )
+
+    def jit(self, run: Callable, out: Any = None, **options) -> Any:
+        """`jax.jit` whose results are where the structs `out` say; to be traced in
+        `context`.
+        """
+        places = None if self.mesh is None or out is None else shardings(out)
+        return jax.jit(run, out_shardings=places, **options)
+
+    def own_rows(self, rows: int) -> list[int]:
+        """Which of a batch's rows this process's devices read."""
+        if self.mesh is None:
+            return list(range(rows))
+        sharding = NamedSharding(self.mesh, PartitionSpec(ROWS))
+        parts: Any = sharding.addressable_devices_indices_map((rows,)).values()
+        return sorted({i for (part,) in parts for i in range(rows)[part]})
+
+
+def shardings(structs: Any) -> Any:
+    """Of structs that have a place, for `jax.jit(out_shardings=)`."""
+    return jax.tree.map(lambda struct: struct.sharding, structs)
+
+
+def current() -> Any:
+    """The mesh of the `Layout.context` around, or None."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return mesh if mesh.axis_names == AXES else None
+
+
+def head_sharding() -> HeadSharding | None:
+    """How the head runs on the mesh of the `Layout.context` around."""
+    around = current()
+    if around is None:
+        return None
+    vocab = "tensor" if around.shape["tensor"] > 1 else None
+    return HeadSharding(tokens=TOKENS, vocab=vocab, W_fsdp=PARTS)
+
+
+def spread(x: jax.Array) -> jax.Array:
+    """x [B, T, ...], laid out as tokens are; itself where there is no mesh."""
+    if current() is None:
+        return x
+    return _laid(x, TOKENS)
+
+
+def look_up(table: jax.Array, ids: jax.Array) -> jax.Array:
+    """Rows [B, T, D] of an embedding table [V, D] on the mesh around."""
+
+    def on_device(table, ids):
+        # Typed first: gradients are then scattered before they are summed.
+        table = _shards.vary(table, frozenset(("data", *PARTS)))
+        table = lax.all_gather(table, PARTS, axis=1, tiled=True)
+        local = ids - lax.axis_index("tensor") * len(table)
+        rows = table.at[jnp.clip(local, 0, len(table) - 1)].get()
+        is_here = (local >= 0) & (local < len(table))
+        return lax.psum(jnp.where(is_here[..., None], rows, 0), "tensor")
+
+    specs = PartitionSpec("tensor", PARTS), TOKENS
+    return jax.shard_map(on_device, in_specs=specs, out_specs=TOKENS)(table, ids)
+
+
+def as_stored(tree: Any) -> Any:
+    """Weights, or their gradients, laid out as they are between steps."""
+    if current() is None:
+        return tree
+
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: _laid(leaf, _weight_spec(_name(path), leaf.shape)), tree
+    )
+
+
+def gathered(tree: Any) -> Any:
+    """A block's weights, brought together from their parts for its use.
+
+    Said here, as XLA could as well move the activations; a block that is made again
+    gathers them again. Gradients go back in parts, summed on the way.
+    """
+    if current() is None:
+        return tree
+
+    def one(path, leaf):
+        stored = _weight_spec(_name(path), leaf.shape)
+        used = PartitionSpec(*(None if axes == PARTS else axes for axes in stored))
+        return leaf if used == stored else _moved(stored, used, leaf)
+
+    return jax.tree_util.tree_map_with_path(one, tree)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _moved(stored: PartitionSpec, used: PartitionSpec, leaf: jax.Array) -> jax.Array:
+    return _laid(leaf, used)
+
+
+_moved.defvjp(
+    lambda stored, used, leaf: (_laid(leaf, used), None),
+    lambda stored, used, _, gradient: (_laid(gradient, stored),),
+)
+
+
+def _laid(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+    return jax.lax.with_sharding_constraint(x, spec)
+
+
+def _token_spec(axes: int) -> PartitionSpec:
+    return PartitionSpec(*(None,) * (axes - 2), *TOKENS)
+
+
+def _weight_spec(name: str, shape: tuple[int, ...]) -> PartitionSpec:
+    for pattern, axes in _WEIGHTS.items():
+        if re.search(f"(^|/){pattern}$", name):
+            # Blocks are stacked along axes of their own.
+            return PartitionSpec(*(None,) * (len(shape) - len(axes)), *axes)
+    return PartitionSpec()
+
+
+def _name(path) -> str:
+    return "/".join(str(key.key) for key in path if hasattr(key, "key"))
+
+
+def _check_divides(name, shape, spec, mesh):
+    for size, axes in zip(shape, spec, strict=False):
+        axes = (axes,) if isinstance(axes, str) else axes or ()
+        parts = math.prod(mesh.shape[axis] for axis in axes)
+        if size % parts:
+            said = " x ".join(f"mesh.{axis}={mesh.shape[axis]}" for axis in axes)
+            raise ValueError(
+                f"{said} must divide {size}, an axis of {name or 'a batch'} {shape}"
+            )

@@ -1,0 +1,330 @@
+"""Sample from a decoder: prompts in, tokens and their log-probabilities out.
+
+    logits / temperature -> top k -> top p -> one token -> the same with it, until eos
+
+A token's log-probability is that of the distribution it was drawn from, temperature and
+truncation applied, and what was left of the vocabulary is returned beside it. A trainer
+can so compare its policy with the sampler's: `jaxmem.logprobs(..., temperature=...)`
+where nothing truncates, `jaxmem.support_logprobs` over `support_ids` where it does.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from jax.core import Tracer
+
+from jaxmem.core.fields import check_field
+from jaxmem.models import partitioning as mesh
+from jaxmem.models.decoder import Decoder
+from jaxmem.models.kv_cache import Cache
+from jaxmem.models.layers import Ids
+
+# For `jax.jit` around `sample`. In every step, XLA for GPUs would copy each layer's
+# weights out of their stack for Triton's products, where cuBLAS's read them in place;
+# and join the weights of products that share a factor.
+COMPILER_OPTIONS = {
+    "xla_gpu_enable_triton_gemm": False,
+    "xla_gpu_dot_merger_threshold_mb": 0,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingConfig:
+    """How completions are drawn."""
+
+    max_new_tokens: int = 8  # most tokens of a completion, end of sequence included
+    temperature: float = 1.0  # logits are divided by it before anything is truncated
+    top_k: int | None = None  # draw among the k most probable tokens only
+    top_p: float | None = None  # draw among the fewest that hold this probability
+    # most tokens to draw among; None: top_k.  top_p alone needs it, to know a shape
+    support: int | None = None
+
+    def __post_init__(self):
+        """Refuse impossible values and combinations, by name."""
+        check_field(self, "max_new_tokens", self.max_new_tokens >= 1, "at least 1")
+        possible = 0 < self.temperature < float("inf")
+        check_field(self, "temperature", possible, "positive and finite")
+        for name in ("top_k", "support"):
+            value = getattr(self, name)
+            check_field(self, name, value is None or value >= 1, "at least 1")
+        if self.top_p is not None:
+            check_field(self, "top_p", 0 < self.top_p <= 1, "in (0, 1]")
+        if self.support is None:
+            decided = not self.truncates or self.top_k is not None
+            check_field(self, "support", decided, "given for a top_p without top_k")
+        else:
+            wanted = "None where neither top_k nor top_p truncates"
+            check_field(self, "support", self.truncates, wanted)
+            enough = self.top_k is None or self.support >= self.top_k
+            check_field(self, "support", enough, f"at least top_k={self.top_k}")
+
+    @property
+    def truncates(self) -> bool:
+        """Whether a draw can leave out tokens."""
+        return self.top_k is not None or self.nucleus is not None
+
+    @property
+    def nucleus(self) -> float | None:
+        """A top_p that can; one of 1 cannot, though sums of rounded terms reach it."""
+        return None if self.top_p == 1 else self.top_p
+
+    @property
+    def support_size(self) -> int | None:
+        """Ids in each of `Samples.support_ids`; None where nothing truncates."""
+        if not self.truncates:
+            return None
+        return self.top_k if self.support is None else self.support
+
+
+class Samples(NamedTuple):
+    """Completions of B prompts, R = max_new_tokens slots each.
+
+    Attributes:
+      tokens: [B, R] int32 ids, end of sequence included; pad_id after.
+      mask: [B, R] bool, where there is a token.
+      logprobs: [B, R] f32 of the token among those it was drawn from; 0 after the end.
+      support_ids: [B, R, K] int32 those, by falling probability, then -1; -1 after the
+        end. None where nothing truncates.
+      lengths: [B] int32 tokens of each completion.
+    """
+
+    tokens: jax.Array
+    mask: jax.Array
+    logprobs: jax.Array
+    support_ids: jax.Array | None
+    lengths: jax.Array
+
+
+class _Drawn(NamedTuple):
+    """One token a row, arrays [B, ...]; or those of all steps, [R, B, ...]."""
+
+    tokens: jax.Array
+    mask: jax.Array
+    logprobs: jax.Array
+    support_ids: jax.Array | None
+
+
+class _State(NamedTuple):
+    """What a step of the loop changes."""
+
+    step: jax.Array  # tokens drawn so far
+    token: jax.Array  # [B] the last of them
+    ended: jax.Array  # [B] bool
+    drawn: _Drawn
+    cache: Cache
+
+
+def truncate(
+    logits: jax.Array, config: SamplingConfig
+) -> tuple[jax.Array, jax.Array | None]:
+    """Log-probabilities of what is left of the vocabulary.
+
+        z = logits / T;   S = the top k of z;   then S = the fewest of the most probable
+        of softmax_S(z) that hold at least top_p;   out = z - ln Σ_(v in S) e^(z_v)
+
+    Temperature comes first, as samplers have it: what top_p keeps depends on it. With
+    both, top_p counts the probability within the top k. A nucleus of more than
+    `support` tokens is cut to the most probable of them. Of equal logits the lower ids
+    are kept.
+
+    Args:
+      logits: [B, V] f32.
+      config: temperature, top_k, top_p, support.
+
+    Returns:
+      Log-probabilities [B, K] by falling probability, -inf outside S, and the ids
+      [B, K], -1 outside S; or [B, V] by id and None where nothing truncates.
+
+    Raises:
+      ValueError: more ids wanted than there are.
+
+    >>> import jax.numpy as jnp
+    >>> logits = jnp.log(jnp.array([[0.1, 0.5, 0.3, 0.1]]))
+    >>> logprobs, ids = truncate(logits, SamplingConfig(top_p=0.7, support=3))
+    >>> print(jnp.exp(logprobs).round(1), ids)
+    [[0.6 0.4 0. ]] [[ 1  2 -1]]
+
+    Reference: top k: Fan et al., "Hierarchical Neural Story Generation", 2018,
+    arXiv:1805.04833; top p: Holtzman et al., "The Curious Case of Neural Text
+    Degeneration", 2019, arXiv:1904.09751.
+    """
+    # The best logit comes off first: so the best token's log-probability, in a cold
+    # softmax, is 0 exactly, not what rounding leaves of two large numbers.
+    best = jnp.max(logits, axis=-1, keepdims=True)
+    z = (logits - best) / config.temperature
+    size = config.support_size
+    if size is None:
+        return jax.nn.log_softmax(z), None
+    name = "top_k" if config.support is None else "support"
+    vocab_size = z.shape[-1]
+    check_field(config, name, size <= vocab_size, f"at most {vocab_size} (vocab_size)")
+    values, ids = lax.top_k(z, size)
+    within = z
+    if config.top_k is not None:
+        values = jnp.where(jnp.arange(size) < config.top_k, values, -jnp.inf)
+        within = values
+    kept = values > -jnp.inf
+    if config.nucleus is not None:
+        whole = jax.nn.logsumexp(within, axis=-1, keepdims=True)
+        sums = jnp.cumsum(jnp.exp(values - whole), axis=-1)
+        # A token stays while those before it hold too little; so the first always does.
+        before = jnp.pad(sums[:, :-1], ((0, 0), (1, 0)))
+        kept &= before < config.nucleus
+    logprobs = jax.nn.log_softmax(jnp.where(kept, values, -jnp.inf))
+    return logprobs, jnp.where(kept, ids, -1)
+
+
+def sample(
+    decoder: Decoder,
+    prompts: Ids,
+    prompt_lengths: Ids,
+    key: jax.Array,
+    config: SamplingConfig,
+    *,
+    eos_id: int,
+    pad_id: int,
+) -> Samples:
+    """Complete every prompt, one token a row and step, until all rows have ended.
+
+        token_t ~ softmax over S_t of (logits_t / temperature),   `truncate` says S_t
+
+    To be called inside `jax.jit`, with `COMPILER_OPTIONS`. Row i draws with
+    `fold_in(key, i)`: what it gets does not depend on the other rows' prompts, nor on
+    when they end.
+
+    Args:
+      decoder: the policy.
+      prompts: [B, P] ids, each row's prompt first; the rest of a row is ignored.
+      prompt_lengths: [B] tokens of each prompt, from 1 to P.
+      key: of the random numbers; the same key gives the same samples.
+      config: lengths, temperature and truncation.
+      eos_id: the token that ends a completion; it is part of it.
+      pad_id: the token that fills slots after the end.
+
+    Returns:
+      `Samples`; NaN log-probabilities for a prompt length out of range that only shows
+      up at run time.
+
+    **Memory**: the cache (`jaxmem.models.kv_cache.Cache`, of P + max_new_tokens slots,
+    in whole eights), once; a step's logits and their noise, 4·B·V each; and the weights
+    in the compute type, where they are stored in another.
+
+    Raises:
+      ValueError: shapes that disagree, a length or an id out of range; it is named.
+    """
+    _check_prompts(prompts, prompt_lengths)
+    for name, token in (("eos_id", eos_id), ("pad_id", pad_id)):
+        _check_id(name, token, decoder.embed.num_embeddings)
+    definition, weights = _in_compute_type(decoder)
+    (rows, width), slots = prompts.shape, config.max_new_tokens
+    row_keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(rows))
+
+    def draw(model, hidden, step, ended):
+        keys = jax.vmap(jax.random.fold_in, (0, None))(row_keys, step)
+        made = _masked(_draw(keys, model.logits(hidden), config), ended, pad_id)
+        return made, ended | (made.tokens == eos_id)
+
+    def goes_on(state: _State) -> jax.Array:
+        return (state.step < slots) & ~jnp.all(state.ended)
+
+    def one_more(state: _State) -> _State:
+        model = nnx.merge(definition, weights)  # one made outside may not come in
+        hidden, cache = model.decode(state.token, state.cache)
+        made, ended = draw(model, hidden, state.step, state.ended)
+        drawn = _put(state.drawn, state.step, made)
+        return _State(state.step + 1, made.tokens, ended, drawn, cache)
+
+    model = nnx.merge(definition, weights)
+    # The last token of a row is not read again, and needs no slot. Products on a GPU
+    # would pad keys and values that are not whole 16 bytes long, in every step.
+    max_length = -(-(width + slots - 1) // 8) * 8
+    hidden, cache = model.prefill(prompts, prompt_lengths, max_length)
+    first, ended = draw(model, hidden, 0, jnp.zeros(rows, bool))
+    drawn = _put(_nothing_drawn(first, slots, pad_id), 0, first)
+    state = _State(jnp.asarray(1), first.tokens, ended, drawn, cache)
+    drawn = lax.while_loop(goes_on, one_more, state).drawn
+    drawn = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), drawn)
+    return Samples(*drawn, lengths=jnp.sum(drawn.mask, axis=1, dtype=jnp.int32))
+
+
+def _in_compute_type(decoder: Decoder):
+    """The decoder in two parts, its weights cast once, and gathered from the devices
+    that have parts of them: each step reads all of them.
+
+    Layers compute in that type in any case, so no number changes; but for the scales
+    of norms, which `OffsetRMSNorm` reads as they are.
+    """
+    definition, weights = nnx.split(decoder)
+
+    def cast(path, w):
+        is_scale = any(getattr(key, "key", None) == "scale" for key in path)
+        return w if is_scale else w.astype(decoder.config.dtype)
+
+    weights = jax.tree.map_with_path(cast, weights)
+    return definition, mesh.gathered(weights)
+
+
+def _draw(keys: jax.Array, logits: jax.Array, config: SamplingConfig) -> _Drawn:
+    logprobs, ids = truncate(logits, config)
+    choice = jax.vmap(jax.random.categorical)(keys, logprobs)[:, None]
+
+    def chosen(x: jax.Array) -> jax.Array:
+        return jnp.take_along_axis(x, choice, axis=1)[:, 0]
+
+    tokens = choice[:, 0] if ids is None else chosen(ids)
+    mask = jnp.ones(tokens.shape, bool)
+    return _Drawn(tokens.astype(jnp.int32), mask, chosen(logprobs), ids)
+
+
+def _masked(made: _Drawn, ended: jax.Array, pad_id: int) -> _Drawn:
+    """What rows that have ended draw: nothing."""
+    ids = made.support_ids
+    return _Drawn(
+        jnp.where(ended, pad_id, made.tokens),
+        made.mask & ~ended,
+        jnp.where(ended, 0.0, made.logprobs),
+        None if ids is None else jnp.where(ended[:, None], -1, ids),
+    )
+
+
+def _nothing_drawn(like: _Drawn, slots: int, pad_id: int) -> _Drawn:
+    nothing = _masked(like, jnp.ones(like.mask.shape, bool), pad_id)
+    return jax.tree.map(lambda x: jnp.broadcast_to(x, (slots, *x.shape)), nothing)
+
+
+def _put(drawn: _Drawn, step: jax.typing.ArrayLike, made: _Drawn) -> _Drawn:
+    return jax.tree.map(lambda all_, x: all_.at[step].set(x), drawn, made)
+
+
+def _check_prompts(prompts: Ids, lengths: Ids) -> None:
+    if prompts.ndim != 2 or not jnp.issubdtype(prompts.dtype, jnp.integer):
+        raise ValueError(
+            f"prompts must be integers [B, P], got {prompts.dtype}{prompts.shape}"
+        )
+    if lengths.shape != prompts.shape[:1]:
+        raise ValueError(
+            f"prompt_lengths must have one entry a prompt, shape {prompts.shape[:1]}, "
+            f"got {lengths.shape}"
+        )
+    if isinstance(lengths, Tracer):
+        return
+    lengths = np.asarray(lengths)
+    if np.any((lengths < 1) | (lengths > prompts.shape[1])):
+        bad = lengths[(lengths < 1) | (lengths > prompts.shape[1])][0]
+        raise ValueError(
+            f"prompt_lengths must be from 1 to the {prompts.shape[1]} tokens that "
+            f"prompts has room for, got {bad}"
+        )
+
+
+def _check_id(name: str, token: int, vocab_size: int) -> None:
+    if not 0 <= token < vocab_size:
+        raise ValueError(
+            f"{name} must be a token of the vocabulary, in [0, {vocab_size}), "
+            f"got {token}"
+        )

@@ -1,0 +1,90 @@
+"""Attention of sequences that are split over devices: heads there, tokens here.
+
+Each device holds some tokens of all heads. Before attention, an all-to-all gives it all
+tokens of some heads; after, another one takes that back. With k devices, each sends
+(k - 1)/k of its queries, keys, values and results, and gets as much.
+
+Reference: Jacobs et al., "DeepSpeed Ulysses", 2023, arXiv:2309.14509.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from jaxmem.models import partitioning as mesh
+
+AXIS = "sequence"
+_HEADS = PartitionSpec(mesh.ROWS, AXIS, "tensor", None)
+
+
+def attend(
+    attention: Callable,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    sight: Any,
+) -> jax.Array:
+    """`attention(query, key, value, sight)` of whole sequences, on any mesh.
+
+    Args:
+      attention: of arrays [B, T, heads, head_dim], and `sight`.
+      query: [B, T, heads, head_dim].
+      key, value: [B, T, kv_heads, head_dim]; those of fewer heads than devices along
+        the axis "sequence" are sent to several.
+      sight: pytree of arrays [B, ...] of whole sequences, and of scalars.
+
+    Returns:
+      An array like `query`.
+
+    **Memory** a device: queries, keys and values of whole sequences, for its part of
+    the heads, and `sight` of its rows.
+
+    Raises:
+      ValueError: tokens or heads that do not divide by the devices.
+    """
+    around = mesh.current()
+    if around is None or around.shape[AXIS] == 1:
+        return attention(query, key, value, sight)
+    parts, tensor = around.shape[AXIS], around.shape["tensor"]
+    _check("tokens of a row", query.shape[1], parts, f"mesh.sequence={parts}")
+    said = f"mesh.sequence={parts} x mesh.tensor={tensor}"
+    _check("model.heads", query.shape[2], parts * tensor, said)
+    _check("model.kv_heads", key.shape[2], tensor, f"mesh.tensor={tensor}")
+    kv_heads = key.shape[2] // tensor
+    copies = parts // math.gcd(parts, kv_heads)
+    _check("model.heads", query.shape[2] // tensor, kv_heads * copies, said)
+
+    def on_device(query, key, value, sight):
+        key, value = (jnp.repeat(x, copies, axis=2) for x in (key, value))
+        query, key, value = map(_to_heads, (query, key, value))
+        return _to_tokens(attention(query, key, value, sight))
+
+    def spec(x):
+        return PartitionSpec(mesh.ROWS) if jnp.ndim(x) else PartitionSpec()
+
+    return jax.shard_map(
+        on_device,
+        in_specs=(_HEADS, _HEADS, _HEADS, jax.tree.map(spec, sight)),
+        out_specs=_HEADS,
+        # Every mesh axis splits something of them, or nothing at all.
+        check_vma=False,
+    )(query, key, value, sight)
+
+
+def _to_heads(x):
+    """[b, T/k, H, ...] to [b, T, H/k, ...]."""
+    return lax.all_to_all(x, AXIS, split_axis=2, concat_axis=1, tiled=True)
+
+
+def _to_tokens(x):
+    return lax.all_to_all(x, AXIS, split_axis=1, concat_axis=2, tiled=True)
+
+
+def _check(what, size, parts, said):
+    if size % parts:
+        raise ValueError(f"{said} must divide {what}, got {size}")

@@ -1,0 +1,10 @@
+"""Ragged sequences as micro-batches of a few static shapes, and back."""
+
+from jaxmem.packing.plan import (
+    MicroBatch as MicroBatch,
+    Packing as Packing,
+    buckets as buckets,
+    first_fit_decreasing as first_fit_decreasing,
+    karmarkar_karp as karmarkar_karp,
+    pack as pack,
+)

@@ -1,0 +1,167 @@
+"""Arguments of `jaxmem.packing`, checked by name before anything is allocated."""
+
+from typing import TypeGuard
+
+import numpy as np
+
+from jaxmem.core import messages
+
+_SLOTS = 2**31  # of a micro-batch over all ranks: int32 numbers them
+ROWS = 2**20  # of a micro-batch over all ranks; parts of `karmarkar_karp`
+_LARGEST = float(np.finfo(np.float64).max)
+_QUADRATIC = 1e6  # of a cost: far above what attention costs
+
+
+def check_lengths(lengths, max_tokens, width, limit="max_tokens"):
+    """Return lengths as int64 numbers that fit rows; refuse others by name."""
+    tokens = as_array("lengths", lengths)
+    if tokens.size == 0:
+        tokens = tokens.astype(np.int64)
+    if not np.issubdtype(tokens.dtype, np.integer):
+        raise TypeError(f"lengths must be integers, got {tokens.dtype}")
+    if tokens.ndim != 1:
+        raise ValueError(f"lengths must have one axis, got shape {tokens.shape}")
+    for i in np.flatnonzero((tokens < 0) | (tokens > width))[:1].tolist():
+        if tokens[i] < 0:
+            raise ValueError(f"lengths[{i}] must not be negative, got {tokens[i]}")
+        row = "" if width == max_tokens else f"a row of {width} tokens under "
+        raise ValueError(
+            f"lengths[{i}] is {tokens[i]} tokens, longer than {row}"
+            f"{limit}={max_tokens}; raise it, or cut the sequence"
+        )
+    return tokens.astype(np.int64)
+
+
+def check_row_lengths(row_lengths, max_tokens):
+    """Return the widths of rows, ascending; refuse those that are no such widths."""
+    given = (max_tokens,) if row_lengths is None else row_lengths
+    widths = tuple(np.ravel(as_array("row_lengths", given)).tolist())
+    good = widths and all(is_integer(T) and 1 <= T <= max_tokens for T in widths)
+    if not good or list(widths) != sorted(set(widths)):
+        raise ValueError(
+            "row_lengths must be increasing integers from 1 to max_tokens="
+            f"{max_tokens}, got {messages.short(widths)}"
+        )
+    return widths
+
+
+def check_size(max_tokens, narrowest, ranks):
+    """Rows and slots that a machine can hold: before any is made."""
+    if ranks * max_tokens >= _SLOTS:
+        raise ValueError(
+            f"ranks must be below 2**31 slots / max_tokens={max_tokens}, got "
+            f"{messages.short(ranks)}"
+        )
+    rows = max_tokens // narrowest * ranks
+    if rows > ROWS:
+        raise ValueError(
+            f"ranks={ranks} have {rows:,} rows of {narrowest} tokens in a micro-batch; "
+            f"at most {ROWS:,} are possible: lower ranks or max_tokens, or raise the "
+            "least of row_lengths"
+        )
+
+
+def check_quadratic(quadratic):
+    """Refuse a quadratic cost's coefficient unless it is finite and not negative."""
+    number = isinstance(quadratic, int | float | np.integer | np.floating)
+    if not number or isinstance(quadratic, bool) or not 0 <= quadratic < np.inf:
+        raise ValueError(
+            "quadratic must be finite and not negative, got "
+            f"{messages.short(quadratic)}"
+        )
+    if quadratic > _QUADRATIC:
+        raise ValueError(
+            f"quadratic must be at most {_QUADRATIC:g}, got {messages.short(quadratic)}"
+        )
+
+
+def check_costs(costs):
+    """Return costs as an array of numbers that can be compared and added."""
+    array = as_array("costs", costs)
+    good = array.ndim == 1 and (array.size == 0 or array.dtype.kind in "biufV")
+    array = array.astype(np.float64) if good else array
+    if not good or not np.all((array >= 0) & (array <= _LARGEST / max(array.size, 1))):
+        raise ValueError("costs must be one axis of finite numbers, none negative")
+    return array
+
+
+def check_fill(fill, dtype):
+    """A scalar that the type holds."""
+    array = as_array("fill", fill)
+    if array.ndim:
+        raise ValueError(f"fill must be a scalar, got shape {array.shape}")
+    good = array.dtype.kind != "c" or dtype.kind == "c"
+    if good and np.issubdtype(dtype, np.integer):
+        if not (np.isfinite(array) and array == np.round(array)):
+            raise ValueError(f"fill must be an integer for {dtype}, got {fill}")
+        good = np.iinfo(dtype).min <= array.item() <= np.iinfo(dtype).max
+    if not good:
+        raise ValueError(f"fill must be a number that {dtype} holds, got {fill}")
+
+
+def check_alike(name, arrays, first_axes):
+    """The same axes after the first ones, which are the tokens'."""
+    wanted = arrays[0].shape[first_axes:]
+    for array in arrays:
+        if array.shape[first_axes:] != wanted:
+            raise ValueError(
+                f"{name} must have the same axes after the tokens', got {wanted} and "
+                f"{array.shape[first_axes:]}"
+            )
+
+
+def as_arrays(name, values):
+    """Return a list of arrays, or an error that names the argument."""
+    try:
+        values = list(values)
+    except TypeError as error:
+        raise TypeError(
+            f"{name} must be a sequence of arrays, got {messages.short(values)}"
+        ) from error
+    return [as_array(f"{name}[{i}]", value) for i, value in enumerate(values)]
+
+
+def as_array(name, value):
+    """Return an array of numbers, or an error that names the argument."""
+    try:
+        array = np.asarray(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise TypeError(
+            f"{name} must be an array of numbers, got {messages.short(value)}"
+        ) from error
+    if array.dtype.kind in "OSUMm" or array.dtype.names:  # objects, text, dates, ...
+        raise TypeError(
+            f"{name} must be an array of numbers, got {messages.short(value)}"
+        )
+    return array
+
+
+def check_integer(name, value, largest=_SLOTS - 1):
+    """Refuse what is not an integer from 1 to largest."""
+    if not (is_integer(value) and value >= 1):
+        raise ValueError(
+            f"{name} must be a positive integer, got {messages.short(value)}"
+        )
+    if value > largest:
+        raise ValueError(
+            f"{name} must be at most {largest:,}, got {messages.short(value)}"
+        )
+
+
+def is_integer(value) -> TypeGuard[int]:
+    """Tell whether a value is an integer, of Python or numpy, and no boolean."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def check_each_length(arrays, lengths):
+    """One array a sequence, and one entry a token."""
+    if len(arrays) != len(lengths):
+        raise ValueError(
+            f"values must be one array a sequence, {len(lengths)}, got {len(arrays)}"
+        )
+    for i, (array, length) in enumerate(zip(arrays, lengths.tolist(), strict=True)):
+        if array.shape[:1] != (length,):
+            got = f"has {array.shape[0]}" if array.ndim else "is a scalar"
+            raise ValueError(
+                f"values must have one entry a token: values[{i}] {got}, not {length}"
+            )

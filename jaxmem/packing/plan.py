@@ -1,0 +1,340 @@
+"""Ragged sequences as micro-batches of a few static shapes, and back.
+
+    lengths -> rows of whole sequences -> micro-batches of at most max_tokens a rank
+
+A row holds sequences one after the other, as `jaxmem.train` lays out documents:
+`segment_ids` 1, 2, ... in the row and 0 on padding, `positions` from 0 within each, so
+that attention stays inside a sequence and padding is left at the end. All of it is
+numpy and depends on nothing but the arguments: processes that call `pack` with the
+same lengths agree on every slot without talking.
+"""
+
+import dataclasses
+import heapq
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from jaxmem.core import messages
+from jaxmem.packing import checks
+
+
+class MicroBatch(NamedTuple):
+    """Where tokens are in one step: int32 arrays [ranks · rows, T], rank by rank.
+
+    Attributes:
+        segment_ids: 1, 2, ... per sequence in the row; 0 is padding.
+        positions: of the token in its sequence, from 0; 0 on padding.
+        sequence: which of the packed sequences a token belongs to; -1 is padding.
+    """
+
+    segment_ids: np.ndarray
+    positions: np.ndarray
+    sequence: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Packing:
+    """Where every token of every sequence went; made by `pack`.
+
+    Attributes:
+        lengths: tokens in each sequence, in the order they were given.
+        micro_batches: one a step, the widest rows first.
+    """
+
+    lengths: np.ndarray
+    micro_batches: tuple[MicroBatch, ...]
+
+    @property
+    def shapes(self) -> set[tuple[int, ...]]:
+        """Shapes of the micro-batches: one compilation each."""
+        return {batch.segment_ids.shape for batch in self.micro_batches}
+
+    @property
+    def padding(self) -> float:
+        """Share of slots that hold no token."""
+        slots = sum(batch.segment_ids.size for batch in self.micro_batches)
+        return 1 - int(self.lengths.sum()) / slots if slots else 0.0
+
+    def place(self, values: Sequence[ArrayLike], fill: Any = 0) -> list[np.ndarray]:
+        """Lay out one array a sequence in the micro-batches.
+
+        What belongs to a sequence as a whole needs no placing: an array `x [sequences]`
+        is `x[batch.sequence]` at the tokens (and its last entry on padding).
+
+        Args:
+            values: of each sequence, an array [length, ...]; ids, labels, log-probs.
+            fill: what padding holds, -1 for labels.
+
+        Returns:
+            For each micro-batch an array [ranks · rows, T, ...].
+
+        Raises:
+            ValueError: not one array a sequence, or one of another length; a fill that
+                the values' type cannot hold.
+        """
+        arrays = checks.as_arrays("values", values)
+        checks.check_each_length(arrays, self.lengths)
+        if not self.micro_batches:
+            return []
+        # Of an empty sequence the type may be a list's without entries, float64.
+        whole = [a for a in arrays if len(a)] or arrays[:1]
+        checks.check_alike("values", whole, first_axes=1)
+        flat = np.concatenate(whole)
+        checks.check_fill(fill, flat.dtype)
+        placed = []
+        for batch in self.micro_batches:
+            here = batch.segment_ids > 0
+            out = np.full(here.shape + flat.shape[1:], fill, flat.dtype)
+            out[here] = flat[self._source(batch, here)]
+            placed.append(out)
+        return placed
+
+    def unpack(self, results: Sequence[ArrayLike]) -> list[np.ndarray]:
+        """Collect results of the tokens by sequence, in the order they were given.
+
+        Args:
+            results: for each micro-batch an array [ranks · rows, T, ...]; what it
+                holds on padding is dropped.
+
+        Returns:
+            Of each sequence, an array [length, ...].
+
+        Raises:
+            ValueError: not one array a micro-batch, or one of another shape.
+        """
+        arrays = checks.as_arrays("results", results)
+        want = [batch.segment_ids.shape for batch in self.micro_batches]
+        if [array.shape[:2] for array in arrays] != want:
+            got = [array.shape for array in arrays]
+            raise ValueError(
+                "results must be one array a micro-batch, of shapes "
+                f"{messages.short(want)} (and more axes), got {messages.short(got)}"
+            )
+        if not arrays:
+            return [np.zeros(0, np.float32) for _ in self.lengths]
+        checks.check_alike("results", arrays, first_axes=2)
+        dtype = np.result_type(*arrays)
+        flat = np.empty((int(self.lengths.sum()), *arrays[0].shape[2:]), dtype)
+        for batch, array in zip(self.micro_batches, arrays, strict=True):
+            here = batch.segment_ids > 0
+            flat[self._source(batch, here)] = array[here]
+        return np.split(flat, np.cumsum(self.lengths)[:-1])
+
+    def _source(self, batch, here):
+        """Index of each token here among all tokens, sequence after sequence."""
+        start = np.cumsum(self.lengths) - self.lengths
+        return start[batch.sequence[here]] + batch.positions[here]
+
+
+def pack(
+    lengths: ArrayLike,
+    max_tokens: int,
+    *,
+    row_lengths: Sequence[int] | None = None,
+    ranks: int = 1,
+    quadratic: float = 0.0,
+) -> Packing:
+    """Pack whole sequences into micro-batches of static shape.
+
+        every rank, every step: [max_tokens // T, T] slots,  T in row_lengths
+
+    First-fit decreasing chooses how many steps there are: the longest sequence left
+    goes into the first row with room; where none has, a step is opened for all ranks at
+    once, with the narrowest rows that hold it. Karmarkar-Karp then spreads the
+    sequences of each kind of row evenly over them, by cost, wherever that fits, and
+    rows are dealt to ranks and steps largest first. Every rank gets the same number of
+    micro-batches of the same shapes; a rank's slots may be all padding.
+
+    Call it once with the tokens that a training step has memory for, and again with
+    the larger number that a forward-only pass has: results go from one packing to the
+    other by `other.place(packing.unpack(results))`. The order of the sequences within a
+    step carries no meaning; normalise losses by numbers of the whole step.
+
+    Args:
+        lengths: tokens in each sequence [sequences]; 0 is allowed, and takes no slot.
+        max_tokens: slots of one micro-batch on one rank.
+        row_lengths: allowed T, increasing, each at most max_tokens; None for
+            (max_tokens,), a single row. Each is a shape to compile: `buckets` makes a
+            few. Attention costs T² a row where it is dense, so narrow rows are cheap.
+        ranks: data-parallel ranks; micro-batches have their rows one after the other,
+            so that sharding the first axis gives each its own.
+        quadratic: what attention costs; the cost that is balanced is
+            len·(1 + quadratic·len). 0 balances tokens; about 1 / (6·D) the FLOPs of a
+            decoder of width D.
+
+    Returns:
+        A `Packing`.
+
+    Raises:
+        TypeError: lengths that are not integers.
+        ValueError: a sequence longer than a row; other impossible arguments.
+
+    >>> from jaxmem import packing
+    >>> packed = packing.pack([2, 5, 3, 4], max_tokens=8)
+    >>> for batch in packed.micro_batches:
+    ...     print(batch.segment_ids[0], batch.sequence[0])
+    [1 1 2 2 2 2 2 0] [ 0  0  1  1  1  1  1 -1]
+    [1 1 1 2 2 2 2 0] [ 2  2  2  3  3  3  3 -1]
+    >>> ids = [[10, 11], [20, 21, 22, 23, 24], [30, 31, 32], [40, 41, 42, 43]]
+    >>> [batch.tolist() for batch in packed.place(ids)]
+    [[[10, 11, 20, 21, 22, 23, 24, 0]], [[30, 31, 32, 40, 41, 42, 43, 0]]]
+    >>> [ids.tolist() for ids in packed.unpack(packed.place(ids))] == ids
+    True
+
+    Reference: first-fit decreasing within 11/9 of the best, Johnson, 1973; the largest
+    differencing method, Karmarkar and Karp, 1982; for batches of a trainer, Sheng et
+    al., 2024, arXiv:2409.19256 (verl).
+    """
+    checks.check_integer("max_tokens", max_tokens)
+    checks.check_integer("ranks", ranks)
+    checks.check_quadratic(quadratic)
+    widths = checks.check_row_lengths(row_lengths, max_tokens)
+    checks.check_size(max_tokens, widths[0], ranks)
+    tokens = checks.check_lengths(lengths, max_tokens, widths[-1])
+    cost = tokens * (1 + quadratic * tokens)
+    rows, row_widths = _fit(tokens, widths, [max_tokens // T * ranks for T in widths])
+    steps = []
+    for width in reversed(widths):
+        mine = [row for row, T in zip(rows, row_widths, strict=True) if T == width]
+        mine = _balance(mine, tokens, cost, width)
+        hands = _deal(mine, cost, len(mine) // (max_tokens // width))
+        for step in zip(*_deal(hands, cost, ranks), strict=True):
+            steps.append(
+                _micro_batch([r for hand in step for r in hand], tokens, width)
+            )
+    return Packing(tokens, tuple(steps))
+
+
+def buckets(max_tokens: int, count: int = 3) -> tuple[int, ...]:
+    """Row lengths of micro-batches that all have about max_tokens slots.
+
+        max_tokens / 2^(count-1), ..., max_tokens / 2, max_tokens
+
+    >>> from jaxmem import packing
+    >>> packing.buckets(8192)
+    (2048, 4096, 8192)
+    """
+    checks.check_integer("max_tokens", max_tokens)
+    checks.check_integer("count", count)
+    if count > int(max_tokens).bit_length():
+        raise ValueError(
+            f"max_tokens={max_tokens} cannot be halved {count - 1} times; lower count"
+        )
+    return tuple(max_tokens // 2**i for i in reversed(range(count)))
+
+
+def first_fit_decreasing(lengths: ArrayLike, capacity: int) -> list[list[int]]:
+    """Indices of sequences by bin: the longest first, each in the first bin with room.
+
+    Uses at most 11/9 of the fewest bins possible, and one more.
+
+    >>> from jaxmem import packing
+    >>> packing.first_fit_decreasing([2, 5, 3, 4], capacity=7)
+    [[0, 1], [2, 3]]
+    """
+    checks.check_integer("capacity", capacity, 2**62)
+    tokens = checks.check_lengths(lengths, capacity, capacity, "capacity")
+    return _fit(tokens, (capacity,), [1])[0]
+
+
+def karmarkar_karp(costs: ArrayLike, k: int) -> list[list[int]]:
+    """Indices of costs in k parts of nearly equal sums, the largest sum first.
+
+    The largest differencing method: the two partial partitions whose sums differ most
+    are merged, largest part on smallest, until one is left. Time grows with
+    len(costs) · k.
+
+    Args:
+        costs: numbers that are not negative [n].
+        k: how many parts; those beyond n are empty.
+
+    >>> from jaxmem import packing
+    >>> packing.karmarkar_karp([8, 7, 6, 5, 4], 2)
+    [[1, 3, 4], [0, 2]]
+    """
+    checks.check_integer("k", k, checks.ROWS)
+    costs = checks.check_costs(costs)
+    # (-spread, a number of its own, parts): a part is (sum, indices); empty ones at the
+    # end are not stored.
+    heap = [(-c, i, [(c, [i])]) for i, c in enumerate(costs.tolist())]
+    heapq.heapify(heap)
+    number = len(heap)
+    while len(heap) > 1:
+        parts = _merge(heapq.heappop(heap)[2], heapq.heappop(heap)[2], k)
+        spread = parts[0][0] - (parts[-1][0] if len(parts) == k else 0)
+        heapq.heappush(heap, (-spread, number, parts))
+        number += 1
+    made = [sorted(indices) for _, indices in (heap[0][2] if heap else [])]
+    return made + [[] for _ in range(k - len(made))]
+
+
+def _merge(a, b, k):
+    """Parts of two partitions, each sorted, largest on smallest."""
+    b = b[::-1]
+    ahead = k - len(b)  # parts of a that meet an empty part of b
+    both = [(x[0] + y[0], x[1] + y[1]) for x, y in zip(a[ahead:], b, strict=False)]
+    alone = b[max(len(a) - ahead, 0) :]
+    return sorted([*a[:ahead], *both, *alone], key=lambda part: -part[0])
+
+
+def _fit(tokens, widths, rows_of_step):
+    """First-fit decreasing, rows being opened a step at a time: rows, their widths."""
+    rows, row_widths = [], []
+    room = np.zeros(0, np.int64)
+    for i in np.argsort(-tokens, kind="stable").tolist():
+        need = tokens[i]
+        if need == 0:
+            break
+        fits = room >= need
+        first = int(np.argmax(fits)) if len(room) else 0
+        if not len(room) or not fits[first]:
+            kind = next(b for b, width in enumerate(widths) if width >= need)
+            first, count = len(rows), rows_of_step[kind]
+            rows += [[] for _ in range(count)]
+            row_widths += [widths[kind]] * count
+            room = np.append(room, np.full(count, widths[kind]))
+        rows[first].append(i)
+        room[first] -= need
+    return [sorted(row) for row in rows], row_widths
+
+
+def _balance(rows, tokens, cost, width):
+    """The same sequences spread evenly over as many rows, if they fit so."""
+    if not rows:
+        return rows
+    members = np.array(sorted(i for row in rows for i in row))
+    even = [members[part].tolist() for part in karmarkar_karp(cost[members], len(rows))]
+    return even if max(tokens[row].sum() for row in even) <= width else rows
+
+
+def _deal(things, cost, hands):
+    """Equally many to every hand, the dearest first, back and forth."""
+    if not hands:
+        return []
+    dealt = [[] for _ in range(hands)]
+    order = sorted(range(len(things)), key=lambda i: -_total(things[i], cost))
+    for turn, i in enumerate(order):
+        lap, hand = divmod(turn, hands)
+        dealt[hand if lap % 2 == 0 else hands - 1 - hand].append(things[i])
+    return dealt
+
+
+def _total(thing, cost):
+    """Of a row (indices), or of a list of rows."""
+    return sum(cost[x] if isinstance(x, int) else _total(x, cost) for x in thing)
+
+
+def _micro_batch(rows, tokens, width):
+    segment_ids, positions = (np.zeros((len(rows), width), np.int32) for _ in range(2))
+    sequence = np.full((len(rows), width), -1, np.int32)
+    for r, row in enumerate(rows):
+        start = 0
+        for segment, i in enumerate(row, start=1):
+            slots = slice(start, start + tokens[i])
+            segment_ids[r, slots], sequence[r, slots] = segment, i
+            positions[r, slots] = np.arange(tokens[i])
+            start += tokens[i]
+    return MicroBatch(segment_ids, positions, sequence)

@@ -1,0 +1,70 @@
+"""What shapes alone say of a job's memory, where no compiler is at hand."""
+
+from typing import Any
+
+import jax
+
+from jaxmem.models.decoder import HeadConfig, ModelConfig
+from jaxmem.planning import jobs, table
+from jaxmem.planning.phase import device_bytes
+from jaxmem.score.run import ScoreConfig
+from jaxmem.train import starting
+from jaxmem.train.jobs import sft
+from jaxmem.train.jobs.config import Config, GrpoJobConfig
+from jaxmem.train.jobs.policy_program import PolicyProgram
+from jaxmem.train.program import gradient_shapes
+
+
+def sizes(config: Config | GrpoJobConfig) -> dict[str, int]:
+    """Bytes of one device by what they are, of one micro-batch's backward pass.
+
+    The device of the default backend stands for any: a mesh needs as many of them.
+    """
+    config = starting.resolved(config)
+    if isinstance(config, GrpoJobConfig):
+        program: Any = PolicyProgram(config)
+        tokens = config.grpo.max_tokens_train
+    else:
+        vocab_size = config.model.vocab_size or config.data.vocab_size
+        program = sft.Program(config, vocab_size)
+        tokens = config.data.batch_size * config.data.sequence_length
+    state = program.state_shapes
+    made = {
+        "trained weights": device_bytes(state.params),
+        "frozen weights": device_bytes(program.frozen_shapes),
+        "moments": device_bytes(state.optimizer),
+        "gradients": device_bytes(gradient_shapes(state.params)),
+    }
+    if isinstance(config, GrpoJobConfig) and config.grpo.kl_coefficient:
+        made["reference weights"] = made["trained weights"]
+    kept = jobs.kept_bytes(
+        program.model_config, program.policy, tokens, program.layout.sizes
+    )
+    made["activations kept"] = kept or 0
+    made["the head"] = head_bytes(program.model_config, config.head, tokens)
+    return {name: size for name, size in made.items() if size}
+
+
+def head_bytes(model: ModelConfig, head: HeadConfig, tokens: int) -> int:
+    """Of a chunk's logits and their derivative, (8 + b)·C·V; of all of them, if not
+    fused.
+    """
+    assert model.vocab_size is not None
+    fused = head.implementation == "fused"
+    chunk = head.chunk if fused and isinstance(head.chunk, int) else None
+    item = jax.numpy.dtype(model.dtype).itemsize
+    return (8 + item) * min(tokens, chunk or tokens) * model.vocab_size
+
+
+def text(config: Config | GrpoJobConfig | ScoreConfig, device: str) -> str:
+    """A table, marked as what it is."""
+    if isinstance(config, ScoreConfig):
+        return "nothing can be said of scoring without a compiler"
+    found = sizes(config)
+    rows = [[f"GiB of one {device}", "by shapes alone"]]
+    rows += [[name, table.gib(size)] for name, size in found.items()]
+    rows.append(["at least", table.gib(sum(found.values()))])
+    return (
+        f"{table.aligned(rows)}\n\nNot compiled: a sum of shapes, without what one "
+        "block's backward pass, products and collectives take beside."
+    )

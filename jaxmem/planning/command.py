@@ -1,0 +1,136 @@
+"""`jaxmem plan`: a configuration, a device, and what comes of them."""
+
+import ast
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxmem import devices
+from jaxmem.planning import analytic, jobs, picture, plans, search
+from jaxmem.planning.plans import Plan
+from jaxmem.score.run import ScoreConfig
+from jaxmem.train import config as configuration
+from jaxmem.train.jobs.config import Config, GrpoJobConfig
+
+_FITS, _DOES_NOT, _UNKNOWN = 0, 1, 2  # exit statuses
+_CUDNN = "pip install nvidia-cudnn-cu13 (0.9 GB installed; no GPU)"
+
+AnyConfig = Config | GrpoJobConfig | ScoreConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What was asked for on the command line."""
+
+    path: Path
+    overrides: tuple[str, ...]
+    device: str
+    count: int | None = None  # None: as many as the config's mesh has
+    hosts: int = 1
+    fit: bool = False
+    as_json: bool = False
+    picture: Path | None = None
+
+
+def run(request: Request) -> int:
+    """Print a plan.
+
+    Returns:
+        0 where it fits, 1 where it does not, 2 where the compiler is missing.
+
+    Raises:
+        ValueError: what was asked cannot be: a device, a mesh, a config.
+    """
+    device = devices.find(request.device)
+    config = load(request.path, request.overrides)
+    count = _count(config, request.count)
+    missing = devices.compiler_missing(device)
+    if missing:
+        if count > 1:  # a mesh needs as many, of any kind
+            jax.config.update("jax_num_cpu_devices", count)
+        print(analytic.text(config, device.name))
+        print(f"\n{missing[0].upper()}{missing[1:]}")
+        return _UNKNOWN
+    with devices.target(device.name, count, hosts=request.hosts):
+        made = plan_of(config, device.name)
+        options = search.options(config, made) if request.fit else []
+    _show(request, made, options)
+    return _FITS if made.fits else _DOES_NOT
+
+
+def load(path: Path, overrides: Sequence[str]) -> AnyConfig:
+    """A gin file's job, or for a checkpoint's directory what `jaxmem score` runs."""
+    if not path.is_dir():
+        return configuration.load(path, overrides)[0]
+    fields = {field.name for field in dataclasses.fields(ScoreConfig)}
+    options: dict[str, Any] = {}
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if key not in fields:
+            raise ValueError(
+                f"override {override!r}: scoring has {', '.join(sorted(fields))}"
+            )
+        options[key] = _value(value)
+    return ScoreConfig(str(path), "planned.jsonl", **options)
+
+
+def _value(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def _count(config: AnyConfig, asked: int | None) -> int:
+    """Devices: those of the mesh, which must be those asked for."""
+    if isinstance(config, ScoreConfig):
+        if asked not in (None, 1):
+            raise ValueError(f"--devices={asked}: scoring runs on one device")
+        return 1
+    sizes = config.mesh.sizes
+    meshed = math.prod(sizes)
+    if asked is None or asked == meshed:
+        return meshed
+    said = " x ".join(
+        f"mesh.{field.name}={size}"
+        for field, size in zip(dataclasses.fields(config.mesh), sizes, strict=False)
+    )
+    raise ValueError(
+        f"{said} makes {meshed} devices, --devices says {asked}: add an override such "
+        f"as mesh.fsdp={asked}"
+    )
+
+
+def plan_of(config: AnyConfig, device: str, packed: bool = True) -> Plan:
+    """The plan of a job, inside of `jaxmem.devices.target`.
+
+    Raises:
+        ValueError: a program that cannot be traced or compiled for the device.
+    """
+    try:
+        job = jobs.of_config(config, packed)
+        return plans.of_phases(job.phases, job.restored, job.on_host, job.notes)
+    except (NotImplementedError, RuntimeError) as error:
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        if "cuDNN" in first:
+            first = f"model.attention='cudnn' needs cuDNN: {_CUDNN}"
+        raise ValueError(f"cannot compile for {device}: {first}") from error
+
+
+def _show(request: Request, made: Plan, options) -> None:
+    if request.as_json:
+        said = made.as_json() | {"options": [o.as_json() for o in options]}
+        print(json.dumps(said, indent=1))
+    else:
+        print(made)
+        if request.fit:
+            print(f"\n{search.text(options)}")
+    if request.picture is not None:
+        picture.save(request.picture, made, options)
+        if not request.as_json:
+            print(f"\nsaved in {request.picture}")

@@ -1,0 +1,275 @@
+"""A job's programs, traced from its configuration for the devices of a plan."""
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from rich.console import Console
+
+from jaxmem import checkpoints, remat
+from jaxmem.models.decoder import Decoder, HeadConfig, ModelConfig
+from jaxmem.planning.phase import Phase, device_bytes, host_bytes
+from jaxmem.score.run import ScoreConfig, token_stats
+from jaxmem.train import starting
+from jaxmem.train.jobs import sft
+from jaxmem.train.jobs.config import Config, GrpoJobConfig
+from jaxmem.train.jobs.policy_program import PolicyProgram
+from jaxmem.train.program import DecoderProgram, gradient_shapes
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What a configuration runs.
+
+    Attributes:
+        phases: its programs, in the order in which a step runs them.
+        restored: bytes that a checkpoint restores to one device.
+        on_host: bytes that one device's part of the state takes on the host.
+        notes: what a reader should know.
+    """
+
+    phases: tuple[Phase, ...]
+    restored: int = 0
+    on_host: int = 0
+    notes: tuple[str, ...] = ()
+
+
+def of_config(config: Config | GrpoJobConfig | ScoreConfig, packed: bool = True) -> Job:
+    """The programs of a job, inside of `jaxmem.devices.target`.
+
+    Args:
+        config: of supervised training, of reinforcement learning, or of scoring.
+        packed: whether rows of supervised training hold several documents.
+
+    Raises:
+        ValueError: what the job itself would raise: sizes that do not divide by the
+            mesh, a checkpoint that cannot be read.
+    """
+    if isinstance(config, ScoreConfig):
+        return _of_score(config)
+    config = starting.resolved(config)
+    if isinstance(config, GrpoJobConfig):
+        return _of_policy(config)
+    return _of_supervised(config, packed)
+
+
+def backward(config: Config | GrpoJobConfig, packed: bool = True) -> Phase:
+    """The program that takes a micro-batch's gradients, of `of_config`'s phases."""
+    config = starting.resolved(config)
+    if isinstance(config, GrpoJobConfig):
+        program = PolicyProgram(config)
+        return _gradients(program, _weights(program), _held(program))
+    return _of_supervised(config, packed).phases[0]
+
+
+def _of_supervised(config: Config, packed: bool) -> Job:
+    vocab_size = config.model.vocab_size or config.data.vocab_size
+    program = sft.Program(config, vocab_size)
+    program.choose_policy(lambda: program.trace_step(config.head, packed), _silent())
+    rows = config.data.batch_size * config.data.sequence_length
+    given = _weights(program)
+    if program.streamed is None:
+        given |= {"moments": program.state_shapes.optimizer}
+    step = Phase(
+        "train step" if program.streamed is None else "gradients",
+        program.trace_step(config.head, packed),
+        given,
+        held=_streamed_slices(program),
+        parts=_parts(program, rows, made_here=True),
+        tokens=rows * config.run.accumulate,
+        head=functools.partial(program.trace_head, config.head),
+    )
+    return _job(program, [step])
+
+
+def _of_policy(config: GrpoJobConfig) -> Job:
+    program = PolicyProgram(config)
+    program.choose_policy_by_gradients(_silent())
+    weights, held = _weights(program), _held(program)
+    phases = [
+        _rollout(program, weights, held),
+        _logprobs(program, weights, held),
+        _gradients(program, weights, held),
+    ]
+    if program.streamed is None:
+        phases.append(_update(program, held))
+    return _job(program, phases)
+
+
+def _held(program: PolicyProgram) -> dict[str, Any]:
+    """What a run has on the device beside the weights."""
+    made = _streamed_slices(program)
+    if program.streamed is None:
+        made["moments"] = program.state_shapes.optimizer
+    if program.config.grpo.kl_coefficient:
+        made["reference weights"] = program.state_shapes.params
+    return made
+
+
+def _gradients(program, weights, held) -> Phase:
+    config, grpo = program.config, program.config.grpo
+    shape = program.shapes(grpo.max_tokens_train)[-1]
+    tokens = shape[0] * shape[1]
+    return Phase(
+        "gradients",
+        program.trace_gradients(shape, config.head),
+        weights | {"gradients": gradient_shapes(program.state_shapes.params)},
+        held,
+        _parts(program, tokens),
+        tokens,
+        runs=grpo.epochs * grpo.samples * config.longest / tokens,
+        head=functools.partial(program.trace_head, shape, config.head),
+    )
+
+
+def _rollout(program, weights, held) -> Phase:
+    config = program.config
+    return Phase(
+        "rollout",
+        program.trace_sample(),
+        weights,
+        held,
+        {"keys and values": _cache_bytes(program)},
+        config.grpo.samples * config.sampling.max_new_tokens,
+        turns=config.sampling.max_new_tokens - 1,
+    )
+
+
+def _logprobs(program, weights, held) -> Phase:
+    config = program.config
+    shape = program.shapes(config.grpo.max_tokens_forward)[-1]
+    tokens, passes = shape[0] * shape[1], 1 + bool(config.grpo.kl_coefficient)
+    return Phase(
+        "log-probs",
+        program.trace_logprobs(shape),
+        weights,
+        held,
+        tokens=tokens,
+        runs=passes * config.grpo.samples * config.longest / tokens,
+    )
+
+
+def _update(program, held) -> Phase:
+    grpo = program.config.grpo
+    rest = {name: tree for name, tree in held.items() if name != "moments"}
+    given = {
+        "trained weights": program.state_shapes.params,
+        "moments": program.state_shapes.optimizer,
+    }
+    return Phase(
+        "update",
+        program.trace_update(),
+        given | {"gradients": gradient_shapes(program.state_shapes.params)},
+        {"frozen weights": program.frozen_shapes} | rest,
+        runs=grpo.minibatches * grpo.epochs,
+    )
+
+
+def _of_score(config: ScoreConfig) -> Job:
+    """One micro-batch of the widest rows, on one device."""
+    described = checkpoints.read_config(config.model)
+    dtype = config.dtype or described.dtype or "float32"
+    model = dataclasses.replace(described.model, dtype=dtype, param_dtype=dtype)
+    head = HeadConfig(chunk=config.chunk)
+    decoder = nnx.eval_shape(lambda: Decoder(model, head, rngs=nnx.Rngs(0)))
+    width = min(config.max_tokens, described.max_positions)
+    ids = jax.ShapeDtypeStruct((config.max_tokens // width, width), jnp.int32)
+    traced = token_stats.trace(decoder, ids, ids, ids, ids)
+    phase = Phase(
+        "forward",
+        traced,
+        {"weights": nnx.state(decoder)},
+        tokens=ids.size,
+    )
+    return Job((phase,), notes=("a device scores alone: --devices adds none",))
+
+
+def _job(program: DecoderProgram, phases) -> Job:
+    state = program.state_shapes
+    return Job(tuple(phases), device_bytes(state), host_bytes(state))
+
+
+def _weights(program: DecoderProgram) -> dict[str, Any]:
+    made = {"trained weights": program.state_shapes.params}
+    if program.frozen_shapes:
+        made["frozen weights"] = program.frozen_shapes
+    return made
+
+
+def _parts(
+    program: DecoderProgram, tokens: int, made_here: bool = False
+) -> Mapping[str, int]:
+    """What a micro-batch's backward pass is known to hold of one device."""
+    made = {}
+    if made_here:
+        sums = gradient_shapes(program.state_shapes.params)
+        made["gradients"] = device_bytes(sums)
+    kept = kept_bytes(
+        program.model_config, program.policy, tokens, program.layout.sizes
+    )
+    return made if kept is None else made | {"activations kept": kept}
+
+
+def kept_bytes(
+    model: ModelConfig,
+    policy: remat.Policy | None,
+    tokens: int,
+    mesh: Mapping[str, int],
+) -> int | None:
+    """Bytes that the policy keeps of all blocks; None where it names nothing."""
+    if policy is None or policy.dots or policy.last:
+        return None
+    item = jnp.dtype(model.dtype).itemsize
+    queries, keys = (n * model.head_dim * item for n in (model.heads, model.kv_heads))
+    split = {
+        "q": queries, "k": keys, "v": keys, "attn_out": queries,
+        "attn_lse": 4 * model.heads, "gate": model.ff * item, "up": model.ff * item,
+    }  # fmt: skip
+    if model.attention == "cudnn":  # its output is under that name
+        split["attn_lse"] += split.pop("attn_out")
+    widths = sum(split.get(name, 0) for name in policy.save) / mesh["tensor"]
+    if "block_in" not in policy.offload:
+        widths += model.hidden * item
+    rows = mesh["data"] * mesh["fsdp"] * mesh["sequence"]
+    return int(model.layers * tokens * widths / rows)
+
+
+def _cache_bytes(program: PolicyProgram) -> int:
+    """Keys and values of a rollout, on one device."""
+    config, model = program.config, program.model_config
+    slots = config.task.prompt_length + config.sampling.max_new_tokens - 1
+    numbers = 2 * model.layers * model.kv_heads * model.head_dim * (-(-slots // 8) * 8)
+    mesh = program.layout.sizes
+    parts = mesh["data"] * mesh["fsdp"] * mesh["sequence"] * mesh["tensor"]
+    item = jnp.dtype(model.dtype).itemsize
+    return config.grpo.samples * numbers * item // parts
+
+
+def _streamed_slices(program: DecoderProgram) -> dict[str, Any]:
+    """Of moments that come from the host slice by slice, the two that are under way."""
+    if program.streamed is None:
+        return {}
+    slices = list(_slices(program.state_shapes.optimizer))
+    largest = max(slices, key=host_bytes)
+    return {"moments under way": [_on_device(largest)] * 2}
+
+
+def _slices(moments: Any) -> Iterator[Any]:
+    for parts in jax.tree.leaves(moments, is_leaf=lambda x: isinstance(x, list)):
+        yield from parts
+
+
+def _on_device(tree):
+    def one(x):
+        place = x.sharding.with_memory_kind("device")
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+
+    return jax.tree.map(one, tree)
+
+
+def _silent() -> Console:
+    return Console(quiet=True)

@@ -1,0 +1,242 @@
+"""A plan: what a job's programs take of devices that are not there."""
+
+import contextlib
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+
+from jaxmem import devices
+from jaxmem.planning import account as accounts, roofline, table
+from jaxmem.planning.account import Account
+from jaxmem.planning.phase import Phase, device_bytes
+from jaxmem.planning.roofline import Estimate
+
+# What jax's allocator takes of a GPU unless XLA_PYTHON_CLIENT_MEM_FRACTION says more,
+# and the most that is worth saying there.
+USUAL_FRACTION, MOST_FRACTION = 0.75, 0.95
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedPhase:
+    """One program of a plan; bytes of one device, and seconds of one run.
+
+    Attributes:
+        name: such as "update".
+        resident: what lies there while it runs, by name, arguments first.
+        parts: what is known of its temporaries, by name; not all at once there.
+        account: by the compiler.
+        total: all of it, the runtime's own included.
+        estimate: seconds, operations, bytes.
+        tokens: of one run, on all devices.
+        runs: in a step of the job.
+    """
+
+    name: str
+    resident: dict[str, int]
+    parts: dict[str, int]
+    account: Account
+    total: int
+    estimate: Estimate
+    tokens: int
+    runs: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What `jaxmem plan` prints; `str` of it is that table.
+
+    Attributes:
+        device: name, as in `jaxmem.devices.known()`.
+        count, hosts: devices in all, and the machines that they are in.
+        memory: bytes of one device.
+        phases: programs, in the order of a step.
+        restored: bytes that a checkpoint restores to one device.
+        on_host: bytes of state on the host, of one device's part.
+        notes: sentences for a reader.
+    """
+
+    device: str
+    count: int
+    hosts: int
+    memory: int
+    phases: tuple[PlannedPhase, ...]
+    restored: int = 0
+    on_host: int = 0
+    notes: tuple[str, ...] = ()
+
+    @property
+    def peak(self) -> int:
+        """Bytes of the device at most."""
+        return max(phase.total for phase in self.phases)
+
+    @property
+    def limit(self) -> int:
+        """Bytes that jax takes of the device, unless told to take more."""
+        is_gpu = devices.find(self.device).platform == "cuda"
+        return int(self.memory * (USUAL_FRACTION if is_gpu else 1))
+
+    @property
+    def fits(self) -> bool:
+        """Whether all programs do, if need be with more memory than jax takes."""
+        is_gpu = devices.find(self.device).platform == "cuda"
+        most = self.memory * (MOST_FRACTION if is_gpu else 1)
+        return self.peak <= most and not any(p.account.refused for p in self.phases)
+
+    @property
+    def verdict(self) -> str:
+        """One sentence."""
+        takes = f"{table.gib(self.peak)} of {table.gib(self.memory)} GiB"
+        if not self.fits:
+            return f"does not fit: {takes} a device"
+        if self.peak <= self.limit:
+            return f"fits: {takes} a device"
+        return (
+            f"fits: {takes} a device, more than the "
+            f"{table.gib(self.limit)} that jax takes by default; set "
+            f"XLA_PYTHON_CLIENT_MEM_FRACTION={MOST_FRACTION}"
+        )
+
+    @property
+    def seconds(self) -> tuple[float, float]:
+        """Of a step of the job, as a range; an estimate."""
+        low = sum(p.runs * p.estimate.low for p in self.phases)
+        return low, sum(p.runs * p.estimate.high for p in self.phases)
+
+    @property
+    def tokens(self) -> int:
+        """Of a step: of the program that reads the most."""
+        return int(max(p.tokens * p.runs for p in self.phases))
+
+    def __str__(self) -> str:
+        return table.text(self)
+
+    def as_json(self) -> dict[str, Any]:
+        """All numbers, for `json.dumps`."""
+        low, high = self.seconds
+        said = {
+            "peak": self.peak, "limit": self.limit, "fits": self.fits,
+            "verdict": self.verdict, "tokens": self.tokens,
+            "seconds_estimate": [low, high],
+        }  # fmt: skip
+        return dataclasses.asdict(self) | said
+
+
+def plan(
+    step: Callable | jax.stages.Traced,
+    *args: Any,
+    device: str | None = None,
+    count: int = 1,
+    hosts: int = 1,
+) -> Plan:
+    """What a function takes of devices that need not be there; nothing is allocated.
+
+        total = arguments + results - donated + temporaries + workspaces + runtime
+
+    Args:
+        step: a function, or `jax.jit` of one with its donations and shardings.
+        args: `jax.ShapeDtypeStruct`s, arrays, or trees of them; on several devices with
+            the shardings that they will have.
+        device: a name of `jaxmem.devices.known()`; None: inside of
+            `jaxmem.devices.target`, whose devices shardings are made with.
+        count: devices, likewise.
+        hosts: that they are in.
+
+    Returns:
+        A `Plan`; `print` it.
+
+    Raises:
+        CompilerMissing: XLA's compiler for the device is not installed; the message has
+            the pip command.
+        ValueError: an unknown device, or none.
+
+    >>> import jax, jax.numpy as jnp, jaxmem
+    >>> x = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
+    >>> print(jaxmem.plan(jnp.matmul, x, x, device="h200"))  # doctest: +SKIP
+
+    Reference: Williams et al., "Roofline", 2009, doi:10.1145/1498765.1498785.
+    """
+    with _target(device, count, hosts):
+        traced = step
+        if not isinstance(traced, jax.stages.Traced):
+            jitted = step if hasattr(step, "trace") else jax.jit(step)
+            traced = jitted.trace(*args)  # pyright: ignore
+        given = dict(zip(_names(step, len(args)), args, strict=True))
+        phase = Phase("step", traced, given)
+        return of_phases([phase])
+
+
+def _target(device, count, hosts):
+    around = devices.planned()
+    if device is not None:
+        return devices.target(device, count, hosts=hosts)
+    if around is None:
+        raise ValueError(
+            "device must be given, as in device='h200', outside of "
+            f"jaxmem.devices.target; known are {', '.join(devices.known())}"
+        )
+    return contextlib.nullcontext()
+
+
+def _names(step, count) -> list[str]:
+    """Of a function's arguments, where it names that many."""
+    try:
+        parameters = list(inspect.signature(step).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    plain = [p.name for p in parameters if p.kind == p.POSITIONAL_OR_KEYWORD]
+    given = plain[:count]
+    return given + [f"argument {i}" for i in range(len(given), count)]
+
+
+def of_phases(
+    phases: Iterable[Phase],
+    restored: int = 0,
+    on_host: int = 0,
+    notes: Sequence[str] = (),
+) -> Plan:
+    """Compile phases for the devices of the target around, and count."""
+    around = devices.planned()
+    assert around is not None, "inside devices.target"
+    made = tuple(_planned(phase) for phase in phases)
+    return Plan(
+        around.device.name, len(around.devices), around.hosts, around.device.memory,
+        made, restored, on_host, tuple(notes),
+    )  # fmt: skip
+
+
+def _planned(phase: Phase) -> PlannedPhase:
+    around = devices.planned()
+    assert around is not None
+    account = accounts.of(phase)
+    given = {name: device_bytes(tree) for name, tree in phase.arguments.items()}
+    rest = account.arguments - sum(given.values())
+    if rest > 0:
+        given["inputs"] = rest
+    if account.results > account.donated:
+        given["results"] = account.results - account.donated
+    held = {name: device_bytes(tree) for name, tree in phase.held.items()}
+    total = account.program + sum(held.values())
+    return PlannedPhase(
+        phase.name,
+        given | held,
+        _parts(phase, account),
+        account,
+        total + accounts.RUNTIME[around.device.platform],
+        roofline.of(phase, account, around.hosts),
+        phase.tokens,
+        phase.runs,
+    )
+
+
+def _parts(phase: Phase, account: Account) -> dict[str, int]:
+    """Of the temporaries: what shapes say, the head alone, the largest that is sent."""
+    made = dict(phase.parts)
+    if phase.head is not None and not account.refused:
+        head = accounts.compile_for(phase.head()).memory_analysis()
+        made["the head alone"] = getattr(head, "temp_size_in_bytes", 0)
+    if account.collectives:
+        made["largest that is sent"] = max(c.payload for c in account.collectives)
+    return made

@@ -1,0 +1,180 @@
+"""Operations, bytes and the least seconds of a program: an estimate, not a measurement.
+
+    seconds >= Σ over products max(operations / peak, bytes / bandwidth)
+
+of one device. What takes no product (norms, the optimizer, what is sent) is left out of
+the sum and in the range: `EFFICIENCY` is that bound over what steps took on H200s.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from jaxmem import devices
+from jaxmem.planning.account import Account
+from jaxmem.planning.phase import Phase
+from jaxmem.remat import cost
+
+# Least and most of benchmarks/results/plan_speed_h200.csv, rounded outwards.
+EFFICIENCY = (0.35, 0.75)
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """Products of matrices of the same shapes; one device's share.
+
+    Attributes:
+        name: its operands and its result, as jax writes them.
+        times: in one run of the program.
+        operations, bytes: of all of them; attention's kernels count 1/0.6 of theirs, as
+            in `jaxmem.remat`, because they run at 0.6 of the rate of large products.
+        seconds: at the device's peaks.
+    """
+
+    name: str
+    times: int
+    operations: float
+    bytes: float
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """Of one run of a program on one device.
+
+    Attributes:
+        products: the costliest first.
+        seconds: Σ of theirs.
+        sent: bytes of collectives.
+        sending: seconds that takes at the links' peak, hidden or not.
+        low, high: the range; at the least and at the most of `EFFICIENCY`, everything
+            that is sent hidden, or nothing of it.
+    """
+
+    products: tuple[Product, ...]
+    seconds: float
+    sent: float
+    sending: float
+    low: float
+    high: float
+
+    @property
+    def operations(self) -> float:
+        """Of all products."""
+        return sum(product.operations for product in self.products)
+
+    @property
+    def bytes(self) -> float:
+        """Likewise."""
+        return sum(product.bytes for product in self.products)
+
+
+def of(phase: Phase, account: Account, hosts: int = 1) -> Estimate:
+    """Of a phase on the devices of the plan around, where it is compiled."""
+    around = devices.planned()
+    assert around is not None, "inside devices.target"
+    device, count = around.device, len(around.devices)
+    products = _products(phase, device, count)
+    seconds = sum(product.seconds for product in products)
+    sent = sum(c.moved * max(c.times, 1) for c in account.collectives)
+    link = device.link if hosts == 1 else device.network
+    sending = sent / link
+    least, most = EFFICIENCY
+    return Estimate(
+        tuple(products), seconds, sent, sending, seconds / most,
+        seconds / least + sending,
+    )  # fmt: skip
+
+
+def _products(phase, device, count) -> Sequence[Product]:
+    found: dict[str, list] = collections.defaultdict(lambda: [0, 0.0, 0.0])
+
+    def turns(loop):
+        return _chunks(loop) or phase.turns
+
+    for equation, times in cost.equations(phase.traced.jaxpr.jaxpr, turns):
+        work, moved = _work(equation)
+        if work:
+            entry = found[_name(equation)]
+            entry[0] += times
+            entry[1] += times * work / count
+            entry[2] += times * moved / count
+    made = [
+        Product(
+            name, times, work, moved,
+            max(work / device.products, moved / device.bandwidth),
+        )
+        for name, (times, work, moved) in found.items()
+    ]  # fmt: skip
+    return sorted(made, key=lambda product: -product.seconds)
+
+
+def _chunks(loop) -> int:
+    """Turns of a loop over chunks of rows, were all rows active; 0 for other loops.
+
+    Such a loop cuts its chunk out of the numbers of all rows.
+    """
+    body = loop.params["body_jaxpr"].jaxpr
+    for equation in body.eqns:
+        if equation.primitive.name == "dynamic_slice":
+            (rows,), (chunk,) = _vectors(equation)
+            if rows and chunk:
+                return -(-rows // chunk)
+    return 0
+
+
+def _vectors(equation):
+    given, made = equation.invars[0].aval, equation.outvars[0].aval
+    if given.ndim == 1 and given.dtype == "int32":
+        return given.shape, made.shape
+    return (0,), (0,)
+
+
+def _work(equation) -> tuple[float, float]:
+    """Operations and bytes of an equation that runs once; (0, 0) of what is none."""
+    if equation.primitive.name == "mpmd_map":  # a kernel of ours, by its matrices
+        return _of_kernel(equation)
+    work = cost.operations(equation)
+    if not work:
+        return 0.0, 0.0
+    arrays = [x.aval for x in (*equation.invars, *equation.outvars)]
+    return work, float(sum(a.size * a.dtype.itemsize for a in arrays))
+
+
+def _of_kernel(equation):
+    """hidden and W to statistics, or to derivatives; these to either's gradient."""
+    avals = [x.aval for x in equation.invars]
+    matrices = [
+        a for a in avals if getattr(a, "ndim", 0) == 2 and a.dtype.itemsize == 2
+    ]
+    sums = [
+        a for a in avals if getattr(a, "ndim", 0) == 2 and "Ref" in type(a).__name__
+    ]
+    results = [x.aval for x in equation.outvars if x.aval.ndim == 2]
+    if len(matrices) < 2:
+        return 0.0, 0.0
+    first, second = matrices[:2]
+    columns = second.size // first.shape[1]
+    if sums:
+        columns = sums[-1].shape[1]
+    elif results:
+        columns = results[0].shape[1]
+    moved = sum(a.size * a.dtype.itemsize for a in (*matrices, *results))
+    return 2.0 * first.size * columns, float(moved)
+
+
+def _name(equation):
+    name = equation.primitive.name
+    if name == "mpmd_map":
+        name = "head kernel"
+    elif name == "dot_general":
+        name = ""
+    given = " x ".join(_text(x.aval) for x in equation.invars[:2])
+    return f"{name} {given}".strip()
+
+
+def _text(aval: Any) -> str:
+    short = {"bfloat16": "bf16", "float32": "f32", "float16": "f16"}
+    dtype = short.get(str(aval.dtype), str(aval.dtype))
+    return f"{dtype}[{','.join(map(str, aval.shape))}]"

@@ -1,0 +1,136 @@
+"""A plan as lines of text."""
+
+from collections.abc import Sequence
+from typing import Any
+
+_GIB = 2**30
+_MANY = 6  # products worth a line
+
+
+def gib(size: float) -> str:
+    """Of bytes."""
+    return f"{size / _GIB:.2f}"
+
+
+def text(plan: Any) -> str:
+    """All of a `Plan`: memory, the verdict, work, what is sent, notes."""
+    parts = [_memory(plan), plan.verdict, *_state(plan), _work(plan), _products(plan)]
+    return "\n\n".join([*filter(None, parts), *plan.notes])
+
+
+def _memory(plan) -> str:
+    phases = plan.phases
+    names = dict.fromkeys(name for phase in phases for name in phase.resident)
+    rows = [[f"GiB of one {plan.device}", *(phase.name for phase in phases)]]
+    for name in names:
+        rows.append([name, *(_cell(phase.resident.get(name)) for phase in phases)])
+    rows.append(["temporaries", *(_cell(phase.account.temporary) for phase in phases)])
+    for name in dict.fromkeys(name for phase in phases for name in phase.parts):
+        rows.append([f"  {name}", *(_cell(phase.parts.get(name)) for phase in phases)])
+    for name, read in {
+        "cuDNN's workspace": lambda phase: phase.account.workspace,
+        "the runtime": lambda phase: _runtime(phase),
+        "total": lambda phase: phase.total,
+        "on the host": lambda phase: phase.account.host,
+    }.items():
+        sizes = [read(phase) for phase in phases]
+        if any(sizes):
+            rows.append([name, *map(_cell, sizes)])
+    return aligned(rows)
+
+
+def _runtime(phase):
+    known = sum(phase.resident.values()) + phase.account.temporary
+    return phase.total - known - phase.account.workspace
+
+
+def _cell(size) -> str:
+    return "" if size is None else gib(size)
+
+
+def _state(plan) -> list[str]:
+    said = []
+    if plan.restored:
+        said.append(f"A checkpoint restores {gib(plan.restored)} GiB to a device.")
+    if plan.on_host:
+        said.append(f"State on the host: {gib(plan.on_host)} GiB a device.")
+    return said
+
+
+def _work(plan) -> str:
+    rows = [
+        [
+            "one run, estimated",
+            "runs",
+            "TFLOP",
+            "GB",
+            "sent GB",
+            "collectives",
+            "seconds",
+        ]
+    ]
+    for phase in plan.phases:
+        made = phase.estimate
+        rows.append(
+            [
+                phase.name, f"{phase.runs:.3g}", f"{made.operations / 1e12:.2f}",
+                f"{made.bytes / 1e9:.2f}", f"{made.sent / 1e9:.2f}",
+                _counts(phase.account.collectives), _range(made.low, made.high),
+            ]
+        )  # fmt: skip
+    low, high = plan.seconds
+    lines = [aligned(rows)]
+    if high:
+        said = f"A step: {_range(low, high)} s"
+        if plan.tokens:
+            said += f", {plan.tokens / high:,.0f} to {plan.tokens / low:,.0f} tokens/s"
+        lines.append(
+            f"{said}: an estimate by products at the device's peaks, in the range of "
+            "what H200s reached."
+        )
+    return "\n".join(lines)
+
+
+def _counts(collectives) -> str:
+    counts: dict[str, int] = {}
+    for found in collectives:
+        counts[found.kind] = counts.get(found.kind, 0) + max(found.times, 1)
+    return ", ".join(f"{count} {kind}" for kind, count in counts.items()) or "none"
+
+
+def _range(low: float, high: float) -> str:
+    return f"{low:.3g} to {high:.3g}"
+
+
+def _products(plan) -> str:
+    found = [
+        (phase.runs * product.seconds, phase.name, product, phase.runs)
+        for phase in plan.phases
+        for product in phase.estimate.products
+    ]
+    found.sort(key=lambda entry: -entry[0])
+    whole = sum(entry[0] for entry in found)
+    if not whole:
+        return ""
+    rows = [["products of a step", "in", "times", "TFLOP", "GB", "of the bound"]]
+    for seconds, name, product, runs in found[:_MANY]:
+        rows.append(
+            [
+                product.name, name, f"{runs * product.times:.0f}",
+                f"{runs * product.operations / 1e12:.2f}",
+                f"{runs * product.bytes / 1e9:.1f}", f"{seconds / whole:.0%}",
+            ]
+        )  # fmt: skip
+    return aligned(rows)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Columns of text: the first to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if i else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )

@@ -1,0 +1,420 @@
+"""The policy that costs the least time among those that fit the memory."""
+
+import dataclasses
+import functools
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from jaxmem import devices as _devices
+from jaxmem.remat import cost as _traced
+from jaxmem.remat.policies import PRESETS, Policy
+
+_GIB = 2**30
+_HOST_POOL = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+# Of peaks: large bfloat16 products reach 0.69 on an H200, copies to the host 0.85
+# (benchmarks/results/head_h200.csv, offload_h200.csv).
+_SHARE = 0.7
+_SLACK = 1.1  # by so much may an estimate be too large: what is beyond is not compiled
+
+
+@dataclasses.dataclass(frozen=True)
+class Rates:
+    """What a device does in a second.
+
+    Attributes:
+        products: operations of matrix products.
+        to_host: bytes to the host; 0 where no other memory is beside the device's.
+        from_host: bytes back.
+    """
+
+    products: float
+    to_host: float
+    from_host: float
+
+
+def measure_rates(dtype: Any = jnp.bfloat16, size: int | None = None) -> Rates:
+    """Of the default device: one large product, and a buffer there and back.
+
+    Args:
+        dtype: of the product.
+        size: of its matrices; by default 8192, and 512 on a CPU.
+    """
+    on_cpu = jax.default_backend() == "cpu"
+    n = size or (512 if on_cpu else 8192)
+    x = jnp.ones((n, n), dtype)
+    product = 2 * n**3 / _seconds(jax.jit(jnp.matmul), x, x)
+    if on_cpu:
+        return Rates(product, 0.0, 0.0)
+    host = x.sharding.with_memory_kind("pinned_host")
+    there = jax.device_put(x, host)
+    return Rates(
+        product,
+        x.nbytes / _seconds(jax.device_put, x, host),
+        x.nbytes / _seconds(jax.device_put, there, x.sharding),
+    )
+
+
+def _rates():
+    around = _devices.planned()
+    return planned_rates(around.device) if around else measure_rates()
+
+
+def planned_rates(device: _devices.Device) -> Rates:
+    """Of a device that is not there: 0.7 of its peaks, as an H200 reaches."""
+    host = _SHARE * device.host
+    return Rates(_SHARE * device.products, host, host)
+
+
+def _seconds(run, *args):
+    """The fastest of five, after one to warm up."""
+    taken = []
+    for _ in range(6):
+        start = time.perf_counter()
+        jax.block_until_ready(run(*args))
+        taken.append(time.perf_counter() - start)
+    return min(taken[1:])
+
+
+def device_bytes(compiled: jax.stages.Compiled) -> int:
+    """What a program needs of the device: arguments, results, temporaries.
+
+    Results that are written over donated arguments count once.
+    """
+    account: Any = compiled.memory_analysis()
+    return (
+        account.argument_size_in_bytes
+        + account.output_size_in_bytes
+        - account.alias_size_in_bytes
+        + account.temp_size_in_bytes
+    )
+
+
+@dataclasses.dataclass
+class Candidate:
+    """A policy, what it is expected to cost a device, and why it was not taken."""
+
+    policy: Policy | None
+    traced: Any  # the step
+    products: float  # operations
+    kept: int  # bytes of names on the device; all names where policy is None
+    whole: int  # those of the last blocks alone, gone before gradients take room
+    sent: int  # bytes to the host
+    host: int  # bytes there at once
+    expected: int = 0  # bytes of the device, before anything is compiled
+    seconds: float = 0.0
+    exposed: float = 0.0  # seconds of copies that nothing hides
+    compiled: Any = None  # the step, if it fits
+    device: int | None = None  # bytes, by the compiler
+    measured: float | None = None  # seconds
+    why_not: str = ""
+
+    def share_out(self, devices: int) -> None:
+        """Make counts over all devices those of one.
+
+        Of what several devices hold alike that is too little; compiling tells.
+        """
+        self.products /= devices
+        for field in ("kept", "whole", "sent", "host"):
+            setattr(self, field, getattr(self, field) // devices)
+
+    def is_of(self, names: Sequence[str]) -> bool:
+        """Whether it keeps or offloads nothing but these, by name."""
+        if self.policy is None or self.policy.dots:
+            return False
+        return {*self.policy.save, *self.policy.offload} <= {*names}
+
+
+def fit(
+    step: Callable[[Policy | None], Any],
+    memory_limit: int | Literal["auto"] = "auto",
+    *,
+    names: Sequence[str] | None = None,
+    last: Sequence[int] = (),
+    host_limit: int | None = None,
+    rates: Rates | None = None,
+    trials: int | None = None,
+    show: Callable[[str], Any] | None = print,
+) -> Policy | None:
+    """The policy whose step takes the least time within a limit of device memory.
+
+        seconds = products / rate + max(0, bytes to the host / rate - forward pass)
+                                  + max(0, bytes back / rate - backward pass)
+
+    Candidates keep more and more names, those first that save most products a byte,
+    with the blocks' inputs on the device or on the host; send more and more names to
+    the host; or keep the last blocks whole. All are traced; from the fastest on they
+    are compiled, until as many fit as `trials` says; these are run, and the fastest of
+    them is taken.
+
+    Args:
+        step: policy -> `jax.jit(...).trace(...)` of a training step that uses it, with
+            `compiler_options` of the policy; None for no rematerialisation.
+        memory_limit: bytes of a device that the program may have, or "auto": what the
+            default one has.
+        names: what may be kept or sent to the host; by default all that the step names
+            in its blocks, or simply everything.
+        last: how many last blocks may be kept whole (`Policy.last`), for a step that
+            gives its policy to `scan_blocks`; by default none.
+        host_limit: bytes on the host, for all devices of a process; by default those of
+            XLA's pool, 64 GiB or what XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB says.
+        rates: of the device; measured if it is None, and inside of
+            `jaxmem.devices.target`, where nothing runs, 0.7 of its peaks.
+        trials: how many candidates to run, with zeros for arguments, for which the
+            device must have room; by default 3, and none on a CPU or for a planned
+            device. Without any, the formula decides.
+        show: what is called with the table of all candidates; None for silence.
+
+    Returns:
+        A policy, or None where everything can be kept. One whose copies nothing hides
+        is returned only if nothing else fits, and the table says so.
+
+    Raises:
+        ValueError: nothing fits, the step names nothing, "auto" on a device that does
+            not say its limit; measurements in one of several processes.
+    """
+    several = jax.process_count() > 1
+    if several and (rates is None or trials):
+        raise ValueError(
+            "each of several processes would measure for itself, and may choose "
+            "another policy: choose in one and name it, or give rates and trials=0"
+        )
+    if any(k < 1 for k in last):
+        raise ValueError(f"last must be numbers of blocks above 0, got {list(last)}")
+    limit = device_limit() if memory_limit == "auto" else int(memory_limit)
+    rates = _rates() if rates is None else rates
+    everything, nothing = step(None), step(Policy())
+    least = nothing.lower().compile()
+    devices = _traced.devices(least)
+    sizes = _sizes(everything.jaxpr, names)
+    if trials is None:
+        nothing_runs = _devices.planned() or _devices.backend() == "cpu"
+        trials = 0 if several or nothing_runs else 3
+    made = _candidates(step, everything, nothing, sizes, last, rates.to_host > 0)
+    if names is not None:
+        made = [each for each in made if each.is_of(names)]
+    forward = _traced.products(everything.jaxpr.jaxpr) / 3 / devices / rates.products
+    for each in made:
+        each.share_out(devices)
+        _predict(each, forward, rates)
+        _expect(each, least, sizes.get("block_in", 0) // devices)
+    order = sorted(made, key=lambda each: (each.exposed > 0, each.seconds, each.host))
+    if host_limit is None:
+        host_limit = int(os.environ.get(_HOST_POOL, 64)) * _GIB
+    there = host_limit * jax.process_count() // devices
+    for each in order:
+        each.why_not = _refuse(each, limit, there, rates)
+    chosen = _fastest(order, limit, trials)
+    if show is not None:
+        show(table(order, chosen))
+    if chosen is None:
+        raise ValueError(
+            f"no policy fits memory_limit={limit:,} bytes: with everything made again "
+            f"the step takes {device_bytes(least):,}; make the batch smaller, or shard "
+            "the weights"
+        )
+    return chosen.policy
+
+
+def _fastest(order, limit, trials) -> Candidate | None:
+    """Of those that fit; sets what is learned of each on the way."""
+    fitting: list[Candidate] = []
+    for each in order:
+        enough = len(fitting) >= max(1, trials) or (fitting and each.exposed)
+        if each.why_not or enough:
+            each.why_not = each.why_not or "slower"
+            continue
+        compiled = each.traced.lower().compile()
+        each.device = device_bytes(compiled)
+        if each.device > limit:
+            each.why_not = f"over the limit of {limit / _GIB:.3f} GiB"
+        else:
+            each.compiled, each.why_not = compiled, "slower"
+            fitting.append(each)
+    for each in fitting if trials and len(fitting) > 1 else []:
+        each.measured = _step_seconds(each.compiled)
+    return min(fitting, key=lambda each: each.measured or each.seconds, default=None)
+
+
+def _step_seconds(compiled: jax.stages.Compiled) -> float:
+    """The faster of two steps, after one to warm up."""
+
+    def zeros(info, place):
+        return jnp.zeros(info.shape, info.dtype, device=place)
+
+    taken = []
+    for _ in range(3):
+        given = jax.tree.map(zeros, compiled.args_info, compiled.input_shardings)
+        args, kwargs = jax.block_until_ready(given)
+        start = time.perf_counter()
+        jax.block_until_ready(compiled(*args, **kwargs))
+        taken.append(time.perf_counter() - start)
+    return min(taken[1:])
+
+
+def device_limit() -> int:
+    """Bytes that programs may take of the default device, or of a planned one.
+
+    Raises:
+        ValueError: it does not say.
+    """
+    around = _devices.planned()
+    if around is not None:
+        return around.device.memory
+    stats = jax.devices()[0].memory_stats() or {}
+    if "bytes_limit" not in stats:
+        raise ValueError(
+            "memory_limit='auto' needs a device that says its limit, which a "
+            f"{jax.default_backend()} does not: give a number"
+        )
+    return stats["bytes_limit"]
+
+
+def _sizes(jaxpr, names):
+    """Bytes of each name in all blocks."""
+    sizes = _traced.bytes_by_name(jaxpr.jaxpr)
+    # A head's residuals are not of a block.
+    found = (
+        [k for k in sizes if not k.startswith("jaxmem_")] if names is None else names
+    )
+    missing = [k for k in found if k not in sizes]
+    if missing or not found:
+        raise ValueError(
+            f"the step names {', '.join(sizes) or 'nothing'}, not "
+            f"{', '.join(missing) or 'what a block makes'}: its blocks need remat.name"
+        )
+    return {k: sizes[k] for k in found}
+
+
+def _candidates(step, everything, nothing, sizes, last, has_host) -> list[Candidate]:
+    """Everything kept, the presets, the chains of names by what a byte saves, and the
+    last blocks kept whole.
+    """
+    work = _traced.products(nothing.jaxpr.jaxpr)
+    of_names = functools.partial(Policy, known=tuple(sizes))
+
+    def gain(labels):
+        saved = step(of_names(save=labels)).jaxpr.jaxpr
+        return (work - _traced.products(saved)) / sum(sizes[k] for k in labels)
+
+    inputs = tuple(label for label in ("block_in",) if label in sizes)
+    gains = {labels: gain(labels) for labels in _together(sizes) if labels != inputs}
+    order = sorted((k for k in gains if gains[k] > 0), key=lambda k: -gains[k])
+    policies = [p for p in PRESETS.values() if p is not None]
+    for n in range(len(order) + 1):
+        there = tuple(label for labels in order[:n] for label in labels)
+        policies.append(of_names(save=there))
+        if has_host:
+            policies.append(of_names(save=there, offload=inputs))
+            policies.append(of_names(offload=(*inputs, *there)))
+    for k in last:
+        policies.append(of_names(last=k))
+        if has_host:
+            policies.append(of_names(offload=inputs, last=k))
+    traces = {None: everything, Policy(): nothing}
+    for policy in policies:
+        if policy not in traces:
+            traces[policy] = step(policy)
+    remade = work - _traced.products(everything.jaxpr.jaxpr)
+    return [_candidate(*item, sizes, work, remade) for item in traces.items()]
+
+
+def _together(sizes):
+    """Names, each alone; but attention's results: either alone saves little."""
+    both = tuple(label for label in ("attn_out", "attn_lse") if label in sizes)
+    return [
+        *((label,) for label in sizes if label not in both),
+        *([both] if both else []),
+    ]
+
+
+def _candidate(policy, traced, sizes, most_work, remade):
+    """`remade` of `most_work` is done again where nothing is kept."""
+    jaxpr = traced.jaxpr.jaxpr
+    names = sizes if policy is None else policy.save
+    kept = sum(sizes.get(label, 0) for label in names)
+    sent, host = _traced.bytes_to_host(jaxpr), _traced.bytes_on_host(jaxpr)
+    work = _traced.products(jaxpr)
+    whole = 0
+    if policy is not None and policy.last and remade:
+        whole = int(sum(sizes.values()) * (most_work - work) / remade)
+    return Candidate(policy, traced, work, kept, whole, sent, host)
+
+
+def _predict(each, forward, rates):
+    """Sets seconds, and how many of them are copies that nothing hides."""
+    computed = each.products / rates.products
+    if each.sent and rates.to_host:
+        out = each.sent / rates.to_host - forward
+        back = each.sent / rates.from_host - (computed - forward)
+        each.exposed = max(0.0, out) + max(0.0, back)
+    each.seconds = computed + each.exposed
+
+
+def _expect(each, least, inputs):
+    """Sets bytes of the device, from the program in which everything is made again."""
+    gone = min(inputs, each.host)
+    given = least.memory_analysis().argument_size_in_bytes
+    each.expected = max(device_bytes(least) + each.kept - gone, given + each.whole)
+
+
+def _refuse(each, limit, host_limit, rates) -> str:
+    """Why a candidate need not be compiled; an empty string where it must be."""
+    if each.host and not rates.to_host:
+        return "no memory beside a CPU's"
+    if each.host > host_limit:
+        return f"over {host_limit / _GIB:.3f} GiB on the host"
+    if each.expected > _SLACK * limit:
+        return f"would take about {each.expected / _GIB:.3f} GiB"
+    return ""
+
+
+def table(candidates: Sequence[Candidate], chosen: Candidate | None) -> str:
+    """Lines of text: what each was expected to take, and why it was not taken."""
+    rows = [
+        ("policy", "GiB device", "GiB host", "ms by formula", "measured", "why not")
+    ]
+    for each in candidates:
+        device = "" if each.device is None else f"{each.device / _GIB:.3f}"
+        note = each.why_not
+        if each is chosen:
+            note = "chosen"
+            if each.exposed:
+                note += f"; nothing hides {each.exposed * 1e3:.0f} ms of its copies"
+        rows.append(
+            (
+                describe(each.policy),
+                device,
+                f"{each.host / _GIB:.3f}",
+                f"{each.seconds * 1e3:.1f}",
+                "" if each.measured is None else f"{each.measured * 1e3:.1f}",
+                note,
+            )
+        )
+    widths = [max(len(row[i]) for row in rows) for i in range(5)]
+    lines = []
+    for row in rows:
+        first, *rest = (
+            text.rjust(width) if i else text.ljust(width)
+            for i, (text, width) in enumerate(zip(row, widths, strict=False))
+        )
+        lines.append("  ".join([first, *rest, row[5]]).rstrip())
+    return "\n".join(lines)
+
+
+def describe(policy: Policy | None) -> str:
+    """A preset's name, or what is saved and offloaded; which last blocks are whole."""
+    if policy is not None and policy.last:
+        others = describe(dataclasses.replace(policy, last=0))
+        return f"{others}; last {policy.last} whole"
+    for name, known in PRESETS.items():
+        if policy == known:
+            return name
+    assert policy is not None
+    said = [f"save {', '.join(policy.save)}"] if policy.save else []
+    said += [f"offload {', '.join(policy.offload)}"] if policy.offload else []
+    return "; ".join([*said, *(["dots"] if policy.dots else [])])

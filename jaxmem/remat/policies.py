@@ -1,0 +1,191 @@
+"""What becomes of values by name: they stay, go to the host, or are made again."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+# Names that jaxmem's own blocks and heads give.
+NAMES: Mapping[str, str] = {
+    "block_in": "what a block gets",
+    "norm_rms": "reciprocal root mean square of each row of a norm's input",
+    "q": "queries, before their norm if they have one, else after their rotation",
+    "k": "keys, likewise",
+    "v": "values",
+    "attn_out": "attention's result, before its output matrix",
+    "attn_lse": "logsumexp of attention's scores; of cuDNN, both results of its kernel",
+    "gate": "gate of the feed-forward layer, before its activation",
+    "up": "what the gate is multiplied with",
+    "jaxmem_max": "largest logit of each token, from the head",
+    "jaxmem_log_sum": "the rest of its logsumexp",
+    "jaxmem_dhidden": "gradient by hidden of a frozen head",
+    "jaxmem_exps": "exponentials of the head's logits, under residual_bytes",
+}
+
+
+# cuDNN's attention names nothing. Its backward pass needs its output and its logsumexp,
+# without either of which the forward kernel runs again.
+CUDNN_FORWARD = "dot_product_attention_fwd_wrapper"
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """What becomes of names; to be given to `jax.checkpoint(policy=...)`.
+
+    Attributes:
+        save: names that stay where they are.
+        offload: names that go to `offload_dst` after the forward pass of their block,
+            and come back for its backward pass.
+        offload_src: memory they are in, "device".
+        offload_dst: memory they go to, "pinned_host".
+        dots: keep every product without a batch dimension too, under any name or none.
+        last: blocks at the end of a stack that keep all they make, on the device;
+            `scan_blocks` knows which they are, a block alone does not.
+        known: names that blocks give; for blocks of your own, what you call them.
+
+    Raises:
+        ValueError: a name that is not known or is both saved and offloaded, a memory
+            that is none, a number of blocks below 0.
+
+    "attn_lse" in `save` keeps what cuDNN's attention kernel gives, its output among it:
+    a block that calls it should not name that "attn_out" as well, or it is kept twice.
+    """
+
+    save: tuple[str, ...] = ()
+    offload: tuple[str, ...] = ()
+    offload_src: str = "device"
+    offload_dst: str = "pinned_host"
+    dots: bool = False
+    last: int = 0
+    known: tuple[str, ...] = dataclasses.field(
+        default=tuple(NAMES), repr=False, compare=False, kw_only=True
+    )
+
+    def __post_init__(self):
+        """A name that nothing gives would keep and offload nothing, in silence."""
+        for kind in ("save", "offload", "known"):
+            names = getattr(self, kind)
+            if isinstance(names, str):
+                raise ValueError(f"{kind} must be a sequence of names, got {names!r}")
+            object.__setattr__(self, kind, tuple(names))
+        for kind in ("save", "offload"):
+            unknown = [str(k) for k in getattr(self, kind) if k not in self.known]
+            if unknown:
+                raise ValueError(
+                    f"{kind} has names that no block gives: {', '.join(unknown)}; "
+                    f"known are {', '.join(self.known)}; what blocks of your own name "
+                    "goes into known="
+                )
+        both = sorted(set(self.save) & set(self.offload))
+        if both:
+            raise ValueError(f"save and offload both have {', '.join(both)}")
+        if {self.offload_src, self.offload_dst} != {"device", "pinned_host"}:
+            raise ValueError(
+                "offload_src and offload_dst must be 'device' and 'pinned_host', or "
+                f"the other way round, got {self.offload_src!r} and "
+                f"{self.offload_dst!r}"
+            )
+        if self.last < 0:
+            raise ValueError(f"last must be a number of blocks, got {self.last}")
+
+    def __call__(self, primitive, *avals, **params) -> Any:
+        """As jax asks it, for each operation of a block."""
+        if self.last:
+            raise ValueError(
+                f"policy keeps the last {self.last} blocks of a stack whole, and one "
+                "block cannot tell whether it is among them: use remat.scan_blocks, or "
+                "a policy with last=0"
+            )
+        policies = jax.checkpoint_policies
+        if self.dots and policies.dots_with_no_batch_dims_saveable(
+            primitive, *avals, **params
+        ):
+            return True
+        if primitive.name == CUDNN_FORWARD and "attn_lse" in self.save:
+            return True
+        return policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=list(self.save),
+            names_which_can_be_offloaded=list(self.offload),
+            offload_src=self.offload_src,
+            offload_dst=self.offload_dst,
+        )(primitive, *avals, **params)
+
+    def __or__(self, other: "Policy") -> "Policy":
+        """Both: what either keeps is kept, on the device where either says so."""
+        save = tuple(dict.fromkeys(self.save + other.save))
+        offload = tuple(
+            k for k in dict.fromkeys(self.offload + other.offload) if k not in save
+        )
+        places = {(p.offload_src, p.offload_dst) for p in (self, other) if p.offload}
+        if len(places) > 1:
+            raise ValueError(
+                f"both policies offload, between different memories: {places}"
+            )
+        src, dst = places.pop() if places else (self.offload_src, self.offload_dst)
+        last = max(self.last, other.last)
+        dots, known = self.dots or other.dots, (*self.known, *other.known)
+        return Policy(
+            save, offload, src, dst, dots, last, known=tuple(dict.fromkeys(known))
+        )
+
+
+def policy(
+    save: Sequence[str] = (),
+    offload: Sequence[str] = (),
+    offload_src: str = "device",
+    offload_dst: str = "pinned_host",
+    *,
+    dots: bool = False,
+    last: int = 0,
+    known: Sequence[str] = tuple(NAMES),
+) -> Policy:
+    """A `Policy`, of any sequences of names.
+
+    Args:
+        save, offload, offload_src, offload_dst, dots, last, known: as in `Policy`.
+
+    Raises:
+        ValueError: as `Policy` does.
+
+    >>> from jaxmem import remat
+    >>> remat.policy(save=["attn_out"], offload=["block_in"]).offload
+    ('block_in',)
+    """
+    names: Any = dict(save=save, offload=offload, known=known)  # made tuples there
+    return Policy(
+        **names, offload_src=offload_src, offload_dst=offload_dst, dots=dots, last=last
+    )
+
+
+_ATTENTION = ("q", "k", "v", "attn_out", "attn_lse")
+# None: no rematerialisation at all, everything is kept.
+PRESETS: Mapping[str, Policy | None] = {
+    "none": None,
+    "full": Policy(),
+    "dots": Policy(dots=True),
+    "dots_and_attention": Policy(("norm_rms", "attn_out", "attn_lse"), dots=True),
+    "save_attention": Policy(save=_ATTENTION),
+    "offload_block": Policy(offload=("block_in",)),
+    "offload_attention": Policy(offload=("block_in", *_ATTENTION)),
+}
+
+
+def preset(name: str) -> Policy | None:
+    """A policy by its name.
+
+    none: what the backward pass of a block reads is kept. full: blocks are recomputed
+    from their inputs. dots: results of products of matrices are kept.
+    dots_and_attention: so are attention's results and the statistics of norms; what is
+    elementwise is recomputed. save_attention: attention's operands and results are
+    kept. offload_block: as full, with the inputs on the host. offload_attention:
+    inputs, and attention's operands and results, on the host.
+
+    Raises:
+        ValueError: another name; the message lists them.
+    """
+    if name not in PRESETS:
+        raise ValueError(
+            f"policy must be one of {', '.join(map(repr, PRESETS))}, got {name!r}"
+        )
+    return PRESETS[name]

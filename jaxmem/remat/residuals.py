@@ -1,0 +1,163 @@
+"""What the backward pass of a block keeps of its forward pass, by name and size."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclasses.dataclass(frozen=True)
+class Residual:
+    """One array that waits for the backward pass.
+
+    Attributes:
+        name: its checkpoint name ("block_in" for the block's input); without one, the
+            primitive that computes it.
+        shape, dtype: of the array.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: Any
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the array."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class Residuals:
+    """The residuals of one block; iterates over them, and prints as a table.
+
+    Attributes:
+        entries: each array once, largest first.
+        tokens: rows of the block's input, over which `bytes_per_token` divides.
+    """
+
+    entries: tuple[Residual, ...]
+    tokens: int
+
+    def __iter__(self) -> Iterator[Residual]:
+        return iter(self.entries)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(each.nbytes for each in self.entries)
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes of all arrays, divided by the tokens."""
+        return self.nbytes / self.tokens
+
+    def __str__(self):
+        kinds = [f"{each.dtype}{list(each.shape)}" for each in self.entries]
+        left = max([5, *(len(each.name) for each in self.entries)])
+        middle = max([0, *map(len, kinds)])
+        lines = [
+            f"{each.name:{left}}  {kind:{middle}}  {each.nbytes / self.tokens:12,.1f}"
+            for each, kind in zip(self.entries, kinds, strict=True)
+        ]
+        lines.append(f"{'total':{left}}  {'':{middle}}  {self.bytes_per_token:12,.1f}")
+        return "\n".join(f"{line} bytes/token" for line in lines)
+
+
+def residuals(block: Callable, h: Any, *rest: Any) -> Residuals:
+    """List what the backward pass of a block keeps of its forward pass.
+
+    The gradients are those by all arguments, not by what the block closes over. h
+    counts where one of them reads it, as a loop over blocks keeps each one's input; the
+    arguments after it (weights, masks, tables) do not: they are there anyway. XLA may
+    merge or drop some of what is listed, and keeps nothing beside it.
+
+    Args:
+        block: (h, *rest) -> h; `remat.block(fn, policy)` to see what a policy keeps.
+        h: array, or pytree of arrays, [..., width] of floating-point numbers; shapes
+            (`jax.ShapeDtypeStruct`) do as well. Nothing is computed.
+        rest: further arguments of the block.
+
+    Returns:
+        Names, shapes and types of the arrays, and their bytes per token.
+
+    Raises:
+        TypeError: block is no function, or h no floating-point array.
+        ValueError: jax cannot differentiate the block; the message names it.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from jaxmem import remat
+    >>> h, w = (jax.ShapeDtypeStruct((n, 4), jnp.bfloat16) for n in (8, 4))
+    >>> block = lambda h, w: h + jnp.sin(remat.name(h @ w, "gate"))
+    >>> print(remat.residuals(remat.block(block, remat.policy(save=["gate"])), h, w))
+    block_in  bfloat16[8, 4]           8.0 bytes/token
+    gate      bfloat16[8, 4]           8.0 bytes/token
+    total                             16.0 bytes/token
+    """
+    label = getattr(block, "__qualname__", type(block).__name__)
+    if not callable(block):
+        raise TypeError(f"block must be a function of (h, *rest), got {block!r}")
+    leaves = jax.tree.leaves(h)
+    if not leaves or not all(map(_is_floating, leaves)):
+        raise TypeError(
+            f"h must hold floating-point arrays [..., width], as {label!r} is to be "
+            f"differentiated, got {jax.tree.map(_kind_of, h)}"
+        )
+
+    def both_passes(*args):
+        y, pull = jax.vjp(block, *args)
+        return pull, pull(y)  # some loops have no backward pass, and say so here
+
+    try:
+        jaxpr, shapes = jax.make_jaxpr(both_passes, return_shape=True)(h, *rest)
+    except Exception as error:
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(f"the residuals of {label!r} cannot be listed: {first}") from (
+            error
+        )
+    kept = len(jax.tree.leaves(shapes[0]))
+    found = dict(_found(jaxpr.jaxpr, kept, len(leaves)))
+    order = sorted(found.values(), key=lambda each: (-each.nbytes, each.name))
+    return Residuals(tuple(order), math.prod(leaves[0].shape[:-1]))
+
+
+def _is_floating(x):
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def _kind_of(x):
+    return f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else type(x).__name__
+
+
+def _found(jaxpr, kept, n_inputs):
+    """(variable, residual) of the first `kept` results; a variable may come twice."""
+    inputs = jaxpr.invars[:n_inputs]
+    others = {*jaxpr.invars[n_inputs:], *jaxpr.constvars}
+    for var in jaxpr.outvars[:kept]:
+        is_literal = hasattr(var, "val")
+        if is_literal or var in others or not var.aval.size:
+            continue
+        label = "block_in" if var in inputs else _name_of(jaxpr, var)
+        yield var, Residual(label, var.aval.shape, var.aval.dtype)
+
+
+def _name_of(jaxpr, var):
+    """The checkpoint name of a variable, or the primitive that it is a result of."""
+    for equation in jaxpr.eqns:
+        if var not in equation.outvars:
+            continue
+        if equation.primitive.name == "name":
+            return equation.params["name"]
+        if equation.primitive.name == "reduce_precision":  # jax's, of what it saves
+            return _name_of(jaxpr, equation.invars[0]) or "input"
+        place = equation.outvars.index(var)
+        for value in equation.params.values():
+            inner = getattr(value, "jaxpr", value)
+            outs = getattr(inner, "outvars", ())
+            if len(outs) == len(equation.outvars) and not hasattr(outs[place], "val"):
+                found = _name_of(inner, outs[place])
+                return found or equation.primitive.name
+        return equation.primitive.name
+    return ""

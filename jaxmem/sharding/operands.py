@@ -1,0 +1,195 @@
+"""Arguments of a verb as global arrays: checked, and padded to parts of one size."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from jaxmem.core import checks
+from jaxmem.functional import arguments
+from jaxmem.functional.divergence import check_tokens
+from jaxmem.functional.selected import check_ids, check_support
+
+_HEADS = ("", "reference_")  # what names of a head's arguments begin with
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """A global array, what splits each of its axes, and what fills up uneven ones."""
+
+    array: Any
+    split: tuple[tuple[str, ...], ...]
+    fill: Any = 0
+
+    @property
+    def spec(self) -> PartitionSpec:
+        """What splits each axis, as jax has it."""
+        return PartitionSpec(*(axes or None for axes in self.split))
+
+
+def read_heads(plan, given, shape, of_tokens):
+    """One head's operands or both heads', and how many columns each has.
+
+    given gets their layouts.
+    """
+    operands, columns = {}, {}
+    for head in _HEADS:
+        name = f"{head}hidden"
+        if name in given:
+            hidden = checks.as_array(name, given[name])
+            checks.check_hidden(hidden, name)
+            operands[name] = Operand(hidden, of_tokens)
+            operands |= _read_weights(plan, hidden, given, head)
+            check_tokens(hidden.shape[:-1], shape)
+            vocabulary = 0 if given[f"{head}layout"] == "vd" else 1
+            columns[head] = operands[f"{head}W"].array.shape[vocabulary]
+    return operands, columns
+
+
+def read_rows_and_ids(given, shape, of_tokens, columns):
+    """What there is of each token besides hidden, for the verbs that need all of W."""
+    vocab_size = checks.check_vocab_size(given["vocab_size"], columns)
+    operands = _read_rows(given | {"vocab_size": vocab_size}, shape, of_tokens)
+    where = arguments.read_where(given["where"], shape)
+    if where is None:  # what fills tokens up costs nothing only where it is masked
+        operands["where"] = Operand(jnp.ones(shape, bool), of_tokens, False)
+    for name in ("ids", "support_ids"):
+        if name in given:
+            ids = check_ids(name, given[name], where, shape, vocab_size)
+            operands[name] = Operand(ids, of_tokens, -1)
+    if "support_ids" in given:
+        labels = checks.as_visible_array("labels", given["labels"])
+        ids = checks.as_visible_array("support_ids", given["support_ids"])
+        check_support(labels, ids, where, shape)
+    name = "reference_temperature"
+    if given.get(name) is not None:
+        operands |= _read_temperature(name, given[name], shape, of_tokens)
+    return operands
+
+
+def read(plan, given) -> tuple[dict[str, Any], tuple[int, ...]]:
+    """Operands by argument, and the tokens' shape; all checked while still global.
+
+    What is left in given is static, and made fit for the parts.
+    """
+    name = "hidden" if "hidden" in given else "logits"
+    data = checks.as_array(name, given[name])
+    checks.check_hidden(data, name)
+    shape = data.shape[:-1]
+    of_tokens = check_axes(plan, name, shape)
+    if name == "hidden":
+        operands = {name: Operand(data, of_tokens)}
+        operands |= _read_weights(plan, data, given)
+        columns = operands["W"].array.shape[0 if given["layout"] == "vd" else 1]
+    else:
+        operands = {name: Operand(data, (*of_tokens, plan.vocab))}
+        columns = data.shape[-1]
+    given["vocab_size"] = checks.check_vocab_size(given["vocab_size"], columns)
+    given["axis_name"] = plan.vocab or None
+    return operands | _read_rows(given, shape, of_tokens), shape
+
+
+def check_axes(plan, name, shape):
+    """What splits each axis of the tokens."""
+    if len(plan.tokens) > len(shape):
+        raise ValueError(
+            f"tokens must split no more axes than {name} has of tokens, {len(shape)}, "
+            f"got {len(plan.tokens)}"
+        )
+    return plan.tokens + ((),) * (len(shape) - len(plan.tokens))
+
+
+def _read_weights(plan, hidden, given, head=""):
+    """W and bias; their layout is settled, as a part of W may be square."""
+    W = checks.as_array(f"{head}W", given[f"{head}W"])
+    layout = checks.check_layout(hidden, W, given[f"{head}layout"], head)
+    given[f"{head}layout"] = layout
+    columns, depth = W.shape if layout == "vd" else W.shape[::-1]
+    if depth % plan.parts(plan.W_fsdp):
+        raise ValueError(
+            f"W_fsdp must make parts of one size of {head}hidden's last axis "
+            f"D={depth}, got {plan.parts(plan.W_fsdp)} parts"
+        )
+    split = plan.vocab, plan.W_fsdp
+    operands = {f"{head}W": Operand(W, split if layout == "vd" else split[::-1])}
+    if given[name := f"{head}bias"] is not None:
+        bias = checks.as_array(name, given[name])
+        checks.check_bias(bias, columns, name)
+        operands[name] = Operand(bias, (plan.vocab,))
+    return operands
+
+
+def _read_rows(given, shape, of_tokens):
+    """What there is of each token, and numbers that jit may have hidden."""
+    operands, where = {}, given["where"]
+    if where is not None:
+        where = checks.as_visible_array("where", where)
+        checks.check_where(where, shape)
+    if "labels" in given:
+        labels = checks.as_visible_array("labels", given["labels"])
+        checks.check_labels(labels, where, shape, given["vocab_size"])
+        labels = arguments.as_int32(labels, given["vocab_size"])
+        operands["labels"] = Operand(labels, of_tokens, -1)
+    if where is not None:
+        where = jnp.broadcast_to(jnp.asarray(where), shape)
+        operands["where"] = Operand(where, of_tokens, False)
+    temperature = given["temperature"]
+    operands |= _read_temperature("temperature", temperature, shape, of_tokens)
+    if isinstance(given.get("normalizer"), jax.Array):
+        operands["normalizer"] = Operand(given["normalizer"], ())
+    if "per_token" in given:
+        arrays = _per_token(given["per_token"], shape)
+        operands["per_token"] = tuple(Operand(x, of_tokens) for x in arrays)
+    return operands
+
+
+def _read_temperature(name, value, shape, of_tokens):
+    """An operand, or none for a number that jit has not hidden."""
+    temperature = checks.as_visible_array(name, value)
+    checks.check_temperature(temperature, shape, name)
+    if not temperature.shape and not isinstance(temperature, jax.Array):
+        return {}
+    return {name: Operand(temperature, of_tokens if temperature.shape else (), 1)}
+
+
+def _per_token(values, shape):
+    for i, value in enumerate(values):
+        x = checks.as_array(f"per_token[{i}]", value)
+        checks.check_per_token(f"per_token[{i}]", x, shape)
+        yield x
+
+
+def pad(plan, operand):
+    """The array with parts of one size along every axis, laid out as they are."""
+    x = jnp.asarray(operand.array)
+    missing = [
+        -size % plan.parts(axes)
+        for size, axes in zip(x.shape, operand.split, strict=False)
+    ]
+    if any(missing):
+        missing += [0] * (x.ndim - len(missing))
+        x = jnp.pad(x, [(0, n) for n in missing], constant_values=operand.fill)
+    return _resharded(plan, x, operand.split)  # nothing else would move it
+
+
+def unpad(plan, made, shape):
+    """Results without what filled the tokens up."""
+
+    def one(x):
+        if x.shape[: len(shape)] == shape:
+            return x
+        return _resharded(plan, x, ())[tuple(map(slice, shape))]  # uneven: no type
+
+    return jax.tree.map(one, made)
+
+
+def _resharded(plan, x, split):
+    """Split so along the axes that types speak of; the compiler sees to the others."""
+    types = dict(zip(plan.mesh.axis_names, plan.mesh.axis_types, strict=True))
+    explicit = {axis for axis, kind in types.items() if kind == AxisType.Explicit}
+    if not explicit:
+        return x
+    typed = tuple(tuple(a for a in axes if a in explicit) for axes in split)
+    return jax.sharding.reshard(x, NamedSharding(plan.mesh, Operand(x, typed).spec))

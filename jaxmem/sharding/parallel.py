@@ -1,0 +1,218 @@
+"""The verbs over a mesh of devices: global arrays in, global arrays out."""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+from jaxmem.core import checks, shards as _shards
+from jaxmem.core.options import AxisName
+from jaxmem.sharding.operands import (
+    Operand,
+    check_axes,
+    pad,
+    read,
+    read_heads,
+    read_rows_and_ids,
+    unpad,
+)
+from jaxmem.sharding.plan import read_plan
+
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
+
+
+def parallel(
+    verb: Callable[_Args, _Result],
+    mesh: Mesh | AbstractMesh,
+    *,
+    vocab: AxisName | None = None,
+    tokens: AxisName | PartitionSpec | None = None,
+    W_fsdp: AxisName | None = None,
+) -> Callable[_Args, _Result]:
+    """A verb whose vocabulary and tokens are split over the devices of a mesh.
+
+        parallel(verb, mesh, ...)(hidden, W, labels, ...) = verb(hidden, W, labels, ...)
+
+    The arrays are global and may lie on the devices in any way. Where they lie as the
+    verb needs them, none moves: hidden, labels and all else there is of tokens split
+    along their first axes, and W and bias, or logits, along the vocabulary. The results
+    are split as tokens are; along explicit axes, tokens that do not divide by the
+    devices come back whole, as a type has no uneven parts.
+
+    Args:
+        verb: `jaxmem.logprobs`, `token_stats`, `entropy`, `token_loss`,
+            `logprobs_from_logits` or `token_stats_from_logits`, or a functools.partial
+            of one, with arguments by name. Or a verb that needs all of W:
+            `selected_logprobs`, `support_logprobs`, `kl`, `forward_kl` or `jsd`.
+        mesh: devices, with axes by name.
+        vocab: mesh axes that split the vocabulary; None: each device has all of it. For
+            a verb that needs all of W, it is gathered along them, and they split the
+            first axis of the tokens as well.
+        tokens: mesh axes that split the first axis of the tokens, or a PartitionSpec
+            with one entry an axis: `P(("data", "fsdp"), "sequence")` for [B, T].
+        W_fsdp: those of the tokens' mesh axes along which W is stored in parts of D.
+            It is gathered for the call, and its gradient scattered as it is summed.
+
+    Returns:
+        The verb, with the same arguments but axis_name, and the same results. Where
+        token_loss has no normalizer, it counts the active tokens of all devices.
+
+    **Memory** a device: that of the verb for its tokens and its part of the vocabulary,
+    and V·D over the size of vocab for a W that is gathered. A vocabulary or tokens that
+    do not divide by the devices are padded in a copy of W, or of hidden; to save that
+    one, pad W when it is made and pass vocab_size. A verb that needs all of W takes V·D
+    for it.
+
+    **Communication** over vocab: as in `logprobs`. W's gradient is summed over the
+    tokens' mesh axes, in W's type; along W_fsdp W itself moves once forward, and
+    its gradient once backward.
+
+    Raises:
+        TypeError: a verb that cannot be split, an axis that is not a name.
+        ValueError: an axis that the mesh does not have, or that is used twice; a W_fsdp
+            that does not split tokens too, or that does not divide D; axis_name given;
+            and what the verb raises.
+
+    >>> import jax, jax.numpy as jnp, jaxmem
+    >>> mesh = jax.make_mesh((1, 1), ("data", "tensor"))
+    >>> logprobs = jaxmem.sharding.parallel(
+    ...     jaxmem.logprobs, mesh, vocab="tensor", tokens="data"
+    ... )
+    >>> h, W, y = jnp.zeros((2, 8)), jnp.zeros((4, 8)), jnp.array([0, 3])
+    >>> print(jax.jit(logprobs)(h, W, y))
+    [-1.3862944 -1.3862944]
+
+    Reference: splitting the vocabulary is due to Shoeybi et al., "Megatron-LM", 2019,
+    arXiv:1909.08053, section 3.
+    """
+    signature = _signature(verb)
+    plan = read_plan(mesh, vocab, tokens, W_fsdp)
+
+    @functools.wraps(verb)
+    def run(*args: _Args.args, **options: _Args.kwargs) -> _Result:
+        call = signature.bind(*args, **options)
+        call.apply_defaults()
+        if "axis_name" not in signature.parameters:
+            return _run_with_all_of_W(verb, plan, call)
+        if call.arguments["axis_name"] is not None:
+            raise ValueError(
+                "axis_name must not be given to what jaxmem.sharding.parallel made, "
+                "which passes its own vocab"
+            )
+        return _run(verb, plan, call)
+
+    return run
+
+
+def _run(verb, plan, call) -> Any:
+    operands, shape = read(plan, call.arguments)
+    of_tokens = Operand(None, plan.tokens).spec
+    is_loss = "normalizer" in call.arguments
+
+    def on_device(arrays):
+        given = call.arguments | arrays
+        if "W" in given:
+            given["W"] = _gathered(plan, given["W"], given["layout"])
+        if is_loss and given["normalizer"] is None:
+            given["normalizer"] = _count(plan, given["labels"], given["where"])
+        of_device = inspect.BoundArguments(call.signature, given)
+        made = verb(*of_device.args, **of_device.kwargs)
+        return (_summed(plan, made[0]), made[1]) if is_loss else made
+
+    made = jax.shard_map(
+        on_device,
+        mesh=plan.mesh,
+        in_specs=(jax.tree.map(lambda x: x.spec, operands),),
+        out_specs=(PartitionSpec(), of_tokens) if is_loss else of_tokens,
+    )(jax.tree.map(lambda x: pad(plan, x), operands))
+    if is_loss:
+        return made[0], unpad(plan, made[1], shape)
+    return unpad(plan, made, shape)
+
+
+def _run_with_all_of_W(verb, plan, call) -> Any:
+    """Tokens split over all axes that split anything; W gathered along the others."""
+    given = call.arguments
+    hidden = checks.as_array("hidden", given["hidden"])
+    checks.check_hidden(hidden)
+    shape = hidden.shape[:-1]
+    if shape:
+        first, *rest = plan.tokens or ((),)
+        wide = dataclasses.replace(plan, tokens=(first + plan.vocab, *rest))
+    else:  # one token [D], of which every device has all
+        wide = plan = dataclasses.replace(plan, vocab=())
+    of_tokens = check_axes(wide, "hidden", shape)
+    operands, columns = read_heads(plan, given, shape, of_tokens)
+    operands |= read_rows_and_ids(given, shape, of_tokens, min(columns.values()))
+
+    def on_device(arrays):
+        given = call.arguments | arrays
+        for head, size in columns.items():
+            given |= _whole(wide, given, head, size)
+        of_device = inspect.BoundArguments(call.signature, given)
+        return verb(*of_device.args, **of_device.kwargs)
+
+    made = jax.shard_map(
+        on_device,
+        mesh=plan.mesh,
+        in_specs=(jax.tree.map(lambda x: x.spec, operands),),
+        out_specs=Operand(None, wide.tokens).spec,
+    )(jax.tree.map(lambda x: pad(plan, x), operands))
+    return unpad(plan, made, shape)
+
+
+def _whole(plan, given, head, size):
+    """All of a head's W and bias, without what filled them up; typed as `_gathered`."""
+    W, bias = given[f"{head}W"], given[f"{head}bias"]
+    W, bias = _shards.vary((W, bias), frozenset(plan.token_axes))
+    vocab, depth = (0, 1) if given[f"{head}layout"] == "vd" else (1, 0)
+    if plan.W_fsdp:
+        W = lax.all_gather(W, plan.W_fsdp, axis=depth, tiled=True)
+    if plan.vocab:
+        W = lax.all_gather(W, plan.vocab, axis=vocab, tiled=True)
+        W = lax.slice_in_dim(W, 0, size, axis=vocab)
+    if plan.vocab and bias is not None:
+        bias = lax.all_gather(bias, plan.vocab, tiled=True)[:size]
+    return {f"{head}W": W, f"{head}bias": bias}
+
+
+def _gathered(plan, W, layout):
+    """All of D. Typed first, so that gradients are scattered before they are summed."""
+    W = _shards.vary(W, frozenset(plan.token_axes))
+    if not plan.W_fsdp:
+        return W
+    return lax.all_gather(W, plan.W_fsdp, axis=1 if layout == "vd" else 0, tiled=True)
+
+
+def _count(plan, labels, where):
+    """Active tokens of all devices."""
+    active = labels >= 0 if where is None else (labels >= 0) & where
+    return _summed(plan, jnp.sum(active, dtype=jnp.int32))
+
+
+def _summed(plan, x):
+    return lax.psum(x, plan.token_axes) if plan.token_axes else x
+
+
+def _signature(verb):
+    try:
+        signature = inspect.signature(verb)
+    except (TypeError, ValueError):
+        signature = inspect.Signature()
+    names = signature.parameters
+    has_data = {"hidden", "logits"} & names.keys()
+    takes_shards = "axis_name" in names and has_data
+    if not takes_shards and not {"hidden", "W", "where"} <= names.keys():
+        raise TypeError(
+            "verb must be a function of jaxmem's that takes axis_name, such as "
+            "jaxmem.logprobs, or a functools.partial of one with arguments by name, "
+            f"got {verb!r}"
+        )
+    return signature

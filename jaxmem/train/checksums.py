@@ -1,0 +1,125 @@
+"""SHA-256 checksums of a checkpoint's files, in the format of `sha256sum`.
+
+OCDBT, which orbax writes, has CRC32C checksums for its B-tree nodes only, and orbax has
+no option for the `crc32c` codec of the arrays: it restores an array with a flipped byte
+without an error. So every file is hashed after it is written and before it is read.
+"""
+
+import concurrent.futures
+import hashlib
+from pathlib import Path
+
+import jax
+
+from jaxmem.core import processes
+from jaxmem.train import files
+
+NAME = "SHA256SUMS"
+_ITEMS = ("config", "data", "state")  # of every checkpoint
+
+
+def write(directory: Path) -> None:
+    """Write the checksums of all files of a directory to its file SHA256SUMS.
+
+    Args:
+        directory: of one checkpoint.
+
+    Raises:
+        OSError: a file cannot be read, or the checksums cannot be written.
+    """
+    sums = _sums(directory)
+    for name, digest in sums.items():
+        if digest.startswith(_UNREADABLE):
+            raise OSError(f"{directory / name}: {digest}")
+    text = "".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items()))
+    processes.by_first(lambda: files.write_whole(directory / NAME, text))
+
+
+def exist(directory: Path) -> bool:
+    """Whether a checkpoint has checksums; an older version's has none."""
+    return processes.by_first(lambda: (directory / NAME).exists())
+
+
+def find_fault(directory: Path) -> str | None:
+    """Return what is damaged in a checkpoint, None if nothing is.
+
+    Without checksums only missing items are found.
+
+    Args:
+        directory: of the checkpoint.
+    """
+    saved = processes.by_first(lambda: _read_sums(directory))
+    if not isinstance(saved, dict):
+        return saved
+    found = _sums(directory)
+    faults = [
+        *(f"{name} is missing" for name in saved.keys() - found.keys()),
+        *(f"{name} has no checksum" for name in found.keys() - saved.keys()),
+        *(
+            f"{name} {_difference(found[name])}"
+            for name in saved.keys() & found.keys()
+            if saved[name] != found[name]
+        ),
+    ]
+    return _first(sorted(faults))
+
+
+def _read_sums(directory: Path) -> str | dict[str, str] | None:
+    """Return missing items, else the saved checksums, None without any."""
+    missing = [name for name in _ITEMS if not (directory / name).is_dir()]
+    if missing:
+        return f"{' and '.join(missing)} missing"
+    if not (directory / NAME).exists():
+        return None
+    try:
+        return _parse((directory / NAME).read_text("utf-8"))
+    except (OSError, ValueError):
+        return f"{NAME} cannot be read"
+
+
+def _first(faults: list[str]) -> str | None:
+    if len(faults) < 2:
+        return faults[0] if faults else None
+    return f"{faults[0]}, and {len(faults) - 1} more"
+
+
+_UNREADABLE = "cannot be read"
+
+
+def _difference(digest: str) -> str:
+    return digest if digest.startswith(_UNREADABLE) else "differs from its checksum"
+
+
+def _parse(text: str) -> dict[str, str]:
+    sums = {}
+    if not text.endswith("\n"):
+        raise ValueError("cut short")
+    for line in text.splitlines():
+        digest, separator, name = line.partition("  ")
+        if len(digest) != 64 or not separator:
+            raise ValueError(line)
+        sums[name] = digest
+    return sums
+
+
+def _sums(directory: Path) -> dict[str, str]:
+    """Map each file's name to its digest; processes share the reading."""
+    names = processes.by_first(lambda: _names(directory))
+    own = names[jax.process_index() :: jax.process_count()]
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        digests = pool.map(lambda name: _digest(directory / name), own)
+        return processes.share(dict(zip(own, digests, strict=True)))
+
+
+def _names(directory: Path) -> list[str]:
+    paths = (path for path in directory.rglob("*") if not path.is_dir())
+    names = (path.relative_to(directory).as_posix() for path in paths)
+    return sorted(name for name in names if not name.startswith(NAME))
+
+
+def _digest(path: Path) -> str:
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        return f"{_UNREADABLE} ({error.strerror})"

@@ -1,0 +1,175 @@
+"""Atomic file writes, and appends that survive a full disk."""
+
+import collections
+import contextlib
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+_CANNOT_SYNC = (errno.EINVAL, errno.ENOTSUP)
+_MAX_PENDING = 100_000  # records of an `Appender`; about 50 MB
+
+
+class WriteError(OSError):
+    """A file cannot be written; the message names it and the free bytes."""
+
+
+def describe_failure(path: Path, error: Exception) -> str:
+    """Return one line about a failed write: the path, the reason, the free bytes.
+
+    Args:
+        path: of the file.
+        error: the exception that writing it raised.
+    """
+    reason = (isinstance(error, OSError) and error.strerror) or str(error)
+    return f"{path}: cannot be written: {reason} ({free_bytes(path):,} bytes free)"
+
+
+def free_bytes(path: Path) -> int:
+    """Return the free bytes of the file system of a path, which need not exist."""
+    for place in (path, *path.absolute().parents):
+        with contextlib.suppress(OSError):
+            return shutil.disk_usage(place).free
+    return 0
+
+
+@contextlib.contextmanager
+def write_errors(path: Path) -> Iterator[None]:
+    """Convert an OSError raised inside to a `WriteError` that names the path."""
+    try:
+        yield
+    except WriteError:
+        raise
+    except OSError as error:
+        raise WriteError(describe_failure(path, error)) from error
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replace the content of a file atomically, and sync it to the disk.
+
+    A file that holds the text already is not written, so that a full disk does not
+    matter.
+
+    Args:
+        path: of the file.
+        text: its new content.
+
+    Raises:
+        WriteError: the file still has its old content.
+    """
+    content = text.encode()
+    with contextlib.suppress(OSError):
+        if path.read_bytes() == content:
+            return
+    unfinished = path.with_name(path.name + ".unfinished")
+    with write_errors(path):
+        try:
+            with open(unfinished, "wb") as file:
+                file.write(content)
+                file.flush()
+                sync(file.fileno())
+            os.replace(unfinished, path)
+        except OSError:
+            unfinished.unlink(missing_ok=True)
+            raise
+
+
+def sync(descriptor: int) -> None:
+    """Wait until a file is on the disk, where its file system supports that."""
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _CANNOT_SYNC:
+            raise
+
+
+def sync_directory(directory: Path) -> None:
+    """Wait until the entries of a directory are on the disk."""
+    if os.name == "nt":  # directories cannot be opened
+        return
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        sync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class Appender:
+    """A file that grows by whole records; records that cannot be written are kept.
+
+    Args:
+        path: of the file, which is opened when the first record is written.
+        mode: "a" to append to an existing file, "x" to create a new one.
+
+    Attributes:
+        pending: records that are not in the file yet.
+        dropped: number of records that were discarded because too many were pending.
+    """
+
+    def __init__(self, path: Path, mode: str = "a"):
+        self.path, self._mode = path, mode
+        self.pending: collections.deque[bytes] = collections.deque()
+        self.dropped = 0
+        self._descriptor: int | None = None
+        self._size = 0  # of the whole records
+        self._torn = False  # part of a record may follow them
+
+    def add(self, record: bytes) -> None:
+        """Add a record to the pending ones."""
+        if len(self.pending) == _MAX_PENDING:
+            self.pending.popleft()
+            self.dropped += 1
+        self.pending.append(record)
+
+    def flush(self) -> None:
+        """Write the pending records to the operating system.
+
+        Raises:
+            OSError: the file ends with a whole record; the others are still pending.
+        """
+        while self.pending:
+            if self._descriptor is None:
+                self._open()
+            try:
+                self._write(self.pending[0])
+            except OSError:
+                with contextlib.suppress(OSError):  # the next attempt tries again
+                    self._truncate()
+                raise
+            self.pending.popleft()
+
+    def _open(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0)
+        flags |= os.O_EXCL if self._mode == "x" else 0
+        self._descriptor = os.open(self.path, flags, 0o666)
+        self._size = os.fstat(self._descriptor).st_size
+
+    def _write(self, record: bytes) -> None:
+        assert self._descriptor is not None
+        self._truncate()
+        self._torn, rest = True, memoryview(record)
+        while rest:
+            rest = rest[os.write(self._descriptor, rest) :]
+        self._size, self._torn = self._size + len(record), False
+
+    def _truncate(self) -> None:
+        """Remove part of a record that a failed write has left."""
+        if not self._torn or self._descriptor is None:
+            return
+        if os.fstat(self._descriptor).st_size > self._size:
+            os.ftruncate(self._descriptor, self._size)
+        self._torn = False
+
+    def sync(self) -> None:
+        """Wait until the written records are on the disk."""
+        if self._descriptor is not None:
+            sync(self._descriptor)
+
+    def close(self) -> None:
+        """Close the file; pending records are not written."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None

@@ -1,0 +1,1 @@
+"""One file per training job, and what only it needs."""

@@ -1,0 +1,82 @@
+"""What each job is configured by: one field for each section of a gin file."""
+
+import dataclasses
+
+from jaxmem.data.documents import DataConfig
+from jaxmem.data.tasks import TaskConfig
+from jaxmem.models.decoder import HeadConfig, ModelConfig
+from jaxmem.models.partitioning import MeshConfig
+from jaxmem.models.sampling import SamplingConfig
+from jaxmem.train.jobs.policy import GrpoConfig
+from jaxmem.train.loop import RunConfig
+from jaxmem.train.memory import RematConfig
+from jaxmem.train.optimizer import OptimizerConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """A supervised run; each field is one section of a gin file."""
+
+    data: DataConfig
+    model: ModelConfig
+    head: HeadConfig
+    optimizer: OptimizerConfig
+    run: RunConfig
+    mesh: MeshConfig = MeshConfig()
+    remat: RematConfig = RematConfig()
+
+
+@dataclasses.dataclass(frozen=True)
+class GrpoJobConfig:
+    """A run of reinforcement learning; likewise."""
+
+    task: TaskConfig
+    sampling: SamplingConfig
+    grpo: GrpoConfig
+    model: ModelConfig
+    head: HeadConfig
+    optimizer: OptimizerConfig
+    run: RunConfig
+    mesh: MeshConfig = MeshConfig()
+    remat: RematConfig = RematConfig()
+
+    def __post_init__(self):
+        """Refuse what fits no other section, by the names of both."""
+        slots, answer = self.sampling.max_new_tokens, self.task.answer_length
+        if self.task.answer == "last_digit" and slots != 1:
+            raise ValueError(
+                f"sampling.max_new_tokens={slots} must be 1 for task.answer="
+                "'last_digit': nothing follows it"
+            )
+        if slots < answer:
+            raise ValueError(
+                f"sampling.max_new_tokens={slots} must be at least {answer}, the "
+                f"longest answer of task.digits={self.task.digits}"
+            )
+        if self.run.accumulate != 1:
+            raise ValueError(
+                f"run.accumulate={self.run.accumulate} must stay 1 in this job: "
+                "grpo.max_tokens_train says how much a micro-batch holds"
+            )
+        widest = self.row_lengths[-1]
+        if widest < self.longest:
+            raise ValueError(
+                f"grpo.row_lengths={self.grpo.row_lengths} must reach {self.longest}, "
+                "the longest sequence: prompt and sampling.max_new_tokens, less one"
+            )
+        for name in ("max_tokens_train", "max_tokens_forward"):
+            if getattr(self.grpo, name) < widest:
+                raise ValueError(
+                    f"grpo.{name}={getattr(self.grpo, name)} must hold a row of "
+                    f"{widest} tokens"
+                )
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that is trained on."""
+        return self.task.prompt_length + self.sampling.max_new_tokens - 1
+
+    @property
+    def row_lengths(self) -> tuple[int, ...]:
+        """Widths of packed rows."""
+        return self.grpo.row_lengths or (-(-self.longest // 16) * 16,)

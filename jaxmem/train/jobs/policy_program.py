@@ -1,0 +1,287 @@
+"""The programs of a policy's training, compiled before the first step.
+
+    sample, log-probabilities of a micro-batch, gradients of one, the optimizer's update
+
+Micro-batches have as many shapes as there are widths of rows; nothing else varies.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from rich.console import Console
+
+import jaxmem
+from jaxmem.data import tasks
+from jaxmem.data.documents import Batch
+from jaxmem.data.vocabulary import spelling
+from jaxmem.models.decoder import HeadConfig
+from jaxmem.models.partitioning import Layout, as_stored
+from jaxmem.models.sampling import COMPILER_OPTIONS, sample
+from jaxmem.train.jobs.config import GrpoJobConfig
+from jaxmem.train.jobs.policy import PolicyBatch, policy_loss
+from jaxmem.train.optimizer import learning_rate_schedule
+from jaxmem.train.program import (
+    DecoderProgram,
+    StreamedUpdate,
+    add_in_float32,
+    gradient_shapes,
+    update,
+)
+
+Shape = tuple[int, int]  # of a micro-batch
+
+
+class Sums(NamedTuple):
+    """What micro-batches of one minibatch add up to."""
+
+    loss: jax.Array
+    metrics: dict[str, jax.Array]  # over tokens
+    gradients: Any
+
+
+class Compiled(NamedTuple):
+    """Every program of a run; by shape of a micro-batch where there are several."""
+
+    sample: jax.stages.Compiled  # (params, frozen, prompts, lengths, step) -> Samples
+    logprobs: dict[Shape, jax.stages.Compiled]  # (params, frozen, Batch, support)
+    zeros: jax.stages.Compiled  # () -> Sums
+    gradients: dict[Shape, jax.stages.Compiled]  # (params, frozen, Sums, PolicyBatch,
+    #                                               normalizer) -> Sums
+    update: jax.stages.Compiled | StreamedUpdate  # (TrainState, gradients) ->
+    #                                               TrainState, norm
+
+
+class PolicyProgram(DecoderProgram):
+    """A run's functions and shapes.
+
+    Args:
+      config: of the run.
+    """
+
+    def __init__(self, config: GrpoJobConfig):
+        rollouts = learning_rate_schedule(config.optimizer, config.run.steps)
+        updates = config.grpo.minibatches * config.grpo.epochs
+
+        def by_update(count: Any) -> Any:
+            return rollouts(count // updates)
+
+        self.spelling = spelling(config.model.checkpoint)
+        super().__init__(config, self.spelling.size, config.run.seed, by_update)
+        self.config, self.learning_rate = config, rollouts
+        by_rows = config.mesh.by_rows
+        if config.grpo.samples % (parts := by_rows.data * by_rows.fsdp):
+            raise ValueError(
+                "mesh.data x mesh.fsdp x mesh.sequence must divide grpo.prompts x "
+                f"grpo.group_size = {config.grpo.samples}, got {parts}"
+            )
+        self.sampling_layout = Layout(by_rows)
+
+    def shapes(self, max_tokens: int) -> list[Shape]:
+        """Of the micro-batches with a budget, one by width of row."""
+        return [(max_tokens // width, width) for width in self.config.row_lengths]
+
+    def compile(self) -> Compiled:
+        """Compile everything from shapes alone."""
+        config, head = self.config.grpo, self.config.head
+        return Compiled(
+            sample=self.trace_sample().lower().compile(),
+            logprobs={
+                shape: self.trace_logprobs(shape).lower().compile()
+                for shape in self.shapes(config.max_tokens_forward)
+            },
+            zeros=self.layout.jit(self._zeros, self._sums()).lower().compile(),
+            gradients={
+                shape: self.compile_gradients(shape, head)
+                for shape in self.shapes(config.max_tokens_train)
+            },
+            update=self._compile_update(),
+        )
+
+    def trace_sample(self) -> jax.stages.Traced:
+        """Trace a rollout."""
+
+        def run(params, frozen, prompts, lengths, step):
+            key = jax.random.fold_in(jax.random.key(self.config.run.seed), step)
+            return sample(
+                self.model(params, frozen),
+                prompts,
+                lengths,
+                key,
+                self.config.sampling,
+                eos_id=int(self.spelling.ids[tasks.EOS_ID]),
+                pad_id=int(self.spelling.ids[tasks.PAD_ID]),
+            )
+
+        layout = self.sampling_layout
+        made = layout.whole(_ints(()))
+        with layout.context():
+            jitted = layout.jit(run, made, compiler_options=COMPILER_OPTIONS)
+            weights = self.state_shapes.params, self.frozen_shapes
+            return jitted.trace(*weights, *self.prompts, made)
+
+    @property
+    def prompts(self) -> tuple[Any, Any]:
+        """Shapes of what is sampled from: ids [N, P] and lengths [N]."""
+        rows, width = self.config.grpo.samples, self.config.task.prompt_length
+        return self.sampling_layout.of_rows((_ints((rows, width)), _ints((rows,))))
+
+    def trace_logprobs(self, shape: Shape) -> jax.stages.Traced:
+        """Trace a micro-batch's log-probabilities: the policy's, and in the support."""
+        temperature = self.config.sampling.temperature
+
+        def run(params, frozen, batch, support_ids):
+            model = self.model(params, frozen)
+            hidden = model(batch.tokens, batch.segment_ids, batch.positions)
+            if self.config.head.implementation == "fused":
+                made = model.head.logprobs(hidden, batch.labels, None, temperature)
+            else:
+                made = jaxmem.logprobs_from_logits(
+                    model.head(hidden), batch.labels, None, temperature=temperature
+                )
+            if support_ids is None:
+                return made, None
+            return made, model.head.support_logprobs(
+                hidden, batch.labels, support_ids, None, temperature
+            )
+
+        size = self.config.sampling.support_size
+        support_ids = None
+        if size is not None:
+            support_ids = self.layout.of_hidden(_ints((*shape, size)))
+        weights = self.state_shapes.params, self.frozen_shapes
+        batch = self.layout.of_tokens(_batch(shape))
+        with self.layout.context():
+            jitted = self.layout.jit(run, self.layout.whole(_ints(())))
+            return jitted.trace(*weights, batch, support_ids)
+
+    def gradients(self, head: HeadConfig):
+        """The function that adds a micro-batch to a minibatch's sums."""
+
+        def run(params, frozen, sums: Sums, made: PolicyBatch, normalizer):
+            def loss(params):
+                model, batch = self.model(params, frozen), made.batch
+                hidden = model(batch.tokens, batch.segment_ids, batch.positions)
+                return self._loss(head, model.head, hidden, made, normalizer)
+
+            (value, told), slopes = jax.value_and_grad(loss, has_aux=True)(params)
+            slopes = as_stored(slopes)
+            told = {name: jnp.sum(x) for name, x in told.items()}
+            return add_in_float32(sums, Sums(value, told, slopes))
+
+        return run
+
+    def compile_gradients(self, shape: Shape, head: HeadConfig) -> jax.stages.Compiled:
+        """Compile what a micro-batch takes; the sums given are consumed."""
+        return self.compile_verified(self.trace_gradients(shape, head))
+
+    def trace_gradients(self, shape: Shape, head: HeadConfig) -> jax.stages.Traced:
+        """Trace the same."""
+        sums, made = self._sums(), self.micro_batch(shape)
+        normalizer = self.layout.whole(jax.ShapeDtypeStruct((), jnp.float32))
+        options = self.compiler_options
+        jitted = self.layout.jit(
+            self.gradients(head), sums, donate_argnums=2, compiler_options=options
+        )
+        weights = self.state_shapes.params, self.frozen_shapes
+        with self.layout.context():
+            return jitted.trace(*weights, sums, made, normalizer)
+
+    def choose_policy_by_gradients(self, console: Console) -> None:
+        """`choose_policy` by the largest micro-batch, beside moments and reference."""
+        shape = self.shapes(self.config.grpo.max_tokens_train)[-1]
+        held = []
+        if self.streamed is None:
+            held.append(self.state_shapes.optimizer)
+        if self.config.grpo.kl_coefficient:
+            held.append(self.state_shapes.params)
+        self.choose_policy(
+            lambda: self.trace_gradients(shape, self.config.head), console, held
+        )
+
+    def _loss(self, head: HeadConfig, module, hidden, made: PolicyBatch, normalizer):
+        return policy_loss(
+            module,
+            hidden,
+            made,
+            normalizer,
+            self.config.grpo,
+            self.config.sampling.temperature,
+            head.implementation,
+            self.head_is_frozen,
+        )
+
+    def compile_head(self, shape: Shape, head: HeadConfig) -> jax.stages.Compiled:
+        """Compile loss and gradients of the head alone, for one micro-batch."""
+        return self.trace_head(shape, head).lower().compile()
+
+    def trace_head(self, shape: Shape, head: HeadConfig) -> jax.stages.Traced:
+        """Trace the same."""
+        with self.layout.context():
+            definition, weights = nnx.split(nnx.eval_shape(self.new_model).head)
+
+        def loss(weights, hidden, made, normalizer):
+            module = nnx.merge(definition, weights)
+            return self._loss(head, module, hidden, made, normalizer)
+
+        wanted = 1 if self.head_is_frozen else (0, 1)
+        gradients = jax.jit(jax.value_and_grad(loss, wanted, has_aux=True))
+        model = self.model_config
+        hidden = jax.ShapeDtypeStruct((*shape, model.hidden), model.dtype)
+        normalizer = jax.ShapeDtypeStruct((), jnp.float32)
+        labels = _ints(shape)
+        weights, hidden, _ = self.layout.of_head(
+            nnx.to_pure_dict(weights), hidden, labels
+        )
+        made = self.micro_batch(shape)
+        with self.layout.context():
+            return gradients.trace(weights, hidden, made, normalizer)
+
+    def micro_batch(self, shape: Shape) -> PolicyBatch:
+        """Shapes of what an update reads."""
+        floats: Any = jax.ShapeDtypeStruct(shape, jnp.float32)
+        reference = floats if self.config.grpo.kl_coefficient else None
+        made = PolicyBatch(_batch(shape), floats, floats, floats, reference)
+        return self.layout.of_tokens(made)
+
+    def _zeros(self) -> Sums:
+        names = ["entropy", "sum_pi_squared", "clip_fraction"]
+        names += ["kl"] if self.config.grpo.kl_coefficient else []
+        gradients = jax.tree.map(
+            lambda p: jnp.zeros(p.shape, jnp.float32), self.state_shapes.params
+        )
+        return Sums(jnp.zeros(()), {name: jnp.zeros(()) for name in names}, gradients)
+
+    def _sums(self) -> Sums:
+        """Shapes of `Sums`, with their places."""
+        sums = self.layout.whole(jax.eval_shape(self._zeros))
+        return sums._replace(gradients=gradient_shapes(self.state_shapes.params))
+
+    def _compile_update(self) -> jax.stages.Compiled | StreamedUpdate:
+        if self.streamed is not None:
+            gradients = self._sums().gradients
+            return StreamedUpdate(self.config.optimizer, self.streamed, gradients)
+        return self.trace_update().lower().compile()
+
+    def trace_update(self) -> jax.stages.Traced:
+        """Trace the optimizer's step, where the moments are on the device."""
+
+        def run(state, gradients):
+            return update(self.optimizer, state, gradients)
+
+        gradients = self._sums().gradients
+        norm = self.layout.whole(jax.ShapeDtypeStruct((), jnp.float32))
+        made = self.state_shapes, norm
+        donating = self.layout.jit(run, made, donate_argnums=0)
+        with self.layout.context():
+            return donating.trace(self.state_shapes, gradients)
+
+
+def _ints(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def _batch(shape: Shape) -> Batch:
+    ids: Any = _ints(shape)
+    return Batch(ids, ids, ids, ids)

@@ -1,0 +1,92 @@
+"""Completions as packed micro-batches: what is read, what is to be predicted, and back.
+
+A sequence is a prompt and its completion without the last token, which predicts
+nothing. Values of sampled tokens are [N, R], as samplers give them; in a sequence they
+stand where the token is predicted.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from jaxmem import packing
+from jaxmem.data.documents import NO_LABEL, Batch
+from jaxmem.packing import Packing
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Completions:
+    """Prompts and what was sampled after them; N sequences.
+
+    Attributes:
+      tokens: of each sequence, the ids that the model reads.
+      first: [N] place in each sequence of the first sampled token's prediction.
+      sampled: [N, R] ids.
+      lengths: [N] tokens sampled.
+    """
+
+    tokens: list[np.ndarray]
+    first: np.ndarray
+    sampled: np.ndarray
+    lengths: np.ndarray
+
+    @classmethod
+    def of(
+        cls,
+        prompts: np.ndarray,
+        prompt_lengths: np.ndarray,
+        sampled: np.ndarray,
+        lengths: np.ndarray,
+    ) -> "Completions":
+        """Join prompts [N, P] and completions [N, R], both right-padded."""
+        rows = zip(prompts, prompt_lengths, sampled, lengths, strict=True)
+        tokens = [np.concatenate([p[:n], s[: m - 1]]) for p, n, s, m in rows]
+        return cls(tokens, prompt_lengths - 1, sampled, lengths)
+
+    def spread(self, values: np.ndarray, fill: float = 0) -> list[np.ndarray]:
+        """Put values of sampled tokens [N, R, ...] into their sequences."""
+        out = []
+        rows = zip(self.tokens, values, self.first, self.lengths, strict=True)
+        for tokens, value, first, length in rows:
+            row = np.full((len(tokens), *values.shape[2:]), fill, values.dtype)
+            row[first : first + length] = value[:length]
+            out.append(row)
+        return out
+
+    def collect(self, values: Sequence[np.ndarray]) -> np.ndarray:
+        """Take values of sampled tokens [N, R] out of their sequences; 0 elsewhere."""
+        out = np.zeros(self.sampled.shape, np.float32)
+        rows = zip(out, values, self.first, self.lengths, strict=True)
+        for row, value, first, length in rows:
+            row[:length] = value[first : first + length]
+        return out
+
+    def select(self, indices: np.ndarray) -> "Completions":
+        """The sequences of these indices."""
+        tokens = [self.tokens[i] for i in indices]
+        others = (self.first, self.sampled, self.lengths)
+        return Completions(tokens, *(x[indices] for x in others))
+
+    def pack(
+        self, max_tokens: int, row_lengths: Sequence[int], quadratic: float
+    ) -> Packing:
+        """Lay the sequences out; see `jaxmem.packing.pack`."""
+        lengths = tuple(len(tokens) for tokens in self.tokens)
+        return _pack(lengths, max_tokens, tuple(row_lengths), quadratic)
+
+    def batches(self, packed: Packing) -> Iterator[Batch]:
+        """The micro-batches of a packing."""
+        tokens = packed.place(self.tokens)
+        labels = packed.place(self.spread(self.sampled, NO_LABEL), NO_LABEL)
+        for i, made in enumerate(packed.micro_batches):
+            yield Batch(tokens[i], labels[i], made.segment_ids, made.positions)
+
+
+# Where all answers are of one length, every step packs the same lengths.
+_pack = functools.lru_cache(maxsize=8)(
+    lambda lengths, max_tokens, row_lengths, quadratic: packing.pack(
+        lengths, max_tokens, row_lengths=row_lengths, quadratic=quadratic
+    )
+)

@@ -1,0 +1,426 @@
+"""Supervised training: the step, the loop, and what both heads cost at the end."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tokenizers
+from flax import nnx
+from rich.console import Console
+
+from jaxmem.core import processes
+from jaxmem.data import documents as data, streams
+from jaxmem.data.documents import Batch
+from jaxmem.models.decoder import Decoder, HeadConfig, head_loss
+from jaxmem.models.partitioning import as_stored
+from jaxmem.models.weights import join_weights
+from jaxmem.train import metrics, starting
+from jaxmem.train.jobs.config import Config
+from jaxmem.train.loop import (
+    RunConfig as RunConfig,
+    Settings,
+    changeable_settings,
+    open_run,
+)
+from jaxmem.train.metrics import HeadCost, StepMetrics
+from jaxmem.train.mfu import flops_per_token, peak_of
+from jaxmem.train.optimizer import (
+    OptimizerConfig as OptimizerConfig,
+    learning_rate_schedule,
+)
+from jaxmem.train.program import (
+    DecoderProgram,
+    StreamedUpdate,
+    TrainState as TrainState,
+    add_in_float32,
+    fixed_weights,
+    gradient_shapes,
+    update,
+)
+
+
+class Result(NamedTuple):
+    """What `train` leaves."""
+
+    out_dir: Path  # metrics, checkpoints, summary.json and report.png
+    history: list[StepMetrics]  # every step of the run, of earlier processes too
+    costs: dict[str, HeadCost]  # by implementation; empty without compare_heads
+    held_out_loss: float | None  # nats per token; None unless data.held_out is set
+
+
+# -------------------------------------------------------------------- step
+
+
+def sum_gradients(
+    loss: Callable[[Any, Batch, jax.Array], jax.Array],
+    params: Any,
+    micro_batches: Batch,
+    normalizer: jax.Array,
+) -> tuple[jax.Array, Any]:
+    """Loss and gradient of a whole step, one micro-batch alive at a time.
+
+    Args:
+      loss: (params, micro-batch, normalizer) to its share of the step's loss.
+      params: what is differentiated.
+      micro_batches: arrays [K, B, T].
+      normalizer: tokens of the whole step, known before the first micro-batch, so
+        that each token weighs the same wherever it lies.
+
+    Returns:
+      The sum of the losses, and of the gradients, in float32.
+    """
+
+    def add(sums: Any, micro_batch: Batch) -> tuple[Any, None]:
+        value, gradients = jax.value_and_grad(loss)(params, micro_batch, normalizer)
+        return add_in_float32(sums, (value, as_stored(gradients))), None
+
+    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+    zeros = as_stored(zeros)
+    return jax.lax.scan(add, (jnp.zeros(()), zeros), micro_batches)[0]
+
+
+def make_gradients(
+    definition: nnx.GraphDef[Decoder], head: HeadConfig
+) -> Callable[[Any, dict, Batch], tuple[Any, dict[str, jax.Array]]]:
+    """Build the function that gives a step's gradients.
+
+    Args:
+      definition: of the decoder, from `nnx.split`.
+      head: which way to the loss.
+
+    Returns:
+      (trained weights, frozen weights, micro-batches [K, B, T]) to the gradients and
+      the step's `loss` (0 where no token counts) and `tokens`.
+    """
+
+    def gradients(params: Any, frozen: dict, micro_batches: Batch):
+        def loss(params: Any, batch: Batch, normalizer: jax.Array) -> jax.Array:
+            model = nnx.merge(definition, join_weights(params, frozen))
+            hidden = model(batch.tokens, batch.segment_ids, batch.positions)
+            return head_loss(
+                model.head, hidden, batch.labels, normalizer, head.implementation
+            )
+
+        tokens = jnp.sum(micro_batches.labels >= 0)
+        total, slopes = sum_gradients(loss, params, micro_batches, tokens)
+        return slopes, {"loss": total, "tokens": tokens}
+
+    return gradients
+
+
+def make_step(
+    definition: nnx.GraphDef[Decoder],
+    head: HeadConfig,
+    optimizer: optax.GradientTransformation,
+) -> Callable[[TrainState, dict, Batch], tuple[TrainState, dict[str, jax.Array]]]:
+    """Build the function that one optimizer step is.
+
+    Args:
+      definition: of the decoder, from `nnx.split`.
+      head: which way to the loss.
+      optimizer: from `make_optimizer`.
+
+    Returns:
+      (state, frozen weights, micro-batches [K, B, T]) to the next state and what
+      `make_gradients` tells, with `grad_norm`.
+    """
+    gradients = make_gradients(definition, head)
+
+    def step(state: TrainState, frozen: dict, micro_batches: Batch):
+        slopes, numbers = gradients(state.params, frozen, micro_batches)
+        state, norm = update(optimizer, state, slopes)
+        return state, numbers | {"grad_norm": norm}
+
+    return step
+
+
+class StreamedStep:
+    """A step whose moments are on the host: its gradients, then a `StreamedUpdate`."""
+
+    def __init__(self, gradients: jax.stages.Compiled, finish: StreamedUpdate):
+        self._gradients, self._finish = gradients, finish
+        self.memory_analysis = gradients.memory_analysis
+
+    def __call__(self, state: TrainState, frozen: dict, micro_batches: Batch):
+        """As a compiled step is called."""
+        slopes, numbers = self._gradients(state.params, frozen, micro_batches)
+        state, norm = self._finish(state, slopes)
+        return state, numbers | {"grad_norm": norm}
+
+
+class Program(DecoderProgram):
+    """A supervised run's functions and shapes.
+
+    Args:
+      config: of the run.
+      vocab_size: entries of the tokenizer.
+    """
+
+    def __init__(self, config: Config, vocab_size: int):
+        schedule = learning_rate_schedule(config.optimizer, config.run.steps)
+        super().__init__(config, vocab_size, config.run.seed, schedule)
+        self.config = config
+        self._rows = config.data.batch_size, config.data.sequence_length
+
+    def compile_step(
+        self, head: HeadConfig, packed: bool = True
+    ) -> jax.stages.Compiled | StreamedStep:
+        """Compile the train step from shapes alone; the state given is consumed.
+
+        Without `packed`, rows hold one document each, and segment_ids must be None.
+        """
+        compiled = self.compile_verified(self.trace_step(head, packed))
+        if self.streamed is None:
+            return compiled
+        slopes = gradient_shapes(self.state_shapes.params)
+        finish = StreamedUpdate(self.config.optimizer, self.streamed, slopes)
+        return StreamedStep(compiled, finish)
+
+    def trace_step(self, head: HeadConfig, packed: bool = True) -> jax.stages.Traced:
+        """Trace the train step; its gradients alone where the moments are streamed."""
+        ids = jax.ShapeDtypeStruct((self.config.run.accumulate, *self._rows), jnp.int32)
+        options = self.compiler_options
+        segments: Any = ids if packed else None
+        batch: Any = Batch(ids, ids, segments, ids)  # pyright: ignore
+        batch = self.layout.of_tokens(batch)
+        number = self.layout.whole(jax.ShapeDtypeStruct((), jnp.float32))
+        given: Any = self.state_shapes
+        if self.streamed is None:
+            step = make_step(self.definition, head, self.optimizer)
+            jitted = self.layout.jit(
+                step, (given, number), donate_argnums=0, compiler_options=options
+            )
+        else:
+            step, given = make_gradients(self.definition, head), given.params
+            made = gradient_shapes(given), number
+            jitted = self.layout.jit(step, made, compiler_options=options)
+        with self.layout.context():
+            return jitted.trace(given, self.frozen_shapes, batch)
+
+    def mfu(self, tokens_per_second: float) -> float | None:
+        """Model FLOPs utilisation (`jaxmem.train.mfu`); None on an unknown device."""
+        mesh = self.layout.mesh
+        devices = jax.devices()[:1] if mesh is None else list(mesh.devices.flat)
+        peak = peak_of(devices[0].device_kind, self.model_config.dtype)
+        if peak is None:
+            return None
+        flops = flops_per_token(
+            self.model_config,
+            self.state_shapes.params,
+            self.frozen_shapes,
+            self._rows[1],
+        )
+        return tokens_per_second * flops / (peak * len(devices))
+
+    def evaluate(
+        self, params: optax.Params, frozen: dict, batches: Iterator[Batch]
+    ) -> float:
+        """Mean loss of every token in the batches, in nats; forward only."""
+
+        @jax.jit
+        def sums(params: optax.Params, frozen: dict, batch: Batch):
+            model = self.model(params, frozen)
+            hidden = model(batch.tokens, batch.segment_ids, batch.positions)
+            total = head_loss(
+                model.head,
+                hidden,
+                batch.labels,
+                jnp.ones(()),
+                self.config.head.implementation,
+            )
+            return total, jnp.sum(batch.labels >= 0)
+
+        with self.layout.context():
+            made = [sums(params, frozen, self.layout.place(x)) for x in batches]
+        total, tokens = np.array(made, np.float64).sum(axis=0)
+        return float(total / max(tokens, 1))
+
+    def compile_head(self, head: HeadConfig) -> jax.stages.Compiled:
+        """Compile loss and gradients of the head alone, for one micro-batch."""
+        return self.trace_head(head).lower().compile()
+
+    def trace_head(self, head: HeadConfig) -> jax.stages.Traced:
+        """Trace the same."""
+        with self.layout.context():
+            model = nnx.eval_shape(self.new_model)
+        definition, weights = nnx.split(model.head)
+        hidden = jax.ShapeDtypeStruct(
+            (*self._rows, self.config.model.hidden), self.config.model.dtype
+        )
+
+        def loss(weights: Any, hidden: jax.Array, labels: jax.Array) -> jax.Array:
+            tokens = jnp.sum(labels >= 0)
+            module = nnx.merge(definition, weights)
+            return head_loss(module, hidden, labels, tokens, head.implementation)
+
+        gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
+        labels = jax.ShapeDtypeStruct(self._rows, jnp.int32)
+        shapes = self.layout.of_head(nnx.to_pure_dict(weights), hidden, labels)
+        with self.layout.context():
+            return gradients.trace(*shapes)
+
+
+# -------------------------------------------------------------------- loop
+
+
+class _Job:
+    """The steps of a supervised run, for `Run.take_steps`."""
+
+    def __init__(
+        self,
+        program: Program,
+        compiled: jax.stages.Compiled | StreamedStep,
+        frozen: dict,
+        batches: data.BatchIterator | streams.StreamIterator,
+    ):
+        self._program, self._compiled = program, compiled
+        self._frozen, self._batches = frozen, batches
+        self.initial_state = program.initial_state
+        self.restored_state = program.restored_state
+        self.get_state, self.set_state = batches.get_state, batches.set_state
+
+    def step(self, number: int, state: TrainState) -> tuple[TrainState, StepMetrics]:
+        start = time.perf_counter()
+        taken = _micro_batches(self._batches, self._program.config.run.accumulate)
+        taken = self._program.layout.place(taken)
+        state, numbers = self._compiled(state, self._frozen, taken)
+        numbers = jax.device_get(numbers)
+        seconds = time.perf_counter() - start
+        learning_rate = self._program.schedule(number - 1)
+        mfu = self._program.mfu(taken.tokens.size / seconds)
+        return state, _step_metrics(number, numbers, learning_rate, seconds, mfu)
+
+
+def train(
+    config: Config, operative_text: str = "", console: Console | None = None
+) -> Result:
+    """Train, or resume training, and report what the head cost.
+
+    Args:
+      config: everything about the run, which lives in `config.run.out_dir`; a run that
+        is there already continues from its newest checkpoint (see `loop.open_run`).
+      operative_text: the gin text that says the same; saved beside the run.
+      console: where progress goes; a new rich console by default.
+
+    Returns:
+      The run's directory, its history and the memory of both heads.
+
+    Raises:
+      ValueError: the directory holds a run of another model or other data, or another
+        process uses it.
+      CheckpointError: a checkpoint cannot be written, or all are damaged.
+      FloatingPointError: the loss is not finite.
+      KeyboardInterrupt: after SIGINT; the current step is finished and saved.
+      SystemExit: likewise after SIGTERM.
+    """
+    config = starting.resolved(config)
+    console = console or Console(quiet=not processes.is_first())
+    with open_run(config.run, _settings(config), console) as run:
+        tokenizer = starting.load_tokenizer(config.data, config.model)
+        program = Program(config, tokenizer.get_vocab_size())
+        program.choose_policy(lambda: program.trace_step(config.head), console)
+        compiled, frozen = program.compile_step(config.head), program.frozen()
+        rows = program.layout.own_rows(config.data.batch_size)
+        batches = streams.batches(config.data, tokenizer, rows)
+        held_out = _held_out(config.data, tokenizer)
+        texts = {"tokenizer.json": tokenizer.to_str(), "operative.gin": operative_text}
+        state = run.take_steps(_Job(program, compiled, frozen, batches), texts)
+        starting.leave(run.out_dir, program.model(state.params, frozen), console)
+        held_out_loss = None
+        if held_out is not None:
+            held_out_loss = program.evaluate(state.params, frozen, held_out)
+        costs = _head_costs(program, compiled) if config.run.compare_heads else {}
+        if not processes.is_first():
+            return Result(run.out_dir, [], costs, held_out_loss)
+        history = run.history(StepMetrics)
+        result = Result(run.out_dir, history, costs, held_out_loss)
+        _report(result, console)
+        return result
+
+
+def _held_out(
+    config: data.DataConfig, tokenizer: tokenizers.Tokenizer
+) -> data.BatchIterator | None:
+    """What is scored at the end; asked for at the start, for what may be wrong."""
+    if not config.held_out:
+        return None
+    return data.batches(config, tokenizer, split="evaluation", epochs=1)
+
+
+def _micro_batches(batches: Iterator[Batch], count: int) -> Batch:
+    taken = [next(batches) for _ in range(count)]
+    return Batch(*(np.stack(arrays) for arrays in zip(*taken, strict=True)))
+
+
+def _step_metrics(
+    step: int,
+    numbers: dict[str, np.ndarray],
+    learning_rate: Any,
+    seconds: float,
+    mfu: float | None,
+) -> StepMetrics:
+    tokens = int(numbers["tokens"])
+    return StepMetrics(
+        step=step,
+        loss=float(numbers["loss"]),
+        tokens=tokens,
+        tokens_per_second=tokens / seconds,
+        grad_norm=float(numbers["grad_norm"]),
+        learning_rate=float(learning_rate),
+        seconds=seconds,
+        mfu=mfu,
+    )
+
+
+def _settings(config: Config) -> Settings:
+    """Return the settings that are compared when a run is resumed."""
+    fixed = {
+        "data": dataclasses.asdict(config.data),
+        "model": dataclasses.asdict(config.model),
+    }
+    del fixed["data"]["cache_dir"]  # where vocabularies lie, not what they are
+    fixed |= fixed_weights(config.optimizer, config.run.seed)
+    return Settings(fixed, changeable_settings(config, ["optimizer"], fixed))
+
+
+# ------------------------------------------------------------------ report
+
+
+def _head_costs(
+    program: Program, compiled: jax.stages.Compiled | StreamedStep
+) -> dict[str, HeadCost]:
+    """Memory of the step with either head; the one that trained is not recompiled."""
+    trained = program.config.head
+    costs = {}
+    for implementation in ("fused", "materialised"):
+        head = dataclasses.replace(trained, implementation=implementation)
+        step = compiled if head == trained else program.compile_step(head)
+        costs[implementation] = HeadCost(
+            head=metrics.memory_of(program.compile_head(head)),
+            step=metrics.memory_of(step),
+        )
+    return costs
+
+
+def _report(result: Result, console: Console) -> None:
+    out_dir, history, costs, held_out_loss = result
+    if costs:
+        console.print(metrics.cost_table(costs))
+    console.print(
+        f"loss {history[0].loss:.4f} -> {history[-1].loss:.4f} nats per token in "
+        f"{len(history)} steps, {metrics.tokens_per_second(history):,.0f} tokens/s",
+        highlight=False,
+    )
+    if held_out_loss is not None:
+        console.print(
+            f"held-out loss {held_out_loss:.4f} nats per token", highlight=False
+        )
+    metrics.save_summary(out_dir / "summary.json", history, costs, held_out_loss)
+    metrics.save_plot(out_dir / "report.png", history, costs)
+    console.print(f"saved in {out_dir}: summary.json, report.png", highlight=False)

@@ -1,0 +1,148 @@
+"""An advisory lock on a run or an output file, which the kernel releases on exit."""
+
+import contextlib
+import datetime
+import errno
+import json
+import os
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from jaxmem.core import processes
+from jaxmem.train import files
+
+try:
+    import fcntl
+except ModuleNotFoundError:  # not a POSIX system
+    fcntl = None
+
+_HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
+
+
+class Busy(ValueError):
+    """Another process holds the lock."""
+
+
+class _Unsupported(Exception):
+    """The file system has no locks."""
+
+
+@contextlib.contextmanager
+def exclusive(path: Path, resource: str, log: Callable[[str], None]) -> Iterator[None]:
+    """Hold a lock that no other process can hold at the same time.
+
+    In a distributed run the first process holds the lock for all of them. The lock
+    belongs to the process, not to the file: the kernel releases it when the process
+    ends in any way, so that a file left by a killed process blocks nobody.
+
+    Args:
+        path: of the lock file, which holds the holder's host, pid and start time.
+        resource: what is locked, for messages, as in "run.out_dir='runs/sft'".
+        log: called with one line where the file system has no locks; the run goes on.
+
+    Raises:
+        Busy: another process holds the lock; the message says which, since when.
+        OSError: the lock file cannot be created.
+    """
+    lock = _Lock(path)
+    try:
+        message = processes.by_first(lambda: lock.acquire(resource))
+        if message:
+            log(message)
+        yield
+    finally:
+        lock.release()
+
+
+class _Lock:
+    """The lock of one process."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._descriptor: int | None = None
+        self._created: list[Path] = []  # directories, innermost first
+
+    def acquire(self, resource: str) -> str:
+        """Take the lock; returns a message, "" if there is none."""
+        directory = self._path.parent
+        self._created = [d for d in (directory, *directory.parents) if not d.exists()]
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._descriptor = _open_locked(self._path)
+        except _Unsupported as error:
+            self._path.unlink(missing_ok=True)
+            return (
+                f"{directory}: the file system has no locks ({error}); do not start a "
+                f"second process with {resource}"
+            )
+        except BlockingIOError as error:
+            raise Busy(
+                f"{resource} is in use by another process ({_holder(self._path)}); "
+                "wait until it ends, end it, or name another"
+            ) from error
+        _write_holder(self._descriptor)
+        return ""
+
+    def release(self) -> None:
+        """Remove the lock file, and directories created for it that are still empty."""
+        if self._descriptor is not None:
+            try:
+                with contextlib.suppress(OSError):
+                    self._path.unlink()
+            finally:
+                os.close(self._descriptor)
+                self._descriptor = None
+        for directory in self._created:
+            with contextlib.suppress(OSError):
+                directory.rmdir()
+
+
+def _open_locked(path: Path) -> int:
+    """Return a locked descriptor of the file that the path names now."""
+    while True:
+        with files.write_errors(path):
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            _lock(descriptor)
+            # The last holder may have removed the file between open and flock.
+            if _is_at(path, descriptor):
+                return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+
+
+def _lock(descriptor: int) -> None:
+    if fcntl is None:
+        raise _Unsupported("this system has no fcntl")
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in _HELD:
+            raise BlockingIOError from error
+        raise _Unsupported(error.strerror) from error
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def _write_holder(descriptor: int) -> None:
+    since = datetime.datetime.now().astimezone().isoformat(" ", "seconds")
+    holder = {"host": socket.gethostname(), "pid": os.getpid(), "since": since}
+    with contextlib.suppress(OSError):  # on a full disk the lock is held as well
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(holder).encode(), 0)
+
+
+def _holder(path: Path) -> str:
+    try:
+        holder = json.loads(path.read_text("utf-8"))
+        return f"host {holder['host']}, pid {holder['pid']}, since {holder['since']}"
+    except (OSError, ValueError, LookupError, TypeError):
+        return "unknown"

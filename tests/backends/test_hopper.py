@@ -1,0 +1,434 @@
+"""Backend "hopper" without a GPU: lowering for CUDA, and the interpreter of kernels."""
+
+import dataclasses
+import functools
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec as P
+
+import jaxmem
+from jaxmem.backends import hopper
+from jaxmem.core import partition as _spread
+from jaxmem.kernels import blocks
+from tests.cases import CASES, Case
+from tests.functional.test_api import OPTIONS, check
+from tests.kernels import needs_pallas
+from tests.kernels.one_pass import ONE_PASS, check_one_pass, close
+from tests.rounding import assert_equal_up_to_order
+
+pytestmark = pytest.mark.usefixtures("on_one_device")
+
+spreads = _spread.is_possible  # as it is outside of these tests
+
+
+@needs_pallas
+@pytest.mark.parametrize(
+    "name, dtype", [("peaked", "float16"), ("a third masked", "bfloat16")]
+)
+def test_outputs_and_gradients(name, dtype, interpreted):
+    check(dataclasses.replace(CASES[name], v=300).make(), "hopper", dtype=dtype)
+
+
+@needs_pallas
+def test_every_option_at_once(interpreted):
+    problem = Case(70, 33, 130, std=3.0).make()
+    check(
+        problem._replace(y=problem.y % 100), "hopper", dtype="bfloat16", layout="dv",
+        softcap=5.0, temperature=np.linspace(0.5, 2, 70, dtype=np.float32),
+        vocab_size=100, bias=jnp.asarray(OPTIONS["bias"]["bias"], jnp.bfloat16),
+    )  # fmt: skip
+
+
+@needs_pallas
+def test_rows_in_blocks_and_columns_in_blocks(interpreted):
+    """Both gradients are added up."""
+    case = Case(301, 16, 300, std=3.0, chunk=16)
+    check(case.make(), "hopper", case.chunk, dtype="bfloat16")
+
+
+@needs_pallas
+@pytest.mark.parametrize("layout", ["vd", "dv"])
+def test_launches_of_all_rows_follow_a_block_of_columns(
+    layout, interpreted, monkeypatch
+):
+    """Two of 256 rows: the second with none that is active, two blocks of 256 and 44
+    columns; or with some, and one block."""
+    monkeypatch.setattr(blocks, "backward_rows", lambda *_: (256, True))
+    if layout == "dv":
+        monkeypatch.setattr(blocks, "backward_tiles", lambda n_tiles, *_: n_tiles)
+    problem = Case(300, 16, 300, std=3.0, chunk=16).make()
+    masked = np.arange(300) % 3 == 0 if layout == "vd" else np.arange(300) < 10
+    problem = problem._replace(y=np.where(masked, -100, problem.y))
+    bias = jnp.linspace(-1, 1, 300, dtype=jnp.bfloat16)
+    check(problem, "hopper", 16, dtype="bfloat16", layout=layout, bias=bias)
+
+
+@needs_pallas
+@pytest.mark.parametrize("beside", [True, False])
+def test_a_sum_that_follows_changes_no_bit(beside, interpreted, monkeypatch):
+    """As over several shards: the last of three blocks comes after the loop, and leaves
+    multiprocessors to the sum, unless it is too long for that."""
+    from jaxmem.kernels import products
+
+    monkeypatch.setattr(products, "MAX_SUM_TILES", 1 if beside else 0)
+    h, W, y = Case(40, 16, 600, std=3.0).make()
+    h, W = jnp.asarray(h, jnp.bfloat16), jnp.asarray(W, jnp.bfloat16)
+
+    def total(h, W):
+        stats = jaxmem.token_stats(h, W, y, chunk=16, implementation="hopper")
+        return jnp.sum(stats.logprob + stats.entropy)
+
+    want = jax.grad(total, (0, 1))(h, W)
+    one_loop = products.gradients
+
+    def apart(blocks, *args):
+        *args, overlaps = args
+        assert not overlaps and blocks.env.n_tiles == 3 and blocks.n_tiles == 1
+        has_room = products.has_room(blocks.env, blocks.n_tiles)
+        return one_loop(blocks, *args, has_room)
+
+    launches, to_W = [], products.to_W
+
+    def listen(launch, *args):
+        launches.append(launch.n_blocks)
+        return to_W(launch, *args)
+
+    monkeypatch.setattr(products, "gradients", apart)
+    monkeypatch.setattr(products, "to_W", listen)
+    monkeypatch.setattr(products, "SUM_BLOCKS", 1)
+    jax.clear_caches()  # of what was traced without a sum
+    got = jax.grad(total, (0, 1))(h, W)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    n = hopper.n_blocks()
+    assert launches == ([n, n - 1] if beside else [n])
+
+
+@needs_pallas
+@pytest.mark.parametrize("kept", [256, "all"])
+def test_exponentials_kept_for_the_derivative(kept, interpreted):
+    """Of 256 tokens and none of the others, or of all."""
+    if kept == "all":
+        n, options = 100, {}
+    else:
+        n, kept, options = 300, 2 * 130 * kept, {"softcap": 5.0, "layout": "dv"}
+    problem = Case(n, 16, 130, std=3.0).make()
+    check(problem, "hopper", dtype="bfloat16", residual_bytes=kept, **options)
+
+
+@needs_pallas
+def test_a_row_is_batch_invariant_up_to_the_order_of_float32_sums(interpreted):
+    """To the bit on the chip (test_hopper_gpu), where a row's order of sums is fixed.
+
+    The interpreter multiplies by numpy's BLAS and reduces by XLA's CPU code. Which of
+    their loops takes a row depends on its place among the active rows and on the
+    processor, and the loops' orders of summation differ: those of OpenBLAS's Haswell
+    and Zen kernels do, those of its Nehalem kernel do not. The schedule's part of the
+    promise holds exactly (test_ring, test_forward).
+    """
+    h, W, y = Case(140, 16, 600).make()
+    h, W = jnp.asarray(h, jnp.bfloat16), jnp.asarray(W, jnp.bfloat16)
+    want = jaxmem.token_stats(h, W, y, implementation="hopper")
+    where = np.arange(140) % 3 == 1
+    got = jaxmem.token_stats(h, W, y, where=where, implementation="hopper")
+    assert not any(field[~where].any() for field in got)
+    assert_equal_up_to_order(got, want, h, W, where)
+
+
+@needs_pallas
+@pytest.mark.parametrize("name", ONE_PASS)
+def test_a_loss_of_every_statistic_in_one_pass(name, interpreted):
+    check_one_pass(**ONE_PASS[name])
+
+
+@needs_pallas
+def test_W_in_float32_gets_its_gradient_in_float32(interpreted):
+    h, W, y = Case(40, 16, 130, std=2.0).make()
+    h, W = jnp.asarray(h, jnp.bfloat16), jnp.asarray(W)
+
+    def gradient(W, h, implementation):
+        return jax.grad(
+            lambda W: jaxmem.logprobs(h, W, y, implementation=implementation).sum()
+        )(W)
+
+    made = gradient(W, h, "hopper")
+    assert made.dtype == jnp.float32
+    rounded = W.astype(jnp.bfloat16).astype(jnp.float32)
+    close(made, gradient(rounded, h.astype(jnp.float32), "xla"))
+
+
+@needs_pallas
+def test_a_frozen_head_keeps_its_gradient(interpreted):
+    h, W, y = Case(150, 64, 300, std=2.0).make()
+    g = np.cos(np.arange(150, dtype=np.float32))
+
+    def gradient(dtype, implementation):
+        def loss(h):
+            made = jaxmem.logprobs(
+                h, W.astype(h.dtype), y, 32, frozen_head=True,
+                implementation=implementation,
+            )  # fmt: skip
+            return jnp.sum(g * made)
+
+        return jax.grad(loss)(jnp.asarray(h, jnp.bfloat16).astype(dtype))
+
+    W = jnp.asarray(W, jnp.bfloat16)
+    close(gradient("bfloat16", "hopper"), gradient("float32", "xla"))
+
+
+@needs_pallas
+@pytest.mark.parametrize("one_pass", [False, True])
+@pytest.mark.parametrize(
+    "n, d, v, options, layouts",
+    [
+        (8192, 4096, 151936, {}, ("vd", "dv")),
+        (1000, 2304, 256000, {"softcap": 30.0}, ("dv", "vd")),
+        (
+            300,
+            1000,
+            50257,
+            {"bias": True, "temperature": 0.7, "vocab_size": 50000},
+            ("vd", "dv"),
+        ),
+    ],
+)
+def test_all_kernels_lower_for_cuda(
+    n, d, v, options, layouts, one_pass, lowered_anywhere
+):
+    """Every two of shape, layout and verb meet."""
+    layout = layouts[one_pass]
+
+    def shape(*sizes, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(sizes, dtype)
+
+    options = dict(options, layout=layout, implementation="hopper")
+    bias = shape(v) if options.pop("bias", False) else None
+
+    def of_stats(stats):
+        return stats.logprob + stats.entropy
+
+    def loss(h, W, y, bias):
+        if one_pass:
+            return jaxmem.token_loss(of_stats, h, W, y, bias=bias, **options)[0]
+        return of_stats(jaxmem.token_stats(h, W, y, bias=bias, **options)).sum()
+
+    W = shape(v, d) if layout == "vd" else shape(d, v)
+    operands = (shape(n, d), W, shape(n, dtype=jnp.int32), bias)
+    traced = jax.jit(jax.grad(loss, (0, 1))).trace(*operands)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    # Statistics, the logits' derivative, and the two products made of that.
+    assert text.count("mosaic_gpu") >= 4
+    assert_none_writes_into_a_slice(text, kept=one_pass)
+
+
+def assert_none_writes_into_a_slice(text, kept):
+    """What a kernel writes in place leaves by a barrier (`ring.in_place`).
+
+    Exponentials, which a scan may have stacked, come by one, too; what a loop carries,
+    or a function is given, must not.
+    """
+    lines, come = text.splitlines(), 0
+    in_place = [i for i, line in enumerate(lines) if "output_operand_aliases" in line]
+    assert in_place
+    for i in in_place:
+        before, line, after = (x.split(" = ", 1) for x in lines[i - 1 : i + 2])
+        assert after[1].startswith(f"stablehlo.optimization_barrier {line[0].strip()} ")
+        if before[1:] and before[1].startswith("stablehlo.optimization_barrier"):
+            come += f", {before[0].strip()})" in line[1]
+    assert bool(come) == kept
+    assert not re.search(r"optimization_barrier %(arg|iterArg)\w*\s", text)
+
+
+def in_parts(total, check_vma=True, n_devices=1):
+    """Value and gradients of total, whose vocabulary is split over devices."""
+    mesh = jax.make_mesh(
+        (n_devices,), ("tensor",), devices=jax.devices()[:n_devices],
+        axis_types=(AxisType.Auto,),
+    )  # fmt: skip
+    return jax.jit(
+        jax.shard_map(
+            lambda h, W, y: jax.value_and_grad(total, (0, 1))(h, W, y),
+            mesh=mesh, in_specs=(P(), P("tensor"), P()),
+            out_specs=(P(), (P(), P("tensor"))), check_vma=check_vma,
+        )
+    )  # fmt: skip
+
+
+def both_verbs(h, W, y, **options):
+    def loss(stats):
+        return 0.5 * stats.logprob + 0.3 * stats.entropy
+
+    stats = jaxmem.token_stats(h, W, y, **options)
+    return loss(stats).sum() + jaxmem.token_loss(loss, h, W, y, **options)[0]
+
+
+@needs_pallas
+def test_a_split_vocabulary_that_does_not_fill_its_parts(interpreted):
+    """One part only: the interpreter has one device's memory."""
+    h, W, y = Case(100, 64, 300, std=2.0).make()
+    h, W, y = jnp.asarray(h, jnp.bfloat16), jnp.asarray(W, jnp.bfloat16), y % 250
+    options = {"vocab_size": 250, "axis_name": "tensor", "implementation": "hopper"}
+    got = in_parts(functools.partial(both_verbs, **options))(h, W, y)
+    want = jax.value_and_grad(functools.partial(both_verbs, vocab_size=250), (0, 1))(
+        h.astype(jnp.float32), W.astype(jnp.float32), y
+    )
+    jax.tree.map(close, got, want)
+
+
+@needs_pallas
+@pytest.mark.parametrize("check_vma", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_parts_of_the_vocabulary_lower_for_cuda(frozen, check_vma, lowered_anywhere):
+    options = {"vocab_size": 5000, "axis_name": "tensor", "implementation": "hopper"}
+
+    def frozen_logprobs(h, W, y):
+        return jaxmem.logprobs(h, W, y, frozen_head=True, **options).sum()
+
+    total = frozen_logprobs if frozen else functools.partial(both_verbs, **options)
+    shapes = [(300, 256), (5120, 256), (300,)]
+    types = jnp.bfloat16, jnp.bfloat16, jnp.int32
+    operands = map(jax.ShapeDtypeStruct, shapes, types)
+    traced = in_parts(total, check_vma, len(jax.devices())).trace(*operands)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("mosaic_gpu") >= (3 if frozen else 7)
+
+
+@needs_pallas
+@pytest.mark.parametrize("room", [True, False])
+@pytest.mark.parametrize("n_devices", [1, 2, 4])
+def test_several_shards_sum_beside_a_product(
+    n_devices, room, lowered_anywhere, monkeypatch, request
+):
+    """Otherwise after it; XLA is told so."""
+    from jaxmem.kernels import products
+
+    if n_devices > len(jax.devices()):
+        pytest.skip(f"needs {n_devices} devices")
+    told, one_loop = [], products.gradients
+
+    def listen(*args):
+        told.append(args[-1])
+        return one_loop(*args)
+
+    monkeypatch.setattr(products, "gradients", listen)
+    if not room:
+        monkeypatch.setattr(products, "MAX_SUM_TILES", 0)
+    jax.clear_caches()  # of what was traced with room; and then of what was without
+    request.addfinalizer(jax.clear_caches)
+    shapes, types = [(300, 256), (5120, 256), (300,)], (*[jnp.bfloat16] * 2, jnp.int32)
+    total = functools.partial(both_verbs, axis_name="tensor", implementation="hopper")
+    traced = in_parts(total, n_devices=n_devices).trace(
+        *map(jax.ShapeDtypeStruct, shapes, types)
+    )
+    beside = room and n_devices > 1
+    assert told and set(told) == {beside}
+    # Barriers of one array are those of kernels that write in place.
+    pattern = r"= (psum)|:\S+ \S+ = (optimization_barrier)"
+    ordered = ["".join(pair) for pair in re.findall(pattern, str(traced.jaxpr))]
+    last = [k for k, _ in itertools.groupby(ordered)][-2:]
+    assert last == ["psum", "optimization_barrier"][:: 1 if beside else -1]
+
+
+@needs_pallas
+def test_what_is_kept_cannot_be_typed_by_device(lowered_anywhere):
+    def total(h, W, y):
+        return jaxmem.logprobs(
+            h, W, y, axis_name="tensor", residual_bytes="all"
+        ).sum()  # fmt: skip
+
+    shapes, types = [(300, 256), (512, 256), (300,)], (*[jnp.bfloat16] * 2, jnp.int32)
+    operands = list(map(jax.ShapeDtypeStruct, shapes, types))
+    with pytest.raises(NotImplementedError, match="needs check_vma=False there"):
+        in_parts(total).trace(*operands)
+    assert in_parts(total, check_vma=False).trace(*operands)
+
+
+HEAD = jnp.zeros((4, 64), jnp.bfloat16), jnp.zeros((128, 64), jnp.bfloat16)
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="needs a machine without")
+def test_without_the_chip_it_says_so():
+    with pytest.raises(NotImplementedError, match="'hopper' cannot run.*it needs"):
+        jaxmem.logprobs(*HEAD, np.zeros(4, int), implementation="hopper")
+    with pytest.raises(NotImplementedError, match="residual_bytes needs.*: it needs"):
+        jaxmem.logprobs(*HEAD, np.zeros(4, int), residual_bytes="all")
+    with jaxmem.report() as calls:
+        jaxmem.logprobs(*HEAD, np.zeros(4, int))
+    assert calls.calls[0].implementation == "xla"
+    assert "'hopper' does not: it needs" in calls.calls[0].why
+
+
+def test_calls_that_it_refuses_anywhere(lowered_anywhere):
+    h, W = HEAD
+    with pytest.raises(NotImplementedError, match="hidden is float32"):
+        jaxmem.logprobs(
+            h.astype("float32"), W, np.zeros(4, int), implementation="hopper"
+        )
+    with pytest.raises(NotImplementedError, match="has logits already"):
+        jaxmem.logprobs_from_logits(h, np.zeros(4, int), implementation="hopper")
+    h = jnp.zeros((300, 64), jnp.bfloat16)
+    with pytest.raises(NotImplementedError, match="exponentials of 10 tokens.*256 at"):
+        jaxmem.logprobs(h, W, np.zeros(300, int), residual_bytes=2 * 128 * 10)
+    with pytest.raises(NotImplementedError, match="which alone keeps exponentials;"):
+        jaxmem.logprobs(
+            h, W, np.zeros(300, int), residual_bytes="all", implementation="xla"
+        )
+
+
+@needs_pallas
+def test_the_automatic_choice_keeps_to_what_was_measured(lowered_anywhere, monkeypatch):
+    """Traced only: no kernel runs."""
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+
+    def chosen(n, d, v, w_dtype=jnp.bfloat16, **options):
+        shapes = [(n, d), (v, d), (n,)]
+        types = jnp.bfloat16, w_dtype, jnp.int32
+        with jaxmem.report() as calls:
+            jax.eval_shape(
+                functools.partial(jaxmem.logprobs, **options),
+                *(map(jax.ShapeDtypeStruct, shapes, types)),
+            )
+        return calls.calls[0].implementation, calls.calls[0].why
+
+    assert chosen(8192, 4096, 151936)[0] == "hopper"
+    assert chosen(8192, 4096, 50257)[0] == "hopper"
+    assert chosen(8192, 4096, 151936, frozen_head=True)[0] == "hopper"
+    assert chosen(8192, 4096, 151936, chunk=128)[0] == "hopper"
+    assert chosen(8192, 4096, 151936, jnp.float32)[0] == "hopper"
+    assert chosen(256, 4096, 151936)[0] == "hopper"
+    assert chosen(1024, 1000, 50257)[0] == "hopper"
+    assert "chunks of 128" in chosen(8192, 4096, 151936, chunk=64)[1]
+    assert "below 256 tokens" in chosen(255, 4096, 151936)[1]
+    assert chosen(256, 4096, 50257)[0] == "hopper"
+    assert "(50257, 1000) would be padded" in chosen(1023, 1000, 50257)[1]
+    monkeypatch.setattr(jax, "device_count", lambda: 2)
+    monkeypatch.setattr(_spread, "is_possible", spreads)
+    assert chosen(512, 4096, 151936)[0] == "hopper"  # of which each device takes half
+    assert "below 256 tokens a device" in chosen(511, 4096, 151936)[1]
+    mesh = jax.make_mesh((1, 1), ("data", "other"), axis_types=(AxisType.Auto,) * 2)
+    inside = []
+    for by_hand in ({"data", "other"}, {"data"}):
+        split_by_hand = jax.shard_map(
+            lambda: inside.append(chosen(4096, 4096, 151936)), mesh=mesh, in_specs=(),
+            out_specs=P(), axis_names=by_hand,
+        )  # fmt: skip
+        jax.eval_shape(split_by_hand)
+    assert inside[0][0] == "hopper"
+    assert "XLA cannot split" in inside[1][1]
+
+
+@needs_pallas
+def test_report_counts_no_logits(lowered_anywhere):
+    """They are reduced in registers; traced only, no kernel runs."""
+    shapes, types = [(512, 64), (1024, 64), (512,)], (*[jnp.bfloat16] * 2, jnp.int32)
+    with jaxmem.report() as calls:
+        jax.eval_shape(
+            functools.partial(jaxmem.logprobs, implementation="hopper"),
+            *map(jax.ShapeDtypeStruct, shapes, types),
+        )
+    assert calls.calls[0].live_logits_bytes == 0
+    assert str(calls).endswith("chunk=512, no logits")

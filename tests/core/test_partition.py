@@ -1,0 +1,233 @@
+"""Verbs under plain `jax.jit` on arrays in parts: each device takes its own tokens."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+import jaxmem
+from jaxmem.core import partition as _spread
+
+B, T, D, V = 8, 16, 8, 96
+MESHES = {  # sizes, names, and how tokens [B, T] and W [V, D] lie
+    "data": ((8,), ("data",), P("data"), P()),
+    "fsdp": ((8,), ("data",), P("data"), P(None, "data")),
+    "tensor": ((4, 2), ("data", "tensor"), P("data"), P("tensor")),
+    "sequence": ((2, 2, 2), ("data", "seq", "x"), P("data", "seq"), P("x", "data")),
+}
+
+
+def logprobs(h, W, y, a):
+    return (jaxmem.logprobs(h, W, y, chunk=None) * a).sum()
+
+
+def token_stats(h, W, y, a):
+    stats = jaxmem.token_stats(
+        h, W, y, chunk=None, temperature=1 + a * a, bias=W[:, 0], softcap=4.0,
+        where=y % 3 > 0,
+    )  # fmt: skip
+    return (stats.logprob * a + stats.entropy**2 + stats.sum_pi_squared).sum()
+
+
+def frozen(h, W, y, a):
+    return (jaxmem.entropy(h, W, None, frozen_head=True) * a).sum()
+
+
+def token_loss(h, W, y, a):
+    def loss(stats, a):
+        return -a * stats.logprob + 0.1 * stats.entropy, {"entropy": stats.entropy}
+
+    loss, metrics = jaxmem.token_loss(loss, h, W, y, a, chunk=None)
+    return loss + jax.lax.stop_gradient(metrics["entropy"]).mean()
+
+
+def from_logits(h, W, y, a):
+    return (jaxmem.logprobs_from_logits(h @ W.T, y, None) * a).sum()
+
+
+def kl(h, W, y, a):
+    return (jaxmem.kl(h, W, 2 * h, W, chunk=None) * a).sum()
+
+
+def selected(h, W, y, a):
+    ids = jnp.stack([y, (y + 7) % V], -1)
+    return (jaxmem.selected_logprobs(h, W, ids, chunk=None) * a[..., None]).sum()
+
+
+def support(h, W, y, a):
+    ids = jnp.stack([y, (y + 7) % V], -1)
+    return (jaxmem.support_logprobs(h, W, y, ids) * a).sum()
+
+
+VERBS = [logprobs, token_stats, frozen, token_loss, from_logits, kl, selected, support]
+
+
+def with_gradients(verb):
+    return jax.jit(jax.value_and_grad(verb, (0, 1)))
+
+
+@functools.cache
+def problem():
+    rng = np.random.default_rng(0)
+    h, a = rng.standard_normal((B, T, D)), rng.standard_normal((B, T))
+    W, y = rng.standard_normal((V, D)), rng.integers(-1, V, (B, T))
+    return h.astype("f"), W.astype("f"), np.abs(y).astype(np.int32), a.astype("f")
+
+
+@functools.cache
+def alone(verb):
+    """On one device, of which tokens are not shared out."""
+    return jax.device_get(with_gradients(verb)(*problem()))
+
+
+def place(name):
+    sizes, names, tokens, weights = MESHES[name]
+    mesh = jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
+    specs = tokens, weights, tokens, tokens
+    return tuple(
+        jax.device_put(x, NamedSharding(mesh, spec))
+        for x, spec in zip(problem(), specs, strict=True)
+    )
+
+
+def products(compiled):
+    """Rows and columns of the results of all matrix products."""
+    return re.findall(r"= \w+\[(\d+),(\d+)\]\S* dot\(", compiled.as_text())
+
+
+@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("verb", VERBS)
+def test_values_and_gradients_are_those_of_one_device(verb, name, quick_compilation):
+    for got, want in zip(
+        jax.tree.leaves(with_gradients(verb)(*place(name))),
+        jax.tree.leaves(alone(verb)),
+        strict=True,
+    ):
+        np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("verb", [logprobs, token_loss, kl])
+def test_each_device_makes_the_logits_of_its_own_tokens(verb, name, quick_compilation):
+    compiled = with_gradients(verb).lower(*place(name)).compile()
+    made = {int(rows) for rows, columns in products(compiled) if int(columns) == V}
+    assert made == {B * T // 8}
+
+
+def test_gradients_of_weights_are_summed_once(quick_compilation):
+    compiled = with_gradients(logprobs).lower(*place("data")).compile()
+    sums = re.findall(r"all-reduce(?:-start)?\(", compiled.as_text())
+    assert len(sums) == 1  # of the loss and dW together
+    assert "all-gather" not in compiled.as_text()
+
+
+@pytest.mark.parametrize("size", [4, 12, 30])
+def test_tokens_that_the_devices_do_not_divide(size, quick_compilation):
+    h, W, y, a = (x if x.shape == (V, D) else x.reshape(-1, *x.shape[2:])[:size]
+                  for x in problem())  # fmt: skip
+    want = jax.device_get(with_gradients(token_loss)(h, W, y, a))
+    mesh = jax.make_mesh((4, 2), ("data", "x"), axis_types=(AxisType.Auto,) * 2)
+    whole = NamedSharding(mesh, P())
+    got = with_gradients(token_loss)(*jax.device_put((h, W, y, a), whole))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+
+
+def test_inside_scan_remat_and_vmap(quick_compilation):
+    h, W, y, a = place("fsdp")
+
+    def total(h, W):
+        def body(sum_, _):
+            each = jax.vmap(lambda h, y: jaxmem.logprobs(h, W, y, 16))(h, y)
+            return sum_ + (each * a).sum(), None
+
+        return jax.lax.scan(jax.checkpoint(body), 0.0, length=2)[0]
+
+    got = jax.jit(jax.value_and_grad(total, (0, 1)))(h, W)
+    value, (dh, dW) = alone(logprobs)
+    want = 2 * value, (2 * dh, 2 * dW)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=5e-5)
+
+
+def test_a_loss_that_was_traced_for_other_rows(quick_compilation):
+    """On each device fewer than a chunk, and than what the loss is called with."""
+    h, W, y, a = place("data")
+
+    def loss(chunk):
+        return lambda h, W: jaxmem.token_loss(
+            lambda stats, a: (-a * stats.logprob * stats.entropy, {}), h, W, y, a,
+            chunk=chunk,
+        )[0]  # fmt: skip
+
+    want = jax.jit(jax.grad(loss(16), (0, 1)))(h, W)  # as many as there are
+    for chunk in (5, 64):
+        got = jax.jit(jax.grad(loss(chunk), (0, 1)))(h, W)
+        for x, y_ in zip(got, want, strict=True):
+            np.testing.assert_allclose(x, y_, rtol=2e-5, atol=2e-6)
+
+
+def test_not_where_devices_have_their_own_parts_already():
+    assert _spread.is_possible()
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    seen = []
+    jax.eval_shape(
+        jax.shard_map(
+            lambda: seen.append(_spread.is_possible()), mesh=mesh, in_specs=(),
+            out_specs=P(),
+        )
+    )  # fmt: skip
+    assert seen == [False]
+
+
+def test_a_mesh_in_the_context_changes_nothing(quick_compilation):
+    h, W, y, a = place("tensor")
+    with jax.set_mesh(h.sharding.mesh):
+        got = with_gradients(token_loss)(h, W, y, a)
+    for x, want in zip(
+        jax.tree.leaves(got), jax.tree.leaves(alone(token_loss)), strict=True
+    ):
+        np.testing.assert_allclose(x, want, rtol=2e-5, atol=2e-5)
+
+
+def text_of(softcap, arrays):
+    """What jax's compilation cache sees of a program, without addresses."""
+
+    def total(h, W, y, a):
+        return (jaxmem.logprobs(h, W, y, chunk=None, softcap=softcap) * a).sum()
+
+    lowered = with_gradients(total).lower(*arrays).as_text()
+    return re.sub(r'backend_config = "\d+"', "", lowered)
+
+
+@pytest.fixture
+def address_in_key():
+    """Sets jax's option; what is lowered before and after does not count."""
+    name = "jax_remove_custom_partitioning_ptr_from_cache_key"
+    before = getattr(jax.config, name)
+
+    def update(kept):
+        jax.config.update(name, not kept)
+        jax.clear_caches()
+
+    yield update
+    update(not before)
+
+
+def test_a_cache_without_addresses_tells_programs_apart(
+    address_in_key, quick_compilation
+):
+    arrays = place("data")
+    address_in_key(True)
+    assert text_of(4.0, arrays) == text_of(5.0, arrays)  # but for their addresses
+    want = jax.device_get(with_gradients(logprobs)(*arrays))
+    address_in_key(False)
+    assert text_of(4.0, arrays) != text_of(5.0, arrays)
+    assert text_of(4.0, arrays) == text_of(4.0, arrays)
+    got = jax.device_get(with_gradients(logprobs)(*arrays))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(a, b)

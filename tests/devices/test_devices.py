@@ -1,0 +1,115 @@
+"""Devices that are not there: their table, their names, what is in force."""
+
+import re
+
+import jax
+import pytest
+
+from jaxmem import devices
+from jaxmem.backends import hopper
+from jaxmem.core import partition
+from jaxmem.devices import targets
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """CPU devices stand for planned ones."""
+    monkeypatch.setattr(
+        targets, "of", lambda device, count, hosts: jax.devices()[:count]
+    )
+
+
+def test_targets_have_the_memory_of_the_table():
+    for name, device in devices.known().items():
+        if device.platform == "cuda":
+            (size,) = re.findall(r"device_memory_size: (\d+)", device.target)
+            assert int(size) == device.memory, name
+            assert "openxla/xla" in device.target, name
+
+
+def test_peaks_are_of_one_direction_and_sane():
+    for name, device in devices.known().items():
+        assert device.products > 1e14, name
+        assert device.bandwidth > device.link > device.network, name
+
+
+@pytest.mark.parametrize("name, hint", [("h20", "'h200'"), ("gpu", "one of a100-80g")])
+def test_an_unknown_device_is_named(name, hint):
+    with pytest.raises(ValueError, match=f"{hint}|{hint}") as error:
+        devices.find(name)
+    assert repr(name) in str(error.value)
+
+
+def test_a_missing_compiler_comes_with_its_command(monkeypatch):
+    monkeypatch.setattr(targets.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(targets, "_has_ptxas", lambda: False)
+    said = devices.compiler_missing(devices.find("h200"))
+    assert (
+        f"pip install 'jax-cuda13-plugin=={jax.__version__}' nvidia-cuda-nvcc" in said
+    )
+    assert "jax[tpu]" in devices.compiler_missing(devices.find("v5e"))
+    with pytest.raises(devices.CompilerMissing, match="pip install"):
+        with devices.target("h200"):
+            raise AssertionError("entered")
+
+
+def test_what_is_in_force(fake):
+    assert devices.planned() is None
+    assert devices.backend() == jax.default_backend()
+    with devices.target("h200", 2) as made:
+        assert devices.current() == made == jax.devices()[:2]
+        assert devices.count() == 2 and devices.backend() == "gpu"
+        assert jax.numpy.zeros(()).device == made[0]
+        with devices.target("v5e"):
+            assert devices.backend() == "tpu"
+        assert devices.backend() == "gpu"
+    assert devices.planned() is None and devices.count() == jax.device_count()
+
+
+def test_an_error_inside_ends_it(fake):
+    with pytest.raises(KeyError), devices.target("h200"):
+        raise KeyError
+    assert devices.planned() is None
+
+
+def test_the_package_asks_what_is_in_force(fake):
+    with devices.target("h200", 1):
+        assert not partition.is_possible()
+        refusal = hopper.refuses_machine() or ""
+        assert "runs on" not in refusal  # a GPU's capability is asked, which CPUs lack
+    assert partition.is_possible()
+
+
+def test_what_was_traced_for_other_devices_is_forgotten(fake):
+    seen = []
+
+    @jax.jit
+    def step(x):
+        seen.append(devices.backend())
+        return x
+
+    shape = jax.ShapeDtypeStruct((2,), "float32")
+    step.trace(shape)
+    with devices.target("h200"):
+        step.trace(shape)
+    step.trace(shape)
+    assert seen == ["cpu", "gpu", "cpu"]
+
+
+@pytest.mark.parametrize("count, hosts", [(0, 1), (3, 2), (2, 0)])
+def test_impossible_counts(count, hosts):
+    with pytest.raises(ValueError, match="divide by hosts"):
+        targets.of(devices.find("h200"), count, hosts)
+
+
+@pytest.mark.parametrize(
+    "chips, axes, sides",
+    [(1, 2, (1, 1)), (8, 2, (2, 4)), (4, 3, (1, 2, 2)), (64, 3, (4, 4, 4))],
+)
+def test_slices_are_as_even_as_can_be(chips, axes, sides):
+    assert targets._slice(chips, axes, "v5e") == sides
+
+
+def test_a_slice_that_is_none():
+    with pytest.raises(ValueError, match="slices of 1, 2, 4, 8, … chips, which 6"):
+        targets._slice(6, 2, "v5e")

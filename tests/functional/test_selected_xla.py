@@ -1,0 +1,121 @@
+"""What log-probabilities of given ids cost on "xla": GEMMs, bytes, columns."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxmem
+from tests.backends.test_xla import CPU, CUBLAS, OLD_XLA, count_gemms
+from tests.functional.test_selected import VERBS, total
+
+pytestmark = pytest.mark.usefixtures("on_one_device")
+
+
+def compiled(fn, *operands):
+    """LLVM's optimizations, which take most of the time, change no buffer."""
+    options = {"xla_backend_optimization_level": 0}
+    return jax.jit(fn).lower(*operands).compile(options)
+
+
+def shapes(n, d, v, k, dtype="float32"):
+    def integers(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+    floats = (jax.ShapeDtypeStruct(s, dtype) for s in ((n, d), (v, d)))
+    return *floats, integers(n), integers(n, k)
+
+
+def temporary(fn, *operands):
+    return compiled(fn, *operands).memory_analysis().temp_size_in_bytes
+
+
+def test_gemms_of_selected_ids():
+    def gemms(fn):
+        return count_gemms(compiled(fn, *shapes(256, 24, 640, 8)).as_text())
+
+    loss = total("selected", 64)
+    assert gemms(loss) == 1
+    assert gemms(jax.value_and_grad(loss, (0, 1))) == 4
+    assert gemms(jax.value_and_grad(loss)) == 3
+
+
+def test_a_support_makes_nothing_as_wide_as_the_vocabulary():
+    """No logits, and of W only what its gradient is."""
+    loss = total("support", 64)
+    operands = shapes(256, 24, 640, 8)
+    text = compiled(jax.value_and_grad(loss, (0, 1)), *operands).as_text()
+    assert "f32[64,640]" not in text and "f32[640,24]" in text
+    frozen = compiled(jax.value_and_grad(loss), *operands)
+    flops = frozen.cost_analysis()["flops"]
+    assert flops < 2 * 64 * 640 * 24  # one chunk's logits alone
+
+
+BESIDES = 0 if CPU else CUBLAS
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 5.0, "temperature": 0.7}], ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_memory_of_selected_ids_is_what_the_docstring_says(dtype, options):
+    n, d, v, k, chunk = 2048, 64, 8192, 8, 128
+    size = jnp.dtype(dtype).itemsize
+    widened = 4 * v * d if size == 2 and CPU else 0
+    forward = (8 if OLD_XLA and options else 4) * chunk * v + widened
+    backward = (8 + size) * chunk * v + 4 * v * d + widened
+    loss, operands = total("selected", chunk, **options), shapes(n, d, v, k, dtype)
+    besides = 8 * n * (d + k) + 64 * (n + chunk * k) + BESIDES
+    for fn, promised in ((loss, forward), (jax.grad(loss, (0, 1)), backward)):
+        temp = temporary(fn, *operands)
+        assert 4 * chunk * v <= temp <= 1.04 * promised + besides
+        assert temp < 4 * n * v
+
+
+@pytest.mark.parametrize(
+    "dtype,layout", [("float32", "vd"), ("float32", "dv"), ("bfloat16", "vd")]
+)
+def test_memory_of_a_support_is_what_the_docstring_says(dtype, layout):
+    if OLD_XLA and dtype == "bfloat16":
+        pytest.skip("XLA for CPUs in jaxlib 0.10 widens W whole to take columns of it")
+    n, d, v, k, chunk = 2048, 128, 1024, 32, 64
+    size = 4 if CPU else jnp.dtype(dtype).itemsize
+    loss = total("support", chunk, layout=layout)
+    h, W, y, ids = shapes(n, d, v, k, dtype)
+    W = W if layout == "vd" else jax.ShapeDtypeStruct((d, v), dtype)
+    besides = 8 * n * (d + k) + 64 * (n + chunk * k) + BESIDES
+    columns = chunk * k * d
+    for fn, promised in (
+        (loss, size * columns),
+        (jax.grad(loss), size * columns),
+        (jax.grad(loss, (0, 1)), (4 + size) * columns + 4 * v * d),
+    ):
+        temp = temporary(fn, h, W, y, ids)
+        assert columns <= temp <= 1.04 * promised + besides
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_memory_of_many_ids_grows_linearly(verb):
+    """Nothing of [chunk, K, K]."""
+    n, d, v, chunk = 512, 8, 2048, 64
+    few, many = (
+        temporary(jax.grad(total(verb, chunk), (0, 1)), *shapes(n, d, v, k))
+        for k in (64, 512)
+    )
+    assert many - few <= 448 * (64 * chunk + 8 * chunk * d + 16 * n)
+
+
+def test_auto_chunk_of_a_support_counts_its_columns():
+    operands = shapes(4096, 64, 1024, 128)
+    with jaxmem.report() as calls:
+        jax.eval_shape(total("support", "auto"), *operands)
+        jax.eval_shape(total("selected", 64), *operands)
+    support, selected = calls.calls
+    assert support.chunk == 4096  # 128 MiB of columns
+    assert support.live_logits_bytes == 4 * 4096 * 128
+    assert selected.shapes == {
+        "hidden": (4096, 64),
+        "W": (1024, 64),
+        "ids": (4096, 128),
+    }
+    assert selected.live_logits_bytes == 4 * 64 * 1024
+    with jaxmem.report() as calls:
+        jax.eval_shape(total("support", "auto"), *shapes(4096, 2048, 1024, 1024))
+    assert calls.calls[0].chunk == 64  # 512 MiB

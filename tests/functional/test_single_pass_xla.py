@@ -1,0 +1,88 @@
+"""What token_loss compiles to: GEMMs, buffers, bytes."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import jaxmem
+from tests.backends.test_xla import (
+    CPU,
+    CUBLAS,
+    OLD_XLA,
+    PERCENT,
+    SIZES,
+    compiled,
+    count_gemms,
+    shapes,
+)
+from tests.functional.test_single_pass import nll, ppo
+
+pytestmark = pytest.mark.usefixtures("on_one_device")
+
+F32 = jnp.float32
+ROWS = jax.ShapeDtypeStruct((256,), F32)
+SHAPES = *shapes(256, 24, 640), ROWS, ROWS
+
+
+def loss_of(loss_fn, chunk):
+    return lambda *operands: jaxmem.token_loss(loss_fn, *operands, chunk=chunk)[0]
+
+
+@pytest.mark.parametrize("loss_fn", [nll, ppo])
+def test_gemms(loss_fn):
+    """z; z and dH and dW; z and dH; z and dW."""
+    loss = loss_of(loss_fn, 64)
+    for fn, gemms in (
+        (loss, 1),
+        (jax.value_and_grad(loss, (0, 1)), 3),
+        (jax.value_and_grad(loss, 0), 2),
+        (jax.value_and_grad(loss, 1), 2),
+    ):
+        assert count_gemms(compiled(fn, *SHAPES).as_text()) == gemms
+
+
+def test_a_frozen_head_costs_no_buffer():
+    text = compiled(jax.value_and_grad(loss_of(ppo, 64)), *SHAPES).as_text()
+    made = re.findall(r"= f32\[640,24\]\S* (\w+)\(", text)
+    assert set(made) <= {"parameter", "get-tuple-element"}
+
+
+def test_an_output_that_no_loss_depends_on_costs_nothing():
+    """Not even where a metric reads it."""
+
+    def with_metric(stats, *_):
+        return -stats.logprob, {"square": stats.sum_pi_squared}
+
+    def stopped(stats, *_):
+        return -stats.logprob + lax.stop_gradient(stats.entropy)
+
+    def multiplications(loss_fn):
+        grad = jax.grad(loss_of(loss_fn, 64), (0, 1))
+        text = compiled(grad, *SHAPES).as_text()
+        return len(re.findall(r"f32\[64,640\]\S* multiply\(", text))
+
+    want = multiplications(nll)
+    assert multiplications(with_metric) == multiplications(stopped) == want
+    assert multiplications(ppo) > want
+
+
+@pytest.mark.parametrize("size", [SIZES[1], SIZES[4]], ids=str)
+@pytest.mark.parametrize("dtype", [F32, jnp.bfloat16], ids=["f32", "bf16"])
+def test_memory_is_what_the_docstring_says(size, dtype):
+    n, d, v, chunk = size
+    operands = *shapes(n, d, v, dtype), *[jax.ShapeDtypeStruct((n,), F32)] * 2
+    loss, sixteen_bit = loss_of(ppo, chunk), dtype != F32
+    besides = 72 * n + 12 * chunk * d + (0 if CPU else CUBLAS)
+    # XLA for CPUs in jaxlib 0.10 widens 16-bit arrays whole.
+    besides += 4 * (2 * n + v) * d if OLD_XLA and sixteen_bit else 0
+    chunks = (4 + 2 * sixteen_bit) * chunk * v
+    for fn, promised in (
+        (loss, 4 * chunk * v),
+        (jax.value_and_grad(loss, (0, 1)), chunks + 4 * v * d),
+        (jax.value_and_grad(loss), chunks),
+    ):
+        temp = compiled(fn, *operands).memory_analysis().temp_size_in_bytes
+        assert 4 * chunk * v <= temp <= PERCENT * promised + besides

@@ -1,0 +1,188 @@
+"""The head under jax's transformations, and what its derivative keeps and refuses."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.ad_checkpoint import print_saved_residuals
+
+import jaxmem
+from tests.cases import Case
+
+pytestmark = pytest.mark.usefixtures("on_one_device")
+
+N, D, V, CHUNK = 48, 8, 200, 16
+
+
+@pytest.fixture
+def problem():
+    h, W, y = Case(N, D, V).make()
+    return jnp.asarray(h), jnp.asarray(W), jnp.asarray(np.where(y % 5, y, -1))
+
+
+def loss(h, W, y):
+    """Mixes every output."""
+    stats = jaxmem.token_stats(h, W, y, CHUNK)
+    return sum(jnp.sum(jnp.cos(field)) for field in stats[:4])
+
+
+@jax.jit
+def reference(h, W, y):
+    return jax.value_and_grad(loss, (0, 1))(h, W, y)
+
+
+def assert_same(got, want, rtol=2e-5):
+    chex.assert_trees_all_close(got, want, rtol=rtol, atol=2e-5)
+
+
+def test_eager_and_jit_agree(problem):
+    assert_same(jax.value_and_grad(loss, (0, 1))(*problem), reference(*problem))
+
+
+def test_under_checkpoint(problem):
+    remat = jax.jit(jax.value_and_grad(jax.checkpoint(loss), (0, 1)))
+    assert_same(remat(*problem), reference(*problem))
+
+
+def test_scan_inside_the_loss(problem):
+    h, W, y = problem
+
+    def scanned(h, W):
+        @jax.checkpoint
+        def body(total, part):
+            return total + loss(part[0], W, part[1]), None
+
+        return lax.scan(body, 0.0, (h.reshape(3, -1, D), y.reshape(3, -1)))[0]
+
+    got = jax.jit(jax.value_and_grad(scanned, (0, 1)))(h, W)
+    assert_same(got, reference(*problem))
+
+
+def test_vmap_over_sequences(problem):
+    h, W, y = problem
+
+    def mapped(h, W):
+        shape = 4, N // 4
+        return jax.vmap(loss, (0, None, 0))(
+            h.reshape(*shape, D), W, y.reshape(shape)
+        ).sum()
+
+    assert_same(jax.jit(jax.value_and_grad(mapped, (0, 1)))(h, W), reference(*problem))
+
+
+def test_vmap_over_heads(problem):
+    h, W, y = problem
+    heads = jnp.stack([W, 2 * W, W - 1])
+    got = jax.jit(jax.vmap(jax.grad(loss, 1), (None, 0, None)))(h, heads, y)
+    want = jnp.stack([jax.grad(loss, 1)(h, head, y) for head in heads])
+    assert_same(got, want)
+
+
+def test_vmap_keeps_the_chunk_bound(problem):
+    """The mapped axis runs in sequence: no [B, chunk, V] appears."""
+    h, W, y = problem
+    mapped = jax.jit(jax.vmap(lambda h, y: jaxmem.logprobs(h, W, y, CHUNK)))
+    text = mapped.lower(h.reshape(4, -1, D), y.reshape(4, -1)).as_text()
+    assert f"<{CHUNK}x{V}xf32" in text and f"<4x{CHUNK}x{V}xf32" not in text
+
+
+def test_scan_around_a_training_step(problem):
+    h, W, y = problem
+
+    def step(W, _):
+        value, dW = jax.value_and_grad(loss, 1)(h, W, y)
+        return W - 1e-3 * dW, value
+
+    _, losses = jax.jit(lambda W: lax.scan(step, W, length=5))(W)
+    assert losses[0] == pytest.approx(float(loss(h, W, y)), rel=1e-5)
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("order", ["frozen first", "trained first"])
+def test_a_frozen_head_seen_before_does_not_freeze_the_next(problem, order):
+    """One cached trace must serve both calls."""
+    h, W, y = problem
+    calls = [jax.grad(loss, 0), jax.grad(loss, (0, 1))]
+    for grad in calls if order == "frozen first" else reversed(calls):
+        got = grad(h, W, y)
+    want = reference(*problem)[1]
+    assert_same(got if isinstance(got, tuple) else (got, want[1]), want)
+
+
+def test_nothing_of_the_size_of_the_logits_is_saved(problem):
+    _, pull = jax.vjp(functools.partial(loss, y=problem[2]), *problem[:2])
+    sizes = [leaf.size for leaf in jax.tree.leaves(pull)]
+    assert max(sizes) <= max(N * D, V * D)
+
+
+def test_the_statistics_are_named_for_remat_policies(problem, capsys):
+    h, W, y = problem
+    names = ("jaxmem_max", "jaxmem_log_sum", "jaxmem_logprob")
+    policy = jax.checkpoint_policies.save_only_these_names(*names)
+
+    def fn(h):
+        return jaxmem.logprobs(jnp.sin(h), W, y, CHUNK).sum()
+
+    print_saved_residuals(jax.checkpoint(fn, policy=policy), h)
+    assert capsys.readouterr().out.count("token_stats") == len(names)
+    print_saved_residuals(jax.checkpoint(fn), h)
+    assert "token_stats" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "differentiate",
+    [
+        lambda f, h: jax.grad(lambda h: jax.grad(f)(h).sum())(h),
+        lambda f, h: jax.jvp(jax.grad(f), (h,), (h,)),
+        lambda f, h: jax.hessian(f)(h),
+    ],
+    ids=["reverse over reverse", "forward over reverse", "hessian"],
+)
+def test_second_derivatives_are_refused(problem, differentiate):
+    h, W, y = problem
+    with pytest.raises(NotImplementedError, match="second derivatives"):
+        differentiate(lambda h: jaxmem.logprobs(h, W, y).sum(), h)
+
+
+def test_forward_mode_is_refused(problem):
+    h, W, y = problem
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(lambda h: jaxmem.logprobs(h, W, y), (h,), (h,))
+
+
+def test_the_gradient_of_a_temperature_is_refused(problem):
+    h, W, y = problem
+    with pytest.raises(NotImplementedError, match="temperature.*stop_gradient"):
+        jax.grad(lambda t: jaxmem.logprobs(h, W, y, temperature=t).sum())(0.5)
+
+
+def test_a_stopped_temperature_is_fine(problem):
+    h, W, y = problem
+
+    def fn(h, t):
+        return jaxmem.logprobs(h, W, y, temperature=lax.stop_gradient(t)).sum()
+
+    dh, dt = jax.jit(jax.grad(fn, (0, 1)))(h, 0.5)
+    want = jax.grad(lambda h: jaxmem.logprobs(h / 0.5, W, y).sum())(h)
+    assert dt == 0
+    assert_same(dh, want)
+
+
+def test_mixed_types_keep_the_sum_in_the_weights_own_type(problem):
+    """W in float32, hidden in bfloat16: dW never passes through bfloat16."""
+    h, W, y = problem
+    h16 = h.astype(jnp.bfloat16)
+
+    def mean(h, W):
+        return jaxmem.logprobs(h, W, y, CHUNK).sum()
+
+    dh, dW = jax.jit(jax.grad(mean, (0, 1)))(h16, W)
+    assert dh.dtype == jnp.bfloat16 and dW.dtype == jnp.float32
+    rounded = dW.astype(jnp.bfloat16).astype(jnp.float32)
+    assert (rounded != dW).mean() > 0.5
+    want = jax.jit(jax.grad(mean, 1))(h16.astype(jnp.float32), W)
+    np.testing.assert_allclose(dW, want, atol=0.02 * np.abs(want).max())

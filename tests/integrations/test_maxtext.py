@@ -1,0 +1,285 @@
+"""MaxText, as a stand-in of the functions that are replaced."""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn, nnx
+
+from jaxmem.integrations import maxtext, tunix
+from jaxmem.integrations._head import Head
+from tests.integrations.stand_ins import (
+    Config,
+    D,
+    V,
+    agree,
+    assert_same,
+    holds_originals,
+    install,
+    log_softmax,
+    states,
+)  # fmt: skip
+
+pytestmark = [pytest.mark.usefixtures("quick_compilation"), holds_originals]
+
+
+def maxtext_config(**changes):
+    options = dict(
+        dtype=jnp.float32, logits_dot_in_fp32=False, logits_via_embedding=False,
+        normalize_embedding_logits=True, final_logits_soft_cap=0.0,
+        parameter_memory_host_offload=False, z_loss_multiplier=0.0, num_vocab_tiling=2,
+        enable_dropout=True, dropout_rate=0.0,
+    )  # fmt: skip
+    return Config(**options | changes)
+
+
+class MaxDecoder(nnx.Module):
+    def __init__(self, config, rngs):
+        self.decoder_norm = nnx.RMSNorm(D, rngs=rngs)
+        self.dropout = nnx.Dropout(0.0)
+        self.config = config
+        if not config.logits_via_embedding:
+            self.logits_dense = nnx.Linear(D, V, use_bias=False, rngs=rngs)
+
+    def apply_output_head(self, shared_embedding, y, deterministic, model_mode):
+        y = self.dropout(self.decoder_norm(y), deterministic=deterministic)
+        config = self.config
+        if not config.logits_via_embedding:
+            return self.logits_dense(y)
+        table = jnp.asarray(shared_embedding.embedding[...], jnp.bfloat16)
+        logits = jnp.dot(y, table.T)
+        if config.normalize_embedding_logits:
+            logits = logits / jnp.sqrt(D)
+        if config.final_logits_soft_cap:
+            cap = config.final_logits_soft_cap
+            logits = jnp.tanh(logits / cap) * cap
+        return logits
+
+
+class MaxModel(nnx.Module):
+    def __init__(self, config):
+        rngs = nnx.Rngs(0)
+        self.token_embedder = nnx.Embed(V, D, rngs=rngs)
+        self.decoder, self.config = MaxDecoder(config, rngs), config
+
+    def __call__(self, decoder_input_tokens, **_):
+        hidden = self.token_embedder(decoder_input_tokens)
+        return self.decoder.apply_output_head(
+            self.token_embedder, hidden, deterministic=True, model_mode="train"
+        )
+
+
+def tiled_loss(logits, data, config):
+    picked, _ = log_softmax(logits, data["targets"])
+    z_loss = config.z_loss_multiplier * jax.nn.logsumexp(logits, axis=-1) ** 2
+    mask = data["targets_segmentation"] != 0
+    return jnp.sum((z_loss - picked) * mask), jnp.sum(z_loss * mask)
+
+
+def vocab_tiling_nnx_loss(model, hidden_states, data, config, is_train):
+    logits = model.decoder.apply_output_head(
+        model.token_embedder, hidden_states, deterministic=True, model_mode="train"
+    )
+    return tiled_loss(logits, data, config)
+
+
+def vocab_tiling_linen_loss(hidden_states, data, config, model, params, is_train):
+    logits = model.apply(
+        params,
+        hidden_states,
+        deterministic=True,
+        method="logits_from_hidden_states_for_vocab_tiling",
+    )
+    return tiled_loss(logits, data, config)
+
+
+class Adapter:
+    """A stand-in of TunixMaxTextAdapter."""
+
+    def __init__(self, base):
+        self.base = base
+
+    def __call__(self, input_tokens, positions, cache, attention_mask):
+        return self.base(input_tokens), None
+
+
+@pytest.fixture
+def fake_maxtext(monkeypatch):
+    install(
+        monkeypatch,
+        "0.2.4",
+        maxtext__utils__vocabulary_tiling={
+            "vocab_tiling_nnx_loss": vocab_tiling_nnx_loss,
+            "vocab_tiling_linen_loss": vocab_tiling_linen_loss,
+        },
+        maxtext__trainers__train={"vocab_tiling_nnx_loss": vocab_tiling_nnx_loss},
+        maxtext__integration__tunix__tunix_adapter={"TunixMaxTextAdapter": Adapter},
+        maxtext__layers__decoders={"attend_on_embedding": attend_on_embedding},
+    )
+    return sys.modules
+
+
+def maxtext_data():
+    _, targets = states()
+    segments = jnp.array([[1, 1, 2, 0, 0], [1, 1, 1, 1, 0]])
+    return {"targets": targets % V, "targets_segmentation": segments}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({}, id="untied"),
+        pytest.param(dict(z_loss_multiplier=0.1), id="z-loss"),
+        pytest.param(
+            dict(logits_via_embedding=True, final_logits_soft_cap=0.3,
+                 z_loss_multiplier=0.1),
+            id="tied, capped, normalised",
+        ),
+        pytest.param(
+            dict(logits_via_embedding=True, normalize_embedding_logits=False), id="tied"
+        ),
+    ],
+)  # fmt: skip
+def test_maxtext_loss(changes, fake_maxtext):
+    config, data = maxtext_config(**changes), maxtext_data()
+    model = MaxModel(config)
+
+    def value(model, hidden):
+        train = fake_maxtext["maxtext.trainers.train"]
+        return train.vocab_tiling_nnx_loss(model, hidden, data, config, True)
+
+    theirs = agree(value, model)
+    with maxtext.applied(chunk=4):
+        ours = agree(value, model)
+        again = fake_maxtext["maxtext.utils.vocabulary_tiling"]
+        assert again.vocab_tiling_nnx_loss is not vocab_tiling_nnx_loss
+    assert_same(ours, theirs)
+    assert fake_maxtext["maxtext.trainers.train"].vocab_tiling_nnx_loss is (
+        vocab_tiling_nnx_loss
+    )
+
+
+def attend_on_embedding(query, embedding_table, *_, **__):
+    return jnp.dot(query, jnp.asarray(embedding_table, jnp.bfloat16).T)
+
+
+class LinenModel(nn.Module):
+    config: Config
+
+    def setup(self):
+        self.token_embedder = nn.Embed(V, D)
+        self.decoder = LinenDecoder(self.config)
+
+    def logits_from_hidden_states_for_vocab_tiling(self, hidden, deterministic):
+        return self.decoder.apply_output_head(self.token_embedder, hidden)
+
+    def __call__(self, tokens):
+        return self.logits_from_hidden_states_for_vocab_tiling(
+            self.token_embedder(tokens), True
+        )
+
+
+class LinenDecoder(nn.Module):
+    config: Config
+
+    @nn.compact
+    def apply_output_head(self, shared_embedding, y):
+        y = nn.RMSNorm(name="decoder_norm")(y)
+        if self.config.logits_via_embedding:
+            decoders = sys.modules["maxtext.layers.decoders"]
+            return decoders.attend_on_embedding(y, shared_embedding.embedding)
+        return nn.Dense(V, use_bias=False, name="logits_dense")(y)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_maxtext_linen_loss(tied, fake_maxtext):
+    config = maxtext_config(
+        logits_via_embedding=tied, normalize_embedding_logits=False,
+        z_loss_multiplier=0.1,
+    )  # fmt: skip
+    model, data = LinenModel(config), maxtext_data()
+    params = model.init(jax.random.key(0), data["targets"])
+
+    def total(params, hidden):
+        tiling = fake_maxtext["maxtext.utils.vocabulary_tiling"]
+        return tiling.vocab_tiling_linen_loss(
+            hidden, data, config, model, params, True
+        )[0]
+
+    def both():  # compiled anew, with what stands there then
+        return jax.jit(jax.value_and_grad(total, argnums=(0, 1)))(params, states()[0])
+
+    theirs = both()
+    with maxtext.applied(chunk=4):
+        ours = both()
+    assert_same(ours, theirs)
+
+
+def test_maxtext_adapter_gives_tunix_hidden_states(fake_maxtext):
+    model = MaxModel(maxtext_config())
+    tokens = states()[1]
+    with maxtext.applied():
+        adapter = fake_maxtext[
+            "maxtext.integration.tunix.tunix_adapter"
+        ].TunixMaxTextAdapter(model)
+        head = tunix.head_of(adapter)
+        assert isinstance(head, Head)
+        hidden = tunix.hidden_states(adapter, tokens, None, None, None)
+    logits, _ = Adapter(model)(tokens, None, None, None)
+    np.testing.assert_allclose(hidden @ head.W, logits, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (
+            dict(parameter_memory_host_offload=True),
+            "parameter_memory_host_offload keep",
+        ),
+        (dict(quant=1), "logits_dense is quantised"),
+        (dict(lora=1), "logits_dense has LoRA"),
+    ],
+)
+def test_maxtext_heads_that_are_left_alone(change, reason, fake_maxtext, capsys):
+    config, data = maxtext_config(), maxtext_data()
+    model = MaxModel(config)
+    vars(config).update(change)
+    if "quant" in change:
+        model.decoder.logits_dense.quant = 1
+    if "lora" in change:
+        model.decoder.logits_dense.w_lora_a = 1
+    tiling = fake_maxtext["maxtext.utils.vocabulary_tiling"]
+    args = model, states()[0], data, config, True
+    with maxtext.applied():
+        got = tiling.vocab_tiling_nnx_loss(*args)
+    np.testing.assert_array_equal(got, vocab_tiling_nnx_loss(*args))
+    assert f"left as it is: {reason}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_linen_decoder_inside_nnx_is_left_alone(tied, fake_maxtext, capsys):
+    """pure_nnx=True with pure_nnx_decoder=False, in MaxText's words."""
+    config, data = maxtext_config(logits_via_embedding=tied), maxtext_data()
+    model, hidden = MaxModel(config), states()[0]
+    call = {"deterministic": True, "model_mode": "train"}
+    decoder = nnx.bridge.ToNNX(BridgedDecoder(config), rngs=nnx.Rngs(0))
+    model.decoder = decoder.lazy_init(
+        model.token_embedder, hidden, method="apply_output_head", **call
+    )
+    tiling = fake_maxtext["maxtext.utils.vocabulary_tiling"]
+    args = model, hidden, data, config, True
+    with maxtext.applied():
+        got = tiling.vocab_tiling_nnx_loss(*args)
+    np.testing.assert_array_equal(got, vocab_tiling_nnx_loss(*args))
+    assert "its decoder is a Linen module inside NNX" in capsys.readouterr().out
+
+
+class BridgedDecoder(LinenDecoder):
+    @nn.compact
+    def apply_output_head(self, shared_embedding, y, deterministic, model_mode):
+        y = nn.RMSNorm(name="decoder_norm")(y)
+        if self.config.logits_via_embedding:
+            return y @ shared_embedding.embedding[...].T
+        return nn.Dense(V, use_bias=False, name="logits_dense")(y)

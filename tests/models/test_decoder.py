@@ -1,0 +1,432 @@
+"""The decoder against plain numpy, and the promises that packing rests on."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxmem import remat
+from jaxmem.models import layers
+from jaxmem.models.decoder import Decoder, HeadConfig, ModelConfig, head_loss
+from jaxmem.models.positions import (
+    Sight,
+    apply_rope,
+    rope_frequencies,
+    rope_tables,
+)
+
+SMALL = ModelConfig(
+    layers=2, hidden=32, ff=48, heads=4, kv_heads=2, head_dim=8, vocab_size=61
+)
+
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+@functools.cache
+def decoder(policy="full", **changes):
+    config = dataclasses.replace(SMALL, **changes)
+    return Decoder(config, policy=policy, rngs=nnx.Rngs(0))
+
+
+def frequencies(head_dim, theta):
+    config = dataclasses.replace(SMALL, head_dim=head_dim, rope_theta=theta)
+    return rope_frequencies(config)
+
+
+def parameters(model):
+    definition, weights = nnx.split(model)
+    return definition, nnx.to_pure_dict(weights)
+
+
+def run(model, batch):
+    return jax.jit(lambda model: model(*batch))(model)
+
+
+def rows_of(*documents, length):
+    """One row that holds the documents one after the other, then padding."""
+    tokens, segments, positions = (np.zeros((1, length), np.int32) for _ in range(3))
+    start = 0
+    for number, document in enumerate(documents, 1):
+        here = slice(start, start + len(document))
+        tokens[0, here], segments[0, here] = document, number
+        positions[0, here] = np.arange(len(document))
+        start += len(document)
+    return tokens, segments, positions
+
+
+def random_document(length, seed):
+    return np.random.default_rng(seed).integers(0, SMALL.vocab_size, length)
+
+
+# ------------------------------------------------------------------ pieces
+
+
+def test_rope_is_the_textbook_rotation():
+    where = np.array([[0, 1, 7, 300]])
+    x = np.random.default_rng(0).normal(size=(1, 4, 2, 6))
+    tables = rope_tables(jnp.asarray(where), frequencies(6, 100.0))
+    rotated = apply_rope(jnp.asarray(x, jnp.float32), *tables)
+    for t, position in enumerate(where[0]):
+        for i in range(3):
+            turn = np.exp(1j * position * 100.0 ** (-2 * i / 6))
+            expected = (x[0, t, :, i] + 1j * x[0, t, :, i + 3]) * turn
+            np.testing.assert_allclose(rotated[0, t, :, i], expected.real, atol=1e-4)
+            np.testing.assert_allclose(
+                rotated[0, t, :, i + 3], expected.imag, atol=1e-4
+            )
+
+
+def test_rope_scores_depend_on_the_distance_only():
+    rng = np.random.default_rng(1)
+    query, key = rng.normal(size=(2, 1, 1, 1, 8)).astype(np.float32)
+
+    def score(query_position, key_position):
+        rotated = [
+            apply_rope(x, *rope_tables(jnp.array([[p]]), frequencies(8, 10_000.0)))
+            for x, p in ((query, query_position), (key, key_position))
+        ]
+        return float(jnp.sum(rotated[0] * rotated[1]))
+
+    assert score(5, 2) == pytest.approx(score(105, 102), abs=1e-4)
+    assert abs(score(5, 2) - score(5, 4)) > 1e-2
+
+
+def dense_attention(attention, x, segment_ids, positions):
+    """The same in float64 numpy, one query, one head at a time."""
+    config = attention.config
+    kernel = {
+        name: np.asarray(getattr(attention, name).kernel[...], np.float64)
+        for name in ("query", "key", "value", "output")
+    }
+    width, half = config.head_dim, config.head_dim // 2
+    frequencies = config.rope_theta ** (-np.arange(half) * 2 / width)
+
+    def turned(vector, position):
+        angle = position * frequencies
+        first, second = vector[:half], vector[half:]
+        return np.concatenate(
+            [
+                first * np.cos(angle) - second * np.sin(angle),
+                second * np.cos(angle) + first * np.sin(angle),
+            ]
+        )
+
+    out = np.zeros((len(x), config.heads * width))
+    for t in range(len(x)):
+        seen = [s for s in range(t + 1) if segment_ids[s] == segment_ids[t]]
+        for head in range(config.heads):
+            mine = slice(head * width, (head + 1) * width)
+            shared = head // (config.heads // config.kv_heads)
+            theirs = slice(shared * width, (shared + 1) * width)
+            query = turned((x[t] @ kernel["query"])[mine], positions[t])
+            scores = np.array(
+                [
+                    query @ turned((x[s] @ kernel["key"])[theirs], positions[s])
+                    for s in seen
+                ]
+            ) / math.sqrt(width)
+            weights = np.exp(scores - scores.max())
+            values = np.array([(x[s] @ kernel["value"])[theirs] for s in seen])
+            out[t, mine] = (weights / weights.sum()) @ values
+    return out @ kernel["output"]
+
+
+def test_attention_is_grouped_causal_and_stays_in_its_document():
+    attention = layers.Attention(SMALL, rngs=nnx.Rngs(3))
+    _, segments, positions = rows_of(range(5), range(4), length=11)
+    x = np.random.default_rng(0).normal(size=(1, 11, SMALL.hidden)).astype(np.float32)
+    got = attention(
+        jnp.asarray(x),
+        Sight(jnp.asarray(segments)),
+        rope_tables(jnp.asarray(positions), frequencies(8, SMALL.rope_theta)),
+    )
+    expected = dense_attention(attention, x[0], segments[0], positions[0])
+    np.testing.assert_allclose(got[0], expected, atol=2e-5)
+
+
+def test_scanned_blocks_are_the_blocks_one_after_the_other():
+    model = decoder()
+    tokens, segments, positions = rows_of(random_document(9, 0), length=9)
+    definition, weights = nnx.split(model.blocks)
+    x = model.embed(tokens)
+    sight = Sight(segments)
+    rope = rope_tables(positions, frequencies(8, SMALL.rope_theta))
+    for layer in range(SMALL.layers):
+        block = nnx.merge(definition, jax.tree.map(lambda w, i=layer: w[i], weights))
+        x = block(x, sight, rope)
+    np.testing.assert_allclose(
+        run(model, (tokens, segments, positions)), model.norm(x), atol=1e-5
+    )
+
+
+def test_layers_start_with_weights_of_their_own():
+    gate = decoder().blocks.feed_forward.gate.kernel[...]
+    assert gate.shape == (SMALL.layers, SMALL.hidden, SMALL.ff)
+    assert float(jnp.max(jnp.abs(gate[0] - gate[1]))) > 0.01
+
+
+# ---------------------------------------------------------------- promises
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_a_packed_document_is_the_document_alone(qk_norm):
+    model = decoder(qk_norm=qk_norm, embed_scale=True)
+    first, second = random_document(6, 1), random_document(7, 2)
+    packed = run(model, rows_of(first, second, length=16))
+    alone = run(model, rows_of(first, length=6)), run(model, rows_of(second, length=7))
+    np.testing.assert_allclose(packed[0, :6], alone[0][0], atol=1e-5)
+    np.testing.assert_allclose(packed[0, 6:13], alone[1][0], atol=1e-5)
+    assert bool(jnp.all(jnp.isfinite(packed)))  # padding too
+
+
+def test_the_future_does_not_leak():
+    model = decoder()
+    document = random_document(10, 3)
+    changed = document.copy()
+    changed[6] = (changed[6] + 1) % SMALL.vocab_size
+    before = run(model, rows_of(document, length=10))
+    after = run(model, rows_of(changed, length=10))
+    np.testing.assert_array_equal(before[0, :6], after[0, :6])
+    assert float(jnp.max(jnp.abs(before[0, 6:] - after[0, 6:]))) > 1e-3
+
+
+def gradients(definition, weights, implementation="fused"):
+    return jax.jit(jax.value_and_grad(loss_of(definition, implementation)))(weights)
+
+
+def loss_of(definition, implementation="fused"):
+    batch = rows_of(random_document(8, 4), random_document(5, 5), length=15)
+    labels = np.roll(batch[0], -1)
+    labels[0, [7, 12, 13, 14]] = -1
+
+    def loss(weights):
+        model = nnx.merge(definition, weights)
+        hidden = model(*batch)
+        return head_loss(model.head, hidden, labels, 11, implementation)
+
+    return loss
+
+
+def test_tied_weights_get_the_sum_of_both_gradients():
+    tied, tied_weights = parameters(decoder())
+    untied, weights = parameters(decoder(tied=False))
+    weights = {**tied_weights, "head": weights["head"]}
+    weights["head"]["kernel"] = tied_weights["embed"]["embedding"].T
+    _, apart = gradients(untied, weights)
+    _, together = gradients(tied, tied_weights)
+    assert "head" not in together
+    expected = apart["embed"]["embedding"] + apart["head"]["kernel"].T
+    np.testing.assert_allclose(together["embed"]["embedding"], expected, atol=1e-6)
+    assert float(jnp.max(jnp.abs(apart["embed"]["embedding"]))) > 1e-4
+    assert float(jnp.max(jnp.abs(apart["head"]["kernel"]))) > 1e-4
+
+
+@pytest.mark.parametrize(("tied", "softcap"), [(True, None), (False, 3.0)])
+def test_both_heads_give_the_same_loss_and_gradients(tied, softcap):
+    definition, weights = parameters(decoder(tied=tied, softcap=softcap))
+    fused, materialised = (
+        gradients(definition, weights, name) for name in ("fused", "materialised")
+    )
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), fused, materialised
+    )
+    assert float(fused[0]) == pytest.approx(math.log(SMALL.vocab_size), rel=0.1)
+
+
+def test_bfloat16_computes_in_it_and_keeps_float32_weights_and_gradients():
+    model = decoder(dtype="bfloat16")
+    batch = rows_of(random_document(12, 6), length=12)
+    hidden = run(model, batch)
+    assert hidden.dtype == jnp.bfloat16
+    np.testing.assert_allclose(
+        hidden.astype(jnp.float32), run(decoder(), batch), atol=0.06, rtol=0.03
+    )
+    _, gradient = gradients(*parameters(model))
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(gradient))
+
+
+def test_gradients_of_a_frequent_token_are_summed_in_float32():
+    # 4096 times 1 in bfloat16 stops growing at 256.
+    model = decoder(dtype="bfloat16", layers=1)
+    definition, weights = parameters(model.embed)
+
+    def total(weights):
+        embed = nnx.merge(definition, weights)
+        return jnp.sum(embed(jnp.zeros(4096, jnp.int32)).astype(jnp.bfloat16))
+
+    gradient = jax.grad(total)(weights)["embedding"]
+    np.testing.assert_array_equal(gradient[0], 4096.0)
+
+
+def test_remat_changes_memory_and_no_number():
+    compiled, results = {}, {}
+    for policy in ("full", "none"):
+        definition, weights = parameters(decoder(policy, layers=6))
+        gradient = jax.jit(jax.grad(loss_of(definition)))
+        compiled[policy] = gradient.lower(weights).compile()
+        results[policy] = compiled[policy](weights)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6),
+        results["full"],
+        results["none"],
+    )
+    full, none = (
+        compiled[policy].memory_analysis().temp_size_in_bytes
+        for policy in ("full", "none")
+    )
+    assert full < 0.7 * none
+
+
+def test_attention_in_float16_needs_a_gpu():
+    tokens = jnp.zeros((1, 8), jnp.int32)
+    with pytest.raises(ValueError, match="model.dtype='float16' needs a GPU"):
+        decoder(dtype="float16", layers=1)(tokens, tokens + 1, tokens)
+
+
+@pytest.mark.parametrize(
+    "name", ["dots", "dots_and_attention", "save_attention", "offload_attention"]
+)
+def test_a_remat_preset_changes_no_number(name):
+    """And sends what it says to the host, once in the loop over blocks."""
+    results = {}
+    for policy in ("full", name):
+        definition, weights = parameters(decoder(policy, layers=2))
+        gradient = jax.jit(jax.grad(loss_of(definition)))
+        results[policy] = gradient(weights)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6),
+        results["full"],
+        results[name],
+    )
+    text = gradient.trace(weights).lower(lowering_platforms=("cuda",)).as_text()
+    sent = text.count('_xla_buffer_placement = "pinned_host"')
+    assert sent == {"offload_attention": len(remat.PRESETS[name].offload)}.get(name, 0)
+
+
+@pytest.mark.parametrize("policy", ["none", "full"])
+def test_blocks_without_a_loop_change_no_number(policy):
+    changes = dict(pattern=("local", "global"), window=4, qk_norm=True, layers=3)
+    config = dataclasses.replace(SMALL, **changes)
+    results, loops = [], []
+    for unroll in (False, True):
+        model = Decoder(config, policy=policy, unroll=unroll, rngs=nnx.Rngs(0))
+        definition, weights = parameters(model)
+        gradient = jax.jit(jax.grad(loss_of(definition)))
+        results.append(gradient(weights))
+        loops.append(gradient.lower(weights).as_text().count("stablehlo.while"))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), *results)
+    assert loops[0] - loops[1] == 2  # forward and backward
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(pattern=("local", "global"), window=4),  # a number of each layer's kind
+        dict(lora_rank=2, lora_targets=("query", "up")),
+    ],
+)
+def test_the_last_blocks_kept_whole_change_no_number(changes):
+    policy = remat.PRESETS["offload_block"] | remat.policy(last=1)
+    results = []
+    for each in ("full", policy):
+        definition, weights = parameters(decoder(each, layers=3, **changes))
+        if "lora_rank" in changes:  # else they add nothing, and get no gradient
+            for name in ("lora_a", "lora_b"):
+                adapter = weights["blocks"]["attention"]["query"]
+                adapter[name] = jnp.ones_like(adapter[name]) / 8
+        results.append(jax.jit(jax.grad(loss_of(definition)))(weights))
+    full, whole = results
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), full, whole)
+    assert np.abs(jax.tree.leaves(whole["blocks"])[0][-1]).max() > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "count"),
+    [
+        pytest.param(
+            dict(layers=28, hidden=1024, ff=3072, heads=16, kv_heads=8, head_dim=128,
+                 vocab_size=151_936, qk_norm=True),
+            596_049_920,
+            id="Qwen3-0.6B",
+        ),
+        pytest.param(
+            dict(layers=32, hidden=4096, ff=14_336, heads=32, kv_heads=8, head_dim=128,
+                 vocab_size=128_256, tied=False),
+            8_030_261_248,
+            id="Llama-3-8B",
+        ),
+    ],
+)  # fmt: skip
+def test_published_sizes_have_the_published_number_of_parameters(changes, count):
+    config = dataclasses.replace(SMALL, **changes)
+    abstract = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+    leaves = jax.tree.leaves(nnx.to_pure_dict(nnx.split(abstract)[1]))
+    assert sum(math.prod(leaf.shape) for leaf in leaves) == count
+
+
+@pytest.mark.gpu
+def test_cudnn_attention_agrees_with_xla_on_packed_rows():
+    changes = dict(dtype="bfloat16", head_dim=64, hidden=128)
+    batch = rows_of(random_document(70, 7), random_document(40, 8), length=128)
+    got = {
+        name: run(decoder(attention=name, **changes), batch)
+        for name in ("xla", "cudnn")
+    }
+    np.testing.assert_allclose(
+        got["cudnn"][:, :110].astype(jnp.float32),
+        got["xla"][:, :110].astype(jnp.float32),
+        atol=0.08,
+    )
+
+
+# ------------------------------------------------------------------ errors
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(heads=4, kv_heads=3), "kv_heads must divide heads, got kv_heads=3"),
+        (dict(head_dim=7), "head_dim must be even .*got 7"),
+        (dict(layers=0), "layers must be above 0, got 0"),
+        (dict(vocab_size=-1), "vocab_size must be above 0, got -1"),
+        (dict(softcap=0.0), "softcap must be above 0, got 0.0"),
+        (dict(dtype="float8"), "dtype must be one of 'float32', .*got 'float8'"),
+        (dict(activation="relu"), "activation must be one of .*got 'relu'"),
+        (dict(attention="flash"), "attention must be one of .*got 'flash'"),
+        (dict(pattern=("near",)), "pattern must be of 'global' and 'local'"),
+        (dict(pattern=("local",)), "window must be given where pattern has 'local'"),
+        (dict(window=4), "window must be given where pattern has 'local'"),
+        (dict(rope_scaling="yarn"), "rope_scaling must be one of .*got 'yarn'"),
+        (
+            dict(attention="cudnn", attention_softcap=5.0),
+            "attention='cudnn' cannot cap scores",
+        ),
+    ],
+)
+def test_impossible_models_are_refused_by_name(changes, message):
+    with pytest.raises(ValueError, match=f"ModelConfig.{message}"):
+        dataclasses.replace(SMALL, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(implementation="lean"), "implementation must be one of .*got 'lean'"),
+        (dict(chunk=0), "chunk must be a positive number of tokens.*got 0"),
+        (dict(chunk="big"), "chunk must be a positive number .*got 'big'"),
+    ],
+)
+def test_impossible_heads_are_refused_by_name(changes, message):
+    with pytest.raises(ValueError, match=f"HeadConfig.{message}"):
+        HeadConfig(**changes)
+
+
+def test_an_unknown_vocabulary_is_an_error():
+    with pytest.raises(ValueError, match="vocab_size is None: set it"):
+        decoder(vocab_size=None)

@@ -1,0 +1,273 @@
+"""A block against float64 and against its ordinary form, and what it keeps."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx, traverse_util
+
+from jaxmem import remat
+from jaxmem.models import layers
+from jaxmem.models.decoder import Decoder, ModelConfig
+from jaxmem.models.positions import Sight, rope_frequencies, rope_tables
+from jaxmem.remat import cost as _traced
+
+SIZES = ModelConfig(
+    layers=2, hidden=64, ff=96, heads=4, kv_heads=2, head_dim=16, vocab_size=61
+)
+GEMMA = dict(activation="gelu", post_norms=True, norm_offset=True, embed_scale=True)
+ARCHITECTURES = {
+    "Llama": dict(rope_scaling="llama3", rope_factor=8.0, rope_original=16),
+    "Qwen2": dict(qkv_bias=True),
+    "Qwen3": dict(qk_norm=True),
+    "Mistral": dict(pattern=("local",), window=5),
+    "Gemma 2": dict(pattern=("local", "global"), window=5, attention_softcap=2.0,
+                    attention_scale=0.4, **GEMMA),
+    "Gemma 3": dict(pattern=("local", "global"), window=5, qk_norm=True,
+                    local_rope_theta=50.0, **GEMMA),
+}  # fmt: skip
+BATCH, LENGTH = 2, 24
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+def config_of(name, **changes):
+    return dataclasses.replace(SIZES, **ARCHITECTURES[name], **changes)
+
+
+# ------------------------------------------------------------ the ordinary block
+
+
+def ordinary(config, w, x, segment_ids, positions):
+    """The block as most code has it: wide statistics, and whatever autodiff keeps.
+
+    It is computed in the type of x; in float64 it is the oracle.
+    """
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+
+    def norm(x, name):
+        scale = w[f"{name}/scale"].astype(wide) + config.norm_offset
+        mean = jnp.mean(jnp.square(x.astype(wide)), -1, keepdims=True)
+        return (x * jax.lax.rsqrt(mean + config.norm_eps) * scale).astype(x.dtype)
+
+    def linear(x, name):
+        bias = w.get(f"{name}/bias", jnp.zeros((), x.dtype))
+        return x @ w[f"{name}/kernel"].astype(x.dtype) + bias.astype(x.dtype)
+
+    def post(x, name):
+        return norm(x, name) if config.post_norms else x
+
+    def rotated(x):
+        angles = positions[..., None, None] * frequencies
+        cos, sin = jnp.cos(angles), jnp.sin(angles)
+        a, b = jnp.split(x.astype(wide), 2, axis=-1)
+        return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+
+    frequencies = rope_frequencies(config, config.pattern[0]).astype(wide)
+    x_norm = norm(x, "attention_norm")
+    q, k, v = (
+        linear(x_norm, f"attention/{name}").reshape(*x.shape[:2], -1, config.head_dim)
+        for name in ("query", "key", "value")
+    )
+    if config.qk_norm:
+        q, k = norm(q, "attention/query_norm"), norm(k, "attention/key_norm")
+    q, k = (rotated(each).astype(x.dtype) for each in (q, k))
+    k, v = (jnp.repeat(each, config.heads // config.kv_heads, 2) for each in (k, v))
+    scores = jnp.einsum("bqhd,bthd->bhqt", q, k, preferred_element_type=wide)
+    scores = scores * config.score_scale
+    if config.attention_softcap is not None:
+        cap = config.attention_softcap
+        scores = cap * jnp.tanh(scores / cap)
+    ago = np.arange(LENGTH)[:, None] - np.arange(LENGTH)
+    seen = (ago >= 0) & (ago < (config.window or LENGTH))
+    seen = seen & (segment_ids[:, None, :, None] == segment_ids[:, None, None, :])
+    weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf)).astype(x.dtype)
+    mixed = jnp.einsum("bhqt,bthd->bqhd", weights, v).reshape(*x.shape[:2], -1)
+    x = x + post(linear(mixed, "attention/output"), "post_attention_norm")
+    x_norm = norm(x, "feed_forward_norm")
+    act = {"silu": jax.nn.silu, "gelu": jax.nn.gelu}[config.activation]
+    gate = act(linear(x_norm, "feed_forward/gate"))
+    made = linear(gate * linear(x_norm, "feed_forward/up"), "feed_forward/down")
+    return x + post(made, "post_feed_forward_norm")
+
+
+# --------------------------------------------------------------------- numbers
+
+
+def problem(config):
+    """Weights by name, a block's input, the cotangent of its result; documents."""
+    rng = np.random.default_rng(0)
+    shapes = nnx.eval_shape(lambda: layers.Block(config, rngs=nnx.Rngs(0)))
+    flat = traverse_util.flatten_dict(nnx.to_pure_dict(nnx.split(shapes)[1]), sep="/")
+
+    def draw(name, shape):
+        one = 0.0 if config.norm_offset or "scale" not in name else 1.0
+        size = shape[0] ** -0.5 if len(shape) == 2 else 0.3
+        return jnp.asarray(one + size * rng.normal(size=shape), jnp.bfloat16)
+
+    weights = {name: draw(name, leaf.shape) for name, leaf in flat.items()}
+    x, dy = (
+        jnp.asarray(rng.normal(size=(BATCH, LENGTH, config.hidden)), jnp.bfloat16)
+        for _ in range(2)
+    )
+    segment_ids = np.repeat([[1, 2, 3], [1, 1, 2]], LENGTH // 3, axis=1)
+    starts = np.where(np.diff(segment_ids, prepend=0, axis=1), np.arange(LENGTH), 0)
+    positions = np.arange(LENGTH) - np.maximum.accumulate(starts, axis=1)
+    return weights, x, dy, segment_ids.astype(np.int32), positions.astype(np.int32)
+
+
+def lean(config, w, x, segment_ids, positions):
+    nested = traverse_util.unflatten_dict(dict(w), sep="/")
+    block = nnx.merge(definition_of(config), nested)
+    sight = Sight(segment_ids, config.window)
+    tables = rope_tables(positions, rope_frequencies(config, config.pattern[0]))
+    return block(x, sight, tables)
+
+
+@functools.cache
+def definition_of(config):
+    shapes = nnx.eval_shape(lambda: layers.Block(config, rngs=nnx.Rngs(0)))
+    return nnx.split(shapes)[0]
+
+
+def with_gradients(block, config, dtype, weights, x, dy, *rest):
+    """Result and gradients, {name: float64}, of a block computed in `dtype`."""
+
+    @jax.jit
+    def run(w, x, dy):
+        y, pull = jax.vjp(lambda w, x: block(config, w, x, *rest), w, x)
+        dw, dx = pull(dy)
+        return {"y": y, "dx": dx, **dw}
+
+    made = run(*jax.tree.map(lambda a: a.astype(dtype), (weights, x, dy)))
+    return {name: np.asarray(a, np.float64) for name, a in made.items()}
+
+
+@functools.cache
+def exact_of(name):
+    config = config_of(name)
+    with jax.enable_x64(True):
+        return with_gradients(ordinary, config, jnp.float64, *problem(config))
+
+
+def error(got, want):
+    return np.linalg.norm(got - want) / np.linalg.norm(want)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_block_is_as_exact_as_its_ordinary_form(name, dtype):
+    """Of the result and of each gradient: the error against float64."""
+    config = config_of(name, dtype=dtype)
+    given, want = problem(config), exact_of(name)
+    usual = with_gradients(ordinary, config, dtype, *given)
+    got = with_gradients(lean, config, dtype, *given)
+    assert got.keys() == want.keys()
+    unit = float(jnp.finfo(dtype).eps)
+    for key, exact in want.items():
+        if key.endswith("key/bias"):  # moves all of a query's scores alike
+            continue
+        bound = 1.2 * error(usual[key], exact) + 0.1 * unit
+        assert error(got[key], exact) <= bound, key
+        assert error(got[key], exact) < 8 * unit, key  # both could be wrong
+
+
+# ------------------------------------------------------------------- residuals
+
+
+def kept_by(config):
+    """Bytes per token and layer of a block without a policy, by the sizes alone."""
+    width = config.head_dim
+    queries, keys = config.heads * width, config.kv_heads * width
+    parts = 2  # attention and feed-forward: each one's input, and the norm's number
+    numbers = parts * config.hidden + 2 * config.ff  # gate and up
+    numbers += 2 * queries + 2 * keys  # attention's q, out, k, v
+    rows = parts + config.heads  # and logsumexps
+    if config.qk_norm:  # q and k before their norms
+        numbers, rows = numbers + queries + keys, rows + config.heads + config.kv_heads
+    if config.post_norms:
+        numbers, rows = numbers + parts * config.hidden, rows + parts
+    return jnp.dtype(config.dtype).itemsize * numbers + 4 * rows
+
+
+def shaped(config, policy="none", rows=BATCH, length=LENGTH):
+    """`remat.residuals` of one block of a decoder, which is of either kind."""
+    definition, weights = nnx.split(
+        nnx.eval_shape(lambda: layers.Block(config, rngs=nnx.Rngs(0)))
+    )
+    struct = jax.ShapeDtypeStruct
+    h = struct((rows, length, config.hidden), jnp.dtype(config.dtype))
+    table = struct((2, rows, length, 1, config.head_dim // 2), jnp.float32)
+    ids, number = struct((rows, length), jnp.int32), struct((), jnp.int32)
+
+    def block(h, weights, cosines, sines, ids, window, kind):
+        sight, rope = Sight(ids, window), (cosines, sines, kind)
+        return nnx.merge(definition, weights)(h, sight, rope)
+
+    block = remat.block(block, policy)
+    return remat.residuals(block, h, weights, table, table, ids, number, number)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_block_keeps_what_its_sizes_say(name, dtype):
+    config = config_of(name, dtype=dtype)
+    kept = shaped(config)
+    assert kept.bytes_per_token == kept_by(config)
+    assert shaped(config, length=2 * LENGTH).bytes_per_token == kept_by(config)
+    # In float32, one number per row of a norm and of attention's scores.
+    rows = {"attn_lse", "norm_rms"}
+    assert {each.name for each in kept if each.dtype != config.dtype} <= rows
+
+
+def test_the_size_of_qwen3_0_6b():
+    published = dict(hidden=1024, ff=3072, heads=16, kv_heads=8, head_dim=128)
+    config = config_of("Qwen3", dtype="bfloat16", **published)
+    of_policies = {
+        name: shaped(config, name).bytes_per_token
+        for name in ("none", "dots_and_attention", "dots", "save_attention", "full")
+    }
+    assert of_policies == {
+        "none": 34_984,  # 2 (2·1024 + 2·3072 + 3·2048 + 3·1024) + 4 (2 + 16 + 24)
+        "dots_and_attention": 34_984 - 2 * (2048 + 1024),  # q and k are rotated again
+        "dots": 24_576,
+        "save_attention": 14_400,
+        "full": 2048,
+    }
+
+
+@pytest.mark.parametrize("adapted", [False, True], ids=["", "LoRA"])
+def test_adapters_keep_nothing_more_of_a_block(adapted):
+    changes = dict(lora_rank=4, lora_targets=("query", "output", "gate", "down"))
+    config = config_of("Qwen3", dtype="bfloat16", **(changes if adapted else {}))
+    assert shaped(config).bytes_per_token == kept_by(config)
+
+
+@pytest.mark.parametrize("policy", ["none", "dots_and_attention", "dots"])
+@pytest.mark.parametrize("name", ["Qwen3", "Gemma 2", "Gemma 3"])
+def test_the_loop_over_blocks_stacks_what_a_block_keeps(name, policy):
+    """By the traced gradient of a whole decoder, in which layers are of two kinds."""
+    config = config_of(name, dtype="bfloat16", param_dtype="bfloat16", layers=4)
+    decoder = nnx.eval_shape(lambda: Decoder(config, policy=policy, rngs=nnx.Rngs(0)))
+    definition, weights = nnx.split(decoder)
+    ids = jax.ShapeDtypeStruct((BATCH, LENGTH), jnp.int32)
+
+    def total(weights, *batch):
+        return nnx.merge(definition, weights)(*batch).astype(jnp.float32).sum()
+
+    jaxpr = jax.make_jaxpr(jax.grad(total))(weights, ids, ids, ids)
+    scans = [
+        equation for equation, _ in _traced.equations(jaxpr.jaxpr)
+        if equation.primitive.name == "scan"
+    ]  # fmt: skip
+    stacked = [var.aval.shape for var in scans[0].outvars if len(var.aval.shape) > 2]
+    held = sum(
+        np.prod(var.aval.shape) * var.aval.dtype.itemsize
+        for var in scans[0].outvars
+        if var.aval.ndim > 2 and var.aval.shape[:2] == (config.layers, BATCH)
+    )
+    per_token = held / (config.layers * BATCH * LENGTH)
+    assert per_token == shaped(config, policy).bytes_per_token, stacked

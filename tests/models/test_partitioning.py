@@ -1,0 +1,305 @@
+"""One mesh for a run: the steps of one device, on any devices, resumed on any other."""
+
+import dataclasses
+import functools
+import io
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+from rich.console import Console
+
+from jaxmem.data.documents import DataConfig
+from jaxmem.data.tasks import TaskConfig
+from jaxmem.models import partitioning as mesh, ulysses
+from jaxmem.models.decoder import Decoder, HeadConfig, ModelConfig
+from jaxmem.models.partitioning import Layout, MeshConfig
+from jaxmem.models.sampling import SamplingConfig
+from jaxmem.offload import Streamed
+from jaxmem.train.config import Config, ConfigError, GrpoJobConfig, load
+from jaxmem.train.jobs import grpo, sft
+from jaxmem.train.jobs.policy import GrpoConfig
+from jaxmem.train.jobs.policy_program import PolicyProgram
+from jaxmem.train.jobs.sft import OptimizerConfig, RunConfig
+from jaxmem.train.memory import RematConfig
+
+MODEL = ModelConfig(layers=2, hidden=16, ff=24, heads=4, kv_heads=2, head_dim=8)
+DATA = DataConfig(vocab_size=320, sequence_length=32, batch_size=8, held_out=0.1)
+RUN = RunConfig(steps=4, checkpoint_every=2, log_every=9, compare_heads=False)
+
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+@pytest.fixture(scope="module")
+def text_file(tmp_path_factory):
+    words = "the head of a model maps each hidden state to a token of its text".split()
+    rng = np.random.default_rng(0)
+    path = tmp_path_factory.mktemp("text") / "words.jsonl"
+    rows = [" ".join(rng.choice(words, 30)) + str(i) for i in range(200)]
+    path.write_text("\n".join(f'{{"text": "{row}"}}' for row in rows))
+    return path
+
+
+FULL, LAST_WHOLE = RematConfig(), RematConfig("offload_block", last=1)
+
+
+def config_of(text_file, out_dir, sizes=(1, 1, 1, 1), remat=FULL, **run):
+    return Config(
+        data=dataclasses.replace(
+            DATA, source=str(text_file), cache_dir=str(text_file.parent)
+        ),
+        model=MODEL,
+        head=HeadConfig(chunk=32),
+        optimizer=OptimizerConfig(warmup_steps=1, final_fraction=1.0),
+        run=dataclasses.replace(RUN, out_dir=str(out_dir), **run),
+        mesh=MeshConfig(*sizes),
+        remat=remat,
+    )
+
+
+def train(config):
+    return sft.train(config, "", Console(file=io.StringIO()))
+
+
+@pytest.fixture(scope="module")
+def alone(text_file, tmp_path_factory):
+    return train(config_of(text_file, tmp_path_factory.mktemp("alone") / "run"))
+
+
+def assert_same_steps(result, wanted):
+    for got, want in zip(result.history, wanted.history, strict=True):
+        assert got.tokens == want.tokens
+        assert got.loss == pytest.approx(want.loss, rel=2e-5)
+        assert got.grad_norm == pytest.approx(want.grad_norm, rel=2e-4)
+    assert result.held_out_loss == pytest.approx(wanted.held_out_loss, rel=2e-5)
+
+
+def test_the_same_steps_on_a_mesh_of_all_axes(text_file, tmp_path, alone):
+    config = config_of(text_file, tmp_path, (1, 2, 2, 2), LAST_WHOLE)
+    assert_same_steps(train(config), alone)
+
+
+def test_a_checkpoint_of_one_mesh_restores_onto_another(text_file, tmp_path, alone):
+    """2 x 4 devices, then 4 x 2, then one; what is saved knows no policy."""
+    runs = (
+        (2, (2, 4, 1, 1), LAST_WHOLE),
+        (3, (1, 4, 1, 2), FULL),
+        (4, (1, 1, 1, 1), LAST_WHOLE),
+    )
+    for steps, sizes, remat in runs:
+        run = dict(steps=steps, checkpoint_every=1)
+        result = train(config_of(text_file, tmp_path, sizes, remat, **run))
+    assert_same_steps(result, alone)
+
+
+def test_moments_on_the_host_restore_onto_another_mesh(
+    text_file, tmp_path, alone, monkeypatch
+):
+    """In other slices: a leaf is in one where its rows are split."""
+    small = functools.partial(Streamed, slice_bytes=4096)
+    monkeypatch.setattr("jaxmem.train.program.Streamed", small)
+    for steps, sizes in (2, (1, 1, 1, 1)), (3, (1, 2, 1, 2)), (4, (2, 1, 1, 1)):
+        run = dict(steps=steps, checkpoint_every=1)
+        config = config_of(text_file, tmp_path, sizes, **run)
+        offloading = dataclasses.replace(config.optimizer, offload=True)
+        result = train(dataclasses.replace(config, optimizer=offloading))
+    assert_same_steps(result, alone)
+
+
+def test_what_each_device_holds(text_file, tmp_path):
+    """Weights, their moments and a batch are in as many parts as the mesh says."""
+    config = config_of(text_file, tmp_path, (1, 2, 2, 2))
+    program = sft.Program(config, 320)
+    state = program.initial_state()
+    assert state.params["embed"]["embedding"].sharding.spec == P("tensor", mesh.PARTS)
+    parts = {
+        leaf.size // leaf.addressable_shards[0].data.size
+        for leaf in jax.tree.leaves(state)
+        if leaf.ndim > 1 and leaf.shape[-1] > 8 and leaf.shape[-1] != 16
+    }
+    assert parts == {8}
+    mean = state.optimizer[1][0].mu["blocks"]["feed_forward"]["down"]["kernel"]
+    assert mean.sharding.spec == P(None, "tensor", mesh.PARTS)
+    head = program.compile_head(config.head).memory_analysis()
+    assert head.temp_size_in_bytes > 0
+    rows = program.layout.place(np.zeros((1, 8, 32), np.int32))
+    assert rows.addressable_shards[0].data.shape == (1, 4, 16)
+
+
+def test_one_device_is_left_alone():
+    layout = Layout(MeshConfig())
+    shapes = {"embed": {"embedding": jax.ShapeDtypeStruct((8, 4), jnp.float32)}}
+    assert layout.mesh is None and layout.of_weights(shapes) is shapes
+    assert layout.compiler_options() == {}
+    batch = np.zeros((1, 2, 4))
+    assert layout.place(batch) is batch and layout.own_rows(3) == [0, 1, 2]
+
+
+def test_errors(text_file, tmp_path):
+    with pytest.raises(ValueError) as caught:
+        Layout(MeshConfig(data=4, tensor=4))
+    assert str(caught.value) == (
+        "mesh.data=4 x mesh.fsdp=1 x mesh.sequence=1 x mesh.tensor=4 makes 16 devices, "
+        "there are 8 in 1 processes"
+    )
+    with pytest.raises(ValueError) as caught:
+        sft.Program(config_of(text_file, tmp_path, (1, 3, 1, 1)), 320)
+    assert str(caught.value) == (
+        "mesh.fsdp=3 x mesh.sequence=1 must divide 16, an axis of "
+        "blocks/attention/key/kernel (2, 16, 16)"
+    )
+    with pytest.raises(ValueError) as caught:
+        sft.Program(config_of(text_file, tmp_path, (1, 1, 1, 3)), 320)
+    assert "mesh.tensor=3 must divide" in str(caught.value)
+    with pytest.raises(ValueError, match=r"mesh.data=1 x mesh.fsdp=8 must divide 4"):
+        Layout(MeshConfig(fsdp=8)).of_tokens(jax.ShapeDtypeStruct((4, 8), jnp.int32))
+
+
+def test_completions_that_a_mesh_cannot_share_out():
+    odd = dataclasses.replace(POLICY.grpo, prompts=3, group_size=2)
+    meshed = dataclasses.replace(POLICY, grpo=odd, mesh=MeshConfig(1, 2, 2, 1))
+    with pytest.raises(ValueError) as caught:
+        PolicyProgram(meshed)
+    assert str(caught.value) == (
+        "mesh.data x mesh.fsdp x mesh.sequence must divide grpo.prompts x "
+        "grpo.group_size = 6, got 4"
+    )
+
+
+def test_of_the_config_file(tmp_path):
+    path = tmp_path / "x.gin"
+    path.write_text("mesh.fsdp = 4\nmesh.tensor = 2\n")
+    config, text = load(path, ["mesh.sequence=1"])
+    assert config.mesh == MeshConfig(fsdp=4, tensor=2)
+    assert re.search(r"mesh.data\s+= 1", text)
+    with pytest.raises(ConfigError, match=r"mesh.data must be at least 1, got 0"):
+        load(path, ["mesh.data=0"])
+
+
+# ------------------------------------------------------------- attention
+
+
+def attention(query, key, value, mask):
+    return jax.nn.dot_product_attention(query, key, value, mask=mask, is_causal=True)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "kv_heads"),
+    [((2, 1, 4, 1), 2), ((1, 2, 2, 2), 2), ((1, 1, 4, 2), 8), ((1, 1, 8, 1), 1)],
+)
+def test_attention_of_split_sequences(sizes, kv_heads):
+    """Documents that end anywhere; fewer key heads than devices; every gradient."""
+    rng = np.random.default_rng(0)
+    query, *key_value = (
+        rng.standard_normal((2, 16, heads, 4), np.float32)
+        for heads in (8, kv_heads, kv_heads)
+    )
+    documents = np.sort(rng.integers(0, 3, (2, 16)), axis=1)
+    mask = (documents[:, :, None] == documents[:, None, :])[:, None]
+
+    def run(masked):
+        def total(*operands):
+            made = ulysses.attend(attention, *operands, mask if masked else None)
+            return jnp.sum(jnp.sin(made)), made
+
+        gradients = jax.value_and_grad(total, (0, 1, 2), has_aux=True)
+        return jax.jit(gradients)(query, *key_value)
+
+    for masked in (True, False):
+        want = run(masked)
+        with Layout(MeshConfig(*sizes)).context():
+            got = run(masked)
+        for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+            np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tokens", "heads", "message"),
+    [
+        ((1, 1, 4, 1), 6, (8, 2), "mesh.sequence=4 must divide tokens of a row, got 6"),
+        (
+            (1, 1, 4, 2),
+            8,
+            (4, 2),
+            "mesh.sequence=4 x mesh.tensor=2 must divide model.heads, got 4",
+        ),
+        ((1, 1, 2, 4), 8, (8, 2), "mesh.tensor=4 must divide model.kv_heads, got 2"),
+    ],
+)
+def test_attention_that_cannot_be_split(sizes, tokens, heads, message):
+    query, key = (np.zeros((1, tokens, n, 4), np.float32) for n in heads)
+    with Layout(MeshConfig(*sizes)).context(), pytest.raises(ValueError) as caught:
+        ulysses.attend(attention, query, key, key, None)
+    assert str(caught.value) == message
+
+
+def test_look_up():
+    table = np.arange(32, dtype=np.float32).reshape(8, 4)
+    ids = np.array([[0, 7, 3, 3], [1, 2, 5, 6]], np.int32)
+
+    def run(table):
+        made = mesh.look_up(table, jnp.asarray(ids))
+        return jnp.sum(jnp.sin(made)), made
+
+    with Layout(MeshConfig(1, 2, 2, 2)).context():
+        (_, made), slope = jax.jit(jax.value_and_grad(run, has_aux=True))(table)
+    np.testing.assert_array_equal(made, table[ids])
+    want = np.zeros_like(table)
+    np.add.at(want, ids, np.cos(table[ids]))
+    np.testing.assert_allclose(slope, want, rtol=1e-6)
+
+
+@pytest.mark.parametrize("changes", [{}, {"attention_softcap": 5.0}])
+def test_one_document_a_row_needs_no_mask(changes):
+    sizes = {"pattern": ("local", "global"), "window": 3} if not changes else {}
+    config = dataclasses.replace(MODEL, vocab_size=20, **sizes, **changes)
+    tokens = np.arange(16, dtype=np.int32).reshape(2, 8)
+    positions = np.tile(np.arange(8), (2, 1))
+
+    @jax.jit
+    def run():
+        model = Decoder(config, rngs=nnx.Rngs(0))
+        plain = model(tokens, np.ones_like(tokens), positions)
+        return plain, model(tokens, None, positions)
+
+    np.testing.assert_array_equal(*run())
+
+
+# ------------------------------------------------- reinforcement learning
+
+POLICY = GrpoJobConfig(
+    task=TaskConfig(digits=1, answer="sum", reward="prefix"),
+    sampling=SamplingConfig(max_new_tokens=3, top_k=6),
+    grpo=GrpoConfig(
+        prompts=4, group_size=4, kl_coefficient=0.1, entropy_coefficient=0.1,
+        max_tokens_train=32, max_tokens_forward=64,
+    ),
+    model=dataclasses.replace(MODEL, tied=False, embed_scale=True),
+    head=HeadConfig(chunk=16),
+    optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=1),
+    run=RunConfig(job="grpo", steps=2, checkpoint_every=None, compare_heads=False),
+)  # fmt: skip
+
+
+def test_a_policy_learns_the_same_on_a_mesh(tmp_path):
+    """Prompts over all devices; packed rows over rows, tokens and the vocabulary."""
+
+    def history(name, sizes, remat=FULL):
+        run = dataclasses.replace(POLICY.run, out_dir=str(tmp_path / name))
+        changes = dict(run=run, mesh=MeshConfig(*sizes), remat=remat)
+        config = dataclasses.replace(POLICY, **changes)
+        return grpo.train(config, "", Console(file=io.StringIO())).history
+
+    wanted = history("alone", (1, 1, 1, 1))
+    made = history("mesh", (1, 2, 2, 2), LAST_WHOLE)
+    for got, want in zip(made, wanted, strict=True):
+        assert got.reward == want.reward and got.tokens == want.tokens
+        for name in ("loss", "grad_norm", "entropy", "kl"):
+            value = getattr(want, name)
+            assert getattr(got, name) == pytest.approx(value, rel=2e-3, abs=1e-5)
+        assert got.mismatch_max < 1e-5

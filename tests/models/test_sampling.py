@@ -1,0 +1,386 @@
+"""Samples against the distribution that they claim to come from."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jaxmem
+from jaxmem.models.decoder import Decoder, ModelConfig
+from jaxmem.models.sampling import SamplingConfig, sample, truncate
+
+SMALL = ModelConfig(
+    layers=2,
+    hidden=32,
+    ff=48,
+    heads=4,
+    kv_heads=2,
+    head_dim=8,
+    vocab_size=7,
+    tied=False,
+)
+PROMPTS = np.random.default_rng(0).integers(0, 7, (5, 4), np.int32)
+LENGTHS = np.array([2, 4, 1, 3, 4], np.int32)
+EOS, PAD = 3, 0
+
+
+# These programs are tiny: all their time would go into optimizing them.
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+@functools.cache
+def decoder(**changes):
+    return Decoder(dataclasses.replace(SMALL, **changes), rngs=nnx.Rngs(0))
+
+
+@functools.cache
+def sampler(**settings):
+    config = SamplingConfig(**settings)
+
+    @jax.jit
+    def run(model, prompts, lengths, key):
+        return sample(model, prompts, lengths, key, config, eos_id=EOS, pad_id=PAD)
+
+    return run
+
+
+def run(model, prompts=PROMPTS, lengths=LENGTHS, seed=0, **settings):
+    settings = {"max_new_tokens": 12, "temperature": 1.0, **settings}
+    made = sampler(**settings)(model, prompts, lengths, jax.random.key(seed))
+    return jax.device_get(made)
+
+
+@jax.jit
+def whole(model, tokens):
+    """Hidden states of sequences that are read at once, one a row."""
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    return model(tokens, jnp.ones_like(tokens), positions)
+
+
+def read(model, samples):
+    """Hidden states [B, R, D] that must have chosen the samples of PROMPTS."""
+    rows, slots = samples.tokens.shape
+    at = np.arange(rows)[:, None], LENGTHS[:, None] + np.arange(slots)
+    tokens = np.pad(PROMPTS, ((0, 0), (0, slots)))
+    tokens[at] = samples.tokens
+    return whole(model, tokens)[at[0], at[1] - 1]
+
+
+def truncated(logits, temperature=1.0, top_k=None, top_p=None, support=None):
+    """Ids left and their log-probabilities, one row in float64, the slow way."""
+    p = np.exp(np.asarray(logits, np.float64) / temperature)
+    order = sorted(range(len(p)), key=lambda v: (-p[v], v))[:top_k]
+    total, kept, held = p[order].sum(), [], 0.0
+    for v in order:
+        if top_p is not None and held >= top_p:
+            break
+        kept.append(v)
+        held += p[v] / total
+    kept = kept[:support]
+    return kept, np.log(p[kept] / p[kept].sum())
+
+
+# -------------------------------------------------------------- truncation
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(top_k=5),
+        dict(top_k=1),
+        dict(top_p=0.6, support=17),
+        dict(top_p=1e-6, support=3),
+        dict(top_p=0.9, support=2),  # cut to the support
+        dict(top_p=0.8, top_k=6),
+        dict(top_p=0.8, top_k=6, support=9, temperature=0.5),
+        dict(top_p=0.7, support=17, temperature=3.0),
+    ],
+)
+@pytest.mark.parametrize("spread", [0.1, 1.0, 8.0])
+def test_what_is_left_of_a_vocabulary(settings, spread):
+    logits = np.random.default_rng(1).normal(size=(4, 17)).astype(np.float32) * spread
+    quick = jax.jit(truncate, static_argnums=1)
+    logprobs, ids = quick(logits, SamplingConfig(**settings))
+    for row in range(4):
+        kept, expected = truncated(logits[row], **settings)
+        left = len(ids[row]) - len(kept)
+        np.testing.assert_array_equal(ids[row], kept + [-1] * left)
+        np.testing.assert_allclose(logprobs[row, : len(kept)], expected, atol=1e-5)
+        np.testing.assert_array_equal(logprobs[row, len(kept) :], -np.inf)
+
+
+def test_of_equal_logits_the_lower_ids_are_left():
+    logprobs, ids = truncate(jnp.zeros((1, 9)), SamplingConfig(top_k=4, top_p=0.6))
+    np.testing.assert_array_equal(ids, [[0, 1, 2, -1]])
+    np.testing.assert_allclose(logprobs[0, :3], -np.log(3), rtol=1e-6)
+
+
+def test_a_cold_softmax_gives_its_best_token_exactly_everything():
+    logits = np.random.default_rng(2).normal(size=(50, 61)).astype(np.float32)
+    quick = jax.jit(truncate, static_argnums=1)
+    logprobs, _ = quick(logits, SamplingConfig(temperature=1e-6))
+    np.testing.assert_array_equal(logprobs.max(axis=-1), 0)
+
+
+@pytest.mark.parametrize("top_p", [None, 1.0])
+def test_nothing_truncates_by_default(top_p):
+    logits = jnp.array([[0.0, 2.0, -4.0]])
+    logprobs, ids = truncate(logits, SamplingConfig(temperature=2.0, top_p=top_p))
+    assert ids is None
+    np.testing.assert_allclose(logprobs, jax.nn.log_softmax(logits / 2), rtol=1e-6)
+
+
+def test_a_nucleus_of_everything_keeps_what_sums_do_not_feel():
+    logits = jnp.array([[0.0, -8.0, -16.0, -17.0, -18.0, -30.0]])
+    got = truncate(logits, SamplingConfig(top_k=6, top_p=1.0))
+    np.testing.assert_array_equal(got[1], [range(6)])
+    np.testing.assert_array_equal(got[0], jax.nn.log_softmax(logits))
+
+
+# ----------------------------------------------------------- probabilities
+
+
+POLICIES = pytest.mark.parametrize(
+    ("changes", "temperature"),
+    [({}, 1.0), (dict(tied=True, softcap=0.3, qk_norm=True), 0.05)],
+)
+
+
+@POLICIES
+def test_logprobs_are_those_of_the_whole_policy(changes, temperature):
+    model = decoder(**changes)
+    made = run(model, temperature=temperature)
+    hidden = read(model, made)
+    labels = np.where(made.mask, made.tokens, -1)
+    expected = model.head.logprobs(hidden, labels, temperature=temperature)
+    assert made.support_ids is None
+    # Hidden states differ by 1e-6; logits, by that and 1 / temperature.
+    np.testing.assert_allclose(made.logprobs, expected, atol=1e-5 / temperature)
+    assert made.logprobs[made.mask].std() > 0.03
+
+
+@POLICIES
+def test_truncated_logprobs_are_those_within_the_support(changes, temperature):
+    model = decoder(**changes)
+    settings = dict(temperature=temperature, top_k=6, top_p=0.7)
+    made = run(model, **settings)
+    hidden = read(model, made)
+    tied = model.config.tied
+    expected = jaxmem.support_logprobs(
+        hidden,
+        model.embed.embedding[...] if tied else model.head.kernel[...],
+        np.where(made.mask, made.tokens, -1),
+        made.support_ids,
+        temperature=temperature,
+        softcap=model.config.softcap,
+    )
+    np.testing.assert_allclose(made.logprobs, expected, atol=1e-5 / temperature)
+    assert made.support_ids.shape == (5, 12, 6)
+    logits, sizes = np.asarray(model.logits(hidden)), set()
+    for row, slot in zip(*np.nonzero(made.mask), strict=True):
+        kept, _ = truncated(logits[row, slot], **settings)
+        ids = made.support_ids[row, slot]
+        assert set(ids[ids >= 0]) == set(kept)
+        sizes.add(len(kept))
+    assert 1 < max(sizes) < 6
+    np.testing.assert_array_equal(made.support_ids[~made.mask], -1)
+
+
+def chi_square_bound(degrees):
+    """What a right sampler exceeds once in 100,000 (Wilson and Hilferty, 1931)."""
+    spread = 2 / (9 * degrees)
+    return degrees * (1 - spread + 4.265 * spread**0.5) ** 3
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [dict(temperature=0.1), dict(temperature=0.1, top_k=4, top_p=0.85, support=5)],
+)
+def test_pairs_of_tokens_come_as_often_as_they_should(settings):
+    model, rows = decoder(), 4096
+    prompts, lengths = np.full((rows, 2), 5, np.int32), np.full(rows, 2, np.int32)
+    lengths[::2] = 1  # a prompt of its own, and slots that differ
+    made = run(model, prompts, lengths, max_new_tokens=2, **settings)
+    for first_row in (0, 1):
+        length = lengths[first_row]
+        sequences = np.full((7, 3), 5, np.int32)
+        sequences[:, length] = np.arange(7)
+        logits = np.asarray(model.logits(whole(model, sequences)))
+        expected = np.zeros((7, 7))
+        first, logp = truncated(logits[0, length - 1], **settings)
+        for token, p in zip(first, np.exp(logp), strict=True):
+            if token == EOS:
+                expected[token, PAD] = p
+                continue
+            second, logp_next = truncated(logits[token, length], **settings)
+            expected[token, second] = p * np.exp(logp_next)
+        seen = np.zeros((7, 7))
+        np.add.at(seen, tuple(made.tokens[first_row::2].T), 1)
+        assert expected.sum() == pytest.approx(1)
+        assert not seen[expected == 0].any()
+        expected *= rows // 2
+        common = expected >= 5
+        rest = np.array([[x[~common].sum()] for x in (seen, expected)])
+        cells = np.c_[np.stack([seen[common], expected[common]]), rest]
+        cells = cells[:, cells[1] > 0]
+        statistic = np.sum((cells[0] - cells[1]) ** 2 / cells[1])
+        assert statistic < chi_square_bound(cells.shape[1] - 1)
+        assert 5 < cells.shape[1]
+
+
+def test_a_low_temperature_takes_the_best():
+    model = decoder()
+    made = run(model, temperature=1e-6)
+    best = np.argmax(model.logits(read(model, made)), axis=-1)
+    np.testing.assert_array_equal(made.tokens[made.mask], best[made.mask])
+    np.testing.assert_allclose(made.logprobs, 0)
+    assert len(set(made.tokens[made.mask])) > 2
+
+
+# ------------------------------------------------------------------- rules
+
+
+@pytest.mark.parametrize("settings", [{}, dict(top_k=6, top_p=0.7)])
+def test_an_end_ends_its_row(settings):
+    made = run(decoder(), seed=1, **settings)
+    slots = np.arange(12)
+    np.testing.assert_array_equal(made.mask, slots < made.lengths[:, None])
+    np.testing.assert_array_equal(made.tokens[~made.mask], PAD)
+    np.testing.assert_array_equal(made.logprobs[~made.mask], 0)
+    assert (made.logprobs[made.mask] < 0).all()
+    last = made.tokens[np.arange(5), made.lengths - 1]
+    assert (last[made.lengths < 12] == EOS).all()
+    assert not (made.tokens[slots < made.lengths[:, None] - 1] == EOS).any()
+    assert 1 <= (made.lengths < 12).sum()
+    assert made.lengths.max() > made.lengths.min() + 2
+    if settings:
+        among = (made.support_ids == made.tokens[..., None]).any(axis=-1)
+        np.testing.assert_array_equal(made.support_ids[~made.mask], -1)
+        assert among[made.mask].all()
+
+
+def test_steps_end_with_the_last_row_and_an_end_may_be_padding(monkeypatch):
+    calls = []
+    decode = Decoder.decode
+
+    def counted(self, tokens, cache):
+        jax.debug.callback(lambda: calls.append(1))
+        return decode(self, tokens, cache)
+
+    monkeypatch.setattr(Decoder, "decode", counted)
+    config, key = SamplingConfig(max_new_tokens=40), jax.random.key(2)
+    made = jax.jit(
+        lambda model: sample(
+            model, PROMPTS, LENGTHS, key, config, eos_id=EOS, pad_id=EOS
+        )
+    )(decoder())
+    jax.effects_barrier()
+    assert 1 < made.lengths.max() < 40
+    # The first token comes from the prompt, and the last is not read again.
+    assert len(calls) == made.lengths.max() - 1
+    np.testing.assert_array_equal(made.mask, np.arange(40) < made.lengths[:, None])
+    np.testing.assert_array_equal(made.tokens[~made.mask], EOS)
+    fewer = run(decoder(), seed=2)
+    np.testing.assert_array_equal(
+        made.tokens[:, :12][fewer.mask], fewer.tokens[fewer.mask]
+    )
+
+
+def test_the_key_decides():
+    first, again, other = (run(decoder(), seed=s) for s in (3, 3, 4))
+    jax.tree.map(np.testing.assert_array_equal, first, again)
+    assert (first.tokens != other.tokens).any()
+    same = [np.full((5, 4), 5, np.int32), np.full(5, 4, np.int32)]
+    rows = run(decoder(), *same, seed=3).tokens
+    assert len({tuple(row) for row in rows}) == 5
+
+
+def test_a_row_does_not_depend_on_the_others():
+    model, prompts, lengths = decoder(), PROMPTS.copy(), LENGTHS.copy()
+    before = run(model, seed=5)
+    prompts[[0, 2]], lengths[[0, 2]] = (prompts[[0, 2]] + 1) % 7, 3
+    after = run(model, prompts, lengths, seed=5)
+    assert (before.tokens[[0, 2]] != after.tokens[[0, 2]]).any()
+    for row in (1, 3):
+        np.testing.assert_array_equal(before.tokens[row], after.tokens[row])
+        np.testing.assert_array_equal(before.logprobs[row], after.logprobs[row])
+
+
+def test_the_loop_reads_weights_in_the_compute_type():
+    model, shape = decoder(dtype="bfloat16"), f"[{SMALL.hidden},{SMALL.ff}]"
+    program = jax.make_jaxpr(sampler(max_new_tokens=2))(
+        model, PROMPTS, LENGTHS, jax.random.key(0)
+    )
+    _, _, loop = str(program).partition("while[")
+    assert f"bf16{shape}" in loop
+    assert f"f32{shape}" not in loop.replace("bf16", "")
+
+
+def test_a_length_that_shows_too_late_gives_nan():
+    lengths = LENGTHS.copy()
+    lengths[1] = 0
+    made = run(decoder(), lengths=lengths, temperature=1.0)
+    assert np.isnan(made.logprobs[1]).all()
+    assert np.isfinite(made.logprobs[[0, 2, 3, 4]]).all()
+
+
+# ------------------------------------------------------------------ errors
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (dict(max_new_tokens=0), "max_new_tokens must be at least 1, got 0"),
+        (dict(temperature=0.0), "temperature must be positive and finite, got 0.0"),
+        (dict(temperature=float("inf")), "temperature must be .*finite, got inf"),
+        (dict(top_k=0), "top_k must be at least 1, got 0"),
+        (dict(top_p=0.0, top_k=2), r"top_p must be in \(0, 1\], got 0.0"),
+        (dict(top_p=1.1, top_k=2), r"top_p must be in \(0, 1\], got 1.1"),
+        (dict(top_p=0.9), "support must be given for a top_p without top_k, got None"),
+        (dict(support=5), "support must be None where neither .* truncates, got 5"),
+        (dict(support=5, top_p=1.0), "support must be None where .*, got 5"),
+        (dict(support=0, top_p=0.9), "support must be at least 1, got 0"),
+        (dict(support=5, top_k=6), "support must be at least top_k=6, got 5"),
+    ],
+)
+def test_impossible_settings_are_refused_by_name(settings, message):
+    with pytest.raises(ValueError, match=f"SamplingConfig.{message}"):
+        SamplingConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [(dict(top_k=8), "top_k"), (dict(top_p=0.5, support=8), "support")],
+)
+def test_no_more_tokens_than_there_are(settings, name):
+    with pytest.raises(ValueError, match=f"{name} must be at most 7 .*got 8"):
+        truncate(jnp.zeros((1, 7)), SamplingConfig(**settings))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            dict(prompts=PROMPTS[0]),
+            r"prompts must be integers \[B, P\], got int32\(4,\)",
+        ),
+        (
+            dict(prompts=PROMPTS * 1.0),
+            r"prompts must be integers .*got float64\(5, 4\)",
+        ),
+        (dict(prompt_lengths=LENGTHS[:2]), r"prompt_lengths must .*\(5,\), got \(2,\)"),
+        (dict(prompt_lengths=LENGTHS - 1), "prompt_lengths must be from 1 to .*got 0"),
+        (dict(prompt_lengths=LENGTHS + 1), "prompt_lengths must be .*the 4 .*got 5"),
+        (dict(eos_id=7), r"eos_id must be .* in \[0, 7\), got 7"),
+        (dict(pad_id=-1), r"pad_id must be .* in \[0, 7\), got -1"),
+    ],
+)
+def test_impossible_requests_are_refused_by_name(changes, message):
+    request = dict(prompts=PROMPTS, prompt_lengths=LENGTHS, eos_id=EOS, pad_id=PAD)
+    key, config = jax.random.key(0), SamplingConfig()
+    with pytest.raises(ValueError, match=message):
+        sample(decoder(), key=key, config=config, **request | changes)

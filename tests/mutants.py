@@ -1,0 +1,179 @@
+"""Mutation testing: flip an operator, a constant or a condition; some test must fail.
+
+    python -m tests.mutants --count 48 --out benchmarks/results/mutants_cpu.csv
+
+Mutants are drawn from the functions of the modules below, the same ones for a seed,
+and each is tested in a copy of the tree by the tests that mirror its module. A mutant
+that no test kills is printed: a test is missing there, or the mutant computes the same.
+"""
+
+import argparse
+import ast
+import copy
+import csv
+import os
+import pathlib
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+# Module to the tests that are to kill its mutants.
+MODULES = {
+    "jaxmem/core/stats.py": ("tests/core", "tests/functional/test_api.py"),
+    "jaxmem/core/operands.py": ("tests/backends/test_xla.py", "tests/functional"),
+    "jaxmem/core/checks.py": ("tests/core/test_checks.py",),
+    "jaxmem/backends/xla.py": ("tests/backends/test_xla.py", "tests/functional"),
+    "jaxmem/heads/verbs.py": ("tests/heads",),
+    "jaxmem/packing.py": ("tests/test_packing.py",),
+    "jaxmem/losses/policy.py": ("tests/losses",),
+    "jaxmem/losses/sequences.py": ("tests/losses",),
+    "jaxmem/losses/ratios.py": ("tests/losses",),
+    "jaxmem/checkpoints/architectures.py": ("tests/checkpoints",),
+    "jaxmem/checkpoints/names.py": ("tests/checkpoints",),
+    "jaxmem/checkpoints/tensors.py": ("tests/checkpoints",),
+}
+OPERATORS = {
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult,
+    ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv,
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is,
+    ast.In: ast.NotIn, ast.NotIn: ast.In, ast.And: ast.Or, ast.Or: ast.And,
+    ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd,
+}  # fmt: skip
+
+
+class Mutant(NamedTuple):
+    """One change of one function."""
+
+    module: str
+    function: str
+    before: str
+    after: str
+    source: str  # of the whole module, changed
+
+
+def main() -> None:
+    """Draw mutants, test each, print those that survive, write all as CSV."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--count", type=int, default=48)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=pathlib.Path)
+    arguments = parser.parse_args()
+    drawn = draw(arguments.count, arguments.seed)
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        tree = pathlib.Path(folder) / "tree"
+        shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".git", "runs"))
+        for mutant in drawn:
+            start = time.monotonic()
+            killed = is_killed(mutant, tree)
+            seconds = round(time.monotonic() - start)
+            rows.append((*mutant[:-1], "killed" if killed else "survived", seconds))
+            print(*rows[-1], sep="  ", flush=True)
+    print(f"{sum('killed' in row for row in rows)} of {len(rows)} killed")
+    if arguments.out:
+        with arguments.out.open("w", newline="") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(
+                ("module", "function", "before", "after", "verdict", "seconds")
+            )
+            writer.writerows(rows)
+
+
+def draw(count: int, seed: int) -> list[Mutant]:
+    """As many from each module, as far as it has any."""
+    rng = random.Random(seed)
+    each = {module: list(mutants(module)) for module in MODULES}
+    for found in each.values():
+        rng.shuffle(found)
+    drawn = []
+    while len(drawn) < count and any(each.values()):
+        drawn += [found.pop() for found in each.values() if found]
+    return drawn[:count]
+
+
+def mutants(module: str) -> Iterator[Mutant]:
+    """Every change of an expression that one of the module's functions computes."""
+    tree = ast.parse((ROOT / module).read_text("utf-8"))
+    for function in ast.walk(tree):
+        if isinstance(function, ast.FunctionDef):
+            for node in computed(function):
+                yield from changed(tree, module, function.name, node)
+
+
+def computed(function: ast.FunctionDef) -> Iterator[ast.AST]:
+    """Nodes of the body, without docstring, annotations and what is raised."""
+    body = function.body[1:] if ast.get_docstring(function) else function.body
+    waiting = list(body)
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, (ast.Raise, ast.FunctionDef, ast.JoinedStr)):
+            continue
+        yield node
+        waiting += [
+            child
+            for name, value in ast.iter_fields(node)
+            if name not in ("annotation", "returns")
+            for child in (value if isinstance(value, list) else [value])
+            if isinstance(child, ast.AST)
+        ]
+
+
+def changed(tree, module, function, node) -> Iterator[Mutant]:
+    """The module with the node changed, for each way there is."""
+    before = ast.unparse(node)
+    for undo in _changes(node):
+        yield Mutant(module, function, before, ast.unparse(node), ast.unparse(tree))
+        undo()
+
+
+def _changes(node):
+    """Change the node in place; yields what takes the change back."""
+    if isinstance(node, (ast.BinOp, ast.BoolOp)) and type(node.op) in OPERATORS:
+        old = node.op
+        node.op = OPERATORS[type(old)]()
+        yield lambda: setattr(node, "op", old)
+    if isinstance(node, ast.Compare) and type(node.ops[0]) in OPERATORS:
+        old = copy.copy(node.ops)
+        node.ops[0] = OPERATORS[type(old[0])]()
+        yield lambda: setattr(node, "ops", old)
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        value = node.value
+        node.value = value + 1
+        yield lambda: setattr(node, "value", value)
+    if isinstance(node, (ast.If, ast.IfExp)):
+        test = node.test
+        node.test = ast.UnaryOp(ast.Not(), test)
+        yield lambda: setattr(node, "test", test)
+
+
+def is_killed(mutant: Mutant, tree: pathlib.Path) -> bool:
+    """Whether a test fails in a copy of the tree with the mutant in it."""
+    path = tree / mutant.module
+    original = path.read_text("utf-8")
+    path.write_text(mutant.source, "utf-8")
+    command = [sys.executable, "-m", "pytest", "-x", "-q", *MODULES[mutant.module]]
+    try:
+        done = subprocess.run(
+            command,
+            cwd=tree,
+            env=os.environ | {"PYTHONPATH": str(tree)},
+            capture_output=True,
+            timeout=900,
+        )
+    except subprocess.TimeoutExpired:
+        return True
+    finally:
+        path.write_text(original, "utf-8")
+    return done.returncode != 0
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""`jaxmem plan`, all but the compiler for absent devices."""
+
+import json
+
+import jax
+import pytest
+
+from jaxmem import cli, devices
+from jaxmem.planning import command, jobs, roofline, search
+from jaxmem.planning.account import Account
+from jaxmem.train import config as configuration
+from jaxmem.train.jobs import sft
+from jaxmem.train.jobs.policy_program import PolicyProgram
+
+TINY = (
+    "model.layers=2", "model.hidden=32", "model.ff=64", "model.heads=2",
+    "model.kv_heads=2", "model.head_dim=16", "head.chunk=32",
+)  # fmt: skip
+SFT = (
+    "sft_stdlib.gin", *TINY, "data.sequence_length=32", "data.batch_size=4",
+    "data.vocab_size=300",
+)  # fmt: skip
+GRPO = (
+    "grpo_arithmetic.gin", *TINY, "grpo.prompts=2", "grpo.group_size=4",
+    "grpo.max_tokens_train=128", "grpo.max_tokens_forward=256",
+    "grpo.kl_coefficient=0.1",
+)  # fmt: skip
+SCORE = "tests/checkpoints/tiny/qwen3"
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+@pytest.fixture(autouse=True)
+def as_elsewhere(monkeypatch):
+    """The command leaves this process's platforms as they are."""
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+
+
+def planned(capsys, *words):
+    status = cli.main(["plan", *words, "--device", "h200"])
+    return status, capsys.readouterr()
+
+
+def test_supervised(fake, capsys):
+    status, said = planned(capsys, *SFT, "--json")
+    made = json.loads(said.out)
+    (phase,) = made["phases"]
+    config, _ = configuration.load(cli._find_config(SFT[0]), SFT[1:])
+    program = sft.Program(config, 300)
+    account = program.compile_step(config.head).memory_analysis()
+    assert phase["account"]["temporary"] == account.temp_size_in_bytes
+    assert phase["account"]["arguments"] == account.argument_size_in_bytes
+    params = sum(x.nbytes for x in jax.tree.leaves(program.initial_params()))
+    assert phase["resident"]["trained weights"] == params
+    assert phase["resident"]["moments"] >= 2 * params
+    assert phase["parts"]["gradients"] == params
+    assert status == 0 and made["fits"]
+
+
+def test_policy(fake, capsys):
+    status, said = planned(capsys, *GRPO)
+    first = said.out.splitlines()[0].split()
+    assert first[4:] == ["rollout", "log-probs", "gradients", "update"]
+    assert "reference weights" in said.out and "keys and values" in said.out
+    assert status == 0
+
+
+def test_phases_of_a_policy_are_its_programs(fake):
+    config, _ = configuration.load(cli._find_config(GRPO[0]), GRPO[1:])
+    with devices.target("h200"):
+        job = jobs.of_config(config)
+        made = command.plan_of(config, "h200")
+    compiled = PolicyProgram(config).compile()
+    programs = [
+        compiled.sample, *compiled.logprobs.values(), *compiled.gradients.values(),
+        compiled.update,
+    ]  # fmt: skip
+    for phase, program in zip(made.phases, programs, strict=True):
+        want = program.memory_analysis().temp_size_in_bytes
+        assert phase.account.temporary == want, phase.name
+    assert [phase.turns for phase in job.phases] == [
+        config.sampling.max_new_tokens - 1, 1, 1, 1,
+    ]  # fmt: skip
+    # A step trains on every sample once, and reads it twice without.
+    read = config.grpo.samples * config.longest
+    _, forward, backward, _ = job.phases
+    assert backward.runs * backward.tokens == pytest.approx(read)
+    assert forward.runs * forward.tokens == pytest.approx(2 * read)
+
+
+def test_scoring(fake, capsys):
+    status, said = planned(capsys, SCORE, "max_tokens=64", "dtype=float32")
+    assert status == 0 and "forward" in said.out
+    status, said = planned(capsys, SCORE, "max_token=64")
+    assert status == 2 and "max_token=64" in said.err and "max_tokens" in said.err
+
+
+def test_a_mesh(fake, capsys):
+    status, said = planned(capsys, *SFT, "mesh.fsdp=2", "--devices", "2", "--json")
+    whole = json.loads(planned(capsys, *SFT, "--json")[1].out)
+    split = json.loads(said.out)
+    weights = [p["phases"][0]["resident"]["trained weights"] for p in (split, whole)]
+    assert status == 0 and weights[0] < 0.6 * weights[1]
+    assert split["phases"][0]["account"]["collectives"]
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (("--devices", "2"), "add an override such as mesh.fsdp=2"),
+        (("mesh.tensor=8",), "mesh.tensor=8 must divide"),
+        (("mesh.tensr=8",), "mesh.tensor"),
+        (("model.attention=cudnn",), "cannot compile for h200"),
+    ],
+)
+def test_what_cannot_be_is_one_line(fake, capsys, words, said):
+    status, made = planned(capsys, *SFT, *words)
+    *_, last = made.err.strip().splitlines()
+    assert status == 2 and last.startswith("jaxmem: error: ") and said in last
+
+
+def test_an_unknown_device_is_one_line(capsys):
+    status = cli.main(["plan", *SFT, "--device", "h201"])
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert status == 2 and "'h201'" in said and "h200" in said
+
+
+def test_without_a_compiler_shapes_are_summed(capsys, monkeypatch):
+    lacking = "compiling needs: pip install this"
+    monkeypatch.setattr(devices, "compiler_missing", lambda device: lacking)
+    status, said = planned(capsys, *SFT)
+    assert status == 2
+    assert "Not compiled" in said.out and "pip install this" in said.out
+    assert "moments" in said.out and "activations kept" in said.out
+
+
+def test_a_job_that_does_not_fit(fake, capsys, monkeypatch):
+    small = devices.known()["h200"]
+    monkeypatch.setattr(
+        devices.table, "known", lambda: {"h200": _with_memory(small, 2**20)}
+    )
+    status, said = planned(capsys, *SFT)
+    assert status == 1 and "does not fit" in said.out
+
+
+def _with_memory(device, memory):
+    import dataclasses
+
+    return dataclasses.replace(device, memory=memory)
+
+
+def test_fit_prints_overrides_that_load(fake, capsys, tmp_path):
+    path = tmp_path / "bars.png"
+    status, said = planned(capsys, *SFT, "--fit", "--json", "--picture", str(path))
+    options = json.loads(said.out)["options"]
+    assert status == 0 and 1 <= len(options) <= 3
+    times = [option["seconds_estimate"] for option in options]
+    assert times == sorted(times)
+    for option in options:
+        words = [*SFT[1:], *option["overrides"]]
+        last = {word.partition("=")[0]: word for word in words}
+        configuration.load(cli._find_config(SFT[0]), list(last.values()))
+    assert path.stat().st_size > 10_000
+
+
+def test_keeping_more_is_expected_to_take_less_time(fake):
+    config, _ = configuration.load(cli._find_config(SFT[0]), SFT[1:])
+    with devices.target("h200"):
+        policies = {p.overrides: p for p in search._policies(config)}
+        none, full = (
+            roofline.of(policies[(f"remat.policy={name}",)].phase, Account(0, 0, 0))
+            for name in ("none", "full")
+        )
+    assert none.operations < full.operations
+
+
+def test_fit_is_for_training(fake, capsys):
+    status, said = planned(capsys, SCORE, "dtype=float32", "--fit")
+    assert status == 2 and "--fit is for training" in said.err

@@ -1,0 +1,83 @@
+"""Operations, bytes and times of a traced program."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import jaxmem
+from jaxmem import devices
+from jaxmem.planning import account, roofline
+from jaxmem.planning.phase import Phase
+
+NOTHING = account.Account(0, 0, 0)
+N, D, V = 64, 32, 192
+HIDDEN, W = (
+    jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((N, D), (V, D))
+)  # fmt: skip
+LABELS = jax.ShapeDtypeStruct((N,), jnp.int32)
+
+
+def estimate(fn, *args, turns=1):
+    with devices.target("h200"):
+        return roofline.of(Phase("", jax.jit(fn).trace(*args), turns=turns), NOTHING)
+
+
+def test_one_product(fake):
+    made = estimate(lambda h, W: h @ W.T, HIDDEN, W)
+    (product,) = made.products
+    assert product.operations == 2 * N * D * V
+    assert product.bytes == 2 * (N * D + V * D + N * V)
+    device = devices.find("h200")
+    bound = max(2 * N * D * V / device.products, product.bytes / device.bandwidth)
+    assert made.seconds == pytest.approx(bound)
+    least, most = roofline.EFFICIENCY
+    assert (made.low, made.high) == pytest.approx((bound / most, bound / least))
+
+
+def test_loops_count_each_turn(fake):
+    def run(h, w):
+        return lax.scan(lambda h, _: (h @ w, None), h, None, length=5)[0]
+
+    square = jax.ShapeDtypeStruct((D, D), jnp.bfloat16)
+    (product,) = estimate(run, HIDDEN, square).products
+    assert (product.times, product.operations) == (5, 5 * 2 * N * D * D)
+
+
+def test_a_loop_without_a_known_end(fake):
+    def run(h, w, steps):
+        return lax.while_loop(
+            lambda state: state[0] < steps,
+            lambda state: (state[0] + 1, state[1] @ w), (0, h),
+        )[1]  # fmt: skip
+
+    square = jax.ShapeDtypeStruct((D, D), jnp.bfloat16)
+    steps = jax.ShapeDtypeStruct((), jnp.int32)
+    assert estimate(run, HIDDEN, square, steps, turns=7).products[0].times == 7
+
+
+@pytest.mark.parametrize("passes", [1, 4])
+def test_a_head_costs_what_its_passes_do(fake, passes):
+    """Chunks of a loop count as if all rows were active."""
+
+    def run(h, W, y):
+        return jaxmem.logprobs(h, W, y, chunk=16, implementation="xla").sum()
+
+    fn = run if passes == 1 else jax.grad(run, (0, 1))
+    made = estimate(fn, HIDDEN, W, LABELS)
+    assert made.operations == passes * 2 * N * D * V
+
+
+def test_what_is_sent_is_at_the_end_of_the_range(fake):
+    found = account.collectives.Collective("all-gather", "bf16[8]", 900, 2, 3, False)
+    sent = account.Account(0, 0, 0, collectives=(found,))
+    with devices.target("h200", 2):
+        phase = Phase("", jax.jit(lambda h, W: h @ W.T).trace(HIDDEN, W))
+        made = roofline.of(phase, sent)
+        far = roofline.of(phase, sent, hosts=2)
+    assert made.sent == 3 * 450
+    assert made.sending == pytest.approx(1350 / devices.find("h200").link)
+    assert far.sending > made.sending
+    assert made.high - made.seconds / roofline.EFFICIENCY[0] == pytest.approx(
+        made.sending
+    )

@@ -1,0 +1,71 @@
+"""Predictions against what H200s recorded: the committed table, and some anew.
+
+The table is results/plan_h200.csv, which `benchmarks.run_plan` makes. What is
+compiled here needs XLA's compiler for NVIDIA GPUs, but no GPU.
+"""
+
+import pytest
+
+from benchmarks import results, run_plan
+from jaxmem import devices
+from jaxmem.planning import roofline
+
+ROWS = results.read("plan_h200.csv")
+BOUND = 0.05
+# Recorded rows that a prediction is off by more: published, and not to grow in number.
+MISSES: set[tuple[str, str, str]] = set()
+
+needs_compiler = pytest.mark.skipif(
+    bool(devices.compiler_missing(devices.find("h200"))),
+    reason="needs jax-cuda13-plugin and nvidia-cuda-nvcc",
+)
+
+
+def key(row):
+    return tuple(row[name] for name in run_plan.KEYS)
+
+
+def test_every_prediction_is_within_the_bound_or_a_published_miss():
+    off = {key(row) for row in ROWS if abs(float(row["error"])) > BOUND}
+    assert off == {key(row) for row in ROWS if row["miss"]} == MISSES
+
+
+def test_errors_are_of_the_numbers_beside_them():
+    for row in ROWS:
+        recorded, predicted = float(row["recorded_gib"]), float(row["predicted_gib"])
+        error = predicted / recorded - 1
+        assert float(row["error"]) == pytest.approx(error, abs=2e-3), key(row)
+
+
+def test_recorded_numbers_are_those_of_the_records():
+    peaks = {
+        row["device_peak_gib"]
+        for source in ("mesh", "long_step")
+        for row in results.read(f"{source}_h200.csv")
+    }
+    of_steps = [row for row in ROWS if row["source"] in ("mesh", "long_step")]
+    assert {float(row["recorded_gib"]) for row in of_steps} == set(map(float, peaks))
+    fit = [row for row in results.read("fit_h200.csv") if not row["limit_gib"]]
+    programs = {row["candidate"]: float(row["program_gib"]) for row in fit}
+    ours = {
+        row["case"]: float(row["recorded_gib"])
+        for row in ROWS
+        if (row["source"], row["number"]) == ("fit", "program")
+    }
+    assert ours == programs
+
+
+def test_efficiencies_are_in_the_range_that_estimates_have():
+    least, most = roofline.EFFICIENCY
+    found = [float(row["efficiency"]) for row in ROWS if row["efficiency"]]
+    assert least <= min(found) and max(found) <= most
+    assert min(found) - least < 0.05 and most - max(found) < 0.05  # no wider than that
+
+
+@needs_compiler
+@pytest.mark.parametrize("shape, path", [run_plan.HEADS[3], run_plan.HEADS[8]])
+def test_heads_anew(shape, path):
+    made, _ = run_plan.head_account(shape, path)
+    (row,) = (row for row in ROWS if row["case"] == f"{shape} {path}")
+    recorded = float(row["recorded_gib"]) * 2**30
+    assert made.temporary == pytest.approx(recorded, rel=0.01)

@@ -1,0 +1,342 @@
+"""The chooser: what fits, what is fastest by the count of products, what is said."""
+
+import functools
+import re
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jaxmem import remat
+from jaxmem.remat import cost as _traced, fitting as _fit
+
+LAYERS, TOKENS, WIDTH, FF = 4, 512, 8, 32
+INPUTS = 4 * LAYERS * TOKENS * WIDTH  # bytes of all blocks' inputs
+GATES = 4 * LAYERS * TOKENS * FF  # of what each of the wide layers makes
+FAST = remat.Rates(1e9, 1e15, 1e15)  # operations a second, bytes a second
+NO_HOST = remat.Rates(1e9, 0.0, 0.0)
+
+
+def block(h, w):
+    q = remat.name(h @ w["q"], "q")
+    gate = remat.name(jnp.sin(h + q) @ w["gate"], "gate")
+    up = remat.name(jnp.sin(h + q) @ w["up"], "up")
+    return h + (jnp.tanh(gate) * jnp.sin(up)) @ w["down"]
+
+
+SHAPES = {
+    "q": (WIDTH, WIDTH), "gate": (WIDTH, FF), "up": (WIDTH, FF), "down": (FF, WIDTH)
+}  # fmt: skip
+
+
+def loss(w, h, policy):
+    return jnp.sum(jnp.sin(remat.scan_blocks(block, w, h, policy)))
+
+
+@functools.cache
+def traced(policy):
+    w = {k: jax.ShapeDtypeStruct((LAYERS, *s), jnp.float32) for k, s in SHAPES.items()}
+    h = jax.ShapeDtypeStruct((TOKENS, WIDTH), jnp.float32)
+    return jax.jit(jax.grad(functools.partial(loss, policy=policy))).trace(w, h)
+
+
+@functools.cache
+def needs(policy):
+    """Bytes of the device, were it one with a host beside it."""
+    compiled = traced(policy).lower().compile()
+    return remat.device_bytes(compiled) - remat.host_bytes(traced(policy))
+
+
+def on_gpu(policy):
+    """The step as a GPU would compile it: what goes to the host takes no room."""
+    compiled = traced(policy).lower().compile()
+    real = compiled.memory_analysis()
+    assert real is not None
+    there = remat.host_bytes(traced(policy))
+    account = types.SimpleNamespace(
+        argument_size_in_bytes=real.argument_size_in_bytes,
+        output_size_in_bytes=real.output_size_in_bytes,
+        alias_size_in_bytes=real.alias_size_in_bytes,
+        temp_size_in_bytes=real.temp_size_in_bytes - there,
+    )
+    program = types.SimpleNamespace(
+        memory_analysis=lambda: account, input_shardings=compiled.input_shardings
+    )
+    lowered = types.SimpleNamespace(compile=lambda: program)
+    return types.SimpleNamespace(jaxpr=traced(policy).jaxpr, lower=lambda: lowered)
+
+
+def products(policy):
+    return _traced.products(traced(policy).jaxpr.jaxpr)
+
+
+def chosen(limit, rates, **options):
+    said = []
+    policy = remat.fit(on_gpu, limit, rates=rates, show=said.append, **options)
+    return policy, said[0]
+
+
+# -------------------------------------------------------------------- counts
+
+
+def test_products_are_counted_as_often_as_they_run():
+    def f(x, w):
+        def body(x, w):
+            return jnp.tanh(x @ w), None
+
+        return jnp.einsum("bij,bkj->bik", *[jax.lax.scan(body, x, w)[0]] * 2)
+
+    x, w = jnp.ones((2, 3, 5)), jnp.ones((7, 5, 5))
+    jaxpr = jax.make_jaxpr(f)(x, w).jaxpr
+    assert _traced.products(jaxpr) == 7 * 2 * (2 * 3 * 5 * 5) + 2 * (2 * 3 * 3 * 5)
+
+
+def test_what_is_saved_is_not_computed_again():
+    rows = 2 * LAYERS * TOKENS
+    once = rows * (WIDTH * WIDTH + 3 * WIDTH * FF)
+    assert products(None) == 3 * once
+    # The product with "down" gives the block's result, which nothing backward needs.
+    assert products(remat.Policy()) == 4 * once - rows * WIDTH * FF
+    saved = products(remat.policy(save=["gate"]))
+    assert saved == products(remat.Policy()) - rows * WIDTH * FF
+
+
+def test_attention_s_results_are_kept_together():
+    """One of them alone saves less than both: the forward pass runs again."""
+    sizes = dict.fromkeys(("block_in", "attn_out", "gate", "attn_lse"), 1)
+    assert _fit._together(sizes) == [("block_in",), ("gate",), ("attn_out", "attn_lse")]
+    assert _fit._together({"attn_lse": 1}) == [("attn_lse",)]
+    assert _fit._together({"gate": 1}) == [("gate",)]
+
+
+def test_bytes_by_name():
+    sizes = _traced.bytes_by_name(traced(None).jaxpr.jaxpr)
+    assert sizes == {"block_in": INPUTS, "q": INPUTS, "gate": GATES, "up": GATES}
+
+
+def test_micro_batches_share_the_room_of_what_is_kept_and_sent():
+    def step(policy, batches):
+        def add(total, h):
+            value, slopes = jax.value_and_grad(loss)(w, h, policy)
+            return jax.tree.map(jnp.add, total, slopes), value
+
+        w = {k: jnp.zeros((LAYERS, *shape)) for k, shape in SHAPES.items()}
+        return jax.lax.scan(add, w, batches)
+
+    batches = jnp.zeros((3, TOKENS, WIDTH))
+    jaxpr = jax.make_jaxpr(functools.partial(step, None))(batches).jaxpr
+    sizes = {"block_in": INPUTS, "q": INPUTS, "gate": GATES, "up": GATES}
+    assert _traced.bytes_by_name(jaxpr) == sizes
+    offloading = functools.partial(step, remat.PRESETS["offload_block"])
+    assert remat.host_bytes(offloading, batches) == INPUTS
+    sent = _traced.bytes_to_host(jax.make_jaxpr(offloading)(batches).jaxpr)
+    assert sent == 3 * INPUTS
+
+
+# -------------------------------------------------------------------- choice
+
+
+@pytest.mark.parametrize("share", [0.05, 0.3, 0.6, 1.01])
+def test_the_fastest_that_fits(share):
+    """Held against every set of names, all of them compiled."""
+    least, most = needs(remat.Policy()), needs(None)
+    limit = int(least + share * (most - least))
+    policy, _ = chosen(limit, NO_HOST)
+    assert needs(policy) <= limit
+    every = [remat.Policy(save=s) for s in _subsets(("q", "gate", "up"))]
+    fitting = [p for p in [None, *every] if needs(p) <= limit]
+    assert products(policy) == min(map(products, fitting))
+
+
+def _subsets(names):
+    return [
+        tuple(k for i, k in enumerate(names) if 2**i & chosen)
+        for chosen in range(2 ** len(names))
+    ]
+
+
+def test_the_host_makes_room_for_what_is_kept():
+    limit = needs(remat.Policy()) - INPUTS // 2
+    policy, said = chosen(limit, FAST)
+    assert policy is not None and "block_in" in policy.offload
+    assert needs(policy) <= limit
+    assert "chosen\n" in said + "\n"
+    # All that is named can wait on the host where the link is free.
+    assert products(policy) == products(remat.policy(save=["q", "gate", "up"]))
+
+
+def test_the_last_blocks_are_kept_whole_where_that_fits():
+    """What the last one keeps is gone before there are gradients: here it takes less
+    memory than to make it again, and fewer products.
+    """
+    last = remat.policy(last=1)
+    limit = needs(last)
+    assert limit < needs(remat.Policy()) and products(last) < products(remat.Policy())
+    policy, said = chosen(limit, NO_HOST, last=[1, 3])
+    assert policy == last
+    assert re.search(r"^full; last 1 whole .* chosen$", said, re.MULTILINE), said
+    assert re.search(r"^full; last 3 whole .* (over|would take)", said, re.MULTILINE)
+    with pytest.raises(ValueError, match="no policy fits"):
+        chosen(limit, NO_HOST)
+
+
+def test_the_host_and_the_last_blocks_together():
+    limit = needs(remat.policy(offload=["block_in"], last=1))
+    policy, _ = chosen(limit, FAST, last=[1], names=["block_in"])
+    assert policy == remat.policy(offload=["block_in"], last=1)
+
+
+def test_memory_is_that_of_each_device():
+    """Rows over two devices: each keeps its half of what is named."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def place(shape, *axes):
+        where = jax.sharding.NamedSharding(mesh, P(*axes))
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=where)
+
+    @functools.cache
+    def step(policy):
+        w = {k: place((LAYERS, *shape)) for k, shape in SHAPES.items()}
+        run = jax.jit(jax.grad(functools.partial(loss, policy=policy)))
+        return run.trace(w, place((TOKENS, WIDTH), "data"))
+
+    least, most = (
+        remat.device_bytes(step(p).lower().compile())
+        for p in (remat.Policy(), remat.policy(save=["q", "gate", "up"]))
+    )
+    assert most < least + 0.7 * (INPUTS + 2 * GATES)
+    options = dict(names=["q", "gate", "up"], rates=NO_HOST, show=None)
+    assert remat.fit(step, most, **options) == remat.policy(save=["q", "gate", "up"])
+
+
+def test_copies_that_nothing_hides_are_a_last_resort():
+    seconds = products(None) / 3 / FAST.products
+    hidden = 1.2 * INPUTS / seconds  # a link that carries the inputs, and no more
+    limit = needs(remat.Policy()) - INPUTS // 2
+    policy, _ = chosen(limit, remat.Rates(FAST.products, hidden, hidden))
+    assert policy is not None and policy.offload == ("block_in",)
+    policy, said = chosen(limit, remat.Rates(FAST.products, hidden / 10, hidden / 10))
+    assert policy is not None and policy.offload == ("block_in",)
+    assert re.search(r"chosen; nothing hides \d+ ms of its copies", said)
+    keeps, _ = chosen(needs(remat.Policy()), remat.Rates(1e9, hidden / 10, hidden / 10))
+    assert keeps == remat.Policy()
+
+
+def test_the_table_says_why_not(monkeypatch):
+    _, said = chosen(needs(remat.policy(save=["q"])), NO_HOST)
+    head, *rows = said.splitlines()
+    assert re.split(" {2,}", head) == [
+        "policy", "GiB device", "GiB host", "ms by formula", "measured", "why not"
+    ]  # fmt: skip
+    assert sum(row.endswith("chosen") for row in rows) == 1
+    for reason in ("slower", "would take about", "no memory beside a CPU's"):
+        assert any(reason in row for row in rows), said
+    _, said = chosen(10**9, FAST, host_limit=INPUTS - 1)
+    assert "over 0.000 GiB on the host" in said
+    monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "0")
+    _, without = chosen(10**9, FAST)
+    assert without == said
+
+
+def test_candidates_that_fit_are_run_and_the_fastest_is_taken(monkeypatch):
+    """Whatever the formula says; here, a clock on which keeping more takes longer."""
+    real, seen = _fit._step_seconds, []
+
+    def run(compiled):
+        assert real(compiled) > 0
+        seen.append(remat.device_bytes(compiled))
+        return float(seen[-1])
+
+    monkeypatch.setattr(_fit, "_step_seconds", run)
+    said = []
+    policy = remat.fit(traced, 10**9, rates=NO_HOST, trials=3, show=said.append)
+    assert len(seen) == 3
+    kept = remat.device_bytes(traced(policy).lower().compile())
+    assert kept == min(seen) < max(seen)
+    (row,) = [line for line in said[0].splitlines() if line.endswith("chosen")]
+    assert f"{kept * 1e3:.1f}" in row
+
+
+def test_names_of_ones_own_choice():
+    policy, _ = chosen(needs(remat.Policy()) + 2 * GATES, NO_HOST, names=["up"])
+    assert policy == remat.policy(save=["up"])
+
+
+def test_names_that_only_the_steps_own_blocks_give():
+    def own(h, w):
+        return h + jnp.tanh(remat.name(h @ w["gate"], "mine")) @ w["down"]
+
+    @functools.cache
+    def step(policy):
+        def total(w, h):
+            return jnp.sum(jnp.sin(remat.scan_blocks(own, w, h, policy)))
+
+        shapes = {k: (LAYERS, *SHAPES[k]) for k in ("gate", "down")}
+        w = {k: jax.ShapeDtypeStruct(s, jnp.float32) for k, s in shapes.items()}
+        h = jax.ShapeDtypeStruct((TOKENS, WIDTH), jnp.float32)
+        return jax.jit(jax.grad(total)).trace(w, h)
+
+    least, mine = (
+        remat.device_bytes(step(policy).lower().compile())
+        for policy in (remat.Policy(), remat.policy(save=["mine"], known=["mine"]))
+    )
+    assert least < mine
+    policy = remat.fit(step, mine, names=["mine"], rates=NO_HOST, show=None)
+    assert policy is not None and policy.save == ("mine",)
+
+
+# -------------------------------------------------------------------- errors
+
+
+def test_nothing_fits():
+    with pytest.raises(ValueError, match=r"no policy fits memory_limit=1,000 bytes"):
+        chosen(1000, NO_HOST)
+
+
+def test_names_that_the_step_does_not_give():
+    with pytest.raises(ValueError, match="the step names block_in, .*not down: its"):
+        chosen(10**9, NO_HOST, names=["down"])
+
+    def bare(policy):
+        return jax.jit(lambda x: x * 2).trace(jnp.ones(3))
+
+    with pytest.raises(ValueError, match="names nothing, not what a block makes"):
+        remat.fit(bare, 10**9, rates=NO_HOST)
+
+
+def test_numbers_of_last_blocks_that_are_none():
+    with pytest.raises(ValueError, match=r"last must be numbers .* above 0, got \[0\]"):
+        remat.fit(on_gpu, 10**9, last=[0], rates=NO_HOST)
+
+
+def test_several_processes_do_not_measure_each_for_itself(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    for measuring in ({"rates": None}, {"rates": NO_HOST, "trials": 2}):
+        with pytest.raises(ValueError, match="each of several processes would measure"):
+            remat.fit(on_gpu, 10**9, **measuring)
+    chosen = remat.fit(on_gpu, 10**9, rates=NO_HOST, show=None)
+    assert chosen is None  # everything fits
+
+
+def test_a_device_without_a_limit():
+    if jax.default_backend() == "cpu":
+        with pytest.raises(ValueError, match="'auto' needs a device that says"):
+            remat.fit(on_gpu, "auto", rates=NO_HOST)
+
+
+def test_rates_are_measured():
+    rates = remat.measure_rates(jnp.float32, 64)
+    assert rates.products > 0
+    if jax.default_backend() == "cpu":
+        assert (rates.to_host, rates.from_host) == (0, 0)
+
+
+def test_policies_are_described_by_name_or_by_names():
+    assert _fit.describe(None) == "none"
+    assert _fit.describe(remat.PRESETS["offload_block"]) == "offload_block"
+    both = remat.policy(save=["q", "k"], offload=["block_in"])
+    assert _fit.describe(both) == "save q, k; offload block_in"
+    last = remat.PRESETS["offload_block"] | remat.policy(last=4)  # pyright: ignore
+    assert _fit.describe(last) == "offload_block; last 4 whole"

@@ -1,0 +1,448 @@
+"""Scores against torch's logits, and files that a kill cannot spoil."""
+
+import json
+import os
+import pathlib
+import shutil
+import signal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from rich.console import Console
+
+from jaxmem import checkpoints, cli, score
+from jaxmem.score import ScoreConfig, journal, run, windows
+from jaxmem.train import files, locks
+from tests.checkpoints import texts
+from tests.train.test_files import no_file_above
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return texts.checkpoint("llama", tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write(records, path="data.jsonl"):
+    pathlib.Path(path).write_text("".join(json.dumps(r) + "\n" for r in records))
+
+
+def documents(count=12, seed=0):
+    rng = np.random.default_rng(seed)
+    letters = np.array(list(texts.LETTERS))
+    return [
+        {"text": "".join(rng.choice(letters, rng.integers(0, 14)))}
+        for _ in range(count)
+    ]
+
+
+def scored(model, **options):
+    options = dict(max_tokens=32, dtype="float32", data="data.jsonl") | options
+    with open("log.txt", "w") as log:
+        console = Console(file=log, width=80)
+        config = ScoreConfig(str(model), **options)
+        summary = score.score(config, console)
+    out = pathlib.Path(options.get("out", "scores.jsonl"))
+    assert not out.with_name(out.name + ".unfinished").exists()
+    if out.suffix == ".jsonl":
+        return summary, [json.loads(line) for line in out.read_text().splitlines()]
+    return summary, out
+
+
+# ------------------------------------------------------------------ numbers
+
+
+def test_scores_are_those_of_torchs_logits(directory, tmp_path_factory):
+    expected = np.load(texts.TINY / "gemma2" / "expected.npz")
+    model = texts.checkpoint("gemma2", tmp_path_factory.mktemp("gemma"), start=False)
+    vocabulary = checkpoints.load_vocabulary(model)
+    words = [vocabulary.tokenizer.id_to_token(i) for i in range(40)]
+    rows = list(zip(expected["tokens"], expected["logits"], strict=True))
+    write([{"text": "".join(words[i] for i in row)} for row, _ in rows])
+    _, records = scored(model)
+    for (row, logits), record in zip(rows, records, strict=True):
+        logp = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+        picked = logp[np.arange(len(row) - 1), row[1:]]
+        entropy = -(np.exp(logp) * logp).sum(axis=-1)[: len(row) - 1]
+        assert record["token_ids"] == row[1:].tolist()
+        np.testing.assert_allclose(record["logprobs"], picked, atol=5e-4)
+        np.testing.assert_allclose(record["entropies"], entropy, atol=5e-4)
+        perplexity = np.exp(-picked.mean())
+        np.testing.assert_allclose(record["perplexity"], perplexity, rtol=1e-5)
+
+
+def one_by_one(model, ids):
+    """Log-probability of each token, from logits of the whole sequence."""
+    decoder = checkpoints.load(model, dtype="float32", param_dtype="float32")
+    ids = np.array([ids])
+    places = np.arange(ids.shape[1])[None]
+    hidden = jax.jit(lambda d, *x: d(*x))(decoder, ids, np.ones_like(ids), places)
+    logp = jax.nn.log_softmax(decoder.logits(hidden))[0]
+    return np.asarray(logp)[np.arange(ids.shape[1] - 1), ids[0, 1:]]
+
+
+def test_responses_are_scored_after_their_prompts_and_ends_on_request(model, directory):
+    write([{"prompt": "ab", "response": "cad"}, {"prompt": "", "response": "a"}])
+    _, records = scored(model, eos=True)
+    # <s> a b | c a d </s>
+    assert records[0]["token_ids"] == [5, 3, 6, 2]
+    expected = one_by_one(model, [1, 3, 4, 5, 3, 6, 2])[2:]
+    np.testing.assert_allclose(records[0]["logprobs"], expected, atol=1e-5)
+    assert records[1]["token_ids"] == [3, 2]
+    assert records[0]["document"] == "data.jsonl:1"
+
+
+def test_an_adapter_is_scored_with_its_model(directory):
+    model = texts.checkpoint("qwen3", directory)
+    write(documents(3))
+    _, plain = scored(model)
+    adapter = str(texts.TINY / "qwen3" / "adapter")
+    _, adapted = scored(model, adapter=adapter, out="adapted.jsonl")
+    assert plain[0]["token_ids"] == adapted[0]["token_ids"]
+    decoder = checkpoints.load(
+        model, dtype="float32", param_dtype="float32", adapter=adapter
+    )
+    ids = jnp.array([[1, *adapted[0]["token_ids"]]])
+    places = jnp.arange(ids.shape[1])[None]
+    hidden = decoder(ids, jnp.ones_like(ids), places)
+    logp = decoder.head.logprobs(hidden[:, :-1], ids[:, 1:])[0]
+    np.testing.assert_allclose(adapted[0]["logprobs"], logp, atol=1e-5)
+    assert np.abs(logp - np.array(plain[0]["logprobs"])).max() > 0.01
+
+
+def test_packing_changes_no_number_and_no_order(model, directory):
+    write(documents())
+    _, together = scored(model)
+    _, alone = scored(model, max_tokens=16, out="alone.jsonl")
+    assert [r["document"] for r in together] == [r["document"] for r in alone]
+    for a, b in zip(together, alone, strict=True):
+        assert a["token_ids"] == b["token_ids"]
+        np.testing.assert_allclose(a["logprobs"], b["logprobs"], atol=1e-5)
+
+
+def test_the_summary_is_the_sum_of_the_records(model, directory):
+    write(documents())
+    summary, records = scored(model)
+    logprobs = np.concatenate([r["logprobs"] for r in records])
+    assert summary.documents == len(records)
+    assert summary.tokens == len(logprobs) == sum(summary.histogram)
+    np.testing.assert_allclose(summary.mean_logprob, logprobs.mean())
+    np.testing.assert_allclose(summary.perplexity, np.exp(-logprobs.mean()))
+    assert summary.histogram[0] == np.sum(-logprobs < 0.01)
+    shown = pathlib.Path("log.txt").read_text()
+    assert f"tokens scored │ {summary.tokens} │" in " ".join(shown.split())
+    assert "█" in shown and "tokens/s" in shown and "documents 12/12" in shown
+
+
+def test_parquet_holds_the_same(model, directory):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    write(documents())
+    _, records = scored(model)
+    _, out = scored(model, out="scores.parquet")
+    table = parquet.read_table(out).to_pylist()
+    for a, b in zip(records, table, strict=True):
+        assert (a["document"], a["token_ids"]) == (b["document"], b["token_ids"])
+        np.testing.assert_array_equal(
+            np.float32(a["logprobs"]), np.float32(b["logprobs"])
+        )
+        assert a["perplexity"] == b["perplexity"]
+
+
+# ------------------------------------------------------------------ windows
+
+
+def test_windows_score_each_token_once():
+    ids = np.arange(100, 123, dtype=np.int32)
+    made = windows.cut(0, windows.Tokens("x", ids, 3), length=8, stride=3)
+    labels = np.concatenate([w.labels[w.labels >= 0] for w in made])
+    np.testing.assert_array_equal(labels, ids[3:])
+    for window in made:
+        assert len(window.tokens) <= 8
+        counted = np.flatnonzero(window.labels >= 0)
+        np.testing.assert_array_equal(
+            window.labels[counted], window.tokens[counted] + 1
+        )
+    # All but the first have at least length - stride tokens before what they score.
+    assert all((w.labels[:5] < 0).all() for w in made[1:])
+    prompt = windows.cut(0, windows.Tokens("x", ids, 20), length=8, stride=8)
+    assert len(prompt) == 1  # what only holds prompt is not run
+
+
+def test_a_stride_scores_long_documents_as_windows_would(model, directory):
+    text = "abcabdabeabf" * 3
+    write([{"text": text}])
+    _, (record,) = scored(model, max_tokens=16, stride=8)
+    ids = [1, *(texts.LETTERS.index(c) + 3 for c in text)]
+    assert record["token_ids"] == ids[1:]
+    first = one_by_one(model, ids[:17])
+    second = one_by_one(model, ids[8:25])
+    expected = np.concatenate([first, second[8:]])
+    np.testing.assert_allclose(record["logprobs"][:24], expected, atol=1e-5)
+
+
+def test_long_documents_are_named(model, directory):
+    write([{"text": "abc"}, *({"text": "a" * n} for n in (40, 33, 32, 50, 60, 70, 80))])
+    message = (
+        r"6 of 8 documents are longer than the 32 tokens of a micro-batch: "
+        r"data.jsonl:2 \(40 tokens\), data.jsonl:3 \(33 tokens\).* and 1 more; raise"
+    )
+    with pytest.raises(windows.TooLong, match=message):
+        scored(model)
+
+
+def test_the_models_own_context_is_the_limit(model, directory):
+    write([{"text": "a" * 65}])
+    with pytest.raises(windows.TooLong, match="longer than the 64 tokens"):
+        scored(model, max_tokens=128)
+
+
+# ----------------------------------------------------------------- to resume
+
+
+def killed_after(appends, monkeypatch):
+    """Replaces `append` by one that dies in the middle of a write."""
+    count, whole = 0, journal.Journal.append
+
+    def append(self, made):
+        nonlocal count
+        if count == appends:
+            with open(self.path, "ab") as file:
+                file.write(b'{"document": "half')
+            raise KeyboardInterrupt
+        count += 1
+        whole(self, made)
+
+    monkeypatch.setattr(journal.Journal, "append", append)
+
+
+@pytest.mark.parametrize("appends", [0, 1, 2])
+def test_a_killed_run_goes_on_without_repeating_or_losing(
+    appends, model, directory, monkeypatch
+):
+    monkeypatch.setattr(run, "_GROUP", 1)
+    write(documents(20))
+    _, whole = scored(model, out="whole.jsonl")
+    with monkeypatch.context() as patched:
+        killed_after(appends, patched)
+        with pytest.raises(KeyboardInterrupt):
+            scored(model)
+    assert not pathlib.Path("scores.jsonl").exists()
+    _, records = scored(model)
+    assert records == whole
+    if appends:
+        assert "resuming after document" in pathlib.Path("log.txt").read_text()
+
+
+def test_a_kill_between_the_last_document_and_the_file(model, directory, monkeypatch):
+    write(documents(5))
+    with monkeypatch.context() as patched:
+        patched.setattr(journal.Journal, "finish", lambda self: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            scored(model)
+    monkeypatch.setattr(run, "_score_rest", None)  # nothing is left to score
+    summary, records = scored(model)
+    assert len(records) == summary.documents == 5
+
+
+@pytest.mark.parametrize("out", ["scores.jsonl", "scores.parquet"])
+def test_a_kill_between_the_file_and_the_end_of_the_journal(
+    out, model, directory, monkeypatch
+):
+    write(documents(5))
+    with monkeypatch.context() as patched:
+        patched.setattr(files, "sync_directory", lambda _: 1 / 0)  # then, unlink
+        with pytest.raises(ZeroDivisionError):
+            scored(model, out=out)
+    made, other = pathlib.Path(out).read_bytes(), pathlib.Path(out + ".unfinished")
+    assert other.exists()
+    pathlib.Path(out).write_bytes(made + b" ")
+    with pytest.raises(
+        ValueError, match=f"{out}: exists, and differs from the scores in {other}"
+    ):
+        scored(model, out=out)
+    pathlib.Path(out).write_bytes(made)
+    summary, _ = scored(model, out=out)
+    assert summary.documents == 5 and pathlib.Path(out).read_bytes() == made
+
+
+def test_the_data_may_be_named_in_another_way(model, directory, monkeypatch):
+    monkeypatch.setattr(run, "_GROUP", 1)
+    write(documents(40))
+    _, whole = scored(model, out="whole.jsonl")
+    with monkeypatch.context() as patched:
+        killed_after(1, patched)
+        with pytest.raises(KeyboardInterrupt):
+            scored(model)
+    for source in (directory / "data.jsonl", "x/../data.jsonl", "./data.jsonl"):
+        pathlib.Path("x").mkdir(exist_ok=True)
+        with monkeypatch.context() as patched:
+            killed_after(1, patched)
+            with pytest.raises(KeyboardInterrupt):
+                scored(model, data=str(source))
+    assert scored(model)[1] == whole
+
+
+def test_a_signal_ends_after_the_documents_being_scored(model, directory, monkeypatch):
+    monkeypatch.setattr(run, "_GROUP", 1)
+    write(documents(20))
+    _, whole = scored(model, out="whole.jsonl")
+    with monkeypatch.context() as patched:
+        collect = run._collect
+        patched.setattr(
+            run, "_collect", lambda *a: signal.raise_signal(15) or collect(*a)
+        )
+        with pytest.raises(SystemExit) as caught:
+            scored(model)
+    assert caught.value.code == 143
+    said = pathlib.Path("log.txt").read_text()
+    journal = pathlib.Path("scores.jsonl.unfinished")
+    done = len(journal.read_text().splitlines()) - 1
+    assert 0 < done < 20
+    said = " ".join(said.split())
+    assert f"stopped by SIGTERM after document {done} of 20, all recorded in" in said
+    assert scored(model)[1] == whole
+
+
+def test_a_disk_that_is_full_is_named_and_nothing_recorded_is_lost(
+    model, directory, monkeypatch
+):
+    monkeypatch.setattr(run, "_GROUP", 1)
+    write(documents(20))
+    _, whole = scored(model, out="whole.jsonl")
+    size = pathlib.Path("whole.jsonl").stat().st_size
+    for limit, name in (
+        (size // 2, "scores.jsonl.unfinished"),
+        (size - 9, "scores.jsonl.unfinished"),
+        (size + 1000, "scores.parquet"),
+    ):
+        out = name.removesuffix(".unfinished")
+        with no_file_above(limit), monkeypatch.context() as patched:
+            if out == "scores.parquet":
+                patched.setattr(journal, "_write_parquet", too_much)
+            with pytest.raises(OSError) as caught:
+                scored(model, out=out)
+        assert str(caught.value).startswith(f"{name}: cannot be written: File too lar")
+        assert not pathlib.Path(out + ".made").exists()
+    assert len(scored(model, out="scores.parquet")[0].histogram) > 0
+    assert scored(model)[1] == whole
+
+
+def too_much(path, _):
+    path.write_bytes(bytes(10**6))
+
+
+def test_zeros_at_the_end_of_a_journal_are_cut(model, directory, monkeypatch):
+    monkeypatch.setattr(run, "_GROUP", 1)
+    write(documents(12))
+    _, whole = scored(model, out="whole.jsonl")
+    with monkeypatch.context() as patched:
+        killed_after(2, patched)
+        with pytest.raises(KeyboardInterrupt):
+            scored(model)
+    path = pathlib.Path("scores.jsonl.unfinished")
+    content = path.read_bytes()
+    path.write_bytes(content[: content.rindex(b"\n") - 20] + bytes(500) + b"\n")
+    assert scored(model)[1] == whole
+
+
+def test_two_at_once_are_refused(model, directory):
+    write(documents(5))
+    with locks.exclusive(directory / "scores.jsonl.lock", "", print):
+        with pytest.raises(ValueError, match="--out scores.jsonl is in use by another"):
+            scored(model)
+    scored(model)
+    assert not list(directory.glob("scores.jsonl.*"))
+
+
+def test_a_torn_head_is_a_new_start(model, directory):
+    write(documents(3))
+    pathlib.Path("scores.jsonl.unfinished").write_text('{"finger')
+    assert len(scored(model)[1]) == 3
+
+
+@pytest.mark.parametrize("change", ["data", "options", "weights", "time"])
+def test_an_unfinished_run_of_something_else_is_refused(
+    change, model, directory, monkeypatch
+):
+    write(documents(5))
+    monkeypatch.setattr(run, "_GROUP", 1)
+    model = pathlib.Path(shutil.copytree(model, directory / "model"))
+    with monkeypatch.context() as patched:
+        killed_after(1, patched)
+        with pytest.raises(KeyboardInterrupt):
+            scored(model)
+    if change == "data":
+        write(documents(5, seed=1))
+    if change == "weights":
+        weights = bytearray((model / "model.safetensors").read_bytes())
+        weights[-1] ^= 1
+        (model / "model.safetensors").write_bytes(weights)
+    if change == "time":  # of weights that may differ where nothing reads them
+        os.utime(model / "model.safetensors", (0, 0))
+    options = {"stride": 4} if change == "options" else {}
+    with pytest.raises(ValueError, match="unfinished scores of other documents, ano"):
+        scored(model, **options)
+
+
+def test_a_run_that_scored_nothing_is_in_nobody_s_way(model, directory, monkeypatch):
+    write(documents(5))
+    with monkeypatch.context() as patched:
+        killed_after(0, patched)
+        with pytest.raises(KeyboardInterrupt):
+            scored(model)
+    write(documents(3, seed=1))
+    assert len(scored(model)[1]) == 3
+
+
+# ------------------------------------------------------------------- errors
+
+
+def test_what_cannot_be_scored(model, directory):
+    write(documents(2))
+    with pytest.raises(ValueError, match=r"--out must be a .jsonl or .parquet file"):
+        scored(model, out="scores.csv")
+    pathlib.Path("there.jsonl").touch()
+    with pytest.raises(ValueError, match="there.jsonl: exists; delete it or name ano"):
+        scored(model, out="there.jsonl")
+    with pytest.raises(ValueError, match="--stride must be from 1 to --max-tokens=32"):
+        scored(model, stride=33)
+    with pytest.raises(ValueError, match="--stride must be at most 64, the model's lo"):
+        scored(model, stride=65, max_tokens=128)
+    with pytest.raises(ValueError, match="--chunk must be at least 1, or auto, got 0"):
+        scored(model, chunk=0)
+    with pytest.raises(ValueError, match="^DATA: cannot read absent.jsonl"):
+        score.score(ScoreConfig(str(model), "absent.jsonl"))
+    with pytest.raises(ValueError, match="--max-tokens must be at least 1, got 0"):
+        scored(model, max_tokens=0)
+    with pytest.raises(ValueError, match="DATA must be a .jsonl file, got a.txt"):
+        ScoreConfig("model", "a.txt")
+
+
+def test_a_broken_weight_is_not_a_score(model, directory):
+    write(documents(2))
+    broken = checkpoints.load(model)
+    broken.norm.scale[...] = broken.norm.scale[...] * np.nan
+    checkpoints.save("broken", broken, like=model)
+    with pytest.raises(FloatingPointError, match="data.jsonl:1: a score is not finite"):
+        scored("broken")
+
+
+def test_the_command(model, directory, capsys):
+    write(documents(4))
+    arguments = ["score", str(model), "data.jsonl", "--max-tokens", "32", "--eos"]
+    assert cli.main([*arguments, "--out", "made/scores.jsonl"]) == 0
+    assert "perplexity of all tokens" in capsys.readouterr().out
+    assert pathlib.Path("made/scores.jsonl").exists()
+    assert cli.main([*arguments, "--out", "made/scores.jsonl"]) == 2
+    assert "jaxmem: error: made/scores.jsonl: exists" in capsys.readouterr().err
+    assert cli.main(["score", "nowhere", "data.jsonl"]) == 2
+    assert "nowhere/config.json: cannot be read" in capsys.readouterr().err

@@ -1,0 +1,69 @@
+"""`jaxmem doctor`: what it finds here, and what it would say elsewhere."""
+
+import json
+
+import jax
+import pytest
+
+from jaxmem import cli, doctor
+
+FINE = {"jax": "0.11.2", "jaxlib": "0.11.2"}
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch):
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+
+
+def problems(versions=FINE, plugins=None, driver="", backend="cpu"):
+    return doctor.problems(versions, plugins or {}, driver, backend)
+
+
+def test_one_screen(capsys, monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    status = cli.main(["doctor"])
+    said = capsys.readouterr().out
+    assert len(said.splitlines()) <= 24
+    assert f"jax {jax.__version__}" in said
+    assert "xla: runs on every device; 'hopper' does not" in said
+    assert status == (1 if "problem" in said else 0)
+
+
+def test_json(capsys, monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    status = cli.main(["doctor", "--json"])
+    said = json.loads(capsys.readouterr().out)
+    assert said["versions"]["jax"] == jax.__version__
+    assert len(said["devices"]) == jax.local_device_count()
+    assert set(said["compilers"]) >= {"h200", "v5e"}
+    assert status == bool(said["problems"])
+
+
+def test_nothing_is_wrong():
+    assert problems() == []
+    assert problems(plugins={"jax-cuda13-plugin": "0.11.2"}, driver="580.1",
+                    backend="gpu") == []  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "found, said",
+    [
+        ({"plugins": {"jax-cuda13-plugin": "0.11.1"}, "backend": "gpu"},
+         "pip install 'jax-cuda13-plugin==0.11.2'"),
+        ({"plugins": {"jax-cuda12-plugin": "0.11.2", "jax-cuda13-plugin": "0.11.2"},
+          "backend": "gpu"}, "both installed"),
+        ({"driver": "580.1"}, "pip install 'jax[cuda13]==0.11.2'"),
+        ({"plugins": {"jax-cuda13-plugin": "0.11.2"}}, "JAX_PLATFORMS=cpu"),
+        ({"versions": {"jax": "0.11.1", "jaxlib": "0.11.1"}, "backend": "gpu"},
+         "openxla/xla#46231"),
+    ],
+)  # fmt: skip
+def test_bad_combinations(found, said):
+    (problem,) = problems(**found)
+    assert said in problem
+
+
+def test_a_gpu_that_was_left_out(monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    (problem,) = problems(driver="580.1")
+    assert "JAX_PLATFORMS=cpu leaves it out" in problem

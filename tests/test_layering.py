@@ -1,0 +1,183 @@
+"""The layers of the package: what may import what, and how large anything may grow."""
+
+import ast
+import functools
+import graphlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "jaxmem"
+
+MAX_FUNCTION_LINES = 60  # signature and docstring not counted
+MAX_FILE_LINES = 450
+
+# Lowest first: a package or module imports itself and what stands before it.
+LAYERS = (
+    "_version _shipped _imports devices timing offload core packing remat kernels "
+    "backends functional losses sharding heads integrations models checkpoints data "
+    "train score planning bench doctor cli __main__"
+).split()
+
+# Third parties and the packages or modules that may import them.
+EVERYWHERE = {"jax", "numpy"}
+ROOMS = {
+    "flax": (
+        "jaxmem.heads",
+        "jaxmem.models",
+        "jaxmem.checkpoints",
+        "jaxmem.train",
+        "jaxmem.planning.jobs",
+        "jaxmem.integrations",
+    ),
+    "gin": ("jaxmem.train.config",),
+    "grain": ("jaxmem.data",),
+    "jax.experimental": (  # Pallas is in it
+        "jaxmem.kernels",
+        "jaxmem.core.partition",
+        "jaxmem.devices.targets",
+    ),
+    "matplotlib": ("jaxmem.train", "jaxmem.planning.picture"),
+    "optax": ("jaxmem.models", "jaxmem.train"),
+    "orbax": ("jaxmem.train",),
+    "pyarrow": ("jaxmem.score",),
+    "rich": ("jaxmem.train", "jaxmem.score", "jaxmem.planning.jobs"),
+    "safetensors": ("jaxmem.checkpoints",),
+    "tensorboardX": ("jaxmem.train",),
+    "tokenizers": ("jaxmem.checkpoints", "jaxmem.data", "jaxmem.train"),
+}
+
+
+def _module(path):
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {_module(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+SOURCES = [
+    path
+    for folder in ("jaxmem", "benchmarks")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+]
+
+
+def _tree(path):
+    return ast.parse(path.read_text("utf-8"), str(path))
+
+
+def _imports(tree):
+    """(dotted name, line) of all that is imported, wherever in the file."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: relative import"
+            for alias in node.names:
+                yield f"{node.module}.{alias.name}", node.lineno
+
+
+def _is_in(name, room):
+    return name == room or name.startswith(f"{room}.")
+
+
+@functools.cache
+def _own_imports(module):
+    """(module imported, line) for all that a module imports of this package."""
+    found = []
+    for name, line in _imports(_tree(MODULES[module])):
+        if _is_in(name, "jaxmem"):
+            target = name if name in MODULES else name.rpartition(".")[0]
+            assert target in MODULES, f"line {line}: {name} is not a module"
+            found.append((target, line))
+    return found
+
+
+def _layer(module):
+    return module.split(".")[1]
+
+
+def test_every_module_has_a_layer():
+    assert {_layer(module) for module in MODULES if "." in module} == set(LAYERS)
+
+
+@pytest.mark.parametrize("module", sorted(set(MODULES) - {"jaxmem"}))
+def test_imports_only_from_below(module):
+    for target, line in _own_imports(module):
+        if target == "jaxmem":  # the table of contents, which imports public verbs
+            assert LAYERS.index(_layer(module)) > LAYERS.index("sharding"), line
+            continue
+        below = LAYERS.index(_layer(target)) <= LAYERS.index(_layer(module))
+        assert below, f"line {line}: {target} is not below {module}"
+
+
+def test_no_circle():
+    """Among modules, wherever in a file the import stands; of types, too."""
+    graph = {
+        module: {target for target, _ in _own_imports(module) if target != module}
+        for module in MODULES
+    }
+    graphlib.TopologicalSorter(graph).prepare()
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_no_private_name_of_another_package(module):
+    for name, line in _imports(_tree(MODULES[module])):
+        parts = name.split(".")
+        if parts[0] != "jaxmem" or parts[:2] == ["jaxmem", _layer(module + ".")]:
+            continue
+        private = [p for p in parts[2:] if p.startswith("_") and p != "__version__"]
+        assert not private, f"line {line}: {name}"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_third_parties_stay_in_their_rooms(module):
+    for name, line in _imports(_tree(MODULES[module])):
+        top = name.partition(".")[0]
+        if top in sys.stdlib_module_names or top == "jaxmem":
+            continue
+        guests = [guest for guest in ROOMS if _is_in(name, guest)]
+        assert guests or top in EVERYWHERE, f"line {line}: {name} has no room"
+        for guest in guests:
+            assert any(_is_in(module, room) for room in ROOMS[guest]), (
+                f"line {line}: {name} may not be imported in {module}"
+            )
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_no_private_jax(path):
+    for name, line in _imports(_tree(path)):
+        assert not _is_in(name, "jax._src"), f"line {line}: {name}"
+        assert not _is_in(name, "jaxlib"), f"line {line}: {name}"
+    for node in ast.walk(_tree(path)):
+        is_private = isinstance(node, ast.Attribute) and node.attr == "_src"
+        assert not is_private, f"line {node.lineno}: ._src"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_short_files_of_short_functions(path):
+    assert path.name != "utils.py"
+    assert len(path.read_text("utf-8").splitlines()) <= MAX_FILE_LINES
+    for node in ast.walk(_tree(path)):
+        if isinstance(node, ast.FunctionDef):
+            body = node.body[1:] if ast.get_docstring(node) else node.body
+            length = body[-1].end_lineno - body[0].lineno + 1 if body else 0
+            assert length <= MAX_FUNCTION_LINES, f"{node.name}: {length} lines"
+
+
+def test_import_is_light():
+    heavy = [*ROOMS.keys() - {"jax.experimental"}, "jax.experimental.pallas"]
+    program = (
+        "import sys, jaxmem; "
+        f"print([name for name in {sorted(heavy)} if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == "[]"

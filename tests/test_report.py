@@ -1,0 +1,42 @@
+"""What `jaxmem.report` lists, and what it says where it lists nothing."""
+
+import jax
+import jax.numpy as jnp
+
+import jaxmem
+
+HEAD = jnp.ones((6, 8)), jnp.ones((40, 8)), jnp.arange(6)
+
+
+def test_a_call_and_its_logits():
+    with jaxmem.report() as calls:
+        jaxmem.logprobs(*HEAD, chunk=4)
+    (call,) = calls.calls
+    assert (call.verb, call.implementation, call.live_logits_bytes) == (
+        "logprobs", "xla", 4 * call.chunk * 40,
+    )  # fmt: skip
+    assert str(calls).startswith("logprobs(hidden[6, 8] W[40, 8]): xla (")
+    assert str(calls).endswith(f"chunk={call.chunk}, 0.0 MiB of logits")
+
+
+def test_reports_inside_one_another_list_the_same_call():
+    with jaxmem.report() as outer:
+        with jaxmem.report() as inner:
+            jaxmem.logprobs(*HEAD)
+        jaxmem.entropy(*HEAD[:2])
+    assert [call.verb for call in inner.calls] == ["logprobs"]
+    assert [call.verb for call in outer.calls] == ["logprobs", "entropy"]
+
+
+def test_nothing_traced_says_why_and_what_to_do():
+    run = jax.jit(jaxmem.logprobs)
+    run(*HEAD)
+    with jaxmem.report() as calls:
+        run(*HEAD)
+    assert not calls.calls
+    assert "jax.jit had compiled it before this block" in str(calls)
+    assert "call jax.clear_caches() before it" in str(calls)
+    jax.clear_caches()
+    with jaxmem.report() as calls:
+        run(*HEAD)
+    assert len(calls.calls) == 1

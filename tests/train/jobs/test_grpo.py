@@ -1,0 +1,674 @@
+"""The policy's loss against plain numpy; runs that learn, resume, never recompile."""
+
+import dataclasses
+import functools
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from rich.console import Console
+
+from jaxmem.data import tasks
+from jaxmem.data.documents import Batch
+from jaxmem.data.tasks import TaskConfig
+from jaxmem.models.decoder import Decoder, HeadConfig, ModelConfig
+from jaxmem.models.sampling import SamplingConfig
+from jaxmem.train.config import GrpoJobConfig, load
+from jaxmem.train.history import read_history
+from jaxmem.train.jobs import grpo
+from jaxmem.train.jobs.policy import GrpoConfig, PolicyBatch, average, policy_loss
+from jaxmem.train.jobs.policy_program import PolicyProgram
+from jaxmem.train.jobs.rollouts import Completions
+from jaxmem.train.loop import RunConfig
+from jaxmem.train.memory import RematConfig
+from jaxmem.train.metrics import PolicyMetrics
+from jaxmem.train.optimizer import OptimizerConfig
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+# Two tokens a completion or three, of prompts of four to six; packed in rows of 16.
+SMALL = GrpoJobConfig(
+    task=TaskConfig(digits=1, answer="sum", reward="prefix"),
+    sampling=SamplingConfig(max_new_tokens=3),
+    grpo=GrpoConfig(
+        prompts=8,
+        group_size=4,
+        minibatches=2,
+        max_tokens_train=32,
+        max_tokens_forward=64,
+    ),
+    model=ModelConfig(
+        layers=1, hidden=32, ff=48, heads=2, kv_heads=1, head_dim=16, tied=False,
+        embed_scale=True,
+    ),
+    head=HeadConfig(chunk=16),
+    optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=1, weight_decay=0.0),
+    run=RunConfig(job="grpo", steps=4, checkpoint_every=3, compare_heads=False),
+    remat=RematConfig("none"),
+)  # fmt: skip
+
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+def changed(config, **sections):
+    """The config with some fields of some sections replaced, all at once."""
+    return dataclasses.replace(
+        config,
+        **{
+            name: dataclasses.replace(getattr(config, name), **fields)
+            for name, fields in sections.items()
+        },
+    )
+
+
+def train(config, out_dir, **run):
+    stream = io.StringIO()
+    config = changed(config, run=dict(out_dir=str(out_dir), **run))
+    result = grpo.train(config, "run.steps = 4\n", Console(file=stream, width=120))
+    return result, stream.getvalue()
+
+
+def curve(result, *names):
+    return np.array(
+        [[getattr(step, name) for name in names] for step in result.history]
+    )
+
+
+# -------------------------------------------------------------------- pieces
+
+
+def completions(rows=6, slots=3, seed=0):
+    """Random prompts and completions of several lengths."""
+    rng = np.random.default_rng(seed)
+    prompts, sampled = (rng.integers(2, 14, (rows, n), np.int32) for n in (4, slots))
+    prompt_lengths = rng.integers(2, 5, rows).astype(np.int32)
+    lengths = rng.integers(1, slots + 1, rows).astype(np.int32)
+    lengths[:2] = 1, slots
+    return Completions.of(prompts, prompt_lengths, sampled, lengths), prompts
+
+
+def test_a_sequence_predicts_every_sampled_token_and_reads_all_but_the_last():
+    made, prompts = completions()
+    labels = made.spread(made.sampled, -1)
+    for i, (tokens, wanted) in enumerate(zip(made.tokens, labels, strict=True)):
+        n, length = made.first[i] + 1, made.lengths[i]
+        assert len(tokens) == len(wanted) == n + length - 1
+        said = [*prompts[i, :n], *made.sampled[i, :length]]
+        np.testing.assert_array_equal(tokens, said[:-1])
+        np.testing.assert_array_equal(wanted[: n - 1], -1)
+        np.testing.assert_array_equal(wanted[n - 1 :], said[n:])
+
+
+def test_values_of_sampled_tokens_survive_packing():
+    made, _ = completions()
+    values = np.random.default_rng(1).normal(size=made.sampled.shape).astype("f4")
+    packed = made.pack(16, (8, 16), 0.0)
+    back = made.collect(packed.unpack(packed.place(made.spread(values))))
+    live = np.arange(3) < made.lengths[:, None]
+    np.testing.assert_array_equal(back, np.where(live, values, 0))
+    part = made.select(np.array([4, 1]))
+    np.testing.assert_array_equal(part.tokens[1], made.tokens[1])
+    np.testing.assert_array_equal(
+        part.collect(part.spread(values[[4, 1]])), back[[4, 1]]
+    )
+
+
+@pytest.mark.parametrize(
+    ("loss", "share"),
+    [
+        ("grpo", lambda length, lengths: 1 / length / len(lengths)),
+        ("dr_grpo", lambda length, lengths: 1 / (8 * len(lengths))),
+        ("dapo", lambda length, lengths: 1 / sum(lengths)),
+        ("cispo", lambda length, lengths: 1 / sum(lengths)),
+    ],
+)
+def test_how_much_a_token_counts(loss, share):
+    lengths = [1, 5, 2]
+    weights, normalizer = average(GrpoConfig(loss=loss), lengths, 8)
+    expected = [share(length, lengths) for length in lengths]
+    np.testing.assert_allclose(weights / normalizer, expected, rtol=1e-6)
+
+
+# ---------------------------------------------------------------------- loss
+
+
+def softmax_stats(z, labels):
+    """Log-probability, entropy and its kin in float64."""
+    z = z.astype(np.float64)
+    log_p = z - z.max(-1, keepdims=True)
+    log_p -= np.log(np.exp(log_p).sum(-1, keepdims=True))
+    p = np.exp(log_p)
+    chosen = np.take_along_axis(log_p, np.maximum(labels, 0)[..., None], -1)[..., 0]
+    return chosen, -(p * log_p).sum(-1), (p**2).sum(-1)
+
+
+def dense(config, z, made, normalizer):
+    """The loss and the metrics of a micro-batch as the papers have them, in float64."""
+    lp, entropy, squares = softmax_stats(z, made.batch.labels)
+    live = made.batch.labels >= 0
+    (low, high), A = config.clips, made.advantages
+    ratio = np.exp(lp - made.old_logprob)
+    if config.loss == "cispo":
+        loss = -np.clip(ratio, 1 - low, 1 + high) * A * lp
+        clipped = (ratio < 1 - low) | (ratio > 1 + high)
+    else:
+        loss = -np.minimum(ratio * A, np.clip(ratio, 1 - low, 1 + high) * A)
+        clipped = np.where(A > 0, ratio > 1 + high, ratio < 1 - low) & (A != 0)
+    delta = made.ref_logprob - lp
+    kl = np.exp(delta) - delta - 1
+    loss += config.kl_coefficient * kl - config.entropy_coefficient * entropy
+    told = {"kl": kl, "entropy": entropy, "sum_pi_squared": squares,
+            "clip_fraction": clipped}  # fmt: skip
+    total = np.sum(np.where(live, made.weights * loss, 0)) / normalizer
+    return total, {name: np.where(live, value, 0) for name, value in told.items()}
+
+
+@functools.cache
+def random_micro_batch(vocab_size=14, shape=(3, 8)):
+    """Numbers of a policy that has moved, so that some ratios are clipped."""
+    rng = np.random.default_rng(3)
+    labels = rng.integers(0, vocab_size, shape).astype(np.int32)
+    labels[rng.random(shape) < 0.4] = -1
+    ids = [rng.integers(0, vocab_size, shape).astype(np.int32), labels]
+    ids += [
+        np.ones(shape, np.int32),
+        np.tile(np.arange(shape[1], dtype=np.int32), (3, 1)),
+    ]
+    floats = [rng.normal(size=shape).astype("f4") for _ in range(2)]
+    old, ref = (np.log(1 / vocab_size) + 0.5 * x.astype("f4") for x in floats)
+    advantages = rng.normal(size=shape).astype("f4")
+    weights = rng.uniform(0.5, 1, shape).astype("f4")
+    return PolicyBatch(Batch(*ids), old, advantages, weights, ref)
+
+
+def head_and_hidden(softcap=None):
+    config = dataclasses.replace(SMALL.model, vocab_size=14, softcap=softcap)
+    decoder = Decoder(config, SMALL.head, rngs=nnx.Rngs(0))
+    hidden = jax.random.normal(jax.random.key(1), (3, 8, config.hidden))
+    return decoder.head, hidden
+
+
+@pytest.mark.parametrize("implementation", ["fused", "materialised"])
+@pytest.mark.parametrize("loss", ["grpo", "dr_grpo", "dapo", "cispo"])
+def test_the_loss_and_its_metrics_are_the_papers(loss, implementation):
+    config = GrpoConfig(
+        loss=loss, kl_coefficient=0.1, entropy_coefficient=0.05,
+        **({} if loss != "cispo" else dict(clip_low=0.3, clip_high=0.4)),
+    )  # fmt: skip
+    made, (head, hidden) = random_micro_batch(), head_and_hidden()
+    got, told = jax.jit(
+        lambda made: policy_loss(head, hidden, made, 7.0, config, 0.7, implementation)
+    )(made)
+    want, metrics = dense(config, np.asarray(head(hidden)) / 0.7, made, 7.0)
+    np.testing.assert_allclose(got, want, rtol=2e-5)
+    assert told.keys() == metrics.keys()
+    for name, value in metrics.items():
+        np.testing.assert_allclose(told[name], value, atol=2e-6, err_msg=name)
+        assert not np.asarray(told[name])[made.batch.labels < 0].any()
+    assert 0 < metrics["clip_fraction"].sum() < (made.batch.labels >= 0).sum()
+
+
+def gradients(made, implementation, config=None, **options):
+    config = config or GrpoConfig(kl_coefficient=0.1, entropy_coefficient=0.05)
+    head, hidden = head_and_hidden()
+    definition, weights = nnx.split(head)
+
+    def loss(weights, hidden):
+        module = nnx.merge(definition, weights)
+        return policy_loss(
+            module, hidden, made, 7.0, config, 0.7, implementation, **options
+        )[0]
+
+    return jax.jit(jax.value_and_grad(loss, (0, 1)))(weights, hidden)
+
+
+def test_both_heads_give_one_gradient():
+    fused, materialised = (
+        gradients(random_micro_batch(), name) for name in ("fused", "materialised")
+    )
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), fused, materialised
+    )
+    assert max(float(jnp.abs(x).max()) for x in jax.tree.leaves(fused[1])) > 1e-3
+
+
+@pytest.mark.parametrize("implementation", ["fused", "materialised"])
+def test_what_masked_tokens_hold_does_not_matter(implementation):
+    made = random_micro_batch()
+    masked = made.batch.labels < 0
+    poisoned = PolicyBatch(
+        made.batch, *(np.where(masked, np.nan, x).astype("f4") for x in made[1:])
+    )
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        gradients(poisoned, implementation),
+        gradients(made, implementation),
+    )
+
+
+@pytest.mark.parametrize("implementation", ["fused", "materialised"])
+@pytest.mark.parametrize("loss", ["grpo", "dr_grpo", "dapo", "cispo"])
+def test_without_advantages_there_is_no_gradient(loss, implementation):
+    made = random_micro_batch()
+    made = made._replace(advantages=np.zeros_like(made.advantages), ref_logprob=None)
+    config = GrpoConfig(loss=loss)
+    for leaf in jax.tree.leaves(gradients(made, implementation, config)):
+        np.testing.assert_array_equal(leaf, 0)
+
+
+# ------------------------------------------------------------------ programs
+
+
+def shapes_of(text):
+    """Shape of every value in an HLO text, by name."""
+    return dict(re.findall(r"%?([\w.-]+) = \w+\[([\d,]*)\]", text))
+
+
+def vocabulary_gemms(text, size):
+    """Matrix products with an operand or a result as large as the vocabulary."""
+    shapes, found = shapes_of(text), 0
+    for name, operands in re.findall(r"%?([\w.-]+) = [^\n]*? dot\(([^)]*)\)", text):
+        names = [name, *re.findall(r"%([\w.-]+)", operands)]
+        found += any(str(size) in shapes.get(n, "").split(",") for n in names)
+    return found
+
+
+@functools.cache
+def wide_program():
+    """A vocabulary of 640, which nobody finds an answer in by chance."""
+    program = PolicyProgram(
+        changed(
+            SMALL,
+            model=dict(vocab_size=640),
+            task=dict(reward="exact"),
+            grpo=dict(max_tokens_train=64),
+        )
+    )
+    return program, program.compile()
+
+
+def test_three_gemms_of_the_vocabulary_a_chunk():
+    program, compiled = wide_program()
+    config, ((shape, fused),) = program.config, compiled.gradients.items()
+    assert shape == (4, 16) and config.head.chunk == 16  # four chunks
+    assert vocabulary_gemms(fused.as_text(), 640) == 3
+    frozen = PolicyProgram(changed(config, optimizer=dict(trainable="^blocks")))
+    text = frozen.compile_gradients(shape, config.head).as_text()
+    assert vocabulary_gemms(text, 640) == 2
+
+
+def test_groups_that_tell_nothing_change_nothing():
+    job = grpo._Job(*wide_program())
+    state = job.initial_state()
+    for number in (1, 2):
+        before = jax.device_get(state.params)
+        state, step = job.step(number, state)
+        assert (step.reward, step.degenerate) == (0, 1)
+        assert (step.loss, step.grad_norm, step.clip_fraction) == (0, 0, 0)
+        assert step.entropy > 6
+        jax.tree.map(np.testing.assert_array_equal, state.params, before)
+
+
+@functools.cache
+def new_job():
+    """Rows of two widths and a reference, compiled once for several tests."""
+    config = changed(SMALL, grpo=dict(row_lengths=(8, 16), kl_coefficient=0.1))
+    program = PolicyProgram(config)
+    compiled = program.compile()
+    return config, program, compiled
+
+
+def test_gradients_do_not_depend_on_how_sequences_are_packed():
+    config, program, compiled = new_job()
+    job = grpo._Job(program, compiled)
+    state = job.initial_state()
+    made = job._roll_out(1, state.params)
+    old, _ = job._logprobs(state.params, made)
+    wide = PolicyProgram(
+        changed(config, grpo=dict(max_tokens_train=128, row_lengths=(32,)))
+    )
+    widened = {(4, 32): wide.compile_gradients((4, 32), config.head)}
+    found = []
+    for other in (job, grpo._Job(wide, compiled._replace(gradients=widened))):
+        sums, count = compiled.zeros(), 0
+        batches = other._micro_batches(made.completions, made.advantages, old, old - 1)
+        for shape, batch, normalizer in batches:
+            sums = other._compiled.gradients[shape](
+                state.params, {}, sums, batch, normalizer
+            )
+            count += 1
+        found.append((count, sums))
+    assert found[0][0] > 2 * found[1][0]
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
+        found[0][1],
+        found[1][1],
+    )
+
+
+def test_after_the_first_step_nothing_compiles():
+    _, program, done = new_job()
+    job = grpo._Job(program, done)
+    state, _ = job.step(1, job.initial_state())
+    compiled, seen = [], set()
+
+    def listen(event, *_, **__):
+        if "compile" in event:
+            compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    for number in range(2, 7):
+        state, told = job.step(number, state)
+        seen.add((told.response_length, told.tokens))
+    assert not compiled
+    jax.jit(lambda x: x + len(seen))(0.5)
+    assert compiled  # the listener listens
+    assert len(seen) > 2
+
+
+# ---------------------------------------------------------------------- runs
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run of four steps, what it returned and what it said; not to be changed."""
+    config = changed(
+        SMALL,
+        sampling=dict(temperature=0.8, top_k=5),
+        grpo=dict(kl_coefficient=0.05),
+    )
+    out_dir = tmp_path_factory.mktemp("finished") / "run"
+    return config, *train(config, out_dir, compare_heads=True)
+
+
+def test_a_run_leaves_everything_it_promises(finished):
+    _, result, said = finished
+    history = read_history(result.out_dir / "metrics.jsonl", PolicyMetrics)
+    assert result.history == history and [s.step for s in history] == [1, 2, 3, 4]
+    assert {p.name for p in result.out_dir.iterdir()} == {
+        "checkpoints", "metrics.jsonl", "operative.gin", "report.png", "summary.json",
+        "tensorboard",
+    }  # fmt: skip
+    for step in history:
+        assert step.mismatch_max < 1e-5  # over the support that was sampled from
+        assert 1 <= step.response_length <= 3 and 0 <= step.degenerate <= 1
+        assert step.kl is not None and step.kl >= 0
+        parts = step.rollout_seconds + step.old_seconds + step.reference_seconds
+        assert step.seconds == pytest.approx(parts + step.update_seconds)
+        assert 0 < step.entropy <= np.log(14) and 0 < step.sum_pi_squared < 1
+        # Completions that are all of one reward, which a processor's rounding may
+        # sample, have no gradient.
+        assert step.grad_norm > 0 or step.degenerate == 1
+        assert step.peak_gib is None
+    assert history[0].kl < 1e-3
+    assert "step 4/4  reward" in said and "rollout" in said and "reference" in said
+    assert said.count("right)") + said.count("wrong)") == 3
+    summary = json.loads((result.out_dir / "summary.json").read_text())
+    assert summary["last_reward"] == history[-1].reward
+    assert set(summary["phases"]) == {"rollout", "old", "reference", "update"}
+    assert set(summary["memory"]) == {"fused", "materialised"}
+    operative = (result.out_dir / "operative.gin").read_text()
+    assert operative == "run.steps = 4\n"
+
+
+def test_moments_on_the_host_and_a_policy_by_limit_change_no_number(finished, tmp_path):
+    config, wanted, _ = finished
+    lean = dict(policy="fit", memory_limit=1.0)
+    config = changed(config, optimizer=dict(offload=True), remat=lean)
+    result, said = train(config, tmp_path / "run")
+    names = "loss", "grad_norm", "reward", "entropy"
+    np.testing.assert_allclose(
+        curve(result, *names), curve(wanted, *names), rtol=1e-3, atol=1e-5
+    )
+    assert re.search("^none .* chosen$", said, re.MULTILINE), said
+    program = PolicyProgram(config)
+    moments = jax.tree.leaves(program.initial_state().optimizer)
+    assert {x.sharding.memory_kind for x in moments} == {"pinned_host"}
+    with pytest.raises(ValueError, match="optimizer.offload was true, is absent"):
+        train(changed(config, optimizer=dict(offload=False)), tmp_path / "run", steps=5)
+
+
+def test_fused_and_materialised_give_the_same_curves_for_thirty_steps(tmp_path):
+    config = changed(SMALL, grpo=dict(kl_coefficient=0.02, entropy_coefficient=0.01))
+    names = ("loss", "entropy", "kl", "grad_norm", "sum_pi_squared")
+    curves, rewards = [], []
+    for name in ("fused", "materialised"):
+        head = changed(config, head=dict(implementation=name))
+        result, _ = train(head, tmp_path / name, steps=30, checkpoint_every=30)
+        curves.append(curve(result, *names))
+        rewards.append(curve(result, "reward", "accuracy", "response_length"))
+    np.testing.assert_array_equal(*rewards)
+    np.testing.assert_allclose(*curves, atol=2e-3)
+    assert rewards[0][-5:, 0].mean() > rewards[0][:5, 0].mean() + 0.1
+
+
+def test_the_shipped_config_learns(tmp_path):
+    config, _ = load(CONFIGS / "grpo_arithmetic.gin", ["run.steps=32"])
+    result, _ = train(config, tmp_path / "run")
+    rewards = curve(result, "reward")[:, 0]
+    assert rewards[:5].mean() < 0.15 and rewards[-5:].mean() > 0.25
+    assert all(step.response_length == 1 for step in result.history)
+
+
+# The 8B config, with everything small but what it is about.
+REAL = CONFIGS / "grpo_qwen3_8b_h200.gin"
+TINY = (
+    "model.layers=2 model.hidden=32 model.ff=40 model.heads=4 model.kv_heads=2 "
+    "model.head_dim=24 model.vocab_size=640 task.digits=1 sampling.max_new_tokens=6 "
+    "grpo.row_lengths=(16,) grpo.max_tokens_train=64 grpo.max_tokens_forward=128 "
+    "head.chunk=16"
+).split()
+
+
+def test_the_8b_job_trains_attention_in_float32_and_holds_nothing_for_the_rest():
+    program = PolicyProgram(load(REAL)[0])
+    params, frozen = program.state_shapes.params, program.frozen_shapes
+    trained, rest = (
+        sum(leaf.size for leaf in jax.tree.leaves(tree)) for tree in (params, frozen)
+    )
+    assert trained == pytest.approx(1.51e9, rel=0.01)
+    assert trained + rest == pytest.approx(8.19e9, rel=0.005)
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("float32")}
+    assert {leaf.dtype for leaf in jax.tree.leaves(frozen)} == {jnp.dtype("bfloat16")}
+    assert set(frozen) == {"blocks", "embed", "head", "norm"} and program.head_is_frozen
+    sums = jax.eval_shape(program._zeros)
+    assert jax.tree.structure(sums.gradients) == jax.tree.structure(params)
+
+
+def test_nothing_of_a_frozen_trunk_has_a_gradient():
+    config, _ = load(REAL, TINY)
+    program = PolicyProgram(config)
+    compiled = program.compile_gradients((4, 16), config.head)
+    # No product is as large as a frozen matrix: of the feed-forward or the vocabulary.
+    shapes = shapes_of(compiled.as_text())
+    products = re.findall(r"%?([\w.-]+) = [^\n]*? dot\(", compiled.as_text())
+    made = {shapes[name] for name in products}
+    trained = {"32,96", "96,32", "32,48", "48,32"}  # query, output, key and value
+    frozen = {"32,40", "40,32", "32,640", "640,32"}
+    assert trained & made
+    assert not frozen & made
+    sizes = compiled.memory_analysis()
+    weights = sum(leaf.size for leaf in jax.tree.leaves(program.state_shapes.params))
+    assert sizes.output_size_in_bytes < 4 * weights + 1000
+    # The sums given are used again for those returned.
+    assert sizes.output_size_in_bytes - sizes.alias_size_in_bytes < 1000
+
+
+def test_the_8b_job_runs_at_a_tiny_size(tmp_path):
+    config, _ = load(REAL, TINY)
+    result, said = train(config, tmp_path / "run", steps=2)
+    for step in result.history:
+        assert (step.reward, step.degenerate) == (0, 1)
+        assert 5 < step.response_length <= 6  # the end is one of 640 entries
+        assert step.grad_norm > 0 and step.kl is not None
+        assert step.mismatch_max < 0.1  # of bfloat16
+    assert "reference" in said
+    assert not (result.out_dir / "checkpoints").exists()
+
+
+PROGRAM = textwrap.dedent(
+    """
+    import sys
+    from jaxmem.train.jobs import grpo
+    from jaxmem.train.config import GrpoJobConfig
+    from jaxmem.train.loop import RunConfig
+    from jaxmem.train.memory import RematConfig
+    from jaxmem.models.partitioning import MeshConfig
+    from jaxmem.models.decoder import Decoder, HeadConfig, ModelConfig
+    from jaxmem.train.optimizer import OptimizerConfig
+    from jaxmem.train.jobs.policy import GrpoConfig
+    from jaxmem.models.sampling import SamplingConfig
+    from jaxmem.data.tasks import TaskConfig
+
+    grpo.train(eval(sys.stdin.read()))
+    """
+)
+
+
+def start(config, out_dir, **run):
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(p or "." for p in sys.path),
+            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        },
+    )
+    process.stdin.write(repr(changed(config, run=dict(out_dir=str(out_dir), **run))))
+    process.stdin.close()
+    return process
+
+
+def test_killed_a_run_takes_bitwise_the_steps_of_one_never_stopped(tmp_path):
+    config = changed(
+        SMALL,
+        grpo=dict(kl_coefficient=0.02, epochs=2),
+        optimizer=dict(trainable="blocks|head"),
+    )
+    config = changed(config, run=dict(steps=30))
+    train(config, tmp_path / "whole", checkpoint_every=None)
+    killed = tmp_path / "killed"
+    process, written = start(config, killed, checkpoint_every=7), 0
+    while process.poll() is None and written < 10:
+        path = killed / "metrics.jsonl"
+        written = path.read_text().count("\n") if path.exists() else 0
+        time.sleep(0.001)
+    process.send_signal(signal.SIGKILL)
+    with process.stderr as errors:
+        said = errors.read()
+    assert process.wait() == -signal.SIGKILL, said
+    names = [path.name for path in (killed / "checkpoints").iterdir()]
+    saved = [int(name) for name in names if name.isdigit()]
+    assert max(saved) % 7 == 0 and 7 <= max(saved) < 30
+    train(config, killed, checkpoint_every=None)
+    whole, resumed = (
+        [
+            {k: v for k, v in s._asdict().items() if "second" not in k}
+            for s in read_history(path / "metrics.jsonl", PolicyMetrics)
+        ]
+        for path in (tmp_path / "whole", killed)
+    )
+    assert resumed == whole and len(whole) == 30
+
+
+def test_resuming_with_another_task_model_or_seed_is_refused(finished):
+    config, result, _ = finished
+    for changes, message in (
+        (dict(task=dict(seed=1)), "task.seed was 0, is 1"),
+        (dict(model=dict(hidden=16)), "model.hidden was 32, is 16"),
+        (dict(run=dict(seed=1)), "run.seed was 0, is 1"),
+        (dict(optimizer=dict(trainable="blocks")), "optimizer.trainable was null, is"),
+        (dict(grpo=dict(minibatches=1)), "grpo.minibatches was 2, is 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            train(changed(config, **changes), result.out_dir)
+    assert read_history(result.out_dir / "metrics.jsonl", PolicyMetrics)
+
+
+@pytest.mark.parametrize(("rows", "shown"), [(2, 2), (3, 3), (8, 3)])
+def test_a_few_completions_are_shown_however_many_there_are(rows, shown):
+    words = np.arange(rows)[:, None] % 10
+    made = SimpleNamespace(
+        advantages=np.zeros(rows), words=words, problems=SimpleNamespace(prompts=words),
+        completions=SimpleNamespace(lengths=np.ones(rows, int)),
+        scores=SimpleNamespace(exact=np.ones(rows, bool)),
+    )  # fmt: skip
+    assert len(list(grpo._examples(made))) == shown
+
+
+def test_a_finished_run_resumes_with_nothing_left_to_do(finished):
+    config, result, _ = finished
+    again, said = train(config, result.out_dir)
+    assert again.history == result.history and "after step 4" in said
+
+
+# -------------------------------------------------------------------- config
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["sampling.max_new_tokens=2"], "max_new_tokens=2 must be 1 for task.answer="),
+        (["task.answer=sum"], "sampling.max_new_tokens=1 must be at least 3"),
+        (["run.accumulate=2"], "'run.accumulate=2': run.accumulate=2 must stay 1"),
+        (["grpo.row_lengths=(2,)"], "grpo.row_lengths=(2,) must reach 4, the longest"),
+        (["grpo.row_lengths=(8, 4)"], "row_lengths must be increasing positive integ"),
+        (["grpo.row_lengths=[4]"], "grpo.row_lengths must be tuple or None, got [4]"),
+        (
+            ["grpo.max_tokens_train=8"],
+            "max_tokens_train=8 must hold a row of 64 tokens",
+        ),
+        (["grpo.group_size=1"], "grpo.group_size must be at least 2, got 1"),
+        (["grpo.minibatches=5"], "minibatches must divide prompts x group_size"),
+        (["grpo.loss=ppo"], "grpo.loss must be 'grpo' or 'dr_grpo' or 'dapo' or 'cis"),
+        (["grpo.clip_low=2.0"], "grpo.clip_low must be in [0, 1], or None, got 2.0"),
+        (["grpo.clip_high=-1"], "grpo.clip_high must be 0 or more, or None, got -1"),
+        (["grpo.kl_coefficient=-1"], "grpo.kl_coefficient must be 0 or more, got -1"),
+        (["run.job=sft"], "is of the job 'grpo', but run.job is 'sft', whose sections"),
+        (["run.job=ppo"], "run.job must be 'sft' or 'grpo', got 'ppo'"),
+        (["data.seed=1"], "'data.seed=1': data.seed is of the job 'sft', but run.job"),
+        (["remat.policy=half"], "remat.policy must be one of 'none', 'full', 'dots'"),
+        (["remat.policy=fit"], "memory_limit=None does not go with policy='fit'"),
+        (["remat.last=2"], "remat.last=2 does not go with policy='none', which keeps"),
+        (["remat.last=-1"], "remat.last must be 0 or more, got -1"),
+        (
+            ["remat.policy=fit", "remat.memory_limit=9", "remat.last=1"],
+            "remat.last=1 does not go with policy='fit', which chooses it: leave it 0",
+        ),
+        (["remat.memory_limit=40"], "memory_limit=40 does not go with policy='none'"),
+        (["remat.policy=fit", "remat.memory_limit=0"], "memory_limit must be above 0"),
+        (["remat.policy=fit", "remat.memory_limit=all"], "must be 'auto' or float or"),
+        (["sampling.top_p=0.9"], "sampling.support must be given for a top_p without"),
+    ],
+)
+def test_a_mistake_says_where_and_what(overrides, expected):
+    with pytest.raises(ValueError, match=re.escape(expected)) as caught:
+        load(CONFIGS / "grpo_arithmetic.gin", overrides)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_vocabulary_below_the_task_s_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="model.vocab_size=9 is below .* 14 entries"):
+        train(changed(SMALL, model=dict(vocab_size=9)), tmp_path / "run")
+
+
+def test_the_vocabulary_of_the_task_is_the_model_s():
+    shape = PolicyProgram(SMALL).state_shapes.params["head"]["kernel"].shape
+    assert shape == (32, len(tasks.VOCABULARY))

@@ -1,0 +1,87 @@
+"""Files on disks that take no more, and files that a kill finds half written."""
+
+import contextlib
+import errno
+import os
+import pathlib
+import resource
+
+import pytest
+
+from jaxmem.train import files
+from jaxmem.train.files import Appender
+
+FULL = pathlib.Path("/dev/full")  # writing to it fails as on a full disk
+
+
+@contextlib.contextmanager
+def no_file_above(size):
+    """The kernel refuses what would make a file longer, after writing what fits."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_records_are_whole_or_wait(tmp_path):
+    file = Appender(tmp_path / "made" / "lines")
+    with no_file_above(10):
+        for record in (b"one\n", b"two\n", b"three\n"):
+            file.add(record)
+        with pytest.raises(OSError) as caught:
+            file.flush()
+        assert caught.value.errno == errno.EFBIG
+        assert file.path.read_bytes() == b"one\ntwo\n"  # no half of a line
+        assert list(file.pending) == [b"three\n"]
+    file.add(b"four\n")
+    file.flush()
+    assert file.path.read_bytes() == b"one\ntwo\nthree\nfour\n" and not file.pending
+    file.close()
+    again = Appender(file.path)
+    again.add(b"five\n")
+    again.flush()
+    again.close()
+    assert file.path.read_bytes().endswith(b"four\nfive\n")
+
+
+def test_half_a_record_that_could_not_be_cut_is_cut_later(tmp_path, monkeypatch):
+    file = Appender(tmp_path / "lines")
+    file.add(b"a" * 6 + b"\n")
+    with no_file_above(4), monkeypatch.context() as patched:
+        patched.setattr(os, "ftruncate", lambda *_: os.write(-1, b""))
+        with pytest.raises(OSError):
+            file.flush()
+    assert file.path.read_bytes() == b"aaaa"
+    file.flush()
+    file.close()
+    assert file.path.read_bytes() == b"aaaaaa\n"
+
+
+def test_what_waits_is_bounded_and_what_is_lost_is_counted(monkeypatch):
+    monkeypatch.setattr(files, "_MAX_PENDING", 3)
+    file = Appender(FULL)
+    for i in range(5):
+        file.add(b"%d" % i)
+        with pytest.raises(OSError, match="No space left"):
+            file.flush()
+    file.close()
+    assert list(file.pending) == [b"2", b"3", b"4"] and file.dropped == 2
+
+
+def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "summary.json"
+    files.write_whole(path, "old")
+    with no_file_above(3):
+        with pytest.raises(files.WriteError) as caught:
+            files.write_whole(path, "newer")
+        files.write_whole(path, "old")  # nothing to write
+    assert path.read_text() == "old" and [p.name for p in tmp_path.iterdir()] == [
+        path.name
+    ]
+    message = str(caught.value)
+    assert message.startswith(f"{path}: cannot be written: File too large (")
+    assert message.endswith(" bytes free)")
+    files.write_whole(path, "newer")
+    assert path.read_text() == "newer"

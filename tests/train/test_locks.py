@@ -1,0 +1,103 @@
+"""One process at a time, whatever became of the one before."""
+
+import errno
+import fcntl
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from jaxmem.train import locks
+
+# Holds the lock until it is killed, as another machine's process would.
+HOLDER = """
+import fcntl, json, sys, time
+file = open(sys.argv[1], "a+")
+fcntl.flock(file, fcntl.LOCK_EX)
+file.write('{"host": "node7", "pid": 4242, "since": "2026-01-02 03:04:05+00:00"}')
+file.flush()
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "new" / "run" / "lock"
+
+
+def no_message(line):
+    raise AssertionError(line)
+
+
+def held(path, log=no_message):
+    return locks.exclusive(path, "run.out_dir='run'", log)
+
+
+def test_the_second_one_says_who_is_there_and_a_killed_one_is_in_nobody_s_way(path):
+    path.parent.mkdir(parents=True)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(path)], stdout=subprocess.PIPE
+    )
+    with holder.stdout as output:
+        assert output.readline() == b"held\n"
+        before = path.read_bytes()
+        with pytest.raises(ValueError) as caught, held(path):
+            pass
+    assert str(caught.value) == (
+        "run.out_dir='run' is in use by another process (host node7, pid 4242, since "
+        "2026-01-02 03:04:05+00:00); wait until it ends, end it, or name another"
+    )
+    assert path.read_bytes() == before
+    holder.kill()
+    holder.wait()
+    with held(path):
+        assert json.loads(path.read_text())["pid"] == os.getpid()
+
+
+def test_it_leaves_nothing_behind_but_what_was_there(path, tmp_path):
+    with pytest.raises(ZeroDivisionError), held(path):
+        raise ZeroDivisionError
+    assert not list(tmp_path.iterdir())
+    with held(path):
+        (path.parent / "kept").touch()
+    assert [p.name for p in path.parent.iterdir()] == ["kept"]
+
+
+def test_a_file_that_its_holder_removed_is_not_the_lock(path, monkeypatch):
+    """One opens it, the holder removes it, another makes it anew: two files."""
+    flock = fcntl.flock
+
+    def late(descriptor, how):
+        monkeypatch.setattr(fcntl, "flock", flock)
+        path.unlink()
+        path.touch()
+        flock(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with held(path):
+        with pytest.raises(locks.Busy), held(path):
+            pass
+
+
+def test_a_file_system_without_locks_is_named_once(path, monkeypatch):
+    def flock(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    output = []
+    with held(path, output.append), held(path, lambda _: None):
+        assert not list(path.parent.iterdir())
+    assert output == [
+        f"{path.parent}: the file system has no locks (No locks available); do not "
+        "start a second process with run.out_dir='run'"
+    ]
+
+
+def test_a_place_that_cannot_be_written_is_named():
+    with pytest.raises(OSError, match="/proc/self/lock: cannot be written: "):
+        with held(pathlib.Path("/proc/self/lock")):
+            pass

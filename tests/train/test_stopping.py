@@ -1,0 +1,113 @@
+"""Signals: once to stop where nothing is lost, twice to stop at once."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+
+import pytest
+
+from jaxmem.train.stopping import Stop
+
+NOTICE = "\njaxmem: {}: stopping after this step; send it again to stop at once\n"
+
+
+def send(number):
+    os.kill(os.getpid(), number)
+
+
+@pytest.fixture(autouse=True)
+def as_it_was():
+    numbers = signal.SIGTERM, signal.SIGINT
+    before = [signal.getsignal(n) for n in numbers]
+    yield
+    assert [signal.getsignal(n) for n in numbers] == before
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+@pytest.mark.parametrize(
+    "number, wanted, status",
+    [(signal.SIGTERM, SystemExit, 143), (signal.SIGINT, KeyboardInterrupt, None)],
+)
+def test_a_signal_is_noted_while_it_is_postponed(number, wanted, status, capfd):
+    steps = []
+    with pytest.raises(wanted) as caught, Stop() as stop:
+        with stop.deferred():
+            for step in range(3):
+                if step == 1:
+                    send(number)
+                    assert stop.signal == number
+                steps.append(step)
+        steps.append("saved")
+        stop.raise_if_requested()
+        steps.append("not reached")
+    assert steps == [0, 1, 2, "saved"]
+    assert getattr(caught.value, "code", None) == status
+    name = signal.Signals(number).name
+    said = (
+        f"\njaxmem: {name}: stopping after this step; send it again to stop at once\n"
+    )
+    assert capfd.readouterr().err == said
+
+
+def test_elsewhere_it_ends_the_work_at_once():
+    with pytest.raises(SystemExit) as caught, Stop() as stop:
+        send(signal.SIGTERM)
+        raise AssertionError
+    assert caught.value.code == 143 and stop.signal == signal.SIGTERM
+
+
+def test_a_signal_that_nobody_asked_about_counts_at_the_end():
+    with pytest.raises(SystemExit), Stop() as stop, stop.deferred():
+        send(signal.SIGTERM)
+
+
+def test_handlers_of_others_are_left_alone():
+    seen = []
+    before = signal.signal(signal.SIGTERM, lambda *_: seen.append("theirs"))
+    try:
+        with Stop() as stop:
+            send(signal.SIGTERM)
+        assert seen == ["theirs"] and not stop.signal
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_other_threads_do_without():
+    done = []
+
+    def work():
+        with Stop() as stop, stop.deferred():
+            done.append(stop.signal)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert done == [0]
+
+
+def test_a_second_signal_ends_even_code_that_holds_up_python():
+    program = textwrap.dedent(
+        """
+        import hashlib, time
+        from jaxmem.train.stopping import Stop
+
+        with Stop() as stop, stop.deferred():
+            print("ready", flush=True)
+            hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)  # as deaf as a compiler
+        """
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with process.stdout as out, process.stderr as errors:
+        assert out.readline() == "ready\n"
+        process.send_signal(signal.SIGTERM)
+        assert errors.readline() + errors.readline() == NOTICE.format("SIGTERM")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60) == 128 + signal.SIGINT
