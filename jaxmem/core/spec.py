@@ -21,6 +21,7 @@ class Spec:
     softcap: float | None = None
     frozen_head: bool = False  # W and bias are constants
     residual_rows: int = 0  # tokens whose exponentials are kept for the derivative
+    gradient_samples: int | None = None  # entries of a token's derivative; None: all
     shards: Shards | None = None  # of a vocabulary of which columns is one part
     varying: frozenset[str] = frozenset()  # mesh axes that a row's results differ along
     spread: bool = False  # jit may split the program: devices share the tokens out
@@ -37,7 +38,9 @@ class Spec:
         It then only waits to be scaled by that output's cotangent, row by row; with W
         trained, its cotangent would need the logits again.
         """
-        return self.frozen_head and len(self.outputs) == 1
+        return (
+            self.frozen_head and len(self.outputs) == 1 and not self.gradient_samples
+        )
 
     @property
     def stats_dtype(self) -> np.dtype:

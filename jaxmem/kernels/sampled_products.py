@@ -18,8 +18,7 @@ import jax.experimental.pallas.triton as plt
 import jax.numpy as jnp
 from jax import lax
 
-from jaxmem._sampled import Derivative
-from jaxmem._sampled_xla import Pairs
+from jaxmem.core.sampling import Derivative, Pairs
 
 # Pairs of a piece, and pieces: 4 D bytes each while a gradient of W is made.
 _PIECE, _MAX_PIECES = 256, 2048

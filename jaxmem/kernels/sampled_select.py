@@ -1,7 +1,7 @@
 """Kernels that find each token's sampled entries among stored exponentials.
 
 The forward kernel stores e^(z - m) in 16 bits, m the largest logit of a tile, and each
-tile's m and sum. These bound the units (`_sampled`) of a tile's columns from above, and
+tile's m and sum. These bound the units (`core.sampling`) of a tile's columns from above, and
 systematic sampling goes by the bounds: only tiles in whose bound a multiple of u lies
 are read. There the units of all columns are computed and added up. A column is kept
 where its own units reach the multiple; where none does, for a bound is not exact, the
@@ -16,9 +16,9 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.triton as plt
 import jax.numpy as jnp
 
-from jaxmem import _sampled
-from jaxmem._sampled import Entries, Sampling
-from jaxmem._stats import Outputs, Stats
+from jaxmem.core import sampling as _sampling
+from jaxmem.core.sampling import Entries, Sampling
+from jaxmem.core.stats import Outputs, Stats
 from jaxmem.kernels.forward import Kept
 
 # A bound's relative error: rounding of exponentials to bfloat16, and of their sums.
@@ -49,7 +49,7 @@ def entries(
     """
     labels, starts, n_active = of_rows
     active = jnp.arange(labels.shape[0], dtype=jnp.int32) < n_active
-    scale = _sampled.scale(kept.max, rows)
+    scale = _sampling.scale(kept.max, rows)
     scale = jnp.where(active, scale, 0)
     sums = running_sums(bounds(sampling, width, kept, scale, stats, labels))
     return pick(sampling, width, sums, kept.exps, scale, labels, starts)
@@ -158,7 +158,7 @@ def _pick(
         exps = plt.load(exps_ref.at[row, at], mask=inside, other=0.0)
         p = exps.astype(jnp.float32) * scale[:, None]
         p = jnp.where(at == plt.load(labels_ref.at[row]), 0.0, p)
-        units = _sampled.units(sampling, p)
+        units = _sampling.units(sampling, p)
         over = jnp.cumsum(units, axis=1) - (rest - passed)[:, None]
         hit = (over >= 0) & (over < units)
         p = jnp.sum(jnp.where(hit, p, 0.0), axis=1)

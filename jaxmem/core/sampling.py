@@ -19,13 +19,15 @@ number of the multiple is the entry's slot. All of it is arithmetic of integers.
 """
 
 import dataclasses
+import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import ArrayLike
 
-from jaxmem._stats import Coefficients, Outputs
+from jaxmem.core.stats import Coefficients, Outputs
 
 _BITS = 30  # K units fit, and so does any running sum plus a start
 _ROUNDING = 2.0**-12  # how far a row's probabilities may add up to more than 1
@@ -82,20 +84,43 @@ class Derivative(NamedTuple):
     values: jax.Array  # [N, 1 + K]; 0 in an empty slot
 
 
-def starts(sampling: Sampling, key: jax.Array, token_ids: jax.Array) -> jax.Array:
-    """r, int32 [N]: of the key and a token's number alone, whichever tokens are there.
+def token_keys(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """One key for each token, whatever other tokens and devices there are.
+
+    Args:
+        key: a typed PRNG key, or already one for each token.
+        shape: of the tokens.
+    """
+    if key.shape:
+        return key
+    token_ids = jnp.arange(math.prod(shape), dtype=jnp.uint32)
+    return jnp.reshape(jax.vmap(lambda i: jax.random.fold_in(key, i))(token_ids), shape)
+
+
+def draws(keys: jax.Array) -> jax.Array:
+    """Uniform uint32 [N] of the tokens' keys."""
+
+    def draw(key):
+        return jax.random.bits(key, (), jnp.uint32)
+
+    return jax.vmap(draw)(keys)
+
+
+def starts(sampling: Sampling, draws: jax.Array, shard: ArrayLike = 0) -> jax.Array:
+    """r, int32 [N], uniform over {0, ..., u - 1}; another one on each shard.
+
+    For shards, the draws are mixed with the shard's number by a bijection of uint32
+    (the finalizer of MurmurHash3), so that they stay uniform and look independent.
 
     Args:
         sampling: static facts.
-        key: a jax PRNG key.
-        token_ids: int [N], different for different tokens.
+        draws: uint32 [N], of `draws`.
+        shard: which part of the vocabulary.
     """
-
-    def draw(token_id):
-        return jax.random.bits(jax.random.fold_in(key, token_id), (), jnp.uint32)
-
-    bits = jax.vmap(draw)(token_ids)
-    return (bits >> (32 - sampling.bits)).astype(jnp.int32)
+    mixed = draws + jnp.uint32(0x9E3779B9) * jnp.asarray(shard).astype(jnp.uint32)
+    for factor in (0x85EBCA6B, 0xC2B2AE35):
+        mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(factor)
+    return ((mixed ^ (mixed >> 16)) >> (32 - sampling.bits)).astype(jnp.int32)
 
 
 def units(sampling: Sampling, p: jax.Array) -> jax.Array:
@@ -183,6 +208,22 @@ def derivative(
         jnp.concatenate([column, entries.columns], axis=1),
         jnp.concatenate([jnp.where(here[:, None], at_label, 0), others], axis=1),
     )
+
+
+class Pairs(NamedTuple):
+    """Entries of all tokens in the order of their columns, empty slots last."""
+
+    columns: jax.Array  # int32 [N (K + 1)]
+    tokens: jax.Array
+    values: jax.Array
+
+
+def sort_by_column(dz: Derivative) -> Pairs:
+    """Tokens of one column stay in their order."""
+    n_slots = dz.columns.shape[1]
+    at = jnp.arange(dz.columns.size, dtype=jnp.int32)
+    columns, at = lax.sort((dz.columns.reshape(-1), at), num_keys=1)
+    return Pairs(columns, at // n_slots, dz.values.reshape(-1)[at])
 
 
 def _slope(c, ln_p, p, label):

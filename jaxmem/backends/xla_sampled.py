@@ -6,16 +6,16 @@ each token, W's is a sum of rows of hidden over each column's tokens, of (column
 pairs sorted by column. The order of sums follows from the entries alone.
 """
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxmem import _sampled, _shards, _stats, _xla
-from jaxmem._sampled import Derivative, Entries, Sampling
-from jaxmem._spec import Spec
-from jaxmem._xla import Head, Rows
+from jaxmem.backends import xla
+from jaxmem.core import operands as _operands, sampling as _sampling
+from jaxmem.core import shards as _shards, stats as _stats
+from jaxmem.core.operands import Head, Rows
+from jaxmem.core.sampling import Derivative, Entries, Sampling, sort_by_column
+from jaxmem.core.spec import Spec
 
 # Numbers of W's gradient that are summed in float32 at a time, of hidden's rows that
 # are fetched at a time for them on a CPU, and pairs elsewhere. On two cores of a CPU
@@ -26,64 +26,73 @@ _PAIRS = 1024
 _DEPTH = 128  # columns of hidden's gradient at a time where W is [D, V]
 
 
+def sampling_of(spec: Spec) -> Sampling:
+    """K slots of this head's vocabulary, or of this shard's part of it."""
+    return Sampling(spec.gradient_samples or 0, spec.columns)
+
+
 def forward(
-    spec: Spec, sampling: Sampling, source: Head, rows: Rows, starts, names
+    spec: Spec, source: Head, rows: Rows, names
 ) -> tuple[dict, Entries]:
-    """The named fields of `Outputs` for every row, to the bit of `_xla.forward`'s.
+    """The named fields of `Outputs` for every row, bit-equal to `xla.forward`'s.
 
     Args:
         spec: static facts.
-        sampling: its own.
         source: the head.
-        rows: of the tokens.
-        starts: int32 [N], of `_sampled.starts`; another one for each shard.
+        rows: of the tokens, with their draws.
         names: of `Outputs`.
 
     Returns:
         (outputs, entries): 0 and no entries where a row is not active.
     """
-    n_rows = rows.labels.shape[0]
-    source = _xla.cast(spec, source)
+    n_rows, sampling = rows.labels.shape[0], sampling_of(spec)
+    source, starts = _operands.cast(spec, source), starts_of(spec, sampling, rows)
 
     def chunk(row_ids, made):
         outputs, entries = made
-        z = _xla._logits(spec, source, rows, row_ids)
-        labels = _xla.part_labels(spec, rows, row_ids)
+        z = xla.logits(spec, source, rows, row_ids)
+        labels = _operands.part_labels(spec, rows, row_ids)
         stats, exps = _stats.of_tile_and_exps(z, labels)
-        here = _xla.merged(spec, rows, row_ids, stats)
-        scale = _sampled.scale(stats.max, here)
-        found = _sampled.select(sampling, exps, scale, _xla.take(starts, row_ids))
+        here = _operands.merged(spec, rows, row_ids, stats)
+        scale = _sampling.scale(stats.max, here)
+        found = _sampling.select(sampling, exps, scale, _operands.take(starts, row_ids))
         here = here._asdict()
-        outputs = {k: _xla.put(outputs[k], row_ids, here[k]) for k in outputs}
-        return outputs, _xla.put_all(entries, row_ids, found)
+        outputs = {k: _operands.put(outputs[k], row_ids, here[k]) for k in outputs}
+        return outputs, _operands.put_all(entries, row_ids, found)
 
-    outputs = {k: jnp.zeros(n_rows, _xla.output_dtype(spec, k)) for k in names}
-    entries = _sampled.none(sampling, n_rows, spec.stats_dtype)
+    outputs = {k: jnp.zeros(n_rows, _operands.output_dtype(spec, k)) for k in names}
+    entries = _sampling.none(sampling, n_rows, spec.stats_dtype)
     made = _shards.vary(outputs, spec.varying), _shards.vary(entries, spec.part_varying)
-    return _xla.for_active_chunks(spec.chunk, rows.active, chunk, made)
+    return _operands.for_active_chunks(spec.chunk, rows.active, chunk, made)
+
+
+def starts_of(spec: Spec, sampling: Sampling, rows: Rows) -> jax.Array:
+    """Where each row's multiples of one begin, int32 [N]; another on each shard."""
+    shard = lax.axis_index(spec.shards.axes) if spec.shards else 0
+    return _sampling.starts(sampling, rows.draws, shard)
 
 
 def backward(
-    spec: Spec, sampling: Sampling, source: Head, rows: Rows, saved: _stats.Outputs,
+    spec: Spec, source: Head, rows: Rows, saved: _stats.Outputs,
     cotangents: _stats.Cotangents, entries: Entries,
 ) -> Head:  # fmt: skip
     """Cotangent of the source from the sampled entries; sums in the statistics' type.
 
     Args:
-        spec, sampling, source, rows: as in `forward`.
+        spec, source, rows: as in `forward`.
         saved: of `Outputs`, logprob, max and log_sum, and what the cotangents need.
         cotangents: of the outputs, [N].
         entries: of `forward`.
     """
-    head = _xla.cast(spec, source)
-    dz = derivative(spec, sampling, rows, saved, cotangents, entries)
+    head = _operands.cast(spec, source)
+    dz = derivative(spec, sampling_of(spec), rows, saved, cotangents, entries)
     dhidden = _to_hidden(spec, head, rows, dz)
     sums = Head(dhidden, None, None)
     if not spec.frozen_head:
         pairs = sort_by_column(dz)
         sums = Head(dhidden, *_to_weights(spec, head, source, pairs))
-    sums = _xla.sum_over_shards(spec, sums)
-    like = _xla.trained(spec, source)
+    sums = _operands.sum_over_shards(spec, sums)
+    like = _operands.trained(spec, source)
     return jax.tree.map(lambda x, primal: x.astype(primal.dtype), sums, like)
 
 
@@ -92,28 +101,12 @@ def derivative(
 ) -> Derivative:
     """Of the loss by h Wᵀ: after softcap and temperature; none of inactive rows."""
     row_ids = jnp.arange(rows.labels.shape[0], dtype=jnp.int32)
-    labels = jnp.where(rows.active, _xla.part_labels(spec, rows, row_ids), -1)
+    labels = jnp.where(rows.active, _operands.part_labels(spec, rows, row_ids), -1)
     c = _stats.coefficients(saved, cotangents)
-    log_p, dz = _sampled.derivative(sampling, entries, labels, saved, c)
+    log_p, dz = _sampling.derivative(sampling, entries, labels, saved, c)
     z = log_p + (_stats._finite(saved.max) + saved.log_sum)[:, None]
-    values = _xla._unscale(spec, rows, row_ids, z, dz.values)
+    values = xla.unscale(spec, rows, row_ids, z, dz.values)
     return Derivative(dz.columns, jnp.where(rows.active[:, None], values, 0))
-
-
-class Pairs(NamedTuple):
-    """Entries of all tokens in the order of their columns, empty slots last."""
-
-    columns: jax.Array  # int32 [N (K + 1)]
-    tokens: jax.Array
-    values: jax.Array
-
-
-def sort_by_column(dz: Derivative) -> Pairs:
-    """Tokens of one column stay in their order."""
-    n_slots = dz.columns.shape[1]
-    at = jnp.arange(dz.columns.size, dtype=jnp.int32)
-    columns, at = lax.sort((dz.columns.reshape(-1), at), num_keys=1)
-    return Pairs(columns, at // n_slots, dz.values.reshape(-1)[at])
 
 
 def _to_hidden(spec, head, rows, dz) -> jax.Array:
@@ -141,8 +134,8 @@ def _add_rows(spec, W, active, dz, made):
     """made [N, D] with the active tokens' weighted sums of rows of W [V, D]."""
 
     def chunk(row_ids, made):
-        columns = _xla.take(dz.columns, row_ids, fill_value=spec.columns)
-        values = _xla.take(dz.values, row_ids)
+        columns = _operands.take(dz.columns, row_ids, fill_value=spec.columns)
+        values = _operands.take(dz.values, row_ids)
         slots = jnp.arange(1, columns.shape[1] + 1, dtype=jnp.int32)
         n_slots = jnp.max(jnp.where(columns < spec.columns, slots, 0))
 
@@ -153,9 +146,9 @@ def _add_rows(spec, W, active, dz, made):
         sums = jnp.zeros((len(row_ids), W.shape[1]), spec.stats_dtype)
         sums = _shards.vary(sums, spec.part_varying)
         sums = lax.fori_loop(0, n_slots, slot, sums)
-        return _xla.put(made, row_ids, sums.astype(made.dtype))
+        return _operands.put(made, row_ids, sums.astype(made.dtype))
 
-    return _xla.for_active_chunks(spec.chunk, active, chunk, made)
+    return _operands.for_active_chunks(spec.chunk, active, chunk, made)
 
 
 def _to_weights(spec, head, source, pairs) -> tuple[jax.Array, jax.Array | None]:
@@ -187,10 +180,10 @@ def _column_sums(spec, hidden, pairs, first, width):
     def add(n_pairs, add_here, sums):
         def step(i, sums):
             at = start + i * n_pairs + jnp.arange(n_pairs, dtype=jnp.int32)
-            column = _xla.take(pairs.columns, at) - first
+            column = _operands.take(pairs.columns, at) - first
             column = jnp.where(at < end, column, width)
-            values = jnp.where(at < end, _xla.take(pairs.values, at), 0)
-            h = hidden.at[_xla.take(pairs.tokens, at)].get(mode="clip")
+            values = jnp.where(at < end, _operands.take(pairs.values, at), 0)
+            h = hidden.at[_operands.take(pairs.tokens, at)].get(mode="clip")
             return add_here(spec, column, values, h, sums)
 
         return lax.fori_loop(0, (end - start + n_pairs - 1) // n_pairs, step, sums)
