@@ -98,8 +98,7 @@ def exact_both(head, h, W, y):
 
 def launch_exps(head, h, W, y):
     """One launch of the forward kernel that stores exponentials and tiles' sums."""
-    from jaxmem.kernels import active, padding
-    from jaxmem.kernels import forward as kernel
+    from jaxmem.kernels import active, forward as kernel, padding
 
     source, rows = operands(h, W, y)
     padded = padding.head(head.spec, source)

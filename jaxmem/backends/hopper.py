@@ -153,7 +153,9 @@ def backward(
     size, single_block = blocks.backward_rows(
         n_rows, _tokens_here(spec), columns, depth, row_blocks_only, n_clusters()
     )
-    this = _Pass(spec, launch_env(spec, padded, size, "derivative"), padded, single_block)
+    this = _Pass(
+        spec, launch_env(spec, padded, size, "derivative"), padded, single_block
+    )
     recomputed_rows = rows
     if kept is None:
         sums = _sums(this, source)
@@ -388,6 +390,7 @@ def _zero_bias(spec, env):
 
 def launch_env(spec: Spec, padded: Head, n_rows: int, kernel: str) -> Any:
     """Static facts of a launch of so many rows."""
+    assert spec.layout, "logits that the caller has are for the other backend"
     from jaxmem.kernels.logits import Env
 
     columns, depth = _columns_and_depth(spec, padded)

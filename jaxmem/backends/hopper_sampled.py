@@ -5,11 +5,17 @@ found among them before the next launch takes their place. Backward needs neithe
 nor a Hopper chip.
 """
 
+from typing import Any
+
 import jax
 
 from jaxmem.backends import hopper, xla_sampled
-from jaxmem.core import operands as _operands, sampling as _sampling
-from jaxmem.core import shards as _shards, stats as _stats
+from jaxmem.core import (
+    operands as _operands,
+    sampling as _sampling,
+    shards as _shards,
+    stats as _stats,
+)
 from jaxmem.core.operands import Head, Rows
 from jaxmem.core.sampling import Entries, Sampling
 from jaxmem.core.spec import Spec
@@ -20,17 +26,12 @@ def sampling_of(spec: Spec) -> Sampling:
     """K slots of this head's vocabulary, or of this shard's part of it."""
     from jaxmem.kernels import sampled_select
 
-    return Sampling(
-        spec.gradient_samples or 0, spec.columns, sampled_select.MARGIN
-    )
+    return Sampling(spec.gradient_samples or 0, spec.columns, sampled_select.MARGIN)
 
 
-def forward(
-    spec: Spec, source: Head, rows: Rows, names
-) -> tuple[dict, Entries]:
+def forward(spec: Spec, source: Head, rows: Rows, names) -> tuple[dict, Entries]:
     """As `xla_sampled.forward`; the outputs bit-equal to those of `hopper.forward`."""
-    from jaxmem.kernels import forward as kernel
-    from jaxmem.kernels import sampled_select
+    from jaxmem.kernels import forward as kernel, sampled_select
 
     padded = padding.head(spec, _operands.cast(spec, source))
     n_rows, sampling = rows.labels.shape[0], sampling_of(spec)
@@ -66,9 +67,10 @@ def backward(
     """As `xla_sampled.backward`."""
     from jaxmem.kernels import sampled_products as products
 
-    head = _operands.cast(spec, source)
+    head: Any = _operands.cast(spec, source)
     dz = xla_sampled.derivative(
-        spec, sampling_of(spec), rows, saved, cotangents, entries)
+        spec, sampling_of(spec), rows, saved, cotangents, entries
+    )
     parts = spec.shards and spec.shards.same_hidden
     dtype = spec.stats_dtype if parts else spec.compute_dtype
     dhidden, dW, dbias = products.to_hidden(dz, head.W, spec.layout, dtype), None, None

@@ -6,13 +6,19 @@ each token, W's is a sum of rows of hidden over each column's tokens, of (column
 pairs sorted by column. The order of sums follows from the entries alone.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxmem.backends import xla
-from jaxmem.core import operands as _operands, sampling as _sampling
-from jaxmem.core import shards as _shards, stats as _stats
+from jaxmem.core import (
+    operands as _operands,
+    sampling as _sampling,
+    shards as _shards,
+    stats as _stats,
+)
 from jaxmem.core.operands import Head, Rows
 from jaxmem.core.sampling import Derivative, Entries, Sampling, sort_by_column
 from jaxmem.core.spec import Spec
@@ -31,9 +37,7 @@ def sampling_of(spec: Spec) -> Sampling:
     return Sampling(spec.gradient_samples or 0, spec.columns)
 
 
-def forward(
-    spec: Spec, source: Head, rows: Rows, names
-) -> tuple[dict, Entries]:
+def forward(spec: Spec, source: Head, rows: Rows, names) -> tuple[dict, Entries]:
     """The named fields of `Outputs` for every row, bit-equal to `xla.forward`'s.
 
     Args:
@@ -46,11 +50,12 @@ def forward(
         (outputs, entries): 0 and no entries where a row is not active.
     """
     n_rows, sampling = rows.labels.shape[0], sampling_of(spec)
-    source, starts = _operands.cast(spec, source), starts_of(spec, sampling, rows)
+    head: Any = _operands.cast(spec, source)
+    starts = starts_of(spec, sampling, rows)
 
     def chunk(row_ids, made):
         outputs, entries = made
-        z = xla.logits(spec, source, rows, row_ids)
+        z = xla.logits(spec, head, rows, row_ids)
         labels = _operands.part_labels(spec, rows, row_ids)
         stats, exps = _stats.of_tile_and_exps(z, labels)
         here = _operands.merged(spec, rows, row_ids, stats)
@@ -68,6 +73,7 @@ def forward(
 
 def starts_of(spec: Spec, sampling: Sampling, rows: Rows) -> jax.Array:
     """Where each row's multiples of one begin, int32 [N]; another on each shard."""
+    assert rows.draws is not None, "no key was given"
     shard = lax.axis_index(spec.shards.axes) if spec.shards else 0
     return _sampling.starts(sampling, rows.draws, shard)
 
@@ -84,7 +90,7 @@ def backward(
         cotangents: of the outputs, [N].
         entries: of `forward`.
     """
-    head = _operands.cast(spec, source)
+    head: Any = _operands.cast(spec, source)
     dz = derivative(spec, sampling_of(spec), rows, saved, cotangents, entries)
     dhidden = _to_hidden(spec, head, rows, dz)
     sums = Head(dhidden, None, None)

@@ -354,7 +354,7 @@ def _typed_keys(key):
             f"key must be a PRNG key, as jax.random.key makes them, got {brief(key)}"
         )
     if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-        return key
+        return jnp.asarray(key)
     try:
         return jax.random.wrap_key_data(jnp.asarray(key))
     except TypeError as error:

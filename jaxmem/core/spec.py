@@ -38,9 +38,7 @@ class Spec:
         It then only waits to be scaled by that output's cotangent, row by row; with W
         trained, its cotangent would need the logits again.
         """
-        return (
-            self.frozen_head and len(self.outputs) == 1 and not self.gradient_samples
-        )
+        return self.frozen_head and len(self.outputs) == 1 and not self.gradient_samples
 
     @property
     def stats_dtype(self) -> np.dtype:

@@ -111,6 +111,8 @@ class HeadVerbs:
         labels: ArrayLike,
         where: ArrayLike | None = None,
         temperature: ArrayLike = 1.0,
+        gradient_samples: int | None = None,
+        key: jax.Array | None = None,
     ) -> jax.Array:
         """Log-probability of each label, without the logits; see `jaxmem.logprobs`.
 
@@ -121,6 +123,8 @@ class HeadVerbs:
             labels: token ids [...]; negative marks padding.
             where: booleans that broadcast to labels; False masks a token.
             temperature: positive scalar or one a token, [...]; not differentiable.
+            gradient_samples, key: K and a PRNG key, for sampled gradients; see
+                `jaxmem.logprobs`. None: exact.
 
         Returns:
             float32 [...]; 0, with a gradient of 0, where masked.
@@ -128,8 +132,9 @@ class HeadVerbs:
         **Memory**: that of `jaxmem.logprobs`, with the head's chunk.
         """
         return self._run(
-            api.logprobs, hidden, labels, where=where, temperature=temperature
-        )
+            api.logprobs, hidden, labels, where=where, temperature=temperature,
+            gradient_samples=gradient_samples, key=key,
+        )  # fmt: skip
 
     def token_stats(
         self,
@@ -137,6 +142,8 @@ class HeadVerbs:
         labels: ArrayLike,
         where: ArrayLike | None = None,
         temperature: ArrayLike = 1.0,
+        gradient_samples: int | None = None,
+        key: jax.Array | None = None,
     ) -> TokenStats:
         """All that one pass tells of each token; see `jaxmem.token_stats`.
 
@@ -145,6 +152,8 @@ class HeadVerbs:
             labels: token ids [...]; negative marks padding.
             where: booleans that broadcast to labels; False masks a token.
             temperature: positive scalar or one a token, [...]; not differentiable.
+            gradient_samples, key: K and a PRNG key, for sampled gradients; see
+                `jaxmem.logprobs`. None: exact.
 
         Returns:
             `TokenStats(logprob, entropy, logsumexp, sum_pi_squared, is_argmax)` of
@@ -153,14 +162,17 @@ class HeadVerbs:
         **Memory**: that of `jaxmem.token_stats`, with the head's chunk.
         """
         return self._run(
-            api.token_stats, hidden, labels, where=where, temperature=temperature
-        )
+            api.token_stats, hidden, labels, where=where, temperature=temperature,
+            gradient_samples=gradient_samples, key=key,
+        )  # fmt: skip
 
     def entropy(
         self,
         hidden: ArrayLike,
         where: ArrayLike | None = None,
         temperature: ArrayLike = 1.0,
+        gradient_samples: int | None = None,
+        key: jax.Array | None = None,
     ) -> jax.Array:
         """Entropy of each token's softmax, without the logits; see `jaxmem.entropy`.
 
@@ -170,13 +182,18 @@ class HeadVerbs:
             hidden: final hidden states [..., D].
             where: booleans that broadcast to the tokens; False masks one.
             temperature: positive scalar or one a token, [...]; not differentiable.
+            gradient_samples, key: K and a PRNG key, for sampled gradients; see
+                `jaxmem.logprobs`. None: exact.
 
         Returns:
             float32 [...]; 0 where masked.
 
         **Memory**: that of `jaxmem.entropy`, with the head's chunk.
         """
-        return self._run(api.entropy, hidden, where=where, temperature=temperature)
+        return self._run(
+            api.entropy, hidden, where=where, temperature=temperature,
+            gradient_samples=gradient_samples, key=key,
+        )  # fmt: skip
 
     def loss(
         self,
@@ -185,6 +202,8 @@ class HeadVerbs:
         where: ArrayLike | None = None,
         normalizer: ArrayLike | None = None,
         z_loss: float = 0.0,
+        gradient_samples: int | None = None,
+        key: jax.Array | None = None,
     ) -> jax.Array:
         """Mean cross-entropy over the tokens that count, without the logits.
 
@@ -197,6 +216,8 @@ class HeadVerbs:
             normalizer: what the sum is divided by, for instance the token count of
                 the global batch; 0 counts as 1. None: the tokens not masked here.
             z_loss: weight of the squared logsumexp, which keeps logits from drifting.
+            gradient_samples, key: K and a PRNG key, for sampled gradients; see
+                `jaxmem.logprobs`. None: exact.
 
         Returns:
             float32 scalar; 0, with gradients of 0, if every token is masked.
@@ -220,8 +241,9 @@ class HeadVerbs:
             loss_fn = _cross_entropy_and_z_loss
             per_token = (jnp.broadcast_to(jnp.asarray(z_loss), jnp.shape(labels)),)
         return self.token_loss(
-            loss_fn, hidden, labels, *per_token, where=where, normalizer=normalizer
-        )[0]
+            loss_fn, hidden, labels, *per_token, where=where, normalizer=normalizer,
+            gradient_samples=gradient_samples, key=key,
+        )[0]  # fmt: skip
 
     def token_loss(
         self,
@@ -233,6 +255,8 @@ class HeadVerbs:
         normalizer: ArrayLike | None = None,
         temperature: ArrayLike = 1.0,
         frozen_head: bool = False,
+        gradient_samples: int | None = None,
+        key: jax.Array | None = None,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """A loss of each token's statistics, with its gradient in the same pass.
 
@@ -247,6 +271,8 @@ class HeadVerbs:
             normalizer: what the sum is divided by; None: the tokens that count here.
             temperature: positive scalar or one a token, [...]; not differentiable.
             frozen_head: there is no gradient of the head's weights.
+            gradient_samples, key: K and a PRNG key, for sampled gradients; see
+                `jaxmem.logprobs`. None: exact.
 
         Returns:
             (loss, metrics): a float32 scalar, and what loss_fn calls metrics, [...].
@@ -263,6 +289,8 @@ class HeadVerbs:
             normalizer=normalizer,
             temperature=temperature,
             frozen_head=frozen_head,
+            gradient_samples=gradient_samples,
+            key=key,
         )
 
     def support_logprobs(

@@ -10,7 +10,7 @@ order, of the pairs sorted by column: no atomics, the same bits each time.
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -227,9 +227,9 @@ class _Add:
     launch: Launch
     columns: jax.Array
     depth: int
-    rows_ref: jax.Array
-    values_ref: jax.Array
-    x_ref: jax.Array
+    rows_ref: Any
+    values_ref: Any
+    x_ref: Any
 
     def __call__(self, first, end, sums):
         """Of the pairs from first to end."""

@@ -1,12 +1,12 @@
 """Kernels that find each token's sampled entries among stored exponentials.
 
 The forward kernel stores e^(z - m) in 16 bits, m the largest logit of a tile, and each
-tile's m and sum. These bound the units (`core.sampling`) of a tile's columns from above, and
-systematic sampling goes by the bounds: only tiles in whose bound a multiple of u lies
-are read. There the units of all columns are computed and added up. A column is kept
-where its own units reach the multiple; where none does, for a bound is not exact, the
-slot stays empty. Each column is kept for exactly as many starts as it has units, so
-that bounds change which draws come together and no probability.
+tile's m and sum. These bound the units (`core.sampling`) of a tile's columns from
+above, and systematic sampling goes by the bounds: only tiles whose bound holds a
+multiple of u are read. There the units of all columns are computed and added up. A
+column is kept where its own units reach the multiple; where none does, for a bound is
+not exact, the slot stays empty. Each column is kept for exactly as many starts as it
+has units, so that bounds change which draws come together and no probability.
 """
 
 import functools

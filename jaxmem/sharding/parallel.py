@@ -62,7 +62,9 @@ def parallel(
 
     Returns:
         The verb, with the same arguments but axis_name, and the same results. Where
-        token_loss has no normalizer, it counts the active tokens of all devices.
+        token_loss has no normalizer, it counts the active tokens of all devices. With
+        gradient_samples, a token's samples do not depend on how tokens are split; each
+        part of a vocabulary draws its own, up to K of them.
 
     **Memory** a device: that of the verb for its tokens and its part of the vocabulary,
     and V·D over the size of vocab for a W that is gathered. A vocabulary or tokens that
@@ -120,6 +122,9 @@ def _run(verb, plan, call) -> Any:
         given = call.arguments | arrays
         if "W" in given:
             given["W"] = _gathered(plan, given["W"], given["layout"])
+        if "key" in arrays:
+            impl = jax.random.key_impl(call.arguments["key"])
+            given["key"] = jax.random.wrap_key_data(arrays["key"], impl=impl)
         if is_loss and given["normalizer"] is None:
             given["normalizer"] = _count(plan, given["labels"], given["where"])
         of_device = inspect.BoundArguments(call.signature, given)

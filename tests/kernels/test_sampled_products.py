@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmem import _sampled_xla
-from jaxmem._sampled import Derivative
+from jaxmem.core import sampling
+from jaxmem.core.sampling import Derivative
 from tests.kernels import needs_pallas
 
 pytestmark = [needs_pallas, pytest.mark.usefixtures("triton_interpreted")]
@@ -39,7 +39,7 @@ def test_both_gradients(layout, d, monkeypatch):
     given = W if layout == "vd" else W.T
     got = products.to_hidden(dz, given, layout, jnp.float32, launch)
     np.testing.assert_allclose(got, dense @ np.float64(W), rtol=1e-5, atol=1e-5)
-    pairs = _sampled_xla.sort_by_column(dz)
+    pairs = sampling.sort_by_column(dz)
     like = jax.ShapeDtypeStruct(given.shape, jnp.float32)
     got = products.to_weights(pairs, h, like, layout, launch)
     got = got if layout == "vd" else got.T
@@ -62,7 +62,7 @@ def test_a_long_segment_counts_each_pair_once(many, monkeypatch):
     columns = np.repeat(np.arange(v + 1), [*sizes, 31])  # the last: empty slots
     assert (products._piece(len(columns)) > 8) == many
     end, tokens = np.cumsum(sizes), np.arange(len(columns)) % n
-    pairs = _sampled_xla.Pairs(*map(jnp.asarray, (
+    pairs = sampling.Pairs(*map(jnp.asarray, (
         columns.astype(np.int32), tokens.astype(np.int32),
         np.ones(len(columns), np.float32),
     )))  # fmt: skip

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmem import _sampled, _stats
-from jaxmem._sampled import Sampling
+from jaxmem.core import sampling as _sampling, stats as _stats
+from jaxmem.core.sampling import Sampling
 from tests.kernels import needs_pallas
 
 pytestmark = [needs_pallas, pytest.mark.usefixtures("triton_interpreted")]
@@ -52,7 +52,7 @@ def units_of(sampling, kept, scale, labels, n, v, width=WIDTH):
     p = exps.reshape(n, n_tiles, width) * np.asarray(scale).T[..., None]
     columns = np.arange(n_tiles * width).reshape(n_tiles, width)
     p = np.where((columns == labels[:, None, None]) | (columns >= v), 0, p)
-    return p, np.asarray(_sampled.units(sampling, jnp.asarray(p)), np.int64)
+    return p, np.asarray(_sampling.units(sampling, jnp.asarray(p)), np.int64)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -63,7 +63,7 @@ def test_bounds_hold_and_fit(std, dtype):
     n, v = 60, 1000
     z, labels = problem(n, v, std)
     kept, stats, rows = tiles(z, labels, dtype)
-    scale = _sampled.scale(kept.max, rows)
+    scale = _sampling.scale(kept.max, rows)
     for slots in (1, 16, 128, 1024):
         sampling = Sampling(slots, v, sampled_select.MARGIN)
         got = sampled_select.bounds(sampling, WIDTH, kept, scale, stats, labels)
@@ -117,12 +117,14 @@ def test_entries(slots, v, std, dtype):
     z, labels = problem(n, v, std)
     labels[-1] = -1
     sampling = Sampling(slots, v, sampled_select.MARGIN)
-    starts = _sampled.starts(sampling, jax.random.key(0), jnp.arange(n))
+    starts = _sampling.starts(
+        sampling, _sampling.draws(jax.random.split(jax.random.key(0), n))
+    )
     starts = starts.at[0].set(0).at[1].set(sampling.one - 1)
     kept, stats, rows = tiles(z, labels, dtype)
     of_rows = jnp.asarray(labels), starts, jnp.int32(n - 3)
     got = sampled_select.entries(sampling, WIDTH, kept, stats, rows, of_rows)
-    scale = np.where(np.arange(n) < n - 3, _sampled.scale(kept.max, rows), 0)
+    scale = np.where(np.arange(n) < n - 3, _sampling.scale(kept.max, rows), 0)
     bounds = sampled_select.bounds(
         sampling, WIDTH, kept, jnp.asarray(scale), stats, labels
     )
@@ -138,7 +140,7 @@ def test_each_column_is_kept_for_as_many_starts_as_it_has_units(monkeypatch):
     """Every start, of few: probabilities are exact, whatever the bounds are."""
     from jaxmem.kernels import sampled_select
 
-    monkeypatch.setattr(_sampled, "_BITS", 10)
+    monkeypatch.setattr(_sampling, "_BITS", 10)
     v, sampling = 130, Sampling(4, 130, sampled_select.MARGIN)
     n = sampling.one
     assert n == 256 and sampling.rate > 1
@@ -146,7 +148,7 @@ def test_each_column_is_kept_for_as_many_starts_as_it_has_units(monkeypatch):
     for row in range(4):
         same, label = z[[row] * n], labels[[row] * n]
         kept, stats, rows = tiles(same, label, "bfloat16")
-        scale = _sampled.scale(kept.max, rows)
+        scale = _sampling.scale(kept.max, rows)
         _, units = units_of(sampling, kept, scale, label, n, v)
         of_rows = jnp.asarray(label), jnp.arange(n, dtype=jnp.int32), n
         got = sampled_select.entries(sampling, WIDTH, kept, stats, rows, of_rows)

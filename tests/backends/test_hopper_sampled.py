@@ -6,39 +6,41 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh
 
-from jaxmem import _sampled, _stats, _xla
-from jaxmem._spec import Spec
-from jaxmem.kernels import hopper, sampled
+from jaxmem.backends import hopper, hopper_sampled
+from jaxmem.core import stats as _stats
+from jaxmem.core.operands import Head, Rows
+from jaxmem.core.spec import Spec
 from tests import oracle
+from tests.backends.test_xla_sampled import FLOATS, SAVED, cotangents, random_draws
 from tests.cases import Case
 from tests.kernels import needs_pallas
-from tests.test_sampled import FLOATS, SAVED, cotangents
 
 pytestmark = needs_pallas
 
 
 def problem(n, d, v, slots, layout="vd", **options):
-    """(spec, sampling, source, rows) of random numbers, with some rows masked."""
+    """(spec, source, rows) of random numbers, with some rows masked."""
     h, W, y = Case(n, d, v, std=3.0).make()
     h, W = jnp.asarray(h, jnp.bfloat16), jnp.asarray(W, jnp.bfloat16)
     where = jnp.arange(n) % 5 > 0
     bias = options.pop("bias", None)
     temperature = options.pop("temperature", None)
     spec = Spec(
-        v, options.pop("vocab_size", v), 256, FLOATS, h.dtype, layout, **options
-    )
+        v, options.pop("vocab_size", v), 256, FLOATS, h.dtype, layout,
+        gradient_samples=slots, **options,
+    )  # fmt: skip
     y = y % spec.vocab_size
-    rows = _xla.Rows(jnp.asarray(y), where, temperature)
-    source = _xla.Head(h, W if layout == "vd" else W.T, bias)
-    return spec, sampled.sampling_of(spec, slots), source, rows
+    rows = Rows(jnp.asarray(y), where, temperature, random_draws(n))
+    source = Head(h, W if layout == "vd" else W.T, bias)
+    return spec, source, rows
 
 
-def run(spec, sampling, source, rows, g, starts):
+def run(spec, source, rows, g):
     """(outputs, entries, gradients)."""
-    made, entries = sampled.forward(spec, sampling, source, rows, starts, SAVED)
+    made, entries = hopper_sampled.forward(spec, source, rows, SAVED)
     saved = _stats.Outputs(**made, is_argmax=jnp.zeros(0))
     cotangents = _stats.Cotangents(*(g.get(k) for k in FLOATS))
-    grads = sampled.backward(spec, sampling, source, rows, saved, cotangents, entries)
+    grads = hopper_sampled.backward(spec, source, rows, saved, cotangents, entries)
     return made, entries, grads
 
 
@@ -55,12 +57,9 @@ def test_with_enough_slots_it_is_the_derivative(
         )  # fmt: skip
     else:
         options = dict(temperature=jnp.full(n, 12.0))
-    spec, sampling, source, rows = problem(n, d, v, 256, **options)
+    spec, source, rows = problem(n, d, v, 256, **options)
     g = cotangents(n)
-    starts = _sampled.starts(sampling, jax.random.key(0), jnp.arange(n))
-    made, entries, grads = jax.jit(run, static_argnums=(0, 1))(
-        spec, sampling, source, rows, g, starts
-    )
+    made, entries, grads = jax.jit(run, static_argnums=0)(spec, source, rows, g)
     exact = jax.jit(hopper.forward, static_argnums=(0, 3))(spec, source, rows, SAVED)
     jax.tree.map(np.testing.assert_array_equal, made, exact)
     kept = np.sum(np.asarray(entries.p) > 0, 1)
@@ -86,14 +85,12 @@ def test_with_enough_slots_it_is_the_derivative(
 def test_lowers_for_an_h200(layout, kernels, lowered_anywhere):
     """Every kernel of both passes; two launches forward."""
     n, d, v = 512, 256, 151936
-    spec = Spec(v, v, 256, FLOATS, jnp.bfloat16, layout)
-    sampling = sampled.sampling_of(spec, 128)
+    spec = Spec(v, v, 256, FLOATS, jnp.bfloat16, layout, gradient_samples=128)
     shape = (v, d) if layout == "vd" else (d, v)
 
-    def both(h, W, y, g, starts):
-        rows = _xla.Rows(y, y >= 0, None)
-        bias = jnp.zeros(v)
-        return run(spec, sampling, _xla.Head(h, W, bias), rows, g, starts)
+    def both(h, W, y, g, draws):
+        rows = Rows(y, y >= 0, None, draws)
+        return run(spec, Head(h, W, jnp.zeros(v)), rows, g)
 
     numbers = jax.ShapeDtypeStruct((n,), jnp.int32)
     g = {k: jax.ShapeDtypeStruct((n,), jnp.float32) for k in FLOATS}
@@ -103,6 +100,8 @@ def test_lowers_for_an_h200(layout, kernels, lowered_anywhere):
     )  # fmt: skip
     mesh = AbstractMesh((), (), abstract_device=device)
     with jax.sharding.use_abstract_mesh(mesh):
-        traced = jax.jit(both).trace(h, W, numbers, g, numbers)
+        traced = jax.jit(both).trace(
+            h, W, numbers, g, jax.ShapeDtypeStruct((n,), jnp.uint32)
+        )
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("__gpu$xla.gpu.triton") == kernels

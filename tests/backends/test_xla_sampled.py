@@ -1,4 +1,4 @@
-"""Sampled derivatives: against integers, against float64, and against their bounds."""
+"""The loops of sampled derivatives in plain XLA: against float64, and their bounds."""
 
 import dataclasses
 import functools
@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxmem import _sampled, _sampled_xla, _shards, _stats, _xla
-from jaxmem._sampled import Sampling
-from jaxmem._spec import Spec
+from jaxmem.backends import xla, xla_sampled
+from jaxmem.core import sampling, shards as shards_of, stats
+from jaxmem.core.operands import Head, Rows
+from jaxmem.core.sampling import Sampling
+from jaxmem.core.spec import Spec
 from tests import oracle
 from tests.cases import CASES, Case
 
@@ -20,88 +22,19 @@ FLOATS = ("logprob", "entropy", "logsumexp", "sum_pi_squared")
 SAVED = (*FLOATS, "max", "log_sum")
 
 
-def kept_by_definition(sampling, p, start):
-    """Columns of one row where a multiple of u lies, in integers; in slots."""
-    q = np.minimum((p * np.float32(sampling.rate * sampling.one)).astype(int) + 1,
-                   sampling.one)  # fmt: skip
-    end = np.cumsum(np.where(p > 0, q, 0)) + int(start)
-    multiples = np.diff(end // sampling.one, prepend=0)
-    assert multiples.max() <= 1
-    return np.nonzero(multiples)[0]
-
-
-def random_exps(n, v, std, seed=0):
-    rng = np.random.default_rng(seed)
-    z = std * rng.standard_normal((n, v))
-    exps = np.exp(z - z.max(1, keepdims=True)).astype(np.float32)
-    return exps, (1 / exps.sum(1)).astype(np.float32)
-
-
-@pytest.mark.parametrize(
-    "slots, v",
-    [(1, 1), (5, 7), (128, 16), (1, 33), (1024, 33), (5, 300), (128, 300), (128, 4099)],
-)
-def test_selection_by_definition(slots, v):
-    sampling = Sampling(slots, v)
-    exps, scale = map(np.concatenate, zip(
-        *(random_exps(6, v, std) for std in (0.0, 2.0, 20.0)), strict=True
-    ))  # fmt: skip
-    exps[np.arange(18), np.arange(18) % v] = 0  # the labels
-    exps[-1] = 0
-    starts = np.array([0, 1, 2, sampling.one - 2, sampling.one - 1, 5] * 3, np.int32)
-    got = jax.jit(_sampled.select, static_argnums=0)(sampling, exps, scale, starts)
-    for i in range(18):
-        p = exps[i] * scale[i]
-        want = kept_by_definition(sampling, p, starts[i])
-        padding = slots - len(want)
-        assert padding >= 0
-        want = np.pad(want, (0, padding), constant_values=v)
-        np.testing.assert_array_equal(got.columns[i], want)
-        p = np.append(p, np.float32(0))[want]
-        np.testing.assert_array_equal(got.p[i], p)
-
-
-@pytest.mark.parametrize("v", [512, 50257, 151936, 2**20])
-@pytest.mark.parametrize("slots", [1, 16, 100, 1024])
-def test_slots_suffice_for_any_distribution(slots, v):
-    """Whatever rounds up: probabilities of a few units, or that add up to too much."""
-    sampling = Sampling(slots, v)
-    assert sampling.slots * sampling.one <= 2**30
-    for p in (np.full(v, 1.0001 / v), np.geomspace(1, 1e-30, v),
-              np.append(np.full(slots, 1.0 / slots), np.full(v, 1e-30))):  # fmt: skip
-        p = (p / p.sum() * 1.0001).astype(np.float32)
-        q = np.asarray(_sampled.units(sampling, jnp.asarray(p)), np.int64)
-        assert q.min() >= (p > 0).min() and q.max() <= sampling.one
-        assert q.sum() <= slots * sampling.one
-
-
-def test_no_units_where_a_row_has_no_numbers():
-    p = jnp.array([np.nan, -np.nan, 0.0, 1e-30, 1.0, 1.00001])
-    sampling = Sampling(128, 6)
-    got = _sampled.units(sampling, p)
-    np.testing.assert_array_equal(got, [0, 0, 0, 1, sampling.one, sampling.one])
-
-
-def test_starts_follow_from_key_and_token():
-    sampling = Sampling(100, 300)
-    starts = functools.partial(_sampled.starts, sampling, jax.random.key(3))
-    every = starts(jnp.arange(5000))
-    np.testing.assert_array_equal(every[70:90], starts(jnp.arange(70, 90)))
-    assert 0 <= every.min() and every.max() < sampling.one
-    assert abs(float(every.mean()) / sampling.one - 0.5) < 0.02
-    other = _sampled.starts(sampling, jax.random.key(4), jnp.arange(5000))
-    assert np.mean(np.asarray(every) == other) < 0.01
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def run(spec, sampling, source, rows, g, starts):
+@functools.partial(jax.jit, static_argnums=0)
+def run(spec, source, rows, g):
     """(outputs, entries, derivative, gradients) of the backend, in one program."""
-    made, entries = _sampled_xla.forward(spec, sampling, source, rows, starts, SAVED)
-    saved = _stats.Outputs(**made, is_argmax=jnp.zeros(0))
-    cotangents = _stats.Cotangents(*(g.get(k) for k in FLOATS))
-    operands = spec, sampling, source, rows, saved, cotangents, entries
-    dz = _sampled_xla.derivative(spec, sampling, *operands[3:])
-    return made, entries, dz, _sampled_xla.backward(*operands)
+    made, entries = xla_sampled.forward(spec, source, rows, SAVED)
+    saved = stats.Outputs(**made, is_argmax=jnp.zeros(0))
+    cotangents = stats.Cotangents(*(g.get(k) for k in FLOATS))
+    operands = rows, saved, cotangents, entries
+    dz = xla_sampled.derivative(spec, xla_sampled.sampling_of(spec), *operands)
+    return made, entries, dz, xla_sampled.backward(spec, source, *operands)
+
+
+def random_draws(n, key=0):
+    return sampling.draws(sampling.token_keys(jax.random.key(key), (n,)))
 
 
 def arguments(h, W, y, *, chunk=64, where=True, temperature=None, bias=None, **options):
@@ -113,20 +46,19 @@ def arguments(h, W, y, *, chunk=64, where=True, temperature=None, bias=None, **o
         **options,
     )  # fmt: skip
     h, W, y, temperature, bias = jax.tree.map(jnp.asarray, (h, W, y, temperature, bias))
-    return spec, _xla.Head(h, W, bias), _xla.Rows(y, (y >= 0) & where, temperature)
+    return spec, Head(h, W, bias), Rows(y, (y >= 0) & where, temperature)
 
 
 def call(h, W, y, g, slots, *, key=0, token_ids=None, **options):
-    spec, source, rows = arguments(h, W, y, **options)
-    sampling = Sampling(slots, spec.columns)
-    token_ids = np.arange(len(y)) if token_ids is None else token_ids
-    starts = _sampled.starts(sampling, jax.random.key(key), jnp.asarray(token_ids))
-    return run(spec, sampling, source, rows, g, starts)
+    spec, source, rows = arguments(h, W, y, gradient_samples=slots, **options)
+    draws = random_draws(96 if token_ids is not None else len(y), key)
+    draws = draws if token_ids is None else draws[jnp.asarray(token_ids)]
+    return run(spec, source, rows._replace(draws=draws), g)
 
 
 def exact_outputs(h, W, y, **options):
     spec, *operands = arguments(h, W, y, **options)
-    return jax.jit(_xla.forward, static_argnums=(0, 3))(spec, *operands, SAVED)
+    return jax.jit(xla.forward, static_argnums=(0, 3))(spec, *operands, SAVED)
 
 
 def cotangents(n, names=FLOATS, seed=5):
@@ -349,18 +281,18 @@ def test_both_ways_to_add_a_column_up(columns, monkeypatch):
     tokens, values = rng.integers(0, 50, n), rng.standard_normal(n)
     h = rng.standard_normal((50, 8)).astype(np.float32)
     columns = np.append(columns, [100] * 9)
-    pairs = _sampled_xla.Pairs(*map(jnp.asarray, (
+    pairs = sampling.Pairs(*map(jnp.asarray, (
         columns, np.append(tokens, [0] * 9).astype(np.int32),
         np.append(values, [np.nan] * 9).astype(np.float32),
     )))  # fmt: skip
     want = np.zeros((100, 8))
     np.add.at(want, columns[:n], values[:, None] * h[tokens])
     spec = Spec(100, 100, 64, FLOATS, np.dtype("float32"), "vd")
-    head = _xla.Head(jnp.asarray(h), jnp.zeros((100, 8)), jnp.zeros(100))
-    for way in (_sampled_xla._scatter, _sampled_xla._multiply):
-        monkeypatch.setattr(_sampled_xla, "_scatter", way)
-        monkeypatch.setattr(_sampled_xla, "_BLOCK_NUMBERS", 8 * 30)  # 4 blocks
-        got, bias = _sampled_xla._to_weights(spec, head, head, pairs)
+    head = Head(jnp.asarray(h), jnp.zeros((100, 8)), jnp.zeros(100))
+    for way in (xla_sampled._scatter, xla_sampled._multiply):
+        monkeypatch.setattr(xla_sampled, "_scatter", way)
+        monkeypatch.setattr(xla_sampled, "_BLOCK_NUMBERS", 8 * 30)  # 4 blocks
+        got, bias = xla_sampled._to_weights(spec, head, head, pairs)
         np.testing.assert_allclose(got, want, atol=2e-4)
         bias_want = np.bincount(columns[:n], values, 100)
         np.testing.assert_allclose(bias, bias_want, atol=2e-4)
@@ -374,21 +306,17 @@ def test_over_shards_of_a_vocabulary():
     spec = Spec(65, 130, 16, FLOATS, np.dtype("float32"), "vd")
 
     def run(h, W, y, g, slots):
-        sampling = Sampling(slots, 65)
-        shards = _shards.check_axis_name("v")
-        rows = _xla.Rows(y, y >= 0, None)
-        shards = _shards.described(shards, h, rows)
-        part = dataclasses.replace(spec, shards=shards)
-        key = jax.random.fold_in(jax.random.key(0), jax.lax.axis_index("v"))
-        starts = _sampled.starts(sampling, key, jnp.arange(40))
-        source = _xla.Head(h, W, None)
-        made, entries = _sampled_xla.forward(
-            part, sampling, source, rows, starts, SAVED
+        rows = Rows(y, y >= 0, None, random_draws(40))
+        part = dataclasses.replace(
+            spec,
+            shards=shards_of.described(shards_of.check_axis_name("v"), h, rows),
+            gradient_samples=slots,
         )
-        saved = _stats.Outputs(**made, is_argmax=jnp.zeros(0))
-        grads = _sampled_xla.backward(
-            part, sampling, source, rows, saved, _stats.Cotangents(**g), entries
-        )
+        source = Head(h, W, None)
+        made, entries = xla_sampled.forward(part, source, rows, SAVED)
+        saved = stats.Outputs(**made, is_argmax=jnp.zeros(0))
+        g = stats.Cotangents(**g)
+        grads = xla_sampled.backward(part, source, rows, saved, g, entries)
         return grads.hidden, grads.W, entries.columns[None]
 
     def split(slots):
@@ -404,29 +332,3 @@ def test_over_shards_of_a_vocabulary():
     columns = split(4)[2]
     assert np.all(np.sum(np.asarray(columns) < 65, -1) <= 4)
     assert np.any(columns[0] != columns[1])
-
-
-def test_memory_is_chunks_of_logits_and_entries(optimized):
-    n, d, v, k, chunk = 512, 32, 8192, 16, 64
-    spec = Spec(v, v, chunk, FLOATS, np.dtype("float32"), "vd")
-    sampling = Sampling(k, v)
-
-    def run(h, W, y, g):
-        rows, source = _xla.Rows(y, y >= 0, None), _xla.Head(h, W, None)
-        starts = _sampled.starts(sampling, jax.random.key(0), jnp.arange(n))
-        made, entries = _sampled_xla.forward(
-            spec, sampling, source, rows, starts, SAVED
-        )
-        saved = _stats.Outputs(**made, is_argmax=jnp.zeros(0))
-        g = _stats.Cotangents(g, None, None, None)
-        return _sampled_xla.backward(spec, sampling, source, rows, saved, g, entries)
-
-    shapes = [(n, d), (v, d), (n,), (n,)]
-    types = jnp.float32, jnp.float32, jnp.int32, jnp.float32
-    operands = map(jax.ShapeDtypeStruct, shapes, types)
-    temp = jax.jit(run).lower(*operands).compile().memory_analysis().temp_size_in_bytes
-    logits = 4 * chunk * v * (1 + 2 / 16)
-    searched = 4 * chunk * k * 16 * 8
-    entries = 8 * n * k + 24 * n * (k + 1)
-    sums = 4 * v * d  # of a block of columns, here all
-    assert temp < 1.1 * (logits + searched + entries + sums) + 2**18
