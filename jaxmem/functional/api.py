@@ -110,7 +110,8 @@ def logprobs(
     0.11.
 
     With gradient_samples, under `jax.grad`: forward in "xla" 4·C·V·(1 + 2/16) + 512·C·K
-    for the search, in "hopper" 2·C·V + V/16 a token of a chunk; and 8·K a token, the
+    for the search (by XLA for CPUs 12·C·V instead of 4·C·V if more is asked than the
+    log-probability), in "hopper" 2·C·V + V/16 a token of a chunk; and 8·K a token, the
     entries, that live from one pass to the other. Backward 24·(K + 1) a token for the
     pairs sorted by column, and in "xla" float32 sums of at most 2²² numbers of W's
     gradient at a time, in "hopper" 8·D·max(2048, V/1024) at most.
