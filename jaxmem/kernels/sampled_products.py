@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxmem.core.sampling import Derivative, Pairs
+from jaxmem.kernels.typed import alike, result
 
 # Pairs of a piece, and pieces: 4 D bytes each while a gradient of W is made.
 _PIECE, _MAX_PIECES = 256, 2048
@@ -99,7 +100,8 @@ def to_hidden(
         here = lax.dynamic_slice_in_dim(W, first, width, axis=0).T
         return sum_rows(launch, segments, here, dtype)
 
-    return _by_depth(part, jnp.zeros((n_rows, W.shape[0]), dtype), axis=1)
+    made = alike(jnp.zeros((n_rows, W.shape[0]), dtype), dz.values, W)[0]
+    return _by_depth(part, made, axis=1)
 
 
 def to_weights(
@@ -123,7 +125,8 @@ def to_weights(
         here = lax.dynamic_slice_in_dim(hidden, first, width, axis=1)
         return sum_rows(launch, segments, here, like.dtype).T
 
-    return _by_depth(part, jnp.zeros(like.shape, like.dtype), axis=0)
+    made = alike(jnp.zeros(like.shape, like.dtype), pairs.values, hidden)[0]
+    return _by_depth(part, made, axis=0)
 
 
 def to_bias(pairs: Pairs, n_rows: int, columns: int) -> jax.Array:
@@ -163,6 +166,7 @@ def sum_rows(launch: Launch, segments: Segments, x: jax.Array, dtype) -> jax.Arr
     *operands, whole = (*segments[:4], x, segments.whole)
     if whole is not None and whole.shape[0]:
         operands.append(_pieces(launch, segments, x))
+    operands = alike(*operands)
     n_segments, depth = segments.first.shape[0], x.shape[1]
 
     def kernel(first_ref, end_ref, rows_ref, values_ref, x_ref, *refs):
@@ -185,7 +189,7 @@ def sum_rows(launch: Launch, segments: Segments, x: jax.Array, dtype) -> jax.Arr
     return pl.pallas_call(
         kernel,
         grid=(n_segments, pl.cdiv(depth, launch.depth)),
-        out_shape=jax.ShapeDtypeStruct((n_segments, depth), dtype),
+        out_shape=result((n_segments, depth), dtype, *operands),
         compiler_params=launch.params(),
         name="sampled_sum_rows",
     )(*operands)
@@ -194,6 +198,7 @@ def sum_rows(launch: Launch, segments: Segments, x: jax.Array, dtype) -> jax.Arr
 def _pieces(launch, segments, x):
     """Sums of whole pieces, float32 [pieces, D]; of others, anything."""
     depth, n_pieces = x.shape[1], segments.whole.shape[0]
+    operands = alike(segments.whole, segments.rows, segments.values, x)
 
     def kernel(whole_ref, rows_ref, values_ref, x_ref, out_ref):
         at, columns = _place(launch)
@@ -208,10 +213,10 @@ def _pieces(launch, segments, x):
     return pl.pallas_call(
         kernel,
         grid=(n_pieces, pl.cdiv(depth, launch.depth)),
-        out_shape=jax.ShapeDtypeStruct((n_pieces, depth), jnp.float32),
+        out_shape=result((n_pieces, depth), jnp.float32, *operands),
         compiler_params=launch.params(),
         name="sampled_sum_pieces",
-    )(segments.whole, segments.rows, segments.values, x)
+    )(*operands)
 
 
 def _place(launch):

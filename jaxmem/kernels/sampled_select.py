@@ -20,6 +20,7 @@ from jaxmem.core import sampling as _sampling
 from jaxmem.core.sampling import Entries, Sampling
 from jaxmem.core.stats import Outputs, Stats
 from jaxmem.kernels.forward import Kept
+from jaxmem.kernels.typed import alike, result
 
 # A bound's relative error: rounding of exponentials to bfloat16, and of their sums.
 _ROUNDED = 2.0**-8 + 2.0**-12
@@ -96,7 +97,7 @@ def running_sums(bounds: jax.Array) -> jax.Array:
     return pl.pallas_call(
         kernel,
         grid=(pl.cdiv(n_rows, _SUM_ROWS),),
-        out_shape=jax.ShapeDtypeStruct((n_rows, n_tiles), jnp.int32),
+        out_shape=result((n_rows, n_tiles), jnp.int32, bounds),
         compiler_params=plt.CompilerParams(num_warps=_WARPS, num_stages=1),
         name="sampled_running_sums",
     )(bounds)
@@ -116,16 +117,17 @@ def pick(sampling: Sampling, width: int, sums, exps, scale, labels, starts) -> E
     """
     n_rows = sums.shape[0]
     shape = n_rows, sampling.slots
+    operands = alike(sums, exps, scale, labels, starts)
     made = pl.pallas_call(
         functools.partial(_pick, sampling, width),
         grid=(n_rows, pl.cdiv(sampling.slots, _SLOTS)),
         out_shape=[
-            jax.ShapeDtypeStruct(shape, jnp.int32),
-            jax.ShapeDtypeStruct(shape, jnp.float32),
+            result(shape, jnp.int32, *operands),
+            result(shape, jnp.float32, *operands),
         ],
         compiler_params=plt.CompilerParams(num_warps=_WARPS, num_stages=1),
         name="sampled_pick",
-    )(sums, exps, scale, labels, starts)
+    )(*operands)
     return Entries(*made)
 
 

@@ -1,11 +1,14 @@
 """The kernels of sampled derivatives together, without a GPU."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh
 
+import jaxmem
 from jaxmem.backends import hopper, hopper_sampled
 from jaxmem.core import stats as _stats
 from jaxmem.core.operands import Head, Rows
@@ -105,3 +108,37 @@ def test_lowers_for_an_h200(layout, kernels, lowered_anywhere):
         )
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("__gpu$xla.gpu.triton") == kernels
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
+@pytest.mark.parametrize(
+    "verb, layout, split",
+    [
+        ("logprobs", "vd", {"tokens": "t", "vocab": "v"}),
+        ("token_loss", "dv", {"tokens": "t", "vocab": "v"}),
+    ],
+)
+def test_lowers_over_a_mesh(verb, layout, split, lowered_anywhere):
+    """Through the public functions; results of kernels are typed as their operands."""
+    n, d, v, key = 512, 512, 32768, jax.random.key(0)
+    device = jax.sharding.AbstractDevice(
+        device_kind="NVIDIA H200", num_cores=132, platform="gpu"
+    )
+    mesh = AbstractMesh((2, 2), ("t", "v"), abstract_device=device)
+    public = jaxmem.sharding.parallel(getattr(jaxmem, verb), mesh, **split)
+    options = {"chunk": 128, "gradient_samples": 64, "key": key, "layout": layout}
+
+    def loss(h, W, y):
+        if verb == "logprobs":
+            return jnp.sum(public(h, W, y, implementation="hopper", **options))
+        run = functools.partial(public, lambda stats: -stats.logprob)
+        return run(h, W, y, implementation="hopper", **options)[0]
+
+    shapes = (n, d), (v, d) if layout == "vd" else (d, v)
+    h, W = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes)
+    with jax.sharding.use_abstract_mesh(mesh):
+        traced = jax.jit(jax.grad(loss, (0, 1))).trace(
+            h, W, jax.ShapeDtypeStruct((n,), jnp.int32)
+        )
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("__gpu$xla.gpu.triton") == 5
