@@ -335,7 +335,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--sweep", action="store_true", help="several ways to sum rows")
     made.add_argument("--draws", type=int, default=16)
     made.add_argument("--repetitions", type=int, default=3)
-    made.add_argument("--out", default="sampled.csv")
+    made.add_argument("--out", default="sampled_parts.csv")
     return made
 
 
