@@ -21,6 +21,8 @@ from benchmarks import (
     run_head,
     run_peers,
     run_rounding,
+    run_sampled,
+    run_sampled_evidence,
     run_skyrl,
     workers,
 )
@@ -384,3 +386,23 @@ def test_the_figure(tmp_path):
     results.save(tmp_path / "x.csv", rows)
     plot_head.main([str(tmp_path / "x.csv"), f"--out={tmp_path / 'x.svg'}"])
     assert (tmp_path / "x.svg").read_text("utf-8").count("<path") > 10
+
+
+def test_run_sampled(tmp_path):
+    path = tmp_path / "sampled.csv"
+    asked = ["--cpu", "--shape", "64,16,512", "--repetitions", "1", "--chunk", "32"]
+    run_sampled.main([*asked, "--out", str(path)])
+    rows = {row["path"]: row for row in results.read(path)}
+    exact = rows["logprobs, exact, forward and both gradients"]
+    drawn = rows["logprobs, K=128, forward and both gradients"]
+    assert float(exact["dW_deviation"] or 0) == 0 < float(drawn["dW_deviation"]) < 1
+    assert drawn["loss_equal_bits"] == "True"
+    assert 1 < float(drawn["kept_mean"]) <= int(drawn["kept_max"]) <= 128
+    assert float(drawn["ms"]) > 0 and float(drawn["over_forward"]) > 0
+
+
+def test_run_sampled_evidence():
+    row = run_sampled_evidence.row("logprob", 2, 512)
+    assert 0.5 < row["mean_z2"] < 1.5 and row["outside_95"] < 0.1
+    assert row["exact_error"] < 1e-5 and row["largest_count"] <= 2 + 32 + 1
+    assert row["noise_over_label"] < 1.1 * row["bound"]

@@ -1,7 +1,7 @@
 """Which backend runs a call, and why."""
 
-from jaxmem.backends import hopper, xla
-from jaxmem.backends.protocol import Backend
+from jaxmem.backends import hopper, hopper_sampled, xla, xla_sampled
+from jaxmem.backends.protocol import Backend, Sampler
 from jaxmem.core import checks, messages
 from jaxmem.core.operands import Head, Logits
 from jaxmem.core.options import Implementation
@@ -10,6 +10,13 @@ from jaxmem.core.spec import Spec
 # The fastest first; the last one runs every call on every device.
 BACKENDS: tuple[Backend, ...] = (hopper, xla)
 KNOWN: dict[str, Backend] = {backend.NAME: backend for backend in reversed(BACKENDS)}
+
+_SAMPLERS: dict[str, Sampler] = {hopper.NAME: hopper_sampled, xla.NAME: xla_sampled}
+
+
+def sampler(backend: Backend) -> Sampler:
+    """The backend's loops for `gradient_samples`."""
+    return _SAMPLERS[backend.NAME]
 
 
 def check(implementation: Implementation | None) -> None:

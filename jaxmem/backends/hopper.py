@@ -131,7 +131,7 @@ def forward_and_keep(spec: Spec, source: Head, rows: Rows, names) -> tuple[dict,
     padded = padding.head(spec, _operands.cast(spec, source))
     env, first, rest = _split(spec, padded, rows)
     block = active.in_one_block(first.active, env.n_rows)
-    stats, kept = kernel.statistics_and_exps(env, *_inputs(spec, padded, rows, block))
+    stats, kept = kernel.statistics_and_exps(env, *inputs(spec, padded, rows, block))
     made = active.put(_operands.no_statistics(spec, rows), block, stats)
     if rest is not None:
         made = _add_statistics(spec, padded, rest, made)
@@ -153,7 +153,9 @@ def backward(
     size, single_block = blocks.backward_rows(
         n_rows, _tokens_here(spec), columns, depth, row_blocks_only, n_clusters()
     )
-    this = _Pass(spec, _env(spec, padded, size, "derivative"), padded, single_block)
+    this = _Pass(
+        spec, launch_env(spec, padded, size, "derivative"), padded, single_block
+    )
     recomputed_rows = rows
     if kept is None:
         sums = _sums(this, source)
@@ -182,13 +184,13 @@ def one_pass(
     padded = padding.head(spec, _operands.cast(spec, source))
     n_rows = rows.labels.shape[0]
     size = loss_rows(spec, source)
-    env, single_block = _env(spec, padded, size, "exps"), n_rows <= size
+    env, single_block = launch_env(spec, padded, size, "exps"), n_rows <= size
     this = _Pass(spec, env, padded, single_block)
 
     def body(block, carry):
         all_values, sums = carry
         stats, kept = kernel.statistics_and_exps(
-            env, *_inputs(spec, padded, rows, block)
+            env, *inputs(spec, padded, rows, block)
         )
         stats = _shards.vary(stats, spec.part_varying)
         outputs = _operands.merged(spec, rows, block.ids, stats)
@@ -219,16 +221,16 @@ def _add_statistics(spec, padded, rows, made):
     tiles = _tiles("statistics", spec, padded)
     groups = -(-columns // (tiles.columns * tiles.group))
     size = blocks.forward_rows(n_rows, spec.chunk, columns, depth, groups)
-    env = _env(spec, padded, size, "statistics")
+    env = launch_env(spec, padded, size, "statistics")
 
     def body(block, made):
-        operands = _inputs(spec, padded, rows, block)
+        operands = inputs(spec, padded, rows, block)
         return active.put(made, block, kernel.statistics(env, *operands))
 
     return active.for_each_block(rows.active, env.n_rows, body, made)
 
 
-def _inputs(spec, padded, rows, block):
+def inputs(spec: Spec, padded: Head, rows: Rows, block) -> tuple:
     """Of the forward kernel, in its order."""
     temperature = _inverse_temperature(rows, block.ids)
     labels = _operands.part_labels(spec, rows, block.ids)
@@ -245,7 +247,7 @@ def _split(spec, padded, rows):
     rank = jnp.cumsum(rows.active, dtype=jnp.int32)
     first, rest = rows.active & (rank <= size), rows.active & (rank > size)
     rest = None if n_rows <= size else rows._replace(active=rest)
-    return _env(spec, padded, size, "exps"), rows._replace(active=first), rest
+    return launch_env(spec, padded, size, "exps"), rows._replace(active=first), rest
 
 
 def _add_kept(this, rows, block, kept, outputs_and_cotangents, sums):
@@ -386,7 +388,9 @@ def _zero_bias(spec, env):
     return jnp.zeros(width, jnp.float32)
 
 
-def _env(spec, padded, n_rows, kernel) -> Any:
+def launch_env(spec: Spec, padded: Head, n_rows: int, kernel: str) -> Any:
+    """Static facts of a launch of so many rows."""
+    assert spec.layout, "logits that the caller has are for the other backend"
     from jaxmem.kernels.logits import Env
 
     columns, depth = _columns_and_depth(spec, padded)

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 import jax
 
 from jaxmem.core.operands import Head, Logits, Rows
+from jaxmem.core.sampling import Entries
 from jaxmem.core.spec import Spec
 from jaxmem.core.stats import Cotangents, Outputs, Stats
 
@@ -84,4 +85,21 @@ class Backend(Protocol):
 
     def loss_rows(self, spec: Spec, source: Any) -> int:
         """How many rows `one_pass` passes to of_chunk at a time."""
+        ...
+
+
+class Sampler(Protocol):
+    """A backend's loops for `gradient_samples`; `choose.sampler` finds them."""
+
+    def forward(
+        self, spec: Spec, source: Head, rows: Rows, names: Sequence[str]
+    ) -> tuple[dict, Entries]:
+        """`Backend.forward`, bit-equal, and the sampled entries of every row."""
+        ...
+
+    def backward(
+        self, spec: Spec, source: Head, rows: Rows, saved: Outputs, cotangents,
+        entries: Entries,
+    ) -> Head:  # fmt: skip
+        """Cotangent of the source from the entries alone, in the source's types."""
         ...

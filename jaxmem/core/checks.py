@@ -295,6 +295,42 @@ def check_residual_bytes(
     return min(int(residual_bytes) // bytes_a_token, n_tokens)
 
 
+def check_gradient_samples(gradient_samples: int | None, vocab_size: int) -> int | None:
+    """How many entries of a token's derivative are sampled; None for all of them."""
+    if gradient_samples is None:
+        return None
+    if not _is_integer(gradient_samples) or not 1 <= gradient_samples < vocab_size:
+        raise ValueError(
+            f"gradient_samples must be an integer from 1 to {vocab_size - 1}, less "
+            "than the vocabulary, or None for the exact gradient, got "
+            f"{brief(gradient_samples)}"
+        )
+    return int(gradient_samples)
+
+
+def check_key(key, gradient_samples, shape: tuple[int, ...]) -> jax.Array | None:
+    """A typed PRNG key, or one for each token; None where nothing is sampled."""
+    if gradient_samples is None:
+        if key is not None:
+            raise ValueError(
+                "key must not be given without gradient_samples: the exact gradient "
+                "draws no random numbers"
+            )
+        return None
+    if key is None:
+        raise ValueError(
+            f"key must be given with gradient_samples={gradient_samples}, such as "
+            "jax.random.fold_in(jax.random.key(seed), step)"
+        )
+    keys = _typed_keys(key)
+    if keys.shape not in ((), shape):
+        raise ValueError(
+            f"key must be one PRNG key or one for each token, {list(shape)}, got keys "
+            f"of shape {list(keys.shape)}"
+        )
+    return keys
+
+
 def check_implementation(implementation: Implementation | None) -> None:
     """Require a name or None; the backends know which names exist."""
     if not (implementation is None or isinstance(implementation, str)):
@@ -312,6 +348,23 @@ def forward_mode(error: TypeError) -> TypeError:
         "supported, as it is a custom_vjp function; use reverse mode: jax.grad, "
         "jax.vjp or jax.jacrev"
     )
+
+
+def _typed_keys(key):
+    """Keys of `jax.random.key`; those of `jax.random.PRNGKey` are uint32 numbers."""
+    if not isinstance(key, (jax.Array, np.ndarray)):
+        raise TypeError(
+            f"key must be a PRNG key, as jax.random.key makes them, got {brief(key)}"
+        )
+    if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        return jnp.asarray(key)
+    try:
+        return jax.random.wrap_key_data(jnp.asarray(key))
+    except TypeError as error:
+        raise TypeError(
+            "key must be a PRNG key, as jax.random.key makes them, got "
+            f"{key.dtype}{list(key.shape)}"
+        ) from error
 
 
 def _check_float(name, value):

@@ -30,6 +30,7 @@ class Rows(NamedTuple):
     labels: jax.Array  # int32, ids in the whole vocabulary
     active: jax.Array  # bool
     temperature: jax.Array | None  # in the statistics' dtype; None means 1
+    draws: jax.Array | None = None  # uint32, uniform; None: nothing is sampled
 
 
 def no_statistics(spec: Spec, rows: Rows) -> _stats.Stats:

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Literal
 
+import jax
 from jax.typing import ArrayLike
 
 Layout = Literal["vd", "dv"]
@@ -29,6 +30,8 @@ class HeadOptions:
     layout: Layout | None = None
     frozen_head: bool = False
     residual_bytes: int | Literal["all"] = 0
+    gradient_samples: int | None = None
+    key: jax.Array | None = None
     axis_name: AxisName | None = None
     implementation: Implementation | None = (
         None  # checked by the backends, which know the names

@@ -19,6 +19,8 @@ class Call:
             once.
         live_logits_bytes: chunk · V · 4, the float32 logits alive at once; 0 in
             "hopper", which stores none.
+        gradient_samples: entries of each token's derivative that are sampled; None
+            where gradients are exact.
     """
 
     verb: str
@@ -27,13 +29,16 @@ class Call:
     why: str
     chunk: int
     live_logits_bytes: int
+    gradient_samples: int | None = None
 
     def __str__(self):
         shapes = " ".join(f"{k}{list(v)}" for k, v in self.shapes.items())
         stored = f"{self.live_logits_bytes / 2**20:.1f} MiB of logits"
+        sampled = f", gradients sampled: {self.gradient_samples} entries a token"
         return (
             f"{self.verb}({shapes}): {self.implementation} ({self.why}), "
             f"chunk={self.chunk}, {stored if self.live_logits_bytes else 'no logits'}"
+            f"{sampled if self.gradient_samples else ''}"
         )
 
 

@@ -21,6 +21,7 @@ class Spec:
     softcap: float | None = None
     frozen_head: bool = False  # W and bias are constants
     residual_rows: int = 0  # tokens whose exponentials are kept as a residual
+    gradient_samples: int | None = None  # entries of a token's derivative; None: all
     shards: Shards | None = None  # the sharding of the vocabulary over mesh axes
     varying: frozenset[str] = frozenset()  # mesh axes along which row outputs vary
     spread: bool = False  # whether jit may partition the call by tokens
@@ -37,7 +38,7 @@ class Spec:
         The backward pass then only scales that residual by the output's cotangent, row
         by row. With W trained, the cotangent of W would need the logits again.
         """
-        return self.frozen_head and len(self.outputs) == 1
+        return self.frozen_head and len(self.outputs) == 1 and not self.gradient_samples
 
     @property
     def stats_dtype(self) -> np.dtype:

@@ -102,6 +102,11 @@ def empty(shape, dtype) -> Stats:
 
 def of_tile(z: jax.Array, labels: jax.Array) -> Stats:
     """Stats of logits z [C, V]; a label outside [0, V) belongs to other columns."""
+    return of_tile_and_exps(z, labels)[0]
+
+
+def of_tile_and_exps(z: jax.Array, labels: jax.Array) -> tuple[Stats, jax.Array]:
+    """`of_tile`, and e^(z - max) of all columns but the label's, which has 0."""
     # Read the label's logit first, so that XLA can overwrite z by the exponentials.
     z, label_logit = lax.optimization_barrier((z, _label_logit(z, labels)))
     row_max = jnp.max(z, axis=-1)
@@ -112,7 +117,8 @@ def of_tile(z: jax.Array, labels: jax.Array) -> Stats:
     sum_others, sum_shifted, sum_squares = _sum_rows(
         others, exps * _not_infinite(shifted), exps * exps
     )
-    return Stats(row_max, sum_others, sum_shifted, sum_squares, label_logit)
+    stats = Stats(row_max, sum_others, sum_shifted, sum_squares, label_logit)
+    return stats, others
 
 
 def merge(a: Stats, b: Stats) -> Stats:

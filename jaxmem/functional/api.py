@@ -11,6 +11,7 @@ from jaxmem.core.operands import output_dtype
 from jaxmem.core.options import AxisName, Chunk, HeadOptions, Implementation, Layout
 from jaxmem.core.stats import TokenStats
 from jaxmem.functional import arguments, rule
+from jaxmem.functional.sampled import SampledStatisticsRule
 from jaxmem.functional.vjp import StatisticsRule
 
 
@@ -29,6 +30,8 @@ def logprobs(
     layout: Layout | None = None,
     frozen_head: bool = False,
     residual_bytes: int | Literal["all"] = 0,
+    gradient_samples: int | None = None,
+    key: jax.Array | None = None,
     axis_name: AxisName | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
@@ -61,6 +64,16 @@ def logprobs(
             forward pass to the backward pass, which makes only the other tokens' logits
             again: with "all", three GEMMs instead of four. "hopper" alone can, and on
             one device: where jit splits the program, each does it for all tokens.
+        gradient_samples: K, fewer than V: the gradient is an unbiased estimate from at
+            most K + 1 entries of each token's derivative by the logits, the label's
+            exact, and the backward pass recomputes no logits. Entries with p ≥ 1/K are
+            exact; the others are kept with probability K·p and weighted by its inverse.
+            None: the exact gradient. The result is the same, bit for bit, either way.
+        key: PRNG key of the samples, required with gradient_samples; or one a token,
+            [...]. A token's samples follow from the key and its position alone,
+            whatever the chunk. Use another key each step. Inside `jax.shard_map`,
+            devices with different tokens need different keys
+            (`jaxmem.sharding.parallel` sees to it).
         axis_name: mesh axis, or tuple of axes, of an enclosing `jax.shard_map` along
             which the vocabulary is split. W and bias are then this shard's part, of one
             size on all shards, and vocab_size counts all parts together; labels are ids
@@ -96,6 +109,13 @@ def logprobs(
     4·V·D, and needs 8·C·V forward where V is no multiple of 128 or jaxlib is older than
     0.11.
 
+    With gradient_samples, under `jax.grad`: forward in "xla" 4·C·V·(1 + 2/16) + 512·C·K
+    for the search (by XLA for CPUs 12·C·V instead of 4·C·V if more is asked than the
+    log-probability), in "hopper" 2·C·V + V/16 a token of a chunk; and 8·K a token, the
+    entries, that live from one pass to the other. Backward 24·(K + 1) a token for the
+    pairs sorted by column, and in "xla" float32 sums of at most 2²² numbers of W's
+    gradient at a time, in "hopper" 8·D·max(2048, V/1024) at most.
+
     **Communication** with axis_name, a token: forward 8 bytes in one max and 12 in one
     sum over the shards; backward 4·D in one sum of hidden's gradient, in float32, that
     is rounded after it and takes as much memory (twice with more than two shards in
@@ -113,6 +133,8 @@ def logprobs(
         ValueError: shapes that disagree, an ambiguous layout, a label ≥ V, a chunk,
             temperature or softcap that is not positive, an unknown implementation, an
             axis_name that no shard_map binds, or along which W is not split.
+            gradient_samples that is no integer from 1 to V - 1, a key without it, or
+            none with it.
         NotImplementedError: a gradient of the temperature, a second derivative, or an
             implementation that cannot run this call here.
 
@@ -127,8 +149,8 @@ def logprobs(
     options = HeadOptions(
         chunk=chunk, where=where, temperature=temperature, softcap=softcap, bias=bias,
         vocab_size=vocab_size, layout=layout, frozen_head=frozen_head,
-        residual_bytes=residual_bytes, axis_name=axis_name,
-        implementation=implementation,
+        residual_bytes=residual_bytes, gradient_samples=gradient_samples, key=key,
+        axis_name=axis_name, implementation=implementation,
     )  # fmt: skip
     call = arguments.head_call("logprobs", ("logprob",), hidden, W, labels, options)
     return _run(call)["logprob"]
@@ -149,6 +171,8 @@ def token_stats(
     layout: Layout | None = None,
     frozen_head: bool = False,
     residual_bytes: int | Literal["all"] = 0,
+    gradient_samples: int | None = None,
+    key: jax.Array | None = None,
     axis_name: AxisName | None = None,
     implementation: Implementation | None = None,
 ) -> TokenStats:
@@ -178,8 +202,8 @@ def token_stats(
     options = HeadOptions(
         chunk=chunk, where=where, temperature=temperature, softcap=softcap, bias=bias,
         vocab_size=vocab_size, layout=layout, frozen_head=frozen_head,
-        residual_bytes=residual_bytes, axis_name=axis_name,
-        implementation=implementation,
+        residual_bytes=residual_bytes, gradient_samples=gradient_samples, key=key,
+        axis_name=axis_name, implementation=implementation,
     )  # fmt: skip
     call = arguments.head_call(
         "token_stats", TokenStats._fields, hidden, W, labels, options
@@ -201,6 +225,8 @@ def entropy(
     layout: Layout | None = None,
     frozen_head: bool = False,
     residual_bytes: int | Literal["all"] = 0,
+    gradient_samples: int | None = None,
+    key: jax.Array | None = None,
     axis_name: AxisName | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
@@ -220,8 +246,8 @@ def entropy(
     options = HeadOptions(
         chunk=chunk, where=where, temperature=temperature, softcap=softcap, bias=bias,
         vocab_size=vocab_size, layout=layout, frozen_head=frozen_head,
-        residual_bytes=residual_bytes, axis_name=axis_name,
-        implementation=implementation,
+        residual_bytes=residual_bytes, gradient_samples=gradient_samples, key=key,
+        axis_name=axis_name, implementation=implementation,
     )  # fmt: skip
     call = arguments.head_call(
         "entropy", ("entropy",), hidden, W, arguments.NO_LABELS, options
@@ -306,5 +332,6 @@ def _run(call: arguments.Call) -> dict:
     spec, shape = call.spec, call.shape
     if 0 in shape:
         return {k: jnp.zeros(shape, output_dtype(spec, k)) for k in spec.outputs}
-    results = rule.run(StatisticsRule(spec, call.backend), (call.source,), (call.rows,))
+    made_by = SampledStatisticsRule if spec.gradient_samples else StatisticsRule
+    results = rule.run(made_by(spec, call.backend), (call.source,), (call.rows,))
     return {k: jnp.reshape(v, shape) for k, v in results.items()}

@@ -12,7 +12,7 @@ from jax import lax
 
 from jaxmem.backends import choose
 from jaxmem.backends.protocol import Backend
-from jaxmem.core import checks, partition, report, shards as _shards
+from jaxmem.core import checks, partition, report, sampling, shards as _shards
 from jaxmem.core.operands import Head, Logits, Rows
 from jaxmem.core.options import HeadOptions, Layout
 from jaxmem.core.spec import Spec
@@ -62,7 +62,12 @@ def _call(recorded, outputs, source, shape, labels, options):
     backend, why = choose.choose(options.implementation, spec, source)
     live_bytes = 4 * spec.chunk * spec.columns if backend.STORES_LOGITS else 0
     verb, shapes = recorded
-    report.record(report.Call(verb, shapes, backend.NAME, why, spec.chunk, live_bytes))
+    report.record(
+        report.Call(
+            verb, shapes, backend.NAME, why, spec.chunk, live_bytes,
+            spec.gradient_samples,
+        )
+    )  # fmt: skip
     return Call(spec, backend, source, rows, shape)
 
 
@@ -71,18 +76,27 @@ def _spec_of(source, outputs, options):
     columns = columns_of(source, options.layout)
     shards = _shards.check_axis_name(options.axis_name)
     all_columns = columns * shards.count if shards else columns
+    vocab_size = checks.check_vocab_size(options.vocab_size, all_columns)
+    samples = checks.check_gradient_samples(options.gradient_samples, vocab_size)
+    residual_rows = checks.check_residual_bytes(
+        options.residual_bytes, data.shape[0], data.dtype.itemsize * columns
+    )
+    if samples and residual_rows:
+        raise ValueError(
+            "residual_bytes must be 0 with gradient_samples, whose backward pass needs "
+            "no exponentials"
+        )
     return Spec(
         columns=columns,
-        vocab_size=checks.check_vocab_size(options.vocab_size, all_columns),
+        vocab_size=vocab_size,
         chunk=checks.check_chunk(options.chunk, data.shape[0], columns),
         outputs=tuple(outputs),
         compute_dtype=np.dtype(data.dtype),
         layout=options.layout,
         softcap=checks.check_softcap(options.softcap),
         frozen_head=bool(options.frozen_head),
-        residual_rows=checks.check_residual_bytes(
-            options.residual_bytes, data.shape[0], data.dtype.itemsize * columns
-        ),
+        residual_rows=residual_rows,
+        gradient_samples=samples,
         shards=shards,
         spread=partition.is_possible(),
     )
@@ -133,7 +147,16 @@ def read_rows(spec: Spec, shape: tuple[int, ...], labels, options: HeadOptions) 
         jnp.reshape(labels, (-1,)),
         jnp.reshape(active, (-1,)),
         flat_temperature(temperature, shape, spec.stats_dtype),
+        _draws(options, shape),
     )
+
+
+def _draws(options, shape):
+    """One random number a token, [N]; None where nothing is sampled."""
+    keys = checks.check_key(options.key, options.gradient_samples, shape)
+    if keys is None:
+        return None
+    return sampling.draws(jnp.reshape(sampling.token_keys(keys, shape), (-1,)))
 
 
 def read_where(where, shape: tuple[int, ...]):

@@ -19,6 +19,7 @@ from jaxmem.functional import (
     rule,
     traced_loss,
 )
+from jaxmem.functional.sampled import SampledLossRule
 from jaxmem.functional.vjp import LossRule
 
 
@@ -43,6 +44,8 @@ def token_loss(
     vocab_size: int | None = None,
     layout: Layout | None = None,
     frozen_head: bool = False,
+    gradient_samples: int | None = None,
+    key: jax.Array | None = None,
     axis_name: AxisName | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -70,6 +73,9 @@ def token_loss(
             up, pass the number of tokens in all of them.
         chunk, where, temperature, softcap, bias, vocab_size, layout: as in `logprobs`.
         frozen_head: W and bias are constants; there is no gradient of them to sum up.
+        gradient_samples, key: as in `logprobs`: loss and metrics are exact, and their
+            gradient by hidden and the head is an unbiased estimate; that by per_token
+            is exact.
         axis_name: mesh axes that split the vocabulary, as in `logprobs`; loss_fn sees
             the statistics of all of it, and the shards of one vocabulary must have the
             same per_token and normalizer. normalizer=None counts the tokens that this
@@ -88,7 +94,8 @@ def token_loss(
     the float32 sum of W's gradient. Under jit, what is not differentiated has no part
     in it. "hopper" takes no more: instead of logits it keeps their exponentials, 2·V a
     token, of all tokens where those fit, which saves the float32 sum, or else of 3·C.
-    XLA for CPUs needs 8·C·V where V is no multiple of 128. Gradients wait for the
+    XLA for CPUs needs 8·C·V where V is no multiple of 128. With gradient_samples, what
+    `logprobs` takes with it in both passes. Gradients wait for the
     loss's own cotangent: hidden's is rounded to its type before it is scaled.
 
     **Communication** with axis_name: that of `logprobs`, but under `jax.grad` the max
@@ -114,7 +121,8 @@ def token_loss(
     options = HeadOptions(
         chunk=chunk, where=where, temperature=temperature, softcap=softcap, bias=bias,
         vocab_size=vocab_size, layout=layout, frozen_head=frozen_head,
-        axis_name=axis_name, implementation=implementation,
+        gradient_samples=gradient_samples, key=key, axis_name=axis_name,
+        implementation=implementation,
     )  # fmt: skip
     fields = TokenStats._fields
     call = arguments.head_call("token_loss", fields, hidden, W, labels, options)
@@ -130,7 +138,8 @@ def token_loss(
         total, metrics = jnp.zeros((), spec.stats_dtype), nothing.metrics
     else:
         trained, fixed = (source, operands.per_token, count), (rows, operands.closed)
-        total, metrics = rule.run(LossRule(spec, backend, loss), trained, fixed)
+        made_by = SampledLossRule if spec.gradient_samples else LossRule
+        total, metrics = rule.run(made_by(spec, backend, loss), trained, fixed)
     metrics = {k: lax.stop_gradient(jnp.reshape(v, shape)) for k, v in metrics.items()}
     return total, metrics
 

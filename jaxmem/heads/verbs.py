@@ -119,6 +119,8 @@ class HeadVerbs:
         labels: ArrayLike,
         where: ArrayLike | None = None,
         temperature: ArrayLike = 1.0,
+        gradient_samples: int | None = None,
+        key: jax.Array | None = None,
     ) -> jax.Array:
         """Return the log-probability of each label; see `jaxmem.logprobs`.
 
@@ -129,6 +131,8 @@ class HeadVerbs:
             labels: token ids [...]; negative marks padding.
             where: booleans that broadcast to labels; False masks a token.
             temperature: positive scalar or one per token, [...]; not differentiable.
+            gradient_samples, key: K and a PRNG key, for sampled gradients; see
+                `jaxmem.logprobs`. None: exact.
 
         Returns:
             float32 [...]; 0, with a gradient of 0, where masked.
@@ -136,8 +140,9 @@ class HeadVerbs:
         **Memory**: that of `jaxmem.logprobs`, with the head's chunk.
         """
         return self._run(
-            api.logprobs, hidden, labels, where=where, temperature=temperature
-        )
+            api.logprobs, hidden, labels, where=where, temperature=temperature,
+            gradient_samples=gradient_samples, key=key,
+        )  # fmt: skip
 
     def token_stats(
         self,
@@ -145,6 +150,8 @@ class HeadVerbs:
         labels: ArrayLike,
         where: ArrayLike | None = None,
         temperature: ArrayLike = 1.0,
+        gradient_samples: int | None = None,
+        key: jax.Array | None = None,
     ) -> TokenStats:
         """Return all statistics that one pass computes; see `jaxmem.token_stats`.
 
@@ -153,6 +160,8 @@ class HeadVerbs:
             labels: token ids [...]; negative marks padding.
             where: booleans that broadcast to labels; False masks a token.
             temperature: positive scalar or one per token, [...]; not differentiable.
+            gradient_samples, key: K and a PRNG key, for sampled gradients; see
+                `jaxmem.logprobs`. None: exact.
 
         Returns:
             `TokenStats(logprob, entropy, logsumexp, sum_pi_squared, is_argmax)` of
@@ -161,14 +170,17 @@ class HeadVerbs:
         **Memory**: that of `jaxmem.token_stats`, with the head's chunk.
         """
         return self._run(
-            api.token_stats, hidden, labels, where=where, temperature=temperature
-        )
+            api.token_stats, hidden, labels, where=where, temperature=temperature,
+            gradient_samples=gradient_samples, key=key,
+        )  # fmt: skip
 
     def entropy(
         self,
         hidden: ArrayLike,
         where: ArrayLike | None = None,
         temperature: ArrayLike = 1.0,
+        gradient_samples: int | None = None,
+        key: jax.Array | None = None,
     ) -> jax.Array:
         """Return the entropy of each token's softmax; see `jaxmem.entropy`.
 
@@ -178,13 +190,18 @@ class HeadVerbs:
             hidden: final hidden states [..., D].
             where: booleans that broadcast to the tokens; False masks a token.
             temperature: positive scalar or one per token, [...]; not differentiable.
+            gradient_samples, key: K and a PRNG key, for sampled gradients; see
+                `jaxmem.logprobs`. None: exact.
 
         Returns:
             float32 [...]; 0 where masked.
 
         **Memory**: that of `jaxmem.entropy`, with the head's chunk.
         """
-        return self._run(api.entropy, hidden, where=where, temperature=temperature)
+        return self._run(
+            api.entropy, hidden, where=where, temperature=temperature,
+            gradient_samples=gradient_samples, key=key,
+        )  # fmt: skip
 
     def loss(
         self,
@@ -193,6 +210,8 @@ class HeadVerbs:
         where: ArrayLike | None = None,
         normalizer: ArrayLike | None = None,
         z_loss: float = 0.0,
+        gradient_samples: int | None = None,
+        key: jax.Array | None = None,
     ) -> jax.Array:
         """Return the mean cross-entropy over the unmasked tokens.
 
@@ -206,6 +225,8 @@ class HeadVerbs:
                 batch; 0 counts as 1. None: the number of tokens that are not masked
                 here.
             z_loss: weight of the squared logsumexp, which keeps logits from drifting.
+            gradient_samples, key: K and a PRNG key, for sampled gradients; see
+                `jaxmem.logprobs`. None: exact.
 
         Returns:
             float32 scalar; 0, with gradients of 0, if every token is masked.
@@ -231,8 +252,9 @@ class HeadVerbs:
             loss_fn = _cross_entropy_and_z_loss
             per_token = (jnp.broadcast_to(jnp.asarray(z_loss), jnp.shape(labels)),)
         return self.token_loss(
-            loss_fn, hidden, labels, *per_token, where=where, normalizer=normalizer
-        )[0]
+            loss_fn, hidden, labels, *per_token, where=where, normalizer=normalizer,
+            gradient_samples=gradient_samples, key=key,
+        )[0]  # fmt: skip
 
     def token_loss(
         self,
@@ -244,6 +266,8 @@ class HeadVerbs:
         normalizer: ArrayLike | None = None,
         temperature: ArrayLike = 1.0,
         frozen_head: bool = False,
+        gradient_samples: int | None = None,
+        key: jax.Array | None = None,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Return a loss of each token's statistics, with its gradient in the same pass.
 
@@ -258,6 +282,8 @@ class HeadVerbs:
             normalizer: divisor of the sum; None: the number of tokens not masked here.
             temperature: positive scalar or one per token, [...]; not differentiable.
             frozen_head: whether to compute no gradient of the head's weights.
+            gradient_samples, key: K and a PRNG key, for sampled gradients; see
+                `jaxmem.logprobs`. None: exact.
 
         Returns:
             (loss, metrics): a float32 scalar, and the metrics that loss_fn returns,
@@ -275,6 +301,8 @@ class HeadVerbs:
             normalizer=normalizer,
             temperature=temperature,
             frozen_head=frozen_head,
+            gradient_samples=gradient_samples,
+            key=key,
         )
 
     def support_logprobs(

@@ -36,6 +36,9 @@ class Kept(NamedTuple):
 
     exps: jax.Array  # [n_rows, columns of W], in 16 bits
     max: jax.Array  # m, float32 [n_tiles, n_rows]
+    # Of a tile's exponentials but the label's, before they are rounded to 16 bits;
+    # float32 [n_tiles, n_rows], or None if they were not asked for.
+    sums: Any = None
 
 
 def statistics(env: Env, *operands, **options) -> Stats:
@@ -54,13 +57,18 @@ def statistics(env: Env, *operands, **options) -> Stats:
     return _merge_groups(_stats_of(partial))
 
 
-def statistics_and_exps(env: Env, *operands, **options) -> tuple[Stats, Kept]:
+def statistics_and_exps(
+    env: Env, *operands, tile_sums: bool = False
+) -> tuple[Stats, Kept]:
     """`statistics`, bitwise equal, and the exponentials that they are sums of."""
-    partial, *kept = _launch(env, *operands, **options)
+    partial, *kept = _launch(env, *operands, tile_sums=tile_sums)
     return _merge_groups(_stats_of(partial)), Kept(*kept)
 
 
-def _launch(env, hidden, W, labels, n_active, bias=None, inverse_temperature=None):
+def _launch(
+    env, hidden, W, labels, n_active, bias=None, inverse_temperature=None,
+    tile_sums=False,
+):  # fmt: skip
     """`Stats` of every group, [n_groups, N_STATS, n_rows], and `Kept` if stored."""
     marked = logits.tiles_with_labels_or_mask(env, labels)
     operands: dict[str, Any] = dict(
@@ -77,7 +85,8 @@ def _launch(env, hidden, W, labels, n_active, bias=None, inverse_temperature=Non
     if env.tiles.stored:
         shape = env.n_rows, padding.whole(env.columns)
         made["exps"] = jax.ShapeDtypeStruct(shape, env.dtype)
-        made["max"] = jax.ShapeDtypeStruct((_n_tiles(env), env.n_rows), jnp.float32)
+        of_tiles = jax.ShapeDtypeStruct((_n_tiles(env), env.n_rows), jnp.float32)
+        made |= dict.fromkeys(("max", "sums") if tile_sums else ("max",), of_tiles)
     return plgpu.kernel(
         functools.partial(_kernel, env, (*operands, *made)),
         out_type=tuple(made.values()),
@@ -116,6 +125,7 @@ def _kernel(env, names, *refs):
     scratch = {}
     if t.stored:
         scratch["max_smem"] = plgpu.SMEM(rows, jnp.float32)
+        scratch["sums_smem"] = plgpu.SMEM(rows, jnp.float32)
         scratch["exps_smem"] = plgpu.SMEM(
             (N_COMPUTE, t.slots, t.rows, t.stored),
             env.dtype,
@@ -166,7 +176,7 @@ def _unit(scope, tile, n_tiles, step):
             to_base_2 = logits.to_base_2(env, bias)
             made = _of_tile(env, z, to_base_2, at, labels, marked, keep)
             if t.stored:
-                _keep_max(at, rows, gmem, smem, made.max)
+                _keep_numbers(at, rows, gmem, smem, made)
             return tuple(_stats.merge(so_far, made))
 
         made = ring.multiply(env.product, extent, buffers, step, fold)
@@ -203,15 +213,19 @@ def _keep(env, tile, rows, gmem, smem, i, exps):
     ring.store_part(i, to, lambda: exps.astype(env.dtype), smem["exps_smem"])
 
 
-def _keep_max(tile, rows, gmem, smem, row_max):
-    """Stores a tile's largest logits.
+def _keep_numbers(tile, rows, gmem, smem, stats):
+    """Stores a tile's largest logits and, where asked for, its sums.
 
     The buffer is free: the previous tile's copy is complete, as later stores waited for
     it, which complete in order, from no more buffers than a tile has parts.
     """
-    smem["max_smem"][...] = row_max
+    numbers = {"max": stats.max, "sums": stats.sum_others}
+    numbers = {k: x for k, x in numbers.items() if k in gmem}
+    for name, x in numbers.items():
+        smem[f"{name}_smem"][...] = x
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(smem["max_smem"], gmem["max"].at[tile, rows])
+    for name in numbers:
+        plgpu.copy_smem_to_gmem(smem[f"{name}_smem"], gmem[name].at[tile, rows])
 
 
 def _of_tile(env, z, to_base_2, tile, labels, marked, keep):

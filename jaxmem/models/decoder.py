@@ -40,6 +40,9 @@ class HeadConfig:
     implementation: Literal["fused", "materialised"] = "fused"
     # tokens whose logits may be alive at once (fused only); None: no chunking
     chunk: int | Literal["auto"] | None = 1024
+    # entries of each token's derivative that are drawn at random (fused only), see
+    # jaxmem.logprobs; None: exact gradients
+    gradient_samples: int | None = None
 
     def __post_init__(self):
         """Raise a ValueError for an unknown implementation or an impossible chunk."""
@@ -51,6 +54,19 @@ class HeadConfig:
                     "HeadConfig.chunk must be a positive number of tokens, 'auto' or "
                     f"None, got {self.chunk!r}"
                 )
+        samples = self.gradient_samples
+        good = samples is None or (type(samples) is int and samples >= 1)
+        check_field(self, "gradient_samples", good, "a positive integer, or None")
+        if samples is not None and self.implementation != "fused":
+            raise ValueError(
+                f"HeadConfig.gradient_samples={samples} needs implementation='fused'"
+            )
+
+    def using(self, implementation: str) -> "HeadConfig":
+        """The other way to the loss, for comparison; exact where it is materialised."""
+        samples = self.gradient_samples if implementation == "fused" else None
+        changes: Any = {"implementation": implementation, "gradient_samples": samples}
+        return dataclasses.replace(self, **changes)
 
 
 def _embedding(config: ModelConfig, rngs: nnx.Rngs) -> nnx.Embed:
@@ -317,6 +333,8 @@ def head_loss(
     labels: Ids,
     normalizer: jax.Array,
     implementation: Literal["fused", "materialised"],
+    gradient_samples: int | None = None,
+    key: jax.Array | None = None,
 ) -> jax.Array:
     """Sum of the tokens' cross-entropies, divided by `normalizer`.
 
@@ -327,12 +345,16 @@ def head_loss(
         normalizer: number of tokens that count in the whole step.
         implementation: "fused" never stores all logits; "materialised" does, as is
             usual, and serves as the reference and for comparison.
+        gradient_samples, key: as in `jaxmem.logprobs`, of "fused".
 
     Returns:
         Float32 scalar, in nats; 0 if no token counts.
     """
     if implementation == "fused":
-        return head.loss(hidden, labels, normalizer=normalizer)
+        return head.loss(
+            hidden, labels, normalizer=normalizer,
+            gradient_samples=gradient_samples, key=key,
+        )  # fmt: skip
     per_token = optax.softmax_cross_entropy_with_integer_labels(
         head(hidden).astype(jnp.float32), jnp.maximum(labels, 0)
     )

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxmem.core import checks
+from jaxmem.core import checks, sampling
 from jaxmem.functional import arguments
 from jaxmem.functional.divergence import check_tokens
 from jaxmem.functional.selected import check_ids, check_support
@@ -88,7 +88,8 @@ def read(plan, given) -> tuple[dict[str, Any], tuple[int, ...]]:
         columns = data.shape[-1]
     given["vocab_size"] = checks.check_vocab_size(given["vocab_size"], columns)
     given["axis_name"] = plan.vocab or None
-    return operands | _read_rows(given, shape, of_tokens), shape
+    operands |= _read_rows(given, shape, of_tokens) | _read_key(given, shape, of_tokens)
+    return operands, shape
 
 
 def check_axes(plan, name, shape):
@@ -143,6 +144,17 @@ def _read_rows(given, shape, of_tokens):
         arrays = _per_token(given["per_token"], shape)
         operands["per_token"] = tuple(Operand(x, of_tokens) for x in arrays)
     return operands
+
+
+def _read_key(given, shape, of_tokens):
+    """Data of one key for each token, so that devices draw what one device would."""
+    samples = given.get("gradient_samples")
+    samples = checks.check_gradient_samples(samples, given["vocab_size"])
+    given["key"] = checks.check_key(given.get("key"), samples, shape)
+    if samples is None:
+        return {}
+    keys = sampling.token_keys(given["key"], shape)
+    return {"key": Operand(jax.random.key_data(keys), of_tokens)}
 
 
 def _read_temperature(name, value, shape, of_tokens):

@@ -63,6 +63,8 @@ def parallel(
     Returns:
         The verb, with the same arguments except axis_name, and the same results.
         Without a normalizer, token_loss counts the active tokens of all devices.
+        With gradient_samples, the samples of a token do not depend on how tokens are
+        sharded; each vocabulary shard draws its own, up to K of them.
 
     **Memory** per device: that of the verb for its tokens and its vocabulary shard,
     plus V·D over the size of vocab for an all-gathered W. If the vocabulary or the
@@ -120,6 +122,9 @@ def _run(verb, plan, call) -> Any:
         given = call.arguments | arrays
         if "W" in given:
             given["W"] = _gathered(plan, given["W"], given["layout"])
+        if "key" in arrays:
+            impl = jax.random.key_impl(call.arguments["key"])
+            given["key"] = jax.random.wrap_key_data(arrays["key"], impl=impl)
         if is_loss and given["normalizer"] is None:
             given["normalizer"] = _count(plan, given["labels"], given["where"])
         of_device = inspect.BoundArguments(call.signature, given)

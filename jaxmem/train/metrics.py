@@ -28,6 +28,7 @@ class StepMetrics(NamedTuple):
     learning_rate: float
     seconds: float  # wall time: reading data, the step, reading the loss back
     mfu: float | None = None  # model FLOPs utilisation; None on an unknown device
+    gradient_samples: int | None = None  # of the head, a token; None: exact gradients
 
     @property
     def line(self) -> str:
@@ -64,6 +65,7 @@ class PolicyMetrics(NamedTuple):
     update_seconds: float
     seconds: float  # all of them
     peak_gib: float | None  # on the device since the start; None where it cannot tell
+    gradient_samples: int | None = None  # of the head, a token; None: exact gradients
 
     @property
     def line(self) -> str:
@@ -272,6 +274,7 @@ def _write_summary(
 ) -> None:
     summary: dict[str, Any] = {
         "steps": len(history),
+        "gradient_samples": history[-1].gradient_samples,
         **outcome,
         "tokens_per_second": tokens_per_second(history),
         "device": jax.devices()[0].device_kind,

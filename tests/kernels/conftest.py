@@ -36,6 +36,24 @@ def interpreted(lowered_anywhere, quick_compilation, monkeypatch):
     jax.clear_caches()
 
 
+@pytest.fixture
+def triton_interpreted(quick_compilation, monkeypatch):
+    """The kernels that Triton compiles run as XLA's loops, whatever runs the others."""
+    import jax.experimental.pallas as pl
+    import jax.experimental.pallas.mosaic_gpu as plgpu
+
+    pallas_call = pl.pallas_call
+
+    def call(*args, **options):
+        with plgpu.force_gpu_interpret_mode(None):  # pyright: ignore
+            return pallas_call(*args, interpret=True, **options)
+
+    monkeypatch.setattr(pl, "pallas_call", call)
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
 def _add_inside(smem, gmem):
     """smem added to the part of an array that it is meant for; nothing beyond."""
     import jax.experimental.pallas as pl

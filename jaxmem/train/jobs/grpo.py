@@ -172,16 +172,18 @@ class _Job:
         reference: np.ndarray | None,
     ) -> tuple[TrainState, list[dict[str, Any]]]:
         """Every update of the step, and what each told."""
-        told = []
-        for chosen in self._minibatches(number):
+        told, numbers_of = [], self._program.micro_batch_numbers
+        for minibatch, chosen in enumerate(self._minibatches(number)):
             part = made.completions.select(chosen)
             values = made.advantages[chosen], old[chosen]
             ref = None if reference is None else reference[chosen]
             sums = self._compiled.zeros()
-            for shape, batch, normalizer in self._micro_batches(part, *values, ref):
+            micro_batches = self._micro_batches(part, *values, ref)
+            for i, (shape, batch, normalizer) in enumerate(micro_batches):
                 batch = self._program.layout.place(batch)
+                drawn_by = numbers_of(self._config.head, number, minibatch, i)
                 sums = self._compiled.gradients[shape](
-                    state.params, self.frozen, sums, batch, normalizer
+                    state.params, self.frozen, sums, batch, normalizer, *drawn_by
                 )
             state, norm = self._compiled.update(state, sums.gradients)
             told.append({"loss": sums.loss, "grad_norm": norm, **sums.metrics})
@@ -258,6 +260,7 @@ class _Job:
             tokens=tokens,
             tokens_per_second=tokens / seconds["seconds"],
             peak_gib=metrics.peak_gib(),
+            gradient_samples=self._config.head.gradient_samples,
             **({"kl": None} | per_token),
             **seconds,
         )
@@ -334,7 +337,7 @@ def _head_costs(program: PolicyProgram, compiled: Compiled) -> dict[str, HeadCos
     shape = program.shapes(program.config.grpo.max_tokens_train)[-1]
     costs = {}
     for implementation in ("fused", "materialised"):
-        head = dataclasses.replace(trained, implementation=implementation)
+        head = trained.using(implementation)
         step = compiled.gradients[shape]
         if head != trained:
             step = program.compile_gradients(shape, head)

@@ -11,7 +11,7 @@ import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -155,6 +155,7 @@ def policy_loss(
     temperature: float,
     implementation: Literal["fused", "materialised"],
     frozen_head: bool = False,
+    **sampled: Any,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Loss of one micro-batch, and what else is known of its tokens.
 
@@ -167,6 +168,7 @@ def policy_loss(
       temperature: that the tokens were sampled with.
       implementation: "fused" never holds the logits, "materialised" is autodiff.
       frozen_head: the matrix of the vocabulary is a constant.
+      sampled: `gradient_samples` and `key`, as in `jaxmem.token_loss`, of "fused".
 
     Returns:
       Float32 scalar, and per token [B, T] `entropy`, `sum_pi_squared`, `clip_fraction`
@@ -184,6 +186,7 @@ def policy_loss(
             normalizer=normalizer,
             temperature=temperature,
             frozen_head=frozen_head,
+            **sampled,
         )
     stats = jaxmem.token_stats_from_logits(
         head(hidden), labels, None, temperature=temperature

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from rich.console import Console
 
@@ -27,6 +28,7 @@ from jaxmem.train.program import (
     StreamedUpdate,
     add_in_float32,
     gradient_shapes,
+    head_key,
     update,
 )
 
@@ -48,7 +50,7 @@ class Compiled(NamedTuple):
     logprobs: dict[Shape, jax.stages.Compiled]  # (params, frozen, Batch, support)
     zeros: jax.stages.Compiled  # () -> Sums
     gradients: dict[Shape, jax.stages.Compiled]  # (params, frozen, Sums, PolicyBatch,
-    #                                               normalizer) -> Sums
+    #                                               normalizer[, numbers]) -> Sums
     update: jax.stages.Compiled | StreamedUpdate  # (TrainState, gradients) ->
     #                                               TrainState, norm
 
@@ -157,13 +159,17 @@ class PolicyProgram(DecoderProgram):
             return jitted.trace(*weights, batch, support_ids)
 
     def gradients(self, head: HeadConfig):
-        """The function that adds a micro-batch to a minibatch's sums."""
+        """The function that adds a micro-batch to a minibatch's sums.
 
-        def run(params, frozen, sums: Sums, made: PolicyBatch, normalizer):
+        With `head.gradient_samples` its last argument tells one micro-batch of the run
+        from all others: the numbers [3] of its step, its minibatch and its own.
+        """
+
+        def run(params, frozen, sums: Sums, made: PolicyBatch, normalizer, *numbers):
             def loss(params):
                 model, batch = self.model(params, frozen), made.batch
                 hidden = model(batch.tokens, batch.segment_ids, batch.positions)
-                return self._loss(head, model.head, hidden, made, normalizer)
+                return self._loss(head, model.head, hidden, made, normalizer, *numbers)
 
             (value, told), slopes = jax.value_and_grad(loss, has_aux=True)(params)
             slopes = as_stored(slopes)
@@ -186,7 +192,16 @@ class PolicyProgram(DecoderProgram):
         )
         weights = self.state_shapes.params, self.frozen_shapes
         with self.layout.context():
-            return jitted.trace(*weights, sums, made, normalizer)
+            numbers = self.micro_batch_numbers(head)
+            return jitted.trace(*weights, sums, made, normalizer, *numbers)
+
+    def micro_batch_numbers(self, head: HeadConfig, *numbers: int) -> tuple:
+        """What follows on the normalizer: numbers, or their shape, if a head draws."""
+        if head.gradient_samples is None:
+            return ()
+        if numbers:
+            return (np.array(numbers, np.uint32),)
+        return (self.layout.whole(jax.ShapeDtypeStruct((3,), jnp.uint32)),)
 
     def choose_policy_by_gradients(self, console: Console) -> None:
         """`choose_policy` by the largest micro-batch, beside moments and reference."""
@@ -200,7 +215,11 @@ class PolicyProgram(DecoderProgram):
             lambda: self.trace_gradients(shape, self.config.head), console, held
         )
 
-    def _loss(self, head: HeadConfig, module, hidden, made: PolicyBatch, normalizer):
+    def _loss(self, head: HeadConfig, module, hidden, made, normalizer, numbers=None):
+        sampled = {}
+        if numbers is not None:
+            key = head_key(self.config.run.seed, *numbers)
+            sampled = {"gradient_samples": head.gradient_samples, "key": key}
         return policy_loss(
             module,
             hidden,
@@ -210,6 +229,7 @@ class PolicyProgram(DecoderProgram):
             self.config.sampling.temperature,
             head.implementation,
             self.head_is_frozen,
+            **sampled,
         )
 
     def compile_head(self, shape: Shape, head: HeadConfig) -> jax.stages.Compiled:
@@ -223,7 +243,8 @@ class PolicyProgram(DecoderProgram):
 
         def loss(weights, hidden, made, normalizer):
             module = nnx.merge(definition, weights)
-            return self._loss(head, module, hidden, made, normalizer)
+            drawn_by = self.micro_batch_numbers(head, 0, 0, 0)
+            return self._loss(head, module, hidden, made, normalizer, *drawn_by)
 
         wanted = 1 if self.head_is_frozen else (0, 1)
         gradients = jax.jit(jax.value_and_grad(loss, wanted, has_aux=True))

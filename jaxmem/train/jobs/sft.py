@@ -41,6 +41,7 @@ from jaxmem.train.program import (
     add_in_float32,
     fixed_weights,
     gradient_shapes,
+    head_key,
     update,
 )
 
@@ -58,9 +59,9 @@ class Result(NamedTuple):
 
 
 def sum_gradients(
-    loss: Callable[[Any, Batch, jax.Array], jax.Array],
+    loss: Callable[[Any, Any, jax.Array], jax.Array],
     params: Any,
-    micro_batches: Batch,
+    micro_batches: Any,
     normalizer: jax.Array,
 ) -> tuple[jax.Array, Any]:
     """Loss and gradient of a whole step, one micro-batch alive at a time.
@@ -68,7 +69,7 @@ def sum_gradients(
     Args:
       loss: (params, micro-batch, normalizer) to its share of the step's loss.
       params: what is differentiated.
-      micro_batches: arrays [K, B, T].
+      micro_batches: a tree of arrays [K, ...].
       normalizer: tokens of the whole step, known before the first micro-batch, so
         that each token weighs the same wherever it lies.
 
@@ -76,7 +77,7 @@ def sum_gradients(
       The sum of the losses, and of the gradients, in float32.
     """
 
-    def add(sums: Any, micro_batch: Batch) -> tuple[Any, None]:
+    def add(sums: Any, micro_batch: Any) -> tuple[Any, None]:
         value, gradients = jax.value_and_grad(loss)(params, micro_batch, normalizer)
         return add_in_float32(sums, (value, as_stored(gradients))), None
 
@@ -86,29 +87,35 @@ def sum_gradients(
 
 
 def make_gradients(
-    definition: nnx.GraphDef[Decoder], head: HeadConfig
-) -> Callable[[Any, dict, Batch], tuple[Any, dict[str, jax.Array]]]:
+    definition: nnx.GraphDef[Decoder], head: HeadConfig, seed: int = 0
+) -> Callable[..., tuple[Any, dict[str, jax.Array]]]:
     """Build the function that gives a step's gradients.
 
     Args:
       definition: of the decoder, from `nnx.split`.
       head: which way to the loss.
+      seed: of the head's draws.
 
     Returns:
       (trained weights, frozen weights, micro-batches [K, B, T]) to the gradients and
-      the step's `loss` (0 where no token counts) and `tokens`.
+      the step's `loss` (0 where no token counts) and `tokens`. With
+      `head.gradient_samples` there is a fourth argument, the step's number.
     """
 
-    def gradients(params: Any, frozen: dict, micro_batches: Batch):
-        def loss(params: Any, batch: Batch, normalizer: jax.Array) -> jax.Array:
+    def gradients(params: Any, frozen: dict, micro_batches: Batch, number: Any = None):
+        def loss(params: Any, given: Any, normalizer: jax.Array) -> jax.Array:
+            batch, index = given
+            key = None if number is None else head_key(seed, number, index)
             model = nnx.merge(definition, join_weights(params, frozen))
             hidden = model(batch.tokens, batch.segment_ids, batch.positions)
             return head_loss(
-                model.head, hidden, batch.labels, normalizer, head.implementation
-            )
+                model.head, hidden, batch.labels, normalizer, head.implementation,
+                head.gradient_samples, key,
+            )  # fmt: skip
 
         tokens = jnp.sum(micro_batches.labels >= 0)
-        total, slopes = sum_gradients(loss, params, micro_batches, tokens)
+        indices = jnp.arange(len(micro_batches.labels), dtype=jnp.uint32)
+        total, slopes = sum_gradients(loss, params, (micro_batches, indices), tokens)
         return slopes, {"loss": total, "tokens": tokens}
 
     return gradients
@@ -118,22 +125,24 @@ def make_step(
     definition: nnx.GraphDef[Decoder],
     head: HeadConfig,
     optimizer: optax.GradientTransformation,
-) -> Callable[[TrainState, dict, Batch], tuple[TrainState, dict[str, jax.Array]]]:
+    seed: int = 0,
+) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:
     """Build the function that one optimizer step is.
 
     Args:
       definition: of the decoder, from `nnx.split`.
       head: which way to the loss.
       optimizer: from `make_optimizer`.
+      seed: of the head's draws.
 
     Returns:
       (state, frozen weights, micro-batches [K, B, T]) to the next state and what
-      `make_gradients` tells, with `grad_norm`.
+      `make_gradients` tells, with `grad_norm`; a fourth argument as there.
     """
-    gradients = make_gradients(definition, head)
+    gradients = make_gradients(definition, head, seed)
 
-    def step(state: TrainState, frozen: dict, micro_batches: Batch):
-        slopes, numbers = gradients(state.params, frozen, micro_batches)
+    def step(state: TrainState, frozen: dict, *given: Any):
+        slopes, numbers = gradients(state.params, frozen, *given)
         state, norm = update(optimizer, state, slopes)
         return state, numbers | {"grad_norm": norm}
 
@@ -147,9 +156,9 @@ class StreamedStep:
         self._gradients, self._finish = gradients, finish
         self.memory_analysis = gradients.memory_analysis
 
-    def __call__(self, state: TrainState, frozen: dict, micro_batches: Batch):
+    def __call__(self, state: TrainState, frozen: dict, *given: Any):
         """As a compiled step is called."""
-        slopes, numbers = self._gradients(state.params, frozen, micro_batches)
+        slopes, numbers = self._gradients(state.params, frozen, *given)
         state, norm = self._finish(state, slopes)
         return state, numbers | {"grad_norm": norm}
 
@@ -191,17 +200,25 @@ class Program(DecoderProgram):
         batch = self.layout.of_tokens(batch)
         number = self.layout.whole(jax.ShapeDtypeStruct((), jnp.float32))
         given: Any = self.state_shapes
+        seed = self.config.run.seed
         if self.streamed is None:
-            step = make_step(self.definition, head, self.optimizer)
+            step = make_step(self.definition, head, self.optimizer, seed)
             jitted = self.layout.jit(
                 step, (given, number), donate_argnums=0, compiler_options=options
             )
         else:
-            step, given = make_gradients(self.definition, head), given.params
+            step, given = make_gradients(self.definition, head, seed), given.params
             made = gradient_shapes(given), number
             jitted = self.layout.jit(step, made, compiler_options=options)
         with self.layout.context():
-            return jitted.trace(given, self.frozen_shapes, batch)
+            numbers = self.step_numbers(head)
+            return jitted.trace(given, self.frozen_shapes, batch, *numbers)
+
+    def step_numbers(self, head: HeadConfig, number: int | None = None) -> tuple:
+        """What follows on a step's batch: its number, or its shape, if it draws."""
+        shape = self.layout.whole(jax.ShapeDtypeStruct((), jnp.uint32))
+        drawn_by = (shape if number is None else np.uint32(number),)
+        return () if head.gradient_samples is None else drawn_by
 
     def mfu(self, tokens_per_second: float) -> float | None:
         """Model FLOPs utilisation (`jaxmem.train.mfu`); None on an unknown device."""
@@ -257,7 +274,11 @@ class Program(DecoderProgram):
         def loss(weights: Any, hidden: jax.Array, labels: jax.Array) -> jax.Array:
             tokens = jnp.sum(labels >= 0)
             module = nnx.merge(definition, weights)
-            return head_loss(module, hidden, labels, tokens, head.implementation)
+            key = head_key(0) if head.gradient_samples else None
+            return head_loss(
+                module, hidden, labels, tokens, head.implementation,
+                head.gradient_samples, key,
+            )  # fmt: skip
 
         gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
         labels = jax.ShapeDtypeStruct(self._rows, jnp.int32)
@@ -289,12 +310,15 @@ class _Job:
         start = time.perf_counter()
         taken = _micro_batches(self._batches, self._program.config.run.accumulate)
         taken = self._program.layout.place(taken)
-        state, numbers = self._compiled(state, self._frozen, taken)
+        head = self._program.config.head
+        drawn_by = self._program.step_numbers(head, number)
+        state, numbers = self._compiled(state, self._frozen, taken, *drawn_by)
         numbers = jax.device_get(numbers)
         seconds = time.perf_counter() - start
         learning_rate = self._program.schedule(number - 1)
         mfu = self._program.mfu(taken.tokens.size / seconds)
-        return state, _step_metrics(number, numbers, learning_rate, seconds, mfu)
+        made = _step_metrics(number, numbers, learning_rate, seconds, mfu)
+        return state, made._replace(gradient_samples=head.gradient_samples)
 
 
 def train(
@@ -399,7 +423,7 @@ def _head_costs(
     trained = program.config.head
     costs = {}
     for implementation in ("fused", "materialised"):
-        head = dataclasses.replace(trained, implementation=implementation)
+        head = trained.using(implementation)
         step = compiled if head == trained else program.compile_step(head)
         costs[implementation] = HeadCost(
             head=metrics.memory_of(program.compile_head(head)),

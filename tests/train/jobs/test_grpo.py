@@ -235,6 +235,22 @@ def gradients(made, implementation, config=None, **options):
     return jax.jit(jax.value_and_grad(loss, (0, 1)))(weights, hidden)
 
 
+def test_sampled_gradients_are_near_the_exact_ones():
+    """Their mean is nearer than each of them; the loss is the same."""
+    made = random_micro_batch()
+    value, exact = gradients(made, "fused")
+
+    def draw(key):
+        return gradients(made, "fused", gradient_samples=4, key=key)
+
+    values, drawn = jax.vmap(draw)(jax.random.split(jax.random.key(0), 40))
+    np.testing.assert_array_equal(values, value)
+    for got, want in zip(*map(jax.tree.leaves, (drawn, exact)), strict=True):
+        spread = np.abs(got - want).mean()
+        assert spread > 0 and not np.array_equal(got[0], got[1])
+        assert np.abs(got.mean(0) - want).mean() < 0.35 * spread
+
+
 def test_both_heads_give_one_gradient():
     fused, materialised = (
         gradients(random_micro_batch(), name) for name in ("fused", "materialised")
@@ -561,6 +577,7 @@ def test_killed_a_run_takes_bitwise_the_steps_of_one_never_stopped(tmp_path):
         SMALL,
         grpo=dict(kl_coefficient=0.02, epochs=2),
         optimizer=dict(trainable="blocks|head"),
+        head=dict(gradient_samples=4),
     )
     config = changed(config, run=dict(steps=30))
     train(config, tmp_path / "whole", checkpoint_every=None)
@@ -586,6 +603,7 @@ def test_killed_a_run_takes_bitwise_the_steps_of_one_never_stopped(tmp_path):
         for path in (tmp_path / "whole", killed)
     )
     assert resumed == whole and len(whole) == 30
+    assert {s["gradient_samples"] for s in whole} == {4}
 
 
 def test_resuming_with_another_task_model_or_seed_is_refused(finished):

@@ -416,6 +416,41 @@ def test_a_finished_run_can_be_continued_with_another_head(finished, tmp_path):
     assert train(longer)[0].history == result.history  # nothing left to do
 
 
+def test_sampled_gradients_differ_from_exact_ones_and_are_told(config, finished):
+    """The first loss is exact; then the weights have moved another way."""
+    head = dict(gradient_samples=8)
+    result, _ = train(changed(config, head=head, run=dict(compare_heads=True)))
+    exact = finished[1].history
+    assert result.history[0].loss == exact[0].loss
+    assert result.history[-1].loss != exact[-1].loss
+    assert abs(result.history[-1].loss - exact[-1].loss) < 0.05
+    assert {s.gradient_samples for s in result.history} == {8}
+    assert {s.gradient_samples for s in exact} == {None}
+    summary = json.loads((result.out_dir / "summary.json").read_text())
+    assert summary["gradient_samples"] == 8
+    sampled, whole = summary["memory"]["fused"], summary["memory"]["materialised"]
+    assert sampled["head"]["temporary"] != whole["head"]["temporary"]
+
+
+def test_every_micro_batch_of_every_step_has_draws_of_its_own():
+    model = dataclasses.replace(MODEL, vocab_size=50)
+    definition, weights = nnx.split(Decoder(model, rngs=nnx.Rngs(0)))
+    head, params = HeadConfig(gradient_samples=2), nnx.to_pure_dict(weights)
+    gradients = jax.jit(sft.make_gradients(definition, head, seed=3))
+    rows = random_rows(2)
+    twice = Batch(*(np.stack([x, x]) for x in rows))
+
+    def W(batch, number):
+        made, _ = gradients(params, {}, batch, np.uint32(number))
+        return np.asarray(made["norm"]["scale"])
+
+    once = [W(split(rows, 1), number) for number in (1, 1, 2)]
+    np.testing.assert_array_equal(once[0], once[1])
+    assert np.any(once[0] != once[2])
+    # Two equal micro-batches: were their draws the same, the mean would be either's.
+    assert np.any(np.abs(W(twice, 1) - once[0]) > 1e-6)
+
+
 def test_resuming_with_another_model_or_other_data_is_refused(finished):
     config, first, _ = finished
     with pytest.raises(ValueError, match="model.hidden was 16, is 32"):
@@ -553,7 +588,8 @@ def kill_after(process, metrics_file, step):
 def test_killed_twice_a_run_takes_bitwise_the_steps_of_one_never_stopped(
     config, tmp_path
 ):
-    config = changed(config, run=dict(steps=40, accumulate=2))
+    head = dict(gradient_samples=8)  # whose draws follow from the step's number
+    config = changed(config, run=dict(steps=40, accumulate=2), head=head)
     finish(start(config, tmp_path / "whole", 100))
     killed = tmp_path / "killed"
     # First between checkpoints; then saving after each step, most likely in a save.

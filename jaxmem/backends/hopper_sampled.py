@@ -1,0 +1,86 @@
+"""Sampled derivatives on NVIDIA GPUs: what `xla_sampled` does, by kernels.
+
+Forward, on Hopper, a launch of rows leaves its exponentials in 16 bits; entries are
+found among them before the next launch takes their place. Backward needs neither those
+nor a Hopper chip.
+"""
+
+from typing import Any
+
+import jax
+
+from jaxmem.backends import hopper, xla_sampled
+from jaxmem.core import (
+    operands as _operands,
+    sampling as _sampling,
+    shards as _shards,
+    stats as _stats,
+)
+from jaxmem.core.operands import Head, Rows
+from jaxmem.core.sampling import Entries, Sampling
+from jaxmem.core.spec import Spec
+from jaxmem.kernels import active, blocks, padding
+
+
+def sampling_of(spec: Spec) -> Sampling:
+    """K slots of this head's vocabulary, or of this shard's part of it."""
+    from jaxmem.kernels import sampled_select
+
+    return Sampling(spec.gradient_samples or 0, spec.columns, sampled_select.MARGIN)
+
+
+def forward(spec: Spec, source: Head, rows: Rows, names) -> tuple[dict, Entries]:
+    """As `xla_sampled.forward`; the outputs bit-equal to those of `hopper.forward`."""
+    from jaxmem.kernels import forward as kernel, sampled_select
+
+    padded = padding.head(spec, _operands.cast(spec, source))
+    n_rows, sampling = rows.labels.shape[0], sampling_of(spec)
+    starts = xla_sampled.starts_of(spec, sampling, rows)
+    size = blocks.whole(min(n_rows, spec.chunk))
+    env = hopper.launch_env(spec, padded, size, "exps")
+
+    def body(block, made):
+        so_far, found = made
+        operands = hopper.inputs(spec, padded, rows, block)
+        stats, kept = kernel.statistics_and_exps(env, *operands, tile_sums=True)
+        stats = _shards.vary(stats, spec.part_varying)
+        outputs = _operands.merged(spec, rows, block.ids, stats)
+        labels, start = operands[2], _operands.take(starts, block.ids)
+        of_rows = labels, start, block.n_active
+        entries = sampled_select.entries(
+            sampling, env.tiles.columns, kept, stats, outputs, of_rows
+        )
+        found = _operands.put_all(found, block.ids, entries)
+        return active.put(so_far, block, stats), found
+
+    none = _sampling.none(sampling, n_rows, spec.stats_dtype)
+    none = _shards.vary(none, spec.part_varying)
+    made = _operands.no_statistics(spec, rows), none
+    stats, entries = active.for_each_block(rows.active, env.n_rows, body, made)
+    return _operands.outputs(spec, rows, stats, names), entries
+
+
+def backward(
+    spec: Spec, source: Head, rows: Rows, saved: _stats.Outputs,
+    cotangents: _stats.Cotangents, entries: Entries,
+) -> Head:  # fmt: skip
+    """As `xla_sampled.backward`."""
+    from jaxmem.kernels import sampled_products as products
+
+    head: Any = _operands.cast(spec, source)
+    dz = xla_sampled.derivative(
+        spec, sampling_of(spec), rows, saved, cotangents, entries
+    )
+    parts = spec.shards and spec.shards.same_hidden
+    dtype = spec.stats_dtype if parts else spec.compute_dtype
+    dhidden, dW, dbias = products.to_hidden(dz, head.W, spec.layout, dtype), None, None
+    if not spec.frozen_head:
+        pairs = _sampling.sort_by_column(dz)
+        like = jax.ShapeDtypeStruct(source.W.shape, source.W.dtype)
+        dW = products.to_weights(pairs, head.hidden, like, spec.layout)
+        if head.bias is not None:
+            n_rows = head.hidden.shape[0]
+            dbias = products.to_bias(pairs, n_rows, spec.columns)
+    sums = _operands.sum_over_shards(spec, Head(dhidden, dW, dbias))
+    like = _operands.trained(spec, source)
+    return jax.tree.map(lambda x, primal: x.astype(primal.dtype), sums, like)

@@ -1,0 +1,290 @@
+"""Sampled derivatives of logits: which entries are kept, and what they weigh.
+
+For one token with probabilities p_j, label y and the derivative of `_stats`,
+dz_j = g·[j = y] + p_j s_j with s_j = α - g + β ln p_j + γ p_j, the label's entry is
+exact, and every other column j is kept with probability
+
+    q_j = min(1, (⌊κ p_j u⌋ + 1) / u)      u = 2^b units, κ slightly below K,
+
+and weighs dz_j / q_j. The estimate's mean is dz for every output and any cotangents:
+q_j > 0 wherever p_j > 0, and q depends on nothing but p. Entries with p_j ≥ 1/κ are
+exact. The others add a variance of at most s_j² p_j / κ each: for a log-probability,
+m/κ in all, where m is the probability mass below 1/κ.
+
+Systematic sampling makes the draws. With r uniform over {0, ..., u - 1}, one number per
+token, and C_j the running sum of u q, column j is kept where a multiple of u lies in
+(C_{j-1} + r, C_j + r]. As u q_j ≤ u, that happens for exactly u q_j values of r: the
+probability is q_j to the last bit. As Σ_j u q_j ≤ K u, at most K columns are kept; the
+number of the multiple is the entry's slot. All of it is arithmetic of integers.
+"""
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import ArrayLike
+
+from jaxmem.core.stats import Coefficients, Outputs
+
+_BITS = 30  # K units fit, and so does any running sum plus a start
+_ROUNDING = 2.0**-12  # how far a row's probabilities may add up to more than 1
+_GROUP = 16  # columns whose units are summed for the search, a power of two
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """Static facts: at most `slots` entries of each row, beside the label's.
+
+    Attributes:
+        slots: K.
+        columns: of the vocabulary, or of this shard's part.
+        margin: relative error of the sums that the search goes by, 0 where they are
+            those of the very units that it finds.
+    """
+
+    slots: int
+    columns: int
+    margin: float = 0.0
+
+    @property
+    def bits(self) -> int:
+        """Of one unit: b, so that K 2^b fits."""
+        return _BITS - (self.slots - 1).bit_length()
+
+    @property
+    def one(self) -> int:
+        """Units of a probability of 1."""
+        return 1 << self.bits
+
+    @property
+    def rate(self) -> float:
+        """κ: K less what rounding up adds to a row's sum, so that K slots suffice."""
+        rounded_up = 1.02 * (self.columns + 512) / self.one
+        return self.slots * (1 - _ROUNDING - self.margin) - rounded_up
+
+
+class Entries(NamedTuple):
+    """The sampled entries of each token: residuals of the backward pass.
+
+    An empty slot has p = 0 and a column past the last one, so that sorting by column
+    moves it to the end. The label's entry is not among them.
+    """
+
+    columns: jax.Array  # int32 [N, K]
+    p: jax.Array  # probabilities [N, K]
+
+
+class Derivative(NamedTuple):
+    """Entries of each token's derivative, the label's first; all others are zero."""
+
+    columns: jax.Array  # int32 [N, 1 + K]
+    values: jax.Array  # [N, 1 + K]; 0 in an empty slot
+
+
+def token_keys(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """One key for each token, whatever other tokens and devices there are.
+
+    Args:
+        key: a typed PRNG key, or already one for each token.
+        shape: of the tokens.
+    """
+    if key.shape:
+        return key
+    token_ids = jnp.arange(math.prod(shape), dtype=jnp.uint32)
+    return jnp.reshape(jax.vmap(lambda i: jax.random.fold_in(key, i))(token_ids), shape)
+
+
+def draws(keys: jax.Array) -> jax.Array:
+    """Uniform uint32 [N] of the tokens' keys."""
+
+    def draw(key):
+        return jax.random.bits(key, (), jnp.uint32)
+
+    return jax.vmap(draw)(keys)
+
+
+def starts(sampling: Sampling, draws: jax.Array, shard: ArrayLike = 0) -> jax.Array:
+    """r, int32 [N], uniform over {0, ..., u - 1}; another one on each shard.
+
+    For shards, the draws are mixed with the shard's number by a bijection of uint32
+    (the finalizer of MurmurHash3), so that they stay uniform and look independent.
+
+    Args:
+        sampling: static facts.
+        draws: uint32 [N], of `draws`.
+        shard: which part of the vocabulary.
+    """
+    mixed = draws + jnp.uint32(0x9E3779B9) * jnp.asarray(shard).astype(jnp.uint32)
+    for factor in (0x85EBCA6B, 0xC2B2AE35):
+        mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(factor)
+    return ((mixed ^ (mixed >> 16)) >> (32 - sampling.bits)).astype(jnp.int32)
+
+
+def units(sampling: Sampling, p: jax.Array) -> jax.Array:
+    """q of probabilities, in units; 0 where p is 0 or NaN."""
+    scaled = (p * (sampling.rate * sampling.one)).astype(jnp.int32) + 1
+    return jnp.where(p > 0, jnp.minimum(scaled, sampling.one), 0)
+
+
+def scale(part_max: jax.Array, rows: Outputs) -> jax.Array:
+    """What makes probabilities of e^(z - part_max), of some rows and columns."""
+    nothing = part_max == -jnp.inf  # and -inf - -inf would be NaN
+    log_scale = jnp.where(nothing, 0, part_max - rows.max) - rows.log_sum
+    return jnp.where(nothing, 0, jnp.exp(log_scale))
+
+
+def none(sampling: Sampling, n_rows: int, dtype) -> Entries:
+    """Entries of rows that have none."""
+    shape = n_rows, sampling.slots
+    return Entries(
+        jnp.full(shape, sampling.columns, jnp.int32), jnp.zeros(shape, dtype)
+    )
+
+
+def select(
+    sampling: Sampling, exps: jax.Array, scale: jax.Array, starts: jax.Array
+) -> Entries:
+    """Entries of rows whose whole vocabulary, or this shard's part of it, is here.
+
+    A binary tree over sums of `_GROUP` columns is searched for every slot's multiple of
+    u; the units of the group that has it are computed once more.
+
+    Args:
+        sampling: static facts.
+        exps: [C, V], proportional to probabilities; 0 at the label.
+        scale: [C], what they are to be multiplied by.
+        starts: int32 [C].
+    """
+    tree = _tree(_group_sums(units(sampling, exps * scale[:, None])))
+    multiples = jnp.arange(1, sampling.slots + 1, dtype=jnp.int32) * sampling.one
+    rest = multiples - starts[:, None]
+    live = rest <= tree[0]
+    group = jnp.zeros_like(rest)
+    for sums in tree[1:]:
+        left = jnp.take_along_axis(sums, 2 * group, axis=1, mode="promise_in_bounds")
+        right = rest > left
+        rest = rest - jnp.where(right, left, 0)
+        group = jnp.minimum(2 * group + right, sums.shape[1] - 1)
+    columns, exps = _window(exps, group)
+    p = exps * scale[:, None, None]
+    column, p = _reach(units(sampling, p), (columns, p), rest)
+    p = jnp.where(live, p, 0)
+    return Entries(jnp.where(p > 0, column, sampling.columns), p)
+
+
+def derivative(
+    sampling: Sampling, entries: Entries, labels: jax.Array, rows: Outputs,
+    c: Coefficients,
+) -> tuple[jax.Array, Derivative]:  # fmt: skip
+    """dz_j / q_j of the sampled entries, and dz of the label's.
+
+    Args:
+        sampling: static facts.
+        entries: of the rows.
+        labels: int32 [N], columns; one outside [0, V) is in another part.
+        rows: statistics of the rows, [N]; logprob, and what the coefficients need.
+        c: coefficients of the rows, [N].
+
+    Returns:
+        (ln p of the entries, their derivative), with the label's in the first slot.
+    """
+    ln_p = jnp.log(jnp.where(entries.p > 0, entries.p, 1))
+    # p / q first: their quotient is near 1/κ even where both are tiny.
+    q = units(sampling, entries.p).astype(ln_p.dtype) / sampling.one
+    weight = jnp.where(entries.p > 0, entries.p / jnp.where(q > 0, q, 1), 0)
+    others = _slope(c, ln_p, entries.p, c.label)
+    others = jnp.where(entries.p > 0, weight * others, 0)
+    here = (labels >= 0) & (labels < sampling.columns)
+    ln_p_label = jnp.maximum(rows.logprob, jnp.finfo(ln_p.dtype).min)[:, None]
+    p_label = jnp.exp(ln_p_label)
+    at_label = p_label * _slope(c, ln_p_label, p_label, None)
+    if c.label is not None:  # 1 - p would round to 0
+        at_label += (c.label * -jnp.expm1(rows.logprob))[:, None]
+    column = jnp.where(here, labels, sampling.columns)[:, None]
+    return jnp.concatenate([ln_p_label, ln_p], axis=1), Derivative(
+        jnp.concatenate([column, entries.columns], axis=1),
+        jnp.concatenate([jnp.where(here[:, None], at_label, 0), others], axis=1),
+    )
+
+
+class Pairs(NamedTuple):
+    """Entries of all tokens in the order of their columns, empty slots last."""
+
+    columns: jax.Array  # int32 [N (K + 1)]
+    tokens: jax.Array
+    values: jax.Array
+
+
+def sort_by_column(dz: Derivative) -> Pairs:
+    """Tokens of one column stay in their order."""
+    n_slots = dz.columns.shape[1]
+    at = jnp.arange(dz.columns.size, dtype=jnp.int32)
+    columns, at = lax.sort((dz.columns.reshape(-1), at), num_keys=1)
+    return Pairs(columns, at // n_slots, dz.values.reshape(-1)[at])
+
+
+def _slope(c, ln_p, p, label):
+    """α - label + β ln p + γ p, of rows [N, slots]; what is absent is zero."""
+    slope = jnp.zeros_like(p)
+    for coefficient, factor in (
+        (c.alpha, 1),
+        (label, -1),
+        (c.beta, ln_p),
+        (c.gamma, p),
+    ):
+        if coefficient is not None:
+            slope += coefficient[:, None] * factor
+    return slope
+
+
+def _group_sums(masses):
+    """Of `_GROUP` neighbours each, [C, n]; the last group may have fewer."""
+    n_rows, n_columns = masses.shape
+    whole = n_columns // _GROUP * _GROUP
+    groups = masses[:, :whole].reshape(n_rows, -1, _GROUP)
+    sums = jnp.sum(groups, axis=-1, dtype=jnp.int32)
+    if whole == n_columns:
+        return sums
+    rest = jnp.sum(masses[:, whole:], axis=1, keepdims=True, dtype=jnp.int32)
+    return jnp.concatenate([sums, rest], axis=1)
+
+
+def _tree(sums):
+    """Sums of pairs, and pairs of pairs, until one has all, [C, 1]; that one first."""
+    tree = [sums]
+    while tree[0].shape[1] > 1:
+        even = jnp.pad(tree[0], ((0, 0), (0, tree[0].shape[1] % 2)))
+        tree.insert(0, even[:, ::2] + even[:, 1::2])
+    return tree
+
+
+def _window(exps, group):
+    """(columns, exponentials) of a group, [C, K, `_GROUP`].
+
+    Where it would reach past the end it starts earlier, with zeros.
+    """
+    exps = jnp.pad(exps, ((0, 0), (0, max(_GROUP - exps.shape[1], 0))))
+    first = jnp.minimum(group * _GROUP, exps.shape[1] - _GROUP)
+
+    def one(row, first):
+        return lax.dynamic_slice(row, (first,), (_GROUP,))
+
+    exps = jax.vmap(jax.vmap(one, (None, 0)))(exps, first)
+    columns = first[..., None] + jnp.arange(_GROUP, dtype=jnp.int32)
+    return columns, jnp.where(columns >= group[..., None] * _GROUP, exps, 0)
+
+
+def _reach(masses, values, rest):
+    """Values [C, K] of the column, of a window, whose running sum reaches `rest`."""
+    while (n := masses.shape[-1]) > 1:
+        left = jnp.sum(masses[..., : n // 2], axis=-1, dtype=jnp.int32)
+        right = rest > left
+        rest = rest - jnp.where(right, left, 0)
+        masses, *values = (
+            jnp.where(right[..., None], x[..., n // 2 :], x[..., : n // 2])
+            for x in (masses, *values)
+        )
+    return [x[..., 0] for x in values]

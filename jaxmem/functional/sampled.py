@@ -1,0 +1,89 @@
+"""The derivatives of the head under `gradient_samples`: rules that keep few entries.
+
+The forward pass draws the entries of each token's derivative while its logits are
+alive (`core.sampling`); the backward pass is made of them, whatever the cotangents are,
+and recomputes nothing. Where nobody asks for a derivative, nothing is drawn.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxmem.backends import choose
+from jaxmem.core import shards as _shards, stats as _stats
+from jaxmem.core.operands import for_active_chunks, put_all, take
+from jaxmem.core.stats import TokenStats
+from jaxmem.functional import traced_loss
+from jaxmem.functional.rule import by_tokens, fitted, of_tokens, once
+from jaxmem.functional.vjp import LossRule, StatisticsRule
+
+# What the backward pass needs of a row besides the entries and what is differentiated.
+_SAVED = ("logprob", "max", "log_sum")
+
+
+class SampledStatisticsRule(StatisticsRule):
+    """`StatisticsRule` with a sampled derivative."""
+
+    def forward_and_save(self, trained, fixed):
+        """As in `Rule`."""
+        (source,), (rows,), spec = trained, fixed, self.spec
+        names = (*spec.outputs, *(k for k in _SAVED if k not in spec.outputs))
+        forward = choose.sampler(self.backend).forward
+        run = by_tokens(
+            spec,
+            lambda s, r: forward(fitted(spec, r), s, r, names),
+            (of_tokens(source), True),
+            True,
+        )
+        results, entries = once(run)(source, rows)
+        results = {k: checkpoint_name(v, f"jaxmem_{k}") for k, v in results.items()}
+        entries = jax.tree.map(lambda x: checkpoint_name(x, "jaxmem_entries"), entries)
+        residuals = source, rows, results, entries
+        return {k: results[k] for k in spec.outputs}, residuals
+
+    def _backward(self, source, rows, saved, cotangents, kept):
+        backward, of_source = choose.sampler(self.backend).backward, of_tokens(source)
+        run = by_tokens(
+            self.spec,
+            lambda s, r, *other: backward(fitted(self.spec, r), s, r, *other),
+            (of_source, True, True, True, True),
+            of_source,
+        )
+        return once(run)(source, rows, saved, cotangents, kept)
+
+
+class SampledLossRule(LossRule):
+    """`LossRule` with a sampled derivative: the loss's own is applied to the entries.
+
+    Entries and statistics of all tokens are there before the loss is differentiated,
+    so that the gradients come from one sum over all of them.
+    """
+
+    def _one_pass(self, source, rows, operands, count):
+        spec, sampler = fitted(self.spec, rows), choose.sampler(self.backend)
+        names = (*TokenStats._fields, "max", "log_sum")
+        outputs, entries = sampler.forward(spec, source, rows, names)
+        values, cotangents = self._differentiate(spec, outputs, rows, operands, count)
+        outputs = _stats.Outputs(**outputs)
+        dsource = sampler.backward(spec, source, rows, outputs, cotangents, entries)
+        return values, dsource
+
+    def _differentiate(self, spec, outputs, rows, operands, count):
+        """The losses' values and their cotangents of all rows, [N]; 0 if inactive."""
+        loss, n_rows = self.loss, rows.labels.shape[0]
+
+        def chunk(row_ids, made):
+            stats = TokenStats(*(take(outputs[k], row_ids) for k in TokenStats._fields))
+            here = traced_loss.differentiate(loss, row_ids, stats, operands, n_rows)
+            return put_all(made, row_ids, here)
+
+        zeros = dict.fromkeys(loss.fields, jnp.zeros(n_rows, spec.stats_dtype))
+        nothing = (
+            traced_loss.nothing(loss, spec, operands, n_rows, pull=True),
+            _stats.Cotangents(*(zeros.get(k) for k in _stats.Cotangents._fields)),
+        )
+        nothing = _shards.vary(nothing, spec.varying)
+        values, g = for_active_chunks(loss.n_rows, rows.active, chunk, nothing)
+        if self._divides_early:
+            g = jax.tree.map(lambda x: x / count, g)
+        return values, g

@@ -1,0 +1,284 @@
+"""Gradients of hidden and W from sampled entries: weighted sums of rows.
+
+    dH_i = Σ_j dz_ij W_j         over the entries of a token
+    dW_j = Σ_i dz_ij h_i         over the entries of a column
+
+Bandwidth bounds both, not multiplication. A program makes part of one sum; those of one
+part of the depth run side by side, so that what they read of W or hidden stays in L2.
+A column with many tokens is summed in pieces first, side by side. Every sum has one
+order, of the pairs sorted by column: no atomics, the same bits each time.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.triton as plt
+import jax.numpy as jnp
+from jax import lax
+
+from jaxmem.core.sampling import Derivative, Pairs
+from jaxmem.kernels.typed import alike, result
+
+# Pairs of a piece, and pieces: 4 D bytes each while a gradient of W is made.
+_PIECE, _MAX_PIECES = 256, 2048
+_TRANSPOSED_DEPTH = 256  # of W at a time where its rows must be made from [D, V]
+_ONES = 16  # columns of ones whose sums are the bias's gradient
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """How a sum of rows is made.
+
+    Attributes:
+        depth: numbers of a row that one program takes, a power of two.
+        unroll: rows that it loads before it adds them.
+        warps: of a program.
+    """
+
+    depth: int
+    unroll: int
+    warps: int
+
+    def params(self) -> plt.CompilerParams:
+        """Of the compiler; nothing to pipeline beside what is unrolled."""
+        return plt.CompilerParams(num_warps=self.warps, num_stages=1)
+
+    def fitted(self, depth: int) -> "Launch":
+        """For rows that may be shorter."""
+        short = min(self.depth, pl.next_power_of_2(depth))
+        warps = max(min(self.warps, short // 32), 1)
+        return dataclasses.replace(self, depth=short, warps=warps)
+
+
+TO_HIDDEN = Launch(depth=512, unroll=8, warps=2)
+TO_W = Launch(depth=4096, unroll=4, warps=8)
+
+
+class Segments(NamedTuple):
+    """Which pairs make each sum."""
+
+    first: jax.Array  # int32 [n]
+    end: jax.Array  # int32 [n]
+    rows: jax.Array  # int32 [n_pairs], of what is summed; past the end: none
+    values: jax.Array  # float32 [n_pairs]
+    # int32 [n_pairs // piece], 1 where one segment has all pairs of a piece; None: no
+    # segment is long.
+    whole: jax.Array | None = None
+
+    @property
+    def piece(self) -> int:
+        """How many pairs one has."""
+        return _piece(self.rows.shape[0])
+
+
+def to_hidden(
+    dz: Derivative, W: jax.Array, layout, dtype, launch: Launch = TO_HIDDEN
+) -> jax.Array:
+    """dz · W, [N, D] in dtype.
+
+    Args:
+        dz: entries of the tokens.
+        W: [V, D] or [D, V].
+        layout: of W.
+        dtype: of the result.
+        launch: how.
+    """
+    n_columns = W.shape[0 if layout == "vd" else 1]
+    n_rows, n_slots = dz.columns.shape
+    slots = jnp.arange(1, n_slots + 1, dtype=jnp.int32)
+    count = jnp.max(jnp.where(dz.columns < n_columns, slots, 0), axis=1)
+    first = jnp.arange(n_rows, dtype=jnp.int32) * n_slots
+    segments = Segments(
+        first, first + count, dz.columns.reshape(-1), dz.values.reshape(-1)
+    )
+    if layout == "vd":
+        return sum_rows(launch, segments, W, dtype)
+
+    def part(first, width):
+        here = lax.dynamic_slice_in_dim(W, first, width, axis=0).T
+        return sum_rows(launch, segments, here, dtype)
+
+    made = alike(jnp.zeros((n_rows, W.shape[0]), dtype), dz.values, W)[0]
+    return _by_depth(part, made, axis=1)
+
+
+def to_weights(
+    pairs: Pairs, hidden: jax.Array, like: jax.ShapeDtypeStruct, layout,
+    launch: Launch = TO_W,
+) -> jax.Array:  # fmt: skip
+    """dzᵀ · hidden, shaped and typed like W; zero for columns without an entry.
+
+    Args:
+        pairs: of all tokens, sorted by column.
+        hidden: [N, D].
+        like: shape and type of W.
+        layout: of W.
+        launch: how.
+    """
+    segments = of_columns(pairs, like.shape[0 if layout == "vd" else 1])
+    if layout == "vd":
+        return sum_rows(launch, segments, hidden, like.dtype)
+
+    def part(first, width):
+        here = lax.dynamic_slice_in_dim(hidden, first, width, axis=1)
+        return sum_rows(launch, segments, here, like.dtype).T
+
+    made = alike(jnp.zeros(like.shape, like.dtype), pairs.values, hidden)[0]
+    return _by_depth(part, made, axis=0)
+
+
+def to_bias(pairs: Pairs, n_rows: int, columns: int) -> jax.Array:
+    """Σ_i dz_ij of each column, float32 [V]."""
+    ones, segments = jnp.ones((n_rows, _ONES), jnp.bfloat16), of_columns(pairs, columns)
+    return sum_rows(TO_W, segments, ones, jnp.float32)[:, 0]
+
+
+def of_columns(pairs: Pairs, columns: int) -> Segments:
+    """The pairs of each column."""
+    ends = jnp.searchsorted(
+        pairs.columns, jnp.arange(columns + 1, dtype=jnp.int32), method="scan_unrolled"
+    ).astype(jnp.int32)
+    piece = _piece(pairs.columns.shape[0])
+    n_pieces = pairs.columns.shape[0] // piece
+    pieces = pairs.columns[: n_pieces * piece].reshape(n_pieces, piece)
+    whole = (pieces[:, 0] == pieces[:, -1]) & (pieces[:, 0] < columns)
+    return Segments(
+        ends[:-1], ends[1:], pairs.tokens, pairs.values, whole.astype(jnp.int32)
+    )
+
+
+def _piece(n_pairs):
+    return max(_PIECE, -(-n_pairs // _MAX_PIECES))
+
+
+def sum_rows(launch: Launch, segments: Segments, x: jax.Array, dtype) -> jax.Array:
+    """Σ_k values_k x[rows_k] of each segment, [n, D], summed in float32.
+
+    Args:
+        launch: how.
+        segments: of pairs.
+        x: [rows, D].
+        dtype: of the result.
+    """
+    launch = launch.fitted(x.shape[1])
+    *operands, whole = (*segments[:4], x, segments.whole)
+    if whole is not None and whole.shape[0]:
+        operands.append(_pieces(launch, segments, x))
+    operands = alike(*operands)
+    n_segments, depth = segments.first.shape[0], x.shape[1]
+
+    def kernel(first_ref, end_ref, rows_ref, values_ref, x_ref, *refs):
+        *partial_refs, out_ref = refs
+        at, columns = _place(launch)
+        add = _Add(launch, columns, depth, rows_ref, values_ref, x_ref)
+        a, b = plt.load(first_ref.at[at]), plt.load(end_ref.at[at])
+        sums = jnp.zeros(launch.depth, jnp.float32)
+        for partial_ref in partial_refs:
+            n = segments.piece
+            first = lax.div(a + n - 1, n)  # that lies between
+            n_pieces = jnp.maximum(lax.div(b, n) - first, 0)
+            sums = add(a, jnp.where(n_pieces > 0, first * n, b), sums)
+            sums = add.pieces(first, n_pieces, partial_ref, sums)
+            a = jnp.where(n_pieces > 0, (first + n_pieces) * n, b)
+        sums = add(a, b, sums)
+        inside = columns < depth
+        plt.store(out_ref.at[at, columns], sums.astype(out_ref.dtype), mask=inside)
+
+    return pl.pallas_call(
+        kernel,
+        grid=(n_segments, pl.cdiv(depth, launch.depth)),
+        out_shape=result((n_segments, depth), dtype, *operands),
+        compiler_params=launch.params(),
+        name="sampled_sum_rows",
+    )(*operands)
+
+
+def _pieces(launch, segments, x):
+    """Sums of whole pieces, float32 [pieces, D]; of others, anything."""
+    depth, n_pieces = x.shape[1], segments.whole.shape[0]
+    operands = alike(segments.whole, segments.rows, segments.values, x)
+
+    def kernel(whole_ref, rows_ref, values_ref, x_ref, out_ref):
+        at, columns = _place(launch)
+
+        @pl.when(plt.load(whole_ref.at[at]) > 0)
+        def _sum():
+            add = _Add(launch, columns, depth, rows_ref, values_ref, x_ref)
+            sums = jnp.zeros(launch.depth, jnp.float32)
+            sums = add(at * segments.piece, (at + 1) * segments.piece, sums)
+            plt.store(out_ref.at[at, columns], sums, mask=columns < depth)
+
+    return pl.pallas_call(
+        kernel,
+        grid=(n_pieces, pl.cdiv(depth, launch.depth)),
+        out_shape=result((n_pieces, depth), jnp.float32, *operands),
+        compiler_params=launch.params(),
+        name="sampled_sum_pieces",
+    )(*operands)
+
+
+def _place(launch):
+    """(segment, columns of it) of a program; those of one part of the depth first."""
+    columns = jnp.arange(launch.depth, dtype=jnp.int32)
+    return pl.program_id(0), pl.program_id(1) * launch.depth + columns
+
+
+@dataclasses.dataclass(frozen=True)
+class _Add:
+    """Adds weighted rows, or sums of pieces, to a program's sums."""
+
+    launch: Launch
+    columns: jax.Array
+    depth: int
+    rows_ref: Any
+    values_ref: Any
+    x_ref: Any
+
+    def __call__(self, first, end, sums):
+        """Of the pairs from first to end."""
+
+        def step(i, sums):
+            at = first + i * self.launch.unroll
+            loaded = [self._pair(at + j, end) for j in range(self.launch.unroll)]
+            for value, row in loaded:
+                sums = sums + value * row.astype(jnp.float32)
+            return sums
+
+        return lax.fori_loop(0, pl.cdiv(end - first, self.launch.unroll), step, sums)
+
+    def _pair(self, at, end):
+        live = at < end
+        row = plt.load(self.rows_ref.at[at], mask=live, other=0)
+        value = plt.load(self.values_ref.at[at], mask=live, other=0.0)
+        live = live & (row < self.x_ref.shape[0])  # empty slots between others
+        return value, plt.load(
+            self.x_ref.at[row, self.columns], mask=self.inside & live, other=0.0
+        )
+
+    @property
+    def inside(self):
+        return self.columns < self.depth
+
+    def pieces(self, first, count, partial_ref, sums):
+        """Of whole pieces."""
+
+        def step(i, sums):
+            at = partial_ref.at[first + i, self.columns]
+            return sums + plt.load(at, mask=self.inside, other=0.0)
+
+        return lax.fori_loop(0, count, step, sums)
+
+
+def _by_depth(part, made, axis):
+    """made with part(first, width) of its depth after another along an axis."""
+    depth = made.shape[axis]
+    width = min(depth, _TRANSPOSED_DEPTH)
+
+    def step(i, made):
+        first = jnp.minimum(i * width, depth - width)
+        here = part(first, width)
+        return lax.dynamic_update_slice_in_dim(made, here, first, axis)
+
+    return lax.fori_loop(0, -(-depth // width), step, made)

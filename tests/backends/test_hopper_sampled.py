@@ -1,0 +1,144 @@
+"""The kernels of sampled derivatives together, without a GPU."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh
+
+import jaxmem
+from jaxmem.backends import hopper, hopper_sampled
+from jaxmem.core import stats as _stats
+from jaxmem.core.operands import Head, Rows
+from jaxmem.core.spec import Spec
+from tests import oracle
+from tests.backends.test_xla_sampled import FLOATS, SAVED, cotangents, random_draws
+from tests.cases import Case
+from tests.kernels import needs_pallas
+
+pytestmark = needs_pallas
+
+
+def problem(n, d, v, slots, layout="vd", **options):
+    """(spec, source, rows) of random numbers, with some rows masked."""
+    h, W, y = Case(n, d, v, std=3.0).make()
+    h, W = jnp.asarray(h, jnp.bfloat16), jnp.asarray(W, jnp.bfloat16)
+    where = jnp.arange(n) % 5 > 0
+    bias = options.pop("bias", None)
+    temperature = options.pop("temperature", None)
+    spec = Spec(
+        v, options.pop("vocab_size", v), 256, FLOATS, h.dtype, layout,
+        gradient_samples=slots, **options,
+    )  # fmt: skip
+    y = y % spec.vocab_size
+    rows = Rows(jnp.asarray(y), where, temperature, random_draws(n))
+    source = Head(h, W if layout == "vd" else W.T, bias)
+    return spec, source, rows
+
+
+def run(spec, source, rows, g):
+    """(outputs, entries, gradients)."""
+    made, entries = hopper_sampled.forward(spec, source, rows, SAVED)
+    saved = _stats.Outputs(**made, is_argmax=jnp.zeros(0))
+    cotangents = _stats.Cotangents(*(g.get(k) for k in FLOATS))
+    grads = hopper_sampled.backward(spec, source, rows, saved, cotangents, entries)
+    return made, entries, grads
+
+
+@pytest.mark.parametrize("all_options", [False, True])
+def test_with_enough_slots_it_is_the_derivative(
+    all_options, interpreted, triton_interpreted
+):
+    n, d, v = 70, 64, 70
+    options = {}
+    if all_options:
+        options = dict(
+            temperature=jnp.linspace(8, 16, n), softcap=8.0, vocab_size=50,
+            bias=jnp.linspace(-1, 1, v), layout="dv",
+        )  # fmt: skip
+    else:
+        options = dict(temperature=jnp.full(n, 12.0))
+    spec, source, rows = problem(n, d, v, 256, **options)
+    g = cotangents(n)
+    made, entries, grads = jax.jit(run, static_argnums=0)(spec, source, rows, g)
+    exact = jax.jit(hopper.forward, static_argnums=(0, 3))(spec, source, rows, SAVED)
+    jax.tree.map(np.testing.assert_array_equal, made, exact)
+    kept = np.sum(np.asarray(entries.p) > 0, 1)
+    np.testing.assert_array_equal(kept, np.asarray(rows.active) * (spec.vocab_size - 1))
+    options.pop("layout", None)
+    W = source.W if spec.layout == "vd" else source.W.T
+    _, want = oracle.head(
+        source.hidden, W, np.asarray(rows.labels), g, on=np.asarray(rows.active),
+        **{k: np.asarray(x) if k != "softcap" else x for k, x in options.items()}
+        | ({"vocab_size": 50} if all_options else {}),
+    )  # fmt: skip
+    if all_options:
+        want = want[0], want[1].T, want[2]
+    for a, b in zip(grads, want, strict=True):
+        if a is not None:
+            np.testing.assert_allclose(
+                np.float64(a), b, atol=8e-3 * np.abs(b).max(), rtol=2e-2
+            )
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
+@pytest.mark.parametrize("layout, kernels", [("vd", 7), ("dv", 7)])
+def test_lowers_for_an_h200(layout, kernels, lowered_anywhere):
+    """Every kernel of both passes; two launches forward."""
+    n, d, v = 512, 256, 151936
+    spec = Spec(v, v, 256, FLOATS, jnp.bfloat16, layout, gradient_samples=128)
+    shape = (v, d) if layout == "vd" else (d, v)
+
+    def both(h, W, y, g, draws):
+        rows = Rows(y, y >= 0, None, draws)
+        return run(spec, Head(h, W, jnp.zeros(v)), rows, g)
+
+    numbers = jax.ShapeDtypeStruct((n,), jnp.int32)
+    g = {k: jax.ShapeDtypeStruct((n,), jnp.float32) for k in FLOATS}
+    h, W = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((n, d), shape))
+    device = jax.sharding.AbstractDevice(
+        device_kind="NVIDIA H200", num_cores=132, platform="gpu"
+    )  # fmt: skip
+    mesh = AbstractMesh((), (), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        traced = jax.jit(both).trace(
+            h, W, numbers, g, jax.ShapeDtypeStruct((n,), jnp.uint32)
+        )
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("__gpu$xla.gpu.triton") == kernels
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
+@pytest.mark.parametrize(
+    "verb, layout, split",
+    [
+        ("logprobs", "vd", {"tokens": "t", "vocab": "v"}),
+        ("token_loss", "dv", {"tokens": "t", "vocab": "v"}),
+    ],
+)
+def test_lowers_over_a_mesh(verb, layout, split, lowered_anywhere):
+    """Through the public functions; results of kernels are typed as their operands."""
+    n, d, v, key = 512, 512, 32768, jax.random.key(0)
+    device = jax.sharding.AbstractDevice(
+        device_kind="NVIDIA H200", num_cores=132, platform="gpu"
+    )
+    mesh = AbstractMesh((2, 2), ("t", "v"), abstract_device=device)
+    public = jaxmem.sharding.parallel(getattr(jaxmem, verb), mesh, **split)
+    options = {"chunk": 128, "gradient_samples": 64, "key": key, "layout": layout}
+
+    def loss(h, W, y):
+        if verb == "logprobs":
+            return jnp.sum(public(h, W, y, implementation="hopper", **options))
+        run = functools.partial(public, lambda stats: -stats.logprob)
+        return run(h, W, y, implementation="hopper", **options)[0]
+
+    shapes = (n, d), (v, d) if layout == "vd" else (d, v)
+    h, W = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes)
+    with jax.sharding.use_abstract_mesh(mesh):
+        traced = jax.jit(jax.grad(loss, (0, 1))).trace(
+            h, W, jax.ShapeDtypeStruct((n,), jnp.int32)
+        )
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("__gpu$xla.gpu.triton") == 5

@@ -1,0 +1,274 @@
+"""gradient_samples: exact results, and gradients whose mean is the exact gradient."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+import jaxmem
+from jaxmem.core import sampling
+from tests.cases import Case
+
+pytestmark = pytest.mark.usefixtures("quick_compilation", "on_one_device")
+
+N, D, V, K = 4, 8, 60, 8
+KEY = jax.random.key(7)
+
+
+def objective(stats, weight):
+    smooth = 0.3 * stats.entropy + 0.1 * stats.logsumexp**2 - stats.sum_pi_squared
+    return weight * (smooth - stats.logprob), {"entropy": stats.entropy}
+
+
+def logprobs(h, W, y, g, **options):
+    return jnp.sum(g * jaxmem.logprobs(h, W, y, **options))
+
+
+def entropy(h, W, y, g, **options):
+    return jnp.sum(g * jaxmem.entropy(h, W, **options))
+
+
+def token_stats(h, W, y, g, **options):
+    return jnp.sum(objective(jaxmem.token_stats(h, W, y, **options), g)[0])
+
+
+def token_loss(h, W, y, g, **options):
+    g = jnp.broadcast_to(g, y.shape)
+    return jaxmem.token_loss(objective, h, W, y, g, normalizer=1, **options)[0]
+
+
+VERBS = {f.__name__: f for f in (logprobs, entropy, token_stats, token_loss)}
+SOME = {
+    "temperature": np.float32([0.5, 1, 2, 1.5]),
+    "softcap": 3.0,
+    "bias": np.linspace(-0.5, 0.5, V, dtype=np.float32),
+    "vocab_size": 50,
+    "where": np.array([True, True, False, True]),
+}
+OPTIONS = {
+    "plain": {},
+    "some": SOME,
+    "dv": {**SOME, "layout": "dv"},
+    "frozen": {"frozen_head": True},
+}
+
+
+@functools.cache
+def problem(std=1.5, n=N):
+    h, W, y = Case(n, D, V, std=std).make()
+    g = np.linspace(0.5, 1.5, n, dtype=np.float32)
+    return h, W, (y % 50).astype(np.int32), g
+
+
+@functools.partial(jax.jit, static_argnames=("verb", "copies", "names", "facts"))
+def gradients(verb, copies, names, facts, arrays, keys):
+    """Value and gradients by hidden and W of so many copies of the problem."""
+    h, W, y, g = map(jnp.asarray, problem())
+    options = dict(facts) | dict(zip(names, arrays, strict=True))
+    if copies:
+        h, y = (jnp.tile(x, (copies,) + (1,) * x.ndim) for x in (h, y))
+        if "temperature" in options:
+            options["temperature"] = jnp.broadcast_to(options["temperature"], y.shape)
+    if options.get("layout") == "dv":
+        W = W.T
+    if keys is not None:
+        options |= {"gradient_samples": K, "key": keys}
+    return jax.value_and_grad(
+        lambda h, W: VERBS[verb](h, W, y, g, chunk=64, **options), (0, 1)
+    )(h, W)
+
+
+def run(verb, name, copies=0, keys=None):
+    options = OPTIONS[name]
+    names = tuple(k for k in options if isinstance(options[k], np.ndarray))
+    facts = tuple((k, v) for k, v in options.items() if k not in names)
+    return gradients(verb, copies, names, facts, [options[k] for k in names], keys)
+
+
+@pytest.mark.parametrize("verb, name", [
+    *((verb, "plain") for verb in VERBS), *(("logprobs", name) for name in OPTIONS),
+    ("entropy", "some"), ("token_loss", "dv"), ("token_loss", "frozen"),
+][1:])  # fmt: skip
+def test_the_mean_of_draws_is_the_exact_gradient(verb, name):
+    copies = 256
+    value, (dh, dW) = run(verb, name)
+    keys = jax.random.split(KEY, (copies, N))
+    values, (many, total) = run(verb, name, copies, keys)
+    np.testing.assert_allclose(values / copies, value, rtol=1e-5)
+    many = np.asarray(many, np.float64)
+    deviation = many.std(0) / copies**0.5
+    z = (many.mean(0) - dh) / np.maximum(deviation, 1e-6)
+    assert np.abs(z).max() < 5 and np.mean(z**2) < 2
+    assert many.std(0)[[0, 1, 3]].min() > 1e-4  # there is something random
+    few = np.asarray(run(verb, name, 8, keys[:8])[1][1]) / 8 - dW
+    error = np.linalg.norm(np.asarray(total) / copies - dW)
+    assert error <= 0.3 * np.linalg.norm(few)  # 1/5.7 is expected
+    if name == "frozen":
+        assert not np.any(total)
+    if name == "dv" or name == "some":
+        assert not np.any(many[:, 2])  # masked
+        off = np.asarray(total).T if name == "dv" else total
+        assert not np.any(off[50:])
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_results_are_the_exact_path_s_to_the_bit(verb, optimized):
+    h, W, y = Case(50, 16, 300, std=2.0).make()
+    y[::7] = -1
+    g = np.linspace(0, 1, 50, dtype=np.float32)
+
+    def values(**options):
+        f = functools.partial(VERBS[verb], y=y, g=g, chunk=16, **options)
+        alone = jax.jit(lambda h, W: f(h, W))(h, W)
+        return alone, jax.jit(jax.value_and_grad(lambda h, W: f(h, W)))(h, W)[0]
+
+    exact, drawn = values(), values(gradient_samples=20, key=KEY)
+    np.testing.assert_array_equal(drawn, exact)
+
+
+def grads(h, W, y, **options):
+    f = lambda h, W: jnp.sum(jaxmem.logprobs(h, W, y, **options))  # noqa: E731
+    return jax.jit(jax.grad(f, (0, 1)))(h, W)
+
+
+def test_neither_chunk_nor_company_nor_remat_changes_what_is_drawn(optimized):
+    h, W, y = Case(48, 16, 300).make()
+    want = grads(h, W, y, gradient_samples=8, key=KEY, chunk=48)
+    keys = sampling.token_keys(KEY, (48,))
+    got = grads(h, W, y, gradient_samples=8, key=keys, chunk=16)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    few = grads(h[9:20], W, y[9:20], gradient_samples=8, key=keys[9:20])
+    np.testing.assert_array_equal(few[0], want[0][9:20])
+    other = grads(h, W, y, gradient_samples=8, key=jax.random.key(8))
+    assert np.any(np.asarray(other[0]) != want[0])
+
+    @jax.checkpoint
+    def loss(h, W):
+        return jnp.sum(jaxmem.logprobs(h, W, y, gradient_samples=8, key=KEY))
+
+    got = jax.jit(jax.grad(loss, (0, 1)))(h, W)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_a_key_of_the_old_kind_draws_the_same():
+    h, W, y, _ = problem()
+    old = grads(h, W, y, gradient_samples=8, key=jax.random.PRNGKey(7))
+    new = grads(h, W, y, gradient_samples=8, key=KEY)
+    jax.tree.map(np.testing.assert_array_equal, old, new)
+
+
+def test_another_key_compiles_nothing():
+    h, W, y, _ = problem()
+    f = jax.jit(jax.grad(
+        lambda h, key: jnp.sum(jaxmem.logprobs(h, W, y, gradient_samples=8, key=key))
+    ))  # fmt: skip
+    made = [f(h, key) for key in jax.random.split(KEY, 3)]
+    assert f._cache_size() == 1 and np.any(np.asarray(made[0]) != made[1])
+
+
+@pytest.mark.parametrize("vocab", [None, "v"])
+@pytest.mark.parametrize("tokens", [None, "t"])
+@pytest.mark.parametrize("verb", ["logprobs", "token_loss"])
+def test_over_a_mesh(verb, tokens, vocab):
+    """However tokens are split, the same draws; parts of a vocabulary draw their own.
+
+    There is more than one token in a hundred copies that no device's part divides.
+    """
+    mesh = jax.make_mesh((2, 2), ("t", "v"), axis_types=(AxisType.Auto,) * 2)
+    h, W, y, g = problem(n=5)
+    h, y, g = (np.tile(x, (40,) + (1,) * (x.ndim - 1)) for x in (h, y, g))
+
+    def gradient(split, **options):
+        public = getattr(jaxmem, verb)
+        if split:
+            public = jaxmem.sharding.parallel(public, mesh, tokens=tokens, vocab=vocab)
+
+        def loss(h, W):
+            if verb == "logprobs":
+                return jnp.sum(g * public(h, W, y, **options))
+            return public(objective, h, W, y, g, normalizer=1, **options)[0]
+
+        return jax.jit(jax.grad(loss, (0, 1)))(h, W)
+
+    samples = {"gradient_samples": K, "key": KEY}
+    got, exact = gradient(True, **samples), gradient(False)
+    if vocab is None:
+        alone = gradient(False, **samples)
+        for a, b in zip(got, alone, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+    for a, b in zip(got, exact, strict=True):
+        error = np.asarray(a - b).reshape(-1, 5, D).mean(0)  # of copies, or of rows
+        assert 1e-4 < np.abs(error).max() < 0.35 * np.abs(b).max()
+
+
+@pytest.mark.parametrize("options, error, message", [
+    (dict(gradient_samples=0, key=KEY), ValueError, "from 1 to 59.*exact.*got 0"),
+    (dict(gradient_samples=60, key=KEY), ValueError, "from 1 to 59.*exact.*got 60"),
+    (dict(gradient_samples=50, key=KEY, vocab_size=50), ValueError, "from 1 to 49"),
+    (dict(gradient_samples=8.0, key=KEY), ValueError, "from 1 to 59.*got 8.0"),
+    (dict(gradient_samples=True, key=KEY), ValueError, "from 1 to 59.*got True"),
+    (dict(gradient_samples=8), ValueError, "key must be given with gradient_samples=8"),
+    (dict(key=KEY), ValueError, "key must not be given without gradient_samples"),
+    (dict(gradient_samples=8, key=3), TypeError, "key must be a PRNG key.*got 3"),
+    (dict(gradient_samples=8, key=np.ones(4)), TypeError, "PRNG key.*got float"),
+    (dict(gradient_samples=8, key=jax.random.split(KEY, 3)), ValueError, r"\[4\].*\[3"),
+    (dict(gradient_samples=8, key=KEY, residual_bytes="all"), ValueError,
+     "residual_bytes must be 0"),
+])  # fmt: skip
+def test_bad_arguments_are_refused_by_name(options, error, message):
+    h, W, y, _ = problem()
+    with pytest.raises(error, match=message):
+        jaxmem.logprobs(h, W, y, **options)
+
+
+def test_second_derivatives_and_forward_mode_are_refused():
+    h, W, y, _ = problem()
+
+    def f(h):
+        return jnp.sum(jaxmem.logprobs(h, W, y, gradient_samples=8, key=KEY))
+
+    with pytest.raises(NotImplementedError, match="second derivatives"):
+        jax.grad(lambda h: jnp.sum(jax.grad(f)(h) ** 2))(h)
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(f, (jnp.asarray(h),), (jnp.asarray(h),))
+
+
+def test_the_report_says_that_gradients_are_sampled():
+    h, W, y, _ = problem()
+    with jaxmem.report() as calls:
+        jaxmem.logprobs(h, W, y)
+        jaxmem.logprobs(h, W, y, gradient_samples=8, key=KEY)
+    exact, drawn = calls.calls
+    assert (exact.gradient_samples, drawn.gradient_samples) == (None, 8)
+    assert "sampled" not in str(exact)
+    assert "gradients sampled: 8 entries a token" in str(drawn)
+
+
+@pytest.mark.parametrize(
+    "verb, n", [("logprobs", 256), ("logprobs", 1024), ("entropy", 256),
+                ("token_loss", 256)]
+)  # fmt: skip
+def test_memory_as_documented(verb, n, optimized):
+    d, v, k, chunk = 32, 8192, 16, 64
+
+    def loss(h, W, y, key):
+        g = jnp.ones(y.shape)
+        options = {"chunk": chunk, "gradient_samples": k, "key": key}
+        return VERBS[verb](h, W, y, g, **options)
+
+    operands = [
+        jax.ShapeDtypeStruct((n, d), jnp.float32),
+        jax.ShapeDtypeStruct((v, d), jnp.float32),
+        jax.ShapeDtypeStruct((n,), jnp.int32),
+        jax.eval_shape(lambda: KEY),
+    ]
+    program = jax.jit(jax.grad(loss, (0, 1))).lower(*operands).compile()
+    temp = program.memory_analysis().temp_size_in_bytes
+    held = 1 if verb == "logprobs" else 3
+    forward = 4 * chunk * v * (held + 2 / 16) + 512 * chunk * k
+    entries, backward = 8 * n * k, 24 * n * (k + 1) + 4 * min(2**22, v * d)
+    assert temp < 1.1 * (forward + entries + backward) + 2**18
+    assert temp > 4 * chunk * v

@@ -1,0 +1,75 @@
+"""Weighted sums of rows, interpreted: long segments, empty ones, both layouts."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmem.core import sampling
+from jaxmem.core.sampling import Derivative
+from tests.kernels import needs_pallas
+
+pytestmark = [needs_pallas, pytest.mark.usefixtures("triton_interpreted")]
+
+
+def problem(n, d, v, slots, seed=0):
+    """Entries of which many are of column 3, some slots are empty, some rows too."""
+    rng = np.random.default_rng(seed)
+    columns = np.stack([rng.permutation(v)[:slots] for _ in range(n)]).astype(np.int32)
+    columns[::2, 0] = 3
+    columns[rng.random((n, slots)) < 0.3] = v
+    columns[n // 2] = v
+    values = np.where(columns < v, rng.standard_normal((n, slots)), 0)
+    dz = Derivative(jnp.asarray(columns), jnp.asarray(values, jnp.float32))
+    dense = np.zeros((n, v + 1))
+    np.add.at(dense, (np.arange(n)[:, None], columns), values)
+    h, W = rng.standard_normal((n, d)), rng.standard_normal((v, d))
+    return dz, dense[:, :v], jnp.asarray(h, jnp.bfloat16), jnp.asarray(W, jnp.bfloat16)
+
+
+@pytest.mark.parametrize("layout, d", [("vd", 16), ("dv", 40)])
+def test_both_gradients(layout, d, monkeypatch):
+    from jaxmem.kernels import sampled_products as products
+
+    monkeypatch.setattr(products, "_PIECE", 8)
+    monkeypatch.setattr(products, "_TRANSPOSED_DEPTH", 16)
+    n, v = 60, 50
+    dz, dense, h, W = problem(n, d, v, 6)
+    launch = products.Launch(16, 4, 1)
+    given = W if layout == "vd" else W.T
+    got = products.to_hidden(dz, given, layout, jnp.float32, launch)
+    np.testing.assert_allclose(got, dense @ np.float64(W), rtol=1e-5, atol=1e-5)
+    pairs = sampling.sort_by_column(dz)
+    like = jax.ShapeDtypeStruct(given.shape, jnp.float32)
+    got = products.to_weights(pairs, h, like, layout, launch)
+    got = got if layout == "vd" else got.T
+    np.testing.assert_allclose(got, dense.T @ np.float64(h), rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(np.asarray(got)[~dense.any(0)], 0)
+    bias = products.to_bias(pairs, n, v)
+    np.testing.assert_allclose(bias, dense.sum(0), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_a_long_segment_counts_each_pair_once(many, monkeypatch):
+    """Of any length, wherever it begins among the pieces."""
+    from jaxmem.kernels import sampled_products as products
+
+    monkeypatch.setattr(products, "_PIECE", 8)
+    if many:  # or more pairs than pieces of 8 take
+        monkeypatch.setattr(products, "_MAX_PIECES", 32)
+    sizes = [7, 8, 0, 9, 15, 16, 1, 17, 24, 0, 3, 40, 8, 16, 24, 5, 63, 0]
+    n, v = 50, len(sizes)
+    columns = np.repeat(np.arange(v + 1), [*sizes, 31])  # the last: empty slots
+    assert (products._piece(len(columns)) > 8) == many
+    end, tokens = np.cumsum(sizes), np.arange(len(columns)) % n
+    pairs = sampling.Pairs(*map(jnp.asarray, (
+        columns.astype(np.int32), tokens.astype(np.int32),
+        np.ones(len(columns), np.float32),
+    )))  # fmt: skip
+    segments = products.of_columns(pairs, v)
+    launch = products.Launch(64, 2, 1)
+    x = jnp.eye(n, dtype=jnp.float32)
+    got = products.sum_rows(launch, segments, x, jnp.float32)
+    for i in range(v):
+        want = np.bincount(tokens[end[i] - sizes[i] : end[i]], minlength=n)
+        np.testing.assert_array_equal(got[i], want)
