@@ -42,4 +42,5 @@ html_theme = "sphinx_book_theme"
 html_title = "jaxmem"
 html_static_path = ["_static"]
 html_css_files = ["jaxmem.css"]
+html_context = {"default_mode": "auto"}
 html_theme_options = {"show_toc_level": 2, "use_download_button": False}

@@ -1,5 +1,6 @@
 """Docstrings to reStructuredText: equations and examples keep their lines."""
 
+import inspect
 import re
 
 
@@ -26,7 +27,7 @@ def as_literal_blocks(app, what, name, obj, options, lines):
 def _escaped(line: str) -> str:
     """Without what Python writes and reStructuredText takes for markup."""
     parts = line.split("`")
-    parts[::2] = [re.sub(r"\*(?=\w)", r"\\*", part) for part in parts[::2]]
+    parts[::2] = [re.sub(r"(?<!\*)\*(?=\w)", r"\\*", part) for part in parts[::2]]
     return re.sub(r"`(?=s\b)", r"`\\ ", "`".join(parts))  # plurals: `name`s
 
 
@@ -36,7 +37,17 @@ _SECTION = re.compile(
 )
 
 
+def constructor_signature(app, what, name, obj, options, signature, returns):
+    """The arguments of `__init__` where a metaclass takes any, as Flax's does."""
+    if what != "class" or signature != "(*args, **kwargs)":
+        return None
+    _, *parameters = inspect.signature(obj.__init__).parameters.values()
+    bare = [each.replace(annotation=inspect.Parameter.empty) for each in parameters]
+    return str(inspect.Signature(bare)), returns
+
+
 def setup(app):
     """Run before napoleon, which parses the sections."""
+    app.connect("autodoc-process-signature", constructor_signature)
     app.connect("autodoc-process-docstring", as_literal_blocks, priority=400)
     return {"parallel_read_safe": True}
