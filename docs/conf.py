@@ -12,7 +12,7 @@ author = "the jaxmem authors"
 version = release = __version__
 
 extensions = [
-    "myst_parser",
+    "myst_nb",
     "sphinx.ext.autodoc",
     "sphinx.ext.mathjax",
     "sphinx.ext.napoleon",
@@ -26,6 +26,9 @@ exclude_patterns = ["_extensions"]
 # Pages
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
+nb_execution_mode = "cache"
+nb_execution_raise_on_error = True
+nb_execution_timeout = 300
 
 # Docstrings: single backticks are links where there is something to link to.
 default_role = "py:obj"

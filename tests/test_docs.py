@@ -7,6 +7,7 @@ import functools
 import importlib
 import inspect
 import io
+import json
 import pkgutil
 import re
 import shlex
@@ -399,6 +400,21 @@ def check_links(document, text):
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
 def test_links_resolve(document):
     check_links(document, document.read_text("utf-8"))
+
+
+STORIES = sorted((ROOT / "docs" / "stories").glob("*.ipynb"))
+
+
+@pytest.mark.parametrize("story", STORIES, ids=lambda p: p.stem)
+def test_stories_are_saved_with_outputs(story):
+    cells = json.loads(story.read_text("utf-8"))["cells"]
+    check_links(
+        story, "".join("".join(c["source"]) for c in cells if "outputs" not in c)
+    )
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert all(cell["execution_count"] for cell in code)
+    kinds = {output["output_type"] for cell in code for output in cell["outputs"]}
+    assert "error" not in kinds and "display_data" in kinds
 
 
 def test_readme_is_one_screen_or_two():
