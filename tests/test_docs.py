@@ -448,6 +448,14 @@ def test_every_package_is_in_the_reference():
     assert {f"reference/{page}" for page in pages} <= {*index.split()}
 
 
+def test_every_page_is_in_the_index():
+    docs = ROOT / "docs"
+    pages = [*docs.rglob("*.md"), *docs.rglob("*.ipynb")]
+    names = {path.relative_to(docs).with_suffix("").as_posix() for path in pages}
+    index = (docs / "index.md").read_text("utf-8")
+    assert names - {"index"} <= {*index.split()}, "add it to a toctree"
+
+
 def _literals():
     """The strings of the package's code, where formatted values are left out."""
     for path in sorted((ROOT / "jaxmem").rglob("*.py")):
