@@ -14,8 +14,7 @@ CLASSES = {
     "copies of the loop": "memcpy|memset|copy|dynamic.?update.?slice|broadcast_fusion"
     "|dynamic.?slice_fusion",
 }
-# What is differentiated has one of these in its name; the optimizer is the rest.
-MODEL = "jvp"
+OPTIMIZER = "/optimizer/"  # the scope of `jaxmem.train.program.update`
 
 
 def operations(text: str) -> dict[str, str]:
@@ -35,7 +34,7 @@ def class_of(kernel: str, operation: str) -> str:
             return name
     if re.search(CLASSES["head"], operation):
         return "head"
-    if operation and MODEL not in operation:
+    if OPTIMIZER in operation:
         return "optimizer"
     return "elementwise"
 

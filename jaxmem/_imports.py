@@ -1,4 +1,4 @@
-"""Packages that are imported at first use, and what to install where one is missing."""
+"""Lazy imports of submodules, and clear errors about missing third-party packages."""
 
 import importlib
 import importlib.util
@@ -9,12 +9,15 @@ from typing import Any
 def lazy(
     package: str, *names: str, **functions: str
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` of a package whose submodules load at first use.
+    """Return a package's `__getattr__` and `__dir__`; submodules load at first use.
 
     Args:
-        package: its name.
-        names: of its submodules.
-        functions: name to the submodule that has it.
+        package: the package's name.
+        names: names of its submodules.
+        functions: function name to the submodule that defines it.
+
+    Returns:
+        The two functions, to be assigned to the names `__getattr__` and `__dir__`.
     """
 
     def getattr_(name: str) -> Any:
@@ -33,10 +36,15 @@ def lazy(
 
 
 def require(package: str, extra: str, *modules: str) -> None:
-    """Refuse to import a package of ours without the third-party modules it needs.
+    """Raise unless the third-party modules that a package of ours needs are installed.
+
+    Args:
+        package: the package of ours, for the message.
+        extra: the extra of this distribution that installs the modules.
+        modules: names of the modules.
 
     Raises:
-        ModuleNotFoundError: one is not installed; the message names the extra.
+        ModuleNotFoundError: a module is not installed; the message names the extra.
     """
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:

@@ -1,7 +1,7 @@
-"""Where the configurations that come with jaxmem lie."""
+"""The folders that hold the configurations shipped with jaxmem."""
 
 from pathlib import Path
 
 _PACKAGE = Path(__file__).parent
-# In an installed package, then in a checkout.
+# The first exists in an installed package, the second in a checkout.
 FOLDERS = (_PACKAGE / "configs", _PACKAGE.parent / "configs")

@@ -1,7 +1,8 @@
-"""What the head costs on this machine: time beside the bare GEMM, and memory.
+"""Benchmarks the head on this machine: time relative to the bare GEMM, and memory.
 
 Timing is that of `jaxmem/timing.py`: samples of many calls, each between two samples of
-`hidden @ W.T`, so that ratios hold on a chip whose clock follows its power.
+`hidden @ W.T`, so that ratios are meaningful on a chip whose clock depends on its
+power.
 """
 
 import dataclasses
@@ -27,7 +28,7 @@ _SAMPLE_SECONDS = 0.15
 
 
 class Row(NamedTuple):
-    """One path; times as (ms, in GEMMs), bytes beside inputs and results."""
+    """One path; times as (ms, in GEMMs), and temporary bytes."""
 
     path: str
     backend: str
@@ -38,16 +39,16 @@ class Row(NamedTuple):
 
 
 def measure(shape: Shape, dtype: str, chunk: Any, repetitions: int = 3) -> list[Row]:
-    """Each path forward, and forward with both gradients.
+    """Measure each path: the forward pass, and the forward pass with both gradients.
 
     Args:
         shape: tokens N, width D, vocabulary V.
         dtype: of hidden and W, "bfloat16", "float16" or "float32".
         chunk: as in `jaxmem.logprobs`.
-        repetitions: of each measurement; more make the medians steadier.
+        repetitions: of each measurement; more of them make the medians more precise.
 
     Returns:
-        A row a path; a time is None where memory ran out.
+        One row per path; a time is None if memory ran out.
     """
     operands = _operands(shape, jnp.dtype(dtype))
     compiled = {name: _compile(path, operands) for name, path in _paths(chunk).items()}
@@ -73,7 +74,7 @@ def measure(shape: Shape, dtype: str, chunk: Any, repetitions: int = 3) -> list[
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Rows as text, times in ms and GEMMs, memory in MiB."""
+    """The rows as text: times in ms and GEMMs, memory in MiB."""
 
     def time(taken):
         return "out of memory" if taken is None else f"{taken[0]:9.3f} ({taken[1]:.2f})"
@@ -94,19 +95,19 @@ def table(rows: Sequence[Row]) -> str:
 def tune(
     shape: Shape, kernels: Sequence[str], repetitions: int, out: Path
 ) -> Iterator[str]:
-    """Measure tiles of the "hopper" kernels, and write the best of them into a table.
+    """Measure tile sizes of the "hopper" kernels, and write the best ones into a table.
 
     Args:
         shape: tokens N, width D, vocabulary V; D and V multiples of 64.
-        kernels: names of some; none: all.
+        kernels: names of kernels; empty for all.
         repetitions: of each measurement.
-        out: JSON file, made or changed; an entry of the same head is replaced.
+        out: JSON file to create or change; an entry of the same head is replaced.
 
     Yields:
         Lines to print.
 
     Raises:
-        ValueError: a shape or kernel that cannot be, or a machine without Hopper GPU.
+        ValueError: a shape or kernel is impossible, or there is no Hopper GPU.
     """
     refusal = hopper.refuses_machine()
     if refusal:
@@ -134,7 +135,7 @@ def tune(
 
 
 def _write(path: Path, entry: dict) -> None:
-    """The file with the entry in the place of an older one of its kernel and head."""
+    """Add the entry to the file, in place of an older one of its kernel and head."""
     entries = json.loads(path.read_text("utf-8")) if path.exists() else []
     named = ["kernel", *(field.name for field in dataclasses.fields(tuned.Head))]
     kept = [old for old in entries if any(old[k] != entry[k] for k in named)]
@@ -147,7 +148,7 @@ def _brief(tiles) -> str:
 
 
 def stopwatch() -> timing.Stopwatch:
-    """For programs of jax on the device that it runs on."""
+    """A stopwatch for jax programs on the default device."""
     on_cpu = jax.default_backend() == "cpu"
     return timing.Stopwatch(
         jax.block_until_ready, is_out_of_memory, 0.0 if on_cpu else _SAMPLE_SECONDS
@@ -155,10 +156,10 @@ def stopwatch() -> timing.Stopwatch:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether the device, or the host, had too little of it."""
-    if isinstance(error, MemoryError):  # numpy's is one
+    """Whether an error means that the device or the host ran out of memory."""
+    if isinstance(error, MemoryError):  # numpy raises a subclass
         return True
-    said = str(error)  # XLA for CPUs has no status of its own for it
+    said = str(error)  # XLA for CPUs has no status code for it
     is_xla = isinstance(error, jax.errors.JaxRuntimeError)
     return is_xla and ("RESOURCE_EXHAUSTED" in said or "Out of memory" in said)
 
@@ -172,7 +173,7 @@ def _operands(shape: Shape, dtype):
 
 
 def _paths(chunk) -> dict[str, Callable]:
-    """The sum of log-probability and entropy, each way there is."""
+    """The sum of log-probability and entropy, computed in several ways."""
 
     def token_loss(h, W, y):
         def both(stats):

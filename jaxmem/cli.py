@@ -1,4 +1,4 @@
-"""The command line: parse, load, train, print; every heavy import waits its turn."""
+"""The command line; each command imports its heavy modules when it runs."""
 
 import argparse
 import os
@@ -15,24 +15,24 @@ _PACKAGE = Path(__file__).parent
 
 _DTYPES = ("bfloat16", "float16", "float32")
 _USER_ERROR = 2
-_INTERRUPTED = 130  # 128 + SIGINT, as shells count
+_INTERRUPTED = 130  # 128 + SIGINT, the convention of shells
 
 
 class UsageError(ValueError):
-    """The command asks for something that is not there."""
+    """The command names something that does not exist."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `jaxmem`.
 
     Args:
-      argv: the arguments after the program's name; those of the process by default.
+        argv: the arguments after the program's name; by default those of the process.
 
     Returns:
-      The exit status: 0, 2 after an error of the user's, 130 when interrupted.
+        The exit status: 0, 2 after a user error, 130 when interrupted.
 
     Raises:
-      SystemExit: the arguments cannot be parsed (2), or SIGTERM ended a run (143).
+        SystemExit: the arguments cannot be parsed (2), or SIGTERM ended a run (143).
     """
     arguments = _parse(argv)
     try:
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
-    # argparse finds overrides in one place only, before flags or after them.
+    # argparse accepts overrides either before or after flags, but not both.
     overrides = [word for word in rest if "=" in word and not word.startswith("-")]
     if overrides != rest or (rest and "overrides" not in arguments):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -182,9 +182,9 @@ def _add_plan(commands) -> None:
 def _plan(arguments: argparse.Namespace) -> int:
     import jax
 
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # XLA's notes on slow compiling
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # hide XLA's slow-compile notes
     if "JAX_PLATFORMS" not in os.environ:
-        jax.config.update("jax_platforms", "cpu")  # a GPU here stays free
+        jax.config.update("jax_platforms", "cpu")  # do not occupy a GPU of this machine
     path = Path(arguments.file)
     if not path.is_dir():
         path = _find_config(arguments.file)
@@ -265,7 +265,7 @@ def _chunk(text: str) -> int | str:
 
 
 def _integer(text: str) -> int | None:
-    """A positive integer below 2**31; None for all else."""
+    """A positive integer below 2**31; None for any other text."""
     try:
         number = int(text)
     except ValueError:
@@ -326,7 +326,7 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def _missing(error: ModuleNotFoundError, what: str, extra: str) -> Exception:
-    """Say how to install what an extra brings; a module of our own is a bug."""
+    """An error that names the extra to install; the same error for our own modules."""
     if (error.name or "").partition(".")[0] == "jaxmem":
         return error
     return UsageError(
@@ -336,7 +336,7 @@ def _missing(error: ModuleNotFoundError, what: str, extra: str) -> Exception:
 
 
 def _find_config(name: str) -> Path:
-    """Return the file named, else the shipped one of that name."""
+    """Return the named file, or else the shipped config of that name."""
     if os.path.exists(name):
         return Path(name)
     shipped = {path.name: path for d in _shipped.FOLDERS for path in d.glob("*.gin")}
@@ -350,7 +350,7 @@ def _find_config(name: str) -> Path:
 
 
 def _raised_by_us(error: Exception) -> bool:
-    """Tell a message meant for the user from a bug, which keeps its traceback."""
+    """Whether an error is a message for the user, and not a bug with a traceback."""
     origin = traceback.extract_tb(error.__traceback__)[-1].filename
     return Path(origin).is_relative_to(_PACKAGE)
 

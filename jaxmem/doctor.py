@@ -1,4 +1,4 @@
-"""`jaxmem doctor`: what jax finds on this machine, and what is wrong with it."""
+"""The command `jaxmem doctor`: what jax finds on this machine, and known problems."""
 
 import dataclasses
 import functools
@@ -35,25 +35,25 @@ _VARIABLES = (
     "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "CUDA_VISIBLE_DEVICES",
 )  # fmt: skip
 _DRIVER = Path("/proc/driver/nvidia/version")
-# A call that the faster backend takes where it runs at all.
+# Shapes of a call that the faster backend supports wherever it runs.
 _HEAD = (8192, 4096, 128256)
 
 
 @dataclasses.dataclass(frozen=True)
 class Checkup:
-    """What was found.
+    """The findings.
 
     Attributes:
-        versions: of Python and of packages, by name.
-        plugins: of jax that are installed, likewise.
-        driver: of NVIDIA GPUs, as the kernel says it; empty where there is none.
-        devices: a line each.
-        head: which backend runs a large head here, and why.
-        compilers: device of `jaxmem plan` to what its compiler lacks, or nothing.
-        caches: where compiled programs and vocabularies are kept.
-        environment: variables that jax reads, those that are set.
-        missing: optional packages to the extra that brings them.
-        problems: what is wrong, and what to do.
+        versions: versions of Python and of packages, by name.
+        plugins: versions of installed jax plugins, by name.
+        driver: version of the NVIDIA driver; empty if there is none.
+        devices: one line per device.
+        head: the backend that runs a large head here, and why.
+        compilers: device of `jaxmem plan` to what its compiler lacks; empty if nothing.
+        caches: where compiled programs and vocabularies are cached.
+        environment: values of set environment variables that jax reads.
+        missing: optional packages to the extra that installs them.
+        problems: each problem, and what to do.
     """
 
     versions: Mapping[str, str]
@@ -69,14 +69,14 @@ class Checkup:
 
 
 def run(*, as_json: bool = False) -> int:
-    """Print a checkup; returns 0 where nothing is wrong, 1 otherwise."""
+    """Print a checkup, and return 0 if there is no problem, 1 otherwise."""
     found = check()
     print(json.dumps(dataclasses.asdict(found), indent=1) if as_json else text(found))
     return _WRONG if found.problems else _FINE
 
 
 def check() -> Checkup:
-    """Look at this machine; uses its devices, but runs nothing."""
+    """Examine this machine; it lists the devices, but runs nothing on them."""
     versions = {"python": platform.python_version(), "jaxmem": __version__}
     versions |= {name: _version(name) for name in ("jax", "jaxlib", "numpy")}
     plugins = {name: v for name in _PLUGINS if (v := _version(name))}
@@ -100,7 +100,7 @@ def check() -> Checkup:
 
 @functools.cache
 def driver() -> str:
-    """Version of NVIDIA's driver; empty where no GPU of theirs is."""
+    """Version of NVIDIA's driver; empty if there is no NVIDIA GPU."""
     program = shutil.which("nvidia-smi")
     if program is not None:
         asked = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
@@ -115,7 +115,17 @@ def driver() -> str:
 def problems(
     versions: Mapping[str, str], plugins: Mapping[str, str], driver: str, backend: str
 ) -> list[str]:
-    """Known bad combinations among what was found, with what to do about each."""
+    """Known bad combinations among the findings, with what to do about each.
+
+    Args:
+        versions: as in `Checkup`.
+        plugins: as in `Checkup`.
+        driver: as in `Checkup`.
+        backend: jax's default backend.
+
+    Returns:
+        The problems.
+    """
     checks: list[Callable[..., str]] = [
         _unlike_versions, _two_plugins, _plugin_alone, _unused_gpu, _unused_tpu,
         _wrong_gradients,
@@ -202,7 +212,7 @@ def _head() -> str:
     n, d, v = _HEAD
     hidden, W = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((n, d), (v, d)))
     labels: Any = jax.ShapeDtypeStruct((n,), jnp.int32)
-    jax.clear_caches()  # what was traced before is not reported again
+    jax.clear_caches()  # calls traced before would not be reported again
     with jaxmem.report() as report:
         jax.eval_shape(jaxmem.token_stats, hidden, W, labels)
     call = report.calls[0]
@@ -225,7 +235,7 @@ def _sized(folder: str) -> str:
 
 
 def text(found: Checkup) -> str:
-    """One screen."""
+    """The findings as text of about one screen."""
     lines = [
         _joined(found.versions),
         f"plugins      {_joined(found.plugins) or 'none'}",
@@ -246,7 +256,7 @@ def text(found: Checkup) -> str:
 
 
 def _lacking(compilers) -> list[str]:
-    """One line a platform: what is said of its first device."""
+    """One line per platform: what its first device's compiler lacks."""
     said: dict[str, str] = {}
     for name, lacking in compilers.items():
         if lacking:

@@ -1,14 +1,14 @@
-"""State of an optimizer, and whole trees, on the host while nothing needs them.
+"""Moves optimizer state, or any pytree, to the host while it is not needed.
 
     park(tree), fetch(tree)      between phases: a trainer's state while a sampler runs
-    Streamed(optimizer)          an optimizer whose state comes a slice at a time
+    Streamed(optimizer)          an optimizer whose state is fetched slice by slice
 
     optimizer = offload.Streamed(optax.adamw(1e-3))
     state = optimizer.init(params)
     params, state = optimizer.update(params, gradients, state)
 
-Reference: Ren et al., "ZeRO-Offload", 2021, arXiv:2101.06840, whose update is computed
-on the host; here it is the device that computes.
+Reference: Ren et al., "ZeRO-Offload", 2021, arXiv:2101.06840, which computes the update
+on the host; here the device computes it.
 """
 
 import collections
@@ -26,14 +26,20 @@ _MIB = 2**20
 
 
 def park(tree: Any) -> Any:
-    """The tree's arrays on the host, in memory that the device can read.
+    """Move the tree's arrays to host memory that the device can read.
 
-    Those given are deleted, once all are copied; returns when the device's memory is
-    free. An array that the tree has twice is moved once, and stays one. Where this
-    raises, the tree is as before.
+    The given arrays are deleted after all have been copied, and the function returns
+    when the device memory is free. An array that occurs twice is moved once and stays
+    shared. If this raises, the tree is unchanged.
+
+    Args:
+        tree: a pytree of jax arrays.
+
+    Returns:
+        The tree, with arrays of the memory kind "pinned_host".
 
     Raises:
-        ValueError: a leaf that is no jax array.
+        ValueError: a leaf is not a jax array.
 
     >>> from jaxmem import offload
     >>> parked = offload.park({"w": jax.numpy.ones(3)})
@@ -46,9 +52,18 @@ def park(tree: Any) -> Any:
 
 
 def fetch(tree: Any) -> Any:
-    """The tree's arrays on the device again; those given are deleted.
+    """Move the tree's arrays back to the device; the given arrays are deleted.
 
-    Returns while the copies are under way; else as `park`, errors too.
+    It returns while the copies are still in progress, and otherwise behaves as `park`.
+
+    Args:
+        tree: a pytree of jax arrays.
+
+    Returns:
+        The tree, with arrays of the memory kind "device".
+
+    Raises:
+        ValueError: a leaf is not a jax array.
     """
     return _moved(tree, "device")
 
@@ -64,9 +79,10 @@ def _moved(tree, kind, *, wait=False):
     }
     if wait:
         jax.block_until_ready(copies)
-    # Between kinds of memory jax donates nothing. Each array deleted behind its copy
-    # would lose those before one that finds no memory; and it would lower no peak: all
-    # copies are in the other memory, where nothing is freed meanwhile.
+    # jax cannot donate between memory kinds, so the originals are deleted here.
+    # Deleting each one after its copy would lose arrays if a later allocation failed.
+    # It would not lower the peak either, because the copies are all in the other
+    # memory.
     for x in given.values():
         x.delete()
     return structure.unflatten([copies.get(id(x), x) for x in leaves])
@@ -81,34 +97,34 @@ def _check_array(name, x):
 
 
 class Transformation(Protocol):
-    """What optax calls a gradient transformation."""
+    """The interface of an optax gradient transformation."""
 
     def init(self, params: Any, /) -> Any:
-        """State for these parameters."""
+        """The optimizer state for these parameters."""
         ...
 
     def update(self, updates: Any, state: Any, params: Any, /) -> tuple[Any, Any]:
-        """(what is added to params, the next state) for these gradients."""
+        """(updates to add to params, next state) for these gradients."""
         ...
 
 
 class Streamed:
-    """An optimizer whose state is on the host, but for the slices in use.
+    """An optimizer whose state is on the host, except for the slices in use.
 
-    Each leaf of the parameters is cut along its first axis; a slice's state comes to
-    the device, is updated there together with its rows of the parameters, and goes
-    back, while the next one's is on its way.
+    Each leaf of the parameters is sliced along its first axis. A slice's state is
+    copied to the device, updated together with its rows of the parameters, and copied
+    back, while the state of the next slice is being fetched.
 
     Args:
-        optimizer: elementwise, such as Adam: what it makes of an element depends on
-            that element's gradients alone. Global norms are taken before. It sees one
-            leaf at a time, in a dict under the last key of its path.
-        slice_bytes: of the parameters in a slice, at most; leaves whose rows are
-            larger, or split over devices, are not cut so fine. A leaf's last slice may
+        optimizer: an elementwise optimizer, such as Adam: the update of an element
+            depends only on that element's gradients. Apply global norms before it. It
+            receives one leaf at a time, in a dict under the last key of its path.
+        slice_bytes: maximum bytes of the parameters in a slice. Leaves whose rows are
+            larger or sharded over devices have larger slices. A leaf's last slice may
             be shorter than the others, which compiles its update once more.
 
-    **Memory** beyond parameters and gradients: the state of two slices, and the rows of
-    one that are being updated.
+    **Memory** beyond parameters and gradients: the state of two slices, and the updated
+    rows of one slice.
     """
 
     def __init__(self, optimizer: Transformation, *, slice_bytes: int = 128 * _MIB):
@@ -120,9 +136,9 @@ class Streamed:
         )
 
     def init(self, params: Any) -> Any:
-        """The state: params' tree, at whose leaves are lists of slices' states.
+        """The initial state: the tree of params, with a list of slice states per leaf.
 
-        It is in float32 even where params are in 16 bits.
+        The state is in float32 even if params are in 16 bits.
         """
 
         def of_leaf(path, leaf, shapes):
@@ -134,19 +150,22 @@ class Streamed:
         return jax.tree_util.tree_map_with_path(of_leaf, params, self.shapes(params))
 
     def shapes(self, params: Any, slices: Any = None) -> Any:
-        """What `init` would return, as `jax.ShapeDtypeStruct` that say where it is.
+        """The result of `init` as `jax.ShapeDtypeStruct`s with shardings.
 
         Args:
             params: arrays, or their shapes.
-            slices: how many each leaf has, in params' tree, as a state has them that
-                was made with params elsewhere; None: those of `init`.
+            slices: number of slices of each leaf, in params' tree, for a state that was
+                created with params in another sharding; None: as in `init`.
+
+        Returns:
+            The tree of structs.
         """
 
         def of_leaf(path, leaf, count=None):
             name, home = _name(path), _home(leaf)
             cuts = self._cuts(leaf, count)
             if len(cuts) > 1 and _rows_are_split(leaf):
-                home = _with_rows_whole(home)  # a slice's may not divide
+                home = _with_rows_whole(home)  # a slice's rows may not be divisible
             leaf = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
 
             def parked(x):
@@ -165,17 +184,20 @@ class Streamed:
         return jax.tree_util.tree_map_with_path(of_leaf, params, *others)
 
     def recut(self, params: Any, state: Any) -> Any:
-        """A state in the slices that `update` takes, whichever it was in; consumed.
+        """Reslice a state for `update`, whatever slices it has; the state is consumed.
 
-        Where params are split decides how a leaf is cut, so a state that was saved on
-        one mesh is in other slices than another mesh needs.
+        The sharding of params decides how a leaf is sliced, so a state that was saved
+        on one mesh may have other slices than another mesh needs.
 
         Args:
-            params: arrays, or their shapes, that say where they are.
-            state: for them, as `init` or `update` made it anywhere; it may lie here as
-                `shapes(params, slices)` says.
+            params: arrays with shardings, or their shapes with shardings.
+            state: the state that `init` or `update` returned, on any mesh; its arrays
+                may have the shardings of `shapes(params, slices)`.
 
-        **Memory**: on the device, twice the state of one leaf that is cut anew.
+        Returns:
+            The state in the slices of `init`.
+
+        **Memory** on the device: twice the state of one leaf that is resliced.
         """
 
         def of_leaf(leaf, parts, wanted):
@@ -185,27 +207,35 @@ class Streamed:
             homes = jax.tree.map(lambda x: x.sharding, wanted)
             again = functools.partial(_cut_anew, cuts=cuts, ndim=leaf.ndim)
             made = jax.jit(again, out_shardings=homes)(fetch(parts))
-            return jax.block_until_ready(made)  # one leaf at a time is on the device
+            return jax.block_until_ready(made)  # keep only one leaf on the device
 
         return jax.tree.map(of_leaf, params, state, self.shapes(params))
 
     def update(self, params: Any, gradients: Any, state: Any) -> tuple[Any, Any]:
-        """(params, state) after a step; those given are consumed, the gradients not.
+        """Apply one step; params and state are consumed, gradients are not.
+
+        Args:
+            params: parameters.
+            gradients: gradients, in the same tree.
+            state: the state of `init` or of the previous update.
+
+        Returns:
+            (params, state) after the step.
 
         Raises:
-            ValueError: a leaf of params or state that is no jax array, or an array that
-                they have twice; nothing is consumed then.
+            ValueError: a leaf of params or state is not a jax array, or an array occurs
+                twice; nothing is consumed then.
         """
         _check_consumable(params=params, state=state)
         leaves, structure = jax.tree_util.tree_flatten_with_path(params)
         slopes = structure.flatten_up_to(gradients)
         states = structure.flatten_up_to(state)
-        params = gradients = state = None  # a leaf's memory is free once it is updated
+        params = gradients = state = None  # free a leaf's memory once it is updated
         updated, under_way = [], collections.deque()
         for (path, leaf), slope, slices in zip(leaves, slopes, states, strict=True):
             name, parked = _name(path), []
             for (start, rows), part in zip(self._cuts(leaf), slices, strict=True):
-                if len(under_way) == 2:  # one comes while another goes, and no more
+                if len(under_way) == 2:  # at most one fetch and one copy back
                     jax.block_until_ready(under_way.popleft())
                 leaf, part = self._update(leaf, slope, fetch(part), start, rows, name)
                 parked.append(_moved(part, "pinned_host"))
@@ -216,21 +246,21 @@ class Streamed:
         return structure.unflatten(new_params), structure.unflatten(new_state)
 
     def _cuts(self, leaf, slices=None):
-        """(first row, rows) of each slice: alike but for the last, which may have less.
+        """(first row, number of rows) of each slice; only the last may be shorter.
 
-        As few as may be, or that many.
+        There are as few slices as `slice_bytes` allows, or `slices` of them.
         """
         if not leaf.ndim:
             return [(0, 1)]
         whole = leaf.shape[0]
-        if not whole:  # one slice of no rows has the optimizer's counts
+        if not whole:  # one slice without rows holds the optimizer's counts
             return [(0, 0)]
         rows = math.ceil(whole / (slices or self._fewest(leaf)))
         return [(start, min(rows, whole - start)) for start in range(0, whole, rows)]
 
     def _fewest(self, leaf):
         if _rows_are_split(leaf):
-            return 1  # a slice would lie on some of the devices
+            return 1  # a slice would be on some of the devices only
         whole = leaf.shape[0]
         bytes_of_row = leaf.size // whole * leaf.dtype.itemsize
         most = max(1, self._slice_bytes // max(1, bytes_of_row))
@@ -287,7 +317,7 @@ def _rows_are_split(leaf):
 
 
 def _cut_anew(parts, cuts, ndim):
-    """The states of a leaf's slices, in others; what has no rows is in each alike."""
+    """Reslice the states of a leaf; values without a row axis are in every slice."""
 
     def of_slice(start, rows):
         return lambda first, *rest: (

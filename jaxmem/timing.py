@@ -1,10 +1,10 @@
-"""Milliseconds of paths that take turns, each beside the bare GEMM; any framework.
+"""Times alternating paths relative to a bare GEMM, for any framework.
 
-A chip at its power limit slows down by what ran just before, so that milliseconds
-taken minutes apart do not compare. Hence: a sample is many calls of one path, waited
-for once; every sample lies between two samples of the unit (the bare GEMM), and a
-path's ratio is to the mean of these two; the paths' order rotates from one repetition
-to the next.
+A chip at its power limit slows down depending on what ran just before, so times taken
+minutes apart are not comparable. Therefore a sample is many back-to-back calls of one
+path with one wait at the end; every sample is taken between two samples of the unit
+(the bare GEMM), and a path's ratio is relative to the mean of these two; and the order
+of the paths rotates from one repetition to the next.
 """
 
 import dataclasses
@@ -15,12 +15,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 OUT_OF_MEMORY = "out of memory"
-_TRIES = 3  # calls that say how many a sample takes
-Run = Callable[[], Any]  # starts one call and returns its result, perhaps not there yet
+_TRIES = 3  # calls that estimate how many calls a sample takes
+Run = Callable[[], Any]  # starts one call, and returns its possibly unfinished result
 
 
 class Timing(NamedTuple):
-    """Medians over the repetitions, and how far the ratio was from one to another."""
+    """Medians over the repetitions, and the relative range of the ratio."""
 
     ms: float
     over_unit: float
@@ -29,13 +29,13 @@ class Timing(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Stopwatch:
-    """How a framework is waited for, and how it says that memory ran out.
+    """How to wait for a framework's results, and to recognise that memory ran out.
 
     Attributes:
-        wait: returns once a result is there, and all that was started before it.
-        is_out_of_memory: whether an exception means that.
-        sample_seconds: back-to-back calls of one sample last about this long; 0 for
-            a call a sample.
+        wait: returns when a result, and everything started before it, is finished.
+        is_out_of_memory: whether an exception means that memory ran out.
+        sample_seconds: approximate duration of the back-to-back calls of one sample; 0
+            for one call per sample.
     """
 
     wait: Callable[[Any], Any]
@@ -43,23 +43,23 @@ class Stopwatch:
     sample_seconds: float
 
     def seconds(self, run: Run, calls: int = 1) -> float:
-        """Seconds a call, of as many back to back."""
+        """Seconds per call, of the given number of back-to-back calls."""
         start = time.perf_counter()
         made = None
         for _ in range(calls):
-            made = None  # its memory is free for the next call
+            made = None  # free its memory before the next call
             made = run()
         self.wait(made)
         return (time.perf_counter() - start) / calls
 
     def calls(self, run: Run) -> int | None:
-        """Calls a sample takes, warmed up; None where memory runs out."""
+        """Calls per sample, after a warm-up call; None if memory runs out."""
         try:
             self.seconds(run)
             if not self.sample_seconds:
                 return 1
-            # The fastest: by a call that recorded a graph, say, a sample would be one
-            # call, whose start and end nothing hides.
+            # The fastest one: a slow first call, which may record a graph, would make a
+            # sample a single call, whose launch overhead does not overlap with others.
             once = min(self.seconds(run) for _ in range(_TRIES))
         except Exception as error:
             if not self.is_out_of_memory(error):
@@ -71,7 +71,20 @@ class Stopwatch:
 def take_turns(
     stopwatch: Stopwatch, unit: Run, paths: Mapping[Any, Run], repetitions: int
 ) -> tuple[float, dict[Any, Timing | None]]:
-    """ms of the unit, and each path's `Timing`: None where memory runs out."""
+    """Milliseconds of the unit, and the `Timing` of each path.
+
+    Args:
+        stopwatch: of the framework.
+        unit: the bare GEMM.
+        paths: name to a function that starts one call.
+        repetitions: samples per path.
+
+    Returns:
+        The median of the unit, and a `Timing` by name: None if memory runs out.
+
+    Raises:
+        MemoryError: memory runs out for the unit.
+    """
     asked = {name: stopwatch.calls(run) for name, run in paths.items()}
     unit_calls = stopwatch.calls(unit)
     if unit_calls is None:
@@ -106,11 +119,22 @@ def columns(
     active: float = 1.0,
     missing: str = OUT_OF_MEMORY,
 ) -> dict[str, Any]:
-    """Columns of a row: time, ratio to the unit, rate.
+    """Columns of a result row: time, ratio to the unit, rate.
 
-    Rates count what the result needs, 2·N·V·D forward and 6·N·V·D with gradients, of
-    the active share of the rows; logits made a second time are not counted. A timing
-    that is missing says so.
+    Rates count the operations that the result requires, 2·N·V·D in a forward pass and
+    6·N·V·D with gradients, for the active fraction of the rows; recomputed logits are
+    not counted.
+
+    Args:
+        shape: tokens N, width D, vocabulary V.
+        unit_ms: milliseconds of the unit.
+        forward: timing of the forward pass; None if it is missing.
+        both: timing of the forward and backward pass; None if it is missing.
+        active: fraction of unmasked rows.
+        missing: text in the place of a missing timing.
+
+    Returns:
+        Column name to value.
     """
     n, d, v = shape
     gemm = 2e-9 * n * d * v  # TFLOP, and a rate over ms: TFLOP/s

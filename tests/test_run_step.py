@@ -124,7 +124,8 @@ def test_classes_of_kernels():
         assert trace_summary.class_of(kernel, STEP + "add") == name, kernel
     of_the_head = "jit(step)/jvp(jit(jaxmem_call))/while/body/sub"
     assert trace_summary.class_of("loop_sub_fusion", of_the_head) == "head"
-    assert trace_summary.class_of("loop_add_fusion_2", "jit(step)/sqrt") == "optimizer"
+    of_the_optimizer = "jit(step)/optimizer/sqrt"
+    assert trace_summary.class_of("loop_add_fusion_2", of_the_optimizer) == "optimizer"
     assert trace_summary.class_of("loop_add_fusion_2", "") == "elementwise"
 
 

@@ -1,10 +1,10 @@
-"""Checkpoints of the Hugging Face layout: directories of config.json and safetensors.
+"""Hugging Face checkpoints: directories with config.json and safetensors files.
 
     decoder = checkpoints.load("Qwen3-0.6B", dtype="bfloat16")
     checkpoints.save("finetuned", decoder, like="Qwen3-0.6B")
 
-Architectures: Qwen2, Qwen3, Llama 3, Mistral, Gemma 2, Gemma 3 (of those that read
-images, the text part).
+Architectures: Qwen2, Qwen3, Llama 3, Mistral, Gemma 2, Gemma 3 (of multimodal models,
+the text part).
 """
 
 from jaxmem.checkpoints.adapters import save_adapter as save_adapter

@@ -1,4 +1,4 @@
-"""Adapters in the layout of PEFT: adapter_config.json and adapter_model.safetensors."""
+"""LoRA adapters in PEFT's layout: adapter_config.json, adapter_model.safetensors."""
 
 import dataclasses
 import json
@@ -31,7 +31,7 @@ _MODULES = {
     ).rpartition(".")[2]
     for i, target in enumerate(TARGETS)
 }
-# Options of PEFT that change what an adapter computes: as they must be.
+# PEFT options that change what an adapter computes, with the only values implemented.
 _PLAIN = {
     "bias": ("none",),
     "fan_in_fan_out": (False,),
@@ -57,17 +57,17 @@ _PLAIN = {
 def save_adapter(
     directory: str | Path, decoder: Decoder, *, base: str = "", overwrite: bool = False
 ) -> None:
-    """Save a decoder's adapters alone, as PEFT does.
+    """Save only a decoder's adapters, in PEFT's layout.
 
     Args:
-      directory: to make; it appears when it is whole.
-      decoder: with `lora_rank` above 0.
-      base: name or directory of the model that they adapt, for who loads them. Of a
-        model that reads images PEFT needs the text part alone, as `save` writes it.
-      overwrite: whether the directory may exist, and is replaced.
+        directory: to create; it appears once it is complete.
+        decoder: with `lora_rank` above 0.
+        base: name or directory of the adapted model, for those who load the adapter.
+            For a multimodal model PEFT needs only the text part, as `save` writes it.
+        overwrite: whether to replace an existing directory.
 
     Raises:
-      CheckpointError: the decoder has no adapters, or the directory exists.
+        CheckpointError: the decoder has no adapters, or the directory exists.
     """
     target, config = Path(os.path.expanduser(directory)), decoder.config
     if not config.lora_rank:
@@ -80,7 +80,7 @@ def save_adapter(
         write_tensors(unfinished, _tensors(decoder), one=_TENSORS)
         said = json.dumps(_peft_config(config, base), indent=2)
         (unfinished / _CONFIG).write_text(said + "\n", "utf-8")
-        unfinished.chmod(0o755)  # as mkdir would have made it
+        unfinished.chmod(0o755)  # mkdtemp makes it private; use mkdir's default mode
         replace_directory(unfinished, target)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -88,10 +88,17 @@ def save_adapter(
 
 
 def with_adapter(model: ModelConfig, directory: str | Path) -> ModelConfig:
-    """The config of a model with the adapters that a directory holds.
+    """The config of a model with the adapters in a directory.
+
+    Args:
+        model: config of the adapted model.
+        directory: of the adapter.
+
+    Returns:
+        The config.
 
     Raises:
-      CheckpointError: they are none of PEFT's plain LoRA.
+        CheckpointError: the directory does not hold one of PEFT's plain LoRA adapters.
     """
     path = Path(os.path.expanduser(directory)) / _CONFIG
     reader = Reader(path, read_object(path))
@@ -113,7 +120,7 @@ def with_adapter(model: ModelConfig, directory: str | Path) -> ModelConfig:
 
 
 def _target_modules(reader: Reader) -> list[str]:
-    """Names of modules; a string would be a pattern."""
+    """Names of the target modules; a string would be a pattern."""
     known = (*_MODULES.values(), "lm_head")
     if isinstance(reader.raw.get("target_modules"), str):
         raise reader.error(
@@ -133,17 +140,17 @@ def _target_modules(reader: Reader) -> list[str]:
 
 
 def read_adapter(directory: str | Path, wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Read adapters' weights.
+    """Read the weights of adapters.
 
     Args:
-      directory: of the adapter.
-      wanted: the decoder's adapters, path to `jax.ShapeDtypeStruct`.
+        directory: of the adapter.
+        wanted: the decoder's adapters, path to `jax.ShapeDtypeStruct`.
 
     Returns:
-      Arrays by the same paths.
+        Arrays by the same paths.
 
     Raises:
-      CheckpointError: a tensor is missing, or has another shape.
+        CheckpointError: a tensor is missing, or has another shape.
     """
     tensors = Tensors(Path(os.path.expanduser(directory)), _TENSORS)
     made = {}
@@ -159,7 +166,7 @@ def read_adapter(directory: str | Path, wanted: Mapping[str, Any]) -> dict[str, 
 
 
 def _stored(path: str, layers: int | None) -> list[str]:
-    """Names of the tensors of one adapter's matrix, a layer each."""
+    """Names of the tensors of one adapter matrix, one per layer."""
     module, _, matrix = path.rpartition("/")
     name = names.module_name(module, ModelConfig())
     kind = {"lora_a": "lora_A", "lora_b": "lora_B"}[matrix]
@@ -168,7 +175,7 @@ def _stored(path: str, layers: int | None) -> list[str]:
 
 
 def _tensors(decoder: Decoder) -> Iterator[tuple[str, np.ndarray]]:
-    """Names and matrices [out, in]."""
+    """Yield names and matrices [out, in]."""
     weights = nnx.to_pure_dict(nnx.split(decoder)[1])
     flat: dict[str, Any] = dict(traverse_util.flatten_dict(weights, sep="/"))
     for path, weight in flat.items():

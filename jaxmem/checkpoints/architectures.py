@@ -1,7 +1,7 @@
-"""`config.json` of a checkpoint to a `ModelConfig`: all of it understood, or refused.
+"""Reads `config.json` of a checkpoint into a `ModelConfig`, strictly.
 
-A key that is not read here and not known to leave the model alone is an error, as is a
-value that the decoder does not implement: nothing is guessed.
+It is an error if a key is neither read here nor known to be irrelevant to the model, or
+if the decoder does not implement a value: nothing is guessed.
 """
 
 import dataclasses
@@ -18,17 +18,17 @@ from jaxmem.models.config import RANGES, ModelConfig
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointConfig:
-    """What a checkpoint's `config.json` says."""
+    """The content of a checkpoint's `config.json`."""
 
     path: Path  # of the file
-    raw: Mapping[str, Any]  # all of it, to be saved again; of a text part, its own
-    model: ModelConfig  # float32; the types are the reader's to choose
-    max_positions: int  # tokens of the longest context
-    dtype: str | None  # of the stored weights, where it is said
-    text_part: bool = False  # of a model that reads images, too
+    raw: Mapping[str, Any]  # the whole object, for saving; of a text part, its own
+    model: ModelConfig  # in float32; the caller chooses dtypes
+    max_positions: int  # maximum context length in tokens
+    dtype: str | None  # of the stored weights, if given
+    text_part: bool = False  # whether it is the text part of a multimodal model
 
 
-# Keys that change no logit of a forward pass without dropout.
+# Keys that do not change the logits of a forward pass without dropout.
 _IRRELEVANT = frozenset(
     "_name_or_path architectures attention_dropout auto_map bos_token_id "
     "cache_implementation dtype eos_token_id id2label initializer_range label2id "
@@ -37,7 +37,7 @@ _IRRELEVANT = frozenset(
     "transformers_version unsloth_fixed use_cache "
     "_attn_implementation _attn_implementation_autoset".split()
 )
-# Likewise, as long as they are so.
+# Keys of which only these values are implemented; the first one is the default.
 _MUST_BE = {
     "attention_bias": (False, None),
     "mlp_bias": (False, None),
@@ -48,8 +48,8 @@ _MUST_BE = {
     "is_encoder_decoder": (False, None),
     "add_cross_attention": (False, None),
 }
-# The text part of this one is read. Beside its config stands what is of images alone,
-# and what both parts share; sizes that are left out there are these.
+# A multimodal architecture whose text part is read. Its config also has keys that only
+# concern images, and keys that both parts share; omitted text sizes are those below.
 _WITH_IMAGES = "Gemma3ForConditionalGeneration"
 _OF_IMAGES = frozenset(
     "boi_token_index eoi_token_index image_token_index mm_tokens_per_image "
@@ -72,17 +72,17 @@ _POSITIONS = integers(1, limit=2**31 - 1)  # tokens of a context: positions are 
 
 
 def read_config(directory: str | Path) -> CheckpointConfig:
-    """Read `config.json` of a checkpoint's directory.
+    """Read `config.json` from a checkpoint's directory.
 
     Args:
-      directory: of the checkpoint.
+        directory: of the checkpoint.
 
     Returns:
-      A `CheckpointConfig`.
+        A `CheckpointConfig`.
 
     Raises:
-      CheckpointError: there is none, or it says what is not implemented; the key is
-        named.
+        CheckpointError: the file is missing, or asks for something that is not
+            implemented; the message names the key.
     """
     path = Path(os.path.expanduser(directory)) / "config.json"
     raw = read_object(path)
@@ -102,14 +102,14 @@ def read_config(directory: str | Path) -> CheckpointConfig:
 
 
 def _dtype(reader: Reader) -> str | None:
-    """Of the stored weights; the newer key first."""
+    """The dtype of the stored weights; the newer key has precedence."""
     key = "dtype" if "dtype" in reader.raw else "torch_dtype"
     named = reader.take(key, (str, type(None)), None)
     return None if named is None else named.removeprefix("torch.")
 
 
 def _gemma3_text(path: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The text part's config out of Gemma 3's, as a checkpoint of it alone has it."""
+    """The config of Gemma 3's text part, in the form of a text-only checkpoint."""
     reader = Reader(path, raw, _IRRELEVANT | _OF_IMAGES)
     named = reader.strings("architectures") or [_WITH_IMAGES]
     if named != [_WITH_IMAGES]:
@@ -132,7 +132,7 @@ def _gemma3_text(path: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _architecture(reader: Reader) -> Callable[[Reader], dict[str, Any]]:
-    """The reader of what is an architecture's own."""
+    """The function that reads the keys specific to the architecture."""
     named = reader.strings("architectures")
     for name in named:
         if name not in (*_ARCHITECTURES, _WITH_IMAGES):
@@ -154,7 +154,7 @@ def _architecture(reader: Reader) -> Callable[[Reader], dict[str, Any]]:
 
 
 def _sizes(reader: Reader) -> dict[str, Any]:
-    """What all architectures say alike."""
+    """The fields that all architectures name alike."""
 
     def size(key: str, field: str, *default: int) -> int:
         return reader.take(key, int, *default, within=RANGES[field])
@@ -207,7 +207,7 @@ def _gemma3(reader: Reader) -> dict[str, Any]:
 
 
 def _plain(reader: Reader, head_dim: int | None = None) -> dict[str, Any]:
-    """Llama, and those that differ from it in little."""
+    """The fields of Llama and of architectures that differ little from it."""
     if head_dim is None:
         head_dim = reader.raw["hidden_size"] // reader.raw["num_attention_heads"]
     activation = reader.take("hidden_act", str, "silu")
@@ -222,7 +222,7 @@ def _plain(reader: Reader, head_dim: int | None = None) -> dict[str, Any]:
 
 
 def _gemma(reader: Reader, caps: tuple[float | None, float | None]) -> dict[str, Any]:
-    """What Gemma 2 and 3 share."""
+    """The fields that Gemma 2 and 3 share."""
     scalar = "query_pre_attn_scalar"
     activation = reader.take("hidden_activation", (str, type(None)), None)
     old = reader.take("hidden_act", (str, type(None)), None)
@@ -244,7 +244,7 @@ def _cap(reader: Reader, key: str, default: float | None) -> float | None:
     return reader.take(key, (float, type(None)), default, within=RANGES["softcap"])
 
 
-# ------------------------------------------------------------ which tokens are seen
+# ------------------------------------------------------------- attention windows
 
 
 def _kinds(
@@ -252,7 +252,7 @@ def _kinds(
     pattern: Callable[[Reader], tuple[str, ...]],
     window: int | None = None,
 ) -> dict[str, Any]:
-    """`pattern` and `window`; the layers' kinds may be spelled out."""
+    """`pattern` and `window`; the config may list the kind of every layer."""
     optional, within = (int, type(None)), RANGES["window"]
     window = reader.take("sliding_window", optional, window, within=within)
     listed = reader.take("layer_types", (list, type(None)), None)
@@ -282,7 +282,7 @@ def _qwen_pattern(reader: Reader) -> tuple[str, ...]:
     return ("global",) * first + ("local",) * (layers - first)
 
 
-# ---------------------------------------------------------------- rotary angles
+# ------------------------------------------------------------- rotary embeddings
 
 _ROPES = {"default": None, "linear": "linear", "llama3": "llama3"}
 _ROPE_FIELDS = {
@@ -298,7 +298,7 @@ _ROPE_FIELDS = {
 
 
 def _rope(reader: Reader, theta: float = 10_000.0) -> dict[str, Any]:
-    """Wavelengths: in one object, or in a base and a scaling beside it."""
+    """Rotary parameters: one object, or a base and a separate scaling object."""
     optional = (dict, type(None))
     given = reader.take("rope_parameters", optional, None)
     base = reader.take("rope_theta", float, theta, within=RANGES["rope_theta"])
@@ -327,7 +327,7 @@ def _rope_fields(
 
 
 def _gemma3_rope(reader: Reader) -> dict[str, Any]:
-    """Global and local layers have their own."""
+    """Rotary parameters of Gemma 3, separate for global and local layers."""
     given = reader.take("rope_parameters", (dict, type(None)), None)
     if given is None or "full_attention" not in given:
         within = RANGES["local_rope_theta"]
@@ -350,7 +350,7 @@ def _gemma3_rope(reader: Reader) -> dict[str, Any]:
     return whole | {"local_rope_theta": local["rope_theta"]}
 
 
-# By the name that `architectures` has: model_type, and what reads the rest.
+# Names in `architectures`: model_type, and the function that reads the other keys.
 _ARCHITECTURES: dict[str, tuple[str, Callable[[Reader], dict[str, Any]]]] = {
     "Qwen2ForCausalLM": ("qwen2", _qwen2),
     "Qwen3ForCausalLM": ("qwen3", _qwen3),

@@ -1,9 +1,9 @@
-"""What the decoder's weights are called in a checkpoint, and how they lie there.
+"""Names and layouts of the decoder's weights in a checkpoint.
 
-The decoder stacks the layers' weights and multiplies by kernels [in, out]; a checkpoint
-has a tensor a layer, and matrices [out, in]. One table serves every architecture: they
-differ in which of its names there are, and Gemma in what two norms are called. A model
-that reads images has prefixes before them, and tensors that no text needs.
+The decoder stacks the weights of all layers and has kernels [in, out]; a checkpoint has
+one tensor per layer, and matrices [out, in]. One table serves every architecture: they
+differ in which of its names exist, and Gemma in the names of two norms. A multimodal
+model adds prefixes to them, and has tensors that text does not need.
 """
 
 from collections.abc import Iterable
@@ -32,9 +32,9 @@ _POST_NORMS = {
 _WHOLE = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
 
 
-# What stands in place of "model." and before "lm_head".
+# Prefixes that replace "model." and precede "lm_head", for a model of text only.
 ALONE = ("model.", "")
-# The same of a text part: as it is published, and as the modules are called.
+# The same for the text part of a multimodal model, in two published forms.
 _TEXT_PARTS = (
     ("language_model.model.", "language_model."),
     ("model.language_model.", ""),
@@ -48,19 +48,22 @@ OF_IMAGES = (
 
 
 class Stored(NamedTuple):
-    """How a weight of the decoder is stored."""
+    """How a checkpoint stores a weight of the decoder."""
 
-    names: tuple[str, ...]  # of its tensors, one a layer, or just one
-    stacked: bool  # whether the weight has an axis of layers, before the others
-    transposed: bool  # whether its last two axes are the other way round there
+    names: tuple[str, ...]  # of its tensors: one per layer, or a single one
+    stacked: bool  # whether the decoder's weight has a leading axis of layers
+    transposed: bool  # whether the tensors have the last two axes swapped
 
 
 def module_name(module: str, config: ModelConfig) -> str:
-    """The checkpoint's name of a module of a block; "{}" stands for its layer.
+    """The checkpoint's name of a module; "{}" stands for the layer's number.
 
     Args:
-      module: like "blocks/attention/query", or "head".
-      config: of the decoder.
+        module: like "blocks/attention/query", or "head".
+        config: of the decoder.
+
+    Returns:
+        The name.
     """
     if not module.startswith("blocks/"):
         return _WHOLE[module]
@@ -69,12 +72,15 @@ def module_name(module: str, config: ModelConfig) -> str:
 
 
 def stored(path: str, config: ModelConfig, prefixes: tuple[str, str] = ALONE) -> Stored:
-    """Find a weight.
+    """Return how a checkpoint stores a weight.
 
     Args:
-      path: of the weight in the decoder, like "blocks/attention/query/kernel".
-      config: of the decoder.
-      prefixes: `ALONE`, or `text_prefixes`.
+        path: path of the weight in the decoder, like "blocks/attention/query/kernel".
+        config: of the decoder.
+        prefixes: `ALONE`, or the result of `text_prefixes`.
+
+    Returns:
+        Names of tensors and their layout.
     """
     module, _, kind = path.rpartition("/")
     name = module_name(module, config) + (".bias" if kind == "bias" else ".weight")
@@ -86,10 +92,13 @@ def stored(path: str, config: ModelConfig, prefixes: tuple[str, str] = ALONE) ->
 
 
 def text_prefixes(tensors: Iterable[str]) -> tuple[str, str]:
-    """Find what a model that reads images has in place of `ALONE`.
+    """Return the prefixes that a multimodal model has in place of `ALONE`.
 
     Args:
-      tensors: the model's names.
+        tensors: names of the model's tensors.
+
+    Returns:
+        The prefixes of the text part, and of its head.
     """
     present = list(tensors)
     for prefixes in _TEXT_PARTS:

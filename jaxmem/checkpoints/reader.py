@@ -1,4 +1,4 @@
-"""JSON objects of a checkpoint, read key by key: each of its type, in its range."""
+"""Reads JSON objects of a checkpoint key by key, checking types and ranges."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,7 +9,7 @@ from jaxmem.core.ranges import Range
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be used; the message names the file and what in it."""
+    """A checkpoint that cannot be used; the message names the file and the cause."""
 
 
 MISSING = object()
@@ -18,8 +18,14 @@ MISSING = object()
 def read_object(path: Path) -> dict[str, Any]:
     """Read a file that holds one JSON object.
 
+    Args:
+        path: of the file.
+
+    Returns:
+        The object.
+
     Raises:
-      CheckpointError: it cannot be read, or holds something else.
+        CheckpointError: the file cannot be read, or holds something else.
     """
     try:
         return json_files.read_object(path)
@@ -28,12 +34,12 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 class Reader:
-    """Takes keys out of a JSON object, and knows which were never asked for.
+    """Reads keys of a JSON object, and reports keys that nothing has read.
 
     Args:
-      path: of the file, for errors.
-      raw: the object.
-      known: keys that need not be asked for.
+        path: of the file, for errors.
+        raw: the object.
+        known: keys that need not be read.
     """
 
     def __init__(
@@ -43,7 +49,7 @@ class Reader:
         self.read: set[str] = set(known)
 
     def error(self, message: str) -> CheckpointError:
-        """An error of this file."""
+        """An error whose message starts with this file."""
         return CheckpointError(f"{self.path}: {message}")
 
     def take(
@@ -53,13 +59,20 @@ class Reader:
         default: Any = MISSING,
         within: Range | None = None,
     ) -> Any:
-        """Return the value of a key, of one of these types, or the default.
+        """Return the value of a key, checked, or the default.
 
         Args:
-          key: of the object.
-          kind: type, or types; where `float` is one, integers are converted.
-          default: where the key is missing; without one that is an error.
-          within: range of a number.
+            key: of the object.
+            kind: the type of the value, or several; with `float`, integers are
+                converted.
+            default: value for a missing key; without a default, that is an error.
+            within: range of a number.
+
+        Returns:
+            The value.
+
+        Raises:
+            CheckpointError: the key is missing, or its value has another type or range.
         """
         self.read.add(key)
         if key not in self.raw:
@@ -80,7 +93,7 @@ class Reader:
         return value
 
     def strings(self, key: str) -> list[str]:
-        """Return a list of strings; empty where the key is missing or null."""
+        """Return a list of strings; empty if the key is missing or null."""
         listed = self.take(key, (list, type(None)), None) or []
         wrong = [value for value in listed if not isinstance(value, str)]
         if wrong:
@@ -88,7 +101,7 @@ class Reader:
         return listed
 
     def choose(self, key: str, value: Any, known: Mapping[str, Any]) -> Any:
-        """Translate a value, or refuse it by name."""
+        """Look a value up in a table, or raise an error that names the key."""
         if not isinstance(value, str) or value not in known:
             raise self.error(
                 f"{key} {messages.short(value)} is not implemented; known are "
@@ -97,7 +110,7 @@ class Reader:
         return known[value]
 
     def finish(self, must_be: Mapping[str, tuple]) -> None:
-        """Refuse what has not been read, and keys that have another value."""
+        """Raise for unread keys, and for keys with a value that is not implemented."""
         for key, wanted in must_be.items():
             value = self.raw.get(key, wanted[0])
             self.read.add(key)

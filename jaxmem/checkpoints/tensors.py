@@ -1,11 +1,11 @@
-"""Tensors of a directory of safetensors files: read in part, written whole.
+"""Reads parts of tensors from a directory of safetensors files, and writes them.
 
-Only the safetensors format is read, in which nothing can be executed; a file that is
-cut short or damaged is an error that names it, and the first tensor that is gone.
+Only the safetensors format is read, which cannot execute code. An error about a
+truncated or damaged file names the file and the first tensor that is lost.
 
-An index names files inside its own directory: no absolute path, no "..". That is
-checked of the names as the index has them. Symbolic links in the directory are
-followed: whoever made the directory made them (the Hub's cache is links to its blobs).
+An index may only name files inside its own directory: no absolute path, no "..". The
+names in the index are checked. Symbolic links in the directory are followed, because
+whoever made the directory made them (the Hub's cache is links to its blobs).
 """
 
 import json
@@ -31,11 +31,11 @@ class Tensors:
     """The tensors of one directory, in one file or in the shards of an index.
 
     Args:
-      directory: with `model.safetensors` or `model.safetensors.index.json`.
-      one: name of the file, where it is not sharded.
+        directory: with `model.safetensors` or `model.safetensors.index.json`.
+        one: name of the file, if there is no index.
 
     Raises:
-      CheckpointError: a file is missing or damaged.
+        CheckpointError: a file is missing or damaged.
     """
 
     def __init__(self, directory: Path, one: str = _ONE):
@@ -50,11 +50,11 @@ class Tensors:
             raise CheckpointError(_without_weights(directory, one))
 
     def __iter__(self) -> Iterator[str]:
-        """Names."""
+        """Iterate over the names."""
         return iter(self._files)
 
     def file_of(self, name: str) -> Path:
-        """Where a tensor is, or would be."""
+        """The file that has a tensor, or the last file if none has it."""
         last = next(reversed(self._files.values()), self.directory / _ONE)
         return self._files.get(name, last)
 
@@ -64,12 +64,15 @@ class Tensors:
         """Read part of a tensor, without the rest of it.
 
         Args:
-          name: of the tensor.
-          shape: that it must have.
-          index: which part.
+            name: of the tensor.
+            shape: required shape of the whole tensor.
+            index: slices of the part.
+
+        Returns:
+            The part.
 
         Raises:
-          CheckpointError: there is no such tensor, or one of another shape or type.
+            CheckpointError: there is no such tensor, or it has another shape or dtype.
         """
         if name not in self._files:
             raise CheckpointError(
@@ -104,7 +107,7 @@ class Tensors:
 
 
 def _read_index(path: Path) -> dict[str, Path]:
-    """Each tensor's file, which is there, and inside the index's directory."""
+    """The file of each tensor, checked to exist inside the index's directory."""
     reader = Reader(path, read_object(path))
     weight_map = reader.raw.get("weight_map")
     if not (isinstance(weight_map, dict) and weight_map):
@@ -125,7 +128,7 @@ def _read_index(path: Path) -> dict[str, Path]:
 
 
 def _beside(index: Path, tensor: str, file: str) -> Path:
-    """The file that an index names, in its directory."""
+    """The path of a file that an index names, in the index's directory."""
     named = Path(file)
     if named.is_absolute() or named.drive or ".." in named.parts:
         raise CheckpointError(
@@ -134,7 +137,7 @@ def _beside(index: Path, tensor: str, file: str) -> Path:
             "name files of its own directory only"
         )
     path = index.parent / named
-    if not os.path.isfile(path):  # nor is a name that no file can have
+    if not os.path.isfile(path):  # this is also false for an impossible file name
         raise CheckpointError(
             f"{index.parent / messages.name(file)}: missing; {_INDEX} has "
             f"{messages.name(tensor)} in it"
@@ -176,7 +179,7 @@ def _damage(path: Path, error: Exception) -> str:
 
 
 def _ends(header: bytes) -> dict[str, int] | None:
-    """Where each tensor ends; None for a header that is none."""
+    """The end offset of each tensor; None for an invalid header."""
     try:
         entries = json_files.parse(header.decode("utf-8"))
         entries.pop("__metadata__", None)
@@ -196,10 +199,10 @@ def write_tensors(
     """Write tensors to one file, or to shards and their index.
 
     Args:
-      directory: that exists.
-      tensors: names and arrays; no more than a shard of them is held at a time.
-      max_shard_bytes: of a file; a larger tensor has one to itself.
-      one: name of the file, where one is enough.
+        directory: an existing directory.
+        tensors: names and arrays; at most one shard of them is in memory at a time.
+        max_shard_bytes: maximum size of a file; a larger tensor has its own file.
+        one: name of the file, if one is enough.
     """
     shards, held, size = [], {}, 0
     for name, array in tensors:
@@ -226,12 +229,12 @@ def _write_shard(
     directory: Path, number: int, held: Mapping[str, np.ndarray]
 ) -> tuple[Path, list[str], int]:
     path = directory / f"shard-{number}.unfinished"
-    save_file(dict(held), path, metadata={"format": "pt"})  # torch's layout of matrices
+    save_file(dict(held), path, metadata={"format": "pt"})  # layout of torch's matrices
     return path, list(held), sum(array.nbytes for array in held.values())
 
 
 def replace_directory(finished: Path, target: Path) -> None:
-    """Put a directory where another may be."""
+    """Move a directory to a path, and delete what was there."""
     if target.exists():
         shutil.rmtree(target)
     os.replace(finished, target)

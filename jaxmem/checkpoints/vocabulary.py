@@ -1,4 +1,4 @@
-"""A checkpoint's tokenizer, and the tokens around a text."""
+"""Reads a checkpoint's tokenizer, and its special tokens around a text."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -12,26 +12,29 @@ from jaxmem.core.ranges import integers
 
 
 class Vocabulary(NamedTuple):
-    """A tokenizer, and ids that it puts before a text or that end one."""
+    """A tokenizer, the ids that start every text, and the id that ends a document."""
 
     tokenizer: tokenizers.Tokenizer
-    start: tuple[int, ...]  # before every text, as Llama and Gemma have it; or ()
-    eos: int | None  # ends a document; None where the checkpoint names none
+    start: tuple[int, ...]  # ids before every text, for Llama and Gemma; or ()
+    eos: int | None  # id that ends a document; None if the checkpoint names none
 
     def encode(self, texts: list[str]) -> list[list[int]]:
-        """Ids of texts; special tokens that are spelled out in them are such."""
+        """Ids of texts; the names of special tokens in a text become special tokens."""
         encoded = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [made.ids for made in encoded]
 
 
 def load_vocabulary(directory: str | Path) -> Vocabulary:
-    """Load `tokenizer.json` of a checkpoint's directory.
+    """Load `tokenizer.json` from a checkpoint's directory.
 
     Args:
-      directory: of the checkpoint.
+        directory: of the checkpoint.
+
+    Returns:
+        A `Vocabulary`.
 
     Raises:
-      CheckpointError: there is none, or it has ids that the model has not.
+        CheckpointError: the file is missing, or has ids that the model lacks.
     """
     config = read_config(directory)
     path = config.path.parent / "tokenizer.json"
@@ -40,18 +43,18 @@ def load_vocabulary(directory: str | Path) -> Vocabulary:
     tokenizer, start = _read_tokenizer(path)
     _check_ids(path, tokenizer, config)
     eos = _eos(config, tokenizer)
-    # Some templates end texts too; ends are the caller's to add.
+    # Some templates also add eos; the caller adds it where it belongs.
     return Vocabulary(tokenizer, start[:-1] if start[-1:] == (eos,) else start, eos)
 
 
 def _read_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, tuple[int, ...]]:
-    """The tokenizer, and the ids that it makes of an empty text."""
+    """The tokenizer, and the ids of an empty text."""
     try:
         tokenizer = tokenizers.Tokenizer.from_str(json_files.read_text(path))
         tokenizer.no_padding()
         tokenizer.no_truncation()
         return tokenizer, tuple(tokenizer.encode("", add_special_tokens=True).ids)
-    except Exception as error:  # the library raises nothing narrower
+    except Exception as error:  # the library raises no narrower type
         said = messages.cut(getattr(error, "strerror", None) or str(error))
         raise CheckpointError(f"{path}: cannot be read: {said}") from error
 
@@ -73,12 +76,12 @@ def _check_ids(
 
 
 def _eos(config: CheckpointConfig, tokenizer: tokenizers.Tokenizer) -> int | None:
-    """As the tokenizer's config names it, else the model's first."""
+    """The id that the tokenizer's config names, else the first one of the model's."""
     path = config.path.parent / "tokenizer_config.json"
     if path.exists():
         reader = Reader(path, read_object(path))
         named = reader.take("eos_token", (str, dict, type(None)), None)
-        if isinstance(named, dict):  # an AddedToken, with how it is stripped
+        if isinstance(named, dict):  # a serialised AddedToken
             named = Reader(path, named).take("content", str)
         if named is not None:
             found = tokenizer.token_to_id(named)
@@ -89,7 +92,7 @@ def _eos(config: CheckpointConfig, tokenizer: tokenizers.Tokenizer) -> int | Non
 
 
 def _first_eos(config: CheckpointConfig, tokenizer: tokenizers.Tokenizer) -> int | None:
-    """The first that `eos_token_id` names: null, an id, or a list of ids."""
+    """The first id in `eos_token_id`, which is null, an id, or a list of ids."""
     listed = config.raw.get("eos_token_id")
     if listed is None:
         return None

@@ -1,4 +1,4 @@
-"""Weights of a checkpoint into a decoder, straight to where they belong, and back."""
+"""Loads a checkpoint's weights into a sharded decoder, and saves them."""
 
 import dataclasses
 import json
@@ -27,7 +27,8 @@ from jaxmem.models.decoder import Decoder, HeadConfig
 from jaxmem.models.lora import is_adapter
 from jaxmem.models.weights import join_weights
 
-# Where a weight goes, by its path ("blocks/attention/query/kernel") and its shape.
+# The sharding of a weight, or a function of its path ("blocks/attention/query/kernel")
+# and shape.
 Placement = (
     jax.sharding.Sharding | Callable[[str, tuple[int, ...]], jax.sharding.Sharding]
 )
@@ -53,25 +54,25 @@ def load(
     """Load a checkpoint's decoder.
 
     Args:
-      directory: of `config.json` and safetensors files, sharded or not.
-      dtype: of activations and matrix products; None: that of the checkpoint.
-      param_dtype: that weights are stored in; None: that of the checkpoint.
-      sharding: where weights go, all alike or each by its path and shape. None: to
-        the default device.
-      head: options of the head.
-      policy: what a backward pass finds, as in `Decoder`.
-      adapter: directory of a LoRA adapter in PEFT's layout, to be added.
-      options: of `ModelConfig` that change no number: `attention`.
+        directory: with `config.json` and safetensors files, sharded or not.
+        dtype: dtype of activations and matrix products; None: the checkpoint's.
+        param_dtype: dtype of stored weights; None: the checkpoint's.
+        sharding: one sharding of all weights, or a function of path and shape. None:
+            the default device.
+        head: options of the head.
+        policy: rematerialisation policy, as in `Decoder`.
+        adapter: directory of a LoRA adapter in PEFT's layout, to be added.
+        options: other fields of `ModelConfig` that do not affect results: `attention`.
 
     Returns:
-      A `Decoder`.
+        A `Decoder`.
 
-    **Memory**: on the host no more than one weight (all layers of it), or one device's
-    part of it.
+    **Memory** on the host: at most one weight (all layers of it), or one device's shard
+    of it.
 
     Raises:
-      CheckpointError: a file is missing, damaged, or says what is not implemented; it
-        is named, and so is the key or tensor.
+        CheckpointError: a file is missing, damaged, or asks for something that is not
+            implemented; the message names the file, and the key or tensor.
 
     >>> from jaxmem import checkpoints
     >>> decoder = checkpoints.load("tests/checkpoints/tiny/qwen3", dtype="float32")
@@ -111,24 +112,24 @@ def read_weights(
     sharding: Placement | None = None,
     like: Any = None,
 ) -> dict[str, Any]:
-    """Read a checkpoint's weights; adapters are none of them.
+    """Read a checkpoint's weights, without adapters.
 
     Args:
-      directory: of the checkpoint.
-      model: from `read_config`, with the types and options that are wanted.
-      sharding: as in `load`.
-      like: `jax.ShapeDtypeStruct`s nested by name, of some weights: those are read, as
-        they say of types and places. None: all.
+        directory: of the checkpoint.
+        model: from `read_config`, with the desired dtypes and options.
+        sharding: as in `load`.
+        like: `jax.ShapeDtypeStruct`s nested by name, for some weights: only these are
+            read, with their dtypes and shardings. None: all.
 
     Returns:
-      Arrays nested by name, as `nnx.to_pure_dict` of the decoder's state has them.
+        Arrays nested by name, as in `nnx.to_pure_dict` of the decoder's state.
 
     Warns:
-      UserWarning: of a model that reads images, only the text part is read.
+        UserWarning: only the text part of a multimodal model is read.
 
     Raises:
-      CheckpointError: a tensor is missing, has another shape, or is not the decoder's;
-        it is named with its file.
+        CheckpointError: a tensor is missing, has another shape, or does not belong to
+            the decoder; the message names it and its file.
     """
     return _read_weights(read_config(directory), model, sharding, like)
 
@@ -149,7 +150,7 @@ def _read_weights(
     wanted = every if like is None else _flat(like)
     made = {}
     for path, leaf in wanted.items():
-        if path not in every:  # an adapter's
+        if path not in every:  # an adapter's weight
             continue
         read = _reader(tensors, names.stored(path, model, prefixes), leaf)
         place = sharding(path, leaf.shape) if callable(sharding) else sharding
@@ -172,20 +173,22 @@ def save(
 ) -> None:
     """Save a decoder as a checkpoint of the same architecture as another.
 
-    Config and tokenizer are the other's, weights the decoder's, under the names and in
-    the layout that `transformers` expects. Like a model that reads images, its text
-    part alone is saved (Gemma3ForCausalLM). The directory appears when it is whole.
+    Config and tokenizer files are copied from the other checkpoint; weights are the
+    decoder's, under the names and in the layout that `transformers` expects. If the
+    other one is multimodal, only its text part is saved (Gemma3ForCausalLM). The
+    directory appears once it is complete.
 
     Args:
-      directory: to make.
-      decoder: whose weights to save.
-      like: directory of a checkpoint of the same sizes, such as it was loaded from.
-      dtype: of the tensors; None: of the decoder's weights.
-      max_shard_bytes: of a file.
-      overwrite: whether the directory may exist, and is replaced.
+        directory: to create.
+        decoder: whose weights to save.
+        like: directory of a checkpoint of the same sizes, such as the one that the
+            decoder was loaded from.
+        dtype: dtype of the tensors; None: that of the decoder's weights.
+        max_shard_bytes: maximum size of a file.
+        overwrite: whether to replace an existing directory.
 
     Raises:
-      CheckpointError: the directory exists, or `like` is of another model.
+        CheckpointError: the directory exists, or `like` is of another model.
     """
     target, source = (Path(os.path.expanduser(path)) for path in (directory, like))
     if target.exists() and not overwrite:
@@ -212,7 +215,7 @@ def save(
         flat = _stored_tensors(weights, decoder.config, dtype)
         write_tensors(unfinished, flat, max_shard_bytes=max_shard_bytes)
         _write_rest(unfinished, source, config.raw, dtype)
-        unfinished.chmod(0o755)  # as mkdir would have made it
+        unfinished.chmod(0o755)  # mkdtemp makes it private; use mkdir's default mode
         replace_directory(unfinished, target)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -222,8 +225,14 @@ def save(
 def with_checkpoint(model: ModelConfig) -> ModelConfig:
     """The config with the sizes of its `checkpoint`, which it may repeat.
 
+    Args:
+        model: config whose `checkpoint` may be a directory.
+
+    Returns:
+        The config.
+
     Raises:
-      ValueError: it has a size of its own that is another.
+        ValueError: the config has a size that differs from the checkpoint's.
     """
     if model.checkpoint is None:
         return model
@@ -241,7 +250,7 @@ def with_checkpoint(model: ModelConfig) -> ModelConfig:
 
 
 def _choices(model: ModelConfig) -> dict[str, Any]:
-    """What is the user's to choose, whatever a checkpoint says."""
+    """The fields that the user chooses, independent of the checkpoint."""
     free = ("dtype", "param_dtype", "attention", "checkpoint", "lora_rank")
     free += ("lora_alpha", "lora_targets", "lora_head")
     return {name: getattr(model, name) for name in free}
@@ -265,10 +274,10 @@ def _refuse_others(
 ) -> None:
     stored = [names.stored(path, model, prefixes) for path in wanted]
     known = {name for weight in stored for name in weight.names}
-    if model.tied:  # the embedding once more
+    if model.tied:  # the head may be stored too, as a copy of the embedding
         known.update(names.stored("head/kernel", model, prefixes).names)
     for name in tensors:
-        derived = name.endswith("rotary_emb.inv_freq")  # made from config.json
+        derived = name.endswith("rotary_emb.inv_freq")  # computed from config.json
         images = prefixes != names.ALONE and name.startswith(names.OF_IMAGES)
         if name in known or derived or images:
             continue
@@ -279,7 +288,7 @@ def _refuse_others(
 
 
 def _say_what_is_left_out(tensors: Tensors) -> None:
-    """Once: the same warning from the same line is shown no more than that."""
+    """Warn that tensors of images are not read; Python shows such a warning once."""
     left = sum(name.startswith(names.OF_IMAGES) for name in tensors)
     warnings.warn(
         f"{tensors.directory}: only the text part of a model that reads images is "
@@ -291,7 +300,7 @@ def _say_what_is_left_out(tensors: Tensors) -> None:
 def _reader(
     tensors: Tensors, stored: names.Stored, like: jax.ShapeDtypeStruct
 ) -> Callable[[Any], np.ndarray]:
-    """Index of a weight to that part of it, read from its tensors."""
+    """A function that reads the part of a weight at an index, from its tensors."""
     shape = like.shape[1:] if stored.stacked else like.shape
 
     def one(name: str, index: tuple[slice, ...]) -> np.ndarray:
@@ -310,7 +319,7 @@ def _reader(
 def _stored_tensors(
     weights: Mapping[str, jax.Array], model: ModelConfig, dtype: str
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Names and arrays as a checkpoint has them, one at a time."""
+    """Yield names and arrays in the checkpoint's layout, one at a time."""
     for path, weight in weights.items():
         stored = names.stored(path, model)
         for layer, name in enumerate(stored.names):

@@ -1,1 +1,1 @@
-"""What every verb shares: the maths of a row, a call's static facts, its devices."""
+"""What every verb shares: the maths of a row, facts of a call, shards, checks."""

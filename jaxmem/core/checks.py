@@ -1,4 +1,4 @@
-"""Every error that a caller of the public functions can see about an argument."""
+"""Checks of the public functions' arguments, with an error message for each."""
 
 from collections.abc import Iterator
 from typing import Literal, TypeGuard
@@ -13,14 +13,14 @@ from jaxmem.core.options import Chunk, Implementation, Layout
 
 AUTO_CHUNK_BYTES = 512 * 2**20  # float32 logits alive at once under chunk="auto"
 
-# XLA on a CPU computes whole groups of rows and what is left over by different code,
-# so that only whole groups give a row the same bits in any company.
+# XLA on a CPU runs different code for whole groups of rows and for the remainder. Only
+# whole groups make results batch-invariant.
 _ROWS = 16
-_MAX_AXES = 64  # of an array, in numpy
+_MAX_AXES = 64  # the most axes of a numpy array
 
 
 def as_array(name: str, value) -> jax.Array:
-    """What jnp.asarray takes, passes; anything else is named in the error."""
+    """Convert to a jax array, or raise a TypeError that names the argument."""
     if _is_no_array(value):
         raise _not_an_array(name, value)
     try:
@@ -30,7 +30,10 @@ def as_array(name: str, value) -> jax.Array:
 
 
 def as_visible_array(name: str, value) -> jax.Array | np.ndarray:
-    """As `as_array`, but stays in numpy what jit would hide or jax cut to 32 bits."""
+    """Like `as_array`, but keep numpy values, which stay readable under jit.
+
+    A jax array would also truncate 64-bit values to 32 bits.
+    """
     if _is_no_array(value):
         raise _not_an_array(name, value)
     if _holds_jax(value):
@@ -47,13 +50,13 @@ def as_visible_array(name: str, value) -> jax.Array | np.ndarray:
 
 
 def check_real(name: str, value) -> None:
-    """Floats of at least 16 bits, integers of at least 8, or booleans."""
+    """Require floats of at least 16 bits, integers of at least 8, or booleans."""
     if value.dtype != jnp.bool_:
         check_number(name, value)
 
 
 def check_number(name: str, value) -> None:
-    """Floats of at least 16 bits, or integers of at least 8."""
+    """Require floats of at least 16 bits, or integers of at least 8."""
     is_float = jnp.issubdtype(value.dtype, jnp.floating) and value.dtype.itemsize > 1
     kind = value.dtype.kind if isinstance(value.dtype, np.dtype) else None
     if not (is_float or kind in ("i", "u")):
@@ -61,7 +64,7 @@ def check_number(name: str, value) -> None:
 
 
 def check_count(name: str, value: object, low: int = 1) -> int:
-    """A Python integer that int32 holds."""
+    """Require a Python integer that int32 can represent, and return it."""
     if not _is_integer(value) or not low <= value < 2**31:
         raise ValueError(
             f"{name} must be an integer, at least {low} and below 2**31, got "
@@ -71,7 +74,7 @@ def check_count(name: str, value: object, low: int = 1) -> int:
 
 
 def check_hidden(hidden, name: str = "hidden") -> None:
-    """An array of 16, 32 or 64-bit floats with at least one axis."""
+    """Require an array of 16, 32 or 64-bit floats with at least one axis."""
     _check_float(name, hidden)
     if hidden.dtype.itemsize < 2:
         raise TypeError(
@@ -87,9 +90,9 @@ def check_hidden(hidden, name: str = "hidden") -> None:
 
 
 def check_layout(hidden, W, layout: Layout | None, prefix: str = "") -> Layout:
-    """Which axis of W is the vocabulary: "vd" for [V, D], "dv" for [D, V].
+    """The layout of W: "vd" for [V, D] or "dv" for [D, V].
 
-    The prefix belongs to the arguments' names in errors, as in reference_W.
+    Errors put the prefix before the arguments' names, as in reference_W.
     """
     name = f"{prefix}W"
     _check_float(name, W)
@@ -122,7 +125,7 @@ def check_layout(hidden, W, layout: Layout | None, prefix: str = "") -> Layout:
 
 
 def check_labels(labels, where, shape: tuple[int, ...], vocab_size: int) -> None:
-    """Integers, one a token; an unmasked label ≥ vocab_size where it can be seen."""
+    """Require one integer per token, below vocab_size where unmasked and not traced."""
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise TypeError(
             f"labels must be integers, got {labels.dtype}; convert them with "
@@ -144,7 +147,7 @@ def check_labels(labels, where, shape: tuple[int, ...], vocab_size: int) -> None
 
 
 def check_vocab_size(vocab_size: int | None, columns: int) -> int:
-    """The logical vocabulary of a padded matrix."""
+    """The logical vocabulary size of a matrix that may be padded."""
     if vocab_size is None:
         return columns
     if not _is_integer(vocab_size) or not 1 <= vocab_size <= columns:
@@ -156,7 +159,7 @@ def check_vocab_size(vocab_size: int | None, columns: int) -> int:
 
 
 def check_chunk(chunk: Chunk, tokens: int, columns: int) -> int:
-    """Tokens a chunk: no more than there are, rounded up to whole `_ROWS`."""
+    """Tokens per chunk: at most the number of tokens, rounded up to whole `_ROWS`."""
     if _is_text(chunk, "auto"):
         chunk = max(AUTO_CHUNK_BYTES // (4 * columns), 1)
         chunk = max(chunk // _ROWS * _ROWS, 1)
@@ -184,7 +187,7 @@ def check_softcap(softcap: float | None, name: str = "softcap") -> float | None:
 def check_temperature(
     temperature, shape: tuple[int, ...], name: str = "temperature"
 ) -> None:
-    """Positive where it can be seen; a scalar or one a token."""
+    """Require a scalar or one number per token, positive where it is not traced."""
     if not _is_real(temperature):
         raise TypeError(
             f"{name} must be a real number or an array of them, got {temperature.dtype}"
@@ -207,7 +210,7 @@ def check_temperature(
 
 
 def check_where(where, shape: tuple[int, ...]) -> None:
-    """Booleans that broadcast to the tokens."""
+    """Require booleans that broadcast to the tokens' shape."""
     if where.dtype != jnp.bool_:
         raise TypeError(
             f"where must be boolean, got {where.dtype}; compare it, as in where != 0"
@@ -216,7 +219,7 @@ def check_where(where, shape: tuple[int, ...]) -> None:
 
 
 def check_broadcast(name: str, value, shape: tuple[int, ...]) -> None:
-    """An array that broadcasts to the tokens."""
+    """Require an array that broadcasts to the tokens' shape."""
     try:
         fits = np.broadcast_shapes(value.shape, shape) == shape
     except ValueError:
@@ -229,7 +232,7 @@ def check_broadcast(name: str, value, shape: tuple[int, ...]) -> None:
 
 
 def check_bias(bias, columns: int, name: str = "bias") -> None:
-    """One number a column of the logits."""
+    """Require one number per column of the logits."""
     _check_float(name, bias)
     if bias.shape != (columns,):
         raise ValueError(
@@ -239,7 +242,7 @@ def check_bias(bias, columns: int, name: str = "bias") -> None:
 
 
 def check_per_token(name: str, value, shape: tuple[int, ...]) -> None:
-    """Real numbers, one or more a token."""
+    """Require real numbers whose leading axes are the tokens'."""
     if not jnp.issubdtype(value.dtype, jnp.bool_) and not _is_real(value):
         raise TypeError(f"{name} must hold real numbers, got {value.dtype}")
     if value.shape[: len(shape)] != shape:
@@ -250,7 +253,7 @@ def check_per_token(name: str, value, shape: tuple[int, ...]) -> None:
 
 
 def check_normalizer(normalizer, name: str = "normalizer") -> None:
-    """A scalar, not negative where it can be seen."""
+    """Require a scalar, not negative where it is not traced."""
     if not _is_real(normalizer):
         raise TypeError(f"{name} must be a real number, got {normalizer.dtype}")
     if normalizer.shape != ():
@@ -263,7 +266,7 @@ def check_normalizer(normalizer, name: str = "normalizer") -> None:
 
 
 def check_flag(name: str, value: bool) -> bool:
-    """A Python boolean: what it decides is static."""
+    """Require a Python boolean, because it decides on something static."""
     if isinstance(value, Tracer) or not isinstance(value, (bool, np.bool_)):
         raise TypeError(f"{name} must be True or False, got {brief(value)}")
     return bool(value)
@@ -272,7 +275,7 @@ def check_flag(name: str, value: bool) -> bool:
 def check_residual_bytes(
     residual_bytes: int | Literal["all"], n_tokens: int, bytes_a_token: int
 ) -> int:
-    """How many tokens' exponentials fit; all of them for "all"."""
+    """The number of tokens whose exponentials fit; all of them for "all"."""
     if _is_text(residual_bytes, "all"):
         return n_tokens
     if isinstance(residual_bytes, Tracer) or not isinstance(
@@ -293,7 +296,7 @@ def check_residual_bytes(
 
 
 def check_implementation(implementation: Implementation | None) -> None:
-    """A name; which names there are is for the backends to say."""
+    """Require a name or None; the backends know which names exist."""
     if not (implementation is None or isinstance(implementation, str)):
         raise TypeError(
             f"implementation must be a name or None, got {brief(implementation)}"
@@ -301,7 +304,7 @@ def check_implementation(implementation: Implementation | None) -> None:
 
 
 def forward_mode(error: TypeError) -> TypeError:
-    """What jax says about forward mode, and what to do instead; else what it said."""
+    """The error to raise for jax's own: advice if it is about forward-mode autodiff."""
     if "forward-mode autodiff" not in str(error):
         return error
     return TypeError(
@@ -329,17 +332,20 @@ def _not_an_array(name, value):
 
 
 def is_visible(value) -> bool:
-    """Whether this process can read the numbers now: not traced, not on other hosts."""
+    """Whether this process can read the values now: not traced, not on other hosts."""
     if isinstance(value, Tracer):
         return False
     return not isinstance(value, jax.Array) or value.is_fully_addressable
 
 
 def _is_no_array(value):
-    """What jax would read as a type's name, warn of, or overflow its stack with."""
+    """Whether the value is text, an iterator, or nested too deeply for an array.
+
+    jax would read it as the name of a dtype, warn, or overflow the stack.
+    """
     if isinstance(value, (str, bytes, Iterator)):
         return True
-    level = [value]  # of lists, which may be nested deeper than any array has axes
+    level = [value]  # breadth-first, as a list may be nested deeper than _MAX_AXES
     for _ in range(_MAX_AXES + 1):
         nested = [x for x in level if isinstance(x, (list, tuple, dict))]
         if not nested:
@@ -359,7 +365,7 @@ def _is_real(value):
 
 
 def _fits_float32(value: np.ndarray):
-    """Whether numbers are neither 0 nor infinite in float32; a NaN does not."""
+    """Whether numbers are neither 0 nor infinite in float32; false for NaN."""
     size = np.abs(value.astype(np.float64))
     return (size >= ranges.SMALLEST) & (size <= ranges.LARGEST)
 
@@ -373,13 +379,13 @@ def _is_integer(value) -> TypeGuard[int]:
 
 
 def _holds_jax(value):
-    """Whether numpy would have to ask jax for numbers that may be traced."""
+    """Whether the value contains jax arrays, which may be traced."""
     leaves = jax.tree.leaves(value)
     return any(isinstance(x, jax.Array) or hasattr(x, "__jax_array__") for x in leaves)
 
 
 def brief(value):
-    """The value, or what kind of array it is."""
+    """The value for a message; for an array its dtype and shape."""
     if isinstance(value, Tracer):
         return "a traced array (close over the number, or mark it static for jax.jit)"
     if isinstance(value, (jax.Array, np.ndarray)):

@@ -1,9 +1,10 @@
-"""Meshes with explicit axes, along which the types of arrays say how they are sharded.
+"""Meshes with explicit axes, where array types state how arrays are sharded.
 
-jax would ask of every operation inside a verb how its result is sharded. So the verb
-runs with these axes automatic, as on any other mesh, and its results get such types
-again. In a `jax.shard_map` that binds only some axes, gradients are to be taken inside:
-jax cannot pass what the backward pass needs out of it and in again.
+On such a mesh jax would ask every operation inside a verb how its result is sharded.
+The verb therefore runs with these axes automatic, as on any other mesh, and its
+results receive explicit shardings again. Inside a `jax.shard_map` that binds only some
+axes, take gradients inside of it: jax cannot pass residuals of the backward pass out
+of the `shard_map` and in again.
 """
 
 import functools
@@ -23,13 +24,16 @@ _Result = TypeVar("_Result")
 def with_automatic_axes(
     result: Callable[[Mapping[str, Any]], Any],
 ) -> Callable[[Callable[_Args, _Result]], Callable[_Args, _Result]]:
-    """Decorates a function of arrays such that it sees no explicit axes.
+    """Decorate a function of arrays so that all mesh axes are automatic inside it.
 
-    Gradients are sharded as what they are gradients of, as jax has it.
+    Each gradient is sharded like the array that it is a gradient of, as jax requires.
 
     Args:
-        result: from the function's arguments by name to the PartitionSpecs, along the
-            explicit axes, of what it returns: a tree prefix.
+        result: maps the function's arguments by name to a tree prefix of the
+            PartitionSpecs of its results along the explicit axes.
+
+    Returns:
+        The decorator.
     """
 
     def decorate(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
@@ -49,7 +53,7 @@ def with_automatic_axes(
 
 
 def _run_automatic(function, mesh, call, specs) -> Any:
-    """function of the call's arguments, those of the mesh without explicit axes."""
+    """Call the function with the mesh's explicit axes turned into automatic ones."""
     leaves, tree = jax.tree.flatten(call.arguments)
     places = [i for i, x in enumerate(leaves) if is_typed(x)]
 
@@ -66,10 +70,13 @@ def _run_automatic(function, mesh, call, specs) -> Any:
 
 
 def sharded_like(**sources: int) -> Callable[[Mapping[str, Any]], PartitionSpec]:
-    """A result for `with_automatic_axes`, each axis as in the first source to shard it.
+    """A `result` argument for `with_automatic_axes` that copies shardings of arguments.
 
     Args:
-        sources: names of arguments, and how many of their axes come after the result's.
+        sources: argument name to the number of its trailing axes that the result lacks.
+
+    Returns:
+        A function whose PartitionSpec shards each axis as the first source to shard it.
     """
     return lambda arguments: merged(
         *(spec_of(arguments.get(name), after) for name, after in sources.items())
@@ -77,7 +84,7 @@ def sharded_like(**sources: int) -> Callable[[Mapping[str, Any]], PartitionSpec]
 
 
 def spec_of(x: Any, after: int = 0) -> tuple:
-    """What shards each axis of x, but for so many at its end; () if x is no array."""
+    """The spec of x's axes except the last `after` ones; () if x is not an array."""
     if not _is_array(x):
         return ()
     spec, ndim = _type(x).spec.partitions, jnp.ndim(x)
@@ -85,7 +92,7 @@ def spec_of(x: Any, after: int = 0) -> tuple:
 
 
 def merged(*specs: tuple) -> PartitionSpec:
-    """For each axis what first shards it, if that shards no axis before it."""
+    """For each axis the first entry that shards it, unless an earlier axis uses it."""
     made, used = [], set()
     for entries in itertools.zip_longest(*specs):
         names = [(x,) if isinstance(x, str) else tuple(x or ()) for x in entries]
@@ -96,9 +103,9 @@ def merged(*specs: tuple) -> PartitionSpec:
 
 
 def _unmarked(x):
-    """x not `reduced` by its type, which asks for parts of a gradient yet to be summed.
+    """Reshard x if its type is `reduced`, which requests unreduced cotangents.
 
-    XLA's partitioner fails on such parts of what the verbs return.
+    XLA's partitioner fails on unreduced values of what the verbs return.
     """
     sharding = _type(x)
     if not sharding.spec.reduced:
@@ -114,12 +121,15 @@ def explicit_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
 
 
 def automatic(x: jax.Array) -> jax.Array:
-    """An array as `with_automatic_axes` gives it to its function, called within it."""
+    """The array as a function decorated by `with_automatic_axes` receives it.
+
+    Call it inside such a function.
+    """
     return jax.sharding.reshard(x, PartitionSpec()) if is_typed(x) else x
 
 
 def _explicit_mesh(tree) -> Mesh | AbstractMesh | None:
-    """The context's mesh, or that of an array, if it has explicit axes."""
+    """The mesh with explicit axes, from the context or from an array; else None."""
     mesh = jax.sharding.get_abstract_mesh()
     if explicit_axes(mesh):
         return mesh
@@ -128,12 +138,12 @@ def _explicit_mesh(tree) -> Mesh | AbstractMesh | None:
 
 
 def is_typed(x) -> bool:
-    """Whether x is an array of a mesh that has explicit axes."""
+    """Whether x is an array on a mesh that has explicit axes."""
     return _is_array(x) and bool(explicit_axes(_type(x).mesh))
 
 
 def _is_array(x):
-    """An array, or what wraps one, such as an nnx.Variable."""
+    """Whether x is an array or wraps one, as an nnx.Variable does."""
     return isinstance(x, jax.Array) or hasattr(x, "__jax_array__")
 
 

@@ -1,4 +1,4 @@
-"""The one form of error for an impossible value in a training config."""
+"""Checks of training-config fields, which all raise errors of one form."""
 
 import dataclasses
 import types
@@ -11,13 +11,16 @@ from jaxmem.core.ranges import Range, integers, reals
 
 
 def check_field(config: object, name: str, good: bool, wanted: str) -> None:
-    """Raise a ValueError that names the field of a config unless its value is good.
+    """Raise a ValueError that names a config's field unless its value is good.
 
     Args:
-      config: the dataclass; its class is named too.
-      name: of the field.
-      good: whether the value is fine.
-      wanted: what it must be, in words.
+        config: the dataclass instance; the message names its class too.
+        name: name of the field.
+        good: whether the value is acceptable.
+        wanted: what the value must be, in words.
+
+    Raises:
+        ValueError: `good` is false.
     """
     if not good:
         raise ValueError(
@@ -30,8 +33,11 @@ def check_numbers(config: Any, ranges: Mapping[str, Range]) -> None:
     """Raise a ValueError that names the first field whose number is out of its range.
 
     Args:
-      config: a dataclass; None is fine in a field whose type says so.
-      ranges: of the fields that hold numbers, by name.
+        config: a dataclass; None is accepted in a field whose type allows it.
+        ranges: field name to the range of its number.
+
+    Raises:
+        ValueError: a number is out of its range, or is not a number.
     """
     for field in dataclasses.fields(config):
         if field.name not in ranges:
@@ -48,7 +54,11 @@ def check_numbers(config: Any, ranges: Mapping[str, Range]) -> None:
 
 
 def problem_of(value: Any) -> str | None:
-    """What no option may be: a number beyond all limits, or text that is no name."""
+    """What is wrong with a value that no option may have; None for any other value.
+
+    Such values are numbers outside of float32 or int64, and text that UTF-8 cannot
+    encode or that holds a NUL.
+    """
     if isinstance(value, str):
         try:
             value.encode()
@@ -61,7 +71,7 @@ def problem_of(value: Any) -> str | None:
 
 
 def accepts(annotation: Any, value: Any) -> bool:
-    """Tell whether a value is of the type that a field declares."""
+    """Whether a value has the type that a field declares."""
     origin, choices = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (typing.Union, types.UnionType):
         return any(accepts(choice, value) for choice in choices)

@@ -1,7 +1,7 @@
-"""JSON that somebody else wrote: parsed strictly, with limits, and named errors.
+"""Strict parsing of JSON from outside, with limits and errors that name the place.
 
-Everything that a reader may get is finite, not nested deeply, without doubled keys, and
-text that can be encoded again; what is not is a `JsonError`.
+Parsed values have finite numbers, limited depth, no duplicate keys and only text that
+can be encoded again; anything else raises `JsonError`.
 """
 
 import json
@@ -14,27 +14,27 @@ from typing import Any
 from jaxmem.core import messages
 
 MAX_BYTES = 256 * 2**20  # of a file, or of one line of data
-MAX_DEPTH = 100  # of objects and lists; far below where comparing values would recurse
-MAX_DIGITS = 308  # of an integer: float64 holds it
+MAX_DEPTH = 100  # of objects and lists; comparing deeper ones may exhaust the stack
+MAX_DIGITS = 308  # of an integer: float64 can represent it
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class JsonError(ValueError):
-    """JSON that is malformed, or beyond a limit; the message says what and where."""
+    """JSON that is malformed or exceeds a limit; the message says what and where."""
 
 
 def parse(text: str) -> Any:
-    """Parse JSON, as RFC 8259 has it.
+    """Parse JSON as RFC 8259 defines it.
 
     Args:
-        text: of one value.
+        text: one JSON value.
 
     Returns:
-        dicts, lists, strings, finite numbers, booleans and None.
+        The value of dicts, lists, strings, finite numbers, booleans and None.
 
     Raises:
-        JsonError: it is not JSON (NaN and Infinity are not); a key is there twice; a
-            limit is passed; a string holds half of a surrogate pair.
+        JsonError: the text is not JSON (NaN and Infinity are not), repeats a key,
+            exceeds a limit, or has a string with half of a surrogate pair.
     """
     if len(text) > MAX_BYTES:
         raise JsonError(f"longer than {MAX_BYTES // 2**20} MiB")
@@ -53,9 +53,15 @@ def parse(text: str) -> Any:
 def read_text(path: Path) -> str:
     """Read a file of UTF-8 text, with or without a byte order mark.
 
+    Args:
+        path: the file.
+
+    Returns:
+        The text.
+
     Raises:
-        OSError: it cannot be read.
-        JsonError: it is no regular file, or not UTF-8.
+        OSError: the file cannot be read.
+        JsonError: the path is not a regular file, or its content is not UTF-8.
     """
     try:
         if not stat.S_ISREG(path.stat().st_mode):
@@ -68,9 +74,15 @@ def read_text(path: Path) -> str:
 def read_object(path: Path) -> dict[str, Any]:
     """Read a file that holds one JSON object.
 
+    Args:
+        path: the file.
+
+    Returns:
+        The object.
+
     Raises:
-        JsonError: it cannot be read, or holds something else; the message starts with
-            the path.
+        JsonError: the file cannot be read, or holds something else; the message starts
+            with the path.
     """
     try:
         if path.stat().st_size > MAX_BYTES:
@@ -78,7 +90,7 @@ def read_object(path: Path) -> dict[str, Any]:
         made = parse(read_text(path))
     except JsonError as error:
         raise JsonError(f"{path}: {error}") from error
-    except (OSError, ValueError) as error:  # a path that cannot be
+    except (OSError, ValueError) as error:  # ValueError: the path itself is invalid
         reason = getattr(error, "strerror", None) or error
         raise JsonError(f"{path}: cannot be read: {reason}") from error
     if not isinstance(made, dict):
@@ -90,7 +102,7 @@ _TOO_DEEP = f"nested deeper than {MAX_DEPTH}"
 
 
 def _check_values(made: Any, surrogates: bool) -> None:
-    """Go down a level at a time: the depth, and strings that cannot be encoded."""
+    """Check depth and strings breadth-first, one level of nesting at a time."""
     level, depth = [made], 0
     while level:
         depth += 1

@@ -1,12 +1,12 @@
-"""Short representations of values, for error messages of one line."""
+"""Short representations of values for one-line error messages."""
 
 import math
 import reprlib
 from collections.abc import Iterable
 
 _LONGEST = 240  # characters of one value
-_LONGEST_NAME = 100  # of a name that stands without quotes
-_BITS = 256  # of an integer whose digits are worth showing
+_LONGEST_NAME = 100  # characters of a name that is shown without quotes
+_BITS = 256  # longest integer whose digits are shown
 
 
 class _Short(reprlib.Repr):
@@ -16,7 +16,7 @@ class _Short(reprlib.Repr):
         self.maxlong = 80
 
     def repr_int(self, x, level):
-        """Python refuses to write an integer of thousands of digits."""
+        """The digits, or their number: Python refuses to print thousands of digits."""
         if abs(x).bit_length() <= _BITS:
             return repr(x)
         digits = int(abs(x).bit_length() * math.log10(2)) + 1
@@ -30,25 +30,25 @@ def short(value: object) -> str:
     """The value's repr on one line, cut where it is long; it never raises."""
     try:
         text = " ".join(_SHORT.repr(value).splitlines())
-    except Exception:  # the value's own methods
+    except Exception:  # the value's own methods may raise anything
         text = f"<{type(value).__name__}>"
     return cut(text, _LONGEST)
 
 
 def name(text: str) -> str:
-    """A name as it is, or as `short` writes it where it is long or unprintable."""
+    """The name unchanged, or as `short` writes it if it is long or unprintable."""
     plain = text.isprintable() and 0 < len(text) <= _LONGEST_NAME
     return text if plain else short(text)
 
 
 def listing(values: Iterable[object], most: int = 5) -> str:
-    """The first values, as `short` writes them, and how many more there are."""
+    """The first values, each as `short` writes it, and the number of the others."""
     values = list(values)
     more = f" and {len(values) - most:,} more" if len(values) > most else ""
     return ", ".join(map(short, values[:most])) + more
 
 
 def cut(text: str, length: int = 300) -> str:
-    """The start of a text on one line: of another library's message."""
+    """The start of a text, such as another library's message, on one line."""
     text = " ".join(text.split("\n"))
     return text if len(text) <= length else f"{text[: length - 3]}..."

@@ -1,4 +1,4 @@
-"""A backend's operands: a head or logits, rows of tokens, and chunks of active rows."""
+"""Operands of a backend (a head or logits, rows of tokens), and chunks of rows."""
 
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ from jaxmem.core.spec import Spec
 
 
 class Head(NamedTuple):
-    """Logits still to be made: hidden [N, D], W [V, D] or [D, V], bias [V] or None."""
+    """Operands of the GEMM: hidden [N, D], W [V, D] or [D, V], bias [V] or None."""
 
     hidden: jax.Array
     W: Any  # jax.Array; None in the cotangent of a frozen head
@@ -25,28 +25,28 @@ class Logits(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What is known of each token before its logits; arrays of [N]."""
+    """What each token's row depends on besides its logits; arrays of [N]."""
 
-    labels: jax.Array  # int32, of the whole vocabulary
+    labels: jax.Array  # int32, ids in the whole vocabulary
     active: jax.Array  # bool
-    temperature: jax.Array | None  # statistics' type; None is 1
+    temperature: jax.Array | None  # in the statistics' dtype; None means 1
 
 
 def no_statistics(spec: Spec, rows: Rows) -> _stats.Stats:
-    """What `statistics` of active rows are put into; no NaN comes from it."""
+    """Initial statistics of all rows; they give finite outputs in inactive rows."""
     ones = jnp.ones(rows.labels.shape, spec.stats_dtype)
     return _shards.vary(_stats.Stats(*(ones,) * 5), spec.part_varying)
 
 
 def outputs(spec: Spec, rows: Rows, stats: _stats.Stats, names) -> dict:
-    """The named fields of `Outputs` of every row, 0 where inactive."""
+    """The named fields of `Outputs` for every row, 0 in inactive rows."""
     row_ids = jnp.arange(rows.labels.shape[0], dtype=jnp.int32)
     made = merged(spec, rows, row_ids, stats)._asdict()
     return {k: jnp.where(rows.active, made[k], jnp.zeros_like(made[k])) for k in names}
 
 
 def merged(spec: Spec, rows: Rows, row_ids, stats: _stats.Stats) -> _stats.Outputs:
-    """Outputs of rows, from their statistics on this device."""
+    """Outputs of rows, from the statistics that this device has of them."""
     if spec.shards:
         stats = _stats.merge_over(stats, spec.shards.axes)
     outputs = _stats.finish(stats, take(rows.labels, row_ids) < spec.vocab_size)
@@ -54,7 +54,7 @@ def merged(spec: Spec, rows: Rows, row_ids, stats: _stats.Stats) -> _stats.Outpu
 
 
 def sum_over_shards(spec: Spec, sums) -> Any:
-    """With the parts of hidden's cotangent in one, rounded once to hidden's type."""
+    """The cotangents, with hidden's all-reduced and then rounded to hidden's dtype."""
     if isinstance(sums, Logits) or not (spec.shards and spec.shards.same_hidden):
         return sums
     dhidden = lax.psum(sums.hidden, spec.shards.same_hidden)
@@ -62,10 +62,10 @@ def sum_over_shards(spec: Spec, sums) -> Any:
 
 
 def for_active_chunks(chunk, active, body, carry):
-    """carry = body(row ids of the chunk, carry), for as many chunks as are active.
+    """Run `body(row_ids, carry) -> carry` over the chunks of active rows.
 
-    As many on every shard of a vocabulary, whose devices have the same rows: there the
-    body may wait for all of them.
+    Every shard of a vocabulary has the same rows and so runs the same number of
+    chunks. The body may therefore contain collectives over the shards.
     """
     n_rows = active.shape[0]
     n_padded = -(-n_rows // chunk) * chunk
@@ -79,23 +79,23 @@ def for_active_chunks(chunk, active, body, carry):
 
 
 def first_column(spec) -> Any:
-    """Where this shard's part of the vocabulary begins."""
+    """The vocabulary index of this shard's first column."""
     return lax.axis_index(spec.shards.axes) * spec.columns if spec.shards else 0
 
 
 def part_labels(spec: Spec, rows: Rows, row_ids) -> jax.Array:
-    """Labels as columns of this shard's part; those of other parts lie outside it."""
+    """Labels as column indices of this shard; out of range if on another shard."""
     labels = take(rows.labels, row_ids)
     return labels - first_column(spec) if spec.shards else labels
 
 
 def trained(spec, source):
-    """The source, or its cotangent, without what is frozen."""
+    """The source, or its cotangent, with None for frozen parameters."""
     return source._replace(W=None, bias=None) if spec.frozen_head else source
 
 
 def cast(spec, source):
-    """GEMMs run in hidden's type: W is cast to it once, outside the loop."""
+    """The source in the dtypes of the GEMMs: W is cast to hidden's outside the loop."""
     if isinstance(source, Logits):
         return source
     bias = None if source.bias is None else source.bias.astype(spec.stats_dtype)
@@ -103,27 +103,27 @@ def cast(spec, source):
 
 
 def unpadded(total, primal):
-    """What of a cotangent belongs to an array that was padded."""
+    """The part of a padded array's cotangent that belongs to the unpadded array."""
     return total[tuple(map(slice, primal.shape))]
 
 
 def output_dtype(spec: Spec, name: str):
-    """The type of a field of `Outputs`."""
+    """The dtype of a field of `Outputs`."""
     return jnp.bool_ if name == "is_argmax" else spec.stats_dtype
 
 
 def take(x, row_ids, fill_value: float = 0) -> Any:
-    """Rows of x; `fill_value` for ids past the end. None stays None."""
+    """The rows of x at `row_ids`; `fill_value` for ids past the end; None for None."""
     if x is None:
         return None
     return x.at[row_ids].get(mode="fill", fill_value=fill_value)
 
 
 def put(x, row_ids, values):
-    """x with its rows replaced; ids past the end are dropped."""
+    """A copy of x with `values` in its rows; ids past the end are dropped."""
     return x.at[row_ids].set(values, mode="drop")
 
 
 def put_all(tree, row_ids, values) -> Any:
-    """`put` of every array in a tree."""
+    """Apply `put` to every array of a tree."""
     return jax.tree.map(lambda x, new: put(x, row_ids, new), tree, values)

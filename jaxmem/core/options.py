@@ -13,10 +13,11 @@ Implementation = Literal["xla", "hopper"]
 
 @dataclasses.dataclass(frozen=True)
 class HeadOptions:
-    """How a call reads a head; made once, by the public function, and passed whole.
+    """The keyword options of one call, created once by the public function.
 
-    The fields have the meanings and defaults that `jaxmem.logprobs` documents. Some
-    hold arrays, so an instance is an argument like any other, and never static.
+    The public function passes the object on whole. The fields have the meanings and
+    defaults that `jaxmem.logprobs` documents. Some hold arrays, so an instance is an
+    ordinary argument and never a static one.
     """
 
     chunk: Chunk = 1024

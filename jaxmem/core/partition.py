@@ -1,9 +1,10 @@
-"""A call's tokens, shared out over the devices of a program that jit partitions.
+"""Token-parallel partitioning of a call inside a program that jit partitions.
 
-XLA can split neither a loop over rows that it gathers nor a kernel written by hand: of
-arrays in parts, every device would be given all tokens. So XLA is told what it cannot
-see: tokens do not depend on each other. Each device takes some of them, has all of W,
-and what is summed over tokens is then summed over devices.
+XLA can partition neither a loop over gathered rows nor a hand-written kernel: it
+would all-gather sharded operands, and every device would process all tokens. Tokens
+are independent of each other, which XLA cannot see. `custom_partitioning` states it:
+each device processes a share of the tokens with a replicated W, and sums over tokens
+are all-reduced.
 """
 
 import functools
@@ -21,22 +22,26 @@ from jaxmem import devices as _devices
 
 
 def is_possible() -> bool:
-    """Whether XLA is to partition what is traced now.
+    """Whether XLA may partition what is being traced.
 
-    Inside `jax.shard_map` each device already has its own part.
+    It may not inside `jax.shard_map`, where each device already has its own shard.
     """
     mesh = jax.sharding.get_abstract_mesh()
     return _devices.count() > 1 and AxisType.Manual not in mesh.axis_types
 
 
 def by_tokens(run: Callable, given: Any, made: Any) -> Callable:
-    """run with its tokens shared out, if jit comes to lower it for several devices.
+    """Wrap `run` so that jit partitions it by tokens when it targets several devices.
 
     Args:
-        run: arrays to arrays, for any number of tokens.
-        given: of its arguments, a prefix: True for arrays whose first axis is tokens,
-            False for those that every device needs whole.
-        made: of its results, a prefix: True likewise, False for sums over tokens.
+        run: maps arrays to arrays, for any number of tokens.
+        given: a tree prefix of its arguments: True for arrays whose first axis is
+            tokens, False for arrays that are replicated.
+        made: a tree prefix of its results: True for arrays whose first axis is tokens,
+            False for sums over tokens.
+
+    Returns:
+        A function with the signature of `run`.
     """
 
     def call(*args):
@@ -51,7 +56,7 @@ def by_tokens(run: Callable, given: Any, made: Any) -> Callable:
 
 
 def _split(run, given, made, args):
-    """run(*args), of which XLA asks `_partition` what each device is to do."""
+    """Call `run(*args)` so that XLA asks `_partition` how to partition it."""
     leaves, tree = jax.tree.flatten(args)
     shapes, out_tree = jax.tree.flatten(jax.eval_shape(run, *args))
     of_tokens = _flags(given, args)
@@ -66,7 +71,7 @@ def _split(run, given, made, args):
         functools.partial(
             _partition, flat, jax.sharding.get_abstract_mesh(), of_tokens, made
         ),
-        # Asked for only where the older partitioner is chosen.
+        # Only the older GSPMD partitioner calls this.
         infer_sharding_from_operands=lambda mesh, arguments, results: tuple(
             NamedSharding(mesh, PartitionSpec()) for _ in results
         ),
@@ -78,10 +83,11 @@ def _split(run, given, made, args):
 
 
 def _fingerprint(run, args):
-    """A constant that tells programs apart which jax's compilation cache could not.
+    """A constant that gives different programs different compilation-cache keys.
 
-    It knows what XLA is to ask about by an address alone, which that option of jax
-    takes out of its keys: a program would be found for another of the same arrays.
+    The cache key identifies a custom partitioning only by a pointer, which the option
+    `jax_remove_custom_partitioning_ptr_from_cache_key` removes. Without this constant,
+    two programs with the same operands would share one key.
     """
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
     text = jax.jit(run).lower(*shapes).as_text()
@@ -90,19 +96,19 @@ def _fingerprint(run, args):
 
 
 def _partition(flat, traced_on, of_tokens, made, mesh, arguments, _):
-    """What XLA asks: (mesh, what a device does, where results and arguments lie)."""
+    """Answer XLA: (mesh, per-device function, shardings of results, of arguments)."""
     made_of_tokens = [flag for _, flag in made]
     tokens = [x for x, flag in zip(arguments, of_tokens, strict=True) if flag]
     axes = _axes(mesh, tokens[0])
 
     def on_device(*leaves):
-        # XLA asks while the caller's mesh is set, whose axes may be explicit.
+        # XLA asks while the caller's mesh is set, which may have explicit axes.
         with jax.sharding.use_abstract_mesh(traced_on):
             results = [
                 x if flag or not axes else lax.psum(x, axes)
                 for x, flag in zip(flat(*leaves), made_of_tokens, strict=True)
             ]
-            # A type may follow from how many tokens there are.
+            # The dtype of a result may depend on the number of tokens.
             return tuple(
                 x.astype(like.dtype) for x, (like, _) in zip(results, made, strict=True)
             )
@@ -119,7 +125,7 @@ def _flags(prefix, tree) -> list[bool]:
 
 
 def _axes(mesh, tokens) -> tuple[str, ...]:
-    """Mesh axes that share the tokens out: theirs, and all others that divide them."""
+    """Mesh axes to shard tokens over: their own, then all others that divide them."""
     spec = tuple(getattr(tokens.sharding, "spec", ()))
     own = spec[0] if spec else None
     own = (own,) if isinstance(own, str) else tuple(own or ())
@@ -131,7 +137,7 @@ def _axes(mesh, tokens) -> tuple[str, ...]:
 
 
 def _rule(arrays, of_tokens, letter) -> str:
-    """One factor for the tokens of all arrays; every other axis is its own."""
+    """The sharding rule: one factor for all token axes, one for each other axis."""
     return ", ".join(
         " ".join(
             "n" if flag and j == 0 else f"{letter}{i}_{j}" for j in range(len(x.shape))

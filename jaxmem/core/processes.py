@@ -1,9 +1,9 @@
-"""A run in several processes: how they find one another, and what they tell.
+"""Runs of several processes: initialisation, and values shared between processes.
 
-Every process runs the same program on its own devices. Should one die, the others end
-with an error: once they notice that what it would send does not come, and at the latest
-a heartbeat's time after it, plus a few seconds. The same command then resumes from the
-last checkpoint.
+Every process runs the same program on its own devices. If one process dies, the others
+end with an error: when a collective on the dead process fails, and at the latest a few
+seconds after the heartbeat timeout. The same command then resumes from the last
+checkpoint.
 """
 
 import functools
@@ -26,18 +26,18 @@ def start(
     process_id: int | None,
     heartbeat: int = HEARTBEAT_SECONDS,
 ) -> None:
-    """Join the other processes of this run; before anything asks jax for devices.
+    """Join the other processes of this run; call it before jax lists its devices.
 
     Args:
-      coordinator: host and port of process 0, "10.0.0.1:1234".
-      processes: how many there are.
-      process_id: which one this is, from 0. With all three None, jax reads them from
-        the environment of the cluster: SLURM, Open MPI, Kubernetes.
-      heartbeat: seconds without a sign of life after which a process counts as dead.
+        coordinator: host and port of process 0, as in "10.0.0.1:1234".
+        processes: the number of processes.
+        process_id: the index of this process, from 0. If all three are None, jax reads
+            them from the cluster's environment: SLURM, Open MPI, Kubernetes.
+        heartbeat: seconds without a heartbeat after which a process counts as dead.
 
     Raises:
-      ValueError: some are given, others not; one is impossible; or no cluster is there
-        to ask.
+        ValueError: only some of the three are given, a value is impossible, or jax
+            finds no cluster environment.
     """
     given = {
         "--coordinator": coordinator,
@@ -71,7 +71,7 @@ def start(
 
 
 def _check(coordinator: str, processes: int, process_id: int) -> None:
-    """Refuse impossible values, by flag."""
+    """Raise a ValueError that names the flag of an impossible value."""
     host, _, port = coordinator.rpartition(":")
     if not (host and port.isdecimal() and int(port) < 2**16):
         raise ValueError(
@@ -92,14 +92,17 @@ def is_first() -> bool:
 
 
 def by_first(action: Callable[[], _Value]) -> _Value:
-    """Run a function in the first process; return its result in all of them.
+    """Run a function in the first process and return its result in all processes.
 
     Args:
-        action: returns a JSON-able value.
+        action: a function that returns a JSON-able value.
+
+    Returns:
+        What `action` returned in the first process.
 
     Raises:
-        ValueError: the function failed with an OSError or ValueError, which the first
-            process raises as it is.
+        ValueError: the function raised an OSError or ValueError; the first process
+            reraises the original exception.
     """
     if jax.process_count() == 1:
         return action()
@@ -126,7 +129,7 @@ def largest(number: int) -> int:
 
 
 def share(mapping: dict[str, Any]) -> dict[str, Any]:
-    """The entries of all processes' mappings, each JSON-able, in each of them."""
+    """Return the merged entries of all processes' mappings, which are JSON-able."""
     if jax.process_count() == 1:
         return mapping
     text = np.frombuffer(json.dumps(mapping).encode(), np.uint8)
@@ -140,7 +143,7 @@ def share(mapping: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_all(own: np.ndarray) -> np.ndarray:
-    """[processes, ...] from an array of the same shape in each."""
+    """All-gather an array that has one shape in all processes: [processes, ...]."""
     parts, replicate = _gathering()
     rows = jax.make_array_from_process_local_data(parts, own[None])
     return np.asarray(replicate(rows))

@@ -1,9 +1,9 @@
-"""Ranges of numbers that an option may take: the one check, and its words.
+"""Ranges of numbers that an option may take, and what an error says of other values.
 
     low <= value <= high        (or < where a bound is open)
 
-A boolean is not a number. A number is finite, and so large and so small that float32
-holds it, because it enters float32 arithmetic in the end; an integer fits 64 bits.
+A boolean is not a number. A number must be finite and representable in float32,
+because it enters float32 arithmetic in the end. An integer must fit 64 bits.
 """
 
 import dataclasses
@@ -18,15 +18,16 @@ _INT64 = 2**63 - 1
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """The numbers between two bounds; made by `integers` and `reals`.
+    """The numbers between two bounds; `integers` and `reals` create them.
 
     Attributes:
-        low: the least; None for none.
-        high: the largest; None for none.
-        limit: what nothing that makes sense is above, said of larger values alone.
-        whole: integers alone.
-        open_low: whether `low` itself is out of the range.
-        open_high: likewise `high`.
+        low: the lower bound; None for none.
+        high: the upper bound; None for none.
+        limit: a bound on the magnitude that any sensible value respects; only an
+            error about a larger value mentions it.
+        whole: whether only integers are in the range.
+        open_low: whether `low` itself is outside of the range.
+        open_high: whether `high` itself is outside of the range.
     """
 
     low: float | None = None
@@ -37,7 +38,7 @@ class Range:
     open_high: bool = False
 
     def problem(self, value: Any) -> str | None:
-        """What the value is not, as in "must be finite"; None where it is in range."""
+        """What is wrong with the value, as in "must be finite"; None if nothing is."""
         whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
         if not (whole or isinstance(value, (float, np.floating)) and not self.whole):
             return f"must be {'an integer' if self.whole else 'a number'}"
@@ -89,7 +90,17 @@ def integers(
     below: int | None = None,
     limit: int = _INT64,
 ) -> Range:
-    """Integers from `low`, or above another, to `high`, or below another.
+    """The range of integers from `low`, or above `above`, to `high`, or below `below`.
+
+    Args:
+        low: the smallest integer in the range; None for no such bound.
+        high: the largest integer in the range; None for no such bound.
+        above: the largest integer below the range, instead of `low`.
+        below: the smallest integer above the range, instead of `high`.
+        limit: largest magnitude; see `Range`.
+
+    Returns:
+        The range.
 
     >>> integers(1, 18).problem(0), integers(1).problem(True), integers(1).problem(3)
     ('must be from 1 to 18', 'must be an integer', None)
@@ -108,7 +119,16 @@ def reals(
     above: float | None = None,
     below: float | None = None,
 ) -> Range:
-    """Numbers from `low`, or above another, to `high`, or below another.
+    """The range of numbers from `low`, or above `above`, to `high`, or below `below`.
+
+    Args:
+        low: the smallest number in the range; None for no such bound.
+        high: the largest number in the range; None for no such bound.
+        above: an exclusive lower bound, instead of `low`.
+        below: an exclusive upper bound, instead of `high`.
+
+    Returns:
+        The range.
 
     >>> reals(0, below=1).problem(1.0), reals(above=0).problem(float("inf"))
     ('must be in [0, 1)', 'must be finite')

@@ -1,4 +1,4 @@
-"""What ran, and why: every call traced inside a `with jaxmem.report()`."""
+"""`jaxmem.report`: lists which implementation ran each traced call, and why."""
 
 import contextlib
 import contextvars
@@ -8,13 +8,13 @@ from collections.abc import Iterator
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One call of a jaxmem verb, as it was traced.
+    """One traced call of a public function.
 
     Attributes:
-        verb: public name, such as "logprobs".
-        shapes: operand name to shape, as given.
-        implementation: backend that runs it.
-        why: why that one.
+        verb: name of the public function, such as "logprobs".
+        shapes: operand name to shape, as passed by the caller.
+        implementation: the backend that runs the call.
+        why: why this backend was chosen.
         chunk: tokens whose logits, or their derivative in "hopper", may be alive at
             once.
         live_logits_bytes: chunk · V · 4, the float32 logits alive at once; 0 in
@@ -37,7 +37,7 @@ class Call:
         )
 
 
-# jax.jit does not trace again what it has compiled for the same shapes.
+# jax.jit does not retrace a function that it has compiled for the same shapes.
 _NOTHING_TRACED = (
     "no jaxmem call was traced: none was made, or jax.jit had compiled it before this "
     "block. Open the block around the first call, or call jax.clear_caches() before it"
@@ -61,7 +61,7 @@ _open: contextvars.ContextVar[tuple[Report, ...]] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def report() -> Iterator[Report]:
-    """Lists each jaxmem call traced inside: shapes, implementation, why, bytes.
+    """List each jaxmem call traced inside: shapes, implementation, why, bytes.
 
     A function that jax.jit has already compiled for the same shapes is not traced
     again, so its calls are not listed. Open the block around its first call, or call
@@ -85,6 +85,6 @@ def report() -> Iterator[Report]:
 
 
 def record(call: Call) -> None:
-    """Adds the call to every open report."""
+    """Add the call to every open report."""
     for made in _open.get():
         made.calls.append(call)

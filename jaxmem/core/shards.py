@@ -1,9 +1,9 @@
-"""A vocabulary split over the devices of a mesh, inside `jax.shard_map`.
+"""Vocabulary sharding inside `jax.shard_map`: axes, varying types and sums.
 
-jax types each array there by the mesh axes along which devices may hold different
-numbers. Loops, and derivatives with rules of their own, need those types spelled out;
-what jax then knows to be the same on all shards has a derivative that must be summed
-over them once, and what it does not know to be the same must not be.
+Inside `jax.shard_map`, jax types each array by the mesh axes along which its values
+may vary between devices. Loop carries and custom derivatives must state these types
+explicitly. The cotangent of a value that jax knows to be replicated must be summed
+over the shards exactly once; the cotangent of a varying value must not be summed.
 """
 
 import dataclasses
@@ -18,22 +18,29 @@ from jaxmem.core import messages
 
 @dataclasses.dataclass(frozen=True)
 class Shards:
-    """How one call's vocabulary is split; axes are in the order of their shards."""
+    """The sharding of one call's vocabulary; `axes` are in the order of the shards."""
 
-    axes: tuple[str, ...]  # of the mesh
+    axes: tuple[str, ...]  # mesh axes
     count: int
-    # Known to have the same hidden states, so that their cotangent is to be summed.
+    # Axes along which hidden is known to be replicated: its cotangent is summed.
     same_hidden: tuple[str, ...] = ()
-    # Not known to have the same results, each of whose cotangents is then a part.
+    # Axes along which row outputs are not known to be replicated: the cotangent that
+    # arrives on each shard is only its own part.
     own_results: tuple[str, ...] = ()
 
 
 def check_axis_name(axis_name) -> Shards | None:
-    """One axis of an enclosing `jax.shard_map`, or several; None where none is named.
+    """The shards along axes of an enclosing `jax.shard_map`; None if none is named.
+
+    Args:
+        axis_name: the name of a mesh axis, a tuple of names, or None.
+
+    Returns:
+        The shards, or None.
 
     Raises:
-        TypeError: not a name or a tuple of names.
-        ValueError: no such axis here.
+        TypeError: axis_name is not a name or a tuple of different names.
+        ValueError: no enclosing `jax.shard_map` binds such an axis.
     """
     if axis_name is None:
         return None
@@ -57,7 +64,7 @@ def check_axis_name(axis_name) -> Shards | None:
 
 
 def check_split(shards: Shards, name: str, array) -> None:
-    """An array that jax knows to be whole, or the same part, on every shard."""
+    """Raise a ValueError if jax knows that a vocabulary axis replicates the array."""
     same = [a for a in shards.axes if _is_checked(a) and a not in varying(array)]
     if same:
         raise ValueError(
@@ -68,7 +75,16 @@ def check_split(shards: Shards, name: str, array) -> None:
 
 
 def described(shards: Shards, hidden, rows) -> Shards:
-    """With what is known of hidden states, and of what decides on the results."""
+    """Shards with the axes along which hidden is replicated and row outputs vary.
+
+    Args:
+        shards: the sharding of the vocabulary.
+        hidden: the hidden states.
+        rows: the arrays that row outputs depend on.
+
+    Returns:
+        The shards with both fields set.
+    """
     unknown = varying(rows)
     return dataclasses.replace(
         shards,
@@ -80,13 +96,13 @@ def described(shards: Shards, hidden, rows) -> Shards:
 
 
 def varying(tree) -> frozenset[str]:
-    """Mesh axes along which any of the arrays may differ, by their types."""
+    """Mesh axes along which any of the arrays may vary, according to their types."""
     types = (jax.typeof(x).manual_axis_type for x in jax.tree.leaves(tree))
     return frozenset().union(*(t.varying for t in types))
 
 
 def vary(tree, axes: frozenset[str]) -> Any:
-    """The same numbers, typed as if they might differ along axes too."""
+    """The same values, with types that vary along `axes` too."""
 
     def one(x):
         missing = tuple(sorted(axes - varying(x)))
@@ -96,11 +112,18 @@ def vary(tree, axes: frozenset[str]) -> Any:
 
 
 def sum_hidden(shards: Shards | None, dhidden, dW, overlap: bool) -> tuple[Any, Any]:
-    """hidden's cotangent of all shards, and W's; XLA is told which comes first.
+    """The all-reduced cotangent of hidden, and that of W, in a fixed order.
 
     Args:
-        overlap: whether the sum is to run while dW is computed. Else it would slow a
-            kernel that takes the whole chip, and comes after it.
+        shards: the sharding of the vocabulary; None for none.
+        dhidden: this shard's part of hidden's cotangent.
+        dW: W's cotangent.
+        overlap: whether the all-reduce overlaps the computation of dW. Otherwise it
+            starts after that, because it would slow down a kernel that uses the whole
+            chip.
+
+    Returns:
+        (dhidden, dW).
     """
     if not (shards and shards.same_hidden):
         return dhidden, dW
@@ -111,7 +134,7 @@ def sum_hidden(shards: Shards | None, dhidden, dW, overlap: bool) -> tuple[Any, 
 
 
 def types(axes: frozenset[str]) -> dict:
-    """What makes a ShapeDtypeStruct differ along axes."""
+    """Arguments of a ShapeDtypeStruct whose values vary along `axes`."""
     return {
         "sharding": NamedSharding(jax.sharding.get_abstract_mesh(), PartitionSpec()),
         "manual_axis_type": ManualAxisType(varying=axes),
@@ -119,5 +142,5 @@ def types(axes: frozenset[str]) -> dict:
 
 
 def _is_checked(axis):
-    """Whether types tell anything: not under check_vma=False."""
+    """Whether types carry varying axes: they do not under check_vma=False."""
     return axis in varying(lax.axis_index(axis))

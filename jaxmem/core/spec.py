@@ -1,4 +1,4 @@
-"""The static facts of one call."""
+"""The static description of one call, which a backend compiles for."""
 
 import dataclasses
 
@@ -10,36 +10,36 @@ from jaxmem.core.shards import Shards
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """Static facts of one call; a field is here only if a backend reads it."""
+    """Static facts of one call; each field is read by at least one backend."""
 
-    columns: int  # of W or of the logits, padding included
-    vocab_size: int  # logical; columns from here on are padding
+    columns: int  # columns of W or of the logits, padding included
+    vocab_size: int  # logical vocabulary; columns from here on are padding
     chunk: int  # tokens whose logits may be alive at once
-    outputs: tuple[str, ...]  # fields of TokenStats that the caller gets
+    outputs: tuple[str, ...]  # fields of TokenStats that the caller receives
     compute_dtype: np.dtype  # of the GEMMs' inputs
     layout: Layout | None = None  # None: the caller already has logits
     softcap: float | None = None
     frozen_head: bool = False  # W and bias are constants
-    residual_rows: int = 0  # tokens whose exponentials are kept for the derivative
-    shards: Shards | None = None  # of a vocabulary of which columns is one part
-    varying: frozenset[str] = frozenset()  # mesh axes that a row's results differ along
-    spread: bool = False  # jit may split the program: devices share the tokens out
+    residual_rows: int = 0  # tokens whose exponentials are kept as a residual
+    shards: Shards | None = None  # the sharding of the vocabulary over mesh axes
+    varying: frozenset[str] = frozenset()  # mesh axes along which row outputs vary
+    spread: bool = False  # whether jit may partition the call by tokens
 
     @property
     def part_varying(self) -> frozenset[str]:
-        """Mesh axes that what is made of a part of the vocabulary differs along."""
+        """Mesh axes along which values computed from one vocabulary shard vary."""
         return self.varying.union(self.shards.axes if self.shards else ())
 
     @property
     def keeps_gradient(self) -> bool:
-        """Whether the forward pass is to keep the one output's derivative by hidden.
+        """Whether the forward pass stores the derivative of the one output by hidden.
 
-        It then only waits to be scaled by that output's cotangent, row by row; with W
-        trained, its cotangent would need the logits again.
+        The backward pass then only scales that residual by the output's cotangent, row
+        by row. With W trained, the cotangent of W would need the logits again.
         """
         return self.frozen_head and len(self.outputs) == 1
 
     @property
     def stats_dtype(self) -> np.dtype:
-        """Accumulation and statistics: float32, or float64 for float64 inputs."""
+        """The dtype of accumulators: float32, or float64 for float64 inputs."""
         return np.promote_types(self.compute_dtype, np.float32)

@@ -1,4 +1,4 @@
-"""The maths of the head: what a row of logits is reduced to, and its derivative.
+"""The maths of the head: the statistics of a row of logits, and their derivative.
 
 For one row of scaled logits z, with label y:
 
@@ -8,9 +8,10 @@ For one row of scaled logits z, with label y:
     logsumexp = m + ln S             logprob = z_y - logsumexp     entropy = ln S - T/S
     sum_pi_squared = Q / S²          is_argmax = (z_y ≥ m)
 
-`R` leaves the label out because 1 + R, rounded, loses every nat of a confident
-prediction: -log1p(R) keeps it. `T` is shifted because logsumexp - E[z] cancels.
-`m` starts at -inf, so that rows whose every logit is very negative stay finite.
+`R` excludes the label because rounding 1 + R would lose the whole log-probability of a
+confident prediction; -log1p(R) preserves it. `T` is shifted because the difference
+logsumexp - E[z] cancels. `m` starts at -inf, so that rows whose logits are all very
+negative stay finite.
 
 For cotangents g of the outputs, with p_j = e^(z_j - logsumexp), the derivative is
 
@@ -25,28 +26,28 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-_BLOCK = 128  # columns added up in order; divides every padded vocabulary
+_BLOCK = 128  # columns that one reduction adds up; divides every padded vocabulary
 
 
 class Stats(NamedTuple):
-    """Partial sums of rows over any part of the vocabulary; arrays of one shape."""
+    """Partial statistics of rows over a subset of the columns; arrays of one shape."""
 
     max: jax.Array
     sum_others: jax.Array  # R
     sum_shifted: jax.Array  # T
     sum_squares: jax.Array  # Q
-    label_logit: jax.Array  # -inf where the label lies outside this part
+    label_logit: jax.Array  # -inf if the label is not among these columns
 
 
 class Normaliser(NamedTuple):
-    """ln Σ_j e^z_j of rows, in two parts: p stays exact at |z| = 1e4."""
+    """ln Σ_j e^z_j of rows, as two terms: p stays exact at |z| = 1e4."""
 
     max: jax.Array
     log_sum: jax.Array  # ln S
 
 
 class TokenStats(NamedTuple):
-    """What the head tells of each token; float arrays and one bool, shaped as labels.
+    """Statistics per token: float arrays and one bool array, shaped as labels.
 
     Attributes:
         logprob: ln p(label), nats.
@@ -64,7 +65,7 @@ class TokenStats(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """All that one pass knows of each row; unused fields cost nothing under jit."""
+    """All values that one pass computes per row; jit removes the unused ones."""
 
     logprob: jax.Array
     entropy: jax.Array
@@ -72,11 +73,11 @@ class Outputs(NamedTuple):
     sum_pi_squared: jax.Array
     is_argmax: jax.Array
     max: jax.Array
-    log_sum: jax.Array  # ln S; kept apart from max so that p stays exact at |z| = 1e4
+    log_sum: jax.Array  # ln S; separate from max so that p stays exact at |z| = 1e4
 
 
 class Cotangents(NamedTuple):
-    """Cotangents of the differentiable outputs; None where nobody asked."""
+    """Cotangents of the differentiable outputs; None for outputs not requested."""
 
     logprob: jax.Array | None
     entropy: jax.Array | None
@@ -85,7 +86,7 @@ class Cotangents(NamedTuple):
 
 
 class Coefficients(NamedTuple):
-    """The numbers a row that drive its logits' derivative; None is zero."""
+    """Per-row coefficients of the derivative by the logits; None is zero."""
 
     label: jax.Array | None  # g_logprob
     alpha: jax.Array | None
@@ -94,20 +95,20 @@ class Coefficients(NamedTuple):
 
 
 def empty(shape, dtype) -> Stats:
-    """The identity of `merge`: rows that have seen no logit."""
+    """The identity of `merge`: statistics of rows over no columns."""
     nothing, zero = jnp.full(shape, -jnp.inf, dtype), jnp.zeros(shape, dtype)
     return Stats(nothing, zero, zero, zero, nothing)
 
 
 def of_tile(z: jax.Array, labels: jax.Array) -> Stats:
-    """Stats of logits z [C, V]; a label outside [0, V) is in another part."""
-    # The label first, so that the exponentials may overwrite the logits.
+    """Stats of logits z [C, V]; a label outside [0, V) belongs to other columns."""
+    # Read the label's logit first, so that XLA can overwrite z by the exponentials.
     z, label_logit = lax.optimization_barrier((z, _label_logit(z, labels)))
     row_max = jnp.max(z, axis=-1)
     shifted = z - _finite(row_max)[:, None]
     exps = jnp.exp(shifted)
     others = jnp.where(_is_label(z, labels), 0, exps)
-    # Together, because XLA on a CPU would store what each single sum reads.
+    # One reduction for all sums: XLA on a CPU would store the inputs of separate ones.
     sum_others, sum_shifted, sum_squares = _sum_rows(
         others, exps * _not_infinite(shifted), exps * exps
     )
@@ -115,7 +116,7 @@ def of_tile(z: jax.Array, labels: jax.Array) -> Stats:
 
 
 def merge(a: Stats, b: Stats) -> Stats:
-    """Stats of the union of two disjoint parts of the vocabulary."""
+    """Statistics of the union of two disjoint subsets of the vocabulary."""
     row_max = jnp.maximum(a.max, b.max)
     (scale_a, shift_a), (scale_b, shift_b) = _rescale(a, row_max), _rescale(b, row_max)
     return Stats(
@@ -129,7 +130,7 @@ def merge(a: Stats, b: Stats) -> Stats:
 
 
 def merge_over(part: Stats, axes: tuple[str, ...]) -> Stats:
-    """`merge` of the parts that devices along mesh axes hold: one max, one sum."""
+    """`merge` over the devices along mesh axes, in one all-reduce max and one sum."""
     row_max, label_logit = lax.pmax(jnp.stack([part.max, part.label_logit]), axes)
     scale, shift = _rescale(part, row_max)
     sums = (
@@ -142,7 +143,10 @@ def merge_over(part: Stats, axes: tuple[str, ...]) -> Stats:
 
 
 def finish(stats: Stats, label_exists: jax.Array) -> Outputs:
-    """Outputs of rows whose whole vocabulary was seen; NaN logprob without a label."""
+    """Outputs of rows from statistics of the whole vocabulary.
+
+    The logprob is NaN where `label_exists` is false.
+    """
     label_shift = stats.label_logit - _finite(stats.max)
     total = _sum(stats)
     is_argmax = label_shift >= 0
@@ -159,9 +163,9 @@ def finish(stats: Stats, label_exists: jax.Array) -> Outputs:
 
 
 def coefficients(rows: Outputs, g: Cotangents) -> Coefficients:
-    """α, β, γ and the label's weight of each row, from cotangents and statistics."""
+    """α, β, γ and the label's coefficient of each row."""
     label = g.logprob
-    if label is not None:  # a label that does not exist poisons only what used it
+    if label is not None:  # a label that does not exist makes only its users NaN
         label = jnp.where(jnp.isnan(rows.logprob) & (label != 0), jnp.nan, label)
     alpha = _total(
         g.logsumexp,
@@ -176,7 +180,7 @@ def coefficients(rows: Outputs, g: Cotangents) -> Coefficients:
 
 
 def dlogits(z, labels, rows: Outputs, c: Coefficients) -> jax.Array:
-    """Derivative with respect to scaled logits z [C, V]; the rest are arrays of [C]."""
+    """The derivative by scaled logits z [C, V]; other arguments have shape [C]."""
     log_p = _not_infinite((z - _finite(rows.max)[:, None]) - rows.log_sum[:, None])
     p = jnp.exp(log_p)
     slope = _total(_column(c.alpha), None if c.gamma is None else _column(c.gamma) * p)
@@ -193,7 +197,7 @@ def dlogits(z, labels, rows: Outputs, c: Coefficients) -> jax.Array:
 
 
 def normaliser(z: jax.Array) -> Normaliser:
-    """Of logits z [C, V], without labels; ln p keeps its digits near p = 1."""
+    """The normaliser of logits z [C, V]; ln p keeps its digits near p = 1."""
     row_max = jnp.max(z, axis=-1)
 
     def terms(z):
@@ -201,21 +205,21 @@ def normaliser(z: jax.Array) -> Normaliser:
         below = shifted < 0
         return jnp.where(below, jnp.exp(shifted), 0), (~below).astype(z.dtype)
 
-    # The largest term, which is 1, joins in log1p.
+    # The largest term, which is 1, is added inside log1p.
     smaller, largest = sum_rows_of(terms, z)
     return Normaliser(row_max, jnp.log1p(smaller + (largest - 1)))
 
 
 def log_softmax(z: jax.Array, rows: Normaliser) -> jax.Array:
-    """ln p of logits z [C, V], given their rows' normalisers [C]."""
+    """The log-probabilities of logits z [C, V], given their rows' normalisers [C]."""
     return (z - _finite(rows.max)[:, None]) - rows.log_sum[:, None]
 
 
 def sum_rows_of(terms, *tiles):
-    """Sums over V of the terms that a function makes of any columns of tiles [C, V].
+    """Sums over V of the terms that `terms(*tiles)` computes from tiles [C, V].
 
-    Split as `_sum_blocks` splits them, so that XLA on a CPU need not store terms that
-    whole blocks and the rest share.
+    The columns are split before the terms are computed, as in `_sum_blocks`. XLA on a
+    CPU then need not store terms that both the blocks and the remainder would read.
     """
 
     def of_parts(*tiles):
@@ -230,24 +234,23 @@ def sum_rows_of(terms, *tiles):
 
 
 def _sum_rows(*terms):
-    """Sum of each term [C, V] over V, as suits the platform it is lowered for."""
+    """The sum of each term [C, V] over V, in the order that suits the platform."""
     return lax.platform_dependent(*terms, tpu=_sum_lanes, default=_sum_blocks)
 
 
 def _sum_lanes(*terms):
-    """Whole rows at once: XLA for TPUs keeps 128 partial sums of a row itself.
+    """Sum whole rows: XLA for TPUs already keeps 128 partial sums per row.
 
-    It would copy the blocks of `_sum_blocks` into another layout, each as large as its
-    term.
+    For the blocks of `_sum_blocks` it would copy each term into another layout.
     """
     return [jnp.sum(t, axis=-1) for t in terms]
 
 
 def _sum_blocks(*terms):
-    """One pass over all terms: blocks first, then the rest.
+    """Sum all terms in one pass: whole blocks first, then the remaining columns.
 
-    XLA on a CPU adds the terms of one reduction up in order; over 150k columns that
-    alone would lose 3e-4, over blocks it loses 1e-6.
+    XLA on a CPU adds the terms of one reduction in order. Over 150k columns that alone
+    would lose 3e-4; in blocks it loses 1e-6.
     """
     whole = terms[0].shape[1] // _BLOCK * _BLOCK
     blocks = [t[:, :whole].reshape(t.shape[0], -1, _BLOCK) for t in terms]
@@ -271,19 +274,19 @@ def _is_label(z, labels):
 
 
 def _label_logit(z, labels):
-    """z at the label; -inf where it lies outside."""
+    """The logit of the label; -inf if the label is out of range."""
     column = jnp.where(labels < 0, z.shape[1], labels)  # a negative index would wrap
     row = jnp.arange(z.shape[0], dtype=jnp.int32)
     return z.at[row, column].get(mode="fill", fill_value=-jnp.inf)
 
 
 def _sum(stats):
-    """S: the label's term joins the others."""
+    """S = R + e^(z_y - m), which includes the label's term."""
     return stats.sum_others + jnp.exp(stats.label_logit - _finite(stats.max))
 
 
 def _logprob(stats, label_shift, log_sum):
-    """Near the maximum, the difference of two logarithms would cancel."""
+    """The label's log-probability, without cancellation near the maximum."""
     near = jnp.maximum(label_shift, -1)
     return jnp.where(
         label_shift >= -1,
@@ -293,18 +296,18 @@ def _logprob(stats, label_shift, log_sum):
 
 
 def _rescale(part, row_max):
-    """Factor and shift that move a part's sums to a larger maximum."""
+    """The factor and shift that rebase partial sums to a larger maximum."""
     shift = part.max - _finite(row_max)
     return jnp.exp(shift), _not_infinite(shift)
 
 
 def _finite(row_max):
-    """A maximum that can be subtracted: -inf - -inf would be NaN."""
+    """The maximum, or 0 where it is -inf, because -inf - -inf would be NaN."""
     return jnp.where(row_max == -jnp.inf, 0, row_max)
 
 
 def _not_infinite(x):
-    """So that 0 · x is 0 for a masked column instead of NaN."""
+    """Values clamped to the finite range, so that 0 · x is 0 in a masked column."""
     return jnp.maximum(x, jnp.finfo(x.dtype).min)
 
 
@@ -313,6 +316,6 @@ def _column(x) -> Any:
 
 
 def _total(*terms):
-    """Sum of the terms that exist; None where there are none."""
+    """The sum of the terms that are not None; None if there are none."""
     present = [term for term in terms if term is not None]
     return sum(present[1:], present[0]) if present else None

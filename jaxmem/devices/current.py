@@ -1,4 +1,4 @@
-"""The devices in force: those of this process, or those of a plan."""
+"""The current devices: those of this process, or those of an enclosing `target`."""
 
 import contextlib
 import contextvars
@@ -12,7 +12,7 @@ from jaxmem.devices.table import Device, find
 
 
 class Planned(NamedTuple):
-    """What is compiled for inside of `target`."""
+    """The devices that programs are compiled for inside of `target`."""
 
     device: Device
     devices: tuple[Any, ...]
@@ -26,15 +26,16 @@ _planned: contextvars.ContextVar[Planned | None] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def target(device: str, count: int = 1, *, hosts: int = 1) -> Iterator[list[Any]]:
-    """Devices that what is traced and lowered inside is compiled for.
+    """Compile what is traced and lowered inside for other devices.
 
-    Nothing can run on them: give `jax.jit(...).trace` and `.lower` shapes. What jax has
-    traced before is forgotten at both ends, as it may depend on the devices.
+    Nothing can run on them: pass shapes to `jax.jit(...).trace` and `.lower`. jax's
+    caches of traced functions are cleared at both ends, because a trace may depend on
+    the devices.
 
     Args:
-        device: a name of devices.toml, such as "h200".
-        count: how many.
-        hosts: that they are on, evenly.
+        device: a name in devices.toml, such as "h200".
+        count: number of devices.
+        hosts: number of hosts, which have equally many devices.
 
     Yields:
         The devices, for a `jax.sharding.Mesh`.
@@ -42,7 +43,7 @@ def target(device: str, count: int = 1, *, hosts: int = 1) -> Iterator[list[Any]
     Raises:
         CompilerMissing: XLA's compiler for them is not installed; the message has the
             pip command.
-        ValueError: an unknown name, or a count that there cannot be.
+        ValueError: the name is unknown, or the count is impossible.
 
     >>> import jax, jax.numpy as jnp
     >>> from jaxmem import devices
@@ -64,24 +65,24 @@ def target(device: str, count: int = 1, *, hosts: int = 1) -> Iterator[list[Any]
 
 
 def planned() -> Planned | None:
-    """What `target` around says; None where programs are for this machine."""
+    """The devices of the enclosing `target`; None if programs are for this machine."""
     return _planned.get()
 
 
 def current() -> list[Any]:
-    """Devices that programs are compiled for."""
+    """The devices that programs are compiled for."""
     around = _planned.get()
     return jax.devices() if around is None else list(around.devices)
 
 
 def count() -> int:
-    """How many they are."""
+    """The number of devices that programs are compiled for."""
     around = _planned.get()
     return jax.device_count() if around is None else len(around.devices)
 
 
 def backend() -> str:
-    """ "cpu", "gpu" or "tpu", as `jax.default_backend` says it."""
+    """Their platform, "cpu", "gpu" or "tpu", as in `jax.default_backend`."""
     around = _planned.get()
     if around is None:
         return jax.default_backend()

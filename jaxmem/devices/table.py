@@ -1,4 +1,4 @@
-"""What devices have, by name: memory, peak rates, and what XLA compiles for."""
+"""Properties of devices by name: memory, peak rates, compilation targets."""
 
 import dataclasses
 import difflib
@@ -17,16 +17,16 @@ class Device:
     name: str
     platform: str  # "cuda" or "tpu"
     memory: int  # bytes
-    products: float  # bfloat16 operations a second
-    bandwidth: float  # bytes a second, as all that follow
+    products: float  # bfloat16 operations per second
+    bandwidth: float  # bytes per second, like the next three
     link: float
     network: float
     host: float
     per_host: int
-    topology: str = ""  # of TPUs, the first part of libtpu's names
-    axes: int = 0  # of TPUs, dimensions of the torus
-    cores: int = 1  # devices of a chip
-    kinds: tuple[str, ...] = ()  # names that jax has for it
+    topology: str = ""  # for TPUs, the first part of libtpu's names
+    axes: int = 0  # for TPUs, dimensions of the torus
+    cores: int = 1  # devices per chip
+    kinds: tuple[str, ...] = ()  # jax's names for it
 
     @property
     def target(self) -> str:
@@ -42,15 +42,21 @@ def known() -> Mapping[str, Device]:
 
 
 def of_kind(kind: str) -> Device | None:
-    """The device that jax calls so (`jax.Device.device_kind`); None if none is here."""
+    """The device with jax's name `jax.Device.device_kind`; None if it is unknown."""
     return next((device for device in known().values() if kind in device.kinds), None)
 
 
 def find(name: str) -> Device:
     """The device of that name.
 
+    Args:
+        name: as in devices.toml.
+
+    Returns:
+        The device.
+
     Raises:
-        ValueError: there is none; the message lists them.
+        ValueError: the name is unknown; the message lists all names.
     """
     if name not in known():
         close = difflib.get_close_matches(name, known(), n=1)

@@ -1,4 +1,4 @@
-"""Devices that are not there, as XLA's compilers see them."""
+"""Descriptions of absent devices for XLA's compilers."""
 
 import importlib.metadata
 import importlib.util
@@ -11,10 +11,10 @@ import jax
 
 from jaxmem.devices.table import Device
 
-_DRIVER = "/dev/nvidiactl"  # of GPUs that are there
-# libtpu asks the cloud what machine this is, and waits long for no answer.
+_DRIVER = "/dev/nvidiactl"  # exists if there is an NVIDIA GPU
+# libtpu queries the cloud for the machine's type, and waits long if nothing answers.
 _NO_TPU = {
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # nothing runs, so that many may compile
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # nothing runs, so several processes may load it
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-1",
     "TPU_WORKER_HOSTNAMES": "localhost",
@@ -22,15 +22,23 @@ _NO_TPU = {
 
 
 class CompilerMissing(RuntimeError):
-    """XLA's compiler for a device is not installed; the message says how to get it."""
+    """XLA's compiler for a device is missing; the message says how to install it."""
 
 
 def of(device: Device, count: int, hosts: int) -> list[Any]:
-    """So many devices, on so many hosts, that programs can be compiled for.
+    """Absent devices on the given number of hosts, for compilation.
+
+    Args:
+        device: the kind of device.
+        count: number of devices.
+        hosts: number of hosts.
+
+    Returns:
+        The devices.
 
     Raises:
-        CompilerMissing: what compiles for them is not installed.
-        ValueError: a count that is not divided by the hosts, or that no TPU slice has.
+        CompilerMissing: the compiler for them is not installed.
+        ValueError: hosts does not divide count, or no TPU slice has that count.
     """
     if count < 1 or hosts < 1 or count % hosts:
         raise ValueError(
@@ -44,7 +52,7 @@ def of(device: Device, count: int, hosts: int) -> list[Any]:
 
 
 def compiler_missing(device: Device) -> str:
-    """What to install to compile for a device; an empty string where nothing lacks."""
+    """What to install to compile for a device; an empty string if nothing."""
     version = jax.__version__
     if device.platform == "tpu":
         if importlib.util.find_spec("libtpu") is not None:
@@ -82,9 +90,9 @@ def _gpus(device, count, hosts):
     from jax.experimental import topologies
 
     if not os.path.exists(_DRIVER):
-        # Its libraries for running programs need not be installed.
+        # The CUDA libraries that run programs need not be installed.
         os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
-    jax.devices()  # looks for plugins
+    jax.devices()  # loads the plugins
     try:
         made = topologies.get_topology_desc(
             device.name, platform="cuda", target_config=device.target,
@@ -115,7 +123,7 @@ def _tpus(device, count, hosts):
 
 
 def _slice(chips, axes, name):
-    """Sides of the slice of so many chips, as even as powers of two can be."""
+    """Sides of a slice with that many chips, as equal as powers of two allow."""
     power = chips.bit_length() - 1
     if chips != 2**power:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""A language-model head for Flax Linen, in the place of `nn.Dense`."""
+"""A language-model head for Flax Linen that replaces `nn.Dense`."""
 
 import jax
 import jax.numpy as jnp
@@ -17,37 +17,38 @@ from jaxmem.heads.verbs import (
 
 
 class LMHead(HeadVerbs, nn.Module):
-    """`nn.Dense` to the vocabulary that also knows how to do without logits.
+    """`nn.Dense` to the vocabulary, with verbs that need no logits.
 
         logits = h · kernel + bias,   kernel [D, V],   bias [V]
 
-    Own weights have the names, shapes, types and initial values of `nn.Dense`, so
-    checkpoints load either way. With `tied_to`, an `nn.Embed` of the parent, there is
-    no kernel: the head reads the embedding in the parent's scope, one parameter, whose
-    gradient is the sum of its uses. Every method makes or finds the same parameters:
-    `head.apply(variables, hidden, labels, method="loss")`.
+    Its own weights have the names, shapes, dtypes and initial values of `nn.Dense`, so
+    checkpoints are interchangeable. With `tied_to`, an `nn.Embed` of the parent, there
+    is no kernel: the head reads the embedding in the parent's scope. That is one
+    parameter, whose gradient is the sum over its uses. Every method creates or finds
+    the same parameters: `head.apply(variables, hidden, labels, method="loss")`.
 
     Args:
         features: V, padding included; not needed with tied_to.
-        use_bias: whether the head has a bias of its own. None: yes, as nn.Dense; no
-            with tied_to.
-        dtype: type hidden is cast to, and of the logits. None: that of tied_to, or
-            promoted from hidden and weights, as nn.Dense does.
-        param_dtype: type of the head's own weights; gradients come back in it, rounded
-            once from float32 sums.
+        use_bias: whether the head has its own bias. None: it has one, as nn.Dense, but
+            not with tied_to.
+        dtype: dtype of hidden after a cast, and of the logits. None: that of tied_to,
+            or promoted from hidden and weights, as nn.Dense does.
+        param_dtype: dtype of the head's own weights, and of their gradients, which are
+            rounded once from float32 sums.
         kernel_init: initializer of the kernel.
         bias_init: initializer of the bias.
         tied_to: an nn.Embed (embedding [V, D]) whose weights to use.
         softcap: caps logits at ±softcap by tanh.
         chunk: tokens whose logits may be alive at once; None for all, or "auto".
-        vocab_size: logical vocabulary when V is padded; later entries get p = 0.
+        vocab_size: logical vocabulary if V is padded; later columns have p = 0.
         implementation: as in `jaxmem.logprobs`.
-        sharding: how the verbs run on a mesh of devices; None: on one, or as XLA
-            partitions them.
+        sharding: sharding of the verbs on a mesh of devices; None: one device, or as
+            XLA partitions them.
 
     Raises:
-        TypeError: tied_to of another type, features missing, an integer dtype.
-        ValueError: features that disagree with tied_to, an option out of range.
+        TypeError: tied_to has another type, features is missing, or dtype is not a
+            floating-point type.
+        ValueError: features disagrees with tied_to, or an option is out of range.
 
     >>> import jax, jax.numpy as jnp
     >>> from flax import linen as nn
@@ -75,7 +76,7 @@ class LMHead(HeadVerbs, nn.Module):
     sharding: HeadSharding | None = None
 
     def __post_init__(self):
-        """Refuses options that no call could use."""
+        """Raise for options that no call could use."""
         columns = _columns(self.features, self.tied_to)
         check_options(
             columns, self.dtype, self.softcap, self.chunk, self.vocab_size,
@@ -83,7 +84,7 @@ class LMHead(HeadVerbs, nn.Module):
         )  # fmt: skip
         super().__post_init__()
 
-    # Linen names, binds and lets transforms see only what a class body holds.
+    # Linen names, binds and transforms only methods in the class body.
     __call__ = HeadVerbs.__call__
     logprobs = HeadVerbs.logprobs
     token_stats = HeadVerbs.token_stats
@@ -112,9 +113,9 @@ class LMHead(HeadVerbs, nn.Module):
 
 
 def _names(init, shape, dtype) -> tuple:
-    """Mesh axes of the weights' two axes, where their initializer names any.
+    """Mesh axes of the weights' two axes; () if their initializer names none.
 
-    Variables that have been unboxed do not know them any more.
+    Unboxed variables no longer carry these names.
     """
     made = jax.eval_shape(lambda: init(jax.random.key(0), shape, dtype))
     if isinstance(made, nn.LogicallyPartitioned):
@@ -123,7 +124,7 @@ def _names(init, shape, dtype) -> tuple:
 
 
 def _columns(features, tied_to) -> int:
-    """V, given or read off the layer that owns the weights."""
+    """V, from the argument or from the layer that owns the weights."""
     if tied_to is None:
         if not isinstance(features, int) or features < 1:
             raise TypeError(f"features must be a positive integer, got {features!r}")

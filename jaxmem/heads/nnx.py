@@ -1,4 +1,4 @@
-"""A language-model head for Flax NNX, in the place of `nnx.Linear`."""
+"""A language-model head for Flax NNX that replaces `nnx.Linear`."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -29,42 +29,43 @@ _PLAIN = {
 
 
 class LMHead(HeadVerbs, nnx.Module):
-    """`nnx.Linear` to the vocabulary that also knows how to do without logits.
+    """`nnx.Linear` to the vocabulary, with verbs that need no logits.
 
         logits = h · kernel + bias,   kernel [D, V],   bias [V]
 
-    Own weights have the names, shapes, types and initial values of `nnx.Linear`, so
-    checkpoints load either way. With `tied_to` there is no kernel: the head reads the
-    weights of another layer at each call, one parameter, whose gradient is the sum of
-    its uses.
+    Its own weights have the names, shapes, dtypes and initial values of `nnx.Linear`,
+    so checkpoints are interchangeable. With `tied_to` there is no kernel: each call
+    reads the weights of another layer. That is one parameter, whose gradient is the sum
+    over its uses.
 
     Args:
         in_features: D; not needed with tied_to, unless that is a bare parameter.
-        out_features: V, padding included; likewise.
+        out_features: V, padding included; not needed in the same case.
         use_bias: True for a bias of the head's own, False for none. None: True, as for
-            nnx.Linear; with tied_to, whatever bias that layer has.
-        dtype: type hidden is cast to, and of the logits. None: that of tied_to, or
-            promoted from hidden and weights, as nnx.Linear does.
-        param_dtype: type of the head's own weights; gradients come back in it, rounded
-            once from float32 sums.
+            nnx.Linear; with tied_to, the bias of that layer, if it has one.
+        dtype: dtype of hidden after a cast, and of the logits. None: that of tied_to,
+            or promoted from hidden and weights, as nnx.Linear does.
+        param_dtype: dtype of the head's own weights, and of their gradients, which are
+            rounded once from float32 sums.
         kernel_init: initializer of the kernel.
         bias_init: initializer of the bias.
-        rngs: source of the initial weights; not needed where there are none.
+        rngs: source of the initial weights; not needed if there are none.
         kernel_metadata: metadata of the kernel, such as its sharding.
         bias_metadata: metadata of the bias.
         tied_to: an nnx.Embed (embedding [V, D]), an nnx.Linear (kernel [D, V]) or any
             nnx.Param of either shape, whose weights to use.
         softcap: caps logits at ±softcap by tanh.
         chunk: tokens whose logits may be alive at once; None for all, or "auto".
-        vocab_size: logical vocabulary when V is padded; later entries get p = 0.
+        vocab_size: logical vocabulary if V is padded; later columns have p = 0.
         implementation: as in `jaxmem.logprobs`.
-        sharding: how the verbs run on a mesh of devices; None: on one, or as XLA
-            partitions them.
+        sharding: sharding of the verbs on a mesh of devices; None: one device, or as
+            XLA partitions them.
 
     Raises:
-        TypeError: tied_to of another type, sizes or rngs missing, an integer dtype.
-        ValueError: sizes that disagree with tied_to, an option out of range.
-        NotImplementedError: tied_to with a precision or dot_general of its own.
+        TypeError: tied_to has another type, sizes or rngs are missing, or dtype is not
+            a floating-point type.
+        ValueError: sizes disagree with tied_to, or an option is out of range.
+        NotImplementedError: tied_to has its own precision or dot_general.
 
     >>> import jax.numpy as jnp
     >>> from flax import nnx
@@ -137,7 +138,7 @@ def _params_key(rngs):
 
 
 def _read(source) -> tuple:
-    """Raw (W, bias, dtype) of whatever owns the weights."""
+    """Raw (W, bias, dtype) of the layer or parameter that owns the weights."""
     if isinstance(source, nnx.Variable):
         return source[...], None, None
     if isinstance(source, nnx.Embed):
@@ -147,7 +148,7 @@ def _read(source) -> tuple:
 
 
 def _names(source) -> tuple:
-    """Mesh axes of the weights' two axes, where their metadata have any."""
+    """Mesh axes of the weights' two axes; () if their metadata have none."""
     if not isinstance(source, nnx.Variable):
         is_embed = isinstance(source, nnx.Embed)
         source = source.embedding if is_embed else source.kernel
@@ -162,7 +163,7 @@ def _is_partition_spec(x):
 
 
 def _describe(in_features, out_features, tied_to) -> tuple[int, int, Layout]:
-    """(D, V, layout), given or read off what owns the weights."""
+    """(D, V, layout), from the arguments or from the owner of the weights."""
     given = {"in_features": in_features, "out_features": out_features}
     if tied_to is None or isinstance(tied_to, nnx.Variable):
         for name, size in given.items():
@@ -189,7 +190,7 @@ def _layout(depth, columns, parameter) -> Layout:
 
 
 def _describe_layer(layer) -> tuple[int, int, Layout]:
-    # A subclass that computes otherwise (LoRA, quantised) would be read wrongly.
+    # A subclass that computes something else (LoRA, quantised) would be misread.
     kind = type(layer)
     if isinstance(layer, nnx.Embed) and kind.attend is nnx.Embed.attend:
         return layer.features, layer.num_embeddings, "vd"

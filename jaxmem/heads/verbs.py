@@ -1,4 +1,4 @@
-"""What a drop-in head does with its weights; the same for every kind of Flax module."""
+"""The methods of a head, shared by every kind of Flax module."""
 
 import dataclasses
 import functools
@@ -25,25 +25,26 @@ from jaxmem.sharding import parallel
 
 
 class Weights(NamedTuple):
-    """Raw arrays, out of their module before anything is traced over them."""
+    """Raw arrays, read from their module before anything is traced."""
 
     W: jax.Array  # as stored: [V, D] for layout "vd", [D, V] for "dv"
     layout: Layout
     bias: jax.Array | None  # [V]
-    dtype: DTypeLike | None  # compute type; None: promoted from hidden and weights
-    names: tuple = ()  # mesh axes of W's two axes, where its metadata tell
+    dtype: DTypeLike | None  # compute dtype; None: promoted from hidden and weights
+    names: tuple = ()  # mesh axes of W's two axes, if its metadata have any
 
 
 @dataclasses.dataclass(frozen=True)
 class HeadSharding:
-    """How a head's verbs share their work out; see `jaxmem.sharding.parallel`.
+    """The sharding of a head's verbs; see `jaxmem.sharding.parallel`.
 
     Attributes:
         mesh: devices; None: those of `jax.set_mesh`.
-        tokens: mesh axes that split hidden and labels.
-        vocab: mesh axes that split the vocabulary; None: those that the weights'
-            metadata name (of nnx.with_partitioning, of Linen's logical axes).
-        W_fsdp: mesh axes along which the weights are stored in parts; likewise.
+        tokens: mesh axes that shard hidden and labels.
+        vocab: mesh axes that shard the vocabulary; None: those in the weights' metadata
+            (of nnx.with_partitioning, of Linen's logical axes).
+        W_fsdp: mesh axes along which the axis D of the weights is sharded; None: those
+            in the weights' metadata.
     """
 
     mesh: Mesh | None = None
@@ -52,7 +53,14 @@ class HeadSharding:
     W_fsdp: AxisName | None = None
 
     def apply(self, verb: Callable, weights: Weights) -> Callable:
-        """The verb on this mesh.
+        """Return the verb on this mesh.
+
+        Args:
+            verb: as in `jaxmem.sharding.parallel`.
+            weights: of the head.
+
+        Returns:
+            The sharded verb.
 
         Raises:
             ValueError: there is no mesh.
@@ -74,9 +82,9 @@ class HeadSharding:
 
 
 class HeadVerbs:
-    """Logits, and everything that needs none, of a module that knows its weights.
+    """Logits, and the verbs that need none, for a module with head weights.
 
-    A subclass says how to find the arrays (`_weights`); options are its attributes.
+    A subclass finds its arrays in `_weights`; the options are attributes.
     """
 
     softcap: float | None
@@ -89,16 +97,16 @@ class HeadVerbs:
         raise NotImplementedError
 
     def __call__(self, hidden: ArrayLike) -> jax.Array:
-        """Logits, for sampling: the one method that builds them.
+        """Return logits, for sampling: the one method that builds them.
 
-            z = h W + bias,   then softcap·tanh(z / softcap) where there is a softcap
+            z = h W + bias,   then softcap·tanh(z / softcap) if there is a softcap
 
         Args:
             hidden: final hidden states [..., D].
 
         Returns:
-            [..., V] in the compute type, the numbers that the plain Flax layer gives
-            where there is no softcap; -inf in columns from vocab_size on.
+            [..., V] in the compute dtype, equal to those of the plain Flax layer if
+            there is no softcap; -inf in columns from vocab_size on.
 
         **Memory**: the result, tokens · V.
         """
@@ -112,7 +120,7 @@ class HeadVerbs:
         where: ArrayLike | None = None,
         temperature: ArrayLike = 1.0,
     ) -> jax.Array:
-        """Log-probability of each label, without the logits; see `jaxmem.logprobs`.
+        """Return the log-probability of each label; see `jaxmem.logprobs`.
 
             out = z[label] - ln Σ_v e^(z_v),   z = head(h) / temperature       (nats)
 
@@ -120,7 +128,7 @@ class HeadVerbs:
             hidden: final hidden states [..., D].
             labels: token ids [...]; negative marks padding.
             where: booleans that broadcast to labels; False masks a token.
-            temperature: positive scalar or one a token, [...]; not differentiable.
+            temperature: positive scalar or one per token, [...]; not differentiable.
 
         Returns:
             float32 [...]; 0, with a gradient of 0, where masked.
@@ -138,13 +146,13 @@ class HeadVerbs:
         where: ArrayLike | None = None,
         temperature: ArrayLike = 1.0,
     ) -> TokenStats:
-        """All that one pass tells of each token; see `jaxmem.token_stats`.
+        """Return all statistics that one pass computes; see `jaxmem.token_stats`.
 
         Args:
             hidden: final hidden states [..., D].
             labels: token ids [...]; negative marks padding.
             where: booleans that broadcast to labels; False masks a token.
-            temperature: positive scalar or one a token, [...]; not differentiable.
+            temperature: positive scalar or one per token, [...]; not differentiable.
 
         Returns:
             `TokenStats(logprob, entropy, logsumexp, sum_pi_squared, is_argmax)` of
@@ -162,14 +170,14 @@ class HeadVerbs:
         where: ArrayLike | None = None,
         temperature: ArrayLike = 1.0,
     ) -> jax.Array:
-        """Entropy of each token's softmax, without the logits; see `jaxmem.entropy`.
+        """Return the entropy of each token's softmax; see `jaxmem.entropy`.
 
             out = -Σ_v p_v ln p_v,   p = softmax(head(h) / temperature)        (nats)
 
         Args:
             hidden: final hidden states [..., D].
-            where: booleans that broadcast to the tokens; False masks one.
-            temperature: positive scalar or one a token, [...]; not differentiable.
+            where: booleans that broadcast to the tokens; False masks a token.
+            temperature: positive scalar or one per token, [...]; not differentiable.
 
         Returns:
             float32 [...]; 0 where masked.
@@ -186,7 +194,7 @@ class HeadVerbs:
         normalizer: ArrayLike | None = None,
         z_loss: float = 0.0,
     ) -> jax.Array:
-        """Mean cross-entropy over the tokens that count, without the logits.
+        """Return the mean cross-entropy over the unmasked tokens.
 
             out = Σ_t (-logprob_t + z_loss · logsumexp_t²) / normalizer        (nats)
 
@@ -194,19 +202,22 @@ class HeadVerbs:
             hidden: final hidden states [..., D].
             labels: the next token ids [...]; negative marks padding.
             where: booleans that broadcast to labels; False masks a token.
-            normalizer: what the sum is divided by, for instance the token count of
-                the global batch; 0 counts as 1. None: the tokens not masked here.
+            normalizer: divisor of the sum, for instance the token count of the global
+                batch; 0 counts as 1. None: the number of tokens that are not masked
+                here.
             z_loss: weight of the squared logsumexp, which keeps logits from drifting.
 
         Returns:
             float32 scalar; 0, with gradients of 0, if every token is masked.
 
-        **Memory**: that of `jaxmem.token_loss`, with the head's chunk: loss and
-        gradients come from one pass, three products, or two where W is frozen.
+        **Memory**: that of `jaxmem.token_loss`, with the head's chunk. Loss and
+        gradients are computed in one pass, with three matrix products, or two if W is
+        frozen.
 
         Raises:
-            TypeError, ValueError: as `jaxmem.logprobs`; or a normalizer or z_loss that
-                is not a scalar, or is negative.
+            TypeError, ValueError: as `jaxmem.logprobs`; or a normalizer or z_loss is
+            not a
+                scalar, or is negative.
 
         Reference: the z-loss is that of Chowdhery et al., "PaLM", 2022,
         arXiv:2204.02311, section 5.
@@ -216,7 +227,7 @@ class HeadVerbs:
             _check_scalar("normalizer", normalizer)
         if _is_zero(z_loss):
             loss_fn, per_token = _cross_entropy, ()
-        else:  # an operand: it may be traced, and differentiated
+        else:  # an operand of loss_fn, because it may be traced and differentiated
             loss_fn = _cross_entropy_and_z_loss
             per_token = (jnp.broadcast_to(jnp.asarray(z_loss), jnp.shape(labels)),)
         return self.token_loss(
@@ -234,7 +245,7 @@ class HeadVerbs:
         temperature: ArrayLike = 1.0,
         frozen_head: bool = False,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """A loss of each token's statistics, with its gradient in the same pass.
+        """Return a loss of each token's statistics, with its gradient in the same pass.
 
             loss = Σ_t loss_fn(stats_t, *per_token_t) / normalizer
 
@@ -242,14 +253,15 @@ class HeadVerbs:
             loss_fn: see `jaxmem.token_loss`.
             hidden: final hidden states [..., D].
             labels: token ids [...]; negative marks padding.
-            per_token: what else the loss is made of, [...] or [..., K] each.
+            per_token: further arguments of loss_fn, [...] or [..., K] each.
             where: booleans that broadcast to labels; False masks a token.
-            normalizer: what the sum is divided by; None: the tokens that count here.
-            temperature: positive scalar or one a token, [...]; not differentiable.
-            frozen_head: there is no gradient of the head's weights.
+            normalizer: divisor of the sum; None: the number of tokens not masked here.
+            temperature: positive scalar or one per token, [...]; not differentiable.
+            frozen_head: whether to compute no gradient of the head's weights.
 
         Returns:
-            (loss, metrics): a float32 scalar, and what loss_fn calls metrics, [...].
+            (loss, metrics): a float32 scalar, and the metrics that loss_fn returns,
+            [...].
 
         **Memory**: that of `jaxmem.token_loss`, with the head's chunk.
         """
@@ -273,16 +285,16 @@ class HeadVerbs:
         where: ArrayLike | None = None,
         temperature: ArrayLike = 1.0,
     ) -> jax.Array:
-        """Log-probability of each label among the tokens that it was sampled from.
+        """Return the log-probability of each label within its sampling support.
 
             out = z[label] - ln Σ_(v in support) e^(z_v)                       (nats)
 
         Args:
             hidden: final hidden states [..., D].
             labels: token ids [...]; negative marks padding.
-            support_ids: the support of each token, [..., K]; negative ids fill it up.
+            support_ids: the support of each token, [..., K], padded by negative ids.
             where: booleans that broadcast to labels; False masks a token.
-            temperature: positive scalar or one a token, [...]; not differentiable.
+            temperature: positive scalar or one per token, [...]; not differentiable.
 
         Returns:
             float32 [...]; 0 where masked.
@@ -314,7 +326,7 @@ class HeadVerbs:
         return verb(hidden, weights.W, *per_token, **options | keywords)
 
     def _prepare(self, hidden) -> tuple[jax.Array, Weights]:
-        """hidden in the compute type, and the weights as they are stored."""
+        """Hidden in the compute dtype, and the weights as they are stored."""
         hidden = checks.as_array("hidden", hidden)
         checks.check_hidden(hidden)
         weights = self._weights(hidden.shape[-1])
@@ -331,7 +343,7 @@ def check_options(
     columns: int, dtype: Any, softcap: Any, chunk: Any, vocab_size: Any,
     implementation: Any,
 ) -> None:  # fmt: skip
-    """Refuses, when a head is made, what its every call would refuse."""
+    """Raise, when a head is constructed, for options that every call would reject."""
     if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"dtype must be a floating type, got {jnp.dtype(dtype)}")
     checks.check_softcap(softcap)
@@ -349,7 +361,7 @@ def _compute_dtype(hidden, weights):
 
 
 def _sharding_of_logits(arguments):
-    """As tokens are, and as the vocabulary is along the axes that shard no tokens."""
+    """Logits are sharded like tokens, and over the vocabulary's other mesh axes."""
     tokens, weights = spec_of(arguments["hidden"], 1), arguments["weights"]
     of_W = spec_of(weights.W)[0 if weights.layout == "vd" else 1 :][:1]
     before = (None,) * len(tokens)
@@ -358,7 +370,7 @@ def _sharding_of_logits(arguments):
 
 @with_automatic_axes(_sharding_of_logits)
 def _logits(hidden, weights, softcap, vocab_size):
-    """Exactly the operations of nnx.Linear and nn.Dense, so that no number differs."""
+    """The same operations as nnx.Linear and nn.Dense, for bitwise equal results."""
     contract = ((hidden.ndim - 1,), (1 if weights.layout == "vd" else 0,))
     z = lax.dot_general(hidden, weights.W.astype(hidden.dtype), (contract, ((), ())))
     if weights.bias is not None:

@@ -1,14 +1,14 @@
-"""jaxmem's head in trainers that others wrote: one module each, imported on demand.
+"""jaxmem's head in other trainers: one module per trainer, imported on demand.
 
     from jaxmem.integrations import tunix
 
     tunix.apply()           # until tunix.undo(); prints what is replaced
-    with tunix.applied():   # or for a while
+    with tunix.applied():   # or inside a with block
 
-Apply before the trainer compiles its steps: what is compiled stays as it is. Apply
-before your own modules import a trainer's function by name, too: within the trainer's
-package every name of it is replaced, and put back by `undo`; a name that another module
-holds is left, and a warning says which.
+Apply before the trainer compiles its steps, because compiled steps do not change. Also
+apply before your own modules import a trainer's function by name: every name of the
+function within the trainer's package is replaced, and restored by `undo`, but a name in
+another module is not changed, and a warning lists it.
 """
 
 from jaxmem import _imports

@@ -1,4 +1,4 @@
-"""A head as other packages hold it, asked for log-probabilities and entropies."""
+"""The head of another package's model, and its per-token scores."""
 
 import dataclasses
 from typing import NamedTuple
@@ -13,11 +13,11 @@ from jaxmem.functional import api as _head
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """How the head runs, whatever the trainer says of chunks of its own.
+    """Options of the head, which replace the trainer's own chunking options.
 
     Attributes:
         chunk: tokens whose logits may be alive at once; None for all, or "auto".
-        implementation: a backend by name; None: the best there is.
+        implementation: name of a backend; None chooses the best available one.
     """
 
     chunk: Chunk = 1024
@@ -25,26 +25,26 @@ class Options:
 
 
 class Head(NamedTuple):
-    """Raw arrays, and what is done with them."""
+    """Raw arrays of a head, and the operations on its logits."""
 
     W: jax.Array
     layout: Layout
-    dtype: DTypeLike  # of the product
+    dtype: DTypeLike  # of the matrix product
     bias: jax.Array | None = None
     softcap: float | None = None
     temperature: float = 1.0  # divides logits, after the softcap
 
     @property
     def n_columns(self) -> int:
-        """Ids of the vocabulary, V."""
+        """The size of the vocabulary, V."""
         return self.W.shape[0 if self.layout == "vd" else 1]
 
 
 def as_index(ids: jax.Array, head: Head) -> jax.Array:
-    """Ids as `jnp.take_along_axis` reads them, which trainers gather logits with.
+    """Ids with the meaning of `jnp.take_along_axis`, by which trainers gather logits.
 
-    A negative id counts from the end, where jaxmem would mask it; outside [-V, V) there
-    is no token, of which jaxmem makes NaN, too.
+    A negative id counts from the end, whereas jaxmem would mask it. An id outside [-V,
+    V) is no token, and gives NaN in jaxmem too.
     """
     V = head.n_columns
     return jnp.where(ids < -V, V, jnp.where(ids < 0, ids + V, ids))
@@ -60,16 +60,19 @@ def scores(
     entropy: bool = True,
     where: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """Log-probability of each label, entropy and logsumexp before it: float32 [...].
+    """Log-probability of each label, entropy and logsumexp: float32 [...].
 
     Args:
         hidden: [..., D] final hidden states.
-        head: what makes logits of them.
+        head: the head that maps them to logits.
         labels: [...] ids.
-        options: how it runs.
-        temperature: divides logits; 0 leaves them, as trainers have it.
-        entropy: whether the other two are wanted; else they are None.
+        options: chunk and implementation.
+        temperature: divides logits; 0 means 1, as in trainers.
+        entropy: whether to compute the other two; otherwise they are None.
         where: [...] False masks a token.
+
+    Returns:
+        (log-probabilities, entropies, logsumexps).
     """
     arguments = jnp.asarray(hidden).astype(head.dtype), head.W, labels
     keywords = {

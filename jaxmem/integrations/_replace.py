@@ -1,9 +1,10 @@
-"""Functions of another package, replaced and put back.
+"""Replaces functions of another package, and restores them.
 
-A replacement is written against one version's function, its arguments and their
-meaning; another version, or other arguments, are refused with the reason. It reaches
-every module of the package that holds the function, under any name. Modules of others
-may hold it on purpose, to compare, and are not written to: a warning names them.
+A replacement is written for the function of one version, with its arguments and their
+meaning; other versions or arguments are rejected with the reason. It replaces the
+function in every module of its package that holds it, under any name. Modules of other
+packages may hold it on purpose, for example to compare; they are not changed, and a
+warning lists them.
 """
 
 import contextlib
@@ -21,18 +22,19 @@ from jaxmem.integrations._head import Options
 
 
 class IntegrationError(RuntimeError):
-    """A package that is not as this integration knows it; the message says how."""
+    """A package that is not supported by this integration; the message says why."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Replacement:
-    """One attribute of one module.
+    """One attribute of one module, and its replacement.
 
     Attributes:
         where: "package.module:function" or "package.module:Class.method".
-        make: (original, options, say) to what takes its place; `say` tells the user,
-            once, why a call is left to the original.
-        parameters: names that the original must have, in order; None: not a function.
+        make: maps (original, options, say) to the replacement; it calls `say` with the
+            reason when it has to call the original, and each reason is printed once.
+        parameters: names that the original must have, in order; None if it is not a
+            function.
     """
 
     where: str
@@ -41,13 +43,14 @@ class Replacement:
 
 
 class Integration:
-    """A package's replacements, together on or off.
+    """A package's replacements, which are applied and undone together.
 
     Args:
-        name: of the package, in messages.
-        known: replacements by the name that the package is installed under, and by
-            version, which a release must start with: "0.1.7", or "" for any, where
-            arguments alone decide. The first distribution that is installed counts.
+        name: name of the package, for messages.
+        known: replacements by the name of an installed distribution, and by version: a
+            release must start with it, as in "0.1.7"; "" accepts any release whose
+            functions have the expected arguments. The first installed distribution is
+            used.
     """
 
     def __init__(self, name: str, known: dict[str, dict[str, tuple[Replacement, ...]]]):
@@ -55,25 +58,28 @@ class Integration:
         everything = (r for by_version in known.values() for r in by_version.values())
         self._packages = {r.where.partition(".")[0] for rs in everything for r in rs}
         self._undo: list[tuple[Any, str, Any, Any]] = []
-        self._made: list[tuple[str, Any]] = []  # by "package.module:function"
+        self._made: list[tuple[str, Any]] = []  # ("package.module:function", value)
         self._said: set[str] = set()
 
     def apply(self, options: Options) -> None:
-        """Replace, and print what.
+        """Apply all replacements, and print their names.
 
-        Warns:
-            RuntimeWarning: a module outside the package holds an original, and goes on
-                calling that.
+        Args:
+            options: of the head.
+
+        Warns: RuntimeWarning: a module outside the package holds an original, and
+        continues to
+                call it.
 
         Raises:
-            IntegrationError: the package is missing, or not as it is known here.
+            IntegrationError: the package is missing, or is not as expected.
             RuntimeError: it has been applied already.
         """
         if self._undo:
             raise RuntimeError(f"{self._name} has been applied; undo() it first")
         version, replacements = self._known()
         found = [(r, *self._find(r, version)) for r in replacements]
-        # Before anything is replaced: where warnings are errors, nothing will be.
+        # Warn before replacing anything, because a warning may be raised as an error.
         for replacement, *_, original in found:
             self._warn_of_others("apply()", replacement.where, original)
         for replacement, owner, name, original in found:
@@ -84,11 +90,11 @@ class Integration:
             print(f"jaxmem: {self._name} {version}: {replacement.where} is replaced")
 
     def undo(self) -> None:
-        """Put back what was there, also where the package has imported it to since.
+        """Restore the originals, also in modules that imported a replacement since.
 
-        Warns:
-            RuntimeWarning: a module outside the package holds a replacement, and goes
-                on calling that.
+        Warns: RuntimeWarning: a module outside the package holds a replacement, and
+        continues to
+                call it.
 
         Raises:
             RuntimeError: nothing has been applied.
@@ -105,7 +111,7 @@ class Integration:
 
     @contextlib.contextmanager
     def applied(self, options: Options) -> Iterator[None]:
-        """`apply` for a while."""
+        """Apply inside a `with` block, and undo at its end."""
         self.apply(options)
         try:
             yield
@@ -135,7 +141,7 @@ class Integration:
         raise IntegrationError(f"{names} is not installed")
 
     def _find(self, replacement: Replacement, version: str) -> tuple[Any, str, Any]:
-        """The object that holds an attribute, its name, and what it is."""
+        """The object that holds an attribute, the attribute's name, and its value."""
         module, _, path = replacement.where.partition(":")
         try:
             owner = importlib.import_module(module)
@@ -162,7 +168,7 @@ class Integration:
         self._undo.append((owner, name, original, made))
 
     def _set_aliases(self, original: Any, made: Any) -> None:
-        """Where `from module import function` has put it, within the package."""
+        """Replace what `from module import function` copied within the package."""
         for module, name in self._holders(original, within=True):
             self._set(module, name, original, made)
 
@@ -184,9 +190,9 @@ class Integration:
             )
 
     def _holders(self, value: Any, within: bool) -> list[tuple[Any, str]]:
-        """Modules in or outside the package that hold an object, and under what name.
+        """Modules in or outside the package that hold an object, and its names there.
 
-        None for an object that is a module, which every user of the package holds.
+        The list is empty for a module object, which every user of the package holds.
         """
         if isinstance(value, types.ModuleType):
             return []

@@ -1,4 +1,4 @@
-"""The heads of Tunix's own models, and the hidden states that reach them."""
+"""Heads of Tunix's own models, and the hidden states that they multiply."""
 
 import contextlib
 import functools
@@ -13,11 +13,12 @@ from jaxmem.integrations._head import Head
 
 
 def head_of(model: Any) -> Head | str:
-    """The head of a model; or the reason why it cannot be served.
+    """The head of a model, or the reason why it is not supported.
 
-    A model of another package is served if it has the methods `jaxmem_head()`, which
-    returns what this function does, and `jaxmem_hidden_states(*args, **kwargs)`, which
-    takes the arguments of the model and returns the states [B, T, D] of its head.
+    A model of another package is supported if it has two methods: `jaxmem_head()`,
+    which returns what this function returns, and `jaxmem_hidden_states(*args,
+    **kwargs)`, which takes the model's arguments and returns the hidden states [B, T,
+    D] of its head.
     """
     if hasattr(model, "jaxmem_head"):
         return model.jaxmem_head()
@@ -41,7 +42,7 @@ def head_of(model: Any) -> Head | str:
 
 
 def hidden_states(model: Any, *args: Any, **kwargs: Any) -> jax.Array:
-    """Call a model up to its head: the states [B, T, D] that it multiplies by W."""
+    """Run a model without its head: the states [B, T, D] that W multiplies."""
     if hasattr(model, "jaxmem_hidden_states"):
         return model.jaxmem_hidden_states(*args, **kwargs)
     with _stopped_at(*_projection(model)) as found:
@@ -57,7 +58,7 @@ def takes_segment_ids(model: Any) -> bool:
 
 
 def _projection(model: Any) -> tuple[Any, str]:
-    """The module that makes logits, and its method."""
+    """The module that computes logits, and the name of its method."""
     if hasattr(model, "lm_head"):
         return model.lm_head, "__call__"
     return model.embedder, "decode"
@@ -72,7 +73,7 @@ def _stopped_at(owner: Any, method: str) -> Iterator[list[jax.Array]]:
 
     @functools.wraps(original)
     def keep(self: Any, x: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
-        if self is not owner:  # a class may serve layers, too
+        if self is not owner:  # a class may be used for other layers too
             return original(self, x, *args, **kwargs)
         found.append(x)
         return jnp.zeros((*x.shape[:-1], 1), x.dtype)

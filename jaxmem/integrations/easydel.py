@@ -1,15 +1,16 @@
 """EasyDeL: log-probabilities and entropies of PPO and GRPO from hidden states.
 
-EasyDeL 0.3.0 makes logits of `lmhead_chunksize` tokens of each row at a time, reads
-them three times in pieces of the vocabulary, and makes them again backward:
+EasyDeL 0.3.0 computes logits of `lmhead_chunksize` tokens of each row at a time, reads
+them three times in pieces of the vocabulary, and recomputes them in the backward pass.
+The replaced function is
 
     easydel.trainers._logprob_utils
         .compute_per_token_logps_and_entropies_from_hidden_states
 
-Tied and untied heads are known, with a bias or without. A head that EasyDeL clips
-(`logit_cap`, which has no gradient beyond it, unlike a softcap), scales, or computes in
-a way of its own model's is left as it is, which is printed once. A negative id counts
-from the end of the vocabulary, as it does to EasyDeL.
+Tied and untied heads are supported, with or without a bias. EasyDeL's own function is
+used, and a message printed once, for a head that EasyDeL clips (`logit_cap`, which has
+no gradient beyond it, unlike a softcap) or scales, or that a model computes with its
+own method. A negative id counts from the end of the vocabulary, as in EasyDeL.
 """
 
 import contextlib
@@ -28,32 +29,40 @@ _GENERIC = ("easydel.infra.base_module", "easydel.modules._base.")
 
 
 def apply(*, chunk: Chunk = 1024, implementation: Implementation | None = None) -> None:
-    """Replace EasyDeL's function, until `undo`; prints which.
+    """Replace EasyDeL's function until `undo`, and print its name.
 
     Args:
         chunk: tokens whose logits may be alive at once, over all rows.
         implementation: as in `jaxmem.logprobs`.
 
     Raises:
-        IntegrationError: EasyDeL is missing, or of a version that is not known.
+        IntegrationError: EasyDeL is missing, or its version is not supported.
     """
     _EASYDEL.apply(Options(chunk, implementation))
 
 
 def undo() -> None:
-    """Put EasyDeL's function back."""
+    """Restore EasyDeL's function."""
     _EASYDEL.undo()
 
 
 def applied(
     *, chunk: Chunk = 1024, implementation: Implementation | None = None
 ) -> contextlib.AbstractContextManager[None]:
-    """`apply` for the time of a `with` block."""
+    """Apply inside a `with` block, and undo at its end.
+
+    Args:
+        chunk: as in `apply`.
+        implementation: as in `apply`.
+
+    Returns:
+        The context manager.
+    """
     return _EASYDEL.applied(Options(chunk, implementation))
 
 
 def head_of(module: Any) -> Head | str:
-    """The head of the module that projects to logits; or why it cannot be served."""
+    """The head of the module that computes logits, or why it is not supported."""
     name = type(module).__name__
     if not hasattr(module, "compute_lm_logits"):
         return f"{name} has no compute_lm_logits"
@@ -66,7 +75,7 @@ def head_of(module: Any) -> Head | str:
     layer = module.get_lm_head()
     if layer._scale_operator(1.0) != 1.0:
         return f"the head of {name} scales its logits"
-    # The first of these that the config has decides, as EasyDeL reads them.
+    # EasyDeL reads the first of these keys that its config has.
     flags = [key for key in _TIED if hasattr(module.config, key)]
     bias = None if layer.bias is None else layer.bias[...]
     if flags and getattr(module.config, flags[0]):
@@ -98,7 +107,7 @@ def _logps_and_entropies(
             )
         if hasattr(module, "prepare_lm_head_inputs"):
             hidden_states = module.prepare_lm_head_inputs(hidden_states)
-        if head.dtype != hidden_states.dtype:  # no dtype of the layer's own: promoted
+        if head.dtype != hidden_states.dtype:  # without its own dtype: promote
             wide = jnp.promote_types(head.dtype, hidden_states.dtype)
             own = module.get_lm_head().dtype
             head = head._replace(dtype=own or wide)
@@ -115,7 +124,7 @@ def _logps_and_entropies(
 
 
 def _projection(model: Any) -> Any:
-    """The model, or the one inside it, that makes logits; None where neither does."""
+    """The model, or its inner model, that computes logits; None if neither does."""
     for candidate in (model, getattr(model, "model", None)):
         if hasattr(candidate, "compute_lm_logits"):
             return candidate

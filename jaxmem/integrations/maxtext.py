@@ -1,18 +1,20 @@
 """MaxText: the loss of vocabulary tiling without logits, and hidden states for Tunix.
 
-MaxText 0.2.5 makes logits of B·T / num_vocab_tiling tokens at a time, a one-hot of the
-same size beside them, and makes both again in the backward pass, summing the head's
-gradient in its own type. Here jaxmem does that, by `chunk`, whatever num_vocab_tiling
-is (it must stay above 1, which is what asks MaxText for hidden states):
+MaxText 0.2.5 computes logits of B·T / num_vocab_tiling tokens at a time and a one-hot
+of the same size, recomputes both in the backward pass, and accumulates the head's
+gradient in its own dtype. Here jaxmem computes the loss in tiles of `chunk` tokens,
+whatever num_vocab_tiling is (it must stay above 1, because MaxText then provides hidden
+states). The replaced functions and class are
 
     maxtext.utils.vocabulary_tiling.vocab_tiling_nnx_loss
-    maxtext.utils.vocabulary_tiling.vocab_tiling_linen_loss   (where there is one)
+    maxtext.utils.vocabulary_tiling.vocab_tiling_linen_loss   (if it exists)
     maxtext.integration.tunix.tunix_adapter.TunixMaxTextAdapter   gets hidden states
 
-The z-loss and the mask of segments are MaxText's, as are the final norm and its
-dropout. Tied and untied heads are known, of Linen models and of NNX ones. Left as they
-are, which is printed once: a quantised head, one with LoRA, parameters offloaded to the
-host, and a Linen decoder inside an NNX model (pure_nnx_decoder=False).
+The z-loss and the segment mask are MaxText's, and so are the final norm and its
+dropout. Tied and untied heads are supported, of Linen models and of NNX ones. MaxText's
+own function is used, and a message printed once, for a quantised head, one with LoRA,
+parameters offloaded to the host, and a Linen decoder inside an NNX model
+(pure_nnx_decoder=False).
 """
 
 import contextlib
@@ -32,32 +34,40 @@ from jaxmem.integrations._replace import Integration, Replacement
 
 
 def apply(*, chunk: Chunk = 1024, implementation: Implementation | None = None) -> None:
-    """Replace MaxText's functions, until `undo`; prints which.
+    """Replace MaxText's functions until `undo`, and print their names.
 
     Args:
         chunk: tokens whose logits may be alive at once.
         implementation: as in `jaxmem.logprobs`.
 
     Raises:
-        IntegrationError: MaxText is missing, or of a version that is not known.
+        IntegrationError: MaxText is missing, or its version is not supported.
     """
     _MAXTEXT.apply(Options(chunk, implementation))
 
 
 def undo() -> None:
-    """Put MaxText's functions back."""
+    """Restore MaxText's functions."""
     _MAXTEXT.undo()
 
 
 def applied(
     *, chunk: Chunk = 1024, implementation: Implementation | None = None
 ) -> contextlib.AbstractContextManager[None]:
-    """`apply` for the time of a `with` block."""
+    """Apply inside a `with` block, and undo at its end.
+
+    Args:
+        chunk: as in `apply`.
+        implementation: as in `apply`.
+
+    Returns:
+        The context manager.
+    """
     return _MAXTEXT.applied(Options(chunk, implementation))
 
 
 def head_of(model: Any) -> Head | str:
-    """The head of a MaxText transformer; or why it cannot be served."""
+    """The head of a MaxText transformer, or why it is not supported."""
     config, decoder = model.config, model.decoder
     if hasattr(decoder, "to_nnx__module"):
         return "its decoder is a Linen module inside NNX (pure_nnx_decoder=False)"
@@ -66,8 +76,8 @@ def head_of(model: Any) -> Head | str:
     compute = jnp.float32 if config.logits_dot_in_fp32 else config.dtype
     if config.logits_via_embedding:
         table, cap = model.token_embedder.embedding[...], config.final_logits_soft_cap
-        # Multiplied in bfloat16 whatever its type; cap tanh(z / s cap) is what is made
-        # of z / s, and what a cap of s cap makes of z, divided by s.
+        # MaxText multiplies in bfloat16 whatever the table's dtype. It computes
+        # cap tanh(z / s cap) from z / s: a softcap of s cap on z, divided by s.
         scale = math.sqrt(table.shape[1]) if config.normalize_embedding_logits else 1.0
         return Head(
             table.astype(jnp.bfloat16),
@@ -89,13 +99,13 @@ def head_of(model: Any) -> Head | str:
 
 
 def final_states(model: Any, hidden: jax.Array, deterministic: bool) -> jax.Array:
-    """What the head multiplies: MaxText leaves norm and dropout to it."""
+    """The operand of the head's product, after MaxText's norm and dropout."""
     decoder = model.decoder
     normed = decoder.decoder_norm(hidden)
     return decoder.dropout(normed, deterministic=deterministic)
 
 
-# ----------------------------------------------------------- what is replaced
+# ----------------------------------------------------------- replacements
 
 
 def _loss(
@@ -147,7 +157,7 @@ def _linen_loss(
 
 
 class _Linen:
-    """A Linen transformer and its parameters, seen as an NNX one is."""
+    """A Linen transformer and its parameters, with the attributes of an NNX one."""
 
     def __init__(self, model: Any, params: Any):
         self.config, self._model, self._params = model.config, model, params
@@ -162,7 +172,7 @@ class _Linen:
         return _Held(self._params["params"]["decoder"]["logits_dense"])
 
     def states(self, hidden: jax.Array) -> jax.Array:
-        """What the head multiplies: its one product is stopped at."""
+        """The operand of the head's product, recorded by intercepting that product."""
         layers: Any = importlib.import_module("maxtext.layers.decoders")
         found: list[jax.Array] = []
 
@@ -199,7 +209,7 @@ class _Held:
 
 
 def _adapter(original: type, options: Options, say: Callable[[str], None]) -> type:
-    """The adapter, with what `jaxmem.integrations.tunix` asks models for."""
+    """The adapter class with the methods that `jaxmem.integrations.tunix` calls."""
 
     class TunixMaxTextAdapter(original):
         def jaxmem_head(self) -> Head | str:

@@ -1,22 +1,23 @@
-"""SkyRL-tx: log-probabilities of its models, in float32, without any logits kept.
+"""SkyRL-tx: float32 log-probabilities of its models, without storing logits.
 
-SkyRL-tx makes logits of `loss_chunk_size` tokens at a time in a `lax.map`, and keeps
-them all for the backward pass unless `gradient_checkpointing` is on; with bfloat16
-weights its log-probabilities are bfloat16. Here they are float32, and no logits are
-kept:
+SkyRL-tx computes logits of `loss_chunk_size` tokens at a time in a `lax.map`, and
+stores them all for the backward pass unless `gradient_checkpointing` is on; with
+bfloat16 weights its log-probabilities are bfloat16. Here they are float32, and no
+logits are stored. The replaced method is
 
     LogitsProcessorMixin._compute_chunked_logprobs
 
-of `skyrl.tx.utils.logits_processor`, where `skyrl` is installed (0.3.0, 0.4.0), or else
-of `tx.utils.logits_processor`, where `skyrl-tx` is (0.3.0).
+of `skyrl.tx.utils.logits_processor`, if `skyrl` is installed (0.3.0, 0.4.0), or else
+of `tx.utils.logits_processor`, if `skyrl-tx` is (0.3.0).
 
-Tied and untied heads are known, and adapters on the head: their matrices are part of
-a wider head, [W; B_1; ...; B_n], on states [h; s_1 h A_1; ...], where only the adapter
-of a token is not 0. That makes a gradient of W too, and throws it away. A call without
-`adapter_indices` takes the first adapter, as SkyRL's does. A head of another kind is
-left as it is, which is printed once (a tied head of skyrl-tx 0.3.0, a plain function,
-is one); loss_chunk_size=0 asks for logits, and gets them. A negative id counts from the
-end of the vocabulary, as it does to SkyRL.
+Tied and untied heads are supported, and so are adapters of the head: their matrices
+become part of a wider head, [W; B_1; ...; B_n], applied to states [h; s_1 h A_1; ...],
+in which only the part of the token's own adapter is not 0. That computes a gradient of
+W too, and discards it. A call without `adapter_indices` uses the first adapter, as
+SkyRL does. SkyRL's own method is used, and a message printed once, for a head of
+another kind (such as a tied head of skyrl-tx 0.3.0, which is a plain function).
+loss_chunk_size=0 requests logits, and returns them. A negative id counts from the end
+of the vocabulary, as in SkyRL.
 """
 
 import contextlib
@@ -33,40 +34,48 @@ from jaxmem.integrations._replace import Integration, Replacement
 
 
 def apply(*, chunk: Chunk = 1024, implementation: Implementation | None = None) -> None:
-    """Replace SkyRL-tx's method, until `undo`; prints which.
+    """Replace SkyRL-tx's method until `undo`, and print its name.
 
     Args:
         chunk: tokens whose logits may be alive at once.
         implementation: as in `jaxmem.logprobs`.
 
     Raises:
-        IntegrationError: SkyRL is missing, or its method takes other arguments.
+        IntegrationError: SkyRL is missing, or its method has other arguments.
     """
     _SKYRL.apply(Options(chunk, implementation))
 
 
 def undo() -> None:
-    """Put SkyRL-tx's method back."""
+    """Restore SkyRL-tx's method."""
     _SKYRL.undo()
 
 
 def applied(
     *, chunk: Chunk = 1024, implementation: Implementation | None = None
 ) -> contextlib.AbstractContextManager[None]:
-    """`apply` for the time of a `with` block."""
+    """Apply inside a `with` block, and undo at its end.
+
+    Args:
+        chunk: as in `apply`.
+        implementation: as in `apply`.
+
+    Returns:
+        The context manager.
+    """
     return _SKYRL.applied(Options(chunk, implementation))
 
 
 def head_of(model: Any) -> Head | str:
-    """A model's head without adapters; or why it cannot be served."""
+    """A model's head without adapters, or why it is not supported."""
     layer = getattr(model, "lm_head", None)
     if layer is None:
         inner = getattr(model, "model", None)
-        inner = getattr(inner, "language_model", inner)  # beside one for images
+        inner = getattr(inner, "language_model", inner)  # of a multimodal model
         embed = getattr(inner, "embed_tokens", None)
         if embed is None:
             return f"{type(model).__name__} has neither lm_head nor model.embed_tokens"
-        # SkyRL multiplies states by the table as it is, without its adapters.
+        # SkyRL multiplies states by the stored table, without its adapters.
         W = embed.embedding[...]
         return Head(W, "vd", W.dtype)
     if not hasattr(layer, "kernel"):
@@ -79,7 +88,7 @@ def head_of(model: Any) -> Head | str:
 def _with_adapters(
     head: Head, layer: Any, hidden: jax.Array, adapters: jax.Array
 ) -> tuple[jax.Array, Head]:
-    """[N, D + n·r] states, and the head that adapters have widened likewise."""
+    """States [N, D + n·r], and the head widened by the adapters' matrices."""
     A, B, scaling = (x[...] for x in (layer.lora_A, layer.lora_B, layer.lora_scaling))
     count, _, rank = A.shape
     hidden = hidden.astype(head.dtype)

@@ -1,28 +1,28 @@
 """Tunix: log-probabilities and entropies of PPO, GRPO, DPO and SFT, without logits.
 
-Tunix makes the logits [B, T, V] in float32, keeps them for the backward pass and makes
-a softmax of them for the entropy; 0.1.8 can make them a chunk of T at a time, where
-`compute_logps_chunk_size` asks for that. Here its models run up to their head, and
-jaxmem does the rest, whatever that option is:
+Tunix computes the logits [B, T, V] in float32, stores them for the backward pass and
+computes a softmax of them for the entropy. 0.1.8 can compute them in chunks of T, if
+`compute_logps_chunk_size` is set. Here its models run up to their head, and jaxmem
+computes the rest, whatever that option is. The replaced functions are
 
     tunix.rl.common.compute_per_token_logps   GRPO, PPO, reference and rollout
     tunix.rl.common.get_per_token_logps       DPO and ORPO
     tunix.sft.peft_trainer._default_loss_fn   SFT
-    tunix.rl.common.compute_chunked_logps     what else calls it (0.1.8)
+    tunix.rl.common.compute_chunked_logps     other callers (0.1.8)
 
 Distillation, which compares logits, and the trainers of `tunix.experimental`, which
-have a loss of their own, keep their logits. 0.1.8 is no release yet: its sources of
-August 2026 are known, and `apply` refuses others by their arguments.
+have their own loss, continue to compute logits. 0.1.8 is not released yet: its sources
+of August 2026 are supported, and `apply` rejects others by their arguments.
 
-Tied and untied heads of Tunix's own models are known, and MaxText's through its
-adapter; a head with LoRA, a quantised one or another model's is left as it is, which is
-printed once.
+Tied and untied heads of Tunix's own models are supported, and MaxText's through its
+adapter. Tunix's own function is used, and a message printed once, for a head with LoRA,
+a quantised head or the head of another model.
 
-Ids mean what they mean to Tunix, also where jaxmem's verbs differ, which mask negative
-labels. The functions of `tunix.rl.common` take a negative id from the end of the
-vocabulary, as indexing does (an eos_id of -1 is token V - 1), and make NaN of an id
-outside [-V, V). The loss of SFT counts a negative id as 0; an id of V or more makes it
-NaN, where Tunix's own counts that as 0, too.
+Ids have their meaning in Tunix, also where jaxmem's verbs differ, which mask negative
+labels. In the functions of `tunix.rl.common`, a negative id counts from the end of the
+vocabulary, as in indexing (an eos_id of -1 is token V - 1), and an id outside [-V, V)
+gives NaN. In the SFT loss, a negative id counts as 0; an id of V or more gives NaN,
+whereas Tunix counts that as 0 too.
 """
 
 import contextlib
@@ -46,38 +46,46 @@ from jaxmem.integrations._tunix_models import (
 
 
 class Entropies:
-    """What stands where logits were asked for only to make entropies of them."""
+    """Entropies that replace logits requested only to compute entropies."""
 
     def __init__(self, entropy: jax.Array):
         self.entropy = entropy
 
 
 def apply(*, chunk: Chunk = 1024, implementation: Implementation | None = None) -> None:
-    """Replace Tunix's functions, until `undo`; prints which.
+    """Replace Tunix's functions until `undo`, and print their names.
 
     Args:
         chunk: tokens whose logits may be alive at once, over all rows.
         implementation: as in `jaxmem.logprobs`.
 
     Raises:
-        IntegrationError: Tunix is missing, or of a version that is not known.
+        IntegrationError: Tunix is missing, or its version is not supported.
     """
     _TUNIX.apply(Options(chunk, implementation))
 
 
 def undo() -> None:
-    """Put Tunix's functions back."""
+    """Restore Tunix's functions."""
     _TUNIX.undo()
 
 
 def applied(
     *, chunk: Chunk = 1024, implementation: Implementation | None = None
 ) -> contextlib.AbstractContextManager[None]:
-    """`apply` for the time of a `with` block."""
+    """Apply inside a `with` block, and undo at its end.
+
+    Args:
+        chunk: as in `apply`.
+        implementation: as in `apply`.
+
+    Returns:
+        The context manager.
+    """
     return _TUNIX.applied(Options(chunk, implementation))
 
 
-# ----------------------------------------------------------- what is replaced
+# ----------------------------------------------------------- replacements
 
 
 def _per_token_logps(
@@ -87,14 +95,17 @@ def _per_token_logps(
     option: str,
     of_entropies: Callable[[jax.Array], Any] | None,
 ) -> Callable:
-    """`compute_per_token_logps`, whose second result is optional.
+    """The replacement of `compute_per_token_logps`, whose second result is optional.
 
     Args:
-        original: Tunix's.
-        options: how the head runs.
-        say: prints why a call is left to the original.
-        option: the argument that asks for the second result.
-        of_entropies: what makes that of entropies; None where it is logits.
+        original: Tunix's function.
+        options: of the head.
+        say: prints why a call uses the original.
+        option: name of the argument that requests the second result.
+        of_entropies: computes the second result from entropies; None if it is logits.
+
+    Returns:
+        The replacement.
     """
     common: Any = inspect.getmodule(original)
     signature = inspect.signature(original)
@@ -133,7 +144,7 @@ def _scores_of_ids(
     common, model, options, *, prompt_tokens, completion_tokens, pad_id, eos_id,
     images, segment_ids, segment_positions, temperature, entropy, chunk_size=0,
 ) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
-    """Log-probabilities and entropies of the completions, or of packed rows whole."""
+    """Log-probabilities and entropies of completions, or of whole packed rows."""
     head, packed = head_of(model), segment_ids is not None
     assert isinstance(head, Head)
     tokens, positions, mask, padding = common.process_ids(
@@ -151,11 +162,11 @@ def _scores_of_ids(
         hidden[:, -kept - 1 : -1], head, as_index(tokens[:, -kept:], head), options,
         temperature=temperature, entropy=entropy,
     )  # fmt: skip
-    if packed:  # so that logps[i] is of token i
+    if packed:  # shift, so that logps[i] belongs to token i
         front = ((0, 0), (1, 0))
         logps = jnp.pad(logps, front)
         if entropies is not None:
-            # Tunix pads logits with 0, whose entropy is ln V; or, in chunks, entropies.
+            # Tunix pads logits by 0, whose entropy is ln V; in chunks, entropies by 0.
             first = 0.0 if chunk_size else jnp.log(head.n_columns)
             entropies = jnp.pad(entropies, front, constant_values=first)
     return logps, entropies
@@ -176,7 +187,7 @@ def _without_logits(
 
 
 class _Common:
-    """`tunix.rl.common` as `algo_core` sees it, which asks for logits for entropies."""
+    """`tunix.rl.common` for `algo_core`, which requests logits to compute entropies."""
 
     def __init__(self, module: Any, compute_per_token_logps: Callable):
         self._module = module
@@ -262,7 +273,7 @@ def _default_loss(
         total, count = -jnp.sum(logps * mask), jnp.sum(mask)
         if not hasattr(utils, "LossOutput"):
             return total / (count + 1e-8)
-        # Sums, which the trainer divides after it has added up micro-batches.
+        # Sums, which the trainer divides after accumulating micro-batches.
         loss = utils.WeightedMetric(total, count, eps=1e-8)
         return utils.LossOutput(primary_loss=loss, aux_metrics={})
 
@@ -320,7 +331,7 @@ _LOSS = Replacement(
     _default_loss,
     ("model", "input_tokens", "input_mask", "positions", "attention_mask", "images"),
 )
-# Of 0.1.7, whose algorithms ask for logits, to make entropies of them.
+# In 0.1.7, algorithms request logits to compute entropies from them.
 _LOGPS_OR_LOGITS = Replacement(
     "tunix.rl.common:compute_per_token_logps",
     _without_logits,

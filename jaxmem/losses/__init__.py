@@ -1,29 +1,30 @@
 """Losses of tokens and sequences as plain functions of log-probabilities.
 
-Functions of tokens take arrays of one shape and return a loss a token of that shape,
-float32 (float64 for float64 arrays), so that they go into `jaxmem.token_loss`, where
-loss and gradient come from one pass over the vocabulary (6NVD), or onto the results of
-`jaxmem.logprobs` and `jaxmem.token_stats` (8NVD). They are to be minimised. What a
-masked token adds is for the caller's mask or weights to leave out.
+Token losses take arrays of one shape and return a loss per token of that shape, in
+float32 (float64 for float64 arrays). They can be used inside `jaxmem.token_loss`, where
+loss and gradient come from one pass over the vocabulary (6NVD), or on the results of
+`jaxmem.logprobs` and `jaxmem.token_stats` (8NVD). All are to be minimised. The caller's
+mask or weights must remove the losses of masked tokens.
 
-**How to average** is no option of a loss but a number known before the pass: multiply
-by a weight a token, or divide the sum by a count, of the whole step and over all its
-micro-batches. A mean over tokens (DAPO) divides by the tokens that count; a mean over
-sequences of their means (GRPO, GSPO) has `sequence_mean_weights`; Dr. GRPO divides by
-the number of sequences times the longest answer allowed.
+**Averaging** is not an option of a loss. It needs a number that is known before the
+pass: multiply by a weight per token, or divide the sum by a count over the whole step
+and all its micro-batches. A mean over tokens (DAPO) divides by the number of unmasked
+tokens; a mean over the means of sequences (GRPO, GSPO) uses `sequence_mean_weights`;
+Dr. GRPO divides by the number of sequences times the maximum completion length.
 
 **Losses that couple tokens** (`gspo` by its sequence's ratio, `dpo` and `ipo` by a pair
-of sequences) need log-probabilities before any token's loss is known: a forward-only
-pass (2NVD) fixes the coupling, then `token_loss` (6NVD); or `logprobs`, differentiated
-as it stands (8NVD as well, with one pass over the trunk instead of two). Any such loss
-of log-probabilities `lp` becomes one for `token_loss` by its slopes,
+of sequences) need log-probabilities before any token's loss is known. Either a
+forward-only pass (2NVD) fixes the coupling, followed by `token_loss` (6NVD); or
+`logprobs` is differentiated directly (8NVD as well, with one pass over the trunk
+instead of two). Any such loss of log-probabilities `lp` becomes one for `token_loss` by
+its slopes,
 
     slope = jax.grad(loss)(lp)        out = slope · stats.logprob
 
-which has the gradient of `loss`, though not its value.
+which has the gradient of `loss`, but not its value.
 
-Ratios of probabilities are e^δ with δ clamped to ±20: nothing overflows, and past the
-clamp, as where a ratio is clipped, the gradient is exactly 0.
+Probability ratios are e^δ with δ clamped to ±20: nothing overflows. Beyond the clamp,
+and where a loss clips a ratio, the gradient is exactly 0.
 """
 
 from jaxmem.losses.policy import (

@@ -1,4 +1,4 @@
-"""How far the trainer's log-probabilities are from the sampler's."""
+"""Measures the difference between the trainer's and the sampler's log-probabilities."""
 
 import math
 from typing import NamedTuple
@@ -14,17 +14,17 @@ from jaxmem.losses.ratios import as_tokens, kl_k1, kl_k3
 
 
 class MismatchReport(NamedTuple):
-    """Scalars; float32 but for the count, and all 0 where no token counts.
+    """Scalars; float32 except the count, and all 0 if no token counts.
 
     Attributes:
-        tokens: how many count, int32.
-        mean: of |Δ| in nats, Δ = train_logp - rollout_logp.
+        tokens: number of unmasked tokens, int32.
+        mean: mean of |Δ| in nats, Δ = train_logp - rollout_logp.
         p95: 95th percentile of |Δ|, interpolated between its two neighbours.
-        max: of |Δ|.
-        outside_1_25: share of tokens whose ratio e^Δ is outside [1/1.25, 1.25].
-        outside_2: share of tokens whose ratio is outside [1/2, 2].
-        k1: mean of -Δ, estimates KL(rollout ‖ train).
-        k3: mean of e^Δ - 1 - Δ, estimates the same, and is never negative.
+        max: maximum of |Δ|.
+        outside_1_25: fraction of tokens whose ratio e^Δ is outside [1/1.25, 1.25].
+        outside_2: fraction of tokens whose ratio is outside [1/2, 2].
+        k1: mean of -Δ, an estimate of KL(rollout ‖ train).
+        k3: mean of e^Δ - 1 - Δ, another estimate of it, which is never negative.
     """
 
     tokens: jax.Array
@@ -41,27 +41,27 @@ class MismatchReport(NamedTuple):
 def mismatch_report(
     train_logp: ArrayLike, rollout_logp: ArrayLike, where: ArrayLike | None = None
 ) -> MismatchReport:
-    """How far the trainer's log-probabilities are from the sampler's.
+    """Compare the trainer's log-probabilities with the sampler's.
 
         Δ = train_logp - rollout_logp
 
-    Both of the same tokens under the same weights; what remains is the difference of
-    two implementations. Runs under jit.
+    Both must be of the same tokens under the same weights; the difference is then that
+    of two implementations. Runs under jit.
 
     Args:
-        train_logp: what `jaxmem.logprobs` says of each token [...].
-        rollout_logp: what the sampler said of it [...].
-        where: booleans that broadcast to the tokens; False leaves a token out, even
-            if it is NaN.
+        train_logp: log-probability of each token by `jaxmem.logprobs` [...].
+        rollout_logp: log-probability of each token by the sampler [...].
+        where: booleans that broadcast to the tokens; False excludes a token, even if it
+            is NaN.
 
     Returns:
         A `MismatchReport` of scalars: tokens, mean, p95, max, outside_1_25, outside_2,
         k1, k3. In k3, Δ is clamped to ±20.
 
-    **Memory**: some arrays of the tokens, one of them sorted.
+    **Memory**: a few arrays of the tokens' shape, one of them sorted.
 
     Raises:
-        TypeError, ValueError: shapes that disagree, a where that is not boolean.
+        TypeError, ValueError: shapes disagree, or where is not boolean.
 
     >>> import jax.numpy as jnp, jaxmem
     >>> train, rollout = jnp.array([-1.0, -2.0, -0.5]), jnp.array([-1.0, -1.0, 9.0])
@@ -98,12 +98,12 @@ def mismatch_report(
 
 
 def _outside(distance, ratio):
-    """1 where the ratio is outside [1/ratio, ratio], or is NaN."""
+    """1 where the ratio is outside [1/ratio, ratio] or NaN."""
     return 1.0 - (distance <= math.log(ratio)).astype(distance.dtype)
 
 
 def _p95(distance, where, tokens):
-    """Between the neighbours of rank 0.95 (n - 1), which integers hold for any n."""
+    """The 95th percentile, at rank 0.95 (n - 1), computed in integers for any n."""
     if distance.size == 0:
         return jnp.zeros((), distance.dtype)
     ranked = jnp.sort(jnp.where(where, distance, jnp.inf), axis=None)
@@ -112,7 +112,7 @@ def _p95(distance, where, tokens):
     below = 95 * hundreds + whole
     low, high = ranked[below], ranked[below + (share > 0).astype(below.dtype)]
     between = low + (high - low) * (share.astype(ranked.dtype) / 100)
-    between = jnp.where(low == high, low, between)  # of infinities, too
-    # NaN sorts last, behind the tokens left out.
+    between = jnp.where(low == high, low, between)  # also if both are infinite
+    # NaN sorts last, after the tokens that are excluded.
     between = jnp.where(jnp.isnan(jnp.max(distance, initial=0)), jnp.nan, between)
     return jnp.where(tokens > 0, between, 0)

@@ -1,7 +1,8 @@
-"""Losses of a policy's tokens: by how much to move each log-probability, and when not.
+"""Policy-gradient losses per token.
 
-With r = e^(logprob - old_logprob) and advantage A, PPO and its kin are -A·r with r
-clipped on the side that the sign of A chooses: the min of two products, said with one.
+With r = e^(logprob - old_logprob) and the advantage A, PPO and its variants are -A·r
+with r clipped on the side that the sign of A selects. That equals the minimum of the
+two products in their papers, but needs only one product.
 """
 
 import jax
@@ -19,13 +20,16 @@ from jaxmem.losses.ratios import (
 
 
 def policy_gradient(logprob: ArrayLike, advantages: ArrayLike) -> jax.Array:
-    """REINFORCE: the log-probability, weighted by how good the token was.
+    """REINFORCE: the log-probability, weighted by the advantage.
 
         out = -A · logprob
 
     Args:
         logprob: under the policy being updated [...], which sampled the tokens.
-        advantages: A, constants [...]; a sequence's, at each of its tokens.
+        advantages: A, constants [...]; a sequence's advantage at each of its tokens.
+
+    Returns:
+        A loss per token [...].
 
     >>> import jax.numpy as jnp
     >>> from jaxmem import losses
@@ -48,26 +52,29 @@ def ppo_clip(
     clip_high: Coefficient = 0.2,
     dual_clip: Coefficient | None = None,
 ) -> jax.Array:
-    """PPO's clipped surrogate, with the dual clip if asked.
+    """PPO's clipped surrogate, optionally with the dual clip.
 
         r = e^(logprob - old_logprob)
         out = -min(r·A, clip(r, 1 - clip_low, 1 + clip_high)·A)
         out = min(out, -dual_clip·A)  where A < 0
 
     That is -A·r with r clipped at 1 + clip_high where A > 0, and to [1 - clip_low,
-    dual_clip] where A < 0; where it is clipped, the gradient is exactly 0.
+    dual_clip] where A < 0. Where r is clipped, the gradient is exactly 0.
 
     Args:
         logprob: under the policy being updated [...].
-        old_logprob: under the policy that sampled, a constant [...].
+        old_logprob: under the behaviour policy, which sampled; a constant [...].
         advantages: A, constants [...].
-        clip_low: how far below 1 a ratio may pull, in [0, 1].
-        clip_high: how far above 1.
-        dual_clip: largest ratio of a token with A < 0, above 1 (3 is common); None
-            for none but e^20.
+        clip_low: distance of the lower clip from 1, in [0, 1].
+        clip_high: distance of the upper clip from 1.
+        dual_clip: largest ratio of a token with A < 0, above 1 (3 is common); None for
+            no bound except e^20.
+
+    Returns:
+        A loss per token [...].
 
     Raises:
-        ValueError: shapes that disagree, a coefficient out of its range.
+        ValueError: shapes disagree, or a coefficient is out of its range.
 
     >>> import jax.numpy as jnp
     >>> from jaxmem import losses
@@ -95,21 +102,24 @@ def grpo(
     clip_high: Coefficient = 0.2,
     beta: Coefficient = 0.04,
 ) -> jax.Array:
-    """GRPO: PPO's surrogate and the distance to a reference.
+    """GRPO: PPO's surrogate plus a KL term to a reference policy.
 
         out = ppo_clip(logprob, old_logprob, A) + beta · kl_k3(logprob, ref_logprob)
 
-    With A of `grpo_advantages` and averaged with `sequence_mean_weights`. Without a
-    reference, `ppo_clip` is all of it.
+    Use A from `grpo_advantages`, and average with `sequence_mean_weights`. Without a
+    reference policy, use `ppo_clip`.
 
     Args:
         logprob: under the policy being updated [...].
-        old_logprob: under the policy that sampled, a constant [...].
-        ref_logprob: under the reference, a constant [...].
+        old_logprob: under the behaviour policy, which sampled; a constant [...].
+        ref_logprob: under the reference policy, a constant [...].
         advantages: of the sequence, at each of its tokens [...].
         clip_low: as in `ppo_clip`.
         clip_high: as in `ppo_clip`.
         beta: weight of the KL term.
+
+    Returns:
+        A loss per token [...].
 
     >>> import jax.numpy as jnp
     >>> from jaxmem import losses
@@ -139,10 +149,20 @@ def dr_grpo(
 
         out = ppo_clip(logprob, old_logprob, A),   A = r - mean(r)
 
-    The loss of a token is PPO's; what differs is around it. Advantages are those of
-    `grpo_advantages(..., normalize_std=False)`, and the sum over all tokens is divided
-    by a constant, the number of sequences times the longest answer allowed, instead of
-    by each answer's own length. Args are those of `ppo_clip`.
+    The loss per token is PPO's; advantages and averaging differ. Advantages are those
+    of `grpo_advantages(..., normalize_std=False)`, and the sum over all tokens is
+    divided by a constant, the number of sequences times the maximum completion length,
+    instead of by the length of each completion.
+
+    Args:
+        logprob: as in `ppo_clip`.
+        old_logprob: as in `ppo_clip`.
+        advantages: as in `ppo_clip`.
+        clip_low: as in `ppo_clip`.
+        clip_high: as in `ppo_clip`.
+
+    Returns:
+        A loss per token [...].
 
     >>> import jax.numpy as jnp
     >>> from jaxmem import losses
@@ -165,13 +185,22 @@ def dapo(
     clip_low: Coefficient = 0.2,
     clip_high: Coefficient = 0.28,
 ) -> jax.Array:
-    """DAPO: PPO's surrogate with more room to raise an unlikely token.
+    """DAPO: PPO's surrogate with a higher upper clip, for unlikely tokens.
 
         out = -min(r·A, clip(r, 1 - clip_low, 1 + clip_high)·A),   clip_high > clip_low
 
-    A mean over tokens: divide the sum by the tokens of the whole step. Groups whose
-    rewards are all equal, which DAPO samples anew, have advantage 0. Args are those of
-    `ppo_clip`.
+    Average over tokens: divide the sum by the number of tokens of the whole step.
+    Groups whose rewards are all equal, which DAPO resamples, have advantage 0.
+
+    Args:
+        logprob: as in `ppo_clip`.
+        old_logprob: as in `ppo_clip`.
+        advantages: as in `ppo_clip`.
+        clip_low: as in `ppo_clip`.
+        clip_high: as in `ppo_clip`.
+
+    Returns:
+        A loss per token [...].
 
     >>> import jax.numpy as jnp
     >>> from jaxmem import losses
@@ -199,19 +228,22 @@ def gspo(
         s = e^sequence_log_ratio · p / stop_gradient(p),   p = e^logprob
         out = -min(s·A, clip(s, 1 - clip_low, 1 + clip_high)·A)
 
-    GSPO-token, of GSPO's value and gradient where a sequence has one advantage; for
-    averaging with `sequence_mean_weights`. The ratio couples tokens: it comes from
-    `sequence_log_ratio` and a forward-only pass (2NVD) under the same weights, after
-    which this loss goes into `token_loss` (6NVD); or, on log-probabilities of
-    `jaxmem.logprobs`, from these (8NVD in all). In the first update after sampling it
+    This is GSPO-token, which has GSPO's value and gradient if a sequence has one
+    advantage. Average with `sequence_mean_weights`. The ratio couples tokens. Either
+    `sequence_log_ratio` computes it from a forward-only pass (2NVD) under the same
+    weights, and this loss goes into `token_loss` (6NVD); or both use log-probabilities
+    of `jaxmem.logprobs` (8NVD in all). In the first update after sampling the log-ratio
     is 0, and needs no pass.
 
     Args:
         logprob: under the policy being updated [...].
-        sequence_log_ratio: at each token of the sequence, a constant [...].
+        sequence_log_ratio: of the sequence, at each of its tokens; a constant [...].
         advantages: of the sequence, at each of its tokens [...].
-        clip_low: as in `ppo_clip`; small, as the ratio is a geometric mean.
-        clip_high: likewise.
+        clip_low: as in `ppo_clip`; small, because the ratio is a geometric mean.
+        clip_high: as in `ppo_clip`; also small.
+
+    Returns:
+        A loss per token [...].
 
     >>> import jax.numpy as jnp
     >>> from jaxmem import losses
@@ -237,14 +269,24 @@ def cispo(
     clip_low: Coefficient = 1.0,
     clip_high: Coefficient = 4.0,
 ) -> jax.Array:
-    """CISPO: the weight of a token is clipped, its gradient never lost.
+    """CISPO: REINFORCE with clipped importance weights, so every token has a gradient.
 
         r = e^(logprob - old_logprob)
         out = -stop_gradient(clip(r, 1 - clip_low, 1 + clip_high)) · A · logprob
 
-    Args are those of `ppo_clip`, but clip_low may be above 1: ratios are positive, so
-    that from 1 on there is no lower bound, which is what verl's `clip_ratio_low=10`
-    says. The defaults clip weights at 5 and not below, as in ScaleRL.
+    Ratios are positive, so a clip_low of 1 or more means no lower bound, as verl's
+    `clip_ratio_low=10` does. The defaults clip weights at 5 and not below, as in
+    ScaleRL.
+
+    Args:
+        logprob: as in `ppo_clip`.
+        old_logprob: as in `ppo_clip`.
+        advantages: as in `ppo_clip`.
+        clip_low: distance of the lower clip from 1; it may be above 1.
+        clip_high: distance of the upper clip from 1.
+
+    Returns:
+        A loss per token [...].
 
     >>> import jax.numpy as jnp
     >>> from jaxmem import losses
@@ -265,13 +307,16 @@ def cispo(
 
 
 def entropy_bonus(entropy: ArrayLike, *, coefficient: Coefficient = 0.01) -> jax.Array:
-    """A reward for staying undecided; to be added to a policy's loss.
+    """A reward for high entropy; add it to a policy's loss.
 
         out = -coefficient · entropy
 
     Args:
         entropy: of each token's distribution [...].
         coefficient: weight of the bonus.
+
+    Returns:
+        A loss per token [...].
 
     >>> import jax.numpy as jnp
     >>> from jaxmem import losses
@@ -286,7 +331,7 @@ def entropy_bonus(entropy: ArrayLike, *, coefficient: Coefficient = 0.01) -> jax
 
 
 def _clipped(log_ratio, advantages, clip_low, clip_high, dual_clip):
-    """-A·r, with r clipped on the side that the sign of A chooses."""
+    """-A·r, with r clipped on the side that the sign of A selects."""
     tokens, A = advantages.shape, lax.stop_gradient(advantages)
     below = as_coefficient("clip_low", clip_low, 0, 1, tokens=tokens)
     above = as_coefficient("clip_high", clip_high, 0, infinite=True, tokens=tokens)

@@ -1,4 +1,4 @@
-"""Losses of pairs of answers: DPO, IPO."""
+"""Losses of pairs of completions: DPO, IPO."""
 
 import jax
 import jax.numpy as jnp
@@ -16,24 +16,27 @@ def dpo(
     *,
     beta: Coefficient = 0.1,
 ) -> jax.Array:
-    """DPO: a pair of answers, the better to be made likelier, by as much as beta says.
+    """DPO loss of pairs of completions.
 
         h = (chosen - ref_chosen) - (rejected - ref_rejected)
         out = -ln σ(beta · h)
 
-    Of sequences: `sequence_sum` makes their log-probabilities from tokens'. A pair's
-    slope depends on both answers, so the tokens come from `jaxmem.logprobs` (8NVD), or
-    their slopes go into `token_loss` (see above).
+    The arguments are of sequences: `sequence_sum` computes them from per-token
+    log-probabilities. The slope of a pair depends on both completions, so per-token
+    log-probabilities must come from `jaxmem.logprobs` (8NVD), or the slopes go into
+    `token_loss`, as `jaxmem.losses` describes.
 
     Args:
-        chosen: ln p of the better answer [pairs], a sum over its tokens.
-        rejected: ln p of the other [pairs].
-        ref_chosen: the same under the reference, a constant [pairs].
-        ref_rejected: likewise [pairs].
-        beta: how strongly the reference holds.
+        chosen: ln p of the preferred completion [pairs], a sum over its tokens.
+        rejected: ln p of the other completion [pairs].
+        ref_chosen: ln p of the preferred one under the reference policy, a constant
+            [pairs].
+        ref_rejected: ln p of the other one under the reference policy, a constant
+            [pairs].
+        beta: strength of the regularisation towards the reference.
 
     Returns:
-        A loss a pair [pairs].
+        A loss per pair [pairs].
 
     >>> import jax.numpy as jnp
     >>> from jaxmem import losses
@@ -57,12 +60,20 @@ def ipo(
     *,
     beta: Coefficient = 0.1,
 ) -> jax.Array:
-    """IPO: as DPO, but with a margin to reach instead of one to grow for ever.
+    """IPO loss of pairs of completions: DPO with a target for the margin.
 
         h = (chosen - ref_chosen) - (rejected - ref_rejected)
         out = (h - 1 / (2·beta))²
 
-    Args are those of `dpo`; beta is the paper's τ, and may not be 0.
+    Args:
+        chosen: as in `dpo`.
+        rejected: as in `dpo`.
+        ref_chosen: as in `dpo`.
+        ref_rejected: as in `dpo`.
+        beta: the paper's τ; it must not be 0.
+
+    Returns:
+        A loss per pair [pairs].
 
     >>> import jax.numpy as jnp
     >>> from jaxmem import losses

@@ -1,9 +1,9 @@
-"""What two policies' log-probabilities of the same tokens say of each other.
+"""Probability ratios and KL estimators between two policies, per token.
 
-Everything here starts from one number a token, the log-ratio δ. Where it is
-exponentiated it is first clamped to ±`MAX_LOG_RATIO`: e^20 is 5e8, so that no ratio,
-estimate or gradient overflows, and beyond the clamp the gradient is exactly 0. A masked
-token has log-probability 0 under every policy, so that its ratio is 1 and its KL 0.
+Every function starts from the log-ratio δ of each token. Before exponentiation δ is
+clamped to ±`MAX_LOG_RATIO`: e^20 is 5e8, so no ratio, estimate or gradient overflows,
+and beyond the clamp the gradient is exactly 0. A masked token has log-probability 0
+under every policy, so its ratio is 1 and its KL is 0.
 """
 
 import math
@@ -18,11 +18,11 @@ from jaxmem.core import checks, messages, ranges
 
 MAX_LOG_RATIO = 20.0  # nats
 Coefficient = float | jax.Array
-_SERIES_BELOW = 0.03  # |δ| from which e^δ - 1 - δ keeps 5 digits in float32
+_SERIES_BELOW = 0.03  # smallest |δ| at which e^δ - 1 - δ keeps 5 digits in float32
 
 
 def as_tokens(**arrays: ArrayLike) -> list[jax.Array]:
-    """Float arrays, float32 at least, of the one shape that the first of them has."""
+    """The arrays in float32 or wider, checked to have one shape."""
     made = {name: checks.as_array(name, value) for name, value in arrays.items()}
     for name, array in made.items():
         checks.check_real(name, array)
@@ -47,15 +47,22 @@ def as_coefficient(
     infinite: bool = False,
     tokens: tuple[int, ...] = (),
 ) -> Coefficient:
-    """A float in [low, high], or an array of jax that fits the tokens' shape.
+    """A float in [low, high], or a jax array that broadcasts to the tokens' shape.
 
     Args:
-        name: of the argument.
-        value: a Python number, or an array of jax, whose numbers are not looked at.
-        low: the least.
-        high: the largest.
-        infinite: whether infinity is fine, where it stands for no bound.
+        name: name of the argument.
+        value: a Python number, or a jax array, whose values are not checked.
+        low: smallest allowed value.
+        high: largest allowed value.
+        infinite: whether infinity is allowed, as a bound that never applies.
         tokens: shape that an array must broadcast to.
+
+    Returns:
+        The number as a float, or the array.
+
+    Raises:
+        TypeError: an array does not hold numbers.
+        ValueError: a value is out of range, or a shape does not broadcast.
     """
     if isinstance(value, jax.Array):
         checks.check_number(name, value)
@@ -76,22 +83,25 @@ def as_coefficient(
 
 
 def clamp(log_ratio: jax.Array) -> jax.Array:
-    """Into ±MAX_LOG_RATIO, where e^x and its gradient are finite."""
+    """Clamp to ±MAX_LOG_RATIO, where e^x and its gradient are finite."""
     return jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def kl_k1(logprob: ArrayLike, ref_logprob: ArrayLike) -> jax.Array:
-    """KL(policy ‖ reference), estimator k1: unbiased, of large variance.
+    """KL(policy ‖ reference), estimator k1: unbiased, of high variance.
 
         out = logprob - ref_logprob                                            (nats)
 
-    Unbiased for tokens sampled from the policy, and negative for some of them. Its
-    gradient is that of logprob alone, whose expectation is 0: k1 belongs into the
-    reward or a report; in a loss, k2 has the gradient of the KL.
+    It is unbiased for tokens sampled from the policy, and negative for some of them.
+    Its gradient is that of logprob alone, whose expectation is 0. Use k1 in a reward or
+    a report; in a loss, k2 has the gradient of the KL.
 
     Args:
         logprob: log-probabilities under the policy that sampled the tokens [...].
-        ref_logprob: under the reference [...].
+        ref_logprob: log-probabilities under the reference policy [...].
+
+    Returns:
+        An estimate per token [...].
 
     >>> import jax.numpy as jnp
     >>> from jaxmem import losses
@@ -105,12 +115,19 @@ def kl_k1(logprob: ArrayLike, ref_logprob: ArrayLike) -> jax.Array:
 
 
 def kl_k2(logprob: ArrayLike, ref_logprob: ArrayLike) -> jax.Array:
-    """KL(policy ‖ reference), estimator k2: biased by the third order, of low variance.
+    """KL(policy ‖ reference), estimator k2: biased in third order, of low variance.
 
         out = ½ (logprob - ref_logprob)²                                       (nats)
 
-    On tokens sampled from the policy, the expectation of its gradient is the gradient
-    of the KL. Args are those of `kl_k1`.
+    For tokens sampled from the policy, the expectation of its gradient is the gradient
+    of the KL.
+
+    Args:
+        logprob: as in `kl_k1`.
+        ref_logprob: as in `kl_k1`.
+
+    Returns:
+        An estimate per token [...].
 
     >>> import jax.numpy as jnp
     >>> from jaxmem import losses
@@ -127,10 +144,17 @@ def kl_k3(logprob: ArrayLike, ref_logprob: ArrayLike) -> jax.Array:
 
         δ = ref_logprob - logprob        out = e^δ - 1 - δ                     (nats)
 
-    δ is clamped to ±20 (no NaN, no infinity, gradient 0 beyond); near 0, where the
-    difference would cancel, out is summed as a series. Unbiased for tokens sampled from
-    the policy; the expectation of its gradient is that of KL(reference ‖ policy). Args
-    are those of `kl_k1`.
+    δ is clamped to ±20 (no NaN, no infinity, gradient 0 beyond). Near 0, where the
+    difference would cancel, a series is summed instead. It is unbiased for tokens
+    sampled from the policy; the expectation of its gradient is that of KL(reference ‖
+    policy).
+
+    Args:
+        logprob: as in `kl_k1`.
+        ref_logprob: as in `kl_k1`.
+
+    Returns:
+        An estimate per token [...].
 
     >>> import jax.numpy as jnp
     >>> from jaxmem import losses
@@ -150,13 +174,20 @@ def kl_k3(logprob: ArrayLike, ref_logprob: ArrayLike) -> jax.Array:
 def kl_low_variance(
     logprob: ArrayLike, ref_logprob: ArrayLike, *, limit: Coefficient = 10.0
 ) -> jax.Array:
-    """`kl_k3` with a ceiling, so that one token cannot own the batch.
+    """`kl_k3` with an upper bound, which limits the influence of a single token.
 
         δ = clamp(ref_logprob - logprob, ±20)        out = min(e^δ - 1 - δ, limit)
 
-    Where the ceiling holds, the gradient is exactly 0. Biased there, and nowhere else.
-    With the default limit these are the numbers of verl's `low_var_kl`. Args are those
-    of `kl_k1`.
+    Where the bound applies, the estimate is biased and the gradient is exactly 0. With
+    the default limit, the values are those of verl's `low_var_kl`.
+
+    Args:
+        logprob: as in `kl_k1`.
+        ref_logprob: as in `kl_k1`.
+        limit: largest value of the estimate.
+
+    Returns:
+        An estimate per token [...].
 
     >>> import jax.numpy as jnp
     >>> from jaxmem import losses
@@ -178,14 +209,17 @@ def truncated_importance_weights(
 
         out = stop_gradient(min(e^(logprob - rollout_logprob), cap))
 
-    Multiply any per-token loss with them. They are constants: compute them once a
-    rollout, from the trainer's own log-probabilities under the weights that sampled
-    (the "old" ones, a forward-only pass), not from the policy being updated.
+    Multiply any per-token loss by them. They are constants: compute them once per
+    rollout, from the trainer's own log-probabilities under the sampling weights (the
+    "old" ones, a forward-only pass), not from the policy being updated.
 
     Args:
         logprob: the trainer's log-probabilities [...] under the sampling weights.
-        rollout_logprob: what the sampler reported for the same tokens [...].
+        rollout_logprob: the sampler's log-probabilities of the same tokens [...].
         cap: largest weight.
+
+    Returns:
+        A weight per token [...].
 
     >>> import jax.numpy as jnp
     >>> from jaxmem import losses

@@ -1,8 +1,8 @@
-"""Numbers that tokens of a sequence, or samples of a prompt, make together.
+"""Quantities of whole sequences, and of groups of samples of one prompt.
 
-Sequences are named as packed rows name them: `segment_ids [..., T]` are 1, 2, ... along
-the last axis, from 1 anew in every row, and 0 is padding. Where every row holds one
-sequence, its mask as integers will do. What comes of an id that cannot be is NaN.
+Sequences are identified as in packed rows: `segment_ids [..., T]` are 1, 2, ... along
+the last axis, restarting at 1 in every row, and 0 is padding. If every row holds one
+sequence, its integer mask serves as segment ids. The result of an invalid id is NaN.
 """
 
 import math
@@ -31,23 +31,23 @@ def sequence_sum(
     num_segments: int,
     where: ArrayLike | None = None,
 ) -> jax.Array:
-    """Sum of each sequence's tokens: of log-probabilities, ln p of the sequence.
+    """Sum over each sequence's tokens: of log-probabilities, ln p of the sequence.
 
         out[..., s] = Σ_t [segment_ids_t = s] values_t
 
-    Differentiable; what `where` leaves out adds 0, even if it is NaN.
+    Differentiable; tokens that `where` excludes add 0, even if they are NaN.
 
     Args:
-        values: one number a token [..., T].
+        values: one number per token [..., T].
         segment_ids: sequence of each token in its row [..., T]; 0 is padding.
         num_segments: entries of the result, the largest id + 1.
-        where: booleans that broadcast to values; False leaves a token out.
+        where: booleans that broadcast to values; False excludes a token.
 
     Returns:
         Array [..., num_segments]; entry 0 is padding, and 0.
 
     Raises:
-        ValueError: shapes that disagree; an id ≥ num_segments, where it can be seen.
+        ValueError: shapes disagree, or an id that is not traced is ≥ num_segments.
 
     >>> import jax.numpy as jnp
     >>> from jaxmem import losses
@@ -76,14 +76,14 @@ def sequence_log_ratio(
     *,
     where: ArrayLike | None = None,
 ) -> jax.Array:
-    """ln of GSPO's sequence ratio, at each of the sequence's tokens; a constant.
+    """Logarithm of GSPO's sequence ratio, at each of the sequence's tokens; a constant.
 
         out_t = stop_gradient(mean of logprob - old_logprob over the sequence of t)
 
     Args:
         logprob: log-probabilities under the policy being updated [..., T], as it is
             before this update: a forward-only pass, 2NVD.
-        old_logprob: under the policy that sampled [..., T].
+        old_logprob: under the behaviour policy, which sampled [..., T].
         segment_ids: sequence of each token in its row [..., T]; 0 is padding.
         where: booleans that broadcast to the tokens; False (a prompt's token) counts
             neither in the sum nor in the length.
@@ -111,23 +111,23 @@ def sequence_mean_weights(
     where: ArrayLike | None = None,
     num_sequences: ArrayLike | None = None,
 ) -> jax.Array:
-    """Weights a token that turn a sum over tokens into a mean of sequences' means.
+    """Weights per token that turn a sum over tokens into a mean of sequences' means.
 
         out_t = 1 / (tokens of the sequence of t · num_sequences)
 
-    A loss times these, summed, is GRPO's and GSPO's average. Known before the pass, as
-    a mean over tokens (divide by their number) and Dr. GRPO's sum (divide by sequences
-    times the longest answer allowed) are.
+    A loss multiplied by these weights and summed is GRPO's and GSPO's average. The
+    weights are known before the pass, like the divisors of a mean over tokens (their
+    number) and of Dr. GRPO's sum (sequences times the maximum completion length).
 
     Args:
         segment_ids: sequence of each token in its row [..., T]; 0 is padding.
-        where: booleans that broadcast to the tokens; False does not count.
+        where: booleans that broadcast to the tokens; a token with False does not count.
         num_sequences: sequences of the whole step, over all micro-batches and devices;
-            None for those found here.
+            None for those in segment_ids.
 
     Returns:
-        float32 [..., T], 0 where a token does not count; the sum is 1 if
-        num_sequences is None, or 0 if no token counts.
+        float32 [..., T], 0 where a token does not count; the sum is 1 if num_sequences
+        is None, or 0 if no token counts.
 
     >>> import jax.numpy as jnp
     >>> from jaxmem import losses
@@ -158,29 +158,30 @@ def grpo_advantages(
     epsilon: Coefficient = 1e-6,
     where: ArrayLike | None = None,
 ) -> jax.Array:
-    """Advantage of each sample over the others of its prompt; a constant.
+    """Advantage of each sample relative to its prompt's group; a constant.
 
         out_i = (r_i - mean(r)) / (std(r) + epsilon)        over the group of i
 
     A group whose rewards are all equal, or that has one sample, gives exactly 0.
 
     Args:
-        rewards: one a sequence, [..., G] with a prompt's samples along the last axis;
+        rewards: one per sequence, [..., G] with a prompt's samples along the last axis;
             or of any shape, with group_ids.
         group_ids: prompt of each sequence, of rewards' shape, in [0, num_groups); a
-            negative one leaves the sequence out.
-        num_groups: how many prompts; needed with group_ids, and static under jit.
-        normalize_std: divide by the standard deviation (n - 1 in its denominator);
-            False for Dr. GRPO, where out_i = r_i - mean(r).
+            negative id excludes the sequence.
+        num_groups: number of prompts; needed with group_ids, and static under jit.
+        normalize_std: whether to divide by the standard deviation (n - 1 in its
+            denominator); False for Dr. GRPO, where out_i = r_i - mean(r).
         epsilon: added to the standard deviation.
-        where: booleans that broadcast to rewards; False leaves a sequence out.
+        where: booleans that broadcast to rewards; False excludes a sequence.
 
     Returns:
-        float32 (float64 for float64 rewards) of rewards' shape; 0 for a sequence left
-        out, NaN for an id ≥ num_groups that only shows up at run time.
+        float32 (float64 for float64 rewards) of rewards' shape; 0 for an excluded
+        sequence, NaN for a traced id ≥ num_groups.
 
     Raises:
-        ValueError: shapes that disagree, group_ids without num_groups, an id too large.
+        ValueError: shapes disagree, group_ids is given without num_groups, or an id is
+            too large.
 
     >>> import jax.numpy as jnp
     >>> from jaxmem import losses
@@ -199,7 +200,7 @@ def grpo_advantages(
     if not normalize_std:
         return deviation
     variance = total(jnp.square(deviation)) / jnp.maximum(count - 1, 1)
-    # Where it is 0, so is the deviation: not 0 / 0, whatever epsilon.
+    # If the variance is 0, so is the deviation; avoid 0 / 0 for any epsilon.
     std = jnp.sqrt(jnp.where(variance == 0, 1, variance))
     return deviation / (std + epsilon)
 
@@ -212,11 +213,21 @@ def rloo_advantages(
     num_groups: int | None = None,
     where: ArrayLike | None = None,
 ) -> jax.Array:
-    """Reward of each sample less the mean of the others of its prompt; a constant.
+    """Reward of each sample minus the mean of its prompt's others; a constant.
 
         out_i = r_i - Σ_{j≠i} r_j / (n - 1) = n/(n - 1) (r_i - mean(r))
 
-    Args, returns and errors are those of `grpo_advantages`.
+    Args:
+        rewards: as in `grpo_advantages`.
+        group_ids: as in `grpo_advantages`.
+        num_groups: as in `grpo_advantages`.
+        where: as in `grpo_advantages`.
+
+    Returns:
+        As `grpo_advantages`.
+
+    Raises:
+        ValueError: as `grpo_advantages`.
 
     >>> import jax.numpy as jnp
     >>> from jaxmem import losses
@@ -230,7 +241,7 @@ def rloo_advantages(
 
 
 def _deviations(rewards, group_ids, num_groups, where):
-    """Distance to the group's mean, its count, and a function that sums over it."""
+    """Deviations from the group's mean, group sizes, and a sum over groups."""
     (rewards,) = as_tokens(rewards=rewards)
     ids, num_groups = _group_ids(rewards, group_ids, num_groups)
     live = ids >= 0
@@ -240,7 +251,7 @@ def _deviations(rewards, group_ids, num_groups, where):
         live = live & where
     if group_ids is not None:
         _check_groups(ids, live, num_groups)
-    flat = jnp.where(live, ids, num_groups).ravel()  # the last group is thrown away
+    flat = jnp.where(live, ids, num_groups).ravel()  # the last group is discarded
 
     def each(reduce, x):
         return reduce(x.ravel(), flat, num_groups + 1)[flat].reshape(x.shape)
@@ -251,7 +262,7 @@ def _deviations(rewards, group_ids, num_groups, where):
     rewards = lax.stop_gradient(jnp.where(live, rewards, 0))
     count = total(jnp.ones_like(rewards))
     mean = total(rewards) / jnp.maximum(count, 1)
-    # Equal rewards must give 0 exactly, and their mean may be rounded.
+    # Equal rewards must give exactly 0, although their mean may be rounded.
     differ = each(jax.ops.segment_max, rewards) != each(jax.ops.segment_min, rewards)
     deviation = jnp.where(live & differ, rewards - mean, 0)
     unknown = live & (ids > num_groups - 1)
@@ -284,7 +295,7 @@ def _check_groups(ids, live, num_groups):
 
 
 def _over_sequence(name, values, segment_ids, where):
-    """Sum and count of the sequence at each token; 0 where the token does not count."""
+    """Sum over and length of each token's sequence; 0 where a token does not count."""
     length = np.shape(values)[-1] if np.ndim(values) else 0
     values, ids, unknown = _live_tokens(name, values, segment_ids, where, length)
     live = ids > 0
@@ -298,7 +309,7 @@ def _over_sequence(name, values, segment_ids, where):
 
 
 def _live_tokens(name, values, segment_ids, where, largest):
-    """Values and ids, both 0 where a token does not count; whose id cannot be."""
+    """Values and ids, both 0 where a token does not count; a mask of invalid ids."""
     (values,) = as_tokens(**{name: values})
     if values.ndim < 1:
         raise ValueError(f"{name} must be [..., T], got a scalar")
@@ -314,7 +325,7 @@ def _live_tokens(name, values, segment_ids, where, largest):
 
 
 def _segment_sum(values, ids, num_segments):
-    """[..., T] to [..., num_segments], each row by itself."""
+    """[..., T] to [..., num_segments], separately for each row."""
     *rows, length = values.shape
     flat = (math.prod(rows), length)
     sums = jax.vmap(lambda v, i: jax.ops.segment_sum(v, i, num_segments))(
@@ -332,7 +343,7 @@ def _integers(name, value, shape, of):
             f"{name} must have one entry a {of}, shape {shape}, got {ids.shape}"
         )
     if ids.dtype.itemsize < 4 or jnp.issubdtype(ids.dtype, jnp.unsignedinteger):
-        # Their type may hold neither a number of segments nor -1; none wraps round.
+        # Small types cannot represent num_segments or -1; clip instead of wrapping.
         most = min(jnp.iinfo(ids.dtype).max, jnp.iinfo(jnp.int32).max)
         ids = jnp.minimum(ids, ids.dtype.type(most)).astype(jnp.int32)
     return ids

@@ -1,4 +1,4 @@
-"""Losses of supervised tokens: cross-entropy, z-loss, label smoothing."""
+"""Losses for supervised training: cross-entropy, z-loss, label smoothing."""
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,9 @@ def cross_entropy(logprob: ArrayLike) -> jax.Array:
     Args:
         logprob: ln p(label) [...].
 
+    Returns:
+        A loss per token [...].
+
     >>> import jax.numpy as jnp
     >>> from jaxmem import losses
     >>> losses.cross_entropy(jnp.log(jnp.array([1.0, 0.5]))).round(4)
@@ -31,17 +34,20 @@ def cross_entropy(logprob: ArrayLike) -> jax.Array:
 
 
 def sft(logprob: ArrayLike, weights: ArrayLike) -> jax.Array:
-    """Supervised fine-tuning: cross-entropy of the tokens that an answer consists of.
+    """Supervised fine-tuning: weighted cross-entropy, for the tokens of a completion.
 
         out = -weight · logprob
 
-    The mean divides the sum by Σ weights, over the whole step.
+    For a mean, divide the sum by Σ weights over the whole step.
 
     Args:
         logprob: ln p(label) [...].
-        weights: [...], 1 for an answer's token and 0 for a prompt's, or how much the
-            token matters. (Where all are 0 or 1, `where=` or a negative label saves
-            the tokens' cost as well.)
+        weights: [...], 1 for a completion's token and 0 for a prompt's, or any weight
+            per token. (If all are 0 or 1, `where=` or a negative label also saves the
+            cost of masked tokens.)
+
+    Returns:
+        A loss per token [...].
 
     >>> import jax.numpy as jnp
     >>> from jaxmem import losses
@@ -55,13 +61,16 @@ def sft(logprob: ArrayLike, weights: ArrayLike) -> jax.Array:
 
 
 def z_loss(logsumexp: ArrayLike, *, coefficient: Coefficient = 1e-4) -> jax.Array:
-    """Keeps the softmax's normaliser near 1; to be added to the cross-entropy.
+    """Penalty that keeps the softmax's normaliser near 1; add it to the cross-entropy.
 
         out = coefficient · logsumexp²
 
     Args:
         logsumexp: ln Σ e^z of each token [...].
         coefficient: weight of the penalty.
+
+    Returns:
+        A loss per token [...].
 
     >>> import jax.numpy as jnp
     >>> from jaxmem import losses
@@ -78,17 +87,20 @@ def z_loss(logsumexp: ArrayLike, *, coefficient: Coefficient = 1e-4) -> jax.Arra
 def label_smoothing(
     logprob: ArrayLike, mean_logprob: ArrayLike, *, smoothing: Coefficient = 0.1
 ) -> jax.Array:
-    """Cross-entropy against the label mixed with the uniform distribution.
+    """Cross-entropy against a mixture of the label and the uniform distribution.
 
         out = -(1 - smoothing) · logprob - smoothing · mean_v ln p_v
 
-    Inside `token_loss`, `mean_logit` is a per-token argument, and mean_v ln p_v =
+    Inside `token_loss`, pass `mean_logit` as a per-token argument: mean_v ln p_v =
     mean_logit - stats.logsumexp.
 
     Args:
         logprob: ln p(label) [...].
         mean_logprob: mean of ln p over the vocabulary [...].
-        smoothing: in [0, 1], the share of the uniform distribution.
+        smoothing: in [0, 1], the weight of the uniform distribution.
+
+    Returns:
+        A loss per token [...].
 
     >>> import jax.numpy as jnp
     >>> from jaxmem import losses
@@ -114,23 +126,32 @@ def mean_logit(
     vocab_size: int | None = None,
     layout: Layout | None = None,
 ) -> jax.Array:
-    """Mean logit of each token over the vocabulary, at the price of one column.
+    """Mean logit of each token over the vocabulary, at the cost of one column.
 
         out = (h · mean_v W_v + mean_v bias_v) / temperature = mean_v z_v
 
-    Exact, because logits are linear in W, and differentiable in hidden, W and bias.
-    Args are those of `jaxmem.logprobs`.
+    Exact, because logits are linear in W; differentiable in hidden, W and bias.
+
+    Args:
+        hidden: as in `jaxmem.logprobs`.
+        W: as in `jaxmem.logprobs`.
+        where: as in `jaxmem.logprobs`.
+        temperature: as in `jaxmem.logprobs`.
+        softcap: must be None.
+        bias: as in `jaxmem.logprobs`.
+        vocab_size: as in `jaxmem.logprobs`.
+        layout: as in `jaxmem.logprobs`.
 
     Returns:
         float32 [...] (float64 for float64 hidden); 0 for a masked token, with a
-        gradient of exactly 0, even where its hidden state is NaN.
+        gradient of exactly 0, even if its hidden state is NaN.
 
-    **Memory** beyond inputs, outputs and gradients: 4·D; while a padded W is sliced, or
-    one of another type than hidden is cast, XLA may hold a copy.
+    **Memory** beyond inputs, outputs and gradients: 4·D; XLA may hold a copy of W if it
+    is padded or has another dtype than hidden.
 
     Raises:
         TypeError, ValueError: as `jaxmem.logprobs` does.
-        NotImplementedError: a softcap; capped logits are not linear in W.
+        NotImplementedError: softcap is given; capped logits are not linear in W.
 
     >>> import jax.numpy as jnp
     >>> from jaxmem import losses
@@ -167,10 +188,10 @@ def mean_logit(
 
 
 def _cooled(out, temperature, where):
-    """Divided by its temperature; 0 where a token does not count."""
+    """The logits divided by their temperature; 0 for masked tokens."""
     flat = arguments.flat_temperature(temperature, out.shape, out.dtype)
     if flat is not None:
         temperature = jnp.reshape(flat, out.shape)
-        # By 1 where it does not count: 0 times NaN would reach W's gradient.
+        # Divide masked tokens by 1: their NaN would reach W's gradient as 0 · NaN.
         out = out / (temperature if where is None else jnp.where(where, temperature, 1))
     return out if where is None else jnp.where(where, out, 0)

@@ -1,4 +1,4 @@
-"""A decoder-only transformer: sizes, layers, cache, adapters, sampling."""
+"""A decoder-only transformer: config, layers, KV cache, LoRA adapters, sampling."""
 
 from jaxmem import _imports
 

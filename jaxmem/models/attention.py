@@ -1,7 +1,7 @@
-"""Causal grouped-query attention within documents: XLA's products, or cuDNN's kernel.
+"""Causal grouped-query attention within documents, by XLA or by cuDNN's kernel.
 
-Either keeps its operands, its output and one logsumexp per query and head for the
-backward pass, and computes the probabilities again.
+Both keep the operands, the output and one logsumexp per query and head as residuals,
+and recompute the probabilities in the backward pass.
 """
 
 import functools
@@ -29,19 +29,21 @@ def attend(
         out = softmax(s) v,   s = scale q·k,  or softcap tanh(scale q·k / softcap)
 
     Args:
-      query: [B, T, heads, head_dim].
-      key, value: [B, T, kv_heads, head_dim]; kv_heads divides heads.
-      sight: which keys a query sees, besides that none is after it.
-      scale: of the scores.
-      softcap: bound of the scores, for "xla"; None: they are not capped.
-      implementation: None is "xla", which runs everywhere.
+        query: [B, T, heads, head_dim].
+        key: [B, T, kv_heads, head_dim]; kv_heads divides heads.
+        value: [B, T, kv_heads, head_dim].
+        sight: which keys a query sees, in addition to causality.
+        scale: factor of the scores.
+        softcap: bound of the scores, only for "xla"; None: they are not capped.
+        implementation: None is "xla", which runs everywhere.
 
     Returns:
-      An array like `query`.
+        An array like `query`.
 
-    **Memory** for the backward pass: q, k, v and the output in their own type, and the
-    logsumexp, 4·B·T·heads; policies know the last two as "attn_out" and "attn_lse", and
-    cuDNN's, together, as "attn_lse". While "xla" runs, the scores: 4·B·heads·T².
+    **Memory** of residuals: q, k, v and the output in their own dtype, and the
+    logsumexp, 4·B·T·heads. The checkpoint names of the last two are "attn_out" and
+    "attn_lse"; cuDNN's output and logsumexp share the name "attn_lse". While "xla"
+    runs, the scores take 4·B·heads·T².
     """
     if implementation != "cudnn":
         return _attention(query, key, value, sight, scale, softcap)
@@ -52,7 +54,7 @@ def attend(
             implementation="cudnn",
         )  # fmt: skip
 
-    if sight.mask is not None:  # cuDNN would keep a bias [B, 1, T, T] made of it
+    if sight.mask is not None:  # recompute the bias [B, 1, T, T] that cuDNN needs
         kernel = remat.recompute(kernel, save=["attn_lse"])
     return kernel(query, key, value, sight)
 
@@ -74,7 +76,7 @@ def _forward(query, key, value, sight, scale, softcap):
         value,
         preferred_element_type=jnp.float32,
     )
-    # Divided here, where there are head_dim numbers a query and not T.
+    # Normalise after the product, which has head_dim numbers per query instead of T.
     out = jnp.einsum("bkgqd->bqkgd", (out / total).astype(query.dtype))
     out = out.reshape(query.shape)
     out, lse = remat.name(out, "attn_out"), remat.name(lse, "attn_lse")
@@ -93,7 +95,7 @@ def _backward(scale, softcap, residuals, dout):
     products = dout.astype(jnp.float32) * out.astype(jnp.float32)
     along = jnp.einsum("bqkg->bkgq", grouped(products).sum(-1))
     dscores = weights * (dweights - along[..., None])
-    if softcap is not None:  # a masked score is -inf, of weight 0
+    if softcap is not None:  # a masked score is -inf and has weight 0
         capped = jnp.where(weights > 0, scores / softcap, 0)
         dscores = dscores * (1 - capped * capped)
     dscores = (scale * dscores).astype(query.dtype)
@@ -106,12 +108,12 @@ _attention.defvjp(_forward, _backward)
 
 
 def _grouped(x, kv_heads):
-    """[B, T, heads, head_dim] by the key and value head that each head reads."""
+    """Split the heads axis into key-value heads and the queries that share each."""
     return x.reshape(*x.shape[:2], kv_heads, -1, x.shape[-1])
 
 
 def _scores(query, key, sight, scale, softcap):
-    """F32 [B, kv_heads, group, T, T]; -inf where a query does not see a key."""
+    """Scores, f32 [B, kv_heads, group, T, T]; -inf where a query does not see a key."""
     length = query.shape[1]
     scores = scale * jnp.einsum(
         "bqkgd,btkd->bkgqt",

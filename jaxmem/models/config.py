@@ -1,4 +1,4 @@
-"""Sizes and choices of a decoder."""
+"""The configuration of a decoder: sizes and architecture choices."""
 
 import dataclasses
 import functools
@@ -22,8 +22,8 @@ ACTIVATIONS = {
 }
 
 
-# Sizes have bounds, each far above any model's, so that what cannot be is an error
-# before anything is allocated; that no weight has 2**63 bytes follows from them.
+# Sizes have bounds, each far above that of any model, so that an impossible size is an
+# error before anything is allocated. They also bound a weight to less than 2**63 bytes.
 _POSITIONS = integers(above=0, limit=2**31 - 1)  # int32
 _POSITIVE, _HEADS = reals(above=0), integers(above=0, limit=2**16)
 RANGES = {
@@ -57,51 +57,51 @@ def _check_choice(config: object, name: str, known: tuple) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """Sizes and choices of a `Decoder`."""
+    """Sizes and architecture choices of a `Decoder`."""
 
-    # None: random weights; or a directory of config.json and safetensors to start from,
-    # which has the sizes and needs no others here
+    # None: random weights. Or a directory with config.json and safetensors to start
+    # from; its config then determines the sizes.
     checkpoint: str | None = None
     layers: int = 4  # number of blocks
     hidden: int = 160  # width of the residual stream
     ff: int = 448  # width inside the gated feed-forward layer
     heads: int = 4  # query heads
     kv_heads: int = 2  # key and value heads; divides heads
-    head_dim: int = 40  # width of one head; even, because RoPE turns pairs
+    head_dim: int = 40  # width of one head; even, because RoPE rotates pairs
     vocab_size: int | None = None  # entries; None: as many as the tokenizer has
     rope_theta: float = 10_000.0  # base of the rotary wavelengths, in tokens
-    # None, or "linear": all are rope_factor times longer; "llama3": the long ones are
+    # None; "linear": scale all wavelengths by rope_factor; "llama3": only the long ones
     rope_scaling: Literal["linear", "llama3"] | None = None
-    rope_factor: float = 1.0  # how much longer
-    rope_low_factor: float = 1.0  # of llama3: long is above rope_original / this
-    rope_high_factor: float = 4.0  # likewise: short is below rope_original / this
-    rope_original: int = 8192  # tokens of context before rope_factor
-    # kind of each layer, repeated: "global" sees its document, "local" a window of it
+    rope_factor: float = 1.0  # factor of the scaled wavelengths
+    rope_low_factor: float = 1.0  # llama3: long is above rope_original / this
+    rope_high_factor: float = 4.0  # llama3: short is below rope_original / this
+    rope_original: int = 8192  # context length in tokens before scaling
+    # kinds of layers, cycled: "global" attends to its document, "local" to a window
     pattern: tuple[str, ...] = ("global",)
-    window: int | None = None  # tokens that local layers see, the query's among them
-    local_rope_theta: float | None = None  # base in local layers, there not scaled
+    window: int | None = None  # tokens a local layer attends to, including the query's
+    local_rope_theta: float | None = None  # base in local layers, which are not scaled
     tied: bool = True  # the head reads the embedding table
     softcap: float | None = None  # final logits become softcap*tanh(logits/softcap)
-    attention_softcap: float | None = None  # scores of attention likewise
-    attention_scale: float | None = None  # of the scores; None: 1 / sqrt(head_dim)
+    attention_softcap: float | None = None  # the same for attention scores
+    attention_scale: float | None = None  # scale of scores; None: 1 / sqrt(head_dim)
     embed_scale: bool = False  # multiply embeddings by sqrt(hidden), as Gemma does
     qk_norm: bool = False  # RMS-normalise queries and keys, as Qwen3 does
     qkv_bias: bool = False  # queries, keys and values have biases, as in Qwen2
-    post_norms: bool = False  # what a block adds is normalised first, as in Gemma 2
+    post_norms: bool = False  # normalise each sublayer's output, as Gemma 2 does
     norm_offset: bool = False  # norms multiply by 1 + scale, as Gemma's do
     activation: Literal["silu", "gelu"] = "silu"  # gate of the feed-forward layer
     norm_eps: float = 1e-6  # added to the mean square in every norm
     dtype: str = "float32"  # activations and matrix products
     param_dtype: str = "float32"  # stored weights (the master copy)
-    attention: Literal["xla", "cudnn"] | None = None  # None: jax chooses
-    lora_rank: int = 0  # of adapters beside frozen matrices; 0: none
-    lora_alpha: float = 16.0  # what they add is multiplied with this / lora_rank
-    # matrices of a block that have them: also "gate", "up", "down"
+    attention: Literal["xla", "cudnn"] | None = None  # None: "xla"
+    lora_rank: int = 0  # rank of the adapters of frozen matrices; 0: none
+    lora_alpha: float = 16.0  # adapters are scaled by this / lora_rank
+    # matrices of a block with adapters; "gate", "up" and "down" are possible too
     lora_targets: tuple[str, ...] = ("query", "key", "value", "output")
-    lora_head: bool = False  # the head has one too
+    lora_head: bool = False  # whether the head has an adapter too
 
     def __post_init__(self):
-        """Refuse sizes that cannot be built, by name."""
+        """Raise a ValueError that names a field whose size cannot be built."""
         check_numbers(self, RANGES)
         if self.heads % self.kv_heads:
             raise ValueError(
@@ -140,6 +140,6 @@ class ModelConfig:
 
     @property
     def score_scale(self) -> float:
-        """What products of queries and keys are multiplied with."""
+        """The factor of products of queries and keys."""
         scale = self.attention_scale
         return self.head_dim**-0.5 if scale is None else scale

@@ -1,7 +1,7 @@
-"""A small but real decoder: RMSNorm, RoPE, grouped queries, SwiGLU, a lean head.
+"""A decoder with RMSNorm, RoPE, grouped-query attention and SwiGLU, and its head.
 
-`Decoder` returns hidden states, never logits: the head is asked separately, so a
-tensor of the size of the vocabulary cannot be built by accident.
+`Decoder` returns hidden states, never logits. The head is called separately, so no
+array with a vocabulary axis is built by accident.
 """
 
 import dataclasses
@@ -28,21 +28,21 @@ from jaxmem.models.positions import (
     rope_tables,
 )
 
-# Small enough that the first loss is about ln(vocab_size), whatever the width.
+# Small enough for a first loss of about ln(vocab_size), whatever the width.
 _VOCABULARY_INIT = nnx.initializers.normal(0.02)
 
 
 @dataclasses.dataclass(frozen=True)
 class HeadConfig:
-    """How training turns hidden states into a loss."""
+    """How training computes a loss from hidden states."""
 
-    # fused: logits exist a chunk at a time; materialised: all at once, the usual way
+    # fused: logits exist one chunk at a time; materialised: all at once, the usual way
     implementation: Literal["fused", "materialised"] = "fused"
     # tokens whose logits may be alive at once (fused only); None: no chunking
     chunk: int | Literal["auto"] | None = 1024
 
     def __post_init__(self):
-        """Refuse unknown implementations and impossible chunks, by name."""
+        """Raise a ValueError for an unknown implementation or an impossible chunk."""
         known = self.implementation in ("fused", "materialised")
         check_field(self, "implementation", known, "one of 'fused', 'materialised'")
         if self.chunk is not None and self.chunk != "auto":
@@ -63,8 +63,8 @@ def _embedding(config: ModelConfig, rngs: nnx.Rngs) -> nnx.Embed:
         config.vocab_size,
         config.hidden,
         embedding_init=_VOCABULARY_INIT,
-        # Looked up in the stored type and cast after, so that the gradients of a
-        # frequent token are summed in that type too.
+        # Looked up in the stored dtype and cast afterwards, so that the gradients of
+        # a frequent token are accumulated in the stored dtype too.
         dtype=jnp.dtype(config.param_dtype),
         param_dtype=jnp.dtype(config.param_dtype),
         rngs=rngs,
@@ -100,20 +100,20 @@ def _head(
 
 
 class Decoder(nnx.Module):
-    """Token ids to final hidden states; `head` holds the way to the vocabulary.
+    """Token ids to final hidden states; `head` maps these to the vocabulary.
 
-    The weights of all blocks are stacked on a leading axis of size `layers`, and the
-    blocks run in one `jax.lax.scan`, but for those that the policy's `last` keeps
-    whole: compile time does not grow with depth.
+    The weights of all blocks are stacked on a leading axis of size `layers`. The blocks
+    run in one `jax.lax.scan`, except those that the policy's `last` does not recompute,
+    so compile time does not grow with depth.
 
     Args:
-      config: sizes and choices; `vocab_size` must be known.
-      head: options of the head; its implementation matters to `head_loss` only.
-      policy: what each block's backward pass finds, a `remat.Policy`, the name of a
-        preset, or None for all that the forward pass makes.
-      unroll: whether the blocks are traced one after the other, as in
-        `remat.scan_blocks`; compile time then grows with depth.
-      rngs: source of the initial weights.
+        config: sizes and choices; `vocab_size` must be known.
+        head: options of the head; its implementation matters to `head_loss` only.
+        policy: which residuals each block keeps: a `remat.Policy`, the name of a
+            preset, or None for all of them.
+        unroll: whether the blocks are traced one after the other, as in
+            `remat.scan_blocks`; compile time then grows with depth.
+        rngs: source of the initial weights.
     """
 
     def __init__(
@@ -139,21 +139,22 @@ class Decoder(nnx.Module):
     def __call__(
         self, tokens: Ids, segment_ids: Ids | None, positions: Ids
     ) -> jax.Array:
-        """Run the blocks and the last norm.
+        """Run the blocks and the final norm.
 
         Args:
-          tokens: [B, T] ids.
-          segment_ids: [B, T] document of each token in its row; 0 is padding. None:
-            a row is one document, and what follows it counts in no loss; no mask of
-            T x T is then made where all layers are global.
-          positions: [B, T] position of each token in its document, from 0.
+            tokens: [B, T] ids.
+            segment_ids: [B, T] document of each token in its row; 0 is padding. None
+                means that a row is one document, and that what follows it counts in no
+                loss; if all layers are global, no T x T mask is then built.
+            positions: [B, T] position of each token in its document, from 0.
 
         Returns:
-          Hidden states [B, T, hidden] in the compute dtype.
+            Hidden states [B, T, hidden] in the compute dtype.
         """
         x = self._embed(tokens)
         sight = self._sights(positions, self._documents(tokens, segment_ids))
-        # Plain arrays go into the scan: a module made outside must not be used inside.
+        # Pass plain arrays into the scan: a module from outside must not be used
+        # inside.
         definition, weights = nnx.split(self.blocks)
 
         def block(x, of_layer):
@@ -168,20 +169,20 @@ class Decoder(nnx.Module):
     def prefill(
         self, prompts: Ids, lengths: Ids, max_length: int
     ) -> tuple[jax.Array, kv_cache.Cache]:
-        """Read prompts, and remember them.
+        """Process prompts and fill a KV cache with them.
 
         Args:
-          prompts: [B, P] ids, each row's prompt first; the rest of a row is ignored.
-          lengths: [B] tokens of each prompt, from 1 to P.
-          max_length: slots of the cache, T: P and what may be decoded after.
+            prompts: [B, P] ids, each row's prompt first; the rest of a row is ignored.
+            lengths: [B] tokens of each prompt, from 1 to P.
+            max_length: slots of the cache, T: P plus the tokens to decode after it.
 
         Returns:
-          Hidden states [B, hidden] of each prompt's last token, as `__call__` gives
-          them, and the cache for `decode`. A row whose length is out of range is NaN,
-          whatever is decoded after.
+            Hidden states [B, hidden] of each prompt's last token, as `__call__`
+            computes them, and the cache for `decode`. A row whose length is out of
+            range is NaN, whatever is decoded after it.
 
         Raises:
-          ValueError: max_length below P.
+            ValueError: max_length is below P.
         """
         rows, width = prompts.shape
         if max_length < width:
@@ -202,7 +203,7 @@ class Decoder(nnx.Module):
             layer_weights, kind = of_layer
             merged = nnx.merge(definition, layer_weights)
             x, made = merged.prefill(x, *sight(kind))
-            # Here, not after the scan: the cache is then made once, in its place.
+            # Inside the scan, so that the cache is allocated once, in its final layout.
             return x, kv_cache.layer_of(*made, max_length)
 
         x, cached = jax.lax.scan(block, x, (weights, layer_kinds(self.config)))
@@ -212,18 +213,18 @@ class Decoder(nnx.Module):
     def decode(
         self, tokens: Ids, cache: kv_cache.Cache
     ) -> tuple[jax.Array, kv_cache.Cache]:
-        """Read one more token a row, each at its row's own position.
+        """Process one more token per row, each at its row's own position.
 
         Attention is plain XLA here, whatever `ModelConfig.attention` says.
 
         Args:
-          tokens: [B] ids.
-          cache: from `prefill`, or from the last call; donate it, or loop over it, and
-            it is updated in place.
+            tokens: [B] ids.
+            cache: from `prefill` or the previous call; it is updated in place if it is
+                donated or carried by a loop.
 
         Returns:
-          Hidden states [B, hidden] of these tokens, as `__call__` gives them, and the
-          next cache. NaN once the cache is full.
+            Hidden states [B, hidden] of these tokens, as `__call__` computes them, and
+            the updated cache. The hidden states are NaN once the cache is full.
         """
         tokens = jnp.asarray(tokens)[:, None]
         x = self._embed(tokens)
@@ -243,10 +244,11 @@ class Decoder(nnx.Module):
         return hidden, kv_cache.append(cache, token)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """Logits [..., V] in float32, those inside `head.logprobs`.
+        """Logits [..., V] in float32, equal to those inside `head.logprobs`.
 
-        `head(hidden)` rounds them to the compute type, as the plain Flax layers do; a
-        policy sampled from those is not quite the one that is trained.
+        `head(hidden)` rounds them to the compute dtype, as plain Flax layers do; a
+        policy that is sampled from rounded logits differs slightly from the trained
+        one.
 
         **Memory**: 4 · tokens · V.
         """
@@ -280,12 +282,12 @@ class Decoder(nnx.Module):
     def _documents(
         self, tokens: Ids, segment_ids: Ids | None
     ) -> Callable[[Any], Sight]:
-        """A layer's entry of `layer_kinds` to what its queries see."""
+        """A function from a layer's entry of `layer_kinds` to its `Sight`."""
         if "local" not in self.config.pattern:
             return lambda kind: Sight(segment_ids)
         if segment_ids is None:
             segment_ids = jnp.zeros_like(tokens)
-        # A number even where all is seen: layers of one loop differ in it alone.
+        # Global layers have a window too: in one loop, layers may differ by data only.
         widest = tokens.shape[1]
         window = by_kind(
             self.config, lambda kind: jnp.asarray(self._window(kind) or widest)
@@ -295,7 +297,7 @@ class Decoder(nnx.Module):
     def _sights(
         self, positions: Ids, visible: Callable[[Any], Any]
     ) -> Callable[[Any], tuple[Any, Rope]]:
-        """A layer's entry of `layer_kinds` to what it sees, and its angles' tables."""
+        """A function from an entry of `layer_kinds` to a mask and rotary tables."""
 
         def tables(kind: str) -> tuple[jax.Array, jax.Array]:
             return rope_tables(positions, rope_frequencies(self.config, kind))
@@ -304,7 +306,7 @@ class Decoder(nnx.Module):
         if len(kinds) == 1:
             only = tables(*kinds)
             return lambda kind: (visible(kind), only)
-        # Chosen from where they are used: a loop would keep what each layer has chosen.
+        # Index the tables where they are used: the loop would store each selection.
         stacked = jax.tree.map(lambda *each: jnp.stack(each), *map(tables, KINDS))
         return lambda kind: (visible(kind), (*stacked, kind))
 
@@ -319,15 +321,15 @@ def head_loss(
     """Sum of the tokens' cross-entropies, divided by `normalizer`.
 
     Args:
-      head: of the decoder.
-      hidden: [B, T, hidden] final hidden states.
-      labels: [B, T] next token ids; negative where no loss is wanted.
-      normalizer: how many tokens the whole step counts.
-      implementation: "fused" never holds the logits; "materialised" is the way that
-        most code has it, kept as the reference and for comparison.
+        head: of the decoder.
+        hidden: [B, T, hidden] final hidden states.
+        labels: [B, T] next token ids; negative for tokens without a loss.
+        normalizer: number of tokens that count in the whole step.
+        implementation: "fused" never stores all logits; "materialised" does, as is
+            usual, and serves as the reference and for comparison.
 
     Returns:
-      Float32 scalar, in nats; 0 where no token counts.
+        Float32 scalar, in nats; 0 if no token counts.
     """
     if implementation == "fused":
         return head.loss(hidden, labels, normalizer=normalizer)

@@ -1,9 +1,9 @@
-"""Keys and values of the tokens seen so far, and attention of one more token to them.
+"""The KV cache of a decoder, and attention of one new token to it.
 
-Rows of a batch have prompts of several lengths, yet every row writes into the same
-slot: a row's prompt lies in the first slots, what it generates in those after the
-longest prompt, and what is between is masked. Keys carry their rotary angle already,
-so slots need not be positions, and a step is one update in place, without a scatter.
+Rows of a batch have prompts of different lengths, yet each step writes all rows at the
+same slot. A row's prompt fills its first slots, and generated tokens follow the longest
+prompt; the slots between are masked. Keys are stored after the rotation, so a slot need
+not equal a position, and a step is one in-place update without a scatter.
 """
 
 from typing import NamedTuple
@@ -16,31 +16,35 @@ from jax import lax
 class Layer(NamedTuple):
     """Keys and values of one layer, or of all layers on a leading axis.
 
-    Heads come before slots: a step multiplies one matrix [T, head_dim] a row and head.
+    Heads come before slots, so that each row and head is one matrix [T, head_dim].
     """
 
     keys: jax.Array  # [B, kv_heads, T, head_dim], rotated
-    values: jax.Array  # likewise
+    values: jax.Array  # [B, kv_heads, T, head_dim]
 
 
 class Cache(NamedTuple):
-    """What a decoder remembers of the tokens it has seen.
+    """The decoder's state after the tokens that it has processed.
 
-    **Memory**: 2 · layers · B · T · kv_heads · head_dim numbers of the compute type.
+    **Memory**: 2 · layers · B · T · kv_heads · head_dim numbers of the compute
+    dtype.
     """
 
     layers: Layer  # of all layers, [layers, B, kv_heads, T, head_dim]
-    filled: jax.Array  # [B, T] bool, which slots hold a token of the row
-    lengths: jax.Array  # [B] int32, tokens of each row; the next one's position
-    slot: jax.Array  # int32 scalar, where the next token of every row goes
+    filled: jax.Array  # [B, T] bool, slots that hold a token of the row
+    lengths: jax.Array  # [B] int32, tokens per row; the position of the next token
+    slot: jax.Array  # int32 scalar, the slot of the next token in every row
 
     @property
     def max_length(self) -> int:
-        """Slots in a row, T."""
+        """The number of slots per row, T."""
         return self.filled.shape[1]
 
     def seen(self, window: int | None = None) -> jax.Array:
-        """[B, T] bool, slots that the next token sees, itself counting to `window`."""
+        """The slots that the next token attends to, [B, T] bool.
+
+        The window of local layers includes the next token itself.
+        """
         if window is None:
             return self.filled
         position = jnp.cumsum(self.filled, axis=1) - 1
@@ -48,7 +52,7 @@ class Cache(NamedTuple):
 
 
 def of_prompts(layers: Layer, lengths: jax.Array, width: int) -> Cache:
-    """A cache after prompts of some lengths, in rows `width` tokens wide."""
+    """The cache after prompts of the given lengths, in rows `width` tokens wide."""
     slots = jnp.arange(layers.keys.shape[-2])
     return Cache(
         layers, slots < lengths[:, None], lengths, jnp.asarray(width, jnp.int32)
@@ -56,13 +60,13 @@ def of_prompts(layers: Layer, lengths: jax.Array, width: int) -> Cache:
 
 
 def layer_of(keys: jax.Array, values: jax.Array, max_length: int) -> Layer:
-    """Keys and values [B, T, kv_heads, head_dim] as a cache holds them."""
+    """Keys and values [B, T, kv_heads, head_dim] in the layout of a cache, padded."""
     unused = [(0, 0), (0, 0), (0, max_length - keys.shape[1]), (0, 0)]
     return Layer(*(jnp.pad(jnp.swapaxes(x, 1, 2), unused) for x in (keys, values)))
 
 
 def append(cache: Cache, token: Layer) -> Cache:
-    """Add one token a row: keys and values [layers, B, kv_heads, 1, head_dim]."""
+    """Add one token per row: keys and values [layers, B, kv_heads, 1, head_dim]."""
     layers = (
         lax.dynamic_update_slice_in_dim(cached, new, cache.slot, axis=-2)
         for cached, new in zip(cache.layers, token, strict=True)
@@ -80,28 +84,28 @@ def attend(
     query: jax.Array, token: Layer, layer: Layer, seen: jax.Array, *,
     scale: float | None = None, softcap: float | None = None,
 ) -> jax.Array:  # fmt: skip
-    """Attention of one new token a row to the cached ones and to itself.
+    """Attention of one new token per row to the cached tokens and to itself.
 
         out = Σ_t p_t v_t,   p = softmax(scale q·k),   t cached or new
 
     With a softcap, scores s become softcap·tanh(s / softcap) before the softmax.
 
-    The new token stays outside the cache here, so that a layer only reads it: all
-    layers write theirs at once, after the last.
+    The new token is not in the cache yet, so that a layer only reads the cache. The
+    tokens of all layers are written at once, after the last layer.
 
     Args:
-      query: [B, 1, heads, head_dim], rotated.
-      token: keys and values of the same tokens, [B, kv_heads, 1, head_dim].
-      layer: the cached ones, [B, kv_heads, T, head_dim].
-      seen: [B, T] which slots to see.
-      scale: of the scores; None: 1 / sqrt(head_dim).
-      softcap: that scores stay below; None: they are not capped.
+        query: [B, 1, heads, head_dim], rotated.
+        token: keys and values of the new tokens, [B, kv_heads, 1, head_dim].
+        layer: cached keys and values, [B, kv_heads, T, head_dim].
+        seen: [B, T] slots to attend to.
+        scale: factor of the scores; None: 1 / sqrt(head_dim).
+        softcap: bound of the scores; None: they are not capped.
 
     Returns:
-      An array like `query`.
+        An array like `query`.
     """
     batch, _, heads, width = query.shape
-    # Queries of a group share their keys: rows of one matrix, no copy a head.
+    # Queries of one group become rows of one matrix, so keys are not copied per head.
     query = query.reshape(batch, token.keys.shape[1], -1, width)
 
     def scores(keys: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""What a decoder is made of, layer by layer, and the sizes of it all."""
+"""The modules of a decoder: attention, feed-forward layer, block."""
 
 import functools
 
@@ -47,13 +47,13 @@ def _linear(
 def _residual_linear(
     config: ModelConfig, name: str, inputs: int, rngs: nnx.Rngs
 ) -> nnx.Linear:
-    # 2 x layers such outputs are summed; this gain keeps the sum's variance at 1.
+    # 2 x layers outputs are added to the residual stream; this keeps its variance at 1.
     gain = 0.5 / config.layers
     return _linear(config, name, inputs, config.hidden, rngs, gain=gain)
 
 
 def rms_norm(config: ModelConfig, width: int, rngs: nnx.Rngs) -> nnx.RMSNorm:
-    """The one norm of all layers, over the last axis."""
+    """The norm that all layers use, over the last axis."""
     kind, start = norms.RMSNorm, nnx.initializers.ones
     if config.norm_offset:
         kind, start = norms.OffsetRMSNorm, nnx.initializers.zeros
@@ -87,12 +87,12 @@ class Attention(nnx.Module):
         self.config = config
 
     def __call__(self, x: jax.Array, sight: Sight, rope: Rope) -> jax.Array:
-        """[B, T, hidden] to [B, T, hidden]."""
+        """Map [B, T, hidden] to [B, T, hidden]."""
         query, key, value = self.project(x)
         return self.attend(*self.rotate(query, key, rope), value, sight)
 
     def project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Products [B, T, heads, head_dim]: queries, keys and values."""
+        """Queries, keys and values, [B, T, heads, head_dim] each."""
         batch, length, _ = x.shape
 
         def split(projected: jax.Array) -> jax.Array:
@@ -101,8 +101,8 @@ class Attention(nnx.Module):
         return split(self.query(x)), split(self.key(x)), split(self.value(x))
 
     def rotate(self, query: jax.Array, key: jax.Array, rope: Rope):
-        """Queries and keys as attention reads them: normalised, if so, and rotated."""
-        if not self.config.qk_norm:  # the rotation needs neither for its gradient
+        """Queries and keys after QK-norm, if configured, and rotation."""
+        if not self.config.qk_norm:  # the rotation's gradient needs neither of them
             query, key = apply_rope(query, *rope), apply_rope(key, *rope)
             return remat.name(query, "q"), remat.name(key, "k")
         query, key = remat.name(query, "q"), remat.name(key, "k")
@@ -112,13 +112,13 @@ class Attention(nnx.Module):
     def attend(
         self, query: jax.Array, key: jax.Array, value: jax.Array, sight: Sight
     ) -> jax.Array:
-        """[B, T, hidden] of rotated queries and keys, and values."""
+        """[B, T, hidden] from rotated queries and keys, and values."""
         value = remat.name(value, "v")
         mixed = ulysses.attend(self._attend, query, key, value, sight)
         return remat.recompute(self._join)(mixed)
 
     def decode(self, x: jax.Array, rope: Rope, layer: kv_cache.Layer, filled):
-        """[B, 1, hidden] to [B, 1, hidden], and the tokens' keys and values."""
+        """[B, 1, hidden] from [B, 1, hidden], and the new tokens' keys and values."""
         query, key, value = self.project(x)
         query, key = self.rotate(query, key, rope)
         token = kv_cache.layer_of(key, value, 1)
@@ -156,9 +156,9 @@ class Attention(nnx.Module):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def gated(gate: jax.Array, up: jax.Array, activation: str) -> jax.Array:
-    """activation(gate) * up, in f32, rounded once to the type of `gate`.
+    """Compute activation(gate) * up in f32, rounded once to the dtype of `gate`.
 
-    **Memory** for the backward pass: gate and up.
+    **Memory** of residuals: gate and up.
     """
     wide = ACTIVATIONS[activation](gate.astype(jnp.float32))
     return (wide * up.astype(jnp.float32)).astype(gate.dtype)
@@ -188,15 +188,15 @@ class FeedForward(nnx.Module):
         self.activation = config.activation
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[B, T, hidden] to [B, T, hidden]."""
+        """Map [B, T, hidden] to [B, T, hidden]."""
         return self.join(*self.project(x))
 
     def project(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Gate and what it is multiplied with, [B, T, ff] each."""
+        """The gate and up projections, [B, T, ff] each."""
         return self.gate(x), self.up(x)
 
     def join(self, gate: jax.Array, up: jax.Array) -> jax.Array:
-        """[B, T, hidden] of both."""
+        """[B, T, hidden] from the gate and up projections."""
         gate, up = remat.name(gate, "gate"), remat.name(up, "up")
 
         def join(gate: jax.Array, up: jax.Array) -> jax.Array:
@@ -208,11 +208,11 @@ class FeedForward(nnx.Module):
 class Block(nnx.Module):
     """One pre-norm layer: attention, then feed-forward, each added to its input.
 
-    **Memory** for the backward pass, per token, where nothing else is asked for: in the
-    type of activations, the residual stream before either part, all products but those
-    that are added to it, rotated queries and keys, and attention's output; in float32,
-    its logsumexp and one number for each row of a norm. What lies between these is
-    elementwise, and recomputed.
+    **Memory** of residuals per token, without a policy. In the dtype of activations:
+    the residual stream before each sublayer, all matrix products except those added to
+    it, rotated queries and keys, and attention's output. In float32: attention's
+    logsumexp and one number for each row of a norm. Elementwise operations between
+    these are recomputed.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
@@ -226,11 +226,11 @@ class Block(nnx.Module):
             self.post_feed_forward_norm = rms_norm(config, config.hidden, rngs)
 
     def __call__(self, x: jax.Array, sight: Sight, rope: Rope) -> jax.Array:
-        """[B, T, hidden] to [B, T, hidden]."""
+        """Map [B, T, hidden] to [B, T, hidden]."""
         return self.prefill(x, sight, rope)[0]
 
     def prefill(self, x: jax.Array, sight: Sight, rope: Rope):
-        """The same, and the keys and values [B, T, kv_heads, head_dim]."""
+        """The result of `__call__`, and keys and values [B, T, kv_heads, head_dim]."""
 
         def project(x: jax.Array):
             return self.attention.project(self.attention_norm(x))
@@ -241,7 +241,7 @@ class Block(nnx.Module):
         return self._finish(x, mixed), (key, value)
 
     def decode(self, x: jax.Array, rope: Rope, layer: kv_cache.Layer, filled):
-        """[B, 1, hidden] to [B, 1, hidden], and the tokens' keys and values."""
+        """[B, 1, hidden] from [B, 1, hidden], and the new tokens' keys and values."""
         x_norm = self.attention_norm(x)
         mixed, made = self.attention.decode(x_norm, rope, layer, filled)
         return self._finish(x, mixed), made

@@ -1,8 +1,8 @@
 """Low-rank adapters of frozen matrices: x W + alpha / rank · x A B.
 
-B starts at 0, so that training starts from the model as it was. Adapters have names of
-their own, "lora_a" and "lora_b" beside a kernel, so `optimizer.trainable = "/lora_"`
-trains them alone.
+B is initialised to 0, so that training starts from the unmodified model. The matrices
+are named "lora_a" and "lora_b", next to the name of the kernel, so
+`optimizer.trainable = "/lora_"` trains only them.
 
 Reference: Hu et al., "LoRA", 2021, arXiv:2106.09685.
 """
@@ -22,16 +22,16 @@ TRAINABLE = "(^|/)lora_[ab]$"  # for `optimizer.trainable`
 
 
 class LoraOptions(Protocol):
-    """What of a `ModelConfig` says how to adapt."""
+    """The fields of a `ModelConfig` that describe adapters."""
 
     @property
     def lora_rank(self) -> int:
-        """Of A and B; 0: no adapters."""
+        """The rank of A and B; 0 for no adapters."""
         ...
 
     @property
     def lora_alpha(self) -> float:
-        """Times rank: what A B is multiplied with."""
+        """The scale of A B, multiplied by the rank."""
         ...
 
 
@@ -40,7 +40,7 @@ def _scale(options: LoraOptions) -> float:
 
 
 def _matrices(options: LoraOptions, inputs: int, outputs: int, dtype, rngs: nnx.Rngs):
-    """A, uniform within 1 / sqrt(inputs), and B, of zeros."""
+    """A, initialised uniformly within 1 / sqrt(inputs), and B, initialised to zeros."""
     bound = inputs**-0.5
     key, shape = rngs.params(), (inputs, options.lora_rank)
     A = jax.random.uniform(key, shape, jnp.float32, -bound, bound).astype(dtype)
@@ -48,11 +48,12 @@ def _matrices(options: LoraOptions, inputs: int, outputs: int, dtype, rngs: nnx.
 
 
 class LoraLinear(nnx.Linear):
-    """`nnx.Linear` with an adapter beside its kernel.
+    """`nnx.Linear` with a low-rank adapter of its kernel.
 
     Args:
-      options: rank and alpha.
-      arguments, keywords: of `nnx.Linear`.
+        options: rank and alpha.
+        arguments: positional arguments of `nnx.Linear`.
+        keywords: keyword arguments of `nnx.Linear`.
     """
 
     def __init__(self, options: LoraOptions, *arguments: Any, **keywords: Any):
@@ -67,7 +68,7 @@ class LoraLinear(nnx.Linear):
         self.lora_scale = _scale(options)
 
     def __call__(self, inputs: jax.Array, **options: Any) -> jax.Array:
-        """[..., in_features] to [..., out_features]."""
+        """Map [..., in_features] to [..., out_features]."""
         dtype = self.dtype or inputs.dtype
         A, B = (x[...].astype(dtype) for x in (self.lora_a, self.lora_b))
         low = (inputs.astype(dtype) @ A) * self.lora_scale
@@ -75,17 +76,18 @@ class LoraLinear(nnx.Linear):
 
 
 class LoraHead(LMHead):
-    """`LMHead` with an adapter: as many columns more in W as the rank, and in h.
+    """`LMHead` with an adapter, appended to W and to h as `rank` more features.
 
         logits = [h, s h A] [W; B],   s = alpha / rank
 
-    So the verbs need know nothing, and W is rounded as without it. Backward, a gradient
-    of [W; B] is made whole, though only that of B is kept: a head with an adapter costs
-    what a trained one does.
+    The verbs need no change for it, and W is rounded as without an adapter. The
+    backward pass computes the whole gradient of [W; B], although only that of B is
+    used: a head with an adapter costs as much as a trained head.
 
     Args:
-      options: rank and alpha.
-      keywords: of `LMHead`.
+        options: rank and alpha.
+        rngs: source of the initial weights.
+        keywords: the other keyword arguments of `LMHead`.
     """
 
     def __init__(self, options: LoraOptions, *, rngs: nnx.Rngs, **keywords: Any):
@@ -97,7 +99,7 @@ class LoraHead(LMHead):
         self.lora_scale = _scale(options)
 
     def widened(self, hidden: jax.Array, W: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """[h, s h A] and [W; B], in hidden's type."""
+        """The operands [h, s h A] and [W; B], in hidden's dtype."""
         A, B = (x[...].astype(hidden.dtype) for x in (self.lora_a, self.lora_b))
         low = (hidden @ A) * self.lora_scale
         tied = self.layout == "vd"
@@ -113,12 +115,12 @@ class LoraHead(LMHead):
 
 
 def is_adapter(path: str) -> bool:
-    """Whether a weight of that name, like "head/lora_a", is one of an adapter."""
+    """Whether a weight's name, like "head/lora_a", is that of an adapter."""
     return path.rpartition("/")[2] in ("lora_a", "lora_b")
 
 
 def adapters_of(weights: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of adapters, nested likewise; {} where there are none."""
+    """The adapter weights, nested likewise; {} if there are none."""
     flat: dict[str, Any] = dict(traverse_util.flatten_dict(dict(weights), sep="/"))
     return traverse_util.unflatten_dict(
         {path: leaf for path, leaf in flat.items() if is_adapter(path)}, sep="/"
@@ -126,7 +128,7 @@ def adapters_of(weights: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check(rank: int, alpha: float, targets: tuple[str, ...], head: bool) -> str | None:
-    """Why such adapters cannot be; None where they can."""
+    """The reason why such adapters are impossible; None if they are possible."""
     if rank < 0:
         return f"lora_rank must be 0 (none) or more, got {rank}"
     if alpha <= 0:

@@ -1,4 +1,4 @@
-"""RMS normalisation whose backward pass keeps its input and one number per row."""
+"""RMS normalisation whose residuals are its input and one number per row."""
 
 import functools
 
@@ -24,17 +24,18 @@ def rms_normalize(
         y_i = r x_i (offset + scale_i),   r = 1 / sqrt(mean_j x_j² + epsilon)
 
     Args:
-      x: [..., D] in any floating-point type.
-      scale: [D], likewise.
-      offset: added to the scale, in float32: a scale in 16 bits keeps its small part.
-      epsilon: added to the mean square.
-      dtype: of the result; everything is computed in float32.
+        x: [..., D] in any floating-point type.
+        scale: [D] in any floating-point type.
+        offset: added to the scale in float32, so that a 16-bit scale near 0 keeps its
+            precision.
+        epsilon: added to the mean square.
+        dtype: dtype of the result; everything is computed in float32.
 
     Returns:
-      [..., D] in `dtype`.
+        [..., D] in `dtype`.
 
-    **Memory** for the backward pass: x in its own type, and r, which policies know as
-    "norm_rms": 4 bytes per row. The gradient of the scale is summed in float32.
+    **Memory** of residuals: x in its own dtype, and r, 4 bytes per row, under the
+    checkpoint name "norm_rms". The gradient of the scale is accumulated in float32.
 
     Reference: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019,
     arXiv:1910.07467.
@@ -51,7 +52,7 @@ def _forward(x, scale, offset, epsilon, dtype):
 
 
 def _backward(offset, epsilon, dtype, residuals, dy):
-    del epsilon, dtype  # in the residuals
+    del epsilon, dtype  # known from the residuals
     x, rms, scale = residuals
     unit = x.astype(jnp.float32) * rms
     dy = dy.astype(jnp.float32)
@@ -71,13 +72,13 @@ class RMSNorm(nnx.RMSNorm):
     offset = 0.0
 
     def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
-        """[..., features], likewise; every entry counts: `mask` must be None."""
+        """Normalise [..., features] to the same shape; `mask` must be None."""
         assert mask is None and self.scale is not None  # created with a scale
         scale = self.scale[...]
         return rms_normalize(x, scale, self.offset, self.epsilon, self.dtype)
 
 
 class OffsetRMSNorm(RMSNorm):
-    """The same with 1 + scale, as Gemma has it."""
+    """An RMSNorm that multiplies by 1 + scale, as Gemma does."""
 
     offset = 1.0

@@ -1,12 +1,13 @@
-"""One mesh of devices for a whole run: what of weights and of batches each one holds.
+"""The device mesh of a run, and how weights and batches are sharded over it.
 
-    data      rows of a batch; each has all the weights
-    fsdp      rows of a batch; each has a part of weights, moments and gradients
-    sequence  tokens of a row; weights as along fsdp
-    tensor    heads, the width of the feed-forward layer, the vocabulary
+    data      shards rows of a batch; weights are replicated
+    fsdp      shards rows of a batch; also weights, moments and gradients
+    sequence  shards tokens of a row; weights as along fsdp
+    tensor    shards heads, the width of the feed-forward layer, the vocabulary
 
-XLA moves what a step needs: jit's inputs are laid out here, a few values on the way
-are held to it, and attention and the head say themselves what they communicate.
+XLA inserts the communication of a step. The shardings of jit's inputs are given here, a
+few intermediate values are constrained, and attention and the head contain explicit
+collectives.
 """
 
 import contextlib
@@ -32,7 +33,7 @@ AXES = ("data", "fsdp", "sequence", "tensor")
 ROWS = ("data", "fsdp")
 TOKENS = PartitionSpec(ROWS, "sequence")  # of [B, T, ...]
 
-# The last axes of weights by the end of their names; all others are whole everywhere.
+# Specs of weights' last axes, by the end of their names; all others are replicated.
 PARTS = ("fsdp", "sequence")
 _WEIGHTS = {
     r"(embed|tied_to)/embedding": ("tensor", PARTS),
@@ -44,57 +45,62 @@ _WEIGHTS = {
 
 _PREFETCH = {
     "xla_gpu_enable_latency_hiding_scheduler": True,
-    # Two blocks a turn: what the second needs is sent while the first computes.
+    # Unrolls the loop by two, so that the second block's weights are all-gathered while
+    # the first one computes.
     "xla_gpu_enable_while_loop_double_buffering": True,
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-    """Devices along each axis; their product is how many a run has."""
+    """Devices along each mesh axis; their product is the number of devices of a run."""
 
-    data: int = 1  # share out the rows of a batch
-    fsdp: int = 1  # share out rows, weights and moments
-    sequence: int = 1  # share out the tokens of each row, weights and moments
-    tensor: int = 1  # share out heads, feed-forward layers and the vocabulary
-    # let XLA for GPUs fetch a block's weights while the one before it computes
+    data: int = 1  # shards the rows of a batch
+    fsdp: int = 1  # shards rows, weights and moments
+    sequence: int = 1  # shards the tokens of each row, weights and moments
+    tensor: int = 1  # shards heads, feed-forward layers and the vocabulary
+    # whether XLA for GPUs all-gathers a block's weights during the block before it
     prefetch: bool = True
 
     def __post_init__(self):
-        """Refuse impossible values, by name."""
+        """Raise a ValueError that names a field with an impossible value."""
         for name in AXES:
             check_field(self, name, getattr(self, name) >= 1, "at least 1")
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Of the axes, in the order of `AXES`."""
+        """The sizes of the axes, in the order of `AXES`."""
         return tuple(getattr(self, name) for name in AXES)
 
     @property
     def by_rows(self) -> "MeshConfig":
-        """The same devices for work that goes token by token: all share out rows."""
+        """A mesh of the same devices with `sequence` folded into `fsdp`.
+
+        It suits work that processes each token independently.
+        """
         rows = self.fsdp * self.sequence
         return dataclasses.replace(self, fsdp=rows, sequence=1)
 
 
 class Layout:
-    """Where the arrays of a run are; on one device, nothing is said and nothing moves.
+    """The shardings of a run's arrays; on one device, arrays have none and do not move.
 
     Args:
-      config: of the mesh.
+        config: of the mesh.
 
     Attributes:
-      mesh: None for one device.
-      sizes: devices along each axis.
+        mesh: None for one device.
+        sizes: devices along each axis.
 
     Raises:
-      ValueError: fewer devices than the mesh has, or a process without any.
+        ValueError: there are fewer devices than the mesh has, or a process would have
+            none of them.
     """
 
     def __init__(self, config: MeshConfig):
         count, devices = math.prod(config.sizes), _devices.current()
         fits = count <= len(devices)
-        if jax.process_count() > 1:  # none of them may be left without work
+        if jax.process_count() > 1:  # each process must have devices of the mesh
             fits = count == len(devices)
         if not fits:
             said = " x ".join(f"mesh.{k}={getattr(config, k)}" for k in AXES)
@@ -106,45 +112,45 @@ class Layout:
         self.sizes: dict[str, int] = dict(zip(AXES, config.sizes, strict=True))
         self._prefetch = config.prefetch
         if count > 1:
-            # Neighbours are of one host: along the last axes most is sent.
+            # Devices of one host are adjacent along the last axes, which send most.
             grid = np.array(devices[:count]).reshape(config.sizes)
             self.mesh = Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
     def compiler_options(self) -> dict[str, Any]:
-        """For `jax.jit` of a step: what is sent overlaps with what is computed."""
+        """Options for `jax.jit` of a step: overlap communication with computation."""
         return _PREFETCH if self.mesh is not None and self._prefetch else {}
 
     def context(self) -> contextlib.AbstractContextManager:
-        """In which a run's functions are traced."""
+        """The context manager in which a run's functions must be traced."""
         return jax.set_mesh(self.mesh) if self.mesh else contextlib.nullcontext()
 
     def of_weights(self, shapes: Any) -> Any:
-        """`jax.ShapeDtypeStruct`s of weights, or of moments, with their places.
+        """`jax.ShapeDtypeStruct`s of weights, or of moments, with shardings.
 
         Raises:
-          ValueError: a weight that does not divide by its mesh axes.
+            ValueError: a weight's axis is not divisible by its mesh axes.
         """
         return self._placed(shapes, _weight_spec)
 
     def of_tokens(self, shapes: Any) -> Any:
-        """Likewise, of arrays [..., B, T]."""
+        """The same for arrays [..., B, T]."""
         return self._placed(shapes, lambda _, shape: _token_spec(len(shape)))
 
     def of_rows(self, shapes: Any) -> Any:
-        """Likewise, of arrays [B, ...]."""
+        """The same for arrays [B, ...]."""
         return self._placed(shapes, lambda _, shape: PartitionSpec(ROWS))
 
     def of_head(self, weights: Any, hidden: Any, labels: Any) -> tuple[Any, Any, Any]:
-        """Likewise, of a head alone: its weights, and what it gets."""
+        """The same for a head alone: its weights, hidden states and labels."""
         weights = self.of_weights({"head": weights})["head"]
         return weights, self.of_hidden(hidden), self.of_tokens(labels)
 
     def of_hidden(self, shapes: Any) -> Any:
-        """Likewise, of arrays [B, T, ...]."""
+        """The same for arrays [B, T, ...]."""
         return self._placed(shapes, lambda _, shape: TOKENS)
 
     def whole(self, shapes: Any) -> Any:
-        """Likewise, of what each device has all of."""
+        """The same for replicated arrays."""
         return self._placed(shapes, lambda _, shape: PartitionSpec())
 
     def _placed(self, shapes, spec_of):
@@ -161,9 +167,9 @@ class Layout:
         return jax.tree_util.tree_map_with_path(placed, shapes)
 
     def place(self, batch: Any, structs: Any = None) -> Any:
-        """Numpy arrays on the devices; each process gives its own part of them.
+        """Copy numpy arrays to the devices; each process provides its own shards.
 
-        They are [..., B, T], unless `structs` say where they go.
+        Arrays are [..., B, T], unless `structs` have their shardings.
         """
         mesh = self.mesh
         if mesh is None:
@@ -179,14 +185,15 @@ class Layout:
         )
 
     def jit(self, run: Callable, out: Any = None, **options) -> Any:
-        """`jax.jit` whose results are where the structs `out` say; to be traced in
-        `context`.
+        """`jax.jit` with the shardings of the structs `out` for its results.
+
+        The result must be traced in `context`.
         """
         places = None if self.mesh is None or out is None else shardings(out)
         return jax.jit(run, out_shardings=places, **options)
 
     def own_rows(self, rows: int) -> list[int]:
-        """Which of a batch's rows this process's devices read."""
+        """The indices of a batch's rows that this process's devices read."""
         if self.mesh is None:
             return list(range(rows))
         sharding = NamedSharding(self.mesh, PartitionSpec(ROWS))
@@ -195,18 +202,18 @@ class Layout:
 
 
 def shardings(structs: Any) -> Any:
-    """Of structs that have a place, for `jax.jit(out_shardings=)`."""
+    """The shardings of structs that have one, for `jax.jit(out_shardings=)`."""
     return jax.tree.map(lambda struct: struct.sharding, structs)
 
 
 def current() -> Any:
-    """The mesh of the `Layout.context` around, or None."""
+    """The mesh of the enclosing `Layout.context`, or None."""
     mesh = jax.sharding.get_abstract_mesh()
     return mesh if mesh.axis_names == AXES else None
 
 
 def head_sharding() -> HeadSharding | None:
-    """How the head runs on the mesh of the `Layout.context` around."""
+    """The head's sharding on the mesh of the enclosing `Layout.context`, or None."""
     around = current()
     if around is None:
         return None
@@ -215,17 +222,17 @@ def head_sharding() -> HeadSharding | None:
 
 
 def spread(x: jax.Array) -> jax.Array:
-    """x [B, T, ...], laid out as tokens are; itself where there is no mesh."""
+    """Constrain x [B, T, ...] to the sharding of tokens; without a mesh, return x."""
     if current() is None:
         return x
     return _laid(x, TOKENS)
 
 
 def look_up(table: jax.Array, ids: jax.Array) -> jax.Array:
-    """Rows [B, T, D] of an embedding table [V, D] on the mesh around."""
+    """Rows [B, T, D] of an embedding table [V, D] on the enclosing mesh."""
 
     def on_device(table, ids):
-        # Typed first: gradients are then scattered before they are summed.
+        # Typed before the all-gather: gradients are then reduce-scattered.
         table = _shards.vary(table, frozenset(("data", *PARTS)))
         table = lax.all_gather(table, PARTS, axis=1, tiled=True)
         local = ids - lax.axis_index("tensor") * len(table)
@@ -238,7 +245,7 @@ def look_up(table: jax.Array, ids: jax.Array) -> jax.Array:
 
 
 def as_stored(tree: Any) -> Any:
-    """Weights, or their gradients, laid out as they are between steps."""
+    """Constrain weights, or their gradients, to their sharding between steps."""
     if current() is None:
         return tree
 
@@ -248,10 +255,10 @@ def as_stored(tree: Any) -> Any:
 
 
 def gathered(tree: Any) -> Any:
-    """A block's weights, brought together from their parts for its use.
+    """All-gather a block's weights for its use.
 
-    Said here, as XLA could as well move the activations; a block that is made again
-    gathers them again. Gradients go back in parts, summed on the way.
+    The constraint is needed because XLA might move the activations instead. A block
+    that is recomputed all-gathers its weights again. Gradients are reduce-scattered.
     """
     if current() is None:
         return tree
@@ -286,7 +293,7 @@ def _token_spec(axes: int) -> PartitionSpec:
 def _weight_spec(name: str, shape: tuple[int, ...]) -> PartitionSpec:
     for pattern, axes in _WEIGHTS.items():
         if re.search(f"(^|/){pattern}$", name):
-            # Blocks are stacked along axes of their own.
+            # Blocks are stacked along leading axes.
             return PartitionSpec(*(None,) * (len(shape) - len(axes)), *axes)
     return PartitionSpec()
 

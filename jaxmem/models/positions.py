@@ -1,8 +1,9 @@
-"""Where tokens are, and which others each kind of layer sees: rotary angles, masks.
+"""Positions and attention masks per kind of layer: rotary angles, documents, windows.
 
-A layer is "global", and sees its whole document so far, or "local", and sees the last
-`window` tokens of it; local layers may have wavelengths of their own. A decoder's
-blocks run in one loop, so what a kind sees is made once and looked up by the layer.
+A "global" layer attends to its document up to the query; a "local" layer attends to the
+last `window` tokens of that, and may have its own rotary wavelengths. All blocks of a
+decoder run in one loop, so the tables of each kind are computed once, and each layer
+indexes them by its kind.
 """
 
 from collections.abc import Callable
@@ -16,12 +17,12 @@ from jaxmem.models.config import KINDS, ModelConfig
 
 Ids = jax.Array | np.ndarray  # integers, on the device or on the host
 
-# Cosines and sines from `rope_tables`; or those of all kinds, and a layer's kind.
+# Cosines and sines from `rope_tables`; or those of all kinds, and the layer's kind.
 Rope = tuple[jax.Array, jax.Array] | tuple[jax.Array, jax.Array, jax.Array]
 
 
 def layer_kinds(config: ModelConfig) -> np.ndarray | None:
-    """[layers] number of each layer's kind in `KINDS`; None where all are of one."""
+    """[layers] index of each layer's kind in `KINDS`; None if all have one kind."""
     if len(set(config.pattern)) == 1:
         return None
     times = -(-config.layers // len(config.pattern))
@@ -30,14 +31,15 @@ def layer_kinds(config: ModelConfig) -> np.ndarray | None:
 
 
 def by_kind(config: ModelConfig, make: Callable[[str], Any]) -> Callable[[Any], Any]:
-    """Make something for each kind of layer that there is.
+    """Compute something for each kind of layer, and select it by a layer's kind.
 
     Args:
-      config: of the decoder.
-      make: kind to a pytree of arrays, of the same shapes for every kind.
+        config: of the decoder.
+        make: maps a kind to a pytree of arrays, with the same shapes for every kind.
 
     Returns:
-      A layer's entry of `layer_kinds`, which a loop may trace, to what its kind has.
+        A function from a layer's entry of `layer_kinds`, which may be traced, to the
+        pytree of its kind.
     """
     if len(set(config.pattern)) == 1:
         only = make(config.pattern[0])
@@ -47,19 +49,20 @@ def by_kind(config: ModelConfig, make: Callable[[str], Any]) -> Callable[[Any], 
 
 
 def rope_frequencies(config: ModelConfig, kind: str = "global") -> jax.Array:
-    """Rotary angles of one position's step, as a layer of that kind has them.
+    """Rotary angle per position of each pair, for one kind of layer.
 
-        f_i = theta^(-2i / head_dim),   then, where the config scales,
+        f_i = theta^(-2i / head_dim),   then, if the config scales,
         linear:  f_i / factor
         llama3:  f_i (1 - s_i) / factor + f_i s_i,
                  s_i = clip((original f_i / 2π - low) / (high - low), 0, 1)
 
     Args:
-      config: of the decoder.
-      kind: "local" layers with a `local_rope_theta` are not scaled.
+        config: of the decoder.
+        kind: "global" or "local"; "local" layers with a `local_rope_theta` are not
+            scaled.
 
     Returns:
-      f32 [head_dim / 2].
+        f32 [head_dim / 2].
 
     Reference: Su et al., "RoFormer", 2021, arXiv:2104.09864; linear: Chen et al.,
     2023, arXiv:2306.15595; llama3: the Llama team, 2024, arXiv:2407.21783.
@@ -84,11 +87,11 @@ def rope_tables(positions: Ids, frequencies: jax.Array) -> tuple[jax.Array, jax.
     """Cosines and sines of the rotary angles, position x frequency.
 
     Args:
-      positions: [B, T] position of each token in its document.
-      frequencies: [head_dim / 2] from `rope_frequencies`.
+        positions: [B, T] position of each token in its document.
+        frequencies: [head_dim / 2] from `rope_frequencies`.
 
     Returns:
-      Two f32 arrays [B, T, 1, head_dim / 2], for `apply_rope`.
+        Two f32 arrays [B, T, 1, head_dim / 2], for `apply_rope`.
     """
     angles = positions.astype(jnp.float32)[..., None, None] * frequencies
     return jnp.cos(angles), jnp.sin(angles)
@@ -101,17 +104,17 @@ def apply_rope(
     """Rotate each pair (x_i, x_{i + head_dim/2}) by its angle, in f32.
 
     Args:
-      x: [B, T, heads, head_dim] queries or keys.
-      cosines: [B, T, 1, head_dim / 2] from `rope_tables`, or those of several kinds of
-        layers on a leading axis.
-      sines: likewise.
-      kind: which of several.
+        x: [B, T, heads, head_dim] queries or keys.
+        cosines: [B, T, 1, head_dim / 2] from `rope_tables`, or those of several kinds
+            of layers on a leading axis.
+        sines: like `cosines`.
+        kind: index on that leading axis; None if there is none.
 
     Returns:
-      An array like `x`.
+        An array like `x`.
 
-    **Memory** for the backward pass, which rotates back: the tables, which all layers
-    share. They have no gradients.
+    **Memory** of residuals: only the tables, which all layers share, because the
+    backward pass applies the inverse rotation. The tables have no gradients.
     """
     return _rotate(x, 1, cosines, sines, kind)
 
@@ -119,8 +122,8 @@ def apply_rope(
 def _rotate(x, direction, cosines, sines, kind):
     if kind is not None:
         cosines, sines = cosines[kind], sines[kind]
-    # Halves of a row on an axis of their own, which is reversed: XLA fuses that with
-    # what comes before and after, while it would store halves that are split apart.
+    # Reverse an axis of size 2 instead of splitting the row: XLA fuses the reversal
+    # with its neighbours, but would store halves that are split.
     halves = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, -1)
     signed = direction * jnp.stack([-sines, sines], axis=-2)
     rotated = halves * cosines[..., None, :] + jnp.flip(halves, -2) * signed
@@ -139,31 +142,34 @@ apply_rope.defvjp(_rope_forward, _rope_backward)
 
 
 class Sight(NamedTuple):
-    """Which keys the queries of a layer see, besides that none is after the query.
+    """The keys that a layer's queries see, in addition to causality.
 
-    A layer builds its mask [B, 1, T, T] where it is used, from this.
+    A layer builds its mask [B, 1, T, T] from this only where it needs it.
     """
 
-    segment_ids: Ids | None = None  # [B, T] document of each token; None: one a row
-    window: Ids | int | None = None  # tokens that a query sees, its own too; None: all
+    segment_ids: Ids | None = None  # [B, T] document per token; None: one per row
+    window: Ids | int | None = None  # tokens a query sees, including its own; None: all
 
     @property
     def mask(self) -> jax.Array | None:
-        """`document_mask`, or None where a query sees all before it."""
+        """The `document_mask`, or None if a query sees all tokens before it."""
         if self.segment_ids is None:
             return None
         return document_mask(self.segment_ids, self.window)
 
 
 def document_mask(segment_ids: Ids, window: Ids | int | None = None) -> jax.Array:
-    """[B, 1, T, T], true where query and key are of one document, and near enough.
+    """[B, 1, T, T], true where query and key share a document and the window.
 
-    Causality is left to attention.  Padding (segment 0) sees padding, so that no row of
-    the softmax is empty.
+    Causality is not included: attention applies it. Padding (segment 0) sees padding,
+    so that no row of the softmax is empty.
 
     Args:
-      segment_ids: [B, T] document of each token.
-      window: tokens that a query sees, itself among them; None: all.
+        segment_ids: [B, T] document of each token.
+        window: tokens that a query sees, including itself; None: all.
+
+    Returns:
+        The mask.
     """
     mask = segment_ids[:, :, None] == segment_ids[:, None, :]
     if window is not None:

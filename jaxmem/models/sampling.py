@@ -1,11 +1,12 @@
-"""Sample from a decoder: prompts in, tokens and their log-probabilities out.
+"""Samples from a decoder: prompts in, tokens and their log-probabilities out.
 
-    logits / temperature -> top k -> top p -> one token -> the same with it, until eos
+    logits / temperature -> top k -> top p -> one token -> append it, until eos
 
-A token's log-probability is that of the distribution it was drawn from, temperature and
-truncation applied, and what was left of the vocabulary is returned beside it. A trainer
-can so compare its policy with the sampler's: `jaxmem.logprobs(..., temperature=...)`
-where nothing truncates, `jaxmem.support_logprobs` over `support_ids` where it does.
+A token's log-probability is that under the sampling distribution, after temperature and
+truncation, and the support of that distribution is returned too. A trainer can
+therefore compare its policy with the sampler: by
+`jaxmem.logprobs(..., temperature=...)` without truncation, and by
+`jaxmem.support_logprobs` over `support_ids` with it.
 """
 
 import dataclasses
@@ -24,9 +25,9 @@ from jaxmem.models.decoder import Decoder
 from jaxmem.models.kv_cache import Cache
 from jaxmem.models.layers import Ids
 
-# For `jax.jit` around `sample`. In every step, XLA for GPUs would copy each layer's
-# weights out of their stack for Triton's products, where cuBLAS's read them in place;
-# and join the weights of products that share a factor.
+# For `jax.jit` around `sample`. With Triton's GEMMs, XLA for GPUs would copy each
+# layer's weights out of their stack in every step, where cuBLAS reads them in place.
+# The dot merger would concatenate the weights of products that share an operand.
 COMPILER_OPTIONS = {
     "xla_gpu_enable_triton_gemm": False,
     "xla_gpu_dot_merger_threshold_mb": 0,
@@ -35,17 +36,18 @@ COMPILER_OPTIONS = {
 
 @dataclasses.dataclass(frozen=True)
 class SamplingConfig:
-    """How completions are drawn."""
+    """How completions are sampled."""
 
-    max_new_tokens: int = 8  # most tokens of a completion, end of sequence included
-    temperature: float = 1.0  # logits are divided by it before anything is truncated
-    top_k: int | None = None  # draw among the k most probable tokens only
-    top_p: float | None = None  # draw among the fewest that hold this probability
-    # most tokens to draw among; None: top_k.  top_p alone needs it, to know a shape
+    max_new_tokens: int = 8  # maximum tokens of a completion, including eos
+    temperature: float = 1.0  # divides the logits before any truncation
+    top_k: int | None = None  # sample among the k most probable tokens only
+    top_p: float | None = None  # sample among the fewest that have this probability
+    # largest size of the support; None: top_k.  A top_p alone needs it for a static
+    # shape
     support: int | None = None
 
     def __post_init__(self):
-        """Refuse impossible values and combinations, by name."""
+        """Raise a ValueError that names an impossible value or combination."""
         check_field(self, "max_new_tokens", self.max_new_tokens >= 1, "at least 1")
         possible = 0 < self.temperature < float("inf")
         check_field(self, "temperature", possible, "positive and finite")
@@ -65,17 +67,17 @@ class SamplingConfig:
 
     @property
     def truncates(self) -> bool:
-        """Whether a draw can leave out tokens."""
+        """Whether the support can be smaller than the vocabulary."""
         return self.top_k is not None or self.nucleus is not None
 
     @property
     def nucleus(self) -> float | None:
-        """A top_p that can; one of 1 cannot, though sums of rounded terms reach it."""
+        """The top_p, or None if it is 1, which sums of rounded terms could reach."""
         return None if self.top_p == 1 else self.top_p
 
     @property
     def support_size(self) -> int | None:
-        """Ids in each of `Samples.support_ids`; None where nothing truncates."""
+        """Ids in each of `Samples.support_ids`; None without truncation."""
         if not self.truncates:
             return None
         return self.top_k if self.support is None else self.support
@@ -85,12 +87,13 @@ class Samples(NamedTuple):
     """Completions of B prompts, R = max_new_tokens slots each.
 
     Attributes:
-      tokens: [B, R] int32 ids, end of sequence included; pad_id after.
-      mask: [B, R] bool, where there is a token.
-      logprobs: [B, R] f32 of the token among those it was drawn from; 0 after the end.
-      support_ids: [B, R, K] int32 those, by falling probability, then -1; -1 after the
-        end. None where nothing truncates.
-      lengths: [B] int32 tokens of each completion.
+        tokens: [B, R] int32 ids, end of sequence included; pad_id after.
+        mask: [B, R] bool, true for tokens of the completion.
+        logprobs: [B, R] f32 log-probability of each token within its support; 0 after
+            the end.
+        support_ids: [B, R, K] int32 ids of each token's support by falling probability,
+            padded by -1; -1 after the end. None without truncation.
+        lengths: [B] int32 tokens of each completion.
     """
 
     tokens: jax.Array
@@ -101,7 +104,7 @@ class Samples(NamedTuple):
 
 
 class _Drawn(NamedTuple):
-    """One token a row, arrays [B, ...]; or those of all steps, [R, B, ...]."""
+    """One token per row, arrays [B, ...]; or those of all steps, [R, B, ...]."""
 
     tokens: jax.Array
     mask: jax.Array
@@ -110,9 +113,9 @@ class _Drawn(NamedTuple):
 
 
 class _State(NamedTuple):
-    """What a step of the loop changes."""
+    """The carry of the sampling loop."""
 
-    step: jax.Array  # tokens drawn so far
+    step: jax.Array  # tokens sampled so far
     token: jax.Array  # [B] the last of them
     ended: jax.Array  # [B] bool
     drawn: _Drawn
@@ -122,26 +125,25 @@ class _State(NamedTuple):
 def truncate(
     logits: jax.Array, config: SamplingConfig
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Log-probabilities of what is left of the vocabulary.
+    """Log-probabilities of the truncated distribution.
 
         z = logits / T;   S = the top k of z;   then S = the fewest of the most probable
-        of softmax_S(z) that hold at least top_p;   out = z - ln Σ_(v in S) e^(z_v)
+        of softmax_S(z) that have at least top_p;   out = z - ln Σ_(v in S) e^(z_v)
 
-    Temperature comes first, as samplers have it: what top_p keeps depends on it. With
-    both, top_p counts the probability within the top k. A nucleus of more than
-    `support` tokens is cut to the most probable of them. Of equal logits the lower ids
-    are kept.
+    Temperature comes first, as in other samplers, so the support of top_p depends on
+    it. With both, top_p counts the probability within the top k. A nucleus of more than
+    `support` tokens is cut to the most probable of them. Ties keep the lower ids.
 
     Args:
-      logits: [B, V] f32.
-      config: temperature, top_k, top_p, support.
+        logits: [B, V] f32.
+        config: temperature, top_k, top_p, support.
 
     Returns:
-      Log-probabilities [B, K] by falling probability, -inf outside S, and the ids
-      [B, K], -1 outside S; or [B, V] by id and None where nothing truncates.
+        Log-probabilities [B, K] by falling probability, -inf outside S, and the ids
+        [B, K], -1 outside S; or [B, V] by id and None without truncation.
 
     Raises:
-      ValueError: more ids wanted than there are.
+        ValueError: top_k or support is larger than the vocabulary.
 
     >>> import jax.numpy as jnp
     >>> logits = jnp.log(jnp.array([[0.1, 0.5, 0.3, 0.1]]))
@@ -153,8 +155,8 @@ def truncate(
     arXiv:1805.04833; top p: Holtzman et al., "The Curious Case of Neural Text
     Degeneration", 2019, arXiv:1904.09751.
     """
-    # The best logit comes off first: so the best token's log-probability, in a cold
-    # softmax, is 0 exactly, not what rounding leaves of two large numbers.
+    # Subtract the largest logit first: at a low temperature, the log-probability of the
+    # most probable token is then exactly 0, without the rounding of two large numbers.
     best = jnp.max(logits, axis=-1, keepdims=True)
     z = (logits - best) / config.temperature
     size = config.support_size
@@ -172,7 +174,7 @@ def truncate(
     if config.nucleus is not None:
         whole = jax.nn.logsumexp(within, axis=-1, keepdims=True)
         sums = jnp.cumsum(jnp.exp(values - whole), axis=-1)
-        # A token stays while those before it hold too little; so the first always does.
+        # Keep a token if those before it have too little; the first is always kept.
         before = jnp.pad(sums[:, :-1], ((0, 0), (1, 0)))
         kept &= before < config.nucleus
     logprobs = jax.nn.log_softmax(jnp.where(kept, values, -jnp.inf))
@@ -189,33 +191,34 @@ def sample(
     eos_id: int,
     pad_id: int,
 ) -> Samples:
-    """Complete every prompt, one token a row and step, until all rows have ended.
+    """Complete every prompt, one token per row and step, until all rows have ended.
 
-        token_t ~ softmax over S_t of (logits_t / temperature),   `truncate` says S_t
+        token_t ~ softmax over S_t of (logits_t / temperature),   `truncate` defines S_t
 
-    To be called inside `jax.jit`, with `COMPILER_OPTIONS`. Row i draws with
-    `fold_in(key, i)`: what it gets does not depend on the other rows' prompts, nor on
-    when they end.
+    Call it inside `jax.jit`, with `COMPILER_OPTIONS`. Row i samples with
+    `fold_in(key, i)`, so its completion does not depend on the other rows' prompts, nor
+    on when they end.
 
     Args:
-      decoder: the policy.
-      prompts: [B, P] ids, each row's prompt first; the rest of a row is ignored.
-      prompt_lengths: [B] tokens of each prompt, from 1 to P.
-      key: of the random numbers; the same key gives the same samples.
-      config: lengths, temperature and truncation.
-      eos_id: the token that ends a completion; it is part of it.
-      pad_id: the token that fills slots after the end.
+        decoder: the policy.
+        prompts: [B, P] ids, each row's prompt first; the rest of a row is ignored.
+        prompt_lengths: [B] tokens of each prompt, from 1 to P.
+        key: of the random numbers; the same key gives the same samples.
+        config: lengths, temperature and truncation.
+        eos_id: the token that ends a completion, of which it is a part.
+        pad_id: the token that fills slots after the end.
 
     Returns:
-      `Samples`; NaN log-probabilities for a prompt length out of range that only shows
-      up at run time.
+        `Samples`; log-probabilities are NaN for a traced prompt length that is out of
+        range.
 
-    **Memory**: the cache (`jaxmem.models.kv_cache.Cache`, of P + max_new_tokens slots,
-    in whole eights), once; a step's logits and their noise, 4·B·V each; and the weights
-    in the compute type, where they are stored in another.
+    **Memory**: one cache (`jaxmem.models.kv_cache.Cache`, of P + max_new_tokens slots,
+    rounded up to a multiple of eight); the logits of a step and their noise, 4·B·V
+    each; and the weights in the compute dtype, if they are stored in another.
 
     Raises:
-      ValueError: shapes that disagree, a length or an id out of range; it is named.
+        ValueError: shapes disagree, or a length or an id is out of range; the message
+            names it.
     """
     _check_prompts(prompts, prompt_lengths)
     for name, token in (("eos_id", eos_id), ("pad_id", pad_id)):
@@ -233,15 +236,15 @@ def sample(
         return (state.step < slots) & ~jnp.all(state.ended)
 
     def one_more(state: _State) -> _State:
-        model = nnx.merge(definition, weights)  # one made outside may not come in
+        model = nnx.merge(definition, weights)  # modules must not enter the loop
         hidden, cache = model.decode(state.token, state.cache)
         made, ended = draw(model, hidden, state.step, state.ended)
         drawn = _put(state.drawn, state.step, made)
         return _State(state.step + 1, made.tokens, ended, drawn, cache)
 
     model = nnx.merge(definition, weights)
-    # The last token of a row is not read again, and needs no slot. Products on a GPU
-    # would pad keys and values that are not whole 16 bytes long, in every step.
+    # The last token of a row is not read again, and needs no slot. GPU products would
+    # pad keys and values whose size is not a multiple of 16 bytes, in every step.
     max_length = -(-(width + slots - 1) // 8) * 8
     hidden, cache = model.prefill(prompts, prompt_lengths, max_length)
     first, ended = draw(model, hidden, 0, jnp.zeros(rows, bool))
@@ -253,11 +256,10 @@ def sample(
 
 
 def _in_compute_type(decoder: Decoder):
-    """The decoder in two parts, its weights cast once, and gathered from the devices
-    that have parts of them: each step reads all of them.
+    """The decoder's definition and weights, cast once and all-gathered, for all steps.
 
-    Layers compute in that type in any case, so no number changes; but for the scales
-    of norms, which `OffsetRMSNorm` reads as they are.
+    Layers compute in that dtype anyway, so results do not change. The scales of norms
+    are not cast, because `OffsetRMSNorm` reads them as stored.
     """
     definition, weights = nnx.split(decoder)
 
@@ -282,7 +284,7 @@ def _draw(keys: jax.Array, logits: jax.Array, config: SamplingConfig) -> _Drawn:
 
 
 def _masked(made: _Drawn, ended: jax.Array, pad_id: int) -> _Drawn:
-    """What rows that have ended draw: nothing."""
+    """The drawn tokens, with padding in rows that have ended."""
     ids = made.support_ids
     return _Drawn(
         jnp.where(ended, pad_id, made.tokens),

@@ -1,8 +1,9 @@
-"""Attention of sequences that are split over devices: heads there, tokens here.
+"""Sequence-parallel attention: all-to-alls between token and head sharding.
 
-Each device holds some tokens of all heads. Before attention, an all-to-all gives it all
-tokens of some heads; after, another one takes that back. With k devices, each sends
-(k - 1)/k of its queries, keys, values and results, and gets as much.
+Outside of attention each device holds some tokens of all heads. An all-to-all before
+attention gives it all tokens of some heads, and another one afterwards reverses that.
+With k devices, each sends (k - 1)/k of its queries, keys, values and results, and
+receives as much.
 
 Reference: Jacobs et al., "DeepSpeed Ulysses", 2023, arXiv:2309.14509.
 """
@@ -29,23 +30,24 @@ def attend(
     value: jax.Array,
     sight: Any,
 ) -> jax.Array:
-    """`attention(query, key, value, sight)` of whole sequences, on any mesh.
+    """Compute `attention(query, key, value, sight)` of whole sequences, on any mesh.
 
     Args:
-      attention: of arrays [B, T, heads, head_dim], and `sight`.
-      query: [B, T, heads, head_dim].
-      key, value: [B, T, kv_heads, head_dim]; those of fewer heads than devices along
-        the axis "sequence" are sent to several.
-      sight: pytree of arrays [B, ...] of whole sequences, and of scalars.
+        attention: a function of arrays [B, T, heads, head_dim] and `sight`.
+        query: [B, T, heads, head_dim].
+        key: [B, T, kv_heads, head_dim]; with fewer heads than devices along the axis
+            "sequence", each head is sent to several devices.
+        value: like `key`.
+        sight: a pytree of arrays [B, ...] of whole sequences, and of scalars.
 
     Returns:
-      An array like `query`.
+        An array like `query`.
 
-    **Memory** a device: queries, keys and values of whole sequences, for its part of
+    **Memory** per device: queries, keys and values of whole sequences for its share of
     the heads, and `sight` of its rows.
 
     Raises:
-      ValueError: tokens or heads that do not divide by the devices.
+        ValueError: the number of tokens or heads is not divisible by the devices.
     """
     around = mesh.current()
     if around is None or around.shape[AXIS] == 1:
@@ -71,13 +73,13 @@ def attend(
         on_device,
         in_specs=(_HEADS, _HEADS, _HEADS, jax.tree.map(spec, sight)),
         out_specs=_HEADS,
-        # Every mesh axis splits something of them, or nothing at all.
+        # No output is replicated along an axis with more than one device.
         check_vma=False,
     )(query, key, value, sight)
 
 
 def _to_heads(x):
-    """[b, T/k, H, ...] to [b, T, H/k, ...]."""
+    """Reshard [b, T/k, H, ...] to [b, T, H/k, ...]."""
     return lax.all_to_all(x, AXIS, split_axis=2, concat_axis=1, tiled=True)
 
 

@@ -1,4 +1,4 @@
-"""Weights by name: those that are trained, and those that are frozen."""
+"""Splits weights by name into trained and frozen ones."""
 
 import re
 from typing import Any
@@ -8,18 +8,19 @@ from flax import traverse_util
 
 
 def split_weights(weights: dict, trainable: str | None) -> tuple[dict, dict]:
-    """Weights to train, and weights to leave alone.
+    """Return the trained and the frozen weights.
 
     Args:
-      weights: nested by name, as `nnx.to_pure_dict` returns them.
-      trainable: of an `OptimizerConfig`.
+        weights: nested dicts by name, as `nnx.to_pure_dict` returns them.
+        trainable: the `trainable` of an `OptimizerConfig`, a regular expression for
+            names; None trains all weights.
 
     Returns:
-      Two dicts nested likewise, the first of which is in float32 unless the second is
-      empty; for `join_weights`.
+        Two dicts nested likewise, for `join_weights`. The trained weights are in
+        float32 unless nothing is frozen.
 
     Raises:
-      ValueError: no weight has such a name.
+        ValueError: no weight has a matching name.
     """
     if trainable is None:
         return weights, {}
@@ -40,6 +41,6 @@ def split_weights(weights: dict, trainable: str | None) -> tuple[dict, dict]:
 
 
 def join_weights(trained: Any, frozen: dict) -> dict:
-    """Put together what `split_weights` took apart."""
+    """Merge the two dicts that `split_weights` returned."""
     flat = [traverse_util.flatten_dict(d) for d in (trained, frozen)]
     return traverse_util.unflatten_dict(flat[0] | flat[1])

@@ -1,4 +1,4 @@
-"""Ragged sequences as micro-batches of a few static shapes, and back."""
+"""Packs ragged sequences into micro-batches of a few static shapes."""
 
 from jaxmem.packing.plan import (
     MicroBatch as MicroBatch,

@@ -1,4 +1,4 @@
-"""Arguments of `jaxmem.packing`, checked by name before anything is allocated."""
+"""Checks of the arguments of `jaxmem.packing`, before anything is allocated."""
 
 from typing import TypeGuard
 
@@ -6,14 +6,14 @@ import numpy as np
 
 from jaxmem.core import messages
 
-_SLOTS = 2**31  # of a micro-batch over all ranks: int32 numbers them
-ROWS = 2**20  # of a micro-batch over all ranks; parts of `karmarkar_karp`
+_SLOTS = 2**31  # bound of slots per micro-batch over all ranks: int32 numbers them
+ROWS = 2**20  # most rows per micro-batch over all ranks; most parts of `karmarkar_karp`
 _LARGEST = float(np.finfo(np.float64).max)
-_QUADRATIC = 1e6  # of a cost: far above what attention costs
+_QUADRATIC = 1e6  # bound of a quadratic cost, far above that of attention
 
 
 def check_lengths(lengths, max_tokens, width, limit="max_tokens"):
-    """Return lengths as int64 numbers that fit rows; refuse others by name."""
+    """Return lengths as int64 numbers that fit rows; raise for others."""
     tokens = as_array("lengths", lengths)
     if tokens.size == 0:
         tokens = tokens.astype(np.int64)
@@ -33,7 +33,7 @@ def check_lengths(lengths, max_tokens, width, limit="max_tokens"):
 
 
 def check_row_lengths(row_lengths, max_tokens):
-    """Return the widths of rows, ascending; refuse those that are no such widths."""
+    """Return the widths of rows, ascending; raise for invalid widths."""
     given = (max_tokens,) if row_lengths is None else row_lengths
     widths = tuple(np.ravel(as_array("row_lengths", given)).tolist())
     good = widths and all(is_integer(T) and 1 <= T <= max_tokens for T in widths)
@@ -46,7 +46,7 @@ def check_row_lengths(row_lengths, max_tokens):
 
 
 def check_size(max_tokens, narrowest, ranks):
-    """Rows and slots that a machine can hold: before any is made."""
+    """Raise if there would be more rows or slots than a machine can hold."""
     if ranks * max_tokens >= _SLOTS:
         raise ValueError(
             f"ranks must be below 2**31 slots / max_tokens={max_tokens}, got "
@@ -62,7 +62,7 @@ def check_size(max_tokens, narrowest, ranks):
 
 
 def check_quadratic(quadratic):
-    """Refuse a quadratic cost's coefficient unless it is finite and not negative."""
+    """Raise unless the coefficient of the quadratic cost is finite and not negative."""
     number = isinstance(quadratic, int | float | np.integer | np.floating)
     if not number or isinstance(quadratic, bool) or not 0 <= quadratic < np.inf:
         raise ValueError(
@@ -86,7 +86,7 @@ def check_costs(costs):
 
 
 def check_fill(fill, dtype):
-    """A scalar that the type holds."""
+    """Require a scalar that the dtype can represent."""
     array = as_array("fill", fill)
     if array.ndim:
         raise ValueError(f"fill must be a scalar, got shape {array.shape}")
@@ -100,7 +100,7 @@ def check_fill(fill, dtype):
 
 
 def check_alike(name, arrays, first_axes):
-    """The same axes after the first ones, which are the tokens'."""
+    """Require equal axes after the first ones, which are the tokens'."""
     wanted = arrays[0].shape[first_axes:]
     for array in arrays:
         if array.shape[first_axes:] != wanted:
@@ -111,7 +111,7 @@ def check_alike(name, arrays, first_axes):
 
 
 def as_arrays(name, values):
-    """Return a list of arrays, or an error that names the argument."""
+    """Return a list of arrays, or raise an error that names the argument."""
     try:
         values = list(values)
     except TypeError as error:
@@ -122,7 +122,7 @@ def as_arrays(name, values):
 
 
 def as_array(name, value):
-    """Return an array of numbers, or an error that names the argument."""
+    """Return an array of numbers, or raise an error that names the argument."""
     try:
         array = np.asarray(value)
     except (TypeError, ValueError, OverflowError) as error:
@@ -137,7 +137,7 @@ def as_array(name, value):
 
 
 def check_integer(name, value, largest=_SLOTS - 1):
-    """Refuse what is not an integer from 1 to largest."""
+    """Raise unless the value is an integer from 1 to largest."""
     if not (is_integer(value) and value >= 1):
         raise ValueError(
             f"{name} must be a positive integer, got {messages.short(value)}"
@@ -149,12 +149,12 @@ def check_integer(name, value, largest=_SLOTS - 1):
 
 
 def is_integer(value) -> TypeGuard[int]:
-    """Tell whether a value is an integer, of Python or numpy, and no boolean."""
+    """Whether a value is an integer, of Python or numpy, and not a boolean."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def check_each_length(arrays, lengths):
-    """One array a sequence, and one entry a token."""
+    """Require one array per sequence, with one entry per token."""
     if len(arrays) != len(lengths):
         raise ValueError(
             f"values must be one array a sequence, {len(lengths)}, got {len(arrays)}"

@@ -1,12 +1,12 @@
-"""Ragged sequences as micro-batches of a few static shapes, and back.
+"""Packs ragged sequences into micro-batches of a few static shapes.
 
-    lengths -> rows of whole sequences -> micro-batches of at most max_tokens a rank
+    lengths -> rows of whole sequences -> micro-batches of at most max_tokens per rank
 
-A row holds sequences one after the other, as `jaxmem.train` lays out documents:
-`segment_ids` 1, 2, ... in the row and 0 on padding, `positions` from 0 within each, so
-that attention stays inside a sequence and padding is left at the end. All of it is
-numpy and depends on nothing but the arguments: processes that call `pack` with the
-same lengths agree on every slot without talking.
+A row holds whole sequences one after the other, in the layout of packed documents in
+`jaxmem.data`: `segment_ids` are 1, 2, ... in the row and 0 on padding, `positions`
+start from 0 within each sequence. Attention stays inside a sequence, and padding is at
+the end of a row. Everything is numpy and depends only on the arguments: processes that
+call `pack` with the same lengths compute the same packing without communication.
 """
 
 import dataclasses
@@ -22,12 +22,12 @@ from jaxmem.packing import checks
 
 
 class MicroBatch(NamedTuple):
-    """Where tokens are in one step: int32 arrays [ranks · rows, T], rank by rank.
+    """The layout of tokens in one step: int32 arrays [ranks · rows, T], rank by rank.
 
     Attributes:
         segment_ids: 1, 2, ... per sequence in the row; 0 is padding.
-        positions: of the token in its sequence, from 0; 0 on padding.
-        sequence: which of the packed sequences a token belongs to; -1 is padding.
+        positions: position of the token in its sequence, from 0; 0 on padding.
+        sequence: index of the token's sequence among all packed ones; -1 is padding.
     """
 
     segment_ids: np.ndarray
@@ -37,11 +37,11 @@ class MicroBatch(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Packing:
-    """Where every token of every sequence went; made by `pack`.
+    """The position of every token of every sequence; created by `pack`.
 
     Attributes:
-        lengths: tokens in each sequence, in the order they were given.
-        micro_batches: one a step, the widest rows first.
+        lengths: tokens in each sequence, in the order of the input.
+        micro_batches: one per step, the widest rows first.
     """
 
     lengths: np.ndarray
@@ -49,37 +49,37 @@ class Packing:
 
     @property
     def shapes(self) -> set[tuple[int, ...]]:
-        """Shapes of the micro-batches: one compilation each."""
+        """Shapes of the micro-batches; each is compiled once."""
         return {batch.segment_ids.shape for batch in self.micro_batches}
 
     @property
     def padding(self) -> float:
-        """Share of slots that hold no token."""
+        """Fraction of slots that hold no token."""
         slots = sum(batch.segment_ids.size for batch in self.micro_batches)
         return 1 - int(self.lengths.sum()) / slots if slots else 0.0
 
     def place(self, values: Sequence[ArrayLike], fill: Any = 0) -> list[np.ndarray]:
-        """Lay out one array a sequence in the micro-batches.
+        """Copy one array per sequence into the layout of the micro-batches.
 
-        What belongs to a sequence as a whole needs no placing: an array `x [sequences]`
-        is `x[batch.sequence]` at the tokens (and its last entry on padding).
+        Values of whole sequences need no placing: an array `x [sequences]` is
+        `x[batch.sequence]` at the tokens (and its last entry on padding).
 
         Args:
-            values: of each sequence, an array [length, ...]; ids, labels, log-probs.
-            fill: what padding holds, -1 for labels.
+            values: for each sequence an array [length, ...]: ids, labels, log-probs.
+            fill: value of padding slots, -1 for labels.
 
         Returns:
             For each micro-batch an array [ranks · rows, T, ...].
 
         Raises:
-            ValueError: not one array a sequence, or one of another length; a fill that
-                the values' type cannot hold.
+            ValueError: there is not one array per sequence, an array has another
+                length, or the values' dtype cannot represent fill.
         """
         arrays = checks.as_arrays("values", values)
         checks.check_each_length(arrays, self.lengths)
         if not self.micro_batches:
             return []
-        # Of an empty sequence the type may be a list's without entries, float64.
+        # An empty sequence may be an empty list, whose dtype would be float64.
         whole = [a for a in arrays if len(a)] or arrays[:1]
         checks.check_alike("values", whole, first_axes=1)
         flat = np.concatenate(whole)
@@ -93,17 +93,18 @@ class Packing:
         return placed
 
     def unpack(self, results: Sequence[ArrayLike]) -> list[np.ndarray]:
-        """Collect results of the tokens by sequence, in the order they were given.
+        """Collect per-token results by sequence, in the order of the input.
 
         Args:
-            results: for each micro-batch an array [ranks · rows, T, ...]; what it
-                holds on padding is dropped.
+            results: for each micro-batch an array [ranks · rows, T, ...]; its values on
+                padding are dropped.
 
         Returns:
-            Of each sequence, an array [length, ...].
+            For each sequence an array [length, ...].
 
         Raises:
-            ValueError: not one array a micro-batch, or one of another shape.
+            ValueError: there is not one array per micro-batch, or one has another
+                shape.
         """
         arrays = checks.as_arrays("results", results)
         want = [batch.segment_ids.shape for batch in self.micro_batches]
@@ -124,7 +125,7 @@ class Packing:
         return np.split(flat, np.cumsum(self.lengths)[:-1])
 
     def _source(self, batch, here):
-        """Index of each token here among all tokens, sequence after sequence."""
+        """Index of each token in the concatenation of all sequences."""
         start = np.cumsum(self.lengths) - self.lengths
         return start[batch.sequence[here]] + batch.positions[here]
 
@@ -141,36 +142,37 @@ def pack(
 
         every rank, every step: [max_tokens // T, T] slots,  T in row_lengths
 
-    First-fit decreasing chooses how many steps there are: the longest sequence left
-    goes into the first row with room; where none has, a step is opened for all ranks at
-    once, with the narrowest rows that hold it. Karmarkar-Karp then spreads the
-    sequences of each kind of row evenly over them, by cost, wherever that fits, and
-    rows are dealt to ranks and steps largest first. Every rank gets the same number of
-    micro-batches of the same shapes; a rank's slots may be all padding.
+    First-fit decreasing determines the number of steps: the longest remaining sequence
+    goes into the first row with room; if there is none, a new step is opened for all
+    ranks at once, with the narrowest rows that hold the sequence. Karmarkar-Karp then
+    balances the costs of the rows of each width, wherever the result fits, and rows are
+    dealt to ranks and steps in the order of falling cost. Every rank has the same
+    number of micro-batches of the same shapes; a rank's slots may be all padding.
 
-    Call it once with the tokens that a training step has memory for, and again with
-    the larger number that a forward-only pass has: results go from one packing to the
-    other by `other.place(packing.unpack(results))`. The order of the sequences within a
-    step carries no meaning; normalise losses by numbers of the whole step.
+    Call it once with the number of tokens that a training step has memory for, and
+    again with the larger number for a forward-only pass:
+    `other.place(packing.unpack(results))` transfers results from one packing to the
+    other. The order of the sequences within a step has no meaning; normalise losses by
+    numbers of the whole step.
 
     Args:
         lengths: tokens in each sequence [sequences]; 0 is allowed, and takes no slot.
         max_tokens: slots of one micro-batch on one rank.
         row_lengths: allowed T, increasing, each at most max_tokens; None for
-            (max_tokens,), a single row. Each is a shape to compile: `buckets` makes a
-            few. Attention costs T² a row where it is dense, so narrow rows are cheap.
-        ranks: data-parallel ranks; micro-batches have their rows one after the other,
-            so that sharding the first axis gives each its own.
-        quadratic: what attention costs; the cost that is balanced is
-            len·(1 + quadratic·len). 0 balances tokens; about 1 / (6·D) the FLOPs of a
+            (max_tokens,), a single row. Each one is a shape to compile: `buckets`
+            returns a few. Dense attention costs T² per row, so narrow rows are cheap.
+        ranks: data-parallel ranks; the rows of a micro-batch are ordered by rank, so
+            that sharding the first axis gives each rank its own.
+        quadratic: coefficient of attention's cost; the balanced cost is len·(1 +
+            quadratic·len). 0 balances tokens; about 1 / (6·D) balances the FLOPs of a
             decoder of width D.
 
     Returns:
         A `Packing`.
 
     Raises:
-        TypeError: lengths that are not integers.
-        ValueError: a sequence longer than a row; other impossible arguments.
+        TypeError: lengths are not integers.
+        ValueError: a sequence is longer than a row, or another argument is impossible.
 
     >>> from jaxmem import packing
     >>> packed = packing.pack([2, 5, 3, 4], max_tokens=8)
@@ -213,6 +215,16 @@ def buckets(max_tokens: int, count: int = 3) -> tuple[int, ...]:
 
         max_tokens / 2^(count-1), ..., max_tokens / 2, max_tokens
 
+    Args:
+        max_tokens: slots of one micro-batch on one rank.
+        count: number of row lengths.
+
+    Returns:
+        The row lengths, increasing.
+
+    Raises:
+        ValueError: max_tokens cannot be halved that often.
+
     >>> from jaxmem import packing
     >>> packing.buckets(8192)
     (2048, 4096, 8192)
@@ -229,7 +241,17 @@ def buckets(max_tokens: int, count: int = 3) -> tuple[int, ...]:
 def first_fit_decreasing(lengths: ArrayLike, capacity: int) -> list[list[int]]:
     """Indices of sequences by bin: the longest first, each in the first bin with room.
 
-    Uses at most 11/9 of the fewest bins possible, and one more.
+    It uses at most 11/9 of the minimum number of bins, plus one.
+
+    Args:
+        lengths: tokens in each sequence [sequences].
+        capacity: tokens per bin.
+
+    Returns:
+        For each bin the indices of its sequences, ascending.
+
+    Raises:
+        ValueError: a sequence is longer than a bin.
 
     >>> from jaxmem import packing
     >>> packing.first_fit_decreasing([2, 5, 3, 4], capacity=7)
@@ -244,12 +266,18 @@ def karmarkar_karp(costs: ArrayLike, k: int) -> list[list[int]]:
     """Indices of costs in k parts of nearly equal sums, the largest sum first.
 
     The largest differencing method: the two partial partitions whose sums differ most
-    are merged, largest part on smallest, until one is left. Time grows with
-    len(costs) · k.
+    are merged, the largest part with the smallest, until one remains. The time grows
+    with len(costs) · k.
 
     Args:
         costs: numbers that are not negative [n].
-        k: how many parts; those beyond n are empty.
+        k: number of parts; if k > n, some are empty.
+
+    Returns:
+        For each part the indices of its costs, ascending.
+
+    Raises:
+        ValueError: a cost is negative or not finite, or k is not a positive integer.
 
     >>> from jaxmem import packing
     >>> packing.karmarkar_karp([8, 7, 6, 5, 4], 2)
@@ -257,8 +285,8 @@ def karmarkar_karp(costs: ArrayLike, k: int) -> list[list[int]]:
     """
     checks.check_integer("k", k, checks.ROWS)
     costs = checks.check_costs(costs)
-    # (-spread, a number of its own, parts): a part is (sum, indices); empty ones at the
-    # end are not stored.
+    # Entries are (-spread, unique number, parts); a part is (sum, indices). Empty parts
+    # at the end are not stored.
     heap = [(-c, i, [(c, [i])]) for i, c in enumerate(costs.tolist())]
     heapq.heapify(heap)
     number = len(heap)
@@ -272,16 +300,19 @@ def karmarkar_karp(costs: ArrayLike, k: int) -> list[list[int]]:
 
 
 def _merge(a, b, k):
-    """Parts of two partitions, each sorted, largest on smallest."""
+    """Merge two sorted partitions, the largest parts with the smallest."""
     b = b[::-1]
-    ahead = k - len(b)  # parts of a that meet an empty part of b
+    ahead = k - len(b)  # number of parts of a that merge with an empty part of b
     both = [(x[0] + y[0], x[1] + y[1]) for x, y in zip(a[ahead:], b, strict=False)]
     alone = b[max(len(a) - ahead, 0) :]
     return sorted([*a[:ahead], *both, *alone], key=lambda part: -part[0])
 
 
 def _fit(tokens, widths, rows_of_step):
-    """First-fit decreasing, rows being opened a step at a time: rows, their widths."""
+    """First-fit decreasing that opens the rows of a whole step at once.
+
+    It returns rows and their widths.
+    """
     rows, row_widths = [], []
     room = np.zeros(0, np.int64)
     for i in np.argsort(-tokens, kind="stable").tolist():
@@ -302,7 +333,7 @@ def _fit(tokens, widths, rows_of_step):
 
 
 def _balance(rows, tokens, cost, width):
-    """The same sequences spread evenly over as many rows, if they fit so."""
+    """The same sequences balanced over the same number of rows, if they fit."""
     if not rows:
         return rows
     members = np.array(sorted(i for row in rows for i in row))
@@ -311,7 +342,7 @@ def _balance(rows, tokens, cost, width):
 
 
 def _deal(things, cost, hands):
-    """Equally many to every hand, the dearest first, back and forth."""
+    """Deal things in snake order to equally large hands, the costliest first."""
     if not hands:
         return []
     dealt = [[] for _ in range(hands)]
@@ -323,7 +354,7 @@ def _deal(things, cost, hands):
 
 
 def _total(thing, cost):
-    """Of a row (indices), or of a list of rows."""
+    """The cost of a row (indices), or of a list of rows."""
     return sum(cost[x] if isinstance(x, int) else _total(x, cost) for x in thing)
 
 

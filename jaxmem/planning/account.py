@@ -1,4 +1,4 @@
-"""Bytes of a program for devices that are not there, by its compiler."""
+"""Device memory of programs for absent devices, as their compiler reports it."""
 
 import dataclasses
 import re
@@ -13,12 +13,12 @@ from jaxmem.planning import collectives
 from jaxmem.planning.collectives import Collective
 from jaxmem.planning.phase import Phase, device_bytes
 
-# No kernel can be timed: products get the tiles that XLA takes first. On a GPU it would
-# try cuBLAS's as well, whose workspace is of at most 32 MiB.
+# No kernel can be timed, so autotuning is off and products use XLA's default tiles. On
+# a GPU, autotuning would also try cuBLAS, whose workspace is at most 32 MiB.
 _OPTIONS = {"cuda": {"xla_gpu_autotune_level": 0}, "tpu": {}}
 
-# What the allocator's peak was above the programs' own count on an H200: constants,
-# CUDA libraries, a batch (benchmarks/results/plan_h200.csv).
+# By how much the allocator's peak exceeded the programs' own count on an H200:
+# constants, CUDA libraries, a batch (benchmarks/results/plan_h200.csv).
 RUNTIME = {"cuda": 170 * 2**20, "tpu": 0}
 
 _BACKWARD = re.compile(
@@ -37,17 +37,20 @@ _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 
 @dataclasses.dataclass(frozen=True)
 class Account:
-    """What a program takes of one device; bytes.
+    """Memory of a program on one device, in bytes.
 
     Attributes:
-        arguments, results, temporary: by the compiler.
-        donated: results that are written over arguments.
-        host: temporaries on the host.
-        workspace: of cuDNN's attention, which the compiler asks a GPU for.
-        collectives: what it sends, in its order.
-        seconds: to compile.
-        refused: the compiler's complaint where it found no room, on TPUs; temporary is
-            then what it wanted, and nothing else is known.
+        arguments: bytes of arguments, by the compiler.
+        results: bytes of results, by the compiler.
+        temporary: bytes of temporaries, by the compiler.
+        donated: bytes of results that alias donated arguments.
+        host: bytes of temporaries on the host.
+        workspace: workspace of cuDNN's attention, which the compiler queries from a
+            GPU.
+        collectives: collectives in program order.
+        seconds: compilation time.
+        refused: the error of a TPU compiler that found too little memory; temporary is
+            then the number in that error, and nothing else is known.
     """
 
     arguments: int
@@ -62,7 +65,7 @@ class Account:
 
     @property
     def program(self) -> int:
-        """All of the device's, workspaces included, as if they met at the peak."""
+        """Total bytes on the device, as if workspaces coincided with the peak."""
         own = self.arguments + self.results - self.donated
         return own + self.temporary + self.workspace
 
@@ -70,14 +73,22 @@ class Account:
 def compile_for(
     traced: jax.stages.Traced, options: Mapping[str, Any] | None = None
 ) -> jax.stages.Compiled:
-    """The program, compiled as it can be where no device is."""
+    """Compile a program with options that suit an absent device.
+
+    Args:
+        traced: the program.
+        options: further compiler options.
+
+    Returns:
+        The compiled program.
+    """
     around = devices.planned()
     own = _OPTIONS[around.device.platform] if around else {}
     return traced.lower().compile(compiler_options={**own, **(options or {})})
 
 
 def of(phase: Phase) -> Account:
-    """Compile a phase and count; it is compiled for the devices in force."""
+    """Compile a phase for the current devices, and return its account."""
     start = time.perf_counter()
     try:
         compiled = compile_for(phase.traced)
@@ -87,7 +98,7 @@ def of(phase: Phase) -> Account:
 
 
 def of_compiled(compiled: jax.stages.Compiled, seconds: float = 0.0) -> Account:
-    """Likewise, of a program."""
+    """The account of a compiled program."""
     account: Any = compiled.memory_analysis()
     return Account(
         arguments=account.argument_size_in_bytes,
@@ -102,13 +113,19 @@ def of_compiled(compiled: jax.stages.Compiled, seconds: float = 0.0) -> Account:
 
 
 def workspace(text: str) -> int:
-    """Bytes that cuDNN's backward kernels of attention ask for; of the largest.
+    """Workspace bytes of cuDNN's backward attention kernels; the largest one.
 
         4·B·H·T·d + 4·B·H·T:  the queries' gradient and a sum of each row, in float32
 
-    As NVIDIA/cudnn-frontend, scaled_dot_product_flash_attention.h, asks for; what its
-    engines may ask for beside is not known. Where XLA has asked a GPU, the program's
-    temporaries have the workspace already.
+    These are the sizes in NVIDIA/cudnn-frontend, scaled_dot_product_flash_attention.h;
+    further workspaces of its engines are not known. If XLA has queried a GPU, the
+    program's temporaries already include the workspace.
+
+    Args:
+        text: the compiled program.
+
+    Returns:
+        The bytes.
     """
     return max(map(_workspace, _BACKWARD.finditer(text)), default=0)
 
@@ -124,7 +141,7 @@ def _workspace(found):
 
 
 def _refused(phase, error, seconds):
-    """Of a program that the compiler has found no room for; other errors are raised."""
+    """The account of a program too large for the device; reraise other errors."""
     found = _TOO_LARGE.search(str(error))
     if found is None:
         raise error

@@ -1,4 +1,4 @@
-"""What shapes alone say of a job's memory, where no compiler is at hand."""
+"""Estimates a job's memory from shapes alone, if no compiler is installed."""
 
 from typing import Any
 
@@ -16,9 +16,15 @@ from jaxmem.train.program import gradient_shapes
 
 
 def sizes(config: Config | GrpoJobConfig) -> dict[str, int]:
-    """Bytes of one device by what they are, of one micro-batch's backward pass.
+    """Bytes on one device by name, during the backward pass of one micro-batch.
 
-    The device of the default backend stands for any: a mesh needs as many of them.
+    Devices of the default backend are used, as many as the mesh has.
+
+    Args:
+        config: of training.
+
+    Returns:
+        Name to bytes, without zeros.
     """
     config = starting.resolved(config)
     if isinstance(config, GrpoJobConfig):
@@ -46,8 +52,15 @@ def sizes(config: Config | GrpoJobConfig) -> dict[str, int]:
 
 
 def head_bytes(model: ModelConfig, head: HeadConfig, tokens: int) -> int:
-    """Of a chunk's logits and their derivative, (8 + b)·C·V; of all of them, if not
-    fused.
+    """Bytes of a chunk's logits and their derivative, (8 + b)·C·V.
+
+    Args:
+        model: of the decoder.
+        head: its options; if it is not fused, C is the number of all tokens.
+        tokens: tokens of a micro-batch.
+
+    Returns:
+        The bytes.
     """
     assert model.vocab_size is not None
     fused = head.implementation == "fused"
@@ -57,7 +70,7 @@ def head_bytes(model: ModelConfig, head: HeadConfig, tokens: int) -> int:
 
 
 def text(config: Config | GrpoJobConfig | ScoreConfig, device: str) -> str:
-    """A table, marked as what it is."""
+    """The estimate as a table, which states that nothing was compiled."""
     if isinstance(config, ScoreConfig):
         return "nothing can be said of scoring without a compiler"
     found = sizes(config)

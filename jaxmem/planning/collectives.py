@@ -1,4 +1,4 @@
-"""What a compiled program communicates: its collectives, and their bytes."""
+"""The collectives of a compiled program, and their bytes."""
 
 import math
 import re
@@ -22,18 +22,18 @@ _CALLED = re.compile(r"(?:calls|to_apply|branch_computations)=\{?((?:%[\w.-]+,? 
 
 
 class Collective(NamedTuple):
-    """One instruction of a program, as each device sees it."""
+    """One collective instruction of a program, on one device."""
 
-    kind: str  # as XLA calls it
-    array: str  # its result on one device, such as "f32[2,1024]"; or several of them
-    payload: int  # bytes of what is reduced, or of what is gathered, on one device
-    parts: int  # devices that take part together
-    times: int  # how often in a run; 0 where a loop's length depends on data
-    backward: bool  # in a derivative
+    kind: str  # XLA's name of the instruction
+    array: str  # its results on one device, such as "f32[2,1024]"
+    payload: int  # bytes of the reduced or of the gathered array, on one device
+    parts: int  # devices in one group
+    times: int  # executions per run; 0 if a loop's length depends on data
+    backward: bool  # whether it belongs to a backward pass
 
     @property
     def moved(self) -> float:
-        """Bytes that a device sends in a ring, which needs no more than any other."""
+        """Bytes that a device sends in a ring algorithm, which is the minimum."""
         if self.kind == "collective-permute":
             return self.payload
         share = self.payload * (self.parts - 1) / self.parts
@@ -41,7 +41,7 @@ class Collective(NamedTuple):
 
 
 def of(compiled: jax.stages.Compiled) -> list[Collective]:
-    """Collectives of a program between more than one device, in its order."""
+    """Collectives of a program between several devices, in program order."""
     lines = _by_computation(compiled.as_text() or "")
     times = _times(lines)
     return [
@@ -57,7 +57,7 @@ def _by_computation(text: str) -> dict[str, list[str]]:
     made, current = {}, []
     for line in text.splitlines():
         if found := _COMPUTATION.match(line):
-            # The first line's own name says whether it is where the program begins.
+            # A line that starts with ENTRY marks the entry computation.
             name = "ENTRY" if line.startswith("ENTRY") else found[1]
             current = made.setdefault(name, [])
         current.append(line)
@@ -65,7 +65,7 @@ def _by_computation(text: str) -> dict[str, list[str]]:
 
 
 def _times(lines: dict[str, list[str]]) -> dict[str, int]:
-    """How often each computation runs."""
+    """Executions of each computation."""
     made: dict[str, int] = {}
 
     def visit(name, times):
@@ -87,10 +87,10 @@ def _read(line: str, times: int) -> Iterator[Collective]:
     if not found:
         return
     kind, arrays = found["kind"], _ARRAY.findall(found["type"])
-    if found["start"]:  # perhaps operands first; results last
+    if found["start"]:  # the type may list operands first; results are last
         operands = line[found.end() :].partition(")")[0]
         arrays = arrays[-operands.count("%") :]
-    # XLA for CPUs sums 16-bit types as 32 bits; other devices do not.
+    # XLA for CPUs reduces 16-bit types as 32-bit ones; other devices do not.
     half = 2 if "_promoted" in line else 1
     payload = sum(_bytes(*array) for array in arrays) // half
     parts = _parts(line)
@@ -105,7 +105,7 @@ def _bytes(dtype: str, shape: str) -> int:
 
 
 def _parts(line: str) -> int:
-    """Devices of one group, in each of the ways in which XLA writes them."""
+    """The number of devices in a group, from each syntax that XLA prints."""
     if "collective-permute" in line:
         return 2
     if axes := re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", line):
@@ -124,10 +124,17 @@ _PRODUCT = re.compile("gemm|cublas|dot|cudnn|fmha|mosaic_gpu")
 
 
 def hidden(text: str) -> tuple[int, int]:
-    """(collectives with a matrix product between start and end, all of them).
+    """(collectives that overlap with a matrix product, all collectives).
 
-    Of a scheduled program: XLA prints it in the order in which it starts things, and
-    what need not hold up the rest as a pair, `…-start` and `…-done`.
+    A collective overlaps if a product is between its start and its end in the scheduled
+    program. XLA prints instructions in scheduled order, and asynchronous ones as a
+    pair, `…-start` and `…-done`.
+
+    Args:
+        text: the compiled program.
+
+    Returns:
+        The two counts.
     """
     beside = 0
     for lines in _by_computation(text).values():

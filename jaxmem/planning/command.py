@@ -1,4 +1,4 @@
-"""`jaxmem plan`: a configuration, a device, and what comes of them."""
+"""The command `jaxmem plan`: a plan for a configuration and a device."""
 
 import ast
 import dataclasses
@@ -25,7 +25,7 @@ AnyConfig = Config | GrpoJobConfig | ScoreConfig
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What was asked for on the command line."""
+    """The arguments of the command."""
 
     path: Path
     overrides: tuple[str, ...]
@@ -40,18 +40,21 @@ class Request:
 def run(request: Request) -> int:
     """Print a plan.
 
+    Args:
+        request: the command's arguments.
+
     Returns:
-        0 where it fits, 1 where it does not, 2 where the compiler is missing.
+        0 if the job fits, 1 if it does not, 2 if the compiler is missing.
 
     Raises:
-        ValueError: what was asked cannot be: a device, a mesh, a config.
+        ValueError: the device, the mesh or the config is impossible.
     """
     device = devices.find(request.device)
     config = load(request.path, request.overrides)
     count = _count(config, request.count)
     missing = devices.compiler_missing(device)
     if missing:
-        if count > 1:  # a mesh needs as many, of any kind
+        if count > 1:  # the mesh needs as many devices, of any kind
             jax.config.update("jax_num_cpu_devices", count)
         print(analytic.text(config, device.name))
         print(f"\n{missing[0].upper()}{missing[1:]}")
@@ -64,7 +67,18 @@ def run(request: Request) -> int:
 
 
 def load(path: Path, overrides: Sequence[str]) -> AnyConfig:
-    """A gin file's job, or for a checkpoint's directory what `jaxmem score` runs."""
+    """The job of a gin file, or the scoring run of a checkpoint's directory.
+
+    Args:
+        path: gin file or directory.
+        overrides: as on the command line.
+
+    Returns:
+        The config.
+
+    Raises:
+        ValueError: an override names no field, or the file cannot be used.
+    """
     if not path.is_dir():
         return configuration.load(path, overrides)[0]
     fields = {field.name for field in dataclasses.fields(ScoreConfig)}
@@ -87,7 +101,7 @@ def _value(text: str) -> Any:
 
 
 def _count(config: AnyConfig, asked: int | None) -> int:
-    """Devices: those of the mesh, which must be those asked for."""
+    """The number of devices in the mesh, which must equal a requested number."""
     if isinstance(config, ScoreConfig):
         if asked not in (None, 1):
             raise ValueError(f"--devices={asked}: scoring runs on one device")
@@ -109,8 +123,16 @@ def _count(config: AnyConfig, asked: int | None) -> int:
 def plan_of(config: AnyConfig, device: str, packed: bool = True) -> Plan:
     """The plan of a job, inside of `jaxmem.devices.target`.
 
+    Args:
+        config: of the job.
+        device: name of the device, for errors.
+        packed: whether rows of supervised training hold several documents.
+
+    Returns:
+        The plan.
+
     Raises:
-        ValueError: a program that cannot be traced or compiled for the device.
+        ValueError: a program cannot be traced or compiled for the device.
     """
     try:
         job = jobs.of_config(config, packed)

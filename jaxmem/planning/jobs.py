@@ -1,4 +1,4 @@
-"""A job's programs, traced from its configuration for the devices of a plan."""
+"""Traces a job's programs from its configuration, for the devices of a plan."""
 
 import dataclasses
 import functools
@@ -23,13 +23,13 @@ from jaxmem.train.program import DecoderProgram, gradient_shapes
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What a configuration runs.
+    """The programs that a configuration runs.
 
     Attributes:
-        phases: its programs, in the order in which a step runs them.
+        phases: the programs, in the order in which a step runs them.
         restored: bytes that a checkpoint restores to one device.
-        on_host: bytes that one device's part of the state takes on the host.
-        notes: what a reader should know.
+        on_host: bytes of state on the host, for one device.
+        notes: further sentences for the reader.
     """
 
     phases: tuple[Phase, ...]
@@ -45,9 +45,12 @@ def of_config(config: Config | GrpoJobConfig | ScoreConfig, packed: bool = True)
         config: of supervised training, of reinforcement learning, or of scoring.
         packed: whether rows of supervised training hold several documents.
 
+    Returns:
+        The job.
+
     Raises:
-        ValueError: what the job itself would raise: sizes that do not divide by the
-            mesh, a checkpoint that cannot be read.
+        ValueError: as the job itself raises: sizes are not divisible by the mesh, or a
+            checkpoint cannot be read.
     """
     if isinstance(config, ScoreConfig):
         return _of_score(config)
@@ -58,7 +61,7 @@ def of_config(config: Config | GrpoJobConfig | ScoreConfig, packed: bool = True)
 
 
 def backward(config: Config | GrpoJobConfig, packed: bool = True) -> Phase:
-    """The program that takes a micro-batch's gradients, of `of_config`'s phases."""
+    """The phase of `of_config` that computes the gradients of a micro-batch."""
     config = starting.resolved(config)
     if isinstance(config, GrpoJobConfig):
         program = PolicyProgram(config)
@@ -101,7 +104,7 @@ def _of_policy(config: GrpoJobConfig) -> Job:
 
 
 def _held(program: PolicyProgram) -> dict[str, Any]:
-    """What a run has on the device beside the weights."""
+    """What a run has on the device in addition to the weights."""
     made = _streamed_slices(program)
     if program.streamed is None:
         made["moments"] = program.state_shapes.optimizer
@@ -170,7 +173,7 @@ def _update(program, held) -> Phase:
 
 
 def _of_score(config: ScoreConfig) -> Job:
-    """One micro-batch of the widest rows, on one device."""
+    """A forward pass of one micro-batch of the widest rows, on one device."""
     described = checkpoints.read_config(config.model)
     dtype = config.dtype or described.dtype or "float32"
     model = dataclasses.replace(described.model, dtype=dtype, param_dtype=dtype)
@@ -203,7 +206,7 @@ def _weights(program: DecoderProgram) -> dict[str, Any]:
 def _parts(
     program: DecoderProgram, tokens: int, made_here: bool = False
 ) -> Mapping[str, int]:
-    """What a micro-batch's backward pass is known to hold of one device."""
+    """Known memory of a micro-batch's backward pass, in bytes per device."""
     made = {}
     if made_here:
         sums = gradient_shapes(program.state_shapes.params)
@@ -220,7 +223,17 @@ def kept_bytes(
     tokens: int,
     mesh: Mapping[str, int],
 ) -> int | None:
-    """Bytes that the policy keeps of all blocks; None where it names nothing."""
+    """Bytes per device that a policy saves in all blocks; None if they are not named.
+
+    Args:
+        model: sizes of the decoder.
+        policy: rematerialisation policy.
+        tokens: tokens of a micro-batch on all devices.
+        mesh: sizes of the mesh axes.
+
+    Returns:
+        The bytes.
+    """
     if policy is None or policy.dots or policy.last:
         return None
     item = jnp.dtype(model.dtype).itemsize
@@ -229,7 +242,7 @@ def kept_bytes(
         "q": queries, "k": keys, "v": keys, "attn_out": queries,
         "attn_lse": 4 * model.heads, "gate": model.ff * item, "up": model.ff * item,
     }  # fmt: skip
-    if model.attention == "cudnn":  # its output is under that name
+    if model.attention == "cudnn":  # its output has the same checkpoint name
         split["attn_lse"] += split.pop("attn_out")
     widths = sum(split.get(name, 0) for name in policy.save) / mesh["tensor"]
     if "block_in" not in policy.offload:
@@ -239,7 +252,7 @@ def kept_bytes(
 
 
 def _cache_bytes(program: PolicyProgram) -> int:
-    """Keys and values of a rollout, on one device."""
+    """Bytes of a rollout's KV cache on one device."""
     config, model = program.config, program.model_config
     slots = config.task.prompt_length + config.sampling.max_new_tokens - 1
     numbers = 2 * model.layers * model.kv_heads * model.head_dim * (-(-slots // 8) * 8)
@@ -250,7 +263,7 @@ def _cache_bytes(program: PolicyProgram) -> int:
 
 
 def _streamed_slices(program: DecoderProgram) -> dict[str, Any]:
-    """Of moments that come from the host slice by slice, the two that are under way."""
+    """The two slices of host-resident moments that are on the device at a time."""
     if program.streamed is None:
         return {}
     slices = list(_slices(program.state_shapes.optimizer))

@@ -1,4 +1,4 @@
-"""A program of a job, with what is on the device while it runs."""
+"""One program of a job, and what else is in device memory while it runs."""
 
 import dataclasses
 import math
@@ -13,16 +13,16 @@ class Phase:
     """One program, traced for the devices of a plan.
 
     Attributes:
-        name: such as "update".
-        traced: of shapes, in `jaxmem.devices.target`.
-        arguments: shapes of its arguments by what they are, such as "moments"; what is
-            not named counts as "inputs".
-        held: shapes of what else is on the device meanwhile.
-        parts: bytes a device of what it makes on the way, by name, as far as known.
-        tokens: that one run of it reads or makes, on all devices.
-        runs: in one step of the job.
-        turns: of a loop without a known end, at most.
-        compiler_options: over those of the plan.
+        name: name of the program, such as "update".
+        traced: the program, traced with shapes inside `jaxmem.devices.target`.
+        arguments: shapes of its arguments by name, such as "moments"; other arguments
+            count as "inputs".
+        held: shapes of what else is on the device while it runs.
+        parts: known parts of its temporaries by name, in bytes per device.
+        tokens: tokens that one run reads or generates, on all devices.
+        runs: runs in one step of the job.
+        turns: maximum iterations of a loop whose length is not static.
+        head: traces the head alone; None if the program has none.
     """
 
     name: str
@@ -37,12 +37,12 @@ class Phase:
 
 
 def device_bytes(tree: Any) -> int:
-    """Bytes of one device, of arrays or shapes with their places; none on the host."""
+    """Bytes on one device of arrays or shapes with shardings; none for host memory."""
     return sum(map(_bytes, filter(_is_on_device, jax.tree.leaves(tree))))
 
 
 def host_bytes(tree: Any) -> int:
-    """Bytes that one device's part takes on the host."""
+    """Bytes that one device's shards take on the host."""
     leaves = jax.tree.leaves(tree)
     return sum(_bytes(leaf) for leaf in leaves if not _is_on_device(leaf))
 

@@ -1,4 +1,4 @@
-"""Stacked bars of memory, one a program or option, against the device's line."""
+"""Draws stacked bars of memory, one per program or option, and the device's limit."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +10,13 @@ _GIB = 2**30
 
 
 def save(path: Path, plan: Plan, options: Sequence[Option] = ()) -> None:
-    """Draw a plan; its options beside it, each by its largest program."""
+    """Draw a plan and its options, each option by its largest program.
+
+    Args:
+        path: of the image file.
+        plan: whose programs to draw.
+        options: of `jaxmem plan --fit`.
+    """
     from matplotlib.figure import Figure
 
     bars = {phase.name: _stack(phase) for phase in plan.phases}
@@ -38,7 +44,7 @@ def save(path: Path, plan: Plan, options: Sequence[Option] = ()) -> None:
 
 
 def _stack(phase: PlannedPhase) -> dict[str, int]:
-    """Bytes from the bottom up; what is known of temporaries first, the rest on top."""
+    """Bytes from bottom to top: known temporaries first, then the remaining ones."""
     made = dict(phase.resident)
     known = 0
     for name in ("activations kept", "keys and values"):

@@ -1,4 +1,4 @@
-"""A plan: what a job's programs take of devices that are not there."""
+"""A plan: memory and time of a job's programs on absent devices."""
 
 import contextlib
 import dataclasses
@@ -14,24 +14,24 @@ from jaxmem.planning.account import Account
 from jaxmem.planning.phase import Phase, device_bytes
 from jaxmem.planning.roofline import Estimate
 
-# What jax's allocator takes of a GPU unless XLA_PYTHON_CLIENT_MEM_FRACTION says more,
-# and the most that is worth saying there.
+# The fraction of GPU memory that jax's allocator takes by default, and the largest one
+# that XLA_PYTHON_CLIENT_MEM_FRACTION should be set to.
 USUAL_FRACTION, MOST_FRACTION = 0.75, 0.95
 
 
 @dataclasses.dataclass(frozen=True)
 class PlannedPhase:
-    """One program of a plan; bytes of one device, and seconds of one run.
+    """One program of a plan: bytes on one device, and seconds of one run.
 
     Attributes:
-        name: such as "update".
-        resident: what lies there while it runs, by name, arguments first.
-        parts: what is known of its temporaries, by name; not all at once there.
+        name: name of the program, such as "update".
+        resident: bytes by name that are on the device while it runs, arguments first.
+        parts: known temporaries by name; they need not be alive at the same time.
         account: by the compiler.
-        total: all of it, the runtime's own included.
+        total: all bytes, including the runtime's.
         estimate: seconds, operations, bytes.
-        tokens: of one run, on all devices.
-        runs: in a step of the job.
+        tokens: tokens of one run, on all devices.
+        runs: runs in a step of the job.
     """
 
     name: str
@@ -46,16 +46,17 @@ class PlannedPhase:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What `jaxmem plan` prints; `str` of it is that table.
+    """The result of `jaxmem plan`; `str` returns the printed table.
 
     Attributes:
         device: name, as in `jaxmem.devices.known()`.
-        count, hosts: devices in all, and the machines that they are in.
+        count: number of devices.
+        hosts: number of hosts.
         memory: bytes of one device.
         phases: programs, in the order of a step.
         restored: bytes that a checkpoint restores to one device.
-        on_host: bytes of state on the host, of one device's part.
-        notes: sentences for a reader.
+        on_host: bytes of state on the host, for one device.
+        notes: further sentences for the reader.
     """
 
     device: str
@@ -69,25 +70,25 @@ class Plan:
 
     @property
     def peak(self) -> int:
-        """Bytes of the device at most."""
+        """The largest number of bytes on a device."""
         return max(phase.total for phase in self.phases)
 
     @property
     def limit(self) -> int:
-        """Bytes that jax takes of the device, unless told to take more."""
+        """Bytes that jax takes of the device by default."""
         is_gpu = devices.find(self.device).platform == "cuda"
         return int(self.memory * (USUAL_FRACTION if is_gpu else 1))
 
     @property
     def fits(self) -> bool:
-        """Whether all programs do, if need be with more memory than jax takes."""
+        """Whether all programs fit, if necessary with more than jax's default."""
         is_gpu = devices.find(self.device).platform == "cuda"
         most = self.memory * (MOST_FRACTION if is_gpu else 1)
         return self.peak <= most and not any(p.account.refused for p in self.phases)
 
     @property
     def verdict(self) -> str:
-        """One sentence."""
+        """Whether the job fits, in one sentence."""
         takes = f"{table.gib(self.peak)} of {table.gib(self.memory)} GiB"
         if not self.fits:
             return f"does not fit: {takes} a device"
@@ -101,13 +102,13 @@ class Plan:
 
     @property
     def seconds(self) -> tuple[float, float]:
-        """Of a step of the job, as a range; an estimate."""
+        """The estimated range of the time of a step of the job."""
         low = sum(p.runs * p.estimate.low for p in self.phases)
         return low, sum(p.runs * p.estimate.high for p in self.phases)
 
     @property
     def tokens(self) -> int:
-        """Of a step: of the program that reads the most."""
+        """Tokens of a step, in the program that reads the most."""
         return int(max(p.tokens * p.runs for p in self.phases))
 
     def __str__(self) -> str:
@@ -131,18 +132,20 @@ def plan(
     count: int = 1,
     hosts: int = 1,
 ) -> Plan:
-    """What a function takes of devices that need not be there; nothing is allocated.
+    """Compile a function for devices that may be absent, and count its memory.
 
         total = arguments + results - donated + temporaries + workspaces + runtime
 
+    Nothing is allocated.
+
     Args:
         step: a function, or `jax.jit` of one with its donations and shardings.
-        args: `jax.ShapeDtypeStruct`s, arrays, or trees of them; on several devices with
-            the shardings that they will have.
-        device: a name of `jaxmem.devices.known()`; None: inside of
-            `jaxmem.devices.target`, whose devices shardings are made with.
-        count: devices, likewise.
-        hosts: that they are in.
+        args: `jax.ShapeDtypeStruct`s, arrays, or trees of them; for several devices
+            with their shardings.
+        device: a name of `jaxmem.devices.known()`; None inside of
+            `jaxmem.devices.target`, whose devices the shardings need.
+        count: number of devices, if device is given.
+        hosts: number of hosts, if device is given.
 
     Returns:
         A `Plan`; `print` it.
@@ -150,7 +153,7 @@ def plan(
     Raises:
         CompilerMissing: XLA's compiler for the device is not installed; the message has
             the pip command.
-        ValueError: an unknown device, or none.
+        ValueError: the device is unknown or not given.
 
     >>> import jax, jax.numpy as jnp, jaxmem
     >>> x = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
@@ -181,7 +184,7 @@ def _target(device, count, hosts):
 
 
 def _names(step, count) -> list[str]:
-    """Of a function's arguments, where it names that many."""
+    """Names of a function's arguments, or numbers where it has no names."""
     try:
         parameters = list(inspect.signature(step).parameters.values())
     except (TypeError, ValueError):
@@ -197,7 +200,17 @@ def of_phases(
     on_host: int = 0,
     notes: Sequence[str] = (),
 ) -> Plan:
-    """Compile phases for the devices of the target around, and count."""
+    """Compile phases for the devices of the enclosing target, and count their memory.
+
+    Args:
+        phases: programs, in the order of a step.
+        restored: bytes that a checkpoint restores to one device.
+        on_host: bytes of state on the host, for one device.
+        notes: further sentences for the reader.
+
+    Returns:
+        The plan.
+    """
     around = devices.planned()
     assert around is not None, "inside devices.target"
     made = tuple(_planned(phase) for phase in phases)
@@ -232,7 +245,7 @@ def _planned(phase: Phase) -> PlannedPhase:
 
 
 def _parts(phase: Phase, account: Account) -> dict[str, int]:
-    """Of the temporaries: what shapes say, the head alone, the largest that is sent."""
+    """Known temporaries: those of shapes, the head's, the largest collective's."""
     made = dict(phase.parts)
     if phase.head is not None and not account.refused:
         head = accounts.compile_for(phase.head()).memory_analysis()

@@ -1,9 +1,10 @@
-"""Operations, bytes and the least seconds of a program: an estimate, not a measurement.
+"""Estimates a program's operations, bytes and minimum time; nothing is measured.
 
     seconds >= Σ over products max(operations / peak, bytes / bandwidth)
 
-of one device. What takes no product (norms, the optimizer, what is sent) is left out of
-the sum and in the range: `EFFICIENCY` is that bound over what steps took on H200s.
+on one device. Everything except matrix products (norms, the optimizer, communication)
+is excluded from the sum, but covered by the range: `EFFICIENCY` is the ratio of that
+bound to the time of steps on H200s.
 """
 
 import collections
@@ -16,20 +17,21 @@ from jaxmem.planning.account import Account
 from jaxmem.planning.phase import Phase
 from jaxmem.remat import cost
 
-# Least and most of benchmarks/results/plan_speed_h200.csv, rounded outwards.
+# Minimum and maximum in benchmarks/results/plan_speed_h200.csv, rounded outwards.
 EFFICIENCY = (0.35, 0.75)
 
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """Products of matrices of the same shapes; one device's share.
+    """Matrix products with the same shapes; one device's share.
 
     Attributes:
-        name: its operands and its result, as jax writes them.
-        times: in one run of the program.
-        operations, bytes: of all of them; attention's kernels count 1/0.6 of theirs, as
-            in `jaxmem.remat`, because they run at 0.6 of the rate of large products.
-        seconds: at the device's peaks.
+        name: operands and result, as jax prints them.
+        times: executions in one run of the program.
+        operations: total operations; those of attention kernels count 1/0.6, as in
+            `jaxmem.remat`, because they run at 0.6 of the rate of large products.
+        bytes: total bytes of operands and results.
+        seconds: time at the device's peak rates.
     """
 
     name: str
@@ -41,15 +43,17 @@ class Product:
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """Of one run of a program on one device.
+    """The estimate of one run of a program on one device.
 
     Attributes:
         products: the costliest first.
-        seconds: Σ of theirs.
+        seconds: sum of the products' seconds.
         sent: bytes of collectives.
-        sending: seconds that takes at the links' peak, hidden or not.
-        low, high: the range; at the least and at the most of `EFFICIENCY`, everything
-            that is sent hidden, or nothing of it.
+        sending: seconds to send them at the links' peak, overlapped or not.
+        low: lower end of the range: the higher `EFFICIENCY`, all communication
+            overlaps.
+        high: upper end of the range: the lower `EFFICIENCY`, all communication is
+            exposed.
     """
 
     products: tuple[Product, ...]
@@ -61,17 +65,26 @@ class Estimate:
 
     @property
     def operations(self) -> float:
-        """Of all products."""
+        """Operations of all products."""
         return sum(product.operations for product in self.products)
 
     @property
     def bytes(self) -> float:
-        """Likewise."""
+        """Bytes of all products."""
         return sum(product.bytes for product in self.products)
 
 
 def of(phase: Phase, account: Account, hosts: int = 1) -> Estimate:
-    """Of a phase on the devices of the plan around, where it is compiled."""
+    """Estimate a phase on the devices of the enclosing `jaxmem.devices.target`.
+
+    Args:
+        phase: the program.
+        account: of the compiled program.
+        hosts: number of hosts.
+
+    Returns:
+        The estimate.
+    """
     around = devices.planned()
     assert around is not None, "inside devices.target"
     device, count = around.device, len(around.devices)
@@ -111,9 +124,9 @@ def _products(phase, device, count) -> Sequence[Product]:
 
 
 def _chunks(loop) -> int:
-    """Turns of a loop over chunks of rows, were all rows active; 0 for other loops.
+    """Iterations of a loop over chunks if all rows are active; 0 for other loops.
 
-    Such a loop cuts its chunk out of the numbers of all rows.
+    Such a loop slices its chunk out of an array with the indices of all rows.
     """
     body = loop.params["body_jaxpr"].jaxpr
     for equation in body.eqns:
@@ -132,8 +145,8 @@ def _vectors(equation):
 
 
 def _work(equation) -> tuple[float, float]:
-    """Operations and bytes of an equation that runs once; (0, 0) of what is none."""
-    if equation.primitive.name == "mpmd_map":  # a kernel of ours, by its matrices
+    """Operations and bytes of an equation that runs once; (0, 0) if it has none."""
+    if equation.primitive.name == "mpmd_map":  # a Pallas kernel of the head
         return _of_kernel(equation)
     work = cost.operations(equation)
     if not work:
@@ -143,7 +156,11 @@ def _work(equation) -> tuple[float, float]:
 
 
 def _of_kernel(equation):
-    """hidden and W to statistics, or to derivatives; these to either's gradient."""
+    """Operations and bytes of a head kernel, from the shapes of its matrices.
+
+    A kernel computes statistics or derivatives from hidden and W, or the gradient of
+    either from derivatives.
+    """
     avals = [x.aval for x in equation.invars]
     matrices = [
         a for a in avals if getattr(a, "ndim", 0) == 2 and a.dtype.itemsize == 2

@@ -1,4 +1,4 @@
-"""`jaxmem plan --fit`: policies, offloading and batches, the fastest that fit."""
+"""The search of `jaxmem plan --fit` over policies, offloading and batch sizes."""
 
 import dataclasses
 import itertools
@@ -13,9 +13,9 @@ from jaxmem.remat import cost
 from jaxmem.score.run import ScoreConfig
 from jaxmem.train.jobs.config import Config, GrpoJobConfig
 
-_BEST = 3  # that are printed
-_COMPILED = 8  # at most
-_SLACK = 1.1  # as of remat.fit: by so much may an estimate be too large
+_BEST = 3  # options that are printed
+_COMPILED = 8  # options that are compiled at most
+_SLACK = 1.1  # by how much an estimate may be too large, as in remat.fit
 _FACTORS = (0.5, 1, 2)  # of a micro-batch's tokens
 _CHUNKS = (1024, 4096)
 _POLICIES = (
@@ -25,13 +25,14 @@ _POLICIES = (
 
 @dataclasses.dataclass
 class Option:
-    """Overrides of a config, and what they are expected to cost.
+    """Overrides of a config, and their expected cost.
 
     Attributes:
-        overrides: `section.field=value` each.
-        seconds: of a step's training, by `remat.fit`'s formula.
-        expected: bytes of the device, before anything is compiled.
-        plan: of the training program alone, once it is compiled.
+        config: the config with the overrides.
+        overrides: each as `section.field=value`.
+        seconds: training time of a step, by the formula of `remat.fit`.
+        expected: estimated device bytes, before compilation.
+        plan: plan of the training program alone, once it is compiled.
     """
 
     config: Any
@@ -41,7 +42,7 @@ class Option:
     plan: Any = None
 
     def as_json(self) -> dict[str, Any]:
-        """For `json.dumps`."""
+        """Overrides, estimated seconds and peak, for `json.dumps`."""
         return {
             "overrides": self.overrides,
             "seconds_estimate": self.seconds,
@@ -51,7 +52,7 @@ class Option:
 
 @dataclasses.dataclass(frozen=True)
 class _Policy:
-    """A preset, and what it costs at the config's own batch."""
+    """A preset, and its cost at the config's own batch size."""
 
     overrides: tuple[str, ...]
     phase: Phase
@@ -60,20 +61,24 @@ class _Policy:
 
 
 def options(config: Any, base: Plan) -> list[Option]:
-    """The fastest options that fit, three at most, inside of `jaxmem.devices.target`.
+    """The three fastest options that fit, inside of `jaxmem.devices.target`.
 
         seconds = products + max(0, to the host - forward) + max(0, back - backward)
                   + gradients' and moments' bytes
 
-    All policies are traced at the config's own batch; what they take at others follows
-    from the plan of the config as it is; from the fastest on they are compiled.
+    All policies are traced at the config's own batch size. Their memory at other batch
+    sizes is extrapolated from the plan of the unchanged config. Options are compiled
+    from the fastest on.
 
     Args:
         config: of training.
         base: its plan.
 
+    Returns:
+        At most three options; fewer if fewer fit.
+
     Raises:
-        ValueError: a config of scoring.
+        ValueError: the config is of scoring.
     """
     if isinstance(config, ScoreConfig):
         raise ValueError("--fit is for training: scoring keeps nothing to choose")
@@ -109,7 +114,7 @@ def _policies(config) -> Iterator[_Policy]:
         overrides = [f"remat.policy={name}"] + ([f"remat.last={last}"] if last else [])
         kept = phase.parts.get("activations kept")
         jaxpr = phase.traced.jaxpr.jaxpr
-        if kept is None:  # all that is named, of all blocks or of the last
+        if kept is None:  # count all named values, of all blocks or of the last ones
             kept = sum(cost.bytes_by_name(jaxpr).values()) // count
         yield _Policy(tuple(overrides), phase, kept, cost.bytes_to_host(jaxpr) // count)
 
@@ -133,7 +138,7 @@ def _variants(config, policy, known, base) -> Iterator[Option]:
 
 
 def _changed(config, policy, factor, chunk, offload):
-    """(config, overrides), or None where the batch cannot be cut so."""
+    """(config, overrides), or None if the batch cannot be changed by that factor."""
     overrides = list(policy.overrides)
     parts = dict(item.removeprefix("remat.").split("=") for item in overrides)
     section = dataclasses.replace(
@@ -157,7 +162,7 @@ def _changed(config, policy, factor, chunk, offload):
 
 
 def _batch(config: Config | GrpoJobConfig, factor):
-    """Sections and overrides of micro-batches of so many times the tokens."""
+    """Sections and overrides that scale the tokens of micro-batches by the factor."""
     if isinstance(config, GrpoJobConfig):
         slots = int(config.grpo.max_tokens_train * factor)
         rows = slots // config.row_lengths[-1]
@@ -181,7 +186,7 @@ def _divides(config, rows):
 
 
 def _seconds(policy, full, factor, offload) -> float:
-    """Of all micro-batches of a step, and its update."""
+    """Estimated seconds of all micro-batches of a step, and of its update."""
     around = devices.planned()
     assert around is not None
     rates = remat.planned_rates(around.device)
@@ -200,7 +205,7 @@ def _seconds(policy, full, factor, offload) -> float:
     adding = 3 * sums / around.device.bandwidth
     update = 4 * (params + sums) / around.device.bandwidth
     if offload:
-        update += 4 * sums / around.device.host  # two moments, there and back
+        update += 4 * sums / around.device.host  # two moments, to the device and back
     return full.phase.runs * (products + exposed) + micro_batches * adding + update
 
 
@@ -210,14 +215,14 @@ def _bound(phase) -> float:
 
 
 def _own(config, known: Sequence[_Policy]) -> _Policy:
-    """The policy that the config has as it is; "full" where it is none of these."""
+    """The config's own policy; "full" if it is none of the presets here."""
     named = {p.overrides[0]: p for p in reversed(known)}
     full = named["remat.policy=full"]
     return named.get(f"remat.policy={config.remat.policy}", full)
 
 
 def _expected(policy, before: _Policy, factor, offload, base: Plan) -> int:
-    """Bytes, from those of the plan of the unchanged config, of the policy `before`."""
+    """Expected bytes, extrapolated from the unchanged config and its policy."""
     own = next(p for p in base.phases if p.name in ("train step", "gradients"))
     sums = own.parts.get("gradients", 0)
     rest = max(0, own.account.temporary - sums - before.kept)
@@ -228,7 +233,7 @@ def _expected(policy, before: _Policy, factor, offload, base: Plan) -> int:
 
 
 def text(found: Sequence[Option]) -> str:
-    """A table of the options, each as overrides to paste."""
+    """A table of the options, each as overrides for the command line."""
     if not found:
         return "--fit: nothing tried fits; more devices, or a smaller model or batch"
     rows = [["overrides, the fastest first", "GiB", "seconds of training, by formula"]]

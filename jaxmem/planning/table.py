@@ -1,19 +1,19 @@
-"""A plan as lines of text."""
+"""Formats a plan as lines of text."""
 
 from collections.abc import Sequence
 from typing import Any
 
 _GIB = 2**30
-_MANY = 6  # products worth a line
+_MANY = 6  # products that are listed
 
 
 def gib(size: float) -> str:
-    """Of bytes."""
+    """Bytes in GiB, with two decimals."""
     return f"{size / _GIB:.2f}"
 
 
 def text(plan: Any) -> str:
-    """All of a `Plan`: memory, the verdict, work, what is sent, notes."""
+    """The whole `Plan`: memory, verdict, work, communication, notes."""
     parts = [_memory(plan), plan.verdict, *_state(plan), _work(plan), _products(plan)]
     return "\n\n".join([*filter(None, parts), *plan.notes])
 
@@ -125,7 +125,7 @@ def _products(plan) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Columns of text: the first to the left, the others to the right."""
+    """Columns of text: the first one left-aligned, the others right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(

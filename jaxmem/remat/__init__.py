@@ -1,8 +1,9 @@
-"""What a block's backward pass finds: kept on the device, on the host, or made again.
+"""Rematerialisation and offloading policies for blocks, by checkpoint name.
 
-A block names what it makes (`name`); a `Policy` says what happens to each name. What no
-policy names is made again from the block's input. One form works with the host: blocks
-in one `jax.lax.scan`, not unrolled, whose input is named first; `scan_blocks` makes it.
+A block gives names to its intermediate values (`name`); a `Policy` saves a named value
+on the device or offloads it to the host. All other values are recomputed from the
+block's input in the backward pass. XLA offloads correctly in one form only: blocks in
+one `jax.lax.scan`, not unrolled, with a named input. `scan_blocks` has that form.
 
     import jax.numpy as jnp
     from jaxmem import remat

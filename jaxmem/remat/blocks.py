@@ -1,4 +1,4 @@
-"""Blocks whose backward pass finds what a policy says; scans of them."""
+"""Blocks and scans of blocks under a rematerialisation policy."""
 
 import contextvars
 import dataclasses
@@ -14,7 +14,7 @@ from jaxmem import devices as _devices
 from jaxmem.remat import cost as _traced
 from jaxmem.remat.policies import NAMES, Policy, policy, preset
 
-# Gradients of what a scan offloads are silently wrong there, openxla/xla#46231.
+# Gradients of values that a scan offloads are silently wrong, openxla/xla#46231.
 _BROKEN_JAXLIB = ("0.11.0", "0.11.1")
 
 
@@ -22,30 +22,33 @@ _Tree = TypeVar("_Tree")
 
 
 def name(x: _Tree, label: str) -> _Tree:
-    """x, known to policies by this label; a pytree's leaves share it."""
+    """Return x with a checkpoint name; the leaves of a pytree share it."""
     return jax.tree.map(lambda leaf: checkpoint_name(leaf, label), x)
 
 
-# What is around that which is traced: "loop", where XLA cannot merge what a part of a
-# block recomputes with what the forward pass computed; "policy", which decides alone
-# what is kept; or "", where only a barrier keeps XLA from merging both.
+# The context in which a function is traced. "loop": XLA cannot merge recomputations of
+# a part of a block with the forward pass. "policy": only the policy decides on
+# residuals. "": only an optimization barrier prevents such merging.
 _around = contextvars.ContextVar("_around", default="")
 
 
 def recompute(
     fn: Callable, save: Sequence[str] = (), known: Sequence[str] = tuple(NAMES)
 ) -> Callable:
-    """fn whose backward pass keeps its arguments, and recomputes what lies between.
+    """Wrap fn so that its residuals are its arguments, and the rest is recomputed.
 
-    For a part of a block whose recomputation costs less than what it would keep: a
-    norm, say, and the products that read its result. Products whose results only leave
-    the part are not recomputed, as no gradient needs them. Inside of a block with a
-    policy it is fn itself: the policy decides.
+    It suits parts of a block whose recomputation costs less than their residuals would:
+    for example a norm, and the products that read its result. Products whose results
+    are only outputs of fn are not recomputed, because no gradient needs them. Inside a
+    block with a policy it returns fn itself: the policy decides.
 
     Args:
         fn: any function of arrays; what it closes over counts as its arguments.
-        save: names inside of it that are kept as well.
+        save: checkpoint names inside of it that are saved as well.
         known: as in `policy`.
+
+    Returns:
+        A function with the signature of fn.
 
     >>> import jax, jax.numpy as jnp
     >>> from jaxmem import remat
@@ -61,19 +64,22 @@ def recompute(
 def block(
     fn: Callable, policy: Policy | str | None, *, scanned: bool = True
 ) -> Callable:
-    """fn whose backward pass finds what the policy says.
+    """Wrap fn so that its residuals follow a policy.
 
     Args:
-        fn: (h, *rest) -> anything; h is named "block_in" for it.
+        fn: (h, *rest) -> anything; h receives the checkpoint name "block_in".
         policy: a `Policy`, a preset's name, or None for no rematerialisation.
-        scanned: whether it runs inside `jax.lax.scan`, where XLA cannot merge what is
-            made again with what was made; outside, a barrier keeps them apart.
+        scanned: whether it runs inside `jax.lax.scan`, where XLA cannot merge the
+            recomputation with the forward pass; elsewhere a barrier prevents that.
+
+    Returns:
+        A function with the signature of fn.
 
     Raises:
-        ValueError: a preset that does not exist, or offloading outside of a scan, which
-            XLA for GPUs undoes (the copies to the host are delayed until they come
-            back).
-        RuntimeError: offloading on a GPU with jaxlib 0.11.0 or 0.11.1.
+        ValueError: the preset does not exist, or the policy offloads outside of a scan,
+            which XLA for GPUs undoes (it delays the copies to the host until they
+            return).
+        RuntimeError: the policy offloads on a GPU with jaxlib 0.11.0 or 0.11.1.
     """
     chosen = _chosen(policy)
     if chosen is not None and chosen.offload:
@@ -107,34 +113,39 @@ def scan_blocks(
     group: int = 1,
     unroll: bool = False,
 ) -> Any:
-    """h after all blocks: one scan over them, then those that `policy.last` counts.
+    """Apply all blocks to h: one scan, then the blocks that `policy.last` counts.
 
         h_(i+1) = fn(h_i, params_i),   i = 0 … L-1
 
-    The last blocks are the first to be gone back through. Nothing could hide the way of
-    their inputs to the host and back, and what they keep is given back before the
-    others' backward pass has made its gradients: the peak need not rise.
+    The backward pass visits the last blocks first. Copies of their inputs to the host
+    and back would be exposed, and their residuals are freed before the backward pass of
+    the other blocks has allocated its gradients: so the peak need not rise.
 
     Args:
-        fn: (h, params of a block) -> h of the same shape and type.
+        fn: (h, params of a block) -> h of the same shape and dtype.
         params: pytree with a leading axis of L blocks. It is not copied, whatever
             `policy.last` is.
         h: array or pytree.
-        policy: as in `block`, for each group; and how many blocks are kept whole.
-        group: blocks that are made again together, from the first one's input: fewer
-            inputs to keep, more alive while a group is gone back through. Divides
-            L - last.
-        unroll: trace the blocks one after the other instead. The program is as many
-            times as long, and so is its compilation; a loop's costs are gone, which
-            initialises the stacks of what it saves, copies into them and out of them.
+        policy: as in `block`, applied to each group; its `last` is the number of blocks
+            that keep all residuals.
+        group: number of blocks that are recomputed together, from the first one's
+            input: fewer inputs are stored, and more is alive in the backward pass of a
+            group. It must divide L - last.
+        unroll: whether to trace the blocks one after the other instead. The program and
+            its compilation time then grow with L. It saves the costs of a loop, which
+            initialises the stacks of its residuals and copies into and out of them.
 
-    **Memory** for the backward pass: (L - last)/group inputs, on the device or the
-    host, what the policy saves of each block, and all of one group (two where copies
-    from the host overlap, `compiler_options`); at its beginning, all of the last ones.
+    Returns:
+        h after the last block.
+
+    **Memory** of residuals: (L - last)/group inputs, on the device or the host, what
+    the policy saves of each block, and all residuals of one group (of two if copies
+    from the host overlap, see `compiler_options`); at the start of the backward pass,
+    also all residuals of the last blocks.
 
     Raises:
-        ValueError: also a group that does not divide, `policy.last` of L or more, a
-            policy that offloads without a loop.
+        ValueError: as in `block`; also if group does not divide the blocks,
+            `policy.last` is L or more, or a policy offloads without a loop.
 
     >>> import jax.numpy as jnp
     >>> from jaxmem import remat
@@ -183,12 +194,12 @@ def _length(params):
 
 
 def _by_number(params, count, group):
-    """What to scan over for the first blocks of a stack, and a turn's list of them.
+    """The scanned input for the first blocks, and a function that reads an iteration's.
 
-    Slices of the stack are not what is read: XLA would copy them before the loop, as
-    large as they are. A turn takes its blocks from the whole stack, by number. But a
-    gradient of the whole stack in every turn would cost more; it goes to the turn's
-    part of the slices, which are an argument for that alone, and XLA drops them.
+    Scanning over slices of the stack would make XLA copy the slices before the loop. An
+    iteration therefore indexes its blocks in the whole stack. The gradient by the whole
+    stack in every iteration would cost more, so the gradient goes to the iteration's
+    part of the slices. They are an argument for that purpose only, and XLA drops them.
     """
     stack = jax.lax.stop_gradient(params)
     slices = jax.tree.map(
@@ -213,7 +224,7 @@ def _by_number(params, count, group):
 
 @jax.custom_jvp
 def _with_gradient_of(value, part):
-    """value, as if it were part."""
+    """Return value, with the derivative of `part`."""
     return value
 
 
@@ -227,23 +238,26 @@ def _chosen(policy):
 def compiler_options(
     policy: Policy | str | None, *, unroll: bool = False
 ) -> dict[str, Any]:
-    """For `jax.jit(..., compiler_options=)` of a step on a GPU, by its policy.
+    """Options for `jax.jit(..., compiler_options=)` of a step on a GPU with a policy.
 
-    Where results of products are saved in a loop, XLA (jaxlib 0.10.2 to 0.12.0.1) lets
-    a product write into the stack of all blocks, and computes it once more for whatever
-    else reads it: the option keeps products and slices apart.
+    Where a loop saves results of products, XLA (jaxlib 0.10.2 to 0.12.0.1) lets a
+    product write into the stack of all blocks, and computes it once more for every
+    other reader. The option disables the fusion of products with slices.
 
-    Where something is offloaded, copies from the host start a block ahead, at the price
-    of one more input on the device. No CUDA graphs are made, in which kernels and
-    copies hold each other up: on one H200 they cost 5% of a step's time. Weights are
-    sliced from their stack where they are used and not on streams beside, of which XLA
-    has four: on one of them a slice would wait for a copy to the host, and a product
-    for it, another 1%. And XLA's own rematerialisation, which takes host memory for the
-    device's, is off.
+    Where the policy offloads, copies from the host start one block ahead, which takes
+    one more input on the device. CUDA graphs are disabled, because kernels and copies
+    in them block each other: on one H200 they cost 5% of a step's time. Weights are
+    sliced from their stack where they are used and not on separate streams, of which
+    XLA has four: a slice could wait on one of them for a copy to the host, and a
+    product for the slice, another 1%. XLA's own rematerialisation is disabled too,
+    because it counts host memory as device memory.
 
     Args:
-        policy: of `scan_blocks`.
-        unroll: likewise.
+        policy: as in `scan_blocks`.
+        unroll: as in `scan_blocks`.
+
+    Returns:
+        Option names and values.
     """
     chosen = _chosen(policy)
     made: dict[str, Any] = {}
@@ -267,22 +281,22 @@ def verify(
     *,
     without: jax.stages.Compiled | None = None,
 ) -> None:
-    """Raise unless a program for a GPU offloads what was promised.
+    """Raise unless a program for a GPU offloads the promised number of bytes.
 
-    XLA drops offloading in silence where a program has not the one form that works, and
-    computes on the host what is asked of an array there.
+    XLA silently drops offloading in programs that do not have the one supported form,
+    and computes on the host what an operation reads from an array there.
 
     Args:
         compiled: the step.
         promised: bytes, as `host_bytes` counts them.
-        without: the same step with nothing offloaded; compiled must take less memory on
-            the device.
+        without: the same step without offloading; compiled must take less memory on the
+            device.
 
     Raises:
-        RuntimeError: fewer bytes on the host than 95% of what was promised, operations
-            that XLA converted into host compute, no less memory on the device than
-            without, jaxlib 0.11.0 or 0.11.1.
-        ValueError: a program for a CPU, which has no host beside it.
+        RuntimeError: the host has less than 95% of the promised bytes, XLA converted
+            operations into host compute, the device memory is no less than without, or
+            jaxlib is 0.11.0 or 0.11.1.
+        ValueError: the program is for a CPU, which has no separate host memory.
     """
     text = compiled.as_text() or ""
     account: Any = compiled.memory_analysis()

@@ -1,4 +1,4 @@
-"""What a traced program costs, on all devices: products, bytes by name, on hosts."""
+"""Costs of a traced program over all devices: operations, named bytes, host bytes."""
 
 import collections
 import math
@@ -10,8 +10,8 @@ import jax
 from jaxmem.remat.policies import CUDNN_FORWARD
 
 _HOST = jax.memory.Space.Host
-# cuDNN's kernels of attention: backward makes 5 products for forward's 2. They run at
-# about 0.6 of the rate of large products, so that one of their operations counts more.
+# cuDNN's attention kernels: the backward one computes 5 products, the forward one 2.
+# They reach about 0.6 of the rate of large products, so their operations are weighted.
 _ATTENTION = {
     CUDNN_FORWARD: 1 / 0.6,
     "dot_product_attention_bwd_wrapper": 2.5 / 0.6,
@@ -19,7 +19,7 @@ _ATTENTION = {
 
 
 def devices(compiled: jax.stages.Compiled) -> int:
-    """How many a program runs on."""
+    """The number of devices that a program runs on."""
     places = jax.tree.leaves(compiled.input_shardings)
     return max((len(place.device_set) for place in places), default=1)
 
@@ -27,9 +27,14 @@ def devices(compiled: jax.stages.Compiled) -> int:
 def equations(
     jaxpr: Any, turns: Callable[[Any], int] = lambda loop: 1
 ) -> Iterator[tuple[Any, int]]:
-    """(equation, how often it runs); of a loop without a known end, what `turns` says.
+    """Yield (equation, number of executions) for all equations of a jaxpr.
 
-    That is one turn, unless given: equation of a `while` -> how many.
+    Args:
+        jaxpr: of the program.
+        turns: maps a `while` equation to its number of iterations; by default 1.
+
+    Yields:
+        (equation, number of executions).
     """
     for equation in jaxpr.eqns:
         yield equation, 1
@@ -41,9 +46,9 @@ def equations(
 
 
 def _times(equation):
-    """How often the jaxprs of an equation run."""
+    """The number of executions of an equation's inner jaxprs."""
     name, params = equation.primitive.name, equation.params
-    if name == "shard_map":  # on each device, of whose part the jaxpr is
+    if name == "shard_map":  # the jaxpr runs on each device, on its shard
         shape = params["mesh"].shape
         return math.prod(shape[axis] for axis in params["newly_manual_axes"])
     return params["length"] if name == "scan" else 1
@@ -52,7 +57,7 @@ def _times(equation):
 def _inner(equation):
     """The jaxprs among an equation's parameters."""
     if equation.primitive.name == "pallas_call":
-        return  # its own is of one block
+        return  # its jaxpr describes one block only
     for value in equation.params.values():
         for item in value if isinstance(value, (tuple, list)) else (value,):
             item = getattr(item, "jaxpr", item)
@@ -61,13 +66,19 @@ def _inner(equation):
 
 
 def host_bytes(fn: Callable | jax.stages.Traced, *args) -> int:
-    """Bytes that the host holds at most, by a function's jaxpr: nothing is compiled.
+    """Peak bytes on the host, estimated from a function's jaxpr without compiling it.
 
-    All devices' count together. What a loop sends there counts as often as the loop
-    stacks it: micro-batches whose gradients are taken in turn share one room.
+    The bytes of all devices are added up. What a scan offloads is counted once per
+    iteration only if the scan stacks it: micro-batches whose gradients are computed one
+    after the other reuse the same memory.
 
     Args:
-        fn: to be traced with the arguments; or what `jax.jit(...).trace(...)` gave.
+        fn: a function to trace with the arguments, or the result of
+            `jax.jit(...).trace(...)`.
+        args: the arguments, if fn is a function.
+
+    Returns:
+        The bytes.
     """
     if isinstance(fn, jax.stages.Traced):
         return bytes_on_host(fn.jaxpr.jaxpr)
@@ -75,7 +86,7 @@ def host_bytes(fn: Callable | jax.stages.Traced, *args) -> int:
 
 
 def bytes_on_host(jaxpr: Any) -> int:
-    """The same, of a jaxpr."""
+    """Peak bytes on the host of a jaxpr, as in `host_bytes`."""
 
     def made(equation):
         if equation.primitive.name == "device_put":
@@ -85,7 +96,7 @@ def bytes_on_host(jaxpr: Any) -> int:
 
 
 def bytes_to_host(jaxpr: Any) -> int:
-    """Bytes that are sent to the host, however often."""
+    """Bytes that are sent to the host, counting repeated transfers."""
     return sum(
         times * sum(_nbytes(x) for x in _outputs(eqn) if _is_there(x))
         for eqn, times in equations(jaxpr)
@@ -94,8 +105,9 @@ def bytes_to_host(jaxpr: Any) -> int:
 
 
 def bytes_by_name(jaxpr: Any) -> dict[str, int]:
-    """Of what is named, in all blocks that are alive together; cuDNN's attention is
-    "attn_lse".
+    """Bytes per checkpoint name, of all blocks that are alive at the same time.
+
+    Outputs of cuDNN's attention count as "attn_lse".
     """
 
     def made(equation):
@@ -108,9 +120,12 @@ def bytes_by_name(jaxpr: Any) -> dict[str, int]:
 
 
 def _held(jaxpr, made, counts) -> collections.Counter[str]:
-    """Bytes by key of what equations make, and of loops, what they stack of it.
+    """Bytes by key of what equations compute and, for loops, of what these stack.
 
-    made: equation -> (key, bytes) pairs. counts: whether a loop's result may hold some.
+    Args:
+        jaxpr: of the program.
+        made: maps an equation to (key, bytes) pairs.
+        counts: whether a result of a loop, by its aval, may hold some of these bytes.
     """
     total: collections.Counter[str] = collections.Counter()
     for eqn in jaxpr.eqns:
@@ -126,18 +141,18 @@ def _held(jaxpr, made, counts) -> collections.Counter[str]:
 
 
 def _stacks(scan, body):
-    """Results that the turns of a scan stack; the others are carried, of one shape."""
+    """Results that a scan stacks over its iterations; the others are carried."""
     pairs = zip(_outputs(scan), (x.aval for x in body.outvars), strict=True)
     return [whole for whole, part in pairs if whole.shape != part.shape]
 
 
 def products(jaxpr: Any) -> float:
-    """Operations in products of matrices, and in attention's kernels."""
+    """Operations in matrix products and in attention kernels."""
     return sum(times * operations(eqn) for eqn, times in equations(jaxpr))
 
 
 def operations(equation: Any) -> float:
-    """The same, of one equation that runs once."""
+    """Operations of one equation that runs once, as `products` counts them."""
     name = equation.primitive.name
     if name == "dot_general":
         lhs, (out,) = equation.invars[0].aval, _outputs(equation)

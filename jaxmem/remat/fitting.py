@@ -1,4 +1,4 @@
-"""The policy that costs the least time among those that fit the memory."""
+"""Chooses the fastest policy among those that fit the device memory."""
 
 import dataclasses
 import functools
@@ -16,20 +16,20 @@ from jaxmem.remat.policies import PRESETS, Policy
 
 _GIB = 2**30
 _HOST_POOL = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
-# Of peaks: large bfloat16 products reach 0.69 on an H200, copies to the host 0.85
-# (benchmarks/results/head_h200.csv, offload_h200.csv).
+# Shares of peak rates: large bfloat16 products reach 0.69 on an H200, copies to the
+# host 0.85 (benchmarks/results/head_h200.csv, offload_h200.csv).
 _SHARE = 0.7
-_SLACK = 1.1  # by so much may an estimate be too large: what is beyond is not compiled
+_SLACK = 1.1  # candidates whose estimate exceeds the limit by more are not compiled
 
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """What a device does in a second.
+    """Rates of a device per second.
 
     Attributes:
         products: operations of matrix products.
-        to_host: bytes to the host; 0 where no other memory is beside the device's.
-        from_host: bytes back.
+        to_host: bytes to the host; 0 if there is no separate host memory.
+        from_host: bytes from the host.
     """
 
     products: float
@@ -38,11 +38,14 @@ class Rates:
 
 
 def measure_rates(dtype: Any = jnp.bfloat16, size: int | None = None) -> Rates:
-    """Of the default device: one large product, and a buffer there and back.
+    """Measure the default device: one large product, and a buffer to the host and back.
 
     Args:
         dtype: of the product.
-        size: of its matrices; by default 8192, and 512 on a CPU.
+        size: of its square matrices; by default 8192, and 512 on a CPU.
+
+    Returns:
+        The rates.
     """
     on_cpu = jax.default_backend() == "cpu"
     n = size or (512 if on_cpu else 8192)
@@ -65,13 +68,13 @@ def _rates():
 
 
 def planned_rates(device: _devices.Device) -> Rates:
-    """Of a device that is not there: 0.7 of its peaks, as an H200 reaches."""
+    """Estimated rates of an absent device: 0.7 of its peaks, as an H200 reaches."""
     host = _SHARE * device.host
     return Rates(_SHARE * device.products, host, host)
 
 
 def _seconds(run, *args):
-    """The fastest of five, after one to warm up."""
+    """The fastest of five runs, after one warm-up run."""
     taken = []
     for _ in range(6):
         start = time.perf_counter()
@@ -81,9 +84,9 @@ def _seconds(run, *args):
 
 
 def device_bytes(compiled: jax.stages.Compiled) -> int:
-    """What a program needs of the device: arguments, results, temporaries.
+    """Device memory of a program: arguments, results, temporaries.
 
-    Results that are written over donated arguments count once.
+    Results that alias donated arguments count once.
     """
     account: Any = compiled.memory_analysis()
     return (
@@ -96,34 +99,35 @@ def device_bytes(compiled: jax.stages.Compiled) -> int:
 
 @dataclasses.dataclass
 class Candidate:
-    """A policy, what it is expected to cost a device, and why it was not taken."""
+    """A policy, its expected cost per device, and why it was not chosen."""
 
     policy: Policy | None
-    traced: Any  # the step
+    traced: Any  # the step, traced with this policy
     products: float  # operations
-    kept: int  # bytes of names on the device; all names where policy is None
-    whole: int  # those of the last blocks alone, gone before gradients take room
-    sent: int  # bytes to the host
-    host: int  # bytes there at once
-    expected: int = 0  # bytes of the device, before anything is compiled
+    kept: int  # bytes of saved names on the device; of all names if policy is None
+    whole: int  # bytes of the last blocks, freed before gradients are allocated
+    sent: int  # bytes sent to the host
+    host: int  # peak bytes on the host
+    expected: int = 0  # estimated device bytes, before compilation
     seconds: float = 0.0
-    exposed: float = 0.0  # seconds of copies that nothing hides
+    exposed: float = 0.0  # seconds of copies that do not overlap
     compiled: Any = None  # the step, if it fits
-    device: int | None = None  # bytes, by the compiler
+    device: int | None = None  # device bytes, by the compiler
     measured: float | None = None  # seconds
     why_not: str = ""
 
     def share_out(self, devices: int) -> None:
-        """Make counts over all devices those of one.
+        """Divide totals over all devices by the number of devices.
 
-        Of what several devices hold alike that is too little; compiling tells.
+        This underestimates values that are replicated; compilation gives the true
+        number.
         """
         self.products /= devices
         for field in ("kept", "whole", "sent", "host"):
             setattr(self, field, getattr(self, field) // devices)
 
     def is_of(self, names: Sequence[str]) -> bool:
-        """Whether it keeps or offloads nothing but these, by name."""
+        """Whether it saves and offloads only these names."""
         if self.policy is None or self.policy.dots:
             return False
         return {*self.policy.save, *self.policy.offload} <= {*names}
@@ -145,37 +149,38 @@ def fit(
         seconds = products / rate + max(0, bytes to the host / rate - forward pass)
                                   + max(0, bytes back / rate - backward pass)
 
-    Candidates keep more and more names, those first that save most products a byte,
-    with the blocks' inputs on the device or on the host; send more and more names to
-    the host; or keep the last blocks whole. All are traced; from the fastest on they
-    are compiled, until as many fit as `trials` says; these are run, and the fastest of
-    them is taken.
+    Candidates save an increasing number of names, in the order of operations saved per
+    byte, with the blocks' inputs on the device or on the host; or offload an increasing
+    number of names; or keep all residuals of the last blocks. All candidates are
+    traced. From the fastest on they are compiled until `trials` of them fit; these are
+    run, and the fastest of them is returned.
 
     Args:
         step: policy -> `jax.jit(...).trace(...)` of a training step that uses it, with
             `compiler_options` of the policy; None for no rematerialisation.
-        memory_limit: bytes of a device that the program may have, or "auto": what the
-            default one has.
-        names: what may be kept or sent to the host; by default all that the step names
-            in its blocks, or simply everything.
-        last: how many last blocks may be kept whole (`Policy.last`), for a step that
-            gives its policy to `scan_blocks`; by default none.
+        memory_limit: device bytes for the program, or "auto" for the limit of the
+            default device.
+        names: names that may be saved or offloaded; by default all names in the step's
+            blocks, or all residuals.
+        last: numbers of last blocks that may keep all residuals (`Policy.last`), for a
+            step that passes its policy to `scan_blocks`; by default none.
         host_limit: bytes on the host, for all devices of a process; by default those of
-            XLA's pool, 64 GiB or what XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB says.
-        rates: of the device; measured if it is None, and inside of
-            `jaxmem.devices.target`, where nothing runs, 0.7 of its peaks.
+            XLA's pool, 64 GiB or the value of XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB.
+        rates: of the device; if None, they are measured, or inside of
+            `jaxmem.devices.target`, where nothing runs, 0.7 of the device's peaks.
         trials: how many candidates to run, with zeros for arguments, for which the
-            device must have room; by default 3, and none on a CPU or for a planned
-            device. Without any, the formula decides.
-        show: what is called with the table of all candidates; None for silence.
+            device must have memory; by default 3, and none on a CPU or for a planned
+            device. With 0, the formula decides.
+        show: called with the table of all candidates; None for no output.
 
     Returns:
-        A policy, or None where everything can be kept. One whose copies nothing hides
-        is returned only if nothing else fits, and the table says so.
+        A policy, or None if all residuals can be kept. A policy with exposed copies is
+        returned only if nothing else fits, and the table says so.
 
     Raises:
-        ValueError: nothing fits, the step names nothing, "auto" on a device that does
-            not say its limit; measurements in one of several processes.
+        ValueError: nothing fits, the step has no checkpoint names, "auto" is given for
+            a device that does not report its limit, or one of several processes would
+            measure.
     """
     several = jax.process_count() > 1
     if several and (rates is None or trials):
@@ -221,7 +226,7 @@ def fit(
 
 
 def _fastest(order, limit, trials) -> Candidate | None:
-    """Of those that fit; sets what is learned of each on the way."""
+    """The fastest candidate that fits; also records the results on each candidate."""
     fitting: list[Candidate] = []
     for each in order:
         enough = len(fitting) >= max(1, trials) or (fitting and each.exposed)
@@ -241,7 +246,7 @@ def _fastest(order, limit, trials) -> Candidate | None:
 
 
 def _step_seconds(compiled: jax.stages.Compiled) -> float:
-    """The faster of two steps, after one to warm up."""
+    """The faster of two steps, after one warm-up step."""
 
     def zeros(info, place):
         return jnp.zeros(info.shape, info.dtype, device=place)
@@ -257,10 +262,13 @@ def _step_seconds(compiled: jax.stages.Compiled) -> float:
 
 
 def device_limit() -> int:
-    """Bytes that programs may take of the default device, or of a planned one.
+    """Bytes that programs may use on the default device, or on a planned one.
+
+    Returns:
+        The bytes.
 
     Raises:
-        ValueError: it does not say.
+        ValueError: the device does not report it.
     """
     around = _devices.planned()
     if around is not None:
@@ -277,7 +285,7 @@ def device_limit() -> int:
 def _sizes(jaxpr, names):
     """Bytes of each name in all blocks."""
     sizes = _traced.bytes_by_name(jaxpr.jaxpr)
-    # A head's residuals are not of a block.
+    # The head's residuals do not belong to a block.
     found = (
         [k for k in sizes if not k.startswith("jaxmem_")] if names is None else names
     )
@@ -291,8 +299,10 @@ def _sizes(jaxpr, names):
 
 
 def _candidates(step, everything, nothing, sizes, last, has_host) -> list[Candidate]:
-    """Everything kept, the presets, the chains of names by what a byte saves, and the
-    last blocks kept whole.
+    """The candidates of `fit`.
+
+    They are: all residuals kept, the presets, prefixes of the names ordered by
+    operations saved per byte, and policies that keep all residuals of the last blocks.
     """
     work = _traced.products(nothing.jaxpr.jaxpr)
     of_names = functools.partial(Policy, known=tuple(sizes))
@@ -324,7 +334,7 @@ def _candidates(step, everything, nothing, sizes, last, has_host) -> list[Candid
 
 
 def _together(sizes):
-    """Names, each alone; but attention's results: either alone saves little."""
+    """Each name alone, but attention's results together: one alone saves little."""
     both = tuple(label for label in ("attn_out", "attn_lse") if label in sizes)
     return [
         *((label,) for label in sizes if label not in both),
@@ -333,7 +343,7 @@ def _together(sizes):
 
 
 def _candidate(policy, traced, sizes, most_work, remade):
-    """`remade` of `most_work` is done again where nothing is kept."""
+    """A candidate; without residuals, `remade` of `most_work` is recomputed."""
     jaxpr = traced.jaxpr.jaxpr
     names = sizes if policy is None else policy.save
     kept = sum(sizes.get(label, 0) for label in names)
@@ -346,7 +356,7 @@ def _candidate(policy, traced, sizes, most_work, remade):
 
 
 def _predict(each, forward, rates):
-    """Sets seconds, and how many of them are copies that nothing hides."""
+    """Set seconds, and those of them that are exposed copies."""
     computed = each.products / rates.products
     if each.sent and rates.to_host:
         out = each.sent / rates.to_host - forward
@@ -356,14 +366,14 @@ def _predict(each, forward, rates):
 
 
 def _expect(each, least, inputs):
-    """Sets bytes of the device, from the program in which everything is made again."""
+    """Set the expected device bytes, from the program that recomputes everything."""
     gone = min(inputs, each.host)
     given = least.memory_analysis().argument_size_in_bytes
     each.expected = max(device_bytes(least) + each.kept - gone, given + each.whole)
 
 
 def _refuse(each, limit, host_limit, rates) -> str:
-    """Why a candidate need not be compiled; an empty string where it must be."""
+    """Why a candidate need not be compiled; an empty string if it must be."""
     if each.host and not rates.to_host:
         return "no memory beside a CPU's"
     if each.host > host_limit:
@@ -374,7 +384,15 @@ def _refuse(each, limit, host_limit, rates) -> str:
 
 
 def table(candidates: Sequence[Candidate], chosen: Candidate | None) -> str:
-    """Lines of text: what each was expected to take, and why it was not taken."""
+    """The candidates as lines of text: expected costs, and why each was not chosen.
+
+    Args:
+        candidates: of `fit`, fastest first.
+        chosen: the one that `fit` returns; None if none fits.
+
+    Returns:
+        The lines.
+    """
     rows = [
         ("policy", "GiB device", "GiB host", "ms by formula", "measured", "why not")
     ]
@@ -407,7 +425,7 @@ def table(candidates: Sequence[Candidate], chosen: Candidate | None) -> str:
 
 
 def describe(policy: Policy | None) -> str:
-    """A preset's name, or what is saved and offloaded; which last blocks are whole."""
+    """A preset's name, or the saved and offloaded names and the last blocks."""
     if policy is not None and policy.last:
         others = describe(dataclasses.replace(policy, last=0))
         return f"{others}; last {policy.last} whole"

@@ -1,4 +1,4 @@
-"""What becomes of values by name: they stay, go to the host, or are made again."""
+"""Rematerialisation policies by checkpoint name: save, offload or recompute."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-# Names that jaxmem's own blocks and heads give.
+# Checkpoint names that jaxmem's own blocks and heads use.
 NAMES: Mapping[str, str] = {
     "block_in": "what a block gets",
     "norm_rms": "reciprocal root mean square of each row of a norm's input",
@@ -24,32 +24,34 @@ NAMES: Mapping[str, str] = {
 }
 
 
-# cuDNN's attention names nothing. Its backward pass needs its output and its logsumexp,
-# without either of which the forward kernel runs again.
+# cuDNN's attention has no checkpoint names. Its backward pass needs its output and its
+# logsumexp; without both saved, the forward kernel runs again.
 CUDNN_FORWARD = "dot_product_attention_fwd_wrapper"
 
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """What becomes of names; to be given to `jax.checkpoint(policy=...)`.
+    """A policy by checkpoint names, for `jax.checkpoint(policy=...)`.
 
     Attributes:
-        save: names that stay where they are.
-        offload: names that go to `offload_dst` after the forward pass of their block,
-            and come back for its backward pass.
-        offload_src: memory they are in, "device".
-        offload_dst: memory they go to, "pinned_host".
-        dots: keep every product without a batch dimension too, under any name or none.
-        last: blocks at the end of a stack that keep all they make, on the device;
-            `scan_blocks` knows which they are, a block alone does not.
-        known: names that blocks give; for blocks of your own, what you call them.
+        save: names whose values stay in their memory.
+        offload: names whose values move to `offload_dst` after the forward pass of
+            their block, and back before its backward pass.
+        offload_src: the memory that offloaded values are in, "device".
+        offload_dst: the memory that they move to, "pinned_host".
+        dots: whether to save every product without a batch dimension too, named or not.
+        last: number of blocks at the end of a stack whose residuals all stay on the
+            device. Only `scan_blocks` can apply it, as a single block does not know its
+            position.
+        known: all names that blocks use; pass those of your own blocks here.
 
     Raises:
-        ValueError: a name that is not known or is both saved and offloaded, a memory
-            that is none, a number of blocks below 0.
+        ValueError: a name is unknown or is both saved and offloaded, a memory does not
+            exist, or a number of blocks is below 0.
 
-    "attn_lse" in `save` keeps what cuDNN's attention kernel gives, its output among it:
-    a block that calls it should not name that "attn_out" as well, or it is kept twice.
+    "attn_lse" in `save` saves both outputs of cuDNN's attention kernel. A block that
+    calls it should not name the output "attn_out" as well, because it is then saved
+    twice.
     """
 
     save: tuple[str, ...] = ()
@@ -63,7 +65,7 @@ class Policy:
     )
 
     def __post_init__(self):
-        """A name that nothing gives would keep and offload nothing, in silence."""
+        """Check the fields: an unknown name would otherwise silently have no effect."""
         for kind in ("save", "offload", "known"):
             names = getattr(self, kind)
             if isinstance(names, str):
@@ -90,7 +92,7 @@ class Policy:
             raise ValueError(f"last must be a number of blocks, got {self.last}")
 
     def __call__(self, primitive, *avals, **params) -> Any:
-        """As jax asks it, for each operation of a block."""
+        """Decide for one operation of a block, as jax requires of a policy."""
         if self.last:
             raise ValueError(
                 f"policy keeps the last {self.last} blocks of a stack whole, and one "
@@ -112,7 +114,7 @@ class Policy:
         )(primitive, *avals, **params)
 
     def __or__(self, other: "Policy") -> "Policy":
-        """Both: what either keeps is kept, on the device where either says so."""
+        """The union: it keeps what either keeps, on the device if either saves it."""
         save = tuple(dict.fromkeys(self.save + other.save))
         offload = tuple(
             k for k in dict.fromkeys(self.offload + other.offload) if k not in save
@@ -140,10 +142,19 @@ def policy(
     last: int = 0,
     known: Sequence[str] = tuple(NAMES),
 ) -> Policy:
-    """A `Policy`, of any sequences of names.
+    """Create a `Policy` from any sequences of names.
 
     Args:
-        save, offload, offload_src, offload_dst, dots, last, known: as in `Policy`.
+        save: as in `Policy`.
+        offload: as in `Policy`.
+        offload_src: as in `Policy`.
+        offload_dst: as in `Policy`.
+        dots: as in `Policy`.
+        last: as in `Policy`.
+        known: as in `Policy`.
+
+    Returns:
+        The policy.
 
     Raises:
         ValueError: as `Policy` does.
@@ -152,14 +163,14 @@ def policy(
     >>> remat.policy(save=["attn_out"], offload=["block_in"]).offload
     ('block_in',)
     """
-    names: Any = dict(save=save, offload=offload, known=known)  # made tuples there
+    names: Any = dict(save=save, offload=offload, known=known)  # Policy makes tuples
     return Policy(
         **names, offload_src=offload_src, offload_dst=offload_dst, dots=dots, last=last
     )
 
 
 _ATTENTION = ("q", "k", "v", "attn_out", "attn_lse")
-# None: no rematerialisation at all, everything is kept.
+# None means no rematerialisation: all residuals are kept.
 PRESETS: Mapping[str, Policy | None] = {
     "none": None,
     "full": Policy(),
@@ -172,17 +183,23 @@ PRESETS: Mapping[str, Policy | None] = {
 
 
 def preset(name: str) -> Policy | None:
-    """A policy by its name.
+    """Return a policy by its name.
 
-    none: what the backward pass of a block reads is kept. full: blocks are recomputed
-    from their inputs. dots: results of products of matrices are kept.
-    dots_and_attention: so are attention's results and the statistics of norms; what is
-    elementwise is recomputed. save_attention: attention's operands and results are
-    kept. offload_block: as full, with the inputs on the host. offload_attention:
-    inputs, and attention's operands and results, on the host.
+    none: all residuals of a block are kept. full: blocks are recomputed from their
+    inputs. dots: results of matrix products are saved. dots_and_attention: so are
+    attention's results and the statistics of norms; elementwise operations are
+    recomputed. save_attention: attention's operands and results are saved.
+    offload_block: as full, with the inputs on the host. offload_attention: inputs, and
+    attention's operands and results, are on the host.
+
+    Args:
+        name: of the preset.
+
+    Returns:
+        The policy; None for "none".
 
     Raises:
-        ValueError: another name; the message lists them.
+        ValueError: there is no such preset; the message lists them.
     """
     if name not in PRESETS:
         raise ValueError(

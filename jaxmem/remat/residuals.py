@@ -1,4 +1,4 @@
-"""What the backward pass of a block keeps of its forward pass, by name and size."""
+"""Lists the residuals of a block by name and size."""
 
 import dataclasses
 import math
@@ -11,12 +11,13 @@ import jax.numpy as jnp
 
 @dataclasses.dataclass(frozen=True)
 class Residual:
-    """One array that waits for the backward pass.
+    """One array that is stored between the forward and the backward pass.
 
     Attributes:
-        name: its checkpoint name ("block_in" for the block's input); without one, the
-            primitive that computes it.
-        shape, dtype: of the array.
+        name: its checkpoint name ("block_in" for the block's input); if it has none,
+            the primitive that computes it.
+        shape: shape of the array.
+        dtype: dtype of the array.
     """
 
     name: str
@@ -31,11 +32,11 @@ class Residual:
 
 @dataclasses.dataclass(frozen=True)
 class Residuals:
-    """The residuals of one block; iterates over them, and prints as a table.
+    """The residuals of one block; iterable, and printed as a table.
 
     Attributes:
-        entries: each array once, largest first.
-        tokens: rows of the block's input, over which `bytes_per_token` divides.
+        entries: the arrays, each once, largest first.
+        tokens: number of rows of the block's input, by which `bytes_per_token` divides.
     """
 
     entries: tuple[Residual, ...]
@@ -67,24 +68,25 @@ class Residuals:
 
 
 def residuals(block: Callable, h: Any, *rest: Any) -> Residuals:
-    """List what the backward pass of a block keeps of its forward pass.
+    """List the arrays that a block stores for its backward pass.
 
-    The gradients are those by all arguments, not by what the block closes over. h
-    counts where one of them reads it, as a loop over blocks keeps each one's input; the
-    arguments after it (weights, masks, tables) do not: they are there anyway. XLA may
-    merge or drop some of what is listed, and keeps nothing beside it.
+    Gradients are taken with respect to all arguments, but not to what the block closes
+    over. h is listed if a gradient reads it, because a loop over blocks stores each
+    block's input; the other arguments (weights, masks, tables) are not listed, because
+    they exist anyway. XLA may merge or drop some of the arrays and stores no others.
 
     Args:
-        block: (h, *rest) -> h; `remat.block(fn, policy)` to see what a policy keeps.
-        h: array, or pytree of arrays, [..., width] of floating-point numbers; shapes
-            (`jax.ShapeDtypeStruct`) do as well. Nothing is computed.
+        block: (h, *rest) -> h; pass `remat.block(fn, policy)` to list the residuals
+            under a policy.
+        h: array, or pytree of arrays, [..., width] of floating-point numbers, or their
+            shapes (`jax.ShapeDtypeStruct`), because nothing is computed.
         rest: further arguments of the block.
 
     Returns:
-        Names, shapes and types of the arrays, and their bytes per token.
+        Names, shapes and dtypes of the arrays, and their bytes per token.
 
     Raises:
-        TypeError: block is no function, or h no floating-point array.
+        TypeError: block is not a function, or h has no floating-point arrays.
         ValueError: jax cannot differentiate the block; the message names it.
 
     >>> import jax, jax.numpy as jnp
@@ -108,7 +110,7 @@ def residuals(block: Callable, h: Any, *rest: Any) -> Residuals:
 
     def both_passes(*args):
         y, pull = jax.vjp(block, *args)
-        return pull, pull(y)  # some loops have no backward pass, and say so here
+        return pull, pull(y)  # a loop that has no backward pass raises here
 
     try:
         jaxpr, shapes = jax.make_jaxpr(both_passes, return_shape=True)(h, *rest)
@@ -132,7 +134,7 @@ def _kind_of(x):
 
 
 def _found(jaxpr, kept, n_inputs):
-    """(variable, residual) of the first `kept` results; a variable may come twice."""
+    """(variable, residual) of the first `kept` results; a variable may be repeated."""
     inputs = jaxpr.invars[:n_inputs]
     others = {*jaxpr.invars[n_inputs:], *jaxpr.constvars}
     for var in jaxpr.outvars[:kept]:
@@ -144,13 +146,13 @@ def _found(jaxpr, kept, n_inputs):
 
 
 def _name_of(jaxpr, var):
-    """The checkpoint name of a variable, or the primitive that it is a result of."""
+    """The checkpoint name of a variable, or the primitive that computes it."""
     for equation in jaxpr.eqns:
         if var not in equation.outvars:
             continue
         if equation.primitive.name == "name":
             return equation.params["name"]
-        if equation.primitive.name == "reduce_precision":  # jax's, of what it saves
+        if equation.primitive.name == "reduce_precision":  # jax wraps saved values
             return _name_of(jaxpr, equation.invars[0]) or "input"
         place = equation.outvars.index(var)
         for value in equation.params.values():

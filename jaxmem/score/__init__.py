@@ -1,4 +1,4 @@
-"""Scores of texts under a checkpoint: `jaxmem score`."""
+"""Scores texts under a checkpoint: `jaxmem score`."""
 
 from jaxmem.score.journal import Scores as Scores
 from jaxmem.score.run import ScoreConfig as ScoreConfig, score as score

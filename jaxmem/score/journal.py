@@ -1,7 +1,7 @@
-"""Results on the disk: whole documents only, whatever kills the process when.
+"""Crash-safe results on disk: whole documents only, whenever the process is killed.
 
-Records are appended to a journal, a line a document, group by group; the file that was
-asked for is made of it at the end, in one step.
+Records are appended to a journal, one line per document, group by group. At the end,
+the output file is created from the journal in one atomic step.
 """
 
 import filecmp
@@ -15,26 +15,26 @@ import numpy as np
 
 from jaxmem.train import files
 
-_DOCUMENTS_AT_ONCE = 1000  # in a row group of a Parquet file
+_DOCUMENTS_AT_ONCE = 1000  # documents in a row group of a Parquet file
 
 
 class Scores(NamedTuple):
-    """A document's scores; numbers of its scored tokens, in order."""
+    """The scores of a document; arrays over its scored tokens, in order."""
 
     document: str
     token_ids: np.ndarray  # int32
     logprobs: np.ndarray  # float32, nats
-    entropies: np.ndarray  # float32, nats; of the distribution before the token
+    entropies: np.ndarray  # float32, nats; of the distribution that predicts the token
 
     @property
     def perplexity(self) -> float | None:
-        """e^(mean of -logprobs); None where no token is scored."""
+        """e^(mean of -logprobs); None if no token is scored."""
         if not len(self.logprobs):
             return None
         return float(np.exp(-np.mean(self.logprobs, dtype=np.float64)))
 
     def record(self) -> dict[str, Any]:
-        """The same as JSON-able values."""
+        """The scores as JSON-able values."""
         return {
             "document": self.document,
             "tokens": len(self.token_ids),
@@ -46,7 +46,7 @@ class Scores(NamedTuple):
 
 
 def _digits(numbers: np.ndarray) -> list[float]:
-    """As few digits as tell float32 numbers apart."""
+    """The numbers with nine significant digits, which identify any float32."""
     return [float(f"{number:.9g}") for number in numbers.tolist()]
 
 
@@ -54,19 +54,19 @@ class Journal:
     """The journal of one output file.
 
     Args:
-      out: the file that is to be, `.jsonl` or `.parquet`.
-      fingerprint: of all that the scores depend on.
-      source: the documents' file as it was named; a journal that is continued keeps
-        its first name.
-      boundaries: numbers of documents after which a group ends, from 0 to all of them;
-        a journal is continued after one of them.
+        out: path of the future output file, `.jsonl` or `.parquet`.
+        fingerprint: hash of everything that the scores depend on.
+        source: name of the documents' file; a journal that is continued keeps its first
+            name.
+        boundaries: numbers of documents after which a group ends, from 0 to the number
+            of all documents; a journal is continued after one of them.
 
     Attributes:
-      done: documents that need not be scored again.
-      source: the name under which documents are recorded.
+        done: number of documents that need not be scored again.
+        source: the name under which documents are recorded.
 
     Raises:
-      ValueError: the file exists, or the journal is of other work.
+        ValueError: the output file exists, or the journal belongs to other inputs.
     """
 
     def __init__(
@@ -93,17 +93,17 @@ class Journal:
         self._file.close()
 
     def _continue(self, fingerprint: str, head: str, boundaries: set[int]) -> None:
-        """Cut off what is after the last whole group."""
-        end, count = 0, -1  # the head is no document
+        """Truncate the journal after the last complete group."""
+        end, count = 0, -1  # the first line is not a document
         with open(self.path, "rb") as file:
             first = file.readline()
-            if not file.readline().endswith(b"\n"):  # ended before the first document
+            if not file.readline().endswith(b"\n"):  # killed before the first document
                 files.write_whole(self.path, head + "\n")
                 return
             self.source = self._source_of(first, fingerprint)
             file.seek(0)
             for line in file:
-                if not line.endswith(b"}\n") or b"\0" in line:  # truncated, or NULs
+                if not line.endswith(b"}\n") or b"\0" in line:  # incomplete line
                     break
                 count += 1
                 if count in boundaries:
@@ -111,7 +111,7 @@ class Journal:
         os.truncate(self.path, end)
 
     def _source_of(self, head: bytes, fingerprint: str) -> str:
-        """Return the data's name from a journal's first line, if its work is ours."""
+        """Return the data's name from a journal's first line; raise on a mismatch."""
         try:
             saved = json.loads(head)
             if saved["fingerprint"] == fingerprint:
@@ -124,7 +124,10 @@ class Journal:
         )
 
     def append(self, scores: Iterable[Scores]) -> None:
-        """Add a group of documents; when it returns, a kill cannot lose them.
+        """Add a group of documents durably: a later kill cannot lose them.
+
+        Args:
+            scores: of the documents.
 
         Raises:
             WriteError: the disk is full; earlier groups are unchanged.
@@ -137,7 +140,7 @@ class Journal:
         self.done += len(lines)
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """All documents so far, in order."""
+        """Yield the records of all documents so far, in order."""
         with open(self.path, encoding="utf-8") as file:
             next(file)
             for line in file:
@@ -146,7 +149,8 @@ class Journal:
     def finish(self) -> None:
         """Write the output file, then remove the journal.
 
-        After a kill between the two, the file exists already, with the same content.
+        If the process is killed between the two steps, the file already exists when the
+        command is run again, with the same content.
 
         Raises:
             ValueError: a file with another content exists.
@@ -180,6 +184,9 @@ class Journal:
 def check_suffix(out: Path) -> None:
     """Check the file name of the output.
 
+    Args:
+        out: path of the output file.
+
     Raises:
         ValueError: it does not end in .jsonl or .parquet.
     """
@@ -188,7 +195,7 @@ def check_suffix(out: Path) -> None:
 
 
 def check_parquet() -> None:
-    """Import what writes Parquet: now, rather than after an hour's work."""
+    """Import pyarrow early, so that it cannot be found missing after an hour's work."""
     import pyarrow.parquet  # noqa: F401
 
 

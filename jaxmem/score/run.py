@@ -1,4 +1,4 @@
-"""A checkpoint and documents to scores: encode, pack, run, record, sum up."""
+"""Scores documents under a checkpoint: encode, pack, run, record, summarise."""
 
 import dataclasses
 import functools
@@ -24,29 +24,29 @@ from jaxmem.score.windows import Tokens, Window, check_lengths, cut, encode
 from jaxmem.train import locks
 from jaxmem.train.stopping import Stop
 
-# Micro-batches' worth of tokens that are packed, and recorded, together: enough to
-# waste few slots, few enough to lose little to a kill.
+# Number of micro-batches whose tokens are packed and recorded together: enough to waste
+# few slots, and few enough to lose little work when the process is killed.
 _GROUP = 32
-_SECONDS_A_LINE = 10.0  # between lines of progress, where there is no terminal
-_SAMPLE = 2**16  # bytes of a file that its fingerprint reads, at each end
+_SECONDS_A_LINE = 10.0  # between lines of progress, without a terminal
+_SAMPLE = 2**16  # bytes that a fingerprint reads at each end of a file
 
 
 @dataclasses.dataclass(frozen=True)
 class ScoreConfig:
-    """What to score, with what."""
+    """The model, the documents, and the options of a scoring run."""
 
     model: str  # directory of a checkpoint
     data: str  # .jsonl of {"text"} or {"prompt", "response"}
     out: str = "scores.jsonl"  # or .parquet
-    max_tokens: int = 4096  # slots of a micro-batch, and tokens of the longest document
-    stride: int | None = None  # between windows of longer ones; None: they are refused
+    max_tokens: int = 4096  # slots of a micro-batch; longest document, in tokens
+    stride: int | None = None  # between windows of longer ones; None: refuse them
     dtype: str | None = None  # of weights and activations; None: the checkpoint's
     chunk: int | Literal["auto"] = "auto"  # tokens whose logits may be alive at once
     eos: bool = False  # score the end of sequence after each document
     adapter: str | None = None  # directory of a LoRA adapter, in PEFT's layout
 
     def __post_init__(self):
-        """Refuse impossible values, by name."""
+        """Raise a ValueError that names an option with an impossible value."""
         if self.max_tokens < 1:
             raise ValueError(f"--max-tokens must be at least 1, got {self.max_tokens}")
         if self.stride is not None and not 1 <= self.stride <= self.max_tokens:
@@ -61,25 +61,26 @@ class ScoreConfig:
 
 
 def score(config: ScoreConfig, console: Console | None = None) -> Summary:
-    """Score documents, or go on where a killed process stopped.
+    """Score documents, or resume a run that was killed.
 
         logprob_t = ln p(token_t | tokens before),   entropy_t = -Σ_v p_v ln p_v
 
     Args:
-      config: what to score, with what.
-      console: where progress goes; a new rich console by default.
+        config: model, documents and options.
+        console: receives progress; by default a new rich console.
 
     Returns:
-      The sums, over documents that earlier processes scored too; `config.out` has the
-      numbers of every token.
+        The summary over all documents, including those that earlier processes scored;
+        `config.out` has the numbers of every token.
 
     Raises:
-      ValueError: the data, the checkpoint or the output cannot be used; the message
-        says which document, tensor or file, or which process uses the output.
-      WriteError: the disk is full; recorded documents are not scored again.
-      FloatingPointError: a score is not finite.
-      KeyboardInterrupt: after SIGINT; the current group of documents is recorded.
-      SystemExit: likewise after SIGTERM.
+        ValueError: the data, the checkpoint or the output cannot be used; the message
+            names the document, tensor or file, or the process that uses the output.
+        WriteError: the disk is full; recorded documents are not scored again.
+        FloatingPointError: a score is not finite.
+        KeyboardInterrupt: after SIGINT, once the current group of documents is
+            recorded.
+        SystemExit: after SIGTERM, once the current group of documents is recorded.
     """
     console = console or Console()
     out = Path(config.out).expanduser()
@@ -138,7 +139,7 @@ def _score(config: ScoreConfig, out: Path, console: Console, stop: Stop) -> Summ
 
 
 def _named_after(source: str, document: Tokens) -> Tokens:
-    """Name a document after the data file as the journal names it."""
+    """The document, named after the data file as the journal names it."""
     return document._replace(name=f"{source}:{_line_of(document)}")
 
 
@@ -148,7 +149,7 @@ def _line_of(document: Tokens) -> str:
 
 
 def _groups(documents: Sequence[Tokens], tokens: int) -> list[tuple[int, int]]:
-    """(start, stop) of documents of about so many tokens; of the data alone."""
+    """(start, stop) of groups of about so many tokens; a function of the data only."""
     ends = np.cumsum([max(len(d.ids), 1) for d in documents])
     bounds = np.flatnonzero(np.diff(ends // tokens, prepend=0, append=-1)).tolist()
     bounds = sorted({0, *bounds, len(documents)})
@@ -159,13 +160,13 @@ class _Work(NamedTuple):
     """The documents to score, in groups."""
 
     config: ScoreConfig
-    length: int  # of the model's inputs
+    length: int  # maximum length of the model's inputs
     documents: Sequence[Tokens]
     groups: Sequence[tuple[int, int]]  # (start, stop) of documents
 
 
 def _score_rest(work: _Work, journal: Journal, console: Console, stop: Stop) -> int:
-    """Score the groups that are left; returns how many tokens the model read."""
+    """Score the remaining groups, and return the number of tokens read."""
     config, length, documents, groups = work
     decoder = checkpoints.load(
         config.model,
@@ -194,7 +195,7 @@ def _score_rest(work: _Work, journal: Journal, console: Console, stop: Stop) -> 
 
 
 def _stop_message(stop: Stop, journal: Journal, documents: int) -> str:
-    """Return what a signal has stopped, and how to resume."""
+    """Return a message about what a signal has stopped, and how to resume."""
     return (
         f"stopped by {stop.name} after document {journal.done:,} of {documents:,}, all "
         f"recorded in {journal.path}: the same command goes on from there"
@@ -202,16 +203,16 @@ def _stop_message(stop: Stop, journal: Journal, documents: int) -> str:
 
 
 class _Scorer:
-    """Windows to log-probabilities and entropies, a micro-batch at a time."""
+    """Computes log-probabilities and entropies of windows by micro-batches."""
 
     def __init__(self, decoder: Decoder, max_tokens: int, length: int):
         self._decoder, self._max_tokens = decoder, max_tokens
-        # Narrow rows cost less attention; three shapes are compiled at most.
+        # Narrow rows cost less attention; at most three shapes are compiled.
         widths = packing.buckets(length) if length >= 64 else (length,)
         self._widths = widths
 
     def run(self, windows: Sequence[Window]) -> list[np.ndarray]:
-        """Of each window, an array [tokens, 2]: log-probability, entropy."""
+        """For each window an array [tokens, 2]: log-probability, entropy."""
         packed = packing.pack(
             [len(window.tokens) for window in windows],
             self._max_tokens,
@@ -236,7 +237,18 @@ def token_stats(
     segment_ids: jax.Array,
     positions: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Log-probabilities and entropies of a micro-batch's labels, all [B, T]."""
+    """Log-probabilities and entropies of a micro-batch's labels, [B, T] each.
+
+    Args:
+        decoder: the model.
+        tokens: [B, T] ids.
+        labels: [B, T] ids of the next tokens; negative if not scored.
+        segment_ids: [B, T] window of each token in its row; 0 is padding.
+        positions: [B, T] position of each token in its window.
+
+    Returns:
+        (log-probabilities, entropies).
+    """
     hidden = decoder(tokens, segment_ids, positions)
     stats = decoder.head.token_stats(hidden, labels)
     return stats.logprob, stats.entropy
@@ -249,7 +261,7 @@ def _collect(
     windows: Sequence[Window],
     numbers: Sequence[np.ndarray],
 ) -> Iterator[Scores]:
-    """Put the scored tokens of each document together again."""
+    """Yield the scores of each document, joined from its windows."""
     parts: list[list[np.ndarray]] = [[] for _ in range(start, stop)]
     for window, made in zip(windows, numbers, strict=True):
         parts[window.document - start].append(made[window.labels != NO_LABEL])
@@ -265,7 +277,7 @@ def _collect(
 
 
 def _fingerprint(config: ScoreConfig, documents: Sequence[Tokens]) -> str:
-    """Of all that the numbers depend on, and their order."""
+    """A hash of everything that the scores and their order depend on."""
     options = [config.max_tokens, config.stride, config.dtype, config.chunk]
     made = hashlib.sha256(json.dumps(options).encode())
     directories = [config.model] + ([config.adapter] if config.adapter else [])
@@ -276,7 +288,7 @@ def _fingerprint(config: ScoreConfig, documents: Sequence[Tokens]) -> str:
         for path in sorted(Path(directory).expanduser().glob(kind))
     ]
     for path in paths:
-        # The time, as weights may differ in the middle of a file alone.
+        # Include the time, because weights may differ in the middle of a file only.
         size, written = path.stat().st_size, path.stat().st_mtime_ns
         made.update(f"{path.name} {size} {written}".encode())
         with open(path, "rb") as file:
@@ -284,14 +296,14 @@ def _fingerprint(config: ScoreConfig, documents: Sequence[Tokens]) -> str:
             file.seek(max(size - _SAMPLE, 0))
             made.update(file.read(_SAMPLE))
     for document in documents:
-        # Without the file's name, which may be spelled differently on resume.
+        # Exclude the file's name, which may be spelled differently on resume.
         made.update(json.dumps([_line_of(document), document.first]).encode())
         made.update(document.ids.tobytes())
     return made.hexdigest()[:24]
 
 
 class _Progress:
-    """A bar on a terminal, elsewhere a line now and then; with tokens a second."""
+    """A progress bar on a terminal, and occasional lines elsewhere, with tokens/s."""
 
     def __init__(self, console: Console, documents: Sequence[Tokens], done: int):
         self._console, self._total, self.read = console, len(documents), 0
@@ -315,7 +327,7 @@ class _Progress:
         self._bar.stop()
 
     def update(self, done: int, tokens: int) -> None:
-        """So many documents are done, with that many more tokens read."""
+        """Report the number of scored documents, and newly read tokens."""
         self.read += tokens
         now = time.perf_counter()
         speed = f"{self.read / (now - self._start):,.0f} tokens/s"

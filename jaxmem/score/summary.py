@@ -1,4 +1,4 @@
-"""What all scores come to: a table, and how surprising the tokens are."""
+"""Summarises scores: a table, and a histogram of -logprob."""
 
 import dataclasses
 import math
@@ -8,29 +8,30 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-# Nats; a token of the first bin is all but certain, one of the last a surprise.
+# In nats: a token in the first bin is almost certain, one in the last bin very
+# unlikely.
 _EDGES = (0.0, 0.01, 0.1, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, math.inf)
-_BAR = 40  # characters of the longest
+_BAR = 40  # characters of the longest bar
 
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """Sums over documents and their scored tokens."""
+    """Statistics over documents and their scored tokens."""
 
     documents: int
     tokens: int
-    mean_logprob: float  # nats a token; NaN where there is none
+    mean_logprob: float  # nats per token; NaN if there are no tokens
     mean_entropy: float
-    median_perplexity: float  # of the documents
-    histogram: tuple[int, ...]  # tokens by -logprob, between the edges
+    median_perplexity: float  # over documents
+    histogram: tuple[int, ...]  # number of tokens by -logprob, between the edges
 
     @property
     def perplexity(self) -> float:
-        """Of all tokens together."""
+        """The perplexity of all tokens together."""
         return math.exp(-self.mean_logprob)
 
     def table(self, seconds: float, tokens: int) -> Table:
-        """For a console; `tokens` were scored in `seconds` by this process."""
+        """A table for a console; this process read `tokens` tokens in `seconds`."""
         made = Table(title="Scores", title_justify="left", show_header=False)
         made.add_column()
         made.add_column(justify="right")
@@ -47,7 +48,7 @@ class Summary:
         return made
 
     def bars(self) -> Table:
-        """The histogram, for a console."""
+        """The histogram as a table for a console."""
         made = Table(title="Tokens by -logprob, nats", title_justify="left", box=None)
         made.add_column("from", justify="right")
         made.add_column("tokens", justify="right")
@@ -60,7 +61,7 @@ class Summary:
 
 
 def summarise(records: Iterable[Mapping[str, Any]]) -> Summary:
-    """Read records of a journal, one at a time."""
+    """Summarise the records of a journal, reading one at a time."""
     logprob = entropy = 0.0
     histogram = np.zeros(len(_EDGES) - 1, np.int64)
     documents, perplexities = 0, []
@@ -69,7 +70,7 @@ def summarise(records: Iterable[Mapping[str, Any]]) -> Summary:
         logprobs = np.array(record["logprobs"], np.float64)
         logprob += logprobs.sum()
         entropy += math.fsum(record["entropies"])
-        # A log-probability may be above 0 by its rounding.
+        # Rounding may make a log-probability slightly positive.
         histogram += np.histogram(np.maximum(-logprobs, 0), _EDGES)[0]
         if record["perplexity"] is not None:
             perplexities.append(record["perplexity"])

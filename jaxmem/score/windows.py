@@ -1,4 +1,4 @@
-"""Documents to the pieces that a model reads, each token of them scored once."""
+"""Splits documents into windows, so that each token is scored exactly once."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -8,42 +8,45 @@ import numpy as np
 from jaxmem.checkpoints import Vocabulary
 from jaxmem.data.documents import NO_LABEL, Document
 
-_NAMED = 5  # documents in an error message
+_NAMED = 5  # documents that an error message lists
 
 
 class Tokens(NamedTuple):
     """A document as ids."""
 
     name: str
-    ids: np.ndarray  # int32: what the tokenizer starts with, prompt, text
+    ids: np.ndarray  # int32: the tokenizer's start ids, prompt, text
     first: int  # index of the first id that is scored
 
 
 class Window(NamedTuple):
-    """A piece of a document, as the decoder gets it."""
+    """A part of a document, as the input of the decoder."""
 
-    document: int  # index among all
+    document: int  # index of the document
     tokens: np.ndarray  # int32 inputs
-    labels: np.ndarray  # the ids that follow; -1 where not scored, here or at all
+    labels: np.ndarray  # the next ids; -1 if not scored in this window
 
 
 class TooLong(ValueError):
-    """Documents do not fit in a micro-batch, and are not to be cut."""
+    """Documents do not fit in a micro-batch, and no stride is given."""
 
 
 def encode(
     documents: Sequence[Document], vocabulary: Vocabulary, eos: bool
 ) -> list[Tokens]:
-    """Ids of documents: start, prompt, text and, if wanted, the end of sequence.
+    """Ids of documents: start, prompt, text and optionally the end of sequence.
 
-    A text is scored from its second token on where nothing comes before it.
+    Without anything before it, a text is scored from its second token on.
 
     Args:
-      documents: texts, and prompts that are read but not scored.
-      vocabulary: of the checkpoint.
-      eos: whether the end of sequence is scored too.
+        documents: texts, and prompts that are inputs but not scored.
+        vocabulary: of the checkpoint.
+        eos: whether the end of sequence is scored too.
+
+    Returns:
+        The ids of each document, and the index of the first scored one.
     """
-    # Apart, so that no token straddles the end of the prompt.
+    # Encode both separately, so that no token spans the end of the prompt.
     prompts = vocabulary.encode([d.prompt for d in documents])
     texts = vocabulary.encode([d.text for d in documents])
     ends = [vocabulary.eos] if eos else []
@@ -56,7 +59,7 @@ def encode(
 
 
 def check_lengths(tokens: Sequence[Tokens], length: int) -> None:
-    """Refuse documents that are longer than a window, by name."""
+    """Raise an error that names the documents longer than a window, if any."""
     long = [(t.name, len(t.ids) - 1) for t in tokens if len(t.ids) - 1 > length]
     if not long:
         return
@@ -70,13 +73,18 @@ def check_lengths(tokens: Sequence[Tokens], length: int) -> None:
 
 
 def cut(document: int, tokens: Tokens, length: int, stride: int | None) -> list[Window]:
-    """Windows that overlap by length - stride; the later ones score what is new.
+    """Split a document into windows that overlap by length - stride.
+
+    Each later window scores only the tokens that no earlier one has scored.
 
     Args:
-      document: index of the document.
-      tokens: of it.
-      length: inputs of a window.
-      stride: between the starts of two windows; None where one is enough.
+        document: index of the document.
+        tokens: of the document.
+        length: number of inputs of a window.
+        stride: distance between the starts of two windows; None if one suffices.
+
+    Returns:
+        The windows that score at least one token.
     """
     inputs, labels = tokens.ids[:-1], tokens.ids[1:].copy()
     labels[: tokens.first - 1] = NO_LABEL

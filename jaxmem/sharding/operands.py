@@ -1,4 +1,4 @@
-"""Arguments of a verb as global arrays: checked, and padded to parts of one size."""
+"""Reads the arguments of a verb as global arrays: checks, specs and padding."""
 
 import dataclasses
 from typing import Any
@@ -12,12 +12,12 @@ from jaxmem.functional import arguments
 from jaxmem.functional.divergence import check_tokens
 from jaxmem.functional.selected import check_ids, check_support
 
-_HEADS = ("", "reference_")  # what names of a head's arguments begin with
+_HEADS = ("", "reference_")  # prefixes of a head's argument names
 
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """A global array, what splits each of its axes, and what fills up uneven ones."""
+    """A global array, the mesh axes that shard each of its axes, its padding value."""
 
     array: Any
     split: tuple[tuple[str, ...], ...]
@@ -25,14 +25,14 @@ class Operand:
 
     @property
     def spec(self) -> PartitionSpec:
-        """What splits each axis, as jax has it."""
+        """The PartitionSpec of the array."""
         return PartitionSpec(*(axes or None for axes in self.split))
 
 
 def read_heads(plan, given, shape, of_tokens):
-    """One head's operands or both heads', and how many columns each has.
+    """The operands of one or both heads, and the number of columns of each.
 
-    given gets their layouts.
+    The layouts in `given` are replaced by checked ones.
     """
     operands, columns = {}, {}
     for head in _HEADS:
@@ -49,11 +49,11 @@ def read_heads(plan, given, shape, of_tokens):
 
 
 def read_rows_and_ids(given, shape, of_tokens, columns):
-    """What there is of each token besides hidden, for the verbs that need all of W."""
+    """The per-token operands except hidden, for verbs that need the whole W."""
     vocab_size = checks.check_vocab_size(given["vocab_size"], columns)
     operands = _read_rows(given | {"vocab_size": vocab_size}, shape, of_tokens)
     where = arguments.read_where(given["where"], shape)
-    if where is None:  # what fills tokens up costs nothing only where it is masked
+    if where is None:  # mask the tokens that padding adds
         operands["where"] = Operand(jnp.ones(shape, bool), of_tokens, False)
     for name in ("ids", "support_ids"):
         if name in given:
@@ -70,9 +70,9 @@ def read_rows_and_ids(given, shape, of_tokens, columns):
 
 
 def read(plan, given) -> tuple[dict[str, Any], tuple[int, ...]]:
-    """Operands by argument, and the tokens' shape; all checked while still global.
+    """Operands by argument name and the tokens' shape, checked as global arrays.
 
-    What is left in given is static, and made fit for the parts.
+    The entries of `given` that remain are static, and adapted to the shards.
     """
     name = "hidden" if "hidden" in given else "logits"
     data = checks.as_array(name, given[name])
@@ -92,7 +92,7 @@ def read(plan, given) -> tuple[dict[str, Any], tuple[int, ...]]:
 
 
 def check_axes(plan, name, shape):
-    """What splits each axis of the tokens."""
+    """The mesh axes that shard each axis of the tokens."""
     if len(plan.tokens) > len(shape):
         raise ValueError(
             f"tokens must split no more axes than {name} has of tokens, {len(shape)}, "
@@ -102,7 +102,7 @@ def check_axes(plan, name, shape):
 
 
 def _read_weights(plan, hidden, given, head=""):
-    """W and bias; their layout is settled, as a part of W may be square."""
+    """W and bias; the layout is resolved here, because a shard of W may be square."""
     W = checks.as_array(f"{head}W", given[f"{head}W"])
     layout = checks.check_layout(hidden, W, given[f"{head}layout"], head)
     given[f"{head}layout"] = layout
@@ -122,7 +122,7 @@ def _read_weights(plan, hidden, given, head=""):
 
 
 def _read_rows(given, shape, of_tokens):
-    """What there is of each token, and numbers that jit may have hidden."""
+    """The per-token operands, and numbers that may be traced."""
     operands, where = {}, given["where"]
     if where is not None:
         where = checks.as_visible_array("where", where)
@@ -146,7 +146,7 @@ def _read_rows(given, shape, of_tokens):
 
 
 def _read_temperature(name, value, shape, of_tokens):
-    """An operand, or none for a number that jit has not hidden."""
+    """An operand, or none for a Python number."""
     temperature = checks.as_visible_array(name, value)
     checks.check_temperature(temperature, shape, name)
     if not temperature.shape and not isinstance(temperature, jax.Array):
@@ -162,7 +162,7 @@ def _per_token(values, shape):
 
 
 def pad(plan, operand):
-    """The array with parts of one size along every axis, laid out as they are."""
+    """The array, padded so that every axis is divisible, with its sharding."""
     x = jnp.asarray(operand.array)
     missing = [
         -size % plan.parts(axes)
@@ -171,22 +171,22 @@ def pad(plan, operand):
     if any(missing):
         missing += [0] * (x.ndim - len(missing))
         x = jnp.pad(x, [(0, n) for n in missing], constant_values=operand.fill)
-    return _resharded(plan, x, operand.split)  # nothing else would move it
+    return _resharded(plan, x, operand.split)  # explicit axes need an explicit reshard
 
 
 def unpad(plan, made, shape):
-    """Results without what filled the tokens up."""
+    """The results without the padding of tokens."""
 
     def one(x):
         if x.shape[: len(shape)] == shape:
             return x
-        return _resharded(plan, x, ())[tuple(map(slice, shape))]  # uneven: no type
+        return _resharded(plan, x, ())[tuple(map(slice, shape))]  # uneven has no type
 
     return jax.tree.map(one, made)
 
 
 def _resharded(plan, x, split):
-    """Split so along the axes that types speak of; the compiler sees to the others."""
+    """Reshard x along explicit axes; the compiler handles the others."""
     types = dict(zip(plan.mesh.axis_names, plan.mesh.axis_types, strict=True))
     explicit = {axis for axis, kind in types.items() if kind == AxisType.Explicit}
     if not explicit:

@@ -1,4 +1,4 @@
-"""The verbs over a mesh of devices: global arrays in, global arrays out."""
+"""Runs the verbs over a mesh of devices: global arrays in, global arrays out."""
 
 import dataclasses
 import functools
@@ -36,49 +36,49 @@ def parallel(
     tokens: AxisName | PartitionSpec | None = None,
     W_fsdp: AxisName | None = None,
 ) -> Callable[_Args, _Result]:
-    """A verb whose vocabulary and tokens are split over the devices of a mesh.
+    """Return a verb whose vocabulary and tokens are sharded over the devices of a mesh.
 
         parallel(verb, mesh, ...)(hidden, W, labels, ...) = verb(hidden, W, labels, ...)
 
-    The arrays are global and may lie on the devices in any way. Where they lie as the
-    verb needs them, none moves: hidden, labels and all else there is of tokens split
-    along their first axes, and W and bias, or logits, along the vocabulary. The results
-    are split as tokens are; along explicit axes, tokens that do not divide by the
-    devices come back whole, as a type has no uneven parts.
+    The arrays are global and may have any sharding. Nothing is resharded if hidden,
+    labels and all other per-token arrays are sharded along their first axes, and W and
+    bias, or logits, along the vocabulary, as the arguments say. The results are sharded
+    as tokens are. Along explicit axes, a token axis that is not divisible by the
+    devices is replicated in the result, because a type cannot express uneven shards.
 
     Args:
         verb: `jaxmem.logprobs`, `token_stats`, `entropy`, `token_loss`,
             `logprobs_from_logits` or `token_stats_from_logits`, or a functools.partial
-            of one, with arguments by name. Or a verb that needs all of W:
+            of one, with arguments by name. Or a verb that needs the whole W:
             `selected_logprobs`, `support_logprobs`, `kl`, `forward_kl` or `jsd`.
-        mesh: devices, with axes by name.
-        vocab: mesh axes that split the vocabulary; None: each device has all of it. For
-            a verb that needs all of W, it is gathered along them, and they split the
-            first axis of the tokens as well.
-        tokens: mesh axes that split the first axis of the tokens, or a PartitionSpec
-            with one entry an axis: `P(("data", "fsdp"), "sequence")` for [B, T].
-        W_fsdp: those of the tokens' mesh axes along which W is stored in parts of D.
-            It is gathered for the call, and its gradient scattered as it is summed.
+        mesh: devices, with named axes.
+        vocab: mesh axes that shard the vocabulary; None: each device has all of it. For
+            a verb that needs the whole W, W is all-gathered along them, and they shard
+            the first axis of the tokens as well.
+        tokens: mesh axes that shard the first axis of the tokens, or a PartitionSpec
+            with one entry per axis: `P(("data", "fsdp"), "sequence")` for [B, T].
+        W_fsdp: those of the tokens' mesh axes along which the axis D of W is sharded. W
+            is all-gathered for the call, and its gradient is reduce-scattered.
 
     Returns:
-        The verb, with the same arguments but axis_name, and the same results. Where
-        token_loss has no normalizer, it counts the active tokens of all devices.
+        The verb, with the same arguments except axis_name, and the same results.
+        Without a normalizer, token_loss counts the active tokens of all devices.
 
-    **Memory** a device: that of the verb for its tokens and its part of the vocabulary,
-    and V·D over the size of vocab for a W that is gathered. A vocabulary or tokens that
-    do not divide by the devices are padded in a copy of W, or of hidden; to save that
-    one, pad W when it is made and pass vocab_size. A verb that needs all of W takes V·D
-    for it.
+    **Memory** per device: that of the verb for its tokens and its vocabulary shard,
+    plus V·D over the size of vocab for an all-gathered W. If the vocabulary or the
+    tokens are not divisible by the devices, W or hidden is padded in a copy; to avoid
+    the copy of W, create W padded and pass vocab_size. A verb that needs the whole W
+    takes V·D for it.
 
-    **Communication** over vocab: as in `logprobs`. W's gradient is summed over the
-    tokens' mesh axes, in W's type; along W_fsdp W itself moves once forward, and
-    its gradient once backward.
+    **Communication** over vocab: as in `logprobs`. W's gradient is all-reduced over the
+    tokens' mesh axes, in W's dtype. Along W_fsdp, W itself is all-gathered once in the
+    forward pass, and its gradient reduce-scattered once in the backward pass.
 
     Raises:
-        TypeError: a verb that cannot be split, an axis that is not a name.
-        ValueError: an axis that the mesh does not have, or that is used twice; a W_fsdp
-            that does not split tokens too, or that does not divide D; axis_name given;
-            and what the verb raises.
+        TypeError: the verb cannot be sharded, or an axis is not a name.
+        ValueError: an axis does not exist in the mesh or is used twice; a W_fsdp does
+            not shard tokens too, or does not divide D; axis_name is given; and whatever
+            the verb raises.
 
     >>> import jax, jax.numpy as jnp, jaxmem
     >>> mesh = jax.make_mesh((1, 1), ("data", "tensor"))
@@ -138,7 +138,7 @@ def _run(verb, plan, call) -> Any:
 
 
 def _run_with_all_of_W(verb, plan, call) -> Any:
-    """Tokens split over all axes that split anything; W gathered along the others."""
+    """Run with tokens sharded over all mesh axes in use, and W all-gathered."""
     given = call.arguments
     hidden = checks.as_array("hidden", given["hidden"])
     checks.check_hidden(hidden)
@@ -146,7 +146,7 @@ def _run_with_all_of_W(verb, plan, call) -> Any:
     if shape:
         first, *rest = plan.tokens or ((),)
         wide = dataclasses.replace(plan, tokens=(first + plan.vocab, *rest))
-    else:  # one token [D], of which every device has all
+    else:  # one token [D], which is replicated
         wide = plan = dataclasses.replace(plan, vocab=())
     of_tokens = check_axes(wide, "hidden", shape)
     operands, columns = read_heads(plan, given, shape, of_tokens)
@@ -169,7 +169,7 @@ def _run_with_all_of_W(verb, plan, call) -> Any:
 
 
 def _whole(plan, given, head, size):
-    """All of a head's W and bias, without what filled them up; typed as `_gathered`."""
+    """A head's whole W and bias without padding, typed as varying as in `_gathered`."""
     W, bias = given[f"{head}W"], given[f"{head}bias"]
     W, bias = _shards.vary((W, bias), frozenset(plan.token_axes))
     vocab, depth = (0, 1) if given[f"{head}layout"] == "vd" else (1, 0)
@@ -184,7 +184,7 @@ def _whole(plan, given, head, size):
 
 
 def _gathered(plan, W, layout):
-    """All of D. Typed first, so that gradients are scattered before they are summed."""
+    """W with all of D, typed as varying first: gradients are then reduce-scattered."""
     W = _shards.vary(W, frozenset(plan.token_axes))
     if not plan.W_fsdp:
         return W
@@ -192,7 +192,7 @@ def _gathered(plan, W, layout):
 
 
 def _count(plan, labels, where):
-    """Active tokens of all devices."""
+    """The number of active tokens on all devices."""
     active = labels >= 0 if where is None else (labels >= 0) & where
     return _summed(plan, jnp.sum(active, dtype=jnp.int32))
 

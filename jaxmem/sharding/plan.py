@@ -1,4 +1,4 @@
-"""Which axes of a mesh split tokens, the vocabulary and W's depth."""
+"""The mesh axes that shard tokens, the vocabulary and the depth D of W."""
 
 import dataclasses
 import math
@@ -8,25 +8,40 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Which mesh axes split what; an empty tuple splits nothing."""
+    """Mesh axes by what they shard; an empty tuple shards nothing."""
 
     mesh: Mesh | AbstractMesh
     vocab: tuple[str, ...]
-    tokens: tuple[tuple[str, ...], ...]  # of each axis of tokens, from the first one on
+    tokens: tuple[tuple[str, ...], ...]  # for each axis of the tokens, from the first
     W_fsdp: tuple[str, ...]
 
     @property
     def token_axes(self) -> tuple[str, ...]:
-        """Axes that split tokens, in order."""
+        """The mesh axes that shard tokens, in order."""
         return sum(self.tokens, ())
 
     def parts(self, axes: tuple[str, ...]) -> int:
-        """How many parts the axes make."""
+        """The number of shards along the axes."""
         return math.prod(self.mesh.shape[axis] for axis in axes)
 
 
 def read_plan(mesh, vocab, tokens, W_fsdp):
-    """Names, all there and none used twice for the same array."""
+    """Check the names of the mesh axes: they exist, and none shards one array twice.
+
+    Args:
+        mesh: as in `parallel`.
+        vocab: as in `parallel`.
+        tokens: as in `parallel`.
+        W_fsdp: as in `parallel`.
+
+    Returns:
+        The plan.
+
+    Raises:
+        TypeError: an axis is not a name.
+        ValueError: an axis does not exist, is used twice, or is a W_fsdp that does not
+            shard tokens.
+    """
     if tokens is None:
         tokens = ()
     elif not isinstance(tokens, PartitionSpec):

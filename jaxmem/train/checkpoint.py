@@ -1,4 +1,4 @@
-"""Checkpoints that survive a kill at any moment, and refuse to continue another run."""
+"""Crash-safe checkpoints that refuse to continue another run."""
 
 import contextlib
 import itertools
@@ -23,16 +23,16 @@ class CheckpointError(OSError):
 
 
 class Checkpoints:
-    """The newest `keep` checkpoints of a run, each whole or absent.
+    """The newest `keep` checkpoints of a run, each complete or absent.
 
-    Orbax writes a checkpoint under a temporary name and renames it when every byte is
-    there, so what a kill leaves behind is never taken for a checkpoint.  Saving is
-    synchronous: when `save` returns, the step can be resumed.  Later damage is found
-    by checksums; see `set_aside_damaged`.
+    Orbax writes a checkpoint under a temporary name and renames it when it is complete,
+    so an incomplete one is never mistaken for a checkpoint.  Saving is synchronous:
+    when `save` returns, the step can be resumed.  Later damage is found by checksums;
+    see `set_aside_damaged`.
 
     Args:
         directory: of the checkpoints; created if missing, removed on exit if empty.
-        keep: how many of the newest to keep.
+        keep: number of newest checkpoints to keep.
     """
 
     def __init__(self, directory: Path, keep: int):
@@ -59,16 +59,16 @@ class Checkpoints:
         return self._manager.latest_step()
 
     def save(self, step: int, state: Any, data_state: Mapping, config: Mapping) -> None:
-        """Save everything the next step depends on.
+        """Save everything that the next step depends on.
 
         Args:
-          step: how many steps are done.
-          state: pytree of arrays: parameters, optimizer, rng.
-          data_state: what the data iterator's `get_state` returned; JSON.
-          config: settings of the run, by section and field; JSON.
+            step: number of finished steps.
+            state: pytree of arrays: parameters, optimizer, rng.
+            data_state: what the data iterator's `get_state` returned; JSON.
+            config: settings of the run, by section and field; JSON.
 
         Raises:
-          CheckpointError: it cannot be written; earlier checkpoints are unchanged.
+            CheckpointError: it cannot be written; earlier checkpoints are unchanged.
         """
         latest = self.latest()
         path = self.directory / str(step)
@@ -98,15 +98,15 @@ class Checkpoints:
                 shutil.rmtree(path, ignore_errors=True)
 
     def saved_config(self, step: int) -> dict[str, dict[str, Any]]:
-        """The `config` that was given to `save`."""
+        """The `config` that was passed to `save`."""
         items = ocp.args.Composite(config=ocp.args.JsonRestore())
         with self._naming(step):
             return self._manager.restore(step, args=items)["config"]
 
     def saved_shapes(self, step: int) -> Any:
-        """What describes each array of the `state` that was given to `save`.
+        """Orbax's metadata of each array of the saved `state`, which have its shape.
 
-        Orbax's, by name in dicts and lists; it says the arrays' shapes.
+        They are nested by name in dicts and lists.
         """
         path = self._manager.directory / str(step) / "state"
         with self._naming(step), ocp.StandardCheckpointer() as checkpointer:
@@ -117,16 +117,16 @@ class Checkpoints:
         """Load a checkpoint.
 
         Args:
-          step: one that was saved.
-          like: pytree of `jax.ShapeDtypeStruct`, the shape of the saved state and
-            where it shall be, whatever devices it was on.
+            step: a step that was saved.
+            like: pytree of `jax.ShapeDtypeStruct`: the shapes of the saved state, and
+                the shardings to restore to, whatever devices it was on.
 
         Returns:
-          The state, on the default device where `like` names none, and the data
-          iterator's state.
+            The state, on the default device where `like` has no sharding, and the data
+            iterator's state.
 
         Raises:
-          CheckpointError: it cannot be read.
+            CheckpointError: it cannot be read.
         """
         device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         placed = jax.tree.map(
@@ -239,15 +239,15 @@ def _orbax_logs_silenced() -> Iterator[None]:
 def check_same_config(
     saved: Mapping[str, Mapping], current: Mapping[str, Mapping], directory: Path
 ) -> None:
-    """Refuse to resume a run whose model or data was another one.
+    """Raise if the model or data of a run to resume has changed.
 
     Args:
-      saved: section to field to value, as `Checkpoints.saved_config` returns it.
-      current: the same of the run that wants to resume.
-      directory: the run's directory, for the message.
+        saved: section to field to value, as `Checkpoints.saved_config` returns it.
+        current: the same of the run that is to be resumed.
+        directory: the run's directory, for the message.
 
     Raises:
-      ValueError: some fields differ; the message names each, with both values.
+        ValueError: some fields differ; the message names each, with both values.
     """
     differing = differences(saved, current)
     if differing:
@@ -265,8 +265,11 @@ def differences(
 
     Args:
         saved: section to field to value.
-        current: likewise.
-        common: ignore fields that only one of them has.
+        current: section to field to value.
+        common: whether to ignore fields that only one of them has.
+
+    Returns:
+        The messages.
     """
     was, now = _flat(saved), _flat(current)
     keys = was.keys() & now.keys() if common else was.keys() | now.keys()

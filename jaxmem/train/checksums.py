@@ -36,7 +36,7 @@ def write(directory: Path) -> None:
 
 
 def exist(directory: Path) -> bool:
-    """Whether a checkpoint has checksums; an older version's has none."""
+    """Whether a checkpoint has checksums; one of an older version has none."""
     return processes.by_first(lambda: (directory / NAME).exists())
 
 
@@ -47,6 +47,9 @@ def find_fault(directory: Path) -> str | None:
 
     Args:
         directory: of the checkpoint.
+
+    Returns:
+        A message, or None.
     """
     saved = processes.by_first(lambda: _read_sums(directory))
     if not isinstance(saved, dict):
@@ -103,7 +106,7 @@ def _parse(text: str) -> dict[str, str]:
 
 
 def _sums(directory: Path) -> dict[str, str]:
-    """Map each file's name to its digest; processes share the reading."""
+    """Map each file's name to its digest; each process reads a share of the files."""
     names = processes.by_first(lambda: _names(directory))
     own = names[jax.process_index() :: jax.process_count()]
     with concurrent.futures.ThreadPoolExecutor() as pool:

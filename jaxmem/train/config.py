@@ -1,8 +1,8 @@
-"""Gin files to frozen dataclasses; the only module that knows gin.
+"""Loads gin files into frozen dataclasses; the only module that imports gin.
 
 A file binds `section.field = value`, may `include` another, and is followed by
-`section.field=value` overrides.  Whatever is not a field, or not of its type, is an
-error that says where it stands and what was probably meant.
+`section.field=value` overrides.  An unknown field or a wrong type is an error that
+names the line and suggests what was probably meant.
 """
 
 import ast
@@ -50,7 +50,7 @@ _CONFIGURABLES = {
 
 
 class _Binding(NamedTuple):
-    """One `key = value` and the words that tell a reader where it stands."""
+    """One `key = value`, and a description of its place for errors."""
 
     key: str
     value: Any
@@ -62,29 +62,29 @@ def load(
 ) -> tuple[Config | GrpoJobConfig, str]:
     """Read a gin file, then the overrides.
 
-    Gin's configuration, which the whole process shares, is empty afterwards.
+    Gin's configuration, which is global to the process, is empty afterwards.
 
     Args:
-      path: the file.  What it includes is looked up beside it, then in the current
-        directory.
-      overrides: `section.field=value` each; the value is a Python literal, or a bare
-        word, which is taken as a string. None, for a field that cannot be None, takes
-        back what the file says: `model.ff=None` leaves it to `model.checkpoint`.
+        path: the file.  Included files are looked up in its directory, then in the
+            current directory.
+        overrides: `section.field=value` each; the value is a Python literal, or a bare
+            word, which becomes a string. None, for a field that cannot be None, removes
+            the file's value: `model.ff=None` leaves it to `model.checkpoint`.
 
     Returns:
-      The configuration, whose class `run.job` decides, and the text of a gin file that
-      holds every value of it, defaults included.
+        The configuration, whose class depends on `run.job`, and the text of a gin file
+        with every value of it, defaults included.
 
     Raises:
-      ConfigError: missing file, bad syntax, unknown key, wrong type, impossible value,
-        malformed or repeated override.
+        ConfigError: missing file, bad syntax, unknown key, wrong type, impossible
+            value, malformed or repeated override.
     """
     bindings = _effective(
         [*_file_bindings(Path(path), ()), *_override_bindings(overrides)]
     )
     _check_macros(bindings)
     places = {key: binding.where for key, binding in bindings.items()}
-    # Nothing of an earlier load may come in, nothing of this one may stay.
+    # Clear gin's global state before and after.
     gin.clear_config()
     try:
         for key, binding in bindings.items():
@@ -95,7 +95,7 @@ def load(
 
 
 def _effective(bindings: Iterable[_Binding]) -> dict[str, _Binding]:
-    """The last binding of each key, without those that a None takes back."""
+    """The last binding of each key, without those that a None removes."""
     made: dict[str, _Binding] = {}
     for binding in bindings:
         section, _, field = binding.key.partition(".")
@@ -115,7 +115,7 @@ def _types(section: str) -> dict[str, Any]:
 
 
 def _check_macros(bindings: Mapping[str, _Binding]) -> None:
-    """Refuse macros that are not defined, or that their own value needs."""
+    """Raise for macros that are undefined or recursive."""
     uses = {key: _macros_in(binding.value) for key, binding in bindings.items()}
     for key, binding in bindings.items():
         reached, ahead = set(), list(uses[key])
@@ -139,7 +139,7 @@ def _macros_in(value: Any) -> list[str]:
 
 
 class _OnlyValues(gin_config.ParserDelegate):
-    """Refuse `@references`, which no field of ours could take."""
+    """Rejects `@references`, which no field accepts."""
 
     def configurable_reference(self, scoped_selector, evaluate):
         raise ValueError(f"@{scoped_selector} is not a value; write a Python literal")
@@ -170,7 +170,7 @@ def _file_bindings(path: Path, including: tuple[Path, ...]) -> Iterator[_Binding
 
 
 def _statements(path: Path) -> Iterator[Any]:
-    """Yield gin's own statements; what gin cannot parse is a ConfigError."""
+    """Yield gin's statements; raise a ConfigError for what gin cannot parse."""
     parser = None
     try:
         parser = config_parser.ConfigParser(path.read_text("utf-8"), _OnlyValues())
@@ -198,7 +198,7 @@ def _reason(message: str) -> str:
     word = re.search(r"Failed to parse token '(.*)'", message)
     if word:
         return f"{messages.name(word[1])} is not a value; a string needs quotes"
-    return messages.cut(message.split("\n")[0])  # gin appends lines of its own
+    return messages.cut(message.split("\n")[0])  # gin appends further lines
 
 
 def _find_include(name: str, including: Path, where: str) -> Path:
@@ -252,7 +252,7 @@ def _override_bindings(overrides: Iterable[str]) -> list[_Binding]:
 def _override_value(text: str, where: str) -> Any:
     try:
         return ast.literal_eval(text.strip())
-    # Python's parser gives up on deep nesting in either of two ways.
+    # Python's parser raises either of the last two errors for deep nesting.
     except (
         ValueError, SyntaxError, TypeError, MemoryError, RecursionError,
     ) as error:  # fmt: skip
@@ -275,7 +275,7 @@ def _suggestion(key: str) -> str:
     section, _, field = key.rpartition(".")
     beside = _beside(section)
     elsewhere = [f"{name}.{field}" for name in beside if field in _fields(name)]
-    if elsewhere:  # the right field of the wrong section
+    if elsewhere:  # the field exists in another section
         return f"did you mean {' or '.join(elsewhere)}?"
     nearest = difflib.get_close_matches(section, _SECTIONS, n=1)
     if not nearest:
@@ -287,7 +287,7 @@ def _suggestion(key: str) -> str:
 
 
 def _beside(section: str) -> list[str]:
-    """Sections of the jobs that have this one, or of all jobs where none has."""
+    """Sections of the jobs that have this one; of all jobs if none has it."""
     jobs = [list(typing.get_type_hints(job)) for job in _JOBS.values()]
     sharing = [sections for sections in jobs if section in sections] or jobs
     return [name for name in _SECTIONS if any(name in job for job in sharing)]
@@ -298,7 +298,7 @@ def _fields(section: str) -> list[str]:
 
 
 def _build_job(places: dict[str, str]) -> Config | GrpoJobConfig:
-    """Build every section of the job, and refuse keys of another one's."""
+    """Build every section of the job, and raise for keys of another job."""
     run = _build("run", places)
     job = _JOBS[run.job]
     names = [field.name for field in dataclasses.fields(job)]
@@ -318,14 +318,14 @@ def _build_job(places: dict[str, str]) -> Config | GrpoJobConfig:
 
 
 def _with_key(error: ValueError, places: dict[str, str]) -> str:
-    """Add the line that set the first key that a complaint names."""
+    """Prefix the error by the line that set the first key in its message."""
     keys = re.findall(r"\w+\.\w+", str(error))
     where = next((places[key] for key in keys if key in places), None)
     return f"{where}: {error}" if where else str(error)
 
 
 def _build(section: str, places: dict[str, str]) -> Any:
-    """Check the types of what is bound, then let gin build the dataclass."""
+    """Check the types of bound values, then let gin construct the dataclass."""
     types_of = _types(section)
     for field, value in gin.get_bindings(section).items():
         key, got = f"{section}.{field}", messages.short(value)
@@ -344,8 +344,8 @@ def _build(section: str, places: dict[str, str]) -> Any:
 
 
 def _with_place(section: str, error: ValueError, places: dict[str, str]) -> str:
-    """Turn a dataclass's own complaint into one about the line that caused it."""
-    message = str(error).split("\n")[0]  # gin appends lines of its own
+    """Prefix a dataclass's error by the line of the file that caused it."""
+    message = str(error).split("\n")[0]  # gin appends further lines
     message = message.replace(f"{_SECTIONS[section].__name__}.", f"{section}.")
     for field in _fields(section):
         where = places.get(f"{section}.{field}")

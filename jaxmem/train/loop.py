@@ -1,4 +1,4 @@
-"""What every job's run is made of: steps, their metrics, and checkpoints to resume."""
+"""The loop of a run for any job: steps, metrics, and checkpoints to resume from."""
 
 import contextlib
 import dataclasses
@@ -31,21 +31,21 @@ _Metrics = TypeVar("_Metrics", StepMetrics, PolicyMetrics)
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
-    """Which job, how long to train, and what to leave behind."""
+    """Which job to run, for how long, and what to save."""
 
     job: Literal["sft", "grpo"] = "sft"  # supervised, or reinforcement learning
     steps: int = 60  # optimizer steps in all; rollouts of the job "grpo"
-    accumulate: int = 1  # micro-batches (data.batch_size rows each) in a step
-    seed: int = 0  # initial weights, and what a policy samples
+    accumulate: int = 1  # micro-batches (data.batch_size rows each) per step
+    seed: int = 0  # of initial weights, and of a policy's samples
     out_dir: str = "runs/sft"  # directory of the run; one that holds a run resumes it
-    # steps between checkpoints, the last is saved in any case; None: no checkpoints
+    # steps between checkpoints; the last step is always saved; None: no checkpoints
     checkpoint_every: int | None = 20
     keep: int = 2  # newest checkpoints to keep
     log_every: int = 10  # steps between plain progress lines (not on a terminal)
     compare_heads: bool = True  # at the end, compile both heads and show their memory
 
     def __post_init__(self):
-        """Refuse impossible values, by name."""
+        """Raise a ValueError that names a field with an impossible value."""
         for name in ("steps", "accumulate", "keep", "log_every"):
             check_field(self, name, getattr(self, name) >= 1, "at least 1")
         if self.checkpoint_every is not None:
@@ -56,38 +56,38 @@ class RunConfig:
 
 
 class Job(Protocol):
-    """What a run takes steps of."""
+    """The interface of a job, whose steps a run takes."""
 
     def initial_state(self) -> TrainState:
-        """What the first step starts from."""
+        """The state before the first step."""
         ...
 
     def restored_state(
         self, checkpoints: Checkpoints, step: int
     ) -> tuple[TrainState, dict[str, Any]]:
-        """What the step after that one starts from, and what `get_state` returned."""
+        """The state after a saved step, and what `get_state` returned then."""
         ...
 
     def step(
         self, number: int, state: TrainState
     ) -> tuple[TrainState, metrics.AnyMetrics]:
-        """Take the step of that number, from 1; the state given is consumed."""
+        """Take the step of that number, from 1; the given state is consumed."""
         ...
 
     def get_state(self) -> dict[str, Any]:
-        """Return where the job's data stands, as JSON-able values."""
+        """Return the position in the job's data, as JSON-able values."""
         ...
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Continue from where `get_state` said that the data stood."""
+        """Continue from the position that `get_state` returned."""
         ...
 
 
 class Settings(NamedTuple):
     """The settings that checkpoints record, by section and field."""
 
-    fixed: Mapping[str, Mapping]  # must be the same when a run is resumed
-    changeable: Mapping[str, Mapping]  # may differ; differences are printed
+    fixed: Mapping[str, Mapping]  # must not change when a run is resumed
+    changeable: Mapping[str, Mapping]  # may change; changes are printed
 
 
 def changeable_settings(
@@ -97,8 +97,11 @@ def changeable_settings(
 
     Args:
         config: of the job; its sections are dataclasses.
-        sections: names of sections that may differ, beside parts of "run".
+        sections: names of sections that may differ, in addition to parts of "run".
         fixed: settings that may not.
+
+    Returns:
+        Section to field to value.
     """
     changeable = {name: dataclasses.asdict(getattr(config, name)) for name in sections}
     changeable["run"] = {
@@ -111,14 +114,14 @@ def changeable_settings(
 
 
 class Run:
-    """A run in its directory: which steps are done, and a way to take the others.
+    """A run in its directory: its finished steps, and a method that takes the others.
 
     Attributes:
         out_dir: the directory.
         done: the step that was restored; 0 in a new run.
         saved: the newest step with a checkpoint; 0 without one.
         taken: the last step, with or without a checkpoint.
-        metrics_path: of the file with a line per step.
+        metrics_path: path of the file with one line per step.
     """
 
     def __init__(
@@ -141,7 +144,7 @@ class Run:
             _log(console, "; ".join([message, *changes]))
 
     def _changes(self, saved: dict[str, Any]) -> list[str]:
-        """Compare with the saved settings; return what differs and may."""
+        """Compare with the saved settings, and return the allowed differences."""
         changeable = saved.pop(_CHANGEABLE, {})
         where, steps = f"run.out_dir={str(self.out_dir)!r}", self._config.steps
         check_same_config(saved, self._settings.fixed, self.out_dir)
@@ -161,20 +164,20 @@ class Run:
         return changes
 
     def take_steps(self, job: Job, texts: Mapping[str, str]) -> TrainState:
-        """Take the steps that are left, recording each.
+        """Take the remaining steps, and record each.
 
         Args:
-          job: whose steps they are.
-          texts: files of the run's directory, by name, written once it is known that
-            what is saved there is of this run; empty ones are not.
+            job: whose steps to take.
+            texts: files for the run's directory, by name. They are written after the
+                saved state has been checked to belong to this run; empty ones are not.
 
         Returns:
-          The state after the last.
+            The state after the last step.
 
         Raises:
-          FloatingPointError: a loss or a gradient is not finite.
-          CheckpointError: one cannot be written or read.
-          KeyboardInterrupt, SystemExit: after a signal; the last step is saved.
+            FloatingPointError: a loss or a gradient is not finite.
+            CheckpointError: a checkpoint cannot be written or read.
+            KeyboardInterrupt, SystemExit: after a signal; the last step is saved.
         """
         state = self._first_state(job)
         for name, text in texts.items():
@@ -211,7 +214,7 @@ class Run:
         return state
 
     def _must_stop(self) -> bool:
-        """Whether any process has received a signal; all of them agree."""
+        """Whether any process has received a signal; all processes agree."""
         self._stop.signal = processes.largest(self._stop.signal)
         return bool(self._stop.signal)
 
@@ -223,7 +226,7 @@ class Run:
         return self.taken % every == 0 or self.taken == self._config.steps
 
     def _save(self, job: Job, state: TrainState, writer: MetricsWriter | None) -> None:
-        # Before the checkpoint: a restored step has always been written, if it could.
+        # Before the checkpoint, so that the metrics of a restored step are on disk.
         if writer is not None:
             writer.flush()
         config = {**self._settings.fixed, _CHANGEABLE: self._settings.changeable}
@@ -232,7 +235,7 @@ class Run:
 
     @contextlib.contextmanager
     def _writer(self) -> Iterator[MetricsWriter | None]:
-        """Only the first of several processes writes."""
+        """A metrics writer in the first process; None in the others."""
         if not processes.is_first():
             yield None
             return
@@ -243,7 +246,7 @@ class Run:
         self._unwritten = writer.unwritten
 
     def history(self, kind: type[_Metrics]) -> list[_Metrics]:
-        """Every step of the run, of earlier processes too."""
+        """Every step of the run, including those of earlier processes."""
         return read_history(self.metrics_path, kind, self._unwritten)
 
     def progress(self) -> str:
@@ -302,7 +305,7 @@ def open_run(config: RunConfig, settings: Settings, console: Console) -> Iterato
 
 
 def _deferred_if_distributed(stop: Stop) -> contextlib.AbstractContextManager:
-    """No process of several may end before all agree on the last step."""
+    """Defer signals if several processes must agree on the last step."""
     return stop.deferred() if jax.process_count() > 1 else contextlib.nullcontext()
 
 
@@ -313,7 +316,7 @@ def _log(console: Console, line: str) -> None:
 
 
 def _check_finite(taken: metrics.AnyMetrics) -> None:
-    """Before a checkpoint: of a finite loss the gradient may not be."""
+    """Raise before a checkpoint is saved; a gradient may be infinite or NaN alone."""
     for name, value in (("loss", taken.loss), ("gradient's norm", taken.grad_norm)):
         if not math.isfinite(value):
             raise FloatingPointError(

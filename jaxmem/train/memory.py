@@ -1,4 +1,4 @@
-"""The config's `remat` section: what the backward pass of a block finds."""
+"""The `remat` section of a config: which residuals a block keeps."""
 
 import dataclasses
 import math
@@ -15,25 +15,25 @@ _GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class RematConfig:
-    """What is kept of the forward pass, and where."""
+    """Which values of the forward pass are kept for the backward pass, and where."""
 
     # a preset of jaxmem.remat; or "fit": the fastest policy that memory_limit allows
     policy: str = "full"
-    save: tuple[str, ...] = ()  # names (jaxmem.remat.NAMES) kept besides
-    last: int = 0  # blocks at the end that keep all they make; "fit" chooses it too
-    # compile the blocks one after the other instead of a loop: faster steps where much
+    save: tuple[str, ...] = ()  # additional names (jaxmem.remat.NAMES) to save
+    last: int = 0  # last blocks that keep all residuals; "fit" chooses it too
+    # compile the blocks one after the other instead of a loop: faster steps if much
     # is saved, longer compilation
     unroll: bool = False
-    # of policy "fit": GiB of the device that training may take, or "auto": all it has
+    # for policy "fit": GiB of device memory for training, or "auto": all of it
     memory_limit: Literal["auto"] | float | None = None
 
     def __post_init__(self):
-        """Refuse unknown policies, and a limit that nothing would read."""
+        """Raise for unknown policies, and for a limit that has no effect."""
         known = (*remat.PRESETS, "fit")
         wanted = f"one of {', '.join(map(repr, known))}"
         check_field(self, "policy", self.policy in known, wanted)
         check_field(self, "last", self.last >= 0, "0 or more")
-        remat.policy(save=self.save)  # names that no block gives are refused
+        remat.policy(save=self.save)  # raises for unknown names
         for name in ("last", "save"):
             value = getattr(self, name)
             if value and self.policy in ("none", "fit"):
@@ -64,10 +64,13 @@ class RematConfig:
             )
 
     def check_layers(self, layers: int) -> None:
-        """Refuse to keep more blocks whole than there are others.
+        """Raise if all blocks would keep all residuals.
+
+        Args:
+            layers: number of blocks of the model.
 
         Raises:
-          ValueError: `last` is not below a model's layers.
+            ValueError: `last` is not below the number of layers.
         """
         if self.last >= layers:
             raise ValueError(
@@ -77,7 +80,7 @@ class RematConfig:
 
     @property
     def start(self) -> remat.Policy | None:
-        """The policy to begin with; `fit` replaces it where it is to be chosen."""
+        """The initial policy; with "fit", `fit` replaces it."""
         made = remat.preset("full" if self.policy == "fit" else self.policy)
         more = remat.policy(save=self.save, last=self.last)
         return made if made is None else made | more
@@ -89,9 +92,16 @@ class RematConfig:
         held: Any,
         show: Callable[[str], Any],
     ) -> remat.Policy | None:
-        """`remat.fit` of the traced step; what has the shapes `held` is there besides.
+        """Call `remat.fit` on the traced step.
 
-        Of the layers, up to a third may be kept whole.
+        Args:
+            step: as in `remat.fit`.
+            layers: number of blocks; up to a third of them may keep all residuals.
+            held: shapes of other arrays on the device.
+            show: as in `remat.fit`.
+
+        Returns:
+            The policy.
         """
         limit = self.memory_limit
         assert limit is not None, "checked above"

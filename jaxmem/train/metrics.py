@@ -1,4 +1,4 @@
-"""Metrics of a step, progress lines, and the summary of a run and its memory."""
+"""Metrics of steps, progress output, and the summary of a run and its memory."""
 
 import contextlib
 import json
@@ -55,7 +55,7 @@ class PolicyMetrics(NamedTuple):
     learning_rate: float
     response_length: float  # tokens sampled, mean over the samples
     mismatch_mean: float  # |trainer's - sampler's log-probability|, nats
-    mismatch_max: float  # likewise, the largest
+    mismatch_max: float  # the largest of these differences, nats
     tokens: int  # of prompts and responses, in the rollout
     tokens_per_second: float
     rollout_seconds: float  # sampling and rewards
@@ -78,18 +78,18 @@ AnyMetrics = StepMetrics | PolicyMetrics
 
 
 def tokens_per_second(history: Sequence[AnyMetrics]) -> float:
-    """Median over the steps, which one slow step cannot move; 0 without steps."""
+    """Median over the steps, which is robust to slow ones; 0 without steps."""
     return statistics.median(s.tokens_per_second for s in history) if history else 0.0
 
 
 class ProgressReport:
-    """A bar on a terminal; elsewhere, a plain line every few steps.
+    """A progress bar on a terminal; elsewhere, a plain line every few steps.
 
     Args:
-      console: where to write.
-      steps: how many steps the run has in all.
-      done: how many were done before this process.
-      every: steps between two plain lines.
+        console: receives the output.
+        steps: number of steps of the whole run.
+        done: number of steps that earlier processes finished.
+        every: steps between two plain lines.
     """
 
     def __init__(self, console: Console, steps: int, done: int, every: int):
@@ -133,23 +133,23 @@ class Memory(NamedTuple):
 
 
 class Measurable(Protocol):
-    """A compiled program, or what is made of one and of calls that need less."""
+    """A compiled program, or an object that has the memory of one."""
 
     @property
     def memory_analysis(self) -> Callable[[], Any]:
-        """As `jax.stages.Compiled` has it."""
+        """As in `jax.stages.Compiled`."""
         ...
 
 
 def memory_of(compiled: Measurable) -> Memory:
-    """Read the compiler's own account; nothing is run."""
+    """Memory of a program as the compiler reports it; nothing is run."""
     sizes = compiled.memory_analysis()
     if sizes is None:
         raise NotImplementedError(
             "the compiler of this device does not tell a program's memory; set "
             "run.compare_heads=False"
         )
-    # Not `peak_memory_in_bytes`, which leaves temporaries out on the CPU.
+    # Not `peak_memory_in_bytes`, which excludes temporaries on the CPU.
     peak = (
         sizes.temp_size_in_bytes
         + sizes.argument_size_in_bytes
@@ -167,10 +167,13 @@ class HeadCost(NamedTuple):
 
 
 def cost_table(costs: Mapping[str, HeadCost]) -> Table:
-    """Lay the implementations side by side, in MiB.
+    """A table that compares the implementations, in MiB.
 
     Args:
-      costs: by implementation, "fused" and "materialised".
+        costs: by implementation, "fused" and "materialised".
+
+    Returns:
+        The table.
     """
     table = Table(title="Memory by head (MiB, from the compiler)")
     table.add_column()
@@ -187,7 +190,7 @@ def cost_table(costs: Mapping[str, HeadCost]) -> Table:
 
 
 class Phase(NamedTuple):
-    """What one phase of a step took."""
+    """Time and memory of one phase of a step."""
 
     name: str
     seconds: float  # median over the steps
@@ -199,14 +202,14 @@ def phase_of(
     history: Sequence[PolicyMetrics],
     programs: Iterable[jax.stages.Compiled],
 ) -> Phase:
-    """Read a phase's time off the steps, and its memory off the compiler."""
+    """A phase's median time over the steps, and its memory by the compiler."""
     seconds = statistics.median(getattr(s, f"{name}_seconds") for s in history)
     memory = max((memory_of(p) for p in programs), key=lambda memory: memory.peak)
     return Phase(name, seconds, memory)
 
 
 def phase_table(phases: Sequence[Phase]) -> Table:
-    """Lay the phases one below the other."""
+    """A table with one row per phase."""
     table = Table(title="A step by phase (memory from the compiler)")
     table.add_column()
     for column in ("seconds, median", "temporary, GiB", "peak, GiB"):
@@ -221,7 +224,7 @@ def phase_table(phases: Sequence[Phase]) -> Table:
 
 
 def peak_gib() -> float | None:
-    """Most memory that the device has held since the start; None if it cannot tell."""
+    """Peak memory of the device since the start; None if it is not reported."""
     stats = jax.local_devices()[0].memory_stats() or {}
     peak = stats.get("peak_bytes_in_use")
     return None if peak is None else peak / _GIB
@@ -233,7 +236,7 @@ def save_summary(
     costs: Mapping[str, HeadCost],
     held_out_loss: float | None = None,
 ) -> None:
-    """Write the run's outcome as JSON; memory in bytes, by implementation."""
+    """Write the run's result as JSON; memory is in bytes, by implementation."""
     outcome = {
         "first_loss": history[0].loss,
         "last_loss": history[-1].loss,
@@ -248,7 +251,7 @@ def save_policy_summary(
     costs: Mapping[str, HeadCost],
     phases: Sequence[Phase],
 ) -> None:
-    """Likewise of a policy, with seconds and bytes by phase."""
+    """Write a policy's result as JSON, with seconds and bytes by phase."""
     outcome = {
         "first_reward": history[0].reward,
         "last_reward": history[-1].reward,
@@ -289,7 +292,7 @@ def save_plot(
     label: str = "loss (nats per token)",
 ) -> None:
     """Draw a field by step and the memory by implementation, as PNG."""
-    # Imported here: it is slow to import, and most runs end elsewhere.
+    # Imported here: the import is slow, and most processes need no plot.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9 if costs else 5.5, 3.5), layout="constrained")

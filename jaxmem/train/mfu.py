@@ -1,13 +1,13 @@
-"""Model FLOPs utilisation: how much of the devices' peak a model's own products take.
+"""Model FLOPs utilisation: the fraction of the devices' peak that the model uses.
 
     MFU = (tokens per second) · (FLOPs per token) / (devices · peak)
     FLOPs per token = 4 N + 2 N_trained + 12 Σ_layers heads · head_dim · min(T, window)
 
-N counts the weights that a token is multiplied with: all matrices, the head's among
-them, but not the embedding's look-up. Where all are trained the first terms are 6 N.
-Attention counts T keys per query although causal attention computes half of them, and
-what is recomputed does not count, both as in the reference. Tokens are those of the
-batch, padding included.
+N is the number of weights that multiply a token: all matrices, including the head's,
+but not the embedding look-up. If all are trained, the first terms are 6 N. As in the
+reference, attention counts T keys per query although causal attention computes half of
+them, and recomputation does not count. Tokens are those of the batch, including
+padding.
 
 Reference: Chowdhery et al., "PaLM", 2022, arXiv:2204.02311, appendix B.
 """
@@ -22,11 +22,14 @@ from jaxmem.models.config import ModelConfig
 
 
 def peak_of(kind: str, dtype: str) -> float | None:
-    """FLOP/s of one device in that type; None where devices.toml does not say it.
+    """Peak FLOP/s of one device for a dtype; None if devices.toml does not list it.
 
     Args:
         kind: as `jax.Device.device_kind`.
-        dtype: of the products' operands; their sums are float32.
+        dtype: of the products' operands; accumulation is in float32.
+
+    Returns:
+        FLOP/s, or None.
     """
     device = devices.of_kind(kind)
     if device is None or dtype not in ("bfloat16", "float16"):
@@ -37,13 +40,16 @@ def peak_of(kind: str, dtype: str) -> float | None:
 def flops_per_token(
     config: ModelConfig, trained: Any, frozen: Any, length: int
 ) -> float:
-    """FLOPs of a training step, per token, as this module's formula has them.
+    """FLOPs of a training step, per token, by this module's formula.
 
     Args:
         config: of the decoder.
-        trained: its weights, or their shapes, that have gradients.
-        frozen: the others.
+        trained: weights that have gradients, or their shapes.
+        frozen: the other weights.
         length: tokens of a row, T.
+
+    Returns:
+        FLOPs.
     """
     with_gradients = _multiplied(config, trained)
     everything = with_gradients + _multiplied(config, frozen)
@@ -55,7 +61,7 @@ def flops_per_token(
 
 
 def _multiplied(config, weights) -> int:
-    """Numbers in the matrices that every token is multiplied with."""
+    """The number of weights in matrices that multiply every token."""
     ends = ("kernel", "lora_a", "lora_b") + ("embedding",) * config.tied
     return sum(
         math.prod(leaf.shape)

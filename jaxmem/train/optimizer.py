@@ -1,4 +1,4 @@
-"""AdamW under a linear warmup and a cosine decay, of all weights or of some."""
+"""AdamW with a linear warmup and a cosine decay, for all weights or some."""
 
 import dataclasses
 import re
@@ -25,25 +25,25 @@ _RANGES = {
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW under a linear warmup and a cosine decay."""
+    """AdamW with a linear warmup and a cosine decay."""
 
     learning_rate: float = 3e-3  # the peak, reached after the warmup
     warmup_steps: int = 10  # steps of linear rise; fewer than run.steps
     final_fraction: float = 0.1  # of the peak, reached after the last step
     b1: float = 0.9  # decay of the mean of the gradients
-    b2: float = 0.95  # decay of the mean of their squares
-    eps: float = 1e-8  # added to the root of the latter
+    b2: float = 0.95  # decay of the mean of the squared gradients
+    eps: float = 1e-8  # added to the root of the mean square
     weight_decay: float = 0.1  # per unit of learning rate; matrices only
     clip_norm: float | None = 1.0  # largest global gradient norm; None: no clipping
     # None: all weights; or a regular expression searched in their names, which are like
     # "blocks/attention/query/kernel". The others are frozen: no gradient, no moments.
-    # Those it finds are kept in float32, as small updates would be lost in 16 bits.
+    # Matching weights are stored in float32, because 16 bits would lose small updates.
     trainable: str | None = None
-    # The moments are on the host, and come to the device slice by slice to be updated.
+    # Keep the moments on the host, and fetch them slice by slice for the update.
     offload: bool = False
 
     def __post_init__(self):
-        """Refuse impossible values, by name."""
+        """Raise a ValueError that names a field with an impossible value."""
         check_numbers(self, _RANGES)
         if self.trainable is not None:
             check_field(
@@ -63,11 +63,15 @@ def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedul
     """Linear warmup to the peak, then a cosine to `final_fraction` of it.
 
     Args:
-      config: peak, warmup and final fraction.
-      steps: of the whole run.
+        config: peak, warmup and final fraction.
+        steps: of the whole run.
 
     Returns:
-      Count of steps done to the next step's learning rate; never 0 at the first.
+        A function from the number of finished steps to the learning rate of the next
+        one; it is never 0 in the first step.
+
+    Raises:
+        ValueError: the warmup is not shorter than the run.
     """
     if config.warmup_steps >= steps:
         raise ValueError(
@@ -86,8 +90,8 @@ def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedul
 def make_optimizer(
     config: OptimizerConfig, schedule: optax.Schedule
 ) -> optax.GradientTransformation:
-    """Clip by global norm, if the config says so, then `adamw`."""
-    # Either way the state has one structure, so that a run resumes with the other.
+    """Clipping by the global norm, if configured, followed by `adamw`."""
+    # The state has one structure in both cases, so a resumed run may change clip_norm.
     clipping = optax.identity()
     if config.clip_norm is not None:
         clipping = optax.clip_by_global_norm(config.clip_norm)
@@ -95,7 +99,7 @@ def make_optimizer(
 
 
 def clip(config: OptimizerConfig, gradients: Any) -> tuple[Any, jax.Array]:
-    """The first part of `make_optimizer`, alone; and the norm before it."""
+    """The clipped gradients, as in `make_optimizer`, and their norm before clipping."""
     norm = optax.tree.norm(gradients)
     if config.clip_norm is None:
         return gradients, norm
@@ -106,10 +110,10 @@ def clip(config: OptimizerConfig, gradients: Any) -> tuple[Any, jax.Array]:
 def adamw(
     config: OptimizerConfig, schedule: optax.Schedule
 ) -> optax.GradientTransformation:
-    """AdamW; norms and biases do not decay."""
+    """AdamW without weight decay of norms and biases."""
 
     def decays(params: Any) -> Any:
-        # By name: stacking the layers gave a norm's scale two axes, like a matrix.
+        # Select by name: stacking over layers gives a norm's scale two axes.
         return jax.tree_util.tree_map_with_path(
             lambda path, _: path[-1].key not in ("scale", "bias"), params
         )

@@ -1,4 +1,4 @@
-"""A decoder's weights, trained or frozen, and its optimizer: shapes before arrays."""
+"""The jitted functions, shapes and shardings of a decoder's training run."""
 
 import dataclasses
 import functools
@@ -29,14 +29,14 @@ from jaxmem.train.optimizer import (
 
 
 class TrainState(NamedTuple):
-    """What a step changes.  Random numbers follow from the step's number: no key."""
+    """The state that a step updates.  Random keys derive from the step's number."""
 
-    params: optax.Params  # the weights that are trained
-    optimizer: optax.OptState  # float32 moments, and the count of updates
+    params: optax.Params  # the trained weights
+    optimizer: optax.OptState  # float32 moments, and the number of updates
 
 
 class ProgramConfig(Protocol):
-    """The sections that a program is made from."""
+    """The config sections that a program needs."""
 
     @property
     def model(self) -> ModelConfig:
@@ -45,22 +45,22 @@ class ProgramConfig(Protocol):
 
     @property
     def head(self) -> HeadConfig:
-        """Which way to the loss."""
+        """How the loss is computed from hidden states."""
         ...
 
     @property
     def optimizer(self) -> OptimizerConfig:
-        """What is trained, and how."""
+        """The optimizer, and which weights it trains."""
         ...
 
     @property
     def mesh(self) -> MeshConfig:
-        """Which devices share it out."""
+        """The device mesh."""
         ...
 
     @property
     def remat(self) -> RematConfig:
-        """What the backward pass of a block finds."""
+        """The rematerialisation policy."""
         ...
 
 
@@ -68,18 +68,18 @@ class DecoderProgram:
     """A run's functions and shapes; nothing is allocated until `initial_state`.
 
     Args:
-      config: of the run.
-      vocab_size: ids that the data has; the model's vocabulary unless config has a
-        larger one, whose rest is padding.
-      seed: of the initial weights.
-      schedule: updates done to the next one's learning rate.
+        config: of the run.
+        vocab_size: number of ids in the data; it becomes the model's vocabulary unless
+            config has a larger one, whose remaining entries are padding.
+        seed: of the initial weights.
+        schedule: number of finished updates to the next learning rate.
 
     Attributes:
-      policy: what the backward pass of a block finds.
-      layout: where arrays are; what is traced with the model is so in its context.
-      definition: of the decoder, for `nnx.merge`.
-      state_shapes: of a `TrainState`, with its places.
-      frozen_shapes: of the weights that are not trained, likewise; {} if all are.
+        policy: rematerialisation policy of the blocks.
+        layout: shardings of arrays; the model must be traced in its context.
+        definition: of the decoder, for `nnx.merge`.
+        state_shapes: shapes and shardings of a `TrainState`.
+        frozen_shapes: shapes and shardings of the frozen weights; {} if there are none.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class DecoderProgram:
             self.state_shapes = TrainState(params, self.streamed.shapes(params))
 
     def new_model(self) -> Decoder:
-        """The decoder with the weights that the seed says."""
+        """The decoder with initial weights from the seed."""
         rngs = nnx.Rngs(jax.random.key(self._seed))
         return Decoder(
             self.model_config,
@@ -130,12 +130,12 @@ class DecoderProgram:
         console: Console,
         held: Any = (),
     ) -> None:
-        """Take the policy that fits the config's memory limit, if it has one.
+        """Choose the policy that fits the config's memory limit, if it has one.
 
         Args:
-          trace: traces the step, or what takes the most memory of it.
-          console: where the table of candidates goes.
-          held: shapes of what is on the devices and no argument of it.
+            trace: traces the step, or the part of it that takes the most memory.
+            console: receives the table of candidates.
+            held: shapes of what else is on the devices, besides the step's arguments.
         """
         if self._config.remat.policy != "fit":
             return
@@ -152,14 +152,14 @@ class DecoderProgram:
 
     @property
     def compiler_options(self) -> dict[str, Any]:
-        """Of a step: its policy's and its mesh's; the latter not where it offloads."""
+        """Options of a step for its policy and, unless that offloads, for its mesh."""
         unroll = self._config.remat.unroll
         options = remat.compiler_options(self.policy, unroll=unroll)
         offloads = self.policy is not None and self.policy.offload
         return options if offloads else self.layout.compiler_options() | options
 
     def compile_verified(self, traced: jax.stages.Traced) -> jax.stages.Compiled:
-        """Compile; raise where XLA has dropped what the policy offloads."""
+        """Compile, and raise if XLA has dropped the policy's offloading."""
         compiled = traced.lower().compile()
         offloads = self.policy is not None and self.policy.offload
         if offloads and devices.backend() != "cpu":
@@ -175,11 +175,11 @@ class DecoderProgram:
         return TrainState(params, self._moments(params))
 
     def _moments(self, params: optax.Params) -> optax.OptState:
-        # In float32 even where the parameters are not.
+        # In float32 even if the parameters are not.
         return self.optimizer.init(optax.tree.cast(params, jnp.float32))
 
     def initial_state(self) -> TrainState:
-        """The weights that are trained, and their moments, where they belong."""
+        """The trained weights and their moments, with their shardings."""
         if self.streamed is not None:
             params = self.initial_params()
             return TrainState(params, self.streamed.init(params))
@@ -193,7 +193,7 @@ class DecoderProgram:
     def restored_state(
         self, checkpoints: Checkpoints, step: int
     ) -> tuple[TrainState, dict[str, Any]]:
-        """A saved state where it belongs, wherever it was; and its data's state."""
+        """A saved state with this run's shardings, and the state of its data."""
         if self.streamed is None:
             return checkpoints.restore(step, self.state_shapes)
         params = self.state_shapes.params
@@ -204,20 +204,20 @@ class DecoderProgram:
         return TrainState(params, self.streamed.recut(params, moments)), data
 
     def initial_params(self) -> optax.Params:
-        """Those that are trained, once more; the same in every process."""
+        """The initial trained weights; the same in every process."""
         return self._weights(0, self.state_shapes.params)
 
     def frozen(self) -> dict:
-        """The weights that are not trained; likewise."""
+        """The frozen weights; the same in every process."""
         return self._weights(1, self.frozen_shapes)
 
     def _weights(self, part: int, places: Any) -> Any:
-        """Of the checkpoint, if there is one; drawn as the seed says, if not."""
+        """Weights of the checkpoint, if there is one; else initialised by the seed."""
         checkpoint = self.model_config.checkpoint
         if checkpoint is None:
             return self._drawn(lambda: self._new_weights()[part], places)
         read = read_weights(checkpoint, self.model_config, like=places)
-        new = adapters_of(places)  # in no checkpoint
+        new = adapters_of(places)  # the checkpoint has none
         if not new:
             return read
         drawn = self._drawn(lambda: adapters_of(self._new_weights()[part]), new)
@@ -235,7 +235,7 @@ class DecoderProgram:
     def head_is_frozen(self) -> bool:
         """Whether the matrix of the vocabulary is not trained."""
         name = "embed" if self.model_config.tied else "head"
-        # An adapter's matrix is part of the head's.
+        # The matrices of an adapter of the head are trained as part of the head.
         return name in self.frozen_shapes and not self.model_config.lora_head
 
 
@@ -243,18 +243,20 @@ def update(
     optimizer: optax.GradientTransformation, state: TrainState, gradients: Any
 ) -> tuple[TrainState, jax.Array]:
     """One step of the optimizer, and the gradients' global norm before clipping."""
-    updates, moments = optimizer.update(gradients, state.optimizer, state.params)
-    params = optax.apply_updates(state.params, updates)
-    return TrainState(params, moments), optax.tree.norm(gradients)
+    with jax.named_scope("optimizer"):  # as profiles show it
+        updates, moments = optimizer.update(gradients, state.optimizer, state.params)
+        params = optax.apply_updates(state.params, updates)
+        norm = optax.tree.norm(gradients)
+    return TrainState(params, moments), norm
 
 
 class StreamedUpdate:
-    """`update` where the moments are on the host: (state, gradients) -> (state, norm).
+    """`update` with moments on the host: (state, gradients) -> (state, norm).
 
     Args:
-      config: of the optimizer.
-      optimizer: what follows on clipping.
-      gradients: their shapes; those given to a call are consumed.
+        config: of the optimizer.
+        optimizer: applied after clipping.
+        gradients: their shapes; those passed to a call are consumed.
     """
 
     def __init__(self, config: OptimizerConfig, optimizer: Streamed, gradients: Any):
@@ -266,14 +268,14 @@ class StreamedUpdate:
     def __call__(
         self, state: TrainState, gradients: Any
     ) -> tuple[TrainState, jax.Array]:
-        """Update; both are consumed."""
+        """Update; both arguments are consumed."""
         gradients, norm = self._clip(gradients)
         made = self._optimizer.update(state.params, gradients, state.optimizer)
         return TrainState(*made), norm
 
 
 def gradient_shapes(params: Any) -> Any:
-    """Of sums in float32, where the parameters are."""
+    """Shapes of gradient sums in float32, sharded like the parameters."""
     return jax.tree.map(
         lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32, sharding=p.sharding),
         params,
@@ -281,22 +283,22 @@ def gradient_shapes(params: Any) -> Any:
 
 
 def add_in_float32(sums: Any, terms: Any) -> Any:
-    """Leaf by leaf; sums are in float32, whatever the terms are."""
+    """Add terms of any dtype to sums in float32, leaf by leaf."""
     return jax.tree.map(lambda a, b: a + b.astype(jnp.float32), sums, terms)
 
 
 def fixed_moments(optimizer: OptimizerConfig) -> dict[str, Any]:
-    """What a resumed run's optimizer must share with the saved one's."""
+    """Optimizer settings that a resumed run must share with the saved one."""
     # Moments on the host are saved in slices.
     return {"offload": True} if optimizer.offload else {}
 
 
 def fixed_weights(optimizer: OptimizerConfig, seed: int) -> dict[str, dict[str, Any]]:
-    """What a resumed run must share with the saved one, beside model and data."""
+    """Other settings that a resumed run must share with the saved one."""
     moments = fixed_moments(optimizer)
     if optimizer.trainable is None:
         return {"optimizer": moments} if moments else {}
-    # Frozen weights are drawn anew, not saved.
+    # Frozen weights are not saved, but initialised again.
     named = moments | {"trainable": optimizer.trainable}
     return {"optimizer": named, "run": {"seed": seed}}
 
@@ -304,8 +306,15 @@ def fixed_weights(optimizer: OptimizerConfig, seed: int) -> dict[str, dict[str, 
 def with_vocabulary(model: ModelConfig, size: int) -> ModelConfig:
     """The config with a vocabulary of at least that many entries.
 
+    Args:
+        model: config of the decoder.
+        size: number of entries that the data needs.
+
+    Returns:
+        The config.
+
     Raises:
-      ValueError: it names a smaller one.
+        ValueError: the config has a smaller vocabulary.
     """
     if model.vocab_size is None:
         return dataclasses.replace(model, vocab_size=size)

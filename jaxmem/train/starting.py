@@ -1,4 +1,4 @@
-"""What a run with a checkpoint starts from, and what it leaves for others to load."""
+"""Starting a run from a checkpoint, and exporting its result."""
 
 import dataclasses
 from pathlib import Path
@@ -19,12 +19,18 @@ _Job = TypeVar("_Job", bound=ProgramConfig)
 
 
 def resolved(config: _Job) -> _Job:
-    """The job with its checkpoint's sizes, and with all but its adapters frozen.
+    """The config with its checkpoint's sizes; with adapters, other weights are frozen.
 
-    `optimizer.trainable`, where it is given, says what is trained beside adapters too.
+    If `optimizer.trainable` is given, it selects the trained weights instead.
+
+    Args:
+        config: of the job.
+
+    Returns:
+        The config.
 
     Raises:
-      ValueError: `model.checkpoint` cannot be read, or a size of `model` is another.
+        ValueError: `model.checkpoint` cannot be read, or a size of `model` differs.
     """
     changes: dict = {"model": checkpoints.with_checkpoint(config.model)}
     if config.model.lora_rank and config.optimizer.trainable is None:
@@ -36,22 +42,22 @@ def resolved(config: _Job) -> _Job:
 
 
 def load_tokenizer(config: DataConfig, model: ModelConfig) -> tokenizers.Tokenizer:
-    """The checkpoint's, or one trained on the text."""
+    """The tokenizer of the checkpoint, or one trained on the text."""
     if model.checkpoint is not None:
         return vocabulary.of_checkpoint(model.checkpoint)
     return data.load_tokenizer(config)
 
 
 def leave(directory: Path, decoder: Decoder, console: Console) -> None:
-    """Save what a run made, where it started from a checkpoint, and say where.
+    """Export a run's result for other libraries, and print where.
 
-    Adapters go to "adapter", in PEFT's layout; a whole model to "model", as a
-    checkpoint like the one it started from.
+    Adapters are saved in "adapter", in PEFT's layout; a whole model that started from a
+    checkpoint in "model", as a checkpoint of the same kind. Otherwise nothing is saved.
 
     Args:
-      directory: of the run.
-      decoder: after its last step.
-      console: where the line goes.
+        directory: of the run.
+        decoder: after its last step.
+        console: receives the line.
     """
     source = decoder.config.checkpoint
     if source is None and not decoder.config.lora_rank:

@@ -64,7 +64,7 @@ class Stop:
 
     @property
     def name(self) -> str:
-        """Of the signal: "SIGTERM" or "SIGINT"."""
+        """The name of the signal: "SIGTERM" or "SIGINT"."""
         return signal.Signals(self.signal).name
 
     @contextlib.contextmanager
