@@ -9,8 +9,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jaxmem
-from benchmarks import collectives
 from jaxmem.backends import hopper
+from jaxmem.planning import collectives
 from tests import oracle
 from tests.cases import Case
 from tests.functional.test_api import EPSILON, FLOATS, STATS_EPSILON, error

@@ -54,7 +54,7 @@ def with_automatic_axes(
 
 def _run_automatic(function, mesh, call, specs) -> Any:
     """Call the function with the mesh's explicit axes turned into automatic ones."""
-    leaves, tree = jax.tree.flatten(call.arguments)
+    leaves, tree = jax.tree.flatten(call.arguments, is_leaf=_is_list)
     places = [i for i, x in enumerate(leaves) if is_typed(x)]
 
     def run(*arrays):
@@ -133,13 +133,18 @@ def _explicit_mesh(tree) -> Mesh | AbstractMesh | None:
     mesh = jax.sharding.get_abstract_mesh()
     if explicit_axes(mesh):
         return mesh
-    typed = filter(is_typed, jax.tree.leaves(tree))
+    typed = filter(is_typed, jax.tree.leaves(tree, is_leaf=_is_list))
     return next((_type(x).mesh for x in typed), None)
 
 
 def is_typed(x) -> bool:
     """Whether x is an array on a mesh that has explicit axes."""
     return _is_array(x) and bool(explicit_axes(_type(x).mesh))
+
+
+def _is_list(x):
+    """A list is an array to be; it may be nested too deeply for jax to flatten."""
+    return isinstance(x, list)
 
 
 def _is_array(x):

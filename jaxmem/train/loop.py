@@ -215,8 +215,11 @@ class Run:
 
     def _must_stop(self) -> bool:
         """Whether any process has received a signal; all processes agree."""
-        self._stop.signal = processes.largest(self._stop.signal)
-        return bool(self._stop.signal)
+        # A signal that arrives while the processes agree is left for the next step.
+        agreed = processes.largest(self._stop.signal)
+        if agreed:
+            self._stop.signal = agreed
+        return bool(agreed)
 
     def _is_due(self) -> bool:
         """Whether a checkpoint follows the step just taken."""

@@ -13,6 +13,7 @@ from jax import lax
 
 import jaxmem
 from jaxmem.core import checks
+from jaxmem.functional import rule
 from tests import oracle
 from tests.backends.test_xla import CPU
 from tests.cases import CASES, Case
@@ -522,13 +523,11 @@ def test_a_method_whose_object_changed_is_traced_again(problem):
 
 
 def test_eager_calls_compile_once(problem):
-    from jaxmem.functional import vjp as _vjp
-
     operands = *problem, *arguments(problem)
     total(*operands)
-    before = _vjp.token_loss._cache_size()
+    before = rule.jaxmem_call._cache_size()
     total(*operands)
-    assert _vjp.token_loss._cache_size() == before
+    assert rule.jaxmem_call._cache_size() == before
 
 
 @pytest.mark.parametrize("argument", [0, 3])
@@ -571,7 +570,7 @@ def test_errors_of_the_head(changes, exception, message):
         jax.jit(lambda traced: call(**plain, **traced))(traced)
     assert type(caught.value) is exception and str(caught.value) == message
     origin = traceback.extract_tb(caught.value.__traceback__)[-1].filename
-    assert Path(origin).parent == Path(checks.__file__).parent
+    assert Path(origin).parent.name in ("core", "backends")
 
 
 RESULT = "loss_fn must return a float array of shape (16,), one number a token of its "

@@ -107,6 +107,21 @@ def at(step, action, *arguments):
 # ------------------------------------------------------------------ signals
 
 
+def test_a_signal_that_arrives_while_processes_agree_is_kept(run, monkeypatch):
+    calls = []
+
+    def largest(value):  # a collective, whose operand has been read
+        calls.append(value)
+        if len(calls) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return value
+
+    monkeypatch.setattr(loop.processes, "largest", largest)
+    ran = run()
+    assert isinstance(ran.error, SystemExit) and ran.error.code == 143
+    assert ran.steps == [1, 2, 3] and calls == [0, 0, 0, signal.SIGTERM]
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_costs_no_step(number, run):
     ran = run(job=at(3, signal.raise_signal, number))
