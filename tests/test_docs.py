@@ -1,10 +1,13 @@
 """What the documentation says is executed, parsed, or looked up where it came from."""
 
+import ast
 import csv
 import doctest
+import functools
 import importlib
 import inspect
 import io
+import json
 import pkgutil
 import re
 import shlex
@@ -18,8 +21,16 @@ import pytest
 import jaxmem
 from jaxmem import cli
 
+# Examples are tiny: nearly all of their time is compilation.
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("benchmarks/*.md"))]
+DOCUMENTS = [
+    path
+    for pattern in ("*.md", "benchmarks/*.md", "docs/**/*.md")
+    for path in sorted(ROOT.glob(pattern))
+]
+README_BYTES = 7 * 1024
 
 
 def _modules():
@@ -168,7 +179,7 @@ def check_command(words):
 
 def _check_jaxmem(arguments):
     try:
-        parsed = cli._parser().parse_args(arguments)
+        parsed = cli._parse(arguments)
     except SystemExit as stopped:  # --help and --version exit with 0
         assert stopped.code == 0, f"jaxmem {shlex.join(arguments)} does not parse"
         return
@@ -293,11 +304,187 @@ def _rounds_to(value, shown):
     return float(rounded) == float(shown)
 
 
+@functools.cache
+def _records(source):
+    with (ROOT / source).open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
 def test_tables_quote_their_records(document):
     for table in tables(document.read_text("utf-8")):
-        with (ROOT / table.source).open(encoding="utf-8", newline="") as file:
-            check_table(table, list(csv.DictReader(file)))
+        check_table(table, _records(table.source))
+
+
+# --------------------------------------------------- numbers outside such tables
+
+INLINE = re.compile(
+    r'<!-- (\S+\.csv)((?: \w+=(?:"[^"]*"|[^\s":]+))+): (\w+(?: \w+)*) -->'
+)
+
+
+class Quote(NamedTuple):
+    """Numbers in front of `<!-- PATH.csv KEY=VALUE ...: COLUMN ... -->`.
+
+    They are the last ones of their paragraph or cell, as many as there are columns.
+    """
+
+    source: str
+    keys: dict[str, str]
+    columns: list[str]
+    numbers: list[str]
+
+
+def quotes(text):
+    """The numbers with a source of their own, in order."""
+    text = _without_blocks(text)
+    begun = len(re.findall(r"<!-- \S+\.csv", text))
+    found = list(INLINE.finditer(text))
+    assert begun == len(found), "expected <!-- PATH.csv KEY=VALUE ...: COLUMN ... -->"
+    for match in found:
+        before = re.split(r"-->|\||\n\s*\n", text[: match.start()])[-1]
+        numbers, columns = NUMBER.findall(before), match[3].split()
+        assert len(numbers) >= len(columns), f"no number before {match[0]}"
+        keys = dict(pair.split("=", 1) for pair in shlex.split(match[2]))
+        yield Quote(match[1], keys, columns, numbers[-len(columns) :])
+
+
+def check_quote(quote, records):
+    """Raises unless all numbers are one record's that agrees with the keys."""
+    unknown = {*quote.keys, *quote.columns} - {*records[0]}
+    assert not unknown, f"{quote.source} has no columns {sorted(unknown)}"
+    agreeing = [
+        r for r in records if all(_same(v, r[name]) for name, v in quote.keys.items())
+    ]
+    assert agreeing, f"no record has {quote.keys}"
+    shown = [*zip(quote.columns, quote.numbers, strict=True)]
+    assert any(all(_rounds_to(r[name], n) for name, n in shown) for r in agreeing), (
+        f"no record of {quote.keys} has {shown}"
+    )
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
+def test_numbers_quote_their_records(document):
+    for quote in quotes(document.read_text("utf-8")):
+        check_quote(quote, _records(quote.source))
+
+
+# --------------------------------------------------------- links and completeness
+
+
+def _without_blocks(text):
+    return re.sub(r"^ *```.*?^ *```[ ]*$", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(text):
+    """Of the headings, as GitHub and MyST make them."""
+    headings = re.findall(r"^#+ (.+)$", _without_blocks(text), re.MULTILINE)
+    return {
+        re.sub(r"[^\w -]", "", h.lower()).strip().replace(" ", "-") for h in headings
+    }
+
+
+def check_links(document, text):
+    """Raises for a link or an image that leads nowhere in this repository."""
+    for target in re.findall(r"\]\(([^)\s]+)\)", _without_blocks(text)):
+        if re.match(r"https?://", target):
+            continue
+        name, _, anchor = target.partition("#")
+        path = document.parent / name if name else document
+        assert path.exists(), f"{target} does not exist"
+        if anchor:
+            there = path.read_text("utf-8") if name else text
+            assert anchor in anchors(there), f"{target}: no such heading"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_resolve(document):
+    check_links(document, document.read_text("utf-8"))
+
+
+STORIES = sorted((ROOT / "docs" / "stories").glob("*.ipynb"))
+
+
+@pytest.mark.parametrize("story", STORIES, ids=lambda p: p.stem)
+def test_stories_are_saved_with_outputs(story):
+    cells = json.loads(story.read_text("utf-8"))["cells"]
+    check_links(
+        story, "".join("".join(c["source"]) for c in cells if "outputs" not in c)
+    )
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert all(cell["execution_count"] for cell in code)
+    kinds = {output["output_type"] for cell in code for output in cell["outputs"]}
+    assert "error" not in kinds and "display_data" in kinds
+
+
+def test_readme_is_one_screen_or_two():
+    assert len((ROOT / "README.md").read_bytes()) <= README_BYTES
+
+
+def _reference(name):
+    return (ROOT / "docs" / "reference" / name).read_text("utf-8")
+
+
+def test_every_section_is_in_the_reference():
+    from jaxmem.train import config
+
+    listed = re.findall(r"^```{gin-keys} (\w+)$", _reference("config.md"), re.MULTILINE)
+    assert listed == [*config._SECTIONS]
+
+
+PRIVATE = {"backends", "cli", "core", "doctor", "functional", "kernels", "timing"}
+PRIVATE |= {"bench"}  # behind the command line
+
+
+def test_every_package_is_in_the_reference():
+    public = {
+        info.name
+        for info in pkgutil.iter_modules(jaxmem.__path__)
+        if not info.name.startswith("_") and info.name not in PRIVATE
+    }
+    pages = {path.stem for path in (ROOT / "docs" / "reference").glob("*.md")}
+    assert pages == public | {"jaxmem", "cli", "config"}
+    index = (ROOT / "docs" / "index.md").read_text("utf-8")
+    assert {f"reference/{page}" for page in pages} <= {*index.split()}
+
+
+def test_every_page_is_in_the_index():
+    docs = ROOT / "docs"
+    pages = [*docs.rglob("*.md"), *docs.rglob("*.ipynb")]
+    names = {path.relative_to(docs).with_suffix("").as_posix() for path in pages}
+    index = (docs / "index.md").read_text("utf-8")
+    assert names - {"index"} <= {*index.split()}, "add it to a toctree"
+
+
+def _literals():
+    """The strings of the package's code, where formatted values are left out."""
+    for path in sorted((ROOT / "jaxmem").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                parts = (
+                    v.value if isinstance(v, ast.Constant) else "{}"
+                    for v in node.values
+                )
+                yield "".join(map(str, parts))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+def test_messages_of_the_troubleshooting_page_exist():
+    text = (ROOT / "docs" / "troubleshooting.md").read_text("utf-8")
+    headings = re.findall(r"^### (`.+)$", text, re.MULTILINE)
+    assert len(headings) > 20
+    written = "\n".join(_literals())
+    missing = [
+        part
+        for heading in headings
+        for part in re.findall(r"`([^`]+)`", heading)
+        if part not in written and part not in ELSEWHERE
+    ]
+    assert not missing
+
+
+ELSEWHERE = {"No space left on device", "forward-mode autodiff"}  # the system's, jax's
 
 
 # ------------------------------------------------- these checks catch what they must
@@ -399,6 +586,39 @@ def test_a_wrong_number_is_caught(columns, table, complaint):
     else:
         with pytest.raises(AssertionError, match=re.escape(complaint)):
             check()
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("| x | 1.23 s <!-- x.csv path=jaxmem tokens=8192: seconds --> |", None),
+        ("For 8 tokens\n1.3 s and 1,024 <!-- x.csv path=dense: seconds mib -->", None),
+        ("| 1.3 | fast <!-- x.csv path=dense: seconds --> |", "no number before"),
+        ("1.3 s\n\nIt <!-- x.csv path=dense: seconds -->", "no number before"),
+        ("12.06 s <!-- x.csv path=jaxmem: seconds -->", "('seconds', '12.06')"),
+        ("1.23 s, 0.5 <!-- x.csv path=jaxmem: seconds mib -->", "'0.5')]"),
+        ("1.3 s <!-- x.csv path=eager: seconds -->", "no record has {'path'"),
+        ("1.3 s <!-- x.csv paths=dense: seconds -->", "no columns ['paths']"),
+        ("1.3 s <!-- x.csv: seconds -->", "expected <!--"),
+    ],
+)
+def test_a_wrong_number_in_a_sentence_is_caught(text, complaint):
+    if complaint is None:
+        (quote,) = quotes(text)
+        check_quote(quote, RECORDS)
+    else:
+        with pytest.raises(AssertionError, match=re.escape(complaint)):
+            for quote in quotes(text):
+                check_quote(quote, RECORDS)
+
+
+@pytest.mark.parametrize("link", ["[x](nowhere.md)", "![x](a.png)", "[x](#else)"])
+def test_a_wrong_link_is_caught(link):
+    document = ROOT / "docs" / "index.md"
+    text = "# The title, of `it`\n\n[here](#the-title-of-it) [up](../README.md)\n"
+    check_links(document, f"{text}```text\n[x](y)\n```\n")
+    with pytest.raises(AssertionError, match="does not exist|no such heading"):
+        check_links(document, text + link)
 
 
 def test_a_mistyped_source_is_caught():

@@ -1,0 +1,53 @@
+"""Docstrings to reStructuredText: equations and examples keep their lines."""
+
+import inspect
+import re
+
+
+def as_literal_blocks(app, what, name, obj, options, lines):
+    """Mark indented paragraphs outside of sections as literal blocks.
+
+    An equation or example in a docstring is a paragraph indented by four, under a
+    paragraph that is not. Sections ("Args:") are left to napoleon, which runs later.
+    """
+    made: list[str] = []
+    in_section = in_literal = False
+    for i, line in enumerate(lines):
+        if line and not line.startswith(" "):
+            in_section, in_literal = bool(_SECTION.match(line)), False
+        starts = line.startswith("    ") and i > 0 and not lines[i - 1].strip()
+        before = next((x for x in reversed(made) if x.strip()), "")
+        if starts and not in_section and before and not before.startswith(" "):
+            made += ["::", ""]
+            in_literal = True
+        made.append(line if in_literal else _escaped(line))
+    lines[:] = made
+
+
+def _escaped(line: str) -> str:
+    """Without what Python writes and reStructuredText takes for markup."""
+    parts = line.split("`")
+    parts[::2] = [re.sub(r"(?<!\*)\*(?=\w)", r"\\*", part) for part in parts[::2]]
+    return re.sub(r"`(?=s\b)", r"`\\ ", "`".join(parts))  # plurals: `name`s
+
+
+_SECTION = re.compile(
+    r"(Args|Attributes|Returns|Yields|Raises|References?|Memory|Communication|Example)"
+    r":\s*$"
+)
+
+
+def constructor_signature(app, what, name, obj, options, signature, returns):
+    """The arguments of `__init__` where a metaclass takes any, as Flax's does."""
+    if what != "class" or signature != "(*args, **kwargs)":
+        return None
+    _, *parameters = inspect.signature(obj.__init__).parameters.values()
+    bare = [each.replace(annotation=inspect.Parameter.empty) for each in parameters]
+    return str(inspect.Signature(bare)), returns
+
+
+def setup(app):
+    """Run before napoleon, which parses the sections."""
+    app.connect("autodoc-process-signature", constructor_signature)
+    app.connect("autodoc-process-docstring", as_literal_blocks, priority=400)
+    return {"parallel_read_safe": True}

@@ -1,0 +1,49 @@
+"""Configuration of the documentation: `sphinx-build -W docs build/docs`."""
+
+import sys
+from pathlib import Path
+
+from jaxmem._version import __version__
+
+sys.path.insert(0, str(Path(__file__).parent / "_extensions"))
+
+project = "jaxmem"
+author = "the jaxmem authors"
+version = release = __version__
+
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.mathjax",
+    "sphinx.ext.napoleon",
+    "sphinx_argparse_cli",
+    "sphinx_copybutton",
+    "docstrings",
+    "gin_keys",
+]
+exclude_patterns = ["_extensions"]
+
+# Pages
+myst_enable_extensions = ["dollarmath"]
+myst_heading_anchors = 3
+nb_execution_mode = "cache"
+nb_execution_raise_on_error = True
+nb_execution_timeout = 300
+
+# Docstrings: single backticks are links where there is something to link to.
+default_role = "py:obj"
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"
+napoleon_custom_sections = [("Memory", "Memory"), ("Communication", "Communication")]
+napoleon_use_rtype = False
+napoleon_use_ivar = True
+copybutton_prompt_text = ">>> |\\.\\.\\. |\\$ "
+copybutton_prompt_is_regexp = True
+
+# Theme: that of jax, flax and optax.
+html_theme = "sphinx_book_theme"
+html_title = "jaxmem"
+html_static_path = ["_static"]
+html_css_files = ["jaxmem.css"]
+html_context = {"default_mode": "auto"}
+html_theme_options = {"show_toc_level": 2, "use_download_button": False}
