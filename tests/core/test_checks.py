@@ -419,6 +419,31 @@ ERRORS = [
         TypeError,
         f"frozen_head must be True or False, got {TRACED}",
     ),
+    # gradient_samples and key
+    (
+        {"gradient_samples": 0},
+        ValueError,
+        "gradient_samples must be an integer from 1 to 4, less than the vocabulary, or "
+        "None for the exact gradient, got 0",
+    ),
+    (
+        {"gradient_samples": 5},
+        ValueError,
+        "gradient_samples must be an integer from 1 to 4, less than the vocabulary, or "
+        "None for the exact gradient, got 5",
+    ),
+    (
+        {"gradient_samples": 2},
+        ValueError,
+        "key must be given with gradient_samples=2, such as "
+        "jax.random.fold_in(jax.random.key(seed), step)",
+    ),
+    (
+        {"key": 3},
+        ValueError,
+        "key must not be given without gradient_samples: the exact gradient draws no "
+        "random numbers",
+    ),
     # residual_bytes
     (
         {"residual_bytes": "some"},
