@@ -16,6 +16,7 @@ from rich.console import Console
 
 from jaxmem.core import processes
 from jaxmem.data import documents as data, streams
+from jaxmem.data.chat import Templates
 from jaxmem.data.documents import Batch
 from jaxmem.models.decoder import Decoder, HeadConfig, head_loss
 from jaxmem.models.partitioning import as_stored
@@ -327,8 +328,9 @@ def train(
         program.choose_policy(lambda: program.trace_step(config.head), console)
         compiled, frozen = program.compile_step(config.head), program.frozen()
         rows = program.layout.own_rows(config.data.batch_size)
-        batches = streams.batches(config.data, tokenizer, rows)
-        held_out = _held_out(config.data, tokenizer)
+        template = starting.load_template(config.data, config.model, tokenizer)
+        batches = streams.batches(config.data, tokenizer, rows, template)
+        held_out = _held_out(config.data, tokenizer, template)
         texts = {"tokenizer.json": tokenizer.to_str(), "operative.gin": operative_text}
         state = run.take_steps(_Job(program, compiled, frozen, batches), texts)
         starting.leave(run.out_dir, program.model(state.params, frozen), console)
@@ -345,12 +347,16 @@ def train(
 
 
 def _held_out(
-    config: data.DataConfig, tokenizer: tokenizers.Tokenizer
+    config: data.DataConfig,
+    tokenizer: tokenizers.Tokenizer,
+    template: Templates | None,
 ) -> data.BatchIterator | None:
     """What is scored at the end; asked for at the start, for what may be wrong."""
     if not config.held_out:
         return None
-    return data.batches(config, tokenizer, split="evaluation", epochs=1)
+    return data.batches(
+        config, tokenizer, split="evaluation", epochs=1, template=template
+    )
 
 
 def _micro_batches(batches: Iterator[Batch], count: int) -> Batch:
