@@ -51,8 +51,8 @@ MISTRAL = (
 )
 PHI3 = (
     "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] }}"
-    "{{ '<|end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}"
-    "{{ eos_token }}{% endif %}"
+    "{{ '<|end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"
 )
 ZEPHYR = (
     "{% for m in messages %}\n{% if m['role'] == 'user' %}\n{{ '<|user|>\n' + "
@@ -72,13 +72,15 @@ QWEN3 = (
 )
 COMMAND = (
     "{{ bos_token }}{% for m in messages %}"
-    "{% if not loop.first and m.content is none %}{% continue %}{% endif %}{{ '<|turn|>' }}{{ {'user': 'USER', 'assistant': 'BOT'}"
+    "{% if not loop.first and m.content is none %}{% continue %}{% endif %}"
+    "{{ '<|turn|>' }}{{ {'user': 'USER', 'assistant': 'BOT'}"
     "[m.role] | tojson }}{{ m.content.strip() + '<|/turn|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|turn|>\"BOT\"' }}{% endif %}"
 )
 SMOLLM3 = (
     "{% for m in messages %}{% if m.role == 'assistant' %}"
-    "{{ '<|im_start|>assistant\n' }}{% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
+    "{{ '<|im_start|>assistant\n' }}"
+    "{% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
     "{% else %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
     "{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
