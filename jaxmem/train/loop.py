@@ -13,6 +13,7 @@ from rich.console import Console
 
 from jaxmem.core import processes
 from jaxmem.core.fields import check_field
+from jaxmem.data.rewards import RewardError
 from jaxmem.train import files, locks, metrics
 from jaxmem.train.checkpoint import (
     Checkpoints,
@@ -20,13 +21,14 @@ from jaxmem.train.checkpoint import (
     differences,
     set_aside_damaged,
 )
+from jaxmem.train.evaluation import Best, EvalConfig, Evaluated
 from jaxmem.train.history import MetricsWriter, read_history
-from jaxmem.train.metrics import PolicyMetrics, StepMetrics
+from jaxmem.train.metrics import PolicyMetrics, PreferenceMetrics, StepMetrics
 from jaxmem.train.program import TrainState
 from jaxmem.train.stopping import Stop
 
 _CHANGEABLE = "changeable"  # key in the saved settings
-_Metrics = TypeVar("_Metrics", StepMetrics, PolicyMetrics)
+_Metrics = TypeVar("_Metrics", StepMetrics, PolicyMetrics, PreferenceMetrics)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +74,10 @@ class Job(Protocol):
         self, number: int, state: TrainState
     ) -> tuple[TrainState, metrics.AnyMetrics]:
         """Take the step of that number, from 1; the state given is consumed."""
+        ...
+
+    def evaluate(self, state: TrainState, taken: Any) -> Evaluated | None:
+        """Score what is held out; None where nothing is."""
         ...
 
     def get_state(self) -> dict[str, Any]:
@@ -128,8 +134,10 @@ class Run:
         console: Console,
         checkpoints: Checkpoints,
         stop: Stop,
+        evaluation: EvalConfig | None = None,
     ):
         self._config, self._settings, self._stop = config, settings, stop
+        self._evaluation = evaluation or EvalConfig()
         self._console, self._checkpoints = console, checkpoints
         self.out_dir = Path(config.out_dir).expanduser()
         self.done = self.saved = self.taken = checkpoints.latest() or 0
@@ -189,8 +197,7 @@ class Run:
             ) as report,
         ):
             while not (stopped := self._must_stop()) and self.taken < run.steps:
-                state, taken = job.step(self.taken + 1, state)
-                _check_finite(taken)
+                state, taken = self._step(job, state, writer)
                 self.taken += 1
                 if writer is not None:
                     writer.write(taken)
@@ -202,6 +209,34 @@ class Run:
         if stopped:
             self._stop.raise_if_requested()
         return state
+
+    def _step(
+        self, job: Job, state: TrainState, writer: MetricsWriter | None
+    ) -> tuple[TrainState, metrics.AnyMetrics]:
+        """Take a step, and evaluate it if it is due."""
+        number, config = self.taken + 1, self._config
+        try:
+            state, taken = job.step(number, state)
+        except RewardError:
+            # A rollout leaves the state as the last step made it.
+            if config.checkpoint_every and self.saved < self.taken:
+                self._save(job, state, writer)
+            raise
+        _check_finite(taken)
+        if not self._evaluation.is_due(number, config.steps):
+            return state, taken
+        evaluated = job.evaluate(state, taken)
+        if evaluated is None:
+            return state, taken
+        if self._evaluation.keep_best:
+
+            def save(where: Checkpoints, more: Mapping) -> None:
+                where.save(
+                    number, state, job.get_state(), {**self._saved_settings, **more}
+                )
+
+            Best(self.out_dir / "best").offer(number, evaluated.cost, save)
+        return state, evaluated.metrics
 
     def _first_state(self, job: Job) -> TrainState:
         if not self.done:
@@ -226,9 +261,12 @@ class Run:
         # Before the checkpoint: a restored step has always been written, if it could.
         if writer is not None:
             writer.flush()
-        config = {**self._settings.fixed, _CHANGEABLE: self._settings.changeable}
-        self._checkpoints.save(self.taken, state, job.get_state(), config)
+        self._checkpoints.save(self.taken, state, job.get_state(), self._saved_settings)
         self.saved = self.taken
+
+    @property
+    def _saved_settings(self) -> dict[str, Any]:
+        return {**self._settings.fixed, _CHANGEABLE: self._settings.changeable}
 
     @contextlib.contextmanager
     def _writer(self) -> Iterator[MetricsWriter | None]:
@@ -261,7 +299,12 @@ class Run:
 
 
 @contextlib.contextmanager
-def open_run(config: RunConfig, settings: Settings, console: Console) -> Iterator[Run]:
+def open_run(
+    config: RunConfig,
+    settings: Settings,
+    console: Console,
+    evaluation: EvalConfig | None = None,
+) -> Iterator[Run]:
     """Open the run in `config.out_dir`, old or new, for this process alone.
 
     If checkpoints are there, `Run.take_steps` continues from the newest that can be
@@ -274,6 +317,7 @@ def open_run(config: RunConfig, settings: Settings, console: Console) -> Iterato
         config: of the run.
         settings: to be compared with those of the saved run.
         console: where progress goes.
+        evaluation: when steps are evaluated.
 
     Raises:
         ValueError: a fixed setting differs from the saved run's, or another process
@@ -293,7 +337,7 @@ def open_run(config: RunConfig, settings: Settings, console: Console) -> Iterato
             for line in set_aside_damaged(out_dir / "checkpoints"):
                 log(line)
             with Checkpoints(out_dir / "checkpoints", config.keep) as checkpoints:
-                run = Run(config, settings, console, checkpoints, stop)
+                run = Run(config, settings, console, checkpoints, stop, evaluation)
                 yield run
         finally:
             if stop.signal:

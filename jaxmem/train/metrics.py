@@ -28,11 +28,15 @@ class StepMetrics(NamedTuple):
     learning_rate: float
     seconds: float  # wall time: reading data, the step, reading the loss back
     mfu: float | None = None  # model FLOPs utilisation; None on an unknown device
+    held_out_loss: float | None = None  # nats per token; None where not evaluated
+    held_out_perplexity: float | None = None  # e to the power of it
 
     @property
     def line(self) -> str:
         """What the progress report says of the step."""
         mfu = "" if self.mfu is None else f"  MFU {self.mfu:.1%}"
+        if self.held_out_loss is not None:
+            mfu += f"  held out {self.held_out_loss:.4f}"
         return f"loss {self.loss:.4f}  {self.tokens_per_second:,.0f} tokens/s{mfu}"
 
 
@@ -44,7 +48,7 @@ class PolicyMetrics(NamedTuple):
 
     step: int  # rollouts done, this one included
     reward: float  # mean over the samples
-    accuracy: float  # share of samples that are the answer
+    accuracy: float  # share of samples whose (first) reward is 1 or more
     degenerate: float  # share of groups whose rewards are all equal
     loss: float  # what is minimised, mean over the updates
     kl: float | None  # to the initial weights, k3; None without them
@@ -64,17 +68,57 @@ class PolicyMetrics(NamedTuple):
     update_seconds: float
     seconds: float  # all of them
     peak_gib: float | None  # on the device since the start; None where it cannot tell
+    rewards: dict[str, float] | None = None  # mean by function, where there are several
+    held_out_reward: float | None = None  # at temperature 0; None where not evaluated
+    held_out_accuracy: float | None = None  # likewise
 
     @property
     def line(self) -> str:
         """What the progress report says of the step."""
+        held_out = ""
+        if self.held_out_reward is not None:
+            held_out = f"  held out {self.held_out_reward:.3f}"
         return (
             f"reward {self.reward:.3f}  entropy {self.entropy:.3f}  "
-            f"{self.tokens_per_second:,.0f} tokens/s"
+            f"{self.tokens_per_second:,.0f} tokens/s{held_out}"
         )
 
 
-AnyMetrics = StepMetrics | PolicyMetrics
+class PreferenceMetrics(NamedTuple):
+    """The numbers of one step on pairs of answers; one line of metrics.jsonl.
+
+    An answer's reward is beta (ln p - ln p of the reference), as DPO defines it.
+    """
+
+    step: int  # steps done, this one included
+    loss: float  # mean over the pairs
+    margin: float  # reward of the chosen answer less the rejected one's, mean
+    accuracy: float  # share of pairs whose margin is above 0
+    chosen_reward: float  # mean
+    rejected_reward: float  # mean
+    pairs: int
+    tokens: int  # of answers, that count
+    tokens_per_second: float
+    grad_norm: float  # global, before clipping
+    learning_rate: float
+    seconds: float  # wall time: reading data, the step, reading the loss back
+    held_out_loss: float | None = None  # None where not evaluated
+    held_out_margin: float | None = None
+    held_out_accuracy: float | None = None
+
+    @property
+    def line(self) -> str:
+        """What the progress report says of the step."""
+        held_out = ""
+        if self.held_out_loss is not None:
+            held_out = f"  held out {self.held_out_loss:.4f}"
+        return (
+            f"loss {self.loss:.4f}  margin {self.margin:.3f}  accuracy "
+            f"{self.accuracy:.2f}  {self.tokens_per_second:,.0f} tokens/s{held_out}"
+        )
+
+
+AnyMetrics = StepMetrics | PolicyMetrics | PreferenceMetrics
 
 
 def tokens_per_second(history: Sequence[AnyMetrics]) -> float:

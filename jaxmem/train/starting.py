@@ -50,12 +50,16 @@ def load_template(
     """The checkpoint's chat template, read at its first use; None without one."""
     if model.checkpoint is None:
         return None
+    return template_of(model.checkpoint, config.chat_template, tokenizer)
+
+
+def template_of(
+    checkpoint: str, path: str | None, tokenizer: tokenizers.Tokenizer
+) -> Templates:
+    """Likewise of a checkpoint's directory, or of the template's own path."""
     added = tokenizer.get_added_tokens_decoder().values()
     special = [token.content for token in added if token.special]
-    read = functools.partial(
-        read_template, model.checkpoint, config.chat_template, special
-    )
-    return functools.cache(read)
+    return functools.cache(functools.partial(read_template, checkpoint, path, special))
 
 
 def leave(directory: Path, decoder: Decoder, console: Console) -> None:

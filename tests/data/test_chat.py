@@ -52,7 +52,8 @@ MISTRAL = (
 PHI3 = (
     "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] }}"
     "{{ '<|end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}"
+    "{{ eos_token }}{% endif %}"
 )
 ZEPHYR = (
     "{% for m in messages %}\n{% if m['role'] == 'user' %}\n{{ '<|user|>\n' + "

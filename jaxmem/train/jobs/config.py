@@ -7,6 +7,7 @@ from jaxmem.data.tasks import TaskConfig
 from jaxmem.models.decoder import HeadConfig, ModelConfig
 from jaxmem.models.partitioning import MeshConfig
 from jaxmem.models.sampling import SamplingConfig
+from jaxmem.train.evaluation import EvalConfig
 from jaxmem.train.jobs.policy import GrpoConfig
 from jaxmem.train.loop import RunConfig
 from jaxmem.train.memory import RematConfig
@@ -24,6 +25,7 @@ class Config:
     run: RunConfig
     mesh: MeshConfig = MeshConfig()
     remat: RematConfig = RematConfig()
+    eval: EvalConfig = EvalConfig()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,11 +41,18 @@ class GrpoJobConfig:
     run: RunConfig
     mesh: MeshConfig = MeshConfig()
     remat: RematConfig = RematConfig()
+    eval: EvalConfig = EvalConfig()
 
     def __post_init__(self):
         """Refuse what fits no other section, by the names of both."""
         slots, answer = self.sampling.max_new_tokens, self.task.answer_length
-        if self.task.answer == "last_digit" and slots != 1:
+        if not self.task.is_arithmetic and self.model.checkpoint is None:
+            raise ValueError(
+                f"task.source={self.task.source!r} needs model.checkpoint, a directory "
+                "with a tokenizer"
+            )
+        ends_at_once = self.task.is_arithmetic and self.task.answer == "last_digit"
+        if ends_at_once and slots != 1:
             raise ValueError(
                 f"sampling.max_new_tokens={slots} must be 1 for task.answer="
                 "'last_digit': nothing follows it"

@@ -504,6 +504,7 @@ PROGRAM = textwrap.dedent(
     from jaxmem.train.config import Config
     from jaxmem.data.documents import DataConfig
     from jaxmem.models.decoder import HeadConfig, ModelConfig
+    from jaxmem.train.evaluation import EvalConfig
     from jaxmem.train.memory import RematConfig
     from jaxmem.models.partitioning import MeshConfig
     from jaxmem.train.jobs.sft import OptimizerConfig, RunConfig
