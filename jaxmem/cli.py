@@ -308,7 +308,7 @@ def _train(arguments: argparse.Namespace) -> int:
     try:
         from jaxmem.core import processes
         from jaxmem.train import config as configuration
-        from jaxmem.train.jobs import grpo, sft
+        from jaxmem.train.jobs import dpo, grpo, sft
     except ModuleNotFoundError as error:
         raise _missing(error, "training", "train") from error
     config, operative_text = configuration.load(path, arguments.overrides)
@@ -320,6 +320,8 @@ def _train(arguments: argparse.Namespace) -> int:
         print(operative_text, flush=True)
     if isinstance(config, configuration.Config):
         sft.train(config, operative_text)
+    elif isinstance(config, configuration.DpoJobConfig):
+        dpo.train(config, operative_text)
     else:
         grpo.train(config, operative_text)
     return 0

@@ -294,7 +294,7 @@ def _pieces(
 ) -> Iterator[dict[str, np.ndarray]]:
     """Yield each document, whole if it fits in a row, else in rows and a rest."""
     for start in range(0, len(documents), _DOCUMENTS_AT_ONCE):
-        for tokens, labels in _encode(
+        for tokens, labels in encode_documents(
             documents[start : start + _DOCUMENTS_AT_ONCE], tokenizer
         ):
             for cut in range(0, len(tokens), length):
@@ -302,7 +302,7 @@ def _pieces(
                 yield {"tokens": tokens[piece], "labels": labels[piece]}
 
 
-def _encode(
+def encode_documents(
     documents: Sequence[Document], tokenizer: tokenizers.Tokenizer
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield `<bos> prompt text <eos>` and, for each token, the next one or -1.

@@ -66,7 +66,12 @@ def run(request: Request) -> int:
 def load(path: Path, overrides: Sequence[str]) -> AnyConfig:
     """A gin file's job, or for a checkpoint's directory what `jaxmem score` runs."""
     if not path.is_dir():
-        return configuration.load(path, overrides)[0]
+        config = configuration.load(path, overrides)[0]
+        if isinstance(config, configuration.DpoJobConfig):
+            raise ValueError(
+                "jaxmem plan knows the jobs 'sft' and 'grpo', got run.job='dpo'"
+            )
+        return config
     fields = {field.name for field in dataclasses.fields(ScoreConfig)}
     options: dict[str, Any] = {}
     for override in overrides:

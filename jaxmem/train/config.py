@@ -22,16 +22,22 @@ from gin import config as gin_config, config_parser
 from jaxmem import _shipped
 from jaxmem.core import messages
 from jaxmem.core.fields import accepts, describe, problem_of
-from jaxmem.train.jobs.config import Config as Config, GrpoJobConfig as GrpoJobConfig
+from jaxmem.train.jobs.config import (
+    Config as Config,
+    DpoJobConfig as DpoJobConfig,
+    GrpoJobConfig as GrpoJobConfig,
+)
 
 
 class ConfigError(ValueError):
     """A configuration that cannot be used; the message says where and why."""
 
 
-_JOBS: dict[str, type[Config] | type[GrpoJobConfig]] = {
+JobConfig = Config | GrpoJobConfig | DpoJobConfig
+_JOBS: dict[str, type[Config] | type[GrpoJobConfig] | type[DpoJobConfig]] = {
     "sft": Config,
     "grpo": GrpoJobConfig,
+    "dpo": DpoJobConfig,
 }
 _SECTIONS: dict[str, type] = {
     section: dataclass
@@ -59,7 +65,7 @@ class _Binding(NamedTuple):
 
 def load(
     path: str | os.PathLike[str], overrides: Sequence[str] = ()
-) -> tuple[Config | GrpoJobConfig, str]:
+) -> tuple[JobConfig, str]:
     """Read a gin file, then the overrides.
 
     Gin's configuration, which the whole process shares, is empty afterwards.
@@ -297,7 +303,7 @@ def _fields(section: str) -> list[str]:
     return [field.name for field in dataclasses.fields(_SECTIONS[section])]
 
 
-def _build_job(places: dict[str, str]) -> Config | GrpoJobConfig:
+def _build_job(places: dict[str, str]) -> JobConfig:
     """Build every section of the job, and refuse keys of another one's."""
     run = _build("run", places)
     job = _JOBS[run.job]

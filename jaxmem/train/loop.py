@@ -27,6 +27,7 @@ from jaxmem.train.metrics import PolicyMetrics, PreferenceMetrics, StepMetrics
 from jaxmem.train.program import TrainState
 from jaxmem.train.stopping import Stop
 
+JOBS = ("sft", "grpo", "dpo")
 _CHANGEABLE = "changeable"  # key in the saved settings
 _Metrics = TypeVar("_Metrics", StepMetrics, PolicyMetrics, PreferenceMetrics)
 
@@ -35,7 +36,8 @@ _Metrics = TypeVar("_Metrics", StepMetrics, PolicyMetrics, PreferenceMetrics)
 class RunConfig:
     """Which job, how long to train, and what to leave behind."""
 
-    job: Literal["sft", "grpo"] = "sft"  # supervised, or reinforcement learning
+    # supervised, reinforcement learning, or pairs of answers
+    job: Literal["sft", "grpo", "dpo"] = "sft"
     steps: int = 60  # optimizer steps in all; rollouts of the job "grpo"
     accumulate: int = 1  # micro-batches (data.batch_size rows each) in a step
     seed: int = 0  # initial weights, and what a policy samples
@@ -54,7 +56,7 @@ class RunConfig:
             good = self.checkpoint_every >= 1
             check_field(self, "checkpoint_every", good, "at least 1, or None")
         check_field(self, "seed", 0 <= self.seed < 2**31, "in [0, 2**31)")
-        check_field(self, "job", self.job in ("sft", "grpo"), "'sft' or 'grpo'")
+        check_field(self, "job", self.job in JOBS, f"one of {JOBS}")
 
 
 class Job(Protocol):

@@ -305,6 +305,20 @@ def save_policy_summary(
     _write_summary(path, history, costs, outcome)
 
 
+def save_preference_summary(path: Path, history: Sequence[PreferenceMetrics]) -> None:
+    """Likewise of a run on pairs of answers."""
+    evaluated = [s for s in history if s.held_out_loss is not None]
+    outcome = {
+        "first_loss": history[0].loss,
+        "last_loss": history[-1].loss,
+        "last_margin": history[-1].margin,
+        "last_accuracy": history[-1].accuracy,
+        "held_out_loss": evaluated[-1].held_out_loss if evaluated else None,
+        "held_out_accuracy": evaluated[-1].held_out_accuracy if evaluated else None,
+    }
+    _write_summary(path, history, {}, outcome)
+
+
 def _write_summary(
     path: Path,
     history: Sequence[AnyMetrics],

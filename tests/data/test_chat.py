@@ -163,7 +163,7 @@ def test_text_and_tokens_are_transformers(name, tokenizer):
 def labels_of(name, tokenizer):
     text, counted = template(name).render_counted(TALK)
     document = data.Document("", text, counted=counted)
-    ((tokens, labels),) = data._encode([document], with_edges(tokenizer))
+    ((tokens, labels),) = data.encode_documents([document], with_edges(tokenizer))
     np.testing.assert_array_equal(tokens, tokenizer.encode(text).ids)
     live = labels >= 0
     np.testing.assert_array_equal(labels[live], np.append(tokens[1:], -1)[live])

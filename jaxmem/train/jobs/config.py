@@ -9,6 +9,7 @@ from jaxmem.models.partitioning import MeshConfig
 from jaxmem.models.sampling import SamplingConfig
 from jaxmem.train.evaluation import EvalConfig
 from jaxmem.train.jobs.policy import GrpoConfig
+from jaxmem.train.jobs.preferences import DpoConfig
 from jaxmem.train.loop import RunConfig
 from jaxmem.train.memory import RematConfig
 from jaxmem.train.optimizer import OptimizerConfig
@@ -26,6 +27,33 @@ class Config:
     mesh: MeshConfig = MeshConfig()
     remat: RematConfig = RematConfig()
     eval: EvalConfig = EvalConfig()
+
+
+@dataclasses.dataclass(frozen=True)
+class DpoJobConfig:
+    """A run on pairs of answers; likewise."""
+
+    data: DataConfig
+    dpo: DpoConfig
+    model: ModelConfig
+    head: HeadConfig
+    optimizer: OptimizerConfig
+    run: RunConfig
+    mesh: MeshConfig = MeshConfig()
+    remat: RematConfig = RematConfig()
+    eval: EvalConfig = EvalConfig()
+
+    def __post_init__(self):
+        """Refuse what the job cannot do."""
+        if self.model.checkpoint is None:
+            raise ValueError(
+                "run.job='dpo' needs model.checkpoint: what is preferred is learned by "
+                "a model that answers already"
+            )
+        if self.data.streams != 1:
+            raise ValueError(
+                f"data.streams={self.data.streams} must stay 1 for run.job='dpo'"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
