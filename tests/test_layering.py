@@ -45,7 +45,12 @@ ROOMS = {
     "optax": ("jaxmem.models", "jaxmem.train"),
     "orbax": ("jaxmem.train",),
     "pyarrow": ("jaxmem.score", "jaxmem.data.records"),
-    "rich": ("jaxmem.train", "jaxmem.score", "jaxmem.planning.jobs"),
+    "rich": (
+        "jaxmem.train",
+        "jaxmem.score",
+        "jaxmem.planning.jobs",
+        "jaxmem.cli",
+    ),
     "safetensors": ("jaxmem.checkpoints",),
     "tensorboardX": ("jaxmem.train",),
     "tokenizers": ("jaxmem.checkpoints", "jaxmem.data", "jaxmem.train"),

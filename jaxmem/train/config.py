@@ -22,6 +22,7 @@ from gin import config as gin_config, config_parser
 from jaxmem import _shipped
 from jaxmem.core import messages
 from jaxmem.core.fields import accepts, describe, problem_of
+from jaxmem.train import keys
 from jaxmem.train.jobs.config import (
     Config as Config,
     DpoJobConfig as DpoJobConfig,
@@ -98,6 +99,18 @@ def load(
         return _build_job(places), gin.operative_config_str()
     finally:
         gin.clear_config()
+
+
+def describe_keys(section: str | None = None) -> Iterator[str]:
+    """Yield a line a key: its name, default, type and meaning; see `jaxmem.train.keys`.
+
+    Raises:
+      ConfigError: there is no section of that name.
+    """
+    try:
+        yield from keys.lines(_SECTIONS, section)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _effective(bindings: Iterable[_Binding]) -> dict[str, _Binding]:

@@ -47,6 +47,8 @@ class RunConfig:
     keep: int = 2  # newest checkpoints to keep
     log_every: int = 10  # steps between plain progress lines (not on a terminal)
     compare_heads: bool = True  # at the end, compile both heads and show their memory
+    # passes over the data, which decide steps; None: steps says it
+    epochs: float | None = None
 
     def __post_init__(self):
         """Refuse impossible values, by name."""
@@ -55,6 +57,9 @@ class RunConfig:
         if self.checkpoint_every is not None:
             good = self.checkpoint_every >= 1
             check_field(self, "checkpoint_every", good, "at least 1, or None")
+        if self.epochs is not None:
+            good = 0 < self.epochs < math.inf
+            check_field(self, "epochs", good, "above 0 and finite, or None")
         check_field(self, "seed", 0 <= self.seed < 2**31, "in [0, 2**31)")
         check_field(self, "job", self.job in JOBS, f"one of {JOBS}")
 

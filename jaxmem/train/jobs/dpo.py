@@ -23,6 +23,7 @@ from jaxmem.models.partitioning import as_stored
 from jaxmem.train import files, metrics, starting
 from jaxmem.train.evaluation import Evaluated
 from jaxmem.train.jobs.config import DpoJobConfig
+from jaxmem.train.jobs.epochs import with_steps
 from jaxmem.train.jobs.preferences import pair_losses
 from jaxmem.train.loop import Settings, changeable_settings, open_run
 from jaxmem.train.metrics import PreferenceMetrics
@@ -271,7 +272,7 @@ def train(
         KeyboardInterrupt: after SIGINT; the current step is finished and saved.
         SystemExit: likewise after SIGTERM.
     """
-    config = starting.resolved(config)
+    config = with_steps(starting.resolved(config))
     console = console or Console(quiet=not processes.is_first())
     with open_run(config.run, _settings(config), console, config.eval) as run:
         tokenizer = starting.load_tokenizer(config.data, config.model)

@@ -25,6 +25,7 @@ from jaxmem.models.sampling import Samples
 from jaxmem.train import metrics, starting
 from jaxmem.train.evaluation import Evaluated
 from jaxmem.train.jobs.config import GrpoJobConfig
+from jaxmem.train.jobs.epochs import with_steps
 from jaxmem.train.jobs.policy import PolicyBatch, average
 from jaxmem.train.jobs.policy_program import Compiled, PolicyProgram
 from jaxmem.train.jobs.questions import (
@@ -325,7 +326,7 @@ def train(
       KeyboardInterrupt: after SIGINT; the current step is finished and saved.
       SystemExit: likewise after SIGTERM.
     """
-    config = starting.resolved(config)
+    config = with_steps(starting.resolved(config))
     console = console or Console(quiet=not processes.is_first())
     with open_run(config.run, _settings(config), console, config.eval) as run:
         task = task_of(config)

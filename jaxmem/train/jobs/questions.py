@@ -203,6 +203,10 @@ class OwnPrompts:
         said = self._tokenizer.decode(ids, skip_special_tokens=False)
         return _one_line(prompt), _one_line(said)
 
+    def text(self, ids: np.ndarray) -> str:
+        """Tokens as text, special ones too."""
+        return self._tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+
     def fingerprint(self) -> str | None:
         """See `Task`."""
         return prompts.fingerprint(self._train)

@@ -26,6 +26,7 @@ from jaxmem.models.weights import join_weights
 from jaxmem.train import metrics, starting
 from jaxmem.train.evaluation import Evaluated
 from jaxmem.train.jobs.config import Config
+from jaxmem.train.jobs.epochs import with_steps
 from jaxmem.train.loop import (
     RunConfig as RunConfig,
     Settings,
@@ -322,7 +323,7 @@ def train(
       KeyboardInterrupt: after SIGINT; the current step is finished and saved.
       SystemExit: likewise after SIGTERM.
     """
-    config = starting.resolved(config)
+    config = with_steps(starting.resolved(config))
     console = console or Console(quiet=not processes.is_first())
     with open_run(config.run, _settings(config), console, config.eval) as run:
         tokenizer = starting.load_tokenizer(config.data, config.model)
