@@ -353,6 +353,12 @@ def save_plot(
     figure = Figure(figsize=(9 if costs else 5.5, 3.5), layout="constrained")
     panels = figure.subplots(1, 2 if costs else 1, squeeze=False)[0]
     panels[0].plot([s.step for s in history], [getattr(s, field) for s in history])
+    held_out = f"held_out_{field}"
+    scored = [s for s in history if getattr(s, held_out, None) is not None]
+    if scored:
+        values = [getattr(s, held_out) for s in scored]
+        panels[0].plot([s.step for s in scored], values, "o-", label="held out")
+        panels[0].legend()
     panels[0].set(xlabel="step", ylabel=label)
     panels[0].grid(alpha=0.3)
     if costs:
@@ -370,4 +376,6 @@ def _draw_memory(panel: Any, costs: Mapping[str, HeadCost]) -> None:
     drawn = panel.bar(list(bars), list(bars.values()))
     panel.bar_label(drawn, fmt="{:,.0f}")
     panel.margins(y=0.1)  # room for the numbers
-    panel.set(ylabel="temporary memory (MiB)")
+    panel.set(
+        ylabel="temporary memory (MiB)", title="the head alone, and the whole step"
+    )
