@@ -63,6 +63,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
         arguments.overrides += rest
+    if arguments.command is _train and arguments.file is None:
+        if arguments.keys is None:
+            parser.error("train needs FILE.gin, or --keys to list what it may say")
     return arguments
 
 
@@ -341,8 +344,6 @@ def _bench(arguments: argparse.Namespace) -> int:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    if arguments.keys is None and arguments.file is None:
-        raise UsageError("train needs FILE.gin, or --keys to list what it may say")
     path = None if arguments.keys is not None else _find_config(arguments.file)
     try:
         from jaxmem.core import processes

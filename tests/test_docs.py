@@ -168,11 +168,11 @@ def check_command(words):
 
 def _check_jaxmem(arguments):
     try:
-        parsed = cli._parser().parse_args(arguments)
+        parsed = cli._parse(arguments)
     except SystemExit as stopped:  # --help and --version exit with 0
         assert stopped.code == 0, f"jaxmem {shlex.join(arguments)} does not parse"
         return
-    if "overrides" in parsed:
+    if "overrides" in parsed and parsed.file is not None:
         from jaxmem.train import config
 
         config.load(cli._find_config(parsed.file), parsed.overrides)
