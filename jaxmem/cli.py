@@ -63,6 +63,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
         arguments.overrides += rest
+    if arguments.command is _train and arguments.file is None:
+        if arguments.keys is None:
+            parser.error("train needs FILE.gin, or --keys to list what it may say")
     return arguments
 
 
@@ -80,7 +83,17 @@ def _parser() -> argparse.ArgumentParser:
         "Ctrl-C end a run after the current step, which is saved.",
     )
     train.add_argument(
-        "file", metavar="FILE.gin", help="a path, or the name of a shipped config"
+        "file",
+        nargs="?",
+        metavar="FILE.gin",
+        help="a path, or the name of a shipped config",
+    )
+    train.add_argument(
+        "--keys",
+        nargs="?",
+        const="",
+        metavar="SECTION",
+        help="list every key, or those of a section: default, type, meaning",
     )
     train.add_argument(
         "overrides",
@@ -105,11 +118,38 @@ def _parser() -> argparse.ArgumentParser:
         help="one that is silent for so long is dead, and ends the run",
     )
     train.set_defaults(command=_train)
+    _add_data(commands)
     _add_score(commands)
     _add_plan(commands)
     _add_doctor(commands)
     _add_bench(commands)
     return parser
+
+
+def _add_data(commands) -> None:
+    data = commands.add_parser(
+        "data",
+        help="what a job's data become: tokens, what the loss counts, packing",
+        description="Prints the first records of a job's data as tokens, those that "
+        "the loss counts in green, and statistics of all.  Nothing is trained.",
+    )
+    data.add_argument("file", metavar="FILE.gin", help="as of train")
+    data.add_argument("overrides", nargs="*", metavar="section.field=value")
+    data.add_argument("--show", type=_count, default=3, help="records to print; 3")
+    data.set_defaults(command=_data)
+
+
+def _data(arguments: argparse.Namespace) -> int:
+    path = _find_config(arguments.file)
+    try:
+        from rich.console import Console
+
+        from jaxmem.train import config as configuration, preview
+    except ModuleNotFoundError as error:
+        raise _missing(error, "reading data", "train") from error
+    config, _ = configuration.load(path, arguments.overrides)
+    preview.show(config, arguments.show, Console())
+    return 0
 
 
 def _add_score(commands) -> None:
@@ -304,22 +344,28 @@ def _bench(arguments: argparse.Namespace) -> int:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    path = _find_config(arguments.file)
+    path = None if arguments.keys is not None else _find_config(arguments.file)
     try:
         from jaxmem.core import processes
-        from jaxmem.train import config as configuration
-        from jaxmem.train.jobs import grpo, sft
+        from jaxmem.train import config as configuration, keys
+        from jaxmem.train.jobs import dpo, grpo, sft
     except ModuleNotFoundError as error:
         raise _missing(error, "training", "train") from error
+    if path is None:
+        print(*configuration.describe_keys(arguments.keys or None), sep="\n")
+        return 0
     config, operative_text = configuration.load(path, arguments.overrides)
     given = arguments.coordinator, arguments.processes, arguments.process_id
     if arguments.cluster or any(value is not None for value in given):
         processes.start(*given, heartbeat=arguments.heartbeat)
     if processes.is_first():
         print(f"# {path}", *arguments.overrides)
-        print(operative_text, flush=True)
+        print("# what differs from the defaults; operative.gin will have all of it")
+        print(keys.differing(config), flush=True)
     if isinstance(config, configuration.Config):
         sft.train(config, operative_text)
+    elif isinstance(config, configuration.DpoJobConfig):
+        dpo.train(config, operative_text)
     else:
         grpo.train(config, operative_text)
     return 0

@@ -183,7 +183,7 @@ def _check_jaxmem(arguments):
     except SystemExit as stopped:  # --help and --version exit with 0
         assert stopped.code == 0, f"jaxmem {shlex.join(arguments)} does not parse"
         return
-    if "overrides" in parsed:
+    if "overrides" in parsed and parsed.file is not None:
         from jaxmem.train import config
 
         config.load(cli._find_config(parsed.file), parsed.overrides)

@@ -24,6 +24,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from jaxmem.core.fields import check_numbers
 from jaxmem.core.ranges import integers, reals
+from jaxmem.data.chat import Templates
 from jaxmem.data.texts import (
     DataError as DataError,
     Document as Document,
@@ -57,7 +58,8 @@ _DOCUMENTS_AT_ONCE = 64
 class DataConfig:
     """What to read, how to cut it into tokens, and how to lay tokens out in rows."""
 
-    source: str = "stdlib"  # "stdlib" (Python's own sources), or a .txt or .jsonl path
+    # "stdlib" (Python's own sources), or paths and globs of .txt, .jsonl or .parquet
+    source: str | tuple[str, ...] = "stdlib"
     vocab_size: int = 8192  # entries of the byte-level BPE vocabulary, with specials
     sequence_length: int = 256  # tokens in a row (T)
     batch_size: int = 8  # rows in a micro-batch (B)
@@ -65,6 +67,8 @@ class DataConfig:
     seed: int = 0  # order of the documents; every epoch has an order of its own
     cache_dir: str = "~/.cache/jaxmem"  # directory that keeps trained vocabularies
     streams: int = 1  # parts of the documents, each a part of every batch's rows
+    # path of a Jinja template for messages; None: the checkpoint's own
+    chat_template: str | None = None
 
     def __post_init__(self):
         check_numbers(self, _RANGES)
@@ -230,6 +234,7 @@ def batches(
     split: Literal["train", "evaluation"] = "train",
     epochs: int | None = None,
     stream: int | None = None,
+    template: Templates | None = None,
 ) -> BatchIterator:
     """Return packed batches, reshuffled each epoch; the same on every run.
 
@@ -239,6 +244,7 @@ def batches(
       split: `"train"`, or `"evaluation"` for the documents held out.
       epochs: passes over the documents; `None` never ends.
       stream: every `config.streams`-th document, and its part of the rows; None: all.
+      template: returns the template that renders `messages`.
 
     Returns:
       A `BatchIterator`.  If it ends, its last batch is filled up with padding.
@@ -248,7 +254,7 @@ def batches(
     """
     if split not in ("train", "evaluation"):
         raise ValueError(f'split must be "train" or "evaluation", got {split!r}')
-    every = load_documents(config.source)
+    every = load_documents(config.source, template=template)
     training, evaluation = split_documents(every, config.held_out)
     documents = training if split == "train" else evaluation
     if not documents:
@@ -288,7 +294,7 @@ def _pieces(
 ) -> Iterator[dict[str, np.ndarray]]:
     """Yield each document, whole if it fits in a row, else in rows and a rest."""
     for start in range(0, len(documents), _DOCUMENTS_AT_ONCE):
-        for tokens, labels in _encode(
+        for tokens, labels in encode_documents(
             documents[start : start + _DOCUMENTS_AT_ONCE], tokenizer
         ):
             for cut in range(0, len(tokens), length):
@@ -296,20 +302,40 @@ def _pieces(
                 yield {"tokens": tokens[piece], "labels": labels[piece]}
 
 
-def _encode(
+def encode_documents(
     documents: Sequence[Document], tokenizer: tokenizers.Tokenizer
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield `<bos> prompt text <eos>` and, for each token, the next one or -1."""
+    """Yield `<bos> prompt text <eos>` and, for each token, the next one or -1.
+
+    A text that a chat template rendered is taken as it is, without `<bos>` and `<eos>`.
+    """
     start, end = edges(tokenizer)
     encode = functools.partial(tokenizer.encode_batch_fast, add_special_tokens=False)
     # Apart, so that no token straddles the end of the prompt.
     prompts = encode([d.prompt for d in documents])
     texts = encode([d.text for d in documents])
-    for prompt, text in zip(prompts, texts, strict=True):
+    for document, prompt, text in zip(documents, prompts, texts, strict=True):
+        if document.counted is not None:
+            yield _encode_rendered(document, tokenizer)
+            continue
         tokens = np.array([*start, *prompt.ids, *text.ids, *end], np.int32)
         labels = np.append(tokens[1:], np.int32(NO_LABEL))
         labels[: max(len(start) + len(prompt.ids) - 1, 0)] = NO_LABEL
         yield tokens, labels
+
+
+def _encode_rendered(
+    document: Document, tokenizer: tokenizers.Tokenizer
+) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens of a rendered conversation; labels where they overlap a counted span."""
+    encoded = tokenizer.encode(document.text, add_special_tokens=False)
+    places = np.array(encoded.offsets, np.int64).reshape(-1, 2)
+    counted = np.zeros(len(places), bool)
+    for first, last in document.counted or ():
+        counted |= (places[:, 1] > first) & (places[:, 0] < last)
+    tokens = np.array(encoded.ids, np.int32)
+    labels = np.where(counted, tokens, np.int32(NO_LABEL))
+    return tokens, np.append(labels[1:], np.int32(NO_LABEL))
 
 
 def _packed(

@@ -13,6 +13,7 @@ import tokenizers
 
 from jaxmem.core import processes
 from jaxmem.data import documents as data
+from jaxmem.data.chat import Templates
 from jaxmem.data.documents import Batch, BatchIterator, DataConfig
 
 
@@ -54,7 +55,10 @@ class StreamIterator(Iterator[Batch]):
 
 
 def batches(
-    config: DataConfig, tokenizer: tokenizers.Tokenizer, rows: Sequence[int]
+    config: DataConfig,
+    tokenizer: tokenizers.Tokenizer,
+    rows: Sequence[int],
+    template: Templates | None = None,
 ) -> BatchIterator | StreamIterator:
     """`data.batches` for training, of which only some rows are needed here.
 
@@ -62,12 +66,13 @@ def batches(
       config: what to read; its `streams` say how it may be shared out.
       tokenizer: the vocabulary.
       rows: of each batch, that this process's devices read.
+      template: returns the template that renders `messages`.
 
     Raises:
       DataError: also a stream some of whose rows only other processes need.
     """
     if config.streams == 1 and len(rows) == config.batch_size:
-        return data.batches(config, tokenizer)
+        return data.batches(config, tokenizer, template=template)
     each = config.batch_size // config.streams
     wanted = sorted({row // each for row in rows})
     if len(wanted) * each != len(rows):
@@ -76,5 +81,7 @@ def batches(
             f"{len(rows)} of the {config.batch_size} rows of a batch, and would read "
             f"the documents of {len(wanted) * each}"
         )
-    made = {i: data.batches(config, tokenizer, stream=i) for i in wanted}
+    made = {
+        i: data.batches(config, tokenizer, stream=i, template=template) for i in wanted
+    }
     return StreamIterator(made, config)

@@ -1,4 +1,4 @@
-"""Problems whose answers can be checked, generated: nothing is downloaded.
+"""What a policy is asked: prompts of a file, or sums, which are generated.
 
     "3+8=" -> "1", the sum's last digit; or "11<eos>", the sum
 
@@ -7,47 +7,91 @@ number.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 import numpy as np
 
 from jaxmem.core.fields import check_field, check_numbers
-from jaxmem.core.ranges import integers
+from jaxmem.core.ranges import integers, reals
 
 VOCABULARY = ("<pad>", "<eos>", *"0123456789", "+", "=")
 PAD_ID, EOS_ID = 0, 1
-_RANGES = {"digits": integers(1, 18), "seed": integers(0, below=2**31)}
+_RANGES = {
+    "digits": integers(1, 18),
+    "seed": integers(0, below=2**31),
+    "timeout": reals(above=0),
+    "held_out": reals(0, below=1),
+    "max_prompt_tokens": integers(1, limit=2**24),
+}
 _IDS = {word: i for i, word in enumerate(VOCABULARY)}
 
 
 @dataclasses.dataclass(frozen=True)
 class TaskConfig:
-    """Sums of two numbers, and what counts as a right answer."""
+    """Where prompts come from, and what completions are worth."""
 
-    digits: int = 1  # most digits of each number
+    # "arithmetic" (sums of two numbers), or paths and globs of .jsonl or .parquet
+    source: str | tuple[str, ...] = "arithmetic"
+    # of sums, exact: 1 for the answer, else 0; prefix: share of it that is right from
+    # the start. Of a file: exact, prefix, regex, number, length, "file.py:function" or
+    # "package.module:function", or a tuple of several
+    reward: str | tuple[str, ...] = "exact"
+    reward_weights: tuple[float, ...] | None = None  # one a reward; None: 1 each
+    timeout: float | None = None  # most seconds of a call of a reward function
+    held_out: float = 0.0  # fraction of a file's prompts kept from training, in [0, 1)
+    max_prompt_tokens: int = 512  # of a file's prompts; longer ones are refused
+    stop: str | None = None  # token that ends a completion; None: the tokenizer's eos
+    # path of a Jinja template for messages; None: the checkpoint's own
+    chat_template: str | None = None
+    digits: int = 1  # most digits of each number of a sum
     # last_digit: of the sum, one token and nothing after it; sum: its digits and <eos>
     answer: Literal["last_digit", "sum"] = "last_digit"
-    # exact: 1 for the answer, else 0; prefix: share of it that is right from the start
-    reward: Literal["exact", "prefix"] = "exact"
-    seed: int = 0  # which problems
+    seed: int = 0  # which sums; order of a file's prompts, another one each epoch
 
     def __post_init__(self):
         """Refuse impossible values, by name."""
         check_numbers(self, _RANGES)
         answers, rewards = ("last_digit", "sum"), ("exact", "prefix")
         check_field(self, "answer", self.answer in answers, f"one of {answers}")
-        check_field(self, "reward", self.reward in rewards, f"one of {rewards}")
+        if self.is_arithmetic:
+            check_field(self, "reward", self.reward in rewards, f"one of {rewards}")
+            unused = self.reward_weights is None and not self.held_out
+            if not unused:
+                raise ValueError(
+                    "TaskConfig.reward_weights and held_out need a task.source of "
+                    "prompts: sums have one reward, and are never the same twice"
+                )
+        weights = self.reward_weights
+        if weights is not None:
+            numbers = all(type(w) in (int, float) and math.isfinite(w) for w in weights)
+            good = numbers and len(weights) == len(self.rewards)
+            wanted = f"{len(self.rewards)} finite numbers, one a reward"
+            check_field(self, "reward_weights", good, wanted)
+        check_field(self, "reward", bool(self.rewards), "at least one function")
+
+    @property
+    def is_arithmetic(self) -> bool:
+        """Whether problems are generated."""
+        return self.source == "arithmetic"
+
+    @property
+    def rewards(self) -> tuple[str, ...]:
+        """Names of the reward functions."""
+        return (self.reward,) if isinstance(self.reward, str) else self.reward
 
     @property
     def prompt_length(self) -> int:
         """Tokens of the longest prompt."""
-        return 2 * self.digits + 2
+        return 2 * self.digits + 2 if self.is_arithmetic else self.max_prompt_tokens
 
     @property
     def answer_length(self) -> int:
-        """Tokens of the longest answer, <eos> included."""
-        return 1 if self.answer == "last_digit" else self.digits + 2
+        """Tokens of the longest answer, <eos> included; 1 where it is not known."""
+        if not self.is_arithmetic or self.answer == "last_digit":
+            return 1
+        return self.digits + 2
 
 
 class Problems(NamedTuple):

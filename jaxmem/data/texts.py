@@ -1,38 +1,58 @@
-"""Files to documents: what a run trains on, or scores, read and parted.
+"""Records to documents: what a run trains on, or scores, read and parted.
 
-"stdlib", a .txt or a .jsonl  ->  documents  ->  (training, held out)
+"stdlib", or .txt, .jsonl and .parquet files  ->  documents  ->  (training, held out)
 """
 
 import hashlib
 import json
-import os
+import re
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxmem.core import json_files, messages
+from jaxmem.core import messages
+from jaxmem.data.chat import Message, Span, Templates
+from jaxmem.data.records import (
+    DataError as DataError,
+    Record,
+    Source,
+    find_files,
+    read_records,
+    read_text,
+    string,
+)
 
-
-class DataError(ValueError):
-    """The text that the configuration names cannot be used; the message says why."""
+_COLUMNS = ("text", "prompt", "response", "completion", "messages", "chosen")
+_BLANK_LINES = re.compile(r"\n(?:[ \t\r]*\n)+")
 
 
 class Document(NamedTuple):
-    """One text; the loss counts `text`, never `prompt`."""
+    """One text; the loss counts `text`, never `prompt`.
+
+    A text that a chat template rendered has its special tokens spelled out, and
+    `counted` says which of its characters the loss counts.
+    """
 
     name: str
     text: str
     prompt: str = ""
+    counted: tuple[Span, ...] | None = None
 
 
-def load_documents(source: str, argument: str = "data.source") -> list[Document]:
+def load_documents(
+    source: Source,
+    argument: str = "data.source",
+    template: Templates | None = None,
+) -> list[Document]:
     """Read every document of `source`, in an order that is the same on every run.
 
     Args:
-      source: `"stdlib"`, or the path of a `.txt` file (one document) or of a `.jsonl`
-        file (one document a line: `{"text"}` or `{"prompt", "response"}`).
+      source: `"stdlib"`, or paths and globs of `.txt` files (documents are separated by
+        blank lines) and of `.jsonl` and `.parquet` files (one document a record:
+        `text`, `prompt` and `response` or `completion`, or `messages`).
       argument: what an error calls the source.
+      template: returns the template that renders `messages`.
 
     Returns:
       The documents, at least one.
@@ -42,18 +62,10 @@ def load_documents(source: str, argument: str = "data.source") -> list[Document]
     """
     if source == "stdlib":
         return _stdlib_documents()
-    path = Path(os.path.expanduser(source))
-    if path.suffix not in (".txt", ".jsonl"):
-        raise DataError(
-            f'{argument} must be "stdlib" or the path of a .txt or .jsonl file, '
-            f"got {messages.short(source)}"
-        )
-    if path.suffix == ".jsonl":
-        documents = _jsonl_documents(path, argument)
-    else:
-        documents = [Document(path.name, _read_text(path, argument))]
+    paths = find_files(source, argument)
+    documents = [d for p in paths for d in _documents(p, argument, template)]
     if not any(document.text for document in documents):
-        raise DataError(f"{argument}: {path} holds no text")
+        raise DataError(f"{argument}: {', '.join(map(str, paths[:3]))} holds no text")
     return documents
 
 
@@ -64,20 +76,34 @@ def split_documents(
 
     Equal documents are on one side: where the cut would part them, they are trained on.
     """
-    keys = [digest(document) for document in documents]
-    first_trained = sorted(keys)[int(len(documents) * held_out)]
+    return split(documents, [digest(document) for document in documents], held_out)
+
+
+def split(items: Sequence[Any], keys: Sequence[bytes], held_out: float):
+    """Split anything likewise, by keys that are equal where items are."""
+    first_trained = sorted(keys)[int(len(items) * held_out)]
     training, evaluation = [], []
-    for document, key in zip(documents, keys, strict=True):
-        (evaluation if key < first_trained else training).append(document)
+    for item, key in zip(items, keys, strict=True):
+        (evaluation if key < first_trained else training).append(item)
     return training, evaluation
+
+
+def digest(document: Document) -> bytes:
+    """Identify the content; the name may hold a path, which may change."""
+    content = [document.prompt, document.text]
+    if document.counted is not None:
+        content.append(str(document.counted))
+    return hashlib.sha256(json.dumps(content).encode()).digest()
 
 
 def _stdlib_documents() -> list[Document]:
     """Top-level modules as they are, and the topics behind Python's `help()`."""
     from pydoc_data.topics import topics
 
-    directory = Path(sysconfig.get_path("stdlib"))
-    modules = [Document(p.name, _read_text(p)) for p in sorted(directory.glob("*.py"))]
+    directory, argument = Path(sysconfig.get_path("stdlib")), "data.source"
+    modules = [
+        Document(p.name, read_text(p, argument)) for p in sorted(directory.glob("*.py"))
+    ]
     if not modules:
         raise DataError(
             f'data.source "stdlib": no Python sources in {directory}; name a .txt or '
@@ -86,54 +112,108 @@ def _stdlib_documents() -> list[Document]:
     return modules + [Document(f"help({t})", topics[t]) for t in sorted(topics)]
 
 
-def _read_text(path: Path, argument: str = "data.source") -> str:
-    shown = messages.name(str(path))
-    try:
-        return json_files.read_text(path)
-    except json_files.JsonError as error:
-        raise DataError(f"{argument}: {shown} is {error}") from error
-    except (OSError, ValueError) as error:  # such as a NUL in the path
-        reason = getattr(error, "strerror", None) or error
-        raise DataError(f"{argument}: cannot read {shown}: {reason}") from error
+def _documents(
+    path: Path, argument: str, template: Templates | None
+) -> Iterator[Document]:
+    if path.suffix == ".txt":
+        yield from _paragraphs(path.name, read_text(path, argument))
+        return
+    for record in read_records(path, argument):
+        yield document_of(record, template)
 
 
-def _jsonl_documents(path: Path, argument: str) -> list[Document]:
-    # Not str.splitlines, which would also cut at U+2028 inside a JSON string.
-    lines = enumerate(_read_text(path, argument).split("\n"), start=1)
-    return [_jsonl_document(f"{path}:{i}", line) for i, line in lines if line.strip()]
+def _paragraphs(name: str, text: str) -> Iterator[Document]:
+    """Parts of a text between blank lines, each with the line that it starts on."""
+    start = 0
+    for end, following in [
+        *(match.span() for match in _BLANK_LINES.finditer(text)),
+        (len(text), len(text)),
+    ]:
+        if text[start:end].strip():
+            line = text.count("\n", 0, start) + 1
+            yield Document(f"{name}:{line}", text[start:end])
+        start = following
 
 
-def _jsonl_document(where: str, line: str) -> Document:
-    try:
-        record = json_files.parse(line)
-    except json_files.JsonError as error:
-        raise DataError(f"{where}: {error}") from error
-    if not isinstance(record, dict):
-        raise DataError(
-            f"{where}: expected a JSON object, got {messages.short(record)}"
-        )
-    keys = record.keys() & {"text", "prompt", "response"}
+# ------------------------------------------------------------------- records
+
+
+def document_of(record: Record, template: Templates | None) -> Document:
+    """Make a document of a record of supervised training.
+
+    Raises:
+      DataError: its columns are of no known form.
+    """
+    keys = set(record.fields) & set(_COLUMNS)
     if keys == {"text"}:
-        return Document(where, _string(record, "text", where))
-    if keys == {"prompt", "response"}:
-        response = _string(record, "response", where)
-        return Document(where, response, prompt=_string(record, "prompt", where))
+        return Document(record.where, string(record, "text"))
+    if keys == {"messages"}:
+        return conversation(record, conversation_of(record, "messages"), 0, template)
+    for answer in ("response", "completion"):
+        if keys == {"prompt", answer}:
+            return answered(record, "prompt", answer, template)
+    hint = ""
+    if "chosen" in keys:
+        hint = "; pairs of chosen and rejected answers are for run.job='dpo'"
     raise DataError(
-        f'{where}: expected "text" alone, or "prompt" and "response"; got the keys '
-        f"{messages.listing(sorted(record)) or '(none)'}"
+        f'{record.where}: expected "text" alone, or "prompt" and "response", "prompt" '
+        'and "completion", or "messages"; got the keys '
+        f"{messages.listing(sorted(record.fields)) or '(none)'}{hint}"
     )
 
 
-def _string(record: dict[str, Any], key: str, where: str) -> str:
-    value = record[key]
-    if not isinstance(value, str):
+def answered(
+    record: Record, prompt: str, answer: str, template: Templates | None
+) -> Document:
+    """Make a document of a prompt and its answer: two strings, or two conversations."""
+    if isinstance(record.fields[prompt], list):
+        before = conversation_of(record, prompt)
+        after = conversation_of(record, answer)
+        return conversation(record, [*before, *after], len(before), template)
+    text = string(record, answer)
+    return Document(record.where, text, prompt=string(record, prompt))
+
+
+def conversation(
+    record: Record,
+    turns: Sequence[Message],
+    first: int,
+    template: Templates | None,
+) -> Document:
+    """Render messages; the loss counts assistant turns from number `first` on."""
+    where = record.where
+    if template is None:
         raise DataError(
-            f'{where}: "{key}" must be a string, got {messages.short(value)}'
+            f"{where}: messages are rendered by a checkpoint's chat template; set "
+            "model.checkpoint"
         )
-    return value
+    if not any(turn["role"] == "assistant" for turn in turns[first:]):
+        raise DataError(f"{where}: no message has the role 'assistant'")
+    made = template()
+    try:
+        text, counted = made.render_counted(turns, first)
+    except DataError as error:
+        raise DataError(f"{where}: {error}") from error
+    if not any(start < stop for start, stop in counted):
+        raise DataError(f"{where}: the chat template writes no assistant turn")
+    return Document(where, text, counted=counted)
 
 
-def digest(document: Document) -> bytes:
-    """Identify the content; the name may hold a path, which may change."""
-    content = json.dumps([document.prompt, document.text])
-    return hashlib.sha256(content.encode()).digest()
+def conversation_of(record: Record, key: str) -> list[Message]:
+    """Return the messages of a field, checked.
+
+    Raises:
+      DataError: it is no list of objects that have a role.
+    """
+    where, turns = record.where, record.fields[key]
+    if not isinstance(turns, list) or not turns:
+        raise DataError(
+            f'{where}: "{key}" must be a list of messages, got {messages.short(turns)}'
+        )
+    for i, turn in enumerate(turns):
+        if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
+            raise DataError(
+                f'{where}: "{key}"[{i}] must be an object with "role" and "content", '
+                f"got {messages.short(turn)}"
+            )
+    return turns

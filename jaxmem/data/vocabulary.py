@@ -54,6 +54,35 @@ def of_checkpoint(directory: str) -> tokenizers.Tokenizer:
     return tokenizer
 
 
+class Ends(NamedTuple):
+    """What sampling needs to know of a vocabulary."""
+
+    size: int  # entries that the model needs
+    eos_id: int  # ends a completion
+    pad_id: int  # after it
+
+
+def ends(checkpoint: str, stop: str | None = None) -> Ends:
+    """Read a checkpoint's.
+
+    Args:
+      checkpoint: directory.
+      stop: token that ends a completion; None: the one that ends a document.
+
+    Raises:
+      CheckpointError: there is no such token.
+    """
+    tokenizer = of_checkpoint(checkpoint)
+    (eos,) = edges(tokenizer)[1]
+    if stop is not None:
+        eos = tokenizer.token_to_id(stop)
+    if eos is None:
+        raise checkpoints.CheckpointError(
+            f"{checkpoint}: task.stop={stop!r} is no token of tokenizer.json"
+        )
+    return Ends(tokenizer.get_vocab_size(), eos, eos)
+
+
 class Spelling(NamedTuple):
     """A task's words as ids of a model."""
 

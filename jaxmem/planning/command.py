@@ -80,7 +80,12 @@ def load(path: Path, overrides: Sequence[str]) -> AnyConfig:
         ValueError: an override names no field, or the file cannot be used.
     """
     if not path.is_dir():
-        return configuration.load(path, overrides)[0]
+        config = configuration.load(path, overrides)[0]
+        if isinstance(config, configuration.DpoJobConfig):
+            raise ValueError(
+                "jaxmem plan knows the jobs 'sft' and 'grpo', got run.job='dpo'"
+            )
+        return config
     fields = {field.name for field in dataclasses.fields(ScoreConfig)}
     options: dict[str, Any] = {}
     for override in overrides:

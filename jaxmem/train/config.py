@@ -22,16 +22,23 @@ from gin import config as gin_config, config_parser
 from jaxmem import _shipped
 from jaxmem.core import messages
 from jaxmem.core.fields import accepts, describe, problem_of
-from jaxmem.train.jobs.config import Config as Config, GrpoJobConfig as GrpoJobConfig
+from jaxmem.train import keys
+from jaxmem.train.jobs.config import (
+    Config as Config,
+    DpoJobConfig as DpoJobConfig,
+    GrpoJobConfig as GrpoJobConfig,
+)
 
 
 class ConfigError(ValueError):
     """A configuration that cannot be used; the message says where and why."""
 
 
-_JOBS: dict[str, type[Config] | type[GrpoJobConfig]] = {
+JobConfig = Config | GrpoJobConfig | DpoJobConfig
+_JOBS: dict[str, type[Config] | type[GrpoJobConfig] | type[DpoJobConfig]] = {
     "sft": Config,
     "grpo": GrpoJobConfig,
+    "dpo": DpoJobConfig,
 }
 _SECTIONS: dict[str, type] = {
     section: dataclass
@@ -59,7 +66,7 @@ class _Binding(NamedTuple):
 
 def load(
     path: str | os.PathLike[str], overrides: Sequence[str] = ()
-) -> tuple[Config | GrpoJobConfig, str]:
+) -> tuple[JobConfig, str]:
     """Read a gin file, then the overrides.
 
     Gin's configuration, which is global to the process, is empty afterwards.
@@ -92,6 +99,18 @@ def load(
         return _build_job(places), gin.operative_config_str()
     finally:
         gin.clear_config()
+
+
+def describe_keys(section: str | None = None) -> Iterator[str]:
+    """Yield a line a key: its name, default, type and meaning; see `jaxmem.train.keys`.
+
+    Raises:
+      ConfigError: there is no section of that name.
+    """
+    try:
+        yield from keys.lines(_SECTIONS, section)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _effective(bindings: Iterable[_Binding]) -> dict[str, _Binding]:
@@ -297,8 +316,8 @@ def _fields(section: str) -> list[str]:
     return [field.name for field in dataclasses.fields(_SECTIONS[section])]
 
 
-def _build_job(places: dict[str, str]) -> Config | GrpoJobConfig:
-    """Build every section of the job, and raise for keys of another job."""
+def _build_job(places: dict[str, str]) -> JobConfig:
+    """Build every section of the job, and refuse keys of another one's."""
     run = _build("run", places)
     job = _JOBS[run.job]
     names = [field.name for field in dataclasses.fields(job)]

@@ -7,14 +7,19 @@ when the disk has room again.
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
 from jaxmem.train import files, tensorboard
-from jaxmem.train.metrics import AnyMetrics, PolicyMetrics, StepMetrics
+from jaxmem.train.metrics import (
+    AnyMetrics,
+    PolicyMetrics,
+    PreferenceMetrics,
+    StepMetrics,
+)
 
-_Metrics = TypeVar("_Metrics", StepMetrics, PolicyMetrics)
+_Metrics = TypeVar("_Metrics", StepMetrics, PolicyMetrics, PreferenceMetrics)
 
 
 @overload
@@ -107,7 +112,7 @@ class MetricsWriter:
         """
         values = metrics._asdict()
         self._lines.add(json.dumps(values).encode() + b"\n")
-        numbers = {k: v for k, v in values.items() if k != "step" and v is not None}
+        numbers = _scalars(values)
         event = tensorboard.scalars(metrics.step, numbers)
         self._events.add((self._head or b"") + event)
         self._head = None
@@ -131,6 +136,17 @@ class MetricsWriter:
         if self._failed is not None and failed is None:
             self._log("metrics can be written again; those kept in memory are written")
         self._failed = failed
+
+
+def _scalars(values: Mapping[str, Any]) -> dict[str, float]:
+    """Numbers by name, those of a group as "group/name"."""
+    numbers = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            numbers |= {f"{name}/{k}": v for k, v in value.items()}
+        elif value is not None and name != "step":
+            numbers[name] = value
+    return numbers
 
 
 def _moved_aside(path: Path) -> Path | None:

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from jaxmem.core import processes
 from jaxmem.core.fields import check_field
+from jaxmem.data.rewards import RewardError
 from jaxmem.train import files, locks, metrics
 from jaxmem.train.checkpoint import (
     Checkpoints,
@@ -20,20 +21,23 @@ from jaxmem.train.checkpoint import (
     differences,
     set_aside_damaged,
 )
+from jaxmem.train.evaluation import Best, EvalConfig, Evaluated
 from jaxmem.train.history import MetricsWriter, read_history
-from jaxmem.train.metrics import PolicyMetrics, StepMetrics
+from jaxmem.train.metrics import PolicyMetrics, PreferenceMetrics, StepMetrics
 from jaxmem.train.program import TrainState
 from jaxmem.train.stopping import Stop
 
+JOBS = ("sft", "grpo", "dpo")
 _CHANGEABLE = "changeable"  # key in the saved settings
-_Metrics = TypeVar("_Metrics", StepMetrics, PolicyMetrics)
+_Metrics = TypeVar("_Metrics", StepMetrics, PolicyMetrics, PreferenceMetrics)
 
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
     """Which job to run, for how long, and what to save."""
 
-    job: Literal["sft", "grpo"] = "sft"  # supervised, or reinforcement learning
+    # supervised, reinforcement learning, or pairs of answers
+    job: Literal["sft", "grpo", "dpo"] = "sft"
     steps: int = 60  # optimizer steps in all; rollouts of the job "grpo"
     accumulate: int = 1  # micro-batches (data.batch_size rows each) per step
     seed: int = 0  # of initial weights, and of a policy's samples
@@ -43,6 +47,8 @@ class RunConfig:
     keep: int = 2  # newest checkpoints to keep
     log_every: int = 10  # steps between plain progress lines (not on a terminal)
     compare_heads: bool = True  # at the end, compile both heads and show their memory
+    # passes over the data, which decide steps; None: steps says it
+    epochs: float | None = None
 
     def __post_init__(self):
         """Raise a ValueError that names a field with an impossible value."""
@@ -51,8 +57,11 @@ class RunConfig:
         if self.checkpoint_every is not None:
             good = self.checkpoint_every >= 1
             check_field(self, "checkpoint_every", good, "at least 1, or None")
+        if self.epochs is not None:
+            good = 0 < self.epochs < math.inf
+            check_field(self, "epochs", good, "above 0 and finite, or None")
         check_field(self, "seed", 0 <= self.seed < 2**31, "in [0, 2**31)")
-        check_field(self, "job", self.job in ("sft", "grpo"), "'sft' or 'grpo'")
+        check_field(self, "job", self.job in JOBS, f"one of {JOBS}")
 
 
 class Job(Protocol):
@@ -72,6 +81,10 @@ class Job(Protocol):
         self, number: int, state: TrainState
     ) -> tuple[TrainState, metrics.AnyMetrics]:
         """Take the step of that number, from 1; the given state is consumed."""
+        ...
+
+    def evaluate(self, state: TrainState, taken: Any) -> Evaluated | None:
+        """Score what is held out; None where nothing is."""
         ...
 
     def get_state(self) -> dict[str, Any]:
@@ -131,8 +144,10 @@ class Run:
         console: Console,
         checkpoints: Checkpoints,
         stop: Stop,
+        evaluation: EvalConfig | None = None,
     ):
         self._config, self._settings, self._stop = config, settings, stop
+        self._evaluation = evaluation or EvalConfig()
         self._console, self._checkpoints = console, checkpoints
         self.out_dir = Path(config.out_dir).expanduser()
         self.done = self.saved = self.taken = checkpoints.latest() or 0
@@ -192,8 +207,7 @@ class Run:
             ) as report,
         ):
             while not (stopped := self._must_stop()) and self.taken < run.steps:
-                state, taken = job.step(self.taken + 1, state)
-                _check_finite(taken)
+                state, taken = self._step(job, state, writer)
                 self.taken += 1
                 if writer is not None:
                     writer.write(taken)
@@ -205,6 +219,34 @@ class Run:
         if stopped:
             self._stop.raise_if_requested()
         return state
+
+    def _step(
+        self, job: Job, state: TrainState, writer: MetricsWriter | None
+    ) -> tuple[TrainState, metrics.AnyMetrics]:
+        """Take a step, and evaluate it if it is due."""
+        number, config = self.taken + 1, self._config
+        try:
+            state, taken = job.step(number, state)
+        except RewardError:
+            # A rollout leaves the state as the last step made it.
+            if config.checkpoint_every and self.saved < self.taken:
+                self._save(job, state, writer)
+            raise
+        _check_finite(taken)
+        if not self._evaluation.is_due(number, config.steps):
+            return state, taken
+        evaluated = job.evaluate(state, taken)
+        if evaluated is None:
+            return state, taken
+        if self._evaluation.keep_best:
+
+            def save(where: Checkpoints, more: Mapping) -> None:
+                where.save(
+                    number, state, job.get_state(), {**self._saved_settings, **more}
+                )
+
+            Best(self.out_dir / "best").offer(number, evaluated.cost, save)
+        return state, evaluated.metrics
 
     def _first_state(self, job: Job) -> TrainState:
         if not self.done:
@@ -232,9 +274,12 @@ class Run:
         # Before the checkpoint, so that the metrics of a restored step are on disk.
         if writer is not None:
             writer.flush()
-        config = {**self._settings.fixed, _CHANGEABLE: self._settings.changeable}
-        self._checkpoints.save(self.taken, state, job.get_state(), config)
+        self._checkpoints.save(self.taken, state, job.get_state(), self._saved_settings)
         self.saved = self.taken
+
+    @property
+    def _saved_settings(self) -> dict[str, Any]:
+        return {**self._settings.fixed, _CHANGEABLE: self._settings.changeable}
 
     @contextlib.contextmanager
     def _writer(self) -> Iterator[MetricsWriter | None]:
@@ -267,7 +312,12 @@ class Run:
 
 
 @contextlib.contextmanager
-def open_run(config: RunConfig, settings: Settings, console: Console) -> Iterator[Run]:
+def open_run(
+    config: RunConfig,
+    settings: Settings,
+    console: Console,
+    evaluation: EvalConfig | None = None,
+) -> Iterator[Run]:
     """Open the run in `config.out_dir`, old or new, for this process alone.
 
     If checkpoints are there, `Run.take_steps` continues from the newest that can be
@@ -280,6 +330,7 @@ def open_run(config: RunConfig, settings: Settings, console: Console) -> Iterato
         config: of the run.
         settings: to be compared with those of the saved run.
         console: where progress goes.
+        evaluation: when steps are evaluated.
 
     Raises:
         ValueError: a fixed setting differs from the saved run's, or another process
@@ -299,7 +350,7 @@ def open_run(config: RunConfig, settings: Settings, console: Console) -> Iterato
             for line in set_aside_damaged(out_dir / "checkpoints"):
                 log(line)
             with Checkpoints(out_dir / "checkpoints", config.keep) as checkpoints:
-                run = Run(config, settings, console, checkpoints, stop)
+                run = Run(config, settings, console, checkpoints, stop, evaluation)
                 yield run
         finally:
             if stop.signal:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import jax
+import numpy as np
 from rich import progress
 from rich.console import Console
 from rich.table import Table
@@ -29,12 +30,37 @@ class StepMetrics(NamedTuple):
     seconds: float  # wall time: reading data, the step, reading the loss back
     mfu: float | None = None  # model FLOPs utilisation; None on an unknown device
     gradient_samples: int | None = None  # of the head, a token; None: exact gradients
+    held_out_loss: float | None = None  # nats per token; None where not evaluated
+    held_out_perplexity: float | None = None  # e to the power of it
 
     @property
     def line(self) -> str:
         """What the progress report says of the step."""
         mfu = "" if self.mfu is None else f"  MFU {self.mfu:.1%}"
+        if self.held_out_loss is not None:
+            mfu += f"  held out {self.held_out_loss:.4f}"
         return f"loss {self.loss:.4f}  {self.tokens_per_second:,.0f} tokens/s{mfu}"
+
+
+def of_step(
+    step: int,
+    numbers: dict[str, np.ndarray],
+    learning_rate: Any,
+    seconds: float,
+    mfu: float | None,
+) -> StepMetrics:
+    """The metrics of a step from the numbers that its program returns."""
+    tokens = int(numbers["tokens"])
+    return StepMetrics(
+        step=step,
+        loss=float(numbers["loss"]),
+        tokens=tokens,
+        tokens_per_second=tokens / seconds,
+        grad_norm=float(numbers["grad_norm"]),
+        learning_rate=float(learning_rate),
+        seconds=seconds,
+        mfu=mfu,
+    )
 
 
 class PolicyMetrics(NamedTuple):
@@ -45,7 +71,7 @@ class PolicyMetrics(NamedTuple):
 
     step: int  # rollouts done, this one included
     reward: float  # mean over the samples
-    accuracy: float  # share of samples that are the answer
+    accuracy: float  # share of samples whose (first) reward is 1 or more
     degenerate: float  # share of groups whose rewards are all equal
     loss: float  # what is minimised, mean over the updates
     kl: float | None  # to the initial weights, k3; None without them
@@ -66,17 +92,57 @@ class PolicyMetrics(NamedTuple):
     seconds: float  # all of them
     peak_gib: float | None  # on the device since the start; None where it cannot tell
     gradient_samples: int | None = None  # of the head, a token; None: exact gradients
+    rewards: dict[str, float] | None = None  # mean by function, where there are several
+    held_out_reward: float | None = None  # at temperature 0; None where not evaluated
+    held_out_accuracy: float | None = None  # likewise
 
     @property
     def line(self) -> str:
         """What the progress report says of the step."""
+        held_out = ""
+        if self.held_out_reward is not None:
+            held_out = f"  held out {self.held_out_reward:.3f}"
         return (
             f"reward {self.reward:.3f}  entropy {self.entropy:.3f}  "
-            f"{self.tokens_per_second:,.0f} tokens/s"
+            f"{self.tokens_per_second:,.0f} tokens/s{held_out}"
         )
 
 
-AnyMetrics = StepMetrics | PolicyMetrics
+class PreferenceMetrics(NamedTuple):
+    """The numbers of one step on pairs of answers; one line of metrics.jsonl.
+
+    An answer's reward is beta (ln p - ln p of the reference), as DPO defines it.
+    """
+
+    step: int  # steps done, this one included
+    loss: float  # mean over the pairs
+    margin: float  # reward of the chosen answer less the rejected one's, mean
+    accuracy: float  # share of pairs whose margin is above 0
+    chosen_reward: float  # mean
+    rejected_reward: float  # mean
+    pairs: int
+    tokens: int  # of answers, that count
+    tokens_per_second: float
+    grad_norm: float  # global, before clipping
+    learning_rate: float
+    seconds: float  # wall time: reading data, the step, reading the loss back
+    held_out_loss: float | None = None  # None where not evaluated
+    held_out_margin: float | None = None
+    held_out_accuracy: float | None = None
+
+    @property
+    def line(self) -> str:
+        """What the progress report says of the step."""
+        held_out = ""
+        if self.held_out_loss is not None:
+            held_out = f"  held out {self.held_out_loss:.4f}"
+        return (
+            f"loss {self.loss:.4f}  margin {self.margin:.3f}  accuracy "
+            f"{self.accuracy:.2f}  {self.tokens_per_second:,.0f} tokens/s{held_out}"
+        )
+
+
+AnyMetrics = StepMetrics | PolicyMetrics | PreferenceMetrics
 
 
 def tokens_per_second(history: Sequence[AnyMetrics]) -> float:
@@ -266,6 +332,20 @@ def save_policy_summary(
     _write_summary(path, history, costs, outcome)
 
 
+def save_preference_summary(path: Path, history: Sequence[PreferenceMetrics]) -> None:
+    """Likewise of a run on pairs of answers."""
+    evaluated = [s for s in history if s.held_out_loss is not None]
+    outcome = {
+        "first_loss": history[0].loss,
+        "last_loss": history[-1].loss,
+        "last_margin": history[-1].margin,
+        "last_accuracy": history[-1].accuracy,
+        "held_out_loss": evaluated[-1].held_out_loss if evaluated else None,
+        "held_out_accuracy": evaluated[-1].held_out_accuracy if evaluated else None,
+    }
+    _write_summary(path, history, {}, outcome)
+
+
 def _write_summary(
     path: Path,
     history: Sequence[AnyMetrics],
@@ -274,7 +354,7 @@ def _write_summary(
 ) -> None:
     summary: dict[str, Any] = {
         "steps": len(history),
-        "gradient_samples": history[-1].gradient_samples,
+        "gradient_samples": getattr(history[-1], "gradient_samples", None),
         **outcome,
         "tokens_per_second": tokens_per_second(history),
         "device": jax.devices()[0].device_kind,
@@ -301,6 +381,12 @@ def save_plot(
     figure = Figure(figsize=(9 if costs else 5.5, 3.5), layout="constrained")
     panels = figure.subplots(1, 2 if costs else 1, squeeze=False)[0]
     panels[0].plot([s.step for s in history], [getattr(s, field) for s in history])
+    held_out = f"held_out_{field}"
+    scored = [s for s in history if getattr(s, held_out, None) is not None]
+    if scored:
+        values = [getattr(s, held_out) for s in scored]
+        panels[0].plot([s.step for s in scored], values, "o-", label="held out")
+        panels[0].legend()
     panels[0].set(xlabel="step", ylabel=label)
     panels[0].grid(alpha=0.3)
     if costs:
@@ -318,4 +404,6 @@ def _draw_memory(panel: Any, costs: Mapping[str, HeadCost]) -> None:
     drawn = panel.bar(list(bars), list(bars.values()))
     panel.bar_label(drawn, fmt="{:,.0f}")
     panel.margins(y=0.1)  # room for the numbers
-    panel.set(ylabel="temporary memory (MiB)")
+    panel.set(
+        ylabel="temporary memory (MiB)", title="the head alone, and the whole step"
+    )

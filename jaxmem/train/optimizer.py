@@ -1,8 +1,8 @@
-"""AdamW with a linear warmup and a cosine decay, for all weights or some."""
+"""AdamW under a schedule of the learning rate, of all weights or of some."""
 
 import dataclasses
 import re
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import optax
@@ -14,6 +14,8 @@ _DECAY = reals(0, below=1)
 _RANGES = {
     "learning_rate": reals(above=0),
     "warmup_steps": integers(0),
+    "warmup_fraction": reals(0, 1),
+    "decay_fraction": reals(0, 1),
     "final_fraction": reals(0, 1),
     "b1": _DECAY,
     "b2": _DECAY,
@@ -25,10 +27,11 @@ _RANGES = {
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW with a linear warmup and a cosine decay."""
+    """AdamW under a schedule of the learning rate that starts with a linear warmup."""
 
     learning_rate: float = 3e-3  # the peak, reached after the warmup
-    warmup_steps: int = 10  # steps of linear rise; fewer than run.steps
+    # steps of linear rise, fewer than run.steps; None: warmup_fraction says it
+    warmup_steps: int | None = None
     final_fraction: float = 0.1  # of the peak, reached after the last step
     b1: float = 0.9  # decay of the mean of the gradients
     b2: float = 0.95  # decay of the mean of the squared gradients
@@ -41,10 +44,17 @@ class OptimizerConfig:
     trainable: str | None = None
     # Keep the moments on the host, and fetch them slice by slice for the update.
     offload: bool = False
+    # after the warmup, a decay to final_fraction by a cosine or linearly, or none; wsd:
+    # none but over the last decay_fraction of the steps, linearly
+    schedule: Literal["cosine", "constant", "linear", "wsd"] = "cosine"
+    warmup_fraction: float = 0.1  # of run.steps, where warmup_steps is None
+    decay_fraction: float = 0.2  # of run.steps, of the schedule "wsd"
 
     def __post_init__(self):
         """Raise a ValueError that names a field with an impossible value."""
         check_numbers(self, _RANGES)
+        known = ("cosine", "constant", "linear", "wsd")
+        check_field(self, "schedule", self.schedule in known, f"one of {known}")
         if self.trainable is not None:
             check_field(
                 self, "trainable", _is_pattern(self.trainable), "a regular expression"
@@ -59,11 +69,27 @@ def _is_pattern(text: str) -> bool:
     return True
 
 
+def warmup_steps(config: OptimizerConfig, steps: int) -> int:
+    """Steps of linear rise, of so many in all.
+
+    Raises:
+        ValueError: `optimizer.warmup_steps` is not below them.
+    """
+    if config.warmup_steps is None:
+        return min(round(config.warmup_fraction * steps), steps - 1)
+    if config.warmup_steps >= steps:
+        raise ValueError(
+            f"optimizer.warmup_steps={config.warmup_steps} must be below "
+            f"run.steps={steps}; or leave it None, for optimizer.warmup_fraction"
+        )
+    return config.warmup_steps
+
+
 def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Linear warmup to the peak, then a cosine to `final_fraction` of it.
+    """Linear warmup to the peak, then what `optimizer.schedule` says.
 
     Args:
-        config: peak, warmup and final fraction.
+        config: peak, warmup, schedule and final fraction.
         steps: of the whole run.
 
     Returns:
@@ -73,18 +99,21 @@ def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedul
     Raises:
         ValueError: the warmup is not shorter than the run.
     """
-    if config.warmup_steps >= steps:
-        raise ValueError(
-            f"optimizer.warmup_steps={config.warmup_steps} must be below "
-            f"run.steps={steps}"
-        )
-    return optax.warmup_cosine_decay_schedule(
-        init_value=config.learning_rate / (config.warmup_steps + 1),
-        peak_value=config.learning_rate,
-        warmup_steps=config.warmup_steps,
-        decay_steps=steps,
-        end_value=config.learning_rate * config.final_fraction,
-    )
+    warmup, peak = warmup_steps(config, steps), config.learning_rate
+    start, final = peak / (warmup + 1), peak * config.final_fraction
+    if config.schedule == "cosine":
+        return optax.warmup_cosine_decay_schedule(start, peak, warmup, steps, final)
+    stable = {
+        "constant": steps,
+        "linear": warmup,
+        "wsd": max(warmup, steps - round(config.decay_fraction * steps)),
+    }[config.schedule]
+    parts = [
+        optax.linear_schedule(start, peak, warmup),
+        optax.constant_schedule(peak),
+        optax.linear_schedule(peak, final, max(steps - stable, 1)),
+    ]
+    return optax.join_schedules(parts, [warmup, stable])
 
 
 def make_optimizer(

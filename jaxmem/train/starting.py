@@ -1,6 +1,7 @@
 """Starting a run from a checkpoint, and exporting its result."""
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import TypeVar
 
@@ -10,6 +11,7 @@ from rich.console import Console
 
 from jaxmem import checkpoints
 from jaxmem.data import documents as data, vocabulary
+from jaxmem.data.chat import Templates, read_template
 from jaxmem.data.documents import DataConfig
 from jaxmem.models import lora
 from jaxmem.models.decoder import Decoder, ModelConfig
@@ -46,6 +48,24 @@ def load_tokenizer(config: DataConfig, model: ModelConfig) -> tokenizers.Tokeniz
     if model.checkpoint is not None:
         return vocabulary.of_checkpoint(model.checkpoint)
     return data.load_tokenizer(config)
+
+
+def load_template(
+    config: DataConfig, model: ModelConfig, tokenizer: tokenizers.Tokenizer
+) -> Templates | None:
+    """The checkpoint's chat template, read at its first use; None without one."""
+    if model.checkpoint is None:
+        return None
+    return template_of(model.checkpoint, config.chat_template, tokenizer)
+
+
+def template_of(
+    checkpoint: str, path: str | None, tokenizer: tokenizers.Tokenizer
+) -> Templates:
+    """Likewise of a checkpoint's directory, or of the template's own path."""
+    added = tokenizer.get_added_tokens_decoder().values()
+    special = [token.content for token in added if token.special]
+    return functools.cache(functools.partial(read_template, checkpoint, path, special))
 
 
 def leave(directory: Path, decoder: Decoder, console: Console) -> None:

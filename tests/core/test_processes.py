@@ -171,13 +171,13 @@ def described(arguments):
 def test_a_process_reads_only_the_documents_of_its_rows(described, monkeypatch):
     config, tokenizer = described
     whole = streams.batches(config, tokenizer, range(4))
-    read, encode = [], data._encode
+    read, encode = [], data.encode_documents
 
     def listening(documents, tokenizer):
         read.extend(documents)
         return encode(documents, tokenizer)
 
-    monkeypatch.setattr(data, "_encode", listening)
+    monkeypatch.setattr(data, "encode_documents", listening)
     part = streams.batches(config, tokenizer, [2, 3])
     assert len(read) == 100  # of 200
     for _ in range(3):

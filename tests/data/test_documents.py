@@ -233,7 +233,7 @@ def test_an_empty_split_and_an_unknown_one_are_errors(config, tokenizer):
         data.batches(many, tokenizer, stream=0)
 
 
-def test_a_text_file_cannot_be_held_out_in_part(tokenizer, tmp_path):
+def test_one_document_cannot_be_held_out_in_part(tokenizer, tmp_path):
     (tmp_path / "one.txt").write_text("a text")
     config = data.DataConfig(source=str(tmp_path / "one.txt"), held_out=0.1)
     message = "is one document, and a document is not divided; set data.held_out=0, or "
@@ -323,10 +323,12 @@ def test_the_standard_library_is_real_text_in_a_fixed_order():
     assert sum(len(document.text) for document in documents) > 3_000_000
 
 
-def test_a_text_file_is_one_document(tmp_path):
+def test_blank_lines_part_the_documents_of_a_text_file(tmp_path):
     path = tmp_path / "poem.txt"
-    path.write_text("\ufeffone\n\ntwo\n", encoding="utf-8")
-    assert data.load_documents(str(path)) == [data.Document("poem.txt", "one\n\ntwo\n")]
+    path.write_text("\ufeffone\n 1\n\n \t\r\ntwo\n\n", encoding="utf-8")
+    assert data.load_documents(str(path)) == [
+        data.Document("poem.txt:1", "one\n 1"), data.Document("poem.txt:5", "two"),
+    ]  # fmt: skip
 
 
 def test_jsonl_keeps_unicode_line_separators_and_skips_blank_lines(tmp_path):
@@ -359,7 +361,10 @@ def test_a_malformed_line_is_named(tmp_path, line, message):
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("stdlb", "\"stdlib\" or the path of a .txt or .jsonl file, got 'stdlb'"),
+        (
+            "stdlb",
+            "\"stdlib\" or the path of a .txt, .jsonl or .parquet file, got 'stdlb'",
+        ),
         ("data.csv", "got 'data.csv'"),
         ("absent.txt", "cannot read absent.txt: No such file"),
         ("absent.jsonl", "cannot read absent.jsonl: No such file"),

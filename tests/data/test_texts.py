@@ -62,7 +62,7 @@ def test_a_line_beyond_a_limit_is_named_and_the_error_is_short(line, message, tm
         ("a\0.txt", "cannot read 'a\\x00.txt': embedded null byte"),
         ("x" * 5000 + ".jsonl", "File name too long"),
         ("~nobody-of-that-name/a.txt", "cannot read ~nobody-of-that-name/a.txt: No su"),
-        ("a" * 5000, 'data.source must be "stdlib" or the path of a .txt or .jsonl'),
+        ("a" * 5000, 'data.source must be "stdlib" or the path of a .txt, .jsonl'),
     ],
 )
 def test_names_that_no_file_can_have(source, message):

@@ -185,7 +185,7 @@ def test_the_operative_text_loads_to_the_same_configuration(gin_file):
         ("run.steps = " + "-" * 100_000, "a.gin:1: Unable to parse value"),
         ("run.steps = " + "[" * 100_000, "a.gin:1: too many nested parentheses"),
         ("run.steps = " + "a" * 9000, "aaa' is not a value; a string needs quotes"),
-        ("task.source = 'x'", "unknown key 'task.source'; task has digits, answer"),
+        ("task.origin = 'x'", "unknown key 'task.origin'; task has source, reward"),
     ],
     ids=lambda text: text[:40],
 )
@@ -217,7 +217,7 @@ def test_a_mistake_in_the_file_says_where_and_what(gin_file, text, expected):
             ["model.softcap=1e999"],
             "'model.softcap=1e999': model.softcap must be finite",
         ),
-        (["task.source=x"], "unknown key 'task.source'; task has digits, answer, "),
+        (["task.origin=x"], "unknown key 'task.origin'; task has source, reward"),
         (
             ["data.batch_size=1000000000000"],
             "batch_size must be below 2**31 / sequence",

@@ -7,7 +7,9 @@ from jaxmem.data.tasks import TaskConfig
 from jaxmem.models.decoder import HeadConfig, ModelConfig
 from jaxmem.models.partitioning import MeshConfig
 from jaxmem.models.sampling import SamplingConfig
+from jaxmem.train.evaluation import EvalConfig
 from jaxmem.train.jobs.policy import GrpoConfig
+from jaxmem.train.jobs.preferences import DpoConfig
 from jaxmem.train.loop import RunConfig
 from jaxmem.train.memory import RematConfig
 from jaxmem.train.optimizer import OptimizerConfig
@@ -24,6 +26,39 @@ class Config:
     run: RunConfig
     mesh: MeshConfig = MeshConfig()
     remat: RematConfig = RematConfig()
+    eval: EvalConfig = EvalConfig()
+
+
+@dataclasses.dataclass(frozen=True)
+class DpoJobConfig:
+    """A run on pairs of answers; likewise."""
+
+    data: DataConfig
+    dpo: DpoConfig
+    model: ModelConfig
+    head: HeadConfig
+    optimizer: OptimizerConfig
+    run: RunConfig
+    mesh: MeshConfig = MeshConfig()
+    remat: RematConfig = RematConfig()
+    eval: EvalConfig = EvalConfig()
+
+    def __post_init__(self):
+        """Refuse what the job cannot do."""
+        if self.model.checkpoint is None:
+            raise ValueError(
+                "run.job='dpo' needs model.checkpoint: what is preferred is learned by "
+                "a model that answers already"
+            )
+        if self.data.streams != 1:
+            raise ValueError(
+                f"data.streams={self.data.streams} must stay 1 for run.job='dpo'"
+            )
+        if self.head.gradient_samples is not None:
+            raise ValueError(
+                f"head.gradient_samples={self.head.gradient_samples} must stay None for "
+                "run.job='dpo', which takes exact gradients"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,11 +74,18 @@ class GrpoJobConfig:
     run: RunConfig
     mesh: MeshConfig = MeshConfig()
     remat: RematConfig = RematConfig()
+    eval: EvalConfig = EvalConfig()
 
     def __post_init__(self):
         """Refuse what fits no other section, by the names of both."""
         slots, answer = self.sampling.max_new_tokens, self.task.answer_length
-        if self.task.answer == "last_digit" and slots != 1:
+        if not self.task.is_arithmetic and self.model.checkpoint is None:
+            raise ValueError(
+                f"task.source={self.task.source!r} needs model.checkpoint, a directory "
+                "with a tokenizer"
+            )
+        ends_at_once = self.task.is_arithmetic and self.task.answer == "last_digit"
+        if ends_at_once and slots != 1:
             raise ValueError(
                 f"sampling.max_new_tokens={slots} must be 1 for task.answer="
                 "'last_digit': nothing follows it"

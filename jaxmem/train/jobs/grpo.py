@@ -1,10 +1,11 @@
-"""Reinforcement learning with a reward that can be checked: roll out, then update.
+"""Reinforcement learning with rewards that are functions: roll out, then update.
 
-problems -> G completions each -> rewards -> advantages
+prompts -> G completions each -> rewards -> advantages
 -> old (and reference) log-probabilities, forward only -> packed updates
 """
 
 import dataclasses
+import functools
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,14 +18,24 @@ from rich.console import Console
 import jaxmem
 from jaxmem import losses
 from jaxmem.core import processes
-from jaxmem.data import tasks
 from jaxmem.data.documents import Batch
+from jaxmem.data.tasks import TaskConfig
 from jaxmem.losses.mismatch import MismatchReport
 from jaxmem.models.sampling import Samples
 from jaxmem.train import metrics, starting
+from jaxmem.train.evaluation import Evaluated
 from jaxmem.train.jobs.config import GrpoJobConfig
+from jaxmem.train.jobs.epochs import with_steps
 from jaxmem.train.jobs.policy import PolicyBatch, average
 from jaxmem.train.jobs.policy_program import Compiled, PolicyProgram
+from jaxmem.train.jobs.questions import (
+    Asked,
+    Graded,
+    Task,
+    place_of,
+    state_of,
+    task_of,
+)
 from jaxmem.train.jobs.rollouts import Completions
 from jaxmem.train.loop import Settings, changeable_settings, open_run
 from jaxmem.train.metrics import HeadCost, Phase, PolicyMetrics
@@ -45,11 +56,10 @@ class Result(NamedTuple):
 class _Rollout(NamedTuple):
     """Completions and what they are worth; numpy arrays of N samples."""
 
-    problems: tasks.Problems
+    asked: Asked
     completions: Completions
-    words: np.ndarray  # [N, R] what was sampled, as numbers of the task's words
     samples: Samples
-    scores: tasks.Scores
+    graded: Graded
     advantages: np.ndarray  # [N]
 
 
@@ -71,9 +81,12 @@ class _Clock:
 class _Job:
     """The steps of a run, for `Run.take_steps`."""
 
-    def __init__(self, program: PolicyProgram, compiled: Compiled):
+    def __init__(
+        self, program: PolicyProgram, compiled: Compiled, task: Task | None = None
+    ):
         self._program, self._compiled = program, compiled
         self._config = program.config
+        self.task = task or task_of(program.config)
         self.frozen = program.frozen()
         self._reference = None
         if self._config.grpo.kl_coefficient:
@@ -90,10 +103,10 @@ class _Job:
         self.restored_state = program.restored_state
 
     def get_state(self) -> dict[str, Any]:
-        return {"next_problem": self._next}
+        return state_of(self.task, self._next)
 
     def set_state(self, state: dict[str, Any]) -> None:
-        self._next = state["next_problem"]
+        self._next = place_of(self.task, state)
 
     def step(self, number: int, state: TrainState) -> tuple[TrainState, PolicyMetrics]:
         clock = _Clock()
@@ -114,26 +127,50 @@ class _Job:
         return state, self._metrics(number, made, told, mismatch, clock.seconds)
 
     def _roll_out(self, number: int, params: Any) -> _Rollout:
-        task, grpo = self._config.task, self._config.grpo
-        made = tasks.problems(task, self._next, grpo.prompts)
-        self._next += grpo.prompts
-        made = tasks.Problems(*(np.repeat(x, grpo.group_size, axis=0) for x in made))
-        spelling, lengths = self._program.spelling, made.prompt_lengths
-        prompts = spelling.write(made.prompts)
-        placed = self._program.sampling_layout.place(
-            (prompts, lengths), self._program.prompts
+        grpo = self._config.grpo
+        asked = self.task.ask(self._next, grpo.prompts).repeated(grpo.group_size)
+        completions, samples = self._complete(
+            self._compiled.sample, params, asked, number
         )
-        samples: Samples = jax.device_get(
-            self._compiled.sample(params, self.frozen, *placed, np.int32(number))
-        )
-        completions = Completions.of(
-            prompts, lengths, np.asarray(samples.tokens), np.asarray(samples.lengths)
-        )
-        words = spelling.read(completions.sampled)
-        scores = tasks.score(task, made, words, completions.lengths)
-        groups = scores.rewards.reshape(grpo.prompts, grpo.group_size)
+        graded = self.task.grade(asked, completions)
+        self._next += grpo.prompts  # after the rewards, which may raise
+        groups = graded.rewards.reshape(grpo.prompts, grpo.group_size)
         advantages = np.asarray(self._advantages(groups)).ravel()
-        return _Rollout(made, completions, words, samples, scores, advantages)
+        return _Rollout(asked, completions, samples, graded, advantages)
+
+    def evaluate(self, state: TrainState, taken: PolicyMetrics) -> Evaluated | None:
+        """Complete the held-out prompts at temperature 0."""
+        asked, rows = self.task.held_out(), self._config.grpo.samples
+        if asked is None:
+            return None
+        asked = asked.first(self._config.eval.prompts)
+        graded = []
+        for part, live in asked.parts(rows):  # of the shape that is compiled
+            completions, _ = self._complete(
+                self._greedy, state.params, part, taken.step
+            )
+            kept = completions.select(np.arange(live))
+            graded.append(self.task.grade(part.first(live), kept))
+        reward, right = (
+            float(np.concatenate([getattr(made, name) for made in graded]).mean())
+            for name in ("rewards", "right")
+        )
+        values = {"held_out_reward": reward, "held_out_accuracy": right}
+        return Evaluated(taken._replace(**values), -reward)
+
+    @functools.cached_property
+    def _greedy(self) -> jax.stages.Compiled:
+        return self._program.trace_sample(greedy=True).lower().compile()
+
+    def _complete(
+        self, sample: jax.stages.Compiled, params: Any, asked: Asked, number: int
+    ) -> tuple[Completions, Samples]:
+        placed = self._program.sampling_layout.place(asked[:2], self._program.prompts)
+        samples: Samples = jax.device_get(
+            sample(params, self.frozen, *placed, np.int32(number))
+        )
+        tokens, lengths = np.asarray(samples.tokens), np.asarray(samples.lengths)
+        return Completions.of(*asked[:2], tokens, lengths), samples
 
     def _logprobs(self, params: Any, made: _Rollout) -> tuple[np.ndarray, np.ndarray]:
         """Of the sampled tokens [N, R], and the same in what they were drawn from."""
@@ -239,17 +276,17 @@ class _Job:
         seconds: dict[str, float],
     ) -> PolicyMetrics:
         grpo, lengths = self._config.grpo, made.completions.lengths
-        groups = made.scores.rewards.reshape(grpo.prompts, grpo.group_size)
+        groups = made.graded.rewards.reshape(grpo.prompts, grpo.group_size)
         seen = int(lengths.sum()) * grpo.epochs
         per_token = {
             name: float(sum(update[name] for update in told)) / seen
             for name in told[0].keys() - {"loss", "grad_norm"}
         }
-        tokens = int(made.problems.prompt_lengths.sum() + lengths.sum())
+        tokens = int(made.asked.lengths.sum() + lengths.sum())
         return PolicyMetrics(
             step=number,
-            reward=float(made.scores.rewards.mean()),
-            accuracy=float(made.scores.exact.mean()),
+            reward=float(made.graded.rewards.mean()),
+            accuracy=float(made.graded.right.mean()),
             degenerate=float((groups == groups[:, :1]).all(axis=1).mean()),
             loss=float(np.mean([update["loss"] for update in told])),
             grad_norm=float(np.mean([update["grad_norm"] for update in told])),
@@ -261,6 +298,7 @@ class _Job:
             tokens_per_second=tokens / seconds["seconds"],
             peak_gib=metrics.peak_gib(),
             gradient_samples=self._config.head.gradient_samples,
+            rewards=made.graded.parts,
             **({"kl": None} | per_token),
             **seconds,
         )
@@ -291,13 +329,14 @@ def train(
       KeyboardInterrupt: after SIGINT; the current step is finished and saved.
       SystemExit: likewise after SIGTERM.
     """
-    config = starting.resolved(config)
+    config = with_steps(starting.resolved(config))
     console = console or Console(quiet=not processes.is_first())
-    with open_run(config.run, _settings(config), console) as run:
+    with open_run(config.run, _settings(config), console, config.eval) as run:
+        task = task_of(config)
         program = PolicyProgram(config)
         program.choose_policy_by_gradients(console)
         compiled = program.compile()
-        job = _Job(program, compiled)
+        job = _Job(program, compiled, task)
         state = run.take_steps(job, {"operative.gin": operative_text})
         starting.leave(run.out_dir, program.model(state.params, job.frozen), console)
         costs = _head_costs(program, compiled) if config.run.compare_heads else {}
@@ -305,14 +344,14 @@ def train(
             return Result(run.out_dir, [], costs)
         history = run.history(PolicyMetrics)
         result = Result(run.out_dir, history, costs)
-        _report(result, _phases(history, compiled), job.last, console)
+        _report(result, _phases(history, compiled), job, console)
         return result
 
 
 def _settings(config: GrpoJobConfig) -> Settings:
     """Return the settings that are compared when a run is resumed."""
     fixed = {
-        "task": dataclasses.asdict(config.task),
+        "task": _fixed_task(config.task),
         "model": dataclasses.asdict(config.model),
         "optimizer": fixed_moments(config.optimizer)
         | {"trainable": config.optimizer.trainable},
@@ -326,6 +365,15 @@ def _settings(config: GrpoJobConfig) -> Settings:
     }
     sections = ["optimizer", "grpo", "sampling"]
     return Settings(fixed, changeable_settings(config, sections, fixed))
+
+
+def _fixed_task(task: TaskConfig) -> dict[str, Any]:
+    """What decides prompts and rewards; sums are as in runs from before files."""
+    fields = dataclasses.asdict(task)
+    del fields["timeout"]
+    if task.is_arithmetic:
+        return {name: fields[name] for name in ("digits", "answer", "reward", "seed")}
+    return fields
 
 
 # ------------------------------------------------------------------ report
@@ -364,15 +412,13 @@ def _phases(history: list[PolicyMetrics], compiled: Compiled) -> list[Phase]:
     ]
 
 
-def _report(
-    result: Result, phases: list[Phase], last: _Rollout | None, console: Console
-) -> None:
-    out_dir, history, costs = result
+def _report(result: Result, phases: list[Phase], job: _Job, console: Console) -> None:
+    (out_dir, history, costs), last = result, job.last
     if costs:
         console.print(metrics.cost_table(costs))
     console.print(metrics.phase_table(phases))
     if last is not None:
-        for said in _examples(last):
+        for said in _examples(job.task, last):
             console.print(said, highlight=False, markup=False)
     console.print(
         f"reward {history[0].reward:.3f} -> {history[-1].reward:.3f} in "
@@ -384,12 +430,11 @@ def _report(
     console.print(f"saved in {out_dir}: summary.json, report.png", highlight=False)
 
 
-def _examples(made: _Rollout, count: int = 3) -> Iterator[str]:
+def _examples(task: Task, made: _Rollout, count: int = 3) -> Iterator[str]:
     """Some completions of the last rollout, as they read."""
     count = min(count, len(made.advantages))
     each = len(made.advantages) // count
     for i in range(0, count * each, each):
-        length = made.completions.lengths[i]
-        said = tasks.text(made.words[i, :length])
-        verdict = "right" if made.scores.exact[i] else "wrong"
-        yield f"{tasks.text(made.problems.prompts[i])} {said[:60]}  ({verdict})"
+        prompt, said = task.shown(made.asked, made.completions, i)
+        verdict = "right" if made.graded.right[i] else "wrong"
+        yield f"{prompt} {said[:60]}  ({verdict})"

@@ -14,14 +14,13 @@ from flax import nnx
 from rich.console import Console
 
 import jaxmem
-from jaxmem.data import tasks
 from jaxmem.data.documents import Batch
-from jaxmem.data.vocabulary import spelling
 from jaxmem.models.decoder import HeadConfig
 from jaxmem.models.partitioning import Layout, as_stored
-from jaxmem.models.sampling import COMPILER_OPTIONS, sample
+from jaxmem.models.sampling import COMPILER_OPTIONS, SamplingConfig, sample
 from jaxmem.train.jobs.config import GrpoJobConfig
 from jaxmem.train.jobs.policy import PolicyBatch, policy_loss
+from jaxmem.train.jobs.questions import ends_of
 from jaxmem.train.optimizer import learning_rate_schedule
 from jaxmem.train.program import (
     DecoderProgram,
@@ -69,8 +68,8 @@ class PolicyProgram(DecoderProgram):
         def by_update(count: Any) -> Any:
             return rollouts(count // updates)
 
-        self.spelling = spelling(config.model.checkpoint)
-        super().__init__(config, self.spelling.size, config.run.seed, by_update)
+        self.ends = ends_of(config)
+        super().__init__(config, self.ends.size, config.run.seed, by_update)
         self.config, self.learning_rate = config, rollouts
         by_rows = config.mesh.by_rows
         if config.grpo.samples % (parts := by_rows.data * by_rows.fsdp):
@@ -101,8 +100,11 @@ class PolicyProgram(DecoderProgram):
             update=self._compile_update(),
         )
 
-    def trace_sample(self) -> jax.stages.Traced:
-        """Trace a rollout."""
+    def trace_sample(self, greedy: bool = False) -> jax.stages.Traced:
+        """Trace a rollout; greedy is at temperature 0: the most probable tokens."""
+        config = self.config.sampling
+        if greedy:
+            config = SamplingConfig(config.max_new_tokens, top_k=1)
 
         def run(params, frozen, prompts, lengths, step):
             key = jax.random.fold_in(jax.random.key(self.config.run.seed), step)
@@ -111,9 +113,9 @@ class PolicyProgram(DecoderProgram):
                 prompts,
                 lengths,
                 key,
-                self.config.sampling,
-                eos_id=int(self.spelling.ids[tasks.EOS_ID]),
-                pad_id=int(self.spelling.ids[tasks.PAD_ID]),
+                config,
+                eos_id=self.ends.eos_id,
+                pad_id=self.ends.pad_id,
             )
 
         layout = self.sampling_layout

@@ -1,6 +1,8 @@
 """Supervised training: the step, the loop, and what both heads cost at the end."""
 
 import dataclasses
+import functools
+import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,12 +18,15 @@ from rich.console import Console
 
 from jaxmem.core import processes
 from jaxmem.data import documents as data, streams
+from jaxmem.data.chat import Templates
 from jaxmem.data.documents import Batch
 from jaxmem.models.decoder import Decoder, HeadConfig, head_loss
 from jaxmem.models.partitioning import as_stored
 from jaxmem.models.weights import join_weights
 from jaxmem.train import metrics, starting
+from jaxmem.train.evaluation import Evaluated
 from jaxmem.train.jobs.config import Config
+from jaxmem.train.jobs.epochs import with_steps
 from jaxmem.train.loop import (
     RunConfig as RunConfig,
     Settings,
@@ -36,6 +41,7 @@ from jaxmem.train.optimizer import (
 )
 from jaxmem.train.program import (
     DecoderProgram,
+    StreamedStep,
     StreamedUpdate,
     TrainState as TrainState,
     add_in_float32,
@@ -149,20 +155,6 @@ def make_step(
     return step
 
 
-class StreamedStep:
-    """A step whose moments are on the host: its gradients, then a `StreamedUpdate`."""
-
-    def __init__(self, gradients: jax.stages.Compiled, finish: StreamedUpdate):
-        self._gradients, self._finish = gradients, finish
-        self.memory_analysis = gradients.memory_analysis
-
-    def __call__(self, state: TrainState, frozen: dict, *given: Any):
-        """As a compiled step is called."""
-        slopes, numbers = self._gradients(state.params, frozen, *given)
-        state, norm = self._finish(state, slopes)
-        return state, numbers | {"grad_norm": norm}
-
-
 class Program(DecoderProgram):
     """A supervised run's functions and shapes.
 
@@ -240,23 +232,25 @@ class Program(DecoderProgram):
     ) -> float:
         """Mean loss of every token in the batches, in nats; forward only."""
 
-        @jax.jit
-        def sums(params: optax.Params, frozen: dict, batch: Batch):
-            model = self.model(params, frozen)
-            hidden = model(batch.tokens, batch.segment_ids, batch.positions)
-            total = head_loss(
-                model.head,
-                hidden,
-                batch.labels,
-                jnp.ones(()),
-                self.config.head.implementation,
-            )
-            return total, jnp.sum(batch.labels >= 0)
-
+        sums = self._loss_sums
         with self.layout.context():
             made = [sums(params, frozen, self.layout.place(x)) for x in batches]
         total, tokens = np.array(made, np.float64).sum(axis=0)
         return float(total / max(tokens, 1))
+
+    @functools.cached_property
+    def _loss_sums(self) -> Callable:
+        """Sum of a micro-batch's losses, and its tokens; compiled once."""
+
+        @jax.jit
+        def sums(params: optax.Params, frozen: dict, batch: Batch):
+            model = self.model(params, frozen)
+            hidden = model(batch.tokens, batch.segment_ids, batch.positions)
+            way, one = self.config.head.implementation, jnp.ones(())
+            total = head_loss(model.head, hidden, batch.labels, one, way)
+            return total, jnp.sum(batch.labels >= 0)
+
+        return sums
 
     def compile_head(self, head: HeadConfig) -> jax.stages.Compiled:
         """Compile loss and gradients of the head alone, for one micro-batch."""
@@ -299,7 +293,9 @@ class _Job:
         compiled: jax.stages.Compiled | StreamedStep,
         frozen: dict,
         batches: data.BatchIterator | streams.StreamIterator,
+        held_out: Callable[[], data.BatchIterator] | None = None,
     ):
+        self._held_out = held_out
         self._program, self._compiled = program, compiled
         self._frozen, self._batches = frozen, batches
         self.initial_state = program.initial_state
@@ -317,8 +313,16 @@ class _Job:
         seconds = time.perf_counter() - start
         learning_rate = self._program.schedule(number - 1)
         mfu = self._program.mfu(taken.tokens.size / seconds)
-        made = _step_metrics(number, numbers, learning_rate, seconds, mfu)
+        made = metrics.of_step(number, numbers, learning_rate, seconds, mfu)
         return state, made._replace(gradient_samples=head.gradient_samples)
+
+    def evaluate(self, state: TrainState, taken: StepMetrics) -> Evaluated | None:
+        if self._held_out is None:
+            return None
+        loss = self._program.evaluate(state.params, self._frozen, self._held_out())
+        perplexity = math.exp(min(loss, 700.0))
+        values = {"held_out_loss": loss, "held_out_perplexity": perplexity}
+        return Evaluated(taken._replace(**values), loss)
 
 
 def train(
@@ -343,22 +347,24 @@ def train(
       KeyboardInterrupt: after SIGINT; the current step is finished and saved.
       SystemExit: likewise after SIGTERM.
     """
-    config = starting.resolved(config)
+    config = with_steps(starting.resolved(config))
     console = console or Console(quiet=not processes.is_first())
-    with open_run(config.run, _settings(config), console) as run:
+    with open_run(config.run, _settings(config), console, config.eval) as run:
         tokenizer = starting.load_tokenizer(config.data, config.model)
         program = Program(config, tokenizer.get_vocab_size())
         program.choose_policy(lambda: program.trace_step(config.head), console)
         compiled, frozen = program.compile_step(config.head), program.frozen()
         rows = program.layout.own_rows(config.data.batch_size)
-        batches = streams.batches(config.data, tokenizer, rows)
-        held_out = _held_out(config.data, tokenizer)
+        template = starting.load_template(config.data, config.model, tokenizer)
+        batches = streams.batches(config.data, tokenizer, rows, template)
+        held_out = _held_out(config.data, tokenizer, template)
         texts = {"tokenizer.json": tokenizer.to_str(), "operative.gin": operative_text}
-        state = run.take_steps(_Job(program, compiled, frozen, batches), texts)
+        job = _Job(program, compiled, frozen, batches, held_out)
+        state = run.take_steps(job, texts)
         starting.leave(run.out_dir, program.model(state.params, frozen), console)
         held_out_loss = None
         if held_out is not None:
-            held_out_loss = program.evaluate(state.params, frozen, held_out)
+            held_out_loss = program.evaluate(state.params, frozen, held_out())
         costs = _head_costs(program, compiled) if config.run.compare_heads else {}
         if not processes.is_first():
             return Result(run.out_dir, [], costs, held_out_loss)
@@ -369,37 +375,28 @@ def train(
 
 
 def _held_out(
-    config: data.DataConfig, tokenizer: tokenizers.Tokenizer
-) -> data.BatchIterator | None:
-    """What is scored at the end; asked for at the start, for what may be wrong."""
+    config: data.DataConfig,
+    tokenizer: tokenizers.Tokenizer,
+    template: Templates | None,
+) -> Callable[[], data.BatchIterator] | None:
+    """What is scored; read at the start, for what may be wrong."""
     if not config.held_out:
         return None
-    return data.batches(config, tokenizer, split="evaluation", epochs=1)
+    first = data.batches(
+        config, tokenizer, split="evaluation", epochs=1, template=template
+    )
+    start = first.get_state()
+
+    def again() -> data.BatchIterator:
+        first.set_state(start)
+        return first
+
+    return again
 
 
 def _micro_batches(batches: Iterator[Batch], count: int) -> Batch:
     taken = [next(batches) for _ in range(count)]
     return Batch(*(np.stack(arrays) for arrays in zip(*taken, strict=True)))
-
-
-def _step_metrics(
-    step: int,
-    numbers: dict[str, np.ndarray],
-    learning_rate: Any,
-    seconds: float,
-    mfu: float | None,
-) -> StepMetrics:
-    tokens = int(numbers["tokens"])
-    return StepMetrics(
-        step=step,
-        loss=float(numbers["loss"]),
-        tokens=tokens,
-        tokens_per_second=tokens / seconds,
-        grad_norm=float(numbers["grad_norm"]),
-        learning_rate=float(learning_rate),
-        seconds=seconds,
-        mfu=mfu,
-    )
 
 
 def _settings(config: Config) -> Settings:
@@ -409,6 +406,8 @@ def _settings(config: Config) -> Settings:
         "model": dataclasses.asdict(config.model),
     }
     del fixed["data"]["cache_dir"]  # where vocabularies lie, not what they are
+    if config.data.chat_template is None:  # as in runs from before there was one
+        del fixed["data"]["chat_template"]
     fixed |= fixed_weights(config.optimizer, config.run.seed)
     return Settings(fixed, changeable_settings(config, ["optimizer"], fixed))
 

@@ -541,6 +541,7 @@ PROGRAM = textwrap.dedent(
     from jaxmem.train.jobs import grpo
     from jaxmem.train.config import GrpoJobConfig
     from jaxmem.train.loop import RunConfig
+    from jaxmem.train.evaluation import EvalConfig
     from jaxmem.train.memory import RematConfig
     from jaxmem.models.partitioning import MeshConfig
     from jaxmem.models.decoder import Decoder, HeadConfig, ModelConfig
@@ -622,13 +623,12 @@ def test_resuming_with_another_task_model_or_seed_is_refused(finished):
 
 @pytest.mark.parametrize(("rows", "shown"), [(2, 2), (3, 3), (8, 3)])
 def test_a_few_completions_are_shown_however_many_there_are(rows, shown):
-    words = np.arange(rows)[:, None] % 10
     made = SimpleNamespace(
-        advantages=np.zeros(rows), words=words, problems=SimpleNamespace(prompts=words),
-        completions=SimpleNamespace(lengths=np.ones(rows, int)),
-        scores=SimpleNamespace(exact=np.ones(rows, bool)),
+        advantages=np.zeros(rows), asked=None, completions=None,
+        graded=SimpleNamespace(right=np.ones(rows, bool)),
     )  # fmt: skip
-    assert len(list(grpo._examples(made))) == shown
+    task = SimpleNamespace(shown=lambda asked, completions, i: (str(i), "a"))
+    assert len(list(grpo._examples(task, made))) == shown
 
 
 def test_a_finished_run_resumes_with_nothing_left_to_do(finished):
@@ -660,7 +660,7 @@ def test_a_finished_run_resumes_with_nothing_left_to_do(finished):
         (["grpo.clip_high=-1"], "grpo.clip_high must be 0 or more, or None, got -1"),
         (["grpo.kl_coefficient=-1"], "grpo.kl_coefficient must be 0 or more, got -1"),
         (["run.job=sft"], "is of the job 'grpo', but run.job is 'sft', whose sections"),
-        (["run.job=ppo"], "run.job must be 'sft' or 'grpo', got 'ppo'"),
+        (["run.job=ppo"], "run.job must be 'sft' or 'grpo' or 'dpo', got 'ppo'"),
         (["data.seed=1"], "'data.seed=1': data.seed is of the job 'sft', but run.job"),
         (["remat.policy=half"], "remat.policy must be one of 'none', 'full', 'dots'"),
         (["remat.policy=fit"], "memory_limit=None does not go with policy='fit'"),

@@ -23,12 +23,14 @@ from flax import nnx
 from rich.console import Console
 
 from jaxmem import remat
+from jaxmem.data import documents as data
 from jaxmem.data.documents import Batch, DataConfig
 from jaxmem.models.decoder import Decoder, HeadConfig, ModelConfig
 from jaxmem.models.weights import join_weights, split_weights
 from jaxmem.train.config import Config
 from jaxmem.train.history import read_history
 from jaxmem.train.jobs import sft
+from jaxmem.train.jobs.epochs import with_steps
 from jaxmem.train.jobs.sft import OptimizerConfig, RunConfig
 from jaxmem.train.optimizer import (
     learning_rate_schedule,
@@ -343,6 +345,39 @@ def test_the_learning_rate_warms_up_then_decays():
 # -------------------------------------------------------------------- runs
 
 
+def rates(steps=20, **changes):
+    schedule = learning_rate_schedule(OptimizerConfig(1.0, **changes), steps)
+    return [float(schedule(i)) for i in range(steps + 1)]
+
+
+def test_schedules_by_name():
+    warmed = [0.2, 0.4, 0.6, 0.8, 1.0]
+    for name in ("constant", "linear", "wsd", "cosine"):
+        made = rates(warmup_fraction=0.2, schedule=name, final_fraction=0.5)
+        np.testing.assert_allclose(made[:5], warmed, rtol=1e-6)
+        assert made[4:] == sorted(made[4:], reverse=True)
+        assert made[-1] == pytest.approx(1 if name == "constant" else 0.5)
+    made = rates(warmup_fraction=0.0, schedule="wsd", final_fraction=0.0)
+    np.testing.assert_allclose(made[:17], 1)
+    np.testing.assert_allclose(made[16:], [1, 0.75, 0.5, 0.25, 0], atol=1e-6)
+    assert rates(1, warmup_fraction=1.0)[0] == 1.0  # one step has no warmup
+    assert rates(10)[:2] == [0.5, 1.0]
+    with pytest.raises(ValueError, match="OptimizerConfig.schedule must be one of"):
+        OptimizerConfig(schedule="step")
+
+
+def test_epochs_decide_the_steps(config):
+    tokenizer = data.load_tokenizer(config.data)
+    count = sum(1 for _ in data.batches(config.data, tokenizer, epochs=1))
+    for epochs, accumulate in ((2, 1), (0.5, 1), (1, 3)):
+        run = dict(epochs=epochs, accumulate=accumulate, steps=1)
+        made = with_steps(changed(config, run=run)).run
+        assert made.steps == -(-epochs * count // accumulate)
+    assert with_steps(config) is config
+    with pytest.raises(ValueError, match="RunConfig.epochs must be above 0 and finite"):
+        changed(config, run=dict(epochs=0.0))
+
+
 def test_a_run_leaves_everything_it_promises(finished):
     _, result, said = finished
     assert [s.step for s in result.history] == [1, 2, 3, 4, 5, 6]
@@ -539,6 +574,7 @@ PROGRAM = textwrap.dedent(
     from jaxmem.train.config import Config
     from jaxmem.data.documents import DataConfig
     from jaxmem.models.decoder import HeadConfig, ModelConfig
+    from jaxmem.train.evaluation import EvalConfig
     from jaxmem.train.memory import RematConfig
     from jaxmem.models.partitioning import MeshConfig
     from jaxmem.train.jobs.sft import OptimizerConfig, RunConfig

@@ -1,0 +1,207 @@
+"""Pairs of answers: a chosen and a rejected one to each prompt, as padded rows."""
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import tokenizers
+
+from jaxmem.core import messages
+from jaxmem.data.chat import Templates
+from jaxmem.data.documents import NO_LABEL, DataConfig, encode_documents
+from jaxmem.data.records import DataError, Record, find_files, read_records, string
+from jaxmem.data.texts import Document, conversation, conversation_of, split
+
+
+class Pair(NamedTuple):
+    """Tokens and labels of two sequences; a label is the next token, or -1."""
+
+    where: str
+    chosen: tuple[np.ndarray, np.ndarray]
+    rejected: tuple[np.ndarray, np.ndarray]
+
+    @property
+    def length(self) -> int:
+        """Tokens of the longer one."""
+        return max(len(self.chosen[0]), len(self.rejected[0]))
+
+
+class PairBatch(NamedTuple):
+    """Rows [2 B, T]: chosen and rejected by turns, one sequence a row."""
+
+    tokens: Any  # input ids
+    labels: Any  # the token that follows; -1 where no loss is wanted
+    segment_ids: Any  # 1; 0 is padding
+    positions: Any
+    # ln p of the whole sequence under the reference, in the first place of its row
+    reference: Any
+
+
+def load_pairs(
+    config: DataConfig,
+    tokenizer: tokenizers.Tokenizer,
+    template: Templates | None = None,
+    drop_long: bool = False,
+) -> tuple[list[Pair], list[Pair]]:
+    """Read pairs: those to train on, and those held out.
+
+    A record has `chosen` and `rejected`, with `prompt` or without: strings, or lists of
+    messages, whose common start is the prompt where there is no `prompt`.
+
+    Args:
+        config: of the data.
+        tokenizer: the vocabulary.
+        template: returns the template that renders messages.
+        drop_long: leave out pairs of which one is longer than a row.
+
+    Raises:
+        DataError: a record is malformed, or a pair is too long.
+    """
+    paths = find_files(config.source, "data.source")
+    records = [r for path in paths for r in read_records(path, "data.source")]
+    pairs = [_pair(record, tokenizer, template) for record in records]
+    fitting = [pair for pair in pairs if pair.length <= config.sequence_length]
+    if not fitting or (len(fitting) < len(pairs) and not drop_long):
+        raise DataError(_unfit(config, pairs))
+    keys = [_digest(pair) for pair in fitting]
+    training, held_out = split(fitting, keys, config.held_out)
+    if config.held_out and not held_out:
+        raise DataError(
+            f"data.held_out={config.held_out} of {len(fitting)} pairs leaves none for "
+            "evaluation; raise it or add pairs"
+        )
+    return training, held_out
+
+
+def _unfit(config: DataConfig, pairs: Sequence[Pair]) -> str:
+    if not pairs:
+        return f"data.source: {config.source!r} holds no pair"
+    longest = max(pairs, key=lambda pair: pair.length)
+    count = sum(pair.length > config.sequence_length for pair in pairs)
+    return (
+        f"{longest.where}: the pair has {longest.length} tokens, and {count} of "
+        f"{len(pairs)} pairs are longer than data.sequence_length="
+        f"{config.sequence_length}; raise it, or set dpo.drop_long=True"
+    )
+
+
+def _pair(
+    record: Record, tokenizer: tokenizers.Tokenizer, template: Templates | None
+) -> Pair:
+    fields = record.fields
+    if "chosen" not in fields or "rejected" not in fields:
+        raise DataError(
+            f'{record.where}: expected "chosen" and "rejected", with "prompt" or '
+            f"without; got the keys {messages.listing(sorted(fields)) or '(none)'}"
+        )
+    if fields["chosen"] == fields["rejected"]:
+        raise DataError(f"{record.where}: chosen and rejected are equal")
+    made = _conversations if isinstance(fields["chosen"], list) else _strings
+    chosen, rejected = encode_documents(made(record, template), tokenizer)
+    return Pair(record.where, chosen, rejected)
+
+
+def _strings(record: Record, template: Templates | None) -> list[Document]:
+    prompt = string(record, "prompt") if "prompt" in record.fields else ""
+    return [
+        Document(record.where, string(record, key), prompt)
+        for key in ("chosen", "rejected")
+    ]
+
+
+def _conversations(record: Record, template: Templates | None) -> list[Document]:
+    answers = [conversation_of(record, key) for key in ("chosen", "rejected")]
+    if "prompt" in record.fields:
+        before = conversation_of(record, "prompt")
+        answers = [before + answer for answer in answers]
+        first = len(before)
+    else:
+        differ = (i for i, (a, b) in enumerate(zip(*answers, strict=False)) if a != b)
+        first = next(differ, min(map(len, answers)))
+    return [conversation(record, turns, first, template) for turns in answers]
+
+
+def _digest(pair: Pair) -> bytes:
+    made = hashlib.sha256()
+    for tokens, labels in (pair.chosen, pair.rejected):
+        made.update(len(tokens).to_bytes(8, "little"))
+        made.update(tokens.tobytes() + labels.tobytes())
+    return made.digest()
+
+
+def fingerprint(pairs: Sequence[Pair]) -> str:
+    """Identify pairs and their order."""
+    made = hashlib.sha256(b"".join(map(_digest, pairs)))
+    return made.hexdigest()[:24]
+
+
+def batch_of(
+    pairs: Sequence[Pair], reference: np.ndarray, config: DataConfig
+) -> PairBatch:
+    """Lay pairs out in rows.
+
+    Args:
+        pairs: B of them.
+        reference: [B, 2] log-probabilities of the chosen and the rejected answer.
+        config: says how long a row is.
+    """
+    shape = 2 * len(pairs), config.sequence_length
+    tokens, segments = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+    labels, first = np.full(shape, NO_LABEL, np.int32), np.zeros(shape, np.float32)
+    first[:, 0] = reference.reshape(-1)
+    rows = [row for pair in pairs for row in (pair.chosen, pair.rejected)]
+    for i, (ids, following) in enumerate(rows):
+        tokens[i, : len(ids)], labels[i, : len(ids)] = ids, following
+        segments[i, : len(ids)] = 1
+    positions = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
+    return PairBatch(tokens, labels, segments, positions * segments, first)
+
+
+class PairBatches(Iterator[PairBatch]):
+    """Micro-batches without end, in a new order each epoch; resumable.
+
+    Args:
+        pairs: to train on.
+        reference: [N, 2] log-probabilities under the reference.
+        config: `batch_size` pairs each.
+    """
+
+    def __init__(
+        self, pairs: Sequence[Pair], reference: np.ndarray, config: DataConfig
+    ):
+        self._pairs, self._reference, self._config = pairs, reference, config
+        self._fingerprint = fingerprint(pairs)
+        self._next = 0  # number of the next pair
+        self._epoch, self._order = -1, np.arange(0)
+
+    def __next__(self) -> PairBatch:
+        numbers = range(self._next, self._next + self._config.batch_size)
+        chosen = [self._index(number) for number in numbers]
+        self._next = numbers.stop
+        pairs = [self._pairs[i] for i in chosen]
+        return batch_of(pairs, self._reference[chosen], self._config)
+
+    def _index(self, number: int) -> int:
+        epoch, place = divmod(number, len(self._pairs))
+        if epoch != self._epoch:
+            rng = np.random.default_rng([self._config.seed, epoch])
+            self._epoch, self._order = epoch, rng.permutation(len(self._pairs))
+        return int(self._order[place])
+
+    def get_state(self) -> dict[str, Any]:
+        """Return the position after the last batch, as JSON-able values."""
+        return {"next_pair": self._next, "fingerprint": self._fingerprint}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Continue from what `get_state` returned.
+
+        Raises:
+            DataError: the state belongs to other pairs.
+        """
+        if state["fingerprint"] != self._fingerprint:
+            raise DataError(
+                "the saved position belongs to other pairs than data.source has now; "
+                "restore them, or start a new run"
+            )
+        self._next = state["next_pair"]

@@ -1,0 +1,122 @@
+"""Prompts of reinforcement learning: strings or conversations, as ids of the model."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import tokenizers
+
+from jaxmem.core import messages
+from jaxmem.data.chat import Templates
+from jaxmem.data.records import DataError, Record, find_files, read_records
+from jaxmem.data.tasks import TaskConfig
+from jaxmem.data.texts import conversation_of, split
+from jaxmem.data.vocabulary import edges
+
+
+class Prompt(NamedTuple):
+    """One record of the data."""
+
+    where: str
+    prompt: Any  # a string, or a list of messages
+    columns: dict[str, Any]  # the other fields
+    ids: np.ndarray  # int32, what the model reads
+
+
+def load_prompts(
+    config: TaskConfig, tokenizer: tokenizers.Tokenizer, template: Templates
+) -> tuple[list[Prompt], list[Prompt]]:
+    """Read the prompts of `task.source`: those to train on, and those held out.
+
+    Args:
+        config: of the task.
+        tokenizer: of the checkpoint.
+        template: returns the template that renders messages.
+
+    Raises:
+        DataError: a file cannot be read, a record has no `prompt`, or a prompt is
+            longer than `task.max_prompt_tokens`.
+    """
+    paths = find_files(config.source, "task.source")
+    records = [r for path in paths for r in read_records(path, "task.source")]
+    if not records:
+        raise DataError(f"task.source: {paths[0]} holds no prompt")
+    prompts = [_prompt(config, record, tokenizer, template) for record in records]
+    _check_columns(prompts)
+    keys = [_digest(prompt) for prompt in prompts]
+    training, held_out = split(prompts, keys, config.held_out)
+    if config.held_out and not held_out:
+        raise DataError(
+            f"task.held_out={config.held_out} of the {len(prompts)} prompts leaves "
+            "none for evaluation; raise it or add prompts"
+        )
+    return training, held_out
+
+
+def _prompt(
+    config: TaskConfig,
+    record: Record,
+    tokenizer: tokenizers.Tokenizer,
+    template: Templates,
+) -> Prompt:
+    columns = dict(record.fields)
+    if "prompt" not in columns:
+        raise DataError(
+            f'{record.where}: expected "prompt", got the keys '
+            f"{messages.listing(sorted(columns)) or '(none)'}"
+        )
+    prompt = columns.pop("prompt")
+    ids = _ids(record, prompt, tokenizer, template)
+    if not ids:
+        raise DataError(f"{record.where}: the prompt has no token")
+    if len(ids) > config.max_prompt_tokens:
+        raise DataError(
+            f"{record.where}: the prompt has {len(ids)} tokens; raise "
+            f"task.max_prompt_tokens={config.max_prompt_tokens}, or shorten it"
+        )
+    return Prompt(record.where, prompt, columns, np.array(ids, np.int32))
+
+
+def _ids(
+    record: Record,
+    prompt: Any,
+    tokenizer: tokenizers.Tokenizer,
+    template: Templates,
+) -> list[int]:
+    if isinstance(prompt, str):
+        start = edges(tokenizer)[0]
+        return [*start, *tokenizer.encode(prompt, add_special_tokens=False).ids]
+    turns, made = conversation_of(record, "prompt"), template()
+    try:
+        text = made.render(turns, add_generation_prompt=True)
+    except DataError as error:
+        raise DataError(f"{record.where}: {error}") from error
+    return tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def _check_columns(prompts: Sequence[Prompt]) -> None:
+    """Reward functions get every column of every prompt."""
+    first = prompts[0]
+    for prompt in prompts:
+        differing = prompt.columns.keys() ^ first.columns.keys()
+        if differing:
+            name = min(differing)
+            has, lacks = first, prompt
+            if name in prompt.columns:
+                has, lacks = prompt, first
+            raise DataError(f'{lacks.where}: no "{name}", which {has.where} has')
+
+
+def _digest(prompt: Prompt) -> bytes:
+    content = json.dumps([prompt.prompt, prompt.columns], sort_keys=True, default=str)
+    return hashlib.sha256(content.encode()).digest()
+
+
+def fingerprint(prompts: Sequence[Prompt]) -> str:
+    """Identify prompts, columns and their order, but not where they are."""
+    made = hashlib.sha256()
+    for prompt in prompts:
+        made.update(_digest(prompt) + prompt.ids.tobytes())
+    return made.hexdigest()[:24]

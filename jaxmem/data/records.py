@@ -1,0 +1,144 @@
+"""Records of JSONL and Parquet files, each with the place that an error names."""
+
+import glob
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxmem.core import json_files, messages
+
+SUFFIXES = (".txt", ".jsonl", ".parquet")
+Source = str | tuple[str, ...]
+
+
+class DataError(ValueError):
+    """The data that the configuration names cannot be used; the message says why."""
+
+
+class Record(NamedTuple):
+    """One line of a .jsonl file, or one row of a .parquet file."""
+
+    where: str  # such as "data.jsonl:3"
+    fields: dict[str, Any]
+
+
+def find_files(source: Source, argument: str) -> list[Path]:
+    """Return the files that a source names, in an order that is the same on every run.
+
+    Args:
+        source: a path, a glob such as "data/*.jsonl", or a tuple of these.
+        argument: what an error calls the source.
+
+    Returns:
+        Paths, at least one; a glob's are sorted.
+
+    Raises:
+        DataError: another suffix, or a glob that matches nothing.
+    """
+    patterns = (source,) if isinstance(source, str) else source
+    found = [path for pattern in patterns for path in _expand(pattern, argument)]
+    if not found:
+        raise DataError(f"{argument} names no file")
+    return found
+
+
+def _expand(pattern: str, argument: str) -> list[Path]:
+    path = Path(os.path.expanduser(pattern))
+    if path.suffix not in SUFFIXES:
+        raise DataError(
+            f'{argument} must be "stdlib" or the path of a .txt, .jsonl or .parquet '
+            f"file, got {messages.short(pattern)}"
+        )
+    # A file whose name has a bracket is that file.
+    if not glob.has_magic(pattern) or os.path.exists(path):
+        return [path]
+    matches = sorted(map(Path, glob.glob(str(path), recursive=True)))
+    if not matches:
+        raise DataError(f"{argument}: {messages.name(pattern)} matches no file")
+    return matches
+
+
+def read_records(path: Path, argument: str) -> Iterator[Record]:
+    """Yield the records of one .jsonl or .parquet file.
+
+    Args:
+        path: of the file.
+        argument: what an error calls the source.
+
+    Raises:
+        DataError: the file cannot be read, or a line is no JSON object.
+    """
+    return (_parquet if path.suffix == ".parquet" else _jsonl)(path, argument)
+
+
+def read_text(path: Path, argument: str) -> str:
+    """Return the text of a file; raise a DataError where it has none."""
+    shown = messages.name(str(path))
+    try:
+        return json_files.read_text(path)
+    except json_files.JsonError as error:
+        raise DataError(f"{argument}: {shown} is {error}") from error
+    except (OSError, ValueError) as error:  # such as a NUL in the path
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"{argument}: cannot read {shown}: {reason}") from error
+
+
+def _jsonl(path: Path, argument: str) -> Iterator[Record]:
+    # Not str.splitlines, which would also cut at U+2028 inside a JSON string.
+    for number, line in enumerate(read_text(path, argument).split("\n"), start=1):
+        if line.strip():
+            where = f"{path}:{number}"
+            yield Record(where, _parse(where, line))
+
+
+def _parse(where: str, line: str) -> dict[str, Any]:
+    try:
+        record = json_files.parse(line)
+    except json_files.JsonError as error:
+        raise DataError(f"{where}: {error}") from error
+    if not isinstance(record, dict):
+        raise DataError(
+            f"{where}: expected a JSON object, got {messages.short(record)}"
+        )
+    return record
+
+
+def _parquet(path: Path, argument: str) -> Iterator[Record]:
+    shown = messages.name(str(path))
+    if not path.is_file():
+        raise DataError(f"{argument}: cannot read {shown}: No such file")
+    try:
+        from pyarrow import ArrowException, parquet
+    except ModuleNotFoundError as error:
+        raise DataError(
+            f"{argument}: {shown} needs pyarrow, which is not installed; run: "
+            "pip install 'jaxmem[score]'"
+        ) from error
+    try:
+        with parquet.ParquetFile(path) as file:
+            rows = (row for batch in file.iter_batches() for row in batch.to_pylist())
+            for number, row in enumerate(rows, start=1):
+                yield Record(f"{path}: row {number}", _without_nulls(row))
+    except (ArrowException, OSError, ValueError) as error:
+        if isinstance(error, DataError):
+            raise
+        said = messages.cut(getattr(error, "strerror", None) or str(error))
+        raise DataError(f"{argument}: cannot read {shown}: {said}") from error
+
+
+def _without_nulls(value: Any) -> Any:
+    """A column has every key that any row has, and null where a row lacks it."""
+    if isinstance(value, dict):
+        return {k: _without_nulls(v) for k, v in value.items() if v is not None}
+    return [_without_nulls(v) for v in value] if isinstance(value, list) else value
+
+
+def string(record: Record, key: str) -> str:
+    """Return a field that must be a string."""
+    value = record.fields[key]
+    if not isinstance(value, str):
+        raise DataError(
+            f'{record.where}: "{key}" must be a string, got {messages.short(value)}'
+        )
+    return value

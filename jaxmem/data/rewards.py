@@ -1,0 +1,356 @@
+"""Reward functions: a user's own, or those shipped, called on a batch of completions.
+
+    score(prompts, completions, **columns) -> list[float | None]
+
+That is the signature of TRL's and Tunix's reward functions. A prompt is what the data
+hold, a string or a list of messages; a completion is a string, or for messages a list
+of one assistant message. Columns are the other fields of the data, a list each, with
+`completion_ids` and `max_new_tokens`. None says that a function has no opinion.
+"""
+
+import asyncio
+import importlib
+import importlib.util
+import inspect
+import math
+import re
+import sys
+import threading
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxmem.core import messages
+
+Function = Callable[..., Any]
+
+
+class RewardError(ValueError):
+    """A reward function cannot be used; the message names it and the prompt."""
+
+
+class Questions(NamedTuple):
+    """What reward functions are given, a list of N each."""
+
+    where: Sequence[str]  # places of the prompts, for errors
+    prompts: Sequence[Any]
+    completions: Sequence[Any]
+    columns: Mapping[str, Sequence[Any]]
+
+    def only(self, i: int) -> "Questions":
+        """The one of that number."""
+        columns = {name: [values[i]] for name, values in self.columns.items()}
+        return Questions(
+            [self.where[i]], [self.prompts[i]], [self.completions[i]], columns
+        )
+
+
+class Rewards(NamedTuple):
+    """What completions are worth: float64 arrays."""
+
+    total: np.ndarray  # [N] weighted sum over the functions
+    parts: dict[str, np.ndarray]  # [N] by function; NaN where it said None
+
+
+class Scorer:
+    """Several reward functions and their weights.
+
+    Args:
+        names: of shipped functions, or "file.py:function", or
+            "package.module:function".
+        weights: one a function; None: 1 each.
+        timeout: most seconds that a call may take, or None. Functions without a timeout
+            are called in the main thread, those with one in a thread of their own.
+
+    Raises:
+        RewardError: a function cannot be imported.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        weights: Sequence[float] | None = None,
+        timeout: float | None = None,
+    ):
+        self._functions = {name: load(name) for name in names}
+        self._weights = [1.0] * len(names) if weights is None else list(weights)
+        self._timeout = timeout
+
+    def __call__(self, questions: Questions) -> Rewards:
+        """Call every function; async ones are awaited together.
+
+        Args:
+            questions: prompts, completions and columns.
+
+        Raises:
+            RewardError: a function raises, takes too long, returns another number of
+                rewards or one that is not finite, or all of them return None.
+        """
+        waiting = {k: f for k, f in self._functions.items() if _is_async(f)}
+        returned = self._await(waiting, questions)
+        for name, function in self._functions.items():
+            if name not in waiting:
+                returned[name] = self._call(name, function, questions)
+        parts = {
+            name: _checked(name, returned[name], questions) for name in self._functions
+        }
+        table = np.stack(list(parts.values()))
+        silent = np.isnan(table).all(axis=0)
+        if silent.any():
+            i = int(silent.argmax())
+            raise RewardError(
+                f"{_place(', '.join(parts), questions, i)} gave no reward (None)"
+            )
+        return Rewards(np.nansum(table * np.c_[self._weights], axis=0), parts)
+
+    def _call(self, name: str, function: Function, questions: Questions) -> Any:
+        def call() -> Any:
+            return _call(function, questions)
+
+        try:
+            return call() if self._timeout is None else _in_time(call, self._timeout)
+        except TimeoutError as error:
+            raise self._too_slow(name, questions) from error
+        except Exception as error:
+            raise _failure(name, function, questions, error) from error
+
+    def _await(self, functions: Mapping[str, Function], questions: Questions) -> dict:
+        if not functions:
+            return {}
+
+        async def together():
+            calls = [
+                asyncio.wait_for(_call(f, questions), self._timeout)
+                for f in functions.values()
+            ]
+            return await asyncio.gather(*calls, return_exceptions=True)
+
+        returned = dict(zip(functions, asyncio.run(together()), strict=True))
+        for name, value in returned.items():
+            if isinstance(value, TimeoutError):
+                raise self._too_slow(name, questions) from value
+            if isinstance(value, Exception):
+                raise _failure(name, functions[name], questions, value) from value
+        return returned
+
+    def _too_slow(self, name: str, questions: Questions) -> RewardError:
+        said = _place(name, questions, 0)
+        return RewardError(f"{said} took longer than task.timeout={self._timeout:g} s")
+
+
+def load(name: str) -> Function:
+    """Return the function of a name: shipped, in a file, or in a module.
+
+    Raises:
+        RewardError: there is none, or importing it fails.
+    """
+    if name in SHIPPED:
+        return SHIPPED[name]
+    source, colon, attribute = name.rpartition(":")
+    if not colon:
+        raise RewardError(
+            f"task.reward must be one of {', '.join(map(repr, SHIPPED))}, or "
+            f'"file.py:function" or "package.module:function", got '
+            f"{messages.short(name)}"
+        )
+    try:
+        module = _file(source) if source.endswith(".py") else _module(source)
+    except Exception as error:
+        line = _line_of(error, source)
+        raise RewardError(
+            f"task.reward: cannot import {source}{line}: {_said(error)}"
+        ) from error
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        raise RewardError(f"task.reward: {source} has no function {attribute!r}")
+    return function
+
+
+def _file(path: str) -> Any:
+    found = Path(path).expanduser()
+    if not found.is_file():
+        raise FileNotFoundError("no such file")
+    name = f"jaxmem_rewards_{found.stem}"
+    spec = importlib.util.spec_from_file_location(name, found)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # for what pickles or annotates
+    spec.loader.exec_module(module)
+    return module
+
+
+def _module(name: str) -> Any:
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))  # the command `jaxmem` leaves it out
+    return importlib.import_module(name)
+
+
+# -------------------------------------------------------------------- calls
+
+
+def _is_async(function: Function) -> bool:
+    """Also of an object whose class has an async `__call__`."""
+    call = type(function).__call__
+    return any(map(inspect.iscoroutinefunction, (function, call)))
+
+
+def _call(function: Function, questions: Questions) -> Any:
+    _, prompts, completions, columns = questions
+    return function(
+        prompts=list(prompts),
+        completions=list(completions),
+        **{name: list(values) for name, values in columns.items()},
+    )
+
+
+def _in_time(call: Callable[[], Any], seconds: float) -> Any:
+    """Call in a thread that may be left behind; what it raises is raised here."""
+    outcome: dict[str, Any] = {}
+
+    def run() -> None:
+        try:
+            outcome["value"] = call()
+        except BaseException as error:
+            outcome["error"] = error
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        raise TimeoutError
+    if "error" in outcome:
+        raise outcome["error"]
+    return outcome["value"]
+
+
+def _failure(
+    name: str, function: Function, questions: Questions, error: Exception
+) -> RewardError:
+    """Call again one by one, to find the prompt on which the function raises."""
+    place, line = 0, _line_of(error, name.rpartition(":")[0])
+    for i in range(len(questions.prompts)):
+        try:
+            value = _call(function, questions.only(i))
+            if isinstance(value, Awaitable):
+                asyncio.run(_result(value))
+        except Exception:
+            place = i
+            break
+    said = f"{type(error).__name__}: {_said(error)}"
+    return RewardError(f"{_place(name, questions, place)} raised{line} {said}")
+
+
+async def _result(value: Awaitable) -> Any:
+    return await value
+
+
+def _checked(name: str, returned: Any, questions: Questions) -> np.ndarray:
+    """Rewards as an array, None as NaN."""
+    count = len(questions.prompts)
+    if not isinstance(returned, Sequence | np.ndarray) or isinstance(returned, str):
+        said = f"returned {messages.short(returned)}, not a list of {count} rewards"
+        raise RewardError(f"{_place(name, questions, 0)} {said}")
+    if len(returned) != count:
+        said = f"returned {len(returned)} rewards for {count} completions"
+        raise RewardError(f"{_place(name, questions, 0)} {said}")
+    out = np.full(count, np.nan)
+    for i, value in enumerate(returned):
+        if value is None:
+            continue
+        try:
+            out[i] = float(value)
+        except (TypeError, ValueError, OverflowError):
+            out[i] = math.nan
+        if not math.isfinite(out[i]):
+            said = f"returned {messages.short(value)}, which is no finite number"
+            raise RewardError(f"{_place(name, questions, i)} {said}")
+    return out
+
+
+def _place(name: str, questions: Questions, i: int) -> str:
+    prompt = messages.short(questions.prompts[i])
+    return f"reward {name}, prompt {prompt} ({questions.where[i]}):"
+
+
+def _line_of(error: BaseException, source: str) -> str:
+    """The last line of the function's own file that raised."""
+    lines = []
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename.endswith(Path(source).name or "\0"):
+            lines.append(trace.tb_lineno)
+        trace = trace.tb_next
+    return f" (line {lines[-1]})" if lines else ""
+
+
+def _said(error: BaseException) -> str:
+    return messages.cut(str(error)) or type(error).__name__
+
+
+# ------------------------------------------------------------------- shipped
+
+_NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
+
+
+def text_of(completion: Any) -> str:
+    """A completion's text, whether it is a string or a list of messages."""
+    if isinstance(completion, str):
+        return completion
+    return "".join(str(message["content"]) for message in completion)
+
+
+def exact(prompts, completions, answer, **_) -> list[float]:
+    """1 where the completion is the column `answer`, but for white space around it."""
+    pairs = zip(completions, answer, strict=True)
+    return [float(text_of(c).strip() == str(a).strip()) for c, a in pairs]
+
+
+def prefix(prompts, completions, answer, **_) -> list[float]:
+    """Share of the column `answer` that the completion has right from its start."""
+    return [
+        _shared(text_of(c).strip(), str(a).strip())
+        for c, a in zip(completions, answer, strict=True)
+    ]
+
+
+def _shared(text: str, answer: str) -> float:
+    if not answer:
+        return float(not text)
+    different = (
+        i for i, (x, y) in enumerate(zip(text, answer, strict=False)) if x != y
+    )
+    return next(different, min(len(text), len(answer))) / len(answer)
+
+
+def regex(prompts, completions, pattern, **_) -> list[float]:
+    """1 where the column `pattern`, a regular expression, is found."""
+    pairs = zip(completions, pattern, strict=True)
+    return [float(re.search(p, text_of(c), re.DOTALL) is not None) for c, p in pairs]
+
+
+def number(prompts, completions, answer, **_) -> list[float]:
+    """1 where the last number of the completion equals that of the column `answer`."""
+    pairs = zip(completions, answer, strict=True)
+    return [float(_equal(_last(text_of(c)), _last(str(a)))) for c, a in pairs]
+
+
+def _last(text: str) -> float | None:
+    found = _NUMBER.findall(text)
+    return float(found[-1].replace(",", "")) if found else None
+
+
+def _equal(a: float | None, b: float | None) -> bool:
+    return a is not None and b is not None and math.isclose(a, b, rel_tol=1e-9)
+
+
+def length(prompts, completions, completion_ids, max_new_tokens, **_) -> list[float]:
+    """Minus the share of `sampling.max_new_tokens` that the completion takes."""
+    pairs = zip(completion_ids, max_new_tokens, strict=True)
+    return [-len(ids) / most for ids, most in pairs]
+
+
+SHIPPED: dict[str, Function] = {
+    function.__name__: function for function in (exact, prefix, regex, number, length)
+}

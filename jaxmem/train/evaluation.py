@@ -1,0 +1,70 @@
+"""Evaluation between steps: when, and the checkpoint of the best one."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxmem.core.fields import check_numbers
+from jaxmem.core.ranges import integers
+from jaxmem.train.checkpoint import Checkpoints
+from jaxmem.train.metrics import AnyMetrics
+
+_RANGES = {"every": integers(1), "prompts": integers(1)}
+_BEST = "best"  # key in the saved settings
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalConfig:
+    """When what is held out is scored during training."""
+
+    # steps between evaluations, the last step is evaluated too; None: none but at the
+    # end of a supervised run
+    every: int | None = None
+    prompts: int = 64  # of the job "grpo": most held-out prompts to complete
+    keep_best: bool = True  # keep the best evaluation's checkpoint, in out_dir/best
+
+    def __post_init__(self):
+        """Refuse impossible values, by name."""
+        check_numbers(self, _RANGES)
+
+    def is_due(self, step: int, steps: int) -> bool:
+        """Whether that step of so many is evaluated."""
+        return self.every is not None and (step % self.every == 0 or step == steps)
+
+
+class Evaluated(NamedTuple):
+    """A step's metrics with those of its evaluation."""
+
+    metrics: AnyMetrics
+    cost: float  # the lower, the better
+
+
+class Best:
+    """The checkpoint of the lowest cost so far.
+
+    Args:
+        directory: that it is kept in.
+    """
+
+    def __init__(self, directory: Path):
+        self._directory = directory
+
+    def offer(
+        self, step: int, cost: float, save: Callable[[Checkpoints, Mapping], None]
+    ) -> None:
+        """Save if the cost is lower than that of what is saved.
+
+        Args:
+            step: that was evaluated.
+            cost: of it.
+            save: called with where to save, and settings to add to the run's.
+        """
+        with Checkpoints(self._directory, keep=1) as checkpoints:
+            saved = checkpoints.latest()
+            if saved is not None:
+                before: Any = checkpoints.saved_config(saved).get(_BEST, {})
+                # Taken again after a kill, a step has the cost that it had.
+                if saved == step or cost >= before.get("cost", float("inf")):
+                    return
+            save(checkpoints, {_BEST: {"cost": cost, "step": step}})

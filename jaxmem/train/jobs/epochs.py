@@ -1,0 +1,49 @@
+"""Steps of a run whose length is given in epochs."""
+
+import dataclasses
+import math
+from typing import TypeVar
+
+from jaxmem.data import documents, pairs
+from jaxmem.train import starting
+from jaxmem.train.jobs.config import Config, DpoJobConfig, GrpoJobConfig
+from jaxmem.train.jobs.questions import OwnPrompts, task_of
+
+_Job = TypeVar("_Job", Config, DpoJobConfig, GrpoJobConfig)
+
+
+def with_steps(config: _Job) -> _Job:
+    """Return the config with `run.steps` as `run.epochs` says; itself without it.
+
+    The data are read and tokenised once more for that.
+
+    Raises:
+        ValueError: the data cannot be used, or have no end.
+    """
+    epochs = config.run.epochs
+    if epochs is None:
+        return config
+    steps = math.ceil(epochs * _steps_of_an_epoch(config))
+    run = dataclasses.replace(config.run, steps=max(steps, 1), epochs=None)
+    return dataclasses.replace(config, run=run)
+
+
+def _steps_of_an_epoch(config: Config | DpoJobConfig | GrpoJobConfig) -> float:
+    if isinstance(config, GrpoJobConfig):
+        task = task_of(config)
+        if not isinstance(task, OwnPrompts):
+            raise ValueError(
+                f"run.epochs={config.run.epochs} needs a task.source of prompts: sums "
+                "have no end"
+            )
+        return len(task) / config.grpo.prompts
+    tokenizer = starting.load_tokenizer(config.data, config.model)
+    template = starting.load_template(config.data, config.model, tokenizer)
+    if isinstance(config, DpoJobConfig):
+        long = config.dpo.drop_long
+        training, _ = pairs.load_pairs(config.data, tokenizer, template, long)
+        count = len(training) / config.data.batch_size
+    else:
+        batches = documents.batches(config.data, tokenizer, epochs=1, template=template)
+        count = sum(1 for _ in batches)
+    return count / config.run.accumulate

@@ -1,0 +1,61 @@
+"""What a model learns from pairs of answers: the losses of DPO and IPO."""
+
+import dataclasses
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from jaxmem import losses
+from jaxmem.core.fields import check_field, check_numbers
+from jaxmem.core.ranges import reals
+
+_RANGES = {"beta": reals(above=0), "label_smoothing": reals(0, below=0.5)}
+
+
+@dataclasses.dataclass(frozen=True)
+class DpoConfig:
+    """How a model learns from pairs of answers."""
+
+    loss: Literal["sigmoid", "ipo"] = "sigmoid"  # DPO's own, or IPO's squared distance
+    beta: float = 0.1  # how strongly the reference holds; IPO's τ
+    label_smoothing: float = 0.0  # probability that a pair is the wrong way round
+    drop_long: bool = False  # leave out pairs longer than a row, instead of stopping
+
+    def __post_init__(self):
+        """Refuse impossible values, by name."""
+        check_numbers(self, _RANGES)
+        ways = ("sigmoid", "ipo")
+        check_field(self, "loss", self.loss in ways, f"one of {ways}")
+
+
+def pair_losses(
+    config: DpoConfig, logprobs: jax.Array, reference: jax.Array
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Loss and rewards of each pair.
+
+        out = (1 - ε) l(chosen, rejected) + ε l(rejected, chosen)
+        reward = beta (ln p - ln p of the reference)
+
+    Args:
+        config: l, beta and ε.
+        logprobs: [B, 2] of the chosen and the rejected answer, sums over tokens.
+        reference: [B, 2] the same under the reference.
+
+    Returns:
+        [B] losses, and [B] of `chosen_reward`, `rejected_reward`, `margin`, `accuracy`.
+    """
+    loss = {"sigmoid": losses.dpo, "ipo": losses.ipo}[config.loss]
+    (c, r), (ref_c, ref_r) = logprobs.T, reference.T
+    made, smoothing = loss(c, r, ref_c, ref_r, beta=config.beta), config.label_smoothing
+    if smoothing:
+        swapped = loss(r, c, ref_r, ref_c, beta=config.beta)
+        made = (1 - smoothing) * made + smoothing * swapped
+    chosen, rejected = (config.beta * (logprobs - reference)).T
+    margin = chosen - rejected
+    return made, {
+        "chosen_reward": chosen,
+        "rejected_reward": rejected,
+        "margin": margin,
+        "accuracy": (margin > 0).astype(jnp.float32),
+    }

@@ -1,0 +1,274 @@
+"""What a rollout asks and what its completions are worth: sums, or a file's prompts."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import tokenizers
+
+from jaxmem.data import prompts, rewards, tasks, vocabulary
+from jaxmem.data.chat import Templates
+from jaxmem.data.prompts import Prompt
+from jaxmem.data.records import DataError
+from jaxmem.data.tasks import TaskConfig
+from jaxmem.models.sampling import SamplingConfig
+from jaxmem.train import starting
+from jaxmem.train.jobs.config import GrpoJobConfig
+from jaxmem.train.jobs.rollouts import Completions
+
+
+class Asked(NamedTuple):
+    """Prompts of a rollout, as ids of the model."""
+
+    ids: np.ndarray  # int32 [N, P], right-padded
+    lengths: np.ndarray  # int32 [N]
+    items: Any  # what a task scores them by
+
+    def repeated(self, count: int) -> "Asked":
+        """Each prompt `count` times, one after the other."""
+        ids, lengths = (np.repeat(x, count, axis=0) for x in self[:2])
+        return Asked(ids, lengths, _repeated(self.items, count))
+
+    def first(self, count: int) -> "Asked":
+        """The first prompts; only of lists of items."""
+        return Asked(*(x[:count] for x in self))
+
+    def parts(self, rows: int) -> Iterator[tuple["Asked", int]]:
+        """Parts of exactly so many prompts, and how many of each are not repeated."""
+        for start in range(0, len(self.lengths), rows):
+            chosen = np.arange(start, min(start + rows, len(self.lengths)))
+            filled = np.resize(chosen, rows)
+            items = [self.items[i] for i in filled]
+            yield Asked(self.ids[filled], self.lengths[filled], items), len(chosen)
+
+
+def _repeated(items: Any, count: int) -> Any:
+    if isinstance(items, tasks.Problems):
+        return tasks.Problems(*(np.repeat(x, count, axis=0) for x in items))
+    return [item for item in items for _ in range(count)]
+
+
+class Graded(NamedTuple):
+    """What completions are worth: float32 arrays [N]."""
+
+    rewards: np.ndarray
+    right: np.ndarray  # 1 where the (first) reward is 1 or more, else 0
+    parts: dict[str, float] | None = None  # mean by reward function, of several
+
+
+class Task(Protocol):
+    """Where a run's prompts come from."""
+
+    def ask(self, start: int, count: int) -> Asked:
+        """Prompts of the numbers from `start` to `start + count - 1`."""
+        ...
+
+    def held_out(self) -> Asked | None:
+        """Prompts that are never trained on."""
+        ...
+
+    def grade(self, asked: Asked, completions: Completions) -> Graded:
+        """What one completion of each prompt is worth."""
+        ...
+
+    def shown(self, asked: Asked, completions: Completions, i: int) -> tuple[str, str]:
+        """A prompt and its completion, as they read."""
+        ...
+
+    def fingerprint(self) -> str | None:
+        """Identifies a file's prompts."""
+        ...
+
+
+class Sums:
+    """Problems that are generated, spelled in the model's ids."""
+
+    def __init__(self, config: TaskConfig, checkpoint: str | None):
+        self._config, self._spelling = config, vocabulary.spelling(checkpoint)
+
+    def ask(self, start: int, count: int) -> Asked:
+        """See `Task`."""
+        made = tasks.problems(self._config, start, count)
+        return Asked(self._spelling.write(made.prompts), made.prompt_lengths, made)
+
+    def held_out(self) -> Asked | None:
+        """None: every problem is drawn anew."""
+        return None
+
+    def grade(self, asked: Asked, completions: Completions) -> Graded:
+        """See `Task`."""
+        words = self._spelling.read(completions.sampled)
+        made = tasks.score(self._config, asked.items, words, completions.lengths)
+        return Graded(made.rewards, made.exact)
+
+    def shown(self, asked: Asked, completions: Completions, i: int) -> tuple[str, str]:
+        """See `Task`."""
+        words = self._spelling.read(completions.sampled[i, : completions.lengths[i]])
+        return tasks.text(asked.items.prompts[i]), tasks.text(words)
+
+    def fingerprint(self) -> str | None:
+        """None: the settings say it all."""
+        return None
+
+
+class OwnPrompts:
+    """Prompts of a file, and reward functions.
+
+    Args:
+        config: of the task.
+        sampling: how completions are drawn.
+        tokenizer: of the checkpoint.
+        template: returns the template that renders messages.
+    """
+
+    def __init__(
+        self,
+        config: TaskConfig,
+        sampling: SamplingConfig,
+        tokenizer: tokenizers.Tokenizer,
+        template: Templates,
+    ):
+        self._config, self._tokenizer = config, tokenizer
+        self._max_new_tokens = sampling.max_new_tokens
+        self._score = rewards.Scorer(
+            config.rewards, config.reward_weights, config.timeout
+        )
+        self._train, self._held_out = prompts.load_prompts(config, tokenizer, template)
+        self._orders: dict[int, np.ndarray] = {}
+
+    def __len__(self) -> int:
+        """Prompts to train on."""
+        return len(self._train)
+
+    def ask(self, start: int, count: int) -> Asked:
+        """See `Task`; every epoch has an order of its own."""
+        numbers = [divmod(n, len(self)) for n in range(start, start + count)]
+        return self._asked([self._train[self._order(e)[i]] for e, i in numbers])
+
+    def _order(self, epoch: int) -> np.ndarray:
+        if epoch not in self._orders:
+            rng = np.random.default_rng([self._config.seed, epoch])
+            kept = {k: v for k, v in self._orders.items() if k == epoch - 1}
+            self._orders = kept | {epoch: rng.permutation(len(self))}
+        return self._orders[epoch]
+
+    def _asked(self, items: list[Prompt]) -> Asked:
+        lengths = np.array([len(item.ids) for item in items], np.int32)
+        ids = np.zeros((len(items), self._config.max_prompt_tokens), np.int32)
+        for row, item in zip(ids, items, strict=True):
+            row[: len(item.ids)] = item.ids
+        return Asked(ids, lengths, items)
+
+    def held_out(self) -> Asked | None:
+        """See `Task`."""
+        return self._asked(self._held_out) if self._held_out else None
+
+    def grade(self, asked: Asked, completions: Completions) -> Graded:
+        """See `Task`."""
+        made = self._score(self._questions(asked.items, completions))
+        values = next(iter(made.parts.values()))
+        right = np.nan_to_num(values, nan=0.0) >= 1
+        parts = None
+        if len(made.parts) > 1:
+            parts = {name: _mean(values) for name, values in made.parts.items()}
+        return Graded(made.total.astype(np.float32), right.astype(np.float32), parts)
+
+    def _questions(
+        self, items: list[Prompt], completions: Completions
+    ) -> rewards.Questions:
+        ids = [
+            [int(i) for i in row[:length]]
+            for row, length in zip(
+                completions.sampled, completions.lengths, strict=True
+            )
+        ]
+        texts = self._tokenizer.decode_batch(ids, skip_special_tokens=True)
+        columns = {name: [item.columns[name] for item in items]
+                   for name in items[0].columns}  # fmt: skip
+        columns["completion_ids"] = ids
+        columns["max_new_tokens"] = [self._max_new_tokens] * len(items)
+        return rewards.Questions(
+            [item.where for item in items],
+            [item.prompt for item in items],
+            [_completion(item, text) for item, text in zip(items, texts, strict=True)],
+            columns,
+        )
+
+    def shown(self, asked: Asked, completions: Completions, i: int) -> tuple[str, str]:
+        """See `Task`."""
+        ids = [int(x) for x in completions.sampled[i, : completions.lengths[i]]]
+        prompt = asked.items[i].prompt
+        if not isinstance(prompt, str):
+            prompt = str(prompt[-1].get("content"))
+        said = self._tokenizer.decode(ids, skip_special_tokens=False)
+        return _one_line(prompt), _one_line(said)
+
+    def text(self, ids: np.ndarray) -> str:
+        """Tokens as text, special ones too."""
+        return self._tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+
+    def fingerprint(self) -> str | None:
+        """See `Task`."""
+        return prompts.fingerprint(self._train)
+
+
+def _completion(item: Prompt, text: str) -> Any:
+    """In the form of the prompt, as TRL has it."""
+    if isinstance(item.prompt, str):
+        return text
+    return [{"role": "assistant", "content": text}]
+
+
+def _mean(values: np.ndarray) -> float:
+    return float(np.nanmean(values)) if np.isfinite(values).any() else 0.0
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())[-60:]
+
+
+def ends_of(config: GrpoJobConfig) -> vocabulary.Ends:
+    """Size of the vocabulary, and the ids that end completions."""
+    checkpoint = config.model.checkpoint
+    if not config.task.is_arithmetic:
+        assert checkpoint is not None  # GrpoJobConfig says so
+        return vocabulary.ends(checkpoint, config.task.stop)
+    spelled = vocabulary.spelling(checkpoint)
+    eos, pad = (int(spelled.ids[i]) for i in (tasks.EOS_ID, tasks.PAD_ID))
+    return vocabulary.Ends(spelled.size, eos, pad)
+
+
+def task_of(config: GrpoJobConfig) -> Sums | OwnPrompts:
+    """The task of a job.
+
+    Raises:
+        DataError: its prompts cannot be used.
+        RewardError: a reward function cannot be imported.
+    """
+    task, checkpoint = config.task, config.model.checkpoint
+    if task.is_arithmetic:
+        return Sums(task, checkpoint)
+    assert checkpoint is not None
+    tokenizer = vocabulary.of_checkpoint(checkpoint)
+    template = starting.template_of(checkpoint, task.chat_template, tokenizer)
+    return OwnPrompts(task, config.sampling, tokenizer, template)
+
+
+def state_of(task: Task, place: int) -> dict[str, Any]:
+    """Where a run stands in its prompts, as JSON-able values."""
+    prints = task.fingerprint()
+    return {"next_problem": place} | ({"fingerprint": prints} if prints else {})
+
+
+def place_of(task: Task, state: Mapping[str, Any]) -> int:
+    """The number of the next prompt.
+
+    Raises:
+        DataError: the state belongs to other prompts.
+    """
+    if state.get("fingerprint") != task.fingerprint():
+        raise DataError(
+            "the saved position belongs to other prompts than task.source has now; "
+            "restore them, or start a new run"
+        )
+    return state["next_problem"]

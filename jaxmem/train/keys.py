@@ -1,0 +1,74 @@
+"""Every key of a configuration: its type, its default and one line about it."""
+
+import dataclasses
+import inspect
+import io
+import tokenize
+from collections.abc import Iterator, Mapping
+from typing import Any, get_type_hints
+
+from jaxmem.core.fields import describe
+
+
+def lines(sections: Mapping[str, type], wanted: str | None = None) -> Iterator[str]:
+    """Yield a line a key: name, type, default, and what the source says of it.
+
+    Args:
+        sections: dataclasses by name.
+        wanted: the only section to describe, or None.
+
+    Raises:
+        ValueError: there is no section of that name.
+    """
+    if wanted is not None and wanted not in sections:
+        raise ValueError(
+            f"--keys: no section {wanted!r}; the sections are {', '.join(sections)}"
+        )
+    for section, dataclass in sections.items():
+        if wanted in (None, section):
+            yield from _of_section(section, dataclass)
+
+
+def _of_section(section: str, dataclass: Any) -> Iterator[str]:
+    comments, types = _comments(dataclass), get_type_hints(dataclass)
+    yield f"# {section}: {(dataclass.__doc__ or '').splitlines()[0]}"
+    for field in dataclasses.fields(dataclass):
+        name = f"{section}.{field.name}"
+        about = f"{describe(types[field.name])}; {comments.get(field.name, '')}"
+        yield f"{name} = {field.default!r}  # {about.rstrip('; ')}"
+
+
+def _comments(dataclass: type) -> dict[str, str]:
+    """What stands above a field or behind it, in the class's source."""
+    source = inspect.getsource(dataclass)
+    names = {field.name for field in dataclasses.fields(dataclass)}  # type: ignore
+    found: dict[str, list[str]] = {}
+    above: list[str] = []
+    field, depth = None, 0
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        text = token.string
+        if token.type == tokenize.COMMENT:
+            (above if field is None else found[field]).append(text.lstrip("# "))
+        elif token.type == tokenize.OP:
+            depth += (text in "([{") - (text in ")]}")
+        elif token.type == tokenize.NEWLINE:
+            field = None
+        elif token.type == tokenize.NAME and field is None:
+            if text == "def":
+                break
+            if text in names and token.start[1] == 4 and not depth:
+                field, found[text], above = text, above, []
+            else:
+                above = []
+    return {name: " ".join(said) for name, said in found.items()}
+
+
+def differing(config: Any) -> str:
+    """Return the settings that differ from the defaults, as lines of a gin file."""
+    return "\n".join(
+        f"{section.name}.{field.name} = {getattr(part, field.name)!r}"
+        for section in dataclasses.fields(config)
+        for part in [getattr(config, section.name)]
+        for field in dataclasses.fields(part)
+        if getattr(part, field.name) != field.default
+    )

@@ -1,0 +1,271 @@
+"""Chat templates: text and tokens as transformers makes them, and what is counted."""
+
+import json
+
+import numpy as np
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from jaxmem.data import documents as data
+from jaxmem.data.chat import ChatTemplate, read_template
+
+pytest.importorskip("jinja2")
+
+TALK = [
+    {"role": "user", "content": "Hi there"},
+    {"role": "assistant", "content": "Hello."},
+    {"role": "user", "content": "2+2?"},
+    {"role": "assistant", "content": " 4\nor so"},
+]
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content']"
+    " + '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+LLAMA2 = (
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate user/assistant') }}{% endif %}"
+    "{% if m.role == 'user' %}{{ bos_token + '[INST] ' + m.content.strip() + "
+    "' [/INST]' }}{% else %}{{ ' ' + m.content.strip() + ' ' + eos_token }}{% endif %}"
+    "{% endfor %}"
+)
+LLAMA3 = (
+    "{{- bos_token }}\n{%- for m in messages %}\n    {{- '<|start|>' + m['role'] + "
+    "'<|sep|>\n\n' + m['content'] | trim + '<|eot|>' }}\n{%- endfor %}\n"
+    "{%- if add_generation_prompt %}\n    {{- '<|start|>assistant<|sep|>\n\n' }}\n"
+    "{%- endif %}\n"
+)
+GEMMA = (
+    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'assistant' %}"
+    "{% set role = 'model' %}{% else %}{% set role = m['role'] %}{% endif %}"
+    "{{ '<start_of_turn>' + role + '\n' + m['content'] | trim + '<end_of_turn>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
+)
+MISTRAL = (
+    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}"
+    "{{ '[INST] ' + m['content'] + ' [/INST]' }}{% elif m['role'] == 'assistant' %}"
+    "{{ m['content'] + eos_token }}{% else %}{{ raise_exception('Only user and "
+    "assistant roles are supported!') }}{% endif %}{% endfor %}"
+)
+PHI3 = (
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] }}"
+    "{{ '<|end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}"
+    "{{ eos_token }}{% endif %}"
+)
+ZEPHYR = (
+    "{% for m in messages %}\n{% if m['role'] == 'user' %}\n{{ '<|user|>\n' + "
+    "m['content'] + eos_token }}\n{% else %}\n{{ '<|assistant|>\n'  + m['content'] + "
+    "eos_token }}\n{% endif %}\n{% if loop.last and add_generation_prompt %}\n"
+    "{{ '<|assistant|>' }}\n{% endif %}\n{% endfor %}"
+)
+# Thoughts are written in the last turn alone, so that no turn is a prefix of a later.
+QWEN3 = (
+    "{%- for m in messages %}\n    {%- set text = m.content.split('</think>')[-1]"
+    ".lstrip('\n') %}\n    {{- '<|im_start|>' + m.role + '\n' }}\n"
+    "    {%- if m.role == 'assistant' and loop.last %}\n"
+    "        {{- '<think>\n\n</think>\n\n' }}\n    {%- endif %}\n"
+    "    {{- text + '<|im_end|>\n' }}\n{%- endfor %}\n"
+    "{%- if add_generation_prompt %}\n    {{- '<|im_start|>assistant\n' }}\n"
+    "{%- endif %}"
+)
+COMMAND = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{% if not loop.first and m.content is none %}{% continue %}{% endif %}"
+    "{{ '<|turn|>' }}{{ {'user': 'USER', 'assistant': 'BOT'}"
+    "[m.role] | tojson }}{{ m.content.strip() + '<|/turn|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|turn|>\"BOT\"' }}{% endif %}"
+)
+SMOLLM3 = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}"
+    "{{ '<|im_start|>assistant\n' }}"
+    "{% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
+    "{% else %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
+    "{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+# Each with what its turns wrote, and the whole text of the conversation.
+TEMPLATES = {
+    "chatml": (CHATML, ["Hello.<|im_end|>", " 4\nor so<|im_end|>"]),
+    "llama2": (LLAMA2, [" Hello. </s>", " 4\nor so </s>"]),
+    "llama3": (LLAMA3, ["Hello.<|eot|>", "4\nor so<|eot|>"]),
+    "gemma": (GEMMA, ["Hello.<end_of_turn>", "4\nor so<end_of_turn>"]),
+    "mistral": (MISTRAL, ["Hello.</s>", " 4\nor so</s>"]),
+    "phi3": (PHI3, ["Hello.<|end|>", " 4\nor so<|end|>"]),
+    "zephyr": (ZEPHYR, ["Hello.</s>", " 4\nor so</s>"]),
+    "qwen3": (
+        QWEN3,
+        ["Hello.<|im_end|>", "<think>\n\n</think>\n\n 4\nor so<|im_end|>"],
+    ),
+    "command": (COMMAND, ["Hello.<|/turn|>", "4\nor so<|/turn|>"]),
+    "smollm3": (SMOLLM3, ["Hello.<|im_end|>", " 4\nor so<|im_end|>"]),
+}
+WRITTEN_DOWN = {
+    "llama3": "<s><|start|>user<|sep|>\n\nHi there<|eot|><|start|>assistant<|sep|>\n\n"
+    "Hello.<|eot|><|start|>user<|sep|>\n\n2+2?<|eot|><|start|>assistant<|sep|>\n\n"
+    "4\nor so<|eot|>",
+    "zephyr": "<|user|>\nHi there</s>\n<|assistant|>\nHello.</s>\n<|user|>\n2+2?</s>\n"
+    "<|assistant|>\n 4\nor so</s>\n",
+    "command": '<s><|turn|>"USER"Hi there<|/turn|><|turn|>"BOT"Hello.<|/turn|>'
+    '<|turn|>"USER"2+2?<|/turn|><|turn|>"BOT"4\nor so<|/turn|>',
+}
+SPECIAL = [
+    "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start|>", "<|sep|>", "<|eot|>",
+    "<start_of_turn>", "<end_of_turn>", "<|user|>", "<|assistant|>", "<|end|>",
+    "<|turn|>", "<|/turn|>",
+]  # fmt: skip
+NAMED = {"bos_token": "<s>", "eos_token": "</s>"}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """Bytes, and the marks of every template as special tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    pairs = [("H", "e"), ("Ġ", "t"), ("Ċ", "Ċ"), ("Ġ", "4"), ("o", "r")]
+    words = [*alphabet, *(a + b for a, b in pairs)]
+    made = tokenizers.Tokenizer(models.BPE({w: i for i, w in enumerate(words)}, pairs))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(SPECIAL)
+    return made
+
+
+def template(name):
+    return ChatTemplate(TEMPLATES[name][0], NAMED, name, SPECIAL)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_text_and_tokens_are_transformers(name, tokenizer):
+    made = template(name).render(TALK)
+    if name in WRITTEN_DOWN:
+        assert made == WRITTEN_DOWN[name]
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, chat_template=TEMPLATES[name][0], **NAMED
+    )
+    assert made == theirs.apply_chat_template(TALK, tokenize=False)
+    prompt = template(name).render(TALK[:1], add_generation_prompt=True)
+    assert prompt == theirs.apply_chat_template(
+        TALK[:1], tokenize=False, add_generation_prompt=True
+    )
+    ids = theirs.apply_chat_template(TALK, return_dict=False)
+    assert tokenizer.encode(made, add_special_tokens=False).ids == ids
+    if "generation %}" in TEMPLATES[name][0]:
+        found = theirs.apply_chat_template(
+            TALK, return_assistant_tokens_mask=True, return_dict=True
+        )
+        labels = labels_of(name, tokenizer)
+        np.testing.assert_array_equal(labels[:-1] >= 0, found["assistant_masks"][1:])
+
+
+def labels_of(name, tokenizer):
+    text, counted = template(name).render_counted(TALK)
+    document = data.Document("", text, counted=counted)
+    ((tokens, labels),) = data.encode_documents([document], with_edges(tokenizer))
+    np.testing.assert_array_equal(tokens, tokenizer.encode(text).ids)
+    live = labels >= 0
+    np.testing.assert_array_equal(labels[live], np.append(tokens[1:], -1)[live])
+    return labels
+
+
+def with_edges(tokenizer):
+    made = tokenizers.Tokenizer.from_str(tokenizer.to_str())
+    made.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A </s>",
+        special_tokens=[(w, tokenizer.token_to_id(w)) for w in ("<s>", "</s>")],
+    )
+    return made
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_loss_counts_assistant_turns_alone(name, tokenizer):
+    text, counted = template(name).render_counted(TALK)
+    assert [text[a:b] for a, b in counted] == TEMPLATES[name][1]
+    labels = labels_of(name, tokenizer)
+    ids = [int(i) for i in labels[labels >= 0]]
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "".join(
+        TEMPLATES[name][1]
+    )
+    (last,) = template(name).render_counted(TALK, first=2).counted
+    assert last == counted[1]
+
+
+def test_a_call_of_a_tool_is_counted_whole():
+    text = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + (m.content or '') "
+        "+ (m.tool_calls | tojson if m.tool_calls else '') + '<|im_end|>' }}"
+        "{% endfor %}"
+    )
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "é"}]}
+    made = ChatTemplate(text, {}, "", ["<|im_end|>"]).render_counted([TALK[0], call])
+    ((a, b),) = made.counted
+    assert made.text[a:b] == '[{"name": "é"}]<|im_end|>'
+
+
+# --------------------------------------------------------------------- files
+
+
+def checkpoint(tmp_path, value=None, text=None):
+    config = {"bos_token": {"content": "<s>"}, "chat_template": value}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    if text is not None:
+        (tmp_path / "chat_template.jinja").write_text(text)
+    return tmp_path
+
+
+def test_a_template_is_where_checkpoints_have_it(tmp_path):
+    listed = [
+        {"name": "tool_use", "template": "no"},
+        {"name": "default", "template": "a"},
+    ]
+    for value in ("a", listed):
+        assert read_template(checkpoint(tmp_path, value), None).render(TALK) == "a"
+    made = read_template(checkpoint(tmp_path, "a", "{{ bos_token }}"), None)
+    assert made.render(TALK) == "<s>"
+    (tmp_path / "own.jinja").write_text("own")
+    made = read_template(tmp_path, str(tmp_path / "own.jinja"))
+    assert made.render(TALK) == "own"
+
+
+def test_a_template_that_is_none_is_named(tmp_path):
+    with pytest.raises(data.DataError, match="has no chat template, neither in"):
+        read_template(checkpoint(tmp_path), None)
+    with pytest.raises(data.DataError, match=r"own\.jinja: cannot be read: No such f"):
+        read_template(tmp_path, str(tmp_path / "own.jinja"))
+    with pytest.raises(data.DataError, match=r"\.jinja: unexpected 'end .*\(line 1\)"):
+        read_template(checkpoint(tmp_path, "a", "{% if"), None)
+
+
+def test_the_sandbox_refuses_what_is_not_rendering():
+    made = ChatTemplate("{{ ''.__class__.__mro__ }}", {}, "")
+    with pytest.raises(data.DataError, match="the chat template says: .*unsafe"):
+        made.render(TALK)
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"messages": []}, '"messages" must be a list of messages, got []'),
+        ({"messages": ["hi"]}, '"messages"[0] must be an object with "role" and'),
+        ({"messages": TALK[:1]}, "no message has the role 'assistant'"),
+        ({"messages": TALK[1:]}, "the chat template says: roles must alternate user"),
+        ({"messages": TALK, "text": "a"}, 'expected "text" alone, or "prompt" and'),
+        ({"chosen": "a", "rejected": "b"}, "are for run.job='dpo'"),
+    ],
+)
+def test_a_line_that_cannot_be_rendered_is_named(record, message, tmp_path):
+    path = tmp_path / "talk.jsonl"
+    path.write_text(json.dumps({"messages": TALK}) + "\n" + json.dumps(record))
+    with pytest.raises(data.DataError) as raised:
+        data.load_documents(str(path), template=lambda: template("llama2"))
+    said = str(raised.value)
+    assert said.startswith(f"{path}:2: ") and message in said and "\n" not in said
+
+
+def test_messages_without_a_checkpoint_are_refused(tmp_path):
+    path = tmp_path / "talk.jsonl"
+    path.write_text(json.dumps({"messages": TALK}))
+    with pytest.raises(data.DataError, match=r"talk\.jsonl:1: .* set model.checkpoint"):
+        data.load_documents(str(path))

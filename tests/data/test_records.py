@@ -1,0 +1,88 @@
+"""Several files, globs, Parquet and paragraphs."""
+
+import json
+
+import pytest
+
+from jaxmem.data import documents as data
+
+pa = pytest.importorskip("pyarrow")
+parquet = pytest.importorskip("pyarrow.parquet")
+
+ROWS = [
+    {"prompt": "2+2=", "completion": "4"},
+    {"prompt": "é", "completion": "\u2028"},
+]
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role + ':' + m.content }}"
+    "{% if m.name is defined %}{{ m.name }}{% endif %};{% endfor %}"
+)
+
+
+def write(path, rows):
+    if path.suffix == ".parquet":
+        parquet.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_parquet_holds_what_jsonl_holds(tmp_path):
+    made = data.load_documents(write(tmp_path / "a.parquet", ROWS))
+    lines = data.load_documents(write(tmp_path / "a.jsonl", ROWS))
+    assert [d[1:] for d in made] == [d[1:] for d in lines]
+    assert made[0][1:3] == ("4", "2+2=")
+    assert made[1].name.endswith("a.parquet: row 2")
+
+
+def test_columns_that_a_message_of_parquet_lacks_are_not_there(tmp_path):
+    pytest.importorskip("jinja2")
+    from jaxmem.data import chat
+
+    rows = [
+        {"messages": [{"role": "user", "content": "a", "name": "n"},
+                      {"role": "assistant", "content": "b"}]},
+    ]  # fmt: skip
+    template = chat.ChatTemplate(TEMPLATE, {}, "")
+    for name in ("a.parquet", "a.jsonl"):
+        source = write(tmp_path / name, rows)
+        (made,) = data.load_documents(source, template=lambda: template)
+        assert made.text == "user:an;assistant:b;"
+
+
+def test_several_files_and_globs_in_a_fixed_order(tmp_path):
+    for name in ("b.jsonl", "a.jsonl", "c.parquet"):
+        write(tmp_path / name, [{"text": name}])
+    (tmp_path / "[x].txt").write_text("bracket")
+    several = str(tmp_path / "c.parquet"), str(tmp_path / "*.jsonl")
+    texts = [d.text for d in data.load_documents(several)]
+    assert texts == ["c.parquet", "a.jsonl", "b.jsonl"]
+    assert data.load_documents(str(tmp_path / "[x].txt"))[0].text == "bracket"
+    with pytest.raises(data.DataError, match=r"data.source: .*/z\*.jsonl matches no"):
+        data.load_documents(str(tmp_path / "z*.jsonl"))
+    with pytest.raises(data.DataError, match="data.source names no file"):
+        data.load_documents(())
+
+
+def test_a_damaged_parquet_file_is_named(tmp_path):
+    (tmp_path / "a.parquet").write_bytes(b"PAR1 no PAR1")
+    with pytest.raises(
+        data.DataError, match=r"data.source: cannot read .*a\.parquet: "
+    ):
+        data.load_documents(str(tmp_path / "a.parquet"))
+    with pytest.raises(data.DataError, match=r"b\.parquet: No such file"):
+        data.load_documents(str(tmp_path / "b.parquet"))
+
+
+def test_conversations_in_two_columns(tmp_path):
+    pytest.importorskip("jinja2")
+    from jaxmem.data.chat import ChatTemplate
+
+    row = {
+        "prompt": [{"role": "assistant", "content": "x"}],
+        "completion": [{"role": "assistant", "content": "yz"}],
+    }
+    source = write(tmp_path / "a.jsonl", [row])
+    template = ChatTemplate(TEMPLATE, {}, "")
+    (made,) = data.load_documents(source, template=lambda: template)
+    assert [made.text[a:b] for a, b in made.counted] == ["yz"]

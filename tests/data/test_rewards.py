@@ -1,0 +1,153 @@
+"""Reward functions: shipped ones, users' own, and every way that one can fail."""
+
+import asyncio
+import time
+
+import numpy as np
+import pytest
+
+from jaxmem.data import rewards
+from jaxmem.data.rewards import Questions, RewardError, Scorer
+
+CHAT = [{"role": "assistant", "content": "so 4"}]
+
+
+def questions(completions, **columns):
+    count = len(completions)
+    return Questions(
+        [f"p.jsonl:{i + 1}" for i in range(count)],
+        [f"prompt {i}" for i in range(count)],
+        completions,
+        columns,
+    )
+
+
+@pytest.fixture
+def own(tmp_path):
+    """Writes a file of a function `score` and names it."""
+
+    def write(body):
+        path = tmp_path / "rewards.py"
+        path.write_text(body)
+        return f"{path}:score"
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("name", "completions", "columns", "expected"),
+    [
+        ("exact", [" 4\n", "5", CHAT], {"answer": ["4", "4", "so 4"]}, [1, 0, 1]),
+        ("exact", ["4"], {"answer": [4]}, [1]),
+        ("prefix", ["12", "1x", "", "123"], {"answer": ["12"] * 4}, [1, 0.5, 0, 1]),
+        ("prefix", ["", "a"], {"answer": ["", ""]}, [1, 0]),
+        ("regex", ["a 4", CHAT], {"pattern": ["^4", r"\d$"]}, [0, 1]),
+        ("number", ["3 or 4", "4.0", "1,000", "x"],
+         {"answer": ["#### 4", 4, "1e3", "4"]}, [1, 1, 1, 0]),
+        ("length", ["a", "b"],
+         {"completion_ids": [[1], [1, 2, 3]], "max_new_tokens": [4, 4]},
+         [-0.25, -0.75]),
+    ],
+)  # fmt: skip
+def test_shipped_rewards(name, completions, columns, expected):
+    made = Scorer([name])(questions(completions, **columns))
+    np.testing.assert_allclose(made.total, expected)
+
+
+def test_functions_of_trl_s_signature_run_unchanged(own):
+    name = own(
+        "def score(completions, answer, **kwargs):\n"
+        "    return [1.0 if c == a else 0.0 for c, a in zip(completions, answer)]\n"
+    )
+    made = Scorer([name])(questions(["4", "5"], answer=["4", "4"], level=[1, 2]))
+    assert made.total.tolist() == [1, 0]
+
+
+def test_weights_and_functions_without_an_opinion(own):
+    name = own("def score(prompts, completions, **_):\n    return [None, 2, None, 1]\n")
+    made = Scorer(["exact", name], [1.0, 0.25])(
+        questions(["4", "5", "4", "4"], answer=["4"] * 4)
+    )
+    assert made.total.tolist() == [1, 0.5, 1, 1.25]
+    np.testing.assert_array_equal(made.parts[name], [np.nan, 2, np.nan, 1])
+
+
+def test_async_functions_are_awaited_together():
+    together = []
+
+    async def slow(prompts, completions, **_):
+        together.append("start")
+        await asyncio.sleep(0.01)
+        together.append("end")
+        return [1.0] * len(prompts)
+
+    scorer = Scorer(["exact", "prefix"])
+    scorer._functions = {"a": slow, "b": slow}
+    assert scorer(questions(["x", "y"])).total.tolist() == [2, 2]
+    assert together == ["start", "start", "end", "end"]
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("return [1]", "prompt 'prompt 0' (p.jsonl:1): returned 1 rewards for 2 comp"),
+        ("return 1.0", "returned 1.0, not a list of 2 rewards"),
+        (
+            "return [0, float('nan')]",
+            "prompt 'prompt 1' (p.jsonl:2): returned nan, whi",
+        ),
+        ("return [0, 'high']", "(p.jsonl:2): returned 'high', which is no finite numb"),
+        ("return [None] * 2", "prompt 'prompt 0' (p.jsonl:1): gave no reward (None)"),
+        (
+            "return [1 / (c != 'b') for c in completions]",
+            "prompt 'prompt 1' (p.jsonl:2): raised (line 3) ZeroDivisionError: ",
+        ),
+        (
+            "import time; time.sleep(9)",
+            "(p.jsonl:1): took longer than task.timeout=0.2",
+        ),
+    ],
+)
+@pytest.mark.parametrize("kind", ["def", "async def"])
+def test_a_function_that_fails_is_named_with_its_prompt(kind, body, message, own):
+    if kind == "async def":
+        body = body.replace(
+            "import time; time.sleep(9)", "import asyncio; await asyncio.sleep(9)"
+        )
+    name = own(f"\n{kind} score(prompts, completions, **_):\n    {body}\n")
+    start = time.monotonic()
+    with pytest.raises(RewardError) as raised:
+        Scorer([name], timeout=0.2)(questions(["a", "b"]))
+    said = str(raised.value)
+    assert said.startswith(f"reward {name}, prompt ") and message in said
+    assert "\n" not in said and time.monotonic() - start < 5
+
+
+def test_without_a_timeout_functions_are_in_the_main_thread(own):
+    name = own(
+        "import threading\ndef score(completions, **_):\n"
+        "    return [threading.current_thread() is threading.main_thread()]\n"
+    )
+    assert Scorer([name])(questions(["a"])).total.tolist() == [1]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("exat", "task.reward must be one of 'exact', 'prefix', .*, got 'exat'"),
+        ("absent.py:score", "task.reward: cannot import absent.py: no such file"),
+        ("no.such.module:score", "cannot import no.such.module: No module named 'no'"),
+        ("json:score", "task.reward: json has no function 'score'"),
+    ],
+)
+def test_a_function_that_is_not_there(name, message):
+    with pytest.raises(RewardError, match=message):
+        rewards.load(name)
+
+
+def test_a_file_that_cannot_be_imported_names_its_line(own):
+    with pytest.raises(
+        RewardError, match=r"rewards\.py.* \(line 2\): division by zero"
+    ):
+        rewards.load(own("\n1 / 0\n"))
+    assert rewards.load("os.path:basename")("a/b") == "b"

@@ -1,0 +1,241 @@
+"""DPO: the loss against float64, runs that learn, are evaluated and resume bitwise."""
+
+import io
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from rich.console import Console
+
+from jaxmem import checkpoints
+from jaxmem.data import pairs as data, vocabulary
+from jaxmem.data.documents import DataConfig, DataError
+from jaxmem.train import config as configuration
+from jaxmem.train.history import read_history
+from jaxmem.train.jobs import dpo
+from jaxmem.train.jobs.preferences import DpoConfig, pair_losses
+from jaxmem.train.metrics import PreferenceMetrics
+from tests.checkpoints import texts
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+GIN = """
+data.source = "pairs.jsonl"
+data.sequence_length = 16
+data.batch_size = 4
+data.held_out = 0.2
+head.chunk = 32
+dpo.beta = 0.5
+optimizer.learning_rate = 1e-2
+optimizer.warmup_steps = 0
+optimizer.weight_decay = 0.0
+run.job = "dpo"
+run.steps = 8
+run.accumulate = 2
+run.checkpoint_every = 3
+run.out_dir = "run"
+eval.every = 4
+"""
+
+
+@pytest.fixture(autouse=True)
+def directory(tmp_path, monkeypatch):
+    """A checkpoint and forty pairs: answers of a's are preferred to answers of b's."""
+    monkeypatch.chdir(tmp_path)
+    model = texts.checkpoint("llama", tmp_path)
+    words = [x + y for x in "cdefg" for y in "rstuvwxy"]
+    write([{"prompt": w, "chosen": w + "aa", "rejected": "bbb" + w} for w in words])
+    pathlib.Path("dpo.gin").write_text(GIN + f'model.checkpoint = "{model}"\n')
+    return tmp_path
+
+
+def write(rows):
+    lines = [json.dumps(row) + "\n" for row in rows]
+    pathlib.Path("pairs.jsonl").write_text("".join(lines))
+
+
+def train(*overrides):
+    config, text = configuration.load("dpo.gin", overrides)
+    stream = io.StringIO()
+    return dpo.train(config, text, Console(file=stream, width=120)), stream.getvalue()
+
+
+def steps(path):
+    return [
+        {k: v for k, v in s._asdict().items() if "second" not in k}
+        for s in read_history(pathlib.Path(path) / "metrics.jsonl", PreferenceMetrics)
+    ]
+
+
+@pytest.mark.parametrize("loss", ["sigmoid", "ipo"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_the_loss_is_the_papers(loss, smoothing):
+    rng = np.random.default_rng(0)
+    lp, ref = rng.normal(size=(2, 5, 2)) * 4
+    config = DpoConfig(loss=loss, beta=0.3, label_smoothing=smoothing)
+    h = (lp - ref) @ [1, -1]
+    if loss == "sigmoid":
+        each = [np.log1p(np.exp(-0.3 * sign * h)) for sign in (1, -1)]
+    else:
+        each = [(sign * h - 1 / 0.6) ** 2 for sign in (1, -1)]
+    expected = (1 - smoothing) * each[0] + smoothing * each[1]
+    made, told = pair_losses(config, jnp.asarray(lp, "f4"), jnp.asarray(ref, "f4"))
+    np.testing.assert_allclose(made, expected, rtol=2e-5)
+    np.testing.assert_allclose(told["margin"], 0.3 * h, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(told["accuracy"], h > 0)
+
+
+def test_pairs_are_learned_evaluated_and_a_killed_run_resumes_bitwise(directory):
+    result, said = train()
+    first, last = result.history[0], result.history[-1]
+    # Before the first update the policy is the reference.
+    assert first.loss == pytest.approx(np.log(2), abs=1e-5)
+    assert abs(first.margin) < 1e-5
+    assert last.loss < first.loss - 0.1 and last.accuracy == 1 and last.margin > 0.2
+    held_out = {s.step: s.held_out_accuracy for s in result.history}
+    assert held_out[8] == 1 and held_out[3] is None and held_out[4] is not None
+    assert "saved in run/model" in said and "margin" in said
+    assert checkpoints.load("run/model").config.vocab_size == 40
+    assert [p.name for p in pathlib.Path("run/best").iterdir() if p.name.isdigit()]
+    summary = json.loads(pathlib.Path("run/summary.json").read_text())
+    assert summary["held_out_accuracy"] == 1 and summary["last_margin"] == last.margin
+
+    saved = killed_in_the_middle()
+    assert saved in (3, 6)
+    scored = pathlib.Path("cut/reference.npz").stat().st_mtime_ns
+    _, said = train("run.out_dir=cut")
+    assert f"resuming cut after step {saved}" in said
+    assert pathlib.Path("cut/reference.npz").stat().st_mtime_ns == scored
+    assert steps("cut") == steps("run")
+
+
+def killed_in_the_middle():
+    """Start the run in a process, kill it after its first checkpoint."""
+    program = (
+        "import time\n"
+        "from jaxmem import cli\n"
+        "from jaxmem.train.jobs import dpo\n"
+        "step = dpo._Job.step\n"
+        "def slow(self, number, state):\n"
+        "    time.sleep(0.3 * (number > 4))\n"
+        "    return step(self, number, state)\n"
+        "dpo._Job.step = slow\n"
+        "cli.main(['train', 'dpo.gin', 'run.out_dir=cut'])\n"
+    )
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(p or "." for p in sys.path),
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+    }
+    process = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        env=environment,
+    )
+    path, written = pathlib.Path("cut/metrics.jsonl"), 0
+    while process.poll() is None and written < 5:
+        written = path.read_text().count("\n") if path.exists() else 0
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    with process.stderr as errors:
+        said = errors.read()
+    assert process.wait() == -signal.SIGKILL, said
+    return max(int(p.name) for p in pathlib.Path("cut/checkpoints").glob("[0-9]"))
+
+
+def load(**changes):
+    config = DataConfig(
+        **{"source": "pairs.jsonl", "sequence_length": 16, "batch_size": 2} | changes
+    )
+    return data.load_pairs(config, vocabulary.of_checkpoint("llama"))[0], config
+
+
+def test_rows_hold_prompt_and_answer_and_count_the_answer():
+    write([{"prompt": "ab", "chosen": "c", "rejected": "de"}] * 2)
+    pairs, config = load()
+    batch = data.batch_of(pairs, np.array([[-1.0, -2.0]] * 2, "f4"), config)
+    assert batch.tokens[0, :6].tolist() == [1, 3, 4, 5, 2, 0]
+    assert batch.labels[0, :6].tolist() == [-1, -1, 5, 2, -1, -1]
+    assert batch.labels[1, :6].tolist() == [-1, -1, 6, 7, 2, -1]
+    assert batch.segment_ids[0].sum() == 5 and batch.positions[0, :5].tolist() == [
+        0, 1, 2, 3, 4
+    ]  # fmt: skip
+    assert batch.reference.sum(-1).tolist() == [-1, -2, -1, -2]
+
+
+def test_an_epoch_has_every_pair_once_and_resumes_anywhere():
+    pairs, config = load()
+    numbers = np.arange(2 * len(pairs), dtype="f4").reshape(-1, 2)
+    batches = data.PairBatches(pairs, numbers, config)
+    seen, states = [], []
+    for _ in range(len(pairs)):  # two epochs of twenty micro-batches
+        states.append(json.loads(json.dumps(batches.get_state())))
+        seen.append(next(batches).reference[::2, 0].tolist())
+    for epoch in (seen[:20], seen[20:]):
+        assert sorted(x for row in epoch for x in row) == numbers[:, 0].tolist()
+    assert seen[:20] != seen[20:]
+    batches.set_state(states[13])
+    assert next(batches).reference[::2, 0].tolist() == seen[13]
+    others = data.PairBatches(pairs[1:], numbers[1:], config)
+    with pytest.raises(DataError, match="belongs to other pairs than data.source has"):
+        others.set_state(states[0])
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"text": "a"}, 'pairs.jsonl:2: expected "chosen" and "rejected", with "pro'),
+        ({"chosen": "a", "rejected": "a"}, ":2: chosen and rejected are equal"),
+        ({"chosen": "a", "rejected": 3}, '"rejected" must be a string, got 3'),
+        ({"chosen": [], "rejected": [1]}, '"chosen" must be a list of messages, got'),
+        (
+            {"chosen": "a" * 15, "rejected": "b"},
+            ":2: the pair has 17 tokens, and 1 of 2 pairs are longer than data.seq",
+        ),
+    ],
+)
+def test_a_pair_that_cannot_be_used_is_named(row, message):
+    write([{"chosen": "a", "rejected": "b"}, row])
+    with pytest.raises(DataError) as raised:
+        load()
+    assert message in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_conversations_share_their_start(tmp_path):
+    pytest.importorskip("jinja2")
+    from jaxmem.data.chat import ChatTemplate
+
+    ask = {"role": "user", "content": "a"}
+    answers = [{"role": "assistant", "content": c} for c in "bc"]
+    write([{"chosen": [ask, answers[0]], "rejected": [ask, answers[1]]}])
+    template = ChatTemplate(
+        "{% for m in messages %}{{ m.content }}</s>{% endfor %}", {}, "", ["</s>"]
+    )
+    config = DataConfig(source="pairs.jsonl", sequence_length=16)
+    tokenizer = vocabulary.of_checkpoint("llama")
+    ((pair,), _) = data.load_pairs(config, tokenizer, lambda: template)
+    assert pair.chosen[0].tolist() == [3, 2, 4, 2]
+    assert pair.rejected[1].tolist() == [-1, 5, 2, -1]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["model.checkpoint=None"], "run.job='dpo' needs model.checkpoint"),
+        (["dpo.beta=0.0"], "dpo.beta must be above 0"),
+        (["dpo.label_smoothing=0.5"], "dpo.label_smoothing must be"),
+        (["dpo.loss=hinge"], "dpo.loss must be 'sigmoid' or 'ipo', got 'hinge'"),
+        (["grpo.prompts=1"], "grpo.prompts is of the job 'grpo', but run.job is 'dpo'"),
+    ],
+)
+def test_settings_that_cannot_be(overrides, message):
+    with pytest.raises(ValueError) as raised:
+        configuration.load("dpo.gin", overrides)
+    assert message in str(raised.value)

@@ -1,0 +1,210 @@
+"""GRPO on a file of prompts with functions as rewards: it learns and resumes."""
+
+import io
+import json
+import pathlib
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from jaxmem.data.records import DataError
+from jaxmem.data.rewards import RewardError
+from jaxmem.train import config as configuration
+from jaxmem.train.history import read_history
+from jaxmem.train.jobs import grpo, questions
+from jaxmem.train.jobs.rollouts import Completions
+from jaxmem.train.metrics import PolicyMetrics
+from tests.checkpoints import texts
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{{ m.role[0] + ' ' + m.content }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ ' a ' }}{% endif %}"
+)
+# Completions are of random letters: the share of vowels can be learned in a few steps.
+REWARDS = """
+import pathlib
+
+def score(prompts, completions, letter, **columns):
+    lines = pathlib.Path("cut/metrics.jsonl")
+    if pathlib.Path("break").exists() and lines.exists():
+        if lines.read_text().count("\\n") == 3:
+            raise RuntimeError("the judge is away")
+    texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
+    return [t.count(x) / 4 for t, x in zip(texts, letter)]
+
+async def short(prompts, completions, **columns):
+    return [None if i % 2 else 0.0 for i in range(len(prompts))]
+"""
+GIN = """
+task.source = "prompts.jsonl"
+task.reward = "rewards.py:score"
+task.max_prompt_tokens = 12
+task.held_out = 0.25
+sampling.max_new_tokens = 4
+grpo.prompts = 4
+grpo.group_size = 8
+grpo.max_tokens_train = 128
+grpo.max_tokens_forward = 128
+grpo.loss = "dr_grpo"
+head.chunk = 32
+optimizer.learning_rate = 2e-2
+optimizer.warmup_steps = 0
+optimizer.weight_decay = 0.0
+run.job = "grpo"
+run.steps = 12
+run.checkpoint_every = 5
+run.compare_heads = False
+run.out_dir = "run"
+eval.every = 4
+eval.prompts = 40
+"""
+
+
+@pytest.fixture(autouse=True)
+def directory(tmp_path, monkeypatch):
+    """A checkpoint, 16 prompts of two forms, rewards and a configuration."""
+    monkeypatch.chdir(tmp_path)
+    model = texts.checkpoint("llama", tmp_path)
+    named = {"eos_token": "</s>", "bos_token": "<s>", "chat_template": TEMPLATE}
+    (model / "tokenizer_config.json").write_text(json.dumps(named))
+    rows = [
+        {"prompt": f"{word} now", "letter": "a"} if i % 2 else
+        {"prompt": [{"role": "user", "content": word}], "letter": "a"}
+        for i, word in enumerate(a + b for a in "abcd" for b in "wxyz")
+    ]  # fmt: skip
+    write(rows)
+    pathlib.Path("rewards.py").write_text(REWARDS)
+    pathlib.Path("grpo.gin").write_text(GIN + f'model.checkpoint = "{model}"\n')
+    return tmp_path
+
+
+def write(rows):
+    lines = [json.dumps(row) + "\n" for row in rows]
+    pathlib.Path("prompts.jsonl").write_text("".join(lines))
+
+
+def train(*overrides):
+    config, text = configuration.load("grpo.gin", overrides)
+    stream = io.StringIO()
+    return grpo.train(config, text, Console(file=stream, width=120)), stream.getvalue()
+
+
+def steps(path="run"):
+    """What is reproducible of each step."""
+    return [
+        {k: v for k, v in s._asdict().items() if "second" not in k}
+        for s in read_history(pathlib.Path(path) / "metrics.jsonl", PolicyMetrics)
+    ]
+
+
+def test_own_rewards_are_learned_and_one_that_raises_costs_no_step(directory):
+    result, said = train()
+    rewards = [step.reward for step in result.history]
+    assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.15
+    assert "saved in run/model" in said and "step 12/12  reward" in said
+    held_out = {s.step: s.held_out_reward for s in result.history}
+    assert [n for n, x in held_out.items() if x is not None] == [4, 8, 12]
+    assert held_out[12] > held_out[4] and result.history[3].held_out_accuracy == 0
+    best = max((x, -n) for n, x in held_out.items() if x is not None)[1]
+    kept = [p.name for p in (directory / "run" / "best").iterdir() if p.name.isdigit()]
+    assert kept == [str(-best)]
+    # The same again, but the function raises in the middle: nothing is lost.
+    pathlib.Path("break").touch()
+    with pytest.raises(
+        RewardError, match=r"rewards.py:score, prompt .*: raised \(line"
+    ):
+        train("run.out_dir=cut")
+    assert len(steps("cut")) == 3  # of which no checkpoint was due
+    pathlib.Path("break").unlink()
+    _, said = train("run.out_dir=cut")
+    assert "resuming cut after step 3" in said
+    assert steps("cut") == steps("run")
+
+
+def own_prompts(*overrides):
+    return questions.task_of(configuration.load("grpo.gin", overrides)[0])
+
+
+def test_several_rewards_are_told_apart():
+    three = '("rewards.py:score", "rewards.py:short", "length")'
+    task = own_prompts(f"task.reward={three}", "task.reward_weights=(1.0, 1.0, 0.5)")
+    asked = task.ask(0, 2)
+    sampled = np.array([[3, 3, 4, 2], [4, 2, 0, 0]])  # "aab", the end; "b", the end
+    made = Completions.of(*asked[:2], sampled, np.array([4, 2]))
+    graded = task.grade(asked, made)
+    assert graded.rewards.tolist() == [0.5 - 0.5, 0 - 0.25]
+    assert graded.parts == {
+        "rewards.py:score": 0.25, "rewards.py:short": 0, "length": -0.75
+    }  # fmt: skip
+    assert task.shown(asked, made, 0)[1] == "a a b </s>"  # it has no decoder
+
+
+def test_prompts_come_in_a_new_order_each_epoch_and_strings_like_messages():
+    task = own_prompts()
+    epochs = [[p.where for p in task.ask(12 * e, 12).items] for e in (0, 1)]
+    assert epochs[0] != epochs[1] and set(epochs[0]) == set(epochs[1])
+    assert task.ask(5, 9).items == task.ask(0, 14).items[5:]
+    assert {p.where for p in task.held_out().items}.isdisjoint(epochs[0])
+    for prompt in task.ask(0, 12).items:
+        text = prompt.prompt
+        if not isinstance(text, str):
+            text = f"u {text[0]['content']} a "
+        letters = [texts.LETTERS.index(c) + 3 for c in text]
+        assert prompt.ids.tolist() == [1, *letters]
+
+
+def test_other_prompts_do_not_resume_a_run():
+    task = own_prompts()
+    state = questions.state_of(task, 7)
+    assert questions.place_of(own_prompts(), state) == 7
+    lines = pathlib.Path("prompts.jsonl").read_text().splitlines(True)
+    pathlib.Path("prompts.jsonl").write_text("".join(lines[1:] + lines[:1]))
+    with pytest.raises(DataError, match="belongs to other prompts than task.source"):
+        questions.place_of(own_prompts(), state)
+
+
+@pytest.mark.parametrize(
+    ("rows", "overrides", "message"),
+    [
+        ([{"text": "a"}], [], "prompts.jsonl:1: expected \"prompt\", got the keys 'te"),
+        ([], [], "task.source: prompts.jsonl holds no prompt"),
+        (
+            [{"prompt": "a", "letter": "a"}, {"prompt": "a"}], [],
+            'prompts.jsonl:2: no "letter", which prompts.jsonl:1 has',
+        ),
+        (
+            [{"prompt": "a" * 12}], [],
+            "prompts.jsonl:1: the prompt has 13 tokens; raise task.max_prompt_tokens",
+        ),
+        ([{"prompt": "a"}], ["task.held_out=0.5"], "of the 1 prompts leaves none for"),
+        (
+            [{"prompt": str(i)} for i in range(9)], ["task.stop=<end>"],
+            "task.stop='<end>' is no token of",
+        ),
+        ([{"prompt": "a"}], ["task.reward=no.py:f"], "cannot import no.py: no such"),
+    ],
+)  # fmt: skip
+def test_prompts_that_cannot_be_used(rows, overrides, message):
+    write(rows)
+    with pytest.raises((ValueError, DataError)) as raised:
+        train("task.held_out=0.0", *overrides) if not overrides else train(*overrides)
+    assert message in str(raised.value) and "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["model.checkpoint=None"], "task.source='prompts.jsonl' needs model.checkp"),
+        (["task.reward_weights=(1.0, 2.0)"], "reward_weights must be 1 finite numbers"),
+        (["task.timeout=0"], "task.timeout must be above 0"),
+        (["task.source=arithmetic"], "task.reward must be one of ('exact', 'prefix')"),
+        (["eval.every=0"], "eval.every must be"),
+    ],
+)
+def test_settings_that_do_not_go_together(overrides, message):
+    with pytest.raises(ValueError) as raised:
+        configuration.load("grpo.gin", overrides)
+    assert message in str(raised.value)

@@ -1,0 +1,102 @@
+"""`jaxmem data` and `jaxmem train --keys`: what a user looks at before a run."""
+
+import dataclasses
+import json
+import pathlib
+
+import pytest
+
+from jaxmem import cli
+from jaxmem.train import config as configuration, keys
+from tests.checkpoints import texts
+
+TEMPLATE = "{% for m in messages %}{{ m.role[0] + ' ' + m.content }}</s>{% endfor %}"
+
+
+@pytest.fixture(autouse=True)
+def directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = texts.checkpoint("llama", tmp_path)
+    named = {"eos_token": "</s>", "chat_template": TEMPLATE}
+    (model / "tokenizer_config.json").write_text(json.dumps(named))
+    pathlib.Path("a.gin").write_text(
+        'model.checkpoint = "llama"\ndata.sequence_length = 8\ndata.batch_size = 2\n'
+    )
+
+
+def write(name, *rows):
+    pathlib.Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def shown(capsys, *words):
+    assert cli.main(["data", "a.gin", *words]) == 0
+    return capsys.readouterr().out
+
+
+def test_documents_show_what_the_loss_counts(capsys):
+    write("t.jsonl", {"prompt": "ab", "response": "cd"}, {"text": "e" * 20})
+    said = shown(capsys, "data.source=t.jsonl", "--show", "1")
+    assert "t.jsonl:1: 6 tokens, the loss counts 3\n" in said
+    assert "<s> a b⟦c d </s>⟧" in said and "e e" not in said
+    assert "2 documents, 28 tokens, of which the loss counts 85.7%; 6 to 22" in said
+    assert "1 are longer than data.sequence_length=8 and are cut into rows" in said
+    assert "an epoch packs 28 tokens into 4 rows of 8, 12.5% padding: 2 micro" in said
+
+
+def test_conversations_are_rendered(capsys):
+    pytest.importorskip("jinja2")
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bc"}]
+    write("t.jsonl", {"messages": talk})
+    said = shown(capsys, "data.source=t.jsonl")
+    assert "u   a </s> a  ⟦b c </s>⟧" in said
+
+
+def test_pairs_and_prompts(capsys):
+    write("p.jsonl", {"prompt": "ab", "chosen": "c", "rejected": "d", "answer": "c"})
+    said = shown(capsys, "run.job=dpo", "data.source=p.jsonl")
+    assert "p.jsonl:1 chosen: 5 tokens, the loss counts 2" in said
+    assert "1 pairs to train on, 0 held out; 37.5% of the rows is padding" in said
+    said = shown(capsys, "run.job=grpo", "task.source=p.jsonl",
+                 "data.sequence_length=None", "data.batch_size=None")  # fmt: skip
+    assert "p.jsonl:1: 3 tokens, columns chosen, rejected, answer" in said
+    assert "<s> a b" in said and "1 prompts to train on, 0 held out; 3 to 3" in said
+
+
+def test_what_cannot_be_read_is_one_line(capsys):
+    write("t.jsonl", {"body": "a"})
+    assert cli.main(["data", "a.gin", "data.source=t.jsonl"]) == 2
+    said = capsys.readouterr().err
+    assert (
+        said.startswith("jaxmem: error: t.jsonl:1: expected") and said.count("\n") == 1
+    )
+
+
+# ---------------------------------------------------------------------- keys
+
+
+def test_every_key_is_described(capsys):
+    assert cli.main(["train", "--keys"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    fields = [line for line in lines if not line.startswith("# ")]
+    assert all(len(line.partition("; ")[2]) > 3 for line in fields), fields
+    names = [line.partition(" = ")[0] for line in fields]
+    assert len(set(names)) == len(names) > 100 and "dpo.beta" in names
+    assert cli.main(["train", "--keys", "dpo"]) == 0
+    said = capsys.readouterr().out
+    assert (
+        "dpo.beta = 0.1  # float; how strongly the reference holds; IPO's τ\n" in said
+    )
+    assert cli.main(["train", "--keys", "dop"]) == 2
+    assert "--keys: no section 'dop'; the sections are" in capsys.readouterr().err
+
+
+def test_what_differs_from_the_defaults_loads_to_the_same(tmp_path):
+    config, _ = configuration.load("a.gin", ["run.seed=3", "optimizer.clip_norm=None"])
+    text = keys.differing(config)
+    assert text.splitlines() == [
+        "data.sequence_length = 8", "data.batch_size = 2", "model.checkpoint = 'llama'",
+        "optimizer.clip_norm = None", "run.seed = 3",
+    ]  # fmt: skip
+    pathlib.Path("b.gin").write_text(text)
+    again, _ = configuration.load("b.gin")
+    assert dataclasses.asdict(again) == dataclasses.asdict(config)
