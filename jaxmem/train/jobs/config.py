@@ -56,8 +56,8 @@ class DpoJobConfig:
             )
         if self.head.gradient_samples is not None:
             raise ValueError(
-                f"head.gradient_samples={self.head.gradient_samples} must stay None for "
-                "run.job='dpo', which takes exact gradients"
+                f"head.gradient_samples={self.head.gradient_samples} must stay None "
+                "for run.job='dpo', which takes exact gradients"
             )
 
 
