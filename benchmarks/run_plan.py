@@ -57,9 +57,9 @@ def row_of(source, case, number, recorded, predicted, **others) -> dict:
     }
 
 
-def speed(estimate, seconds) -> dict:
+def speed(estimate, seconds, idle=1) -> dict:
     """The products' bound beside what a run took."""
-    bound = estimate.seconds
+    bound = estimate.seconds * idle  # it is shared by devices that had no part
     return {
         "recorded_seconds": seconds,
         "bound_seconds": round(bound, 4),
@@ -81,7 +81,10 @@ def of_steps(source) -> Iterator[dict]:
             case = " ".join([*overrides, row.get("note", "")]).strip() or "defaults"
             yield row_of(
                 source, case, "peak", float(row["device_peak_gib"]), made.peak / GIB,
-                **speed(made.phases[0].estimate, float(row["seconds"])),
+                **speed(
+                    made.phases[0].estimate, float(row["seconds"]),
+                    there // int(row["devices"]),
+                ),
                 **said(made.phases[0]),
             )  # fmt: skip
 

@@ -17,8 +17,8 @@ from jaxmem.planning.account import Account
 from jaxmem.planning.phase import Phase
 from jaxmem.remat import cost
 
-# Minimum and maximum in benchmarks/results/plan_speed_h200.csv, rounded outwards.
-EFFICIENCY = (0.35, 0.75)
+# Minimum and maximum in benchmarks/results/plan_h200.csv, rounded outwards.
+EFFICIENCY = (0.4, 0.9)
 
 
 @dataclasses.dataclass(frozen=True)

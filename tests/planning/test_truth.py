@@ -62,7 +62,7 @@ def test_efficiencies_are_in_the_range_that_estimates_have():
     rows = [row for row in ROWS if row["efficiency"] and not row["miss"]]
     found = [float(row["efficiency"]) for row in rows]
     assert least <= min(found) and max(found) <= most
-    assert min(found) - least < 0.1 and most - max(found) < 0.1  # no wider than that
+    assert min(found) - least < 0.05 and most - max(found) < 0.05  # no wider than that
 
 
 @needs_compiler
