@@ -400,6 +400,8 @@ def _is_no_array(value):
         return True
     level = [value]  # breadth-first, as a list may be nested deeper than _MAX_AXES
     for _ in range(_MAX_AXES + 1):
+        if any(isinstance(x, (str, bytes)) for x in level):
+            return True  # which older jax would read as a type's name
         nested = [x for x in level if isinstance(x, (list, tuple, dict))]
         if not nested:
             return False
