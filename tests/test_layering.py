@@ -38,7 +38,7 @@ ROOMS = {
     "jax.experimental": (  # Pallas is in it
         "jaxmem.kernels",
         "jaxmem.core.partition",
-        "jaxmem.devices.targets",
+        "jaxmem.devices",
     ),
     "jinja2": ("jaxmem.data.chat",),
     "matplotlib": ("jaxmem.train", "jaxmem.planning.picture"),

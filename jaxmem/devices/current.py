@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 from jaxmem.devices import targets
 from jaxmem.devices.table import Device, find
@@ -30,7 +31,8 @@ def target(device: str, count: int = 1, *, hosts: int = 1) -> Iterator[list[Any]
 
     Nothing can run on them: pass shapes to `jax.jit(...).trace` and `.lower`. jax's
     caches of traced functions are cleared at both ends, because a trace may depend on
-    the devices.
+    the devices. Its persistent compilation cache is off inside: programs for absent
+    devices can be written to it, but not read back.
 
     Args:
         device: a name in devices.toml, such as "h200".
@@ -57,11 +59,23 @@ def target(device: str, count: int = 1, *, hosts: int = 1) -> Iterator[list[Any]
     token = _planned.set(Planned(described, tuple(made), hosts))
     jax.clear_caches()
     try:
-        with jax.default_device(made[0]):
+        with jax.default_device(made[0]), _no_persistent_cache():
             yield list(made)
     finally:
         _planned.reset(token)
         jax.clear_caches()
+
+
+@contextlib.contextmanager
+def _no_persistent_cache():
+    enabled = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # jax asks only once whether the cache is enabled
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", enabled)
+        compilation_cache.reset_cache()
 
 
 def planned() -> Planned | None:

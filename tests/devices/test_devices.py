@@ -4,6 +4,7 @@ import re
 
 import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from jaxmem import devices
 from jaxmem.backends import hopper
@@ -51,6 +52,22 @@ def test_a_missing_compiler_comes_with_its_command(monkeypatch):
     with pytest.raises(devices.CompilerMissing, match="pip install"):
         with devices.target("h200"):
             raise AssertionError("entered")
+
+
+def test_programs_for_absent_devices_are_not_cached_on_disk(fake, tmp_path):
+    """Their compiler writes entries that it cannot read."""
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    compilation_cache.reset_cache()
+    try:
+        with devices.target("h200"):
+            jax.jit(lambda x: x * 3 + 7).lower(1.5).compile()
+        assert not list(tmp_path.iterdir())
+        jax.jit(lambda x: x * 3 + 7).lower(1.5).compile()
+        assert list(tmp_path.iterdir())
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+        compilation_cache.reset_cache()
 
 
 def test_what_is_in_force(fake):
