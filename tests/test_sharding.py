@@ -14,6 +14,9 @@ from tests.cases import Case
 from tests.core.test_shards import collectives, jit
 from tests.functional.test_api import EPSILON, FLOATS, STATS_EPSILON, error
 
+if jax.device_count() < 8:  # on one GPU; a CPU counts as eight (tests/conftest.py)
+    pytest.skip(f"needs 8 devices, has {jax.device_count()}", allow_module_level=True)
+
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 B, T, D, V, CHUNK = 3, 7, 8, 37, 8

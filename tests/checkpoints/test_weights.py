@@ -132,10 +132,18 @@ def test_bfloat16_is_as_near_as_the_materialised_path_is(name):
         assert 1e-3 < allowed
         assert np.abs(fused - right).max() <= 1.001 * allowed + noise
         assert rms(fused - right) <= 1.001 * rms(materialised - right) + noise
-    # And the decoder below about what torch's does, which rounds its logits as well: of
-    # so few tokens the error varies by a fifth with where each of them rounds.
-    theirs = rms(stored["bfloat16"] - stored["logits"])
-    assert rms(logits - stored["logits"]) <= 1.3 * theirs
+
+
+def test_bfloat16_decoders_round_no_more_than_torch():
+    """Over four architectures: 24 tokens of one alone vary by a fifth with rounding."""
+    ratios = []
+    for name in ("gemma2", "gemma3", "mistral", "qwen3"):
+        stored = expected(name)
+        decoder = checkpoints.load(TINY / name)
+        hidden = hidden_states(decoder, jnp.asarray(stored["tokens"]))
+        error = rms(np.asarray(decoder.logits(hidden), np.float64) - stored["logits"])
+        ratios.append(error / rms(stored["bfloat16"] - stored["logits"]))
+    assert rms(ratios) <= 1, ratios
 
 
 # ---------------------------------------------------------------- in and out

@@ -123,7 +123,7 @@ def test_two_processes_stop_together_are_killed_and_resume_and_match_one(
     pair = running(arguments, out_dir, free_port(), 3)
     try:
         pair[1].send_signal(signal.SIGTERM)  # to one of them
-        said = [process.communicate(timeout=240)[0] for process in pair]
+        said = [process.communicate(timeout=STOPS_WITHIN)[0] for process in pair]
     finally:
         end(pair)
     assert [process.returncode for process in pair] == [143, 143], said

@@ -11,6 +11,9 @@ from jaxmem.heads import linen as linen_heads
 from jaxmem.heads.nnx import HeadSharding, LMHead
 from tests.core.test_shards import jit
 
+if jax.device_count() < 8:  # on one GPU; a CPU counts as eight (tests/conftest.py)
+    pytest.skip(f"needs 8 devices, has {jax.device_count()}", allow_module_level=True)
+
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 N, D, V = 10, 8, 40
