@@ -36,6 +36,7 @@ from jaxmem.train.loop import RunConfig
 from jaxmem.train.memory import RematConfig
 from jaxmem.train.metrics import PolicyMetrics
 from jaxmem.train.optimizer import OptimizerConfig
+from tests.hlo import shapes_of, vocabulary_gemms
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 # Two tokens a completion or three, of prompts of four to six; packed in rows of 16.
@@ -286,20 +287,6 @@ def test_without_advantages_there_is_no_gradient(loss, implementation):
 
 
 # ------------------------------------------------------------------ programs
-
-
-def shapes_of(text):
-    """Shape of every value in an HLO text, by name."""
-    return dict(re.findall(r"%?([\w.-]+) = \w+\[([\d,]*)\]", text))
-
-
-def vocabulary_gemms(text, size):
-    """Matrix products with an operand or a result as large as the vocabulary."""
-    shapes, found = shapes_of(text), 0
-    for name, operands in re.findall(r"%?([\w.-]+) = [^\n]*? dot\(([^)]*)\)", text):
-        names = [name, *re.findall(r"%([\w.-]+)", operands)]
-        found += any(str(size) in shapes.get(n, "").split(",") for n in names)
-    return found
 
 
 @functools.cache

@@ -36,6 +36,7 @@ from jaxmem.train.optimizer import (
     learning_rate_schedule,
     make_optimizer,
 )
+from tests.hlo import vocabulary_gemms
 
 MODEL = ModelConfig(layers=1, hidden=16, ff=24, heads=2, kv_heads=1, head_dim=8)
 DATA = DataConfig(vocab_size=320, sequence_length=32, batch_size=4, held_out=0.0)
@@ -319,6 +320,15 @@ def test_frozen_weights_have_no_gradient_no_moments_and_never_change(config, tmp
     more = dict(steps=8, seed=1)
     with pytest.raises(ValueError, match="run.seed was 0, is 1"):
         train(changed(config, run=more))
+
+
+@pytest.mark.parametrize("trainable, products", [(None, 3), ("^blocks", 2)])
+def test_a_step_has_no_product_of_the_vocabulary_twice(trainable, products, config):
+    """The gradients of the head come from its forward pass, a chunk at a time."""
+    optimizer = dict(trainable=trainable)
+    config = changed(config, model=dict(tied=False), optimizer=optimizer)
+    compiled = sft.Program(config, 640).compile_step(HeadConfig(chunk=16))
+    assert vocabulary_gemms(compiled.as_text(), 640) == products
 
 
 def test_weights_are_split_by_name_and_joined_again():
