@@ -28,7 +28,11 @@ spreads = _spread.is_possible  # as it is outside of these tests
 
 @needs_pallas
 @pytest.mark.parametrize(
-    "name, dtype", [("peaked", "float16"), ("a third masked", "bfloat16")]
+    "name, dtype",
+    [
+        ("peaked", "float16"),
+        pytest.param("a third masked", "bfloat16", marks=pytest.mark.slow),
+    ],
 )
 def test_outputs_and_gradients(name, dtype, interpreted):
     check(dataclasses.replace(CASES[name], v=300).make(), "hopper", dtype=dtype)
@@ -52,7 +56,7 @@ def test_rows_in_blocks_and_columns_in_blocks(interpreted):
 
 
 @needs_pallas
-@pytest.mark.parametrize("layout", ["vd", "dv"])
+@pytest.mark.parametrize("layout", [pytest.param("vd", marks=pytest.mark.slow), "dv"])
 def test_launches_of_all_rows_follow_a_block_of_columns(
     layout, interpreted, monkeypatch
 ):
@@ -69,7 +73,7 @@ def test_launches_of_all_rows_follow_a_block_of_columns(
 
 
 @needs_pallas
-@pytest.mark.parametrize("beside", [True, False])
+@pytest.mark.parametrize("beside", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_sum_that_follows_changes_no_bit(beside, interpreted, monkeypatch):
     """As over several shards: the last of three blocks comes after the loop, and leaves
     multiprocessors to the sum, unless it is too long for that."""
@@ -180,21 +184,23 @@ def test_a_frozen_head_keeps_its_gradient(interpreted):
     close(gradient("bfloat16", "hopper"), gradient("float32", "xla"))
 
 
+EVERY_OPTION = {"bias": True, "temperature": 0.7, "vocab_size": 50000}
+LOWERED = [
+    (8192, 4096, 151936, {}, ("vd", "dv")),
+    (1000, 2304, 256000, {"softcap": 30.0}, ("dv", "vd")),
+    (300, 1000, 50257, EVERY_OPTION, ("vd", "dv")),
+]
+
+
+def every_second_is_slow(cases):
+    marks = itertools.cycle([(), pytest.mark.slow])
+    return [pytest.param(*case, marks=m) for case, m in zip(cases, marks, strict=False)]
+
+
 @needs_pallas
-@pytest.mark.parametrize("one_pass", [False, True])
 @pytest.mark.parametrize(
-    "n, d, v, options, layouts",
-    [
-        (8192, 4096, 151936, {}, ("vd", "dv")),
-        (1000, 2304, 256000, {"softcap": 30.0}, ("dv", "vd")),
-        (
-            300,
-            1000,
-            50257,
-            {"bias": True, "temperature": 0.7, "vocab_size": 50000},
-            ("vd", "dv"),
-        ),
-    ],
+    "n, d, v, options, layouts, one_pass",
+    every_second_is_slow((*case, one) for one in (True, False) for case in LOWERED),
 )
 def test_all_kernels_lower_for_cuda(
     n, d, v, options, layouts, one_pass, lowered_anywhere
@@ -280,8 +286,10 @@ def test_a_split_vocabulary_that_does_not_fill_its_parts(interpreted):
 
 
 @needs_pallas
-@pytest.mark.parametrize("check_vma", [False, True])
-@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize(
+    "frozen, check_vma",
+    every_second_is_slow([(False, True), (False, False), (True, False), (True, True)]),
+)
 def test_parts_of_the_vocabulary_lower_for_cuda(frozen, check_vma, lowered_anywhere):
     options = {"vocab_size": 5000, "axis_name": "tensor", "implementation": "hopper"}
 

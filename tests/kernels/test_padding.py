@@ -29,13 +29,15 @@ def cut(monkeypatch):
     assert last and not any(x is None for x in last)
 
 
-@pytest.mark.parametrize("name", ["peaked", "a third masked"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("peaked", marks=pytest.mark.slow), "a third masked"]
+)
 def test_outputs_and_gradients(name, interpreted):
     problem = dataclasses.replace(CASES[name], v=300, d=64).make()
     check(problem, "hopper", dtype="bfloat16")
 
 
-@pytest.mark.parametrize("vocab_size", [330, 200])
+@pytest.mark.parametrize("vocab_size", [330, pytest.param(200, marks=pytest.mark.slow)])
 def test_every_option_at_once(vocab_size, interpreted):
     """The last of W's columns count, or none of the last step."""
     problem = Case(70, 64, 333, std=3.0).make()
@@ -46,10 +48,12 @@ def test_every_option_at_once(vocab_size, interpreted):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_rows_in_blocks_and_columns_in_blocks(interpreted):
     check(Case(301, 64, 300, std=3.0).make(), "hopper", 16, dtype="bfloat16")
 
 
+@pytest.mark.slow
 def test_launches_of_all_rows_follow_a_block_of_columns(interpreted, monkeypatch):
     monkeypatch.setattr(blocks, "backward_rows", lambda *_: (256, True))
     problem = Case(300, 64, 700, std=3.0, chunk=16).make()
@@ -58,13 +62,17 @@ def test_launches_of_all_rows_follow_a_block_of_columns(interpreted, monkeypatch
     check(problem, "hopper", 16, dtype="bfloat16", bias=bias)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", [2 * 300 * 256, "all"])
 def test_exponentials_kept_for_the_derivative(kept, interpreted):
     problem = Case(300, 64, 300, std=3.0).make()
     check(problem, "hopper", dtype="bfloat16", residual_bytes=kept, softcap=5.0)
 
 
-@pytest.mark.parametrize("n, v, chunk", [(100, 600, 48), (300, 300, 32)])
+@pytest.mark.parametrize(
+    "n, v, chunk",
+    [(100, 600, 48), pytest.param(300, 300, 32, marks=pytest.mark.slow)],
+)
 def test_a_loss_of_every_statistic_in_one_pass(n, v, chunk, interpreted):
     """In one block of rows, and in several."""
     case = Case(n, 64, v, std=2.0, chunk=chunk)
