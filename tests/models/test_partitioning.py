@@ -97,6 +97,7 @@ def test_a_checkpoint_of_one_mesh_restores_onto_another(text_file, tmp_path, alo
     assert_same_steps(result, alone)
 
 
+@pytest.mark.slow
 def test_moments_on_the_host_restore_onto_another_mesh(
     text_file, tmp_path, alone, monkeypatch
 ):
