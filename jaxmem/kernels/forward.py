@@ -53,7 +53,7 @@ def statistics(env: Env, *operands, **options) -> Stats:
         bias: float32 [V], -inf allowed, or None.
         inverse_temperature: float32 [n_rows], or None.
     """
-    (partial,) = _launch(env, *operands, **options)
+    (partial,) = _launch(env, _operands(env, *operands, **options))
     return _merge_groups(_stats_of(partial))
 
 
@@ -61,15 +61,14 @@ def statistics_and_exps(
     env: Env, *operands, tile_sums: bool = False
 ) -> tuple[Stats, Kept]:
     """`statistics`, bitwise equal, and the exponentials that they are sums of."""
-    partial, *kept = _launch(env, *operands, tile_sums=tile_sums)
+    partial, *kept = _launch(env, _operands(env, *operands), tile_sums)
     return _merge_groups(_stats_of(partial)), Kept(*kept)
 
 
-def _launch(
-    env, hidden, W, labels, n_active, bias=None, inverse_temperature=None,
-    tile_sums=False,
-):  # fmt: skip
-    """`Stats` of every group, [n_groups, N_STATS, n_rows], and `Kept` if stored."""
+def _operands(
+    env, hidden, W, labels, n_active, bias=None, inverse_temperature=None
+) -> dict[str, Any]:
+    """The kernel's operands by name."""
     marked = logits.tiles_with_labels_or_mask(env, labels)
     operands: dict[str, Any] = dict(
         h=hidden, labels=labels, n_active=n_active, marked=marked,
@@ -79,6 +78,11 @@ def _launch(
         operands["bias"] = logits.whole_tiles(env, bias)
     if inverse_temperature is not None:
         operands["inverse_temperature"] = inverse_temperature
+    return operands
+
+
+def _launch(env, operands, tile_sums=False):
+    """`Stats` of every group, [n_groups, N_STATS, n_rows], and `Kept` if stored."""
     n_groups = -(-_n_tiles(env) // env.tiles.group)
     shape = (n_groups, N_STATS, env.n_rows)
     made = {"out": jax.ShapeDtypeStruct(shape, jnp.float32)}
@@ -186,14 +190,18 @@ def _unit(scope, tile, n_tiles, step):
     zero = jnp.zeros((t.rows,), jnp.float32)
     empty = Stats(nothing, zero, zero, zero, nothing)
     step, *made = lax.fori_loop(0, n_tiles, of_tile, (step, *empty))
-    # The previous unit's store may still read the same buffer.
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    for i, x in enumerate(made):
-        smem["out_smem"][i] = x
-    plgpu.commit_smem()
+    _write(made, smem["out_smem"])
     # A group is named by its first tile.
     plgpu.copy_smem_to_gmem(smem["out_smem"], gmem["out"].at[tile(0).column, :, rows])
     return step
+
+
+def _write(stats, smem):
+    # The previous unit's store may still read the same buffer.
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    for i, x in enumerate(stats):
+        smem[i] = x
+    plgpu.commit_smem()
 
 
 def _inverse_temperature(env, gmem, smem, rows):

@@ -269,20 +269,21 @@ def _kernel(product, add, *refs):
             def of_tile(i, step):
                 at = tile(i)
                 rows = pl.ds(row0 + at.first_row + mine * t.rows, t.rows)
-                column = column0 + at.column * t.columns
-
-                def store(sums):
-                    made = parts(sums, t.stored)
-                    to = [
-                        out_gmem.at[rows, pl.ds(column + j * t.stored, t.stored)]
-                        for j in range(len(made))
-                    ]
-                    made = [lambda x=x: x.astype(out_gmem.dtype) for x in made]
-                    ring.store(to, made, out_smem.at[mine], add)
-
+                place = rows, column0 + at.column * t.columns
+                store = functools.partial(
+                    _store, t.stored, out_gmem, place, out_smem.at[mine], add
+                )
                 ring.multiply(product, extent, Ring(**buffers), step, store)
                 return step + extent.n_steps
 
             return lax.fori_loop(0, n_tiles, of_tile, step)
 
         ring.run(product, extent, Ring(**buffers), lhs_gmem, rhs_gmem, unit)
+
+
+def _store(width, gmem, place, smem, add, sums):
+    """Store a tile of the product at its rows and first column, by parts of `width`."""
+    rows, column = place
+    columns = parts(sums, width)
+    to = [gmem.at[rows, pl.ds(column + j * width, width)] for j in range(len(columns))]
+    ring.store(to, [lambda x=x: x.astype(gmem.dtype) for x in columns], smem, add)

@@ -131,11 +131,9 @@ def pick(sampling: Sampling, width: int, sums, exps, scale, labels, starts) -> E
     return Entries(*made)
 
 
-def _pick(
-    sampling, width, sums_ref, exps_ref, scale_ref, labels_ref, starts_ref,
-    columns_ref, p_ref,
-):  # fmt: skip
-    """`_SLOTS` slots of one row."""
+def _pick(sampling, width, *refs):
+    """`_SLOTS` slots of one row; refs are `pick`'s operands and the two results."""
+    sums_ref, exps_ref, scale_ref, labels_ref, starts_ref, columns_ref, p_ref = refs
     row, first = pl.program_id(0), pl.program_id(1) * _SLOTS
     n_tiles = sums_ref.shape[1]
     slot = first + jnp.arange(_SLOTS, dtype=jnp.int32)
