@@ -182,14 +182,7 @@ def fit(
             a device that does not report its limit, or one of several processes would
             measure.
     """
-    several = jax.process_count() > 1
-    if several and (rates is None or trials):
-        raise ValueError(
-            "each of several processes would measure for itself, and may choose "
-            "another policy: choose in one and name it, or give rates and trials=0"
-        )
-    if any(k < 1 for k in last):
-        raise ValueError(f"last must be numbers of blocks above 0, got {list(last)}")
+    _check_arguments(last, rates, trials)
     limit = device_limit() if memory_limit == "auto" else int(memory_limit)
     rates = _rates() if rates is None else rates
     everything, nothing = step(None), step(Policy())
@@ -198,7 +191,7 @@ def fit(
     sizes = _sizes(everything.jaxpr, names)
     if trials is None:
         nothing_runs = _devices.planned() or _devices.backend() == "cpu"
-        trials = 0 if several or nothing_runs else 3
+        trials = 0 if jax.process_count() > 1 or nothing_runs else 3
     made = _candidates(step, everything, nothing, sizes, last, rates.to_host > 0)
     if names is not None:
         made = [each for each in made if each.is_of(names)]
@@ -223,6 +216,16 @@ def fit(
             "the weights"
         )
     return chosen.policy
+
+
+def _check_arguments(last, rates, trials) -> None:
+    if jax.process_count() > 1 and (rates is None or trials):
+        raise ValueError(
+            "each of several processes would measure for itself, and may choose "
+            "another policy: choose in one and name it, or give rates and trials=0"
+        )
+    if any(k < 1 for k in last):
+        raise ValueError(f"last must be numbers of blocks above 0, got {list(last)}")
 
 
 def _fastest(order, limit, trials) -> Candidate | None:
