@@ -5,6 +5,7 @@
 Micro-batches have as many shapes as there are widths of rows; nothing else varies.
 """
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +20,7 @@ from jaxmem.models.decoder import HeadConfig
 from jaxmem.models.partitioning import Layout, as_stored
 from jaxmem.models.sampling import COMPILER_OPTIONS, SamplingConfig, sample
 from jaxmem.train.jobs.config import GrpoJobConfig
-from jaxmem.train.jobs.policy import PolicyBatch, policy_loss
+from jaxmem.train.jobs.policy import HeadCall, PolicyBatch, policy_loss
 from jaxmem.train.jobs.questions import ends_of
 from jaxmem.train.optimizer import learning_rate_schedule
 from jaxmem.train.program import (
@@ -218,21 +219,14 @@ class PolicyProgram(DecoderProgram):
         )
 
     def _loss(self, head: HeadConfig, module, hidden, made, normalizer, numbers=None):
-        sampled = {}
+        call = HeadCall(
+            self.config.sampling.temperature, head.implementation, self.head_is_frozen
+        )
         if numbers is not None:
             key = head_key(self.config.run.seed, *numbers)
-            sampled = {"gradient_samples": head.gradient_samples, "key": key}
-        return policy_loss(
-            module,
-            hidden,
-            made,
-            normalizer,
-            self.config.grpo,
-            self.config.sampling.temperature,
-            head.implementation,
-            self.head_is_frozen,
-            **sampled,
-        )
+            samples = head.gradient_samples
+            call = dataclasses.replace(call, gradient_samples=samples, key=key)
+        return policy_loss(module, hidden, made, normalizer, self.config.grpo, call)
 
     def compile_head(self, shape: Shape, head: HeadConfig) -> jax.stages.Compiled:
         """Compile loss and gradients of the head alone, for one micro-batch."""
