@@ -3,6 +3,8 @@
 import ast
 import functools
 import graphlib
+import importlib
+import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +14,15 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "jaxmem"
 
-MAX_FUNCTION_LINES = 60  # signature and docstring not counted
+MAX_FUNCTION_LINES = 40  # signature and docstring not counted
 MAX_FILE_LINES = 450
+MAX_PARAMETERS = 7  # but of public functions, whose keywords are documentation
+
+# What these modules export is public: functions, and the methods of classes.
+PUBLIC = (
+    "jaxmem jaxmem.functional jaxmem.heads.linen jaxmem.heads.nnx jaxmem.losses "
+    "jaxmem.offload jaxmem.packing jaxmem.remat jaxmem.sharding"
+).split()
 
 # Lowest first: a package or module imports itself and what stands before it.
 LAYERS = (
@@ -171,6 +180,38 @@ def test_short_files_of_short_functions(path):
             body = node.body[1:] if ast.get_docstring(node) else node.body
             length = body[-1].end_lineno - body[0].lineno + 1 if body else 0
             assert length <= MAX_FUNCTION_LINES, f"{node.name}: {length} lines"
+
+
+@functools.cache
+def _public_functions():
+    """(file, line) of every public function's first decorator or `def`."""
+    places = set()
+    for module in map(importlib.import_module, PUBLIC):
+        for name, item in vars(module).items():
+            if name.startswith("_") or not callable(item):
+                continue
+            methods = inspect.getmembers(item, inspect.isfunction)
+            is_class = inspect.isclass(item)
+            for function in [f for _, f in methods] if is_class else [item]:
+                code = getattr(inspect.unwrap(function), "__code__", None)
+                if code is not None:
+                    places.add((Path(code.co_filename), code.co_firstlineno))
+    return places
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_few_parameters(module):
+    """Options of a verb travel as one object below the public function."""
+    for node in ast.walk(_tree(MODULES[module])):
+        if not isinstance(node, ast.FunctionDef):
+            continue
+        line = min(n.lineno for n in [node, *node.decorator_list])
+        if (MODULES[module], line) in _public_functions():
+            continue
+        a = node.args
+        names = [x.arg for x in (*a.posonlyargs, *a.args, *a.kwonlyargs)]
+        names = [name for name in names if name not in ("self", "cls")]
+        assert len(names) <= MAX_PARAMETERS, f"{node.name}: {len(names)} parameters"
 
 
 def test_import_is_light():
