@@ -1,9 +1,10 @@
-"""Sampled derivatives in plain XLA: selection chunk by chunk, gathers, segment sums.
+"""Sampled derivatives in plain XLA: selection in chunks, gathers, segment sums.
 
-Forward, a chunk's logits give the statistics and, while they are alive, the entries.
-Backward, nothing is recomputed: hidden's gradient is a weighted sum of rows of W for
-each token, W's is a sum of rows of hidden over each column's tokens, of (column, token)
-pairs sorted by column. The order of sums follows from the entries alone.
+The forward pass computes statistics and, while a chunk's logits are alive, selects the
+entries. The backward pass recomputes nothing: hidden's gradient is a weighted sum of
+rows of W for each token, and W's a sum of rows of hidden over each column's tokens,
+from (column, token) pairs sorted by column. The order of sums depends on the entries
+only.
 """
 
 from typing import Any
@@ -23,9 +24,10 @@ from jaxmem.core.operands import Head, Rows
 from jaxmem.core.sampling import Derivative, Entries, Sampling, sort_by_column
 from jaxmem.core.spec import Spec
 
-# Numbers of W's gradient that are summed in float32 at a time, of hidden's rows that
-# are fetched at a time for them on a CPU, and pairs elsewhere. On two cores of a CPU
-# with D=256 V=32768 and a million pairs, 0.14 s with 2^18 numbers, 0.41 with 2^22.
+# Elements of W's gradient that are summed in float32 at a time, elements of hidden's
+# rows that are gathered at a time for it on a CPU, and pairs at a time elsewhere. On
+# two cores of a CPU with D=256, V=32768 and a million pairs: 0.14 s with 2^18 elements,
+# 0.41 s with 2^22.
 _BLOCK_NUMBERS = 2**22
 _ROW_NUMBERS = 2**18
 _PAIRS = 1024
@@ -33,12 +35,12 @@ _DEPTH = 128  # columns of hidden's gradient at a time where W is [D, V]
 
 
 def sampling_of(spec: Spec) -> Sampling:
-    """K slots of this head's vocabulary, or of this shard's part of it."""
+    """The sampling of K slots over this head's vocabulary, or over this shard of it."""
     return Sampling(spec.gradient_samples or 0, spec.columns)
 
 
 def forward(spec: Spec, source: Head, rows: Rows, names) -> tuple[dict, Entries]:
-    """The named fields of `Outputs` for every row, bit-equal to `xla.forward`'s.
+    """The named fields of `Outputs` for every row, bitwise equal to `xla.forward`'s.
 
     Args:
         spec: static facts.
@@ -72,7 +74,7 @@ def forward(spec: Spec, source: Head, rows: Rows, names) -> tuple[dict, Entries]
 
 
 def starts_of(spec: Spec, sampling: Sampling, rows: Rows) -> jax.Array:
-    """Where each row's multiples of one begin, int32 [N]; another on each shard."""
+    """Offset of each row's multiples of one, int32 [N]; it differs between shards."""
     assert rows.draws is not None, "no key was given"
     shard = lax.axis_index(spec.shards.axes) if spec.shards else 0
     return _sampling.starts(sampling, rows.draws, shard)
@@ -82,13 +84,18 @@ def backward(
     spec: Spec, source: Head, rows: Rows, saved: _stats.Outputs,
     cotangents: _stats.Cotangents, entries: Entries,
 ) -> Head:  # fmt: skip
-    """Cotangent of the source from the sampled entries; sums in the statistics' type.
+    """Cotangent of the source from the sampled entries; sums in the statistics' dtype.
 
     Args:
-        spec, source, rows: as in `forward`.
-        saved: of `Outputs`, logprob, max and log_sum, and what the cotangents need.
+        spec: static facts.
+        source: the head.
+        rows: of the tokens, with their draws.
+        saved: of `Outputs`: logprob, max, log_sum, and the outputs with cotangents.
         cotangents: of the outputs, [N].
         entries: of `forward`.
+
+    Returns:
+        The cotangent, in the source's dtypes.
     """
     head: Any = _operands.cast(spec, source)
     dz = derivative(spec, sampling_of(spec), rows, saved, cotangents, entries)
@@ -105,7 +112,19 @@ def backward(
 def derivative(
     spec: Spec, sampling: Sampling, rows: Rows, saved, cotangents, entries: Entries
 ) -> Derivative:
-    """Of the loss by h Wᵀ: after softcap and temperature; none of inactive rows."""
+    """Derivative of the loss with respect to h Wᵀ, through temperature and softcap.
+
+    Args:
+        spec: static facts.
+        sampling: of the call.
+        rows: of the tokens; inactive rows have no derivative.
+        saved: of `Outputs`.
+        cotangents: of the outputs, [N].
+        entries: of `forward`.
+
+    Returns:
+        The derivative at the entries.
+    """
     row_ids = jnp.arange(rows.labels.shape[0], dtype=jnp.int32)
     labels = jnp.where(rows.active, _operands.part_labels(spec, rows, row_ids), -1)
     c = _stats.coefficients(saved, cotangents)
@@ -116,7 +135,7 @@ def derivative(
 
 
 def _to_hidden(spec, head, rows, dz) -> jax.Array:
-    """Σ_j dz_j W_j of each token, rounded once; a part of it over shards."""
+    """Σ_j dz_j W_j per token, rounded once; a partial sum over vocabulary shards."""
     depth = head.hidden.shape[1]
     parts = spec.shards and spec.shards.same_hidden
     dtype = spec.stats_dtype if parts else spec.compute_dtype
@@ -137,7 +156,7 @@ def _to_hidden(spec, head, rows, dz) -> jax.Array:
 
 
 def _add_rows(spec, W, active, dz, made):
-    """made [N, D] with the active tokens' weighted sums of rows of W [V, D]."""
+    """Weighted sums of rows of W [V, D], for active tokens of [N, D]."""
 
     def chunk(row_ids, made):
         columns = _operands.take(dz.columns, row_ids, fill_value=spec.columns)
@@ -158,12 +177,12 @@ def _add_rows(spec, W, active, dz, made):
 
 
 def _to_weights(spec, head, source, pairs) -> tuple[jax.Array, jax.Array | None]:
-    """Gradients of W and of the bias: float32 sums of a few columns at a time."""
+    """Gradients of W and of the bias: float32 sums, a block of columns at a time."""
     axis, depth = (0 if spec.layout == "vd" else 1), head.hidden.shape[1]
     width = min(spec.columns, max(_BLOCK_NUMBERS // depth, 1))
 
     def block(i, made):
-        first = jnp.minimum(i * width, spec.columns - width)  # the last: twice
+        first = jnp.minimum(i * width, spec.columns - width)  # blocks may overlap
         dW, dbias = _column_sums(spec, head.hidden, pairs, first, width)
         dW = dW.astype(source.W.dtype)
         dW = dW if spec.layout == "vd" else dW.T
@@ -209,7 +228,7 @@ def _column_sums(spec, hidden, pairs, first, width):
 
 
 def _scatter(spec, column, values, h, sums):
-    """One pair after another."""
+    """Scatter-add, which a CPU does pair by pair."""
     dW, dbias = sums
     terms = values[:, None] * h.astype(spec.stats_dtype)
     return (
@@ -219,9 +238,9 @@ def _scatter(spec, column, values, h, sums):
 
 
 def _multiply(spec, column, values, h, sums):
-    """A product with a matrix of one value per pair, as other devices add in any order.
+    """A product with a matrix of one value per pair, deterministic unlike scatter-add.
 
-    Its values are rounded to hidden's type, as those of a whole derivative would be.
+    Its values are rounded to hidden's dtype, as the exact derivative's are.
     """
     dW, dbias = sums
     columns = jnp.arange(dW.shape[0], dtype=jnp.int32)
