@@ -2,8 +2,8 @@
 
 A unit (`ring.for_each_unit`) folds its tiles of the vocabulary into statistics in
 registers, then writes five numbers per row; groups are merged afterwards, in a tree
-whose shape depends on the vocabulary alone. Where the derivative is to follow without
-recomputing the logits, the epilogue stores their exponentials in 16 bits.
+whose shape depends on the vocabulary only. If the backward pass must not recompute the
+logits, the epilogue stores their exponentials in 16 bits.
 """
 
 import functools
@@ -36,8 +36,8 @@ class Kept(NamedTuple):
 
     exps: jax.Array  # [n_rows, columns of W], in 16 bits
     max: jax.Array  # m, float32 [n_tiles, n_rows]
-    # Of a tile's exponentials but the label's, before they are rounded to 16 bits;
-    # float32 [n_tiles, n_rows], or None if they were not asked for.
+    # Sums of a tile's exponentials except the label's, before they are rounded to 16
+    # bits; float32 [n_tiles, n_rows], or None if not requested.
     sums: Any = None
 
 
@@ -222,10 +222,11 @@ def _keep(env, tile, rows, gmem, smem, i, exps):
 
 
 def _keep_numbers(tile, rows, gmem, smem, stats):
-    """Stores a tile's largest logits and, where asked for, its sums.
+    """Stores a tile's largest logits and, if requested, its sums.
 
-    The buffer is free: the previous tile's copy is complete, as later stores waited for
-    it, which complete in order, from no more buffers than a tile has parts.
+    The buffer is free: the previous tile's copy is complete, because later stores
+    waited for it. Stores complete in order, and there are no more buffers than a tile
+    has parts.
     """
     numbers = {"max": stats.max, "sums": stats.sum_others}
     numbers = {k: x for k, x in numbers.items() if k in gmem}

@@ -1,4 +1,4 @@
-"""Scaled logits in registers: what the forward and backward kernels share."""
+"""Scaled logits in registers, for the forward and backward kernels."""
 
 import dataclasses
 import math
