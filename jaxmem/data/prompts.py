@@ -1,4 +1,4 @@
-"""Prompts of reinforcement learning: strings or conversations, as ids of the model."""
+"""Prompts of reinforcement learning: strings or conversations, as token ids."""
 
 import hashlib
 import json
@@ -22,22 +22,25 @@ class Prompt(NamedTuple):
     where: str
     prompt: Any  # a string, or a list of messages
     columns: dict[str, Any]  # the other fields
-    ids: np.ndarray  # int32, what the model reads
+    ids: np.ndarray  # int32, input of the model
 
 
 def load_prompts(
     config: TaskConfig, tokenizer: tokenizers.Tokenizer, template: Templates
 ) -> tuple[list[Prompt], list[Prompt]]:
-    """Read the prompts of `task.source`: those to train on, and those held out.
+    """Read the prompts of `task.source`.
 
     Args:
         config: of the task.
         tokenizer: of the checkpoint.
         template: returns the template that renders messages.
 
+    Returns:
+        Prompts for training, and held-out prompts.
+
     Raises:
         DataError: a file cannot be read, a record has no `prompt`, or a prompt is
-            longer than `task.max_prompt_tokens`.
+        longer than `task.max_prompt_tokens`.
     """
     paths = find_files(config.source, "task.source")
     records = [r for path in paths for r in read_records(path, "task.source")]
@@ -97,7 +100,7 @@ def _ids(
 
 
 def _check_columns(prompts: Sequence[Prompt]) -> None:
-    """Reward functions get every column of every prompt."""
+    """Raise unless all prompts have the same columns, for reward functions."""
     first = prompts[0]
     for prompt in prompts:
         differing = prompt.columns.keys() ^ first.columns.keys()
@@ -115,7 +118,7 @@ def _digest(prompt: Prompt) -> bytes:
 
 
 def fingerprint(prompts: Sequence[Prompt]) -> str:
-    """Identify prompts, columns and their order, but not where they are."""
+    """Identify prompts, columns and their order, but not their files."""
     made = hashlib.sha256()
     for prompt in prompts:
         made.update(_digest(prompt) + prompt.ids.tobytes())
