@@ -2,7 +2,7 @@
 
 A file binds `section.field = value`, may `include` another, and is followed by
 `section.field=value` overrides.  An unknown field or a wrong type is an error that
-names the line and suggests what was probably meant.
+names the line and suggests a similar one.
 """
 
 import ast
@@ -102,10 +102,16 @@ def load(
 
 
 def describe_keys(section: str | None = None) -> Iterator[str]:
-    """Yield a line a key: its name, default, type and meaning; see `jaxmem.train.keys`.
+    """Yield a line per key: name, default, type, meaning; see `jaxmem.train.keys`.
+
+    Args:
+        section: the only section to describe, or None.
+
+    Yields:
+        The lines.
 
     Raises:
-      ConfigError: there is no section of that name.
+        ConfigError: there is no section of that name.
     """
     try:
         yield from keys.lines(_SECTIONS, section)
@@ -317,7 +323,7 @@ def _fields(section: str) -> list[str]:
 
 
 def _build_job(places: dict[str, str]) -> JobConfig:
-    """Build every section of the job, and refuse keys of another one's."""
+    """Build every section of the job; raise for keys of another job's sections."""
     run = _build("run", places)
     job = _JOBS[run.job]
     names = [field.name for field in dataclasses.fields(job)]

@@ -1,4 +1,4 @@
-"""Every key of a configuration: its type, its default and one line about it."""
+"""All keys of a configuration: type, default and a one-line description."""
 
 import dataclasses
 import inspect
@@ -11,11 +11,14 @@ from jaxmem.core.fields import describe
 
 
 def lines(sections: Mapping[str, type], wanted: str | None = None) -> Iterator[str]:
-    """Yield a line a key: name, type, default, and what the source says of it.
+    """Yield a line per key: name, type, default, and its comment in the source.
 
     Args:
         sections: dataclasses by name.
         wanted: the only section to describe, or None.
+
+    Yields:
+        The lines.
 
     Raises:
         ValueError: there is no section of that name.
@@ -39,7 +42,7 @@ def _of_section(section: str, dataclass: Any) -> Iterator[str]:
 
 
 def _comments(dataclass: type) -> dict[str, str]:
-    """What stands above a field or behind it, in the class's source."""
+    """Comments above or behind each field, from the class's source."""
     source = inspect.getsource(dataclass)
     names = {field.name for field in dataclasses.fields(dataclass)}  # type: ignore
     found: dict[str, list[str]] = {}

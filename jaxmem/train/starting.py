@@ -62,7 +62,7 @@ def load_template(
 def template_of(
     checkpoint: str, path: str | None, tokenizer: tokenizers.Tokenizer
 ) -> Templates:
-    """Likewise of a checkpoint's directory, or of the template's own path."""
+    """Like `load_template`, from a checkpoint's directory or a template's path."""
     added = tokenizer.get_added_tokens_decoder().values()
     special = [token.content for token in added if token.special]
     return functools.cache(functools.partial(read_template, checkpoint, path, special))
