@@ -121,15 +121,6 @@ def statistics(spec: Spec, source: Head, rows: Rows) -> _stats.Stats:
 def forward_and_keep(spec: Spec, source: Head, rows: Rows, names) -> tuple[dict, Any]:
     """`forward`, and the first active rows' exponentials, for `backward`.
 
-    Args:
-        spec: static facts.
-        source: the head.
-        rows: of the tokens.
-        names: of `Outputs`.
-
-    Returns:
-        Outputs and exponentials.
-
     Raises:
         NotImplementedError: inside `jax.shard_map` with check_vma=True.
     """
