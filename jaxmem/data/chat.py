@@ -159,8 +159,9 @@ def read_template(
 
     Args:
         directory: of the checkpoint: chat_template.jinja, or `chat_template` of
-        tokenizer_config.json, whose special tokens the template may name. path: of a
-        template to use instead, or None. special: special tokens that may end a turn.
+            tokenizer_config.json, whose special tokens the template may name.
+        path: of a template to use instead, or None.
+        special: special tokens that may end a turn.
 
     Returns:
         The template.

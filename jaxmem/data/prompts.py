@@ -40,7 +40,7 @@ def load_prompts(
 
     Raises:
         DataError: a file cannot be read, a record has no `prompt`, or a prompt is
-        longer than `task.max_prompt_tokens`.
+            longer than `task.max_prompt_tokens`.
     """
     paths = find_files(config.source, "task.source")
     records = [r for path in paths for r in read_records(path, "task.source")]

@@ -131,7 +131,7 @@ def _parquet(path: Path, argument: str) -> Iterator[Record]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Remove nulls: a column has the keys of all rows, with null where one is absent."""
+    """Remove nulls: a column has the keys of all rows, or null if one is absent."""
     if isinstance(value, dict):
         return {k: _without_nulls(v) for k, v in value.items() if v is not None}
     return [_without_nulls(v) for v in value] if isinstance(value, list) else value

@@ -89,7 +89,7 @@ class Scorer:
 
         Raises:
             RewardError: a function raises, exceeds the timeout, returns a wrong number
-            of rewards or one that is not finite, or all of them return None.
+                of rewards or one that is not finite, or all of them return None.
         """
         waiting = {k: f for k, f in self._functions.items() if _is_async(f)}
         returned = self._await(waiting, questions)

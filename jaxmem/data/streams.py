@@ -72,7 +72,7 @@ def batches(
 
     Raises:
         DataError: as `documents.batches`; or a stream has rows for this process and
-        rows for other processes only.
+            rows for other processes only.
     """
     if config.streams == 1 and len(rows) == config.batch_size:
         return data.batches(config, tokenizer, template=template)

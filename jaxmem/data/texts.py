@@ -49,9 +49,10 @@ def load_documents(
 
     Args:
         source: `"stdlib"`, or paths and globs of `.txt` files (documents are separated
-        by blank lines) and of `.jsonl` and `.parquet` files (one document per record:
-        `text`, `prompt` and `response` or `completion`, or `messages`). argument: name
-        of the source in errors. template: returns the template that renders `messages`.
+            by blank lines) and of `.jsonl` and `.parquet` files (one document per
+            record: `text`, `prompt` and `response` or `completion`, or `messages`).
+        argument: name of the source in errors.
+        template: returns the template that renders `messages`.
 
     Returns:
         The documents, at least one.
