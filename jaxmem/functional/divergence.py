@@ -191,11 +191,30 @@ def jsd(
         out = β KL(q ‖ m) + (1-β) KL(p ‖ m)                                    (nats)
 
     It is symmetric at β = 0.5 and never above ln 2. Divided by β it tends to
-    `forward_kl` as β → 0, divided by 1-β to `kl` as β → 1. Other arguments, accuracy,
-    cost, memory and errors are those of `kl`.
+    `forward_kl` as β → 0, divided by 1-β to `kl` as β → 1. Accuracy, cost, memory and
+    errors are those of `kl`.
 
     Args:
+        hidden: as in `kl`.
+        W: as in `kl`.
+        reference_hidden: as in `kl`.
+        reference_W: as in `kl`.
+        chunk: as in `kl`.
         beta: weight of the reference in the mixture, a Python number between 0 and 1.
+        where: as in `kl`.
+        temperature: as in `kl`.
+        softcap: as in `kl`.
+        bias: as in `kl`.
+        vocab_size: as in `kl`.
+        layout: as in `kl`.
+        reference_temperature: as in `kl`.
+        reference_softcap: as in `kl`.
+        reference_bias: as in `kl`.
+        reference_layout: as in `kl`.
+        implementation: as in `kl`.
+
+    Returns:
+        float32 [...] (float64 for float64 hidden), between 0 and ln 2; 0 where masked.
 
     >>> import jax.numpy as jnp, jaxmem
     >>> h, W = jnp.ones((2, 1)), jnp.log(jnp.array([[0.5], [0.5]]))

@@ -21,7 +21,7 @@ class KL:
         return (_excess(p, q, log_ratio),)
 
     def slopes(self, p, q, log_ratio):
-        """p · ∂D/∂p, up to a multiple of p."""
+        """Return p · ∂D/∂p, up to a multiple of p."""
         return _product(p, log_ratio)
 
 
@@ -34,7 +34,7 @@ class ForwardKL:
         return (_excess(q, p, -log_ratio),)
 
     def slopes(self, p, q, log_ratio):
-        """p - q: p · ∂D/∂p is -q, and p is a multiple of p."""
+        """Return p - q: p · ∂D/∂p is -q, and p is a multiple of p."""
         near = jnp.abs(log_ratio) < _SERIES_BELOW
         return jnp.where(near, p * -jnp.expm1(-log_ratio), p - q)
 
@@ -64,7 +64,7 @@ class JSD:
 
 
 def _excess(a, b, x):
-    """a ln(a/b) - a + b for x = ln(a/b), never negative; b where a is 0."""
+    """Return a ln(a/b) - a + b for x = ln(a/b), never negative; b where a is 0."""
     series = 1.0
     for k in range(_SERIES_TERMS[x.dtype.itemsize], 2, -1):  # of e^-x - 1 + x
         series = 1 - x * (1 / k) * series
@@ -85,5 +85,5 @@ def _ln_mixed(own, other, x):
 
 
 def _product(a, x):
-    """a · x, and 0 where a is 0: x may be infinite there, or inf - inf."""
+    """Return a · x, and 0 where a is 0: x may be infinite there, or inf - inf."""
     return jnp.where(a == 0, 0, a * x)

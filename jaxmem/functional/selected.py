@@ -1,8 +1,7 @@
 """Log-probabilities of given token ids: under the whole softmax, or within a support.
 
-Both take K ids per token. `selected_logprobs` normalises over the vocabulary, so it
-computes all logits of a chunk; `support_logprobs` normalises over the K ids only, so it
-multiplies by no other column of W.
+`selected_logprobs` normalises over the vocabulary and computes all logits of a chunk;
+`support_logprobs` normalises over K ids and multiplies by no other column of W.
 """
 
 import dataclasses
@@ -45,7 +44,7 @@ def selected_logprobs(
         dz_v = Σ_k g_k ([ids_k = v] - p_v)
 
     Distillation from a teacher's top K needs these from the student. The FLOPs are
-    those of `logprobs` for any K. Other arguments are those of `logprobs`.
+    those of `logprobs` for any K.
 
     Args:
         hidden: final hidden states [..., D].
@@ -53,7 +52,13 @@ def selected_logprobs(
         ids: token ids [..., K], any integer dtype; they may repeat. A negative id is
             absent: its result is 0, with a gradient of 0. A token without ids costs
             nothing.
+        chunk: as in `logprobs`.
         where: booleans that broadcast to hidden.shape[:-1]; False masks a token.
+        temperature: as in `logprobs`.
+        softcap: as in `logprobs`.
+        bias: as in `logprobs`.
+        vocab_size: as in `logprobs`.
+        layout: as in `logprobs`.
         implementation: "xla", or None, which means the same.
 
     Returns:

@@ -66,17 +66,26 @@ def token_loss(
             differentiated, and except those of a mesh with explicit axes that it uses
             in control flow or custom derivatives: pass these as arguments of a
             `jax.tree_util.Partial`.
-        hidden, W, labels: as in `logprobs`.
+        hidden: as in `logprobs`.
+        W: as in `logprobs`.
+        labels: as in `logprobs`.
         per_token: further arguments of loss_fn, [...] or [..., K] each, of any real
             dtype: advantages, old log-probabilities. Floats are differentiable.
         normalizer: scalar divisor of the sum, where 0 counts as 1; None: the number of
             active tokens of this call. For micro-batches or devices whose gradients are
             summed, pass the number of tokens in all of them.
-        chunk, where, temperature, softcap, bias, vocab_size, layout: as in `logprobs`.
+        chunk: as in `logprobs`.
+        where: as in `logprobs`.
+        temperature: as in `logprobs`.
+        softcap: as in `logprobs`.
+        bias: as in `logprobs`.
+        vocab_size: as in `logprobs`.
+        layout: as in `logprobs`.
         frozen_head: W and bias are constants; their gradient is not computed.
-        gradient_samples, key: as in `logprobs`: loss and metrics are exact. The
-            gradient with respect to hidden and the head is an unbiased estimate; that
-            with respect to per_token is exact.
+        gradient_samples: as in `logprobs`. Loss and metrics are exact. The gradient
+            with respect to hidden and the head is an unbiased estimate; that with
+            respect to per_token is exact.
+        key: as in `logprobs`.
         axis_name: mesh axes that shard the vocabulary, as in `logprobs`; loss_fn gets
             the statistics of the whole vocabulary, and its shards must have the same
             per_token and normalizer. normalizer=None counts the tokens of this device
