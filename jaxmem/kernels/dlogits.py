@@ -232,10 +232,14 @@ def of_exponentials(env: Env, e, x, z, row: dict, first=None) -> jax.Array:
 
     Args:
         env: static facts of the launch.
-        e, x: e^(z - max) and its logarithm to base 2, [C, columns].
-        z: scaled logits, read where there is a softcap.
-        row: what `fold` returned, [C, columns] each; "label" too, with `first`.
+        e: e^(z - max) [C, columns].
+        x: its logarithm to base 2 [C, columns].
+        z: scaled logits, read only if there is a softcap.
+        row: results of `fold`, [C, columns] each; and "label", with `first`.
         first: column of the part if it may hold labels or masked columns, else None.
+
+    Returns:
+        The derivative [C, columns].
     """
     slope = row.get("slope", row["alpha"])
     if first is not None:

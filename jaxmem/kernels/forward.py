@@ -46,12 +46,13 @@ def statistics(env: Env, *operands, **options) -> Stats:
 
     Args:
         env: static facts of the launch.
-        hidden: [n_rows, D].
-        W: [V, D] or [D, V].
-        labels: int32 [n_rows].
-        n_active: int32 [1].
-        bias: float32 [V], -inf allowed, or None.
-        inverse_temperature: float32 [n_rows], or None.
+        *operands: hidden [n_rows, D]; W [V, D] or [D, V]; labels, int32 [n_rows];
+            n_active, int32 [1].
+        **options: bias, float32 [V], -inf allowed; inverse_temperature, float32
+            [n_rows]; None for none.
+
+    Returns:
+        The statistics.
     """
     (partial,) = _launch(env, _operands(env, *operands, **options))
     return _merge_groups(_stats_of(partial))
@@ -292,5 +293,5 @@ def _sums(parts, to_base_2, keep=None, mark=None):
 
 
 def _fold(op, narrow, part):
-    """op over the columns of a part, _WIDTH at a time."""
+    """Reduce the columns of a part by op, _WIDTH at a time."""
     return functools.reduce(op, logits.parts(part, _WIDTH), narrow)

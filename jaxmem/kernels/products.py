@@ -49,9 +49,12 @@ def to_hidden(launch: Launch, dz, W, n_rows, block, into) -> jax.Array:
     """`into` with dz · W[block] in its first `n_rows` rows, updated in place.
 
     Args:
-        launch: static facts. dz: derivative of the logits [N, width], in 16 bits. W:
-        [V, D] or [D, V], of dz's dtype. n_rows: int32, number of active rows. block:
-        int32 (first column, columns) of the vocabulary, multiples of `tiles.depth`.
+        launch: static facts.
+        dz: derivative of the logits [N, width], in 16 bits.
+        W: [V, D] or [D, V], of dz's dtype.
+        n_rows: int32, number of active rows.
+        block: int32 (first column, columns) of the vocabulary, multiples of
+            `tiles.depth`.
         into: [N, D]; float32 if `launch.add`.
 
     Returns:
@@ -75,12 +78,14 @@ def to_W(launch: Launch, dz, hidden, n_rows, block, into) -> jax.Array:
     """`into` with dzᵀ · hidden over the first `n_rows` rows at [block], in place.
 
     Args:
-        launch: static facts. dz: derivative of the logits [N, width], in 16 bits. Its
-        rows and those of hidden are zero from `n_rows` up to a multiple of
-        `tiles.depth`. hidden: [N, D], of dz's dtype. n_rows: int32, number of active
-        rows. block: int32 (first column, columns) of the vocabulary, whole tiles. into:
-        shaped like W; float32 if `launch.add`. None for a new array like `launch.new`,
-        which is undefined outside of [block].
+        launch: static facts.
+        dz: derivative of the logits [N, width], in 16 bits. Its rows and those of
+            hidden are zero from `n_rows` up to a multiple of `tiles.depth`.
+        hidden: [N, D], of dz's dtype.
+        n_rows: int32, number of active rows.
+        block: int32 (first column, columns) of the vocabulary, whole tiles.
+        into: shaped like W; float32 if `launch.add`. None for a new array like
+            `launch.new`, which is undefined outside of [block].
 
     Returns:
         The updated or new array.
@@ -123,14 +128,16 @@ def gradients(
     """`sums`, with the rows' contribution added block by block of the vocabulary.
 
     Args:
-        blocks: of the vocabulary. W: [V, D] or [D, V]. parts: of the rows; several only
-        for a `single_block`. Then each block of W's gradient is summed over them in
-        float32 before it is written to sums.W; likewise if kernels cannot write to
-        sums.W. sums: float32 zeros for hidden of each part, or an undefined array of
-        any dtype if one block has the whole vocabulary; W and bias, None without a
-        gradient. overlap_all_reduce: whether hidden's gradient is all-reduced
-        afterwards while the last block of W's gradient is computed, which is then
-        outside of the loop.
+        blocks: of the vocabulary.
+        W: [V, D] or [D, V].
+        parts: of the rows; several only for a `single_block`. Then each block of W's
+            gradient is summed over them in float32 before it is written to sums.W;
+            likewise if kernels cannot write to sums.W.
+        sums: float32 zeros for hidden of each part, or an undefined array of any dtype
+            if one block has the whole vocabulary; W and bias, None without a gradient.
+        overlap_all_reduce: whether hidden's gradient is all-reduced afterwards while
+            the last block of W's gradient is computed, which is then outside of the
+            loop.
 
     Returns:
         The updated sums.
@@ -203,7 +210,7 @@ def _block(env, n_tiles, dtype):
 
 
 def _put(env, made, dW, first, last):
-    """dW with a block written; the last block may exceed dW."""
+    """Write a block into dW; the last block may exceed dW."""
     axis = 0 if env.layout == "vd" else 1
     if last:
         made = lax.slice_in_dim(made, 0, dW.shape[axis] - first, axis=axis)

@@ -76,7 +76,7 @@ class Segments(NamedTuple):
 def to_hidden(
     dz: Derivative, W: jax.Array, layout, dtype, launch: Launch = TO_HIDDEN
 ) -> jax.Array:
-    """dz · W, [N, D].
+    """The product dz · W, [N, D].
 
     Args:
         dz: entries of the tokens.

@@ -40,11 +40,13 @@ def entries(
     """Entries of rows from the exponentials that the forward kernel stored.
 
     Args:
-        sampling: static facts, with `MARGIN`. width: columns of a tile. kept:
-        exponentials, tiles' largest logits and sums. stats: of this shard of the
-        vocabulary, [n_rows]. rows: of the whole vocabulary. of_rows: (labels, starts,
-        n_active): int32 [n_rows], [n_rows] and a scalar. Only the first n_active rows
-        have entries.
+        sampling: static facts, with `MARGIN`.
+        width: columns of a tile.
+        kept: exponentials, tiles' largest logits and sums.
+        stats: of this shard of the vocabulary, [n_rows].
+        rows: of the whole vocabulary.
+        of_rows: (labels, starts, n_active): int32 [n_rows], [n_rows] and a scalar. Only
+            the first n_active rows have entries.
 
     Returns:
         The entries.
