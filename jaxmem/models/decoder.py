@@ -345,7 +345,8 @@ def head_loss(
         normalizer: number of tokens that count in the whole step.
         implementation: "fused" never stores all logits; "materialised" does, as is
             usual, and serves as the reference and for comparison.
-        gradient_samples, key: as in `jaxmem.logprobs`, of "fused".
+        gradient_samples: as in `jaxmem.logprobs`, for "fused".
+        key: as in `jaxmem.logprobs`, for "fused".
 
     Returns:
         Float32 scalar, in nats; 0 if no token counts.
