@@ -56,8 +56,10 @@ class Best:
         """Save the step if its cost is lower than that of the saved checkpoint.
 
         Args:
-            step: that was evaluated. cost: of it. save: called with the checkpoints to
-            save to, and settings to add to the run's.
+            step: that was evaluated.
+            cost: of it.
+            save: called with the checkpoints to save to, and settings to add to the
+                run's.
         """
         with Checkpoints(self._directory, keep=1) as checkpoints:
             saved = checkpoints.latest()
