@@ -1,4 +1,4 @@
-"""The layers of the package: what may import what, and how large anything may grow."""
+"""The layers of the package, its imports of third parties, and limits of size."""
 
 import ast
 import functools
@@ -31,9 +31,9 @@ LAYERS = (
     "train score planning bench doctor cli __main__"
 ).split()
 
-# Third parties and the packages or modules that may import them.
-EVERYWHERE = {"jax", "numpy"}
-ROOMS = {
+# Third parties, and the packages or modules that may import them.
+ALLOWED_EVERYWHERE = {"jax", "numpy"}
+ALLOWED_IN = {
     "flax": (
         "jaxmem.heads",
         "jaxmem.models",
@@ -84,7 +84,7 @@ def _tree(path):
 
 
 def _imports(tree):
-    """(dotted name, line) of all that is imported, wherever in the file."""
+    """(dotted name, line) of each import, anywhere in the file."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
@@ -94,20 +94,20 @@ def _imports(tree):
                 yield f"{node.module}.{alias.name}", node.lineno
 
 
-def _is_in(name, room):
-    return name == room or name.startswith(f"{room}.")
+def _is_in(name, package):
+    return name == package or name.startswith(f"{package}.")
 
 
 @functools.cache
 def _own_imports(module):
-    """(module imported, line) for all that a module imports of this package."""
-    found = []
+    """(module, line) of each import of this package by a module."""
+    imports = []
     for name, line in _imports(_tree(MODULES[module])):
         if _is_in(name, "jaxmem"):
             target = name if name in MODULES else name.rpartition(".")[0]
             assert target in MODULES, f"line {line}: {name} is not a module"
-            found.append((target, line))
-    return found
+            imports.append((target, line))
+    return imports
 
 
 def _layer(module):
@@ -121,7 +121,7 @@ def test_every_module_has_a_layer():
 @pytest.mark.parametrize("module", sorted(set(MODULES) - {"jaxmem"}))
 def test_imports_only_from_below(module):
     for target, line in _own_imports(module):
-        if target == "jaxmem":  # the table of contents, which imports public verbs
+        if target == "jaxmem":  # the package itself, which imports public verbs
             assert LAYERS.index(_layer(module)) > LAYERS.index("sharding"), line
             continue
         below = LAYERS.index(_layer(target)) <= LAYERS.index(_layer(module))
@@ -129,7 +129,7 @@ def test_imports_only_from_below(module):
 
 
 def test_no_circle():
-    """Among modules, wherever in a file the import stands; of types, too."""
+    """Among modules; imports inside functions and of types count, too."""
     graph = {
         module: {target for target, _ in _own_imports(module) if target != module}
         for module in MODULES
@@ -148,15 +148,15 @@ def test_no_private_name_of_another_package(module):
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_third_parties_stay_in_their_rooms(module):
+def test_third_parties_only_where_allowed(module):
     for name, line in _imports(_tree(MODULES[module])):
         top = name.partition(".")[0]
         if top in sys.stdlib_module_names or top == "jaxmem":
             continue
-        guests = [guest for guest in ROOMS if _is_in(name, guest)]
-        assert guests or top in EVERYWHERE, f"line {line}: {name} has no room"
-        for guest in guests:
-            assert any(_is_in(module, room) for room in ROOMS[guest]), (
+        third_parties = [key for key in ALLOWED_IN if _is_in(name, key)]
+        assert third_parties or top in ALLOWED_EVERYWHERE, f"line {line}: {name}"
+        for key in third_parties:
+            assert any(_is_in(module, package) for package in ALLOWED_IN[key]), (
                 f"line {line}: {name} may not be imported in {module}"
             )
 
@@ -215,16 +215,16 @@ def test_few_parameters(module):
 
 
 def test_import_is_light():
-    heavy = [*ROOMS.keys() - {"jax.experimental"}, "jax.experimental.pallas"]
+    heavy = [*ALLOWED_IN.keys() - {"jax.experimental"}, "jax.experimental.pallas"]
     program = (
         "import sys, jaxmem; "
         f"print([name for name in {sorted(heavy)} if name in sys.modules])"
     )
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", program],
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=True,
     )
-    assert done.stdout.strip() == "[]"
+    assert process.stdout.strip() == "[]"
