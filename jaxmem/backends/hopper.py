@@ -73,13 +73,15 @@ def unproven(spec: Spec, source: Head | Logits) -> str | None:
     """Why a supported call was not measured to be faster than on "xla"; or None."""
     if isinstance(source, Logits):
         return "never with logits that the caller has"
-    if _devices.count() > 1 and not (spec.spread or _is_split_by_hand()):
+    if _devices.count() > 1 and not (spec.token_parallel or _is_split_by_hand()):
         return (
             "XLA cannot split its kernels over the axes that an enclosing "
             "jax.shard_map leaves to it; over all of a mesh it runs"
         )
     # If jit partitions the tokens, the number of devices is not known yet: assume all.
-    n_tokens = source.hidden.shape[0] // (_devices.count() if spec.spread else 1)
+    n_tokens = source.hidden.shape[0] // (
+        _devices.count() if spec.token_parallel else 1
+    )
     if n_tokens < MIN_TOKENS:
         return f"is not measured to be faster below {MIN_TOKENS} tokens a device"
     if n_tokens < MIN_TOKENS_PADDED and padding.copies(source.W, spec.layout):
@@ -137,10 +139,10 @@ def forward_and_keep(spec: Spec, source: Head, rows: Rows, names) -> tuple[dict,
     env, first, rest = _split(spec, padded, rows)
     block = active.in_one_block(first.active, env.n_rows)
     stats, kept = kernel.statistics_and_exps(env, *inputs(spec, padded, rows, block))
-    made = active.put(_operands.no_statistics(spec, rows), block, stats)
+    all_stats = active.put(_operands.no_statistics(spec, rows), block, stats)
     if rest is not None:
-        made = _add_statistics(spec, padded, rest, made)
-    return _operands.outputs(spec, rows, made, names), kept
+        all_stats = _add_statistics(spec, padded, rest, all_stats)
+    return _operands.outputs(spec, rows, all_stats, names), kept
 
 
 def backward(
@@ -218,7 +220,7 @@ def loss_rows(spec: Spec, source: Head) -> int:
     return blocks.loss_rows(n_rows, spec.chunk, depth, spec.frozen_head, n_clusters())
 
 
-def _add_statistics(spec, padded, rows, made):
+def _add_statistics(spec, padded, rows, all_stats):
     """The statistics with those of the active rows put in."""
     from jaxmem.kernels import forward as kernel
 
@@ -229,11 +231,11 @@ def _add_statistics(spec, padded, rows, made):
     size = blocks.forward_rows(n_rows, spec.chunk, columns, depth, groups)
     env = launch_env(spec, padded, size, "statistics")
 
-    def body(block, made):
+    def body(block, all_stats):
         operands = inputs(spec, padded, rows, block)
-        return active.put(made, block, kernel.statistics(env, *operands))
+        return active.put(all_stats, block, kernel.statistics(env, *operands))
 
-    return active.for_each_block(rows.active, env.n_rows, body, made)
+    return active.for_each_block(rows.active, env.n_rows, body, all_stats)
 
 
 def inputs(spec: Spec, padded: Head, rows: Rows, block) -> tuple:

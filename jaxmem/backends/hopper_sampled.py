@@ -39,8 +39,8 @@ def forward(spec: Spec, source: Head, rows: Rows, names) -> tuple[dict, Entries]
     size = blocks.whole(min(n_rows, spec.chunk))
     env = hopper.launch_env(spec, padded, size, "exps")
 
-    def body(block, made):
-        so_far, found = made
+    def body(block, results):
+        so_far, entries_so_far = results
         operands = hopper.inputs(spec, padded, rows, block)
         stats, kept = kernel.statistics_and_exps(env, *operands, tile_sums=True)
         stats = _shards.vary(stats, spec.part_varying)
@@ -50,13 +50,13 @@ def forward(spec: Spec, source: Head, rows: Rows, names) -> tuple[dict, Entries]
         entries = sampled_select.entries(
             sampling, env.tiles.columns, kept, stats, outputs, of_rows
         )
-        found = _operands.put_all(found, block.ids, entries)
-        return active.put(so_far, block, stats), found
+        entries_so_far = _operands.put_all(entries_so_far, block.ids, entries)
+        return active.put(so_far, block, stats), entries_so_far
 
     none = _sampling.none(sampling, n_rows, spec.stats_dtype)
     none = _shards.vary(none, spec.part_varying)
-    made = _operands.no_statistics(spec, rows), none
-    stats, entries = active.for_each_block(rows.active, env.n_rows, body, made)
+    results = _operands.no_statistics(spec, rows), none
+    stats, entries = active.for_each_block(rows.active, env.n_rows, body, results)
     return _operands.outputs(spec, rows, stats, names), entries
 
 

@@ -95,10 +95,10 @@ def _tune_one(kernel, head, program, operands, gemm, stopwatch, repetitions):
     def take_turns(candidates, repetitions):
         runs = {tiles: right[tiles] for tiles in candidates if tiles in right}
         _, taken = timing.take_turns(stopwatch, gemm, runs, repetitions)
-        for tiles, made in taken.items():
+        for tiles, result in taken.items():
             results[tiles] = Measured(
-                kernel, tiles, made and round(made.over_unit, 4),
-                made and round(made.ms, 3), "" if made else timing.OUT_OF_MEMORY,
+                kernel, tiles, result and round(result.over_unit, 4),
+                result and round(result.ms, 3), "" if result else timing.OUT_OF_MEMORY,
             )  # fmt: skip
         return taken
 
@@ -132,22 +132,22 @@ def _wrong(compiled, operands, want) -> str:
 
 def _better(best, taken):
     """The fastest of one round, if it is faster by more than noise."""
-    cost = {tiles: made.over_unit for tiles, made in taken.items() if made}
+    cost = {tiles: result.over_unit for tiles, result in taken.items() if result}
     fastest = min(cost, key=lambda tiles: cost[tiles], default=best)
     return fastest if cost.get(fastest, 0) < _NOISE * cost.get(best, 9e9) else best
 
 
 def _candidates(best, field) -> tuple[list[Tiles], dict[Any, str]]:
     """Tiles that differ in a field; invalid ones, with the reason."""
-    made, refused = [best], {}
+    candidates, refused = [best], {}
     for value in TRIED[field]:
         try:
             tiles = dataclasses.replace(best, **{field: value})
         except ValueError as error:
             refused[field, value] = f"with {field}={value}: {error}"
             continue
-        made += [tiles] if tiles != best else []
-    return made, refused
+        candidates += [tiles] if tiles != best else []
+    return candidates, refused
 
 
 def _compile(program, candidates, operands) -> dict[Tiles, Any]:
@@ -163,14 +163,14 @@ def _compile(program, candidates, operands) -> dict[Tiles, Any]:
         return dict(zip(candidates, pool.map(one, candidates), strict=True))
 
 
-def _same(made, want) -> bool:
+def _same(results, want) -> bool:
     """Whether results agree to 8 bits of the largest; orders of sums differ."""
 
     def close(a, b):
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
         return jnp.all(jnp.abs(a - b) <= 2**-7 * jnp.max(jnp.abs(b)) + 1e-6)
 
-    flags = jax.jit(lambda *t: jax.tree.map(close, *t))(made, want)
+    flags = jax.jit(lambda *t: jax.tree.map(close, *t))(results, want)
     return all(map(bool, jax.tree.leaves(flags)))
 
 
@@ -185,9 +185,9 @@ def _program(kernel, shape, h, W, y) -> tuple[Callable[[Tiles], Callable], tuple
 
     if kernel in ("statistics", "exps"):
         exps = kernel == "exps"
-        made = forward.statistics_and_exps if exps else forward.statistics
+        function = forward.statistics_and_exps if exps else forward.statistics
         active = jnp.full(1, n, jnp.int32)
-        return lambda t: functools.partial(made, env(t)), (h, W, y, active)
+        return lambda t: functools.partial(function, env(t)), (h, W, y, active)
     tile = tuned.DEFAULTS["derivative"].columns
     n_tiles, clusters = -(-columns // tile), hopper.n_clusters()
     width = tile * blocks.backward_tiles(n_tiles, n, _CHUNK, columns, depth, clusters)

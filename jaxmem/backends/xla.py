@@ -61,8 +61,8 @@ def forward(spec: Spec, source: Head | Logits, rows: Rows, names) -> dict:
     def chunk(row_ids, outputs):
         labels = take(rows.labels, row_ids)
         stats = _stats.of_tile(logits(spec, source, rows, row_ids), labels)
-        made = _stats.finish(stats, labels < spec.vocab_size)._asdict()
-        return {k: put(outputs[k], row_ids, made[k]) for k in outputs}
+        new = _stats.finish(stats, labels < spec.vocab_size)._asdict()
+        return {k: put(outputs[k], row_ids, new[k]) for k in outputs}
 
     outputs = {k: jnp.zeros(n_rows, output_dtype(spec, k)) for k in names}
     outputs = _shards.vary(outputs, spec.varying)
@@ -73,13 +73,13 @@ def statistics(spec: Spec, source: Head | Logits, rows: Rows) -> _stats.Stats:
     """Statistics over this shard of the vocabulary; undefined where inactive."""
     source = cast(spec, source)
 
-    def chunk(row_ids, made):
+    def chunk(row_ids, all_stats):
         labels = part_labels(spec, rows, row_ids)
         stats = _stats.of_tile(logits(spec, source, rows, row_ids), labels)
-        return put_all(made, row_ids, stats)
+        return put_all(all_stats, row_ids, stats)
 
-    made = no_statistics(spec, rows)
-    return for_active_chunks(spec.chunk, rows.active, chunk, made)
+    all_stats = no_statistics(spec, rows)
+    return for_active_chunks(spec.chunk, rows.active, chunk, all_stats)
 
 
 def backward(

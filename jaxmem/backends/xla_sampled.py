@@ -55,22 +55,25 @@ def forward(spec: Spec, source: Head, rows: Rows, names) -> tuple[dict, Entries]
     head: Any = _operands.cast(spec, source)
     starts = starts_of(spec, sampling, rows)
 
-    def chunk(row_ids, made):
-        outputs, entries = made
+    def chunk(row_ids, results):
+        outputs, entries = results
         z = xla.logits(spec, head, rows, row_ids)
         labels = _operands.part_labels(spec, rows, row_ids)
         stats, exps = _stats.of_tile_and_exps(z, labels)
         here = _operands.merged(spec, rows, row_ids, stats)
         scale = _sampling.scale(stats.max, here)
-        found = _sampling.select(sampling, exps, scale, _operands.take(starts, row_ids))
+        selected = _sampling.select(
+            sampling, exps, scale, _operands.take(starts, row_ids)
+        )
         here = here._asdict()
         outputs = {k: _operands.put(outputs[k], row_ids, here[k]) for k in outputs}
-        return outputs, _operands.put_all(entries, row_ids, found)
+        return outputs, _operands.put_all(entries, row_ids, selected)
 
     outputs = {k: jnp.zeros(n_rows, _operands.output_dtype(spec, k)) for k in names}
     entries = _sampling.none(sampling, n_rows, spec.stats_dtype)
-    made = _shards.vary(outputs, spec.varying), _shards.vary(entries, spec.part_varying)
-    return _operands.for_active_chunks(spec.chunk, rows.active, chunk, made)
+    outputs = _shards.vary(outputs, spec.varying)
+    results = outputs, _shards.vary(entries, spec.part_varying)
+    return _operands.for_active_chunks(spec.chunk, rows.active, chunk, results)
 
 
 def starts_of(spec: Spec, sampling: Sampling, rows: Rows) -> jax.Array:
@@ -139,26 +142,26 @@ def _to_hidden(spec, head, rows, dz) -> jax.Array:
     depth = head.hidden.shape[1]
     parts = spec.shards and spec.shards.same_hidden
     dtype = spec.stats_dtype if parts else spec.compute_dtype
-    made = jnp.zeros(head.hidden.shape, dtype)
-    made = _shards.vary(made, spec.part_varying)
+    dhidden = jnp.zeros(head.hidden.shape, dtype)
+    dhidden = _shards.vary(dhidden, spec.part_varying)
     if spec.layout == "vd":
-        return _add_rows(spec, head.W, rows.active, dz, made)
+        return _add_rows(spec, head.W, rows.active, dz, dhidden)
     width = min(depth, _DEPTH)
 
-    def part(i, made):
+    def part(i, dhidden):
         first = jnp.minimum(i * width, depth - width)
         W = lax.dynamic_slice_in_dim(head.W, first, width, axis=0).T
-        here = lax.dynamic_slice_in_dim(made, first, width, axis=1)
+        here = lax.dynamic_slice_in_dim(dhidden, first, width, axis=1)
         here = _add_rows(spec, W, rows.active, dz, here)
-        return lax.dynamic_update_slice_in_dim(made, here, first, axis=1)
+        return lax.dynamic_update_slice_in_dim(dhidden, here, first, axis=1)
 
-    return lax.fori_loop(0, -(-depth // width), part, made)
+    return lax.fori_loop(0, -(-depth // width), part, dhidden)
 
 
-def _add_rows(spec, W, active, dz, made):
+def _add_rows(spec, W, active, dz, dhidden):
     """Weighted sums of rows of W [V, D], for active tokens of [N, D]."""
 
-    def chunk(row_ids, made):
+    def chunk(row_ids, dhidden):
         columns = _operands.take(dz.columns, row_ids, fill_value=spec.columns)
         values = _operands.take(dz.values, row_ids)
         slots = jnp.arange(1, columns.shape[1] + 1, dtype=jnp.int32)
@@ -171,9 +174,9 @@ def _add_rows(spec, W, active, dz, made):
         sums = jnp.zeros((len(row_ids), W.shape[1]), spec.stats_dtype)
         sums = _shards.vary(sums, spec.part_varying)
         sums = lax.fori_loop(0, n_slots, slot, sums)
-        return _operands.put(made, row_ids, sums.astype(made.dtype))
+        return _operands.put(dhidden, row_ids, sums.astype(dhidden.dtype))
 
-    return _operands.for_active_chunks(spec.chunk, active, chunk, made)
+    return _operands.for_active_chunks(spec.chunk, active, chunk, dhidden)
 
 
 def _to_weights(spec, head, source, pairs) -> tuple[jax.Array, jax.Array | None]:
@@ -181,19 +184,19 @@ def _to_weights(spec, head, source, pairs) -> tuple[jax.Array, jax.Array | None]
     axis, depth = (0 if spec.layout == "vd" else 1), head.hidden.shape[1]
     width = min(spec.columns, max(_BLOCK_NUMBERS // depth, 1))
 
-    def block(i, made):
+    def block(i, gradients):
         first = jnp.minimum(i * width, spec.columns - width)  # blocks may overlap
         dW, dbias = _column_sums(spec, head.hidden, pairs, first, width)
         dW = dW.astype(source.W.dtype)
         dW = dW if spec.layout == "vd" else dW.T
-        dW = lax.dynamic_update_slice_in_dim(made[0], dW, first, axis)
-        if made[1] is None:
+        dW = lax.dynamic_update_slice_in_dim(gradients[0], dW, first, axis)
+        if gradients[1] is None:
             return dW, None
-        return dW, lax.dynamic_update_slice_in_dim(made[1], dbias, first, 0)
+        return dW, lax.dynamic_update_slice_in_dim(gradients[1], dbias, first, 0)
 
     bias = None if head.bias is None else jnp.zeros_like(head.bias)
-    made = _shards.vary((jnp.zeros_like(source.W), bias), spec.part_varying)
-    return lax.fori_loop(0, -(-spec.columns // width), block, made)
+    gradients = _shards.vary((jnp.zeros_like(source.W), bias), spec.part_varying)
+    return lax.fori_loop(0, -(-spec.columns // width), block, gradients)
 
 
 def _column_sums(spec, hidden, pairs, first, width):
