@@ -122,8 +122,8 @@ class ChatTemplate:
             spans = _marked_spans(marked)
             skipped = sum(i < first for i in turns)
             return Rendered(text, tuple(spans[skipped:]))
-        found = [self._span(conversation, i, text) for i in turns if i >= first]
-        return Rendered(text, tuple(span for span in found if span is not None))
+        counted = [self._span(conversation, i, text) for i in turns if i >= first]
+        return Rendered(text, tuple(span for span in counted if span is not None))
 
     def _span(self, conversation: Sequence[Message], i: int, text: str) -> Span | None:
         """The span of the text that changes if the turn's content does."""
@@ -272,8 +272,8 @@ def _strftime_now(form: str) -> str:
 
 def _reason(error: Exception) -> str:
     line = getattr(error, "lineno", None)
-    said = messages.cut(str(error) or type(error).__name__)
-    return f"{said} (line {line})" if line else said
+    message = messages.cut(str(error) or type(error).__name__)
+    return f"{message} (line {line})" if line else message
 
 
 def _marked_spans(marked: str) -> list[Span]:

@@ -100,8 +100,8 @@ def _pair(
         )
     if fields["chosen"] == fields["rejected"]:
         raise DataError(f"{record.where}: chosen and rejected are equal")
-    made = _conversations if isinstance(fields["chosen"], list) else _strings
-    chosen, rejected = encode_documents(made(record, template), tokenizer)
+    documents_of = _conversations if isinstance(fields["chosen"], list) else _strings
+    chosen, rejected = encode_documents(documents_of(record, template), tokenizer)
     return Pair(record.where, chosen, rejected)
 
 
@@ -126,17 +126,17 @@ def _conversations(record: Record, template: Templates | None) -> list[Document]
 
 
 def _digest(pair: Pair) -> bytes:
-    made = hashlib.sha256()
+    digest = hashlib.sha256()
     for tokens, labels in (pair.chosen, pair.rejected):
-        made.update(len(tokens).to_bytes(8, "little"))
-        made.update(tokens.tobytes() + labels.tobytes())
-    return made.digest()
+        digest.update(len(tokens).to_bytes(8, "little"))
+        digest.update(tokens.tobytes() + labels.tobytes())
+    return digest.digest()
 
 
 def fingerprint(pairs: Sequence[Pair]) -> str:
     """Identify pairs and their order."""
-    made = hashlib.sha256(b"".join(map(_digest, pairs)))
-    return made.hexdigest()[:24]
+    digest = hashlib.sha256(b"".join(map(_digest, pairs)))
+    return digest.hexdigest()[:24]
 
 
 def batch_of(

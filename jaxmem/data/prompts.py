@@ -91,9 +91,9 @@ def _ids(
     if isinstance(prompt, str):
         start = edges(tokenizer)[0]
         return [*start, *tokenizer.encode(prompt, add_special_tokens=False).ids]
-    turns, made = conversation_of(record, "prompt"), template()
+    turns, chat_template = conversation_of(record, "prompt"), template()
     try:
-        text = made.render(turns, add_generation_prompt=True)
+        text = chat_template.render(turns, add_generation_prompt=True)
     except DataError as error:
         raise DataError(f"{record.where}: {error}") from error
     return tokenizer.encode(text, add_special_tokens=False).ids
@@ -119,7 +119,7 @@ def _digest(prompt: Prompt) -> bytes:
 
 def fingerprint(prompts: Sequence[Prompt]) -> str:
     """Identify prompts, columns and their order, but not their files."""
-    made = hashlib.sha256()
+    digest = hashlib.sha256()
     for prompt in prompts:
-        made.update(_digest(prompt) + prompt.ids.tobytes())
-    return made.hexdigest()[:24]
+        digest.update(_digest(prompt) + prompt.ids.tobytes())
+    return digest.hexdigest()[:24]

@@ -37,10 +37,10 @@ def find_files(source: Source, argument: str) -> list[Path]:
         DataError: a file has another suffix, or a glob matches nothing.
     """
     patterns = (source,) if isinstance(source, str) else source
-    found = [path for pattern in patterns for path in _expand(pattern, argument)]
-    if not found:
+    paths = [path for pattern in patterns for path in _expand(pattern, argument)]
+    if not paths:
         raise DataError(f"{argument} names no file")
-    return found
+    return paths
 
 
 def _expand(pattern: str, argument: str) -> list[Path]:
@@ -126,8 +126,8 @@ def _parquet(path: Path, argument: str) -> Iterator[Record]:
     except (ArrowException, OSError, ValueError) as error:
         if isinstance(error, DataError):
             raise
-        said = messages.cut(getattr(error, "strerror", None) or str(error))
-        raise DataError(f"{argument}: cannot read {shown}: {said}") from error
+        reason = messages.cut(getattr(error, "strerror", None) or str(error))
+        raise DataError(f"{argument}: cannot read {shown}: {reason}") from error
 
 
 def _without_nulls(value: Any) -> Any:

@@ -139,8 +139,8 @@ class Scorer:
         return returned
 
     def _too_slow(self, name: str, questions: Questions) -> RewardError:
-        said = _place(name, questions, 0)
-        return RewardError(f"{said} took longer than task.timeout={self._timeout:g} s")
+        place = _place(name, questions, 0)
+        return RewardError(f"{place} took longer than task.timeout={self._timeout:g} s")
 
 
 def load(name: str) -> Function:
@@ -169,7 +169,7 @@ def load(name: str) -> Function:
     except Exception as error:
         line = _line_of(error, source)
         raise RewardError(
-            f"task.reward: cannot import {source}{line}: {_said(error)}"
+            f"task.reward: cannot import {source}{line}: {_message(error)}"
         ) from error
     function = getattr(module, attribute, None)
     if not callable(function):
@@ -178,11 +178,11 @@ def load(name: str) -> Function:
 
 
 def _file(path: str) -> Any:
-    found = Path(path).expanduser()
-    if not found.is_file():
+    file = Path(path).expanduser()
+    if not file.is_file():
         raise FileNotFoundError("no such file")
-    name = f"jaxmem_rewards_{found.stem}"
-    spec = importlib.util.spec_from_file_location(name, found)
+    name = f"jaxmem_rewards_{file.stem}"
+    spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # for pickling, and for annotations
@@ -247,8 +247,8 @@ def _failure(
         except Exception:
             place = i
             break
-    said = f"{type(error).__name__}: {_said(error)}"
-    return RewardError(f"{_place(name, questions, place)} raised{line} {said}")
+    message = f"{type(error).__name__}: {_message(error)}"
+    return RewardError(f"{_place(name, questions, place)} raised{line} {message}")
 
 
 async def _result(value: Awaitable) -> Any:
@@ -259,11 +259,11 @@ def _checked(name: str, returned: Any, questions: Questions) -> np.ndarray:
     """Rewards as an array, None as NaN."""
     count = len(questions.prompts)
     if not isinstance(returned, Sequence | np.ndarray) or isinstance(returned, str):
-        said = f"returned {messages.short(returned)}, not a list of {count} rewards"
-        raise RewardError(f"{_place(name, questions, 0)} {said}")
+        message = f"returned {messages.short(returned)}, not a list of {count} rewards"
+        raise RewardError(f"{_place(name, questions, 0)} {message}")
     if len(returned) != count:
-        said = f"returned {len(returned)} rewards for {count} completions"
-        raise RewardError(f"{_place(name, questions, 0)} {said}")
+        message = f"returned {len(returned)} rewards for {count} completions"
+        raise RewardError(f"{_place(name, questions, 0)} {message}")
     out = np.full(count, np.nan)
     for i, value in enumerate(returned):
         if value is None:
@@ -273,8 +273,8 @@ def _checked(name: str, returned: Any, questions: Questions) -> np.ndarray:
         except (TypeError, ValueError, OverflowError):
             out[i] = math.nan
         if not math.isfinite(out[i]):
-            said = f"returned {messages.short(value)}, which is no finite number"
-            raise RewardError(f"{_place(name, questions, i)} {said}")
+            message = f"returned {messages.short(value)}, which is no finite number"
+            raise RewardError(f"{_place(name, questions, i)} {message}")
     return out
 
 
@@ -294,7 +294,7 @@ def _line_of(error: BaseException, source: str) -> str:
     return f" (line {lines[-1]})" if lines else ""
 
 
-def _said(error: BaseException) -> str:
+def _message(error: BaseException) -> str:
     return messages.cut(str(error)) or type(error).__name__
 
 
@@ -346,8 +346,8 @@ def number(prompts, completions, answer, **_) -> list[float]:
 
 
 def _last(text: str) -> float | None:
-    found = _NUMBER.findall(text)
-    return float(found[-1].replace(",", "")) if found else None
+    numbers = _NUMBER.findall(text)
+    return float(numbers[-1].replace(",", "")) if numbers else None
 
 
 def _equal(a: float | None, b: float | None) -> bool:

@@ -84,7 +84,7 @@ def batches(
             f"{len(rows)} of the {config.batch_size} rows of a batch, and would read "
             f"the documents of {len(wanted) * each}"
         )
-    made = {
+    iterators = {
         i: data.batches(config, tokenizer, stream=i, template=template) for i in wanted
     }
-    return StreamIterator(made, config)
+    return StreamIterator(iterators, config)

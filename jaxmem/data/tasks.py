@@ -120,8 +120,8 @@ def problems(config: TaskConfig, start: int, count: int) -> Problems:
     >>> [text(answer) for answer in sums.answers]
     ['7<eos>', '10<eos>']
     """
-    made = [_problem(config, number) for number in range(start, start + count)]
-    prompts, answers = zip(*made, strict=True)
+    pairs = [_problem(config, number) for number in range(start, start + count)]
+    prompts, answers = zip(*pairs, strict=True)
     return Problems(
         *_padded(prompts, config.prompt_length),
         *_padded(answers, config.answer_length),
@@ -162,7 +162,7 @@ class Scores(NamedTuple):
 
 
 def score(
-    config: TaskConfig, made: Problems, tokens: np.ndarray, lengths: np.ndarray
+    config: TaskConfig, sums: Problems, tokens: np.ndarray, lengths: np.ndarray
 ) -> Scores:
     """Compare completions with the answers.
 
@@ -171,7 +171,7 @@ def score(
 
     Args:
         config: which reward.
-        made: the problem of each completion.
+        sums: the problem of each completion.
         tokens: completions [N, R], including <eos>.
         lengths: tokens of each completion, [N]; the rest of a row is ignored.
 
@@ -185,15 +185,15 @@ def score(
     >>> print(text(completion[0]), scores.rewards, scores.exact)
     11<eos> [0.33333334] [0.]
     """
-    width = made.answers.shape[1]
+    width = sums.answers.shape[1]
     shared = tokens[:, :width]
     shared = np.pad(shared, ((0, 0), (0, width - shared.shape[1])))
     place = np.arange(width)
-    inside = place < np.minimum(lengths, made.answer_lengths)[:, None]
-    right = (shared == made.answers) & inside
+    inside = place < np.minimum(lengths, sums.answer_lengths)[:, None]
+    right = (shared == sums.answers) & inside
     leading = np.cumprod(right, axis=1).sum(axis=1)
-    whole = (leading == made.answer_lengths) & (lengths == made.answer_lengths)
+    whole = (leading == sums.answer_lengths) & (lengths == sums.answer_lengths)
     exact = whole.astype(np.float32)
     if config.reward == "exact":
         return Scores(exact, exact)
-    return Scores((leading / made.answer_lengths).astype(np.float32), exact)
+    return Scores((leading / sums.answer_lengths).astype(np.float32), exact)

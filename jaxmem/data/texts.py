@@ -212,9 +212,9 @@ def conversation(
         )
     if not any(turn["role"] == "assistant" for turn in turns[first:]):
         raise DataError(f"{where}: no message has the role 'assistant'")
-    made = template()
+    chat_template = template()
     try:
-        text, counted = made.render_counted(turns, first)
+        text, counted = chat_template.render_counted(turns, first)
     except DataError as error:
         raise DataError(f"{where}: {error}") from error
     if not any(start < stop for start, stop in counted):

@@ -29,15 +29,15 @@ def edges(tokenizer: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:
     bos, eos = tokenizer.token_to_id(BOS), tokenizer.token_to_id(EOS)
     if tokenizer.post_processor is None and bos is not None and eos is not None:
         return [bos], [eos]
-    made = tokenizer.encode("a", add_special_tokens=True)
-    if 0 not in made.special_tokens_mask:
+    encoding = tokenizer.encode("a", add_special_tokens=True)
+    if 0 not in encoding.special_tokens_mask:
         raise checkpoints.CheckpointError(
             "the tokenizer makes no token of the text 'a', so that its template cannot "
             "be read; its normalizer or model drops letters"
         )
-    text = made.special_tokens_mask.index(0)
-    after = text + made.special_tokens_mask[text:].count(0)
-    return made.ids[:text], made.ids[after:]
+    text = encoding.special_tokens_mask.index(0)
+    after = text + encoding.special_tokens_mask[text:].count(0)
+    return encoding.ids[:text], encoding.ids[after:]
 
 
 def of_checkpoint(directory: str) -> tokenizers.Tokenizer:
@@ -143,5 +143,5 @@ def spelling(checkpoint: str | None) -> Spelling:
                 "has none of that name"
             )
         ids[word] = id_
-    made = np.array([ids[word] for word in tasks.VOCABULARY], np.int32)
-    return Spelling(made, int(made.max()) + 1)
+    word_ids = np.array([ids[word] for word in tasks.VOCABULARY], np.int32)
+    return Spelling(word_ids, int(word_ids.max()) + 1)
