@@ -98,7 +98,7 @@ def _spec_of(source, outputs, options):
         residual_rows=residual_rows,
         gradient_samples=samples,
         shards=shards,
-        spread=partition.is_possible(),
+        token_parallel=partition.is_possible(),
     )
 
 

@@ -288,7 +288,7 @@ def _specs(policy, reference, options):
         compute_dtype=policy.hidden.dtype,
         layout=options.layout,
         softcap=checks.check_softcap(options.softcap),
-        spread=partition.is_possible(),
+        token_parallel=partition.is_possible(),
     )
     other_spec = dataclasses.replace(
         spec,
@@ -338,7 +338,7 @@ class _TwoHeads(LoopRule):
         n_rows, dtype = source.hidden.shape[0], self.spec.stats_dtype
         policy, reference = self._cast(source, given)
 
-        def chunk(row_ids, made):
+        def chunk(row_ids, results):
             _, z, y = self._logits(policy, reference, rows, row_ids)
             normalisers = _stats.normaliser(z), _stats.normaliser(y)
 
@@ -349,13 +349,13 @@ class _TwoHeads(LoopRule):
             *parts, slope = _stats.sum_rows_of(terms, z, y)
             value = sum(parts[1:], parts[0])
             values = value, {"mean_slope": slope, "normalisers": normalisers}
-            return jax.tree.map(lambda x, v: put(x, row_ids, v), made, values)
+            return jax.tree.map(lambda x, v: put(x, row_ids, v), results, values)
 
         zero = jnp.zeros(n_rows, dtype)
         normaliser = _stats.Normaliser(zero, zero)
-        made = zero, {"mean_slope": zero, "normalisers": (normaliser, normaliser)}
-        made = _shards.vary(made, self.spec.varying)
-        return for_active_chunks(self.spec.chunk, rows[0].active, chunk, made)
+        results = zero, {"mean_slope": zero, "normalisers": (normaliser, normaliser)}
+        results = _shards.vary(results, self.spec.varying)
+        return for_active_chunks(self.spec.chunk, rows[0].active, chunk, results)
 
     def backward_loop(self, source, rows, given, result, saved, g):
         policy, reference = self._cast(source, given)

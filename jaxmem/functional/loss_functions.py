@@ -45,7 +45,7 @@ def call(loss_fn: Callable, stats, per_token, rows: int):
     except TypeError as error:
         raise _wrong_arguments(len(per_token), error) from error
     try:
-        made = loss_fn(stats, *per_token)
+        result = loss_fn(stats, *per_token)
     except Exception as error:
         frame = error.__traceback__
         entered = bound is not None and frame is not None and frame.tb_next is not None
@@ -53,7 +53,7 @@ def call(loss_fn: Callable, stats, per_token, rows: int):
             raise _wrong_arguments(len(per_token), error) from error
         error.add_note("jaxmem: raised by loss_fn, of a TokenStats and per_token")
         raise
-    return _checked(made, rows)
+    return _checked(result, rows)
 
 
 def _wrong_arguments(count: int, error: TypeError) -> TypeError:

@@ -164,9 +164,9 @@ def fitted(spec: Spec, rows: Rows) -> Spec:
     return dataclasses.replace(spec, chunk=chunk)
 
 
-def by_tokens(spec: Spec, run: Callable, given: Any, made: Any) -> Callable:
+def by_tokens(spec: Spec, run: Callable, given: Any, results: Any) -> Callable:
     """`run`, partitioned by tokens if XLA may partition the program."""
-    return partition.by_tokens(run, given, made) if spec.spread else run
+    return partition.by_tokens(run, given, results) if spec.token_parallel else run
 
 
 def once(run: Callable) -> Callable:

@@ -72,10 +72,10 @@ class SampledLossRule(LossRule):
         """The losses' values and the cotangents of all rows, [N]; 0 if inactive."""
         loss, n_rows = self.loss, rows.labels.shape[0]
 
-        def chunk(row_ids, made):
+        def chunk(row_ids, results):
             stats = TokenStats(*(take(outputs[k], row_ids) for k in TokenStats._fields))
             here = traced_loss.differentiate(loss, row_ids, stats, operands, n_rows)
-            return put_all(made, row_ids, here)
+            return put_all(results, row_ids, here)
 
         zeros = dict.fromkeys(loss.fields, jnp.zeros(n_rows, spec.stats_dtype))
         nothing = (

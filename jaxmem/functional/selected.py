@@ -213,20 +213,20 @@ class _Selected(LoopRule):
         n_rows, dtype = given.shape[0], self.spec.stats_dtype
         source = cast(self.spec, source)
 
-        def chunk(row_ids, made):
+        def chunk(row_ids, results):
             z = self._logits(source, rows, row_ids)
             ids = take(given, row_ids, fill_value=-1)
             normaliser = _stats.normaliser(z)
             at_ids = z.at[self._places(ids)].get(mode="fill", fill_value=jnp.nan)
             log_p = jnp.where(ids < 0, 0, _stats.log_softmax(at_ids, normaliser))
             values = log_p, {"normaliser": normaliser}
-            return jax.tree.map(lambda x, v: put(x, row_ids, v), made, values)
+            return jax.tree.map(lambda x, v: put(x, row_ids, v), results, values)
 
         zero = jnp.zeros(n_rows, dtype)
         saved = {"normaliser": _stats.Normaliser(zero, zero)}
-        made = jnp.zeros(given.shape, dtype), saved
-        made = _shards.vary(made, self.spec.varying)
-        return for_active_chunks(self.spec.chunk, rows.active, chunk, made)
+        results = jnp.zeros(given.shape, dtype), saved
+        results = _shards.vary(results, self.spec.varying)
+        return for_active_chunks(self.spec.chunk, rows.active, chunk, results)
 
     def backward_loop(self, source, rows, given, result, saved, g):
         (rows,), original = rows, source
@@ -284,19 +284,19 @@ class _Support(LoopRule):
     def forward_loop(self, source, rows, given):
         (rows,), source = rows, self._widen(source)
 
-        def chunk(row_ids, made):
+        def chunk(row_ids, results):
             labels, ids, columns = self._support(rows, given, row_ids)
             z, _ = self._logits(source, rows, row_ids, columns)
-            position, found = _position(labels, ids)
-            found &= jnp.all(ids < self.spec.vocab_size, axis=-1)
-            outputs = _stats.finish(_stats.of_tile(z, position), found)
-            values = outputs.logprob, {k: getattr(outputs, k) for k in made[1]}
-            return jax.tree.map(lambda x, v: put(x, row_ids, v), made, values)
+            position, is_valid = _position(labels, ids)
+            is_valid &= jnp.all(ids < self.spec.vocab_size, axis=-1)
+            outputs = _stats.finish(_stats.of_tile(z, position), is_valid)
+            values = outputs.logprob, {k: getattr(outputs, k) for k in results[1]}
+            return jax.tree.map(lambda x, v: put(x, row_ids, v), results, values)
 
         zero = jnp.zeros(given.shape[0], self.spec.stats_dtype)
-        made = zero, {"max": zero, "log_sum": zero}
-        made = _shards.vary(made, self.spec.varying)
-        return for_active_chunks(self.spec.chunk, rows.active, chunk, made)
+        results = zero, {"max": zero, "log_sum": zero}
+        results = _shards.vary(results, self.spec.varying)
+        return for_active_chunks(self.spec.chunk, rows.active, chunk, results)
 
     def backward_loop(self, source, rows, given, result, saved, g):
         (rows,), original, source = rows, source, self._widen(source)
@@ -371,8 +371,9 @@ def _existing(spec, ids):
 def _position(labels, ids):
     """The position of each label in its support, and whether it is present."""
     matches = (ids == labels[:, None]) & (ids >= 0)
-    found = jnp.any(matches, axis=-1)
-    return jnp.where(found, jnp.argmax(matches, axis=-1), -1).astype(jnp.int32), found
+    present = jnp.any(matches, axis=-1)
+    position = jnp.where(present, jnp.argmax(matches, axis=-1), -1)
+    return position.astype(jnp.int32), present
 
 
 def _spec_of(source, options, numbers):
@@ -387,12 +388,11 @@ def _spec_of(source, options, numbers):
         compute_dtype=source.hidden.dtype,
         layout=options.layout,
         softcap=checks.check_softcap(options.softcap),
-        spread=partition.is_possible(),
+        token_parallel=partition.is_possible(),
     )
 
 
-def _shapes(source, shape):
-    """Shapes as given, for `jaxmem.report()`."""
+def _shapes(source, shape):  # as given, for `jaxmem.report()`
     return {"hidden": (*shape, source.hidden.shape[-1]), "W": source.W.shape}
 
 

@@ -83,13 +83,13 @@ def trace(
     """
 
     def checked(stats, *per_token):
-        made = loss_functions.call(loss_fn, stats, per_token, n_rows)
-        return jax.tree.map(lambda x: x.astype(spec.stats_dtype), made)
+        result = loss_functions.call(loss_fn, stats, per_token, n_rows)
+        return jax.tree.map(lambda x: x.astype(spec.stats_dtype), result)
 
     stats, rows = _stats_like(spec, n_rows), _examples(spec, n_rows, per_token)
-    jaxpr, made = _jaxpr_of(checked, stats, *rows)
+    jaxpr, shapes = _jaxpr_of(checked, stats, *rows)
     operands = Operands(per_token, tuple(map(explicit_axes.automatic, jaxpr.consts)))
-    loss = Loss(n_rows, jaxpr.jaxpr, jax.tree.structure(made), _key(loss_fn, jaxpr))
+    loss = Loss(n_rows, jaxpr.jaxpr, jax.tree.structure(shapes), _key(loss_fn, jaxpr))
     loss.fields, loss.closed = _dependence(loss, spec, operands)
     return loss, operands
 
@@ -106,17 +106,17 @@ def _jaxpr_of(loss_fn, *examples):
         return make(*examples)
     try:
         with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-            jaxpr, made = make(*examples)
+            jaxpr, shapes = make(*examples)
             inner = list(_inner_consts(jaxpr.jaxpr))
             if inner or any(map(explicit_axes.is_typed, jaxpr.consts)):
                 with jax.disable_jit():
-                    jaxpr, made = make(*examples)
+                    jaxpr, shapes = make(*examples)
     except Exception as error:
         if type(error).__name__ != "ShardingTypeError":
             raise
         raise _closes_over_types() from error
     _check_calls(jaxpr.jaxpr)
-    return jaxpr, made
+    return jaxpr, shapes
 
 
 def _check_calls(jaxpr):
@@ -185,11 +185,11 @@ def differentiate(
         x = jnp.pad(x, (0, pieces * loss.n_rows - size), constant_values=fill)
         return x.reshape(pieces, loss.n_rows)
 
-    made = lax.map(
+    results = lax.map(
         lambda rows: _differentiate(loss, rows[0], rows[1], operands, n_rows),
         (cut(row_ids, n_rows), jax.tree.map(lambda x: cut(x, 0), stats)),
     )
-    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:size], made)
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:size], results)
 
 
 def _differentiate(loss, row_ids, stats, operands, n_rows):

@@ -180,8 +180,8 @@ class LossRule(BackendRule):
         """See `Rule.forward_and_save`."""
         (source, per_token, count), (rows, closed) = trained, fixed
         of_source = of_tokens(source)
-        given, made = (of_source, True, _FLAGS, False), (True, of_source)
-        run = once(by_tokens(self.spec, self._one_pass, given, made))
+        given, results = (of_source, True, _FLAGS, False), (True, of_source)
+        run = once(by_tokens(self.spec, self._one_pass, given, results))
         values, dsource = run(source, rows, Operands(per_token, closed), count)
         dsource = trained_part(self.spec, dsource)
         # The dtypes of the cotangents, which are still in the sums' dtypes.
@@ -256,7 +256,9 @@ class LossRule(BackendRule):
 
         zeros = traced_loss.nothing(self.loss, spec, operands, n_rows, pull=True)
         values, dsource = self.backend.one_pass(spec, source, rows, of_chunk, zeros)
-        if spec.spread and self._divides_early:  # halves the bytes of the all-reduce
+        if (
+            spec.token_parallel and self._divides_early
+        ):  # halves the bytes of the all-reduce
             kept = trained_part(spec, source)
             dsource = jax.tree.map(lambda x, like: x.astype(like.dtype), dsource, kept)
         return values, dsource
