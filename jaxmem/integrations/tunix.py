@@ -199,9 +199,9 @@ def _with_entropies(
 def _without_logits(
     original: Callable, options: Options, say: Callable[[str], None]
 ) -> Callable:
-    made = _per_token_logps(original, options, say, "return_logits", None)
-    vars(made)["jaxmem_original"] = original
-    return made
+    replacement = _per_token_logps(original, options, say, "return_logits", None)
+    vars(replacement)["jaxmem_original"] = original
+    return replacement
 
 
 class _Common:
@@ -220,8 +220,8 @@ def _common_of_algorithms(
 ) -> _Common:
     original = module.compute_per_token_logps
     original = getattr(original, "jaxmem_original", original)
-    made = _per_token_logps(original, options, say, "return_logits", Entropies)
-    return _Common(module, made)
+    replacement = _per_token_logps(original, options, say, "return_logits", Entropies)
+    return _Common(module, replacement)
 
 
 def _entropy_from_logits(
