@@ -216,8 +216,8 @@ def _store(env, target, z, to_base_2, row, first=None):
         at = None if first is None else first + i * width
         return _derivative(env, z[i], to_base_2, row, at).astype(env.dtype)
 
-    made = [functools.partial(part, i) for i in range(len(z))]
-    ring.store(to, made, smem["out_smem"])
+    columns = [functools.partial(part, i) for i in range(len(z))]
+    ring.store(to, columns, smem["out_smem"])
 
 
 def _derivative(env, z, to_base_2, row, first=None):

@@ -86,15 +86,15 @@ def _launch(env, operands, tile_sums=False):
     """`Stats` of every group, [n_groups, N_STATS, n_rows], and `Kept` if stored."""
     n_groups = -(-_n_tiles(env) // env.tiles.group)
     shape = (n_groups, N_STATS, env.n_rows)
-    made = {"out": jax.ShapeDtypeStruct(shape, jnp.float32)}
+    results = {"out": jax.ShapeDtypeStruct(shape, jnp.float32)}
     if env.tiles.stored:
         shape = env.n_rows, padding.whole(env.columns)
-        made["exps"] = jax.ShapeDtypeStruct(shape, env.dtype)
+        results["exps"] = jax.ShapeDtypeStruct(shape, env.dtype)
         of_tiles = jax.ShapeDtypeStruct((_n_tiles(env), env.n_rows), jnp.float32)
-        made |= dict.fromkeys(("max", "sums") if tile_sums else ("max",), of_tiles)
+        results |= dict.fromkeys(("max", "sums") if tile_sums else ("max",), of_tiles)
     return plgpu.kernel(
-        functools.partial(_kernel, env, (*operands, *made)),
-        out_type=tuple(made.values()),
+        functools.partial(_kernel, env, (*operands, *results)),
+        out_type=tuple(results.values()),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         **env.product.launch(),
     )(*operands.values())
@@ -179,19 +179,19 @@ def _unit(scope, tile, n_tiles, step):
         def fold(z):
             z = logits.scale(env, z, bias, inverse_temperature)
             to_base_2 = logits.to_base_2(env, bias)
-            made = _of_tile(env, z, to_base_2, at, labels, marked, keep)
+            stats = _of_tile(env, z, to_base_2, at, labels, marked, keep)
             if t.stored:
-                _keep_numbers(at, rows, gmem, smem, made)
-            return tuple(_stats.merge(so_far, made))
+                _keep_numbers(at, rows, gmem, smem, stats)
+            return tuple(_stats.merge(so_far, stats))
 
-        made = ring.multiply(env.product, extent, buffers, step, fold)
-        return step + extent.n_steps, *made
+        stats = ring.multiply(env.product, extent, buffers, step, fold)
+        return step + extent.n_steps, *stats
 
     nothing = jnp.full((t.rows,), MASK_VALUE, jnp.float32)
     zero = jnp.zeros((t.rows,), jnp.float32)
     empty = Stats(nothing, zero, zero, zero, nothing)
-    step, *made = lax.fori_loop(0, n_tiles, of_tile, (step, *empty))
-    _write(made, smem["out_smem"])
+    step, *stats = lax.fori_loop(0, n_tiles, of_tile, (step, *empty))
+    _write(stats, smem["out_smem"])
     # A group is named by its first tile.
     plgpu.copy_smem_to_gmem(smem["out_smem"], gmem["out"].at[tile(0).column, :, rows])
     return step

@@ -209,12 +209,12 @@ def _block(env, n_tiles, dtype):
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def _put(env, made, dW, first, last):
+def _put(env, block, dW, first, last):
     """Write a block into dW; the last block may exceed dW."""
     axis = 0 if env.layout == "vd" else 1
     if last:
-        made = lax.slice_in_dim(made, 0, dW.shape[axis] - first, axis=axis)
-    return lax.dynamic_update_slice_in_dim(dW, made.astype(dW.dtype), first, axis)
+        block = lax.slice_in_dim(block, 0, dW.shape[axis] - first, axis=axis)
+    return lax.dynamic_update_slice_in_dim(dW, block.astype(dW.dtype), first, axis)
 
 
 def has_room(env: Env, n_tiles: int) -> bool:

@@ -103,8 +103,8 @@ def to_hidden(
         here = lax.dynamic_slice_in_dim(W, first, width, axis=0).T
         return sum_rows(launch, segments, here, dtype)
 
-    made = alike(jnp.zeros((n_rows, W.shape[0]), dtype), dz.values, W)[0]
-    return _by_depth(part, made, axis=1)
+    zeros = alike(jnp.zeros((n_rows, W.shape[0]), dtype), dz.values, W)[0]
+    return _by_depth(part, zeros, axis=1)
 
 
 def to_weights(
@@ -131,8 +131,8 @@ def to_weights(
         here = lax.dynamic_slice_in_dim(hidden, first, width, axis=1)
         return sum_rows(launch, segments, here, like.dtype).T
 
-    made = alike(jnp.zeros(like.shape, like.dtype), pairs.values, hidden)[0]
-    return _by_depth(part, made, axis=0)
+    zeros = alike(jnp.zeros(like.shape, like.dtype), pairs.values, hidden)[0]
+    return _by_depth(part, zeros, axis=0)
 
 
 def to_bias(pairs: Pairs, n_rows: int, columns: int) -> jax.Array:
@@ -280,14 +280,14 @@ class _Add:
         return lax.fori_loop(0, count, step, sums)
 
 
-def _by_depth(part, made, axis):
+def _by_depth(part, array, axis):
     """`made` with part(first, width) written along an axis, in steps of the depth."""
-    depth = made.shape[axis]
+    depth = array.shape[axis]
     width = min(depth, _TRANSPOSED_DEPTH)
 
-    def step(i, made):
+    def step(i, array):
         first = jnp.minimum(i * width, depth - width)
         here = part(first, width)
-        return lax.dynamic_update_slice_in_dim(made, here, first, axis)
+        return lax.dynamic_update_slice_in_dim(array, here, first, axis)
 
-    return lax.fori_loop(0, -(-depth // width), step, made)
+    return lax.fori_loop(0, -(-depth // width), step, array)

@@ -126,7 +126,7 @@ def pick(sampling: Sampling, width: int, sums, exps, scale, labels, starts) -> E
     n_rows = sums.shape[0]
     shape = n_rows, sampling.slots
     operands = alike(sums, exps, scale, labels, starts)
-    made = pl.pallas_call(
+    columns_and_p = pl.pallas_call(
         functools.partial(_pick, sampling, width),
         grid=(n_rows, pl.cdiv(sampling.slots, _SLOTS)),
         out_shape=[
@@ -136,7 +136,7 @@ def pick(sampling: Sampling, width: int, sums, exps, scale, labels, starts) -> E
         compiler_params=plt.CompilerParams(num_warps=_WARPS, num_stages=1),
         name="sampled_pick",
     )(*operands)
-    return Entries(*made)
+    return Entries(*columns_and_p)
 
 
 def _pick(sampling, width, *refs):
