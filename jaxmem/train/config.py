@@ -121,7 +121,7 @@ def describe_keys(section: str | None = None) -> Iterator[str]:
 
 def _effective(bindings: Iterable[_Binding]) -> dict[str, _Binding]:
     """The last binding of each key, without those that a None removes."""
-    made: dict[str, _Binding] = {}
+    effective: dict[str, _Binding] = {}
     for binding in bindings:
         section, _, field = binding.key.partition(".")
         if (
@@ -129,10 +129,10 @@ def _effective(bindings: Iterable[_Binding]) -> dict[str, _Binding]:
             and field
             and not accepts(_types(section)[field], None)
         ):
-            made.pop(binding.key, None)
+            effective.pop(binding.key, None)
         else:
-            made[binding.key] = binding
-    return made
+            effective[binding.key] = binding
+    return effective
 
 
 def _types(section: str) -> dict[str, Any]:
@@ -282,8 +282,8 @@ def _override_value(text: str, where: str) -> Any:
         ValueError, SyntaxError, TypeError, MemoryError, RecursionError,
     ) as error:  # fmt: skip
         if text.strip()[0] in "\"'([{":
-            said = messages.short(text)
-            raise ConfigError(f"{where}: {said} is not a Python literal") from error
+            shown = messages.short(text)
+            raise ConfigError(f"{where}: {shown} is not a Python literal") from error
         return text.strip()
 
 
@@ -292,8 +292,8 @@ def _override_value(text: str, where: str) -> Any:
 
 def _check_known(key: str, where: str) -> None:
     if key not in _KEYS:
-        said = messages.short(key)
-        raise ConfigError(f"{where}: unknown key {said}; {_suggestion(key)}")
+        shown = messages.short(key)
+        raise ConfigError(f"{where}: unknown key {shown}; {_suggestion(key)}")
 
 
 def _suggestion(key: str) -> str:

@@ -45,13 +45,13 @@ def _comments(dataclass: type) -> dict[str, str]:
     """Comments above or behind each field, from the class's source."""
     source = inspect.getsource(dataclass)
     names = {field.name for field in dataclasses.fields(dataclass)}  # type: ignore
-    found: dict[str, list[str]] = {}
+    by_field: dict[str, list[str]] = {}
     above: list[str] = []
     field, depth = None, 0
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         text = token.string
         if token.type == tokenize.COMMENT:
-            (above if field is None else found[field]).append(text.lstrip("# "))
+            (above if field is None else by_field[field]).append(text.lstrip("# "))
         elif token.type == tokenize.OP:
             depth += (text in "([{") - (text in ")]}")
         elif token.type == tokenize.NEWLINE:
@@ -60,10 +60,10 @@ def _comments(dataclass: type) -> dict[str, str]:
             if text == "def":
                 break
             if text in names and token.start[1] == 4 and not depth:
-                field, found[text], above = text, above, []
+                field, by_field[text], above = text, above, []
             else:
                 above = []
-    return {name: " ".join(said) for name, said in found.items()}
+    return {name: " ".join(comments) for name, comments in by_field.items()}
 
 
 def differing(config: Any) -> str:

@@ -123,15 +123,15 @@ def _colored(
     console: Console,
 ) -> Text:
     """Runs of tokens of one kind, decoded together: a character may take several."""
-    made, plain = Text(), console.color_system is None
+    colored, plain = Text(), console.color_system is None
     starts = [0, *(np.flatnonzero(counted[1:] != counted[:-1]) + 1), len(tokens)]
     for start, stop in zip(starts, starts[1:], strict=False):
         ids = [int(i) for i in tokens[start:stop]]
         text = tokenizer.decode(ids, skip_special_tokens=False)
         if plain and len(ids) and counted[start]:
             text = f"⟦{text}⟧"
-        made.append(text, _COUNTED if len(ids) and counted[start] else _OTHER)
-    return made
+        colored.append(text, _COUNTED if len(ids) and counted[start] else _OTHER)
+    return colored
 
 
 def _lengths(what: str, lengths: Sequence[int] | np.ndarray, counted: int) -> str:

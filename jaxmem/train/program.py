@@ -271,8 +271,8 @@ class StreamedUpdate:
     ) -> tuple[TrainState, jax.Array]:
         """Update; both arguments are consumed."""
         gradients, norm = self._clip(gradients)
-        made = self._optimizer.update(state.params, gradients, state.optimizer)
-        return TrainState(*made), norm
+        updated = self._optimizer.update(state.params, gradients, state.optimizer)
+        return TrainState(*updated), norm
 
 
 class StreamedStep:

@@ -92,8 +92,8 @@ def leave(directory: Path, decoder: Decoder, console: Console) -> None:
         assert source is not None
         target = directory / "model"
         checkpoints.save(target, decoder, like=source, overwrite=True)
-    said = f"saved in {target}, for transformers to load"
+    message = f"saved in {target}, for transformers to load"
     adapts = source if decoder.config.lora_rank else None
     if adapts is not None and checkpoints.read_config(adapts).text_part:
-        said += ", with the text part of the checkpoint alone, once that is saved"
-    console.print(said, highlight=False, soft_wrap=True)
+        message += ", with the text part of the checkpoint alone, once that is saved"
+    console.print(message, highlight=False, soft_wrap=True)
