@@ -120,8 +120,8 @@ def _count(config: AnyConfig, asked: int | None) -> int:
         for field, size in zip(dataclasses.fields(config.mesh), sizes, strict=False)
     )
     raise ValueError(
-        f"{product} makes {meshed} devices, --devices says {asked}: add an override such "
-        f"as mesh.fsdp={asked}"
+        f"{product} makes {meshed} devices, --devices says {asked}: add an override "
+        f"such as mesh.fsdp={asked}"
     )
 
 
