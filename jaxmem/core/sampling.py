@@ -36,7 +36,7 @@ _GROUP = 16  # columns whose units are summed for the search, a power of two
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """Static facts: at most `slots` entries of each row, beside the label's.
+    """Static facts: at most `slots` entries of each row, besides the label's.
 
     Attributes:
         slots: K.

@@ -35,7 +35,7 @@ class Values(NamedTuple):
 
 
 class Loss:
-    """loss_fn as a function of arrays only, for so many rows; static under jit.
+    """loss_fn as a function of arrays, for `n_rows` rows; static under jit.
 
     Equal where loss_fn is the same object and its jaxpr has the same text, so that
     calls outside of jit compile once.

@@ -281,7 +281,7 @@ class _Add:
 
 
 def _by_depth(part, array, axis):
-    """`made` with part(first, width) written along an axis, in steps of the depth."""
+    """`array` with part(first, width) written along an axis, in steps of the depth."""
     depth = array.shape[axis]
     width = min(depth, _TRANSPOSED_DEPTH)
 
