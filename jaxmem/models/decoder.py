@@ -218,9 +218,9 @@ class Decoder(nnx.Module):
         def block(x, of_layer):
             layer_weights, kind = of_layer
             merged = nnx.merge(definition, layer_weights)
-            x, made = merged.prefill(x, *sight(kind))
+            x, keys_and_values = merged.prefill(x, *sight(kind))
             # Inside the scan, so that the cache is allocated once, in its final layout.
-            return x, kv_cache.layer_of(*made, max_length)
+            return x, kv_cache.layer_of(*keys_and_values, max_length)
 
         x, cached = jax.lax.scan(block, x, (weights, layer_kinds(self.config)))
         last = x[jnp.arange(rows), jnp.clip(lengths, 1, width) - 1]

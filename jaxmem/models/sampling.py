@@ -229,8 +229,8 @@ def sample(
 
     def draw(model, hidden, step, ended):
         keys = jax.vmap(jax.random.fold_in, (0, None))(row_keys, step)
-        drawn = _masked(_draw(keys, model.logits(hidden), config), ended, pad_id)
-        return drawn, ended | (drawn.tokens == eos_id)
+        made = _masked(_draw(keys, model.logits(hidden), config), ended, pad_id)
+        return made, ended | (made.tokens == eos_id)
 
     def goes_on(state: _State) -> jax.Array:
         return (state.step < slots) & ~jnp.all(state.ended)
@@ -238,9 +238,9 @@ def sample(
     def one_more(state: _State) -> _State:
         model = nnx.merge(definition, weights)  # modules must not enter the loop
         hidden, cache = model.decode(state.token, state.cache)
-        new, ended = draw(model, hidden, state.step, state.ended)
-        drawn = _put(state.drawn, state.step, new)
-        return _State(state.step + 1, new.tokens, ended, drawn, cache)
+        made, ended = draw(model, hidden, state.step, state.ended)
+        drawn = _put(state.drawn, state.step, made)
+        return _State(state.step + 1, made.tokens, ended, drawn, cache)
 
     model = nnx.merge(definition, weights)
     # The last token of a row is not read again, and needs no slot. GPU products would
@@ -283,13 +283,13 @@ def _draw(keys: jax.Array, logits: jax.Array, config: SamplingConfig) -> _Drawn:
     return _Drawn(tokens.astype(jnp.int32), mask, chosen(logprobs), ids)
 
 
-def _masked(drawn: _Drawn, ended: jax.Array, pad_id: int) -> _Drawn:
+def _masked(made: _Drawn, ended: jax.Array, pad_id: int) -> _Drawn:
     """The drawn tokens, with padding in rows that have ended."""
-    ids = drawn.support_ids
+    ids = made.support_ids
     return _Drawn(
-        jnp.where(ended, pad_id, drawn.tokens),
-        drawn.mask & ~ended,
-        jnp.where(ended, 0.0, drawn.logprobs),
+        jnp.where(ended, pad_id, made.tokens),
+        made.mask & ~ended,
+        jnp.where(ended, 0.0, made.logprobs),
         None if ids is None else jnp.where(ended[:, None], -1, ids),
     )
 
@@ -299,8 +299,8 @@ def _nothing_drawn(like: _Drawn, slots: int, pad_id: int) -> _Drawn:
     return jax.tree.map(lambda x: jnp.broadcast_to(x, (slots, *x.shape)), nothing)
 
 
-def _put(drawn: _Drawn, step: jax.typing.ArrayLike, new: _Drawn) -> _Drawn:
-    return jax.tree.map(lambda all_, x: all_.at[step].set(x), drawn, new)
+def _put(drawn: _Drawn, step: jax.typing.ArrayLike, made: _Drawn) -> _Drawn:
+    return jax.tree.map(lambda all_, x: all_.at[step].set(x), drawn, made)
 
 
 def _check_prompts(prompts: Ids, lengths: Ids) -> None:

@@ -62,7 +62,7 @@ def load_template(
 def template_of(
     checkpoint: str, path: str | None, tokenizer: tokenizers.Tokenizer
 ) -> Templates:
-    """Like `load_template`, from a checkpoint's directory or a template's path."""
+    """Likewise of a checkpoint's directory, or of the template's own path."""
     added = tokenizer.get_added_tokens_decoder().values()
     special = [token.content for token in added if token.special]
     return functools.cache(functools.partial(read_template, checkpoint, path, special))
@@ -92,8 +92,8 @@ def leave(directory: Path, decoder: Decoder, console: Console) -> None:
         assert source is not None
         target = directory / "model"
         checkpoints.save(target, decoder, like=source, overwrite=True)
-    message = f"saved in {target}, for transformers to load"
+    said = f"saved in {target}, for transformers to load"
     adapts = source if decoder.config.lora_rank else None
     if adapts is not None and checkpoints.read_config(adapts).text_part:
-        message += ", with the text part of the checkpoint alone, once that is saved"
-    console.print(message, highlight=False, soft_wrap=True)
+        said += ", with the text part of the checkpoint alone, once that is saved"
+    console.print(said, highlight=False, soft_wrap=True)
