@@ -66,13 +66,13 @@ def calls(layer, tokens, width):
         y, pull = jax.vjp(functools.partial(run, form), x, weights)
         return y, pull(dy)
 
-    made = {}
+    by_path = {}
     for name, form in FORMS.items():
         forward = jax.jit(functools.partial(run, form))
         backward = jax.jit(functools.partial(both, form))
-        made[name, "forward"] = functools.partial(forward, x, weights)
-        made[name, "forward_backward"] = functools.partial(backward, x, weights, dy)
-    return made
+        by_path[name, "forward"] = functools.partial(forward, x, weights)
+        by_path[name, "forward_backward"] = functools.partial(backward, x, weights, dy)
+    return by_path
 
 
 def largest_difference(ours, theirs):
@@ -86,21 +86,21 @@ def largest_difference(ours, theirs):
 
 
 def measure(layer, tokens, width, repetitions):
-    made = calls(layer, tokens, width)
+    by_path = calls(layer, tokens, width)
     error = largest_difference(
-        *(made[name, "forward_backward"]() for name in ("joined", "apart"))
+        *(by_path[name, "forward_backward"]() for name in ("joined", "apart"))
     )
     assert error < 1e-2, f"{layer}: forms differ by {error}"
     watch = timing.Stopwatch(jax.block_until_ready, lambda error: False, 0.05)
-    unit = made["apart", "forward"]
-    _, times = timing.take_turns(watch, unit, made, repetitions)
+    unit = by_path["apart", "forward"]
+    _, times = timing.take_turns(watch, unit, by_path, repetitions)
     for form in FORMS:
         row = {"layer": layer, "form": form, "tokens": tokens, "width": width}
         for name in ("forward", "forward_backward"):
-            taken = times[form, name]
-            assert taken is not None, "no memory"
-            row[f"{name}_ms"] = round(taken.ms, 4)
-            row[f"{name}_spread"] = round(taken.spread, 3)
+            timed = times[form, name]
+            assert timed is not None, "no memory"
+            row[f"{name}_ms"] = round(timed.ms, 4)
+            row[f"{name}_spread"] = round(timed.spread, 3)
         yield {**row, "difference": f"{error:.1e}"}
 
 

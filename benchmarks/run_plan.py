@@ -77,19 +77,19 @@ def of_steps(source) -> Iterator[dict]:
         config, _ = configuration.load(FOLDER / STEPS[source], overrides)
         with devices.target("h200", there):
             phase = jobs.backward(config, packed=False)
-            made = plans.of_phases([phase])
+            plan = plans.of_phases([phase])
             case = " ".join([*overrides, row.get("note", "")]).strip() or "defaults"
             yield row_of(
-                source, case, "peak", float(row["device_peak_gib"]), made.peak / GIB,
+                source, case, "peak", float(row["device_peak_gib"]), plan.peak / GIB,
                 **speed(
-                    made.phases[0].estimate, float(row["seconds"]),
+                    plan.phases[0].estimate, float(row["seconds"]),
                     there // int(row["devices"]),
                 ),
-                **said(made.phases[0]),
+                **columns_of(plan.phases[0]),
             )  # fmt: skip
 
 
-def said(phase) -> dict:
+def columns_of(phase) -> dict:
     """What the compiler was given to do."""
     return {"compile_s": round(phase.account.seconds, 1)}
 
@@ -102,15 +102,15 @@ def of_fit() -> Iterator[dict]:
         recorded = {"program": row["program_gib"], "peak": row["peak_gib"]}
         with devices.target("h200"):
             traced = stack.trace(sizes, stack.read(row["candidate"]))
-            made = plans.of_phases([Phase("step", traced)]).phases[0]
-        took = speed(made.estimate, float(row["ms"]) / 1e3)
-        predicted = {"program": made.account.program, "peak": made.total}
+            plan = plans.of_phases([Phase("step", traced)]).phases[0]
+        took = speed(plan.estimate, float(row["ms"]) / 1e3)
+        predicted = {"program": plan.account.program, "peak": plan.total}
         for number, value in recorded.items():
             if value:
                 yield row_of(
                     "fit", row["candidate"], number, float(value),
                     predicted[number] / GIB, **(took if number == "program" else {}),
-                    **said(made),
+                    **columns_of(plan),
                 )  # fmt: skip
 
 
@@ -120,8 +120,8 @@ def of_grpo() -> Iterator[dict]:
     name, overrides = rows["update"]["config"], rows["update"]["overrides"].split()
     config, _ = configuration.load(CONFIGS / name, overrides)
     with devices.target("h200"):
-        made = plans.of_phases(jobs.of_config(config).phases)
-    phases = {phase.name: phase for phase in made.phases}
+        plan = plans.of_phases(jobs.of_config(config).phases)
+    phases = {phase.name: phase for phase in plan.phases}
     # Seconds of a phase are of all its programs, as often as a step runs them.
     for recorded, ours, share in (
         ("rollout", "rollout", 1.0),
@@ -135,10 +135,10 @@ def of_grpo() -> Iterator[dict]:
             "grpo", recorded, "program", float(row["program_gib"]),
             phase.account.program / GIB, recorded_seconds=took,
             bound_seconds=round(bound, 4), efficiency=round(bound / took, 3),
-            **said(phase),
+            **columns_of(phase),
         )  # fmt: skip
     peak = float(rows["update"]["device_peak_gib"])
-    yield row_of("grpo", "all phases", "peak", peak, made.peak / GIB)
+    yield row_of("grpo", "all phases", "peak", peak, plan.peak / GIB)
 
 
 def of_head() -> Iterator[dict]:
@@ -149,14 +149,14 @@ def of_head() -> Iterator[dict]:
     }
     for shape, path in HEADS:
         row = known[(*shape, path)]
-        made, seconds = head_account(shape, path)
+        account, seconds = head_account(shape, path)
         recorded = float(row["forward_backward_temp_mib"]) * MIB
         took = float(row["forward_backward_ms"]) / 1e3
         yield row_of(
             "head", f"{shape} {path}", "temporary", recorded / GIB,
-            made.temporary / GIB, recorded_seconds=took,
+            account.temporary / GIB, recorded_seconds=took,
             bound_seconds=round(seconds, 4), efficiency=round(seconds / took, 3),
-            compile_s=round(made.seconds, 1),
+            compile_s=round(account.seconds, 1),
         )  # fmt: skip
 
 
@@ -176,8 +176,8 @@ def head_account(shape, path):
     g = {name: jax.ShapeDtypeStruct((n,), jnp.float32) for name in on_jax.COTANGENTS}
     with devices.target("h200"):
         phase = Phase("head", jax.jit(both).trace(h, W, y, g))
-        made = accounts.of(phase)
-        return made, roofline.of(phase, made).seconds
+        account = accounts.of(phase)
+        return account, roofline.of(phase, account).seconds
 
 
 SOURCES: dict[str, Callable[[], Iterator[dict]]] = {
@@ -198,8 +198,8 @@ def main(arguments=None):
     for source in args.source or SOURCES:
         for row in SOURCES[source]():
             print(row, flush=True)
-            made = row | {"jax": jax.__version__, "date": results.today()}
-            results.merge(args.out, [made], KEYS)
+            measured = row | {"jax": jax.__version__, "date": results.today()}
+            results.merge(args.out, [measured], KEYS)
 
 
 if __name__ == "__main__":

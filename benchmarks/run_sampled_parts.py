@@ -157,21 +157,34 @@ def parts(head, frozen, shape, sweep, made) -> dict[str, Part]:
         "sort": Part(_sampling.sort_by_column, (dz,)),
         "segments": Part(lambda p: products.of_columns(p, shape[2]), (pairs,)),
     }
-    for launch in [
-        products.Launch(*x) for x in (TO_HIDDEN if sweep else TO_HIDDEN[:1])
-    ]:
-        run = bind(products.to_hidden, layout="vd", dtype=h.dtype, launch=launch)
-        found[f"dH {_brief(launch)}"] = Part(run, (dz, W))
-    like = jax.ShapeDtypeStruct(W.shape, W.dtype)
-    for launch in [products.Launch(*x) for x in (TO_W if sweep else TO_W[:1])]:
-        run = bind(products.to_weights, like=like, layout="vd", launch=launch)
-        found[f"segments, dW {_brief(launch)}"] = Part(run, (pairs, h))
+    found |= sampled_products(sweep, h, W, dz, pairs)
     found |= {
         "forward and both gradients": Part(bind(both, head), (h, W, y, seed)),
         "forward and dH, frozen": Part(bind(both, frozen), (h, W, y, seed)),
         "exact forward and both gradients": Part(bind(exact_both, head), (h, W, y)),
     }
     return found
+
+
+def sampled_products(sweep, h, W, dz, pairs) -> dict[str, Part]:
+    """Both products, with their default launch or with all launches of a sweep."""
+    from jaxmem.kernels import sampled_products as products
+
+    by_name = {}
+    for x in TO_HIDDEN if sweep else TO_HIDDEN[:1]:
+        launch = products.Launch(*x)
+        run = functools.partial(
+            products.to_hidden, layout="vd", dtype=h.dtype, launch=launch
+        )
+        by_name[f"dH {_brief(launch)}"] = Part(run, (dz, W))
+    like = jax.ShapeDtypeStruct(W.shape, W.dtype)
+    for x in TO_W if sweep else TO_W[:1]:
+        launch = products.Launch(*x)
+        run = functools.partial(
+            products.to_weights, like=like, layout="vd", launch=launch
+        )
+        by_name[f"segments, dW {_brief(launch)}"] = Part(run, (pairs, h))
+    return by_name
 
 
 def _brief(launch):

@@ -24,9 +24,10 @@ from jaxmem.functional import (
 )
 from jaxmem.losses.mismatch import mismatch_report as mismatch_report
 
-# The others are imported at their first use: some need an extra.
+# Those not imported above are imported at their first use: some need an extra.
 __getattr__, __dir__ = _imports.lazy(
     __name__,
-    "checkpoints", "data", "devices", "heads", "integrations", "models", "offload",
-    "planning", "remat", "score", "train", plan="planning",
+    "checkpoints", "data", "devices", "heads", "integrations", "losses", "models",
+    "offload", "packing", "planning", "remat", "score", "sharding", "train",
+    plan="planning",
 )  # fmt: skip

@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -28,11 +29,26 @@ def lazy(
             return getattr(module, name)
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
-    def dir_() -> list[str]:
-        own = vars(importlib.import_module(package))
-        return sorted({*own, *names, *functions})
+    return getattr_, public_dir(package, *names, *functions)
 
-    return getattr_, dir_
+
+def public_dir(package: str, *names: str) -> Callable[[], list[str]]:
+    """Return a package's `__dir__`, without the submodules that it has imported.
+
+    Args:
+        package: the package's name.
+        names: further names, of submodules for example.
+
+    Returns:
+        The function, to be assigned to the name `__dir__`.
+    """
+
+    def dir_() -> list[str]:
+        own = vars(importlib.import_module(package)).items()
+        others = [k for k, value in own if not isinstance(value, types.ModuleType)]
+        return sorted({*others, *names})
+
+    return dir_
 
 
 def require(package: str, extra: str, *modules: str) -> None:

@@ -124,9 +124,9 @@ def tune(
 
     names = kernels or get_args(tuned.Kernel)
     for results, entry in tuning.tune(shape, names, stopwatch(), repetitions):
-        for made in sorted(results, key=lambda r: r.over_gemm or 9e9):
-            cost = made.why or f"{made.over_gemm:.4f} GEMM {made.ms} ms"
-            yield f"{made.kernel:11} {_brief(made.tiles)}: {cost}"
+        for result in sorted(results, key=lambda r: r.over_gemm or 9e9):
+            cost = result.why or f"{result.over_gemm:.4f} GEMM {result.ms} ms"
+            yield f"{result.kernel:11} {_brief(result.tiles)}: {cost}"
         entry |= {"tokens": shape[0], "jax": jax.__version__,
                   "date": datetime.date.today().isoformat()}  # fmt: skip
         _write(out, entry)
@@ -159,9 +159,9 @@ def is_out_of_memory(error: Exception) -> bool:
     """Whether an error means that the device or the host ran out of memory."""
     if isinstance(error, MemoryError):  # numpy raises a subclass
         return True
-    said = str(error)  # XLA for CPUs has no status code for it
+    message = str(error)  # XLA for CPUs has no status code for it
     is_xla = isinstance(error, jax.errors.JaxRuntimeError)
-    return is_xla and ("RESOURCE_EXHAUSTED" in said or "Out of memory" in said)
+    return is_xla and ("RESOURCE_EXHAUSTED" in message or "Out of memory" in message)
 
 
 def _operands(shape: Shape, dtype):
@@ -182,8 +182,8 @@ def _paths(chunk) -> dict[str, Callable]:
         return jaxmem.token_loss(both, h, W, y, chunk=chunk)[0]
 
     def token_stats(h, W, y):
-        made = jaxmem.token_stats(h, W, y, chunk)
-        return jnp.sum(made.logprob + made.entropy)
+        stats = jaxmem.token_stats(h, W, y, chunk)
+        return jnp.sum(stats.logprob + stats.entropy)
 
     def logprobs(h, W, y):
         return jnp.sum(jaxmem.logprobs(h, W, y, chunk))

@@ -75,6 +75,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"jaxmem {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_train(commands)
+    _add_data(commands)
+    _add_score(commands)
+    _add_plan(commands)
+    _add_doctor(commands)
+    _add_bench(commands)
+    return parser
+
+
+def _add_train(commands) -> None:
     train = commands.add_parser(
         "train",
         help="train a language model, or resume the run in run.out_dir",
@@ -101,6 +111,11 @@ def _parser() -> argparse.ArgumentParser:
         metavar="section.field=value",
         help="applied after the file, as in run.steps=200 data.source=notes.txt",
     )
+    _add_processes(train)
+    train.set_defaults(command=_train)
+
+
+def _add_processes(train) -> None:
     several = train.add_argument_group(
         "several processes", "each runs the same command, on devices of its own"
     )
@@ -117,13 +132,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         help="one that is silent for so long is dead, and ends the run",
     )
-    train.set_defaults(command=_train)
-    _add_data(commands)
-    _add_score(commands)
-    _add_plan(commands)
-    _add_doctor(commands)
-    _add_bench(commands)
-    return parser
 
 
 def _add_data(commands) -> None:

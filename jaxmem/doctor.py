@@ -70,9 +70,10 @@ class Checkup:
 
 def run(*, as_json: bool = False) -> int:
     """Print a checkup, and return 0 if there is no problem, 1 otherwise."""
-    found = check()
-    print(json.dumps(dataclasses.asdict(found), indent=1) if as_json else text(found))
-    return _WRONG if found.problems else _FINE
+    checkup = check()
+    fields = dataclasses.asdict(checkup)
+    print(json.dumps(fields, indent=1) if as_json else text(checkup))
+    return _WRONG if checkup.problems else _FINE
 
 
 def check() -> Checkup:
@@ -104,9 +105,9 @@ def driver() -> str:
     program = shutil.which("nvidia-smi")
     if program is not None:
         asked = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
-        made = subprocess.run(asked, capture_output=True, text=True, check=False)
-        if made.returncode == 0 and made.stdout.strip():
-            return made.stdout.split()[0]
+        process = subprocess.run(asked, capture_output=True, text=True, check=False)
+        if process.returncode == 0 and process.stdout.strip():
+            return process.stdout.split()[0]
     if _DRIVER.exists():
         return _DRIVER.read_text("utf-8").splitlines()[0]
     return ""
@@ -130,8 +131,8 @@ def problems(
         _unlike_versions, _two_plugins, _plugin_alone, _unused_gpu, _unused_tpu,
         _wrong_gradients,
     ]  # fmt: skip
-    found = [check(versions, plugins, driver, backend) for check in checks]
-    return [said for said in found if said]
+    messages = [check(versions, plugins, driver, backend) for check in checks]
+    return [message for message in messages if message]
 
 
 def _unlike_versions(versions, plugins, driver, backend) -> str:
@@ -201,11 +202,11 @@ def _version(name: str) -> str:
 
 def _describe(device) -> str:
     stats = device.memory_stats() or {}
-    said = f"{device.id}: {device.device_kind} ({device.platform})"
+    line = f"{device.id}: {device.device_kind} ({device.platform})"
     if "bytes_limit" in stats:
         used = stats["bytes_in_use"] / _GIB
-        said += f", {used:.1f} of {stats['bytes_limit'] / _GIB:.1f} GiB for jax in use"
-    return said
+        line += f", {used:.1f} of {stats['bytes_limit'] / _GIB:.1f} GiB for jax in use"
+    return line
 
 
 def _head() -> str:
@@ -234,34 +235,34 @@ def _sized(folder: str) -> str:
     return f"{folder}, {len(sizes)} files, {sum(sizes) / 2**20:.1f} MiB"
 
 
-def text(found: Checkup) -> str:
+def text(checkup: Checkup) -> str:
     """The findings as text of about one screen."""
     lines = [
-        _joined(found.versions),
-        f"plugins      {_joined(found.plugins) or 'none'}",
-        f"driver       {found.driver or 'none of NVIDIA'}",
-        *(f"device       {line}" for line in found.devices),
-        f"head         {found.head}",
-        *(f"{'cache':12s} {name}: {said}" for name, said in found.caches.items()),
-        f"environment  {' '.join(f'{k}={v}' for k, v in found.environment.items())}",
+        _joined(checkup.versions),
+        f"plugins      {_joined(checkup.plugins) or 'none'}",
+        f"driver       {checkup.driver or 'none of NVIDIA'}",
+        *(f"device       {line}" for line in checkup.devices),
+        f"head         {checkup.head}",
+        *(f"{'cache':12s} {name}: {line}" for name, line in checkup.caches.items()),
+        f"environment  {' '.join(f'{k}={v}' for k, v in checkup.environment.items())}",
     ]
-    ready = [name for name, lacking in found.compilers.items() if not lacking]
+    ready = [name for name, lacking in checkup.compilers.items() if not lacking]
     lines.append(f"plans for    {', '.join(ready) or 'no device'}")
-    lines += [f"  else       {said}" for said in _lacking(found.compilers)]
-    for extra in dict.fromkeys(found.missing.values()):
-        names = [name for name, other in found.missing.items() if other == extra]
+    lines += [f"  else       {line}" for line in _lacking(checkup.compilers)]
+    for extra in dict.fromkeys(checkup.missing.values()):
+        names = [name for name, other in checkup.missing.items() if other == extra]
         lines.append(f"not here     {', '.join(names)}: pip install 'jaxmem[{extra}]'")
-    lines += [f"problem      {said}" for said in found.problems]
-    return "\n".join([*lines, *(() if found.problems else ("nothing is wrong",))])
+    lines += [f"problem      {line}" for line in checkup.problems]
+    return "\n".join([*lines, *(() if checkup.problems else ("nothing is wrong",))])
 
 
 def _lacking(compilers) -> list[str]:
     """One line per platform: what its first device's compiler lacks."""
-    said: dict[str, str] = {}
+    by_platform: dict[str, str] = {}
     for name, lacking in compilers.items():
         if lacking:
-            said.setdefault(devices.find(name).platform, lacking)
-    return list(said.values())
+            by_platform.setdefault(devices.find(name).platform, lacking)
+    return list(by_platform.values())
 
 
 def _joined(versions) -> str:

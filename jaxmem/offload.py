@@ -206,8 +206,8 @@ class Streamed:
                 return parts
             homes = jax.tree.map(lambda x: x.sharding, wanted)
             again = functools.partial(_cut_anew, cuts=cuts, ndim=leaf.ndim)
-            made = jax.jit(again, out_shardings=homes)(fetch(parts))
-            return jax.block_until_ready(made)  # keep only one leaf on the device
+            resliced = jax.jit(again, out_shardings=homes)(fetch(parts))
+            return jax.block_until_ready(resliced)  # keep only one leaf on the device
 
         return jax.tree.map(of_leaf, params, state, self.shapes(params))
 

@@ -45,11 +45,11 @@ class Stopwatch:
     def seconds(self, run: Run, calls: int = 1) -> float:
         """Seconds per call, of the given number of back-to-back calls."""
         start = time.perf_counter()
-        made = None
+        result = None
         for _ in range(calls):
-            made = None  # free its memory before the next call
-            made = run()
-        self.wait(made)
+            result = None  # free its memory before the next call
+            result = run()
+        self.wait(result)
         return (time.perf_counter() - start) / calls
 
     def calls(self, run: Run) -> int | None:
@@ -101,8 +101,8 @@ def take_turns(
             unit_seconds.append(stopwatch.seconds(unit, unit_calls))
             seconds[name].append(taken)
             ratios[name].append(taken / statistics.mean(unit_seconds[-2:]))
-    made = {name: _timing(seconds[name], ratios[name]) for name in fitting}
-    return statistics.median(unit_seconds) * 1e3, {k: made.get(k) for k in paths}
+    timings = {name: _timing(seconds[name], ratios[name]) for name in fitting}
+    return statistics.median(unit_seconds) * 1e3, {k: timings.get(k) for k in paths}
 
 
 def _timing(seconds, ratios):

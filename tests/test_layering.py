@@ -1,8 +1,10 @@
-"""The layers of the package: what may import what, and how large anything may grow."""
+"""The layers of the package, its imports of third parties, and limits of size."""
 
 import ast
 import functools
 import graphlib
+import importlib
+import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +14,15 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "jaxmem"
 
-MAX_FUNCTION_LINES = 60  # signature and docstring not counted
+MAX_FUNCTION_LINES = 40  # signature and docstring not counted
 MAX_FILE_LINES = 450
+MAX_PARAMETERS = 7  # but of public functions, whose keywords are documentation
+
+# What these modules export is public: functions, and the methods of classes.
+PUBLIC = (
+    "jaxmem jaxmem.functional jaxmem.heads.linen jaxmem.heads.nnx jaxmem.losses "
+    "jaxmem.offload jaxmem.packing jaxmem.remat jaxmem.sharding"
+).split()
 
 # Lowest first: a package or module imports itself and what stands before it.
 LAYERS = (
@@ -22,9 +31,9 @@ LAYERS = (
     "train score planning bench doctor cli __main__"
 ).split()
 
-# Third parties and the packages or modules that may import them.
-EVERYWHERE = {"jax", "numpy"}
-ROOMS = {
+# Third parties, and the packages or modules that may import them.
+ALLOWED_EVERYWHERE = {"jax", "numpy"}
+ALLOWED_IN = {
     "flax": (
         "jaxmem.heads",
         "jaxmem.models",
@@ -75,7 +84,7 @@ def _tree(path):
 
 
 def _imports(tree):
-    """(dotted name, line) of all that is imported, wherever in the file."""
+    """(dotted name, line) of each import, anywhere in the file."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
@@ -85,20 +94,20 @@ def _imports(tree):
                 yield f"{node.module}.{alias.name}", node.lineno
 
 
-def _is_in(name, room):
-    return name == room or name.startswith(f"{room}.")
+def _is_in(name, package):
+    return name == package or name.startswith(f"{package}.")
 
 
 @functools.cache
 def _own_imports(module):
-    """(module imported, line) for all that a module imports of this package."""
-    found = []
+    """(module, line) of each import of this package by a module."""
+    imports = []
     for name, line in _imports(_tree(MODULES[module])):
         if _is_in(name, "jaxmem"):
             target = name if name in MODULES else name.rpartition(".")[0]
             assert target in MODULES, f"line {line}: {name} is not a module"
-            found.append((target, line))
-    return found
+            imports.append((target, line))
+    return imports
 
 
 def _layer(module):
@@ -112,7 +121,7 @@ def test_every_module_has_a_layer():
 @pytest.mark.parametrize("module", sorted(set(MODULES) - {"jaxmem"}))
 def test_imports_only_from_below(module):
     for target, line in _own_imports(module):
-        if target == "jaxmem":  # the table of contents, which imports public verbs
+        if target == "jaxmem":  # the package itself, which imports public verbs
             assert LAYERS.index(_layer(module)) > LAYERS.index("sharding"), line
             continue
         below = LAYERS.index(_layer(target)) <= LAYERS.index(_layer(module))
@@ -120,7 +129,7 @@ def test_imports_only_from_below(module):
 
 
 def test_no_circle():
-    """Among modules, wherever in a file the import stands; of types, too."""
+    """Among modules; imports inside functions and of types count, too."""
     graph = {
         module: {target for target, _ in _own_imports(module) if target != module}
         for module in MODULES
@@ -139,15 +148,15 @@ def test_no_private_name_of_another_package(module):
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_third_parties_stay_in_their_rooms(module):
+def test_third_parties_only_where_allowed(module):
     for name, line in _imports(_tree(MODULES[module])):
         top = name.partition(".")[0]
         if top in sys.stdlib_module_names or top == "jaxmem":
             continue
-        guests = [guest for guest in ROOMS if _is_in(name, guest)]
-        assert guests or top in EVERYWHERE, f"line {line}: {name} has no room"
-        for guest in guests:
-            assert any(_is_in(module, room) for room in ROOMS[guest]), (
+        third_parties = [key for key in ALLOWED_IN if _is_in(name, key)]
+        assert third_parties or top in ALLOWED_EVERYWHERE, f"line {line}: {name}"
+        for key in third_parties:
+            assert any(_is_in(module, package) for package in ALLOWED_IN[key]), (
                 f"line {line}: {name} may not be imported in {module}"
             )
 
@@ -173,17 +182,49 @@ def test_short_files_of_short_functions(path):
             assert length <= MAX_FUNCTION_LINES, f"{node.name}: {length} lines"
 
 
+@functools.cache
+def _public_functions():
+    """(file, line) of every public function's first decorator or `def`."""
+    places = set()
+    for module in map(importlib.import_module, PUBLIC):
+        for name, item in vars(module).items():
+            if name.startswith("_") or not callable(item):
+                continue
+            methods = inspect.getmembers(item, inspect.isfunction)
+            is_class = inspect.isclass(item)
+            for function in [f for _, f in methods] if is_class else [item]:
+                code = getattr(inspect.unwrap(function), "__code__", None)
+                if code is not None:
+                    places.add((Path(code.co_filename), code.co_firstlineno))
+    return places
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_few_parameters(module):
+    """Options of a verb travel as one object below the public function."""
+    for node in ast.walk(_tree(MODULES[module])):
+        if not isinstance(node, ast.FunctionDef):
+            continue
+        line = min(n.lineno for n in [node, *node.decorator_list])
+        if (MODULES[module], line) in _public_functions():
+            continue
+        a = node.args
+        names = [x.arg for x in (*a.posonlyargs, *a.args, *a.kwonlyargs)]
+        names = [name for name in names if name not in ("self", "cls")]
+        assert len(names) <= MAX_PARAMETERS, f"{node.name}: {len(names)} parameters"
+
+
 def test_import_is_light():
-    heavy = [*ROOMS.keys() - {"jax.experimental"}, "jax.experimental.pallas"]
+    heavy = [*ALLOWED_IN.keys() - {"jax.experimental"}, "jax.experimental.pallas"]
     program = (
         "import sys, jaxmem; "
         f"print([name for name in {sorted(heavy)} if name in sys.modules])"
     )
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", program],
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=True,
     )
-    assert done.stdout.strip() == "[]"
+    assert process.stdout.strip() == "[]"

@@ -1,4 +1,4 @@
-"""Which backend runs a call, and why."""
+"""Chooses the backend of a call, and states the reason."""
 
 from jaxmem.backends import hopper, hopper_sampled, xla, xla_sampled
 from jaxmem.backends.protocol import Backend, Sampler
@@ -20,7 +20,7 @@ def sampler(backend: Backend) -> Sampler:
 
 
 def check(implementation: Implementation | None) -> None:
-    """None or a name that exists."""
+    """Raise unless the implementation is None or a known name."""
     checks.check_implementation(implementation)
     if implementation is not None and implementation not in KNOWN:
         known = ", ".join(repr(name) for name in KNOWN)
@@ -33,7 +33,19 @@ def check(implementation: Implementation | None) -> None:
 def choose(
     implementation: Implementation | None, spec: Spec, source: Head | Logits
 ) -> tuple[Backend, str]:
-    """(backend, reason); one named explicitly runs or raises, never falls back."""
+    """The backend of a call; a named one runs or raises, and never falls back.
+
+    Args:
+        implementation: given by the caller.
+        spec: static facts of the call.
+        source: head or logits.
+
+    Returns:
+        The backend, and why it was chosen.
+
+    Raises:
+        NotImplementedError: the named backend, or none, can run the call.
+    """
     if spec.residual_rows:
         return _keeper(implementation, spec, source)
     if implementation is not None:
@@ -63,7 +75,7 @@ def _named(implementation, spec, source):
 
 
 def _keeper(implementation, spec, source):
-    """The one backend that keeps exponentials, for residual_bytes."""
+    """The only backend that keeps exponentials, for residual_bytes."""
     (keeper,) = (backend for backend in BACKENDS if backend.KEEPS_EXPONENTIALS)
     if implementation == keeper.NAME:
         return _named(implementation, spec, source), "named by the caller"

@@ -1,10 +1,10 @@
 """Backend "hopper": four kernels for NVIDIA H100 and H200.
 
-Forward, a kernel reduces tiles of logits to statistics as they appear: no logits are
-stored. Backward, another one makes the logits' derivative for a block of the
-vocabulary, in 16 bits, and two products turn it into the gradients. Active rows come
-first, as in "xla", and every kernel stops after them. Pallas is imported when a kernel
-first runs.
+In the forward pass, a kernel reduces tiles of logits to statistics in registers: no
+logits are stored. In the backward pass, another kernel computes the logits' derivative
+for a block of the vocabulary, in 16 bits, and two products compute the gradients from
+it. Active rows come first, as in "xla", and every kernel stops after them. Pallas is
+imported when a kernel first runs.
 """
 
 import functools
@@ -27,23 +27,24 @@ STORES_LOGITS = False
 KEEPS_EXPONENTIALS = True
 ADVANTAGE = "its token_stats measured faster than that of 'xla', in less memory"
 
-# With gradients, at D=4096 and V=151936 on an H200, in GEMMs, "xla" in parentheses: 256
-# tokens 7.7 (11.1), 512 5.3 (6.7), 1024 4.3 (5.1); chunks of 256 4.3 (7.6), of 128 4.7
-# (13.2). At 128 tokens the forward pass alone is the slower one, 2.0 (1.8).
+# Times with gradients on an H200, D=4096 V=151936, in GEMMs, "xla" in parentheses:
+# 256 tokens 7.7 (11.1), 512 5.3 (6.7), 1024 4.3 (5.1); chunks of 256 4.3 (7.6), of 128
+# 4.7 (13.2). At 128 tokens the forward pass alone is slower than that of "xla", 2.0
+# (1.8).
 MIN_TOKENS, MIN_CHUNK = 256, 128
-# Where W is padded, in a copy, V=50257 with 1024 tokens 5.1 (6.1), forward alone 1.6
-# (1.5); with 512 tokens 2.2 (1.7). Where it need not be, with 256 tokens 8.7 (12.5),
-# forward 1.4 (2.0).
+# If W is padded in a copy, V=50257: 1024 tokens 5.1 (6.1), forward alone 1.6 (1.5);
+# forward alone of 512 tokens 2.2 (1.7). If it is not padded: 256 tokens 8.7 (12.5),
+# forward alone 1.4 (2.0).
 MIN_TOKENS_PADDED = 1024
 
 
 def supported(spec: Spec, source: Head | Logits) -> str | None:
-    """None where this backend runs, else the reason why not, in words."""
+    """None if this backend can run the call here, or else the reason."""
     return refuses_call(spec, source) or refuses_machine()
 
 
 def refuses_machine() -> str | None:
-    """What this process lacks, whatever the call."""
+    """Why this process cannot run the backend; None if it can."""
     if jax.__version_info__ < (0, 11):
         return f"it needs jax 0.11 or newer, this is {jax.__version__}"
     if _devices.backend() != "gpu":
@@ -55,7 +56,7 @@ def refuses_machine() -> str | None:
 
 
 def refuses_call(spec: Spec, source: Head | Logits) -> str | None:
-    """What about the call is not for this backend, on any machine."""
+    """Why this backend cannot run the call on any machine; None if it can."""
     if isinstance(source, Logits):
         return "it makes logits from hidden states and W, the caller has logits already"
     if spec.compute_dtype not in (jnp.bfloat16, jnp.float16):
@@ -69,16 +70,18 @@ def refuses_call(spec: Spec, source: Head | Logits) -> str | None:
 
 
 def unproven(spec: Spec, source: Head | Logits) -> str | None:
-    """Why a call that could run here has not been measured to be better than "xla"."""
+    """Why a supported call was not measured to be faster than on "xla"; or None."""
     if isinstance(source, Logits):
         return "never with logits that the caller has"
-    if _devices.count() > 1 and not (spec.spread or _is_split_by_hand()):
+    if _devices.count() > 1 and not (spec.token_parallel or _is_split_by_hand()):
         return (
             "XLA cannot split its kernels over the axes that an enclosing "
             "jax.shard_map leaves to it; over all of a mesh it runs"
         )
-    # Where jit shares tokens out, on how many devices is not known yet.
-    n_tokens = source.hidden.shape[0] // (_devices.count() if spec.spread else 1)
+    # If jit partitions the tokens, the number of devices is not known yet: assume all.
+    n_tokens = source.hidden.shape[0] // (
+        _devices.count() if spec.token_parallel else 1
+    )
     if n_tokens < MIN_TOKENS:
         return f"is not measured to be faster below {MIN_TOKENS} tokens a device"
     if n_tokens < MIN_TOKENS_PADDED and padding.copies(source.W, spec.layout):
@@ -92,38 +95,42 @@ def unproven(spec: Spec, source: Head | Logits) -> str | None:
 
 
 def _is_split_by_hand():
-    """Whether nothing is left to XLA to split: inside shard_map over all of a mesh."""
+    """Whether XLA partitions nothing here: inside shard_map over a whole mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     return not mesh.empty and set(mesh.axis_names) == set(mesh.manual_axes)
 
 
 class _Pass(NamedTuple):
-    """What a pass over the vocabulary works with, whichever rows it is at."""
+    """Operands and static facts of a pass over the vocabulary, for any rows."""
 
     spec: Spec
     env: Any  # of the launches
-    padded: Head  # in the types and shapes that kernels read
-    single_block: bool  # one launch has all rows: nothing is summed over launches
+    padded: Head  # in the dtypes and shapes of the kernels
+    single_block: bool  # one launch has all rows: no sums over launches
 
 
 def forward(spec: Spec, source: Head, rows: Rows, names) -> dict:
-    """The named fields of `Outputs` for every row, 0 where inactive."""
+    """The named fields of `Outputs` for every row; 0 where inactive."""
     return _operands.outputs(spec, rows, statistics(spec, source, rows), names)
 
 
 def statistics(spec: Spec, source: Head, rows: Rows) -> _stats.Stats:
-    """Of this shard's part of the vocabulary for every row; anything where inactive."""
+    """Statistics over this shard of the vocabulary; undefined where inactive."""
     padded = padding.head(spec, _operands.cast(spec, source))
     return _add_statistics(spec, padded, rows, _operands.no_statistics(spec, rows))
 
 
 def forward_and_keep(spec: Spec, source: Head, rows: Rows, names) -> tuple[dict, Any]:
-    """`forward`, and the first active rows' exponentials, for `backward`."""
+    """`forward`, and the first active rows' exponentials, for `backward`.
+
+    Raises:
+        NotImplementedError: inside `jax.shard_map` with check_vma=True.
+    """
     from jaxmem.kernels import forward as kernel
 
     if _shards.varying((source, rows)):
-        # What is kept would have to be typed as different on each device, and nothing
-        # so typed can be written to in place.
+        # The exponentials would have to be typed as device-varying, and kernels cannot
+        # write in place to arrays of such a type.
         raise NotImplementedError(
             "residual_bytes inside jax.shard_map needs check_vma=False there; or pass "
             "residual_bytes=0"
@@ -132,10 +139,10 @@ def forward_and_keep(spec: Spec, source: Head, rows: Rows, names) -> tuple[dict,
     env, first, rest = _split(spec, padded, rows)
     block = active.in_one_block(first.active, env.n_rows)
     stats, kept = kernel.statistics_and_exps(env, *inputs(spec, padded, rows, block))
-    made = active.put(_operands.no_statistics(spec, rows), block, stats)
+    all_stats = active.put(_operands.no_statistics(spec, rows), block, stats)
     if rest is not None:
-        made = _add_statistics(spec, padded, rest, made)
-    return _operands.outputs(spec, rows, made, names), kept
+        all_stats = _add_statistics(spec, padded, rest, all_stats)
+    return _operands.outputs(spec, rows, all_stats, names), kept
 
 
 def backward(
@@ -145,8 +152,9 @@ def backward(
     padded = padding.head(spec, _operands.cast(spec, source))
     n_rows = rows.labels.shape[0]
     columns, depth = _columns_and_depth(spec, padded)
-    # Launches together save memory of W's sums: none where W has no gradient, where
-    # sums lie beside what is kept, or where they are the gradient itself.
+    # Several launches per block of the vocabulary save memory for W's sums; but not if
+    # W has no gradient, if the sums coexist with exponentials, or if they are the
+    # gradient itself.
     row_blocks_only = (
         spec.frozen_head or kept is not None or source.W.dtype == jnp.float32
     )
@@ -178,7 +186,7 @@ def backward(
 def one_pass(
     spec: Spec, source: Head, rows: Rows, of_chunk: OfChunk, initial
 ) -> tuple[Any, Head]:
-    """As in "xla": the forward kernel keeps exponentials, products follow."""
+    """See `xla.one_pass`: the forward kernel stores exponentials, products follow."""
     from jaxmem.kernels import forward as kernel
 
     padded = padding.head(spec, _operands.cast(spec, source))
@@ -207,13 +215,13 @@ def one_pass(
 
 
 def loss_rows(spec: Spec, source: Head) -> int:
-    """Rows of `one_pass` that are kept at once."""
+    """Number of rows whose exponentials `one_pass` stores at a time."""
     n_rows, depth = source.hidden.shape
     return blocks.loss_rows(n_rows, spec.chunk, depth, spec.frozen_head, n_clusters())
 
 
-def _add_statistics(spec, padded, rows, made):
-    """made with those of the active rows."""
+def _add_statistics(spec, padded, rows, all_stats):
+    """The statistics with those of the active rows put in."""
     from jaxmem.kernels import forward as kernel
 
     n_rows = rows.labels.shape[0]
@@ -223,15 +231,15 @@ def _add_statistics(spec, padded, rows, made):
     size = blocks.forward_rows(n_rows, spec.chunk, columns, depth, groups)
     env = launch_env(spec, padded, size, "statistics")
 
-    def body(block, made):
+    def body(block, all_stats):
         operands = inputs(spec, padded, rows, block)
-        return active.put(made, block, kernel.statistics(env, *operands))
+        return active.put(all_stats, block, kernel.statistics(env, *operands))
 
-    return active.for_each_block(rows.active, env.n_rows, body, made)
+    return active.for_each_block(rows.active, env.n_rows, body, all_stats)
 
 
 def inputs(spec: Spec, padded: Head, rows: Rows, block) -> tuple:
-    """Of the forward kernel, in its order."""
+    """Operands of the forward kernel, in its order."""
     temperature = _inverse_temperature(rows, block.ids)
     labels = _operands.part_labels(spec, rows, block.ids)
     hidden = _hidden(padded, block.ids)
@@ -239,7 +247,7 @@ def inputs(spec: Spec, padded: Head, rows: Rows, block) -> tuple:
 
 
 def _split(spec, padded, rows):
-    """Launch for rows that are kept; those rows; the others, None if there are none."""
+    """A launch of rows whose exponentials are kept, these rows, the others or None."""
     n_rows, whole = rows.labels.shape[0], MAX_CLUSTER_ROWS
     size = spec.residual_rows // whole * whole
     if spec.residual_rows >= n_rows:
@@ -251,7 +259,7 @@ def _split(spec, padded, rows):
 
 
 def _add_kept(this, rows, block, kept, outputs_and_cotangents, sums):
-    """sums with what the rows add to them whose exponentials are there.
+    """`sums` with the contribution of the rows whose exponentials are stored.
 
     Outputs and their cotangents are the block's; the exponentials are overwritten.
     """
@@ -268,7 +276,7 @@ def _add_kept(this, rows, block, kept, outputs_and_cotangents, sums):
 
 
 def _add_recomputed(this, rows, saved, cotangents, sums):
-    """sums with what the active rows add to them, from recomputed logits."""
+    """`sums` with the contribution of the active rows, from recomputed logits."""
     from jaxmem.kernels import dlogits as kernel, products
 
     spec, env, padded, single_block = this
@@ -302,7 +310,7 @@ def _add_recomputed(this, rows, saved, cotangents, sums):
 
 
 def _sums(this, source):
-    """What rows add to; W's gradient is only written where one block has all rows."""
+    """Accumulators; W's gradient is only overwritten if one block has all rows."""
     spec, env, padded, single_block = this
     parts = spec.shards and spec.shards.same_hidden
     dtype = spec.stats_dtype if parts else spec.compute_dtype
@@ -318,12 +326,12 @@ def _sums(this, source):
 
 
 def _typed(spec, sums):
-    """As inside shard_map, but for W's: kernels write to no array so typed."""
+    """`sums`, typed as inside shard_map except W's, to which kernels write in place."""
     return _shards.vary(sums._replace(W=None), spec.part_varying)._replace(W=sums.W)
 
 
 def _cotangent(spec, source, sums, single_block):
-    """In the source's types, summed over shards; a single block's hidden has been."""
+    """Gradients in the source's dtypes, summed over shards unless already summed."""
     varied = _shards.vary(sums, spec.part_varying)
     if single_block:
         varied = varied._replace(hidden=sums.hidden)
@@ -333,7 +341,7 @@ def _cotangent(spec, source, sums, single_block):
 
 
 def _gradients(this, n_tiles, parts, block, sums):
-    """sums with what a block's rows add to them."""
+    """`sums` with the contribution of a block's rows."""
     from jaxmem.kernels import products
 
     spec, env, padded, single_block = this
@@ -342,7 +350,7 @@ def _gradients(this, n_tiles, parts, block, sums):
     def into(h):
         if n_tiles < env.n_tiles:
             return jnp.zeros(h.shape, jnp.float32)
-        return lax.empty(h.shape, sums.hidden.dtype)  # written in one go
+        return lax.empty(h.shape, sums.hidden.dtype)  # overwritten, not added to
 
     several = spec.shards and spec.shards.same_hidden and spec.shards.count > 1
     alone = len(parts) == 1
@@ -361,12 +369,12 @@ def _gradients(this, n_tiles, parts, block, sums):
         return here._replace(hidden=_operands.put(sums.hidden, block.ids, dh))
     dh = _shards.vary(dh, spec.part_varying)
     dh, dW = _shards.sum_hidden(spec.shards, dh, here.W, overlap_all_reduce)
-    # All rows are here: each fetches its own.
+    # The block has all rows: gather them in the original order.
     return here._replace(hidden=_operands.take(dh, block.place), W=dW)
 
 
 def _block_tiles(spec, env):
-    """Tiles of the vocabulary whose derivatives, in 16 bits, are alive at once."""
+    """Number of vocabulary tiles whose derivatives, in 16 bits, are alive at once."""
     return blocks.backward_tiles(
         env.n_tiles, env.n_rows, _tokens_here(spec), spec.columns, env.depth,
         n_clusters(),
@@ -374,22 +382,23 @@ def _block_tiles(spec, env):
 
 
 def _tokens_here(spec):
-    """With as many logits in this part of the vocabulary as a chunk has in all of it.
+    """Tokens whose logits over this vocabulary shard are as many as a chunk's over all.
 
-    Blocks of a part's own, k times smaller on k devices, would keep clusters waiting.
+    Blocks sized for the shard alone, k times smaller on k devices, would leave clusters
+    idle.
     """
     return spec.chunk * (spec.shards.count if spec.shards else 1)
 
 
 def _zero_bias(spec, env):
-    """Of whole blocks."""
+    """Zeros for whole blocks of the vocabulary."""
     n_tiles = _block_tiles(spec, env)
     width = -(-env.n_tiles // n_tiles) * n_tiles * env.tiles.columns
     return jnp.zeros(width, jnp.float32)
 
 
 def launch_env(spec: Spec, padded: Head, n_rows: int, kernel: str) -> Any:
-    """Static facts of a launch of so many rows."""
+    """Static facts of a launch of `n_rows` rows."""
     assert spec.layout, "logits that the caller has are for the other backend"
     from jaxmem.kernels.logits import Env
 
@@ -412,12 +421,12 @@ def _columns_and_depth(spec, padded):
 
 
 def n_blocks():
-    """One a multiprocessor. No statistic depends on it."""
+    """Number of thread blocks: one per SM. No statistic depends on it."""
     return getattr(_devices.current()[0], "core_count", None) or 132
 
 
 def n_clusters():
-    """Of blocks that share what they load, as the default tiles of the products do."""
+    """Number of clusters, of the cluster size of the default tiles of the products."""
     return n_blocks() // tuned.DEFAULTS["to_hidden"].cluster
 
 
@@ -432,5 +441,5 @@ def _inverse_temperature(rows, row_ids):
 
 
 def _like(total, primal):
-    """In the primal's type, without the padding."""
+    """In the primal's dtype, without padding."""
     return _operands.unpadded(total, primal).astype(primal.dtype)

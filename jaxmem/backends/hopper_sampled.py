@@ -1,8 +1,8 @@
-"""Sampled derivatives on NVIDIA GPUs: what `xla_sampled` does, by kernels.
+"""Sampled derivatives on NVIDIA GPUs: the kernels of what `xla_sampled` computes.
 
-Forward, on Hopper, a launch of rows leaves its exponentials in 16 bits; entries are
-found among them before the next launch takes their place. Backward needs neither those
-nor a Hopper chip.
+In the forward pass, on Hopper, a launch of rows stores its exponentials in 16 bits;
+entries are selected from them before the next launch overwrites them. The backward pass
+needs neither the exponentials nor a Hopper GPU.
 """
 
 from typing import Any
@@ -23,14 +23,14 @@ from jaxmem.kernels import active, blocks, padding
 
 
 def sampling_of(spec: Spec) -> Sampling:
-    """K slots of this head's vocabulary, or of this shard's part of it."""
+    """The sampling of K slots over this head's vocabulary, or over this shard of it."""
     from jaxmem.kernels import sampled_select
 
     return Sampling(spec.gradient_samples or 0, spec.columns, sampled_select.MARGIN)
 
 
 def forward(spec: Spec, source: Head, rows: Rows, names) -> tuple[dict, Entries]:
-    """As `xla_sampled.forward`; the outputs bit-equal to those of `hopper.forward`."""
+    """See `xla_sampled.forward`; outputs bitwise equal those of `hopper.forward`."""
     from jaxmem.kernels import forward as kernel, sampled_select
 
     padded = padding.head(spec, _operands.cast(spec, source))
@@ -39,8 +39,8 @@ def forward(spec: Spec, source: Head, rows: Rows, names) -> tuple[dict, Entries]
     size = blocks.whole(min(n_rows, spec.chunk))
     env = hopper.launch_env(spec, padded, size, "exps")
 
-    def body(block, made):
-        so_far, found = made
+    def body(block, results):
+        so_far, entries_so_far = results
         operands = hopper.inputs(spec, padded, rows, block)
         stats, kept = kernel.statistics_and_exps(env, *operands, tile_sums=True)
         stats = _shards.vary(stats, spec.part_varying)
@@ -50,13 +50,13 @@ def forward(spec: Spec, source: Head, rows: Rows, names) -> tuple[dict, Entries]
         entries = sampled_select.entries(
             sampling, env.tiles.columns, kept, stats, outputs, of_rows
         )
-        found = _operands.put_all(found, block.ids, entries)
-        return active.put(so_far, block, stats), found
+        entries_so_far = _operands.put_all(entries_so_far, block.ids, entries)
+        return active.put(so_far, block, stats), entries_so_far
 
     none = _sampling.none(sampling, n_rows, spec.stats_dtype)
     none = _shards.vary(none, spec.part_varying)
-    made = _operands.no_statistics(spec, rows), none
-    stats, entries = active.for_each_block(rows.active, env.n_rows, body, made)
+    results = _operands.no_statistics(spec, rows), none
+    stats, entries = active.for_each_block(rows.active, env.n_rows, body, results)
     return _operands.outputs(spec, rows, stats, names), entries
 
 
@@ -64,7 +64,7 @@ def backward(
     spec: Spec, source: Head, rows: Rows, saved: _stats.Outputs,
     cotangents: _stats.Cotangents, entries: Entries,
 ) -> Head:  # fmt: skip
-    """As `xla_sampled.backward`."""
+    """See `xla_sampled.backward`."""
     from jaxmem.kernels import sampled_products as products
 
     head: Any = _operands.cast(spec, source)

@@ -1,4 +1,4 @@
-"""What a backend is: a module with these functions."""
+"""The protocol of a backend: a module with these functions."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -10,21 +10,21 @@ from jaxmem.core.sampling import Entries
 from jaxmem.core.spec import Spec
 from jaxmem.core.stats import Cotangents, Outputs, Stats
 
-# What `one_pass` asks of loss_rows rows at a time: (row ids, their outputs) -> (values
-# to keep of each row, cotangents of the outputs). Ids past the end come last; what
-# their outputs hold has no influence, and their cotangents are 0.
+# Called by `one_pass` for loss_rows rows at a time: (row ids, their outputs) -> (values
+# per row, cotangents of the outputs). Ids past the end come last; their outputs have no
+# influence, and their cotangents are 0.
 OfChunk = Callable[[jax.Array, Outputs], tuple[Any, Cotangents]]
 
 
 class Backend(Protocol):
-    """Loops over chunks of active rows; `backends.choose` lists who implements them.
+    """Loops over chunks of active rows; `backends.choose` lists the implementations.
 
-    A source is a `Head`, or the `Logits` that a caller already has.
+    A source is a `Head`, or `Logits` given by the caller.
     """
 
     @property
     def NAME(self) -> str:
-        """What `implementation=` calls it."""
+        """Its name for `implementation=`."""
         ...
 
     @property
@@ -39,25 +39,28 @@ class Backend(Protocol):
 
     @property
     def ADVANTAGE(self) -> str:
-        """Why it is chosen over those after it in `choose.BACKENDS`."""
+        """Why it is preferred to those after it in `choose.BACKENDS`."""
         ...
 
     def supported(self, spec: Spec, source: Any) -> str | None:
-        """None where it can run the call here, else the reason why not."""
+        """None if it can run the call here, or else the reason."""
         ...
 
     def unproven(self, spec: Spec, source: Any) -> str | None:
-        """Why a call that can run is not known to be faster than on the next one."""
+        """Why a supported call is not known to be faster than on the next backend."""
         ...
 
     def forward(
         self, spec: Spec, source: Any, rows: Rows, names: Sequence[str]
     ) -> dict:
-        """The named fields of `Outputs` for every row, 0 where inactive."""
+        """The named fields of `Outputs` for every row; 0 where inactive."""
         ...
 
     def statistics(self, spec: Spec, source: Any, rows: Rows) -> Stats:
-        """Of this shard's part of the vocabulary; anything where inactive."""
+        """Statistics over this device's shard of the vocabulary.
+
+        They are undefined for inactive rows.
+        """
         ...
 
     def forward_and_keep(
@@ -69,37 +72,44 @@ class Backend(Protocol):
     def backward(
         self, spec: Spec, source: Any, rows: Rows, saved: Outputs, cotangents, kept=None
     ) -> Head | Logits:
-        """Cotangent of the source; kept is what `forward_and_keep` returned."""
+        """Cotangent of the source; kept is the result of `forward_and_keep`."""
         ...
 
     def one_pass(
         self, spec: Spec, source: Any, rows: Rows, of_chunk: OfChunk, initial: Any
     ) -> tuple[Any, Head]:
-        """`backward` for cotangents that follow from each chunk's outputs.
+        """`backward`, with cotangents computed from each chunk's outputs.
+
+        Args:
+            spec: static facts.
+            source: the head.
+            rows: of the tokens.
+            of_chunk: computes per-row values and cotangents.
+            initial: values of inactive rows.
 
         Returns:
-            initial with of_chunk's values in the place of active rows, and the
-            cotangent of the source.
+            initial, with of_chunk's values for active rows, and the cotangent of the
+            source.
         """
         ...
 
     def loss_rows(self, spec: Spec, source: Any) -> int:
-        """How many rows `one_pass` passes to of_chunk at a time."""
+        """Number of rows that `one_pass` passes to of_chunk at a time."""
         ...
 
 
 class Sampler(Protocol):
-    """A backend's loops for `gradient_samples`; `choose.sampler` finds them."""
+    """A backend's loops for `gradient_samples`; see `choose.sampler`."""
 
     def forward(
         self, spec: Spec, source: Head, rows: Rows, names: Sequence[str]
     ) -> tuple[dict, Entries]:
-        """`Backend.forward`, bit-equal, and the sampled entries of every row."""
+        """`Backend.forward`, bitwise equal, and the sampled entries of every row."""
         ...
 
     def backward(
         self, spec: Spec, source: Head, rows: Rows, saved: Outputs, cotangents,
         entries: Entries,
     ) -> Head:  # fmt: skip
-        """Cotangent of the source from the entries alone, in the source's types."""
+        """Cotangent of the source from the entries only, in the source's dtypes."""
         ...

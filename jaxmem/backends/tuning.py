@@ -1,8 +1,8 @@
-"""Measures tiles: each kernel of a head alone, one field of its tiles after another.
+"""Measures tile sizes: each kernel of a head alone, one field of its tiles at a time.
 
-For `python -m jaxmem bench --tune` only. A candidate is held against the default's
-result before it is timed; the kernels take turns with the bare GEMM, as
-`jaxmem/timing.py` says.
+Used by `python -m jaxmem bench --tune`. A candidate's result is compared with the
+default's before it is timed; kernels and the plain GEMM are timed alternately (see
+`jaxmem/timing.py`).
 """
 
 import concurrent.futures
@@ -22,7 +22,7 @@ from jaxmem.kernels import blocks, dlogits, forward, products, tuned
 from jaxmem.kernels.logits import Env
 from jaxmem.kernels.tiles import Tiles
 
-# What may be better elsewhere, by field, from the default on.
+# Candidate values by field.
 TRIED: dict[str, tuple[int, ...]] = {
     "panel": (4, 8, 16, 32),
     "group": (1, 2, 3, 4, 8),
@@ -31,20 +31,20 @@ TRIED: dict[str, tuple[int, ...]] = {
     "stored": (32, 64),
     "cluster": (1, 2),
 }
-_FIELDS = {  # that matter, by kernel; group of "exps" is that of "statistics"
+_FIELDS = {  # tuned, by kernel; the group of "exps" is that of "statistics"
     "statistics": ("panel", "group", "cluster"),
     "exps": ("panel", "slots", "stored", "stages", "cluster"),
     "derivative": ("panel", "group", "slots", "stored", "stages", "cluster"),
     "to_hidden": ("panel", "group", "slots", "stages", "cluster"),
     "to_W": ("panel", "group", "slots", "stages", "cluster"),
 }
-_NOISE = 0.997  # a ratio above which a candidate is no better
-_AGAIN = 5  # times the repetitions, when the best is held against the default
-_CHUNK = 1024  # tokens, which a block of the vocabulary depends on
+_NOISE = 0.997  # a candidate is better if its time ratio is below
+_AGAIN = 5  # factor of repetitions for the final comparison with the default
+_CHUNK = 1024  # tokens, on which the block of the vocabulary depends
 
 
 class Measured(NamedTuple):
-    """One candidate: its time in parts of the whole GEMM's, or why there is none."""
+    """One candidate: its time relative to the whole GEMM's, or why it has none."""
 
     kernel: str
     tiles: Tiles
@@ -56,7 +56,7 @@ class Measured(NamedTuple):
 def tune(
     shape: tuple[int, int, int], kernels, stopwatch: timing.Stopwatch, repetitions: int
 ) -> Iterator[tuple[list[Measured], dict]]:
-    """Candidates of each field, then an entry of the table: the best, or the default.
+    """Measure candidates of each field, and choose the best tiles.
 
     Args:
         shape: N, D, V; D and V multiples of 64, W is [V, D] in bfloat16.
@@ -65,7 +65,7 @@ def tune(
         repetitions: of each measurement.
 
     Yields:
-        (what was measured, the entry), kernel by kernel.
+        (measurements, table entry) of each kernel.
     """
     n, depth, columns = shape
     keys = jax.random.split(jax.random.key(0), 3)
@@ -83,10 +83,10 @@ def tune(
 
 
 def _tune_one(kernel, head, program, operands, gemm, stopwatch, repetitions):
-    """Fields in turn, each from the best so far: (what was measured, entry).
+    """Tune fields in turn, each from the best so far: (measurements, table entry).
 
-    In the end the best and the default take turns again, for longer: of many noisy
-    numbers the smallest is mostly luck.
+    At the end, the best and the default are timed again for longer, because the
+    smallest of many noisy numbers is mostly luck.
     """
     default = tuned.DEFAULTS[kernel]
     best, results, right = default, {}, {}
@@ -95,10 +95,10 @@ def _tune_one(kernel, head, program, operands, gemm, stopwatch, repetitions):
     def take_turns(candidates, repetitions):
         runs = {tiles: right[tiles] for tiles in candidates if tiles in right}
         _, taken = timing.take_turns(stopwatch, gemm, runs, repetitions)
-        for tiles, made in taken.items():
+        for tiles, result in taken.items():
             results[tiles] = Measured(
-                kernel, tiles, made and round(made.over_unit, 4),
-                made and round(made.ms, 3), "" if made else timing.OUT_OF_MEMORY,
+                kernel, tiles, result and round(result.over_unit, 4),
+                result and round(result.ms, 3), "" if result else timing.OUT_OF_MEMORY,
             )  # fmt: skip
         return taken
 
@@ -124,7 +124,7 @@ def _tune_one(kernel, head, program, operands, gemm, stopwatch, repetitions):
 
 
 def _wrong(compiled, operands, want) -> str:
-    """Why a candidate is not timed; "" where it is."""
+    """Why a candidate is not timed; an empty string if it is."""
     if isinstance(compiled, Exception):
         return str(compiled)[:200]
     return "" if _same(compiled(*operands), want) else "wrong result"
@@ -132,50 +132,50 @@ def _wrong(compiled, operands, want) -> str:
 
 def _better(best, taken):
     """The fastest of one round, if it is faster by more than noise."""
-    cost = {tiles: made.over_unit for tiles, made in taken.items() if made}
+    cost = {tiles: result.over_unit for tiles, result in taken.items() if result}
     fastest = min(cost, key=lambda tiles: cost[tiles], default=best)
     return fastest if cost.get(fastest, 0) < _NOISE * cost.get(best, 9e9) else best
 
 
 def _candidates(best, field) -> tuple[list[Tiles], dict[Any, str]]:
-    """Tiles that differ in a field; those that cannot be, and why."""
-    made, refused = [best], {}
+    """Tiles that differ in a field; invalid ones, with the reason."""
+    candidates, refused = [best], {}
     for value in TRIED[field]:
         try:
             tiles = dataclasses.replace(best, **{field: value})
         except ValueError as error:
             refused[field, value] = f"with {field}={value}: {error}"
             continue
-        made += [tiles] if tiles != best else []
-    return made, refused
+        candidates += [tiles] if tiles != best else []
+    return candidates, refused
 
 
 def _compile(program, candidates, operands) -> dict[Tiles, Any]:
-    """Compiled, or the exception that the compiler raised; many at a time."""
+    """Compiled programs, or the exception that the compiler raised; in parallel."""
 
     def one(tiles):
         try:
             return jax.jit(program(tiles)).lower(*operands).compile()
-        except Exception as error:  # what a kernel cannot be is a result, too
+        except Exception as error:  # an invalid kernel is a result, too
             return error
 
     with concurrent.futures.ThreadPoolExecutor() as pool:
         return dict(zip(candidates, pool.map(one, candidates), strict=True))
 
 
-def _same(made, want) -> bool:
-    """To 8 bits of the largest: orders of sums differ."""
+def _same(results, want) -> bool:
+    """Whether results agree to 8 bits of the largest; orders of sums differ."""
 
     def close(a, b):
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
         return jnp.all(jnp.abs(a - b) <= 2**-7 * jnp.max(jnp.abs(b)) + 1e-6)
 
-    flags = jax.jit(lambda *t: jax.tree.map(close, *t))(made, want)
+    flags = jax.jit(lambda *t: jax.tree.map(close, *t))(results, want)
     return all(map(bool, jax.tree.leaves(flags)))
 
 
 def _program(kernel, shape, h, W, y) -> tuple[Callable[[Tiles], Callable], tuple]:
-    """(tiles -> a function of arrays, the arrays) of one kernel at its usual extent."""
+    """(tiles -> a function of arrays, the arrays) of a kernel with its usual shapes."""
     n, depth, columns = shape
 
     def env(tiles):
@@ -185,9 +185,9 @@ def _program(kernel, shape, h, W, y) -> tuple[Callable[[Tiles], Callable], tuple
 
     if kernel in ("statistics", "exps"):
         exps = kernel == "exps"
-        made = forward.statistics_and_exps if exps else forward.statistics
+        function = forward.statistics_and_exps if exps else forward.statistics
         active = jnp.full(1, n, jnp.int32)
-        return lambda t: functools.partial(made, env(t)), (h, W, y, active)
+        return lambda t: functools.partial(function, env(t)), (h, W, y, active)
     tile = tuned.DEFAULTS["derivative"].columns
     n_tiles, clusters = -(-columns // tile), hopper.n_clusters()
     width = tile * blocks.backward_tiles(n_tiles, n, _CHUNK, columns, depth, clusters)
@@ -198,7 +198,7 @@ def _program(kernel, shape, h, W, y) -> tuple[Callable[[Tiles], Callable], tuple
 
 
 def _product(kernel, dz, h, W):
-    """Made into arrays of the call's own: a copy of one would be timed with it."""
+    """A product into arrays allocated by the call, so that no copy is timed with it."""
     width = dz.shape[1]
     rows, block = jnp.int32(len(dz)), (jnp.int32(0), jnp.int32(width))
 

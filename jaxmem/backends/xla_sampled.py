@@ -1,9 +1,10 @@
-"""Sampled derivatives in plain XLA: selection chunk by chunk, gathers, segment sums.
+"""Sampled derivatives in plain XLA: selection in chunks, gathers, segment sums.
 
-Forward, a chunk's logits give the statistics and, while they are alive, the entries.
-Backward, nothing is recomputed: hidden's gradient is a weighted sum of rows of W for
-each token, W's is a sum of rows of hidden over each column's tokens, of (column, token)
-pairs sorted by column. The order of sums follows from the entries alone.
+The forward pass computes statistics and, while a chunk's logits are alive, selects the
+entries. The backward pass recomputes nothing: hidden's gradient is a weighted sum of
+rows of W for each token, and W's a sum of rows of hidden over each column's tokens,
+from (column, token) pairs sorted by column. The order of sums depends on the entries
+only.
 """
 
 from typing import Any
@@ -23,9 +24,10 @@ from jaxmem.core.operands import Head, Rows
 from jaxmem.core.sampling import Derivative, Entries, Sampling, sort_by_column
 from jaxmem.core.spec import Spec
 
-# Numbers of W's gradient that are summed in float32 at a time, of hidden's rows that
-# are fetched at a time for them on a CPU, and pairs elsewhere. On two cores of a CPU
-# with D=256 V=32768 and a million pairs, 0.14 s with 2^18 numbers, 0.41 with 2^22.
+# Elements of W's gradient that are summed in float32 at a time, elements of hidden's
+# rows that are gathered at a time for it on a CPU, and pairs at a time elsewhere. On
+# two cores of a CPU with D=256, V=32768 and a million pairs: 0.14 s with 2^18 elements,
+# 0.41 s with 2^22.
 _BLOCK_NUMBERS = 2**22
 _ROW_NUMBERS = 2**18
 _PAIRS = 1024
@@ -33,12 +35,12 @@ _DEPTH = 128  # columns of hidden's gradient at a time where W is [D, V]
 
 
 def sampling_of(spec: Spec) -> Sampling:
-    """K slots of this head's vocabulary, or of this shard's part of it."""
+    """The sampling of K slots over this head's vocabulary, or over this shard of it."""
     return Sampling(spec.gradient_samples or 0, spec.columns)
 
 
 def forward(spec: Spec, source: Head, rows: Rows, names) -> tuple[dict, Entries]:
-    """The named fields of `Outputs` for every row, bit-equal to `xla.forward`'s.
+    """The named fields of `Outputs` for every row, bitwise equal to `xla.forward`'s.
 
     Args:
         spec: static facts.
@@ -53,26 +55,29 @@ def forward(spec: Spec, source: Head, rows: Rows, names) -> tuple[dict, Entries]
     head: Any = _operands.cast(spec, source)
     starts = starts_of(spec, sampling, rows)
 
-    def chunk(row_ids, made):
-        outputs, entries = made
+    def chunk(row_ids, results):
+        outputs, entries = results
         z = xla.logits(spec, head, rows, row_ids)
         labels = _operands.part_labels(spec, rows, row_ids)
         stats, exps = _stats.of_tile_and_exps(z, labels)
         here = _operands.merged(spec, rows, row_ids, stats)
         scale = _sampling.scale(stats.max, here)
-        found = _sampling.select(sampling, exps, scale, _operands.take(starts, row_ids))
+        selected = _sampling.select(
+            sampling, exps, scale, _operands.take(starts, row_ids)
+        )
         here = here._asdict()
         outputs = {k: _operands.put(outputs[k], row_ids, here[k]) for k in outputs}
-        return outputs, _operands.put_all(entries, row_ids, found)
+        return outputs, _operands.put_all(entries, row_ids, selected)
 
     outputs = {k: jnp.zeros(n_rows, _operands.output_dtype(spec, k)) for k in names}
     entries = _sampling.none(sampling, n_rows, spec.stats_dtype)
-    made = _shards.vary(outputs, spec.varying), _shards.vary(entries, spec.part_varying)
-    return _operands.for_active_chunks(spec.chunk, rows.active, chunk, made)
+    outputs = _shards.vary(outputs, spec.varying)
+    results = outputs, _shards.vary(entries, spec.part_varying)
+    return _operands.for_active_chunks(spec.chunk, rows.active, chunk, results)
 
 
 def starts_of(spec: Spec, sampling: Sampling, rows: Rows) -> jax.Array:
-    """Where each row's multiples of one begin, int32 [N]; another on each shard."""
+    """Offset of each row's multiples of one, int32 [N]; it differs between shards."""
     assert rows.draws is not None, "no key was given"
     shard = lax.axis_index(spec.shards.axes) if spec.shards else 0
     return _sampling.starts(sampling, rows.draws, shard)
@@ -82,13 +87,18 @@ def backward(
     spec: Spec, source: Head, rows: Rows, saved: _stats.Outputs,
     cotangents: _stats.Cotangents, entries: Entries,
 ) -> Head:  # fmt: skip
-    """Cotangent of the source from the sampled entries; sums in the statistics' type.
+    """Cotangent of the source from the sampled entries; sums in the statistics' dtype.
 
     Args:
-        spec, source, rows: as in `forward`.
-        saved: of `Outputs`, logprob, max and log_sum, and what the cotangents need.
+        spec: static facts.
+        source: the head.
+        rows: of the tokens, with their draws.
+        saved: of `Outputs`: logprob, max, log_sum, and the outputs with cotangents.
         cotangents: of the outputs, [N].
         entries: of `forward`.
+
+    Returns:
+        The cotangent, in the source's dtypes.
     """
     head: Any = _operands.cast(spec, source)
     dz = derivative(spec, sampling_of(spec), rows, saved, cotangents, entries)
@@ -105,7 +115,19 @@ def backward(
 def derivative(
     spec: Spec, sampling: Sampling, rows: Rows, saved, cotangents, entries: Entries
 ) -> Derivative:
-    """Of the loss by h Wᵀ: after softcap and temperature; none of inactive rows."""
+    """Derivative of the loss with respect to h Wᵀ, through temperature and softcap.
+
+    Args:
+        spec: static facts.
+        sampling: of the call.
+        rows: of the tokens; inactive rows have no derivative.
+        saved: of `Outputs`.
+        cotangents: of the outputs, [N].
+        entries: of `forward`.
+
+    Returns:
+        The derivative at the entries.
+    """
     row_ids = jnp.arange(rows.labels.shape[0], dtype=jnp.int32)
     labels = jnp.where(rows.active, _operands.part_labels(spec, rows, row_ids), -1)
     c = _stats.coefficients(saved, cotangents)
@@ -116,30 +138,30 @@ def derivative(
 
 
 def _to_hidden(spec, head, rows, dz) -> jax.Array:
-    """Σ_j dz_j W_j of each token, rounded once; a part of it over shards."""
+    """Σ_j dz_j W_j per token, rounded once; a partial sum over vocabulary shards."""
     depth = head.hidden.shape[1]
     parts = spec.shards and spec.shards.same_hidden
     dtype = spec.stats_dtype if parts else spec.compute_dtype
-    made = jnp.zeros(head.hidden.shape, dtype)
-    made = _shards.vary(made, spec.part_varying)
+    dhidden = jnp.zeros(head.hidden.shape, dtype)
+    dhidden = _shards.vary(dhidden, spec.part_varying)
     if spec.layout == "vd":
-        return _add_rows(spec, head.W, rows.active, dz, made)
+        return _add_rows(spec, head.W, rows.active, dz, dhidden)
     width = min(depth, _DEPTH)
 
-    def part(i, made):
+    def part(i, dhidden):
         first = jnp.minimum(i * width, depth - width)
         W = lax.dynamic_slice_in_dim(head.W, first, width, axis=0).T
-        here = lax.dynamic_slice_in_dim(made, first, width, axis=1)
+        here = lax.dynamic_slice_in_dim(dhidden, first, width, axis=1)
         here = _add_rows(spec, W, rows.active, dz, here)
-        return lax.dynamic_update_slice_in_dim(made, here, first, axis=1)
+        return lax.dynamic_update_slice_in_dim(dhidden, here, first, axis=1)
 
-    return lax.fori_loop(0, -(-depth // width), part, made)
+    return lax.fori_loop(0, -(-depth // width), part, dhidden)
 
 
-def _add_rows(spec, W, active, dz, made):
-    """made [N, D] with the active tokens' weighted sums of rows of W [V, D]."""
+def _add_rows(spec, W, active, dz, dhidden):
+    """Weighted sums of rows of W [V, D], for active tokens of [N, D]."""
 
-    def chunk(row_ids, made):
+    def chunk(row_ids, dhidden):
         columns = _operands.take(dz.columns, row_ids, fill_value=spec.columns)
         values = _operands.take(dz.values, row_ids)
         slots = jnp.arange(1, columns.shape[1] + 1, dtype=jnp.int32)
@@ -152,29 +174,29 @@ def _add_rows(spec, W, active, dz, made):
         sums = jnp.zeros((len(row_ids), W.shape[1]), spec.stats_dtype)
         sums = _shards.vary(sums, spec.part_varying)
         sums = lax.fori_loop(0, n_slots, slot, sums)
-        return _operands.put(made, row_ids, sums.astype(made.dtype))
+        return _operands.put(dhidden, row_ids, sums.astype(dhidden.dtype))
 
-    return _operands.for_active_chunks(spec.chunk, active, chunk, made)
+    return _operands.for_active_chunks(spec.chunk, active, chunk, dhidden)
 
 
 def _to_weights(spec, head, source, pairs) -> tuple[jax.Array, jax.Array | None]:
-    """Gradients of W and of the bias: float32 sums of a few columns at a time."""
+    """Gradients of W and of the bias: float32 sums, a block of columns at a time."""
     axis, depth = (0 if spec.layout == "vd" else 1), head.hidden.shape[1]
     width = min(spec.columns, max(_BLOCK_NUMBERS // depth, 1))
 
-    def block(i, made):
-        first = jnp.minimum(i * width, spec.columns - width)  # the last: twice
+    def block(i, gradients):
+        first = jnp.minimum(i * width, spec.columns - width)  # blocks may overlap
         dW, dbias = _column_sums(spec, head.hidden, pairs, first, width)
         dW = dW.astype(source.W.dtype)
         dW = dW if spec.layout == "vd" else dW.T
-        dW = lax.dynamic_update_slice_in_dim(made[0], dW, first, axis)
-        if made[1] is None:
+        dW = lax.dynamic_update_slice_in_dim(gradients[0], dW, first, axis)
+        if gradients[1] is None:
             return dW, None
-        return dW, lax.dynamic_update_slice_in_dim(made[1], dbias, first, 0)
+        return dW, lax.dynamic_update_slice_in_dim(gradients[1], dbias, first, 0)
 
     bias = None if head.bias is None else jnp.zeros_like(head.bias)
-    made = _shards.vary((jnp.zeros_like(source.W), bias), spec.part_varying)
-    return lax.fori_loop(0, -(-spec.columns // width), block, made)
+    gradients = _shards.vary((jnp.zeros_like(source.W), bias), spec.part_varying)
+    return lax.fori_loop(0, -(-spec.columns // width), block, gradients)
 
 
 def _column_sums(spec, hidden, pairs, first, width):
@@ -209,7 +231,7 @@ def _column_sums(spec, hidden, pairs, first, width):
 
 
 def _scatter(spec, column, values, h, sums):
-    """One pair after another."""
+    """Scatter-add, which a CPU does pair by pair."""
     dW, dbias = sums
     terms = values[:, None] * h.astype(spec.stats_dtype)
     return (
@@ -219,9 +241,9 @@ def _scatter(spec, column, values, h, sums):
 
 
 def _multiply(spec, column, values, h, sums):
-    """A product with a matrix of one value per pair, as other devices add in any order.
+    """A product with a matrix of one value per pair, deterministic unlike scatter-add.
 
-    Its values are rounded to hidden's type, as those of a whole derivative would be.
+    Its values are rounded to hidden's dtype, as the exact derivative's are.
     """
     dW, dbias = sums
     columns = jnp.arange(dW.shape[0], dtype=jnp.int32)

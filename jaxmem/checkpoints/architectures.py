@@ -127,8 +127,11 @@ def _gemma3_text(path: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
     shared = {key: raw[key] for key in _SHARED if key in raw}
     if shared.keys() & {"dtype", "torch_dtype"}:
         text = {k: v for k, v in text.items() if k not in ("dtype", "torch_dtype")}
-    made = {"model_type": "gemma3_text"} | _GEMMA3_SIZES | text | shared
-    return made | {"architectures": ["Gemma3ForCausalLM"], "tie_word_embeddings": tied}
+    config = {"model_type": "gemma3_text"} | _GEMMA3_SIZES | text | shared
+    return config | {
+        "architectures": ["Gemma3ForCausalLM"],
+        "tie_word_embeddings": tied,
+    }
 
 
 def _architecture(reader: Reader) -> Callable[[Reader], dict[str, Any]]:
@@ -316,14 +319,14 @@ def _rope_fields(
     given = dict(given)
     kind = given.pop("type", "default")
     kind = given.pop("rope_type", kind)
-    made = {"rope_scaling": reader.choose("rope type", kind, _ROPES)}
+    fields = {"rope_scaling": reader.choose("rope type", kind, _ROPES)}
     inner = Reader(reader.path, given, frozenset({"partial_rotary_factor"}))
     for key, field in {"rope_theta": "rope_theta", **_ROPE_FIELDS[kind]}.items():
         default = {"rope_theta": theta}.get(key, MISSING)
         whole = int if RANGES[field].whole else float
-        made[field] = inner.take(key, whole, default, within=RANGES[field])
+        fields[field] = inner.take(key, whole, default, within=RANGES[field])
     inner.finish(_MUST_BE)
-    return made
+    return fields
 
 
 def _gemma3_rope(reader: Reader) -> dict[str, Any]:

@@ -93,13 +93,13 @@ def spec_of(x: Any, after: int = 0) -> tuple:
 
 def merged(*specs: tuple) -> PartitionSpec:
     """For each axis the first entry that shards it, unless an earlier axis uses it."""
-    made, used = [], set()
+    axes, used = [], set()
     for entries in itertools.zip_longest(*specs):
         names = [(x,) if isinstance(x, str) else tuple(x or ()) for x in entries]
         free = (x for x in names if x and not used & set(x))
-        made.append(next(free, None))
-        used.update(made[-1] or ())
-    return PartitionSpec(*made)
+        axes.append(next(free, None))
+        used.update(axes[-1] or ())
+    return PartitionSpec(*axes)
 
 
 def _unmarked(x):

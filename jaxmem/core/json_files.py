@@ -39,15 +39,15 @@ def parse(text: str) -> Any:
     if len(text) > MAX_BYTES:
         raise JsonError(f"longer than {MAX_BYTES // 2**20} MiB")
     try:
-        made = _DECODER.decode(text)
+        value = _DECODER.decode(text)
     except json.JSONDecodeError as error:
         place = f"column {error.colno}"
         place = place if error.lineno == 1 else f"line {error.lineno}, {place}"
         raise JsonError(f"not valid JSON: {error.msg} ({place})") from error
     except RecursionError as error:
         raise JsonError(_TOO_DEEP) from error
-    _check_values(made, _SURROGATE.search(text) is not None)
-    return made
+    _check_values(value, _SURROGATE.search(text) is not None)
+    return value
 
 
 def read_text(path: Path) -> str:
@@ -87,23 +87,23 @@ def read_object(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > MAX_BYTES:
             raise JsonError(f"larger than {MAX_BYTES // 2**20} MiB")
-        made = parse(read_text(path))
+        value = parse(read_text(path))
     except JsonError as error:
         raise JsonError(f"{path}: {error}") from error
     except (OSError, ValueError) as error:  # ValueError: the path itself is invalid
         reason = getattr(error, "strerror", None) or error
         raise JsonError(f"{path}: cannot be read: {reason}") from error
-    if not isinstance(made, dict):
-        raise JsonError(f"{path}: expected a JSON object, got {messages.short(made)}")
-    return made
+    if not isinstance(value, dict):
+        raise JsonError(f"{path}: expected a JSON object, got {messages.short(value)}")
+    return value
 
 
 _TOO_DEEP = f"nested deeper than {MAX_DEPTH}"
 
 
-def _check_values(made: Any, surrogates: bool) -> None:
+def _check_values(root: Any, surrogates: bool) -> None:
     """Check depth and strings breadth-first, one level of nesting at a time."""
-    level, depth = [made], 0
+    level, depth = [root], 0
     while level:
         depth += 1
         if depth > MAX_DEPTH + 1:
@@ -130,12 +130,12 @@ def _check_strings(level: list[Any]) -> None:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) < len(pairs):
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))
         raise JsonError(f"the key {messages.short(twice)} is there twice")
-    return made
+    return fields
 
 
 def _integer(text: str) -> int:
@@ -145,10 +145,10 @@ def _integer(text: str) -> int:
 
 
 def _float(text: str) -> float:
-    made = float(text)
-    if math.isinf(made):
+    number = float(text)
+    if math.isinf(number):
         raise JsonError(f"the number {messages.cut(text, 40)} is too large")
-    return made
+    return number
 
 
 def _constant(text: str) -> Any:

@@ -42,8 +42,10 @@ def no_statistics(spec: Spec, rows: Rows) -> _stats.Stats:
 def outputs(spec: Spec, rows: Rows, stats: _stats.Stats, names) -> dict:
     """The named fields of `Outputs` for every row, 0 in inactive rows."""
     row_ids = jnp.arange(rows.labels.shape[0], dtype=jnp.int32)
-    made = merged(spec, rows, row_ids, stats)._asdict()
-    return {k: jnp.where(rows.active, made[k], jnp.zeros_like(made[k])) for k in names}
+    every = merged(spec, rows, row_ids, stats)._asdict()
+    return {
+        k: jnp.where(rows.active, every[k], jnp.zeros_like(every[k])) for k in names
+    }
 
 
 def merged(spec: Spec, rows: Rows, row_ids, stats: _stats.Stats) -> _stats.Outputs:

@@ -30,15 +30,15 @@ def is_possible() -> bool:
     return _devices.count() > 1 and AxisType.Manual not in mesh.axis_types
 
 
-def by_tokens(run: Callable, given: Any, made: Any) -> Callable:
+def by_tokens(run: Callable, given: Any, results: Any) -> Callable:
     """Wrap `run` so that jit partitions it by tokens when it targets several devices.
 
     Args:
         run: maps arrays to arrays, for any number of tokens.
         given: a tree prefix of its arguments: True for arrays whose first axis is
             tokens, False for arrays that are replicated.
-        made: a tree prefix of its results: True for arrays whose first axis is tokens,
-            False for sums over tokens.
+        results: a tree prefix of its results: True for arrays whose first axis is
+            tokens, False for sums over tokens.
 
     Returns:
         A function with the signature of `run`.
@@ -47,37 +47,41 @@ def by_tokens(run: Callable, given: Any, made: Any) -> Callable:
     def call(*args):
         if jax.config.jax_remove_custom_partitioning_ptr_from_cache_key:
             return _split(
-                lambda _, *args: run(*args), (False, *given), made,
+                lambda _, *args: run(*args), (False, *given), results,
                 (_fingerprint(run, args), *args),
             )  # fmt: skip
-        return _split(run, given, made, args)
+        return _split(run, given, results, args)
 
     return call
 
 
-def _split(run, given, made, args):
+def _split(run, given, results, args):
     """Call `run(*args)` so that XLA asks `_partition` how to partition it."""
     leaves, tree = jax.tree.flatten(args)
     shapes, out_tree = jax.tree.flatten(jax.eval_shape(run, *args))
     of_tokens = _flags(given, args)
-    made_of_tokens = _flags(made, out_tree.unflatten(shapes))
+    flags = _flags(results, out_tree.unflatten(shapes))
 
     def flat(*leaves):
         return tuple(jax.tree.leaves(run(*tree.unflatten(leaves))))
 
-    made = tuple(zip(shapes, made_of_tokens, strict=True))
+    shapes_and_flags = tuple(zip(shapes, flags, strict=True))
     split = custom_partitioning(flat)
     split.def_partition(
         functools.partial(
-            _partition, flat, jax.sharding.get_abstract_mesh(), of_tokens, made
-        ),
+            _partition,
+            flat,
+            jax.sharding.get_abstract_mesh(),
+            of_tokens,
+            shapes_and_flags,
+        ),  # fmt: skip
         # Only the older GSPMD partitioner calls this.
         infer_sharding_from_operands=lambda mesh, arguments, results: tuple(
             NamedSharding(mesh, PartitionSpec()) for _ in results
         ),
         sharding_rule=_rule(leaves, of_tokens, "a")
         + " -> "
-        + _rule(shapes, made_of_tokens, "r"),
+        + _rule(shapes, flags, "r"),
     )
     return out_tree.unflatten(split(*leaves))
 
@@ -95,9 +99,9 @@ def _fingerprint(run, args):
     return np.frombuffer(digest, np.int32)
 
 
-def _partition(flat, traced_on, of_tokens, made, mesh, arguments, _):
+def _partition(flat, traced_on, of_tokens, shapes_and_flags, mesh, arguments, _):
     """Answer XLA: (mesh, per-device function, shardings of results, of arguments)."""
-    made_of_tokens = [flag for _, flag in made]
+    shapes, flags = zip(*shapes_and_flags, strict=True)
     tokens = [x for x, flag in zip(arguments, of_tokens, strict=True) if flag]
     axes = _axes(mesh, tokens[0])
 
@@ -106,18 +110,17 @@ def _partition(flat, traced_on, of_tokens, made, mesh, arguments, _):
         with jax.sharding.use_abstract_mesh(traced_on):
             results = [
                 x if flag or not axes else lax.psum(x, axes)
-                for x, flag in zip(flat(*leaves), made_of_tokens, strict=True)
+                for x, flag in zip(flat(*leaves), flags, strict=True)
             ]
             # The dtype of a result may depend on the number of tokens.
-            return tuple(
-                x.astype(like.dtype) for x, (like, _) in zip(results, made, strict=True)
-            )
+            pairs = zip(results, shapes, strict=True)
+            return tuple(x.astype(like.dtype) for x, like in pairs)
 
     def placed(flags):
         parts, whole = PartitionSpec(axes or None), PartitionSpec()
         return tuple(NamedSharding(mesh, parts if flag else whole) for flag in flags)
 
-    return mesh, on_device, placed(made_of_tokens), placed(of_tokens)
+    return mesh, on_device, placed(flags), placed(of_tokens)
 
 
 def _flags(prefix, tree) -> list[bool]:

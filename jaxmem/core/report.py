@@ -81,15 +81,15 @@ def report() -> Iterator[Report]:
     >>> calls.calls[0].implementation
     'xla'
     """
-    made = Report()
-    token = _open.set((*_open.get(), made))
+    new = Report()
+    token = _open.set((*_open.get(), new))
     try:
-        yield made
+        yield new
     finally:
         _open.reset(token)
 
 
 def record(call: Call) -> None:
     """Add the call to every open report."""
-    for made in _open.get():
-        made.calls.append(call)
+    for opened in _open.get():
+        opened.calls.append(call)

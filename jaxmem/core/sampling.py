@@ -36,7 +36,7 @@ _GROUP = 16  # columns whose units are summed for the search, a power of two
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """Static facts: at most `slots` entries of each row, beside the label's.
+    """Static facts: at most `slots` entries of each row, besides the label's.
 
     Attributes:
         slots: K.
@@ -124,7 +124,7 @@ def starts(sampling: Sampling, draws: jax.Array, shard: ArrayLike = 0) -> jax.Ar
 
 
 def units(sampling: Sampling, p: jax.Array) -> jax.Array:
-    """q of probabilities, in units; 0 where p is 0 or NaN."""
+    """Probabilities q of being kept, in units; 0 where p is 0 or NaN."""
     scaled = (p * (sampling.rate * sampling.one)).astype(jnp.int32) + 1
     return jnp.where(p > 0, jnp.minimum(scaled, sampling.one), 0)
 

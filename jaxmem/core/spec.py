@@ -24,7 +24,7 @@ class Spec:
     gradient_samples: int | None = None  # entries of a token's derivative; None: all
     shards: Shards | None = None  # the sharding of the vocabulary over mesh axes
     varying: frozenset[str] = frozenset()  # mesh axes along which row outputs vary
-    spread: bool = False  # whether jit may partition the call by tokens
+    token_parallel: bool = False  # whether jit may partition the call by tokens
 
     @property
     def part_varying(self) -> frozenset[str]:

@@ -1,6 +1,6 @@
-"""Conversations to text: a checkpoint's own chat template, as transformers renders it.
+"""Conversations to text, by a checkpoint's chat template, as transformers renders it.
 
-messages -> template -> text, and which characters of it an assistant wrote
+messages -> template -> text, and the spans of characters that an assistant wrote
 """
 
 import datetime
@@ -18,13 +18,13 @@ from jaxmem.data.records import DataError
 Message = dict[str, Any]
 Span = tuple[int, int]  # first character, and the one after the last
 
-# Noncharacters of Unicode, which no text has, around what {% generation %} encloses.
+# Unicode noncharacters, which no text has: they mark the ends of {% generation %}.
 _START, _END = "\ufdd0", "\ufdd1"
-_FILLER = range(0xE000, 0xF900)  # private characters, of which a text lacks most
+_FILLER = range(0xE000, 0xF900)  # private-use characters, most of which no text has
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
-# A template is read at its first use: most data have no need of one.
+# A template is read at its first use, because most data do not need one.
 Templates = Callable[[], "ChatTemplate"]
 
 
@@ -40,8 +40,8 @@ class ChatTemplate:
 
     Args:
         text: the template.
-        tokens: special tokens that it may name, such as `bos_token`.
-        where: what errors call it.
+        tokens: special tokens by name, such as `bos_token`.
+        where: its name in errors.
         special: special tokens that may end a turn.
 
     Raises:
@@ -71,7 +71,10 @@ class ChatTemplate:
 
         Args:
             conversation: messages with `role` and `content`.
-            add_generation_prompt: end with what precedes an assistant's turn.
+            add_generation_prompt: whether to append the header of an assistant's turn.
+
+        Returns:
+            The text.
 
         Raises:
             DataError: the template raises.
@@ -96,18 +99,18 @@ class ChatTemplate:
     def render_counted(
         self, conversation: Sequence[Message], first: int = 0
     ) -> Rendered:
-        """Render a conversation and find what its assistant turns wrote.
+        """Render a conversation, and find the spans that its assistant turns wrote.
 
         A turn starts where the template's generation prompt ends, and includes the
-        special token that ends it. A template with `{% generation %}` says itself what
-        a turn is.
+        special token that ends it. A template with `{% generation %}` defines turns
+        itself.
 
         Args:
             conversation: messages with `role` and `content`.
             first: number of the first message whose turn may count.
 
         Returns:
-            The text, and spans of characters by rising start.
+            The text, and spans of characters in increasing order.
 
         Raises:
             DataError: the template raises.
@@ -119,16 +122,16 @@ class ChatTemplate:
             spans = _marked_spans(marked)
             skipped = sum(i < first for i in turns)
             return Rendered(text, tuple(spans[skipped:]))
-        found = [self._span(conversation, i, text) for i in turns if i >= first]
-        return Rendered(text, tuple(span for span in found if span is not None))
+        counted = [self._span(conversation, i, text) for i in turns if i >= first]
+        return Rendered(text, tuple(span for span in counted if span is not None))
 
     def _span(self, conversation: Sequence[Message], i: int, text: str) -> Span | None:
-        """Where the text changes if the turn's content does."""
+        """The span of the text that changes if the turn's content does."""
         filler = next(chr(c) for c in _FILLER if chr(c) not in text)
         other = [*conversation]
         other[i] = {"role": "assistant", "content": filler}
         changed = self.render(other)
-        if changed == text:  # the template leaves the turn out
+        if changed == text:  # the template omits the turn
             return None
         start = len(os.path.commonprefix([text, changed]))
         stop = len(text) - len(os.path.commonprefix([text[::-1], changed[::-1]]))
@@ -137,15 +140,15 @@ class ChatTemplate:
         return (start, end.end() if end else stop)
 
     def _after_prompt(self, before: Sequence[Message], text: str, start: int) -> int:
-        """Where the generation prompt ends, if it does so before the content."""
+        """The end of the generation prompt, if it is before the content."""
         try:
             prompt = self.render(before, add_generation_prompt=True)
             asks = prompt != self.render(before)
-        except DataError:  # some refuse a conversation that ends early
+        except DataError:  # some templates reject a truncated conversation
             return start
         if len(prompt) > start or not text.startswith(prompt):
             return start
-        # A template that knows no generation prompt may still write a header.
+        # A template without a generation prompt may still write a header.
         return len(prompt) if asks or not text[len(prompt) : start].strip() else start
 
 
@@ -159,6 +162,9 @@ def read_template(
             tokenizer_config.json, whose special tokens the template may name.
         path: of a template to use instead, or None.
         special: special tokens that may end a turn.
+
+    Returns:
+        The template.
 
     Raises:
         DataError: there is no template, or it is not valid.
@@ -212,7 +218,7 @@ def _default_template(value: Any) -> str | None:
 
 @functools.cache
 def _environment() -> Any:
-    """Return the sandbox that published templates are written for."""
+    """Return a sandbox like that of transformers, for which templates are written."""
     try:
         import jinja2
         from jinja2 import ext, nodes, sandbox
@@ -246,7 +252,7 @@ def _environment() -> Any:
 
 
 def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-    """Without the escapes of HTML that jinja2's own filter makes."""
+    """JSON without the HTML escapes of jinja2's own filter."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators,
         sort_keys=sort_keys,
@@ -266,12 +272,12 @@ def _strftime_now(form: str) -> str:
 
 def _reason(error: Exception) -> str:
     line = getattr(error, "lineno", None)
-    said = messages.cut(str(error) or type(error).__name__)
-    return f"{said} (line {line})" if line else said
+    message = messages.cut(str(error) or type(error).__name__)
+    return f"{message} (line {line})" if line else message
 
 
 def _marked_spans(marked: str) -> list[Span]:
-    """Spans between marks, as places in the text without them."""
+    """Spans between marks, as positions in the text without marks."""
     spans, start, removed = [], 0, 0
     for place, character in enumerate(marked):
         if character == _START:

@@ -1,4 +1,4 @@
-"""Pairs of answers: a chosen and a rejected one to each prompt, as padded rows."""
+"""Pairs of answers, a chosen and a rejected one per prompt, as padded rows."""
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,13 +28,13 @@ class Pair(NamedTuple):
 
 
 class PairBatch(NamedTuple):
-    """Rows [2 B, T]: chosen and rejected by turns, one sequence a row."""
+    """Rows [2 B, T]: chosen and rejected alternate, one sequence per row."""
 
     tokens: Any  # input ids
-    labels: Any  # the token that follows; -1 where no loss is wanted
+    labels: Any  # the next token; -1 where masked
     segment_ids: Any  # 1; 0 is padding
     positions: Any
-    # ln p of the whole sequence under the reference, in the first place of its row
+    # ln p of the whole sequence under the reference, in the first column of its row
     reference: Any
 
 
@@ -44,16 +44,19 @@ def load_pairs(
     template: Templates | None = None,
     drop_long: bool = False,
 ) -> tuple[list[Pair], list[Pair]]:
-    """Read pairs: those to train on, and those held out.
+    """Read pairs.
 
-    A record has `chosen` and `rejected`, with `prompt` or without: strings, or lists of
-    messages, whose common start is the prompt where there is no `prompt`.
+    A record has `chosen` and `rejected`, with or without `prompt`: strings, or lists of
+    messages. Without `prompt`, the common start of both lists is the prompt.
 
     Args:
         config: of the data.
         tokenizer: the vocabulary.
         template: returns the template that renders messages.
-        drop_long: leave out pairs of which one is longer than a row.
+        drop_long: whether to drop pairs with an answer longer than a row.
+
+    Returns:
+        Pairs for training, and held-out pairs.
 
     Raises:
         DataError: a record is malformed, or a pair is too long.
@@ -97,8 +100,8 @@ def _pair(
         )
     if fields["chosen"] == fields["rejected"]:
         raise DataError(f"{record.where}: chosen and rejected are equal")
-    made = _conversations if isinstance(fields["chosen"], list) else _strings
-    chosen, rejected = encode_documents(made(record, template), tokenizer)
+    documents_of = _conversations if isinstance(fields["chosen"], list) else _strings
+    chosen, rejected = encode_documents(documents_of(record, template), tokenizer)
     return Pair(record.where, chosen, rejected)
 
 
@@ -123,28 +126,31 @@ def _conversations(record: Record, template: Templates | None) -> list[Document]
 
 
 def _digest(pair: Pair) -> bytes:
-    made = hashlib.sha256()
+    digest = hashlib.sha256()
     for tokens, labels in (pair.chosen, pair.rejected):
-        made.update(len(tokens).to_bytes(8, "little"))
-        made.update(tokens.tobytes() + labels.tobytes())
-    return made.digest()
+        digest.update(len(tokens).to_bytes(8, "little"))
+        digest.update(tokens.tobytes() + labels.tobytes())
+    return digest.digest()
 
 
 def fingerprint(pairs: Sequence[Pair]) -> str:
     """Identify pairs and their order."""
-    made = hashlib.sha256(b"".join(map(_digest, pairs)))
-    return made.hexdigest()[:24]
+    digest = hashlib.sha256(b"".join(map(_digest, pairs)))
+    return digest.hexdigest()[:24]
 
 
 def batch_of(
     pairs: Sequence[Pair], reference: np.ndarray, config: DataConfig
 ) -> PairBatch:
-    """Lay pairs out in rows.
+    """Return pairs as padded rows.
 
     Args:
         pairs: B of them.
         reference: [B, 2] log-probabilities of the chosen and the rejected answer.
-        config: says how long a row is.
+        config: with the length of a row.
+
+    Returns:
+        The batch.
     """
     shape = 2 * len(pairs), config.sequence_length
     tokens, segments = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
@@ -159,12 +165,12 @@ def batch_of(
 
 
 class PairBatches(Iterator[PairBatch]):
-    """Micro-batches without end, in a new order each epoch; resumable.
+    """Endless micro-batches, in a new order each epoch; resumable.
 
     Args:
         pairs: to train on.
         reference: [N, 2] log-probabilities under the reference.
-        config: `batch_size` pairs each.
+        config: with `batch_size`, the pairs per micro-batch.
     """
 
     def __init__(
@@ -194,7 +200,10 @@ class PairBatches(Iterator[PairBatch]):
         return {"next_pair": self._next, "fingerprint": self._fingerprint}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `get_state` returned.
+        """Continue from the result of `get_state`.
+
+        Args:
+            state: that result.
 
         Raises:
             DataError: the state belongs to other pairs.

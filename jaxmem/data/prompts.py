@@ -1,4 +1,4 @@
-"""Prompts of reinforcement learning: strings or conversations, as ids of the model."""
+"""Prompts of reinforcement learning: strings or conversations, as token ids."""
 
 import hashlib
 import json
@@ -22,18 +22,21 @@ class Prompt(NamedTuple):
     where: str
     prompt: Any  # a string, or a list of messages
     columns: dict[str, Any]  # the other fields
-    ids: np.ndarray  # int32, what the model reads
+    ids: np.ndarray  # int32, input of the model
 
 
 def load_prompts(
     config: TaskConfig, tokenizer: tokenizers.Tokenizer, template: Templates
 ) -> tuple[list[Prompt], list[Prompt]]:
-    """Read the prompts of `task.source`: those to train on, and those held out.
+    """Read the prompts of `task.source`.
 
     Args:
         config: of the task.
         tokenizer: of the checkpoint.
         template: returns the template that renders messages.
+
+    Returns:
+        Prompts for training, and held-out prompts.
 
     Raises:
         DataError: a file cannot be read, a record has no `prompt`, or a prompt is
@@ -88,16 +91,16 @@ def _ids(
     if isinstance(prompt, str):
         start = edges(tokenizer)[0]
         return [*start, *tokenizer.encode(prompt, add_special_tokens=False).ids]
-    turns, made = conversation_of(record, "prompt"), template()
+    turns, chat_template = conversation_of(record, "prompt"), template()
     try:
-        text = made.render(turns, add_generation_prompt=True)
+        text = chat_template.render(turns, add_generation_prompt=True)
     except DataError as error:
         raise DataError(f"{record.where}: {error}") from error
     return tokenizer.encode(text, add_special_tokens=False).ids
 
 
 def _check_columns(prompts: Sequence[Prompt]) -> None:
-    """Reward functions get every column of every prompt."""
+    """Raise unless all prompts have the same columns, for reward functions."""
     first = prompts[0]
     for prompt in prompts:
         differing = prompt.columns.keys() ^ first.columns.keys()
@@ -115,8 +118,8 @@ def _digest(prompt: Prompt) -> bytes:
 
 
 def fingerprint(prompts: Sequence[Prompt]) -> str:
-    """Identify prompts, columns and their order, but not where they are."""
-    made = hashlib.sha256()
+    """Identify prompts, columns and their order, but not their files."""
+    digest = hashlib.sha256()
     for prompt in prompts:
-        made.update(_digest(prompt) + prompt.ids.tobytes())
-    return made.hexdigest()[:24]
+        digest.update(_digest(prompt) + prompt.ids.tobytes())
+    return digest.hexdigest()[:24]

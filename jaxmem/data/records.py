@@ -1,4 +1,4 @@
-"""Records of JSONL and Parquet files, each with the place that an error names."""
+"""Records of JSONL and Parquet files, each with its place for error messages."""
 
 import glob
 import os
@@ -24,23 +24,23 @@ class Record(NamedTuple):
 
 
 def find_files(source: Source, argument: str) -> list[Path]:
-    """Return the files that a source names, in an order that is the same on every run.
+    """Return the files that a source names, in the same order on every run.
 
     Args:
         source: a path, a glob such as "data/*.jsonl", or a tuple of these.
-        argument: what an error calls the source.
+        argument: name of the source in errors.
 
     Returns:
         Paths, at least one; a glob's are sorted.
 
     Raises:
-        DataError: another suffix, or a glob that matches nothing.
+        DataError: a file has another suffix, or a glob matches nothing.
     """
     patterns = (source,) if isinstance(source, str) else source
-    found = [path for pattern in patterns for path in _expand(pattern, argument)]
-    if not found:
+    paths = [path for pattern in patterns for path in _expand(pattern, argument)]
+    if not paths:
         raise DataError(f"{argument} names no file")
-    return found
+    return paths
 
 
 def _expand(pattern: str, argument: str) -> list[Path]:
@@ -50,7 +50,7 @@ def _expand(pattern: str, argument: str) -> list[Path]:
             f'{argument} must be "stdlib" or the path of a .txt, .jsonl or .parquet '
             f"file, got {messages.short(pattern)}"
         )
-    # A file whose name has a bracket is that file.
+    # A path that exists is a file, even if its name contains a bracket.
     if not glob.has_magic(pattern) or os.path.exists(path):
         return [path]
     matches = sorted(map(Path, glob.glob(str(path), recursive=True)))
@@ -64,16 +64,19 @@ def read_records(path: Path, argument: str) -> Iterator[Record]:
 
     Args:
         path: of the file.
-        argument: what an error calls the source.
+        argument: name of the source in errors.
+
+    Yields:
+        The records, in order.
 
     Raises:
-        DataError: the file cannot be read, or a line is no JSON object.
+        DataError: the file cannot be read, or a line is not a JSON object.
     """
     return (_parquet if path.suffix == ".parquet" else _jsonl)(path, argument)
 
 
 def read_text(path: Path, argument: str) -> str:
-    """Return the text of a file; raise a DataError where it has none."""
+    """Return the text of a file; raise a DataError if it has none."""
     shown = messages.name(str(path))
     try:
         return json_files.read_text(path)
@@ -85,7 +88,7 @@ def read_text(path: Path, argument: str) -> str:
 
 
 def _jsonl(path: Path, argument: str) -> Iterator[Record]:
-    # Not str.splitlines, which would also cut at U+2028 inside a JSON string.
+    # Not str.splitlines, which also splits at U+2028 inside a JSON string.
     for number, line in enumerate(read_text(path, argument).split("\n"), start=1):
         if line.strip():
             where = f"{path}:{number}"
@@ -123,12 +126,12 @@ def _parquet(path: Path, argument: str) -> Iterator[Record]:
     except (ArrowException, OSError, ValueError) as error:
         if isinstance(error, DataError):
             raise
-        said = messages.cut(getattr(error, "strerror", None) or str(error))
-        raise DataError(f"{argument}: cannot read {shown}: {said}") from error
+        reason = messages.cut(getattr(error, "strerror", None) or str(error))
+        raise DataError(f"{argument}: cannot read {shown}: {reason}") from error
 
 
 def _without_nulls(value: Any) -> Any:
-    """A column has every key that any row has, and null where a row lacks it."""
+    """Remove nulls: a column has the keys of all rows, or null if one is absent."""
     if isinstance(value, dict):
         return {k: _without_nulls(v) for k, v in value.items() if v is not None}
     return [_without_nulls(v) for v in value] if isinstance(value, list) else value

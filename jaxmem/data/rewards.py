@@ -2,10 +2,10 @@
 
     score(prompts, completions, **columns) -> list[float | None]
 
-That is the signature of TRL's and Tunix's reward functions. A prompt is what the data
-hold, a string or a list of messages; a completion is a string, or for messages a list
-of one assistant message. Columns are the other fields of the data, a list each, with
-`completion_ids` and `max_new_tokens`. None says that a function has no opinion.
+That is the signature of TRL's and Tunix's reward functions. A prompt is that of the
+data, a string or a list of messages; a completion is a string, or for messages a list
+of one assistant message. Columns are lists of the other fields of the data, and of
+`completion_ids` and `max_new_tokens`. A reward of None does not count.
 """
 
 import asyncio
@@ -32,15 +32,15 @@ class RewardError(ValueError):
 
 
 class Questions(NamedTuple):
-    """What reward functions are given, a list of N each."""
+    """Arguments of reward functions, lists of N each."""
 
-    where: Sequence[str]  # places of the prompts, for errors
+    where: Sequence[str]  # places of the prompts in the data, for errors
     prompts: Sequence[Any]
     completions: Sequence[Any]
     columns: Mapping[str, Sequence[Any]]
 
     def only(self, i: int) -> "Questions":
-        """The one of that number."""
+        """The i-th question alone."""
         columns = {name: [values[i]] for name, values in self.columns.items()}
         return Questions(
             [self.where[i]], [self.prompts[i]], [self.completions[i]], columns
@@ -48,10 +48,10 @@ class Questions(NamedTuple):
 
 
 class Rewards(NamedTuple):
-    """What completions are worth: float64 arrays."""
+    """Rewards of completions: float64 arrays."""
 
     total: np.ndarray  # [N] weighted sum over the functions
-    parts: dict[str, np.ndarray]  # [N] by function; NaN where it said None
+    parts: dict[str, np.ndarray]  # [N] by function; NaN for None
 
 
 class Scorer:
@@ -60,8 +60,8 @@ class Scorer:
     Args:
         names: of shipped functions, or "file.py:function", or
             "package.module:function".
-        weights: one a function; None: 1 each.
-        timeout: most seconds that a call may take, or None. Functions without a timeout
+        weights: one per function; None: 1 each.
+        timeout: maximum seconds of a call, or None. Functions without a timeout
             are called in the main thread, those with one in a thread of their own.
 
     Raises:
@@ -79,14 +79,17 @@ class Scorer:
         self._timeout = timeout
 
     def __call__(self, questions: Questions) -> Rewards:
-        """Call every function; async ones are awaited together.
+        """Call all functions; async ones are awaited together.
 
         Args:
             questions: prompts, completions and columns.
 
+        Returns:
+            The rewards.
+
         Raises:
-            RewardError: a function raises, takes too long, returns another number of
-                rewards or one that is not finite, or all of them return None.
+            RewardError: a function raises, exceeds the timeout, returns a wrong number
+                of rewards or one that is not finite, or all of them return None.
         """
         waiting = {k: f for k, f in self._functions.items() if _is_async(f)}
         returned = self._await(waiting, questions)
@@ -136,15 +139,21 @@ class Scorer:
         return returned
 
     def _too_slow(self, name: str, questions: Questions) -> RewardError:
-        said = _place(name, questions, 0)
-        return RewardError(f"{said} took longer than task.timeout={self._timeout:g} s")
+        place = _place(name, questions, 0)
+        return RewardError(f"{place} took longer than task.timeout={self._timeout:g} s")
 
 
 def load(name: str) -> Function:
     """Return the function of a name: shipped, in a file, or in a module.
 
+    Args:
+        name: of the function, as in `TaskConfig.reward`.
+
+    Returns:
+        The function.
+
     Raises:
-        RewardError: there is none, or importing it fails.
+        RewardError: it does not exist, or importing it fails.
     """
     if name in SHIPPED:
         return SHIPPED[name]
@@ -160,7 +169,7 @@ def load(name: str) -> Function:
     except Exception as error:
         line = _line_of(error, source)
         raise RewardError(
-            f"task.reward: cannot import {source}{line}: {_said(error)}"
+            f"task.reward: cannot import {source}{line}: {_message(error)}"
         ) from error
     function = getattr(module, attribute, None)
     if not callable(function):
@@ -169,21 +178,21 @@ def load(name: str) -> Function:
 
 
 def _file(path: str) -> Any:
-    found = Path(path).expanduser()
-    if not found.is_file():
+    file = Path(path).expanduser()
+    if not file.is_file():
         raise FileNotFoundError("no such file")
-    name = f"jaxmem_rewards_{found.stem}"
-    spec = importlib.util.spec_from_file_location(name, found)
+    name = f"jaxmem_rewards_{file.stem}"
+    spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # for what pickles or annotates
+    sys.modules[name] = module  # for pickling, and for annotations
     spec.loader.exec_module(module)
     return module
 
 
 def _module(name: str) -> Any:
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))  # the command `jaxmem` leaves it out
+        sys.path.insert(0, str(Path.cwd()))  # absent for `jaxmem`
     return importlib.import_module(name)
 
 
@@ -191,7 +200,7 @@ def _module(name: str) -> Any:
 
 
 def _is_async(function: Function) -> bool:
-    """Also of an object whose class has an async `__call__`."""
+    """Whether a function, or the `__call__` of an object, is async."""
     call = type(function).__call__
     return any(map(inspect.iscoroutinefunction, (function, call)))
 
@@ -206,7 +215,7 @@ def _call(function: Function, questions: Questions) -> Any:
 
 
 def _in_time(call: Callable[[], Any], seconds: float) -> Any:
-    """Call in a thread that may be left behind; what it raises is raised here."""
+    """Call in a thread that may be abandoned; its exceptions are raised here."""
     outcome: dict[str, Any] = {}
 
     def run() -> None:
@@ -228,7 +237,7 @@ def _in_time(call: Callable[[], Any], seconds: float) -> Any:
 def _failure(
     name: str, function: Function, questions: Questions, error: Exception
 ) -> RewardError:
-    """Call again one by one, to find the prompt on which the function raises."""
+    """Call for one prompt at a time, to find the one for which the function raises."""
     place, line = 0, _line_of(error, name.rpartition(":")[0])
     for i in range(len(questions.prompts)):
         try:
@@ -238,8 +247,8 @@ def _failure(
         except Exception:
             place = i
             break
-    said = f"{type(error).__name__}: {_said(error)}"
-    return RewardError(f"{_place(name, questions, place)} raised{line} {said}")
+    message = f"{type(error).__name__}: {_message(error)}"
+    return RewardError(f"{_place(name, questions, place)} raised{line} {message}")
 
 
 async def _result(value: Awaitable) -> Any:
@@ -250,11 +259,11 @@ def _checked(name: str, returned: Any, questions: Questions) -> np.ndarray:
     """Rewards as an array, None as NaN."""
     count = len(questions.prompts)
     if not isinstance(returned, Sequence | np.ndarray) or isinstance(returned, str):
-        said = f"returned {messages.short(returned)}, not a list of {count} rewards"
-        raise RewardError(f"{_place(name, questions, 0)} {said}")
+        message = f"returned {messages.short(returned)}, not a list of {count} rewards"
+        raise RewardError(f"{_place(name, questions, 0)} {message}")
     if len(returned) != count:
-        said = f"returned {len(returned)} rewards for {count} completions"
-        raise RewardError(f"{_place(name, questions, 0)} {said}")
+        message = f"returned {len(returned)} rewards for {count} completions"
+        raise RewardError(f"{_place(name, questions, 0)} {message}")
     out = np.full(count, np.nan)
     for i, value in enumerate(returned):
         if value is None:
@@ -264,8 +273,8 @@ def _checked(name: str, returned: Any, questions: Questions) -> np.ndarray:
         except (TypeError, ValueError, OverflowError):
             out[i] = math.nan
         if not math.isfinite(out[i]):
-            said = f"returned {messages.short(value)}, which is no finite number"
-            raise RewardError(f"{_place(name, questions, i)} {said}")
+            message = f"returned {messages.short(value)}, which is no finite number"
+            raise RewardError(f"{_place(name, questions, i)} {message}")
     return out
 
 
@@ -285,7 +294,7 @@ def _line_of(error: BaseException, source: str) -> str:
     return f" (line {lines[-1]})" if lines else ""
 
 
-def _said(error: BaseException) -> str:
+def _message(error: BaseException) -> str:
     return messages.cut(str(error)) or type(error).__name__
 
 
@@ -302,13 +311,13 @@ def text_of(completion: Any) -> str:
 
 
 def exact(prompts, completions, answer, **_) -> list[float]:
-    """1 where the completion is the column `answer`, but for white space around it."""
+    """1 if the completion equals the column `answer`, ignoring outer white space."""
     pairs = zip(completions, answer, strict=True)
     return [float(text_of(c).strip() == str(a).strip()) for c, a in pairs]
 
 
 def prefix(prompts, completions, answer, **_) -> list[float]:
-    """Share of the column `answer` that the completion has right from its start."""
+    """Fraction of the column `answer` that the completion starts with."""
     return [
         _shared(text_of(c).strip(), str(a).strip())
         for c, a in zip(completions, answer, strict=True)
@@ -325,20 +334,20 @@ def _shared(text: str, answer: str) -> float:
 
 
 def regex(prompts, completions, pattern, **_) -> list[float]:
-    """1 where the column `pattern`, a regular expression, is found."""
+    """1 if the column `pattern`, a regular expression, matches in the completion."""
     pairs = zip(completions, pattern, strict=True)
     return [float(re.search(p, text_of(c), re.DOTALL) is not None) for c, p in pairs]
 
 
 def number(prompts, completions, answer, **_) -> list[float]:
-    """1 where the last number of the completion equals that of the column `answer`."""
+    """1 if the last number of the completion equals that of the column `answer`."""
     pairs = zip(completions, answer, strict=True)
     return [float(_equal(_last(text_of(c)), _last(str(a)))) for c, a in pairs]
 
 
 def _last(text: str) -> float | None:
-    found = _NUMBER.findall(text)
-    return float(found[-1].replace(",", "")) if found else None
+    numbers = _NUMBER.findall(text)
+    return float(numbers[-1].replace(",", "")) if numbers else None
 
 
 def _equal(a: float | None, b: float | None) -> bool:
@@ -346,7 +355,7 @@ def _equal(a: float | None, b: float | None) -> bool:
 
 
 def length(prompts, completions, completion_ids, max_new_tokens, **_) -> list[float]:
-    """Minus the share of `sampling.max_new_tokens` that the completion takes."""
+    """Minus the fraction of `sampling.max_new_tokens` that the completion takes."""
     pairs = zip(completion_ids, max_new_tokens, strict=True)
     return [-len(ids) / most for ids, most in pairs]
 

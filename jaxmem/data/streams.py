@@ -1,8 +1,7 @@
-"""Batches whose rows come from several streams of documents, of which a process reads
-only those that its devices need.
+"""Batches from several streams of documents, of which a process reads only its own.
 
-A stream is every n-th document, packed and shuffled by itself, and gives the same rows
-of each batch wherever it is read: the batches are those of one process.
+A stream is every n-th document, packed and shuffled separately. It gives the same rows
+of each batch in any process, so the batches equal those of a single process.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,7 +17,7 @@ from jaxmem.data.documents import Batch, BatchIterator, DataConfig
 
 
 class StreamIterator(Iterator[Batch]):
-    """Batches [B, T] of which only the rows of the streams given are filled."""
+    """Batches [B, T] in which only the rows of the given streams are filled."""
 
     def __init__(self, streams: dict[int, BatchIterator], config: DataConfig):
         self._streams, self._config = streams, config
@@ -34,16 +33,16 @@ class StreamIterator(Iterator[Batch]):
         return batch
 
     def get_state(self) -> dict[str, Any]:
-        """Where every stream stands, those of other processes too."""
+        """Return the positions of all streams, including those of other processes."""
         return processes.share(
             {str(i): stream.get_state() for i, stream in self._streams.items()}
         )
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Continue from what `get_state` returned, in any processes.
+        """Continue from the result of `get_state`, with any number of processes.
 
         Raises:
-          DataError: the state belongs to other data or to other settings.
+            DataError: the state belongs to other data or to other settings.
         """
         for i, stream in self._streams.items():
             if str(i) not in state:
@@ -60,16 +59,20 @@ def batches(
     rows: Sequence[int],
     template: Templates | None = None,
 ) -> BatchIterator | StreamIterator:
-    """`data.batches` for training, of which only some rows are needed here.
+    """`documents.batches` for training, of which only some rows are needed here.
 
     Args:
-      config: what to read; its `streams` say how it may be shared out.
-      tokenizer: the vocabulary.
-      rows: of each batch, that this process's devices read.
-      template: returns the template that renders `messages`.
+        config: what to read; `streams` is the number of streams.
+        tokenizer: the vocabulary.
+        rows: of each batch, that this process's devices read.
+        template: returns the template that renders `messages`.
+
+    Returns:
+        The batches.
 
     Raises:
-      DataError: also a stream some of whose rows only other processes need.
+        DataError: as `documents.batches`; or a stream has rows for this process and
+            rows for other processes only.
     """
     if config.streams == 1 and len(rows) == config.batch_size:
         return data.batches(config, tokenizer, template=template)
@@ -81,7 +84,7 @@ def batches(
             f"{len(rows)} of the {config.batch_size} rows of a batch, and would read "
             f"the documents of {len(wanted) * each}"
         )
-    made = {
+    iterators = {
         i: data.batches(config, tokenizer, stream=i, template=template) for i in wanted
     }
-    return StreamIterator(made, config)
+    return StreamIterator(iterators, config)

@@ -1,8 +1,8 @@
-"""What a policy is asked: prompts of a file, or sums, which are generated.
+"""Tasks of a policy: prompts of a file, or generated sums.
 
     "3+8=" -> "1", the sum's last digit; or "11<eos>", the sum
 
-Problem i of a seed is always the same one, so that a job's place in its data is a
+Problem i of a seed is always the same, so the position of a job in its data is one
 number.
 """
 
@@ -30,7 +30,7 @@ _IDS = {word: i for i, word in enumerate(VOCABULARY)}
 
 @dataclasses.dataclass(frozen=True)
 class TaskConfig:
-    """Where prompts come from, and what completions are worth."""
+    """The prompts of a task, and the rewards of completions."""
 
     # "arithmetic" (sums of two numbers), or paths and globs of .jsonl or .parquet
     source: str | tuple[str, ...] = "arithmetic"
@@ -51,7 +51,7 @@ class TaskConfig:
     seed: int = 0  # which sums; order of a file's prompts, another one each epoch
 
     def __post_init__(self):
-        """Refuse impossible values, by name."""
+        """Raise a ValueError that names a field with an impossible value."""
         check_numbers(self, _RANGES)
         answers, rewards = ("last_digit", "sum"), ("exact", "prefix")
         check_field(self, "answer", self.answer in answers, f"one of {answers}")
@@ -88,7 +88,7 @@ class TaskConfig:
 
     @property
     def answer_length(self) -> int:
-        """Tokens of the longest answer, <eos> included; 1 where it is not known."""
+        """Tokens of the longest answer, including <eos>; 1 if it is not known."""
         if not self.is_arithmetic or self.answer == "last_digit":
             return 1
         return self.digits + 2
@@ -104,24 +104,24 @@ class Problems(NamedTuple):
 
 
 def problems(config: TaskConfig, start: int, count: int) -> Problems:
-    """Make the problems with the numbers from `start` to `start + count - 1`.
+    """Generate the problems with the numbers from `start` to `start + count - 1`.
 
     Args:
-      config: what kind of problems.
-      start: number of the first, at least 0.
-      count: how many.
+        config: kind of problems.
+        start: number of the first, at least 0.
+        count: how many.
 
     Returns:
-      `Problems`, the same whatever else was made before.
+        `Problems`, independent of other calls.
 
-    >>> made = problems(TaskConfig(answer="sum"), start=7, count=2)
-    >>> [text(prompt) for prompt in made.prompts]
+    >>> sums = problems(TaskConfig(answer="sum"), start=7, count=2)
+    >>> [text(prompt) for prompt in sums.prompts]
     ['7+0=', '3+7=']
-    >>> [text(answer) for answer in made.answers]
+    >>> [text(answer) for answer in sums.answers]
     ['7<eos>', '10<eos>']
     """
-    made = [_problem(config, number) for number in range(start, start + count)]
-    prompts, answers = zip(*made, strict=True)
+    pairs = [_problem(config, number) for number in range(start, start + count)]
+    prompts, answers = zip(*pairs, strict=True)
     return Problems(
         *_padded(prompts, config.prompt_length),
         *_padded(answers, config.answer_length),
@@ -149,48 +149,51 @@ def _padded(rows: tuple[list[int], ...], width: int) -> tuple[np.ndarray, np.nda
 
 
 def text(ids: Iterable[int]) -> str:
-    """Ids as they read, without padding; "?" for what is not in the vocabulary."""
+    """Ids as text, without padding; "?" for ids that are not in the vocabulary."""
     known = dict(enumerate(VOCABULARY))
     return "".join(known.get(int(i), "?") for i in ids if i != PAD_ID)
 
 
 class Scores(NamedTuple):
-    """What completions are worth: float32 arrays [N]."""
+    """Rewards of completions: float32 arrays [N]."""
 
-    rewards: np.ndarray  # as the config defines them
-    exact: np.ndarray  # 1 where the completion is the answer, else 0
+    rewards: np.ndarray  # by `TaskConfig.reward`
+    exact: np.ndarray  # 1 if the completion is the answer, else 0
 
 
 def score(
-    config: TaskConfig, made: Problems, tokens: np.ndarray, lengths: np.ndarray
+    config: TaskConfig, sums: Problems, tokens: np.ndarray, lengths: np.ndarray
 ) -> Scores:
     """Compare completions with the answers.
 
         exact_i = [completion_i = answer_i]
-        prefix_i = tokens right before the first wrong one / tokens of the answer
+        prefix_i = correct tokens before the first wrong one / tokens of the answer
 
     Args:
-      config: which reward.
-      made: the problem of each completion.
-      tokens: [N, R] completions, <eos> included.
-      lengths: [N] tokens of each; the rest of a row is ignored.
+        config: which reward.
+        sums: the problem of each completion.
+        tokens: completions [N, R], including <eos>.
+        lengths: tokens of each completion, [N]; the rest of a row is ignored.
+
+    Returns:
+        The scores.
 
     >>> config = TaskConfig(answer="sum", reward="prefix")
-    >>> made = problems(config, start=8, count=1)  # "3+7="
+    >>> sums = problems(config, start=8, count=1)  # "3+7="
     >>> completion = np.array([[3, 3, EOS_ID, PAD_ID]])
-    >>> scores = score(config, made, completion, np.array([3]))
+    >>> scores = score(config, sums, completion, np.array([3]))
     >>> print(text(completion[0]), scores.rewards, scores.exact)
     11<eos> [0.33333334] [0.]
     """
-    width = made.answers.shape[1]
+    width = sums.answers.shape[1]
     shared = tokens[:, :width]
     shared = np.pad(shared, ((0, 0), (0, width - shared.shape[1])))
     place = np.arange(width)
-    inside = place < np.minimum(lengths, made.answer_lengths)[:, None]
-    right = (shared == made.answers) & inside
+    inside = place < np.minimum(lengths, sums.answer_lengths)[:, None]
+    right = (shared == sums.answers) & inside
     leading = np.cumprod(right, axis=1).sum(axis=1)
-    whole = (leading == made.answer_lengths) & (lengths == made.answer_lengths)
+    whole = (leading == sums.answer_lengths) & (lengths == sums.answer_lengths)
     exact = whole.astype(np.float32)
     if config.reward == "exact":
         return Scores(exact, exact)
-    return Scores((leading / made.answer_lengths).astype(np.float32), exact)
+    return Scores((leading / sums.answer_lengths).astype(np.float32), exact)

@@ -1,4 +1,4 @@
-"""Records to documents: what a run trains on, or scores, read and parted.
+"""Documents of a run, read from files and split into training and evaluation.
 
 "stdlib", or .txt, .jsonl and .parquet files  ->  documents  ->  (training, held out)
 """
@@ -30,8 +30,8 @@ _BLANK_LINES = re.compile(r"\n(?:[ \t\r]*\n)+")
 class Document(NamedTuple):
     """One text; the loss counts `text`, never `prompt`.
 
-    A text that a chat template rendered has its special tokens spelled out, and
-    `counted` says which of its characters the loss counts.
+    In a text that a chat template rendered, special tokens are spelled out, and
+    `counted` are the spans of characters that the loss counts.
     """
 
     name: str
@@ -45,20 +45,20 @@ def load_documents(
     argument: str = "data.source",
     template: Templates | None = None,
 ) -> list[Document]:
-    """Read every document of `source`, in an order that is the same on every run.
+    """Read all documents of `source`, in the same order on every run.
 
     Args:
-      source: `"stdlib"`, or paths and globs of `.txt` files (documents are separated by
-        blank lines) and of `.jsonl` and `.parquet` files (one document a record:
-        `text`, `prompt` and `response` or `completion`, or `messages`).
-      argument: what an error calls the source.
-      template: returns the template that renders `messages`.
+        source: `"stdlib"`, or paths and globs of `.txt` files (documents are separated
+            by blank lines) and of `.jsonl` and `.parquet` files (one document per
+            record: `text`, `prompt` and `response` or `completion`, or `messages`).
+        argument: name of the source in errors.
+        template: returns the template that renders `messages`.
 
     Returns:
-      The documents, at least one.
+        The documents, at least one.
 
     Raises:
-      DataError: unknown source, missing file, malformed line (named by its number).
+        DataError: the source is unknown, a file is missing, or a line is malformed.
     """
     if source == "stdlib":
         return _stdlib_documents()
@@ -72,15 +72,31 @@ def load_documents(
 def split_documents(
     documents: Sequence[Document], held_out: float
 ) -> tuple[list[Document], list[Document]]:
-    """Split into (training, evaluation) by content, whatever the documents' order.
+    """Split into (training, evaluation) by content, independently of the order.
 
-    Equal documents are on one side: where the cut would part them, they are trained on.
+    Equal documents are never split: those at the boundary are for training.
+
+    Args:
+        documents: to be split.
+        held_out: fraction for evaluation.
+
+    Returns:
+        Both lists.
     """
     return split(documents, [digest(document) for document in documents], held_out)
 
 
 def split(items: Sequence[Any], keys: Sequence[bytes], held_out: float):
-    """Split anything likewise, by keys that are equal where items are."""
+    """Split items as `split_documents` does, by keys that are equal for equal items.
+
+    Args:
+        items: to be split.
+        keys: one per item.
+        held_out: fraction for evaluation.
+
+    Returns:
+        Both lists.
+    """
     first_trained = sorted(keys)[int(len(items) * held_out)]
     training, evaluation = [], []
     for item, key in zip(items, keys, strict=True):
@@ -89,7 +105,7 @@ def split(items: Sequence[Any], keys: Sequence[bytes], held_out: float):
 
 
 def digest(document: Document) -> bytes:
-    """Identify the content; the name may hold a path, which may change."""
+    """Identify the content of a document, without its name, which may be a path."""
     content = [document.prompt, document.text]
     if document.counted is not None:
         content.append(str(document.counted))
@@ -97,7 +113,7 @@ def digest(document: Document) -> bytes:
 
 
 def _stdlib_documents() -> list[Document]:
-    """Top-level modules as they are, and the topics behind Python's `help()`."""
+    """Source files of top-level modules, and the topics of Python's `help()`."""
     from pydoc_data.topics import topics
 
     directory, argument = Path(sysconfig.get_path("stdlib")), "data.source"
@@ -123,7 +139,7 @@ def _documents(
 
 
 def _paragraphs(name: str, text: str) -> Iterator[Document]:
-    """Parts of a text between blank lines, each with the line that it starts on."""
+    """Parts of a text between blank lines, each with its first line number."""
     start = 0
     for end, following in [
         *(match.span() for match in _BLANK_LINES.finditer(text)),
@@ -139,10 +155,17 @@ def _paragraphs(name: str, text: str) -> Iterator[Document]:
 
 
 def document_of(record: Record, template: Templates | None) -> Document:
-    """Make a document of a record of supervised training.
+    """Return the document of a record of supervised training.
+
+    Args:
+        record: of a file.
+        template: returns the template that renders `messages`.
+
+    Returns:
+        The document.
 
     Raises:
-      DataError: its columns are of no known form.
+        DataError: the record has none of the known sets of columns.
     """
     keys = set(record.fields) & set(_COLUMNS)
     if keys == {"text"}:
@@ -165,7 +188,7 @@ def document_of(record: Record, template: Templates | None) -> Document:
 def answered(
     record: Record, prompt: str, answer: str, template: Templates | None
 ) -> Document:
-    """Make a document of a prompt and its answer: two strings, or two conversations."""
+    """Return the document of a prompt and its answer: two strings or conversations."""
     if isinstance(record.fields[prompt], list):
         before = conversation_of(record, prompt)
         after = conversation_of(record, answer)
@@ -180,7 +203,7 @@ def conversation(
     first: int,
     template: Templates | None,
 ) -> Document:
-    """Render messages; the loss counts assistant turns from number `first` on."""
+    """Render messages; the loss counts assistant turns from message `first` on."""
     where = record.where
     if template is None:
         raise DataError(
@@ -189,9 +212,9 @@ def conversation(
         )
     if not any(turn["role"] == "assistant" for turn in turns[first:]):
         raise DataError(f"{where}: no message has the role 'assistant'")
-    made = template()
+    chat_template = template()
     try:
-        text, counted = made.render_counted(turns, first)
+        text, counted = chat_template.render_counted(turns, first)
     except DataError as error:
         raise DataError(f"{where}: {error}") from error
     if not any(start < stop for start, stop in counted):
@@ -202,8 +225,15 @@ def conversation(
 def conversation_of(record: Record, key: str) -> list[Message]:
     """Return the messages of a field, checked.
 
+    Args:
+        record: of a file.
+        key: name of the field.
+
+    Returns:
+        The messages.
+
     Raises:
-      DataError: it is no list of objects that have a role.
+        DataError: it is not a list of objects with a role.
     """
     where, turns = record.where, record.fields[key]
     if not isinstance(turns, list) or not turns:

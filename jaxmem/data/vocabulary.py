@@ -1,4 +1,4 @@
-"""Which vocabulary a run has: one trained on its text, a task's own, a checkpoint's."""
+"""The vocabulary of a run: trained on its text, a task's, or a checkpoint's."""
 
 from typing import NamedTuple
 
@@ -10,35 +10,47 @@ from jaxmem import checkpoints
 from jaxmem.data import tasks
 
 PAD, BOS, EOS = SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>")
-# Every byte is an entry of its own, so that no text is unknown.
+# Every byte has an entry, so that any text can be encoded.
 SMALLEST = 256 + len(SPECIAL_TOKENS)
 
 
 def edges(tokenizer: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:
-    """Ids that a document starts with and ends with.
+    """Ids that start and end a document.
 
-    A vocabulary trained here has its own; a checkpoint's template says so, with the end
-    that `of_checkpoint` adds.
+    A tokenizer trained here has its own ids; a checkpoint's are defined by its
+    template, with the end that `of_checkpoint` adds.
+
+    Args:
+        tokenizer: of either kind.
+
+    Returns:
+        Both lists of ids.
     """
     bos, eos = tokenizer.token_to_id(BOS), tokenizer.token_to_id(EOS)
     if tokenizer.post_processor is None and bos is not None and eos is not None:
         return [bos], [eos]
-    made = tokenizer.encode("a", add_special_tokens=True)
-    if 0 not in made.special_tokens_mask:
+    encoding = tokenizer.encode("a", add_special_tokens=True)
+    if 0 not in encoding.special_tokens_mask:
         raise checkpoints.CheckpointError(
             "the tokenizer makes no token of the text 'a', so that its template cannot "
             "be read; its normalizer or model drops letters"
         )
-    text = made.special_tokens_mask.index(0)
-    after = text + made.special_tokens_mask[text:].count(0)
-    return made.ids[:text], made.ids[after:]
+    text = encoding.special_tokens_mask.index(0)
+    after = text + encoding.special_tokens_mask[text:].count(0)
+    return encoding.ids[:text], encoding.ids[after:]
 
 
 def of_checkpoint(directory: str) -> tokenizers.Tokenizer:
     """A checkpoint's tokenizer, whose template also ends documents.
 
+    Args:
+        directory: of the checkpoint.
+
+    Returns:
+        The tokenizer.
+
     Raises:
-      CheckpointError: there is none, or no token ends a sequence.
+        CheckpointError: there is none, or no token ends a sequence.
     """
     tokenizer, start, eos = checkpoints.load_vocabulary(directory)
     if eos is None:
@@ -55,22 +67,25 @@ def of_checkpoint(directory: str) -> tokenizers.Tokenizer:
 
 
 class Ends(NamedTuple):
-    """What sampling needs to know of a vocabulary."""
+    """Properties of a vocabulary that sampling needs."""
 
     size: int  # entries that the model needs
     eos_id: int  # ends a completion
-    pad_id: int  # after it
+    pad_id: int  # fills the row after it
 
 
 def ends(checkpoint: str, stop: str | None = None) -> Ends:
-    """Read a checkpoint's.
+    """The ends of a checkpoint's vocabulary.
 
     Args:
-      checkpoint: directory.
-      stop: token that ends a completion; None: the one that ends a document.
+        checkpoint: directory.
+        stop: token that ends a completion; None: the one that ends a document.
+
+    Returns:
+        Size and ids.
 
     Raises:
-      CheckpointError: there is no such token.
+        CheckpointError: there is no such token.
     """
     tokenizer = of_checkpoint(checkpoint)
     (eos,) = edges(tokenizer)[1]
@@ -84,38 +99,41 @@ def ends(checkpoint: str, stop: str | None = None) -> Ends:
 
 
 class Spelling(NamedTuple):
-    """A task's words as ids of a model."""
+    """A task's words as token ids of a model."""
 
     ids: np.ndarray  # int32, of `tasks.VOCABULARY`
     size: int  # entries that the model needs
 
     def write(self, words: np.ndarray) -> np.ndarray:
-        """The task's numbers of words to the model's ids."""
+        """Convert numbers of the task's words to the model's ids."""
         return self.ids[words]
 
     def read(self, ids: np.ndarray) -> np.ndarray:
-        """Back; what is no word of the task gets a number that none has."""
+        """Convert ids to numbers of words; other ids get a number that no word has."""
         words = np.full(np.shape(ids), len(self.ids), np.int32)
         for word, id_ in enumerate(self.ids):
-            words = np.where(ids == id_, np.int32(word), words)  # the end after padding
+            words = np.where(ids == id_, np.int32(word), words)  # the end comes last
         return words
 
 
 def spelling(checkpoint: str | None) -> Spelling:
-    """A word a token: the task's own ids, or a checkpoint's.
+    """One token per word: the task's own ids, or a checkpoint's.
 
     Args:
-      checkpoint: directory, or None.
+        checkpoint: directory, or None.
+
+    Returns:
+        The ids.
 
     Raises:
-      CheckpointError: a word is no token of the checkpoint's tokenizer.
+        CheckpointError: a word is not a token of the checkpoint's tokenizer.
     """
     if checkpoint is None:
         size = len(tasks.VOCABULARY)
         return Spelling(np.arange(size, dtype=np.int32), size)
     tokenizer = of_checkpoint(checkpoint)
     (end,) = edges(tokenizer)[1]
-    # A row is filled with its end, and the end comes last: it is read as that.
+    # Padding may have the id of the end, which comes last and so is read as the end.
     ids = {"<pad>": end, "<eos>": end}
     for word in tasks.VOCABULARY[2:]:
         id_ = tokenizer.token_to_id(word)
@@ -125,5 +143,5 @@ def spelling(checkpoint: str | None) -> Spelling:
                 "has none of that name"
             )
         ids[word] = id_
-    made = np.array([ids[word] for word in tasks.VOCABULARY], np.int32)
-    return Spelling(made, int(made.max()) + 1)
+    word_ids = np.array([ids[word] for word in tasks.VOCABULARY], np.int32)
+    return Spelling(word_ids, int(word_ids.max()) + 1)

@@ -55,12 +55,12 @@ def target(device: str, count: int = 1, *, hosts: int = 1) -> Iterator[list[Any]
     4
     """
     described = find(device)
-    made = targets.of(described, count, hosts)
-    token = _planned.set(Planned(described, tuple(made), hosts))
+    planned_devices = targets.of(described, count, hosts)
+    token = _planned.set(Planned(described, tuple(planned_devices), hosts))
     jax.clear_caches()
     try:
-        with jax.default_device(made[0]), _no_persistent_cache():
-            yield list(made)
+        with jax.default_device(planned_devices[0]), _no_persistent_cache():
+            yield list(planned_devices)
     finally:
         _planned.reset(token)
         jax.clear_caches()

@@ -82,8 +82,8 @@ def _has_plugin():
 
 def _has_ptxas():
     names = {"nvidia-cuda-nvcc", "nvidia-cuda-nvcc-cu12", "nvidia-cuda-nvcc-cu13"}
-    found = {d.metadata["Name"] for d in importlib.metadata.distributions()}
-    return bool(names & found) or shutil.which("ptxas") is not None
+    installed = {d.metadata["Name"] for d in importlib.metadata.distributions()}
+    return bool(names & installed) or shutil.which("ptxas") is not None
 
 
 def _gpus(device, count, hosts):
@@ -94,7 +94,7 @@ def _gpus(device, count, hosts):
         os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     jax.devices()  # loads the plugins
     try:
-        made = topologies.get_topology_desc(
+        topology = topologies.get_topology_desc(
             device.name, platform="cuda", target_config=device.target,
             topology=f"1x{hosts}x{count // hosts}",
         )  # fmt: skip
@@ -103,7 +103,7 @@ def _gpus(device, count, hosts):
             "jax could not load its plugin for NVIDIA GPUs, which compiles for "
             f"{device.name}: set JAX_PLATFORMS=cpu before jax is first used"
         ) from error
-    return list(made.devices)
+    return list(topology.devices)
 
 
 def _tpus(device, count, hosts):
@@ -114,12 +114,12 @@ def _tpus(device, count, hosts):
     chips, there = -(-count // device.cores), -(-count // hosts // device.cores)
     shape = _slice(chips, device.axes, device.name)
     host = shape if hosts == 1 else _slice(there, device.axes, device.name)
-    made = topologies.get_topology_desc(
+    topology = topologies.get_topology_desc(
         platform="tpu",
         topology_name=f"{device.topology}:{'x'.join(map(str, shape))}",
         chips_per_host_bounds=(*host, 1, 1)[:3],
     )
-    return list(made.devices)[:count]
+    return list(topology.devices)[:count]
 
 
 def _slice(chips, axes, name):

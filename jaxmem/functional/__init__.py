@@ -1,5 +1,6 @@
 """The public functions of hidden states and a vocabulary matrix."""
 
+from jaxmem import _imports
 from jaxmem.functional.api import (
     entropy as entropy,
     logprobs as logprobs,
@@ -17,3 +18,5 @@ from jaxmem.functional.selected import (
     support_logprobs as support_logprobs,
 )
 from jaxmem.functional.single_pass import token_loss as token_loss
+
+__dir__ = _imports.public_dir(__name__)

@@ -1,4 +1,4 @@
-"""The public verbs: contract, check, flatten, call, unflatten."""
+"""The public functions: they check, flatten, compute, and restore the shape."""
 
 from typing import Literal
 
@@ -42,101 +42,106 @@ def logprobs(
 
     Args:
         hidden: final hidden states [..., D], float32, bfloat16 or float16 (float64
-            under x64). GEMMs run in this type and accumulate in float32.
-        W: vocabulary matrix, [V, D] (an embedding table) or [D, V] (a Dense kernel).
-            Of another type than hidden, it is cast to hidden's once; its gradient
-            always comes back in its own type, rounded once from float32 sums.
-        labels: token ids [...], any integer type. Negative marks padding.
+            under x64). GEMMs run in this dtype and accumulate in float32.
+        W: vocabulary matrix, [V, D] (an embedding table) or [D, V] (a Dense kernel). If
+            its dtype is not that of hidden, it is cast once; its gradient always has
+            its own dtype, rounded once from float32 sums.
+        labels: token ids [...], any integer dtype. Negative marks padding.
         chunk: tokens whose logits may be alive at once; None for all of them; "auto"
-            for as many as fit 512 MiB of float32 logits. Larger is faster until it
-            spills.
-        where: booleans that broadcast to labels; False masks a token. The cost
-            follows the tokens that are neither masked nor padding.
-        temperature: positive scalar or one a token, [...]; not differentiable.
+            for as many as fit 512 MiB of float32 logits. Larger chunks are faster as
+            long as they fit in memory.
+        where: booleans that broadcast to labels; False masks a token. Cost scales with
+            the number of tokens that are neither masked nor padding.
+        temperature: positive scalar or one per token, [...]; not differentiable.
         softcap: caps logits at ±softcap by tanh, before the temperature (Gemma 2).
         bias: [V], added to the logits first.
         vocab_size: logical vocabulary when W is padded; later entries get p = 0.
         layout: "vd" or "dv"; inferred from the shapes unless W is square.
-        frozen_head: W and bias are constants, as under LoRA: their gradient is 0, and
-            hidden's is made beside the result, where it awaits only a scale: rounded
-            to hidden's type before it and after. Two GEMMs in all, instead of three.
-        residual_bytes: how much memory may hold exponentials, 2·V a token, from the
-            forward pass to the backward pass, which makes only the other tokens' logits
-            again: with "all", three GEMMs instead of four. "hopper" alone can, and on
-            one device: where jit splits the program, each does it for all tokens.
-        gradient_samples: K, fewer than V: the gradient is an unbiased estimate from at
-            most K + 1 entries of each token's derivative by the logits, the label's
-            exact, and the backward pass recomputes no logits. Entries with p ≥ 1/K are
-            exact; the others are kept with probability K·p and weighted by its inverse.
-            None: the exact gradient. The result is the same, bit for bit, either way.
-        key: PRNG key of the samples, required with gradient_samples; or one a token,
-            [...]. A token's samples follow from the key and its position alone,
-            whatever the chunk. Use another key each step. Inside `jax.shard_map`,
-            devices with different tokens need different keys
-            (`jaxmem.sharding.parallel` sees to it).
+        frozen_head: W and bias are constants, as under LoRA: their gradient is 0.
+            hidden's gradient is computed in the forward pass, kept as a residual and
+            scaled by the cotangent; it is rounded to hidden's dtype before and after
+            scaling. Two GEMMs in all, instead of three.
+        residual_bytes: byte budget for residuals, 2·V per token: exponentials from the
+            forward pass, so that the backward pass recomputes only the other tokens'
+            logits. "all" takes three GEMMs instead of four. Only "hopper" has it, on
+            one device; where jit partitions the program, each device computes all
+            tokens.
+        gradient_samples: K < V: the gradient is an unbiased estimate from at most K + 1
+            entries of each token's derivative with respect to the logits, of which the
+            label's is exact, and the backward pass recomputes no logits. Entries with
+            p ≥ 1/K are exact; the others are kept with probability K·p and weighted by
+            its inverse. None: the exact gradient. The result is bitwise the same.
+        key: PRNG key of the samples, required with gradient_samples; or one per token,
+            [...]. A token's samples depend on the key and its position only, not on the
+            chunk. Use another key each step. Inside `jax.shard_map`, devices with
+            different tokens need different keys; `jaxmem.sharding.parallel` derives
+            them.
         axis_name: mesh axis, or tuple of axes, of an enclosing `jax.shard_map` along
-            which the vocabulary is split. W and bias are then this shard's part, of one
-            size on all shards, and vocab_size counts all parts together; labels are ids
-            of the whole vocabulary and, like hidden and all else there is of tokens,
-            the same on all shards, as is the result.
+            which the vocabulary is sharded. W and bias are then this device's shards,
+            which have one size on all devices, and vocab_size is that of the whole
+            vocabulary. labels are ids of the whole vocabulary. Labels, hidden and all
+            other per-token arrays are replicated over the shards, as is the result.
             `jaxmem.sharding.parallel` does this for global arrays.
         implementation: "xla", "hopper" (16-bit hidden on an H100 or H200), or None for
-            the best there is here; `jaxmem.report()` tells which one ran.
+            the best one available; `jaxmem.report()` shows which one ran.
 
     Returns:
         float32 [...] (float64 for float64 hidden): 0 for a masked token, with a
         gradient of exactly 0, even where its hidden state is NaN; NaN for a label
-        ≥ V that only shows up at run time. On a CPU a token's bits depend neither on
-        the other tokens nor, among multiples of 16, on the chunk.
+        ≥ V that is known at run time only. On a CPU the result is batch-invariant: a
+        token's bits depend neither on other tokens nor on the chunk, if it is a
+        multiple of 16.
 
-    **Memory** beyond inputs, outputs and gradients, with b the bytes of hidden's type
-    and C = min(chunk, tokens rounded up to 16): forward 4·C·V; backward (4 + b)·C·V +
-    4·V·D, the latter for the float32 sum of W's gradient, and nothing where W is
-    frozen. With frozen_head the forward pass under `jax.grad` takes (4 + b)·C·V, or
-    8·C·V by XLA for CPUs, and keeps b·D a token; the backward pass takes nothing.
-    Nothing grows with tokens · V. W of another type than hidden costs b·V·D more;
-    cuBLAS takes 32 MiB. Where V is no multiple of 64, W is padded: b·V·D, in "xla" on a
-    GPU backward; in "hopper", where W is [D, V] or D is none either, in both passes and
-    again for its gradient, otherwise 256·b·D forward and up to 2·b·C·V·D/N backward.
-    "hopper" holds no logits: forward it takes 2·D + V/25 a token, of 8192 tokens at
-    most, and no more than 4·C·V; backward, with S = √(C·V), it takes 2·C·V + 6·N·D for
-    up to S tokens N. For more, up to V and C·V/32, a block of W's gradient comes on
-    top, 32·C·V·D/N at most, where all but 2·N·D of that is no more than 2·C·V + 4·V·D;
-    otherwise it takes 2·C·V + 4·V·D + 6·S·D, the second term not where W is frozen. In
-    C·V, V is the whole vocabulary, even of devices that have a part of it.
-    residual_bytes come on top, and live from one pass to the other; so do 4·V·D where
-    they hold a part of the tokens. XLA for CPUs may widen 16-bit weights to float32,
-    4·V·D, and needs 8·C·V forward where V is no multiple of 128 or jaxlib is older than
-    0.11.
+    **Memory** beyond inputs, outputs and gradients, with b the item size of hidden, N
+    tokens and C = min(chunk, N rounded up to 16); where V is sharded, C·V has the whole
+    vocabulary's V. Nothing grows with N·V.
 
-    With gradient_samples, under `jax.grad`: forward in "xla" 4·C·V·(1 + 2/16) + 512·C·K
-    for the search (by XLA for CPUs 12·C·V instead of 4·C·V if more is asked than the
-    log-probability), in "hopper" 2·C·V + V/16 a token of a chunk; and 8·K a token, the
-    entries, that live from one pass to the other. Backward 24·(K + 1) a token for the
-    pairs sorted by column, and in "xla" float32 sums of at most 2²² numbers of W's
-    gradient at a time, in "hopper" 8·D·max(2048, V/1024) at most.
+    - "xla": forward 4·C·V; backward (4 + b)·C·V + 4·V·D, the latter for the float32 sum
+      of W's gradient, unless W is frozen.
+    - frozen_head: forward under `jax.grad` (4 + b)·C·V (XLA for CPUs: 8·C·V) and a
+      residual of b·N·D; backward nothing.
+    - "hopper": forward 2·D + V/25 per token, of 8192 tokens at most, and no more than
+      4·C·V. Backward, with S = √(C·V): up to S tokens take 2·C·V + 6·N·D. Up to V and
+      C·V/32 tokens also take a block of W's gradient, at most 32·C·V·D/N, if all except
+      2·N·D is no more than 2·C·V + 4·V·D. Otherwise it takes 2·C·V + 4·V·D + 6·S·D,
+      without the second term if W is frozen.
+    - residual_bytes: that many, from the forward to the backward pass, and 4·V·D during
+      the same time if they cover only part of the tokens.
+    - gradient_samples, under `jax.grad`: residuals of 8·K per token. Forward in "xla"
+      4·C·V·(1 + 2/16) + 512·C·K for the search (XLA for CPUs: 12·C·V instead of 4·C·V
+      for more outputs than the log-probability); in "hopper" 2·C·V, and V/16 per token
+      of a chunk. Backward 24·(K + 1) per token for the pairs sorted by column, and in
+      "xla" float32 sums of at most 2²² elements of W's gradient at a time; in "hopper"
+      at most 8·D·max(2048, V/1024).
+    - In addition: b·V·D if the dtype of W is not that of hidden; 32 MiB for cuBLAS. If
+      V is not a multiple of 64, W is padded, b·V·D: by "xla" on a GPU backward, and by
+      "hopper" in both passes and again for the gradient if W is [D, V] or D is not a
+      multiple of 64, otherwise 256·b·D forward and up to 2·b·C·V·D/N backward. XLA for
+      CPUs may widen 16-bit weights to float32, 4·V·D, and needs 8·C·V forward if V is
+      not a multiple of 128 or jaxlib is older than 0.11.
 
-    **Communication** with axis_name, a token: forward 8 bytes in one max and 12 in one
-    sum over the shards; backward 4·D in one sum of hidden's gradient, in float32, that
-    is rounded after it and takes as much memory (twice with more than two shards in
-    "hopper", which makes W's gradient meanwhile, and once more in its several launches
-    of more than S tokens). W's gradient stays where W is. Under
-    check_vma=False jax sums hidden's gradient itself, rounded to hidden's type before.
-    Without it, where `jax.jit` splits a program over devices, each takes as many tokens
-    of all as they divide, those that it has first; W is gathered if it is in parts, and
-    its gradient summed over the devices, in W's type. Along explicit mesh axes, the
-    result is sharded as labels are, or where these are not as hidden, and gradients as
-    what they are gradients of; outside of jit the operands are copied.
+    **Communication** with axis_name, per token: forward an all-reduce of 8 bytes (max)
+    and one of 12 (sum) over the shards; backward an all-reduce of 4·D for hidden's
+    gradient, in float32, which is rounded afterwards and takes as much memory (twice
+    with more than two shards in "hopper", which overlaps it with W's gradient, and once
+    more if more than S tokens take several launches). W's gradient stays sharded as W.
+    Under check_vma=False, jax itself all-reduces hidden's gradient, after rounding it
+    to hidden's dtype.
+
+    Without axis_name, where `jax.jit` partitions a program over devices, the tokens are
+    split evenly over them in order; W is all-gathered if it is sharded, and its
+    gradient all-reduced in W's dtype. Along explicit mesh axes, the result is sharded
+    as labels are, or else as hidden is, and gradients as their operands are; outside of
+    jit, operands are copied.
 
     Raises:
-        TypeError: an argument of the wrong type; the message names it.
-        ValueError: shapes that disagree, an ambiguous layout, a label ≥ V, a chunk,
-            temperature or softcap that is not positive, an unknown implementation, an
-            axis_name that no shard_map binds, or along which W is not split.
-            gradient_samples that is no integer from 1 to V - 1, a key without it, or
-            none with it.
-        NotImplementedError: a gradient of the temperature, a second derivative, or an
-            implementation that cannot run this call here.
+        TypeError: an argument has the wrong type; the message names it.
+        ValueError: shapes disagree; the layout is ambiguous; a label is ≥ V; a chunk,
+            temperature or softcap is not positive; the implementation is unknown; no
+            shard_map binds axis_name, or W is not sharded along it; gradient_samples is
+            not an integer from 1 to V - 1, or only one of it and key is given.
+        NotImplementedError: a gradient of the temperature or a second derivative is
+            requested, or the implementation cannot run this call here.
 
     >>> import jax.numpy as jnp, jaxmem
     >>> h, W = jnp.zeros((2, 8)), jnp.zeros((4, 8))
@@ -176,20 +181,20 @@ def token_stats(
     axis_name: AxisName | None = None,
     implementation: Implementation | None = None,
 ) -> TokenStats:
-    """All that one pass over the vocabulary tells of each token.
+    """All statistics of each token that one pass over the vocabulary computes.
 
         p = softmax(z)     logprob = ln p[label]     entropy = -Σ p ln p
         logsumexp = ln Σ e^z     sum_pi_squared = Σ p²     is_argmax = z[label] ≥ max z
 
-    Every float field is differentiable, alone or together with the others, at the
-    price of one backward pass. Args, memory and errors are those of `logprobs`, but
-    under frozen_head the backward pass makes the logits again, as with several fields
-    there is no knowing which of them hidden's gradient is for.
+    Every float field is differentiable, alone or together with others, for the cost of
+    one backward pass. Arguments, memory and errors are those of `logprobs`. But with
+    frozen_head the backward pass recomputes the logits, because with several outputs
+    hidden's gradient is not known up to a scale in the forward pass.
 
     Returns:
         `TokenStats(logprob, entropy, logsumexp, sum_pi_squared, is_argmax)`: arrays
-        of labels' shape, 0 (False) for a masked token. A label ≥ V that only shows up
-        at run time makes its logprob NaN and leaves the other fields alone.
+        of labels' shape, 0 (False) for a masked token. A label ≥ V that is known at
+        run time only makes its logprob NaN and does not affect the other fields.
 
     >>> import jax.numpy as jnp, jaxmem
     >>> stats = jaxmem.token_stats(jnp.zeros((1, 8)), jnp.zeros((4, 8)), jnp.array([2]))
@@ -234,7 +239,7 @@ def entropy(
 
         out = -Σ_v p_v ln p_v,   p = softmax(z)                                (nats)
 
-    Args, memory and errors are those of `logprobs`, less the labels.
+    Arguments, memory and errors are those of `logprobs`, without labels.
 
     Returns:
         float32 [...], between 0 and ln V; 0 where masked.
@@ -268,18 +273,18 @@ def logprobs_from_logits(
     axis_name: AxisName | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
-    """Log-probability of each label, for callers who already have logits [..., V].
+    """Log-probability of each label, from given logits [..., V].
 
         z = softcap·tanh(logits / softcap) / temperature
         out = z[label] - ln Σ_v e^(z_v)                                        (nats)
 
-    Logits are read in chunks and never written to; arguments and errors are those of
+    Logits are read in chunks and not copied. Arguments and errors are those of
     `logprobs`.
 
-    **Memory** beyond inputs, outputs and gradients, with b the bytes of the logits'
-    type and C = min(chunk, tokens rounded up to 16): (4 + b)·C·V forward and backward.
-    No second [tokens, V] appears but the gradient itself, in the logits' own type. (XLA
-    for CPUs in jaxlib older than 0.11 widens 16-bit logits whole.)
+    **Memory** beyond inputs, outputs and gradients, with b the item size of the logits
+    and C = min(chunk, tokens rounded up to 16): (4 + b)·C·V forward and backward. The
+    only other array [tokens, V] is the gradient, in the logits' dtype. (XLA for CPUs in
+    jaxlib older than 0.11 widens whole 16-bit logits.)
 
     >>> import jax.numpy as jnp, jaxmem
     >>> jaxmem.logprobs_from_logits(jnp.zeros((1, 4)), jnp.array([2]))
@@ -308,7 +313,7 @@ def token_stats_from_logits(
     axis_name: AxisName | None = None,
     implementation: Implementation | None = None,
 ) -> TokenStats:
-    """`token_stats` for callers who already have logits [..., V].
+    """All statistics of each token, from given logits [..., V]; see `token_stats`.
 
     Fields as in `token_stats`; arguments, memory and errors as in
     `logprobs_from_logits`.

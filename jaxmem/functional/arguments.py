@@ -17,23 +17,23 @@ from jaxmem.core.operands import Head, Logits, Rows
 from jaxmem.core.options import HeadOptions, Layout
 from jaxmem.core.spec import Spec
 
-NO_LABELS = object()  # in the place of labels, of a verb that takes none
+NO_LABELS = object()  # stands for the labels of a verb that takes none
 
 
 class Call(NamedTuple):
-    """A call whose arguments have passed every check."""
+    """A call whose arguments have passed all checks."""
 
     spec: Spec
     backend: Backend
     source: Any  # Head or Logits
     rows: Rows
-    shape: tuple[int, ...]  # of the tokens, as the caller has them
+    shape: tuple[int, ...]  # of the caller's tokens
 
 
 def head_call(
     verb: str, outputs: Sequence[str], hidden, W, labels, options: HeadOptions
 ) -> Call:
-    """A call that computes its logits from hidden states [..., D] and W."""
+    """A call that computes logits from hidden states [..., D] and W."""
     source, layout, shape = read_head(hidden, W, options)
     if checks.check_flag("frozen_head", options.frozen_head):
         source = Head(source.hidden, *lax.stop_gradient(source[1:]))
@@ -45,7 +45,7 @@ def head_call(
 def logits_call(
     verb: str, outputs: Sequence[str], logits, labels, options: HeadOptions
 ) -> Call:
-    """A call whose caller has the logits [..., V]."""
+    """A call with given logits [..., V]."""
     logits = checks.as_array("logits", logits)
     checks.check_hidden(logits, "logits")
     shape = logits.shape[:-1]
@@ -98,7 +98,7 @@ def _spec_of(source, outputs, options):
         residual_rows=residual_rows,
         gradient_samples=samples,
         shards=shards,
-        spread=partition.is_possible(),
+        token_parallel=partition.is_possible(),
     )
 
 
@@ -107,7 +107,14 @@ def read_head(
 ) -> tuple[Head, Layout, tuple[int, ...]]:
     """The head with tokens in one axis, its layout, and the tokens' shape.
 
-    The prefix belongs to the arguments' names in errors, as in reference_W.
+    Args:
+        hidden: [..., D].
+        W: [V, D] or [D, V].
+        options: of the call.
+        prefix: of the arguments' names in errors, as in reference_W.
+
+    Returns:
+        A `Head` with hidden [N, D], the layout of W, and the shape of the tokens.
     """
     hidden = checks.as_array(f"{prefix}hidden", hidden)
     W = checks.as_array(f"{prefix}W", W)
@@ -125,14 +132,14 @@ def read_head(
 
 
 def columns_of(source: Head | Logits, layout: Layout | None) -> int:
-    """Columns of the logits, padding included."""
+    """Columns of the logits, including padding."""
     if isinstance(source, Logits):
         return source.logits.shape[-1]
     return source.W.shape[0 if layout == "vd" else 1]
 
 
 def read_rows(spec: Spec, shape: tuple[int, ...], labels, options: HeadOptions) -> Rows:
-    """Labels, mask and temperature of each token, [N]; with NO_LABELS, all are 0."""
+    """Labels, mask and temperature per token, [N]; labels are 0 for NO_LABELS."""
     labels = np.zeros(shape, np.int32) if labels is NO_LABELS else labels
     labels = checks.as_visible_array("labels", labels)
     where = read_where(options.where, shape)
@@ -152,7 +159,7 @@ def read_rows(spec: Spec, shape: tuple[int, ...], labels, options: HeadOptions) 
 
 
 def _draws(options, shape):
-    """One random number a token, [N]; None where nothing is sampled."""
+    """One random number per token, [N]; None without gradient_samples."""
     keys = checks.check_key(options.key, options.gradient_samples, shape)
     if keys is None:
         return None
@@ -160,7 +167,7 @@ def _draws(options, shape):
 
 
 def read_where(where, shape: tuple[int, ...]):
-    """The mask, checked; None where there is none."""
+    """The checked mask; None if there is none."""
     if where is None:
         return None
     where = checks.as_visible_array("where", where)
@@ -169,7 +176,7 @@ def read_where(where, shape: tuple[int, ...]):
 
 
 def as_int32(ids, vocab_size: int) -> jax.Array:
-    """Clipped to [-1, vocab_size] in their own type first, so that none wraps round."""
+    """int32 ids, clipped to [-1, vocab_size] in their own dtype to avoid overflow."""
     info = jnp.iinfo(ids.dtype)
     if info.max > np.iinfo(np.int32).max:
         low = ids.dtype.type(max(-1, info.min))
@@ -188,11 +195,19 @@ def flat_temperature(temperature, shape: tuple[int, ...], dtype) -> jax.Array | 
 
 
 def typed(spec: Spec, source: Any, deciding) -> tuple[Spec, Any]:
-    """Spec and source with the mesh axes they vary along inside `jax.shard_map`.
+    """Spec and source, typed as varying along mesh axes inside `jax.shard_map`.
 
-    Results vary along the axes of what decides on them, and of the source except those
-    that split its vocabulary. The derivative of typing W as varying along an axis of
-    tokens is the sum of its gradient over that axis.
+    Results vary along the axes of `deciding` and of the source, except those that shard
+    the vocabulary. The derivative of typing W as varying along an axis of tokens sums
+    its gradient over that axis.
+
+    Args:
+        spec: of the call.
+        source: `Head` or `Logits`.
+        deciding: operands along whose axes the results vary.
+
+    Returns:
+        Both, with types.
     """
     is_head, shards = isinstance(source, Head), spec.shards
     decided, split = _shards.varying(deciding), frozenset()

@@ -1,13 +1,13 @@
 """Divergences between two heads over the whole vocabulary, without either's logits.
 
-With p of the policy, q of the reference and d_v = ln p_v - ln q_v, the textbook's
-Σ p d adds terms of both signs: at a KL of 1e-6 nothing of it is left in float32. As
-Σ p = Σ q = 1, each divergence is also a sum of terms that are never negative,
+With p of the policy, q of the reference and d_v = ln p_v - ln q_v, the textbook's Σ p d
+adds terms of both signs: at a KL of 1e-6, float32 has no correct digit left. As Σ p = Σ
+q = 1, each divergence is also a sum of terms that are never negative,
 
     KL(p ‖ q) = Σ_v e(p_v, q_v),   e(a, b) = a ln(a/b) - a + b = a (e^-x - 1 + x),
 
 x = ln(a/b), in which an error of either logsumexp cancels to first order. The
-derivative needs s_v = ∂D/∂p_v alone: dz_v = p_v (s_v - Σ_u p_u s_u).
+derivative needs only s_v = ∂D/∂p_v: dz_v = p_v (s_v - Σ_u p_u s_u).
 """
 
 import dataclasses
@@ -54,48 +54,48 @@ def kl(
         p = softmax(z),  q = softmax(reference z),  z as in `logprobs`
         out = KL(p ‖ q) = Σ_v p_v (ln p_v - ln q_v)                            (nats)
 
-    It is what RLHF penalises, and what distillation calls the reverse KL (p the
-    student, q the teacher). The reference is constant: its gradient is zero. Forward
-    costs 4·N·V·D FLOPs, its gradient 8·N·V·D more, 6 where W is frozen.
+    RLHF penalises it, and distillation calls it the reverse KL (p the student, q the
+    teacher). The reference is constant: its gradient is zero. The forward pass costs
+    4·N·V·D FLOPs, the backward pass 8·N·V·D, or 6·N·V·D if W is frozen.
 
     Args:
         hidden: the policy's final hidden states [..., D], as in `logprobs`.
         W: the policy's vocabulary matrix, [V, D] or [D, V].
-        reference_hidden: the reference's hidden states [..., D'], of any float type;
+        reference_hidden: the reference's hidden states [..., D'], of any float dtype;
             D' may differ from D.
         reference_W: its matrix over the same vocabulary, [V, D'] or [D', V].
-        chunk: tokens whose logits, of both, may be alive at once; None for all of them;
-            "auto" for as many as fit 512 MiB.
-        where: booleans [...]; False masks a token, and costs nothing.
-        temperature: positive scalar or one a token, [...]; not differentiable.
+        chunk: tokens whose logits of both heads may be alive at once; None for all of
+            them; "auto" for as many as fit 512 MiB.
+        where: booleans [...]; False masks a token, which then costs nothing.
+        temperature: positive scalar or one per token, [...]; not differentiable.
         softcap: caps logits at ±softcap by tanh, before the temperature.
         bias: [V], added to the logits first.
-        vocab_size: logical vocabulary where a W is padded; the paddings may differ.
+        vocab_size: logical vocabulary if a W is padded; the paddings may differ.
         layout: "vd" or "dv"; inferred from the shapes unless W is square.
         reference_temperature: None for the policy's.
         reference_softcap: "same" for the policy's; None for no cap.
         reference_bias: None for none, whatever the policy has.
         reference_layout: as layout, for reference_W.
-        implementation: "xla", or None for it.
+        implementation: "xla", or None, which means the same.
 
     Returns:
-        float32 [...] (float64 for float64 hidden), not negative, to a relative accuracy
-        that does not suffer where p and q nearly agree; inf where q rules out what p
-        does not, by a bias of -inf, and its gradient NaN there. 0 for a masked token,
-        with a gradient of exactly 0, even where a hidden state is NaN.
+        float32 [...] (float64 for float64 hidden), not negative, with a relative
+        accuracy that holds where p and q nearly agree. It is inf where a bias of -inf
+        excludes a token in q but not in p, and its gradient is NaN there. 0 for a
+        masked token, with a gradient of exactly 0, even where a hidden state is NaN.
 
-    **Memory** beyond inputs, outputs and gradients, with b the bytes of hidden's type
-    and C = min(chunk, tokens rounded up to 16): forward 8·C·V; backward (8 + b)·C·V +
-    4·V·D, the latter for the float32 sum of W's gradient, and nothing where W is
-    frozen. Weights of another type than their hidden states cost a copy in that type.
-    XLA for CPUs may widen 16-bit weights to float32, 4·V·(D + D').
+    **Memory** beyond inputs, outputs and gradients, with b the item size of hidden and
+    C = min(chunk, tokens rounded up to 16): forward 8·C·V; backward (8 + b)·C·V +
+    4·V·D, the latter for the float32 sum of W's gradient, unless W is frozen. Weights
+    of another dtype than their hidden states are copied to that dtype. XLA for CPUs may
+    widen 16-bit weights to float32, 4·V·(D + D').
 
     Raises:
-        TypeError: an argument of the wrong type; the message names it.
-        ValueError: shapes that disagree, an ambiguous layout, vocabularies of different
-            sizes without vocab_size, a number that is not positive.
-        NotImplementedError: a gradient of a temperature, a second derivative, or an
-            implementation without divergences.
+        TypeError: an argument has the wrong type; the message names it.
+        ValueError: shapes disagree, the layout is ambiguous, the vocabularies differ in
+            size without vocab_size, or a number is not positive.
+        NotImplementedError: a gradient of a temperature or a second derivative is
+            requested, or the implementation does not have divergences.
 
     >>> import jax.numpy as jnp, jaxmem
     >>> h, W = jnp.ones((2, 1)), jnp.log(jnp.array([[0.5], [0.5]]))
@@ -137,13 +137,13 @@ def forward_kl(
     reference_layout: Layout | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
-    """The KL divergence the other way round: of the reference from the policy.
+    """KL divergence of a reference from a policy, per token: `kl` with p and q swapped.
 
         out = KL(q ‖ p) = Σ_v q_v (ln q_v - ln p_v)                            (nats)
 
     The classical loss of distillation: cross-entropy with the teacher q's
-    probabilities, less the teacher's entropy. Args, accuracy, cost, memory and errors
-    are those of `kl`.
+    probabilities, less the teacher's entropy. Arguments, accuracy, cost, memory and
+    errors are those of `kl`.
 
     >>> import jax.numpy as jnp, jaxmem
     >>> h, W = jnp.ones((2, 1)), jnp.log(jnp.array([[0.5], [0.5]]))
@@ -190,12 +190,31 @@ def jsd(
         m = β q + (1-β) p
         out = β KL(q ‖ m) + (1-β) KL(p ‖ m)                                    (nats)
 
-    Symmetric at β = 0.5 and never above ln 2. Divided by β it tends to `forward_kl` as
-    β → 0, divided by 1-β to `kl` as β → 1. All other args, accuracy, cost, memory and
+    It is symmetric at β = 0.5 and never above ln 2. Divided by β it tends to
+    `forward_kl` as β → 0, divided by 1-β to `kl` as β → 1. Accuracy, cost, memory and
     errors are those of `kl`.
 
     Args:
+        hidden: as in `kl`.
+        W: as in `kl`.
+        reference_hidden: as in `kl`.
+        reference_W: as in `kl`.
+        chunk: as in `kl`.
         beta: weight of the reference in the mixture, a Python number between 0 and 1.
+        where: as in `kl`.
+        temperature: as in `kl`.
+        softcap: as in `kl`.
+        bias: as in `kl`.
+        vocab_size: as in `kl`.
+        layout: as in `kl`.
+        reference_temperature: as in `kl`.
+        reference_softcap: as in `kl`.
+        reference_bias: as in `kl`.
+        reference_layout: as in `kl`.
+        implementation: as in `kl`.
+
+    Returns:
+        float32 [...] (float64 for float64 hidden), between 0 and ln 2; 0 where masked.
 
     >>> import jax.numpy as jnp, jaxmem
     >>> h, W = jnp.ones((2, 1)), jnp.log(jnp.array([[0.5], [0.5]]))
@@ -228,7 +247,7 @@ class _Reference(NamedTuple):
 
 
 def _divergence(verb, divergence, hidden, W, reference, options):
-    """Per token, [...], from a head and a `_Reference`."""
+    """The divergence per token, [...], of a head from a `_Reference`."""
     rule.check_only_xla(verb, options.implementation)
     policy, layout, shape = arguments.read_head(hidden, W, options)
     options = dataclasses.replace(options, layout=layout)
@@ -257,7 +276,7 @@ def _divergence(verb, divergence, hidden, W, reference, options):
 
 
 def _specs(policy, reference, options):
-    """The static facts of both heads, which share chunk and vocabulary."""
+    """The static facts of both heads, with one chunk and one vocabulary."""
     columns = arguments.columns_of(policy, options.layout)
     other_columns = reference.W.shape[0 if reference.layout == "vd" else 1]
     both, n_tokens = columns + other_columns, policy.hidden.shape[0]
@@ -269,7 +288,7 @@ def _specs(policy, reference, options):
         compute_dtype=policy.hidden.dtype,
         layout=options.layout,
         softcap=checks.check_softcap(options.softcap),
-        spread=partition.is_possible(),
+        token_parallel=partition.is_possible(),
     )
     other_spec = dataclasses.replace(
         spec,
@@ -282,7 +301,7 @@ def _specs(policy, reference, options):
 
 
 def check_tokens(reference_shape, shape) -> None:
-    """The reference has the policy's tokens."""
+    """Raise unless the reference's tokens have the policy's shape."""
     if reference_shape != shape:
         raise ValueError(
             f"reference_hidden must have hidden's tokens, shape {shape}, got "
@@ -319,7 +338,7 @@ class _TwoHeads(LoopRule):
         n_rows, dtype = source.hidden.shape[0], self.spec.stats_dtype
         policy, reference = self._cast(source, given)
 
-        def chunk(row_ids, made):
+        def chunk(row_ids, results):
             _, z, y = self._logits(policy, reference, rows, row_ids)
             normalisers = _stats.normaliser(z), _stats.normaliser(y)
 
@@ -330,13 +349,13 @@ class _TwoHeads(LoopRule):
             *parts, slope = _stats.sum_rows_of(terms, z, y)
             value = sum(parts[1:], parts[0])
             values = value, {"mean_slope": slope, "normalisers": normalisers}
-            return jax.tree.map(lambda x, v: put(x, row_ids, v), made, values)
+            return jax.tree.map(lambda x, v: put(x, row_ids, v), results, values)
 
         zero = jnp.zeros(n_rows, dtype)
         normaliser = _stats.Normaliser(zero, zero)
-        made = zero, {"mean_slope": zero, "normalisers": (normaliser, normaliser)}
-        made = _shards.vary(made, self.spec.varying)
-        return for_active_chunks(self.spec.chunk, rows[0].active, chunk, made)
+        results = zero, {"mean_slope": zero, "normalisers": (normaliser, normaliser)}
+        results = _shards.vary(results, self.spec.varying)
+        return for_active_chunks(self.spec.chunk, rows[0].active, chunk, results)
 
     def backward_loop(self, source, rows, given, result, saved, g):
         policy, reference = self._cast(source, given)
@@ -347,7 +366,7 @@ class _TwoHeads(LoopRule):
             mean_slope, g_row = of_row[0]["mean_slope"][:, None], of_row[1][:, None]
             p, q, log_ratio = _compare(z, y, *of_row[0]["normalisers"])
             dz = g_row * (self.divergence.slopes(p, q, log_ratio) - p * mean_slope)
-            # Rows past the last active one, or with an infinite divergence unasked for.
+            # Rows past the last active one, or whose infinite divergence is not used.
             dz = jnp.where(g_row == 0, 0, dz)
             dz = jnp.pad(dz, ((0, 0), (0, self.spec.columns - dz.shape[1])))
             dz = xla.unscale(self.spec, rows[0], row_ids, full, dz)
@@ -362,17 +381,17 @@ class _TwoHeads(LoopRule):
         return policy, cast(self.reference_spec, reference)
 
     def _logits(self, policy, reference, rows, row_ids):
-        """The policy's logits, whole and as far as both go; the reference's as far."""
+        """The policy's whole logits, then both heads' over their common columns."""
         z = xla.logits(self.spec, policy, rows[0], row_ids)
         y = xla.logits(self.reference_spec, reference, rows[1], row_ids)
-        # Scaled once each, though they are read more than once.
+        # Materialised: scaled once, though they are read more than once.
         z, y = lax.optimization_barrier((z, y))
         both = min(self.spec.columns, self.reference_spec.columns)
         return z, z[:, :both], y[:, :both].astype(z.dtype)
 
 
 def _compare(z, y, policy: _stats.Normaliser, reference: _stats.Normaliser):
-    """p, q and ln(p/q); where the logits agree, so do the ratio's last digits."""
+    """p, q and ln(p/q); ln(p/q) keeps its last digits where the logits agree."""
     p = jnp.exp(_stats.log_softmax(z, policy))
     q = jnp.exp(_stats.log_softmax(y, reference))
     shift = (policy.max - reference.max) + (policy.log_sum - reference.log_sum)

@@ -1,6 +1,6 @@
 """The terms of each divergence between two distributions, and their derivatives.
 
-`jaxmem.functional.divergence` derives them.
+`jaxmem.functional.divergence` has the derivation.
 """
 
 import dataclasses
@@ -8,8 +8,8 @@ import math
 
 import jax.numpy as jnp
 
-_SERIES_BELOW = 0.5  # |x| from which on e^-x - 1 + x keeps its digits
-_SERIES_TERMS = {4: 9, 8: 15}  # by bytes: the next one is below the type's epsilon
+_SERIES_BELOW = 0.5  # |x| above which e^-x - 1 + x does not cancel
+_SERIES_TERMS = {4: 9, 8: 15}  # by item size: the next is below epsilon
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,11 +17,11 @@ class KL:
     """KL(p ‖ q)."""
 
     def terms(self, p, q, log_ratio):
-        """Not negative; all of them add up to the divergence."""
+        """Terms, none negative, whose sum over the vocabulary is the divergence."""
         return (_excess(p, q, log_ratio),)
 
     def slopes(self, p, q, log_ratio):
-        """p · ∂D/∂p, up to a multiple of p."""
+        """Return p · ∂D/∂p, up to a multiple of p."""
         return _product(p, log_ratio)
 
 
@@ -30,11 +30,11 @@ class ForwardKL:
     """KL(q ‖ p)."""
 
     def terms(self, p, q, log_ratio):
-        """As in `KL`."""
+        """See `KL.terms`."""
         return (_excess(q, p, -log_ratio),)
 
     def slopes(self, p, q, log_ratio):
-        """p - q, which is -q and a multiple of p."""
+        """Return p - q: p · ∂D/∂p is -q, and p is a multiple of p."""
         near = jnp.abs(log_ratio) < _SERIES_BELOW
         return jnp.where(near, p * -jnp.expm1(-log_ratio), p - q)
 
@@ -46,10 +46,10 @@ class JSD:
     beta: float
 
     def terms(self, p, q, log_ratio):
-        """As in `KL`."""
+        """See `KL.terms`."""
         beta, log_p, log_q = self.beta, *self._to_mixture(log_ratio)
         m = beta * q + (1 - beta) * p
-        # Apart, because XLA on a CPU would store what their sum reads.
+        # Two terms, because XLA on a CPU would store the operands of their sum.
         return beta * _excess(q, m, log_q), (1 - beta) * _excess(p, m, log_p)
 
     def slopes(self, p, q, log_ratio):
@@ -64,7 +64,7 @@ class JSD:
 
 
 def _excess(a, b, x):
-    """a ln(a/b) - a + b for x = ln(a/b), which is never negative; b where a is 0."""
+    """Return a ln(a/b) - a + b for x = ln(a/b), never negative; b where a is 0."""
     series = 1.0
     for k in range(_SERIES_TERMS[x.dtype.itemsize], 2, -1):  # of e^-x - 1 + x
         series = 1 - x * (1 / k) * series
@@ -73,9 +73,9 @@ def _excess(a, b, x):
 
 
 def _ln_mixed(own, other, x):
-    """ln(own + other · e^x) of two weights whose sum is 1, with all of its digits.
+    """ln(own + other · e^x) of two weights whose sum is 1, without cancellation.
 
-    Where e^x would overflow, what it is multiplied with later underflows.
+    Where e^x would overflow, x is clipped; the factor applied later underflows there.
     """
     x = jnp.minimum(x, -math.log(jnp.finfo(x.dtype).tiny))
     change = other * jnp.expm1(x)
@@ -85,5 +85,5 @@ def _ln_mixed(own, other, x):
 
 
 def _product(a, x):
-    """a · x, 0 where a is: there x may be infinite, or inf - inf."""
+    """Return a · x, and 0 where a is 0: x may be infinite there, or inf - inf."""
     return jnp.where(a == 0, 0, a * x)

@@ -1,4 +1,4 @@
-"""A caller's loss as an argument: whether it can be called, and what it returned."""
+"""A loss function given by the caller: checks of its arguments and results."""
 
 import inspect
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from jaxmem.core import checks, messages
 
 
 def check(loss_fn) -> None:
-    """A function; what it returns is checked once it has been traced."""
+    """Raise unless loss_fn can be called; its results are checked when it is traced."""
     if not callable(loss_fn):
         raise TypeError(
             "loss_fn must be a function of a TokenStats and the per-token arguments, "
@@ -20,11 +20,20 @@ def check(loss_fn) -> None:
 
 
 def call(loss_fn: Callable, stats, per_token, rows: int):
-    """(loss, metrics) of a chunk of so many rows.
+    """(loss, metrics) of a chunk of rows.
+
+    Args:
+        loss_fn: given by the caller.
+        stats: `TokenStats` of the rows.
+        per_token: its further arguments.
+        rows: number of rows.
+
+    Returns:
+        The loss [rows] and metrics by name, [rows] each.
 
     Raises:
-        TypeError: it takes other arguments, or returns something else. What loss_fn
-            itself raises keeps its type and its traceback.
+        TypeError: loss_fn takes other arguments, or returns something else. Errors that
+            loss_fn itself raises keep their type and traceback.
     """
     try:
         bound = inspect.signature(loss_fn)
@@ -36,7 +45,7 @@ def call(loss_fn: Callable, stats, per_token, rows: int):
     except TypeError as error:
         raise _wrong_arguments(len(per_token), error) from error
     try:
-        made = loss_fn(stats, *per_token)
+        result = loss_fn(stats, *per_token)
     except Exception as error:
         frame = error.__traceback__
         entered = bound is not None and frame is not None and frame.tb_next is not None
@@ -44,7 +53,7 @@ def call(loss_fn: Callable, stats, per_token, rows: int):
             raise _wrong_arguments(len(per_token), error) from error
         error.add_note("jaxmem: raised by loss_fn, of a TokenStats and per_token")
         raise
-    return _checked(made, rows)
+    return _checked(result, rows)
 
 
 def _wrong_arguments(count: int, error: TypeError) -> TypeError:
@@ -57,7 +66,7 @@ def _wrong_arguments(count: int, error: TypeError) -> TypeError:
 
 
 def _checked(result, rows: int) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """(loss, metrics) from what loss_fn returned for a chunk of so many rows."""
+    """(loss, metrics) from the result of loss_fn for a chunk of rows."""
     loss, metrics = result if _is_pair(result) else (result, {})
     expected = f"of shape ({rows},), one number a token of its chunk"
     if not _is_column(loss, rows, jnp.floating):
@@ -89,7 +98,7 @@ def _is_column(value, rows, *kinds):
 
 
 def _kind(value):
-    """What loss_fn returned, whose numbers nobody can see yet."""
+    """Describes a result of loss_fn, whose values are not known while tracing."""
     if isinstance(value, (jax.Array, np.ndarray)):
         return f"{value.dtype} of shape {value.shape}"
     return type(value).__name__

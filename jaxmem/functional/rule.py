@@ -1,8 +1,8 @@
-"""The one custom derivative: what every public function's rule is run by.
+"""The one custom derivative, by which every public function's `Rule` is applied.
 
-A `Rule` says how a result and its derivative are computed; `run` differentiates by it,
-and refuses by name what it cannot: second derivatives, forward mode, a gradient of the
-temperature. Verbs with loops of their own over chunks of logits are a `LoopRule`.
+A `Rule` computes a result and its derivative; `run` makes the result differentiable,
+and raises a clear error for second derivatives, forward mode and a gradient of the
+temperature. Rules that loop over chunks of logits themselves are `LoopRule`s.
 """
 
 import dataclasses
@@ -28,14 +28,14 @@ from jaxmem.core.spec import Spec
 class Rule:
     """Static facts of a call, and how it is differentiated.
 
-    `trained` are the operands with a derivative, whose first is the head or the logits;
-    `fixed` are constants, whose first are the tokens' `Rows`.
+    `trained` are the operands with a derivative; the first is the head or the logits.
+    `fixed` are constants; the first are the tokens' `Rows`.
     """
 
     spec: Spec
 
     def forward(self, trained, fixed) -> Any:
-        """The result, where nobody asks for a derivative."""
+        """The result, if no derivative is requested."""
         raise NotImplementedError
 
     def forward_and_save(self, trained, fixed) -> tuple[Any, Any]:
@@ -43,18 +43,30 @@ class Rule:
         raise NotImplementedError
 
     def backward(self, residuals, cotangents) -> Any:
-        """Cotangents of trained; those of the result may be `SymbolicZero`."""
+        """Cotangents of trained; cotangents of the result may be `SymbolicZero`."""
         raise NotImplementedError
 
     def refuse(self, fixed) -> None:
-        """Raises for constants that are being differentiated; leaves have perturbed."""
+        """Raise for constants that are being differentiated; leaves have perturbed."""
         for rows in jax.tree.leaves(fixed, is_leaf=lambda x: isinstance(x, Rows)):
             if isinstance(rows, Rows):
                 _refuse_temperature_gradient(rows)
 
 
 def run(rule: Rule, trained, fixed) -> Any:
-    """The rule's result, differentiable in trained."""
+    """The rule's result, differentiable with respect to trained.
+
+    Args:
+        rule: of the call.
+        trained: operands with a derivative.
+        fixed: constants.
+
+    Returns:
+        The result.
+
+    Raises:
+        NotImplementedError: it is differentiated in a way that is not supported.
+    """
     try:
         return jaxmem_call(rule, trained, fixed)
     except TypeError as error:
@@ -87,32 +99,32 @@ _call.defvjp(_call_fwd, _call_bwd, symbolic_zeros=True)
 
 @dataclasses.dataclass(frozen=True)
 class LoopRule(Rule):
-    """A rule of two loops over chunks of active tokens, on this device's tokens.
+    """A rule of two loops over chunks of this device's active tokens.
 
-    trained is `(source,)`, fixed is `(rows, given)`: a tuple of `Rows`, and other
-    constants with tokens in their first axis, or heads.
+    trained is `(source,)`; fixed is `(rows, given)`, where rows is a tuple of `Rows`
+    and given are other constants: heads, or arrays whose first axis is tokens.
     """
 
     def forward_loop(self, source: Head, rows, given) -> tuple[Any, dict]:
-        """The result, and what the backward loop needs of each row, by name."""
+        """The result, and per-row residuals of the backward loop by name."""
         raise NotImplementedError
 
     def backward_loop(self, source: Head, rows, given, result, saved, g) -> Any:
-        """Cotangent of the source for the result's cotangent g."""
+        """Cotangent of the source, for the result's cotangent g."""
         raise NotImplementedError
 
     def forward(self, trained, fixed):
-        """As in `Rule`."""
+        """See `Rule.forward`."""
         return self._forward(trained, fixed)[0]
 
     def forward_and_save(self, trained, fixed):
-        """As in `Rule`."""
+        """See `Rule.forward_and_save`."""
         result, saved = self._forward(trained, fixed)
         saved = {k: checkpoint_name(v, f"jaxmem_{k}") for k, v in saved.items()}
         return result, (*trained, *fixed, result, saved)
 
     def backward(self, residuals, cotangents):
-        """As in `Rule`."""
+        """See `Rule.backward`."""
         if isinstance(cotangents, SymbolicZero):
             return (jax.tree.map(jnp.zeros_like, residuals[0]),)
 
@@ -135,7 +147,10 @@ class LoopRule(Rule):
 
 
 def of_tokens(tree) -> Any:
-    """Whether tokens are the first axis: of every array but a head's weights."""
+    """A tree of booleans: True for arrays whose first axis is tokens.
+
+    This holds for all arrays but a head's W and bias.
+    """
     return jax.tree.map(
         lambda x: Head(True, False, False) if isinstance(x, Head) else True,  # pyright: ignore
         tree,
@@ -144,20 +159,20 @@ def of_tokens(tree) -> Any:
 
 
 def fitted(spec: Spec, rows: Rows) -> Spec:
-    """With no larger a chunk than there are rows here."""
+    """The spec with a chunk no larger than the number of rows here."""
     chunk = checks.check_chunk(spec.chunk, rows.labels.shape[0], spec.columns)
     return dataclasses.replace(spec, chunk=chunk)
 
 
-def by_tokens(spec: Spec, run: Callable, given: Any, made: Any) -> Callable:
-    """run as it is, or such that XLA may partition its tokens over devices."""
-    return partition.by_tokens(run, given, made) if spec.spread else run
+def by_tokens(spec: Spec, run: Callable, given: Any, results: Any) -> Callable:
+    """`run`, partitioned by tokens if XLA may partition the program."""
+    return partition.by_tokens(run, given, results) if spec.token_parallel else run
 
 
 def once(run: Callable) -> Callable:
-    """run, differentiable no further; under vmap, one example after another.
+    """`run`, not differentiable any further; under vmap, one example after another.
 
-    In sequence, because `chunk` must go on bounding the logits that are alive.
+    Examples run in sequence so that `chunk` still bounds the logits that are alive.
     """
     guarded = jax.custom_jvp(sequential_vmap(run))
     guarded.defjvp(_refuse_second_order)
@@ -165,7 +180,7 @@ def once(run: Callable) -> Callable:
 
 
 def sum_over_shards(spec: Spec, cotangents) -> Any:
-    """Cotangents of results that jax types as each shard's own, summed over shards."""
+    """Cotangents of results that jax types as device-varying, summed over shards."""
     if not (spec.shards and spec.shards.own_results):
         return cotangents
     axes = spec.shards.own_results
@@ -175,7 +190,12 @@ def sum_over_shards(spec: Spec, cotangents) -> Any:
 
 
 def check_only_xla(verb: str, implementation: Implementation | None) -> None:
-    """None or "xla"; a backend that exists but has no such verb is refused by name."""
+    """Check the implementation of a verb that only "xla" has.
+
+    Raises:
+        NotImplementedError: another backend is named.
+        ValueError: no such backend exists.
+    """
     choose.check(implementation)
     if implementation not in (None, "xla"):
         raise NotImplementedError(
@@ -192,7 +212,7 @@ def record(
     chunk: int,
     live_bytes: int,
 ) -> None:
-    """Enters the call of a verb that only "xla" has in every open `jaxmem.report()`."""
+    """Record the call of a verb that only "xla" has in every open `jaxmem.report()`."""
     why = "named by the caller" if implementation else f"the only one with {verb}"
     report.record(report.Call(verb, shapes, "xla", why, chunk, live_bytes))
 

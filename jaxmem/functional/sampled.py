@@ -1,8 +1,8 @@
 """The derivatives of the head under `gradient_samples`: rules that keep few entries.
 
-The forward pass draws the entries of each token's derivative while its logits are
-alive (`core.sampling`); the backward pass is made of them, whatever the cotangents are,
-and recomputes nothing. Where nobody asks for a derivative, nothing is drawn.
+The forward pass samples the entries of each token's derivative while its logits are
+alive (`core.sampling`). The backward pass uses them for any cotangents, and recomputes
+nothing. If no derivative is requested, nothing is sampled.
 """
 
 import jax
@@ -17,7 +17,7 @@ from jaxmem.functional import traced_loss
 from jaxmem.functional.rule import by_tokens, fitted, of_tokens, once
 from jaxmem.functional.vjp import LossRule, StatisticsRule
 
-# What the backward pass needs of a row besides the entries and what is differentiated.
+# Residuals per row besides the entries and the outputs.
 _SAVED = ("logprob", "max", "log_sum")
 
 
@@ -25,7 +25,7 @@ class SampledStatisticsRule(StatisticsRule):
     """`StatisticsRule` with a sampled derivative."""
 
     def forward_and_save(self, trained, fixed):
-        """As in `Rule`."""
+        """See `Rule.forward_and_save`."""
         (source,), (rows,), spec = trained, fixed, self.spec
         names = (*spec.outputs, *(k for k in _SAVED if k not in spec.outputs))
         forward = choose.sampler(self.backend).forward
@@ -53,10 +53,10 @@ class SampledStatisticsRule(StatisticsRule):
 
 
 class SampledLossRule(LossRule):
-    """`LossRule` with a sampled derivative: the loss's own is applied to the entries.
+    """`LossRule` with a sampled derivative.
 
-    Entries and statistics of all tokens are there before the loss is differentiated,
-    so that the gradients come from one sum over all of them.
+    Entries and statistics of all tokens are computed before the loss is differentiated,
+    so that the gradients are one sum over all tokens.
     """
 
     def _one_pass(self, source, rows, operands, count):
@@ -69,13 +69,13 @@ class SampledLossRule(LossRule):
         return values, dsource
 
     def _differentiate(self, spec, outputs, rows, operands, count):
-        """The losses' values and their cotangents of all rows, [N]; 0 if inactive."""
+        """The losses' values and the cotangents of all rows, [N]; 0 if inactive."""
         loss, n_rows = self.loss, rows.labels.shape[0]
 
-        def chunk(row_ids, made):
+        def chunk(row_ids, results):
             stats = TokenStats(*(take(outputs[k], row_ids) for k in TokenStats._fields))
             here = traced_loss.differentiate(loss, row_ids, stats, operands, n_rows)
-            return put_all(made, row_ids, here)
+            return put_all(results, row_ids, here)
 
         zeros = dict.fromkeys(loss.fields, jnp.zeros(n_rows, spec.stats_dtype))
         nothing = (

@@ -1,8 +1,7 @@
 """Log-probabilities of given token ids: under the whole softmax, or within a support.
 
-Both take K ids a token. `selected_logprobs` normalises over the vocabulary, so it makes
-a chunk's logits like every verb; `support_logprobs` normalises over the K alone, so it
-multiplies with no other column of W.
+`selected_logprobs` normalises over the vocabulary and computes all logits of a chunk;
+`support_logprobs` normalises over K ids and multiplies by no other column of W.
 """
 
 import dataclasses
@@ -39,37 +38,44 @@ def selected_logprobs(
     layout: Layout | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
-    """Log-probabilities of K given ids a token under the head's softmax.
+    """Log-probabilities of K given ids per token under the head's softmax.
 
         out_k = z[ids_k] - ln Σ_v e^(z_v),   z as in `logprobs`                (nats)
         dz_v = Σ_k g_k ([ids_k = v] - p_v)
 
-    What distillation from a teacher's top K needs of the student. FLOPs are those of
-    `logprobs`, whatever K is. Args, memory and errors beyond these are its, too.
+    Distillation from a teacher's top K needs these from the student. The FLOPs are
+    those of `logprobs` for any K.
 
     Args:
         hidden: final hidden states [..., D].
         W: vocabulary matrix, [V, D] or [D, V].
-        ids: token ids [..., K], any integer type; they may repeat. A negative one is
-            absent: it gives 0, with a gradient of 0. A token without any costs nothing.
+        ids: token ids [..., K], any integer dtype; they may repeat. A negative id is
+            absent: its result is 0, with a gradient of 0. A token without ids costs
+            nothing.
+        chunk: as in `logprobs`.
         where: booleans that broadcast to hidden.shape[:-1]; False masks a token.
-        implementation: "xla", or None for it.
+        temperature: as in `logprobs`.
+        softcap: as in `logprobs`.
+        bias: as in `logprobs`.
+        vocab_size: as in `logprobs`.
+        layout: as in `logprobs`.
+        implementation: "xla", or None, which means the same.
 
     Returns:
         float32 [..., K] (float64 for float64 hidden): 0 where masked or absent, with a
         gradient of exactly 0, even where the hidden state is NaN; NaN for an id ≥ V
-        that only shows up at run time.
+        that is known at run time only.
 
-    **Memory** beyond inputs, outputs and gradients, with b the bytes of hidden's type
+    **Memory** beyond inputs, outputs and gradients, with b the item size of hidden
     and C = min(chunk, tokens rounded up to 16): forward 4·C·V; backward (8 + b)·C·V +
-    4·V·D, the latter for the float32 sum of W's gradient, and nothing where W is
-    frozen. XLA for CPUs may widen 16-bit weights to float32, 4·V·D.
+    4·V·D, the latter for the float32 sum of W's gradient, unless W is frozen. XLA for
+    CPUs may widen 16-bit weights to float32, 4·V·D.
 
     Raises:
-        TypeError: an argument of the wrong type; the message names it.
-        ValueError: shapes that disagree, an ambiguous layout, an id ≥ V.
-        NotImplementedError: a gradient of the temperature, a second derivative, or an
-            implementation without this verb.
+        TypeError: an argument has the wrong type; the message names it.
+        ValueError: shapes disagree, the layout is ambiguous, or an id is ≥ V.
+        NotImplementedError: a gradient of the temperature or a second derivative is
+            requested, or the implementation does not have this verb.
 
     >>> import jax.numpy as jnp, jaxmem
     >>> h, W = jnp.zeros((2, 8)), jnp.zeros((4, 8))
@@ -122,44 +128,45 @@ def support_logprobs(
 
         out = z[label] - ln Σ_(v in support) e^(z_v),   z as in `logprobs`     (nats)
 
-    A sampler that truncates to the top k or top p draws from a softmax over what is
-    left. To compare a policy with it, replay its support. Only the support's columns
-    of W are read: 2·N·K·D FLOPs and as many for each gradient, whatever V is. Columns
-    lie together in a [V, D] matrix, and are gathered far faster from it.
+    A sampler that truncates to the top k or top p draws from a softmax over the
+    remaining tokens. To compare a policy with it, evaluate the policy on the same
+    support. Only the support's columns of W are read: 2·N·K·D FLOPs, and as many for
+    each gradient, for any V. Columns are contiguous in a [V, D] matrix, from which they
+    are gathered far faster.
 
     Args:
         hidden: final hidden states [..., D].
         W: vocabulary matrix, [V, D] or [D, V].
         labels: token ids [...]. Negative marks padding.
-        support_ids: the support of each token, [..., K], the label among them. Negative
-            ids fill it up; one that repeats counts once.
+        support_ids: the support of each token, [..., K], including the label, padded by
+            negative ids; an id that repeats counts once.
         chunk: tokens whose columns may be alive at once; None for all of them; "auto"
             for as many as fit 512 MiB in float32.
         where: booleans that broadcast to labels; False masks a token.
-        temperature: positive scalar or one a token, [...]; not differentiable.
+        temperature: positive scalar or one per token, [...]; not differentiable.
         softcap: caps logits at ±softcap by tanh, before the temperature.
         bias: [V], added to the logits first.
         vocab_size: logical vocabulary when W is padded.
         layout: "vd" or "dv"; inferred from the shapes unless W is square.
-        implementation: "xla", or None for it.
+        implementation: "xla", or None, which means the same.
 
     Returns:
         float32 [...] (float64 for float64 hidden): 0 for a masked token, with a
         gradient of exactly 0, even where its hidden state is NaN; NaN for a token whose
-        support lacks its label or holds an id ≥ V, where that only shows up at run
-        time.
+        support lacks its label or contains an id ≥ V, if that is known at run time
+        only.
 
-    **Memory** beyond inputs, outputs and gradients, with b the bytes of hidden's type
+    **Memory** beyond inputs, outputs and gradients, with b the item size of hidden
     and C = min(chunk, tokens rounded up to 16): forward b·C·K·D; backward (4 + b)·C·K·D
-    + 4·V·D, the latter for the float32 sum of W's gradient; where W is frozen, as
-    forward. XLA for CPUs widens 16-bit columns to float32.
+    + 4·V·D, the latter for the float32 sum of W's gradient; if W is frozen, backward is
+    as forward. XLA for CPUs widens 16-bit columns to float32.
 
     Raises:
-        TypeError: an argument of the wrong type; the message names it.
-        ValueError: shapes that disagree, an ambiguous layout, an id ≥ V, a label that
+        TypeError: an argument has the wrong type; the message names it.
+        ValueError: shapes disagree, the layout is ambiguous, an id is ≥ V, or a label
             is not in its support.
-        NotImplementedError: a gradient of the temperature, a second derivative, or an
-            implementation without this verb.
+        NotImplementedError: a gradient of the temperature or a second derivative is
+            requested, or the implementation does not have this verb.
 
     >>> import jax.numpy as jnp, jaxmem
     >>> h, W = jnp.zeros((2, 8)), jnp.zeros((4, 8))
@@ -168,7 +175,7 @@ def support_logprobs(
     Array([-0.69, -1.1 ], dtype=float32)
 
     Reference: Holtzman et al., "The Curious Case of Neural Text Degeneration", 2019,
-    arXiv:1904.09751, for the truncated distributions.
+    arXiv:1904.09751, which introduces top-p sampling.
     """
     verb = "support_logprobs"
     options = HeadOptions(
@@ -206,20 +213,20 @@ class _Selected(LoopRule):
         n_rows, dtype = given.shape[0], self.spec.stats_dtype
         source = cast(self.spec, source)
 
-        def chunk(row_ids, made):
+        def chunk(row_ids, results):
             z = self._logits(source, rows, row_ids)
             ids = take(given, row_ids, fill_value=-1)
             normaliser = _stats.normaliser(z)
             at_ids = z.at[self._places(ids)].get(mode="fill", fill_value=jnp.nan)
             log_p = jnp.where(ids < 0, 0, _stats.log_softmax(at_ids, normaliser))
             values = log_p, {"normaliser": normaliser}
-            return jax.tree.map(lambda x, v: put(x, row_ids, v), made, values)
+            return jax.tree.map(lambda x, v: put(x, row_ids, v), results, values)
 
         zero = jnp.zeros(n_rows, dtype)
         saved = {"normaliser": _stats.Normaliser(zero, zero)}
-        made = jnp.zeros(given.shape, dtype), saved
-        made = _shards.vary(made, self.spec.varying)
-        return for_active_chunks(self.spec.chunk, rows.active, chunk, made)
+        results = jnp.zeros(given.shape, dtype), saved
+        results = _shards.vary(results, self.spec.varying)
+        return for_active_chunks(self.spec.chunk, rows.active, chunk, results)
 
     def backward_loop(self, source, rows, given, result, saved, g):
         (rows,), original = rows, source
@@ -229,7 +236,7 @@ class _Selected(LoopRule):
             z = self._logits(source, rows, row_ids)
             ids = take(given, row_ids, fill_value=-1)
             log_p, g_ids = take(result, row_ids), take(g, row_ids)
-            # An id that does not exist poisons only what used it.
+            # An id ≥ V makes only those gradients NaN whose result was used.
             g_ids = jnp.where(jnp.isnan(log_p) & (g_ids != 0), jnp.nan, g_ids)
             g_ids = jnp.where(ids < 0, 0, g_ids)
             max_, log_sum = saved["normaliser"]
@@ -248,11 +255,11 @@ class _Selected(LoopRule):
         return jax.tree.map(lambda total, x: total.astype(x.dtype), sums, original)
 
     def _logits(self, source, rows, row_ids):
-        """Scaled once, though they are read twice."""
+        """Logits, materialised, so that they are scaled once though read twice."""
         return lax.optimization_barrier(xla.logits(self.spec, source, rows, row_ids))
 
     def _places(self, ids):
-        """Rows and columns of the ids in logits; past the end where there is none."""
+        """Rows and columns of the ids in logits; out of bounds where absent."""
         row = jnp.arange(ids.shape[0], dtype=jnp.int32)[:, None]
         return row, _existing(self.spec, ids)
 
@@ -260,13 +267,13 @@ class _Selected(LoopRule):
 def _at_ids(ids, log_p, g, total):
     """Sorted ids and the derivative there, Σ_l g_l ([ids_l = ids_k] - p_k); [C, K].
 
-    With 1 - p from log p: near p = 1, g - g p would cancel.
+    1 - p is computed from log p, because g - g p would cancel near p = 1.
     """
     ids, g, log_p = lax.sort((ids, g, log_p), dimension=1, num_keys=1)
     starts = ids[:, 1:] != ids[:, :-1]
     run = jnp.pad(jnp.cumsum(starts, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
     of_run = jnp.arange(ids.shape[0], dtype=jnp.int32)[:, None], run
-    here = jnp.zeros_like(g).at[of_run].add(g)[of_run]  # over all that are the same
+    here = jnp.zeros_like(g).at[of_run].add(g)[of_run]  # summed over equal ids
     return ids, here * -jnp.expm1(log_p) - (total - here) * jnp.exp(log_p)
 
 
@@ -277,19 +284,19 @@ class _Support(LoopRule):
     def forward_loop(self, source, rows, given):
         (rows,), source = rows, self._widen(source)
 
-        def chunk(row_ids, made):
+        def chunk(row_ids, results):
             labels, ids, columns = self._support(rows, given, row_ids)
             z, _ = self._logits(source, rows, row_ids, columns)
-            position, found = _position(labels, ids)
-            found &= jnp.all(ids < self.spec.vocab_size, axis=-1)
-            outputs = _stats.finish(_stats.of_tile(z, position), found)
-            values = outputs.logprob, {k: getattr(outputs, k) for k in made[1]}
-            return jax.tree.map(lambda x, v: put(x, row_ids, v), made, values)
+            position, is_valid = _position(labels, ids)
+            is_valid &= jnp.all(ids < self.spec.vocab_size, axis=-1)
+            outputs = _stats.finish(_stats.of_tile(z, position), is_valid)
+            values = outputs.logprob, {k: getattr(outputs, k) for k in results[1]}
+            return jax.tree.map(lambda x, v: put(x, row_ids, v), results, values)
 
         zero = jnp.zeros(given.shape[0], self.spec.stats_dtype)
-        made = zero, {"max": zero, "log_sum": zero}
-        made = _shards.vary(made, self.spec.varying)
-        return for_active_chunks(self.spec.chunk, rows.active, chunk, made)
+        results = zero, {"max": zero, "log_sum": zero}
+        results = _shards.vary(results, self.spec.varying)
+        return for_active_chunks(self.spec.chunk, rows.active, chunk, results)
 
     def backward_loop(self, source, rows, given, result, saved, g):
         (rows,), original, source = rows, source, self._widen(source)
@@ -305,7 +312,7 @@ class _Support(LoopRule):
             asked = _stats.Cotangents(g_row, None, None, None)
             c = _stats.coefficients(outputs, asked)
             dz = _stats.dlogits(z, _position(labels, ids)[0], outputs, c)
-            # A token whose support is wrong is NaN only where its result was used.
+            # A token whose support is invalid is NaN only where its result was used.
             dz = jnp.where(g_row[:, None] == 0, 0, dz)
             dz = xla.unscale(self.spec, rows, row_ids, z, dz)
             return self._accumulate(sums, source, row_ids, columns, rows_of_W, dz)
@@ -315,12 +322,12 @@ class _Support(LoopRule):
         return jax.tree.map(lambda total, x: total.astype(x.dtype), sums, original)
 
     def _widen(self, source):
-        """The bias as `cast` makes it; W stays, as few of its columns are used."""
+        """The bias in the dtype of `cast`; W is not cast, as few columns are used."""
         bias, dtype = source.bias, self.spec.stats_dtype
         return source._replace(bias=None if bias is None else bias.astype(dtype))
 
     def _support(self, rows, given, row_ids):
-        """Labels [C], ids and columns [C, K] of the rows; what repeats is absent."""
+        """Labels [C], ids and columns [C, K] of the rows; repeated ids are absent."""
         labels = take(rows.labels, row_ids, fill_value=-1)
         ids = jnp.sort(take(given, row_ids, fill_value=-1), axis=-1)
         ids = jnp.where(ids == jnp.roll(ids, 1, axis=-1).at[:, 0].set(-1), -1, ids)
@@ -357,19 +364,20 @@ class _Support(LoopRule):
 
 
 def _existing(spec, ids):
-    """Columns of the ids; one past the end where absent or beyond the vocabulary."""
+    """Columns of the ids; one past the end if absent or beyond the vocabulary."""
     return jnp.where((ids >= 0) & (ids < spec.vocab_size), ids, spec.columns)
 
 
 def _position(labels, ids):
-    """Where in its support each label is, and whether it is there at all."""
+    """The position of each label in its support, and whether it is present."""
     matches = (ids == labels[:, None]) & (ids >= 0)
-    found = jnp.any(matches, axis=-1)
-    return jnp.where(found, jnp.argmax(matches, axis=-1), -1).astype(jnp.int32), found
+    present = jnp.any(matches, axis=-1)
+    position = jnp.where(present, jnp.argmax(matches, axis=-1), -1)
+    return position.astype(jnp.int32), present
 
 
 def _spec_of(source, options, numbers):
-    """The static facts; a token's part of a chunk is so many float32 numbers."""
+    """The static facts; numbers is the count of float32 per token of a chunk."""
     columns = arguments.columns_of(source, options.layout)
     n_tokens = source.hidden.shape[0]
     return Spec(
@@ -380,17 +388,21 @@ def _spec_of(source, options, numbers):
         compute_dtype=source.hidden.dtype,
         layout=options.layout,
         softcap=checks.check_softcap(options.softcap),
-        spread=partition.is_possible(),
+        token_parallel=partition.is_possible(),
     )
 
 
-def _shapes(source, shape):
-    """As given, for `jaxmem.report()`."""
+def _shapes(source, shape):  # as given, for `jaxmem.report()`
     return {"hidden": (*shape, source.hidden.shape[-1]), "W": source.W.shape}
 
 
 def check_ids(name: str, ids, where, shape: tuple[int, ...], vocab_size: int):
-    """int32 [..., K], clipped so that none wraps round."""
+    """int32 ids [..., K], clipped so that none overflows.
+
+    Raises:
+        TypeError: they are not integers.
+        ValueError: they have the wrong shape, or one is ≥ vocab_size.
+    """
     ids = checks.as_visible_array(name, ids)
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise TypeError(
@@ -418,7 +430,7 @@ def _flat(ids, shape):
 
 
 def check_support(labels, support_ids, where, shape: tuple[int, ...]) -> None:
-    """Every label in its support, where all of them can be seen; no empty support."""
+    """Raise for an empty support, or a visible label that is not in its support."""
     if support_ids.shape[-1] == 0:
         raise ValueError("support_ids must hold at least one id a token, got none")
     if not all(map(checks.is_visible, (labels, support_ids, where))):

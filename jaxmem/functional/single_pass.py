@@ -1,4 +1,4 @@
-"""The verb whose loss is known inside: one pass from hidden states to gradients."""
+"""`token_loss`: loss and gradients in one pass over the vocabulary."""
 
 import math
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from jaxmem.functional.vjp import LossRule
 
 
 def _shardings(arguments):
-    """Of the loss, and of every metric."""
+    """Shardings of the loss and of every metric."""
     return PartitionSpec(), sharded_like(labels=0, hidden=1)(arguments)
 
 
@@ -49,62 +49,74 @@ def token_loss(
     axis_name: AxisName | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Loss made of what each token's logits tell, with its gradient in the same pass.
+    """A loss of each token's statistics, with its gradient in the same pass.
 
         loss = Σ_i loss_fn(stats_i, *per_token_i) / normalizer     over active tokens i
 
-    While a chunk's logits are alive, `loss_fn` turns their statistics into losses, and
-    its derivative turns the logits into theirs: under `jax.grad` three GEMMs, where a
-    loss made of `token_stats` takes four. Outside it, one.
+    While a chunk's logits are alive, `loss_fn` computes losses of their statistics, and
+    its derivative gives the derivative of the logits: three GEMMs under `jax.grad`,
+    where a loss of `token_stats` takes four. Without a gradient, one.
 
     Args:
         loss_fn: `(TokenStats, *per_token)` of C tokens to their losses, a float array
-            [C], or to `(losses, {name: [C]})`; C is a chunk on "xla", and on "hopper"
-            what is kept at once. Each token's numbers must come from its own row.
-            Traced once for a function object, as the body of `jax.lax.scan` is. It may
-            close over arrays, except those being differentiated, and except those of a
-            mesh with explicit axes for use in control flow or custom derivatives:
-            these it takes as arguments of a `jax.tree_util.Partial`.
-        hidden, W, labels: as in `logprobs`.
-        per_token: what else the loss is made of, [...] or [..., K] each, of any real
-            type: advantages, old log-probabilities. Differentiable where floats.
-        normalizer: scalar that the sum is divided by, 0 counting as 1; None: the active
-            tokens of this call. For microbatches or devices whose gradients are added
-            up, pass the number of tokens in all of them.
-        chunk, where, temperature, softcap, bias, vocab_size, layout: as in `logprobs`.
-        frozen_head: W and bias are constants; there is no gradient of them to sum up.
-        gradient_samples, key: as in `logprobs`: loss and metrics are exact, and their
-            gradient by hidden and the head is an unbiased estimate; that by per_token
-            is exact.
-        axis_name: mesh axes that split the vocabulary, as in `logprobs`; loss_fn sees
-            the statistics of all of it, and the shards of one vocabulary must have the
-            same per_token and normalizer. normalizer=None counts the tokens that this
-            device has, not those that other devices may have.
-        implementation: "xla", "hopper", or None for the best there is here.
+            [C], or to `(losses, {name: [C]})`. C is the chunk for "xla", and the number
+            of tokens stored at once for "hopper". Each token's loss and metrics may
+            depend on its own row only. Traced once per function object, as the body of
+            `jax.lax.scan` is. It may close over arrays, except those being
+            differentiated, and except those of a mesh with explicit axes that it uses
+            in control flow or custom derivatives: pass these as arguments of a
+            `jax.tree_util.Partial`.
+        hidden: as in `logprobs`.
+        W: as in `logprobs`.
+        labels: as in `logprobs`.
+        per_token: further arguments of loss_fn, [...] or [..., K] each, of any real
+            dtype: advantages, old log-probabilities. Floats are differentiable.
+        normalizer: scalar divisor of the sum, where 0 counts as 1; None: the number of
+            active tokens of this call. For micro-batches or devices whose gradients are
+            summed, pass the number of tokens in all of them.
+        chunk: as in `logprobs`.
+        where: as in `logprobs`.
+        temperature: as in `logprobs`.
+        softcap: as in `logprobs`.
+        bias: as in `logprobs`.
+        vocab_size: as in `logprobs`.
+        layout: as in `logprobs`.
+        frozen_head: W and bias are constants; their gradient is not computed.
+        gradient_samples: as in `logprobs`. Loss and metrics are exact. The gradient
+            with respect to hidden and the head is an unbiased estimate; that with
+            respect to per_token is exact.
+        key: as in `logprobs`.
+        axis_name: mesh axes that shard the vocabulary, as in `logprobs`; loss_fn gets
+            the statistics of the whole vocabulary, and its shards must have the same
+            per_token and normalizer. normalizer=None counts the tokens of this device
+            only.
+        implementation: "xla", "hopper", or None for the best one available.
 
     Returns:
-        (loss, metrics): a float32 scalar, and a dict of what loss_fn calls metrics,
-        empty if nothing, as float32 arrays of labels' shape without gradient. Masked
-        tokens and padding add exactly 0 to the loss and every gradient, whatever hidden
-        and per_token hold there, and have metrics of 0; a batch without others has
-        loss 0.
+        (loss, metrics): a float32 scalar, and loss_fn's metrics by name, as float32
+        arrays of labels' shape without gradient; an empty dict if it returns none.
+        Masked tokens and padding add exactly 0 to the loss and every gradient, whatever
+        hidden and per_token hold there, and their metrics are 0; the loss of a batch
+        without active tokens is 0.
 
     **Memory** beyond inputs, outputs and gradients, with C = min(chunk, tokens rounded
     up to 16): 4·C·V; under `jax.grad` also 2·C·V if hidden has 16 bits, and 4·V·D for
-    the float32 sum of W's gradient. Under jit, what is not differentiated has no part
-    in it. "hopper" takes no more: instead of logits it keeps their exponentials, 2·V a
-    token, of all tokens where those fit, which saves the float32 sum, or else of 3·C.
-    XLA for CPUs needs 8·C·V where V is no multiple of 128. With gradient_samples, what
-    `logprobs` takes with it in both passes. Gradients wait for the
-    loss's own cotangent: hidden's is rounded to its type before it is scaled.
+    the float32 sum of W's gradient. Under jit, operands that are not differentiated add
+    nothing. "hopper" takes no more: instead of logits it stores their exponentials, 2·V
+    per token, of all tokens if they fit, which saves the float32 sum, or else of 3·C.
+    XLA for CPUs needs 8·C·V if V is not a multiple of 128. With gradient_samples, both
+    passes take what `logprobs` takes. Gradients are residuals, scaled by the loss's
+    cotangent: hidden's is rounded to its dtype before it is scaled.
 
-    **Communication** with axis_name: that of `logprobs`, but under `jax.grad` the max
-    and the sum of statistics are made chunk by chunk.
+    **Communication** with axis_name: that of `logprobs`, except that under `jax.grad`
+    the max and the sum of statistics are all-reduced chunk by chunk.
 
     Raises:
-        TypeError: also a loss_fn that is none, or returns something else.
-        ValueError: also a per-token argument of another shape.
-        NotImplementedError: also a loss_fn that closes over what it may not.
+        TypeError: as `logprobs`; or loss_fn is not a function, or does not return what
+            it must.
+        ValueError: as `logprobs`; or a per-token argument has another shape.
+        NotImplementedError: as `logprobs`; or loss_fn closes over an array that it must
+            take as an argument.
 
     >>> import jax, jax.numpy as jnp, jaxmem
     >>> def reinforce(stats, advantage):
@@ -145,7 +157,7 @@ def token_loss(
 
 
 def _flat(per_token, shape):
-    """Each with all of the tokens in one axis."""
+    """Each argument with all tokens in one axis."""
     arrays = []
     for i, value in enumerate(per_token):
         x = checks.as_array(f"per_token[{i}]", value)
@@ -155,12 +167,12 @@ def _flat(per_token, shape):
 
 
 def _normalizer(normalizer, rows, spec):
-    """What to divide by; NaN for a negative number that only shows up at run time."""
+    """The divisor of the sum; NaN for a negative one that is known at run time only."""
     if normalizer is None:
         count = jnp.sum(rows.active, dtype=jnp.int32)
     else:
         count = checks.as_visible_array("normalizer", normalizer)
         checks.check_normalizer(count)
     count = jnp.asarray(count).astype(spec.stats_dtype)
-    # No NaN on the way to a count that is fine, for jax_debug_nans.
+    # No intermediate NaN if the count is valid, for jax_debug_nans.
     return jnp.where(count == 0, 1, jnp.where(count > 0, count, jnp.nan))

@@ -1,7 +1,7 @@
-"""A caller's per-token loss: traced once, then evaluated and differentiated by parts.
+"""A caller's per-token loss: traced once, then evaluated and differentiated in chunks.
 
-What loss_fn closes over becomes an operand, because a derivative's rule may run after
-the trace that a closed-over value belongs to has ended.
+Values that loss_fn closes over become operands, because the rule of a derivative may
+run after the trace that a closed-over value belongs to has ended.
 """
 
 from collections.abc import Callable
@@ -20,30 +20,30 @@ from jaxmem.functional import loss_functions
 
 
 class Operands(NamedTuple):
-    """What the loss is made of besides statistics."""
+    """Operands of the loss besides statistics."""
 
     per_token: tuple[jax.Array, ...]  # [N, ...]
     closed: tuple[jax.Array, ...] | None  # closed over by loss_fn; None: no cotangents
 
 
 class Values(NamedTuple):
-    """What is kept of each row, arrays of [N, ...]."""
+    """Per-row results, arrays of [N, ...]."""
 
     loss: jax.Array
     metrics: dict[str, jax.Array]
-    per_token: tuple[jax.Array | None, ...]  # cotangents; None: not a float, or unasked
+    per_token: tuple[jax.Array | None, ...]  # cotangents, or None
 
 
 class Loss:
-    """loss_fn as a function of arrays alone, for one number of rows; static under jit.
+    """loss_fn as a function of arrays, for `n_rows` rows; static under jit.
 
-    Equal where loss_fn is the same object and its jaxpr reads the same, so that calls
-    outside of jit compile once.
+    Equal where loss_fn is the same object and its jaxpr has the same text, so that
+    calls outside of jit compile once.
 
     Attributes:
-        n_rows: how many it takes.
+        n_rows: the number of rows.
         fields: names in TokenStats that the loss's derivative depends on.
-        closed: whether it depends on each value that loss_fn closes over.
+        closed: for each value that loss_fn closes over, whether the loss depends on it.
     """
 
     fields: tuple[str, ...]
@@ -56,7 +56,7 @@ class Loss:
     def __call__(
         self, stats: TokenStats, operands: Operands
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """(loss, metrics) of each row, in the statistics' type."""
+        """(loss, metrics) of each row, in the statistics' dtype."""
         flat = eval_jaxpr(self._jaxpr, operands.closed, *stats, *operands.per_token)
         return jax.tree.unflatten(self._tree, flat)
 
@@ -70,47 +70,57 @@ class Loss:
 def trace(
     loss_fn: Callable, spec: Spec, n_rows: int, per_token: tuple[jax.Array, ...]
 ) -> tuple[Loss, Operands]:
-    """loss_fn for so many rows at a time, and what it is to be called with."""
+    """Trace loss_fn.
+
+    Args:
+        loss_fn: given by the caller.
+        spec: of the call.
+        n_rows: rows of one evaluation.
+        per_token: further arguments, [N, ...] each.
+
+    Returns:
+        The traced loss and its operands.
+    """
 
     def checked(stats, *per_token):
-        made = loss_functions.call(loss_fn, stats, per_token, n_rows)
-        return jax.tree.map(lambda x: x.astype(spec.stats_dtype), made)
+        result = loss_functions.call(loss_fn, stats, per_token, n_rows)
+        return jax.tree.map(lambda x: x.astype(spec.stats_dtype), result)
 
     stats, rows = _stats_like(spec, n_rows), _examples(spec, n_rows, per_token)
-    jaxpr, made = _jaxpr_of(checked, stats, *rows)
+    jaxpr, shapes = _jaxpr_of(checked, stats, *rows)
     operands = Operands(per_token, tuple(map(explicit_axes.automatic, jaxpr.consts)))
-    loss = Loss(n_rows, jaxpr.jaxpr, jax.tree.structure(made), _key(loss_fn, jaxpr))
+    loss = Loss(n_rows, jaxpr.jaxpr, jax.tree.structure(shapes), _key(loss_fn, jaxpr))
     loss.fields, loss.closed = _dependence(loss, spec, operands)
     return loss, operands
 
 
 def _jaxpr_of(loss_fn, *examples):
-    """The jaxpr of loss_fn, all that it closes over among its constants; its result.
+    """The jaxpr of loss_fn, with all that it closes over as constants, and its result.
 
-    The verb runs where no axis is explicit, but loss_fn may close over arrays of a mesh
-    that has explicit axes. Its operations get no such types where no mesh is set, and
-    functions that it calls get none where they are traced as part of it.
+    No axis is explicit inside a verb, but loss_fn may close over arrays of a mesh with
+    explicit axes. Without a mesh, its operations get no explicit types; functions that
+    it calls get none if they are traced inline.
     """
     make = jax.make_jaxpr(loss_fn, return_shape=True)
     if jax.sharding.get_abstract_mesh().manual_axes:
         return make(*examples)
     try:
         with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-            jaxpr, made = make(*examples)
+            jaxpr, shapes = make(*examples)
             inner = list(_inner_consts(jaxpr.jaxpr))
             if inner or any(map(explicit_axes.is_typed, jaxpr.consts)):
                 with jax.disable_jit():
-                    jaxpr, made = make(*examples)
+                    jaxpr, shapes = make(*examples)
     except Exception as error:
         if type(error).__name__ != "ShardingTypeError":
             raise
         raise _closes_over_types() from error
     _check_calls(jaxpr.jaxpr)
-    return jaxpr, made
+    return jaxpr, shapes
 
 
 def _check_calls(jaxpr):
-    """No function within it whose own jaxpr has types of explicit axes."""
+    """Raise if a function within the jaxpr has types of explicit axes."""
     for equation in jaxpr.eqns:
         values = (*equation.invars, *equation.outvars)
         types = (x.aval.sharding.mesh for x in values)
@@ -132,7 +142,18 @@ def _closes_over_types():
 def evaluate(
     loss: Loss, row_ids: jax.Array, stats: TokenStats, operands: Operands, n_rows: int
 ) -> Values:
-    """Values of some rows; what stats holds for ids from n_rows on is not looked at."""
+    """Values of some rows.
+
+    Args:
+        loss: the traced loss.
+        row_ids: indices of the rows; `n_rows` or more for none.
+        stats: statistics of these rows; ignored where there is no row.
+        operands: of all rows.
+        n_rows: number of rows in all.
+
+    Returns:
+        Their values, without cotangents.
+    """
     stats, operands, _ = _complete(row_ids, stats, operands, n_rows)
     losses, metrics = loss(stats, operands)
     return Values(losses, metrics, (None,) * len(operands.per_token))
@@ -141,10 +162,20 @@ def evaluate(
 def differentiate(
     loss: Loss, row_ids: jax.Array, stats: TokenStats, operands: Operands, n_rows: int
 ) -> tuple[Values, Cotangents]:
-    """`evaluate`, and what each row's loss does with what it is made of.
+    """`evaluate`, and the cotangents of statistics and per-token arguments.
 
-    The cotangents of ids from n_rows on are 0. Any number of rows: where devices share
-    the tokens out, it is not the one that the loss was traced for.
+    Cotangents of ids of `n_rows` or more are 0. The number of rows may differ from the
+    one that the loss was traced for, as it does where devices split the tokens.
+
+    Args:
+        loss: the traced loss.
+        row_ids: indices of the rows; `n_rows` or more for none.
+        stats: statistics of these rows; ignored where there is no row.
+        operands: of all rows.
+        n_rows: number of rows in all.
+
+    Returns:
+        Values with cotangents of per-token arguments, and cotangents of statistics.
     """
     size, pieces = row_ids.shape[0], -(-row_ids.shape[0] // loss.n_rows)
     if size == loss.n_rows:
@@ -154,11 +185,11 @@ def differentiate(
         x = jnp.pad(x, (0, pieces * loss.n_rows - size), constant_values=fill)
         return x.reshape(pieces, loss.n_rows)
 
-    made = lax.map(
+    results = lax.map(
         lambda rows: _differentiate(loss, rows[0], rows[1], operands, n_rows),
         (cut(row_ids, n_rows), jax.tree.map(lambda x: cut(x, 0), stats)),
     )
-    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:size], made)
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:size], results)
 
 
 def _differentiate(loss, row_ids, stats, operands, n_rows):
@@ -171,7 +202,7 @@ def _differentiate(loss, row_ids, stats, operands, n_rows):
 
     floats = _floats(operands.per_token)
     losses, pull, metrics = jax.vjp(run, fields, floats, has_aux=True)
-    # By choice, not by multiplication: 0 · NaN would be NaN.
+    # Selected, not multiplied: 0 · NaN would be NaN.
     of_fields, of_floats = jax.tree.map(
         lambda x: jnp.where(_beside(live, x), x, jnp.zeros_like(x)),
         pull(jnp.ones_like(losses)),
@@ -183,7 +214,18 @@ def _differentiate(loss, row_ids, stats, operands, n_rows):
 def nothing(
     loss: Loss, spec: Spec, operands: Operands, n_rows: int, pull: bool
 ) -> Values:
-    """Values of rows that are not active; with cotangents if they are to be pulled."""
+    """Values of inactive rows.
+
+    Args:
+        loss: the traced loss.
+        spec: of the call.
+        operands: of the loss.
+        n_rows: number of rows.
+        pull: whether to include cotangents.
+
+    Returns:
+        Zeros.
+    """
     rows = _examples(spec, loss.n_rows, operands.per_token)
     stats = _stats_like(spec, loss.n_rows)
     _, metrics = jax.eval_shape(loss, stats, operands._replace(per_token=rows))
@@ -199,9 +241,10 @@ def nothing(
 
 
 def _complete(row_ids, stats, operands, n_rows):
-    """Every row; the first one, if it is active, stands in where none is.
+    """Operands of all rows, where the first row replaces missing ones.
 
-    So that loss_fn never sees a number that could not occur: 0 could.
+    Then loss_fn gets only values that can occur; 0 might not be one. If the first row
+    is missing too, they are 0.
     """
     live = row_ids < n_rows
     row_ids = jnp.where(live, row_ids, row_ids[0])
@@ -229,7 +272,7 @@ def _dependence(loss, spec, operands):
     jaxpr, shapes = jax.make_jaxpr(pull, return_shape=True)(
         cotangent, stats, closed, rows
     )
-    # What does not follow from the loss's cotangent is a constant, 0.
+    # What does not depend on the loss's cotangent is a constant 0.
     reached = {id(jaxpr.jaxpr.invars[0])}
     for equation in jaxpr.jaxpr.eqns:
         if any(id(x) in reached for x in equation.invars):
@@ -241,7 +284,7 @@ def _dependence(loss, spec, operands):
 
 
 def _key(loss_fn, jaxpr):
-    """Itself alone where jit's cache would keep a tracer alive, or cannot hash."""
+    """What identifies a loss; a new object if jit's cache cannot hold or hash it."""
     inner = list(_inner_consts(jaxpr.jaxpr))
     if any(isinstance(x, Tracer) for x in (*jaxpr.consts, *inner)):
         return object()
@@ -249,12 +292,12 @@ def _key(loss_fn, jaxpr):
         hash(loss_fn)
     except TypeError:
         return object()
-    # The text does not show their values, and the jaxpr keeps them alive.
+    # The text of the jaxpr omits their values, and the jaxpr keeps them alive.
     return loss_fn, str(jaxpr), tuple(map(id, inner))
 
 
 def _inner_consts(jaxpr):
-    """What functions within it close over, such as a `jax.jit` of the loss's own."""
+    """Constants of functions within the jaxpr, such as a `jax.jit` in the loss."""
     for equation in jaxpr.eqns:
         for x in jax.tree.leaves(equation.params, is_leaf=_is_jaxpr):
             if _is_jaxpr(x):
@@ -267,12 +310,12 @@ def _is_jaxpr(x):
 
 
 def _floats(arrays) -> tuple:
-    """The arrays that have derivatives; None in the place of others."""
+    """The arrays with a derivative, and None in place of the others."""
     return tuple(x if jnp.issubdtype(x.dtype, jnp.floating) else None for x in arrays)
 
 
 def _joined(floats, arrays) -> tuple:
-    """arrays, with floats where there are such."""
+    """`arrays`, replaced by `floats` where these are not None."""
     pairs = zip(floats, arrays, strict=True)
     return tuple(array if x is None else x for x, array in pairs)
 
@@ -291,6 +334,6 @@ def _examples(spec, n_rows, per_token):
 
 
 def _example(spec, n_rows, dtype, shape=()) -> Any:
-    """Rows of the type that they have inside shard_map."""
+    """Shape and type of rows inside shard_map."""
     types = _shards.types(spec.varying) if spec.varying else {}
     return jax.ShapeDtypeStruct((n_rows, *shape), dtype, **types)

@@ -1,13 +1,13 @@
 """The derivatives of the head: the rules of `token_stats` and of `token_loss`.
 
-`token_stats` cannot know what its outputs are used for, so its backward pass recomputes
-each chunk's logits; unless the head is frozen and the output is one, whose derivative
-with respect to hidden is then a residual that the cotangent scales. `token_loss` knows
-the loss, and computes everything from the same logits.
+`token_stats` does not know how its outputs are used, so its backward pass recomputes
+each chunk's logits; except if the head is frozen and there is one output, whose
+derivative with respect to hidden is then a residual that is scaled by the cotangent.
+`token_loss` knows the loss, and computes everything from the same logits.
 
-Over a vocabulary in shards, the rules are those of the whole vocabulary: partial
-statistics are merged before anything follows from them, and where jax types a result as
-each shard's own, the results' cotangents are summed over the shards.
+If the vocabulary is sharded, partial statistics are merged first, and the rules are
+those of the whole vocabulary. Where jax types a result as device-varying, the
+cotangents of the results are summed over the shards.
 """
 
 import dataclasses
@@ -42,13 +42,13 @@ from jaxmem.functional.rule import (
 )
 from jaxmem.functional.traced_loss import Loss, Operands, Values
 
-# What the backward pass needs of a row besides the logits that it recomputes.
+# Residuals per row besides the outputs, from which logits are recomputed.
 _SAVED = ("max", "log_sum")
 
 
 @dataclasses.dataclass(frozen=True)
 class BackendRule(Rule):
-    """A rule whose loops are a backend's."""
+    """A rule whose loops are implemented by a backend."""
 
     backend: Backend
 
@@ -68,15 +68,15 @@ class BackendRule(Rule):
 
 
 class StatisticsRule(BackendRule):
-    """Fields of `TokenStats` by name: trained `(source,)`, fixed `(rows,)`."""
+    """The rule of fields of `TokenStats`; trained is `(source,)`, fixed `(rows,)`."""
 
     def forward(self, trained, fixed):
-        """As in `Rule`."""
+        """See `Rule.forward`."""
         (source,), (rows,) = trained, fixed
         return self.outputs(source, rows, self.spec.outputs)
 
     def forward_and_save(self, trained, fixed):
-        """As in `Rule`."""
+        """See `Rule.forward_and_save`."""
         (source,), (rows,), spec = trained, fixed, self.spec
         if spec.keeps_gradient:
             run = by_tokens(spec, self._with_gradient, (of_tokens(source), True), True)
@@ -89,7 +89,7 @@ class StatisticsRule(BackendRule):
         return {k: results[k] for k in spec.outputs}, residuals
 
     def backward(self, residuals, cotangents):
-        """As in `Rule`."""
+        """See `Rule.backward`."""
         cotangents = sum_over_shards(self.spec, cotangents)
         if self.spec.keeps_gradient:
             (dhidden, active), (g,) = residuals, cotangents.values()
@@ -104,7 +104,7 @@ class StatisticsRule(BackendRule):
         return (trained_part(self.spec, dsource),)
 
     def _with_gradient(self, source, rows):
-        """The one output, and its derivative by hidden, [N, D], in hidden's type."""
+        """The one output, and its derivative with respect to hidden, [N, D]."""
         spec, n_rows = fitted(self.spec, rows), rows.labels.shape[0]
         (name,) = spec.outputs
 
@@ -118,7 +118,7 @@ class StatisticsRule(BackendRule):
         return results, dsource.hidden
 
     def _forward_and_keep(self, source, rows, names):
-        """The outputs, and the exponentials of `residual_rows`, or nothing."""
+        """The outputs, and the exponentials of the first `residual_rows`, or ()."""
         if not self.spec.residual_rows:
             return self.outputs(source, rows, names), ()
 
@@ -144,7 +144,7 @@ class StatisticsRule(BackendRule):
 
 
 def _scaled(dhidden, active, g):
-    """Cotangent of a frozen head; 0 where g is, or nothing is active, even for NaN."""
+    """Cotangent of a frozen head; 0 where g is 0 or a row is inactive, even for NaN."""
     if isinstance(g, SymbolicZero):
         return Head(jnp.zeros_like(dhidden), None, None)
     g = jnp.where(active, g, 0)[:, None]
@@ -158,7 +158,7 @@ def _unless_zero(cotangent):
 
 @dataclasses.dataclass(frozen=True)
 class LossRule(BackendRule):
-    """A loss known inside the pass.
+    """The rule of a loss that is known in the forward pass.
 
     trained is `(source, per_token, count)`, fixed is `(rows, closed)`. The result is
     the sum of the active rows' losses divided by count, and metrics [N] by name, which
@@ -168,7 +168,7 @@ class LossRule(BackendRule):
     loss: Loss
 
     def forward(self, trained, fixed):
-        """As in `Rule`."""
+        """See `Rule.forward`."""
         (source, per_token, count), (rows, closed) = trained, fixed
         stats = self.outputs(source, rows, TokenStats._fields)
         operands = Operands(per_token, closed)
@@ -177,21 +177,21 @@ class LossRule(BackendRule):
         return jnp.sum(values.loss) / count, values.metrics
 
     def forward_and_save(self, trained, fixed):
-        """As in `Rule`."""
+        """See `Rule.forward_and_save`."""
         (source, per_token, count), (rows, closed) = trained, fixed
         of_source = of_tokens(source)
-        given, made = (of_source, True, _FLAGS, False), (True, of_source)
-        run = once(by_tokens(self.spec, self._one_pass, given, made))
+        given, results = (of_source, True, _FLAGS, False), (True, of_source)
+        run = once(by_tokens(self.spec, self._one_pass, given, results))
         values, dsource = run(source, rows, Operands(per_token, closed), count)
         dsource = trained_part(self.spec, dsource)
-        # The cotangents' types, of what is still in the sums'.
+        # The dtypes of the cotangents, which are still in the sums' dtypes.
         kept = trained_part(self.spec, source)
         types = jax.tree.map(lambda x: jnp.zeros(0, x.dtype), kept)
         total = jnp.sum(values.loss) / count
         return (total, values.metrics), (dsource, types, values.per_token, total, count)
 
     def backward(self, residuals, cotangents):
-        """As in `Rule`."""
+        """See `Rule.backward`."""
         dsource, types, dper_token, total, count = residuals
         g, _ = cotangents
         if isinstance(g, SymbolicZero):
@@ -207,7 +207,7 @@ class LossRule(BackendRule):
         return dsource, dper_token, -g * total / count
 
     def refuse(self, fixed):
-        """As in `Rule`; also a gradient of what loss_fn closes over."""
+        """See `Rule.refuse`; also raises for a gradient of what loss_fn closes over."""
         super().refuse(fixed)
         for matters, x in zip(self.loss.closed, fixed[1], strict=True):
             if matters and x.perturbed:
@@ -220,15 +220,15 @@ class LossRule(BackendRule):
 
     @property
     def _divides_early(self):
-        """Whether cotangents are divided by the count before they meet the logits.
+        """Whether cotangents are divided by the count before the logits' derivative.
 
-        No scale is left for the gradients then; but float16 would lose small
+        Then the gradients need no further scaling. float16 would lose small
         derivatives.
         """
         return self.spec.compute_dtype != jnp.float16
 
     def _values(self, stats, rows, operands) -> Values:
-        """The loss and its metrics from statistics [N], for as many as was traced."""
+        """The loss and its metrics from statistics [N]."""
         loss, n_rows = self.loss, rows.labels.shape[0]
 
         def chunk(row_ids, values):
@@ -256,7 +256,9 @@ class LossRule(BackendRule):
 
         zeros = traced_loss.nothing(self.loss, spec, operands, n_rows, pull=True)
         values, dsource = self.backend.one_pass(spec, source, rows, of_chunk, zeros)
-        if spec.spread and self._divides_early:  # half the bytes to sum over devices
+        if (
+            spec.token_parallel and self._divides_early
+        ):  # halves the bytes of the all-reduce
             kept = trained_part(spec, source)
             dsource = jax.tree.map(lambda x, like: x.astype(like.dtype), dsource, kept)
         return values, dsource

@@ -117,10 +117,10 @@ def _names(init, shape, dtype) -> tuple:
 
     Unboxed variables no longer carry these names.
     """
-    made = jax.eval_shape(lambda: init(jax.random.key(0), shape, dtype))
-    if isinstance(made, nn.LogicallyPartitioned):
-        return tuple(spmd.logical_to_mesh_axes(made.names, made.rules) or ())
-    return tuple(made.names) if isinstance(made, nn.Partitioned) else ()
+    weights = jax.eval_shape(lambda: init(jax.random.key(0), shape, dtype))
+    if isinstance(weights, nn.LogicallyPartitioned):
+        return tuple(spmd.logical_to_mesh_axes(weights.names, weights.rules) or ())
+    return tuple(weights.names) if isinstance(weights, nn.Partitioned) else ()
 
 
 def _columns(features, tied_to) -> int:

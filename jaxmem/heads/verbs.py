@@ -131,8 +131,8 @@ class HeadVerbs:
             labels: token ids [...]; negative marks padding.
             where: booleans that broadcast to labels; False masks a token.
             temperature: positive scalar or one per token, [...]; not differentiable.
-            gradient_samples, key: K and a PRNG key, for sampled gradients; see
-                `jaxmem.logprobs`. None: exact.
+            gradient_samples: K of sampled gradients, as in `jaxmem.logprobs`; or None.
+            key: PRNG key of the samples, with gradient_samples.
 
         Returns:
             float32 [...]; 0, with a gradient of 0, where masked.
@@ -160,8 +160,8 @@ class HeadVerbs:
             labels: token ids [...]; negative marks padding.
             where: booleans that broadcast to labels; False masks a token.
             temperature: positive scalar or one per token, [...]; not differentiable.
-            gradient_samples, key: K and a PRNG key, for sampled gradients; see
-                `jaxmem.logprobs`. None: exact.
+            gradient_samples: K of sampled gradients, as in `jaxmem.logprobs`; or None.
+            key: PRNG key of the samples, with gradient_samples.
 
         Returns:
             `TokenStats(logprob, entropy, logsumexp, sum_pi_squared, is_argmax)` of
@@ -190,8 +190,8 @@ class HeadVerbs:
             hidden: final hidden states [..., D].
             where: booleans that broadcast to the tokens; False masks a token.
             temperature: positive scalar or one per token, [...]; not differentiable.
-            gradient_samples, key: K and a PRNG key, for sampled gradients; see
-                `jaxmem.logprobs`. None: exact.
+            gradient_samples: K of sampled gradients, as in `jaxmem.logprobs`; or None.
+            key: PRNG key of the samples, with gradient_samples.
 
         Returns:
             float32 [...]; 0 where masked.
@@ -225,8 +225,8 @@ class HeadVerbs:
                 batch; 0 counts as 1. None: the number of tokens that are not masked
                 here.
             z_loss: weight of the squared logsumexp, which keeps logits from drifting.
-            gradient_samples, key: K and a PRNG key, for sampled gradients; see
-                `jaxmem.logprobs`. None: exact.
+            gradient_samples: K of sampled gradients, as in `jaxmem.logprobs`; or None.
+            key: PRNG key of the samples, with gradient_samples.
 
         Returns:
             float32 scalar; 0, with gradients of 0, if every token is masked.
@@ -282,8 +282,8 @@ class HeadVerbs:
             normalizer: divisor of the sum; None: the number of tokens not masked here.
             temperature: positive scalar or one per token, [...]; not differentiable.
             frozen_head: whether to compute no gradient of the head's weights.
-            gradient_samples, key: K and a PRNG key, for sampled gradients; see
-                `jaxmem.logprobs`. None: exact.
+            gradient_samples: K of sampled gradients, as in `jaxmem.logprobs`; or None.
+            key: PRNG key of the samples, with gradient_samples.
 
         Returns:
             (loss, metrics): a float32 scalar, and the metrics that loss_fn returns,

@@ -58,8 +58,10 @@ class Integration:
         everything = (r for by_version in known.values() for r in by_version.values())
         self._packages = {r.where.partition(".")[0] for rs in everything for r in rs}
         self._undo: list[tuple[Any, str, Any, Any]] = []
-        self._made: list[tuple[str, Any]] = []  # ("package.module:function", value)
-        self._said: set[str] = set()
+        self._functions: list[
+            tuple[str, Any]
+        ] = []  # ("package.module:function", value)
+        self._messages: set[str] = set()
 
     def apply(self, options: Options) -> None:
         """Apply all replacements, and print their names.
@@ -67,9 +69,9 @@ class Integration:
         Args:
             options: of the head.
 
-        Warns: RuntimeWarning: a module outside the package holds an original, and
-        continues to
-                call it.
+        Warns:
+            RuntimeWarning: a module outside the package holds a replacement, and
+                continues to call it.
 
         Raises:
             IntegrationError: the package is missing, or is not as expected.
@@ -78,15 +80,15 @@ class Integration:
         if self._undo:
             raise RuntimeError(f"{self._name} has been applied; undo() it first")
         version, replacements = self._known()
-        found = [(r, *self._find(r, version)) for r in replacements]
+        originals = [(r, *self._find(r, version)) for r in replacements]
         # Warn before replacing anything, because a warning may be raised as an error.
-        for replacement, *_, original in found:
+        for replacement, *_, original in originals:
             self._warn_of_others("apply()", replacement.where, original)
-        for replacement, owner, name, original in found:
-            made = replacement.make(original, options, self._say)
-            self._set(owner, name, original, made)
-            self._set_aliases(original, made)
-            self._made.append((replacement.where, made))
+        for replacement, owner, name, original in originals:
+            function = replacement.make(original, options, self._say)
+            self._set(owner, name, original, function)
+            self._set_aliases(original, function)
+            self._functions.append((replacement.where, function))
             print(f"jaxmem: {self._name} {version}: {replacement.where} is replaced")
 
     def undo(self) -> None:
@@ -101,13 +103,18 @@ class Integration:
         """
         if not self._undo:
             raise RuntimeError(f"{self._name} has not been applied")
-        for owner, name, original, made in reversed(self._undo):
-            if vars(owner).get(name) is made:
+        for owner, name, original, function in reversed(self._undo):
+            if vars(owner).get(name) is function:
                 setattr(owner, name, original)
-            self._restore_aliases(made, original)
-        replaced, self._made, self._undo, self._said = self._made, [], [], set()
-        for where, made in replaced:
-            self._warn_of_others("undo()", where, made)
+            self._restore_aliases(function, original)
+        replaced, self._functions, self._undo, self._messages = (
+            self._functions,
+            [],
+            [],
+            set(),
+        )
+        for where, function in replaced:
+            self._warn_of_others("undo()", where, function)
 
     @contextlib.contextmanager
     def applied(self, options: Options) -> Iterator[None]:
@@ -119,8 +126,8 @@ class Integration:
             self.undo()
 
     def _say(self, reason: str) -> None:
-        if reason not in self._said:
-            self._said.add(reason)
+        if reason not in self._messages:
+            self._messages.add(reason)
             print(f"jaxmem: {self._name}: left as it is: {reason}")
 
     def _known(self) -> tuple[str, tuple[Replacement, ...]]:
@@ -163,17 +170,17 @@ class Integration:
                 )
         return owner, name, original
 
-    def _set(self, owner: Any, name: str, original: Any, made: Any) -> None:
-        setattr(owner, name, made)
-        self._undo.append((owner, name, original, made))
+    def _set(self, owner: Any, name: str, original: Any, function: Any) -> None:
+        setattr(owner, name, function)
+        self._undo.append((owner, name, original, function))
 
-    def _set_aliases(self, original: Any, made: Any) -> None:
+    def _set_aliases(self, original: Any, function: Any) -> None:
         """Replace what `from module import function` copied within the package."""
         for module, name in self._holders(original, within=True):
-            self._set(module, name, original, made)
+            self._set(module, name, original, function)
 
-    def _restore_aliases(self, made: Any, original: Any) -> None:
-        for module, name in self._holders(made, within=True):
+    def _restore_aliases(self, function: Any, original: Any) -> None:
+        for module, name in self._holders(function, within=True):
             setattr(module, name, original)
 
     def _warn_of_others(self, call: str, where: str, value: Any) -> None:

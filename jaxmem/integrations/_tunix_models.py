@@ -45,9 +45,9 @@ def hidden_states(model: Any, *args: Any, **kwargs: Any) -> jax.Array:
     """Run a model without its head: the states [B, T, D] that W multiplies."""
     if hasattr(model, "jaxmem_hidden_states"):
         return model.jaxmem_hidden_states(*args, **kwargs)
-    with _stopped_at(*_projection(model)) as found:
+    with _stopped_at(*_projection(model)) as states:
         model(*args, **kwargs)
-    (hidden,) = found
+    (hidden,) = states
     return hidden
 
 
@@ -69,17 +69,17 @@ def _stopped_at(owner: Any, method: str) -> Iterator[list[jax.Array]]:
     """Record the argument of one module's method, which returns a placeholder."""
     kind = type(owner)
     original = getattr(kind, method)
-    found: list[jax.Array] = []
+    states: list[jax.Array] = []
 
     @functools.wraps(original)
     def keep(self: Any, x: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
         if self is not owner:  # a class may be used for other layers too
             return original(self, x, *args, **kwargs)
-        found.append(x)
+        states.append(x)
         return jnp.zeros((*x.shape[:-1], 1), x.dtype)
 
     setattr(kind, method, keep)
     try:
-        yield found
+        yield states
     finally:
         setattr(kind, method, original)

@@ -67,8 +67,8 @@ def head_of(module: Any) -> Head | str:
     if not hasattr(module, "compute_lm_logits"):
         return f"{name} has no compute_lm_logits"
     for method in ("make_lm_head_fn", "apply_lm_head"):
-        found = getattr(type(module), method, None)
-        if found is not None and not found.__module__.startswith(_GENERIC):
+        function = getattr(type(module), method, None)
+        if function is not None and not function.__module__.startswith(_GENERIC):
             return f"{name} has a {method} of its own"
     if getattr(module, "_logit_cap_feature", None) is not None:
         return f"{name} clips its logits"

@@ -174,10 +174,10 @@ class _Linen:
     def states(self, hidden: jax.Array) -> jax.Array:
         """The operand of the head's product, recorded by intercepting that product."""
         layers: Any = importlib.import_module("maxtext.layers.decoders")
-        found: list[jax.Array] = []
+        states: list[jax.Array] = []
 
         def keep(y: jax.Array) -> jax.Array:
-            found.append(y)
+            states.append(y)
             return jnp.zeros((*y.shape[:-1], 1), y.dtype)
 
         def intercept(method, args, kwargs, context):
@@ -198,7 +198,7 @@ class _Linen:
                 )
         finally:
             layers.attend_on_embedding = attend
-        return found[0]
+        return states[0]
 
 
 class _Held:
@@ -216,9 +216,9 @@ def _adapter(original: type, options: Options, say: Callable[[str], None]) -> ty
             return head_of(self.base)
 
         def jaxmem_hidden_states(self, *args: Any, **kwargs: Any) -> jax.Array:
-            with _stopped_before_head(self.base.decoder) as found:
+            with _stopped_before_head(self.base.decoder) as states:
                 self(*args, **kwargs)
-            (hidden,) = found
+            (hidden,) = states
             return final_states(self.base, hidden, deterministic=True)
 
     TunixMaxTextAdapter.__qualname__ = original.__qualname__
@@ -230,19 +230,19 @@ def _adapter(original: type, options: Options, say: Callable[[str], None]) -> ty
 def _stopped_before_head(decoder: Any):
     kind = type(decoder)
     original = kind.apply_output_head
-    found: list[jax.Array] = []
+    states: list[jax.Array] = []
 
     def keep(self, shared_embedding, y, deterministic, model_mode, **kwargs):
         if self is not decoder:
             return original(
                 self, shared_embedding, y, deterministic, model_mode, **kwargs
             )
-        found.append(y)
+        states.append(y)
         return jnp.zeros((*y.shape[:-1], 1), jnp.float32)
 
     kind.apply_output_head = keep
     try:
-        yield found
+        yield states
     finally:
         kind.apply_output_head = original
 

@@ -26,6 +26,7 @@ whereas Tunix counts that as 0 too.
 """
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
@@ -117,8 +118,9 @@ def _per_token_logps(
         ),
     )  # fmt: skip
     def run(graphdef, state, stop_gradient, **call):
-        made = _scores_of_ids(common, nnx.merge(graphdef, state), options, **call)
-        return jax.lax.stop_gradient(made) if stop_gradient else made
+        model = nnx.merge(graphdef, state)
+        pair = _scores_of_ids(common, model, options, _Call(**call))
+        return jax.lax.stop_gradient(pair) if stop_gradient else pair
 
     @functools.wraps(original)
     def compute_per_token_logps(*args: Any, **kwargs: Any) -> Any:
@@ -140,34 +142,50 @@ def _per_token_logps(
     return compute_per_token_logps
 
 
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """Tunix's arguments of `compute_per_token_logps`, by Tunix's names."""
+
+    prompt_tokens: jax.Array
+    completion_tokens: jax.Array
+    pad_id: int
+    eos_id: int
+    images: jax.Array | None
+    segment_ids: jax.Array | None
+    segment_positions: jax.Array | None
+    temperature: float
+    entropy: bool  # whether entropies are computed
+    chunk_size: int = 0
+
+
 def _scores_of_ids(
-    common, model, options, *, prompt_tokens, completion_tokens, pad_id, eos_id,
-    images, segment_ids, segment_positions, temperature, entropy, chunk_size=0,
-) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
+    common: Any, model: Any, options: Options, call: _Call
+) -> tuple[jax.Array, jax.Array | None]:
     """Log-probabilities and entropies of completions, or of whole packed rows."""
-    head, packed = head_of(model), segment_ids is not None
+    head, packed = head_of(model), call.segment_ids is not None
     assert isinstance(head, Head)
     tokens, positions, mask, padding = common.process_ids(
-        prompt_tokens, completion_tokens, pad_id, eos_id, segment_ids, segment_positions
-    )
-    segments = segment_ids if packed else padding
-    more = {} if images is None else {"images": images}
+        call.prompt_tokens, call.completion_tokens, call.pad_id, call.eos_id,
+        call.segment_ids, call.segment_positions,
+    )  # fmt: skip
+    segments = call.segment_ids if packed else padding
+    more = {} if call.images is None else {"images": call.images}
     if segments is not None and takes_segment_ids(model):
         more["segment_ids"] = segments
     hidden = hidden_states(
         model, tokens, positions=positions, cache=None, attention_mask=mask, **more
     )
-    kept = tokens.shape[1] - 1 if packed else completion_tokens.shape[1]
+    kept = tokens.shape[1] - 1 if packed else call.completion_tokens.shape[1]
     logps, entropies, _ = scores(
         hidden[:, -kept - 1 : -1], head, as_index(tokens[:, -kept:], head), options,
-        temperature=temperature, entropy=entropy,
+        temperature=call.temperature, entropy=call.entropy,
     )  # fmt: skip
     if packed:  # shift, so that logps[i] belongs to token i
         front = ((0, 0), (1, 0))
         logps = jnp.pad(logps, front)
         if entropies is not None:
             # Tunix pads logits by 0, whose entropy is ln V; in chunks, entropies by 0.
-            first = 0.0 if chunk_size else jnp.log(head.n_columns)
+            first = 0.0 if call.chunk_size else jnp.log(head.n_columns)
             entropies = jnp.pad(entropies, front, constant_values=first)
     return logps, entropies
 
@@ -181,9 +199,9 @@ def _with_entropies(
 def _without_logits(
     original: Callable, options: Options, say: Callable[[str], None]
 ) -> Callable:
-    made = _per_token_logps(original, options, say, "return_logits", None)
-    vars(made)["jaxmem_original"] = original
-    return made
+    replacement = _per_token_logps(original, options, say, "return_logits", None)
+    vars(replacement)["jaxmem_original"] = original
+    return replacement
 
 
 class _Common:
@@ -202,8 +220,8 @@ def _common_of_algorithms(
 ) -> _Common:
     original = module.compute_per_token_logps
     original = getattr(original, "jaxmem_original", original)
-    made = _per_token_logps(original, options, say, "return_logits", Entropies)
-    return _Common(module, made)
+    replacement = _per_token_logps(original, options, say, "return_logits", Entropies)
+    return _Common(module, replacement)
 
 
 def _entropy_from_logits(

@@ -19,7 +19,7 @@ class Block(NamedTuple):
 
 
 def for_each_block(active, size: int, body: Callable[[Block, Any], Any], carry) -> Any:
-    """carry = body(block of size rows, carry) for all blocks of active rows."""
+    """Loop `carry = body(block of size rows, carry)` over all active rows."""
     n_blocks = -(-active.shape[0] // size)
     every = in_one_block(active, n_blocks * size)
     if n_blocks == 1:  # without a loop, XLA is free to choose layouts

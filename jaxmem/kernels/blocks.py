@@ -1,38 +1,46 @@
-"""How many rows and columns a launch takes, by the bytes that it may hold at once.
+"""Rows and columns per launch, by a budget of bytes.
 
-Numbers alone, known when a program is traced: N rows, a chunk C, V columns, D depth.
+All are integers that are known when a program is traced: N rows, a chunk C, V columns,
+D depth.
 """
 
 import math
 
 from jaxmem.kernels.tiles import MAX_CLUSTER_ROWS
 
-TILE = 256  # columns of a product's tile, as `tuned.DEFAULTS` has them
-# Of one forward launch; 16,384 measure 1% slower, in twice the bytes.
+TILE = 256  # columns of a product's tile, as in `tuned.DEFAULTS`
+# Of one forward launch; 16,384 are 1% slower and take twice the bytes.
 MAX_ROWS = 8_192
-# Tiles of a block that each cluster makes, times D: enough to keep it busy.
+# Tiles of a block per cluster, times D: enough to keep it busy.
 BUSY_DEPTH = 65_536
-# Time to read and write 256 x 256 float32 sums, 0.11 us on an H200, in those that a
-# cluster takes to multiply 256 x 256 x 256 numbers, 3.3 us: N=32768 D=4096 V=128256
-# took 4.6 ms longer with 63 blocks than with 42.
+# Time to read and write 256 x 256 float32 sums, 0.11 us on an H200, relative to that of
+# a 256 x 256 x 256 product by a cluster, 3.3 us: N=32768 D=4096 V=128256 took 4.6 ms
+# longer with 63 blocks than with 42.
 SUMS = 1 / 30
-MAX_LAUNCHES = 8  # of all rows, one after another: each is compiled
-NEAR = 1.01  # of two times closer than this, the one that takes fewer bytes is chosen
+MAX_LAUNCHES = 8  # in sequence, each compiled
+NEAR = 1.01  # if two times differ by less, fewer bytes are preferred
 
 
 def whole(n_rows: int) -> int:
-    """Rounded up to rows that any tiles can cut."""
+    """n_rows, rounded up to a multiple that any tiles divide."""
     return -(-max(n_rows, 1) // MAX_CLUSTER_ROWS) * MAX_CLUSTER_ROWS
 
 
 def forward_rows(n_rows: int, chunk: int, columns: int, depth: int, groups: int) -> int:
-    """Rows a launch: no more bytes, with their statistics, than "xla" has logits.
+    """Rows per launch, with no more bytes for statistics than the logits of "xla".
 
     Args:
-        groups: of columns, each of which leaves five statistics a row.
+        n_rows: N.
+        chunk: C.
+        columns: V.
+        depth: D.
+        groups: of columns, with five statistics per row each.
+
+    Returns:
+        The number of rows.
     """
     of_groups = 4 * 5 * groups
-    a_row = 2 * depth + of_groups + of_groups // 8  # merging leaves an eighth
+    a_row = 2 * depth + of_groups + of_groups // 8  # and an eighth of it when merged
     fitting = 4 * chunk * columns // a_row
     return whole(min(n_rows, max(fitting, MAX_CLUSTER_ROWS), MAX_ROWS))
 
@@ -40,27 +48,34 @@ def forward_rows(n_rows: int, chunk: int, columns: int, depth: int, groups: int)
 def backward_rows(
     n_rows: int, chunk: int, columns: int, depth: int, apart: bool, clusters: int
 ) -> tuple[int, bool]:
-    """Rows a launch, and whether launches of all rows follow a block of the vocabulary.
+    """Rows per launch, and whether a block of the vocabulary has launches of all rows.
 
     Blocks of R rows and K columns move 8 D (N V / K + N V / R) bytes of float32 sums,
-    fewest where R = K. Where all rows take their turns with one block of columns, there
-    are 4 N D bytes of hidden's sums and 4 K D of W's, otherwise 4 V D of W's; they do
-    for up to V rows, where that takes no more than 2 C V + 4 V D with derivatives. On
-    an H200, D=4096, C=1024, GEMMs with gradients and MiB, of one launch for all rows
-    with few columns, and of blocks of rows:
+    which is least for R = K. If each block of columns is computed for all rows, in
+    several launches, sums take 4 N D bytes for hidden and 4 K D for W, otherwise 4 V D
+    for W. This is done for up to V rows, if it takes no more than 2 C V + 4 V D with
+    derivatives. On an H200, D=4096, C=1024, GEMMs with gradients and MiB, of one launch
+    for all rows with few columns, and of blocks of rows:
 
         N      V
         32768  128256    4.27,   706    4.24, 2269
         32768   64000    4.52,   626    4.40, 1187
         65536  128000    4.40, 1252     4.22, 2265
 
-    In four launches, as below, the first takes 4.18 and 902, and with C=4096, which has
-    room for one launch and 33 tiles, 4.08 and 1042 (head_h200.csv, another card); the
-    last, in eight, as long as blocks of rows, and 1672.
+    In four launches, as chosen below, the first takes 4.18 and 902, and with C=4096,
+    which allows one launch and 33 tiles, 4.08 and 1042 (head_h200.csv, another card);
+    the last, in eight launches, takes the time of blocks of rows, and 1672 MiB.
 
     Args:
-        chunk: C; for a part of the vocabulary, as many more tokens as it is smaller.
-        apart: whether blocks of rows are to go through the vocabulary one by one.
+        n_rows: N.
+        chunk: C; for a shard of the vocabulary, times the number of shards.
+        columns: V.
+        depth: D.
+        apart: whether blocks of rows must go through the vocabulary one by one.
+        clusters: of the device.
+
+    Returns:
+        Rows per launch, and whether all rows share each block of the vocabulary.
     """
     side = _side(chunk, columns)
     if n_rows <= side:
@@ -92,12 +107,12 @@ def backward_rows(
 def backward_tiles(
     n_tiles: int, rows: int, chunk: int, columns: int, depth: int, clusters: int
 ) -> int:
-    """Tiles of the vocabulary a block, of `n_tiles`: 2 C V bytes of derivatives.
+    """Tiles per block of the vocabulary, whose derivatives take 2 C V bytes.
 
-    Whole turns: clusters make one tile at a time, and none of them should wait for the
-    others at a block's end. No more of them than keep each cluster busy for
-    `BUSY_DEPTH`, for more take bytes and save no time. On an H200, ms with gradients
-    and MiB:
+    Clusters compute one tile at a time, so the tiles are a multiple of the number of
+    clusters, and none idles at the end of a block. There are no more than keep each
+    cluster busy for `BUSY_DEPTH`, because more take bytes and save no time. On an H200,
+    ms with gradients and MiB:
 
         N, D, V                 tiles
         8192, 4096, 151936      33: 61.3, 261   66: 61.2, 393    48: 62.4, 321
@@ -105,17 +120,24 @@ def backward_tiles(
         8192, 2048, 248320      33: 51.1, 197   66: 50.5, 329    99: 50.3, 461
         2048, 4096, 131072      33: 13.6,  65  132: 13.4, 164   231: 13.4, 263
 
-    Where no whole turn fits, as many as take least time by `_time`.
+    If not even one such multiple fits, the number that takes the least time by `_time`.
 
     Args:
+        n_tiles: of the vocabulary.
         rows: of the block.
-        chunk: as above.
+        chunk: C; for a shard of the vocabulary, times the number of shards.
+        columns: V.
+        depth: D.
+        clusters: of the device.
+
+    Returns:
+        The number of tiles.
     """
     most = _most_tiles(n_tiles, rows, chunk, columns)
     if most == n_tiles:
         return n_tiles
     row_tiles, depth_tiles = rows // MAX_CLUSTER_ROWS, -(-depth // TILE)
-    # The fewest whose derivatives, and gradient of W, take whole turns.
+    # The fewest for which derivatives and W's gradient occupy all clusters.
     turn = clusters // math.gcd(clusters, row_tiles, depth_tiles)
     if turn <= most:
         busy = -(-BUSY_DEPTH * clusters // (row_tiles * turn * depth))
@@ -130,7 +152,7 @@ def _most_tiles(n_tiles, rows, chunk, columns):
 
 
 def _time(n_tiles, tiles, rows, depth, clusters):
-    """Of a backward pass by blocks of tiles, in products of 256 x 256 x 256."""
+    """Time of a backward pass in blocks of tiles, in products of 256 x 256 x 256."""
     row_tiles, depth_tiles = rows // MAX_CLUSTER_ROWS, -(-depth // TILE)
 
     def turns(n):
@@ -147,24 +169,34 @@ def _time(n_tiles, tiles, rows, depth, clusters):
 
 
 def _side(chunk, columns):
-    """Rows, and columns, of 2 C V bytes of derivatives."""
+    """Rows, and columns, of a square of 2 C V bytes of derivatives."""
     return math.isqrt(chunk * columns)
 
 
 def loss_rows(n_rows: int, chunk: int, depth: int, frozen: bool, clusters: int) -> int:
-    """Rows of `one_pass` that are kept at once, in no more bytes than "xla" takes.
+    """Rows whose exponentials `one_pass` stores at once, in no more bytes than "xla".
 
-    It has logits of a chunk, their derivatives and float32 sums of W's gradient:
-    6 C V + 4 V D. Where exponentials of all rows, 2 N V, fit, there need not be sums.
-    Otherwise two to three chunks, so that hidden's gradient keeps clusters busy: on
+    "xla" has logits of a chunk, their derivatives and float32 sums of W's gradient: 6 C
+    V + 4 V D. If the exponentials of all rows, 2 N V, fit in that, no sums are needed.
+    Otherwise two to three chunks, so that hidden's gradient occupies all clusters: on
     an H200 with N=16384 D=2048 V=248320, 3.40 GEMMs with 2,048 rows, which 64 of its 66
-    clusters make at once, and 3.63 with 3,072, which they make in two turns; with
-    D=2304 N=8192 V=256000 both take two turns, 4.08 and 3.61.
+    clusters compute at once, and 3.63 with 3,072, which take two turns; with D=2304
+    N=8192 V=256000 both take two turns, 4.08 and 3.61.
+
+    Args:
+        n_rows: N.
+        chunk: C.
+        depth: D.
+        frozen: whether W has no gradient.
+        clusters: of the device.
+
+    Returns:
+        The number of rows.
     """
     kept = 3 * chunk
     if n_rows <= kept + (0 if frozen else 2 * depth):
         return whole(n_rows)
-    tiles = -(-depth // TILE)  # of hidden's gradient, to a cluster's rows
+    tiles = -(-depth // TILE)  # of hidden's gradient per cluster's rows
 
     def rows_a_turn(rows):
         return rows / -(-rows // MAX_CLUSTER_ROWS * tiles // clusters)

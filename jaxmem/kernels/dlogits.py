@@ -1,4 +1,4 @@
-"""Backward kernel: recomputes logits, and stores their derivative in the inputs' type.
+"""Backward kernel: recomputes logits, and stores their derivative in the inputs' dtype.
 
 Three coefficients and a label per row (`stats.coefficients`) serve every output. The
 arithmetic is that of `stats.dlogits`, with per-row factors folded beforehand (`fold`).
@@ -24,14 +24,14 @@ NO_ROW = -logits.MASK_VALUE
 
 
 class Operands(NamedTuple):
-    """What the kernel reads, for any part of the vocabulary."""
+    """Operands of the kernel, for any part of the vocabulary."""
 
     arrays: dict[str, Any]
     row_names: tuple[str, ...]  # names of the per-row numbers
 
 
 class Inputs(NamedTuple):
-    """What the logits of some rows are computed from."""
+    """Inputs of the logits of some rows."""
 
     hidden: jax.Array  # [n_rows, D]
     W: jax.Array  # [V, D] or [D, V]
@@ -41,13 +41,16 @@ class Inputs(NamedTuple):
 
 
 def operands(env: Env, inputs: Inputs, rows: Outputs, c: Coefficients) -> Operands:
-    """Computed once for all parts: XLA would recompute them in each turn of a loop.
+    """The operands, computed once for all parts, not in each iteration of a loop.
 
     Args:
         env: static facts of the launch.
         inputs: of the logits.
-        rows: statistics of the rows, [n_rows]; `max` is NO_ROW where there is none.
+        rows: statistics of the rows, [n_rows]; `max` is NO_ROW for an absent row.
         c: coefficients of the rows, [n_rows].
+
+    Returns:
+        The operands.
     """
     hidden, W, labels, bias, inverse_temperature = inputs
     of_rows = fold(rows, c, inverse_temperature)
@@ -87,13 +90,21 @@ def _launch(env, names, width, arrays):
 
 
 def fold(rows: Outputs, c: Coefficients, inverse_temperature) -> dict:
-    """The per-row numbers that the kernels read, by name; an absent one is zero.
+    """The per-row operands of the kernels by name; an absent one is zero.
 
     With e_j = 2^(x_j) = e^(z_j - max), which is S times p_j,
 
         dz_j = e_j (slope + beta x_j + gamma e_j)
 
-    but with alpha for slope, and at_label added, where j is the label.
+    but if j is the label, alpha replaces slope, and at_label is added.
+
+    Args:
+        rows: statistics of the rows.
+        c: coefficients of the rows.
+        inverse_temperature: of the rows, or None.
+
+    Returns:
+        Float32 arrays [n_rows].
     """
     scale = jnp.exp(-rows.log_sum)  # 1/S
     inverse = 1 if inverse_temperature is None else inverse_temperature
@@ -141,7 +152,7 @@ def _kernel(env, names, row_names, *refs):
 
 
 class _Scope(NamedTuple):
-    """What a block of the kernel works with, whichever tiles it is at."""
+    """Context of a block of the kernel, for any of its tiles."""
 
     env: Env
     extent: Any
@@ -194,7 +205,7 @@ def _unit(scope, tile, n_tiles, step):
 
 
 def _store(env, target, z, to_base_2, row, first=None):
-    """Stores part after part, so that few derivatives are in registers.
+    """Stores one part after another, so that few derivatives are in registers.
 
     The target is (array in GMEM, buffers in SMEM, its rows, its first column).
     """
@@ -205,8 +216,8 @@ def _store(env, target, z, to_base_2, row, first=None):
         at = None if first is None else first + i * width
         return _derivative(env, z[i], to_base_2, row, at).astype(env.dtype)
 
-    made = [functools.partial(part, i) for i in range(len(z))]
-    ring.store(to, made, smem["out_smem"])
+    columns = [functools.partial(part, i) for i in range(len(z))]
+    ring.store(to, columns, smem["out_smem"])
 
 
 def _derivative(env, z, to_base_2, row, first=None):
@@ -221,10 +232,14 @@ def of_exponentials(env: Env, e, x, z, row: dict, first=None) -> jax.Array:
 
     Args:
         env: static facts of the launch.
-        e, x: e^(z - max) and its logarithm to base 2, [C, columns].
-        z: scaled logits, read where there is a softcap.
-        row: what `fold` returned, [C, columns] each; "label" too, with `first`.
+        e: e^(z - max) [C, columns].
+        x: its logarithm to base 2 [C, columns].
+        z: scaled logits, read only if there is a softcap.
+        row: results of `fold`, [C, columns] each; and "label", with `first`.
         first: column of the part if it may hold labels or masked columns, else None.
+
+    Returns:
+        The derivative [C, columns].
     """
     slope = row.get("slope", row["alpha"])
     if first is not None:

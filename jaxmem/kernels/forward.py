@@ -2,8 +2,8 @@
 
 A unit (`ring.for_each_unit`) folds its tiles of the vocabulary into statistics in
 registers, then writes five numbers per row; groups are merged afterwards, in a tree
-whose shape depends on the vocabulary alone. Where the derivative is to follow without
-recomputing the logits, the epilogue stores their exponentials in 16 bits.
+whose shape depends on the vocabulary only. If the backward pass must not recompute the
+logits, the epilogue stores their exponentials in 16 bits.
 """
 
 import functools
@@ -36,8 +36,8 @@ class Kept(NamedTuple):
 
     exps: jax.Array  # [n_rows, columns of W], in 16 bits
     max: jax.Array  # m, float32 [n_tiles, n_rows]
-    # Of a tile's exponentials but the label's, before they are rounded to 16 bits;
-    # float32 [n_tiles, n_rows], or None if they were not asked for.
+    # Sums of a tile's exponentials except the label's, before they are rounded to 16
+    # bits; float32 [n_tiles, n_rows], or None if not requested.
     sums: Any = None
 
 
@@ -46,14 +46,15 @@ def statistics(env: Env, *operands, **options) -> Stats:
 
     Args:
         env: static facts of the launch.
-        hidden: [n_rows, D].
-        W: [V, D] or [D, V].
-        labels: int32 [n_rows].
-        n_active: int32 [1].
-        bias: float32 [V], -inf allowed, or None.
-        inverse_temperature: float32 [n_rows], or None.
+        *operands: hidden [n_rows, D]; W [V, D] or [D, V]; labels, int32 [n_rows];
+            n_active, int32 [1].
+        **options: bias, float32 [V], -inf allowed; inverse_temperature, float32
+            [n_rows]; None for none.
+
+    Returns:
+        The statistics.
     """
-    (partial,) = _launch(env, *operands, **options)
+    (partial,) = _launch(env, _operands(env, *operands, **options))
     return _merge_groups(_stats_of(partial))
 
 
@@ -61,15 +62,14 @@ def statistics_and_exps(
     env: Env, *operands, tile_sums: bool = False
 ) -> tuple[Stats, Kept]:
     """`statistics`, bitwise equal, and the exponentials that they are sums of."""
-    partial, *kept = _launch(env, *operands, tile_sums=tile_sums)
+    partial, *kept = _launch(env, _operands(env, *operands), tile_sums)
     return _merge_groups(_stats_of(partial)), Kept(*kept)
 
 
-def _launch(
-    env, hidden, W, labels, n_active, bias=None, inverse_temperature=None,
-    tile_sums=False,
-):  # fmt: skip
-    """`Stats` of every group, [n_groups, N_STATS, n_rows], and `Kept` if stored."""
+def _operands(
+    env, hidden, W, labels, n_active, bias=None, inverse_temperature=None
+) -> dict[str, Any]:
+    """The kernel's operands by name."""
     marked = logits.tiles_with_labels_or_mask(env, labels)
     operands: dict[str, Any] = dict(
         h=hidden, labels=labels, n_active=n_active, marked=marked,
@@ -79,17 +79,22 @@ def _launch(
         operands["bias"] = logits.whole_tiles(env, bias)
     if inverse_temperature is not None:
         operands["inverse_temperature"] = inverse_temperature
+    return operands
+
+
+def _launch(env, operands, tile_sums=False):
+    """`Stats` of every group, [n_groups, N_STATS, n_rows], and `Kept` if stored."""
     n_groups = -(-_n_tiles(env) // env.tiles.group)
     shape = (n_groups, N_STATS, env.n_rows)
-    made = {"out": jax.ShapeDtypeStruct(shape, jnp.float32)}
+    results = {"out": jax.ShapeDtypeStruct(shape, jnp.float32)}
     if env.tiles.stored:
         shape = env.n_rows, padding.whole(env.columns)
-        made["exps"] = jax.ShapeDtypeStruct(shape, env.dtype)
+        results["exps"] = jax.ShapeDtypeStruct(shape, env.dtype)
         of_tiles = jax.ShapeDtypeStruct((_n_tiles(env), env.n_rows), jnp.float32)
-        made |= dict.fromkeys(("max", "sums") if tile_sums else ("max",), of_tiles)
+        results |= dict.fromkeys(("max", "sums") if tile_sums else ("max",), of_tiles)
     return plgpu.kernel(
-        functools.partial(_kernel, env, (*operands, *made)),
-        out_type=tuple(made.values()),
+        functools.partial(_kernel, env, (*operands, *results)),
+        out_type=tuple(results.values()),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         **env.product.launch(),
     )(*operands.values())
@@ -174,26 +179,30 @@ def _unit(scope, tile, n_tiles, step):
         def fold(z):
             z = logits.scale(env, z, bias, inverse_temperature)
             to_base_2 = logits.to_base_2(env, bias)
-            made = _of_tile(env, z, to_base_2, at, labels, marked, keep)
+            stats = _of_tile(env, z, to_base_2, at, labels, marked, keep)
             if t.stored:
-                _keep_numbers(at, rows, gmem, smem, made)
-            return tuple(_stats.merge(so_far, made))
+                _keep_numbers(at, rows, gmem, smem, stats)
+            return tuple(_stats.merge(so_far, stats))
 
-        made = ring.multiply(env.product, extent, buffers, step, fold)
-        return step + extent.n_steps, *made
+        stats = ring.multiply(env.product, extent, buffers, step, fold)
+        return step + extent.n_steps, *stats
 
     nothing = jnp.full((t.rows,), MASK_VALUE, jnp.float32)
     zero = jnp.zeros((t.rows,), jnp.float32)
     empty = Stats(nothing, zero, zero, zero, nothing)
-    step, *made = lax.fori_loop(0, n_tiles, of_tile, (step, *empty))
-    # The previous unit's store may still read the same buffer.
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    for i, x in enumerate(made):
-        smem["out_smem"][i] = x
-    plgpu.commit_smem()
+    step, *stats = lax.fori_loop(0, n_tiles, of_tile, (step, *empty))
+    _write(stats, smem["out_smem"])
     # A group is named by its first tile.
     plgpu.copy_smem_to_gmem(smem["out_smem"], gmem["out"].at[tile(0).column, :, rows])
     return step
+
+
+def _write(stats, smem):
+    # The previous unit's store may still read the same buffer.
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    for i, x in enumerate(stats):
+        smem[i] = x
+    plgpu.commit_smem()
 
 
 def _inverse_temperature(env, gmem, smem, rows):
@@ -214,10 +223,11 @@ def _keep(env, tile, rows, gmem, smem, i, exps):
 
 
 def _keep_numbers(tile, rows, gmem, smem, stats):
-    """Stores a tile's largest logits and, where asked for, its sums.
+    """Stores a tile's largest logits and, if requested, its sums.
 
-    The buffer is free: the previous tile's copy is complete, as later stores waited for
-    it, which complete in order, from no more buffers than a tile has parts.
+    The buffer is free: the previous tile's copy is complete, because later stores
+    waited for it. Stores complete in order, and there are no more buffers than a tile
+    has parts.
     """
     numbers = {"max": stats.max, "sums": stats.sum_others}
     numbers = {k: x for k, x in numbers.items() if k in gmem}
@@ -283,5 +293,5 @@ def _sums(parts, to_base_2, keep=None, mark=None):
 
 
 def _fold(op, narrow, part):
-    """op over the columns of a part, _WIDTH at a time."""
+    """Reduce the columns of a part by op, _WIDTH at a time."""
     return functools.reduce(op, logits.parts(part, _WIDTH), narrow)

@@ -63,12 +63,12 @@ def derivative(
     def run(exps):
         kernel(*operands.values(), exps)  # pyright: ignore[reportCallIssue]
 
-    # A scan over calls stacks what they keep.
+    # A scan over calls stacks their residuals.
     return ring.in_place(run, lax.optimization_barrier(kept.exps))
 
 
 def _marked_tiles(env, labels, n_active):
-    """Also where rows end."""
+    """Tiles with labels or masks, including those where active rows end."""
     first_row = jnp.arange(env.n_rows // env.tiles.rows) * env.tiles.rows
     ends = first_row + env.tiles.rows > n_active
     return logits.tiles_with_labels_or_mask(env, labels) | ends[:, None]
@@ -134,7 +134,7 @@ def _work(env, row_names, gmem, smem, at):
     of_rows = {k: smem["rows"][j] for j, k in enumerate(row_names)}
     shift = (
         smem["max"][...] * logits.LOG2_E - of_rows["max"]
-    )  # from the tile's maximum to the row's
+    )  # rescales from the tile's maximum to the row's
     of_rows |= {"shift": shift, "scale": jnp.exp2(shift)}
     is_marked = gmem["marked"][row, column] > 0
 

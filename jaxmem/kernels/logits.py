@@ -1,4 +1,4 @@
-"""Scaled logits in registers: what the forward and backward kernels share."""
+"""Scaled logits in registers, for the forward and backward kernels."""
 
 import dataclasses
 import math
@@ -41,7 +41,7 @@ class Env:
 
     @property
     def product(self) -> Product:
-        """h Wᵀ."""
+        """The product h Wᵀ."""
         rhs = "nk" if self.layout == "vd" else "kn"
         return Product(self.tiles, self.dtype, "mk", rhs, self.n_blocks)
 
@@ -81,7 +81,7 @@ def tiles_with_labels_or_mask(env: Env, labels):
 
 
 def parts(z, width):
-    """z split into slices of width columns, so that intermediates fit in registers."""
+    """Slices of z of `width` columns, so that intermediates fit in registers."""
     return [z[:, i : i + width] for i in range(0, z.shape[1], width)]
 
 

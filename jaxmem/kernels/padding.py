@@ -1,4 +1,4 @@
-"""Operands padded for TMA, which needs whole swizzles along every axis."""
+"""Operands padded for TMA, which needs multiples of a swizzle along every axis."""
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +14,18 @@ _MIN_COLUMNS = (
 
 
 def head(spec, head) -> Head:
-    """W and bias with whole swizzles along both axes; not copied where they fit.
+    """W and bias, padded to multiples of a swizzle; not copied if they already are.
 
-    W [V, D] is not copied either where only V does not fit: kernels read it in two
-    parts (`split`).
+    W [V, D] is not copied either if only V is not a multiple: kernels read it in two
+    parts (`split`). On an H200 with V=50257, that takes 0.93 GEMMs forward and 3.72
+    with gradients, or 0.97 and 3.77 with copies; "xla" takes 1.28 and 4.57.
 
-    On an H200 with V=50257, 0.93 GEMMs forward and 3.72 with gradients, or 0.97 and
-    3.77 with copies; "xla" takes 1.28 and 4.57.
+    Args:
+        spec: static facts.
+        head: hidden, W and bias.
+
+    Returns:
+        The head, padded.
     """
     bias = _bias(spec, head.bias)
     if splits(head.W, spec.layout):
@@ -48,8 +53,16 @@ def splits(W, layout) -> bool:
 def split(W: jax.Array, layout, step: int) -> tuple[jax.Array, jax.Array | None]:
     """(whole steps of W's columns, the padded last step or None).
 
-    To be called where a kernel is launched: there XLA passes the first rows of an array
-    without a copy; hoisted out of a loop, they would be one.
+    It must be called where a kernel is launched: there XLA passes the first rows of an
+    array without a copy; hoisted out of a loop, they would be copied.
+
+    Args:
+        W: [V, D] or [D, V].
+        layout: of W.
+        step: columns of a step.
+
+    Returns:
+        Both parts.
     """
     if not splits(W, layout):
         return W, None
@@ -58,7 +71,7 @@ def split(W: jax.Array, layout, step: int) -> tuple[jax.Array, jax.Array | None]
 
 
 def _bias(spec, bias):
-    """The bias, with -inf where a shard's part exceeds the vocabulary, if any does."""
+    """The bias, with -inf where a shard exceeds the vocabulary, if any shard does."""
     if not spec.shards or spec.vocab_size == spec.columns * spec.shards.count:
         return bias
     column = _operands.first_column(spec) + jnp.arange(spec.columns, dtype=jnp.int32)
@@ -77,5 +90,5 @@ def _to(x, sizes):
 
 
 def columns(x: jax.Array) -> jax.Array:
-    """[N, D], padded to whole swizzles of columns."""
+    """[N, D], padded to a multiple of the swizzle along D."""
     return _to(x, (x.shape[0], whole(x.shape[1])))

@@ -1,9 +1,9 @@
 """The gradients of hidden and W from the logits' derivatives, a block of V at a time.
 
-    dH += dz · W[block]        dW[block] = dzᵀ h       (its transpose where W is [D, V])
+    dH += dz · W[block]        dW[block] = dzᵀ h       (its transpose if W is [D, V])
 
-Kernels rather than XLA's GEMMs because they read and write blocks without copies, add
-to float32 sums in place, and stop after the active rows.
+These are kernels, and not XLA's GEMMs, because they read and write blocks without
+copies, add to float32 sums in place, and stop after the active rows.
 """
 
 import functools
@@ -23,38 +23,42 @@ from jaxmem.kernels.logits import Env, parts
 from jaxmem.kernels.ring import Extent, Product, Ring, ceil_div
 from jaxmem.kernels.tiles import N_COMPUTE, Tiles
 
-# SMs left to an all-reduce, for which NCCL uses that many: a kernel on all SMs would
-# delay it to its own end, or wait for it. Two H200s, N=8192 D=4096
-# V=131072: 27.9 ms with 16, 27.6 with 24, 27.7 with 32, 28.0 with 48; 28.1 with the sum
-# after all products, 28.5 with four times as many blocks that end sooner.
+# SMs left free for an overlapping all-reduce, for which NCCL uses as many: a kernel on
+# all SMs would delay it until the kernel ends, or wait for it. Two H200s, N=8192 D=4096
+# V=131072: 27.9 ms with 16, 27.6 with 24, 27.7 with 32, 28.0 with 48; 28.1 with the
+# all-reduce after all products, 28.5 with four times as many, shorter blocks.
 SUM_BLOCKS = 24
-# Tiles of W's gradient that overlap it. The all-reduce takes as long as 13 to 25 of
-# them over NVLink (computed); many more lose more by the missing SMs than it saves.
+# Tiles of W's gradient that may overlap it. Over NVLink the all-reduce takes as long as
+# 13 to 25 of them (computed); with many more, the missing SMs cost more than it saves.
 MAX_SUM_TILES = 64
 
 
 class Launch(NamedTuple):
-    """The static facts of one launch of a product."""
+    """Static facts of one launch of a product."""
 
-    tiles: Tiles  # how to cut the result
+    tiles: Tiles  # of the result
     layout: Layout  # of W
     n_blocks: int  # of the launch
-    add: bool  # whether to add to what `into` holds at the block
-    new: jax.ShapeDtypeStruct | None = None  # of a new array, where `into` is None
+    add: bool  # whether to add to the block of `into`, or overwrite it
+    new: jax.ShapeDtypeStruct | None = None  # of a new array, if `into` is None
 
 
-# jitted, so that a program that launches it more than once lowers it once.
+# jitted, so that a program with several launches lowers it once.
 @functools.partial(jax.jit, static_argnames="launch")
 def to_hidden(launch: Launch, dz, W, n_rows, block, into) -> jax.Array:
     """`into` with dz · W[block] in its first `n_rows` rows, updated in place.
 
     Args:
-        launch: its static facts.
-        dz: [N, width]; 16 bits.
-        W: [V, D] or [D, V], of dz's type.
+        launch: static facts.
+        dz: derivative of the logits [N, width], in 16 bits.
+        W: [V, D] or [D, V], of dz's dtype.
         n_rows: int32, number of active rows.
-        block: int32 (first column, columns) of the vocabulary, whole `tiles.depth`.
-        into: [N, D]; float32 where `launch.add`.
+        block: int32 (first column, columns) of the vocabulary, multiples of
+            `tiles.depth`.
+        into: [N, D]; float32 if `launch.add`.
+
+    Returns:
+        The updated array.
     """
     tiles, layout = launch.tiles, launch.layout
     rhs = "kn" if layout == "vd" else "nk"
@@ -74,13 +78,17 @@ def to_W(launch: Launch, dz, hidden, n_rows, block, into) -> jax.Array:
     """`into` with dzᵀ · hidden over the first `n_rows` rows at [block], in place.
 
     Args:
-        launch, dz: as above; rows of dz and hidden from `n_rows` on are zero up to
-            whole `tiles.depth`.
-        hidden: [N, D], of dz's type.
+        launch: static facts.
+        dz: derivative of the logits [N, width], in 16 bits. Its rows and those of
+            hidden are zero from `n_rows` up to a multiple of `tiles.depth`.
+        hidden: [N, D], of dz's dtype.
         n_rows: int32, number of active rows.
         block: int32 (first column, columns) of the vocabulary, whole tiles.
-        into: shaped like W; float32 where `launch.add`. None for an array like
-            `launch.new`, with anything outside of [block].
+        into: shaped like W; float32 if `launch.add`. None for a new array like
+            `launch.new`, which is undefined outside of [block].
+
+    Returns:
+        The updated or new array.
     """
     tiles, layout, n_blocks, add, new = launch
     first, columns = block
@@ -106,13 +114,11 @@ class Part(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """How the vocabulary is cut, and what multiplies each block."""
+    """How the vocabulary is split into blocks, and the tiles of their products."""
 
     env: Env  # that of the derivative
     n_tiles: int  # of the vocabulary, per block
-    single_block: (
-        bool  # all rows at once: sums.W holds nothing yet, and is only written
-    )
+    single_block: bool  # all rows at once: sums.W is undefined, and only overwritten
     tiles: tuple[Tiles, Tiles]  # of the product for hidden, and of that for W
 
 
@@ -124,13 +130,17 @@ def gradients(
     Args:
         blocks: of the vocabulary.
         W: [V, D] or [D, V].
-        parts: of the rows; several only for a `single_block`, and then a block of W's
-            gradient is summed over them in float32, and then put into sums.W. So is
-            each block where that is no array to which kernels can write.
-        sums: hidden, of each part float32 zeros, or anything of any type where a block
-            has all of the vocabulary; W and bias, None without a gradient of them.
-        overlap_all_reduce: whether hidden's gradient is then summed over devices while
-            the last block of W's is computed, which comes after the loop for that.
+        parts: of the rows; several only for a `single_block`. Then each block of W's
+            gradient is summed over them in float32 before it is written to sums.W;
+            likewise if kernels cannot write to sums.W.
+        sums: float32 zeros for hidden of each part, or an undefined array of any dtype
+            if one block has the whole vocabulary; W and bias, None without a gradient.
+        overlap_all_reduce: whether hidden's gradient is all-reduced afterwards while
+            the last block of W's gradient is computed, which is then outside of the
+            loop.
+
+    Returns:
+        The updated sums.
     """
     env, n_tiles, single_block, _ = blocks
     columns, several = env.tiles.columns, len(parts) > 1
@@ -146,7 +156,7 @@ def gradients(
             into = _block(env, n_tiles, jnp.float32 if several else sums.W.dtype)
             at_W = jnp.int32(0), at[1]
         for i, (part, dh) in enumerate(zip(parts, sums.hidden, strict=True)):
-            # Without an active row, one tile of zeros still overwrites what dW holds.
+            # Without an active row, one tile of zeros still overwrites dW.
             n_here = jnp.maximum(part.n_rows, 1)
             if i:  # one part's derivatives at a time
                 n_here, into, dhs = lax.optimization_barrier((n_here, into, dhs))
@@ -175,14 +185,14 @@ def gradients(
 def _add_products(blocks, operands, n_rows, at, into, add, overlap_all_reduce):
     """(hidden's gradient, W's), with the contribution of some rows and a block.
 
-    at, into and add are pairs, of `to_hidden` and of `to_W`; W's into is an array, what
-    a new one is like, or None without a gradient.
+    at, into and add are pairs for `to_hidden` and `to_W`. into of W is an array, the
+    shape and dtype of a new one, or None without a gradient.
     """
     (W, hidden, dz), env, tiles = operands, blocks.env, blocks.tiles
     launch = Launch(tiles[0], env.layout, env.n_blocks, add[0])
     dh = to_hidden(launch, dz, W, n_rows, at[0], into[0])
     dW, n_blocks = into[1], env.n_blocks
-    if overlap_all_reduce:  # hidden's is computed first; its all-reduce overlaps this
+    if overlap_all_reduce:  # hidden's gradient first: its all-reduce overlaps W's
         dh, dz = lax.optimization_barrier((dh, dz))
         n_blocks = max(n_blocks - SUM_BLOCKS, 1)
     if dW is not None:
@@ -193,18 +203,18 @@ def _add_products(blocks, operands, n_rows, at, into, add, overlap_all_reduce):
 
 
 def _block(env, n_tiles, dtype):
-    """Shape and type of a block of W's gradient."""
+    """Shape and dtype of a block of W's gradient."""
     width = n_tiles * env.tiles.columns
     shape = (width, env.depth) if env.layout == "vd" else (env.depth, width)
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def _put(env, made, dW, first, last):
-    """dW with a block written; the last block may exceed dW."""
+def _put(env, block, dW, first, last):
+    """Write a block into dW; the last block may exceed dW."""
     axis = 0 if env.layout == "vd" else 1
     if last:
-        made = lax.slice_in_dim(made, 0, dW.shape[axis] - first, axis=axis)
-    return lax.dynamic_update_slice_in_dim(dW, made.astype(dW.dtype), first, axis)
+        block = lax.slice_in_dim(block, 0, dW.shape[axis] - first, axis=axis)
+    return lax.dynamic_update_slice_in_dim(dW, block.astype(dW.dtype), first, axis)
 
 
 def has_room(env: Env, n_tiles: int) -> bool:
@@ -225,10 +235,10 @@ def _add_to_bias(dz, n_rows, block, dbias):
 
 
 def _launch(product, extent, lhs, rhs, into, at, add):
-    """`into`, from row and column `at` on, is overwritten by the product or added to.
+    """The product, which overwrites `into` or is added to it, from position `at` on.
 
-    A new array may become part of a larger one by `dynamic_update_slice`: XLA then has
-    the kernel write into that.
+    A new array may become part of a larger one by `dynamic_update_slice`: XLA then lets
+    the kernel write into the larger array.
     """
     scalars = jnp.stack([jnp.int32(x) for x in (*extent, *at)])
     operands = [x for x in (scalars, lhs, *rhs) if x is not None]
@@ -269,20 +279,21 @@ def _kernel(product, add, *refs):
             def of_tile(i, step):
                 at = tile(i)
                 rows = pl.ds(row0 + at.first_row + mine * t.rows, t.rows)
-                column = column0 + at.column * t.columns
-
-                def store(sums):
-                    made = parts(sums, t.stored)
-                    to = [
-                        out_gmem.at[rows, pl.ds(column + j * t.stored, t.stored)]
-                        for j in range(len(made))
-                    ]
-                    made = [lambda x=x: x.astype(out_gmem.dtype) for x in made]
-                    ring.store(to, made, out_smem.at[mine], add)
-
+                place = rows, column0 + at.column * t.columns
+                store = functools.partial(
+                    _store, t.stored, out_gmem, place, out_smem.at[mine], add
+                )
                 ring.multiply(product, extent, Ring(**buffers), step, store)
                 return step + extent.n_steps
 
             return lax.fori_loop(0, n_tiles, of_tile, step)
 
         ring.run(product, extent, Ring(**buffers), lhs_gmem, rhs_gmem, unit)
+
+
+def _store(width, gmem, place, smem, add, sums):
+    """Store a tile of the product at its rows and first column, by parts of `width`."""
+    rows, column = place
+    columns = parts(sums, width)
+    to = [gmem.at[rows, pl.ds(column + j * width, width)] for j in range(len(columns))]
+    ring.store(to, [lambda x=x: x.astype(gmem.dtype) for x in columns], smem, add)

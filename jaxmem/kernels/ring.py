@@ -117,7 +117,7 @@ def swizzle(dtype, width: int = 64):
 
 
 def in_place(run, x):
-    """x after run(ref of x), a kernel that writes to it in place.
+    """Return x after run(ref of x), a kernel that writes to it in place.
 
     Where x is a slice of a larger array, or becomes one, as with the outputs that a
     scan stacks, XLA (jaxlib 0.11.2) passes the kernel the larger array and forgets that
@@ -153,7 +153,7 @@ def run(product: Product, extent: Extent, ring: Ring, lhs_gmem, rhs_gmem, unit):
 
 
 def for_each_unit(product: Product, extent: Extent, unit, carry):
-    """carry = unit(tile, n_tiles, carry) for each unit of this block.
+    """Loop `carry = unit(tile, n_tiles, carry)` over the units of this block.
 
     tile(i) is the i-th `Tile` of the unit's `n_tiles`; neighbouring units process
     neighbouring tiles at the same time. The column tiles of a group depend only on how

@@ -3,10 +3,10 @@
     dH_i = Σ_j dz_ij W_j         over the entries of a token
     dW_j = Σ_i dz_ij h_i         over the entries of a column
 
-Bandwidth bounds both, not multiplication. A program makes part of one sum; those of one
-part of the depth run side by side, so that what they read of W or hidden stays in L2.
-A column with many tokens is summed in pieces first, side by side. Every sum has one
-order, of the pairs sorted by column: no atomics, the same bits each time.
+Both are bound by bandwidth. A program computes part of one sum; programs of one part of
+the depth run at the same time, so that the part of W or hidden that they read stays in
+L2. A column with many tokens is first summed in pieces, in parallel. The order of every
+sum is that of the pairs sorted by column, without atomics: results are deterministic.
 """
 
 import dataclasses
@@ -21,20 +21,20 @@ from jax import lax
 from jaxmem.core.sampling import Derivative, Pairs
 from jaxmem.kernels.typed import alike, result
 
-# Pairs of a piece, and pieces: 4 D bytes each while a gradient of W is made.
+# Pairs per piece, and number of pieces: 4 D bytes each during W's gradient.
 _PIECE, _MAX_PIECES = 256, 2048
-_TRANSPOSED_DEPTH = 256  # of W at a time where its rows must be made from [D, V]
+_TRANSPOSED_DEPTH = 256  # of W at a time, whose rows are transposed from [D, V]
 _ONES = 16  # columns of ones whose sums are the bias's gradient
 
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """How a sum of rows is made.
+    """How a sum of rows is computed.
 
     Attributes:
-        depth: numbers of a row that one program takes, a power of two.
-        unroll: rows that it loads before it adds them.
-        warps: of a program.
+        depth: columns of a row per program, a power of two.
+        unroll: rows that are loaded before they are added.
+        warps: per program.
     """
 
     depth: int
@@ -42,11 +42,11 @@ class Launch:
     warps: int
 
     def params(self) -> plt.CompilerParams:
-        """Of the compiler; nothing to pipeline beside what is unrolled."""
+        """Compiler parameters; without pipelining, as loads are unrolled."""
         return plt.CompilerParams(num_warps=self.warps, num_stages=1)
 
     def fitted(self, depth: int) -> "Launch":
-        """For rows that may be shorter."""
+        """The launch for rows that may be shorter."""
         short = min(self.depth, pl.next_power_of_2(depth))
         warps = max(min(self.warps, short // 32), 1)
         return dataclasses.replace(self, depth=short, warps=warps)
@@ -57,11 +57,11 @@ TO_W = Launch(depth=4096, unroll=4, warps=8)
 
 
 class Segments(NamedTuple):
-    """Which pairs make each sum."""
+    """The pairs of each sum."""
 
     first: jax.Array  # int32 [n]
     end: jax.Array  # int32 [n]
-    rows: jax.Array  # int32 [n_pairs], of what is summed; past the end: none
+    rows: jax.Array  # int32 [n_pairs], indices; out of bounds for none
     values: jax.Array  # float32 [n_pairs]
     # int32 [n_pairs // piece], 1 where one segment has all pairs of a piece; None: no
     # segment is long.
@@ -69,21 +69,24 @@ class Segments(NamedTuple):
 
     @property
     def piece(self) -> int:
-        """How many pairs one has."""
+        """Number of pairs of a piece."""
         return _piece(self.rows.shape[0])
 
 
 def to_hidden(
     dz: Derivative, W: jax.Array, layout, dtype, launch: Launch = TO_HIDDEN
 ) -> jax.Array:
-    """dz · W, [N, D] in dtype.
+    """The product dz · W, [N, D].
 
     Args:
         dz: entries of the tokens.
         W: [V, D] or [D, V].
         layout: of W.
         dtype: of the result.
-        launch: how.
+        launch: how it is computed.
+
+    Returns:
+        The product.
     """
     n_columns = W.shape[0 if layout == "vd" else 1]
     n_rows, n_slots = dz.columns.shape
@@ -100,22 +103,25 @@ def to_hidden(
         here = lax.dynamic_slice_in_dim(W, first, width, axis=0).T
         return sum_rows(launch, segments, here, dtype)
 
-    made = alike(jnp.zeros((n_rows, W.shape[0]), dtype), dz.values, W)[0]
-    return _by_depth(part, made, axis=1)
+    zeros = alike(jnp.zeros((n_rows, W.shape[0]), dtype), dz.values, W)[0]
+    return _by_depth(part, zeros, axis=1)
 
 
 def to_weights(
     pairs: Pairs, hidden: jax.Array, like: jax.ShapeDtypeStruct, layout,
     launch: Launch = TO_W,
 ) -> jax.Array:  # fmt: skip
-    """dzᵀ · hidden, shaped and typed like W; zero for columns without an entry.
+    """dzᵀ · hidden, with the shape and dtype of W; zero for columns without an entry.
 
     Args:
         pairs: of all tokens, sorted by column.
         hidden: [N, D].
-        like: shape and type of W.
+        like: shape and dtype of W.
         layout: of W.
-        launch: how.
+        launch: how it is computed.
+
+    Returns:
+        The product.
     """
     segments = of_columns(pairs, like.shape[0 if layout == "vd" else 1])
     if layout == "vd":
@@ -125,8 +131,8 @@ def to_weights(
         here = lax.dynamic_slice_in_dim(hidden, first, width, axis=1)
         return sum_rows(launch, segments, here, like.dtype).T
 
-    made = alike(jnp.zeros(like.shape, like.dtype), pairs.values, hidden)[0]
-    return _by_depth(part, made, axis=0)
+    zeros = alike(jnp.zeros(like.shape, like.dtype), pairs.values, hidden)[0]
+    return _by_depth(part, zeros, axis=0)
 
 
 def to_bias(pairs: Pairs, n_rows: int, columns: int) -> jax.Array:
@@ -157,10 +163,13 @@ def sum_rows(launch: Launch, segments: Segments, x: jax.Array, dtype) -> jax.Arr
     """Σ_k values_k x[rows_k] of each segment, [n, D], summed in float32.
 
     Args:
-        launch: how.
+        launch: how it is computed.
         segments: of pairs.
         x: [rows, D].
         dtype: of the result.
+
+    Returns:
+        The sums.
     """
     launch = launch.fitted(x.shape[1])
     *operands, whole = (*segments[:4], x, segments.whole)
@@ -177,7 +186,7 @@ def sum_rows(launch: Launch, segments: Segments, x: jax.Array, dtype) -> jax.Arr
         sums = jnp.zeros(launch.depth, jnp.float32)
         for partial_ref in partial_refs:
             n = segments.piece
-            first = lax.div(a + n - 1, n)  # that lies between
+            first = lax.div(a + n - 1, n)  # in this segment
             n_pieces = jnp.maximum(lax.div(b, n) - first, 0)
             sums = add(a, jnp.where(n_pieces > 0, first * n, b), sums)
             sums = add.pieces(first, n_pieces, partial_ref, sums)
@@ -196,7 +205,7 @@ def sum_rows(launch: Launch, segments: Segments, x: jax.Array, dtype) -> jax.Arr
 
 
 def _pieces(launch, segments, x):
-    """Sums of whole pieces, float32 [pieces, D]; of others, anything."""
+    """Sums of whole pieces, float32 [pieces, D]; undefined for other pieces."""
     depth, n_pieces = x.shape[1], segments.whole.shape[0]
     operands = alike(segments.whole, segments.rows, segments.values, x)
 
@@ -220,7 +229,7 @@ def _pieces(launch, segments, x):
 
 
 def _place(launch):
-    """(segment, columns of it) of a program; those of one part of the depth first."""
+    """(segment, its columns) of a program; programs of one part of the depth first."""
     columns = jnp.arange(launch.depth, dtype=jnp.int32)
     return pl.program_id(0), pl.program_id(1) * launch.depth + columns
 
@@ -237,7 +246,7 @@ class _Add:
     x_ref: Any
 
     def __call__(self, first, end, sums):
-        """Of the pairs from first to end."""
+        """`sums` plus the pairs from first to end."""
 
         def step(i, sums):
             at = first + i * self.launch.unroll
@@ -252,7 +261,7 @@ class _Add:
         live = at < end
         row = plt.load(self.rows_ref.at[at], mask=live, other=0)
         value = plt.load(self.values_ref.at[at], mask=live, other=0.0)
-        live = live & (row < self.x_ref.shape[0])  # empty slots between others
+        live = live & (row < self.x_ref.shape[0])  # excludes empty slots
         return value, plt.load(
             self.x_ref.at[row, self.columns], mask=self.inside & live, other=0.0
         )
@@ -262,7 +271,7 @@ class _Add:
         return self.columns < self.depth
 
     def pieces(self, first, count, partial_ref, sums):
-        """Of whole pieces."""
+        """`sums` plus whole pieces."""
 
         def step(i, sums):
             at = partial_ref.at[first + i, self.columns]
@@ -271,14 +280,14 @@ class _Add:
         return lax.fori_loop(0, count, step, sums)
 
 
-def _by_depth(part, made, axis):
-    """made with part(first, width) of its depth after another along an axis."""
-    depth = made.shape[axis]
+def _by_depth(part, array, axis):
+    """`array` with part(first, width) written along an axis, in steps of the depth."""
+    depth = array.shape[axis]
     width = min(depth, _TRANSPOSED_DEPTH)
 
-    def step(i, made):
+    def step(i, array):
         first = jnp.minimum(i * width, depth - width)
         here = part(first, width)
-        return lax.dynamic_update_slice_in_dim(made, here, first, axis)
+        return lax.dynamic_update_slice_in_dim(array, here, first, axis)
 
-    return lax.fori_loop(0, -(-depth // width), step, made)
+    return lax.fori_loop(0, -(-depth // width), step, array)

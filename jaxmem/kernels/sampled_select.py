@@ -1,12 +1,12 @@
 """Kernels that find each token's sampled entries among stored exponentials.
 
 The forward kernel stores e^(z - m) in 16 bits, m the largest logit of a tile, and each
-tile's m and sum. These bound the units (`core.sampling`) of a tile's columns from
-above, and systematic sampling goes by the bounds: only tiles whose bound holds a
-multiple of u are read. There the units of all columns are computed and added up. A
-column is kept where its own units reach the multiple; where none does, for a bound is
-not exact, the slot stays empty. Each column is kept for exactly as many starts as it
-has units, so that bounds change which draws come together and no probability.
+tile's m and sum. They give upper bounds of the units (`core.sampling`) of a tile's
+columns, and systematic sampling uses the bounds: only tiles whose bound contains a
+multiple of u are read. In these, the units of all columns are computed and summed. A
+column is kept if its own units reach the multiple; if none does, because a bound is not
+tight, the slot stays empty. Each column is kept for exactly as many starts as it has
+units, so the bounds change which columns are drawn together, but no probability.
 """
 
 import functools
@@ -24,29 +24,32 @@ from jaxmem.kernels.typed import alike, result
 
 # A bound's relative error: rounding of exponentials to bfloat16, and of their sums.
 _ROUNDED = 2.0**-8 + 2.0**-12
-# The same beside a tile's largest: float16 below its normal numbers, and the rounding
-# of m, which grows with |m|.
+# Absolute errors relative to a tile's largest: subnormal float16, and the rounding of
+# m, which grows with |m|.
 _BELOW, _OF_MAX = 2.0**-16, 2.0**-22
-MARGIN = 2.0**-7  # of `Sampling`: what the bounds may exceed the units by
+MARGIN = 2.0**-7  # of `Sampling`: relative excess of the bounds over the units
 
 _SLOTS = 16  # of a program
-_SUM_TILES, _SUM_ROWS = 64, 16  # of a program that adds bounds up
+_SUM_TILES, _SUM_ROWS = 64, 16  # of a program that sums bounds
 _WARPS = 4
 
 
 def entries(
     sampling: Sampling, width: int, kept: Kept, stats: Stats, rows: Outputs, of_rows
 ) -> Entries:
-    """Entries of rows from what the forward kernel stored.
+    """Entries of rows from the exponentials that the forward kernel stored.
 
     Args:
         sampling: static facts, with `MARGIN`.
         width: columns of a tile.
         kept: exponentials, tiles' largest logits and sums.
-        stats: of this part of the vocabulary, [n_rows].
-        rows: of all of it.
-        of_rows: (labels, starts, n_active): int32 [n_rows], [n_rows] and a scalar.
-            Other rows than the first n_active have no entries.
+        stats: of this shard of the vocabulary, [n_rows].
+        rows: of the whole vocabulary.
+        of_rows: (labels, starts, n_active): int32 [n_rows], [n_rows] and a scalar. Only
+            the first n_active rows have entries.
+
+    Returns:
+        The entries.
     """
     labels, starts, n_active = of_rows
     active = jnp.arange(labels.shape[0], dtype=jnp.int32) < n_active
@@ -57,10 +60,11 @@ def entries(
 
 
 def bounds(sampling, width, kept: Kept, scale, stats: Stats, labels) -> jax.Array:
-    """What the units of a tile's columns do not exceed in sum, int32 [n_tiles, n_rows].
+    """Upper bounds of the sum of units of a tile's columns, int32 [n_tiles, n_rows].
 
-    The largest exponential of a tile is 1 and is kept at most once: where it is not the
-    label's, the bound is that of the others and one more, if this is less.
+    The largest exponential of a tile is 1 and its column is kept at most once. Unless
+    it is the label's, the bound is the smaller one of that of all columns, and that of
+    the other columns plus one.
     """
     tile = jnp.arange(scale.shape[0], dtype=jnp.int32)[:, None]
     label_on_top = (labels // width == tile) & (stats.label_logit >= kept.max)
@@ -76,7 +80,7 @@ def bounds(sampling, width, kept: Kept, scale, stats: Stats, labels) -> jax.Arra
 
 
 def running_sums(bounds: jax.Array) -> jax.Array:
-    """Of int32 [n_tiles, n_rows] over the tiles, [n_rows, n_tiles]."""
+    """Running sums over the tiles of int32 [n_tiles, n_rows], [n_rows, n_tiles]."""
     n_tiles, n_rows = bounds.shape
 
     def kernel(bounds_ref, sums_ref):
@@ -108,17 +112,21 @@ def pick(sampling: Sampling, width: int, sums, exps, scale, labels, starts) -> E
     """Entries of rows, given the running sums of their tiles' bounds.
 
     Args:
-        sampling, width: as above.
+        sampling: static facts, with `MARGIN`.
+        width: columns of a tile.
         sums: int32 [n_rows, n_tiles].
-        exps: [n_rows, V or more], in 16 bits; no column past V has any.
-        scale: [n_tiles, n_rows], what makes probabilities of them.
+        exps: [n_rows, V or more], in 16 bits; columns from V on are ignored.
+        scale: [n_tiles, n_rows], the factor from exponentials to probabilities.
         labels: int32 [n_rows].
         starts: int32 [n_rows].
+
+    Returns:
+        The entries.
     """
     n_rows = sums.shape[0]
     shape = n_rows, sampling.slots
     operands = alike(sums, exps, scale, labels, starts)
-    made = pl.pallas_call(
+    columns_and_p = pl.pallas_call(
         functools.partial(_pick, sampling, width),
         grid=(n_rows, pl.cdiv(sampling.slots, _SLOTS)),
         out_shape=[
@@ -128,14 +136,12 @@ def pick(sampling: Sampling, width: int, sums, exps, scale, labels, starts) -> E
         compiler_params=plt.CompilerParams(num_warps=_WARPS, num_stages=1),
         name="sampled_pick",
     )(*operands)
-    return Entries(*made)
+    return Entries(*columns_and_p)
 
 
-def _pick(
-    sampling, width, sums_ref, exps_ref, scale_ref, labels_ref, starts_ref,
-    columns_ref, p_ref,
-):  # fmt: skip
-    """`_SLOTS` slots of one row."""
+def _pick(sampling, width, *refs):
+    """`_SLOTS` slots of one row; refs are `pick`'s operands and the two results."""
+    sums_ref, exps_ref, scale_ref, labels_ref, starts_ref, columns_ref, p_ref = refs
     row, first = pl.program_id(0), pl.program_id(1) * _SLOTS
     n_tiles = sums_ref.shape[1]
     slot = first + jnp.arange(_SLOTS, dtype=jnp.int32)

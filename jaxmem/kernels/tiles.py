@@ -1,10 +1,10 @@
-"""Tile sizes of a kernel, and the limits that a Hopper chip sets them."""
+"""Tile sizes of a kernel, and the limits of a Hopper GPU."""
 
 import dataclasses
 
-SMEM_BYTES = 232_448  # what one block may use on a Hopper chip, 227 KiB
+SMEM_BYTES = 232_448  # per block on a Hopper GPU, 227 KiB
 N_COMPUTE = 2  # warpgroups that multiply; one more only loads
-MAX_CLUSTER_ROWS = 256  # of any tiles; rows come in whole blocks of them
+MAX_CLUSTER_ROWS = 256  # of any tiles; rows are a multiple of it
 # An upper bound on the statistics, labels, bias and barriers of one block.
 _SMALL_BYTES = 8_192
 

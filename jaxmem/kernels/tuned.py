@@ -19,27 +19,29 @@ from jaxmem.kernels.tiles import Tiles
 Kernel = Literal["statistics", "exps", "derivative", "to_hidden", "to_W"]
 FILE = "tuned.json"
 
-# Measured on one H200 that stays at its power limit, jax 0.11.2, N=8192 D=4096
-# V=151936, in units of the bare GEMM's time: forward 1.06 with pairs of blocks that
-# share W (cluster=2), 1.07 without, 1.07 with group=1 or 16; derivatives 1.04 and 1.04;
-# a block's dH 0.114 and 0.116, its dW 0.110 and 0.111 (XLA's own GEMMs 0.111 and 0.109,
-# but they would copy each block of W and of its gradient). In a later run, forward that
-# keeps exponentials: 1.06 where they leave 64 columns at a time from one buffer, 1.08
-# where 32 from two, 1.05 to 1.08 with three stages and more buffers. Tiles of 320
-# columns in two accumulators, 192 and 128, with three stages, N=8192 V=149760, against
-# 256 columns: forward 15.13 ms and 15.13 at D=4096, 18.58 and 18.80 at D=5120 (spread
-# 0.02); derivatives of a ninth of V 1.74 and 1.73; its dH 1.81 and 1.72, dW 2.15 and
-# 2.14; 384 columns 1.85 and 2.15. Not worth two accumulators. The table has where
-# --tune found nothing better since. Of W's product at D=4096 V=151936 it has nothing:
-# three stages in groups of 4 without pairs took 0.0547 GEMMs there and the default
-# 0.0553, with samples 3% apart. A seventh of the forward kernel's arithmetic on a logit
-# and a quarter of the derivative's less (base 2, rows' factors folded), on two cards:
-# forward 1.031 GEMMs before and 1.023 after, 1.039 and 1.035; with gradients 4.08 and
-# 4.06, 4.13 and 4.13; with all exponentials kept 3.14 and 3.13, 3.19 and 3.19.
-# Groups of 2, 3 and 4 tiles in turns, forward, ms: N=8192 D=4096 V=151936 15.36, 15.41
-# and 15.45, V=128256 13.17, 13.09 and 13.22, V=50257 5.22, 5.21 and 5.30, V=32001 3.44,
-# 3.46 and 3.53; N=4096 D=5120 V=151936 9.59, 9.56 and 9.69; N=2048 V=128256 3.35, 3.39
-# and 3.35: the smaller a unit, the shorter do clusters wait for the last one.
+# Measured on one H200 at its power limit, jax 0.11.2, N=8192 D=4096 V=151936, in units
+# of the plain GEMM's time:
+# - forward: 1.06 with pairs of blocks that share W (cluster=2), 1.07 without, 1.07 with
+#   group=1 or 16; derivatives: 1.04 and 1.04.
+# - dH of a block: 0.114 and 0.116, dW: 0.110 and 0.111. XLA's GEMMs take 0.111 and
+#   0.109, but would copy each block of W and of its gradient.
+# - forward that stores exponentials, in a later run: 1.06 with 64 columns per store
+#   from one buffer, 1.08 with 32 from two, 1.05 to 1.08 with three stages and more
+#   buffers.
+# - tiles of 320 columns in two accumulators, 192 and 128, with three stages, N=8192
+#   V=149760, against 256 columns: forward 15.13 ms and 15.13 at D=4096, 18.58 and 18.80
+#   at D=5120 (range 0.02); derivatives of a ninth of V 1.74 and 1.73; dH of it 1.81 and
+#   1.72, dW 2.15 and 2.14; 384 columns 1.85 and 2.15. Two accumulators do not pay.
+# - dW at D=4096 V=151936 has no entry in the table: three stages in groups of 4 without
+#   pairs took 0.0547 GEMMs and the default 0.0553, with samples 3% apart.
+# - with a seventh less arithmetic per logit in the forward kernel, and a quarter less
+#   in the derivative (base 2, folded per-row factors), before and after, on two cards:
+#   forward 1.031 and 1.023, 1.039 and 1.035; with gradients 4.08 and 4.06, 4.13 and
+#   4.13; with all exponentials stored 3.14 and 3.13, 3.19 and 3.19.
+# Groups of 2, 3 and 4 tiles, timed alternately, forward, ms: N=8192 D=4096 V=151936
+# 15.36, 15.41 and 15.45, V=128256 13.17, 13.09 and 13.22, V=50257 5.22, 5.21 and 5.30,
+# V=32001 3.44, 3.46 and 3.53; N=4096 D=5120 V=151936 9.59, 9.56 and 9.69; N=2048
+# V=128256 3.35, 3.39 and 3.35: with smaller units, clusters idle less at the end.
 _PRODUCT = Tiles(group=1, cluster=2, panel=8, stored=32, slots=1, stored_bytes=4)
 DEFAULTS: Mapping[Kernel, Tiles] = {
     "statistics": Tiles(group=2, cluster=2, panel=8),
@@ -61,7 +63,7 @@ class Head:
 
 
 def tiles_for(kernel: Kernel, head: Head) -> Tiles:
-    """The measured tiles of exactly this head, or else the default."""
+    """The measured tiles of exactly this head, or the default."""
     entry = table().get((kernel, head))
     tiles = DEFAULTS[kernel] if entry is None else entry
     if kernel == "exps":  # the reduction order of "statistics", so that bits are equal
@@ -78,7 +80,7 @@ def table() -> Mapping[tuple[Kernel, Head], Tiles]:
 
 
 def entry_of(kernel: Kernel, head: Head, tiles: Tiles, measured: Mapping) -> dict:
-    """An entry of the table; `measured` says how good it is, when and with what."""
+    """An entry of the table; `measured` has its times, date and versions."""
     default = DEFAULTS[kernel]
     chosen = {
         field.name: getattr(tiles, field.name)

@@ -1,4 +1,4 @@
-"""Types of a kernel's operands and results inside `jax.shard_map`."""
+"""Types of operands and results of kernels inside `jax.shard_map`."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from jaxmem.core import shards as _shards
 
 
 def alike(*operands: jax.Array) -> tuple[jax.Array, ...]:
-    """The operands, typed as varying along the mesh axes that any of them does."""
+    """The operands, typed as varying along the mesh axes of any of them."""
     return _shards.vary(operands, _shards.varying(operands))
 
 

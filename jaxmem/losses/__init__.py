@@ -27,6 +27,7 @@ Probability ratios are e^δ with δ clamped to ±20: nothing overflows. Beyond t
 and where a loss clips a ratio, the gradient is exactly 0.
 """
 
+from jaxmem import _imports
 from jaxmem.losses.policy import (
     cispo as cispo,
     dapo as dapo,
@@ -59,3 +60,5 @@ from jaxmem.losses.supervised import (
     sft as sft,
     z_loss as z_loss,
 )
+
+__dir__ = _imports.public_dir(__name__)

@@ -65,8 +65,8 @@ def mismatch_report(
 
     >>> import jax.numpy as jnp, jaxmem
     >>> train, rollout = jnp.array([-1.0, -2.0, -0.5]), jnp.array([-1.0, -1.0, 9.0])
-    >>> found = jaxmem.mismatch_report(train, rollout, jnp.array([True, True, False]))
-    >>> print(found.tokens, found.mean, found.max, found.outside_2, found.k1)
+    >>> report = jaxmem.mismatch_report(train, rollout, jnp.array([True, True, False]))
+    >>> print(report.tokens, report.mean, report.max, report.outside_2, report.k1)
     2 0.5 1.0 0.5 0.5
 
     Reference: k1 and k3, Schulman, "Approximating KL Divergence", 2020,

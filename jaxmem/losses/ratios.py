@@ -23,10 +23,10 @@ _SERIES_BELOW = 0.03  # smallest |δ| at which e^δ - 1 - δ keeps 5 digits in f
 
 def as_tokens(**arrays: ArrayLike) -> list[jax.Array]:
     """The arrays in float32 or wider, checked to have one shape."""
-    made = {name: checks.as_array(name, value) for name, value in arrays.items()}
-    for name, array in made.items():
+    by_name = {name: checks.as_array(name, value) for name, value in arrays.items()}
+    for name, array in by_name.items():
         checks.check_real(name, array)
-    (first, tokens), *others = made.items()
+    (first, tokens), *others = by_name.items()
     for name, array in others:
         if array.shape != tokens.shape:
             raise ValueError(
@@ -34,8 +34,8 @@ def as_tokens(**arrays: ArrayLike) -> list[jax.Array]:
                 f"{first}, got {array.shape}; broadcast it to the tokens first"
             )
     with jax.numpy_dtype_promotion("standard"):
-        dtype = jnp.result_type(jnp.float32, *made.values())
-    return [array.astype(dtype) for array in made.values()]
+        dtype = jnp.result_type(jnp.float32, *by_name.values())
+    return [array.astype(dtype) for array in by_name.values()]
 
 
 def as_coefficient(

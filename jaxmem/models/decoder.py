@@ -218,9 +218,9 @@ class Decoder(nnx.Module):
         def block(x, of_layer):
             layer_weights, kind = of_layer
             merged = nnx.merge(definition, layer_weights)
-            x, made = merged.prefill(x, *sight(kind))
+            x, keys_and_values = merged.prefill(x, *sight(kind))
             # Inside the scan, so that the cache is allocated once, in its final layout.
-            return x, kv_cache.layer_of(*made, max_length)
+            return x, kv_cache.layer_of(*keys_and_values, max_length)
 
         x, cached = jax.lax.scan(block, x, (weights, layer_kinds(self.config)))
         last = x[jnp.arange(rows), jnp.clip(lengths, 1, width) - 1]
@@ -345,7 +345,8 @@ def head_loss(
         normalizer: number of tokens that count in the whole step.
         implementation: "fused" never stores all logits; "materialised" does, as is
             usual, and serves as the reference and for comparison.
-        gradient_samples, key: as in `jaxmem.logprobs`, of "fused".
+        gradient_samples: as in `jaxmem.logprobs`, for "fused".
+        key: as in `jaxmem.logprobs`, for "fused".
 
     Returns:
         Float32 scalar, in nats; 0 if no token counts.

@@ -109,11 +109,11 @@ def attend(
     query = query.reshape(batch, token.keys.shape[1], -1, width)
 
     def scores(keys: jax.Array) -> jax.Array:
-        made = jnp.einsum(
+        scaled = jnp.einsum(
             "bkgd,bktd->bkgt", query, keys, preferred_element_type=jnp.float32
         )
-        made = made * (width**-0.5 if scale is None else scale)
-        return made if softcap is None else softcap * jnp.tanh(made / softcap)
+        scaled = scaled * (width**-0.5 if scale is None else scale)
+        return scaled if softcap is None else softcap * jnp.tanh(scaled / softcap)
 
     cached = jnp.where(seen[:, None, None], scores(layer.keys), -jnp.inf)
     both = jnp.concatenate([cached, scores(token.keys)], axis=-1)

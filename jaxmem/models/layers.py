@@ -243,17 +243,17 @@ class Block(nnx.Module):
     def decode(self, x: jax.Array, rope: Rope, layer: kv_cache.Layer, filled):
         """[B, 1, hidden] from [B, 1, hidden], and the new tokens' keys and values."""
         x_norm = self.attention_norm(x)
-        mixed, made = self.attention.decode(x_norm, rope, layer, filled)
-        return self._finish(x, mixed), made
+        mixed, filled_cache = self.attention.decode(x_norm, rope, layer, filled)
+        return self._finish(x, mixed), filled_cache
 
     def _finish(self, x: jax.Array, mixed: jax.Array) -> jax.Array:
         x = x + (self.post_attention_norm(mixed) if self.post_norms else mixed)
-        x = mesh.spread(x)
+        x = mesh.constrain_activations(x)
 
         def project(x: jax.Array):
             return self.feed_forward.project(self.feed_forward_norm(x))
 
         projected = remat.recompute(project, save=["norm_rms"])(x)
-        made = self.feed_forward.join(*projected)
-        made = self.post_feed_forward_norm(made) if self.post_norms else made
-        return mesh.spread(x + made)
+        output = self.feed_forward.join(*projected)
+        output = self.post_feed_forward_norm(output) if self.post_norms else output
+        return mesh.constrain_activations(x + output)

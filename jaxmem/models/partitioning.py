@@ -103,9 +103,9 @@ class Layout:
         if jax.process_count() > 1:  # each process must have devices of the mesh
             fits = count == len(devices)
         if not fits:
-            said = " x ".join(f"mesh.{k}={getattr(config, k)}" for k in AXES)
+            sizes = " x ".join(f"mesh.{k}={getattr(config, k)}" for k in AXES)
             raise ValueError(
-                f"{said} makes {count} devices, there are {len(devices)} in "
+                f"{sizes} makes {count} devices, there are {len(devices)} in "
                 f"{jax.process_count()} processes"
             )
         self.mesh: Mesh | None = None
@@ -221,7 +221,7 @@ def head_sharding() -> HeadSharding | None:
     return HeadSharding(tokens=TOKENS, vocab=vocab, W_fsdp=PARTS)
 
 
-def spread(x: jax.Array) -> jax.Array:
+def constrain_activations(x: jax.Array) -> jax.Array:
     """Constrain x [B, T, ...] to the sharding of tokens; without a mesh, return x."""
     if current() is None:
         return x
@@ -307,7 +307,7 @@ def _check_divides(name, shape, spec, mesh):
         axes = (axes,) if isinstance(axes, str) else axes or ()
         parts = math.prod(mesh.shape[axis] for axis in axes)
         if size % parts:
-            said = " x ".join(f"mesh.{axis}={mesh.shape[axis]}" for axis in axes)
+            sizes = " x ".join(f"mesh.{axis}={mesh.shape[axis]}" for axis in axes)
             raise ValueError(
-                f"{said} must divide {size}, an axis of {name or 'a batch'} {shape}"
+                f"{sizes} must divide {size}, an axis of {name or 'a batch'} {shape}"
             )

@@ -44,8 +44,8 @@ def by_kind(config: ModelConfig, make: Callable[[str], Any]) -> Callable[[Any], 
     if len(set(config.pattern)) == 1:
         only = make(config.pattern[0])
         return lambda _: only
-    stacked = jax.tree.map(lambda *made: jnp.stack(made), *map(make, KINDS))
-    return lambda kind: jax.tree.map(lambda made: made[kind], stacked)
+    stacked = jax.tree.map(lambda *tables: jnp.stack(tables), *map(make, KINDS))
+    return lambda kind: jax.tree.map(lambda tables: tables[kind], stacked)
 
 
 def rope_frequencies(config: ModelConfig, kind: str = "global") -> jax.Array:

@@ -54,12 +54,12 @@ def attend(
         return attention(query, key, value, sight)
     parts, tensor = around.shape[AXIS], around.shape["tensor"]
     _check("tokens of a row", query.shape[1], parts, f"mesh.sequence={parts}")
-    said = f"mesh.sequence={parts} x mesh.tensor={tensor}"
-    _check("model.heads", query.shape[2], parts * tensor, said)
+    sizes = f"mesh.sequence={parts} x mesh.tensor={tensor}"
+    _check("model.heads", query.shape[2], parts * tensor, sizes)
     _check("model.kv_heads", key.shape[2], tensor, f"mesh.tensor={tensor}")
     kv_heads = key.shape[2] // tensor
     copies = parts // math.gcd(parts, kv_heads)
-    _check("model.heads", query.shape[2] // tensor, kv_heads * copies, said)
+    _check("model.heads", query.shape[2] // tensor, kv_heads * copies, sizes)
 
     def on_device(query, key, value, sight):
         key, value = (jnp.repeat(x, copies, axis=2) for x in (key, value))
@@ -87,6 +87,6 @@ def _to_tokens(x):
     return lax.all_to_all(x, AXIS, split_axis=1, concat_axis=2, tiled=True)
 
 
-def _check(what, size, parts, said):
+def _check(what, size, parts, sizes):
     if size % parts:
-        raise ValueError(f"{said} must divide {what}, got {size}")
+        raise ValueError(f"{sizes} must divide {what}, got {size}")

@@ -1,5 +1,6 @@
 """Packs ragged sequences into micro-batches of a few static shapes."""
 
+from jaxmem import _imports
 from jaxmem.packing.plan import (
     MicroBatch as MicroBatch,
     Packing as Packing,
@@ -8,3 +9,5 @@ from jaxmem.packing.plan import (
     karmarkar_karp as karmarkar_karp,
     pack as pack,
 )
+
+__dir__ = _imports.public_dir(__name__)

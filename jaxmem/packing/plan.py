@@ -285,18 +285,18 @@ def karmarkar_karp(costs: ArrayLike, k: int) -> list[list[int]]:
     """
     checks.check_integer("k", k, checks.ROWS)
     costs = checks.check_costs(costs)
-    # Entries are (-spread, unique number, parts); a part is (sum, indices). Empty parts
-    # at the end are not stored.
+    # Entries are (-difference, unique number, parts); a part is (sum, indices). Empty
+    # parts at the end are not stored.
     heap = [(-c, i, [(c, [i])]) for i, c in enumerate(costs.tolist())]
     heapq.heapify(heap)
     number = len(heap)
     while len(heap) > 1:
         parts = _merge(heapq.heappop(heap)[2], heapq.heappop(heap)[2], k)
-        spread = parts[0][0] - (parts[-1][0] if len(parts) == k else 0)
-        heapq.heappush(heap, (-spread, number, parts))
+        difference = parts[0][0] - (parts[-1][0] if len(parts) == k else 0)
+        heapq.heappush(heap, (-difference, number, parts))
         number += 1
-    made = [sorted(indices) for _, indices in (heap[0][2] if heap else [])]
-    return made + [[] for _ in range(k - len(made))]
+    bins = [sorted(indices) for _, indices in (heap[0][2] if heap else [])]
+    return bins + [[] for _ in range(k - len(bins))]
 
 
 def _merge(a, b, k):

@@ -130,11 +130,11 @@ def workspace(text: str) -> int:
     return max(map(_workspace, _BACKWARD.finditer(text)), default=0)
 
 
-def _workspace(found):
-    if "u8[0]" not in found["results"]:
+def _workspace(match):
+    if "u8[0]" not in match["results"]:
         return 0
     operands = [
-        tuple(map(int, dims.split(","))) for dims in _SHAPE.findall(found["operands"])
+        tuple(map(int, dims.split(","))) for dims in _SHAPE.findall(match["operands"])
     ]
     batch, length, heads, width = operands[0]
     return 4 * batch * heads * length * (width + 1)
@@ -142,10 +142,10 @@ def _workspace(found):
 
 def _refused(phase, error, seconds):
     """The account of a program too large for the device; reraise other errors."""
-    found = _TOO_LARGE.search(str(error))
-    if found is None:
+    match = _TOO_LARGE.search(str(error))
+    if match is None:
         raise error
-    number, unit = found["a"] or found["b"], found["au"] or found["bu"]
+    number, unit = match["a"] or match["b"], match["au"] or match["bu"]
     wanted = int(float(number) * _UNITS[unit])
     given = sum(map(device_bytes, phase.arguments.values()))
     return Account(

@@ -35,20 +35,20 @@ def sizes(config: Config | GrpoJobConfig) -> dict[str, int]:
         program = sft.Program(config, vocab_size)
         tokens = config.data.batch_size * config.data.sequence_length
     state = program.state_shapes
-    made = {
+    by_name = {
         "trained weights": device_bytes(state.params),
         "frozen weights": device_bytes(program.frozen_shapes),
         "moments": device_bytes(state.optimizer),
         "gradients": device_bytes(gradient_shapes(state.params)),
     }
     if isinstance(config, GrpoJobConfig) and config.grpo.kl_coefficient:
-        made["reference weights"] = made["trained weights"]
+        by_name["reference weights"] = by_name["trained weights"]
     kept = jobs.kept_bytes(
         program.model_config, program.policy, tokens, program.layout.sizes
     )
-    made["activations kept"] = kept or 0
-    made["the head"] = head_bytes(program.model_config, config.head, tokens)
-    return {name: size for name, size in made.items() if size}
+    by_name["activations kept"] = kept or 0
+    by_name["the head"] = head_bytes(program.model_config, config.head, tokens)
+    return {name: size for name, size in by_name.items() if size}
 
 
 def head_bytes(model: ModelConfig, head: HeadConfig, tokens: int) -> int:
@@ -73,10 +73,10 @@ def text(config: Config | GrpoJobConfig | ScoreConfig, device: str) -> str:
     """The estimate as a table, which states that nothing was compiled."""
     if isinstance(config, ScoreConfig):
         return "nothing can be said of scoring without a compiler"
-    found = sizes(config)
+    by_name = sizes(config)
     rows = [[f"GiB of one {device}", "by shapes alone"]]
-    rows += [[name, table.gib(size)] for name, size in found.items()]
-    rows.append(["at least", table.gib(sum(found.values()))])
+    rows += [[name, table.gib(size)] for name, size in by_name.items()]
+    rows.append(["at least", table.gib(sum(by_name.values()))])
     return (
         f"{table.aligned(rows)}\n\nNot compiled: a sum of shapes, without what one "
         "block's backward pass, products and collectives take beside."

@@ -54,22 +54,22 @@ def of(compiled: jax.stages.Compiled) -> list[Collective]:
 
 
 def _by_computation(text: str) -> dict[str, list[str]]:
-    made, current = {}, []
+    lines_of, current = {}, []
     for line in text.splitlines():
-        if found := _COMPUTATION.match(line):
+        if header := _COMPUTATION.match(line):
             # A line that starts with ENTRY marks the entry computation.
-            name = "ENTRY" if line.startswith("ENTRY") else found[1]
-            current = made.setdefault(name, [])
+            name = "ENTRY" if line.startswith("ENTRY") else header[1]
+            current = lines_of.setdefault(name, [])
         current.append(line)
-    return made
+    return lines_of
 
 
 def _times(lines: dict[str, list[str]]) -> dict[str, int]:
     """Executions of each computation."""
-    made: dict[str, int] = {}
+    times_of: dict[str, int] = {}
 
     def visit(name, times):
-        made[name] = made.get(name, 0) + times
+        times_of[name] = times_of.get(name, 0) + times
         for line in lines.get(name, ()):
             if loop := _WHILE.search(line):
                 trips = _TRIPS.search(line)
@@ -79,16 +79,16 @@ def _times(lines: dict[str, list[str]]) -> dict[str, int]:
                     visit(other.strip(), times)
 
     visit("ENTRY", 1)
-    return made
+    return times_of
 
 
 def _read(line: str, times: int) -> Iterator[Collective]:
-    found = _COLLECTIVE.search(line)
-    if not found:
+    match = _COLLECTIVE.search(line)
+    if not match:
         return
-    kind, arrays = found["kind"], _ARRAY.findall(found["type"])
-    if found["start"]:  # the type may list operands first; results are last
-        operands = line[found.end() :].partition(")")[0]
+    kind, arrays = match["kind"], _ARRAY.findall(match["type"])
+    if match["start"]:  # the type may list operands first; results are last
+        operands = line[match.end() :].partition(")")[0]
         arrays = arrays[-operands.count("%") :]
     # XLA for CPUs reduces 16-bit types as 32-bit ones; other devices do not.
     half = 2 if "_promoted" in line else 1
@@ -96,8 +96,8 @@ def _read(line: str, times: int) -> Iterator[Collective]:
     parts = _parts(line)
     if kind == "reduce-scatter":
         payload *= parts
-    said = " ".join(f"{dtype}[{shape}]" for dtype, shape in arrays)
-    yield Collective(kind, said, payload, parts, times, "transpose(" in line)
+    types = " ".join(f"{dtype}[{shape}]" for dtype, shape in arrays)
+    yield Collective(kind, types, payload, parts, times, "transpose(" in line)
 
 
 def _bytes(dtype: str, shape: str) -> int:
@@ -141,10 +141,10 @@ def hidden(text: str) -> tuple[int, int]:
         started: dict[str, int] = {}
         products = 0
         for line in lines:
-            if found := _START.search(line):
-                started[found[1]] = products
-            elif (found := _DONE.search(line)) and found[1] in started:
-                beside += products > started[found[1]]
+            if match := _START.search(line):
+                started[match[1]] = products
+            elif (match := _DONE.search(line)) and match[1] in started:
+                beside += products > started[match[1]]
             elif " = " in line and _PRODUCT.search(line.split(", metadata=")[0]):
                 products += 1
     return beside, len(_COLLECTIVE.findall(text))

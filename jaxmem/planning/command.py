@@ -60,10 +60,10 @@ def run(request: Request) -> int:
         print(f"\n{missing[0].upper()}{missing[1:]}")
         return _UNKNOWN
     with devices.target(device.name, count, hosts=request.hosts):
-        made = plan_of(config, device.name)
-        options = search.options(config, made) if request.fit else []
-    _show(request, made, options)
-    return _FITS if made.fits else _DOES_NOT
+        plan = plan_of(config, device.name)
+        options = search.options(config, plan) if request.fit else []
+    _show(request, plan, options)
+    return _FITS if plan.fits else _DOES_NOT
 
 
 def load(path: Path, overrides: Sequence[str]) -> AnyConfig:
@@ -115,13 +115,13 @@ def _count(config: AnyConfig, asked: int | None) -> int:
     meshed = math.prod(sizes)
     if asked is None or asked == meshed:
         return meshed
-    said = " x ".join(
+    product = " x ".join(
         f"mesh.{field.name}={size}"
         for field, size in zip(dataclasses.fields(config.mesh), sizes, strict=False)
     )
     raise ValueError(
-        f"{said} makes {meshed} devices, --devices says {asked}: add an override such "
-        f"as mesh.fsdp={asked}"
+        f"{product} makes {meshed} devices, --devices says {asked}: add an override "
+        f"such as mesh.fsdp={asked}"
     )
 
 
@@ -149,15 +149,15 @@ def plan_of(config: AnyConfig, device: str, packed: bool = True) -> Plan:
         raise ValueError(f"cannot compile for {device}: {first}") from error
 
 
-def _show(request: Request, made: Plan, options) -> None:
+def _show(request: Request, plan: Plan, options) -> None:
     if request.as_json:
-        said = made.as_json() | {"options": [o.as_json() for o in options]}
-        print(json.dumps(said, indent=1))
+        fields = plan.as_json() | {"options": [o.as_json() for o in options]}
+        print(json.dumps(fields, indent=1))
     else:
-        print(made)
+        print(plan)
         if request.fit:
             print(f"\n{search.text(options)}")
     if request.picture is not None:
-        picture.save(request.picture, made, options)
+        picture.save(request.picture, plan, options)
         if not request.as_json:
             print(f"\nsaved in {request.picture}")

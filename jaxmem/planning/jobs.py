@@ -105,12 +105,12 @@ def _of_policy(config: GrpoJobConfig) -> Job:
 
 def _held(program: PolicyProgram) -> dict[str, Any]:
     """What a run has on the device in addition to the weights."""
-    made = _streamed_slices(program)
+    arrays = _streamed_slices(program)
     if program.streamed is None:
-        made["moments"] = program.state_shapes.optimizer
+        arrays["moments"] = program.state_shapes.optimizer
     if program.config.grpo.kl_coefficient:
-        made["reference weights"] = program.state_shapes.params
-    return made
+        arrays["reference weights"] = program.state_shapes.params
+    return arrays
 
 
 def _gradients(program, weights, held) -> Phase:
@@ -197,24 +197,24 @@ def _job(program: DecoderProgram, phases) -> Job:
 
 
 def _weights(program: DecoderProgram) -> dict[str, Any]:
-    made = {"trained weights": program.state_shapes.params}
+    weights = {"trained weights": program.state_shapes.params}
     if program.frozen_shapes:
-        made["frozen weights"] = program.frozen_shapes
-    return made
+        weights["frozen weights"] = program.frozen_shapes
+    return weights
 
 
 def _parts(
     program: DecoderProgram, tokens: int, made_here: bool = False
 ) -> Mapping[str, int]:
     """Known memory of a micro-batch's backward pass, in bytes per device."""
-    made = {}
+    sizes = {}
     if made_here:
         sums = gradient_shapes(program.state_shapes.params)
-        made["gradients"] = device_bytes(sums)
+        sizes["gradients"] = device_bytes(sums)
     kept = kept_bytes(
         program.model_config, program.policy, tokens, program.layout.sizes
     )
-    return made if kept is None else made | {"activations kept": kept}
+    return sizes if kept is None else sizes | {"activations kept": kept}
 
 
 def kept_bytes(

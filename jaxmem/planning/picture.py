@@ -45,13 +45,13 @@ def save(path: Path, plan: Plan, options: Sequence[Option] = ()) -> None:
 
 def _stack(phase: PlannedPhase) -> dict[str, int]:
     """Bytes from bottom to top: known temporaries first, then the remaining ones."""
-    made = dict(phase.resident)
+    by_name = dict(phase.resident)
     known = 0
     for name in ("activations kept", "keys and values"):
         part = min(phase.parts.get(name, 0), phase.account.temporary - known)
         if part:
-            made[name], known = part, known + part
-    made["other temporaries"] = phase.account.temporary - known
-    made["cuDNN's workspace"] = phase.account.workspace
-    made["the runtime"] = phase.total - sum(made.values())
-    return {name: size for name, size in made.items() if size}
+            by_name[name], known = part, known + part
+    by_name["other temporaries"] = phase.account.temporary - known
+    by_name["cuDNN's workspace"] = phase.account.workspace
+    by_name["the runtime"] = phase.total - sum(by_name.values())
+    return {name: size for name, size in by_name.items() if size}

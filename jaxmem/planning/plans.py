@@ -117,12 +117,12 @@ class Plan:
     def as_json(self) -> dict[str, Any]:
         """All numbers, for `json.dumps`."""
         low, high = self.seconds
-        said = {
+        derived = {
             "peak": self.peak, "limit": self.limit, "fits": self.fits,
             "verdict": self.verdict, "tokens": self.tokens,
             "seconds_estimate": [low, high],
         }  # fmt: skip
-        return dataclasses.asdict(self) | said
+        return dataclasses.asdict(self) | derived
 
 
 def plan(
@@ -213,10 +213,10 @@ def of_phases(
     """
     around = devices.planned()
     assert around is not None, "inside devices.target"
-    made = tuple(_planned(phase) for phase in phases)
+    planned = tuple(_planned(phase) for phase in phases)
     return Plan(
         around.device.name, len(around.devices), around.hosts, around.device.memory,
-        made, restored, on_host, tuple(notes),
+        planned, restored, on_host, tuple(notes),
     )  # fmt: skip
 
 
@@ -246,10 +246,10 @@ def _planned(phase: Phase) -> PlannedPhase:
 
 def _parts(phase: Phase, account: Account) -> dict[str, int]:
     """Known temporaries: those of shapes, the head's, the largest collective's."""
-    made = dict(phase.parts)
+    sizes = dict(phase.parts)
     if phase.head is not None and not account.refused:
         head = accounts.compile_for(phase.head()).memory_analysis()
-        made["the head alone"] = getattr(head, "temp_size_in_bytes", 0)
+        sizes["the head alone"] = getattr(head, "temp_size_in_bytes", 0)
     if account.collectives:
-        made["largest that is sent"] = max(c.payload for c in account.collectives)
-    return made
+        sizes["largest that is sent"] = max(c.payload for c in account.collectives)
+    return sizes

@@ -101,7 +101,7 @@ def of(phase: Phase, account: Account, hosts: int = 1) -> Estimate:
 
 
 def _products(phase, device, count) -> Sequence[Product]:
-    found: dict[str, list] = collections.defaultdict(lambda: [0, 0.0, 0.0])
+    sums_of: dict[str, list] = collections.defaultdict(lambda: [0, 0.0, 0.0])
 
     def turns(loop):
         return _chunks(loop) or phase.turns
@@ -109,18 +109,18 @@ def _products(phase, device, count) -> Sequence[Product]:
     for equation, times in cost.equations(phase.traced.jaxpr.jaxpr, turns):
         work, moved = _work(equation)
         if work:
-            entry = found[_name(equation)]
+            entry = sums_of[_name(equation)]
             entry[0] += times
             entry[1] += times * work / count
             entry[2] += times * moved / count
-    made = [
+    products = [
         Product(
             name, times, work, moved,
             max(work / device.products, moved / device.bandwidth),
         )
-        for name, (times, work, moved) in found.items()
+        for name, (times, work, moved) in sums_of.items()
     ]  # fmt: skip
-    return sorted(made, key=lambda product: -product.seconds)
+    return sorted(products, key=lambda product: -product.seconds)
 
 
 def _chunks(loop) -> int:
@@ -138,9 +138,9 @@ def _chunks(loop) -> int:
 
 
 def _vectors(equation):
-    given, made = equation.invars[0].aval, equation.outvars[0].aval
-    if given.ndim == 1 and given.dtype == "int32":
-        return given.shape, made.shape
+    operand, result = equation.invars[0].aval, equation.outvars[0].aval
+    if operand.ndim == 1 and operand.dtype == "int32":
+        return operand.shape, result.shape
     return (0,), (0,)
 
 

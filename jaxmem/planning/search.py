@@ -83,18 +83,18 @@ def options(config: Any, base: Plan) -> list[Option]:
     if isinstance(config, ScoreConfig):
         raise ValueError("--fit is for training: scoring keeps nothing to choose")
     known = list(_policies(config))
-    made = [
+    candidates = [
         option
         for policy in known
         for option in _variants(config, policy, known, base)
         if option.expected <= _SLACK * base.memory
     ]
-    made.sort(key=lambda option: (option.seconds, option.expected))
-    return list(itertools.islice(_fitting(made[:_COMPILED]), _BEST))
+    candidates.sort(key=lambda option: (option.seconds, option.expected))
+    return list(itertools.islice(_fitting(candidates[:_COMPILED]), _BEST))
 
 
-def _fitting(made: Sequence[Option]) -> Iterator[Option]:
-    for option in made:
+def _fitting(candidates: Sequence[Option]) -> Iterator[Option]:
+    for option in candidates:
         phase = jobs.backward(option.config)
         option.plan = plans.of_phases([phase])
         if option.plan.fits:
@@ -130,9 +130,9 @@ def _variants(config, policy, known, base) -> Iterator[Option]:
         changed = _changed(config, policy, factor, chunk, offload)
         if changed is None:
             continue
-        made, overrides = changed
+        variant, overrides = changed
         yield Option(
-            made, overrides, _seconds(policy, full, factor, offload),
+            variant, overrides, _seconds(policy, full, factor, offload),
             _expected(policy, _own(config, known), factor, offload, base),
         )  # fmt: skip
 
@@ -232,12 +232,12 @@ def _expected(policy, before: _Policy, factor, offload, base: Plan) -> int:
     return int(total + (rest + policy.kept) * factor)
 
 
-def text(found: Sequence[Option]) -> str:
+def text(options: Sequence[Option]) -> str:
     """A table of the options, each as overrides for the command line."""
-    if not found:
+    if not options:
         return "--fit: nothing tried fits; more devices, or a smaller model or batch"
     rows = [["overrides, the fastest first", "GiB", "seconds of training, by formula"]]
-    for option in found:
+    for option in options:
         rows.append(
             [
                 " ".join(option.overrides),

@@ -1,5 +1,6 @@
 """Formats a plan as lines of text."""
 
+import collections
 from collections.abc import Sequence
 from typing import Any
 
@@ -49,12 +50,12 @@ def _cell(size) -> str:
 
 
 def _state(plan) -> list[str]:
-    said = []
+    lines = []
     if plan.restored:
-        said.append(f"A checkpoint restores {gib(plan.restored)} GiB to a device.")
+        lines.append(f"A checkpoint restores {gib(plan.restored)} GiB to a device.")
     if plan.on_host:
-        said.append(f"State on the host: {gib(plan.on_host)} GiB a device.")
-    return said
+        lines.append(f"State on the host: {gib(plan.on_host)} GiB a device.")
+    return lines
 
 
 def _work(plan) -> str:
@@ -70,31 +71,31 @@ def _work(plan) -> str:
         ]
     ]
     for phase in plan.phases:
-        made = phase.estimate
+        estimate = phase.estimate
         rows.append(
             [
-                phase.name, f"{phase.runs:.3g}", f"{made.operations / 1e12:.2f}",
-                f"{made.bytes / 1e9:.2f}", f"{made.sent / 1e9:.2f}",
-                _counts(phase.account.collectives), _range(made.low, made.high),
+                phase.name, f"{phase.runs:.3g}", f"{estimate.operations / 1e12:.2f}",
+                f"{estimate.bytes / 1e9:.2f}", f"{estimate.sent / 1e9:.2f}",
+                _counts(phase.account.collectives), _range(estimate.low, estimate.high),
             ]
         )  # fmt: skip
     low, high = plan.seconds
     lines = [aligned(rows)]
     if high:
-        said = f"A step: {_range(low, high)} s"
+        line = f"A step: {_range(low, high)} s"
         if plan.tokens:
-            said += f", {plan.tokens / high:,.0f} to {plan.tokens / low:,.0f} tokens/s"
+            line += f", {plan.tokens / high:,.0f} to {plan.tokens / low:,.0f} tokens/s"
         lines.append(
-            f"{said}: an estimate by products at the device's peaks, in the range of "
+            f"{line}: an estimate by products at the device's peaks, in the range of "
             "what H200s reached."
         )
     return "\n".join(lines)
 
 
 def _counts(collectives) -> str:
-    counts: dict[str, int] = {}
-    for found in collectives:
-        counts[found.kind] = counts.get(found.kind, 0) + max(found.times, 1)
+    counts = collections.Counter()
+    for collective in collectives:
+        counts[collective.kind] += max(collective.times, 1)
     return ", ".join(f"{count} {kind}" for kind, count in counts.items()) or "none"
 
 
@@ -103,17 +104,17 @@ def _range(low: float, high: float) -> str:
 
 
 def _products(plan) -> str:
-    found = [
+    entries = [
         (phase.runs * product.seconds, phase.name, product, phase.runs)
         for phase in plan.phases
         for product in phase.estimate.products
     ]
-    found.sort(key=lambda entry: -entry[0])
-    whole = sum(entry[0] for entry in found)
+    entries.sort(key=lambda entry: -entry[0])
+    whole = sum(entry[0] for entry in entries)
     if not whole:
         return ""
     rows = [["products of a step", "in", "times", "TFLOP", "GB", "of the bound"]]
-    for seconds, name, product, runs in found[:_MANY]:
+    for seconds, name, product, runs in entries[:_MANY]:
         rows.append(
             [
                 product.name, name, f"{runs * product.times:.0f}",

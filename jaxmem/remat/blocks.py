@@ -260,19 +260,19 @@ def compiler_options(
         Option names and values.
     """
     chosen = _chosen(policy)
-    made: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     saves = chosen is None or chosen.dots or chosen.save
     if saves and not unroll:
-        made["xla_gpu_enable_dynamic_slice_fusion"] = False
+        options["xla_gpu_enable_dynamic_slice_fusion"] = False
     if chosen is not None and chosen.offload:
-        made |= {
+        options |= {
             "xla_gpu_enable_pipelined_host_offloading": True,
             "xla_gpu_enable_command_buffer": "",
             "xla_disable_hlo_passes": ",".join(
                 ["rematerialization", "dynamic-slice-copy-fusion-async-wrapper"]
             ),
         }
-    return made
+    return options
 
 
 def verify(

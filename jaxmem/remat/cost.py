@@ -41,8 +41,8 @@ def equations(
         is_loop = equation.primitive.name == "while"
         times = turns(equation) if is_loop else _times(equation)
         for inner in _inner(equation):
-            for found, n in equations(inner, turns):
-                yield found, times * n
+            for inside, n in equations(inner, turns):
+                yield inside, times * n
 
 
 def _times(equation):
@@ -88,11 +88,11 @@ def host_bytes(fn: Callable | jax.stages.Traced, *args) -> int:
 def bytes_on_host(jaxpr: Any) -> int:
     """Peak bytes on the host of a jaxpr, as in `host_bytes`."""
 
-    def made(equation):
+    def held_by(equation):
         if equation.primitive.name == "device_put":
             yield "", sum(_nbytes(x) for x in _outputs(equation) if _is_there(x))
 
-    return _held(jaxpr, made, _is_there)[""]
+    return _held(jaxpr, held_by, _is_there)[""]
 
 
 def bytes_to_host(jaxpr: Any) -> int:
@@ -110,28 +110,28 @@ def bytes_by_name(jaxpr: Any) -> dict[str, int]:
     Outputs of cuDNN's attention count as "attn_lse".
     """
 
-    def made(equation):
+    def held_by(equation):
         kind = equation.primitive.name
         if kind in ("name", CUDNN_FORWARD):
             label = equation.params["name"] if kind == "name" else "attn_lse"
             yield label, sum(map(_nbytes, _outputs(equation)))
 
-    return dict(_held(jaxpr, made, lambda aval: True))
+    return dict(_held(jaxpr, held_by, lambda aval: True))
 
 
-def _held(jaxpr, made, counts) -> collections.Counter[str]:
+def _held(jaxpr, held_by, counts) -> collections.Counter[str]:
     """Bytes by key of what equations compute and, for loops, of what these stack.
 
     Args:
         jaxpr: of the program.
-        made: maps an equation to (key, bytes) pairs.
+        held_by: maps an equation to (key, bytes) pairs.
         counts: whether a result of a loop, by its aval, may hold some of these bytes.
     """
     total: collections.Counter[str] = collections.Counter()
     for eqn in jaxpr.eqns:
-        total.update(dict(made(eqn)))
+        total.update(dict(held_by(eqn)))
         for inner in _inner(eqn):
-            for key, once in _held(inner, made, counts).items():
+            for key, once in _held(inner, held_by, counts).items():
                 held = once * _times(eqn)
                 if eqn.primitive.name == "scan":
                     room = sum(_nbytes(x) for x in _stacks(eqn, inner) if counts(x))

@@ -116,7 +116,7 @@ class Candidate:
     measured: float | None = None  # seconds
     why_not: str = ""
 
-    def share_out(self, devices: int) -> None:
+    def divide_by(self, devices: int) -> None:
         """Divide totals over all devices by the number of devices.
 
         This underestimates values that are replicated; compilation gives the true
@@ -182,14 +182,7 @@ def fit(
             a device that does not report its limit, or one of several processes would
             measure.
     """
-    several = jax.process_count() > 1
-    if several and (rates is None or trials):
-        raise ValueError(
-            "each of several processes would measure for itself, and may choose "
-            "another policy: choose in one and name it, or give rates and trials=0"
-        )
-    if any(k < 1 for k in last):
-        raise ValueError(f"last must be numbers of blocks above 0, got {list(last)}")
+    _check_arguments(last, rates, trials)
     limit = device_limit() if memory_limit == "auto" else int(memory_limit)
     rates = _rates() if rates is None else rates
     everything, nothing = step(None), step(Policy())
@@ -198,16 +191,16 @@ def fit(
     sizes = _sizes(everything.jaxpr, names)
     if trials is None:
         nothing_runs = _devices.planned() or _devices.backend() == "cpu"
-        trials = 0 if several or nothing_runs else 3
-    made = _candidates(step, everything, nothing, sizes, last, rates.to_host > 0)
+        trials = 0 if jax.process_count() > 1 or nothing_runs else 3
+    candidates = _candidates(step, everything, nothing, sizes, last, rates.to_host > 0)
     if names is not None:
-        made = [each for each in made if each.is_of(names)]
+        candidates = [each for each in candidates if each.is_of(names)]
     forward = _traced.products(everything.jaxpr.jaxpr) / 3 / devices / rates.products
-    for each in made:
-        each.share_out(devices)
+    for each in candidates:
+        each.divide_by(devices)
         _predict(each, forward, rates)
         _expect(each, least, sizes.get("block_in", 0) // devices)
-    order = sorted(made, key=lambda each: (each.exposed > 0, each.seconds, each.host))
+    order = sorted(candidates, key=lambda c: (c.exposed > 0, c.seconds, c.host))
     if host_limit is None:
         host_limit = int(os.environ.get(_HOST_POOL, 64)) * _GIB
     there = host_limit * jax.process_count() // devices
@@ -223,6 +216,16 @@ def fit(
             "the weights"
         )
     return chosen.policy
+
+
+def _check_arguments(last, rates, trials) -> None:
+    if jax.process_count() > 1 and (rates is None or trials):
+        raise ValueError(
+            "each of several processes would measure for itself, and may choose "
+            "another policy: choose in one and name it, or give rates and trials=0"
+        )
+    if any(k < 1 for k in last):
+        raise ValueError(f"last must be numbers of blocks above 0, got {list(last)}")
 
 
 def _fastest(order, limit, trials) -> Candidate | None:
@@ -286,16 +289,16 @@ def _sizes(jaxpr, names):
     """Bytes of each name in all blocks."""
     sizes = _traced.bytes_by_name(jaxpr.jaxpr)
     # The head's residuals do not belong to a block.
-    found = (
+    chosen = (
         [k for k in sizes if not k.startswith("jaxmem_")] if names is None else names
     )
-    missing = [k for k in found if k not in sizes]
-    if missing or not found:
+    missing = [k for k in chosen if k not in sizes]
+    if missing or not chosen:
         raise ValueError(
             f"the step names {', '.join(sizes) or 'nothing'}, not "
             f"{', '.join(missing) or 'what a block makes'}: its blocks need remat.name"
         )
-    return {k: sizes[k] for k in found}
+    return {k: sizes[k] for k in chosen}
 
 
 def _candidates(step, everything, nothing, sizes, last, has_host) -> list[Candidate]:
@@ -433,6 +436,6 @@ def describe(policy: Policy | None) -> str:
         if policy == known:
             return name
     assert policy is not None
-    said = [f"save {', '.join(policy.save)}"] if policy.save else []
-    said += [f"offload {', '.join(policy.offload)}"] if policy.offload else []
-    return "; ".join([*said, *(["dots"] if policy.dots else [])])
+    parts = [f"save {', '.join(policy.save)}"] if policy.save else []
+    parts += [f"offload {', '.join(policy.offload)}"] if policy.offload else []
+    return "; ".join([*parts, *(["dots"] if policy.dots else [])])

@@ -120,8 +120,8 @@ def residuals(block: Callable, h: Any, *rest: Any) -> Residuals:
             error
         )
     kept = len(jax.tree.leaves(shapes[0]))
-    found = dict(_found(jaxpr.jaxpr, kept, len(leaves)))
-    order = sorted(found.values(), key=lambda each: (-each.nbytes, each.name))
+    by_variable = dict(_residuals_of(jaxpr.jaxpr, kept, len(leaves)))
+    order = sorted(by_variable.values(), key=lambda each: (-each.nbytes, each.name))
     return Residuals(tuple(order), math.prod(leaves[0].shape[:-1]))
 
 
@@ -133,7 +133,7 @@ def _kind_of(x):
     return f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else type(x).__name__
 
 
-def _found(jaxpr, kept, n_inputs):
+def _residuals_of(jaxpr, kept, n_inputs):
     """(variable, residual) of the first `kept` results; a variable may be repeated."""
     inputs = jaxpr.invars[:n_inputs]
     others = {*jaxpr.invars[n_inputs:], *jaxpr.constvars}
@@ -159,7 +159,7 @@ def _name_of(jaxpr, var):
             inner = getattr(value, "jaxpr", value)
             outs = getattr(inner, "outvars", ())
             if len(outs) == len(equation.outvars) and not hasattr(outs[place], "val"):
-                found = _name_of(inner, outs[place])
-                return found or equation.primitive.name
+                name = _name_of(inner, outs[place])
+                return name or equation.primitive.name
         return equation.primitive.name
     return ""

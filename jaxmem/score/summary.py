@@ -32,9 +32,9 @@ class Summary:
 
     def table(self, seconds: float, tokens: int) -> Table:
         """A table for a console; this process read `tokens` tokens in `seconds`."""
-        made = Table(title="Scores", title_justify="left", show_header=False)
-        made.add_column()
-        made.add_column(justify="right")
+        table = Table(title="Scores", title_justify="left", show_header=False)
+        table.add_column()
+        table.add_column(justify="right")
         for name, value in (
             ("documents", f"{self.documents:,}"),
             ("tokens scored", f"{self.tokens:,}"),
@@ -44,20 +44,20 @@ class Summary:
             ("perplexity of the median document", f"{self.median_perplexity:,.3f}"),
             ("tokens read a second", f"{tokens / seconds:,.0f}" if tokens else "-"),
         ):
-            made.add_row(name, value)
-        return made
+            table.add_row(name, value)
+        return table
 
     def bars(self) -> Table:
         """The histogram as a table for a console."""
-        made = Table(title="Tokens by -logprob, nats", title_justify="left", box=None)
-        made.add_column("from", justify="right")
-        made.add_column("tokens", justify="right")
-        made.add_column("", no_wrap=True)
+        table = Table(title="Tokens by -logprob, nats", title_justify="left", box=None)
+        table.add_column("from", justify="right")
+        table.add_column("tokens", justify="right")
+        table.add_column("", no_wrap=True)
         most = max(*self.histogram, 1)
         for edge, count in zip(_EDGES, self.histogram, strict=False):
             bar = "█" * math.ceil(_BAR * count / most)
-            made.add_row(f"{edge:g}", f"{count:,}", bar)
-        return made
+            table.add_row(f"{edge:g}", f"{count:,}", bar)
+        return table
 
 
 def summarise(records: Iterable[Mapping[str, Any]]) -> Summary:

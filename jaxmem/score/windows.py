@@ -50,12 +50,12 @@ def encode(
     prompts = vocabulary.encode([d.prompt for d in documents])
     texts = vocabulary.encode([d.text for d in documents])
     ends = [vocabulary.eos] if eos else []
-    made = []
+    encoded = []
     for document, prompt, text in zip(documents, prompts, texts, strict=True):
         before = [*vocabulary.start, *prompt]
         ids = np.array([*before, *text, *ends], np.int32)
-        made.append(Tokens(document.name, ids, max(len(before), 1)))
-    return made
+        encoded.append(Tokens(document.name, ids, max(len(before), 1)))
+    return encoded
 
 
 def check_lengths(tokens: Sequence[Tokens], length: int) -> None:

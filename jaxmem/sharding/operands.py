@@ -186,7 +186,7 @@ def pad(plan, operand):
     return _resharded(plan, x, operand.split)  # explicit axes need an explicit reshard
 
 
-def unpad(plan, made, shape):
+def unpad(plan, results, shape):
     """The results without the padding of tokens."""
 
     def one(x):
@@ -194,7 +194,7 @@ def unpad(plan, made, shape):
             return x
         return _resharded(plan, x, ())[tuple(map(slice, shape))]  # uneven has no type
 
-    return jax.tree.map(one, made)
+    return jax.tree.map(one, results)
 
 
 def _resharded(plan, x, split):

@@ -128,18 +128,18 @@ def _run(verb, plan, call) -> Any:
         if is_loss and given["normalizer"] is None:
             given["normalizer"] = _count(plan, given["labels"], given["where"])
         of_device = inspect.BoundArguments(call.signature, given)
-        made = verb(*of_device.args, **of_device.kwargs)
-        return (_summed(plan, made[0]), made[1]) if is_loss else made
+        results = verb(*of_device.args, **of_device.kwargs)
+        return (_summed(plan, results[0]), results[1]) if is_loss else results
 
-    made = jax.shard_map(
+    results = jax.shard_map(
         on_device,
         mesh=plan.mesh,
         in_specs=(jax.tree.map(lambda x: x.spec, operands),),
         out_specs=(PartitionSpec(), of_tokens) if is_loss else of_tokens,
     )(jax.tree.map(lambda x: pad(plan, x), operands))
     if is_loss:
-        return made[0], unpad(plan, made[1], shape)
-    return unpad(plan, made, shape)
+        return results[0], unpad(plan, results[1], shape)
+    return unpad(plan, results, shape)
 
 
 def _run_with_all_of_W(verb, plan, call) -> Any:
@@ -164,13 +164,13 @@ def _run_with_all_of_W(verb, plan, call) -> Any:
         of_device = inspect.BoundArguments(call.signature, given)
         return verb(*of_device.args, **of_device.kwargs)
 
-    made = jax.shard_map(
+    results = jax.shard_map(
         on_device,
         mesh=plan.mesh,
         in_specs=(jax.tree.map(lambda x: x.spec, operands),),
         out_specs=Operand(None, wide.tokens).spec,
     )(jax.tree.map(lambda x: pad(plan, x), operands))
-    return unpad(plan, made, shape)
+    return unpad(plan, results, shape)
 
 
 def _whole(plan, given, head, size):

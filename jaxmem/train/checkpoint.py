@@ -110,8 +110,8 @@ class Checkpoints:
         """
         path = self._manager.directory / str(step) / "state"
         with self._naming(step), ocp.StandardCheckpointer() as checkpointer:
-            found = checkpointer.metadata(path)
-        return found.item_metadata.tree
+            metadata = checkpointer.metadata(path)
+        return metadata.item_metadata.tree
 
     def restore(self, step: int, like: Any) -> tuple[Any, dict[str, Any]]:
         """Load a checkpoint.
@@ -212,9 +212,9 @@ def _resume_hint(latest: int | None) -> str:
 
 def _as_os_error(error: Exception) -> Exception:
     """Return the operating system's error that a tensorstore error quotes."""
-    found = re.search(r"os_error_code='(\d+)'", str(error))
-    if found:
-        return OSError(int(found[1]), os.strerror(int(found[1])))
+    match = re.search(r"os_error_code='(\d+)'", str(error))
+    if match:
+        return OSError(int(match[1]), os.strerror(int(match[1])))
     if isinstance(error, OSError):
         return error
     return ValueError(str(error).partition("\n")[0][:200])

@@ -54,14 +54,14 @@ def find_fault(directory: Path) -> str | None:
     saved = processes.by_first(lambda: _read_sums(directory))
     if not isinstance(saved, dict):
         return saved
-    found = _sums(directory)
+    sums = _sums(directory)
     faults = [
-        *(f"{name} is missing" for name in saved.keys() - found.keys()),
-        *(f"{name} has no checksum" for name in found.keys() - saved.keys()),
+        *(f"{name} is missing" for name in saved.keys() - sums.keys()),
+        *(f"{name} has no checksum" for name in sums.keys() - saved.keys()),
         *(
-            f"{name} {_difference(found[name])}"
-            for name in saved.keys() & found.keys()
-            if saved[name] != found[name]
+            f"{name} {_difference(sums[name])}"
+            for name in saved.keys() & sums.keys()
+            if saved[name] != sums[name]
         ),
     ]
     return _first(sorted(faults))

@@ -2,7 +2,7 @@
 
 A file binds `section.field = value`, may `include` another, and is followed by
 `section.field=value` overrides.  An unknown field or a wrong type is an error that
-names the line and suggests what was probably meant.
+names the line and suggests a similar one.
 """
 
 import ast
@@ -102,10 +102,16 @@ def load(
 
 
 def describe_keys(section: str | None = None) -> Iterator[str]:
-    """Yield a line a key: its name, default, type and meaning; see `jaxmem.train.keys`.
+    """Yield a line per key: name, default, type, meaning; see `jaxmem.train.keys`.
+
+    Args:
+        section: the only section to describe, or None.
+
+    Yields:
+        The lines.
 
     Raises:
-      ConfigError: there is no section of that name.
+        ConfigError: there is no section of that name.
     """
     try:
         yield from keys.lines(_SECTIONS, section)
@@ -115,7 +121,7 @@ def describe_keys(section: str | None = None) -> Iterator[str]:
 
 def _effective(bindings: Iterable[_Binding]) -> dict[str, _Binding]:
     """The last binding of each key, without those that a None removes."""
-    made: dict[str, _Binding] = {}
+    effective: dict[str, _Binding] = {}
     for binding in bindings:
         section, _, field = binding.key.partition(".")
         if (
@@ -123,10 +129,10 @@ def _effective(bindings: Iterable[_Binding]) -> dict[str, _Binding]:
             and field
             and not accepts(_types(section)[field], None)
         ):
-            made.pop(binding.key, None)
+            effective.pop(binding.key, None)
         else:
-            made[binding.key] = binding
-    return made
+            effective[binding.key] = binding
+    return effective
 
 
 def _types(section: str) -> dict[str, Any]:
@@ -276,8 +282,8 @@ def _override_value(text: str, where: str) -> Any:
         ValueError, SyntaxError, TypeError, MemoryError, RecursionError,
     ) as error:  # fmt: skip
         if text.strip()[0] in "\"'([{":
-            said = messages.short(text)
-            raise ConfigError(f"{where}: {said} is not a Python literal") from error
+            shown = messages.short(text)
+            raise ConfigError(f"{where}: {shown} is not a Python literal") from error
         return text.strip()
 
 
@@ -286,8 +292,8 @@ def _override_value(text: str, where: str) -> Any:
 
 def _check_known(key: str, where: str) -> None:
     if key not in _KEYS:
-        said = messages.short(key)
-        raise ConfigError(f"{where}: unknown key {said}; {_suggestion(key)}")
+        shown = messages.short(key)
+        raise ConfigError(f"{where}: unknown key {shown}; {_suggestion(key)}")
 
 
 def _suggestion(key: str) -> str:
@@ -317,7 +323,7 @@ def _fields(section: str) -> list[str]:
 
 
 def _build_job(places: dict[str, str]) -> JobConfig:
-    """Build every section of the job, and refuse keys of another one's."""
+    """Build every section of the job; raise for keys of another job's sections."""
     run = _build("run", places)
     job = _JOBS[run.job]
     names = [field.name for field in dataclasses.fields(job)]

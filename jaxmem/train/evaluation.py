@@ -1,4 +1,4 @@
-"""Evaluation between steps: when, and the checkpoint of the best one."""
+"""Evaluation during training: its schedule, and the checkpoint of the best one."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ _BEST = "best"  # key in the saved settings
 
 @dataclasses.dataclass(frozen=True)
 class EvalConfig:
-    """When what is held out is scored during training."""
+    """When held-out data is evaluated during training."""
 
     # steps between evaluations, the last step is evaluated too; None: none but at the
     # end of a supervised run
@@ -25,11 +25,11 @@ class EvalConfig:
     keep_best: bool = True  # keep the best evaluation's checkpoint, in out_dir/best
 
     def __post_init__(self):
-        """Refuse impossible values, by name."""
+        """Raise a ValueError that names a field with an impossible value."""
         check_numbers(self, _RANGES)
 
     def is_due(self, step: int, steps: int) -> bool:
-        """Whether that step of so many is evaluated."""
+        """Whether a step, of `steps` in all, is evaluated."""
         return self.every is not None and (step % self.every == 0 or step == steps)
 
 
@@ -44,7 +44,7 @@ class Best:
     """The checkpoint of the lowest cost so far.
 
     Args:
-        directory: that it is kept in.
+        directory: of the checkpoint.
     """
 
     def __init__(self, directory: Path):
@@ -53,18 +53,19 @@ class Best:
     def offer(
         self, step: int, cost: float, save: Callable[[Checkpoints, Mapping], None]
     ) -> None:
-        """Save if the cost is lower than that of what is saved.
+        """Save the step if its cost is lower than that of the saved checkpoint.
 
         Args:
             step: that was evaluated.
             cost: of it.
-            save: called with where to save, and settings to add to the run's.
+            save: called with the checkpoints to save to, and settings to add to the
+                run's.
         """
         with Checkpoints(self._directory, keep=1) as checkpoints:
             saved = checkpoints.latest()
             if saved is not None:
                 before: Any = checkpoints.saved_config(saved).get(_BEST, {})
-                # Taken again after a kill, a step has the cost that it had.
+                # A step that is repeated after a kill has the same cost.
                 if saved == step or cost >= before.get("cost", float("inf")):
                     return
             save(checkpoints, {_BEST: {"cost": cost, "step": step}})

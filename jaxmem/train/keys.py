@@ -1,4 +1,4 @@
-"""Every key of a configuration: its type, its default and one line about it."""
+"""All keys of a configuration: type, default and a one-line description."""
 
 import dataclasses
 import inspect
@@ -11,11 +11,14 @@ from jaxmem.core.fields import describe
 
 
 def lines(sections: Mapping[str, type], wanted: str | None = None) -> Iterator[str]:
-    """Yield a line a key: name, type, default, and what the source says of it.
+    """Yield a line per key: name, type, default, and its comment in the source.
 
     Args:
         sections: dataclasses by name.
         wanted: the only section to describe, or None.
+
+    Yields:
+        The lines.
 
     Raises:
         ValueError: there is no section of that name.
@@ -39,16 +42,16 @@ def _of_section(section: str, dataclass: Any) -> Iterator[str]:
 
 
 def _comments(dataclass: type) -> dict[str, str]:
-    """What stands above a field or behind it, in the class's source."""
+    """Comments above or behind each field, from the class's source."""
     source = inspect.getsource(dataclass)
     names = {field.name for field in dataclasses.fields(dataclass)}  # type: ignore
-    found: dict[str, list[str]] = {}
+    by_field: dict[str, list[str]] = {}
     above: list[str] = []
     field, depth = None, 0
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         text = token.string
         if token.type == tokenize.COMMENT:
-            (above if field is None else found[field]).append(text.lstrip("# "))
+            (above if field is None else by_field[field]).append(text.lstrip("# "))
         elif token.type == tokenize.OP:
             depth += (text in "([{") - (text in ")]}")
         elif token.type == tokenize.NEWLINE:
@@ -57,10 +60,10 @@ def _comments(dataclass: type) -> dict[str, str]:
             if text == "def":
                 break
             if text in names and token.start[1] == 4 and not depth:
-                field, found[text], above = text, above, []
+                field, by_field[text], above = text, above, []
             else:
                 above = []
-    return {name: " ".join(said) for name, said in found.items()}
+    return {name: " ".join(comments) for name, comments in by_field.items()}
 
 
 def differing(config: Any) -> str:

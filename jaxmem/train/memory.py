@@ -55,8 +55,8 @@ class RematConfig:
             check_field(self, "memory_limit", limit > 0, "above 0")
 
     def _check_unroll(self):
-        made = None if self.policy == "fit" else remat.preset(self.policy)
-        if self.unroll and (self.policy == "fit" or (made and made.offload)):
+        preset = None if self.policy == "fit" else remat.preset(self.policy)
+        if self.unroll and (self.policy == "fit" or (preset and preset.offload)):
             does = "may offload" if self.policy == "fit" else "offloads"
             raise ValueError(
                 f"RematConfig.unroll=True does not go with policy={self.policy!r}, "
@@ -81,9 +81,9 @@ class RematConfig:
     @property
     def start(self) -> remat.Policy | None:
         """The initial policy; with "fit", `fit` replaces it."""
-        made = remat.preset("full" if self.policy == "fit" else self.policy)
+        preset = remat.preset("full" if self.policy == "fit" else self.policy)
         more = remat.policy(save=self.save, last=self.last)
-        return made if made is None else made | more
+        return preset if preset is None else preset | more
 
     def fit(
         self,

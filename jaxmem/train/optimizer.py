@@ -1,4 +1,4 @@
-"""AdamW under a schedule of the learning rate, of all weights or of some."""
+"""AdamW with a learning-rate schedule, for all weights or some of them."""
 
 import dataclasses
 import re
@@ -27,7 +27,7 @@ _RANGES = {
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW under a schedule of the learning rate that starts with a linear warmup."""
+    """AdamW with a learning-rate schedule that starts with a linear warmup."""
 
     learning_rate: float = 3e-3  # the peak, reached after the warmup
     # steps of linear rise, fewer than run.steps; None: warmup_fraction says it
@@ -70,10 +70,17 @@ def _is_pattern(text: str) -> bool:
 
 
 def warmup_steps(config: OptimizerConfig, steps: int) -> int:
-    """Steps of linear rise, of so many in all.
+    """Warmup steps of a run of `steps` steps.
+
+    Args:
+        config: of the optimizer.
+        steps: of the whole run.
+
+    Returns:
+        The number of steps.
 
     Raises:
-        ValueError: `optimizer.warmup_steps` is not below them.
+        ValueError: `optimizer.warmup_steps` is not below `steps`.
     """
     if config.warmup_steps is None:
         return min(round(config.warmup_fraction * steps), steps - 1)
@@ -86,7 +93,7 @@ def warmup_steps(config: OptimizerConfig, steps: int) -> int:
 
 
 def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Linear warmup to the peak, then what `optimizer.schedule` says.
+    """Linear warmup to the peak, followed by `optimizer.schedule`.
 
     Args:
         config: peak, warmup, schedule and final fraction.

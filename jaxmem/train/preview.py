@@ -1,4 +1,4 @@
-"""What each record of the data became: tokens, what the loss counts, and packing."""
+"""Prints records of the data as tokens: which the loss counts, and their packing."""
 
 from collections.abc import Iterator, Sequence
 
@@ -13,7 +13,7 @@ from jaxmem.train.jobs.config import Config, DpoJobConfig, GrpoJobConfig
 from jaxmem.train.jobs.questions import OwnPrompts, task_of
 
 _COUNTED, _OTHER = "bold green", "dim"
-_MOST = 400  # tokens of a record that are shown
+_MOST = 400  # maximum tokens shown per record
 
 
 def show(
@@ -21,11 +21,11 @@ def show(
 ) -> None:
     """Print the first records as tokens, and statistics of all.
 
-    Tokens that the loss counts are green; without colours they stand in ⟦ ⟧.
+    Tokens that the loss counts are green; without colours they are enclosed in ⟦ ⟧.
 
     Args:
         config: of the job.
-        count: how many records.
+        count: number of records.
         console: where to print.
 
     Raises:
@@ -122,16 +122,16 @@ def _colored(
     tokenizer: tokenizers.Tokenizer,
     console: Console,
 ) -> Text:
-    """Runs of tokens of one kind, decoded together: a letter may take several."""
-    made, plain = Text(), console.color_system is None
+    """Runs of tokens of one kind, decoded together: a character may take several."""
+    colored, plain = Text(), console.color_system is None
     starts = [0, *(np.flatnonzero(counted[1:] != counted[:-1]) + 1), len(tokens)]
     for start, stop in zip(starts, starts[1:], strict=False):
         ids = [int(i) for i in tokens[start:stop]]
         text = tokenizer.decode(ids, skip_special_tokens=False)
         if plain and len(ids) and counted[start]:
             text = f"⟦{text}⟧"
-        made.append(text, _COUNTED if len(ids) and counted[start] else _OTHER)
-    return made
+        colored.append(text, _COUNTED if len(ids) and counted[start] else _OTHER)
+    return colored
 
 
 def _lengths(what: str, lengths: Sequence[int] | np.ndarray, counted: int) -> str:

@@ -136,7 +136,7 @@ class DecoderProgram:
         Args:
             trace: traces the step, or the part of it that takes the most memory.
             console: receives the table of candidates.
-            held: shapes of what else is on the devices, besides the step's arguments.
+            held: shapes of other arrays on the devices, besides the step's arguments.
         """
         if self._config.remat.policy != "fit":
             return
@@ -234,7 +234,7 @@ class DecoderProgram:
 
     @property
     def head_is_frozen(self) -> bool:
-        """Whether the matrix of the vocabulary is not trained."""
+        """Whether the vocabulary matrix is not trained."""
         name = "embed" if self.model_config.tied else "head"
         # The matrices of an adapter of the head are trained as part of the head.
         return name in self.frozen_shapes and not self.model_config.lora_head
@@ -271,8 +271,8 @@ class StreamedUpdate:
     ) -> tuple[TrainState, jax.Array]:
         """Update; both arguments are consumed."""
         gradients, norm = self._clip(gradients)
-        made = self._optimizer.update(state.params, gradients, state.optimizer)
-        return TrainState(*made), norm
+        updated = self._optimizer.update(state.params, gradients, state.optimizer)
+        return TrainState(*updated), norm
 
 
 class StreamedStep:
@@ -283,7 +283,7 @@ class StreamedStep:
         self.memory_analysis = gradients.memory_analysis
 
     def __call__(self, state: TrainState, frozen: dict, *given: Any):
-        """As a compiled step is called."""
+        """Call as a compiled step."""
         slopes, numbers = self._gradients(state.params, frozen, *given)
         state, norm = self._finish(state, slopes)
         return state, numbers | {"grad_norm": norm}
@@ -297,7 +297,7 @@ def gradient_shapes(params: Any) -> Any:
     )
 
 
-# Of the keys that follow from a run's seed, those that the head draws with.
+# Folded into a run's seed for the keys of the head's samples.
 _HEAD_STREAM = 0x68656164
 
 
@@ -305,8 +305,11 @@ def head_key(seed: int, *numbers: ArrayLike) -> jax.Array:
     """The key of one micro-batch's sampled gradients.
 
     Args:
-      seed: of the run.
-      numbers: of the step, and of what else tells its micro-batches apart.
+        seed: of the run.
+        numbers: of the step and the micro-batch, or others that identify it.
+
+    Returns:
+        The key.
     """
     key = jax.random.fold_in(jax.random.key(seed), _HEAD_STREAM)
     for number in numbers:

@@ -69,7 +69,7 @@ class Program(DecoderProgram):
         return self.layout.of_tokens(PairBatch(ids, ids, ids, ids, floats))
 
     def logprobs(self, params: Any, frozen: Any, batch: PairBatch) -> jax.Array:
-        """ln p of both answers of each pair [B, 2], sums over their tokens."""
+        """Return ln p of both answers of each pair [B, 2], sums over their tokens."""
         model = self.model(params, frozen)
         hidden = model(batch.tokens, batch.segment_ids, batch.positions)
         if self.config.head.implementation == "fused":
@@ -171,7 +171,7 @@ class _Scorer:
 def _reference(
     path: Path, program: Program, score: _Scorer, pairs: Sequence[Pair]
 ) -> np.ndarray:
-    """ln p [N, 2] under the initial weights: read, or computed and saved."""
+    """Return ln p [N, 2] under the initial weights: read, or computed and saved."""
     config = program.config
     of = json.dumps(
         [data.fingerprint(pairs), dataclasses.asdict(config.model), config.run.seed]

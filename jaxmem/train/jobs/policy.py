@@ -11,7 +11,7 @@ import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -146,50 +146,57 @@ def _is_clipped(config, log_ratio, advantages):
     return (above | below).astype(jnp.float32)
 
 
+@dataclasses.dataclass(frozen=True)
+class HeadCall:
+    """How `policy_loss` calls the head."""
+
+    temperature: float  # of the sampler
+    implementation: Literal["fused", "materialised"]  # without logits, or by autodiff
+    frozen_head: bool = False  # whether the vocabulary matrix is a constant
+    gradient_samples: int | None = None  # of `jaxmem.token_loss`, where "fused"
+    key: jax.Array | None = None  # with `gradient_samples`
+
+
 def policy_loss(
     head: LMHead,
     hidden: jax.Array,
-    made: PolicyBatch,
+    micro_batch: PolicyBatch,
     normalizer: jax.Array,
     config: GrpoConfig,
-    temperature: float,
-    implementation: Literal["fused", "materialised"],
-    frozen_head: bool = False,
-    **sampled: Any,
+    call: HeadCall,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Loss of one micro-batch, and what else is known of its tokens.
+    """Loss of one micro-batch, and metrics of its tokens.
 
     Args:
-      head: of the policy.
-      hidden: [B, T, hidden] final hidden states.
-      made: the micro-batch.
-      normalizer: of the whole minibatch.
-      config: which loss.
-      temperature: that the tokens were sampled with.
-      implementation: "fused" never holds the logits, "materialised" is autodiff.
-      frozen_head: the matrix of the vocabulary is a constant.
-      sampled: `gradient_samples` and `key`, as in `jaxmem.token_loss`, of "fused".
+        head: of the policy.
+        hidden: final hidden states [B, T, hidden].
+        micro_batch: of B rows.
+        normalizer: of the whole minibatch.
+        config: which loss.
+        call: options of the head.
 
     Returns:
-      Float32 scalar, and per token [B, T] `entropy`, `sum_pi_squared`, `clip_fraction`
-      and, with a reference, `kl`; 0 where masked.
+        A float32 scalar, and `entropy`, `sum_pi_squared`, `clip_fraction` and, with a
+        reference, `kl`, [B, T] each; 0 where masked.
     """
-    labels, objective = jnp.asarray(made.batch.labels), token_objective(config)
-    per_token = [made.old_logprob, made.advantages, made.weights]
-    per_token += [] if made.ref_logprob is None else [made.ref_logprob]
-    if implementation == "fused":
+    labels, objective = jnp.asarray(micro_batch.batch.labels), token_objective(config)
+    per_token = [micro_batch.old_logprob, micro_batch.advantages, micro_batch.weights]
+    reference = micro_batch.ref_logprob
+    per_token += [] if reference is None else [reference]
+    if call.implementation == "fused":
         return head.token_loss(
             objective,
             hidden,
             labels,
             *per_token,
             normalizer=normalizer,
-            temperature=temperature,
-            frozen_head=frozen_head,
-            **sampled,
+            temperature=call.temperature,
+            frozen_head=call.frozen_head,
+            gradient_samples=call.gradient_samples,
+            key=call.key,
         )
     stats = jaxmem.token_stats_from_logits(
-        head(hidden), labels, None, temperature=temperature
+        head(hidden), labels, None, temperature=call.temperature
     )
     live = labels >= 0
     # Before the loss, not after it: 0 · NaN would be NaN in the gradient.

@@ -5,6 +5,7 @@
 Micro-batches have as many shapes as there are widths of rows; nothing else varies.
 """
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +20,7 @@ from jaxmem.models.decoder import HeadConfig
 from jaxmem.models.partitioning import Layout, as_stored
 from jaxmem.models.sampling import COMPILER_OPTIONS, SamplingConfig, sample
 from jaxmem.train.jobs.config import GrpoJobConfig
-from jaxmem.train.jobs.policy import PolicyBatch, policy_loss
+from jaxmem.train.jobs.policy import HeadCall, PolicyBatch, policy_loss
 from jaxmem.train.jobs.questions import ends_of
 from jaxmem.train.optimizer import learning_rate_schedule
 from jaxmem.train.program import (
@@ -119,11 +120,11 @@ class PolicyProgram(DecoderProgram):
             )
 
         layout = self.sampling_layout
-        made = layout.whole(_ints(()))
+        scalar = layout.whole(_ints(()))
         with layout.context():
-            jitted = layout.jit(run, made, compiler_options=COMPILER_OPTIONS)
+            jitted = layout.jit(run, scalar, compiler_options=COMPILER_OPTIONS)
             weights = self.state_shapes.params, self.frozen_shapes
-            return jitted.trace(*weights, *self.prompts, made)
+            return jitted.trace(*weights, *self.prompts, scalar)
 
     @property
     def prompts(self) -> tuple[Any, Any]:
@@ -139,14 +140,14 @@ class PolicyProgram(DecoderProgram):
             model = self.model(params, frozen)
             hidden = model(batch.tokens, batch.segment_ids, batch.positions)
             if self.config.head.implementation == "fused":
-                made = model.head.logprobs(hidden, batch.labels, None, temperature)
+                logprobs = model.head.logprobs(hidden, batch.labels, None, temperature)
             else:
-                made = jaxmem.logprobs_from_logits(
+                logprobs = jaxmem.logprobs_from_logits(
                     model.head(hidden), batch.labels, None, temperature=temperature
                 )
             if support_ids is None:
-                return made, None
-            return made, model.head.support_logprobs(
+                return logprobs, None
+            return logprobs, model.head.support_logprobs(
                 hidden, batch.labels, support_ids, None, temperature
             )
 
@@ -167,16 +168,16 @@ class PolicyProgram(DecoderProgram):
         from all others: the numbers [3] of its step, its minibatch and its own.
         """
 
-        def run(params, frozen, sums: Sums, made: PolicyBatch, normalizer, *numbers):
+        def run(params, frozen, sums: Sums, rows: PolicyBatch, normalizer, *numbers):
             def loss(params):
-                model, batch = self.model(params, frozen), made.batch
+                model, batch = self.model(params, frozen), rows.batch
                 hidden = model(batch.tokens, batch.segment_ids, batch.positions)
-                return self._loss(head, model.head, hidden, made, normalizer, *numbers)
+                return self._loss(head, model.head, hidden, rows, normalizer, *numbers)
 
-            (value, told), slopes = jax.value_and_grad(loss, has_aux=True)(params)
+            (value, metrics), slopes = jax.value_and_grad(loss, has_aux=True)(params)
             slopes = as_stored(slopes)
-            told = {name: jnp.sum(x) for name, x in told.items()}
-            return add_in_float32(sums, Sums(value, told, slopes))
+            metrics = {name: jnp.sum(x) for name, x in metrics.items()}
+            return add_in_float32(sums, Sums(value, metrics, slopes))
 
         return run
 
@@ -186,7 +187,7 @@ class PolicyProgram(DecoderProgram):
 
     def trace_gradients(self, shape: Shape, head: HeadConfig) -> jax.stages.Traced:
         """Trace the same."""
-        sums, made = self._sums(), self.micro_batch(shape)
+        sums, micro_batch = self._sums(), self.micro_batch(shape)
         normalizer = self.layout.whole(jax.ShapeDtypeStruct((), jnp.float32))
         options = self.compiler_options
         jitted = self.layout.jit(
@@ -195,7 +196,7 @@ class PolicyProgram(DecoderProgram):
         weights = self.state_shapes.params, self.frozen_shapes
         with self.layout.context():
             numbers = self.micro_batch_numbers(head)
-            return jitted.trace(*weights, sums, made, normalizer, *numbers)
+            return jitted.trace(*weights, sums, micro_batch, normalizer, *numbers)
 
     def micro_batch_numbers(self, head: HeadConfig, *numbers: int) -> tuple:
         """What follows on the normalizer: numbers, or their shape, if a head draws."""
@@ -217,22 +218,15 @@ class PolicyProgram(DecoderProgram):
             lambda: self.trace_gradients(shape, self.config.head), console, held
         )
 
-    def _loss(self, head: HeadConfig, module, hidden, made, normalizer, numbers=None):
-        sampled = {}
+    def _loss(self, head: HeadConfig, module, hidden, rows, normalizer, numbers=None):
+        call = HeadCall(
+            self.config.sampling.temperature, head.implementation, self.head_is_frozen
+        )
         if numbers is not None:
             key = head_key(self.config.run.seed, *numbers)
-            sampled = {"gradient_samples": head.gradient_samples, "key": key}
-        return policy_loss(
-            module,
-            hidden,
-            made,
-            normalizer,
-            self.config.grpo,
-            self.config.sampling.temperature,
-            head.implementation,
-            self.head_is_frozen,
-            **sampled,
-        )
+            samples = head.gradient_samples
+            call = dataclasses.replace(call, gradient_samples=samples, key=key)
+        return policy_loss(module, hidden, rows, normalizer, self.config.grpo, call)
 
     def compile_head(self, shape: Shape, head: HeadConfig) -> jax.stages.Compiled:
         """Compile loss and gradients of the head alone, for one micro-batch."""
@@ -243,10 +237,10 @@ class PolicyProgram(DecoderProgram):
         with self.layout.context():
             definition, weights = nnx.split(nnx.eval_shape(self.new_model).head)
 
-        def loss(weights, hidden, made, normalizer):
+        def loss(weights, hidden, micro_batch, normalizer):
             module = nnx.merge(definition, weights)
             drawn_by = self.micro_batch_numbers(head, 0, 0, 0)
-            return self._loss(head, module, hidden, made, normalizer, *drawn_by)
+            return self._loss(head, module, hidden, micro_batch, normalizer, *drawn_by)
 
         wanted = 1 if self.head_is_frozen else (0, 1)
         gradients = jax.jit(jax.value_and_grad(loss, wanted, has_aux=True))
@@ -257,16 +251,16 @@ class PolicyProgram(DecoderProgram):
         weights, hidden, _ = self.layout.of_head(
             nnx.to_pure_dict(weights), hidden, labels
         )
-        made = self.micro_batch(shape)
+        micro_batch = self.micro_batch(shape)
         with self.layout.context():
-            return gradients.trace(weights, hidden, made, normalizer)
+            return gradients.trace(weights, hidden, micro_batch, normalizer)
 
     def micro_batch(self, shape: Shape) -> PolicyBatch:
         """Shapes of what an update reads."""
         floats: Any = jax.ShapeDtypeStruct(shape, jnp.float32)
         reference = floats if self.config.grpo.kl_coefficient else None
-        made = PolicyBatch(_batch(shape), floats, floats, floats, reference)
-        return self.layout.of_tokens(made)
+        shapes = PolicyBatch(_batch(shape), floats, floats, floats, reference)
+        return self.layout.of_tokens(shapes)
 
     def _zeros(self) -> Sums:
         names = ["entropy", "sum_pi_squared", "clip_fraction"]
@@ -295,8 +289,8 @@ class PolicyProgram(DecoderProgram):
 
         gradients = self._sums().gradients
         norm = self.layout.whole(jax.ShapeDtypeStruct((), jnp.float32))
-        made = self.state_shapes, norm
-        donating = self.layout.jit(run, made, donate_argnums=0)
+        results = self.state_shapes, norm
+        donating = self.layout.jit(run, results, donate_argnums=0)
         with self.layout.context():
             return donating.trace(self.state_shapes, gradients)
 

@@ -47,13 +47,13 @@ def pair_losses(
     """
     loss = {"sigmoid": losses.dpo, "ipo": losses.ipo}[config.loss]
     (c, r), (ref_c, ref_r) = logprobs.T, reference.T
-    made, smoothing = loss(c, r, ref_c, ref_r, beta=config.beta), config.label_smoothing
+    out, smoothing = loss(c, r, ref_c, ref_r, beta=config.beta), config.label_smoothing
     if smoothing:
         swapped = loss(r, c, ref_r, ref_c, beta=config.beta)
-        made = (1 - smoothing) * made + smoothing * swapped
+        out = (1 - smoothing) * out + smoothing * swapped
     chosen, rejected = (config.beta * (logprobs - reference)).T
     margin = chosen - rejected
-    return made, {
+    return out, {
         "chosen_reward": chosen,
         "rejected_reward": rejected,
         "margin": margin,

@@ -80,8 +80,10 @@ class Completions:
         """The micro-batches of a packing."""
         tokens = packed.place(self.tokens)
         labels = packed.place(self.spread(self.sampled, NO_LABEL), NO_LABEL)
-        for i, made in enumerate(packed.micro_batches):
-            yield Batch(tokens[i], labels[i], made.segment_ids, made.positions)
+        for i, packed_rows in enumerate(packed.micro_batches):
+            yield Batch(
+                tokens[i], labels[i], packed_rows.segment_ids, packed_rows.positions
+            )
 
 
 # Where all answers are of one length, every step packs the same lengths.

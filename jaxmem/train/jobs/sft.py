@@ -231,7 +231,6 @@ class Program(DecoderProgram):
         self, params: optax.Params, frozen: dict, batches: Iterator[Batch]
     ) -> float:
         """Mean loss of every token in the batches, in nats; forward only."""
-
         sums = self._loss_sums
         with self.layout.context():
             made = [sums(params, frozen, self.layout.place(x)) for x in batches]

@@ -29,7 +29,13 @@ from jaxmem.models.sampling import SamplingConfig
 from jaxmem.train.config import GrpoJobConfig, load
 from jaxmem.train.history import read_history
 from jaxmem.train.jobs import grpo
-from jaxmem.train.jobs.policy import GrpoConfig, PolicyBatch, average, policy_loss
+from jaxmem.train.jobs.policy import (
+    GrpoConfig,
+    HeadCall,
+    PolicyBatch,
+    average,
+    policy_loss,
+)
 from jaxmem.train.jobs.policy_program import PolicyProgram
 from jaxmem.train.jobs.rollouts import Completions
 from jaxmem.train.loop import RunConfig
@@ -210,8 +216,9 @@ def test_the_loss_and_its_metrics_are_the_papers(loss, implementation):
         **({} if loss != "cispo" else dict(clip_low=0.3, clip_high=0.4)),
     )  # fmt: skip
     made, (head, hidden) = random_micro_batch(), head_and_hidden()
+    call = HeadCall(0.7, implementation)
     got, told = jax.jit(
-        lambda made: policy_loss(head, hidden, made, 7.0, config, 0.7, implementation)
+        lambda made: policy_loss(head, hidden, made, 7.0, config, call)
     )(made)
     want, metrics = dense(config, np.asarray(head(hidden)) / 0.7, made, 7.0)
     np.testing.assert_allclose(got, want, rtol=2e-5)
@@ -229,9 +236,8 @@ def gradients(made, implementation, config=None, **options):
 
     def loss(weights, hidden):
         module = nnx.merge(definition, weights)
-        return policy_loss(
-            module, hidden, made, 7.0, config, 0.7, implementation, **options
-        )[0]
+        call = HeadCall(0.7, implementation, **options)
+        return policy_loss(module, hidden, made, 7.0, config, call)[0]
 
     return jax.jit(jax.value_and_grad(loss, (0, 1)))(weights, hidden)
 
