@@ -25,6 +25,7 @@ from jaxmem.train.evaluation import Best, EvalConfig, Evaluated
 from jaxmem.train.history import MetricsWriter, read_history
 from jaxmem.train.metrics import PolicyMetrics, PreferenceMetrics, StepMetrics
 from jaxmem.train.program import TrainState
+from jaxmem.train.progress import ProgressReport
 from jaxmem.train.stopping import Stop
 
 JOBS = ("sft", "grpo", "dpo")
@@ -135,6 +136,7 @@ class Run:
         saved: the newest step with a checkpoint; 0 without one.
         taken: the last step, with or without a checkpoint.
         metrics_path: path of the file with one line per step.
+        progress: reports the steps, and what a job does before the first.
     """
 
     def __init__(
@@ -153,6 +155,9 @@ class Run:
         self.done = self.saved = self.taken = checkpoints.latest() or 0
         self.metrics_path = self.out_dir / "metrics.jsonl"
         self._unwritten: list[bytes] = []  # lines of that file
+        self.progress = ProgressReport(
+            console, config.steps, self.done, config.log_every
+        )
         if self.done:
             changes = self._changes(checkpoints.saved_config(self.done))
             message = f"resuming {self.out_dir} after step {self.done}"
@@ -202,10 +207,10 @@ class Run:
         with (
             self._stop.deferred(),
             self._writer() as writer,
-            metrics.ProgressReport(
-                self._console, run.steps, self.done, run.log_every
-            ) as report,
+            self.progress as report,
         ):
+            if self.taken < run.steps:
+                report.waiting("compiling")
             while not (stopped := self._must_stop()) and self.taken < run.steps:
                 state, taken = self._step(job, state, writer)
                 self.taken += 1
@@ -297,7 +302,7 @@ class Run:
         """Every step of the run, including those of earlier processes."""
         return read_history(self.metrics_path, kind, self._unwritten)
 
-    def progress(self) -> str:
+    def position(self) -> str:
         """Return which step was the last, and how to resume after it."""
         if not self.taken:
             return "before the first step"
@@ -351,10 +356,11 @@ def open_run(
                 log(line)
             with Checkpoints(out_dir / "checkpoints", config.keep) as checkpoints:
                 run = Run(config, settings, console, checkpoints, stop, evaluation)
-                yield run
+                with run.progress:
+                    yield run
         finally:
             if stop.signal:
-                last = run.progress() if run is not None else "before the first step"
+                last = run.position() if run is not None else "before the first step"
                 log(f"stopped by {stop.name} {last}")
 
 

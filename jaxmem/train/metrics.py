@@ -1,6 +1,5 @@
-"""Metrics of steps, progress output, and the summary of a run and its memory."""
+"""Metrics of steps, and the summary of a run and its memory."""
 
-import contextlib
 import json
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -9,8 +8,6 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
-from rich import progress
-from rich.console import Console
 from rich.table import Table
 
 from jaxmem.train import files
@@ -148,49 +145,6 @@ AnyMetrics = StepMetrics | PolicyMetrics | PreferenceMetrics
 def tokens_per_second(history: Sequence[AnyMetrics]) -> float:
     """Median over the steps, which is robust to slow ones; 0 without steps."""
     return statistics.median(s.tokens_per_second for s in history) if history else 0.0
-
-
-class ProgressReport:
-    """A progress bar on a terminal; elsewhere, a plain line every few steps.
-
-    Args:
-        console: receives the output.
-        steps: number of steps of the whole run.
-        done: number of steps that earlier processes finished.
-        every: steps between two plain lines.
-    """
-
-    def __init__(self, console: Console, steps: int, done: int, every: int):
-        self._console, self._steps, self._every = console, steps, every
-        self._first = done + 1
-        self._bar = progress.Progress(
-            progress.TextColumn("step"),
-            progress.MofNCompleteColumn(),
-            progress.BarColumn(),
-            progress.TextColumn("{task.description}"),
-            progress.TimeRemainingColumn(),
-            console=console,
-            disable=not console.is_terminal,
-        )
-        self._task = self._bar.add_task("", total=steps, completed=done)
-
-    def __enter__(self) -> "ProgressReport":
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def update(self, metrics: AnyMetrics) -> None:
-        """Show one step."""
-        line = metrics.line
-        self._bar.update(self._task, completed=metrics.step, description=line)
-        due = metrics.step in (self._first, self._steps)
-        if not self._console.is_terminal and (due or metrics.step % self._every == 0):
-            with contextlib.suppress(OSError):  # a full disk behind stdout
-                self._console.print(
-                    f"step {metrics.step}/{self._steps}  {line}", highlight=False
-                )
 
 
 class Memory(NamedTuple):

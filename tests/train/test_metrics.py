@@ -46,26 +46,6 @@ def test_speed_is_the_median_over_steps():
     assert metrics.tokens_per_second([]) == 0.0
 
 
-def test_plain_progress_shows_the_first_the_last_and_every_third_step():
-    stream = io.StringIO()
-    console = Console(file=stream, width=100)
-    with metrics.ProgressReport(console, steps=8, done=1, every=3) as report:
-        for step in range(2, 9):
-            report.update(step_metrics(step))
-    lines = stream.getvalue().splitlines()
-    assert [line.split()[1] for line in lines] == ["2/8", "3/8", "6/8", "8/8"]
-    assert lines[0] == "step 2/8  loss 2.5000  100 tokens/s"
-
-
-def test_a_terminal_gets_a_bar():
-    stream = io.StringIO()
-    console = Console(file=stream, width=100, force_terminal=True)
-    with metrics.ProgressReport(console, steps=2, done=0, every=1) as report:
-        report.update(step_metrics(1))
-        report.update(step_metrics(2))
-    assert "2/2" in stream.getvalue() and "loss 2.5000" in stream.getvalue()
-
-
 def test_memory_is_the_compiler_s():
     def program(x):
         return jnp.tanh(x @ x.T) @ x

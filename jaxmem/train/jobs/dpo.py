@@ -281,11 +281,13 @@ def train(
             config.data, tokenizer, template, config.dpo.drop_long
         )
         program = Program(config, tokenizer.get_vocab_size())
+        run.progress.waiting("compiling")
         program.choose_policy(program.trace_step, console)
         frozen = program.frozen()
         score = _Scorer(program, frozen)
         run.out_dir.mkdir(parents=True, exist_ok=True)
         path = run.out_dir / "reference.npz"
+        run.progress.waiting("scoring the reference")
         reference = _reference(path, program, score, [*pairs, *held_out])
         evaluate = None
         if held_out:

@@ -334,6 +334,7 @@ def train(
     with open_run(config.run, _settings(config), console, config.eval) as run:
         task = task_of(config)
         program = PolicyProgram(config)
+        run.progress.waiting("compiling")
         program.choose_policy_by_gradients(console)
         compiled = program.compile()
         job = _Job(program, compiled, task)

@@ -352,12 +352,13 @@ def train(
     with open_run(config.run, _settings(config), console, config.eval) as run:
         tokenizer = starting.load_tokenizer(config.data, config.model)
         program = Program(config, tokenizer.get_vocab_size())
-        program.choose_policy(lambda: program.trace_step(config.head), console)
-        compiled, frozen = program.compile_step(config.head), program.frozen()
         rows = program.layout.own_rows(config.data.batch_size)
         template = starting.load_template(config.data, config.model, tokenizer)
         batches = streams.batches(config.data, tokenizer, rows, template)
         held_out = _held_out(config.data, tokenizer, template)
+        run.progress.waiting("compiling")
+        program.choose_policy(lambda: program.trace_step(config.head), console)
+        compiled, frozen = program.compile_step(config.head), program.frozen()
         texts = {"tokenizer.json": tokenizer.to_str(), "operative.gin": operative_text}
         job = _Job(program, compiled, frozen, batches, held_out)
         state = run.take_steps(job, texts)
