@@ -54,6 +54,7 @@ ROOMS = {
     "safetensors": ("jaxmem.checkpoints",),
     "tensorboardX": ("jaxmem.train",),
     "tokenizers": ("jaxmem.checkpoints", "jaxmem.data", "jaxmem.train"),
+    "wandb": ("jaxmem.train.wandb_writer",),
 }
 
 

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
@@ -14,7 +14,7 @@ from rich.console import Console
 from jaxmem.core import processes
 from jaxmem.core.fields import check_field
 from jaxmem.data.rewards import RewardError
-from jaxmem.train import files, locks, metrics
+from jaxmem.train import files, locks, metrics, wandb_writer
 from jaxmem.train.checkpoint import (
     Checkpoints,
     check_same_config,
@@ -27,6 +27,7 @@ from jaxmem.train.metrics import PolicyMetrics, PreferenceMetrics, StepMetrics
 from jaxmem.train.program import TrainState
 from jaxmem.train.progress import ProgressReport
 from jaxmem.train.stopping import Stop
+from jaxmem.train.wandb_writer import WandbWriter
 
 JOBS = ("sft", "grpo", "dpo")
 _CHANGEABLE = "changeable"  # key in the saved settings
@@ -50,6 +51,9 @@ class RunConfig:
     compare_heads: bool = True  # at the end, compile both heads and show their memory
     # passes over the data, which decide steps; None: steps says it
     epochs: float | None = None
+    # project of Weights & Biases that gets the metrics too; WANDB_MODE=offline keeps
+    # them in out_dir/wandb, for `wandb sync`
+    wandb: str | None = None
 
     def __post_init__(self):
         """Raise a ValueError that names a field with an impossible value."""
@@ -61,6 +65,7 @@ class RunConfig:
         if self.epochs is not None:
             good = 0 < self.epochs < math.inf
             check_field(self, "epochs", good, "above 0 and finite, or None")
+        check_field(self, "wandb", self.wandb != "", "the name of a project, or None")
         check_field(self, "seed", 0 <= self.seed < 2**31, "in [0, 2**31)")
         check_field(self, "job", self.job in JOBS, f"one of {JOBS}")
 
@@ -294,9 +299,23 @@ class Run:
             return
         log = functools.partial(_log, self._console)
         every = self._config.log_every
-        with MetricsWriter(self.out_dir, self.done, log, every) as writer:
+        with (
+            self._wandb(log) as board,
+            MetricsWriter(self.out_dir, self.done, log, every, board) as writer,
+        ):
             yield writer
         self._unwritten = writer.unwritten
+
+    def _wandb(self, log: Callable[[str], None]) -> contextlib.AbstractContextManager:
+        project, settings = self._config.wandb, self._settings
+        if project is None:
+            return contextlib.nullcontext()
+        names = [*settings.fixed, *(settings.changeable.keys() - settings.fixed.keys())]
+        merged = {
+            name: {**settings.changeable.get(name, {}), **settings.fixed.get(name, {})}
+            for name in names
+        }
+        return WandbWriter(project, self.out_dir, self.done, merged, log)
 
     def history(self, kind: type[_Metrics]) -> list[_Metrics]:
         """Every step of the run, including those of earlier processes."""
@@ -338,13 +357,15 @@ def open_run(
         evaluation: when steps are evaluated.
 
     Raises:
-        ValueError: a fixed setting differs from the saved run's, or another process
-            uses the directory.
+        ValueError: a fixed setting differs from the saved run's, another process uses
+            the directory, or run.wandb is set and wandb cannot be used.
         CheckpointError: there are checkpoints, and all are damaged.
     """
     out_dir = Path(config.out_dir).expanduser()
     where = f"run.out_dir={str(out_dir)!r}"
     log = functools.partial(_log, console)
+    if config.wandb is not None and processes.is_first():
+        wandb_writer.check(config.wandb)
     with (
         Stop() as stop,
         locks.exclusive(out_dir / "lock", where, log),
