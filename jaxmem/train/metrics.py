@@ -334,7 +334,8 @@ def save_plot(
 
     figure = Figure(figsize=(9 if costs else 5.5, 3.5), layout="constrained")
     panels = figure.subplots(1, 2 if costs else 1, squeeze=False)[0]
-    panels[0].plot([s.step for s in history], [getattr(s, field) for s in history])
+    steps, values = zip(*((s.step, getattr(s, field)) for s in history), strict=True)
+    panels[0].plot(steps, values, label="training, one batch")
     held_out = f"held_out_{field}"
     scored = [s for s in history if getattr(s, held_out, None) is not None]
     if scored:
@@ -349,15 +350,22 @@ def save_plot(
         figure.savefig(path, dpi=150)
 
 
+_HEADS = {
+    "fused": "fused: a chunk of the logits at a time",
+    "materialised": "materialised: all logits at once",
+}
+_PARTS = {"head": "head alone:\nloss and gradients", "step": "whole train step"}
+
+
 def _draw_memory(panel: Any, costs: Mapping[str, HeadCost]) -> None:
-    bars = {
-        f"{name}\n{part}": getattr(cost, part).temporary / _MIB
-        for part in ("head", "step")
-        for name, cost in costs.items()
-    }
-    drawn = panel.bar(list(bars), list(bars.values()))
-    panel.bar_label(drawn, fmt="{:,.0f}")
+    """Bars of the temporary memory, a group for each part, a colour for each head."""
+    width = 0.8 / len(costs)
+    for i, (name, cost) in enumerate(costs.items()):
+        heights = [getattr(cost, part).temporary / _MIB for part in _PARTS]
+        places = [x + (i - (len(costs) - 1) / 2) * width for x in range(len(_PARTS))]
+        drawn = panel.bar(places, heights, width, label=_HEADS.get(name, name))
+        panel.bar_label(drawn, fmt="{:,.0f}")
+    panel.set_xticks(range(len(_PARTS)), list(_PARTS.values()))
+    panel.legend(loc="upper center", bbox_to_anchor=(0.5, 1.22), frameon=False)
     panel.margins(y=0.1)  # room for the numbers
-    panel.set(
-        ylabel="temporary memory (MiB)", title="the head alone, and the whole step"
-    )
+    panel.set(ylabel="temporary memory (MiB), from the compiler")

@@ -83,7 +83,32 @@ def test_the_summary_is_json_in_bytes(tmp_path):
 
 
 @pytest.mark.parametrize("costs", [COSTS, {}])
-def test_the_plot_is_a_png(tmp_path, costs):
+def test_the_plot_shows_held_out_loss_and_what_the_bars_compare(
+    tmp_path, costs, monkeypatch
+):
+    figures = []
+    monkeypatch.setattr(
+        "matplotlib.figure.Figure.savefig",
+        lambda self, path, dpi: figures.append(self) or path.write_bytes(b"drawn"),
+    )
     history = [step_metrics(i, 9.0 / i) for i in range(1, 20)]
+    history[9] = history[9]._replace(held_out_loss=1.5)
     metrics.save_plot(tmp_path / "report.png", history, costs)
+    assert (tmp_path / "report.png").read_bytes() == b"drawn"
+    curves, *bars = figures[0].axes
+    steps, values = curves.get_legend_handles_labels()[0][1].get_data()
+    assert [*steps] == [10] and [*values] == [1.5]
+    assert curves.get_legend_handles_labels()[1] == ["training, one batch", "held out"]
+    assert len(bars) == len(costs) // 2
+    for panel in bars:
+        labels = panel.get_legend_handles_labels()[1]
+        assert [label.partition(":")[0] for label in labels] == list(costs)
+        heights = [[bar.get_height() for bar in group] for group in panel.containers]
+        assert heights == [[3, 10], [300, 1024]]
+        ticks = [label.get_text() for label in panel.get_xticklabels()]
+        assert ticks == ["head alone:\nloss and gradients", "whole train step"]
+
+
+def test_the_plot_is_a_png(tmp_path):
+    metrics.save_plot(tmp_path / "report.png", [step_metrics(1)], COSTS)
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")

@@ -125,9 +125,15 @@ def test_offline_mode_writes_files_that_hold_every_step(tmp_path, monkeypatch):
     assert ran.error is None and "Weights & Biases" not in ran.said
     (path,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
     assert path.stem == "run-" + (tmp_path / "run" / "wandb_id").read_text().strip()
-    steps = {}
-    for record in map(Record.FromString, records(path.read_bytes())):
-        items = {(i.key or i.nested_key[0]): i.value_json for i in record.history.item}
-        if items:
-            steps[json.loads(items["_step"])] = json.loads(items["loss"])
-    assert steps == dict.fromkeys(range(1, 7), 2.5)
+    # Its process writes the last block soon after the run is finished.
+    for _ in range(300):
+        content = [Record.FromString(x) for x in records(path.read_bytes())]
+        if content and content[-1].HasField("exit"):
+            break
+        time.sleep(0.1)
+    steps = [
+        {(i.key or i.nested_key[0]): json.loads(i.value_json) for i in x.history.item}
+        for x in content
+        if x.HasField("history")
+    ]
+    assert [(s["_step"], s["loss"]) for s in steps] == [(i, 2.5) for i in range(1, 7)]

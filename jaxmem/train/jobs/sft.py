@@ -296,6 +296,7 @@ class _Job:
         held_out: Callable[[], data.BatchIterator] | None = None,
     ):
         self._held_out = held_out
+        self.held_out_loss: float | None = None  # of the last evaluation
         self._program, self._compiled = program, compiled
         self._frozen, self._batches = frozen, batches
         self.initial_state = program.initial_state
@@ -320,6 +321,7 @@ class _Job:
         if self._held_out is None:
             return None
         loss = self._program.evaluate(state.params, self._frozen, self._held_out())
+        self.held_out_loss = loss
         perplexity = math.exp(min(loss, 700.0))
         values = {"held_out_loss": loss, "held_out_perplexity": perplexity}
         return Evaluated(taken._replace(**values), loss)
@@ -363,8 +365,8 @@ def train(
         job = _Job(program, compiled, frozen, batches, held_out)
         state = run.take_steps(job, texts)
         starting.leave(run.out_dir, program.model(state.params, frozen), console)
-        held_out_loss = None
-        if held_out is not None:
+        held_out_loss = job.held_out_loss  # the last step is evaluated, if any is
+        if held_out is not None and held_out_loss is None:
             held_out_loss = program.evaluate(state.params, frozen, held_out())
         costs = _head_costs(program, compiled) if config.run.compare_heads else {}
         if not processes.is_first():
@@ -446,5 +448,7 @@ def _report(result: Result, console: Console) -> None:
             f"held-out loss {held_out_loss:.4f} nats per token", highlight=False
         )
     metrics.save_summary(out_dir / "summary.json", history, costs, held_out_loss)
-    metrics.save_plot(out_dir / "report.png", history, costs)
+    # Without eval.every, the picture has the one at the end.
+    last = history[-1]._replace(held_out_loss=held_out_loss)
+    metrics.save_plot(out_dir / "report.png", [*history[:-1], last], costs)
     console.print(f"saved in {out_dir}: summary.json, report.png", highlight=False)
