@@ -368,4 +368,4 @@ def _draw_memory(panel: Any, costs: Mapping[str, HeadCost]) -> None:
     panel.set_xticks(range(len(_PARTS)), list(_PARTS.values()))
     panel.legend(loc="upper center", bbox_to_anchor=(0.5, 1.22), frameon=False)
     panel.margins(y=0.1)  # room for the numbers
-    panel.set(ylabel="temporary memory (MiB), from the compiler")
+    panel.set(ylabel="temporary memory (MiB)")

@@ -306,10 +306,9 @@ def train(
 def _settings(config: DpoJobConfig) -> Settings:
     """Return the settings that are compared when a run is resumed."""
     fixed = {
-        "data": dataclasses.asdict(config.data),
+        "data": config.data.fixed(),
         "model": dataclasses.asdict(config.model),
     }
-    del fixed["data"]["cache_dir"]
     weights = fixed_weights(config.optimizer, config.run.seed)
     # The reference is the initial weights, which are drawn anew.
     weights["run"] = {"job": config.run.job, "seed": config.run.seed}

@@ -404,11 +404,7 @@ def _micro_batches(batches: Iterator[Batch], count: int) -> Batch:
 
 def _settings(config: Config) -> Settings:
     """Return the settings that are compared when a run is resumed."""
-    fixed = {
-        "data": dataclasses.asdict(config.data),
-        "model": dataclasses.asdict(config.model),
-    }
-    del fixed["data"]["cache_dir"]  # where vocabularies lie, not what they are
+    fixed = {"data": config.data.fixed(), "model": dataclasses.asdict(config.model)}
     if config.data.chat_template is None:  # as in runs from before there was one
         del fixed["data"]["chat_template"]
     fixed |= fixed_weights(config.optimizer, config.run.seed)
@@ -448,7 +444,6 @@ def _report(result: Result, console: Console) -> None:
             f"held-out loss {held_out_loss:.4f} nats per token", highlight=False
         )
     metrics.save_summary(out_dir / "summary.json", history, costs, held_out_loss)
-    # Without eval.every, the picture has the one at the end.
-    last = history[-1]._replace(held_out_loss=held_out_loss)
+    last = history[-1]._replace(held_out_loss=held_out_loss)  # without eval.every, too
     metrics.save_plot(out_dir / "report.png", [*history[:-1], last], costs)
     console.print(f"saved in {out_dir}: summary.json, report.png", highlight=False)
