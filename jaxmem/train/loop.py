@@ -321,6 +321,15 @@ class Run:
         """Every step of the run, including those of earlier processes."""
         return read_history(self.metrics_path, kind, self._unwritten)
 
+    def best_state(self, job: Job) -> TrainState | None:
+        """The state of the best evaluation, as `out_dir/best` keeps it, if any."""
+        directory = self.out_dir / "best"
+        if not self._evaluation.keep_best or not directory.exists():
+            return None
+        with Checkpoints(directory, keep=1) as checkpoints:
+            step = checkpoints.latest()
+            return None if step is None else job.restored_state(checkpoints, step)[0]
+
     def position(self) -> str:
         """Return which step was the last, and how to resume after it."""
         if not self.taken:

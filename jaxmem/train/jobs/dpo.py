@@ -294,8 +294,11 @@ def train(
             evaluate = _held_out(program, score, held_out, reference[len(pairs) :])
         batches = PairBatches(pairs, reference[: len(pairs)], config.data)
         texts = {"tokenizer.json": tokenizer.to_str(), "operative.gin": operative_text}
-        state = run.take_steps(_Job(program, frozen, batches, evaluate), texts)
-        starting.leave(run.out_dir, program.model(state.params, frozen), console)
+        job = _Job(program, frozen, batches, evaluate)
+        params = run.take_steps(job, texts).params
+        starting.leave(run.out_dir, program.model(params, frozen), console)
+        best = run.best_state(job)
+        starting.leave_best(run.out_dir, best, program, frozen, console)
         if not processes.is_first():
             return Result(run.out_dir, [])
         result = Result(run.out_dir, run.history(PreferenceMetrics))

@@ -231,9 +231,8 @@ class Program(DecoderProgram):
         self, params: optax.Params, frozen: dict, batches: Iterator[Batch]
     ) -> float:
         """Mean loss of every token in the batches, in nats; forward only."""
-
-        sums = self._loss_sums
         with self.layout.context():
+            sums = self._loss_sums
             made = [sums(params, frozen, self.layout.place(x)) for x in batches]
         total, tokens = np.array(made, np.float64).sum(axis=0)
         return float(total / max(tokens, 1))
@@ -363,11 +362,13 @@ def train(
         compiled, frozen = program.compile_step(config.head), program.frozen()
         texts = {"tokenizer.json": tokenizer.to_str(), "operative.gin": operative_text}
         job = _Job(program, compiled, frozen, batches, held_out)
-        state = run.take_steps(job, texts)
-        starting.leave(run.out_dir, program.model(state.params, frozen), console)
+        params = run.take_steps(job, texts).params
+        starting.leave(run.out_dir, program.model(params, frozen), console)
         held_out_loss = job.held_out_loss  # the last step is evaluated, if any is
         if held_out is not None and held_out_loss is None:
-            held_out_loss = program.evaluate(state.params, frozen, held_out())
+            held_out_loss = program.evaluate(params, frozen, held_out())
+        best = run.best_state(job)
+        starting.leave_best(run.out_dir, best, program, frozen, console)
         costs = _head_costs(program, compiled) if config.run.compare_heads else {}
         if not processes.is_first():
             return Result(run.out_dir, [], costs, held_out_loss)
