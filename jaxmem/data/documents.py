@@ -29,7 +29,7 @@ from jaxmem.data.texts import (
     DataError as DataError,
     Document as Document,
     digest,
-    document_of,
+    document_of as document_of,
     load_documents as load_documents,
     split_documents as split_documents,
 )
