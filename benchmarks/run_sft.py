@@ -36,6 +36,7 @@ def measure(folder):
         "mean_loss_of_last_20": round(
             statistics.mean(step.loss for step in made.history[-20:]), 2
         ),
+        "held_out_loss": round(summary["held_out_loss"], 2),
         "tokens_per_second": round(summary["tokens_per_second"]),
         "seconds": round(seconds),
         **mib,

@@ -63,6 +63,7 @@ ALLOWED_IN = {
     "safetensors": ("jaxmem.checkpoints",),
     "tensorboardX": ("jaxmem.train",),
     "tokenizers": ("jaxmem.checkpoints", "jaxmem.data", "jaxmem.train"),
+    "wandb": ("jaxmem.train.wandb_writer",),
 }
 
 

@@ -22,29 +22,20 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from jaxmem.core.fields import check_numbers
-from jaxmem.core.ranges import integers, reals
+from jaxmem.data.blocks import BLOCK_BYTES, Blocks
 from jaxmem.data.chat import Templates
+from jaxmem.data.config import DataConfig as DataConfig
 from jaxmem.data.texts import (
     DataError as DataError,
     Document as Document,
     digest,
+    document_of as document_of,
     load_documents as load_documents,
     split_documents as split_documents,
 )
-from jaxmem.data.vocabulary import SMALLEST, SPECIAL_TOKENS, edges
+from jaxmem.data.vocabulary import SPECIAL_TOKENS, edges
 
 NO_LABEL = -1
-
-_SLOTS = 2**31  # of a batch: int32 numbers them
-_RANGES = {
-    "vocab_size": integers(high=2**24),
-    "sequence_length": integers(1, limit=2**24),  # T² entries of a mask fit 64 bits
-    "batch_size": integers(1),
-    "held_out": reals(0, below=1),
-    "seed": integers(0, below=2**31),
-    "streams": integers(1),
-}
 
 # Rows that first-fit packing fills at a time: more rows waste fewer tokens on padding
 # (0.8% of the standard library's text at 512 tokens a row) and delay the first batch.
@@ -52,41 +43,10 @@ _ROWS_OPEN = 256
 # Documents tokenised at a time: enough to use every core, few enough that the
 # library's verbose encodings (about 100 bytes a token) never exist all together.
 _DOCUMENTS_AT_ONCE = 64
-
-
-@dataclasses.dataclass(frozen=True)
-class DataConfig:
-    """What to read, how to cut it into tokens, and how to lay tokens out in rows."""
-
-    # "stdlib" (Python's own sources), or paths and globs of .txt, .jsonl or .parquet
-    source: str | tuple[str, ...] = "stdlib"
-    vocab_size: int = 8192  # entries of the byte-level BPE vocabulary, with specials
-    sequence_length: int = 256  # tokens in a row (T)
-    batch_size: int = 8  # rows in a micro-batch (B)
-    held_out: float = 0.0  # fraction of the documents kept from training, in [0, 1)
-    seed: int = 0  # order of the documents; every epoch has an order of its own
-    cache_dir: str = "~/.cache/jaxmem"  # directory that keeps trained vocabularies
-    streams: int = 1  # parts of the documents, each a part of every batch's rows
-    # path of a Jinja template for messages; None: the checkpoint's own
-    chat_template: str | None = None
-
-    def __post_init__(self):
-        check_numbers(self, _RANGES)
-        if self.sequence_length * self.batch_size >= _SLOTS:
-            raise ValueError(
-                f"DataConfig.batch_size must be below 2**31 / sequence_length="
-                f"{self.sequence_length}, got {self.batch_size}"
-            )
-        if self.batch_size % self.streams:
-            raise ValueError(
-                "DataConfig.streams must divide batch_size, got "
-                f"streams={self.streams} for batch_size={self.batch_size}"
-            )
-        if self.vocab_size < SMALLEST:
-            raise ValueError(
-                f"DataConfig.vocab_size must be at least {SMALLEST} (every "
-                f"byte and {', '.join(SPECIAL_TOKENS)}), got {self.vocab_size}"
-            )
+# The work is Python's: threads would only contend for the interpreter's lock.
+_IN_THIS_THREAD = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+# Blocks of streamed data that a vocabulary is trained on.
+_VOCABULARY_BLOCKS = 64
 
 
 class Batch(NamedTuple):
@@ -106,6 +66,8 @@ def load_tokenizer(
 ) -> tokenizers.Tokenizer:
     """Return the vocabulary of the training documents, trained at the first call.
 
+    Where `config.streaming`, it is that of 64 blocks of them.
+
     The cache is keyed by the content that the vocabulary depends on, and written in
     one step: runs that start together agree and never read half a file.
 
@@ -119,12 +81,22 @@ def load_tokenizer(
     Raises:
       DataError: the text is unusable or too small for `config.vocab_size` entries.
     """
-    documents, _ = split_documents(load_documents(config.source), config.held_out)
+    if config.streaming:
+        documents = _some_documents(config)
+    else:
+        every = load_documents(config.source)
+        documents, _ = split_documents(every, config.held_out)
     directory = Path(config.cache_dir if cache_dir is None else cache_dir).expanduser()
     path = directory / f"vocabulary-{_vocabulary_key(config, documents)}.json"
     if not path.exists():
         _write_in_one_step(path, _train_vocabulary(config, documents).to_str())
     return _read_vocabulary(path)
+
+
+def _some_documents(config: DataConfig) -> list[Document]:
+    blocks = Blocks(config.source, "data.source")
+    numbers = blocks.split(config.held_out)[0][:_VOCABULARY_BLOCKS]
+    return [document_of(r, None) for i in numbers for r in blocks.records(i)]
 
 
 def _vocabulary_key(config: DataConfig, documents: Iterable[Document]) -> str:
@@ -254,6 +226,8 @@ def batches(
     """
     if split not in ("train", "evaluation"):
         raise ValueError(f'split must be "train" or "evaluation", got {split!r}')
+    if config.streaming:
+        return _streamed(config, tokenizer, split, epochs, stream, template)
     every = load_documents(config.source, template=template)
     training, evaluation = split_documents(every, config.held_out)
     documents = training if split == "train" else evaluation
@@ -265,13 +239,73 @@ def batches(
                 f"data.streams={config.streams} share {len(documents)} documents of "
                 f"{config.source!r}; lower it or add documents"
             )
-        documents, each = documents[stream :: config.streams], config.batch_size
-        config = dataclasses.replace(
-            config, batch_size=each // config.streams, streams=1
-        )
+        documents = documents[stream :: config.streams]
+        config = _of_one_stream(config)
     pieces = list(_pieces(documents, tokenizer, config.sequence_length))
-    iterator = iter(_packed(pieces, config, epochs))
-    return BatchIterator(iterator, _fingerprint(pieces, config))
+    shuffled = grain.MapDataset.source(pieces).shuffle(seed=config.seed).repeat(epochs)
+    rows = _packed(shuffled.to_iter_dataset(_IN_THIS_THREAD), config)
+    return BatchIterator(iter(rows), _fingerprint(pieces, config))
+
+
+def _of_one_stream(config: DataConfig) -> DataConfig:
+    each = config.batch_size // config.streams
+    return dataclasses.replace(config, batch_size=each, streams=1)
+
+
+def _streamed(
+    config: DataConfig,
+    tokenizer: tokenizers.Tokenizer,
+    split: str,
+    epochs: int | None,
+    stream: int | None,
+    template: Templates | None,
+) -> BatchIterator:
+    """`batches` that hold a block, a window of pieces and the rows being packed."""
+    blocks = Blocks(config.source, "data.source")
+    numbers = blocks.split(config.held_out)[split == "evaluation"]
+    if stream is not None:
+        numbers, config = numbers[stream :: config.streams], _of_one_stream(config)
+    if not len(numbers):
+        raise DataError(
+            f"data.held_out={config.held_out} and data.streams={config.streams} of the "
+            f"{len(blocks)} blocks (1 MiB, or a row group) of {config.source!r} leave "
+            f"none for {split}; change them, or set data.streaming=False"
+        )
+    order = (
+        grain.MapDataset.source(numbers.tolist())
+        .shuffle(seed=config.seed)
+        .repeat(epochs)
+    )
+    read = _ReadBlock(blocks, tokenizer, config.sequence_length, template)
+    pieces = grain.experimental.FlatMapIterDataset(
+        order.to_iter_dataset(_IN_THIS_THREAD), read
+    )
+    shuffled = grain.experimental.WindowShuffleIterDataset(
+        pieces, window_size=config.shuffle_window, seed=config.seed
+    )
+    layout = [config.fixed(), split, stream, BLOCK_BYTES, _ROWS_OPEN]
+    fingerprint = hashlib.sha256(json.dumps(layout).encode() + blocks.fingerprint())
+    fingerprint.update(tokenizer.to_str().encode())
+    return BatchIterator(iter(_packed(shuffled, config)), fingerprint.hexdigest()[:24])
+
+
+class _ReadBlock(grain.experimental.FlatMapTransform):
+    """The number of a block to the pieces of its documents."""
+
+    def __init__(
+        self,
+        blocks: Blocks,
+        tokenizer: tokenizers.Tokenizer,
+        length: int,
+        template: Templates | None,
+    ):
+        self._blocks, self._template = blocks, template
+        self._tokenizer, self._length = tokenizer, length
+
+    def flat_map(self, element: int) -> list[dict[str, np.ndarray]]:
+        records = self._blocks.records(element)
+        documents = [document_of(record, self._template) for record in records]
+        return list(_pieces(documents, self._tokenizer, self._length))
 
 
 def _nothing_left(config: DataConfig, split: str, documents: Sequence[Document]) -> str:
@@ -338,14 +372,9 @@ def _encode_rendered(
     return tokens, np.append(labels[1:], np.int32(NO_LABEL))
 
 
-def _packed(
-    pieces: Sequence[dict[str, np.ndarray]], config: DataConfig, epochs: int | None
-) -> grain.IterDataset:
-    shuffled = grain.MapDataset.source(pieces).shuffle(seed=config.seed).repeat(epochs)
-    # The tokens are in memory: threads would only contend for the interpreter's lock.
-    in_memory = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+def _packed(pieces: grain.IterDataset, config: DataConfig) -> grain.IterDataset:
     rows = grain.experimental.FirstFitPackIterDataset(
-        shuffled.to_iter_dataset(in_memory),
+        pieces,
         length_struct=dict.fromkeys(("tokens", "labels"), config.sequence_length),
         num_packing_bins=_ROWS_OPEN,
         seed=config.seed,

@@ -1,5 +1,6 @@
 """Records of JSONL and Parquet files, each with its place for error messages."""
 
+import contextlib
 import glob
 import os
 from collections.abc import Iterator
@@ -59,12 +60,15 @@ def _expand(pattern: str, argument: str) -> list[Path]:
     return matches
 
 
-def read_records(path: Path, argument: str) -> Iterator[Record]:
+def read_records(
+    path: Path, argument: str, row_group: int | None = None
+) -> Iterator[Record]:
     """Yield the records of one .jsonl or .parquet file.
 
     Args:
         path: of the file.
         argument: name of the source in errors.
+        row_group: the only one to read of a .parquet file; None: all.
 
     Yields:
         The records, in order.
@@ -72,7 +76,15 @@ def read_records(path: Path, argument: str) -> Iterator[Record]:
     Raises:
         DataError: the file cannot be read, or a line is not a JSON object.
     """
-    return (_parquet if path.suffix == ".parquet" else _jsonl)(path, argument)
+    if path.suffix == ".parquet":
+        return _parquet(path, argument, row_group)
+    return _jsonl(path, argument)
+
+
+def count_row_groups(path: Path, argument: str) -> int:
+    """Return how many parts a .parquet file has; its footer alone is read."""
+    with _opened(path, argument) as file:
+        return file.num_row_groups
 
 
 def read_text(path: Path, argument: str) -> str:
@@ -92,10 +104,11 @@ def _jsonl(path: Path, argument: str) -> Iterator[Record]:
     for number, line in enumerate(read_text(path, argument).split("\n"), start=1):
         if line.strip():
             where = f"{path}:{number}"
-            yield Record(where, _parse(where, line))
+            yield Record(where, parse_line(where, line))
 
 
-def _parse(where: str, line: str) -> dict[str, Any]:
+def parse_line(where: str, line: str) -> dict[str, Any]:
+    """Return the object of a line of a .jsonl file; a DataError names the line."""
     try:
         record = json_files.parse(line)
     except json_files.JsonError as error:
@@ -107,7 +120,19 @@ def _parse(where: str, line: str) -> dict[str, Any]:
     return record
 
 
-def _parquet(path: Path, argument: str) -> Iterator[Record]:
+def _parquet(path: Path, argument: str, row_group: int | None) -> Iterator[Record]:
+    group = "" if row_group is None else f"row group {row_group + 1}, "
+    groups = None if row_group is None else [row_group]
+    with _opened(path, argument) as file:
+        batches = file.iter_batches(row_groups=groups)
+        rows = (row for batch in batches for row in batch.to_pylist())
+        for number, row in enumerate(rows, start=1):
+            yield Record(f"{path}: {group}row {number}", _without_nulls(row))
+
+
+@contextlib.contextmanager
+def _opened(path: Path, argument: str) -> Iterator[Any]:
+    """A Parquet file; what goes wrong while it is read is a DataError."""
     shown = messages.name(str(path))
     if not path.is_file():
         raise DataError(f"{argument}: cannot read {shown}: No such file")
@@ -120,9 +145,7 @@ def _parquet(path: Path, argument: str) -> Iterator[Record]:
         ) from error
     try:
         with parquet.ParquetFile(path) as file:
-            rows = (row for batch in file.iter_batches() for row in batch.to_pylist())
-            for number, row in enumerate(rows, start=1):
-                yield Record(f"{path}: row {number}", _without_nulls(row))
+            yield file
     except (ArrowException, OSError, ValueError) as error:
         if isinstance(error, DataError):
             raise

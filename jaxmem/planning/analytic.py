@@ -9,13 +9,13 @@ from jaxmem.planning import jobs, table
 from jaxmem.planning.phase import device_bytes
 from jaxmem.score.run import ScoreConfig
 from jaxmem.train import starting
-from jaxmem.train.jobs import sft
-from jaxmem.train.jobs.config import Config, GrpoJobConfig
+from jaxmem.train.jobs import dpo, sft
+from jaxmem.train.jobs.config import DpoJobConfig, GrpoJobConfig
 from jaxmem.train.jobs.policy_program import PolicyProgram
 from jaxmem.train.program import gradient_shapes
 
 
-def sizes(config: Config | GrpoJobConfig) -> dict[str, int]:
+def sizes(config: jobs.TrainConfig) -> dict[str, int]:
     """Bytes on one device by name, during the backward pass of one micro-batch.
 
     Devices of the default backend are used, as many as the mesh has.
@@ -32,8 +32,11 @@ def sizes(config: Config | GrpoJobConfig) -> dict[str, int]:
         tokens = config.grpo.max_tokens_train
     else:
         vocab_size = config.model.vocab_size or config.data.vocab_size
-        program = sft.Program(config, vocab_size)
         tokens = config.data.batch_size * config.data.sequence_length
+        if isinstance(config, DpoJobConfig):
+            program, tokens = dpo.Program(config, vocab_size), 2 * tokens
+        else:
+            program = sft.Program(config, vocab_size)
     state = program.state_shapes
     by_name = {
         "trained weights": device_bytes(state.params),
@@ -69,7 +72,7 @@ def head_bytes(model: ModelConfig, head: HeadConfig, tokens: int) -> int:
     return (8 + item) * min(tokens, chunk or tokens) * model.vocab_size
 
 
-def text(config: Config | GrpoJobConfig | ScoreConfig, device: str) -> str:
+def text(config: jobs.TrainConfig | ScoreConfig, device: str) -> str:
     """The estimate as a table, which states that nothing was compiled."""
     if isinstance(config, ScoreConfig):
         return "nothing can be said of scoring without a compiler"

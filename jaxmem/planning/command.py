@@ -15,12 +15,11 @@ from jaxmem.planning import analytic, jobs, picture, plans, search
 from jaxmem.planning.plans import Plan
 from jaxmem.score.run import ScoreConfig
 from jaxmem.train import config as configuration
-from jaxmem.train.jobs.config import Config, GrpoJobConfig
 
 _FITS, _DOES_NOT, _UNKNOWN = 0, 1, 2  # exit statuses
 _CUDNN = "pip install nvidia-cudnn-cu13 (0.9 GB installed; no GPU)"
 
-AnyConfig = Config | GrpoJobConfig | ScoreConfig
+AnyConfig = jobs.TrainConfig | ScoreConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,12 +79,7 @@ def load(path: Path, overrides: Sequence[str]) -> AnyConfig:
         ValueError: an override names no field, or the file cannot be used.
     """
     if not path.is_dir():
-        config = configuration.load(path, overrides)[0]
-        if isinstance(config, configuration.DpoJobConfig):
-            raise ValueError(
-                "jaxmem plan knows the jobs 'sft' and 'grpo', got run.job='dpo'"
-            )
-        return config
+        return configuration.load(path, overrides)[0]
     fields = {field.name for field in dataclasses.fields(ScoreConfig)}
     options: dict[str, Any] = {}
     for override in overrides:

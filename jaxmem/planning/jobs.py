@@ -15,10 +15,12 @@ from jaxmem.models.decoder import Decoder, HeadConfig, ModelConfig
 from jaxmem.planning.phase import Phase, device_bytes, host_bytes
 from jaxmem.score.run import ScoreConfig, token_stats
 from jaxmem.train import starting
-from jaxmem.train.jobs import sft
-from jaxmem.train.jobs.config import Config, GrpoJobConfig
+from jaxmem.train.jobs import dpo, sft
+from jaxmem.train.jobs.config import Config, DpoJobConfig, GrpoJobConfig
 from jaxmem.train.jobs.policy_program import PolicyProgram
 from jaxmem.train.program import DecoderProgram, gradient_shapes
+
+TrainConfig = Config | GrpoJobConfig | DpoJobConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,11 +40,11 @@ class Job:
     notes: tuple[str, ...] = ()
 
 
-def of_config(config: Config | GrpoJobConfig | ScoreConfig, packed: bool = True) -> Job:
+def of_config(config: TrainConfig | ScoreConfig, packed: bool = True) -> Job:
     """The programs of a job, inside of `jaxmem.devices.target`.
 
     Args:
-        config: of supervised training, of reinforcement learning, or of scoring.
+        config: of training, or of scoring.
         packed: whether rows of supervised training hold several documents.
 
     Returns:
@@ -57,15 +59,19 @@ def of_config(config: Config | GrpoJobConfig | ScoreConfig, packed: bool = True)
     config = starting.resolved(config)
     if isinstance(config, GrpoJobConfig):
         return _of_policy(config)
+    if isinstance(config, DpoJobConfig):
+        return _of_pairs(config)
     return _of_supervised(config, packed)
 
 
-def backward(config: Config | GrpoJobConfig, packed: bool = True) -> Phase:
+def backward(config: TrainConfig, packed: bool = True) -> Phase:
     """The phase of `of_config` that computes the gradients of a micro-batch."""
     config = starting.resolved(config)
     if isinstance(config, GrpoJobConfig):
         program = PolicyProgram(config)
         return _gradients(program, _weights(program), _held(program))
+    if isinstance(config, DpoJobConfig):
+        return _of_pairs(config).phases[-1]
     return _of_supervised(config, packed).phases[0]
 
 
@@ -87,6 +93,37 @@ def _of_supervised(config: Config, packed: bool) -> Job:
         head=functools.partial(program.trace_head, config.head),
     )
     return _job(program, [step])
+
+
+def _of_pairs(config: DpoJobConfig) -> Job:
+    """The reference is scored once, before the first step, and so runs in none."""
+    vocab_size = config.model.vocab_size
+    assert vocab_size is not None, "of the checkpoint"
+    program = dpo.Program(config, vocab_size)
+    program.choose_policy(program.trace_step, _silent())
+    weights, moments = _weights(program), {}
+    if program.streamed is None:
+        moments = {"moments": program.state_shapes.optimizer}
+    tokens = 2 * config.data.batch_size * config.data.sequence_length
+    evaluated = config.data.held_out and config.eval.every
+    reference = Phase(
+        "reference",
+        program.trace_logprobs(),
+        weights,
+        held=moments if evaluated else {},  # the same program scores what is held out
+        tokens=tokens,
+        runs=0,
+    )
+    step = Phase(
+        "gradients" if program.streamed else "train step",
+        program.trace_step(),
+        weights | moments,
+        held=_streamed_slices(program),
+        parts=_parts(program, tokens, made_here=True),
+        tokens=tokens * config.run.accumulate,
+    )
+    note = "the reference is scored once, before the first step"
+    return dataclasses.replace(_job(program, [reference, step]), notes=(note,))
 
 
 def _of_policy(config: GrpoJobConfig) -> Job:

@@ -11,7 +11,7 @@ from jaxmem.planning.phase import Phase, device_bytes
 from jaxmem.planning.plans import Plan
 from jaxmem.remat import cost
 from jaxmem.score.run import ScoreConfig
-from jaxmem.train.jobs.config import Config, GrpoJobConfig
+from jaxmem.train.jobs.config import GrpoJobConfig
 
 _BEST = 3  # options that are printed
 _COMPILED = 8  # options that are compiled at most
@@ -161,7 +161,7 @@ def _changed(config, policy, factor, chunk, offload):
     return dataclasses.replace(config, **changes), tuple(overrides)
 
 
-def _batch(config: Config | GrpoJobConfig, factor):
+def _batch(config: jobs.TrainConfig, factor):
     """Sections and overrides that scale the tokens of micro-batches by the factor."""
     if isinstance(config, GrpoJobConfig):
         slots = int(config.grpo.max_tokens_train * factor)

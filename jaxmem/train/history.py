@@ -18,6 +18,7 @@ from jaxmem.train.metrics import (
     PreferenceMetrics,
     StepMetrics,
 )
+from jaxmem.train.wandb_writer import WandbWriter
 
 _Metrics = TypeVar("_Metrics", StepMetrics, PolicyMetrics, PreferenceMetrics)
 
@@ -67,6 +68,7 @@ class MetricsWriter:
             run without checkpoints.
         log: called with one line about a problem.
         retry_every: steps between attempts to write, after one has failed.
+        wandb: receives the scalars of each step too.
     """
 
     def __init__(
@@ -75,9 +77,10 @@ class MetricsWriter:
         done: int,
         log: Callable[[str], None] = print,
         retry_every: int = 1,
+        wandb: WandbWriter | None = None,
     ):
         self.path = out_dir / "metrics.jsonl"
-        self._log, self._retry_every = log, retry_every
+        self._log, self._retry_every, self._wandb = log, retry_every, wandb
         moved = None if done else _moved_aside(self.path)
         if moved is not None:
             log(f"steps of a run without checkpoints are now in {moved}")
@@ -113,6 +116,8 @@ class MetricsWriter:
         values = metrics._asdict()
         self._lines.add(json.dumps(values).encode() + b"\n")
         numbers = _scalars(values)
+        if self._wandb is not None:
+            self._wandb.write(metrics.step, numbers)
         event = tensorboard.scalars(metrics.step, numbers)
         self._events.add((self._head or b"") + event)
         self._head = None

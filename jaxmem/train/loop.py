@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
@@ -14,7 +14,7 @@ from rich.console import Console
 from jaxmem.core import processes
 from jaxmem.core.fields import check_field
 from jaxmem.data.rewards import RewardError
-from jaxmem.train import files, locks, metrics
+from jaxmem.train import files, locks, metrics, wandb_writer
 from jaxmem.train.checkpoint import (
     Checkpoints,
     check_same_config,
@@ -25,7 +25,9 @@ from jaxmem.train.evaluation import Best, EvalConfig, Evaluated
 from jaxmem.train.history import MetricsWriter, read_history
 from jaxmem.train.metrics import PolicyMetrics, PreferenceMetrics, StepMetrics
 from jaxmem.train.program import TrainState
+from jaxmem.train.progress import ProgressReport
 from jaxmem.train.stopping import Stop
+from jaxmem.train.wandb_writer import WandbWriter
 
 JOBS = ("sft", "grpo", "dpo")
 _CHANGEABLE = "changeable"  # key in the saved settings
@@ -49,6 +51,9 @@ class RunConfig:
     compare_heads: bool = True  # at the end, compile both heads and show their memory
     # passes over the data, which decide steps; None: steps says it
     epochs: float | None = None
+    # project of Weights & Biases that gets the metrics too; WANDB_MODE=offline keeps
+    # them in out_dir/wandb, for `wandb sync`
+    wandb: str | None = None
 
     def __post_init__(self):
         """Raise a ValueError that names a field with an impossible value."""
@@ -60,6 +65,7 @@ class RunConfig:
         if self.epochs is not None:
             good = 0 < self.epochs < math.inf
             check_field(self, "epochs", good, "above 0 and finite, or None")
+        check_field(self, "wandb", self.wandb != "", "the name of a project, or None")
         check_field(self, "seed", 0 <= self.seed < 2**31, "in [0, 2**31)")
         check_field(self, "job", self.job in JOBS, f"one of {JOBS}")
 
@@ -135,6 +141,7 @@ class Run:
         saved: the newest step with a checkpoint; 0 without one.
         taken: the last step, with or without a checkpoint.
         metrics_path: path of the file with one line per step.
+        progress: reports the steps, and what a job does before the first.
     """
 
     def __init__(
@@ -153,6 +160,9 @@ class Run:
         self.done = self.saved = self.taken = checkpoints.latest() or 0
         self.metrics_path = self.out_dir / "metrics.jsonl"
         self._unwritten: list[bytes] = []  # lines of that file
+        self.progress = ProgressReport(
+            console, config.steps, self.done, config.log_every
+        )
         if self.done:
             changes = self._changes(checkpoints.saved_config(self.done))
             message = f"resuming {self.out_dir} after step {self.done}"
@@ -202,10 +212,10 @@ class Run:
         with (
             self._stop.deferred(),
             self._writer() as writer,
-            metrics.ProgressReport(
-                self._console, run.steps, self.done, run.log_every
-            ) as report,
+            self.progress as report,
         ):
+            if self.taken < run.steps:
+                report.waiting("compiling")
             while not (stopped := self._must_stop()) and self.taken < run.steps:
                 state, taken = self._step(job, state, writer)
                 self.taken += 1
@@ -289,15 +299,38 @@ class Run:
             return
         log = functools.partial(_log, self._console)
         every = self._config.log_every
-        with MetricsWriter(self.out_dir, self.done, log, every) as writer:
+        with (
+            self._wandb(log) as board,
+            MetricsWriter(self.out_dir, self.done, log, every, board) as writer,
+        ):
             yield writer
         self._unwritten = writer.unwritten
+
+    def _wandb(self, log: Callable[[str], None]) -> contextlib.AbstractContextManager:
+        project, settings = self._config.wandb, self._settings
+        if project is None:
+            return contextlib.nullcontext()
+        names = [*settings.fixed, *(settings.changeable.keys() - settings.fixed.keys())]
+        merged = {
+            name: {**settings.changeable.get(name, {}), **settings.fixed.get(name, {})}
+            for name in names
+        }
+        return WandbWriter(project, self.out_dir, self.done, merged, log)
 
     def history(self, kind: type[_Metrics]) -> list[_Metrics]:
         """Every step of the run, including those of earlier processes."""
         return read_history(self.metrics_path, kind, self._unwritten)
 
-    def progress(self) -> str:
+    def best_state(self, job: Job) -> TrainState | None:
+        """The state of the best evaluation, as `out_dir/best` keeps it, if any."""
+        directory = self.out_dir / "best"
+        if not self._evaluation.keep_best or not directory.exists():
+            return None
+        with Checkpoints(directory, keep=1) as checkpoints:
+            step = checkpoints.latest()
+            return None if step is None else job.restored_state(checkpoints, step)[0]
+
+    def position(self) -> str:
         """Return which step was the last, and how to resume after it."""
         if not self.taken:
             return "before the first step"
@@ -333,13 +366,15 @@ def open_run(
         evaluation: when steps are evaluated.
 
     Raises:
-        ValueError: a fixed setting differs from the saved run's, or another process
-            uses the directory.
+        ValueError: a fixed setting differs from the saved run's, another process uses
+            the directory, or run.wandb is set and wandb cannot be used.
         CheckpointError: there are checkpoints, and all are damaged.
     """
     out_dir = Path(config.out_dir).expanduser()
     where = f"run.out_dir={str(out_dir)!r}"
     log = functools.partial(_log, console)
+    if config.wandb is not None and processes.is_first():
+        wandb_writer.check(config.wandb)
     with (
         Stop() as stop,
         locks.exclusive(out_dir / "lock", where, log),
@@ -351,10 +386,11 @@ def open_run(
                 log(line)
             with Checkpoints(out_dir / "checkpoints", config.keep) as checkpoints:
                 run = Run(config, settings, console, checkpoints, stop, evaluation)
-                yield run
+                with run.progress:
+                    yield run
         finally:
             if stop.signal:
-                last = run.progress() if run is not None else "before the first step"
+                last = run.position() if run is not None else "before the first step"
                 log(f"stopped by {stop.name} {last}")
 
 

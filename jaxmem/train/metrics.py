@@ -1,6 +1,5 @@
-"""Metrics of steps, progress output, and the summary of a run and its memory."""
+"""Metrics of steps, and the summary of a run and its memory."""
 
-import contextlib
 import json
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -9,8 +8,6 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
-from rich import progress
-from rich.console import Console
 from rich.table import Table
 
 from jaxmem.train import files
@@ -148,49 +145,6 @@ AnyMetrics = StepMetrics | PolicyMetrics | PreferenceMetrics
 def tokens_per_second(history: Sequence[AnyMetrics]) -> float:
     """Median over the steps, which is robust to slow ones; 0 without steps."""
     return statistics.median(s.tokens_per_second for s in history) if history else 0.0
-
-
-class ProgressReport:
-    """A progress bar on a terminal; elsewhere, a plain line every few steps.
-
-    Args:
-        console: receives the output.
-        steps: number of steps of the whole run.
-        done: number of steps that earlier processes finished.
-        every: steps between two plain lines.
-    """
-
-    def __init__(self, console: Console, steps: int, done: int, every: int):
-        self._console, self._steps, self._every = console, steps, every
-        self._first = done + 1
-        self._bar = progress.Progress(
-            progress.TextColumn("step"),
-            progress.MofNCompleteColumn(),
-            progress.BarColumn(),
-            progress.TextColumn("{task.description}"),
-            progress.TimeRemainingColumn(),
-            console=console,
-            disable=not console.is_terminal,
-        )
-        self._task = self._bar.add_task("", total=steps, completed=done)
-
-    def __enter__(self) -> "ProgressReport":
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def update(self, metrics: AnyMetrics) -> None:
-        """Show one step."""
-        line = metrics.line
-        self._bar.update(self._task, completed=metrics.step, description=line)
-        due = metrics.step in (self._first, self._steps)
-        if not self._console.is_terminal and (due or metrics.step % self._every == 0):
-            with contextlib.suppress(OSError):  # a full disk behind stdout
-                self._console.print(
-                    f"step {metrics.step}/{self._steps}  {line}", highlight=False
-                )
 
 
 class Memory(NamedTuple):
@@ -380,7 +334,8 @@ def save_plot(
 
     figure = Figure(figsize=(9 if costs else 5.5, 3.5), layout="constrained")
     panels = figure.subplots(1, 2 if costs else 1, squeeze=False)[0]
-    panels[0].plot([s.step for s in history], [getattr(s, field) for s in history])
+    steps, values = zip(*((s.step, getattr(s, field)) for s in history), strict=True)
+    panels[0].plot(steps, values, label="training, one batch")
     held_out = f"held_out_{field}"
     scored = [s for s in history if getattr(s, held_out, None) is not None]
     if scored:
@@ -395,15 +350,22 @@ def save_plot(
         figure.savefig(path, dpi=150)
 
 
+_HEADS = {
+    "fused": "fused: a chunk of the logits at a time",
+    "materialised": "materialised: all logits at once",
+}
+_PARTS = {"head": "head alone:\nloss and gradients", "step": "whole train step"}
+
+
 def _draw_memory(panel: Any, costs: Mapping[str, HeadCost]) -> None:
-    bars = {
-        f"{name}\n{part}": getattr(cost, part).temporary / _MIB
-        for part in ("head", "step")
-        for name, cost in costs.items()
-    }
-    drawn = panel.bar(list(bars), list(bars.values()))
-    panel.bar_label(drawn, fmt="{:,.0f}")
+    """Bars of the temporary memory, a group for each part, a colour for each head."""
+    width = 0.8 / len(costs)
+    for i, (name, cost) in enumerate(costs.items()):
+        heights = [getattr(cost, part).temporary / _MIB for part in _PARTS]
+        places = [x + (i - (len(costs) - 1) / 2) * width for x in range(len(_PARTS))]
+        drawn = panel.bar(places, heights, width, label=_HEADS.get(name, name))
+        panel.bar_label(drawn, fmt="{:,.0f}")
+    panel.set_xticks(range(len(_PARTS)), list(_PARTS.values()))
+    panel.legend(loc="upper center", bbox_to_anchor=(0.5, 1.22), frameon=False)
     panel.margins(y=0.1)  # room for the numbers
-    panel.set(
-        ylabel="temporary memory (MiB)", title="the head alone, and the whole step"
-    )
+    panel.set(ylabel="temporary memory (MiB)")

@@ -8,6 +8,9 @@ from rich.console import Console
 from rich.text import Text
 
 from jaxmem.data import documents as data, pairs
+from jaxmem.data.blocks import Blocks
+from jaxmem.data.chat import Templates
+from jaxmem.data.documents import DataConfig
 from jaxmem.train import starting
 from jaxmem.train.jobs.config import Config, DpoJobConfig, GrpoJobConfig
 from jaxmem.train.jobs.questions import OwnPrompts, task_of
@@ -44,18 +47,21 @@ def show(
 def _documents(config: Config, count: int, console: Console) -> Iterator[str | Text]:
     tokenizer = starting.load_tokenizer(config.data, config.model)
     template = starting.load_template(config.data, config.model, tokenizer)
-    documents = data.load_documents(config.data.source, template=template)
+    documents = _read(config.data, template)
     encoded = list(data.encode_documents(documents, tokenizer))
     for document, (tokens, labels) in zip(documents[:count], encoded, strict=False):
         yield from _record(document.name, tokens, labels, tokenizer, console)
     lengths = np.array([len(tokens) for tokens, _ in encoded])
     counted = sum(int((labels >= 0).sum()) for _, labels in encoded)
     length = config.data.sequence_length
-    yield _lengths("documents", lengths, counted)
+    first = "documents of the first block" if config.data.streaming else "documents"
+    yield _lengths(first, lengths, counted)
     yield (
         f"{int((lengths > length).sum()):,} are longer than data.sequence_length="
         f"{length} and are cut into rows"
     )
+    if config.data.streaming:
+        return
     batches = data.batches(config.data, tokenizer, epochs=1, template=template)
     filled = [batch.segment_ids > 0 for batch in batches]
     tokens = sum(int(x.sum()) for x in filled)
@@ -65,6 +71,14 @@ def _documents(config: Config, count: int, console: Console) -> Iterator[str | T
         f"{1 - tokens / (rows * length):.1%} padding: {len(filled):,} micro-batches of "
         f"{config.data.batch_size}"
     )
+
+
+def _read(config: DataConfig, template: Templates | None) -> list[data.Document]:
+    """All documents; where they are streamed, those of the first block."""
+    if not config.streaming:
+        return data.load_documents(config.source, template=template)
+    records = Blocks(config.source, "data.source").records(0)
+    return [data.document_of(record, template) for record in records]
 
 
 def _pairs(config: DpoJobConfig, count: int, console: Console) -> Iterator[str | Text]:

@@ -10,12 +10,14 @@ import tokenizers
 from rich.console import Console
 
 from jaxmem import checkpoints
+from jaxmem.core import processes
 from jaxmem.data import documents as data, vocabulary
 from jaxmem.data.chat import Templates, read_template
 from jaxmem.data.documents import DataConfig
 from jaxmem.models import lora
 from jaxmem.models.decoder import Decoder, ModelConfig
-from jaxmem.train.program import ProgramConfig
+from jaxmem.train import files
+from jaxmem.train.program import DecoderProgram, ProgramConfig, TrainState
 
 _Job = TypeVar("_Job", bound=ProgramConfig)
 
@@ -97,3 +99,27 @@ def leave(directory: Path, decoder: Decoder, console: Console) -> None:
     if adapts is not None and checkpoints.read_config(adapts).text_part:
         said += ", with the text part of the checkpoint alone, once that is saved"
     console.print(said, highlight=False, soft_wrap=True)
+
+
+def leave_best(
+    directory: Path,
+    state: TrainState | None,
+    program: DecoderProgram,
+    frozen: dict,
+    console: Console,
+) -> None:
+    """`leave` in "best" of a run's directory, where a checkpoint of the best is kept.
+
+    Args:
+        directory: of the run.
+        state: of the best evaluation; None: there is nothing to save.
+        program: of the run.
+        frozen: the weights that are not trained.
+        console: receives the line.
+    """
+    if state is None:
+        return
+    tokenizer = directory / "tokenizer.json"
+    if processes.is_first() and tokenizer.exists():
+        files.write_whole(directory / "best" / tokenizer.name, tokenizer.read_text())
+    leave(directory / "best", program.model(state.params, frozen), console)

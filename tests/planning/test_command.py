@@ -8,8 +8,8 @@ import pytest
 from jaxmem import cli, devices
 from jaxmem.planning import command, jobs, roofline, search
 from jaxmem.planning.account import Account
-from jaxmem.train import config as configuration
-from jaxmem.train.jobs import sft
+from jaxmem.train import config as configuration, starting
+from jaxmem.train.jobs import dpo, sft
 from jaxmem.train.jobs.policy_program import PolicyProgram
 
 TINY = (
@@ -47,7 +47,8 @@ def test_supervised(fake, capsys):
     (phase,) = made["phases"]
     config, _ = configuration.load(cli._find_config(SFT[0]), SFT[1:])
     program = sft.Program(config, 300)
-    account = program.compile_step(config.head).memory_analysis()
+    with devices.target("h200"):  # where the program is not quite the CPU's
+        account = program.compile_step(config.head).memory_analysis()
     assert phase["account"]["temporary"] == account.temp_size_in_bytes
     assert phase["account"]["arguments"] == account.argument_size_in_bytes
     params = sum(x.nbytes for x in jax.tree.leaves(program.initial_params()))
@@ -86,6 +87,45 @@ def test_phases_of_a_policy_are_its_programs(fake):
     _, forward, backward, _ = job.phases
     assert backward.runs * backward.tokens == pytest.approx(read)
     assert forward.runs * forward.tokens == pytest.approx(2 * read)
+
+
+def test_phases_of_pairs_are_its_programs(fake, capsys):
+    """The reference is in the plan, and in no step's time."""
+    words = (
+        f"model.checkpoint={SCORE}", "data.sequence_length=16", "head.chunk=32",
+        "model.dtype=float32", "model.param_dtype=float32", "run.accumulate=2",
+    )  # fmt: skip
+    status, said = planned(capsys, "dpo_lora.gin", *words, "--json")
+    made = json.loads(said.out)
+    reference, step = made["phases"]
+    config, _ = configuration.load(cli._find_config("dpo_lora.gin"), words)
+    config = starting.resolved(config)
+    with devices.target("h200"):
+        program = dpo.Program(config, config.model.vocab_size)
+        scoring = program.trace_logprobs().lower().compile()
+        compiled = program.compile_step()
+    for phase, expected in ((reference, scoring), (step, compiled)):
+        account = expected.memory_analysis()
+        assert phase["account"]["temporary"] == account.temp_size_in_bytes
+        assert phase["account"]["arguments"] == account.argument_size_in_bytes
+    assert [reference["runs"], step["runs"]] == [0, 1]
+    assert step["tokens"] == 2 * 2 * 2 * 16  # micro-batches x pairs x answers x tokens
+    moments = step["resident"]["moments"]
+    assert moments > 0 and reference["resident"]["moments"] == moments  # eval.every
+    assert status == 0 and made["notes"] == [
+        "the reference is scored once, before the first step"
+    ]
+    words += ("data.held_out=0.0", "eval.every=None")
+    config, _ = configuration.load(cli._find_config("dpo_lora.gin"), words)
+    with devices.target("h200"):
+        assert not jobs.of_config(config).phases[0].held
+
+
+def test_pairs_without_a_compiler(capsys, monkeypatch):
+    monkeypatch.setattr(devices, "compiler_missing", lambda device: "pip install this")
+    sizes = f"model.checkpoint={SCORE}", "model.dtype=float32"
+    _, said = planned(capsys, "dpo_lora.gin", *sizes)
+    assert "Not compiled" in said.out and "activations kept" in said.out
 
 
 def test_scoring(fake, capsys):

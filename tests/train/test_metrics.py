@@ -46,26 +46,6 @@ def test_speed_is_the_median_over_steps():
     assert metrics.tokens_per_second([]) == 0.0
 
 
-def test_plain_progress_shows_the_first_the_last_and_every_third_step():
-    stream = io.StringIO()
-    console = Console(file=stream, width=100)
-    with metrics.ProgressReport(console, steps=8, done=1, every=3) as report:
-        for step in range(2, 9):
-            report.update(step_metrics(step))
-    lines = stream.getvalue().splitlines()
-    assert [line.split()[1] for line in lines] == ["2/8", "3/8", "6/8", "8/8"]
-    assert lines[0] == "step 2/8  loss 2.5000  100 tokens/s"
-
-
-def test_a_terminal_gets_a_bar():
-    stream = io.StringIO()
-    console = Console(file=stream, width=100, force_terminal=True)
-    with metrics.ProgressReport(console, steps=2, done=0, every=1) as report:
-        report.update(step_metrics(1))
-        report.update(step_metrics(2))
-    assert "2/2" in stream.getvalue() and "loss 2.5000" in stream.getvalue()
-
-
 def test_memory_is_the_compiler_s():
     def program(x):
         return jnp.tanh(x @ x.T) @ x
@@ -103,7 +83,32 @@ def test_the_summary_is_json_in_bytes(tmp_path):
 
 
 @pytest.mark.parametrize("costs", [COSTS, {}])
-def test_the_plot_is_a_png(tmp_path, costs):
+def test_the_plot_shows_held_out_loss_and_what_the_bars_compare(
+    tmp_path, costs, monkeypatch
+):
+    figures = []
+    monkeypatch.setattr(
+        "matplotlib.figure.Figure.savefig",
+        lambda self, path, dpi: figures.append(self) or path.write_bytes(b"drawn"),
+    )
     history = [step_metrics(i, 9.0 / i) for i in range(1, 20)]
+    history[9] = history[9]._replace(held_out_loss=1.5)
     metrics.save_plot(tmp_path / "report.png", history, costs)
+    assert (tmp_path / "report.png").read_bytes() == b"drawn"
+    curves, *bars = figures[0].axes
+    steps, values = curves.get_legend_handles_labels()[0][1].get_data()
+    assert [*steps] == [10] and [*values] == [1.5]
+    assert curves.get_legend_handles_labels()[1] == ["training, one batch", "held out"]
+    assert len(bars) == len(costs) // 2
+    for panel in bars:
+        labels = panel.get_legend_handles_labels()[1]
+        assert [label.partition(":")[0] for label in labels] == list(costs)
+        heights = [[bar.get_height() for bar in group] for group in panel.containers]
+        assert heights == [[3, 10], [300, 1024]]
+        ticks = [label.get_text() for label in panel.get_xticklabels()]
+        assert ticks == ["head alone:\nloss and gradients", "whole train step"]
+
+
+def test_the_plot_is_a_png(tmp_path):
+    metrics.save_plot(tmp_path / "report.png", [step_metrics(1)], COSTS)
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")

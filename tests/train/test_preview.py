@@ -43,6 +43,14 @@ def test_documents_show_what_the_loss_counts(capsys):
     assert "an epoch packs 28 tokens into 4 rows of 8, 12.5% padding: 2 micro" in said
 
 
+def test_of_streamed_data_the_first_block_is_shown(capsys, monkeypatch):
+    monkeypatch.setattr("jaxmem.data.blocks.BLOCK_BYTES", 30)
+    write("t.jsonl", *({"text": "ab" * i} for i in range(1, 9)))
+    said = shown(capsys, "data.source=t.jsonl", "data.streaming=True", "--show", "1")
+    assert "t.jsonl: line at byte 0: 4 tokens, the loss counts 3\n" in said
+    assert "2 documents of the first block, 10 tokens" in said and "packs" not in said
+
+
 def test_conversations_are_rendered(capsys):
     pytest.importorskip("jinja2")
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bc"}]

@@ -54,6 +54,11 @@ class DpoJobConfig:
             raise ValueError(
                 f"data.streams={self.data.streams} must stay 1 for run.job='dpo'"
             )
+        if self.data.streaming:
+            raise ValueError(
+                "data.streaming=True must stay False for run.job='dpo', which keeps "
+                "every pair's reference in memory"
+            )
         if self.head.gradient_samples is not None:
             raise ValueError(
                 f"head.gradient_samples={self.head.gradient_samples} must stay None "

@@ -281,19 +281,24 @@ def train(
             config.data, tokenizer, template, config.dpo.drop_long
         )
         program = Program(config, tokenizer.get_vocab_size())
+        run.progress.waiting("compiling")
         program.choose_policy(program.trace_step, console)
         frozen = program.frozen()
         score = _Scorer(program, frozen)
         run.out_dir.mkdir(parents=True, exist_ok=True)
         path = run.out_dir / "reference.npz"
+        run.progress.waiting("scoring the reference")
         reference = _reference(path, program, score, [*pairs, *held_out])
         evaluate = None
         if held_out:
             evaluate = _held_out(program, score, held_out, reference[len(pairs) :])
         batches = PairBatches(pairs, reference[: len(pairs)], config.data)
         texts = {"tokenizer.json": tokenizer.to_str(), "operative.gin": operative_text}
-        state = run.take_steps(_Job(program, frozen, batches, evaluate), texts)
-        starting.leave(run.out_dir, program.model(state.params, frozen), console)
+        job = _Job(program, frozen, batches, evaluate)
+        params = run.take_steps(job, texts).params
+        starting.leave(run.out_dir, program.model(params, frozen), console)
+        best = run.best_state(job)
+        starting.leave_best(run.out_dir, best, program, frozen, console)
         if not processes.is_first():
             return Result(run.out_dir, [])
         result = Result(run.out_dir, run.history(PreferenceMetrics))
@@ -304,10 +309,9 @@ def train(
 def _settings(config: DpoJobConfig) -> Settings:
     """Return the settings that are compared when a run is resumed."""
     fixed = {
-        "data": dataclasses.asdict(config.data),
+        "data": config.data.fixed(),
         "model": dataclasses.asdict(config.model),
     }
-    del fixed["data"]["cache_dir"]
     weights = fixed_weights(config.optimizer, config.run.seed)
     # The reference is the initial weights, which are drawn anew.
     weights["run"] = {"job": config.run.job, "seed": config.run.seed}

@@ -334,11 +334,14 @@ def train(
     with open_run(config.run, _settings(config), console, config.eval) as run:
         task = task_of(config)
         program = PolicyProgram(config)
+        run.progress.waiting("compiling")
         program.choose_policy_by_gradients(console)
         compiled = program.compile()
         job = _Job(program, compiled, task)
-        state = run.take_steps(job, {"operative.gin": operative_text})
-        starting.leave(run.out_dir, program.model(state.params, job.frozen), console)
+        params = run.take_steps(job, {"operative.gin": operative_text}).params
+        starting.leave(run.out_dir, program.model(params, job.frozen), console)
+        best = run.best_state(job)
+        starting.leave_best(run.out_dir, best, program, job.frozen, console)
         costs = _head_costs(program, compiled) if config.run.compare_heads else {}
         if not processes.is_first():
             return Result(run.out_dir, [], costs)

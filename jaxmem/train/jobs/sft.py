@@ -231,8 +231,8 @@ class Program(DecoderProgram):
         self, params: optax.Params, frozen: dict, batches: Iterator[Batch]
     ) -> float:
         """Mean loss of every token in the batches, in nats; forward only."""
-        sums = self._loss_sums
         with self.layout.context():
+            sums = self._loss_sums
             made = [sums(params, frozen, self.layout.place(x)) for x in batches]
         total, tokens = np.array(made, np.float64).sum(axis=0)
         return float(total / max(tokens, 1))
@@ -295,6 +295,7 @@ class _Job:
         held_out: Callable[[], data.BatchIterator] | None = None,
     ):
         self._held_out = held_out
+        self.held_out_loss: float | None = None  # of the last evaluation
         self._program, self._compiled = program, compiled
         self._frozen, self._batches = frozen, batches
         self.initial_state = program.initial_state
@@ -319,6 +320,7 @@ class _Job:
         if self._held_out is None:
             return None
         loss = self._program.evaluate(state.params, self._frozen, self._held_out())
+        self.held_out_loss = loss
         perplexity = math.exp(min(loss, 700.0))
         values = {"held_out_loss": loss, "held_out_perplexity": perplexity}
         return Evaluated(taken._replace(**values), loss)
@@ -351,19 +353,22 @@ def train(
     with open_run(config.run, _settings(config), console, config.eval) as run:
         tokenizer = starting.load_tokenizer(config.data, config.model)
         program = Program(config, tokenizer.get_vocab_size())
-        program.choose_policy(lambda: program.trace_step(config.head), console)
-        compiled, frozen = program.compile_step(config.head), program.frozen()
         rows = program.layout.own_rows(config.data.batch_size)
         template = starting.load_template(config.data, config.model, tokenizer)
         batches = streams.batches(config.data, tokenizer, rows, template)
         held_out = _held_out(config.data, tokenizer, template)
+        run.progress.waiting("compiling")
+        program.choose_policy(lambda: program.trace_step(config.head), console)
+        compiled, frozen = program.compile_step(config.head), program.frozen()
         texts = {"tokenizer.json": tokenizer.to_str(), "operative.gin": operative_text}
         job = _Job(program, compiled, frozen, batches, held_out)
-        state = run.take_steps(job, texts)
-        starting.leave(run.out_dir, program.model(state.params, frozen), console)
-        held_out_loss = None
-        if held_out is not None:
-            held_out_loss = program.evaluate(state.params, frozen, held_out())
+        params = run.take_steps(job, texts).params
+        starting.leave(run.out_dir, program.model(params, frozen), console)
+        held_out_loss = job.held_out_loss  # the last step is evaluated, if any is
+        if held_out is not None and held_out_loss is None:
+            held_out_loss = program.evaluate(params, frozen, held_out())
+        best = run.best_state(job)
+        starting.leave_best(run.out_dir, best, program, frozen, console)
         costs = _head_costs(program, compiled) if config.run.compare_heads else {}
         if not processes.is_first():
             return Result(run.out_dir, [], costs, held_out_loss)
@@ -400,11 +405,7 @@ def _micro_batches(batches: Iterator[Batch], count: int) -> Batch:
 
 def _settings(config: Config) -> Settings:
     """Return the settings that are compared when a run is resumed."""
-    fixed = {
-        "data": dataclasses.asdict(config.data),
-        "model": dataclasses.asdict(config.model),
-    }
-    del fixed["data"]["cache_dir"]  # where vocabularies lie, not what they are
+    fixed = {"data": config.data.fixed(), "model": dataclasses.asdict(config.model)}
     if config.data.chat_template is None:  # as in runs from before there was one
         del fixed["data"]["chat_template"]
     fixed |= fixed_weights(config.optimizer, config.run.seed)
@@ -444,5 +445,6 @@ def _report(result: Result, console: Console) -> None:
             f"held-out loss {held_out_loss:.4f} nats per token", highlight=False
         )
     metrics.save_summary(out_dir / "summary.json", history, costs, held_out_loss)
-    metrics.save_plot(out_dir / "report.png", history, costs)
+    last = history[-1]._replace(held_out_loss=held_out_loss)  # without eval.every, too
+    metrics.save_plot(out_dir / "report.png", [*history[:-1], last], costs)
     console.print(f"saved in {out_dir}: summary.json, report.png", highlight=False)

@@ -229,6 +229,7 @@ def test_conversations_share_their_start(tmp_path):
     ("overrides", "message"),
     [
         (["model.checkpoint=None"], "run.job='dpo' needs model.checkpoint"),
+        (["data.streaming=True"], "data.streaming=True must stay False for run.job="),
         (["dpo.beta=0.0"], "dpo.beta must be above 0"),
         (["dpo.label_smoothing=0.5"], "dpo.label_smoothing must be"),
         (["dpo.loss=hinge"], "dpo.loss must be 'sigmoid' or 'ipo', got 'hinge'"),

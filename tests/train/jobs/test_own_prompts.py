@@ -100,7 +100,11 @@ def steps(path="run"):
     ]
 
 
-def test_own_rewards_are_learned_and_one_that_raises_costs_no_step(directory):
+class Killed(BaseException):
+    """Ends a run between two steps and lets it save nothing, as a kill does."""
+
+
+def test_own_rewards_are_learned_and_a_run_resumes_bitwise(directory, monkeypatch):
     result, said = train()
     rewards = [step.reward for step in result.history]
     assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.15
@@ -119,9 +123,22 @@ def test_own_rewards_are_learned_and_one_that_raises_costs_no_step(directory):
         train("run.out_dir=cut")
     assert len(steps("cut")) == 3  # of which no checkpoint was due
     pathlib.Path("break").unlink()
+    # It goes on, and is killed after a step that is not saved.
+    step = grpo._Job.step
+
+    def killed(self, number, state):
+        if number == 8:
+            raise Killed
+        return step(self, number, state)
+
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        patched.setattr(grpo._Job, "step", killed)
+        train("run.out_dir=cut")
+    assert len(steps("cut")) == 7
     _, said = train("run.out_dir=cut")
-    assert "resuming cut after step 3" in said
+    assert "resuming cut after step 5" in said
     assert steps("cut") == steps("run")
+    assert "saved in cut/best/model" in said
 
 
 def own_prompts(*overrides):

@@ -1,0 +1,129 @@
+"""Files in blocks that are read one at a time, for data that do not fit in memory.
+
+A block is 1 MiB of a .jsonl file, with the lines that start in it, or a row group of a
+.parquet file. Neither is looked for: which block has which bytes follows from the sizes
+of the files.
+"""
+
+import bisect
+import hashlib
+import itertools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxmem.core import messages
+from jaxmem.data.records import (
+    DataError,
+    Record,
+    Source,
+    count_row_groups,
+    find_files,
+    parse_line,
+    read_records,
+)
+
+BLOCK_BYTES = 2**20
+
+
+class Block(NamedTuple):
+    """A part of a file."""
+
+    path: Path
+    number: int  # of the part, from 0
+
+
+class Blocks(Sequence[Block]):
+    """The blocks of a source's files; what is held does not grow with the files.
+
+    Args:
+        source: paths and globs of .jsonl and .parquet files.
+        argument: what an error calls the source.
+
+    Raises:
+        DataError: another kind of file, one that cannot be read, or all are empty.
+    """
+
+    def __init__(self, source: Source, argument: str):
+        if source == "stdlib":
+            raise DataError(f"{argument}='stdlib' fits in memory: no data.streaming")
+        self._argument, self._paths = argument, find_files(source, argument)
+        counts = [self._count(path) for path in self._paths]
+        self._stops = list(itertools.accumulate(counts))
+        if not self._stops[-1]:
+            shown = ", ".join(map(str, self._paths[:3]))
+            raise DataError(f"{argument}: {shown} holds no text")
+
+    def _count(self, path: Path) -> int:
+        if path.suffix == ".parquet":
+            return count_row_groups(path, self._argument)
+        if path.suffix != ".jsonl":
+            raise DataError(
+                f"{self._argument}: data.streaming reads .jsonl and .parquet files, "
+                f"got {messages.name(str(path))}"
+            )
+        try:
+            return -(-path.stat().st_size // BLOCK_BYTES)
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            shown = messages.name(str(path))
+            raise DataError(
+                f"{self._argument}: cannot read {shown}: {reason}"
+            ) from None
+
+    def __len__(self) -> int:
+        return self._stops[-1]
+
+    def __getitem__(self, index):  # an integer; slices are of no use
+        file = bisect.bisect_right(self._stops, index)
+        first = self._stops[file - 1] if file else 0
+        return Block(self._paths[file], int(index) - first)
+
+    def records(self, index: int) -> Iterator[Record]:
+        """Yield the records of a block.
+
+        Raises:
+            DataError: a record that is none, by its place in the file.
+        """
+        path, number = self[index]
+        if path.suffix == ".parquet":
+            return read_records(path, self._argument, number)
+        return _lines(path, number * BLOCK_BYTES)
+
+    def split(self, held_out: float) -> tuple[np.ndarray, np.ndarray]:
+        """Numbers of the blocks that are trained on, and of those held out."""
+        order = np.random.default_rng(0).permutation(len(self))
+        count = int(len(self) * held_out)
+        return order[count:], order[:count]
+
+    def fingerprint(self) -> bytes:
+        """Identify the files by their order, their sizes and how they start."""
+        made = hashlib.sha256()
+        for path in self._paths:
+            with open(path, "rb") as file:
+                made.update(b"%d:" % path.stat().st_size + file.read(2**16))
+        return made.digest()
+
+
+def _lines(path: Path, start: int) -> Iterator[Record]:
+    """Records of the lines that start in the block from that byte on."""
+    with open(path, "rb") as file:
+        if start:  # the line with the byte before belongs to the block before
+            file.seek(start - 1)
+            file.readline()
+        while (place := file.tell()) < start + BLOCK_BYTES:
+            line = file.readline()
+            if not line:
+                return
+            if line.strip():
+                yield _record(f"{path}: line at byte {place:,}", line)
+
+
+def _record(where: str, line: bytes) -> Record:
+    try:
+        text = line.decode()
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where}: not UTF-8 ({error.reason})") from error
+    return Record(where, parse_line(where, text))

@@ -1,0 +1,66 @@
+"""The configuration of supervised data and of pairs."""
+
+import dataclasses
+from typing import Any
+
+from jaxmem.core.fields import check_numbers
+from jaxmem.core.ranges import integers, reals
+from jaxmem.data.vocabulary import SMALLEST, SPECIAL_TOKENS
+
+_SLOTS = 2**31  # of a batch: int32 numbers them
+_RANGES = {
+    "vocab_size": integers(high=2**24),
+    "sequence_length": integers(1, limit=2**24),  # T² entries of a mask fit 64 bits
+    "batch_size": integers(1),
+    "held_out": reals(0, below=1),
+    "seed": integers(0, below=2**31),
+    "streams": integers(1),
+    "shuffle_window": integers(1, limit=2**24),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """What to read, how to cut it into tokens, and how to lay tokens out in rows."""
+
+    # "stdlib" (Python's own sources), or paths and globs of .txt, .jsonl or .parquet
+    source: str | tuple[str, ...] = "stdlib"
+    vocab_size: int = 8192  # entries of the byte-level BPE vocabulary, with specials
+    sequence_length: int = 256  # tokens in a row (T)
+    batch_size: int = 8  # rows in a micro-batch (B)
+    held_out: float = 0.0  # fraction of the documents kept from training, in [0, 1)
+    seed: int = 0  # order of the documents; every epoch has an order of its own
+    cache_dir: str = "~/.cache/jaxmem"  # directory that keeps trained vocabularies
+    streams: int = 1  # parts of the documents, each a part of every batch's rows
+    # path of a Jinja template for messages; None: the checkpoint's own
+    chat_template: str | None = None
+    # read .jsonl and .parquet files block by block, for data that do not fit in memory
+    streaming: bool = False
+    # pieces of documents that are shuffled together where data.streaming is True
+    shuffle_window: int = 4096
+
+    def __post_init__(self):
+        check_numbers(self, _RANGES)
+        if self.sequence_length * self.batch_size >= _SLOTS:
+            raise ValueError(
+                f"DataConfig.batch_size must be below 2**31 / sequence_length="
+                f"{self.sequence_length}, got {self.batch_size}"
+            )
+        if self.batch_size % self.streams:
+            raise ValueError(
+                "DataConfig.streams must divide batch_size, got "
+                f"streams={self.streams} for batch_size={self.batch_size}"
+            )
+        if self.vocab_size < SMALLEST:
+            raise ValueError(
+                f"DataConfig.vocab_size must be at least {SMALLEST} (every "
+                f"byte and {', '.join(SPECIAL_TOKENS)}), got {self.vocab_size}"
+            )
+
+    def fixed(self) -> dict[str, Any]:
+        """The fields that a resumed run must share with the saved one."""
+        fields = dataclasses.asdict(self)
+        del fields["cache_dir"]  # where vocabularies lie, not what they are
+        if not self.streaming:  # as in runs from before there was a choice
+            del fields["streaming"], fields["shuffle_window"]
+        return fields

@@ -1,0 +1,99 @@
+"""The progress of a run: a bar on a terminal, else lines."""
+
+import contextlib
+import time
+from collections.abc import Callable
+
+from rich import progress
+from rich.console import Console
+from rich.text import Text
+
+from jaxmem.train.metrics import AnyMetrics
+
+
+class _Clock(progress.ProgressColumn):
+    """Seconds since the start until the first step ends, then the time remaining."""
+
+    def __init__(self):
+        super().__init__()
+        self._remaining = progress.TimeRemainingColumn()
+
+    def render(self, task: progress.Task) -> Text:
+        if task.fields["waiting"]:
+            return Text(f"{task.elapsed or 0:.0f} s")
+        return self._remaining.render(task)
+
+
+class ProgressReport:
+    """A progress bar on a terminal; elsewhere, a plain line every few steps.
+
+    Until the first step has ended it says what the run is waiting for, such as
+    "compiling", and for how many seconds.
+
+    Args:
+        console: receives the output.
+        steps: number of steps of the whole run.
+        done: number of steps that earlier processes finished.
+        every: steps between two plain lines.
+        clock: returns seconds.
+    """
+
+    def __init__(
+        self,
+        console: Console,
+        steps: int,
+        done: int,
+        every: int,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._console, self._clock = console, clock
+        self._steps, self._done, self._every = steps, done, every
+        self._task: progress.TaskID | None = None
+        self._what = ""
+        self._bar = progress.Progress(
+            progress.TextColumn("step"),
+            progress.MofNCompleteColumn(),
+            progress.BarColumn(),
+            progress.TextColumn("{task.description}"),
+            _Clock(),
+            console=console,
+            disable=not console.is_terminal,
+            get_time=clock,
+        )
+
+    def __enter__(self) -> "ProgressReport":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def waiting(self, what: str) -> None:
+        """Say what precedes the first step; its clock starts at the first call."""
+        if self._task is None:
+            self._start = self._clock()
+            self._task = self._bar.add_task(
+                "", total=self._steps, completed=self._done, waiting=True
+            )
+            self._bar.start()
+        if what != self._what:
+            self._bar.update(self._task, description=what)
+            self._print(what)
+        self._what = what
+
+    def update(self, metrics: AnyMetrics) -> None:
+        """Show one step."""
+        line, first = metrics.line, metrics.step == self._done + 1
+        if first:
+            self._print(f"first step after {self._clock() - self._start:.0f} s")
+        assert self._task is not None, "waiting comes first"
+        self._bar.update(
+            self._task, completed=metrics.step, description=line, waiting=False
+        )
+        if first or metrics.step == self._steps or metrics.step % self._every == 0:
+            self._print(f"step {metrics.step}/{self._steps}  {line}")
+
+    def _print(self, line: str) -> None:
+        """Print a plain line, where there is no bar."""
+        if not self._console.is_terminal:
+            with contextlib.suppress(OSError):  # a full disk behind stdout
+                self._console.print(line, highlight=False)

@@ -1,0 +1,219 @@
+"""Streamed data: every record once, a bounded part of it held, resumed anywhere."""
+
+import collections
+import dataclasses
+import itertools
+import json
+import weakref
+
+import numpy as np
+import pytest
+
+from jaxmem.data import blocks, documents as data
+from jaxmem.data.blocks import Blocks
+
+WINDOW = 12
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """Blocks of some lines, and rows that are packed few at a time."""
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 100)
+    monkeypatch.setattr(data, "_ROWS_OPEN", 4)
+
+
+def write(path, count, seed=0):
+    """Texts of one to thirty words, each with a number of its own."""
+    rng = np.random.default_rng(seed)
+    texts = [f"{i} " + "tile " * int(rng.integers(1, 30)) for i in range(count)]
+    lines = [json.dumps({"text": text}) + "\n" for text in texts]
+    lines[3] += "\n"  # blank lines hold nothing
+    path.write_text("".join(lines))
+    return texts
+
+
+@pytest.fixture
+def config(tmp_path):
+    write(tmp_path / "a.jsonl", 30)
+    write(tmp_path / "b.jsonl", 15, seed=1)
+    return data.DataConfig(
+        source=str(tmp_path / "*.jsonl"),
+        vocab_size=275,
+        sequence_length=16,
+        batch_size=2,
+        seed=3,
+        cache_dir=str(tmp_path / "cache"),
+        streaming=True,
+        shuffle_window=WINDOW,
+    )
+
+
+def rows_of(batches):
+    """Each document's part of each row, as (tokens, labels)."""
+    for batch in batches:
+        for tokens, labels, ids in zip(
+            batch.tokens, batch.labels, batch.segment_ids, strict=True
+        ):
+            for i in range(1, ids.max() + 1):
+                yield tuple(tokens[ids == i]), tuple(labels[ids == i])
+
+
+@pytest.mark.parametrize("size", [1, 7, 100, 10**6])
+def test_blocks_of_any_size_hold_every_record_once_and_in_order(
+    size, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", size)
+    texts = write(tmp_path / "a.jsonl", 20)
+    every = Blocks(str(tmp_path / "a.jsonl"), "data.source")
+    records = [r for i in range(len(every)) for r in every.records(i)]
+    assert [record.fields["text"] for record in records] == texts
+    assert (len(every) == 1) == (size == 10**6)
+
+
+def test_parquet_is_read_by_row_groups(tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+
+    texts = [f"text {i}" for i in range(10)]
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"text": texts}), path, row_group_size=4)
+    write(tmp_path / "b.jsonl", 4)
+    every = Blocks((str(path), str(tmp_path / "b.jsonl")), "data.source")
+    assert [len(list(every.records(i))) for i in range(3)] == [4, 4, 2]
+    assert [r.fields["text"] for r in every.records(1)] == texts[4:8]
+    assert next(every.records(1)).where == f"{path}: row group 2, row 1"
+    assert every[3] == (tmp_path / "b.jsonl", 0)
+
+
+def test_an_epoch_is_that_of_data_in_memory_in_an_order_of_its_own(config):
+    tokenizer = data.load_tokenizer(config)
+    in_memory = dataclasses.replace(config, streaming=False)
+    wanted = list(rows_of(data.batches(in_memory, tokenizer, epochs=1)))
+    streamed = list(rows_of(data.batches(config, tokenizer, epochs=1)))
+    assert collections.Counter(streamed) == collections.Counter(wanted)
+    twice = list(rows_of(data.batches(config, tokenizer, epochs=2)))
+    assert collections.Counter(twice) == collections.Counter(wanted * 2)
+    assert twice[: len(streamed)] != twice[len(streamed) :]  # a new order
+    assert streamed == list(rows_of(data.batches(config, tokenizer, epochs=1)))
+
+
+def test_resumes_bitwise_from_every_point(config):
+    tokenizer = data.load_tokenizer(config)
+    batches, states, seen = data.batches(config, tokenizer, epochs=2), [], []
+    while True:
+        states.append(json.loads(json.dumps(batches.get_state())))
+        try:
+            seen.append(next(batches))
+        except StopIteration:
+            break
+    assert len(seen) > 20
+    for i in [*range(0, len(seen), 3), len(seen)]:
+        resumed = data.batches(config, tokenizer, epochs=2)
+        resumed.set_state(states[i])
+        for batch, wanted in zip(itertools.islice(resumed, 3), seen[i:], strict=False):
+            for a, b in zip(batch, wanted, strict=True):
+                np.testing.assert_array_equal(a, b)
+    with pytest.raises(StopIteration):
+        next(resumed)
+
+
+@pytest.mark.parametrize("times", [1, 4])
+def test_what_is_held_does_not_grow_with_the_data(times, config, monkeypatch, tmp_path):
+    tokenizer = data.load_tokenizer(config)
+    write(tmp_path / "a.jsonl", 30 * times)
+    alive, most, cut = weakref.WeakSet(), [], data._pieces
+
+    class Tokens(np.ndarray):
+        __hash__ = object.__hash__  # for the set of weak references
+
+    def pieces(*arguments):
+        for piece in cut(*arguments):
+            piece["tokens"] = piece["tokens"].view(Tokens)
+            alive.add(piece["tokens"])
+            most.append(len(alive))
+            yield piece
+
+    monkeypatch.setattr(data, "_pieces", pieces)
+    for batch in data.batches(config, tokenizer, epochs=1):
+        del batch
+        most.append(len(alive))
+    # A window, and the pieces of a block or those in rows that are being packed.
+    assert (
+        len(most) > 40 * times
+        and print(max(most)) is None
+        and max(most) <= WINDOW + 10 + 4 * 4
+    )
+
+
+def test_blocks_are_held_out_whole(config):
+    config = dataclasses.replace(config, held_out=0.25)
+    tokenizer = data.load_tokenizer(config)
+    parts = [
+        collections.Counter(
+            rows_of(data.batches(config, tokenizer, split=split, epochs=1))
+        )
+        for split in ("train", "evaluation")
+    ]
+    every = dataclasses.replace(config, held_out=0.0)
+    whole = collections.Counter(rows_of(data.batches(every, tokenizer, epochs=1)))
+    assert parts[0] + parts[1] == whole
+    assert 0.1 < parts[1].total() / whole.total() < 0.4
+    few = dataclasses.replace(config, held_out=0.01)
+    with pytest.raises(data.DataError, match="blocks .* leave none for evaluation"):
+        data.batches(few, tokenizer, split="evaluation")
+
+
+def test_streams_share_the_blocks(config):
+    tokenizer = data.load_tokenizer(config)
+    halves = dataclasses.replace(config, streams=2)
+    parts = [
+        collections.Counter(
+            rows_of(data.batches(halves, tokenizer, stream=i, epochs=1))
+        )
+        for i in (0, 1)
+    ]
+    whole = rows_of(data.batches(config, tokenizer, epochs=1))
+    assert parts[0] + parts[1] == collections.Counter(whole)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(source="stdlib"), "data.source='stdlib' fits in memory: no data.stream"),
+        (dict(source="a.txt"), "data.streaming reads .jsonl and .parquet files, got"),
+        (dict(source="no.jsonl"), "data.source: cannot read no.jsonl: No such file"),
+        (dict(source="empty.jsonl"), "data.source: empty.jsonl holds no text"),
+        (dict(source="bad.jsonl"), "bad.jsonl: line at byte 14: "),
+        (dict(source="bytes.jsonl"), "bytes.jsonl: line at byte 0: not UTF-8"),
+    ],
+)
+def test_what_cannot_be_streamed_is_named(
+    changes, message, config, tmp_path, monkeypatch
+):
+    tokenizer = data.load_tokenizer(config)
+    monkeypatch.chdir(tmp_path)
+    for name, content in {
+        "a.txt": b"a", "empty.jsonl": b"", "bad.jsonl": b'{"text": "a"}\n{"text"\n',
+        "bytes.jsonl": b'{"text": "\xff"}\n',
+    }.items():  # fmt: skip
+        (tmp_path / name).write_bytes(content)
+    config = dataclasses.replace(config, **changes)
+    with pytest.raises(data.DataError) as raised:
+        next(data.batches(config, tokenizer))
+    assert message in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_other_files_or_settings_are_another_position(config, tmp_path):
+    tokenizer = data.load_tokenizer(config)
+    state = data.batches(config, tokenizer).get_state()
+    other = dataclasses.replace(config, shuffle_window=WINDOW + 1)
+    write(tmp_path / "b.jsonl", 16, seed=1)
+    for changed in (other, config):
+        with pytest.raises(data.DataError, match="belongs to other data"):
+            data.batches(changed, tokenizer).set_state(state)
+
+
+def test_settings_of_runs_from_before_streaming_are_unchanged(config):
+    fixed = dataclasses.replace(config, streaming=False).fixed()
+    assert not fixed.keys() & {"streaming", "shuffle_window", "cache_dir"}
+    assert config.fixed()["shuffle_window"] == WINDOW

@@ -1,0 +1,128 @@
+"""Supervised training on streamed conversations: what it learns, keeps and resumes."""
+
+import io
+import json
+import pathlib
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from jaxmem import checkpoints
+from jaxmem.data import blocks
+from jaxmem.train import config as configuration
+from jaxmem.train.checkpoint import Checkpoints
+from jaxmem.train.history import read_history
+from jaxmem.train.jobs import sft
+from tests.checkpoints import texts
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{{ m.role[0] + ' ' + m.content }}</s>"
+    "{% endfor %}{% if add_generation_prompt %}{{ 'a ' }}{% endif %}"
+)
+GIN = """
+data.source = "chat.jsonl"
+data.sequence_length = 32
+data.batch_size = 2
+data.held_out = 0.2
+data.streaming = True
+data.shuffle_window = 8
+head.chunk = 32
+optimizer.learning_rate = 1e-2
+optimizer.warmup_steps = 0
+run.steps = 8
+run.accumulate = 2
+run.checkpoint_every = 3
+run.compare_heads = False
+run.out_dir = "run"
+eval.every = 2
+"""
+
+
+class Killed(BaseException):
+    """Ends a run between two steps and lets it save nothing, as a kill does."""
+
+
+@pytest.fixture(autouse=True)
+def directory(tmp_path, monkeypatch):
+    """A checkpoint, and conversations of two turns that answer with the question."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 1000)
+    model = texts.checkpoint("llama", tmp_path)
+    named = {"eos_token": "</s>", "bos_token": "<s>", "chat_template": TEMPLATE}
+    (model / "tokenizer_config.json").write_text(json.dumps(named))
+    words = [a + b for a in "bcdefghi" for b in "rstuvwxy"]
+    turns = [
+        [
+            {"role": role, "content": word if role == "user" else word[0] * 3}
+            for _ in range(2)
+            for role in ("user", "assistant")
+        ]
+        for word in words
+    ]
+    lines = [json.dumps({"messages": each}) + "\n" for each in turns]
+    pathlib.Path("chat.jsonl").write_text("".join(lines))
+    pathlib.Path("sft.gin").write_text(GIN + f'model.checkpoint = "{model}"\n')
+    return tmp_path
+
+
+def train(*overrides):
+    config, text = configuration.load("sft.gin", overrides)
+    stream = io.StringIO()
+    return sft.train(config, text, Console(file=stream, width=120)), stream.getvalue()
+
+
+def steps(path):
+    return [
+        {k: v for k, v in s._asdict().items() if "second" not in k}
+        for s in read_history(pathlib.Path(path) / "metrics.jsonl")
+    ]
+
+
+def best_step(path):
+    (kept,) = (p.name for p in pathlib.Path(path, "best").iterdir() if p.name.isdigit())
+    return int(kept)
+
+
+def test_chats_are_learned_evaluated_and_a_killed_run_resumes_bitwise(monkeypatch):
+    result, said = train()
+    first, last = result.history[0], result.history[-1]
+    assert last.loss < first.loss - 0.5
+    held_out = {s.step: s.held_out_loss for s in result.history if s.held_out_loss}
+    assert list(held_out) == [2, 4, 6, 8] and result.held_out_loss == held_out[8]
+    assert f"held-out loss {held_out[8]:.4f}" in said
+    assert best_step("run") == min(held_out, key=held_out.__getitem__)
+
+    step = sft._Job.step
+
+    def killed(self, number, state):
+        if number == 6:
+            raise Killed
+        return step(self, number, state)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(sft._Job, "step", killed)
+        with pytest.raises(Killed):
+            train("run.out_dir=cut")
+    assert len(steps("cut")) == 5 and best_step("cut") == 4  # not saved: 4 and 5
+    _, said = train("run.out_dir=cut")
+    assert "resuming cut after step 3" in said
+    assert steps("cut") == steps("run") and best_step("cut") == best_step("run")
+
+
+def test_the_best_is_left_as_a_checkpoint_and_a_longer_run_keeps_it(monkeypatch):
+    losses = iter([5.0, 2.0, 3.0, 4.0, 6.0, 7.0])
+    monkeypatch.setattr(sft.Program, "evaluate", lambda *_: next(losses))
+    _, said = train("run.steps=6")
+    assert best_step("run") == 4 and "saved in run/best/model, for trans" in said
+    with Checkpoints(pathlib.Path("run/best"), keep=1) as saved:
+        assert saved.saved_config(4)["best"] == {"cost": 2.0, "step": 4}
+    left, best = (checkpoints.load(f"run/{p}model") for p in ("", "best/"))
+    weights = [np.asarray(x.embed.embedding[...]) for x in (left, best)]
+    assert np.any(weights[0] != weights[1])
+    assert pathlib.Path("run/best/model/tokenizer.json").exists()
+    train("run.steps=10")
+    assert best_step("run") == 4
+    again = checkpoints.load("run/best/model").embed.embedding[...]
+    np.testing.assert_array_equal(again, weights[1])

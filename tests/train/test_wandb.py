@@ -1,0 +1,139 @@
+"""Weights & Biases: what it gets, and that its failures are nobody else's."""
+
+import json
+import struct
+import sys
+import threading
+import time
+import types
+
+import pytest
+
+from jaxmem.train import wandb_writer
+from tests.train.test_loop import run_in
+
+
+def stand_in(monkeypatch, init, mode="online", key=True):
+    """A module in the place of wandb, for what the real one does without a network."""
+    module = types.ModuleType("wandb")
+    module.Settings, module.init = dict, init
+    module.login = lambda prompt, verify: key
+    settings = types.SimpleNamespace(mode=mode)
+    module.setup = lambda: types.SimpleNamespace(settings=settings)
+    monkeypatch.setitem(sys.modules, "wandb", module)
+
+
+class Board:
+    """A run of wandb, as far as it is used."""
+
+    def __init__(self, action=lambda: None):
+        self.steps, self.finished, self._action = [], False, action
+
+    def log(self, values, step):
+        self._action()
+        self.steps.append((step, values["loss"]))
+
+    def finish(self):
+        self.finished = True
+
+
+def test_every_step_arrives_and_a_resumed_run_continues_the_same_one(
+    tmp_path, monkeypatch
+):
+    boards, options = [], []
+
+    def init(**given):
+        options.append(given)
+        boards.append(Board())
+        return boards[-1]
+
+    stand_in(monkeypatch, init)
+    ran = run_in(tmp_path / "run", wandb="p")
+    assert ran.error is None and boards[0].finished
+    assert [step for step, _ in boards[0].steps] == [1, 2, 3, 4, 5, 6]
+    assert options[0]["config"]["data"] == {"source": "a.txt"}
+    assert options[0]["config"]["optimizer"] == {"learning_rate": 0.1}
+    run_in(tmp_path / "run", steps=8, wandb="p")
+    assert [step for step, _ in boards[1].steps] == [7, 8]
+    assert options[0]["id"] == options[1]["id"] and options[1]["resume"] == "allow"
+    run_in(tmp_path / "other", wandb="p")
+    assert options[2]["id"] != options[0]["id"] and options[2]["name"] == "other"
+
+
+@pytest.mark.parametrize("where", ["init", "log"])
+def test_what_fails_is_warned_of_once_and_no_step_is_lost(where, tmp_path, monkeypatch):
+    def fail(**_):
+        raise SystemExit("no network")
+
+    stand_in(monkeypatch, fail if where == "init" else lambda **_: Board(fail))
+    ran = run_in(tmp_path / "run", wandb="p")
+    assert ran.error is None and ran.steps == [1, 2, 3, 4, 5, 6]
+    assert ran.said.count("Weights & Biases: SystemExit: no network; training") == 1
+
+
+def test_what_hangs_blocks_neither_the_steps_nor_the_end(tmp_path, monkeypatch):
+    stuck = threading.Event()
+    stand_in(monkeypatch, lambda **_: stuck.wait())
+    monkeypatch.setattr(wandb_writer, "_FINISH_SECONDS", 0.05)
+    monkeypatch.setattr(wandb_writer, "_MAX_PENDING", 4)
+    start = time.perf_counter()
+    ran = run_in(tmp_path / "run", wandb="p")
+    assert time.perf_counter() - start < 60
+    assert ran.error is None and ran.steps == [1, 2, 3, 4, 5, 6]
+    assert ran.said.count("Weights & Biases: step 5 is left out: 4 wait to be") == 1
+    assert ran.said.count("Weights & Biases") == 1
+    stuck.set()
+
+
+@pytest.mark.parametrize(
+    ("installed", "message"),
+    [
+        (False, "run.wandb='p' needs wandb, which is not installed; run: pip install"),
+        (True, "run.wandb='p': wandb has no API key; run `wandb login`, or set"),
+    ],
+)
+def test_a_run_that_could_send_nothing_does_not_start(
+    installed, message, tmp_path, monkeypatch
+):
+    stand_in(monkeypatch, None, key=False)
+    if not installed:
+        monkeypatch.setitem(sys.modules, "wandb", None)
+    ran = run_in(tmp_path / "run", wandb="p")
+    assert message in str(ran.error) and not (tmp_path / "run").exists()
+
+
+def records(content):
+    """Of a file of wandb: LevelDB's log format, whose blocks are of 32 KiB."""
+    place, whole = 7, b""  # after wandb's own header
+    while place + 7 <= len(content):
+        _, length, kind = struct.unpack_from("<IHB", content, place)
+        whole += content[place + 7 : place + 7 + length]
+        if kind in (1, 4):  # full, or the last part
+            yield whole
+            whole = b""
+        place += 7 + length
+        left = -place % 2**15
+        place += left if left < 7 else 0
+
+
+def test_offline_mode_writes_files_that_hold_every_step(tmp_path, monkeypatch):
+    pytest.importorskip("wandb", reason="wandb is not installed: jaxmem[wandb]")
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    ran = run_in(tmp_path / "run", wandb="p")
+    assert ran.error is None and "Weights & Biases" not in ran.said
+    (path,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
+    assert path.stem == "run-" + (tmp_path / "run" / "wandb_id").read_text().strip()
+    # Its process writes the last block soon after the run is finished.
+    for _ in range(300):
+        content = [Record.FromString(x) for x in records(path.read_bytes())]
+        if content and content[-1].HasField("exit"):
+            break
+        time.sleep(0.1)
+    steps = [
+        {(i.key or i.nested_key[0]): json.loads(i.value_json) for i in x.history.item}
+        for x in content
+        if x.HasField("history")
+    ]
+    assert [(s["_step"], s["loss"]) for s in steps] == [(i, 2.5) for i in range(1, 7)]
