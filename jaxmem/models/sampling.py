@@ -245,12 +245,17 @@ def sample(
     for name, token in (("eos_id", eos_id), ("pad_id", pad_id)):
         _check_id(name, token, decoder.embed.num_embeddings)
     sampler = Sampler(config, (eos_id,), pad_id)
-    model = nnx.merge(*_in_compute_type(decoder))  # once, for both parts
+    model = prepared(decoder)  # once, for both parts
     keys = row_keys(key, jnp.arange(len(prompts)))
     state = sampler.start(model, prompts, prompt_lengths, keys)
     drawn = sampler.advance(model, state, config.max_new_tokens).drawn
     drawn = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), drawn)
     return Samples(*drawn, lengths=jnp.sum(drawn.mask, axis=1, dtype=jnp.int32))
+
+
+def prepared(decoder: Decoder) -> Decoder:
+    """The decoder with its weights in the compute dtype, so that no call casts them."""
+    return nnx.merge(*_in_compute_type(decoder))
 
 
 def row_keys(key: jax.Array, numbers: jax.Array) -> jax.Array:
@@ -286,7 +291,7 @@ class Sampler:
         """
         _check_prompts(prompts, prompt_lengths)
         (rows, width), slots = prompts.shape, self.config.max_new_tokens
-        model = nnx.merge(*_in_compute_type(decoder))
+        model = prepared(decoder)
         # The last token of a row is not read again, and needs no slot. GPU products
         # would pad keys and values whose size is not a multiple of 16 bytes, in every
         # step.

@@ -293,7 +293,8 @@ def train(
         batches = PairBatches(pairs, reference[: len(pairs)], config.data)
         texts = {"tokenizer.json": tokenizer.to_str(), "operative.gin": operative_text}
         state = run.take_steps(_Job(program, frozen, batches, evaluate), texts)
-        starting.leave(run.out_dir, program.model(state.params, frozen), console)
+        model = program.model(state.params, frozen)
+        starting.leave(run.out_dir, model, console, config)
         if not processes.is_first():
             return Result(run.out_dir, [])
         result = Result(run.out_dir, run.history(PreferenceMetrics))

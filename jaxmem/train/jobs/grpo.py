@@ -338,7 +338,8 @@ def train(
         compiled = program.compile()
         job = _Job(program, compiled, task)
         state = run.take_steps(job, {"operative.gin": operative_text})
-        starting.leave(run.out_dir, program.model(state.params, job.frozen), console)
+        model = program.model(state.params, job.frozen)
+        starting.leave(run.out_dir, model, console, config)
         costs = _head_costs(program, compiled) if config.run.compare_heads else {}
         if not processes.is_first():
             return Result(run.out_dir, [], costs)

@@ -361,7 +361,8 @@ def train(
         texts = {"tokenizer.json": tokenizer.to_str(), "operative.gin": operative_text}
         job = _Job(program, compiled, frozen, batches, held_out)
         state = run.take_steps(job, texts)
-        starting.leave(run.out_dir, program.model(state.params, frozen), console)
+        model = program.model(state.params, frozen)
+        starting.leave(run.out_dir, model, console, config)
         held_out_loss = None
         if held_out is not None:
             held_out_loss = program.evaluate(state.params, frozen, held_out())
