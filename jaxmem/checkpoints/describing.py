@@ -126,7 +126,8 @@ def _raw(model: ModelConfig, architecture: str, max_positions: int) -> dict[str,
         "rope_theta": model.rope_theta,
         "rope_scaling": _rope_scaling(model),
     }
-    return raw | _windows(model, architecture) | _gemma(model, architecture)
+    windows = _windows(model, architecture, max_positions)
+    return raw | windows | _gemma(model, architecture)
 
 
 def _rope_scaling(model: ModelConfig) -> dict[str, Any] | None:
@@ -142,7 +143,9 @@ def _rope_scaling(model: ModelConfig) -> dict[str, Any] | None:
     }
 
 
-def _windows(model: ModelConfig, architecture: str) -> dict[str, Any]:
+def _windows(
+    model: ModelConfig, architecture: str, max_positions: int
+) -> dict[str, Any]:
     if architecture == "LlamaForCausalLM":
         return {}
     if architecture == "MistralForCausalLM":  # every layer has the window
@@ -151,6 +154,8 @@ def _windows(model: ModelConfig, architecture: str) -> dict[str, Any]:
         "layer_types": [_KINDS[kind] for kind in _kinds(model)],
         "sliding_window": model.window,
     }
+    if "Gemma" in architecture and model.window is None:
+        made["sliding_window"] = max_positions  # of no layer, but it must be given
     if "Qwen" in architecture:
         made["use_sliding_window"] = model.window is not None
         made["max_window_layers"] = 0

@@ -1,5 +1,6 @@
 """Completes batches of prompts: tokens from the sampler, texts and ends on the host."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -66,12 +67,8 @@ class Generator:
         self._limit = config.max_new_tokens or default
         options = config.sampling(self._limit, vocab_size)
         sampler = sampling.Sampler(options, tuple(ends), 0, keep_support=False)
-        options = sampling.COMPILER_OPTIONS if jax.default_backend() == "gpu" else None
         self._decoder = sampling.prepared(model.decoder)
-        self._start = jax.jit(sampler.start, compiler_options=options)
-        self._advance = jax.jit(
-            sampler.advance, donate_argnums=1, compiler_options=options
-        )
+        self._start, self._advance = _programs(sampler)
 
     def __call__(
         self, prompts: Sequence[str | list[dict[str, Any]]]
@@ -172,6 +169,14 @@ class Generator:
             return Completion(text.whole, text.ids, "stop", self._stop_ids[last])
         finish = "eos" if last in self.model.eos_ids else "length"
         return Completion(text.whole, text.ids, finish)
+
+
+@functools.cache
+def _programs(sampler: sampling.Sampler) -> tuple[Callable, Callable]:
+    """The jitted `start` and `advance`, shared by the generators of a process."""
+    options = sampling.COMPILER_OPTIONS if jax.default_backend() == "gpu" else None
+    advance = jax.jit(sampler.advance, donate_argnums=1, compiler_options=options)
+    return jax.jit(sampler.start, compiler_options=options), advance
 
 
 def _add(text: Text, room: int, tokens: np.ndarray, mask: np.ndarray) -> bool:

@@ -258,7 +258,7 @@ def prepared(decoder: Decoder) -> Decoder:
     return nnx.merge(*_in_compute_type(decoder))
 
 
-def row_keys(key: jax.Array, numbers: jax.Array) -> jax.Array:
+def row_keys(key: jax.Array, numbers: Ids) -> jax.Array:
     """The key of each row: that of its number, wherever it is in a batch."""
     return jax.vmap(jax.random.fold_in, (None, 0))(key, numbers)
 

@@ -29,7 +29,7 @@ def export(
     if target.exists():
         raise CheckpointError(f"{target}: exists; name another --out")
     with saved.opened(path) as place:
-        decoder, base = place.load(), place.directory
+        decoder, base = place.load(dtype), place.directory
         rank = decoder.config.lora_rank
         if merge and not rank:
             raise CheckpointError(f"{path}: has no adapter to merge")
