@@ -24,6 +24,7 @@ from jaxmem.checkpoints.vocabulary import (
     load_vocabulary as load_vocabulary,
 )
 from jaxmem.checkpoints.weights import (
+    as_known as as_known,
     load as load,
     merge as merge,
     read_weights as read_weights,

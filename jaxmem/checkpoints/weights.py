@@ -253,12 +253,38 @@ def save_new(
     """
     target = Path(os.path.expanduser(directory))
     _check_target(target, decoder, overwrite)
-    config = describe(decoder.config, max_positions)
+    decoder, config = as_known(decoder, max_positions)
     dtype = dtype or decoder.config.param_dtype
     with new_directory(target) as unfinished:
         _write_weights(unfinished, decoder, dtype, max_shard_bytes)
         if unfinished is not None:
             write_text_files(unfinished, config, text, dtype)
+
+
+def as_known(decoder: Decoder, max_positions: int) -> tuple[Decoder, dict[str, Any]]:
+    """The decoder as a known architecture, and its `config.json` from `describe`.
+
+    The factor of scaled embeddings, which only Gemma has, becomes part of the
+    embedding table otherwise. A tied head then gets a matrix of its own.
+
+    Raises:
+        CheckpointError: no known architecture computes the same.
+    """
+    model = decoder.config
+    try:
+        return decoder, describe(model, max_positions)
+    except CheckpointError:
+        if not model.embed_scale:
+            raise
+    plain = dataclasses.replace(model, embed_scale=False, tied=False)
+    described = describe(plain, max_positions)
+    flat = _flat(nnx.to_pure_dict(nnx.split(decoder)[1]))
+    table = flat["embed/embedding"]
+    if model.tied:
+        flat["head/kernel"] = table.T
+    flat["embed/embedding"] = table * jnp.asarray(model.hidden**0.5, table.dtype)
+    definition = nnx.split(_abstract(plain, policy=decoder.policy))[0]
+    return nnx.merge(definition, traverse_util.unflatten_dict(flat, sep="/")), described
 
 
 def _check_target(target: Path, decoder: Decoder, overwrite: bool) -> None:

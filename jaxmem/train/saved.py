@@ -138,7 +138,8 @@ def _of_run(directory: Path, step: int, dtype: str | None) -> Iterator[Saved]:
     if config.model.checkpoint is not None:
         yield Saved(Path(config.model.checkpoint), None, decoder, template, files)
         return
-    described = checkpoints.describe(decoder.config, starting.max_positions(config))
+    positions = starting.max_positions(config)
+    decoder, described = checkpoints.as_known(decoder, positions)
     with tempfile.TemporaryDirectory() as texts:
         text = starting.text_of(own, template)
         checkpoints.write_text_files(Path(texts), described, text, "float32")

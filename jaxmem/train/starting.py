@@ -14,6 +14,7 @@ from jaxmem.data.chat import Templates, read_template
 from jaxmem.data.documents import DataConfig
 from jaxmem.models import lora
 from jaxmem.models.decoder import Decoder, ModelConfig
+from jaxmem.train import keys
 from jaxmem.train.jobs.config import Config, DpoJobConfig, GrpoJobConfig
 from jaxmem.train.program import ProgramConfig
 
@@ -67,6 +68,26 @@ def template_of(
     added = tokenizer.get_added_tokens_decoder().values()
     special = [token.content for token in added if token.special]
     return functools.cache(functools.partial(read_template, checkpoint, path, special))
+
+
+def texts(
+    config: JobConfig,
+    operative_text: str,
+    tokenizer: tokenizers.Tokenizer | None = None,
+) -> dict[str, str]:
+    """Files that a run has from its start: settings and vocabulary.
+
+    Args:
+        config: of the job.
+        operative_text: a gin file with all settings.
+        tokenizer: of the run's text, if it has one.
+    """
+    made = {"operative.gin": operative_text}
+    if operative_text:
+        made["settings.gin"] = keys.differing(config) + "\n"
+    if tokenizer is not None:
+        made["tokenizer.json"] = tokenizer.to_str()
+    return made
 
 
 def leave(

@@ -3,6 +3,9 @@
 import dataclasses
 import json
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 import tokenizers
 from flax import nnx
@@ -33,6 +36,17 @@ KNOWN = {
         qk_norm=True, local_rope_theta=50.0, attention_scale=7**-0.5, **WINDOW, **GEMMA
     ),
 }
+
+
+def random_decoder(config, seed=0):
+    """Random weights, without a program that draws them."""
+    shapes = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+    definition, state = nnx.split(shapes)
+    rng = np.random.default_rng(seed)
+    drawn = jax.tree.map(
+        lambda w: jnp.asarray(0.2 * rng.normal(size=w.shape), w.dtype), state
+    )
+    return nnx.merge(definition, drawn)
 
 
 @pytest.mark.parametrize("name", KNOWN)
@@ -69,7 +83,7 @@ def test_no_other_model_is_described(changes, message):
 
 
 def test_what_is_saved_is_a_checkpoint(tmp_path):
-    decoder = nnx.jit(lambda: Decoder(SMALL, rngs=nnx.Rngs(0)))()
+    decoder = random_decoder(SMALL)
     names = "<s>", "</s>", "<pad>"
     text = checkpoints.Text(texts.tokenizer(start=False), *names, "{{ messages }}")
     checkpoints.save_new(tmp_path / "out", decoder, text=text, max_positions=64)
@@ -88,6 +102,23 @@ def test_what_is_saved_is_a_checkpoint(tmp_path):
     assert generation == {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     with pytest.raises(CheckpointError, match="out: exists; name another"):
         checkpoints.save_new(tmp_path / "out", decoder, text=text, max_positions=64)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_scaled_embeddings_become_the_embeddings(tied, tmp_path):
+    config = dataclasses.replace(SMALL, embed_scale=True, tied=tied, layers=1)
+    decoder = random_decoder(config)
+    text = checkpoints.Text(texts.tokenizer(), "<s>", "</s>", "<pad>")
+    checkpoints.save_new(tmp_path / "out", decoder, text=text, max_positions=64)
+    loaded = checkpoints.load(tmp_path / "out")
+    assert not loaded.config.embed_scale and not loaded.config.tied
+    tokens, places = jnp.array([[5, 6, 7]]), jnp.arange(3)[None]
+
+    def logits(decoder):
+        return decoder.logits(decoder(tokens, None, places))
+
+    made, expected = jax.jit(logits)(loaded), jax.jit(logits)(decoder)
+    np.testing.assert_allclose(made, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_every_end_is_an_end(tmp_path):

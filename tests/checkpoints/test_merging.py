@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from jaxmem import checkpoints, cli
-from jaxmem.models.decoder import Decoder, ModelConfig
+from jaxmem.models.decoder import ModelConfig
 from tests.checkpoints import texts
+from tests.checkpoints.test_describing import random_decoder
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -57,14 +57,7 @@ def test_merged_logits_are_those_with_adapters(tied, tmp_path):
     config = dataclasses.replace(
         SMALL, tied=tied, lora_rank=3, lora_head=True, lora_targets=("key", "down")
     )
-    decoder = nnx.jit(lambda: Decoder(config, rngs=nnx.Rngs(0)))()
-    for adapted in (
-        decoder.head,
-        decoder.blocks.attention.key,
-        decoder.blocks.feed_forward.down,
-    ):
-        noise = np.random.default_rng(1).normal(size=adapted.lora_b.shape)
-        adapted.lora_b[...] = jnp.asarray(noise, jnp.float32)
+    decoder = random_decoder(config)
     merged = checkpoints.merge(decoder)
     assert not merged.config.lora_rank and not merged.config.tied
     assert (merged.embed.embedding[...] == decoder.embed.embedding[...]).all()
@@ -74,7 +67,7 @@ def test_merged_logits_are_those_with_adapters(tied, tmp_path):
     if not tied:
         return
     # A checkpoint that was tied describes it, and becomes one that is not.
-    plain = nnx.jit(lambda: Decoder(SMALL, rngs=nnx.Rngs(0)))()
+    plain = random_decoder(SMALL)
     text = checkpoints.Text(texts.tokenizer(), "<s>", "</s>", "<pad>")
     base = tmp_path / "base"
     checkpoints.save_new(base, plain, text=text, max_positions=16)

@@ -12,12 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from jaxmem import checkpoints
-from jaxmem.models.decoder import Decoder
 from tests.checkpoints import texts
-from tests.checkpoints.test_describing import KNOWN, SMALL
+from tests.checkpoints.test_describing import KNOWN, SMALL, random_decoder
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # theirs
 torch = pytest.importorskip("torch", reason="needs torch, transformers and peft")
@@ -79,11 +77,7 @@ def test_an_adapter_that_is_saved_loads_to_the_same_logits(tmp_path):
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_random_weights_are_an_architecture_that_they_know(name, tmp_path):
-    decoder = Decoder(dataclasses.replace(SMALL, **KNOWN[name]), rngs=nnx.Rngs(0))
-    definition, state = nnx.split(decoder)
-    rng = np.random.default_rng(2)
-    state = jax.tree.map(lambda w: w + 0.2 * rng.normal(size=w.shape), state)
-    decoder = nnx.merge(definition, jax.tree.map(jnp.float32, state))
+    decoder = random_decoder(dataclasses.replace(SMALL, **KNOWN[name]), seed=2)
     text = checkpoints.Text(texts.tokenizer(), "<s>", "</s>", "<pad>")
     checkpoints.save_new(tmp_path / "out", decoder, text=text, max_positions=64)
     expected = theirs(loaded(tmp_path / "out"), tokens())

@@ -23,7 +23,7 @@ from jaxmem.data.documents import Batch
 from jaxmem.models.decoder import Decoder, HeadConfig, head_loss
 from jaxmem.models.partitioning import as_stored
 from jaxmem.models.weights import join_weights
-from jaxmem.train import metrics, starting
+from jaxmem.train import metrics, report, starting
 from jaxmem.train.evaluation import Evaluated
 from jaxmem.train.jobs.config import Config
 from jaxmem.train.jobs.epochs import with_steps
@@ -358,7 +358,7 @@ def train(
         template = starting.load_template(config.data, config.model, tokenizer)
         batches = streams.batches(config.data, tokenizer, rows, template)
         held_out = _held_out(config.data, tokenizer, template)
-        texts = {"tokenizer.json": tokenizer.to_str(), "operative.gin": operative_text}
+        texts = starting.texts(config, operative_text, tokenizer)
         job = _Job(program, compiled, frozen, batches, held_out)
         state = run.take_steps(job, texts)
         model = program.model(state.params, frozen)
@@ -413,9 +413,6 @@ def _settings(config: Config) -> Settings:
     return Settings(fixed, changeable_settings(config, ["optimizer"], fixed))
 
 
-# ------------------------------------------------------------------ report
-
-
 def _head_costs(
     program: Program, compiled: jax.stages.Compiled | StreamedStep
 ) -> dict[str, HeadCost]:
@@ -447,4 +444,4 @@ def _report(result: Result, console: Console) -> None:
         )
     metrics.save_summary(out_dir / "summary.json", history, costs, held_out_loss)
     metrics.save_plot(out_dir / "report.png", history, costs)
-    console.print(f"saved in {out_dir}: summary.json, report.png", highlight=False)
+    report.finish(out_dir, console)
