@@ -40,8 +40,6 @@ def chart(title: str, lines: Sequence[Line]) -> str:
     parts = [f"<title>{escape(title)}</title>", *_axes(frame, ticks)]
     for number, line in enumerate(lines):
         parts += _drawn(frame, line, number)
-    if len(lines) > 1:
-        parts += _legend(lines)
     return (
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" '
         f'aria-label="{escape(title)}">{"".join(parts)}</svg>'
@@ -108,12 +106,14 @@ def _drawn(frame: _Frame, line: Line, number: int) -> list[str]:
     return parts
 
 
-def _legend(lines: Sequence[Line]) -> list[str]:
-    return [
-        f'<text class="end t{number}" x="{_WIDTH - _RIGHT - 2}" '
-        f'y="{_TOP + 12 + 13 * number}">{escape(line.name)}</text>'
+def legend(lines: Sequence[Line]) -> str:
+    """Names of the lines in their colours; "" for a single one."""
+    if len(lines) < 2:
+        return ""
+    return "".join(
+        f' <span class="t{number}">{escape(line.name)}</span>'
         for number, line in enumerate(lines)
-    ]
+    )
 
 
 def thinned(points: Points) -> list[tuple[float, float]]:

@@ -31,7 +31,7 @@ class _Panel(NamedTuple):
 
 _PANELS = (
     _Panel("Reward", {"mean": "reward", "held out": "held_out_reward"}),
-    _Panel("Loss, nats", {"training": "loss", "held out": "held_out_loss"}),
+    _Panel("Loss", {"training": "loss", "held out": "held_out_loss"}),
     _Panel("Reward margin", {"training": "margin", "held out": "held_out_margin"}),
     _Panel("Accuracy", {"training": "accuracy", "held out": "held_out_accuracy"}),
     _Panel("Entropy of the policy, nats", {"": "entropy"}),
@@ -73,7 +73,7 @@ svg text{font-size:11px;fill:var(--soft)}
 .grid{stroke:var(--line);stroke-width:1}
 polyline{fill:none;stroke-width:1.8;stroke-linejoin:round}
 .s0{stroke:var(--a)}.s1{stroke:var(--b)}.d0{fill:var(--a)}.d1{fill:var(--b)}
-svg .t0{fill:var(--a)}svg .t1{fill:var(--b)}
+.t0,.t1{font-weight:400;margin-left:8px}.t0{color:var(--a)}.t1{color:var(--b)}
 .wide{overflow-x:auto}
 table{border-collapse:collapse;width:100%}
 th,td{text-align:left;vertical-align:top;padding:6px 10px 6px 0;
@@ -84,7 +84,7 @@ th{font-weight:600}.right{text-align:right;white-space:nowrap}
 min-width:1px;border-radius:2px}
 .said{white-space:pre-wrap;overflow-wrap:anywhere;font:13px/1.6 ui-monospace,monospace}
 .samples td:first-child{width:38%}
-.said span{border-radius:2px}
+.said span,p span{border-radius:2px;color:var(--ink)}
 pre{overflow-x:auto;margin:0;font:13px/1.5 ui-monospace,monospace}
 @media(max-width:600px){.samples,.samples tbody,.samples tr,.samples td{display:block}
 .samples thead{display:none}.samples td:first-child{width:auto}
@@ -194,7 +194,8 @@ def _charts(steps: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         ]
         if lines:
             drawn = charts.chart(panel.title, lines)
-            yield f'<div class="card"><h3>{escape(panel.title)}</h3>{drawn}</div>'
+            title = escape(panel.title) + charts.legend(lines)
+            yield f'<div class="card"><h3>{title}</h3>{drawn}</div>'
 
 
 def _reward_functions(steps: Sequence[Mapping[str, Any]]) -> Iterator[_Panel]:
@@ -238,7 +239,7 @@ def _samples(samples: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _token(text: str, logprob: float) -> str:
-    share = min(max(-logprob, 0.0) / _MOST_SURPRISE, 1.0)
+    share = min(max(0.0, -logprob) / _MOST_SURPRISE, 1.0)
     # A token without a visible character still shows its colour.
     shown = escape(text.replace("\n", "↵\n") if not text.strip("\n") else text)
     return (
