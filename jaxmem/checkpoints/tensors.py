@@ -199,7 +199,9 @@ def whole(weight: jax.Array, layer: int | None) -> np.ndarray:
 
     Every process of a run must call this for the same weights in the same order.
     """
-    if isinstance(weight, jax.Array) and not weight.is_fully_addressable:
+    if isinstance(weight, jax.Array) and not (
+        weight.is_fully_addressable or weight.is_fully_replicated
+    ):
         mesh = weight.sharding.mesh  # pyright: ignore[reportAttributeAccessIssue]
         weight = _gather(NamedSharding(mesh, PartitionSpec()))(weight, layer)
         return np.asarray(weight)

@@ -415,8 +415,8 @@ def test_a_run_leaves_everything_it_promises(finished):
     history = read_history(result.out_dir / "metrics.jsonl", PolicyMetrics)
     assert result.history == history and [s.step for s in history] == [1, 2, 3, 4]
     assert {p.name for p in result.out_dir.iterdir()} == {
-        "checkpoints", "metrics.jsonl", "model", "operative.gin", "report.png",
-        "summary.json", "tensorboard",
+        "checkpoints", "metrics.jsonl", "model", "operative.gin", "report.html",
+        "report.png", "samples.jsonl", "settings.gin", "summary.json", "tensorboard",
     }  # fmt: skip
     for step in history:
         assert step.mismatch_max < 1e-5  # over the support that was sampled from
