@@ -98,7 +98,7 @@ def _complete(
 ) -> None:
     size, total = generator.config.batch_size, len(prompts)
     starts = range(0, total, size)
-    fingerprint = _fingerprint(generator, records)
+    fingerprint = _fingerprint(generator, records, prompts)
     with Journal(out, fingerprint, "", [*starts, total]) as journal:
         if journal.done:
             _log(console, f"resuming after prompt {journal.done:,}")
@@ -142,14 +142,17 @@ def _summarise(
         _log(console, line)
 
 
-def _fingerprint(generator: Generator, records: Sequence[Record]) -> str:
+def _fingerprint(
+    generator: Generator, records: Sequence[Record], prompts: Sequence[Prompt]
+) -> str:
     """A hash of everything that the completions depend on."""
     options = json.dumps(dataclasses.asdict(generator.config))
     options += generator.model.decoder.config.dtype
     digest = hashlib.sha256(options.encode())
     update_with_files(digest, generator.model.files)
-    for record in records:
-        digest.update(json.dumps(record.fields, default=str).encode() + b"\n")
+    for record, prompt in zip(records, prompts, strict=True):
+        columns = json.dumps([record.fields, prompt.ids], default=str)
+        digest.update(columns.encode() + b"\n")
     return digest.hexdigest()[:24]
 
 

@@ -164,7 +164,7 @@ def _points(
     steps: Sequence[Mapping[str, Any]], field: str
 ) -> list[tuple[float, float]]:
     """The finite values of a field."""
-    pairs = [(step["step"], step.get(field)) for step in steps]
+    pairs = [(step["step"], _value(step, field)) for step in steps]
     return [
         (float(x), float(y))
         for x, y in pairs
@@ -198,13 +198,17 @@ def _charts(steps: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             yield f'<div class="card"><h3>{title}</h3>{drawn}</div>'
 
 
+def _value(step: Mapping[str, Any], field: str) -> Any:
+    """The value of a field, or of an entry of a group such as "rewards/length"."""
+    group, slash, name = field.partition("/")
+    value = step.get(group)
+    return (value or {}).get(name) if slash else value
+
+
 def _reward_functions(steps: Sequence[Mapping[str, Any]]) -> Iterator[_Panel]:
     """A chart for each of several reward functions."""
     for name in steps[-1].get("rewards") or {}:
-        field = f"rewards/{name}"
-        for step in steps:
-            step[field] = (step.get("rewards") or {}).get(name)  # type: ignore[index]
-        yield _Panel(f"Reward: {name}", {"": field})
+        yield _Panel(f"Reward: {name}", {"": f"rewards/{name}"})
 
 
 def _memory(memory: Mapping[str, Any]) -> Iterator[str]:
