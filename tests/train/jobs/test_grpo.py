@@ -675,7 +675,7 @@ def test_a_finished_run_resumes_with_nothing_left_to_do(finished):
         (["remat.memory_limit=40"], "memory_limit=40 does not go with policy='none'"),
         (["remat.policy=fit", "remat.memory_limit=0"], "memory_limit must be above 0"),
         (["remat.policy=fit", "remat.memory_limit=all"], "must be 'auto' or float or"),
-        (["sampling.top_p=0.9"], "sampling.support must be given for a top_p without"),
+        (["sampling.top_p=0.9"], "sampling.support must be given for a top_p or"),
     ],
 )
 def test_a_mistake_says_where_and_what(overrides, expected):
