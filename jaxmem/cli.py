@@ -10,10 +10,11 @@ from pathlib import Path
 from jaxmem import _shipped
 from jaxmem._version import __version__
 from jaxmem.core import messages
+from jaxmem.generate import arguments as generating
 
 _PACKAGE = Path(__file__).parent
 
-_DTYPES = ("bfloat16", "float16", "float32")
+_DTYPES = generating.DTYPES
 _USER_ERROR = 2
 _INTERRUPTED = 130  # 128 + SIGINT, the convention of shells
 
@@ -77,6 +78,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_train(commands)
     _add_data(commands)
+    generating.add_generate(commands, _generate)
+    generating.add_export(commands, _export)
     _add_score(commands)
     _add_plan(commands)
     _add_doctor(commands)
@@ -157,6 +160,28 @@ def _data(arguments: argparse.Namespace) -> int:
         raise _missing(error, "reading data", "train") from error
     config, _ = configuration.load(path, arguments.overrides)
     preview.show(config, arguments.show, Console())
+    return 0
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    try:
+        from jaxmem.generate import GenerateConfig, command
+    except ModuleNotFoundError as error:
+        raise _missing(error, "generating", "train") from error
+    options = {k: v for k, v in vars(arguments).items() if k != "command"}
+    request = command.Request(*(options.pop(k) for k in command.Request._fields))
+    stops = tuple(options.pop("stop", ()))
+    command.run(request, GenerateConfig(**options, stop=stops))
+    return 0
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    try:
+        from jaxmem.train import export
+    except ModuleNotFoundError as error:
+        raise _missing(error, "exporting", "train") from error
+    path, out = arguments.path, arguments.out
+    print(export.export(path, out, merge=arguments.merge, dtype=arguments.dtype))
     return 0
 
 

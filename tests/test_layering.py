@@ -28,7 +28,7 @@ PUBLIC = (
 LAYERS = (
     "_version _shipped _imports devices timing offload core packing remat kernels "
     "backends functional losses sharding heads integrations models checkpoints data "
-    "train score planning bench doctor cli __main__"
+    "train score generate planning bench doctor cli __main__"
 ).split()
 
 # Third parties, and the packages or modules that may import them.
@@ -57,12 +57,18 @@ ALLOWED_IN = {
     "rich": (
         "jaxmem.train",
         "jaxmem.score",
+        "jaxmem.generate",
         "jaxmem.planning.jobs",
         "jaxmem.cli",
     ),
     "safetensors": ("jaxmem.checkpoints",),
     "tensorboardX": ("jaxmem.train",),
-    "tokenizers": ("jaxmem.checkpoints", "jaxmem.data", "jaxmem.train"),
+    "tokenizers": (
+        "jaxmem.checkpoints",
+        "jaxmem.data",
+        "jaxmem.train",
+        "jaxmem.generate",
+    ),
     "wandb": ("jaxmem.train.wandb_writer",),
 }
 

@@ -13,13 +13,22 @@ from jaxmem.checkpoints.architectures import (
     CheckpointError as CheckpointError,
     read_config as read_config,
 )
+from jaxmem.checkpoints.describing import (
+    Text as Text,
+    describe as describe,
+    write_text_files as write_text_files,
+)
 from jaxmem.checkpoints.vocabulary import (
     Vocabulary as Vocabulary,
+    end_ids as end_ids,
     load_vocabulary as load_vocabulary,
 )
 from jaxmem.checkpoints.weights import (
+    as_known as as_known,
     load as load,
+    merge as merge,
     read_weights as read_weights,
     save as save,
+    save_new as save_new,
     with_checkpoint as with_checkpoint,
 )

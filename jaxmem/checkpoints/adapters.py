@@ -3,8 +3,6 @@
 import dataclasses
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ from flax import nnx, traverse_util
 
 from jaxmem.checkpoints import names
 from jaxmem.checkpoints.reader import CheckpointError, Reader, read_object
-from jaxmem.checkpoints.tensors import Tensors, replace_directory, write_tensors
+from jaxmem.checkpoints.tensors import Tensors, new_directory, whole, write_tensors
 from jaxmem.core import messages
 from jaxmem.core.ranges import integers
 from jaxmem.models.config import RANGES, ModelConfig
@@ -74,17 +72,11 @@ def save_adapter(
         raise CheckpointError(f"{target}: the decoder has no adapters to save")
     if target.exists() and not overwrite:
         raise CheckpointError(f"{target}: exists; name another, or give overwrite=True")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-"))
-    try:
+    with new_directory(target) as unfinished:
         write_tensors(unfinished, _tensors(decoder), one=_TENSORS)
-        said = json.dumps(_peft_config(config, base), indent=2)
-        (unfinished / _CONFIG).write_text(said + "\n", "utf-8")
-        unfinished.chmod(0o755)  # mkdtemp makes it private; use mkdir's default mode
-        replace_directory(unfinished, target)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
+        if unfinished is not None:
+            described = json.dumps(_peft_config(config, base), indent=2)
+            (unfinished / _CONFIG).write_text(described + "\n", "utf-8")
 
 
 def with_adapter(model: ModelConfig, directory: str | Path) -> ModelConfig:
@@ -183,7 +175,7 @@ def _tensors(decoder: Decoder) -> Iterator[tuple[str, np.ndarray]]:
             continue
         stacked = path.startswith("blocks/")
         for i, name in enumerate(_stored(path, len(weight) if stacked else None)):
-            yield name, np.asarray(weight[i] if stacked else weight).T
+            yield name, whole(weight, i if stacked else None).T
 
 
 def _peft_config(config: ModelConfig, base: str) -> dict[str, Any]:

@@ -8,19 +8,24 @@ names in the index are checked. Symbolic links in the directory are followed, be
 whoever made the directory made them (the Hub's cache is links to its blobs).
 """
 
+import contextlib
+import functools
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from jaxmem.checkpoints.reader import CheckpointError, Reader, read_object
-from jaxmem.core import json_files, messages
+from jaxmem.core import json_files, messages, processes
 
 _ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _DTYPES = ("F64", "F32", "BF16", "F16")
@@ -189,8 +194,34 @@ def _ends(header: bytes) -> dict[str, int] | None:
     return ends if all(type(end) is int for end in ends.values()) else None
 
 
+def whole(weight: jax.Array, layer: int | None) -> np.ndarray:
+    """A weight, or one layer of it, on this host; the shards of others are gathered.
+
+    Every process of a run must call this for the same weights in the same order.
+    """
+    if isinstance(weight, jax.Array) and not (
+        weight.is_fully_addressable or weight.is_fully_replicated
+    ):
+        mesh = weight.sharding.mesh  # pyright: ignore[reportAttributeAccessIssue]
+        weight = _gather(NamedSharding(mesh, PartitionSpec()))(weight, layer)
+        return np.asarray(weight)
+    if layer is None:
+        return np.asarray(weight)
+    if jax.default_backend() == "cpu":  # without a program that slices
+        return np.asarray(weight)[layer]
+    return np.asarray(weight[layer])
+
+
+@functools.cache
+def _gather(sharding: NamedSharding) -> Callable[..., jax.Array]:
+    def gather(weight: jax.Array, layer: int | None) -> jax.Array:
+        return weight if layer is None else weight[layer]
+
+    return jax.jit(gather, static_argnums=1, out_shardings=sharding)
+
+
 def write_tensors(
-    directory: Path,
+    directory: Path | None,
     tensors: Iterable[tuple[str, np.ndarray]],
     *,
     max_shard_bytes: int = 5 * 10**9,
@@ -199,11 +230,16 @@ def write_tensors(
     """Write tensors to one file, or to shards and their index.
 
     Args:
-        directory: an existing directory.
+        directory: an existing directory; None: write nothing, in a process that only
+            takes part in gathering the tensors.
         tensors: names and arrays; at most one shard of them is in memory at a time.
         max_shard_bytes: maximum size of a file; a larger tensor has its own file.
         one: name of the file, if one is enough.
     """
+    if directory is None:
+        for _ in tensors:
+            pass
+        return
     shards, held, size = [], {}, 0
     for name, array in tensors:
         if held and size + array.nbytes > max_shard_bytes:
@@ -233,8 +269,27 @@ def _write_shard(
     return path, list(held), sum(array.nbytes for array in held.values())
 
 
-def replace_directory(finished: Path, target: Path) -> None:
-    """Move a directory to a path, and delete what was there."""
-    if target.exists():
-        shutil.rmtree(target)
-    os.replace(finished, target)
+@contextlib.contextmanager
+def new_directory(target: Path) -> Iterator[Path | None]:
+    """A directory that appears under its name once it is complete, or not at all.
+
+    Args:
+        target: its name; what is there is replaced.
+
+    Yields:
+        The unfinished directory; None in all processes of a run but the first.
+    """
+    if not processes.is_first():
+        yield None
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-"))
+    try:
+        yield unfinished
+        unfinished.chmod(0o755)  # mkdtemp makes it private; use mkdir's default mode
+        if target.exists():
+            shutil.rmtree(target)
+        os.replace(unfinished, target)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise

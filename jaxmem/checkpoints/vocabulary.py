@@ -105,3 +105,25 @@ def _first_eos(config: CheckpointConfig, tokenizer: tokenizers.Tokenizer) -> int
             f"them, or null, got {messages.short(listed)}"
         )
     return ids[0]
+
+
+def end_ids(directory: str | Path) -> tuple[int, ...]:
+    """Every id that ends a completion: of a document, and of an assistant's turn.
+
+    Args:
+        directory: of a checkpoint.
+
+    Returns:
+        The ids that the tokenizer's config, `config.json` and `generation_config.json`
+        name, sorted; () if they name none.
+    """
+    vocabulary, config = load_vocabulary(directory), read_config(directory)
+    path = config.path.parent / "generation_config.json"
+    raws = [config.raw] + ([read_object(path)] if path.exists() else [])
+    ids = set() if vocabulary.eos is None else {vocabulary.eos}
+    within = integers(0, (config.model.vocab_size or 0) - 1)
+    for raw in raws:
+        listed = raw.get("eos_token_id")
+        listed = listed if isinstance(listed, list) else [listed]
+        ids.update(id_ for id_ in listed if id_ is not None and not within.problem(id_))
+    return tuple(sorted(ids))

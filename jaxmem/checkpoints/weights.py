@@ -4,7 +4,6 @@ import dataclasses
 import json
 import os
 import shutil
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -19,12 +18,13 @@ from jaxmem import remat
 from jaxmem.checkpoints import names
 from jaxmem.checkpoints.adapters import read_adapter, with_adapter
 from jaxmem.checkpoints.architectures import CheckpointConfig, read_config
+from jaxmem.checkpoints.describing import Text, describe, write_text_files
 from jaxmem.checkpoints.reader import CheckpointError
-from jaxmem.checkpoints.tensors import Tensors, replace_directory, write_tensors
+from jaxmem.checkpoints.tensors import Tensors, new_directory, whole, write_tensors
 from jaxmem.core import messages
+from jaxmem.models import lora
 from jaxmem.models.config import DTYPES, ModelConfig
 from jaxmem.models.decoder import Decoder, HeadConfig
-from jaxmem.models.lora import is_adapter
 from jaxmem.models.weights import join_weights
 
 # The sharding of a weight, or a function of its path ("blocks/attention/query/kernel")
@@ -98,7 +98,9 @@ def load(
     definition, state = nnx.split(_abstract(model, head, policy))
     if adapter is not None:
         wanted = {
-            k: v for k, v in _flat(nnx.to_pure_dict(state)).items() if is_adapter(k)
+            k: v
+            for k, v in _flat(nnx.to_pure_dict(state)).items()
+            if lora.is_adapter(k)
         }
         added = traverse_util.unflatten_dict(read_adapter(adapter, wanted), sep="/")
         weights = join_weights(weights, added)
@@ -143,7 +145,7 @@ def _read_weights(
     tensors = Tensors(config.path.parent)
     prefixes = names.text_prefixes(tensors) if config.text_part else names.ALONE
     every = _flat(nnx.to_pure_dict(nnx.split(_abstract(model))[1]))
-    every = {path: leaf for path, leaf in every.items() if not is_adapter(path)}
+    every = {path: leaf for path, leaf in every.items() if not lora.is_adapter(path)}
     _refuse_others(tensors, every, model, prefixes)
     if config.text_part:
         _say_what_is_left_out(tensors)
@@ -169,6 +171,7 @@ def save(
     like: str | Path,
     dtype: str | None = None,
     max_shard_bytes: int = 5 * 10**9,
+    chat_template: str | Path | None = None,
     overwrite: bool = False,
 ) -> None:
     """Save a decoder as a checkpoint of the same architecture as another.
@@ -176,7 +179,8 @@ def save(
     Config and tokenizer files are copied from the other checkpoint; weights are the
     decoder's, under the names and in the layout that `transformers` expects. If the
     other one is multimodal, only its text part is saved (Gemma3ForCausalLM). The
-    directory appears once it is complete.
+    directory appears once it is complete. In a run of several processes each of them
+    calls this, and the first one writes.
 
     Args:
         directory: to create.
@@ -185,18 +189,19 @@ def save(
             decoder was loaded from.
         dtype: dtype of the tensors; None: that of the decoder's weights.
         max_shard_bytes: maximum size of a file.
+        chat_template: path of a template that replaces the other checkpoint's.
         overwrite: whether to replace an existing directory.
 
     Raises:
         CheckpointError: the directory exists, or `like` is of another model.
     """
     target, source = (Path(os.path.expanduser(path)) for path in (directory, like))
-    if target.exists() and not overwrite:
-        raise CheckpointError(f"{target}: exists; name another, or give overwrite=True")
-    if decoder.config.lora_rank:
-        raise CheckpointError(f"{target}: the decoder has adapters; save_adapter them")
+    _check_target(target, decoder, overwrite)
     config = read_config(source)
-    ours = dataclasses.replace(decoder.config, **_choices(config.model))
+    # Merging an adapter of a tied head unties it.
+    untied = config.model.tied and not decoder.config.tied
+    changed = {"tied": True} if untied else {}
+    ours = dataclasses.replace(decoder.config, **(_choices(config.model) | changed))
     if ours != config.model:
         differing = [
             f"{f.name}={getattr(ours, f.name)!r}, not {getattr(config.model, f.name)!r}"
@@ -207,19 +212,117 @@ def save(
             f"{config.path}: of another model than the decoder, which has "
             f"{', '.join(differing)}"
         )
-    weights = _flat(nnx.to_pure_dict(nnx.split(decoder)[1]))
     dtype = dtype or decoder.config.param_dtype
-    target.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-"))
+    raw = dict(config.raw) | ({"tie_word_embeddings": False} if untied else {})
+    with new_directory(target) as unfinished:
+        _write_weights(unfinished, decoder, dtype, max_shard_bytes)
+        if unfinished is not None:
+            _write_rest(unfinished, source, raw, dtype)
+            if chat_template is not None:
+                template = Path(os.path.expanduser(chat_template))
+                shutil.copyfile(template, unfinished / "chat_template.jinja")
+
+
+def save_new(
+    directory: str | Path,
+    decoder: Decoder,
+    *,
+    text: Text,
+    max_positions: int,
+    dtype: str | None = None,
+    max_shard_bytes: int = 5 * 10**9,
+    overwrite: bool = False,
+) -> None:
+    """Save a decoder that came from no checkpoint, as one that transformers loads.
+
+    The architecture is the known one that computes the same; see `describe`. In a run
+    of several processes each of them calls this, and the first one writes.
+
+    Args:
+        directory: to create.
+        decoder: whose weights to save.
+        text: tokenizer, special tokens and chat template.
+        max_positions: longest context in tokens, as it was trained.
+        dtype: dtype of the tensors; None: that of the decoder's weights.
+        max_shard_bytes: maximum size of a file.
+        overwrite: whether to replace an existing directory.
+
+    Raises:
+        CheckpointError: the directory exists, or no known architecture is the
+            decoder's.
+    """
+    target = Path(os.path.expanduser(directory))
+    _check_target(target, decoder, overwrite)
+    decoder, config = as_known(decoder, max_positions)
+    dtype = dtype or decoder.config.param_dtype
+    with new_directory(target) as unfinished:
+        _write_weights(unfinished, decoder, dtype, max_shard_bytes)
+        if unfinished is not None:
+            write_text_files(unfinished, config, text, dtype)
+
+
+def as_known(decoder: Decoder, max_positions: int) -> tuple[Decoder, dict[str, Any]]:
+    """The decoder as a known architecture, and its `config.json` from `describe`.
+
+    The factor of scaled embeddings, which only Gemma has, becomes part of the
+    embedding table otherwise. A tied head then gets a matrix of its own.
+
+    Raises:
+        CheckpointError: no known architecture computes the same.
+    """
+    model = decoder.config
     try:
-        flat = _stored_tensors(weights, decoder.config, dtype)
-        write_tensors(unfinished, flat, max_shard_bytes=max_shard_bytes)
-        _write_rest(unfinished, source, config.raw, dtype)
-        unfinished.chmod(0o755)  # mkdtemp makes it private; use mkdir's default mode
-        replace_directory(unfinished, target)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
+        return decoder, describe(model, max_positions)
+    except CheckpointError:
+        if not model.embed_scale:
+            raise
+    plain = dataclasses.replace(model, embed_scale=False, tied=False)
+    described = describe(plain, max_positions)
+    flat = _flat(nnx.to_pure_dict(nnx.split(decoder)[1]))
+    table = flat["embed/embedding"]
+    if model.tied:
+        flat["head/kernel"] = table.T
+    flat["embed/embedding"] = table * jnp.asarray(model.hidden**0.5, table.dtype)
+    definition = nnx.split(_abstract(plain, policy=decoder.policy))[0]
+    return nnx.merge(definition, traverse_util.unflatten_dict(flat, sep="/")), described
+
+
+def _check_target(target: Path, decoder: Decoder, overwrite: bool) -> None:
+    if target.exists() and not overwrite:
+        raise CheckpointError(f"{target}: exists; name another, or give overwrite=True")
+    if decoder.config.lora_rank:
+        raise CheckpointError(f"{target}: the decoder has adapters; save_adapter them")
+
+
+def _write_weights(
+    directory: Path | None, decoder: Decoder, dtype: str, max_shard_bytes: int
+) -> None:
+    weights = _flat(nnx.to_pure_dict(nnx.split(decoder)[1]))
+    tensors = _stored_tensors(weights, decoder.config, dtype)
+    write_tensors(directory, tensors, max_shard_bytes=max_shard_bytes)
+
+
+def merge(decoder: Decoder) -> Decoder:
+    """The decoder without adapters that computes the same, up to rounding.
+
+    Args:
+        decoder: with `lora_rank` above 0.
+
+    Returns:
+        A decoder that `save` can save; an adapter of a tied head unties the head.
+
+    **Memory**: a second copy of the adapted matrices.
+    """
+    config = decoder.config
+    weights = nnx.to_pure_dict(nnx.split(decoder)[1])
+    plain = dataclasses.replace(
+        config,
+        lora_rank=0,
+        lora_head=False,
+        tied=config.tied and not config.lora_head,
+    )
+    definition = nnx.split(_abstract(plain, policy=decoder.policy))[0]
+    return nnx.merge(definition, lora.merged(weights, config, config.tied))
 
 
 def with_checkpoint(model: ModelConfig) -> ModelConfig:
@@ -323,7 +426,7 @@ def _stored_tensors(
     for path, weight in weights.items():
         stored = names.stored(path, model)
         for layer, name in enumerate(stored.names):
-            array = np.asarray(weight[layer] if stored.stacked else weight)
+            array = whole(weight, layer if stored.stacked else None)
             array = array.T if stored.transposed else array
             yield name, array.astype(jnp.dtype(dtype))
 
@@ -334,6 +437,10 @@ def _write_rest(
     kept = {key: value for key, value in raw.items() if key != "torch_dtype"}
     config = json.dumps(kept | {"dtype": dtype}, indent=2)
     (directory / "config.json").write_text(config + "\n", "utf-8")
+    kinds = "bos_token_id", "eos_token_id", "pad_token_id"
+    ids = {kind: raw[kind] for kind in kinds if raw.get(kind) is not None}
+    generation = json.dumps(ids, indent=2)  # replaced by the source's own, if any
+    (directory / "generation_config.json").write_text(generation + "\n", "utf-8")
     for name in _TOKENIZER_FILES:
         if (source / name).exists():
             shutil.copyfile(source / name, directory / name)

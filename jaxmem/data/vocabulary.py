@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 import tokenizers
-from tokenizers import processors
+from tokenizers import decoders, models, pre_tokenizers, processors
 
 from jaxmem import checkpoints
 from jaxmem.data import tasks
@@ -96,6 +96,16 @@ def ends(checkpoint: str, stop: str | None = None) -> Ends:
             f"{checkpoint}: task.stop={stop!r} is no token of tokenizer.json"
         )
     return Ends(tokenizer.get_vocab_size(), eos, eos)
+
+
+def of_words() -> tokenizers.Tokenizer:
+    """A tokenizer of the arithmetic task's words, one character each."""
+    ids = {word: id_ for id_, word in enumerate(tasks.VOCABULARY)}
+    tokenizer = tokenizers.Tokenizer(models.WordLevel(ids, unk_token=""))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([tasks.VOCABULARY[i] for i in (0, 1)])
+    return tokenizer
 
 
 class Spelling(NamedTuple):

@@ -127,6 +127,34 @@ def adapters_of(weights: Mapping[str, Any]) -> dict[str, Any]:
     )
 
 
+def merged(
+    weights: Mapping[str, Any], options: LoraOptions, tied: bool
+) -> dict[str, Any]:
+    """The weights of the model without adapters that computes the same.
+
+        W' = W + alpha / rank · A B,   in float32, rounded once
+
+    Args:
+        weights: of a decoder with adapters, nested by name.
+        options: rank and alpha.
+        tied: whether the head reads the embedding table. The adapter of a tied head
+            makes a kernel of its own for the head, so that the embedding is unchanged.
+
+    Returns:
+        Weights nested by name.
+    """
+    flat: dict[str, Any] = dict(traverse_util.flatten_dict(dict(weights), sep="/"))
+    out = {path: weight for path, weight in flat.items() if not is_adapter(path)}
+    for path in filter(lambda path: path.endswith("/lora_a"), flat):
+        kernel = path.removesuffix("lora_a") + "kernel"
+        A, B = (flat[path[:-1] + x].astype(jnp.float32) for x in "ab")
+        at_tied_head = tied and kernel == "head/kernel"
+        W = flat["embed/embedding"].T if at_tied_head else flat[kernel]
+        added = _scale(options) * jnp.matmul(A, B, precision="highest")
+        out[kernel] = (W.astype(jnp.float32) + added).astype(W.dtype)
+    return traverse_util.unflatten_dict(out, sep="/")
+
+
 def check(rank: int, alpha: float, targets: tuple[str, ...], head: bool) -> str | None:
     """The reason why such adapters are impossible; None if they are possible."""
     if rank < 0:

@@ -1,12 +1,25 @@
 """Samples from a decoder: prompts in, tokens and their log-probabilities out.
 
-    logits / temperature -> top k -> top p -> one token -> append it, until eos
+    logits / temperature -> top k -> top p -> min p -> one token -> append it, until eos
 
 A token's log-probability is that under the sampling distribution, after temperature and
 truncation, and the support of that distribution is returned too. A trainer can
 therefore compare its policy with the sampler: by
 `jaxmem.logprobs(..., temperature=...)` without truncation, and by
 `jaxmem.support_logprobs` over `support_ids` with it.
+
+>>> import jax, jax.numpy as jnp
+>>> from flax import nnx
+>>> from jaxmem.models import decoder, sampling
+>>> sizes = decoder.ModelConfig(layers=1, hidden=16, ff=16, vocab_size=10)
+>>> model = decoder.Decoder(sizes, rngs=nnx.Rngs(0))
+>>> config = sampling.SamplingConfig(max_new_tokens=4, temperature=0.8, top_k=5)
+>>> prompts, lengths = jnp.array([[1, 2, 3], [4, 0, 0]]), jnp.array([3, 1])
+>>> draw = jax.jit(lambda model, key: sampling.sample(
+...     model, prompts, lengths, key, config, eos_id=9, pad_id=0))
+>>> samples = draw(model, jax.random.key(0))
+>>> samples.tokens.shape, samples.logprobs.shape, samples.support_ids.shape
+((2, 4), (2, 4), (2, 4, 5))
 """
 
 import dataclasses
@@ -42,9 +55,10 @@ class SamplingConfig:
     temperature: float = 1.0  # divides the logits before any truncation
     top_k: int | None = None  # sample among the k most probable tokens only
     top_p: float | None = None  # sample among the fewest that have this probability
-    # largest size of the support; None: top_k.  A top_p alone needs it for a static
-    # shape
+    # largest size of the support; None: top_k.  A top_p or min_p without a top_k needs
+    # it for a static shape
     support: int | None = None
+    min_p: float | None = None  # drop tokens below this share of the best's probability
 
     def __post_init__(self):
         """Raise a ValueError that names an impossible value or combination."""
@@ -54,13 +68,15 @@ class SamplingConfig:
         for name in ("top_k", "support"):
             value = getattr(self, name)
             check_field(self, name, value is None or value >= 1, "at least 1")
-        if self.top_p is not None:
-            check_field(self, "top_p", 0 < self.top_p <= 1, "in (0, 1]")
+        for name in ("top_p", "min_p"):
+            value = getattr(self, name)
+            check_field(self, name, value is None or 0 < value <= 1, "in (0, 1]")
         if self.support is None:
             decided = not self.truncates or self.top_k is not None
-            check_field(self, "support", decided, "given for a top_p without top_k")
+            wanted = "given for a top_p or min_p without top_k"
+            check_field(self, "support", decided, wanted)
         else:
-            wanted = "None where neither top_k nor top_p truncates"
+            wanted = "None where neither top_k, top_p nor min_p truncates"
             check_field(self, "support", self.truncates, wanted)
             enough = self.top_k is None or self.support >= self.top_k
             check_field(self, "support", enough, f"at least top_k={self.top_k}")
@@ -68,7 +84,8 @@ class SamplingConfig:
     @property
     def truncates(self) -> bool:
         """Whether the support can be smaller than the vocabulary."""
-        return self.top_k is not None or self.nucleus is not None
+        others = self.top_k, self.nucleus, self.min_p
+        return any(limit is not None for limit in others)
 
     @property
     def nucleus(self) -> float | None:
@@ -103,7 +120,7 @@ class Samples(NamedTuple):
     lengths: jax.Array
 
 
-class _Drawn(NamedTuple):
+class Drawn(NamedTuple):
     """One token per row, arrays [B, ...]; or those of all steps, [R, B, ...]."""
 
     tokens: jax.Array
@@ -112,13 +129,14 @@ class _Drawn(NamedTuple):
     support_ids: jax.Array | None
 
 
-class _State(NamedTuple):
-    """The carry of the sampling loop."""
+class State(NamedTuple):
+    """Completions so far, and what the next token depends on."""
 
     step: jax.Array  # tokens sampled so far
     token: jax.Array  # [B] the last of them
     ended: jax.Array  # [B] bool
-    drawn: _Drawn
+    keys: jax.Array  # [B] of the rows' random numbers
+    drawn: Drawn  # [R, B, ...]
     cache: Cache
 
 
@@ -128,15 +146,16 @@ def truncate(
     """Log-probabilities of the truncated distribution.
 
         z = logits / T;   S = the top k of z;   then S = the fewest of the most probable
-        of softmax_S(z) that have at least top_p;   out = z - ln Σ_(v in S) e^(z_v)
+        of softmax_S(z) that have at least top_p;   then S without the tokens of which
+        e^(z - max z) < min_p;   out = z - ln Σ_(v in S) e^(z_v)
 
     Temperature comes first, as in other samplers, so the support of top_p depends on
-    it. With both, top_p counts the probability within the top k. A nucleus of more than
+    it. With both, top_p counts the probability within the top k. A support of more than
     `support` tokens is cut to the most probable of them. Ties keep the lower ids.
 
     Args:
         logits: [B, V] f32.
-        config: temperature, top_k, top_p, support.
+        config: temperature, top_k, top_p, min_p, support.
 
     Returns:
         Log-probabilities [B, K] by falling probability, -inf outside S, and the ids
@@ -153,7 +172,8 @@ def truncate(
 
     Reference: top k: Fan et al., "Hierarchical Neural Story Generation", 2018,
     arXiv:1805.04833; top p: Holtzman et al., "The Curious Case of Neural Text
-    Degeneration", 2019, arXiv:1904.09751.
+    Degeneration", 2019, arXiv:1904.09751; min p: Nguyen et al., "Turning Up the Heat:
+    Min-p Sampling for Creative and Coherent LLM Outputs", 2024, arXiv:2407.01082.
     """
     # Subtract the largest logit first: at a low temperature, the log-probability of the
     # most probable token is then exactly 0, without the rounding of two large numbers.
@@ -177,6 +197,8 @@ def truncate(
         # Keep a token if those before it have too little; the first is always kept.
         before = jnp.pad(sums[:, :-1], ((0, 0), (1, 0)))
         kept &= before < config.nucleus
+    if config.min_p is not None:
+        kept &= values >= jnp.log(config.min_p)  # the largest value is 0
     logprobs = jax.nn.log_softmax(jnp.where(kept, values, -jnp.inf))
     return logprobs, jnp.where(kept, ids, -1)
 
@@ -220,39 +242,106 @@ def sample(
         ValueError: shapes disagree, or a length or an id is out of range; the message
             names it.
     """
-    _check_prompts(prompts, prompt_lengths)
     for name, token in (("eos_id", eos_id), ("pad_id", pad_id)):
         _check_id(name, token, decoder.embed.num_embeddings)
-    definition, weights = _in_compute_type(decoder)
-    (rows, width), slots = prompts.shape, config.max_new_tokens
-    row_keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(rows))
-
-    def draw(model, hidden, step, ended):
-        keys = jax.vmap(jax.random.fold_in, (0, None))(row_keys, step)
-        made = _masked(_draw(keys, model.logits(hidden), config), ended, pad_id)
-        return made, ended | (made.tokens == eos_id)
-
-    def goes_on(state: _State) -> jax.Array:
-        return (state.step < slots) & ~jnp.all(state.ended)
-
-    def one_more(state: _State) -> _State:
-        model = nnx.merge(definition, weights)  # modules must not enter the loop
-        hidden, cache = model.decode(state.token, state.cache)
-        made, ended = draw(model, hidden, state.step, state.ended)
-        drawn = _put(state.drawn, state.step, made)
-        return _State(state.step + 1, made.tokens, ended, drawn, cache)
-
-    model = nnx.merge(definition, weights)
-    # The last token of a row is not read again, and needs no slot. GPU products would
-    # pad keys and values whose size is not a multiple of 16 bytes, in every step.
-    max_length = -(-(width + slots - 1) // 8) * 8
-    hidden, cache = model.prefill(prompts, prompt_lengths, max_length)
-    first, ended = draw(model, hidden, 0, jnp.zeros(rows, bool))
-    drawn = _put(_nothing_drawn(first, slots, pad_id), 0, first)
-    state = _State(jnp.asarray(1), first.tokens, ended, drawn, cache)
-    drawn = lax.while_loop(goes_on, one_more, state).drawn
+    sampler = Sampler(config, (eos_id,), pad_id)
+    model = prepared(decoder)  # once, for both parts
+    keys = row_keys(key, jnp.arange(len(prompts)))
+    state = sampler.start(model, prompts, prompt_lengths, keys)
+    drawn = sampler.advance(model, state, config.max_new_tokens).drawn
     drawn = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), drawn)
     return Samples(*drawn, lengths=jnp.sum(drawn.mask, axis=1, dtype=jnp.int32))
+
+
+def prepared(decoder: Decoder) -> Decoder:
+    """The decoder with its weights in the compute dtype, so that no call casts them."""
+    return nnx.merge(*_in_compute_type(decoder))
+
+
+def row_keys(key: jax.Array, numbers: Ids) -> jax.Array:
+    """The key of each row: that of its number, wherever it is in a batch."""
+    return jax.vmap(jax.random.fold_in, (None, 0))(key, numbers)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampler:
+    """Sampling in parts: `start` reads prompts, each `advance` adds some tokens.
+
+    Where the parts end does not affect the tokens. Call both inside `jax.jit`, with
+    `COMPILER_OPTIONS`, and donate the state.
+    """
+
+    config: SamplingConfig
+    eos_ids: tuple[int, ...]  # each ends a completion; may be empty
+    pad_id: int  # fills slots after the end
+    keep_support: bool = True  # whether `Drawn.support_ids` is stored
+
+    def start(
+        self, decoder: Decoder, prompts: Ids, prompt_lengths: Ids, keys: jax.Array
+    ) -> State:
+        """Read prompts and draw the first token of each row.
+
+        Args:
+            decoder: the policy.
+            prompts: as in `sample`.
+            prompt_lengths: as in `sample`.
+            keys: [B] of the rows, from `row_keys`.
+
+        Returns:
+            The state after one token.
+        """
+        _check_prompts(prompts, prompt_lengths)
+        (rows, width), slots = prompts.shape, self.config.max_new_tokens
+        model = prepared(decoder)
+        # The last token of a row is not read again, and needs no slot. GPU products
+        # would pad keys and values whose size is not a multiple of 16 bytes, in every
+        # step.
+        max_length = -(-(width + slots - 1) // 8) * 8
+        hidden, cache = model.prefill(prompts, prompt_lengths, max_length)
+        step, ended = jnp.asarray(0), jnp.zeros(rows, bool)
+        first, ended = self._draw(keys, step, model.logits(hidden), ended)
+        drawn = _put(_nothing_drawn(first, slots, self.pad_id), step, first)
+        return State(step + 1, first.tokens, ended, keys, drawn, cache)
+
+    def advance(self, decoder: Decoder, state: State, until: Ids | int) -> State:
+        """Draw tokens until there are so many, or all rows have ended.
+
+        Args:
+            decoder: as in `start`.
+            state: from `start` or `advance`; rows may be ended from outside.
+            until: number of tokens, at most max_new_tokens.
+
+        Returns:
+            The next state.
+        """
+        definition, weights = _in_compute_type(decoder)
+        until = jnp.minimum(until, self.config.max_new_tokens)
+
+        def goes_on(state: State) -> jax.Array:
+            return (state.step < until) & ~jnp.all(state.ended)
+
+        def one_more(state: State) -> State:
+            step, token, ended, keys, drawn, cache = state
+            model = nnx.merge(definition, weights)  # modules must not enter the loop
+            hidden, cache = model.decode(token, cache)
+            new, ended = self._draw(keys, step, model.logits(hidden), ended)
+            return State(
+                step + 1, new.tokens, ended, keys, _put(drawn, step, new), cache
+            )
+
+        return lax.while_loop(goes_on, one_more, state)
+
+    def _draw(
+        self, keys: jax.Array, step: jax.Array, logits: jax.Array, ended: jax.Array
+    ) -> tuple[Drawn, jax.Array]:
+        """One more token per row, and which rows have ended with it."""
+        keys = jax.vmap(jax.random.fold_in, (0, None))(keys, step)
+        new = _draw(keys, logits, self.config)
+        if not self.keep_support:
+            new = new._replace(support_ids=None)
+        new = _masked(new, ended, self.pad_id)
+        ends = jnp.isin(new.tokens, jnp.asarray(self.eos_ids, jnp.int32))
+        return new, ended | ends
 
 
 def _in_compute_type(decoder: Decoder):
@@ -271,7 +360,7 @@ def _in_compute_type(decoder: Decoder):
     return definition, mesh.gathered(weights)
 
 
-def _draw(keys: jax.Array, logits: jax.Array, config: SamplingConfig) -> _Drawn:
+def _draw(keys: jax.Array, logits: jax.Array, config: SamplingConfig) -> Drawn:
     logprobs, ids = truncate(logits, config)
     choice = jax.vmap(jax.random.categorical)(keys, logprobs)[:, None]
 
@@ -280,13 +369,13 @@ def _draw(keys: jax.Array, logits: jax.Array, config: SamplingConfig) -> _Drawn:
 
     tokens = choice[:, 0] if ids is None else chosen(ids)
     mask = jnp.ones(tokens.shape, bool)
-    return _Drawn(tokens.astype(jnp.int32), mask, chosen(logprobs), ids)
+    return Drawn(tokens.astype(jnp.int32), mask, chosen(logprobs), ids)
 
 
-def _masked(made: _Drawn, ended: jax.Array, pad_id: int) -> _Drawn:
+def _masked(made: Drawn, ended: jax.Array, pad_id: int) -> Drawn:
     """The drawn tokens, with padding in rows that have ended."""
     ids = made.support_ids
-    return _Drawn(
+    return Drawn(
         jnp.where(ended, pad_id, made.tokens),
         made.mask & ~ended,
         jnp.where(ended, 0.0, made.logprobs),
@@ -294,12 +383,12 @@ def _masked(made: _Drawn, ended: jax.Array, pad_id: int) -> _Drawn:
     )
 
 
-def _nothing_drawn(like: _Drawn, slots: int, pad_id: int) -> _Drawn:
+def _nothing_drawn(like: Drawn, slots: int, pad_id: int) -> Drawn:
     nothing = _masked(like, jnp.ones(like.mask.shape, bool), pad_id)
     return jax.tree.map(lambda x: jnp.broadcast_to(x, (slots, *x.shape)), nothing)
 
 
-def _put(drawn: _Drawn, step: jax.typing.ArrayLike, made: _Drawn) -> _Drawn:
+def _put(drawn: Drawn, step: jax.typing.ArrayLike, made: Drawn) -> Drawn:
     return jax.tree.map(lambda all_, x: all_.at[step].set(x), drawn, made)
 
 

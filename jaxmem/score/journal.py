@@ -9,13 +9,21 @@ import json
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from jaxmem.train import files
 
 _DOCUMENTS_AT_ONCE = 1000  # documents in a row group of a Parquet file
+
+
+class Result(Protocol):
+    """What is known of one document or prompt."""
+
+    def record(self) -> dict[str, Any]:
+        """The result as JSON-able values."""
+        ...
 
 
 class Scores(NamedTuple):
@@ -55,14 +63,14 @@ class Journal:
 
     Args:
         out: path of the future output file, `.jsonl` or `.parquet`.
-        fingerprint: hash of everything that the scores depend on.
+        fingerprint: hash of everything that the results depend on.
         source: name of the documents' file; a journal that is continued keeps its first
             name.
         boundaries: numbers of documents after which a group ends, from 0 to the number
             of all documents; a journal is continued after one of them.
 
     Attributes:
-        done: number of documents that need not be scored again.
+        done: number of documents whose results are recorded.
         source: the name under which documents are recorded.
 
     Raises:
@@ -119,20 +127,20 @@ class Journal:
         except (ValueError, LookupError, TypeError):
             pass
         raise ValueError(
-            f"{self.path}: unfinished scores of other documents, another "
-            "checkpoint or other options; delete it or name another --out"
+            f"{self.path}: unfinished results of other inputs, another checkpoint or "
+            "other options; delete it or name another --out"
         )
 
-    def append(self, scores: Iterable[Scores]) -> None:
+    def append(self, results: Iterable[Result]) -> None:
         """Add a group of documents durably: a later kill cannot lose them.
 
         Args:
-            scores: of the documents.
+            results: of the documents.
 
         Raises:
             WriteError: the disk is full; earlier groups are unchanged.
         """
-        lines = [json.dumps(made.record()) + "\n" for made in scores]
+        lines = [json.dumps(result.record()) + "\n" for result in results]
         with files.write_errors(self.path):
             self._file.add("".join(lines).encode())
             self._file.flush()
@@ -161,7 +169,7 @@ class Journal:
                 self._write_out()
                 if self.out.exists() and not filecmp.cmp(self._made, self.out, False):
                     raise ValueError(
-                        f"{self.out}: exists, and differs from the scores in "
+                        f"{self.out}: exists, and differs from the results in "
                         f"{self.path}; delete one of them"
                     )
                 os.replace(self._made, self.out)

@@ -11,14 +11,15 @@ from typing import Literal, NamedTuple
 
 import jax
 import numpy as np
-from rich import progress
 from rich.console import Console
 
 from jaxmem import checkpoints, packing
 from jaxmem.data import documents as data
 from jaxmem.data.documents import NO_LABEL
 from jaxmem.models.decoder import Decoder, HeadConfig
+from jaxmem.score.fingerprint import checkpoint_files, update_with_files
 from jaxmem.score.journal import Journal, Scores, check_parquet, check_suffix
+from jaxmem.score.progress import Progress
 from jaxmem.score.summary import Summary, summarise
 from jaxmem.score.windows import Tokens, Window, check_lengths, cut, encode
 from jaxmem.train import locks
@@ -27,8 +28,6 @@ from jaxmem.train.stopping import Stop
 # Number of micro-batches whose tokens are packed and recorded together: enough to waste
 # few slots, and few enough to lose little work when the process is killed.
 _GROUP = 32
-_SECONDS_A_LINE = 10.0  # between lines of progress, without a terminal
-_SAMPLE = 2**16  # bytes that a fingerprint reads at each end of a file
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,7 +175,10 @@ def _score_rest(work: _Work, journal: Journal, console: Console, stop: Stop) -> 
         adapter=config.adapter,
     )
     scorer = _Scorer(decoder, config.max_tokens, length)
-    with stop.deferred(), _Progress(console, documents, journal.done) as report:
+    with (
+        stop.deferred(),
+        Progress(console, "documents", len(documents), journal.done) as report,
+    ):
         for start, end in groups:
             if start < journal.done:
                 continue
@@ -281,59 +283,10 @@ def _fingerprint(config: ScoreConfig, documents: Sequence[Tokens]) -> str:
     options = [config.max_tokens, config.stride, config.dtype, config.chunk]
     made = hashlib.sha256(json.dumps(options).encode())
     directories = [config.model] + ([config.adapter] if config.adapter else [])
-    paths = [
-        path
-        for directory in directories
-        for kind in ("*.safetensors", "*config.json")
-        for path in sorted(Path(directory).expanduser().glob(kind))
-    ]
-    for path in paths:
-        # Include the time, because weights may differ in the middle of a file only.
-        size, written = path.stat().st_size, path.stat().st_mtime_ns
-        made.update(f"{path.name} {size} {written}".encode())
-        with open(path, "rb") as file:
-            made.update(file.read(_SAMPLE))
-            file.seek(max(size - _SAMPLE, 0))
-            made.update(file.read(_SAMPLE))
+    for directory in directories:
+        update_with_files(made, checkpoint_files(directory))
     for document in documents:
         # Exclude the file's name, which may be spelled differently on resume.
         made.update(json.dumps([_line_of(document), document.first]).encode())
         made.update(document.ids.tobytes())
     return made.hexdigest()[:24]
-
-
-class _Progress:
-    """A progress bar on a terminal, and occasional lines elsewhere, with tokens/s."""
-
-    def __init__(self, console: Console, documents: Sequence[Tokens], done: int):
-        self._console, self._total, self.read = console, len(documents), 0
-        self._start = self._last = time.perf_counter()
-        self._bar = progress.Progress(
-            progress.TextColumn("documents"),
-            progress.MofNCompleteColumn(),
-            progress.BarColumn(),
-            progress.TextColumn("{task.description}"),
-            progress.TimeRemainingColumn(),
-            console=console,
-            disable=not console.is_terminal,
-        )
-        self._task = self._bar.add_task("", total=self._total, completed=done)
-
-    def __enter__(self) -> "_Progress":
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def update(self, done: int, tokens: int) -> None:
-        """Report the number of scored documents, and newly read tokens."""
-        self.read += tokens
-        now = time.perf_counter()
-        speed = f"{self.read / (now - self._start):,.0f} tokens/s"
-        self._bar.update(self._task, completed=done, description=speed)
-        due = done == self._total or now - self._last > _SECONDS_A_LINE
-        if due and not self._console.is_terminal:
-            self._last = now
-            line = f"documents {done:,}/{self._total:,}  {speed}"
-            self._console.print(line, highlight=False)

@@ -157,6 +157,44 @@ class Checkpoints:
             ) from error
 
 
+def newest(directory: Path) -> int | None:
+    """The newest step in a directory of checkpoints that a run may be writing to."""
+    return max(_steps(directory), default=None)
+
+
+def read_params(directory: Path, step: int, like: Any) -> Any:
+    """Read the weights of a checkpoint, without the optimizer's state.
+
+    Nothing in the directory is changed, so that the run may still be going on.
+
+    Args:
+        directory: of the checkpoints.
+        step: a step that was saved.
+        like: pytree of `jax.ShapeDtypeStruct`, as in `Checkpoints.restore`.
+
+    Raises:
+        CheckpointError: it cannot be read, or holds other weights.
+    """
+    path = directory / str(step)
+    fault = checksums.find_fault(path)
+    if fault is not None:
+        raise CheckpointError(f"checkpoint {path} cannot be read ({fault})")
+    device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    places = jax.tree.map(lambda _: ocp.ArrayRestoreArgs(sharding=device), like)
+    restore = ocp.args.PyTreeRestore(
+        {"params": like}, restore_args={"params": places}, partial_restore=True
+    )
+    try:
+        with _orbax_logs_silenced(), ocp.PyTreeCheckpointer() as checkpointer:
+            saved = checkpointer.restore((path / "state").resolve(), args=restore)
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        reason = str(error).partition("\n")[0][:200]
+        raise CheckpointError(
+            f"checkpoint {path} cannot be read ({type(error).__name__}: {reason})"
+        ) from error
+    return saved["params"]
+
+
 def set_aside_damaged(directory: Path) -> list[str]:
     """Rename damaged checkpoints that are newer than the newest good one.
 

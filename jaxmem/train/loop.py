@@ -3,10 +3,11 @@
 import contextlib
 import dataclasses
 import functools
+import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import jax
 from rich.console import Console
@@ -14,7 +15,7 @@ from rich.console import Console
 from jaxmem.core import processes
 from jaxmem.core.fields import check_field
 from jaxmem.data.rewards import RewardError
-from jaxmem.train import files, locks, metrics, wandb_writer
+from jaxmem.train import files, locks, metrics, report, wandb_writer
 from jaxmem.train.checkpoint import (
     Checkpoints,
     check_same_config,
@@ -99,6 +100,15 @@ class Job(Protocol):
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Continue from the position that `get_state` returned."""
+        ...
+
+
+@runtime_checkable
+class ShowsSamples(Protocol):
+    """A job with something to read."""
+
+    def samples(self) -> list[dict[str, Any]]:
+        """Rows of the report's table: prompt, tokens, logprobs and reward."""
         ...
 
 
@@ -286,6 +296,19 @@ class Run:
             writer.flush()
         self._checkpoints.save(self.taken, state, job.get_state(), self._saved_settings)
         self.saved = self.taken
+        if writer is not None:
+            self._report(job)
+
+    def _report(self, job: Job) -> None:
+        """Write the report; a full disk does not end the run."""
+        samples = job.samples() if isinstance(job, ShowsSamples) else []
+        lines = [json.dumps(sample) + "\n" for sample in samples]
+        try:
+            if lines:
+                files.write_whole(self.out_dir / "samples.jsonl", "".join(lines))
+            report.write(self.out_dir)
+        except OSError as error:
+            _log(self._console, f"{error}; training goes on")
 
     @property
     def _saved_settings(self) -> dict[str, Any]:

@@ -5,20 +5,21 @@ import functools
 from pathlib import Path
 from typing import TypeVar
 
-import jax
 import tokenizers
 from rich.console import Console
 
 from jaxmem import checkpoints
 from jaxmem.core import processes
-from jaxmem.data import documents as data, vocabulary
+from jaxmem.data import documents as data, tasks, vocabulary
 from jaxmem.data.chat import Templates, read_template
 from jaxmem.data.documents import DataConfig
 from jaxmem.models import lora
 from jaxmem.models.decoder import Decoder, ModelConfig
-from jaxmem.train import files
-from jaxmem.train.program import DecoderProgram, ProgramConfig, TrainState
+from jaxmem.train import files, keys
+from jaxmem.train.jobs.config import Config, DpoJobConfig, GrpoJobConfig
+from jaxmem.train.program import ProgramConfig
 
+JobConfig = Config | DpoJobConfig | GrpoJobConfig
 _Job = TypeVar("_Job", bound=ProgramConfig)
 
 
@@ -70,56 +71,131 @@ def template_of(
     return functools.cache(functools.partial(read_template, checkpoint, path, special))
 
 
-def leave(directory: Path, decoder: Decoder, console: Console) -> None:
+def texts(
+    config: JobConfig,
+    operative_text: str,
+    tokenizer: tokenizers.Tokenizer | None = None,
+) -> dict[str, str]:
+    """Files that a run has from its start: settings and vocabulary.
+
+    Args:
+        config: of the job.
+        operative_text: a gin file with all settings.
+        tokenizer: of the run's text, if it has one.
+    """
+    made = {"operative.gin": operative_text}
+    if operative_text:
+        made["settings.gin"] = keys.differing(config) + "\n"
+    if tokenizer is not None:
+        made["tokenizer.json"] = tokenizer.to_str()
+    return made
+
+
+def leave(
+    directory: Path, decoder: Decoder, console: Console, config: JobConfig
+) -> None:
     """Export a run's result for other libraries, and print where.
 
-    Adapters are saved in "adapter", in PEFT's layout; a whole model that started from a
-    checkpoint in "model", as a checkpoint of the same kind. Otherwise nothing is saved.
+    Adapters are saved in "adapter", in PEFT's layout; a whole model in "model": as a
+    checkpoint of the same kind as the one that it started from, or else of the known
+    architecture that computes the same. All processes of a run call this.
 
     Args:
         directory: of the run.
         decoder: after its last step.
         console: receives the line.
+        config: of the job.
     """
     source = decoder.config.checkpoint
-    if source is None and not decoder.config.lora_rank:
-        return
-    if jax.process_count() > 1:
-        console.print("no model to load is saved: its weights are in several processes")
-        return
     if decoder.config.lora_rank:
         target = directory / "adapter"
         checkpoints.save_adapter(target, decoder, base=source or "", overwrite=True)
     else:
-        assert source is not None
         target = directory / "model"
-        checkpoints.save(target, decoder, like=source, overwrite=True)
-    said = f"saved in {target}, for transformers to load"
+        try:
+            export(target, decoder, config, directory / "tokenizer.json")
+        except checkpoints.CheckpointError as error:
+            if source is not None:
+                raise
+            console.print(f"no {target}: {error}", highlight=False, soft_wrap=True)
+            return
+    line = f"saved in {target}, for transformers to load"
     adapts = source if decoder.config.lora_rank else None
     if adapts is not None and checkpoints.read_config(adapts).text_part:
-        said += ", with the text part of the checkpoint alone, once that is saved"
-    console.print(said, highlight=False, soft_wrap=True)
+        line += ", with the text part of the checkpoint alone, once that is saved"
+    console.print(line, highlight=False, soft_wrap=True)
 
 
 def leave_best(
-    directory: Path,
-    state: TrainState | None,
-    program: DecoderProgram,
-    frozen: dict,
-    console: Console,
+    directory: Path, decoder: Decoder, console: Console, config: JobConfig
 ) -> None:
     """`leave` in "best" of a run's directory, where a checkpoint of the best is kept.
 
     Args:
         directory: of the run.
-        state: of the best evaluation; None: there is nothing to save.
-        program: of the run.
-        frozen: the weights that are not trained.
+        decoder: after the best evaluation.
         console: receives the line.
+        config: of the job.
     """
-    if state is None:
-        return
     tokenizer = directory / "tokenizer.json"
     if processes.is_first() and tokenizer.exists():
         files.write_whole(directory / "best" / tokenizer.name, tokenizer.read_text())
-    leave(directory / "best", program.model(state.params, frozen), console)
+    leave(directory / "best", decoder, console, config)
+
+
+def export(target: Path, decoder: Decoder, config: JobConfig, tokenizer: Path) -> None:
+    """Save a whole model of a run as a checkpoint.
+
+    Args:
+        target: directory to create, or to replace.
+        decoder: without adapters.
+        config: of the job.
+        tokenizer: path of the vocabulary that the run trained; where there is none, the
+            words are those of the task.
+
+    Raises:
+        CheckpointError: no known architecture is that of the decoder.
+    """
+    source, template = decoder.config.checkpoint, template_path(config)
+    if source is not None:
+        checkpoints.save(
+            target, decoder, like=source, chat_template=template, overwrite=True
+        )
+        return
+    text = text_of(tokenizer, template)
+    positions = max_positions(config)
+    checkpoints.save_new(
+        target, decoder, text=text, max_positions=positions, overwrite=True
+    )
+
+
+def max_positions(config: JobConfig) -> int:
+    """The longest sequence that a job trains on, in tokens."""
+    if isinstance(config, GrpoJobConfig):
+        return config.task.prompt_length + config.sampling.max_new_tokens
+    return config.data.sequence_length
+
+
+def template_path(config: JobConfig) -> str | None:
+    """The path of a job's own chat template, if any."""
+    section = config.task if isinstance(config, GrpoJobConfig) else config.data
+    return section.chat_template
+
+
+def text_of(path: Path, template: str | None) -> checkpoints.Text:
+    """How a run from random weights reads text.
+
+    Args:
+        path: of the tokenizer that was trained; without the file, the arithmetic
+            task's own words.
+        template: path of a chat template, or None.
+    """
+    content = None
+    if template is not None:
+        content = Path(template).expanduser().read_text("utf-8")
+    if not path.exists():
+        pad, eos = tasks.VOCABULARY[:2]
+        return checkpoints.Text(vocabulary.of_words(), None, eos, pad, content)
+    tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    names = vocabulary.BOS, vocabulary.EOS, vocabulary.PAD
+    return checkpoints.Text(tokenizer, *names, content)

@@ -5,6 +5,7 @@ index of its own, torch brings gigabytes of CUDA. test_weights.py and test_adapt
 hold jaxmem against what the three computed, in files that make_tiny.py wrote.
 """
 
+import dataclasses
 import pathlib
 
 import jax
@@ -13,6 +14,8 @@ import numpy as np
 import pytest
 
 from jaxmem import checkpoints
+from tests.checkpoints import texts
+from tests.checkpoints.test_describing import KNOWN, SMALL, random_decoder
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # theirs
 torch = pytest.importorskip("torch", reason="needs torch, transformers and peft")
@@ -70,3 +73,15 @@ def test_an_adapter_that_is_saved_loads_to_the_same_logits(tmp_path):
     made = theirs(model, tokens())
     scale = np.abs(made).max()
     np.testing.assert_allclose(ours(decoder, tokens()), made, atol=1e-4 * scale)
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_random_weights_are_an_architecture_that_they_know(name, tmp_path):
+    decoder = random_decoder(dataclasses.replace(SMALL, **KNOWN[name]), seed=2)
+    text = checkpoints.Text(texts.tokenizer(), "<s>", "</s>", "<pad>")
+    checkpoints.save_new(tmp_path / "out", decoder, text=text, max_positions=64)
+    expected = theirs(loaded(tmp_path / "out"), tokens())
+    scale = np.abs(expected).max()
+    np.testing.assert_allclose(ours(decoder, tokens()), expected, atol=1e-5 * scale)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer("abc").input_ids == [1, 3, 4, 5] and tokenizer.eos_token_id == 2

@@ -19,6 +19,7 @@ import jax
 import numpy as np
 import pytest
 from rich.console import Console
+from safetensors.numpy import load_file
 
 from jaxmem.core import processes
 from jaxmem.data import documents as data, streams
@@ -156,6 +157,11 @@ def test_two_processes_stop_together_are_killed_and_resume_and_match_one(
         assert got["tokens"] == want.tokens
         assert got["loss"] == pytest.approx(want.loss, rel=1e-5)
         assert got["grad_norm"] == pytest.approx(want.grad_norm, rel=1e-4)
+    left = [load_file(run / "model" / "model.safetensors")
+            for run in (out_dir, tmp_path / "one")]  # fmt: skip
+    assert left[0].keys() == left[1].keys()
+    for name, weight in left[0].items():
+        np.testing.assert_allclose(weight, left[1][name], rtol=1e-2, atol=1e-4)
 
 
 # ------------------------------------------------------------- streams

@@ -11,7 +11,13 @@ from flax import nnx
 
 import jaxmem
 from jaxmem.models.decoder import Decoder, ModelConfig
-from jaxmem.models.sampling import SamplingConfig, sample, truncate
+from jaxmem.models.sampling import (
+    Sampler,
+    SamplingConfig,
+    row_keys,
+    sample,
+    truncate,
+)
 
 SMALL = ModelConfig(
     layers=2,
@@ -70,13 +76,13 @@ def read(model, samples):
     return whole(model, tokens)[at[0], at[1] - 1]
 
 
-def truncated(logits, temperature=1.0, top_k=None, top_p=None, support=None):
+def truncated(logits, temperature=1.0, top_k=None, top_p=None, support=None, min_p=0.0):
     """Ids left and their log-probabilities, one row in float64, the slow way."""
     p = np.exp(np.asarray(logits, np.float64) / temperature)
     order = sorted(range(len(p)), key=lambda v: (-p[v], v))[:top_k]
     total, kept, held = p[order].sum(), [], 0.0
     for v in order:
-        if top_p is not None and held >= top_p:
+        if (top_p is not None and held >= top_p) or p[v] < min_p * p.max():
             break
         kept.append(v)
         held += p[v] / total
@@ -98,6 +104,9 @@ def truncated(logits, temperature=1.0, top_k=None, top_p=None, support=None):
         dict(top_p=0.8, top_k=6),
         dict(top_p=0.8, top_k=6, support=9, temperature=0.5),
         dict(top_p=0.7, support=17, temperature=3.0),
+        dict(min_p=0.3, support=17),
+        dict(min_p=0.2, top_p=0.8, top_k=9, temperature=2.0),
+        dict(min_p=1.0, top_k=4),
     ],
 )
 @pytest.mark.parametrize("spread", [0.1, 1.0, 8.0])
@@ -310,6 +319,29 @@ def test_a_row_does_not_depend_on_the_others():
         np.testing.assert_array_equal(before.logprobs[row], after.logprobs[row])
 
 
+def test_parts_and_places_in_a_batch_do_not_affect_tokens():
+    config = SamplingConfig(max_new_tokens=12)
+    sampler = Sampler(config, (EOS, 5), PAD, keep_support=False)
+    start, advance = jax.jit(sampler.start), jax.jit(sampler.advance)
+
+    def drawn(order, *stops):
+        keys = row_keys(jax.random.key(7), np.array(order))
+        state = start(decoder(), PROMPTS[order], LENGTHS[order], keys)
+        for stop in stops:
+            state = advance(decoder(), state, stop)
+        return state
+
+    order = np.arange(5)
+    whole, parts = drawn(order, 12), drawn(order, 1, 2, 9, 99)
+    jax.tree.map(np.testing.assert_array_equal, whole.drawn, parts.drawn)
+    assert whole.drawn.support_ids is None
+    swapped = drawn(order[::-1], 12).drawn.tokens[:, ::-1]
+    np.testing.assert_array_equal(swapped, whole.drawn.tokens)
+    last = np.asarray(whole.drawn.mask).sum(axis=0) - 1
+    ends = np.asarray(whole.drawn.tokens)[last, order]
+    assert (np.isin(ends, (EOS, 5)) | (last == 11)).all() and (ends == 5).any()
+
+
 def test_the_loop_reads_weights_in_the_compute_type():
     model, shape = decoder(dtype="bfloat16"), f"[{SMALL.hidden},{SMALL.ff}]"
     program = jax.make_jaxpr(sampler(max_new_tokens=2))(
@@ -340,7 +372,9 @@ def test_a_length_that_shows_too_late_gives_nan():
         (dict(top_k=0), "top_k must be at least 1, got 0"),
         (dict(top_p=0.0, top_k=2), r"top_p must be in \(0, 1\], got 0.0"),
         (dict(top_p=1.1, top_k=2), r"top_p must be in \(0, 1\], got 1.1"),
-        (dict(top_p=0.9), "support must be given for a top_p without top_k, got None"),
+        (dict(min_p=1.1, top_k=2), r"min_p must be in \(0, 1\], got 1.1"),
+        (dict(top_p=0.9), "support must be given for a top_p .* without top_k, got"),
+        (dict(min_p=0.1), "support must be given for .* min_p without top_k, got None"),
         (dict(support=5), "support must be None where neither .* truncates, got 5"),
         (dict(support=5, top_p=1.0), "support must be None where .*, got 5"),
         (dict(support=0, top_p=0.9), "support must be at least 1, got 0"),

@@ -266,7 +266,7 @@ def test_a_kill_between_the_file_and_the_end_of_the_journal(
     assert other.exists()
     pathlib.Path(out).write_bytes(made + b" ")
     with pytest.raises(
-        ValueError, match=f"{out}: exists, and differs from the scores in {other}"
+        ValueError, match=f"{out}: exists, and differs from the results in {other}"
     ):
         scored(model, out=out)
     pathlib.Path(out).write_bytes(made)
@@ -389,7 +389,7 @@ def test_an_unfinished_run_of_something_else_is_refused(
     if change == "time":  # of weights that may differ where nothing reads them
         os.utime(model / "model.safetensors", (0, 0))
     options = {"stride": 4} if change == "options" else {}
-    with pytest.raises(ValueError, match="unfinished scores of other documents, ano"):
+    with pytest.raises(ValueError, match="unfinished results of other inputs, anoth"):
         scored(model, **options)
 
 

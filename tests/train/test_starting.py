@@ -248,7 +248,8 @@ def test_what_an_adapter_is_loaded_with_is_said(name, alone, tmp_path):
     definition, state = nnx.split(shapes)
     zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), state)
     console = Console(file=io.StringIO(), width=1000)
-    starting.leave(tmp_path, nnx.merge(definition, zeros), console)
+    config, _ = configuration.load(pathlib.Path("configs/sft_lora.gin"))
+    starting.leave(tmp_path, nnx.merge(definition, zeros), console, config)
     said = console.file.getvalue()
     assert (tmp_path / "adapter" / "adapter_config.json").exists()
     assert f"saved in {tmp_path}/adapter, for transformers to load" in said

@@ -20,7 +20,7 @@ from jaxmem.core import processes
 from jaxmem.data import pairs as data
 from jaxmem.data.pairs import Pair, PairBatch, PairBatches
 from jaxmem.models.partitioning import as_stored
-from jaxmem.train import files, metrics, starting
+from jaxmem.train import files, metrics, report, starting
 from jaxmem.train.evaluation import Evaluated
 from jaxmem.train.jobs.config import DpoJobConfig
 from jaxmem.train.jobs.epochs import with_steps
@@ -293,12 +293,13 @@ def train(
         if held_out:
             evaluate = _held_out(program, score, held_out, reference[len(pairs) :])
         batches = PairBatches(pairs, reference[: len(pairs)], config.data)
-        texts = {"tokenizer.json": tokenizer.to_str(), "operative.gin": operative_text}
+        texts = starting.texts(config, operative_text, tokenizer)
         job = _Job(program, frozen, batches, evaluate)
-        params = run.take_steps(job, texts).params
-        starting.leave(run.out_dir, program.model(params, frozen), console)
-        best = run.best_state(job)
-        starting.leave_best(run.out_dir, best, program, frozen, console)
+        model = program.model(run.take_steps(job, texts).params, frozen)
+        starting.leave(run.out_dir, model, console, config)
+        if (best := run.best_state(job)) is not None:
+            model = program.model(best.params, frozen)
+            starting.leave_best(run.out_dir, model, console, config)
         if not processes.is_first():
             return Result(run.out_dir, [])
         result = Result(run.out_dir, run.history(PreferenceMetrics))
@@ -330,4 +331,4 @@ def _report(result: Result, console: Console) -> None:
     )
     metrics.save_preference_summary(out_dir / "summary.json", history)
     metrics.save_plot(out_dir / "report.png", history, {}, "margin", "reward margin")
-    console.print(f"saved in {out_dir}: summary.json, report.png", highlight=False)
+    report.finish(out_dir, console)

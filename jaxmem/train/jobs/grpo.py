@@ -22,8 +22,9 @@ from jaxmem.data.documents import Batch
 from jaxmem.data.tasks import TaskConfig
 from jaxmem.losses.mismatch import MismatchReport
 from jaxmem.models.sampling import Samples
-from jaxmem.train import metrics, starting
+from jaxmem.train import metrics, report, starting
 from jaxmem.train.evaluation import Evaluated
+from jaxmem.train.jobs import samples
 from jaxmem.train.jobs.config import GrpoJobConfig
 from jaxmem.train.jobs.epochs import with_steps
 from jaxmem.train.jobs.policy import PolicyBatch, average
@@ -107,6 +108,13 @@ class _Job:
 
     def set_state(self, state: dict[str, Any]) -> None:
         self._next = place_of(self.task, state)
+
+    def samples(self) -> list[dict[str, Any]]:
+        """See `loop.ShowsSamples`."""
+        if (last := self.last) is None:
+            return []
+        rewards, logprobs = last.graded.rewards, np.asarray(last.samples.logprobs)
+        return samples.table(self.task, last.asked, last.completions, rewards, logprobs)
 
     def step(self, number: int, state: TrainState) -> tuple[TrainState, PolicyMetrics]:
         clock = _Clock()
@@ -338,10 +346,12 @@ def train(
         program.choose_policy_by_gradients(console)
         compiled = program.compile()
         job = _Job(program, compiled, task)
-        params = run.take_steps(job, {"operative.gin": operative_text}).params
-        starting.leave(run.out_dir, program.model(params, job.frozen), console)
-        best = run.best_state(job)
-        starting.leave_best(run.out_dir, best, program, job.frozen, console)
+        state = run.take_steps(job, starting.texts(config, operative_text))
+        model = program.model(state.params, job.frozen)
+        starting.leave(run.out_dir, model, console, config)
+        if (best := run.best_state(job)) is not None:
+            model = program.model(best.params, job.frozen)
+            starting.leave_best(run.out_dir, model, console, config)
         costs = _head_costs(program, compiled) if config.run.compare_heads else {}
         if not processes.is_first():
             return Result(run.out_dir, [], costs)
@@ -377,9 +387,6 @@ def _fixed_task(task: TaskConfig) -> dict[str, Any]:
     if task.is_arithmetic:
         return {name: fields[name] for name in ("digits", "answer", "reward", "seed")}
     return fields
-
-
-# ------------------------------------------------------------------ report
 
 
 def _head_costs(program: PolicyProgram, compiled: Compiled) -> dict[str, HeadCost]:
@@ -430,7 +437,7 @@ def _report(result: Result, phases: list[Phase], job: _Job, console: Console) ->
     )
     metrics.save_policy_summary(out_dir / "summary.json", history, costs, phases)
     metrics.save_plot(out_dir / "report.png", history, costs, "reward", "reward")
-    console.print(f"saved in {out_dir}: summary.json, report.png", highlight=False)
+    report.finish(out_dir, console)
 
 
 def _examples(task: Task, made: _Rollout, count: int = 3) -> Iterator[str]:

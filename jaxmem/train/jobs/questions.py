@@ -75,6 +75,10 @@ class Task(Protocol):
         """A prompt and its completion, as they read."""
         ...
 
+    def text(self, ids: np.ndarray) -> str:
+        """Tokens as text, special ones too."""
+        ...
+
     def fingerprint(self) -> str | None:
         """Identifies a file's prompts."""
         ...
@@ -105,6 +109,10 @@ class Sums:
         """See `Task`."""
         words = self._spelling.read(completions.sampled[i, : completions.lengths[i]])
         return tasks.text(asked.items.prompts[i]), tasks.text(words)
+
+    def text(self, ids: np.ndarray) -> str:
+        """See `Task`."""
+        return tasks.text(self._spelling.read(ids))
 
     def fingerprint(self) -> str | None:
         """None: the settings say it all."""
@@ -204,7 +212,7 @@ class OwnPrompts:
         return _one_line(prompt), _one_line(said)
 
     def text(self, ids: np.ndarray) -> str:
-        """Tokens as text, special ones too."""
+        """See `Task`."""
         return self._tokenizer.decode(ids.tolist(), skip_special_tokens=False)
 
     def fingerprint(self) -> str | None:

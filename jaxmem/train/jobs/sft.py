@@ -23,7 +23,7 @@ from jaxmem.data.documents import Batch
 from jaxmem.models.decoder import Decoder, HeadConfig, head_loss
 from jaxmem.models.partitioning import as_stored
 from jaxmem.models.weights import join_weights
-from jaxmem.train import metrics, starting
+from jaxmem.train import metrics, report, starting
 from jaxmem.train.evaluation import Evaluated
 from jaxmem.train.jobs.config import Config
 from jaxmem.train.jobs.epochs import with_steps
@@ -360,15 +360,16 @@ def train(
         run.progress.waiting("compiling")
         program.choose_policy(lambda: program.trace_step(config.head), console)
         compiled, frozen = program.compile_step(config.head), program.frozen()
-        texts = {"tokenizer.json": tokenizer.to_str(), "operative.gin": operative_text}
+        texts = starting.texts(config, operative_text, tokenizer)
         job = _Job(program, compiled, frozen, batches, held_out)
         params = run.take_steps(job, texts).params
-        starting.leave(run.out_dir, program.model(params, frozen), console)
+        starting.leave(run.out_dir, program.model(params, frozen), console, config)
         held_out_loss = job.held_out_loss  # the last step is evaluated, if any is
         if held_out is not None and held_out_loss is None:
             held_out_loss = program.evaluate(params, frozen, held_out())
-        best = run.best_state(job)
-        starting.leave_best(run.out_dir, best, program, frozen, console)
+        if (best := run.best_state(job)) is not None:
+            model = program.model(best.params, frozen)
+            starting.leave_best(run.out_dir, model, console, config)
         costs = _head_costs(program, compiled) if config.run.compare_heads else {}
         if not processes.is_first():
             return Result(run.out_dir, [], costs, held_out_loss)
@@ -412,9 +413,6 @@ def _settings(config: Config) -> Settings:
     return Settings(fixed, changeable_settings(config, ["optimizer"], fixed))
 
 
-# ------------------------------------------------------------------ report
-
-
 def _head_costs(
     program: Program, compiled: jax.stages.Compiled | StreamedStep
 ) -> dict[str, HeadCost]:
@@ -447,4 +445,4 @@ def _report(result: Result, console: Console) -> None:
     metrics.save_summary(out_dir / "summary.json", history, costs, held_out_loss)
     last = history[-1]._replace(held_out_loss=held_out_loss)  # without eval.every, too
     metrics.save_plot(out_dir / "report.png", [*history[:-1], last], costs)
-    console.print(f"saved in {out_dir}: summary.json, report.png", highlight=False)
+    report.finish(out_dir, console)

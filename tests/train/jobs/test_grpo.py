@@ -411,8 +411,8 @@ def test_a_run_leaves_everything_it_promises(finished):
     history = read_history(result.out_dir / "metrics.jsonl", PolicyMetrics)
     assert result.history == history and [s.step for s in history] == [1, 2, 3, 4]
     assert {p.name for p in result.out_dir.iterdir()} == {
-        "checkpoints", "metrics.jsonl", "operative.gin", "report.png", "summary.json",
-        "tensorboard",
+        "checkpoints", "metrics.jsonl", "model", "operative.gin", "report.html",
+        "report.png", "samples.jsonl", "settings.gin", "summary.json", "tensorboard",
     }  # fmt: skip
     for step in history:
         assert step.mismatch_max < 1e-5  # over the support that was sampled from
@@ -669,7 +669,7 @@ def test_a_finished_run_resumes_with_nothing_left_to_do(finished):
         (["remat.memory_limit=40"], "memory_limit=40 does not go with policy='none'"),
         (["remat.policy=fit", "remat.memory_limit=0"], "memory_limit must be above 0"),
         (["remat.policy=fit", "remat.memory_limit=all"], "must be 'auto' or float or"),
-        (["sampling.top_p=0.9"], "sampling.support must be given for a top_p without"),
+        (["sampling.top_p=0.9"], "sampling.support must be given for a top_p or"),
     ],
 )
 def test_a_mistake_says_where_and_what(overrides, expected):

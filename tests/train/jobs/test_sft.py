@@ -393,8 +393,8 @@ def test_a_run_leaves_everything_it_promises(finished):
     assert [s.step for s in result.history] == [1, 2, 3, 4, 5, 6]
     assert result.history == read_history(result.out_dir / "metrics.jsonl")
     assert {p.name for p in result.out_dir.iterdir()} == {
-        "checkpoints", "metrics.jsonl", "operative.gin", "report.png", "summary.json",
-        "tensorboard", "tokenizer.json",
+        "checkpoints", "metrics.jsonl", "model", "operative.gin", "report.html",
+        "report.png", "settings.gin", "summary.json", "tensorboard", "tokenizer.json",
     }  # fmt: skip
     assert (result.out_dir / "operative.gin").read_text() == "run.steps = 6\n"
     assert "step 1/6" in said and "step 6/6" in said

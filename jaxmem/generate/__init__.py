@@ -1,0 +1,25 @@
+"""Completes prompts with a saved model: `jaxmem generate`."""
+
+from typing import TYPE_CHECKING
+
+from jaxmem import _imports
+
+if TYPE_CHECKING:
+    from jaxmem.generate.batch import generate_file as generate_file
+    from jaxmem.generate.completions import (
+        Completion as Completion,
+        Generator as Generator,
+    )
+    from jaxmem.generate.config import GenerateConfig as GenerateConfig
+    from jaxmem.generate.model import Model as Model, load as load
+
+# At first use: the command line imports this package to parse its arguments.
+__getattr__, __dir__ = _imports.lazy(
+    __name__,
+    generate_file="batch",
+    Completion="completions",
+    Generator="completions",
+    GenerateConfig="config",
+    Model="model",
+    load="model",
+)

@@ -1,0 +1,160 @@
+"""Completes a file of prompts, and goes on after a kill."""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+
+from jaxmem.data.records import DataError, Record, read_records
+from jaxmem.data.texts import conversation_of
+from jaxmem.generate.completions import Completion, Generator, Prompt, unreached
+from jaxmem.score.fingerprint import update_with_files
+from jaxmem.score.journal import Journal
+from jaxmem.score.progress import Progress
+from jaxmem.train import locks
+from jaxmem.train.stopping import Stop
+
+_COLUMNS = ("completion", "tokens", "finish", "stop")  # of the output
+
+
+class _Result(NamedTuple):
+    """One line of the output."""
+
+    fields: dict[str, Any]  # of the input
+    completion: Completion
+
+    def record(self) -> dict[str, Any]:
+        """The input's columns, and those of the completion."""
+        text, ids, finish, stop = self.completion
+        values = text, len(ids), finish, stop
+        return {**self.fields, **dict(zip(_COLUMNS, values, strict=True))}
+
+
+def generate_file(
+    generator: Generator, source: str, out: str, console: Console | None = None
+) -> None:
+    """Complete the prompts of a file, or go on where a killed process stopped.
+
+    Each line of the output has the columns of its prompt, and "completion", "tokens",
+    "finish" ("eos", "stop" or "length") and "stop", the stop string that was reached.
+
+    Args:
+        generator: model and options.
+        source: path of a .jsonl file with "prompt", a text or a list of messages.
+        out: path of the .jsonl file to create.
+        console: receives progress; by default a new rich console.
+
+    Raises:
+        ValueError: a prompt cannot be completed, the output exists, or the journal
+            beside it belongs to other inputs or options.
+        WriteError: the disk is full; recorded completions are not computed again.
+        KeyboardInterrupt, SystemExit: after a signal, once the batch is recorded.
+    """
+    console = console or Console(stderr=True)
+    target = Path(out).expanduser()
+    for flag, path in (("--in", Path(source)), ("--out", target)):
+        if path.suffix != ".jsonl":
+            raise ValueError(f"{flag} must be a .jsonl file, got {path}")
+    records = list(read_records(Path(source).expanduser(), "--in"))
+    if not records:
+        raise DataError(f"{source}: no prompts")
+    prompts = [_prompt(generator, record, i) for i, record in enumerate(records)]
+    lock = target.with_name(target.name + ".lock")
+    log = functools.partial(_log, console)
+    with Stop() as stop, locks.exclusive(lock, f"--out {target}", log):
+        _complete(generator, records, prompts, target, console, stop)
+
+
+def _prompt(generator: Generator, record: Record, number: int) -> Prompt:
+    taken = [name for name in _COLUMNS if name in record.fields]
+    if taken:
+        raise DataError(
+            f"{record.where}: the output has a column {taken[0]!r} of its own; rename "
+            "that of the input"
+        )
+    prompt = record.fields.get("prompt")
+    if isinstance(prompt, list):
+        prompt = conversation_of(record, "prompt")
+    elif not isinstance(prompt, str):
+        raise DataError(
+            f'{record.where}: expected "prompt", a text or a list of messages'
+        )
+    return generator.prompt(prompt, record.where, number)
+
+
+def _complete(
+    generator: Generator,
+    records: Sequence[Record],
+    prompts: Sequence[Prompt],
+    out: Path,
+    console: Console,
+    stop: Stop,
+) -> None:
+    size, total = generator.config.batch_size, len(prompts)
+    starts = range(0, total, size)
+    fingerprint = _fingerprint(generator, records, prompts)
+    with Journal(out, fingerprint, "", [*starts, total]) as journal:
+        if journal.done:
+            _log(console, f"resuming after prompt {journal.done:,}")
+        started = time.perf_counter()
+        with (
+            stop.deferred(),
+            Progress(console, "prompts", total, journal.done) as report,
+        ):
+            for start in range(journal.done, total, size):
+                if stop.signal:
+                    break
+                made = generator.complete(prompts[start : start + size])
+                journal.append(
+                    _Result(record.fields, completion)
+                    for record, completion in zip(records[start:], made, strict=False)
+                )
+                report.update(journal.done, sum(len(x.ids) for x in made))
+        if stop.signal:
+            _log(
+                console,
+                f"stopped by {stop.name} after prompt {journal.done:,} of {total:,}: "
+                "the same command goes on from there",
+            )
+        stop.raise_if_requested()
+        _summarise(generator, journal, console, time.perf_counter() - started)
+        journal.finish()
+    _log(console, f"saved in {out}")
+
+
+def _summarise(
+    generator: Generator, journal: Journal, console: Console, seconds: float
+) -> None:
+    made = [
+        Completion("", [0] * record["tokens"], record["finish"])
+        for record in journal.records()
+    ]
+    tokens = sum(len(x.ids) for x in made)
+    _log(console, f"{len(made):,} completions, {tokens:,} tokens, in {seconds:,.1f} s")
+    line = unreached(generator.config.stop, made)
+    if line is not None:
+        _log(console, line)
+
+
+def _fingerprint(
+    generator: Generator, records: Sequence[Record], prompts: Sequence[Prompt]
+) -> str:
+    """A hash of everything that the completions depend on."""
+    options = json.dumps(dataclasses.asdict(generator.config))
+    options += generator.model.decoder.config.dtype
+    digest = hashlib.sha256(options.encode())
+    update_with_files(digest, generator.model.files)
+    for record, prompt in zip(records, prompts, strict=True):
+        columns = json.dumps([record.fields, prompt.ids], default=str)
+        digest.update(columns.encode() + b"\n")
+    return digest.hexdigest()[:24]
+
+
+def _log(console: Console, line: str) -> None:
+    console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -1,0 +1,62 @@
+"""`jaxmem generate`: one prompt, a file of them, or a conversation."""
+
+import sys
+from typing import NamedTuple
+
+from jaxmem.generate.batch import generate_file
+from jaxmem.generate.chat import chat
+from jaxmem.generate.completions import Generator, unreached
+from jaxmem.generate.config import GenerateConfig
+from jaxmem.generate.model import load
+
+
+class Request(NamedTuple):
+    """What the command is asked to do; one of prompt, source and chat."""
+
+    model: str  # directory
+    adapter: str | None
+    dtype: str | None
+    prompt: str | None
+    source: str | None  # .jsonl file of prompts
+    out: str | None  # .jsonl file of completions
+    chat: bool
+    system: str | None  # first message of a conversation
+
+
+def run(request: Request, config: GenerateConfig) -> None:
+    """Run the command.
+
+    Raises:
+        ValueError: the combination of options is impossible, or one of them is.
+    """
+    _check(request)
+    model = load(request.model, adapter=request.adapter, dtype=request.dtype)
+    generator = Generator(model, config)
+    if request.source is not None and request.out is not None:
+        generate_file(generator, request.source, request.out)
+    elif request.prompt is not None:
+        _show(generator, request.prompt)
+    else:
+        chat(generator, request.system)
+
+
+def _check(request: Request) -> None:
+    given = request.prompt is not None, request.source is not None, request.chat
+    if sum(given) != 1:
+        raise ValueError("generate needs one of PROMPT, --in FILE.jsonl and --chat")
+    if (request.source is None) != (request.out is None):
+        raise ValueError("--in FILE.jsonl and --out FILE.jsonl belong together")
+    if request.system is not None and not request.chat:
+        raise ValueError("--system is for --chat")
+
+
+def _show(generator: Generator, prompt: str) -> None:
+    """Print a completion as it is sampled."""
+    encoded = generator.prompt(prompt, "PROMPT")
+    (made,) = generator.complete(
+        [encoded], lambda piece: print(piece, end="", flush=True)
+    )
+    print()
+    line = unreached(generator.config.stop, [made])
+    if line is not None:
+        print(f"jaxmem: {line}", file=sys.stderr)

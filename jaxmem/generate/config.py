@@ -1,0 +1,67 @@
+"""Options of `jaxmem generate`."""
+
+import dataclasses
+import math
+
+from jaxmem.models.sampling import SamplingConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerateConfig:
+    """How completions are sampled, and where they end."""
+
+    # maximum tokens of a completion; None: what the model has room for, at most 256
+    max_new_tokens: int | None = None
+    temperature: float = 1.0  # 0: the most probable token each time
+    top_k: int | None = None  # sample among the k most probable tokens only
+    top_p: float | None = None  # sample among the fewest that have this probability
+    min_p: float | None = None  # drop tokens below this share of the best's probability
+    stop: tuple[str, ...] = ()  # texts that end a completion, which lacks them
+    seed: int = 0  # the same seed gives the same completions
+    batch_size: int = 8  # prompts that are completed together
+
+    def __post_init__(self):
+        """Raise a ValueError that names an option with an impossible value."""
+        for name in ("max_new_tokens", "batch_size", "top_k"):
+            value = getattr(self, name)
+            _check(name, value, value is None or value >= 1, "at least 1")
+        possible = 0 <= self.temperature < math.inf
+        _check("temperature", self.temperature, possible, "0 or more, and finite")
+        for name in ("top_p", "min_p"):
+            value = getattr(self, name)
+            _check(name, value, value is None or 0 < value <= 1, "in (0, 1]")
+        _check("seed", self.seed, 0 <= self.seed < 2**31, "in [0, 2**31)")
+        _check("stop", "", all(self.stop), "a text of at least one character")
+
+    def sampling(self, max_new_tokens: int, vocab_size: int) -> SamplingConfig:
+        """The same for the sampler.
+
+        Args:
+            max_new_tokens: of any completion.
+            vocab_size: entries of the vocabulary. Without a top_k, top_p and min_p
+                select among all of them.
+
+        Raises:
+            ValueError: top_k is above that.
+        """
+        if self.temperature == 0:
+            return SamplingConfig(max_new_tokens, top_k=1)
+        if self.top_k is not None:
+            fits = self.top_k <= vocab_size
+            _check("top_k", self.top_k, fits, f"at most {vocab_size}, the vocabulary")
+        top_p = None if self.top_p == 1 else self.top_p
+        among_all = self.top_k is None and (top_p or self.min_p) is not None
+        return SamplingConfig(
+            max_new_tokens,
+            self.temperature,
+            top_k=self.top_k,
+            top_p=top_p,
+            min_p=self.min_p,
+            support=vocab_size if among_all else None,
+        )
+
+
+def _check(name: str, value: object, good: bool, wanted: str) -> None:
+    if not good:
+        flag = f"--{name.replace('_', '-')}"
+        raise ValueError(f"{flag} must be {wanted}, got {value!r}")

@@ -1,0 +1,146 @@
+"""Line charts and bars as inline SVG, which needs no library and no network."""
+
+import math
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import NamedTuple
+
+import numpy as np
+
+Points = Sequence[tuple[float, float]]
+
+_WIDTH, _HEIGHT = 360, 190  # of the viewBox; the page scales it
+_LEFT, _RIGHT, _TOP, _BOTTOM = 46, 8, 8, 22
+_MOST = 400  # points of a line; more are averaged
+
+
+class Line(NamedTuple):
+    """One series of a chart."""
+
+    name: str
+    points: Points  # (step, value), finite
+    marked: bool = False  # whether each point has a dot
+
+
+def chart(title: str, lines: Sequence[Line]) -> str:
+    """Draw lines over steps.
+
+    Args:
+        title: what assistive technology reads.
+        lines: at least one, each with at least one point.
+
+    Returns:
+        An `<svg>` element.
+    """
+    xs = [x for line in lines for x, _ in line.points]
+    ys = [y for line in lines for _, y in line.points]
+    ticks = _ticks(min(ys), max(ys))
+    low, high = min(*ys, ticks[0]), max(*ys, ticks[-1])
+    frame = _Frame(min(xs), max(max(xs), min(xs) + 1), low, high)
+    parts = [f"<title>{escape(title)}</title>", *_axes(frame, ticks)]
+    for number, line in enumerate(lines):
+        parts += _drawn(frame, line, number)
+    return (
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" '
+        f'aria-label="{escape(title)}">{"".join(parts)}</svg>'
+    )
+
+
+class _Frame(NamedTuple):
+    """The range of both axes."""
+
+    left: float
+    right: float
+    low: float
+    high: float
+
+    def place(self, x: float, y: float) -> tuple[float, float]:
+        across = (x - self.left) / (self.right - self.left)
+        up = (y - self.low) / (self.high - self.low)
+        return (
+            _LEFT + across * (_WIDTH - _LEFT - _RIGHT),
+            _HEIGHT - _BOTTOM - up * (_HEIGHT - _TOP - _BOTTOM),
+        )
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """A few round numbers between two others, which may be equal."""
+    if high - low < 1e-9 * max(abs(low), abs(high), 1e-300):
+        margin = abs(low) * 0.1 or 1.0
+        low, high = low - margin, high + margin
+    rough = (high - low) / 4
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(m * power for m in (1, 2, 5, 10) if m * power >= rough * 0.999)
+    first, last = math.floor(low / step), math.ceil(high / step)
+    return [i * step for i in range(first, last + 1)]
+
+
+def _axes(frame: _Frame, ticks: Sequence[float]) -> list[str]:
+    parts = []
+    for tick in ticks:
+        _, y = frame.place(frame.left, tick)
+        parts.append(
+            f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" '
+            f'y2="{y:.1f}"/><text class="end" x="{_LEFT - 5}" y="{y + 3.5:.1f}">'
+            f"{number(tick)}</text>"
+        )
+    for x, anchor in ((frame.left, ""), (frame.right, ' class="end"')):
+        place, _ = frame.place(x, frame.low)
+        parts.append(
+            f'<text{anchor} x="{place:.1f}" y="{_HEIGHT - 6}">{int(x):,}</text>'
+        )
+    middle = (_LEFT + _WIDTH - _RIGHT) / 2
+    parts.append(f'<text class="middle" x="{middle}" y="{_HEIGHT - 6}">step</text>')
+    return parts
+
+
+def _drawn(frame: _Frame, line: Line, number: int) -> list[str]:
+    places = [frame.place(x, y) for x, y in thinned(line.points)]
+    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+    parts = [f'<polyline class="s{number}" points="{path}"/>']
+    if line.marked or len(places) == 1:
+        parts += [
+            f'<circle class="d{number}" cx="{x:.1f}" cy="{y:.1f}" r="2.5"/>'
+            for x, y in places
+        ]
+    return parts
+
+
+def legend(lines: Sequence[Line]) -> str:
+    """Names of the lines in their colours; "" for a single one."""
+    if len(lines) < 2:
+        return ""
+    return "".join(
+        f' <span class="t{number}">{escape(line.name)}</span>'
+        for number, line in enumerate(lines)
+    )
+
+
+def thinned(points: Points) -> list[tuple[float, float]]:
+    """At most so many points that a chart shows, means of neighbours."""
+    if len(points) <= _MOST:
+        return list(points)
+    groups = np.array_split(np.asarray(points, np.float64), _MOST)
+    return [tuple(group.mean(axis=0).tolist()) for group in groups]
+
+
+def number(value: float) -> str:
+    """A number in at most about six characters."""
+    if value == 0:
+        return "0"
+    size = abs(value)
+    if size >= 1e6 or size < 1e-3:
+        return f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e")
+    return f"{value:,.0f}" if size >= 1000 else f"{value:.4g}"
+
+
+def bars(sizes: Mapping[str, float], unit: str) -> str:
+    """Horizontal bars with their values, as rows of a table."""
+    largest = max(sizes.values(), default=0) or 1
+    rows = "".join(
+        f'<tr><th>{escape(name)}</th><td class="bar"><div style="width:'
+        f'{100 * size / largest:.1f}%"></div></td><td class="right">{number(size)} '
+        f"{escape(unit)}</td></tr>"
+        for name, size in sizes.items()
+    )
+    return f'<table class="bars">{rows}</table>'

@@ -1,0 +1,48 @@
+"""`jaxmem export`: the model of a run, a checkpoint or an adapter, to take away."""
+
+from pathlib import Path
+
+from jaxmem import checkpoints
+from jaxmem.checkpoints import CheckpointError
+from jaxmem.train import saved
+
+
+def export(
+    path: str, out: str, *, merge: bool = False, dtype: str | None = None
+) -> str:
+    """Save the model in a directory as a checkpoint that transformers loads.
+
+    Args:
+        path: of a run, also one that has not ended, a checkpoint or an adapter.
+        out: directory to create.
+        merge: add adapters to the matrices that they adapt; without it they are saved
+            alone, in PEFT's layout.
+        dtype: of the saved weights of a whole model; None: as they are stored.
+
+    Returns:
+        A line that says what was saved.
+
+    Raises:
+        CheckpointError: there is no model, `out` exists, or there is nothing to merge.
+    """
+    target = Path(out).expanduser()
+    if target.exists():
+        raise CheckpointError(f"{target}: exists; name another --out")
+    with saved.opened(path) as place:
+        decoder, base = place.load(dtype), place.directory
+        rank = decoder.config.lora_rank
+        if merge and not rank:
+            raise CheckpointError(f"{path}: has no adapter to merge")
+        if rank and not merge:
+            if dtype is not None:
+                raise CheckpointError("--dtype is for a whole model, as with --merge")
+            checkpoints.save_adapter(target, decoder, base=str(base))
+            return f"saved in {target}: an adapter of {base}"
+        checkpoints.save(
+            target,
+            checkpoints.merge(decoder) if rank else decoder,
+            like=base,
+            dtype=dtype,
+            chat_template=place.chat_template,
+        )
+    return f"saved in {target}, for transformers to load"

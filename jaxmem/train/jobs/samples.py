@@ -1,0 +1,60 @@
+"""Samples of a rollout, as a report shows them."""
+
+from typing import Any
+
+import numpy as np
+
+from jaxmem.train.jobs.questions import Asked, Task
+from jaxmem.train.jobs.rollouts import Completions
+
+_SAMPLES = 8
+_MOST_TOKENS = 256  # of a completion
+_MOST_CHARACTERS = 600  # of a prompt, from its end
+
+
+def table(
+    task: Task,
+    asked: Asked,
+    completions: Completions,
+    rewards: np.ndarray,
+    logprobs: np.ndarray,
+) -> list[dict[str, Any]]:
+    """Prompt, tokens, their log-probabilities and reward of some samples.
+
+    Args:
+        task: that the prompts belong to.
+        asked: prompts, N of them.
+        completions: one a prompt.
+        rewards: [N].
+        logprobs: [N, R] of the sampled tokens.
+
+    Returns:
+        JSON-able values; of a long completion, its first tokens.
+    """
+    count = min(_SAMPLES, len(rewards))
+    every = len(rewards) // count
+    rows = []
+    for i in range(0, count * every, every):
+        length = min(int(completions.lengths[i]), _MOST_TOKENS)
+        prompt = task.text(asked.ids[i, : asked.lengths[i]])
+        rows.append(
+            {
+                "prompt": prompt[-_MOST_CHARACTERS:],
+                "tokens": _pieces(task, completions.sampled[i, :length]),
+                "logprobs": [float(x) for x in logprobs[i, :length]],
+                "reward": float(rewards[i]),
+            }
+        )
+    return rows
+
+
+def _pieces(task: Task, ids: np.ndarray) -> list[str]:
+    """The text of each token; a part of a character joins the rest of it."""
+    pieces, before = [], ""
+    for length in range(1, len(ids) + 1):
+        text = task.text(ids[:length])
+        if length < len(ids):
+            text = text.rstrip("\ufffd")
+        pieces.append(text[len(before) :])
+        before = text if len(text) > len(before) else before
+    return pieces

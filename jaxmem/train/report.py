@@ -1,0 +1,252 @@
+"""report.html: what happened in a run, on one page that needs no network.
+
+The page is a function of the run's directory, so that it can be written at any time:
+metrics.jsonl, summary.json, samples.jsonl and settings.gin.
+"""
+
+import contextlib
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+
+from jaxmem._version import __version__
+from jaxmem.train import charts, files
+from jaxmem.train.charts import Line
+
+_MIB = 2**20
+_MOST_SURPRISE = 6.0  # nats; a token of this or more has the strongest colour
+
+
+class _Panel(NamedTuple):
+    """One chart: its title, and the fields that it shows by name of the line."""
+
+    title: str
+    fields: Mapping[str, str]
+
+
+_PANELS = (
+    _Panel("Reward", {"mean": "reward", "held out": "held_out_reward"}),
+    _Panel("Loss", {"training": "loss", "held out": "held_out_loss"}),
+    _Panel("Reward margin", {"training": "margin", "held out": "held_out_margin"}),
+    _Panel("Accuracy", {"training": "accuracy", "held out": "held_out_accuracy"}),
+    _Panel("Entropy of the policy, nats", {"": "entropy"}),
+    _Panel("KL to the initial weights, nats", {"": "kl"}),
+    _Panel("Length of completions, tokens", {"": "response_length"}),
+    _Panel("Tokens clipped, share", {"": "clip_fraction"}),
+    _Panel("Groups of equal rewards, share", {"": "degenerate"}),
+    _Panel(
+        "Trainer against sampler, nats",
+        {"mean": "mismatch_mean", "largest": "mismatch_max"},
+    ),
+    _Panel("Gradient norm before clipping", {"": "grad_norm"}),
+    _Panel("Learning rate", {"": "learning_rate"}),
+    _Panel("Tokens per second", {"": "tokens_per_second"}),
+    _Panel("Model FLOPs utilisation", {"": "mfu"}),
+)
+_STYLE = """
+:root{color-scheme:light dark;--ink:#1c2330;--soft:#68727f;--line:#d8dde3;
+--card:#fff;--page:#f5f6f8;--a:#2563a8;--b:#c2571a}
+@media(prefers-color-scheme:dark){:root{--ink:#e6e9ee;--soft:#98a2af;--line:#38414d;
+--card:#1c222b;--page:#12161c;--a:#6fa8e8;--b:#ec8b4c}}
+*{box-sizing:border-box}
+body{margin:0 auto;padding:16px;max-width:1500px;background:var(--page);
+color:var(--ink);font:15px/1.45 system-ui,sans-serif}
+h1{font-size:21px;margin:0;overflow-wrap:anywhere}
+h2{font-size:16px;margin:28px 0 10px}
+p{margin:4px 0;color:var(--soft)}
+.tiles,.charts{display:grid;gap:12px}
+.tiles{grid-template-columns:repeat(auto-fill,minmax(130px,1fr));margin-top:14px}
+.charts{grid-template-columns:repeat(auto-fill,minmax(min(100%,320px),1fr))}
+.card{background:var(--card);border:1px solid var(--line);border-radius:6px;
+padding:10px 12px;min-width:0}
+.card b{display:block;font-size:19px;font-variant-numeric:tabular-nums}
+.card h3{font-size:14px;font-weight:600;margin:0 0 4px}
+.tiles span{color:var(--soft);font-size:13px}
+svg{display:block;width:100%;height:auto}
+svg text{font-size:11px;fill:var(--soft)}
+.end{text-anchor:end}.middle{text-anchor:middle}
+.grid{stroke:var(--line);stroke-width:1}
+polyline{fill:none;stroke-width:1.8;stroke-linejoin:round}
+.s0{stroke:var(--a)}.s1{stroke:var(--b)}.d0{fill:var(--a)}.d1{fill:var(--b)}
+.t0,.t1{font-weight:400;margin-left:8px}.t0{color:var(--a)}.t1{color:var(--b)}
+.wide{overflow-x:auto}
+table{border-collapse:collapse;width:100%}
+th,td{text-align:left;vertical-align:top;padding:6px 10px 6px 0;
+border-bottom:1px solid var(--line)}
+th{font-weight:600}.right{text-align:right;white-space:nowrap}
+.bars th,.bars td{border:0;padding:3px 10px 3px 0;white-space:nowrap}
+.bar{width:60%;min-width:60px}.bar div{background:var(--a);height:14px;
+min-width:1px;border-radius:2px}
+.said{white-space:pre-wrap;overflow-wrap:anywhere;font:13px/1.6 ui-monospace,monospace}
+.samples td:first-child{width:38%}
+.said span,p span{border-radius:2px;color:var(--ink)}
+pre{overflow-x:auto;margin:0;font:13px/1.5 ui-monospace,monospace}
+@media(max-width:600px){.samples,.samples tbody,.samples tr,.samples td{display:block}
+.samples thead{display:none}.samples td:first-child{width:auto}
+.samples td{border:0;padding:2px 0}.samples tr{border-bottom:1px solid var(--line);
+padding:8px 0}.samples .right{text-align:left;color:var(--soft)}
+.samples .right::before{content:"reward "}}
+"""
+
+
+def write(out_dir: Path) -> None:
+    """Write report.html of a run, from what is in its directory.
+
+    Args:
+        out_dir: of the run; a run without steps gets no page.
+
+    Raises:
+        WriteError: the file still has its old content.
+    """
+    steps = [step for step in _objects(out_dir / "metrics.jsonl") if "step" in step]
+    if not steps:
+        return
+    summary = next(_objects(out_dir / "summary.json", whole=True), {})
+    samples = list(_objects(out_dir / "samples.jsonl"))
+    settings = out_dir / "settings.gin"
+    text = settings.read_text("utf-8") if settings.exists() else ""
+    page = "".join(_page(out_dir.resolve().name, steps, summary, samples, text))
+    files.write_whole(out_dir / "report.html", page)
+
+
+def finish(out_dir: Path, console: Console) -> None:
+    """Write the page at a run's end, and print what the run has left."""
+    write(out_dir)
+    said = f"saved in {out_dir}: summary.json, report.html, report.png"
+    console.print(said, highlight=False)
+
+
+def _objects(path: Path, whole: bool = False) -> Iterator[dict[str, Any]]:
+    """The JSON objects of a file, one a line or one in all, without damaged ones."""
+    if not path.exists():
+        return
+    text = path.read_text("utf-8", errors="replace")
+    for part in [text] if whole else text.split("\n"):
+        with contextlib.suppress(ValueError):
+            value = json.loads(part)
+            if isinstance(value, dict):
+                yield value
+
+
+def _page(
+    name: str,
+    steps: Sequence[Mapping[str, Any]],
+    summary: Mapping[str, Any],
+    samples: Sequence[Mapping[str, Any]],
+    settings: str,
+) -> Iterator[str]:
+    title = escape(name)
+    yield (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f'<link rel="icon" href="data:,"><title>{title}</title>'
+        f"<style>{_STYLE}</style></head><body><main><h1>{title}</h1>"
+    )
+    device = f" on {summary['device']}" if "device" in summary else ""
+    yield f"<p>step {steps[-1]['step']:,}{escape(device)}, jaxmem {__version__}</p>"
+    yield f'<section class="tiles">{"".join(_tiles(steps))}</section>'
+    yield f'<h2>By step</h2><section class="charts">{"".join(_charts(steps))}</section>'
+    yield from _memory(summary.get("memory") or {})
+    if samples:
+        yield from _samples(samples)
+    if settings:
+        yield "<h2>Settings that differ from the defaults</h2>"
+        yield f'<div class="card"><pre>{escape(settings)}</pre></div>'
+    yield "</main></body></html>\n"
+
+
+def _points(
+    steps: Sequence[Mapping[str, Any]], field: str
+) -> list[tuple[float, float]]:
+    """The finite values of a field."""
+    pairs = [(step["step"], _value(step, field)) for step in steps]
+    return [
+        (float(x), float(y))
+        for x, y in pairs
+        if isinstance(y, (int, float)) and math.isfinite(y)
+    ]
+
+
+def _tiles(steps: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """The last value of each first line, and the first."""
+    for panel in _PANELS:
+        points = _points(steps, next(iter(panel.fields.values())))
+        if points:
+            first, last = points[0][1], points[-1][1]
+            yield (
+                f'<div class="card"><span>{escape(panel.title)}</span>'
+                f"<b>{charts.number(last)}</b><span>from {charts.number(first)}"
+                "</span></div>"
+            )
+
+
+def _charts(steps: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    for panel in [*_PANELS, *_reward_functions(steps)]:
+        lines = [
+            Line(name, points, marked=name == "held out")
+            for name, field in panel.fields.items()
+            if (points := _points(steps, field))
+        ]
+        if lines:
+            drawn = charts.chart(panel.title, lines)
+            title = escape(panel.title) + charts.legend(lines)
+            yield f'<div class="card"><h3>{title}</h3>{drawn}</div>'
+
+
+def _value(step: Mapping[str, Any], field: str) -> Any:
+    """The value of a field, or of an entry of a group such as "rewards/length"."""
+    group, slash, name = field.partition("/")
+    value = step.get(group)
+    return (value or {}).get(name) if slash else value
+
+
+def _reward_functions(steps: Sequence[Mapping[str, Any]]) -> Iterator[_Panel]:
+    """A chart for each of several reward functions."""
+    for name in steps[-1].get("rewards") or {}:
+        yield _Panel(f"Reward: {name}", {"": f"rewards/{name}"})
+
+
+def _memory(memory: Mapping[str, Any]) -> Iterator[str]:
+    if not memory:
+        return
+    sizes = {
+        f"{name}, {label}": cost[part]["temporary"] / _MIB
+        for part, label in (("head", "head alone"), ("step", "train step"))
+        for name, cost in memory.items()
+    }
+    yield "<h2>Temporary memory by head, from the compiler</h2>"
+    yield f'<div class="card wide">{charts.bars(sizes, "MiB")}</div>'
+
+
+def _samples(samples: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    yield (
+        "<h2>Samples of the last rollout</h2><p>Tokens are coloured by how improbable "
+        f"they were: {_token('certain', 0.0)} to "
+        f"{_token(f'{_MOST_SURPRISE:g} nats and more', -_MOST_SURPRISE)}.</p>"
+        '<div class="card wide"><table class="samples"><thead><tr><th>Prompt</th>'
+        '<th>Completion</th><th class="right">Reward</th></tr></thead><tbody>'
+    )
+    for sample in samples:
+        tokens = zip(sample["tokens"], sample["logprobs"], strict=True)
+        said = "".join(_token(text, logprob) for text, logprob in tokens)
+        yield (
+            f'<tr><td class="said">{escape(sample["prompt"])}</td>'
+            f'<td class="said">{said}</td>'
+            f'<td class="right">{charts.number(sample["reward"])}</td></tr>'
+        )
+    yield "</tbody></table></div>"
+
+
+def _token(text: str, logprob: float) -> str:
+    share = min(max(0.0, -logprob) / _MOST_SURPRISE, 1.0)
+    # A token without a visible character still shows its colour.
+    shown = escape(text.replace("\n", "↵\n") if not text.strip("\n") else text)
+    return (
+        f'<span style="background:rgba(226,105,30,{0.85 * share:.2f})" '
+        f'title="ln p = {logprob:.3f}">{shown}</span>'
+    )

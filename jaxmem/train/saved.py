@@ -1,0 +1,170 @@
+"""Finds the model in a directory: of a checkpoint, an adapter, or a run."""
+
+import contextlib
+import dataclasses
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import tokenizers
+
+from jaxmem import checkpoints
+from jaxmem.checkpoints import CheckpointError
+from jaxmem.core import json_files
+from jaxmem.models.decoder import Decoder
+from jaxmem.models.partitioning import MeshConfig
+from jaxmem.train import checkpoint, config as configuration, starting
+from jaxmem.train.config import JobConfig
+from jaxmem.train.jobs.config import GrpoJobConfig
+from jaxmem.train.jobs.questions import ends_of
+from jaxmem.train.memory import RematConfig
+from jaxmem.train.program import DecoderProgram
+
+_ADAPTER = "adapter_config.json"
+
+
+class Saved(NamedTuple):
+    """A model in a directory; valid while `opened` is."""
+
+    directory: Path  # config.json and the tokenizer; the weights, but for a decoder
+    adapter: Path | None = None  # of a LoRA adapter
+    decoder: Decoder | None = None  # of a run that has not ended
+    chat_template: str | None = None  # path of one that replaces the directory's
+    files: tuple[Path, ...] = ()  # that the decoder was read from
+
+    def load(self, dtype: str | None = None) -> Decoder:
+        """The decoder, with its adapter.
+
+        Args:
+            dtype: of weights, activations and products; None: as they are stored.
+        """
+        if self.decoder is not None:
+            return self.decoder
+        return checkpoints.load(
+            self.directory, dtype=dtype, param_dtype=dtype, adapter=self.adapter
+        )
+
+
+@contextlib.contextmanager
+def opened(
+    path: str | Path, adapter: str | Path | None = None, dtype: str | None = None
+) -> Iterator[Saved]:
+    """Find the model in a directory.
+
+    Of a run it is what the run has left: `model` or `adapter`, or its newest checkpoint
+    where that is newer. Nothing in the directory is changed.
+
+    Args:
+        path: of a checkpoint, an adapter in PEFT's layout, or a run.
+        adapter: directory of an adapter to add, for the directory of a checkpoint.
+        dtype: compute dtype of a decoder that is read from a run's checkpoint.
+
+    Raises:
+        CheckpointError: there is no model in the directory.
+    """
+    directory = Path(os.path.expanduser(path))
+    step = checkpoint.newest(directory / "checkpoints")
+    left = next(filter(Path.exists, _left(directory)), None)
+    if left is not None and not _is_newer(directory, step, left):
+        yield _of_files(left.parent, adapter)
+    elif step is None:
+        raise CheckpointError(_nothing_in(directory))
+    else:
+        with _of_run(directory, step, dtype) as saved:
+            if adapter is not None:
+                raise CheckpointError(
+                    f"--adapter is for a checkpoint, and {directory} is a run"
+                )
+            yield saved
+
+
+def _left(directory: Path) -> Iterator[Path]:
+    """Files of which one says that there is a model, in order of precedence."""
+    yield directory / "config.json"
+    yield directory / _ADAPTER
+    yield directory / "model" / "config.json"
+    yield directory / "adapter" / _ADAPTER
+
+
+def _is_newer(directory: Path, step: int | None, left: Path) -> bool:
+    """Whether a run went on after it had left a model."""
+    if step is None or left.parent == directory:
+        return False
+    saved = directory / "checkpoints" / str(step)
+    return saved.stat().st_mtime > left.stat().st_mtime
+
+
+def _nothing_in(directory: Path) -> str:
+    if not directory.is_dir():
+        return (
+            f"{directory}: no such directory; a model of the Hub is downloaded by: "
+            f"hf download {directory} --local-dir DIR"
+        )
+    if any((directory / name).exists() for name in ("metrics.jsonl", "operative.gin")):
+        return (
+            f"{directory}: this run has saved nothing yet, neither a checkpoint "
+            "(run.checkpoint_every) nor the model that it ends with"
+        )
+    return (
+        f"{directory}: neither a checkpoint (config.json), nor an adapter ({_ADAPTER}),"
+        " nor a run (checkpoints/, model/ or adapter/)"
+    )
+
+
+def _of_files(directory: Path, adapter: str | Path | None) -> Saved:
+    if not (directory / _ADAPTER).exists():
+        return Saved(directory, None if adapter is None else Path(adapter))
+    described = directory / _ADAPTER
+    base = json_files.read_object(described).get("base_model_name_or_path")
+    if not isinstance(base, str) or not (Path(base) / "config.json").exists():
+        raise CheckpointError(
+            f"{described}: base_model_name_or_path {base!r} is not the directory of a "
+            f"checkpoint here; name the checkpoint, with --adapter {directory}"
+        )
+    return Saved(Path(base), directory)
+
+
+@contextlib.contextmanager
+def _of_run(directory: Path, step: int, dtype: str | None) -> Iterator[Saved]:
+    """The model of a run's checkpoint."""
+    config = _config_of(directory, dtype)
+    own = directory / "tokenizer.json"
+    decoder = _decoder(directory, step, config)
+    state = directory / "checkpoints" / str(step)
+    files = tuple(sorted(p for p in state.rglob("*") if p.is_file()))
+    template = starting.template_path(config)
+    if config.model.checkpoint is not None:
+        yield Saved(Path(config.model.checkpoint), None, decoder, template, files)
+        return
+    positions = starting.max_positions(config)
+    decoder, described = checkpoints.as_known(decoder, positions)
+    with tempfile.TemporaryDirectory() as texts:
+        text = starting.text_of(own, template)
+        checkpoints.write_text_files(Path(texts), described, text, "float32")
+        yield Saved(Path(texts), None, decoder, template, files)
+
+
+def _config_of(directory: Path, dtype: str | None) -> JobConfig:
+    """The settings of a run, on one device."""
+    config, _ = configuration.load(directory / "operative.gin")
+    config = starting.resolved(config)
+    model = dataclasses.replace(config.model, dtype=dtype or config.model.dtype)
+    return dataclasses.replace(
+        config, model=model, mesh=MeshConfig(), remat=RematConfig()
+    )
+
+
+def _decoder(directory: Path, step: int, config: JobConfig) -> Decoder:
+    own = directory / "tokenizer.json"
+    if isinstance(config, GrpoJobConfig):
+        size = ends_of(config).size
+    elif own.exists():
+        size = tokenizers.Tokenizer.from_file(str(own)).get_vocab_size()
+    else:
+        raise CheckpointError(f"{own}: missing")
+    program = DecoderProgram(config, size, config.run.seed, lambda _: 0.0)
+    like = program.state_shapes.params
+    params = checkpoint.read_params(directory / "checkpoints", step, like)
+    return program.model(params, program.frozen())

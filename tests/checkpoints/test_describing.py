@@ -1,0 +1,134 @@
+"""Decoders from random weights as architectures that others know."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tokenizers
+from flax import nnx
+
+from jaxmem import checkpoints
+from jaxmem.checkpoints import CheckpointError
+from jaxmem.data import vocabulary
+from jaxmem.models.decoder import Decoder, ModelConfig
+from tests.checkpoints import texts
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+SMALL = ModelConfig(
+    layers=3, hidden=32, ff=48, heads=4, kv_heads=2, head_dim=10, vocab_size=40
+)
+GEMMA = dict(activation="gelu", norm_offset=True, post_norms=True, embed_scale=True)
+WINDOW = dict(pattern=("local", "global"), window=4)
+KNOWN = {
+    "llama": {},
+    "llama_long": dict(rope_scaling="llama3", rope_factor=8.0, rope_original=16),
+    "llama_linear": dict(rope_scaling="linear", rope_factor=4.0, tied=False),
+    "qwen3": dict(qk_norm=True, activation="gelu"),
+    "qwen3_window": dict(qk_norm=True, **WINDOW),
+    "qwen2": dict(qkv_bias=True, tied=False, norm_eps=1e-5),
+    "mistral": dict(pattern=("local",), window=4),
+    "gemma2": dict(softcap=3.0, attention_softcap=2.0, **GEMMA),
+    "gemma3": dict(
+        qk_norm=True, local_rope_theta=50.0, attention_scale=7**-0.5, **WINDOW, **GEMMA
+    ),
+}
+
+
+def random_decoder(config, seed=0):
+    """Random weights, without a program that draws them."""
+    shapes = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+    definition, state = nnx.split(shapes)
+    rng = np.random.default_rng(seed)
+    drawn = jax.tree.map(
+        lambda w: jnp.asarray(0.2 * rng.normal(size=w.shape), w.dtype), state
+    )
+    return nnx.merge(definition, drawn)
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_a_description_is_read_back_as_the_model(name, tmp_path):
+    model = dataclasses.replace(SMALL, **KNOWN[name])
+    described = checkpoints.describe(model, 64)
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    read = checkpoints.read_config(tmp_path)
+    assert read.raw["model_type"].startswith(name.partition("_")[0])
+    assert read.max_positions == 64
+    kinds = [model.pattern[i % len(model.pattern)] for i in range(3)]
+    assert [read.model.pattern[i % len(read.model.pattern)] for i in range(3)] == kinds
+    assert read.model.score_scale == pytest.approx(model.score_scale, rel=1e-12)
+    same = dict(
+        pattern=model.pattern,
+        attention_scale=model.attention_scale,
+        local_rope_theta=model.local_rope_theta,
+    )
+    assert dataclasses.replace(read.model, **same) == model
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(softcap=3.0), "LlamaForCausalLM cannot have softcap=3.0"),
+        (dict(attention_scale=0.3), "LlamaForCausalLM cannot have attention_scale="),
+        (dict(qk_norm=True, qkv_bias=True), "Qwen3ForCausalLM cannot have qkv_bias="),
+        (dict(**GEMMA, attention_scale=0.3), "Gemma2.* cannot have attention_scale="),
+    ],
+)
+def test_no_other_model_is_described(changes, message):
+    with pytest.raises(CheckpointError, match=message):
+        checkpoints.describe(dataclasses.replace(SMALL, **changes), 64)
+
+
+def test_what_is_saved_is_a_checkpoint(tmp_path):
+    decoder = random_decoder(SMALL)
+    names = "<s>", "</s>", "<pad>"
+    text = checkpoints.Text(texts.tokenizer(start=False), *names, "{{ messages }}")
+    checkpoints.save_new(tmp_path / "out", decoder, text=text, max_positions=64)
+    loaded = checkpoints.load(tmp_path / "out")
+    assert loaded.config.tied and loaded.config.dtype == "float32"
+    for old, new in zip(
+        nnx.to_flat_state(nnx.state(decoder)),
+        nnx.to_flat_state(nnx.state(loaded)),
+        strict=True,
+    ):
+        assert old[0] == new[0] and (old[1][...] == new[1][...]).all()
+    _, start, eos = checkpoints.load_vocabulary(tmp_path / "out")
+    assert (start, eos) == ((1,), 2) and checkpoints.end_ids(tmp_path / "out") == (2,)
+    assert (tmp_path / "out" / "chat_template.jinja").read_text() == "{{ messages }}"
+    generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert generation == {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    with pytest.raises(CheckpointError, match="out: exists; name another"):
+        checkpoints.save_new(tmp_path / "out", decoder, text=text, max_positions=64)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_scaled_embeddings_become_the_embeddings(tied, tmp_path):
+    config = dataclasses.replace(SMALL, embed_scale=True, tied=tied, layers=1)
+    decoder = random_decoder(config)
+    text = checkpoints.Text(texts.tokenizer(), "<s>", "</s>", "<pad>")
+    checkpoints.save_new(tmp_path / "out", decoder, text=text, max_positions=64)
+    loaded = checkpoints.load(tmp_path / "out")
+    assert not loaded.config.embed_scale and not loaded.config.tied
+    tokens, places = jnp.array([[5, 6, 7]]), jnp.arange(3)[None]
+
+    def logits(decoder):
+        return decoder.logits(decoder(tokens, None, places))
+
+    made, expected = jax.jit(logits)(loaded), jax.jit(logits)(decoder)
+    np.testing.assert_allclose(made, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_every_end_is_an_end(tmp_path):
+    model = texts.checkpoint("qwen3", tmp_path)
+    (model / "generation_config.json").write_text('{"eos_token_id": [2, 5, 99]}')
+    assert checkpoints.end_ids(model) == (2, 5)  # the model has 40 tokens
+
+
+def test_words_of_the_arithmetic_task_are_characters():
+    tokenizer = vocabulary.of_words()
+    again = tokenizers.Tokenizer.from_str(tokenizer.to_str())
+    assert again.encode("3+8=").ids == [5, 12, 10, 13]
+    assert again.decode([3, 3, 1]) == "11"

@@ -1,0 +1,76 @@
+"""Adapters in the matrices that they adapt."""
+
+import dataclasses
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmem import checkpoints, cli
+from jaxmem.models.decoder import ModelConfig
+from tests.checkpoints import texts
+from tests.checkpoints.test_describing import random_decoder
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+TOKENS = np.load(texts.TINY / "qwen3" / "adapter" / "expected.npz")
+DTYPE = "--dtype", "float32"
+SMALL = ModelConfig(
+    layers=2, hidden=16, ff=24, heads=2, kv_heads=1, head_dim=8, vocab_size=40
+)
+
+
+@jax.jit
+def logits(decoder, tokens):
+    places = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    return decoder.logits(decoder(tokens, None, places))
+
+
+def test_an_exported_adapter_is_in_the_weights(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(texts.TINY)  # the adapter names its base as "qwen3"
+    out = str(tmp_path / "merged")
+    assert cli.main(["export", "qwen3/adapter", "--merge", "--out", out, *DTYPE]) == 0
+    assert f"saved in {out}, for transformers to load" in capsys.readouterr().out
+    merged = checkpoints.load(out, dtype="float32")
+    assert merged.config.lora_rank == 0
+    expected = TOKENS["logits"]
+    made = logits(merged, TOKENS["tokens"])
+    scale = np.abs(expected).max()
+    np.testing.assert_allclose(made, expected, atol=1e-4 * scale)
+    assert cli.main(["export", "qwen3/adapter", "--out", str(tmp_path / "a")]) == 0
+    assert (tmp_path / "a" / "adapter_config.json").exists()
+    capsys.readouterr()
+    for arguments, message in (
+        (["qwen3", "--merge", "--out", str(tmp_path / "b")], "has no adapter to merge"),
+        (["qwen3", "--out", out], "merged: exists; name another --out"),
+        ([str(tmp_path), "--out", str(tmp_path / "b")], "neither a checkpoint"),
+    ):
+        assert cli.main(["export", *arguments]) == 2
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_merged_logits_are_those_with_adapters(tied, tmp_path):
+    config = dataclasses.replace(
+        SMALL, tied=tied, lora_rank=3, lora_head=True, lora_targets=("key", "down")
+    )
+    decoder = random_decoder(config)
+    merged = checkpoints.merge(decoder)
+    assert not merged.config.lora_rank and not merged.config.tied
+    assert (merged.embed.embedding[...] == decoder.embed.embedding[...]).all()
+    expected, made = (logits(x, TOKENS["tokens"]) for x in (decoder, merged))
+    scale = np.abs(expected).max()
+    np.testing.assert_allclose(made, expected, atol=2e-6 * scale)
+    if not tied:
+        return
+    # A checkpoint that was tied describes it, and becomes one that is not.
+    plain = random_decoder(SMALL)
+    text = checkpoints.Text(texts.tokenizer(), "<s>", "</s>", "<pad>")
+    base = tmp_path / "base"
+    checkpoints.save_new(base, plain, text=text, max_positions=16)
+    checkpoints.save(tmp_path / "out", merged, like=base)
+    loaded = checkpoints.load(pathlib.Path(tmp_path / "out"))
+    np.testing.assert_array_equal(loaded.head.kernel[...], merged.head.kernel[...])

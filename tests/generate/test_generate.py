@@ -1,0 +1,304 @@
+"""Completions against transformers and the distribution; files that kills interrupt."""
+
+import dataclasses
+import json
+import pathlib
+import re
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tokenizers
+from rich.console import Console
+from tokenizers import decoders
+
+from jaxmem import cli, generate
+from jaxmem.data.records import DataError
+from jaxmem.generate import GenerateConfig, Generator, chat
+from jaxmem.generate.completions import Completion, Prompt, unreached
+from tests.checkpoints import texts
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+GREEDY = np.load(pathlib.Path(texts.__file__).parent / "greedy.npz")
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] }},{{ m.content }}.{% endfor %}"
+    "{% if add_generation_prompt %}a,{% endif %}"
+)
+
+
+def checkpoint(name, directory):
+    """A tiny checkpoint whose tokens are letters, decoded without spaces."""
+    made = texts.checkpoint(name, directory)
+    path = str(made / "tokenizer.json")
+    tokenizer = tokenizers.Tokenizer.from_file(path)
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.save(path)
+    (made / "chat_template.jinja").write_text(TEMPLATE)
+    return made
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return checkpoint("llama", tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def model(directory):
+    return generate.load(directory, dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def greedy(model):
+    return Generator(
+        model, GenerateConfig(max_new_tokens=12, temperature=0, batch_size=4)
+    )
+
+
+@pytest.fixture(scope="module")
+def sampled(model):
+    return Generator(model, GenerateConfig(max_new_tokens=12, seed=3, batch_size=3))
+
+
+# ------------------------------------------------------------------ tokens
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mistral", "llama"])
+def test_greedy_tokens_are_those_of_transformers(name, directory, tmp_path):
+    if name != "llama":
+        directory = checkpoint(name, tmp_path)
+    config = GenerateConfig(max_new_tokens=12, temperature=0, batch_size=4)
+    generator = Generator(generate.load(directory, dtype="float32"), config)
+    rows = zip(GREEDY["prompts"].tolist(), GREEDY["lengths"], strict=True)
+    prompts = [Prompt("", ids[:n], i, 12) for i, (ids, n) in enumerate(rows)]
+    made = generator.complete(prompts)
+    expected = [row[row >= 0].tolist() for row in GREEDY[name]]
+    assert [x.ids for x in made] == expected
+    ends = ["length" if len(row) == 12 and row[-1] != 2 else "eos" for row in expected]
+    assert [x.finish for x in made] == ends
+
+
+def test_a_batch_is_like_each_prompt_alone(sampled):
+    prompts = [
+        sampled.prompt(text, "", i) for i, text in enumerate(["ab", "hello you", "z"])
+    ]
+    together = sampled.complete(prompts)
+    assert together == [sampled.complete([prompt])[0] for prompt in prompts]
+    assert together[1:] == sampled.complete(prompts[1:])  # filled up to the batch
+    assert len({made.text for made in together}) == 3
+
+
+def test_frequencies_are_those_of_the_truncated_distribution(model):
+    rows, config = 2048, GenerateConfig(
+        max_new_tokens=1, temperature=1.5, top_p=0.8, min_p=0.04, batch_size=2048
+    )  # fmt: skip
+    generator = Generator(model, config)
+    prompt = generator.prompt("the", "")
+    made = generator.complete([prompt._replace(number=i) for i in range(rows)])
+    counts = np.bincount([x.ids[0] for x in made], minlength=40)
+
+    ids = jnp.array([prompt.ids])
+    hidden = model.decoder(ids, None, jnp.arange(len(prompt.ids))[None])
+    z = np.asarray(model.decoder.logits(hidden[0, -1]), np.float64) / 1.5
+    p = np.exp(z - z.max())
+    p /= p.sum()
+    order = np.argsort(-p)
+    before = np.cumsum(p[order]) - p[order]
+    kept = order[(before < 0.8) & (p[order] >= 0.04 * p.max())]
+    expected = np.zeros(40)
+    expected[kept] = p[kept] / p[kept].sum()
+    assert 3 < len(kept) < 30 and (counts[expected == 0] == 0).all()
+    noise = np.sqrt(expected * (1 - expected) / rows)
+    assert (np.abs(counts / rows - expected) <= 4.5 * noise).all()
+
+
+# ------------------------------------------------------------------- ends
+
+
+def test_a_stop_string_ends_where_it_starts(model, greedy):
+    (whole,) = greedy(["hello"])
+    stop = whole.text[3:5]
+    config = dataclasses.replace(greedy.config, stop=("zzz", stop))
+    stopping = Generator(model, config)
+    decode, place = model.vocabulary.tokenizer.decode, whole.text.index(stop)
+    parts = [whole.ids[:n] for n in range(13)]
+    through = next(part for part in parts if stop in decode(part))
+    pieces = []
+    (made,) = stopping.complete([stopping.prompt("hello", "")], pieces.append)
+    assert made == (whole.text[:place], through, "stop", stop)
+    assert len(through) < len(whole.ids)
+    assert "".join(pieces) == made.text
+    assert unreached(config.stop, [made]) is None
+
+
+def test_stop_strings_that_are_never_reached_are_reported():
+    made = [Completion("a", [3], "length"), Completion("b", [4, 2], "eos")]
+    assert unreached((), made) is None
+    assert unreached(("#", "\n"), made) == (
+        "1 of 2 completions ended by length, without a stop string ('#', '\\n')"
+    )
+
+
+def test_a_stop_string_may_be_a_special_token(directory):
+    model = generate.load(directory, dtype="float32")._replace(eos_ids=())
+    config = GenerateConfig(
+        max_new_tokens=12, temperature=0, stop=("</s>",), batch_size=4
+    )
+    ids = GREEDY["prompts"][2, :1].tolist()
+    (made,) = Generator(model, config).complete([Prompt("", ids, 0, 12)])
+    assert made.ids == [8, 8, 8, 2] and made[2:] == ("stop", "</s>")
+    assert "<" not in made.text
+
+
+def test_a_prompt_leaves_room(model, greedy):
+    with pytest.raises(DataError, match="PROMPT: the prompt's 58 tokens and --max-new"):
+        greedy.prompt("a" * 57, "PROMPT")
+    default = Generator(model, GenerateConfig())
+    assert default.prompt("a" * 57, "").room == 6
+    with pytest.raises(DataError, match="the prompt's 64 tokens .* the 64 positions"):
+        default.prompt("a" * 63, "")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(max_new_tokens=0), "--max-new-tokens must be at least 1, got 0"),
+        (dict(temperature=-1.0), "--temperature must be 0 or more, .*got -1.0"),
+        (dict(top_p=0.0), r"--top-p must be in \(0, 1\], got 0.0"),
+        (dict(min_p=2.0), r"--min-p must be in \(0, 1\], got 2.0"),
+        (dict(stop=("",)), "--stop must be a text of at least one character"),
+        (dict(top_k=41), "--top-k must be at most 40, the vocabulary, got 41"),
+    ],
+)
+def test_impossible_options_are_refused_by_flag(options, message, model):
+    with pytest.raises(ValueError, match=message):
+        Generator(model, GenerateConfig(**options))
+
+
+# ------------------------------------------------------------------- files
+
+
+@pytest.fixture
+def prompts(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    records = [{"prompt": "ab" + "c" * i, "id": i} for i in range(6)]
+    records.append({"prompt": [{"role": "user", "content": "hi"}], "id": 7})
+    pathlib.Path("in.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    return records
+
+
+def written(generator, out="out.jsonl"):
+    with open("log.txt", "w") as log:
+        console = Console(file=log, width=200)
+        generate.generate_file(generator, "in.jsonl", out, console)
+    lines = pathlib.Path(out).read_text().splitlines()
+    return [json.loads(line) for line in lines], pathlib.Path("log.txt").read_text()
+
+
+def test_a_file_goes_on_after_a_kill(sampled, prompts, monkeypatch):
+    whole, log = written(sampled, "whole.jsonl")
+    assert [{k: row[k] for k in ("prompt", "id")} for row in whole] == prompts
+    assert "7 completions" in log and "saved in whole.jsonl" in log
+    complete, calls = sampled.complete, []
+
+    def killed(batch, show=None):
+        calls.append(len(batch))
+        if len(calls) == 2:
+            raise OSError("killed")
+        return complete(batch, show)
+
+    monkeypatch.setattr(sampled, "complete", killed)
+    with pytest.raises(OSError, match="killed"):
+        written(sampled)
+    assert not pathlib.Path("out.jsonl").exists()
+    again, log = written(sampled)
+    assert again == whole and calls == [3, 3, 3, 1]
+    assert "resuming after prompt 3" in log
+    with pytest.raises(ValueError, match="out.jsonl: exists; delete it or name ano"):
+        written(sampled)
+
+
+def test_an_unfinished_file_belongs_to_its_options(model, sampled, prompts):
+    journal = pathlib.Path("out.jsonl.unfinished")
+    line = json.dumps({"fingerprint": "other", "source": ""}) + "\n"
+    journal.write_text(line + json.dumps({"prompt": "ab"}) + "\n")
+    with pytest.raises(ValueError, match="unfinished results of other inputs"):
+        written(sampled)
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"text": "a"}, 'in.jsonl:1: expected "prompt", a text or a list of messages'),
+        ({"prompt": "a", "stop": 1}, "in.jsonl:1: the output has a column 'stop'"),
+        ({"prompt": [{"content": "a"}]}, 'in.jsonl:1: "prompt".0. must be an object'),
+        ({"prompt": "a" * 60}, "in.jsonl:1: the prompt's 61 tokens"),
+    ],
+)
+def test_a_prompt_that_cannot_be_completed_is_named(record, message, sampled, prompts):
+    pathlib.Path("in.jsonl").write_text(json.dumps(record) + "\n")
+    with pytest.raises(DataError, match=message):
+        written(sampled)
+
+
+# -------------------------------------------------------------------- chat
+
+
+def test_a_chat_has_its_history(greedy, monkeypatch, capsys):
+    lines = iter(["hi", "", "u", "a" * 60, "/reset", "hi", "/exit", "never"])
+    monkeypatch.setattr("builtins.input", lambda _: next(lines))
+    asked, prompt = [], greedy.prompt
+
+    def spied(turns, *rest):
+        asked.append([turn["content"] for turn in turns])
+        return prompt(turns, *rest)
+
+    monkeypatch.setattr(greedy, "prompt", spied)
+    chat.chat(greedy, system="b")
+    out, err = capsys.readouterr()
+    first, second, again = out.splitlines()
+    assert asked[0] == asked[-1] == ["b", "hi"] and first == again
+    assert asked[1] == ["b", "hi", first, "u"]
+    assert asked[2] == [*asked[1], second, "a" * 60]  # too long, and forgotten
+    assert "positions of the model" in err and next(lines) == "never"
+
+
+# ------------------------------------------------------------- command line
+
+
+def run(capsys, *arguments):
+    status = cli.main(["generate", *map(str, arguments)])
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+def test_the_command_prints_a_completion(directory, greedy, capsys):
+    options = "--temperature", "0", "--max-new-tokens", "12", "--dtype", "float32"
+    status, out, err = run(capsys, directory, "hello", *options, "--stop", "##")
+    (made,) = greedy(["hello"])
+    assert (status, out) == (0, made.text + "\n")
+    assert made.finish == "length" and "without a stop string ('##')" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("nowhere/m", "a"), "nowhere/m: no such directory; .* hf download nowhere/m"),
+        (("empty", "a"), "empty: neither a checkpoint .config.json., nor an adapter"),
+        (("unsaved", "a"), "unsaved: this run has saved nothing yet"),
+        (("empty",), "generate needs one of PROMPT, --in FILE.jsonl and --chat"),
+        (("empty", "a", "--chat"), "generate needs one of PROMPT, --in"),
+        (("empty", "--in", "a.jsonl"), "--in FILE.jsonl and --out FILE.jsonl belong"),
+        (("empty", "a", "--system", "b"), "--system is for --chat"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line(
+    arguments, message, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    for name in ("empty", "unsaved"):
+        pathlib.Path(name).mkdir()
+    pathlib.Path("unsaved/metrics.jsonl").touch()
+    status, out, err = run(capsys, *arguments)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert re.search(message, err)

@@ -1,0 +1,179 @@
+"""The page of a run: its HTML by a parser, its looks and console in a browser."""
+
+import html
+import html.parser
+import json
+import math
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from jaxmem.train import charts, report
+from jaxmem.train.metrics import PolicyMetrics, StepMetrics
+
+BROWSERS = "chromium", "chromium-browser", "google-chrome", "chromium-headless-shell"
+VOID = {"meta", "link", "br", "circle", "line", "polyline"}
+SAMPLES = [
+    {
+        "prompt": "<script>alert(1)</script> & so on",
+        "tokens": [" a", "\n", "<b>", "x" * 90],
+        "logprobs": [-0.1, -9.0, -2.5, 0.0],
+        "reward": 0.5,
+    }
+]
+
+
+def policy(step):
+    values = dict.fromkeys(PolicyMetrics._fields[:22], 0.5 + 1 / step)
+    values |= dict(step=step, kl=None, peak_gib=None, learning_rate=1e-5 / step)
+    values |= dict(rewards={"right": 0.1 * step, "short": 1.0})
+    if step % 3 == 0:
+        values |= dict(held_out_reward=0.3)
+    return PolicyMetrics(**values)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The directory of a GRPO run, as far as a report reads it."""
+    directory = tmp_path_factory.mktemp("report") / "run <1>"
+    directory.mkdir()
+    lines = [json.dumps(policy(step)._asdict()) for step in range(1, 10)]
+    lines.insert(4, '{"step": 4, "rew')  # cut short by a kill
+    (directory / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    sizes = {"temporary": 2**20, "peak": 2**22}
+    memory = {
+        name: {"head": sizes, "step": sizes} for name in ("fused", "materialised")
+    }
+    summary = {"device": "NVIDIA H200", "memory": memory}
+    (directory / "summary.json").write_text(json.dumps(summary))
+    samples = "".join(json.dumps(sample) + "\n" for sample in SAMPLES)
+    (directory / "samples.jsonl").write_text(samples)
+    (directory / "settings.gin").write_text("task.stop = '</s>'\n")
+    report.write(directory)
+    return directory
+
+
+class Page(html.parser.HTMLParser):
+    """Checks that elements nest, and keeps what a test asks for."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.tags, self.attributes, self.texts = [], [], [], []
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.texts.append(data)
+
+
+def test_a_page_is_whole_html_without_network(run):
+    text = (run / "report.html").read_text("utf-8")
+    page = Page(text)
+    assert "script" not in page.tags
+    links = [v for k, v in page.attributes if k in ("src", "href", "action")]
+    assert links == ["data:,"] and "http" not in text and "url(" not in text
+    assert page.tags.count("svg") == page.tags.count("h3") == 13
+    shown = " ".join(page.texts)
+    for part in (
+        "run <1>", "step 9", "NVIDIA H200", "Reward", "held out", "Entropy", "Tokens c",
+        "Learning rate", "Tokens per second", "Reward: right", "fused, head alone",
+        "<script>alert(1)</script> & so on", "task.stop = '</s>'", "↵", "1 MiB",
+    ):  # fmt: skip
+        assert part in shown, part
+    assert "KL to the" not in shown  # it was not measured
+    colours = re.findall(
+        r"rgba\(226,105,30,([\d.]+)\)\" title=\"ln p = -?[\d.]+\"", text
+    )
+    assert colours[2:] == ["0.01", "0.85", "0.35", "0.00"]
+
+
+def test_a_supervised_run_has_what_it_measured(tmp_path):
+    report.write(tmp_path)
+    assert not (tmp_path / "report.html").exists()  # no step yet
+    steps = [
+        StepMetrics(i, 5.0 - i, 100, 1e5, math.nan, 1e-3, 0.1, held_out_loss=held_out)
+        for i, held_out in ((1, None), (2, 4.5))
+    ]
+    lines = [json.dumps(step._asdict()) + "\n" for step in steps]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    report.write(tmp_path)
+    page = Page((tmp_path / "report.html").read_text("utf-8"))
+    titles = [v for k, v in page.attributes if k == "aria-label"]
+    assert titles == ["Loss", "Learning rate", "Tokens per second"]  # no NaN
+    assert "Samples of the last rollout" not in page.texts
+
+
+@pytest.mark.parametrize(
+    "ys", [[0.0], [1.0, 1.0], [-3e-7, 2e-7], [1e9, -1e9, 5.0], [math.pi] * 1000]
+)
+def test_lines_stay_inside_their_chart(ys):
+    lines = [charts.Line("a", list(enumerate(ys, 1))), charts.Line("b", [(1, ys[0])])]
+    drawn = charts.chart("t", lines)
+    for path in re.findall(r'points="([^"]+)"', drawn):
+        for point in path.split():
+            x, y = map(float, point.split(","))
+            assert 45 <= x <= 352 and 7 <= y <= 168
+    assert drawn.count(",") < 3000  # of a long line, fewer points
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(0, "0"), (12345.6, "12,346"), (0.25, "0.25"), (2e-5, "2.0e-5"), (3e6, "3.0e6")],
+)
+def test_numbers_are_short(value, shown):
+    assert charts.number(value) == shown
+
+
+MEASURE = """<!doctype html><title>none</title><body>
+<iframe width=400 height=900 srcdoc="{page}"></iframe>
+<iframe width=1400 height=900 srcdoc="{page}"></iframe>
+<script>onload = () => {{
+  const widths = [...document.querySelectorAll("iframe")].map(frame => {{
+    const page = frame.contentDocument, root = page.documentElement
+    const texts = [...page.querySelectorAll("svg text")].map(
+      text => text.getBoundingClientRect().height)
+    const right = [...page.querySelectorAll(".card, h1")].map(
+      card => card.getBoundingClientRect().right)
+    return [root.clientWidth, root.scrollWidth, Math.max(...right),
+            page.querySelectorAll("svg").length, Math.min(...texts)]
+  }})
+  document.title = JSON.stringify(widths)
+}}</script>"""
+
+
+def test_a_browser_shows_the_page_without_errors(run, tmp_path):
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
+        pytest.skip(f"needs a browser, one of {', '.join(BROWSERS)}")
+    text = (run / "report.html").read_text("utf-8")
+    page = tmp_path / "measure.html"
+    page.write_text(MEASURE.format(page=html.escape(text)), "utf-8")
+    shown = subprocess.run(
+        [browser, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom",
+         "--enable-logging=stderr", f"--user-data-dir={tmp_path / 'profile'}",
+         page.as_uri()],
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    assert "CONSOLE" not in shown.stderr, shown.stderr
+    title = html.unescape(re.search("<title>(.*?)</title>", shown.stdout)[1])
+    for wanted, measured in zip((400, 1400), json.loads(title), strict=True):
+        width, content, right, drawn, text_height = measured
+        assert wanted - 20 <= width <= wanted and content <= width
+        assert right <= width and drawn == 13
+        assert text_height >= 8  # pixels
