@@ -26,7 +26,7 @@ _EXTRAS = {
     "flax": "flax", "gin-config": "train", "grain": "train", "matplotlib": "train",
     "optax": "train", "orbax-checkpoint": "train", "rich": "train",
     "safetensors": "train", "tensorboardX": "train", "tokenizers": "train",
-    "pyarrow": "score",
+    "pyarrow": "score", "wandb": "wandb",
 }  # fmt: skip
 _PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu", "jax-rocm7-plugin")
 _VARIABLES = (
