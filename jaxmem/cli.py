@@ -347,8 +347,8 @@ def _integer(text: str) -> int | None:
 
 
 def _wrong(wanted: str, text: str) -> argparse.ArgumentTypeError:
-    said = f"invalid value {messages.short(text)}: must be {wanted}"
-    return argparse.ArgumentTypeError(said)
+    message = f"invalid value {messages.short(text)}: must be {wanted}"
+    return argparse.ArgumentTypeError(message)
 
 
 def _bench(arguments: argparse.Namespace) -> int:
@@ -435,9 +435,9 @@ def _raised_by_us(error: Exception) -> bool:
 
 
 def _out_of_memory(error: Exception) -> str:
-    said = messages.cut(str(error).partition("\n")[0]).rstrip(".")
+    reason = messages.cut(str(error).partition("\n")[0]).rstrip(".")
     return (
-        f"out of memory{f' ({said})' if said else ''}: lower the model's sizes, "
+        f"out of memory{f' ({reason})' if reason else ''}: lower the model's sizes, "
         "data.batch_size, data.sequence_length, head.chunk or --max-tokens"
     )
 

@@ -145,7 +145,7 @@ def read_adapter(directory: str | Path, wanted: Mapping[str, Any]) -> dict[str, 
         CheckpointError: a tensor is missing, or has another shape.
     """
     tensors = Tensors(Path(os.path.expanduser(directory)), _TENSORS)
-    made = {}
+    weights = {}
     for path, like in wanted.items():
         stored = _stored(path, like.shape[0] if path.startswith("blocks/") else None)
         shape = like.shape[-2:]
@@ -153,8 +153,8 @@ def read_adapter(directory: str | Path, wanted: Mapping[str, Any]) -> dict[str, 
             tensors.read(name, shape[::-1], (slice(None),) * 2).T for name in stored
         ]
         whole = np.stack(parts) if path.startswith("blocks/") else parts[0]
-        made[path] = jnp.asarray(whole, like.dtype)
-    return made
+        weights[path] = jnp.asarray(whole, like.dtype)
+    return weights
 
 
 def _stored(path: str, layers: int | None) -> list[str]:

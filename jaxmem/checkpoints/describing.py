@@ -133,10 +133,10 @@ def _raw(model: ModelConfig, architecture: str, max_positions: int) -> dict[str,
 def _rope_scaling(model: ModelConfig) -> dict[str, Any] | None:
     if model.rope_scaling is None:
         return None
-    made = {"rope_type": model.rope_scaling, "factor": model.rope_factor}
+    settings = {"rope_type": model.rope_scaling, "factor": model.rope_factor}
     if model.rope_scaling == "linear":
-        return made
-    return made | {
+        return settings
+    return settings | {
         "low_freq_factor": model.rope_low_factor,
         "high_freq_factor": model.rope_high_factor,
         "original_max_position_embeddings": model.rope_original,
@@ -150,29 +150,29 @@ def _windows(
         return {}
     if architecture == "MistralForCausalLM":  # every layer has the window
         return {"sliding_window": model.window}
-    made: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "layer_types": [_KINDS[kind] for kind in _kinds(model)],
         "sliding_window": model.window,
     }
     if "Gemma" in architecture and model.window is None:
-        made["sliding_window"] = max_positions  # of no layer, but it must be given
+        settings["sliding_window"] = max_positions  # of no layer, but it must be given
     if "Qwen" in architecture:
-        made["use_sliding_window"] = model.window is not None
-        made["max_window_layers"] = 0
-    return made
+        settings["use_sliding_window"] = model.window is not None
+        settings["max_window_layers"] = 0
+    return settings
 
 
 def _gemma(model: ModelConfig, architecture: str) -> dict[str, Any]:
     if "Gemma" not in architecture:
         return {}
-    made: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "query_pre_attn_scalar": round(model.score_scale**-2),  # must be an integer
         "attn_logit_softcapping": model.attention_softcap,
         "final_logit_softcapping": model.softcap,
     }
     if architecture == "Gemma3ForCausalLM":
-        made["rope_local_base_freq"] = model.local_rope_theta or model.rope_theta
-    return made
+        settings["rope_local_base_freq"] = model.local_rope_theta or model.rope_theta
+    return settings
 
 
 def write_text_files(

@@ -88,8 +88,8 @@ class Tensors:
         try:
             tensor = self._handle(path).get_slice(name)
         except SafetensorError as error:
-            said = messages.cut(str(error))
-            raise CheckpointError(f"{path}: tensor {name}: {said}") from error
+            reason = messages.cut(str(error))
+            raise CheckpointError(f"{path}: tensor {name}: {reason}") from error
         if tensor.get_dtype() not in _DTYPES:
             raise CheckpointError(
                 f"{path}: tensor {name} is of type {tensor.get_dtype()}; only "
@@ -160,19 +160,19 @@ def _without_weights(directory: Path, one: str) -> str:
 
 def _damage(path: Path, error: Exception) -> str:
     """What is wrong with a file that does not open: the first tensor that it lacks."""
-    said = messages.cut(str(error))
+    reason = messages.cut(str(error))
     try:
         size = path.stat().st_size
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > size - 8:
-                return f"damaged: its header is cut short ({said})"
+                return f"damaged: its header is cut short ({reason})"
             header = file.read(min(length, _MAX_HEADER))
     except OSError as unreadable:
         return f"cannot be read: {unreadable.strerror}"
     ends = _ends(header)
     if ends is None:
-        return f"damaged: its header cannot be read ({said})"
+        return f"damaged: its header cannot be read ({reason})"
     lost = [name for name in sorted(ends, key=ends.__getitem__)
             if 8 + length + ends[name] > size]  # fmt: skip
     if lost:
@@ -180,7 +180,7 @@ def _damage(path: Path, error: Exception) -> str:
             f"cut short at {size:,} bytes: tensor {messages.name(lost[0])} and "
             f"{len(lost) - 1} more are not whole"
         )
-    return f"damaged: {said}"
+    return f"damaged: {reason}"
 
 
 def _ends(header: bytes) -> dict[str, int] | None:

@@ -21,7 +21,7 @@ class Vocabulary(NamedTuple):
     def encode(self, texts: list[str]) -> list[list[int]]:
         """Ids of texts; the names of special tokens in a text become special tokens."""
         encoded = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        return [made.ids for made in encoded]
+        return [encoding.ids for encoding in encoded]
 
 
 def load_vocabulary(directory: str | Path) -> Vocabulary:
@@ -55,8 +55,8 @@ def _read_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, tuple[int, ...]]:
         tokenizer.no_truncation()
         return tokenizer, tuple(tokenizer.encode("", add_special_tokens=True).ids)
     except Exception as error:  # the library raises no narrower type
-        said = messages.cut(getattr(error, "strerror", None) or str(error))
-        raise CheckpointError(f"{path}: cannot be read: {said}") from error
+        reason = messages.cut(getattr(error, "strerror", None) or str(error))
+        raise CheckpointError(f"{path}: cannot be read: {reason}") from error
 
 
 def _check_ids(
@@ -84,10 +84,10 @@ def _eos(config: CheckpointConfig, tokenizer: tokenizers.Tokenizer) -> int | Non
         if isinstance(named, dict):  # a serialised AddedToken
             named = Reader(path, named).take("content", str)
         if named is not None:
-            found = tokenizer.token_to_id(named)
-            if found is None:
+            token_id = tokenizer.token_to_id(named)
+            if token_id is None:
                 raise reader.error(f"eos_token {messages.short(named)} is no token")
-            return found
+            return token_id
     return _first_eos(config, tokenizer)
 
 

@@ -150,7 +150,7 @@ def _read_weights(
     if config.text_part:
         _say_what_is_left_out(tensors)
     wanted = every if like is None else _flat(like)
-    made = {}
+    arrays = {}
     for path, leaf in wanted.items():
         if path not in every:  # an adapter's weight
             continue
@@ -158,10 +158,10 @@ def _read_weights(
         place = sharding(path, leaf.shape) if callable(sharding) else sharding
         place = place or (leaf.sharding if like is not None else None)
         if place is None:
-            made[path] = jnp.asarray(read((slice(None),) * len(leaf.shape)))
+            arrays[path] = jnp.asarray(read((slice(None),) * len(leaf.shape)))
         else:
-            made[path] = jax.make_array_from_callback(leaf.shape, place, read)
-    return traverse_util.unflatten_dict(made, sep="/")
+            arrays[path] = jax.make_array_from_callback(leaf.shape, place, read)
+    return traverse_util.unflatten_dict(arrays, sep="/")
 
 
 def save(

@@ -100,11 +100,11 @@ class Blocks(Sequence[Block]):
 
     def fingerprint(self) -> bytes:
         """Identify the files by their order, their sizes and how they start."""
-        made = hashlib.sha256()
+        digest = hashlib.sha256()
         for path in self._paths:
             with open(path, "rb") as file:
-                made.update(b"%d:" % path.stat().st_size + file.read(2**16))
-        return made.digest()
+                digest.update(b"%d:" % path.stat().st_size + file.read(2**16))
+        return digest.digest()
 
 
 def _lines(path: Path, start: int) -> Iterator[Record]:

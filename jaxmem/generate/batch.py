@@ -110,12 +110,14 @@ def _complete(
             for start in range(journal.done, total, size):
                 if stop.signal:
                     break
-                made = generator.complete(prompts[start : start + size])
+                completions = generator.complete(prompts[start : start + size])
                 journal.append(
                     _Result(record.fields, completion)
-                    for record, completion in zip(records[start:], made, strict=False)
+                    for record, completion in zip(
+                        records[start:], completions, strict=False
+                    )
                 )
-                report.update(journal.done, sum(len(x.ids) for x in made))
+                report.update(journal.done, sum(len(x.ids) for x in completions))
         if stop.signal:
             _log(
                 console,
@@ -131,13 +133,16 @@ def _complete(
 def _summarise(
     generator: Generator, journal: Journal, console: Console, seconds: float
 ) -> None:
-    made = [
+    completions = [
         Completion("", [0] * record["tokens"], record["finish"])
         for record in journal.records()
     ]
-    tokens = sum(len(x.ids) for x in made)
-    _log(console, f"{len(made):,} completions, {tokens:,} tokens, in {seconds:,.1f} s")
-    line = unreached(generator.config.stop, made)
+    tokens = sum(len(x.ids) for x in completions)
+    _log(
+        console,
+        f"{len(completions):,} completions, {tokens:,} tokens, in {seconds:,.1f} s",
+    )
+    line = unreached(generator.config.stop, completions)
     if line is not None:
         _log(console, line)
 

@@ -59,12 +59,12 @@ def _answered(
         _note(f"{error}; {_HELP}")
         return turns
     try:
-        (made,) = generator.complete([prompt], show)
+        (completion,) = generator.complete([prompt], show)
     except KeyboardInterrupt:
         print()
     else:
         print()
-        note = unreached(generator.config.stop, [made])
+        note = unreached(generator.config.stop, [completion])
         if note is not None:
             _note(note)
     return [*asked, {"role": "assistant", "content": "".join(pieces)}]

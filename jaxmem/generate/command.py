@@ -53,10 +53,10 @@ def _check(request: Request) -> None:
 def _show(generator: Generator, prompt: str) -> None:
     """Print a completion as it is sampled."""
     encoded = generator.prompt(prompt, "PROMPT")
-    (made,) = generator.complete(
+    (completion,) = generator.complete(
         [encoded], lambda piece: print(piece, end="", flush=True)
     )
     print()
-    line = unreached(generator.config.stop, [made])
+    line = unreached(generator.config.stop, [completion])
     if line is not None:
         print(f"jaxmem: {line}", file=sys.stderr)

@@ -187,7 +187,7 @@ def _add(text: Text, room: int, tokens: np.ndarray, mask: np.ndarray) -> bool:
 
 def unreached(stops: Sequence[str], completions: Sequence[Completion]) -> str | None:
     """A line about completions that ended without any of the stop strings."""
-    count = sum(made.finish == "length" for made in completions)
+    count = sum(completion.finish == "length" for completion in completions)
     if not stops or not count:
         return None
     named = ", ".join(map(repr, stops))

@@ -54,8 +54,8 @@ class Text:
         return self._tokenizer.decode(self.ids)
 
     def _find_stop(self) -> None:
-        found = [(self._text.find(stop), stop) for stop in self._stops]
-        first = min((pair for pair in found if pair[0] >= 0), default=None)
+        ends = [(self._text.find(stop), stop) for stop in self._stops]
+        first = min((pair for pair in ends if pair[0] >= 0), default=None)
         if first is not None:
             place, self.stop = first
             self._text = self._text[:place]

@@ -372,13 +372,13 @@ def _draw(keys: jax.Array, logits: jax.Array, config: SamplingConfig) -> Drawn:
     return Drawn(tokens.astype(jnp.int32), mask, chosen(logprobs), ids)
 
 
-def _masked(made: Drawn, ended: jax.Array, pad_id: int) -> Drawn:
+def _masked(drawn: Drawn, ended: jax.Array, pad_id: int) -> Drawn:
     """The drawn tokens, with padding in rows that have ended."""
-    ids = made.support_ids
+    ids = drawn.support_ids
     return Drawn(
-        jnp.where(ended, pad_id, made.tokens),
-        made.mask & ~ended,
-        jnp.where(ended, 0.0, made.logprobs),
+        jnp.where(ended, pad_id, drawn.tokens),
+        drawn.mask & ~ended,
+        jnp.where(ended, 0.0, drawn.logprobs),
         None if ids is None else jnp.where(ended[:, None], -1, ids),
     )
 
@@ -388,8 +388,8 @@ def _nothing_drawn(like: Drawn, slots: int, pad_id: int) -> Drawn:
     return jax.tree.map(lambda x: jnp.broadcast_to(x, (slots, *x.shape)), nothing)
 
 
-def _put(drawn: Drawn, step: jax.typing.ArrayLike, made: Drawn) -> Drawn:
-    return jax.tree.map(lambda all_, x: all_.at[step].set(x), drawn, made)
+def _put(drawn: Drawn, step: jax.typing.ArrayLike, token: Drawn) -> Drawn:
+    return jax.tree.map(lambda all_, x: all_.at[step].set(x), drawn, token)
 
 
 def _check_prompts(prompts: Ids, lengths: Ids) -> None:

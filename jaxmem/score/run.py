@@ -222,13 +222,13 @@ class _Scorer:
         )
         tokens = packed.place([window.tokens for window in windows])
         labels = packed.place([window.labels for window in windows], fill=NO_LABEL)
-        made = []
+        scores = []
         for batch, *ids in zip(packed.micro_batches, tokens, labels, strict=True):
             numbers = token_stats(
                 self._decoder, *ids, batch.segment_ids, batch.positions
             )
-            made.append(np.stack(jax.device_get(numbers), axis=-1))
-        return packed.unpack(made)
+            scores.append(np.stack(jax.device_get(numbers), axis=-1))
+        return packed.unpack(scores)
 
 
 @jax.jit
@@ -265,10 +265,10 @@ def _collect(
 ) -> Iterator[Scores]:
     """Yield the scores of each document, joined from its windows."""
     parts: list[list[np.ndarray]] = [[] for _ in range(start, stop)]
-    for window, made in zip(windows, numbers, strict=True):
-        parts[window.document - start].append(made[window.labels != NO_LABEL])
-    for document, made in zip(documents[start:stop], parts, strict=True):
-        scored = np.concatenate([np.zeros((0, 2), np.float32), *made])
+    for window, rows in zip(windows, numbers, strict=True):
+        parts[window.document - start].append(rows[window.labels != NO_LABEL])
+    for document, pieces in zip(documents[start:stop], parts, strict=True):
+        scored = np.concatenate([np.zeros((0, 2), np.float32), *pieces])
         if not np.isfinite(scored).all():
             raise FloatingPointError(
                 f"{document.name}: a score is not finite; the checkpoint holds such "
@@ -281,12 +281,12 @@ def _collect(
 def _fingerprint(config: ScoreConfig, documents: Sequence[Tokens]) -> str:
     """A hash of everything that the scores and their order depend on."""
     options = [config.max_tokens, config.stride, config.dtype, config.chunk]
-    made = hashlib.sha256(json.dumps(options).encode())
+    digest = hashlib.sha256(json.dumps(options).encode())
     directories = [config.model] + ([config.adapter] if config.adapter else [])
     for directory in directories:
-        update_with_files(made, checkpoint_files(directory))
+        update_with_files(digest, checkpoint_files(directory))
     for document in documents:
         # Exclude the file's name, which may be spelled differently on resume.
-        made.update(json.dumps([_line_of(document), document.first]).encode())
-        made.update(document.ids.tobytes())
-    return made.hexdigest()[:24]
+        digest.update(json.dumps([_line_of(document), document.first]).encode())
+        digest.update(document.ids.tobytes())
+    return digest.hexdigest()[:24]

@@ -82,9 +82,9 @@ th{font-weight:600}.right{text-align:right;white-space:nowrap}
 .bars th,.bars td{border:0;padding:3px 10px 3px 0;white-space:nowrap}
 .bar{width:60%;min-width:60px}.bar div{background:var(--a);height:14px;
 min-width:1px;border-radius:2px}
-.said{white-space:pre-wrap;overflow-wrap:anywhere;font:13px/1.6 ui-monospace,monospace}
+.text{white-space:pre-wrap;overflow-wrap:anywhere;font:13px/1.6 ui-monospace,monospace}
 .samples td:first-child{width:38%}
-.said span,p span{border-radius:2px;color:var(--ink)}
+.text span,p span{border-radius:2px;color:var(--ink)}
 pre{overflow-x:auto;margin:0;font:13px/1.5 ui-monospace,monospace}
 @media(max-width:600px){.samples,.samples tbody,.samples tr,.samples td{display:block}
 .samples thead{display:none}.samples td:first-child{width:auto}
@@ -117,8 +117,8 @@ def write(out_dir: Path) -> None:
 def finish(out_dir: Path, console: Console) -> None:
     """Write the page at a run's end, and print what the run has left."""
     write(out_dir)
-    said = f"saved in {out_dir}: summary.json, report.html, report.png"
-    console.print(said, highlight=False)
+    line = f"saved in {out_dir}: summary.json, report.html, report.png"
+    console.print(line, highlight=False)
 
 
 def _objects(path: Path, whole: bool = False) -> Iterator[dict[str, Any]]:
@@ -233,10 +233,10 @@ def _samples(samples: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     )
     for sample in samples:
         tokens = zip(sample["tokens"], sample["logprobs"], strict=True)
-        said = "".join(_token(text, logprob) for text, logprob in tokens)
+        spans = "".join(_token(text, logprob) for text, logprob in tokens)
         yield (
-            f'<tr><td class="said">{escape(sample["prompt"])}</td>'
-            f'<td class="said">{said}</td>'
+            f'<tr><td class="text">{escape(sample["prompt"])}</td>'
+            f'<td class="text">{spans}</td>'
             f'<td class="right">{charts.number(sample["reward"])}</td></tr>'
         )
     yield "</tbody></table></div>"

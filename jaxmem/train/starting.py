@@ -83,12 +83,12 @@ def texts(
         operative_text: a gin file with all settings.
         tokenizer: of the run's text, if it has one.
     """
-    made = {"operative.gin": operative_text}
+    contents = {"operative.gin": operative_text}
     if operative_text:
-        made["settings.gin"] = keys.differing(config) + "\n"
+        contents["settings.gin"] = keys.differing(config) + "\n"
     if tokenizer is not None:
-        made["tokenizer.json"] = tokenizer.to_str()
-    return made
+        contents["tokenizer.json"] = tokenizer.to_str()
+    return contents
 
 
 def leave(

@@ -136,8 +136,8 @@ def _run_id(path: Path, new: bool) -> str:
     """The id in a file, which is written for a new run."""
     if not new and path.exists():
         return path.read_text().strip()
-    made = uuid.uuid4().hex[:8]
+    identifier = uuid.uuid4().hex[:8]
     with contextlib.suppress(OSError):  # a full disk; then a resumed run is a new one
         path.parent.mkdir(parents=True, exist_ok=True)
-        files.write_whole(path, made + "\n")
-    return made
+        files.write_whole(path, identifier + "\n")
+    return identifier

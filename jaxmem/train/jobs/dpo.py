@@ -80,8 +80,8 @@ class Program(DecoderProgram):
 
     def trace_logprobs(self) -> jax.stages.Traced:
         """Trace the forward pass of a micro-batch."""
-        made = self.layout.whole(jax.ShapeDtypeStruct((), jnp.float32))
-        jitted = self.layout.jit(self.logprobs, made)
+        number = self.layout.whole(jax.ShapeDtypeStruct((), jnp.float32))
+        jitted = self.layout.jit(self.logprobs, number)
         with self.layout.context():
             return jitted.trace(
                 self.state_shapes.params, self.frozen_shapes, self.batch()
@@ -92,44 +92,44 @@ class Program(DecoderProgram):
         count = self.config.run.accumulate * self.config.data.batch_size
 
         def loss(params: Any, batch: PairBatch):
-            made, told = pair_losses(
+            losses, statistics = pair_losses(
                 self.config.dpo,
                 self.logprobs(params, frozen, batch),
                 batch.reference.sum(-1).reshape(-1, 2),
             )
-            sums = {name: jnp.sum(x) / count for name, x in told.items()}
+            sums = {name: jnp.sum(x) / count for name, x in statistics.items()}
             sums["tokens"] = jnp.sum(batch.labels >= 0).astype(jnp.float32)
-            return jnp.sum(made) / count, sums
+            return jnp.sum(losses) / count, sums
 
         def add(sums: Any, batch: PairBatch):
-            (value, told), slopes = jax.value_and_grad(loss, has_aux=True)(
+            (value, statistics), slopes = jax.value_and_grad(loss, has_aux=True)(
                 params, batch
             )
-            told["loss"] = value
-            return add_in_float32(sums, (told, as_stored(slopes))), None
+            statistics["loss"] = value
+            return add_in_float32(sums, (statistics, as_stored(slopes))), None
 
         names = [*NUMBERS, "tokens", "loss"]
         zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
         start = dict.fromkeys(names, jnp.zeros(())), as_stored(zeros)
-        (told, slopes), _ = jax.lax.scan(add, start, batches)
-        return slopes, told
+        (statistics, slopes), _ = jax.lax.scan(add, start, batches)
+        return slopes, statistics
 
     def _step(self, state: TrainState, frozen: Any, batches: PairBatch):
-        slopes, told = self._gradients(state.params, frozen, batches)
+        slopes, statistics = self._gradients(state.params, frozen, batches)
         state, norm = update(self.optimizer, state, slopes)
-        return state, told | {"grad_norm": norm}
+        return state, statistics | {"grad_norm": norm}
 
     def trace_step(self) -> jax.stages.Traced:
         """Trace the train step; its gradients alone where the moments are streamed."""
         number = self.layout.whole(jax.ShapeDtypeStruct((), jnp.float32))
         run, given, donated = self._step, self.state_shapes, 0
-        made: Any = given, number
+        arguments: Any = given, number
         if self.streamed is not None:
             run, given, donated = self._gradients, given.params, ()
-            made = gradient_shapes(given), number
+            arguments = gradient_shapes(given), number
         options = self.compiler_options
         jitted = self.layout.jit(
-            run, made, donate_argnums=donated, compiler_options=options
+            run, arguments, donate_argnums=donated, compiler_options=options
         )
         batches = self.batch(self.config.run.accumulate)
         with self.layout.context():
@@ -156,7 +156,7 @@ class _Scorer:
         self._run = program.trace_logprobs().lower().compile()
 
     def __call__(self, params: Any, pairs: Sequence[Pair]) -> np.ndarray:
-        config, found = self._program.config.data, []
+        config, logprobs = self._program.config.data, []
         for start in range(0, len(pairs), config.batch_size):
             # The last micro-batch repeats some, to be of the shape that is compiled.
             stop = start + config.batch_size
@@ -164,8 +164,8 @@ class _Scorer:
             nothing = np.zeros((len(chosen), 2), np.float32)
             batch = data.batch_of(chosen, nothing, config)
             placed = self._program.layout.place(batch)
-            found.append(jax.device_get(self._run(params, self._frozen, placed)))
-        return np.concatenate(found)[: len(pairs)]
+            logprobs.append(jax.device_get(self._run(params, self._frozen, placed)))
+        return np.concatenate(logprobs)[: len(pairs)]
 
 
 def _reference(
@@ -212,9 +212,9 @@ class _Job:
         taken = [next(self._batches) for _ in range(config.run.accumulate)]
         batches = PairBatch(*(np.stack(x) for x in zip(*taken, strict=True)))
         batches = self._program.layout.place(batches)
-        state, told = self._compiled(state, self._frozen, batches)
-        told = {name: float(x) for name, x in jax.device_get(told).items()}
-        seconds, tokens = time.perf_counter() - start, int(told.pop("tokens"))
+        state, numbers = self._compiled(state, self._frozen, batches)
+        numbers = {name: float(x) for name, x in jax.device_get(numbers).items()}
+        seconds, tokens = time.perf_counter() - start, int(numbers.pop("tokens"))
         return state, PreferenceMetrics(
             step=number,
             pairs=config.run.accumulate * config.data.batch_size,
@@ -222,29 +222,29 @@ class _Job:
             tokens_per_second=tokens / seconds,
             learning_rate=float(np.asarray(self._program.schedule(number - 1))),
             seconds=seconds,
-            **told,
+            **numbers,
         )
 
     def evaluate(self, state: TrainState, taken: PreferenceMetrics) -> Evaluated | None:
         if self._evaluate is None:
             return None
-        made = self._evaluate(state.params)
-        return Evaluated(taken._replace(**made), made["held_out_loss"])
+        numbers = self._evaluate(state.params)
+        return Evaluated(taken._replace(**numbers), numbers["held_out_loss"])
 
 
 def _held_out(
     program: Program, score: _Scorer, pairs: Sequence[Pair], reference: np.ndarray
 ) -> Callable[[Any], dict[str, float]]:
     def evaluate(params: Any) -> dict[str, float]:
-        made, told = pair_losses(
+        losses, statistics = pair_losses(
             program.config.dpo,
             jnp.asarray(score(params, pairs)),
             jnp.asarray(reference),
         )
         return {
-            "held_out_loss": float(made.mean()),
-            "held_out_margin": float(told["margin"].mean()),
-            "held_out_accuracy": float(told["accuracy"].mean()),
+            "held_out_loss": float(losses.mean()),
+            "held_out_margin": float(statistics["margin"].mean()),
+            "held_out_accuracy": float(statistics["accuracy"].mean()),
         }
 
     return evaluate

@@ -118,21 +118,21 @@ class _Job:
 
     def step(self, number: int, state: TrainState) -> tuple[TrainState, PolicyMetrics]:
         clock = _Clock()
-        made = self._roll_out(number, state.params)
+        rollout = self._roll_out(number, state.params)
         clock.lap("rollout")
-        old, replayed = self._logprobs(state.params, made)
+        old, replayed = self._logprobs(state.params, rollout)
         clock.lap("old")
         reference = None
         if self._reference is not None:
-            reference, _ = self._logprobs(self._reference, made)
+            reference, _ = self._logprobs(self._reference, rollout)
         clock.lap("reference")
-        state, told = self._learn(number, state, made, old, reference)
+        state, updates = self._learn(number, state, rollout, old, reference)
         clock.lap("update")
         mismatch = jax.device_get(
-            self._mismatch(replayed, made.samples.logprobs, made.samples.mask)
+            self._mismatch(replayed, rollout.samples.logprobs, rollout.samples.mask)
         )
-        self.last = made
-        return state, self._metrics(number, made, told, mismatch, clock.seconds)
+        self.last = rollout
+        return state, self._metrics(number, rollout, updates, mismatch, clock.seconds)
 
     def _roll_out(self, number: int, params: Any) -> _Rollout:
         grpo = self._config.grpo
@@ -160,7 +160,7 @@ class _Job:
             kept = completions.select(np.arange(live))
             graded.append(self.task.grade(part.first(live), kept))
         reward, right = (
-            float(np.concatenate([getattr(made, name) for made in graded]).mean())
+            float(np.concatenate([getattr(grades, name) for grades in graded]).mean())
             for name in ("rewards", "right")
         )
         values = {"held_out_reward": reward, "held_out_accuracy": right}
@@ -180,14 +180,16 @@ class _Job:
         tokens, lengths = np.asarray(samples.tokens), np.asarray(samples.lengths)
         return Completions.of(*asked[:2], tokens, lengths), samples
 
-    def _logprobs(self, params: Any, made: _Rollout) -> tuple[np.ndarray, np.ndarray]:
+    def _logprobs(
+        self, params: Any, rollout: _Rollout
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Of the sampled tokens [N, R], and the same in what they were drawn from."""
-        completions, support_ids = made.completions, made.samples.support_ids
+        completions, support_ids = rollout.completions, rollout.samples.support_ids
         packed = self._pack(completions, self._config.grpo.max_tokens_forward)
         supports = [None] * len(packed.micro_batches)
         if support_ids is not None:
             supports = packed.place(completions.spread(np.asarray(support_ids), -1), -1)
-        found = [
+        outputs = [
             self._compiled.logprobs[batch.tokens.shape](
                 params, self.frozen, *self._placed(batch, support)
             )
@@ -195,7 +197,7 @@ class _Job:
                 completions.batches(packed), supports, strict=True
             )
         ]
-        whole, replayed = zip(*jax.device_get(found), strict=True)
+        whole, replayed = zip(*jax.device_get(outputs), strict=True)
         whole = completions.collect(packed.unpack(whole))
         if support_ids is None:
             return whole, whole
@@ -212,15 +214,15 @@ class _Job:
         self,
         number: int,
         state: TrainState,
-        made: _Rollout,
+        rollout: _Rollout,
         old: np.ndarray,
         reference: np.ndarray | None,
     ) -> tuple[TrainState, list[dict[str, Any]]]:
-        """Every update of the step, and what each told."""
-        told, numbers_of = [], self._program.micro_batch_numbers
+        """Take every update of the step; returns the metrics of each."""
+        updates, numbers_of = [], self._program.micro_batch_numbers
         for minibatch, chosen in enumerate(self._minibatches(number)):
-            part = made.completions.select(chosen)
-            values = made.advantages[chosen], old[chosen]
+            part = rollout.completions.select(chosen)
+            values = rollout.advantages[chosen], old[chosen]
             ref = None if reference is None else reference[chosen]
             sums = self._compiled.zeros()
             micro_batches = self._micro_batches(part, *values, ref)
@@ -231,8 +233,8 @@ class _Job:
                     state.params, self.frozen, sums, batch, normalizer, *drawn_by
                 )
             state, norm = self._compiled.update(state, sums.gradients)
-            told.append({"loss": sums.loss, "grad_norm": norm, **sums.metrics})
-        return state, jax.device_get(told)
+            updates.append({"loss": sums.loss, "grad_norm": norm, **sums.metrics})
+        return state, jax.device_get(updates)
 
     def _minibatches(self, number: int) -> Iterator[np.ndarray]:
         """Indices of samples; each sample once an epoch."""
@@ -278,26 +280,26 @@ class _Job:
     def _metrics(
         self,
         number: int,
-        made: _Rollout,
-        told: list[dict[str, Any]],
+        rollout: _Rollout,
+        updates: list[dict[str, Any]],
         mismatch: MismatchReport,
         seconds: dict[str, float],
     ) -> PolicyMetrics:
-        grpo, lengths = self._config.grpo, made.completions.lengths
-        groups = made.graded.rewards.reshape(grpo.prompts, grpo.group_size)
+        grpo, lengths = self._config.grpo, rollout.completions.lengths
+        groups = rollout.graded.rewards.reshape(grpo.prompts, grpo.group_size)
         seen = int(lengths.sum()) * grpo.epochs
         per_token = {
-            name: float(sum(update[name] for update in told)) / seen
-            for name in told[0].keys() - {"loss", "grad_norm"}
+            name: float(sum(update[name] for update in updates)) / seen
+            for name in updates[0].keys() - {"loss", "grad_norm"}
         }
-        tokens = int(made.asked.lengths.sum() + lengths.sum())
+        tokens = int(rollout.asked.lengths.sum() + lengths.sum())
         return PolicyMetrics(
             step=number,
-            reward=float(made.graded.rewards.mean()),
-            accuracy=float(made.graded.right.mean()),
+            reward=float(rollout.graded.rewards.mean()),
+            accuracy=float(rollout.graded.right.mean()),
             degenerate=float((groups == groups[:, :1]).all(axis=1).mean()),
-            loss=float(np.mean([update["loss"] for update in told])),
-            grad_norm=float(np.mean([update["grad_norm"] for update in told])),
+            loss=float(np.mean([update["loss"] for update in updates])),
+            grad_norm=float(np.mean([update["grad_norm"] for update in updates])),
             learning_rate=float(np.asarray(self._program.learning_rate(number - 1))),
             response_length=float(lengths.mean()),
             mismatch_mean=float(mismatch.mean),
@@ -306,7 +308,7 @@ class _Job:
             tokens_per_second=tokens / seconds["seconds"],
             peak_gib=metrics.peak_gib(),
             gradient_samples=self._config.head.gradient_samples,
-            rewards=made.graded.parts,
+            rewards=rollout.graded.parts,
             **({"kl": None} | per_token),
             **seconds,
         )
@@ -428,8 +430,8 @@ def _report(result: Result, phases: list[Phase], job: _Job, console: Console) ->
         console.print(metrics.cost_table(costs))
     console.print(metrics.phase_table(phases))
     if last is not None:
-        for said in _examples(job.task, last):
-            console.print(said, highlight=False, markup=False)
+        for line in _examples(job.task, last):
+            console.print(line, highlight=False, markup=False)
     console.print(
         f"reward {history[0].reward:.3f} -> {history[-1].reward:.3f} in "
         f"{len(history)} rollouts, {metrics.tokens_per_second(history):,.0f} tokens/s",
@@ -440,11 +442,11 @@ def _report(result: Result, phases: list[Phase], job: _Job, console: Console) ->
     report.finish(out_dir, console)
 
 
-def _examples(task: Task, made: _Rollout, count: int = 3) -> Iterator[str]:
+def _examples(task: Task, rollout: _Rollout, count: int = 3) -> Iterator[str]:
     """Some completions of the last rollout, as they read."""
-    count = min(count, len(made.advantages))
-    each = len(made.advantages) // count
+    count = min(count, len(rollout.advantages))
+    each = len(rollout.advantages) // count
     for i in range(0, count * each, each):
-        prompt, said = task.shown(made.asked, made.completions, i)
-        verdict = "right" if made.graded.right[i] else "wrong"
-        yield f"{prompt} {said[:60]}  ({verdict})"
+        prompt, answer = task.shown(rollout.asked, rollout.completions, i)
+        verdict = "right" if rollout.graded.right[i] else "wrong"
+        yield f"{prompt} {answer[:60]}  ({verdict})"

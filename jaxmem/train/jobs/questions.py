@@ -92,8 +92,10 @@ class Sums:
 
     def ask(self, start: int, count: int) -> Asked:
         """See `Task`."""
-        made = tasks.problems(self._config, start, count)
-        return Asked(self._spelling.write(made.prompts), made.prompt_lengths, made)
+        problems = tasks.problems(self._config, start, count)
+        return Asked(
+            self._spelling.write(problems.prompts), problems.prompt_lengths, problems
+        )
 
     def held_out(self) -> Asked | None:
         """None: every problem is drawn anew."""
@@ -102,8 +104,8 @@ class Sums:
     def grade(self, asked: Asked, completions: Completions) -> Graded:
         """See `Task`."""
         words = self._spelling.read(completions.sampled)
-        made = tasks.score(self._config, asked.items, words, completions.lengths)
-        return Graded(made.rewards, made.exact)
+        scores = tasks.score(self._config, asked.items, words, completions.lengths)
+        return Graded(scores.rewards, scores.exact)
 
     def shown(self, asked: Asked, completions: Completions, i: int) -> tuple[str, str]:
         """See `Task`."""
@@ -173,13 +175,13 @@ class OwnPrompts:
 
     def grade(self, asked: Asked, completions: Completions) -> Graded:
         """See `Task`."""
-        made = self._score(self._questions(asked.items, completions))
-        values = next(iter(made.parts.values()))
+        scores = self._score(self._questions(asked.items, completions))
+        values = next(iter(scores.parts.values()))
         right = np.nan_to_num(values, nan=0.0) >= 1
         parts = None
-        if len(made.parts) > 1:
-            parts = {name: _mean(values) for name, values in made.parts.items()}
-        return Graded(made.total.astype(np.float32), right.astype(np.float32), parts)
+        if len(scores.parts) > 1:
+            parts = {name: _mean(values) for name, values in scores.parts.items()}
+        return Graded(scores.total.astype(np.float32), right.astype(np.float32), parts)
 
     def _questions(
         self, items: list[Prompt], completions: Completions
@@ -208,8 +210,8 @@ class OwnPrompts:
         prompt = asked.items[i].prompt
         if not isinstance(prompt, str):
             prompt = str(prompt[-1].get("content"))
-        said = self._tokenizer.decode(ids, skip_special_tokens=False)
-        return _one_line(prompt), _one_line(said)
+        answer = self._tokenizer.decode(ids, skip_special_tokens=False)
+        return _one_line(prompt), _one_line(answer)
 
     def text(self, ids: np.ndarray) -> str:
         """See `Task`."""

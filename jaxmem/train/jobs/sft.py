@@ -200,8 +200,8 @@ class Program(DecoderProgram):
             )
         else:
             step, given = make_gradients(self.definition, head, seed), given.params
-            made = gradient_shapes(given), number
-            jitted = self.layout.jit(step, made, compiler_options=options)
+            arguments = gradient_shapes(given), number
+            jitted = self.layout.jit(step, arguments, compiler_options=options)
         with self.layout.context():
             numbers = self.step_numbers(head)
             return jitted.trace(given, self.frozen_shapes, batch, *numbers)
@@ -233,8 +233,8 @@ class Program(DecoderProgram):
         """Mean loss of every token in the batches, in nats; forward only."""
         with self.layout.context():
             sums = self._loss_sums
-            made = [sums(params, frozen, self.layout.place(x)) for x in batches]
-        total, tokens = np.array(made, np.float64).sum(axis=0)
+            results = [sums(params, frozen, self.layout.place(x)) for x in batches]
+        total, tokens = np.array(results, np.float64).sum(axis=0)
         return float(total / max(tokens, 1))
 
     @functools.cached_property
@@ -313,8 +313,8 @@ class _Job:
         seconds = time.perf_counter() - start
         learning_rate = self._program.schedule(number - 1)
         mfu = self._program.mfu(taken.tokens.size / seconds)
-        made = metrics.of_step(number, numbers, learning_rate, seconds, mfu)
-        return state, made._replace(gradient_samples=head.gradient_samples)
+        step = metrics.of_step(number, numbers, learning_rate, seconds, mfu)
+        return state, step._replace(gradient_samples=head.gradient_samples)
 
     def evaluate(self, state: TrainState, taken: StepMetrics) -> Evaluated | None:
         if self._held_out is None:
