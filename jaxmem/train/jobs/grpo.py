@@ -180,9 +180,7 @@ class _Job:
         tokens, lengths = np.asarray(samples.tokens), np.asarray(samples.lengths)
         return Completions.of(*asked[:2], tokens, lengths), samples
 
-    def _logprobs(
-        self, params: Any, rollout: _Rollout
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def _logprobs(self, params: Any, rollout: _Rollout) -> tuple[np.ndarray, ...]:
         """Of the sampled tokens [N, R], and the same in what they were drawn from."""
         completions, support_ids = rollout.completions, rollout.samples.support_ids
         packed = self._pack(completions, self._config.grpo.max_tokens_forward)
