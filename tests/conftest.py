@@ -1,5 +1,6 @@
 """Traps set for every test: many fake devices, warnings as errors, honest GPU skips."""
 
+import signal
 from pathlib import Path
 
 import jax
@@ -10,6 +11,8 @@ from tests import compilation
 SHARED = pytest.StashKey[Path]()
 
 jax.config.update("jax_num_cpu_devices", 8)
+# A shell's background jobs, and what they start, ignore SIGINT.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_configure(config):

@@ -176,6 +176,7 @@ def test_shards_and_their_index(tmp_path):
     assert len(files) > 3
     assert {path.name for path in out.glob("*")} == files | {
         "config.json",
+        "generation_config.json",
         "model.safetensors.index.json",
     }
     again = checkpoints.load(out)
@@ -189,7 +190,12 @@ def test_tokenizer_files_come_along_and_pickles_do_not(tmp_path):
     (source / "pytorch_model.bin").write_bytes(b"no")
     checkpoints.save(tmp_path / "out", loaded("llama"), like=source)
     made = {path.name for path in (tmp_path / "out").iterdir()}
-    assert made == {"config.json", "model.safetensors", "tokenizer.json"}
+    assert made == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    }
 
 
 def test_a_directory_is_replaced_only_where_that_is_said(tmp_path):
