@@ -208,7 +208,10 @@ def _statements(path: Path) -> Iterator[Any]:
         message, (line, _) = error.args
         raise ConfigError(f"{path}:{line}: {message}") from error
     except SyntaxError as error:
-        raise ConfigError(f"{path}:{error.lineno}: {_reason(error.msg)}") from error
+        # Python 3.11 runs out of stack where 3.12 says this.
+        deep = error.msg == "too many nested parentheses"
+        reason = "nested too deeply" if deep else _reason(error.msg)
+        raise ConfigError(f"{path}:{error.lineno}: {reason}") from error
     except ConfigError:
         raise
     except (MemoryError, RecursionError) as error:

@@ -183,7 +183,7 @@ def test_the_operative_text_loads_to_the_same_configuration(gin_file):
         ),
         ("run.out_dir = '\\ud800'", "run.out_dir must be text that UTF-8 can encode"),
         ("run.steps = " + "-" * 100_000, "a.gin:1: Unable to parse value"),
-        ("run.steps = " + "[" * 100_000, "a.gin:1: too many nested parentheses"),
+        ("run.steps = " + "[" * 100_000, "a.gin:1: nested too deeply"),
         ("run.steps = " + "a" * 9000, "aaa' is not a value; a string needs quotes"),
         ("task.origin = 'x'", "unknown key 'task.origin'; task has source, reward"),
     ],
