@@ -206,12 +206,11 @@ def _statements(path: Path) -> Iterator[Any]:
         raise ConfigError(f"{path} is not UTF-8 text (byte {error.start})") from error
     except tokenize.TokenError as error:
         message, (line, _) = error.args
+        if message == "too many nested parentheses":  # 3.11 runs out of stack instead
+            message = "nested too deeply"
         raise ConfigError(f"{path}:{line}: {message}") from error
     except SyntaxError as error:
-        # Python 3.11 runs out of stack where 3.12 says this.
-        deep = error.msg == "too many nested parentheses"
-        reason = "nested too deeply" if deep else _reason(error.msg)
-        raise ConfigError(f"{path}:{error.lineno}: {reason}") from error
+        raise ConfigError(f"{path}:{error.lineno}: {_reason(error.msg)}") from error
     except ConfigError:
         raise
     except (MemoryError, RecursionError) as error:
