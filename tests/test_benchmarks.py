@@ -16,6 +16,7 @@ from benchmarks import (
     exact,
     on_jax,
     plot_head,
+    plot_sampled,
     results,
     run_grpo,
     run_head,
@@ -23,6 +24,7 @@ from benchmarks import (
     run_rounding,
     run_sampled,
     run_sampled_evidence,
+    run_sampled_training,
     run_skyrl,
     workers,
 )
@@ -406,3 +408,46 @@ def test_run_sampled_evidence():
     assert 0.5 < row["mean_z2"] < 1.5 and row["outside_95"] < 0.1
     assert row["exact_error"] < 1e-5 and row["largest_count"] <= 2 + 32 + 1
     assert row["noise_over_label"] < 1.1 * row["bound"]
+
+
+def test_tokens_are_in_buckets_by_their_count():
+    counts = np.array([0, 9, 10, 99, 100, 9999, 10000])
+    assert run_sampled_training.bucket_of(counts).tolist() == [0, 0, 1, 1, 2, 3, 4]
+    assert list(run_sampled_training.curve_of(np.arange(100.0)))[:2] == [
+        (2, 0.5),
+        (4, 2.5),
+    ]
+
+
+def test_losses_are_compared_with_the_exact_run_of_the_same_seed():
+    rows = [
+        {"stage": "sft", "variant": v, "seed": s, "held_out_loss": x}
+        for v, s, x in [("exact", "0", "2.0"), ("exact", "1", "3.0"),
+                        ("K=16", "1", "3.5"), ("dropped", "1", "9.0")]
+    ]  # fmt: skip
+    assert list(plot_sampled.differences(rows)) == [("sft", 16, 0.5)]
+
+
+@pytest.mark.slow
+def test_sampled_training_runs_every_variant(tmp_path, monkeypatch):
+    text = tmp_path / "text.jsonl"
+    words = [" ".join(f"word{i * j % 89}" for j in range(60)) for i in range(60)]
+    text.write_text("".join(json.dumps({"text": w}) + "\n" for w in words))
+    monkeypatch.setattr(
+        run_sampled_training, "sources", lambda *_: (str(text), str(text))
+    )
+    out, curve = tmp_path / "rows.csv", tmp_path / "curve.csv"
+    run_sampled_training.main(
+        ["--cpu", "--seeds=1", f"--out={out}", f"--curve={curve}", "--variants",
+         "exact", "K=16", "dropped", "--compilers=1", "run.steps=5",
+         "data.vocab_size=320", "data.sequence_length=32", "data.held_out=0.1"]
+    )  # fmt: skip
+    rows = results.read(out)
+    assert [(r["stage"], r["variant"]) for r in rows] == [
+        (stage, variant)
+        for stage in ("scratch", "sft")
+        for variant in ("exact", "K=16", "dropped")
+    ]
+    first = [r["loss"] for r in results.read(curve) if r["step"] == "1"]
+    assert len(set(first[:3])) == 1  # one loss before any update, exact or sampled
+    assert len({r["held_out_loss"] for r in rows}) == 6
