@@ -7,7 +7,9 @@
 Each variant runs in a process of its own, so that its peak of memory is its own, and
 one at a time; while one runs, the next one imports and traces. Rows are written as they
 come, and no variant starts, or goes on, after `--seconds`. The config is `step.gin`;
-variants add to it. A trace's summary, by class of kernel, goes into a file of its own.
+variants add to it. With `loss=logprobs`, the loss is a mean of `head.logprobs`, whose
+backward pass recomputes the logits, instead of `head.loss`, which is one pass. A
+trace's summary, by class of kernel, goes into a file of its own.
 """
 
 import argparse
@@ -29,6 +31,7 @@ CONFIG = pathlib.Path(__file__).parent / "step.gin"
 KEYS = ("variant", "vocab_size", "overrides", "device")
 SMALL, LARGE = 1024, 151_936
 UNROLLED = "remat.unroll=True"
+SAMPLED = "head.gradient_samples=128"
 GATE = "save_attention remat.save=('gate',)"
 
 
@@ -45,7 +48,7 @@ class Variant:
         """What a worker reads."""
         first, *rest = self.words
         options = dict(w.split("=", 1) for w in rest if w.startswith("xla_"))
-        more = [word for word in rest if not word.startswith("xla_")]
+        more = [word for word in rest if not word.startswith(("xla_", "loss="))]
         if self.side == "jax":
             more = [f"remat.policy={first}", *more]
         vocabulary = f"model.vocab_size={self.vocab_size}"
@@ -54,6 +57,7 @@ class Variant:
             "mode": first,
             "overrides": [vocabulary, *more, *overrides],
             "options": options,
+            "loss": "logprobs" if "loss=logprobs" in rest else "",
             "trace": self.name in traced,
         }
 
@@ -76,6 +80,9 @@ VARIANTS = [
     _jax(f"none {UNROLLED}", LARGE, "none"),
     _jax("full", LARGE),
     _torch("compiled", LARGE),
+    _jax(f"none {UNROLLED} {SAMPLED}", LARGE, "none, sampled"),
+    _jax(f"full {SAMPLED}", LARGE, "full, sampled"),
+    _jax("full loss=logprobs", LARGE, "full, loss of logprobs"),
     _jax(GATE, name="save_attention and gate"),
     _jax("dots"),
     _jax("offload_block"),

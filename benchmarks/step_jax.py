@@ -7,6 +7,7 @@ import time
 import traceback
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import results, trace_summary, workers
@@ -23,8 +24,15 @@ def prepare(job):
     config, _ = configuration.load(job["config"], job["overrides"])
     assert isinstance(config, configuration.Config)
     assert config.model.vocab_size is not None
+    if job["loss"] == "logprobs":
+        sft.head_loss = loss_of_logprobs
     program = sft.Program(config, config.model.vocab_size)
     return config, program, program.trace_step(config.head, packed=False)
+
+
+def loss_of_logprobs(head, hidden, labels, normalizer, *_):
+    """`head_loss` without the knowledge that a loss is what is wanted."""
+    return -jnp.sum(head.logprobs(hidden, labels)) / jnp.maximum(normalizer, 1)
 
 
 def measure(job, config, program, traced):
@@ -39,9 +47,10 @@ def measure(job, config, program, traced):
     batch = program.layout.place(batch_of(config, config.model.vocab_size))
     jax.block_until_ready((state, frozen, batch))
     seconds, losses = [], []
-    for _ in range(config.run.steps):
+    for number in range(1, config.run.steps + 1):
         start = time.perf_counter()
-        state, numbers = step(state, frozen, batch)
+        drawn_by = program.step_numbers(config.head, number)
+        state, numbers = step(state, frozen, batch, *drawn_by)
         losses.append(float(numbers["loss"]))
         seconds.append(time.perf_counter() - start)
     rate = batch.tokens.size / float(np.median(seconds[2:]))
@@ -56,17 +65,18 @@ def measure(job, config, program, traced):
     stats = jax.local_devices()[0].memory_stats() or {}
     if "peak_bytes_in_use" in stats:
         row["device_peak_gib"] = round(stats["peak_bytes_in_use"] / GIB, 2)
-    shares = profile(step, state, frozen, batch) if job["trace"] else []
+    given = frozen, batch, *program.step_numbers(config.head, config.run.steps + 1)
+    shares = profile(step, state, given) if job["trace"] else []
     return row, shares
 
 
-def profile(step, state, frozen, batch):
+def profile(step, state, given):
     """Rows of `trace_summary`; none where the profile has no GPU."""
     operations = trace_summary.operations(step.as_text() or "")
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             for _ in range(TRACED):
-                state, numbers = step(state, frozen, batch)
+                state, numbers = step(state, *given)
                 float(numbers["loss"])
         events = trace_summary.device_events(folder, operations)
     return trace_summary.summary(events, TRACED)

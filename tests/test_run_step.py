@@ -55,6 +55,21 @@ def test_a_worker_measures_a_step(monkeypatch, capsys):
     assert row["shares"] == [] and "note" not in row
 
 
+@pytest.mark.parametrize("word", ["loss=logprobs", "head.gradient_samples=8"])
+def test_another_loss_has_the_same_value(word, monkeypatch, capsys):
+    monkeypatch.setattr(step_jax.sft, "head_loss", step_jax.sft.head_loss)
+    losses = []
+    for words in ("none", f"none {word}"):
+        monkeypatch.setattr("sys.stdin", io.StringIO("go\n"))
+        job = run_step._jax(words, 64).job(str(run_step.CONFIG), TINY, [])
+        step_jax.main(json.dumps(job))
+        line = capsys.readouterr().out.splitlines()[-1]
+        row = json.loads(line.removeprefix(workers.MARK))
+        losses.append(row["first_loss"])
+        assert row["last_loss"] < row["first_loss"]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
 def test_a_failure_is_a_row_and_a_traceback(capsys):
     job = run_step._jax("no_such_policy", 64).job(str(run_step.CONFIG), TINY, [])
     step_jax.main(json.dumps(job))
@@ -96,7 +111,7 @@ def test_rows_and_shares_are_written_as_they_come(tmp_path, monkeypatch):
 def test_nothing_starts_when_no_time_is_left(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(run_step, "Worker", FakeWorker)
     run_step.main(["--only=full", "--seconds=5", f"--out={tmp_path / 'step.csv'}"])
-    assert "not measured: full, full, full, no loop" in capsys.readouterr().out
+    assert "not measured: full, full, full, sampled, full" in capsys.readouterr().out
     assert not (tmp_path / "step.csv").exists()
 
 
