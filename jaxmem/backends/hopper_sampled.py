@@ -17,7 +17,7 @@ from jaxmem.core import (
     stats as _stats,
 )
 from jaxmem.core.operands import Head, Rows
-from jaxmem.core.sampling import Entries, Sampling
+from jaxmem.core.sampling import Derivative, Entries, Sampling
 from jaxmem.core.spec import Spec
 from jaxmem.kernels import active, blocks, padding
 
@@ -65,12 +65,17 @@ def backward(
     cotangents: _stats.Cotangents, entries: Entries,
 ) -> Head:  # fmt: skip
     """See `xla_sampled.backward`."""
-    from jaxmem.kernels import sampled_products as products
-
-    head: Any = _operands.cast(spec, source)
     dz = xla_sampled.derivative(
         spec, sampling_of(spec), rows, saved, cotangents, entries
     )
+    return gradient(spec, source, rows, dz)
+
+
+def gradient(spec: Spec, source: Head, rows: Rows, dz: Derivative) -> Head:
+    """See `xla_sampled.gradient`."""
+    from jaxmem.kernels import sampled_products as products
+
+    head: Any = _operands.cast(spec, source)
     parts = spec.shards and spec.shards.same_hidden
     dtype = spec.stats_dtype if parts else spec.compute_dtype
     dhidden, dW, dbias = products.to_hidden(dz, head.W, spec.layout, dtype), None, None

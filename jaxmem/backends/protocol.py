@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import jax
 
 from jaxmem.core.operands import Head, Logits, Rows
-from jaxmem.core.sampling import Entries
+from jaxmem.core.sampling import Derivative, Entries
 from jaxmem.core.spec import Spec
 from jaxmem.core.stats import Cotangents, Outputs, Stats
 
@@ -112,4 +112,8 @@ class Sampler(Protocol):
         entries: Entries,
     ) -> Head:  # fmt: skip
         """Cotangent of the source from the entries only, in the source's dtypes."""
+        ...
+
+    def gradient(self, spec: Spec, source: Head, rows: Rows, dz: Derivative) -> Head:
+        """Cotangent of the source from the derivative by h Wᵀ at sampled entries."""
         ...

@@ -100,8 +100,23 @@ def backward(
     Returns:
         The cotangent, in the source's dtypes.
     """
-    head: Any = _operands.cast(spec, source)
     dz = derivative(spec, sampling_of(spec), rows, saved, cotangents, entries)
+    return gradient(spec, source, rows, dz)
+
+
+def gradient(spec: Spec, source: Head, rows: Rows, dz: Derivative) -> Head:
+    """Cotangent of the source from the derivative at sampled entries.
+
+    Args:
+        spec: static facts.
+        source: the head.
+        rows: of the tokens.
+        dz: derivative of the loss with respect to h Wᵀ; 0 in inactive rows.
+
+    Returns:
+        The cotangent, in the source's dtypes.
+    """
+    head: Any = _operands.cast(spec, source)
     dhidden = _to_hidden(spec, head, rows, dz)
     sums = Head(dhidden, None, None)
     if not spec.frozen_head:

@@ -15,18 +15,17 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.typing import ArrayLike
 
-from jaxmem.backends import xla
-from jaxmem.core import checks, partition, shards as _shards, stats as _stats
+from jaxmem.backends import choose
+from jaxmem.core import checks, partition
 from jaxmem.core.explicit_axes import sharded_like, with_automatic_axes
-from jaxmem.core.operands import cast, for_active_chunks, put, take
 from jaxmem.core.options import Chunk, HeadOptions, Implementation, Layout
 from jaxmem.core.spec import Spec
 from jaxmem.functional import arguments, rule
 from jaxmem.functional.divergence_terms import JSD, KL, ForwardKL
-from jaxmem.functional.rule import LoopRule
+from jaxmem.functional.sampled_two_heads import SampledTwoHeadsRule
+from jaxmem.functional.two_heads import TwoHeadsRule
 
 
 @with_automatic_axes(sharded_like(hidden=1, reference_hidden=1))
@@ -47,6 +46,8 @@ def kl(
     reference_softcap: float | None | Literal["same"] = "same",
     reference_bias: ArrayLike | None = None,
     reference_layout: Layout | None = None,
+    gradient_samples: int | None = None,
+    key: jax.Array | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """KL divergence of a policy from a reference, per token, over the whole vocabulary.
@@ -76,7 +77,13 @@ def kl(
         reference_softcap: "same" for the policy's; None for no cap.
         reference_bias: None for none, whatever the policy has.
         reference_layout: as layout, for reference_W.
-        implementation: "xla", or None, which means the same.
+        gradient_samples: K: the gradient is an unbiased estimate from at most K entries
+            of each token's derivative by the logits, as in `logprobs`; entry v is kept
+            with probability min(1, K p_v), in `forward_kl` min(1, K (p_v + q_v) / 2).
+            The backward pass recomputes no logits. None: the exact gradient.
+        key: PRNG key of the samples, as in `logprobs`.
+        implementation: "xla", or None; with gradient_samples, "xla" keeps the kernels
+            of a Hopper GPU from summing the samples' gradients.
 
     Returns:
         float32 [...] (float64 for float64 hidden), not negative, with a relative
@@ -88,7 +95,8 @@ def kl(
     C = min(chunk, tokens rounded up to 16): forward 8·C·V; backward (8 + b)·C·V +
     4·V·D, the latter for the float32 sum of W's gradient, unless W is frozen. Weights
     of another dtype than their hidden states are copied to that dtype. XLA for CPUs may
-    widen 16-bit weights to float32, 4·V·(D + D').
+    widen 16-bit weights to float32, 4·V·(D + D'). With gradient_samples, forward under
+    `jax.grad` 20·C·V + 512·C·K and residuals of 8·K per token; backward as `logprobs`.
 
     Raises:
         TypeError: an argument has the wrong type; the message names it.
@@ -108,7 +116,8 @@ def kl(
     """
     options = HeadOptions(
         chunk=chunk, where=where, temperature=temperature, softcap=softcap, bias=bias,
-        vocab_size=vocab_size, layout=layout, implementation=implementation,
+        vocab_size=vocab_size, layout=layout, gradient_samples=gradient_samples,
+        key=key, implementation=implementation,
     )  # fmt: skip
     reference = _Reference(
         reference_hidden, reference_W, reference_temperature, reference_softcap,
@@ -135,6 +144,8 @@ def forward_kl(
     reference_softcap: float | None | Literal["same"] = "same",
     reference_bias: ArrayLike | None = None,
     reference_layout: Layout | None = None,
+    gradient_samples: int | None = None,
+    key: jax.Array | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """KL divergence of a reference from a policy, per token: `kl` with p and q swapped.
@@ -155,7 +166,8 @@ def forward_kl(
     """
     options = HeadOptions(
         chunk=chunk, where=where, temperature=temperature, softcap=softcap, bias=bias,
-        vocab_size=vocab_size, layout=layout, implementation=implementation,
+        vocab_size=vocab_size, layout=layout, gradient_samples=gradient_samples,
+        key=key, implementation=implementation,
     )  # fmt: skip
     reference = _Reference(
         reference_hidden, reference_W, reference_temperature, reference_softcap,
@@ -183,6 +195,8 @@ def jsd(
     reference_softcap: float | None | Literal["same"] = "same",
     reference_bias: ArrayLike | None = None,
     reference_layout: Layout | None = None,
+    gradient_samples: int | None = None,
+    key: jax.Array | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """Generalised Jensen-Shannon divergence of a policy p and a reference q, per token.
@@ -211,6 +225,8 @@ def jsd(
         reference_softcap: as in `kl`.
         reference_bias: as in `kl`.
         reference_layout: as in `kl`.
+        gradient_samples: as in `kl`.
+        key: as in `kl`.
         implementation: as in `kl`.
 
     Returns:
@@ -226,7 +242,8 @@ def jsd(
     """
     options = HeadOptions(
         chunk=chunk, where=where, temperature=temperature, softcap=softcap, bias=bias,
-        vocab_size=vocab_size, layout=layout, implementation=implementation,
+        vocab_size=vocab_size, layout=layout, gradient_samples=gradient_samples,
+        key=key, implementation=implementation,
     )  # fmt: skip
     reference = _Reference(
         reference_hidden, reference_W, reference_temperature, reference_softcap,
@@ -266,11 +283,19 @@ def _divergence(verb, divergence, hidden, W, reference, options):
     shapes["reference_hidden"] = (*shape, other.hidden.shape[-1])
     shapes["reference_W"] = other.W.shape
     live_bytes = 4 * spec.chunk * (spec.columns + other_spec.columns)
-    rule.record(verb, shapes, options.implementation, spec.chunk, live_bytes)
+    rule.record(
+        verb, shapes, options.implementation, spec.chunk, live_bytes,
+        spec.gradient_samples,
+    )  # fmt: skip
     if 0 in shape:
         return jnp.zeros(shape, spec.stats_dtype)
     spec, policy = arguments.typed(spec, policy, (rows, other_rows, other))
-    two_heads = _TwoHeads(spec, divergence, other_spec)
+    two_heads = TwoHeadsRule(spec, divergence, other_spec)
+    if spec.gradient_samples is not None:
+        backend, _ = choose.choose(options.implementation, spec, policy)
+        two_heads = SampledTwoHeadsRule(
+            spec, divergence, other_spec, choose.sampler(backend)
+        )
     results = rule.run(two_heads, (policy,), ((rows, other_rows), other))
     return jnp.reshape(results, shape)
 
@@ -280,19 +305,23 @@ def _specs(policy, reference, options):
     columns = arguments.columns_of(policy, options.layout)
     other_columns = reference.W.shape[0 if reference.layout == "vd" else 1]
     both, n_tokens = columns + other_columns, policy.hidden.shape[0]
+    vocab_size = _check_vocab_size(options.vocab_size, columns, other_columns)
+    samples = checks.check_gradient_samples(options.gradient_samples, vocab_size)
     spec = Spec(
         columns=columns,
-        vocab_size=_check_vocab_size(options.vocab_size, columns, other_columns),
+        vocab_size=vocab_size,
         chunk=checks.check_chunk(options.chunk, n_tokens, both),
         outputs=(),
         compute_dtype=policy.hidden.dtype,
         layout=options.layout,
         softcap=checks.check_softcap(options.softcap),
+        gradient_samples=samples,
         token_parallel=partition.is_possible(),
     )
     other_spec = dataclasses.replace(
         spec,
         columns=other_columns,
+        gradient_samples=None,
         compute_dtype=reference.hidden.dtype,
         layout=reference.layout,
         softcap=_reference_softcap(reference.softcap, spec.softcap),
@@ -325,77 +354,6 @@ def _reference_rows(spec, shape, rows, temperature):
     checks.check_temperature(temperature, shape, name)
     temperature = arguments.flat_temperature(temperature, shape, spec.stats_dtype)
     return rows._replace(temperature=temperature)
-
-
-@dataclasses.dataclass(frozen=True)
-class _TwoHeads(LoopRule):
-    """The rule of every divergence; given is the reference."""
-
-    divergence: KL | ForwardKL | JSD
-    reference_spec: Spec
-
-    def forward_loop(self, source, rows, given):
-        n_rows, dtype = source.hidden.shape[0], self.spec.stats_dtype
-        policy, reference = self._cast(source, given)
-
-        def chunk(row_ids, results):
-            _, z, y = self._logits(policy, reference, rows, row_ids)
-            normalisers = _stats.normaliser(z), _stats.normaliser(y)
-
-            def terms(z, y):
-                args = _compare(z, y, *normalisers)
-                return *self.divergence.terms(*args), self.divergence.slopes(*args)
-
-            *parts, slope = _stats.sum_rows_of(terms, z, y)
-            value = sum(parts[1:], parts[0])
-            values = value, {"mean_slope": slope, "normalisers": normalisers}
-            return jax.tree.map(lambda x, v: put(x, row_ids, v), results, values)
-
-        zero = jnp.zeros(n_rows, dtype)
-        normaliser = _stats.Normaliser(zero, zero)
-        results = zero, {"mean_slope": zero, "normalisers": (normaliser, normaliser)}
-        results = _shards.vary(results, self.spec.varying)
-        return for_active_chunks(self.spec.chunk, rows[0].active, chunk, results)
-
-    def backward_loop(self, source, rows, given, result, saved, g):
-        policy, reference = self._cast(source, given)
-
-        def chunk(row_ids, sums):
-            full, z, y = self._logits(policy, reference, rows, row_ids)
-            of_row = jax.tree.map(lambda x: take(x, row_ids), (saved, g))
-            mean_slope, g_row = of_row[0]["mean_slope"][:, None], of_row[1][:, None]
-            p, q, log_ratio = _compare(z, y, *of_row[0]["normalisers"])
-            dz = g_row * (self.divergence.slopes(p, q, log_ratio) - p * mean_slope)
-            # Rows past the last active one, or whose infinite divergence is not used.
-            dz = jnp.where(g_row == 0, 0, dz)
-            dz = jnp.pad(dz, ((0, 0), (0, self.spec.columns - dz.shape[1])))
-            dz = xla.unscale(self.spec, rows[0], row_ids, full, dz)
-            return xla.accumulate(self.spec, policy, row_ids, dz, sums)
-
-        sums = xla.zero_sums(self.spec, policy)
-        sums = for_active_chunks(self.spec.chunk, rows[0].active, chunk, sums)
-        return jax.tree.map(lambda total, x: total.astype(x.dtype), sums, source)
-
-    def _cast(self, policy, reference):
-        policy = cast(self.spec, policy)
-        return policy, cast(self.reference_spec, reference)
-
-    def _logits(self, policy, reference, rows, row_ids):
-        """The policy's whole logits, then both heads' over their common columns."""
-        z = xla.logits(self.spec, policy, rows[0], row_ids)
-        y = xla.logits(self.reference_spec, reference, rows[1], row_ids)
-        # Materialised: scaled once, though they are read more than once.
-        z, y = lax.optimization_barrier((z, y))
-        both = min(self.spec.columns, self.reference_spec.columns)
-        return z, z[:, :both], y[:, :both].astype(z.dtype)
-
-
-def _compare(z, y, policy: _stats.Normaliser, reference: _stats.Normaliser):
-    """p, q and ln(p/q); ln(p/q) keeps its last digits where the logits agree."""
-    p = jnp.exp(_stats.log_softmax(z, policy))
-    q = jnp.exp(_stats.log_softmax(y, reference))
-    shift = (policy.max - reference.max) + (policy.log_sum - reference.log_sum)
-    return p, q, (z - y) - shift[:, None]
 
 
 def _check_beta(beta):

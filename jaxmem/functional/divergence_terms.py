@@ -24,6 +24,10 @@ class KL:
         """Return p · ∂D/∂p, up to a multiple of p."""
         return _product(p, log_ratio)
 
+    def density(self, p, q, log_ratio):
+        """Return the distribution by which columns of the derivative are sampled."""
+        return p
+
 
 @dataclasses.dataclass(frozen=True)
 class ForwardKL:
@@ -37,6 +41,10 @@ class ForwardKL:
         """Return p - q: p · ∂D/∂p is -q, and p is a multiple of p."""
         near = jnp.abs(log_ratio) < _SERIES_BELOW
         return jnp.where(near, p * -jnp.expm1(-log_ratio), p - q)
+
+    def density(self, p, q, log_ratio):
+        """See `KL.density`."""
+        return (p + q) / 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +64,10 @@ class JSD:
         """(1-β) p ln(p/m)."""
         log_p, _ = self._to_mixture(log_ratio)
         return (1 - self.beta) * _product(p, log_p)
+
+    def density(self, p, q, log_ratio):
+        """See `KL.density`."""
+        return p
 
     def _to_mixture(self, log_ratio):
         """ln(p/m) and ln(q/m)."""

@@ -109,17 +109,21 @@ class LoopRule(Rule):
         """The result, and per-row residuals of the backward loop by name."""
         raise NotImplementedError
 
+    def saving_loop(self, source: Head, rows, given) -> tuple[Any, dict]:
+        """`forward_loop`, where a derivative is requested."""
+        return self.forward_loop(source, rows, given)
+
     def backward_loop(self, source: Head, rows, given, result, saved, g) -> Any:
         """Cotangent of the source, for the result's cotangent g."""
         raise NotImplementedError
 
     def forward(self, trained, fixed):
         """See `Rule.forward`."""
-        return self._forward(trained, fixed)[0]
+        return self._forward(trained, fixed, saving=False)[0]
 
     def forward_and_save(self, trained, fixed):
         """See `Rule.forward_and_save`."""
-        result, saved = self._forward(trained, fixed)
+        result, saved = self._forward(trained, fixed, saving=True)
         saved = {k: checkpoint_name(v, f"jaxmem_{k}") for k, v in saved.items()}
         return result, (*trained, *fixed, result, saved)
 
@@ -135,9 +139,11 @@ class LoopRule(Rule):
         split = by_tokens(self.spec, loop, flags, flags[0])
         return (once(split)(*residuals, cotangents),)
 
-    def _forward(self, trained, fixed):
+    def _forward(self, trained, fixed, saving):
         def loop(source, rows, given):
-            return self._fitted(rows).forward_loop(source, rows, given)
+            rule = self._fitted(rows)
+            run = rule.saving_loop if saving else rule.forward_loop
+            return run(source, rows, given)
 
         operands = (*trained, *fixed)
         return once(by_tokens(self.spec, loop, of_tokens(operands), True))(*operands)
@@ -211,10 +217,12 @@ def record(
     implementation: Implementation | None,
     chunk: int,
     live_bytes: int,
+    gradient_samples: int | None = None,
 ) -> None:
     """Record the call of a verb that only "xla" has in every open `jaxmem.report()`."""
     why = "named by the caller" if implementation else f"the only one with {verb}"
-    report.record(report.Call(verb, shapes, "xla", why, chunk, live_bytes))
+    call = report.Call(verb, shapes, "xla", why, chunk, live_bytes, gradient_samples)
+    report.record(call)
 
 
 def _refuse_second_order(primals, tangents):

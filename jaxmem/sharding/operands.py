@@ -66,6 +66,8 @@ def read_rows_and_ids(given, shape, of_tokens, columns):
     name = "reference_temperature"
     if given.get(name) is not None:
         operands |= _read_temperature(name, given[name], shape, of_tokens)
+    if "gradient_samples" in given:
+        operands |= _read_key(given, shape, of_tokens, vocab_size)
     return operands
 
 
@@ -88,7 +90,8 @@ def read(plan, given) -> tuple[dict[str, Any], tuple[int, ...]]:
         columns = data.shape[-1]
     given["vocab_size"] = checks.check_vocab_size(given["vocab_size"], columns)
     given["axis_name"] = plan.vocab or None
-    operands |= _read_rows(given, shape, of_tokens) | _read_key(given, shape, of_tokens)
+    operands |= _read_rows(given, shape, of_tokens)
+    operands |= _read_key(given, shape, of_tokens, given["vocab_size"])
     return operands, shape
 
 
@@ -146,10 +149,10 @@ def _read_rows(given, shape, of_tokens):
     return operands
 
 
-def _read_key(given, shape, of_tokens):
+def _read_key(given, shape, of_tokens, vocab_size):
     """Data of one key for each token, so that devices draw what one device would."""
     samples = given.get("gradient_samples")
-    samples = checks.check_gradient_samples(samples, given["vocab_size"])
+    samples = checks.check_gradient_samples(samples, vocab_size)
     given["key"] = checks.check_key(given.get("key"), samples, shape)
     if samples is None:
         return {}

@@ -119,12 +119,9 @@ def _run(verb, plan, call) -> Any:
     is_loss = "normalizer" in call.arguments
 
     def on_device(arrays):
-        given = call.arguments | arrays
+        given = call.arguments | arrays | _keys(call, arrays)
         if "W" in given:
             given["W"] = _gathered(plan, given["W"], given["layout"])
-        if "key" in arrays:
-            impl = jax.random.key_impl(call.arguments["key"])
-            given["key"] = jax.random.wrap_key_data(arrays["key"], impl=impl)
         if is_loss and given["normalizer"] is None:
             given["normalizer"] = _count(plan, given["labels"], given["where"])
         of_device = inspect.BoundArguments(call.signature, given)
@@ -158,7 +155,7 @@ def _run_with_all_of_W(verb, plan, call) -> Any:
     operands |= read_rows_and_ids(given, shape, of_tokens, min(columns.values()))
 
     def on_device(arrays):
-        given = call.arguments | arrays
+        given = call.arguments | arrays | _keys(call, arrays)
         for head, size in columns.items():
             given |= _whole(wide, given, head, size)
         of_device = inspect.BoundArguments(call.signature, given)
@@ -171,6 +168,14 @@ def _run_with_all_of_W(verb, plan, call) -> Any:
         out_specs=Operand(None, wide.tokens).spec,
     )(jax.tree.map(lambda x: pad(plan, x), operands))
     return unpad(plan, results, shape)
+
+
+def _keys(call, arrays):
+    """The tokens' keys, from their data."""
+    if "key" not in arrays:
+        return {}
+    impl = jax.random.key_impl(call.arguments["key"])
+    return {"key": jax.random.wrap_key_data(arrays["key"], impl=impl)}
 
 
 def _whole(plan, given, head, size):

@@ -101,3 +101,28 @@ def test_real_shape():
         got, want = np.float32(got), np.float32(want)
         assert np.isfinite(got).all()
         assert np.linalg.norm(got - want) < 0.3 * np.linalg.norm(want)
+
+
+@pytest.mark.parametrize("verb", ["kl", "forward_kl", "jsd"])
+def test_divergences_have_exact_values_and_no_bias(verb):
+    h, W, _ = problem(512)
+    other_h, other_W, _ = problem(512, d=256, std=2.0)
+
+    @functools.partial(jax.jit, static_argnames="slots")
+    def run(key, slots=None):
+        sampled = {"gradient_samples": slots, "key": key} if slots else {}
+
+        def loss(h, W):
+            return jnp.sum(getattr(jaxmem, verb)(h, W, other_h, other_W, **sampled))
+
+        return jax.value_and_grad(loss, (0, 1))(h, W)
+
+    value, exact = run(jax.random.key(0))
+    draws = [run(jax.random.key(i), slots=64) for i in range(32)]
+    np.testing.assert_array_equal([x for x, _ in draws], value)
+    for i, want in enumerate(exact):
+        want = np.asarray(want, np.float64)
+        got = [np.asarray(x[i], np.float64) for _, x in draws]
+        one = np.linalg.norm(got[0] - want)
+        mean = np.linalg.norm(np.mean(got, 0) - want)
+        assert 0 < mean < 0.35 * one + 0.01 * np.linalg.norm(want)  # 0.18 is expected

@@ -1,0 +1,75 @@
+"""Divergences between two heads under `gradient_samples`.
+
+Let dz be the derivative of a divergence by the policy's logits, and d a distribution
+over the vocabulary for which dz_j / d_j is bounded by the divergence's own terms: p, or
+(p + q) / 2 where dz_j contains q_j. Column j is kept with probability
+min(1, K d_j), as in `core.sampling`, and weighed by its inverse, so that the mean of
+the estimate is dz. All columns may be left out: none is a label's.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxmem.backends import xla, xla_sampled
+from jaxmem.backends.protocol import Sampler
+from jaxmem.core import sampling as _sampling, shards as _shards
+from jaxmem.core.operands import for_active_chunks, put_all, take
+from jaxmem.core.sampling import Derivative
+from jaxmem.functional.two_heads import TwoHeadsRule, compare
+
+
+@dataclasses.dataclass(frozen=True)
+class SampledTwoHeadsRule(TwoHeadsRule):
+    """`TwoHeadsRule` whose backward pass uses sampled entries and no logits."""
+
+    sampler: Sampler
+
+    def saving_loop(self, source, rows, given):
+        """See `LoopRule.saving_loop`; the entries are selected here."""
+        spec, n_rows = self.spec, source.hidden.shape[0]
+        policy, reference = self.cast(source, given)
+        sampling = xla_sampled.sampling_of(spec)
+        starts = xla_sampled.starts_of(spec, sampling, rows[0])
+
+        def chunk(row_ids, results):
+            full, z, y = self.logits(policy, reference, rows, row_ids)
+            value, saved = self.values(z, y)
+            here = take(starts, row_ids)
+            dz = self._entries(sampling, z, y, saved, here)
+            at = jnp.take_along_axis(full, dz.columns, axis=1, mode="clip")
+            scaled = xla.unscale(spec, rows[0], row_ids, at, dz.values)
+            return put_all(results, row_ids, (value, dz._replace(values=scaled)))
+
+        none: Any = _sampling.none(sampling, n_rows, spec.stats_dtype)
+        results = jnp.zeros(n_rows, spec.stats_dtype), Derivative(*none)
+        results = _shards.vary(results, spec.varying)
+        active = rows[0].active
+        value, dz = for_active_chunks(spec.chunk, active, chunk, results)
+        return value, {"entries": dz}
+
+    def backward_loop(self, source, rows, given, result, saved, g):
+        """See `LoopRule.backward_loop`."""
+        dz, g = saved["entries"], jnp.where(rows[0].active, g, 0)[:, None]
+        # Rows whose infinite divergence is not used.
+        values = jnp.where(g == 0, 0, g * dz.values)
+        return self.sampler.gradient(
+            self.spec, source, rows[0], dz._replace(values=values)
+        )
+
+    def _entries(self, sampling, z, y, saved, starts):
+        """The sampled derivative of rows of a divergence by the scaled logits."""
+        normalisers, mean_slope = saved["normalisers"], saved["mean_slope"][:, None]
+        density = self.divergence.density(*compare(z, y, *normalisers))
+        ones = jnp.ones(len(z), density.dtype)
+        columns, kept = _sampling.select(sampling, density, ones, starts)
+
+        def at(x):
+            return jnp.take_along_axis(x, columns, axis=1, mode="clip")
+
+        p, q, log_ratio = compare(at(z), at(y), *normalisers)
+        dz = self.divergence.slopes(p, q, log_ratio) - p * mean_slope
+        probability = _sampling.units(sampling, kept).astype(dz.dtype) / sampling.one
+        weight = jnp.where(kept > 0, 1 / jnp.where(kept > 0, probability, 1), 0)
+        return Derivative(columns, jnp.where(kept > 0, weight * dz, 0))
