@@ -176,8 +176,7 @@ def main(text: str) -> None:
     decoder = random_decoder(config.model)
     rate, starts = gemm_rate(config.model, 128 * job["rows"]), {}
     for variant in (Variant(*each) for each in job["variants"]):
-        row = {"path": "jaxmem", "sampling": variant.sampling, "rows": job["rows"],
-               "prompt": variant.prompt, "slots": variant.prompt + variant.new}  # fmt: skip
+        row = {"path": "jaxmem", **variant.columns(job["rows"])}
         if time.time() > job["until"]:
             print(f"no time is left for {variant.name}", flush=True)
             continue

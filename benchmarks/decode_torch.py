@@ -107,8 +107,7 @@ def main(text: str) -> None:
     variants = [Variant(*each) for each in job["variants"]]
     for path, cache in CACHES.items():
         for variant in variants if cache == "static" else variants[:1]:
-            row = {"path": path, "sampling": variant.sampling, "rows": job["rows"],
-                   "prompt": variant.prompt, "slots": variant.prompt + variant.new}  # fmt: skip
+            row = {"path": path, **variant.columns(job["rows"])}
             if time.time() > job["until"]:
                 print(f"no time is left for {path}, {variant.name}", flush=True)
                 continue

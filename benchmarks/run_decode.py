@@ -45,6 +45,12 @@ class Variant(NamedTuple):
     prompt: int
     new: int  # tokens that there is room for; those after the first 128 are not drawn
 
+    def columns(self, rows: int) -> dict[str, Any]:
+        """What tells its row apart."""
+        slots = self.prompt + self.new
+        return {"sampling": self.sampling, "rows": rows, "prompt": self.prompt,
+                "slots": slots}  # fmt: skip
+
 
 VARIANTS = [
     *(Variant(name, name, 128, 128) for name in SAMPLING),
