@@ -249,12 +249,14 @@ class Decoder(nnx.Module):
         definition, weights = nnx.split(self.blocks)
 
         def block(x, of_layer):
-            layer_weights, layer, kind = of_layer
+            layer_weights, index, kind = of_layer
             seen, rope = sight(kind)
-            return nnx.merge(definition, layer_weights).decode(x, rope, layer, seen)
+            cached = kv_cache.Cached(cache.layers, index, cache.slot)
+            return nnx.merge(definition, layer_weights).decode(x, rope, cached, seen)
 
+        numbers = jnp.arange(self.config.layers, dtype=jnp.int32)
         kinds = layer_kinds(self.config)
-        x, token = jax.lax.scan(block, x, (weights, cache.layers, kinds))
+        x, token = jax.lax.scan(block, x, (weights, numbers, kinds))
         fits = cache.slot < cache.max_length
         hidden = jnp.where(fits, self.norm(x)[:, 0], jnp.nan)
         return hidden, kv_cache.append(cache, token)

@@ -12,6 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxmem import devices
+from jaxmem.kernels import cached_attention
+from jaxmem.models import partitioning as mesh
+
 
 class Layer(NamedTuple):
     """Keys and values of one layer, or of all layers on a leading axis.
@@ -21,6 +25,19 @@ class Layer(NamedTuple):
 
     keys: jax.Array  # [B, kv_heads, T, head_dim], rotated
     values: jax.Array  # [B, kv_heads, T, head_dim]
+
+
+class Cached(NamedTuple):
+    """The keys and values of one layer, among those of all layers."""
+
+    layers: Layer  # [layers, B, kv_heads, T, head_dim]
+    index: jax.Array  # of the layer
+    slots: jax.Array  # in use, in every row
+
+    @property
+    def layer(self) -> Layer:
+        """Those of the layer alone."""
+        return Layer(*(x[self.index] for x in self.layers))
 
 
 class Cache(NamedTuple):
@@ -78,6 +95,38 @@ def append(cache: Cache, token: Layer) -> Cache:
         cache.lengths + 1,
         cache.slot + 1,
     )
+
+
+def attend_in_place(
+    query: jax.Array, token: Layer, cached: Cached, seen: jax.Array, *,
+    scale: float, softcap: float | None = None,
+) -> jax.Array:  # fmt: skip
+    """`attend`, on one GPU in 16 bits by a kernel that reads the cache in place.
+
+    Args:
+        query: as in `attend`.
+        token: as in `attend`.
+        cached: the layer to attend to.
+        seen: as in `attend`.
+        scale: as in `attend`.
+        softcap: as in `attend`.
+
+    Returns:
+        An array like `query`.
+    """
+    batch, _, heads, width = query.shape
+    grouped = query.reshape(batch, token.keys.shape[1], -1, width)
+    keys = cached.layers.keys
+    # XLA cannot partition a kernel, so on a mesh every device would need all rows.
+    is_one_gpu = devices.backend() == "gpu" and mesh.current() is None
+    if not is_one_gpu or not cached_attention.supports(grouped, keys):
+        return attend(query, token, cached.layer, seen, scale=scale, softcap=softcap)
+    own = token.keys[:, :, 0], token.values[:, :, 0]
+    mixed = cached_attention.attend(
+        grouped, own, cached.layers, cached.index, seen, cached.slots,
+        scale=scale, softcap=softcap,
+    )  # fmt: skip
+    return mixed.reshape(query.shape)
 
 
 def attend(
