@@ -83,7 +83,9 @@ class Programs:
         assert sizes.vocab_size is not None
         config = GenerateConfig(**SAMPLING[variant.sampling])
         config = config.sampling(variant.new, sizes.vocab_size)
-        sampler = sampling.Sampler(config, (), 0, keep_support=False)
+        sampler = sampling.Sampler(
+            config, (), 0, keep_support=False, unroll=False if job["loop"] else None
+        )
         rng = np.random.default_rng(0)
         shape = job["rows"], variant.prompt
         prompts = rng.integers(0, sizes.vocab_size, shape, np.int32)

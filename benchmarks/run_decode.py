@@ -75,6 +75,7 @@ def jobs(args: argparse.Namespace) -> dict[str, dict]:
         "part": args.part,
         "parts": args.parts,
         "trace": args.trace,
+        "loop": args.loop,
         "options": dict(text.split("=", 1) for text in args.option),
         "until": time.time() + args.seconds,
     }
@@ -114,6 +115,7 @@ def main(arguments=None):
     parser.add_argument("--part", type=int, default=16, help="steps between two waits")
     parser.add_argument("--parts", type=int, default=6, help="after one that warms up")
     parser.add_argument("--shrink", type=int, default=1, help="divides all lengths")
+    parser.add_argument("--loop", action="store_true", help="over layers, not unrolled")
     parser.add_argument("--trace", action="append", default=[], help="a variant's name")
     parser.add_argument(
         "--option", action="append", default=[], help="of XLA: xla_…=value"
@@ -127,7 +129,9 @@ def main(arguments=None):
         for module, job in jobs(args).items():
             own = {"JAX_PLATFORMS": "cpu"} if module.endswith("torch") else {}
             for row in workers.start(module, environment | own, [json.dumps(job)]):
-                row["overrides"] = " ".join([*args.overrides, *args.option])
+                row["overrides"] = " ".join(
+                    [*args.overrides, *args.option, *["loop"] * args.loop]
+                )
                 save(args.out, row, row.pop("kernels", []))
 
 

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxmem import devices
-from jaxmem.kernels import cached_attention
 from jaxmem.models import partitioning as mesh
 
 
@@ -114,18 +113,20 @@ def attend_in_place(
     Returns:
         An array like `query`.
     """
-    batch, _, heads, width = query.shape
+    # XLA cannot partition a kernel: on a mesh, every device would need all rows.
+    if devices.backend() != "gpu" or mesh.current() is not None:
+        return attend(query, token, cached.layer, seen, scale=scale, softcap=softcap)
+    from jaxmem.kernels import cached_attention  # Pallas takes a while to import
+
+    batch, _, _, width = query.shape
     grouped = query.reshape(batch, token.keys.shape[1], -1, width)
-    keys = cached.layers.keys
-    # XLA cannot partition a kernel, so on a mesh every device would need all rows.
-    is_one_gpu = devices.backend() == "gpu" and mesh.current() is None
-    if not is_one_gpu or not cached_attention.supports(grouped, keys):
+    if not cached_attention.supports(grouped, cached.layers.keys):
         return attend(query, token, cached.layer, seen, scale=scale, softcap=softcap)
     own = token.keys[:, :, 0], token.values[:, :, 0]
+    place = cached_attention.Place(cached.index, seen, cached.slots)
     mixed = cached_attention.attend(
-        grouped, own, cached.layers, cached.index, seen, cached.slots,
-        scale=scale, softcap=softcap,
-    )  # fmt: skip
+        grouped, own, cached.layers, place, scale=scale, softcap=softcap
+    )
     return mixed.reshape(query.shape)
 
 
