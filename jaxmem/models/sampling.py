@@ -210,7 +210,7 @@ def _scaled(logits: jax.Array, config: SamplingConfig) -> jax.Array:
 
 
 def _among_all(logits: jax.Array, config: SamplingConfig) -> jax.Array:
-    """`truncate` for a support of the whole vocabulary: [B, V] by id, without a sort."""
+    """`truncate` where all ids are in the support: [B, V] by id, without a sort."""
     z = _scaled(logits, config)
     kept = jnp.ones(z.shape, bool)
     if config.nucleus is not None:

@@ -125,9 +125,9 @@ def test_what_is_left_of_a_vocabulary(settings, spread):
 @pytest.mark.parametrize(
     "settings",
     [
-        dict(top_p=0.6, temperature=0.5),
-        dict(top_p=0.95, min_p=0.05),
-        dict(min_p=0.2),
+        dict(top_p=0.7, temperature=2.0),
+        dict(top_p=0.95, min_p=0.01),
+        dict(min_p=0.02),
     ],
 )
 def test_a_support_of_all_ids_needs_no_ids(settings):
