@@ -72,6 +72,33 @@ def summary(
     ]
 
 
+def kernels(
+    events: Iterable[tuple[str, str, float, float]], steps: int, most: int = 24
+) -> list[dict[str, Any]]:
+    """Rows of class, ms per step, share of the time, kernels per step, kernel.
+
+    Of the kernels that take most; as many as `most`. The arguments are as in `summary`.
+    """
+    events = list(events)
+    time, count, classes = Counter[str](), Counter[str](), {}
+    for kernel, operation, _, duration in events:
+        name = f"{kernel[:80].strip()} | {operation[-60:]}"
+        time[name] += duration
+        count[name] += 1
+        classes[name] = class_of(kernel, operation)
+    whole = sum(time.values())
+    return [
+        {
+            "class": classes[name],
+            "ms": round(ns / steps / 1e6, 4),
+            "share": round(ns / whole, 4),
+            "kernels": round(count[name] / steps, 1),
+            "kernel": name,
+        }
+        for name, ns in time.most_common(most)
+    ]
+
+
 def device_events(
     folder: str | pathlib.Path, operation_of: Mapping[str, str]
 ) -> list[tuple[str, str, float, float]]:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 
@@ -227,7 +228,7 @@ class Decoder(nnx.Module):
         return self.norm(last), kv_cache.of_prompts(cached, lengths, width)
 
     def decode(
-        self, tokens: Ids, cache: kv_cache.Cache
+        self, tokens: Ids, cache: kv_cache.Cache, *, unroll: bool = False
     ) -> tuple[jax.Array, kv_cache.Cache]:
         """Process one more token per row, each at its row's own position.
 
@@ -237,6 +238,9 @@ class Decoder(nnx.Module):
             tokens: [B] ids.
             cache: from `prefill` or the previous call; it is updated in place if it is
                 donated or carried by a loop.
+            unroll: whether the blocks are traced one after the other. Compile time then
+                grows with depth, but on GPUs XLA reads each layer's weights where they
+                are in their stack, instead of copying some of them in every step.
 
         Returns:
             Hidden states [B, hidden] of these tokens, as `__call__` computes them, and
@@ -249,12 +253,14 @@ class Decoder(nnx.Module):
         definition, weights = nnx.split(self.blocks)
 
         def block(x, of_layer):
-            layer_weights, layer, kind = of_layer
+            layer_weights, index, kind = of_layer
             seen, rope = sight(kind)
-            return nnx.merge(definition, layer_weights).decode(x, rope, layer, seen)
+            cached = kv_cache.Cached(cache.layers, index, cache.slot)
+            return nnx.merge(definition, layer_weights).decode(x, rope, cached, seen)
 
-        kinds = layer_kinds(self.config)
-        x, token = jax.lax.scan(block, x, (weights, cache.layers, kinds))
+        layers = self.config.layers
+        stack = weights, np.arange(layers, dtype=np.int32), layer_kinds(self.config)
+        x, token = jax.lax.scan(block, x, stack, unroll=layers if unroll else 1)
         fits = cache.slot < cache.max_length
         hidden = jnp.where(fits, self.norm(x)[:, 0], jnp.nan)
         return hidden, kv_cache.append(cache, token)

@@ -117,16 +117,16 @@ class Attention(nnx.Module):
         mixed = ulysses.attend(self._attend, query, key, value, sight)
         return remat.recompute(self._join)(mixed)
 
-    def decode(self, x: jax.Array, rope: Rope, layer: kv_cache.Layer, filled):
+    def decode(self, x: jax.Array, rope: Rope, cached: kv_cache.Cached, filled):
         """[B, 1, hidden] from [B, 1, hidden], and the new tokens' keys and values."""
         query, key, value = self.project(x)
         query, key = self.rotate(query, key, rope)
         token = kv_cache.layer_of(key, value, 1)
         config = self.config
-        mixed = kv_cache.attend(
+        mixed = kv_cache.attend_in_place(
             query,
             token,
-            layer,
+            cached,
             filled,
             scale=config.score_scale,
             softcap=config.attention_softcap,
@@ -240,11 +240,11 @@ class Block(nnx.Module):
         mixed = self.attention.attend(query, key, value, sight)
         return self._finish(x, mixed), (key, value)
 
-    def decode(self, x: jax.Array, rope: Rope, layer: kv_cache.Layer, filled):
+    def decode(self, x: jax.Array, rope: Rope, cached: kv_cache.Cached, filled):
         """[B, 1, hidden] from [B, 1, hidden], and the new tokens' keys and values."""
         x_norm = self.attention_norm(x)
-        mixed, filled_cache = self.attention.decode(x_norm, rope, layer, filled)
-        return self._finish(x, mixed), filled_cache
+        mixed, token = self.attention.decode(x_norm, rope, cached, filled)
+        return self._finish(x, mixed), token
 
     def _finish(self, x: jax.Array, mixed: jax.Array) -> jax.Array:
         x = x + (self.post_attention_norm(mixed) if self.post_norms else mixed)

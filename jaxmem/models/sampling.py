@@ -32,8 +32,9 @@ from flax import nnx
 from jax import lax
 from jax.core import Tracer
 
+from jaxmem import devices
 from jaxmem.core.fields import check_field
-from jaxmem.models import partitioning as mesh
+from jaxmem.models import largest, partitioning as mesh
 from jaxmem.models.decoder import Decoder
 from jaxmem.models.kv_cache import Cache
 from jaxmem.models.layers import Ids
@@ -175,17 +176,14 @@ def truncate(
     Degeneration", 2019, arXiv:1904.09751; min p: Nguyen et al., "Turning Up the Heat:
     Min-p Sampling for Creative and Coherent LLM Outputs", 2024, arXiv:2407.01082.
     """
-    # Subtract the largest logit first: at a low temperature, the log-probability of the
-    # most probable token is then exactly 0, without the rounding of two large numbers.
-    best = jnp.max(logits, axis=-1, keepdims=True)
-    z = (logits - best) / config.temperature
+    z = _scaled(logits, config)
     size = config.support_size
     if size is None:
         return jax.nn.log_softmax(z), None
     name = "top_k" if config.support is None else "support"
     vocab_size = z.shape[-1]
     check_field(config, name, size <= vocab_size, f"at most {vocab_size} (vocab_size)")
-    values, ids = lax.top_k(z, size)
+    values, ids = largest.top(z, size)
     within = z
     if config.top_k is not None:
         values = jnp.where(jnp.arange(size) < config.top_k, values, -jnp.inf)
@@ -201,6 +199,25 @@ def truncate(
         kept &= values >= jnp.log(config.min_p)  # the largest value is 0
     logprobs = jax.nn.log_softmax(jnp.where(kept, values, -jnp.inf))
     return logprobs, jnp.where(kept, ids, -1)
+
+
+def _scaled(logits: jax.Array, config: SamplingConfig) -> jax.Array:
+    """Logits by temperature, of which each row's largest is 0."""
+    # Subtract the largest logit first: at a low temperature, the log-probability of the
+    # most probable token is then exactly 0, without the rounding of two large numbers.
+    best = jnp.max(logits, axis=-1, keepdims=True)
+    return (logits - best) / config.temperature
+
+
+def _among_all(logits: jax.Array, config: SamplingConfig) -> jax.Array:
+    """`truncate` where all ids are in the support: [B, V] by id, without a sort."""
+    z = _scaled(logits, config)
+    kept = jnp.ones(z.shape, bool)
+    if config.nucleus is not None:
+        kept &= largest.nucleus(z, config.nucleus)
+    if config.min_p is not None:
+        kept &= z >= jnp.log(config.min_p)
+    return jax.nn.log_softmax(jnp.where(kept, z, -jnp.inf))
 
 
 def sample(
@@ -275,6 +292,7 @@ class Sampler:
     eos_ids: tuple[int, ...]  # each ends a completion; may be empty
     pad_id: int  # fills slots after the end
     keep_support: bool = True  # whether `Drawn.support_ids` is stored
+    unroll: bool | None = None  # as in `Decoder.decode`; None: if compiled for a GPU
 
     def start(
         self, decoder: Decoder, prompts: Ids, prompt_lengths: Ids, keys: jax.Array
@@ -316,6 +334,7 @@ class Sampler:
         """
         definition, weights = _in_compute_type(decoder)
         until = jnp.minimum(until, self.config.max_new_tokens)
+        unroll = devices.backend() == "gpu" if self.unroll is None else self.unroll
 
         def goes_on(state: State) -> jax.Array:
             return (state.step < until) & ~jnp.all(state.ended)
@@ -323,7 +342,7 @@ class Sampler:
         def one_more(state: State) -> State:
             step, token, ended, keys, drawn, cache = state
             model = nnx.merge(definition, weights)  # modules must not enter the loop
-            hidden, cache = model.decode(token, cache)
+            hidden, cache = model.decode(token, cache, unroll=unroll)
             new, ended = self._draw(keys, step, model.logits(hidden), ended)
             return State(
                 step + 1, new.tokens, ended, keys, _put(drawn, step, new), cache
@@ -336,12 +355,19 @@ class Sampler:
     ) -> tuple[Drawn, jax.Array]:
         """One more token per row, and which rows have ended with it."""
         keys = jax.vmap(jax.random.fold_in, (0, None))(keys, step)
-        new = _draw(keys, logits, self.config)
+        new = _draw(keys, *self._truncated(logits))
         if not self.keep_support:
             new = new._replace(support_ids=None)
         new = _masked(new, ended, self.pad_id)
         ends = jnp.isin(new.tokens, jnp.asarray(self.eos_ids, jnp.int32))
         return new, ended | ends
+
+    def _truncated(self, logits: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """As from `truncate`; without ids where all ids are in the support."""
+        is_whole = self.config.support_size == logits.shape[-1]
+        if is_whole and self.config.top_k is None and not self.keep_support:
+            return _among_all(logits, self.config), None
+        return truncate(logits, self.config)
 
 
 def _in_compute_type(decoder: Decoder):
@@ -360,8 +386,7 @@ def _in_compute_type(decoder: Decoder):
     return definition, mesh.gathered(weights)
 
 
-def _draw(keys: jax.Array, logits: jax.Array, config: SamplingConfig) -> Drawn:
-    logprobs, ids = truncate(logits, config)
+def _draw(keys: jax.Array, logprobs: jax.Array, ids: jax.Array | None) -> Drawn:
     choice = jax.vmap(jax.random.categorical)(keys, logprobs)[:, None]
 
     def chosen(x: jax.Array) -> jax.Array:

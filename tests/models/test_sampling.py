@@ -122,6 +122,28 @@ def test_what_is_left_of_a_vocabulary(settings, spread):
         np.testing.assert_array_equal(logprobs[row, len(kept) :], -np.inf)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(top_p=0.7, temperature=2.0),
+        dict(top_p=0.95, min_p=0.01),
+        dict(min_p=0.02),
+    ],
+)
+def test_a_support_of_all_ids_needs_no_ids(settings):
+    logits = np.random.default_rng(1).normal(size=(4, 17)).astype(np.float32) * 3
+    config = SamplingConfig(support=17, **settings)
+    sampler = Sampler(config, (), PAD, keep_support=False)
+    logprobs, ids = jax.jit(sampler._truncated)(logits)
+    assert ids is None
+    for row in range(4):
+        kept, expected = truncated(logits[row], **settings)
+        assert 1 < len(kept) < 17
+        others = np.setdiff1d(np.arange(17), kept)
+        np.testing.assert_allclose(logprobs[row, kept], expected, atol=1e-5)
+        np.testing.assert_array_equal(logprobs[row, others], -np.inf)
+
+
 def test_of_equal_logits_the_lower_ids_are_left():
     logprobs, ids = truncate(jnp.zeros((1, 9)), SamplingConfig(top_k=4, top_p=0.6))
     np.testing.assert_array_equal(ids, [[0, 1, 2, -1]])
@@ -276,9 +298,9 @@ def test_steps_end_with_the_last_row_and_an_end_may_be_padding(monkeypatch):
     calls = []
     decode = Decoder.decode
 
-    def counted(self, tokens, cache):
+    def counted(self, tokens, cache, **options):
         jax.debug.callback(lambda: calls.append(1))
-        return decode(self, tokens, cache)
+        return decode(self, tokens, cache, **options)
 
     monkeypatch.setattr(Decoder, "decode", counted)
     config, key = SamplingConfig(max_new_tokens=40), jax.random.key(2)
@@ -340,6 +362,21 @@ def test_parts_and_places_in_a_batch_do_not_affect_tokens():
     last = np.asarray(whole.drawn.mask).sum(axis=0) - 1
     ends = np.asarray(whole.drawn.tokens)[last, order]
     assert (np.isin(ends, (EOS, 5)) | (last == 11)).all() and (ends == 5).any()
+
+
+def test_layers_compiled_one_by_one_draw_the_same_tokens():
+    def drawn(unroll):
+        sampler = Sampler(SamplingConfig(max_new_tokens=12), (EOS,), PAD, unroll=unroll)
+        keys = row_keys(jax.random.key(7), np.arange(5))
+        state = jax.jit(sampler.start)(decoder(), PROMPTS, LENGTHS, keys)
+        lowered = jax.jit(sampler.advance).lower(decoder(), state, 12)
+        loops = lowered.as_text().count("stablehlo.while")
+        return lowered.compile()(decoder(), state, 12).drawn, loops
+
+    (one, loops), (by_loop, more_loops) = drawn(True), drawn(False)
+    assert loops < more_loops
+    np.testing.assert_array_equal(one.tokens, by_loop.tokens)
+    np.testing.assert_allclose(one.logprobs, by_loop.logprobs, atol=1e-5)
 
 
 def test_the_loop_reads_weights_in_the_compute_type():

@@ -1,0 +1,128 @@
+"""Attention of one token to a cache: against float64, interpreted; lowered for CUDA."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmem.kernels import cached_attention
+from tests.kernels import needs_pallas
+
+pytestmark = [
+    needs_pallas,
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning"),
+]
+
+# rows, key-value heads, group, slots, width, layers
+SHAPES = {
+    "more programs than heads": (2, 2, 4, 200, 32, 3),
+    "one query a head": (3, 2, 1, 70, 16, 2),
+    "a program a head": (40, 8, 2, 130, 16, 1),
+    "less than a block": (2, 1, 16, 24, 64, 2),
+}
+
+
+def problem(shape, dtype=jnp.bfloat16):
+    """(query, token, cached), and the slots that each row sees, of those in use."""
+    rows, heads, group, slots, width, layers = shape
+    rng = np.random.default_rng(0)
+
+    def normal(*axes):
+        return jnp.asarray(rng.normal(size=axes), dtype)
+
+    query = normal(rows, heads, group, width)
+    token = normal(rows, heads, width), normal(rows, heads, width)
+    used = slots * 2 // 3
+    seen = (rng.random((rows, slots)) < 0.7) & (np.arange(slots) < used)
+    seen[0] = False  # the new token alone
+    # What no row may see must not reach a result, whatever it is.
+    cached = normal(2, layers, rows, heads, slots, width)
+    cached = jnp.where(seen[:, None, :, None], cached, 1e9).astype(dtype)
+    return query, token, tuple(cached), seen, np.int32(used)
+
+
+def place(layer, seen, used):
+    return cached_attention.Place(jnp.int32(layer), jnp.asarray(seen), used)
+
+
+def exact(query, token, cached, layer, seen, scale, softcap):
+    """The same in float64, a row and head at a time."""
+    query, *token = (np.asarray(x, np.float64) for x in (query, *token))
+    cached = [np.asarray(x[layer], np.float64) for x in cached]
+    out = np.empty(query.shape)
+    for row, head in np.ndindex(query.shape[:2]):
+        keys, values = (
+            np.concatenate([all_[row, head, seen[row]], own[row, head, None]])
+            for all_, own in zip(cached, token, strict=True)
+        )
+        scores = scale * query[row, head] @ keys.T
+        if softcap is not None:
+            scores = softcap * np.tanh(scores / softcap)
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        out[row, head] = weights @ values / weights.sum(-1, keepdims=True)
+    return out
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("softcap", [None, 2.0], ids=["", "capped"])
+def test_against_float64(shape, softcap, triton_interpreted):
+    *operands, used = problem(shape)
+    query, token, cached, seen = operands
+    layer = shape[-1] - 1
+    got = cached_attention.attend(
+        query, token, cached, place(layer, seen, used), scale=0.3, softcap=softcap
+    )
+    assert (got.shape, got.dtype) == (query.shape, query.dtype)
+    want = exact(query, token, cached, layer, seen, 0.3, softcap)
+    # Weights and the result are rounded to bfloat16; values are up to 4.
+    np.testing.assert_allclose(np.asarray(got, np.float64), want, atol=2.0**-6)
+
+
+def test_slots_that_are_not_in_use_are_not_read(triton_interpreted):
+    query, token, cached, seen, used = problem((2, 1, 4, 256, 16, 1))
+    end = -(-int(used) // cached_attention.BLOCK) * cached_attention.BLOCK
+    assert end < 256
+    spoilt = tuple(x.at[:, :, :, end:].set(jnp.nan) for x in cached)
+    run = functools.partial(cached_attention.attend, query, token, scale=0.3)
+    where = place(0, seen, used)
+    np.testing.assert_array_equal(run(cached, where), run(spoilt, where))
+
+
+def test_what_the_kernel_supports():
+    def supports(dtype="bfloat16", group=4, width=128, cached="bfloat16"):
+        query = jax.ShapeDtypeStruct((2, 2, group, width), dtype)
+        keys = jax.ShapeDtypeStruct((1, 2, 2, 8, width), cached)
+        return cached_attention.supports(query, keys)
+
+    assert supports() and supports("float16", 16, 64, "float16")
+    assert not supports("float32", cached="float32")
+    assert not supports("float16")
+    assert not supports(group=17)
+    assert not supports(width=96) and not supports(width=512)
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_lowered_for_a_gpu(shape):
+    query, token, cached, seen, used = problem(shape)
+    run = jax.jit(functools.partial(cached_attention.attend, scale=0.3, softcap=3.0))
+    device = jax.sharding.AbstractDevice(
+        device_kind="NVIDIA H200", num_cores=132, platform="gpu"
+    )
+    mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        traced = run.trace(query, token, cached, place(0, seen, used))
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "cached_attention" in text and "triton" in text
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_on_a_gpu(shape):
+    query, token, cached, seen, used = problem(shape)
+    got = jax.jit(functools.partial(cached_attention.attend, scale=0.3))(
+        query, token, cached, place(0, seen, used)
+    )
+    want = exact(query, token, cached, 0, seen, 0.3, None)
+    np.testing.assert_allclose(np.asarray(got, np.float64), want, atol=2.0**-6)
