@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxmem.core import checks, sampling
+from jaxmem.core import checks, keys as _keys, sampling
 from jaxmem.functional import arguments
 from jaxmem.functional.divergence import check_tokens
 from jaxmem.functional.selected import check_ids, check_support
@@ -150,7 +150,7 @@ def _read_key(given, shape, of_tokens):
     """Data of one key for each token, so that devices draw what one device would."""
     samples = given.get("gradient_samples")
     samples = checks.check_gradient_samples(samples, given["vocab_size"])
-    given["key"] = checks.check_key(given.get("key"), samples, shape)
+    given["key"] = _keys.check_key(given.get("key"), samples, shape)
     if samples is None:
         return {}
     keys = sampling.token_keys(given["key"], shape)
