@@ -55,7 +55,8 @@ def find(
     columns, entries = _window(x, group)
     inside = (columns >= group[..., None] * _GROUP) & (columns < x.shape[1])
     units = jnp.where(inside, units_of(entries), 0)
-    return exists, *_reach(units, (columns, entries), rest)
+    column, entry = _reach(units, (columns, entries), rest)
+    return exists, column, entry
 
 
 def _group_sums(units):

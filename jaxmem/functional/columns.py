@@ -15,7 +15,7 @@ columns of S that are in it.
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +49,7 @@ class ColumnsRule(LoopRule):
     def forward_loop(self, source, rows, given):
         """See `LoopRule.forward_loop`."""
         (rows,), spec = rows, self.spec
-        head = cast(spec, source)
+        head: Any = cast(spec, source)
 
         def chunk(row_ids, results):
             z = logits(spec, head, rows, row_ids)
@@ -108,7 +108,7 @@ def pull(
     Returns:
         The cotangent, in the source's dtypes.
     """
-    head = cast(spec, source)
+    head: Any = cast(spec, source)
 
     def chunk(row_ids, sums):
         z, d = logits(spec, head, rows, row_ids), derivative(row_ids)

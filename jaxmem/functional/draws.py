@@ -8,6 +8,7 @@ the running sum goes on from shard to shard.
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -138,7 +139,7 @@ class _Draws(LoopRule):
 
     def forward_loop(self, source, rows, given):
         (rows,), spec = rows, self.spec
-        head = cast(spec, source)
+        head: Any = cast(spec, source)
 
         def chunk(row_ids, ids):
             z = columns.logits(spec, head, rows, row_ids)

@@ -1,15 +1,22 @@
 """The k most likely columns of each token, and their log-probabilities."""
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import ArrayLike
 
 from jaxmem.core import checks, selection, shards as _shards, stats as _stats
 from jaxmem.core.explicit_axes import sharded_like, with_automatic_axes
-from jaxmem.core.operands import cast, for_active_chunks, put_all, take
+from jaxmem.core.operands import (
+    cast,
+    first_column,
+    for_active_chunks,
+    put_all,
+    take,
+)
 from jaxmem.core.options import AxisName, Chunk, HeadOptions, Implementation, Layout
 from jaxmem.functional import arguments, columns, rule
 from jaxmem.functional.rule import LoopRule
@@ -126,11 +133,11 @@ class _Largest(LoopRule):
 
     def forward_loop(self, source, rows, given):
         (rows,), spec = rows, self.spec
-        head = cast(spec, source)
+        head: Any = cast(spec, source)
 
         def chunk(row_ids, results):
             z = columns.logits(spec, head, rows, row_ids)
-            entries, ids = selection.top_k(z, self.k)
+            entries, ids = self._top_k(z)
             normaliser = columns.normaliser(spec, z)
             log_p = _stats.log_softmax(entries, normaliser)
             values = TopK(log_p, ids), {"normaliser": normaliser}
@@ -143,6 +150,23 @@ class _Largest(LoopRule):
         results = TopK(log_p, ids), {"normaliser": _stats.Normaliser(zero, zero)}
         results = _shards.vary(results, spec.varying)
         return for_active_chunks(spec.chunk, rows.active, chunk, results)
+
+    def _top_k(self, z):
+        """The k largest logits of rows, and their ids in the whole vocabulary."""
+        shards, k = self.spec.shards, self.k
+        entries, ids = selection.top_k(z, min(k, self.spec.columns))
+        if not shards:
+            return entries, ids
+        # Each shard fills in its own, in the order of the shards and so of the ids. A
+        # sum's type states that it is the same on all shards; a gather's does not.
+        here = jnp.arange(shards.count) == lax.axis_index(shards.axes)
+        own = entries, ids + first_column(self.spec)
+        own = jax.tree.map(lambda x: jnp.where(here[:, None], x[:, None], 0), own)
+        entries, ids = jax.tree.map(
+            lambda x: jnp.reshape(x, (x.shape[0], -1)), lax.psum(own, shards.axes)
+        )
+        entries, at = lax.top_k(entries, k)
+        return entries, jnp.take_along_axis(ids, at, axis=1)
 
     def backward(self, residuals, cotangents):
         """See `Rule.backward`; ids have no cotangent."""
