@@ -22,21 +22,21 @@ def top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     Returns:
         (entries, their indices), [C, k] each, the indices in int32.
     """
-    x = jnp.where(x == 0, 0, x)  # a sort would tell -0 from 0
-    return _top_k(x, k)
-
-
-def _top_k(x, k):
     n_rows, n = x.shape
     if n <= 2 * k * _BLOCK:
-        return lax.top_k(x, k)
+        return lax.top_k(_one_zero(x), k)
     padded = jnp.pad(x, ((0, 0), (0, -n % _BLOCK)), constant_values=-jnp.inf)
-    _, blocks = _top_k(padded.reshape(n_rows, -1, _BLOCK).max(axis=-1), k)
+    _, blocks = top_k(padded.reshape(n_rows, -1, _BLOCK).max(axis=-1), k)
     blocks = jnp.sort(blocks, axis=1)  # candidates keep the order of the row
     columns = blocks[..., None] * _BLOCK + jnp.arange(_BLOCK, dtype=jnp.int32)
     columns = columns.reshape(n_rows, -1)
     candidates = jnp.take_along_axis(
         x, columns, axis=1, mode="fill", fill_value=-jnp.inf
     )
-    largest, at = lax.top_k(candidates, k)
+    largest, at = lax.top_k(_one_zero(candidates), k)
     return largest, jnp.take_along_axis(columns, at, axis=1, mode="promise_in_bounds")
+
+
+def _one_zero(x):
+    """Without -0, which a sort would put after 0."""
+    return jnp.where(x == 0, 0, x)

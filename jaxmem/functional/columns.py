@@ -164,7 +164,9 @@ def places(spec: Spec, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
 def _split(spec, z, ids):
     """Return ln p of ids and the rest, [C, K + 1], and the normaliser of the rest."""
     at = places(spec, ids)
+    # Read these first, so that XLA can overwrite z by the others.
     at_ids = z.at[at].get(mode="fill", fill_value=-jnp.inf)
+    z, at_ids = lax.optimization_barrier((z, at_ids))
     if spec.shards:
         at_ids = lax.pmax(at_ids, spec.shards.axes)
     at_ids = jnp.where(ids < spec.vocab_size, at_ids, jnp.nan)
