@@ -32,7 +32,8 @@ def make(std=1.0, seed=0):
 def textbook(xp, way, p, q):
     ln_p, ln_q = (xp.log(xp.where(x > 0, x, 1)) for x in (p, q))
     if way == "jsd":
-        ln_m = xp.log(BETA * q + (1 - BETA) * p)
+        m = BETA * q + (1 - BETA) * p
+        ln_m = xp.log(xp.where(m > 0, m, 1))
         terms = BETA * q * (ln_q - ln_m) + (1 - BETA) * p * (ln_p - ln_m)
     else:
         terms = q * (ln_q - ln_p) if way == "forward" else p * (ln_p - ln_q)
@@ -423,8 +424,8 @@ ERRORS = [
     ({"direction": None}, ValueError,
      "direction must be 'forward', 'reverse' or 'jsd', got None"),
     ({"beta": 1.0}, ValueError,
-     "beta must lie between 0 and 1, got 1.0; the limits are forward_kl (towards 0) and "
-     "kl (towards 1)"),
+     "beta must lie between 0 and 1, got 1.0; the limits are forward_kl (towards 0) "
+     "and kl (towards 1)"),
     ({"tail": None}, TypeError, "tail must be True or False, got None"),
     ({"where": np.ones(3, bool)}, ValueError,
      "where must broadcast to the tokens' shape (37,), got shape (3,)"),
