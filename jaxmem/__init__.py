@@ -10,17 +10,21 @@ from jaxmem._version import __version__ as __version__
 from jaxmem.core.report import report as report
 from jaxmem.core.stats import TokenStats as TokenStats
 from jaxmem.functional import (
+    TopK as TopK,
     entropy as entropy,
     forward_kl as forward_kl,
     jsd as jsd,
     kl as kl,
     logprobs as logprobs,
     logprobs_from_logits as logprobs_from_logits,
+    sample_ids as sample_ids,
     selected_logprobs as selected_logprobs,
     support_logprobs as support_logprobs,
     token_loss as token_loss,
     token_stats as token_stats,
     token_stats_from_logits as token_stats_from_logits,
+    topk as topk,
+    topk_kl as topk_kl,
 )
 from jaxmem.losses.mismatch import mismatch_report as mismatch_report
 

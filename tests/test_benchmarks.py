@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from benchmarks import (
     plot_head,
     plot_sampled,
     results,
+    run_distill_verbs,
     run_grpo,
     run_head,
     run_peers,
@@ -401,6 +403,45 @@ def test_run_sampled(tmp_path):
     assert drawn["loss_equal_bits"] == "True"
     assert 1 < float(drawn["kept_mean"]) <= int(drawn["kept_max"]) <= 128
     assert float(drawn["ms"]) > 0 and float(drawn["over_forward"]) > 0
+
+
+def test_run_distill_verbs(tmp_path):
+    path = tmp_path / "verbs.csv"
+    asked = ["--shape=64,16,320", "--dtype=float32", "--chunk=32", "--repetitions=1"]
+    run_distill_verbs.main([*asked, "--teacher-depth=8", f"--out={path}"])
+    rows = {row["path"]: row for row in results.read(path)}
+    assert len(rows) == 12
+    for name, row in rows.items():
+        assert float(row["ms"]) > 0 and float(row["over_unit"]) > 0, name
+        assert not row.get("note")
+        assert row["unit"] == ("four" if "teacher" in name else row["unit"])
+        assert row["teacher_d"] == ("8" if "teacher" in name else "")
+    ours, theirs = (
+        float(rows[name]["temp_mib"])
+        for name in ("topk_kl with gradients", "topk_kl with gradients materialised")
+    )
+    assert ours < theirs
+
+
+def test_materialised_distillation_is_the_same():
+    h, W, ids, said = run_distill_verbs.operands_of((64, 16, 320), jnp.float32, None)
+    paths = run_distill_verbs.paths_of(32, (8,))
+    for verb, operands in (
+        ("topk", (h, W, ids, said)),
+        ("topk_kl with gradients", (h, W, ids, said)),
+        *(
+            (
+                f"{verb} with gradients, teacher D=8",
+                run_distill_verbs.operands_of((64, 16, 320), jnp.float32, 8),
+            )
+            for verb in ("kl", "forward_kl", "jsd")
+        ),
+    ):
+        made = (
+            paths[f"{verb}{more}"].call(*operands) for more in ("", " materialised")
+        )
+        for a, b in zip(*map(jax.tree.leaves, made), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
 def test_run_sampled_evidence():

@@ -113,6 +113,21 @@ def support_logprobs(x):
     return jaxmem.support_logprobs(*given, **options(x))
 
 
+def topk(x):
+    return jaxmem.topk(x["h"], x["W"], K, None, **options(x)).logprobs.sum(-1)
+
+
+def topk_kl(x):
+    said = jnp.full((B, T, K), -2.0)
+    given = x["h"], x["W"], x["ids"], said
+    return jaxmem.topk_kl(*given, None, direction="jsd", **options(x))
+
+
+def sample_ids(x):
+    ids = jaxmem.sample_ids(x["h"], x["W"], K, jax.random.key(0), None, **options(x))
+    return ids.astype(jnp.float32).sum(-1) + x["h"].sum(-1)
+
+
 def logits(x):
     kept = {k: x[k] for k in ("where", "temperature")}
     return jaxmem.logprobs_from_logits(x["h"], x["y"] % D, None, **kept)
@@ -128,7 +143,7 @@ def mean_logit(x):
 
 VERBS = [
     token_stats, entropy, kl, forward_kl, jsd, selected_logprobs, support_logprobs,
-    logits, stats_of_logits, mean_logit,
+    topk, topk_kl, sample_ids, logits, stats_of_logits, mean_logit,
 ]  # fmt: skip
 
 
@@ -236,7 +251,7 @@ def test_one_argument_alone_is_sharded(verb, name):
 
 @pytest.mark.parametrize(
     "verb",
-    [token_stats, entropy, kl, selected_logprobs, support_logprobs],
+    [token_stats, entropy, kl, selected_logprobs, support_logprobs, topk, topk_kl],
 )
 def test_every_derivative(verb):
     check(verb, SHARDINGS["all"], in_context=False)
@@ -252,7 +267,8 @@ def test_every_derivative(verb):
     }.items(),
 )
 def test_results_are_sharded_as_tokens_are(verb, name, spec):
-    if verb in (entropy, kl, forward_kl, jsd, mean_logit) and "own" in name:
+    of_hidden = entropy, kl, forward_kl, jsd, mean_logit, topk, sample_ids
+    if verb in of_hidden and "own" in name:
         spec = P("data", None)  # as hidden, where there are no labels
     shardings = SHARDINGS[name] | {"a": spec}
     assert check_types(verb, shardings).sharding.spec == spec

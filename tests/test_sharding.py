@@ -171,6 +171,70 @@ def test_entropy_logits_and_an_option_given_beforehand():
     assert_same(made, run(lambda verb: verb))
 
 
+def of_given_columns():
+    """By name, (verb -> (h, W, bias) -> floats, or integers)."""
+    rng = np.random.default_rng(3)
+    ids = np.stack([rng.permutation(V)[:4] for _ in range(B * T)]).reshape(B, T, 4)
+    said = np.log(0.9 * rng.dirichlet(np.ones(4), (B, T))).astype(np.float32)
+    ids[0, 2], ids[0, 0, 1] = -1, -1
+    options = {"where": problem()[2] >= 0, "chunk": CHUNK}
+    warm = np.linspace(0.5, 2, B * T, dtype=np.float32).reshape(B, T)
+
+    def topk_kl(parallel, **more):
+        return lambda h, W, bias: parallel(jaxmem.topk_kl)(
+            h, W, ids, said, bias=bias, **options, **more
+        )
+
+    return {
+        "topk": lambda parallel: (
+            lambda h, W, bias: parallel(jaxmem.topk)(
+                h, W.T, 12, bias=bias, softcap=9.0, **options
+            )
+        ),
+        "reverse topk_kl": lambda parallel: topk_kl(
+            parallel, direction="reverse", temperature=warm
+        ),
+        "topk_kl without a tail": lambda parallel: topk_kl(parallel, tail=False),
+        "sample_ids": lambda parallel: (
+            lambda h, W, bias: parallel(jaxmem.sample_ids)(
+                h, W, 20, jax.random.key(0), bias=bias, **options
+            )
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", of_given_columns())
+@pytest.mark.parametrize("how", ["1x8", "W in parts of D", "explicit"])
+def test_verbs_of_columns(name, how):
+    """Each shard of eight has fewer columns than k = 12; gradients as on one device."""
+    h, W, _, bias = problem()
+
+    def run(parallel):
+        def total(h, W, bias):
+            made = of_given_columns()[name](parallel)(h, W, bias)
+            floats = [x for x in jax.tree.leaves(made) if x.dtype == jnp.float32]
+            return jnp.sum(jnp.sin(floats[0]) if floats else 0.0), made
+
+        return jit(jax.value_and_grad(total, (0, 1, 2), has_aux=True))(h, W, bias)
+
+    on = {"name": "2x4", "kind": AxisType.Explicit}
+    got = run(
+        functools.partial(parallel, **(on if how == "explicit" else {"name": how}))
+    )
+    want = run(lambda verb: verb)
+    assert_same(got, want)
+    for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+        assert a.dtype == b.dtype and (a.dtype != jnp.int32 or np.array_equal(a, b))
+    assert not got[1][0][1].any() and (name == "sample_ids" or want[1][0].any())
+
+
+def test_the_vocabulary_whole_and_ties_on_every_shard():
+    h, W = np.zeros((4, D), np.float32), np.zeros((V, D), np.float32)
+    made = parallel(jaxmem.topk, "1x8")(h, W, V)
+    np.testing.assert_array_equal(made.ids, np.tile(np.arange(V), (4, 1)))
+    np.testing.assert_allclose(made.logprobs, -np.log(V), rtol=1e-6)
+
+
 def test_eager_calls_without_jit():
     h, W, y, _ = problem()
     made = parallel(jaxmem.logprobs, "2x4")(h, W, y)
@@ -404,12 +468,16 @@ HEAD = {"hidden": FIVE, "W": np.ones((7, 4), np.float32)}
 TWO_HEADS = HEAD | {"reference_hidden": FIVE, "reference_W": HEAD["W"]}
 SELECTED = HEAD | {"ids": np.zeros((5, 1), np.int64)}
 SUPPORT = HEAD | {"labels": np.zeros(5, np.int64), "support_ids": SELECTED["ids"]}
+TOPK_KL = SELECTED | {"teacher_logprobs": -FIVE[:, :1]}
 GOOD = {
     jaxmem.kl: TWO_HEADS,
     jaxmem.forward_kl: TWO_HEADS,
     jaxmem.jsd: TWO_HEADS,
     jaxmem.selected_logprobs: SELECTED,
     jaxmem.support_logprobs: SUPPORT,
+    jaxmem.topk: HEAD | {"k": 2},
+    jaxmem.topk_kl: TOPK_KL,
+    jaxmem.sample_ids: HEAD | {"n": 2, "key": jax.random.key(0)},
 }
 WRONG = [
     (jaxmem.kl, {"reference_hidden": SIX}),
@@ -433,6 +501,16 @@ WRONG = [
     (jaxmem.support_logprobs, {"support_ids": np.zeros((6, 1), int)}),
     (jaxmem.support_logprobs, {"support_ids": np.full((5, 1), 2**32)}),
     (jaxmem.support_logprobs, {"support_ids": np.zeros((5, 0), int)}),
+    (jaxmem.topk, {"k": 8}),
+    (jaxmem.topk, {"where": np.ones(6, bool)}),
+    (jaxmem.topk_kl, {"ids": np.full((5, 1), 2**32 + 1)}),
+    (jaxmem.topk_kl, {"ids": np.full((5, 1), 6), "vocab_size": 6}),
+    (jaxmem.topk_kl, {"teacher_logprobs": -SIX[:, :1]}),
+    (jaxmem.topk_kl, {"teacher_logprobs": FIVE[:, :1]}),
+    (jaxmem.topk_kl, {"direction": "up"}),
+    (jaxmem.sample_ids, {"n": 0}),
+    (jaxmem.sample_ids, {"key": jax.random.split(jax.random.key(0), 6)}),
+    (jaxmem.sample_ids, {"key": None}),
 ]
 
 

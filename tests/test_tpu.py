@@ -54,6 +54,13 @@ VERBS = {
     "support_logprobs": lambda h, W, y: jaxmem.support_logprobs(
         h, W, y, several(y), chunk=C
     ),
+    "topk": lambda h, W, y: jaxmem.topk(h, W, 8, chunk=C),
+    "topk_kl": lambda h, W, y: jaxmem.topk_kl(
+        h, W, several(y), -2.0 - several(y) / V, chunk=C
+    ),
+    "sample_ids": lambda h, W, y: jaxmem.sample_ids(
+        h, W, 8, jax.random.key(0), chunk=C
+    ),
 }  # fmt: skip
 TWO = ("kl", "forward_kl", "jsd")  # heads, each with logits
 

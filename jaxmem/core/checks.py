@@ -75,7 +75,7 @@ def check_count(name: str, value: object, low: int = 1) -> int:
 
 def check_hidden(hidden, name: str = "hidden") -> None:
     """Require an array of 16, 32 or 64-bit floats with at least one axis."""
-    _check_float(name, hidden)
+    check_float(name, hidden)
     if hidden.dtype.itemsize < 2:
         raise TypeError(
             f"{name} must be float32, bfloat16 or float16, got {hidden.dtype}; convert "
@@ -95,7 +95,7 @@ def check_layout(hidden, W, layout: Layout | None, prefix: str = "") -> Layout:
     Errors put the prefix before the arguments' names, as in reference_W.
     """
     name = f"{prefix}W"
-    _check_float(name, W)
+    check_float(name, W)
     if W.ndim != 2:
         raise ValueError(f"{name} must be [V, D] or [D, V], got shape {W.shape}")
     if not (layout is None or _is_text(layout, "vd", "dv")):
@@ -233,7 +233,7 @@ def check_broadcast(name: str, value, shape: tuple[int, ...]) -> None:
 
 def check_bias(bias, columns: int, name: str = "bias") -> None:
     """Require one number per column of the logits."""
-    _check_float(name, bias)
+    check_float(name, bias)
     if bias.shape != (columns,):
         raise ValueError(
             f"{name} must have one entry a token of the vocabulary, shape ({columns},),"
@@ -308,29 +308,6 @@ def check_gradient_samples(gradient_samples: int | None, vocab_size: int) -> int
     return int(gradient_samples)
 
 
-def check_key(key, gradient_samples, shape: tuple[int, ...]) -> jax.Array | None:
-    """A typed PRNG key, or one for each token; None where nothing is sampled."""
-    if gradient_samples is None:
-        if key is not None:
-            raise ValueError(
-                "key must not be given without gradient_samples: the exact gradient "
-                "draws no random numbers"
-            )
-        return None
-    if key is None:
-        raise ValueError(
-            f"key must be given with gradient_samples={gradient_samples}, such as "
-            "jax.random.fold_in(jax.random.key(seed), step)"
-        )
-    keys = _typed_keys(key)
-    if keys.shape not in ((), shape):
-        raise ValueError(
-            f"key must be one PRNG key or one for each token, {list(shape)}, got keys "
-            f"of shape {list(keys.shape)}"
-        )
-    return keys
-
-
 def check_implementation(implementation: Implementation | None) -> None:
     """Require a name or None; the backends know which names exist."""
     if not (implementation is None or isinstance(implementation, str)):
@@ -350,24 +327,8 @@ def forward_mode(error: TypeError) -> TypeError:
     )
 
 
-def _typed_keys(key):
-    """Keys of `jax.random.key`; those of `jax.random.PRNGKey` are uint32 numbers."""
-    if not isinstance(key, (jax.Array, np.ndarray)):
-        raise TypeError(
-            f"key must be a PRNG key, as jax.random.key makes them, got {brief(key)}"
-        )
-    if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-        return jnp.asarray(key)
-    try:
-        return jax.random.wrap_key_data(jnp.asarray(key))
-    except TypeError as error:
-        raise TypeError(
-            "key must be a PRNG key, as jax.random.key makes them, got "
-            f"{key.dtype}{list(key.shape)}"
-        ) from error
-
-
-def _check_float(name, value):
+def check_float(name: str, value) -> None:
+    """Require floating point numbers."""
     if not jnp.issubdtype(value.dtype, jnp.floating):
         raise TypeError(
             f"{name} must be floating point (float32, bfloat16, float16), got "

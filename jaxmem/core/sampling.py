@@ -27,11 +27,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
+from jaxmem.core import running_sums
 from jaxmem.core.stats import Coefficients, Outputs
 
 _BITS = 30  # K units fit, and so does any running sum plus a start
 _ROUNDING = 2.0**-12  # how far a row's probabilities may add up to more than 1
-_GROUP = 16  # columns whose units are summed for the search, a power of two
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,29 +149,21 @@ def select(
 ) -> Entries:
     """Entries of rows whose whole vocabulary, or this shard's part of it, is here.
 
-    A binary tree over sums of `_GROUP` columns is searched for every slot's multiple of
-    u; the units of the group that has it are computed once more.
-
     Args:
         sampling: static facts.
         exps: [C, V], proportional to probabilities; 0 at the label.
         scale: [C], what they are to be multiplied by.
         starts: int32 [C].
     """
-    tree = _tree(_group_sums(units(sampling, exps * scale[:, None])))
+
+    def units_of(exps):
+        return units(sampling, exps * _beside(scale, exps))
+
     multiples = jnp.arange(1, sampling.slots + 1, dtype=jnp.int32) * sampling.one
-    rest = multiples - starts[:, None]
-    live = rest <= tree[0]
-    group = jnp.zeros_like(rest)
-    for sums in tree[1:]:
-        left = jnp.take_along_axis(sums, 2 * group, axis=1, mode="promise_in_bounds")
-        right = rest > left
-        rest = rest - jnp.where(right, left, 0)
-        group = jnp.minimum(2 * group + right, sums.shape[1] - 1)
-    columns, exps = _window(exps, group)
-    p = exps * scale[:, None, None]
-    column, p = _reach(units(sampling, p), (columns, p), rest)
-    p = jnp.where(live, p, 0)
+    targets = multiples - starts[:, None]
+    tree = running_sums.tree(units_of(exps))
+    live, column, exps = running_sums.find(tree, units_of, exps, targets)
+    p = jnp.where(live, exps * scale[:, None], 0)
     return Entries(jnp.where(p > 0, column, sampling.columns), p)
 
 
@@ -240,51 +232,5 @@ def _slope(c, ln_p, p, label):
     return slope
 
 
-def _group_sums(masses):
-    """Of `_GROUP` neighbours each, [C, n]; the last group may have fewer."""
-    n_rows, n_columns = masses.shape
-    whole = n_columns // _GROUP * _GROUP
-    groups = masses[:, :whole].reshape(n_rows, -1, _GROUP)
-    sums = jnp.sum(groups, axis=-1, dtype=jnp.int32)
-    if whole == n_columns:
-        return sums
-    rest = jnp.sum(masses[:, whole:], axis=1, keepdims=True, dtype=jnp.int32)
-    return jnp.concatenate([sums, rest], axis=1)
-
-
-def _tree(sums):
-    """Sums of pairs, and pairs of pairs, until one has all, [C, 1]; that one first."""
-    tree = [sums]
-    while tree[0].shape[1] > 1:
-        even = jnp.pad(tree[0], ((0, 0), (0, tree[0].shape[1] % 2)))
-        tree.insert(0, even[:, ::2] + even[:, 1::2])
-    return tree
-
-
-def _window(exps, group):
-    """(columns, exponentials) of a group, [C, K, `_GROUP`].
-
-    Where it would reach past the end it starts earlier, with zeros.
-    """
-    exps = jnp.pad(exps, ((0, 0), (0, max(_GROUP - exps.shape[1], 0))))
-    first = jnp.minimum(group * _GROUP, exps.shape[1] - _GROUP)
-
-    def one(row, first):
-        return lax.dynamic_slice(row, (first,), (_GROUP,))
-
-    exps = jax.vmap(jax.vmap(one, (None, 0)))(exps, first)
-    columns = first[..., None] + jnp.arange(_GROUP, dtype=jnp.int32)
-    return columns, jnp.where(columns >= group[..., None] * _GROUP, exps, 0)
-
-
-def _reach(masses, values, rest):
-    """Values [C, K] of the column, of a window, whose running sum reaches `rest`."""
-    while (n := masses.shape[-1]) > 1:
-        left = jnp.sum(masses[..., : n // 2], axis=-1, dtype=jnp.int32)
-        right = rest > left
-        rest = rest - jnp.where(right, left, 0)
-        masses, *values = (
-            jnp.where(right[..., None], x[..., n // 2 :], x[..., : n // 2])
-            for x in (masses, *values)
-        )
-    return [x[..., 0] for x in values]
+def _beside(rows, x):
+    return rows.reshape(rows.shape + (1,) * (x.ndim - 1))

@@ -12,7 +12,14 @@ from jax import lax
 
 from jaxmem.backends import choose
 from jaxmem.backends.protocol import Backend
-from jaxmem.core import checks, partition, report, sampling, shards as _shards
+from jaxmem.core import (
+    checks,
+    keys as _keys,
+    partition,
+    report,
+    sampling,
+    shards as _shards,
+)
 from jaxmem.core.operands import Head, Logits, Rows
 from jaxmem.core.options import HeadOptions, Layout
 from jaxmem.core.spec import Spec
@@ -40,6 +47,18 @@ def head_call(
     shapes = {"hidden": (*shape, source.hidden.shape[-1]), "W": source.W.shape}
     options = dataclasses.replace(options, layout=layout)
     return _call((verb, shapes), outputs, source, shape, labels, options)
+
+
+def columns_call(
+    hidden, W, options: HeadOptions
+) -> tuple[Spec, Head, Rows, tuple[int, ...]]:
+    """A call without labels that only "xla" runs: (spec, source, rows, tokens' shape).
+
+    The source is still to be typed.
+    """
+    source, layout, shape = read_head(hidden, W, options)
+    spec = _spec_of(source, (), dataclasses.replace(options, layout=layout))
+    return spec, source, read_rows(spec, shape, NO_LABELS, options), shape
 
 
 def logits_call(
@@ -160,7 +179,7 @@ def read_rows(spec: Spec, shape: tuple[int, ...], labels, options: HeadOptions) 
 
 def _draws(options, shape):
     """One random number per token, [N]; None without gradient_samples."""
-    keys = checks.check_key(options.key, options.gradient_samples, shape)
+    keys = _keys.check_key(options.key, options.gradient_samples, shape)
     if keys is None:
         return None
     return sampling.draws(jnp.reshape(sampling.token_keys(keys, shape), (-1,)))

@@ -249,7 +249,7 @@ def jsd(
         reference_hidden, reference_W, reference_temperature, reference_softcap,
         reference_bias, reference_layout,
     )  # fmt: skip
-    return _divergence("jsd", JSD(_check_beta(beta)), hidden, W, reference, options)
+    return _divergence("jsd", JSD(check_beta(beta)), hidden, W, reference, options)
 
 
 class _Reference(NamedTuple):
@@ -356,7 +356,8 @@ def _reference_rows(spec, shape, rows, temperature):
     return rows._replace(temperature=temperature)
 
 
-def _check_beta(beta):
+def check_beta(beta) -> float:
+    """The weight of the reference, strictly between 0 and 1."""
     if not isinstance(beta, (int, float)) or isinstance(beta, bool):
         raise TypeError(f"beta must be a Python number, got {checks.brief(beta)}")
     if not 0 < beta < 1:

@@ -131,6 +131,7 @@ class LoopRule(Rule):
         """See `Rule.backward`."""
         if isinstance(cotangents, SymbolicZero):
             return (jax.tree.map(jnp.zeros_like, residuals[0]),)
+        cotangents = sum_over_shards(self.spec, cotangents)
 
         def loop(source, rows, *other):
             return self._fitted(rows).backward_loop(source, rows, *other)

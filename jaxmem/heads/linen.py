@@ -92,6 +92,9 @@ class LMHead(HeadVerbs, nn.Module):
     loss = HeadVerbs.loss
     token_loss = HeadVerbs.token_loss
     support_logprobs = HeadVerbs.support_logprobs
+    topk = HeadVerbs.topk
+    topk_kl = HeadVerbs.topk_kl
+    sample_ids = HeadVerbs.sample_ids
 
     @nn.compact
     def _weights(self, depth: int) -> Weights:

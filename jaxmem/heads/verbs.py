@@ -21,6 +21,7 @@ from jaxmem.core.stats import TokenStats
 from jaxmem.functional import api
 from jaxmem.functional.selected import support_logprobs
 from jaxmem.functional.single_pass import token_loss
+from jaxmem.heads.columns import ColumnVerbs
 from jaxmem.sharding import parallel
 
 
@@ -81,7 +82,7 @@ class HeadSharding:
         )
 
 
-class HeadVerbs:
+class HeadVerbs(ColumnVerbs):
     """Logits, and the verbs that need none, for a module with head weights.
 
     A subclass finds its arrays in `_weights`; the options are attributes.

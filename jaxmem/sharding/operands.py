@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxmem.core import checks, sampling
+from jaxmem.core import checks, keys as _keys, sampling
 from jaxmem.functional import arguments
 from jaxmem.functional.divergence import check_tokens
 from jaxmem.functional.selected import check_ids, check_support
+from jaxmem.functional.topk_divergence import check_teacher
 
 _HEADS = ("", "reference_")  # prefixes of a head's argument names
 
@@ -143,18 +144,33 @@ def _read_rows(given, shape, of_tokens):
     operands |= _read_temperature("temperature", temperature, shape, of_tokens)
     if isinstance(given.get("normalizer"), jax.Array):
         operands["normalizer"] = Operand(given["normalizer"], ())
+    if "ids" in given and "axis_name" in given:
+        operands |= _read_columns(given, where, shape, of_tokens)
     if "per_token" in given:
         arrays = _per_token(given["per_token"], shape)
         operands["per_token"] = tuple(Operand(x, of_tokens) for x in arrays)
     return operands
 
 
+def _read_columns(given, where, shape, of_tokens):
+    """The ids of `topk_kl` and what the teacher says of them."""
+    ids = check_ids("ids", given["ids"], where, shape, given["vocab_size"])
+    teacher = check_teacher(given["teacher_logprobs"], ids, where, shape)
+    return {
+        "ids": Operand(ids, of_tokens, -1),
+        "teacher_logprobs": Operand(teacher, of_tokens),
+    }
+
+
 def _read_key(given, shape, of_tokens, vocab_size):
     """Data of one key for each token, so that devices draw what one device would."""
-    samples = given.get("gradient_samples")
-    samples = checks.check_gradient_samples(samples, vocab_size)
-    given["key"] = checks.check_key(given.get("key"), samples, shape)
-    if samples is None:
+    if "gradient_samples" in given:
+        samples = given["gradient_samples"]
+        samples = checks.check_gradient_samples(samples, vocab_size)
+        given["key"] = _keys.check_key(given["key"], samples, shape)
+    elif "key" in given:
+        given["key"] = _keys.check_keys(given["key"], shape)
+    if given.get("key") is None:
         return {}
     keys = sampling.token_keys(given["key"], shape)
     return {"key": Operand(jax.random.key_data(keys), of_tokens)}

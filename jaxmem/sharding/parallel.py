@@ -47,10 +47,11 @@ def parallel(
     devices is replicated in the result, because a type cannot express uneven shards.
 
     Args:
-        verb: `jaxmem.logprobs`, `token_stats`, `entropy`, `token_loss`,
-            `logprobs_from_logits` or `token_stats_from_logits`, or a functools.partial
-            of one, with arguments by name. Or a verb that needs the whole W:
-            `selected_logprobs`, `support_logprobs`, `kl`, `forward_kl` or `jsd`.
+        verb: `jaxmem.logprobs`, `token_stats`, `entropy`, `token_loss`, `topk`,
+            `topk_kl`, `sample_ids`, `logprobs_from_logits` or
+            `token_stats_from_logits`, or a functools.partial of one, with arguments by
+            name. Or a verb that needs the whole W: `selected_logprobs`,
+            `support_logprobs`, `kl`, `forward_kl` or `jsd`.
         mesh: devices, with named axes.
         vocab: mesh axes that shard the vocabulary; None: each device has all of it. For
             a verb that needs the whole W, W is all-gathered along them, and they shard

@@ -63,7 +63,25 @@ def support(h, W, y, a):
     return (jaxmem.support_logprobs(h, W, y, ids) * a).sum()
 
 
-VERBS = [logprobs, token_stats, frozen, token_loss, from_logits, kl, selected, support]
+def topk(h, W, y, a):
+    return (jaxmem.topk(h, W, 3, chunk=None).logprobs.sum(-1) * a).sum()
+
+
+def topk_kl(h, W, y, a):
+    ids = jnp.stack([y, (y + 7) % V], -1)
+    said = jnp.stack([a, -a], -1) - 3
+    return (jaxmem.topk_kl(h, W, ids, said, chunk=None) * a).sum()
+
+
+def sample_ids(h, W, y, a):
+    ids = jaxmem.sample_ids(h, W, 3, jax.random.key(0), chunk=None)
+    return (h.sum(-1) * a * ids.sum(-1)).sum() + 0 * W.sum()
+
+
+VERBS = [
+    logprobs, token_stats, frozen, token_loss, from_logits, kl, selected, support, topk,
+    topk_kl, sample_ids,
+]  # fmt: skip
 
 
 def with_gradients(verb):

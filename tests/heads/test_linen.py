@@ -117,6 +117,9 @@ def negative_logprob(stats):
         ("loss", (HIDDEN, LABELS)),
         ("token_loss", (negative_logprob, HIDDEN, LABELS)),
         ("support_logprobs", (HIDDEN, LABELS, LABELS[..., None])),
+        ("topk", (HIDDEN, 2)),
+        ("topk_kl", (HIDDEN, LABELS[..., None], -1.0 * LABELS[..., None])),
+        ("sample_ids", (HIDDEN, 2, KEY)),
     ],
 )
 def test_flax_sees_every_method(name, arguments):

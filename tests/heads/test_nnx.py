@@ -258,6 +258,27 @@ def test_support_logprobs_are_a_softmax_over_the_support():
     np.testing.assert_allclose(got, want, atol=1e-5)
 
 
+def test_columns_as_the_functions_have_them():
+    """The best two, the divergence from a teacher's, and draws."""
+    head, hidden = make_head(softcap=5.0), hidden_states()
+    logits = f64(head(hidden)) / 0.7
+    top = head.topk(hidden, 2, KEEP, 0.7)
+    best = np.argsort(-logits, axis=-1, kind="stable")[..., :2]
+    np.testing.assert_array_equal(top.ids, np.where(KEEP[..., None], best, -1))
+    ln_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    want = np.where(KEEP[..., None], np.take_along_axis(ln_p, best, -1), 0)
+    np.testing.assert_allclose(top.logprobs, want, atol=1e-5)
+
+    said = np.log(np.full((*BATCH, 1), 0.25, np.float32))
+    got = head.topk_kl(hidden, best[..., :1], said, KEEP, 0.7, direction="reverse")
+    p = np.exp(np.take_along_axis(ln_p, best, -1)[..., 0])
+    want = p * np.log(p / 0.25) + (1 - p) * np.log((1 - p) / 0.75)
+    np.testing.assert_allclose(got, np.where(KEEP, want, 0), atol=1e-5)
+
+    ids = head.sample_ids(hidden, 50, jax.random.key(0), KEEP, 0.01)
+    assert (ids[KEEP] == best[KEEP][:, :1]).mean() > 0.5 and (ids[~KEEP] == -1).all()
+
+
 def test_gradient_has_the_parameter_type_and_f32_sums():
     head = make_head(dtype=jnp.bfloat16, param_dtype=jnp.float32)
     hidden = hidden_states()

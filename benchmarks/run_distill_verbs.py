@@ -1,0 +1,235 @@
+"""The verbs of distillation beside materialised jax, in bare GEMMs of the same run.
+
+    python -m benchmarks.run_distill_verbs --out distill_verbs_h200.csv
+    python -m benchmarks.run_distill_verbs --shape 64,16,320 --dtype float32 --chunk 32
+
+One row a path: milliseconds, the ratio to its unit, MiB of temporaries by the compiler.
+The unit of a forward pass is `token_stats`' forward pass; that of a forward and
+backward pass with `topk_kl` is the bare GEMM `hidden @ W.T`; and that of two heads the
+sum of the four products that no implementation avoids: the logits of student and
+teacher, and both gradients of the student. Materialised paths make [N, V] logits in
+float32. A path that fails is recorded so, and the others go on.
+"""
+
+import argparse
+import functools
+import inspect
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+import jaxmem
+from benchmarks import on_jax, results, workers
+from jaxmem import timing
+from jaxmem.bench import stopwatch
+
+SHAPE = (8192, 4096, 151936)
+K, DRAWS = 64, 16
+KEYS = ("n", "d", "teacher_d", "v", "dtype", "path", "chunk", "device")
+
+
+class Path(NamedTuple):
+    """A call of operands by name, what it is a multiple of, and what it reads."""
+
+    call: Callable[..., Any]
+    unit: str
+    teacher_d: int | None = None
+
+
+def with_gradients(loss):
+    """Value and gradients of hidden and W."""
+
+    def run(h, W, *others):
+        return jax.value_and_grad(lambda h, W: loss(h, W, *others), (0, 1))(h, W)
+
+    return run
+
+
+def logits(h, W):
+    return jnp.matmul(h, W.T, preferred_element_type=jnp.float32)
+
+
+def materialised_topk(h, W, ids, said):
+    return jax.lax.top_k(jax.nn.log_softmax(logits(h, W)), ids.shape[1])
+
+
+def materialised_topk_kl(h, W, ids, said):
+    """Forward KL with a rest by 1 - Σ p, as trainers write it."""
+    ln_p = jnp.take_along_axis(jax.nn.log_softmax(logits(h, W)), ids, axis=1)
+    p, q = jnp.exp(ln_p), jnp.exp(said)
+    rest_p, rest_q = (jnp.maximum(1 - x.sum(1), 1e-7) for x in (p, q))
+    whole = (q * (said - ln_p)).sum(1) + rest_q * jnp.log(rest_q / rest_p)
+    return whole.mean()
+
+
+def materialised_draws(h, W, ids, said):
+    """One after another: at once, the noise alone would be 16 times the logits."""
+    z, keys = logits(h, W), jax.random.split(jax.random.key(0), DRAWS)
+    return jax.lax.map(lambda key: jax.random.categorical(key, z), keys)
+
+
+def materialised_of_two(verb):
+    def loss(h, W, teacher, teacher_W):
+        ln_p = jax.nn.log_softmax(logits(h, W))
+        ln_q = jax.nn.log_softmax(logits(teacher, teacher_W))
+        p, q = jnp.exp(ln_p), jnp.exp(ln_q)
+        if verb == "kl":
+            return (p * (ln_p - ln_q)).sum(1).mean()
+        if verb == "forward_kl":
+            return (q * (ln_q - ln_p)).sum(1).mean()
+        ln_m = jnp.log((p + q) / 2)
+        return ((p * (ln_p - ln_m)).sum(1) + (q * (ln_q - ln_m)).sum(1)).mean() / 2
+
+    return loss
+
+
+def four_products(h, W, teacher, teacher_W):
+    """What any divergence of two heads computes, with logits in hidden's type."""
+    z, y = h @ W.T, teacher @ teacher_W.T
+    return z @ W, y.T @ h
+
+
+def paths_of(chunk, depths) -> dict[str, Path]:
+    """Every path by name."""
+
+    def topk_kl(h, W, ids, said):
+        return jaxmem.topk_kl(h, W, ids, said, chunk).mean()
+
+    def of_two(verb):
+        return lambda *heads: getattr(jaxmem, verb)(*heads, chunk).mean()
+
+    def topk(h, W, ids, said):
+        return jaxmem.topk(h, W, ids.shape[1], chunk)
+
+    made = {
+        "topk": Path(topk, "stats"),
+        "topk materialised": Path(materialised_topk, "stats"),
+        "sample_ids": Path(
+            lambda h, W, *_: jaxmem.sample_ids(h, W, DRAWS, jax.random.key(0), chunk),
+            "stats",
+        ),
+        "sample_ids materialised": Path(materialised_draws, "stats"),
+        "topk_kl with gradients": Path(with_gradients(topk_kl), "gemm"),
+        "topk_kl with gradients materialised": Path(
+            with_gradients(materialised_topk_kl), "gemm"
+        ),
+    }
+    for depth in depths:
+        for verb in ("kl", "forward_kl", "jsd"):
+            name, unit = f"{verb} with gradients, teacher D={depth}", f"four {depth}"
+            made[name] = Path(with_gradients(of_two(verb)), unit, depth)
+            other = with_gradients(materialised_of_two(verb))
+            made[f"{name} materialised"] = Path(other, unit, depth)
+    return made
+
+
+def units_of(depths) -> dict[str, Path]:
+    """What the paths are multiples of."""
+
+    def stats(h, W, ids, said):
+        return jaxmem.token_stats(h, W, ids[:, 0])
+
+    made = {"gemm": Path(lambda h, W, *_: h @ W.T, ""), "stats": Path(stats, "")}
+    return made | {f"four {d}": Path(four_products, "", d) for d in depths}
+
+
+def operands_of(shape, dtype, teacher_d):
+    """hidden, W, and a teacher: K columns, or a head."""
+    n, _, v = shape
+    h, W, _ = on_jax.problem(shape, dtype)
+    if teacher_d:
+        teacher, teacher_W, _ = on_jax.problem((n, teacher_d, v), dtype)
+        return h, W, -teacher, teacher_W
+    width = min(K, v)
+    ids = (jnp.arange(n)[:, None] * 7 + jnp.arange(width) * (v // width)) % v
+    said = jax.nn.log_softmax(jax.random.normal(jax.random.key(5), (n, width)))
+    return h, W, ids.astype(jnp.int32), said - 0.1
+
+
+def compiled(path, operands) -> tuple[Any, dict[str, Any]]:
+    """(the program or None, columns: MiB, seconds, or what went wrong)."""
+    start = time.perf_counter()
+    try:
+        made = jax.jit(path.call).lower(*operands).compile()
+        temp = on_jax.memory_bytes(made)[2]
+        taken = round(time.perf_counter() - start, 1)
+        return made, {"temp_mib": round(temp / 2**20, 1), "compile_s": taken}
+    except Exception as error:  # a path's own: said, and the others go on
+        if on_jax.is_out_of_memory(error):
+            return None, {"note": timing.OUT_OF_MEMORY}
+        return None, {"note": f"failed: {workers.said(error)}"}
+
+
+def measure(shape, dtype, chunk, teacher_d, repetitions, wanted=None):
+    """One row a path that reads this teacher, each beside its unit."""
+    depths = (teacher_d,) if teacher_d else ()
+    operands = operands_of(shape, dtype, teacher_d)
+    every = {
+        name: path
+        for name, path in paths_of(chunk, depths).items()
+        if path.teacher_d == teacher_d and (not wanted or name.split()[0] in wanted)
+    }
+    units = units_of(depths)
+    needed = {"gemm", *(path.unit for path in every.values())}
+    ready = {k: compiled(p, operands) for k, p in every.items()}
+    unit_runs = {k: jax.jit(units[k].call).lower(*operands).compile() for k in needed}
+    programs = unit_runs | {k: run for k, (run, _) in ready.items() if run is not None}
+    runs = {k: functools.partial(run, *operands) for k, run in programs.items()}
+    gemm = runs.pop("gemm")
+    gemm_ms, taken = timing.take_turns(stopwatch(), gemm, runs, repetitions)
+    for name, path in every.items():
+        of_unit = 1.0 if path.unit == "gemm" else taken[path.unit].over_unit
+        yield {
+            "n": shape[0], "d": shape[1], "teacher_d": teacher_d or "", "v": shape[2],
+            "dtype": jnp.dtype(dtype).name, "path": name, "chunk": chunk,
+            "gemm_ms": round(gemm_ms, 3), "unit": path.unit.split()[0],
+            **_columns(taken.get(name), of_unit), **ready[name][1],
+            "repetitions": repetitions, **results.provenance(),
+        }  # fmt: skip
+
+
+def _columns(found, of_unit):
+    if found is None:
+        return {"ms": timing.OUT_OF_MEMORY}
+    return {
+        "ms": round(found.ms, 3),
+        "over_gemm": round(found.over_unit, 3),
+        "over_unit": round(found.over_unit / of_unit, 3),
+        "spread": round(found.spread, 3),
+    }
+
+
+def parser():
+    made = argparse.ArgumentParser(description=inspect.cleandoc(__doc__ or ""))
+    workers.add_shapes(made)
+    made.add_argument("--teacher-depth", type=int, action="append", help="D and 2 D")
+    made.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
+    made.add_argument("--chunk", type=int, action="append", help="of the verbs; 1024")
+    made.add_argument("--verb", action="append", help="of the paths; all")
+    made.add_argument("--repetitions", type=int, default=3)
+    made.add_argument(
+        "--out", default="distill_verbs.csv", help="in benchmarks/results"
+    )
+    return made
+
+
+def main(arguments=None):
+    args = parser().parse_args(arguments)
+    shapes = workers.shapes_of(args) if args.shape else [SHAPE]
+    for shape in shapes:
+        for chunk in args.chunk or [1024]:
+            for depth in (None, *(args.teacher_depth or (shape[1], 2 * shape[1]))):
+                rows = measure(
+                    shape, getattr(jnp, args.dtype), chunk, depth, args.repetitions,
+                    args.verb,
+                )  # fmt: skip
+                for row in rows:
+                    results.merge(args.out, [row], KEYS)
+                    print(row, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""Log-probabilities of distinct columns and of all others together, and derivatives.
+
+With S the columns of a token, m the maximum of z and R = ln Σ_(v not in S) e^(z_v),
+
+    ln p_k = z_k - ln(Σ_(u in S) e^(z_u) + e^R),   ln p_rest = R - ln(…)
+
+so that a rest of any size keeps its digits: 1 - Σ_(u in S) p_u would have none left
+where it is small. For cotangents g of ln p, G = Σ g with the rest's, the derivative is
+
+    dz_k = g_k - p_k G in S,    dz_v = (g_rest - p_rest G) e^(z_v - R) elsewhere.
+
+Where the vocabulary is sharded, each device has the logits of its part, and the
+columns of S that are in it.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxmem.backends import xla
+from jaxmem.core import shards as _shards, stats as _stats
+from jaxmem.core.operands import (
+    Head,
+    Rows,
+    cast,
+    first_column,
+    for_active_chunks,
+    put_all,
+    sum_over_shards,
+    take,
+    trained,
+)
+from jaxmem.core.spec import Spec
+from jaxmem.functional.rule import LoopRule
+
+
+@dataclasses.dataclass(frozen=True)
+class ColumnsRule(LoopRule):
+    """The rule of ln p of K distinct columns a token and of the rest, [N, K + 1].
+
+    Given are their ids [N, K]. A negative id is absent, with ln p of -inf; an id that
+    does not exist makes its token NaN.
+    """
+
+    def forward_loop(self, source, rows, given):
+        """See `LoopRule.forward_loop`."""
+        (rows,), spec = rows, self.spec
+        head: Any = cast(spec, source)
+
+        def chunk(row_ids, results):
+            z = logits(spec, head, rows, row_ids)
+            log_p, rest = _split(spec, z, take(given, row_ids, fill_value=-1))
+            return put_all(results, row_ids, (log_p, {"normaliser": rest}))
+
+        n_rows, n_ids = given.shape
+        zero = jnp.zeros(n_rows, spec.stats_dtype)
+        log_p = jnp.zeros((n_rows, n_ids + 1), spec.stats_dtype)
+        results = log_p, {"normaliser": _stats.Normaliser(zero, zero)}
+        results = _shards.vary(results, spec.varying)
+        return for_active_chunks(spec.chunk, rows.active, chunk, results)
+
+    def backward_loop(self, source, rows, given, result, saved, g):
+        """See `LoopRule.backward_loop`."""
+
+        def derivative(row_ids):
+            log_p, g_row = take(result, row_ids), take(g, row_ids)
+            ids = take(given, row_ids, fill_value=-1)
+            g_row = g_row.at[:, :-1].set(jnp.where(ids < 0, 0, g_row[:, :-1]))
+            dz = by_log_p(log_p, g_row)
+            # Rows past the last active one, or whose NaN or infinity is not used.
+            dz = jnp.where(jnp.any(g_row != 0, axis=1, keepdims=True), dz, 0)
+            rest = jax.tree.map(lambda x: take(x, row_ids), saved["normaliser"])
+            # Without a rest, e^(z - R) is 0 like what it is multiplied by.
+            log_sum = jnp.where(rest.log_sum == -jnp.inf, jnp.inf, rest.log_sum)
+            rest = rest._replace(log_sum=log_sum)
+            return Derivative(ids, dz[:, :-1], dz[:, -1], rest)
+
+        return pull(self.spec, source, rows[0], derivative)
+
+
+class Derivative(NamedTuple):
+    """dz of rows of logits: a multiple of a softmax, except in some columns."""
+
+    ids: jax.Array  # int32 [C, K], distinct or negative
+    at_ids: jax.Array  # [C, K]
+    factor: jax.Array  # [C]
+    normaliser: _stats.Normaliser  # [C], of the softmax
+
+
+def pull(
+    spec: Spec,
+    source: Head,
+    rows: Rows,
+    derivative: Callable[[jax.Array], Derivative],
+) -> Head:
+    """Cotangent of the source, from the derivative of the rows' recomputed logits.
+
+    Args:
+        spec: static facts.
+        source: the head.
+        rows: of the tokens.
+        derivative: of some rows, given their indices.
+
+    Returns:
+        The cotangent, in the source's dtypes.
+    """
+    head: Any = cast(spec, source)
+
+    def chunk(row_ids, sums):
+        z, d = logits(spec, head, rows, row_ids), derivative(row_ids)
+        softmax = jnp.exp(_stats.log_softmax(z, d.normaliser))
+        dz = jnp.where(d.factor[:, None] == 0, 0, d.factor[:, None] * softmax)
+        dz = dz.at[places(spec, d.ids)].set(d.at_ids, mode="drop")
+        dz = xla.unscale(spec, rows, row_ids, z, dz)
+        return xla.accumulate(spec, head, row_ids, dz, sums)
+
+    sums = xla.zero_sums(spec, head)
+    sums = for_active_chunks(spec.chunk, rows.active, chunk, sums)
+    sums, like = sum_over_shards(spec, sums), trained(spec, source)
+    return jax.tree.map(lambda total, x: total.astype(x.dtype), sums, like)
+
+
+def by_log_p(log_p: jax.Array, g: jax.Array) -> jax.Array:
+    """Derivative by logits, Σ_l g_l ([l = k] - p_k), for cotangents g of ln p [C, K].
+
+    1 - p is computed from ln p, because g - g p would cancel near p = 1.
+    """
+    total = jnp.sum(g, axis=-1, keepdims=True)
+    return g * -jnp.expm1(log_p) - (total - g) * jnp.exp(log_p)
+
+
+def logits(spec: Spec, head: Head, rows: Rows, row_ids) -> jax.Array:
+    """Logits, materialised, so that they are scaled once though read several times."""
+    return lax.optimization_barrier(xla.logits(spec, head, rows, row_ids))
+
+
+def normaliser(spec: Spec, z: jax.Array) -> _stats.Normaliser:
+    """The normaliser of rows, over the shards of the vocabulary if there are any."""
+    part = _stats.normaliser(z)
+    if not spec.shards:
+        return part
+    row_max = lax.pmax(part.max, spec.shards.axes)
+    largest = part.max == row_max
+    # One of the largest terms is added inside log1p, as in `_stats.normaliser`.
+    below = (part.max - jnp.where(largest, part.max, row_max)) + part.log_sum
+    others = jnp.where(largest, jnp.expm1(part.log_sum), jnp.exp(below))
+    terms = others, largest.astype(z.dtype)
+    others, n_largest = lax.psum(terms, spec.shards.axes)
+    return _stats.Normaliser(row_max, jnp.log1p(others + (n_largest - 1)))
+
+
+def places(spec: Spec, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Rows and columns of ids in this shard's logits; out of bounds where not in it."""
+    row = jnp.arange(ids.shape[0], dtype=jnp.int32)[:, None]
+    columns = ids - first_column(spec)
+    there = (ids >= 0) & (ids < spec.vocab_size) & (columns >= 0)
+    return row, jnp.where(there, columns, spec.columns)
+
+
+def _split(spec, z, ids):
+    """Return ln p of ids and the rest, [C, K + 1], and the normaliser of the rest."""
+    at = places(spec, ids)
+    # Read these first, so that XLA can overwrite z by the others.
+    at_ids = z.at[at].get(mode="fill", fill_value=-jnp.inf)
+    z, at_ids = lax.optimization_barrier((z, at_ids))
+    if spec.shards:
+        at_ids = lax.pmax(at_ids, spec.shards.axes)
+    at_ids = jnp.where(ids < spec.vocab_size, at_ids, jnp.nan)
+    rest = normaliser(spec, z.at[at].set(-jnp.inf, mode="drop"))
+    row_max = jnp.maximum(rest.max, jnp.max(at_ids, axis=1))[:, None]
+    row_max = jnp.where(row_max == -jnp.inf, 0, row_max)
+    # The rest's two terms are not added up before their maximum is subtracted.
+    log_rest = (rest.max[:, None] - row_max) + rest.log_sum[:, None]
+    shifted = jnp.concatenate([at_ids - row_max, log_rest], axis=1)
+    return _stats.log_softmax(shifted, _stats.normaliser(shifted)), rest

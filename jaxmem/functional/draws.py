@@ -1,0 +1,192 @@
+"""Ids drawn from each token's softmax, by inverting its distribution function.
+
+A column's probability is rounded to a multiple of 2^-30 and its running sum C_v is that
+of integers, which is exact: with r uniform over {0, ..., C_V - 1}, the id drawn is the
+first v with C_v > r. Where the vocabulary is sharded, the integers are the same, and
+the running sum goes on from shard to shard.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import ArrayLike
+
+from jaxmem.core import (
+    checks,
+    keys as _keys,
+    running_sums,
+    sampling,
+    shards as _shards,
+)
+from jaxmem.core.explicit_axes import sharded_like, with_automatic_axes
+from jaxmem.core.operands import cast, first_column, for_active_chunks, put, take
+from jaxmem.core.options import AxisName, Chunk, HeadOptions, Implementation, Layout
+from jaxmem.functional import arguments, columns, rule
+from jaxmem.functional.rule import LoopRule
+
+_BITS = 30  # of the unit that probabilities are rounded to: their sum fits int32
+
+
+@with_automatic_axes(sharded_like(hidden=1))
+def sample_ids(
+    hidden: ArrayLike,
+    W: ArrayLike,
+    n: int,
+    key: jax.Array,
+    chunk: Chunk = 1024,
+    *,
+    where: ArrayLike | None = None,
+    temperature: ArrayLike = 1.0,
+    softcap: float | None = None,
+    bias: ArrayLike | None = None,
+    vocab_size: int | None = None,
+    layout: Layout | None = None,
+    axis_name: AxisName | None = None,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """Ids drawn from each token's softmax, n independent ones, without the logits.
+
+        P(out_i = v) = e^(z_v) / Σ_u e^(z_u),   z as in `logprobs`
+
+    Distillation from ids drawn from the teacher is unbiased, which its top k are not:
+
+        ids = sample_ids(teacher_hidden, teacher_W, n, key)     # once, and stored
+        loss = -selected_logprobs(hidden, W, ids).mean(-1)
+
+    has the expected value and the expected gradient of the cross-entropy with the whole
+    teacher, which is `forward_kl` up to the teacher's entropy. An id that was drawn
+    twice counts twice. Compute the ids at temperature τ of the teacher for a student at
+    temperature τ.
+
+    Args:
+        hidden: final hidden states [..., D].
+        W: vocabulary matrix, [V, D] or [D, V].
+        n: draws per token, a Python integer.
+        key: PRNG key, or one per token, [...]. A token's ids depend on the key, its
+            position and its logits only, not on the chunk. Use another key each step.
+            Inside `jax.shard_map`, devices with different tokens need different keys;
+            `jaxmem.sharding.parallel` derives them.
+        chunk: as in `logprobs`.
+        where: booleans that broadcast to hidden.shape[:-1]; False masks a token, which
+            then costs nothing.
+        temperature: as in `logprobs`.
+        softcap: as in `logprobs`.
+        bias: as in `logprobs`.
+        vocab_size: as in `logprobs`.
+        layout: as in `logprobs`.
+        axis_name: as in `logprobs`; the ids are those of the whole vocabulary, and the
+            draws those of one device, up to the rounding of the logits' sum.
+        implementation: "xla", or None, which means the same.
+
+    Returns:
+        int32 [..., n]: -1, which `selected_logprobs` reads as absent, for a masked
+        token or where logits are NaN. Probabilities are rounded to multiples of 2^-30:
+        an id whose own is below 2^-31 is never drawn. On a CPU the ids are
+        batch-invariant, if the chunk is a multiple of 16.
+
+    **Memory** beyond inputs and outputs, with C = min(chunk, tokens rounded up to 16):
+    4·C·V·(1 + 2/16) + 512·C·n, and 4·n per token for random numbers. XLA for CPUs may
+    widen 16-bit weights to float32, 4·V·D.
+
+    **Communication** with axis_name, per token: all-reduces of 4 bytes (max), of 8
+    (sum), of 4 per shard and of 4·n.
+
+    Raises:
+        TypeError: an argument has the wrong type; the message names it.
+        ValueError: shapes disagree, the layout is ambiguous, or n is not a positive
+            integer.
+        NotImplementedError: the implementation does not have this verb.
+
+    >>> import jax, jax.numpy as jnp, jaxmem
+    >>> h, W = jnp.ones((2, 1)), jnp.log(jnp.array([[0.5], [0.5], [0.0]]))
+    >>> ids = jaxmem.sample_ids(h, W, 1000, jax.random.key(0))
+    >>> print((ids == 0).mean(-1).round(1), ids.max())
+    [0.5 0.5] 1
+
+    Reference: Anshumann et al., "Sparse Logit Sampling: Accelerating Knowledge
+    Distillation in LLMs", 2025, arXiv:2503.16870.
+    """
+    verb = "sample_ids"
+    options = HeadOptions(
+        chunk=chunk, where=where, temperature=temperature, softcap=softcap, bias=bias,
+        vocab_size=vocab_size, layout=layout, axis_name=axis_name,
+        implementation=implementation,
+    )  # fmt: skip
+    rule.check_only_xla(verb, implementation)
+    n = checks.check_count("n", n)
+    spec, source, rows, shape = arguments.columns_call(hidden, W, options)
+    keys = _keys.check_keys(key, shape)
+    shapes = {"hidden": (*shape, source.hidden.shape[-1]), "W": source.W.shape}
+    live_bytes = 4 * spec.chunk * spec.columns
+    rule.record(verb, shapes, implementation, spec.chunk, live_bytes)
+    if 0 in shape:
+        return jnp.zeros((*shape, n), jnp.int32)
+    keys = jnp.reshape(sampling.token_keys(keys, shape), (math.prod(shape),))
+    bits = jax.vmap(lambda key: jax.random.bits(key, (n,), jnp.uint32))(keys)
+    source = lax.stop_gradient(source)
+    spec, source = arguments.typed(spec, source, (rows, bits))
+    ids = rule.run(_Draws(spec), (source,), ((rows,), bits))
+    return jnp.reshape(ids, (*shape, n))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Draws(LoopRule):
+    """The rule of `sample_ids`; given are uniform uint32 [N, n]."""
+
+    def forward_loop(self, source, rows, given):
+        (rows,), spec = rows, self.spec
+        head: Any = cast(spec, source)
+
+        def chunk(row_ids, ids):
+            z = columns.logits(spec, head, rows, row_ids)
+            drawn = _draw(spec, z, take(given, row_ids))
+            return put(ids, row_ids, drawn)
+
+        ids = jnp.full(given.shape, -1, jnp.int32)
+        ids = _shards.vary(ids, spec.varying)
+        return for_active_chunks(spec.chunk, rows.active, chunk, ids), {}
+
+
+def _draw(spec, z, bits):
+    """Ids [C, n] of rows of logits, from uniform bits [C, n]."""
+    normaliser = columns.normaliser(spec, z)
+
+    def units_of(z):
+        row_max, log_sum = (x.reshape(-1, *(1,) * (z.ndim - 1)) for x in normaliser)
+        row_max = jnp.where(row_max == -jnp.inf, 0, row_max)
+        p = jnp.exp((z - row_max) - log_sum)
+        return jnp.where(p > 0, jnp.round(p * 2**_BITS), 0).astype(jnp.int32)
+
+    tree = running_sums.tree(units_of(z))
+    total, before = tree[0], 0
+    if spec.shards:
+        total, before = _of_shards(spec.shards, tree[0])
+    targets = _scaled(bits, total) + 1 - before
+    exists, column, _ = running_sums.find(tree, units_of, z, targets)
+    if not spec.shards:
+        return jnp.where(exists, column, -1)
+    here = exists & (targets > 0)
+    found = jnp.where(here, column + first_column(spec) + 1, 0)
+    return lax.psum(found, spec.shards.axes) - 1
+
+
+def _of_shards(shards, total):
+    """The total of all shards, and that of the shards before this one, [C, 1]."""
+    every = jnp.arange(shards.count, dtype=jnp.int32)
+    shard = lax.axis_index(shards.axes)
+    totals = lax.psum(jnp.where(every == shard, total, 0), shards.axes)
+    before = jnp.sum(jnp.where(every < shard, totals, 0), axis=1, keepdims=True)
+    return jnp.sum(totals, axis=1, keepdims=True), before
+
+
+def _scaled(bits, total):
+    """⌊bits · total / 2^32⌋ of uint32 and int32, as int32, by products of 16 bits."""
+    total = total.astype(jnp.uint32)
+    high, low, t_high, t_low = bits >> 16, bits & 0xFFFF, total >> 16, total & 0xFFFF
+    middle = high * t_low + ((low * t_low) >> 16)
+    carry = ((middle & 0xFFFF) + low * t_high) >> 16
+    return (high * t_high + (middle >> 16) + carry).astype(jnp.int32)

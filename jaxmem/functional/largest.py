@@ -1,0 +1,190 @@
+"""The k most likely columns of each token, and their log-probabilities."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import ArrayLike
+
+from jaxmem.core import checks, selection, shards as _shards, stats as _stats
+from jaxmem.core.explicit_axes import sharded_like, with_automatic_axes
+from jaxmem.core.operands import (
+    cast,
+    first_column,
+    for_active_chunks,
+    put_all,
+    take,
+)
+from jaxmem.core.options import AxisName, Chunk, HeadOptions, Implementation, Layout
+from jaxmem.functional import arguments, columns, rule
+from jaxmem.functional.rule import LoopRule
+
+
+class TopK(NamedTuple):
+    """The most likely ids of each token, the first the most likely.
+
+    Attributes:
+        logprobs: their log-probabilities [..., k] in the whole vocabulary, nats.
+        ids: int32 [..., k]; equal log-probabilities are in the order of their ids.
+    """
+
+    logprobs: jax.Array
+    ids: jax.Array
+
+
+@with_automatic_axes(sharded_like(hidden=1))
+def topk(
+    hidden: ArrayLike,
+    W: ArrayLike,
+    k: int,
+    chunk: Chunk = 1024,
+    *,
+    where: ArrayLike | None = None,
+    temperature: ArrayLike = 1.0,
+    softcap: float | None = None,
+    bias: ArrayLike | None = None,
+    vocab_size: int | None = None,
+    layout: Layout | None = None,
+    axis_name: AxisName | None = None,
+    implementation: Implementation | None = None,
+) -> TopK:
+    """The k most likely ids of each token and their log-probabilities, without logits.
+
+        ids = the k largest of z, in order     logprobs_k = z[ids_k] - ln Σ_v e^(z_v)
+
+    with z as in `logprobs`. A teacher's are what `topk_kl` distils from; those of the
+    student itself are the columns where its reverse KL has most of its mass. One pass
+    over the logits gives both results, exactly.
+
+    Args:
+        hidden: final hidden states [..., D].
+        W: vocabulary matrix, [V, D] or [D, V].
+        k: a Python integer from 1 to V.
+        chunk: as in `logprobs`.
+        where: booleans that broadcast to hidden.shape[:-1]; False masks a token, which
+            then costs nothing.
+        temperature: as in `logprobs`.
+        softcap: as in `logprobs`.
+        bias: as in `logprobs`.
+        vocab_size: as in `logprobs`.
+        layout: as in `logprobs`.
+        axis_name: as in `logprobs`; the ids are those of the whole vocabulary.
+        implementation: "xla", or None, which means the same.
+
+    Returns:
+        `TopK(logprobs, ids)`: float32 [..., k] (float64 for float64 hidden) and int32
+        [..., k]. A masked token has log-probabilities of 0 and ids of -1, which
+        `selected_logprobs` and `topk_kl` read as absent. The log-probabilities are
+        differentiable, with the ids held constant, as those of `selected_logprobs`
+        are, for 6·N·V·D FLOPs.
+
+    **Memory** beyond inputs, outputs and gradients, with b the item size of hidden and
+    C = min(chunk, tokens rounded up to 16): forward 4·C·V·(1 + 1/16) + 256·C·k, and
+    8·C·V on GPUs where k > V/32 and rows are sorted whole; backward (8 + b)·C·V +
+    4·V·D, the latter for the float32 sum of W's gradient, unless W is frozen. XLA for
+    CPUs may widen 16-bit weights to float32, 4·V·D.
+
+    **Communication** with axis_name: that of `logprobs`, and forward an all-reduce of
+    8·k bytes per token and shard, in which each shard fills in its own k candidates.
+
+    Raises:
+        TypeError: an argument has the wrong type; the message names it.
+        ValueError: shapes disagree, the layout is ambiguous, or k is not an integer
+            from 1 to V.
+        NotImplementedError: a gradient of the temperature or a second derivative is
+            requested, or the implementation does not have this verb.
+
+    >>> import jax.numpy as jnp, jaxmem
+    >>> h, W = jnp.ones((1, 1)), jnp.log(jnp.array([[0.2], [0.5], [0.1], [0.2]]))
+    >>> top = jaxmem.topk(h, W, 3)
+    >>> print(top.logprobs.round(2), top.ids)
+    [[-0.69 -1.61 -1.61]] [[1 0 3]]
+
+    Reference: Peng et al., "Pre-training Distillation for Large Language Models", 2024,
+    arXiv:2410.16215, which stores a teacher's logits truncated this way.
+    """
+    verb = "topk"
+    options = HeadOptions(
+        chunk=chunk, where=where, temperature=temperature, softcap=softcap, bias=bias,
+        vocab_size=vocab_size, layout=layout, axis_name=axis_name,
+        implementation=implementation,
+    )  # fmt: skip
+    rule.check_only_xla(verb, implementation)
+    spec, source, rows, shape = arguments.columns_call(hidden, W, options)
+    k = _check_k(k, spec.vocab_size)
+    shapes = {"hidden": (*shape, source.hidden.shape[-1]), "W": source.W.shape}
+    live_bytes = 4 * spec.chunk * spec.columns
+    rule.record(verb, shapes, implementation, spec.chunk, live_bytes)
+    if 0 in shape:
+        log_p = jnp.zeros((*shape, k), spec.stats_dtype)
+        return TopK(log_p, jnp.zeros((*shape, k), jnp.int32))
+    spec, source = arguments.typed(spec, source, rows)
+    results = rule.run(_Largest(spec, k), (source,), ((rows,), None))
+    return jax.tree.map(lambda x: jnp.reshape(x, (*shape, k)), results)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Largest(LoopRule):
+    """The rule of `topk`; nothing is given."""
+
+    k: int
+
+    def forward_loop(self, source, rows, given):
+        (rows,), spec = rows, self.spec
+        head: Any = cast(spec, source)
+
+        def chunk(row_ids, results):
+            z = columns.logits(spec, head, rows, row_ids)
+            entries, ids = self._top_k(z)
+            normaliser = columns.normaliser(spec, z)
+            log_p = _stats.log_softmax(entries, normaliser)
+            values = TopK(log_p, ids), {"normaliser": normaliser}
+            return put_all(results, row_ids, values)
+
+        n_rows = rows.labels.shape[0]
+        zero = jnp.zeros(n_rows, spec.stats_dtype)
+        log_p = jnp.zeros((n_rows, self.k), spec.stats_dtype)
+        ids = jnp.full((n_rows, self.k), -1, jnp.int32)
+        results = TopK(log_p, ids), {"normaliser": _stats.Normaliser(zero, zero)}
+        results = _shards.vary(results, spec.varying)
+        return for_active_chunks(spec.chunk, rows.active, chunk, results)
+
+    def _top_k(self, z):
+        """The k largest logits of rows, and their ids in the whole vocabulary."""
+        shards, k = self.spec.shards, self.k
+        entries, ids = selection.top_k(z, min(k, self.spec.columns))
+        if not shards:
+            return entries, ids
+        # Each shard fills in its own, in the order of the shards and so of the ids. A
+        # sum's type states that it is the same on all shards; a gather's does not.
+        here = jnp.arange(shards.count) == lax.axis_index(shards.axes)
+        own = entries, ids + first_column(self.spec)
+        own = jax.tree.map(lambda x: jnp.where(here[:, None], x[:, None], 0), own)
+        entries, ids = jax.tree.map(
+            lambda x: jnp.reshape(x, (x.shape[0], -1)), lax.psum(own, shards.axes)
+        )
+        entries, at = lax.top_k(entries, k)
+        return entries, jnp.take_along_axis(ids, at, axis=1)
+
+    def backward(self, residuals, cotangents):
+        """See `Rule.backward`; ids have no cotangent."""
+        return super().backward(residuals, cotangents.logprobs)
+
+    def backward_loop(self, source, rows, given, result, saved, g):
+        def derivative(row_ids):
+            log_p, g_row = take(result.logprobs, row_ids), take(g, row_ids)
+            ids = take(result.ids, row_ids, fill_value=-1)
+            normaliser = jax.tree.map(lambda x: take(x, row_ids), saved["normaliser"])
+            at_ids = columns.by_log_p(log_p, g_row)
+            return columns.Derivative(ids, at_ids, -jnp.sum(g_row, 1), normaliser)
+
+        return columns.pull(self.spec, source, rows[0], derivative)
+
+
+def _check_k(k, vocab_size):
+    k = checks.check_count("k", k)
+    if k > vocab_size:
+        raise ValueError(f"k must be at most vocab_size={vocab_size}, got {k}")
+    return k

@@ -1,0 +1,250 @@
+"""Divergences between a teacher's given columns and a student, with the rest's mass."""
+
+import functools
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike
+
+from jaxmem.core import checks, stats as _stats
+from jaxmem.core.explicit_axes import sharded_like, with_automatic_axes
+from jaxmem.core.options import AxisName, Chunk, HeadOptions, Implementation, Layout
+from jaxmem.functional import arguments, rule
+from jaxmem.functional.columns import ColumnsRule
+from jaxmem.functional.divergence import check_beta
+from jaxmem.functional.divergence_terms import JSD, KL, ForwardKL
+from jaxmem.functional.selected import check_ids
+
+Direction = Literal["forward", "reverse", "jsd"]
+_LARGEST_LOGPROB = 0.1  # what 16 bits may make of ln 1
+
+
+@with_automatic_axes(sharded_like(ids=1, hidden=1))
+def topk_kl(
+    hidden: ArrayLike,
+    W: ArrayLike,
+    ids: ArrayLike,
+    teacher_logprobs: ArrayLike,
+    chunk: Chunk = 1024,
+    *,
+    tail: bool = True,
+    direction: Direction = "forward",
+    beta: float = 0.5,
+    where: ArrayLike | None = None,
+    temperature: ArrayLike = 1.0,
+    softcap: float | None = None,
+    bias: ArrayLike | None = None,
+    vocab_size: int | None = None,
+    layout: Layout | None = None,
+    axis_name: AxisName | None = None,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """Divergence of a student from a teacher of whom K columns per token are known.
+
+    With S the ids of a token, p the student and q the teacher,
+
+        tail=True:   p = (p_v for v in S, 1 - Σ_S p_v),  q likewise
+        tail=False:  p = (p_v / Σ_S p_u for v in S),     q likewise
+        "forward":   KL(q ‖ p) = Σ_k q_k (ln q_k - ln p_k)                     (nats)
+        "reverse":   KL(p ‖ q)
+        "jsd":       β KL(q ‖ m) + (1-β) KL(p ‖ m),  m = β q + (1-β) p
+
+    The last entry under tail=True is the rest of the vocabulary as one outcome. The
+    divergence is then a lower bound of that over the whole vocabulary, equal to it if
+    S is the whole vocabulary, and tells the student how much mass to leave to the rest.
+    Without it, both are restricted to S and normalised there, and the student's mass
+    outside of S has no influence. Both are sums of terms that are never negative, and
+    nothing is clamped; the truncated Σ_S q_k (ln q_k - ln p_k) may be negative, and can
+    be had from `selected_logprobs`. The FLOPs are those of `logprobs` for any K.
+
+    Args:
+        hidden: the student's final hidden states [..., D].
+        W: the student's vocabulary matrix, [V, D] or [D, V].
+        ids: token ids [..., K], any integer dtype, in any order. A negative id is
+            absent. An id that repeats counts once, with the first of its
+            log-probabilities. A token without ids has a divergence of 0 and costs
+            nothing.
+        teacher_logprobs: the teacher's log-probabilities of the ids [..., K], in the
+            whole vocabulary and at the temperature that the student is compared at.
+            Where the id is absent they are not read. They are constant: their gradient
+            is zero.
+        chunk: as in `logprobs`.
+        tail: whether the rest of the vocabulary counts as one more outcome.
+        direction: "forward", "reverse" or "jsd".
+        beta: weight of the teacher in the mixture of "jsd", a Python number between 0
+            and 1.
+        where: booleans that broadcast to hidden.shape[:-1]; False masks a token, which
+            then costs nothing.
+        temperature: as in `logprobs`, of the student.
+        softcap: as in `logprobs`.
+        bias: as in `logprobs`.
+        vocab_size: as in `logprobs`.
+        layout: as in `logprobs`.
+        axis_name: as in `logprobs`; the ids are those of the whole vocabulary.
+        implementation: "xla", or None, which means the same.
+
+    Returns:
+        float32 [...] (float64 for float64 hidden), not negative; 0 for a masked token,
+        with a gradient of exactly 0, even where its hidden state is NaN. The student's
+        rest is summed up in its own right, so that it keeps its digits however small
+        it is. The teacher's is 1 - Σ_S q, with r = max_S q subtracted first; what
+        rounding leaves unknown of it, ε·max(1 - r, ε) with ε that of float32, is its
+        least value, and probabilities that add up to more than 1 are normalised. Where
+        the student has no rest at all, as where S is the whole vocabulary, the teacher
+        has none. The divergence is inf where one of the two gives mass to an outcome
+        that the other excludes, in the directions where it is inf by definition; NaN
+        for an id ≥ V that is known at run time only, and, without tail, where the
+        student or the teacher excludes all of the ids.
+
+    **Memory** beyond inputs, outputs and gradients, with b the item size of hidden and
+    C = min(chunk, tokens rounded up to 16): forward 8·C·V, residuals of 8·K per token,
+    backward (8 + b)·C·V + 4·V·D, the latter for the float32 sum of W's gradient, unless
+    W is frozen. XLA for CPUs may widen 16-bit weights to float32, 4·V·D.
+
+    **Communication** with axis_name: that of `logprobs`, and forward an all-reduce of
+    4·K bytes per token (max).
+
+    Raises:
+        TypeError: an argument has the wrong type; the message names it.
+        ValueError: shapes disagree, the layout is ambiguous, an id is ≥ V, a
+            log-probability is positive, or the direction is unknown.
+        NotImplementedError: a gradient of the temperature or a second derivative is
+            requested, or the implementation does not have this verb.
+
+    >>> import jax.numpy as jnp, jaxmem
+    >>> h, W = jnp.ones((1, 1)), jnp.log(jnp.array([[0.4], [0.3], [0.2], [0.1]]))
+    >>> ids, q = jnp.array([[0, 1]]), jnp.log(jnp.array([[0.5, 0.3]]))
+    >>> jaxmem.topk_kl(h, W, ids, q).round(4)  # of (0.5, 0.3, 0.2) and (0.4, 0.3, 0.3)
+    Array([0.0305], dtype=float32)
+    >>> jaxmem.topk_kl(h, W, ids, q, tail=False, direction="reverse").round(4)
+    Array([0.006], dtype=float32)
+
+    Reference: Hinton et al., "Distilling the Knowledge in a Neural Network", 2015,
+    arXiv:1503.02531; Anshumann et al., "Sparse Logit Sampling", 2025, arXiv:2503.16870,
+    for what truncation without the rest does to a student's calibration.
+    """
+    verb = "topk_kl"
+    options = HeadOptions(
+        chunk=chunk, where=where, temperature=temperature, softcap=softcap, bias=bias,
+        vocab_size=vocab_size, layout=layout, axis_name=axis_name,
+        implementation=implementation,
+    )  # fmt: skip
+    rule.check_only_xla(verb, implementation)
+    divergence, tail = _divergence(direction, beta), checks.check_flag("tail", tail)
+    spec, source, rows, shape = arguments.columns_call(hidden, W, options)
+    where = arguments.read_where(where, shape)
+    ids = check_ids("ids", ids, where, shape, spec.vocab_size)
+    teacher_logprobs = check_teacher(teacher_logprobs, ids, where, shape)
+    shapes = {"hidden": (*shape, source.hidden.shape[-1]), "W": source.W.shape}
+    shapes["ids"] = ids.shape
+    live_bytes = 4 * spec.chunk * spec.columns
+    rule.record(verb, shapes, implementation, spec.chunk, live_bytes)
+    if 0 in ids.shape:
+        return jnp.zeros(shape, spec.stats_dtype)
+    ids = _distinct(jnp.reshape(ids, (-1, ids.shape[-1])))
+    rows = rows._replace(active=rows.active & jnp.any(ids >= 0, axis=-1))
+    log_q = lax.stop_gradient(jnp.asarray(teacher_logprobs)).astype(spec.stats_dtype)
+    log_q = jnp.where(ids < 0, -jnp.inf, jnp.reshape(log_q, ids.shape))
+    spec, source = arguments.typed(spec, source, (rows, ids, log_q))
+    log_p = rule.run(ColumnsRule(spec), (source,), ((rows,), ids))
+    values = _compare((divergence, tail), log_p, log_q)
+    return jnp.reshape(jnp.where(rows.active, values, 0), shape)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _compare(how, log_p, log_q):
+    """The divergence per row from ln p [N, K + 1], the rest's last, and ln q [N, K]."""
+    return _compare_and_save(how, log_p, log_q)[0]
+
+
+def _compare_and_save(how, log_p, log_q):
+    """The divergence, and its derivative by ln p."""
+    (divergence, tail), given = how, log_p
+    if tail:
+        log_q = jnp.concatenate([log_q, _log_rest(log_q, log_p)], axis=1)
+    else:
+        log_p = log_p[:, :-1]
+    log_p, log_q = _normalised(log_p), _normalised(log_q)
+    p, q, log_ratio = jnp.exp(log_p), jnp.exp(log_q), log_p - log_q
+    terms = divergence.terms(p, q, log_ratio)
+    slopes = divergence.slopes(p, q, log_ratio)
+    slopes = slopes - p * jnp.sum(slopes, axis=1, keepdims=True)
+    slopes = jnp.pad(slopes, ((0, 0), (0, given.shape[1] - slopes.shape[1])))
+    return sum(jnp.sum(x, axis=1) for x in terms), slopes
+
+
+def _pull(how, slopes, g):
+    # A row whose value is not used, maybe because it is NaN, has no derivative.
+    g = g[:, None]
+    return jnp.where(g == 0, 0, g * slopes), jnp.zeros_like(slopes[:, :-1])
+
+
+_compare.defvjp(_compare_and_save, _pull)
+
+
+def _normalised(log_p):
+    return _stats.log_softmax(log_p, _stats.normaliser(log_p))
+
+
+def _log_rest(log_q, log_p):
+    """ln(1 - Σ q) [N, 1], but no less than what rounding leaves unknown of it."""
+    epsilon = jnp.finfo(log_q.dtype).eps
+    first = jnp.argmax(log_q, axis=1, keepdims=True)
+    largest = jnp.take_along_axis(log_q, first, axis=1)
+    is_first = jnp.arange(log_q.shape[1], dtype=first.dtype) == first
+    others = jnp.sum(jnp.where(is_first, 0, jnp.exp(log_q)), axis=1, keepdims=True)
+    without_first = -jnp.expm1(largest)
+    unknown = epsilon * jnp.maximum(without_first, epsilon)
+    rest = jnp.log(jnp.maximum(without_first - others, unknown))
+    return jnp.where(log_p[:, -1:] == -jnp.inf, -jnp.inf, rest)
+
+
+def _distinct(ids):
+    """The ids [N, K], of which those that came before are replaced by -1."""
+    at = lax.broadcasted_iota(jnp.int32, ids.shape, 1)
+    in_order, at = lax.sort((ids, at), dimension=1, num_keys=1)
+    repeats = jnp.pad(in_order[:, 1:] == in_order[:, :-1], ((0, 0), (1, 0)))
+    in_order = jnp.where(repeats, -1, in_order)
+    return lax.sort((at, in_order), dimension=1, num_keys=1)[1]
+
+
+def _divergence(direction, beta):
+    beta = check_beta(beta)
+    kinds = {"forward": ForwardKL(), "reverse": KL(), "jsd": JSD(beta)}
+    if not isinstance(direction, str) or direction not in kinds:
+        raise ValueError(
+            "direction must be 'forward', 'reverse' or 'jsd', got "
+            f"{checks.brief(direction)}"
+        )
+    return kinds[direction]
+
+
+def check_teacher(teacher_logprobs, ids, where, shape: tuple[int, ...]):
+    """The teacher's log-probabilities, one for each id.
+
+    Raises:
+        TypeError: they are not floats.
+        ValueError: they have another shape than ids, or one of them is positive.
+    """
+    name = "teacher_logprobs"
+    given = checks.as_visible_array(name, teacher_logprobs)
+    checks.check_float(name, given)
+    if given.shape != ids.shape:
+        raise ValueError(
+            f"{name} must have one entry for each of ids, shape {ids.shape}, got "
+            f"{given.shape}"
+        )
+    if not all(map(checks.is_visible, (given, ids, where))):
+        return given
+    counted = np.broadcast_to(True if where is None else np.asarray(where), shape)
+    visible = np.asarray(given).astype(np.float64)
+    wrong = counted[..., None] & (np.asarray(ids) >= 0) & ~(visible <= _LARGEST_LOGPROB)
+    if wrong.any():
+        raise ValueError(
+            f"{name} must be log-probabilities, which are not positive, got "
+            f"{visible[wrong][0]}"
+        )
+    return given
