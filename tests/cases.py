@@ -5,6 +5,21 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
+import pytest
+
+
+def slow(*values):
+    """A case that repeats what faster ones cover: in `pytest -m ''` alone."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def one_at_a_time(firsts, seconds):
+    """All pairs; slow are those that differ from the first pair in both places."""
+    return [
+        slow(a, b) if i and j else (a, b)
+        for i, a in enumerate(firsts)
+        for j, b in enumerate(seconds)
+    ]
 
 
 class Problem(NamedTuple):

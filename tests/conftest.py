@@ -65,9 +65,24 @@ def pytest_addoption(parser):
         action="store_true",
         help="fail, instead of skip, a gpu-marked test that finds no GPU",
     )
+    parser.addoption(
+        "--one-case-each",
+        action="store_true",
+        help="of each test's cases run the first: all functions of jax, on another jax",
+    )
 
 
+@pytest.hookimpl(trylast=True)  # after -m and -k have chosen
 def pytest_collection_modifyitems(config, items):
+    _skip_without_gpu(config, items)
+    if config.getoption("--one-case-each"):
+        firsts = {item.nodeid.partition("[")[0]: item for item in reversed(items)}
+        others = [x for x in items if firsts[x.nodeid.partition("[")[0]] is not x]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [x for x in items if firsts[x.nodeid.partition("[")[0]] is x]
+
+
+def _skip_without_gpu(config, items):
     if jax.default_backend() == "gpu" or config.getoption("--require-gpu"):
         return
     reason = f"needs an NVIDIA GPU, jax found {jax.default_backend()!r}"
