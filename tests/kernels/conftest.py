@@ -1,5 +1,6 @@
 """Kernels without a GPU: lowered for one, and in the interpreter."""
 
+import contextlib
 import dataclasses
 
 import jax
@@ -39,9 +40,9 @@ def interpreted(lowered_anywhere, quick_compilation, monkeypatch):
     jax.clear_caches()
 
 
-@pytest.fixture
-def triton_interpreted(quick_compilation, monkeypatch):
-    """The kernels that Triton compiles run as XLA's loops, whatever runs the others."""
+@contextlib.contextmanager
+def _triton_kernels_as_xla_loops():
+    """Whatever runs the other kernels."""
     import jax.experimental.pallas as pl
     import jax.experimental.pallas.mosaic_gpu as plgpu
 
@@ -51,10 +52,25 @@ def triton_interpreted(quick_compilation, monkeypatch):
         with plgpu.force_gpu_interpret_mode(None):  # pyright: ignore
             return pallas_call(*args, interpret=True, **options)
 
-    monkeypatch.setattr(pl, "pallas_call", call)
     jax.clear_caches()
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pl, "pallas_call", call)
+        yield
     jax.clear_caches()
+
+
+@pytest.fixture
+def triton_interpreted(quick_compilation):
+    """The kernels that Triton compiles run as XLA's loops."""
+    with _triton_kernels_as_xla_loops():
+        yield
+
+
+@pytest.fixture(scope="module")
+def all_triton_interpreted(quick_compilation):
+    """`triton_interpreted` for each test of a module, which share what is traced."""
+    with _triton_kernels_as_xla_loops():
+        yield
 
 
 def _call_with_numpy(*args, callback, **_):

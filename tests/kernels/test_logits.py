@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxmem
-from tests.cases import Case
+from tests.cases import Case, slow
 from tests.kernels import needs_pallas
 from tests.kernels.one_pass import close
 
@@ -32,8 +32,8 @@ def stats_and_gradients(h, W, y, implementation, **options):
     "kept, options",
     [
         (0, {}),
-        ("all", {}),
-        (0, {"temperature": 0.7}),
+        slow("all", {}),
+        slow(0, {"temperature": 0.7}),
         ("all", {"softcap": 5.0}),
         (0, {"softcap": 5.0, "bias": BIAS}),
     ],

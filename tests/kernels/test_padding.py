@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxmem.kernels import blocks, padding
-from tests.cases import CASES, Case
+from tests.cases import CASES, Case, slow
 from tests.functional.test_api import check
 from tests.kernels import needs_pallas
 from tests.kernels.one_pass import check_one_pass
@@ -29,15 +29,14 @@ def cut(monkeypatch):
     assert last and not any(x is None for x in last)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param("peaked", marks=pytest.mark.slow), "a third masked"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["peaked", "a third masked"])
 def test_outputs_and_gradients(name, interpreted):
     problem = dataclasses.replace(CASES[name], v=300, d=64).make()
     check(problem, "hopper", dtype="bfloat16")
 
 
-@pytest.mark.parametrize("vocab_size", [330, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("vocab_size", [330, slow(200)])
 def test_every_option_at_once(vocab_size, interpreted):
     """The last of W's columns count, or none of the last step."""
     problem = Case(70, 64, 333, std=3.0).make()
@@ -71,7 +70,7 @@ def test_exponentials_kept_for_the_derivative(kept, interpreted):
 
 @pytest.mark.parametrize(
     "n, v, chunk",
-    [(100, 600, 48), pytest.param(300, 300, 32, marks=pytest.mark.slow)],
+    [(100, 600, 48), slow(300, 300, 32)],
 )
 def test_a_loss_of_every_statistic_in_one_pass(n, v, chunk, interpreted):
     """In one block of rows, and in several."""

@@ -9,7 +9,7 @@ from jaxmem.core import sampling
 from jaxmem.core.sampling import Derivative
 from tests.kernels import needs_pallas
 
-pytestmark = [needs_pallas, pytest.mark.usefixtures("triton_interpreted")]
+pytestmark = [needs_pallas, pytest.mark.usefixtures("all_triton_interpreted")]
 
 
 def problem(n, d, v, slots, seed=0):

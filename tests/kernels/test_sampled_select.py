@@ -7,9 +7,10 @@ import pytest
 
 from jaxmem.core import sampling as _sampling, stats as _stats
 from jaxmem.core.sampling import Sampling
+from tests.cases import slow
 from tests.kernels import needs_pallas
 
-pytestmark = [needs_pallas, pytest.mark.usefixtures("triton_interpreted")]
+pytestmark = [needs_pallas, pytest.mark.usefixtures("all_triton_interpreted")]
 WIDTH = 64
 
 
@@ -55,8 +56,10 @@ def units_of(sampling, kept, scale, labels, n, v, width=WIDTH):
     return p, np.asarray(_sampling.units(sampling, jnp.asarray(p)), np.int64)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("std", [0.0, 1.0, 4.0, 30.0])
+@pytest.mark.parametrize(
+    "std, dtype",
+    [(0.0, "bfloat16"), (1.0, "float16"), (4.0, "bfloat16"), (30.0, "float16")],
+)
 def test_bounds_hold_and_fit(std, dtype):
     from jaxmem.kernels import sampled_select
 
@@ -107,9 +110,15 @@ def by_definition(sampling, bounds, p, units, starts):
     return columns, found
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("slots, v, std", [(20, 300, 2.0), (7, 1000, 30.0),
-                                           (33, 50, 0.5), (64, 4096, 0.1)])  # fmt: skip
+@pytest.mark.parametrize(
+    "slots, v, std, dtype",
+    [
+        (20, 300, 2.0, "bfloat16"),
+        (7, 1000, 30.0, "float16"),
+        (33, 50, 0.5, "bfloat16"),
+        slow(64, 4096, 0.1, "bfloat16"),
+    ],
+)
 def test_entries(slots, v, std, dtype):
     from jaxmem.kernels import sampled_select
 
