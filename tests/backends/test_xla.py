@@ -1,6 +1,7 @@
 """What the "xla" backend compiles to: GEMMs, loops, bytes; and how errors grow."""
 
 import functools
+import itertools
 import re
 
 import jax
@@ -11,7 +12,7 @@ import pytest
 
 import jaxmem
 from jaxmem.core import operands as _operands
-from tests.cases import Case
+from tests.cases import Case, slow
 
 pytestmark = pytest.mark.usefixtures("on_one_device")
 
@@ -27,7 +28,9 @@ def shapes(n, d, v, dtype=F32, w_dtype=None):
 
 
 def compiled(fn, *operands):
-    return jax.jit(fn).lower(*operands).compile()
+    """LLVM's optimizations, which take most of the time, change no buffer."""
+    options = {"xla_backend_optimization_level": 0}
+    return jax.jit(fn).lower(*operands).compile(options)
 
 
 def total(verb, chunk):
@@ -146,10 +149,18 @@ def formula(n, d, v, chunk, dtype, backward):
     return max(4 + size, 8 if OLD_XLA else 0) * chunk * v + 4 * v * d + widened
 
 
-@pytest.mark.parametrize("size", SIZES, ids=str)
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=["f32", "bf16"])
-@pytest.mark.parametrize("verb", [jaxmem.logprobs, jaxmem.token_stats])
-def test_memory_is_what_the_docstring_says(size, dtype, verb):
+def each_type_of_each_verb_once():
+    """The others are slow: of every size, type and verb."""
+    kinds = itertools.product((jaxmem.logprobs, jaxmem.token_stats), (F32, BF16))
+    for i, (verb, dtype) in enumerate(kinds):
+        for j, size in enumerate(SIZES):
+            name = f"{verb.__name__}-{jnp.dtype(dtype)}-{size}"
+            marks = [pytest.mark.slow] if i != j else []
+            yield pytest.param(verb, dtype, size, marks=marks, id=name)
+
+
+@pytest.mark.parametrize("verb, dtype, size", list(each_type_of_each_verb_once()))
+def test_memory_is_what_the_docstring_says(verb, dtype, size):
     n, d, v, chunk = size
     loss, operands = total(verb, chunk), shapes(n, d, v, dtype)
     besides = 64 * n + 8 * n * d  # row statistics; hidden's cotangent
@@ -219,8 +230,16 @@ def test_dw_error_is_flat_in_the_number_of_chunks():
 
 
 @pytest.mark.skipif(not CPU, reason="GPU GEMMs are chosen by the number of rows")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("size", [(48, 517), (32, 300)], ids=str)
+@pytest.mark.parametrize(
+    "dtype, size",
+    [
+        ("float32", (48, 517)),
+        ("bfloat16", (32, 300)),
+        slow("float32", (32, 300)),
+        slow("bfloat16", (48, 517)),
+    ],
+    ids=str,
+)
 def test_rows_are_the_same_bits_in_any_order_and_company(dtype, size):
     """Permuted, padded by masked rows, alone, or in chunks of any whole groups."""
     h, W, y = (jnp.asarray(x) for x in Case(200, *size).make())
