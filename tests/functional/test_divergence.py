@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import jaxmem
-from tests.backends.test_xla import count_gemms
+from tests.backends.test_xla import compiled, count_gemms
+from tests.cases import slow
 from tests.functional.test_api import EPSILON, STATS_EPSILON, assert_as_good, error
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "on_one_device")
@@ -251,8 +252,23 @@ def test_jsd_tends_to(limit):
     np.testing.assert_allclose(got, want, rtol=5e-3)
 
 
-@pytest.mark.parametrize("std", [1.0, 4.0])
-@pytest.mark.parametrize("beta", [1e-6, 1e-4, 1e-2, 0.5, 1 - 1e-4, 1 - 1e-6])
+@pytest.mark.parametrize(
+    "beta, std",
+    [
+        (1e-6, 4.0),
+        (1e-2, 1.0),
+        (1 - 1e-4, 4.0),
+        (1 - 1e-6, 1.0),
+        slow(1e-6, 1.0),
+        slow(1e-4, 1.0),
+        slow(1e-4, 4.0),
+        slow(1e-2, 4.0),
+        slow(0.5, 1.0),
+        slow(0.5, 4.0),
+        slow(1 - 1e-4, 1.0),
+        slow(1 - 1e-6, 4.0),
+    ],
+)
 def test_jsd_of_any_weight_keeps_its_digits(beta, std):
     """ln(p/m) tends to 0 where m tends to p, whatever p/q is."""
     h, W, *reference = same_depth(std, std)
@@ -459,10 +475,6 @@ def test_under_checkpoint_and_vmap():
 # What it costs.
 
 
-def compiled(fn, *operands):
-    return jax.jit(fn).lower(*operands).compile()
-
-
 def shapes(n, d, v, dtype=jnp.float32):
     head = jax.ShapeDtypeStruct((n, d), dtype), jax.ShapeDtypeStruct((v, d), dtype)
     return *head, *head
@@ -482,8 +494,15 @@ def test_gemms_of_each_path(optimized):
     assert gemms(jax.value_and_grad(loss)) == 5
 
 
-@pytest.mark.parametrize("verb", [jaxmem.kl, jaxmem.jsd])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "verb, dtype",
+    [
+        (jaxmem.kl, "bfloat16"),
+        (jaxmem.jsd, "float32"),
+        slow(jaxmem.kl, "float32"),
+        slow(jaxmem.jsd, "bfloat16"),
+    ],
+)
 def test_memory_is_what_the_docstring_says(verb, dtype, optimized):
     n, d, v, chunk = 2048, 64, 8192, 128
     on_cpu, size = jax.default_backend() == "cpu", jnp.dtype(dtype).itemsize

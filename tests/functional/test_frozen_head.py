@@ -21,7 +21,7 @@ from tests.backends.test_xla import (
     count_gemms,
     shapes,
 )
-from tests.cases import CASES, Case
+from tests.cases import CASES, Case, slow
 from tests.functional.test_api import (
     EPSILON,
     OPTIONS,
@@ -92,8 +92,17 @@ def check(problem, verb="logprobs", dtype="float32", layout="vd", bias=None, **o
 
 
 @pytest.mark.usefixtures("quick_compilation")
-@pytest.mark.parametrize("verb", ["logprobs", "entropy"])
-@pytest.mark.parametrize("name", ["peaked", "label ahead by 25", "NaN in masked rows"])
+@pytest.mark.parametrize(
+    "name, verb",
+    [
+        ("peaked", "logprobs"),
+        ("label ahead by 25", "logprobs"),
+        ("NaN in masked rows", "entropy"),
+        slow("peaked", "entropy"),
+        slow("label ahead by 25", "entropy"),
+        slow("NaN in masked rows", "logprobs"),
+    ],
+)
 def test_values_and_gradients(name, verb):
     check(CASES[name].make(), verb)
 
@@ -131,8 +140,15 @@ def of_stats(h, W, y, bias=None, **options):
 
 
 @pytest.mark.usefixtures("quick_compilation")
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-@pytest.mark.parametrize("fn", [total, loss, of_stats])
+@pytest.mark.parametrize(
+    "fn, wrap",
+    [
+        (total, lambda f: f),
+        slow(loss, lambda f: f),
+        slow(of_stats, lambda f: f),
+        *((fn, jax.jit) for fn in (total, loss, of_stats)),
+    ],
+)
 def test_as_if_stopped(problem, fn, wrap):
     """hidden's gradient is that of a trained head; W's and the bias's are 0."""
     bias = jnp.linspace(-1, 1, V)
@@ -273,8 +289,15 @@ def test_no_buffer_of_the_weights_size(fn):
     assert set(made) <= {"parameter", "get-tuple-element"}
 
 
-@pytest.mark.parametrize("size", [(4096, 64, 4096, 128), (2048, 32, 50304, 64)])
-@pytest.mark.parametrize("dtype", [jnp.float32, BF16], ids=["f32", "bf16"])
+@pytest.mark.parametrize(
+    "size, dtype",
+    [
+        ((4096, 64, 4096, 128), BF16),
+        ((2048, 32, 50304, 64), jnp.float32),
+        slow((4096, 64, 4096, 128), jnp.float32),
+        slow((2048, 32, 50304, 64), BF16),
+    ],
+)
 def test_memory_is_what_the_docstring_says(size, dtype):
     n, d, v, chunk = size
     width = jnp.dtype(dtype).itemsize

@@ -5,16 +5,11 @@ import jax.numpy as jnp
 import pytest
 
 import jaxmem
-from tests.backends.test_xla import CPU, CUBLAS, OLD_XLA, count_gemms
+from tests.backends.test_xla import CPU, CUBLAS, OLD_XLA, compiled, count_gemms
+from tests.cases import slow
 from tests.functional.test_selected import VERBS, total
 
 pytestmark = pytest.mark.usefixtures("on_one_device")
-
-
-def compiled(fn, *operands):
-    """LLVM's optimizations, which take most of the time, change no buffer."""
-    options = {"xla_backend_optimization_level": 0}
-    return jax.jit(fn).lower(*operands).compile(options)
 
 
 def shapes(n, d, v, k, dtype="float32"):
@@ -51,10 +46,19 @@ def test_a_support_makes_nothing_as_wide_as_the_vocabulary():
 
 
 BESIDES = 0 if CPU else CUBLAS
+SCALED = {"softcap": 5.0, "temperature": 0.7}
 
 
-@pytest.mark.parametrize("options", [{}, {"softcap": 5.0, "temperature": 0.7}], ids=str)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "dtype, options",
+    [
+        ("float32", SCALED),
+        ("bfloat16", {}),
+        slow("float32", {}),
+        slow("bfloat16", SCALED),
+    ],
+    ids=str,
+)
 def test_memory_of_selected_ids_is_what_the_docstring_says(dtype, options):
     n, d, v, k, chunk = 2048, 64, 8192, 8, 128
     size = jnp.dtype(dtype).itemsize
@@ -70,7 +74,7 @@ def test_memory_of_selected_ids_is_what_the_docstring_says(dtype, options):
 
 
 @pytest.mark.parametrize(
-    "dtype,layout", [("float32", "vd"), ("float32", "dv"), ("bfloat16", "vd")]
+    "dtype,layout", [slow("float32", "vd"), ("float32", "dv"), ("bfloat16", "vd")]
 )
 def test_memory_of_a_support_is_what_the_docstring_says(dtype, layout):
     if OLD_XLA and dtype == "bfloat16":

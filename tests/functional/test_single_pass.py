@@ -16,7 +16,7 @@ from jaxmem.core import checks
 from jaxmem.functional import rule
 from tests import oracle
 from tests.backends.test_xla import CPU
-from tests.cases import CASES, Case
+from tests.cases import CASES, Case, slow
 from tests.core.test_checks import ERRORS, GOOD, Traced
 from tests.functional.test_api import (
     EPSILON,
@@ -134,7 +134,14 @@ def check(problem, chunk=64, dtype="float32", layout="vd", bias=None, **options)
 
 @pytest.mark.parametrize(
     "name",
-    ["flat", "peaked", "D odd", "N prime", "one chunk", "NaN in masked rows"],
+    [
+        slow("flat"),
+        "peaked",
+        "D odd",
+        slow("N prime"),
+        "one chunk",
+        "NaN in masked rows",
+    ],
 )
 def test_loss_and_gradients(name):
     check(CASES[name].make(), CASES[name].chunk)

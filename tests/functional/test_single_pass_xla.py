@@ -18,6 +18,7 @@ from tests.backends.test_xla import (
     count_gemms,
     shapes,
 )
+from tests.cases import slow
 from tests.functional.test_single_pass import nll, ppo
 
 pytestmark = pytest.mark.usefixtures("on_one_device")
@@ -69,8 +70,16 @@ def test_an_output_that_no_loss_depends_on_costs_nothing():
     assert multiplications(ppo) > want
 
 
-@pytest.mark.parametrize("size", [SIZES[1], SIZES[4]], ids=str)
-@pytest.mark.parametrize("dtype", [F32, jnp.bfloat16], ids=["f32", "bf16"])
+@pytest.mark.parametrize(
+    "size, dtype",
+    [
+        (SIZES[1], F32),
+        (SIZES[4], jnp.bfloat16),
+        slow(SIZES[4], F32),
+        slow(SIZES[1], jnp.bfloat16),
+    ],
+    ids=str,
+)
 def test_memory_is_what_the_docstring_says(size, dtype):
     n, d, v, chunk = size
     operands = *shapes(n, d, v, dtype), *[jax.ShapeDtypeStruct((n,), F32)] * 2
