@@ -11,6 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jaxmem
 from jaxmem.core import partition as _spread
+from tests.cases import one_at_a_time, slow
 
 B, T, D, V = 8, 16, 8, 96
 MESHES = {  # sizes, names, and how tokens [B, T] and W [V, D] lie
@@ -117,8 +118,7 @@ def products(compiled):
     return re.findall(r"= \w+\[(\d+),(\d+)\]\S* dot\(", compiled.as_text())
 
 
-@pytest.mark.parametrize("name", MESHES)
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb, name", one_at_a_time(VERBS, MESHES))
 def test_values_and_gradients_are_those_of_one_device(verb, name, quick_compilation):
     for got, want in zip(
         jax.tree.leaves(with_gradients(verb)(*place(name))),
@@ -128,8 +128,9 @@ def test_values_and_gradients_are_those_of_one_device(verb, name, quick_compilat
         np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("name", MESHES)
-@pytest.mark.parametrize("verb", [logprobs, token_loss, kl])
+@pytest.mark.parametrize(
+    "verb, name", one_at_a_time([logprobs, token_loss, kl], MESHES)
+)
 def test_each_device_makes_the_logits_of_its_own_tokens(verb, name, quick_compilation):
     compiled = with_gradients(verb).lower(*place(name)).compile()
     made = {int(rows) for rows, columns in products(compiled) if int(columns) == V}
@@ -143,7 +144,7 @@ def test_gradients_of_weights_are_summed_once(quick_compilation):
     assert "all-gather" not in compiled.as_text()
 
 
-@pytest.mark.parametrize("size", [4, 12, 30])
+@pytest.mark.parametrize("size", [4, slow(12), 30])
 def test_tokens_that_the_devices_do_not_divide(size, quick_compilation):
     h, W, y, a = (x if x.shape == (V, D) else x.reshape(-1, *x.shape[2:])[:size]
                   for x in problem())  # fmt: skip

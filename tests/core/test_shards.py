@@ -16,7 +16,7 @@ from jax.sharding import AxisType, PartitionSpec as P
 
 import jaxmem
 from tests import oracle
-from tests.cases import Case
+from tests.cases import Case, one_at_a_time
 from tests.functional.test_api import EPSILON, FLOATS, STATS_EPSILON, error
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -320,8 +320,11 @@ def verbs_without_axis_name():
     return made | {"selected_logprobs": selected, "support_logprobs": support}
 
 
-@pytest.mark.parametrize("of_hidden", [P("data"), P()], ids=str)
-@pytest.mark.parametrize("name", verbs_without_axis_name())
+@pytest.mark.parametrize(
+    "name, of_hidden",
+    one_at_a_time(list(verbs_without_axis_name()), [P("data"), P()]),
+    ids=str,
+)
 def test_verbs_that_need_all_of_W(name, of_hidden):
     """Of tokens that differ, or of the same ones beside what differs; gradients."""
     verb, rng = verbs_without_axis_name()[name], np.random.default_rng(2)
