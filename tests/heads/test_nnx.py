@@ -14,6 +14,7 @@ from flax import nnx
 import jaxmem
 from jaxmem.heads.nnx import LMHead
 from tests import oracle
+from tests.cases import slow
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -159,9 +160,19 @@ def test_padded_vocabulary_has_no_probability():
         padded.logprobs(hidden, np.full(BATCH, V - 5, np.int32))
 
 
-@pytest.mark.parametrize("normalizer", [None, 5.0, 11])
-@pytest.mark.parametrize("z_loss", [0.0, 0.1])
-@pytest.mark.parametrize("where", [None, KEEP, KEEP[:1]])
+@pytest.mark.parametrize(
+    "normalizer, z_loss, where",
+    [
+        (None, 0.0, None),
+        (None, 0.1, KEEP),
+        (5.0, 0.0, KEEP[:1]),
+        (11, 0.1, None),
+        slow(None, 0.1, None),
+        slow(None, 0.0, KEEP),
+        slow(5.0, 0.1, KEEP),
+        slow(11, 0.0, KEEP[:1]),
+    ],
+)
 def test_loss_against_float64(normalizer, z_loss, where):
     bias_init = nnx.initializers.normal(1.0)
     head, hidden = make_head(chunk=4, bias_init=bias_init), hidden_states()

@@ -9,6 +9,7 @@ from jax.sharding import AxisType, PartitionSpec as P
 
 from jaxmem.heads import linen as linen_heads
 from jaxmem.heads.nnx import HeadSharding, LMHead
+from tests.cases import slow
 from tests.core.test_shards import jit
 
 if jax.device_count() < 8:  # on one GPU; a CPU counts as eight (tests/conftest.py)
@@ -63,7 +64,7 @@ def collectives(fn, *operands):
     return jax.jit(fn).lower(*operands).compile().as_text().count(" all-reduce(")
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [False, slow(True)])
 def test_nnx(tied):
     init = nnx.initializers.normal(1.0)
     split = nnx.with_partitioning(init, ("tensor", "fsdp") if tied else RULES_MESH)
@@ -86,7 +87,7 @@ def test_nnx(tied):
     assert made == 2  # of the statistics, one max and one sum
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [slow(False), True])
 def test_linen(tied):
     names = ("vocab", "embed") if tied else ("embed", "vocab")
 

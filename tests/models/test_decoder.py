@@ -19,6 +19,7 @@ from jaxmem.models.positions import (
     rope_frequencies,
     rope_tables,
 )
+from tests.cases import slow
 
 SMALL = ModelConfig(
     layers=2, hidden=32, ff=48, heads=4, kv_heads=2, head_dim=8, vocab_size=61
@@ -174,7 +175,7 @@ def test_layers_start_with_weights_of_their_own():
 # ---------------------------------------------------------------- promises
 
 
-@pytest.mark.parametrize("qk_norm", [False, True])
+@pytest.mark.parametrize("qk_norm", [slow(False), True])
 def test_a_packed_document_is_the_document_alone(qk_norm):
     model = decoder(qk_norm=qk_norm, embed_scale=True)
     first, second = random_document(6, 1), random_document(7, 2)
@@ -227,7 +228,7 @@ def test_tied_weights_get_the_sum_of_both_gradients():
     assert float(jnp.max(jnp.abs(apart["head"]["kernel"]))) > 1e-4
 
 
-@pytest.mark.parametrize(("tied", "softcap"), [(True, None), (False, 3.0)])
+@pytest.mark.parametrize(("tied", "softcap"), [slow(True, None), (False, 3.0)])
 def test_both_heads_give_the_same_loss_and_gradients(tied, softcap):
     definition, weights = parameters(decoder(tied=tied, softcap=softcap))
     fused, materialised = (
@@ -290,7 +291,13 @@ def test_attention_in_float16_needs_a_gpu():
 
 
 @pytest.mark.parametrize(
-    "name", ["dots", "dots_and_attention", "save_attention", "offload_attention"]
+    "name",
+    [
+        slow("dots"),
+        slow("dots_and_attention"),
+        slow("save_attention"),
+        "offload_attention",
+    ],
 )
 def test_a_remat_preset_changes_no_number(name):
     """And sends what it says to the host, once in the loop over blocks."""
@@ -309,7 +316,7 @@ def test_a_remat_preset_changes_no_number(name):
     assert sent == {"offload_attention": len(remat.PRESETS[name].offload)}.get(name, 0)
 
 
-@pytest.mark.parametrize("policy", ["none", "full"])
+@pytest.mark.parametrize("policy", ["none", slow("full")])
 def test_blocks_without_a_loop_change_no_number(policy):
     changes = dict(pattern=("local", "global"), window=4, qk_norm=True, layers=3)
     config = dataclasses.replace(SMALL, **changes)
@@ -328,7 +335,7 @@ def test_blocks_without_a_loop_change_no_number(policy):
     "changes",
     [
         dict(pattern=("local", "global"), window=4),  # a number of each layer's kind
-        dict(lora_rank=2, lora_targets=("query", "up")),
+        slow(dict(lora_rank=2, lora_targets=("query", "up"))),
     ],
 )
 def test_the_last_blocks_kept_whole_change_no_number(changes):

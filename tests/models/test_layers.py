@@ -14,6 +14,7 @@ from jaxmem.models import layers
 from jaxmem.models.decoder import Decoder, ModelConfig
 from jaxmem.models.positions import Sight, rope_frequencies, rope_tables
 from jaxmem.remat import cost as _traced
+from tests.cases import one_at_a_time
 
 SIZES = ModelConfig(
     layers=2, hidden=64, ff=96, heads=4, kv_heads=2, head_dim=16, vocab_size=61
@@ -218,8 +219,9 @@ def shaped(config, policy="none", rows=BATCH, length=LENGTH):
     return remat.residuals(block, h, weights, table, table, ids, number, number)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "name, dtype", one_at_a_time(list(ARCHITECTURES), ["bfloat16", "float32"])
+)
 def test_a_block_keeps_what_its_sizes_say(name, dtype):
     config = config_of(name, dtype=dtype)
     kept = shaped(config)
@@ -253,8 +255,12 @@ def test_adapters_keep_nothing_more_of_a_block(adapted):
     assert shaped(config).bytes_per_token == kept_by(config)
 
 
-@pytest.mark.parametrize("policy", ["none", "dots_and_attention", "dots"])
-@pytest.mark.parametrize("name", ["Qwen3", "Gemma 2", "Gemma 3"])
+@pytest.mark.parametrize(
+    "name, policy",
+    one_at_a_time(
+        ["Gemma 3", "Gemma 2", "Qwen3"], ["dots_and_attention", "none", "dots"]
+    ),
+)
 def test_the_loop_over_blocks_stacks_what_a_block_keeps(name, policy):
     """By the traced gradient of a whole decoder, in which layers are of two kinds."""
     config = config_of(name, dtype="bfloat16", param_dtype="bfloat16", layers=4)

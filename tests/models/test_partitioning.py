@@ -85,12 +85,8 @@ def test_the_same_steps_on_a_mesh_of_all_axes(text_file, tmp_path, alone):
 
 
 def test_a_checkpoint_of_one_mesh_restores_onto_another(text_file, tmp_path, alone):
-    """2 x 4 devices, then 4 x 2, then one; what is saved knows no policy."""
-    runs = (
-        (2, (2, 4, 1, 1), LAST_WHOLE),
-        (3, (1, 4, 1, 2), FULL),
-        (4, (1, 1, 1, 1), LAST_WHOLE),
-    )
+    """4 x 2 devices, then one; what is saved knows no policy."""
+    runs = (3, (1, 4, 1, 2), FULL), (4, (1, 1, 1, 1), LAST_WHOLE)
     for steps, sizes, remat in runs:
         run = dict(steps=steps, checkpoint_every=1)
         result = train(config_of(text_file, tmp_path, sizes, remat, **run))

@@ -12,10 +12,13 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmem
 from jaxmem import remat
+from tests.cases import slow
 
 LAYERS, TOKENS, WIDTH = 4, 6, 8
-OFFLOADING = [k for k, p in remat.PRESETS.items() if p and p.offload]
 LAST_WHOLE = remat.PRESETS["offload_block"] | remat.policy(last=1)
+OFFLOADING = [
+    LAST_WHOLE, *(slow(k) for k, p in remat.PRESETS.items() if p and p.offload)
+]  # fmt: skip
 
 
 def block(h, w):
@@ -73,8 +76,14 @@ def gradient(policy, **options):
                                       (0, 1)))  # fmt: skip
 
 
-@pytest.mark.parametrize("group", [1, 2])
-@pytest.mark.parametrize("name", remat.PRESETS)
+@pytest.mark.parametrize(
+    "name, group",
+    [(name, 1) for name in remat.PRESETS]
+    + [
+        (name, 2) if name == "offload_block" else slow(name, 2)
+        for name in remat.PRESETS
+    ],
+)
 def test_every_preset_gives_the_same_gradients(name, group, h, want):
     assert_close(gradient(name, group=group)(weights(), h), want)
 
@@ -84,8 +93,8 @@ def whole(name, last):
     return remat.PRESETS[name] | remat.policy(last=last)
 
 
-WITH_LAST = [("full", 3, 1), ("save_attention", 2, 2), ("offload_attention", 1, 1),
-             ("dots", 2, 1), ("offload_block", 2, 2)]  # fmt: skip
+WITH_LAST = [slow("full", 3, 1), ("save_attention", 2, 2), ("offload_attention", 1, 1),
+             slow("dots", 2, 1), ("offload_block", 2, 2)]  # fmt: skip
 
 
 @pytest.mark.parametrize("name, last, group", WITH_LAST)
@@ -204,7 +213,7 @@ def test_products_kept_beside_names_are_not_made_again(h):
     assert placements(gradient(both), weights(), h) == (1, 1)
 
 
-@pytest.mark.parametrize("policy", [*OFFLOADING, LAST_WHOLE])
+@pytest.mark.parametrize("policy", OFFLOADING)
 def test_under_vmap_microbatches_and_donation(policy, h, want):
     _, (dw, dh) = jax.vmap(gradient(policy), (None, 0))(weights(), jnp.stack([h, h]))
     assert_close(jax.tree.map(lambda x: x[1], (dw, dh)), want[1])
@@ -221,7 +230,7 @@ def test_under_vmap_microbatches_and_donation(policy, h, want):
     assert_close(made, jax.tree.map(lambda x: 2 * x, want[1][0]))
 
 
-@pytest.mark.parametrize("policy", [*OFFLOADING, LAST_WHOLE])
+@pytest.mark.parametrize("policy", OFFLOADING)
 def test_under_shard_map(policy, h, want):
     """Tokens do not see each other here: each device has rows of its own."""
     auto = (jax.sharding.AxisType.Auto,)
@@ -243,7 +252,9 @@ def test_under_shard_map(policy, h, want):
     assert_close(dh[1], dh_wanted)
 
 
-@pytest.mark.parametrize("policy", ["save_attention", "offload_block", LAST_WHOLE])
+@pytest.mark.parametrize(
+    "policy", [slow("save_attention"), slow("offload_block"), LAST_WHOLE]
+)
 def test_with_the_head_after_it(policy, h):
     """A custom_vjp outside of the blocks, and one inside a block."""
     table = jnp.asarray(np.random.default_rng(2).normal(size=(32, WIDTH)), jnp.float32)
