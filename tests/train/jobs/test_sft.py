@@ -36,6 +36,7 @@ from jaxmem.train.optimizer import (
     learning_rate_schedule,
     make_optimizer,
 )
+from tests.cases import slow
 from tests.hlo import vocabulary_gemms
 
 MODEL = ModelConfig(layers=1, hidden=16, ff=24, heads=2, kv_heads=1, head_dim=8)
@@ -100,6 +101,7 @@ def train(config, text=""):
     return result, stream.getvalue()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [k for k in remat.PRESETS if k != "full"])
 def test_what_is_kept_changes_no_loss(name, config, finished):
     _, wanted, _ = finished
@@ -108,12 +110,18 @@ def test_what_is_kept_changes_no_loss(name, config, finished):
 
 
 @pytest.mark.parametrize(
-    "fields",
-    [dict(policy="none", unroll=True), dict(policy="save_attention", save=("gate",))],
+    "sections",
+    [
+        dict(
+            remat=dict(policy="none", unroll=True),
+            head=dict(implementation="materialised"),
+        ),
+        dict(remat=dict(policy="save_attention", save=("gate",))),
+    ],
 )
-def test_a_loop_or_none_and_more_names_change_no_loss(fields, config, finished):
+def test_neither_head_nor_loop_nor_more_names_change_a_loss(sections, config, finished):
     _, wanted, _ = finished
-    result, _ = train(changed(config, remat=fields))
+    result, _ = train(changed(config, **sections))
     assert losses(result) == pytest.approx(losses(wanted), rel=1e-5)
 
 
@@ -440,6 +448,7 @@ def test_that_nothing_is_held_out_is_said_before_the_first_step(config):
     assert not (pathlib.Path(config.run.out_dir) / "metrics.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_both_heads_learn_alike_over_fifty_steps(config, tmp_path):
     curves = []
     for name in ("fused", "materialised"):
@@ -522,7 +531,7 @@ def test_other_text_is_refused_before_a_file_of_the_run_changes(finished, tmp_pa
         assert was.read_text() == now.read_text()
 
 
-@pytest.mark.parametrize("clip_norm", [None, 1.0])
+@pytest.mark.parametrize("clip_norm", [None, slow(1.0)])
 def test_a_run_resumes_with_clipping_or_without(clip_norm, config):
     config = changed(config, optimizer=dict(clip_norm=clip_norm))
     train(config)
@@ -631,6 +640,25 @@ def kill_after(process, metrics_file, step):
     assert process.wait() == -signal.SIGKILL, said
 
 
+def of_steps(out_dir):
+    path = out_dir / "metrics.jsonl"
+    return [(s.step, s.loss, s.grad_norm, s.tokens) for s in read_history(path)]
+
+
+def test_killed_a_run_takes_bitwise_the_steps_of_one_never_stopped(config, tmp_path):
+    head = dict(gradient_samples=8)  # whose draws follow from the step's number
+    config = changed(config, run=dict(steps=40, accumulate=2), head=head)
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    kill_after(start(config, killed, 5), killed / "metrics.jsonl", 7)
+    assert 7 <= len(of_steps(killed)) < 40
+    for out_dir in (killed, whole):
+        run = dict(out_dir=str(out_dir), checkpoint_every=100)
+        _, said = train(changed(config, run=run))
+        assert ("resuming" in said) == (out_dir == killed)
+    assert of_steps(killed) == of_steps(whole)
+
+
+@pytest.mark.slow
 def test_killed_twice_a_run_takes_bitwise_the_steps_of_one_never_stopped(
     config, tmp_path
 ):
@@ -645,9 +673,6 @@ def test_killed_twice_a_run_takes_bitwise_the_steps_of_one_never_stopped(
     assert saved % 5 == 0 and saved <= written < 40
     kill_after(start(config, killed, 1), killed / "metrics.jsonl", written + 4)
     finish(start(config, killed, 7))
-    whole, resumed = (
-        [(s.step, s.loss, s.grad_norm, s.tokens) for s in read_history(path)]
-        for path in (tmp_path / "whole" / "metrics.jsonl", killed / "metrics.jsonl")
-    )
+    resumed = of_steps(killed)
     assert [step for step, *_ in resumed] == list(range(1, 41))
-    assert resumed == whole
+    assert resumed == of_steps(tmp_path / "whole")
