@@ -13,6 +13,7 @@ from jaxmem import bench, timing
 from jaxmem.backends import hopper
 from jaxmem.cli import main
 from jaxmem.kernels import tuned
+from tests.cases import slow
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -108,15 +109,29 @@ def test_the_fastest_right_tiles_win_and_replace_their_entry(monkeypatch, tmp_pa
 
 @needs_pallas
 @pytest.mark.parametrize("kernel", tuned.DEFAULTS)
+def test_every_kernel_to_be_measured_can_be_traced(kernel):
+    assert "wgmma" in str(traced(kernel).jaxpr)
+
+
+@needs_pallas
+@pytest.mark.parametrize(
+    "kernel",
+    # Of the forward pass in 10 s: `test_hopper` lowers it with other tiles.
+    [slow(k) if k in ("statistics", "exps") else k for k in tuned.DEFAULTS],
+)
 def test_every_kernel_to_be_measured_lowers_for_cuda(kernel):
+    text = traced(kernel).lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" in text
+
+
+def traced(kernel):
     from jaxmem.backends import tuning
 
-    h, W = jnp.ones((256, 64), jnp.bfloat16), jnp.ones((4096, 64), jnp.bfloat16)
+    h, W = jnp.ones((256, 64), jnp.bfloat16), jnp.ones((512, 64), jnp.bfloat16)
     y = jnp.zeros(256, jnp.int32)
-    program, operands = tuning._program(kernel, (256, 64, 4096), h, W, y)
+    program, operands = tuning._program(kernel, (256, 64, 512), h, W, y)
     tiles = dataclasses.replace(tuned.DEFAULTS[kernel], panel=4)
-    traced = jax.jit(program(tiles)).trace(*operands)
-    assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
+    return jax.jit(program(tiles)).trace(*operands)
 
 
 @needs_pallas

@@ -284,8 +284,12 @@ def test_run_grpo(tmp_path, monkeypatch):
     assert [(r["config"], r["step"]) for r in rows] == [(name, "1"), (name, "3")]
     assert all(0 <= float(row["reward"]) <= 1 and row["device"] for row in rows)
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_run_grpo_by_phases(tmp_path):
     out = tmp_path / "phases.csv"
-    arguments = [name, *TINY_POLICY, "grpo.kl_coefficient=0.1"]
+    arguments = [*run_grpo.ARITHMETIC[1:], *TINY_POLICY, "grpo.kl_coefficient=0.1"]
     run_grpo.main([f"--phases={out}", *arguments])
     rows = results.read(out)
     assert [row["phase"] for row in rows] == ["rollout", "old", "reference", "update"]

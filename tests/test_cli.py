@@ -206,12 +206,12 @@ def test_no_memory_is_one_line(directory, monkeypatch, capsys, raised, message):
     assert error.count("\n") == 1
 
 
-def test_a_model_that_no_machine_holds(directory):
+def test_a_model_that_no_machine_holds(directory, capsys):
     sizes = ["model.hidden=1000000", "model.ff=4000000"]
-    done = python("-m", "jaxmem", "train", "tiny.gin", *sizes, cwd=directory)
-    assert done.returncode == 2
-    assert done.stderr.startswith("jaxmem: error: out of memory (")
-    assert done.stderr.count("\n") == 1
+    assert cli.main(["train", "tiny.gin", *sizes]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("jaxmem: error: out of memory (")
+    assert error.count("\n") == 1
 
 
 def test_a_command_is_required(capsys):

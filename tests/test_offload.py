@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from jaxmem import offload
+from tests.cases import slow
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -94,8 +95,17 @@ def test_a_sharded_tree_keeps_its_sharding():
     assert offload.fetch(parked).sharding == rows.with_memory_kind("device")
 
 
-@pytest.mark.parametrize("slice_bytes", [1, 256, 2**20])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(
+    "slice_bytes, dtype",
+    [
+        (256, jnp.float32),
+        (256, jnp.bfloat16),
+        (2**20, jnp.float32),
+        slow(1, jnp.float32),
+        slow(1, jnp.bfloat16),
+        slow(2**20, jnp.bfloat16),
+    ],
+)
 def test_the_update_is_that_of_the_whole_state_on_the_device(slice_bytes, dtype):
     wanted, optimizer = tree(0, dtype), adamw()
     state = optimizer.init(optax.tree.cast(wanted, jnp.float32))
@@ -139,7 +149,7 @@ def test_a_last_slice_may_be_shorter():
 
 
 @pytest.mark.usefixtures("optimized")
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [slow(jnp.float32), jnp.bfloat16])
 def test_slices_of_several_lengths_change_no_bit(dtype):
     """Of numbers that no step rounds: code for an array's end may round apart."""
 
@@ -235,8 +245,18 @@ def test_a_state_of_other_arrays_is_not_consumed():
 ROWS_SPLIT, ROWS_WHOLE = P("x", "y"), P(None, "y")
 
 
-@pytest.mark.parametrize("there", [ROWS_SPLIT, ROWS_WHOLE, None])
-@pytest.mark.parametrize("here", [ROWS_SPLIT, ROWS_WHOLE, None])
+@pytest.mark.parametrize(
+    "there, here",
+    [
+        (ROWS_SPLIT, ROWS_WHOLE),
+        (ROWS_WHOLE, ROWS_SPLIT),
+        (None, ROWS_SPLIT),
+        (ROWS_SPLIT, None),
+        slow(ROWS_WHOLE, None),
+        slow(None, ROWS_WHOLE),
+        *(slow(x, x) for x in (ROWS_SPLIT, ROWS_WHOLE, None)),
+    ],
+)
 def test_a_state_of_elsewhere_is_cut_for_here(there, here):
     """And continues as it would have there; its slices' rows do not divide by x."""
     mesh = jax.make_mesh((2, 4), ("x", "y"))

@@ -17,6 +17,7 @@ from benchmarks import (
     workers,
 )
 from jaxmem.planning import collectives
+from tests.cases import slow
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -175,7 +176,7 @@ def test_one_device_alone_is_timed_too():
     "config, overrides, sequence",
     [
         ("long_step.gin", [], "4"),
-        ("mesh_step.gin", ["mesh.fsdp=2", "mesh.tensor=2"], "1"),
+        slow("mesh_step.gin", ["mesh.fsdp=2", "mesh.tensor=2"], "1"),
     ],
 )
 def test_steps_on_a_mesh(config, overrides, sequence, tmp_path):
