@@ -95,7 +95,8 @@ def support_logprobs(
     C = min(chunk, tokens rounded up to 16) and E = C·K: forward b·E·D; backward
     (4 + b)·E·D + 4·V·D, the latter for the float32 sum of W's gradient; if W is frozen,
     backward is as forward. With offsets, E = min(C·max_ids, max(4096, M/16)), but at
-    least max_ids. XLA for CPUs widens 16-bit columns to float32.
+    least max_ids, and the terms with E double, as the buffers of two widths may be
+    alive. XLA for CPUs widens 16-bit columns to float32.
 
     Raises:
         TypeError: an argument has the wrong type; the message names it.
