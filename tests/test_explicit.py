@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import jaxmem
 import jaxmem.heads.linen
 import jaxmem.heads.nnx
-from jaxmem import losses
+from jaxmem import losses, packing
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -128,6 +128,13 @@ def sample_ids(x):
     return ids.astype(jnp.float32).sum(-1) + x["h"].sum(-1)
 
 
+def ragged_support_logprobs(x):
+    csr = packing.support_to_csr(problem()["ids"])
+    given = x["h"], x["W"], x["y"], csr.ids
+    more = options(x) | {"offsets": csr.offsets, "max_ids": K}
+    return jaxmem.support_logprobs(*given, **more)
+
+
 def logits(x):
     kept = {k: x[k] for k in ("where", "temperature")}
     return jaxmem.logprobs_from_logits(x["h"], x["y"] % D, None, **kept)
@@ -143,7 +150,8 @@ def mean_logit(x):
 
 VERBS = [
     token_stats, entropy, kl, forward_kl, jsd, selected_logprobs, support_logprobs,
-    topk, topk_kl, sample_ids, logits, stats_of_logits, mean_logit,
+    ragged_support_logprobs, topk, topk_kl, sample_ids, logits, stats_of_logits,
+    mean_logit,
 ]  # fmt: skip
 
 
@@ -251,7 +259,16 @@ def test_one_argument_alone_is_sharded(verb, name):
 
 @pytest.mark.parametrize(
     "verb",
-    [token_stats, entropy, kl, selected_logprobs, support_logprobs, topk, topk_kl],
+    [
+        token_stats,
+        entropy,
+        kl,
+        selected_logprobs,
+        support_logprobs,
+        ragged_support_logprobs,
+        topk,
+        topk_kl,
+    ],  # fmt: skip
 )
 def test_every_derivative(verb):
     check(verb, SHARDINGS["all"], in_context=False)

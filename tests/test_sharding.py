@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jaxmem
+from jaxmem import packing
 from tests import oracle
 from tests.cases import Case
 from tests.core.test_shards import collectives, jit
@@ -361,6 +362,7 @@ def calls_with_all_of_W():
     ids = rng.integers(-1, V, (B, T, 4)).astype(np.int32)
     where, y = problem()[2] >= 0, problem()[2]
     support = np.concatenate([np.maximum(y, 0)[..., None], ids], axis=-1)
+    csr = packing.support_to_csr(support, where, capacity=2 * support.size)
     warm = np.linspace(0.5, 2, B * T, dtype=np.float32).reshape(B, T)
 
     def divergence(verb, **options):
@@ -388,7 +390,14 @@ def calls_with_all_of_W():
             ),
             parallel(jaxmem.support_logprobs),
         ),
-    }
+        "ragged supports": lambda parallel: functools.partial(
+            lambda verb, h, W, bias: verb(
+                h, W, y, csr.ids, CHUNK, bias=bias, where=where, offsets=csr.offsets,
+                max_ids=5,
+            ),
+            parallel(jaxmem.support_logprobs),
+        ),
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", calls_with_all_of_W())
@@ -469,6 +478,7 @@ TWO_HEADS = HEAD | {"reference_hidden": FIVE, "reference_W": HEAD["W"]}
 SELECTED = HEAD | {"ids": np.zeros((5, 1), np.int64)}
 SUPPORT = HEAD | {"labels": np.zeros(5, np.int64), "support_ids": SELECTED["ids"]}
 TOPK_KL = SELECTED | {"teacher_logprobs": -FIVE[:, :1]}
+RAGGED = {"support_ids": np.zeros(5, int), "offsets": np.arange(6), "max_ids": 1}
 GOOD = {
     jaxmem.kl: TWO_HEADS,
     jaxmem.forward_kl: TWO_HEADS,
@@ -511,6 +521,12 @@ WRONG = [
     (jaxmem.sample_ids, {"n": 0}),
     (jaxmem.sample_ids, {"key": jax.random.split(jax.random.key(0), 6)}),
     (jaxmem.sample_ids, {"key": None}),
+    (jaxmem.support_logprobs, RAGGED | {"max_ids": None}),
+    (jaxmem.support_logprobs, {"max_ids": 1}),
+    (jaxmem.support_logprobs, RAGGED | {"offsets": np.arange(6) - 1}),
+    (jaxmem.support_logprobs, RAGGED | {"offsets": np.arange(5)}),
+    (jaxmem.support_logprobs, RAGGED | {"support_ids": np.full(5, 7)}),
+    (jaxmem.support_logprobs, RAGGED | {"support_ids": np.ones(5, int)}),
 ]
 
 
@@ -524,6 +540,18 @@ def test_what_the_verb_refuses_is_refused_of_all_of_W(verb, changes):
     with pytest.raises(want.type) as got:
         jaxmem.sharding.parallel(verb, MESH, tokens="data")(**given)
     assert str(got.value) == str(want.value)
+
+
+def test_a_ragged_support_that_nobody_can_see_poisons_only_its_token():
+    """Too many ids, and one that does not exist; ids of another token are not moved."""
+    verb = jaxmem.sharding.parallel(jaxmem.support_logprobs, MESH, tokens="data")
+    y, ids = np.arange(5), np.array([0, 1, 5, 6, 1, 2, 2**31 - 1, 3, 3, 4])
+    run = jax.jit(
+        lambda ids, offsets: verb(*HEAD.values(), y, ids, offsets=offsets, max_ids=3)
+    )
+    made = run(ids, np.array([0, 1, 5, 7, 9, 10]))
+    np.testing.assert_array_equal(np.isnan(made), [False, True, True, False, False])
+    np.testing.assert_array_equal(made[np.array([0, 3, 4])], 0)
 
 
 def test_what_nobody_can_see_does_not_wrap_round():

@@ -33,6 +33,14 @@ class Rows(NamedTuple):
     draws: jax.Array | None = None  # uint32, uniform; None: nothing is sampled
 
 
+class Ragged(NamedTuple):
+    """A list of ids for each token i: `ids[starts[i] : starts[i] + counts[i]]`."""
+
+    starts: jax.Array  # int32 [N]
+    counts: jax.Array  # int32 [N]; -1 for a token whose list is not valid
+    ids: jax.Array  # int32 [M], of all tokens
+
+
 def no_statistics(spec: Spec, rows: Rows) -> _stats.Stats:
     """Initial statistics of all rows; they give finite outputs in inactive rows."""
     ones = jnp.ones(rows.labels.shape, spec.stats_dtype)

@@ -15,11 +15,9 @@ from jaxmem.functional.divergence import (
 )
 from jaxmem.functional.draws import sample_ids as sample_ids
 from jaxmem.functional.largest import TopK as TopK, topk as topk
-from jaxmem.functional.selected import (
-    selected_logprobs as selected_logprobs,
-    support_logprobs as support_logprobs,
-)
+from jaxmem.functional.selected import selected_logprobs as selected_logprobs
 from jaxmem.functional.single_pass import token_loss as token_loss
+from jaxmem.functional.support import support_logprobs as support_logprobs
 from jaxmem.functional.topk_divergence import topk_kl as topk_kl
 
 __dir__ = _imports.public_dir(__name__)

@@ -19,7 +19,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from jaxmem.backends import choose
 from jaxmem.core import checks, partition, report
-from jaxmem.core.operands import Head, Rows
+from jaxmem.core.operands import Head, Ragged, Rows
 from jaxmem.core.options import Implementation
 from jaxmem.core.spec import Spec
 
@@ -102,7 +102,8 @@ class LoopRule(Rule):
     """A rule of two loops over chunks of this device's active tokens.
 
     trained is `(source,)`; fixed is `(rows, given)`, where rows is a tuple of `Rows`
-    and given are other constants: heads, or arrays whose first axis is tokens.
+    and given are other constants: heads, `Ragged` lists of ids, or arrays whose first
+    axis is tokens.
     """
 
     def forward_loop(self, source: Head, rows, given) -> tuple[Any, dict]:
@@ -156,12 +157,11 @@ class LoopRule(Rule):
 def of_tokens(tree) -> Any:
     """A tree of booleans: True for arrays whose first axis is tokens.
 
-    This holds for all arrays but a head's W and bias.
+    This holds for all arrays but a head's W and bias, and the ids of ragged lists.
     """
+    flags = {Head: Head(True, False, False), Ragged: Ragged(True, True, False)}  # pyright: ignore
     return jax.tree.map(
-        lambda x: Head(True, False, False) if isinstance(x, Head) else True,  # pyright: ignore
-        tree,
-        is_leaf=lambda x: isinstance(x, Head),
+        lambda x: flags.get(type(x), True), tree, is_leaf=lambda x: type(x) in flags
     )
 
 

@@ -16,7 +16,7 @@ from jaxmem.functional import arguments, rule
 from jaxmem.functional.columns import ColumnsRule
 from jaxmem.functional.divergence import check_beta
 from jaxmem.functional.divergence_terms import JSD, KL, ForwardKL
-from jaxmem.functional.selected import check_ids
+from jaxmem.functional.given_ids import check_ids
 
 Direction = Literal["forward", "reverse", "jsd"]
 _LARGEST_LOGPROB = 0.1  # what 16 bits may make of ln 1

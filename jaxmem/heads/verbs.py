@@ -19,8 +19,8 @@ from jaxmem.core.explicit_axes import merged, spec_of, with_automatic_axes
 from jaxmem.core.options import AxisName, Chunk, Implementation, Layout
 from jaxmem.core.stats import TokenStats
 from jaxmem.functional import api
-from jaxmem.functional.selected import support_logprobs
 from jaxmem.functional.single_pass import token_loss
+from jaxmem.functional.support import support_logprobs
 from jaxmem.heads.columns import ColumnVerbs
 from jaxmem.sharding import parallel
 
@@ -313,6 +313,9 @@ class HeadVerbs(ColumnVerbs):
         support_ids: ArrayLike,
         where: ArrayLike | None = None,
         temperature: ArrayLike = 1.0,
+        *,
+        offsets: ArrayLike | None = None,
+        max_ids: int | None = None,
     ) -> jax.Array:
         """Return the log-probability of each label within its sampling support.
 
@@ -321,9 +324,12 @@ class HeadVerbs(ColumnVerbs):
         Args:
             hidden: final hidden states [..., D].
             labels: token ids [...]; negative marks padding.
-            support_ids: the support of each token, [..., K], padded by negative ids.
+            support_ids: the support of each token, [..., K], padded by negative ids; or
+                with offsets those of all tokens, [M].
             where: booleans that broadcast to labels; False masks a token.
             temperature: positive scalar or one per token, [...]; not differentiable.
+            offsets: integers [N + 1]: token i has ids offsets[i] to offsets[i + 1].
+            max_ids: with offsets, the most ids that a token may have.
 
         Returns:
             float32 [...]; 0 where masked.
@@ -338,6 +344,8 @@ class HeadVerbs(ColumnVerbs):
             chunk="auto",
             where=where,
             temperature=temperature,
+            offsets=offsets,
+            max_ids=max_ids,
         )
 
     def _run(self, verb, hidden, *per_token, **keywords):

@@ -28,6 +28,7 @@ and where a loss clips a ratio, the gradient is exactly 0.
 """
 
 from jaxmem import _imports
+from jaxmem.losses.multi_token import multi_token_labels as multi_token_labels
 from jaxmem.losses.policy import (
     cispo as cispo,
     dapo as dapo,

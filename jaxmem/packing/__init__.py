@@ -1,4 +1,4 @@
-"""Packs ragged sequences into micro-batches of a few static shapes."""
+"""Packs ragged sequences and ragged supports into arrays of a few static shapes."""
 
 from jaxmem import _imports
 from jaxmem.packing.plan import (
@@ -8,6 +8,12 @@ from jaxmem.packing.plan import (
     first_fit_decreasing as first_fit_decreasing,
     karmarkar_karp as karmarkar_karp,
     pack as pack,
+)
+from jaxmem.packing.supports import (
+    Supports as Supports,
+    csr_to_support as csr_to_support,
+    support_to_csr as support_to_csr,
+    take_supports as take_supports,
 )
 
 __dir__ = _imports.public_dir(__name__)

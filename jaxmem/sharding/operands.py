@@ -10,7 +10,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxmem.core import checks, keys as _keys, sampling
 from jaxmem.functional import arguments
 from jaxmem.functional.divergence import check_tokens
-from jaxmem.functional.selected import check_ids, check_support
+from jaxmem.functional.given_ids import check_ids
+from jaxmem.functional.ragged import check_dense, read_ragged
+from jaxmem.functional.support import check_support
 from jaxmem.functional.topk_divergence import check_teacher
 
 _HEADS = ("", "reference_")  # prefixes of a head's argument names
@@ -56,19 +58,37 @@ def read_rows_and_ids(given, shape, of_tokens, columns):
     where = arguments.read_where(given["where"], shape)
     if where is None:  # mask the tokens that padding adds
         operands["where"] = Operand(jnp.ones(shape, bool), of_tokens, False)
-    for name in ("ids", "support_ids"):
-        if name in given:
-            ids = check_ids(name, given[name], where, shape, vocab_size)
-            operands[name] = Operand(ids, of_tokens, -1)
+    tokens = shape, vocab_size
+    if "ids" in given:
+        operands["ids"] = Operand(
+            check_ids("ids", given["ids"], where, *tokens), of_tokens, -1
+        )
     if "support_ids" in given:
-        labels = checks.as_visible_array("labels", given["labels"])
-        ids = checks.as_visible_array("support_ids", given["support_ids"])
-        check_support(labels, ids, where, shape)
+        operands |= _read_supports(given, where, tokens, of_tokens)
     name = "reference_temperature"
     if given.get(name) is not None:
         operands |= _read_temperature(name, given[name], shape, of_tokens)
     if "gradient_samples" in given:
         operands |= _read_key(given, shape, of_tokens, vocab_size)
+    return operands
+
+
+def _read_supports(given, where, tokens, of_tokens):
+    """The supports; ragged ones as (ids, starts and counts), of which ids are whole."""
+    shape, offsets = tokens[0], given["offsets"]
+    labels = checks.as_visible_array("labels", given["labels"])
+    ids = checks.as_visible_array("support_ids", given["support_ids"])
+    max_ids = given["max_ids"]
+    if offsets is None:
+        check_dense(max_ids)
+        checked = check_ids("support_ids", ids, where, *tokens)
+        operands = {"support_ids": Operand(checked, of_tokens, -1)}
+    else:
+        ragged = read_ragged(ids, offsets, max_ids, where, tokens)
+        starts, counts = (jnp.reshape(x, shape) for x in ragged[:2])
+        of_each = Operand(starts, of_tokens), Operand(counts, of_tokens)
+        operands = {"support_ids": Operand(ragged.ids, ()), "offsets": of_each}
+    check_support(labels, ids, offsets, where, shape)
     return operands
 
 

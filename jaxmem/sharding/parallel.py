@@ -12,7 +12,9 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jaxmem.core import checks, shards as _shards
+from jaxmem.core.operands import Ragged
 from jaxmem.core.options import AxisName
+from jaxmem.functional.ragged import of_these_tokens
 from jaxmem.sharding.operands import (
     Operand,
     check_axes,
@@ -71,7 +73,7 @@ def parallel(
     plus V·D over the size of vocab for an all-gathered W. If the vocabulary or the
     tokens are not divisible by the devices, W or hidden is padded in a copy; to avoid
     the copy of W, create W padded and pass vocab_size. A verb that needs the whole W
-    takes V·D for it.
+    takes V·D for it. The ids of ragged supports are replicated.
 
     **Communication** over vocab: as in `logprobs`. W's gradient is all-reduced over the
     tokens' mesh axes, in W's dtype. Along W_fsdp, W itself is all-gathered once in the
@@ -159,6 +161,10 @@ def _run_with_all_of_W(verb, plan, call) -> Any:
         given = call.arguments | arrays | _keys(call, arrays)
         for head, size in columns.items():
             given |= _whole(wide, given, head, size)
+        if given.get("offsets") is not None:
+            (starts, counts), ids = given["offsets"], given["support_ids"]
+            ragged = Ragged(starts, counts, ids)
+            given["support_ids"], given["offsets"] = of_these_tokens(ragged)
         of_device = inspect.BoundArguments(call.signature, given)
         return verb(*of_device.args, **of_device.kwargs)
 

@@ -79,9 +79,18 @@ def sample_ids(h, W, y, a):
     return (h.sum(-1) * a * ids.sum(-1)).sum() + 0 * W.sum()
 
 
+def ragged(h, W, y, a):
+    """Of tokens by turns one id and two."""
+    ids = jnp.stack([y, (y + 7) % V], -1).reshape(-1)
+    offsets = jnp.arange(y.size + 1) * 2
+    ids = jnp.where(jnp.arange(ids.size) % 4 == 3, -1, ids)
+    made = jaxmem.support_logprobs(h, W, y, ids, offsets=offsets, max_ids=5)
+    return (made * a).sum()
+
+
 VERBS = [
     logprobs, token_stats, frozen, token_loss, from_logits, kl, selected, support, topk,
-    topk_kl, sample_ids,
+    topk_kl, sample_ids, ragged,
 ]  # fmt: skip
 
 

@@ -315,9 +315,18 @@ def verbs_without_axis_name():
         y, options = ids[:, 0], {"bias": bias, "temperature": warm}
         return jaxmem.support_logprobs(h, W, y, ids, CHUNK, **options)
 
+    def ragged(h, W, bias, other, ids):
+        offsets = jnp.arange(ids.shape[0] + 1) * 3
+        options = {"bias": bias, "offsets": offsets, "max_ids": 4}
+        return jaxmem.support_logprobs(h, W, ids[:, 0], ids.ravel(), 1, **options)
+
     verbs = jaxmem.kl, jaxmem.forward_kl, jaxmem.jsd
     made = {verb.__name__: divergence(verb) for verb in verbs}
-    return made | {"selected_logprobs": selected, "support_logprobs": support}
+    return (
+        made
+        | {"selected_logprobs": selected, "support_logprobs": support}
+        | {"ragged supports": ragged}
+    )
 
 
 @pytest.mark.parametrize(

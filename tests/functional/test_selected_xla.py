@@ -1,10 +1,14 @@
 """What log-probabilities of given ids cost on "xla": GEMMs, bytes, columns."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 import jaxmem
+from jaxmem.core.operands import Ragged
+from jaxmem.functional.support_rule import RaggedSupportRule
 from tests.backends.test_xla import CPU, CUBLAS, OLD_XLA, compiled, count_gemms
 from tests.cases import slow
 from tests.functional.test_selected import VERBS, total
@@ -93,6 +97,57 @@ def test_memory_of_a_support_is_what_the_docstring_says(dtype, layout):
     ):
         temp = temporary(fn, h, W, y, ids)
         assert columns <= temp <= 1.04 * promised + besides
+
+
+def ragged(chunk, max_ids):
+    def run(h, W, y, ids, offsets):
+        options = {"offsets": offsets, "max_ids": max_ids}
+        return jaxmem.support_logprobs(h, W, y, ids, chunk, **options).sum()
+
+    return run
+
+
+def ragged_shapes(n, d, v, capacity):
+    h, W, y, _ = shapes(n, d, v, 1)
+    integers = (jax.ShapeDtypeStruct((m,), jnp.int32) for m in (capacity, n + 1))
+    return h, W, y, *integers
+
+
+@pytest.mark.parametrize("chunk", [4, 64])
+def test_memory_of_ragged_supports_is_what_the_docstring_says(chunk):
+    """Nothing of [tokens, max_ids], either."""
+    n, d, v, max_ids, capacity = 2048, 128, 1024, 512, 2**17
+    entries = min(chunk * max_ids, capacity // 16)
+    operands = ragged_shapes(n, d, v, capacity)
+    besides = 8 * n * d + 64 * (n + entries) + 8 * capacity + BESIDES
+    loss = ragged(chunk, max_ids)
+    for fn, promised in (
+        (loss, 8 * entries * d),
+        (jax.grad(loss), 8 * entries * d),
+        (jax.grad(loss, (0, 1)), 16 * entries * d + 4 * v * d),
+    ):
+        temp = temporary(fn, *operands)
+        assert entries * d <= temp <= 1.04 * promised + besides
+        assert temp < 4 * n * max_ids * d / 8
+
+
+def test_ragged_supports_cost_what_their_ids_do():
+    """Of 64 tokens with 1 to 64 ids: the loops' trips times their entries."""
+    n, max_ids = 64, 256
+    offsets = jnp.cumsum(jnp.arange(n + 1))
+    spec = SimpleNamespace(chunk=16)
+    rows = SimpleNamespace(labels=jnp.zeros(n), active=jnp.ones(n, bool))
+    given = Ragged(offsets[:-1], jnp.diff(offsets), jnp.zeros(offsets[-1], jnp.int32))
+    rule = RaggedSupportRule(spec, max_ids)
+    covered, computed = jnp.zeros(n, int), 0
+    for width, tokens, here in rule._widths(rows, given):
+        assert tokens * width <= 4096
+        assert (given.counts[here] <= width).all()
+        covered += here
+        computed += width * int(here.sum())
+    assert (covered == 1).all()
+    assert computed <= 2 * int(offsets[-1])
+    assert int(offsets[-1]) < n * max_ids / 7
 
 
 @pytest.mark.parametrize("verb", VERBS)

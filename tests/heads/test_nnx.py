@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 import jaxmem
+from jaxmem import packing
 from jaxmem.heads.nnx import LMHead
 from tests import oracle
 from tests.cases import slow
@@ -266,6 +267,10 @@ def test_support_logprobs_are_a_softmax_over_the_support():
     within = np.log(np.sum(weights * np.exp(logits), -1))
     chosen = np.take_along_axis(logits, support[..., :1], -1)[..., 0]
     want = np.where(KEEP & (LABELS >= 0), chosen - within, 0)
+    np.testing.assert_allclose(got, want, atol=1e-5)
+    ids, offsets = packing.support_to_csr(support)
+    ragged = {"offsets": offsets, "max_ids": 4}
+    got = head.support_logprobs(hidden, LABELS, ids, KEEP, 0.7, **ragged)
     np.testing.assert_allclose(got, want, atol=1e-5)
 
 

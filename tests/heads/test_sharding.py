@@ -49,6 +49,9 @@ def results(head):
             "loss": head.loss(hidden, labels, z_loss=1e-2),
             "token_loss": loss,
             "support": head.support_logprobs(hidden, labels, ids),
+            "ragged": head.support_logprobs(
+                hidden, labels, ids.ravel(), offsets=np.arange(N + 1) * 3, max_ids=3
+            ),
         }
         return sum(jnp.sum(jnp.sin(x)) for x in made.values()), made | told
 

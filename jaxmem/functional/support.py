@@ -1,0 +1,197 @@
+"""`support_logprobs`: log-probabilities of labels within a sampler's supports.
+
+It multiplies by no other column of W. `jaxmem.functional.selected` normalises over the
+vocabulary.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from jaxmem.core import checks
+from jaxmem.core.explicit_axes import sharded_like, with_automatic_axes
+from jaxmem.core.operands import Ragged
+from jaxmem.core.options import Chunk, HeadOptions, Implementation, Layout
+from jaxmem.functional import arguments, rule
+from jaxmem.functional.given_ids import (
+    check_ids,
+    counted_tokens,
+    flat_ids,
+    shapes_of,
+    spec_of,
+)
+from jaxmem.functional.ragged import check_dense, entries_of, read_ragged
+from jaxmem.functional.support_rule import (
+    RaggedSupportRule,
+    SupportRule,
+    chunk_entries,
+)
+
+
+@with_automatic_axes(sharded_like(labels=0, hidden=1))
+def support_logprobs(
+    hidden: ArrayLike,
+    W: ArrayLike,
+    labels: ArrayLike,
+    support_ids: ArrayLike,
+    chunk: Chunk = "auto",
+    *,
+    offsets: ArrayLike | None = None,
+    max_ids: int | None = None,
+    where: ArrayLike | None = None,
+    temperature: ArrayLike = 1.0,
+    softcap: float | None = None,
+    bias: ArrayLike | None = None,
+    vocab_size: int | None = None,
+    layout: Layout | None = None,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """Log-probability of each label among the tokens that it was sampled from.
+
+        out = z[label] - ln Σ_(v in support) e^(z_v),   z as in `logprobs`     (nats)
+
+    A sampler that truncates to the top k or top p draws from a softmax over the
+    remaining tokens. To compare a policy with it, evaluate the policy on the same
+    support. Only the support's columns of W are read: 2·N·K·D FLOPs, and as many for
+    each gradient, for any V. Columns are contiguous in a [V, D] matrix, from which they
+    are gathered far faster.
+
+    **Ragged supports.** With offsets, token i's ids are
+    `support_ids[offsets[i] : offsets[i + 1]]`, with tokens in row-major order: the
+    compressed sparse rows (CSR) that vLLM returns and `jaxmem.packing.support_to_csr`
+    makes. Supports are grouped by widths 4, 8, 16, … max_ids, so a token costs less
+    than twice its ids, or 4; max_ids costs nothing by itself.
+
+    Args:
+        hidden: final hidden states [..., D].
+        W: vocabulary matrix, [V, D] or [D, V].
+        labels: token ids [...]. Negative marks padding.
+        support_ids: the support of each token, [..., K], including the label, padded by
+            negative ids; an id that repeats counts once. With offsets, [M], for any M:
+            entries that offsets leave out are ignored.
+        chunk: tokens whose columns may be alive at once; None for all of them; "auto"
+            for as many as fit 512 MiB in float32.
+        offsets: integers [N + 1] that do not decrease, for N tokens; None for dense
+            supports.
+        max_ids: with offsets, the most ids that a token may have, a Python integer.
+        where: booleans that broadcast to labels; False masks a token.
+        temperature: positive scalar or one per token, [...]; not differentiable.
+        softcap: caps logits at ±softcap by tanh, before the temperature.
+        bias: [V], added to the logits first.
+        vocab_size: logical vocabulary when W is padded.
+        layout: "vd" or "dv"; inferred from the shapes unless W is square.
+        implementation: "xla", or None, which means the same.
+
+    Returns:
+        float32 [...] (float64 for float64 hidden): 0 for a masked token, with a
+        gradient of exactly 0, even where its hidden state is NaN; NaN for a token whose
+        support lacks its label, contains an id ≥ V, has more than max_ids ids or
+        offsets that are out of order, if that is known at run time only.
+
+    **Memory** beyond inputs, outputs and gradients, with b the item size of hidden,
+    C = min(chunk, tokens rounded up to 16) and E = C·K: forward b·E·D; backward
+    (4 + b)·E·D + 4·V·D, the latter for the float32 sum of W's gradient; if W is frozen,
+    backward is as forward. With offsets, E = min(C·max_ids, max(4096, M/16)), but at
+    least max_ids, and the terms with E double, as the buffers of two widths may be
+    alive. XLA for CPUs widens 16-bit columns to float32.
+
+    Raises:
+        TypeError: an argument has the wrong type; the message names it.
+        ValueError: shapes disagree, the layout is ambiguous, an id is ≥ V, a label is
+            not in its support, or offsets decrease, reach beyond the ids or give a
+            token more than max_ids.
+        NotImplementedError: a gradient of the temperature or a second derivative is
+            requested, or the implementation does not have this verb.
+
+    >>> import jax.numpy as jnp, jaxmem
+    >>> h, W = jnp.zeros((2, 8)), jnp.zeros((4, 8))
+    >>> support = jnp.array([[0, 3, -1], [1, 2, 3]])
+    >>> jaxmem.support_logprobs(h, W, jnp.array([0, 3]), support).round(2)
+    Array([-0.69, -1.1 ], dtype=float32)
+    >>> ids, offsets = jnp.array([0, 3, 1, 2, 3]), jnp.array([0, 2, 5])
+    >>> jaxmem.support_logprobs(
+    ...     h, W, jnp.array([0, 3]), ids, offsets=offsets, max_ids=3
+    ... ).round(2)
+    Array([-0.69, -1.1 ], dtype=float32)
+
+    Reference: Holtzman et al., "The Curious Case of Neural Text Degeneration", 2019,
+    arXiv:1904.09751, which introduces top-p sampling.
+    """
+    verb = "support_logprobs"
+    options = HeadOptions(
+        chunk=chunk, where=where, temperature=temperature, softcap=softcap, bias=bias,
+        vocab_size=vocab_size, layout=layout, implementation=implementation,
+    )  # fmt: skip
+    rule.check_only_xla(verb, implementation)
+    source, layout, shape = arguments.read_head(hidden, W, options)
+    columns = arguments.columns_of(source, layout)
+    tokens = shape, checks.check_vocab_size(vocab_size, columns)
+    where = arguments.read_where(where, shape)
+    labels = checks.as_visible_array("labels", labels)
+    support_ids = checks.as_visible_array("support_ids", support_ids)
+    given, widest = _read_supports(support_ids, offsets, max_ids, where, tokens)
+    options = dataclasses.replace(options, layout=layout)
+    spec = spec_of(source, options, widest * source.hidden.shape[1])
+    rows = arguments.read_rows(spec, shape, labels, options)
+    check_support(labels, support_ids, offsets, where, shape)
+    shapes = shapes_of(source, shape) | {"support_ids": support_ids.shape}
+    entries = spec.chunk * widest
+    if isinstance(given, Ragged):
+        entries = chunk_entries(spec.chunk, widest, given.ids.shape[0])
+    rule.record(verb, shapes, implementation, spec.chunk, 4 * entries)
+    if 0 in shape:
+        return jnp.zeros(shape, spec.stats_dtype)
+    spec, source = arguments.typed(spec, source, (rows, given))
+    of_call = SupportRule(spec)
+    if isinstance(given, Ragged):
+        of_call = RaggedSupportRule(spec, widest)
+    results = rule.run(of_call, (source,), ((rows,), given))
+    return jnp.reshape(results, shape)
+
+
+def _read_supports(support_ids, offsets, max_ids, where, tokens):
+    """The checked supports, [N, K] or `Ragged`, and the most ids that one may have."""
+    if offsets is None:
+        check_dense(max_ids)
+        ids = flat_ids(check_ids("support_ids", support_ids, where, *tokens), tokens[0])
+        return ids, ids.shape[1]
+    given = read_ragged(support_ids, offsets, max_ids, where, tokens)
+    return given, min(int(max_ids), given.ids.shape[0])
+
+
+def check_support(labels, support_ids, offsets, where, shape: tuple[int, ...]) -> None:
+    """Raise for an empty support, or a visible label that is not in its support.
+
+    Args:
+        labels: checked, [...].
+        support_ids: checked, [..., K], or [M] with offsets.
+        offsets: checked, or None.
+        where: checked, or None.
+        shape: of the tokens.
+
+    Raises:
+        ValueError: there is one.
+    """
+    if offsets is None and support_ids.shape[-1] == 0:
+        raise ValueError("support_ids must hold at least one id a token, got none")
+    offsets = None if offsets is None else checks.as_visible_array("offsets", offsets)
+    if not all(map(checks.is_visible, (labels, support_ids, offsets, where))):
+        return
+    labels, support_ids = np.asarray(labels), np.asarray(support_ids)
+    missing = (labels >= 0) & counted_tokens(where, shape)
+    if offsets is None:
+        missing &= np.all(support_ids != labels[..., None], axis=-1)
+    else:
+        owners, entries = entries_of(support_ids, offsets)
+        found = np.zeros(labels.size, bool)
+        found[owners[entries == np.ravel(labels)[owners]]] = True
+        missing &= ~found.reshape(shape)
+    if missing.any():
+        first = tuple(int(i) for i in np.argwhere(missing)[0])
+        raise ValueError(
+            f"labels must be among their token's support_ids, got {labels[first]} at "
+            f"{first}, which is not; mark padding with a negative label or with where="
+        )

@@ -1,0 +1,310 @@
+"""Ragged supports against float64 and against dense ones; what is not valid."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxmem
+from jaxmem import packing
+from tests.functional.test_api import EPSILON, STATS_EPSILON, assert_as_good
+from tests.functional.test_selected import (
+    CHUNK,
+    OPTIONS,
+    D,
+    N,
+    V,
+    changed,
+    cotangents,
+    exact,
+    make as make_dense,
+    materialised,
+)
+
+pytestmark = pytest.mark.usefixtures("quick_compilation", "on_one_device")
+
+MAX_IDS = 23  # between widths, of which 4, 8 and 16 are below
+
+
+def make(std=1.0, limit=V):
+    """hidden, W, labels, and dense supports of 1 to MAX_IDS ids, one of each width."""
+    h, W, _, _ = make_dense(std)
+    rng = np.random.default_rng(1)
+    counts = rng.integers(1, MAX_IDS + 1, N)
+    counts[:9] = 1, 2, 4, 5, 8, 9, 16, 17, MAX_IDS
+    ids = np.stack([rng.permutation(limit)[:MAX_IDS] for _ in range(N)])
+    ids = np.where(np.arange(MAX_IDS) < counts[:, None], ids, -1).astype(np.int32)
+    return h, W, ids[np.arange(N), counts // 2].copy(), ids
+
+
+@functools.partial(jax.jit, static_argnames=("layout", "options", "chunk", "max_ids"))
+def ours(operands, g, arrays, layout="vd", options=(), chunk=CHUNK, max_ids=MAX_IDS):
+    """Value, and the gradients of hidden, W and bias, if any; supports are traced."""
+    h, W, y, ids, offsets = operands
+
+    def call(h, W, bias):
+        W = W if layout == "vd" else W.T
+        given = arrays | bias | {"layout": layout} | dict(options)
+        given |= {"offsets": offsets, "max_ids": max_ids}
+        return jaxmem.support_logprobs(h, W, y, ids, chunk, **given)
+
+    value, pull = jax.vjp(call, h, W, {k: v for k, v in arrays.items() if k == "bias"})
+    return value, jax.tree.leaves(pull(g))
+
+
+def ragged(operands, after=7):
+    """The operands with a CSR support, with entries of no token at both ends."""
+    h, W, y, dense = operands
+    ids, offsets = packing.support_to_csr(dense)
+    noise = np.full(after, V + 5)
+    return h, W, y, np.concatenate([[-7, V], ids, noise]).astype(np.int32), offsets + 2
+
+
+def check(operands, dtype="float32", layout="vd", chunk=CHUNK, **options):
+    h, W, y, dense = operands
+    operands = [jnp.asarray(h).astype(dtype), jnp.asarray(W).astype(dtype), y, dense]
+    g = cotangents("support")
+    arrays = {k: v for k, v in options.items() if isinstance(v, np.ndarray)}
+    numbers = tuple((k, v) for k, v in options.items() if k not in arrays)
+    made, gradients = ours(ragged(operands), g, arrays, layout, numbers, chunk)
+    rough, rough_gradients = materialised(operands, g, arrays, "support", numbers)
+    want, exact_gradients = exact("support", g, operands, **options)
+    assert made.dtype == jnp.float32 and made.shape == want.shape
+    assert (np.asarray(made) <= 0).all()
+    assert_as_good(made, rough, want, STATS_EPSILON, "logprobs")
+    for name, got, near, need in zip(
+        ("dhidden", "dW", "dbias"), gradients, rough_gradients, exact_gradients,
+        strict=False,
+    ):  # fmt: skip
+        assert_as_good(got, near, need, EPSILON[got.dtype.name], name)
+
+
+@pytest.mark.parametrize("std", [0.0, 1.0, 15.0], ids=["flat", "ordinary", "peaked"])
+def test_values_and_gradients(std):
+    check(make(std))
+
+
+@pytest.mark.parametrize("chunk", [1, None, "auto"], ids=str)
+def test_any_chunk(chunk):
+    check(make(), chunk=chunk)
+
+
+@pytest.mark.parametrize("dtype,layout", [("float32", "dv"), ("bfloat16", "vd")])
+def test_every_option(dtype, layout):
+    check(make(3.0, 100), dtype, layout, **OPTIONS)
+
+
+def test_ids_that_repeat_or_are_absent():
+    h, W, y, dense = make()
+    dense[:, 5] = y
+    dense[::2, 1] = dense[::2, 0]
+    operands = h, W, y, dense
+    csr = ragged((h, W, y, np.where(dense < 0, V, dense)))  # as many ids a token
+    ids = np.where(csr[3] == V, -5, csr[3])
+    value, gradients = ours((*csr[:3], ids, csr[4]), cotangents("support"), {})
+    want, need = exact("support", cotangents("support"), operands)
+    np.testing.assert_allclose(value, want, rtol=2e-6, atol=2e-6)
+    for got, exact_one in zip(gradients, need, strict=False):
+        np.testing.assert_allclose(got, exact_one, atol=2e-5)
+
+
+def test_one_width_is_the_dense_form_bit_by_bit():
+    h, W, y, dense = make()
+    dense[:] = np.where(dense < 0, (dense[:, :1] + np.arange(MAX_IDS)) % V, dense)
+    g, options = cotangents("support"), {"chunk": None}
+
+    def of_dense(h, W):
+        return jaxmem.support_logprobs(h, W, y, dense, **options)
+
+    want, pull = jax.vjp(of_dense, h, W)
+    value, gradients = ours(ragged((h, W, y, dense)), g, {}, chunk=None)
+    np.testing.assert_array_equal(value, want)
+    for got, exact_one in zip(gradients, pull(g), strict=True):
+        np.testing.assert_array_equal(got, exact_one)
+
+
+def test_a_token_does_not_depend_on_the_others():
+    h, W, y, dense = make()
+    order = np.random.default_rng(2).permutation(N)
+    want, (dh, _) = ours(ragged((h, W, y, dense)), cotangents("support"), {})
+    shuffled = h[order], W, y[order], dense[order]
+    got, (moved, _) = ours(ragged(shuffled), cotangents("support")[order], {})
+    np.testing.assert_array_equal(got, want[order])
+    np.testing.assert_array_equal(moved, dh[order])
+
+
+def test_any_leading_shape_and_integer_type():
+    h, W, y, ids, offsets = ragged([x[:24] if len(x) == N else x for x in make()])
+    options = {"max_ids": MAX_IDS}
+    flat = jaxmem.support_logprobs(h, W, y, ids, offsets=offsets, **options)
+    shaped = jaxmem.support_logprobs(
+        h.reshape(2, 3, 4, D), W, y.reshape(2, 3, 4), ids.astype(np.int16),
+        offsets=offsets.astype(np.uint64), **options,
+    )  # fmt: skip
+    np.testing.assert_array_equal(shaped, flat.reshape(2, 3, 4))
+    one = jaxmem.support_logprobs(h[0], W, y[0], ids, offsets=offsets[:2], **options)
+    assert one.shape == () and abs(one - flat[0]) < 1e-6
+
+
+def test_masked_tokens_give_exactly_nothing():
+    h, W, y, dense = make()
+    where = np.arange(N) % 4 == 0
+    h[~where], y[1] = np.nan, V + 5
+    dense[2], dense[5, :] = -1, V + 7  # empty, and one that does not exist
+    g, operands = cotangents("support"), ragged((h, W, y, dense))
+    value, (dh, dW) = ours(operands, g, {"where": where})
+    assert not value[~where].any() and not dh[~where].any()
+    assert np.isfinite(value).all() and np.isfinite(dh).all()
+    want, need = exact("support", g[where], [h[where], W, y[where], dense[where]])
+    np.testing.assert_allclose(value[where], want, atol=2e-6)
+    np.testing.assert_allclose(dW, need[1], atol=1e-5)
+    padding = np.where(where, y, -1)
+    alike = ours((h, W, padding, *operands[3:]), g, {})
+    for a, b in zip(jax.tree.leaves(alike), (value, dh, dW), strict=True):
+        np.testing.assert_array_equal(a, b)
+    value, gradients = ours(operands, g, {"where": np.zeros(N, bool)})
+    assert not value.any() and not any(x.any() for x in gradients)
+
+
+def poisoned(operands, bad, max_ids=MAX_IDS):
+    """Check that exactly these tokens are NaN, and others not where g does not ask."""
+    g, bad = cotangents("support"), np.isin(np.arange(N), bad)
+    value, (dh, _) = ours(operands, g, {}, max_ids=max_ids)
+    np.testing.assert_array_equal(np.isnan(value), bad)
+    np.testing.assert_array_equal(np.isnan(dh).any(1), bad)
+    _, unused = ours(operands, np.where(bad, 0, g), {}, max_ids=max_ids)
+    assert all(np.isfinite(x).all() for x in unused)
+
+
+def test_what_is_not_valid_poisons_only_its_token():
+    h, W, y, dense = make()
+    dense[7], dense[9, dense[9] == y[9]] = -1, -1  # empty; without its label
+    dense[11, 0] = V
+    poisoned(ragged((h, W, y, dense)), [7, 9, 11])
+
+
+def test_too_many_ids_poison_only_their_tokens():
+    counts = (make()[3] >= 0).sum(1)
+    poisoned(ragged(make()), np.flatnonzero(counts > 10), max_ids=10)
+
+
+def test_offsets_out_of_order_or_beyond_the_ids_poison_only_their_tokens():
+    h, W, y, ids, offsets = ragged(make(), after=0)
+    first, offsets[20] = offsets[20], offsets[19] - 1
+    poisoned((h, W, y, ids, offsets), [19, 20])  # which overlap
+    offsets[20] = first
+    short = ids[: offsets[-1] - 1]
+    poisoned((h, W, y, short, offsets), [N - 1])
+    offsets[:2] = -(2**31) + 1, -1
+    poisoned((h, W, y, ids, offsets), [0, 1])
+
+
+def test_a_label_that_a_bias_rules_out_is_impossible():
+    """-inf, and its gradient moves mass to no place that is not a number."""
+    h, W, y, dense = make()
+    bias = np.zeros(V, np.float32)
+    bias[y[3]] = -np.inf
+    of_label = y == y[3]
+    value, gradients = ours(
+        ragged((h, W, y, dense)), cotangents("support"), {"bias": bias}
+    )
+    np.testing.assert_array_equal(np.isneginf(value), of_label)
+    assert np.isfinite(value[~of_label]).all()
+    assert all(np.isfinite(x).all() for x in gradients[:2])
+
+
+def test_no_ids_at_all():
+    h, W, y, _ = make()
+    none = h, W, y, np.zeros(0, np.int32), np.zeros(N + 1, np.int32)
+    poisoned(none, np.arange(N))
+    value, _ = ours((h, W, np.full(N, -1), *none[3:]), np.ones(N), {})
+    assert not value.any()
+    empty = jaxmem.support_logprobs(h[:0], W, y[:0], none[3], offsets=[0], max_ids=3)
+    assert empty.shape == (0,)
+
+
+def test_under_checkpoint_and_vmap():
+    h, W, y, dense = (x[:32] if len(x) == N else x for x in make())
+    halves = [packing.support_to_csr(dense[i : i + 16], capacity=400) for i in (0, 16)]
+    stacked = [np.stack(x) for x in zip(*halves, strict=True)]
+
+    def total(h, W, y, ids, offsets):
+        options = {"offsets": offsets, "max_ids": MAX_IDS}
+        return jnp.sum(jnp.cos(jaxmem.support_logprobs(h, W, y, ids, CHUNK, **options)))
+
+    def mapped(h, W, y, *_):
+        h, y = h.reshape(2, 16, D), y.reshape(2, 16)
+        return jax.vmap(total, (0, None, 0, 0, 0))(h, W, y, *stacked).sum()
+
+    def gradients(fn):
+        return jax.jit(jax.grad(fn, (0, 1)))(h, W, y, *packing.support_to_csr(dense))
+
+    want = gradients(total)
+    for got in (gradients(jax.checkpoint(total)), gradients(mapped)):
+        for a, b in zip(got, want, strict=True):
+            np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+# What is refused, and how.
+
+GOOD = dict(
+    zip(
+        ("hidden", "W", "labels", "support_ids", "offsets"), ragged(make()), strict=True
+    )
+) | {"max_ids": MAX_IDS}
+IDS, OFFSETS, LABELS = GOOD["support_ids"], GOOD["offsets"], GOOD["labels"]
+
+ERRORS = [
+    ({"max_ids": None}, ValueError,
+     "max_ids must be given with offsets: the most ids that a token may have, such as "
+     "the sampler's top_k"),
+    ({"max_ids": 0}, ValueError,
+     "max_ids must be an integer, at least 1 and below 2**31, got 0"),
+    ({"offsets": None}, ValueError,
+     "max_ids must be None without offsets, got 23; a dense support has as many ids as "
+     "its last axis"),
+    ({"support_ids": IDS[None]}, ValueError,
+     "support_ids must have one axis with offsets, which say where each token's ids "
+     f"begin, got shape (1, {len(IDS)})"),
+    ({"support_ids": IDS * 0.5}, TypeError,
+     "support_ids must be integers, got float64; convert them with "
+     "support_ids.astype('int32')"),
+    ({"offsets": OFFSETS * 1.0}, TypeError,
+     "offsets must be integers, got float64; convert them with "
+     "offsets.astype('int32')"),
+    ({"offsets": OFFSETS[1:]}, ValueError,
+     "offsets must have one entry a token and one more, shape (38,), got (37,)"),
+    ({"offsets": changed(OFFSETS, 5, 0)}, ValueError,
+     f"offsets must not decrease, got {OFFSETS[4]} and then 0 at 5"),
+    ({"offsets": OFFSETS - 3}, ValueError,
+     f"offsets must be from 0 to {len(IDS)}, the entries of support_ids, got -1 to "
+     f"{OFFSETS[-1] - 3}"),
+    ({"offsets": changed(OFFSETS, -1, 2**31 - 1)}, ValueError,
+     f"offsets must be from 0 to {len(IDS)}, the entries of support_ids, got 2 to "
+     "2147483647"),
+    ({"max_ids": 16}, ValueError,
+     "offsets must give a token at most max_ids=16 ids, got 17 at token 7; raise "
+     "max_ids, or mask the token with where="),
+    ({"support_ids": changed(IDS, 4, V)}, ValueError,
+     "support_ids must be below vocab_size=130, got 130; mark what is absent with a "
+     "negative id, or the token with where="),
+    ({"labels": changed(LABELS, 3, (LABELS[3] + 1) % V)}, ValueError,
+     f"labels must be among their token's support_ids, got {LABELS[3] + 1} at (3,), "
+     "which is not; mark padding with a negative label or with where="),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("changes,kind,message", ERRORS, ids=lambda x: str(x)[:30])
+def test_errors(changes, kind, message):
+    with pytest.raises(kind) as error:
+        jaxmem.support_logprobs(**(GOOD | changes))
+    assert str(error.value) == message
+
+
+def test_what_a_mask_hides_is_not_refused():
+    where = np.arange(N) != 7
+    masked = GOOD | {"max_ids": 23, "where": where}
+    masked["support_ids"] = changed(IDS, slice(OFFSETS[7], OFFSETS[8]), V)
+    assert np.isfinite(jaxmem.support_logprobs(**masked)).all()
