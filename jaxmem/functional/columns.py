@@ -43,7 +43,8 @@ class ColumnsRule(LoopRule):
     """The rule of ln p of K distinct columns a token and of the rest, [N, K + 1].
 
     Given are their ids [N, K]. A negative id is absent, with ln p of -inf; an id that
-    does not exist makes its token NaN.
+    does not exist makes its token NaN. Cotangents are 0 where ln p is -inf and no id
+    or no rest is there.
     """
 
     def forward_loop(self, source, rows, given):
@@ -69,14 +70,10 @@ class ColumnsRule(LoopRule):
         def derivative(row_ids):
             log_p, g_row = take(result, row_ids), take(g, row_ids)
             ids = take(given, row_ids, fill_value=-1)
-            g_row = g_row.at[:, :-1].set(jnp.where(ids < 0, 0, g_row[:, :-1]))
             dz = by_log_p(log_p, g_row)
             # Rows past the last active one, or whose NaN or infinity is not used.
             dz = jnp.where(jnp.any(g_row != 0, axis=1, keepdims=True), dz, 0)
             rest = jax.tree.map(lambda x: take(x, row_ids), saved["normaliser"])
-            # Without a rest, e^(z - R) is 0 like what it is multiplied by.
-            log_sum = jnp.where(rest.log_sum == -jnp.inf, jnp.inf, rest.log_sum)
-            rest = rest._replace(log_sum=log_sum)
             return Derivative(ids, dz[:, :-1], dz[:, -1], rest)
 
         return pull(self.spec, source, rows[0], derivative)

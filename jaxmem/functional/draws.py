@@ -90,7 +90,8 @@ def sample_ids(
 
     **Memory** beyond inputs and outputs, with C = min(chunk, tokens rounded up to 16):
     4·C·V·(1 + 2/16) + 512·C·n, and 4·n per token for random numbers. XLA for CPUs may
-    widen 16-bit weights to float32, 4·V·D.
+    widen 16-bit weights to float32, 4·V·D, and takes 8·C·V if V is not a multiple of
+    128.
 
     **Communication** with axis_name, per token: all-reduces of 4 bytes (max), of 8
     (sum), of 4 per shard and of 4·n.

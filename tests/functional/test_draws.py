@@ -1,6 +1,7 @@
 """Ids drawn from the softmax: the inverse of its distribution function, to float64."""
 
 import math
+import types
 
 import jax
 import jax.numpy as jnp
@@ -85,6 +86,14 @@ def test_bit_by_bit_where_probabilities_are_powers_of_two():
     ids = jaxmem.sample_ids(h, W, 40, KEY, CHUNK, bias=bias)
     want = columns[np.floor(uniform(40) * 256).astype(int)]
     np.testing.assert_array_equal(ids, want)
+
+
+def test_the_bounds_of_a_column():
+    """The first and the last number that draw it."""
+    bits = np.array([[0, 2**24 - 1, 2**24, 2**25 - 1, 2**25, 2**32 - 1]], np.uint32)
+    whole = types.SimpleNamespace(shards=None)
+    ids = draws._draw(whole, jnp.zeros((1, 256)), jnp.asarray(bits))
+    np.testing.assert_array_equal(ids, [[0, 0, 1, 1, 2, 255]])
 
 
 def test_frequencies():

@@ -1,0 +1,66 @@
+"""What top k, divergences over columns and draws cost on "xla": GEMMs and bytes."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxmem
+from tests.backends.test_xla import CPU, CUBLAS, OLD_XLA, count_gemms
+from tests.functional.test_selected_xla import compiled
+
+pytestmark = pytest.mark.usefixtures("on_one_device")
+
+K = 16
+BESIDES = 0 if CPU else CUBLAS
+
+
+def topk(chunk):
+    return lambda h, W, ids, q: jaxmem.topk(h, W, K, chunk).logprobs.sum()
+
+
+def topk_kl(chunk):
+    return lambda h, W, ids, q: jaxmem.topk_kl(h, W, ids, q, chunk).sum()
+
+
+def sample_ids(chunk):
+    return lambda h, W, ids, q: jaxmem.sample_ids(h, W, K, jax.random.key(0), chunk)
+
+
+def shapes(n, d, v, dtype="float32"):
+    floats = (jax.ShapeDtypeStruct(s, dtype) for s in ((n, d), (v, d)))
+    ids = jax.ShapeDtypeStruct((n, K), jnp.int32)
+    return *floats, ids, jax.ShapeDtypeStruct((n, K), jnp.float32)
+
+
+@pytest.mark.parametrize("verb", [topk, topk_kl])
+def test_one_pass_over_the_logits(verb):
+    def gemms(fn):
+        return count_gemms(compiled(fn, *shapes(256, 24, 640)).as_text())
+
+    loss = verb(64)
+    assert gemms(loss) == 1
+    assert gemms(jax.value_and_grad(loss, (0, 1))) == 4
+    assert gemms(jax.value_and_grad(loss)) == 3
+    assert gemms(sample_ids(64)) == 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("verb", [topk, topk_kl, sample_ids])
+def test_memory_is_what_the_docstring_says(verb, dtype):
+    if OLD_XLA:
+        pytest.skip("XLA for CPUs in jaxlib 0.10 stores more parts of a chunk's logits")
+    n, d, v, chunk = 2048, 64, 8192, 128
+    size = jnp.dtype(dtype).itemsize
+    widened = 4 * v * d if size == 2 and CPU else 0
+    more = {topk: 256 * K + v / 4, topk_kl: 192 * K, sample_ids: 512 * K + v / 2}[verb]
+    forward = 4 * chunk * v + chunk * more + widened
+    backward = (8 + size) * chunk * v + 192 * chunk * K + 4 * v * d + widened
+    loss, operands = verb(chunk), shapes(n, d, v, dtype)
+    besides = 8 * n * (d + 4 * K) + BESIDES
+    cases = [(loss, forward)]
+    if verb is not sample_ids:
+        cases.append((jax.grad(loss, (0, 1)), backward))
+    for fn, promised in cases:
+        temp = compiled(fn, *operands).memory_analysis().temp_size_in_bytes
+        assert 4 * chunk * v <= temp <= 1.04 * promised + besides
+        assert temp < 4 * n * v
