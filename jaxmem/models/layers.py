@@ -98,7 +98,34 @@ class Attention(nnx.Module):
         def split(projected: jax.Array) -> jax.Array:
             return projected.reshape(batch, length, -1, self.config.head_dim)
 
+        if hasattr(self, "joined"):
+            heads, kv_heads = self.config.heads, self.config.kv_heads
+            at = heads, heads + kv_heads
+            query, key, value = jnp.split(split(self.joined(x)), at, axis=2)
+            return query, key, value
         return split(self.query(x)), split(self.key(x)), split(self.value(x))
+
+    def join(self) -> None:
+        """Replace the three projections by `joined`, one product for all of them.
+
+        Few rows are bound by reading the matrices, and those of keys and values alone
+        are too small to occupy a GPU. With adapters of these projections, and if they
+        are joined already, nothing changes.
+
+        **Memory**: layers · hidden · (heads + 2 · kv_heads) · head_dim numbers, as long
+        as the projections are held elsewhere, too.
+        """
+        lora_targets = self.config.lora_targets if self.config.lora_rank else ()
+        if hasattr(self, "joined") or {"query", "key", "value"} & {*lora_targets}:
+            return
+        parts = self.query, self.key, self.value
+        joined = self.query
+        joined.out_features = sum(part.out_features for part in parts)
+        for name in ("kernel", "bias") if self.config.qkv_bias else ("kernel",):
+            arrays = [getattr(part, name)[...] for part in parts]
+            setattr(joined, name, nnx.Param(jnp.concatenate(arrays, axis=-1)))
+        self.joined = joined
+        del self.query, self.key, self.value
 
     def rotate(self, query: jax.Array, key: jax.Array, rope: Rope):
         """Queries and keys after QK-norm, if configured, and rotation."""
