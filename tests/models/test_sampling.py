@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -408,7 +409,7 @@ def test_projections_are_joined_on_one_gpu_before_the_loop(as_on_a_gpu):
         key, config = jax.random.key(0), SamplingConfig(max_new_tokens=3)
         return sample(model, PROMPTS, LENGTHS, key, config, eos_id=EOS, pad_id=PAD)
 
-    program = jax.make_jaxpr(draw)(decoder(dtype="bfloat16", head_dim=16)).jaxpr
+    program: Any = jax.make_jaxpr(draw)(decoder(dtype="bfloat16", head_dim=16)).jaxpr
     (loop,) = (each for each in program.eqns if each.primitive.name == "while")
     joined = [
         each for each in program.eqns
