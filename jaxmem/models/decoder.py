@@ -251,12 +251,14 @@ class Decoder(nnx.Module):
         seen = by_kind(self.config, lambda kind: cache.seen(self._window(kind)))
         sight = self._sights(cache.lengths[:, None], seen)
         definition, weights = nnx.split(self.blocks)
+        scales = self.blocks.attention.qk_scales
 
         def block(x, of_layer):
             layer_weights, index, kind = of_layer
             seen, rope = sight(kind)
             cached = kv_cache.Cached(cache.layers, index, cache.slot)
-            return nnx.merge(definition, layer_weights).decode(x, rope, cached, seen)
+            merged = nnx.merge(definition, layer_weights)
+            return merged.decode(x, rope, cached, seen, scales)
 
         layers = self.config.layers
         stack = weights, np.arange(layers, dtype=np.int32), layer_kinds(self.config)

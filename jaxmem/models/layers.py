@@ -52,7 +52,7 @@ def _residual_linear(
     return _linear(config, name, inputs, config.hidden, rngs, gain=gain)
 
 
-def rms_norm(config: ModelConfig, width: int, rngs: nnx.Rngs) -> nnx.RMSNorm:
+def rms_norm(config: ModelConfig, width: int, rngs: nnx.Rngs) -> norms.RMSNorm:
     """The norm that all layers use, over the last axis."""
     kind, start = norms.RMSNorm, nnx.initializers.ones
     if config.norm_offset:
@@ -98,7 +98,34 @@ class Attention(nnx.Module):
         def split(projected: jax.Array) -> jax.Array:
             return projected.reshape(batch, length, -1, self.config.head_dim)
 
+        if hasattr(self, "joined"):
+            heads, kv_heads = self.config.heads, self.config.kv_heads
+            at = heads, heads + kv_heads
+            query, key, value = jnp.split(split(self.joined(x)), at, axis=2)
+            return query, key, value
         return split(self.query(x)), split(self.key(x)), split(self.value(x))
+
+    def join(self) -> None:
+        """Replace the three projections by `joined`, one product for all of them.
+
+        Few rows are bound by reading the matrices, and those of keys and values alone
+        are too small to occupy a GPU. With adapters of these projections, and if they
+        are joined already, nothing changes.
+
+        **Memory**: layers · hidden · (heads + 2 · kv_heads) · head_dim numbers, as long
+        as the projections are held elsewhere, too.
+        """
+        lora_targets = self.config.lora_targets if self.config.lora_rank else ()
+        if hasattr(self, "joined") or {"query", "key", "value"} & {*lora_targets}:
+            return
+        parts = self.query, self.key, self.value
+        joined = self.query
+        joined.out_features = sum(part.out_features for part in parts)
+        for name in ("kernel", "bias") if self.config.qkv_bias else ("kernel",):
+            arrays = [getattr(part, name)[...] for part in parts]
+            setattr(joined, name, nnx.Param(jnp.concatenate(arrays, axis=-1)))
+        self.joined = joined
+        del self.query, self.key, self.value
 
     def rotate(self, query: jax.Array, key: jax.Array, rope: Rope):
         """Queries and keys after QK-norm, if configured, and rotation."""
@@ -117,10 +144,18 @@ class Attention(nnx.Module):
         mixed = ulysses.attend(self._attend, query, key, value, sight)
         return remat.recompute(self._join)(mixed)
 
-    def decode(self, x: jax.Array, rope: Rope, cached: kv_cache.Cached, filled):
-        """[B, 1, hidden] from [B, 1, hidden], and the new tokens' keys and values."""
-        query, key, value = self.project(x)
-        query, key = self.rotate(query, key, rope)
+    @property
+    def qk_scales(self) -> tuple[jax.Array, ...]:
+        """The scales of QK-norm; of a stack of layers, those of all layers."""
+        both = (self.query_norm, self.key_norm) if self.config.qk_norm else ()
+        return tuple(norm.scale[...] for norm in both if norm.scale is not None)
+
+    def decode(self, x: jax.Array, rope: Rope, cached: kv_cache.Cached, filled, scales):
+        """[B, 1, hidden] from [B, 1, hidden], and the new tokens' keys and values.
+
+        `scales` are the `qk_scales` of all layers.
+        """
+        query, key, value = self._of_token(x, rope, cached.index, scales)
         token = kv_cache.layer_of(key, value, 1)
         config = self.config
         mixed = kv_cache.attend_in_place(
@@ -132,6 +167,26 @@ class Attention(nnx.Module):
             softcap=config.attention_softcap,
         )
         return self._join(mixed), token
+
+    def _of_token(self, x: jax.Array, rope: Rope, index, scales):
+        """Rotated queries and keys, and values; on one GPU, joined ones by a kernel."""
+        on_one_gpu = devices.backend() == "gpu" and mesh.current() is None
+        if hasattr(self, "joined") and on_one_gpu:
+            from jaxmem.kernels import rotary  # Pallas takes a while to import
+
+            if rotary.supports(self.config.head_dim):
+                both = None
+                if self.config.qk_norm:
+                    norm = self.query_norm
+                    both = rotary.Norms(index, scales, norm.offset, norm.epsilon)
+                cosines, sines, *kind = rope
+                tables = [t[kind[0]] if kind else t for t in (cosines, sines)]
+                tables = tuple(t.reshape(len(x), -1) for t in tables)
+                joined = self.joined(x).reshape(len(x), -1, self.config.head_dim)
+                made = rotary.split(joined, self.config.kv_heads, tables, both)
+                return (each[:, None] for each in made)
+        query, key, value = self.project(x)
+        return *self.rotate(query, key, rope), value
 
     def _join(self, mixed: jax.Array) -> jax.Array:
         return self.output(mixed.reshape(*mixed.shape[:2], -1))
@@ -240,10 +295,10 @@ class Block(nnx.Module):
         mixed = self.attention.attend(query, key, value, sight)
         return self._finish(x, mixed), (key, value)
 
-    def decode(self, x: jax.Array, rope: Rope, cached: kv_cache.Cached, filled):
-        """[B, 1, hidden] from [B, 1, hidden], and the new tokens' keys and values."""
+    def decode(self, x: jax.Array, rope: Rope, cached: kv_cache.Cached, filled, scales):
+        """As `Attention.decode`, of the residual stream."""
         x_norm = self.attention_norm(x)
-        mixed, token = self.attention.decode(x_norm, rope, cached, filled)
+        mixed, token = self.attention.decode(x_norm, rope, cached, filled, scales)
         return self._finish(x, mixed), token
 
     def _finish(self, x: jax.Array, mixed: jax.Array) -> jax.Array:

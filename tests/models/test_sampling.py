@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +11,13 @@ import pytest
 from flax import nnx
 
 import jaxmem
+from jaxmem import devices
 from jaxmem.models.decoder import Decoder, ModelConfig
+from jaxmem.models.partitioning import Layout, MeshConfig
 from jaxmem.models.sampling import (
     Sampler,
     SamplingConfig,
+    prepared,
     row_keys,
     sample,
     truncate,
@@ -377,6 +381,59 @@ def test_layers_compiled_one_by_one_draw_the_same_tokens():
     assert loops < more_loops
     np.testing.assert_array_equal(one.tokens, by_loop.tokens)
     np.testing.assert_allclose(one.logprobs, by_loop.logprobs, atol=1e-5)
+
+
+@pytest.mark.parametrize("changes", [{}, dict(qkv_bias=True), dict(qk_norm=True)])
+def test_joined_projections_draw_the_same_tokens(changes):
+    definition, weights = nnx.split(decoder(**changes))
+    rng = np.random.default_rng(0)  # biases are initialised to zero
+    weights = jax.tree.map(lambda w: w + 0.1 * rng.standard_normal(w.shape), weights)
+    apart, joined = (nnx.merge(definition, weights) for _ in range(2))
+    joined.blocks.attention.join()
+    names = "/".join(str(path) for path in nnx.to_flat_state(nnx.state(joined)))
+    assert "joined" in names and "'query'" not in names
+    expected, made = run(apart), run(joined)
+    np.testing.assert_array_equal(made.tokens, expected.tokens)
+    np.testing.assert_allclose(made.logprobs, expected.logprobs, atol=1e-5)
+    assert len(set(made.tokens[made.mask])) > 2
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """What is traced is for one."""
+    monkeypatch.setattr(devices, "backend", lambda: "gpu")
+
+
+def test_projections_are_joined_on_one_gpu_before_the_loop(as_on_a_gpu):
+    def draw(model):
+        key, config = jax.random.key(0), SamplingConfig(max_new_tokens=3)
+        return sample(model, PROMPTS, LENGTHS, key, config, eos_id=EOS, pad_id=PAD)
+
+    program: Any = jax.make_jaxpr(draw)(decoder(dtype="bfloat16", head_dim=16)).jaxpr
+    (loop,) = (each for each in program.eqns if each.primitive.name == "while")
+    joined = [
+        each for each in program.eqns
+        if each.primitive.name == "concatenate" and each.outvars[0].aval.ndim == 3
+    ]  # fmt: skip
+    (matrix,) = joined[0].outvars
+    assert len(joined) == 1 and matrix.aval.shape == (2, 32, 128)  # of all layers
+    assert matrix in loop.invars
+    assert "bf16[32,32]" not in str(loop)  # the projection of keys alone
+
+
+@pytest.mark.parametrize("target", ["query", "key", "value"])
+def test_projections_with_adapters_stay_apart(target, as_on_a_gpu):
+    adapted = decoder(lora_rank=2, lora_targets=(target,))
+    assert hasattr(prepared(adapted).blocks.attention, "query")
+    assert hasattr(prepared(decoder()).blocks.attention, "joined")
+    assert hasattr(decoder().blocks.attention, "query")  # it is not changed
+
+
+@pytest.mark.parametrize("fsdp", [1, 2])
+def test_on_a_mesh_projections_stay_apart(fsdp, as_on_a_gpu):
+    with Layout(MeshConfig(fsdp=fsdp)).context():
+        made = jax.eval_shape(lambda: nnx.state(prepared(decoder())))
+    assert ("query" in made["blocks"]["attention"]) == (fsdp > 1)
 
 
 def test_the_loop_reads_weights_in_the_compute_type():
