@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxmem.functional import divergence, selected
@@ -92,7 +93,7 @@ class OneHot:
     def __mul__(self, other: ArrayLike) -> "OneHot":
         other = jnp.asarray(other)
         if other.ndim and other.shape[-1] != 1:
-            raise TypeError("one-hot labels are multiplied by more than weights [..., 1]")
+            raise TypeError("one-hot labels are multiplied by more than a mask")
         weights = self.weights * (other[..., 0] if other.ndim else other)
         if weights.shape != self.ids.shape:
             raise TypeError("one-hot labels are broadcast by a product")
@@ -109,9 +110,12 @@ class OneHot:
         """The labels [..., n]."""
         return jax.nn.one_hot(self.ids, self.n) * self.weights[..., None]
 
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self.array(), dtype)
+
 
 def _of_tokens(index: Any, ndim: int) -> tuple:
-    """An index of an array with `ndim` axes, without its last one, which stays whole."""
+    """An index of `ndim` axes, without that of the last one, which must stay whole."""
     index = index if isinstance(index, tuple) else (index,)
     if not all(i is Ellipsis or isinstance(i, (int, slice)) for i in index):
         raise TypeError(f"[..., V] is indexed by {[type(i).__name__ for i in index]}")

@@ -113,7 +113,9 @@ def _unsupported(strategy: Any) -> str | None:
     if any(getattr(kind, name) is not getattr(own, name) for name in methods):
         return f"{kind.__name__} has its own loss of logits"
     if strategy.distill_top_k > 0:
-        return f"distill_top_k={strategy.distill_top_k} selects the teacher's top logits"
+        return (
+            f"distill_top_k={strategy.distill_top_k} selects the teacher's top logits"
+        )
     return None
 
 
@@ -137,9 +139,7 @@ def _states_of_teacher(strategy: Any, model: Any, inputs: dict) -> Logits | str:
     return Logits(jax.lax.stop_gradient(hidden), head)
 
 
-def _student(
-    strategy: Any, model: Any, inputs: dict
-) -> tuple[Logits, OneHot] | str:
+def _student(strategy: Any, model: Any, inputs: dict) -> tuple[Logits, OneHot] | str:
     """What the student's and the labels' functions return, or why it is arrays."""
     head = head_of(model)
     if isinstance(head, str):

@@ -367,7 +367,12 @@ _TUNIX = Integration(
     {
         "google-tunix": {
             "0.1.7": (
-                _LOGPS_OR_LOGITS, _COMMON, _ENTROPY, _PREFERENCES, _LOSS, *DISTILLATION
+                _LOGPS_OR_LOGITS,
+                _COMMON,
+                _ENTROPY,
+                _PREFERENCES,
+                _LOSS,
+                *DISTILLATION,
             ),
             "0.1.8": (_LOGPS, _CHUNKED, _PREFERENCES, _LOSS, *DISTILLATION),
         }

@@ -175,7 +175,7 @@ def dense(**inputs):
         (dict(student=no_logits), "student_forward_fn does not return its model's"),
         (dict(labels=smooth), "labels_fn does more with jax.nn.one_hot(...) than"),
         (dict(labels=dense), "labels_fn does not return jax.nn.one_hot(...), or"),
-        (dict(distill_top_k=5), "distill_top_k=5 selects the teacher's top logits"),
+        (dict(distill_top_k=5), "distill_top_k=5 needs the teacher's top logits"),
     ],
 )
 def test_what_is_left_alone_and_why(functions, reason, capsys):
