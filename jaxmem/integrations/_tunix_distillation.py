@@ -113,9 +113,7 @@ def _unsupported(strategy: Any) -> str | None:
     if any(getattr(kind, name) is not getattr(own, name) for name in methods):
         return f"{kind.__name__} has its own loss of logits"
     if strategy.distill_top_k > 0:
-        return (
-            f"distill_top_k={strategy.distill_top_k} selects the teacher's top logits"
-        )
+        return f"distill_top_k={strategy.distill_top_k} needs the teacher's top logits"
     return None
 
 
