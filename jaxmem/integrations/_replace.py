@@ -152,7 +152,7 @@ class Integration:
         raise IntegrationError(f"{names} is not installed")
 
     def _is_importable(self, replacement: Replacement) -> bool:
-        """False where another package, which an optional replacement needs, lacks."""
+        """False if a package that an optional replacement needs is not installed."""
         if not replacement.optional:
             return True
         try:
