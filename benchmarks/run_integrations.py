@@ -3,8 +3,9 @@
     python -m benchmarks.run_integrations --out integrations_h200.csv
 
 One row a loss, model and head: the gradient of Tunix's GRPO loss (with the entropy that
-it always logs) or of its supervised loss, by all weights, random ones, of a Qwen3 with
-the published widths and vocabulary, and `--layers` of its layers. Temporary GiB are the
+it always logs), its supervised loss, or its distillation loss (after the forward pass
+of a teacher of the same size), by all weights, random ones, of a Qwen3 with the
+published widths and vocabulary, and `--layers` of its layers. Temporary GiB are the
 compiler's account of that program; peak GiB the allocator's, of a process that ran
 nothing else. Needs google-tunix 0.1.7.
 """
@@ -20,7 +21,7 @@ import types
 from benchmarks import results, workers
 
 KEYS = ("loss", "model", "head", "layers", "tokens", "device")
-LOSSES, HEADS = ("grpo", "sft"), ("tunix", "jaxmem")
+LOSSES, HEADS = ("grpo", "sft", "distill"), ("tunix", "jaxmem")
 # The published widths; one for a CPU; one that only shows that this runs.
 MODELS = {
     "0.6b": dict(embed_dim=1024, hidden_dim=3072, num_heads=16, num_kv_heads=8,
@@ -97,19 +98,64 @@ def sft(rows, prompt, completion, vocab_size):
     )
 
 
-def measure(args, loss, model):
-    """Columns: milliseconds, GiB, and the loss itself."""
+def distill(rows, prompt, completion, vocab_size):
+    """Tunix's strategy, at its T = 2, over the completions' tokens; and its inputs."""
+    import jax
+    import jax.numpy as jnp
+    from tunix.distillation import strategies
+    from tunix.sft import utils
+
+    length = prompt + completion
+    ids = tokens_of(rows, length, vocab_size)
+    inputs = {
+        "ids": ids, "places": jnp.broadcast_to(jnp.arange(length), ids.shape),
+        "attention": utils.make_causal_attn_mask(jnp.ones(ids.shape, bool)),
+    }  # fmt: skip
+
+    def forward(model, ids, places, attention):
+        return model(ids, places, None, attention)[0][:, prompt - 1 : -1]
+
+    def labels(ids, **_):
+        return jax.nn.one_hot(ids[:, prompt:], vocab_size)
+
+    return strategies.LogitStrategy(forward, forward, labels), inputs
+
+
+def step_of(loss, sizes, definition):
+    """Weights, and for distillation the teacher's weights, to loss and gradient."""
     import jax
     from flax import nnx
 
-    definition, weights = model_of(model, args.layers)
+    if loss != "distill":
+        value = {"grpo": grpo, "sft": sft}[loss](*sizes)
+        return jax.value_and_grad(lambda w: value(nnx.merge(definition, w)))
+    strategy, inputs = distill(*sizes)
+
+    def step(weights, of_teacher):
+        teacher = nnx.merge(definition, of_teacher)
+        output = strategy.get_teacher_outputs(teacher, inputs)
+
+        def total(weights):
+            student = nnx.merge(definition, weights)
+            return strategy.get_train_loss(student, output, inputs)[0]
+
+        return jax.value_and_grad(total)(weights)
+
+    return step
+
+
+def measure(args, loss, model):
+    """Columns: milliseconds, GiB, and the loss itself."""
+    import jax
+
+    definition, *weights = model_of(model, args.layers)
+    if loss == "distill":  # the same numbers, in another order
+        weights.append(jax.tree.map(lambda x: x[::-1], weights[0]))
     sizes = args.rows, args.prompt, args.completion, MODELS[model]["vocab_size"]
-    value = {"grpo": grpo, "sft": sft}[loss](*sizes)
-    step = jax.jit(jax.value_and_grad(lambda w: value(nnx.merge(definition, w))))
-    compiled = step.lower(weights).compile()
+    compiled = jax.jit(step_of(loss, sizes, definition)).lower(*weights).compile()
     temporary = compiled.memory_analysis().temp_size_in_bytes
     row = {"temporary_gib": round(temporary / 2**30, 3)}
-    run = functools.partial(compiled, weights)
+    run = functools.partial(compiled, *weights)
     row["loss_value"] = round(float(jax.block_until_ready(run())[0]), 5)
     seconds = []
     for _ in range(args.repetitions):

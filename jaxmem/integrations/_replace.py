@@ -35,11 +35,14 @@ class Replacement:
             reason when it has to call the original, and each reason is printed once.
         parameters: names that the original must have, in order; None if it is not a
             function.
+        optional: whether it is left alone, and the reason printed, where its module
+            needs a package that is not installed.
     """
 
     where: str
     make: Callable[[Any, Options, Callable[[str], None]], Any]
     parameters: tuple[str, ...] | None
+    optional: bool = False
 
 
 class Integration:
@@ -80,6 +83,7 @@ class Integration:
         if self._undo:
             raise RuntimeError(f"{self._name} has been applied; undo() it first")
         version, replacements = self._known()
+        replacements = [r for r in replacements if self._is_importable(r)]
         originals = [(r, *self._find(r, version)) for r in replacements]
         # Warn before replacing anything, because a warning may be raised as an error.
         for replacement, *_, original in originals:
@@ -146,6 +150,19 @@ class Integration:
             )
         names = " or ".join(self._by_distribution)
         raise IntegrationError(f"{names} is not installed")
+
+    def _is_importable(self, replacement: Replacement) -> bool:
+        """False if a package that an optional replacement needs is not installed."""
+        if not replacement.optional:
+            return True
+        try:
+            importlib.import_module(replacement.where.partition(":")[0])
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] in self._packages:
+                return True  # `_find` raises
+            self._say(f"{replacement.where} ({error})")
+            return False
+        return True
 
     def _find(self, replacement: Replacement, version: str) -> tuple[Any, str, Any]:
         """The object that holds an attribute, the attribute's name, and its value."""

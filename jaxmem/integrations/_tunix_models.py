@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxmem.integrations._distillation import Logits
 from jaxmem.integrations._head import Head
 
 
@@ -43,12 +44,7 @@ def head_of(model: Any) -> Head | str:
 
 def hidden_states(model: Any, *args: Any, **kwargs: Any) -> jax.Array:
     """Run a model without its head: the states [B, T, D] that W multiplies."""
-    if hasattr(model, "jaxmem_hidden_states"):
-        return model.jaxmem_hidden_states(*args, **kwargs)
-    with _stopped_at(*_projection(model)) as states:
-        model(*args, **kwargs)
-    (hidden,) = states
-    return hidden
+    return _states_and_more(model, args, kwargs)[0]
 
 
 def takes_segment_ids(model: Any) -> bool:
@@ -83,3 +79,37 @@ def _stopped_at(owner: Any, method: str) -> Iterator[list[jax.Array]]:
         yield states
     finally:
         setattr(kind, method, original)
+
+
+@contextlib.contextmanager
+def without_logits(model: Any) -> Iterator[None]:
+    """Inside, calls of models of this model's class return `Logits` for logits."""
+    kind = type(model)
+    original = kind.__call__
+
+    @functools.wraps(original)
+    def call(self: Any, *args: Any, **kwargs: Any) -> tuple:
+        kind.__call__ = original
+        try:
+            hidden, *more = _states_and_more(self, args, kwargs)
+        finally:
+            kind.__call__ = call
+        head = head_of(self)
+        assert isinstance(head, Head)
+        return Logits(hidden, head), *more
+
+    kind.__call__ = call
+    try:
+        yield
+    finally:
+        kind.__call__ = original
+
+
+def _states_and_more(model: Any, args: tuple, kwargs: dict) -> tuple:
+    """The states that W multiplies, and what a model returns beside its logits."""
+    if hasattr(model, "jaxmem_hidden_states"):
+        return model.jaxmem_hidden_states(*args, **kwargs), None
+    with _stopped_at(*_projection(model)) as states:
+        _, *more = model(*args, **kwargs)
+    (hidden,) = states
+    return hidden, *more

@@ -9,6 +9,11 @@ states). The replaced functions and class are
     maxtext.utils.vocabulary_tiling.vocab_tiling_nnx_loss
     maxtext.utils.vocabulary_tiling.vocab_tiling_linen_loss   (if it exists)
     maxtext.integration.tunix.tunix_adapter.TunixMaxTextAdapter   gets hidden states
+    CombinedDistillationStrategy's forward functions, labels and losses
+
+Distillation, which needs Tunix, computes neither model's logits: soft and hard losses
+come from hidden states, also where a teacher's top K logits were saved; features and
+load balancing stay MaxText's. Multi-token prediction is left alone there.
 
 The z-loss and the segment mask are MaxText's, and so are the final norm and its
 dropout. Tied and untied heads are supported, of Linen models and of NNX ones. MaxText's
@@ -20,7 +25,6 @@ parameters offloaded to the host, and a Linen decoder inside an NNX model
 import contextlib
 import functools
 import importlib
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +34,12 @@ from flax import linen as nn
 
 from jaxmem.core.options import Chunk, Implementation
 from jaxmem.integrations._head import Head, Options, scores
+from jaxmem.integrations._maxtext_distillation import DISTILLATION
+from jaxmem.integrations._maxtext_models import (
+    final_states,
+    head_of,
+    stopped_before_head,
+)
 from jaxmem.integrations._replace import Integration, Replacement
 
 
@@ -64,45 +74,6 @@ def applied(
         The context manager.
     """
     return _MAXTEXT.applied(Options(chunk, implementation))
-
-
-def head_of(model: Any) -> Head | str:
-    """The head of a MaxText transformer, or why it is not supported."""
-    config, decoder = model.config, model.decoder
-    if hasattr(decoder, "to_nnx__module"):
-        return "its decoder is a Linen module inside NNX (pure_nnx_decoder=False)"
-    if getattr(config, "parameter_memory_host_offload", False):
-        return "parameter_memory_host_offload keeps the head's weights on the host"
-    compute = jnp.float32 if config.logits_dot_in_fp32 else config.dtype
-    if config.logits_via_embedding:
-        table, cap = model.token_embedder.embedding[...], config.final_logits_soft_cap
-        # MaxText multiplies in bfloat16 whatever the table's dtype. It computes
-        # cap tanh(z / s cap) from z / s: a softcap of s cap on z, divided by s.
-        scale = math.sqrt(table.shape[1]) if config.normalize_embedding_logits else 1.0
-        return Head(
-            table.astype(jnp.bfloat16),
-            "vd",
-            config.dtype,
-            softcap=cap * scale if cap else None,
-            temperature=scale,
-        )
-    dense = decoder.logits_dense
-    if any("lora" in name for name in vars(dense)):
-        return "logits_dense has LoRA"
-    if getattr(dense, "quant", None) or getattr(dense, "weight_quant", None):
-        return "logits_dense is quantised"
-    kernel = dense.kernel[...]
-    if not isinstance(kernel, jax.Array) or kernel.ndim != 2:
-        return "logits_dense holds no plain matrix"
-    bias = getattr(dense, "bias", None)
-    return Head(kernel, "dv", compute, None if bias is None else bias[...])
-
-
-def final_states(model: Any, hidden: jax.Array, deterministic: bool) -> jax.Array:
-    """The operand of the head's product, after MaxText's norm and dropout."""
-    decoder = model.decoder
-    normed = decoder.decoder_norm(hidden)
-    return decoder.dropout(normed, deterministic=deterministic)
 
 
 # ----------------------------------------------------------- replacements
@@ -216,35 +187,14 @@ def _adapter(original: type, options: Options, say: Callable[[str], None]) -> ty
             return head_of(self.base)
 
         def jaxmem_hidden_states(self, *args: Any, **kwargs: Any) -> jax.Array:
-            with _stopped_before_head(self.base.decoder) as states:
+            with stopped_before_head(self.base.decoder) as calls:
                 self(*args, **kwargs)
-            (hidden,) = states
-            return final_states(self.base, hidden, deterministic=True)
+            (call,) = calls
+            return final_states(self.base, call.states, deterministic=True)
 
     TunixMaxTextAdapter.__qualname__ = original.__qualname__
     TunixMaxTextAdapter.__module__ = original.__module__
     return TunixMaxTextAdapter
-
-
-@contextlib.contextmanager
-def _stopped_before_head(decoder: Any):
-    kind = type(decoder)
-    original = kind.apply_output_head
-    states: list[jax.Array] = []
-
-    def keep(self, shared_embedding, y, deterministic, model_mode, **kwargs):
-        if self is not decoder:
-            return original(
-                self, shared_embedding, y, deterministic, model_mode, **kwargs
-            )
-        states.append(y)
-        return jnp.zeros((*y.shape[:-1], 1), jnp.float32)
-
-    kind.apply_output_head = keep
-    try:
-        yield states
-    finally:
-        kind.apply_output_head = original
 
 
 _NNX = Replacement(
@@ -262,5 +212,10 @@ _ADAPTER = Replacement(
 )
 _MAXTEXT = Integration(
     "maxtext",
-    {"maxtext": {"0.2.5": (_NNX, _ADAPTER), "0.2.4": (_NNX, _LINEN, _ADAPTER)}},
+    {
+        "maxtext": {
+            "0.2.5": (_NNX, _ADAPTER, *DISTILLATION),
+            "0.2.4": (_NNX, _LINEN, _ADAPTER, *DISTILLATION),
+        }
+    },
 )

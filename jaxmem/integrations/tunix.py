@@ -9,10 +9,12 @@ computes the rest, whatever that option is. The replaced functions are
     tunix.rl.common.get_per_token_logps       DPO and ORPO
     tunix.sft.peft_trainer._default_loss_fn   SFT
     tunix.rl.common.compute_chunked_logps     other callers (0.1.8)
+    BaseStrategy's losses and outputs of the teacher, for LogitStrategy
 
-Distillation, which compares logits, and the trainers of `tunix.experimental`, which
-have their own loss, continue to compute logits. 0.1.8 is not released yet: its sources
-of August 2026 are supported, and `apply` rejects others by their arguments.
+The trainers of `tunix.experimental`, which have their own loss, continue to compute
+logits, and so does distillation with `distill_top_k`. Strategies that compare features
+are left alone. 0.1.8 is not released yet: its sources of August 2026 are supported, and
+`apply` rejects others by their arguments.
 
 Tied and untied heads of Tunix's own models are supported, and MaxText's through its
 adapter. Tunix's own function is used, and a message printed once, for a head with LoRA,
@@ -39,6 +41,7 @@ from flax import nnx
 from jaxmem.core.options import Chunk, Implementation
 from jaxmem.integrations._head import Head, Options, as_index, scores
 from jaxmem.integrations._replace import Integration, Replacement
+from jaxmem.integrations._tunix_distillation import DISTILLATION
 from jaxmem.integrations._tunix_models import (
     head_of,
     hidden_states,
@@ -363,8 +366,15 @@ _TUNIX = Integration(
     "tunix",
     {
         "google-tunix": {
-            "0.1.7": (_LOGPS_OR_LOGITS, _COMMON, _ENTROPY, _PREFERENCES, _LOSS),
-            "0.1.8": (_LOGPS, _CHUNKED, _PREFERENCES, _LOSS),
+            "0.1.7": (
+                _LOGPS_OR_LOGITS,
+                _COMMON,
+                _ENTROPY,
+                _PREFERENCES,
+                _LOSS,
+                *DISTILLATION,
+            ),
+            "0.1.8": (_LOGPS, _CHUNKED, _PREFERENCES, _LOSS, *DISTILLATION),
         }
     },
 )

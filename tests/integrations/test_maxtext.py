@@ -10,6 +10,7 @@ from flax import linen as nn, nnx
 
 from jaxmem.integrations import maxtext, tunix
 from jaxmem.integrations._head import Head
+from tests.integrations.maxtext_strategy import CombinedDistillationStrategy
 from tests.integrations.stand_ins import (
     Config,
     D,
@@ -116,6 +117,9 @@ def fake_maxtext(monkeypatch):
         },
         maxtext__trainers__train={"vocab_tiling_nnx_loss": vocab_tiling_nnx_loss},
         maxtext__integration__tunix__tunix_adapter={"TunixMaxTextAdapter": Adapter},
+        maxtext__trainers__post_train__distillation__distillation_utils={
+            "CombinedDistillationStrategy": CombinedDistillationStrategy
+        },
         maxtext__layers__decoders={"attend_on_embedding": attend_on_embedding},
     )
     return sys.modules

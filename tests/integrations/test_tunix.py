@@ -279,14 +279,15 @@ def test_preferences():
 
 
 @needs_0_1_7
-def test_the_benchmark_measures_both_ways_to_the_same_loss():
+@pytest.mark.parametrize("loss", ["grpo", "distill"])
+def test_the_benchmark_measures_both_ways_to_the_same_loss(loss):
     from benchmarks import run_integrations
 
-    asked = ["--model=tiny", "--loss=grpo", "--layers=1", "--rows=2", "--prompt=4"]
+    asked = ["--model=tiny", f"--loss={loss}", "--layers=1", "--rows=2", "--prompt=4"]
     asked += ["--completion=6", "--repetitions=1"]
     args = run_integrations.parser().parse_args(asked)
-    theirs = run_integrations.measure(args, "grpo", "tiny")
+    theirs = run_integrations.measure(args, loss, "tiny")
     with tunix.applied():
-        ours = run_integrations.measure(args, "grpo", "tiny")
+        ours = run_integrations.measure(args, loss, "tiny")
     assert ours.keys() == theirs.keys() and ours["ms"] > 0
     assert abs(ours["loss_value"] - theirs["loss_value"]) < 0.01  # bfloat16 logits

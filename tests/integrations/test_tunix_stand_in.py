@@ -28,6 +28,7 @@ from tests.integrations.stand_ins import (
     states,
 )  # fmt: skip
 
+BASE = "tunix.distillation.strategies.base_strategy:BaseStrategy"
 pytestmark = [pytest.mark.usefixtures("quick_compilation"), holds_originals]
 
 
@@ -114,6 +115,55 @@ def _default_loss_fn(
     return LossOutput(loss, {})
 
 
+class BaseStrategy:
+    def __init__(self, student_forward_fn, teacher_forward_fn, labels_fn):
+        self._student_forward_fn = nnx.jit(student_forward_fn)
+        self._teacher_forward_fn = nnx.jit(teacher_forward_fn)
+        self._labels_fn = nnx.jit(labels_fn)
+
+    def get_teacher_outputs(self, teacher_model, inputs):
+        return jax.lax.stop_gradient(self._teacher_forward_fn(teacher_model, **inputs))
+
+    def get_student_outputs(self, student_model, inputs):
+        return self._student_forward_fn(student_model, **inputs)
+
+    def get_train_loss(self, student_model, teacher_output, inputs):
+        output = self.get_student_outputs(student_model, inputs)
+        return self.compute_loss(output, teacher_output, self._labels_fn(**inputs))
+
+    def get_eval_loss(self, student_model, inputs):
+        output = self.get_student_outputs(student_model, inputs)
+        output = jax.lax.stop_gradient(output)
+        return self.compute_eval_loss(output, self._labels_fn(**inputs))
+
+
+class LogitStrategy(BaseStrategy):
+    __module__ = "tunix.distillation.strategies.logit"
+    temperature, alpha, distill_top_k = 2.0, 0.7, 0
+
+    def compute_loss(self, student_output, teacher_output, labels):
+        log_p, log_q = (
+            jax.nn.log_softmax(x / self.temperature)
+            for x in (student_output, teacher_output)
+        )
+        kl = jnp.mean(jnp.sum(jnp.exp(log_q) * (log_q - log_p), axis=-1))
+        soft = kl * self.temperature**2
+        hard = self.compute_eval_loss(student_output, labels)[0]
+        return self.alpha * soft + (1 - self.alpha) * hard, {
+            "distill/soft_loss": soft, "distill/hard_loss": hard,
+            "distill/kl_div": kl,
+            "distill/teacher_loss": self.compute_eval_loss(teacher_output, labels)[0],
+        }  # fmt: skip
+
+    def compute_eval_loss(self, student_output, labels):
+        logp = jax.nn.log_softmax(student_output)
+        return -jnp.mean(jnp.sum(labels * logp, axis=-1)), {}
+
+
+def shard_input(input_data, data_sharding_axis):
+    return jax.tree.map(lambda x: x + 0, input_data)
+
+
 class Embedder(nnx.Module):
     def __init__(self, rngs):
         table = nnx.initializers.normal(1.0)(rngs(), (V, D))
@@ -170,6 +220,8 @@ def fake_tunix(monkeypatch):
         tunix__sft__peft_trainer={
             "_default_loss_fn": _default_loss_fn, "utils": utils
         },
+        tunix__sft__sharding_utils={"shard_input": shard_input},
+        tunix__distillation__strategies__base_strategy={"BaseStrategy": BaseStrategy},
     )  # fmt: skip
     of_module = {
         **{f.__name__: "tunix.rl.common" for f in common},
@@ -275,6 +327,34 @@ def test_chunked_logps(tied, temperature, fake_tunix):
     assert alone.shape == (B, T)
 
 
+def test_distillation(fake_tunix):
+    places = jnp.broadcast_to(jnp.arange(T), (B, T))
+    inputs = {"tokens": ids(), "positions": places, "mask": jnp.ones((B, T, T), bool)}
+    weights = jnp.array([[1, 1, 0, 1], [0, 1, 1, 0]])
+
+    def forward(model, tokens, positions, mask):
+        return model(tokens, positions, None, mask)[0][..., :-1, :]
+
+    def labels(tokens, **_):
+        return weights[..., None] * jax.nn.one_hot(tokens[:, 1:], V)
+
+    def value(model, hidden):
+        strategy = LogitStrategy(forward, forward, lambda **x: labels(**x))
+        output = strategy.get_teacher_outputs(TunixModel(tied=True), inputs)
+        batch = sys.modules["tunix.sft.sharding_utils"].shard_input([output], ())
+        return (
+            strategy.get_train_loss(model, batch[0], inputs),
+            strategy.get_eval_loss(model, inputs), jnp.sum(hidden),
+        )  # fmt: skip
+
+    theirs = agree(value, TunixModel())
+    with tunix.applied(chunk=4), jaxmem.report() as calls:
+        ours = agree(value, TunixModel())
+    verbs = [call.verb for call in calls.calls]
+    assert sorted(verbs) == ["forward_kl", "logprobs", "logprobs", "logprobs"]
+    assert_same(ours, theirs)
+
+
 def test_ids_are_what_an_index_is(fake_tunix):
     """From the end where negative, also as eos_id=-1; NaN where there is none."""
     completions = ids().at[0].set(jnp.array([-1, -V, 3, V, -V - 1]))
@@ -307,4 +387,9 @@ def test_it_prints_what_is_replaced(fake_tunix, capsys):
         "tunix.rl.common:compute_chunked_logps",
         "tunix.rl.common:get_per_token_logps",
         "tunix.sft.peft_trainer:_default_loss_fn",
+        *(
+            f"{BASE}.get_{name}"
+            for name in ("teacher_outputs", "train_loss", "eval_loss")
+        ),
+        "tunix.sft.sharding_utils:shard_input",
     ]

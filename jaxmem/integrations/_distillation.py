@@ -1,0 +1,200 @@
+"""What a distillation loss reads of logits and one-hot labels, without either's array.
+
+A trainer's own functions call the model and build the labels. In them, `Logits` and
+`OneHot` take the place of the arrays [..., V]: both can be indexed along their tokens,
+and one-hot labels can be multiplied by a mask. Any other use raises, and the trainer's
+own loss is computed instead.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike, DTypeLike
+
+from jaxmem.functional import divergence, selected
+from jaxmem.integrations._head import Head, Options, scores
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass(frozen=True, eq=False)
+class Logits:
+    """Logits [..., V] that are not computed: hidden states [..., D] and their head."""
+
+    hidden: jax.Array
+    head: Head
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the array that it stands for."""
+        return (*self.hidden.shape[:-1], self.head.n_columns)
+
+    def __getitem__(self, index: Any) -> "Logits":
+        index = _of_tokens(index, self.hidden.ndim)
+        return dataclasses.replace(self, hidden=self.hidden[index])
+
+    def astype(self, dtype: DTypeLike) -> "Logits":
+        """Itself: the logits are float32."""
+        if jnp.dtype(dtype) != jnp.float32:
+            raise TypeError(f"logits are cast to {jnp.dtype(dtype)}")
+        return self
+
+    def constant(self) -> "Logits":
+        """The same logits, without a gradient."""
+        return jax.tree.map(jax.lax.stop_gradient, self)
+
+    def array(self) -> jax.Array:
+        """The logits, float32 [..., V]."""
+        head = self.head
+        W = jnp.asarray(head.W, head.dtype)
+        z = self.hidden.astype(head.dtype) @ (W.T if head.layout == "vd" else W)
+        z = z.astype(jnp.float32)
+        z = z if head.bias is None else z + head.bias
+        z = head.softcap * jnp.tanh(z / head.softcap) if head.softcap else z
+        return z / head.temperature
+
+    def tree_flatten(self):
+        """Arrays, and what is static."""
+        W, layout, dtype, bias, softcap, temperature = self.head
+        return (self.hidden, W, bias), (layout, dtype, softcap, temperature)
+
+    @classmethod
+    def tree_unflatten(cls, static, arrays):
+        """The inverse of `tree_flatten`."""
+        hidden, W, bias = arrays
+        layout, dtype, softcap, temperature = static
+        return cls(hidden, Head(W, layout, dtype, bias, softcap, temperature))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class OneHot:
+    """Rows weight · one_hot(id): weights and ids [...] that stand for [..., n]."""
+
+    ids: jax.Array
+    weights: jax.Array
+    n: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the array that it stands for."""
+        return (*self.ids.shape, self.n)
+
+    @property
+    def dtype(self) -> DTypeLike:
+        """The dtype of the array that it stands for."""
+        return self.weights.dtype
+
+    def __getitem__(self, index: Any) -> "OneHot":
+        index = _of_tokens(index, self.ids.ndim + 1)
+        return OneHot(self.ids[index], self.weights[index], self.n)
+
+    def __mul__(self, other: ArrayLike) -> "OneHot":
+        other = jnp.asarray(other)
+        if other.ndim and other.shape[-1] != 1:
+            raise TypeError("one-hot labels are multiplied by more than a mask")
+        weights = self.weights * (other[..., 0] if other.ndim else other)
+        if weights.shape != self.ids.shape:
+            raise TypeError("one-hot labels are broadcast by a product")
+        return OneHot(self.ids, weights, self.n)
+
+    __rmul__ = __mul__
+
+    @property
+    def counted(self) -> jax.Array:
+        """Weights [...], which are 0 where a row is 0 because its id is no token."""
+        return jnp.where((self.ids >= 0) & (self.ids < self.n), self.weights, 0)
+
+    def array(self) -> jax.Array:
+        """The labels [..., n]."""
+        return jax.nn.one_hot(self.ids, self.n) * self.weights[..., None]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self.array(), dtype)
+
+
+def _of_tokens(index: Any, ndim: int) -> tuple:
+    """An index of `ndim` axes, without that of the last one, which must stay whole."""
+    index = index if isinstance(index, tuple) else (index,)
+    if not all(i is Ellipsis or isinstance(i, (int, slice)) for i in index):
+        raise TypeError(f"[..., V] is indexed by {[type(i).__name__ for i in index]}")
+    at = [i for i, part in enumerate(index) if part is Ellipsis]
+    if at:
+        whole = (slice(None),) * (ndim - len(index) + 1)
+        index = (*index[: at[0]], *whole, *index[at[0] + 1 :])
+    if len(index) == ndim and index[-1] != slice(None):
+        raise TypeError("[..., V] is indexed along the vocabulary")
+    return index[: ndim - 1]
+
+
+def cross_entropy(logits: Logits, labels: OneHot, options: Options) -> jax.Array:
+    """-Σ_v labels_v ln softmax(logits)_v per token: float32 [...]."""
+    counted = labels.counted
+    logps, _, _ = scores(
+        logits.hidden, logits.head, labels.ids, options, entropy=False,
+        where=counted != 0,
+    )  # fmt: skip
+    return -counted * logps
+
+
+def forward_kl(
+    student: Logits,
+    teacher: Logits,
+    temperature: ArrayLike,
+    options: Options,
+    where: jax.Array | None = None,
+) -> jax.Array:
+    """KL(teacher ‖ student) per token at a temperature: float32 [...].
+
+    Args:
+        student: [..., V].
+        teacher: [..., V], a constant.
+        temperature: divides the logits of both, after their softcaps.
+        options: of the head.
+        where: [...] False masks a token.
+
+    Returns:
+        The divergences, 0 where masked.
+    """
+    p, q = student.head, teacher.head
+    return divergence.forward_kl(
+        student.hidden.astype(p.dtype), p.W, teacher.hidden.astype(q.dtype), q.W,
+        options.chunk, implementation=options.implementation, where=where,
+        temperature=temperature * p.temperature, softcap=p.softcap, bias=p.bias,
+        layout=p.layout, reference_temperature=temperature * q.temperature,
+        reference_softcap=q.softcap, reference_bias=q.bias, reference_layout=q.layout,
+    )  # fmt: skip
+
+
+def forward_kl_of_top(
+    student: Logits,
+    teacher: jax.Array,
+    ids: jax.Array,
+    temperature: ArrayLike,
+    options: Options,
+    where: jax.Array | None = None,
+) -> jax.Array:
+    """`forward_kl` of both distributions' restrictions to K columns, renormalised.
+
+    Args:
+        student: [..., V].
+        teacher: [..., K] logits, a constant.
+        ids: [..., K] their columns.
+        temperature: as in `forward_kl`.
+        options: of the head.
+        where: as in `forward_kl`.
+
+    Returns:
+        The divergences, 0 where masked.
+    """
+    head = student.head
+    logp = selected.selected_logprobs(
+        student.hidden.astype(head.dtype), head.W, ids, options.chunk, where=where,
+        temperature=temperature * head.temperature, softcap=head.softcap,
+        bias=head.bias, layout=head.layout, implementation=options.implementation,
+    )  # fmt: skip
+    log_q = jax.nn.log_softmax(teacher.astype(jnp.float32) / temperature)
+    terms = jnp.exp(log_q) * (log_q - jax.nn.log_softmax(logp))
+    total = jnp.sum(terms, axis=-1)
+    return total if where is None else jnp.where(where, total, 0)

@@ -1,0 +1,257 @@
+"""MaxText's distillation from hidden states: no logits of teacher or student.
+
+MaxText's forward functions return logits among other outputs, and its strategy compares
+them. Here the outputs have `Logits`, and labels are `OneHot`. Everything else in the
+loss (features, load balancing, counts, weights that depend on the step) is computed by
+MaxText's own `compute_loss`, from a vocabulary of one token, whose terms are 0.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxmem.integrations._distillation import (
+    Logits,
+    OneHot,
+    cross_entropy,
+    forward_kl,
+    forward_kl_of_top,
+)
+from jaxmem.integrations._head import Options
+from jaxmem.integrations._maxtext_models import (
+    final_states,
+    head_of,
+    stopped_before_head,
+)
+from jaxmem.integrations._replace import Replacement
+
+_STRATEGY = (
+    "maxtext.trainers.post_train.distillation.distillation_utils:"
+    "CombinedDistillationStrategy"
+)
+
+
+def _init(original: Callable, options: Options, say: Callable[[str], None]) -> Callable:
+    @functools.wraps(original)
+    def __init__(self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        for name in ("student_forward_fn", "teacher_forward_fn"):
+            setattr(self, name, _forward(self, getattr(self, name), say))
+
+    return __init__
+
+
+def _forward(strategy: Any, forward: Callable, say: Callable[[str], None]) -> Callable:
+    """A strategy's forward function, whose output has `Logits`."""
+
+    @functools.wraps(forward)
+    def forward_fn(model, *args, **kwargs):
+        if not _is_served(strategy):
+            return forward(model, *args, **kwargs)
+        head = head_of(model)
+        if getattr(model.config, "mtp_num_layers", 0) > 0:
+            head = "multi-token prediction has a head of its own"
+        if isinstance(head, str):
+            say(head)
+            return forward(model, *args, **kwargs)
+        with stopped_before_head(model.decoder) as calls:
+            output = forward(model, *args, **kwargs)
+        (call,) = calls
+        if output.logits is not call.placeholder:
+            say("a forward function does more with logits than to return them")
+            return forward(model, *args, **kwargs)
+        hidden = final_states(model, call.states, call.deterministic)
+        return output.replace(logits=Logits(hidden, head))
+
+    return forward_fn
+
+
+def _is_served(strategy: Any) -> bool:
+    """Whether a strategy's methods are these replacements: not overridden or undone."""
+    names = "create_labels", "compute_loss", "compute_eval_loss"
+    methods = [getattr(type(strategy), name) for name in names]
+    return all("jaxmem_original" in vars(method) for method in methods)
+
+
+def _labels(
+    original: Callable, options: Options, say: Callable[[str], None]
+) -> Callable:
+    @functools.wraps(original)
+    def create_labels(self, targets, targets_segmentation=None, **kwargs):
+        if not _is_served(self):
+            return original(self, targets, targets_segmentation, **kwargs)
+        counts = targets != self.pad_id
+        if targets_segmentation is not None:
+            counts &= targets_segmentation != 0
+        weights = counts.astype(jnp.float32)
+        return OneHot(jnp.asarray(targets), weights, self.vocab_size)
+
+    vars(create_labels)["jaxmem_original"] = original
+    return create_labels
+
+
+def _train_loss(
+    original: Callable, options: Options, say: Callable[[str], None]
+) -> Callable:
+    cap = vars(inspect.getmodule(original))["_PPL_CE_CAP"]
+
+    @functools.wraps(original)
+    def compute_loss(self, student_output, teacher_output, labels, step=None):
+        ids = getattr(teacher_output, "top_k_indices", None)
+        student, teacher = student_output.logits, teacher_output.logits
+        reason = _unsupported(student, ids is None and teacher, labels)
+        if reason:
+            say(reason)
+            return original(
+                self, _with_array(student_output), _with_array(teacher_output),
+                _array(labels), step,
+            )  # fmt: skip
+        none = jnp.zeros((*student.shape[:-1], 1), jnp.float32)
+        rest, metrics = original(
+            self, student_output.replace(logits=none),
+            teacher_output.replace(logits=none, top_k_indices=None),
+            labels.counted[..., None], step,
+        )  # fmt: skip
+        temperature, alpha = (
+            metrics[f"distill/{name}"][0] for name in ("temperature", "alpha")
+        )
+        sums = _sums(student, teacher, ids, labels, temperature, options)
+        count = metrics["distill/soft_loss"][1]
+        means = {name: total / jnp.maximum(count, 1) for name, total in sums.items()}
+        logits_loss = alpha * means["soft_loss"] + (1 - alpha) * means["hard_loss"]
+        metrics |= {f"distill/{name}": (total, count) for name, total in sums.items()}
+        for model, loss in (("student", "hard_loss"), ("teacher", "teacher_loss")):
+            perplexity = jnp.exp(jnp.minimum(means[loss], cap))
+            one = metrics[f"distill/{model}_perplexity"][1]
+            metrics[f"distill/{model}_perplexity"] = perplexity, one
+        loss = rest + logits_loss
+        metrics["distill/total_loss"] = loss, metrics["distill/total_loss"][1]
+        return loss, metrics
+
+    vars(compute_loss)["jaxmem_original"] = original
+    return compute_loss
+
+
+def _eval_loss(
+    original: Callable, options: Options, say: Callable[[str], None]
+) -> Callable:
+    cap = vars(inspect.getmodule(original))["_PPL_CE_CAP"]
+
+    @functools.wraps(original)
+    def compute_eval_loss(self, student_output, labels):
+        student = student_output.logits
+        reason = _unsupported(student, None, labels)
+        if reason:
+            say(reason)
+            return original(self, _with_array(student_output), _array(labels))
+        total = jnp.sum(cross_entropy(student, labels, options))
+        count = jnp.sum((labels.counted != 0).astype(jnp.float32))
+        loss = total / jnp.maximum(count, 1)
+        perplexity = jnp.exp(jnp.minimum(loss, cap))
+        one = jnp.ones((), jnp.float32)
+        return loss, {
+            "eval/hard_loss": (total, count),
+            "eval/student_perplexity": (perplexity, one),
+        }
+
+    vars(compute_eval_loss)["jaxmem_original"] = original
+    return compute_eval_loss
+
+
+def _sums(
+    student: Logits,
+    teacher: Any,
+    ids: jax.Array | None,
+    labels: OneHot,
+    temperature: jax.Array,
+    options: Options,
+) -> dict[str, jax.Array]:
+    """Sums over tokens of what MaxText computes of logits, by its metrics' names."""
+    where = labels.counted != 0
+    zero = jnp.zeros((), jnp.float32)
+    if ids is None:
+        kl = forward_kl(student, teacher, temperature, options, where)
+        of_one = forward_kl(student.constant(), teacher, 1.0, options, where)
+        of_teacher = cross_entropy(teacher, labels, options)
+    else:  # MaxText does not know the rest of the teacher's distribution, either
+        kl = forward_kl_of_top(student, teacher, ids, temperature, options, where)
+        of_one = of_teacher = zero
+    return {
+        "soft_loss": jnp.sum(kl) * temperature**2,
+        "hard_loss": jnp.sum(cross_entropy(student, labels, options)),
+        "teacher_loss": jnp.sum(of_teacher),
+        "kl_div_at_T": jnp.sum(kl),
+        "kl_div_T1": jnp.sum(of_one),
+    }
+
+
+def _unsupported(student: Any, teacher: Any, labels: Any) -> str | None:
+    """Why a loss is computed by MaxText, or None; teacher is false without logits."""
+    if not isinstance(labels, OneHot):
+        return "labels are not made by create_labels"
+    if not isinstance(student, Logits):
+        return "the student's forward function returns logits"
+    if isinstance(teacher, jax.Array):
+        return "the teacher's forward function returns logits"
+    return None
+
+
+def _array(x: Any) -> Any:
+    return x.array() if isinstance(x, (Logits, OneHot)) else x
+
+
+def _with_array(output: Any) -> Any:
+    return output.replace(logits=_array(output.logits))
+
+
+# Optional: MaxText trains without Tunix, which its distillation imports.
+DISTILLATION = (
+    Replacement(
+        f"{_STRATEGY}.__init__",
+        _init,
+        (
+            "self",
+            "student_forward_fn",
+            "teacher_forward_fn",
+            "pad_id",
+            "temperature",
+            "alpha",
+            "beta_feature",
+            "layer_indices",
+            "feature_loss_fn",
+            "feature_loss_type",
+            "cosine_distance_axis",
+            "vocab_size",
+            "alpha_end",
+            "alpha_schedule",
+            "temperature_end",
+            "temperature_schedule",
+            "beta_end",
+            "beta_schedule",
+            "max_steps",
+        ),
+        True,
+    ),
+    Replacement(
+        f"{_STRATEGY}.create_labels",
+        _labels,
+        ("self", "targets", "targets_segmentation", "kwargs"),
+        True,
+    ),
+    Replacement(
+        f"{_STRATEGY}.compute_loss",
+        _train_loss,
+        ("self", "student_output", "teacher_output", "labels", "step"),
+        True,
+    ),
+    Replacement(
+        f"{_STRATEGY}.compute_eval_loss",
+        _eval_loss,
+        ("self", "student_output", "labels"),
+        True,
+    ),
+)

@@ -1,0 +1,83 @@
+"""Heads of MaxText's transformers, and the hidden states that they multiply."""
+
+import contextlib
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxmem.integrations._head import Head
+
+
+def head_of(model: Any) -> Head | str:
+    """The head of a MaxText transformer, or why it is not supported."""
+    config, decoder = model.config, model.decoder
+    if hasattr(decoder, "to_nnx__module"):
+        return "its decoder is a Linen module inside NNX (pure_nnx_decoder=False)"
+    if getattr(config, "parameter_memory_host_offload", False):
+        return "parameter_memory_host_offload keeps the head's weights on the host"
+    compute = jnp.float32 if config.logits_dot_in_fp32 else config.dtype
+    if config.logits_via_embedding:
+        table, cap = model.token_embedder.embedding[...], config.final_logits_soft_cap
+        # MaxText multiplies in bfloat16 whatever the table's dtype. It computes
+        # cap tanh(z / s cap) from z / s: a softcap of s cap on z, divided by s.
+        scale = math.sqrt(table.shape[1]) if config.normalize_embedding_logits else 1.0
+        return Head(
+            table.astype(jnp.bfloat16),
+            "vd",
+            config.dtype,
+            softcap=cap * scale if cap else None,
+            temperature=scale,
+        )
+    dense = decoder.logits_dense
+    if any("lora" in name for name in vars(dense)):
+        return "logits_dense has LoRA"
+    if getattr(dense, "quant", None) or getattr(dense, "weight_quant", None):
+        return "logits_dense is quantised"
+    kernel = dense.kernel[...]
+    if not isinstance(kernel, jax.Array) or kernel.ndim != 2:
+        return "logits_dense holds no plain matrix"
+    bias = getattr(dense, "bias", None)
+    return Head(kernel, "dv", compute, None if bias is None else bias[...])
+
+
+def final_states(model: Any, hidden: jax.Array, deterministic: bool) -> jax.Array:
+    """The operand of the head's product, after MaxText's norm and dropout."""
+    decoder = model.decoder
+    normed = decoder.decoder_norm(hidden)
+    return decoder.dropout(normed, deterministic=deterministic)
+
+
+class HeadCall(NamedTuple):
+    """A call of a decoder's head that was not made."""
+
+    states: jax.Array  # before the norm
+    deterministic: bool  # no dropout
+    placeholder: jax.Array  # returned for logits
+
+
+@contextlib.contextmanager
+def stopped_before_head(decoder: Any) -> Iterator[list[HeadCall]]:
+    """Record the calls of one decoder's head, which return placeholders."""
+    kind = type(decoder)
+    original = kind.apply_output_head
+    calls: list[HeadCall] = []
+
+    @functools.wraps(original)
+    def keep(self, shared_embedding, y, deterministic, model_mode, **kwargs):
+        if self is not decoder:
+            return original(
+                self, shared_embedding, y, deterministic, model_mode, **kwargs
+            )
+        placeholder = jnp.zeros((*y.shape[:-1], 1), jnp.float32)
+        calls.append(HeadCall(y, deterministic, placeholder))
+        return placeholder
+
+    kind.apply_output_head = keep
+    try:
+        yield calls
+    finally:
+        kind.apply_output_head = original

@@ -1,0 +1,234 @@
+"""Tunix's LogitStrategy from hidden states: no logits of teacher or student.
+
+The strategy holds three functions of its user: two call a model and select tokens of
+its logits, one builds one-hot labels. They run with `Logits` and `OneHot` in place of
+arrays. The teacher's hidden states, not its logits, go from its program to the train
+step. A function that does more than select and mask gets arrays, as in Tunix.
+"""
+
+import contextlib
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxmem.integrations._distillation import (
+    Logits,
+    OneHot,
+    cross_entropy,
+    forward_kl,
+)
+from jaxmem.integrations._head import Options
+from jaxmem.integrations._replace import Replacement
+from jaxmem.integrations._tunix_models import head_of, without_logits
+
+_STRATEGY = "tunix.distillation.strategies.base_strategy:BaseStrategy"
+
+
+def _teacher_outputs(
+    original: Callable, options: Options, say: Callable[[str], None]
+) -> Callable:
+    refused: weakref.WeakSet = weakref.WeakSet()  # do not trace them in every step
+
+    @functools.wraps(original)
+    def get_teacher_outputs(self, teacher_model, inputs):
+        reason = _unsupported(self) or head_of(teacher_model)
+        if not isinstance(reason, str) and self not in refused:
+            reason = _states_of_teacher(self, teacher_model, inputs)
+            if isinstance(reason, Logits):
+                return reason
+            refused.add(self)
+        if isinstance(reason, str):
+            say(reason)
+        return original(self, teacher_model, inputs)
+
+    return get_teacher_outputs
+
+
+def _train_loss(
+    original: Callable, options: Options, say: Callable[[str], None]
+) -> Callable:
+    @functools.wraps(original)
+    def get_train_loss(self, student_model, teacher_output, inputs):
+        if not isinstance(teacher_output, Logits):
+            reason = _unsupported(self)
+            if reason:
+                say(reason)
+            return original(self, student_model, teacher_output, inputs)
+        read = _student(self, student_model, inputs)
+        if isinstance(read, str):
+            say(read)
+            return original(self, student_model, teacher_output.array(), inputs)
+        return _loss(self, read[0], teacher_output.constant(), read[1], options)
+
+    return get_train_loss
+
+
+def _eval_loss(
+    original: Callable, options: Options, say: Callable[[str], None]
+) -> Callable:
+    @functools.wraps(original)
+    def get_eval_loss(self, student_model, inputs):
+        read = _unsupported(self) or _student(self, student_model, inputs)
+        if isinstance(read, str):
+            say(read)
+            return original(self, student_model, inputs)
+        return jnp.mean(cross_entropy(read[0].constant(), read[1], options)), {}
+
+    return get_eval_loss
+
+
+def _loss(
+    strategy: Any, student: Logits, teacher: Logits, labels: OneHot, options: Options
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """The loss and the metrics of `LogitStrategy.compute_loss`."""
+    alpha, temperature = strategy.alpha, strategy.temperature
+    # What has no weight is a metric only, and needs no backward pass.
+    soft, hard = (
+        student if weight else student.constant() for weight in (alpha, 1 - alpha)
+    )
+    kl = forward_kl(soft, teacher, temperature, options)
+    metrics = {
+        "distill/soft_loss": jnp.mean(kl * temperature**2),
+        "distill/hard_loss": jnp.mean(cross_entropy(hard, labels, options)),
+        "distill/kl_div": jnp.mean(kl),
+        "distill/teacher_loss": jnp.mean(cross_entropy(teacher, labels, options)),
+    }
+    hard_loss = (1 - alpha) * metrics["distill/hard_loss"]
+    return alpha * metrics["distill/soft_loss"] + hard_loss, metrics
+
+
+def _unsupported(strategy: Any) -> str | None:
+    """Why a strategy's loss is not computed from hidden states, or None."""
+    kind: Any = type(strategy)
+    methods = "compute_loss", "compute_eval_loss", "get_student_outputs"
+    own = next((k for k in kind.__mro__ if k.__name__ == "LogitStrategy"), None)
+    if own is None or not own.__module__.startswith("tunix."):
+        return f"{kind.__name__} compares other things than logits"
+    if any(getattr(kind, name) is not getattr(own, name) for name in methods):
+        return f"{kind.__name__} has its own loss of logits"
+    if strategy.distill_top_k > 0:
+        return f"distill_top_k={strategy.distill_top_k} needs the teacher's top logits"
+    return None
+
+
+@functools.partial(nnx.jit, static_argnums=0)
+def _run_teacher(forward: Callable, model: Any, inputs: dict) -> tuple[Any, Any]:
+    """Hidden states, without the head, which would be copied; or an array."""
+    with without_logits(model):
+        output = forward(model, **inputs)
+    return (output.hidden, None) if isinstance(output, Logits) else (None, output)
+
+
+def _states_of_teacher(strategy: Any, model: Any, inputs: dict) -> Logits | str:
+    forward = inspect.unwrap(strategy._teacher_forward_fn)
+    try:
+        hidden, _ = _run_teacher(forward, model, inputs)
+    except Exception as error:  # a genuine one is raised again by the original
+        return _refusal("teacher_forward_fn", "logits", error)
+    head: Any = head_of(model)
+    if hidden is None:
+        return "teacher_forward_fn does not return its model's logits"
+    return Logits(jax.lax.stop_gradient(hidden), head)
+
+
+def _student(strategy: Any, model: Any, inputs: dict) -> tuple[Logits, OneHot] | str:
+    """What the student's and the labels' functions return, or why it is arrays."""
+    head = head_of(model)
+    if isinstance(head, str):
+        return head
+    try:
+        with without_logits(model):
+            logits = inspect.unwrap(strategy._student_forward_fn)(model, **inputs)
+    except Exception as error:
+        return _refusal("student_forward_fn", "logits", error)
+    if not isinstance(logits, Logits):
+        return "student_forward_fn does not return its model's logits"
+    try:
+        with _without_one_hot():
+            labels = inspect.unwrap(strategy._labels_fn)(**inputs)
+    except Exception as error:
+        return _refusal("labels_fn", "jax.nn.one_hot(...)", error)
+    if not isinstance(labels, OneHot):
+        return "labels_fn does not return jax.nn.one_hot(...), or that times a mask"
+    if labels.shape != logits.shape:
+        return f"labels have the shape {labels.shape}, logits {logits.shape}"
+    return logits, labels
+
+
+def _refusal(function: str, what: str, error: Exception) -> str:
+    message = (str(error).splitlines() or [""])[0]
+    return (
+        f"{function} does more with {what} than to select tokens and mask them "
+        f"({type(error).__name__}: {message})"
+    )
+
+
+@contextlib.contextmanager
+def _without_one_hot() -> Iterator[None]:
+    """Inside, `jax.nn.one_hot` along the last axis returns `OneHot`."""
+    original = jax.nn.one_hot
+
+    @functools.wraps(original)
+    def one_hot(x: Any, num_classes: int, *, dtype: Any = None, axis: Any = -1) -> Any:
+        if axis != -1:
+            return original(x, num_classes, dtype=dtype, axis=axis)
+        ids = jnp.asarray(x)
+        return OneHot(ids, jnp.ones(ids.shape, dtype or float), num_classes)
+
+    jax.nn.one_hot = one_hot
+    try:
+        yield
+    finally:
+        jax.nn.one_hot = original
+
+
+def _shard_input(
+    original: Callable, options: Options, say: Callable[[str], None]
+) -> Callable:
+    """Shard a batch, but not the teacher's head in it, which has its sharding."""
+
+    def is_logits(x: Any) -> bool:
+        return isinstance(x, Logits)
+
+    @functools.wraps(original)
+    def shard_input(input_data, data_sharding_axis):
+        leaves, tree = jax.tree.flatten(input_data, is_leaf=is_logits)
+        states = [x.hidden if is_logits(x) else x for x in leaves]
+        made = original(tree.unflatten(states), data_sharding_axis)
+        sharded = tree.flatten_up_to(made)
+        return tree.unflatten(
+            Logits(new, old.head) if is_logits(old) else new
+            for old, new in zip(leaves, sharded, strict=True)
+        )
+
+    return shard_input
+
+
+DISTILLATION = (
+    Replacement(
+        f"{_STRATEGY}.get_teacher_outputs",
+        _teacher_outputs,
+        ("self", "teacher_model", "inputs"),
+    ),
+    Replacement(
+        f"{_STRATEGY}.get_train_loss",
+        _train_loss,
+        ("self", "student_model", "teacher_output", "inputs"),
+    ),
+    Replacement(
+        f"{_STRATEGY}.get_eval_loss",
+        _eval_loss,
+        ("self", "student_model", "inputs"),
+    ),
+    Replacement(
+        "tunix.sft.sharding_utils:shard_input",
+        _shard_input,
+        ("input_data", "data_sharding_axis"),
+    ),
+)

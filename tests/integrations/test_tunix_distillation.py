@@ -1,0 +1,288 @@
+"""Tunix's LogitStrategy with both heads replaced: the same losses and gradients."""
+
+import importlib
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jaxmem
+from jaxmem.integrations import tunix
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # Tunix's own, at import
+    pytest.importorskip("tunix.rl.common", reason="needs google-tunix")
+    strategies = importlib.import_module("tunix.distillation.strategies")
+    trainers = importlib.import_module("tunix.distillation.distillation_trainer")
+    sharding_utils = importlib.import_module("tunix.sft.sharding_utils")
+
+from tests.integrations.test_tunix import V, as_tunix_sets_flax, qwen, tokens
+
+__all__ = ["as_tunix_sets_flax"]
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # Tunix's own
+    pytest.mark.usefixtures("quick_compilation", "as_tunix_sets_flax"),
+]
+
+
+def forward(model, input_tokens, input_mask, positions, attention_mask):
+    logits, _ = model(input_tokens, positions, None, attention_mask)
+    return logits[:, :-1, :]
+
+
+def labels(input_tokens, input_mask, n=V, **_):
+    one_hot = jax.nn.one_hot(input_tokens[:, 1:], n)
+    return one_hot * input_mask[:, 1:].astype(one_hot.dtype)[..., None]
+
+
+def inputs_of(example):
+    ids = jnp.asarray(example.input_tokens)
+    mask = jnp.tril(jnp.ones((ids.shape[1], ids.shape[1]), bool))
+    return dict(
+        input_tokens=ids, input_mask=jnp.asarray(example.input_mask),
+        positions=jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape),
+        attention_mask=jnp.broadcast_to(mask, (len(ids), *mask.shape)),
+    )  # fmt: skip
+
+
+def example(seed=0, rows=2):
+    mask = np.array([[1] * 8, [1] * 5 + [0] * 3] * (rows // 2))
+    ids = np.asarray(tokens((rows, 8), seed))
+    return trainers.TrainingInput(input_tokens=ids, input_mask=mask)
+
+
+def strategy_of(student=forward, teacher=forward, labels=labels, **options):
+    return strategies.LogitStrategy(student, teacher, labels, **options)
+
+
+def models(dtype=jnp.float32):
+    """A student with a tied head and a wider teacher with its own."""
+    student, teacher = qwen(dtype=dtype), qwen(tied=False, dtype=dtype)
+    # Random heads of this size say nothing: logits of a few units do.
+    student.embedder.input_embedding[...] *= 3
+    teacher.lm_head.w[...] *= 30
+    return student, teacher
+
+
+def losses(strategy, student, teacher, has_aux=True):
+    """((loss, metrics), gradient by the student's weights), and the eval loss."""
+    inputs = inputs_of(example())
+    output = strategy.get_teacher_outputs(teacher, inputs)
+    definition, weights = nnx.split(student)
+
+    def total(weights, output):
+        merged = nnx.merge(definition, weights)
+        return strategy.get_train_loss(merged, output, inputs)
+
+    both = jax.jit(jax.value_and_grad(total, has_aux=has_aux))(weights, output)
+    evaluated = jax.jit(
+        lambda weights: strategy.get_eval_loss(nnx.merge(definition, weights), inputs)
+    )(weights)
+    return both, evaluated
+
+
+def assert_near(ours, theirs, rtol=2e-5):
+    def near(a, b):
+        size = float(np.max(np.abs(b))) if b.size else 0.0
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * max(size, 1e-6))
+
+    jax.tree.map(near, ours, theirs)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+def test_loss_metrics_and_gradient(alpha, temperature):
+    options = dict(alpha=alpha, temperature=temperature)
+    theirs = losses(strategy_of(**options), *models())
+    with tunix.applied(chunk=4), jaxmem.report() as calls:
+        ours = losses(strategy_of(**options), *models())
+    assert [call.verb for call in calls.calls] == [
+        "forward_kl", "logprobs", "logprobs", "logprobs"
+    ]  # fmt: skip
+    assert float(theirs[0][0][1]["distill/kl_div"]) > 0.1
+    assert_near(ours, theirs)
+
+
+def test_bfloat16_is_as_near_to_float32_as_tunix_is():
+    exact = losses(strategy_of(), *models())[0][0]
+    student, teacher = models()
+
+    def rounded(model):
+        half = qwen(tied=not hasattr(model, "lm_head"), dtype=jnp.bfloat16)
+        nnx.update(half, jax.tree.map(jnp.bfloat16, nnx.state(model)))
+        return half
+
+    halves = rounded(student), rounded(teacher)
+    theirs = losses(strategy_of(), *halves)[0][0]
+    with tunix.applied():
+        ours = losses(strategy_of(), *halves)[0][0]
+    error = abs(float(theirs[0] - exact[0]))
+    assert abs(float(ours[0] - exact[0])) <= 2 * error + 1e-2
+
+
+def trained(strategy, steps=3):
+    """The student's weights after Tunix's own trainer, with evaluation."""
+    student, teacher = models()
+    config = trainers.TrainingConfig(eval_every_n_steps=2, max_steps=steps)
+    trainer = trainers.DistillationTrainer(
+        student, teacher, strategy, optax.sgd(0.1), config
+    ).with_gen_model_input_fn(inputs_of)
+    trainer.train([example(seed) for seed in range(steps)], [example(9)])
+    return nnx.state(student, nnx.Param)
+
+
+def test_tunix_trains_to_the_same_weights():
+    theirs = trained(strategy_of())
+    with tunix.applied(chunk=4), jaxmem.report() as calls:
+        ours = trained(strategy_of())
+    assert {call.verb for call in calls.calls} == {"forward_kl", "logprobs"}
+    assert_near(ours, theirs, rtol=1e-4)
+    start = nnx.state(models()[0], nnx.Param)
+    moved = jax.tree.map(lambda a, b: np.max(np.abs(a - b)), theirs, start)
+    assert max(jax.tree.leaves(moved)) > 1e-3
+
+
+def add_one(model, **inputs):
+    return forward(model, **inputs) + 1
+
+
+def over_part(model, **inputs):
+    return forward(model, **inputs)[..., :-1]
+
+
+def no_logits(model, **inputs):
+    return jnp.zeros((*inputs["input_tokens"][:, 1:].shape, V))
+
+
+def smooth(**inputs):
+    return 0.9 * labels(**inputs) + 0.1 / V
+
+
+def dense(**inputs):
+    return jnp.asarray(np.eye(V))[inputs["input_tokens"][:, 1:]]
+
+
+@pytest.mark.parametrize(
+    ("functions", "reason"),
+    [
+        (dict(student=add_one), "student_forward_fn does more with logits than"),
+        (dict(teacher=add_one), "teacher_forward_fn does more with logits than"),
+        (dict(teacher=no_logits), "teacher_forward_fn does not return its model's"),
+        (dict(student=no_logits), "student_forward_fn does not return its model's"),
+        (dict(labels=smooth), "labels_fn does more with jax.nn.one_hot(...) than"),
+        (dict(labels=dense), "labels_fn does not return jax.nn.one_hot(...), or"),
+        (dict(distill_top_k=5), "distill_top_k=5 needs the teacher's top logits"),
+    ],
+)
+def test_what_is_left_alone_and_why(functions, reason, capsys):
+    theirs = losses(strategy_of(**functions), *models())
+    with tunix.applied():
+        strategy = strategy_of(**functions)
+        ours = losses(strategy, *models())
+    assert f"left as it is: {reason}" in capsys.readouterr().out
+    assert_near(ours, theirs)
+
+
+def test_a_wrong_function_raises_what_it_raises_in_tunix():
+    functions = dict(student=over_part, teacher=over_part)  # V - 1 columns, labels V
+    with pytest.raises(Exception) as theirs:
+        losses(strategy_of(**functions), *models())
+    with tunix.applied(), pytest.raises(theirs.type) as ours:
+        losses(strategy_of(**functions), *models())
+    assert str(ours.value) == str(theirs.value)
+
+
+def test_heads_with_lora_are_left_alone(capsys):
+    for which in (0, 1):
+        pair = models()
+        owner = pair[1].lm_head if which else pair[0].embedder
+        owner.w_lora_a = nnx.LoRAParam(jnp.zeros((16, 2)))
+        theirs = losses(strategy_of(), *pair)
+        with tunix.applied():
+            assert_near(losses(strategy_of(), *pair), theirs)
+        assert "the head of Qwen3 has LoRA" in capsys.readouterr().out
+
+
+def test_strategies_with_another_loss_are_left_alone(capsys):
+    class Own(strategies.LogitStrategy):
+        def compute_loss(self, student_output, teacher_output, labels):
+            return jnp.sum(student_output), {}
+
+    with tunix.applied():
+        output = Own(forward, forward, labels).get_teacher_outputs(
+            models()[1], inputs_of(example())
+        )
+    assert output.shape == (2, 7, V)
+    assert "left as it is: Own has its own loss of logits" in capsys.readouterr().out
+
+    class Features(strategies.BaseStrategy):
+        def compute_loss(self, student_output, teacher_output, labels):
+            return jnp.mean((student_output - teacher_output) ** 2)
+
+        def compute_eval_loss(self, student_output, labels):
+            return jnp.mean(student_output)
+
+    theirs = losses(Features(forward, forward, labels), *models(), has_aux=False)
+    with tunix.applied():
+        ours = losses(Features(forward, forward, labels), *models(), has_aux=False)
+    assert_near(ours, theirs)
+    said = "left as it is: Features compares other things than logits"
+    assert said in capsys.readouterr().out
+
+
+def test_a_strategy_works_after_undo():
+    strategy = strategy_of()
+    theirs = losses(strategy_of(), *models())
+    with tunix.applied():
+        losses(strategy, *models())
+    assert strategy.get_teacher_outputs(models()[1], inputs_of(example())).shape
+    assert_near(losses(strategy, *models()), theirs)
+
+
+def test_a_mesh_shards_the_batch_and_not_the_head():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("fsdp",))
+    inputs = inputs_of(example())
+    with mesh:
+        theirs = trained(strategy_of())
+    with tunix.applied(), mesh:
+        assert_near(trained(strategy_of()), theirs, rtol=1e-4)
+        output = strategy_of().get_teacher_outputs(models()[1], inputs)
+        batch = trainers.TrainingInput(
+            input_tokens=inputs["input_tokens"], input_mask=inputs["input_mask"],
+            teacher_output=output,
+        )  # fmt: skip
+        made = sharding_utils.shard_input(batch, ("fsdp",))
+    for x in (made.input_tokens, made.teacher_output.hidden):
+        assert x.sharding.spec == jax.sharding.PartitionSpec("fsdp")
+    assert made.teacher_output.head.W is output.head.W
+
+
+def test_compiled_memory_is_lower(optimized):
+    n = 8192
+    student, teacher = qwen(vocab_size=n), qwen(tied=False, vocab_size=n)
+    ids = tokens((4, 64))
+    inputs = inputs_of(trainers.TrainingInput(ids, jnp.ones_like(ids)))
+    definition, weights = nnx.split(student)
+
+    def used():
+        strategy = strategy_of(labels=lambda **inputs: labels(n=n, **inputs))
+        output = strategy.get_teacher_outputs(teacher, inputs)
+
+        def total(weights, output):
+            merged = nnx.merge(definition, weights)
+            return strategy.get_train_loss(merged, output, inputs)[0]
+
+        compiled = jax.jit(jax.grad(total)).lower(weights, output).compile()
+        leaf = jax.tree.leaves(output)[0]
+        return compiled.memory_analysis().temp_size_in_bytes, leaf.nbytes
+
+    theirs, theirs_parked = used()
+    with tunix.applied(chunk=32):
+        ours, ours_parked = used()
+    logits = 4 * 4 * 63 * n
+    assert theirs > 2 * logits and ours < logits
+    assert theirs_parked == logits and ours_parked == 4 * 4 * 63 * 16
