@@ -23,9 +23,10 @@ from jaxmem._version import __version__
 _FINE, _WRONG = 0, 1  # exit statuses
 _GIB = 2**30
 _EXTRAS = {
-    "flax": "flax", "gin-config": "train", "grain": "train", "matplotlib": "train",
-    "optax": "train", "orbax-checkpoint": "train", "rich": "train",
-    "safetensors": "train", "tensorboardX": "train", "tokenizers": "train",
+    "flax": "flax", "gin-config": "train", "grain": "train", "jinja2": "train",
+    "matplotlib": "train", "optax": "train", "orbax-checkpoint": "train",
+    "rich": "train", "safetensors": "train", "tensorboardX": "train",
+    "tokenizers": "train",
     "pyarrow": "score", "wandb": "wandb",
 }  # fmt: skip
 _PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu", "jax-rocm7-plugin")

@@ -1,6 +1,9 @@
 """`jaxmem doctor`: what it finds here, and what it would say elsewhere."""
 
 import json
+import pathlib
+import re
+import tomllib
 
 import jax
 import pytest
@@ -37,6 +40,19 @@ def test_json(capsys, monkeypatch):
     assert len(said["devices"]) == jax.local_device_count()
     assert set(said["compilers"]) >= {"h200", "v5e"}
     assert status == bool(said["problems"])
+
+
+def test_every_optional_package_is_looked_for():
+    """By the extra that installs it, as pyproject.toml has them."""
+    text = (pathlib.Path(__file__).parent.parent / "pyproject.toml").read_text()
+    extras = tomllib.loads(text)["project"]["optional-dependencies"]
+    wanted = {
+        re.match(r"[\w-]+", package)[0]: extra
+        for extra in ("flax", "train", "score", "wandb")
+        for package in extras[extra]
+        if not package.startswith("jaxmem")
+    }
+    assert doctor._EXTRAS == wanted
 
 
 def test_nothing_is_wrong():

@@ -6,6 +6,7 @@ if the decoder does not implement a value: nothing is guessed.
 
 import dataclasses
 import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,7 @@ _GEMMA3_SIZES = {
 }
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}
 _KINDS = {"full_attention": "global", "sliding_attention": "local"}
+_HUB_NAME = r"[\w-][\w.-]*/[\w.-]+"  # OWNER/MODEL
 _POSITIVE = reals(above=0)
 _POSITIONS = integers(1, limit=2**31 - 1)  # tokens of a context: positions are int32
 
@@ -85,6 +87,11 @@ def read_config(directory: str | Path) -> CheckpointConfig:
             implemented; the message names the key.
     """
     path = Path(os.path.expanduser(directory)) / "config.json"
+    if not path.parent.exists() and re.fullmatch(_HUB_NAME, str(directory)):
+        raise CheckpointError(
+            f"{directory}: no such directory; download a model of the Hugging Face "
+            f"Hub by: hf download {directory} --local-dir {directory}"
+        )
     raw = read_object(path)
     text_part = raw.get("model_type") == "gemma3"
     if text_part:

@@ -167,7 +167,7 @@ def load(name: str) -> Function:
     try:
         module = _file(source) if source.endswith(".py") else _module(source)
     except Exception as error:
-        line = _line_of(error, source)
+        line = _line_of(error, Path(source).name)
         raise RewardError(
             f"task.reward: cannot import {source}{line}: {_message(error)}"
         ) from error
@@ -238,7 +238,7 @@ def _failure(
     name: str, function: Function, questions: Questions, error: Exception
 ) -> RewardError:
     """Call for one prompt at a time, to find the one for which the function raises."""
-    place, line = 0, _line_of(error, name.rpartition(":")[0])
+    place, line = 0, _line_of(error, _file_name(function))
     for i in range(len(questions.prompts)):
         try:
             value = _call(function, questions.only(i))
@@ -283,12 +283,19 @@ def _place(name: str, questions: Questions, i: int) -> str:
     return f"reward {name}, prompt {prompt} ({questions.where[i]}):"
 
 
-def _line_of(error: BaseException, source: str) -> str:
-    """The last line of the function's own file that raised."""
+def _file_name(function: Function) -> str:
+    """The name of the file that defines a function; empty for a built-in one."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return Path(code.co_filename).name if code else ""
+
+
+def _line_of(error: BaseException, file_name: str) -> str:
+    """The last line of the function's own file that raised, which is not ours."""
     lines = []
     trace = error.__traceback__
     while trace is not None:
-        if trace.tb_frame.f_code.co_filename.endswith(Path(source).name or "\0"):
+        path = trace.tb_frame.f_code.co_filename
+        if Path(path).name == file_name and path != __file__:
             lines.append(trace.tb_lineno)
         trace = trace.tb_next
     return f" (line {lines[-1]})" if lines else ""

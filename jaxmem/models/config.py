@@ -119,16 +119,26 @@ class ModelConfig:
         _check_choice(self, "activation", tuple(ACTIVATIONS))
         _check_choice(self, "dtype", DTYPES)
         _check_choice(self, "param_dtype", DTYPES)
-        _check_choice(self, "attention", ("xla", "cudnn", None))
+        self._check_attention()
         problem = lora.check(
             self.lora_rank, self.lora_alpha, self.lora_targets, self.lora_head
         )
         if problem is not None:
             raise ValueError(f"ModelConfig.{problem}")
-        if self.attention == "cudnn" and self.attention_softcap is not None:
+
+    def _check_attention(self):
+        _check_choice(self, "attention", ("xla", "cudnn", None))
+        if self.attention != "cudnn":
+            return
+        if self.attention_softcap is not None:
             raise ValueError(
                 "ModelConfig.attention='cudnn' cannot cap scores; leave it None, or "
                 "'xla', with attention_softcap"
+            )
+        if self.dtype == "float32":
+            raise ValueError(
+                "ModelConfig.attention='cudnn' needs dtype='bfloat16' or 'float16', "
+                "got 'float32'"
             )
 
     def _check_kinds(self):

@@ -1,10 +1,12 @@
 """Estimates a program's operations, bytes and minimum time; nothing is measured.
 
     seconds >= Σ over products max(operations / peak, bytes / bandwidth)
+    seconds >= (bytes of arguments + bytes of results) / bandwidth
 
-on one device. Everything except matrix products (norms, the optimizer, communication)
-is excluded from the sum, but covered by the range: `EFFICIENCY` is the ratio of that
-bound to the time of steps on H200s.
+on one device. The second bound is that of programs without products, such as the
+optimizer's update. Everything except matrix products (norms, communication) is excluded
+from the sum, but covered by the range: `EFFICIENCY` is the ratio of the larger bound to
+the time of steps on H200s.
 """
 
 import collections
@@ -47,7 +49,8 @@ class Estimate:
 
     Attributes:
         products: the costliest first.
-        seconds: sum of the products' seconds.
+        moved: bytes of arguments and results.
+        seconds: sum of the products' seconds, or of `moved` bytes if those take longer.
         sent: bytes of collectives.
         sending: seconds to send them at the links' peak, overlapped or not.
         low: lower end of the range: the higher `EFFICIENCY`, all communication
@@ -57,6 +60,7 @@ class Estimate:
     """
 
     products: tuple[Product, ...]
+    moved: float
     seconds: float
     sent: float
     sending: float
@@ -70,8 +74,8 @@ class Estimate:
 
     @property
     def bytes(self) -> float:
-        """Bytes of all products."""
-        return sum(product.bytes for product in self.products)
+        """Bytes of all products, or of arguments and results if those are more."""
+        return max(self.moved, sum(product.bytes for product in self.products))
 
 
 def of(phase: Phase, account: Account, hosts: int = 1) -> Estimate:
@@ -89,13 +93,14 @@ def of(phase: Phase, account: Account, hosts: int = 1) -> Estimate:
     assert around is not None, "inside devices.target"
     device, count = around.device, len(around.devices)
     products = _products(phase, device, count)
-    seconds = sum(product.seconds for product in products)
+    moved = float(account.arguments + account.results)
+    seconds = max(sum(p.seconds for p in products), moved / device.bandwidth)
     sent = sum(c.moved * max(c.times, 1) for c in account.collectives)
     link = device.link if hosts == 1 else device.network
     sending = sent / link
     least, most = EFFICIENCY
     return Estimate(
-        tuple(products), seconds, sent, sending, seconds / most,
+        tuple(products), moved, seconds, sent, sending, seconds / most,
         seconds / least + sending,
     )  # fmt: skip
 

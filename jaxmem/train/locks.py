@@ -43,7 +43,7 @@ def exclusive(path: Path, resource: str, log: Callable[[str], None]) -> Iterator
 
     Raises:
         Busy: another process holds the lock; the message says which, since when.
-        OSError: the lock file cannot be created.
+        OSError: the lock file or its directory cannot be created.
     """
     lock = _Lock(path)
     try:
@@ -67,8 +67,8 @@ class _Lock:
         """Take the lock; returns a message, "" if there is none."""
         directory = self._path.parent
         self._created = [d for d in (directory, *directory.parents) if not d.exists()]
+        _make(directory, resource)
         try:
-            directory.mkdir(parents=True, exist_ok=True)
             self._descriptor = _open_locked(self._path)
         except _Unsupported as error:
             self._path.unlink(missing_ok=True)
@@ -96,6 +96,15 @@ class _Lock:
         for directory in self._created:
             with contextlib.suppress(OSError):
                 directory.rmdir()
+
+
+def _make(directory: Path, resource: str) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise files.WriteError(
+            f"{resource}: the directory {directory} cannot be made: {error.strerror}"
+        ) from error
 
 
 def _open_locked(path: Path) -> int:

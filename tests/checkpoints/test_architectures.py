@@ -396,6 +396,20 @@ def test_json_beyond_limits(text, message, tmp_path):
         read_config(tmp_path)
 
 
+def test_a_name_of_the_hub_says_how_to_download_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    name = "Qwen/Qwen3-0.6B"
+    with pytest.raises(CheckpointError) as raised:
+        read_config(name)
+    said = str(raised.value)
+    assert said.startswith(f"{name}: no such directory; ") and "\n" not in said
+    assert said.endswith(f"hf download {name} --local-dir {name}")
+    (tmp_path / name).mkdir(parents=True)  # a directory, if an empty one
+    for directory in (name, "gone", "/gone/there"):
+        with pytest.raises(CheckpointError, match="config.json: cannot be read: No su"):
+            read_config(directory)
+
+
 def test_unreadable_configs(tmp_path):
     with pytest.raises(CheckpointError, match="config.json: cannot be read: No such"):
         read_config(tmp_path)

@@ -123,6 +123,21 @@ def test_a_function_that_fails_is_named_with_its_prompt(kind, body, message, own
     assert "\n" not in said and time.monotonic() - start < 5
 
 
+def test_a_function_that_cannot_be_called_has_no_line_of_ours(own):
+    """Also where its file has the name of the module that calls it."""
+    name = own("def score(answers):\n    return []\n")
+    assert name.endswith("rewards.py:score")
+    with pytest.raises(RewardError, match=r"\): raised TypeError: score\(\) got an un"):
+        Scorer([name])(questions(["a"]))
+
+
+def test_a_function_of_a_module_is_named_with_its_line(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "judges.py").write_text("def score(**_):\n\n    return [1 / 0]\n")
+    with pytest.raises(RewardError, match=r"\): raised \(line 3\) ZeroDivisionError: "):
+        Scorer(["judges:score"])(questions(["a"]))
+
+
 def test_without_a_timeout_functions_are_in_the_main_thread(own):
     name = own(
         "import threading\ndef score(completions, **_):\n"

@@ -414,6 +414,10 @@ def test_cudnn_attention_agrees_with_xla_on_packed_rows():
             dict(attention="cudnn", attention_softcap=5.0),
             "attention='cudnn' cannot cap scores",
         ),
+        (
+            dict(attention="cudnn", dtype="float32"),
+            "attention='cudnn' needs dtype='bfloat16' or 'float16', got 'float32'",
+        ),
     ],
 )
 def test_impossible_models_are_refused_by_name(changes, message):

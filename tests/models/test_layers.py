@@ -158,7 +158,9 @@ def error(got, want):
     return np.linalg.norm(got - want) / np.linalg.norm(want)
 
 
-TYPES = ("bfloat16", "float32")
+# Of the ordinary form's own error, and of epsilon: in bfloat16 what is rounded where is
+# the same on every processor; in float32 the order of XLA's sums is the vector width's.
+TYPES = {"bfloat16": (1.2, 0.1), "float32": (2.0, 1.0)}
 PAIRS = [
     pytest.param(name, dtype, marks=() if (i + j) % 2 == 0 else pytest.mark.slow)
     for i, name in enumerate(ARCHITECTURES)
@@ -174,11 +176,11 @@ def test_a_block_is_as_exact_as_its_ordinary_form(name, dtype):
     usual = with_gradients(ordinary, config, dtype, *given)
     got = with_gradients(lean, config, dtype, *given)
     assert got.keys() == want.keys()
-    unit = float(jnp.finfo(dtype).eps)
+    unit, (times, more) = float(jnp.finfo(dtype).eps), TYPES[dtype]
     for key, exact in want.items():
         if key.endswith("key/bias"):  # moves all of a query's scores alike
             continue
-        bound = 1.2 * error(usual[key], exact) + 0.1 * unit
+        bound = times * error(usual[key], exact) + more * unit
         assert error(got[key], exact) <= bound, key
         assert error(got[key], exact) < 8 * unit, key  # both could be wrong
 

@@ -26,6 +26,10 @@ GRPO = (
     "grpo.kl_coefficient=0.1",
 )  # fmt: skip
 SCORE = "tests/checkpoints/tiny/qwen3"
+DPO = (
+    "dpo_lora.gin", f"model.checkpoint={SCORE}", "data.sequence_length=16",
+    "head.chunk=32", "model.dtype=float32", "model.param_dtype=float32",
+)  # fmt: skip
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -146,7 +150,8 @@ def test_a_mesh(fake, capsys):
         (("--devices", "2"), "add an override such as mesh.fsdp=2"),
         (("mesh.tensor=8",), "mesh.tensor=8 must divide"),
         (("mesh.tensr=8",), "mesh.tensor"),
-        (("model.attention=cudnn",), "cannot compile for h200"),
+        (("model.attention=cudnn",), "needs dtype='bfloat16' or 'float16'"),
+        (("model.attention=cudnn", "model.dtype=bfloat16"), "cannot compile for h200"),
     ],
 )
 def test_what_cannot_be_is_one_line(fake, capsys, words, said):
@@ -185,19 +190,20 @@ def _with_memory(device, memory):
     return dataclasses.replace(device, memory=memory)
 
 
-def test_fit_prints_overrides_that_load(fake, capsys, tmp_path, monkeypatch):
+@pytest.mark.parametrize("job", [SFT, DPO], ids=["sft", "dpo"])
+def test_fit_prints_overrides_that_load(job, fake, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(search, "_POLICIES", ("none", "full"))  # each is traced
     monkeypatch.setattr(search, "_BEST", 2)  # each is compiled
     path = tmp_path / "bars.png"
-    status, said = planned(capsys, *SFT, "--fit", "--json", "--picture", str(path))
+    status, said = planned(capsys, *job, "--fit", "--json", "--picture", str(path))
     options = json.loads(said.out)["options"]
     assert status == 0 and len(options) == 2
     times = [option["seconds_estimate"] for option in options]
     assert times == sorted(times)
     for option in options:
-        words = [*SFT[1:], *option["overrides"]]
+        words = [*job[1:], *option["overrides"]]
         last = {word.partition("=")[0]: word for word in words}
-        configuration.load(cli._find_config(SFT[0]), list(last.values()))
+        configuration.load(cli._find_config(job[0]), list(last.values()))
     assert path.stat().st_size > 10_000
 
 

@@ -35,6 +35,24 @@ def test_one_product(fake):
     assert (made.low, made.high) == pytest.approx((bound / most, bound / least))
 
 
+def test_a_program_without_products_takes_what_its_arguments_and_results_do(fake):
+    """As the optimizer's update; beside products that take longer it is no bound."""
+    size = 4 * N * D
+    state = account.Account(arguments=3 * size, results=2 * size, temporary=0)
+    with devices.target("h200"):
+        update = Phase("", jax.jit(lambda x: x + 1).trace(HIDDEN))
+        made = roofline.of(update, state)
+        products = Phase("", jax.jit(lambda h, W: h @ W.T).trace(HIDDEN, W))
+        small = account.Account(arguments=1, results=1, temporary=0)
+        beside = roofline.of(products, small)
+    assert not made.products and made.bytes == 5 * size
+    assert made.seconds == 5 * size / devices.find("h200").bandwidth
+    least, most = roofline.EFFICIENCY
+    assert (made.low, made.high) == (made.seconds / most, made.seconds / least)
+    (product,) = beside.products
+    assert (beside.seconds, beside.bytes) == (product.seconds, product.bytes)
+
+
 def test_loops_count_each_turn(fake):
     def run(h, w):
         return lax.scan(lambda h, _: (h @ w, None), h, None, length=5)[0]

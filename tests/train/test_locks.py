@@ -101,3 +101,13 @@ def test_a_place_that_cannot_be_written_is_named():
     with pytest.raises(OSError, match="/proc/self/lock: cannot be written: "):
         with held(pathlib.Path("/proc/self/lock")):
             pass
+
+
+@pytest.mark.parametrize("place", ["file", "file/run", "/proc/nowhere/run"])
+def test_a_directory_that_cannot_be_made_is_named_with_its_setting(place, tmp_path):
+    (tmp_path / "file").write_text("not a directory")
+    path = tmp_path / place / "lock"
+    wanted = rf"run.out_dir='run': the directory {path.parent} cannot be made: \w"
+    with pytest.raises(OSError, match=wanted), held(path):
+        pass
+    assert (tmp_path / "file").read_text() == "not a directory"
