@@ -381,7 +381,7 @@ def _train(arguments: argparse.Namespace) -> int:
     try:
         from jaxmem.core import processes
         from jaxmem.train import config as configuration, keys
-        from jaxmem.train.jobs import dpo, grpo, sft
+        from jaxmem.train.jobs import distill, dpo, grpo, sft
     except ModuleNotFoundError as error:
         raise _missing(error, "training", "train") from error
     if path is None:
@@ -399,6 +399,8 @@ def _train(arguments: argparse.Namespace) -> int:
         sft.train(config, operative_text)
     elif isinstance(config, configuration.DpoJobConfig):
         dpo.train(config, operative_text)
+    elif isinstance(config, configuration.DistillJobConfig):
+        distill.train(config, operative_text)
     else:
         grpo.train(config, operative_text)
     return 0

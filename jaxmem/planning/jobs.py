@@ -16,11 +16,18 @@ from jaxmem.planning.phase import Phase, device_bytes, host_bytes
 from jaxmem.score.run import ScoreConfig, token_stats
 from jaxmem.train import starting
 from jaxmem.train.jobs import dpo, sft
-from jaxmem.train.jobs.config import Config, DpoJobConfig, GrpoJobConfig
+from jaxmem.train.jobs.accumulated import AccumulatedProgram
+from jaxmem.train.jobs.config import (
+    Config,
+    DistillJobConfig,
+    DpoJobConfig,
+    GrpoJobConfig,
+)
+from jaxmem.train.jobs.distill_program import DistillProgram
 from jaxmem.train.jobs.policy_program import PolicyProgram
 from jaxmem.train.program import DecoderProgram, gradient_shapes
 
-TrainConfig = Config | GrpoJobConfig | DpoJobConfig
+TrainConfig = Config | GrpoJobConfig | DpoJobConfig | DistillJobConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +68,8 @@ def of_config(config: TrainConfig | ScoreConfig, packed: bool = True) -> Job:
         return _of_policy(config)
     if isinstance(config, DpoJobConfig):
         return _of_pairs(config)
+    if isinstance(config, DistillJobConfig):
+        return _of_student(config)
     return _of_supervised(config, packed)
 
 
@@ -72,6 +81,9 @@ def backward(config: TrainConfig, packed: bool = True) -> Phase:
         return _gradients(program, _weights(program), _held(program))
     if isinstance(config, DpoJobConfig):
         return _of_pairs(config).phases[-1]
+    if isinstance(config, DistillJobConfig):
+        phases = _of_student(config).phases
+        return next(phase for phase in phases if phase.name == "gradients")
     return _of_supervised(config, packed).phases[0]
 
 
@@ -124,6 +136,41 @@ def _of_pairs(config: DpoJobConfig) -> Job:
     )
     note = "the reference is scored once, before the first step"
     return dataclasses.replace(_job(program, [reference, step]), notes=(note,))
+
+
+def _of_student(config: DistillJobConfig) -> Job:
+    assert config.model.vocab_size is not None, "of the teacher"
+    program = DistillProgram(config, config.model.vocab_size)
+    program.choose_policy_by_gradients(_silent())
+    shape, runs = program.shapes[-1], config.run.accumulate
+    weights, others = _weights(program), _streamed_slices(program)
+    if program.streamed is None:
+        others["moments"] = program.state_shapes.optimizer
+    taught = program.teacher.state_shapes.params
+    tokens = shape[0] * shape[1]
+    sums = gradient_shapes(program.state_shapes.params)
+    states = Phase(
+        "teacher",
+        program.teacher.trace_states(shape),
+        {"teacher": taught},
+        weights | others,
+        tokens=tokens,
+        runs=runs,
+    )
+    head = program.teacher.head_shapes
+    gradients = Phase(
+        "gradients",
+        program.trace_gradients(shape),
+        weights | {"gradients": sums, "teacher's head": head},
+        others | {"teacher's other weights": program.teacher.without_head(taught)},
+        _parts(program, tokens),
+        tokens,
+        runs=runs,
+    )
+    phases = [states, gradients]
+    if program.streamed is None:
+        phases.append(_update_of(program, {"teacher": taught}, 1))
+    return _job(program, phases)
 
 
 def _of_policy(config: GrpoJobConfig) -> Job:
@@ -196,6 +243,10 @@ def _logprobs(program, weights, held) -> Phase:
 def _update(program, held) -> Phase:
     grpo = program.config.grpo
     rest = {name: tree for name, tree in held.items() if name != "moments"}
+    return _update_of(program, rest, grpo.minibatches * grpo.epochs)
+
+
+def _update_of(program: AccumulatedProgram, rest, runs: int) -> Phase:
     given = {
         "trained weights": program.state_shapes.params,
         "moments": program.state_shapes.optimizer,
@@ -205,7 +256,7 @@ def _update(program, held) -> Phase:
         program.trace_update(),
         given | {"gradients": gradient_shapes(program.state_shapes.params)},
         {"frozen weights": program.frozen_shapes} | rest,
-        runs=grpo.minibatches * grpo.epochs,
+        runs=runs,
     )
 
 

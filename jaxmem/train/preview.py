@@ -12,16 +12,21 @@ from jaxmem.data.blocks import Blocks
 from jaxmem.data.chat import Templates
 from jaxmem.data.documents import DataConfig
 from jaxmem.train import starting
-from jaxmem.train.jobs.config import Config, DpoJobConfig, GrpoJobConfig
+from jaxmem.train.config import JobConfig
+from jaxmem.train.jobs import teachers
+from jaxmem.train.jobs.config import (
+    Config,
+    DistillJobConfig,
+    DpoJobConfig,
+    GrpoJobConfig,
+)
 from jaxmem.train.jobs.questions import OwnPrompts, task_of
 
 _COUNTED, _OTHER = "bold green", "dim"
 _MOST = 400  # maximum tokens shown per record
 
 
-def show(
-    config: Config | GrpoJobConfig | DpoJobConfig, count: int, console: Console
-) -> None:
+def show(config: JobConfig, count: int, console: Console) -> None:
     """Print the first records as tokens, and statistics of all.
 
     Tokens that the loss counts are green; without colours they are enclosed in ⟦ ⟧.
@@ -44,9 +49,14 @@ def show(
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def _documents(config: Config, count: int, console: Console) -> Iterator[str | Text]:
-    tokenizer = starting.load_tokenizer(config.data, config.model)
-    template = starting.load_template(config.data, config.model, tokenizer)
+def _documents(
+    config: Config | DistillJobConfig, count: int, console: Console
+) -> Iterator[str | Text]:
+    model = config.model
+    if isinstance(config, DistillJobConfig):
+        model = teachers.reading(config)
+    tokenizer = starting.load_tokenizer(config.data, model)
+    template = starting.load_template(config.data, model, tokenizer)
     documents = _read(config.data, template)
     encoded = list(data.encode_documents(documents, tokenizer))
     for document, (tokens, labels) in zip(documents[:count], encoded, strict=False):

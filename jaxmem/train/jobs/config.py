@@ -8,6 +8,7 @@ from jaxmem.models.decoder import HeadConfig, ModelConfig
 from jaxmem.models.partitioning import MeshConfig
 from jaxmem.models.sampling import SamplingConfig
 from jaxmem.train.evaluation import EvalConfig
+from jaxmem.train.jobs.distillation import DistillConfig
 from jaxmem.train.jobs.policy import GrpoConfig
 from jaxmem.train.jobs.preferences import DpoConfig
 from jaxmem.train.loop import RunConfig
@@ -63,6 +64,38 @@ class DpoJobConfig:
             raise ValueError(
                 f"head.gradient_samples={self.head.gradient_samples} must stay None "
                 "for run.job='dpo', which takes exact gradients"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class DistillJobConfig:
+    """A run of a student that learns from a teacher; likewise."""
+
+    data: DataConfig
+    distill: DistillConfig
+    model: ModelConfig
+    head: HeadConfig
+    optimizer: OptimizerConfig
+    run: RunConfig
+    mesh: MeshConfig = MeshConfig()
+    remat: RematConfig = RematConfig()
+    eval: EvalConfig = EvalConfig()
+
+    def __post_init__(self):
+        """Refuse what fits no other section, by the names of both."""
+        if self.distill.teacher is None:
+            raise ValueError(
+                f"distill.mode={self.distill.mode!r} needs distill.teacher, the "
+                "directory of a checkpoint or of a run that has ended"
+            )
+        if self.head != (usable := HeadConfig(chunk=self.head.chunk)):
+            name = "implementation"
+            if self.head.implementation == usable.implementation:
+                name = "gradient_samples"
+            raise ValueError(
+                f"head.{name}={getattr(self.head, name)!r} must stay "
+                f"{getattr(usable, name)!r} for run.job='distill': divergences are "
+                "exact, and never materialised"
             )
 
 

@@ -6,10 +6,16 @@ from typing import TypeVar
 
 from jaxmem.data import documents, pairs
 from jaxmem.train import starting
-from jaxmem.train.jobs.config import Config, DpoJobConfig, GrpoJobConfig
+from jaxmem.train.jobs import teachers
+from jaxmem.train.jobs.config import (
+    Config,
+    DistillJobConfig,
+    DpoJobConfig,
+    GrpoJobConfig,
+)
 from jaxmem.train.jobs.questions import OwnPrompts, task_of
 
-_Job = TypeVar("_Job", Config, DpoJobConfig, GrpoJobConfig)
+_Job = TypeVar("_Job", Config, DpoJobConfig, GrpoJobConfig, DistillJobConfig)
 
 
 def with_steps(config: _Job) -> _Job:
@@ -28,7 +34,9 @@ def with_steps(config: _Job) -> _Job:
     return dataclasses.replace(config, run=run)
 
 
-def _steps_of_an_epoch(config: Config | DpoJobConfig | GrpoJobConfig) -> float:
+def _steps_of_an_epoch(
+    config: Config | DpoJobConfig | GrpoJobConfig | DistillJobConfig,
+) -> float:
     if isinstance(config, GrpoJobConfig):
         task = task_of(config)
         if not isinstance(task, OwnPrompts):
@@ -37,8 +45,11 @@ def _steps_of_an_epoch(config: Config | DpoJobConfig | GrpoJobConfig) -> float:
                 "have no end"
             )
         return len(task) / config.grpo.prompts
-    tokenizer = starting.load_tokenizer(config.data, config.model)
-    template = starting.load_template(config.data, config.model, tokenizer)
+    model = config.model
+    if isinstance(config, DistillJobConfig):
+        model = teachers.reading(config)
+    tokenizer = starting.load_tokenizer(config.data, model)
+    template = starting.load_template(config.data, model, tokenizer)
     if isinstance(config, DpoJobConfig):
         long = config.dpo.drop_long
         training, _ = pairs.load_pairs(config.data, tokenizer, template, long)

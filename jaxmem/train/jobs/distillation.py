@@ -1,0 +1,134 @@
+"""What a student learns from its teacher: the loss of its tokens.
+
+    loss = Σ_t (D(student_t, teacher_t) + loss_weight · CE_t) / tokens
+
+D is a divergence of the two softmaxes over the whole vocabulary, from the hidden states
+of both models and without either's logits.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+import jaxmem
+from jaxmem.core.fields import check_field, check_numbers
+from jaxmem.core.ranges import reals
+from jaxmem.heads.nnx import LMHead
+
+MODES = ("text",)
+_VERBS: dict[str, Callable[..., jax.Array]] = {
+    "forward_kl": jaxmem.forward_kl,
+    "reverse_kl": jaxmem.kl,
+    "jsd": jaxmem.jsd,
+}
+_RANGES = {
+    "beta": reals(above=0, below=1),
+    "temperature": reals(above=0),
+    "loss_weight": reals(0),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class DistillConfig:
+    """What a student learns from its teacher."""
+
+    mode: Literal["text"] = "text"  # text: the data's tokens
+    # directory of a checkpoint whose vocabulary is the student's, or of a run that
+    # ended with model/
+    teacher: str | None = None
+    # of the teacher's weights and activations; None: as they are stored
+    teacher_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    # forward_kl: KL(teacher ‖ student); reverse_kl: KL(student ‖ teacher); jsd: of both
+    # from their mixture
+    divergence: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl"
+    beta: float = 0.5  # of jsd: weight of the teacher in the mixture, in (0, 1)
+    temperature: float = 1.0  # divides the logits of both models in the divergence
+    loss_weight: float = 0.0  # weight of the data's cross-entropy
+
+    def __post_init__(self):
+        """Refuse impossible values, by name."""
+        check_numbers(self, _RANGES)
+        check_field(self, "mode", self.mode in MODES, f"one of {MODES}")
+        known = tuple(_VERBS)
+        check_field(self, "divergence", self.divergence in known, f"one of {known}")
+        check_field(self, "teacher", self.teacher != "", "a directory, or None")
+
+
+class TeacherStates(NamedTuple):
+    """A teacher of a micro-batch, as it computes its tokens."""
+
+    hidden: Any  # [B, T, D'], final hidden states
+    head: Any  # the teacher's head
+
+
+def token_divergence(
+    config: DistillConfig,
+    head: LMHead,
+    hidden: jax.Array,
+    where: jax.Array,
+    teacher: TeacherStates,
+) -> jax.Array:
+    """Divergence of the student from its teacher, per token.
+
+    Args:
+        config: which divergence.
+        head: of the student.
+        hidden: [B, T, D] the student's final hidden states.
+        where: [B, T] booleans; False masks a token.
+        teacher: of the same tokens.
+
+    Returns:
+        float32 [B, T], in nats; 0 where masked.
+    """
+    options: dict[str, Any] = {"where": where, "temperature": config.temperature}
+    if config.divergence == "jsd":
+        options["beta"] = config.beta
+    verb = _VERBS[config.divergence]
+    return head.divergence(verb, hidden, teacher.head, teacher.hidden, **options)
+
+
+def distill_loss(
+    config: DistillConfig,
+    head: LMHead,
+    hidden: jax.Array,
+    labels: ArrayLike,
+    teacher: TeacherStates,
+    normalizer: jax.Array,
+    frozen_head: bool = False,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Loss of one micro-batch, and sums over its tokens.
+
+    Args:
+        config: which loss.
+        head: of the student.
+        hidden: [B, T, D] the student's final hidden states.
+        labels: [B, T] the next tokens; negative where none is learned.
+        teacher: of the same tokens.
+        normalizer: tokens of the whole step; 0 counts as 1.
+        frozen_head: whether the vocabulary matrix is a constant.
+
+    Returns:
+        Float32 scalar, and [B, T] of `divergence`, `ce` and `entropy`; the last two
+        are at temperature 1.
+    """
+    where = jnp.asarray(labels) >= 0
+    each = token_divergence(config, head, hidden, where, teacher)
+    loss = jnp.sum(each) / jnp.maximum(normalizer, 1)
+    if config.loss_weight:
+        ce, told = head.token_loss(
+            _cross_entropy, hidden, labels, normalizer=normalizer,
+            frozen_head=frozen_head,
+        )  # fmt: skip
+        loss += config.loss_weight * ce
+    else:
+        stats = jax.lax.stop_gradient(head.token_stats(hidden, labels))
+        told = {"ce": -stats.logprob, "entropy": stats.entropy}
+    return loss, {"divergence": jax.lax.stop_gradient(each), **told}
+
+
+def _cross_entropy(stats):
+    return -stats.logprob, {"ce": -stats.logprob, "entropy": stats.entropy}
