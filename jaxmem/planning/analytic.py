@@ -1,5 +1,6 @@
 """Estimates a job's memory from shapes alone, if no compiler is installed."""
 
+import math
 from typing import Any
 
 import jax
@@ -38,6 +39,7 @@ def sizes(config: jobs.TrainConfig) -> dict[str, int]:
             program, tokens = dpo.Program(config, vocab_size), 2 * tokens
         elif isinstance(config, DistillJobConfig):
             program = DistillProgram(config, vocab_size)
+            tokens = math.prod(program.shapes[-1])
         else:
             program = sft.Program(config, vocab_size)
     state = program.state_shapes

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -142,12 +143,14 @@ def _of_student(config: DistillJobConfig) -> Job:
     assert config.model.vocab_size is not None, "of the teacher"
     program = DistillProgram(config, config.model.vocab_size)
     program.choose_policy_by_gradients(_silent())
-    shape, runs = program.shapes[-1], config.run.accumulate
+    shape = program.shapes[-1]
     weights, others = _weights(program), _streamed_slices(program)
     if program.streamed is None:
         others["moments"] = program.state_shapes.optimizer
     taught = program.teacher.state_shapes.params
-    tokens = shape[0] * shape[1]
+    tokens, runs = shape[0] * shape[1], float(config.run.accumulate)
+    if config.is_on_policy:
+        runs = config.distill.samples * config.longest / tokens
     sums = gradient_shapes(program.state_shapes.params)
     states = Phase(
         "teacher",
@@ -168,9 +171,13 @@ def _of_student(config: DistillJobConfig) -> Job:
         runs=runs,
     )
     phases = [states, gradients]
+    if config.is_on_policy:
+        phases.insert(0, _rollout(program, weights, others | {"teacher": taught}))
     if program.streamed is None:
         phases.append(_update_of(program, {"teacher": taught}, 1))
-    return _job(program, phases)
+    job = _job(program, phases)
+    parked = math.ceil(runs) * device_bytes(program.teacher.states(shape))
+    return dataclasses.replace(job, on_host=job.on_host + parked)
 
 
 def _of_policy(config: GrpoJobConfig) -> Job:
@@ -221,7 +228,7 @@ def _rollout(program, weights, held) -> Phase:
         weights,
         held,
         {"keys and values": _cache_bytes(program)},
-        config.grpo.samples * config.sampling.max_new_tokens,
+        program.prompts[0].shape[0] * config.sampling.max_new_tokens,
         turns=config.sampling.max_new_tokens - 1,
     )
 
@@ -339,7 +346,7 @@ def kept_bytes(
     return int(model.layers * tokens * widths / rows)
 
 
-def _cache_bytes(program: PolicyProgram) -> int:
+def _cache_bytes(program: PolicyProgram | DistillProgram) -> int:
     """Bytes of a rollout's KV cache on one device."""
     config, model = program.config, program.model_config
     slots = config.task.prompt_length + config.sampling.max_new_tokens - 1
@@ -347,7 +354,7 @@ def _cache_bytes(program: PolicyProgram) -> int:
     mesh = program.layout.sizes
     parts = mesh["data"] * mesh["fsdp"] * mesh["sequence"] * mesh["tensor"]
     item = jnp.dtype(model.dtype).itemsize
-    return config.grpo.samples * numbers * item // parts
+    return program.prompts[0].shape[0] * numbers * item // parts
 
 
 def _streamed_slices(program: DecoderProgram) -> dict[str, Any]:

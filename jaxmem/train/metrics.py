@@ -154,9 +154,10 @@ class DistillMetrics(NamedTuple):
     tokens_per_second: float
     grad_norm: float  # global, before clipping
     learning_rate: float
+    data_seconds: float  # reading data, or sampling completions
     teacher_seconds: float  # its hidden states, until they are in the host's memory
     update_seconds: float
-    seconds: float  # wall time of all, with reading data or sampling
+    seconds: float  # all of them
     peak_gib: float | None = None  # on the device since the start; None: not told
     response_length: float | None = None  # tokens sampled, mean over the completions
     held_out_loss: float | None = None  # likewise; None where not evaluated

@@ -39,7 +39,9 @@ def show(config: JobConfig, count: int, console: Console) -> None:
     Raises:
         DataError: the data cannot be used.
     """
-    if isinstance(config, GrpoJobConfig):
+    if isinstance(config, GrpoJobConfig) or (
+        isinstance(config, DistillJobConfig) and config.is_on_policy
+    ):
         lines = _prompts(config, count)
     elif isinstance(config, DpoJobConfig):
         lines = _pairs(config, count, console)
@@ -112,7 +114,7 @@ def _pairs(config: DpoJobConfig, count: int, console: Console) -> Iterator[str |
     )
 
 
-def _prompts(config: GrpoJobConfig, count: int) -> Iterator[str]:
+def _prompts(config: GrpoJobConfig | DistillJobConfig, count: int) -> Iterator[str]:
     task = task_of(config)
     if not isinstance(task, OwnPrompts):
         raise data.DataError("task.source='arithmetic' has no records: set a file")

@@ -182,15 +182,20 @@ def export(target: Path, decoder: Decoder, config: JobConfig, tokenizer: Path) -
 
 def max_positions(config: JobConfig) -> int:
     """The longest sequence that a job trains on, in tokens."""
-    if isinstance(config, GrpoJobConfig):
+    if isinstance(config, GrpoJobConfig) or (
+        isinstance(config, DistillJobConfig) and config.is_on_policy
+    ):
         return config.task.prompt_length + config.sampling.max_new_tokens
     return config.data.sequence_length
 
 
 def template_path(config: JobConfig) -> str | None:
     """The path of a job's own chat template, if any."""
-    section = config.task if isinstance(config, GrpoJobConfig) else config.data
-    return section.chat_template
+    if isinstance(config, GrpoJobConfig) or (
+        isinstance(config, DistillJobConfig) and config.is_on_policy
+    ):
+        return config.task.chat_template
+    return config.data.chat_template
 
 
 def text_of(config: JobConfig, path: Path) -> checkpoints.Text:
@@ -202,7 +207,7 @@ def text_of(config: JobConfig, path: Path) -> checkpoints.Text:
             task's own words.
     """
     if isinstance(config, DistillJobConfig):
-        return teachers.text(config)
+        return teachers.text(config, template_path(config))
     content, template = None, template_path(config)
     if template is not None:
         content = Path(template).expanduser().read_text("utf-8")

@@ -1,11 +1,12 @@
 """Distillation: a student learns the distribution of a teacher, token by token.
 
-data -> teacher's hidden states, parked on the host -> student's gradients -> update
+data, or completions that the student samples -> teacher's hidden states, parked on the
+host -> student's gradients -> update
 """
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,14 +16,13 @@ from rich.console import Console
 
 from jaxmem import offload
 from jaxmem.core import processes
-from jaxmem.data import documents as data, streams
-from jaxmem.data.chat import Templates
 from jaxmem.data.documents import Batch
 from jaxmem.train import metrics, report, starting
 from jaxmem.train.evaluation import Evaluated
 from jaxmem.train.jobs import teachers
 from jaxmem.train.jobs.config import DistillJobConfig
 from jaxmem.train.jobs.distill_program import METRICS, Compiled, DistillProgram
+from jaxmem.train.jobs.distill_sources import Prompts, Source, Text
 from jaxmem.train.jobs.distillation import TeacherStates
 from jaxmem.train.jobs.epochs import with_steps
 from jaxmem.train.loop import Settings, changeable_settings, open_run
@@ -61,20 +61,20 @@ class _Job:
         self,
         program: DistillProgram,
         frozen: Any,
-        batches: data.BatchIterator | streams.StreamIterator,
-        held_out: Callable[[], Iterable[Batch]] | None,
+        source: Source,
     ):
         self._program, self._config = program, program.config
-        self._batches, self._held_out = batches, held_out
+        self._source = source
         self._frozen, self._compiled = frozen, program.compile()
         self._teacher = _Teacher(program, self._compiled)
         self.initial_state = program.initial_state
         self.restored_state = program.restored_state
-        self.get_state, self.set_state = batches.get_state, batches.set_state
+        self.get_state, self.set_state = source.get_state, source.set_state
 
     def step(self, number: int, state: TrainState) -> tuple[TrainState, DistillMetrics]:
-        start, run = time.perf_counter(), self._config.run
-        batches = [self._place(next(self._batches)) for _ in range(run.accumulate)]
+        start = time.perf_counter()
+        taken = self._source.take(number, state.params)
+        batches = [self._place(batch) for batch in taken.batches]
         ready = time.perf_counter()
         parked = [self._teacher.park(batch) for batch in batches]
         taught = time.perf_counter()
@@ -96,6 +96,8 @@ class _Job:
             tokens_per_second=int(tokens) / (end - start),
             grad_norm=float(norm),
             learning_rate=float(np.asarray(self._program.schedule(number - 1))),
+            response_length=taken.response_length,
+            data_seconds=ready - start,
             teacher_seconds=taught - ready,
             update_seconds=end - taught,
             seconds=end - start,
@@ -111,9 +113,10 @@ class _Job:
         return self._compiled.count[batch.tokens.shape](batch.labels)
 
     def evaluate(self, state: TrainState, taken: DistillMetrics) -> Evaluated | None:
-        if self._held_out is None:
+        held_out = self._source.held_out(state.params)
+        if held_out is None:
             return None
-        means = self._means(state.params, self._held_out())
+        means = self._means(state.params, held_out)
         weight = self._config.distill.loss_weight
         cost = means["divergence"] + weight * means["ce"]
         return Evaluated(
@@ -165,12 +168,13 @@ def train(
     with open_run(config.run, _settings(config), console, config.eval) as run:
         tokenizer = teachers.tokenizer_of(config)
         program = DistillProgram(config, tokenizer.get_vocab_size())
-        batches, held_out = _text(program, tokenizer)
+        text = None if config.is_on_policy else Text(program, tokenizer)
         run.progress.waiting("compiling")
         program.choose_policy_by_gradients(console)
         frozen = program.frozen()
+        source = text or Prompts(program, frozen)
         texts = starting.texts(config, operative_text, tokenizer)
-        job = _Job(program, frozen, batches, held_out)
+        job = _Job(program, frozen, source)
         model = program.model(run.take_steps(job, texts).params, frozen)
         starting.leave(run.out_dir, model, console, config)
         if (best := run.best_state(job)) is not None:
@@ -183,33 +187,6 @@ def train(
         return result
 
 
-def _text(program: DistillProgram, tokenizer: Any):
-    """The data's micro-batches, and how to begin those that are held out."""
-    config = program.config
-    rows = program.layout.own_rows(config.data.batch_size)
-    model = teachers.reading(config)
-    template = starting.load_template(config.data, model, tokenizer)
-    batches = streams.batches(config.data, tokenizer, rows, template)
-    return batches, _held_out(config.data, tokenizer, template)
-
-
-def _held_out(
-    config: data.DataConfig, tokenizer: Any, template: Templates | None
-) -> Callable[[], Iterator[Batch]] | None:
-    if not config.held_out:
-        return None
-    first = data.batches(
-        config, tokenizer, split="evaluation", epochs=1, template=template
-    )
-    start = first.get_state()
-
-    def again() -> Iterator[Batch]:
-        first.set_state(start)
-        return first
-
-    return again
-
-
 def _settings(config: DistillJobConfig) -> Settings:
     """Return the settings that are compared when a run is resumed."""
     distill = dataclasses.asdict(config.distill)
@@ -218,10 +195,15 @@ def _settings(config: DistillJobConfig) -> Settings:
         "model": dataclasses.asdict(config.model),
         "distill": {name: distill[name] for name in ("mode", "teacher")},
     }
+    changeable = ["optimizer", "distill"]
+    if config.is_on_policy:
+        del fixed["data"]
+        fixed["task"] = dataclasses.asdict(config.task)
+        changeable.append("sampling")
     weights = fixed_weights(config.optimizer, config.run.seed)
     weights["run"] = {"job": config.run.job, "seed": config.run.seed}
     fixed |= weights
-    return Settings(fixed, changeable_settings(config, ["optimizer", "distill"], fixed))
+    return Settings(fixed, changeable_settings(config, changeable, fixed))
 
 
 def _report(result: Result, console: Console) -> None:

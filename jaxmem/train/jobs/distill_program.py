@@ -16,9 +16,11 @@ from rich.console import Console
 from jaxmem.data.documents import Batch
 from jaxmem.models.partitioning import as_stored
 from jaxmem.train.jobs import teachers
-from jaxmem.train.jobs.accumulated import AccumulatedProgram, Sums
+from jaxmem.train.jobs.accumulated import Sums
 from jaxmem.train.jobs.config import DistillJobConfig
 from jaxmem.train.jobs.distillation import TeacherStates, distill_loss
+from jaxmem.train.jobs.questions import ends_of
+from jaxmem.train.jobs.sampling_program import Rollouts, SamplingProgram
 from jaxmem.train.memory import RematConfig
 from jaxmem.train.optimizer import OptimizerConfig, learning_rate_schedule
 from jaxmem.train.program import DecoderProgram, StreamedUpdate, add_in_float32
@@ -92,7 +94,7 @@ class TeacherProgram(DecoderProgram):
         return nnx.merge(self._head, weights)
 
 
-class DistillProgram(AccumulatedProgram):
+class DistillProgram(SamplingProgram):
     """A student's functions and shapes.
 
     Args:
@@ -103,8 +105,12 @@ class DistillProgram(AccumulatedProgram):
     def __init__(self, config: DistillJobConfig, vocab_size: int):
         schedule = learning_rate_schedule(config.optimizer, config.run.steps)
         super().__init__(config, vocab_size, config.run.seed, schedule)
-        self.config = config
+        self.config, distill = config, config.distill
         self.teacher = TeacherProgram(config)
+        if config.is_on_policy:
+            named = "distill.prompts x distill.completions"
+            rollouts = Rollouts(distill.samples, named, config)
+            self.sample_from(rollouts, ends_of(config))
 
     @property
     def metric_names(self) -> list[str]:
@@ -114,7 +120,10 @@ class DistillProgram(AccumulatedProgram):
     @property
     def shapes(self) -> list[Shape]:
         """Of the micro-batches, one by width of row."""
-        data = self.config.data
+        data, distill = self.config.data, self.config.distill
+        if self.config.is_on_policy:
+            widths = self.config.row_lengths
+            return [(distill.max_tokens // width, width) for width in widths]
         return [(data.batch_size, data.sequence_length)]
 
     def compile(self) -> Compiled:

@@ -16,10 +16,11 @@ from jax.typing import ArrayLike
 
 import jaxmem
 from jaxmem.core.fields import check_field, check_numbers
-from jaxmem.core.ranges import reals
+from jaxmem.core.ranges import integers, reals
 from jaxmem.heads.nnx import LMHead
+from jaxmem.train.jobs.policy import check_widths
 
-MODES = ("text",)
+MODES = ("text", "on_policy")
 _VERBS: dict[str, Callable[..., jax.Array]] = {
     "forward_kl": jaxmem.forward_kl,
     "reverse_kl": jaxmem.kl,
@@ -29,6 +30,9 @@ _RANGES = {
     "beta": reals(above=0, below=1),
     "temperature": reals(above=0),
     "loss_weight": reals(0),
+    "prompts": integers(1),
+    "completions": integers(1),
+    "max_tokens": integers(1),
 }
 
 
@@ -36,7 +40,8 @@ _RANGES = {
 class DistillConfig:
     """What a student learns from its teacher."""
 
-    mode: Literal["text"] = "text"  # text: the data's tokens
+    # text: the data's tokens; on_policy: completions that the student samples
+    mode: Literal["text", "on_policy"] = "text"
     # directory of a checkpoint whose vocabulary is the student's, or of a run that
     # ended with model/
     teacher: str | None = None
@@ -48,6 +53,12 @@ class DistillConfig:
     beta: float = 0.5  # of jsd: weight of the teacher in the mixture, in (0, 1)
     temperature: float = 1.0  # divides the logits of both models in the divergence
     loss_weight: float = 0.0  # weight of the data's cross-entropy
+    prompts: int = 32  # on_policy: prompts of a step
+    completions: int = 1  # on_policy: completions of each prompt
+    max_tokens: int = 2048  # on_policy: slots of a micro-batch
+    # on_policy: widths of packed rows, increasing, each a shape to compile; None: the
+    # longest sequence that there can be, rounded up to 16
+    row_lengths: tuple[int, ...] | None = None
 
     def __post_init__(self):
         """Refuse impossible values, by name."""
@@ -56,6 +67,13 @@ class DistillConfig:
         known = tuple(_VERBS)
         check_field(self, "divergence", self.divergence in known, f"one of {known}")
         check_field(self, "teacher", self.teacher != "", "a directory, or None")
+        if self.row_lengths is not None:
+            check_widths(self, self.row_lengths)
+
+    @property
+    def samples(self) -> int:
+        """Completions of a step."""
+        return self.prompts * self.completions
 
 
 class TeacherStates(NamedTuple):

@@ -37,14 +37,18 @@ def with_steps(config: _Job) -> _Job:
 def _steps_of_an_epoch(
     config: Config | DpoJobConfig | GrpoJobConfig | DistillJobConfig,
 ) -> float:
-    if isinstance(config, GrpoJobConfig):
+    if isinstance(config, GrpoJobConfig) or (
+        isinstance(config, DistillJobConfig) and config.is_on_policy
+    ):
         task = task_of(config)
         if not isinstance(task, OwnPrompts):
             raise ValueError(
                 f"run.epochs={config.run.epochs} needs a task.source of prompts: sums "
                 "have no end"
             )
-        return len(task) / config.grpo.prompts
+        grpo = isinstance(config, GrpoJobConfig)
+        section = config.grpo if grpo else config.distill
+        return len(task) / section.prompts
     model = config.model
     if isinstance(config, DistillJobConfig):
         model = teachers.reading(config)

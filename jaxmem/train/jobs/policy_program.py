@@ -17,12 +17,12 @@ from rich.console import Console
 import jaxmem
 from jaxmem.data.documents import Batch
 from jaxmem.models.decoder import HeadConfig
-from jaxmem.models.partitioning import Layout, as_stored
-from jaxmem.models.sampling import COMPILER_OPTIONS, SamplingConfig, sample
-from jaxmem.train.jobs.accumulated import AccumulatedProgram, Sums
+from jaxmem.models.partitioning import as_stored
+from jaxmem.train.jobs.accumulated import Sums
 from jaxmem.train.jobs.config import GrpoJobConfig
 from jaxmem.train.jobs.policy import HeadCall, PolicyBatch, policy_loss
 from jaxmem.train.jobs.questions import ends_of
+from jaxmem.train.jobs.sampling_program import Rollouts, SamplingProgram
 from jaxmem.train.optimizer import learning_rate_schedule
 from jaxmem.train.program import StreamedUpdate, add_in_float32, head_key
 
@@ -41,7 +41,7 @@ class Compiled(NamedTuple):
     #                                               TrainState, norm
 
 
-class PolicyProgram(AccumulatedProgram):
+class PolicyProgram(SamplingProgram):
     """A run's functions and shapes.
 
     Args:
@@ -55,16 +55,11 @@ class PolicyProgram(AccumulatedProgram):
         def by_update(count: Any) -> Any:
             return rollouts(count // updates)
 
-        self.ends = ends_of(config)
-        super().__init__(config, self.ends.size, config.run.seed, by_update)
+        ends = ends_of(config)
+        super().__init__(config, ends.size, config.run.seed, by_update)
         self.config, self.learning_rate = config, rollouts
-        by_rows = config.mesh.by_rows
-        if config.grpo.samples % (parts := by_rows.data * by_rows.fsdp):
-            raise ValueError(
-                "mesh.data x mesh.fsdp x mesh.sequence must divide grpo.prompts x "
-                f"grpo.group_size = {config.grpo.samples}, got {parts}"
-            )
-        self.sampling_layout = Layout(by_rows)
+        named = "grpo.prompts x grpo.group_size"
+        self.sample_from(Rollouts(config.grpo.samples, named, config), ends)
 
     @property
     def metric_names(self) -> list[str]:
@@ -92,37 +87,6 @@ class PolicyProgram(AccumulatedProgram):
             },
             update=self.compile_update(),
         )
-
-    def trace_sample(self, greedy: bool = False) -> jax.stages.Traced:
-        """Trace a rollout; greedy is at temperature 0: the most probable tokens."""
-        config = self.config.sampling
-        if greedy:
-            config = SamplingConfig(config.max_new_tokens, top_k=1)
-
-        def run(params, frozen, prompts, lengths, step):
-            key = jax.random.fold_in(jax.random.key(self.config.run.seed), step)
-            return sample(
-                self.model(params, frozen),
-                prompts,
-                lengths,
-                key,
-                config,
-                eos_id=self.ends.eos_id,
-                pad_id=self.ends.pad_id,
-            )
-
-        layout = self.sampling_layout
-        scalar = layout.whole(_ints(()))
-        with layout.context():
-            jitted = layout.jit(run, scalar, compiler_options=COMPILER_OPTIONS)
-            weights = self.state_shapes.params, self.frozen_shapes
-            return jitted.trace(*weights, *self.prompts, scalar)
-
-    @property
-    def prompts(self) -> tuple[Any, Any]:
-        """Shapes of what is sampled from: ids [N, P] and lengths [N]."""
-        rows, width = self.config.grpo.samples, self.config.task.prompt_length
-        return self.sampling_layout.of_rows((_ints((rows, width)), _ints((rows,))))
 
     def trace_logprobs(self, shape: Shape) -> jax.stages.Traced:
         """Trace a micro-batch's log-probabilities: the policy's, and in the support."""

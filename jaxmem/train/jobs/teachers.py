@@ -102,10 +102,12 @@ def reading(config: DistillJobConfig) -> ModelConfig:
     return dataclasses.replace(config.model, checkpoint=str(directory(config)))
 
 
-def text(config: DistillJobConfig) -> checkpoints.Text:
+def text(config: DistillJobConfig, chosen: str | None) -> checkpoints.Text:
     """How a student without a checkpoint reads text: as its teacher does.
 
-    A chat template that the job names replaces the teacher's.
+    Args:
+        config: of the job.
+        chosen: path of a chat template that replaces the teacher's, or None.
     """
     path = directory(config)
     tokenizer, start, eos = checkpoints.load_vocabulary(path)
@@ -113,7 +115,6 @@ def text(config: DistillJobConfig) -> checkpoints.Text:
     named = json_files.read_object(described) if described.exists() else {}
     template = named.get("chat_template")
     own = path / "chat_template.jinja"
-    chosen = config.data.chat_template
     if chosen is not None or own.exists():
         template = json_files.read_text(Path(chosen).expanduser() if chosen else own)
     return checkpoints.Text(

@@ -17,6 +17,7 @@ from jaxmem.train.history import read_history
 from jaxmem.train.jobs import distill
 from jaxmem.train.jobs.distill_program import DistillProgram
 from jaxmem.train.jobs.distillation import TeacherStates
+from jaxmem.train.jobs.epochs import with_steps
 from jaxmem.train.metrics import DistillMetrics
 from tests.checkpoints import texts
 
@@ -256,6 +257,89 @@ def test_adapters_learn_and_a_run_is_a_teacher():
     assert "saved in run/adapter" in said
 
 
+# ---------------------------------------------------------------- on policy
+
+ON_POLICY = """
+task.source = "prompts.jsonl"
+task.max_prompt_tokens = 12
+task.held_out = 0.25
+sampling.max_new_tokens = 6
+distill.mode = "on_policy"
+distill.divergence = "reverse_kl"
+distill.prompts = 8
+distill.completions = 2
+distill.max_tokens = 64
+model.layers = 1
+model.hidden = 24
+model.ff = 24
+model.heads = 2
+model.kv_heads = 1
+model.head_dim = 8
+optimizer.learning_rate = 1e-2
+optimizer.warmup_steps = 0
+optimizer.weight_decay = 0.0
+run.job = "distill"
+run.steps = 16
+run.checkpoint_every = 3
+run.out_dir = "run"
+eval.every = 8
+eval.prompts = 10
+"""
+
+
+@pytest.fixture
+def prompts(directory):
+    """Forty prompts, instead of the texts."""
+    words = [a + b for a in "abcde" for b in "stuvwxyz"]
+    lines = [json.dumps({"prompt": f"say {word}"}) + "\n" for word in words]
+    pathlib.Path("prompts.jsonl").write_text("".join(lines))
+    pathlib.Path("distill.gin").write_text(ON_POLICY + 'distill.teacher = "llama"\n')
+
+
+def test_a_student_learns_from_its_own_samples_and_resumes(prompts, monkeypatch):
+    result, said = train()
+    # All tokens that were sampled count, and no others.
+    for step in result.history:
+        assert step.tokens == round(16 * step.response_length)
+        assert step.ce == pytest.approx(step.entropy, rel=0.25)  # its own samples
+    held_out = {s.step: s.held_out_divergence for s in result.history}
+    assert [n for n, x in held_out.items() if x is not None] == [8, 16]
+    assert held_out[16] < 0.95 * held_out[8]
+    assert "saved in run/model" in said
+    kill_before(6, monkeypatch)
+    _, said = train("run.out_dir=cut")
+    assert "resuming cut after step 3" in said
+    assert steps("cut") == steps("run")
+
+
+def test_an_epoch_of_prompts_has_each_once(prompts):
+    config, _ = configuration.load("distill.gin", ["run.epochs=2", "task.held_out=0"])
+    assert with_steps(starting.resolved(config)).run.steps == 10
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["distill.loss_weight=0.5"],
+            "distill.loss_weight=0.5 must stay 0 for dis",
+        ),
+        (["data.batch_size=2"], "data.batch_size is not read for distill.mode='on_p"),
+        (["task.reward=number"], "task.reward is not read for run.job='distill'"),
+        (["run.accumulate=2"], "run.accumulate=2 must stay 1 for distill.mode='on_"),
+        (["distill.max_tokens=31"], "distill.max_tokens=31 must hold a row of 32"),
+        (["distill.row_lengths=(16,)"], "distill.row_lengths=(16,) must reach 17, the"),
+        (["distill.row_lengths=(32, 16)"], "distill.row_lengths must be increasing"),
+        (["distill.prompts=0"], "distill.prompts must be at least 1, got 0"),
+        (["distill.mode=text"], "task.source is not read for distill.mode='text'"),
+    ],
+)
+def test_settings_that_cannot_be_on_policy(prompts, overrides, message):
+    with pytest.raises(ValueError) as raised:
+        configuration.load("distill.gin", overrides)
+    assert message in str(raised.value) and "\n" not in str(raised.value)
+
+
 # ------------------------------------------------------------------- errors
 
 
@@ -269,7 +353,7 @@ def tokens_of(directory, **options):
     ("overrides", "message"),
     [
         (["distill.teacher=None"], "distill.mode='text' needs distill.teacher"),
-        (["distill.mode=texts"], "distill.mode must be 'text'"),
+        (["distill.mode=texts"], "distill.mode must be 'text' or "),
         (["distill.beta=1.0"], "distill.beta must be in (0, 1), got 1.0"),
         (["distill.divergence=kl"], "distill.divergence must be 'forward_kl' or "),
         (["distill.temperature=0.0"], "distill.temperature must be above 0, got 0.0"),
