@@ -140,6 +140,11 @@ def _of_pairs(config: DpoJobConfig) -> Job:
 
 
 def _of_student(config: DistillJobConfig) -> Job:
+    if config.distill.mode == "offline":
+        raise ValueError(
+            "distill.mode='offline' has no plan: what it takes depends on the columns "
+            "of data.source; plan run.job='sft' for a model of these sizes"
+        )
     assert config.model.vocab_size is not None, "of the teacher"
     program = DistillProgram(config, config.model.vocab_size)
     program.choose_policy_by_gradients(_silent())

@@ -7,7 +7,7 @@ import tokenizers
 from rich.console import Console
 from rich.text import Text
 
-from jaxmem.data import documents as data, pairs
+from jaxmem.data import documents as data, pairs, teacher_files
 from jaxmem.data.blocks import Blocks
 from jaxmem.data.chat import Templates
 from jaxmem.data.documents import DataConfig
@@ -57,6 +57,9 @@ def _documents(
     model = config.model
     if isinstance(config, DistillJobConfig):
         model = teachers.reading(config)
+        if config.distill.mode == "offline":
+            yield from _file(config)
+            return
     tokenizer = starting.load_tokenizer(config.data, model)
     template = starting.load_template(config.data, model, tokenizer)
     documents = _read(config.data, template)
@@ -82,6 +85,16 @@ def _documents(
         f"an epoch packs {tokens:,} tokens into {rows:,} rows of {length}, "
         f"{1 - tokens / (rows * length):.1%} padding: {len(filled):,} micro-batches of "
         f"{config.data.batch_size}"
+    )
+
+
+def _file(config: DistillJobConfig) -> Iterator[str]:
+    file = teacher_files.read(config.data.source)
+    kind = "drawn" if file.logprobs is None else "most likely"
+    yield (
+        f"{len(file.documents):,} documents, of which a teacher's {file.ids.shape[1]} "
+        f"{kind} ids are known for {len(file.ids):,} tokens, at temperature "
+        f"{file.temperature:g}"
     )
 
 

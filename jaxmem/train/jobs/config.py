@@ -86,7 +86,8 @@ class DistillJobConfig:
 
     def __post_init__(self):
         """Refuse what fits no other section, by the names of both."""
-        if self.distill.teacher is None:
+        offline = self.distill.mode == "offline"
+        if self.distill.teacher is None and not (offline and self.model.checkpoint):
             raise ValueError(
                 f"distill.mode={self.distill.mode!r} needs distill.teacher, the "
                 "directory of a checkpoint or of a run that has ended"
@@ -110,6 +111,13 @@ class DistillJobConfig:
                 )
         if self.is_on_policy:
             self._check_rollouts()
+        if offline and (self.data.streaming or self.data.streams != 1):
+            name = "streaming" if self.data.streaming else "streams"
+            raise ValueError(
+                f"data.{name}={getattr(self.data, name)} must stay "
+                f"{getattr(DataConfig(), name)} for distill.mode='offline', which "
+                "keeps the file's columns in memory"
+            )
 
     def _check_rollouts(self) -> None:
         distill, task = self.distill, self.task

@@ -1,7 +1,7 @@
 """Distillation: a student learns the distribution of a teacher, token by token.
 
 data, or completions that the student samples -> teacher's hidden states, parked on the
-host -> student's gradients -> update
+host, or a file's columns -> student's gradients -> update
 """
 
 import dataclasses
@@ -12,18 +12,31 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+import tokenizers
 from rich.console import Console
 
-from jaxmem import offload
+from jaxmem import checkpoints, offload
 from jaxmem.core import processes
+from jaxmem.data import teacher_files
 from jaxmem.data.documents import Batch
 from jaxmem.train import metrics, report, starting
 from jaxmem.train.evaluation import Evaluated
 from jaxmem.train.jobs import teachers
 from jaxmem.train.jobs.config import DistillJobConfig
-from jaxmem.train.jobs.distill_program import METRICS, Compiled, DistillProgram
-from jaxmem.train.jobs.distill_sources import Prompts, Source, Text
-from jaxmem.train.jobs.distillation import TeacherStates
+from jaxmem.train.jobs.distill_program import (
+    METRICS,
+    Compiled,
+    DistillProgram,
+    FileColumns,
+)
+from jaxmem.train.jobs.distill_sources import (
+    Example,
+    File,
+    Prompts,
+    Source,
+    Text,
+)
+from jaxmem.train.jobs.distillation import TeacherColumns, TeacherStates
 from jaxmem.train.jobs.epochs import with_steps
 from jaxmem.train.loop import Settings, changeable_settings, open_run
 from jaxmem.train.metrics import DistillMetrics
@@ -37,6 +50,21 @@ class Result(NamedTuple):
     history: list[DistillMetrics]  # every step, of earlier processes too
 
 
+class _Columns:
+    """A file's columns, in the place of a teacher."""
+
+    def __init__(self, program: DistillProgram):
+        self._layout = program.layout
+
+    def park(self, example: Example) -> Any:
+        """The columns of a micro-batch, which are in the host's memory."""
+        return example.columns
+
+    def fetch(self, columns: TeacherColumns) -> TeacherColumns:
+        """The same where the student's programs read them."""
+        return self._layout.place(columns, self._layout.of_hidden(columns))
+
+
 class _Teacher:
     """The teacher's weights, and its hidden states of micro-batches."""
 
@@ -45,8 +73,9 @@ class _Teacher:
         self._params = program.teacher.initial_params()
         self._head = program.teacher.head_weights(self._params)
 
-    def park(self, batch: Batch) -> Any:
+    def park(self, example: Example) -> Any:
         """The hidden states of a placed micro-batch, in the host's memory."""
+        batch = example.batch
         return offload.park(self._states[batch.tokens.shape](self._params, batch))
 
     def fetch(self, states: Any) -> TeacherStates:
@@ -66,7 +95,9 @@ class _Job:
         self._program, self._config = program, program.config
         self._source = source
         self._frozen, self._compiled = frozen, program.compile()
-        self._teacher = _Teacher(program, self._compiled)
+        self._teacher: _Teacher | _Columns = _Columns(program)
+        if self._compiled.states:
+            self._teacher = _Teacher(program, self._compiled)
         self.initial_state = program.initial_state
         self.restored_state = program.restored_state
         self.get_state, self.set_state = source.get_state, source.set_state
@@ -74,13 +105,13 @@ class _Job:
     def step(self, number: int, state: TrainState) -> tuple[TrainState, DistillMetrics]:
         start = time.perf_counter()
         taken = self._source.take(number, state.params)
-        batches = [self._place(batch) for batch in taken.batches]
+        examples = [self._place(example) for example in taken.examples]
         ready = time.perf_counter()
-        parked = [self._teacher.park(batch) for batch in batches]
+        parked = [self._teacher.park(example) for example in examples]
         taught = time.perf_counter()
-        tokens = sum(self._count(batch) for batch in batches)
+        tokens = sum(self._count(batch) for batch, _ in examples)
         sums = self._compiled.zeros()
-        for i, batch in enumerate(batches):
+        for i, (batch, _) in enumerate(examples):
             target, parked[i] = self._teacher.fetch(parked[i]), None
             sums = self._compiled.gradients[batch.tokens.shape](
                 state.params, self._frozen, sums, batch, target, tokens
@@ -105,8 +136,8 @@ class _Job:
             **{name: float(told[name]) / seen for name in METRICS},
         )
 
-    def _place(self, batch: Batch) -> Batch:
-        return self._program.layout.place(batch)
+    def _place(self, example: Example) -> Example:
+        return example._replace(batch=self._program.layout.place(example.batch))
 
     def _count(self, batch: Batch) -> jax.Array:
         """Tokens of a placed micro-batch that count, of all processes."""
@@ -128,11 +159,12 @@ class _Job:
             cost,
         )
 
-    def _means(self, params: Any, batches: Iterable[Batch]) -> dict[str, float]:
+    def _means(self, params: Any, examples: Iterable[Example]) -> dict[str, float]:
         """Means over the tokens of micro-batches, forward only."""
         told = []
-        for batch in map(self._place, batches):
-            target = self._teacher.fetch(self._teacher.park(batch))
+        for example in map(self._place, examples):
+            target = self._teacher.fetch(self._teacher.park(example))
+            batch = example.batch
             sums = self._compiled.sums[batch.tokens.shape](
                 params, self._frozen, batch, target
             )
@@ -167,12 +199,13 @@ def train(
     console = console or Console(quiet=not processes.is_first())
     with open_run(config.run, _settings(config), console, config.eval) as run:
         tokenizer = teachers.tokenizer_of(config)
-        program = DistillProgram(config, tokenizer.get_vocab_size())
-        text = None if config.is_on_policy else Text(program, tokenizer)
+        file = _file(config, tokenizer)
+        program = _program(config, tokenizer, file)
+        source = _source(program, tokenizer, file)
         run.progress.waiting("compiling")
         program.choose_policy_by_gradients(console)
         frozen = program.frozen()
-        source = text or Prompts(program, frozen)
+        source = source or Prompts(program, frozen)
         texts = starting.texts(config, operative_text, tokenizer)
         job = _Job(program, frozen, source)
         model = program.model(run.take_steps(job, texts).params, frozen)
@@ -185,6 +218,41 @@ def train(
         result = Result(run.out_dir, run.history(DistillMetrics))
         _report(result, console)
         return result
+
+
+def _file(
+    config: DistillJobConfig, tokenizer: tokenizers.Tokenizer
+) -> teacher_files.TeacherFile | None:
+    """What is read instead of a teacher, if anything."""
+    distill = config.distill
+    if distill.mode != "offline":
+        return None
+    file = teacher_files.read(config.data.source)
+    digest = checkpoints.vocabulary_digest(tokenizer)
+    teacher_files.check(file, distill.temperature, distill.divergence, digest)
+    return file
+
+
+def _program(
+    config: DistillJobConfig,
+    tokenizer: tokenizers.Tokenizer,
+    file: teacher_files.TeacherFile | None,
+) -> DistillProgram:
+    columns = None
+    if file is not None:
+        columns = FileColumns(file.ids.shape[1], file.logprobs is not None)
+    return DistillProgram(config, tokenizer.get_vocab_size(), columns)
+
+
+def _source(
+    program: DistillProgram,
+    tokenizer: tokenizers.Tokenizer,
+    file: teacher_files.TeacherFile | None,
+) -> Source | None:
+    """Where micro-batches come from; None if the student samples them."""
+    if program.config.is_on_policy:
+        return None
+    return Text(program, tokenizer) if file is None else File(file, program.config)
 
 
 def _settings(config: DistillJobConfig) -> Settings:

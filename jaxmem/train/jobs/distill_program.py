@@ -18,7 +18,11 @@ from jaxmem.models.partitioning import as_stored
 from jaxmem.train.jobs import teachers
 from jaxmem.train.jobs.accumulated import Sums
 from jaxmem.train.jobs.config import DistillJobConfig
-from jaxmem.train.jobs.distillation import TeacherStates, distill_loss
+from jaxmem.train.jobs.distillation import (
+    TeacherColumns,
+    TeacherStates,
+    distill_loss,
+)
 from jaxmem.train.jobs.questions import ends_of
 from jaxmem.train.jobs.sampling_program import Rollouts, SamplingProgram
 from jaxmem.train.memory import RematConfig
@@ -32,15 +36,23 @@ METRICS = ("divergence", "ce", "entropy")
 class Compiled(NamedTuple):
     """Every program of a run; by shape of a micro-batch where there are several."""
 
-    states: dict[Shape, jax.stages.Compiled]  # (teacher's weights, Batch) -> hidden
+    # (teacher's weights, Batch) -> hidden; {} where a file is read instead
+    states: dict[Shape, jax.stages.Compiled]
     count: dict[Shape, jax.stages.Compiled]  # (labels) -> tokens that count
     zeros: jax.stages.Compiled  # () -> Sums
     gradients: dict[Shape, jax.stages.Compiled]  # (params, frozen, Sums, Batch,
-    #                                               TeacherStates, normalizer) -> Sums
-    sums: dict[Shape, jax.stages.Compiled]  # (params, frozen, Batch, TeacherStates)
+    #                                               target, normalizer) -> Sums
+    sums: dict[Shape, jax.stages.Compiled]  # (params, frozen, Batch, target)
     #                                          -> METRICS, summed over tokens
     update: jax.stages.Compiled | StreamedUpdate  # (TrainState, gradients) ->
     #                                               TrainState, norm
+
+
+class FileColumns(NamedTuple):
+    """What a file has of a teacher."""
+
+    count: int  # columns a token
+    logprobs: bool  # whether they have log-probabilities
 
 
 class TeacherProgram(DecoderProgram):
@@ -100,13 +112,20 @@ class DistillProgram(SamplingProgram):
     Args:
         config: of the run, resolved.
         vocab_size: entries of the tokenizer.
+        columns: of a file, instead of a teacher.
     """
 
-    def __init__(self, config: DistillJobConfig, vocab_size: int):
+    def __init__(
+        self,
+        config: DistillJobConfig,
+        vocab_size: int,
+        columns: FileColumns | None = None,
+    ):
         schedule = learning_rate_schedule(config.optimizer, config.run.steps)
         super().__init__(config, vocab_size, config.run.seed, schedule)
         self.config, distill = config, config.distill
-        self.teacher = TeacherProgram(config)
+        self._columns = columns
+        self._teacher = None if columns else TeacherProgram(config)
         if config.is_on_policy:
             named = "distill.prompts x distill.completions"
             rollouts = Rollouts(distill.samples, named, config)
@@ -130,7 +149,7 @@ class DistillProgram(SamplingProgram):
         """Compile everything from shapes alone."""
         shapes = self.shapes
         return Compiled(
-            states={s: self.teacher.trace_states(s).lower().compile() for s in shapes},
+            states=self._compile_states(),
             count={s: self._trace_count(s).lower().compile() for s in shapes},
             zeros=self.compile_zeros(),
             gradients={
@@ -142,7 +161,7 @@ class DistillProgram(SamplingProgram):
 
     def choose_policy_by_gradients(self, console: Console) -> None:
         """`choose_policy` by the largest micro-batch, beside moments and teacher."""
-        held = [self.teacher.state_shapes.params]
+        held = [self._teacher.state_shapes.params] if self._teacher else []
         if self.streamed is None:
             held.append(self.state_shapes.optimizer)
         shape = self.shapes[-1]
@@ -170,11 +189,31 @@ class DistillProgram(SamplingProgram):
                 *weights, sums, batch, self.target(shape), self.number()
             )
 
-    def target(self, shape: Shape) -> TeacherStates:
+    @property
+    def teacher(self) -> TeacherProgram:
+        """The teacher, of a run that has one."""
+        assert self._teacher is not None, "a file is read instead"
+        return self._teacher
+
+    def _compile_states(self) -> dict[Shape, jax.stages.Compiled]:
+        if self._teacher is None:
+            return {}
+        trace = self._teacher.trace_states
+        return {shape: trace(shape).lower().compile() for shape in self.shapes}
+
+    def target(self, shape: Shape) -> TeacherStates | TeacherColumns:
         """Shapes of what a micro-batch learns from."""
+        if self._columns is not None:
+            count, logprobs = self._columns
+            ids: Any = jax.ShapeDtypeStruct((*shape, count), jnp.int32)
+            floats = jax.ShapeDtypeStruct(ids.shape, jnp.float32)
+            columns = TeacherColumns(ids, floats if logprobs else None)
+            return self.layout.of_hidden(columns)
         return TeacherStates(self.teacher.states(shape), self.teacher.head_shapes)
 
-    def _loss(self, params, frozen, batch: Batch, target: TeacherStates, normalizer):
+    def _loss(self, params, frozen, batch: Batch, target, normalizer):
+        if isinstance(target, TeacherStates):
+            target = target._replace(head=self.teacher.head(target.head))
         model = self.model(params, frozen)
         hidden = model(batch.tokens, batch.segment_ids, batch.positions)
         return distill_loss(
@@ -182,7 +221,7 @@ class DistillProgram(SamplingProgram):
             model.head,
             hidden,
             batch.labels,
-            target._replace(head=self.teacher.head(target.head)),
+            target,
             normalizer,
             self.head_is_frozen,
         )

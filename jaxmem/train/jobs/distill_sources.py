@@ -1,4 +1,4 @@
-"""What a student learns from: the micro-batches of a text, or its own completions."""
+"""What a student learns from: rows of a text or a file, or its own completions."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
@@ -7,19 +7,28 @@ import jax
 import numpy as np
 import tokenizers
 
-from jaxmem.data import documents as data, streams
+from jaxmem.data import documents as data, streams, teacher_files
 from jaxmem.data.documents import Batch
 from jaxmem.train import starting
 from jaxmem.train.jobs import teachers
+from jaxmem.train.jobs.config import DistillJobConfig
 from jaxmem.train.jobs.distill_program import DistillProgram
+from jaxmem.train.jobs.distillation import TeacherColumns
 from jaxmem.train.jobs.questions import Asked, place_of, state_of, task_of
 from jaxmem.train.jobs.rollouts import Completions
+
+
+class Example(NamedTuple):
+    """A micro-batch, and what a file has of the teacher."""
+
+    batch: Batch
+    columns: TeacherColumns | None = None
 
 
 class Taken(NamedTuple):
     """The micro-batches of a step."""
 
-    batches: list[Batch]
+    examples: list[Example]
     response_length: float | None = None  # tokens sampled, mean over the completions
 
 
@@ -30,7 +39,7 @@ class Source(Protocol):
         """The micro-batches of the step of that number, for these weights."""
         ...
 
-    def held_out(self, params: Any) -> Iterable[Batch] | None:
+    def held_out(self, params: Any) -> Iterable[Example] | None:
         """Micro-batches that are never trained on; None if nothing is held out."""
         ...
 
@@ -68,13 +77,48 @@ class Text:
 
     def take(self, number: int, params: Any) -> Taken:
         """See `Source`."""
-        return Taken([next(self._batches) for _ in range(self._count)])
+        return Taken([Example(next(self._batches)) for _ in range(self._count)])
 
-    def held_out(self, params: Any) -> Iterable[Batch] | None:
+    def held_out(self, params: Any) -> Iterable[Example] | None:
         """See `Source`."""
         if self._held_out is not None:
             self._held_out.set_state(self._start)
-        return self._held_out
+        return None if self._held_out is None else map(Example, self._held_out)
+
+
+class File:
+    """The rows of a file that `jaxmem score` wrote, with the teacher's columns.
+
+    Args:
+        file: what was read.
+        config: of the job.
+    """
+
+    def __init__(self, file: teacher_files.TeacherFile, config: DistillJobConfig):
+        self._file, self._config = file, config.data
+        self._examples = teacher_files.Examples(file, config.data)
+        self._count = config.run.accumulate
+        self.get_state = self._examples.get_state
+        self.set_state = self._examples.set_state
+        if config.data.held_out:
+            self._evaluation()  # for what may be wrong
+
+    def _evaluation(self) -> Iterator[teacher_files.Example]:
+        return teacher_files.Examples(self._file, self._config, "evaluation", 1)
+
+    def take(self, number: int, params: Any) -> Taken:
+        """See `Source`."""
+        taken = (next(self._examples) for _ in range(self._count))
+        return Taken([_of_file(example) for example in taken])
+
+    def held_out(self, params: Any) -> Iterable[Example] | None:
+        """See `Source`."""
+        return map(_of_file, self._evaluation()) if self._config.held_out else None
+
+
+def _of_file(example: teacher_files.Example) -> Example:
+    batch, ids, logprobs = example
+    return Example(batch, TeacherColumns(ids, logprobs))
 
 
 class Prompts:
@@ -100,14 +144,14 @@ class Prompts:
         self._next += distill.prompts
         return Taken(self._batches(completions), float(completions.lengths.mean()))
 
-    def held_out(self, params: Any) -> Iterable[Batch] | None:
+    def held_out(self, params: Any) -> Iterable[Example] | None:
         """See `Source`; the draws are the same each time."""
         asked = self._task.held_out()
         if asked is None:
             return None
         return self._held_out(params, asked.first(self._config.eval.prompts))
 
-    def _held_out(self, params: Any, asked: Asked) -> Iterator[Batch]:
+    def _held_out(self, params: Any, asked: Asked) -> Iterator[Example]:
         for part, live in asked.parts(self._config.distill.samples):
             completions = self._complete(params, part, 0)  # no step has this number
             yield from self._batches(completions.select(np.arange(live)))
@@ -120,12 +164,12 @@ class Prompts:
         tokens, lengths = np.asarray(samples.tokens), np.asarray(samples.lengths)
         return Completions.of(*asked[:2], tokens, lengths)
 
-    def _batches(self, completions: Completions) -> list[Batch]:
+    def _batches(self, completions: Completions) -> list[Example]:
         quadratic = 1 / (6 * self._config.model.hidden)
         packed = completions.pack(
             self._config.distill.max_tokens, self._config.row_lengths, quadratic
         )
-        return list(completions.batches(packed))
+        return [Example(batch) for batch in completions.batches(packed)]
 
     def get_state(self) -> dict[str, Any]:
         """See `Source`."""

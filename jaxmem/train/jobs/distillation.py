@@ -20,7 +20,8 @@ from jaxmem.core.ranges import integers, reals
 from jaxmem.heads.nnx import LMHead
 from jaxmem.train.jobs.policy import check_widths
 
-MODES = ("text", "on_policy")
+MODES = ("text", "on_policy", "offline")
+_DIRECTIONS = {"forward_kl": "forward", "reverse_kl": "reverse", "jsd": "jsd"}
 _VERBS: dict[str, Callable[..., jax.Array]] = {
     "forward_kl": jaxmem.forward_kl,
     "reverse_kl": jaxmem.kl,
@@ -40,10 +41,12 @@ _RANGES = {
 class DistillConfig:
     """What a student learns from its teacher."""
 
-    # text: the data's tokens; on_policy: completions that the student samples
-    mode: Literal["text", "on_policy"] = "text"
+    # text: the data's tokens; on_policy: completions that the student samples; offline:
+    # data.source is a .parquet file that `jaxmem score` wrote of a teacher
+    mode: Literal["text", "on_policy", "offline"] = "text"
     # directory of a checkpoint whose vocabulary is the student's, or of a run that
-    # ended with model/
+    # ended with model/; offline it is read for its tokenizer only, and None will do for
+    # a student with model.checkpoint
     teacher: str | None = None
     # of the teacher's weights and activations; None: as they are stored
     teacher_dtype: Literal["float32", "bfloat16", "float16"] | None = None
@@ -53,6 +56,7 @@ class DistillConfig:
     beta: float = 0.5  # of jsd: weight of the teacher in the mixture, in (0, 1)
     temperature: float = 1.0  # divides the logits of both models in the divergence
     loss_weight: float = 0.0  # weight of the data's cross-entropy
+    tail: bool = True  # offline: the other columns' mass counts, as one more outcome
     prompts: int = 32  # on_policy: prompts of a step
     completions: int = 1  # on_policy: completions of each prompt
     max_tokens: int = 2048  # on_policy: slots of a micro-batch
@@ -76,6 +80,13 @@ class DistillConfig:
         return self.prompts * self.completions
 
 
+class TeacherColumns(NamedTuple):
+    """A teacher of a micro-batch, of which some columns a token are known."""
+
+    ids: Any  # [B, T, K]; negative ids are absent
+    logprobs: Any  # [B, T, K]; None where the ids were drawn from the teacher
+
+
 class TeacherStates(NamedTuple):
     """A teacher of a micro-batch, as it computes its tokens."""
 
@@ -88,7 +99,7 @@ def token_divergence(
     head: LMHead,
     hidden: jax.Array,
     where: jax.Array,
-    teacher: TeacherStates,
+    teacher: TeacherStates | TeacherColumns,
 ) -> jax.Array:
     """Divergence of the student from its teacher, per token.
 
@@ -100,9 +111,19 @@ def token_divergence(
         teacher: of the same tokens.
 
     Returns:
-        float32 [B, T], in nats; 0 where masked.
+        float32 [B, T], in nats; 0 where masked. For ids that were drawn from the
+        teacher it is the cross-entropy with them, KL(teacher ‖ student) plus the
+        teacher's entropy in the mean over draws.
     """
     options: dict[str, Any] = {"where": where, "temperature": config.temperature}
+    if isinstance(teacher, TeacherColumns):
+        ids, logprobs = teacher
+        if logprobs is None:
+            drawn = head.run(jaxmem.selected_logprobs, hidden, ids, **options)
+            return -drawn.mean(-1)
+        options |= {"tail": config.tail, "beta": config.beta}
+        options["direction"] = _DIRECTIONS[config.divergence]
+        return head.run(jaxmem.topk_kl, hidden, ids, logprobs, **options)
     if config.divergence == "jsd":
         options["beta"] = config.beta
     verb = _VERBS[config.divergence]
@@ -114,7 +135,7 @@ def distill_loss(
     head: LMHead,
     hidden: jax.Array,
     labels: ArrayLike,
-    teacher: TeacherStates,
+    teacher: TeacherStates | TeacherColumns,
     normalizer: jax.Array,
     frozen_head: bool = False,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:

@@ -62,6 +62,8 @@ def of_same_vocabulary(config: DistillJobConfig, student: ModelConfig) -> ModelC
     Raises:
         TeacherError: there is no teacher, or the vocabularies differ.
     """
+    if config.distill.teacher is None:
+        return student  # of a file, which says what its vocabulary is
     size = model_of(config).vocab_size
     if student.checkpoint is None and student.vocab_size is None:
         return dataclasses.replace(student, vocab_size=size)

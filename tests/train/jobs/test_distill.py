@@ -10,8 +10,9 @@ import pytest
 from flax import nnx, traverse_util
 from rich.console import Console
 
-from jaxmem import checkpoints
-from jaxmem.data.documents import Batch
+from jaxmem import checkpoints, cli
+from jaxmem.data import teacher_files
+from jaxmem.data.documents import Batch, DataConfig
 from jaxmem.train import config as configuration, saved, starting
 from jaxmem.train.history import read_history
 from jaxmem.train.jobs import distill
@@ -20,6 +21,7 @@ from jaxmem.train.jobs.distillation import TeacherStates
 from jaxmem.train.jobs.epochs import with_steps
 from jaxmem.train.metrics import DistillMetrics
 from tests.checkpoints import texts
+from tests.checkpoints.texts import LETTERS
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 GIN = """
@@ -340,6 +342,109 @@ def test_settings_that_cannot_be_on_policy(prompts, overrides, message):
     assert message in str(raised.value) and "\n" not in str(raised.value)
 
 
+# ------------------------------------------------------------------ offline
+
+
+def scored(*options, out="teacher.parquet"):
+    """The teacher's columns of the texts."""
+    words = ["score", "llama", "data.jsonl", "--eos", "--max-tokens=64"]
+    assert cli.main([*words, "--dtype=float32", f"--out={out}", *options]) == 0
+    return out
+
+
+OFFLINE = "distill.mode=offline", "data.source=teacher.parquet"
+
+
+@pytest.mark.parametrize("options", [["--top-k=6"], ["--sample-ids=12"]])
+def test_a_student_learns_from_a_file_and_resumes(options, monkeypatch):
+    scored(*options)
+    result, _ = train(*OFFLINE)
+    first, last = result.history[0], result.history[-1]
+    assert last.divergence < first.divergence - 0.03
+    held_out = {s.step: s.held_out_divergence for s in result.history}
+    assert held_out[8] < held_out[4]
+    kill_before(6, monkeypatch, *OFFLINE)
+    _, said = train("run.out_dir=cut", *OFFLINE)
+    assert "resuming cut after step 3" in said
+    assert steps("cut") == steps("run")
+
+
+@pytest.mark.parametrize("divergence", ["forward_kl", "jsd"])
+def test_all_columns_are_the_whole_teacher(divergence):
+    """The same text, the same order: a file of every column is the text's mode."""
+    write([{"text": "".join(LETTERS[i : i + 14])} for i in range(20)])
+    scored("--top-k=40", "--temperature=2.0")
+    more = [f"distill.divergence={divergence}", "distill.temperature=2.0"]
+    more += ["data.held_out=0", "distill.teacher_dtype=float32", "run.steps=1"]
+    more += ["run.accumulate=5", "eval.every=None"]
+    whole, _ = train(*more)
+    columns, _ = train(*OFFLINE, "run.out_dir=file", *more)
+    (whole,), (columns,) = whole.history, columns.history
+    assert columns.tokens == whole.tokens == 20 * 15
+    # A teacher's logprobs are rounded to float32, of which the tail is what is left.
+    assert columns.divergence == pytest.approx(whole.divergence, rel=1e-3)
+    assert columns.grad_norm == pytest.approx(whole.grad_norm, rel=1e-3)
+    assert columns.ce == pytest.approx(whole.ce, rel=1e-5)
+
+
+def test_columns_stand_where_their_tokens_do():
+    write([{"prompt": "ab", "response": "cde" * n} for n in range(1, 9)])
+    file = teacher_files.read(scored("--top-k=3"))
+    config = DataConfig(source="", sequence_length=8, batch_size=2)
+    seen = 0
+    labels = np.concatenate([ids[n:] for ids, n in file.documents])
+    known = {
+        (label, *ids): logprobs.tolist()
+        for label, ids, logprobs in zip(labels, file.ids, file.logprobs, strict=True)
+    }
+    assert len(known) > 9
+    for batch, ids, logprobs in teacher_files.Examples(file, config, epochs=1):
+        live = batch.labels >= 0
+        seen += live.sum()
+        assert (ids[~live] == -1).all() and (ids[live] >= 0).all()
+        rows = zip(batch.labels[live], ids[live], logprobs[live], strict=True)
+        for label, row, values in rows:
+            assert known[(label, *row)] == values.tolist()
+    assert seen == len(labels) == sum(3 * n + 1 for n in range(1, 9))
+    # The first column of a response is that of the same context in each document.
+    first = np.cumsum([0, *(len(ids) - n for ids, n in file.documents)])[:-1]
+    assert (file.ids[first] == file.ids[0]).all()
+
+
+def test_an_epoch_and_a_preview_of_a_file(capsys):
+    scored("--top-k=2")
+    overrides = [*OFFLINE, "run.epochs=1", "data.held_out=0", "run.accumulate=1"]
+    config, _ = configuration.load("distill.gin", overrides)
+    made = with_steps(starting.resolved(config)).run.steps
+    assert 20 < made < 40  # 90 texts of 13 tokens in rows of 16, four a step
+    assert cli.main(["data", "distill.gin", *OFFLINE]) == 0
+    assert "90 documents, of which a teacher's 2 most likely ids" in (
+        capsys.readouterr().out
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "overrides", "message"),
+    [
+        (["--top-k=2"], ["distill.temperature=2.0"], "jaxmem score --temperature 1"),
+        (["--sample-ids=2"], ["distill.divergence=jsd"], "distill.divergence='jsd' ne"),
+        ([], [], "has no column 'prompt_ids'; write it by: jaxmem score TEACHER"),
+        (["--top-k=2"], ["data.source=data.jsonl"], "data.jsonl must be a .parquet f"),
+        (["--top-k=2"], ["data.streams=2"], "data.streams=2 must stay 1 for distill"),
+        (["--top-k=2"], ["data.held_out=0.001"], "leaves none for evaluation; change"),
+        (["--top-k=2"], ["distill.teacher=other/llama"], "another tokenizer than the"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_named(options, overrides, message):
+    if "distill.teacher=other/llama" in overrides:
+        tokens_of("other", letters=texts.LETTERS[::-1])
+    scored(*options)
+    given = dict(x.split("=", 1) for x in (*OFFLINE, *overrides))
+    with pytest.raises(ValueError) as raised:
+        train(*(f"{key}={value}" for key, value in given.items()))
+    assert message in str(raised.value) and "\n" not in str(raised.value)
+
+
 # ------------------------------------------------------------------- errors
 
 
@@ -353,7 +458,7 @@ def tokens_of(directory, **options):
     ("overrides", "message"),
     [
         (["distill.teacher=None"], "distill.mode='text' needs distill.teacher"),
-        (["distill.mode=texts"], "distill.mode must be 'text' or "),
+        (["distill.mode=texts"], "distill.mode must be 'text' or 'on_policy' or "),
         (["distill.beta=1.0"], "distill.beta must be in (0, 1), got 1.0"),
         (["distill.divergence=kl"], "distill.divergence must be 'forward_kl' or "),
         (["distill.temperature=0.0"], "distill.temperature must be above 0, got 0.0"),

@@ -1,0 +1,113 @@
+"""A small student of a larger teacher against the same student from text alone.
+
+python -m benchmarks.run_distill
+
+On Python's own sources: a teacher of six layers, then for each of three seeds a student
+of two layers that learns from the text alone, and one of the same initial weights that
+learns the teacher's distribution of the same rows. Steps are counted, not seconds: how
+many until the held-out loss is within a margin of the teacher's.
+"""
+
+import argparse
+import json
+import pathlib
+import sysconfig
+import tempfile
+
+from benchmarks import results
+from jaxmem.train import config
+from jaxmem.train.jobs import distill, sft
+
+SEEDS, MARGINS = (0, 1, 2), (0.5, 0.4, 0.3)
+TEACHER_STEPS, STEPS, EVERY = 500, 300, 10
+SETTINGS = """
+data.source = "text.jsonl"
+data.vocab_size = 512
+data.sequence_length = 64
+data.batch_size = 16
+data.held_out = 0.03
+model.tied = False
+model.embed_scale = True
+model.heads = 2
+model.kv_heads = 1
+model.head_dim = 32
+remat.policy = "none"
+head.chunk = None
+optimizer.learning_rate = 5e-3
+optimizer.warmup_fraction = 0.1
+optimizer.b2 = 0.98
+optimizer.weight_decay = 0.1
+run.compare_heads = False
+run.checkpoint_every = None
+eval.keep_best = False
+"""
+TEACHER = "model.layers=6", "model.hidden=96", "model.ff=256"
+STUDENT = "model.layers=2", "model.hidden=64", "model.ff=176"
+
+
+def write_text(folder, files=60):
+    """Some modules of the standard library, a document each."""
+    paths = sorted(pathlib.Path(sysconfig.get_path("stdlib")).glob("*.py"))[:files]
+    lines = [json.dumps({"text": path.read_text("utf-8")}) + "\n" for path in paths]
+    (folder / "text.jsonl").write_text("".join(lines))
+    (folder / "run.gin").write_text(SETTINGS)
+
+
+def load(folder, name, *overrides):
+    """A run's config in a folder of its own."""
+    given = [f"data.source={folder}/text.jsonl", f"run.out_dir={folder}/{name}"]
+    given.append(f"data.cache_dir={folder}")
+    return config.load(folder / "run.gin", [*given, *overrides])
+
+
+def curve(history, field):
+    """Step to held-out loss, where it was evaluated."""
+    pairs = [(step.step, getattr(step, field)) for step in history]
+    return {number: loss for number, loss in pairs if loss is not None}
+
+
+def students(folder, seed):
+    """Held-out losses of both students of a seed, by step."""
+    given = [*STUDENT, f"run.steps={STEPS}", f"eval.every={EVERY}"]
+    given += [f"run.seed={seed}", f"data.seed={seed}"]
+    alone = sft.train(*load(folder, f"text-{seed}", *given))
+    given += ["run.job=distill", f"distill.teacher={folder}/teacher"]
+    taught = distill.train(*load(folder, f"distill-{seed}", *given))
+    return {
+        "text": curve(alone.history, "held_out_loss"),
+        "distill": curve(taught.history, "held_out_ce"),
+    }
+
+
+def reached(losses, target):
+    """The first evaluated step whose loss is at most the target; None for none."""
+    return next((step for step, loss in losses.items() if loss <= target), None)
+
+
+def rows(folder):
+    """A row for each student and margin, and its loss at some steps."""
+    given = [*TEACHER, f"run.steps={TEACHER_STEPS}", "run.seed=100"]
+    teacher = sft.train(*load(folder, "teacher", *given)).held_out_loss
+    for seed in SEEDS:
+        by_source = students(folder, seed)
+        for source, losses in by_source.items():
+            for margin in MARGINS:
+                yield {
+                    "seed": seed,
+                    "source": source,
+                    "margin": margin,
+                    "teacher_loss": round(teacher, 4),
+                    "steps_to_margin": reached(losses, teacher + margin),
+                    "steps": STEPS,
+                    "tokens_per_step": 16 * 64,
+                    **{f"loss_at_{n}": round(losses[n], 4) for n in (50, 100, 200)},
+                    "last_loss": round(losses[STEPS], 4),
+                }
+
+
+if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()  # takes none
+    with tempfile.TemporaryDirectory() as name:
+        directory = pathlib.Path(name)
+        write_text(directory)
+        print("wrote", results.write("distill_cpu.csv", list(rows(directory))))
