@@ -9,6 +9,7 @@ many until the held-out loss is within a margin of the teacher's.
 """
 
 import argparse
+import contextlib
 import json
 import pathlib
 import sysconfig
@@ -19,13 +20,13 @@ from jaxmem.train import config
 from jaxmem.train.jobs import distill, sft
 
 SEEDS, MARGINS = (0, 1, 2), (0.5, 0.4, 0.3)
-TEACHER_STEPS, STEPS, EVERY = 500, 300, 10
+TEACHER_STEPS, STEPS, EVERY = 400, 200, 20
 SETTINGS = """
 data.source = "text.jsonl"
 data.vocab_size = 512
 data.sequence_length = 64
-data.batch_size = 16
-data.held_out = 0.03
+data.batch_size = 8
+data.held_out = 0.02
 model.tied = False
 model.embed_scale = True
 model.heads = 2
@@ -38,17 +39,20 @@ optimizer.warmup_fraction = 0.1
 optimizer.b2 = 0.98
 optimizer.weight_decay = 0.1
 run.compare_heads = False
-run.checkpoint_every = None
+run.checkpoint_every = 1000
 eval.keep_best = False
 """
-TEACHER = "model.layers=6", "model.hidden=96", "model.ff=256"
-STUDENT = "model.layers=2", "model.hidden=64", "model.ff=176"
+TEACHER = "model.layers=6", "model.hidden=64", "model.ff=176"
+STUDENT = "model.layers=2", "model.hidden=32", "model.ff=88"
 
 
-def write_text(folder, files=60):
-    """Some modules of the standard library, a document each."""
+def write_text(folder, files=150, characters=8000):
+    """The starts of some modules of the standard library, a document each."""
     paths = sorted(pathlib.Path(sysconfig.get_path("stdlib")).glob("*.py"))[:files]
-    lines = [json.dumps({"text": path.read_text("utf-8")}) + "\n" for path in paths]
+    lines = [
+        json.dumps({"text": path.read_text("utf-8")[:characters]}) + "\n"
+        for path in paths
+    ]
     (folder / "text.jsonl").write_text("".join(lines))
     (folder / "run.gin").write_text(SETTINGS)
 
@@ -99,15 +103,19 @@ def rows(folder):
                     "teacher_loss": round(teacher, 4),
                     "steps_to_margin": reached(losses, teacher + margin),
                     "steps": STEPS,
-                    "tokens_per_step": 16 * 64,
-                    **{f"loss_at_{n}": round(losses[n], 4) for n in (50, 100, 200)},
+                    "tokens_per_step": 8 * 64,
+                    **{f"loss_at_{n}": round(losses[n], 4) for n in (60, 120, 180)},
                     "last_loss": round(losses[STEPS], 4),
                 }
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser(description=__doc__).parse_args()  # takes none
-    with tempfile.TemporaryDirectory() as name:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--folder", help="keep the runs there; those that ended stay")
+    kept = parser.parse_args().folder
+    with contextlib.ExitStack() as stack:
+        name = kept or stack.enter_context(tempfile.TemporaryDirectory())
         directory = pathlib.Path(name)
+        directory.mkdir(parents=True, exist_ok=True)
         write_text(directory)
         print("wrote", results.write("distill_cpu.csv", list(rows(directory))))
