@@ -13,6 +13,7 @@ from jaxmem.train import config as configuration, starting
 from jaxmem.train.jobs import dpo, sft
 from jaxmem.train.jobs.distill_program import DistillProgram
 from jaxmem.train.jobs.policy_program import PolicyProgram
+from tests.checkpoints import texts
 
 TINY = (
     "model.layers=2", "model.hidden=32", "model.ff=64", "model.heads=2",
@@ -120,24 +121,26 @@ def test_phases_of_pairs_are_its_programs(fake, capsys):
 
 
 DISTILL = (
-    f"distill.teacher={SCORE}", "distill.teacher_dtype=float32", "head.chunk=32",
+    "distill.teacher_dtype=float32", "head.chunk=32", "model.dtype=float32",
     "model.layers=1", "model.hidden=32", "model.ff=32", "model.heads=2",
     "model.kv_heads=1", "model.head_dim=16",
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("mode", ["text", "on_policy"])
-def test_phases_of_a_student_are_its_programs(fake, capsys, mode):
+def test_phases_of_a_student_are_its_programs(fake, tmp_path, mode):
     """The teacher is on the device in every phase; its states are on the host."""
     words = ("distill_stdlib.gin", *DISTILL, "data.sequence_length=16")
     names = ["teacher", "gradients", "update"]
     if mode == "on_policy":
         words = (
             "distill_on_policy.gin", *DISTILL, "model.checkpoint=None",
-            "model.dtype=float32", "task.max_prompt_tokens=9", "distill.prompts=8",
-            "sampling.max_new_tokens=8", "distill.max_tokens=32",
+            "task.max_prompt_tokens=9", "distill.prompts=8", "distill.max_tokens=32",
+            "sampling.max_new_tokens=8",
         )  # fmt: skip
         names.insert(0, "rollout")
+    teacher = texts.checkpoint("qwen3", tmp_path)
+    words += (f"distill.teacher={teacher}",)
     config, _ = configuration.load(cli._find_config(words[0]), words[1:])
     config = starting.resolved(config)
     with devices.target("h200"):
@@ -150,8 +153,7 @@ def test_phases_of_a_student_are_its_programs(fake, capsys, mode):
     states = by_name["teacher"].traced.lower().compile().memory_analysis()
     expected = compiled.states[shape].memory_analysis()
     assert states.temp_size_in_bytes == expected.temp_size_in_bytes
-    teacher = program.teacher.state_shapes.params
-    size = device_bytes(teacher)
+    size = device_bytes(program.teacher.state_shapes.params)
     for phase in job.phases:
         kept = {**phase.arguments, **phase.held}
         of_teacher = {k: v for k, v in kept.items() if "teacher" in k}
