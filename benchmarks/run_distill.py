@@ -19,7 +19,7 @@ from benchmarks import results
 from jaxmem.train import config
 from jaxmem.train.jobs import distill, sft
 
-SEEDS, MARGINS = (0, 1, 2), (0.5, 0.4, 0.3)
+SEEDS, MARGINS = (0, 1, 2), (1.25, 1.0, 0.5)
 TEACHER_STEPS, STEPS, EVERY = 400, 200, 20
 SETTINGS = """
 data.source = "text.jsonl"
@@ -64,22 +64,30 @@ def load(folder, name, *overrides):
     return config.load(folder / "run.gin", [*given, *overrides])
 
 
-def curve(history, field):
+def run(folder, name, job, *overrides):
+    """The folder of a run that has ended, which it may have before."""
+    out = folder / name
+    if not (out / "summary.json").exists():
+        job.train(*load(folder, name, *overrides))
+    return out
+
+
+def curve(out, field):
     """Step to held-out loss, where it was evaluated."""
-    pairs = [(step.step, getattr(step, field)) for step in history]
-    return {number: loss for number, loss in pairs if loss is not None}
+    steps = [json.loads(x) for x in (out / "metrics.jsonl").read_text().splitlines()]
+    return {x["step"]: x[field] for x in steps if x[field] is not None}
 
 
 def students(folder, seed):
     """Held-out losses of both students of a seed, by step."""
     given = [*STUDENT, f"run.steps={STEPS}", f"eval.every={EVERY}"]
     given += [f"run.seed={seed}", f"data.seed={seed}"]
-    alone = sft.train(*load(folder, f"text-{seed}", *given))
-    given += ["run.job=distill", f"distill.teacher={folder}/teacher"]
-    taught = distill.train(*load(folder, f"distill-{seed}", *given))
+    taught = [*given, "run.job=distill", f"distill.teacher={folder}/teacher"]
     return {
-        "text": curve(alone.history, "held_out_loss"),
-        "distill": curve(taught.history, "held_out_ce"),
+        "text": curve(run(folder, f"text-{seed}", sft, *given), "held_out_loss"),
+        "distill": curve(
+            run(folder, f"distill-{seed}", distill, *taught), "held_out_ce"
+        ),
     }
 
 
@@ -91,7 +99,8 @@ def reached(losses, target):
 def rows(folder):
     """A row for each student and margin, and its loss at some steps."""
     given = [*TEACHER, f"run.steps={TEACHER_STEPS}", "run.seed=100"]
-    teacher = sft.train(*load(folder, "teacher", *given)).held_out_loss
+    out = run(folder, "teacher", sft, *given)
+    teacher = json.loads((out / "summary.json").read_text())["held_out_loss"]
     for seed in SEEDS:
         by_source = students(folder, seed)
         for source, losses in by_source.items():

@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import numpy as np
 
-import jaxmem
 from jaxmem.models.decoder import Decoder
 
 
@@ -79,13 +78,11 @@ def token_columns(
     options: dict[str, Any] = {"where": where, "temperature": columns.temperature}
     made = {}
     if columns.top_k is not None:
-        top = decoder.head.run(jaxmem.topk, hidden, columns.top_k, **options)
+        top = decoder.head.topk(hidden, columns.top_k, **options)
         made = {"top_ids": top.ids, "top_logprobs": top.logprobs}
     if columns.sample_ids is not None:
         count = columns.sample_ids
-        made["sampled_ids"] = decoder.head.run(
-            jaxmem.sample_ids, hidden, count, key, **options
-        )
+        made["sampled_ids"] = decoder.head.sample_ids(hidden, count, key, **options)
     return stats.logprob, stats.entropy, made
 
 

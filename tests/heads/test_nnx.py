@@ -320,10 +320,10 @@ def test_divergence_is_that_of_both_heads(softcaps):
     np.testing.assert_allclose(made, expected, atol=5e-6)
 
 
-def test_run_passes_weights_and_options_to_a_verb():
+def test_selected_logprobs_are_those_of_labels():
     head, hidden = make_head(softcap=0.7), hidden_states()
     ids = jnp.stack([jnp.abs(LABELS)] * 2, -1)
-    made = head.run(jaxmem.selected_logprobs, hidden, ids, temperature=0.8)
+    made = head.selected_logprobs(hidden, ids, temperature=0.8)
     expected = head.logprobs(hidden, jnp.abs(LABELS), temperature=0.8)
     np.testing.assert_allclose(made[..., 1], expected, atol=2e-6)
 

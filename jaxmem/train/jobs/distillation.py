@@ -119,11 +119,11 @@ def token_divergence(
     if isinstance(teacher, TeacherColumns):
         ids, logprobs = teacher
         if logprobs is None:
-            drawn = head.run(jaxmem.selected_logprobs, hidden, ids, **options)
+            drawn = head.selected_logprobs(hidden, ids, **options)
             return -drawn.mean(-1)
         options |= {"tail": config.tail, "beta": config.beta}
         options["direction"] = _DIRECTIONS[config.divergence]
-        return head.run(jaxmem.topk_kl, hidden, ids, logprobs, **options)
+        return head.topk_kl(hidden, ids, logprobs, **options)
     if config.divergence == "jsd":
         options["beta"] = config.beta
     verb = _VERBS[config.divergence]

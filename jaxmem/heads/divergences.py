@@ -1,4 +1,4 @@
-"""Verbs that a head has no method for: over its own weights, or beside another head."""
+"""The method of a head that compares it with another one."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,8 +7,8 @@ import jax
 from jax.typing import ArrayLike
 
 
-class HeadCalls:
-    """Methods that pass a head's weights and options to a verb of `jaxmem`."""
+class DivergenceVerbs:
+    """`divergence`, for a class that runs verbs by `_run`."""
 
     softcap: float | None
 
@@ -18,39 +18,11 @@ class HeadCalls:
     def _prepare(self, hidden) -> tuple[jax.Array, Any]:
         raise NotImplementedError
 
-    def run(
-        self, verb: Callable, hidden: ArrayLike, *arguments: Any, **options: Any
-    ) -> Any:
-        """Return a verb's result with this head's weights and options.
-
-            out = verb(hidden, W, *arguments, chunk=, softcap=, bias=, ...)
-
-        Args:
-            verb: such as `jaxmem.selected_logprobs`, over hidden states and one W.
-            hidden: final hidden states [..., D].
-            arguments: that follow on W.
-            options: of the verb, by name; they replace the head's own.
-
-        Returns:
-            The verb's result.
-
-        **Memory**: that of the verb, with the head's chunk.
-
-        >>> import jax.numpy as jnp, jaxmem
-        >>> from flax import nnx
-        >>> from jaxmem.heads.nnx import LMHead
-        >>> head = LMHead(8, 4, kernel_init=nnx.initializers.zeros, rngs=nnx.Rngs(0))
-        >>> head.run(jaxmem.selected_logprobs, jnp.ones((2, 8)), jnp.array([0, 3]))
-        Array([[-1.3862944, -1.3862944],
-               [-1.3862944, -1.3862944]], dtype=float32)
-        """
-        return self._run(verb, hidden, *arguments, **options)
-
     def divergence(
         self,
         verb: Callable,
         hidden: ArrayLike,
-        reference: "HeadCalls",
+        reference: "DivergenceVerbs",
         reference_hidden: ArrayLike,
         **options: Any,
     ) -> jax.Array:
