@@ -148,41 +148,48 @@ def _of_student(config: DistillJobConfig) -> Job:
     assert config.model.vocab_size is not None, "of the teacher"
     program = DistillProgram(config, config.model.vocab_size)
     program.choose_policy_by_gradients(_silent())
-    shape = program.shapes[-1]
     weights, others = _weights(program), _streamed_slices(program)
     if program.streamed is None:
         others["moments"] = program.state_shapes.optimizer
-    taught = program.teacher.state_shapes.params
+    taught = {"teacher": program.teacher.state_shapes.params}
+    phases = _taught(program, weights, others)
+    micro_batches = math.ceil(phases[0].runs)
+    if config.is_on_policy:
+        phases.insert(0, _rollout(program, weights, others | taught))
+    if program.streamed is None:
+        phases.append(_update_of(program, taught, 1))
+    job = _job(program, phases)
+    states = device_bytes(program.teacher.states(program.shapes[-1]))
+    return dataclasses.replace(job, on_host=job.on_host + micro_batches * states)
+
+
+def _taught(program: DistillProgram, weights, others) -> list[Phase]:
+    """The teacher's states of micro-batches, and the student's gradients."""
+    config, teacher, shape = program.config, program.teacher, program.shapes[-1]
     tokens, runs = shape[0] * shape[1], float(config.run.accumulate)
     if config.is_on_policy:
         runs = config.distill.samples * config.longest / tokens
+    taught = teacher.state_shapes.params
     sums = gradient_shapes(program.state_shapes.params)
-    states = Phase(
-        "teacher",
-        program.teacher.trace_states(shape),
-        {"teacher": taught},
-        weights | others,
-        tokens=tokens,
-        runs=runs,
-    )
-    head = program.teacher.head_shapes
-    gradients = Phase(
-        "gradients",
-        program.trace_gradients(shape),
-        weights | {"gradients": sums, "teacher's head": head},
-        others | {"teacher's other weights": program.teacher.without_head(taught)},
-        _parts(program, tokens),
-        tokens,
-        runs=runs,
-    )
-    phases = [states, gradients]
-    if config.is_on_policy:
-        phases.insert(0, _rollout(program, weights, others | {"teacher": taught}))
-    if program.streamed is None:
-        phases.append(_update_of(program, {"teacher": taught}, 1))
-    job = _job(program, phases)
-    parked = math.ceil(runs) * device_bytes(program.teacher.states(shape))
-    return dataclasses.replace(job, on_host=job.on_host + parked)
+    return [
+        Phase(
+            "teacher",
+            teacher.trace_states(shape),
+            {"teacher": taught},
+            weights | others,
+            tokens=tokens,
+            runs=runs,
+        ),
+        Phase(
+            "gradients",
+            program.trace_gradients(shape),
+            weights | {"gradients": sums, "teacher's head": teacher.head_shapes},
+            others | {"teacher's other weights": teacher.without_head(taught)},
+            _parts(program, tokens),
+            tokens,
+            runs=runs,
+        ),
+    ]
 
 
 def _of_policy(config: GrpoJobConfig) -> Job:
