@@ -11,6 +11,7 @@ from jaxmem import _shipped
 from jaxmem._version import __version__
 from jaxmem.core import messages
 from jaxmem.generate import arguments as generating
+from jaxmem.score import arguments as scoring
 
 _PACKAGE = Path(__file__).parent
 
@@ -80,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_data(commands)
     generating.add_generate(commands, _generate)
     generating.add_export(commands, _export)
-    _add_score(commands)
+    scoring.add_score(commands, _score, _DTYPES, _chunk)
     _add_plan(commands)
     _add_doctor(commands)
     _add_bench(commands)
@@ -185,42 +186,15 @@ def _export(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _add_score(commands) -> None:
-    score = commands.add_parser(
-        "score",
-        help="log-probabilities and entropies of texts under a checkpoint",
-        description="Scores every token of the texts, or of the responses, under a "
-        "local checkpoint (config.json, safetensors, tokenizer.json).  Run the same "
-        "command again to go on after a kill.",
-    )
-    score.add_argument("model", metavar="MODEL_DIR", help="directory of a checkpoint")
-    score.add_argument(
-        "data",
-        metavar="DATA.jsonl",
-        help='a line a document, {"text"} or {"prompt", "response"}',
-    )
-    for flag, options in {
-        "--out": {"help": ".jsonl or .parquet; scores.jsonl by default"},
-        "--max-tokens": {"type": int, "help": "slots of a micro-batch; 4096"},
-        "--stride": {"type": int, "help": "score longer documents in windows"},
-        "--dtype": {"choices": _DTYPES, "help": "the checkpoint's by default"},
-        "--chunk": {"type": _chunk, "help": "tokens with logits at once, or auto"},
-        "--adapter": {"help": "directory of a LoRA adapter, in PEFT's layout"},
-    }.items():
-        score.add_argument(flag, default=argparse.SUPPRESS, **options)
-    score.add_argument("--eos", action="store_true", help="score the end of each too")
-    score.set_defaults(command=_score)
-
-
 def _score(arguments: argparse.Namespace) -> int:
     try:
-        from jaxmem import score
+        from jaxmem.score import ScoreConfig, score
     except ModuleNotFoundError as error:
         raise _missing(error, "scoring", "score") from error
     options = {k: v for k, v in vars(arguments).items() if k != "command"}
-    config = score.ScoreConfig(**options)
+    config = ScoreConfig(**options)
     try:
-        score.score(config)
+        score(config)
     except ModuleNotFoundError as error:
         raise _missing(error, f"writing {config.out}", "score") from error
     return 0
@@ -381,7 +355,7 @@ def _train(arguments: argparse.Namespace) -> int:
     try:
         from jaxmem.core import processes
         from jaxmem.train import config as configuration, keys
-        from jaxmem.train.jobs import dpo, grpo, sft
+        from jaxmem.train.jobs import distill, dpo, grpo, sft
     except ModuleNotFoundError as error:
         raise _missing(error, "training", "train") from error
     if path is None:
@@ -399,6 +373,8 @@ def _train(arguments: argparse.Namespace) -> int:
         sft.train(config, operative_text)
     elif isinstance(config, configuration.DpoJobConfig):
         dpo.train(config, operative_text)
+    elif isinstance(config, configuration.DistillJobConfig):
+        distill.train(config, operative_text)
     else:
         grpo.train(config, operative_text)
     return 0

@@ -106,7 +106,7 @@ def test_a_users_error_is_one_line_and_exit_code_2(directory):
     [
         (
             ["absent.gin"],
-            "no such file: absent.gin; shipped configs: dpo_lora.gin, grpo",
+            "no such file: absent.gin; shipped configs: distill_offline.gin, ",
         ),
         (["elsewhere/sft_stdlib.gin"], "no such file: elsewhere/sft_stdlib.gin"),
         (["tiny.gin", "data.source=absent.txt"], "data.source: cannot read absent.txt"),

@@ -22,6 +22,7 @@ from jaxmem.checkpoints.vocabulary import (
     Vocabulary as Vocabulary,
     end_ids as end_ids,
     load_vocabulary as load_vocabulary,
+    vocabulary_digest as vocabulary_digest,
 )
 from jaxmem.checkpoints.weights import (
     as_known as as_known,

@@ -1,5 +1,7 @@
 """Reads a checkpoint's tokenizer, and its special tokens around a text."""
 
+import hashlib
+import json
 from pathlib import Path
 from typing import NamedTuple
 
@@ -127,3 +129,9 @@ def end_ids(directory: str | Path) -> tuple[int, ...]:
         listed = listed if isinstance(listed, list) else [listed]
         ids.update(id_ for id_ in listed if id_ is not None and not within.problem(id_))
     return tuple(sorted(ids))
+
+
+def vocabulary_digest(tokenizer: tokenizers.Tokenizer) -> str:
+    """Identify a tokenizer's tokens and their ids, whatever its other settings."""
+    entries = sorted(tokenizer.get_vocab().items())
+    return hashlib.sha256(json.dumps(entries).encode()).hexdigest()[:24]

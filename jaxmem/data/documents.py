@@ -242,9 +242,29 @@ def batches(
         documents = documents[stream :: config.streams]
         config = _of_one_stream(config)
     pieces = list(_pieces(documents, tokenizer, config.sequence_length))
+    return packed_batches(pieces, config, epochs)
+
+
+def packed_batches(
+    pieces: Sequence[dict[str, np.ndarray]],
+    config: DataConfig,
+    epochs: int | None,
+    salt: bytes = b"",
+) -> BatchIterator:
+    """Shuffle pieces of documents each epoch, and pack them into rows.
+
+    Args:
+      pieces: `tokens` and `labels` of each, at most a row long.
+      config: how to lay them out.
+      epochs: passes over the pieces; `None` never ends.
+      salt: of the fingerprint, for data that belong to the pieces.
+
+    Returns:
+      A `BatchIterator`.
+    """
     shuffled = grain.MapDataset.source(pieces).shuffle(seed=config.seed).repeat(epochs)
     rows = _packed(shuffled.to_iter_dataset(_IN_THIS_THREAD), config)
-    return BatchIterator(iter(rows), _fingerprint(pieces, config))
+    return BatchIterator(iter(rows), _fingerprint(pieces, config, salt))
 
 
 def _of_one_stream(config: DataConfig) -> DataConfig:
@@ -396,9 +416,11 @@ def _to_batch(packed: dict[str, np.ndarray]) -> Batch:
     )
 
 
-def _fingerprint(pieces: Iterable[dict[str, np.ndarray]], config: DataConfig) -> str:
+def _fingerprint(
+    pieces: Iterable[dict[str, np.ndarray]], config: DataConfig, salt: bytes
+) -> str:
     layout = [config.sequence_length, config.batch_size, config.seed, _ROWS_OPEN]
-    fingerprint = hashlib.sha256(json.dumps(layout).encode())
+    fingerprint = hashlib.sha256(json.dumps(layout).encode() + salt)
     for piece in pieces:
         fingerprint.update(piece["tokens"].tobytes())
         fingerprint.update(piece["labels"].tobytes())

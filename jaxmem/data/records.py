@@ -83,7 +83,7 @@ def read_records(
 
 def count_row_groups(path: Path, argument: str) -> int:
     """Return how many parts a .parquet file has; its footer alone is read."""
-    with _opened(path, argument) as file:
+    with opened_parquet(path, argument) as file:
         return file.num_row_groups
 
 
@@ -123,7 +123,7 @@ def parse_line(where: str, line: str) -> dict[str, Any]:
 def _parquet(path: Path, argument: str, row_group: int | None) -> Iterator[Record]:
     group = "" if row_group is None else f"row group {row_group + 1}, "
     groups = None if row_group is None else [row_group]
-    with _opened(path, argument) as file:
+    with opened_parquet(path, argument) as file:
         batches = file.iter_batches(row_groups=groups)
         rows = (row for batch in batches for row in batch.to_pylist())
         for number, row in enumerate(rows, start=1):
@@ -131,7 +131,7 @@ def _parquet(path: Path, argument: str, row_group: int | None) -> Iterator[Recor
 
 
 @contextlib.contextmanager
-def _opened(path: Path, argument: str) -> Iterator[Any]:
+def opened_parquet(path: Path, argument: str) -> Iterator[Any]:
     """A Parquet file; what goes wrong while it is read is a DataError."""
     shown = messages.name(str(path))
     if not path.is_file():

@@ -8,11 +8,12 @@ from jax.typing import ArrayLike
 from jaxmem.functional import largest
 from jaxmem.functional.draws import sample_ids
 from jaxmem.functional.largest import TopK
+from jaxmem.functional.selected import selected_logprobs
 from jaxmem.functional.topk_divergence import Direction, topk_kl
 
 
 class ColumnVerbs:
-    """`topk`, `topk_kl` and `sample_ids`, for a class that runs verbs by `_run`."""
+    """Verbs of some columns, for a class that runs verbs by `_run`."""
 
     def _run(self, verb, hidden, *per_token, **keywords) -> Any:
         raise NotImplementedError
@@ -96,4 +97,28 @@ class ColumnVerbs:
         """
         return self._run(
             sample_ids, hidden, n, key, where=where, temperature=temperature
+        )
+
+    def selected_logprobs(
+        self,
+        hidden: ArrayLike,
+        ids: ArrayLike,
+        where: ArrayLike | None = None,
+        temperature: ArrayLike = 1.0,
+    ) -> jax.Array:
+        """Return log-probabilities of given ids; see `jaxmem.selected_logprobs`.
+
+        Args:
+            hidden: final hidden states [..., D].
+            ids: token ids [..., K]; negative ones are absent.
+            where: booleans that broadcast to the tokens; False masks a token.
+            temperature: positive scalar or one per token, [...]; not differentiable.
+
+        Returns:
+            float32 [..., K]; 0, with a gradient of 0, where masked or absent.
+
+        **Memory**: that of `jaxmem.selected_logprobs`, with the head's chunk.
+        """
+        return self._run(
+            selected_logprobs, hidden, ids, where=where, temperature=temperature
         )

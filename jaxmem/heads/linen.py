@@ -95,6 +95,8 @@ class LMHead(HeadVerbs, nn.Module):
     topk = HeadVerbs.topk
     topk_kl = HeadVerbs.topk_kl
     sample_ids = HeadVerbs.sample_ids
+    selected_logprobs = HeadVerbs.selected_logprobs
+    divergence = HeadVerbs.divergence
 
     @nn.compact
     def _weights(self, depth: int) -> Weights:

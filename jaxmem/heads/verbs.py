@@ -22,6 +22,7 @@ from jaxmem.functional import api
 from jaxmem.functional.single_pass import token_loss
 from jaxmem.functional.support import support_logprobs
 from jaxmem.heads.columns import ColumnVerbs
+from jaxmem.heads.divergences import DivergenceVerbs
 from jaxmem.sharding import parallel
 
 
@@ -82,7 +83,7 @@ class HeadSharding:
         )
 
 
-class HeadVerbs(ColumnVerbs):
+class HeadVerbs(ColumnVerbs, DivergenceVerbs):
     """Logits, and the verbs that need none, for a module with head weights.
 
     A subclass finds its arrays in `_weights`; the options are attributes.

@@ -1,5 +1,6 @@
 """Estimates a job's memory from shapes alone, if no compiler is installed."""
 
+import math
 from typing import Any
 
 import jax
@@ -10,7 +11,8 @@ from jaxmem.planning.phase import device_bytes
 from jaxmem.score.run import ScoreConfig
 from jaxmem.train import starting
 from jaxmem.train.jobs import dpo, sft
-from jaxmem.train.jobs.config import DpoJobConfig, GrpoJobConfig
+from jaxmem.train.jobs.config import DistillJobConfig, DpoJobConfig, GrpoJobConfig
+from jaxmem.train.jobs.distill_program import DistillProgram
 from jaxmem.train.jobs.policy_program import PolicyProgram
 from jaxmem.train.program import gradient_shapes
 
@@ -35,6 +37,9 @@ def sizes(config: jobs.TrainConfig) -> dict[str, int]:
         tokens = config.data.batch_size * config.data.sequence_length
         if isinstance(config, DpoJobConfig):
             program, tokens = dpo.Program(config, vocab_size), 2 * tokens
+        elif isinstance(config, DistillJobConfig):
+            program = DistillProgram(config, vocab_size)
+            tokens = math.prod(program.shapes[-1])
         else:
             program = sft.Program(config, vocab_size)
     state = program.state_shapes
@@ -46,6 +51,8 @@ def sizes(config: jobs.TrainConfig) -> dict[str, int]:
     }
     if isinstance(config, GrpoJobConfig) and config.grpo.kl_coefficient:
         by_name["reference weights"] = by_name["trained weights"]
+    if isinstance(config, DistillJobConfig):
+        by_name["teacher"] = device_bytes(program.teacher.state_shapes.params)
     kept = jobs.kept_bytes(
         program.model_config, program.policy, tokens, program.layout.sizes
     )

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -16,11 +17,18 @@ from jaxmem.planning.phase import Phase, device_bytes, host_bytes
 from jaxmem.score.run import ScoreConfig, token_stats
 from jaxmem.train import starting
 from jaxmem.train.jobs import dpo, sft
-from jaxmem.train.jobs.config import Config, DpoJobConfig, GrpoJobConfig
+from jaxmem.train.jobs.accumulated import AccumulatedProgram
+from jaxmem.train.jobs.config import (
+    Config,
+    DistillJobConfig,
+    DpoJobConfig,
+    GrpoJobConfig,
+)
+from jaxmem.train.jobs.distill_program import DistillProgram
 from jaxmem.train.jobs.policy_program import PolicyProgram
 from jaxmem.train.program import DecoderProgram, gradient_shapes
 
-TrainConfig = Config | GrpoJobConfig | DpoJobConfig
+TrainConfig = Config | GrpoJobConfig | DpoJobConfig | DistillJobConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +69,8 @@ def of_config(config: TrainConfig | ScoreConfig, packed: bool = True) -> Job:
         return _of_policy(config)
     if isinstance(config, DpoJobConfig):
         return _of_pairs(config)
+    if isinstance(config, DistillJobConfig):
+        return _of_student(config)
     return _of_supervised(config, packed)
 
 
@@ -72,6 +82,9 @@ def backward(config: TrainConfig, packed: bool = True) -> Phase:
         return _gradients(program, _weights(program), _held(program))
     if isinstance(config, DpoJobConfig):
         return _of_pairs(config).phases[-1]
+    if isinstance(config, DistillJobConfig):
+        phases = _of_student(config).phases
+        return next(phase for phase in phases if phase.name == "gradients")
     return _of_supervised(config, packed).phases[0]
 
 
@@ -126,6 +139,59 @@ def _of_pairs(config: DpoJobConfig) -> Job:
     return dataclasses.replace(_job(program, [reference, step]), notes=(note,))
 
 
+def _of_student(config: DistillJobConfig) -> Job:
+    if config.distill.mode == "offline":
+        raise ValueError(
+            "distill.mode='offline' has no plan: what it takes depends on the columns "
+            "of data.source; plan run.job='sft' for a model of these sizes"
+        )
+    assert config.model.vocab_size is not None, "of the teacher"
+    program = DistillProgram(config, config.model.vocab_size)
+    program.choose_policy_by_gradients(_silent())
+    weights, others = _weights(program), _streamed_slices(program)
+    if program.streamed is None:
+        others["moments"] = program.state_shapes.optimizer
+    taught = {"teacher": program.teacher.state_shapes.params}
+    phases = _taught(program, weights, others)
+    micro_batches = math.ceil(phases[0].runs)
+    if config.is_on_policy:
+        phases.insert(0, _rollout(program, weights, others | taught))
+    if program.streamed is None:
+        phases.append(_update_of(program, taught, 1))
+    job = _job(program, phases)
+    states = device_bytes(program.teacher.states(program.shapes[-1]))
+    return dataclasses.replace(job, on_host=job.on_host + micro_batches * states)
+
+
+def _taught(program: DistillProgram, weights, others) -> list[Phase]:
+    """The teacher's states of micro-batches, and the student's gradients."""
+    config, teacher, shape = program.config, program.teacher, program.shapes[-1]
+    tokens, runs = shape[0] * shape[1], float(config.run.accumulate)
+    if config.is_on_policy:
+        runs = config.distill.samples * config.longest / tokens
+    taught = teacher.state_shapes.params
+    sums = gradient_shapes(program.state_shapes.params)
+    return [
+        Phase(
+            "teacher",
+            teacher.trace_states(shape),
+            {"teacher": taught},
+            weights | others,
+            tokens=tokens,
+            runs=runs,
+        ),
+        Phase(
+            "gradients",
+            program.trace_gradients(shape),
+            weights | {"gradients": sums, "teacher's head": teacher.head_shapes},
+            others | {"teacher's other weights": teacher.without_head(taught)},
+            _parts(program, tokens),
+            tokens,
+            runs=runs,
+        ),
+    ]
+
+
 def _of_policy(config: GrpoJobConfig) -> Job:
     program = PolicyProgram(config)
     program.choose_policy_by_gradients(_silent())
@@ -174,7 +240,7 @@ def _rollout(program, weights, held) -> Phase:
         weights,
         held,
         {"keys and values": _cache_bytes(program)},
-        config.grpo.samples * config.sampling.max_new_tokens,
+        program.prompts[0].shape[0] * config.sampling.max_new_tokens,
         turns=config.sampling.max_new_tokens - 1,
     )
 
@@ -196,6 +262,10 @@ def _logprobs(program, weights, held) -> Phase:
 def _update(program, held) -> Phase:
     grpo = program.config.grpo
     rest = {name: tree for name, tree in held.items() if name != "moments"}
+    return _update_of(program, rest, grpo.minibatches * grpo.epochs)
+
+
+def _update_of(program: AccumulatedProgram, rest, runs: int) -> Phase:
     given = {
         "trained weights": program.state_shapes.params,
         "moments": program.state_shapes.optimizer,
@@ -205,7 +275,7 @@ def _update(program, held) -> Phase:
         program.trace_update(),
         given | {"gradients": gradient_shapes(program.state_shapes.params)},
         {"frozen weights": program.frozen_shapes} | rest,
-        runs=grpo.minibatches * grpo.epochs,
+        runs=runs,
     )
 
 
@@ -288,7 +358,7 @@ def kept_bytes(
     return int(model.layers * tokens * widths / rows)
 
 
-def _cache_bytes(program: PolicyProgram) -> int:
+def _cache_bytes(program: PolicyProgram | DistillProgram) -> int:
     """Bytes of a rollout's KV cache on one device."""
     config, model = program.config, program.model_config
     slots = config.task.prompt_length + config.sampling.max_new_tokens - 1
@@ -296,7 +366,7 @@ def _cache_bytes(program: PolicyProgram) -> int:
     mesh = program.layout.sizes
     parts = mesh["data"] * mesh["fsdp"] * mesh["sequence"] * mesh["tensor"]
     item = jnp.dtype(model.dtype).itemsize
-    return config.grpo.samples * numbers * item // parts
+    return program.prompts[0].shape[0] * numbers * item // parts
 
 
 def _streamed_slices(program: DecoderProgram) -> dict[str, Any]:

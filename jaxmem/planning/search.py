@@ -11,7 +11,7 @@ from jaxmem.planning.phase import Phase, device_bytes
 from jaxmem.planning.plans import Plan
 from jaxmem.remat import cost
 from jaxmem.score.run import ScoreConfig
-from jaxmem.train.jobs.config import GrpoJobConfig
+from jaxmem.train.jobs.config import DistillJobConfig, GrpoJobConfig
 
 _BEST = 3  # options that are printed
 _COMPILED = 8  # options that are compiled at most
@@ -164,12 +164,9 @@ def _changed(config, policy, factor, chunk, offload):
 def _batch(config: jobs.TrainConfig, factor):
     """Sections and overrides that scale the tokens of micro-batches by the factor."""
     if isinstance(config, GrpoJobConfig):
-        slots = int(config.grpo.max_tokens_train * factor)
-        rows = slots // config.row_lengths[-1]
-        if rows * config.row_lengths[-1] != slots or not _divides(config, rows):
-            return None
-        section = dataclasses.replace(config.grpo, max_tokens_train=slots)
-        return {"grpo": section}, [f"grpo.max_tokens_train={slots}"]
+        return _slots(config, "grpo", "max_tokens_train", factor)
+    if isinstance(config, DistillJobConfig) and config.is_on_policy:
+        return _slots(config, "distill", "max_tokens", factor)
     rows, turns = config.data.batch_size * factor, config.run.accumulate / factor
     if rows % 1 or turns % 1 or not _divides(config, int(rows)):
         return None
@@ -179,6 +176,17 @@ def _batch(config: jobs.TrainConfig, factor):
         "run": dataclasses.replace(config.run, accumulate=turns),
     }
     return sections, [f"data.batch_size={rows}", f"run.accumulate={turns}"]
+
+
+def _slots(config, section: str, field: str, factor):
+    """`_batch` where a field says how many slots a micro-batch has."""
+    old = getattr(config, section)
+    slots = int(getattr(old, field) * factor)
+    rows = slots // config.row_lengths[-1]
+    if rows * config.row_lengths[-1] != slots or not _divides(config, rows):
+        return None
+    new = dataclasses.replace(old, **{field: slots})
+    return {section: new}, [f"{section}.{field}={slots}"]
 
 
 def _divides(config, rows):

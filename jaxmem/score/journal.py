@@ -5,9 +5,10 @@ the output file is created from the journal in one atomic step.
 """
 
 import filecmp
+import itertools
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -33,6 +34,7 @@ class Scores(NamedTuple):
     token_ids: np.ndarray  # int32
     logprobs: np.ndarray  # float32, nats
     entropies: np.ndarray  # float32, nats; of the distribution that predicts the token
+    teacher: Mapping[str, Any] | None = None  # of a student; see `teacher_record`
 
     @property
     def perplexity(self) -> float | None:
@@ -50,7 +52,20 @@ class Scores(NamedTuple):
             "token_ids": self.token_ids.tolist(),
             "logprobs": _digits(self.logprobs),
             "entropies": _digits(self.entropies),
+            **({} if self.teacher is None else teacher_record(self.teacher)),
         }
+
+
+def teacher_record(teacher: Mapping[str, Any]) -> dict[str, Any]:
+    """What a student learns from, as JSON-able values; arrays as lists."""
+    record = {}
+    for name, value in teacher.items():
+        if isinstance(value, np.ndarray):
+            floats = np.issubdtype(value.dtype, np.floating)
+            many = floats and value.ndim == 2
+            value = [_digits(row) for row in value] if many else value.tolist()
+        record[name] = value
+    return record
 
 
 def _digits(numbers: np.ndarray) -> list[float]:
@@ -211,19 +226,27 @@ def _write_parquet(path: Path, records: Iterator[dict[str, Any]]) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    schema = pa.schema(
-        [
-            ("document", pa.string()),
-            ("tokens", pa.int32()),
-            ("perplexity", pa.float64()),
-            ("token_ids", pa.list_(pa.int32())),
-            ("logprobs", pa.list_(pa.float32())),
-            ("entropies", pa.list_(pa.float32())),
-        ]
-    )
+    ids, numbers = pa.list_(pa.int32()), pa.list_(pa.float32())
+    types = {
+        "document": pa.string(),
+        "tokens": pa.int32(),
+        "perplexity": pa.float64(),
+        "token_ids": ids,
+        "logprobs": numbers,
+        "entropies": numbers,
+        "prompt_ids": ids,
+        "top_ids": pa.list_(ids),
+        "top_logprobs": pa.list_(numbers),
+        "sampled_ids": pa.list_(ids),
+        "temperature": pa.float64(),
+        "vocabulary": pa.string(),
+    }
+    first = next(records, None)
+    names = list(types)[:6] if first is None else [k for k in types if k in first]
+    schema = pa.schema([(name, types[name]) for name in names])
     with pq.ParquetWriter(path, schema) as writer:
         held: list[dict[str, Any]] = []
-        for record in records:
+        for record in itertools.chain([] if first is None else [first], records):
             held.append(record)
             if len(held) == _DOCUMENTS_AT_ONCE:
                 writer.write_table(pa.Table.from_pylist(held, schema))

@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -17,6 +17,7 @@ from jaxmem import checkpoints, packing
 from jaxmem.data import documents as data
 from jaxmem.data.documents import NO_LABEL
 from jaxmem.models.decoder import Decoder, HeadConfig
+from jaxmem.score.columns import Columns, check as check_columns, token_columns
 from jaxmem.score.fingerprint import checkpoint_files, update_with_files
 from jaxmem.score.journal import Journal, Scores, check_parquet, check_suffix
 from jaxmem.score.progress import Progress
@@ -43,6 +44,10 @@ class ScoreConfig:
     chunk: int | Literal["auto"] = "auto"  # tokens whose logits may be alive at once
     eos: bool = False  # score the end of sequence after each document
     adapter: str | None = None  # directory of a LoRA adapter, in PEFT's layout
+    top_k: int | None = None  # most likely ids of each token to record for a student
+    sample_ids: int | None = None  # or ids to draw from each token's distribution
+    temperature: float = 1.0  # divides the logits that these come from
+    seed: int = 0  # of the draws
 
     def __post_init__(self):
         """Raise a ValueError that names an option with an impossible value."""
@@ -57,6 +62,12 @@ class ScoreConfig:
             raise ValueError(f"--chunk must be at least 1, or auto, got {self.chunk}")
         if not self.data.endswith(".jsonl"):
             raise ValueError(f"DATA must be a .jsonl file, got {self.data}")
+        check_columns(self.columns)
+
+    @property
+    def columns(self) -> Columns:
+        """What is recorded for a student."""
+        return Columns(self.top_k, self.sample_ids, self.temperature, self.seed)
 
 
 def score(config: ScoreConfig, console: Console | None = None) -> Summary:
@@ -123,7 +134,8 @@ def _score(config: ScoreConfig, out: Path, console: Console, stop: Stop) -> Summ
         try:
             if journal.done < len(documents):
                 documents = [_named_after(journal.source, d) for d in documents]
-                work = _Work(config, length, documents, groups)
+                shared = _shared(config, described, vocabulary)
+                work = _Work(config, length, documents, groups, shared)
                 read = _score_rest(work, journal, console, stop)
         finally:
             if stop.signal:
@@ -162,11 +174,12 @@ class _Work(NamedTuple):
     length: int  # maximum length of the model's inputs
     documents: Sequence[Tokens]
     groups: Sequence[tuple[int, int]]  # (start, stop) of documents
+    shared: dict[str, Any] | None  # that a student reads of every document
 
 
 def _score_rest(work: _Work, journal: Journal, console: Console, stop: Stop) -> int:
     """Score the remaining groups, and return the number of tokens read."""
-    config, length, documents, groups = work
+    config, length, documents, groups, _ = work
     decoder = checkpoints.load(
         config.model,
         dtype=config.dtype,
@@ -174,7 +187,7 @@ def _score_rest(work: _Work, journal: Journal, console: Console, stop: Stop) -> 
         head=HeadConfig(chunk=config.chunk),
         adapter=config.adapter,
     )
-    scorer = _Scorer(decoder, config.max_tokens, length)
+    scorer = _Scorer(decoder, config, length)
     with (
         stop.deferred(),
         Progress(console, "documents", len(documents), journal.done) as report,
@@ -189,8 +202,8 @@ def _score_rest(work: _Work, journal: Journal, console: Console, stop: Stop) -> 
                 for number in range(start, end)
                 for window in cut(number, documents[number], length, config.stride)
             ]
-            numbers = scorer.run(windows)
-            journal.append(_collect(documents, start, end, windows, numbers))
+            numbers = scorer.run(windows, start)
+            journal.append(_collect(work, start, end, windows, numbers))
             report.update(end, sum(len(window.tokens) for window in windows))
     stop.raise_if_requested()
     return report.read
@@ -207,14 +220,22 @@ def _stop_message(stop: Stop, journal: Journal, documents: int) -> str:
 class _Scorer:
     """Computes log-probabilities and entropies of windows by micro-batches."""
 
-    def __init__(self, decoder: Decoder, max_tokens: int, length: int):
-        self._decoder, self._max_tokens = decoder, max_tokens
+    def __init__(self, decoder: Decoder, config: ScoreConfig, length: int):
+        self._decoder, self._max_tokens = decoder, config.max_tokens
+        self._columns = config.columns
         # Narrow rows cost less attention; at most three shapes are compiled.
         widths = packing.buckets(length) if length >= 64 else (length,)
         self._widths = widths
 
-    def run(self, windows: Sequence[Window]) -> list[np.ndarray]:
-        """For each window an array [tokens, 2]: log-probability, entropy."""
+    def run(self, windows: Sequence[Window], start: int) -> list[dict[str, Any]]:
+        """For each window its scores [tokens, 2], and the columns [tokens, K].
+
+        Args:
+            windows: of a group of documents.
+            start: number of the group's first document.
+        """
+        if not windows:
+            return []
         packed = packing.pack(
             [len(window.tokens) for window in windows],
             self._max_tokens,
@@ -224,11 +245,22 @@ class _Scorer:
         labels = packed.place([window.labels for window in windows], fill=NO_LABEL)
         scores = []
         for batch, *ids in zip(packed.micro_batches, tokens, labels, strict=True):
-            numbers = token_stats(
-                self._decoder, *ids, batch.segment_ids, batch.positions
-            )
-            scores.append(np.stack(jax.device_get(numbers), axis=-1))
-        return packed.unpack(scores)
+            given = *ids, batch.segment_ids, batch.positions
+            scores.append(self._of_batch(given, start, len(scores)))
+        by_name = {
+            name: packed.unpack([score[name] for score in scores]) for name in scores[0]
+        }
+        rows = zip(*by_name.values(), strict=True)
+        return [dict(zip(by_name, values, strict=True)) for values in rows]
+
+    def _of_batch(self, given: Any, start: int, number: int) -> dict[str, Any]:
+        if not self._columns:
+            numbers, made = token_stats(self._decoder, *given), {}
+        else:
+            key = self._columns.key(start, number)
+            *numbers, made = token_columns(self._decoder, *given, key, self._columns)
+        numbers, made = jax.device_get((tuple(numbers), made))
+        return {"scores": np.stack(numbers, axis=-1), **made}
 
 
 @jax.jit
@@ -256,31 +288,66 @@ def token_stats(
     return stats.logprob, stats.entropy
 
 
+def _shared(
+    config: ScoreConfig,
+    described: checkpoints.CheckpointConfig,
+    vocabulary: checkpoints.Vocabulary,
+) -> dict[str, Any] | None:
+    """What a student reads of every document; None if nothing is recorded for one."""
+    size, columns = described.model.vocab_size, config.columns
+    if not columns:
+        return None
+    if columns.top_k is not None and size is not None and columns.top_k > size:
+        raise ValueError(
+            f"--top-k must be at most {size}, the entries of the vocabulary, got "
+            f"{columns.top_k}"
+        )
+    digest = checkpoints.vocabulary_digest(vocabulary.tokenizer)
+    return {"temperature": columns.temperature, "vocabulary": digest}
+
+
 def _collect(
-    documents: Sequence[Tokens],
+    work: _Work,
     start: int,
     stop: int,
     windows: Sequence[Window],
-    numbers: Sequence[np.ndarray],
+    numbers: Sequence[dict[str, np.ndarray]],
 ) -> Iterator[Scores]:
     """Yield the scores of each document, joined from its windows."""
-    parts: list[list[np.ndarray]] = [[] for _ in range(start, stop)]
+    parts: list[list[dict[str, np.ndarray]]] = [[] for _ in range(start, stop)]
     for window, rows in zip(windows, numbers, strict=True):
-        parts[window.document - start].append(rows[window.labels != NO_LABEL])
-    for document, pieces in zip(documents[start:stop], parts, strict=True):
-        scored = np.concatenate([np.zeros((0, 2), np.float32), *pieces])
+        live = window.labels != NO_LABEL
+        parts[window.document - start].append({k: x[live] for k, x in rows.items()})
+    for document, pieces in zip(work.documents[start:stop], parts, strict=True):
+        nothing = np.zeros((0, 2), np.float32)
+        scored = np.concatenate([nothing, *(piece["scores"] for piece in pieces)])
         if not np.isfinite(scored).all():
             raise FloatingPointError(
                 f"{document.name}: a score is not finite; the checkpoint holds such "
                 "weights, or they need a wider --dtype"
             )
-        ids = document.ids[document.first :]
-        yield Scores(document.name, ids, scored[:, 0], scored[:, 1])
+        ids, teacher = document.ids[document.first :], None
+        if work.shared is not None:
+            prompt = {"prompt_ids": document.ids[: document.first]}
+            teacher = prompt | _joined(work.config.columns, pieces) | work.shared
+        yield Scores(document.name, ids, scored[:, 0], scored[:, 1], teacher)
+
+
+def _joined(
+    columns: Columns, pieces: Sequence[dict[str, np.ndarray]]
+) -> dict[str, np.ndarray]:
+    """A document's columns [tokens, K] by name."""
+    return {
+        name: np.concatenate([np.zeros((0, width), dtype), *(p[name] for p in pieces)])
+        for name, (width, dtype) in columns.shapes.items()
+    }
 
 
 def _fingerprint(config: ScoreConfig, documents: Sequence[Tokens]) -> str:
     """A hash of everything that the scores and their order depend on."""
-    options = [config.max_tokens, config.stride, config.dtype, config.chunk]
+    options: list[Any] = [config.max_tokens, config.stride, config.dtype, config.chunk]
+    if config.columns:
+        options.append(dataclasses.asdict(config.columns))
     digest = hashlib.sha256(json.dumps(options).encode())
     directories = [config.model] + ([config.adapter] if config.adapter else [])
     for directory in directories:

@@ -25,6 +25,7 @@ from jaxmem.core.fields import accepts, describe, problem_of
 from jaxmem.train import keys
 from jaxmem.train.jobs.config import (
     Config as Config,
+    DistillJobConfig as DistillJobConfig,
     DpoJobConfig as DpoJobConfig,
     GrpoJobConfig as GrpoJobConfig,
 )
@@ -34,11 +35,12 @@ class ConfigError(ValueError):
     """A configuration that cannot be used; the message says where and why."""
 
 
-JobConfig = Config | GrpoJobConfig | DpoJobConfig
-_JOBS: dict[str, type[Config] | type[GrpoJobConfig] | type[DpoJobConfig]] = {
+JobConfig = Config | GrpoJobConfig | DpoJobConfig | DistillJobConfig
+_JOBS: dict[str, type[JobConfig]] = {
     "sft": Config,
     "grpo": GrpoJobConfig,
     "dpo": DpoJobConfig,
+    "distill": DistillJobConfig,
 }
 _SECTIONS: dict[str, type] = {
     section: dataclass

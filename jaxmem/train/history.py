@@ -14,13 +14,16 @@ from typing import Any, TypeVar, overload
 from jaxmem.train import files, tensorboard
 from jaxmem.train.metrics import (
     AnyMetrics,
+    DistillMetrics,
     PolicyMetrics,
     PreferenceMetrics,
     StepMetrics,
 )
 from jaxmem.train.wandb_writer import WandbWriter
 
-_Metrics = TypeVar("_Metrics", StepMetrics, PolicyMetrics, PreferenceMetrics)
+_Metrics = TypeVar(
+    "_Metrics", StepMetrics, PolicyMetrics, PreferenceMetrics, DistillMetrics
+)
 
 
 @overload

@@ -24,23 +24,30 @@ from jaxmem.train.checkpoint import (
 )
 from jaxmem.train.evaluation import Best, EvalConfig, Evaluated
 from jaxmem.train.history import MetricsWriter, read_history
-from jaxmem.train.metrics import PolicyMetrics, PreferenceMetrics, StepMetrics
+from jaxmem.train.metrics import (
+    DistillMetrics,
+    PolicyMetrics,
+    PreferenceMetrics,
+    StepMetrics,
+)
 from jaxmem.train.program import TrainState
 from jaxmem.train.progress import ProgressReport
 from jaxmem.train.stopping import Stop
 from jaxmem.train.wandb_writer import WandbWriter
 
-JOBS = ("sft", "grpo", "dpo")
+JOBS = ("sft", "grpo", "dpo", "distill")
 _CHANGEABLE = "changeable"  # key in the saved settings
-_Metrics = TypeVar("_Metrics", StepMetrics, PolicyMetrics, PreferenceMetrics)
+_Metrics = TypeVar(
+    "_Metrics", StepMetrics, PolicyMetrics, PreferenceMetrics, DistillMetrics
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
     """Which job to run, for how long, and what to save."""
 
-    # supervised, reinforcement learning, or pairs of answers
-    job: Literal["sft", "grpo", "dpo"] = "sft"
+    # supervised, reinforcement learning, pairs of answers, or a teacher's student
+    job: Literal["sft", "grpo", "dpo", "distill"] = "sft"
     steps: int = 60  # optimizer steps in all; rollouts of the job "grpo"
     accumulate: int = 1  # micro-batches (data.batch_size rows each) per step
     seed: int = 0  # of initial weights, and of a policy's samples

@@ -139,7 +139,44 @@ class PreferenceMetrics(NamedTuple):
         )
 
 
-AnyMetrics = StepMetrics | PolicyMetrics | PreferenceMetrics
+class DistillMetrics(NamedTuple):
+    """The numbers of one step of a student; one line of metrics.jsonl.
+
+    Means are over the tokens that count, in nats.
+    """
+
+    step: int  # steps done, this one included
+    loss: float  # what is minimised: divergence + distill.loss_weight * ce
+    divergence: float  # of the student from its teacher, at distill.temperature
+    ce: float  # cross-entropy of the data; of a policy's samples, at temperature 1
+    entropy: float  # of the student, at temperature 1
+    tokens: int  # that count
+    tokens_per_second: float
+    grad_norm: float  # global, before clipping
+    learning_rate: float
+    data_seconds: float  # reading data, or sampling completions
+    teacher_seconds: float  # its hidden states, until they are in the host's memory
+    update_seconds: float
+    seconds: float  # all of them
+    peak_gib: float | None = None  # on the device since the start; None: not told
+    response_length: float | None = None  # tokens sampled, mean over the completions
+    held_out_loss: float | None = None  # likewise; None where not evaluated
+    held_out_divergence: float | None = None
+    held_out_ce: float | None = None
+
+    @property
+    def line(self) -> str:
+        """What the progress report says of the step."""
+        held_out = ""
+        if self.held_out_divergence is not None:
+            held_out = f"  held out {self.held_out_divergence:.4f}"
+        return (
+            f"divergence {self.divergence:.4f}  ce {self.ce:.4f}  "
+            f"{self.tokens_per_second:,.0f} tokens/s{held_out}"
+        )
+
+
+AnyMetrics = StepMetrics | PolicyMetrics | PreferenceMetrics | DistillMetrics
 
 
 def tokens_per_second(history: Sequence[AnyMetrics]) -> float:
@@ -296,6 +333,19 @@ def save_preference_summary(path: Path, history: Sequence[PreferenceMetrics]) ->
         "last_accuracy": history[-1].accuracy,
         "held_out_loss": evaluated[-1].held_out_loss if evaluated else None,
         "held_out_accuracy": evaluated[-1].held_out_accuracy if evaluated else None,
+    }
+    _write_summary(path, history, {}, outcome)
+
+
+def save_distill_summary(path: Path, history: Sequence[DistillMetrics]) -> None:
+    """Likewise of a student."""
+    evaluated = [s for s in history if s.held_out_loss is not None]
+    held_out = ("held_out_loss", "held_out_divergence", "held_out_ce")
+    outcome = {
+        "first_loss": history[0].loss,
+        "last_loss": history[-1].loss,
+        "last_divergence": history[-1].divergence,
+        **{k: getattr(evaluated[-1], k) if evaluated else None for k in held_out},
     }
     _write_summary(path, history, {}, outcome)
 

@@ -7,21 +7,26 @@ import tokenizers
 from rich.console import Console
 from rich.text import Text
 
-from jaxmem.data import documents as data, pairs
+from jaxmem.data import documents as data, pairs, teacher_files
 from jaxmem.data.blocks import Blocks
 from jaxmem.data.chat import Templates
 from jaxmem.data.documents import DataConfig
 from jaxmem.train import starting
-from jaxmem.train.jobs.config import Config, DpoJobConfig, GrpoJobConfig
+from jaxmem.train.config import JobConfig
+from jaxmem.train.jobs import teachers
+from jaxmem.train.jobs.config import (
+    Config,
+    DistillJobConfig,
+    DpoJobConfig,
+    GrpoJobConfig,
+)
 from jaxmem.train.jobs.questions import OwnPrompts, task_of
 
 _COUNTED, _OTHER = "bold green", "dim"
 _MOST = 400  # maximum tokens shown per record
 
 
-def show(
-    config: Config | GrpoJobConfig | DpoJobConfig, count: int, console: Console
-) -> None:
+def show(config: JobConfig, count: int, console: Console) -> None:
     """Print the first records as tokens, and statistics of all.
 
     Tokens that the loss counts are green; without colours they are enclosed in ⟦ ⟧.
@@ -34,7 +39,9 @@ def show(
     Raises:
         DataError: the data cannot be used.
     """
-    if isinstance(config, GrpoJobConfig):
+    if isinstance(config, GrpoJobConfig) or (
+        isinstance(config, DistillJobConfig) and config.is_on_policy
+    ):
         lines = _prompts(config, count)
     elif isinstance(config, DpoJobConfig):
         lines = _pairs(config, count, console)
@@ -44,9 +51,17 @@ def show(
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def _documents(config: Config, count: int, console: Console) -> Iterator[str | Text]:
-    tokenizer = starting.load_tokenizer(config.data, config.model)
-    template = starting.load_template(config.data, config.model, tokenizer)
+def _documents(
+    config: Config | DistillJobConfig, count: int, console: Console
+) -> Iterator[str | Text]:
+    model = config.model
+    if isinstance(config, DistillJobConfig):
+        model = teachers.reading(config)
+        if config.distill.mode == "offline":
+            yield from _file(config)
+            return
+    tokenizer = starting.load_tokenizer(config.data, model)
+    template = starting.load_template(config.data, model, tokenizer)
     documents = _read(config.data, template)
     encoded = list(data.encode_documents(documents, tokenizer))
     for document, (tokens, labels) in zip(documents[:count], encoded, strict=False):
@@ -70,6 +85,16 @@ def _documents(config: Config, count: int, console: Console) -> Iterator[str | T
         f"an epoch packs {tokens:,} tokens into {rows:,} rows of {length}, "
         f"{1 - tokens / (rows * length):.1%} padding: {len(filled):,} micro-batches of "
         f"{config.data.batch_size}"
+    )
+
+
+def _file(config: DistillJobConfig) -> Iterator[str]:
+    file = teacher_files.read(config.data.source)
+    kind = "drawn" if file.logprobs is None else "most likely"
+    yield (
+        f"{len(file.documents):,} documents, of which a teacher's {file.ids.shape[1]} "
+        f"{kind} ids are known for {len(file.ids):,} tokens, at temperature "
+        f"{file.temperature:g}"
     )
 
 
@@ -102,7 +127,7 @@ def _pairs(config: DpoJobConfig, count: int, console: Console) -> Iterator[str |
     )
 
 
-def _prompts(config: GrpoJobConfig, count: int) -> Iterator[str]:
+def _prompts(config: GrpoJobConfig | DistillJobConfig, count: int) -> Iterator[str]:
     task = task_of(config)
     if not isinstance(task, OwnPrompts):
         raise data.DataError("task.source='arithmetic' has no records: set a file")

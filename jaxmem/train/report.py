@@ -32,6 +32,11 @@ class _Panel(NamedTuple):
 _PANELS = (
     _Panel("Reward", {"mean": "reward", "held out": "held_out_reward"}),
     _Panel("Loss", {"training": "loss", "held out": "held_out_loss"}),
+    _Panel(
+        "Divergence from the teacher, nats",
+        {"training": "divergence", "held out": "held_out_divergence"},
+    ),
+    _Panel("Cross-entropy, nats", {"training": "ce", "held out": "held_out_ce"}),
     _Panel("Reward margin", {"training": "margin", "held out": "held_out_margin"}),
     _Panel("Accuracy", {"training": "accuracy", "held out": "held_out_accuracy"}),
     _Panel("Entropy of the policy, nats", {"": "entropy"}),

@@ -141,7 +141,7 @@ def _of_run(directory: Path, step: int, dtype: str | None) -> Iterator[Saved]:
     positions = starting.max_positions(config)
     decoder, described = checkpoints.as_known(decoder, positions)
     with tempfile.TemporaryDirectory() as texts:
-        text = starting.text_of(own, template)
+        text = starting.text_of(config, own)
         checkpoints.write_text_files(Path(texts), described, text, "float32")
         yield Saved(Path(texts), None, decoder, template, files)
 

@@ -16,17 +16,24 @@ from jaxmem.data.documents import DataConfig
 from jaxmem.models import lora
 from jaxmem.models.decoder import Decoder, ModelConfig
 from jaxmem.train import files, keys
-from jaxmem.train.jobs.config import Config, DpoJobConfig, GrpoJobConfig
+from jaxmem.train.jobs import teachers
+from jaxmem.train.jobs.config import (
+    Config,
+    DistillJobConfig,
+    DpoJobConfig,
+    GrpoJobConfig,
+)
 from jaxmem.train.program import ProgramConfig
 
-JobConfig = Config | DpoJobConfig | GrpoJobConfig
+JobConfig = Config | DpoJobConfig | GrpoJobConfig | DistillJobConfig
 _Job = TypeVar("_Job", bound=ProgramConfig)
 
 
 def resolved(config: _Job) -> _Job:
     """The config with its checkpoint's sizes; with adapters, other weights are frozen.
 
-    If `optimizer.trainable` is given, it selects the trained weights instead.
+    If `optimizer.trainable` is given, it selects the trained weights instead. A student
+    without a checkpoint has its teacher's vocabulary.
 
     Args:
         config: of the job.
@@ -35,9 +42,13 @@ def resolved(config: _Job) -> _Job:
         The config.
 
     Raises:
-        ValueError: `model.checkpoint` cannot be read, or a size of `model` differs.
+        ValueError: `model.checkpoint` cannot be read, or a size of `model` differs; or
+            a teacher is missing, or has another vocabulary.
     """
-    changes: dict = {"model": checkpoints.with_checkpoint(config.model)}
+    model = checkpoints.with_checkpoint(config.model)
+    if isinstance(config, DistillJobConfig):
+        model = teachers.of_same_vocabulary(config, model)
+    changes: dict = {"model": model}
     if config.model.lora_rank and config.optimizer.trainable is None:
         trainable = lora.TRAINABLE
         changes["optimizer"] = dataclasses.replace(
@@ -162,7 +173,7 @@ def export(target: Path, decoder: Decoder, config: JobConfig, tokenizer: Path) -
             target, decoder, like=source, chat_template=template, overwrite=True
         )
         return
-    text = text_of(tokenizer, template)
+    text = text_of(config, tokenizer)
     positions = max_positions(config)
     checkpoints.save_new(
         target, decoder, text=text, max_positions=positions, overwrite=True
@@ -171,26 +182,33 @@ def export(target: Path, decoder: Decoder, config: JobConfig, tokenizer: Path) -
 
 def max_positions(config: JobConfig) -> int:
     """The longest sequence that a job trains on, in tokens."""
-    if isinstance(config, GrpoJobConfig):
+    if isinstance(config, GrpoJobConfig) or (
+        isinstance(config, DistillJobConfig) and config.is_on_policy
+    ):
         return config.task.prompt_length + config.sampling.max_new_tokens
     return config.data.sequence_length
 
 
 def template_path(config: JobConfig) -> str | None:
     """The path of a job's own chat template, if any."""
-    section = config.task if isinstance(config, GrpoJobConfig) else config.data
-    return section.chat_template
+    if isinstance(config, GrpoJobConfig) or (
+        isinstance(config, DistillJobConfig) and config.is_on_policy
+    ):
+        return config.task.chat_template
+    return config.data.chat_template
 
 
-def text_of(path: Path, template: str | None) -> checkpoints.Text:
+def text_of(config: JobConfig, path: Path) -> checkpoints.Text:
     """How a run from random weights reads text.
 
     Args:
+        config: of the job; a student reads text as its teacher does.
         path: of the tokenizer that was trained; without the file, the arithmetic
             task's own words.
-        template: path of a chat template, or None.
     """
-    content = None
+    if isinstance(config, DistillJobConfig):
+        return teachers.text(config, template_path(config))
+    content, template = None, template_path(config)
     if template is not None:
         content = Path(template).expanduser().read_text("utf-8")
     if not path.exists():

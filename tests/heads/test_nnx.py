@@ -295,6 +295,39 @@ def test_columns_as_the_functions_have_them():
     assert (ids[KEEP] == best[KEEP][:, :1]).mean() > 0.5 and (ids[~KEEP] == -1).all()
 
 
+@pytest.mark.parametrize("softcaps", [(None, 0.7), (0.7, None)])
+def test_divergence_is_that_of_both_heads(softcaps):
+    """Each head has its own width, layout, bias and softcap."""
+    embed = nnx.Embed(V, 2 * D, rngs=nnx.Rngs(1))
+    student = make_head(softcap=softcaps[0], bias_init=nnx.initializers.normal(1.0))
+    teacher = LMHead(
+        tied_to=embed, softcap=softcaps[1], use_bias=True,
+        bias_init=nnx.initializers.normal(1.0), rngs=nnx.Rngs(2),
+    )  # fmt: skip
+    hidden = hidden_states()
+    states = jnp.concatenate([hidden, hidden[..., ::-1]], -1)
+    z = f64(hidden) @ f64(student.kernel[...]) + f64(student.bias[...])
+    y = f64(states) @ f64(embed.embedding[...]).T + f64(teacher.bias[...])
+    logs = []
+    for logits, cap in zip((z, y), softcaps, strict=True):
+        logits = logits if cap is None else cap * np.tanh(logits / cap)
+        logits = logits / 0.8
+        logs.append(logits - np.log(np.exp(logits).sum(-1, keepdims=True)))
+    expected = (np.exp(logs[0]) * (logs[0] - logs[1])).sum(-1) * KEEP
+    made = student.divergence(
+        jaxmem.kl, hidden, teacher, states, where=KEEP, temperature=0.8
+    )
+    np.testing.assert_allclose(made, expected, atol=5e-6)
+
+
+def test_selected_logprobs_are_those_of_labels():
+    head, hidden = make_head(softcap=0.7), hidden_states()
+    ids = jnp.stack([jnp.abs(LABELS)] * 2, -1)
+    made = head.selected_logprobs(hidden, ids, temperature=0.8)
+    expected = head.logprobs(hidden, jnp.abs(LABELS), temperature=0.8)
+    np.testing.assert_allclose(made[..., 1], expected, atol=2e-6)
+
+
 def test_gradient_has_the_parameter_type_and_f32_sums():
     head = make_head(dtype=jnp.bfloat16, param_dtype=jnp.float32)
     hidden = hidden_states()

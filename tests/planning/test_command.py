@@ -8,9 +8,12 @@ import pytest
 from jaxmem import cli, devices
 from jaxmem.planning import command, jobs, roofline, search
 from jaxmem.planning.account import Account
+from jaxmem.planning.phase import device_bytes
 from jaxmem.train import config as configuration, starting
 from jaxmem.train.jobs import dpo, sft
+from jaxmem.train.jobs.distill_program import DistillProgram
 from jaxmem.train.jobs.policy_program import PolicyProgram
+from tests.checkpoints import texts
 
 TINY = (
     "model.layers=2", "model.hidden=32", "model.ff=64", "model.heads=2",
@@ -119,6 +122,56 @@ def test_phases_of_pairs_are_its_programs(fake, capsys):
     config, _ = configuration.load(cli._find_config("dpo_lora.gin"), words)
     with devices.target("h200"):
         assert not jobs.of_config(config).phases[0].held
+
+
+DISTILL = (
+    "distill.teacher_dtype=float32", "head.chunk=32", "model.dtype=float32",
+    "model.layers=1", "model.hidden=32", "model.ff=32", "model.heads=2",
+    "model.kv_heads=1", "model.head_dim=16",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", ["text", "on_policy"])
+def test_phases_of_a_student_are_its_programs(fake, tmp_path, mode):
+    """The teacher is on the device in every phase; its states are on the host."""
+    words = ("distill_stdlib.gin", *DISTILL, "data.sequence_length=16")
+    names = ["teacher", "gradients", "update"]
+    if mode == "on_policy":
+        words = (
+            "distill_on_policy.gin", *DISTILL, "model.checkpoint=None",
+            "task.max_prompt_tokens=9", "distill.prompts=8", "distill.max_tokens=32",
+            "sampling.max_new_tokens=8",
+        )  # fmt: skip
+        names.insert(0, "rollout")
+    teacher = texts.checkpoint("qwen3", tmp_path)
+    words += (f"distill.teacher={teacher}",)
+    config, _ = configuration.load(cli._find_config(words[0]), words[1:])
+    config = starting.resolved(config)
+    with devices.target("h200"):
+        job = jobs.of_config(config)
+        program = DistillProgram(config, config.model.vocab_size)
+        compiled = program.compile()
+        (shape,) = program.shapes
+    assert [phase.name for phase in job.phases] == names
+    by_name = {phase.name: phase for phase in job.phases}
+    states = by_name["teacher"].traced.lower().compile().memory_analysis()
+    expected = compiled.states[shape].memory_analysis()
+    assert states.temp_size_in_bytes == expected.temp_size_in_bytes
+    size = device_bytes(program.teacher.state_shapes.params)
+    for phase in job.phases:
+        kept = {**phase.arguments, **phase.held}
+        of_teacher = {k: v for k, v in kept.items() if "teacher" in k}
+        assert sum(map(device_bytes, of_teacher.values())) == size, phase.name
+    runs = by_name["gradients"].runs
+    assert runs == (8 * 16 / 32 if mode == "on_policy" else 1)
+    parked = device_bytes(program.teacher.states(shape))
+    assert job.on_host == runs * parked
+
+
+def test_a_student_of_a_file_has_no_plan(fake, capsys):
+    sizes = f"model.checkpoint={SCORE}", "model.dtype=float32"
+    status, said = planned(capsys, "distill_offline.gin", *sizes)
+    assert status == 2 and "distill.mode='offline' has no plan: what it" in said.err
 
 
 def test_pairs_without_a_compiler(capsys, monkeypatch):

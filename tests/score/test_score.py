@@ -446,3 +446,67 @@ def test_the_command(model, directory, capsys):
     assert "jaxmem: error: made/scores.jsonl: exists" in capsys.readouterr().err
     assert cli.main(["score", "nowhere", "data.jsonl"]) == 2
     assert "nowhere/config.json: cannot be read" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- teachers
+
+
+def test_a_teachers_columns_are_the_largest_of_its_logits(model, directory):
+    pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    write([{"prompt": "ab", "response": "cdefgh"}, {"text": ""}, {"text": "xyz"}])
+    _, out = scored(model, out="scores.parquet", top_k=5, temperature=2.0, eos=True)
+    first, empty, last = parquet.read_table(out).to_pylist()
+    decoder = checkpoints.load(model, dtype="float32", param_dtype="float32")
+    for record in (first, last):
+        ids = np.array(record["prompt_ids"] + record["token_ids"])
+        given = ids[None, :-1], np.ones((1, len(ids) - 1), int), np.arange(len(ids) - 1)
+        hidden = decoder(given[0], given[1], given[2][None])
+        z = np.asarray(decoder.logits(hidden)[0], np.float64) / 2.0
+        logp = z - np.log(np.exp(z).sum(-1, keepdims=True))
+        logp = logp[len(record["prompt_ids"]) - 1 :]
+        largest = np.argsort(-logp, axis=-1)[:, :5]
+        assert record["top_ids"] == largest.tolist()
+        picked = np.take_along_axis(logp, largest, -1)
+        np.testing.assert_allclose(record["top_logprobs"], picked, atol=2e-5)
+    assert first["token_ids"][-1] == 2 and len(first["token_ids"]) == 7
+    assert empty["top_ids"] == [[*empty["top_ids"][0]]]  # of the end alone
+    assert {r["temperature"] for r in (first, empty, last)} == {2.0}
+    vocabulary = checkpoints.load_vocabulary(model).tokenizer
+    assert first["vocabulary"] == checkpoints.vocabulary_digest(vocabulary)
+
+
+def test_drawn_ids_have_the_teachers_frequencies(model, directory):
+    write([{"text": "ab"}] * 2)
+    _, (record, again) = scored(model, sample_ids=4000)
+    assert record["sampled_ids"] != again["sampled_ids"]  # of other tokens
+    (drawn,) = record["sampled_ids"][1:]
+    decoder = checkpoints.load(model, dtype="float32", param_dtype="float32")
+    ids = np.array([record["prompt_ids"] + record["token_ids"]])
+    hidden = decoder(ids, np.ones_like(ids), np.arange(3)[None])
+    p = np.asarray(jax.nn.softmax(decoder.logits(hidden)[0, 1]), np.float64)
+    share = np.bincount(drawn, minlength=40) / 4000
+    # Five deviations of a share.
+    assert (np.abs(share - p) < 5 * np.sqrt(p * (1 - p) / 4000)).all()
+    os.remove("scores.jsonl")
+    assert scored(model, sample_ids=4000)[1][0] == record  # of the seed
+    os.remove("scores.jsonl")
+    assert scored(model, sample_ids=4000, seed=1)[1][0] != record
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(top_k=2, sample_ids=2), "--sample-ids=2 does not go with --top-k=2"),
+        (dict(top_k=0), "--top-k must be at least 1, got 0"),
+        (dict(top_k=41), "--top-k must be at most 40, the entries of the vocabulary"),
+        (dict(sample_ids=2, temperature=0.0), "--temperature must be positive and f"),
+        (dict(temperature=2.0), "--temperature and --seed are for --top-k and --sam"),
+    ],
+)
+def test_columns_that_cannot_be(model, directory, options, message):
+    write([{"text": "ab"}])
+    with pytest.raises(ValueError) as raised:
+        scored(model, **options)
+    assert message in str(raised.value) and "\n" not in str(raised.value)

@@ -1,6 +1,7 @@
 """What each job is configured by: one field for each section of a gin file."""
 
 import dataclasses
+from typing import Any
 
 from jaxmem.data.documents import DataConfig
 from jaxmem.data.tasks import TaskConfig
@@ -8,6 +9,7 @@ from jaxmem.models.decoder import HeadConfig, ModelConfig
 from jaxmem.models.partitioning import MeshConfig
 from jaxmem.models.sampling import SamplingConfig
 from jaxmem.train.evaluation import EvalConfig
+from jaxmem.train.jobs.distillation import DistillConfig
 from jaxmem.train.jobs.policy import GrpoConfig
 from jaxmem.train.jobs.preferences import DpoConfig
 from jaxmem.train.loop import RunConfig
@@ -67,6 +69,113 @@ class DpoJobConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class DistillJobConfig:
+    """A run of a student that learns from a teacher; likewise."""
+
+    data: DataConfig
+    distill: DistillConfig
+    model: ModelConfig
+    head: HeadConfig
+    optimizer: OptimizerConfig
+    run: RunConfig
+    task: TaskConfig = TaskConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    mesh: MeshConfig = MeshConfig()
+    remat: RematConfig = RematConfig()
+    eval: EvalConfig = EvalConfig()
+
+    def __post_init__(self):
+        """Refuse what fits no other section, by the names of both."""
+        offline = self.distill.mode == "offline"
+        if self.distill.teacher is None and not (offline and self.model.checkpoint):
+            raise ValueError(
+                f"distill.mode={self.distill.mode!r} needs distill.teacher, the "
+                "directory of a checkpoint or of a run that has ended"
+            )
+        usable = HeadConfig(chunk=self.head.chunk)
+        if (name := _differing(self.head, usable)) is not None:
+            raise ValueError(
+                f"head.{name}={getattr(self.head, name)!r} must stay "
+                f"{getattr(usable, name)!r} for run.job='distill': divergences are "
+                "exact, and never materialised"
+            )
+        unread = {"data": DataConfig()}
+        if not self.is_on_policy:
+            unread = {"task": TaskConfig(), "sampling": SamplingConfig()}
+        for section, default in unread.items():
+            name = _differing(getattr(self, section), default)
+            if name is not None:
+                raise ValueError(
+                    f"{section}.{name} is not read for distill.mode="
+                    f"{self.distill.mode!r}; leave it out"
+                )
+        if self.is_on_policy:
+            self._check_rollouts()
+        if offline and (self.data.streaming or self.data.streams != 1):
+            name = "streaming" if self.data.streaming else "streams"
+            raise ValueError(
+                f"data.{name}={getattr(self.data, name)} must stay "
+                f"{getattr(DataConfig(), name)} for distill.mode='offline', which "
+                "keeps the file's columns in memory"
+            )
+
+    def _check_rollouts(self) -> None:
+        distill, task = self.distill, self.task
+        if distill.loss_weight:
+            raise ValueError(
+                f"distill.loss_weight={distill.loss_weight} must stay 0 for "
+                "distill.mode='on_policy': samples have no labels but themselves"
+            )
+        for name in ("reward", "reward_weights", "timeout"):
+            if getattr(task, name) != getattr(TaskConfig(), name):
+                raise ValueError(
+                    f"task.{name} is not read for run.job='distill', which has no "
+                    "rewards; leave it out"
+                )
+        if self.run.accumulate != 1:
+            raise ValueError(
+                f"run.accumulate={self.run.accumulate} must stay 1 for distill.mode="
+                "'on_policy': distill.max_tokens says how much a micro-batch holds"
+            )
+        widest = self.row_lengths[-1]
+        _check_rows("distill.row_lengths", distill.row_lengths, widest, self.longest)
+        if distill.max_tokens < widest:
+            raise ValueError(
+                f"distill.max_tokens={distill.max_tokens} must hold a row of {widest} "
+                "tokens"
+            )
+
+    @property
+    def is_on_policy(self) -> bool:
+        """Whether the student samples what it learns from."""
+        return self.distill.mode == "on_policy"
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that is sampled and trained on."""
+        return self.task.prompt_length + self.sampling.max_new_tokens - 1
+
+    @property
+    def row_lengths(self) -> tuple[int, ...]:
+        """Widths of packed rows of completions."""
+        return self.distill.row_lengths or (-(-self.longest // 16) * 16,)
+
+
+def _differing(section: Any, default: Any) -> str | None:
+    """The first field of a section that differs from its default."""
+    fields = (field.name for field in dataclasses.fields(section))
+    return next((n for n in fields if getattr(section, n) != getattr(default, n)), None)
+
+
+def _check_rows(name: str, widths: Any, widest: int, longest: int) -> None:
+    if widest < longest:
+        raise ValueError(
+            f"{name}={widths} must reach {longest}, the longest sequence: prompt and "
+            "sampling.max_new_tokens, less one"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
 class GrpoJobConfig:
     """A run of reinforcement learning; likewise."""
 
@@ -106,11 +215,7 @@ class GrpoJobConfig:
                 "grpo.max_tokens_train says how much a micro-batch holds"
             )
         widest = self.row_lengths[-1]
-        if widest < self.longest:
-            raise ValueError(
-                f"grpo.row_lengths={self.grpo.row_lengths} must reach {self.longest}, "
-                "the longest sequence: prompt and sampling.max_new_tokens, less one"
-            )
+        _check_rows("grpo.row_lengths", self.grpo.row_lengths, widest, self.longest)
         for name in ("max_tokens_train", "max_tokens_forward"):
             if getattr(self.grpo, name) < widest:
                 raise ValueError(

@@ -4,12 +4,18 @@ import dataclasses
 import math
 from typing import TypeVar
 
-from jaxmem.data import documents, pairs
+from jaxmem.data import documents, pairs, teacher_files
 from jaxmem.train import starting
-from jaxmem.train.jobs.config import Config, DpoJobConfig, GrpoJobConfig
+from jaxmem.train.jobs import teachers
+from jaxmem.train.jobs.config import (
+    Config,
+    DistillJobConfig,
+    DpoJobConfig,
+    GrpoJobConfig,
+)
 from jaxmem.train.jobs.questions import OwnPrompts, task_of
 
-_Job = TypeVar("_Job", Config, DpoJobConfig, GrpoJobConfig)
+_Job = TypeVar("_Job", Config, DpoJobConfig, GrpoJobConfig, DistillJobConfig)
 
 
 def with_steps(config: _Job) -> _Job:
@@ -28,17 +34,30 @@ def with_steps(config: _Job) -> _Job:
     return dataclasses.replace(config, run=run)
 
 
-def _steps_of_an_epoch(config: Config | DpoJobConfig | GrpoJobConfig) -> float:
-    if isinstance(config, GrpoJobConfig):
+def _steps_of_an_epoch(
+    config: Config | DpoJobConfig | GrpoJobConfig | DistillJobConfig,
+) -> float:
+    if isinstance(config, GrpoJobConfig) or (
+        isinstance(config, DistillJobConfig) and config.is_on_policy
+    ):
         task = task_of(config)
         if not isinstance(task, OwnPrompts):
             raise ValueError(
                 f"run.epochs={config.run.epochs} needs a task.source of prompts: sums "
                 "have no end"
             )
-        return len(task) / config.grpo.prompts
-    tokenizer = starting.load_tokenizer(config.data, config.model)
-    template = starting.load_template(config.data, config.model, tokenizer)
+        grpo = isinstance(config, GrpoJobConfig)
+        section = config.grpo if grpo else config.distill
+        return len(task) / section.prompts
+    model = config.model
+    if isinstance(config, DistillJobConfig):
+        model = teachers.reading(config)
+        if config.distill.mode == "offline":
+            file = teacher_files.read(config.data.source)
+            examples = teacher_files.Examples(file, config.data, epochs=1)
+            return sum(1 for _ in examples) / config.run.accumulate
+    tokenizer = starting.load_tokenizer(config.data, model)
+    template = starting.load_template(config.data, model, tokenizer)
     if isinstance(config, DpoJobConfig):
         long = config.dpo.drop_long
         training, _ = pairs.load_pairs(config.data, tokenizer, template, long)

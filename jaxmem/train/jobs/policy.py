@@ -79,7 +79,7 @@ class GrpoConfig:
                 f"{self.samples}, got {self.minibatches}"
             )
         if self.row_lengths is not None:
-            _check_widths(self)
+            check_widths(self, self.row_lengths)
 
     @property
     def samples(self) -> int:
@@ -97,10 +97,10 @@ class GrpoConfig:
         return low, high
 
 
-def _check_widths(config: GrpoConfig) -> None:
-    widths = config.row_lengths
-    good = bool(widths) and all(type(w) is int and w >= 1 for w in widths or ())
-    increasing = good and list(widths or ()) == sorted(set(widths or ()))
+def check_widths(config: object, widths: tuple[int, ...]) -> None:
+    """Raise unless the field `row_lengths` has widths of packed rows."""
+    good = bool(widths) and all(type(w) is int and w >= 1 for w in widths)
+    increasing = good and list(widths) == sorted(set(widths))
     check_field(config, "row_lengths", increasing, "increasing positive integers")
 
 

@@ -17,30 +17,16 @@ from rich.console import Console
 import jaxmem
 from jaxmem.data.documents import Batch
 from jaxmem.models.decoder import HeadConfig
-from jaxmem.models.partitioning import Layout, as_stored
-from jaxmem.models.sampling import COMPILER_OPTIONS, SamplingConfig, sample
+from jaxmem.models.partitioning import as_stored
+from jaxmem.train.jobs.accumulated import Sums
 from jaxmem.train.jobs.config import GrpoJobConfig
 from jaxmem.train.jobs.policy import HeadCall, PolicyBatch, policy_loss
 from jaxmem.train.jobs.questions import ends_of
+from jaxmem.train.jobs.sampling_program import Rollouts, SamplingProgram
 from jaxmem.train.optimizer import learning_rate_schedule
-from jaxmem.train.program import (
-    DecoderProgram,
-    StreamedUpdate,
-    add_in_float32,
-    gradient_shapes,
-    head_key,
-    update,
-)
+from jaxmem.train.program import StreamedUpdate, add_in_float32, head_key
 
 Shape = tuple[int, int]  # of a micro-batch
-
-
-class Sums(NamedTuple):
-    """What micro-batches of one minibatch add up to."""
-
-    loss: jax.Array
-    metrics: dict[str, jax.Array]  # over tokens
-    gradients: Any
 
 
 class Compiled(NamedTuple):
@@ -55,7 +41,7 @@ class Compiled(NamedTuple):
     #                                               TrainState, norm
 
 
-class PolicyProgram(DecoderProgram):
+class PolicyProgram(SamplingProgram):
     """A run's functions and shapes.
 
     Args:
@@ -69,16 +55,17 @@ class PolicyProgram(DecoderProgram):
         def by_update(count: Any) -> Any:
             return rollouts(count // updates)
 
-        self.ends = ends_of(config)
-        super().__init__(config, self.ends.size, config.run.seed, by_update)
+        ends = ends_of(config)
+        super().__init__(config, ends.size, config.run.seed, by_update)
         self.config, self.learning_rate = config, rollouts
-        by_rows = config.mesh.by_rows
-        if config.grpo.samples % (parts := by_rows.data * by_rows.fsdp):
-            raise ValueError(
-                "mesh.data x mesh.fsdp x mesh.sequence must divide grpo.prompts x "
-                f"grpo.group_size = {config.grpo.samples}, got {parts}"
-            )
-        self.sampling_layout = Layout(by_rows)
+        named = "grpo.prompts x grpo.group_size"
+        self.sample_from(Rollouts(config.grpo.samples, named, config), ends)
+
+    @property
+    def metric_names(self) -> list[str]:
+        """Of a token of an update."""
+        names = ["entropy", "sum_pi_squared", "clip_fraction"]
+        return names + (["kl"] if self.config.grpo.kl_coefficient else [])
 
     def shapes(self, max_tokens: int) -> list[Shape]:
         """Of the micro-batches with a budget, one by width of row."""
@@ -93,44 +80,13 @@ class PolicyProgram(DecoderProgram):
                 shape: self.trace_logprobs(shape).lower().compile()
                 for shape in self.shapes(config.max_tokens_forward)
             },
-            zeros=self.layout.jit(self._zeros, self._sums()).lower().compile(),
+            zeros=self.compile_zeros(),
             gradients={
                 shape: self.compile_gradients(shape, head)
                 for shape in self.shapes(config.max_tokens_train)
             },
-            update=self._compile_update(),
+            update=self.compile_update(),
         )
-
-    def trace_sample(self, greedy: bool = False) -> jax.stages.Traced:
-        """Trace a rollout; greedy is at temperature 0: the most probable tokens."""
-        config = self.config.sampling
-        if greedy:
-            config = SamplingConfig(config.max_new_tokens, top_k=1)
-
-        def run(params, frozen, prompts, lengths, step):
-            key = jax.random.fold_in(jax.random.key(self.config.run.seed), step)
-            return sample(
-                self.model(params, frozen),
-                prompts,
-                lengths,
-                key,
-                config,
-                eos_id=self.ends.eos_id,
-                pad_id=self.ends.pad_id,
-            )
-
-        layout = self.sampling_layout
-        scalar = layout.whole(_ints(()))
-        with layout.context():
-            jitted = layout.jit(run, scalar, compiler_options=COMPILER_OPTIONS)
-            weights = self.state_shapes.params, self.frozen_shapes
-            return jitted.trace(*weights, *self.prompts, scalar)
-
-    @property
-    def prompts(self) -> tuple[Any, Any]:
-        """Shapes of what is sampled from: ids [N, P] and lengths [N]."""
-        rows, width = self.config.grpo.samples, self.config.task.prompt_length
-        return self.sampling_layout.of_rows((_ints((rows, width)), _ints((rows,))))
 
     def trace_logprobs(self, shape: Shape) -> jax.stages.Traced:
         """Trace a micro-batch's log-probabilities: the policy's, and in the support."""
@@ -187,9 +143,8 @@ class PolicyProgram(DecoderProgram):
 
     def trace_gradients(self, shape: Shape, head: HeadConfig) -> jax.stages.Traced:
         """Trace the same."""
-        sums, micro_batch = self._sums(), self.micro_batch(shape)
-        normalizer = self.layout.whole(jax.ShapeDtypeStruct((), jnp.float32))
-        options = self.compiler_options
+        sums, micro_batch = self.sums(), self.micro_batch(shape)
+        normalizer, options = self.number(), self.compiler_options
         jitted = self.layout.jit(
             self.gradients(head), sums, donate_argnums=2, compiler_options=options
         )
@@ -261,38 +216,6 @@ class PolicyProgram(DecoderProgram):
         reference = floats if self.config.grpo.kl_coefficient else None
         shapes = PolicyBatch(_batch(shape), floats, floats, floats, reference)
         return self.layout.of_tokens(shapes)
-
-    def _zeros(self) -> Sums:
-        names = ["entropy", "sum_pi_squared", "clip_fraction"]
-        names += ["kl"] if self.config.grpo.kl_coefficient else []
-        gradients = jax.tree.map(
-            lambda p: jnp.zeros(p.shape, jnp.float32), self.state_shapes.params
-        )
-        return Sums(jnp.zeros(()), {name: jnp.zeros(()) for name in names}, gradients)
-
-    def _sums(self) -> Sums:
-        """Shapes of `Sums`, with their places."""
-        sums = self.layout.whole(jax.eval_shape(self._zeros))
-        return sums._replace(gradients=gradient_shapes(self.state_shapes.params))
-
-    def _compile_update(self) -> jax.stages.Compiled | StreamedUpdate:
-        if self.streamed is not None:
-            gradients = self._sums().gradients
-            return StreamedUpdate(self.config.optimizer, self.streamed, gradients)
-        return self.trace_update().lower().compile()
-
-    def trace_update(self) -> jax.stages.Traced:
-        """Trace the optimizer's step, where the moments are on the device."""
-
-        def run(state, gradients):
-            return update(self.optimizer, state, gradients)
-
-        gradients = self._sums().gradients
-        norm = self.layout.whole(jax.ShapeDtypeStruct((), jnp.float32))
-        results = self.state_shapes, norm
-        donating = self.layout.jit(run, results, donate_argnums=0)
-        with self.layout.context():
-            return donating.trace(self.state_shapes, gradients)
 
 
 def _ints(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:

@@ -13,7 +13,8 @@ from jaxmem.data.records import DataError
 from jaxmem.data.tasks import TaskConfig
 from jaxmem.models.sampling import SamplingConfig
 from jaxmem.train import starting
-from jaxmem.train.jobs.config import GrpoJobConfig
+from jaxmem.train.jobs import teachers
+from jaxmem.train.jobs.config import DistillJobConfig, GrpoJobConfig
 from jaxmem.train.jobs.rollouts import Completions
 
 
@@ -237,9 +238,9 @@ def _one_line(text: str) -> str:
     return " ".join(text.split())[-60:]
 
 
-def ends_of(config: GrpoJobConfig) -> vocabulary.Ends:
+def ends_of(config: GrpoJobConfig | DistillJobConfig) -> vocabulary.Ends:
     """Size of the vocabulary, and the ids that end completions."""
-    checkpoint = config.model.checkpoint
+    checkpoint = _reading(config)
     if not config.task.is_arithmetic:
         assert checkpoint is not None  # GrpoJobConfig says so
         return vocabulary.ends(checkpoint, config.task.stop)
@@ -248,20 +249,27 @@ def ends_of(config: GrpoJobConfig) -> vocabulary.Ends:
     return vocabulary.Ends(spelled.size, eos, pad)
 
 
-def task_of(config: GrpoJobConfig) -> Sums | OwnPrompts:
+def task_of(config: GrpoJobConfig | DistillJobConfig) -> Sums | OwnPrompts:
     """The task of a job.
 
     Raises:
         DataError: its prompts cannot be used.
         RewardError: a reward function cannot be imported.
     """
-    task, checkpoint = config.task, config.model.checkpoint
+    task, checkpoint = config.task, _reading(config)
     if task.is_arithmetic:
         return Sums(task, checkpoint)
     assert checkpoint is not None
     tokenizer = vocabulary.of_checkpoint(checkpoint)
     template = starting.template_of(checkpoint, task.chat_template, tokenizer)
     return OwnPrompts(task, config.sampling, tokenizer, template)
+
+
+def _reading(config: GrpoJobConfig | DistillJobConfig) -> str | None:
+    """The checkpoint whose tokenizer reads the prompts."""
+    if isinstance(config, DistillJobConfig):
+        return teachers.reading(config).checkpoint
+    return config.model.checkpoint
 
 
 def state_of(task: Task, place: int) -> dict[str, Any]:

@@ -657,7 +657,10 @@ def test_a_finished_run_resumes_with_nothing_left_to_do(finished):
         (["grpo.clip_high=-1"], "grpo.clip_high must be 0 or more, or None, got -1"),
         (["grpo.kl_coefficient=-1"], "grpo.kl_coefficient must be 0 or more, got -1"),
         (["run.job=sft"], "is of the job 'grpo', but run.job is 'sft', whose sections"),
-        (["run.job=ppo"], "run.job must be 'sft' or 'grpo' or 'dpo', got 'ppo'"),
+        (
+            ["run.job=ppo"],
+            "run.job must be 'sft' or 'grpo' or 'dpo' or 'distill', got ",
+        ),
         (["data.seed=1"], "'data.seed=1': data.seed is of the job 'sft', but run.job"),
         (["remat.policy=half"], "remat.policy must be one of 'none', 'full', 'dots'"),
         (["remat.policy=fit"], "memory_limit=None does not go with policy='fit'"),

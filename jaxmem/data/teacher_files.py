@@ -1,0 +1,231 @@
+"""What `jaxmem score --top-k` or `--sample-ids` wrote of a teacher, as packed batches.
+
+A label's place is its number among all scored tokens of the files. Rows are packed with
+places for labels, so that a token's columns are found wherever it lies.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from jaxmem.core import messages
+from jaxmem.data.config import DataConfig
+from jaxmem.data.documents import NO_LABEL, Batch, BatchIterator, packed_batches
+from jaxmem.data.records import DataError, find_files, opened_parquet
+from jaxmem.data.texts import split
+
+_MAKE = "write it by: jaxmem score TEACHER data.jsonl --eos --top-k 64 --out X.parquet"
+_LONGEST = 2**31 - 1  # places are int32
+
+
+class TeacherFile(NamedTuple):
+    """Documents, and a teacher's columns of their tokens."""
+
+    documents: list[tuple[np.ndarray, int]]  # ids, and how many of them are the prompt
+    ids: np.ndarray  # int32 [N, K], of every scored token
+    logprobs: np.ndarray | None  # float32 [N, K]; None for ids that were drawn
+    temperature: float
+    vocabulary: str  # `checkpoints.vocabulary_digest` of the teacher
+
+
+class Example(NamedTuple):
+    """A micro-batch [B, T], and its columns [B, T, K]."""
+
+    batch: Batch
+    ids: np.ndarray  # -1 where there is no label
+    logprobs: np.ndarray | None
+
+
+def read(source: str | tuple[str, ...]) -> TeacherFile:
+    """Read the files of `data.source`.
+
+    Args:
+        source: paths and globs.
+
+    Returns:
+        Their content, in order.
+
+    Raises:
+        DataError: a file is not of `jaxmem score`, or two are of different options.
+    """
+    parts = [_read(path) for path in find_files(source, "data.source")]
+    first, last = parts[0], parts[-1]
+    for part in parts:
+        if _kind(part) != _kind(first):
+            raise DataError(
+                "data.source: the files are of different teachers or options: "
+                f"{_kind(first)} and {_kind(part)}"
+            )
+    ids = np.concatenate([part.ids for part in parts])
+    if len(ids) > _LONGEST:
+        raise DataError(f"data.source: {len(ids):,} scored tokens are too many")
+    logprobs = None
+    if last.logprobs is not None:
+        logprobs = np.concatenate([p.logprobs for p in parts if p.logprobs is not None])
+    documents = [document for part in parts for document in part.documents]
+    return first._replace(documents=documents, ids=ids, logprobs=logprobs)
+
+
+def _kind(part: TeacherFile) -> dict[str, Any]:
+    name = "sampled_ids" if part.logprobs is None else "top_ids"
+    return {
+        name: part.ids.shape[1],
+        "temperature": part.temperature,
+        "vocabulary": part.vocabulary,
+    }
+
+
+def _read(path: Path) -> TeacherFile:
+    if path.suffix != ".parquet":
+        raise DataError(f"data.source: {path} must be a .parquet file; {_MAKE}")
+    with opened_parquet(path, "data.source") as file:
+        names = set(file.schema_arrow.names)
+        kind = "top_ids" if "top_ids" in names else "sampled_ids"
+        wanted = ["prompt_ids", "token_ids", kind, "temperature", "vocabulary"]
+        wanted += ["top_logprobs"] if kind == "top_ids" else []
+        if missing := [name for name in wanted if name not in names]:
+            raise DataError(
+                f"data.source: {path} has no column {missing[0]!r}; {_MAKE}"
+            )
+        table = file.read(columns=wanted)
+    if not table.num_rows:
+        raise DataError(f"data.source: {path} holds no document")
+    prompts, texts = (_lists(table[name]) for name in ("prompt_ids", "token_ids"))
+    tokens = sum(map(len, texts))
+    logprobs = None
+    if kind == "top_ids":
+        logprobs = _matrix(path, "top_logprobs", table, tokens, np.float32)
+    return TeacherFile(
+        [(np.concatenate(x), len(x[0])) for x in zip(prompts, texts, strict=True)],
+        _matrix(path, kind, table, tokens, np.int32),
+        logprobs,
+        _only(path, "temperature", table),
+        _only(path, "vocabulary", table),
+    )
+
+
+def _lists(column: Any) -> list[np.ndarray]:
+    """The rows of a column of lists of ids."""
+    joined = column.combine_chunks()
+    values = np.asarray(joined.flatten(), np.int32)
+    lengths = np.asarray(joined.value_lengths().fill_null(0), np.int64)
+    return np.split(values, np.cumsum(lengths)[:-1])
+
+
+def _matrix(path: Path, name: str, table: Any, rows: int, dtype: Any) -> np.ndarray:
+    """A column of lists of equal lists, as [rows, K]."""
+    lists = table[name].combine_chunks().flatten()
+    values = np.asarray(lists.flatten(), dtype)
+    widths = np.unique(np.asarray(lists.value_lengths(), np.int64))
+    if len(lists) != rows or len(widths) > 1:
+        raise DataError(
+            f"data.source: {path}: {name!r} must have as many entries as 'token_ids', "
+            f"all of one length; {_MAKE}"
+        )
+    return values.reshape(rows, -1)
+
+
+def _only(path: Path, name: str, table: Any) -> Any:
+    """The value of a column that is the same in every row."""
+    values = table[name].unique().to_pylist()
+    if len(values) != 1 or values[0] is None:
+        shown = messages.short(values[:2])
+        raise DataError(f"data.source: {path}: {name!r} must be one value, got {shown}")
+    return values[0]
+
+
+class Examples(Iterator[Example]):
+    """Packed micro-batches with a teacher's columns; resumable.
+
+    Args:
+        file: what to learn from.
+        config: how to lay it out.
+        part: "train", or "evaluation" for the documents held out.
+        epochs: passes over the documents; None never ends.
+    """
+
+    def __init__(
+        self,
+        file: TeacherFile,
+        config: DataConfig,
+        part: Literal["train", "evaluation"] = "train",
+        epochs: int | None = None,
+    ):
+        self._file, self._config = file, config
+        pieces = list(self._pieces(part == "evaluation"))
+        if not pieces:
+            raise DataError(
+                f"data.held_out={config.held_out} of the {len(file.documents)} "
+                f"documents leaves none for {part}; change it or add documents"
+            )
+        arrays = file.ids, file.logprobs
+        salt = b"".join(_digest(x) for x in arrays if x is not None)
+        self._rows: BatchIterator = packed_batches(pieces, config, epochs, salt)
+        self.get_state, self.set_state = self._rows.get_state, self._rows.set_state
+        self._labels = np.concatenate([ids[n:] for ids, n in file.documents])
+
+    def _pieces(self, evaluation: bool) -> Iterator[dict[str, np.ndarray]]:
+        length = self._config.sequence_length
+        for tokens, places in self._split()[evaluation]:
+            for cut in range(0, len(tokens), length):
+                piece = slice(cut, cut + length)
+                yield {"tokens": tokens[piece], "labels": places[piece]}
+
+    def _split(self) -> Sequence[list[tuple[np.ndarray, np.ndarray]]]:
+        """Inputs and places of labels of the documents: to train on, held out."""
+        items, place = [], 0
+        for ids, prompt in self._file.documents:
+            labels = np.full(len(ids) - 1, NO_LABEL, np.int32)
+            scored = len(ids) - prompt
+            labels[prompt - 1 :] = np.arange(place, place + scored)
+            place += scored
+            if scored:
+                items.append((ids[:-1], labels))
+        keys = [hashlib.sha256(tokens.tobytes()).digest() for tokens, _ in items]
+        return split(items, keys, self._config.held_out)
+
+    def __next__(self) -> Example:
+        batch = next(self._rows)
+        places = batch.labels
+        live = places >= 0
+        labels = np.where(live, self._labels[places], np.int32(NO_LABEL))
+        ids = np.where(live[..., None], self._file.ids[places], np.int32(NO_LABEL))
+        logprobs = self._file.logprobs
+        if logprobs is not None:
+            logprobs = np.where(live[..., None], logprobs[places], np.float32(0))
+        return Example(batch._replace(labels=labels), ids, logprobs)
+
+
+def _digest(array: np.ndarray) -> bytes:
+    return hashlib.sha256(np.ascontiguousarray(array)).digest()
+
+
+def check(
+    file: TeacherFile, temperature: float, divergence: str, vocabulary: str
+) -> None:
+    """Raise a DataError where a student cannot learn from the file.
+
+    Args:
+        file: from `read`.
+        temperature: `distill.temperature`.
+        divergence: `distill.divergence`.
+        vocabulary: `checkpoints.vocabulary_digest` of the student.
+    """
+    if file.vocabulary != vocabulary:
+        raise DataError(
+            "data.source: the file is of a teacher with another tokenizer than the "
+            "student's; score the data with a teacher of the same"
+        )
+    if file.temperature != temperature:
+        raise DataError(
+            f"distill.temperature={temperature:g} is not what data.source was written "
+            f"with, jaxmem score --temperature {file.temperature:g}"
+        )
+    if file.logprobs is None and divergence != "forward_kl":
+        raise DataError(
+            f"distill.divergence={divergence!r} needs log-probabilities, jaxmem score "
+            "--top-k; ids that were drawn (--sample-ids) are for 'forward_kl'"
+        )

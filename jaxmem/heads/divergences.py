@@ -1,0 +1,63 @@
+"""The method of a head that compares it with another one."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.typing import ArrayLike
+
+
+class DivergenceVerbs:
+    """`divergence`, for a class that runs verbs by `_run`."""
+
+    softcap: float | None
+
+    def _run(self, verb, hidden, *per_token, **keywords) -> Any:
+        raise NotImplementedError
+
+    def _prepare(self, hidden) -> tuple[jax.Array, Any]:
+        raise NotImplementedError
+
+    def divergence(
+        self,
+        verb: Callable,
+        hidden: ArrayLike,
+        reference: "DivergenceVerbs",
+        reference_hidden: ArrayLike,
+        **options: Any,
+    ) -> jax.Array:
+        """Return the divergence of this head's distribution from another head's.
+
+            out = verb(hidden, W, reference_hidden, reference_W, ...),   per token
+
+        Args:
+            verb: `jaxmem.kl`, `jaxmem.forward_kl` or `jaxmem.jsd`.
+            hidden: final hidden states [..., D] of this head's model.
+            reference: a head over the same vocabulary, which is constant.
+            reference_hidden: final hidden states [..., D'] of its model.
+            options: of the verb, such as `where`, `temperature` and `beta`.
+
+        Returns:
+            float32 [...]; see `jaxmem.kl`.
+
+        **Memory**: that of `jaxmem.kl`, with this head's chunk.
+
+        >>> import jax.numpy as jnp, jaxmem
+        >>> from flax import nnx
+        >>> from jaxmem.heads.nnx import LMHead
+        >>> student, teacher = (LMHead(d, 4, rngs=nnx.Rngs(d)) for d in (8, 16))
+        >>> hidden, states = jnp.ones((2, 8)), jnp.ones((2, 16))
+        >>> student.divergence(jaxmem.kl, hidden, teacher, states).shape
+        (2,)
+        """
+        states, weights = reference._prepare(reference_hidden)
+        return self._run(
+            verb,
+            hidden,
+            states,
+            weights.W,
+            reference_bias=weights.bias,
+            reference_softcap=reference.softcap,
+            reference_layout=weights.layout,
+            **options,
+        )

@@ -1,0 +1,46 @@
+"""Arguments of `jaxmem score`; nothing heavy is imported."""
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+
+def add_score(
+    commands: Any, command: Callable, dtypes: tuple[str, ...], chunk: Callable
+) -> None:
+    """Add `jaxmem score`.
+
+    Args:
+        commands: subparsers.
+        command: what runs.
+        dtypes: choices of --dtype.
+        chunk: type of --chunk.
+    """
+    score = commands.add_parser(
+        "score",
+        help="log-probabilities and entropies of texts under a checkpoint",
+        description="Scores every token of the texts, or of the responses, under a "
+        "local checkpoint (config.json, safetensors, tokenizer.json).  Run the same "
+        "command again to go on after a kill.",
+    )
+    score.add_argument("model", metavar="MODEL_DIR", help="directory of a checkpoint")
+    score.add_argument(
+        "data",
+        metavar="DATA.jsonl",
+        help='a line a document, {"text"} or {"prompt", "response"}',
+    )
+    for flag, options in {
+        "--out": {"help": ".jsonl or .parquet; scores.jsonl by default"},
+        "--max-tokens": {"type": int, "help": "slots of a micro-batch; 4096"},
+        "--stride": {"type": int, "help": "score longer documents in windows"},
+        "--dtype": {"choices": dtypes, "help": "the checkpoint's by default"},
+        "--chunk": {"type": chunk, "help": "tokens with logits at once, or auto"},
+        "--adapter": {"help": "directory of a LoRA adapter, in PEFT's layout"},
+        "--top-k": {"type": int, "help": "record a teacher's most likely ids, too"},
+        "--sample-ids": {"type": int, "help": "record ids drawn from a teacher, too"},
+        "--temperature": {"type": float, "help": "of what is recorded for them; 1"},
+        "--seed": {"type": int, "help": "of --sample-ids; 0"},
+    }.items():
+        score.add_argument(flag, default=argparse.SUPPRESS, **options)
+    score.add_argument("--eos", action="store_true", help="score the end of each too")
+    score.set_defaults(command=command)

@@ -1,0 +1,106 @@
+"""A teacher's columns of each scored token: its most likely ids, or ids it drew."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxmem.models.decoder import Decoder
+
+
+@dataclasses.dataclass(frozen=True)
+class Columns:
+    """Which columns are recorded; neither count is given where none are.
+
+    Attributes:
+        top_k: most likely ids of a token, with their log-probabilities.
+        sample_ids: ids drawn from a token's distribution.
+        temperature: divides the logits of the columns, not of the scores.
+        seed: of the draws.
+    """
+
+    top_k: int | None = None
+    sample_ids: int | None = None
+    temperature: float = 1.0
+    seed: int = 0
+
+    def __bool__(self):
+        return self.top_k is not None or self.sample_ids is not None
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, type]]:
+        """Columns and type of what is recorded, by name."""
+        if self.top_k is not None:
+            return {
+                "top_ids": (self.top_k, np.int32),
+                "top_logprobs": (self.top_k, np.float32),
+            }
+        if self.sample_ids is not None:
+            return {"sampled_ids": (self.sample_ids, np.int32)}
+        return {}
+
+    def key(self, *numbers: int) -> jax.Array:
+        """The key of one micro-batch's draws, which the numbers identify."""
+        key = jax.random.key(self.seed)
+        for number in numbers:
+            key = jax.random.fold_in(key, number)
+        return key
+
+
+@functools.partial(jax.jit, static_argnames="columns")
+def token_columns(
+    decoder: Decoder,
+    tokens: jax.Array,
+    labels: jax.Array,
+    segment_ids: jax.Array,
+    positions: jax.Array,
+    key: jax.Array,
+    columns: Columns,
+) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+    """Scores of a micro-batch's labels as `token_stats`, and a teacher's columns.
+
+    Args:
+        decoder: the model.
+        tokens: as in `token_stats`.
+        labels: likewise.
+        segment_ids: likewise.
+        positions: likewise.
+        key: of the draws.
+        columns: which.
+
+    Returns:
+        (log-probabilities, entropies, columns [B, T, K] by name).
+    """
+    hidden = decoder(tokens, segment_ids, positions)
+    stats, where = decoder.head.token_stats(hidden, labels), labels >= 0
+    options: dict[str, Any] = {"where": where, "temperature": columns.temperature}
+    made = {}
+    if columns.top_k is not None:
+        top = decoder.head.topk(hidden, columns.top_k, **options)
+        made = {"top_ids": top.ids, "top_logprobs": top.logprobs}
+    if columns.sample_ids is not None:
+        count = columns.sample_ids
+        made["sampled_ids"] = decoder.head.sample_ids(hidden, count, key, **options)
+    return stats.logprob, stats.entropy, made
+
+
+def check(columns: Columns) -> None:
+    """Raise a ValueError that names an option with an impossible value."""
+    if columns.top_k is not None and columns.sample_ids is not None:
+        raise ValueError(
+            f"--sample-ids={columns.sample_ids} does not go with --top-k="
+            f"{columns.top_k}: a student learns from one of them"
+        )
+    for name in ("top_k", "sample_ids"):
+        count = getattr(columns, name)
+        if count is not None and count < 1:
+            flag = "--" + name.replace("_", "-")
+            raise ValueError(f"{flag} must be at least 1, got {count}")
+    if not 0 < columns.temperature < np.inf:
+        raise ValueError(
+            f"--temperature must be positive and finite, got {columns.temperature}"
+        )
+    if not columns and columns != Columns():
+        raise ValueError("--temperature and --seed are for --top-k and --sample-ids")

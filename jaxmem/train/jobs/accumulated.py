@@ -1,0 +1,69 @@
+"""A step whose gradients are summed by one program and applied by another."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxmem.train.program import (
+    DecoderProgram,
+    StreamedUpdate,
+    TrainState,
+    gradient_shapes,
+    update,
+)
+
+
+class Sums(NamedTuple):
+    """What the micro-batches of one update add up to."""
+
+    loss: jax.Array
+    metrics: dict[str, jax.Array]  # over tokens
+    gradients: Any
+
+
+class AccumulatedProgram(DecoderProgram):
+    """A `DecoderProgram` whose update follows on sums over micro-batches."""
+
+    @property
+    def metric_names(self) -> list[str]:
+        """Names of the metrics that are summed over tokens."""
+        raise NotImplementedError
+
+    def number(self) -> Any:
+        """Shape of a float32 scalar on every device."""
+        return self.layout.whole(jax.ShapeDtypeStruct((), jnp.float32))
+
+    def sums(self) -> Sums:
+        """Shapes of `Sums`, with their places."""
+        sums = self.layout.whole(jax.eval_shape(self._zeros))
+        return sums._replace(gradients=gradient_shapes(self.state_shapes.params))
+
+    def compile_zeros(self) -> jax.stages.Compiled:
+        """Compile what sums start from."""
+        return self.layout.jit(self._zeros, self.sums()).lower().compile()
+
+    def _zeros(self) -> Sums:
+        gradients = jax.tree.map(
+            lambda p: jnp.zeros(p.shape, jnp.float32), self.state_shapes.params
+        )
+        metrics = {name: jnp.zeros(()) for name in self.metric_names}
+        return Sums(jnp.zeros(()), metrics, gradients)
+
+    def compile_update(self) -> jax.stages.Compiled | StreamedUpdate:
+        """Compile the optimizer's step, wherever the moments are."""
+        if self.streamed is not None:
+            gradients = self.sums().gradients
+            return StreamedUpdate(self._config.optimizer, self.streamed, gradients)
+        return self.trace_update().lower().compile()
+
+    def trace_update(self) -> jax.stages.Traced:
+        """Trace the optimizer's step, where the moments are on the device."""
+
+        def run(state: TrainState, gradients: Any):
+            return update(self.optimizer, state, gradients)
+
+        results = self.state_shapes, self.number()
+        donating = self.layout.jit(run, results, donate_argnums=0)
+        with self.layout.context():
+            return donating.trace(self.state_shapes, self.sums().gradients)

@@ -1,0 +1,253 @@
+"""The programs of a student's training, compiled before the first step.
+
+    teacher's hidden states of a micro-batch, gradients of one, the optimizer's update
+
+The teacher's states of all micro-batches of a step wait in the host's memory.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from rich.console import Console
+
+from jaxmem.data.documents import Batch
+from jaxmem.models.partitioning import as_stored
+from jaxmem.train.jobs import teachers
+from jaxmem.train.jobs.accumulated import Sums
+from jaxmem.train.jobs.config import DistillJobConfig
+from jaxmem.train.jobs.distillation import (
+    TeacherColumns,
+    TeacherStates,
+    distill_loss,
+)
+from jaxmem.train.jobs.questions import ends_of
+from jaxmem.train.jobs.sampling_program import Rollouts, SamplingProgram
+from jaxmem.train.memory import RematConfig
+from jaxmem.train.optimizer import OptimizerConfig, learning_rate_schedule
+from jaxmem.train.program import DecoderProgram, StreamedUpdate, add_in_float32
+
+Shape = tuple[int, int]  # of a micro-batch
+METRICS = ("divergence", "ce", "entropy")
+
+
+class Compiled(NamedTuple):
+    """Every program of a run; by shape of a micro-batch where there are several."""
+
+    # (teacher's weights, Batch) -> hidden; {} where a file is read instead
+    states: dict[Shape, jax.stages.Compiled]
+    count: dict[Shape, jax.stages.Compiled]  # (labels) -> tokens that count
+    zeros: jax.stages.Compiled  # () -> Sums
+    gradients: dict[Shape, jax.stages.Compiled]  # (params, frozen, Sums, Batch,
+    #                                               target, normalizer) -> Sums
+    sums: dict[Shape, jax.stages.Compiled]  # (params, frozen, Batch, target)
+    #                                          -> METRICS, summed over tokens
+    update: jax.stages.Compiled | StreamedUpdate  # (TrainState, gradients) ->
+    #                                               TrainState, norm
+
+
+class FileColumns(NamedTuple):
+    """What a file has of a teacher."""
+
+    count: int  # columns a token
+    logprobs: bool  # whether they have log-probabilities
+
+
+class TeacherProgram(DecoderProgram):
+    """The teacher's functions and shapes; it is never trained.
+
+    Args:
+        config: of the job.
+    """
+
+    def __init__(self, config: DistillJobConfig):
+        model = teachers.model_of(config)
+        assert model.vocab_size is not None, "of a checkpoint"
+        given = dataclasses.replace(
+            config, model=model, optimizer=OptimizerConfig(), remat=RematConfig()
+        )
+        super().__init__(given, model.vocab_size, 0, lambda _: 0.0)
+        with self.layout.context():
+            head = nnx.split(nnx.eval_shape(self.new_model).head)
+        self._head, shapes = head[0], nnx.to_pure_dict(head[1])
+        self.head_shapes = self.layout.of_weights({"head": shapes})["head"]
+
+    def trace_states(self, shape: Shape) -> jax.stages.Traced:
+        """Trace the hidden states of a micro-batch."""
+
+        def run(params: Any, batch: Batch) -> jax.Array:
+            model = self.model(params, {})
+            return model(batch.tokens, batch.segment_ids, batch.positions)
+
+        with self.layout.context():
+            jitted = self.layout.jit(run, self.states(shape))
+            batch = self.layout.of_tokens(batch_shapes(shape))
+            return jitted.trace(self.state_shapes.params, batch)
+
+    def states(self, shape: Shape) -> Any:
+        """Shapes of the hidden states of a micro-batch."""
+        model = self.model_config
+        hidden = jax.ShapeDtypeStruct((*shape, model.hidden), model.dtype)
+        return self.layout.of_hidden(hidden)
+
+    def head_weights(self, params: Any) -> dict:
+        """What the divergence reads of the teacher's weights."""
+        return nnx.to_pure_dict(nnx.split(self.model(params, {}).head)[1])
+
+    def without_head(self, params: Any) -> dict:
+        """The weights, or their shapes, that are not in `head_weights`."""
+        name = "embed" if self.model_config.tied else "head"
+        return {key: value for key, value in params.items() if key != name}
+
+    def head(self, weights: dict) -> Any:
+        """The teacher's head with these weights."""
+        return nnx.merge(self._head, weights)
+
+
+class DistillProgram(SamplingProgram):
+    """A student's functions and shapes.
+
+    Args:
+        config: of the run, resolved.
+        vocab_size: entries of the tokenizer.
+        columns: of a file, instead of a teacher.
+    """
+
+    def __init__(
+        self,
+        config: DistillJobConfig,
+        vocab_size: int,
+        columns: FileColumns | None = None,
+    ):
+        schedule = learning_rate_schedule(config.optimizer, config.run.steps)
+        super().__init__(config, vocab_size, config.run.seed, schedule)
+        self.config, distill = config, config.distill
+        self._columns = columns
+        self._teacher = None if columns else TeacherProgram(config)
+        if config.is_on_policy:
+            named = "distill.prompts x distill.completions"
+            rollouts = Rollouts(distill.samples, named, config)
+            self.sample_from(rollouts, ends_of(config))
+
+    @property
+    def metric_names(self) -> list[str]:
+        """Of a token."""
+        return list(METRICS)
+
+    @property
+    def shapes(self) -> list[Shape]:
+        """Of the micro-batches, one by width of row."""
+        data, distill = self.config.data, self.config.distill
+        if self.config.is_on_policy:
+            widths = self.config.row_lengths
+            return [(distill.max_tokens // width, width) for width in widths]
+        return [(data.batch_size, data.sequence_length)]
+
+    def compile(self) -> Compiled:
+        """Compile everything from shapes alone."""
+        shapes = self.shapes
+        return Compiled(
+            states=self._compile_states(),
+            count={s: self._trace_count(s).lower().compile() for s in shapes},
+            zeros=self.compile_zeros(),
+            gradients={
+                s: self.compile_verified(self.trace_gradients(s)) for s in shapes
+            },
+            sums={s: self._trace_sums(s).lower().compile() for s in shapes},
+            update=self.compile_update(),
+        )
+
+    def choose_policy_by_gradients(self, console: Console) -> None:
+        """`choose_policy` by the largest micro-batch, beside moments and teacher."""
+        held = [self._teacher.state_shapes.params] if self._teacher else []
+        if self.streamed is None:
+            held.append(self.state_shapes.optimizer)
+        shape = self.shapes[-1]
+        self.choose_policy(lambda: self.trace_gradients(shape), console, held)
+
+    def trace_gradients(self, shape: Shape) -> jax.stages.Traced:
+        """Trace what adds a micro-batch to a step's sums; these are consumed."""
+
+        def run(params, frozen, sums: Sums, batch: Batch, target, normalizer):
+            def loss(params):
+                return self._loss(params, frozen, batch, target, normalizer)
+
+            (value, told), slopes = jax.value_and_grad(loss, has_aux=True)(params)
+            told = {name: jnp.sum(x) for name, x in told.items()}
+            return add_in_float32(sums, Sums(value, told, as_stored(slopes)))
+
+        sums = self.sums()
+        jitted = self.layout.jit(
+            run, sums, donate_argnums=2, compiler_options=self.compiler_options
+        )
+        weights = self.state_shapes.params, self.frozen_shapes
+        batch = self.layout.of_tokens(batch_shapes(shape))
+        with self.layout.context():
+            return jitted.trace(
+                *weights, sums, batch, self.target(shape), self.number()
+            )
+
+    @property
+    def teacher(self) -> TeacherProgram:
+        """The teacher, of a run that has one."""
+        assert self._teacher is not None, "a file is read instead"
+        return self._teacher
+
+    def _compile_states(self) -> dict[Shape, jax.stages.Compiled]:
+        if self._teacher is None:
+            return {}
+        trace = self._teacher.trace_states
+        return {shape: trace(shape).lower().compile() for shape in self.shapes}
+
+    def target(self, shape: Shape) -> TeacherStates | TeacherColumns:
+        """Shapes of what a micro-batch learns from."""
+        if self._columns is not None:
+            count, logprobs = self._columns
+            ids: Any = jax.ShapeDtypeStruct((*shape, count), jnp.int32)
+            floats = jax.ShapeDtypeStruct(ids.shape, jnp.float32)
+            columns = TeacherColumns(ids, floats if logprobs else None)
+            return self.layout.of_hidden(columns)
+        return TeacherStates(self.teacher.states(shape), self.teacher.head_shapes)
+
+    def _loss(self, params, frozen, batch: Batch, target, normalizer):
+        if isinstance(target, TeacherStates):
+            target = target._replace(head=self.teacher.head(target.head))
+        model = self.model(params, frozen)
+        hidden = model(batch.tokens, batch.segment_ids, batch.positions)
+        return distill_loss(
+            self.config.distill,
+            model.head,
+            hidden,
+            batch.labels,
+            target,
+            normalizer,
+            self.head_is_frozen,
+        )
+
+    def _trace_sums(self, shape: Shape) -> jax.stages.Traced:
+        def run(params, frozen, batch: Batch, target):
+            told = self._loss(params, frozen, batch, target, jnp.ones(()))[1]
+            return {name: jnp.sum(x) for name, x in told.items()}
+
+        weights = self.state_shapes.params, self.frozen_shapes
+        batch = self.layout.of_tokens(batch_shapes(shape))
+        numbers = dict.fromkeys(METRICS, self.number())
+        with self.layout.context():
+            jitted = self.layout.jit(run, numbers)
+            return jitted.trace(*weights, batch, self.target(shape))
+
+    def _trace_count(self, shape: Shape) -> jax.stages.Traced:
+        labels = self.layout.of_tokens(jax.ShapeDtypeStruct(shape, jnp.int32))
+        with self.layout.context():
+            count = self.layout.jit(
+                lambda labels: jnp.sum(labels >= 0, dtype=jnp.float32), self.number()
+            )
+            return count.trace(labels)
+
+
+def batch_shapes(shape: Shape) -> Batch:
+    """Shapes of a micro-batch."""
+    ids: Any = jax.ShapeDtypeStruct(shape, jnp.int32)
+    return Batch(ids, ids, ids, ids)

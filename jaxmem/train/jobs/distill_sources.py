@@ -1,0 +1,180 @@
+"""What a student learns from: rows of a text or a file, or its own completions."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import numpy as np
+import tokenizers
+
+from jaxmem.data import documents as data, streams, teacher_files
+from jaxmem.data.documents import Batch
+from jaxmem.train import starting
+from jaxmem.train.jobs import teachers
+from jaxmem.train.jobs.config import DistillJobConfig
+from jaxmem.train.jobs.distill_program import DistillProgram
+from jaxmem.train.jobs.distillation import TeacherColumns
+from jaxmem.train.jobs.questions import Asked, place_of, state_of, task_of
+from jaxmem.train.jobs.rollouts import Completions
+
+
+class Example(NamedTuple):
+    """A micro-batch, and what a file has of the teacher."""
+
+    batch: Batch
+    columns: TeacherColumns | None = None
+
+
+class Taken(NamedTuple):
+    """The micro-batches of a step."""
+
+    examples: list[Example]
+    response_length: float | None = None  # tokens sampled, mean over the completions
+
+
+class Source(Protocol):
+    """Where micro-batches come from."""
+
+    def take(self, number: int, params: Any) -> Taken:
+        """The micro-batches of the step of that number, for these weights."""
+        ...
+
+    def held_out(self, params: Any) -> Iterable[Example] | None:
+        """Micro-batches that are never trained on; None if nothing is held out."""
+        ...
+
+    def get_state(self) -> dict[str, Any]:
+        """Return the position, as JSON-able values."""
+        ...
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Continue from the position that `get_state` returned."""
+        ...
+
+
+class Text:
+    """The data's rows.
+
+    Args:
+        program: of the student.
+        tokenizer: of student and teacher.
+    """
+
+    def __init__(self, program: DistillProgram, tokenizer: tokenizers.Tokenizer):
+        config = program.config
+        rows = program.layout.own_rows(config.data.batch_size)
+        model = teachers.reading(config)
+        template = starting.load_template(config.data, model, tokenizer)
+        batches = streams.batches(config.data, tokenizer, rows, template)
+        self._batches, self._count = batches, config.run.accumulate
+        self._held_out = None
+        if config.data.held_out:
+            self._held_out = data.batches(
+                config.data, tokenizer, split="evaluation", epochs=1, template=template
+            )
+            self._start = self._held_out.get_state()
+        self.get_state, self.set_state = batches.get_state, batches.set_state
+
+    def take(self, number: int, params: Any) -> Taken:
+        """See `Source`."""
+        return Taken([Example(next(self._batches)) for _ in range(self._count)])
+
+    def held_out(self, params: Any) -> Iterable[Example] | None:
+        """See `Source`."""
+        if self._held_out is not None:
+            self._held_out.set_state(self._start)
+        return None if self._held_out is None else map(Example, self._held_out)
+
+
+class File:
+    """The rows of a file that `jaxmem score` wrote, with the teacher's columns.
+
+    Args:
+        file: what was read.
+        config: of the job.
+    """
+
+    def __init__(self, file: teacher_files.TeacherFile, config: DistillJobConfig):
+        self._file, self._config = file, config.data
+        self._examples = teacher_files.Examples(file, config.data)
+        self._count = config.run.accumulate
+        self.get_state = self._examples.get_state
+        self.set_state = self._examples.set_state
+        if config.data.held_out:
+            self._evaluation()  # for what may be wrong
+
+    def _evaluation(self) -> Iterator[teacher_files.Example]:
+        return teacher_files.Examples(self._file, self._config, "evaluation", 1)
+
+    def take(self, number: int, params: Any) -> Taken:
+        """See `Source`."""
+        taken = (next(self._examples) for _ in range(self._count))
+        return Taken([_of_file(example) for example in taken])
+
+    def held_out(self, params: Any) -> Iterable[Example] | None:
+        """See `Source`."""
+        return map(_of_file, self._evaluation()) if self._config.held_out else None
+
+
+def _of_file(example: teacher_files.Example) -> Example:
+    batch, ids, logprobs = example
+    return Example(batch, TeacherColumns(ids, logprobs))
+
+
+class Prompts:
+    """Completions of prompts, sampled from the student as it is at a step.
+
+    Args:
+        program: of the student.
+        frozen: its frozen weights.
+    """
+
+    def __init__(self, program: DistillProgram, frozen: Any):
+        self._program, self._config, self._frozen = program, program.config, frozen
+        self._task, self._next = task_of(program.config), 0
+        self._sample = program.trace_sample().lower().compile()
+
+    def take(self, number: int, params: Any) -> Taken:
+        """See `Source`."""
+        distill = self._config.distill
+        asked = self._task.ask(self._next, distill.prompts)
+        completions = self._complete(
+            params, asked.repeated(distill.completions), number
+        )
+        self._next += distill.prompts
+        return Taken(self._batches(completions), float(completions.lengths.mean()))
+
+    def held_out(self, params: Any) -> Iterable[Example] | None:
+        """See `Source`; the draws are the same each time."""
+        asked = self._task.held_out()
+        if asked is None:
+            return None
+        return self._held_out(params, asked.first(self._config.eval.prompts))
+
+    def _held_out(self, params: Any, asked: Asked) -> Iterator[Example]:
+        for part, live in asked.parts(self._config.distill.samples):
+            completions = self._complete(params, part, 0)  # no step has this number
+            yield from self._batches(completions.select(np.arange(live)))
+
+    def _complete(self, params: Any, asked: Asked, number: int) -> Completions:
+        placed = self._program.sampling_layout.place(asked[:2], self._program.prompts)
+        samples = jax.device_get(
+            self._sample(params, self._frozen, *placed, np.int32(number))
+        )
+        tokens, lengths = np.asarray(samples.tokens), np.asarray(samples.lengths)
+        return Completions.of(*asked[:2], tokens, lengths)
+
+    def _batches(self, completions: Completions) -> list[Example]:
+        quadratic = 1 / (6 * self._config.model.hidden)
+        packed = completions.pack(
+            self._config.distill.max_tokens, self._config.row_lengths, quadratic
+        )
+        return [Example(batch) for batch in completions.batches(packed)]
+
+    def get_state(self) -> dict[str, Any]:
+        """See `Source`."""
+        return state_of(self._task, self._next)
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """See `Source`."""
+        self._next = place_of(self._task, state)

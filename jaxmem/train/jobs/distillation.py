@@ -1,0 +1,173 @@
+"""What a student learns from its teacher: the loss of its tokens.
+
+    loss = Σ_t (D(student_t, teacher_t) + loss_weight · CE_t) / tokens
+
+D is a divergence of the two softmaxes over the whole vocabulary, from the hidden states
+of both models and without either's logits.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+import jaxmem
+from jaxmem.core.fields import check_field, check_numbers
+from jaxmem.core.ranges import integers, reals
+from jaxmem.heads.nnx import LMHead
+from jaxmem.train.jobs.policy import check_widths
+
+MODES = ("text", "on_policy", "offline")
+_DIRECTIONS = {"forward_kl": "forward", "reverse_kl": "reverse", "jsd": "jsd"}
+_VERBS: dict[str, Callable[..., jax.Array]] = {
+    "forward_kl": jaxmem.forward_kl,
+    "reverse_kl": jaxmem.kl,
+    "jsd": jaxmem.jsd,
+}
+_RANGES = {
+    "beta": reals(above=0, below=1),
+    "temperature": reals(above=0),
+    "loss_weight": reals(0),
+    "prompts": integers(1),
+    "completions": integers(1),
+    "max_tokens": integers(1),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class DistillConfig:
+    """What a student learns from its teacher."""
+
+    # text: the data's tokens; on_policy: completions that the student samples; offline:
+    # data.source is a .parquet file that `jaxmem score` wrote of a teacher
+    mode: Literal["text", "on_policy", "offline"] = "text"
+    # directory of a checkpoint whose vocabulary is the student's, or of a run that
+    # ended with model/; offline it is read for its tokenizer only, and None will do for
+    # a student with model.checkpoint
+    teacher: str | None = None
+    # of the teacher's weights and activations; None: as they are stored
+    teacher_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    # forward_kl: KL(teacher ‖ student); reverse_kl: KL(student ‖ teacher); jsd: of both
+    # from their mixture
+    divergence: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl"
+    beta: float = 0.5  # of jsd: weight of the teacher in the mixture, in (0, 1)
+    temperature: float = 1.0  # divides the logits of both models in the divergence
+    loss_weight: float = 0.0  # weight of the data's cross-entropy
+    tail: bool = True  # offline: the other columns' mass counts, as one more outcome
+    prompts: int = 32  # on_policy: prompts of a step
+    completions: int = 1  # on_policy: completions of each prompt
+    max_tokens: int = 2048  # on_policy: slots of a micro-batch
+    # on_policy: widths of packed rows, increasing, each a shape to compile; None: the
+    # longest sequence that there can be, rounded up to 16
+    row_lengths: tuple[int, ...] | None = None
+
+    def __post_init__(self):
+        """Refuse impossible values, by name."""
+        check_numbers(self, _RANGES)
+        check_field(self, "mode", self.mode in MODES, f"one of {MODES}")
+        known = tuple(_VERBS)
+        check_field(self, "divergence", self.divergence in known, f"one of {known}")
+        check_field(self, "teacher", self.teacher != "", "a directory, or None")
+        if self.row_lengths is not None:
+            check_widths(self, self.row_lengths)
+
+    @property
+    def samples(self) -> int:
+        """Completions of a step."""
+        return self.prompts * self.completions
+
+
+class TeacherColumns(NamedTuple):
+    """A teacher of a micro-batch, of which some columns a token are known."""
+
+    ids: Any  # [B, T, K]; negative ids are absent
+    logprobs: Any  # [B, T, K]; None where the ids were drawn from the teacher
+
+
+class TeacherStates(NamedTuple):
+    """A teacher of a micro-batch, as it computes its tokens."""
+
+    hidden: Any  # [B, T, D'], final hidden states
+    head: Any  # the teacher's head
+
+
+def token_divergence(
+    config: DistillConfig,
+    head: LMHead,
+    hidden: jax.Array,
+    where: jax.Array,
+    teacher: TeacherStates | TeacherColumns,
+) -> jax.Array:
+    """Divergence of the student from its teacher, per token.
+
+    Args:
+        config: which divergence.
+        head: of the student.
+        hidden: [B, T, D] the student's final hidden states.
+        where: [B, T] booleans; False masks a token.
+        teacher: of the same tokens.
+
+    Returns:
+        float32 [B, T], in nats; 0 where masked. For ids that were drawn from the
+        teacher it is the cross-entropy with them, KL(teacher ‖ student) plus the
+        teacher's entropy in the mean over draws.
+    """
+    options: dict[str, Any] = {"where": where, "temperature": config.temperature}
+    if isinstance(teacher, TeacherColumns):
+        ids, logprobs = teacher
+        if logprobs is None:
+            drawn = head.selected_logprobs(hidden, ids, **options)
+            return -drawn.mean(-1)
+        options |= {"tail": config.tail, "beta": config.beta}
+        options["direction"] = _DIRECTIONS[config.divergence]
+        return head.topk_kl(hidden, ids, logprobs, **options)
+    if config.divergence == "jsd":
+        options["beta"] = config.beta
+    verb = _VERBS[config.divergence]
+    return head.divergence(verb, hidden, teacher.head, teacher.hidden, **options)
+
+
+def distill_loss(
+    config: DistillConfig,
+    head: LMHead,
+    hidden: jax.Array,
+    labels: ArrayLike,
+    teacher: TeacherStates | TeacherColumns,
+    normalizer: jax.Array,
+    frozen_head: bool = False,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Loss of one micro-batch, and sums over its tokens.
+
+    Args:
+        config: which loss.
+        head: of the student.
+        hidden: [B, T, D] the student's final hidden states.
+        labels: [B, T] the next tokens; negative where none is learned.
+        teacher: of the same tokens.
+        normalizer: tokens of the whole step; 0 counts as 1.
+        frozen_head: whether the vocabulary matrix is a constant.
+
+    Returns:
+        Float32 scalar, and [B, T] of `divergence`, `ce` and `entropy`; the last two
+        are at temperature 1.
+    """
+    where = jnp.asarray(labels) >= 0
+    each = token_divergence(config, head, hidden, where, teacher)
+    loss = jnp.sum(each) / jnp.maximum(normalizer, 1)
+    if config.loss_weight:
+        ce, told = head.token_loss(
+            _cross_entropy, hidden, labels, normalizer=normalizer,
+            frozen_head=frozen_head,
+        )  # fmt: skip
+        loss += config.loss_weight * ce
+    else:
+        stats = jax.lax.stop_gradient(head.token_stats(hidden, labels))
+        told = {"ce": -stats.logprob, "entropy": stats.entropy}
+    return loss, {"divergence": jax.lax.stop_gradient(each), **told}
+
+
+def _cross_entropy(stats):
+    return -stats.logprob, {"ce": -stats.logprob, "entropy": stats.entropy}

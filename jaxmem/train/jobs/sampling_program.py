@@ -1,0 +1,104 @@
+"""A program that also samples completions of prompts from the model it trains."""
+
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from jaxmem.data.tasks import TaskConfig
+from jaxmem.data.vocabulary import Ends
+from jaxmem.models.partitioning import Layout, MeshConfig
+from jaxmem.models.sampling import COMPILER_OPTIONS, SamplingConfig, sample
+from jaxmem.train.jobs.accumulated import AccumulatedProgram
+from jaxmem.train.loop import RunConfig
+
+
+class SamplingSections(Protocol):
+    """The config sections that decide completions."""
+
+    @property
+    def task(self) -> TaskConfig:
+        """The prompts."""
+        ...
+
+    @property
+    def sampling(self) -> SamplingConfig:
+        """How completions are drawn."""
+        ...
+
+    @property
+    def run(self) -> RunConfig:
+        """The seed."""
+        ...
+
+    @property
+    def mesh(self) -> MeshConfig:
+        """The device mesh."""
+        ...
+
+
+class Rollouts(NamedTuple):
+    """Which completions are sampled."""
+
+    rows: int  # completions of a rollout
+    named: str  # the settings whose product that is
+    config: SamplingSections
+
+
+class SamplingProgram(AccumulatedProgram):
+    """An `AccumulatedProgram` that samples; `sample_from` comes first.
+
+    Attributes:
+        ends: the ids that end completions.
+        sampling_layout: shardings of prompts and completions.
+    """
+
+    def sample_from(self, rollouts: Rollouts, ends: Ends) -> None:
+        """Say what is sampled.
+
+        Raises:
+            ValueError: the mesh does not divide the completions.
+        """
+        self._rollouts, self.ends = rollouts, ends
+        by_rows = rollouts.config.mesh.by_rows
+        if rollouts.rows % (parts := by_rows.data * by_rows.fsdp):
+            raise ValueError(
+                f"mesh.data x mesh.fsdp x mesh.sequence must divide {rollouts.named} = "
+                f"{rollouts.rows}, got {parts}"
+            )
+        self.sampling_layout = Layout(by_rows)
+
+    def trace_sample(self, greedy: bool = False) -> jax.stages.Traced:
+        """Trace a rollout; greedy is at temperature 0: the most probable tokens."""
+        _, _, given = self._rollouts
+        config = given.sampling
+        if greedy:
+            config = SamplingConfig(config.max_new_tokens, top_k=1)
+
+        def run(params, frozen, prompts, lengths, step):
+            key = jax.random.fold_in(jax.random.key(given.run.seed), step)
+            return sample(
+                self.model(params, frozen),
+                prompts,
+                lengths,
+                key,
+                config,
+                eos_id=self.ends.eos_id,
+                pad_id=self.ends.pad_id,
+            )
+
+        layout = self.sampling_layout
+        scalar = layout.whole(jax.ShapeDtypeStruct((), jnp.int32))
+        with layout.context():
+            jitted = layout.jit(run, scalar, compiler_options=COMPILER_OPTIONS)
+            weights = self.state_shapes.params, self.frozen_shapes
+            return jitted.trace(*weights, *self.prompts, scalar)
+
+    @property
+    def prompts(self) -> tuple[Any, Any]:
+        """Shapes of what is sampled from: ids [N, P] and lengths [N]."""
+        rows, _, config = self._rollouts
+        width = config.task.prompt_length
+        ids = jax.ShapeDtypeStruct((rows, width), jnp.int32)
+        lengths = jax.ShapeDtypeStruct((rows,), jnp.int32)
+        return self.sampling_layout.of_rows((ids, lengths))

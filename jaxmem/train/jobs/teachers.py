@@ -1,0 +1,141 @@
+"""The teacher of a student: its directory and sizes, and whether both read one text."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from jaxmem import checkpoints
+from jaxmem.core import json_files, messages
+from jaxmem.data import vocabulary
+from jaxmem.models.decoder import ModelConfig
+from jaxmem.train.jobs.config import DistillJobConfig
+
+
+class TeacherError(ValueError):
+    """A teacher that cannot be used; the message says why."""
+
+
+def directory(config: DistillJobConfig) -> Path:
+    """The directory of the teacher's checkpoint: `distill.teacher`, or its `model`.
+
+    Raises:
+        TeacherError: there is no checkpoint.
+    """
+    named = config.distill.teacher
+    assert named is not None, "DistillJobConfig says so"
+    path = Path(named).expanduser()
+    for candidate in (path, path / "model"):
+        if (candidate / "config.json").exists():
+            return candidate
+    raise TeacherError(
+        f"distill.teacher={named!r}: neither a checkpoint (config.json) nor a run that "
+        "has left a whole model (model/config.json)"
+    )
+
+
+def model_of(config: DistillJobConfig) -> ModelConfig:
+    """The teacher's sizes, types and checkpoint."""
+    path = directory(config)
+    described = checkpoints.read_config(path)
+    dtype = config.distill.teacher_dtype or described.dtype or "float32"
+    return dataclasses.replace(
+        described.model,
+        checkpoint=str(path),
+        dtype=dtype,
+        param_dtype=dtype,
+        attention=config.model.attention,
+    )
+
+
+def of_same_vocabulary(config: DistillJobConfig, student: ModelConfig) -> ModelConfig:
+    """The student's sizes, with the teacher's vocabulary where it has none of its own.
+
+    Args:
+        config: of the job.
+        student: sizes of the student, which may have a checkpoint.
+
+    Returns:
+        The sizes.
+
+    Raises:
+        TeacherError: there is no teacher, or the vocabularies differ.
+    """
+    if config.distill.teacher is None:
+        return student  # of a file, which says what its vocabulary is
+    size = model_of(config).vocab_size
+    if student.checkpoint is None and student.vocab_size is None:
+        return dataclasses.replace(student, vocab_size=size)
+    if student.vocab_size != size:
+        owner, help_ = f"model.checkpoint={student.checkpoint!r}", "name another"
+        if student.checkpoint is None:
+            owner, help_ = "model.vocab_size", "leave it None"
+        raise TeacherError(
+            f"distill.teacher={config.distill.teacher!r} has a vocabulary of {size} "
+            f"entries, and {owner} has {student.vocab_size}: both must be equal; "
+            f"{help_}"
+        )
+    if student.checkpoint is not None:
+        _check_tokens(config, student.checkpoint)
+    return student
+
+
+def _check_tokens(config: DistillJobConfig, student: str) -> None:
+    """Raise unless both tokenizers have the same tokens at the same ids."""
+    ours, theirs = (
+        checkpoints.load_vocabulary(path).tokenizer.get_vocab()
+        for path in (student, directory(config))
+    )
+    differing = {token for token, _ in ours.items() ^ theirs.items()}
+    if differing:
+        token = min(differing)
+        raise TeacherError(
+            f"distill.teacher={config.distill.teacher!r} has another tokenizer than "
+            f"model.checkpoint={student!r}: token {messages.short(token)} has the id "
+            f"{theirs.get(token)}, not {ours.get(token)}"
+        )
+
+
+def reading(config: DistillJobConfig) -> ModelConfig:
+    """The student's config, with the checkpoint whose tokenizer reads the text."""
+    if config.model.checkpoint is not None:
+        return config.model
+    return dataclasses.replace(config.model, checkpoint=str(directory(config)))
+
+
+def text(config: DistillJobConfig, chosen: str | None) -> checkpoints.Text:
+    """How a student without a checkpoint reads text: as its teacher does.
+
+    Args:
+        config: of the job.
+        chosen: path of a chat template that replaces the teacher's, or None.
+    """
+    path = directory(config)
+    tokenizer, start, eos = checkpoints.load_vocabulary(path)
+    described = path / "tokenizer_config.json"
+    named = json_files.read_object(described) if described.exists() else {}
+    template = named.get("chat_template")
+    own = path / "chat_template.jinja"
+    if chosen is not None or own.exists():
+        template = json_files.read_text(Path(chosen).expanduser() if chosen else own)
+    return checkpoints.Text(
+        tokenizer,
+        tokenizer.id_to_token(start[0]) if start else None,
+        None if eos is None else tokenizer.id_to_token(eos),
+        _content(named.get("pad_token")),
+        template if isinstance(template, str) else None,
+    )
+
+
+def _content(token: Any) -> str | None:
+    """The text of a token, which may be a serialised AddedToken."""
+    content = token.get("content") if isinstance(token, dict) else token
+    return content if isinstance(content, str) else None
+
+
+def tokenizer_of(config: DistillJobConfig) -> tokenizers.Tokenizer:
+    """The tokenizer of both, whose template ends documents."""
+    checkpoint = reading(config).checkpoint
+    assert checkpoint is not None
+    return vocabulary.of_checkpoint(checkpoint)

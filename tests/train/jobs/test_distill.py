@@ -1,0 +1,510 @@
+"""Distillation: gradients against float64, students that learn and resume bitwise."""
+
+import collections
+import io
+import json
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx, traverse_util
+from rich.console import Console
+
+from jaxmem import checkpoints, cli
+from jaxmem.data import teacher_files
+from jaxmem.data.documents import Batch, DataConfig
+from jaxmem.train import config as configuration, saved, starting
+from jaxmem.train.history import read_history
+from jaxmem.train.jobs import distill
+from jaxmem.train.jobs.distill_program import DistillProgram
+from jaxmem.train.jobs.distillation import TeacherStates
+from jaxmem.train.jobs.epochs import with_steps
+from jaxmem.train.metrics import DistillMetrics
+from tests.checkpoints import texts
+from tests.checkpoints.texts import LETTERS
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+GIN = """
+data.source = "data.jsonl"
+data.sequence_length = 16
+data.batch_size = 4
+data.held_out = 0.2
+model.layers = 1
+model.hidden = 24
+model.ff = 24
+model.heads = 2
+model.kv_heads = 1
+model.head_dim = 8
+head.chunk = 32
+optimizer.learning_rate = 2e-2
+optimizer.warmup_steps = 0
+optimizer.weight_decay = 0.0
+run.job = "distill"
+run.steps = 8
+run.accumulate = 2
+run.checkpoint_every = 3
+run.out_dir = "run"
+eval.every = 4
+"""
+
+
+@pytest.fixture(autouse=True)
+def directory(tmp_path, monkeypatch):
+    """A teacher of three layers, ninety texts, and a student of one layer."""
+    monkeypatch.chdir(tmp_path)
+    teacher = texts.checkpoint("llama", tmp_path)
+    words = [a + b + c for a in "abcdef" for b in "xyzuv" for c in "lmn"]
+    write([{"text": f"{word} and {word[::-1]}"} for word in words])
+    pathlib.Path("distill.gin").write_text(GIN + f'distill.teacher = "{teacher}"\n')
+    return tmp_path
+
+
+def write(rows):
+    lines = [json.dumps(row) + "\n" for row in rows]
+    pathlib.Path("data.jsonl").write_text("".join(lines))
+
+
+def train(*overrides):
+    config, text = configuration.load("distill.gin", overrides)
+    stream = io.StringIO()
+    console = Console(file=stream, width=160)
+    return distill.train(config, text, console), stream.getvalue()
+
+
+def steps(path="run"):
+    """What is reproducible of each step."""
+    return [
+        {k: v for k, v in s._asdict().items() if "second" not in k}
+        for s in read_history(pathlib.Path(path) / "metrics.jsonl", DistillMetrics)
+    ]
+
+
+class Killed(BaseException):
+    """Ends a run between two steps and lets it save nothing, as a kill does."""
+
+
+def kill_before(step, monkeypatch, *overrides):
+    take = distill._Job.step
+
+    def killed(self, number, state):
+        if number == step:
+            raise Killed
+        return take(self, number, state)
+
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        patched.setattr(distill._Job, "step", killed)
+        train("run.out_dir=cut", *overrides)
+
+
+# ---------------------------------------------------------------- gradients
+
+
+def softmax(z):
+    e = np.exp(z - z.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+def divergence(z, y, config):
+    """The divergence of dense logits, and its derivative by the student's z."""
+    p, q = softmax(z / config.temperature), softmax(y / config.temperature)
+    b = config.beta
+    if config.divergence == "forward_kl":
+        value, slope = (q * np.log(q / p)).sum(-1), -q / p
+    elif config.divergence == "reverse_kl":
+        value, slope = (p * np.log(p / q)).sum(-1), np.log(p / q) + 1
+    else:
+        m = b * q + (1 - b) * p
+        of_q, of_p = q * np.log(q / m), p * np.log(p / m)
+        value, slope = (b * of_q + (1 - b) * of_p).sum(-1), (1 - b) * np.log(p / m)
+    dz = p * (slope - (p * slope).sum(-1, keepdims=True)) / config.temperature
+    return value, dz
+
+
+def dense(hidden, head):
+    return np.asarray(hidden, np.float64) @ np.asarray(head.kernel[...], np.float64)
+
+
+def flat(weights):
+    return traverse_util.flatten_dict(weights, sep="/")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["distill.divergence=forward_kl", "distill.temperature=1.7"],
+        ["distill.divergence=reverse_kl", "distill.loss_weight=0.3"],
+        ["distill.divergence=jsd", "distill.beta=0.2", "distill.temperature=0.6"],
+    ],
+)
+def test_a_steps_gradient_is_that_of_dense_float64(overrides):
+    named = ["model.tied=False", "model.vocab_size=40", "distill.teacher_dtype=float32"]
+    config, _ = configuration.load("distill.gin", [*overrides, *named])
+    config = starting.resolved(config)
+    program = DistillProgram(config, 40)
+    rng = np.random.default_rng(0)
+    shape = 4, 16
+    batch = Batch(
+        tokens=rng.integers(3, 40, shape, np.int32),
+        labels=np.where(rng.random(shape) < 0.2, -1, rng.integers(3, 40, shape)).astype(
+            np.int32
+        ),
+        segment_ids=np.ones(shape, np.int32),
+        positions=np.tile(np.arange(16, dtype=np.int32), (4, 1)),
+    )
+    compiled, params = program.compile(), program.initial_params()
+    # Sharper than initial weights, so that the divergences are not close to zero.
+    params["head"]["kernel"] = params["head"]["kernel"] * 40
+    taught = program.teacher.initial_params()
+    states = compiled.states[shape](taught, batch)
+    target = TeacherStates(states, program.teacher.head_weights(taught))
+    tokens = compiled.count[shape](batch.labels)
+    student, teacher = program.model(params, {}), program.teacher.model(taught, {})
+    W = student.head.kernel[...]  # read before the sums consume anything
+    sums = compiled.gradients[shape](
+        params, {}, compiled.zeros(), batch, target, tokens
+    )
+
+    live = batch.labels >= 0
+    definition, weights = nnx.split(student)
+
+    def run(weights):
+        model = nnx.merge(definition, weights)
+        return model(batch.tokens, batch.segment_ids, batch.positions)
+
+    hidden, pull = jax.vjp(run, nnx.to_pure_dict(weights))
+    given = batch.tokens, batch.segment_ids, batch.positions
+    z, y = dense(hidden, student.head), dense(teacher(*given), teacher.head)
+    values, dz = divergence(z, y, config.distill)
+    weight, p = config.distill.loss_weight, softmax(z)
+    ce = -np.log(np.take_along_axis(p, np.maximum(batch.labels, 0)[..., None], -1))
+    dz += weight * (p - np.eye(40)[batch.labels])
+    dz = np.where(live[..., None], dz, 0) / live.sum()
+    assert int(tokens) == live.sum()
+    loss = (values + weight * ce[..., 0])[live].mean()
+    assert values[live].mean() > 0.05
+    np.testing.assert_allclose(sums.loss, loss, rtol=2e-5)
+    np.testing.assert_allclose(sums.metrics["ce"], ce[live].sum(), rtol=2e-5)
+    entropy = -(p * np.log(p)).sum(-1)[live].sum()
+    np.testing.assert_allclose(sums.metrics["entropy"], entropy, rtol=2e-5)
+
+    W, made = np.asarray(W, np.float64), flat(sums.gradients)
+    (pulled,) = pull((dz @ W.T).astype(np.float32))
+    expected = flat(pulled)
+    expected["head/kernel"] = np.einsum("btd,btv->dv", np.asarray(hidden, "f8"), dz)
+    assert made.keys() == expected.keys()
+    for name, slope in made.items():
+        scale = np.abs(expected[name]).max()
+        assert scale > 0, name
+        np.testing.assert_allclose(slope, expected[name], atol=2e-5 * scale)
+
+
+# --------------------------------------------------------------------- text
+
+
+def test_a_student_learns_is_evaluated_and_a_killed_run_resumes_bitwise(monkeypatch):
+    result, said = train()
+    first, last = result.history[0], result.history[-1]
+    assert last.divergence < 0.9 * first.divergence
+    assert last.loss == pytest.approx(last.divergence, rel=1e-5)
+    held_out = {s.step: s.held_out_divergence for s in result.history}
+    assert [n for n, x in held_out.items() if x is not None] == [4, 8]
+    assert held_out[8] < held_out[4] and last.held_out_loss == held_out[8]
+    assert last.held_out_ce > 0 and last.entropy > 0 and last.tokens > 0
+    assert "saved in run/model" in said and "step 8/8  divergence" in said
+    summary = json.loads(pathlib.Path("run/summary.json").read_text())
+    assert summary["held_out_divergence"] == held_out[8]
+    page = pathlib.Path("run/report.html").read_text()
+    assert "Divergence from the teacher" in page and "Cross-entropy, nats" in page
+
+    kill_before(6, monkeypatch)
+    assert len(steps("cut")) == 5
+    _, said = train("run.out_dir=cut")
+    assert "resuming cut after step 3" in said
+    assert steps("cut") == steps("run")
+
+
+def test_a_student_reads_text_as_its_teacher_does():
+    train("run.steps=2", "eval.every=None")
+    student, teacher = (checkpoints.load_vocabulary(d) for d in ("run/model", "llama"))
+    assert student.tokenizer.get_vocab() == teacher.tokenizer.get_vocab()
+    assert student[1:] == teacher[1:]
+    assert checkpoints.load("run/model").config.vocab_size == 40
+    # So does one that has not ended.
+    (pathlib.Path("run/model/config.json")).unlink()
+    with saved.opened("run") as place:
+        assert checkpoints.load_vocabulary(place.directory)[1:] == teacher[1:]
+        assert place.load().config.hidden == 24
+
+
+def test_the_data_may_count_too_and_only_responses_do():
+    write([{"prompt": "ab", "response": "cd" + x} for x in "efghijklm"] * 4)
+    held = ["data.held_out=0", "run.steps=1", "run.accumulate=1", "data.batch_size=1"]
+    held += ["run.checkpoint_every=None"]
+    result, _ = train("distill.loss_weight=0.5", *held)
+    (step,) = result.history
+    assert step.loss == pytest.approx(step.divergence + 0.5 * step.ce, rel=1e-5)
+    assert step.tokens % 4 == 0  # three letters and the end, of each of some texts
+    assert step.held_out_divergence is None
+
+
+def test_adapters_learn_and_a_run_is_a_teacher():
+    train("run.steps=2", "run.out_dir=teacher", "eval.every=None")
+    sizes = [f"model.{n}=None" for n in ("layers", "hidden", "ff", "heads")]
+    sizes += ["model.kv_heads=None", "model.head_dim=None"]
+    result, said = train(
+        "distill.teacher=teacher", "model.checkpoint=llama", "model.lora_rank=4",
+        "optimizer.learning_rate=5e-2", "eval.every=None", "run.steps=4", *sizes,
+    )  # fmt: skip
+    assert result.history[-1].divergence < result.history[0].divergence
+    assert "saved in run/adapter" in said
+
+
+# ---------------------------------------------------------------- on policy
+
+ON_POLICY = """
+task.source = "prompts.jsonl"
+task.max_prompt_tokens = 12
+task.held_out = 0.25
+sampling.max_new_tokens = 6
+distill.mode = "on_policy"
+distill.divergence = "reverse_kl"
+distill.prompts = 8
+distill.completions = 2
+distill.max_tokens = 64
+model.layers = 1
+model.hidden = 24
+model.ff = 24
+model.heads = 2
+model.kv_heads = 1
+model.head_dim = 8
+optimizer.learning_rate = 1e-2
+optimizer.warmup_steps = 0
+optimizer.weight_decay = 0.0
+run.job = "distill"
+run.steps = 16
+run.checkpoint_every = 3
+run.out_dir = "run"
+eval.every = 8
+eval.prompts = 10
+"""
+
+
+@pytest.fixture
+def prompts(directory):
+    """Forty prompts, instead of the texts."""
+    words = [a + b for a in "abcde" for b in "stuvwxyz"]
+    lines = [json.dumps({"prompt": f"say {word}"}) + "\n" for word in words]
+    pathlib.Path("prompts.jsonl").write_text("".join(lines))
+    pathlib.Path("distill.gin").write_text(ON_POLICY + 'distill.teacher = "llama"\n')
+
+
+def test_a_student_learns_from_its_own_samples_and_resumes(prompts, monkeypatch):
+    result, said = train()
+    # All tokens that were sampled count, and no others.
+    for step in result.history:
+        assert step.tokens == round(16 * step.response_length)
+        assert step.ce == pytest.approx(step.entropy, rel=0.25)  # its own samples
+    held_out = {s.step: s.held_out_divergence for s in result.history}
+    assert [n for n, x in held_out.items() if x is not None] == [8, 16]
+    assert held_out[16] < 0.95 * held_out[8]
+    assert "saved in run/model" in said
+    kill_before(6, monkeypatch)
+    _, said = train("run.out_dir=cut")
+    assert "resuming cut after step 3" in said
+    assert steps("cut") == steps("run")
+
+
+def test_an_epoch_of_prompts_has_each_once(prompts):
+    config, _ = configuration.load("distill.gin", ["run.epochs=2", "task.held_out=0"])
+    assert with_steps(starting.resolved(config)).run.steps == 10
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["distill.loss_weight=0.5"],
+            "distill.loss_weight=0.5 must stay 0 for dis",
+        ),
+        (["data.batch_size=2"], "data.batch_size is not read for distill.mode='on_p"),
+        (["task.reward=number"], "task.reward is not read for run.job='distill'"),
+        (["run.accumulate=2"], "run.accumulate=2 must stay 1 for distill.mode='on_"),
+        (["distill.max_tokens=31"], "distill.max_tokens=31 must hold a row of 32"),
+        (["distill.row_lengths=(16,)"], "distill.row_lengths=(16,) must reach 17, the"),
+        (["distill.row_lengths=(32, 16)"], "distill.row_lengths must be increasing"),
+        (["distill.prompts=0"], "distill.prompts must be at least 1, got 0"),
+        (["distill.mode=text"], "task.source is not read for distill.mode='text'"),
+    ],
+)
+def test_settings_that_cannot_be_on_policy(prompts, overrides, message):
+    with pytest.raises(ValueError) as raised:
+        configuration.load("distill.gin", overrides)
+    assert message in str(raised.value) and "\n" not in str(raised.value)
+
+
+# ------------------------------------------------------------------ offline
+
+
+def scored(*options, out="teacher.parquet"):
+    """The teacher's columns of the texts."""
+    words = ["score", "llama", "data.jsonl", "--eos", "--max-tokens=64"]
+    assert cli.main([*words, "--dtype=float32", f"--out={out}", *options]) == 0
+    return out
+
+
+OFFLINE = "distill.mode=offline", "data.source=teacher.parquet"
+
+
+@pytest.mark.parametrize("options", [["--top-k=6"], ["--sample-ids=12"]])
+def test_a_student_learns_from_a_file_and_resumes(options, monkeypatch):
+    scored(*options)
+    result, _ = train(*OFFLINE)
+    first, last = result.history[0], result.history[-1]
+    assert last.divergence < first.divergence - 0.03
+    held_out = {s.step: s.held_out_divergence for s in result.history}
+    assert held_out[8] < held_out[4]
+    kill_before(6, monkeypatch, *OFFLINE)
+    _, said = train("run.out_dir=cut", *OFFLINE)
+    assert "resuming cut after step 3" in said
+    assert steps("cut") == steps("run")
+
+
+@pytest.mark.parametrize("divergence", ["forward_kl", "jsd"])
+def test_all_columns_are_the_whole_teacher(divergence):
+    """The same text, the same order: a file of every column is the text's mode."""
+    write([{"text": "".join(LETTERS[i : i + 14])} for i in range(20)])
+    scored("--top-k=40", "--temperature=2.0")
+    more = [f"distill.divergence={divergence}", "distill.temperature=2.0"]
+    more += ["data.held_out=0", "distill.teacher_dtype=float32", "run.steps=1"]
+    more += ["run.accumulate=5", "eval.every=None"]
+    whole, _ = train(*more)
+    columns, _ = train(*OFFLINE, "run.out_dir=file", *more)
+    (whole,), (columns,) = whole.history, columns.history
+    assert columns.tokens == whole.tokens == 20 * 15
+    # A teacher's logprobs are rounded to float32, of which the tail is what is left.
+    assert columns.divergence == pytest.approx(whole.divergence, rel=1e-3)
+    assert columns.grad_norm == pytest.approx(whole.grad_norm, rel=1e-3)
+    assert columns.ce == pytest.approx(whole.ce, rel=1e-5)
+
+
+def count(*columns):
+    """How often each token's numbers occur."""
+    rows = zip(*columns, strict=True)
+    return collections.Counter(tuple(np.hstack(row).tolist()) for row in rows)
+
+
+def test_columns_stand_where_their_tokens_do():
+    write([{"prompt": "ab", "response": "cde" * n} for n in range(1, 9)])
+    file = teacher_files.read(scored("--top-k=3"))
+    config = DataConfig(source="", sequence_length=8, batch_size=2)
+    seen = collections.Counter()
+    labels = np.concatenate([ids[n:] for ids, n in file.documents])
+    known = count(labels, file.ids, file.logprobs)
+    for batch, ids, logprobs in teacher_files.Examples(file, config, epochs=1):
+        live = batch.labels >= 0
+        assert (ids[~live] == -1).all() and (ids[live] >= 0).all()
+        seen += count(batch.labels[live], ids[live], logprobs[live])
+    assert seen == known and seen.total() == sum(3 * n + 1 for n in range(1, 9))
+    # The first column of a response is that of the same context in each document.
+    first = np.cumsum([0, *(len(ids) - n for ids, n in file.documents)])[:-1]
+    assert (file.ids[first] == file.ids[0]).all()
+
+
+def test_an_epoch_and_a_preview_of_a_file(capsys):
+    scored("--top-k=2")
+    overrides = [*OFFLINE, "run.epochs=1", "data.held_out=0", "run.accumulate=1"]
+    config, _ = configuration.load("distill.gin", overrides)
+    made = with_steps(starting.resolved(config)).run.steps
+    assert 20 < made < 40  # 90 texts of 13 tokens in rows of 16, four a step
+    assert cli.main(["data", "distill.gin", *OFFLINE]) == 0
+    assert "90 documents, of which a teacher's 2 most likely ids" in (
+        capsys.readouterr().out
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "overrides", "message"),
+    [
+        (["--top-k=2"], ["distill.temperature=2.0"], "jaxmem score --temperature 1"),
+        (["--sample-ids=2"], ["distill.divergence=jsd"], "distill.divergence='jsd' ne"),
+        ([], [], "has no column 'prompt_ids'; write it by: jaxmem score TEACHER"),
+        (["--top-k=2"], ["data.source=data.jsonl"], "data.jsonl must be a .parquet f"),
+        (["--top-k=2"], ["data.streams=2"], "data.streams=2 must stay 1 for distill"),
+        (["--top-k=2"], ["data.held_out=0.001"], "leaves none for evaluation; change"),
+        (["--top-k=2"], ["distill.teacher=other/llama"], "another tokenizer than the"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_named(options, overrides, message):
+    if "distill.teacher=other/llama" in overrides:
+        tokens_of("other", letters=texts.LETTERS[::-1])
+    scored(*options)
+    given = dict(x.split("=", 1) for x in (*OFFLINE, *overrides))
+    with pytest.raises(ValueError) as raised:
+        train(*(f"{key}={value}" for key, value in given.items()))
+    assert message in str(raised.value) and "\n" not in str(raised.value)
+
+
+# ------------------------------------------------------------------- errors
+
+
+def tokens_of(directory, **options):
+    """A checkpoint beside the teacher's, with another tokenizer."""
+    pathlib.Path(directory).mkdir()
+    return str(texts.checkpoint("llama", pathlib.Path(directory), **options))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["distill.teacher=None"], "distill.mode='text' needs distill.teacher"),
+        (["distill.mode=texts"], "distill.mode must be 'text' or 'on_policy' or "),
+        (["distill.beta=1.0"], "distill.beta must be in (0, 1), got 1.0"),
+        (["distill.divergence=kl"], "distill.divergence must be 'forward_kl' or "),
+        (["distill.temperature=0.0"], "distill.temperature must be above 0, got 0.0"),
+        (["distill.loss_weight=-1.0"], "distill.loss_weight must be at least 0"),
+        (["head.implementation=materialised"], "head.implementation='materialised' "),
+        (["head.gradient_samples=8"], "head.gradient_samples=8 must stay None for"),
+        (["dpo.beta=1.0"], "dpo.beta is of the job 'dpo', but run.job is 'distill'"),
+    ],
+)
+def test_settings_that_cannot_be(overrides, message):
+    with pytest.raises(ValueError) as raised:
+        configuration.load("distill.gin", overrides)
+    assert message in str(raised.value) and "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["distill.teacher=nowhere"],
+            "distill.teacher='nowhere': neither a check",
+        ),
+        (
+            ["model.vocab_size=50"],
+            "has a vocabulary of 40 entries, and model.vocab_size has 50: both must",
+        ),
+        (
+            ["model.checkpoint=other/llama"],
+            "model.checkpoint='other/llama': token ' ' has the id 29, not 13",
+        ),
+    ],
+)
+def test_a_teacher_that_cannot_be_used_is_named(overrides, message):
+    if "model.checkpoint=other/llama" in overrides:
+        tokens_of("other", letters=texts.LETTERS[::-1])
+        gin = pathlib.Path("distill.gin")
+        lines = gin.read_text().splitlines()
+        sized = [x for x in lines if not x.startswith("model.")]
+        gin.write_text("\n".join(sized))
+    with pytest.raises(ValueError) as raised:
+        train(*overrides)
+    assert message in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_a_resumed_run_keeps_its_teacher():
+    train("run.steps=1", "eval.every=None")
+    other = tokens_of("other")
+    with pytest.raises(ValueError, match="distill.teacher"):
+        train("run.steps=2", "eval.every=None", f"distill.teacher={other}")
