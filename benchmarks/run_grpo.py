@@ -47,7 +47,7 @@ def curve(name, overrides=(), every=10):
                     "config": name,
                     "step": step.step,
                     "seconds": round(passed, 1),
-                    **{f: _rounded(getattr(step, f)) for f in FIELDS},
+                    **{f: rounded(getattr(step, f)) for f in FIELDS},
                     "tokens_per_second": round(step.tokens_per_second),
                     "run_seconds": round(wall),
                     "run_cpu_seconds": round(cpu),
@@ -83,8 +83,8 @@ def _of(name, overrides, summary, last):
             "seconds": round(told["seconds"], 3),
             "temporary_gib": round(told["temporary"] / 2**30, 2),
             "program_gib": round(told["peak"] / 2**30, 2),
-            "device_peak_gib": _rounded(summary["peak_gib"]),
-            "mismatch_mean": _rounded(last["mismatch_mean"]),
+            "device_peak_gib": rounded(summary["peak_gib"]),
+            "mismatch_mean": rounded(last["mismatch_mean"]),
         }
         for phase, told in summary["phases"].items()
     ]
@@ -105,7 +105,7 @@ def draw(path, histories):
     figure.savefig(path, dpi=150)
 
 
-def _rounded(value, digits=4):
+def rounded(value, digits=4):
     """To significant digits; empty where there is no value."""
     return "" if value is None else float(f"{value:.{digits}g}")
 

@@ -23,6 +23,7 @@ from benchmarks import (
     run_grpo,
     run_head,
     run_peers,
+    run_replay,
     run_rounding,
     run_sampled,
     run_sampled_evidence,
@@ -307,6 +308,23 @@ def test_run_grpo_reads_a_run_that_is_there(tmp_path):
     (row,) = results.read(out)
     wanted = {"phase": "update", "tokens": "7", "temporary_gib": "1.0", "device": "X"}
     assert wanted.items() <= row.items() and row["overrides"] == "run.steps=2"
+
+
+def test_run_replay(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_replay, "SAMPLERS", run_replay.SAMPLERS[:1])
+    monkeypatch.setattr(run_replay, "LEARNED", run_replay.REPLAYED)
+    out, tiny = tmp_path / "replay.csv", [w for w in TINY_POLICY if "steps=3" not in w]
+    run_replay.main([f"--out={out}", *tiny])
+    rows = results.read(out)
+    assert [row["step"] for row in rows] == ["1", "20", "40"]
+    assert {row["ratios_inside_1_1"] for row in rows} == {"1.0"}
+    assert float(rows[0]["unreplayed_inside_1_1"]) < 1
+    run_replay.main([f"--out={out}", "--fractions", "0.5", "--", *TINY_POLICY])
+    rows = results.read(out)
+    assert [(r["token_fraction"], r["step"]) for r in rows] == [
+        ("0.5", "1"),
+        ("0.5", "3"),
+    ]
 
 
 # ------------------------------------------------------------- what is made of it

@@ -345,6 +345,7 @@ class HeadVerbs(ColumnVerbs, DivergenceVerbs):
             chunk="auto",
             where=where,
             temperature=temperature,
+            implementation=None,  # there is one, whichever runs the other verbs
             offsets=offsets,
             max_ids=max_ids,
         )

@@ -25,6 +25,8 @@ class MismatchReport(NamedTuple):
         outside_2: fraction of tokens whose ratio is outside [1/2, 2].
         k1: mean of -Δ, an estimate of KL(rollout ‖ train).
         k3: mean of e^Δ - 1 - Δ, another estimate of it, which is never negative.
+        p50: median of |Δ|, interpolated likewise.
+        p99: 99th percentile of |Δ|, likewise.
     """
 
     tokens: jax.Array
@@ -35,6 +37,8 @@ class MismatchReport(NamedTuple):
     outside_2: jax.Array
     k1: jax.Array
     k3: jax.Array
+    p50: jax.Array
+    p99: jax.Array
 
 
 @with_automatic_axes(lambda _: PartitionSpec())
@@ -56,7 +60,7 @@ def mismatch_report(
 
     Returns:
         A `MismatchReport` of scalars: tokens, mean, p95, max, outside_1_25, outside_2,
-        k1, k3. In k3, Δ is clamped to ±20.
+        k1, k3, p50, p99. In k3, Δ is clamped to ±20.
 
     **Memory**: a few arrays of the tokens' shape, one of them sorted.
 
@@ -82,18 +86,28 @@ def mismatch_report(
     tokens = jnp.sum(where, dtype=jnp.int32)
     distance = jnp.abs(train - rollout)
 
+    ranked = jnp.sort(jnp.where(where, distance, jnp.inf), axis=None)
+    # NaN sorts last, after the tokens that are excluded.
+    broken = jnp.isnan(jnp.max(distance, initial=0))
+
+    def percentile(percent):
+        found = _percentile(ranked, tokens, percent)
+        return jnp.where(broken, jnp.nan, found)
+
     def mean(x):
         return jnp.sum(jnp.where(where, x, 0)) / jnp.maximum(tokens, 1).astype(x.dtype)
 
     return MismatchReport(
         tokens=tokens,
         mean=mean(distance),
-        p95=_p95(distance, where, tokens),
+        p95=percentile(95),
         max=jnp.max(distance, initial=0),
         outside_1_25=mean(_outside(distance, 1.25)),
         outside_2=mean(_outside(distance, 2.0)),
         k1=mean(kl_k1(rollout, train)),
         k3=mean(kl_k3(rollout, train)),
+        p50=percentile(50),
+        p99=percentile(99),
     )
 
 
@@ -102,17 +116,17 @@ def _outside(distance, ratio):
     return 1.0 - (distance <= math.log(ratio)).astype(distance.dtype)
 
 
-def _p95(distance, where, tokens):
-    """The 95th percentile, at rank 0.95 (n - 1), computed in integers for any n."""
-    if distance.size == 0:
-        return jnp.zeros((), distance.dtype)
-    ranked = jnp.sort(jnp.where(where, distance, jnp.inf), axis=None)
+def _percentile(ranked, tokens, percent):
+    """A percentile of the first tokens, at rank (n - 1) percent / 100.
+
+    The rank is computed in integers, for any n.
+    """
+    if ranked.size == 0:
+        return jnp.zeros((), ranked.dtype)
     hundreds, rest = jnp.divmod(jnp.maximum(tokens - 1, 0), 100)
-    whole, share = jnp.divmod(95 * rest, 100)
-    below = 95 * hundreds + whole
+    whole, share = jnp.divmod(percent * rest, 100)
+    below = percent * hundreds + whole
     low, high = ranked[below], ranked[below + (share > 0).astype(below.dtype)]
     between = low + (high - low) * (share.astype(ranked.dtype) / 100)
     between = jnp.where(low == high, low, between)  # also if both are infinite
-    # NaN sorts last, after the tokens that are excluded.
-    between = jnp.where(jnp.isnan(jnp.max(distance, initial=0)), jnp.nan, between)
     return jnp.where(tokens > 0, between, 0)

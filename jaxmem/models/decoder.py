@@ -44,11 +44,15 @@ class HeadConfig:
     # entries of each token's derivative that are drawn at random (fused only), see
     # jaxmem.logprobs; None: exact gradients
     gradient_samples: int | None = None
+    # what computes the loss (fused only), see jaxmem.logprobs; None: the fastest here
+    backend: Literal["xla", "hopper"] | None = None
 
     def __post_init__(self):
         """Raise a ValueError for an unknown implementation or an impossible chunk."""
         known = self.implementation in ("fused", "materialised")
         check_field(self, "implementation", known, "one of 'fused', 'materialised'")
+        known = self.backend in ("xla", "hopper", None)
+        check_field(self, "backend", known, "'xla', 'hopper' or None")
         if self.chunk is not None and self.chunk != "auto":
             if not isinstance(self.chunk, int) or self.chunk <= 0:
                 raise ValueError(
@@ -58,15 +62,18 @@ class HeadConfig:
         samples = self.gradient_samples
         good = samples is None or (type(samples) is int and samples >= 1)
         check_field(self, "gradient_samples", good, "a positive integer, or None")
-        if samples is not None and self.implementation != "fused":
-            raise ValueError(
-                f"HeadConfig.gradient_samples={samples} needs implementation='fused'"
-            )
+        for name in ("gradient_samples", "backend"):
+            value = getattr(self, name)
+            if value is not None and self.implementation != "fused":
+                raise ValueError(
+                    f"HeadConfig.{name}={value!r} needs implementation='fused'"
+                )
 
     def using(self, implementation: str) -> "HeadConfig":
         """The other way to the loss, for comparison; exact where it is materialised."""
-        samples = self.gradient_samples if implementation == "fused" else None
-        changes: Any = {"implementation": implementation, "gradient_samples": samples}
+        changes: Any = {"implementation": implementation}
+        if implementation != "fused":
+            changes |= {"gradient_samples": None, "backend": None}
         return dataclasses.replace(self, **changes)
 
 
@@ -96,6 +103,7 @@ def _head(
         "dtype": jnp.dtype(config.dtype),
         "softcap": config.softcap,
         "chunk": head.chunk,
+        "implementation": head.backend,
         "sharding": sharding,
         "rngs": rngs,
     }

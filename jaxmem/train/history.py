@@ -147,12 +147,12 @@ class MetricsWriter:
 
 
 def _scalars(values: Mapping[str, Any]) -> dict[str, float]:
-    """Numbers by name, those of a group as "group/name"."""
+    """Numbers by name, those of a group as "group/name"; text is left out."""
     numbers = {}
     for name, value in values.items():
         if isinstance(value, Mapping):
             numbers |= {f"{name}/{k}": v for k, v in value.items()}
-        elif value is not None and name != "step":
+        elif not (value is None or isinstance(value, str) or name == "step"):
             numbers[name] = value
     return numbers
 

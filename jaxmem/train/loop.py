@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 from rich.console import Console
@@ -22,7 +22,7 @@ from jaxmem.train.checkpoint import (
     differences,
     set_aside_damaged,
 )
-from jaxmem.train.evaluation import Best, EvalConfig, Evaluated
+from jaxmem.train.evaluation import Best, EvalConfig
 from jaxmem.train.history import MetricsWriter, read_history
 from jaxmem.train.metrics import (
     DistillMetrics,
@@ -32,11 +32,13 @@ from jaxmem.train.metrics import (
 )
 from jaxmem.train.program import TrainState
 from jaxmem.train.progress import ProgressReport
+from jaxmem.train.steps import Job, ShowsSamples
 from jaxmem.train.stopping import Stop
 from jaxmem.train.wandb_writer import WandbWriter
 
 JOBS = ("sft", "grpo", "dpo", "distill")
 _CHANGEABLE = "changeable"  # key in the saved settings
+_BACKEND = "backend"
 _Metrics = TypeVar(
     "_Metrics", StepMetrics, PolicyMetrics, PreferenceMetrics, DistillMetrics
 )
@@ -76,47 +78,6 @@ class RunConfig:
         check_field(self, "wandb", self.wandb != "", "the name of a project, or None")
         check_field(self, "seed", 0 <= self.seed < 2**31, "in [0, 2**31)")
         check_field(self, "job", self.job in JOBS, f"one of {JOBS}")
-
-
-class Job(Protocol):
-    """The interface of a job, whose steps a run takes."""
-
-    def initial_state(self) -> TrainState:
-        """The state before the first step."""
-        ...
-
-    def restored_state(
-        self, checkpoints: Checkpoints, step: int
-    ) -> tuple[TrainState, dict[str, Any]]:
-        """The state after a saved step, and what `get_state` returned then."""
-        ...
-
-    def step(
-        self, number: int, state: TrainState
-    ) -> tuple[TrainState, metrics.AnyMetrics]:
-        """Take the step of that number, from 1; the given state is consumed."""
-        ...
-
-    def evaluate(self, state: TrainState, taken: Any) -> Evaluated | None:
-        """Score what is held out; None where nothing is."""
-        ...
-
-    def get_state(self) -> dict[str, Any]:
-        """Return the position in the job's data, as JSON-able values."""
-        ...
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Continue from the position that `get_state` returned."""
-        ...
-
-
-@runtime_checkable
-class ShowsSamples(Protocol):
-    """A job with something to read."""
-
-    def samples(self) -> list[dict[str, Any]]:
-        """Rows of the report's table: prompt, tokens, logprobs and reward."""
-        ...
 
 
 class Settings(NamedTuple):
@@ -180,8 +141,13 @@ class Run:
         self.progress = ProgressReport(
             console, config.steps, self.done, config.log_every
         )
+        self._saved_backend: str | None = None
         if self.done:
-            changes = self._changes(checkpoints.saved_config(self.done))
+            saved = checkpoints.saved_config(self.done)
+            self._saved_backend = (
+                saved.get(_CHANGEABLE, {}).get("head", {}).get(_BACKEND)
+            )
+            changes = self._changes(saved)
             message = f"resuming {self.out_dir} after step {self.done}"
             _log(console, "; ".join([message, *changes]))
 
@@ -204,6 +170,29 @@ class Run:
                 "run.steps, or name another run.out_dir"
             )
         return changes
+
+    def use_backend(self, backend: str, named: str | None) -> None:
+        """Record what computes the head's loss; a resumed run must go on with it.
+
+        Args:
+            backend: its name.
+            named: by the config, which allows a change; None: it was chosen.
+
+        Raises:
+            ValueError: the saved steps are of another backend, and none is named.
+        """
+        saved, where = self._saved_backend, f"run.out_dir={str(self.out_dir)!r}"
+        if saved not in (None, backend) and self.done < self._config.steps:
+            if named is None:
+                raise ValueError(
+                    f"head.backend was {saved!r} in {where}, and {backend!r}, which "
+                    "rounds otherwise, is the fastest here: set head.backend="
+                    f"{saved!r} to go on as before, or {backend!r} to change it"
+                )
+            _log(self._console, f"head.backend was {saved!r}, is {backend!r}")
+        fixed, changeable = self._settings
+        head = {**changeable.get("head", {}), _BACKEND: backend}
+        self._settings = Settings(fixed, {**changeable, "head": head})
 
     def take_steps(self, job: Job, texts: Mapping[str, str]) -> TrainState:
         """Take the remaining steps, and record each.

@@ -92,6 +92,23 @@ class PolicyMetrics(NamedTuple):
     rewards: dict[str, float] | None = None  # mean by function, where there are several
     held_out_reward: float | None = None  # at temperature 0; None where not evaluated
     held_out_accuracy: float | None = None  # likewise
+    # The quantiles of mismatch_mean's differences.
+    mismatch_p50: float | None = None
+    mismatch_p95: float | None = None
+    mismatch_p99: float | None = None
+    # Shares of sampled tokens whose ratio of the trainer's probability to the sampler's
+    # is outside [0.8, 1.25], outside [0.5, 2] and inside [0.9, 1.1].
+    ratios_outside_1_25: float | None = None
+    ratios_outside_2: float | None = None
+    ratios_inside_1_1: float | None = None
+    # The last one with the trainer's probability over the vocabulary, not within the
+    # support that the token was drawn from; None where the sampler does not truncate.
+    unreplayed_inside_1_1: float | None = None
+    support_mean: float | None = None  # ids in a token's support; None likewise
+    # share of tokens whose support has as many ids as sampling.support allows; None
+    # where that limit cannot cut any
+    support_full: float | None = None
+    backend: str | None = None  # of the head's loss: "xla" or "hopper"
 
     @property
     def line(self) -> str:

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from jaxmem import devices, remat
 from jaxmem.checkpoints import read_weights
+from jaxmem.core.report import report
 from jaxmem.models.decoder import Decoder, HeadConfig, ModelConfig
 from jaxmem.models.lora import adapters_of
 from jaxmem.models.partitioning import Layout, MeshConfig
@@ -27,6 +28,8 @@ from jaxmem.train.optimizer import (
     clip,
     make_optimizer,
 )
+
+_OF_SUPPORT = "support_logprobs"
 
 
 class TrainState(NamedTuple):
@@ -158,6 +161,31 @@ class DecoderProgram:
         options = remat.compiler_options(self.policy, unroll=unroll)
         offloads = self.policy is not None and self.policy.offload
         return options if offloads else self.layout.compiler_options() | options
+
+    def backend_of(self, trace: Callable[[], Any]) -> str:
+        """The name of the backend that computes the head's loss.
+
+        Args:
+            trace: traces the loss.
+
+        Returns:
+            "xla" or "hopper", or "hopper+xla" where it takes both.
+
+        Raises:
+            ValueError: `head.backend` cannot compute it here.
+        """
+        try:
+            with report() as traced:
+                trace()
+        except NotImplementedError as error:
+            if self._config.head.backend is None:
+                raise
+            raise ValueError(
+                f"head.backend={self._config.head.backend!r}: {error}"
+            ) from error
+        # Only "xla" has the verb of the support's columns.
+        names = {c.implementation for c in traced.calls if c.verb != _OF_SUPPORT}
+        return "+".join(sorted(names))
 
     def compile_verified(self, traced: jax.stages.Traced) -> jax.stages.Compiled:
         """Compile, and raise if XLA has dropped the policy's offloading."""

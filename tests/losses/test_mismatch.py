@@ -23,6 +23,8 @@ def expected(train, rollout):
         outside_2=((np.exp(delta) > 2) | (np.exp(delta) < 0.5)).mean(),
         k1=-delta.mean(),
         k3=(np.exp(delta) - 1 - delta).mean(),
+        p50=np.percentile(np.abs(delta), 50),
+        p99=np.percentile(np.abs(delta), 99),
     )
 
 
@@ -51,7 +53,7 @@ def test_report_of_the_tokens_that_count(count, logprobs):
 def test_every_number_tells_something_of_its_own(logprobs):
     got = report(*logprobs)
     assert 0 < got.outside_2 < got.outside_1_25 < 1
-    assert got.mean < got.p95 < got.max
+    assert got.p50 < got.mean < got.p95 < got.p99 < got.max
 
 
 def test_bands_are_symmetric_and_closed():
@@ -83,7 +85,7 @@ def test_a_broken_token_shows(logprobs):
     train, rollout = (x.copy() for x in logprobs)
     train[0, 3] = np.nan
     got = report(train, rollout)
-    assert all(np.isnan(x) for x in (got.mean, got.p95, got.max, got.k1, got.k3))
+    assert all(np.isnan(x) for x in (got.mean, got.p50, got.p95, got.max, got.k1))
     assert got.outside_2 > report(*logprobs).outside_2
     train[0, 3] = -1000.0
     got = report(train, rollout)

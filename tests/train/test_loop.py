@@ -77,7 +77,7 @@ def run(tmp_path):
     return functools.partial(run_in, tmp_path / "run")
 
 
-def run_in(out_dir, steps=6, job=None, fixed=FIXED, free=FREE, **fields):
+def run_in(out_dir, steps=6, job=None, fixed=FIXED, free=FREE, backend=None, **fields):
     console = Console(file=io.StringIO(), width=200)
     config = RunConfig(
         steps=steps,
@@ -88,6 +88,8 @@ def run_in(out_dir, steps=6, job=None, fixed=FIXED, free=FREE, **fields):
     free = {**free, "run": {"steps": steps}}
     try:
         with loop.open_run(config, Settings(fixed, free), console) as opened:
+            if backend is not None:
+                opened.use_backend(*backend)
             ran.state = opened.take_steps(job or Adding(), {"text.txt": "hello"})
             ran.history = opened.history(metrics.StepMetrics)
     except (ValueError, OSError, KeyboardInterrupt, SystemExit) as error:
@@ -102,6 +104,33 @@ def run_in(out_dir, steps=6, job=None, fixed=FIXED, free=FREE, **fields):
 
 def at(step, action, *arguments):
     return Adding(lambda number: action(*arguments) if number == step else None)
+
+
+# ------------------------------------------------------------------ backend
+
+
+def test_another_backend_than_the_saved_one_must_be_named(run):
+    run(steps=2, backend=("xla", None))
+    ran = run(steps=4, backend=("hopper", None))
+    assert str(ran.error) == (
+        f"head.backend was 'xla' in run.out_dir={str(ran.out_dir)!r}, and 'hopper', "
+        "which rounds otherwise, is the fastest here: set head.backend='xla' to go on "
+        "as before, or 'hopper' to change it"
+    )
+    ran = run(steps=4, backend=("hopper", "hopper"))
+    assert ran.error is None and "head.backend was 'xla', is 'hopper'" in ran.said
+    ran = run(steps=4, backend=("xla", None))  # nothing is left to do
+    assert ran.error is None and "head.backend" not in ran.said
+    ran = run(steps=6, backend=("xla", None))
+    assert "head.backend was 'hopper' in" in str(ran.error)
+    ran = run(steps=6, backend=("hopper", None))
+    assert ran.error is None and "head.backend" not in ran.said
+
+
+def test_a_run_from_before_backends_were_saved_resumes(run):
+    run(steps=2)
+    assert run(steps=4, backend=("hopper", None)).error is None
+    assert "head.backend was 'hopper'" in str(run(backend=("xla", None)).error)
 
 
 # ------------------------------------------------------------------ signals

@@ -6,8 +6,8 @@ prompts -> G completions each -> rewards -> advantages
 
 import dataclasses
 import functools
-import time
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,31 +15,32 @@ import jax
 import numpy as np
 from rich.console import Console
 
-import jaxmem
 from jaxmem import losses
 from jaxmem.core import processes
-from jaxmem.data.documents import Batch
 from jaxmem.data.tasks import TaskConfig
-from jaxmem.losses.mismatch import MismatchReport
 from jaxmem.models.sampling import Samples
-from jaxmem.train import metrics, report, starting
+from jaxmem.train import metrics, starting
 from jaxmem.train.evaluation import Evaluated
-from jaxmem.train.jobs import samples
+from jaxmem.train.jobs import policy_report, rollout_metrics, samples
 from jaxmem.train.jobs.config import GrpoJobConfig
 from jaxmem.train.jobs.epochs import with_steps
-from jaxmem.train.jobs.policy import PolicyBatch, average
+from jaxmem.train.jobs.minibatches import (
+    Minibatch,
+    kept_tokens,
+    packing_of,
+)
 from jaxmem.train.jobs.policy_program import Compiled, PolicyProgram
 from jaxmem.train.jobs.questions import (
     Asked,
-    Graded,
     Task,
     place_of,
     state_of,
     task_of,
 )
-from jaxmem.train.jobs.rollouts import Completions
+from jaxmem.train.jobs.rollout_metrics import Clock, Logprobs, Rollout, Update
+from jaxmem.train.jobs.rollouts import Completions, Supports
 from jaxmem.train.loop import Settings, changeable_settings, open_run
-from jaxmem.train.metrics import HeadCost, Phase, PolicyMetrics
+from jaxmem.train.metrics import HeadCost, PolicyMetrics
 from jaxmem.train.program import TrainState, fixed_moments
 
 
@@ -54,40 +55,20 @@ class Result(NamedTuple):
 # ------------------------------------------------------------------- steps
 
 
-class _Rollout(NamedTuple):
-    """Completions and what they are worth; numpy arrays of N samples."""
-
-    asked: Asked
-    completions: Completions
-    samples: Samples
-    graded: Graded
-    advantages: np.ndarray  # [N]
-
-
-class _Clock:
-    """Seconds of phases that follow one another."""
-
-    def __init__(self):
-        self.seconds: dict[str, float] = {}
-        self._start = self._last = time.perf_counter()
-
-    def lap(self, phase: str) -> None:
-        """End the phase of that name, which began where the last one ended."""
-        now = time.perf_counter()
-        self.seconds[f"{phase}_seconds"] = now - self._last
-        self._last = now
-        self.seconds["seconds"] = now - self._start
-
-
 class _Job:
     """The steps of a run, for `Run.take_steps`."""
 
     def __init__(
-        self, program: PolicyProgram, compiled: Compiled, task: Task | None = None
+        self,
+        program: PolicyProgram,
+        compiled: Compiled,
+        task: Task | None = None,
+        say: Callable[[str], None] = print,
     ):
         self._program, self._compiled = program, compiled
         self._config = program.config
         self.task = task or task_of(program.config)
+        self._say, self._told = say, False
         self.frozen = program.frozen()
         self._reference = None
         if self._config.grpo.kl_coefficient:
@@ -98,8 +79,7 @@ class _Job:
                 rewards, normalize_std=self._config.grpo.loss != "dr_grpo"
             )
         )
-        self._mismatch = jax.jit(jaxmem.mismatch_report)
-        self.last: _Rollout | None = None  # what the report shows samples of
+        self.last: Rollout | None = None  # what the report shows samples of
         self.initial_state = program.initial_state
         self.restored_state = program.restored_state
 
@@ -110,31 +90,36 @@ class _Job:
         self._next = place_of(self.task, state)
 
     def samples(self) -> list[dict[str, Any]]:
-        """See `loop.ShowsSamples`."""
+        """See `steps.ShowsSamples`."""
         if (last := self.last) is None:
             return []
         rewards, logprobs = last.graded.rewards, np.asarray(last.samples.logprobs)
         return samples.table(self.task, last.asked, last.completions, rewards, logprobs)
 
     def step(self, number: int, state: TrainState) -> tuple[TrainState, PolicyMetrics]:
-        clock = _Clock()
+        clock, compiled = Clock(), self._compiled
         rollout = self._roll_out(number, state.params)
         clock.lap("rollout")
-        old, replayed = self._logprobs(state.params, rollout)
+        old = self._logprobs(compiled.logprobs, state.params, rollout)
         clock.lap("old")
         reference = None
         if self._reference is not None:
-            reference, _ = self._logprobs(self._reference, rollout)
+            made = self._logprobs(compiled.reference, self._reference, rollout)
+            reference = made.drawn_from
         clock.lap("reference")
-        state, updates = self._learn(number, state, rollout, old, reference)
-        clock.lap("update")
-        mismatch = jax.device_get(
-            self._mismatch(replayed, rollout.samples.logprobs, rollout.samples.mask)
+        learned = Minibatch(
+            rollout.completions,
+            rollout.advantages,
+            old.drawn_from,
+            reference,
+            rollout.supports,
         )
+        state, updates = self._learn(number, state, learned)
+        clock.lap("update")
         self.last = rollout
-        return state, self._metrics(number, rollout, updates, mismatch, clock.seconds)
+        return state, self._metrics(number, rollout, old, updates, clock.seconds)
 
-    def _roll_out(self, number: int, params: Any) -> _Rollout:
+    def _roll_out(self, number: int, params: Any) -> Rollout:
         grpo = self._config.grpo
         asked = self.task.ask(self._next, grpo.prompts).repeated(grpo.group_size)
         completions, samples = self._complete(
@@ -144,7 +129,11 @@ class _Job:
         self._next += grpo.prompts  # after the rewards, which may raise
         groups = graded.rewards.reshape(grpo.prompts, grpo.group_size)
         advantages = np.asarray(self._advantages(groups)).ravel()
-        return _Rollout(asked, completions, samples, graded, advantages)
+        supports = None
+        if samples.support_ids is not None:
+            supports = Supports.of(np.asarray(samples.support_ids))
+            samples = samples._replace(support_ids=None)
+        return Rollout(asked, completions, samples, supports, graded, advantages)
 
     def evaluate(self, state: TrainState, taken: PolicyMetrics) -> Evaluated | None:
         """Complete the held-out prompts at temperature 0."""
@@ -180,58 +169,51 @@ class _Job:
         tokens, lengths = np.asarray(samples.tokens), np.asarray(samples.lengths)
         return Completions.of(*asked[:2], tokens, lengths), samples
 
-    def _logprobs(self, params: Any, rollout: _Rollout) -> tuple[np.ndarray, ...]:
-        """Of the sampled tokens [N, R], and the same in what they were drawn from."""
-        completions, support_ids = rollout.completions, rollout.samples.support_ids
-        packed = self._pack(completions, self._config.grpo.max_tokens_forward)
-        supports = [None] * len(packed.micro_batches)
-        if support_ids is not None:
-            supports = packed.place(completions.spread(np.asarray(support_ids), -1), -1)
-        outputs = [
-            self._compiled.logprobs[batch.tokens.shape](
-                params, self.frozen, *self._placed(batch, support)
-            )
-            for batch, support in zip(
-                completions.batches(packed), supports, strict=True
-            )
-        ]
-        whole, replayed = zip(*jax.device_get(outputs), strict=True)
-        whole = completions.collect(packed.unpack(whole))
-        if support_ids is None:
-            return whole, whole
-        return whole, completions.collect(packed.unpack(replayed))
+    def _logprobs(
+        self, programs: Mapping[Any, Any], params: Any, rollout: Rollout
+    ) -> Logprobs:
+        """Of the sampled tokens, from one of `Compiled`'s forward passes."""
+        config, completions = self._config, rollout.completions
+        packed = packing_of(config, completions, config.grpo.max_tokens_forward)
+        supports = itertools.repeat(None)
+        if rollout.supports is not None:
+            supports = rollout.supports.micro_batches(completions, packed)
+        outputs = []
+        for batch in completions.batches(packed):
+            shape, given = batch.tokens.shape, (batch, next(supports))
+            placed = self._placed(given, self._program.forward(shape))
+            outputs.append(programs[shape](params, self.frozen, *placed))
+        drawn_from, whole = zip(*jax.device_get(outputs), strict=True)
+        collected = completions.collect(packed.unpack(drawn_from))
+        if whole[0] is None:
+            return Logprobs(collected, None)
+        return Logprobs(collected, completions.collect(packed.unpack(whole)))
 
-    def _placed(self, batch: Batch, support: np.ndarray | None) -> tuple[Any, Any]:
-        """A micro-batch where it is read, and the supports [B, T, K] of its tokens."""
-        layout = self._program.layout
-        if support is None:
-            return layout.place(batch), None
-        return layout.place(batch), layout.place(support, layout.of_hidden(support))
+    def _placed(self, arrays: Any, structs: Any) -> Any:
+        return self._program.layout.place(arrays, structs)
 
     def _learn(
-        self,
-        number: int,
-        state: TrainState,
-        rollout: _Rollout,
-        old: np.ndarray,
-        reference: np.ndarray | None,
-    ) -> tuple[TrainState, list[dict[str, Any]]]:
-        """Take every update of the step; returns the metrics of each."""
-        updates, numbers_of = [], self._program.micro_batch_numbers
+        self, number: int, state: TrainState, rollout: Minibatch
+    ) -> tuple[TrainState, list[Update]]:
+        """Take every update of the step."""
+        updates, program = [], self._program
         for minibatch, chosen in enumerate(self._minibatches(number)):
-            part = rollout.completions.select(chosen)
-            values = rollout.advantages[chosen], old[chosen]
-            ref = None if reference is None else reference[chosen]
-            sums = self._compiled.zeros()
-            micro_batches = self._micro_batches(part, *values, ref)
-            for i, (shape, batch, normalizer) in enumerate(micro_batches):
-                batch = self._program.layout.place(batch)
-                drawn_by = numbers_of(self._config.head, number, minibatch, i)
+            part, sums = rollout.select(chosen), self._compiled.zeros()
+            lengths = part.completions.lengths
+            kept = kept_tokens(self._config, number, minibatch, lengths)
+            micro_batches = part.micro_batches(self._config, kept)
+            for i, (rows, normalizer) in enumerate(micro_batches):
+                shape = rows.batch.tokens.shape
+                rows = self._placed(rows, program.micro_batch(shape))
+                drawn_by = program.micro_batch_numbers(
+                    self._config.head, number, minibatch, i
+                )
                 sums = self._compiled.gradients[shape](
-                    state.params, self.frozen, sums, batch, normalizer, *drawn_by
+                    state.params, self.frozen, sums, rows, normalizer, *drawn_by
                 )
             state, norm = self._compiled.update(state, sums.gradients)
-            updates.append({"loss": sums.loss, "grad_norm": norm, **sums.metrics})
+            tokens = int(lengths.sum() if kept is None else kept.sum())
+            updates.append(Update(sums.loss, norm, sums.metrics, tokens))
         return state, jax.device_get(updates)
 
     def _minibatches(self, number: int) -> Iterator[np.ndarray]:
@@ -241,74 +223,45 @@ class _Job:
             rng = np.random.default_rng([self._config.run.seed, number, epoch])
             yield from np.split(rng.permutation(grpo.samples), grpo.minibatches)
 
-    def _micro_batches(
-        self,
-        part: Completions,
-        advantages: np.ndarray,
-        old: np.ndarray,
-        reference: np.ndarray | None,
-    ) -> Iterator[tuple[tuple[int, int], PolicyBatch, np.float32]]:
-        config = self._config
-        weights, normalizer = average(
-            config.grpo, part.lengths, config.sampling.max_new_tokens
-        )
-        packed = self._pack(part, config.grpo.max_tokens_train)
-        old_rows = packed.place(part.spread(old))
-        ref_rows = [None] * len(old_rows)
-        if reference is not None:
-            ref_rows = packed.place(part.spread(reference))
-        for i, batch in enumerate(part.batches(packed)):
-            sequence = packed.micro_batches[i].sequence
-            yield (
-                batch.tokens.shape,
-                PolicyBatch(
-                    batch,
-                    old_rows[i],
-                    advantages[sequence],
-                    weights[sequence],
-                    ref_rows[i],
-                ),
-                normalizer,
-            )
-
-    def _pack(self, completions: Completions, max_tokens: int):
-        quadratic = 1 / (6 * self._config.model.hidden)
-        return completions.pack(max_tokens, self._config.row_lengths, quadratic)
-
     def _metrics(
         self,
         number: int,
-        rollout: _Rollout,
-        updates: list[dict[str, Any]],
-        mismatch: MismatchReport,
+        rollout: Rollout,
+        old: Logprobs,
+        updates: list[Update],
         seconds: dict[str, float],
     ) -> PolicyMetrics:
-        grpo, lengths = self._config.grpo, rollout.completions.lengths
-        groups = rollout.graded.rewards.reshape(grpo.prompts, grpo.group_size)
-        seen = int(lengths.sum()) * grpo.epochs
-        per_token = {
-            name: float(sum(update[name] for update in updates)) / seen
-            for name in updates[0].keys() - {"loss", "grad_norm"}
+        config, vocab_size = self._config, self._program.model_config.vocab_size
+        told = rollout_metrics.of_rollout(rollout, config)
+        fields: dict[str, Any] = {
+            **told,
+            **rollout_metrics.agreement(old, rollout.samples),
+            **rollout_metrics.of_supports(rollout.supports, config, vocab_size or 0),
+            **rollout_metrics.of_updates(updates),
+            **seconds,
         }
-        tokens = int(rollout.asked.lengths.sum() + lengths.sum())
+        self._tell_of_cuts(number, fields.get("support_full"))
         return PolicyMetrics(
             step=number,
-            reward=float(rollout.graded.rewards.mean()),
-            accuracy=float(rollout.graded.right.mean()),
-            degenerate=float((groups == groups[:, :1]).all(axis=1).mean()),
-            loss=float(np.mean([update["loss"] for update in updates])),
-            grad_norm=float(np.mean([update["grad_norm"] for update in updates])),
             learning_rate=float(np.asarray(self._program.learning_rate(number - 1))),
-            response_length=float(lengths.mean()),
-            mismatch_mean=float(mismatch.mean),
-            mismatch_max=float(mismatch.max),
-            tokens=tokens,
-            tokens_per_second=tokens / seconds["seconds"],
+            tokens_per_second=told["tokens"] / seconds["seconds"],
             peak_gib=metrics.peak_gib(),
-            gradient_samples=self._config.head.gradient_samples,
-            rewards=rollout.graded.parts,
-            **({"kl": None} | per_token),
-            **seconds,
+            gradient_samples=config.head.gradient_samples,
+            backend=self._program.backend,
+            **fields,
+        )
+
+    def _tell_of_cuts(self, number: int, share: float | None) -> None:
+        """Say once that supports reach the limit, where the sampler cuts them."""
+        if not share or self._told:
+            return
+        self._told = True
+        limit = self._config.sampling.support
+        self._say(
+            f"step {number}: {share:.1%} of the tokens have supports of "
+            f"sampling.support={limit} ids; larger ones are cut to their most probable "
+            "ids, in the sampler and the trainer alike; raise it for all of "
+            "sampling.top_p or min_p"
         )
 
 
@@ -330,8 +283,8 @@ def train(
       The run's directory, its history and the memory of both heads.
 
     Raises:
-      ValueError: the directory holds a run of another model, task or seed, or another
-        process uses it.
+      ValueError: the directory holds a run of another model, task, seed or backend of
+        the head, or another process uses it.
       CheckpointError: a checkpoint cannot be written, or all are damaged.
       FloatingPointError: the loss is not finite.
       KeyboardInterrupt: after SIGINT; the current step is finished and saved.
@@ -342,23 +295,30 @@ def train(
     with open_run(config.run, _settings(config), console, config.eval) as run:
         task = task_of(config)
         program = PolicyProgram(config)
+        run.use_backend(program.backend, config.head.backend)
         run.progress.waiting("compiling")
         program.choose_policy_by_gradients(console)
         compiled = program.compile()
-        job = _Job(program, compiled, task)
+        job = _Job(program, compiled, task, functools.partial(_say, console))
         state = run.take_steps(job, starting.texts(config, operative_text))
         model = program.model(state.params, job.frozen)
         starting.leave(run.out_dir, model, console, config)
         if (best := run.best_state(job)) is not None:
             model = program.model(best.params, job.frozen)
             starting.leave_best(run.out_dir, model, console, config)
-        costs = _head_costs(program, compiled) if config.run.compare_heads else {}
+        compares = config.run.compare_heads
+        costs = policy_report.head_costs(program, compiled) if compares else {}
         if not processes.is_first():
             return Result(run.out_dir, [], costs)
         history = run.history(PolicyMetrics)
-        result = Result(run.out_dir, history, costs)
-        _report(result, _phases(history, compiled), job, console)
-        return result
+        phases = policy_report.phases_of(history, compiled)
+        shown = policy_report.examples(task, job.last) if job.last else ()
+        policy_report.write(run.out_dir, history, costs, phases, shown, console)
+        return Result(run.out_dir, history, costs)
+
+
+def _say(console: Console, line: str) -> None:
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def _settings(config: GrpoJobConfig) -> Settings:
@@ -387,64 +347,3 @@ def _fixed_task(task: TaskConfig) -> dict[str, Any]:
     if task.is_arithmetic:
         return {name: fields[name] for name in ("digits", "answer", "reward", "seed")}
     return fields
-
-
-def _head_costs(program: PolicyProgram, compiled: Compiled) -> dict[str, HeadCost]:
-    """Memory of a micro-batch with either head; the one that trained is not redone."""
-    trained = program.config.head
-    shape = program.shapes(program.config.grpo.max_tokens_train)[-1]
-    costs = {}
-    for implementation in ("fused", "materialised"):
-        head = trained.using(implementation)
-        step = compiled.gradients[shape]
-        if head != trained:
-            step = program.compile_gradients(shape, head)
-        costs[implementation] = HeadCost(
-            head=metrics.memory_of(program.compile_head(shape, head)),
-            step=metrics.memory_of(step),
-        )
-    return costs
-
-
-def _phases(history: list[PolicyMetrics], compiled: Compiled) -> list[Phase]:
-    """What each phase took: median seconds, and the largest of its programs."""
-    forward, backward = compiled.logprobs.values(), compiled.gradients.values()
-    programs = {
-        "rollout": [compiled.sample],
-        "old": forward,
-        "reference": forward,
-        "update": [*backward, compiled.update],
-    }
-    return [
-        metrics.phase_of(name, history, programs[name])
-        for name in programs
-        if name != "reference" or history[-1].kl is not None
-    ]
-
-
-def _report(result: Result, phases: list[Phase], job: _Job, console: Console) -> None:
-    (out_dir, history, costs), last = result, job.last
-    if costs:
-        console.print(metrics.cost_table(costs))
-    console.print(metrics.phase_table(phases))
-    if last is not None:
-        for line in _examples(job.task, last):
-            console.print(line, highlight=False, markup=False)
-    console.print(
-        f"reward {history[0].reward:.3f} -> {history[-1].reward:.3f} in "
-        f"{len(history)} rollouts, {metrics.tokens_per_second(history):,.0f} tokens/s",
-        highlight=False,
-    )
-    metrics.save_policy_summary(out_dir / "summary.json", history, costs, phases)
-    metrics.save_plot(out_dir / "report.png", history, costs, "reward", "reward")
-    report.finish(out_dir, console)
-
-
-def _examples(task: Task, rollout: _Rollout, count: int = 3) -> Iterator[str]:
-    """Some completions of the last rollout, as they read."""
-    count = min(count, len(rollout.advantages))
-    each = len(rollout.advantages) // count
-    for i in range(0, count * each, each):
-        prompt, answer = task.shown(rollout.asked, rollout.completions, i)
-        verdict = "right" if rollout.graded.right[i] else "wrong"
-        yield f"{prompt} {answer[:60]}  ({verdict})"

@@ -5,6 +5,10 @@
 Weights w and normaliser n, which are those of a whole minibatch and known before it is
 read, are all that tells one average from another; advantages come from
 `jaxmem.losses.grpo_advantages`.
+
+Where the sampler truncates, every log-probability in the surrogate and in k3 is that
+within the support which the token was drawn from, so that ratios compare the
+distributions that were sampled from. H is the entropy over the whole vocabulary.
 """
 
 import dataclasses
@@ -22,6 +26,7 @@ from jaxmem import losses
 from jaxmem.core.fields import check_field
 from jaxmem.data.documents import Batch
 from jaxmem.heads.nnx import LMHead
+from jaxmem.packing import Supports
 
 _SURROGATES: dict[str, Callable[..., jax.Array]] = {
     "grpo": losses.ppo_clip,
@@ -53,6 +58,9 @@ class GrpoConfig:
     # widths of packed rows, increasing, each a shape to compile; None: the longest
     # sequence that there can be, rounded up to 16
     row_lengths: tuple[int, ...] | None = None
+    # probability with which a sampled token is learned from; its loss is divided by it,
+    # so that the expected gradient is the same, and the head computes only these tokens
+    token_fraction: float = 1.0
 
     def __post_init__(self):
         """Refuse impossible values, by name."""
@@ -73,6 +81,8 @@ class GrpoConfig:
             check_field(self, "clip_low", good, f"{wanted}, or None")
         if self.clip_high is not None:
             check_field(self, "clip_high", self.clip_high >= 0, "0 or more, or None")
+        good = 0 < self.token_fraction <= 1
+        check_field(self, "token_fraction", good, "in (0, 1]")
         if self.samples % self.minibatches:
             raise ValueError(
                 "GrpoConfig.minibatches must divide prompts x group_size = "
@@ -112,6 +122,8 @@ class PolicyBatch(NamedTuple):
     advantages: np.ndarray | jax.Array  # of its sequence
     weights: np.ndarray | jax.Array  # of a token in the sum
     ref_logprob: np.ndarray | jax.Array | None  # under the initial weights
+    # ids that each token was drawn from, in row-major order; None: the vocabulary
+    supports: Supports | None = None
 
 
 def token_objective(config: GrpoConfig) -> Callable:
@@ -153,6 +165,7 @@ class HeadCall:
     temperature: float  # of the sampler
     implementation: Literal["fused", "materialised"]  # without logits, or by autodiff
     frozen_head: bool = False  # whether the vocabulary matrix is a constant
+    max_ids: int | None = None  # of a token's support; None without supports
     gradient_samples: int | None = None  # of `jaxmem.token_loss`, where "fused"
     key: jax.Array | None = None  # with `gradient_samples`
 
@@ -183,7 +196,7 @@ def policy_loss(
     per_token = [micro_batch.old_logprob, micro_batch.advantages, micro_batch.weights]
     reference = micro_batch.ref_logprob
     per_token += [] if reference is None else [reference]
-    if call.implementation == "fused":
+    if call.implementation == "fused" and micro_batch.supports is None:
         return head.token_loss(
             objective,
             hidden,
@@ -195,15 +208,53 @@ def policy_loss(
             gradient_samples=call.gradient_samples,
             key=call.key,
         )
-    stats = jaxmem.token_stats_from_logits(
-        head(hidden), labels, None, temperature=call.temperature
-    )
+    stats = _stats(head, hidden, labels, call)
+    if micro_batch.supports is not None:
+        if not config.entropy_coefficient:  # they are metrics only: no backward pass
+            stats = jax.lax.stop_gradient(stats)
+        within = within_supports(head, hidden, labels, micro_batch.supports, call)
+        stats = stats._replace(logprob=within)
     live = labels >= 0
     # Before the loss, not after it: 0 · NaN would be NaN in the gradient.
     per_token = [jnp.where(live, x, 0) for x in per_token]
     terms, metrics = objective(stats, *per_token)
     metrics = {k: jnp.where(live, v, 0) for k, v in metrics.items()}
     return jnp.sum(jnp.where(live, terms, 0)) / jnp.maximum(normalizer, 1), metrics
+
+
+def within_supports(
+    head: LMHead,
+    hidden: jax.Array,
+    labels: jax.Array,
+    supports: Supports,
+    call: HeadCall,
+) -> jax.Array:
+    """Log-probabilities [B, T] of labels among the ids that they were drawn from.
+
+    Args:
+        head: of the policy.
+        hidden: final hidden states [B, T, hidden].
+        labels: [B, T]; -1 marks padding.
+        supports: of the tokens in row-major order.
+        call: options of the head.
+    """
+    return head.support_logprobs(
+        hidden,
+        labels,
+        supports.ids,
+        temperature=call.temperature,
+        offsets=supports.offsets,
+        max_ids=call.max_ids,
+    )
+
+
+def _stats(head: LMHead, hidden, labels, call: HeadCall) -> jaxmem.TokenStats:
+    """Statistics over the whole vocabulary."""
+    if call.implementation == "fused":
+        return head.token_stats(hidden, labels, None, call.temperature)
+    return jaxmem.token_stats_from_logits(
+        head(hidden), labels, None, temperature=call.temperature
+    )
 
 
 class Average(NamedTuple):

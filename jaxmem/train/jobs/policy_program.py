@@ -6,6 +6,8 @@ Micro-batches have as many shapes as there are widths of rows; nothing else vari
 """
 
 import dataclasses
+import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -18,9 +20,15 @@ import jaxmem
 from jaxmem.data.documents import Batch
 from jaxmem.models.decoder import HeadConfig
 from jaxmem.models.partitioning import as_stored
+from jaxmem.packing import Supports
 from jaxmem.train.jobs.accumulated import Sums
 from jaxmem.train.jobs.config import GrpoJobConfig
-from jaxmem.train.jobs.policy import HeadCall, PolicyBatch, policy_loss
+from jaxmem.train.jobs.policy import (
+    HeadCall,
+    PolicyBatch,
+    policy_loss,
+    within_supports,
+)
 from jaxmem.train.jobs.questions import ends_of
 from jaxmem.train.jobs.sampling_program import Rollouts, SamplingProgram
 from jaxmem.train.optimizer import learning_rate_schedule
@@ -33,12 +41,15 @@ class Compiled(NamedTuple):
     """Every program of a run; by shape of a micro-batch where there are several."""
 
     sample: jax.stages.Compiled  # (params, frozen, prompts, lengths, step) -> Samples
-    logprobs: dict[Shape, jax.stages.Compiled]  # (params, frozen, Batch, support)
+    # (params, frozen, Batch, support) -> log-probabilities under the distributions that
+    # were sampled from, and those over the vocabulary
+    logprobs: dict[Shape, jax.stages.Compiled]
+    reference: dict[Shape, jax.stages.Compiled]  # likewise, without the second result
     zeros: jax.stages.Compiled  # () -> Sums
-    gradients: dict[Shape, jax.stages.Compiled]  # (params, frozen, Sums, PolicyBatch,
-    #                                               normalizer[, numbers]) -> Sums
-    update: jax.stages.Compiled | StreamedUpdate  # (TrainState, gradients) ->
-    #                                               TrainState, norm
+    # (params, frozen, Sums, PolicyBatch, normalizer[, numbers]) -> Sums
+    gradients: dict[Shape, jax.stages.Compiled]
+    # (TrainState, gradients) -> TrainState, norm
+    update: jax.stages.Compiled | StreamedUpdate
 
 
 class PolicyProgram(SamplingProgram):
@@ -71,15 +82,29 @@ class PolicyProgram(SamplingProgram):
         """Of the micro-batches with a budget, one by width of row."""
         return [(max_tokens // width, width) for width in self.config.row_lengths]
 
+    @functools.cached_property
+    def backend(self) -> str:
+        """What computes the loss of micro-batches; see `backend_of`."""
+
+        def trace():
+            for shape in self.shapes(self.config.grpo.max_tokens_train):
+                self.trace_head(shape, self.config.head)
+
+        return self.backend_of(trace)
+
     def compile(self) -> Compiled:
         """Compile everything from shapes alone."""
         config, head = self.config.grpo, self.config.head
+        forward = self.shapes(config.max_tokens_forward)
+        logprobs = {s: self.trace_logprobs(s).lower().compile() for s in forward}
+        reference = logprobs
+        if config.kl_coefficient and self.config.sampling.truncates:
+            traced = {s: self.trace_logprobs(s, whole=False) for s in forward}
+            reference = {s: x.lower().compile() for s, x in traced.items()}
         return Compiled(
             sample=self.trace_sample().lower().compile(),
-            logprobs={
-                shape: self.trace_logprobs(shape).lower().compile()
-                for shape in self.shapes(config.max_tokens_forward)
-            },
+            logprobs=logprobs,
+            reference=reference,
             zeros=self.compile_zeros(),
             gradients={
                 shape: self.compile_gradients(shape, head)
@@ -88,34 +113,55 @@ class PolicyProgram(SamplingProgram):
             update=self.compile_update(),
         )
 
-    def trace_logprobs(self, shape: Shape) -> jax.stages.Traced:
-        """Trace a micro-batch's log-probabilities: the policy's, and in the support."""
-        temperature = self.config.sampling.temperature
+    def trace_logprobs(self, shape: Shape, whole: bool = True) -> jax.stages.Traced:
+        """Trace a micro-batch's log-probabilities.
 
-        def run(params, frozen, batch, support_ids):
+        Args:
+            shape: of the micro-batch.
+            whole: whether those over the vocabulary are wanted too.
+
+        Returns:
+            A program of two results: log-probabilities under the distributions that the
+            tokens were drawn from; and over the vocabulary, None if that is the same or
+            if they are not wanted.
+        """
+        call = self._head_call(self.config.head)
+
+        def run(params, frozen, batch, supports):
             model = self.model(params, frozen)
             hidden = model(batch.tokens, batch.segment_ids, batch.positions)
-            if self.config.head.implementation == "fused":
-                logprobs = model.head.logprobs(hidden, batch.labels, None, temperature)
-            else:
-                logprobs = jaxmem.logprobs_from_logits(
-                    model.head(hidden), batch.labels, None, temperature=temperature
-                )
-            if support_ids is None:
-                return logprobs, None
-            return logprobs, model.head.support_logprobs(
-                hidden, batch.labels, support_ids, None, temperature
-            )
+            given = model.head, hidden, batch.labels
+            if supports is None:
+                return self._over_vocabulary(*given), None
+            drawn_from = within_supports(*given, supports, call)
+            return drawn_from, self._over_vocabulary(*given) if whole else None
 
-        size = self.config.sampling.support_size
-        support_ids = None
-        if size is not None:
-            support_ids = self.layout.of_hidden(_ints((*shape, size)))
         weights = self.state_shapes.params, self.frozen_shapes
-        batch = self.layout.of_tokens(_batch(shape))
         with self.layout.context():
             jitted = self.layout.jit(run, self.layout.whole(_ints(())))
-            return jitted.trace(*weights, batch, support_ids)
+            return jitted.trace(*weights, *self.forward(shape))
+
+    def _over_vocabulary(self, head, hidden, labels) -> jax.Array:
+        temperature = self.config.sampling.temperature
+        if self.config.head.implementation == "fused":
+            return head.logprobs(hidden, labels, None, temperature)
+        return jaxmem.logprobs_from_logits(
+            head(hidden), labels, None, temperature=temperature
+        )
+
+    def forward(self, shape: Shape) -> tuple[Batch, Any]:
+        """Shapes of what a forward pass reads: a micro-batch and its supports."""
+        return self.layout.of_tokens(_batch(shape)), self._supports(shape)
+
+    def _supports(self, shape: Shape) -> Any:
+        """Of the ids that tokens were drawn from; None without truncation."""
+        size = self.config.sampling.support_size
+        if size is None:
+            return None
+        tokens = math.prod(shape)
+        ids: Any = _ints((tokens * size,))
+        offsets: Any = _ints((tokens + 1,))
+        return self.layout.whole(Supports(ids, offsets))
 
     def gradients(self, head: HeadConfig):
         """The function that adds a micro-batch to a minibatch's sums.
@@ -173,10 +219,13 @@ class PolicyProgram(SamplingProgram):
             lambda: self.trace_gradients(shape, self.config.head), console, held
         )
 
+    def _head_call(self, head: HeadConfig) -> HeadCall:
+        sampling, frozen = self.config.sampling, self.head_is_frozen
+        way, max_ids = head.implementation, sampling.support_size
+        return HeadCall(sampling.temperature, way, frozen, max_ids)
+
     def _loss(self, head: HeadConfig, module, hidden, rows, normalizer, numbers=None):
-        call = HeadCall(
-            self.config.sampling.temperature, head.implementation, self.head_is_frozen
-        )
+        call = self._head_call(head)
         if numbers is not None:
             key = head_key(self.config.run.seed, *numbers)
             samples = head.gradient_samples
@@ -215,7 +264,8 @@ class PolicyProgram(SamplingProgram):
         floats: Any = jax.ShapeDtypeStruct(shape, jnp.float32)
         reference = floats if self.config.grpo.kl_coefficient else None
         shapes = PolicyBatch(_batch(shape), floats, floats, floats, reference)
-        return self.layout.of_tokens(shapes)
+        rows = self.layout.of_tokens(shapes)
+        return rows._replace(supports=self._supports(shape))
 
 
 def _ints(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:

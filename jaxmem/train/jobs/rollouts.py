@@ -7,7 +7,9 @@ stand where the token is predicted.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -84,6 +86,55 @@ class Completions:
             yield Batch(
                 tokens[i], labels[i], packed_rows.segment_ids, packed_rows.positions
             )
+
+
+class Supports(NamedTuple):
+    """The ids that each sampled token was drawn from, as compressed sparse rows.
+
+    Attributes:
+      csr: of all tokens of a rollout.
+      numbers: [N, R] which of them are those of each sampled token.
+      limit: most ids that a token can have.
+    """
+
+    csr: packing.Supports
+    numbers: np.ndarray
+    limit: int
+
+    @classmethod
+    def of(cls, padded: np.ndarray) -> "Supports":
+        """Take them out of [N, R, K], where negative ids are absent."""
+        *shape, limit = padded.shape
+        numbers = np.arange(math.prod(shape), dtype=np.int32).reshape(shape)
+        return cls(packing.support_to_csr(padded), numbers, limit)
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """How many ids [N, R] each sampled token has; 0 after the end."""
+        return np.diff(self.csr.offsets)[self.numbers]
+
+    def select(self, indices: np.ndarray) -> "Supports":
+        """Those of the sequences of these indices."""
+        return self._replace(numbers=self.numbers[indices])
+
+    def micro_batches(
+        self, completions: Completions, packed: Packing, kept: np.ndarray | None = None
+    ) -> Iterator[packing.Supports]:
+        """Of each micro-batch in turn, with room for `limit` ids a token.
+
+        Args:
+          completions: of the same sequences.
+          packed: their packing.
+          kept: [N, R] the tokens whose supports are needed; None: all.
+
+        Yields:
+          Supports of the tokens in row-major order.
+        """
+        numbers = self.numbers
+        if kept is not None:
+            numbers = np.where(kept, numbers, -1)
+        for placed in packed.place(completions.spread(numbers, -1), -1):
+            yield packing.take_supports(*self.csr, placed, placed.size * self.limit)
 
 
 # Where all answers are of one length, every step packs the same lengths.

@@ -28,7 +28,8 @@ from jaxmem.models.decoder import Decoder, HeadConfig, ModelConfig
 from jaxmem.models.sampling import SamplingConfig
 from jaxmem.train.config import GrpoJobConfig, load
 from jaxmem.train.history import read_history
-from jaxmem.train.jobs import grpo
+from jaxmem.train.jobs import grpo, policy_report
+from jaxmem.train.jobs.minibatches import Minibatch
 from jaxmem.train.jobs.policy import (
     GrpoConfig,
     HeadCall,
@@ -273,7 +274,7 @@ def test_what_masked_tokens_hold_does_not_matter(implementation):
     made = random_micro_batch()
     masked = made.batch.labels < 0
     poisoned = PolicyBatch(
-        made.batch, *(np.where(masked, np.nan, x).astype("f4") for x in made[1:])
+        made.batch, *(np.where(masked, np.nan, x).astype("f4") for x in made[1:5])
     )
     jax.tree.map(
         np.testing.assert_array_equal,
@@ -345,7 +346,8 @@ def test_gradients_do_not_depend_on_how_sequences_are_packed():
     job = grpo._Job(program, compiled)
     state = job.initial_state()
     made = job._roll_out(1, state.params)
-    old, _ = job._logprobs(state.params, made)
+    old = job._logprobs(compiled.logprobs, state.params, made).drawn_from
+    learned = Minibatch(made.completions, made.advantages, old, old - 1, None)
     wide = PolicyProgram(
         changed(config, grpo=dict(max_tokens_train=128, row_lengths=(32,)))
     )
@@ -353,9 +355,8 @@ def test_gradients_do_not_depend_on_how_sequences_are_packed():
     found = []
     for other in (job, grpo._Job(wide, compiled._replace(gradients=widened))):
         sums, count = compiled.zeros(), 0
-        batches = other._micro_batches(made.completions, made.advantages, old, old - 1)
-        for shape, batch, normalizer in batches:
-            sums = other._compiled.gradients[shape](
+        for batch, normalizer in learned.micro_batches(other._config):
+            sums = other._compiled.gradients[batch.batch.tokens.shape](
                 state.params, {}, sums, batch, normalizer
             )
             count += 1
@@ -625,7 +626,7 @@ def test_a_few_completions_are_shown_however_many_there_are(rows, shown):
         graded=SimpleNamespace(right=np.ones(rows, bool)),
     )  # fmt: skip
     task = SimpleNamespace(shown=lambda asked, completions, i: (str(i), "a"))
-    assert len(list(grpo._examples(task, made))) == shown
+    assert len(list(policy_report.examples(task, made))) == shown
 
 
 def test_a_finished_run_resumes_with_nothing_left_to_do(finished):

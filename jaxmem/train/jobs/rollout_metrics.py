@@ -1,0 +1,149 @@
+"""A rollout, and the line of metrics.jsonl that its step leaves."""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+import jaxmem
+from jaxmem.models.sampling import Samples
+from jaxmem.train.jobs.config import GrpoJobConfig
+from jaxmem.train.jobs.questions import Asked, Graded
+from jaxmem.train.jobs.rollouts import Completions, Supports
+
+
+class Rollout(NamedTuple):
+    """Completions and what they are worth; numpy arrays of N samples."""
+
+    asked: Asked
+    completions: Completions
+    samples: Samples  # without support_ids
+    supports: Supports | None  # what the tokens were drawn from; None: the vocabulary
+    graded: Graded
+    advantages: np.ndarray  # [N]
+
+
+class Clock:
+    """Seconds of phases that follow one another."""
+
+    def __init__(self):
+        self.seconds: dict[str, float] = {}
+        self._start = self._last = time.perf_counter()
+
+    def lap(self, phase: str) -> None:
+        """End the phase of that name, which began where the last one ended."""
+        now = time.perf_counter()
+        self.seconds[f"{phase}_seconds"] = now - self._last
+        self._last = now
+        self.seconds["seconds"] = now - self._start
+
+
+class Logprobs(NamedTuple):
+    """The trainer's log-probabilities [N, R] of sampled tokens."""
+
+    drawn_from: np.ndarray  # under the distributions that the tokens were drawn from
+    whole: np.ndarray | None  # over the vocabulary; None where that is the same
+
+
+_mismatch = jax.jit(jaxmem.mismatch_report)
+
+
+def agreement(old: Logprobs, samples: Samples) -> dict[str, float | None]:
+    """How far the trainer's probabilities are from the sampler's.
+
+    Args:
+        old: of the trainer, with the weights that the tokens were sampled with.
+        samples: as the sampler returned them.
+
+    Returns:
+        Fields of `PolicyMetrics`.
+    """
+    report = jax.device_get(_mismatch(old.drawn_from, samples.logprobs, samples.mask))
+    unreplayed = None
+    if old.whole is not None:
+        unreplayed = _inside(old.whole, samples)
+    return {
+        **{f"mismatch_{k}": float(getattr(report, k)) for k in _MISMATCH},
+        "ratios_outside_1_25": float(report.outside_1_25),
+        "ratios_outside_2": float(report.outside_2),
+        "ratios_inside_1_1": _inside(old.drawn_from, samples),
+        "unreplayed_inside_1_1": unreplayed,
+    }
+
+
+_MISMATCH = "mean", "p50", "p95", "p99", "max"
+
+
+def _inside(logprobs: np.ndarray, samples: Samples) -> float:
+    """Share of sampled tokens whose ratio to the sampler is in [0.9, 1.1]."""
+    mask = np.asarray(samples.mask)
+    ratios = np.exp((logprobs - np.asarray(samples.logprobs))[mask])
+    return float(np.mean((ratios >= 0.9) & (ratios <= 1.1)))
+
+
+def of_supports(
+    supports: Supports | None, config: GrpoJobConfig, vocab_size: int
+) -> dict[str, float | None]:
+    """Sizes of the supports of sampled tokens, as fields of `PolicyMetrics`.
+
+    Args:
+        supports: of the tokens; None without truncation.
+        config: of the job.
+        vocab_size: of the model.
+    """
+    if supports is None:
+        return {}
+    sizes = supports.sizes[supports.sizes > 0]
+    full = None
+    # The limit cuts no support that top_k or the vocabulary bounds as well.
+    if config.sampling.top_k is None and supports.limit < vocab_size:
+        full = float(np.mean(sizes == supports.limit))
+    return {"support_mean": float(sizes.mean()), "support_full": full}
+
+
+class Update(NamedTuple):
+    """What an update of the policy told."""
+
+    loss: Any  # scalar
+    grad_norm: Any  # scalar, before clipping
+    metrics: Mapping[str, Any]  # summed over its tokens
+    tokens: int  # that were learned from
+
+
+def of_updates(updates: Sequence[Update]) -> dict[str, float | None]:
+    """Means over a step's updates and over their tokens, as fields of `PolicyMetrics`.
+
+    Args:
+        updates: of the step.
+    """
+    tokens = max(sum(update.tokens for update in updates), 1)
+    per_token = {
+        name: float(sum(update.metrics[name] for update in updates)) / tokens
+        for name in updates[0].metrics
+    }
+    return {
+        "loss": float(np.mean([update.loss for update in updates])),
+        "grad_norm": float(np.mean([update.grad_norm for update in updates])),
+        **({"kl": None} | per_token),
+    }
+
+
+def of_rollout(rollout: Rollout, config: GrpoJobConfig) -> dict[str, Any]:
+    """Rewards and lengths, as fields of `PolicyMetrics`.
+
+    Args:
+        rollout: of the step.
+        config: of the job.
+    """
+    grpo, lengths = config.grpo, rollout.completions.lengths
+    groups = rollout.graded.rewards.reshape(grpo.prompts, grpo.group_size)
+    return {
+        "reward": float(rollout.graded.rewards.mean()),
+        "accuracy": float(rollout.graded.right.mean()),
+        "degenerate": float((groups == groups[:, :1]).all(axis=1).mean()),
+        "response_length": float(lengths.mean()),
+        "tokens": int(rollout.asked.lengths.sum() + lengths.sum()),
+        "rewards": rollout.graded.parts,
+    }

@@ -1,0 +1,420 @@
+"""Ratios under truncated sampling, tokens chosen at random, and the head's backend."""
+
+import dataclasses
+import functools
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxmem import packing
+from jaxmem.data.documents import Batch
+from jaxmem.models.decoder import Decoder
+from jaxmem.models.sampling import Samples, truncate
+from jaxmem.train.config import load
+from jaxmem.train.jobs import grpo, rollout_metrics
+from jaxmem.train.jobs.minibatches import Minibatch, kept_tokens
+from jaxmem.train.jobs.policy import GrpoConfig, HeadCall, PolicyBatch, policy_loss
+from jaxmem.train.jobs.policy_program import PolicyProgram
+from jaxmem.train.jobs.rollout_metrics import Logprobs
+from jaxmem.train.jobs.rollouts import Supports
+from tests.train.jobs.test_grpo import CONFIGS, SMALL, changed, completions, train
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+# The nucleus of an untrained policy has most of the fourteen ids.
+NUCLEUS = changed(SMALL, sampling=dict(top_p=0.8, support=14))
+V = 14
+
+
+# ------------------------------------------------------------------ supports
+
+
+def test_supports_of_packed_tokens():
+    """Each micro-batch's, for the tokens that are learned from."""
+    rng = np.random.default_rng(0)
+    made, _ = completions(rows=6)
+    dense = rng.integers(0, 99, (6, 3, 4)).astype(np.int32)
+    dense[np.arange(4) >= rng.integers(1, 5, (6, 3, 1))] = -1
+    dense[np.arange(3) >= made.lengths[:, None]] = -1
+    supports = Supports.of(dense)
+    np.testing.assert_array_equal(supports.sizes, (dense >= 0).sum(-1))
+    chosen, kept = np.array([4, 1, 3]), rng.random((3, 3)) < 0.6
+    part = made.select(chosen)
+    packed = part.pack(16, (8, 16), 0.0)
+    rows = list(supports.select(chosen).micro_batches(part, packed, kept))
+    for found, micro_batch in zip(rows, packed.micro_batches, strict=True):
+        assert found.ids.shape == (4 * micro_batch.sequence.size,)
+    found = [
+        packing.csr_to_support(*found, 4).reshape(*micro_batch.sequence.shape, 4)
+        for found, micro_batch in zip(rows, packed.micro_batches, strict=True)
+    ]
+    want = np.where(kept[..., None], dense[chosen], -1)
+    for ids, first, length, wanted in zip(
+        packed.unpack(found), part.first, part.lengths, want, strict=True
+    ):
+        np.testing.assert_array_equal(ids[first : first + length], wanted[:length])
+        assert (ids[:first] == -1).all()
+
+
+# ------------------------------------------------------------ loss within them
+
+
+@functools.cache
+def truncated_micro_batch(shape=(3, 8)):
+    """Tokens with supports of one id to all, and old numbers that clip some ratios."""
+    rng = np.random.default_rng(5)
+    labels = rng.integers(0, V, shape).astype(np.int32)
+    drawn = np.argsort(rng.random((*shape, V)))  # ids in some order
+    support = np.where(np.arange(V) < rng.integers(1, V + 1, (*shape, 1)), drawn, -1)
+    support[..., 0] = np.where((support == labels[..., None]).any(-1),
+                               support[..., 0], labels)  # fmt: skip
+    labels[rng.random(shape) < 0.4] = -1
+    ones, places = (
+        np.ones(shape, np.int32),
+        np.tile(np.arange(8, dtype=np.int32), (3, 1)),
+    )
+    floats = rng.normal(size=(4, *shape)).astype("f4")
+    return PolicyBatch(
+        Batch(labels, labels, ones, places),
+        *(-1 + 0.5 * floats[0], floats[1], abs(floats[2]), -1 + 0.5 * floats[3]),
+        packing.support_to_csr(support),
+    )
+
+
+def dense_loss(config, z, made, normalizer):
+    """The loss with an explicit mask over all logits; differentiable, materialised."""
+    labels = made.batch.labels
+    ids = packing.csr_to_support(*made.supports).reshape(*labels.shape, -1)
+    within = (ids[..., None] == np.arange(V)).any(-2)
+    log_p = jax.nn.log_softmax(jnp.where(within, z, -jnp.inf))
+    whole = jax.nn.log_softmax(z)
+    lp = jnp.take_along_axis(log_p, np.maximum(labels, 0)[..., None], -1)[..., 0]
+    live = labels >= 0
+    lp = jnp.where(live, lp, made.old_logprob)
+    (low, high), A = config.clips, made.advantages
+    ratio = jnp.exp(lp - made.old_logprob)
+    loss = -jnp.minimum(ratio * A, jnp.clip(ratio, 1 - low, 1 + high) * A)
+    delta = made.ref_logprob - lp
+    loss += config.kl_coefficient * (jnp.exp(delta) - delta - 1)
+    entropy = -jnp.sum(jnp.exp(whole) * whole, -1)
+    loss -= config.entropy_coefficient * entropy
+    return jnp.sum(jnp.where(live, made.weights * loss, 0)) / normalizer
+
+
+@pytest.mark.parametrize("implementation", ["fused", "materialised"])
+@pytest.mark.parametrize("entropy", [0.0, 0.05])
+def test_ratios_are_those_within_the_support(entropy, implementation):
+    config = GrpoConfig(kl_coefficient=0.1, entropy_coefficient=entropy)
+    made, call = truncated_micro_batch(), HeadCall(0.7, implementation, max_ids=V)
+    sizes = dataclasses.replace(SMALL.model, vocab_size=V)
+    head = Decoder(sizes, SMALL.head, rngs=nnx.Rngs(0)).head
+    hidden = jax.random.normal(jax.random.key(1), (3, 8, sizes.hidden))
+    definition, weights = nnx.split(head)
+
+    def ours(weights, hidden):
+        module = nnx.merge(definition, weights)
+        return policy_loss(module, hidden, made, jnp.float32(7), config, call)
+
+    def wanted(weights, hidden):
+        z = nnx.merge(definition, weights)(hidden) / 0.7
+        return dense_loss(config, z, made, 7)
+
+    (value, told), slopes = jax.jit(jax.value_and_grad(ours, (0, 1), has_aux=True))(
+        weights, hidden
+    )
+    want, expected = jax.jit(jax.value_and_grad(wanted, (0, 1)))(weights, hidden)
+    np.testing.assert_allclose(value, want, rtol=2e-6)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), slopes, expected
+    )
+    assert 0 < told["clip_fraction"].sum() < (made.batch.labels >= 0).sum()
+    z = head(hidden) / 0.7
+    entropy = -jnp.sum(jax.nn.softmax(z) * jax.nn.log_softmax(z), -1)
+    live = made.batch.labels >= 0
+    np.testing.assert_allclose(told["entropy"], np.where(live, entropy, 0), rtol=1e-5)
+
+
+# ------------------------------------------------------------------- a rollout
+
+
+@functools.cache
+def job_of(**sampling):
+    config = changed(
+        SMALL, grpo=dict(kl_coefficient=0.1, minibatches=1), sampling=sampling
+    )
+    program = PolicyProgram(config)
+    return grpo._Job(program, program.compile())
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        dict(top_p=0.8, support=14),
+        dict(top_k=9, top_p=0.9, min_p=0.1, temperature=0.7),
+    ],
+    ids=str,
+)
+def test_the_first_ratios_are_one_within_the_support_and_only_there(sampling):
+    """Of the trainer's probabilities to the sampler's, in every pass."""
+    job = job_of(**sampling)
+    state, compiled = job.initial_state(), job._compiled
+    made = job._roll_out(1, state.params)
+    live, drawn = np.asarray(made.samples.mask), np.asarray(made.samples.logprobs)
+    old = job._logprobs(compiled.logprobs, state.params, made)
+    reference = job._logprobs(compiled.reference, state.params, made)
+    assert old.whole is not None and reference.whole is None
+    for found in (old.drawn_from, reference.drawn_from):
+        np.testing.assert_allclose(found[live], drawn[live], atol=2e-6)
+    assert np.mean((old.whole - drawn)[live] < np.log(0.9)) > 0.5
+    # An update whose old numbers are the sampler's: nothing is clipped, and the loss is
+    # the mean of -A, each token's ratio being 1; the reference is at no distance.
+    learned = Minibatch(made.completions, made.advantages, drawn, drawn, made.supports)
+    sums = compiled.zeros()
+    for rows, normalizer in learned.micro_batches(job._config):
+        sums = compiled.gradients[rows.batch.tokens.shape](
+            state.params, job.frozen, sums, rows, normalizer
+        )
+    assert sums.metrics["clip_fraction"] == 0
+    assert 0 <= sums.metrics["kl"] < 1e-9
+    assert float(sums.loss) == pytest.approx(-made.advantages.mean(), abs=1e-5)
+    told = rollout_metrics.agreement(old, made.samples)
+    assert told["ratios_inside_1_1"] == 1 and told["unreplayed_inside_1_1"] < 0.5
+    assert told["ratios_outside_1_25"] == told["ratios_outside_2"] == 0
+
+
+def test_supports_are_those_that_the_sampler_drew_from():
+    """The sampler's own truncation of the trainer's logits, token by token."""
+    job = job_of(top_p=0.8, support=14)
+    state, config = job.initial_state(), job._config
+    made = job._roll_out(1, state.params)
+    model = job._program.model(state.params, job.frozen)
+    tokens, completions = made.completions.tokens, made.completions
+    for i in range(0, len(tokens), 5):
+        ids = tokens[i][None]
+        positions = np.arange(ids.shape[1])[None]
+        z = model.head(model(ids, np.ones_like(ids), positions))[0]
+        first, length = completions.first[i], completions.lengths[i]
+        want = truncate(z[first : first + length], config.sampling)[1]
+        found = packing.csr_to_support(*made.supports.csr, V)
+        found = found[made.supports.numbers[i, :length]]
+        np.testing.assert_array_equal(np.sort(found), np.sort(want))
+        labels = completions.sampled[i, :length, None]
+        assert (found == labels).any(-1).all()
+
+
+def test_a_limit_that_cuts_supports_is_told():
+    config = changed(SMALL, sampling=dict(top_p=0.99, support=3))
+    tight = Supports.of(np.array([[[1, 2, 3], [4, -1, -1]], [[5, 6, 7], [-1, -1, -1]]]))
+    told = rollout_metrics.of_supports(tight, config, V)
+    assert told == {"support_mean": 7 / 3, "support_full": 2 / 3}
+    told = rollout_metrics.of_supports(
+        tight, changed(config, sampling=dict(top_k=3)), V
+    )
+    assert told["support_full"] is None  # there is nothing to cut
+    assert rollout_metrics.of_supports(tight, config, 3)["support_full"] is None
+    assert rollout_metrics.of_supports(None, config, V) == {}
+
+
+def test_a_run_says_once_that_its_limit_cuts(capsys):
+    job = job_of(top_p=0.9, support=3)
+    state = job.initial_state()
+    for number in (1, 2):
+        state, told = job.step(number, state)
+        assert told.support_full > 0.9
+    said = capsys.readouterr().out
+    assert (
+        said.count("of the tokens have supports of sampling.support=3 ids; larger") == 1
+    )
+
+
+# ---------------------------------------------------------------------- runs
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    config = changed(
+        NUCLEUS,
+        grpo=dict(kl_coefficient=0.05, epochs=2, token_fraction=0.5),
+        run=dict(steps=4, checkpoint_every=1),
+    )
+    out_dir = tmp_path_factory.mktemp("nucleus") / "run"
+    return config, *train(config, out_dir)
+
+
+def test_metrics_before_and_after_the_replay(finished):
+    _, result, _ = finished
+    for step in result.history:
+        assert step.mismatch_max < 1e-5 and step.ratios_inside_1_1 == 1
+        assert step.unreplayed_inside_1_1 < 0.5
+        assert step.mismatch_p50 <= step.mismatch_p95 <= step.mismatch_p99
+        assert step.ratios_outside_1_25 == step.ratios_outside_2 == 0
+        assert 1 < step.support_mean < V and step.support_full is None
+        assert step.backend == "xla"
+        assert np.log(V) / 2 < step.entropy <= np.log(V)  # a mean over half the tokens
+    line = json.loads((result.out_dir / "metrics.jsonl").read_text().splitlines()[0])
+    assert line["backend"] == "xla" and line["unreplayed_inside_1_1"] < 0.5
+
+
+def test_without_truncation_there_is_nothing_to_replay():
+    logprobs, mask = np.zeros((2, 3), np.float32), np.ones((2, 3), bool)
+    samples = Samples(mask, mask, logprobs, None, mask)
+    off = logprobs + np.log(np.float32([[1.05, 1.3, 2.1], [0.95, 0.7, 0.4]]))
+    told = rollout_metrics.agreement(Logprobs(off, None), samples)
+    assert told["unreplayed_inside_1_1"] is None
+    assert told["ratios_inside_1_1"] == pytest.approx(2 / 6)
+    assert told["ratios_outside_1_25"] == pytest.approx(4 / 6)
+    assert told["ratios_outside_2"] == pytest.approx(2 / 6)
+
+
+def test_killed_and_resumed_a_replayed_run_is_bitwise_the_same(finished, tmp_path):
+    config, wanted, _ = finished
+
+    class Killed(Exception):
+        pass
+
+    step = grpo._Job.step
+
+    def killed(self, number, state):
+        if number == 3:
+            raise Killed
+        return step(self, number, state)
+
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(Killed):
+        patched.setattr(grpo._Job, "step", killed)
+        train(config, tmp_path / "run")
+    result, said = train(config, tmp_path / "run")
+    assert "after step 2" in said
+    untimed = [
+        [{k: v for k, v in s._asdict().items() if "second" not in k} for s in history]
+        for history in (result.history, wanted.history)
+    ]
+    assert untimed[0] == untimed[1]
+
+
+# ---------------------------------------------------- tokens chosen at random
+
+
+def test_the_same_tokens_are_kept_for_a_seed_and_a_step():
+    config = changed(SMALL, grpo=dict(token_fraction=0.5))
+    lengths = np.array([3, 1, 2] * 400)
+    kept = kept_tokens(config, 1, 0, lengths)
+    assert kept.shape == (1200, 3) and not kept[np.arange(3) >= lengths[:, None]].any()
+    assert kept.sum() / lengths.sum() == pytest.approx(0.5, abs=0.05)
+    np.testing.assert_array_equal(kept, kept_tokens(config, 1, 0, lengths))
+    for other in (
+        kept_tokens(config, 2, 0, lengths),
+        kept_tokens(config, 1, 1, lengths),
+        kept_tokens(changed(config, run=dict(seed=1)), 1, 0, lengths),
+    ):
+        assert (other != kept).mean() > 0.2
+    assert kept_tokens(SMALL, 1, 0, lengths) is None
+
+
+@pytest.mark.parametrize("sampling", [{}, dict(top_p=0.8, support=14)], ids=str)
+def test_the_expected_gradient_of_some_tokens_is_that_of_all(sampling):
+    """The mean over draws is as near as their spread says, and nearer than one draw."""
+    job = job_of(**sampling)
+    config = changed(job._config, grpo=dict(token_fraction=0.5))
+    state = job.initial_state()
+    made = job._roll_out(1, state.params)
+    old = job._logprobs(job._compiled.logprobs, state.params, made).drawn_from
+    learned = Minibatch(
+        made.completions, made.advantages, old, old - 0.3, made.supports
+    )
+
+    def gradient(kept, config):
+        sums = job._compiled.zeros()
+        for rows, normalizer in learned.micro_batches(config, kept):
+            shape = rows.batch.tokens.shape
+            sums = job._compiled.gradients[shape](
+                state.params, job.frozen, sums, rows, normalizer
+            )
+        leaves = jax.tree.leaves(jax.device_get(sums.gradients))
+        return np.concatenate([x.ravel() for x in leaves]).astype(np.float64)
+
+    exact = gradient(None, job._config)
+    lengths = made.completions.lengths
+    drawn = np.array(
+        [gradient(kept_tokens(config, step, 0, lengths), config) for step in range(200)]
+    )
+    spread = np.linalg.norm(drawn - exact, axis=1).mean()
+    error = np.linalg.norm(drawn.mean(0) - exact)
+    assert spread > 0.1 * np.linalg.norm(exact)
+    assert error < 1.5 * spread / np.sqrt(len(drawn))
+    everything = np.arange(3) < lengths[:, None]
+    np.testing.assert_array_equal(gradient(everything, job._config), exact)
+
+
+def test_masked_tokens_have_no_label_and_no_support():
+    job = job_of(top_p=0.8, support=14)
+    config = changed(job._config, grpo=dict(token_fraction=0.5))
+    made = job._roll_out(1, job.initial_state().params)
+    old = np.zeros(made.samples.tokens.shape, np.float32)
+    learned = Minibatch(made.completions, made.advantages, old, None, made.supports)
+    kept = kept_tokens(config, 1, 0, made.completions.lengths)
+    rows = [rows for rows, _ in learned.micro_batches(config, kept)]
+    live = np.concatenate([x.batch.labels.ravel() for x in rows]) >= 0
+    assert live.sum() == kept.sum() < made.completions.lengths.sum()
+    sizes = np.concatenate([np.diff(x.supports.offsets) for x in rows])
+    np.testing.assert_array_equal(sizes > 0, live)
+
+
+def test_means_are_over_the_tokens_that_were_learned_from():
+    updates = [
+        rollout_metrics.Update(1.0, 2.0, {"entropy": 6.0}, 3),
+        rollout_metrics.Update(2.0, 4.0, {"entropy": 4.0}, 1),
+        rollout_metrics.Update(0.0, 0.0, {"entropy": 0.0}, 0),
+    ]
+    told = rollout_metrics.of_updates(updates)
+    assert told == {"loss": 1.0, "grad_norm": 2.0, "kl": None, "entropy": 2.5}
+    told = rollout_metrics.of_updates(updates[2:])
+    assert told["entropy"] == 0
+
+
+# ------------------------------------------------------------------- backend
+
+
+def test_another_backend_than_the_checkpoint_s_is_refused(finished):
+    config, result, _ = finished
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(PolicyProgram, "backend", "hopper")
+        with pytest.raises(ValueError, match="^head.backend was 'xla' in run.out_dir="):
+            train(config, result.out_dir, steps=5)
+
+
+def test_a_backend_that_cannot_run_here_is_named(tmp_path):
+    config = changed(SMALL, head=dict(backend="hopper"))
+    message = "^head.backend='hopper': implementation='hopper' cannot run this call"
+    with pytest.raises(ValueError, match=message):
+        train(config, tmp_path / "run")
+
+
+# ----------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["grpo.token_fraction=0.0"], "grpo.token_fraction must be in (0, 1], got 0.0"),
+        (["grpo.token_fraction=1.5"], "grpo.token_fraction must be in (0, 1], got 1.5"),
+        (["grpo.token_fraction=nan"], "grpo.token_fraction must be"),
+        (["head.backend=cuda"], "head.backend must be 'xla' or 'hopper' or None, got "),
+        (
+            ["head.backend=xla", "head.implementation=materialised"],
+            "head.backend='xla' needs implementation='fused'",
+        ),
+        (
+            ["head.gradient_samples=4", "sampling.top_k=3"],
+            "head.gradient_samples=4 must stay None where sampling.top_k, top_p or ",
+        ),
+    ],
+)
+def test_a_mistake_says_where_and_what(overrides, expected):
+    with pytest.raises(ValueError, match=re.escape(expected)) as caught:
+        load(CONFIGS / "grpo_arithmetic.gin", overrides)
+    assert "\n" not in str(caught.value)
