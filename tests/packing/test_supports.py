@@ -103,7 +103,7 @@ ERRORS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("call,kind,message", ERRORS, ids=lambda x: str(x)[:40])
+@pytest.mark.parametrize("call,kind,message", ERRORS)
 def test_errors(call, kind, message):
     with pytest.raises(kind) as error:
         call()
