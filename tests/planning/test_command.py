@@ -70,11 +70,11 @@ def test_phases_of_a_policy_are_its_programs(fake):
     with devices.target("h200"):
         job = jobs.of_config(config)
         made = command.plan_of(config, "h200")
+        compiled = PolicyProgram(config).compile()
     said = str(made)
     first = said.splitlines()[0].split()
     assert first[4:] == ["rollout", "log-probs", "gradients", "update"]
     assert "reference weights" in said and "keys and values" in said
-    compiled = PolicyProgram(config).compile()
     programs = [
         compiled.sample, *compiled.logprobs.values(), *compiled.gradients.values(),
         compiled.update,
