@@ -89,6 +89,11 @@ PACKING = {
     "buckets": dict(max_tokens=8, count=2),
     "first_fit_decreasing": dict(lengths=[2, 3], capacity=8),
     "karmarkar_karp": dict(costs=[1.0, 2.0, 3.0], k=2),
+    "support_to_csr": dict(
+        support_ids=[[1, -1], [2, 3], [4, 5]], where=[True, True, False], capacity=9
+    ),
+    "csr_to_support": dict(ids=[1, 2, 3], offsets=[0, 1, 3], max_ids=2),
+    "take_supports": dict(ids=[1, 2, 3], offsets=[0, 1, 3], tokens=[1, 0], capacity=9),
     "place": dict(values=[[1, 2], [3, 4, 5]], fill=0),
     "unpack": dict(results=[np.zeros((1, 4)), np.zeros((1, 4))]),
 }
@@ -143,6 +148,7 @@ LOSSES = {
     "sequence_mean_weights": dict(segment_ids=IDS, num_sequences=2) | WHERE,
     "grpo_advantages": GROUPS | dict(normalize_std=True, epsilon=1e-6),
     "rloo_advantages": GROUPS,
+    "multi_token_labels": dict(labels=IDS, heads=2, segment_ids=IDS),
 }  # fmt: skip
 
 

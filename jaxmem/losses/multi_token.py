@@ -8,6 +8,8 @@ from jax.typing import ArrayLike
 from jaxmem.core import checks
 from jaxmem.core.explicit_axes import merged, spec_of, with_automatic_axes
 
+_MOST_HEADS = 2**16
+
 
 def _sharding(arguments) -> PartitionSpec:
     return merged(
@@ -37,8 +39,8 @@ def multi_token_labels(
 
     Raises:
         TypeError: labels or segment_ids are not integers.
-        ValueError: labels have no axis, shapes disagree, or heads is not a positive
-            Python integer.
+        ValueError: labels have no axis, shapes disagree, or heads is not a Python
+            integer from 1 to 65536.
 
     >>> import jax.numpy as jnp
     >>> from jaxmem import losses
@@ -54,6 +56,8 @@ def multi_token_labels(
     labels = _integers("labels", labels)
     if labels.ndim == 0:
         raise ValueError("labels must have an axis of positions, got a scalar")
+    if heads > _MOST_HEADS:  # each is a row of the result
+        raise ValueError(f"heads must be at most {_MOST_HEADS}, got {heads}")
     if segment_ids is not None:
         segment_ids = _integers("segment_ids", segment_ids)
         if segment_ids.shape != labels.shape:

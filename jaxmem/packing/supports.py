@@ -5,7 +5,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
+from jaxmem.core import messages
 from jaxmem.packing import checks
+
+_MOST = 2**28  # entries of a result, 1 GiB
 
 
 class Supports(NamedTuple):
@@ -92,6 +95,11 @@ def csr_to_support(
         max_ids = most
     else:
         checks.check_integer("max_ids", max_ids)
+    if max_ids * len(counts) > _MOST:
+        raise ValueError(
+            f"max_ids must be at most {_MOST // len(counts)} for {len(counts)} tokens, "
+            f"got {messages.short(max_ids)}"
+        )
     if most > max_ids:
         raise ValueError(
             f"max_ids must be at least the ids of every token, got {max_ids}, and "
@@ -149,9 +157,10 @@ def _supports(ids, counts, capacity):
     """Supports from the ids of all tokens and how many each has."""
     if capacity is None:
         capacity = len(ids)
-    elif not checks.is_integer(capacity) or capacity < 0:
+    elif not checks.is_integer(capacity) or not 0 <= capacity <= _MOST:
         raise ValueError(
-            f"capacity must be an integer that is not negative, got {capacity!r}"
+            f"capacity must be an integer from 0 to {_MOST}, got "
+            f"{messages.short(capacity)}"
         )
     if len(ids) > capacity:
         raise ValueError(

@@ -85,7 +85,7 @@ ERRORS = [
     (lambda: packing.support_to_csr(DENSE, capacity=5), ValueError,
      "capacity must be at least the number of ids, 6, got 5"),
     (lambda: packing.support_to_csr(DENSE, capacity=-1), ValueError,
-     "capacity must be an integer that is not negative, got -1"),
+     "capacity must be an integer from 0 to 268435456, got -1"),
     (lambda: packing.csr_to_support([IDS], OFFSETS), ValueError,
      "ids must have one axis, got shape (1, 6)"),
     (lambda: packing.csr_to_support(IDS, []), ValueError,
