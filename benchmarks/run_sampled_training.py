@@ -269,10 +269,10 @@ def stage(name, config, rows, asked, starts) -> Iterator[tuple[dict, list[dict],
     runs = [(v, seed) for seed in range(asked.seeds) for v in asked.variants]
     with concurrent.futures.ThreadPoolExecutor(asked.compilers) as pool:
         # XLA compiles beside each other, and while the first runs train.
-        made = {r: pool.submit(prepare, config, *r) for r in runs}
+        pending = {r: pool.submit(prepare, config, *r) for r in runs}
         evaluate = None
         for variant, seed in runs:
-            prepared = made.pop((variant, seed)).result()
+            prepared = pending.pop((variant, seed)).result()
             start, program = time.perf_counter(), prepared[0]
             evaluate = evaluate or Evaluation(program, rows)
             state = program.initial_state()
@@ -329,17 +329,17 @@ def sources(folder: pathlib.Path, asked) -> tuple[str, str]:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    made.add_argument("--cpu", action="store_true", help="the sizes for a CPU")
-    made.add_argument("--grpo", action="store_true", help="rewards by rollout instead")
-    made.add_argument("--seeds", type=int, default=3)
-    made.add_argument("--megabytes", type=float, default=70, help="of Python sources")
-    made.add_argument("--compilers", type=int, default=8, help="programs at a time")
-    made.add_argument("--variants", nargs="+", default=VARIANTS)
-    made.add_argument("--out", default="sampled_training.csv")
-    made.add_argument("--curve", default="sampled_training_curve.csv")
-    made.add_argument("overrides", nargs="*", metavar="section.field=value")
-    return made
+    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    options.add_argument("--cpu", action="store_true", help="the sizes for a CPU")
+    options.add_argument("--grpo", action="store_true", help="rewards instead")
+    options.add_argument("--seeds", type=int, default=3)
+    options.add_argument("--megabytes", type=float, default=70, help="of sources")
+    options.add_argument("--compilers", type=int, default=8, help="programs at a time")
+    options.add_argument("--variants", nargs="+", default=VARIANTS)
+    options.add_argument("--out", default="sampled_training.csv")
+    options.add_argument("--curve", default="sampled_training_curve.csv")
+    options.add_argument("overrides", nargs="*", metavar="section.field=value")
+    return options
 
 
 def main(arguments=None) -> None:

@@ -116,9 +116,9 @@ class _Job:
             sums = self._compiled.gradients[batch.tokens.shape](
                 state.params, self._frozen, sums, batch, target, tokens
             )
-        loss, told = sums.loss, sums.metrics
+        loss, observed = sums.loss, sums.metrics
         state, norm = self._compiled.update(state, sums.gradients)
-        loss, told, norm, tokens = jax.device_get((loss, told, norm, tokens))
+        loss, observed, norm, tokens = jax.device_get((loss, observed, norm, tokens))
         end, seen = time.perf_counter(), max(int(tokens), 1)
         return state, DistillMetrics(
             step=number,
@@ -133,7 +133,7 @@ class _Job:
             update_seconds=end - taught,
             seconds=end - start,
             peak_gib=metrics.peak_gib(),
-            **{name: float(told[name]) / seen for name in METRICS},
+            **{name: float(observed[name]) / seen for name in METRICS},
         )
 
     def _place(self, example: Example) -> Example:
@@ -161,15 +161,15 @@ class _Job:
 
     def _means(self, params: Any, examples: Iterable[Example]) -> dict[str, float]:
         """Means over the tokens of micro-batches, forward only."""
-        told = []
+        observed = []
         for example in map(self._place, examples):
             target = self._teacher.fetch(self._teacher.park(example))
             batch = example.batch
             sums = self._compiled.sums[batch.tokens.shape](
                 params, self._frozen, batch, target
             )
-            told.append(sums | {"tokens": self._count(batch)})
-        sums = jax.tree.map(lambda *x: float(np.sum(x, dtype=np.float64)), *told)
+            observed.append(sums | {"tokens": self._count(batch)})
+        sums = jax.tree.map(lambda *x: float(np.sum(x, dtype=np.float64)), *observed)
         return {name: sums[name] / max(sums["tokens"], 1) for name in METRICS}
 
 

@@ -174,9 +174,9 @@ class DistillProgram(SamplingProgram):
             def loss(params):
                 return self._loss(params, frozen, batch, target, normalizer)
 
-            (value, told), slopes = jax.value_and_grad(loss, has_aux=True)(params)
-            told = {name: jnp.sum(x) for name, x in told.items()}
-            return add_in_float32(sums, Sums(value, told, as_stored(slopes)))
+            (value, observed), slopes = jax.value_and_grad(loss, has_aux=True)(params)
+            observed = {name: jnp.sum(x) for name, x in observed.items()}
+            return add_in_float32(sums, Sums(value, observed, as_stored(slopes)))
 
         sums = self.sums()
         jitted = self.layout.jit(
@@ -228,8 +228,8 @@ class DistillProgram(SamplingProgram):
 
     def _trace_sums(self, shape: Shape) -> jax.stages.Traced:
         def run(params, frozen, batch: Batch, target):
-            told = self._loss(params, frozen, batch, target, jnp.ones(()))[1]
-            return {name: jnp.sum(x) for name, x in told.items()}
+            observed = self._loss(params, frozen, batch, target, jnp.ones(()))[1]
+            return {name: jnp.sum(x) for name, x in observed.items()}
 
         weights = self.state_shapes.params, self.frozen_shapes
         batch = self.layout.of_tokens(batch_shapes(shape))

@@ -158,15 +158,15 @@ def distill_loss(
     each = token_divergence(config, head, hidden, where, teacher)
     loss = jnp.sum(each) / jnp.maximum(normalizer, 1)
     if config.loss_weight:
-        ce, told = head.token_loss(
+        ce, observed = head.token_loss(
             _cross_entropy, hidden, labels, normalizer=normalizer,
             frozen_head=frozen_head,
         )  # fmt: skip
         loss += config.loss_weight * ce
     else:
         stats = jax.lax.stop_gradient(head.token_stats(hidden, labels))
-        told = {"ce": -stats.logprob, "entropy": stats.entropy}
-    return loss, {"divergence": jax.lax.stop_gradient(each), **told}
+        observed = {"ce": -stats.logprob, "entropy": stats.entropy}
+    return loss, {"divergence": jax.lax.stop_gradient(each), **observed}
 
 
 def _cross_entropy(stats):

@@ -232,9 +232,9 @@ class _Job:
         seconds: dict[str, float],
     ) -> PolicyMetrics:
         config, vocab_size = self._config, self._program.model_config.vocab_size
-        told = rollout_metrics.of_rollout(rollout, config)
+        observed = rollout_metrics.of_rollout(rollout, config)
         fields: dict[str, Any] = {
-            **told,
+            **observed,
             **rollout_metrics.agreement(old, rollout.samples),
             **rollout_metrics.of_supports(rollout.supports, config, vocab_size or 0),
             **rollout_metrics.of_updates(updates),
@@ -244,7 +244,7 @@ class _Job:
         return PolicyMetrics(
             step=number,
             learning_rate=float(np.asarray(self._program.learning_rate(number - 1))),
-            tokens_per_second=told["tokens"] / seconds["seconds"],
+            tokens_per_second=observed["tokens"] / seconds["seconds"],
             peak_gib=metrics.peak_gib(),
             gradient_samples=config.head.gradient_samples,
             backend=self._program.backend,

@@ -104,7 +104,7 @@ def of_supports(
 
 
 class Update(NamedTuple):
-    """What an update of the policy told."""
+    """What an update of the policy measured."""
 
     loss: Any  # scalar
     grad_norm: Any  # scalar, before clipping
