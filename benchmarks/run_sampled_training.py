@@ -22,7 +22,7 @@ second file, with the mean training loss of each fiftieth part of a run.
     python -m benchmarks.run_sampled_training --grpo --out sampled_grpo_cpu.csv
 
 writes the rewards of `grpo_arithmetic.gin` by rollout instead, exact, with K=4 and with
-K=8 of its 15 tokens, three seeds each.
+K=8 of its 14 tokens, three seeds each.
 """
 
 import argparse
