@@ -98,9 +98,6 @@ def paths_of(chunk, depths) -> dict[str, Path]:
     def topk_kl(h, W, ids, said):
         return jaxmem.topk_kl(h, W, ids, said, chunk).mean()
 
-    def of_two(verb):
-        return lambda *heads: getattr(jaxmem, verb)(*heads, chunk).mean()
-
     def topk(h, W, ids, said):
         return jaxmem.topk(h, W, ids.shape[1], chunk)
 
@@ -119,11 +116,35 @@ def paths_of(chunk, depths) -> dict[str, Path]:
     }
     for depth in depths:
         for verb in ("kl", "forward_kl", "jsd"):
-            name, unit = f"{verb} with gradients, teacher D={depth}", f"four {depth}"
-            made[name] = Path(with_gradients(of_two(verb)), unit, depth)
-            other = with_gradients(materialised_of_two(verb))
-            made[f"{name} materialised"] = Path(other, unit, depth)
+            made |= paths_of_two(verb, chunk, depth)
     return made
+
+
+def paths_of_two(verb, chunk, depth) -> dict[str, Path]:
+    """Paths to a divergence: per token, in a loss, sampled, materialised."""
+
+    def each(*heads, **sampled):
+        return getattr(jaxmem, verb)(*heads, chunk, **sampled).mean()
+
+    def one_pass(h, W, teacher, teacher_W):
+        labels = jnp.zeros(len(h), jnp.int32)
+        return jaxmem.divergence_loss(
+            lambda stats, divergence: divergence, h, W, labels, teacher, teacher_W,
+            divergence=verb, chunk=chunk,
+        )[0]  # fmt: skip
+
+    def sampled(*heads):
+        return each(*heads, gradient_samples=128, key=jax.random.key(1))
+
+    name = f"{verb} with gradients, teacher D={depth}"
+    losses = {
+        name: each, f"divergence_loss {name}": one_pass, f"{name}, K=128": sampled,
+        f"{name} materialised": materialised_of_two(verb),
+    }  # fmt: skip
+    return {
+        name: Path(with_gradients(loss), f"four {depth}", depth)
+        for name, loss in losses.items()
+    }
 
 
 def units_of(depths) -> dict[str, Path]:

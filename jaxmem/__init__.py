@@ -11,6 +11,7 @@ from jaxmem.core.report import report as report
 from jaxmem.core.stats import TokenStats as TokenStats
 from jaxmem.functional import (
     TopK as TopK,
+    divergence_loss as divergence_loss,
     entropy as entropy,
     forward_kl as forward_kl,
     jsd as jsd,

@@ -365,6 +365,10 @@ def calls_with_all_of_W():
     csr = packing.support_to_csr(support, where, capacity=2 * support.size)
     warm = np.linspace(0.5, 2, B * T, dtype=np.float32).reshape(B, T)
 
+    def of_two(stats, divergence, weight):
+        loss = weight * divergence - stats.logprob
+        return loss, {"divergence": divergence}
+
     def divergence(verb, **options):
         return lambda h, W, bias: verb(
             h, W, other, teacher, CHUNK, bias=bias, where=where, **options
@@ -379,6 +383,19 @@ def calls_with_all_of_W():
         ),
         "jsd": lambda parallel: divergence(
             parallel(functools.partial(jaxmem.jsd, beta=0.3))
+        ),
+        "divergence_loss": lambda parallel: functools.partial(
+            lambda verb, h, W, bias: verb(
+                h, W, y, other, teacher, warm, chunk=CHUNK, bias=bias
+            )[0],
+            parallel(functools.partial(jaxmem.divergence_loss, of_two)),
+        ),
+        "its metrics": lambda parallel: functools.partial(
+            lambda verb, h, W, bias: verb(
+                h, W, y, other, teacher, warm, chunk=CHUNK, bias=bias, where=where,
+                divergence="jsd", normalizer=jnp.float32(9),
+            )[1]["divergence"],
+            parallel(functools.partial(jaxmem.divergence_loss, of_two)),
         ),
         "selected_logprobs": lambda parallel: functools.partial(
             lambda verb, h, W, bias: verb(h, W, ids, CHUNK, bias=bias, where=where),

@@ -13,6 +13,9 @@ from jaxmem.functional.divergence import (
     jsd as jsd,
     kl as kl,
 )
+from jaxmem.functional.divergence_loss import (
+    divergence_loss as divergence_loss,
+)
 from jaxmem.functional.draws import sample_ids as sample_ids
 from jaxmem.functional.largest import TopK as TopK, topk as topk
 from jaxmem.functional.selected import selected_logprobs as selected_logprobs

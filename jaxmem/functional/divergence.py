@@ -15,11 +15,14 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import ArrayLike
 
+from jaxmem import devices
 from jaxmem.backends import choose
 from jaxmem.core import checks, partition
 from jaxmem.core.explicit_axes import sharded_like, with_automatic_axes
+from jaxmem.core.operands import Head, Rows
 from jaxmem.core.options import Chunk, HeadOptions, Implementation, Layout
 from jaxmem.core.spec import Spec
 from jaxmem.functional import arguments, rule
@@ -82,8 +85,8 @@ def kl(
             with probability min(1, K p_v), in `forward_kl` min(1, K (p_v + q_v) / 2).
             The backward pass recomputes no logits. None: the exact gradient.
         key: PRNG key of the samples, as in `logprobs`.
-        implementation: "xla", or None; with gradient_samples, "xla" keeps the kernels
-            of a Hopper GPU from summing the samples' gradients.
+        implementation: "xla", or None: on an NVIDIA GPU, kernels then sum over the
+            vocabulary, and with gradient_samples, on a Hopper GPU, over the samples.
 
     Returns:
         float32 [...] (float64 for float64 hidden), not negative, with a relative
@@ -119,7 +122,7 @@ def kl(
         vocab_size=vocab_size, layout=layout, gradient_samples=gradient_samples,
         key=key, implementation=implementation,
     )  # fmt: skip
-    reference = _Reference(
+    reference = Reference(
         reference_hidden, reference_W, reference_temperature, reference_softcap,
         reference_bias, reference_layout,
     )  # fmt: skip
@@ -169,7 +172,7 @@ def forward_kl(
         vocab_size=vocab_size, layout=layout, gradient_samples=gradient_samples,
         key=key, implementation=implementation,
     )  # fmt: skip
-    reference = _Reference(
+    reference = Reference(
         reference_hidden, reference_W, reference_temperature, reference_softcap,
         reference_bias, reference_layout,
     )  # fmt: skip
@@ -245,14 +248,14 @@ def jsd(
         vocab_size=vocab_size, layout=layout, gradient_samples=gradient_samples,
         key=key, implementation=implementation,
     )  # fmt: skip
-    reference = _Reference(
+    reference = Reference(
         reference_hidden, reference_W, reference_temperature, reference_softcap,
         reference_bias, reference_layout,
     )  # fmt: skip
     return _divergence("jsd", JSD(check_beta(beta)), hidden, W, reference, options)
 
 
-class _Reference(NamedTuple):
+class Reference(NamedTuple):
     """The arguments whose names begin with reference_."""
 
     hidden: Any
@@ -263,10 +266,38 @@ class _Reference(NamedTuple):
     layout: Layout | None
 
 
-def _divergence(verb, divergence, hidden, W, reference, options):
-    """The divergence per token, [...], of a head from a `_Reference`."""
+class TwoHeads(NamedTuple):
+    """A checked call of two heads; operands have all tokens in one axis."""
+
+    spec: Spec
+    reference_spec: Spec
+    policy: Head
+    reference: Head
+    rows: Rows
+    reference_rows: Rows
+    shape: tuple[int, ...]  # of the tokens
+
+
+def read_two_heads(
+    verb: str, hidden, W, reference: Reference, labels, options: HeadOptions
+) -> TwoHeads:
+    """Check the arguments of a call of two heads, and record it.
+
+    Args:
+        verb: its name.
+        hidden: the policy's [..., D].
+        W: the policy's.
+        reference: the other head.
+        labels: [...], or `arguments.NO_LABELS`.
+        options: of the policy's head.
+
+    Returns:
+        The call.
+    """
     rule.check_only_xla(verb, options.implementation)
     policy, layout, shape = arguments.read_head(hidden, W, options)
+    if checks.check_flag("frozen_head", options.frozen_head):
+        policy = Head(policy.hidden, *lax.stop_gradient(policy[1:]))
     options = dataclasses.replace(options, layout=layout)
     other, other_layout, other_shape = arguments.read_head(
         reference.hidden,
@@ -277,7 +308,7 @@ def _divergence(verb, divergence, hidden, W, reference, options):
     check_tokens(other_shape, shape)
     reference = reference._replace(hidden=other.hidden, W=other.W, layout=other_layout)
     spec, other_spec = _specs(policy, reference, options)
-    rows = arguments.read_rows(spec, shape, arguments.NO_LABELS, options)
+    rows = arguments.read_rows(spec, shape, labels, options)
     other_rows = _reference_rows(other_spec, shape, rows, reference.temperature)
     shapes = {"hidden": (*shape, policy.hidden.shape[-1]), "W": policy.W.shape}
     shapes["reference_hidden"] = (*shape, other.hidden.shape[-1])
@@ -287,17 +318,30 @@ def _divergence(verb, divergence, hidden, W, reference, options):
         verb, shapes, options.implementation, spec.chunk, live_bytes,
         spec.gradient_samples,
     )  # fmt: skip
+    return TwoHeads(spec, other_spec, policy, other, rows, other_rows, shape)
+
+
+def _divergence(verb, divergence, hidden, W, reference, options):
+    """The divergence per token, [...], of a head from a `Reference`."""
+    call = read_two_heads(verb, hidden, W, reference, arguments.NO_LABELS, options)
+    spec, other_spec, policy, other, rows, other_rows, shape = call
     if 0 in shape:
         return jnp.zeros(shape, spec.stats_dtype)
     spec, policy = arguments.typed(spec, policy, (rows, other_rows, other))
-    two_heads = TwoHeadsRule(spec, divergence, other_spec)
+    kernels = uses_kernels(options.implementation)
+    two_heads = TwoHeadsRule(spec, divergence, other_spec, kernels)
     if spec.gradient_samples is not None:
         backend, _ = choose.choose(options.implementation, spec, policy)
         two_heads = SampledTwoHeadsRule(
-            spec, divergence, other_spec, choose.sampler(backend)
+            spec, divergence, other_spec, kernels, choose.sampler(backend)
         )
     results = rule.run(two_heads, (policy,), ((rows, other_rows), other))
     return jnp.reshape(results, shape)
+
+
+def uses_kernels(implementation: Implementation | None) -> bool:
+    """Whether sums over the vocabulary are those of `kernels.row_sums`."""
+    return implementation is None and devices.backend() == "gpu"
 
 
 def _specs(policy, reference, options):
@@ -315,6 +359,7 @@ def _specs(policy, reference, options):
         compute_dtype=policy.hidden.dtype,
         layout=options.layout,
         softcap=checks.check_softcap(options.softcap),
+        frozen_head=options.frozen_head,
         gradient_samples=samples,
         token_parallel=partition.is_possible(),
     )

@@ -8,8 +8,11 @@ import math
 
 import jax.numpy as jnp
 
+from jaxmem import devices
+
 _SERIES_BELOW = 0.5  # |x| above which e^-x - 1 + x does not cancel
-_SERIES_TERMS = {4: 9, 8: 15}  # by item size: the next is below epsilon
+# By item size: the next is below epsilon.
+_SERIES_TERMS, _ARTANH_TERMS = {4: 9, 8: 15}, {4: 7, 8: 16}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +43,7 @@ class ForwardKL:
     def slopes(self, p, q, log_ratio):
         """Return p - q: p · ∂D/∂p is -q, and p is a multiple of p."""
         near = jnp.abs(log_ratio) < _SERIES_BELOW
-        return jnp.where(near, p * -jnp.expm1(-log_ratio), p - q)
+        return jnp.where(near, p * (log_ratio * _series(log_ratio, 2)), p - q)
 
     def density(self, p, q, log_ratio):
         """See `KL.density`."""
@@ -77,11 +80,20 @@ class JSD:
 
 def _excess(a, b, x):
     """Return a ln(a/b) - a + b for x = ln(a/b), never negative; b where a is 0."""
-    series = 1.0
-    for k in range(_SERIES_TERMS[x.dtype.itemsize], 2, -1):  # of e^-x - 1 + x
-        series = 1 - x * (1 / k) * series
-    near = a * (x * x / 2) * series
+    near = a * (x * x / 2) * _series(x, 3)  # of e^-x - 1 + x
     return jnp.where(jnp.abs(x) < _SERIES_BELOW, near, _product(a, x) - a + b)
+
+
+def _series(x, first):
+    """Return 1 - x/k (1 - x/(k+1) (1 - ...)) from k = first, for |x| < _SERIES_BELOW.
+
+    1 - e^-x is x times the series from 2, and e^-x - 1 + x is x²/2 times that from 3.
+    XLA would store an expm1 that a product reads more than once.
+    """
+    series = 1.0
+    for k in range(_SERIES_TERMS[x.dtype.itemsize], first - 1, -1):
+        series = 1 - x * (1 / k) * series
+    return series
 
 
 def _ln_mixed(own, other, x):
@@ -90,10 +102,27 @@ def _ln_mixed(own, other, x):
     Where e^x would overflow, x is clipped; the factor applied later underflows there.
     """
     x = jnp.minimum(x, -math.log(jnp.finfo(x.dtype).tiny))
-    change = other * jnp.expm1(x)
-    # ln(1 + c) = -ln(1 - c / (1 + c)): near c = -1, 1 + c would cancel.
-    whole = jnp.where(change < 0, own + other * jnp.exp(x), 1)
-    return jnp.sign(change) * jnp.log1p(jnp.abs(change) / whole)
+    grown = jnp.exp(x)
+    near = jnp.abs(x) < _SERIES_BELOW
+    change = other * jnp.where(near, x * _series(-x, 2), grown - 1)
+    is_small = (change > -0.5) & (change < 1)
+    return jnp.where(is_small, _log1p(change), jnp.log(own + other * grown))
+
+
+def _log1p(x):
+    """ln(1 + x) for x in [-1/2, 1].
+
+    On a GPU it is 2 artanh(s) = 2 (s + s³/3 + s⁵/5 + ...) of s = x / (2 + x), at most a
+    third: with jnp.log1p, arithmetic would take longer than reading the logits. XLA for
+    CPUs would store some operands of the series.
+    """
+    if devices.backend() != "gpu":
+        return jnp.log1p(x)
+    s = x / (2 + x)
+    square, series = s * s, 0.0
+    for k in range(_ARTANH_TERMS[x.dtype.itemsize], 0, -1):
+        series = square * (1 / (2 * k + 1) + series)
+    return 2 * s * (1 + series)
 
 
 def _product(a, x):

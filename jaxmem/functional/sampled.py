@@ -59,7 +59,9 @@ class SampledLossRule(LossRule):
     so that the gradients are one sum over all tokens.
     """
 
-    def _one_pass(self, source, rows, operands, count):
+    def one_pass(self, source, given, operands, count):
+        """See `LossRule.one_pass`."""
+        rows = given
         spec, sampler = fitted(self.spec, rows), choose.sampler(self.backend)
         names = (*TokenStats._fields, "max", "log_sum")
         outputs, entries = sampler.forward(spec, source, rows, names)
@@ -84,6 +86,6 @@ class SampledLossRule(LossRule):
         )
         nothing = _shards.vary(nothing, spec.varying)
         values, g = for_active_chunks(loss.n_rows, rows.active, chunk, nothing)
-        if self._divides_early:
+        if self.divides_early:
             g = jax.tree.map(lambda x: x / count, g)
         return values, g

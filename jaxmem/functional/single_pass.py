@@ -11,7 +11,9 @@ from jax.typing import ArrayLike
 
 from jaxmem.core import checks, shards as _shards
 from jaxmem.core.explicit_axes import sharded_like, with_automatic_axes
+from jaxmem.core.operands import Rows
 from jaxmem.core.options import AxisName, Chunk, HeadOptions, Implementation, Layout
+from jaxmem.core.spec import Spec
 from jaxmem.core.stats import TokenStats
 from jaxmem.functional import (
     arguments,
@@ -138,8 +140,9 @@ def token_loss(
     )  # fmt: skip
     fields = TokenStats._fields
     call = arguments.head_call("token_loss", fields, hidden, W, labels, options)
-    (spec, backend, source, rows, shape), flat = call, _flat(per_token, call.shape)
-    count = _normalizer(normalizer, rows, spec)
+    spec, backend, source, rows, shape = call
+    flat = flat_per_token(per_token, shape)
+    count = read_normalizer(normalizer, rows, spec)
     spec, source = arguments.typed(spec, source, (rows, flat, count))
     flat, count = _shards.vary((flat, count), spec.varying)
     loss, operands = traced_loss.trace(
@@ -156,8 +159,8 @@ def token_loss(
     return total, metrics
 
 
-def _flat(per_token, shape):
-    """Each argument with all tokens in one axis."""
+def flat_per_token(per_token, shape: tuple[int, ...]) -> tuple[jax.Array, ...]:
+    """Each per-token argument of a loss, checked, with all tokens in one axis."""
     arrays = []
     for i, value in enumerate(per_token):
         x = checks.as_array(f"per_token[{i}]", value)
@@ -166,7 +169,7 @@ def _flat(per_token, shape):
     return tuple(arrays)
 
 
-def _normalizer(normalizer, rows, spec):
+def read_normalizer(normalizer, rows: Rows, spec: Spec) -> jax.Array:
     """The divisor of the sum; NaN for a negative one that is known at run time only."""
     if normalizer is None:
         count = jnp.sum(rows.active, dtype=jnp.int32)

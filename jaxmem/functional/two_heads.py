@@ -23,6 +23,7 @@ class TwoHeadsRule(LoopRule):
 
     divergence: KL | ForwardKL | JSD
     reference_spec: Spec
+    kernels: bool  # those of `kernels.row_sums` compute sums over V
 
     def forward_loop(self, source, rows, given):
         """See `LoopRule.forward_loop`."""
@@ -41,15 +42,44 @@ class TwoHeadsRule(LoopRule):
 
     def values(self, z, y):
         """(divergences, residuals) of rows of both heads' logits."""
-        normalisers = _stats.normaliser(z), _stats.normaliser(y)
+        normalisers = self.normaliser(z), self.normaliser(y)
+        value, mean_slope = self.sums(z, y, normalisers)
+        return value, {"mean_slope": mean_slope, "normalisers": normalisers}
 
-        def terms(z, y):
-            args = compare(z, y, *normalisers)
-            return *self.divergence.terms(*args), self.divergence.slopes(*args)
+    def normaliser(self, z) -> _stats.Normaliser:
+        """The normaliser of one head's logits."""
+        if self._by_kernels(z):
+            from jaxmem.kernels import row_sums  # Pallas takes a while to import
 
-        *parts, slope = _stats.sum_rows_of(terms, z, y)
-        value = sum(parts[1:], parts[0])
-        return value, {"mean_slope": slope, "normalisers": normalisers}
+            return row_sums.normaliser(z)
+        return _stats.normaliser(z)
+
+    def sums(self, z, y, normalisers):
+        """(divergences, mean slopes) of rows of both heads' logits."""
+        rows = (*normalisers[0], *normalisers[1])
+        if self._by_kernels(z):
+            from jaxmem.kernels import row_sums
+
+            *parts, slope = row_sums.sums(self._terms, (z, y), rows)
+        else:
+            *parts, slope = _stats.sum_rows_of(
+                lambda z, y: self._terms(z, y, *rows), z, y
+            )
+        return sum(parts[1:], parts[0]), slope
+
+    def _terms(self, z, y, *rows):
+        """The divergence's terms and its slopes, [C, V]; rows are both normalisers."""
+        p_max, p_log_sum, q_max, q_log_sum = rows
+        policy = _stats.Normaliser(p_max, p_log_sum)
+        args = compare(z, y, policy, _stats.Normaliser(q_max, q_log_sum))
+        return *self.divergence.terms(*args), self.divergence.slopes(*args)
+
+    def _by_kernels(self, z):
+        if not self.kernels:
+            return False
+        from jaxmem.kernels import row_sums
+
+        return row_sums.supports(z.shape[0], z.shape[1], z.dtype)
 
     def backward_loop(self, source, rows, given, result, saved, g):
         """See `LoopRule.backward_loop`."""

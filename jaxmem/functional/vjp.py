@@ -24,6 +24,7 @@ from jaxmem.backends.protocol import Backend
 from jaxmem.core import shards as _shards, stats as _stats
 from jaxmem.core.operands import (
     Head,
+    Rows,
     for_active_chunks,
     outputs,
     put_all,
@@ -160,9 +161,10 @@ def _unless_zero(cotangent):
 class LossRule(BackendRule):
     """The rule of a loss that is known in the forward pass.
 
-    trained is `(source, per_token, count)`, fixed is `(rows, closed)`. The result is
-    the sum of the active rows' losses divided by count, and metrics [N] by name, which
-    are constants.
+    trained is `(source, per_token, count)`, fixed is `(given, closed)`, where given are
+    the tokens' `Rows`, or for a subclass a tree of operands that begins with them. The
+    result is the sum of the active rows' losses divided by count, and metrics [N] by
+    name, which are constants.
     """
 
     loss: Loss
@@ -172,17 +174,16 @@ class LossRule(BackendRule):
         (source, per_token, count), (rows, closed) = trained, fixed
         stats = self.outputs(source, rows, TokenStats._fields)
         operands = Operands(per_token, closed)
-        run = by_tokens(self.spec, self._values, (True, True, _FLAGS), True)
-        values = once(run)(stats, rows, operands)
-        return jnp.sum(values.loss) / count, values.metrics
+        return self.total(stats, rows, operands, count)
 
     def forward_and_save(self, trained, fixed):
         """See `Rule.forward_and_save`."""
-        (source, per_token, count), (rows, closed) = trained, fixed
+        (source, per_token, count), (given, closed) = trained, fixed
         of_source = of_tokens(source)
-        given, results = (of_source, True, _FLAGS, False), (True, of_source)
-        run = once(by_tokens(self.spec, self._one_pass, given, results))
-        values, dsource = run(source, rows, Operands(per_token, closed), count)
+        flags = (of_source, of_tokens(given), OPERANDS, False)
+        run = by_tokens(self.spec, self._narrowed_pass, flags, (True, of_source))
+        operands = Operands(per_token, closed)
+        values, dsource = once(run)(source, given, operands, count)
         dsource = trained_part(self.spec, dsource)
         # The dtypes of the cotangents, which are still in the sums' dtypes.
         kept = trained_part(self.spec, source)
@@ -200,7 +201,7 @@ class LossRule(BackendRule):
             )
             return zero, *jax.tree.map(jnp.zeros_like, (dper_token, count))
         g_head = sum_over_shards(self.spec, g)
-        g_head = g_head if self._divides_early else g_head / count
+        g_head = g_head if self.divides_early else g_head / count
         dsource = jax.tree.map(functools.partial(_scale, g_head), dsource, types)
         of_rows = functools.partial(_scale, g / count)
         dper_token = jax.tree.map(of_rows, dper_token, dper_token)
@@ -219,13 +220,19 @@ class LossRule(BackendRule):
                 )
 
     @property
-    def _divides_early(self):
+    def divides_early(self) -> bool:
         """Whether cotangents are divided by the count before the logits' derivative.
 
         Then the gradients need no further scaling. float16 would lose small
         derivatives.
         """
         return self.spec.compute_dtype != jnp.float16
+
+    def total(self, stats: dict, rows: Rows, operands: Operands, count) -> Any:
+        """(loss, metrics) from statistics [N] by name."""
+        run = by_tokens(self.spec, self._values, (True, True, OPERANDS), True)
+        values = once(run)(stats, rows, operands)
+        return jnp.sum(values.loss) / count, values.metrics
 
     def _values(self, stats, rows, operands) -> Values:
         """The loss and its metrics from statistics [N]."""
@@ -242,7 +249,9 @@ class LossRule(BackendRule):
         zeros = _shards.vary(zeros, self.spec.varying)
         return for_active_chunks(loss.n_rows, rows.active, chunk, zeros)
 
-    def _one_pass(self, source, rows, operands, count) -> tuple[Values, Any]:
+    def one_pass(self, source, given, operands: Operands, count) -> tuple[Values, Any]:
+        """Values of every row, and the cotangent of the source, for a loss of 1."""
+        rows = given
         spec, n_rows = fitted(self.spec, rows), rows.labels.shape[0]
 
         def of_chunk(row_ids, outputs):
@@ -250,21 +259,25 @@ class LossRule(BackendRule):
             values, g = traced_loss.differentiate(
                 self.loss, row_ids, stats, operands, n_rows
             )
-            if self._divides_early:
+            if self.divides_early:
                 g = jax.tree.map(lambda x: x / count, g)
             return values, g
 
         zeros = traced_loss.nothing(self.loss, spec, operands, n_rows, pull=True)
-        values, dsource = self.backend.one_pass(spec, source, rows, of_chunk, zeros)
-        if (
-            spec.token_parallel and self._divides_early
-        ):  # halves the bytes of the all-reduce
-            kept = trained_part(spec, source)
+        return self.backend.one_pass(spec, source, rows, of_chunk, zeros)
+
+    def _narrowed_pass(self, source, given, operands, count):
+        """`one_pass`, whose cotangents may be summed over devices."""
+        values, dsource = self.one_pass(source, given, operands, count)
+        if self.spec.token_parallel and self.divides_early:
+            # Halves the bytes of the all-reduce.
+            kept = trained_part(self.spec, source)
             dsource = jax.tree.map(lambda x, like: x.astype(like.dtype), dsource, kept)
         return values, dsource
 
 
-_FLAGS = Operands(True, False)  # pyright: ignore  # tokens are the first axis of
+# Of `Operands`: whether their first axis is tokens.
+OPERANDS = Operands(True, False)  # pyright: ignore
 
 
 def _scale(by, x, like):

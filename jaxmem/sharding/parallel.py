@@ -53,7 +53,7 @@ def parallel(
             `topk_kl`, `sample_ids`, `logprobs_from_logits` or
             `token_stats_from_logits`, or a functools.partial of one, with arguments by
             name. Or a verb that needs the whole W: `selected_logprobs`,
-            `support_logprobs`, `kl`, `forward_kl` or `jsd`.
+            `support_logprobs`, `kl`, `forward_kl`, `jsd` or `divergence_loss`.
         mesh: devices, with named axes.
         vocab: mesh axes that shard the vocabulary; None: each device has all of it. For
             a verb that needs the whole W, W is all-gathered along them, and they shard
@@ -65,7 +65,7 @@ def parallel(
 
     Returns:
         The verb, with the same arguments except axis_name, and the same results.
-        Without a normalizer, token_loss counts the active tokens of all devices.
+        Without a normalizer, losses count the active tokens of all devices.
         With gradient_samples, the samples of a token do not depend on how tokens are
         sharded; each vocabulary shard draws its own, up to K of them.
 
@@ -156,24 +156,31 @@ def _run_with_all_of_W(verb, plan, call) -> Any:
     of_tokens = check_axes(wide, "hidden", shape)
     operands, columns = read_heads(plan, given, shape, of_tokens)
     operands |= read_rows_and_ids(given, shape, of_tokens, min(columns.values()))
+    is_loss = "normalizer" in given
 
     def on_device(arrays):
         given = call.arguments | arrays | _keys(call, arrays)
         for head, size in columns.items():
             given |= _whole(wide, given, head, size)
+        if is_loss and given["normalizer"] is None:
+            given["normalizer"] = _count(wide, given["labels"], given["where"])
         if given.get("offsets") is not None:
             (starts, counts), ids = given["offsets"], given["support_ids"]
             ragged = Ragged(starts, counts, ids)
             given["support_ids"], given["offsets"] = of_these_tokens(ragged)
         of_device = inspect.BoundArguments(call.signature, given)
-        return verb(*of_device.args, **of_device.kwargs)
+        results = verb(*of_device.args, **of_device.kwargs)
+        return (_summed(wide, results[0]), results[1]) if is_loss else results
 
+    of_results = Operand(None, wide.tokens).spec
     results = jax.shard_map(
         on_device,
         mesh=plan.mesh,
         in_specs=(jax.tree.map(lambda x: x.spec, operands),),
-        out_specs=Operand(None, wide.tokens).spec,
+        out_specs=(PartitionSpec(), of_results) if is_loss else of_results,
     )(jax.tree.map(lambda x: pad(plan, x), operands))
+    if is_loss:
+        return results[0], unpad(plan, results[1], shape)
     return unpad(plan, results, shape)
 
 

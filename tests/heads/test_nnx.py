@@ -318,6 +318,13 @@ def test_divergence_is_that_of_both_heads(softcaps):
         jaxmem.kl, hidden, teacher, states, where=KEEP, temperature=0.8
     )
     np.testing.assert_allclose(made, expected, atol=5e-6)
+    loss, metrics = student.divergence_loss(
+        lambda stats, divergence, weight: (weight * divergence, {"each": divergence}),
+        hidden, jnp.abs(LABELS), teacher, states, 2 * jnp.ones(LABELS.shape),
+        divergence="kl", where=KEEP, temperature=0.8,
+    )  # fmt: skip
+    np.testing.assert_allclose(metrics["each"], expected, atol=5e-6)
+    np.testing.assert_allclose(loss, 2 * expected.sum() / KEEP.sum(), rtol=1e-5)
 
 
 def test_selected_logprobs_are_those_of_labels():

@@ -1,0 +1,167 @@
+"""`divergence_loss`: divergences of two heads inside a loss, in one pass."""
+
+import math
+from collections.abc import Callable
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+from jax.typing import ArrayLike
+
+from jaxmem.backends import choose
+from jaxmem.core import checks, shards as _shards
+from jaxmem.core.explicit_axes import sharded_like, with_automatic_axes
+from jaxmem.core.options import Chunk, HeadOptions, Implementation, Layout
+from jaxmem.functional import arguments, loss_functions, rule, traced_loss
+from jaxmem.functional.divergence import (
+    Reference,
+    check_beta,
+    read_two_heads,
+    uses_kernels,
+)
+from jaxmem.functional.divergence_terms import JSD, KL, ForwardKL
+from jaxmem.functional.single_pass import flat_per_token, read_normalizer
+from jaxmem.functional.two_heads_loss import TwoHeadsLossRule
+
+Divergence = Literal["kl", "forward_kl", "jsd"]
+
+
+def _shardings(given):
+    """Shardings of the loss and of every metric."""
+    return PartitionSpec(), sharded_like(labels=0, hidden=1)(given)
+
+
+@with_automatic_axes(_shardings)
+def divergence_loss(
+    loss_fn: Callable,
+    hidden: ArrayLike,
+    W: ArrayLike,
+    labels: ArrayLike,
+    reference_hidden: ArrayLike,
+    reference_W: ArrayLike,
+    *per_token: ArrayLike,
+    divergence: Divergence = "kl",
+    beta: float = 0.5,
+    chunk: Chunk = 1024,
+    normalizer: ArrayLike | None = None,
+    where: ArrayLike | None = None,
+    temperature: ArrayLike = 1.0,
+    softcap: float | None = None,
+    bias: ArrayLike | None = None,
+    vocab_size: int | None = None,
+    layout: Layout | None = None,
+    frozen_head: bool = False,
+    reference_temperature: ArrayLike | None = None,
+    reference_softcap: float | None | Literal["same"] = "same",
+    reference_bias: ArrayLike | None = None,
+    reference_layout: Layout | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """A loss of each token's divergence and statistics, with its gradient in one pass.
+
+        loss = Σ_i loss_fn(stats_i, D_i, *per_token_i) / normalizer
+
+    over the active tokens i, with D_i = `kl`, `forward_kl` or `jsd` of the policy from
+    the reference. It is `token_loss` with a second head: distillation mixed with
+    cross-entropy, or a policy gradient with an exact KL penalty. Under `jax.grad` four
+    GEMMs are computed, both heads' logits and the policy's two gradients; a loss of
+    `kl` takes six, and one of `kl` and `token_stats` ten.
+
+    Args:
+        loss_fn: `(TokenStats, D, *per_token)` of C tokens, D of shape [C], to their
+            losses, a float array [C], or to `(losses, {name: [C]})`; as in
+            `token_loss`.
+        hidden: as in `kl`.
+        W: as in `kl`.
+        labels: as in `logprobs`; any valid ids if loss_fn uses D alone.
+        reference_hidden: as in `kl`.
+        reference_W: as in `kl`.
+        per_token: as in `token_loss`.
+        divergence: "kl", KL(p ‖ q) of the policy p from the reference q; "forward_kl",
+            KL(q ‖ p); or "jsd".
+        beta: of "jsd", as there.
+        chunk: as in `kl`.
+        normalizer: as in `token_loss`.
+        where: as in `kl`.
+        temperature: as in `kl`; of the statistics, too.
+        softcap: as in `kl`.
+        bias: as in `kl`.
+        vocab_size: as in `kl`.
+        layout: as in `kl`.
+        frozen_head: as in `token_loss`.
+        reference_temperature: as in `kl`.
+        reference_softcap: as in `kl`.
+        reference_bias: as in `kl`.
+        reference_layout: as in `kl`.
+        implementation: as in `kl`.
+
+    Returns:
+        (loss, metrics), as `token_loss` does. The reference is constant: its gradient
+        is zero. A token's divergence that is infinite makes the gradient NaN, unless
+        loss_fn does not use it.
+
+    **Memory** beyond inputs, outputs and gradients, with b the item size of hidden and
+    C = min(chunk, tokens rounded up to 16): 8·C·V; under `jax.grad` (8 + b)·C·V +
+    4·V·D, the latter for the float32 sum of W's gradient, unless W is frozen. Gradients
+    are residuals, scaled by the loss's cotangent.
+
+    Raises:
+        TypeError: as `kl` and `token_loss`.
+        ValueError: as `kl` and `token_loss`; or there is no such divergence.
+        NotImplementedError: as `kl` and `token_loss`.
+
+    >>> import jax.numpy as jnp, jaxmem
+    >>> def distill(stats, divergence):
+    ...     return divergence - 0.1 * stats.logprob, {"divergence": divergence}
+    >>> h, W = jnp.ones((2, 1)), jnp.log(jnp.array([[0.5], [0.5]]))
+    >>> teacher_W = jnp.log(jnp.array([[0.25], [0.75]]))
+    >>> loss, metrics = jaxmem.divergence_loss(
+    ...     distill, h, W, jnp.array([0, 1]), h, teacher_W, divergence="forward_kl")
+    >>> print(round(float(loss), 4), metrics["divergence"].round(4))
+    0.2001 [0.1308 0.1308]
+
+    Reference: as `token_loss`; Hinton et al., "Distilling the Knowledge in a Neural
+    Network", 2015, arXiv:1503.02531, for the mixture with cross-entropy.
+    """
+    loss_functions.check(loss_fn)
+    options = HeadOptions(
+        chunk=chunk, where=where, temperature=temperature, softcap=softcap, bias=bias,
+        vocab_size=vocab_size, layout=layout, frozen_head=frozen_head,
+        implementation=implementation,
+    )  # fmt: skip
+    reference = Reference(
+        reference_hidden, reference_W, reference_temperature, reference_softcap,
+        reference_bias, reference_layout,
+    )  # fmt: skip
+    kind = _kind(divergence, beta)
+    call = read_two_heads("divergence_loss", hidden, W, reference, labels, options)
+    spec, other_spec, policy, other, rows, other_rows, shape = call
+    flat = flat_per_token(per_token, shape)
+    count = read_normalizer(normalizer, rows, spec)
+    deciding = rows, other_rows, other, flat, count
+    spec, policy = arguments.typed(spec, policy, deciding)
+    flat, count = _shards.vary((flat, count), spec.varying)
+    first = _shards.vary(jnp.zeros(math.prod(shape), spec.stats_dtype), spec.varying)
+    loss, operands = traced_loss.trace(loss_fn, spec, spec.chunk, (first, *flat))
+    if 0 in shape:
+        nothing = traced_loss.nothing(loss, spec, operands, 0, pull=False)
+        total, metrics = jnp.zeros((), spec.stats_dtype), nothing.metrics
+    else:
+        backend = choose.choose("xla", spec, policy)[0]
+        kernels = uses_kernels(implementation)
+        made = TwoHeadsLossRule(spec, backend, loss, kind, other_spec, kernels)
+        fixed = (rows, other_rows, other), operands.closed
+        total, metrics = rule.run(made, (policy, flat, count), fixed)
+    metrics = {k: lax.stop_gradient(jnp.reshape(v, shape)) for k, v in metrics.items()}
+    return total, metrics
+
+
+def _kind(divergence, beta):
+    kinds = {"kl": KL(), "forward_kl": ForwardKL(), "jsd": JSD(check_beta(beta))}
+    if divergence not in kinds:
+        raise ValueError(
+            f"divergence must be one of {tuple(kinds)}, got {checks.brief(divergence)}"
+        )
+    return kinds[divergence]

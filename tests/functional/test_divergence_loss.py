@@ -1,0 +1,283 @@
+"""`divergence_loss`: against float64, against its parts, its cost and its errors."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxmem
+from jaxmem import devices
+from jaxmem.functional import divergence_terms
+from tests import oracle
+from tests.backends.test_xla import compiled, count_gemms
+from tests.functional.test_api import STATS_EPSILON, assert_as_good
+from tests.functional.test_divergence import (
+    CHUNK,
+    GRADIENT_EPSILON,
+    VERBS,
+    exact,
+    make,
+    materialised,
+    shapes,
+)
+
+pytestmark = pytest.mark.usefixtures("quick_compilation", "on_one_device")
+
+N, V = 37, 130
+RNG = np.random.default_rng(5)
+LABELS = RNG.integers(0, V, N)
+WEIGHT = RNG.uniform(0.5, 2, N).astype(np.float32)
+
+
+def mixture(stats, divergence, weight):
+    """A loss of a divergence, cross-entropy and entropy; its metrics."""
+    loss = weight * divergence - 0.3 * stats.logprob + 0.1 * stats.entropy
+    return loss, {"divergence": divergence, "entropy": stats.entropy}
+
+
+@functools.partial(jax.jit, static_argnames=("verb", "options"))
+def ours(operands, arrays, verb, options=()):
+    """Loss, metrics, and the gradients of hidden, W, the weights and bias, if any."""
+    h, W, *reference = operands
+    kind, beta = (verb.split() + ["0.5"])[:2]
+
+    def call(h, W, weight, bias):
+        return jaxmem.divergence_loss(
+            mixture, h, W, LABELS, *reference, weight, divergence=kind,
+            beta=float(beta), chunk=CHUNK, **(arrays | bias | dict(options)),
+        )  # fmt: skip
+
+    bias = {k: v for k, v in arrays.items() if k == "bias"}
+    run = jax.value_and_grad(call, (0, 1, 2, 3), has_aux=True)
+    (loss, metrics), gradients = run(h, W, WEIGHT, bias)
+    return loss, metrics, jax.tree.leaves(gradients)
+
+
+def check(verb, operands, dtype="float32", **options):
+    """Loss, metrics and gradients against float64, where statistics are jaxmem's."""
+    operands = [jnp.asarray(x).astype(dtype) for x in operands]
+    arrays = {k: v for k, v in options.items() if isinstance(v, np.ndarray)}
+    numbers = numbers_of(options)
+    loss, metrics, gradients = ours(operands, arrays, verb, numbers)
+    dh, dW, dweight, *dbias = gradients
+    on = options.pop("where", np.ones(N, bool))
+    count = on.sum()
+    arrays.pop("where", None)
+    g = np.where(on, WEIGHT, 0) / count
+    divergence, of_divergence = exact(verb, g, operands, **options)
+    divergence = np.where(on, divergence, 0)
+    own = {k: v for k, v in options.items() if not k.startswith("reference_")}
+    ones = np.full(N, 1 / count)
+    stats, of_stats = oracle.head(
+        *operands[:2], LABELS, {"logprob": -0.3 * ones, "entropy": 0.1 * ones}, on=on,
+        **own,
+    )  # fmt: skip
+    each = WEIGHT * divergence - 0.3 * stats["logprob"] + 0.1 * stats["entropy"]
+    rough, rough_gradients = materialised(
+        operands, g, arrays, verb, numbers_of(options)
+    )
+    rough = jnp.where(on, rough, 0)
+    assert loss.dtype == jnp.float32
+    np.testing.assert_allclose(loss, each.sum() / count, rtol=1e-5)
+    assert_as_good(metrics["divergence"], rough, divergence, STATS_EPSILON, verb)
+    np.testing.assert_allclose(metrics["entropy"], stats["entropy"], atol=1e-5)
+    np.testing.assert_allclose(dweight, divergence / count, atol=1e-6)
+    wanted = [a + b for a, b in zip(of_divergence, of_stats, strict=True)]
+    rough_wanted = [
+        np.asarray(a, np.float64) + b
+        for a, b in zip(rough_gradients, of_stats, strict=False)
+    ]
+    for name, got, near, want in zip(
+        ("dhidden", "dW", "dbias"), (dh, dW, *dbias), rough_wanted, wanted,
+        strict=False,
+    ):  # fmt: skip
+        assert_as_good(got, near, want, GRADIENT_EPSILON[got.dtype.name], name)
+
+
+def numbers_of(options):
+    return tuple((k, v) for k, v in options.items() if not isinstance(v, np.ndarray))
+
+
+@pytest.mark.parametrize("std", [1.0, 15.0], ids=["ordinary", "peaked"])
+@pytest.mark.parametrize("verb", VERBS)
+def test_values_and_gradients(verb, std):
+    check(verb, make(std))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_in_16_bits(dtype):
+    check("kl", make(), dtype)
+
+
+def test_every_option():
+    bias = np.linspace(-1, 1, V).astype(np.float32)
+    check(
+        "jsd", make(), bias=bias, softcap=3.0, temperature=0.7,
+        where=np.arange(N) % 5 != 0, reference_bias=bias[::-1].copy(),
+    )  # fmt: skip
+
+
+def test_paddings_that_differ():
+    h, W, h_ref, W_ref = make()
+    wide = np.concatenate([W, np.full((6, W.shape[1]), 9, np.float32)])
+    options = {"divergence": "kl", "chunk": CHUNK, "vocab_size": V - 1}
+
+    def run(W, W_ref):
+        def loss(h, W):
+            given = h, W, LABELS % (V - 1), h_ref, W_ref, WEIGHT
+            return jaxmem.divergence_loss(mixture, *given, **options)[0]
+
+        return jax.value_and_grad(loss, (0, 1))(h, W)
+
+    loss, (dh, dW) = run(wide, W_ref)
+    want, (dh_want, dW_want) = run(W, W_ref)
+    np.testing.assert_allclose(loss, want, rtol=1e-6)
+    np.testing.assert_allclose(dh, dh_want, atol=1e-6)
+    np.testing.assert_allclose(dW[:V], dW_want, atol=1e-6)
+    assert not dW[V - 1 :].any()
+
+
+def test_without_a_gradient_it_is_the_same():
+    loss, metrics, _ = ours(make(), {}, "jsd")
+    plain, of_plain = jaxmem.divergence_loss(
+        mixture, *make()[:2], LABELS, *make()[2:], WEIGHT, divergence="jsd", chunk=CHUNK
+    )
+    np.testing.assert_allclose(loss, plain, rtol=1e-6)
+    np.testing.assert_allclose(metrics["divergence"], of_plain["divergence"], rtol=1e-5)
+
+
+def test_a_frozen_head_and_a_constant_reference():
+    h, W, h_ref, W_ref = make()
+
+    def loss(h, W, h_ref, W_ref, frozen):
+        return jaxmem.divergence_loss(
+            mixture, h, W, LABELS, h_ref, W_ref, WEIGHT, chunk=CHUNK,
+            frozen_head=frozen,
+        )[0]  # fmt: skip
+
+    run = jax.grad(loss, (0, 1, 2, 3))
+    dh, dW, *others = run(h, W, h_ref, W_ref, True)
+    assert not any(x.any() for x in (dW, *others))
+    np.testing.assert_array_equal(dh, run(h, W, h_ref, W_ref, False)[0])
+
+
+def test_masked_rows_may_hold_anything():
+    h, W, h_ref, W_ref = make()
+    labels = np.where(np.arange(N) % 4 == 0, -1, LABELS)
+    h[::4], h_ref[::4] = np.nan, np.inf
+
+    def loss(h, normalizer=None):
+        return jaxmem.divergence_loss(
+            mixture, h, W, labels, h_ref, W_ref, WEIGHT, chunk=CHUNK,
+            normalizer=normalizer,
+        )[0]  # fmt: skip
+
+    value, dh = jax.value_and_grad(loss)(h)
+    assert np.isfinite(value) and np.isfinite(dh).all() and not dh[::4].any()
+    count = (labels >= 0).sum()
+    np.testing.assert_allclose(loss(h, 2 * count), value / 2, rtol=1e-6)
+
+
+def test_an_infinite_divergence_that_the_loss_leaves_out():
+    h, W, h_ref, W_ref = make()
+    bias = np.zeros(V, np.float32)
+    bias[7] = -np.inf  # excluded by the reference, not by the policy
+
+    def loss(h, used):
+        def of(stats, divergence):
+            return used * divergence - stats.logprob if used else -stats.logprob
+
+        return jaxmem.divergence_loss(
+            of, h, W, LABELS, h_ref, W_ref, chunk=CHUNK, reference_bias=bias
+        )[0]
+
+    assert np.isfinite(jax.grad(loss)(h, 0.0)).all()
+    assert np.isinf(loss(h, 1.0))
+
+
+def test_four_products(optimized):
+    """Both heads' logits and two gradients; a loss of `kl` takes six."""
+
+    def one_pass(h, W, *reference):
+        labels = jnp.zeros(len(h), jnp.int32)
+        return jaxmem.divergence_loss(
+            lambda stats, d: d - stats.logprob, h, W, labels, *reference, chunk=64
+        )[0]
+
+    def of_kl(h, W, *reference):
+        return jaxmem.kl(h, W, *reference, 64).mean()
+
+    def gemms(fn):
+        return count_gemms(compiled(fn, *shapes(256, 24, 640)).as_text())
+
+    assert gemms(one_pass) == 2
+    assert gemms(jax.grad(one_pass, (0, 1))) == 4
+    assert gemms(jax.grad(of_kl, (0, 1))) == 6
+
+
+@pytest.mark.parametrize("verb", ["kl", "forward_kl", "jsd"])
+def test_memory_is_what_the_docstring_says(verb, optimized):
+    n, d, v, chunk = 2048, 64, 8192, 128
+
+    def loss(h, W, *reference):
+        labels = jnp.zeros(len(h), jnp.int32)
+        return jaxmem.divergence_loss(
+            lambda stats, d: d, h, W, labels, *reference, divergence=verb, chunk=chunk
+        )[0]
+
+    promised = (8 + 4) * chunk * v + 4 * v * d
+    made = compiled(jax.grad(loss, (0, 1)), *shapes(n, d, v, "float32"))
+    temp = made.memory_analysis().temp_size_in_bytes
+    assert 4 * chunk * v <= temp <= 1.04 * promised + 64 * n + 16 * n * d
+
+
+def test_it_is_reported():
+    with jaxmem.report() as calls:
+        ours.clear_cache()
+        ours(make(), {}, "kl")
+    (call,) = calls.calls
+    assert call.verb == "divergence_loss"
+    assert call.live_logits_bytes == 4 * CHUNK * 2 * V
+
+
+@pytest.mark.parametrize(
+    "changes, error, message",
+    [
+        ({"divergence": "reverse"}, ValueError, "divergence must be one of"),
+        ({"divergence": "jsd", "beta": 1.5}, ValueError, "beta must lie between"),
+        ({"implementation": "hopper"}, NotImplementedError, "has no divergence_loss"),
+        ({"chunk": 0}, ValueError, "chunk must be"),
+        ({"normalizer": -1.0}, ValueError, "normalizer must"),
+        ({"labels": LABELS[:5]}, ValueError, "labels must have"),
+        ({"reference_hidden": np.ones((3, 10))}, ValueError, "reference_hidden must"),
+        ({"loss_fn": lambda stats: stats.logprob}, TypeError, "1 per-token argument"),
+        ({"loss_fn": 3}, TypeError, "loss_fn must be a function"),
+    ],
+)
+def test_wrong_arguments(changes, error, message):
+    names = "hidden", "W", "reference_hidden", "reference_W"
+    given = dict(zip(names, make(), strict=True))
+    given |= {"loss_fn": lambda stats, d: d, "labels": LABELS, "chunk": CHUNK}
+    with pytest.raises(error, match=message):
+        jaxmem.divergence_loss(**(given | changes))
+
+
+def test_second_derivatives_are_refused():
+    h, *rest = make()
+
+    def loss(h):
+        return jaxmem.divergence_loss(
+            lambda stats, d: d, h, rest[0], LABELS, *rest[1:], chunk=CHUNK
+        )[0]
+
+    with pytest.raises(NotImplementedError, match="second derivatives"):
+        jax.hessian(loss)(h)
+
+
+def test_log1p_of_gpus(monkeypatch):
+    x = np.concatenate([np.linspace(-0.5, 1, 1001), [1e-30, -1e-7, 0.0]])
+    monkeypatch.setattr(devices, "backend", lambda: "gpu")
+    got = divergence_terms._log1p(jnp.float32(x))
+    np.testing.assert_allclose(got, np.log1p(np.float32(x).astype(float)), rtol=5e-7)
