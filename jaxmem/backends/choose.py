@@ -1,7 +1,14 @@
 """Chooses the backend of a call, and states the reason."""
 
-from jaxmem.backends import hopper, hopper_sampled, xla, xla_sampled
-from jaxmem.backends.protocol import Backend, Sampler
+from jaxmem.backends import (
+    hopper,
+    hopper_blocks,
+    hopper_sampled,
+    xla,
+    xla_blocks,
+    xla_sampled,
+)
+from jaxmem.backends.protocol import Backend, Blocked, Sampler
 from jaxmem.core import checks, messages
 from jaxmem.core.operands import Head, Logits
 from jaxmem.core.options import Implementation
@@ -12,6 +19,12 @@ BACKENDS: tuple[Backend, ...] = (hopper, xla)
 KNOWN: dict[str, Backend] = {backend.NAME: backend for backend in reversed(BACKENDS)}
 
 _SAMPLERS: dict[str, Sampler] = {hopper.NAME: hopper_sampled, xla.NAME: xla_sampled}
+_BLOCKED: dict[str, Blocked] = {hopper.NAME: hopper_blocks, xla.NAME: xla_blocks}
+
+
+def blocked(backend: Backend) -> Blocked:
+    """The backend's loops for `gradient_blocks`."""
+    return _BLOCKED[backend.NAME]
 
 
 def sampler(backend: Backend) -> Sampler:

@@ -100,7 +100,7 @@ def _is_split_by_hand():
     return not mesh.empty and set(mesh.axis_names) == set(mesh.manual_axes)
 
 
-class _Pass(NamedTuple):
+class Pass(NamedTuple):
     """Operands and static facts of a pass over the vocabulary, for any rows."""
 
     spec: Spec
@@ -151,7 +151,7 @@ def backward(
     """Cotangent of the source; sums over tokens in float32."""
     padded = padding.head(spec, _operands.cast(spec, source))
     n_rows = rows.labels.shape[0]
-    columns, depth = _columns_and_depth(spec, padded)
+    columns, depth = padding.columns_and_depth(spec, padded)
     # Several launches per block of the vocabulary save memory for W's sums; but not if
     # W has no gradient, if the sums coexist with exponentials, or if they are the
     # gradient itself.
@@ -159,9 +159,10 @@ def backward(
         spec.frozen_head or kept is not None or source.W.dtype == jnp.float32
     )
     size, single_block = blocks.backward_rows(
-        n_rows, _tokens_here(spec), columns, depth, row_blocks_only, n_clusters()
-    )
-    this = _Pass(
+        n_rows, tokens_here(spec), columns, depth, row_blocks_only, n_clusters(),
+        spec.gradient_blocks,
+    )  # fmt: skip
+    this = Pass(
         spec, launch_env(spec, padded, size, "derivative"), padded, single_block
     )
     recomputed_rows = rows
@@ -193,7 +194,7 @@ def one_pass(
     n_rows = rows.labels.shape[0]
     size = loss_rows(spec, source)
     env, single_block = launch_env(spec, padded, size, "exps"), n_rows <= size
-    this = _Pass(spec, env, padded, single_block)
+    this = Pass(spec, env, padded, single_block)
 
     def body(block, carry):
         all_values, sums = carry
@@ -225,8 +226,8 @@ def _add_statistics(spec, padded, rows, all_stats):
     from jaxmem.kernels import forward as kernel
 
     n_rows = rows.labels.shape[0]
-    columns, depth = _columns_and_depth(spec, padded)
-    tiles = _tiles("statistics", spec, padded)
+    columns, depth = padding.columns_and_depth(spec, padded)
+    tiles = tiles_of("statistics", spec, padded)
     groups = -(-columns // (tiles.columns * tiles.group))
     size = blocks.forward_rows(n_rows, spec.chunk, columns, depth, groups)
     env = launch_env(spec, padded, size, "statistics")
@@ -277,36 +278,42 @@ def _add_kept(this, rows, block, kept, outputs_and_cotangents, sums):
 
 def _add_recomputed(this, rows, saved, cotangents, sums):
     """`sums` with the contribution of the active rows, from recomputed logits."""
-    from jaxmem.kernels import dlogits as kernel, products
-
-    spec, env, padded, single_block = this
-
-    def part(row_ids, n_active):
-        of_rows = jax.tree.map(lambda x: _operands.take(x, row_ids), saved)
-        row_max = _operands.take(saved.max, row_ids, fill_value=kernel.NO_ROW)
-        of_rows = of_rows._replace(max=row_max)
-        g = jax.tree.map(lambda x: _operands.take(x, row_ids), cotangents)
-        h = _hidden(padded, row_ids)
-        labels = _operands.part_labels(spec, rows, row_ids)
-        inverse = _inverse_temperature(rows, row_ids)
-        inputs = kernel.Inputs(h, padded.W, labels, padded.bias, inverse)
-        coefficients = _stats.coefficients(of_rows, g)
-        operands = kernel.operands(env, inputs, of_rows, coefficients)
-        derivative = functools.partial(kernel.derivative, env, operands)
-        return products.Part(h, derivative, n_active)
+    spec, env, _, single_block = this
 
     def body(block, sums):
-        n_tiles, size = _block_tiles(spec, env), env.n_rows
+        n_tiles, size, values = _block_tiles(spec, env), env.n_rows, (saved, cotangents)
         parts = [
-            part(block.ids[i : i + size], jnp.clip(block.n_active - i, 0, size))
+            recomputed(
+                this, rows, values, block.ids[i : i + size],
+                jnp.clip(block.n_active - i, 0, size),
+            )
             for i in range(0, len(block.ids), size)
-        ]
+        ]  # fmt: skip
         return _gradients(this, n_tiles, parts, block, sums)
 
     n_rows, at_once = len(rows.labels), env.n_rows
     if single_block:
         at_once = -(-n_rows // env.n_rows) * env.n_rows
     return active.for_each_block(rows.active, at_once, body, sums)
+
+
+def recomputed(this: Pass, rows: Rows, outputs_and_cotangents, row_ids, n_active):
+    """The `products.Part` of some rows, whose logits are recomputed."""
+    from jaxmem.kernels import dlogits as kernel, products
+
+    (spec, env, padded, _), (saved, cotangents) = this, outputs_and_cotangents
+    of_rows = jax.tree.map(lambda x: _operands.take(x, row_ids), saved)
+    row_max = _operands.take(saved.max, row_ids, fill_value=kernel.NO_ROW)
+    of_rows = of_rows._replace(max=row_max)
+    g = jax.tree.map(lambda x: _operands.take(x, row_ids), cotangents)
+    h = _hidden(padded, row_ids)
+    labels = _operands.part_labels(spec, rows, row_ids)
+    inverse = _inverse_temperature(rows, row_ids)
+    inputs = kernel.Inputs(h, padded.W, labels, padded.bias, inverse)
+    coefficients = _stats.coefficients(of_rows, g)
+    operands = kernel.operands(env, inputs, of_rows, coefficients)
+    derivative = functools.partial(kernel.derivative, env, operands)
+    return products.Part(h, derivative, n_active)
 
 
 def _sums(this, source):
@@ -345,7 +352,7 @@ def _gradients(this, n_tiles, parts, block, sums):
     from jaxmem.kernels import products
 
     spec, env, padded, single_block = this
-    tiles = _tiles("to_hidden", spec, padded), _tiles("to_W", spec, padded)
+    tiles = tiles_of("to_hidden", spec, padded), tiles_of("to_W", spec, padded)
 
     def into(h):
         if n_tiles < env.n_tiles:
@@ -376,12 +383,12 @@ def _gradients(this, n_tiles, parts, block, sums):
 def _block_tiles(spec, env):
     """Number of vocabulary tiles whose derivatives, in 16 bits, are alive at once."""
     return blocks.backward_tiles(
-        env.n_tiles, env.n_rows, _tokens_here(spec), spec.columns, env.depth,
+        env.n_tiles, env.n_rows, tokens_here(spec), spec.columns, env.depth,
         n_clusters(),
     )  # fmt: skip
 
 
-def _tokens_here(spec):
+def tokens_here(spec: Spec) -> int:
     """Tokens whose logits over this vocabulary shard are as many as a chunk's over all.
 
     Blocks sized for the shard alone, k times smaller on k devices, would leave clusters
@@ -402,22 +409,19 @@ def launch_env(spec: Spec, padded: Head, n_rows: int, kernel: str) -> Any:
     assert spec.layout, "logits that the caller has are for the other backend"
     from jaxmem.kernels.logits import Env
 
-    columns, depth = _columns_and_depth(spec, padded)
+    columns, depth = padding.columns_and_depth(spec, padded)
     return Env(
-        _tiles(kernel, spec, padded), n_rows, depth, columns,
+        tiles_of(kernel, spec, padded), n_rows, depth, columns,
         min(spec.vocab_size, spec.columns), spec.layout, spec.compute_dtype,
         spec.softcap, n_blocks(),
     )  # fmt: skip
 
 
-def _tiles(kernel, spec, padded):
-    columns, depth = _columns_and_depth(spec, padded)
+def tiles_of(kernel, spec: Spec, padded: Head) -> Any:
+    """The kernel's tiles for this head."""
+    columns, depth = padding.columns_and_depth(spec, padded)
     device = _devices.current()[0].device_kind
     return tuned.tiles_for(kernel, tuned.Head(device, depth, columns, spec.layout))
-
-
-def _columns_and_depth(spec, padded):
-    return padded.W.shape if spec.layout == "vd" else padded.W.shape[::-1]
 
 
 def n_blocks():

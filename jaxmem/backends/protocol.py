@@ -98,6 +98,16 @@ class Backend(Protocol):
         ...
 
 
+class Blocked(Protocol):
+    """A backend's loops for `gradient_blocks`; see `choose.blocked`."""
+
+    def backward(
+        self, spec: Spec, source: Head, rows: Rows, saved: Outputs, cotangents
+    ) -> Head:
+        """`Backend.backward`, with sums of W's gradient for a block at a time."""
+        ...
+
+
 class Sampler(Protocol):
     """A backend's loops for `gradient_samples`; see `choose.sampler`."""
 

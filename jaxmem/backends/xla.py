@@ -90,15 +90,7 @@ def backward(
     original, source = trained(spec, source), _aligned(spec, cast(spec, source))
 
     def chunk(row_ids, sums):
-        z = logits(spec, source, rows, row_ids)
-        row_outputs = _stats.Outputs(*(take(x, row_ids) for x in saved))
-        # Rows past the last active one: ln S = inf makes every p zero.
-        log_sum = take(saved.log_sum, row_ids, fill_value=jnp.inf)
-        row_outputs = row_outputs._replace(log_sum=log_sum)
-        g = _stats.Cotangents(*(take(x, row_ids) for x in cotangents))
-        c = _stats.coefficients(row_outputs, g)
-        dz = _stats.dlogits(z, part_labels(spec, rows, row_ids), row_outputs, c)
-        dz = unscale(spec, rows, row_ids, z, dz)
+        dz = derivative(spec, source, rows, row_ids, (saved, cotangents))
         return accumulate(spec, source, row_ids, dz, sums)
 
     sums = for_active_chunks(spec.chunk, rows.active, chunk, zero_sums(spec, source))
@@ -162,8 +154,30 @@ def loss_rows(spec: Spec, source: Head | Logits) -> int:
     return spec.chunk
 
 
-def logits(spec, source, rows, row_ids):
-    """Scaled logits [C, V] of the rows; -inf in the padding of the vocabulary."""
+def derivative(spec, source, rows, row_ids, outputs_and_cotangents, start=None):
+    """Derivative by the rows' logits before softcap and temperature, [C, V].
+
+    start is the first column if the source has a block of the vocabulary only.
+    """
+    saved, cotangents = outputs_and_cotangents
+    z = logits(spec, source, rows, row_ids, start)
+    row_outputs = _stats.Outputs(*(take(x, row_ids) for x in saved))
+    # Rows past the last active one: ln S = inf makes every p zero.
+    log_sum = take(saved.log_sum, row_ids, fill_value=jnp.inf)
+    row_outputs = row_outputs._replace(log_sum=log_sum)
+    g = _stats.Cotangents(*(take(x, row_ids) for x in cotangents))
+    c = _stats.coefficients(row_outputs, g)
+    labels = part_labels(spec, rows, row_ids)
+    labels = labels if start is None else labels - start
+    dz = _stats.dlogits(z, labels, row_outputs, c)
+    return unscale(spec, rows, row_ids, z, dz)
+
+
+def logits(spec, source, rows, row_ids, start=None):
+    """Scaled logits [C, V] of the rows; -inf in the padding of the vocabulary.
+
+    start is the first column if the source has a block of the vocabulary only.
+    """
     if isinstance(source, Logits):
         z = take(source.logits, row_ids).astype(spec.stats_dtype)
     else:
@@ -177,9 +191,11 @@ def logits(spec, source, rows, row_ids):
         if source.bias is not None:
             z = z + source.bias[None, :]
     z = scale(spec, rows, row_ids, z)
-    if spec.vocab_size < z.shape[1] * (spec.shards.count if spec.shards else 1):
+    columns = z.shape[1] if start is None else spec.columns
+    if spec.vocab_size < columns * (spec.shards.count if spec.shards else 1):
+        first = first_column(spec) + (0 if start is None else start)
         column = lax.broadcasted_iota(jnp.int32, z.shape, 1)
-        z = jnp.where(column < spec.vocab_size - first_column(spec), z, -jnp.inf)
+        z = jnp.where(column < spec.vocab_size - first, z, -jnp.inf)
     return z
 
 
@@ -220,21 +236,31 @@ def accumulate(spec, source, row_ids, dz, sums):
     """`sums` plus the contribution of the rows' dz [C, V] to the source's cotangent."""
     if isinstance(source, Logits):
         return Logits(put(sums.logits, row_ids, dz.astype(source.logits.dtype)))
-    dbias = None if sums.bias is None else sums.bias + jnp.sum(dz, axis=0)
+    dh, dw, dbias = products(spec, source, row_ids, dz)
+    dhidden = put(sums.hidden, row_ids, dh.astype(sums.hidden.dtype))
+    if sums.W is None:
+        return Head(dhidden, None, None)
+    dbias = None if sums.bias is None else sums.bias + dbias
+    return Head(dhidden, sums.W + dw, dbias)
+
+
+def products(spec, source, row_ids, dz) -> Head:
+    """Gradients [C, D] of the rows of hidden, and their parts of those of W and bias.
+
+    All are in the statistics' dtype; those that are not used cost nothing.
+    """
+    dbias = jnp.sum(dz, axis=0)
     dz = dz.astype(spec.compute_dtype)  # rounded once, after float32 arithmetic
     over_v = ((1,), (0 if spec.layout == "vd" else 1,))
     dh = lax.dot_general(
         dz, source.W, (over_v, ((), ())), preferred_element_type=spec.stats_dtype
     )
-    dhidden = put(sums.hidden, row_ids, dh.astype(sums.hidden.dtype))
-    if sums.W is None:
-        return Head(dhidden, None, None)
     h = take(source.hidden, row_ids)
     left, right = (dz, h) if spec.layout == "vd" else (h, dz)
     dw = lax.dot_general(
         left, right, (((0,), (0,)), ((), ())), preferred_element_type=spec.stats_dtype
     )
-    return Head(dhidden, sums.W + dw, dbias)
+    return Head(dh, dw, dbias)
 
 
 def _aligned(spec, source):

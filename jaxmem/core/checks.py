@@ -295,6 +295,20 @@ def check_residual_bytes(
     return min(int(residual_bytes) // bytes_a_token, n_tokens)
 
 
+def check_gradient_blocks(gradient_blocks: int) -> int:
+    """The number of blocks in which W's gradient is summed."""
+    if isinstance(gradient_blocks, (bool, np.bool_)) or not isinstance(
+        gradient_blocks, (int, np.integer)
+    ):
+        raise TypeError(
+            "gradient_blocks must be a Python integer, 1 to sum W's gradient at once, "
+            f"got {brief(gradient_blocks)}"
+        )
+    if gradient_blocks < 1:
+        raise ValueError(f"gradient_blocks must be at least 1, got {gradient_blocks}")
+    return int(gradient_blocks)
+
+
 def check_gradient_samples(gradient_samples: int | None, vocab_size: int) -> int | None:
     """How many entries of a token's derivative are sampled; None for all of them."""
     if gradient_samples is None:

@@ -30,6 +30,7 @@ class HeadOptions:
     layout: Layout | None = None
     frozen_head: bool = False
     residual_bytes: int | Literal["all"] = 0
+    gradient_blocks: int = 1
     gradient_samples: int | None = None
     key: jax.Array | None = None
     axis_name: AxisName | None = None

@@ -21,6 +21,7 @@ class Spec:
     softcap: float | None = None
     frozen_head: bool = False  # W and bias are constants
     residual_rows: int = 0  # tokens whose exponentials are kept as a residual
+    gradient_blocks: int = 1  # of the vocabulary, each with sums of W's gradient
     gradient_samples: int | None = None  # entries of a token's derivative; None: all
     shards: Shards | None = None  # the sharding of the vocabulary over mesh axes
     varying: frozenset[str] = frozenset()  # mesh axes along which row outputs vary

@@ -30,6 +30,7 @@ def logprobs(
     layout: Layout | None = None,
     frozen_head: bool = False,
     residual_bytes: int | Literal["all"] = 0,
+    gradient_blocks: int = 1,
     gradient_samples: int | None = None,
     key: jax.Array | None = None,
     axis_name: AxisName | None = None,
@@ -154,8 +155,9 @@ def logprobs(
     options = HeadOptions(
         chunk=chunk, where=where, temperature=temperature, softcap=softcap, bias=bias,
         vocab_size=vocab_size, layout=layout, frozen_head=frozen_head,
-        residual_bytes=residual_bytes, gradient_samples=gradient_samples, key=key,
-        axis_name=axis_name, implementation=implementation,
+        residual_bytes=residual_bytes, gradient_blocks=gradient_blocks,
+        gradient_samples=gradient_samples, key=key, axis_name=axis_name,
+        implementation=implementation,
     )  # fmt: skip
     call = arguments.head_call("logprobs", ("logprob",), hidden, W, labels, options)
     return _run(call)["logprob"]
@@ -176,6 +178,7 @@ def token_stats(
     layout: Layout | None = None,
     frozen_head: bool = False,
     residual_bytes: int | Literal["all"] = 0,
+    gradient_blocks: int = 1,
     gradient_samples: int | None = None,
     key: jax.Array | None = None,
     axis_name: AxisName | None = None,
@@ -207,8 +210,9 @@ def token_stats(
     options = HeadOptions(
         chunk=chunk, where=where, temperature=temperature, softcap=softcap, bias=bias,
         vocab_size=vocab_size, layout=layout, frozen_head=frozen_head,
-        residual_bytes=residual_bytes, gradient_samples=gradient_samples, key=key,
-        axis_name=axis_name, implementation=implementation,
+        residual_bytes=residual_bytes, gradient_blocks=gradient_blocks,
+        gradient_samples=gradient_samples, key=key, axis_name=axis_name,
+        implementation=implementation,
     )  # fmt: skip
     call = arguments.head_call(
         "token_stats", TokenStats._fields, hidden, W, labels, options
@@ -230,6 +234,7 @@ def entropy(
     layout: Layout | None = None,
     frozen_head: bool = False,
     residual_bytes: int | Literal["all"] = 0,
+    gradient_blocks: int = 1,
     gradient_samples: int | None = None,
     key: jax.Array | None = None,
     axis_name: AxisName | None = None,
@@ -251,8 +256,9 @@ def entropy(
     options = HeadOptions(
         chunk=chunk, where=where, temperature=temperature, softcap=softcap, bias=bias,
         vocab_size=vocab_size, layout=layout, frozen_head=frozen_head,
-        residual_bytes=residual_bytes, gradient_samples=gradient_samples, key=key,
-        axis_name=axis_name, implementation=implementation,
+        residual_bytes=residual_bytes, gradient_blocks=gradient_blocks,
+        gradient_samples=gradient_samples, key=key, axis_name=axis_name,
+        implementation=implementation,
     )  # fmt: skip
     call = arguments.head_call(
         "entropy", ("entropy",), hidden, W, arguments.NO_LABELS, options

@@ -105,6 +105,7 @@ def _spec_of(source, outputs, options):
             "residual_bytes must be 0 with gradient_samples, whose backward pass needs "
             "no exponentials"
         )
+    stats_dtype = np.promote_types(data.dtype, np.float32)
     return Spec(
         columns=columns,
         vocab_size=vocab_size,
@@ -115,10 +116,25 @@ def _spec_of(source, outputs, options):
         softcap=checks.check_softcap(options.softcap),
         frozen_head=bool(options.frozen_head),
         residual_rows=residual_rows,
+        gradient_blocks=_gradient_blocks(source, options, stats_dtype),
         gradient_samples=samples,
         shards=shards,
         token_parallel=partition.is_possible(),
     )
+
+
+def _gradient_blocks(source, options, stats_dtype):
+    """How many blocks have sums of W's gradient; 1 where there are no such sums."""
+    n_blocks = checks.check_gradient_blocks(options.gradient_blocks)
+    for name, default in (("residual_bytes", 0), ("gradient_samples", None)):
+        if n_blocks > 1 and getattr(options, name) != default:
+            raise ValueError(
+                f"gradient_blocks={n_blocks} must be 1 with {name}, whose backward "
+                "pass does not recompute all logits"
+            )
+    # Sums in the dtype of W are its gradient itself.
+    no_sums = options.frozen_head or not isinstance(source, Head)
+    return 1 if no_sums or source.W.dtype == stats_dtype else n_blocks
 
 
 def read_head(

@@ -20,6 +20,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
+from jaxmem.backends import choose
 from jaxmem.backends.protocol import Backend
 from jaxmem.core import shards as _shards, stats as _stats
 from jaxmem.core.operands import (
@@ -131,6 +132,8 @@ class StatisticsRule(BackendRule):
 
     def _backward(self, source, rows, saved, cotangents, kept):
         backward = self.backend.backward
+        if self.spec.gradient_blocks > 1:
+            backward = choose.blocked(self.backend).backward
         if kept:
             run = once(functools.partial(backward, self.spec))
             return run(source, rows, saved, cotangents, kept)

@@ -46,8 +46,9 @@ def forward_rows(n_rows: int, chunk: int, columns: int, depth: int, groups: int)
 
 
 def backward_rows(
-    n_rows: int, chunk: int, columns: int, depth: int, apart: bool, clusters: int
-) -> tuple[int, bool]:
+    n_rows: int, chunk: int, columns: int, depth: int, apart: bool, clusters: int,
+    n_blocks: int = 1,
+) -> tuple[int, bool]:  # fmt: skip
     """Rows per launch, and whether a block of the vocabulary has launches of all rows.
 
     Blocks of R rows and K columns move 8 D (N V / K + N V / R) bytes of float32 sums,
@@ -73,6 +74,7 @@ def backward_rows(
         depth: D.
         apart: whether blocks of rows must go through the vocabulary one by one.
         clusters: of the device.
+        n_blocks: of the vocabulary, by which W's sums of 4 V D are divided otherwise.
 
     Returns:
         Rows per launch, and whether all rows share each block of the vocabulary.
@@ -95,13 +97,46 @@ def backward_rows(
         return launches * taken, held
 
     costs = {n: cost(n, rows) for n, rows in sizes.items()}
-    limit = 2 * chunk * columns + 4 * columns * depth
+    limit = 2 * chunk * columns + 4 * columns * depth // n_blocks
     costs = {n: (taken, held) for n, (taken, held) in costs.items() if held <= limit}
     if apart or n_rows > columns or not costs:
         return max(side // MAX_CLUSTER_ROWS, 1) * MAX_CLUSTER_ROWS, False
     enough = NEAR * min(taken for taken, _ in costs.values())
     near = [n for n, (taken, _) in costs.items() if taken <= enough]
     return sizes[min(near, key=lambda n: costs[n][1])], True
+
+
+def vocabulary_block(
+    n_rows: int, chunk: int, columns: int, depth: int, n_blocks: int, clusters: int
+) -> tuple[int, int]:
+    """Rows per launch and tiles of the vocabulary, if W's sums are of one block of it.
+
+    Derivatives take 2 C V bytes at most, and the rows are no more than make a square of
+    those, because they take 8 D each. Of these, the rows that take the least time.
+
+    Args:
+        n_rows: N.
+        chunk: C; for a shard of the vocabulary, times the number of shards.
+        columns: V.
+        depth: D.
+        n_blocks: of the vocabulary.
+        clusters: of the device.
+
+    Returns:
+        Both.
+    """
+    n_tiles, depth_tiles = -(-columns // TILE), -(-depth // TILE)
+    tiles = -(-n_tiles // n_blocks)
+    most = min(chunk * columns // (tiles * TILE), _side(chunk, columns))
+    most = max(min(most, whole(n_rows)) // MAX_CLUSTER_ROWS, 1)
+
+    def time_a_row(rows):
+        sums = SUMS * tiles * depth_tiles
+        return (_time(tiles, tiles, rows, depth, clusters) + sums) / rows
+
+    sizes = range(MAX_CLUSTER_ROWS, (most + 1) * MAX_CLUSTER_ROWS, MAX_CLUSTER_ROWS)
+    enough = NEAR * min(map(time_a_row, sizes))
+    return next(rows for rows in sizes if time_a_row(rows) <= enough), tiles
 
 
 def backward_tiles(

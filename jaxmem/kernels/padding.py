@@ -38,6 +38,11 @@ def head(spec, head) -> Head:
     return Head(head.hidden, W, bias)
 
 
+def columns_and_depth(spec, head: Head) -> tuple[int, int]:
+    """(V, D) of W."""
+    return head.W.shape if spec.layout == "vd" else head.W.shape[::-1]
+
+
 def copies(W, layout) -> bool:
     """Whether W is copied to be padded."""
     return any(x % SWIZZLE for x in W.shape) and not splits(W, layout)

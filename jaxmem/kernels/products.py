@@ -171,7 +171,7 @@ def gradients(
                 dbias = _add_to_bias(dz, n_here, at, dbias)
             dhs.append(dh)
         if apart:
-            into = _put(env, into, sums.W, column, last)
+            into = put_block(env.layout, into, sums.W, column, last)
         return sums._replace(hidden=tuple(dhs), W=into, bias=dbias)
 
     n_parts = -(-env.n_tiles // n_tiles)
@@ -180,6 +180,38 @@ def gradients(
     if n_parts > 1:
         sums = lax.fori_loop(0, n_parts - 1, block, sums)
     return block(n_parts - 1, sums, last=True)
+
+
+def add_block(blocks: Blocks, W, part: Part, first, sums: Head) -> Head:
+    """Gradients of some rows from one block of the vocabulary.
+
+    Args:
+        blocks: of the vocabulary.
+        W: [V, D] or [D, V].
+        part: the rows.
+        first: int32, first tile of the block.
+        sums: hidden's of the part, an undefined float32 array that is overwritten; W's
+            of the block and the bias's of all, in float32, to which is added.
+
+    Returns:
+        The updated sums.
+    """
+    env, columns = blocks.env, blocks.env.tiles.columns
+    here = jnp.int32(jnp.minimum(blocks.n_tiles, env.n_tiles - first))
+    column = first * columns
+    at = jnp.int32(column), jnp.minimum(here * columns, env.columns - column)
+    # Without an active row, one tile of zeros is added.
+    n_rows = jnp.maximum(part.n_rows, 1)
+    which = jnp.stack([n_rows, jnp.int32(first), here])
+    dz = part.derivative(part=which, width=blocks.n_tiles * columns)
+    dh, dW = _add_products(
+        blocks, (W, part.hidden, dz), n_rows, (at, (jnp.int32(0), at[1])),
+        (sums.hidden, sums.W), (False, True), False,
+    )  # fmt: skip
+    dbias = sums.bias
+    if dbias is not None:
+        dbias = _add_to_bias(dz, n_rows, at, dbias)
+    return Head(dh, dW, dbias)
 
 
 def _add_products(blocks, operands, n_rows, at, into, add, overlap_all_reduce):
@@ -209,9 +241,12 @@ def _block(env, n_tiles, dtype):
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def _put(env, block, dW, first, last):
-    """Write a block into dW; the last block may exceed dW."""
-    axis = 0 if env.layout == "vd" else 1
+def put_block(layout: Layout, block, dW, first, last: bool) -> jax.Array:
+    """W's gradient with a block written into it; the last one may exceed it.
+
+    first is the first column of the block.
+    """
+    axis = 0 if layout == "vd" else 1
     if last:
         block = lax.slice_in_dim(block, 0, dW.shape[axis] - first, axis=axis)
     return lax.dynamic_update_slice_in_dim(dW, block.astype(dW.dtype), first, axis)

@@ -80,6 +80,7 @@ def check(
     layout="vd",
     bias=None,
     residual_bytes=0,
+    gradient_blocks=1,
     **options,
 ):
     """Outputs and gradients of a call against the oracle and the materialised path."""
@@ -91,7 +92,8 @@ def check(
         W = W if layout == "vd" else W.T
         return jaxmem.token_stats(
             h, W, problem.y, chunk, bias=bias, layout=layout,
-            residual_bytes=residual_bytes, implementation=implementation, **options,
+            residual_bytes=residual_bytes, gradient_blocks=gradient_blocks,
+            implementation=implementation, **options,
         )._asdict()  # fmt: skip
 
     def naive(h, W, bias=None):

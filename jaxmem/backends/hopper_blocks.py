@@ -1,0 +1,87 @@
+"""The kernels' gradients for one block of the vocabulary after another.
+
+See `xla_blocks`, whose order of loops and sums it has. A block has as many tiles as one
+launch: hidden's gradient of some rows is one product, and added to what other blocks
+gave.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxmem.backends import hopper
+from jaxmem.core import operands as _operands, shards as _shards, stats as _stats
+from jaxmem.core.operands import Head, Rows
+from jaxmem.core.spec import Spec
+from jaxmem.kernels import active, blocks, padding
+
+
+def backward(
+    spec: Spec, source: Head, rows: Rows, saved: _stats.Outputs, cotangents
+) -> Head:
+    """See `hopper.backward`, which is as good where it needs no sums of all of W."""
+    from jaxmem.kernels import products
+
+    padded = padding.head(spec, _operands.cast(spec, source))
+    columns, depth = padding.columns_and_depth(spec, padded)
+    tokens, clusters = hopper.tokens_here(spec), hopper.n_clusters()
+    sizes, n_blocks = (len(rows.labels), tokens, columns, depth), spec.gradient_blocks
+    if blocks.backward_rows(*sizes, False, clusters, n_blocks)[1]:
+        return hopper.backward(spec, source, rows, saved, cotangents)
+    n_rows, n_tiles = blocks.vocabulary_block(*sizes, n_blocks, clusters)
+    env = hopper.launch_env(spec, padded, n_rows, "derivative")
+    this = hopper.Pass(spec, env, padded, single_block=False)
+    width = n_tiles * env.tiles.columns
+    n_blocks = -(-env.n_tiles // n_tiles)
+
+    def block(b, total, last=False):
+        made = _add(this, (b, n_tiles), rows, (saved, cotangents), total)
+        # Without padding along D.
+        dW = lax.slice_in_dim(made.W, 0, source.hidden.shape[1], axis=depth_axis)
+        dW = products.put_block(spec.layout, dW, total.W, b * width, last)
+        return made._replace(W=dW)
+
+    depth_axis = 1 if spec.layout == "vd" else 0
+    total = _zeros(spec, source, n_blocks * width)
+    total = lax.fori_loop(0, n_blocks - 1, block, total)
+    total = block(n_blocks - 1, total, last=True)
+    total = _operands.sum_over_shards(spec, _shards.vary(total, spec.part_varying))
+    return jax.tree.map(
+        lambda x, like: _operands.unpadded(x, like).astype(like.dtype), total, source
+    )
+
+
+def _zeros(spec, source, columns):
+    """Gradients before the first block; W's is undefined, to be overwritten."""
+    parts = spec.shards and spec.shards.same_hidden
+    dtype = spec.stats_dtype if parts else spec.compute_dtype
+    hidden = jnp.zeros(source.hidden.shape, dtype)
+    bias = None if source.bias is None else jnp.zeros(columns, jnp.float32)
+    hidden, bias = _shards.vary((hidden, bias), spec.part_varying)
+    return Head(hidden, lax.empty(source.W.shape, source.W.dtype), bias)
+
+
+def _add(this, block, rows, outputs_and_cotangents, total):
+    """`total` after one block, but W's are the float32 sums of that block alone."""
+    from jaxmem.kernels import products
+
+    (spec, env, padded, _), (b, n_tiles) = this, block
+    names = "to_hidden", "to_W"
+    to_hidden, to_W = (hopper.tiles_of(name, spec, padded) for name in names)
+    of_block = products.Blocks(env, n_tiles, False, (to_hidden, to_W))
+    width = n_tiles * env.tiles.columns
+    shape = (width, env.depth) if spec.layout == "vd" else (env.depth, width)
+
+    def of_rows(at, sums):
+        part = hopper.recomputed(
+            this, rows, outputs_and_cotangents, at.ids, at.n_active
+        )
+        into = sums._replace(hidden=lax.empty(part.hidden.shape, jnp.float32))
+        made = products.add_block(of_block, padded.W, part, b * n_tiles, into)
+        dh = made.hidden[:, : sums.hidden.shape[1]]
+        dh += _operands.take(sums.hidden, at.ids)
+        dh = dh.astype(sums.hidden.dtype)
+        return made._replace(hidden=_operands.put(sums.hidden, at.ids, dh))
+
+    sums = total._replace(W=jnp.zeros(shape, jnp.float32))
+    return active.for_each_block(rows.active, env.n_rows, of_rows, sums)
