@@ -67,6 +67,12 @@ def logprobs(
             logits. "all" takes three GEMMs instead of four. Only "hopper" has it, on
             one device; where jit partitions the program, each device computes all
             tokens.
+        gradient_blocks: blocks of the vocabulary, one after another in the backward
+            pass, each with float32 sums of its part of W's gradient only. As many GEMMs
+            as with 1, in less memory; but hidden's gradient, if it has 16 bits, is
+            rounded once per block, unless the vocabulary is sharded. Nothing changes
+            where there are no sums: W is frozen or its gradient has their dtype, or
+            "hopper" computes few tokens at once.
         gradient_samples: K < V: the gradient is an unbiased estimate from at most K + 1
             entries of each token's derivative with respect to the logits, of which the
             label's is exact, and the backward pass recomputes no logits. Entries with
@@ -106,6 +112,10 @@ def logprobs(
       C·V/32 tokens also take a block of W's gradient, at most 32·C·V·D/N, if all except
       2·N·D is no more than 2·C·V + 4·V·D. Otherwise it takes 2·C·V + 4·V·D + 6·S·D,
       without the second term if W is frozen.
+    - gradient_blocks=B: 4·V·D/B instead of 4·V·D, with V/B rounded up to a multiple of
+      128 ("hopper": 256). In "xla" also b·V·D/B for a copy of W's block, and
+      (4 + 2·b)·D for each token of B chunks, or of as many tokens as a block has
+      columns if that is less and no less than a chunk; in "hopper" at most 8·S·D.
     - residual_bytes: that many, from the forward to the backward pass, and 4·V·D during
       the same time if they cover only part of the tokens.
     - gradient_samples, under `jax.grad`: residuals of 8·K per token. Forward in "xla"
@@ -140,7 +150,9 @@ def logprobs(
         ValueError: shapes disagree; the layout is ambiguous; a label is ≥ V; a chunk,
             temperature or softcap is not positive; the implementation is unknown; no
             shard_map binds axis_name, or W is not sharded along it; gradient_samples is
-            not an integer from 1 to V - 1, or only one of it and key is given.
+            not an integer from 1 to V - 1, or only one of it and key is given;
+            gradient_blocks is less than 1, or more beside residual_bytes or
+            gradient_samples.
         NotImplementedError: a gradient of the temperature or a second derivative is
             requested, or the implementation cannot run this call here.
 

@@ -6,14 +6,11 @@ nothing. If no derivative is requested, nothing is sampled.
 """
 
 import jax
-import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxmem.backends import choose
-from jaxmem.core import shards as _shards, stats as _stats
-from jaxmem.core.operands import for_active_chunks, put_all, take
+from jaxmem.core import stats as _stats
 from jaxmem.core.stats import TokenStats
-from jaxmem.functional import traced_loss
 from jaxmem.functional.rule import by_tokens, fitted, of_tokens, once
 from jaxmem.functional.vjp import LossRule, StatisticsRule
 
@@ -65,27 +62,7 @@ class SampledLossRule(LossRule):
         spec, sampler = fitted(self.spec, rows), choose.sampler(self.backend)
         names = (*TokenStats._fields, "max", "log_sum")
         outputs, entries = sampler.forward(spec, source, rows, names)
-        values, cotangents = self._differentiate(spec, outputs, rows, operands, count)
+        values, cotangents = self.differentiate(spec, outputs, rows, operands, count)
         outputs = _stats.Outputs(**outputs)
         dsource = sampler.backward(spec, source, rows, outputs, cotangents, entries)
         return values, dsource
-
-    def _differentiate(self, spec, outputs, rows, operands, count):
-        """The losses' values and the cotangents of all rows, [N]; 0 if inactive."""
-        loss, n_rows = self.loss, rows.labels.shape[0]
-
-        def chunk(row_ids, results):
-            stats = TokenStats(*(take(outputs[k], row_ids) for k in TokenStats._fields))
-            here = traced_loss.differentiate(loss, row_ids, stats, operands, n_rows)
-            return put_all(results, row_ids, here)
-
-        zeros = dict.fromkeys(loss.fields, jnp.zeros(n_rows, spec.stats_dtype))
-        nothing = (
-            traced_loss.nothing(loss, spec, operands, n_rows, pull=True),
-            _stats.Cotangents(*(zeros.get(k) for k in _stats.Cotangents._fields)),
-        )
-        nothing = _shards.vary(nothing, spec.varying)
-        values, g = for_active_chunks(loss.n_rows, rows.active, chunk, nothing)
-        if self.divides_early:
-            g = jax.tree.map(lambda x: x / count, g)
-        return values, g

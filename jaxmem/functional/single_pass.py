@@ -22,7 +22,7 @@ from jaxmem.functional import (
     traced_loss,
 )
 from jaxmem.functional.sampled import SampledLossRule
-from jaxmem.functional.vjp import LossRule
+from jaxmem.functional.vjp import BlockedLossRule, LossRule
 
 
 def _shardings(arguments):
@@ -46,6 +46,7 @@ def token_loss(
     vocab_size: int | None = None,
     layout: Layout | None = None,
     frozen_head: bool = False,
+    gradient_blocks: int = 1,
     gradient_samples: int | None = None,
     key: jax.Array | None = None,
     axis_name: AxisName | None = None,
@@ -84,6 +85,8 @@ def token_loss(
         vocab_size: as in `logprobs`.
         layout: as in `logprobs`.
         frozen_head: W and bias are constants; their gradient is not computed.
+        gradient_blocks: as in `logprobs`. The backward pass then recomputes the logits:
+            four GEMMs.
         gradient_samples: as in `logprobs`. Loss and metrics are exact. The gradient
             with respect to hidden and the head is an unbiased estimate; that with
             respect to per_token is exact.
@@ -106,9 +109,10 @@ def token_loss(
     the float32 sum of W's gradient. Under jit, operands that are not differentiated add
     nothing. "hopper" takes no more: instead of logits it stores their exponentials, 2·V
     per token, of all tokens if they fit, which saves the float32 sum, or else of 3·C.
-    XLA for CPUs needs 8·C·V if V is not a multiple of 128. With gradient_samples, both
-    passes take what `logprobs` takes. Gradients are residuals, scaled by the loss's
-    cotangent: hidden's is rounded to its dtype before it is scaled.
+    XLA for CPUs needs 8·C·V if V is not a multiple of 128. With gradient_samples or
+    gradient_blocks, both passes take what `logprobs` takes. Gradients are residuals,
+    scaled by the loss's cotangent: hidden's is rounded to its dtype before it is
+    scaled.
 
     **Communication** with axis_name: that of `logprobs`, except that under `jax.grad`
     the max and the sum of statistics are all-reduced chunk by chunk.
@@ -135,8 +139,8 @@ def token_loss(
     options = HeadOptions(
         chunk=chunk, where=where, temperature=temperature, softcap=softcap, bias=bias,
         vocab_size=vocab_size, layout=layout, frozen_head=frozen_head,
-        gradient_samples=gradient_samples, key=key, axis_name=axis_name,
-        implementation=implementation,
+        gradient_blocks=gradient_blocks, gradient_samples=gradient_samples, key=key,
+        axis_name=axis_name, implementation=implementation,
     )  # fmt: skip
     fields = TokenStats._fields
     call = arguments.head_call("token_loss", fields, hidden, W, labels, options)
@@ -153,7 +157,8 @@ def token_loss(
         total, metrics = jnp.zeros((), spec.stats_dtype), nothing.metrics
     else:
         trained, fixed = (source, operands.per_token, count), (rows, operands.closed)
-        made_by = SampledLossRule if spec.gradient_samples else LossRule
+        made_by = BlockedLossRule if spec.gradient_blocks > 1 else LossRule
+        made_by = SampledLossRule if spec.gradient_samples else made_by
         total, metrics = rule.run(made_by(spec, backend, loss), trained, fixed)
     metrics = {k: lax.stop_gradient(jnp.reshape(v, shape)) for k, v in metrics.items()}
     return total, metrics

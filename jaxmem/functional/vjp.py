@@ -278,6 +278,45 @@ class LossRule(BackendRule):
             dsource = jax.tree.map(lambda x, like: x.astype(like.dtype), dsource, kept)
         return values, dsource
 
+    def differentiate(self, spec, outputs, rows, operands, count) -> tuple:
+        """The losses' values and the cotangents of all rows, [N]; 0 if inactive."""
+        loss, n_rows = self.loss, rows.labels.shape[0]
+
+        def chunk(row_ids, results):
+            stats = TokenStats(*(take(outputs[k], row_ids) for k in TokenStats._fields))
+            here = traced_loss.differentiate(loss, row_ids, stats, operands, n_rows)
+            return put_all(results, row_ids, here)
+
+        zeros = dict.fromkeys(loss.fields, jnp.zeros(n_rows, spec.stats_dtype))
+        nothing = (
+            traced_loss.nothing(loss, spec, operands, n_rows, pull=True),
+            _stats.Cotangents(*(zeros.get(k) for k in _stats.Cotangents._fields)),
+        )
+        nothing = _shards.vary(nothing, spec.varying)
+        values, g = for_active_chunks(loss.n_rows, rows.active, chunk, nothing)
+        if self.divides_early:
+            g = jax.tree.map(lambda x: x / count, g)
+        return values, g
+
+
+class BlockedLossRule(LossRule):
+    """`LossRule` with `gradient_blocks`, whose backward pass recomputes the logits.
+
+    A block's logits are not those of whole chunks of tokens, of which the loss's
+    derivative is known only after all blocks.
+    """
+
+    def one_pass(self, source, given, operands, count):
+        """See `LossRule.one_pass`."""
+        rows = given
+        spec, names = fitted(self.spec, rows), (*TokenStats._fields, *_SAVED)
+        forward = self._merged if spec.shards else self.backend.forward
+        outputs = forward(spec, source, rows, names)
+        values, cotangents = self.differentiate(spec, outputs, rows, operands, count)
+        backward = choose.blocked(self.backend).backward
+        saved = _stats.Outputs(**outputs)
+        return values, backward(spec, source, rows, saved, cotangents)
+
 
 # Of `Operands`: whether their first axis is tokens.
 OPERANDS = Operands(True, False)  # pyright: ignore

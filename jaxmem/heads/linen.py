@@ -41,6 +41,7 @@ class LMHead(HeadVerbs, nn.Module):
         softcap: caps logits at ±softcap by tanh.
         chunk: tokens whose logits may be alive at once; None for all, or "auto".
         vocab_size: logical vocabulary if V is padded; later columns have p = 0.
+        gradient_blocks: of the vocabulary, as in `jaxmem.logprobs`.
         implementation: as in `jaxmem.logprobs`.
         sharding: sharding of the verbs on a mesh of devices; None: one device, or as
             XLA partitions them.
@@ -72,6 +73,7 @@ class LMHead(HeadVerbs, nn.Module):
     softcap: float | None = None
     chunk: Chunk = 1024
     vocab_size: int | None = None
+    gradient_blocks: int = 1
     implementation: Implementation | None = None
     sharding: HeadSharding | None = None
 
@@ -80,7 +82,7 @@ class LMHead(HeadVerbs, nn.Module):
         columns = _columns(self.features, self.tied_to)
         check_options(
             columns, self.dtype, self.softcap, self.chunk, self.vocab_size,
-            self.implementation,
+            self.gradient_blocks, self.implementation,
         )  # fmt: skip
         super().__post_init__()
 

@@ -57,6 +57,7 @@ class LMHead(HeadVerbs, nnx.Module):
         softcap: caps logits at ±softcap by tanh.
         chunk: tokens whose logits may be alive at once; None for all, or "auto".
         vocab_size: logical vocabulary if V is padded; later columns have p = 0.
+        gradient_blocks: of the vocabulary, as in `jaxmem.logprobs`.
         implementation: as in `jaxmem.logprobs`.
         sharding: sharding of the verbs on a mesh of devices; None: one device, or as
             XLA partitions them.
@@ -98,11 +99,14 @@ class LMHead(HeadVerbs, nnx.Module):
         softcap: float | None = None,
         chunk: Chunk = 1024,
         vocab_size: int | None = None,
+        gradient_blocks: int = 1,
         implementation: Implementation | None = None,
         sharding: HeadSharding | None = None,
     ):
         depth, columns, layout = _describe(in_features, out_features, tied_to)
-        check_options(columns, dtype, softcap, chunk, vocab_size, implementation)
+        check_options(
+            columns, dtype, softcap, chunk, vocab_size, gradient_blocks, implementation
+        )
         if tied_to is None:
             kernel = kernel_init(_params_key(rngs), (depth, columns), param_dtype)
             self.kernel = nnx.Param(kernel, **kernel_metadata)
@@ -117,7 +121,7 @@ class LMHead(HeadVerbs, nnx.Module):
         self.dtype, self.param_dtype = dtype, param_dtype
         self.softcap, self.chunk = softcap, chunk
         self.vocab_size, self.implementation = vocab_size, implementation
-        self.sharding = sharding
+        self.gradient_blocks, self.sharding = gradient_blocks, sharding
 
     def _weights(self, depth: int) -> Weights:
         source = self if self.tied_to is None else self.tied_to

@@ -92,6 +92,7 @@ class HeadVerbs(ColumnVerbs, DivergenceVerbs):
     softcap: float | None
     chunk: Chunk
     vocab_size: int | None
+    gradient_blocks: int
     implementation: Implementation | None
     sharding: HeadSharding | None
 
@@ -142,8 +143,8 @@ class HeadVerbs(ColumnVerbs, DivergenceVerbs):
         **Memory**: that of `jaxmem.logprobs`, with the head's chunk.
         """
         return self._run(
-            api.logprobs, hidden, labels, where=where, temperature=temperature,
-            gradient_samples=gradient_samples, key=key,
+            api.logprobs, hidden, labels, where=where, temperature=temperature, key=key,
+            gradient_samples=gradient_samples, gradient_blocks=self.gradient_blocks,
         )  # fmt: skip
 
     def token_stats(
@@ -173,7 +174,8 @@ class HeadVerbs(ColumnVerbs, DivergenceVerbs):
         """
         return self._run(
             api.token_stats, hidden, labels, where=where, temperature=temperature,
-            gradient_samples=gradient_samples, key=key,
+            gradient_samples=gradient_samples, gradient_blocks=self.gradient_blocks,
+            key=key,
         )  # fmt: skip
 
     def entropy(
@@ -201,8 +203,8 @@ class HeadVerbs(ColumnVerbs, DivergenceVerbs):
         **Memory**: that of `jaxmem.entropy`, with the head's chunk.
         """
         return self._run(
-            api.entropy, hidden, where=where, temperature=temperature,
-            gradient_samples=gradient_samples, key=key,
+            api.entropy, hidden, where=where, temperature=temperature, key=key,
+            gradient_samples=gradient_samples, gradient_blocks=self.gradient_blocks,
         )  # fmt: skip
 
     def loss(
@@ -295,17 +297,10 @@ class HeadVerbs(ColumnVerbs, DivergenceVerbs):
         """
         verb = functools.partial(token_loss, loss_fn)
         return self._run(
-            verb,
-            hidden,
-            labels,
-            *per_token,
-            where=where,
-            normalizer=normalizer,
-            temperature=temperature,
-            frozen_head=frozen_head,
-            gradient_samples=gradient_samples,
-            key=key,
-        )
+            verb, hidden, labels, *per_token, where=where, normalizer=normalizer,
+            temperature=temperature, frozen_head=frozen_head, key=key,
+            gradient_samples=gradient_samples, gradient_blocks=self.gradient_blocks,
+        )  # fmt: skip
 
     def support_logprobs(
         self,
@@ -380,7 +375,7 @@ class HeadVerbs(ColumnVerbs, DivergenceVerbs):
 
 def check_options(
     columns: int, dtype: Any, softcap: Any, chunk: Any, vocab_size: Any,
-    implementation: Any,
+    gradient_blocks: Any, implementation: Any,
 ) -> None:  # fmt: skip
     """Raise, when a head is constructed, for options that every call would reject."""
     if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
@@ -388,6 +383,7 @@ def check_options(
     checks.check_softcap(softcap)
     checks.check_chunk(chunk, tokens=1, columns=columns)
     checks.check_vocab_size(vocab_size, columns)
+    checks.check_gradient_blocks(gradient_blocks)
     choose.check(implementation)
 
 

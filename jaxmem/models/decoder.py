@@ -32,6 +32,8 @@ from jaxmem.models.positions import (
 # Small enough for a first loss of about ln(vocab_size), whatever the width.
 _VOCABULARY_INIT = nnx.initializers.normal(0.02)
 
+_FUSED_ONLY = {"gradient_blocks": 1, "gradient_samples": None, "backend": None}
+
 
 @dataclasses.dataclass(frozen=True)
 class HeadConfig:
@@ -41,6 +43,9 @@ class HeadConfig:
     implementation: Literal["fused", "materialised"] = "fused"
     # tokens whose logits may be alive at once (fused only); None: no chunking
     chunk: int | Literal["auto"] | None = 1024
+    # blocks of the vocabulary whose part of the head's gradient is summed one after
+    # another (fused only), see jaxmem.logprobs; 1: at once
+    gradient_blocks: int = 1
     # entries of each token's derivative that are drawn at random (fused only), see
     # jaxmem.logprobs; None: exact gradients
     gradient_samples: int | None = None
@@ -59,12 +64,19 @@ class HeadConfig:
                     "HeadConfig.chunk must be a positive number of tokens, 'auto' or "
                     f"None, got {self.chunk!r}"
                 )
-        samples = self.gradient_samples
+        n_blocks, samples = self.gradient_blocks, self.gradient_samples
+        good = type(n_blocks) is int and n_blocks >= 1
+        check_field(self, "gradient_blocks", good, "a positive integer")
         good = samples is None or (type(samples) is int and samples >= 1)
         check_field(self, "gradient_samples", good, "a positive integer, or None")
-        for name in ("gradient_samples", "backend"):
+        if n_blocks > 1 and samples is not None:
+            raise ValueError(
+                f"HeadConfig.gradient_blocks={n_blocks} must stay 1 with "
+                f"gradient_samples={samples}, whose gradients are not summed by blocks"
+            )
+        for name, default in _FUSED_ONLY.items():
             value = getattr(self, name)
-            if value is not None and self.implementation != "fused":
+            if value != default and self.implementation != "fused":
                 raise ValueError(
                     f"HeadConfig.{name}={value!r} needs implementation='fused'"
                 )
@@ -73,7 +85,7 @@ class HeadConfig:
         """The other way to the loss, for comparison; exact where it is materialised."""
         changes: Any = {"implementation": implementation}
         if implementation != "fused":
-            changes |= {"gradient_samples": None, "backend": None}
+            changes |= _FUSED_ONLY
         return dataclasses.replace(self, **changes)
 
 
@@ -103,6 +115,7 @@ def _head(
         "dtype": jnp.dtype(config.dtype),
         "softcap": config.softcap,
         "chunk": head.chunk,
+        "gradient_blocks": head.gradient_blocks,
         "implementation": head.backend,
         "sharding": sharding,
         "rngs": rngs,
