@@ -266,7 +266,11 @@ def test_more_blocks_than_columns(on_one_device):
 
 
 # (tokens, D, V, chunk, blocks)
-SIZES = [(4096, 128, 16384, 64, 4), (8192, 256, 8192, 128, 8)]
+SIZES = [
+    (4096, 128, 16384, 64, 4),
+    (8192, 256, 8192, 128, 8),
+    (4096, 256, 4096, 64, 32),
+]
 
 
 @pytest.mark.parametrize("verb", ["token_stats", slow("token_loss")])

@@ -116,6 +116,41 @@ def test_launches_follow_each_other_where_all_rows_leave_few_columns(n, columns,
     assert backward(n, 1024, columns, 4096) == cut
 
 
+def test_a_block_of_the_vocabulary_takes_the_bytes_it_says():
+    for n, chunk, columns, depth in SHAPES:
+        for n_blocks in (2, 4, 8, 64):
+            sizes = n, chunk, columns, depth, n_blocks
+            rows, tiles = blocks.vocabulary_block(*sizes, 66)
+            width = min(tiles * blocks.TILE, columns)
+            n_tiles = -(-columns // blocks.TILE)
+            assert tiles == -(-n_tiles // n_blocks), sizes
+            side = math.isqrt(chunk * columns)
+            taken = 2 * rows * width + 4 * width * depth + 8 * rows * depth
+            promised = 2 * chunk * columns + 4 * columns * depth / n_blocks
+            a_tile = blocks.TILE * (2 * rows + 4 * depth)
+            least = MAX_CLUSTER_ROWS * (2 * width + 8 * depth)
+            promised += 8 * side * depth + a_tile + least
+            assert taken <= promised, sizes
+            assert rows <= blocks.whole(n), sizes
+
+
+@pytest.mark.parametrize(
+    ("n_blocks", "cut"),
+    # Hidden's gradient has 16 tiles to 256 rows: of 6144 rows they take 5.8 turns, of
+    # the 7936 that fit 7.5.
+    [(2, (1792, 251)), (4, (3072, 126)), (8, (6144, 63)), (16, (8448, 32))],
+)
+def test_rows_of_a_block_of_the_vocabulary_keep_the_chip_busy(n_blocks, cut):
+    sizes = 131_072, 1024, 128_256, 4096, n_blocks
+    assert blocks.vocabulary_block(*sizes, 66) == cut
+
+
+@pytest.mark.parametrize(("n_blocks", "once"), [(1, True), (4, True), (8, False)])
+def test_all_rows_share_a_block_where_that_takes_no_more_bytes(n_blocks, once):
+    sizes = 32_768, 1024, 128_256, 4096
+    assert blocks.backward_rows(*sizes, False, 66, n_blocks)[1] == once
+
+
 def test_blocks_are_never_small():
     """Each begins anew and adds to hidden's sums once: 16 tiles a cluster at D=4096."""
     for n, chunk, columns, depth in SHAPES:

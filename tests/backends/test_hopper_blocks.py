@@ -1,0 +1,152 @@
+"""gradient_blocks of "hopper" without a GPU: interpreted, and lowered for CUDA."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxmem
+from tests.backends.test_hopper import (
+    assert_none_writes_into_a_slice,
+    both_verbs,
+    in_parts,
+)
+from tests.cases import Case, slow
+from tests.functional.test_api import check
+from tests.kernels import needs_pallas
+from tests.kernels.one_pass import check_one_pass, close
+
+pytestmark = [pytest.mark.usefixtures("on_one_device"), needs_pallas]
+
+# Two launches of rows; two blocks, the last one of 44 columns.
+CASE = Case(301, 16, 300, std=3.0, chunk=16)
+
+
+@pytest.fixture
+def of_blocks(monkeypatch):
+    """(tiles of a block, rows of a launch) of every call of the product's kernels."""
+    from jaxmem.kernels import products
+
+    seen, add_block = set(), products.add_block
+
+    def listen(blocks, W, part, *args):
+        seen.add((blocks.n_tiles, len(part.hidden)))
+        return add_block(blocks, W, part, *args)
+
+    monkeypatch.setattr(products, "add_block", listen)
+    return seen
+
+
+@pytest.mark.parametrize("v, layout", [(300, "vd"), slow(600, "dv"), slow(600, "vd")])
+def test_outputs_and_gradients(v, layout, interpreted, of_blocks):
+    problem = dataclasses.replace(CASE, v=v).make()
+    problem = problem._replace(y=np.where(np.arange(301) % 5 == 0, -1, problem.y))
+    problem.h[::5] = np.nan
+    check(
+        problem, "hopper", CASE.chunk, dtype="bfloat16", layout=layout,
+        bias=jnp.linspace(-1, 1, v, dtype=jnp.bfloat16), gradient_blocks=2,
+    )  # fmt: skip
+    assert of_blocks == {(v // 300, 256)}
+
+
+def test_every_option_of_a_loss(interpreted, of_blocks):
+    check_one_pass(
+        CASE, layout="dv", softcap=5.0, vocab_size=280, gradient_blocks=3,
+        temperature=np.linspace(0.5, 2, 301, dtype=np.float32),
+        where=np.arange(301) % 3 > 0,
+    )  # fmt: skip
+    assert of_blocks == {(1, 256)}
+
+
+def test_without_an_active_token_the_gradient_is_zero(interpreted, of_blocks):
+    h, W, y = CASE.make()
+    h, W = jnp.asarray(h, jnp.bfloat16), jnp.asarray(W, jnp.bfloat16)
+
+    def total(h, W):
+        made = jaxmem.logprobs(
+            h, W, np.full_like(y, -1), 16, implementation="hopper", gradient_blocks=2
+        )
+        return jnp.sum(made)
+
+    for gradient in jax.grad(total, (0, 1))(h, W):
+        assert not np.asarray(gradient, np.float32).any()
+    assert of_blocks
+
+
+def test_blocks_that_all_rows_share_need_no_other(interpreted, of_blocks):
+    """Few rows: W's gradient is written once anyway, and no row is rounded twice."""
+    h, W, y = Case(40, 64, 300, std=2.0).make()
+    h, W = jnp.asarray(h, jnp.bfloat16), jnp.asarray(W, jnp.bfloat16)
+
+    def total(h, W, **options):
+        stats = jaxmem.token_stats(h, W, y, implementation="hopper", **options)
+        return jnp.sum(stats.logprob + stats.entropy)
+
+    want = jax.grad(total, (0, 1))(h, W)
+    got = jax.grad(functools.partial(total, gradient_blocks=4), (0, 1))(h, W)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    assert not of_blocks
+
+
+def test_a_split_vocabulary(interpreted, of_blocks):
+    """One part only: the interpreter has one device's memory."""
+    h, W, y = CASE.make()
+    h, W, y = jnp.asarray(h, jnp.bfloat16), jnp.asarray(W, jnp.bfloat16), y % 280
+    options = {"vocab_size": 280, "chunk": 16}
+    here = {"axis_name": "tensor", "implementation": "hopper", "gradient_blocks": 2}
+    got = in_parts(functools.partial(both_verbs, **options, **here))(h, W, y)
+    want = jax.value_and_grad(functools.partial(both_verbs, **options), (0, 1))(
+        h.astype(jnp.float32), W.astype(jnp.float32), y
+    )
+    jax.tree.map(close, got, want)
+    assert of_blocks == {(1, 256)}
+
+
+@pytest.mark.parametrize(
+    "n, d, v, options",
+    [
+        (131_072, 4096, 128_256, {"layout": "vd"}),
+        slow(20_000, 1000, 5001, {"layout": "vd", "bias": True, "vocab_size": 5000}),
+        slow(20_000, 1000, 5001, {"layout": "dv", "bias": True, "softcap": 30.0}),
+    ],
+)
+def test_all_kernels_lower_for_cuda(n, d, v, options, lowered_anywhere, of_blocks):
+    options, bias = dict(options), None
+
+    def shape(*sizes, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(sizes, dtype)
+
+    if options.pop("bias", False):
+        bias = shape(v)
+    options |= {"implementation": "hopper", "gradient_blocks": 8}
+
+    def loss(h, W, y, bias):
+        stats = jaxmem.token_stats(h, W, y, bias=bias, **options)
+        return jnp.sum(stats.logprob + stats.entropy)
+
+    W = shape(v, d) if options["layout"] == "vd" else shape(d, v)
+    operands = (shape(n, d), W, shape(n, dtype=jnp.int32), bias)
+    traced = jax.jit(jax.grad(loss, (0, 1))).trace(*operands)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("mosaic_gpu") >= 4
+    assert_none_writes_into_a_slice(text, kept=False)
+    assert of_blocks
+
+
+@pytest.mark.parametrize("check_vma", [True, slow(False)])
+def test_parts_of_the_vocabulary_lower_for_cuda(check_vma, lowered_anywhere, of_blocks):
+    options = {
+        "vocab_size": 5000, "axis_name": "tensor", "implementation": "hopper",
+        "gradient_blocks": 2, "chunk": 16,
+    }  # fmt: skip
+    shapes = [(3000, 256), (8192, 256), (3000,)]
+    types = jnp.bfloat16, jnp.bfloat16, jnp.int32
+    operands = map(jax.ShapeDtypeStruct, shapes, types)
+    total = functools.partial(both_verbs, **options)
+    traced = in_parts(total, check_vma, len(jax.devices())).trace(*operands)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("mosaic_gpu") >= 7
+    assert of_blocks
