@@ -140,6 +140,26 @@ def test_memory_is_what_the_record_says(shape):
     assert analysis.temp_size_in_bytes == pytest.approx(measured, rel=0.01)
 
 
+@pytest.mark.parametrize("n_blocks", [4, 8])
+def test_blocks_of_the_vocabulary_take_less_where_tokens_are_many(n_blocks):
+    n, d, v, chunk = 131_072, 4096, 128_256, 1024
+
+    def gradients(h, W, y):
+        def loss(h, W):
+            options = {"implementation": "hopper", "gradient_blocks": n_blocks}
+            stats = jaxmem.token_stats(h, W, y, chunk, **options)
+            return jnp.sum(stats.logprob + stats.entropy)
+
+        return jax.grad(loss, (0, 1))(h, W)
+
+    shapes = ((n, d), jnp.bfloat16), ((v, d), jnp.bfloat16), ((n,), jnp.int32)
+    taken = compiled(gradients, shapes).memory_analysis().temp_size_in_bytes
+    columns = -(-v // (256 * n_blocks)) * 256
+    formula = 2 * chunk * v + 4 * columns * d + 8 * d * (chunk * v) ** 0.5
+    assert taken <= formula + 64 * n  # statistics, and the order of the rows
+    assert taken < 0.8 * 2**30
+
+
 @pytest.mark.parametrize("axis", AXES)
 def test_training_steps_on_two(axis):
     config = training.config_of(axis)

@@ -35,12 +35,17 @@ def backward(
     n_blocks = -(-env.n_tiles // n_tiles)
 
     def block(b, total, last=False):
-        made = _add(this, (b, n_tiles), rows, (saved, cotangents), total)
+        zero, so_far = jnp.float32(0), total.W
+        if last:  # XLA might fill its sums while others are alive
+            zero, so_far = lax.optimization_barrier((zero, so_far))
+        sums = total._replace(W=jnp.full(shape, zero))
+        made = _add(this, (b, n_tiles), rows, (saved, cotangents), sums)
         # Without padding along D.
         dW = lax.slice_in_dim(made.W, 0, source.hidden.shape[1], axis=depth_axis)
-        dW = products.put_block(spec.layout, dW, total.W, b * width, last)
+        dW = products.put_block(spec.layout, dW, so_far, b * width, last)
         return made._replace(W=dW)
 
+    shape = (width, env.depth) if spec.layout == "vd" else (env.depth, width)
     depth_axis = 1 if spec.layout == "vd" else 0
     total = _zeros(spec, source, n_blocks * width)
     total = lax.fori_loop(0, n_blocks - 1, block, total)
@@ -61,16 +66,14 @@ def _zeros(spec, source, columns):
     return Head(hidden, lax.empty(source.W.shape, source.W.dtype), bias)
 
 
-def _add(this, block, rows, outputs_and_cotangents, total):
-    """`total` after one block, but W's are the float32 sums of that block alone."""
+def _add(this, block, rows, outputs_and_cotangents, sums):
+    """`sums`, W's of one block of the vocabulary, with the contribution of all rows."""
     from jaxmem.kernels import products
 
     (spec, env, padded, _), (b, n_tiles) = this, block
     names = "to_hidden", "to_W"
     to_hidden, to_W = (hopper.tiles_of(name, spec, padded) for name in names)
     of_block = products.Blocks(env, n_tiles, False, (to_hidden, to_W))
-    width = n_tiles * env.tiles.columns
-    shape = (width, env.depth) if spec.layout == "vd" else (env.depth, width)
 
     def of_rows(at, sums):
         part = hopper.recomputed(
@@ -83,5 +86,4 @@ def _add(this, block, rows, outputs_and_cotangents, total):
         dh = dh.astype(sums.hidden.dtype)
         return made._replace(hidden=_operands.put(sums.hidden, at.ids, dh))
 
-    sums = total._replace(W=jnp.zeros(shape, jnp.float32))
     return active.for_each_block(rows.active, env.n_rows, of_rows, sums)

@@ -573,6 +573,7 @@ def precise_linear():
         (TypeError, "dtype must be a floating", lambda: make_head(dtype=jnp.int32)),
         (ValueError, "softcap must be positive", lambda: make_head(softcap=-1.0)),
         (ValueError, "chunk must be a positive", lambda: make_head(chunk=0)),
+        (ValueError, "blocks must be at least 1", lambda: make_head(gradient_blocks=0)),
         (ValueError, "vocab_size must be", lambda: make_head(vocab_size=V + 1)),
         (ValueError, "implementation must be", lambda: make_head(implementation="?")),
     ],
@@ -604,3 +605,17 @@ def test_bad_call(error, match, change):
     given = {"hidden": hidden_states(), "labels": LABELS} | change
     with pytest.raises(error, match=match):
         make_head().loss(**given)
+
+
+@pytest.mark.parametrize("verb", ["logprobs", "token_stats", "loss", "entropy"])
+def test_the_blocks_of_a_head_s_gradient_reach_its_verbs(verb):
+    head, samples = make_head(gradient_blocks=2), {"gradient_samples": 4}
+    given = () if verb == "entropy" else (LABELS,)
+    with pytest.raises(ValueError, match="gradient_blocks=2 must be 1 with"):
+        getattr(head, verb)(hidden_states(), *given, key=jax.random.key(0), **samples)
+    made = getattr(head, verb)(hidden_states(), *given)
+    assert_trees(
+        np.testing.assert_array_equal,
+        made,
+        getattr(make_head(), verb)(hidden_states(), *given),
+    )

@@ -431,11 +431,27 @@ def test_impossible_models_are_refused_by_name(changes, message):
         (dict(implementation="lean"), "implementation must be one of .*got 'lean'"),
         (dict(chunk=0), "chunk must be a positive number of tokens.*got 0"),
         (dict(chunk="big"), "chunk must be a positive number .*got 'big'"),
+        (dict(gradient_blocks=0), "gradient_blocks must be a positive .*got 0"),
+        (dict(gradient_blocks=None), "gradient_blocks must be a positive .*got None"),
+        (
+            dict(gradient_blocks=2, implementation="materialised"),
+            "gradient_blocks=2 needs implementation='fused'",
+        ),
+        (
+            dict(gradient_blocks=2, gradient_samples=8),
+            "gradient_blocks=2 must stay 1 with gradient_samples=8",
+        ),
     ],
 )
 def test_impossible_heads_are_refused_by_name(changes, message):
     with pytest.raises(ValueError, match=f"HeadConfig.{message}"):
         HeadConfig(**changes)
+
+
+def test_the_head_sums_its_gradient_in_the_blocks_of_the_configuration():
+    head = HeadConfig(gradient_blocks=2)
+    assert Decoder(SMALL, head, rngs=nnx.Rngs(0)).head.gradient_blocks == 2
+    assert head.using("materialised") == HeadConfig("materialised")
 
 
 def test_an_unknown_vocabulary_is_an_error():
