@@ -417,7 +417,7 @@ def launch_env(spec: Spec, padded: Head, n_rows: int, kernel: str) -> Any:
     )  # fmt: skip
 
 
-def tiles_of(kernel, spec: Spec, padded: Head) -> Any:
+def tiles_of(kernel, spec: Any, padded: Head) -> Any:
     """The kernel's tiles for this head."""
     columns, depth = padding.columns_and_depth(spec, padded)
     device = _devices.current()[0].device_kind

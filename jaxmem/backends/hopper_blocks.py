@@ -42,7 +42,7 @@ def backward(
         made = _add(this, (b, n_tiles), rows, (saved, cotangents), sums)
         # Without padding along D.
         dW = lax.slice_in_dim(made.W, 0, source.hidden.shape[1], axis=depth_axis)
-        dW = products.put_block(spec.layout, dW, so_far, b * width, last)
+        dW = products.put_block(env.layout, dW, so_far, b * width, last)
         return made._replace(W=dW)
 
     shape = (width, env.depth) if spec.layout == "vd" else (env.depth, width)

@@ -6,6 +6,8 @@ hidden's gradient is added up over the blocks in hidden's dtype: sums of all tok
 float32 would take more than those that are saved where tokens are many.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -30,7 +32,8 @@ def backward(
     spec: Spec, source: Head, rows: Rows, saved: _stats.Outputs, cotangents
 ) -> Head:
     """See `xla.backward`; rounds hidden's gradient once per block, if not sharded."""
-    head, width = cast(spec, source), block_columns(spec)
+    head: Any = cast(spec, source)
+    width = block_columns(spec)
     n_whole, rest = divmod(spec.columns, width)
     axis = 0 if spec.layout == "vd" else 1
 
@@ -40,7 +43,8 @@ def backward(
         if bias is not None:
             bias = lax.dynamic_slice_in_dim(bias, start, width, 0)
         part = Head(head.hidden, W, bias)
-        sums = xla.zero_sums(spec, part)._replace(hidden=total.hidden)
+        nothing: Any = xla.zero_sums(spec, part)
+        sums = nothing._replace(hidden=total.hidden)
         sums = _add(spec, (part, start), rows, (saved, cotangents), sums)
         dW = sums.W.astype(source.W.dtype)
         dW = lax.dynamic_update_slice_in_dim(total.W, dW, start, axis)
@@ -49,9 +53,9 @@ def backward(
             dbias = lax.dynamic_update_slice_in_dim(total.bias, sums.bias, start, 0)
         return Head(sums.hidden, dW, dbias)
 
-    total = xla.zero_sums(spec, head)._replace(
-        W=_shards.vary(jnp.zeros_like(source.W), spec.part_varying)
-    )
+    total: Any = xla.zero_sums(spec, head)
+    W = _shards.vary(jnp.zeros_like(source.W), spec.part_varying)
+    total = total._replace(W=W)
     total = lax.fori_loop(0, n_whole, lambda i, t: block(i * width, width, t), total)
     if rest:
         total = block(n_whole * width, rest, total)
