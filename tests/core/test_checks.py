@@ -419,6 +419,18 @@ ERRORS = [
         TypeError,
         f"frozen_head must be True or False, got {TRACED}",
     ),
+    # gradient_blocks
+    (
+        {"gradient_blocks": 0},
+        ValueError,
+        "gradient_blocks must be at least 1, got 0",
+    ),
+    (
+        {"gradient_blocks": 2.0},
+        TypeError,
+        "gradient_blocks must be a Python integer, 1 to sum W's gradient at once, got "
+        "2.0",
+    ),
     # gradient_samples and key
     (
         {"gradient_samples": 0},
