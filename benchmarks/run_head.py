@@ -4,7 +4,8 @@
         --out head_h200.csv
 
 A path is a verb and its options, such as "token_stats chunk=auto where=half". Each is
-held against float64 first. The unit is the bare GEMM `hidden @ W.T` of the same run;
+held against float64 first; of "logprobs gradient_samples=128", the gradients' error is
+the noise of one draw. The unit is the bare GEMM `hidden @ W.T` of the same run;
 `jaxmem/timing.py` says how paths take turns. With --peaks, the allocator's peak of
 each path is measured as well, in a process of its own.
 """
@@ -82,6 +83,8 @@ def call_of(path: str) -> on_jax.Call:
         k: workers.value_of(text) for k, _, text in (w.partition("=") for w in words)
     }
     half = options.pop("where", None) == "half"
+    if "gradient_samples" in options:
+        options["key"] = jax.random.key(0)
 
     def masked(y):
         return {"where": jnp.arange(len(y)) % 2 == 0} if half else {}
