@@ -163,7 +163,9 @@ class DistillMetrics(NamedTuple):
     """
 
     step: int  # steps done, this one included
-    loss: float  # what is minimised: divergence + distill.loss_weight * ce
+    # what is minimised: divergence + distill.loss_weight * ce, and with rewards the
+    # policy's loss, whose value says little, times distill.reward_weight
+    loss: float
     divergence: float  # of the student from its teacher, at distill.temperature
     ce: float  # cross-entropy of the data; of a policy's samples, at temperature 1
     entropy: float  # of the student, at temperature 1
@@ -177,18 +179,29 @@ class DistillMetrics(NamedTuple):
     seconds: float  # all of them
     peak_gib: float | None = None  # on the device since the start; None: not told
     response_length: float | None = None  # tokens sampled, mean over the completions
-    held_out_loss: float | None = None  # likewise; None where not evaluated
+    # divergence + distill.loss_weight * ce - distill.reward_weight * reward of what is
+    # held out; None where not evaluated
+    held_out_loss: float | None = None
     held_out_divergence: float | None = None
     held_out_ce: float | None = None
+    # As in `PolicyMetrics`; None without rewards.
+    reward: float | None = None
+    accuracy: float | None = None
+    degenerate: float | None = None
+    rewards: dict[str, float] | None = None
+    held_out_reward: float | None = None  # of samples, not of the most likely tokens
+    held_out_accuracy: float | None = None
 
     @property
     def line(self) -> str:
         """What the progress report says of the step."""
-        held_out = ""
+        reward, held_out = "", ""
+        if self.reward is not None:
+            reward = f"reward {self.reward:.3f}  "
         if self.held_out_divergence is not None:
             held_out = f"  held out {self.held_out_divergence:.4f}"
         return (
-            f"divergence {self.divergence:.4f}  ce {self.ce:.4f}  "
+            f"{reward}divergence {self.divergence:.4f}  ce {self.ce:.4f}  "
             f"{self.tokens_per_second:,.0f} tokens/s{held_out}"
         )
 
@@ -357,7 +370,8 @@ def save_preference_summary(path: Path, history: Sequence[PreferenceMetrics]) ->
 def save_distill_summary(path: Path, history: Sequence[DistillMetrics]) -> None:
     """Likewise of a student."""
     evaluated = [s for s in history if s.held_out_loss is not None]
-    held_out = ("held_out_loss", "held_out_divergence", "held_out_ce")
+    held_out = ["held_out_loss", "held_out_divergence", "held_out_ce"]
+    held_out += ["held_out_reward"] if history[-1].reward is not None else []
     outcome = {
         "first_loss": history[0].loss,
         "last_loss": history[-1].loss,
@@ -386,53 +400,3 @@ def _write_summary(
         },
     }
     files.write_whole(path, json.dumps(summary, indent=2) + "\n")
-
-
-def save_plot(
-    path: Path,
-    history: Sequence[AnyMetrics],
-    costs: Mapping[str, HeadCost],
-    field: str = "loss",
-    label: str = "loss (nats per token)",
-) -> None:
-    """Draw a field by step and the memory by implementation, as PNG."""
-    # Imported here: the import is slow, and most processes need no plot.
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9 if costs else 5.5, 3.5), layout="constrained")
-    panels = figure.subplots(1, 2 if costs else 1, squeeze=False)[0]
-    steps, values = zip(*((s.step, getattr(s, field)) for s in history), strict=True)
-    panels[0].plot(steps, values, label="training, one batch")
-    held_out = f"held_out_{field}"
-    scored = [s for s in history if getattr(s, held_out, None) is not None]
-    if scored:
-        values = [getattr(s, held_out) for s in scored]
-        panels[0].plot([s.step for s in scored], values, "o-", label="held out")
-        panels[0].legend()
-    panels[0].set(xlabel="step", ylabel=label)
-    panels[0].grid(alpha=0.3)
-    if costs:
-        _draw_memory(panels[1], costs)
-    with files.write_errors(path):
-        figure.savefig(path, dpi=150)
-
-
-_HEADS = {
-    "fused": "fused: a chunk of the logits at a time",
-    "materialised": "materialised: all logits at once",
-}
-_PARTS = {"head": "head alone:\nloss and gradients", "step": "whole train step"}
-
-
-def _draw_memory(panel: Any, costs: Mapping[str, HeadCost]) -> None:
-    """Bars of the temporary memory, a group for each part, a colour for each head."""
-    width = 0.8 / len(costs)
-    for i, (name, cost) in enumerate(costs.items()):
-        heights = [getattr(cost, part).temporary / _MIB for part in _PARTS]
-        places = [x + (i - (len(costs) - 1) / 2) * width for x in range(len(_PARTS))]
-        drawn = panel.bar(places, heights, width, label=_HEADS.get(name, name))
-        panel.bar_label(drawn, fmt="{:,.0f}")
-    panel.set_xticks(range(len(_PARTS)), list(_PARTS.values()))
-    panel.legend(loc="upper center", bbox_to_anchor=(0.5, 1.22), frameon=False)
-    panel.margins(y=0.1)  # room for the numbers
-    panel.set(ylabel="temporary memory (MiB)")

@@ -229,22 +229,27 @@ def _memory(memory: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _samples(samples: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    rewarded = any(sample["reward"] is not None for sample in samples)
+    heading = '<th class="right">Reward</th>' if rewarded else ""
     yield (
         "<h2>Samples of the last rollout</h2><p>Tokens are coloured by how improbable "
         f"they were: {_token('certain', 0.0)} to "
         f"{_token(f'{_MOST_SURPRISE:g} nats and more', -_MOST_SURPRISE)}.</p>"
         '<div class="card wide"><table class="samples"><thead><tr><th>Prompt</th>'
-        '<th>Completion</th><th class="right">Reward</th></tr></thead><tbody>'
+        f"<th>Completion</th>{heading}</tr></thead><tbody>"
     )
     for sample in samples:
         tokens = zip(sample["tokens"], sample["logprobs"], strict=True)
         spans = "".join(_token(text, logprob) for text, logprob in tokens)
         yield (
             f'<tr><td class="text">{escape(sample["prompt"])}</td>'
-            f'<td class="text">{spans}</td>'
-            f'<td class="right">{charts.number(sample["reward"])}</td></tr>'
+            f'<td class="text">{spans}</td>{_reward(sample["reward"])}</tr>'
         )
     yield "</tbody></table></div>"
+
+
+def _reward(value: float | None) -> str:
+    return "" if value is None else f'<td class="right">{charts.number(value)}</td>'
 
 
 def _token(text: str, logprob: float) -> str:

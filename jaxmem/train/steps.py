@@ -43,5 +43,5 @@ class ShowsSamples(Protocol):
     """A job with something to read."""
 
     def samples(self) -> list[dict[str, Any]]:
-        """Rows of the report's table: prompt, tokens, logprobs and reward."""
+        """Rows of the report's table: prompt, tokens, logprobs and reward (or None)."""
         ...

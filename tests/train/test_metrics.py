@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from rich.console import Console
 
-from jaxmem.train import metrics
+from jaxmem.train import metrics, plots
 from jaxmem.train.metrics import HeadCost, Memory, StepMetrics
 
 COSTS = {
@@ -93,7 +93,7 @@ def test_the_plot_shows_held_out_loss_and_what_the_bars_compare(
     )
     history = [step_metrics(i, 9.0 / i) for i in range(1, 20)]
     history[9] = history[9]._replace(held_out_loss=1.5)
-    metrics.save_plot(tmp_path / "report.png", history, costs)
+    plots.save(tmp_path / "report.png", history, costs)
     assert (tmp_path / "report.png").read_bytes() == b"drawn"
     curves, *bars = figures[0].axes
     steps, values = curves.get_legend_handles_labels()[0][1].get_data()
@@ -110,5 +110,5 @@ def test_the_plot_shows_held_out_loss_and_what_the_bars_compare(
 
 
 def test_the_plot_is_a_png(tmp_path):
-    metrics.save_plot(tmp_path / "report.png", [step_metrics(1)], COSTS)
+    plots.save(tmp_path / "report.png", [step_metrics(1)], COSTS)
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")

@@ -111,6 +111,11 @@ class DistillJobConfig:
                 )
         if self.is_on_policy:
             self._check_rollouts()
+        elif (weight := self.distill.reward_weight) is not None:
+            raise ValueError(
+                f"distill.reward_weight={weight} needs distill.mode='on_policy': "
+                "rewards are of completions that the student samples"
+            )
         if offline and (self.data.streaming or self.data.streams != 1):
             name = "streaming" if self.data.streaming else "streams"
             raise ValueError(
@@ -120,18 +125,13 @@ class DistillJobConfig:
             )
 
     def _check_rollouts(self) -> None:
-        distill, task = self.distill, self.task
+        distill = self.distill
         if distill.loss_weight:
             raise ValueError(
                 f"distill.loss_weight={distill.loss_weight} must stay 0 for "
                 "distill.mode='on_policy': samples have no labels but themselves"
             )
-        for name in ("reward", "reward_weights", "timeout"):
-            if getattr(task, name) != getattr(TaskConfig(), name):
-                raise ValueError(
-                    f"task.{name} is not read for run.job='distill', which has no "
-                    "rewards; leave it out"
-                )
+        self._check_rewards()
         if self.run.accumulate != 1:
             raise ValueError(
                 f"run.accumulate={self.run.accumulate} must stay 1 for distill.mode="
@@ -143,6 +143,32 @@ class DistillJobConfig:
             raise ValueError(
                 f"distill.max_tokens={distill.max_tokens} must hold a row of {widest} "
                 "tokens"
+            )
+
+    def _check_rewards(self) -> None:
+        distill, task, sampling = self.distill, self.task, self.sampling
+        if distill.reward_weight is None:
+            for name in ("reward", "reward_weights", "timeout"):
+                if getattr(task, name) != getattr(TaskConfig(), name):
+                    raise ValueError(
+                        f"task.{name} is not read without distill.reward_weight; set "
+                        "that, or leave it out"
+                    )
+            return
+        _check_answers(task, sampling)
+        if not distill.reward_weight:
+            return
+        given = f"distill.reward_weight={distill.reward_weight}"
+        if distill.completions < 2:
+            raise ValueError(
+                f"distill.completions={distill.completions} must be at least 2 for "
+                f"{given}: advantages compare the completions of a prompt"
+            )
+        if sampling.truncates:
+            raise ValueError(
+                f"{given} needs sampling.top_k, top_p and min_p to be None: its policy "
+                "gradient is that of tokens drawn from the whole vocabulary; "
+                "run.job='grpo' replays truncated draws"
             )
 
     @property
@@ -165,6 +191,21 @@ def _differing(section: Any, default: Any) -> str | None:
     """The first field of a section that differs from its default."""
     fields = (field.name for field in dataclasses.fields(section))
     return next((n for n in fields if getattr(section, n) != getattr(default, n)), None)
+
+
+def _check_answers(task: TaskConfig, sampling: SamplingConfig) -> None:
+    """Raise unless completions have room for answers that can be right."""
+    slots, answer = sampling.max_new_tokens, task.answer_length
+    if task.is_arithmetic and task.answer == "last_digit" and slots != 1:
+        raise ValueError(
+            f"sampling.max_new_tokens={slots} must be 1 for task.answer="
+            "'last_digit': nothing follows it"
+        )
+    if slots < answer:
+        raise ValueError(
+            f"sampling.max_new_tokens={slots} must be at least {answer}, the "
+            f"longest answer of task.digits={task.digits}"
+        )
 
 
 def _check_rows(name: str, widths: Any, widest: int, longest: int) -> None:
@@ -192,23 +233,12 @@ class GrpoJobConfig:
 
     def __post_init__(self):
         """Refuse what fits no other section, by the names of both."""
-        slots, answer = self.sampling.max_new_tokens, self.task.answer_length
         if not self.task.is_arithmetic and self.model.checkpoint is None:
             raise ValueError(
                 f"task.source={self.task.source!r} needs model.checkpoint, a directory "
                 "with a tokenizer"
             )
-        ends_at_once = self.task.is_arithmetic and self.task.answer == "last_digit"
-        if ends_at_once and slots != 1:
-            raise ValueError(
-                f"sampling.max_new_tokens={slots} must be 1 for task.answer="
-                "'last_digit': nothing follows it"
-            )
-        if slots < answer:
-            raise ValueError(
-                f"sampling.max_new_tokens={slots} must be at least {answer}, the "
-                f"longest answer of task.digits={self.task.digits}"
-            )
+        _check_answers(self.task, self.sampling)
         if self.run.accumulate != 1:
             raise ValueError(
                 f"run.accumulate={self.run.accumulate} must stay 1 in this job: "

@@ -19,7 +19,7 @@ from jaxmem import checkpoints, offload
 from jaxmem.core import processes
 from jaxmem.data import teacher_files
 from jaxmem.data.documents import Batch
-from jaxmem.train import metrics, report, starting
+from jaxmem.train import metrics, plots, report, starting
 from jaxmem.train.evaluation import Evaluated
 from jaxmem.train.jobs import teachers
 from jaxmem.train.jobs.config import DistillJobConfig
@@ -101,6 +101,7 @@ class _Job:
         self.initial_state = program.initial_state
         self.restored_state = program.restored_state
         self.get_state, self.set_state = source.get_state, source.set_state
+        self.samples = source.samples
 
     def step(self, number: int, state: TrainState) -> tuple[TrainState, DistillMetrics]:
         start = time.perf_counter()
@@ -109,12 +110,13 @@ class _Job:
         ready = time.perf_counter()
         parked = [self._teacher.park(example) for example in examples]
         taught = time.perf_counter()
-        tokens = sum(self._count(batch) for batch, _ in examples)
+        tokens = sum(self._count(example.batch) for example in examples)
         sums = self._compiled.zeros()
-        for i, (batch, _) in enumerate(examples):
+        for i, (batch, _, advantages) in enumerate(examples):
             target, parked[i] = self._teacher.fetch(parked[i]), None
+            worth = () if advantages is None else (advantages,)
             sums = self._compiled.gradients[batch.tokens.shape](
-                state.params, self._frozen, sums, batch, target, tokens
+                state.params, self._frozen, sums, batch, target, tokens, *worth
             )
         loss, observed = sums.loss, sums.metrics
         state, norm = self._compiled.update(state, sums.gradients)
@@ -127,17 +129,19 @@ class _Job:
             tokens_per_second=int(tokens) / (end - start),
             grad_norm=float(norm),
             learning_rate=float(np.asarray(self._program.schedule(number - 1))),
-            response_length=taken.response_length,
             data_seconds=ready - start,
             teacher_seconds=taught - ready,
             update_seconds=end - taught,
             seconds=end - start,
             peak_gib=metrics.peak_gib(),
             **{name: float(observed[name]) / seen for name in METRICS},
+            **taken.observed,
         )
 
     def _place(self, example: Example) -> Example:
-        return example._replace(batch=self._program.layout.place(example.batch))
+        given = example.batch, example.advantages
+        batch, advantages = self._program.layout.place(given)
+        return example._replace(batch=batch, advantages=advantages)
 
     def _count(self, batch: Batch) -> jax.Array:
         """Tokens of a placed micro-batch that count, of all processes."""
@@ -147,14 +151,19 @@ class _Job:
         held_out = self._source.held_out(state.params)
         if held_out is None:
             return None
-        means = self._means(state.params, held_out)
-        weight = self._config.distill.loss_weight
-        cost = means["divergence"] + weight * means["ce"]
+        means, distill = (
+            self._means(state.params, held_out.examples),
+            self._config.distill,
+        )
+        cost = means["divergence"] + distill.loss_weight * means["ce"]
+        if distill.reward_weight:
+            cost -= distill.reward_weight * held_out.observed["held_out_reward"]
         return Evaluated(
             taken._replace(
                 held_out_loss=cost,
                 held_out_divergence=means["divergence"],
                 held_out_ce=means["ce"],
+                **held_out.observed,
             ),
             cost,
         )
@@ -277,13 +286,16 @@ def _settings(config: DistillJobConfig) -> Settings:
 def _report(result: Result, console: Console) -> None:
     out_dir, history = result
     first, last = history[0], history[-1]
+    rewards = ""
+    if first.reward is not None and last.reward is not None:
+        rewards = f"reward {first.reward:.3f} -> {last.reward:.3f}, "
     console.print(
-        f"divergence {first.divergence:.4f} -> {last.divergence:.4f}, cross-entropy "
-        f"{first.ce:.4f} -> {last.ce:.4f} in {len(history)} steps, "
+        f"{rewards}divergence {first.divergence:.4f} -> {last.divergence:.4f}, "
+        f"cross-entropy {first.ce:.4f} -> {last.ce:.4f} in {len(history)} steps, "
         f"{metrics.tokens_per_second(history):,.0f} tokens/s",
         highlight=False,
     )
     metrics.save_distill_summary(out_dir / "summary.json", history)
     label = "divergence (nats per token)"
-    metrics.save_plot(out_dir / "report.png", history, {}, "divergence", label)
+    plots.save(out_dir / "report.png", history, {}, "divergence", label)
     report.finish(out_dir, console)

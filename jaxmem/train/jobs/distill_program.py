@@ -19,10 +19,12 @@ from jaxmem.train.jobs import teachers
 from jaxmem.train.jobs.accumulated import Sums
 from jaxmem.train.jobs.config import DistillJobConfig
 from jaxmem.train.jobs.distillation import (
+    Targets,
     TeacherColumns,
     TeacherStates,
     distill_loss,
 )
+from jaxmem.train.jobs.policy import HeadCall
 from jaxmem.train.jobs.questions import ends_of
 from jaxmem.train.jobs.sampling_program import Rollouts, SamplingProgram
 from jaxmem.train.memory import RematConfig
@@ -40,8 +42,8 @@ class Compiled(NamedTuple):
     states: dict[Shape, jax.stages.Compiled]
     count: dict[Shape, jax.stages.Compiled]  # (labels) -> tokens that count
     zeros: jax.stages.Compiled  # () -> Sums
-    gradients: dict[Shape, jax.stages.Compiled]  # (params, frozen, Sums, Batch,
-    #                                               target, normalizer) -> Sums
+    # (params, frozen, Sums, Batch, target, normalizer[, advantages]) -> Sums
+    gradients: dict[Shape, jax.stages.Compiled]
     sums: dict[Shape, jax.stages.Compiled]  # (params, frozen, Batch, target)
     #                                          -> METRICS, summed over tokens
     update: jax.stages.Compiled | StreamedUpdate  # (TrainState, gradients) ->
@@ -170,9 +172,9 @@ class DistillProgram(SamplingProgram):
     def trace_gradients(self, shape: Shape) -> jax.stages.Traced:
         """Trace what adds a micro-batch to a step's sums; these are consumed."""
 
-        def run(params, frozen, sums: Sums, batch: Batch, target, normalizer):
+        def run(params, frozen, sums: Sums, batch: Batch, target, normalizer, *worth):
             def loss(params):
-                return self._loss(params, frozen, batch, target, normalizer)
+                return self._loss(params, frozen, batch, target, normalizer, *worth)
 
             (value, observed), slopes = jax.value_and_grad(loss, has_aux=True)(params)
             observed = {name: jnp.sum(x) for name, x in observed.items()}
@@ -186,8 +188,20 @@ class DistillProgram(SamplingProgram):
         batch = self.layout.of_tokens(batch_shapes(shape))
         with self.layout.context():
             return jitted.trace(
-                *weights, sums, batch, self.target(shape), self.number()
+                *weights,
+                sums,
+                batch,
+                self.target(shape),
+                self.number(),
+                *self.advantages(shape),
             )
+
+    def advantages(self, shape: Shape) -> tuple:
+        """Shapes of what follows on the normalizer, where rewards are learned from."""
+        if not self.config.distill.reward_weight:
+            return ()
+        floats = jax.ShapeDtypeStruct(shape, jnp.float32)
+        return (self.layout.of_tokens(floats),)
 
     @property
     def teacher(self) -> TeacherProgram:
@@ -211,7 +225,7 @@ class DistillProgram(SamplingProgram):
             return self.layout.of_hidden(columns)
         return TeacherStates(self.teacher.states(shape), self.teacher.head_shapes)
 
-    def _loss(self, params, frozen, batch: Batch, target, normalizer):
+    def _loss(self, params, frozen, batch: Batch, target, normalizer, advantages=None):
         if isinstance(target, TeacherStates):
             target = target._replace(head=self.teacher.head(target.head))
         model = self.model(params, frozen)
@@ -220,10 +234,10 @@ class DistillProgram(SamplingProgram):
             self.config.distill,
             model.head,
             hidden,
-            batch.labels,
+            Targets(batch.labels, advantages),
             target,
             normalizer,
-            self.head_is_frozen,
+            HeadCall(self.config.sampling.temperature, "fused", self.head_is_frozen),
         )
 
     def _trace_sums(self, shape: Shape) -> jax.stages.Traced:

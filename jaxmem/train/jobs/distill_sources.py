@@ -1,16 +1,19 @@
 """What a student learns from: rows of a text or a file, or its own completions."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
 import tokenizers
 
+from jaxmem import losses
 from jaxmem.data import documents as data, streams, teacher_files
 from jaxmem.data.documents import Batch
+from jaxmem.models.sampling import Samples
 from jaxmem.train import starting
-from jaxmem.train.jobs import teachers
+from jaxmem.train.jobs import rollout_metrics, samples as shown, teachers
 from jaxmem.train.jobs.config import DistillJobConfig
 from jaxmem.train.jobs.distill_program import DistillProgram
 from jaxmem.train.jobs.distillation import TeacherColumns
@@ -23,13 +26,14 @@ class Example(NamedTuple):
 
     batch: Batch
     columns: TeacherColumns | None = None
+    advantages: Any = None  # [B, T], where rewards are learned from
 
 
 class Taken(NamedTuple):
-    """The micro-batches of a step."""
+    """The micro-batches of a step, or of an evaluation."""
 
-    examples: list[Example]
-    response_length: float | None = None  # tokens sampled, mean over the completions
+    examples: Iterable[Example]
+    observed: Mapping[str, Any] = MappingProxyType({})  # fields of `DistillMetrics`
 
 
 class Source(Protocol):
@@ -39,8 +43,12 @@ class Source(Protocol):
         """The micro-batches of the step of that number, for these weights."""
         ...
 
-    def held_out(self, params: Any) -> Iterable[Example] | None:
+    def held_out(self, params: Any) -> Taken | None:
         """Micro-batches that are never trained on; None if nothing is held out."""
+        ...
+
+    def samples(self) -> list[dict[str, Any]]:
+        """Rows of the report's table; see `steps.ShowsSamples`."""
         ...
 
     def get_state(self) -> dict[str, Any]:
@@ -79,11 +87,16 @@ class Text:
         """See `Source`."""
         return Taken([Example(next(self._batches)) for _ in range(self._count)])
 
-    def held_out(self, params: Any) -> Iterable[Example] | None:
+    def held_out(self, params: Any) -> Taken | None:
         """See `Source`."""
-        if self._held_out is not None:
-            self._held_out.set_state(self._start)
-        return None if self._held_out is None else map(Example, self._held_out)
+        if self._held_out is None:
+            return None
+        self._held_out.set_state(self._start)
+        return Taken(map(Example, self._held_out))
+
+    def samples(self) -> list[dict[str, Any]]:
+        """None: nothing is sampled."""
+        return []
 
 
 class File:
@@ -111,14 +124,23 @@ class File:
         taken = (next(self._examples) for _ in range(self._count))
         return Taken([_of_file(example) for example in taken])
 
-    def held_out(self, params: Any) -> Iterable[Example] | None:
+    def held_out(self, params: Any) -> Taken | None:
         """See `Source`."""
-        return map(_of_file, self._evaluation()) if self._config.held_out else None
+        if not self._config.held_out:
+            return None
+        return Taken(map(_of_file, self._evaluation()))
+
+    def samples(self) -> list[dict[str, Any]]:
+        """None: nothing is sampled."""
+        return []
 
 
 def _of_file(example: teacher_files.Example) -> Example:
     batch, ids, logprobs = example
     return Example(batch, TeacherColumns(ids, logprobs))
+
+
+_advantages = jax.jit(losses.grpo_advantages)
 
 
 class Prompts:
@@ -132,44 +154,74 @@ class Prompts:
     def __init__(self, program: DistillProgram, frozen: Any):
         self._program, self._config, self._frozen = program, program.config, frozen
         self._task, self._next = task_of(program.config), 0
+        self._last: tuple | None = None  # rollout, whose samples the report shows
         self._sample = program.trace_sample().lower().compile()
 
     def take(self, number: int, params: Any) -> Taken:
         """See `Source`."""
         distill = self._config.distill
         asked = self._task.ask(self._next, distill.prompts)
-        completions = self._complete(
-            params, asked.repeated(distill.completions), number
-        )
-        self._next += distill.prompts
-        return Taken(self._batches(completions), float(completions.lengths.mean()))
+        asked = asked.repeated(distill.completions)
+        completions, samples = self._complete(params, asked, number)
+        observed: dict[str, Any] = {
+            "response_length": float(completions.lengths.mean())
+        }
+        rewards = advantages = None
+        if distill.reward_weight is not None:
+            graded = self._task.grade(asked, completions)
+            observed |= rollout_metrics.of_grades(graded, distill.completions)
+            rewards = graded.rewards
+            if distill.reward_weight:
+                groups = rewards.reshape(-1, distill.completions)
+                advantages = np.asarray(_advantages(groups)).ravel()
+        self._next += distill.prompts  # after the rewards, which may raise
+        logprobs = np.asarray(samples.logprobs)
+        self._last = asked, completions, rewards, logprobs
+        return Taken(self._batches(completions, advantages), observed)
 
-    def held_out(self, params: Any) -> Iterable[Example] | None:
+    def samples(self) -> list[dict[str, Any]]:
+        """See `Source`."""
+        return [] if self._last is None else shown.table(self._task, *self._last)
+
+    def held_out(self, params: Any) -> Taken | None:
         """See `Source`; the draws are the same each time."""
         asked = self._task.held_out()
         if asked is None:
             return None
-        return self._held_out(params, asked.first(self._config.eval.prompts))
-
-    def _held_out(self, params: Any, asked: Asked) -> Iterator[Example]:
+        asked = asked.first(self._config.eval.prompts)
+        examples, graded = [], []
         for part, live in asked.parts(self._config.distill.samples):
-            completions = self._complete(params, part, 0)  # no step has this number
-            yield from self._batches(completions.select(np.arange(live)))
+            completions, _ = self._complete(params, part, 0)  # no step has this number
+            kept = completions.select(np.arange(live))
+            examples += self._batches(kept)
+            if self._config.distill.reward_weight is not None:
+                graded.append(self._task.grade(part.first(live), kept))
+        return Taken(examples, rollout_metrics.of_held_out(graded) if graded else {})
 
-    def _complete(self, params: Any, asked: Asked, number: int) -> Completions:
+    def _complete(
+        self, params: Any, asked: Asked, number: int
+    ) -> tuple[Completions, Samples]:
         placed = self._program.sampling_layout.place(asked[:2], self._program.prompts)
-        samples = jax.device_get(
+        samples: Samples = jax.device_get(
             self._sample(params, self._frozen, *placed, np.int32(number))
         )
         tokens, lengths = np.asarray(samples.tokens), np.asarray(samples.lengths)
-        return Completions.of(*asked[:2], tokens, lengths)
+        return Completions.of(*asked[:2], tokens, lengths), samples
 
-    def _batches(self, completions: Completions) -> list[Example]:
+    def _batches(
+        self, completions: Completions, advantages: np.ndarray | None = None
+    ) -> list[Example]:
         quadratic = 1 / (6 * self._config.model.hidden)
         packed = completions.pack(
             self._config.distill.max_tokens, self._config.row_lengths, quadratic
         )
-        return [Example(batch) for batch in completions.batches(packed)]
+        examples = [Example(batch) for batch in completions.batches(packed)]
+        if advantages is None:
+            return examples
+        return [
+            example._replace(advantages=advantages[rows.sequence])
+            for example, rows in zip(examples, packed.micro_batches, strict=True)
+        ]
 
     def get_state(self) -> dict[str, Any]:
         """See `Source`."""

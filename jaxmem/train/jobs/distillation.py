@@ -1,9 +1,11 @@
 """What a student learns from its teacher: the loss of its tokens.
 
-    loss = Σ_t (D(student_t, teacher_t) + loss_weight · CE_t) / tokens
+    loss = Σ_t (D(student_t, teacher_t) + loss_weight · CE_t + reward_weight · P_t)
+           / tokens
 
 D is a divergence of the two softmaxes over the whole vocabulary, from the hidden states
-of both models and without either's logits.
+of both models and without either's logits. P is the policy gradient of completions that
+the student has sampled.
 """
 
 import dataclasses
@@ -18,7 +20,7 @@ import jaxmem
 from jaxmem.core.fields import check_field, check_numbers
 from jaxmem.core.ranges import integers, reals
 from jaxmem.heads.nnx import LMHead
-from jaxmem.train.jobs.policy import check_widths
+from jaxmem.train.jobs.policy import HeadCall, check_widths
 
 MODES = ("text", "on_policy", "offline")
 _DIRECTIONS = {"forward_kl": "forward", "reverse_kl": "reverse", "jsd": "jsd"}
@@ -31,6 +33,7 @@ _RANGES = {
     "beta": reals(above=0, below=1),
     "temperature": reals(above=0),
     "loss_weight": reals(0),
+    "reward_weight": reals(0),
     "prompts": integers(1),
     "completions": integers(1),
     "max_tokens": integers(1),
@@ -56,6 +59,9 @@ class DistillConfig:
     beta: float = 0.5  # of jsd: weight of the teacher in the mixture, in (0, 1)
     temperature: float = 1.0  # divides the logits of both models in the divergence
     loss_weight: float = 0.0  # weight of the data's cross-entropy
+    # on_policy: weight of the policy gradient of task.reward; 0: rewards are recorded,
+    # not learned from; None: there are none
+    reward_weight: float | None = None
     tail: bool = True  # offline: the other columns' mass counts, as one more outcome
     prompts: int = 32  # on_policy: prompts of a step
     completions: int = 1  # on_policy: completions of each prompt
@@ -78,6 +84,13 @@ class DistillConfig:
     def samples(self) -> int:
         """Completions of a step."""
         return self.prompts * self.completions
+
+
+class Targets(NamedTuple):
+    """What the tokens of a micro-batch are to predict, and what that is worth."""
+
+    labels: ArrayLike  # [B, T] the next tokens; negative where none is learned
+    advantages: Any = None  # [B, T] of each token's completion; None without rewards
 
 
 class TeacherColumns(NamedTuple):
@@ -134,10 +147,10 @@ def distill_loss(
     config: DistillConfig,
     head: LMHead,
     hidden: jax.Array,
-    labels: ArrayLike,
+    targets: Targets,
     teacher: TeacherStates | TeacherColumns,
     normalizer: jax.Array,
-    frozen_head: bool = False,
+    call: HeadCall,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Loss of one micro-batch, and sums over its tokens.
 
@@ -145,29 +158,45 @@ def distill_loss(
         config: which loss.
         head: of the student.
         hidden: [B, T, D] the student's final hidden states.
-        labels: [B, T] the next tokens; negative where none is learned.
+        targets: labels, and advantages where rewards are learned from.
         teacher: of the same tokens.
         normalizer: tokens of the whole step; 0 counts as 1.
-        frozen_head: whether the vocabulary matrix is a constant.
+        call: options of the head; its temperature is that of the sampler.
 
     Returns:
         Float32 scalar, and [B, T] of `divergence`, `ce` and `entropy`; the last two
         are at temperature 1.
     """
+    labels, advantages = targets
     where = jnp.asarray(labels) >= 0
     each = token_divergence(config, head, hidden, where, teacher)
     loss = jnp.sum(each) / jnp.maximum(normalizer, 1)
+    options: dict[str, Any] = dict(normalizer=normalizer, frozen_head=call.frozen_head)
+    observed = None
     if config.loss_weight:
-        ce, observed = head.token_loss(
-            _cross_entropy, hidden, labels, normalizer=normalizer,
-            frozen_head=frozen_head,
-        )  # fmt: skip
+        ce, observed = head.token_loss(_cross_entropy, hidden, labels, **options)
         loss += config.loss_weight * ce
-    else:
+    if advantages is not None and config.reward_weight:
+        policy, told = head.token_loss(
+            _policy, hidden, labels, advantages, temperature=call.temperature, **options
+        )
+        loss += config.reward_weight * policy
+        observed = told if call.temperature == 1 else observed
+    if observed is None:
         stats = jax.lax.stop_gradient(head.token_stats(hidden, labels))
-        observed = {"ce": -stats.logprob, "entropy": stats.entropy}
+        observed = _told(stats)
     return loss, {"divergence": jax.lax.stop_gradient(each), **observed}
 
 
+def _told(stats):
+    return {"ce": -stats.logprob, "entropy": stats.entropy}
+
+
 def _cross_entropy(stats):
-    return -stats.logprob, {"ce": -stats.logprob, "entropy": stats.entropy}
+    return -stats.logprob, _told(stats)
+
+
+def _policy(stats, advantages):
+    """-A p / p_old, where p_old is p: an update follows its samples at once."""
+    ratio = jnp.exp(stats.logprob - jax.lax.stop_gradient(stats.logprob))
+    return -advantages * ratio, _told(stats)

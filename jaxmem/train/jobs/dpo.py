@@ -20,7 +20,7 @@ from jaxmem.core import processes
 from jaxmem.data import pairs as data
 from jaxmem.data.pairs import Pair, PairBatch, PairBatches
 from jaxmem.models.partitioning import as_stored
-from jaxmem.train import files, metrics, report, starting
+from jaxmem.train import files, metrics, plots, report, starting
 from jaxmem.train.evaluation import Evaluated
 from jaxmem.train.jobs.config import DpoJobConfig
 from jaxmem.train.jobs.epochs import with_steps
@@ -330,5 +330,5 @@ def _report(result: Result, console: Console) -> None:
         highlight=False,
     )
     metrics.save_preference_summary(out_dir / "summary.json", history)
-    metrics.save_plot(out_dir / "report.png", history, {}, "margin", "reward margin")
+    plots.save(out_dir / "report.png", history, {}, "margin", "reward margin")
     report.finish(out_dir, console)

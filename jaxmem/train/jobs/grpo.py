@@ -148,12 +148,8 @@ class _Job:
             )
             kept = completions.select(np.arange(live))
             graded.append(self.task.grade(part.first(live), kept))
-        reward, right = (
-            float(np.concatenate([getattr(grades, name) for grades in graded]).mean())
-            for name in ("rewards", "right")
-        )
-        values = {"held_out_reward": reward, "held_out_accuracy": right}
-        return Evaluated(taken._replace(**values), -reward)
+        values = rollout_metrics.of_held_out(graded)
+        return Evaluated(taken._replace(**values), -values["held_out_reward"])
 
     @functools.cached_property
     def _greedy(self) -> jax.stages.Compiled:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from jaxmem.train import metrics, report
+from jaxmem.train import metrics, plots, report
 from jaxmem.train.jobs.policy_program import Compiled, PolicyProgram
 from jaxmem.train.jobs.questions import Task
 from jaxmem.train.jobs.rollout_metrics import Rollout
@@ -73,7 +73,7 @@ def write(
         highlight=False,
     )
     metrics.save_policy_summary(out_dir / "summary.json", history, costs, phases)
-    metrics.save_plot(out_dir / "report.png", history, costs, "reward", "reward")
+    plots.save(out_dir / "report.png", history, costs, "reward", "reward")
     report.finish(out_dir, console)
 
 

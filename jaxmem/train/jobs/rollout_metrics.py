@@ -137,13 +137,38 @@ def of_rollout(rollout: Rollout, config: GrpoJobConfig) -> dict[str, Any]:
         rollout: of the step.
         config: of the job.
     """
-    grpo, lengths = config.grpo, rollout.completions.lengths
-    groups = rollout.graded.rewards.reshape(grpo.prompts, grpo.group_size)
+    lengths = rollout.completions.lengths
     return {
-        "reward": float(rollout.graded.rewards.mean()),
-        "accuracy": float(rollout.graded.right.mean()),
-        "degenerate": float((groups == groups[:, :1]).all(axis=1).mean()),
+        **of_grades(rollout.graded, config.grpo.group_size),
         "response_length": float(lengths.mean()),
         "tokens": int(rollout.asked.lengths.sum() + lengths.sum()),
-        "rewards": rollout.graded.parts,
     }
+
+
+def of_grades(graded: Graded, group_size: int) -> dict[str, Any]:
+    """Rewards, as fields of `PolicyMetrics` and of `DistillMetrics`.
+
+    Args:
+        graded: of completions in the order of their prompts.
+        group_size: completions of each prompt.
+    """
+    groups = graded.rewards.reshape(-1, group_size)
+    return {
+        "reward": float(graded.rewards.mean()),
+        "accuracy": float(graded.right.mean()),
+        "degenerate": float((groups == groups[:, :1]).all(axis=1).mean()),
+        "rewards": graded.parts,
+    }
+
+
+def of_held_out(graded: Sequence[Graded]) -> dict[str, float]:
+    """Mean reward and accuracy of held-out prompts, as fields of the same.
+
+    Args:
+        graded: of parts of the prompts, at least one.
+    """
+    reward, right = (
+        float(np.concatenate([getattr(grades, name) for grades in graded]).mean())
+        for name in ("rewards", "right")
+    )
+    return {"held_out_reward": reward, "held_out_accuracy": right}

@@ -16,23 +16,23 @@ def table(
     task: Task,
     asked: Asked,
     completions: Completions,
-    rewards: np.ndarray,
+    rewards: np.ndarray | None,
     logprobs: np.ndarray,
 ) -> list[dict[str, Any]]:
-    """Prompt, tokens, their log-probabilities and reward of some samples.
+    """Prompt, tokens, their log-probabilities and any reward of some samples.
 
     Args:
         task: that the prompts belong to.
         asked: prompts, N of them.
         completions: one a prompt.
-        rewards: [N].
+        rewards: [N]; None where there are none.
         logprobs: [N, R] of the sampled tokens.
 
     Returns:
         JSON-able values; of a long completion, its first tokens.
     """
-    count = min(_SAMPLES, len(rewards))
-    every = len(rewards) // count
+    count = min(_SAMPLES, len(logprobs))
+    every = len(logprobs) // count
     rows = []
     for i in range(0, count * every, every):
         length = min(int(completions.lengths[i]), _MOST_TOKENS)
@@ -42,7 +42,7 @@ def table(
                 "prompt": prompt[-_MOST_CHARACTERS:],
                 "tokens": _pieces(task, completions.sampled[i, :length]),
                 "logprobs": [float(x) for x in logprobs[i, :length]],
-                "reward": float(rewards[i]),
+                "reward": None if rewards is None else float(rewards[i]),
             }
         )
     return rows

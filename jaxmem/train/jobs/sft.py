@@ -23,7 +23,7 @@ from jaxmem.data.documents import Batch
 from jaxmem.models.decoder import Decoder, HeadConfig, head_loss
 from jaxmem.models.partitioning import as_stored
 from jaxmem.models.weights import join_weights
-from jaxmem.train import metrics, report, starting
+from jaxmem.train import metrics, plots, report, starting
 from jaxmem.train.evaluation import Evaluated
 from jaxmem.train.jobs.config import Config
 from jaxmem.train.jobs.epochs import with_steps
@@ -444,5 +444,5 @@ def _report(result: Result, console: Console) -> None:
         )
     metrics.save_summary(out_dir / "summary.json", history, costs, held_out_loss)
     last = history[-1]._replace(held_out_loss=held_out_loss)  # without eval.every, too
-    metrics.save_plot(out_dir / "report.png", [*history[:-1], last], costs)
+    plots.save(out_dir / "report.png", [*history[:-1], last], costs)
     report.finish(out_dir, console)

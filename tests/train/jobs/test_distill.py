@@ -328,7 +328,10 @@ def test_an_epoch_of_prompts_has_each_once(prompts):
             "distill.loss_weight=0.5 must stay 0 for dis",
         ),
         (["data.batch_size=2"], "data.batch_size is not read for distill.mode='on_p"),
-        (["task.reward=number"], "task.reward is not read for run.job='distill'"),
+        (
+            ["task.reward=number"],
+            "task.reward is not read without distill.reward_weight",
+        ),
         (["run.accumulate=2"], "run.accumulate=2 must stay 1 for distill.mode='on_"),
         (["distill.max_tokens=31"], "distill.max_tokens=31 must hold a row of 32"),
         (["distill.row_lengths=(16,)"], "distill.row_lengths=(16,) must reach 17, the"),

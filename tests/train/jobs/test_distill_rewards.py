@@ -1,0 +1,279 @@
+"""Distillation with rewards: the policy gradient, and runs that learn from both."""
+
+import io
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from rich.console import Console
+
+from jaxmem.heads.nnx import LMHead
+from jaxmem.train import config as configuration
+from jaxmem.train.history import read_history
+from jaxmem.train.jobs import distill
+from jaxmem.train.jobs.distillation import (
+    DistillConfig,
+    Targets,
+    TeacherStates,
+    distill_loss,
+)
+from jaxmem.train.jobs.policy import HeadCall
+from jaxmem.train.metrics import DistillMetrics
+from tests.checkpoints import texts
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+SUMS = """
+task.source = "arithmetic"
+task.answer = "sum"
+task.reward = "prefix"
+sampling.max_new_tokens = 3
+distill.mode = "on_policy"
+distill.divergence = "reverse_kl"
+distill.teacher = "llama"
+distill.prompts = 8
+distill.completions = 8
+distill.max_tokens = 256
+model.layers = 1
+model.hidden = 32
+model.ff = 32
+model.heads = 2
+model.kv_heads = 1
+model.head_dim = 16
+model.tied = False
+model.embed_scale = True
+optimizer.learning_rate = 1e-2
+optimizer.warmup_steps = 0
+optimizer.weight_decay = 0.0
+run.job = "distill"
+run.steps = 6
+run.checkpoint_every = 3
+run.out_dir = "run"
+"""
+
+
+@pytest.fixture(autouse=True)
+def directory(tmp_path, monkeypatch):
+    """A teacher that can spell sums, but not add; and a config."""
+    monkeypatch.chdir(tmp_path)
+    letters = "abcdefghijklmnopqrstuvwxy+=0123456789"
+    texts.checkpoint("llama", tmp_path, letters=letters)
+    pathlib.Path("distill.gin").write_text(SUMS)
+
+
+def train(*overrides, gin="distill.gin"):
+    config, text = configuration.load(gin, overrides)
+    stream = io.StringIO()
+    result = distill.train(config, text, Console(file=stream, width=160))
+    return result, stream.getvalue()
+
+
+def steps(path="run"):
+    """What is reproducible of each step."""
+    return [
+        {k: v for k, v in s._asdict().items() if "second" not in k}
+        for s in read_history(pathlib.Path(path) / "metrics.jsonl", DistillMetrics)
+    ]
+
+
+def resumed(monkeypatch, *overrides):
+    """Steps of a run that was killed before the fifth, and taken up again."""
+    take = distill._Job.step
+
+    class Killed(BaseException):
+        pass
+
+    def killed(self, number, state):
+        if number == 5:
+            raise Killed
+        return take(self, number, state)
+
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        patched.setattr(distill._Job, "step", killed)
+        train("run.out_dir=cut", *overrides)
+    assert len(steps("cut")) == 4
+    assert "resuming cut after step 3" in train("run.out_dir=cut", *overrides)[1]
+    return steps("cut")
+
+
+# ---------------------------------------------------------------- gradient
+
+
+def softmax(z):
+    e = np.exp(z - z.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_policy_gradient_is_that_of_dense_float64(temperature):
+    """What the rewards add to the gradient; statistics stay those at temperature 1."""
+    rng = np.random.default_rng(0)
+    student, teacher = (LMHead(d, 20, use_bias=False, rngs=nnx.Rngs(d)) for d in (8, 6))
+    hidden, states = (rng.normal(size=(2, 5, d)).astype("f4") for d in (8, 6))
+    labels = np.where(rng.random((2, 5)) < 0.3, -1, rng.integers(0, 20, (2, 5)))
+    labels = labels.astype(np.int32)
+    advantages = np.where(labels < 0, np.nan, rng.normal(size=(2, 5))).astype("f4")
+    definition, weights = nnx.split(student)
+    call, config = HeadCall(temperature, "fused"), DistillConfig(reward_weight=0.6)
+
+    def run(weights, hidden, advantages):
+        head = nnx.merge(definition, weights)
+        return distill_loss(
+            config, head, jnp.asarray(hidden), Targets(labels, advantages),
+            TeacherStates(states, teacher), jnp.float32(7), call,
+        )  # fmt: skip
+
+    slope = jax.jit(jax.value_and_grad(run, (0, 1), has_aux=True))
+    (loss, told), (dW, dh) = slope(weights, hidden, advantages)
+    (pure, told_pure), (dW_pure, dh_pure) = slope(weights, hidden, None)
+
+    W = np.asarray(student.kernel[...], "f8")
+    z, live = hidden.astype("f8") @ W, labels >= 0
+    A = np.where(live, advantages, 0).astype("f8")
+    chosen = np.eye(20)[labels]
+    dz = -0.6 * A[..., None] * (chosen - softmax(z / temperature)) / temperature / 7
+    tight = dict(rtol=2e-5, atol=2e-6)
+    np.testing.assert_allclose(loss - pure, -0.6 * A.sum() / 7, **tight)
+    np.testing.assert_allclose(dh - dh_pure, dz @ W.T, **tight)
+    (dW, dW_pure) = (jax.tree.leaves(x)[0] for x in (dW, dW_pure))
+    np.testing.assert_allclose(
+        dW - dW_pure, np.einsum("btd,btv->dv", hidden.astype("f8"), dz), **tight
+    )
+    ce = -np.log(np.sum(softmax(z) * chosen, -1))
+    np.testing.assert_allclose(told["ce"], np.where(live, ce, 0), **tight)
+    for name, value in told_pure.items():
+        np.testing.assert_allclose(told[name], value, **tight)
+
+
+# -------------------------------------------------------------------- runs
+
+
+TOLD = "reward", "accuracy", "degenerate"
+
+
+def test_a_weight_of_0_records_rewards_and_learns_bitwise_nothing_of_them():
+    pathlib.Path("pure.gin").write_text(SUMS.replace('task.reward = "prefix"', ""))
+    train("run.out_dir=pure", gin="pure.gin")
+    train("distill.reward_weight=0.0")
+    wanted, made = steps("pure"), steps()
+    assert all(step[name] is None for step in wanted for name in TOLD)
+    assert all(0 <= step[name] <= 1 for step in made for name in TOLD)
+    assert [s | dict.fromkeys(TOLD) for s in made] == wanted and len(made) == 6
+    one, other = (
+        pathlib.Path(run, "model", "model.safetensors").read_bytes()
+        for run in ("run", "pure")
+    )
+    assert one == other
+
+
+def test_the_reward_rises_beside_a_teacher_that_cannot_add():
+    result, said = train(
+        "distill.reward_weight=10.0", "run.steps=40", "run.checkpoint_every=None"
+    )
+    rewards = [step.reward for step in result.history]
+    assert np.mean(rewards[:8]) < 0.06 and np.mean(rewards[-8:]) > 0.09
+    assert f"reward {rewards[0]:.3f} -> {rewards[-1]:.3f}, divergence" in said
+    assert "step 40/40  reward" in said
+    page = pathlib.Path("run/report.html").read_text()
+    assert "Reward" in page and "Groups of equal rewards, share" in page
+
+
+OWN = """
+def vowels(completions, extra, **others):
+    return [sum(c in "aeiou" for c in text) + n for text, n in zip(completions, extra)]
+
+def short(completions, **others):
+    return [-len(text.replace(" ", "")) for text in completions]
+"""
+ROWS = [{"prompt": f"{a}{b}", "extra": 0.5} for a in "abcdef" for b in "xywuv"]
+OF_A_FILE = (
+    "task.source=prompts.jsonl", "task.reward=('own.py:vowels', 'own.py:short')",
+    "task.reward_weights=(1.0, 0.1)", "task.max_prompt_tokens=8", "task.held_out=0.2",
+    "sampling.temperature=0.8", "eval.every=3",
+)  # fmt: skip
+
+
+def test_own_rewards_are_learned_evaluated_shown_and_resumed_bitwise(monkeypatch):
+    pathlib.Path("own.py").write_text(OWN)
+    lines = [json.dumps(row) + "\n" for row in ROWS]
+    pathlib.Path("prompts.jsonl").write_text("".join(lines))
+    gin = "\n".join(x for x in SUMS.split("\n") if not x.startswith("task."))
+    pathlib.Path("distill.gin").write_text(gin)
+    result, _ = train("distill.reward_weight=0.5", *OF_A_FILE)
+    last = result.history[-1]
+    assert last.reward == pytest.approx(
+        last.rewards["own.py:vowels"] + 0.1 * last.rewards["own.py:short"], rel=1e-5
+    )
+    assert last.held_out_loss == pytest.approx(
+        last.held_out_divergence - 0.5 * last.held_out_reward, rel=1e-5
+    )
+    summary = json.loads(pathlib.Path("run/summary.json").read_text())
+    assert summary["held_out_reward"] == last.held_out_reward
+    page = pathlib.Path("run/report.html").read_text()
+    assert "Reward: own.py:vowels" in page and "Samples of the last rollout" in page
+    shown = pathlib.Path("run/samples.jsonl").read_text().splitlines()
+    for sample in map(json.loads, shown):
+        letters = [t.strip() for t in sample["tokens"] if len(t.strip()) == 1]
+        vowels = sum(letter in "aeiou" for letter in letters)
+        worth = vowels + 0.5 - 0.1 * len(letters)
+        assert sample["reward"] == pytest.approx(worth, abs=1e-6)
+        prompt = sample["prompt"].removeprefix("<s>").replace(" ", "")
+        assert prompt in {row["prompt"] for row in ROWS}
+        assert len(sample["tokens"]) == len(sample["logprobs"]) <= 3
+    cut = resumed(monkeypatch, "distill.reward_weight=0.5", *OF_A_FILE)
+    assert cut == steps() and len(cut) == 6
+
+
+def test_samples_without_rewards_are_shown():
+    pathlib.Path("pure.gin").write_text(SUMS.replace('task.reward = "prefix"', ""))
+    train("run.steps=1", gin="pure.gin")
+    shown = pathlib.Path("run/samples.jsonl").read_text().splitlines()
+    assert len(shown) == 8 and json.loads(shown[0])["reward"] is None
+    page = pathlib.Path("run/report.html").read_text()
+    assert "Samples of the last rollout" in page and ">Reward<" not in page
+
+
+# ------------------------------------------------------------------ errors
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([], "task.reward is not read without distill.reward_weight; set that, or"),
+        (["distill.reward_weight=-1.0"], "distill.reward_weight must be at least 0"),
+        (
+            ["distill.reward_weight=0.5", "distill.completions=1"],
+            "distill.completions=1 must be at least 2 for distill.reward_weight=0.5",
+        ),
+        (
+            ["distill.reward_weight=0.5", "sampling.top_k=4"],
+            "=0.5 needs sampling.top_k, top_p and min_p to be None: its policy",
+        ),
+        (
+            ["distill.reward_weight=0.0", "sampling.max_new_tokens=2"],
+            "sampling.max_new_tokens=2 must be at least 3, the longest answer of task.",
+        ),
+        (
+            ["distill.reward_weight=0.5", "distill.loss_weight=0.5"],
+            "distill.loss_weight=0.5 must stay 0 for distill.mode='on_policy'",
+        ),
+    ],
+)
+def test_settings_that_cannot_be(overrides, message):
+    with pytest.raises(ValueError) as raised:
+        configuration.load("distill.gin", overrides)
+    assert message in str(raised.value) and "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("mode", ["text", "offline"])
+def test_rewards_are_of_samples(mode):
+    pathlib.Path("text.gin").write_text(
+        "distill.teacher='llama'\nrun.job='distill'\nmodel.checkpoint='llama'\n"
+    )
+    with pytest.raises(ValueError, match=r"distill.reward_weight=0.0 needs distill.m"):
+        configuration.load(
+            "text.gin", [f"distill.mode={mode}", "distill.reward_weight=0.0"]
+        )
