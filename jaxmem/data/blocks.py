@@ -12,9 +12,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import grain
 import numpy as np
 
 from jaxmem.core import messages
+from jaxmem.data.config import DataConfig
 from jaxmem.data.records import (
     DataError,
     Record,
@@ -26,6 +28,8 @@ from jaxmem.data.records import (
 )
 
 BLOCK_BYTES = 2**20
+# The work is Python's: threads would only contend for the interpreter's lock.
+IN_THIS_THREAD = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
 
 
 class Block(NamedTuple):
@@ -105,6 +109,55 @@ class Blocks(Sequence[Block]):
             with open(path, "rb") as file:
                 digest.update(b"%d:" % path.stat().st_size + file.read(2**16))
         return digest.digest()
+
+
+def of_split(
+    blocks: Blocks, config: DataConfig, split: str, stream: int | None = None
+) -> np.ndarray:
+    """Return the numbers of the blocks of a split.
+
+    Args:
+        blocks: of the source.
+        config: says how many are held out.
+        split: "train" or "evaluation".
+        stream: every `config.streams`-th block; None: all.
+
+    Raises:
+        DataError: there are none.
+    """
+    numbers = blocks.split(config.held_out)[split == "evaluation"]
+    if stream is not None:
+        numbers = numbers[stream :: config.streams]
+    if not len(numbers):
+        raise DataError(
+            f"data.held_out={config.held_out} and data.streams={config.streams} of the "
+            f"{len(blocks)} blocks (1 MiB, or a row group) of {config.source!r} leave "
+            f"none for {split}; change them, or set data.streaming=False"
+        )
+    return numbers
+
+
+def shuffled(
+    numbers: np.ndarray,
+    read: grain.experimental.FlatMapTransform,
+    config: DataConfig,
+    epochs: int | None,
+) -> grain.IterDataset:
+    """Pieces of blocks: the blocks in another order each epoch, pieces in a window.
+
+    Args:
+        numbers: of the blocks.
+        read: the number of a block to its pieces.
+        config: of the order.
+        epochs: passes over the blocks; None never ends.
+    """
+    order = grain.MapDataset.source(numbers.tolist()).shuffle(seed=config.seed)
+    pieces = grain.experimental.FlatMapIterDataset(
+        order.repeat(epochs).to_iter_dataset(IN_THIS_THREAD), read
+    )
+    return grain.experimental.WindowShuffleIterDataset(
+        pieces, window_size=config.shuffle_window, seed=config.seed
+    )
 
 
 def _lines(path: Path, start: int) -> Iterator[Record]:

@@ -22,7 +22,8 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from jaxmem.data.blocks import BLOCK_BYTES, Blocks
+from jaxmem.data import blocks as files
+from jaxmem.data.blocks import IN_THIS_THREAD, Blocks
 from jaxmem.data.chat import Templates
 from jaxmem.data.config import DataConfig as DataConfig
 from jaxmem.data.texts import (
@@ -43,8 +44,6 @@ _ROWS_OPEN = 256
 # Documents tokenised at a time: enough to use every core, few enough that the
 # library's verbose encodings (about 100 bytes a token) never exist all together.
 _DOCUMENTS_AT_ONCE = 64
-# The work is Python's: threads would only contend for the interpreter's lock.
-_IN_THIS_THREAD = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
 # Blocks of streamed data that a vocabulary is trained on.
 _VOCABULARY_BLOCKS = 64
 
@@ -263,7 +262,7 @@ def packed_batches(
       A `BatchIterator`.
     """
     shuffled = grain.MapDataset.source(pieces).shuffle(seed=config.seed).repeat(epochs)
-    rows = _packed(shuffled.to_iter_dataset(_IN_THIS_THREAD), config)
+    rows = packed_rows(shuffled.to_iter_dataset(IN_THIS_THREAD), config).map(to_batch)
     return BatchIterator(iter(rows), _fingerprint(pieces, config, salt))
 
 
@@ -282,31 +281,32 @@ def _streamed(
 ) -> BatchIterator:
     """`batches` that hold a block, a window of pieces and the rows being packed."""
     blocks = Blocks(config.source, "data.source")
-    numbers = blocks.split(config.held_out)[split == "evaluation"]
+    numbers = files.of_split(blocks, config, split, stream)
     if stream is not None:
-        numbers, config = numbers[stream :: config.streams], _of_one_stream(config)
-    if not len(numbers):
-        raise DataError(
-            f"data.held_out={config.held_out} and data.streams={config.streams} of the "
-            f"{len(blocks)} blocks (1 MiB, or a row group) of {config.source!r} leave "
-            f"none for {split}; change them, or set data.streaming=False"
-        )
-    order = (
-        grain.MapDataset.source(numbers.tolist())
-        .shuffle(seed=config.seed)
-        .repeat(epochs)
-    )
+        config = _of_one_stream(config)
     read = _ReadBlock(blocks, tokenizer, config.sequence_length, template)
-    pieces = grain.experimental.FlatMapIterDataset(
-        order.to_iter_dataset(_IN_THIS_THREAD), read
-    )
-    shuffled = grain.experimental.WindowShuffleIterDataset(
-        pieces, window_size=config.shuffle_window, seed=config.seed
-    )
-    layout = [config.fixed(), split, stream, BLOCK_BYTES, _ROWS_OPEN]
+    pieces = files.shuffled(numbers, read, config, epochs)
+    rows = packed_rows(pieces, config).map(to_batch)
+    salt = tokenizer.to_str().encode()
+    fingerprint = streamed_fingerprint(blocks, config, [split, stream], salt)
+    return BatchIterator(iter(rows), fingerprint)
+
+
+def streamed_fingerprint(
+    blocks: Blocks, config: DataConfig, chosen: Sequence[Any], salt: bytes = b""
+) -> str:
+    """Identify what streamed batches hold, and in which order.
+
+    Args:
+      blocks: of the files.
+      config: how they are laid out.
+      chosen: JSON-able values that say which of the blocks.
+      salt: what else the batches depend on.
+    """
+    layout = [config.fixed(), *chosen, files.BLOCK_BYTES, _ROWS_OPEN]
     fingerprint = hashlib.sha256(json.dumps(layout).encode() + blocks.fingerprint())
-    fingerprint.update(tokenizer.to_str().encode())
-    return BatchIterator(iter(_packed(shuffled, config)), fingerprint.hexdigest()[:24])
+    fingerprint.update(salt)
+    return fingerprint.hexdigest()[:24]
 
 
 class _ReadBlock(grain.experimental.FlatMapTransform):
@@ -392,21 +392,36 @@ def _encode_rendered(
     return tokens, np.append(labels[1:], np.int32(NO_LABEL))
 
 
-def _packed(pieces: grain.IterDataset, config: DataConfig) -> grain.IterDataset:
+def packed_rows(
+    pieces: grain.IterDataset, config: DataConfig, more: Sequence[str] = ()
+) -> grain.IterDataset:
+    """Pack pieces into rows; `to_batch` makes a `Batch` of each element.
+
+    Args:
+      pieces: `tokens` and `labels`.
+      config: how to lay them out.
+      more: names of other values of each token, which elements have too.
+
+    Returns:
+      Names to arrays [B, T, ...]; 0 where a row is not filled.
+    """
     rows = grain.experimental.FirstFitPackIterDataset(
         pieces,
-        length_struct=dict.fromkeys(("tokens", "labels"), config.sequence_length),
+        length_struct=dict.fromkeys(
+            ("tokens", "labels", *more), config.sequence_length
+        ),
         num_packing_bins=_ROWS_OPEN,
         seed=config.seed,
-        meta_features=("labels",),
+        meta_features=("labels", *more),
     )
     fill_up = functools.partial(
         grain.experimental.batch_and_pad, batch_size=config.batch_size
     )
-    return rows.batch(config.batch_size, batch_fn=fill_up).map(_to_batch)
+    return rows.batch(config.batch_size, batch_fn=fill_up)
 
 
-def _to_batch(packed: dict[str, np.ndarray]) -> Batch:
+def to_batch(packed: dict[str, np.ndarray]) -> Batch:
+    """The rows of an element of `packed_rows`."""
     segment_ids = packed["tokens_segment_ids"]
     return Batch(
         tokens=packed["tokens"],  # padded with 0, which is <pad>

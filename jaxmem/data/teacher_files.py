@@ -54,11 +54,7 @@ def read(source: str | tuple[str, ...]) -> TeacherFile:
     parts = [_read(path) for path in find_files(source, "data.source")]
     first, last = parts[0], parts[-1]
     for part in parts:
-        if _kind(part) != _kind(first):
-            raise DataError(
-                "data.source: the files are of different teachers or options: "
-                f"{_kind(first)} and {_kind(part)}"
-            )
+        check_alike(first, part)
     ids = np.concatenate([part.ids for part in parts])
     if len(ids) > _LONGEST:
         raise DataError(f"data.source: {len(ids):,} scored tokens are too many")
@@ -67,6 +63,15 @@ def read(source: str | tuple[str, ...]) -> TeacherFile:
         logprobs = np.concatenate([p.logprobs for p in parts if p.logprobs is not None])
     documents = [document for part in parts for document in part.documents]
     return first._replace(documents=documents, ids=ids, logprobs=logprobs)
+
+
+def check_alike(first: TeacherFile, part: TeacherFile) -> None:
+    """Raise a DataError where two parts are of different teachers or options."""
+    if _kind(part) != _kind(first):
+        raise DataError(
+            "data.source: the files are of different teachers or options: "
+            f"{_kind(first)} and {_kind(part)}"
+        )
 
 
 def _kind(part: TeacherFile) -> dict[str, Any]:
@@ -79,6 +84,22 @@ def _kind(part: TeacherFile) -> dict[str, Any]:
 
 
 def _read(path: Path) -> TeacherFile:
+    file = read_part(path)
+    if file is None:
+        raise DataError(f"data.source: {path} holds no document")
+    return file
+
+
+def read_part(path: Path, row_group: int | None = None) -> TeacherFile | None:
+    """Read a file, or a part of it; None if there is no document in it.
+
+    Args:
+        path: of the file.
+        row_group: number of the part; None: all.
+
+    Raises:
+        DataError: the file is not of `jaxmem score`.
+    """
     if path.suffix != ".parquet":
         raise DataError(f"data.source: {path} must be a .parquet file; {_MAKE}")
     with opened_parquet(path, "data.source") as file:
@@ -90,20 +111,26 @@ def _read(path: Path) -> TeacherFile:
             raise DataError(
                 f"data.source: {path} has no column {missing[0]!r}; {_MAKE}"
             )
-        table = file.read(columns=wanted)
-    if not table.num_rows:
-        raise DataError(f"data.source: {path} holds no document")
+        if row_group is None:
+            table, where = file.read(columns=wanted), str(path)
+        else:
+            table = file.read_row_group(row_group, columns=wanted)
+            where = f"{path}: row group {row_group + 1}"
+    return _parsed(where, kind, table) if table.num_rows else None
+
+
+def _parsed(where: str, kind: str, table: Any) -> TeacherFile:
     prompts, texts = (_lists(table[name]) for name in ("prompt_ids", "token_ids"))
     tokens = sum(map(len, texts))
     logprobs = None
     if kind == "top_ids":
-        logprobs = _matrix(path, "top_logprobs", table, tokens, np.float32)
+        logprobs = _matrix(where, "top_logprobs", table, tokens, np.float32)
     return TeacherFile(
         [(np.concatenate(x), len(x[0])) for x in zip(prompts, texts, strict=True)],
-        _matrix(path, kind, table, tokens, np.int32),
+        _matrix(where, kind, table, tokens, np.int32),
         logprobs,
-        _only(path, "temperature", table),
-        _only(path, "vocabulary", table),
+        _only(where, "temperature", table),
+        _only(where, "vocabulary", table),
     )
 
 
@@ -115,25 +142,27 @@ def _lists(column: Any) -> list[np.ndarray]:
     return np.split(values, np.cumsum(lengths)[:-1])
 
 
-def _matrix(path: Path, name: str, table: Any, rows: int, dtype: Any) -> np.ndarray:
+def _matrix(where: str, name: str, table: Any, rows: int, dtype: Any) -> np.ndarray:
     """A column of lists of equal lists, as [rows, K]."""
     lists = table[name].combine_chunks().flatten()
     values = np.asarray(lists.flatten(), dtype)
     widths = np.unique(np.asarray(lists.value_lengths(), np.int64))
     if len(lists) != rows or len(widths) > 1:
         raise DataError(
-            f"data.source: {path}: {name!r} must have as many entries as 'token_ids', "
+            f"data.source: {where}: {name!r} must have as many entries as 'token_ids', "
             f"all of one length; {_MAKE}"
         )
     return values.reshape(rows, -1)
 
 
-def _only(path: Path, name: str, table: Any) -> Any:
+def _only(where: str, name: str, table: Any) -> Any:
     """The value of a column that is the same in every row."""
     values = table[name].unique().to_pylist()
     if len(values) != 1 or values[0] is None:
         shown = messages.short(values[:2])
-        raise DataError(f"data.source: {path}: {name!r} must be one value, got {shown}")
+        raise DataError(
+            f"data.source: {where}: {name!r} must be one value, got {shown}"
+        )
     return values[0]
 
 

@@ -16,7 +16,10 @@ import numpy as np
 
 from jaxmem.train import files
 
-_DOCUMENTS_AT_ONCE = 1000  # documents in a row group of a Parquet file
+# Documents in a row group of a Parquet file; fewer where a teacher's columns of them
+# hold more numbers than this, 32 MiB of ids and log-probabilities.
+_DOCUMENTS_AT_ONCE = 1000
+_COLUMNS_AT_ONCE = 2**23
 
 
 class Result(Protocol):
@@ -246,9 +249,17 @@ def _write_parquet(path: Path, records: Iterator[dict[str, Any]]) -> None:
     schema = pa.schema([(name, types[name]) for name in names])
     with pq.ParquetWriter(path, schema) as writer:
         held: list[dict[str, Any]] = []
+        columns = 0
         for record in itertools.chain([] if first is None else [first], records):
             held.append(record)
-            if len(held) == _DOCUMENTS_AT_ONCE:
+            columns += _count_columns(record)
+            if len(held) == _DOCUMENTS_AT_ONCE or columns >= _COLUMNS_AT_ONCE:
                 writer.write_table(pa.Table.from_pylist(held, schema))
-                held = []
+                held, columns = [], 0
         writer.write_table(pa.Table.from_pylist(held, schema))
+
+
+def _count_columns(record: dict[str, Any]) -> int:
+    """Numbers that a record has of a teacher's columns."""
+    names = "top_ids", "top_logprobs", "sampled_ids"
+    return sum(len(ids) for name in names for ids in record.get(name) or ())

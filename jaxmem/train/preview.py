@@ -7,7 +7,7 @@ import tokenizers
 from rich.console import Console
 from rich.text import Text
 
-from jaxmem.data import documents as data, pairs, teacher_files
+from jaxmem.data import documents as data, pairs, teacher_streams
 from jaxmem.data.blocks import Blocks
 from jaxmem.data.chat import Templates
 from jaxmem.data.documents import DataConfig
@@ -89,10 +89,11 @@ def _documents(
 
 
 def _file(config: DistillJobConfig) -> Iterator[str]:
-    file = teacher_files.read(config.data.source)
+    file = teacher_streams.opened(config.data)
     kind = "drawn" if file.logprobs is None else "most likely"
+    which = "documents of the first row group" if config.data.streaming else "documents"
     yield (
-        f"{len(file.documents):,} documents, of which a teacher's {file.ids.shape[1]} "
+        f"{len(file.documents):,} {which}, of which a teacher's {file.ids.shape[1]} "
         f"{kind} ids are known for {len(file.ids):,} tokens, at temperature "
         f"{file.temperature:g}"
     )

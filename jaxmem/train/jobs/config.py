@@ -116,12 +116,10 @@ class DistillJobConfig:
                 f"distill.reward_weight={weight} needs distill.mode='on_policy': "
                 "rewards are of completions that the student samples"
             )
-        if offline and (self.data.streaming or self.data.streams != 1):
-            name = "streaming" if self.data.streaming else "streams"
+        if offline and self.data.streams != 1:
             raise ValueError(
-                f"data.{name}={getattr(self.data, name)} must stay "
-                f"{getattr(DataConfig(), name)} for distill.mode='offline', which "
-                "keeps the file's columns in memory"
+                f"data.streams={self.data.streams} must stay 1 for distill.mode="
+                "'offline', whose every process reads all rows"
             )
 
     def _check_rollouts(self) -> None:

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from jaxmem import checkpoints, offload
 from jaxmem.core import processes
-from jaxmem.data import teacher_files
+from jaxmem.data import teacher_files, teacher_streams
 from jaxmem.data.documents import Batch
 from jaxmem.train import metrics, plots, report, starting
 from jaxmem.train.evaluation import Evaluated
@@ -236,7 +236,7 @@ def _file(
     distill = config.distill
     if distill.mode != "offline":
         return None
-    file = teacher_files.read(config.data.source)
+    file = teacher_streams.opened(config.data)
     digest = checkpoints.vocabulary_digest(tokenizer)
     teacher_files.check(file, distill.temperature, distill.divergence, digest)
     return file

@@ -9,7 +9,7 @@ import numpy as np
 import tokenizers
 
 from jaxmem import losses
-from jaxmem.data import documents as data, streams, teacher_files
+from jaxmem.data import documents as data, streams, teacher_files, teacher_streams
 from jaxmem.data.documents import Batch
 from jaxmem.models.sampling import Samples
 from jaxmem.train import starting
@@ -103,13 +103,13 @@ class File:
     """The rows of a file that `jaxmem score` wrote, with the teacher's columns.
 
     Args:
-        file: what was read.
+        file: what was read; of a stream, its first part.
         config: of the job.
     """
 
     def __init__(self, file: teacher_files.TeacherFile, config: DistillJobConfig):
         self._file, self._config = file, config.data
-        self._examples = teacher_files.Examples(file, config.data)
+        self._examples = teacher_streams.examples(file, config.data)
         self._count = config.run.accumulate
         self.get_state = self._examples.get_state
         self.set_state = self._examples.set_state
@@ -117,7 +117,7 @@ class File:
             self._evaluation()  # for what may be wrong
 
     def _evaluation(self) -> Iterator[teacher_files.Example]:
-        return teacher_files.Examples(self._file, self._config, "evaluation", 1)
+        return teacher_streams.examples(self._file, self._config, "evaluation", 1)
 
     def take(self, number: int, params: Any) -> Taken:
         """See `Source`."""

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from typing import TypeVar
 
-from jaxmem.data import documents, pairs, teacher_files
+from jaxmem.data import documents, pairs, teacher_streams
 from jaxmem.train import starting
 from jaxmem.train.jobs import teachers
 from jaxmem.train.jobs.config import (
@@ -53,8 +53,8 @@ def _steps_of_an_epoch(
     if isinstance(config, DistillJobConfig):
         model = teachers.reading(config)
         if config.distill.mode == "offline":
-            file = teacher_files.read(config.data.source)
-            examples = teacher_files.Examples(file, config.data, epochs=1)
+            file = teacher_streams.opened(config.data)
+            examples = teacher_streams.examples(file, config.data, epochs=1)
             return sum(1 for _ in examples) / config.run.accumulate
     tokenizer = starting.load_tokenizer(config.data, model)
     template = starting.load_template(config.data, model, tokenizer)

@@ -359,16 +359,25 @@ def scored(*options, out="teacher.parquet"):
 OFFLINE = "distill.mode=offline", "data.source=teacher.parquet"
 
 
-@pytest.mark.parametrize("options", [["--top-k=6"], ["--sample-ids=12"]])
-def test_a_student_learns_from_a_file_and_resumes(options, monkeypatch):
+@pytest.mark.parametrize(
+    ("options", "streamed"),
+    [
+        (["--top-k=6"], []),
+        (["--top-k=6"], ["data.streaming=True", "data.shuffle_window=16"]),
+        (["--sample-ids=12"], []),
+    ],
+)
+def test_a_student_learns_from_a_file_and_resumes(options, streamed, monkeypatch):
+    monkeypatch.setattr("jaxmem.score.journal._COLUMNS_AT_ONCE", 1000)
     scored(*options)
-    result, _ = train(*OFFLINE)
+    given = [*OFFLINE, *streamed]
+    result, _ = train(*given)
     first, last = result.history[0], result.history[-1]
     assert last.divergence < first.divergence - 0.03
     held_out = {s.step: s.held_out_divergence for s in result.history}
     assert held_out[8] < held_out[4]
-    kill_before(6, monkeypatch, *OFFLINE)
-    _, said = train("run.out_dir=cut", *OFFLINE)
+    kill_before(6, monkeypatch, *given)
+    _, said = train("run.out_dir=cut", *given)
     assert "resuming cut after step 3" in said
     assert steps("cut") == steps("run")
 
@@ -424,6 +433,11 @@ def test_an_epoch_and_a_preview_of_a_file(capsys):
     assert "90 documents, of which a teacher's 2 most likely ids" in (
         capsys.readouterr().out
     )
+    streamed = [*overrides, "data.streaming=True"]
+    config, _ = configuration.load("distill.gin", streamed)
+    assert with_steps(starting.resolved(config)).run.steps == made
+    assert cli.main(["data", "distill.gin", *OFFLINE, "data.streaming=True"]) == 0
+    assert "90 documents of the first row group, of" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

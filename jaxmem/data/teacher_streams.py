@@ -1,0 +1,149 @@
+"""A teacher's columns, of files in memory or read by row groups.
+
+    row groups -> pieces with their columns -> shuffled in a window, packed rows
+
+Where `data.streaming`, a row group, a window of pieces and the rows that are being
+packed are held, whatever the size of the files.
+"""
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import grain
+import numpy as np
+
+from jaxmem.data import blocks as files
+from jaxmem.data.blocks import Blocks
+from jaxmem.data.config import DataConfig
+from jaxmem.data.documents import (
+    NO_LABEL,
+    BatchIterator,
+    packed_rows,
+    streamed_fingerprint,
+    to_batch,
+)
+from jaxmem.data.records import DataError
+from jaxmem.data.teacher_files import (
+    Example,
+    Examples,
+    TeacherFile,
+    check_alike,
+    read,
+    read_part,
+)
+
+_COLUMNS = ("ids", "logprobs")
+
+
+def opened(config: DataConfig) -> TeacherFile:
+    """The content of `data.source`; where it is streamed, its first row group.
+
+    Args:
+        config: of the data.
+
+    Raises:
+        DataError: a file is not of `jaxmem score`, or holds no document.
+    """
+    if not config.streaming:
+        return read(config.source)
+    blocks = Blocks(config.source, "data.source")
+    for block in blocks:
+        if (file := read_part(*block)) is not None:
+            return file
+    raise DataError(f"data.source: {config.source!r} holds no document")
+
+
+def examples(
+    file: TeacherFile,
+    config: DataConfig,
+    part: Literal["train", "evaluation"] = "train",
+    epochs: int | None = None,
+) -> "Examples | StreamedExamples":
+    """Packed micro-batches with a teacher's columns.
+
+    Args:
+        file: from `opened`.
+        config: of the data.
+        part: "train", or "evaluation" for what is held out.
+        epochs: passes over the documents; None never ends.
+    """
+    kind = StreamedExamples if config.streaming else Examples
+    return kind(file, config, part, epochs)
+
+
+class StreamedExamples(Iterator[Example]):
+    """Packed micro-batches of row groups that are read one at a time; resumable.
+
+    What is held out is whole row groups.
+
+    Args:
+        file: the first row group, which all others must be like.
+        config: what to read and how to lay it out.
+        part: "train" or "evaluation".
+        epochs: passes over the row groups; None never ends.
+
+    **Memory**: 8·K bytes (of drawn ids 4·K) per token of two row groups, of
+    `data.shuffle_window` pieces of documents, and of 512 rows: those that are being
+    packed, and those that have been.
+    """
+
+    def __init__(
+        self,
+        file: TeacherFile,
+        config: DataConfig,
+        part: Literal["train", "evaluation"] = "train",
+        epochs: int | None = None,
+    ):
+        blocks = Blocks(config.source, "data.source")
+        numbers = files.of_split(blocks, config, part)
+        names = _COLUMNS[: 1 if file.logprobs is None else 2]
+        read = _ReadRowGroup(blocks, file, config.sequence_length)
+        pieces = files.shuffled(numbers, read, config, epochs)
+        rows = packed_rows(pieces, config, names).map(_to_example)
+        fingerprint = streamed_fingerprint(blocks, config, [part, "teacher"])
+        self._rows: Any = BatchIterator(iter(rows), fingerprint)
+        self.get_state, self.set_state = self._rows.get_state, self._rows.set_state
+
+    def __next__(self) -> Example:
+        return next(self._rows)
+
+
+def _to_example(packed: dict[str, np.ndarray]) -> Example:
+    batch, logprobs = to_batch(packed), packed.get("logprobs")
+    ids = np.where(batch.labels[..., None] >= 0, packed["ids"], np.int32(NO_LABEL))
+    return Example(batch, ids, logprobs)
+
+
+class _ReadRowGroup(grain.experimental.FlatMapTransform):
+    """The number of a row group to the pieces of its documents."""
+
+    def __init__(self, blocks: Blocks, first: TeacherFile, length: int):
+        self._blocks, self._length = blocks, length
+        # Its options alone are compared.
+        self._first = first._replace(documents=[], ids=first.ids[:0].copy())
+
+    def flat_map(self, element: int) -> list[dict[str, np.ndarray]]:
+        file = read_part(*self._blocks[element])
+        if file is None:
+            return []
+        check_alike(self._first, file)
+        return list(_pieces(file, self._length))
+
+
+def _pieces(file: TeacherFile, length: int) -> Iterator[dict[str, np.ndarray]]:
+    place = 0
+    for ids, prompt in file.documents:
+        scored = len(ids) - prompt
+        values = {"tokens": ids[:-1], "labels": _after(ids[prompt:], prompt, NO_LABEL)}
+        for name in _COLUMNS:
+            if (columns := getattr(file, name)) is not None:
+                values[name] = _after(columns[place : place + scored], prompt, 0)
+        place += scored
+        for cut in range(0, len(ids) - 1 if scored else 0, length):
+            yield {name: x[cut : cut + length] for name, x in values.items()}
+
+
+def _after(values: np.ndarray, prompt: int, fill: int) -> np.ndarray:
+    """Values of a response, each where its token is predicted; a copy."""
+    before = np.full((prompt - 1, *values.shape[1:]), fill, values.dtype)
+    return np.concatenate([before, values])
