@@ -236,6 +236,33 @@ def test_samples_without_rewards_are_shown():
     assert "Samples of the last rollout" in page and ">Reward<" not in page
 
 
+# -------------------------------------------------------------------- mesh
+
+
+@pytest.mark.parametrize(
+    "axis",
+    [
+        "data",
+        "tensor",
+        pytest.param("fsdp", marks=pytest.mark.slow),
+        pytest.param("sequence", marks=pytest.mark.slow),
+    ],
+)
+def test_two_devices_take_the_steps_of_one(axis):
+    """Completions are shared out; packed rows, tokens or the vocabulary are split."""
+    more = ["distill.reward_weight=0.5", "run.steps=3", "distill.divergence=jsd"]
+    more += ["model.kv_heads=2", "distill.row_lengths=(8,)"]
+    more += ["distill.teacher_dtype=float32"]  # whose sums need no order
+    alone, _ = train(*more)
+    made, _ = train(*more, f"mesh.{axis}=2", "run.out_dir=mesh")
+    for got, want in zip(made.history, alone.history, strict=True):
+        assert got.reward == want.reward and got.tokens == want.tokens
+        assert got.response_length == want.response_length
+        for name in ("loss", "grad_norm", "divergence", "ce", "entropy"):
+            value = getattr(want, name)
+            assert getattr(got, name) == pytest.approx(value, rel=2e-3, abs=1e-5), name
+
+
 # ------------------------------------------------------------------ errors
 
 
