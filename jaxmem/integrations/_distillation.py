@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxmem.functional import divergence, selected
+from jaxmem.functional import divergence, largest, selected
+from jaxmem.functional.topk_divergence import topk_kl
 from jaxmem.integrations._head import Head, Options, scores
 
 
@@ -164,6 +165,38 @@ def forward_kl(
         temperature=temperature * p.temperature, softcap=p.softcap, bias=p.bias,
         layout=p.layout, reference_temperature=temperature * q.temperature,
         reference_softcap=q.softcap, reference_bias=q.bias, reference_layout=q.layout,
+    )  # fmt: skip
+
+
+def forward_kl_of_largest(
+    student: Logits,
+    teacher: Logits,
+    k: int,
+    temperature: ArrayLike,
+    options: Options,
+) -> jax.Array:
+    """`forward_kl` within the teacher's k largest columns, where both are renormalised.
+
+    Args:
+        student: [..., V].
+        teacher: [..., V], a constant; of equal logits, those of smaller ids are larger.
+        k: from 1 to V.
+        temperature: as in `forward_kl`.
+        options: of the head.
+
+    Returns:
+        The divergences.
+    """
+    p, q = student.head, teacher.head
+    shared: dict[str, Any] = dataclasses.asdict(options)
+    log_q, ids = largest.topk(
+        teacher.hidden.astype(q.dtype), q.W, k, temperature=temperature * q.temperature,
+        softcap=q.softcap, bias=q.bias, layout=q.layout, **shared,
+    )  # fmt: skip
+    return topk_kl(
+        student.hidden.astype(p.dtype), p.W, ids, log_q, tail=False,
+        temperature=temperature * p.temperature, softcap=p.softcap, bias=p.bias,
+        layout=p.layout, **shared,
     )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from jaxmem.integrations._distillation import (
     OneHot,
     cross_entropy,
     forward_kl,
+    forward_kl_of_largest,
 )
 from jaxmem.integrations._head import Options
 from jaxmem.integrations._replace import Replacement
@@ -92,7 +93,11 @@ def _loss(
     soft, hard = (
         student if weight else student.constant() for weight in (alpha, 1 - alpha)
     )
-    kl = forward_kl(soft, teacher, temperature, options)
+    if strategy.distill_top_k > 0:
+        k = strategy.distill_top_k
+        kl = forward_kl_of_largest(soft, teacher, k, temperature, options)
+    else:
+        kl = forward_kl(soft, teacher, temperature, options)
     metrics = {
         "distill/soft_loss": jnp.mean(kl * temperature**2),
         "distill/hard_loss": jnp.mean(cross_entropy(hard, labels, options)),
@@ -112,8 +117,6 @@ def _unsupported(strategy: Any) -> str | None:
         return f"{kind.__name__} compares other things than logits"
     if any(getattr(kind, name) is not getattr(own, name) for name in methods):
         return f"{kind.__name__} has its own loss of logits"
-    if strategy.distill_top_k > 0:
-        return f"distill_top_k={strategy.distill_top_k} needs the teacher's top logits"
     return None
 
 
@@ -134,6 +137,8 @@ def _states_of_teacher(strategy: Any, model: Any, inputs: dict) -> Logits | str:
     head: Any = head_of(model)
     if hidden is None:
         return "teacher_forward_fn does not return its model's logits"
+    if strategy.distill_top_k > head.n_columns:
+        return f"distill_top_k={strategy.distill_top_k} exceeds {head.n_columns} logits"
     return Logits(jax.lax.stop_gradient(hidden), head)
 
 

@@ -12,6 +12,8 @@ from flax import nnx
 
 import jaxmem
 from jaxmem.integrations import tunix
+from jaxmem.integrations._distillation import Logits, forward_kl_of_largest
+from jaxmem.integrations._head import Head, Options
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Tunix's own, at import
@@ -93,18 +95,60 @@ def assert_near(ours, theirs, rtol=2e-5):
     jax.tree.map(near, ours, theirs)
 
 
-@pytest.mark.parametrize("alpha", [0.0, 0.7, 1.0])
-@pytest.mark.parametrize("temperature", [1.0, 2.5])
-def test_loss_metrics_and_gradient(alpha, temperature):
-    options = dict(alpha=alpha, temperature=temperature)
+@pytest.mark.parametrize(
+    ("alpha", "temperature", "k"),
+    [
+        *[(alpha, t, 0) for alpha in (0.0, 0.7, 1.0) for t in (1.0, 2.5)],
+        (0.7, 2.5, 4),
+        pytest.param(1.0, 1.0, 4, marks=pytest.mark.slow),
+        pytest.param(0.0, 2.5, 4, marks=pytest.mark.slow),
+    ],
+)
+def test_loss_metrics_and_gradient(alpha, temperature, k):
+    """Over the vocabulary, or the teacher's k largest logits alone."""
+    options = dict(alpha=alpha, temperature=temperature, distill_top_k=k)
     theirs = losses(strategy_of(**options), *models())
     with tunix.applied(chunk=4), jaxmem.report() as calls:
         ours = losses(strategy_of(**options), *models())
     assert [call.verb for call in calls.calls] == [
-        "forward_kl", "logprobs", "logprobs", "logprobs"
+        *(["topk", "topk_kl"] if k else ["forward_kl"]), *["logprobs"] * 3
     ]  # fmt: skip
-    assert float(theirs[0][0][1]["distill/kl_div"]) > 0.1
+    assert float(theirs[0][0][1]["distill/kl_div"]) > 0.03
     assert_near(ours, theirs)
+
+
+@pytest.mark.parametrize("k", [pytest.param(1, marks=pytest.mark.slow), V])
+def test_any_number_of_the_teachers_logits(k):
+    theirs = losses(strategy_of(distill_top_k=k, alpha=0.9), *models())
+    with tunix.applied(chunk=4):
+        ours = losses(strategy_of(distill_top_k=k, alpha=0.9), *models())
+    assert_near(ours, theirs)
+
+
+def test_more_logits_than_there_are_raise_what_they_raise_in_tunix(capsys):
+    with pytest.raises(Exception) as theirs:
+        losses(strategy_of(distill_top_k=V + 1), *models())
+    with tunix.applied(), pytest.raises(theirs.type) as ours:
+        losses(strategy_of(distill_top_k=V + 1), *models())
+    assert str(ours.value) == str(theirs.value)
+    assert f"distill_top_k={V + 1} exceeds {V} logits" in capsys.readouterr().out
+
+
+def test_of_equal_logits_those_of_smaller_ids_are_largest():
+    """As in `jax.lax.top_k`; a head with a softcap and a temperature of its own."""
+    rng = np.random.default_rng(0)
+    student = Head(jnp.asarray(rng.normal(size=(12, 4)), "f4"), "vd", jnp.float32, None)
+    columns = np.repeat(rng.integers(-2, 3, (4, 4)), 3, axis=0).astype("f4")
+    teacher = Head(jnp.asarray(columns), "vd", jnp.float32, None, 3.0, 0.7)
+    states = [jnp.asarray(rng.integers(-2, 3, (5, 4)), "f4") for _ in range(2)]
+    pair = [Logits(h, head) for h, head in zip(states, (student, teacher), strict=True)]
+    z, y = (x.array() for x in pair)
+    for k in (2, 4, 5):
+        top, ids = jax.lax.top_k(y, k)
+        log_p = jax.nn.log_softmax(jnp.take_along_axis(z, ids, -1) / 1.5)
+        want = optax.kl_divergence(log_p, jax.nn.softmax(top / 1.5))
+        made = forward_kl_of_largest(*pair, k, 1.5, Options(chunk=4))
+        np.testing.assert_allclose(made, want, rtol=1e-5, atol=1e-6)
 
 
 def test_bfloat16_is_as_near_to_float32_as_tunix_is():
@@ -175,7 +219,6 @@ def dense(**inputs):
         (dict(student=no_logits), "student_forward_fn does not return its model's"),
         (dict(labels=smooth), "labels_fn does more with jax.nn.one_hot(...) than"),
         (dict(labels=dense), "labels_fn does not return jax.nn.one_hot(...), or"),
-        (dict(distill_top_k=5), "distill_top_k=5 needs the teacher's top logits"),
     ],
 )
 def test_what_is_left_alone_and_why(functions, reason, capsys):
@@ -261,7 +304,8 @@ def test_a_mesh_shards_the_batch_and_not_the_head():
     assert made.teacher_output.head.W is output.head.W
 
 
-def test_compiled_memory_is_lower(optimized):
+@pytest.mark.parametrize("k", [0, 16])
+def test_compiled_memory_is_lower(k, optimized):
     n = 8192
     student, teacher = qwen(vocab_size=n), qwen(tied=False, vocab_size=n)
     ids = tokens((4, 64))
@@ -269,7 +313,9 @@ def test_compiled_memory_is_lower(optimized):
     definition, weights = nnx.split(student)
 
     def used():
-        strategy = strategy_of(labels=lambda **inputs: labels(n=n, **inputs))
+        strategy = strategy_of(
+            labels=lambda **inputs: labels(n=n, **inputs), distill_top_k=k
+        )
         output = strategy.get_teacher_outputs(teacher, inputs)
 
         def total(weights, output):
