@@ -13,7 +13,10 @@ from jaxmem.functional.topk_divergence import Direction, topk_kl
 
 
 class ColumnVerbs:
-    """Verbs of some columns, for a class that runs verbs by `_run`."""
+    """Verbs of some columns, for a class that runs verbs by `_run`.
+
+    They have one implementation, whichever the head names for the others.
+    """
 
     def _run(self, verb, hidden, *per_token, **keywords) -> Any:
         raise NotImplementedError
@@ -38,7 +41,14 @@ class ColumnVerbs:
 
         **Memory**: that of `jaxmem.topk`, with the head's chunk.
         """
-        return self._run(largest.topk, hidden, k, where=where, temperature=temperature)
+        return self._run(
+            largest.topk,
+            hidden,
+            k,
+            where=where,
+            temperature=temperature,
+            implementation=None,
+        )
 
     def topk_kl(
         self,
@@ -71,6 +81,7 @@ class ColumnVerbs:
         return self._run(
             topk_kl, hidden, ids, teacher_logprobs, where=where,
             temperature=temperature, tail=tail, direction=direction, beta=beta,
+            implementation=None,
         )  # fmt: skip
 
     def sample_ids(
@@ -96,7 +107,13 @@ class ColumnVerbs:
         **Memory**: that of `jaxmem.sample_ids`, with the head's chunk.
         """
         return self._run(
-            sample_ids, hidden, n, key, where=where, temperature=temperature
+            sample_ids,
+            hidden,
+            n,
+            key,
+            where=where,
+            temperature=temperature,
+            implementation=None,
         )
 
     def selected_logprobs(
@@ -120,5 +137,10 @@ class ColumnVerbs:
         **Memory**: that of `jaxmem.selected_logprobs`, with the head's chunk.
         """
         return self._run(
-            selected_logprobs, hidden, ids, where=where, temperature=temperature
+            selected_logprobs,
+            hidden,
+            ids,
+            where=where,
+            temperature=temperature,
+            implementation=None,
         )

@@ -29,6 +29,7 @@ class StepMetrics(NamedTuple):
     gradient_samples: int | None = None  # of the head, a token; None: exact gradients
     held_out_loss: float | None = None  # nats per token; None where not evaluated
     held_out_perplexity: float | None = None  # e to the power of it
+    backend: str | None = None  # of the head's loss: "xla" or "hopper"
 
     @property
     def line(self) -> str:
@@ -143,6 +144,7 @@ class PreferenceMetrics(NamedTuple):
     held_out_loss: float | None = None  # None where not evaluated
     held_out_margin: float | None = None
     held_out_accuracy: float | None = None
+    backend: str | None = None  # of the answers' log-probabilities
 
     @property
     def line(self) -> str:
@@ -191,6 +193,7 @@ class DistillMetrics(NamedTuple):
     rewards: dict[str, float] | None = None
     held_out_reward: float | None = None  # of samples, not of the most likely tokens
     held_out_accuracy: float | None = None
+    backend: str | None = None  # of the cross-entropy and the policy's loss
 
     @property
     def line(self) -> str:

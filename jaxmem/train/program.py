@@ -29,7 +29,15 @@ from jaxmem.train.optimizer import (
     make_optimizer,
 )
 
-_OF_SUPPORT = "support_logprobs"
+# Only "xla" has these verbs, whichever backend computes the others.
+_OF_XLA = (
+    "support_logprobs",
+    "selected_logprobs",
+    "topk_kl",
+    "kl",
+    "forward_kl",
+    "jsd",
+)
 
 
 class TrainState(NamedTuple):
@@ -162,29 +170,29 @@ class DecoderProgram:
         offloads = self.policy is not None and self.policy.offload
         return options if offloads else self.layout.compiler_options() | options
 
-    def backend_of(self, trace: Callable[[], Any]) -> str:
+    def trace_loss(self) -> None:
+        """Trace what computes the loss of hidden states, for `backend`."""
+        raise NotImplementedError
+
+    @functools.cached_property
+    def backend(self) -> str:
         """The name of the backend that computes the head's loss.
 
-        Args:
-            trace: traces the loss.
-
-        Returns:
-            "xla" or "hopper", or "hopper+xla" where it takes both.
-
-        Raises:
-            ValueError: `head.backend` cannot compute it here.
+        It is "xla" or "hopper", or "hopper+xla" where the loss takes both. Raises a
+        ValueError where `head.backend` cannot compute it here.
         """
+        if self._config.head.implementation == "materialised":
+            return "xla"  # not by a verb
         try:
             with report() as traced:
-                trace()
+                self.trace_loss()
         except NotImplementedError as error:
             if self._config.head.backend is None:
                 raise
             raise ValueError(
                 f"head.backend={self._config.head.backend!r}: {error}"
             ) from error
-        # Only "xla" has the verb of the support's columns.
-        names = {c.implementation for c in traced.calls if c.verb != _OF_SUPPORT}
+        names = {c.implementation for c in traced.calls if c.verb not in _OF_XLA}
         return "+".join(sorted(names))
 
     def compile_verified(self, traced: jax.stages.Traced) -> jax.stages.Compiled:

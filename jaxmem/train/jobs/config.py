@@ -92,7 +92,7 @@ class DistillJobConfig:
                 f"distill.mode={self.distill.mode!r} needs distill.teacher, the "
                 "directory of a checkpoint or of a run that has ended"
             )
-        usable = HeadConfig(chunk=self.head.chunk)
+        usable = HeadConfig(chunk=self.head.chunk, backend=self.head.backend)
         if (name := _differing(self.head, usable)) is not None:
             raise ValueError(
                 f"head.{name}={getattr(self.head, name)!r} must stay "

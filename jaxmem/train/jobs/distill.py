@@ -37,6 +37,7 @@ from jaxmem.train.jobs.distill_sources import (
     Text,
 )
 from jaxmem.train.jobs.distillation import TeacherColumns, TeacherStates
+from jaxmem.train.jobs.ending import train_and_leave
 from jaxmem.train.jobs.epochs import with_steps
 from jaxmem.train.loop import Settings, changeable_settings, open_run
 from jaxmem.train.metrics import DistillMetrics
@@ -134,6 +135,7 @@ class _Job:
             update_seconds=end - taught,
             seconds=end - start,
             peak_gib=metrics.peak_gib(),
+            backend=self._program.backend,
             **{name: float(observed[name]) / seen for name in METRICS},
             **taken.observed,
         )
@@ -198,7 +200,7 @@ def train(
 
     Raises:
         ValueError: data or teacher cannot be used; the directory holds a run of another
-            model or data, or another process uses it.
+            model, data or backend of the head, or another process uses it.
         CheckpointError: a checkpoint cannot be written, or all are damaged.
         FloatingPointError: the loss is not finite.
         KeyboardInterrupt: after SIGINT; the current step is finished and saved.
@@ -210,6 +212,7 @@ def train(
         tokenizer = teachers.tokenizer_of(config)
         file = _file(config, tokenizer)
         program = _program(config, tokenizer, file)
+        run.use_backend(program.backend, config.head.backend)
         source = _source(program, tokenizer, file)
         run.progress.waiting("compiling")
         program.choose_policy_by_gradients(console)
@@ -217,11 +220,7 @@ def train(
         source = source or Prompts(program, frozen)
         texts = starting.texts(config, operative_text, tokenizer)
         job = _Job(program, frozen, source)
-        model = program.model(run.take_steps(job, texts).params, frozen)
-        starting.leave(run.out_dir, model, console, config)
-        if (best := run.best_state(job)) is not None:
-            model = program.model(best.params, frozen)
-            starting.leave_best(run.out_dir, model, console, config)
+        train_and_leave(run, job, program, frozen, texts, console, config)
         if not processes.is_first():
             return Result(run.out_dir, [])
         result = Result(run.out_dir, run.history(DistillMetrics))

@@ -225,16 +225,40 @@ class DistillProgram(SamplingProgram):
             return self.layout.of_hidden(columns)
         return TeacherStates(self.teacher.states(shape), self.teacher.head_shapes)
 
-    def _loss(self, params, frozen, batch: Batch, target, normalizer, advantages=None):
-        if isinstance(target, TeacherStates):
-            target = target._replace(head=self.teacher.head(target.head))
+    def trace_loss(self) -> None:
+        """See `DecoderProgram`."""
+        with self.layout.context():
+            definition, weights = nnx.split(nnx.eval_shape(self.new_model).head)
+
+        def loss(weights, hidden, labels, target, normalizer, *worth):
+            head, targets = nnx.merge(definition, weights), Targets(labels, *worth)
+            return self._of_hidden(head, hidden, targets, target, normalizer)
+
+        model = self.model_config
+        for shape in self.shapes:
+            given = self.layout.of_head(
+                nnx.to_pure_dict(weights),
+                jax.ShapeDtypeStruct((*shape, model.hidden), model.dtype),
+                jax.ShapeDtypeStruct(shape, jnp.int32),
+            )
+            given += self.target(shape), self.number(), *self.advantages(shape)
+            with self.layout.context():
+                jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True)).trace(*given)
+
+    def _loss(self, params, frozen, batch: Batch, target, normalizer, *worth):
         model = self.model(params, frozen)
         hidden = model(batch.tokens, batch.segment_ids, batch.positions)
+        targets = Targets(batch.labels, *worth)
+        return self._of_hidden(model.head, hidden, targets, target, normalizer)
+
+    def _of_hidden(self, head, hidden, targets: Targets, target, normalizer):
+        if isinstance(target, TeacherStates):
+            target = target._replace(head=self.teacher.head(target.head))
         return distill_loss(
             self.config.distill,
-            model.head,
+            head,
             hidden,
-            Targets(batch.labels, advantages),
+            targets,
             target,
             normalizer,
             HeadCall(self.config.sampling.temperature, "fused", self.head_is_frozen),

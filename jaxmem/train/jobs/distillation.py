@@ -137,6 +137,7 @@ def token_divergence(
         options |= {"tail": config.tail, "beta": config.beta}
         options["direction"] = _DIRECTIONS[config.divergence]
         return head.topk_kl(hidden, ids, logprobs, **options)
+    options["implementation"] = None  # there is one, whichever runs the other verbs
     if config.divergence == "jsd":
         options["beta"] = config.beta
     verb = _VERBS[config.divergence]

@@ -23,6 +23,7 @@ from jaxmem.models.partitioning import as_stored
 from jaxmem.train import files, metrics, plots, report, starting
 from jaxmem.train.evaluation import Evaluated
 from jaxmem.train.jobs.config import DpoJobConfig
+from jaxmem.train.jobs.ending import train_and_leave
 from jaxmem.train.jobs.epochs import with_steps
 from jaxmem.train.jobs.preferences import pair_losses
 from jaxmem.train.loop import Settings, changeable_settings, open_run
@@ -86,6 +87,10 @@ class Program(DecoderProgram):
             return jitted.trace(
                 self.state_shapes.params, self.frozen_shapes, self.batch()
             )
+
+    def trace_loss(self) -> None:
+        """See `DecoderProgram`."""
+        self.trace_logprobs()
 
     def _gradients(self, params: Any, frozen: Any, batches: PairBatch):
         """Gradients of a step, and its numbers, one micro-batch alive at a time."""
@@ -222,6 +227,7 @@ class _Job:
             tokens_per_second=tokens / seconds,
             learning_rate=float(np.asarray(self._program.schedule(number - 1))),
             seconds=seconds,
+            backend=self._program.backend,
             **numbers,
         )
 
@@ -265,8 +271,8 @@ def train(
         The run's directory and its history.
 
     Raises:
-        ValueError: the data cannot be used; the directory holds a run of another model
-            or data, or another process uses it.
+        ValueError: the data cannot be used; the directory holds a run of another
+            model, data or backend of the head, or another process uses it.
         CheckpointError: a checkpoint cannot be written, or all are damaged.
         FloatingPointError: the loss is not finite.
         KeyboardInterrupt: after SIGINT; the current step is finished and saved.
@@ -281,6 +287,7 @@ def train(
             config.data, tokenizer, template, config.dpo.drop_long
         )
         program = Program(config, tokenizer.get_vocab_size())
+        run.use_backend(program.backend, config.head.backend)
         run.progress.waiting("compiling")
         program.choose_policy(program.trace_step, console)
         frozen = program.frozen()
@@ -295,11 +302,7 @@ def train(
         batches = PairBatches(pairs, reference[: len(pairs)], config.data)
         texts = starting.texts(config, operative_text, tokenizer)
         job = _Job(program, frozen, batches, evaluate)
-        model = program.model(run.take_steps(job, texts).params, frozen)
-        starting.leave(run.out_dir, model, console, config)
-        if (best := run.best_state(job)) is not None:
-            model = program.model(best.params, frozen)
-            starting.leave_best(run.out_dir, model, console, config)
+        train_and_leave(run, job, program, frozen, texts, console, config)
         if not processes.is_first():
             return Result(run.out_dir, [])
         result = Result(run.out_dir, run.history(PreferenceMetrics))

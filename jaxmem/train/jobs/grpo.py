@@ -23,6 +23,7 @@ from jaxmem.train import metrics, starting
 from jaxmem.train.evaluation import Evaluated
 from jaxmem.train.jobs import policy_report, rollout_metrics, samples
 from jaxmem.train.jobs.config import GrpoJobConfig
+from jaxmem.train.jobs.ending import train_and_leave
 from jaxmem.train.jobs.epochs import with_steps
 from jaxmem.train.jobs.minibatches import (
     Minibatch,
@@ -296,12 +297,8 @@ def train(
         program.choose_policy_by_gradients(console)
         compiled = program.compile()
         job = _Job(program, compiled, task, functools.partial(_say, console))
-        state = run.take_steps(job, starting.texts(config, operative_text))
-        model = program.model(state.params, job.frozen)
-        starting.leave(run.out_dir, model, console, config)
-        if (best := run.best_state(job)) is not None:
-            model = program.model(best.params, job.frozen)
-            starting.leave_best(run.out_dir, model, console, config)
+        texts = starting.texts(config, operative_text)
+        train_and_leave(run, job, program, job.frozen, texts, console, config)
         compares = config.run.compare_heads
         costs = policy_report.head_costs(program, compiled) if compares else {}
         if not processes.is_first():

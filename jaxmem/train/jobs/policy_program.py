@@ -6,7 +6,6 @@ Micro-batches have as many shapes as there are widths of rows; nothing else vari
 """
 
 import dataclasses
-import functools
 import math
 from typing import Any, NamedTuple
 
@@ -82,15 +81,10 @@ class PolicyProgram(SamplingProgram):
         """Of the micro-batches with a budget, one by width of row."""
         return [(max_tokens // width, width) for width in self.config.row_lengths]
 
-    @functools.cached_property
-    def backend(self) -> str:
-        """What computes the loss of micro-batches; see `backend_of`."""
-
-        def trace():
-            for shape in self.shapes(self.config.grpo.max_tokens_train):
-                self.trace_head(shape, self.config.head)
-
-        return self.backend_of(trace)
+    def trace_loss(self) -> None:
+        """See `DecoderProgram`."""
+        for shape in self.shapes(self.config.grpo.max_tokens_train):
+            self.trace_head(shape, self.config.head)
 
     def compile(self) -> Compiled:
         """Compile everything from shapes alone."""

@@ -26,6 +26,7 @@ from jaxmem.models.weights import join_weights
 from jaxmem.train import metrics, plots, report, starting
 from jaxmem.train.evaluation import Evaluated
 from jaxmem.train.jobs.config import Config
+from jaxmem.train.jobs.ending import train_and_leave
 from jaxmem.train.jobs.epochs import with_steps
 from jaxmem.train.loop import (
     RunConfig as RunConfig,
@@ -255,6 +256,10 @@ class Program(DecoderProgram):
         """Compile loss and gradients of the head alone, for one micro-batch."""
         return self.trace_head(head).lower().compile()
 
+    def trace_loss(self) -> None:
+        """See `DecoderProgram`."""
+        self.trace_head(self.config.head)
+
     def trace_head(self, head: HeadConfig) -> jax.stages.Traced:
         """Trace the same."""
         with self.layout.context():
@@ -314,7 +319,8 @@ class _Job:
         learning_rate = self._program.schedule(number - 1)
         mfu = self._program.mfu(taken.tokens.size / seconds)
         step = metrics.of_step(number, numbers, learning_rate, seconds, mfu)
-        return state, step._replace(gradient_samples=head.gradient_samples)
+        samples, backend = head.gradient_samples, self._program.backend
+        return state, step._replace(gradient_samples=samples, backend=backend)
 
     def evaluate(self, state: TrainState, taken: StepMetrics) -> Evaluated | None:
         if self._held_out is None:
@@ -341,8 +347,8 @@ def train(
       The run's directory, its history and the memory of both heads.
 
     Raises:
-      ValueError: the directory holds a run of another model or other data, or another
-        process uses it.
+      ValueError: the directory holds a run of another model, data or backend of the
+        head, or another process uses it.
       CheckpointError: a checkpoint cannot be written, or all are damaged.
       FloatingPointError: the loss is not finite.
       KeyboardInterrupt: after SIGINT; the current step is finished and saved.
@@ -353,6 +359,7 @@ def train(
     with open_run(config.run, _settings(config), console, config.eval) as run:
         tokenizer = starting.load_tokenizer(config.data, config.model)
         program = Program(config, tokenizer.get_vocab_size())
+        run.use_backend(program.backend, config.head.backend)
         rows = program.layout.own_rows(config.data.batch_size)
         template = starting.load_template(config.data, config.model, tokenizer)
         batches = streams.batches(config.data, tokenizer, rows, template)
@@ -362,19 +369,14 @@ def train(
         compiled, frozen = program.compile_step(config.head), program.frozen()
         texts = starting.texts(config, operative_text, tokenizer)
         job = _Job(program, compiled, frozen, batches, held_out)
-        params = run.take_steps(job, texts).params
-        starting.leave(run.out_dir, program.model(params, frozen), console, config)
+        state = train_and_leave(run, job, program, frozen, texts, console, config)
         held_out_loss = job.held_out_loss  # the last step is evaluated, if any is
         if held_out is not None and held_out_loss is None:
-            held_out_loss = program.evaluate(params, frozen, held_out())
-        if (best := run.best_state(job)) is not None:
-            model = program.model(best.params, frozen)
-            starting.leave_best(run.out_dir, model, console, config)
+            held_out_loss = program.evaluate(state.params, frozen, held_out())
         costs = _head_costs(program, compiled) if config.run.compare_heads else {}
         if not processes.is_first():
             return Result(run.out_dir, [], costs, held_out_loss)
-        history = run.history(StepMetrics)
-        result = Result(run.out_dir, history, costs, held_out_loss)
+        result = Result(run.out_dir, run.history(StepMetrics), costs, held_out_loss)
         _report(result, console)
         return result
 

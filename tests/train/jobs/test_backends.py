@@ -1,0 +1,65 @@
+"""What computes the head's loss: recorded by every job, and kept when it resumes."""
+
+import importlib
+import io
+import json
+import pathlib
+
+import pytest
+from rich.console import Console
+
+from jaxmem.train import config as configuration
+from jaxmem.train.program import DecoderProgram
+from tests.checkpoints import texts
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+GIN = """
+data.source = "data.jsonl"
+data.sequence_length = 16
+data.batch_size = 2
+model.checkpoint = "llama"
+optimizer.learning_rate = 1e-3
+run.steps = 1
+run.compare_heads = False
+run.out_dir = "run"
+"""
+MORE = {
+    "sft": "",
+    "dpo": "",
+    "distill": 'distill.teacher = "llama"\n',
+}
+
+
+@pytest.fixture(params=MORE)
+def train(request, tmp_path, monkeypatch):
+    """A function that trains by one of the jobs."""
+    monkeypatch.chdir(tmp_path)
+    texts.checkpoint("llama", tmp_path)
+    rows = [{"prompt": "ab", "response": x} for x in "cdefgh"]
+    if request.param == "dpo":
+        rows = [{"prompt": "ab", "chosen": x, "rejected": "z"} for x in "cdefgh"]
+    lines = [json.dumps(row) + "\n" for row in rows]
+    pathlib.Path("data.jsonl").write_text("".join(lines))
+    gin = f'{GIN}run.job = "{request.param}"\n{MORE[request.param]}'
+    pathlib.Path("run.gin").write_text(gin)
+    job = importlib.import_module(f"jaxmem.train.jobs.{request.param}")
+
+    def run(*overrides):
+        config, text = configuration.load("run.gin", overrides)
+        return job.train(config, text, Console(file=io.StringIO()))
+
+    return run
+
+
+def test_another_backend_than_the_checkpoint_s_is_refused(train, monkeypatch):
+    (step,) = train().history
+    assert step.backend == "xla"
+    monkeypatch.setattr(DecoderProgram, "backend", "hopper")
+    with pytest.raises(ValueError, match=r"^head.backend was 'xla' in run.out_dir="):
+        train("run.steps=2")
+
+
+def test_a_backend_that_cannot_run_here_is_named(train):
+    message = "^head.backend='hopper': implementation='hopper' cannot run this call"
+    with pytest.raises(ValueError, match=message):
+        train("head.backend=hopper")
