@@ -115,9 +115,9 @@ class _Job:
         sums = self._compiled.zeros()
         for i, (batch, _, advantages) in enumerate(examples):
             target, parked[i] = self._teacher.fetch(parked[i]), None
-            worth = () if advantages is None else (advantages,)
+            given = () if advantages is None else (advantages,)
             sums = self._compiled.gradients[batch.tokens.shape](
-                state.params, self._frozen, sums, batch, target, tokens, *worth
+                state.params, self._frozen, sums, batch, target, tokens, *given
             )
         loss, observed = sums.loss, sums.metrics
         state, norm = self._compiled.update(state, sums.gradients)
@@ -153,10 +153,8 @@ class _Job:
         held_out = self._source.held_out(state.params)
         if held_out is None:
             return None
-        means, distill = (
-            self._means(state.params, held_out.examples),
-            self._config.distill,
-        )
+        means = self._means(state.params, held_out.examples)
+        distill = self._config.distill
         cost = means["divergence"] + distill.loss_weight * means["ce"]
         if distill.reward_weight:
             cost -= distill.reward_weight * held_out.observed["held_out_reward"]
@@ -274,7 +272,9 @@ def _settings(config: DistillJobConfig) -> Settings:
     changeable = ["optimizer", "distill"]
     if config.is_on_policy:
         del fixed["data"]
-        fixed["task"] = dataclasses.asdict(config.task)
+        # How long a reward may take decides no value; saved as before there were any.
+        task = dataclasses.replace(config.task, timeout=None)
+        fixed["task"] = dataclasses.asdict(task)
         changeable.append("sampling")
     weights = fixed_weights(config.optimizer, config.run.seed)
     weights["run"] = {"job": config.run.job, "seed": config.run.seed}

@@ -172,9 +172,9 @@ class DistillProgram(SamplingProgram):
     def trace_gradients(self, shape: Shape) -> jax.stages.Traced:
         """Trace what adds a micro-batch to a step's sums; these are consumed."""
 
-        def run(params, frozen, sums: Sums, batch: Batch, target, normalizer, *worth):
+        def run(params, frozen, sums: Sums, *given):
             def loss(params):
-                return self._loss(params, frozen, batch, target, normalizer, *worth)
+                return self._loss(params, frozen, *given)
 
             (value, observed), slopes = jax.value_and_grad(loss, has_aux=True)(params)
             observed = {name: jnp.sum(x) for name, x in observed.items()}
@@ -230,8 +230,8 @@ class DistillProgram(SamplingProgram):
         with self.layout.context():
             definition, weights = nnx.split(nnx.eval_shape(self.new_model).head)
 
-        def loss(weights, hidden, labels, target, normalizer, *worth):
-            head, targets = nnx.merge(definition, weights), Targets(labels, *worth)
+        def loss(weights, hidden, labels, target, normalizer, *advantages):
+            head, targets = nnx.merge(definition, weights), Targets(labels, *advantages)
             return self._of_hidden(head, hidden, targets, target, normalizer)
 
         model = self.model_config
@@ -245,10 +245,10 @@ class DistillProgram(SamplingProgram):
             with self.layout.context():
                 jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True)).trace(*given)
 
-    def _loss(self, params, frozen, batch: Batch, target, normalizer, *worth):
+    def _loss(self, params, frozen, batch: Batch, target, normalizer, *advantages):
         model = self.model(params, frozen)
         hidden = model(batch.tokens, batch.segment_ids, batch.positions)
-        targets = Targets(batch.labels, *worth)
+        targets = Targets(batch.labels, *advantages)
         return self._of_hidden(model.head, hidden, targets, target, normalizer)
 
     def _of_hidden(self, head, hidden, targets: Targets, target, normalizer):
