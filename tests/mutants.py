@@ -35,7 +35,7 @@ MODULES = {
     "jaxmem/core/operands.py": OF_LOOPS,
     "jaxmem/core/checks.py": ("tests/core/test_checks.py",),
     "jaxmem/backends/xla.py": OF_LOOPS,
-    "jaxmem/heads/verbs.py": ("tests/heads/test_nnx.py", "tests/heads/test_linen.py"),
+    "jaxmem/heads/verbs.py": ("tests/heads/test_nnx.py", "tests/heads"),
     "jaxmem/packing/plan.py": ("tests/packing",),
     "jaxmem/losses/policy.py": ("tests/losses",),
     "jaxmem/losses/sequences.py": ("tests/losses",),

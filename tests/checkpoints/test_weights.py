@@ -171,7 +171,9 @@ def test_shards_and_their_index(tmp_path):
     checkpoints.save(
         out, decoder, like=TINY / "qwen3", dtype="float32", max_shard_bytes=9_000
     )
-    index = json.loads((out / "model.safetensors.index.json").read_text())
+    text = (out / "model.safetensors.index.json").read_text()
+    index = json.loads(text)
+    assert text == json.dumps(index, indent=2)  # one tensor a line, as others write it
     files = set(index["weight_map"].values())
     assert len(files) > 3
     assert {path.name for path in out.glob("*")} == files | {

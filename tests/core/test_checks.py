@@ -1,7 +1,9 @@
 """Every error that a user can see from the public verbs, word for word."""
 
+import functools
 import inspect
 import traceback
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -580,6 +582,34 @@ def test_spellings_of_the_defaults(verb, change):
         jax.tree.leaves(call(verb, **change)), jax.tree.leaves(call(verb)), strict=True
     ):
         np.testing.assert_allclose(got, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "softcap", [30, np.float32(30), np.array(30.0), "jax"], ids=str
+)
+def test_a_softcap_is_any_number(softcap):
+    softcap = jnp.array(30.0) if softcap == "jax" else softcap
+    made = checks.check_softcap(softcap)
+    assert type(made) is float and made == 30
+
+
+TYPES = {
+    "floats": (jnp.bfloat16, jnp.float16, jnp.float32),
+    "integers": (jnp.int8, jnp.uint8, jnp.int32),
+    "too narrow": (jnp.float8_e4m3fn, jnp.int4),
+}
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_types_of_hidden_and_of_numbers(name):
+    for dtype in TYPES[name]:
+        array = jax.ShapeDtypeStruct((N, D), dtype)
+        for check, takes in (
+            (checks.check_hidden, name == "floats"),
+            (functools.partial(checks.check_number, "x"), name != "too narrow"),
+        ):
+            with nullcontext() if takes else pytest.raises(TypeError):
+                check(array)
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn, nnx
-from jax.sharding import AxisType, PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
+import jaxmem
 from jaxmem.heads import linen as linen_heads
 from jaxmem.heads.nnx import HeadSharding, LMHead
+from jaxmem.heads.verbs import Weights
 from tests.cases import slow
 from tests.core.test_shards import jit
 
@@ -116,6 +118,45 @@ def test_linen(tied):
         assert_same(jit(Model(SHARDING).apply)(plain), want)
     explicit = HeadSharding(MESH, tokens="fsdp", vocab="tensor", W_fsdp="fsdp")
     assert_same(jit(Model(explicit).apply)(plain), want)
+
+
+def test_axes_that_are_given_come_before_those_of_the_weights():
+    W = jnp.zeros((D, V))
+
+    def error(names, **given):
+        weights = Weights(W, "dv", None, None, names)
+        with pytest.raises(ValueError) as caught:
+            HeadSharding(MESH, **given).apply(jaxmem.logprobs, weights)
+        return str(caught.value)
+
+    of_W, given = ("of W", "of V"), {"vocab": "tensor", "W_fsdp": "fsdp"}
+    assert "'of V'" in error(of_W)
+    assert "'of W'" in error(of_W, vocab="tensor", tokens="fsdp")
+    for name in given:
+        assert "'given'" in error(RULES_MESH, tokens="fsdp", **{name: "given"})
+
+
+@pytest.mark.parametrize("layout", ["vd", "dv"])
+def test_logits_are_sharded_like_tokens_and_vocabulary(layout):
+    mesh = jax.make_mesh((2, 4), RULES_MESH, axis_types=(AxisType.Explicit,) * 2)
+
+    def of(shape, *spec):
+        sharding = NamedSharding(mesh, P(*spec))
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+
+    def logits(hidden, W):
+        embed = nnx.Embed(V, D, rngs=nnx.Rngs(0))
+        tied = layout == "vd"
+        head = LMHead(tied_to=embed) if tied else LMHead(D, V, rngs=nnx.Rngs(0))
+        setattr(
+            embed if tied else head, "embedding" if tied else "kernel", nnx.Param(W)
+        )
+        return head(hidden)
+
+    W = of((V, D), "tensor") if layout == "vd" else of((D, V), None, "tensor")
+    with jax.set_mesh(mesh):
+        made = jax.eval_shape(logits, of((4, 6, D), None, "fsdp"), W)
+        assert made.sharding.spec == P(None, "fsdp", "tensor")
 
 
 def test_without_a_mesh():
