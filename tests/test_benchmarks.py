@@ -33,7 +33,7 @@ from benchmarks import (
 )
 from jaxmem import timing
 from tests import oracle
-from tests.cases import Case
+from tests.cases import Case, slow
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -187,7 +187,7 @@ def test_what_is_wrong_is_not_timed():
 def test_run_head(tmp_path):
     """As it is called: a process for the times, the CSV row by row."""
     out = tmp_path / "head.csv"
-    paths = ["materialised", "token_stats", "logprobs where=half chunk=16"]
+    paths = ["materialised", "token_stats"]  # each starts a process
     command = [sys.executable, "-m", "benchmarks.run_head", f"--out={out}", *TINY]
     command += [f"--path={path}" for path in paths]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
@@ -203,6 +203,15 @@ def test_run_head(tmp_path):
     assert rows["token_stats"]["implementation"] == "xla"
     assert float(rows["token_stats"]["entropy_error"]) < 2e-5
     assert rows["materialised"]["entropy_error"] == ""
+
+
+def test_a_call_with_options(capsys):
+    path = "logprobs where=half chunk=16"
+    ((row,), _) = rows_of(
+        capsys, run_head.main, ["--worker=time", *TINY, f"--path={path}"]
+    )
+    assert row["path"] == path and row["forward_backward_over_gemm"] > 0
+    assert float(row["logprob_error"]) < 2e-5
 
 
 def test_a_call_that_does_not_exist_is_said(capsys):
@@ -310,21 +319,21 @@ def test_run_grpo_reads_a_run_that_is_there(tmp_path):
     assert wanted.items() <= row.items() and row["overrides"] == "run.steps=2"
 
 
-def test_run_replay(tmp_path, monkeypatch):
+@pytest.mark.parametrize("fractions", [False, slow(True)])
+def test_run_replay(fractions, tmp_path, monkeypatch):
     monkeypatch.setattr(run_replay, "SAMPLERS", run_replay.SAMPLERS[:1])
     monkeypatch.setattr(run_replay, "LEARNED", run_replay.REPLAYED)
     out, tiny = tmp_path / "replay.csv", [w for w in TINY_POLICY if "steps=3" not in w]
+    if fractions:
+        run_replay.main([f"--out={out}", "--fractions", "0.5", "--", *TINY_POLICY])
+        rows = [(row["token_fraction"], row["step"]) for row in results.read(out)]
+        assert rows == [("0.5", "1"), ("0.5", "3")]
+        return
     run_replay.main([f"--out={out}", *tiny])
     rows = results.read(out)
     assert [row["step"] for row in rows] == ["1", "20", "40"]
     assert {row["ratios_inside_1_1"] for row in rows} == {"1.0"}
     assert float(rows[0]["unreplayed_inside_1_1"]) < 1
-    run_replay.main([f"--out={out}", "--fractions", "0.5", "--", *TINY_POLICY])
-    rows = results.read(out)
-    assert [(r["token_fraction"], r["step"]) for r in rows] == [
-        ("0.5", "1"),
-        ("0.5", "3"),
-    ]
 
 
 # ------------------------------------------------------------- what is made of it

@@ -306,8 +306,9 @@ def test_parts_of_the_vocabulary_lower_for_cuda(frozen, check_vma, lowered_anywh
 
 
 @needs_pallas
-@pytest.mark.parametrize("room", [True, False])
-@pytest.mark.parametrize("n_devices", [1, 2, 4])
+@pytest.mark.parametrize(
+    "n_devices, room", [(2, True), (2, False), (1, True), slow(1, False), slow(4, True)]
+)
 def test_several_shards_sum_beside_a_product(
     n_devices, room, lowered_anywhere, monkeypatch, request
 ):

@@ -15,6 +15,7 @@ from jaxmem.train.checkpoint import Checkpoints
 from jaxmem.train.history import read_history
 from jaxmem.train.jobs import sft
 from tests.checkpoints import texts
+from tests.train.jobs.kills import kill_before
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 TEMPLATE = (
@@ -38,10 +39,6 @@ run.compare_heads = False
 run.out_dir = "run"
 eval.every = 2
 """
-
-
-class Killed(BaseException):
-    """Ends a run between two steps and lets it save nothing, as a kill does."""
 
 
 @pytest.fixture(autouse=True)
@@ -94,17 +91,7 @@ def test_chats_are_learned_evaluated_and_a_killed_run_resumes_bitwise(monkeypatc
     assert f"held-out loss {held_out[8]:.4f}" in said
     assert best_step("run") == min(held_out, key=held_out.__getitem__)
 
-    step = sft._Job.step
-
-    def killed(self, number, state):
-        if number == 6:
-            raise Killed
-        return step(self, number, state)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(sft._Job, "step", killed)
-        with pytest.raises(Killed):
-            train("run.out_dir=cut")
+    kill_before(6, sft._Job, monkeypatch, lambda: train("run.out_dir=cut"))
     assert len(steps("cut")) == 5 and best_step("cut") == 4  # not saved: 4 and 5
     _, said = train("run.out_dir=cut")
     assert "resuming cut after step 3" in said

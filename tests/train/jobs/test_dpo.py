@@ -2,12 +2,7 @@
 
 import io
 import json
-import os
 import pathlib
-import signal
-import subprocess
-import sys
-import time
 
 import jax.numpy as jnp
 import numpy as np
@@ -23,6 +18,7 @@ from jaxmem.train.jobs import dpo
 from jaxmem.train.jobs.preferences import DpoConfig, pair_losses
 from jaxmem.train.metrics import PreferenceMetrics
 from tests.checkpoints import texts
+from tests.train.jobs.kills import kill_before
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 GIN = """
@@ -91,7 +87,7 @@ def test_the_loss_is_the_papers(loss, smoothing):
     np.testing.assert_array_equal(told["accuracy"], h > 0)
 
 
-def test_pairs_are_learned_evaluated_and_a_killed_run_resumes_bitwise(directory):
+def test_pairs_are_learned_evaluated_and_a_killed_run_resumes_bitwise(monkeypatch):
     result, said = train()
     first, last = result.history[0], result.history[-1]
     # Before the first update the policy is the reference.
@@ -106,48 +102,12 @@ def test_pairs_are_learned_evaluated_and_a_killed_run_resumes_bitwise(directory)
     summary = json.loads(pathlib.Path("run/summary.json").read_text())
     assert summary["held_out_accuracy"] == 1 and summary["last_margin"] == last.margin
 
-    saved = killed_in_the_middle()
-    assert saved in (3, 6)
+    kill_before(6, dpo._Job, monkeypatch, lambda: train("run.out_dir=cut"))
     scored = pathlib.Path("cut/reference.npz").stat().st_mtime_ns
     _, said = train("run.out_dir=cut")
-    assert f"resuming cut after step {saved}" in said
+    assert "resuming cut after step 3" in said
     assert pathlib.Path("cut/reference.npz").stat().st_mtime_ns == scored
     assert steps("cut") == steps("run")
-
-
-def killed_in_the_middle():
-    """Start the run in a process, kill it after its first checkpoint."""
-    program = (
-        "import time\n"
-        "from jaxmem import cli\n"
-        "from jaxmem.train.jobs import dpo\n"
-        "step = dpo._Job.step\n"
-        "def slow(self, number, state):\n"
-        "    time.sleep(0.3 * (number > 4))\n"
-        "    return step(self, number, state)\n"
-        "dpo._Job.step = slow\n"
-        "cli.main(['train', 'dpo.gin', 'run.out_dir=cut'])\n"
-    )
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(p or "." for p in sys.path),
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-    }
-    process = subprocess.Popen(
-        [sys.executable, "-c", program],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        env=environment,
-    )
-    path, written = pathlib.Path("cut/metrics.jsonl"), 0
-    while process.poll() is None and written < 5:
-        written = path.read_text().count("\n") if path.exists() else 0
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    with process.stderr as errors:
-        said = errors.read()
-    assert process.wait() == -signal.SIGKILL, said
-    return max(int(p.name) for p in pathlib.Path("cut/checkpoints").glob("[0-9]"))
 
 
 def load(**changes):

@@ -16,6 +16,7 @@ from jaxmem.train.jobs import grpo, questions
 from jaxmem.train.jobs.rollouts import Completions
 from jaxmem.train.metrics import PolicyMetrics
 from tests.checkpoints import texts
+from tests.train.jobs.kills import kill_before
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 TEMPLATE = (
@@ -100,10 +101,6 @@ def steps(path="run"):
     ]
 
 
-class Killed(BaseException):
-    """Ends a run between two steps and lets it save nothing, as a kill does."""
-
-
 def test_own_rewards_are_learned_and_a_run_resumes_bitwise(directory, monkeypatch):
     result, said = train()
     rewards = [step.reward for step in result.history]
@@ -124,16 +121,7 @@ def test_own_rewards_are_learned_and_a_run_resumes_bitwise(directory, monkeypatc
     assert len(steps("cut")) == 3  # of which no checkpoint was due
     pathlib.Path("break").unlink()
     # It goes on, and is killed after a step that is not saved.
-    step = grpo._Job.step
-
-    def killed(self, number, state):
-        if number == 8:
-            raise Killed
-        return step(self, number, state)
-
-    with monkeypatch.context() as patched, pytest.raises(Killed):
-        patched.setattr(grpo._Job, "step", killed)
-        train("run.out_dir=cut")
+    kill_before(8, grpo._Job, monkeypatch, lambda: train("run.out_dir=cut"))
     assert len(steps("cut")) == 7
     _, said = train("run.out_dir=cut")
     assert "resuming cut after step 5" in said

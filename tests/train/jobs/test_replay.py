@@ -22,6 +22,7 @@ from jaxmem.train.jobs.policy import GrpoConfig, HeadCall, PolicyBatch, policy_l
 from jaxmem.train.jobs.policy_program import PolicyProgram
 from jaxmem.train.jobs.rollout_metrics import Logprobs
 from jaxmem.train.jobs.rollouts import Supports
+from tests.train.jobs.kills import kill_before
 from tests.train.jobs.test_grpo import CONFIGS, SMALL, changed, completions, train
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -271,22 +272,11 @@ def test_without_truncation_there_is_nothing_to_replay():
     assert told["ratios_outside_2"] == pytest.approx(2 / 6)
 
 
-def test_killed_and_resumed_a_replayed_run_is_bitwise_the_same(finished, tmp_path):
+def test_killed_and_resumed_a_replayed_run_is_bitwise_the_same(
+    finished, tmp_path, monkeypatch
+):
     config, wanted, _ = finished
-
-    class Killed(Exception):
-        pass
-
-    step = grpo._Job.step
-
-    def killed(self, number, state):
-        if number == 3:
-            raise Killed
-        return step(self, number, state)
-
-    with pytest.MonkeyPatch.context() as patched, pytest.raises(Killed):
-        patched.setattr(grpo._Job, "step", killed)
-        train(config, tmp_path / "run")
+    kill_before(3, grpo._Job, monkeypatch, lambda: train(config, tmp_path / "run"))
     result, said = train(config, tmp_path / "run")
     assert "after step 2" in said
     untimed = [
