@@ -24,7 +24,7 @@ def stats_and_gradients(h, W, y, implementation, **options):
         weighted = made.logprob - 0.3 * made.entropy + 0.2 * made.sum_pi_squared
         return jnp.vdot(jnp.cos(jnp.arange(len(y))), weighted), made
 
-    return jax.grad(total, (0, 1), has_aux=True)(h, W)
+    return jax.jit(jax.grad(total, (0, 1), has_aux=True))(h, W)
 
 
 @needs_pallas

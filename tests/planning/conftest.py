@@ -1,5 +1,8 @@
 """CPU devices in the place of planned ones: everything but the compiler is real."""
 
+import contextlib
+import importlib
+
 import jax
 import pytest
 
@@ -13,3 +16,6 @@ def fake(monkeypatch):
         targets, "of", lambda device, count, hosts: jax.devices()[:count]
     )
     monkeypatch.setattr(devices, "compiler_missing", lambda device: "")
+    # Programs for these devices, unlike those for absent ones, are read back.
+    module = importlib.import_module("jaxmem.devices.current")
+    monkeypatch.setattr(module, "_no_persistent_cache", contextlib.nullcontext)
