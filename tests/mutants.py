@@ -71,8 +71,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2, help="mutants at a time")
     parser.add_argument("--out", type=pathlib.Path)
+    parser.add_argument(
+        "--module", action="append", choices=MODULES, help="of those drawn, these only"
+    )
     arguments = parser.parse_args()
     drawn = draw(arguments.count, arguments.seed)
+    drawn = [x for x in drawn if x.module in (arguments.module or MODULES)]
     with (
         tempfile.TemporaryDirectory() as folder,
         futures.ThreadPoolExecutor(arguments.jobs) as pool,
