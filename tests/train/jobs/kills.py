@@ -1,7 +1,7 @@
-"""A run that ends between two steps, without the start of another process.
+"""Runs that are cut between two steps, in this process.
 
-A process that SIGKILL ends anywhere is in test_sft: the runtime is the same one for
-every job, but not what a job saves.
+Each job saves other things, so each is cut and resumed. A process that SIGKILL ends at
+any point is in test_sft alone, because all jobs have one runtime.
 """
 
 import pytest
