@@ -1,9 +1,9 @@
 """The figure of the sweep over tokens: milliseconds and GiB, from the committed CSVs.
 
-    python -m benchmarks.plot_head head_h200.csv peers_h200.csv --d 4096 --v 128256 \
-        --out head_h200.svg
+    python -m benchmarks.plot_head head_h200.csv peers_h200.csv sampled_h200.csv \
+        --d 4096 --v 128256 --out head_h200.svg
 
-Colours and greys are such that it reads on a light page and on a dark one.
+Sampled gradients have been timed at fewer sizes, so theirs may be a single point. Colours and greys are such that it reads on a light page and on a dark one.
 """
 
 import argparse
@@ -13,9 +13,11 @@ from benchmarks import compare, results
 from jaxmem.timing import OUT_OF_MEMORY
 
 GREY = "#8b949e"
+SAMPLED = "logprobs, K=128, forward and both gradients"
 # path: (label, colour, line); those that a CSV lacks are left out
 LINES = {
     "token_stats": ("jaxmem", "#2f81f7", "o-"),
+    SAMPLED: ("jaxmem, sampled (K=128)", "#e3405f", "*-"),
     "token_stats implementation=xla": ("jaxmem, backend xla", "#58a6ff", "o--"),
     "materialised": ("jax, materialised", "#d29922", "s-"),
     "torch.compile": ("torch.compile, materialised", "#db6d28", "s--"),
@@ -40,10 +42,20 @@ PANELS = (
 )
 
 
+def as_timed(row):
+    """The row of a sweep; one of `run_sampled.py` under the sweep's column names."""
+    if "over_gemm" not in row:
+        return row
+    names = ("ms", "over_gemm", "temp_mib")
+    return row | {f"forward_backward_{name}": row[name] for name in names}
+
+
 def lines(rows, d, v):
     """Path to its rows, of one D and V, by tokens."""
     made = {path: [] for path in LINES}
-    for row in rows:
+    for row in map(as_timed, rows):
+        if row.get("data", "policy") != "policy":  # logits like those of a trained model
+            continue
         if row["path"] in made and (row["d"], row["v"]) == (str(d), str(v)):
             made[row["path"]].append(row)
     by_tokens = {k: sorted(x, key=lambda row: int(row["n"])) for k, x in made.items()}
@@ -60,7 +72,8 @@ def draw(ax, path, points, value):
     there = [row for row in points if ran(row)]
     x, y = [int(row["n"]) for row in there], [value(row) for row in there]
     wide = 2.4 if path == "token_stats" else 1.3
-    ax.plot(x, y, line, color=color, label=label, linewidth=wide, markersize=4)
+    size = 11 if path == SAMPLED else 4
+    ax.plot(x, y, line, color=color, label=label, linewidth=wide, markersize=size)
     beyond = [row for row in points if row["forward_backward_ms"] == OUT_OF_MEMORY]
     if beyond and value is gib:
         ax.annotate(

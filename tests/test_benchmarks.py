@@ -410,9 +410,17 @@ def test_the_figure(tmp_path):
         record("materialised", 0, 8.0, 4096),
     ]
     rows += [record("verl", 6.0, 4.0) | {"v": "7"}, record("unknown", 1.0, 4.0)]
+    sampled = {"path": plot_head.SAMPLED, "n": "2048", "d": "4096", "v": "128256"}
+    sampled |= {"ms": "3.0", "over_gemm": "1.2", "temp_mib": "128"}
+    rows += [sampled | {"data": data} for data in ("policy", "flat")]
     figure = plot_head.figure(rows, 4096, 128256)
     ms, gib = figure.axes
-    assert [line.get_label() for line in ms.lines] == ["jaxmem", "jax, materialised"]
+    assert [line.get_label() for line in ms.lines] == [
+        "jaxmem",
+        "jaxmem, sampled (K=128)",
+        "jax, materialised",
+    ]
+    assert [list(ax.lines[1].get_ydata()) for ax in (ms, gib)] == [[1.5], [0.125]]
     assert list(ms.lines[0].get_xdata()) == [2048, 4096, 8192]
     per_1024 = 4.0 * 1024 / 500
     np.testing.assert_allclose(ms.lines[0].get_ydata(), per_1024)
