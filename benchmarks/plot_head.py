@@ -3,7 +3,8 @@
     python -m benchmarks.plot_head head_h200.csv peers_h200.csv sampled_h200.csv \
         --d 4096 --v 128256 --out head_h200.svg
 
-Sampled gradients have been timed at fewer sizes, so theirs may be a single point. Colours and greys are such that it reads on a light page and on a dark one.
+Sampled gradients have been timed at fewer sizes: theirs may be a single point. Colours
+and greys are such that it reads on a light page and on a dark one.
 """
 
 import argparse
@@ -54,7 +55,7 @@ def lines(rows, d, v):
     """Path to its rows, of one D and V, by tokens."""
     made = {path: [] for path in LINES}
     for row in map(as_timed, rows):
-        if row.get("data", "policy") != "policy":  # logits like those of a trained model
+        if row.get("data", "policy") != "policy":  # as peaked as a trained policy's
             continue
         if row["path"] in made and (row["d"], row["v"]) == (str(d), str(v)):
             made[row["path"]].append(row)

@@ -46,5 +46,6 @@ html_title = "jaxmem"
 html_favicon = "_static/icon.svg"
 html_static_path = ["_static"]
 html_css_files = ["jaxmem.css"]
+html_js_files = ["search.js"]
 html_context = {"default_mode": "auto"}
 html_theme_options = {"show_toc_level": 2, "use_download_button": False}

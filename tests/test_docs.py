@@ -421,6 +421,13 @@ def test_readme_is_one_screen_or_two():
     assert len((ROOT / "README.md").read_bytes()) <= README_BYTES
 
 
+def test_citations_are_of_this_version():
+    citation = (ROOT / "CITATION.cff").read_text("utf-8")
+    page = (ROOT / "docs" / "benchmarks.md").read_text("utf-8")
+    assert f"\nversion: {jaxmem.__version__}\n" in citation
+    assert f"version = {{{jaxmem.__version__}}}," in page
+
+
 def _reference(name):
     return (ROOT / "docs" / "reference" / name).read_text("utf-8")
 
