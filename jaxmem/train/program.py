@@ -37,6 +37,7 @@ _OF_XLA = (
     "kl",
     "forward_kl",
     "jsd",
+    "divergence_loss",
 )
 
 
@@ -193,7 +194,15 @@ class DecoderProgram:
                 f"head.backend={self._config.head.backend!r}: {error}"
             ) from error
         names = {c.implementation for c in traced.calls if c.verb not in _OF_XLA}
-        return "+".join(sorted(names))
+        named = self._config.head.backend
+        if not names and named not in (None, "xla"):
+            verbs = ", ".join(sorted({call.verb for call in traced.calls}))
+            raise ValueError(
+                f"head.backend={named!r}: implementation={named!r} cannot run this "
+                f"call: the loss is all of {verbs}, which only 'xla' has; leave out "
+                "head.backend"
+            )
+        return "+".join(sorted(names)) or "xla"
 
     def compile_verified(self, traced: jax.stages.Traced) -> jax.stages.Compiled:
         """Compile, and raise if XLA has dropped the policy's offloading."""

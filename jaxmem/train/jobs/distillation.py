@@ -9,14 +9,12 @@ the student has sampled.
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-import jaxmem
 from jaxmem.core.fields import check_field, check_numbers
 from jaxmem.core.ranges import integers, reals
 from jaxmem.heads.nnx import LMHead
@@ -24,11 +22,8 @@ from jaxmem.train.jobs.policy import HeadCall, check_widths
 
 MODES = ("text", "on_policy", "offline")
 _DIRECTIONS = {"forward_kl": "forward", "reverse_kl": "reverse", "jsd": "jsd"}
-_VERBS: dict[str, Callable[..., jax.Array]] = {
-    "forward_kl": jaxmem.forward_kl,
-    "reverse_kl": jaxmem.kl,
-    "jsd": jaxmem.jsd,
-}
+# Of `jaxmem.divergence_loss`.
+_NAMES = {"forward_kl": "forward_kl", "reverse_kl": "kl", "jsd": "jsd"}
 _RANGES = {
     "beta": reals(above=0, below=1),
     "temperature": reals(above=0),
@@ -74,7 +69,7 @@ class DistillConfig:
         """Refuse impossible values, by name."""
         check_numbers(self, _RANGES)
         check_field(self, "mode", self.mode in MODES, f"one of {MODES}")
-        known = tuple(_VERBS)
+        known = tuple(_NAMES)
         check_field(self, "divergence", self.divergence in known, f"one of {known}")
         check_field(self, "teacher", self.teacher != "", "a directory, or None")
         if self.row_lengths is not None:
@@ -107,14 +102,14 @@ class TeacherStates(NamedTuple):
     head: Any  # the teacher's head
 
 
-def token_divergence(
+def columns_divergence(
     config: DistillConfig,
     head: LMHead,
     hidden: jax.Array,
     where: jax.Array,
-    teacher: TeacherStates | TeacherColumns,
+    teacher: TeacherColumns,
 ) -> jax.Array:
-    """Divergence of the student from its teacher, per token.
+    """Divergence of the student from some columns of its teacher, per token.
 
     Args:
         config: which divergence.
@@ -129,19 +124,12 @@ def token_divergence(
         teacher's entropy in the mean over draws.
     """
     options: dict[str, Any] = {"where": where, "temperature": config.temperature}
-    if isinstance(teacher, TeacherColumns):
-        ids, logprobs = teacher
-        if logprobs is None:
-            drawn = head.selected_logprobs(hidden, ids, **options)
-            return -drawn.mean(-1)
-        options |= {"tail": config.tail, "beta": config.beta}
-        options["direction"] = _DIRECTIONS[config.divergence]
-        return head.topk_kl(hidden, ids, logprobs, **options)
-    options["implementation"] = None  # there is one, whichever runs the other verbs
-    if config.divergence == "jsd":
-        options["beta"] = config.beta
-    verb = _VERBS[config.divergence]
-    return head.divergence(verb, hidden, teacher.head, teacher.hidden, **options)
+    ids, logprobs = teacher
+    if logprobs is None:
+        return -head.selected_logprobs(hidden, ids, **options).mean(-1)
+    options |= {"tail": config.tail, "beta": config.beta}
+    options["direction"] = _DIRECTIONS[config.divergence]
+    return head.topk_kl(hidden, ids, logprobs, **options)
 
 
 def distill_loss(
@@ -169,24 +157,55 @@ def distill_loss(
         are at temperature 1.
     """
     labels, advantages = targets
-    where = jnp.asarray(labels) >= 0
-    each = token_divergence(config, head, hidden, where, teacher)
-    loss = jnp.sum(each) / jnp.maximum(normalizer, 1)
+    reward_weight = config.reward_weight or 0.0
+    advantages = advantages if reward_weight else None
     options: dict[str, Any] = dict(normalizer=normalizer, frozen_head=call.frozen_head)
-    observed = None
-    if config.loss_weight:
-        ce, observed = head.token_loss(_cross_entropy, hidden, labels, **options)
-        loss += config.loss_weight * ce
-    if advantages is not None and config.reward_weight:
+    # The statistics of the same logits serve the other terms at temperature 1.
+    joint = isinstance(teacher, TeacherStates) and config.temperature == 1
+    learned_with = advantages if joint and call.temperature == 1 else None
+    if isinstance(teacher, TeacherStates):
+        given = () if learned_with is None else (learned_with,)
+        loss, observed = _loss_of_states(
+            config, head, hidden, (labels, *given), teacher, options
+        )
+    else:
+        where = jnp.asarray(labels) >= 0
+        each = columns_divergence(config, head, hidden, where, teacher)
+        loss = jnp.sum(each) / jnp.maximum(normalizer, 1)
+        observed = {"divergence": jax.lax.stop_gradient(each)}
+    if config.loss_weight and not joint:
+        ce, told = head.token_loss(_cross_entropy, hidden, labels, **options)
+        loss, observed = loss + config.loss_weight * ce, observed | told
+    if advantages is not None and learned_with is None:
         policy, told = head.token_loss(
             _policy, hidden, labels, advantages, temperature=call.temperature, **options
         )
-        loss += config.reward_weight * policy
-        observed = told if call.temperature == 1 else observed
-    if observed is None:
+        loss += reward_weight * policy
+        observed |= told if call.temperature == 1 else {}
+    if "ce" not in observed:
         stats = jax.lax.stop_gradient(head.token_stats(hidden, labels))
-        observed = _told(stats)
-    return loss, {"divergence": jax.lax.stop_gradient(each), **observed}
+        observed |= _told(stats)
+    return loss, observed
+
+
+def _loss_of_states(config, head, hidden, targets, teacher, options):
+    """Divergences, and at temperature 1 all terms, in one pass over both logits."""
+
+    def loss_fn(stats, divergence, *advantages):
+        told = {"divergence": divergence}
+        if config.temperature != 1:
+            return divergence, told
+        loss = divergence - config.loss_weight * stats.logprob
+        if advantages:
+            loss += config.reward_weight * _policy(stats, *advantages)[0]
+        return loss, told | _told(stats)
+
+    labels, *advantages = targets
+    return head.divergence_loss(
+        loss_fn, hidden, labels, teacher.head, teacher.hidden, *advantages,
+        divergence=_NAMES[config.divergence], beta=config.beta,
+        temperature=config.temperature, implementation=None, **options,
+    )  # fmt: skip
 
 
 def _told(stats):

@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 from rich.console import Console
 
+import jaxmem
 from jaxmem.heads.nnx import LMHead
 from jaxmem.train import config as configuration
 from jaxmem.train.history import read_history
@@ -146,6 +147,37 @@ def test_the_policy_gradient_is_that_of_dense_float64(temperature):
     np.testing.assert_allclose(told["ce"], np.where(live, ce, 0), **tight)
     for name, value in told_pure.items():
         np.testing.assert_allclose(told[name], value, **tight)
+
+
+@pytest.mark.parametrize(
+    ("temperatures", "verbs"),
+    [
+        ((1.0, 1.0), ["divergence_loss"]),
+        ((2.0, 1.0), ["divergence_loss", "token_loss", "token_loss"]),
+        ((1.0, 0.7), ["divergence_loss", "token_loss"]),
+    ],
+)
+def test_one_pass_over_the_logits_of_a_temperature(temperatures, verbs):
+    student, teacher = (LMHead(d, 20, rngs=nnx.Rngs(d)) for d in (8, 6))
+    hidden, states = jnp.ones((2, 5, 8)), jnp.ones((2, 5, 6))
+    labels = jnp.ones((2, 5), jnp.int32)
+    of_divergence, of_sampler = temperatures
+    config = DistillConfig(
+        temperature=of_divergence, loss_weight=0.5, reward_weight=0.6
+    )
+    with jaxmem.report() as traced:
+        _, told = distill_loss(
+            config, student, hidden, Targets(labels, jnp.ones((2, 5))),
+            TeacherStates(states, teacher), jnp.float32(7),
+            HeadCall(of_sampler, "fused"),
+        )  # fmt: skip
+    assert [call.verb for call in traced.calls] == verbs
+    want = student.divergence(
+        jaxmem.forward_kl, hidden, teacher, states, temperature=of_divergence
+    )
+    np.testing.assert_allclose(told["divergence"], want, rtol=1e-5)
+    stats = student.token_stats(hidden, labels)
+    np.testing.assert_allclose(told["ce"], -stats.logprob, rtol=1e-6)
 
 
 # -------------------------------------------------------------------- runs
