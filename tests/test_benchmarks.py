@@ -449,7 +449,7 @@ def test_run_distill_verbs(tmp_path):
     asked = ["--shape=64,16,320", "--dtype=float32", "--chunk=32", "--repetitions=1"]
     run_distill_verbs.main([*asked, "--teacher-depth=8", f"--out={path}"])
     rows = {row["path"]: row for row in results.read(path)}
-    assert len(rows) == 12
+    assert len(rows) == 18
     for name, row in rows.items():
         assert float(row["ms"]) > 0 and float(row["over_unit"]) > 0, name
         assert not row.get("note")
