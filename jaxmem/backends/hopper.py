@@ -78,6 +78,8 @@ def unproven(spec: Spec, source: Head | Logits) -> str | None:
             "XLA cannot split its kernels over the axes that an enclosing "
             "jax.shard_map leaves to it; over all of a mesh it runs"
         )
+    if spec.vocab_groups:  # the choice, and so the bits, may not depend on the mesh
+        return "is not chosen with vocab_groups unless it is named"
     # If jit partitions the tokens, the number of devices is not known yet: assume all.
     n_tokens = source.hidden.shape[0] // (
         _devices.count() if spec.token_parallel else 1
@@ -319,8 +321,7 @@ def recomputed(this: Pass, rows: Rows, outputs_and_cotangents, row_ids, n_active
 def _sums(this, source):
     """Accumulators; W's gradient is only overwritten if one block has all rows."""
     spec, env, padded, single_block = this
-    parts = spec.shards and spec.shards.same_hidden
-    dtype = spec.stats_dtype if parts else spec.compute_dtype
+    dtype = spec.stats_dtype if spec.partial_hidden else spec.compute_dtype
     shape = map(padding.whole, padded.W.shape)
     sums = Head(
         hidden=jnp.zeros(source.hidden.shape, dtype),
@@ -344,7 +345,7 @@ def _cotangent(spec, source, sums, single_block):
         varied = varied._replace(hidden=sums.hidden)
     else:
         varied = _operands.sum_over_shards(spec, varied)
-    return jax.tree.map(_like, varied, source)
+    return _operands.rounded(spec, varied, source)
 
 
 def _gradients(this, n_tiles, parts, block, sums):
@@ -389,12 +390,12 @@ def _block_tiles(spec, env):
 
 
 def tokens_here(spec: Spec) -> int:
-    """Tokens whose logits over this vocabulary shard are as many as a chunk's over all.
+    """Tokens whose logits over the columns here are as many as a chunk's over all.
 
     Blocks sized for the shard alone, k times smaller on k devices, would leave clusters
     idle.
     """
-    return spec.chunk * (spec.shards.count if spec.shards else 1)
+    return spec.chunk * (spec.all_columns // spec.columns)
 
 
 def _zero_bias(spec, env):
@@ -442,8 +443,3 @@ def _inverse_temperature(rows, row_ids):
     if rows.temperature is None:
         return None
     return 1 / _operands.take(rows.temperature, row_ids, fill_value=1)
-
-
-def _like(total, primal):
-    """In the primal's dtype, without padding."""
-    return _operands.unpadded(total, primal).astype(primal.dtype)

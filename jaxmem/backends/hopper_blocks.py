@@ -58,8 +58,7 @@ def backward(
 
 def _zeros(spec, source, columns):
     """Gradients before the first block; W's is undefined, to be overwritten."""
-    parts = spec.shards and spec.shards.same_hidden
-    dtype = spec.stats_dtype if parts else spec.compute_dtype
+    dtype = spec.stats_dtype if spec.partial_hidden else spec.compute_dtype
     hidden = jnp.zeros(source.hidden.shape, dtype)
     bias = None if source.bias is None else jnp.zeros(columns, jnp.float32)
     hidden, bias = _shards.vary((hidden, bias), spec.part_varying)

@@ -30,6 +30,7 @@ from jaxmem.core.operands import (
     part_labels,
     put,
     put_all,
+    rounded,
     sum_over_shards,
     take,
     trained,
@@ -94,11 +95,7 @@ def backward(
         return accumulate(spec, source, row_ids, dz, sums)
 
     sums = for_active_chunks(spec.chunk, rows.active, chunk, zero_sums(spec, source))
-    return jax.tree.map(
-        lambda total, primal: unpadded(total, primal).astype(primal.dtype),
-        sum_over_shards(spec, sums),
-        original,
-    )
+    return rounded(spec, sum_over_shards(spec, sums), original)
 
 
 def one_pass(
@@ -191,9 +188,9 @@ def logits(spec, source, rows, row_ids, start=None):
         if source.bias is not None:
             z = z + source.bias[None, :]
     z = scale(spec, rows, row_ids, z)
-    columns = z.shape[1] if start is None else spec.columns
-    if spec.vocab_size < columns * (spec.shards.count if spec.shards else 1):
-        first = first_column(spec) + (0 if start is None else start)
+    if spec.vocab_size < spec.all_columns or spec.columns < z.shape[1]:
+        first = first_column(spec)
+        first = first if start is None else first + start
         column = lax.broadcasted_iota(jnp.int32, z.shape, 1)
         z = jnp.where(column < spec.vocab_size - first, z, -jnp.inf)
     return z
@@ -204,7 +201,7 @@ def scale(spec, rows, row_ids, z):
     if spec.softcap is not None:
         z = spec.softcap * jnp.tanh(z / spec.softcap)
     if rows.temperature is not None:
-        z = z / take(rows.temperature, row_ids, fill_value=1)[:, None]
+        z = _divided(spec, z, take(rows.temperature, row_ids, fill_value=1)[:, None])
     return z
 
 
@@ -212,20 +209,29 @@ def unscale(spec, rows, row_ids, z, dz):
     """Derivative with respect to the logits before softcap and temperature."""
     if rows.temperature is not None:
         temperature = take(rows.temperature, row_ids, fill_value=1)[:, None]
-        z, dz = z * temperature, dz / temperature
+        z, dz = z * temperature, _divided(spec, dz, temperature)
     if spec.softcap is not None:
         z = jnp.where(jnp.isfinite(z), z, 0)  # padded columns, whose dz is 0
         dz = dz * (1 - (z / spec.softcap) ** 2)
     return dz
 
 
+def _divided(spec, x, temperature):
+    """Logits or derivatives over the temperature; of groups, times its inverse.
+
+    XLA itself replaces some divisions by products with the inverse, which round
+    otherwise: which ones depends on the rest of the program, and so on the shards.
+    """
+    return x * (1 / temperature) if spec.shard_columns else x / temperature
+
+
 def zero_sums(spec, source):
     """Accumulators: hidden's in the compute dtype, others in the statistics' dtype."""
     if isinstance(source, Logits):
         return Logits(jnp.zeros_like(source.logits))
-    parts = spec.shards and spec.shards.same_hidden
+    dtype = spec.stats_dtype if spec.partial_hidden else None
     sums = Head(
-        hidden=jnp.zeros_like(source.hidden, spec.stats_dtype if parts else None),
+        hidden=jnp.zeros_like(source.hidden, dtype),
         W=jnp.zeros(source.W.shape, spec.stats_dtype),
         bias=None if source.bias is None else jnp.zeros_like(source.bias),
     )
@@ -271,7 +277,7 @@ def _aligned(spec, source):
     instead of 8.6.
     """
     after = -spec.columns % _ALIGNMENT
-    if isinstance(source, Logits) or spec.shards or not after:
+    if isinstance(source, Logits) or spec.is_part or not after:
         return source
     if _devices.backend() != "gpu":
         return source

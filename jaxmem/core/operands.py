@@ -90,14 +90,20 @@ def for_active_chunks(chunk, active, body, carry):
 
 
 def first_column(spec) -> Any:
-    """The vocabulary index of this shard's first column."""
-    return lax.axis_index(spec.shards.axes) * spec.columns if spec.shards else 0
+    """The vocabulary index of the first column of this shard, or of a group in it."""
+    columns = spec.shard_columns or spec.columns
+    first = lax.axis_index(spec.shards.axes) * columns if spec.shards else 0
+    if spec.shard_columns is None:
+        return first
+    # Unknown to XLA, on one device too: it would drop masks that hide no column, and
+    # then fuse, and round, otherwise than where it cannot know that.
+    return lax.optimization_barrier(first + jnp.int32(spec.first))
 
 
 def part_labels(spec: Spec, rows: Rows, row_ids) -> jax.Array:
-    """Labels as column indices of this shard; out of range if on another shard."""
+    """Labels as indices of the columns here; out of range if elsewhere."""
     labels = take(rows.labels, row_ids)
-    return labels - first_column(spec) if spec.shards else labels
+    return labels - first_column(spec) if spec.is_part else labels
 
 
 def trained(spec, source):
@@ -116,6 +122,19 @@ def cast(spec, source):
 def unpadded(total, primal):
     """The part of a padded array's cotangent that belongs to the unpadded array."""
     return total[tuple(map(slice, primal.shape))]
+
+
+def rounded(spec: Spec, totals, primals) -> Any:
+    """Cotangents without padding, in the dtypes of the primals.
+
+    Hidden's stays in the dtype of the sums if it is one term of a sum over groups.
+    """
+    made = jax.tree.map(
+        lambda total, primal: unpadded(total, primal).astype(primal.dtype),
+        totals,
+        primals,
+    )
+    return made._replace(hidden=totals.hidden) if spec.shard_columns else made
 
 
 def output_dtype(spec: Spec, name: str):

@@ -10,6 +10,8 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import ManualAxisType, NamedSharding, PartitionSpec
 
@@ -131,6 +133,40 @@ def sum_hidden(shards: Shards | None, dhidden, dW, overlap: bool) -> tuple[Any, 
         return lax.optimization_barrier((lax.psum(dhidden, shards.same_hidden), dW))
     dhidden, dW = lax.optimization_barrier((dhidden, dW))
     return lax.psum(dhidden, shards.same_hidden), dW
+
+
+def gather(axes: tuple[str, ...], part: jax.Array) -> jax.Array:
+    """All devices' arrays along mesh axes, [devices, ...], bit for bit.
+
+    The result is typed as replicated, which that of an all-gather is not. Integers are
+    summed because the sum of floats would lose the sign of a zero.
+    """
+    integers = np.dtype(f"int{8 * part.dtype.itemsize}")
+    bits = lax.bitcast_convert_type(part, integers)
+    zeros = jnp.zeros((lax.axis_size(axes), *part.shape), integers)
+    zeros, bits = vary((zeros, bits), varying(part) | frozenset(axes))
+    placed = lax.dynamic_update_index_in_dim(zeros, bits, lax.axis_index(axes), 0)
+    return lax.bitcast_convert_type(lax.psum(placed, axes), part.dtype)
+
+
+def sum_tree(parts) -> jax.Array:
+    """The sum of a power of two of arrays, in a binary tree over their index."""
+    parts = list(parts)
+    while len(parts) > 1:
+        parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=True)]
+    return parts[0]
+
+
+def sum_rows_in_order(axes: tuple[str, ...], part: jax.Array) -> jax.Array:
+    """`sum_tree` of all devices' arrays [N, D]; an all-reduce may add in any order.
+
+    Each device adds a share of the rows, which an all-to-all gives it.
+    """
+    n_rows, count = part.shape[0], lax.axis_size(axes)
+    padded = jnp.pad(part, ((0, -n_rows % count), (0, 0)))
+    shares = padded.reshape(count, -1, part.shape[1])
+    received = lax.all_to_all(shares, axes, 0, 0)
+    return gather(axes, sum_tree(received)).reshape(padded.shape)[:n_rows]
 
 
 def types(axes: frozenset[str]) -> dict:

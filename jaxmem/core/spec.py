@@ -26,6 +26,26 @@ class Spec:
     shards: Shards | None = None  # the sharding of the vocabulary over mesh axes
     varying: frozenset[str] = frozenset()  # mesh axes along which row outputs vary
     token_parallel: bool = False  # whether jit may partition the call by tokens
+    vocab_groups: int | None = None  # groups of columns, merged in a tree; None: none
+    first: int = 0  # of a group: its first column within this device's shard
+    shard_columns: int | None = None  # of a group: columns of the shard; None: no group
+
+    @property
+    def all_columns(self) -> int:
+        """Columns of all shards, padding included."""
+        here = self.shard_columns or self.columns
+        return here * (self.shards.count if self.shards else 1)
+
+    @property
+    def is_part(self) -> bool:
+        """Whether the columns are a shard or a group of the vocabulary."""
+        return bool(self.shards or self.shard_columns)
+
+    @property
+    def partial_hidden(self) -> bool:
+        """Whether hidden's cotangent is one term of a sum, which is rounded later."""
+        shared = self.shards and self.shards.same_hidden
+        return bool(shared or self.shard_columns)
 
     @property
     def part_varying(self) -> frozenset[str]:
@@ -39,7 +59,8 @@ class Spec:
         The backward pass then only scales that residual by the output's cotangent, row
         by row. With W trained, the cotangent of W would need the logits again.
         """
-        return self.frozen_head and len(self.outputs) == 1 and not self.gradient_samples
+        one_output = self.frozen_head and len(self.outputs) == 1
+        return one_output and not (self.gradient_samples or self.vocab_groups)
 
     @property
     def stats_dtype(self) -> np.dtype:

@@ -148,6 +148,14 @@ def merge_over(part: Stats, axes: tuple[str, ...]) -> Stats:
     return Stats(row_max, sum_others, sum_shifted, sum_squares, label_logit)
 
 
+def merge_tree(groups: Stats) -> Stats:
+    """`merge` of groups of columns, [G, ...], in a binary tree over their index."""
+    while len(groups.max) > 1:
+        left, right = (Stats(*(x[i::2] for x in groups)) for i in (0, 1))
+        groups = merge(left, right)
+    return Stats(*(x[0] for x in groups))
+
+
 def finish(stats: Stats, label_exists: jax.Array) -> Outputs:
     """Outputs of rows from statistics of the whole vocabulary.
 

@@ -76,8 +76,8 @@ def split(W: jax.Array, layout, step: int) -> tuple[jax.Array, jax.Array | None]
 
 
 def _bias(spec, bias):
-    """The bias, with -inf where a shard exceeds the vocabulary, if any shard does."""
-    if not spec.shards or spec.vocab_size == spec.columns * spec.shards.count:
+    """The bias, with -inf where a part exceeds the vocabulary, if any part does."""
+    if not spec.is_part or spec.vocab_size == spec.all_columns:
         return bias
     column = _operands.first_column(spec) + jnp.arange(spec.columns, dtype=jnp.int32)
     exists = column < spec.vocab_size

@@ -15,6 +15,7 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec as P
 
 import jaxmem
+from jaxmem.core import shards
 from tests import oracle
 from tests.cases import Case, one_at_a_time
 from tests.functional.test_api import EPSILON, FLOATS, STATS_EPSILON, error
@@ -516,3 +517,37 @@ def test_more_vocabulary_than_the_shards_have():
     assert refusal(ValueError, *problem(), fn=run) == (
         "vocab_size must be an integer from 1 to 40, the columns there are, got 41"
     )
+
+
+def test_gathered_bit_for_bit():
+    """A zero's sign and a NaN's payload too, and typed as replicated."""
+    bits = np.array([0x80000000, 0x7FC12345, 0x00000001, 0xFF800000], np.uint32)
+    given = np.concatenate([bits, bits[::-1]]).view(np.float32)
+
+    def both(x):
+        return shards.gather(("tensor",), x), shards.gather(("data", "tensor"), x)
+
+    mesh = mesh_of({"data": 2, "tensor": 4})
+    one, two = jit(
+        jax.shard_map(
+            both, mesh=mesh, in_specs=P(("data", "tensor")), out_specs=(P("data"), P())
+        )
+    )(given)
+    np.testing.assert_array_equal(np.ravel(one).view(np.int32), given.view(np.int32))
+    np.testing.assert_array_equal(np.ravel(two).view(np.int32), given.view(np.int32))
+
+
+def test_rows_are_summed_in_a_tree():
+    """Not in order, of which 1e8 and 1 would leave 0; of rows that do not divide."""
+    parts = np.array([1e8, 1.0, -1e8, 1.0, 3.0, 4.0, 5.0, 6.0], np.float32)
+    given = parts[:, None, None] * np.ones((8, 5, 3), np.float32)
+    total = jit(
+        jax.shard_map(
+            lambda x: shards.sum_rows_in_order(("tensor",), x[0]),
+            mesh=mesh_of({"tensor": 8}), in_specs=P("tensor"), out_specs=P(),
+        )
+    )(given)  # fmt: skip
+    a, b, c, d, *rest = parts
+    want = ((a + b) + (c + d)) + np.float32(sum(rest))
+    np.testing.assert_array_equal(total, np.full((5, 3), want))
+    assert want == shards.sum_tree(parts)

@@ -19,6 +19,7 @@ ROWS = 3
 SUMS = ("sum_others", "sum_shifted", "sum_squares")
 of_tile = jax.jit(_stats.of_tile)
 merge = jax.jit(_stats.merge)
+merge_tree = jax.jit(_stats.merge_tree)
 finish = jax.jit(_stats.finish)
 
 logits = st.floats(-200, 200, width=32, allow_subnormal=False) | st.just(-np.inf)
@@ -52,6 +53,16 @@ def test_merge_is_commutative(drawn):
 def test_merge_is_associative(drawn):
     (a, b, c), *_ = drawn
     assert_close(merge(merge(a, b), c), merge(a, merge(b, c)))
+
+
+@hypothesis.given(tiles(8))
+def test_a_tree_of_groups(drawn):
+    """The same merges of pairs, of neighbours first."""
+    parts, _, _ = drawn
+    stacked = _stats.Stats(*(jnp.stack(x) for x in zip(*parts, strict=True)))
+    while len(parts) > 1:
+        parts = [merge(*parts[i : i + 2]) for i in range(0, len(parts), 2)]
+    assert_close(merge_tree(stacked), parts[0], rtol=1e-6)
 
 
 @hypothesis.given(tiles(1))

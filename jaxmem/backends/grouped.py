@@ -1,0 +1,106 @@
+"""Statistics and gradients whose bits do not depend on the shards of the vocabulary.
+
+With `vocab_groups` the vocabulary is cut into G groups of equal width, and each shard
+has G / shards of them. A group is computed as if it were a shard of its own: by the
+same loop over chunks of tokens, or the same kernels, of the same shapes, however many
+devices there are. Sums over the vocabulary are merged in a binary tree over the index
+of the groups. G and the number of shards are powers of two, so that the tree of one
+shard's groups is a branch of the whole tree.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxmem.backends.protocol import Backend
+from jaxmem.core import shards as _shards, stats as _stats
+from jaxmem.core.operands import (
+    Head,
+    Rows,
+    for_active_chunks,
+    output_dtype,
+    put_all,
+    take,
+    trained,
+)
+from jaxmem.core.spec import Spec
+from jaxmem.core.stats import Outputs, Stats
+
+
+def outputs(backend: Backend, spec: Spec, source: Head, rows: Rows, names) -> dict:
+    """The named fields of `Outputs` for every row; 0 where inactive."""
+    n_rows, groups = rows.labels.shape[0], _statistics(backend, spec, source, rows)
+
+    def chunk(row_ids, results):
+        here = Stats(*(take(x.T, row_ids).T for x in groups))
+        exists = take(rows.labels, row_ids) < spec.vocab_size
+        new = _stats.finish(_stats.merge_tree(here), exists)._asdict()
+        return put_all(results, row_ids, {k: new[k] for k in results})
+
+    # In the body of a loop, XLA fuses the tree alike whatever comes before: a multiply
+    # and an add that are fused are rounded once.
+    zeros = {k: jnp.zeros(n_rows, output_dtype(spec, k)) for k in names}
+    zeros = _shards.vary(zeros, spec.varying)
+    return for_active_chunks(spec.chunk, rows.active, chunk, zeros)
+
+
+def backward(
+    backend: Backend, spec: Spec, source: Head, rows: Rows, saved: Outputs, cotangents
+) -> Head:
+    """Cotangent of the source, in its dtypes; see `Backend.backward`."""
+
+    def run(here, head):
+        return backend.backward(here, head, rows, saved, cotangents)
+
+    parts = _in_sequence(spec, source, run)
+    dhidden = _shards.sum_tree(part.hidden for part in parts)
+    if spec.shards and spec.shards.same_hidden:
+        dhidden = _shards.sum_rows_in_order(spec.shards.same_hidden, dhidden)
+    dhidden = dhidden.astype(source.hidden.dtype)
+    if spec.frozen_head:
+        return trained(spec, source)._replace(hidden=dhidden)
+    dW = jnp.concatenate([part.W for part in parts], _vocabulary_axis(spec))
+    if source.bias is None:
+        return Head(dhidden, dW, None)
+    return Head(dhidden, dW, jnp.concatenate([part.bias for part in parts]))
+
+
+def _statistics(backend, spec, source, rows) -> Stats:
+    """The statistics of every group, [G, N]; undefined where inactive."""
+    parts = _in_sequence(
+        spec, source, lambda here, head: backend.statistics(here, head, rows)
+    )
+    # XLA removes none of the sums, so that a verb which needs few has the same bits.
+    parts = lax.optimization_barrier(parts)
+    stats: Any = jax.tree.map(lambda *x: jnp.stack(x), *parts)
+    if not spec.shards:
+        return stats
+    whole = _shards.gather(spec.shards.axes, jnp.stack(stats, 1))
+    return Stats(*jnp.moveaxis(whole.reshape(-1, *whole.shape[2:]), 1, 0))
+
+
+def _in_sequence(spec, source, run) -> list[Any]:
+    """`run(spec, head)` for each of this shard's groups, in order."""
+    count = (spec.vocab_groups or 1) // (spec.shards.count if spec.shards else 1)
+    width, axis, results = spec.columns // count, _vocabulary_axis(spec), []
+    # Hidden's cotangent is summed over the shards after it is summed over the groups.
+    shards = spec.shards and dataclasses.replace(spec.shards, same_hidden=())
+    for first in range(0, spec.columns, width):
+        here = dataclasses.replace(
+            spec, columns=width, first=first, shard_columns=spec.columns, shards=shards,
+            vocab_groups=None,
+        )  # fmt: skip
+        start = jnp.int32(first)
+        if results:  # or XLA would copy the columns of all groups at once
+            start, results[-1] = lax.optimization_barrier((start, results[-1]))
+        W = lax.dynamic_slice_in_dim(source.W, start, width, axis)
+        bias = None if source.bias is None else source.bias[first : first + width]
+        results.append(run(here, Head(source.hidden, W, bias)))
+    return results
+
+
+def _vocabulary_axis(spec):
+    return 0 if spec.layout == "vd" else 1
