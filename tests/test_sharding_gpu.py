@@ -105,6 +105,33 @@ def test_one_answer_on_any_number_of_devices(split, devices, implementation):
     assert "all-reduce" in compiled.as_text() or "reduce-scatter" in compiled.as_text()
 
 
+@pytest.mark.parametrize("implementation", ["xla", "hopper"])
+@pytest.mark.parametrize("devices", [1, 2, 4, 8])
+def test_groups_of_the_vocabulary_have_the_same_bits(devices, implementation):
+    """Every statistic, and gradients, as of one device without a mesh."""
+    mesh = mesh_of(devices, "tensor")
+    if implementation == "hopper" and (reason := hopper.refuses_machine()):
+        pytest.skip(reason)
+    verb = functools.partial(
+        jaxmem.token_stats, implementation=implementation, vocab_groups=8
+    )
+    split = jaxmem.sharding.parallel(verb, mesh, vocab="tensor")
+    h, W, y, g = problem()
+    whole, parts = (NamedSharding(mesh, spec) for spec in (P(), P("tensor")))
+    y = np.where(y >= 0, y % (V - 3), y)
+    given = jax.device_put((h, W, y, g), (whole, parts, whole, dict.fromkeys(g, whole)))
+    alone, _ = with_gradients(verb, (h, W, y, g))
+    got, _ = with_gradients(split, given)
+    for a, b in zip(*map(jax.tree.leaves, (got, alone)), strict=True):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+    plain = functools.partial(jaxmem.token_stats, implementation=implementation)
+    rough, _ = with_gradients(plain, (h, W, y, g))
+    exact, _ = oracle.head(h, W, y, g, vocab_size=V - 3)
+    for k in FLOATS:
+        theirs = error(rough[0][k], exact[k])
+        assert error(got[0][k], exact[k]) <= 2 * theirs + STATS_EPSILON, k
+
+
 @pytest.mark.parametrize("devices", [2, 4, 8])
 def test_hiddens_gradient_is_summed_beside_a_product(devices):
     """By the compiled program's order; of 64 MiB, which NCCL sums."""

@@ -322,6 +322,31 @@ def check_gradient_samples(gradient_samples: int | None, vocab_size: int) -> int
     return int(gradient_samples)
 
 
+def check_vocab_groups(
+    vocab_groups: int | None, columns: int, n_shards: int
+) -> int | None:
+    """The number of groups that the columns of all shards are cut into, or None."""
+    if vocab_groups is None:
+        return None
+    whole = _is_integer(vocab_groups) and vocab_groups > 1
+    if not whole or vocab_groups & (vocab_groups - 1):
+        raise ValueError(
+            "vocab_groups must be a power of two, at least 2, or None, got "
+            f"{brief(vocab_groups)}"
+        )
+    if vocab_groups % n_shards:
+        raise ValueError(
+            f"vocab_groups must be a multiple of the {n_shards} shards of the "
+            f"vocabulary, got {vocab_groups}"
+        )
+    if columns % vocab_groups:
+        raise ValueError(
+            f"vocab_groups must divide the {columns} columns of W, got {vocab_groups}; "
+            f"pad W to {columns + -columns % vocab_groups} columns and pass vocab_size"
+        )
+    return int(vocab_groups)
+
+
 def check_implementation(implementation: Implementation | None) -> None:
     """Require a name or None; the backends know which names exist."""
     if not (implementation is None or isinstance(implementation, str)):

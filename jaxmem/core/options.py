@@ -34,6 +34,7 @@ class HeadOptions:
     gradient_samples: int | None = None
     key: jax.Array | None = None
     axis_name: AxisName | None = None
+    vocab_groups: int | None = None
     implementation: Implementation | None = (
         None  # checked by the backends, which know the names
     )

@@ -34,6 +34,7 @@ def logprobs(
     gradient_samples: int | None = None,
     key: jax.Array | None = None,
     axis_name: AxisName | None = None,
+    vocab_groups: int | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """Log-probability of each label under the head's softmax, without the logits.
@@ -89,6 +90,14 @@ def logprobs(
             vocabulary. labels are ids of the whole vocabulary. Labels, hidden and all
             other per-token arrays are replicated over the shards, as is the result.
             `jaxmem.sharding.parallel` does this for global arrays.
+        vocab_groups: G, a power of two: results, and the gradients of hidden, W and
+            bias, have the same bits for any number of shards that divides G, one
+            included. The vocabulary is cut into G groups of columns, each computed by
+            the same program on every mesh, and their sums are merged in a binary tree
+            over their index. G must divide W's columns, padding included. The bits are
+            those of one backend, chunk and number of tokens on a device; "hopper" must
+            be named. Under `jax.grad`, frozen_head takes three GEMMs. hidden's gradient
+            has the same bits under check_vma=True only.
         implementation: "xla", "hopper" (16-bit hidden on an H100 or H200), or None for
             the best one available; `jaxmem.report()` shows which one ran.
 
@@ -124,6 +133,9 @@ def logprobs(
       of a chunk. Backward 24·(K + 1) per token for the pairs sorted by column, and in
       "xla" float32 sums of at most 2²² elements of W's gradient at a time; in "hopper"
       at most 8·D·max(2048, V/1024).
+    - vocab_groups, without shards: logits and float32 sums of W's gradient divided by
+      G, b·V·D/G for a group's columns, 20·G·N for statistics; backward also 4·G·N·D for
+      the parts of hidden's gradient and b·V·D for those of W's.
     - In addition: b·V·D if the dtype of W is not that of hidden; 32 MiB for cuBLAS. If
       V is not a multiple of 64, W is padded, b·V·D: by "xla" on a GPU backward, and by
       "hopper" in both passes and again for the gradient if W is [D, V] or D is not a
@@ -137,7 +149,8 @@ def logprobs(
     with more than two shards in "hopper", which overlaps it with W's gradient, and once
     more if more than S tokens take several launches). W's gradient stays sharded as W.
     Under check_vma=False, jax itself all-reduces hidden's gradient, after rounding it
-    to hidden's dtype.
+    to hidden's dtype. With vocab_groups, forward an all-reduce of 20·G bytes; backward
+    an all-to-all of 4·D and an all-reduce of 4·D.
 
     Without axis_name, where `jax.jit` partitions a program over devices, the tokens are
     split evenly over them in order; W is all-gathered if it is sharded, and its
@@ -169,7 +182,7 @@ def logprobs(
         vocab_size=vocab_size, layout=layout, frozen_head=frozen_head,
         residual_bytes=residual_bytes, gradient_blocks=gradient_blocks,
         gradient_samples=gradient_samples, key=key, axis_name=axis_name,
-        implementation=implementation,
+        vocab_groups=vocab_groups, implementation=implementation,
     )  # fmt: skip
     call = arguments.head_call("logprobs", ("logprob",), hidden, W, labels, options)
     return _run(call)["logprob"]
@@ -194,6 +207,7 @@ def token_stats(
     gradient_samples: int | None = None,
     key: jax.Array | None = None,
     axis_name: AxisName | None = None,
+    vocab_groups: int | None = None,
     implementation: Implementation | None = None,
 ) -> TokenStats:
     """All statistics of each token that one pass over the vocabulary computes.
@@ -224,7 +238,7 @@ def token_stats(
         vocab_size=vocab_size, layout=layout, frozen_head=frozen_head,
         residual_bytes=residual_bytes, gradient_blocks=gradient_blocks,
         gradient_samples=gradient_samples, key=key, axis_name=axis_name,
-        implementation=implementation,
+        vocab_groups=vocab_groups, implementation=implementation,
     )  # fmt: skip
     call = arguments.head_call(
         "token_stats", TokenStats._fields, hidden, W, labels, options
@@ -250,6 +264,7 @@ def entropy(
     gradient_samples: int | None = None,
     key: jax.Array | None = None,
     axis_name: AxisName | None = None,
+    vocab_groups: int | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """Entropy of the head's softmax for each token, without the logits.
@@ -270,7 +285,7 @@ def entropy(
         vocab_size=vocab_size, layout=layout, frozen_head=frozen_head,
         residual_bytes=residual_bytes, gradient_blocks=gradient_blocks,
         gradient_samples=gradient_samples, key=key, axis_name=axis_name,
-        implementation=implementation,
+        vocab_groups=vocab_groups, implementation=implementation,
     )  # fmt: skip
     call = arguments.head_call(
         "entropy", ("entropy",), hidden, W, arguments.NO_LABELS, options

@@ -106,10 +106,14 @@ def _spec_of(source, outputs, options):
             "no exponentials"
         )
     stats_dtype = np.promote_types(data.dtype, np.float32)
+    groups = _groups_of(options, all_columns, shards)
     return Spec(
         columns=columns,
         vocab_size=vocab_size,
-        chunk=checks.check_chunk(options.chunk, data.shape[0], columns),
+        # The chunk, and so the bits, of "auto" may not depend on the shards.
+        chunk=checks.check_chunk(
+            options.chunk, data.shape[0], all_columns if groups else columns
+        ),
         outputs=tuple(outputs),
         compute_dtype=np.dtype(data.dtype),
         layout=options.layout,
@@ -120,6 +124,7 @@ def _spec_of(source, outputs, options):
         gradient_samples=samples,
         shards=shards,
         token_parallel=partition.is_possible(),
+        vocab_groups=groups,
     )
 
 
@@ -135,6 +140,19 @@ def _gradient_blocks(source, options, stats_dtype):
     # Sums in the dtype of W are its gradient itself.
     no_sums = options.frozen_head or not isinstance(source, Head)
     return 1 if no_sums or source.W.dtype == stats_dtype else n_blocks
+
+
+def _groups_of(options, all_columns, shards):
+    """The checked `vocab_groups`, or None."""
+    n_shards = shards.count if shards else 1
+    groups = checks.check_vocab_groups(options.vocab_groups, all_columns, n_shards)
+    alone = {"gradient_blocks": 1, "gradient_samples": None, "residual_bytes": 0}
+    for name, default in alone.items():
+        if groups and getattr(options, name) != default:
+            raise NotImplementedError(
+                f"vocab_groups cannot be combined with {name}; pass one of both"
+            )
+    return groups
 
 
 def read_head(

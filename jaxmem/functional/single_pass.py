@@ -22,7 +22,7 @@ from jaxmem.functional import (
     traced_loss,
 )
 from jaxmem.functional.sampled import SampledLossRule
-from jaxmem.functional.vjp import BlockedLossRule, LossRule
+from jaxmem.functional.vjp import LossRule, TwoPassLossRule
 
 
 def _shardings(arguments):
@@ -50,6 +50,7 @@ def token_loss(
     gradient_samples: int | None = None,
     key: jax.Array | None = None,
     axis_name: AxisName | None = None,
+    vocab_groups: int | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """A loss of each token's statistics, with its gradient in the same pass.
@@ -95,6 +96,8 @@ def token_loss(
             the statistics of the whole vocabulary, and its shards must have the same
             per_token and normalizer. normalizer=None counts the tokens of this device
             only.
+        vocab_groups: as in `logprobs`: loss and metrics have the same bits too, as far
+            as loss_fn's own arithmetic does. Four GEMMs under `jax.grad`.
         implementation: "xla", "hopper", or None for the best one available.
 
     Returns:
@@ -109,10 +112,10 @@ def token_loss(
     the float32 sum of W's gradient. Under jit, operands that are not differentiated add
     nothing. "hopper" takes no more: instead of logits it stores their exponentials, 2·V
     per token, of all tokens if they fit, which saves the float32 sum, or else of 3·C.
-    XLA for CPUs needs 8·C·V if V is not a multiple of 128. With gradient_samples or
-    gradient_blocks, both passes take what `logprobs` takes. Gradients are residuals,
-    scaled by the loss's cotangent: hidden's is rounded to its dtype before it is
-    scaled.
+    XLA for CPUs needs 8·C·V if V is not a multiple of 128. With gradient_samples,
+    gradient_blocks or vocab_groups, both passes take what `logprobs` takes. Gradients
+    are residuals, scaled by the loss's cotangent: hidden's is rounded to its dtype
+    before it is scaled.
 
     **Communication** with axis_name: that of `logprobs`, except that under `jax.grad`
     the max and the sum of statistics are all-reduced chunk by chunk.
@@ -140,7 +143,7 @@ def token_loss(
         chunk=chunk, where=where, temperature=temperature, softcap=softcap, bias=bias,
         vocab_size=vocab_size, layout=layout, frozen_head=frozen_head,
         gradient_blocks=gradient_blocks, gradient_samples=gradient_samples, key=key,
-        axis_name=axis_name, implementation=implementation,
+        axis_name=axis_name, vocab_groups=vocab_groups, implementation=implementation,
     )  # fmt: skip
     fields = TokenStats._fields
     call = arguments.head_call("token_loss", fields, hidden, W, labels, options)
@@ -157,7 +160,8 @@ def token_loss(
         total, metrics = jnp.zeros((), spec.stats_dtype), nothing.metrics
     else:
         trained, fixed = (source, operands.per_token, count), (rows, operands.closed)
-        made_by = BlockedLossRule if spec.gradient_blocks > 1 else LossRule
+        two_passes = spec.gradient_blocks > 1 or spec.vocab_groups
+        made_by = TwoPassLossRule if two_passes else LossRule
         made_by = SampledLossRule if spec.gradient_samples else made_by
         total, metrics = rule.run(made_by(spec, backend, loss), trained, fixed)
     metrics = {k: lax.stop_gradient(jnp.reshape(v, shape)) for k, v in metrics.items()}

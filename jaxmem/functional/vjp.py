@@ -20,7 +20,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
-from jaxmem.backends import choose
+from jaxmem.backends import choose, grouped
 from jaxmem.backends.protocol import Backend
 from jaxmem.core import shards as _shards, stats as _stats
 from jaxmem.core.operands import (
@@ -56,7 +56,7 @@ class BackendRule(Rule):
 
     def outputs(self, source, rows, names) -> dict:
         """The named fields of `Outputs`, [N], merged over the vocabulary's shards."""
-        forward = self._merged if self.spec.shards else self.backend.forward
+        forward = self._forward()
         run = by_tokens(
             self.spec,
             lambda s, r: forward(fitted(self.spec, r), s, r, names),
@@ -64,6 +64,20 @@ class BackendRule(Rule):
             True,
         )
         return once(run)(source, rows)
+
+    def _forward(self):
+        """`forward` of the backend, by groups or shards if the vocabulary has any."""
+        if self.spec.vocab_groups:
+            return functools.partial(grouped.outputs, self.backend)
+        return self._merged if self.spec.shards else self.backend.forward
+
+    def _gradient(self):
+        """`backward` of the backend, by groups or blocks if the vocabulary has any."""
+        if self.spec.vocab_groups:
+            return functools.partial(grouped.backward, self.backend)
+        if self.spec.gradient_blocks > 1:
+            return choose.blocked(self.backend).backward
+        return self.backend.backward
 
     def _merged(self, spec, source, rows, names):
         return outputs(spec, rows, self.backend.statistics(spec, source, rows), names)
@@ -131,9 +145,7 @@ class StatisticsRule(BackendRule):
         return results, jax.tree.map(lambda x: checkpoint_name(x, "jaxmem_exps"), kept)
 
     def _backward(self, source, rows, saved, cotangents, kept):
-        backward = self.backend.backward
-        if self.spec.gradient_blocks > 1:
-            backward = choose.blocked(self.backend).backward
+        backward = self._gradient()
         if kept:
             run = once(functools.partial(backward, self.spec))
             return run(source, rows, saved, cotangents, kept)
@@ -191,7 +203,7 @@ class LossRule(BackendRule):
         # The dtypes of the cotangents, which are still in the sums' dtypes.
         kept = trained_part(self.spec, source)
         types = jax.tree.map(lambda x: jnp.zeros(0, x.dtype), kept)
-        total = jnp.sum(values.loss) / count
+        total = self._over(jnp.sum(values.loss), count)
         return (total, values.metrics), (dsource, types, values.per_token, total, count)
 
     def backward(self, residuals, cotangents):
@@ -204,11 +216,11 @@ class LossRule(BackendRule):
             )
             return zero, *jax.tree.map(jnp.zeros_like, (dper_token, count))
         g_head = sum_over_shards(self.spec, g)
-        g_head = g_head if self.divides_early else g_head / count
+        g_head = g_head if self.divides_early else self._over(g_head, count)
         dsource = jax.tree.map(functools.partial(_scale, g_head), dsource, types)
-        of_rows = functools.partial(_scale, g / count)
+        of_rows = functools.partial(_scale, self._over(g, count))
         dper_token = jax.tree.map(of_rows, dper_token, dper_token)
-        return dsource, dper_token, -g * total / count
+        return dsource, dper_token, self._over(-g * total, count)
 
     def refuse(self, fixed):
         """See `Rule.refuse`; also raises for a gradient of what loss_fn closes over."""
@@ -235,7 +247,14 @@ class LossRule(BackendRule):
         """(loss, metrics) from statistics [N] by name."""
         run = by_tokens(self.spec, self._values, (True, True, OPERANDS), True)
         values = once(run)(stats, rows, operands)
-        return jnp.sum(values.loss) / count, values.metrics
+        return self._over(jnp.sum(values.loss), count), values.metrics
+
+    def _over(self, x, count):
+        """The quotient; with groups, times an inverse: XLA divides by a constant so.
+
+        The bits are then the same where the count is known only at run time.
+        """
+        return x * (1 / count) if self.spec.vocab_groups else x / count
 
     def _values(self, stats, rows, operands) -> Values:
         """The loss and its metrics from statistics [N]."""
@@ -295,27 +314,25 @@ class LossRule(BackendRule):
         nothing = _shards.vary(nothing, spec.varying)
         values, g = for_active_chunks(loss.n_rows, rows.active, chunk, nothing)
         if self.divides_early:
-            g = jax.tree.map(lambda x: x / count, g)
+            g = jax.tree.map(lambda x: self._over(x, count), g)
         return values, g
 
 
-class BlockedLossRule(LossRule):
-    """`LossRule` with `gradient_blocks`, whose backward pass recomputes the logits.
+class TwoPassLossRule(LossRule):
+    """`LossRule` with `gradient_blocks` or `vocab_groups`: recomputes the logits.
 
-    A block's logits are not those of whole chunks of tokens, of which the loss's
-    derivative is known only after all blocks.
+    Logits of a block or a group are not those of the whole vocabulary, without which
+    the loss's derivative is not known.
     """
 
     def one_pass(self, source, given, operands, count):
         """See `LossRule.one_pass`."""
         rows = given
         spec, names = fitted(self.spec, rows), (*TokenStats._fields, *_SAVED)
-        forward = self._merged if spec.shards else self.backend.forward
-        outputs = forward(spec, source, rows, names)
+        outputs = self._forward()(spec, source, rows, names)
         values, cotangents = self.differentiate(spec, outputs, rows, operands, count)
-        backward = choose.blocked(self.backend).backward
         saved = _stats.Outputs(**outputs)
-        return values, backward(spec, source, rows, saved, cotangents)
+        return values, self._gradient()(spec, source, rows, saved, cotangents)
 
 
 # Of `Operands`: whether their first axis is tokens.

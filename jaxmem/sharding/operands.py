@@ -1,6 +1,7 @@
 """Reads the arguments of a verb as global arrays: checks, specs and padding."""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -20,11 +21,15 @@ _HEADS = ("", "reference_")  # prefixes of a head's argument names
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """A global array, the mesh axes that shard each of its axes, its padding value."""
+    """A global array, the mesh axes that shard each of its axes, its padding value.
+
+    Axes are padded to a multiple of what `multiples` says, 1 if it is empty.
+    """
 
     array: Any
     split: tuple[tuple[str, ...], ...]
     fill: Any = 0
+    multiples: tuple[int, ...] = ()
 
     @property
     def spec(self) -> PartitionSpec:
@@ -138,11 +143,17 @@ def _read_weights(plan, hidden, given, head=""):
             f"D={depth}, got {plan.parts(plan.W_fsdp)} parts"
         )
     split = plan.vocab, plan.W_fsdp
-    operands = {f"{head}W": Operand(W, split if layout == "vd" else split[::-1])}
+    groups = (
+        checks.check_vocab_groups(given.get("vocab_groups"), 0, plan.parts(plan.vocab))
+        or 1
+    )
+    in_order = slice(None, None, 1 if layout == "vd" else -1)
+    of_W = Operand(W, split[in_order], multiples=(groups, 1)[in_order])
+    operands = {f"{head}W": of_W}
     if given[name := f"{head}bias"] is not None:
         bias = checks.as_array(name, given[name])
         checks.check_bias(bias, columns, name)
-        operands[name] = Operand(bias, (plan.vocab,))
+        operands[name] = Operand(bias, (plan.vocab,), multiples=(groups,))
     return operands
 
 
@@ -215,9 +226,10 @@ def _per_token(values, shape):
 def pad(plan, operand):
     """The array, padded so that every axis is divisible, with its sharding."""
     x = jnp.asarray(operand.array)
+    multiples = operand.multiples or (1,) * x.ndim
     missing = [
-        -size % plan.parts(axes)
-        for size, axes in zip(x.shape, operand.split, strict=False)
+        -size % math.lcm(plan.parts(axes), multiple)
+        for size, axes, multiple in zip(x.shape, operand.split, multiples, strict=False)
     ]
     if any(missing):
         missing += [0] * (x.ndim - len(missing))

@@ -71,8 +71,9 @@ def parallel(
 
     **Memory** per device: that of the verb for its tokens and its vocabulary shard,
     plus V·D over the size of vocab for an all-gathered W. If the vocabulary or the
-    tokens are not divisible by the devices, W or hidden is padded in a copy; to avoid
-    the copy of W, create W padded and pass vocab_size. A verb that needs the whole W
+    tokens are not divisible by the devices, or the vocabulary by vocab_groups, W or
+    hidden is padded in a copy; to avoid the copy of W, create W padded and pass
+    vocab_size. A verb that needs the whole W
     takes V·D for it. The ids of ragged supports are replicated.
 
     **Communication** over vocab: as in `logprobs`. W's gradient is all-reduced over the

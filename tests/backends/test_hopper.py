@@ -306,6 +306,45 @@ def test_parts_of_the_vocabulary_lower_for_cuda(frozen, check_vma, lowered_anywh
 
 
 @needs_pallas
+def test_groups_of_a_vocabulary(interpreted):
+    """Two groups, of which the second has columns that do not exist."""
+    h, W, y = Case(40, 64, 320, std=2.0).make()
+    h, W, y = jnp.asarray(h, jnp.bfloat16), jnp.asarray(W, jnp.bfloat16), y % 250
+    options = {"vocab_size": 250, "vocab_groups": 2, "implementation": "hopper"}
+
+    def total(h, W):
+        return both_verbs(h, W, y, **options)
+
+    got = jax.jit(jax.value_and_grad(total, (0, 1)))(h, W)
+    want = jax.value_and_grad(functools.partial(both_verbs, vocab_size=250), (0, 1))(
+        h.astype(jnp.float32), W.astype(jnp.float32), y
+    )
+    jax.tree.map(close, got, want)
+
+
+@needs_pallas
+def test_groups_take_the_same_kernels_on_any_mesh(lowered_anywhere):
+    """The same code, for the same shapes; fewer launches on more devices."""
+    options = {"axis_name": "tensor", "implementation": "hopper", "vocab_groups": 2}
+
+    def total(h, W, y):
+        stats = jaxmem.token_stats(h, W, y, vocab_size=5000, **options)
+        return (stats.logprob + stats.entropy).sum()
+
+    shapes = [(300, 256), (5120, 256), (300,)]
+    types = jnp.bfloat16, jnp.bfloat16, jnp.int32
+    launches = []
+    for n_devices in (1, 2):
+        operands = map(jax.ShapeDtypeStruct, shapes, types)
+        traced = in_parts(total, True, n_devices).trace(*operands)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        calls = [x for x in text.splitlines() if "@mosaic_gpu" in x]
+        launches.append([re.sub(r"%\w+", "", x) for x in calls])
+    assert len(launches[0]) > len(launches[1]) >= 4
+    assert set(launches[0]) == set(launches[1])
+
+
+@needs_pallas
 @pytest.mark.parametrize(
     "n_devices, room", [(2, True), (2, False), (1, True), slow(1, False), slow(4, True)]
 )
@@ -412,6 +451,7 @@ def test_the_automatic_choice_keeps_to_what_was_measured(lowered_anywhere, monke
     assert chosen(1024, 1000, 50257)[0] == "hopper"
     assert "chunks of 128" in chosen(8192, 4096, 151936, chunk=64)[1]
     assert "below 256 tokens" in chosen(255, 4096, 151936)[1]
+    assert "unless it is named" in chosen(8192, 4096, 151936, vocab_groups=8)[1]
     assert chosen(256, 4096, 50257)[0] == "hopper"
     assert "(50257, 1000) would be padded" in chosen(1023, 1000, 50257)[1]
     monkeypatch.setattr(jax, "device_count", lambda: 2)

@@ -433,6 +433,18 @@ ERRORS = [
         "gradient_blocks must be a Python integer, 1 to sum W's gradient at once, got "
         "2.0",
     ),
+    # vocab_groups
+    (
+        {"vocab_groups": 6},
+        ValueError,
+        "vocab_groups must be a power of two, at least 2, or None, got 6",
+    ),
+    (
+        {"vocab_groups": 2},
+        ValueError,
+        "vocab_groups must divide the 5 columns of W, got 2; pad W to 6 columns and "
+        "pass vocab_size",
+    ),
     # gradient_samples and key
     (
         {"gradient_samples": 0},
