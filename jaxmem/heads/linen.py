@@ -12,6 +12,7 @@ from jaxmem.heads.verbs import (
     HeadSharding as HeadSharding,
     HeadVerbs,
     Weights,
+    check_division,
     check_options,
 )
 
@@ -45,6 +46,8 @@ class LMHead(HeadVerbs, nn.Module):
         implementation: as in `jaxmem.logprobs`.
         sharding: sharding of the verbs on a mesh of devices; None: one device, or as
             XLA partitions them.
+        vocab_groups: as in `jaxmem.logprobs`, for `logprobs`, `token_stats`, `entropy`,
+            `loss` and `token_loss`; None: the bits depend on the vocabulary's shards.
 
     Raises:
         TypeError: tied_to has another type, features is missing, or dtype is not a
@@ -76,14 +79,16 @@ class LMHead(HeadVerbs, nn.Module):
     gradient_blocks: int = 1
     implementation: Implementation | None = None
     sharding: HeadSharding | None = None
+    vocab_groups: int | None = None
 
     def __post_init__(self):
         """Raise for options that no call could use."""
         columns = _columns(self.features, self.tied_to)
         check_options(
             columns, self.dtype, self.softcap, self.chunk, self.vocab_size,
-            self.gradient_blocks, self.implementation,
+            self.implementation,
         )  # fmt: skip
+        check_division(self.gradient_blocks, self.vocab_groups)
         super().__post_init__()
 
     # Linen names, binds and transforms only methods in the class body.

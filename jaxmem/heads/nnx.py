@@ -17,6 +17,7 @@ from jaxmem.heads.verbs import (
     HeadSharding as HeadSharding,
     HeadVerbs,
     Weights,
+    check_division,
     check_options,
 )
 
@@ -61,6 +62,8 @@ class LMHead(HeadVerbs, nnx.Module):
         implementation: as in `jaxmem.logprobs`.
         sharding: sharding of the verbs on a mesh of devices; None: one device, or as
             XLA partitions them.
+        vocab_groups: as in `jaxmem.logprobs`, for `logprobs`, `token_stats`, `entropy`,
+            `loss` and `token_loss`; None: the bits depend on the vocabulary's shards.
 
     Raises:
         TypeError: tied_to has another type, sizes or rngs are missing, or dtype is not
@@ -102,11 +105,11 @@ class LMHead(HeadVerbs, nnx.Module):
         gradient_blocks: int = 1,
         implementation: Implementation | None = None,
         sharding: HeadSharding | None = None,
+        vocab_groups: int | None = None,
     ):
         depth, columns, layout = _describe(in_features, out_features, tied_to)
-        check_options(
-            columns, dtype, softcap, chunk, vocab_size, gradient_blocks, implementation
-        )
+        check_options(columns, dtype, softcap, chunk, vocab_size, implementation)
+        check_division(gradient_blocks, vocab_groups)
         if tied_to is None:
             kernel = kernel_init(_params_key(rngs), (depth, columns), param_dtype)
             self.kernel = nnx.Param(kernel, **kernel_metadata)
@@ -121,7 +124,8 @@ class LMHead(HeadVerbs, nnx.Module):
         self.dtype, self.param_dtype = dtype, param_dtype
         self.softcap, self.chunk = softcap, chunk
         self.vocab_size, self.implementation = vocab_size, implementation
-        self.gradient_blocks, self.sharding = gradient_blocks, sharding
+        self.gradient_blocks, self.vocab_groups = gradient_blocks, vocab_groups
+        self.sharding = sharding
 
     def _weights(self, depth: int) -> Weights:
         source = self if self.tied_to is None else self.tied_to

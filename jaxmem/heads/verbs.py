@@ -8,14 +8,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.core import Tracer
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxmem.backends import choose
 from jaxmem.core import checks
-from jaxmem.core.explicit_axes import merged, spec_of, with_automatic_axes
 from jaxmem.core.options import AxisName, Chunk, Implementation, Layout
 from jaxmem.core.stats import TokenStats
 from jaxmem.functional import api
@@ -23,6 +21,7 @@ from jaxmem.functional.single_pass import token_loss
 from jaxmem.functional.support import support_logprobs
 from jaxmem.heads.columns import ColumnVerbs
 from jaxmem.heads.divergences import DivergenceVerbs
+from jaxmem.heads.logits import logits
 from jaxmem.sharding import parallel
 
 
@@ -95,6 +94,7 @@ class HeadVerbs(ColumnVerbs, DivergenceVerbs):
     gradient_blocks: int
     implementation: Implementation | None
     sharding: HeadSharding | None
+    vocab_groups: int | None
 
     def _weights(self, depth: int) -> Weights:
         raise NotImplementedError
@@ -114,7 +114,7 @@ class HeadVerbs(ColumnVerbs, DivergenceVerbs):
         **Memory**: the result, tokens · V.
         """
         hidden, weights = self._prepare(hidden)
-        return _logits(hidden, weights, self.softcap, self.vocab_size)
+        return logits(hidden, weights, self.softcap, self.vocab_size)
 
     def logprobs(
         self,
@@ -144,7 +144,7 @@ class HeadVerbs(ColumnVerbs, DivergenceVerbs):
         """
         return self._run(
             api.logprobs, hidden, labels, where=where, temperature=temperature, key=key,
-            gradient_samples=gradient_samples, gradient_blocks=self.gradient_blocks,
+            gradient_samples=gradient_samples, **self._division,
         )  # fmt: skip
 
     def token_stats(
@@ -174,8 +174,7 @@ class HeadVerbs(ColumnVerbs, DivergenceVerbs):
         """
         return self._run(
             api.token_stats, hidden, labels, where=where, temperature=temperature,
-            gradient_samples=gradient_samples, gradient_blocks=self.gradient_blocks,
-            key=key,
+            gradient_samples=gradient_samples, key=key, **self._division,
         )  # fmt: skip
 
     def entropy(
@@ -204,7 +203,7 @@ class HeadVerbs(ColumnVerbs, DivergenceVerbs):
         """
         return self._run(
             api.entropy, hidden, where=where, temperature=temperature, key=key,
-            gradient_samples=gradient_samples, gradient_blocks=self.gradient_blocks,
+            gradient_samples=gradient_samples, **self._division,
         )  # fmt: skip
 
     def loss(
@@ -299,7 +298,7 @@ class HeadVerbs(ColumnVerbs, DivergenceVerbs):
         return self._run(
             verb, hidden, labels, *per_token, where=where, normalizer=normalizer,
             temperature=temperature, frozen_head=frozen_head, key=key,
-            gradient_samples=gradient_samples, gradient_blocks=self.gradient_blocks,
+            gradient_samples=gradient_samples, **self._division,
         )  # fmt: skip
 
     def support_logprobs(
@@ -345,6 +344,14 @@ class HeadVerbs(ColumnVerbs, DivergenceVerbs):
             max_ids=max_ids,
         )
 
+    @property
+    def _division(self):
+        """How the verbs that take these options divide the vocabulary."""
+        return {
+            "gradient_blocks": self.gradient_blocks,
+            "vocab_groups": self.vocab_groups,
+        }
+
     def _run(self, verb, hidden, *per_token, **keywords):
         hidden, weights = self._prepare(hidden)
         options = {
@@ -375,7 +382,7 @@ class HeadVerbs(ColumnVerbs, DivergenceVerbs):
 
 def check_options(
     columns: int, dtype: Any, softcap: Any, chunk: Any, vocab_size: Any,
-    gradient_blocks: Any, implementation: Any,
+    implementation: Any,
 ) -> None:  # fmt: skip
     """Raise, when a head is constructed, for options that every call would reject."""
     if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
@@ -383,8 +390,14 @@ def check_options(
     checks.check_softcap(softcap)
     checks.check_chunk(chunk, tokens=1, columns=columns)
     checks.check_vocab_size(vocab_size, columns)
-    checks.check_gradient_blocks(gradient_blocks)
     choose.check(implementation)
+
+
+def check_division(gradient_blocks: Any, vocab_groups: Any) -> None:
+    """Raise, when a head is constructed, for numbers that every call would reject."""
+    checks.check_gradient_blocks(gradient_blocks)
+    # `HeadSharding` pads the columns; the verbs check those of a head without it.
+    checks.check_vocab_groups(vocab_groups, columns=0, n_shards=1)
 
 
 def _compute_dtype(hidden, weights):
@@ -393,38 +406,6 @@ def _compute_dtype(hidden, weights):
     arrays = [x for x in (hidden, weights.W, weights.bias) if x is not None]
     with jax.numpy_dtype_promotion("standard"):
         return jnp.result_type(*arrays)
-
-
-def _sharding_of_logits(arguments):
-    """Logits are sharded like tokens, and over the vocabulary's other mesh axes."""
-    tokens, weights = spec_of(arguments["hidden"], 1), arguments["weights"]
-    of_W = spec_of(weights.W)[0 if weights.layout == "vd" else 1 :][:1]
-    before = (None,) * len(tokens)
-    return merged(tokens, (*before, *of_W), (*before, *spec_of(weights.bias)))
-
-
-@with_automatic_axes(_sharding_of_logits)
-def _logits(hidden, weights, softcap, vocab_size):
-    """The same operations as nnx.Linear and nn.Dense, for bitwise equal results."""
-    contract = ((hidden.ndim - 1,), (1 if weights.layout == "vd" else 0,))
-    z = lax.dot_general(hidden, weights.W.astype(hidden.dtype), (contract, ((), ())))
-    if weights.bias is not None:
-        z = z + weights.bias.astype(z.dtype).reshape((1,) * (z.ndim - 1) + (-1,))
-    if softcap is not None:
-        z = _capped(z, softcap)
-    return _without_padding(z, vocab_size)
-
-
-def _capped(z, softcap):
-    wide = z.astype(np.promote_types(z.dtype, np.float32))
-    return (softcap * jnp.tanh(wide / softcap)).astype(z.dtype)
-
-
-def _without_padding(z, vocab_size):
-    if vocab_size is None or vocab_size == z.shape[-1]:
-        return z
-    column = lax.broadcasted_iota(jnp.int32, z.shape, z.ndim - 1)
-    return jnp.where(column < vocab_size, z, jnp.asarray(-jnp.inf, z.dtype))
 
 
 def _cross_entropy(stats):

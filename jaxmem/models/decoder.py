@@ -32,7 +32,12 @@ from jaxmem.models.positions import (
 # Small enough for a first loss of about ln(vocab_size), whatever the width.
 _VOCABULARY_INIT = nnx.initializers.normal(0.02)
 
-_FUSED_ONLY = {"gradient_blocks": 1, "gradient_samples": None, "backend": None}
+_FUSED_ONLY = {
+    "gradient_blocks": 1,
+    "gradient_samples": None,
+    "backend": None,
+    "vocab_groups": None,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +56,9 @@ class HeadConfig:
     gradient_samples: int | None = None
     # what computes the loss (fused only), see jaxmem.logprobs; None: the fastest here
     backend: Literal["xla", "hopper"] | None = None
+    # groups of the vocabulary (fused only), see jaxmem.logprobs: log-probabilities of
+    # the same bits for any mesh.tensor; None: the fewest operations
+    vocab_groups: int | None = None
 
     def __post_init__(self):
         """Raise a ValueError for an unknown implementation or an impossible chunk."""
@@ -73,6 +81,15 @@ class HeadConfig:
             raise ValueError(
                 f"HeadConfig.gradient_blocks={n_blocks} must stay 1 with "
                 f"gradient_samples={samples}, whose gradients are not summed by blocks"
+            )
+        groups = self.vocab_groups
+        good = groups is None or (type(groups) is int and groups > 1)
+        good = good and not (groups and groups & (groups - 1))
+        check_field(self, "vocab_groups", good, "a power of two, at least 2, or None")
+        if groups and (samples or n_blocks > 1):
+            other = "gradient_samples" if samples else f"gradient_blocks={n_blocks}"
+            raise ValueError(
+                f"HeadConfig.vocab_groups={groups} must be None with {other}"
             )
         for name, default in _FUSED_ONLY.items():
             value = getattr(self, name)
@@ -117,6 +134,7 @@ def _head(
         "chunk": head.chunk,
         "gradient_blocks": head.gradient_blocks,
         "implementation": head.backend,
+        "vocab_groups": head.vocab_groups,
         "sharding": sharding,
         "rngs": rngs,
     }

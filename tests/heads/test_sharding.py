@@ -160,6 +160,48 @@ def test_logits_are_sharded_like_tokens_and_vocabulary(layout):
         assert made.sharding.spec == P(None, "fsdp", "tensor")
 
 
+def the_verbs_of(head):
+    """Calls without arguments of the verbs that take groups."""
+    hidden, labels, _ = problem()
+    return {
+        "logprobs": lambda: head.logprobs(hidden, labels),
+        "token_stats": lambda: head.token_stats(hidden, labels),
+        "entropy": lambda: head.entropy(hidden),
+        "loss": lambda: head.loss(hidden, labels),
+        "token_loss": lambda: head.token_loss(lambda x: x.entropy, hidden, labels)[0],
+    }
+
+
+@pytest.mark.parametrize("verb", the_verbs_of(None))
+def test_groups_reach_the_verbs(verb):
+    """Which refuse them, because 16 do not divide 40 columns."""
+    rngs = nnx.Rngs(0)
+    of_nnx = LMHead(D, V, rngs=rngs, vocab_groups=16)
+    of_linen = linen_heads.LMHead(V, vocab_groups=16)
+    variables = of_linen.init(jax.random.key(0), problem()[0])
+    for head in (of_nnx, of_linen.bind(variables)):
+        with pytest.raises(ValueError, match="must divide the 40 columns of W, got 16"):
+            the_verbs_of(head)[verb]()
+    with pytest.raises(ValueError, match="vocab_groups must be a power of two, .* 3"):
+        LMHead(D, V, rngs=rngs, vocab_groups=3)
+    with pytest.raises(ValueError, match="vocab_groups must be a power of two, .* 3"):
+        linen_heads.LMHead(V, vocab_groups=3)
+
+
+def test_groups_on_a_mesh():
+    """Columns that they do not divide are padded on any mesh."""
+    made = []
+    for shards in (1, 4):
+        mesh = jax.make_mesh(
+            (shards,), ("tensor",), axis_types=(AxisType.Auto,),
+            devices=jax.devices()[:shards],
+        )  # fmt: skip
+        sharding = HeadSharding(mesh, vocab="tensor")
+        head = LMHead(D, V, rngs=nnx.Rngs(0), sharding=sharding, vocab_groups=16)
+        made.append(jax.device_get(jit(the_verbs_of(head)["logprobs"])()))
+    jax.tree.map(np.testing.assert_array_equal, *made)
+
+
 def test_without_a_mesh():
     head = LMHead(D, V, rngs=nnx.Rngs(0), sharding=SHARDING)
     with pytest.raises(ValueError) as caught:

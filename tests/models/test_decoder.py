@@ -441,6 +441,20 @@ def test_impossible_models_are_refused_by_name(changes, message):
             dict(gradient_blocks=2, gradient_samples=8),
             "gradient_blocks=2 must stay 1 with gradient_samples=8",
         ),
+        (dict(vocab_groups=12), "vocab_groups must be a power of two, .*got 12"),
+        (dict(vocab_groups=True), "vocab_groups must be a power of two, .*got True"),
+        (
+            dict(vocab_groups=8, implementation="materialised"),
+            "vocab_groups=8 needs implementation='fused'",
+        ),
+        (
+            dict(vocab_groups=8, gradient_samples=4),
+            "vocab_groups=8 must be None with gradient_samples",
+        ),
+        (
+            dict(vocab_groups=8, gradient_blocks=2),
+            "vocab_groups=8 must be None with gradient_blocks=2",
+        ),
     ],
 )
 def test_impossible_heads_are_refused_by_name(changes, message):
@@ -452,6 +466,12 @@ def test_the_head_sums_its_gradient_in_the_blocks_of_the_configuration():
     head = HeadConfig(gradient_blocks=2)
     assert Decoder(SMALL, head, rngs=nnx.Rngs(0)).head.gradient_blocks == 2
     assert head.using("materialised") == HeadConfig("materialised")
+
+
+def test_groups_of_the_vocabulary_reach_the_head():
+    config = HeadConfig(vocab_groups=8)
+    assert Decoder(SMALL, config, rngs=nnx.Rngs(0)).head.vocab_groups == 8
+    assert config.using("materialised").vocab_groups is None
 
 
 def test_an_unknown_vocabulary_is_an_error():

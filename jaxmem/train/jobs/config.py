@@ -242,12 +242,14 @@ class GrpoJobConfig:
                 f"run.accumulate={self.run.accumulate} must stay 1 in this job: "
                 "grpo.max_tokens_train says how much a micro-batch holds"
             )
-        if self.sampling.truncates and self.head.gradient_samples is not None:
-            raise ValueError(
-                f"head.gradient_samples={self.head.gradient_samples} must stay None "
-                "where sampling.top_k, top_p or min_p truncates: the gradient within "
-                "the support is exact"
-            )
+        for name in ("gradient_samples", "vocab_groups"):
+            value = getattr(self.head, name)
+            if self.sampling.truncates and value is not None:
+                raise ValueError(
+                    f"head.{name}={value} must stay None where sampling.top_k, top_p "
+                    "or min_p truncates: sums and gradients within the support are "
+                    "exact and need no groups"
+                )
         widest = self.row_lengths[-1]
         _check_rows("grpo.row_lengths", self.grpo.row_lengths, widest, self.longest)
         for name in ("max_tokens_train", "max_tokens_forward"):

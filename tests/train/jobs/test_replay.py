@@ -402,6 +402,10 @@ def test_a_backend_that_cannot_run_here_is_named(tmp_path):
             ["head.gradient_samples=4", "sampling.top_k=3"],
             "head.gradient_samples=4 must stay None where sampling.top_k, top_p or ",
         ),
+        (
+            ["head.vocab_groups=8", "sampling.top_k=3"],
+            "head.vocab_groups=8 must stay None where sampling.top_k, top_p or ",
+        ),
     ],
 )
 def test_a_mistake_says_where_and_what(overrides, expected):
