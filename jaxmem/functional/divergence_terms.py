@@ -8,11 +8,8 @@ import math
 
 import jax.numpy as jnp
 
-from jaxmem import devices
-
 _SERIES_BELOW = 0.5  # |x| above which e^-x - 1 + x does not cancel
-# By item size: the next is below epsilon.
-_SERIES_TERMS, _ARTANH_TERMS = {4: 9, 8: 15}, {4: 7, 8: 16}
+_SERIES_TERMS = {4: 9, 8: 15}  # by item size: the next is below epsilon
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,24 +102,8 @@ def _ln_mixed(own, other, x):
     grown = jnp.exp(x)
     near = jnp.abs(x) < _SERIES_BELOW
     change = other * jnp.where(near, x * _series(-x, 2), grown - 1)
-    is_small = (change > -0.5) & (change < 1)
-    return jnp.where(is_small, _log1p(change), jnp.log(own + other * grown))
-
-
-def _log1p(x):
-    """ln(1 + x) for x in [-1/2, 1].
-
-    On a GPU it is 2 artanh(s) = 2 (s + s³/3 + s⁵/5 + ...) of s = x / (2 + x), at most a
-    third: with jnp.log1p, arithmetic would take longer than reading the logits. XLA for
-    CPUs would store some operands of the series.
-    """
-    if devices.backend() != "gpu":
-        return jnp.log1p(x)
-    s = x / (2 + x)
-    square, series = s * s, 0.0
-    for k in range(_ARTANH_TERMS[x.dtype.itemsize], 0, -1):
-        series = square * (1 / (2 * k + 1) + series)
-    return 2 * s * (1 + series)
+    mixed = jnp.log(own + other * grown)
+    return jnp.where(change < -0.5, mixed, jnp.log1p(change))
 
 
 def _product(a, x):
