@@ -322,7 +322,10 @@ def test_groups_of_a_vocabulary(interpreted):
     jax.tree.map(close, got, want)
 
 
-@needs_pallas
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 12),
+    reason="jax 0.11 writes other bytes for each launch of one kernel",
+)
 def test_groups_take_the_same_kernels_on_any_mesh(lowered_anywhere):
     """The same code, for the same shapes; fewer launches on more devices."""
     options = {"axis_name": "tensor", "implementation": "hopper", "vocab_groups": 2}
