@@ -101,7 +101,7 @@ def paths_of(chunk, depths) -> dict[str, Path]:
     def topk(h, W, ids, said):
         return jaxmem.topk(h, W, ids.shape[1], chunk)
 
-    made = {
+    paths = {
         "topk": Path(topk, "stats"),
         "topk materialised": Path(materialised_topk, "stats"),
         "sample_ids": Path(
@@ -116,8 +116,8 @@ def paths_of(chunk, depths) -> dict[str, Path]:
     }
     for depth in depths:
         for verb in ("kl", "forward_kl", "jsd"):
-            made |= paths_of_two(verb, chunk, depth)
-    return made
+            paths |= paths_of_two(verb, chunk, depth)
+    return paths
 
 
 def paths_of_two(verb, chunk, depth) -> dict[str, Path]:

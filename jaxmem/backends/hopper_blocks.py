@@ -39,11 +39,11 @@ def backward(
         if last:  # XLA might fill its sums while others are alive
             zero, so_far = lax.optimization_barrier((zero, so_far))
         sums = total._replace(W=jnp.full(shape, zero))
-        made = _add(this, (b, n_tiles), rows, (saved, cotangents), sums)
+        sums = _add(this, (b, n_tiles), rows, (saved, cotangents), sums)
         # Without padding along D.
-        dW = lax.slice_in_dim(made.W, 0, source.hidden.shape[1], axis=depth_axis)
+        dW = lax.slice_in_dim(sums.W, 0, source.hidden.shape[1], axis=depth_axis)
         dW = products.put_block(env.layout, dW, so_far, b * width, last)
-        return made._replace(W=dW)
+        return sums._replace(W=dW)
 
     shape = (width, env.depth) if spec.layout == "vd" else (env.depth, width)
     depth_axis = 1 if spec.layout == "vd" else 0
@@ -79,10 +79,10 @@ def _add(this, block, rows, outputs_and_cotangents, sums):
             this, rows, outputs_and_cotangents, at.ids, at.n_active
         )
         into = sums._replace(hidden=lax.empty(part.hidden.shape, jnp.float32))
-        made = products.add_block(of_block, padded.W, part, b * n_tiles, into)
-        dh = made.hidden[:, : sums.hidden.shape[1]]
+        added = products.add_block(of_block, padded.W, part, b * n_tiles, into)
+        dh = added.hidden[:, : sums.hidden.shape[1]]
         dh += _operands.take(sums.hidden, at.ids)
         dh = dh.astype(sums.hidden.dtype)
-        return made._replace(hidden=_operands.put(sums.hidden, at.ids, dh))
+        return added._replace(hidden=_operands.put(sums.hidden, at.ids, dh))
 
     return active.for_each_block(rows.active, env.n_rows, of_rows, sums)

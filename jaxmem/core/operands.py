@@ -129,12 +129,14 @@ def rounded(spec: Spec, totals, primals) -> Any:
 
     Hidden's stays in the dtype of the sums if it is one term of a sum over groups.
     """
-    made = jax.tree.map(
+    cotangents = jax.tree.map(
         lambda total, primal: unpadded(total, primal).astype(primal.dtype),
         totals,
         primals,
     )
-    return made._replace(hidden=totals.hidden) if spec.shard_columns else made
+    if spec.shard_columns:
+        return cotangents._replace(hidden=totals.hidden)
+    return cotangents
 
 
 def output_dtype(spec: Spec, name: str):

@@ -151,9 +151,9 @@ def divergence_loss(
     else:
         backend = choose.choose("xla", spec, policy)[0]
         kernels = uses_kernels(implementation)
-        made = TwoHeadsLossRule(spec, backend, loss, kind, other_spec, kernels)
+        loss_rule = TwoHeadsLossRule(spec, backend, loss, kind, other_spec, kernels)
         fixed = (rows, other_rows, other), operands.closed
-        total, metrics = rule.run(made, (policy, flat, count), fixed)
+        total, metrics = rule.run(loss_rule, (policy, flat, count), fixed)
     metrics = {k: lax.stop_gradient(jnp.reshape(v, shape)) for k, v in metrics.items()}
     return total, metrics
 

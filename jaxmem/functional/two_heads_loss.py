@@ -60,7 +60,7 @@ class TwoHeadsLossRule(LossRule):
         def chunk(row_ids, carry):
             values, sums = carry
             tile = self._tile(policy, reference, given, row_ids)
-            new, dz = self._slopes(tile, row_ids, operands, count, n_rows)
+            new, dz = self._derivative(tile, row_ids, operands, count, n_rows)
             dz = xla.unscale(spec, rows, row_ids, tile["logits"][0], dz)
             sums = xla.accumulate(spec, policy, row_ids, dz, sums)
             return put_all(values, row_ids, new), sums
@@ -110,7 +110,7 @@ class TwoHeadsLossRule(LossRule):
             "labels": labels,
         }  # fmt: skip
 
-    def _slopes(self, tile, row_ids, operands, count, n_rows) -> tuple[Values, Any]:
+    def _derivative(self, tile, row_ids, operands, count, n_rows) -> tuple[Values, Any]:
         """The rows' values, and the derivative by the policy's scaled logits."""
         outputs, (full, z, y) = tile["outputs"], tile["logits"]
         operands = self._complete(operands, n_rows, row_ids, tile["divergence"])
@@ -118,23 +118,23 @@ class TwoHeadsLossRule(LossRule):
         values, g = traced_loss.differentiate(
             self.loss, row_ids, TokenStats(*fields), operands, n_rows
         )
-        of_divergence, *of_per_token = values.per_token  # floats have cotangents
-        assert of_divergence is not None
+        g_divergence, *g_per_token = values.per_token
+        assert g_divergence is not None  # that of an array of floats exists
         if self.divides_early:
-            g, of_divergence = jax.tree.map(lambda x: x / count, (g, of_divergence))
+            g, g_divergence = jax.tree.map(lambda x: x / count, (g, g_divergence))
         # Rows past the last active one: ln S = inf makes every p zero.
         log_sum = jnp.where(row_ids < n_rows, outputs.log_sum, jnp.inf)
         outputs = outputs._replace(log_sum=log_sum)
         dz = _stats.dlogits(
             full, tile["labels"], outputs, _stats.coefficients(outputs, g)
         )
-        g_row, mean_slope = of_divergence[:, None], tile["mean_slope"][:, None]
+        g_row, mean_slope = g_divergence[:, None], tile["mean_slope"][:, None]
         p, q, log_ratio = compare(z, y, *tile["normalisers"])
-        more = g_row * (self.divergence.slopes(p, q, log_ratio) - p * mean_slope)
+        slopes = self.divergence.slopes(p, q, log_ratio) - p * mean_slope
         # Rows without a token, or whose infinite divergence is not used.
-        more = jnp.where(g_row == 0, 0, more)
-        more = jnp.pad(more, ((0, 0), (0, dz.shape[1] - more.shape[1])))
-        return values._replace(per_token=tuple(of_per_token)), dz + more
+        slopes = jnp.where(g_row == 0, 0, g_row * slopes)
+        slopes = jnp.pad(slopes, ((0, 0), (0, dz.shape[1] - slopes.shape[1])))
+        return values._replace(per_token=tuple(g_per_token)), dz + slopes
 
     def _complete(self, operands, n_rows, row_ids=None, divergence=None) -> Operands:
         """The operands, with the divergence of some rows as first per-token array."""

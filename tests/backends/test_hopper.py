@@ -322,10 +322,7 @@ def test_groups_of_a_vocabulary(interpreted):
     jax.tree.map(close, got, want)
 
 
-@pytest.mark.skipif(
-    jax.__version_info__ < (0, 12),
-    reason="jax 0.11 writes other bytes for each launch of one kernel",
-)
+@needs_pallas
 def test_groups_take_the_same_kernels_on_any_mesh(lowered_anywhere):
     """The same code, for the same shapes; fewer launches on more devices."""
     options = {"axis_name": "tensor", "implementation": "hopper", "vocab_groups": 2}
@@ -342,7 +339,10 @@ def test_groups_take_the_same_kernels_on_any_mesh(lowered_anywhere):
         traced = in_parts(total, True, n_devices).trace(*operands)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
         calls = [x for x in text.splitlines() if "@mosaic_gpu" in x]
-        launches.append([re.sub(r"%\w+", "", x) for x in calls])
+        # Without the names of operands; before jax 0.12, also without the code, which
+        # differs between two launches of one kernel there.
+        start = "} : (" if jax.__version_info__ < (0, 12) else ") {"
+        launches.append([x[x.index(start) :] for x in calls])
     assert len(launches[0]) > len(launches[1]) >= 4
     assert set(launches[0]) == set(launches[1])
 

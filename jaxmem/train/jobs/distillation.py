@@ -174,17 +174,19 @@ def distill_loss(
         loss = jnp.sum(each) / jnp.maximum(normalizer, 1)
         observed = {"divergence": jax.lax.stop_gradient(each)}
     if config.loss_weight and not joint:
-        ce, told = head.token_loss(_cross_entropy, hidden, labels, **options)
-        loss, observed = loss + config.loss_weight * ce, observed | told
+        ce, metrics = head.token_loss(_cross_entropy, hidden, labels, **options)
+        loss += config.loss_weight * ce
+        observed |= metrics
     if advantages is not None and learned_with is None:
-        policy, told = head.token_loss(
+        policy, metrics = head.token_loss(
             _policy, hidden, labels, advantages, temperature=call.temperature, **options
         )
         loss += reward_weight * policy
-        observed |= told if call.temperature == 1 else {}
+        if call.temperature == 1:
+            observed |= metrics
     if "ce" not in observed:
         stats = jax.lax.stop_gradient(head.token_stats(hidden, labels))
-        observed |= _told(stats)
+        observed |= _metrics_of(stats)
     return loss, observed
 
 
@@ -192,13 +194,13 @@ def _loss_of_states(config, head, hidden, targets, teacher, options):
     """Divergences, and at temperature 1 all terms, in one pass over both logits."""
 
     def loss_fn(stats, divergence, *advantages):
-        told = {"divergence": divergence}
+        metrics = {"divergence": divergence}
         if config.temperature != 1:
-            return divergence, told
+            return divergence, metrics
         loss = divergence - config.loss_weight * stats.logprob
         if advantages:
             loss += config.reward_weight * _policy(stats, *advantages)[0]
-        return loss, told | _told(stats)
+        return loss, metrics | _metrics_of(stats)
 
     labels, *advantages = targets
     return head.divergence_loss(
@@ -208,15 +210,15 @@ def _loss_of_states(config, head, hidden, targets, teacher, options):
     )  # fmt: skip
 
 
-def _told(stats):
+def _metrics_of(stats):
     return {"ce": -stats.logprob, "entropy": stats.entropy}
 
 
 def _cross_entropy(stats):
-    return -stats.logprob, _told(stats)
+    return -stats.logprob, _metrics_of(stats)
 
 
 def _policy(stats, advantages):
     """-A p / p_old, where p_old is p: an update follows its samples at once."""
     ratio = jnp.exp(stats.logprob - jax.lax.stop_gradient(stats.logprob))
-    return -advantages * ratio, _told(stats)
+    return -advantages * ratio, _metrics_of(stats)
