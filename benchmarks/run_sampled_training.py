@@ -266,7 +266,8 @@ def curve_of(losses: np.ndarray) -> Iterator[tuple[int, float]]:
 
 def stage(name, config, rows, asked, starts) -> Iterator[tuple[dict, list[dict], Any]]:
     """(row, curve, weights) of each variant and seed; starts: the seeds' weights."""
-    runs = [(v, seed) for seed in range(asked.seeds) for v in asked.variants]
+    variants = asked.variants if starts is not None else asked.scratch or asked.variants
+    runs = [(v, seed) for seed in range(asked.seeds) for v in variants]
     with concurrent.futures.ThreadPoolExecutor(asked.compilers) as pool:
         # XLA compiles beside each other, and while the first runs train.
         pending = {r: pool.submit(prepare, config, *r) for r in runs}
@@ -336,6 +337,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--megabytes", type=float, default=70, help="of sources")
     options.add_argument("--compilers", type=int, default=8, help="programs at a time")
     options.add_argument("--variants", nargs="+", default=VARIANTS)
+    options.add_argument("--scratch", nargs="+", help="of the first stage; --variants")
     options.add_argument("--out", default="sampled_training.csv")
     options.add_argument("--curve", default="sampled_training_curve.csv")
     options.add_argument("overrides", nargs="*", metavar="section.field=value")
