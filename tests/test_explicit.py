@@ -16,6 +16,7 @@ import jaxmem
 import jaxmem.heads.linen
 import jaxmem.heads.nnx
 from jaxmem import losses, packing
+from tests.cases import slow
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -238,15 +239,15 @@ def check_types(verb, shardings, kinds=(EXPLICIT, EXPLICIT)):
     return made
 
 
-TOGETHER = ["vocabulary", "depth", "all", "each its own way"]
+TOGETHER = ["each its own way", "vocabulary", "depth", "all"]  # tests below: the last 3
 
 
-@pytest.mark.parametrize("name", TOGETHER)
+@pytest.mark.parametrize("name", [TOGETHER[0], *map(slow, TOGETHER[1:])])
 def test_whatever_is_sharded(name):
     check(token_loss, SHARDINGS[name])
 
 
-ALONE = [name for name in SHARDINGS if name not in TOGETHER]
+ALONE = [name for name in SHARDINGS if name not in TOGETHER[1:]]
 OF_KL = ["hidden", "W", "bias", "where", "temperature"]
 
 
@@ -257,19 +258,15 @@ def test_one_argument_alone_is_sharded(verb, name):
     check_types(verb, SHARDINGS[name])
 
 
+# One head and two; all verbs' types are those of automatic axes in the next test, and
+# what they compute along automatic axes is in `core/test_partition.py`.
 @pytest.mark.parametrize(
     "verb",
     [
-        token_stats,
-        entropy,
-        kl,
-        selected_logprobs,
-        support_logprobs,
-        ragged_support_logprobs,
-        topk,
-        topk_kl,
-    ],  # fmt: skip
-)
+        kl, selected_logprobs, slow(token_stats), slow(entropy), slow(support_logprobs),
+        slow(ragged_support_logprobs), slow(topk), slow(topk_kl),
+    ],
+)  # fmt: skip
 def test_every_derivative(verb):
     check(verb, SHARDINGS["all"], in_context=False)
 
@@ -390,7 +387,7 @@ def branch(beta, stats):
     return jax.lax.cond(beta > 0, lambda p: p * beta, jnp.exp, stats.logprob)
 
 
-@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
+@pytest.mark.parametrize("kind", [EXPLICIT, slow(AUTO)])
 def test_loss_functions_may_close_over_arrays(kind):
     x = placed((kind, kind), SHARDINGS["vocabulary"])
     given = [x[k] for k in ("h", "W", "y", "a")]
@@ -448,18 +445,30 @@ def linen_head(x):
     return head, lambda method, *args: head.apply(variables, *args, method=method)
 
 
-@pytest.mark.parametrize("make", [nnx_head, linen_head])
-def test_heads(make):
+def loss_and_logits(make):
     def verb(x):
         call = make(x)[1]
         loss = call("loss", x["h"], x["y"], x["where"])
         z = call("__call__", x["h"])
         return loss + jnp.sum(z**2), {"z": z}
 
-    made = check(verb, SHARDINGS["vocabulary"])
+    return verb
+
+
+@pytest.mark.parametrize("make", [nnx_head, slow(linen_head)])
+def test_heads(make):
+    made = check(loss_and_logits(make), SHARDINGS["vocabulary"])
     assert made[1]["z"].sharding.spec == P("data", None, "tensor")
-    made = check_types(verb, SHARDINGS["all"])
-    assert made[1]["z"].sharding.spec == P("data", "tensor", None)
+
+
+@pytest.mark.parametrize("make", [nnx_head, linen_head])
+@pytest.mark.parametrize(
+    "name, spec",
+    {"vocabulary": ("data", None, "tensor"), "all": ("data", "tensor", None)}.items(),
+)
+def test_types_of_heads(make, name, spec):
+    made = check_types(loss_and_logits(make), SHARDINGS[name])
+    assert made[1]["z"].sharding.spec == P(*spec)
 
 
 def test_nnx_jit():
