@@ -9,8 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "jaxmem"
 
@@ -86,19 +84,38 @@ SOURCES = [
 ]
 
 
+@functools.cache
 def _tree(path):
     return ast.parse(path.read_text("utf-8"), str(path))
 
 
-def _imports(tree):
-    """(dotted name, line) of each import, anywhere in the file."""
-    for node in ast.walk(tree):
+def _place(path, line):
+    return f"{path.relative_to(ROOT)}:{line}"
+
+
+@functools.cache
+def _nodes(path):
+    return list(ast.walk(_tree(path)))
+
+
+@functools.cache
+def _imports(path):
+    """(dotted name, place) of each import, anywhere in the file."""
+    found = []
+    for node in _nodes(path):
         if isinstance(node, ast.Import):
-            yield from ((alias.name, node.lineno) for alias in node.names)
+            names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"line {node.lineno}: relative import"
-            for alias in node.names:
-                yield f"{node.module}.{alias.name}", node.lineno
+            assert node.level == 0, f"{_place(path, node.lineno)}: relative import"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        found += [(name, _place(path, node.lineno)) for name in names]
+    return found
+
+
+def _functions(path):
+    return [node for node in _nodes(path) if isinstance(node, ast.FunctionDef)]
 
 
 def _is_in(name, package):
@@ -107,13 +124,13 @@ def _is_in(name, package):
 
 @functools.cache
 def _own_imports(module):
-    """(module, line) of each import of this package by a module."""
+    """(module, place) of each import of this package by a module."""
     imports = []
-    for name, line in _imports(_tree(MODULES[module])):
+    for name, place in _imports(MODULES[module]):
         if _is_in(name, "jaxmem"):
             target = name if name in MODULES else name.rpartition(".")[0]
-            assert target in MODULES, f"line {line}: {name} is not a module"
-            imports.append((target, line))
+            assert target in MODULES, f"{place}: {name} is not a module"
+            imports.append((target, place))
     return imports
 
 
@@ -125,14 +142,14 @@ def test_every_module_has_a_layer():
     assert {_layer(module) for module in MODULES if "." in module} == set(LAYERS)
 
 
-@pytest.mark.parametrize("module", sorted(set(MODULES) - {"jaxmem"}))
-def test_imports_only_from_below(module):
-    for target, line in _own_imports(module):
-        if target == "jaxmem":  # the package itself, which imports public verbs
-            assert LAYERS.index(_layer(module)) > LAYERS.index("sharding"), line
-            continue
-        below = LAYERS.index(_layer(target)) <= LAYERS.index(_layer(module))
-        assert below, f"line {line}: {target} is not below {module}"
+def test_imports_only_from_below():
+    for module in MODULES.keys() - {"jaxmem"}:
+        for target, place in _own_imports(module):
+            if target == "jaxmem":  # the package itself, which imports public verbs
+                assert LAYERS.index(_layer(module)) > LAYERS.index("sharding"), place
+                continue
+            below = LAYERS.index(_layer(target)) <= LAYERS.index(_layer(module))
+            assert below, f"{place}: {target} is not below {module}"
 
 
 def test_no_circle():
@@ -144,49 +161,49 @@ def test_no_circle():
     graphlib.TopologicalSorter(graph).prepare()
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_no_private_name_of_another_package(module):
-    for name, line in _imports(_tree(MODULES[module])):
-        parts = name.split(".")
-        if parts[0] != "jaxmem" or parts[:2] == ["jaxmem", _layer(module + ".")]:
-            continue
-        private = [p for p in parts[2:] if p.startswith("_") and p != "__version__"]
-        assert not private, f"line {line}: {name}"
+def test_no_private_name_of_another_package():
+    for module, path in MODULES.items():
+        for name, place in _imports(path):
+            parts = name.split(".")
+            if parts[0] != "jaxmem" or parts[:2] == ["jaxmem", _layer(module + ".")]:
+                continue
+            private = [p for p in parts[2:] if p.startswith("_") and p != "__version__"]
+            assert not private, f"{place}: {name}"
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_third_parties_only_where_allowed(module):
-    for name, line in _imports(_tree(MODULES[module])):
-        top = name.partition(".")[0]
-        if top in sys.stdlib_module_names or top == "jaxmem":
-            continue
-        third_parties = [key for key in ALLOWED_IN if _is_in(name, key)]
-        assert third_parties or top in ALLOWED_EVERYWHERE, f"line {line}: {name}"
-        for key in third_parties:
-            assert any(_is_in(module, package) for package in ALLOWED_IN[key]), (
-                f"line {line}: {name} may not be imported in {module}"
-            )
+def test_third_parties_only_where_allowed():
+    for module, path in MODULES.items():
+        for name, place in _imports(path):
+            top = name.partition(".")[0]
+            if top in sys.stdlib_module_names or top == "jaxmem":
+                continue
+            third_parties = [key for key in ALLOWED_IN if _is_in(name, key)]
+            assert third_parties or top in ALLOWED_EVERYWHERE, f"{place}: {name}"
+            for key in third_parties:
+                assert any(_is_in(module, package) for package in ALLOWED_IN[key]), (
+                    f"{place}: {name} may not be imported in {module}"
+                )
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_no_private_jax(path):
-    for name, line in _imports(_tree(path)):
-        assert not _is_in(name, "jax._src"), f"line {line}: {name}"
-        assert not _is_in(name, "jaxlib"), f"line {line}: {name}"
-    for node in ast.walk(_tree(path)):
-        is_private = isinstance(node, ast.Attribute) and node.attr == "_src"
-        assert not is_private, f"line {node.lineno}: ._src"
+def test_no_private_jax():
+    for path in SOURCES:
+        for name, place in _imports(path):
+            assert not _is_in(name, "jax._src"), f"{place}: {name}"
+            assert not _is_in(name, "jaxlib"), f"{place}: {name}"
+        for node in _nodes(path):
+            is_private = isinstance(node, ast.Attribute) and node.attr == "_src"
+            assert not is_private, f"{_place(path, node.lineno)}: ._src"
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_short_files_of_short_functions(path):
-    assert path.name != "utils.py"
-    assert len(path.read_text("utf-8").splitlines()) <= MAX_FILE_LINES
-    for node in ast.walk(_tree(path)):
-        if isinstance(node, ast.FunctionDef):
+def test_short_files_of_short_functions():
+    for path in SOURCES:
+        assert path.name != "utils.py", path
+        assert len(path.read_text("utf-8").splitlines()) <= MAX_FILE_LINES, path
+        for node in _functions(path):
             body = node.body[1:] if ast.get_docstring(node) else node.body
             length = body[-1].end_lineno - body[0].lineno + 1 if body else 0
-            assert length <= MAX_FUNCTION_LINES, f"{node.name}: {length} lines"
+            place = _place(path, node.lineno)
+            assert length <= MAX_FUNCTION_LINES, f"{place}: {node.name}: {length} lines"
 
 
 @functools.cache
@@ -206,19 +223,18 @@ def _public_functions():
     return places
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_few_parameters(module):
+def test_few_parameters():
     """Options of a verb travel as one object below the public function."""
-    for node in ast.walk(_tree(MODULES[module])):
-        if not isinstance(node, ast.FunctionDef):
-            continue
-        line = min(n.lineno for n in [node, *node.decorator_list])
-        if (MODULES[module], line) in _public_functions():
-            continue
-        a = node.args
-        names = [x.arg for x in (*a.posonlyargs, *a.args, *a.kwonlyargs)]
-        names = [name for name in names if name not in ("self", "cls")]
-        assert len(names) <= MAX_PARAMETERS, f"{node.name}: {len(names)} parameters"
+    for path in MODULES.values():
+        for node in _functions(path):
+            line = min(n.lineno for n in [node, *node.decorator_list])
+            if (path, line) in _public_functions():
+                continue
+            a = node.args
+            names = [x.arg for x in (*a.posonlyargs, *a.args, *a.kwonlyargs)]
+            names = [name for name in names if name not in ("self", "cls")]
+            place = _place(path, node.lineno)
+            assert len(names) <= MAX_PARAMETERS, f"{place}: {node.name}: {names}"
 
 
 def test_import_is_light():
