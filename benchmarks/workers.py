@@ -33,19 +33,19 @@ def start(
     module: str, environment: Mapping[str, str], arguments: Sequence[str]
 ) -> Iterator[dict]:
     """Runs `python -m module`; its rows, as they come. Other output is passed on."""
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-m", module, *arguments],
         env={**os.environ, **environment},
         stdout=subprocess.PIPE,
         text=True,
-    )
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith(MARK):
-            yield json.loads(line.removeprefix(MARK))
-        else:
-            print(line, end="", flush=True)
-    if process.wait():
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith(MARK):
+                yield json.loads(line.removeprefix(MARK))
+            else:
+                print(line, end="", flush=True)
+    if process.returncode:
         print(f"{module} {' '.join(arguments)}: exit code {process.returncode}")
 
 

@@ -52,15 +52,19 @@ def python(*arguments, cwd):
     )
 
 
-def without_train_extra(*arguments, cwd):
-    """Runs the command where none of the extra's packages can be imported."""
-    program = (
-        "import sys\n"
-        f"for name in {TRAIN_EXTRA}: sys.modules[name] = None\n"
-        "from jaxmem.cli import main\n"
-        f"sys.exit(main({list(arguments)}))"
-    )
-    return python("-c", program, cwd=cwd)
+WITHOUT_TRAIN_EXTRA = f"""
+import contextlib, io, json, sys
+for name in {TRAIN_EXTRA}: sys.modules[name] = None
+from jaxmem.cli import main
+for arguments in json.loads(sys.argv[1]):
+    out, error = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
+        try:
+            status = main(arguments)
+        except SystemExit as exit:
+            status = exit.code
+    print(json.dumps([status, out.getvalue(), error.getvalue()]))
+"""
 
 
 @pytest.fixture
@@ -74,19 +78,16 @@ def directory(tmp_path, monkeypatch):
 # --------------------------------------------------------- without the extra
 
 
-def test_version_and_help_need_nothing_but_the_core(tmp_path):
-    version = without_train_extra("--version", cwd=tmp_path)
-    assert (version.returncode, version.stdout) == (0, f"jaxmem {__version__}\n")
-    usage = without_train_extra("train", "--help", cwd=tmp_path)
-    assert usage.returncode == 0 and "section.field=value" in usage.stdout
-
-
-def test_training_without_the_extra_says_how_to_get_it(directory):
-    done = without_train_extra("train", "tiny.gin", cwd=directory)
-    assert done.returncode == 2
-    assert done.stderr.startswith("jaxmem: error: training needs '")
-    assert done.stderr.endswith("not installed; run: pip install 'jaxmem[train]'\n")
-    assert "Traceback" not in done.stderr
+def test_version_and_help_need_nothing_but_the_core_and_training_says_so(directory):
+    commands = [["--version"], ["train", "--help"], ["train", "tiny.gin"]]
+    done = python("-c", WITHOUT_TRAIN_EXTRA, json.dumps(commands), cwd=directory)
+    version, usage, training = map(json.loads, done.stdout.splitlines())
+    assert version[:2] == [0, f"jaxmem {__version__}\n"]
+    assert usage[0] == 0 and "section.field=value" in usage[1]
+    assert training[0] == 2
+    assert training[2].startswith("jaxmem: error: training needs '")
+    assert training[2].endswith("not installed; run: pip install 'jaxmem[train]'\n")
+    assert "Traceback" not in training[2]
 
 
 # ------------------------------------------------------------- user's errors

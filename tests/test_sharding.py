@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import jaxmem
 from jaxmem import packing
 from tests import oracle
-from tests.cases import Case
+from tests.cases import Case, one_at_a_time, slow
 from tests.core.test_shards import collectives, jit
 from tests.functional.test_api import EPSILON, FLOATS, STATS_EPSILON, error
 
@@ -204,8 +204,10 @@ def of_given_columns():
     }
 
 
-@pytest.mark.parametrize("name", of_given_columns())
-@pytest.mark.parametrize("how", ["1x8", "W in parts of D", "explicit"])
+@pytest.mark.parametrize(
+    "name, how",
+    one_at_a_time(of_given_columns(), ["1x8", "W in parts of D", "explicit"]),
+)
 def test_verbs_of_columns(name, how):
     """Each shard of eight has fewer columns than k = 12; gradients as on one device."""
     h, W, _, bias = problem()
@@ -417,7 +419,10 @@ def calls_with_all_of_W():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", calls_with_all_of_W())
+@pytest.mark.parametrize(
+    "name",
+    [slow(x) if x in ("forward_kl", "jsd") else x for x in calls_with_all_of_W()],
+)  # as kl: all of them gather W
 def test_verbs_that_need_all_of_W(name):
     """Uneven in everything; gradients by hidden, W and bias."""
     h, W, _, bias = problem()
@@ -447,10 +452,10 @@ def test_verbs_that_need_all_of_W_on_explicit_axes():
     for name in ("jsd", "support_logprobs"):
         run = calls_with_all_of_W()[name]
         split = functools.partial(parallel, name="2x4", kind=AxisType.Explicit)
-        assert_same(run(split)(h, W, bias), run(lambda verb: verb)(h, W, bias))
+        assert_same(*(jit(run(x))(h, W, bias) for x in (split, lambda verb: verb)))
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("kind", [slow(AxisType.Auto), AxisType.Explicit])
 def test_one_token_and_all_of_W(kind):
     h, W, y, _ = problem()
     split = functools.partial(parallel, name="2x4", kind=kind, tokens=None)

@@ -26,6 +26,7 @@ from jaxmem.train.jobs.policy import GrpoConfig
 from jaxmem.train.jobs.policy_program import PolicyProgram
 from jaxmem.train.jobs.sft import OptimizerConfig, RunConfig
 from jaxmem.train.memory import RematConfig
+from tests.cases import slow
 
 MODEL = ModelConfig(layers=2, hidden=16, ff=24, heads=4, kv_heads=2, head_dim=8)
 DATA = DataConfig(vocab_size=320, sequence_length=32, batch_size=8, held_out=0.1)
@@ -79,15 +80,21 @@ def assert_same_steps(result, wanted):
     assert result.held_out_loss == pytest.approx(wanted.held_out_loss, rel=2e-5)
 
 
+@pytest.mark.slow
 def test_the_same_steps_on_a_mesh_of_all_axes(text_file, tmp_path, alone):
     config = config_of(text_file, tmp_path, (1, 2, 2, 2), LAST_WHOLE)
     assert_same_steps(train(config), alone)
 
 
-def test_a_checkpoint_of_one_mesh_restores_onto_another(text_file, tmp_path, alone):
-    """4 x 2 devices, then one; what is saved knows no policy."""
-    runs = (3, (1, 4, 1, 2), FULL), (4, (1, 1, 1, 1), LAST_WHOLE)
-    for steps, sizes, remat in runs:
+@pytest.mark.parametrize(
+    ("sizes", "remat", "then"),
+    [((1, 2, 2, 2), LAST_WHOLE, FULL), slow((1, 4, 1, 2), FULL, LAST_WHOLE)],
+)
+def test_a_checkpoint_of_one_mesh_restores_onto_another(
+    sizes, remat, then, text_file, tmp_path, alone
+):
+    """The same steps on 8 devices, then on one; what is saved knows no policy."""
+    for steps, sizes, remat in ((3, sizes, remat), (4, (1, 1, 1, 1), then)):
         run = dict(steps=steps, checkpoint_every=1)
         result = train(config_of(text_file, tmp_path, sizes, remat, **run))
     assert_same_steps(result, alone)

@@ -132,7 +132,7 @@ DISTILL = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("mode", ["text", "on_policy"])
+@pytest.mark.parametrize("mode", [slow("text"), "on_policy"])
 def test_phases_of_a_student_are_its_programs(fake, tmp_path, mode):
     """The teacher is on the device in every phase; its states are on the host."""
     words = ("distill_stdlib.gin", *DISTILL, "data.sequence_length=16")
