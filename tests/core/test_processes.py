@@ -5,6 +5,7 @@ The processes are real ones that meet over loopback.
 
 import dataclasses
 import io
+import itertools
 import json
 import os
 import signal
@@ -66,25 +67,42 @@ def arguments(tmp_path_factory):
     return [str(folder / "tiny.gin"), *overrides]
 
 
-def started(arguments, out_dir, steps, port, count=2):
-    """`jaxmem train` in that many processes of one device."""
+# `jaxmem train` twice, without the start of another process in between. The number of
+# steps that the second run has is read from stdin.
+TWICE = """
+import sys
+from jaxmem import cli
+from jaxmem.core import processes
+try:
+    cli.main(sys.argv[1:])
+except SystemExit as stopped:
+    print("exit code", stopped.code, flush=True)
+processes.start = lambda *_, **__: None  # these have met
+rest = [x for x in sys.argv[1:] if not x.startswith("run.steps=")]
+sys.exit(cli.main([*rest, "run.steps=" + input()]))
+"""
+
+
+def started(arguments, out_dir, steps, port, program=("-m", "jaxmem")):
+    """`jaxmem train` in two processes of one device."""
     environment = os.environ | {
         "JAX_NUM_CPU_DEVICES": "1",
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
     }
-    command = [sys.executable, "-m", "jaxmem", "train", *arguments]
+    command = [sys.executable, *program, "train", *arguments]
     command += [f"run.out_dir={out_dir}", f"run.steps={steps}"]
-    command += [f"--coordinator=127.0.0.1:{port}", f"--processes={count}"]
+    command += [f"--coordinator=127.0.0.1:{port}", "--processes=2"]
     return [
         subprocess.Popen(
             [*command, f"--process-id={i}", f"--heartbeat={HEARTBEAT}"],
             cwd=ROOT,
             env=environment,
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for i in range(count)
+        for i in range(2)
     ]
 
 
@@ -99,9 +117,9 @@ def steps_of(out_dir):
     return path.read_text().splitlines() if path.exists() else []
 
 
-def running(arguments, out_dir, port, steps):
+def running(arguments, out_dir, steps, program=("-m", "jaxmem")):
     """Two processes that have taken so many steps, of no end of them."""
-    pair = started(arguments, out_dir, 10**6, port)
+    pair = started(arguments, out_dir, 10**6, free_port(), program)
     deadline = time.monotonic() + 120
     while len(steps_of(out_dir)) < steps:
         assert time.monotonic() < deadline and pair[0].poll() is None
@@ -117,15 +135,31 @@ def end(pair):
 
 def test_two_processes_stop_together_and_resume_and_match_one(arguments, tmp_path):
     out_dir = tmp_path / "two"
-    done = stopped_together(arguments, out_dir)
-    resumed_and_as_of_one(arguments, out_dir, done + 4, tmp_path)
+    pair = running(arguments, out_dir, 3, ("-c", TWICE))
+    try:
+        pair[1].send_signal(signal.SIGTERM)  # to one of them
+        for process in pair:
+            said = list(itertools.takewhile("exit code 143\n".__ne__, process.stdout))
+            assert process.poll() is None, said
+            if process is pair[0]:
+                done = len(steps_of(out_dir))
+                assert f"stopped by SIGTERM after step {done} of 1000000, " in said[-1]
+        assert (out_dir / "checkpoints" / str(done)).exists()
+        for process in pair:
+            process.stdin.write(f"{done + 4}\n")
+            process.stdin.flush()
+        outputs = [process.communicate(timeout=120)[0] for process in pair]
+    finally:
+        end(pair)
+    resumed(pair, outputs)
+    as_of_one(arguments, out_dir, done + 4, tmp_path)
 
 
 @pytest.mark.slow
 def test_of_two_processes_one_is_killed_and_the_other_ends(arguments, tmp_path):
     out_dir = tmp_path / "two"
     done = stopped_together(arguments, out_dir)
-    first, second = pair = running(arguments, out_dir, free_port(), done + 12)
+    first, second = pair = running(arguments, out_dir, done + 12)
     try:
         second.kill()
         began = time.monotonic()
@@ -135,12 +169,14 @@ def test_of_two_processes_one_is_killed_and_the_other_ends(arguments, tmp_path):
         end(pair)
     assert first.returncode != 0 and "rror" in said
     steps = len(steps_of(out_dir)) + 4
-    resumed_and_as_of_one(arguments, out_dir, steps, tmp_path)
+    again = started(arguments, out_dir, steps, free_port())
+    resumed(again, [process.communicate(timeout=120)[0] for process in again])
+    as_of_one(arguments, out_dir, steps, tmp_path)
 
 
 def stopped_together(arguments, out_dir):
     """The number of steps that both have taken and saved."""
-    pair = running(arguments, out_dir, free_port(), 3)
+    pair = running(arguments, out_dir, 3)
     try:
         pair[1].send_signal(signal.SIGTERM)  # to one of them
         said = [process.communicate(timeout=STOPS_WITHIN)[0] for process in pair]
@@ -153,11 +189,12 @@ def stopped_together(arguments, out_dir):
     return done
 
 
-def resumed_and_as_of_one(arguments, out_dir, steps, tmp_path):
-    again = started(arguments, out_dir, steps, free_port())
-    outputs = [process.communicate(timeout=120)[0] for process in again]
-    assert [process.returncode for process in again] == [0, 0], outputs
+def resumed(pair, outputs):
+    assert [process.returncode for process in pair] == [0, 0], outputs
     assert "resuming" in outputs[0] and "resuming" not in outputs[1]
+
+
+def as_of_one(arguments, out_dir, steps, tmp_path):
     path, *overrides = arguments
     overrides += [f"run.out_dir={tmp_path}/one", f"run.steps={steps}"]
     config, _ = load(path, overrides)
