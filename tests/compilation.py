@@ -38,26 +38,32 @@ def _instructions():
 def make_folder(shared: Path) -> Path:
     """A folder of this process with all that the shared one has."""
     shared.mkdir(parents=True, exist_ok=True)
-    entries = [path for path in shared.iterdir() if path.is_file()]
-    if sum(path.stat().st_size for path in entries) > _LIMIT:
-        for path in entries:
-            path.unlink(missing_ok=True)
+    entries = _entries(shared)
+    if sum(entry.stat().st_size for entry in entries) > _LIMIT:
+        for entry in entries:
+            Path(entry).unlink(missing_ok=True)
         entries = []
     made = Path(tempfile.mkdtemp(prefix="process-", dir=shared))
     _link(entries, made)
     return made
 
 
+def _entries(folder):
+    with os.scandir(folder) as found:
+        return [entry for entry in found if entry.is_file()]
+
+
 def merge(folder: Path, shared: Path) -> None:
     """Leaves the folder's new entries in the shared one, and removes the folder."""
-    _link((path for path in folder.iterdir() if path.is_file()), shared)
+    known = {entry.name for entry in _entries(shared)}
+    _link((entry for entry in _entries(folder) if entry.name not in known), shared)
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _link(paths, folder):
-    for path in paths:
+def _link(entries, folder):
+    for entry in entries:
         try:
-            os.link(path, folder / path.name)
+            os.link(entry, os.path.join(folder, entry.name))
         except FileExistsError:
             pass
         except FileNotFoundError:  # another run has emptied the shared folder

@@ -22,12 +22,14 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 def pytest_configure(config):
     """Programs that were compiled before are found again (`tests.compilation`)."""
     shared = compilation.shared_folder()
+    config.stash[SHARED] = shared
     if hasattr(config, "workerinput"):  # its environment names the first one's folder
         shared = Path(config.workerinput["compiled"])
+    elif getattr(config.option, "tx", None):  # it compiles nothing, its workers do
+        return
     folder = compilation.make_folder(shared)
     config.add_cleanup(lambda: compilation.merge(folder, shared))
     compilation.use(folder)
-    config.stash[SHARED] = shared
 
 
 def pytest_configure_node(node):
