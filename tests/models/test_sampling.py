@@ -22,6 +22,7 @@ from jaxmem.models.sampling import (
     sample,
     truncate,
 )
+from tests.cases import slow
 
 SMALL = ModelConfig(
     layers=2,
@@ -181,7 +182,7 @@ def test_a_nucleus_of_everything_keeps_what_sums_do_not_feel():
 
 POLICIES = pytest.mark.parametrize(
     ("changes", "temperature"),
-    [({}, 1.0), (dict(tied=True, softcap=0.3, qk_norm=True), 0.05)],
+    [slow({}, 1.0), (dict(tied=True, softcap=0.3, qk_norm=True), 0.05)],
 )
 
 
@@ -383,7 +384,7 @@ def test_layers_compiled_one_by_one_draw_the_same_tokens():
     np.testing.assert_allclose(one.logprobs, by_loop.logprobs, atol=1e-5)
 
 
-@pytest.mark.parametrize("changes", [{}, dict(qkv_bias=True), dict(qk_norm=True)])
+@pytest.mark.parametrize("changes", [dict(qkv_bias=True, qk_norm=True), slow({})])
 def test_joined_projections_draw_the_same_tokens(changes):
     definition, weights = nnx.split(decoder(**changes))
     rng = np.random.default_rng(0)  # biases are initialised to zero
