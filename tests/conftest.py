@@ -74,7 +74,8 @@ def pytest_addoption(parser):
     parser.addoption(
         "--one-case-each",
         action="store_true",
-        help="of each test's cases run the first: all functions of jax, on another jax",
+        help="of each test's cases run the first: all functions of jax, on another "
+        "jax; where a test is marked every_function, all cases",
     )
 
 
@@ -83,9 +84,11 @@ def pytest_collection_modifyitems(config, items):
     _skip_without_gpu(config, items)
     if config.getoption("--one-case-each"):
         firsts = {item.nodeid.partition("[")[0]: item for item in reversed(items)}
-        others = [x for x in items if firsts[x.nodeid.partition("[")[0]] is not x]
+        chosen = {*firsts.values()}
+        chosen |= {x for x in items if "every_function" in x.keywords}
+        others = [x for x in items if x not in chosen]
         config.hook.pytest_deselected(items=others)
-        items[:] = [x for x in items if firsts[x.nodeid.partition("[")[0]] is x]
+        items[:] = [x for x in items if x in chosen]
 
 
 def _skip_without_gpu(config, items):

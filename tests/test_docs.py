@@ -61,6 +61,7 @@ def _public():
             yield module.LMHead
 
 
+@pytest.mark.every_function
 @pytest.mark.parametrize("example", _examples(), ids=lambda test: test.name)
 def test_docstring_example(example):
     said = io.StringIO()

@@ -258,19 +258,21 @@ def test_one_argument_alone_is_sharded(verb, name):
     check_types(verb, SHARDINGS[name])
 
 
-# Two heads, and above one; all verbs' types are those of automatic axes in the next test, and
-# what they compute along automatic axes is in `core/test_partition.py`.
+# One head is above. The types of all verbs are in the next test, and what verbs compute
+# along automatic axes is in `core/test_partition.py`.
 @pytest.mark.parametrize(
     "verb",
     [
-        kl, slow(selected_logprobs), slow(token_stats), slow(entropy), slow(support_logprobs),
-        slow(ragged_support_logprobs), slow(topk), slow(topk_kl),
+        kl, slow(selected_logprobs), slow(token_stats), slow(entropy),
+        slow(support_logprobs), slow(ragged_support_logprobs), slow(topk),
+        slow(topk_kl),
     ],
 )  # fmt: skip
 def test_every_derivative(verb):
     check(verb, SHARDINGS["all"], in_context=False)
 
 
+@pytest.mark.every_function
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize(
     "name, spec",

@@ -94,9 +94,10 @@ def test_a_checkpoint_of_one_mesh_restores_onto_another(
     sizes, remat, then, text_file, tmp_path, alone
 ):
     """The same steps on 8 devices, then on one; what is saved knows no policy."""
-    for steps, sizes, remat in ((3, sizes, remat), (4, (1, 1, 1, 1), then)):
-        run = dict(steps=steps, checkpoint_every=1)
-        result = train(config_of(text_file, tmp_path, sizes, remat, **run))
+    run = dict(steps=3, checkpoint_every=1)
+    train(config_of(text_file, tmp_path, sizes, remat, **run))
+    run["steps"] = 4
+    result = train(config_of(text_file, tmp_path, remat=then, **run))
     assert_same_steps(result, alone)
 
 
