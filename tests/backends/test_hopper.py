@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
 import jaxmem
-from jaxmem.backends import hopper
+from jaxmem.backends import hopper, xla
 from jaxmem.core import partition as _spread
 from jaxmem.kernels import blocks
 from tests.cases import CASES, Case, slow
@@ -39,6 +39,7 @@ def test_outputs_and_gradients(name, dtype, interpreted):
 
 
 @needs_pallas
+@pytest.mark.slow
 def test_every_option_at_once(interpreted):
     problem = Case(70, 33, 130, std=3.0).make()
     check(
@@ -49,10 +50,19 @@ def test_every_option_at_once(interpreted):
 
 
 @needs_pallas
-def test_rows_in_blocks_and_columns_in_blocks(interpreted):
+@pytest.mark.parametrize("every_option", [True, slow(False)])
+def test_rows_in_blocks_and_columns_in_blocks(every_option, interpreted):
     """Both gradients are added up."""
-    case = Case(301, 16, 300, std=3.0, chunk=16)
-    check(case.make(), "hopper", case.chunk, dtype="bfloat16")
+    case = Case(301, 33, 300, std=3.0, chunk=16)
+    problem, options = case.make(), {}
+    if every_option:
+        problem = problem._replace(y=problem.y % 280)
+        options = dict(
+            layout="dv", softcap=5.0, vocab_size=280,
+            temperature=np.linspace(0.5, 2, 301, dtype=np.float32),
+            bias=jnp.linspace(-1, 1, 300, dtype=jnp.bfloat16),
+        )  # fmt: skip
+    check(problem, "hopper", case.chunk, dtype="bfloat16", **options)
 
 
 @needs_pallas
@@ -87,7 +97,7 @@ def test_a_sum_that_follows_changes_no_bit(beside, interpreted, monkeypatch):
         stats = jaxmem.token_stats(h, W, y, chunk=16, implementation="hopper")
         return jnp.sum(stats.logprob + stats.entropy)
 
-    want = jax.grad(total, (0, 1))(h, W)
+    want = jax.jit(jax.grad(total, (0, 1)))(h, W)
     one_loop = products.gradients
 
     def apart(blocks, *args):
@@ -106,7 +116,7 @@ def test_a_sum_that_follows_changes_no_bit(beside, interpreted, monkeypatch):
     monkeypatch.setattr(products, "to_W", listen)
     monkeypatch.setattr(products, "SUM_BLOCKS", 1)
     jax.clear_caches()  # of what was traced without a sum
-    got = jax.grad(total, (0, 1))(h, W)
+    got = jax.jit(jax.grad(total, (0, 1)))(h, W)
     jax.tree.map(np.testing.assert_array_equal, got, want)
     n = hopper.n_blocks()
     assert launches == ([n, n - 1] if beside else [n])
@@ -144,7 +154,16 @@ def test_a_row_is_batch_invariant_up_to_the_order_of_float32_sums(interpreted):
 
 
 @needs_pallas
-@pytest.mark.parametrize("name", [slow("one block"), *list(ONE_PASS)[1:]])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "several blocks, every option",
+        "nothing active",
+        slow("one block"),
+        slow("several blocks"),
+        slow("every option"),
+    ],
+)
 def test_a_loss_of_every_statistic_in_one_pass(name, interpreted):
     check_one_pass(**ONE_PASS[name])
 
@@ -328,8 +347,16 @@ def test_parts_of_the_vocabulary_lower_for_cuda(
 
 
 @needs_pallas
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("verb", [by_stats, by_loss, frozen])
+@pytest.mark.parametrize(
+    "verb, check_vma",
+    [
+        (by_loss, True),
+        (frozen, False),
+        slow(by_stats, False),
+        slow(by_loss, False),
+        slow(frozen, True),
+    ],
+)
 def test_parts_of_the_vocabulary_are_typed(verb, check_vma, lowered_anywhere):
     """Which axes a value varies over is checked while a call is traced."""
     options = {"vocab_size": 5000, "axis_name": "tensor", "implementation": "hopper"}
@@ -467,7 +494,8 @@ def test_calls_that_it_refuses_anywhere(lowered_anywhere):
 
 @needs_pallas
 def test_the_automatic_choice_keeps_to_what_was_measured(lowered_anywhere, monkeypatch):
-    """Traced only: no kernel runs."""
+    """No kernel runs, nor is any traced."""
+    monkeypatch.setattr(hopper, "forward", xla.forward)
     monkeypatch.setattr(jax, "device_count", lambda: 1)
 
     def chosen(n, d, v, w_dtype=jnp.bfloat16, **options):

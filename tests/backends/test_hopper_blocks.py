@@ -79,7 +79,7 @@ def test_without_an_active_token_the_gradient_is_zero(interpreted, of_blocks):
     assert of_blocks
 
 
-def test_blocks_that_all_rows_share_need_no_other(interpreted, of_blocks):
+def test_blocks_that_all_rows_share_need_no_other(lowered_anywhere, of_blocks):
     """Few rows: W's gradient is written once anyway, and no row is rounded twice."""
     h, W, y = Case(40, 64, 300, std=2.0).make()
     h, W = jnp.asarray(h, jnp.bfloat16), jnp.asarray(W, jnp.bfloat16)
@@ -88,9 +88,11 @@ def test_blocks_that_all_rows_share_need_no_other(interpreted, of_blocks):
         stats = jaxmem.token_stats(h, W, y, implementation="hopper", **options)
         return jnp.sum(stats.logprob + stats.entropy)
 
-    want = jax.grad(total, (0, 1))(h, W)
-    got = jax.grad(functools.partial(total, gradient_blocks=4), (0, 1))(h, W)
-    jax.tree.map(np.testing.assert_array_equal, got, want)
+    def program(**options):
+        gradients = jax.grad(functools.partial(total, **options), (0, 1))
+        return str(jax.make_jaxpr(gradients)(h, W))
+
+    assert program(gradient_blocks=4) == program()
     assert not of_blocks
 
 
@@ -139,8 +141,10 @@ def test_all_kernels_lower_for_cuda(n, d, v, options, lowered_anywhere, of_block
     assert of_blocks
 
 
-@pytest.mark.parametrize("verb", [by_stats, by_loss])
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize(
+    "verb, check_vma",
+    [(by_stats, True), (by_loss, True), slow(by_stats, False), slow(by_loss, False)],
+)
 def test_parts_of_the_vocabulary_are_typed(
     verb, check_vma, lowered_anywhere, of_blocks
 ):
@@ -161,6 +165,4 @@ def traced_in_blocks_and_parts(verb, check_vma):
         "gradient_blocks": 2, "chunk": 16,
     }  # fmt: skip
     total = functools.partial(verb, **options)
-    return traced_in_parts(
-        total, check_vma, shapes=[(3000, 256), (8192, 256), (3000,)]
-    )
+    return traced_in_parts(total, check_vma, shapes=[(3000, 256), (8192, 256), (3000,)])
