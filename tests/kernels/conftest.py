@@ -24,7 +24,6 @@ def interpreted(lowered_anywhere, quick_compilation, monkeypatch):
     The interpreter knows neither copies to a cluster nor additions on the way out.
     """
     import jax.experimental.pallas.mosaic_gpu as plgpu
-
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
     from jaxmem.kernels import ring
