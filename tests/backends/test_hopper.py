@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
 import jaxmem
-from jaxmem.backends import hopper
+from jaxmem.backends import hopper, xla
 from jaxmem.core import partition as _spread
 from jaxmem.kernels import blocks
 from tests.cases import CASES, Case, slow
@@ -39,6 +39,7 @@ def test_outputs_and_gradients(name, dtype, interpreted):
 
 
 @needs_pallas
+@pytest.mark.slow
 def test_every_option_at_once(interpreted):
     problem = Case(70, 33, 130, std=3.0).make()
     check(
@@ -49,10 +50,19 @@ def test_every_option_at_once(interpreted):
 
 
 @needs_pallas
-def test_rows_in_blocks_and_columns_in_blocks(interpreted):
+@pytest.mark.parametrize("every_option", [True, slow(False)])
+def test_rows_in_blocks_and_columns_in_blocks(every_option, interpreted):
     """Both gradients are added up."""
-    case = Case(301, 16, 300, std=3.0, chunk=16)
-    check(case.make(), "hopper", case.chunk, dtype="bfloat16")
+    case = Case(301, 33, 300, std=3.0, chunk=16)
+    problem, options = case.make(), {}
+    if every_option:
+        problem = problem._replace(y=problem.y % 280)
+        options = dict(
+            layout="dv", softcap=5.0, vocab_size=280,
+            temperature=np.linspace(0.5, 2, 301, dtype=np.float32),
+            bias=jnp.linspace(-1, 1, 300, dtype=jnp.bfloat16),
+        )  # fmt: skip
+    check(problem, "hopper", case.chunk, dtype="bfloat16", **options)
 
 
 @needs_pallas
@@ -87,7 +97,7 @@ def test_a_sum_that_follows_changes_no_bit(beside, interpreted, monkeypatch):
         stats = jaxmem.token_stats(h, W, y, chunk=16, implementation="hopper")
         return jnp.sum(stats.logprob + stats.entropy)
 
-    want = jax.grad(total, (0, 1))(h, W)
+    want = jax.jit(jax.grad(total, (0, 1)))(h, W)
     one_loop = products.gradients
 
     def apart(blocks, *args):
@@ -106,7 +116,7 @@ def test_a_sum_that_follows_changes_no_bit(beside, interpreted, monkeypatch):
     monkeypatch.setattr(products, "to_W", listen)
     monkeypatch.setattr(products, "SUM_BLOCKS", 1)
     jax.clear_caches()  # of what was traced without a sum
-    got = jax.grad(total, (0, 1))(h, W)
+    got = jax.jit(jax.grad(total, (0, 1)))(h, W)
     jax.tree.map(np.testing.assert_array_equal, got, want)
     n = hopper.n_blocks()
     assert launches == ([n, n - 1] if beside else [n])
@@ -144,7 +154,16 @@ def test_a_row_is_batch_invariant_up_to_the_order_of_float32_sums(interpreted):
 
 
 @needs_pallas
-@pytest.mark.parametrize("name", [slow("one block"), *list(ONE_PASS)[1:]])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "several blocks, every option",
+        "nothing active",
+        slow("one block"),
+        slow("several blocks"),
+        slow("every option"),
+    ],
+)
 def test_a_loss_of_every_statistic_in_one_pass(name, interpreted):
     check_one_pass(**ONE_PASS[name])
 
@@ -186,26 +205,27 @@ def test_a_frozen_head_keeps_its_gradient(interpreted):
 
 EVERY_OPTION = {"bias": True, "temperature": 0.7, "vocab_size": 50000}
 LOWERED = [
+    (300, 1000, 50257, EVERY_OPTION | {"softcap": 30.0}, ("vd", "dv")),
     (8192, 4096, 151936, {}, ("vd", "dv")),
     (1000, 2304, 256000, {"softcap": 30.0}, ("dv", "vd")),
-    (300, 1000, 50257, EVERY_OPTION, ("vd", "dv")),
 ]
 
 
-def every_second_is_slow(cases):
-    marks = itertools.cycle([(), pytest.mark.slow])
-    return [pytest.param(*case, marks=m) for case, m in zip(cases, marks, strict=False)]
+def first_is_quick(cases):
+    first, *others = cases
+    return [first, *(slow(*case) for case in others)]
 
 
 @needs_pallas
 @pytest.mark.parametrize(
     "n, d, v, options, layouts, one_pass",
-    every_second_is_slow((*case, one) for one in (True, False) for case in LOWERED),
+    first_is_quick((*case, one) for one in (True, False) for case in LOWERED),
 )
 def test_all_kernels_lower_for_cuda(
     n, d, v, options, layouts, one_pass, lowered_anywhere
 ):
-    """Every two of shape, layout and verb meet."""
+    """Every two of shape, layout and verb meet; that verb and layout which parts of a
+    vocabulary have, below, are lowered there."""
     layout = layouts[one_pass]
 
     def shape(*sizes, dtype=jnp.bfloat16):
@@ -224,11 +244,14 @@ def test_all_kernels_lower_for_cuda(
 
     W = shape(v, d) if layout == "vd" else shape(d, v)
     operands = (shape(n, d), W, shape(n, dtype=jnp.int32), bias)
-    traced = jax.jit(jax.grad(loss, (0, 1))).trace(*operands)
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    text = lowered(jax.jit(jax.grad(loss, (0, 1))).trace(*operands))
     # Statistics, the logits' derivative, and the two products made of that.
     assert text.count("mosaic_gpu") >= 4
     assert_none_writes_into_a_slice(text, kept=one_pass)
+
+
+def lowered(traced):
+    return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
 def assert_none_writes_into_a_slice(text, kept):
@@ -264,85 +287,125 @@ def in_parts(total, check_vma=True, n_devices=1):
     )  # fmt: skip
 
 
-def both_verbs(h, W, y, **options):
-    def loss(stats):
-        return 0.5 * stats.logprob + 0.3 * stats.entropy
+def of_token(stats):
+    return 0.5 * stats.logprob + 0.3 * stats.entropy
 
-    stats = jaxmem.token_stats(h, W, y, **options)
-    return loss(stats).sum() + jaxmem.token_loss(loss, h, W, y, **options)[0]
+
+def by_stats(h, W, y, **options):
+    return of_token(jaxmem.token_stats(h, W, y, **options)).sum()
+
+
+def by_loss(h, W, y, **options):
+    return jaxmem.token_loss(of_token, h, W, y, **options)[0]
+
+
+def frozen(h, W, y, **options):
+    return jaxmem.logprobs(h, W, y, frozen_head=True, **options).sum()
 
 
 @needs_pallas
-def test_a_split_vocabulary_that_does_not_fill_its_parts(interpreted):
+@pytest.mark.parametrize("verb", [by_stats, slow(by_loss)])
+def test_a_split_vocabulary_that_does_not_fill_its_parts(verb, interpreted):
     """One part only: the interpreter has one device's memory."""
     h, W, y = Case(100, 64, 300, std=2.0).make()
     h, W, y = jnp.asarray(h, jnp.bfloat16), jnp.asarray(W, jnp.bfloat16), y % 250
     options = {"vocab_size": 250, "axis_name": "tensor", "implementation": "hopper"}
-    got = in_parts(functools.partial(both_verbs, **options))(h, W, y)
-    want = jax.value_and_grad(functools.partial(both_verbs, vocab_size=250), (0, 1))(
+    got = in_parts(functools.partial(verb, **options))(h, W, y)
+    want = jax.value_and_grad(functools.partial(verb, vocab_size=250), (0, 1))(
         h.astype(jnp.float32), W.astype(jnp.float32), y
     )
     jax.tree.map(close, got, want)
 
 
+PARTS = [(300, 256), (5120, 256), (300,)]
+TYPES = (jnp.bfloat16, jnp.bfloat16, jnp.int32)
+
+
+def traced_in_parts(total, check_vma=True, n_devices=None, shapes=PARTS):
+    operands = map(jax.ShapeDtypeStruct, shapes, TYPES)
+    n_devices = n_devices or len(jax.devices())
+    return in_parts(total, check_vma, n_devices).trace(*operands)
+
+
 @needs_pallas
 @pytest.mark.parametrize(
-    "frozen, check_vma",
-    every_second_is_slow([(False, True), (False, False), (True, False), (True, True)]),
+    "verb, check_vma, kernels",
+    first_is_quick(
+        (verb, check_vma, kernels)
+        for verb, kernels in ((by_stats, 4), (by_loss, 3), (frozen, 3))
+        for check_vma in (True, False)
+    ),
 )
-def test_parts_of_the_vocabulary_lower_for_cuda(frozen, check_vma, lowered_anywhere):
+def test_parts_of_the_vocabulary_lower_for_cuda(
+    verb, check_vma, kernels, lowered_anywhere
+):
     options = {"vocab_size": 5000, "axis_name": "tensor", "implementation": "hopper"}
-
-    def frozen_logprobs(h, W, y):
-        return jaxmem.logprobs(h, W, y, frozen_head=True, **options).sum()
-
-    total = frozen_logprobs if frozen else functools.partial(both_verbs, **options)
-    shapes = [(300, 256), (5120, 256), (300,)]
-    types = jnp.bfloat16, jnp.bfloat16, jnp.int32
-    operands = map(jax.ShapeDtypeStruct, shapes, types)
-    traced = in_parts(total, check_vma, len(jax.devices())).trace(*operands)
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("mosaic_gpu") >= (3 if frozen else 7)
+    text = lowered(traced_in_parts(functools.partial(verb, **options), check_vma))
+    assert text.count("mosaic_gpu") >= kernels
+    if verb is by_stats:
+        assert_none_writes_into_a_slice(text, kept=False)
 
 
 @needs_pallas
-def test_groups_of_a_vocabulary(interpreted):
+@pytest.mark.parametrize(
+    "verb, check_vma",
+    [
+        (by_loss, True),
+        (frozen, False),
+        slow(by_stats, False),
+        slow(by_loss, False),
+        slow(frozen, True),
+    ],
+)
+def test_parts_of_the_vocabulary_are_typed(verb, check_vma, lowered_anywhere):
+    """Which axes a value varies over is checked while a call is traced."""
+    options = {"vocab_size": 5000, "axis_name": "tensor", "implementation": "hopper"}
+    assert traced_in_parts(functools.partial(verb, **options), check_vma)
+
+
+@needs_pallas
+@pytest.mark.parametrize("verb", [by_loss, slow(by_stats)])
+def test_groups_of_a_vocabulary(verb, interpreted):
     """Two groups, of which the second has columns that do not exist."""
     h, W, y = Case(40, 64, 320, std=2.0).make()
     h, W, y = jnp.asarray(h, jnp.bfloat16), jnp.asarray(W, jnp.bfloat16), y % 250
     options = {"vocab_size": 250, "vocab_groups": 2, "implementation": "hopper"}
 
     def total(h, W):
-        return both_verbs(h, W, y, **options)
+        return verb(h, W, y, **options)
 
     got = jax.jit(jax.value_and_grad(total, (0, 1)))(h, W)
-    want = jax.value_and_grad(functools.partial(both_verbs, vocab_size=250), (0, 1))(
+    want = jax.value_and_grad(functools.partial(verb, vocab_size=250), (0, 1))(
         h.astype(jnp.float32), W.astype(jnp.float32), y
     )
     jax.tree.map(close, got, want)
+
+
+KERNELS = ("core_map", "mpmd_map", "pallas_call")
+
+
+def kernels_of(jaxpr):
+    """The text of each launch of a kernel: its grid, operands' shapes and code."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name in KERNELS:
+            yield str(equation.params), [str(x.aval) for x in equation.invars]
+        else:
+            for inner in jax.tree.leaves(
+                list(equation.params.values()), is_leaf=lambda x: hasattr(x, "jaxpr")
+            ):
+                inner = getattr(inner, "jaxpr", inner)
+                yield from kernels_of(inner) if hasattr(inner, "eqns") else ()
 
 
 @needs_pallas
 def test_groups_take_the_same_kernels_on_any_mesh(lowered_anywhere):
     """The same code, for the same shapes; fewer launches on more devices."""
     options = {"axis_name": "tensor", "implementation": "hopper", "vocab_groups": 2}
-
-    def total(h, W, y):
-        stats = jaxmem.token_stats(h, W, y, vocab_size=5000, **options)
-        return (stats.logprob + stats.entropy).sum()
-
-    shapes = [(300, 256), (5120, 256), (300,)]
-    types = jnp.bfloat16, jnp.bfloat16, jnp.int32
+    total = functools.partial(by_stats, vocab_size=5000, **options)
     launches = []
     for n_devices in (1, 2):
-        operands = map(jax.ShapeDtypeStruct, shapes, types)
-        traced = in_parts(total, True, n_devices).trace(*operands)
-        text = traced.lower(lowering_platforms=("cuda",)).as_text()
-        calls = [x for x in text.splitlines() if "@mosaic_gpu" in x]
-        # Without the names of operands; before jax 0.12, also without the code, which
-        # differs between two launches of one kernel there.
-        start = "} : (" if jax.__version_info__ < (0, 12) else ") {"
-        launches.append([x[x.index(start) :] for x in calls])
+        jaxpr = traced_in_parts(total, n_devices=n_devices).jaxpr.jaxpr
+        launches.append([str(launch) for launch in kernels_of(jaxpr)])
     assert len(launches[0]) > len(launches[1]) >= 4
     assert set(launches[0]) == set(launches[1])
 
@@ -370,10 +433,9 @@ def test_several_shards_sum_beside_a_product(
         monkeypatch.setattr(products, "MAX_SUM_TILES", 0)
     jax.clear_caches()  # of what was traced with room; and then of what was without
     request.addfinalizer(jax.clear_caches)
-    shapes, types = [(300, 256), (5120, 256), (300,)], (*[jnp.bfloat16] * 2, jnp.int32)
-    total = functools.partial(both_verbs, axis_name="tensor", implementation="hopper")
-    traced = in_parts(total, n_devices=n_devices).trace(
-        *map(jax.ShapeDtypeStruct, shapes, types)
+    traced = traced_in_parts(
+        functools.partial(by_loss, axis_name="tensor", implementation="hopper"),
+        n_devices=n_devices,
     )
     beside = room and n_devices > 1
     assert told and set(told) == {beside}
@@ -432,7 +494,8 @@ def test_calls_that_it_refuses_anywhere(lowered_anywhere):
 
 @needs_pallas
 def test_the_automatic_choice_keeps_to_what_was_measured(lowered_anywhere, monkeypatch):
-    """Traced only: no kernel runs."""
+    """No kernel runs, nor is any traced."""
+    monkeypatch.setattr(hopper, "forward", xla.forward)
     monkeypatch.setattr(jax, "device_count", lambda: 1)
 
     def chosen(n, d, v, w_dtype=jnp.bfloat16, **options):

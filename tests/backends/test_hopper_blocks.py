@@ -11,8 +11,11 @@ import pytest
 import jaxmem
 from tests.backends.test_hopper import (
     assert_none_writes_into_a_slice,
-    both_verbs,
+    by_loss,
+    by_stats,
     in_parts,
+    lowered,
+    traced_in_parts,
 )
 from tests.cases import Case, slow
 from tests.functional.test_api import check
@@ -76,7 +79,7 @@ def test_without_an_active_token_the_gradient_is_zero(interpreted, of_blocks):
     assert of_blocks
 
 
-def test_blocks_that_all_rows_share_need_no_other(interpreted, of_blocks):
+def test_blocks_that_all_rows_share_need_no_other(lowered_anywhere, of_blocks):
     """Few rows: W's gradient is written once anyway, and no row is rounded twice."""
     h, W, y = Case(40, 64, 300, std=2.0).make()
     h, W = jnp.asarray(h, jnp.bfloat16), jnp.asarray(W, jnp.bfloat16)
@@ -85,20 +88,23 @@ def test_blocks_that_all_rows_share_need_no_other(interpreted, of_blocks):
         stats = jaxmem.token_stats(h, W, y, implementation="hopper", **options)
         return jnp.sum(stats.logprob + stats.entropy)
 
-    want = jax.grad(total, (0, 1))(h, W)
-    got = jax.grad(functools.partial(total, gradient_blocks=4), (0, 1))(h, W)
-    jax.tree.map(np.testing.assert_array_equal, got, want)
+    def program(**options):
+        gradients = jax.grad(functools.partial(total, **options), (0, 1))
+        return str(jax.make_jaxpr(gradients)(h, W))
+
+    assert program(gradient_blocks=4) == program()
     assert not of_blocks
 
 
-def test_a_split_vocabulary(interpreted, of_blocks):
+@pytest.mark.parametrize("verb", [by_stats, slow(by_loss)])
+def test_a_split_vocabulary(verb, interpreted, of_blocks):
     """One part only: the interpreter has one device's memory."""
     h, W, y = CASE.make()
     h, W, y = jnp.asarray(h, jnp.bfloat16), jnp.asarray(W, jnp.bfloat16), y % 280
     options = {"vocab_size": 280, "chunk": 16}
     here = {"axis_name": "tensor", "implementation": "hopper", "gradient_blocks": 2}
-    got = in_parts(functools.partial(both_verbs, **options, **here))(h, W, y)
-    want = jax.value_and_grad(functools.partial(both_verbs, **options), (0, 1))(
+    got = in_parts(functools.partial(verb, **options, **here))(h, W, y)
+    want = jax.value_and_grad(functools.partial(verb, **options), (0, 1))(
         h.astype(jnp.float32), W.astype(jnp.float32), y
     )
     jax.tree.map(close, got, want)
@@ -108,9 +114,9 @@ def test_a_split_vocabulary(interpreted, of_blocks):
 @pytest.mark.parametrize(
     "n, d, v, options",
     [
-        (131_072, 4096, 128_256, {"layout": "vd"}),
+        slow(131_072, 4096, 128_256, {"layout": "vd"}),
         slow(20_000, 1000, 5001, {"layout": "vd", "bias": True, "vocab_size": 5000}),
-        slow(20_000, 1000, 5001, {"layout": "dv", "bias": True, "softcap": 30.0}),
+        (20_000, 1000, 5001, {"layout": "dv", "bias": True, "softcap": 30.0}),
     ],
 )
 def test_all_kernels_lower_for_cuda(n, d, v, options, lowered_anywhere, of_blocks):
@@ -129,24 +135,34 @@ def test_all_kernels_lower_for_cuda(n, d, v, options, lowered_anywhere, of_block
 
     W = shape(v, d) if options["layout"] == "vd" else shape(d, v)
     operands = (shape(n, d), W, shape(n, dtype=jnp.int32), bias)
-    traced = jax.jit(jax.grad(loss, (0, 1))).trace(*operands)
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    text = lowered(jax.jit(jax.grad(loss, (0, 1))).trace(*operands))
     assert text.count("mosaic_gpu") >= 4
     assert_none_writes_into_a_slice(text, kept=False)
     assert of_blocks
 
 
-@pytest.mark.parametrize("check_vma", [True, slow(False)])
-def test_parts_of_the_vocabulary_lower_for_cuda(check_vma, lowered_anywhere, of_blocks):
+@pytest.mark.parametrize(
+    "verb, check_vma",
+    [(by_stats, True), (by_loss, True), slow(by_stats, False), slow(by_loss, False)],
+)
+def test_parts_of_the_vocabulary_are_typed(
+    verb, check_vma, lowered_anywhere, of_blocks
+):
+    traced_in_blocks_and_parts(verb, check_vma)
+    assert of_blocks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verb, kernels", [(by_stats, 4), (by_loss, 3)])
+def test_parts_of_the_vocabulary_lower_for_cuda(verb, kernels, lowered_anywhere):
+    text = lowered(traced_in_blocks_and_parts(verb, True))
+    assert text.count("mosaic_gpu") >= kernels
+
+
+def traced_in_blocks_and_parts(verb, check_vma):
     options = {
         "vocab_size": 5000, "axis_name": "tensor", "implementation": "hopper",
         "gradient_blocks": 2, "chunk": 16,
     }  # fmt: skip
-    shapes = [(3000, 256), (8192, 256), (3000,)]
-    types = jnp.bfloat16, jnp.bfloat16, jnp.int32
-    operands = map(jax.ShapeDtypeStruct, shapes, types)
-    total = functools.partial(both_verbs, **options)
-    traced = in_parts(total, check_vma, len(jax.devices())).trace(*operands)
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("mosaic_gpu") >= 7
-    assert of_blocks
+    total = functools.partial(verb, **options)
+    return traced_in_parts(total, check_vma, shapes=[(3000, 256), (8192, 256), (3000,)])

@@ -6,6 +6,7 @@ import pytest
 
 import jaxmem
 from tests.backends.test_xla import CPU, CUBLAS, OLD_XLA, count_gemms
+from tests.cases import slow
 from tests.functional.test_selected_xla import compiled
 
 pytestmark = pytest.mark.usefixtures("on_one_device")
@@ -44,8 +45,17 @@ def test_one_pass_over_the_logits(verb):
     assert gemms(sample_ids(64)) == 1
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("verb", [topk, topk_kl, sample_ids])
+@pytest.mark.parametrize(
+    "verb, dtype",
+    [
+        (topk, "float32"),
+        (topk_kl, "bfloat16"),
+        (sample_ids, "bfloat16"),
+        slow(topk, "bfloat16"),
+        slow(topk_kl, "float32"),
+        slow(sample_ids, "float32"),
+    ],
+)
 def test_memory_is_what_the_docstring_says(verb, dtype):
     if OLD_XLA:
         pytest.skip("XLA for CPUs in jaxlib 0.10 stores more parts of a chunk's logits")

@@ -10,6 +10,7 @@ import pytest
 import jaxmem
 from tests import oracle
 from tests.backends.test_xla import compiled, count_gemms
+from tests.cases import slow
 from tests.functional.test_api import STATS_EPSILON, assert_as_good
 from tests.functional.test_divergence import (
     CHUNK,
@@ -104,7 +105,7 @@ def test_values_and_gradients(verb, std):
     check(verb, make(std))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", slow("float16")])
 def test_in_16_bits(dtype):
     check("kl", make(), dtype)
 
@@ -215,7 +216,7 @@ def test_four_products(optimized):
     assert gemms(jax.grad(of_kl, (0, 1))) == 6
 
 
-@pytest.mark.parametrize("verb", ["kl", "forward_kl", "jsd"])
+@pytest.mark.parametrize("verb", ["jsd", slow("kl"), slow("forward_kl")])
 def test_memory_is_what_the_docstring_says(verb, optimized):
     n, d, v, chunk = 2048, 64, 8192, 128
 

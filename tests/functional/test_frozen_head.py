@@ -95,7 +95,7 @@ def check(problem, verb="logprobs", dtype="float32", layout="vd", bias=None, **o
 @pytest.mark.parametrize(
     "name, verb",
     [
-        ("peaked", "logprobs"),
+        slow("peaked", "logprobs"),
         ("label ahead by 25", "logprobs"),
         ("NaN in masked rows", "entropy"),
         slow("peaked", "entropy"),
@@ -108,13 +108,13 @@ def test_values_and_gradients(name, verb):
 
 
 @pytest.mark.usefixtures("quick_compilation")
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", slow("float16")])
 def test_sixteen_bit_inputs(dtype):
     check(CASES["NaN in masked rows"].make(), dtype=dtype)
 
 
 @pytest.mark.usefixtures("quick_compilation")
-@pytest.mark.parametrize("layout", ["vd", "dv"])
+@pytest.mark.parametrize("layout", ["dv", slow("vd")])
 def test_every_option(layout):
     options = {k: v for each in OPTIONS.values() for k, v in each.items()}
     problem = Case(40, 33, 130, std=3.0).make()
@@ -146,7 +146,9 @@ def of_stats(h, W, y, bias=None, **options):
         (total, lambda f: f),
         slow(loss, lambda f: f),
         slow(of_stats, lambda f: f),
-        *((fn, jax.jit) for fn in (total, loss, of_stats)),
+        (loss, jax.jit),
+        slow(total, jax.jit),
+        slow(of_stats, jax.jit),
     ],
 )
 def test_as_if_stopped(problem, fn, wrap):

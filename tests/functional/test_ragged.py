@@ -9,6 +9,7 @@ import pytest
 
 import jaxmem
 from jaxmem import packing
+from tests.cases import slow
 from tests.functional.test_api import EPSILON, STATS_EPSILON, assert_as_good
 from tests.functional.test_selected import (
     CHUNK,
@@ -86,12 +87,14 @@ def test_values_and_gradients(std):
     check(make(std))
 
 
-@pytest.mark.parametrize("chunk", [1, None, "auto"], ids=str)
+@pytest.mark.parametrize("chunk", [1, slow(None), slow("auto")], ids=str)
 def test_any_chunk(chunk):
     check(make(), chunk=chunk)
 
 
-@pytest.mark.parametrize("dtype,layout", [("float32", "dv"), ("bfloat16", "vd")])
+@pytest.mark.parametrize(
+    "dtype,layout", [("bfloat16", "dv"), slow("float32", "dv"), slow("bfloat16", "vd")]
+)
 def test_every_option(dtype, layout):
     check(make(3.0, 100), dtype, layout, **OPTIONS)
 

@@ -11,7 +11,7 @@ from jaxmem.core.operands import Ragged
 from jaxmem.functional.support_rule import RaggedSupportRule
 from tests.backends.test_xla import CPU, CUBLAS, OLD_XLA, compiled, count_gemms
 from tests.cases import slow
-from tests.functional.test_selected import VERBS, total
+from tests.functional.test_selected import total
 
 pytestmark = pytest.mark.usefixtures("on_one_device")
 
@@ -78,7 +78,7 @@ def test_memory_of_selected_ids_is_what_the_docstring_says(dtype, options):
 
 
 @pytest.mark.parametrize(
-    "dtype,layout", [slow("float32", "vd"), ("float32", "dv"), ("bfloat16", "vd")]
+    "dtype,layout", [slow("float32", "vd"), slow("float32", "dv"), ("bfloat16", "vd")]
 )
 def test_memory_of_a_support_is_what_the_docstring_says(dtype, layout):
     if OLD_XLA and dtype == "bfloat16":
@@ -113,7 +113,7 @@ def ragged_shapes(n, d, v, capacity):
     return h, W, y, *integers
 
 
-@pytest.mark.parametrize("chunk", [4, 64])
+@pytest.mark.parametrize("chunk", [slow(4), 64])
 def test_memory_of_ragged_supports_is_what_the_docstring_says(chunk):
     """Nothing of [tokens, max_ids], either."""
     n, d, v, max_ids, capacity = 2048, 128, 1024, 512, 2**17
@@ -150,7 +150,7 @@ def test_ragged_supports_cost_what_their_ids_do():
     assert int(offsets[-1]) < n * max_ids / 7
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", [slow("selected"), "support"])
 def test_memory_of_many_ids_grows_linearly(verb):
     """Nothing of [chunk, K, K]."""
     n, d, v, chunk = 512, 8, 2048, 64

@@ -32,7 +32,7 @@ def loss_of(loss_fn, chunk):
     return lambda *operands: jaxmem.token_loss(loss_fn, *operands, chunk=chunk)[0]
 
 
-@pytest.mark.parametrize("loss_fn", [nll, ppo])
+@pytest.mark.parametrize("loss_fn", [ppo, slow(nll)])
 def test_gemms(loss_fn):
     """z; z and dH and dW; z and dH; z and dW."""
     loss = loss_of(loss_fn, 64)
@@ -73,7 +73,7 @@ def test_an_output_that_no_loss_depends_on_costs_nothing():
 @pytest.mark.parametrize(
     "size, dtype",
     [
-        (SIZES[1], F32),
+        slow(SIZES[1], F32),
         (SIZES[4], jnp.bfloat16),
         slow(SIZES[4], F32),
         slow(SIZES[1], jnp.bfloat16),

@@ -24,9 +24,11 @@ def interpreted(lowered_anywhere, quick_compilation, monkeypatch):
     The interpreter knows neither copies to a cluster nor additions on the way out.
     """
     import jax.experimental.pallas.mosaic_gpu as plgpu
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
     from jaxmem.kernels import ring
 
+    monkeypatch.setattr(gpu_callbacks, "np", _NumpyOfOneThread())
     monkeypatch.setattr(hopper, "n_blocks", lambda: 2)
     monkeypatch.setattr(ring, "add_to", _add_inside)
     monkeypatch.setattr(callback, "io_callback_impl", _call_with_numpy)
@@ -81,6 +83,24 @@ def _call_with_numpy(*args, callback, **_):
     """
     scalars = [x.item() if x.ndim == 0 and x.dtype.kind == "i" else x for x in args]
     return jax.tree.map(np.asarray, callback(*scalars))
+
+
+class _NumpyOfOneThread:
+    """numpy, whose products of matrices OpenBLAS does not share out over threads.
+
+    Many threads of the interpreter multiply at the same time, and those that OpenBLAS
+    starts for each product spin while they wait: half of the processors' time.
+    """
+
+    LARGEST = 2**17  # multiplications of a product; OpenBLAS shares out above 2^18
+
+    def __getattr__(self, name):
+        return getattr(np, name)
+
+    def matmul(self, a, b, dtype):
+        rows = max(self.LARGEST // b.size, 1)
+        parts = [a[i : i + rows] for i in range(0, len(a), rows)]
+        return np.concatenate([np.matmul(part, b, dtype=dtype) for part in parts])
 
 
 def _add_inside(smem, gmem):

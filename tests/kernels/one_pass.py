@@ -20,6 +20,15 @@ ONE_PASS = {
         "where": np.arange(130) % 3 > 0,
         "bias": np.sin(np.arange(300, dtype=np.float32)),
     },
+    "several blocks, every option": {
+        "case": Case(300, 64, 300, std=3.0, chunk=32),
+        "layout": "dv",
+        "softcap": 5.0,
+        "vocab_size": 250,
+        "temperature": np.linspace(0.5, 2, 300, dtype=np.float32),
+        "where": np.arange(300) % 9 > 0,
+        "bias": np.sin(np.arange(300, dtype=np.float32)),
+    },
     "nothing active": {
         "case": Case(40, 64, 300, chunk=64),
         "where": np.zeros(40, bool),

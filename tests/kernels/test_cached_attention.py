@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxmem.kernels import cached_attention
+from tests.cases import slow
 from tests.kernels import needs_pallas
 
 pytestmark = [
@@ -65,9 +66,21 @@ def exact(query, token, cached, layer, seen, scale, softcap):
     return out
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("softcap", [None, 2.0], ids=["", "capped"])
-def test_against_float64(shape, softcap, triton_interpreted):
+@pytest.mark.parametrize(
+    "name, softcap",
+    [
+        ("more programs than heads", 2.0),
+        ("a program a head", None),
+        ("less than a block", 2.0),
+        slow("one query a head", None),
+        slow("more programs than heads", None),
+        slow("one query a head", 2.0),
+        slow("a program a head", 2.0),
+        slow("less than a block", None),
+    ],
+)
+def test_against_float64(name, softcap, triton_interpreted):
+    shape = SHAPES[name]
     *operands, used = problem(shape)
     query, token, cached, seen = operands
     layer = shape[-1] - 1

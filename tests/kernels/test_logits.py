@@ -31,7 +31,7 @@ def stats_and_gradients(h, W, y, implementation, **options):
 @pytest.mark.parametrize(
     "kept, options",
     [
-        (0, {}),
+        slow(0, {}),
         slow("all", {}),
         slow(0, {"temperature": 0.7}),
         ("all", {"softcap": 5.0}),

@@ -11,6 +11,7 @@ from flax import nnx
 from jaxmem import devices
 from jaxmem.kernels import rotary
 from jaxmem.models.decoder import Decoder, ModelConfig
+from tests.cases import slow
 from tests.kernels import needs_pallas
 
 pytestmark = [
@@ -64,14 +65,18 @@ def test_against_float64(dtype, norms, triton_interpreted):
     check(made, exact(joined, tables, norms), dtype)
 
 
+TWO_KINDS = dict(pattern=("local", "global"), window=3, local_rope_theta=9.0)
+
+
 @pytest.mark.parametrize(
     "changes",
     [
-        dict(qk_norm=True, norm_offset=True),
-        dict(qkv_bias=True),
-        dict(qk_norm=True, pattern=("local", "global"), window=3, local_rope_theta=9.0),
+        dict(qk_norm=True, norm_offset=True, qkv_bias=True, **TWO_KINDS),
+        slow(dict(qk_norm=True, norm_offset=True)),
+        slow(dict(qkv_bias=True)),
+        slow(dict(qk_norm=True, **TWO_KINDS)),
     ],
-    ids=["norms", "biases", "two kinds of layers"],
+    ids=["all", "norms", "biases", "two kinds of layers"],
 )
 def test_a_decoder_with_it(changes, triton_interpreted, monkeypatch):
     config = ModelConfig(

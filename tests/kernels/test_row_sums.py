@@ -11,6 +11,7 @@ import jaxmem
 from jaxmem import devices
 from jaxmem.core import stats
 from jaxmem.kernels import row_sums
+from tests.cases import slow
 from tests.functional.test_divergence import CHUNK, exact, make
 from tests.kernels import needs_pallas
 
@@ -66,7 +67,7 @@ def test_sums_against_float64(triton_interpreted):
     np.testing.assert_allclose(got[1], 2 * want, rtol=16 * EPS)
 
 
-@pytest.mark.parametrize("verb", ["kl", "forward_kl", "jsd"])
+@pytest.mark.parametrize("verb", ["jsd", slow("kl"), slow("forward_kl")])
 def test_verbs_with_them(verb, triton_interpreted, monkeypatch):
     monkeypatch.setattr(row_sums, "_SHARES", 2)
     operands = make()
@@ -111,7 +112,7 @@ def test_named_xla_runs_none(monkeypatch):
     assert "row_sums" not in lowered(named, operands)
 
 
-@pytest.mark.parametrize("verb", ["kl", "forward_kl", "jsd"])
+@pytest.mark.parametrize("verb", ["jsd", slow("kl"), slow("forward_kl")])
 def test_lowered_for_a_gpu(verb, monkeypatch):
     monkeypatch.setattr(devices, "backend", lambda: "gpu")
 
