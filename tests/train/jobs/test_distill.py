@@ -197,6 +197,7 @@ def test_a_steps_gradient_is_that_of_dense_float64(overrides):
 # --------------------------------------------------------------------- text
 
 
+@pytest.mark.usefixtures("one_program")
 def test_a_student_learns_is_evaluated_and_a_killed_run_resumes_bitwise(monkeypatch):
     result, said = train()
     first, last = result.history[0], result.history[-1]
@@ -291,6 +292,7 @@ def prompts(directory):
     pathlib.Path("distill.gin").write_text(ON_POLICY + 'distill.teacher = "llama"\n')
 
 
+@pytest.mark.usefixtures("one_program")
 def test_a_student_learns_from_its_own_samples_and_resumes(prompts, monkeypatch):
     result, said = train()
     # All tokens that were sampled count, and no others.
@@ -357,6 +359,7 @@ OFFLINE = "distill.mode=offline", "data.source=teacher.parquet"
         (["--sample-ids=12"], []),
     ],
 )
+@pytest.mark.usefixtures("one_program")
 def test_a_student_learns_from_a_file_and_resumes(options, streamed, monkeypatch):
     monkeypatch.setattr("jaxmem.score.journal._COLUMNS_AT_ONCE", 1000)
     scored(*options)

@@ -228,6 +228,7 @@ OF_A_FILE = (
 )  # fmt: skip
 
 
+@pytest.mark.usefixtures("one_program")
 def test_own_rewards_are_learned_evaluated_shown_and_resumed_bitwise(monkeypatch):
     pathlib.Path("own.py").write_text(OWN)
     lines = [json.dumps(row) + "\n" for row in ROWS]

@@ -87,6 +87,7 @@ def test_the_loss_is_the_papers(loss, smoothing):
     np.testing.assert_array_equal(told["accuracy"], h > 0)
 
 
+@pytest.mark.usefixtures("one_program")
 def test_pairs_are_learned_evaluated_and_a_killed_run_resumes_bitwise(monkeypatch):
     result, said = train()
     first, last = result.history[0], result.history[-1]

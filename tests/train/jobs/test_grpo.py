@@ -534,6 +534,7 @@ def test_the_8b_job_runs_at_a_tiny_size(tmp_path):
     assert not (result.out_dir / "checkpoints").exists()
 
 
+@pytest.mark.usefixtures("one_program")
 def test_killed_a_run_takes_bitwise_the_steps_of_one_never_stopped(
     tmp_path, monkeypatch
 ):

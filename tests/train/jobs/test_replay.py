@@ -272,6 +272,7 @@ def test_without_truncation_there_is_nothing_to_replay():
     assert told["ratios_outside_2"] == pytest.approx(2 / 6)
 
 
+@pytest.mark.usefixtures("one_program")
 def test_killed_and_resumed_a_replayed_run_is_bitwise_the_same(
     finished, tmp_path, monkeypatch
 ):
