@@ -36,7 +36,6 @@ from jaxmem.train.optimizer import (
     learning_rate_schedule,
     make_optimizer,
 )
-from tests.cases import slow
 from tests.hlo import vocabulary_gemms
 
 MODEL = ModelConfig(layers=1, hidden=16, ff=24, heads=2, kv_heads=1, head_dim=8)
