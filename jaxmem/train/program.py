@@ -89,6 +89,7 @@ class DecoderProgram:
 
     Attributes:
         policy: rematerialisation policy of the blocks.
+        abstract: the decoder, with shapes in the place of its weights.
         layout: shardings of arrays; the model must be traced in its context.
         definition: of the decoder, for `nnx.merge`.
         state_shapes: shapes and shardings of a `TrainState`.
@@ -113,8 +114,9 @@ class DecoderProgram:
         self.layout = Layout(config.mesh)
         self._use(config.remat.start)
         with self.layout.context():
-            state = jax.eval_shape(self._new_state)
-            frozen = jax.eval_shape(lambda: self._new_weights()[1])
+            weights = nnx.to_pure_dict(nnx.split(self.abstract)[1])
+            params, frozen = jax.eval_shape(self._split, weights)
+            state = TrainState(params, jax.eval_shape(self._moments, params))
         self.state_shapes = self.layout.of_weights(state)
         self.frozen_shapes = self.layout.of_weights(frozen)
         if self.streamed is not None:
@@ -135,7 +137,8 @@ class DecoderProgram:
     def _use(self, policy: remat.Policy | None) -> None:
         self.policy = policy
         with self.layout.context():
-            self.definition = nnx.split(nnx.eval_shape(self.new_model))[0]
+            self.abstract = nnx.eval_shape(self.new_model)
+        self.definition = nnx.split(self.abstract)[0]
 
     def choose_policy(
         self,
@@ -213,7 +216,9 @@ class DecoderProgram:
         return compiled
 
     def _new_weights(self) -> tuple[dict, dict]:
-        weights = nnx.to_pure_dict(nnx.split(self.new_model())[1])
+        return self._split(nnx.to_pure_dict(nnx.split(self.new_model())[1]))
+
+    def _split(self, weights: dict) -> tuple[dict, dict]:
         return split_weights(weights, self._config.optimizer.trainable)
 
     def _new_state(self) -> TrainState:
@@ -255,7 +260,7 @@ class DecoderProgram:
 
     def frozen(self) -> dict:
         """The frozen weights; the same in every process."""
-        return self._weights(1, self.frozen_shapes)
+        return self._weights(1, self.frozen_shapes) if self.frozen_shapes else {}
 
     def _weights(self, part: int, places: Any) -> Any:
         """Weights of the checkpoint, if there is one; else initialised by the seed."""

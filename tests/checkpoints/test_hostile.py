@@ -71,7 +71,7 @@ PLAIN = {
 }  # fmt: skip
 
 
-@nasty.profile(600)
+@nasty.profile(300)
 @hypothesis.given(data=nasty.files(nasty.objects(CONFIGS, MORE_KEYS, likely)))
 def test_config_json(folder, seen, data):
     path = folder / "config.json"
@@ -105,7 +105,7 @@ names = st.sampled_from(
 )  # fmt: skip
 
 
-@nasty.profile(450)
+@nasty.profile(225)
 @hypothesis.given(
     data=nasty.files(nasty.objects([INDEX], ["c"], names.map(lambda name: {"t": name})))
     | nasty.files(names.map(lambda name: {"weight_map": {"a": name}}))
@@ -133,7 +133,7 @@ def test_index_of_safetensors(folder, seen, data):
 TOKENIZER = {"eos_token": {"content": "</s>", "lstrip": False}, "model_max_length": 5}
 
 
-@nasty.profile(450)
+@nasty.profile(225)
 @hypothesis.given(
     data=nasty.files(
         nasty.objects([TOKENIZER, {"eos_token": "</s>"}], likely=st.just("</s>"))
@@ -168,7 +168,7 @@ ADAPTER = json.loads((TINY / "qwen3/adapter/adapter_config.json").read_text())
 modules = st.sampled_from([["q_proj"], "q_proj", ["q_proj", 5], [["q_proj"]], ["x"], 3])
 
 
-@nasty.profile(450)
+@nasty.profile(225)
 @hypothesis.given(data=nasty.files(nasty.objects([ADAPTER], likely=modules)))
 def test_adapter_config_json(folder, seen, data):
     path = folder / "adapter_config.json"
@@ -207,7 +207,7 @@ def tensor_files(draw):
     return struct.pack("<Q", length) + header + data
 
 
-@nasty.profile(450)
+@nasty.profile(225)
 @hypothesis.given(data=tensor_files() | st.binary(max_size=40))
 def test_header_of_safetensors(folder, seen, data):
     path = folder / "model.safetensors"

@@ -1,5 +1,6 @@
 """Tunix's LogitStrategy with both heads replaced: the same losses and gradients."""
 
+import functools
 import importlib
 import warnings
 
@@ -22,6 +23,7 @@ with warnings.catch_warnings():
     trainers = importlib.import_module("tunix.distillation.distillation_trainer")
     sharding_utils = importlib.import_module("tunix.sft.sharding_utils")
 
+from tests.cases import slow
 from tests.integrations.test_tunix import V, as_tunix_sets_flax, qwen, tokens
 
 __all__ = ["as_tunix_sets_flax"]
@@ -70,7 +72,7 @@ def models(dtype=jnp.float32):
     return student, teacher
 
 
-def losses(strategy, student, teacher, has_aux=True):
+def losses(strategy, student, teacher):
     """((loss, metrics), gradient by the student's weights), and the eval loss."""
     inputs = inputs_of(example())
     output = strategy.get_teacher_outputs(teacher, inputs)
@@ -80,11 +82,30 @@ def losses(strategy, student, teacher, has_aux=True):
         merged = nnx.merge(definition, weights)
         return strategy.get_train_loss(merged, output, inputs)
 
-    both = jax.jit(jax.value_and_grad(total, has_aux=has_aux))(weights, output)
+    both = jax.jit(jax.value_and_grad(total, has_aux=True))(weights, output)
     evaluated = jax.jit(
         lambda weights: strategy.get_eval_loss(nnx.merge(definition, weights), inputs)
     )(weights)
     return both, evaluated
+
+
+@functools.cache
+def of_tunix():
+    """`losses` of Tunix's own strategy, with its defaults."""
+    return losses(strategy_of(), *models())
+
+
+def values(strategy, student, teacher):
+    """(loss, metrics) alone, for what only calls one function or another."""
+    inputs = inputs_of(example())
+    output = strategy.get_teacher_outputs(teacher, inputs)
+    definition, weights = nnx.split(student)
+
+    def total(weights, output):
+        merged = nnx.merge(definition, weights)
+        return strategy.get_train_loss(merged, output, inputs)
+
+    return jax.jit(total)(weights, output)
 
 
 def assert_near(ours, theirs, rtol=2e-5):
@@ -98,10 +119,13 @@ def assert_near(ours, theirs, rtol=2e-5):
 @pytest.mark.parametrize(
     ("alpha", "temperature", "k"),
     [
-        *[(alpha, t, 0) for alpha in (0.0, 0.7, 1.0) for t in (1.0, 2.5)],
+        (0.7, 2.5, 0),
+        (0.0, 1.0, 0),
+        (1.0, 1.0, 0),
         (0.7, 2.5, 4),
-        pytest.param(1.0, 1.0, 4, marks=pytest.mark.slow),
-        pytest.param(0.0, 2.5, 4, marks=pytest.mark.slow),
+        *[slow(*case, 0) for case in ((0.7, 1.0), (0.0, 2.5), (1.0, 2.5))],
+        slow(1.0, 1.0, 4),
+        slow(0.0, 2.5, 4),
     ],
 )
 def test_loss_metrics_and_gradient(alpha, temperature, k):
@@ -117,7 +141,7 @@ def test_loss_metrics_and_gradient(alpha, temperature, k):
     assert_near(ours, theirs)
 
 
-@pytest.mark.parametrize("k", [pytest.param(1, marks=pytest.mark.slow), V])
+@pytest.mark.parametrize("k", [slow(1), V])
 def test_any_number_of_the_teachers_logits(k):
     theirs = losses(strategy_of(distill_top_k=k, alpha=0.9), *models())
     with tunix.applied(chunk=4):
@@ -127,9 +151,9 @@ def test_any_number_of_the_teachers_logits(k):
 
 def test_more_logits_than_there_are_raise_what_they_raise_in_tunix(capsys):
     with pytest.raises(Exception) as theirs:
-        losses(strategy_of(distill_top_k=V + 1), *models())
+        values(strategy_of(distill_top_k=V + 1), *models())
     with tunix.applied(), pytest.raises(theirs.type) as ours:
-        losses(strategy_of(distill_top_k=V + 1), *models())
+        values(strategy_of(distill_top_k=V + 1), *models())
     assert str(ours.value) == str(theirs.value)
     assert f"distill_top_k={V + 1} exceeds {V} logits" in capsys.readouterr().out
 
@@ -152,7 +176,7 @@ def test_of_equal_logits_those_of_smaller_ids_are_largest():
 
 
 def test_bfloat16_is_as_near_to_float32_as_tunix_is():
-    exact = losses(strategy_of(), *models())[0][0]
+    exact = of_tunix()[0][0]
     student, teacher = models()
 
     def rounded(model):
@@ -161,9 +185,9 @@ def test_bfloat16_is_as_near_to_float32_as_tunix_is():
         return half
 
     halves = rounded(student), rounded(teacher)
-    theirs = losses(strategy_of(), *halves)[0][0]
+    theirs = values(strategy_of(), *halves)
     with tunix.applied():
-        ours = losses(strategy_of(), *halves)[0][0]
+        ours = values(strategy_of(), *halves)
     error = abs(float(theirs[0] - exact[0]))
     assert abs(float(ours[0] - exact[0])) <= 2 * error + 1e-2
 
@@ -179,8 +203,13 @@ def trained(strategy, steps=3):
     return nnx.state(student, nnx.Param)
 
 
+@functools.cache
+def trained_by_tunix():
+    return trained(strategy_of())
+
+
 def test_tunix_trains_to_the_same_weights():
-    theirs = trained(strategy_of())
+    theirs = trained_by_tunix()
     with tunix.applied(chunk=4), jaxmem.report() as calls:
         ours = trained(strategy_of())
     assert {call.verb for call in calls.calls} == {"forward_kl", "logprobs"}
@@ -222,10 +251,9 @@ def dense(**inputs):
     ],
 )
 def test_what_is_left_alone_and_why(functions, reason, capsys):
-    theirs = losses(strategy_of(**functions), *models())
+    theirs = values(strategy_of(**functions), *models())
     with tunix.applied():
-        strategy = strategy_of(**functions)
-        ours = losses(strategy, *models())
+        ours = values(strategy_of(**functions), *models())
     assert f"left as it is: {reason}" in capsys.readouterr().out
     assert_near(ours, theirs)
 
@@ -233,9 +261,9 @@ def test_what_is_left_alone_and_why(functions, reason, capsys):
 def test_a_wrong_function_raises_what_it_raises_in_tunix():
     functions = dict(student=over_part, teacher=over_part)  # V - 1 columns, labels V
     with pytest.raises(Exception) as theirs:
-        losses(strategy_of(**functions), *models())
+        values(strategy_of(**functions), *models())
     with tunix.applied(), pytest.raises(theirs.type) as ours:
-        losses(strategy_of(**functions), *models())
+        values(strategy_of(**functions), *models())
     assert str(ours.value) == str(theirs.value)
 
 
@@ -244,9 +272,9 @@ def test_heads_with_lora_are_left_alone(capsys):
         pair = models()
         owner = pair[1].lm_head if which else pair[0].embedder
         owner.w_lora_a = nnx.LoRAParam(jnp.zeros((16, 2)))
-        theirs = losses(strategy_of(), *pair)
+        theirs = values(strategy_of(), *pair)
         with tunix.applied():
-            assert_near(losses(strategy_of(), *pair), theirs)
+            assert_near(values(strategy_of(), *pair), theirs)
         assert "the head of Qwen3 has LoRA" in capsys.readouterr().out
 
 
@@ -269,9 +297,9 @@ def test_strategies_with_another_loss_are_left_alone(capsys):
         def compute_eval_loss(self, student_output, labels):
             return jnp.mean(student_output)
 
-    theirs = losses(Features(forward, forward, labels), *models(), has_aux=False)
+    theirs = values(Features(forward, forward, labels), *models())
     with tunix.applied():
-        ours = losses(Features(forward, forward, labels), *models(), has_aux=False)
+        ours = values(Features(forward, forward, labels), *models())
     assert_near(ours, theirs)
     said = "left as it is: Features compares other things than logits"
     assert said in capsys.readouterr().out
@@ -279,20 +307,17 @@ def test_strategies_with_another_loss_are_left_alone(capsys):
 
 def test_a_strategy_works_after_undo():
     strategy = strategy_of()
-    theirs = losses(strategy_of(), *models())
     with tunix.applied():
-        losses(strategy, *models())
+        values(strategy, *models())
     assert strategy.get_teacher_outputs(models()[1], inputs_of(example())).shape
-    assert_near(losses(strategy, *models()), theirs)
+    assert_near(values(strategy, *models()), of_tunix()[0][0])
 
 
 def test_a_mesh_shards_the_batch_and_not_the_head():
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("fsdp",))
     inputs = inputs_of(example())
-    with mesh:
-        theirs = trained(strategy_of())
     with tunix.applied(), mesh:
-        assert_near(trained(strategy_of()), theirs, rtol=1e-4)
+        assert_near(trained(strategy_of()), trained_by_tunix(), rtol=1e-4)
         output = strategy_of().get_teacher_outputs(models()[1], inputs)
         batch = trainers.TrainingInput(
             input_tokens=inputs["input_tokens"], input_mask=inputs["input_mask"],

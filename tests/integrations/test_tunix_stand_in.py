@@ -14,6 +14,7 @@ from flax import nnx, struct
 
 import jaxmem
 from jaxmem.integrations import tunix
+from tests.cases import one_at_a_time, slow
 from tests.integrations.stand_ins import (
     B,
     Config,
@@ -252,11 +253,22 @@ PACKED = {
 }
 
 
-@pytest.mark.parametrize("chunk_size", [0, 2])
-@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(
-    ("tied", "temperature", "entropy"),
-    [(True, 0.7, True), (False, 0.0, True), (False, 1.0, False)],
+    ("tied", "temperature", "entropy", "packed", "chunk_size"),
+    [
+        (True, 0.7, True, True, 2),
+        (False, 0.0, True, False, 0),
+        (False, 1.0, False, False, 2),
+        (False, 1.0, False, True, 0),
+        slow(True, 0.7, True, False, 0),
+        slow(True, 0.7, True, False, 2),
+        slow(True, 0.7, True, True, 0),
+        slow(False, 0.0, True, False, 2),
+        slow(False, 0.0, True, True, 0),
+        slow(False, 0.0, True, True, 2),
+        slow(False, 1.0, False, False, 0),
+        slow(False, 1.0, False, True, 2),
+    ],
 )
 def test_logps_and_entropies(
     tied, temperature, entropy, packed, chunk_size, fake_tunix
@@ -311,8 +323,9 @@ def test_supervised_loss_is_sums_that_the_trainer_divides(fake_tunix):
     assert_alike(value, TunixModel())
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("temperature", [0.7, 0.0])
+@pytest.mark.parametrize(
+    ("temperature", "tied"), one_at_a_time([0.7, 0.0], [True, False])
+)
 def test_chunked_logps(tied, temperature, fake_tunix):
     def value(model, hidden):
         return fake_tunix("compute_chunked_logps")(

@@ -1,15 +1,3 @@
-"""Orders of documents that several runs of a test module share."""
+"""Runs share orders of documents."""
 
-import contextlib
-import functools
-
-with contextlib.suppress(ImportError):  # only time is lost without it
-    from grain._src.python.experimental.index_shuffle.python import (
-        index_shuffle_module,
-    )
-
-    # A pure function of integers. Where there are few documents, each call
-    # takes milliseconds, which were a tenth of the jobs' tests.
-    index_shuffle_module.index_shuffle = functools.cache(
-        index_shuffle_module.index_shuffle
-    )
+from tests import orders as orders

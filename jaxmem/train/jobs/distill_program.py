@@ -71,8 +71,7 @@ class TeacherProgram(DecoderProgram):
             config, model=model, optimizer=OptimizerConfig(), remat=RematConfig()
         )
         super().__init__(given, model.vocab_size, 0, lambda _: 0.0)
-        with self.layout.context():
-            head = nnx.split(nnx.eval_shape(self.new_model).head)
+        head = nnx.split(self.abstract.head)
         self._head, shapes = head[0], nnx.to_pure_dict(head[1])
         self.head_shapes = self.layout.of_weights({"head": shapes})["head"]
 
@@ -227,8 +226,7 @@ class DistillProgram(SamplingProgram):
 
     def trace_loss(self) -> None:
         """See `DecoderProgram`."""
-        with self.layout.context():
-            definition, weights = nnx.split(nnx.eval_shape(self.new_model).head)
+        definition, weights = nnx.split(self.abstract.head)
 
         def loss(weights, hidden, labels, target, normalizer, *advantages):
             head, targets = nnx.merge(definition, weights), Targets(labels, *advantages)

@@ -232,8 +232,7 @@ class PolicyProgram(SamplingProgram):
 
     def trace_head(self, shape: Shape, head: HeadConfig) -> jax.stages.Traced:
         """Trace the same."""
-        with self.layout.context():
-            definition, weights = nnx.split(nnx.eval_shape(self.new_model).head)
+        definition, weights = nnx.split(self.abstract.head)
 
         def loss(weights, hidden, micro_batch, normalizer):
             module = nnx.merge(definition, weights)

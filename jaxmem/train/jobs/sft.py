@@ -262,9 +262,7 @@ class Program(DecoderProgram):
 
     def trace_head(self, head: HeadConfig) -> jax.stages.Traced:
         """Trace the same."""
-        with self.layout.context():
-            model = nnx.eval_shape(self.new_model)
-        definition, weights = nnx.split(model.head)
+        definition, weights = nnx.split(self.abstract.head)
         hidden = jax.ShapeDtypeStruct(
             (*self._rows, self.config.model.hidden), self.config.model.dtype
         )

@@ -1,9 +1,11 @@
 """Distillation: gradients against float64, students that learn and resume bitwise."""
 
 import collections
+import functools
 import io
 import json
 import pathlib
+import shutil
 
 import jax
 import numpy as np
@@ -14,13 +16,22 @@ from rich.console import Console
 from jaxmem import checkpoints, cli
 from jaxmem.data import teacher_files
 from jaxmem.data.documents import Batch, DataConfig
+from jaxmem.heads.nnx import LMHead
+from jaxmem.score import journal
 from jaxmem.train import config as configuration, saved, starting
 from jaxmem.train.history import read_history
 from jaxmem.train.jobs import distill
 from jaxmem.train.jobs.distill_program import DistillProgram
-from jaxmem.train.jobs.distillation import TeacherStates
+from jaxmem.train.jobs.distillation import (
+    DistillConfig,
+    TeacherColumns,
+    TeacherStates,
+    columns_divergence,
+)
 from jaxmem.train.jobs.epochs import with_steps
 from jaxmem.train.metrics import DistillMetrics
+from jaxmem.train.program import DecoderProgram
+from tests.cases import slow
 from tests.checkpoints import texts
 from tests.checkpoints.texts import LETTERS
 from tests.train.jobs.kills import kill_before
@@ -48,17 +59,32 @@ run.checkpoint_every = 3
 run.out_dir = "run"
 eval.every = 4
 """
+TWO_STEPS = "run.steps=2", "eval.every=None"
 
 
 @pytest.fixture(autouse=True)
 def directory(tmp_path, monkeypatch):
     """A teacher of three layers, ninety texts, and a student of one layer."""
     monkeypatch.chdir(tmp_path)
-    teacher = texts.checkpoint("llama", tmp_path)
+    prepare()
+    return tmp_path
+
+
+def prepare():
+    texts.checkpoint("llama", pathlib.Path())
     words = [a + b + c for a in "abcdef" for b in "xyzuv" for c in "lmn"]
     write([{"text": f"{word} and {word[::-1]}"} for word in words])
-    pathlib.Path("distill.gin").write_text(GIN + f'distill.teacher = "{teacher}"\n')
-    return tmp_path
+    pathlib.Path("distill.gin").write_text(GIN + 'distill.teacher = "llama"\n')
+
+
+@pytest.fixture(scope="module")
+def two_steps(tmp_path_factory):
+    """The directory of a run of two steps, which is not to be changed."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.chdir(tmp_path_factory.mktemp("student"))
+        prepare()
+        train(*TWO_STEPS)
+        return pathlib.Path("run").absolute()
 
 
 def write(rows):
@@ -197,6 +223,7 @@ def test_a_steps_gradient_is_that_of_dense_float64(overrides):
 # --------------------------------------------------------------------- text
 
 
+@pytest.mark.usefixtures("one_program")
 def test_a_student_learns_is_evaluated_and_a_killed_run_resumes_bitwise(monkeypatch):
     result, said = train()
     first, last = result.history[0], result.history[-1]
@@ -216,8 +243,8 @@ def test_a_student_learns_is_evaluated_and_a_killed_run_resumes_bitwise(monkeypa
     assert steps("cut") == steps("run")
 
 
-def test_a_student_reads_text_as_its_teacher_does():
-    train("run.steps=2", "eval.every=None")
+def test_a_student_reads_text_as_its_teacher_does(two_steps):
+    shutil.copytree(two_steps, "run")
     student, teacher = (checkpoints.load_vocabulary(d) for d in ("run/model", "llama"))
     assert student.tokenizer.get_vocab() == teacher.tokenizer.get_vocab()
     assert student[1:] == teacher[1:]
@@ -240,12 +267,11 @@ def test_the_data_may_count_too_and_only_responses_do():
     assert step.held_out_divergence is None
 
 
-def test_adapters_learn_and_a_run_is_a_teacher():
-    train("run.steps=2", "run.out_dir=teacher", "eval.every=None")
+def test_adapters_learn_and_a_run_is_a_teacher(two_steps):
     sizes = [f"model.{n}=None" for n in ("layers", "hidden", "ff", "heads")]
     sizes += ["model.kv_heads=None", "model.head_dim=None"]
     result, said = train(
-        "distill.teacher=teacher", "model.checkpoint=llama", "model.lora_rank=4",
+        f"distill.teacher={two_steps}", "model.checkpoint=llama", "model.lora_rank=4",
         "optimizer.learning_rate=5e-2", "eval.every=None", "run.steps=4", *sizes,
     )  # fmt: skip
     assert result.history[-1].divergence < result.history[0].divergence
@@ -291,6 +317,7 @@ def prompts(directory):
     pathlib.Path("distill.gin").write_text(ON_POLICY + 'distill.teacher = "llama"\n')
 
 
+@pytest.mark.usefixtures("one_program")
 def test_a_student_learns_from_its_own_samples_and_resumes(prompts, monkeypatch):
     result, said = train()
     # All tokens that were sampled count, and no others.
@@ -339,10 +366,18 @@ def test_settings_that_cannot_be_on_policy(prompts, overrides, message):
 # ------------------------------------------------------------------ offline
 
 
-def scored(*options, out="teacher.parquet"):
-    """The teacher's columns of the texts."""
+@functools.cache
+def columns_of(data, options, columns_at_once):
+    """A file of the teacher's columns of data.jsonl, which decide it all three."""
     words = ["score", "llama", "data.jsonl", "--eos", "--max-tokens=64"]
-    assert cli.main([*words, "--dtype=float32", f"--out={out}", *options]) == 0
+    assert cli.main([*words, "--dtype=float32", "--out=scored.parquet", *options]) == 0
+    return pathlib.Path("scored.parquet").read_bytes()
+
+
+def scored(*options, out="teacher.parquet"):
+    data = pathlib.Path("data.jsonl").read_text()
+    made = columns_of(data, options, journal._COLUMNS_AT_ONCE)
+    pathlib.Path(out).write_bytes(made)
     return out
 
 
@@ -357,8 +392,9 @@ OFFLINE = "distill.mode=offline", "data.source=teacher.parquet"
         (["--sample-ids=12"], []),
     ],
 )
+@pytest.mark.usefixtures("one_program")
 def test_a_student_learns_from_a_file_and_resumes(options, streamed, monkeypatch):
-    monkeypatch.setattr("jaxmem.score.journal._COLUMNS_AT_ONCE", 1000)
+    monkeypatch.setattr(journal, "_COLUMNS_AT_ONCE", 1000)
     scored(*options)
     given = [*OFFLINE, *streamed]
     result, _ = train(*given)
@@ -371,7 +407,24 @@ def test_a_student_learns_from_a_file_and_resumes(options, streamed, monkeypatch
         assert steps("cut") == steps("run")
 
 
-@pytest.mark.parametrize("divergence", ["forward_kl", "jsd"])
+@pytest.mark.parametrize("name", ["forward_kl", "reverse_kl", "jsd"])
+def test_the_divergence_of_all_columns_is_that_of_dense_float64(name):
+    config = DistillConfig(divergence=name, beta=0.2, temperature=1.6)
+    rng = np.random.default_rng(0)
+    head = LMHead(8, 20, rngs=nnx.Rngs(0))
+    hidden = rng.normal(size=(2, 5, 8)).astype("f4") * 5
+    y = 2 * rng.normal(size=(2, 5, 20))
+    ids = np.argsort(rng.normal(size=y.shape)).astype(np.int32)
+    logprobs = np.log(softmax(y / config.temperature))
+    columns = TeacherColumns(ids, np.take_along_axis(logprobs, ids, -1).astype("f4"))
+    where = rng.random((2, 5)) < 0.8
+    made = columns_divergence(config, head, hidden, where, columns)
+    expected, _ = divergence(dense(hidden, head), y, config)
+    assert expected.min() > 0.05
+    np.testing.assert_allclose(made, np.where(where, expected, 0), rtol=2e-5)
+
+
+@pytest.mark.parametrize("divergence", [slow("forward_kl"), "jsd"])
 def test_all_columns_are_the_whole_teacher(divergence):
     """The same text, the same order: a file of every column is the text's mode."""
     write([{"text": "".join(LETTERS[i : i + 14])} for i in range(20)])
@@ -509,8 +562,12 @@ def test_a_teacher_that_cannot_be_used_is_named(overrides, message):
     assert message in str(raised.value) and "\n" not in str(raised.value)
 
 
-def test_a_resumed_run_keeps_its_teacher():
-    train("run.steps=1", "eval.every=None")
-    other = tokens_of("other")
+def test_a_resumed_run_keeps_its_teacher_and_its_backend(two_steps, monkeypatch):
+    shutil.copytree(two_steps, "run")
+    longer, other = ["run.steps=3", "eval.every=None"], tokens_of("other")
     with pytest.raises(ValueError, match="distill.teacher"):
-        train("run.steps=2", "eval.every=None", f"distill.teacher={other}")
+        train(*longer, f"distill.teacher={other}")
+    assert {step["backend"] for step in steps()} == {"xla"}
+    monkeypatch.setattr(DecoderProgram, "backend", "hopper")
+    with pytest.raises(ValueError, match="^head.backend was 'xla' in run.out_dir="):
+        train(*longer)

@@ -25,6 +25,7 @@ from jaxmem.train.jobs.distillation import (
 from jaxmem.train.jobs.policy import HeadCall
 from jaxmem.train.metrics import DistillMetrics
 from tests.checkpoints import texts
+from tests.train.jobs.kills import kill_before
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 SUMS = """
@@ -60,8 +61,12 @@ run.out_dir = "run"
 def directory(tmp_path, monkeypatch):
     """A teacher that can spell sums, but not add; and a config."""
     monkeypatch.chdir(tmp_path)
+    prepare()
+
+
+def prepare():
     letters = "abcdefghijklmnopqrstuvwxy+=0123456789"
-    texts.checkpoint("llama", tmp_path, letters=letters)
+    texts.checkpoint("llama", pathlib.Path(), letters=letters)
     pathlib.Path("distill.gin").write_text(SUMS)
 
 
@@ -82,21 +87,13 @@ def steps(path="run"):
 
 def resumed(monkeypatch, *overrides):
     """Steps of a run that was killed before the fifth, and taken up again."""
-    take = distill._Job.step
 
-    class Killed(BaseException):
-        pass
+    def cut():
+        return train("run.out_dir=cut", *overrides)
 
-    def killed(self, number, state):
-        if number == 5:
-            raise Killed
-        return take(self, number, state)
-
-    with monkeypatch.context() as patched, pytest.raises(Killed):
-        patched.setattr(distill._Job, "step", killed)
-        train("run.out_dir=cut", *overrides)
+    kill_before(5, distill._Job, monkeypatch, cut)
     assert len(steps("cut")) == 4
-    assert "resuming cut after step 3" in train("run.out_dir=cut", *overrides)[1]
+    assert "resuming cut after step 3" in cut()[1]
     return steps("cut")
 
 
@@ -187,8 +184,13 @@ TOLD = "reward", "accuracy", "degenerate"
 
 
 def test_a_weight_of_0_records_rewards_and_learns_bitwise_nothing_of_them():
+    """Samples are shown without rewards, too."""
     pathlib.Path("pure.gin").write_text(SUMS.replace('task.reward = "prefix"', ""))
     train("run.out_dir=pure", gin="pure.gin")
+    shown = pathlib.Path("pure/samples.jsonl").read_text().splitlines()
+    assert len(shown) == 8 and json.loads(shown[0])["reward"] is None
+    page = pathlib.Path("pure/report.html").read_text()
+    assert "Samples of the last rollout" in page and ">Reward<" not in page
     train("distill.reward_weight=0.0")
     wanted, made = steps("pure"), steps()
     assert all(step[name] is None for step in wanted for name in TOLD)
@@ -228,6 +230,7 @@ OF_A_FILE = (
 )  # fmt: skip
 
 
+@pytest.mark.usefixtures("one_program")
 def test_own_rewards_are_learned_evaluated_shown_and_resumed_bitwise(monkeypatch):
     pathlib.Path("own.py").write_text(OWN)
     lines = [json.dumps(row) + "\n" for row in ROWS]
@@ -259,16 +262,23 @@ def test_own_rewards_are_learned_evaluated_shown_and_resumed_bitwise(monkeypatch
     assert cut == steps() and len(cut) == 6
 
 
-def test_samples_without_rewards_are_shown():
-    pathlib.Path("pure.gin").write_text(SUMS.replace('task.reward = "prefix"', ""))
-    train("run.steps=1", gin="pure.gin")
-    shown = pathlib.Path("run/samples.jsonl").read_text().splitlines()
-    assert len(shown) == 8 and json.loads(shown[0])["reward"] is None
-    page = pathlib.Path("run/report.html").read_text()
-    assert "Samples of the last rollout" in page and ">Reward<" not in page
-
-
 # -------------------------------------------------------------------- mesh
+
+
+EVEN = (
+    "distill.reward_weight=0.5", "run.steps=3", "distill.divergence=jsd",
+    "model.kv_heads=2", "distill.row_lengths=(8,)",
+    "distill.teacher_dtype=float32",  # whose sums need no order
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The steps that one device takes."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.chdir(tmp_path_factory.mktemp("alone"))
+        prepare()
+        return train(*EVEN)[0].history
 
 
 @pytest.mark.parametrize(
@@ -280,14 +290,10 @@ def test_samples_without_rewards_are_shown():
         pytest.param("sequence", marks=pytest.mark.slow),
     ],
 )
-def test_two_devices_take_the_steps_of_one(axis):
+def test_two_devices_take_the_steps_of_one(axis, alone):
     """Completions are shared out; packed rows, tokens or the vocabulary are split."""
-    more = ["distill.reward_weight=0.5", "run.steps=3", "distill.divergence=jsd"]
-    more += ["model.kv_heads=2", "distill.row_lengths=(8,)"]
-    more += ["distill.teacher_dtype=float32"]  # whose sums need no order
-    alone, _ = train(*more)
-    made, _ = train(*more, f"mesh.{axis}=2", "run.out_dir=mesh")
-    for got, want in zip(made.history, alone.history, strict=True):
+    made, _ = train(*EVEN, f"mesh.{axis}=2")
+    for got, want in zip(made.history, alone, strict=True):
         assert got.reward == want.reward and got.tokens == want.tokens
         assert got.response_length == want.response_length
         for name in ("loss", "grad_norm", "divergence", "ce", "entropy"):

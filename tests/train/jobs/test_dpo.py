@@ -17,6 +17,7 @@ from jaxmem.train.history import read_history
 from jaxmem.train.jobs import dpo
 from jaxmem.train.jobs.preferences import DpoConfig, pair_losses
 from jaxmem.train.metrics import PreferenceMetrics
+from jaxmem.train.program import DecoderProgram
 from tests.checkpoints import texts
 from tests.train.jobs.kills import kill_before
 
@@ -87,6 +88,7 @@ def test_the_loss_is_the_papers(loss, smoothing):
     np.testing.assert_array_equal(told["accuracy"], h > 0)
 
 
+@pytest.mark.usefixtures("one_program")
 def test_pairs_are_learned_evaluated_and_a_killed_run_resumes_bitwise(monkeypatch):
     result, said = train()
     first, last = result.history[0], result.history[-1]
@@ -108,6 +110,10 @@ def test_pairs_are_learned_evaluated_and_a_killed_run_resumes_bitwise(monkeypatc
     assert "resuming cut after step 3" in said
     assert pathlib.Path("cut/reference.npz").stat().st_mtime_ns == scored
     assert steps("cut") == steps("run")
+
+    monkeypatch.setattr(DecoderProgram, "backend", "hopper")
+    with pytest.raises(ValueError, match="^head.backend was 'xla' in run.out_dir="):
+        train("run.steps=9")
 
 
 def load(**changes):

@@ -389,7 +389,7 @@ def test_after_the_first_step_nothing_compiles():
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory):
+def finished(tmp_path_factory, programs_of_module):
     """A run of four steps, what it returned and what it said; not to be changed."""
     config = changed(
         SMALL,
@@ -534,6 +534,7 @@ def test_the_8b_job_runs_at_a_tiny_size(tmp_path):
     assert not (result.out_dir / "checkpoints").exists()
 
 
+@pytest.mark.usefixtures("programs_of_module")
 def test_killed_a_run_takes_bitwise_the_steps_of_one_never_stopped(
     tmp_path, monkeypatch
 ):

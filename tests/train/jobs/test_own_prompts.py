@@ -100,6 +100,7 @@ def steps(path="run"):
     ]
 
 
+@pytest.mark.usefixtures("one_program")
 def test_own_rewards_are_learned_and_a_run_resumes_bitwise(directory):
     result, said = train()
     rewards = [step.reward for step in result.history]

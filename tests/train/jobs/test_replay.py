@@ -22,6 +22,7 @@ from jaxmem.train.jobs.policy import GrpoConfig, HeadCall, PolicyBatch, policy_l
 from jaxmem.train.jobs.policy_program import PolicyProgram
 from jaxmem.train.jobs.rollout_metrics import Logprobs
 from jaxmem.train.jobs.rollouts import Supports
+from tests.cases import slow
 from tests.train.jobs.kills import kill_before
 from tests.train.jobs.test_grpo import CONFIGS, SMALL, changed, completions, train
 
@@ -30,6 +31,8 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 # The nucleus of an untrained policy has most of the fourteen ids.
 NUCLEUS = changed(SMALL, sampling=dict(top_p=0.8, support=14))
 V = 14
+# Its supports are cut to three ids of those that are likely enough.
+CUT = dict(top_p=0.9, min_p=0.1, temperature=0.7, support=3)
 
 
 # ------------------------------------------------------------------ supports
@@ -156,7 +159,7 @@ def job_of(**sampling):
     "sampling",
     [
         dict(top_p=0.8, support=14),
-        dict(top_k=9, top_p=0.9, min_p=0.1, temperature=0.7),
+        CUT,
     ],
     ids=str,
 )
@@ -222,7 +225,7 @@ def test_a_limit_that_cuts_supports_is_told():
 
 
 def test_a_run_says_once_that_its_limit_cuts(capsys):
-    job = job_of(top_p=0.9, support=3)
+    job = job_of(**CUT)
     state = job.initial_state()
     for number in (1, 2):
         state, told = job.step(number, state)
@@ -237,7 +240,7 @@ def test_a_run_says_once_that_its_limit_cuts(capsys):
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory):
+def finished(tmp_path_factory, programs_of_module):
     config = changed(
         NUCLEUS,
         grpo=dict(kl_coefficient=0.05, epochs=2, token_fraction=0.5),
@@ -305,7 +308,7 @@ def test_the_same_tokens_are_kept_for_a_seed_and_a_step():
     assert kept_tokens(SMALL, 1, 0, lengths) is None
 
 
-@pytest.mark.parametrize("sampling", [{}, dict(top_p=0.8, support=14)], ids=str)
+@pytest.mark.parametrize("sampling", [slow({}), dict(top_p=0.8, support=14)], ids=str)
 def test_the_expected_gradient_of_some_tokens_is_that_of_all(sampling):
     """The mean over draws is as near as their spread says, and nearer than one draw."""
     job = job_of(**sampling)
@@ -345,11 +348,12 @@ def test_masked_tokens_have_no_label_and_no_support():
     config = changed(job._config, grpo=dict(token_fraction=0.5))
     made = job._roll_out(1, job.initial_state().params)
     old = np.zeros(made.samples.tokens.shape, np.float32)
-    learned = Minibatch(made.completions, made.advantages, old, None, made.supports)
     kept = kept_tokens(config, 1, 0, made.completions.lengths)
-    rows = [rows for rows, _ in learned.micro_batches(config, kept)]
-    live = np.concatenate([x.batch.labels.ravel() for x in rows]) >= 0
-    assert live.sum() == kept.sum() < made.completions.lengths.sum()
+    for supports in (None, made.supports):
+        learned = Minibatch(made.completions, made.advantages, old, None, supports)
+        rows = [rows for rows, _ in learned.micro_batches(config, kept)]
+        live = np.concatenate([x.batch.labels.ravel() for x in rows]) >= 0
+        assert live.sum() == kept.sum() < made.completions.lengths.sum()
     sizes = np.concatenate([np.diff(x.supports.offsets) for x in rows])
     np.testing.assert_array_equal(sizes > 0, live)
 

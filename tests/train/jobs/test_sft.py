@@ -36,7 +36,6 @@ from jaxmem.train.optimizer import (
     learning_rate_schedule,
     make_optimizer,
 )
-from tests.cases import slow
 from tests.hlo import vocabulary_gemms
 
 MODEL = ModelConfig(layers=1, hidden=16, ff=24, heads=2, kv_heads=1, head_dim=8)
@@ -148,12 +147,14 @@ def test_more_blocks_whole_than_there_are(config):
         sft.Program(changed(config, remat=dict(last=1)), 320)
 
 
-def test_a_policy_is_chosen_by_the_memory_limit(config, finished):
+def test_a_policy_is_chosen_by_the_memory_limit(config, finished, monkeypatch):
     """One that takes less time, as it keeps what the limit allows."""
     _, wanted, _ = finished
+    few = functools.partial(remat.fit, names=["gate"])  # of all, each is traced
+    monkeypatch.setattr(remat, "fit", few)
     result, said = train(changed(config, remat=dict(policy="fit", memory_limit=1.0)))
     assert losses(result) == pytest.approx(losses(wanted), rel=1e-5)
-    assert re.search(r"^none .* chosen$", said, re.MULTILINE), said
+    assert re.search(r"^save gate .* chosen$", said, re.MULTILINE), said
 
 
 def test_moments_on_the_host_change_no_loss(config, finished):
@@ -459,6 +460,7 @@ def test_both_heads_learn_alike_over_fifty_steps(config, tmp_path):
     assert curves[0][-1] < curves[0][0] - 1.0
 
 
+@pytest.mark.usefixtures("one_program")
 def test_a_finished_run_can_be_continued_with_another_head(finished, tmp_path):
     config, first, _ = finished
     shutil.copytree(first.out_dir, tmp_path / "run")
@@ -531,13 +533,29 @@ def test_other_text_is_refused_before_a_file_of_the_run_changes(finished, tmp_pa
         assert was.read_text() == now.read_text()
 
 
-@pytest.mark.parametrize("clip_norm", [None, slow(1.0)])
-def test_a_run_resumes_with_clipping_or_without(clip_norm, config):
-    config = changed(config, optimizer=dict(clip_norm=clip_norm))
-    train(config)
-    other = dict(clip_norm=None if clip_norm else 1.0)
-    result, said = train(changed(config, optimizer=other, run=dict(steps=7)))
+def test_a_run_resumes_without_clipping(finished, tmp_path):
+    config, first, _ = finished
+    assert config.optimizer.clip_norm is not None
+    shutil.copytree(first.out_dir, tmp_path / "run")
+    run = dict(steps=7, out_dir=str(tmp_path / "run"), compare_heads=False)
+    longer = changed(config, optimizer=dict(clip_norm=None), run=run)
+    result, said = train(longer)
     assert "after step 6" in said and len(result.history) == 7
+
+
+@pytest.mark.slow
+def test_a_run_resumes_with_clipping(config):
+    train(changed(config, optimizer=dict(clip_norm=None)))
+    result, said = train(changed(config, run=dict(steps=7)))
+    assert "after step 6" in said and len(result.history) == 7
+
+
+def test_another_backend_than_the_checkpoint_s_is_refused(finished, monkeypatch):
+    config, first, _ = finished
+    assert first.history[-1].backend == "xla"
+    monkeypatch.setattr(sft.Program, "backend", "hopper")
+    with pytest.raises(ValueError, match="^head.backend was 'xla' in run.out_dir="):
+        train(changed(config, run=dict(steps=7)))
 
 
 def test_a_gradient_that_is_not_finite_leaves_no_checkpoint(config, monkeypatch):
@@ -645,12 +663,13 @@ def of_steps(out_dir):
     return [(s.step, s.loss, s.grad_norm, s.tokens) for s in read_history(path)]
 
 
+@pytest.mark.usefixtures("one_program")
 def test_killed_a_run_takes_bitwise_the_steps_of_one_never_stopped(config, tmp_path):
     head = dict(gradient_samples=8)  # whose draws follow from the step's number
-    config = changed(config, run=dict(steps=40, accumulate=2), head=head)
+    config = changed(config, run=dict(steps=20, accumulate=2), head=head)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     kill_after(start(config, killed, 5), killed / "metrics.jsonl", 7)
-    assert 7 <= len(of_steps(killed)) < 40
+    assert 7 <= len(of_steps(killed)) < 20
     for out_dir in (killed, whole):
         run = dict(out_dir=str(out_dir), checkpoint_every=100)
         _, said = train(changed(config, run=run))

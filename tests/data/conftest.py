@@ -1,0 +1,3 @@
+"""Streams share orders of documents."""
+
+from tests import orders as orders
