@@ -31,9 +31,9 @@ from jaxmem.core.spec import Spec
 
 OUTPUTS = ("logprob",)
 SAVED = ("logprob", "max", "log_sum")
-# (depth, unroll, warps) of `sampled_products.Launch` that are tried.
-TO_HIDDEN = [(512, 8, 2), (256, 16, 1), (1024, 8, 4), (4096, 4, 8)]
-TO_W = [(4096, 4, 8), (4096, 8, 8), (2048, 4, 4), (1024, 8, 4)]
+# (depth, unroll, warps, sums) of `sampled_products.Launch` that are tried.
+TO_HIDDEN = [(256, 4, 1, 1), (512, 4, 2, 1), (256, 8, 1, 1), (1024, 4, 4, 1)]
+TO_W = [(1024, 4, 4, 8), (1024, 8, 4, 8), (2048, 4, 8, 8), (1024, 4, 4, 4)]
 
 
 class Head(NamedTuple):
@@ -115,9 +115,14 @@ def select_exps(head, width, stats, kept, y, starts):
     """What follows each launch."""
     from jaxmem.kernels import sampled_select
 
-    outputs = _stats.finish(stats, y >= 0)
-    return sampled_select.entries(
-        head.sampling, width, kept, stats, outputs, (y, starts, jnp.int32(len(y)))
+    rows, n = _stats.finish(stats, y >= 0), len(y)
+    facts = sampled_select.OfRows(
+        jnp.arange(n, dtype=jnp.int32), y, starts, stats.label_logit, stats.max,
+        _stats.Normaliser(rows.max, rows.log_sum),
+    )  # fmt: skip
+    none = _sampling.none(head.sampling, n, np.dtype("float32"))
+    return sampled_select.add_entries(
+        head.sampling, width, kept, facts, jnp.int32(n), none
     )
 
 
@@ -131,8 +136,6 @@ class Part(NamedTuple):
 
 def parts(head, frozen, shape, sweep, made) -> dict[str, Part]:
     """Every part by name, on what was computed before."""
-    from jaxmem.kernels import sampled_products as products
-
     h, W, y = made["problem"]
     outputs, entries, dz, pairs = (
         made[k] for k in ("outputs", "entries", "dz", "pairs")
@@ -155,7 +158,6 @@ def parts(head, frozen, shape, sweep, made) -> dict[str, Part]:
         ),
         "derivative": Part(bind(derivative, head), (h, W, y, outputs, entries)),
         "sort": Part(_sampling.sort_by_column, (dz,)),
-        "segments": Part(lambda p: products.of_columns(p, shape[2]), (pairs,)),
     }
     found |= sampled_products(sweep, h, W, dz, pairs)
     found |= {
@@ -183,12 +185,12 @@ def sampled_products(sweep, h, W, dz, pairs) -> dict[str, Part]:
         run = functools.partial(
             products.to_weights, like=like, layout="vd", launch=launch
         )
-        by_name[f"segments, dW {_brief(launch)}"] = Part(run, (pairs, h))
+        by_name[f"dW {_brief(launch)}"] = Part(run, (pairs, h))
     return by_name
 
 
 def _brief(launch):
-    return f"{launch.depth}/{launch.unroll}/{launch.warps}"
+    return f"{launch.depth}/{launch.unroll}/{launch.warps}/{launch.sums}"
 
 
 def prepared(head, problem) -> dict:

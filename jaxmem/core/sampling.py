@@ -28,7 +28,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from jaxmem.core import running_sums
-from jaxmem.core.stats import Coefficients, Outputs
+from jaxmem.core.stats import Coefficients, Normaliser, Outputs
 
 _BITS = 30  # K units fit, and so does any running sum plus a start
 _ROUNDING = 2.0**-12  # how far a row's probabilities may add up to more than 1
@@ -129,7 +129,7 @@ def units(sampling: Sampling, p: jax.Array) -> jax.Array:
     return jnp.where(p > 0, jnp.minimum(scaled, sampling.one), 0)
 
 
-def scale(part_max: jax.Array, rows: Outputs) -> jax.Array:
+def scale(part_max: jax.Array, rows: Outputs | Normaliser) -> jax.Array:
     """What makes probabilities of e^(z - part_max), of some rows and columns."""
     nothing = part_max == -jnp.inf  # and -inf - -inf would be NaN
     log_scale = jnp.where(nothing, 0, part_max - rows.max) - rows.log_sum

@@ -132,7 +132,7 @@ def logprobs(
       for more outputs than the log-probability); in "hopper" 2·C·V, and V/16 per token
       of a chunk. Backward 24·(K + 1) per token for the pairs sorted by column, and in
       "xla" float32 sums of at most 2²² elements of W's gradient at a time; in "hopper"
-      at most 8·D·max(2048, V/1024).
+      at most 8·D·max(2048, V/32).
     - vocab_groups, without shards: logits and float32 sums of W's gradient divided by
       G, b·V·D/G for a group's columns, 20·G·N for statistics; backward also 4·G·N·D for
       the parts of hidden's gradient and b·V·D for those of W's.

@@ -3,10 +3,14 @@
     dH_i = Σ_j dz_ij W_j         over the entries of a token
     dW_j = Σ_i dz_ij h_i         over the entries of a column
 
-Both are bound by bandwidth. A program computes part of one sum; programs of one part of
-the depth run at the same time, so that the part of W or hidden that they read stays in
-L2. A column with many tokens is first summed in pieces, in parallel. The order of every
-sum is that of the pairs sorted by column, without atomics: results are deterministic.
+Both are bound by bandwidth. A program computes part of the depth; programs of one part
+run at the same time, so that the part of W or hidden that they read stays in L2. What
+else costs time is waiting: an index has to arrive before its row can be loaded. So the
+next indices are loaded while rows arrive, and a program goes through the entries of
+several columns, of which most may have few or none, without a break between them. A
+column with many tokens is first summed in pieces, in parallel. The order of every sum
+is that of the pairs sorted by column, without atomics: results are deterministic, and
+do not depend on how they are computed (`Launch`).
 """
 
 import dataclasses
@@ -21,8 +25,11 @@ from jax import lax
 from jaxmem.core.sampling import Derivative, Pairs
 from jaxmem.kernels.typed import alike, result
 
-# Pairs per piece, and number of pieces: 4 D bytes each during W's gradient.
-_PIECE, _MAX_PIECES = 256, 2048
+_PIECE = 64  # pairs of a piece, at least
+# Columns per piece, at least: pieces take 4 D bytes each during W's gradient, an eighth
+# of a gradient in 16 bits.
+_COLUMNS = 16
+_MAX_UNROLL = 8  # divides a piece
 _TRANSPOSED_DEPTH = 256  # of W at a time, whose rows are transposed from [D, V]
 _ONES = 16  # columns of ones whose sums are the bias's gradient
 
@@ -33,13 +40,15 @@ class Launch:
 
     Attributes:
         depth: columns of a row per program, a power of two.
-        unroll: rows that are loaded before they are added.
+        unroll: rows that are loaded before they are added, a power of two.
         warps: per program.
+        sums: per program; neighbouring columns of W.
     """
 
     depth: int
     unroll: int
     warps: int
+    sums: int = 1
 
     def params(self) -> plt.CompilerParams:
         """Compiler parameters; without pipelining, as loads are unrolled."""
@@ -52,8 +61,17 @@ class Launch:
         return dataclasses.replace(self, depth=short, warps=warps)
 
 
-TO_HIDDEN = Launch(depth=512, unroll=8, warps=2)
-TO_W = Launch(depth=4096, unroll=4, warps=8)
+# A thread loads 16 bytes of a row at once. On one H100, N=8192 D=4096 V=151936 K=128,
+# ms of flat, policy-like and peaked data (`benchmarks/sampled_data.py`):
+# - hidden's gradient, depth / unroll / warps: 256/4/1 1.27, 0.45, 0.18; 256/8/1 1.91,
+#   0.46, 0.18; 512/4/2 1.29, 0.53, 0.20; 1024/4/4 1.70, 0.59, 0.20.
+# - W's, with 8 columns: 1024/4/4 1.53, 0.87, 0.57; 1024/8/4 1.67, 0.92, 0.64; 512/8/2
+#   1.60, 0.95, 0.61; 2048/4/8 1.89, 0.95, 0.62; 4096/4/8 2.67, 1.00, 0.62. With 4
+#   columns 1.63, 0.89, 0.62, with 16 1.47, 0.99, 0.57: they wait for the longest ones.
+# - pieces of 136 pairs or of 520: policy-like 0.87 and 1.26.
+TO_HIDDEN = Launch(depth=256, unroll=4, warps=1)
+TO_W = Launch(depth=1024, unroll=4, warps=4, sums=8)
+TO_PIECE = Launch(depth=1024, unroll=8, warps=4)
 
 
 class Segments(NamedTuple):
@@ -63,14 +81,13 @@ class Segments(NamedTuple):
     end: jax.Array  # int32 [n]
     rows: jax.Array  # int32 [n_pairs], indices; out of bounds for none
     values: jax.Array  # float32 [n_pairs]
-    # int32 [n_pairs // piece], 1 where one segment has all pairs of a piece; None: no
-    # segment is long.
-    whole: jax.Array | None = None
 
-    @property
-    def piece(self) -> int:
-        """Number of pairs of a piece."""
-        return _piece(self.rows.shape[0])
+
+class Pieces(NamedTuple):
+    """Sums of `_piece` neighbouring pairs of one column."""
+
+    whole: jax.Array  # int32 [n_pieces], 1 where one column has all pairs of a piece
+    sums: jax.Array  # float32 [n_pieces, D]; undefined if it has not
 
 
 def to_hidden(
@@ -123,13 +140,13 @@ def to_weights(
     Returns:
         The product.
     """
-    segments = of_columns(pairs, like.shape[0 if layout == "vd" else 1])
+    n_columns = like.shape[0 if layout == "vd" else 1]
     if layout == "vd":
-        return sum_rows(launch, segments, hidden, like.dtype)
+        return sum_columns(launch, pairs, n_columns, hidden, like.dtype)
 
     def part(first, width):
         here = lax.dynamic_slice_in_dim(hidden, first, width, axis=1)
-        return sum_rows(launch, segments, here, like.dtype).T
+        return sum_columns(launch, pairs, n_columns, here, like.dtype).T
 
     zeros = alike(jnp.zeros(like.shape, like.dtype), pairs.values, hidden)[0]
     return _by_depth(part, zeros, axis=0)
@@ -137,26 +154,8 @@ def to_weights(
 
 def to_bias(pairs: Pairs, n_rows: int, columns: int) -> jax.Array:
     """Σ_i dz_ij of each column, float32 [V]."""
-    ones, segments = jnp.ones((n_rows, _ONES), jnp.bfloat16), of_columns(pairs, columns)
-    return sum_rows(TO_W, segments, ones, jnp.float32)[:, 0]
-
-
-def of_columns(pairs: Pairs, columns: int) -> Segments:
-    """The pairs of each column."""
-    ends = jnp.searchsorted(
-        pairs.columns, jnp.arange(columns + 1, dtype=jnp.int32), method="scan_unrolled"
-    ).astype(jnp.int32)
-    piece = _piece(pairs.columns.shape[0])
-    n_pieces = pairs.columns.shape[0] // piece
-    pieces = pairs.columns[: n_pieces * piece].reshape(n_pieces, piece)
-    whole = (pieces[:, 0] == pieces[:, -1]) & (pieces[:, 0] < columns)
-    return Segments(
-        ends[:-1], ends[1:], pairs.tokens, pairs.values, whole.astype(jnp.int32)
-    )
-
-
-def _piece(n_pairs):
-    return max(_PIECE, -(-n_pairs // _MAX_PIECES))
+    ones = jnp.ones((n_rows, _ONES), jnp.bfloat16)
+    return sum_columns(TO_W, pairs, columns, ones, jnp.float32)[:, 0]
 
 
 def sum_rows(launch: Launch, segments: Segments, x: jax.Array, dtype) -> jax.Array:
@@ -171,29 +170,14 @@ def sum_rows(launch: Launch, segments: Segments, x: jax.Array, dtype) -> jax.Arr
     Returns:
         The sums.
     """
-    launch = launch.fitted(x.shape[1])
-    *operands, whole = (*segments[:4], x, segments.whole)
-    if whole is not None and whole.shape[0]:
-        operands.append(_pieces(launch, segments, x))
-    operands = alike(*operands)
     n_segments, depth = segments.first.shape[0], x.shape[1]
+    launch, operands = launch.fitted(depth), alike(*segments, x)
 
-    def kernel(first_ref, end_ref, rows_ref, values_ref, x_ref, *refs):
-        *partial_refs, out_ref = refs
+    def kernel(first_ref, end_ref, rows_ref, values_ref, x_ref, out_ref):
         at, columns = _place(launch)
-        add = _Add(launch, columns, depth, rows_ref, values_ref, x_ref)
-        a, b = plt.load(first_ref.at[at]), plt.load(end_ref.at[at])
-        sums = jnp.zeros(launch.depth, jnp.float32)
-        for partial_ref in partial_refs:
-            n = segments.piece
-            first = lax.div(a + n - 1, n)  # in this segment
-            n_pieces = jnp.maximum(lax.div(b, n) - first, 0)
-            sums = add(a, jnp.where(n_pieces > 0, first * n, b), sums)
-            sums = add.pieces(first, n_pieces, partial_ref, sums)
-            a = jnp.where(n_pieces > 0, (first + n_pieces) * n, b)
-        sums = add(a, b, sums)
-        inside = columns < depth
-        plt.store(out_ref.at[at, columns], sums.astype(out_ref.dtype), mask=inside)
+        add = _Add(launch, columns, rows_ref, values_ref, x_ref)
+        sums = add(plt.load(first_ref.at[at]), plt.load(end_ref.at[at]))
+        plt.store(out_ref.at[at, columns], sums.astype(out_ref.dtype), mask=add.inside)
 
     return pl.pallas_call(
         kernel,
@@ -204,80 +188,210 @@ def sum_rows(launch: Launch, segments: Segments, x: jax.Array, dtype) -> jax.Arr
     )(*operands)
 
 
-def _pieces(launch, segments, x):
-    """Sums of whole pieces, float32 [pieces, D]; undefined for other pieces."""
-    depth, n_pieces = x.shape[1], segments.whole.shape[0]
-    operands = alike(segments.whole, segments.rows, segments.values, x)
+def sum_columns(
+    launch: Launch, pairs: Pairs, n_columns: int, x: jax.Array, dtype
+) -> jax.Array:
+    """Σ_k values_k x[tokens_k] over the pairs of each column, summed in float32.
 
-    def kernel(whole_ref, rows_ref, values_ref, x_ref, out_ref):
+    Args:
+        launch: how it is computed.
+        pairs: sorted by column; those past the last column are ignored.
+        n_columns: number of sums.
+        x: [N, D].
+        dtype: of the result.
+
+    Returns:
+        The sums, [n_columns, D].
+    """
+    depth = x.shape[1]
+    launch, piece = launch.fitted(depth), _piece(pairs.columns.shape[0], n_columns)
+    n_programs = pl.cdiv(n_columns, launch.sums)
+    begin = jnp.arange(n_programs + 1, dtype=jnp.int32) * launch.sums
+    ends = jnp.searchsorted(
+        pairs.columns, jnp.minimum(begin, n_columns), method="scan_unrolled"
+    ).astype(jnp.int32)
+    operands = alike(ends, *pairs, x, *_pieces(pairs, n_columns, x))
+
+    def kernel(ends_ref, *refs):
+        *refs, out_ref = refs
+        program, columns = _place(launch)
+        a, b = plt.load(ends_ref.at[program]), plt.load(ends_ref.at[program + 1])
+        stream = _Stream(launch, columns, (a, b), piece, *refs)
+
+        def store(at, sums):
+            here = out_ref.at[at, columns]
+            plt.store(here, sums.astype(out_ref.dtype), mask=columns < depth)
+            return jnp.zeros_like(sums)
+
+        def move(at, to, sums):
+            """Stores sums of columns that are complete, and zeros of empty ones."""
+            return lax.fori_loop(at, to, store, sums)
+
+        first = program * launch.sums
+        at, sums = stream.add(first, move)
+        move(at, jnp.minimum(first + launch.sums, n_columns), sums)
+
+    return pl.pallas_call(
+        kernel,
+        grid=(n_programs, pl.cdiv(depth, launch.depth)),
+        out_shape=result((n_columns, depth), dtype, *operands),
+        compiler_params=launch.params(),
+        name="sampled_sum_columns",
+    )(*operands)
+
+
+def _piece(n_pairs, n_columns):
+    """Pairs of a piece."""
+    size = max(_PIECE, pl.cdiv(n_pairs, pl.cdiv(n_columns, _COLUMNS)))
+    return pl.cdiv(size, _MAX_UNROLL) * _MAX_UNROLL
+
+
+def _pieces(pairs, n_columns, x) -> Pieces:
+    """Sums of the pieces of long columns."""
+    depth, n_pairs = x.shape[1], pairs.columns.shape[0]
+    launch, size = TO_PIECE.fitted(depth), _piece(n_pairs, n_columns)
+    n_pieces = pl.cdiv(n_pairs, size)
+    first = jnp.arange(n_pieces, dtype=jnp.int32) * size
+    last = pairs.columns.at[first + size - 1].get(mode="fill", fill_value=n_columns)
+    whole = (pairs.columns[first] == last) & (last < n_columns)
+    operands = alike(whole.astype(jnp.int32), pairs.tokens, pairs.values, x)
+
+    def kernel(whole_ref, tokens_ref, values_ref, x_ref, out_ref):
         at, columns = _place(launch)
 
         @pl.when(plt.load(whole_ref.at[at]) > 0)
         def _sum():
-            add = _Add(launch, columns, depth, rows_ref, values_ref, x_ref)
-            sums = jnp.zeros(launch.depth, jnp.float32)
-            sums = add(at * segments.piece, (at + 1) * segments.piece, sums)
-            plt.store(out_ref.at[at, columns], sums, mask=columns < depth)
+            add = _Add(launch, columns, tokens_ref, values_ref, x_ref)
+            sums = add(at * size, (at + 1) * size)
+            plt.store(out_ref.at[at, columns], sums, mask=add.inside)
 
-    return pl.pallas_call(
+    sums = pl.pallas_call(
         kernel,
         grid=(n_pieces, pl.cdiv(depth, launch.depth)),
         out_shape=result((n_pieces, depth), jnp.float32, *operands),
         compiler_params=launch.params(),
         name="sampled_sum_pieces",
     )(*operands)
+    return Pieces(operands[0], sums)
 
 
 def _place(launch):
-    """(segment, its columns) of a program; programs of one part of the depth first."""
+    """(sum or sums, columns) of a program; programs of one part of the depth first."""
     columns = jnp.arange(launch.depth, dtype=jnp.int32)
     return pl.program_id(0), pl.program_id(1) * launch.depth + columns
 
 
 @dataclasses.dataclass(frozen=True)
 class _Add:
-    """Adds weighted rows, or sums of pieces, to a program's sums."""
+    """Adds weighted rows."""
 
     launch: Launch
     columns: jax.Array
-    depth: int
     rows_ref: Any
     values_ref: Any
     x_ref: Any
 
-    def __call__(self, first, end, sums):
-        """`sums` plus the pairs from first to end."""
+    def __call__(self, first, end):
+        """The sum of the pairs from first to end."""
 
-        def step(i, sums):
-            at = first + i * self.launch.unroll
-            loaded = [self._pair(at + j, end) for j in range(self.launch.unroll)]
-            for value, row in loaded:
+        def step(i, carry):
+            sums, pairs = carry
+            following = self._pairs(first + (i + 1) * self.launch.unroll, end)
+            for value, row in [(value, self._row(row)) for row, value in pairs]:
                 sums = sums + value * row.astype(jnp.float32)
-            return sums
+            return sums, following
 
-        return lax.fori_loop(0, pl.cdiv(end - first, self.launch.unroll), step, sums)
-
-    def _pair(self, at, end):
-        live = at < end
-        row = plt.load(self.rows_ref.at[at], mask=live, other=0)
-        value = plt.load(self.values_ref.at[at], mask=live, other=0.0)
-        live = live & (row < self.x_ref.shape[0])  # excludes empty slots
-        return value, plt.load(
-            self.x_ref.at[row, self.columns], mask=self.inside & live, other=0.0
-        )
+        n_steps = pl.cdiv(end - first, self.launch.unroll)
+        carry = jnp.zeros(self.launch.depth, jnp.float32), self._pairs(first, end)
+        return lax.fori_loop(0, n_steps, step, carry)[0]
 
     @property
     def inside(self):
-        return self.columns < self.depth
+        return self.columns < self.x_ref.shape[1]
 
-    def pieces(self, first, count, partial_ref, sums):
-        """`sums` plus whole pieces."""
+    def _pairs(self, first, end):
+        """(row, value) of the next pairs; a row past the last one where none is."""
+        at, none = [first + j for j in range(self.launch.unroll)], self.x_ref.shape[0]
+        rows = [plt.load(self.rows_ref.at[k], mask=k < end, other=none) for k in at]
+        values = [plt.load(self.values_ref.at[k], mask=k < end, other=0.0) for k in at]
+        return list(zip(rows, values, strict=True))
 
-        def step(i, sums):
-            at = partial_ref.at[first + i, self.columns]
-            return sums + plt.load(at, mask=self.inside, other=0.0)
+    def _row(self, row):
+        live = row < self.x_ref.shape[0]  # excludes empty slots
+        at = self.x_ref.at[row, self.columns]
+        return plt.load(at, mask=self.inside & live, other=0.0)
 
-        return lax.fori_loop(0, count, step, sums)
+
+@dataclasses.dataclass(frozen=True)
+class _Stream:
+    """Adds the pairs of neighbouring columns, which follow each other."""
+
+    launch: Launch
+    columns: jax.Array  # of x
+    ends: tuple[jax.Array, jax.Array]  # of the program's pairs
+    piece: int  # its pairs
+    columns_ref: Any  # of W
+    tokens_ref: Any
+    values_ref: Any
+    x_ref: Any
+    whole_ref: Any
+    pieces_ref: Any
+
+    def add(self, first, move):
+        """(last column with a pair, or first; its sum).
+
+        Args:
+            first: column.
+            move: (at, to, sums of column at) to sums of column `to`.
+        """
+
+        def step(carry):
+            at, column, sums, here = carry
+            whole = here[-1]
+            after = jnp.where(whole > 0, at + self.piece, at + self.launch.unroll)
+            following = self._pairs(after)
+            loaded = self._rows(at, here)
+            for to, value, row in loaded:
+                to = jnp.maximum(column, to)
+                sums = move(column, to, sums) + value * row.astype(jnp.float32)
+                column = to
+            return after, column, sums, following
+
+        a, b = self.ends
+        at = lax.div(a, self.launch.unroll) * self.launch.unroll  # pieces are aligned
+        carry = at, first, jnp.zeros(self.launch.depth, jnp.float32), self._pairs(at)
+        return lax.while_loop(lambda carry: carry[0] < b, step, carry)[1:3]
+
+    def _pairs(self, first):
+        """(columns, tokens, values, whether a whole piece begins) from `first` on."""
+        a, b = self.ends
+        at = [first + j for j in range(self.launch.unroll)]
+        live = [(k >= a) & (k < b) for k in at]
+        whole = self.whole_ref.at[lax.div(first, self.piece)]
+        whole = plt.load(whole, mask=live[0], other=0)
+
+        def load(ref):
+            masked = zip(at, live, strict=True)
+            return [plt.load(ref.at[k], mask=m, other=0) for k, m in masked]
+
+        refs = self.columns_ref, self.tokens_ref, self.values_ref
+        return *map(load, refs), whole
+
+    def _rows(self, first, pairs):
+        """(column, value, row) of each; of a whole piece, its sum."""
+        (a, b), (columns, tokens, values, whole) = self.ends, pairs
+        inside = self.columns < self.x_ref.shape[1]
+        piece = self.pieces_ref.at[lax.div(first, self.piece), self.columns]
+        loaded = []
+        for j, (column, token, value) in enumerate(
+            zip(columns, tokens, values, strict=True)
+        ):
+            live = (first + j >= a) & (first + j < b) & (whole == 0)
+            row = self.x_ref.at[token, self.columns]
+            row = plt.load(row, mask=inside & live, other=0.0)
+            loaded.append((column, jnp.where(live, value, 0.0), row))
+        piece = plt.load(piece, mask=inside & (whole > 0), other=0.0)
+        return [(columns[0], 1.0, piece), *loaded]
 
 
 def _by_depth(part, array, axis):

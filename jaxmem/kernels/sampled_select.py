@@ -10,15 +10,17 @@ units, so the bounds change which columns are drawn together, but no probability
 """
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.triton as plt
 import jax.numpy as jnp
+from jax import lax
 
 from jaxmem.core import sampling as _sampling
 from jaxmem.core.sampling import Entries, Sampling
-from jaxmem.core.stats import Outputs, Stats
+from jaxmem.core.stats import Normaliser
 from jaxmem.kernels.forward import Kept
 from jaxmem.kernels.typed import alike, result
 
@@ -29,111 +31,145 @@ _ROUNDED = 2.0**-8 + 2.0**-12
 _BELOW, _OF_MAX = 2.0**-16, 2.0**-22
 MARGIN = 2.0**-7  # of `Sampling`: relative excess of the bounds over the units
 
-_SLOTS = 16  # of a program
-_SUM_TILES, _SUM_ROWS = 64, 16  # of a program that sums bounds
-_WARPS = 4
+_SLOTS, _PICK_WARPS = 16, 4  # of a program that finds entries
+_SEARCHED = 32  # tiles whose running sums a slot reads
+# Rows and tiles at a time of a program that sums bounds. All tiles of a vocabulary of
+# 262,144 are summed at once.
+_SUM_ROWS, _SUM_TILES, _SUM_WARPS = 8, 1024, 8
 
 
-def entries(
-    sampling: Sampling, width: int, kept: Kept, stats: Stats, rows: Outputs, of_rows
+class OfRows(NamedTuple):
+    """What entries depend on besides the exponentials; arrays of [n_rows]."""
+
+    ids: Any  # int32, where their entries belong; past the end: nowhere
+    labels: jax.Array  # int32
+    starts: Any  # int32
+    label_logit: jax.Array
+    max: jax.Array  # of this shard of the vocabulary
+    normaliser: Normaliser  # of the whole vocabulary
+
+
+def add_entries(
+    sampling: Sampling, width: int, kept: Kept, rows: OfRows, n_active, so_far: Entries
 ) -> Entries:
-    """Entries of rows from the exponentials that the forward kernel stored.
+    """Entries of all tokens, with those of rows whose exponentials are stored.
 
     Args:
         sampling: static facts, with `MARGIN`.
         width: columns of a tile.
         kept: exponentials, tiles' largest logits and sums.
-        stats: of this shard of the vocabulary, [n_rows].
-        rows: of the whole vocabulary.
-        of_rows: (labels, starts, n_active): int32 [n_rows], [n_rows] and a scalar. Only
-            the first n_active rows have entries.
+        rows: of the launch.
+        n_active: int32; only the first n_active rows have entries.
+        so_far: of all tokens; overwritten. The rows' own slots are empty.
 
     Returns:
         The entries.
     """
-    labels, starts, n_active = of_rows
-    active = jnp.arange(labels.shape[0], dtype=jnp.int32) < n_active
-    scale = _sampling.scale(kept.max, rows)
-    scale = jnp.where(active, scale, 0)
-    sums = running_sums(bounds(sampling, width, kept, scale, stats, labels))
-    return pick(sampling, width, sums, kept.exps, scale, labels, starts)
+    sums = running_sums(sampling, width, kept, rows, n_active)
+    return pick(sampling, width, kept, sums, rows, so_far)
 
 
-def bounds(sampling, width, kept: Kept, scale, stats: Stats, labels) -> jax.Array:
-    """Upper bounds of the sum of units of a tile's columns, int32 [n_tiles, n_rows].
+def bounds(sampling, width, tile, part_max, sums, rows: OfRows) -> jax.Array:
+    """Upper bounds of the sum of units of a tile's columns, int32.
 
     The largest exponential of a tile is 1 and its column is kept at most once. Unless
     it is the label's, the bound is the smaller one of that of all columns, and that of
     the other columns plus one.
+
+    Args:
+        sampling: static facts.
+        width: columns of a tile.
+        tile: int32 [T, 1].
+        part_max: of the tiles, [T, R].
+        sums: of the tiles' exponentials, [T, R].
+        rows: of R rows.
     """
-    tile = jnp.arange(scale.shape[0], dtype=jnp.int32)[:, None]
-    label_on_top = (labels // width == tile) & (stats.label_logit >= kept.max)
-    below = _BELOW + jnp.abs(stats.max) * _OF_MAX
+    label_on_top = (lax.div(rows.labels, width) == tile) & (
+        rows.label_logit >= part_max
+    )
+    below = _BELOW + jnp.abs(rows.max) * _OF_MAX
+    scale = _sampling.scale(part_max, rows.normaliser)
 
     def of(sums):
         return sampling.rate * scale * (sums * (1 + _ROUNDED) + below)
 
-    uncapped, capped = of(kept.sums), 1 + of(jnp.maximum(kept.sums - 1, 0))
+    uncapped, capped = of(sums), 1 + of(jnp.maximum(sums - 1, 0))
     bound = jnp.where(label_on_top, uncapped, jnp.minimum(uncapped, capped))
     units = jnp.ceil(bound * sampling.one).astype(jnp.int32) + width
     return jnp.where(scale > 0, units, 0)
 
 
-def running_sums(bounds: jax.Array) -> jax.Array:
-    """Running sums over the tiles of int32 [n_tiles, n_rows], [n_rows, n_tiles]."""
-    n_tiles, n_rows = bounds.shape
+def running_sums(
+    sampling: Sampling, width: int, kept: Kept, rows: OfRows, n_active
+) -> jax.Array:
+    """Running sums over the tiles of their bounds, int32 [n_rows, n_tiles]."""
+    n_tiles, n_rows = kept.max.shape
+    size = min(pl.next_power_of_2(n_tiles), _SUM_TILES)
+    leaves, structure = jax.tree.flatten(rows._replace(ids=None, starts=None))
+    n_active = jnp.reshape(n_active, 1).astype(jnp.int32)
+    operands = alike(n_active, kept.max, kept.sums, *leaves)
 
-    def kernel(bounds_ref, sums_ref):
+    def kernel(n_active_ref, max_ref, others_ref, *refs):
+        *row_refs, sums_ref = refs
         row = pl.program_id(0) * _SUM_ROWS + jnp.arange(_SUM_ROWS, dtype=jnp.int32)
-        total = jnp.zeros(_SUM_ROWS, jnp.int32)
+        inside = row < n_rows
+        of_rows = [plt.load(ref.at[row], mask=inside, other=0) for ref in row_refs]
+        here = jax.tree.unflatten(structure, [x[None] for x in of_rows])
+        active = row < n_active_ref[0]
 
         def part(i, total):
-            tile = i * _SUM_TILES + jnp.arange(_SUM_TILES, dtype=jnp.int32)
-            there = (tile < n_tiles)[:, None] & (row < n_rows)[None]
+            tile = i * size + jnp.arange(size, dtype=jnp.int32)
+            there = (tile < n_tiles)[:, None] & inside[None]
             at = tile[:, None], row[None]
-            here = plt.load(bounds_ref.at[at], mask=there, other=0)
-            sums = total[None] + jnp.cumsum(here, axis=0)
+            part_max = plt.load(max_ref.at[at], mask=there, other=0.0)
+            others = plt.load(others_ref.at[at], mask=there, other=0.0)
+            found = bounds(sampling, width, tile[:, None], part_max, others, here)
+            found = jnp.where(there & active[None], found, 0)
+            sums = total[None] + jnp.cumsum(found, axis=0)
             plt.store(sums_ref.at[at[::-1]], sums, mask=there)
-            return total + jnp.sum(here, axis=0)
+            return total + jnp.sum(found, axis=0)
 
-        jax.lax.fori_loop(0, pl.cdiv(n_tiles, _SUM_TILES), part, total)
+        total = jnp.zeros(_SUM_ROWS, jnp.int32)
+        jax.lax.fori_loop(0, pl.cdiv(n_tiles, size), part, total)
 
     return pl.pallas_call(
         kernel,
         grid=(pl.cdiv(n_rows, _SUM_ROWS),),
-        out_shape=result((n_rows, n_tiles), jnp.int32, bounds),
-        compiler_params=plt.CompilerParams(num_warps=_WARPS, num_stages=1),
+        out_shape=result((n_rows, n_tiles), jnp.int32, *operands),
+        compiler_params=plt.CompilerParams(num_warps=_SUM_WARPS, num_stages=1),
         name="sampled_running_sums",
-    )(bounds)
+    )(*operands)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def pick(sampling: Sampling, width: int, sums, exps, scale, labels, starts) -> Entries:
-    """Entries of rows, given the running sums of their tiles' bounds.
+def pick(
+    sampling: Sampling, width: int, kept: Kept, sums, rows: OfRows, so_far: Entries
+) -> Entries:
+    """`add_entries`, given the running sums of the tiles' bounds.
 
     Args:
         sampling: static facts, with `MARGIN`.
         width: columns of a tile.
+        kept: exponentials, of which columns from V on are ignored, and tiles' largest
+            logits.
         sums: int32 [n_rows, n_tiles].
-        exps: [n_rows, V or more], in 16 bits; columns from V on are ignored.
-        scale: [n_tiles, n_rows], the factor from exponentials to probabilities.
-        labels: int32 [n_rows].
-        starts: int32 [n_rows].
+        rows: of the launch.
+        so_far: of all tokens; overwritten.
 
     Returns:
         The entries.
     """
-    n_rows = sums.shape[0]
-    shape = n_rows, sampling.slots
-    operands = alike(sums, exps, scale, labels, starts)
+    operands = alike(
+        sums, kept.exps, kept.max, rows.ids, rows.labels, rows.starts,
+        *rows.normaliser, *so_far,
+    )  # fmt: skip
+    first = len(operands) - len(so_far)
     columns_and_p = pl.pallas_call(
         functools.partial(_pick, sampling, width),
-        grid=(n_rows, pl.cdiv(sampling.slots, _SLOTS)),
-        out_shape=[
-            result(shape, jnp.int32, *operands),
-            result(shape, jnp.float32, *operands),
-        ],
-        compiler_params=plt.CompilerParams(num_warps=_WARPS, num_stages=1),
+        grid=(sums.shape[0], pl.cdiv(sampling.slots, _SLOTS)),
+        out_shape=[result(x.shape, x.dtype, *operands) for x in so_far],
+        input_output_aliases={first + i: i for i in range(len(so_far))},
+        compiler_params=plt.CompilerParams(num_warps=_PICK_WARPS, num_stages=1),
         name="sampled_pick",
     )(*operands)
     return Entries(*columns_and_p)
@@ -141,56 +177,67 @@ def pick(sampling: Sampling, width: int, sums, exps, scale, labels, starts) -> E
 
 def _pick(sampling, width, *refs):
     """`_SLOTS` slots of one row; refs are `pick`'s operands and the two results."""
-    sums_ref, exps_ref, scale_ref, labels_ref, starts_ref, columns_ref, p_ref = refs
+    sums_ref, exps_ref, max_ref, ids_ref, labels_ref, starts_ref, *refs = refs
+    *normaliser_refs, _, _, columns_ref, p_ref = refs
     row, first = pl.program_id(0), pl.program_id(1) * _SLOTS
-    n_tiles = sums_ref.shape[1]
-    slot = first + jnp.arange(_SLOTS, dtype=jnp.int32)
-    start = plt.load(starts_ref.at[row])
-    total = sums_ref[row, n_tiles - 1]
-    there = slot < sampling.slots
+    start, total = plt.load(starts_ref.at[row]), sums_ref[row, sums_ref.shape[1] - 1]
+    to = plt.load(ids_ref.at[row])
+    any_live = (first + 1) * sampling.one - start <= total
 
-    def store(columns, p):
-        plt.store(columns_ref.at[row, slot], columns, mask=there)
-        plt.store(p_ref.at[row, slot], p, mask=there)
-
-    @pl.when((first + 1) * sampling.one - start <= total)
+    @pl.when(any_live & (to < columns_ref.shape[0]))
     def _some():
+        slot = first + jnp.arange(_SLOTS, dtype=jnp.int32)
+        there = slot < sampling.slots
         rest = (slot + 1) * sampling.one - start
         live = there & (rest <= total)
-        tile, passed = _search(sums_ref, row, rest)
-        scale = plt.load(scale_ref.at[tile, row], mask=live, other=0.0)
-        of_tile = jnp.arange(pl.next_power_of_2(width), dtype=jnp.int32)
-        at = tile[:, None] * width + of_tile[None]
-        inside = live[:, None] & (at < (tile[:, None] + 1) * width)
-        inside = inside & (at < sampling.columns)
-        exps = plt.load(exps_ref.at[row, at], mask=inside, other=0.0)
+        tile, passed = _search(sums_ref, row, rest, live)
+        begin = tile * width
+
+        def exps_at(column, mask):
+            return plt.load(exps_ref.at[row, column], mask=mask, other=0.0)
+
+        column = jnp.arange(pl.next_power_of_2(width), dtype=jnp.int32)
+        at = begin[:, None] + column[None]
+        inside = live[:, None] & (column < width)[None] & (at < sampling.columns)
+        exps = exps_at(at, inside)
+        part_max = plt.load(max_ref.at[tile, row], mask=live, other=0.0)
+        rows = Normaliser(*(plt.load(ref.at[row]) for ref in normaliser_refs))
+        scale = _sampling.scale(part_max, rows)
         p = exps.astype(jnp.float32) * scale[:, None]
         p = jnp.where(at == plt.load(labels_ref.at[row]), 0.0, p)
-        units = _sampling.units(sampling, p)
-        over = jnp.cumsum(units, axis=1) - (rest - passed)[:, None]
-        hit = (over >= 0) & (over < units)
-        p = jnp.sum(jnp.where(hit, p, 0.0), axis=1)
-        columns = jnp.sum(jnp.where(hit, at, 0), axis=1)
-        store(jnp.where(p > 0, columns, sampling.columns), p)
-
-    @pl.when((first + 1) * sampling.one - start > total)
-    def _none():
-        store(
-            jnp.full(_SLOTS, sampling.columns, jnp.int32),
-            jnp.zeros(_SLOTS, jnp.float32),
-        )
+        sums = jnp.cumsum(_sampling.units(sampling, p), axis=1)
+        column = jnp.sum((sums < (rest - passed)[:, None]).astype(jnp.int32), axis=1)
+        # A bound that is not tight may contain a multiple that no column reaches.
+        hit = live & (column < width) & (begin + column < sampling.columns)
+        exps = exps_at(begin + column, hit).astype(jnp.float32)
+        columns = jnp.where(hit, begin + column, sampling.columns)
+        plt.store(columns_ref.at[to, slot], columns, mask=there)
+        plt.store(p_ref.at[to, slot], jnp.where(hit, exps * scale, 0.0), mask=there)
 
 
-def _search(sums_ref, row, rest):
-    """(tile whose running sum first reaches `rest`, the running sum before it)."""
+def _search(sums_ref, row, rest, live):
+    """(tile whose running sum first reaches `rest`, the running sum before it).
+
+    Every `_SEARCHED`-th running sum is compared, then those in between.
+    """
     n_tiles = sums_ref.shape[1]
-    tile = passed = jnp.zeros_like(rest)
-    step = pl.next_power_of_2(n_tiles)
-    while (step := step // 2) > 0:
-        at = tile + step
-        inside = at < n_tiles
-        sums = plt.load(sums_ref.at[row, at - 1], mask=inside, other=2**31 - 1)
-        short = inside & (sums < rest)
-        tile = jnp.where(short, at, tile)
-        passed = jnp.where(short, sums, passed)
-    return tile, passed
+    n_parts = pl.cdiv(n_tiles, _SEARCHED)
+    part = jnp.arange(pl.next_power_of_2(n_parts), dtype=jnp.int32)
+    ends = jnp.minimum((part + 1) * _SEARCHED, n_tiles) - 1
+    most = 2**31 - 1
+    sums = plt.load(sums_ref.at[row, ends], mask=part < n_parts, other=most)
+    part, passed = _below(sums[None], rest)
+    tile = part[:, None] * _SEARCHED + jnp.arange(_SEARCHED, dtype=jnp.int32)[None]
+    inside = live[:, None] & (tile < n_tiles)
+    sums = plt.load(sums_ref.at[row, tile], mask=inside, other=most)
+    n_below, passed_here = _below(sums, rest)
+    return part * _SEARCHED + n_below, jnp.maximum(passed, passed_here)
+
+
+def _below(sums, rest):
+    """(number, largest) of ascending sums [slots, n] that are smaller than `rest`."""
+    below = sums < rest[:, None]
+    return (
+        jnp.sum(below.astype(jnp.int32), axis=1),
+        jnp.max(jnp.where(below, sums, 0), axis=1),
+    )

@@ -32,10 +32,11 @@ def test_both_gradients(layout, d, monkeypatch):
     from jaxmem.kernels import sampled_products as products
 
     monkeypatch.setattr(products, "_PIECE", 8)
+    monkeypatch.setattr(products, "_COLUMNS", 1)
     monkeypatch.setattr(products, "_TRANSPOSED_DEPTH", 16)
     n, v = 60, 50
     dz, dense, h, W = problem(n, d, v, 6)
-    launch = products.Launch(16, 4, 1)
+    launch = products.Launch(16, 4, 1, sums=8)
     given = W if layout == "vd" else W.T
     got = products.to_hidden(dz, given, layout, jnp.float32, launch)
     np.testing.assert_allclose(got, dense @ np.float64(W), rtol=1e-5, atol=1e-5)
@@ -50,26 +51,42 @@ def test_both_gradients(layout, d, monkeypatch):
 
 
 @pytest.mark.parametrize("many", [False, True])
-def test_a_long_segment_counts_each_pair_once(many, monkeypatch):
-    """Of any length, wherever it begins among the pieces."""
+def test_a_long_column_counts_each_pair_once(many, monkeypatch):
+    """Of any length, wherever it begins among the pieces; so do its neighbours."""
     from jaxmem.kernels import sampled_products as products
 
     monkeypatch.setattr(products, "_PIECE", 8)
-    if many:  # or more pairs than pieces of 8 take
-        monkeypatch.setattr(products, "_MAX_PIECES", 32)
-    sizes = [7, 8, 0, 9, 15, 16, 1, 17, 24, 0, 3, 40, 8, 16, 24, 5, 63, 0]
+    # Or more pairs than pieces of 8 take.
+    monkeypatch.setattr(products, "_COLUMNS", 2 if many else 1)
+    sizes = [7, 8, 0, 9, 15, 16, 1, 17, 24, 0, 3, 40, 8, 16, 24, 5, 63, *[0] * 23]
     n, v = 50, len(sizes)
     columns = np.repeat(np.arange(v + 1), [*sizes, 31])  # the last: empty slots
-    assert (products._piece(len(columns)) > 8) == many
+    assert (products._piece(len(columns), v) > 8) == many
     end, tokens = np.cumsum(sizes), np.arange(len(columns)) % n
     pairs = sampling.Pairs(*map(jnp.asarray, (
         columns.astype(np.int32), tokens.astype(np.int32),
         np.ones(len(columns), np.float32),
     )))  # fmt: skip
-    segments = products.of_columns(pairs, v)
-    launch = products.Launch(64, 2, 1)
+    launch = products.Launch(64, 2, 1, 4)
     x = jnp.eye(n, dtype=jnp.float32)
-    got = products.sum_rows(launch, segments, x, jnp.float32)
+    got = products.sum_columns(launch, pairs, v, x, jnp.float32)
     for i in range(v):
         want = np.bincount(tokens[end[i] - sizes[i] : end[i]], minlength=n)
         np.testing.assert_array_equal(got[i], want)
+
+
+def test_sums_do_not_depend_on_the_launch(monkeypatch):
+    from jaxmem.kernels import sampled_products as products
+
+    monkeypatch.setattr(products, "_PIECE", 8)
+    monkeypatch.setattr(products, "_COLUMNS", 1)
+    n, v = 60, 50
+    dz, _, h, W = problem(n, 40, v, 6)
+    pairs = sampling.sort_by_column(dz)
+    like = jax.ShapeDtypeStruct(W.shape, jnp.float32)
+    made = []
+    for launch in (products.Launch(64, 4, 2, 8), products.Launch(16, 2, 1, 1)):
+        monkeypatch.setattr(products, "TO_PIECE", launch)
+        dW = products.to_weights(pairs, h, like, "vd", launch)
+        made.append((dW, products.to_hidden(dz, W, "vd", jnp.float32, launch)))
+    jax.tree.map(np.testing.assert_array_equal, *made)
