@@ -100,16 +100,22 @@ def empty(shape, dtype) -> Stats:
     return Stats(nothing, zero, zero, zero, nothing)
 
 
-def of_tile(z: jax.Array, labels: jax.Array) -> Stats:
-    """Stats of logits z [C, V]; a label outside [0, V) belongs to other columns."""
-    return of_tile_and_exps(z, labels)[0]
+def of_tile(z: jax.Array, labels: jax.Array, row_max: jax.Array | None = None) -> Stats:
+    """Stats of logits z [C, V]; a label outside [0, V) belongs to other columns.
+
+    row_max [C] is the largest logit of each row if it is known already.
+    """
+    return of_tile_and_exps(z, labels, row_max)[0]
 
 
-def of_tile_and_exps(z: jax.Array, labels: jax.Array) -> tuple[Stats, jax.Array]:
+def of_tile_and_exps(
+    z: jax.Array, labels: jax.Array, row_max: jax.Array | None = None
+) -> tuple[Stats, jax.Array]:
     """`of_tile`, and e^(z - max) of all columns but the label's, which has 0."""
     # Read the label's logit first, so that XLA can overwrite z by the exponentials.
     z, label_logit = lax.optimization_barrier((z, _label_logit(z, labels)))
-    row_max = jnp.max(z, axis=-1)
+    if row_max is None:
+        row_max = jnp.max(z, axis=-1)
     shifted = z - _finite(row_max)[:, None]
     exps = jnp.exp(shifted)
     others = jnp.where(_is_label(z, labels), 0, exps)

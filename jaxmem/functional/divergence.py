@@ -6,7 +6,9 @@ q = 1, each divergence is also a sum of terms that are never negative,
 
     KL(p ‖ q) = Σ_v e(p_v, q_v),   e(a, b) = a ln(a/b) - a + b = a (e^-x - 1 + x),
 
-x = ln(a/b), in which an error of either logsumexp cancels to first order. The
+x = ln(a/b), in which an error of either logsumexp cancels to first order. For a mixture
+m = β q + (1-β) p, the terms e(q, m) and e(p, m), weighed by β and 1-β, add up to
+β q ln(q/m) + (1-β) p ln(p/m), which `divergence_terms` computes from one logarithm. The
 derivative needs only s_v = ∂D/∂p_v: dz_v = p_v (s_v - Σ_u p_u s_u).
 """
 

@@ -4,12 +4,16 @@
 """
 
 import dataclasses
+import fractions
+import functools
 import math
 
 import jax.numpy as jnp
 
 _SERIES_BELOW = 0.5  # |x| above which e^-x - 1 + x does not cancel
 _SERIES_TERMS = {4: 9, 8: 15}  # by item size: the next is below epsilon
+_ARTANH_TERMS = {4: 6, 8: 16}  # likewise
+_MIXING_TERMS = {4: 10, 8: 23}  # likewise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,24 +59,30 @@ class JSD:
 
     def terms(self, p, q, log_ratio):
         """See `KL.terms`."""
-        beta, log_p, log_q = self.beta, *self._to_mixture(log_ratio)
-        m = beta * q + (1 - beta) * p
-        # Two terms, because XLA on a CPU would store the operands of their sum.
-        return beta * _excess(q, m, log_q), (1 - beta) * _excess(p, m, log_p)
+        heavy, light, weight, x = self._by_weight(p, q, log_ratio)
+        log_heavy, log_light = _to_mixture(weight, x)
+        of_heavy = (1 - weight) * _product(heavy, log_heavy)
+        of_light = weight * _product(light, log_light)
+        m = (1 - weight) * heavy + weight * light
+        near = m * (x * x) * _mixing_series(weight, x)
+        return (jnp.where(jnp.abs(x) < _SERIES_BELOW, near, of_heavy + of_light),)
 
     def slopes(self, p, q, log_ratio):
         """(1-β) p ln(p/m)."""
-        log_p, _ = self._to_mixture(log_ratio)
+        _, _, weight, x = self._by_weight(p, q, log_ratio)
+        log_heavy, log_light = _to_mixture(weight, x)
+        log_p = log_heavy if self.beta <= 0.5 else log_light
         return (1 - self.beta) * _product(p, log_p)
 
     def density(self, p, q, log_ratio):
         """See `KL.density`."""
         return p
 
-    def _to_mixture(self, log_ratio):
-        """ln(p/m) and ln(q/m)."""
-        of_p, of_q = 1 - self.beta, self.beta
-        return -_ln_mixed(of_p, of_q, -log_ratio), -_ln_mixed(of_q, of_p, log_ratio)
+    def _by_weight(self, p, q, log_ratio):
+        """The part of larger weight, the other, its weight, and ln(other/first)."""
+        if self.beta <= 0.5:
+            return p, q, self.beta, -log_ratio
+        return q, p, 1 - self.beta, log_ratio
 
 
 def _excess(a, b, x):
@@ -82,28 +92,79 @@ def _excess(a, b, x):
 
 
 def _series(x, first):
-    """Return 1 - x/k (1 - x/(k+1) (1 - ...)) from k = first, for |x| < _SERIES_BELOW.
+    """Return 1 - x/k + x²/(k (k+1)) - ... from k = first, for |x| < _SERIES_BELOW.
 
     1 - e^-x is x times the series from 2, and e^-x - 1 + x is x²/2 times that from 3.
     XLA would store an expm1 that a product reads more than once.
     """
-    series = 1.0
-    for k in range(_SERIES_TERMS[x.dtype.itemsize], first - 1, -1):
-        series = 1 - x * (1 / k) * series
+    series = 0.0
+    for k in range(_SERIES_TERMS[x.dtype.itemsize], first - 2, -1):
+        series = math.factorial(first - 1) / math.factorial(k) - x * series
     return series
 
 
-def _ln_mixed(own, other, x):
-    """ln(own + other · e^x) of two weights whose sum is 1, without cancellation.
+def _to_mixture(weight, x):
+    """(ln(heavy/m), ln(light/m)) of m = (1 - w) heavy + w light, w ≤ 1/2.
 
-    Where e^x would overflow, x is clipped; the factor applied later underflows there.
+    With x = ln(light/heavy), ln(m/heavy) = ln(1 + w (e^x - 1)) = 2 artanh(t) keeps its
+    digits where m tends to heavy, because x or w is small. The series of artanh is
+    short where |t| ≤ 1/3; beyond that, m > 2 heavy, and x + ln(m/light) loses nothing.
+    No exponential overflows, for none has a positive argument.
     """
-    x = jnp.minimum(x, -math.log(jnp.finfo(x.dtype).tiny))
-    grown = jnp.exp(x)
-    near = jnp.abs(x) < _SERIES_BELOW
-    change = other * jnp.where(near, x * _series(-x, 2), grown - 1)
-    mixed = jnp.log(own + other * grown)
-    return jnp.where(change < -0.5, mixed, jnp.log1p(change))
+    size, light_is_larger = jnp.abs(x), x > 0
+    smaller = jnp.exp(-size)  # over the larger one
+    difference = jnp.where(size < _SERIES_BELOW, size * _series(size, 2), 1 - smaller)
+    if weight == 0.5:  # both are heavy: the larger one has |t| ≤ 1/3 everywhere
+        log_larger = _log_by_artanh(difference * (1 / (4 - difference)))
+        log_smaller = log_larger - size
+        return (
+            jnp.where(light_is_larger, log_smaller, log_larger),
+            jnp.where(light_is_larger, log_larger, log_smaller),
+        )
+    change = weight * jnp.where(light_is_larger, difference, -difference)
+    t = change * (1 / (2 * jnp.where(light_is_larger, smaller, 1) + change))
+    over_light = jnp.log(weight + (1 - weight) * smaller)  # ln(m/light)
+    beyond = t > 1 / 3
+    log_heavy = -jnp.where(beyond, size + over_light, _log_by_artanh(t))
+    return log_heavy, jnp.where(beyond, -over_light, x + log_heavy)
+
+
+def _log_by_artanh(t):
+    """Return ln((1 + t) / (1 - t)) = 2 t (1 + t²/3 + t⁴/5 + ...), for |t| ≤ 1/3."""
+    square, series = t * t, 0.0
+    for k in range(_ARTANH_TERMS[t.dtype.itemsize], -1, -1):
+        series = 2 / (2 * k + 1) + square * series
+    return t * series
+
+
+def _mixing_series(weight, x):
+    """Return (x K'(x) - K(x)) / x² of K(x) = ln(1 + w (e^x - 1)), |x| < _SERIES_BELOW.
+
+    Times m x² it is the divergence's term, for heavy is m e^-K and light m e^(x - K).
+    K generates the cumulants of a Bernoulli variable: κ_n, 0 for odd n if w = 1/2.
+    """
+    factors = _mixing_factors(weight, _MIXING_TERMS[x.dtype.itemsize])
+    step = 1 if any(factors[1::2]) else 2
+    power, series = x**step, 0.0
+    for factor in reversed(factors[::step]):
+        series = factor + power * series
+    return series
+
+
+@functools.cache
+def _mixing_factors(weight: float, terms: int) -> tuple[float, ...]:
+    """Of x^n in x K'(x) - K(x), from n = 2 on: (n - 1) κ_n / n!.
+
+    κ_n is a polynomial in w: κ_1 = w, κ_(n+1) = w (1 - w) dκ_n/dw. Its sum cancels,
+    which fractions of integers do not mind.
+    """
+    w, polynomial, factors = fractions.Fraction(weight), [0, 1], []
+    for n in range(2, terms + 2):
+        slopes = [k * c for k, c in enumerate(polynomial)]
+        polynomial = [a - b for a, b in zip([*slopes, 0], [0, *slopes], strict=True)]
+        cumulant = sum(c * w**k for k, c in enumerate(polynomial))
+        factors.append(float((n - 1) * cumulant / math.factorial(n)))
+    return tuple(factors)
 
 
 def _product(a, x):

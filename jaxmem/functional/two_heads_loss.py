@@ -100,9 +100,10 @@ class TwoHeadsLossRule(LossRule):
         logits = two_heads.logits(policy, reference, (rows, reference_rows), row_ids)
         full, z, y = logits
         labels = take(rows.labels, row_ids)
-        stats = _stats.of_tile(full, labels)
-        outputs = _stats.finish(stats, labels < self.spec.vocab_size)
         value, saved = two_heads.values(z, y)
+        # Columns that only the policy has are padding and have no largest logit.
+        stats = _stats.of_tile(full, labels, saved["normalisers"][0].max)
+        outputs = _stats.finish(stats, labels < self.spec.vocab_size)
         # The derivative computes probabilities again instead of storing [C, V] of them.
         logits, value, saved = lax.optimization_barrier((logits, value, saved))
         return {

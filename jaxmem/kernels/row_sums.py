@@ -20,7 +20,7 @@ from jaxmem.core.stats import Normaliser
 from jaxmem.kernels.typed import alike, result
 
 BLOCK = 1024  # columns of a program at a time
-_SHARES = 4  # programs of a row
+_SHARES = 16  # programs of a row; with fewer, some processors idle at the end
 _PARAMS = plt.CompilerParams(num_warps=4, num_stages=2)
 
 
@@ -135,7 +135,11 @@ def _add_terms(terms, n_tiles, n_rows, columns, *refs):
     of_row = [plt.load(ref.at[pl.ds(row, 1)]) for ref in row_refs]
 
     def block(column, inside, totals):
-        tiles = (_read(ref, row, column, inside)[None] for ref in tile_refs)
+        # Of two axes from the start: another layout takes a detour by shared memory.
+        at = pl.ds(row, 1), pl.ds(column, BLOCK)
+        tiles = (
+            plt.load(ref.at[at], mask=inside[None], other=-jnp.inf) for ref in tile_refs
+        )
         new = terms(*tiles, *of_row)
         return tuple(a + b for a, b in zip(totals, new, strict=True))
 

@@ -216,6 +216,16 @@ def test_four_products(optimized):
     assert gemms(jax.grad(of_kl, (0, 1))) == 6
 
 
+def test_statistics_and_divergence_share_the_largest_logit():
+    def loss(*operands):
+        return jaxmem.divergence_loss(
+            mixture, *operands[:2], LABELS, *operands[2:], WEIGHT, chunk=CHUNK
+        )[0]  # fmt: skip
+
+    text = str(jax.make_jaxpr(jax.grad(loss, (0, 1)))(*make()))
+    assert text.count("= reduce_max[") == 2  # one per head
+
+
 @pytest.mark.parametrize("verb", ["jsd", slow("kl"), slow("forward_kl")])
 def test_memory_is_what_the_docstring_says(verb, optimized):
     n, d, v, chunk = 2048, 64, 8192, 128
