@@ -19,6 +19,7 @@ from jaxmem.core.operands import (
 )
 from jaxmem.core.options import AxisName, Chunk, HeadOptions, Implementation, Layout
 from jaxmem.functional import arguments, columns, rule
+from jaxmem.functional.divergence import uses_kernels
 from jaxmem.functional.rule import LoopRule
 
 
@@ -122,7 +123,8 @@ def topk(
         log_p = jnp.zeros((*shape, k), spec.stats_dtype)
         return TopK(log_p, jnp.zeros((*shape, k), jnp.int32))
     spec, source = arguments.typed(spec, source, rows)
-    results = rule.run(_Largest(spec, k), (source,), ((rows,), None))
+    of_call = _Largest(spec, k, uses_kernels(implementation))
+    results = rule.run(of_call, (source,), ((rows,), None))
     return jax.tree.map(lambda x: jnp.reshape(x, (*shape, k)), results)
 
 
@@ -131,6 +133,7 @@ class _Largest(LoopRule):
     """The rule of `topk`; nothing is given."""
 
     k: int
+    kernels: bool  # those of `kernels.row_blocks` read the logits, if they can
 
     def forward_loop(self, source, rows, given):
         (rows,), spec = rows, self.spec
@@ -138,8 +141,9 @@ class _Largest(LoopRule):
 
         def chunk(row_ids, results):
             z = columns.logits(spec, head, rows, row_ids)
-            entries, ids = self._top_k(z)
-            normaliser = columns.normaliser(spec, z)
+            entries, ids, normaliser = self._of_columns(z)
+            entries, ids = self._of_shards(entries, ids)
+            normaliser = columns.over_shards(spec, normaliser)
             log_p = _stats.log_softmax(entries, normaliser)
             values = TopK(log_p, ids), {"normaliser": normaliser}
             return put_all(results, row_ids, values)
@@ -152,10 +156,21 @@ class _Largest(LoopRule):
         results = _shards.vary(results, spec.varying)
         return for_active_chunks(spec.chunk, rows.active, chunk, results)
 
-    def _top_k(self, z):
-        """The k largest logits of rows, and their ids in the whole vocabulary."""
+    def _of_columns(self, z):
+        """The k largest of this device's logits, their columns, and the normaliser."""
+        k = min(self.k, self.spec.columns)
+        if self.kernels:
+            from jaxmem.kernels import row_blocks  # Pallas takes a while to import
+
+            if row_blocks.supports(*z.shape, z.dtype, k):
+                blocks = row_blocks.parts(z)
+                found = row_blocks.top_k(z, blocks.largest, k)
+                return *found, row_blocks.normaliser(blocks)
+        return *selection.top_k(z, k), _stats.normaliser(z)
+
+    def _of_shards(self, entries, ids):
+        """The k largest logits and their ids in the whole vocabulary."""
         shards, k = self.spec.shards, self.k
-        entries, ids = selection.top_k(z, min(k, self.spec.columns))
         if not shards:
             return entries, ids
         # Each shard fills in its own, in the order of the shards and so of the ids. A

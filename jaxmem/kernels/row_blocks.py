@@ -6,7 +6,7 @@ the blocks that the row's k largest logits are in, and the mass of each block.
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxmem.core.stats import Normaliser
 from jaxmem.kernels import row_sums
 from jaxmem.kernels.typed import alike, result
 
@@ -25,15 +26,24 @@ _TOP = np.uint32(2**31)
 _LARGEST_ROW = 16384  # entries that one program selects from
 
 
-def parts(z: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Of blocks of logits z [C, V], float32: two arrays [C, ⌈V / WIDTH⌉].
+class Parts(NamedTuple):
+    """Of each block of logits, float32 [C, ⌈V / WIDTH⌉]."""
 
-    Returns:
-        (the largest logit m, Σ e^(z - m) without one of the largest logits).
-    """
+    largest: jax.Array  # m, the largest logit
+    others: jax.Array  # Σ e^(z - m) without the 1 of a largest logit
+
+
+def supports(n_rows: int, columns: int, dtype: Any, k: int = 1) -> bool:
+    """Whether the kernels take logits of this shape and type, and select k of them."""
+    selected_from = max(pl.cdiv(columns, WIDTH), k * WIDTH)
+    return row_sums.supports(n_rows, columns, dtype) and selected_from <= _LARGEST_ROW
+
+
+def parts(z: jax.Array) -> Parts:
+    """The blocks of logits z [C, V], float32, all -inf beyond V."""
     (z,) = alike(z)
     shape = len(z), pl.cdiv(z.shape[1], WIDTH)
-    return pl.pallas_call(
+    made = pl.pallas_call(
         functools.partial(_reduce_blocks, z.shape[1]),
         grid=(len(z), pl.cdiv(z.shape[1], _TILE)),
         in_specs=[pl.no_block_spec],
@@ -42,6 +52,32 @@ def parts(z: jax.Array) -> tuple[jax.Array, jax.Array]:
         compiler_params=plt.CompilerParams(num_warps=_WARPS, num_stages=1),
         name="row_blocks",
     )(z)
+    return Parts(*made)
+
+
+def normaliser(blocks: Parts) -> Normaliser:
+    """The normaliser of the rows; see `core.stats.normaliser`."""
+    row_max, smaller = row_sums.merged(*blocks)
+    return Normaliser(row_max, jnp.log1p(jnp.where(row_max == -jnp.inf, -1, smaller)))
+
+
+def top_k(z: jax.Array, largest: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    """The k largest of rows of logits, largest first, equal ones in their order.
+
+    They are in the k blocks with the largest maxima; see `core.selection.top_k`.
+
+    Args:
+        z: float32 [C, V].
+        largest: of its `Parts`.
+        k: how many, at most V; see `supports`.
+
+    Returns:
+        (logits, their columns in int32), [C, k] each.
+    """
+    _, blocks = select(largest, min(k, largest.shape[1]))
+    entries, columns = select(z, k, blocks)
+    entries, at = lax.top_k(entries, k)
+    return entries, jnp.take_along_axis(columns, at, axis=1, mode="promise_in_bounds")
 
 
 def _reduce_blocks(columns, z_ref, largest_ref, others_ref):
@@ -105,6 +141,7 @@ def _select(columns, n, k, x_ref, *refs):
         column = of_place * WIDTH + place % WIDTH
     inside = (place < n) & (column < columns)
     x = plt.load(x_ref.at[row, column], mask=inside, other=0.0)
+    x = jnp.where(x == 0, 0.0, x)  # no -0, which is not below 0
     keys = jnp.where(inside, _ordered(x), 0)
     threshold = _kth_largest(keys, k)
     above, equal = keys > threshold, keys == threshold
@@ -119,8 +156,8 @@ def _select(columns, n, k, x_ref, *refs):
 
 
 def _ordered(x):
-    """Positive uint32 in the order of float32 x; the same for 0 and -0."""
-    bits = lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.uint32)
+    """Positive uint32 in the order of float32 x without -0."""
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
     return jnp.where(bits >> 31 == 1, ~bits, bits | _TOP)
 
 
