@@ -162,13 +162,21 @@ def _ordered(x):
 
 
 def _kth_largest(keys, k):
-    """The k-th largest of uint32 keys, bit by bit."""
+    """A number that k uint32 keys reach; more only if several equal the k-th largest.
 
-    def bit(_, carry):
-        found, bit = carry
-        tried = found | bit
-        enough = jnp.sum((keys >= tried).astype(jnp.int32)) >= k
-        return jnp.where(enough, tried, found), bit >> 1
+    It is found bit by bit, which ends as soon as exactly k keys reach it.
+    """
 
-    first = jnp.uint32(0), jnp.uint32(_TOP)
-    return lax.fori_loop(0, 32, bit, first)[0]
+    def unsure(carry):
+        _, bit, n_reach = carry
+        return (bit > 0) & (n_reach != k)
+
+    def next_bit(carry):
+        found, bit, n_reach = carry
+        n_tried = jnp.sum((keys >= (found | bit)).astype(jnp.int32))
+        enough = n_tried >= k
+        found = jnp.where(enough, found | bit, found)
+        return found, bit >> 1, jnp.where(enough, n_tried, n_reach)
+
+    first = jnp.uint32(0), jnp.uint32(_TOP), jnp.int32(keys.size)
+    return lax.while_loop(unsure, next_bit, first)[0]
