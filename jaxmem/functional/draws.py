@@ -86,12 +86,14 @@ def sample_ids(
         layout: as in `logprobs`.
         axis_name: as in `logprobs`; the ids are those of the whole vocabulary, and the
             draws those of one device, up to the rounding of the logits' sum.
-        implementation: "xla", or None, which means the same.
+        implementation: "xla", or None: on an NVIDIA GPU, kernels then read the logits
+            once. Both draw the same ids, up to the rounding of the logits' sum.
 
     Returns:
         int32 [..., n]: -1, which `selected_logprobs` reads as absent, for a masked
         token or where logits are NaN. Probabilities are rounded to multiples of 2^-30:
-        an id whose own is below 2^-31 is never drawn. On a CPU the ids are
+        an id whose own, or that of whose 64 neighbours in kernels, is below 2^-31 is
+        never drawn. On a CPU the ids are
         batch-invariant, if the chunk is a multiple of 16.
 
     **Memory** beyond inputs and outputs, with C = min(chunk, tokens rounded up to 16):

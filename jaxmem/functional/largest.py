@@ -72,7 +72,8 @@ def topk(
         vocab_size: as in `logprobs`.
         layout: as in `logprobs`.
         axis_name: as in `logprobs`; the ids are those of the whole vocabulary.
-        implementation: "xla", or None, which means the same.
+        implementation: "xla", or None: on an NVIDIA GPU, kernels then read the logits
+            once, if k ≤ 256.
 
     Returns:
         `TopK(logprobs, ids)`: float32 [..., k] (float64 for float64 hidden) and int32
@@ -83,7 +84,7 @@ def topk(
 
     **Memory** beyond inputs, outputs and gradients, with b the item size of hidden and
     C = min(chunk, tokens rounded up to 16): forward 4·C·V·(1 + 1/16) + 256·C·k, and
-    8·C·V on GPUs where k > V/32 and rows are sorted whole; backward (8 + b)·C·V +
+    8·C·V on GPUs where k > V/32 and rows are sorted whole by XLA; backward (8 + b)·C·V +
     4·V·D, the latter for the float32 sum of W's gradient, unless W is frozen. XLA for
     CPUs may widen 16-bit weights to float32, 4·V·D, and takes 8·C·V forward if V is not
     a multiple of 128.
