@@ -5,9 +5,9 @@ of integers, which is exact: with r uniform over {0, ..., C_V - 1}, the id drawn
 first v with C_v > r. Where the vocabulary is sharded, the integers are the same, and
 the running sum goes on from shard to shard.
 
-Kernels read the logits once, and so before the probabilities are known. They round those
-of blocks of columns. r then falls into a block, in which its place, a fraction, is that
-of the id among probabilities relative to the block's.
+Kernels read the logits once, and so before the probabilities are known. Those of blocks
+of columns are rounded then. r falls into a block, and its place in it, a fraction, is
+that of the id among probabilities relative to the block's.
 """
 
 import dataclasses
@@ -166,7 +166,7 @@ class _Draws(LoopRule):
         if self.kernels:
             from jaxmem.kernels import row_blocks  # Pallas takes a while to import
 
-            if row_blocks.supports(*z.shape, z.dtype):
+            if row_blocks.supports(z.shape[0], z.shape[1], z.dtype):
                 return _draw_in_blocks(self.spec, z, bits)
         return _draw(self.spec, z, bits)
 

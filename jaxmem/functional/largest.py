@@ -84,10 +84,10 @@ def topk(
 
     **Memory** beyond inputs, outputs and gradients, with b the item size of hidden and
     C = min(chunk, tokens rounded up to 16): forward 4·C·V·(1 + 1/16) + 256·C·k, and
-    8·C·V on GPUs where k > V/32 and rows are sorted whole by XLA; backward (8 + b)·C·V +
-    4·V·D, the latter for the float32 sum of W's gradient, unless W is frozen. XLA for
-    CPUs may widen 16-bit weights to float32, 4·V·D, and takes 8·C·V forward if V is not
-    a multiple of 128.
+    8·C·V on GPUs where XLA sorts whole rows, as k > 256 and k > V/32; backward
+    (8 + b)·C·V + 4·V·D, the latter for the float32 sum of W's gradient, unless W is
+    frozen. XLA for CPUs may widen 16-bit weights to float32, 4·V·D, and takes 8·C·V
+    forward if V is not a multiple of 128.
 
     **Communication** with axis_name: that of `logprobs`, and forward an all-reduce of
     8·k bytes per token and shard, in which each shard fills in its own k candidates.
@@ -163,7 +163,7 @@ class _Largest(LoopRule):
         if self.kernels:
             from jaxmem.kernels import row_blocks  # Pallas takes a while to import
 
-            if row_blocks.supports(*z.shape, z.dtype, k):
+            if row_blocks.supports(z.shape[0], z.shape[1], z.dtype, k):
                 blocks = row_blocks.parts(z)
                 found = row_blocks.top_k(z, blocks.largest, k)
                 return *found, row_blocks.normaliser(blocks)

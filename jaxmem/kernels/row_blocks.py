@@ -114,6 +114,8 @@ def select(
     """
     operands = alike(x) if blocks is None else alike(x, blocks)
     n = x.shape[1] if blocks is None else blocks.shape[1] * WIDTH
+    # More warps hide more of the latency of gathering blocks.
+    warps = max(pl.next_power_of_2(n) // (1024 if blocks is None else 512), 1)
     shape = len(x), k
     return pl.pallas_call(
         functools.partial(_select, x.shape[1], n, k),
@@ -124,9 +126,7 @@ def select(
             result(shape, jnp.float32, *operands),
             result(shape, jnp.int32, *operands),
         ],
-        compiler_params=plt.CompilerParams(
-            num_warps=min(max(pl.next_power_of_2(n) // 1024, 1), 16), num_stages=1
-        ),
+        compiler_params=plt.CompilerParams(num_warps=min(warps, 16), num_stages=1),
         name="row_select",
     )(*operands)
 

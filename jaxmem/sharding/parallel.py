@@ -193,7 +193,8 @@ def _supports(arrays):
     """The ids and offsets of this device's tokens, if supports are ragged."""
     if "offsets" not in arrays:
         return {}
-    ids, offsets = of_these_tokens(Ragged(*arrays["offsets"], arrays["support_ids"]))
+    starts, counts = arrays["offsets"]
+    ids, offsets = of_these_tokens(Ragged(starts, counts, arrays["support_ids"]))
     return {"support_ids": ids, "offsets": offsets}
 
 
