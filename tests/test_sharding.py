@@ -180,6 +180,9 @@ def of_given_columns():
     ids[0, 2], ids[0, 0, 1] = -1, -1
     options = {"where": problem()[2] >= 0, "chunk": CHUNK}
     warm = np.linspace(0.5, 2, B * T, dtype=np.float32).reshape(B, T)
+    y = problem()[2]
+    support = np.concatenate([np.maximum(y, 0)[..., None], ids], axis=-1)
+    csr = packing.support_to_csr(support, y >= 0, capacity=2 * support.size)
 
     def topk_kl(parallel, **more):
         return lambda h, W, bias: parallel(jaxmem.topk_kl)(
@@ -196,6 +199,16 @@ def of_given_columns():
             parallel, direction="reverse", temperature=warm
         ),
         "topk_kl without a tail": lambda parallel: topk_kl(parallel, tail=False),
+        "support_logprobs": lambda parallel: (
+            lambda h, W, bias: parallel(jaxmem.support_logprobs)(
+                h, W.T, y, support, bias=bias, temperature=jnp.float32(0.5)
+            )
+        ),
+        "ragged supports": lambda parallel: (
+            lambda h, W, bias: parallel(jaxmem.support_logprobs)(
+                h, W, y, csr.ids, bias=bias, offsets=csr.offsets, max_ids=5, **options
+            )
+        ),
         "sample_ids": lambda parallel: (
             lambda h, W, bias: parallel(jaxmem.sample_ids)(
                 h, W, 20, jax.random.key(0), bias=bias, **options
@@ -363,8 +376,6 @@ def calls_with_all_of_W():
     other, teacher = (rng.standard_normal(s, np.float32) for s in ((B, T, 6), (6, V)))
     ids = rng.integers(-1, V, (B, T, 4)).astype(np.int32)
     where, y = problem()[2] >= 0, problem()[2]
-    support = np.concatenate([np.maximum(y, 0)[..., None], ids], axis=-1)
-    csr = packing.support_to_csr(support, where, capacity=2 * support.size)
     warm = np.linspace(0.5, 2, B * T, dtype=np.float32).reshape(B, T)
 
     def of_two(stats, divergence, weight):
@@ -403,19 +414,6 @@ def calls_with_all_of_W():
             lambda verb, h, W, bias: verb(h, W, ids, CHUNK, bias=bias, where=where),
             parallel(jaxmem.selected_logprobs),
         ),
-        "support_logprobs": lambda parallel: functools.partial(
-            lambda verb, h, W, bias: verb(
-                h, W.T, y, support, bias=bias, temperature=jnp.float32(0.5)
-            ),
-            parallel(jaxmem.support_logprobs),
-        ),
-        "ragged supports": lambda parallel: functools.partial(
-            lambda verb, h, W, bias: verb(
-                h, W, y, csr.ids, CHUNK, bias=bias, where=where, offsets=csr.offsets,
-                max_ids=5,
-            ),
-            parallel(jaxmem.support_logprobs),
-        ),
     }  # fmt: skip
 
 
@@ -449,7 +447,7 @@ def test_a_partial_of_the_data_is_refused():
 
 def test_verbs_that_need_all_of_W_on_explicit_axes():
     h, W, _, bias = (np.nan_to_num(x) for x in problem())
-    for name in ("jsd", "support_logprobs"):
+    for name in ("jsd", "selected_logprobs"):
         run = calls_with_all_of_W()[name]
         split = functools.partial(parallel, name="2x4", kind=AxisType.Explicit)
         assert_same(*(jit(run(x))(h, W, bias) for x in (split, lambda verb: verb)))

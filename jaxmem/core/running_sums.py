@@ -20,7 +20,12 @@ def tree(units: jax.Array) -> list[jax.Array]:
     Args:
         units: int32 [C, V], not negative; a row's sum fits int32.
     """
-    levels = [_group_sums(units)]
+    return levels_above(_group_sums(units))
+
+
+def levels_above(leaves: jax.Array) -> list[jax.Array]:
+    """The levels of a tree with these leaves, int32 [C, n], which are its last."""
+    levels = [leaves]
     while levels[0].shape[1] > 1:
         even = jnp.pad(levels[0], ((0, 0), (0, levels[0].shape[1] % 2)))
         levels.insert(0, even[:, ::2] + even[:, 1::2])
@@ -45,18 +50,34 @@ def find(
         (exists, column, entry of x there), [C, K] each. Where no running sum reaches
         the target, exists is False and the others have no meaning.
     """
-    exists = targets <= levels[0]
-    group, rest = jnp.zeros_like(targets), targets
-    for sums in levels[1:]:
-        left = jnp.take_along_axis(sums, 2 * group, axis=1, mode="promise_in_bounds")
-        right = rest > left
-        rest = rest - jnp.where(right, left, 0)
-        group = jnp.minimum(2 * group + right, sums.shape[1] - 1)
-    columns, entries = _window(x, group)
+    exists, group, rest = descend(levels, targets)
+    columns, entries = window(x, group, _GROUP)
     inside = (columns >= group[..., None] * _GROUP) & (columns < x.shape[1])
     units = jnp.where(inside, units_of(entries), 0)
-    column, entry = _reach(units, (columns, entries), rest)
+    column, entry = reach(units, (columns, entries), rest)
     return exists, column, entry
+
+
+def descend(
+    levels: list[jax.Array], targets: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The first leaf of each row whose running sum is at least each target.
+
+    Args:
+        levels: of `tree` or `levels_above`.
+        targets: int32 [C, K], at least 1.
+
+    Returns:
+        (exists, leaf, what the target exceeds the sum before the leaf by), [C, K] each.
+    """
+    exists = targets <= levels[0]
+    leaf, rest = jnp.zeros_like(targets), targets
+    for sums in levels[1:]:
+        left = jnp.take_along_axis(sums, 2 * leaf, axis=1, mode="promise_in_bounds")
+        right = rest > left
+        rest = rest - jnp.where(right, left, 0)
+        leaf = jnp.minimum(2 * leaf + right, sums.shape[1] - 1)
+    return exists, leaf, rest
 
 
 def _group_sums(units):
@@ -71,20 +92,38 @@ def _group_sums(units):
     return jnp.concatenate([sums, rest], axis=1)
 
 
-def _window(x, group):
-    """(columns, entries), [C, K, `_GROUP`], of a group, or the last ones of the row."""
-    x = jnp.pad(x, ((0, 0), (0, max(_GROUP - x.shape[1], 0))))
-    first = jnp.minimum(group * _GROUP, x.shape[1] - _GROUP)
+def window(x: jax.Array, leaf: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:
+    """Columns and entries of leaves, or the last ones of the row.
+
+    Args:
+        x: [C, V].
+        leaf: int32 [C, K].
+        width: columns of a leaf.
+
+    Returns:
+        (columns, entries of x there), [C, K, width] each; x counts as 0 beyond V.
+    """
+    x = jnp.pad(x, ((0, 0), (0, max(width - x.shape[1], 0))))
+    first = jnp.minimum(leaf * width, x.shape[1] - width)
 
     def one(row, first):
-        return lax.dynamic_slice(row, (first,), (_GROUP,))
+        return lax.dynamic_slice(row, (first,), (width,))
 
     entries = jax.vmap(jax.vmap(one, (None, 0)))(x, first)
-    return first[..., None] + jnp.arange(_GROUP, dtype=jnp.int32), entries
+    return first[..., None] + jnp.arange(width, dtype=jnp.int32), entries
 
 
-def _reach(units, values, rest):
-    """Values [C, K] of the column, of a window, whose running sum reaches `rest`."""
+def reach(units: jax.Array, values, rest: jax.Array) -> list[jax.Array]:
+    """Of each window, the values where the running sum of units reaches `rest`.
+
+    Args:
+        units: int32 [C, K, width], where width is a power of two.
+        values: arrays of the same shape.
+        rest: int32 [C, K], at least 1 and at most the sum of the units.
+
+    Returns:
+        An array [C, K] of each of the values.
+    """
     while (n := units.shape[-1]) > 1:
         left = jnp.sum(units[..., : n // 2], axis=-1, dtype=jnp.int32)
         right = rest > left

@@ -137,7 +137,11 @@ def logits(spec: Spec, head: Head, rows: Rows, row_ids) -> jax.Array:
 
 def normaliser(spec: Spec, z: jax.Array) -> _stats.Normaliser:
     """The normaliser of rows, over the shards of the vocabulary if there are any."""
-    part = _stats.normaliser(z)
+    return over_shards(spec, _stats.normaliser(z))
+
+
+def over_shards(spec: Spec, part: _stats.Normaliser) -> _stats.Normaliser:
+    """The normaliser of rows, from that of this shard's logits."""
     if not spec.shards:
         return part
     row_max = lax.pmax(part.max, spec.shards.axes)
@@ -145,7 +149,7 @@ def normaliser(spec: Spec, z: jax.Array) -> _stats.Normaliser:
     # One of the largest terms is added inside log1p, as in `_stats.normaliser`.
     below = (part.max - jnp.where(largest, part.max, row_max)) + part.log_sum
     others = jnp.where(largest, jnp.expm1(part.log_sum), jnp.exp(below))
-    terms = others, largest.astype(z.dtype)
+    terms = others, largest.astype(part.max.dtype)
     others, n_largest = lax.psum(terms, spec.shards.axes)
     return _stats.Normaliser(row_max, jnp.log1p(others + (n_largest - 1)))
 

@@ -4,6 +4,10 @@ A column's probability is rounded to a multiple of 2^-30 and its running sum C_v
 of integers, which is exact: with r uniform over {0, ..., C_V - 1}, the id drawn is the
 first v with C_v > r. Where the vocabulary is sharded, the integers are the same, and
 the running sum goes on from shard to shard.
+
+Kernels read the logits once, and so before the probabilities are known. Those of blocks
+of columns are rounded then. r falls into a block, and its place in it, a fraction, is
+that of the id among probabilities relative to the block's.
 """
 
 import dataclasses
@@ -21,11 +25,13 @@ from jaxmem.core import (
     running_sums,
     sampling,
     shards as _shards,
+    stats as _stats,
 )
 from jaxmem.core.explicit_axes import sharded_like, with_automatic_axes
 from jaxmem.core.operands import cast, first_column, for_active_chunks, put, take
 from jaxmem.core.options import AxisName, Chunk, HeadOptions, Implementation, Layout
 from jaxmem.functional import arguments, columns, rule
+from jaxmem.functional.divergence import uses_kernels
 from jaxmem.functional.rule import LoopRule
 
 _BITS = 30  # of the unit that probabilities are rounded to: their sum fits int32
@@ -80,12 +86,14 @@ def sample_ids(
         layout: as in `logprobs`.
         axis_name: as in `logprobs`; the ids are those of the whole vocabulary, and the
             draws those of one device, up to the rounding of the logits' sum.
-        implementation: "xla", or None, which means the same.
+        implementation: "xla", or None: on an NVIDIA GPU, kernels then read the logits
+            once. Both draw the same ids, up to the rounding of the logits' sum.
 
     Returns:
         int32 [..., n]: -1, which `selected_logprobs` reads as absent, for a masked
         token or where logits are NaN. Probabilities are rounded to multiples of 2^-30:
-        an id whose own is below 2^-31 is never drawn. On a CPU the ids are
+        an id whose own, or that of whose 64 neighbours in kernels, is below 2^-31 is
+        never drawn. On a CPU the ids are
         batch-invariant, if the chunk is a multiple of 16.
 
     **Memory** beyond inputs and outputs, with C = min(chunk, tokens rounded up to 16):
@@ -130,7 +138,8 @@ def sample_ids(
     bits = jax.vmap(lambda key: jax.random.bits(key, (n,), jnp.uint32))(keys)
     source = lax.stop_gradient(source)
     spec, source = arguments.typed(spec, source, (rows, bits))
-    ids = rule.run(_Draws(spec), (source,), ((rows,), bits))
+    of_call = _Draws(spec, uses_kernels(implementation))
+    ids = rule.run(of_call, (source,), ((rows,), bits))
     return jnp.reshape(ids, (*shape, n))
 
 
@@ -138,18 +147,28 @@ def sample_ids(
 class _Draws(LoopRule):
     """The rule of `sample_ids`; given are uniform uint32 [N, n]."""
 
+    kernels: bool  # those of `kernels.row_blocks` read the logits, if they can
+
     def forward_loop(self, source, rows, given):
         (rows,), spec = rows, self.spec
         head: Any = cast(spec, source)
 
         def chunk(row_ids, ids):
             z = columns.logits(spec, head, rows, row_ids)
-            drawn = _draw(spec, z, take(given, row_ids))
+            drawn = self._draw(z, take(given, row_ids))
             return put(ids, row_ids, drawn)
 
         ids = jnp.full(given.shape, -1, jnp.int32)
         ids = _shards.vary(ids, spec.varying)
         return for_active_chunks(spec.chunk, rows.active, chunk, ids), {}
+
+    def _draw(self, z, bits):
+        if self.kernels:
+            from jaxmem.kernels import row_blocks  # Pallas takes a while to import
+
+            if row_blocks.supports(z.shape[0], z.shape[1], z.dtype):
+                return _draw_in_blocks(self.spec, z, bits)
+        return _draw(self.spec, z, bits)
 
 
 def _draw(spec, z, bits):
@@ -159,18 +178,58 @@ def _draw(spec, z, bits):
     def units_of(z):
         row_max, log_sum = (x.reshape(-1, *(1,) * (z.ndim - 1)) for x in normaliser)
         row_max = jnp.where(row_max == -jnp.inf, 0, row_max)
-        p = jnp.exp((z - row_max) - log_sum)
-        return jnp.where(p > 0, jnp.round(p * 2**_BITS), 0).astype(jnp.int32)
+        return _units(jnp.exp((z - row_max) - log_sum))
 
     tree = running_sums.tree(units_of(z))
-    total, before = tree[0], 0
-    if spec.shards:
-        total, before = _of_shards(spec.shards, tree[0])
-    targets = _scaled(bits, total) + 1 - before
+    targets = _targets(spec, tree[0], bits)
     exists, column, _ = running_sums.find(tree, units_of, z, targets)
+    return _ids_of_columns(spec, exists & (targets > 0), column)
+
+
+def _draw_in_blocks(spec, z, bits):
+    """The same, by one read of the logits and one of the blocks that ids are in."""
+    from jaxmem.kernels import row_blocks
+
+    blocks = row_blocks.parts(z)
+    normaliser = columns.over_shards(spec, row_blocks.normaliser(blocks))
+    p_largest = jnp.exp(_stats.log_softmax(blocks.largest, normaliser))
+    units = _units(p_largest * (blocks.others + 1))
+    tree = running_sums.levels_above(units)
+    targets = _targets(spec, tree[0], bits)
+    exists, block, rest = running_sums.descend(tree, targets)
+
+    def of_block(x):
+        return jnp.take_along_axis(x, block, axis=1, mode="promise_in_bounds")
+
+    width = row_blocks.WIDTH
+    at, entries = running_sums.window(z, block, width)
+    inside = (at >= block[..., None] * width) & (at < z.shape[1])
+    relative = jnp.exp(entries - of_block(blocks.largest)[..., None])
+    relative = relative / (of_block(blocks.others)[..., None] + 1)
+    in_block = jnp.where(inside, _units(relative), 0)
+    place = _fraction(rest - 1, of_block(units))
+    total = jnp.sum(in_block, axis=-1, dtype=jnp.int32)
+    (column,) = running_sums.reach(in_block, (at,), _scaled(place, total) + 1)
+    return _ids_of_columns(spec, exists & (targets > 0), column)
+
+
+def _units(p):
+    """Probabilities in units of 2^-30; 0 for NaN."""
+    return jnp.where(p > 0, jnp.round(p * 2**_BITS), 0).astype(jnp.int32)
+
+
+def _targets(spec, total, bits):
+    """Numbers that this shard's running sum is to reach, less than 1 if earlier did."""
+    before = 0
+    if spec.shards:
+        total, before = _of_shards(spec.shards, total)
+    return _scaled(bits, total) + 1 - before
+
+
+def _ids_of_columns(spec, here, column):
+    """Ids in the whole vocabulary, of columns that are in this shard; -1 if in none."""
     if not spec.shards:
-        return jnp.where(exists, column, -1)
-    here = exists & (targets > 0)
+        return jnp.where(here, column, -1)
     found = jnp.where(here, column + first_column(spec) + 1, 0)
     return lax.psum(found, spec.shards.axes) - 1
 
@@ -191,3 +250,15 @@ def _scaled(bits, total):
     middle = high * t_low + ((low * t_low) >> 16)
     carry = ((middle & 0xFFFF) + low * t_high) >> 16
     return (high * t_high + (middle >> 16) + carry).astype(jnp.int32)
+
+
+def _fraction(a, b):
+    """⌊2^32 · a / b⌋ of int32 0 ≤ a < b, as uint32, by long division."""
+    rest, b = a.astype(jnp.uint32), b.astype(jnp.uint32)
+    quotient = jnp.zeros_like(b)
+    for _ in range(32):
+        rest = rest << 1
+        fits = rest >= b
+        rest = jnp.where(fits, rest - b, rest)
+        quotient = (quotient << 1) | fits
+    return quotient

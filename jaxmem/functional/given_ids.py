@@ -5,7 +5,8 @@ import math
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmem.core import checks, partition
+from jaxmem.core import checks, partition, shards as _shards
+from jaxmem.core.operands import first_column
 from jaxmem.core.spec import Spec
 from jaxmem.functional import arguments
 
@@ -13,15 +14,19 @@ from jaxmem.functional import arguments
 def spec_of(source, options, numbers):
     """The static facts; numbers is the count of float32 per token of a chunk."""
     columns = arguments.columns_of(source, options.layout)
+    shards = _shards.check_axis_name(options.axis_name)
     n_tokens = source.hidden.shape[0]
     return Spec(
         columns=columns,
-        vocab_size=checks.check_vocab_size(options.vocab_size, columns),
+        vocab_size=checks.check_vocab_size(
+            options.vocab_size, columns * (shards.count if shards else 1)
+        ),
         chunk=checks.check_chunk(options.chunk, n_tokens, numbers or columns),
         outputs=(),
         compute_dtype=source.hidden.dtype,
         layout=options.layout,
         softcap=checks.check_softcap(options.softcap),
+        shards=shards,
         token_parallel=partition.is_possible(),
     )
 
@@ -77,8 +82,10 @@ def flat_ids(ids, shape):
 
 
 def existing_columns(spec, ids):
-    """Columns of the ids; one past the end if absent or beyond the vocabulary."""
-    return jnp.where((ids >= 0) & (ids < spec.vocab_size), ids, spec.columns)
+    """Columns of the ids here; past the end if absent or beyond the vocabulary."""
+    exists = (ids >= 0) & (ids < spec.vocab_size)
+    columns = ids - first_column(spec)
+    return jnp.where(exists & (columns >= 0), columns, spec.columns)
 
 
 def counted_tokens(where, shape):

@@ -19,6 +19,7 @@ from jaxmem.core.operands import (
 )
 from jaxmem.core.options import AxisName, Chunk, HeadOptions, Implementation, Layout
 from jaxmem.functional import arguments, columns, rule
+from jaxmem.functional.divergence import uses_kernels
 from jaxmem.functional.rule import LoopRule
 
 
@@ -71,7 +72,8 @@ def topk(
         vocab_size: as in `logprobs`.
         layout: as in `logprobs`.
         axis_name: as in `logprobs`; the ids are those of the whole vocabulary.
-        implementation: "xla", or None, which means the same.
+        implementation: "xla", or None: on an NVIDIA GPU, kernels then read the logits
+            once, if k ≤ 256.
 
     Returns:
         `TopK(logprobs, ids)`: float32 [..., k] (float64 for float64 hidden) and int32
@@ -82,10 +84,10 @@ def topk(
 
     **Memory** beyond inputs, outputs and gradients, with b the item size of hidden and
     C = min(chunk, tokens rounded up to 16): forward 4·C·V·(1 + 1/16) + 256·C·k, and
-    8·C·V on GPUs where k > V/32 and rows are sorted whole; backward (8 + b)·C·V +
-    4·V·D, the latter for the float32 sum of W's gradient, unless W is frozen. XLA for
-    CPUs may widen 16-bit weights to float32, 4·V·D, and takes 8·C·V forward if V is not
-    a multiple of 128.
+    8·C·V on GPUs where XLA sorts whole rows, as k > 256 and k > V/32; backward
+    (8 + b)·C·V + 4·V·D, the latter for the float32 sum of W's gradient, unless W is
+    frozen. XLA for CPUs may widen 16-bit weights to float32, 4·V·D, and takes 8·C·V
+    forward if V is not a multiple of 128.
 
     **Communication** with axis_name: that of `logprobs`, and forward an all-reduce of
     8·k bytes per token and shard, in which each shard fills in its own k candidates.
@@ -122,7 +124,8 @@ def topk(
         log_p = jnp.zeros((*shape, k), spec.stats_dtype)
         return TopK(log_p, jnp.zeros((*shape, k), jnp.int32))
     spec, source = arguments.typed(spec, source, rows)
-    results = rule.run(_Largest(spec, k), (source,), ((rows,), None))
+    of_call = _Largest(spec, k, uses_kernels(implementation))
+    results = rule.run(of_call, (source,), ((rows,), None))
     return jax.tree.map(lambda x: jnp.reshape(x, (*shape, k)), results)
 
 
@@ -131,6 +134,7 @@ class _Largest(LoopRule):
     """The rule of `topk`; nothing is given."""
 
     k: int
+    kernels: bool  # those of `kernels.row_blocks` read the logits, if they can
 
     def forward_loop(self, source, rows, given):
         (rows,), spec = rows, self.spec
@@ -138,8 +142,9 @@ class _Largest(LoopRule):
 
         def chunk(row_ids, results):
             z = columns.logits(spec, head, rows, row_ids)
-            entries, ids = self._top_k(z)
-            normaliser = columns.normaliser(spec, z)
+            entries, ids, normaliser = self._of_columns(z)
+            entries, ids = self._of_shards(entries, ids)
+            normaliser = columns.over_shards(spec, normaliser)
             log_p = _stats.log_softmax(entries, normaliser)
             values = TopK(log_p, ids), {"normaliser": normaliser}
             return put_all(results, row_ids, values)
@@ -152,10 +157,21 @@ class _Largest(LoopRule):
         results = _shards.vary(results, spec.varying)
         return for_active_chunks(spec.chunk, rows.active, chunk, results)
 
-    def _top_k(self, z):
-        """The k largest logits of rows, and their ids in the whole vocabulary."""
+    def _of_columns(self, z):
+        """The k largest of this device's logits, their columns, and the normaliser."""
+        k = min(self.k, self.spec.columns)
+        if self.kernels:
+            from jaxmem.kernels import row_blocks  # Pallas takes a while to import
+
+            if row_blocks.supports(z.shape[0], z.shape[1], z.dtype, k):
+                blocks = row_blocks.parts(z)
+                found = row_blocks.top_k(z, blocks.largest, k)
+                return *found, row_blocks.normaliser(blocks)
+        return *selection.top_k(z, k), _stats.normaliser(z)
+
+    def _of_shards(self, entries, ids):
+        """The k largest logits and their ids in the whole vocabulary."""
         shards, k = self.spec.shards, self.k
-        entries, ids = selection.top_k(z, min(k, self.spec.columns))
         if not shards:
             return entries, ids
         # Each shard fills in its own, in the order of the shards and so of the ids. A

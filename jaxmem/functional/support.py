@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 from jaxmem.core import checks
 from jaxmem.core.explicit_axes import sharded_like, with_automatic_axes
 from jaxmem.core.operands import Ragged
-from jaxmem.core.options import Chunk, HeadOptions, Implementation, Layout
+from jaxmem.core.options import AxisName, Chunk, HeadOptions, Implementation, Layout
 from jaxmem.functional import arguments, rule
 from jaxmem.functional.given_ids import (
     check_ids,
@@ -47,6 +47,7 @@ def support_logprobs(
     bias: ArrayLike | None = None,
     vocab_size: int | None = None,
     layout: Layout | None = None,
+    axis_name: AxisName | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """Log-probability of each label among the tokens that it was sampled from.
@@ -83,6 +84,8 @@ def support_logprobs(
         bias: [V], added to the logits first.
         vocab_size: logical vocabulary when W is padded.
         layout: "vd" or "dv"; inferred from the shapes unless W is square.
+        axis_name: as in `logprobs`; labels and supports are ids of the whole
+            vocabulary. Each shard multiplies by K rows, zeros for what it has not got.
         implementation: "xla", or None, which means the same.
 
     Returns:
@@ -97,6 +100,9 @@ def support_logprobs(
     backward is as forward. With offsets, E = min(C·max_ids, max(4096, M/16)), but at
     least max_ids, and the terms with E double, as the buffers of two widths may be
     alive. XLA for CPUs widens 16-bit columns to float32.
+
+    **Communication** with axis_name: that of `logprobs`, in one all-reduce of each kind
+    for all tokens. W and its gradient stay sharded.
 
     Raises:
         TypeError: an argument has the wrong type; the message names it.
@@ -123,17 +129,17 @@ def support_logprobs(
     verb = "support_logprobs"
     options = HeadOptions(
         chunk=chunk, where=where, temperature=temperature, softcap=softcap, bias=bias,
-        vocab_size=vocab_size, layout=layout, implementation=implementation,
+        vocab_size=vocab_size, layout=layout, axis_name=axis_name,
+        implementation=implementation,
     )  # fmt: skip
     rule.check_only_xla(verb, implementation)
     source, layout, shape = arguments.read_head(hidden, W, options)
-    columns = arguments.columns_of(source, layout)
-    tokens = shape, checks.check_vocab_size(vocab_size, columns)
+    options = dataclasses.replace(options, layout=layout)
+    tokens = shape, spec_of(source, options, None).vocab_size
     where = arguments.read_where(where, shape)
     labels = checks.as_visible_array("labels", labels)
     support_ids = checks.as_visible_array("support_ids", support_ids)
     given, widest = _read_supports(support_ids, offsets, max_ids, where, tokens)
-    options = dataclasses.replace(options, layout=layout)
     spec = spec_of(source, options, widest * source.hidden.shape[1])
     rows = arguments.read_rows(spec, shape, labels, options)
     check_support(labels, support_ids, offsets, where, shape)

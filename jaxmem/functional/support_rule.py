@@ -9,7 +9,15 @@ import jax.numpy as jnp
 
 from jaxmem.backends import xla
 from jaxmem.core import shards as _shards, stats as _stats
-from jaxmem.core.operands import Head, for_active_chunks, put, take
+from jaxmem.core.operands import (
+    Head,
+    for_active_chunks,
+    no_statistics,
+    put,
+    put_all,
+    sum_over_shards,
+    take,
+)
 from jaxmem.functional.given_ids import existing_columns
 from jaxmem.functional.rule import LoopRule
 
@@ -33,14 +41,17 @@ class SupportRule(LoopRule):
             z, _ = self._logits(source, rows, row_ids, columns)
             position, is_valid = _position(labels, ids)
             is_valid &= jnp.all(ids < self.spec.vocab_size, axis=-1)
-            outputs = _stats.finish(_stats.of_tile(z, position), is_valid)
-            values = outputs.logprob, {k: getattr(outputs, k) for k in results[1]}
-            return jax.tree.map(lambda x, v: put(x, row_ids, v), results, values)
+            return put_all(results, row_ids, (_stats.of_tile(z, position), is_valid))
 
-        zero = jnp.zeros(rows.labels.shape, self.spec.stats_dtype)
-        results = zero, {"max": zero, "log_sum": zero}
-        results = _shards.vary(results, self.spec.varying)
-        return self._for_chunks(rows, given, chunk, results)
+        valid = _shards.vary(jnp.zeros_like(rows.active), self.spec.varying)
+        results = no_statistics(self.spec, rows), valid
+        stats, valid = self._for_chunks(rows, given, chunk, results)
+        if self.spec.shards:
+            stats = _stats.merge_over(stats, self.spec.shards.axes)
+        outputs = _stats.finish(stats, valid)
+        logprob = jnp.where(rows.active, outputs.logprob, 0)
+        saved = logprob, {"max": outputs.max, "log_sum": outputs.log_sum}
+        return _shards.vary(saved, self.spec.varying)
 
     def backward_loop(self, source, rows, given, result, saved, g):
         """See `LoopRule.backward_loop`."""
@@ -64,6 +75,7 @@ class SupportRule(LoopRule):
 
         sums = xla.zero_sums(self.spec, source)
         sums = self._for_chunks(rows, given, chunk, sums)
+        sums = sum_over_shards(self.spec, sums)
         return jax.tree.map(lambda total, x: total.astype(x.dtype), sums, original)
 
     def _for_chunks(self, rows, given, body, carry):

@@ -42,7 +42,7 @@ def normaliser(z: jax.Array) -> Normaliser:
         compiler_params=_PARAMS,
         name="row_normaliser",
     )(z)
-    row_max, smaller = _merged(largest, others)
+    row_max, smaller = merged(largest, others)
     return Normaliser(row_max, jnp.log1p(smaller))
 
 
@@ -111,12 +111,12 @@ def _add_exponentials(columns, z_ref, largest_ref, others_ref):
     # Finite, so that the difference to a masked column is no NaN.
     lowest = jnp.full(BLOCK, jnp.finfo(jnp.float32).min, jnp.float32)
     lanes = _over_blocks(columns, block, (lowest, jnp.zeros_like(lowest)))
-    largest, others = _merged(*(x[None] for x in lanes))
+    largest, others = merged(*(x[None] for x in lanes))
     plt.store(largest_ref.at[row, pl.ds(share, 1)], largest)
     plt.store(others_ref.at[row, pl.ds(share, 1)], others)
 
 
-def _merged(largest, others):
+def merged(largest, others):
     """Of parts along the last axis: the largest logit, and the sum without its 1.
 
     Adding that 1 and subtracting it again would lose a small sum.

@@ -68,8 +68,6 @@ def read_rows_and_ids(given, shape, of_tokens, columns):
         operands["ids"] = Operand(
             check_ids("ids", given["ids"], where, *tokens), of_tokens, -1
         )
-    if "support_ids" in given:
-        operands |= _read_supports(given, where, tokens, of_tokens)
     name = "reference_temperature"
     if given.get(name) is not None:
         operands |= _read_temperature(name, given[name], shape, of_tokens)
@@ -175,6 +173,10 @@ def _read_rows(given, shape, of_tokens):
     operands |= _read_temperature("temperature", temperature, shape, of_tokens)
     if isinstance(given.get("normalizer"), jax.Array):
         operands["normalizer"] = Operand(given["normalizer"], ())
+    if "support_ids" in given and "axis_name" in given:
+        operands |= _read_supports(
+            given, where, (shape, given["vocab_size"]), of_tokens
+        )
     if "ids" in given and "axis_name" in given:
         operands |= _read_columns(given, where, shape, of_tokens)
     if "per_token" in given:

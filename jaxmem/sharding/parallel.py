@@ -49,11 +49,11 @@ def parallel(
     devices is replicated in the result, because a type cannot express uneven shards.
 
     Args:
-        verb: `jaxmem.logprobs`, `token_stats`, `entropy`, `token_loss`, `topk`,
-            `topk_kl`, `sample_ids`, `logprobs_from_logits` or
-            `token_stats_from_logits`, or a functools.partial of one, with arguments by
-            name. Or a verb that needs the whole W: `selected_logprobs`,
-            `support_logprobs`, `kl`, `forward_kl`, `jsd` or `divergence_loss`.
+        verb: `jaxmem.logprobs`, `token_stats`, `entropy`, `token_loss`,
+            `support_logprobs`, `topk`, `topk_kl`, `sample_ids`, `logprobs_from_logits`
+            or `token_stats_from_logits`, or a functools.partial of one, with arguments
+            by name. Or a verb that needs the whole W: `selected_logprobs`, `kl`,
+            `forward_kl`, `jsd` or `divergence_loss`.
         mesh: devices, with named axes.
         vocab: mesh axes that shard the vocabulary; None: each device has all of it. For
             a verb that needs the whole W, W is all-gathered along them, and they shard
@@ -123,7 +123,7 @@ def _run(verb, plan, call) -> Any:
     is_loss = "normalizer" in call.arguments
 
     def on_device(arrays):
-        given = call.arguments | arrays | _keys(call, arrays)
+        given = call.arguments | arrays | _keys(call, arrays) | _supports(arrays)
         if "W" in given:
             given["W"] = _gathered(plan, given["W"], given["layout"])
         if is_loss and given["normalizer"] is None:
@@ -165,10 +165,6 @@ def _run_with_all_of_W(verb, plan, call) -> Any:
             given |= _whole(wide, given, head, size)
         if is_loss and given["normalizer"] is None:
             given["normalizer"] = _count(wide, given["labels"], given["where"])
-        if given.get("offsets") is not None:
-            (starts, counts), ids = given["offsets"], given["support_ids"]
-            ragged = Ragged(starts, counts, ids)
-            given["support_ids"], given["offsets"] = of_these_tokens(ragged)
         of_device = inspect.BoundArguments(call.signature, given)
         results = verb(*of_device.args, **of_device.kwargs)
         return (_summed(wide, results[0]), results[1]) if is_loss else results
@@ -191,6 +187,15 @@ def _keys(call, arrays):
         return {}
     impl = jax.random.key_impl(call.arguments["key"])
     return {"key": jax.random.wrap_key_data(arrays["key"], impl=impl)}
+
+
+def _supports(arrays):
+    """The ids and offsets of this device's tokens, if supports are ragged."""
+    if "offsets" not in arrays:
+        return {}
+    starts, counts = arrays["offsets"]
+    ids, offsets = of_these_tokens(Ragged(starts, counts, arrays["support_ids"]))
+    return {"support_ids": ids, "offsets": offsets}
 
 
 def _whole(plan, given, head, size):
