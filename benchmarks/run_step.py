@@ -5,11 +5,14 @@
     python -m benchmarks.run_step --variant "mine: save_attention remat.save=('gate',)"
 
 Each variant runs in a process of its own, so that its peak of memory is its own, and
-one at a time; while one runs, the next one imports and traces. Rows are written as they
-come, and no variant starts, or goes on, after `--seconds`. The config is `step.gin`;
-variants add to it. With `loss=logprobs`, the loss is a mean of `head.logprobs`, whose
-backward pass recomputes the logits, instead of `head.loss`, which is one pass. A
-trace's summary, by class of kernel, goes into a file of its own.
+one at a time; while one runs, the next one imports and traces. Rows are written as
+they come, and no variant starts, or goes on, after `--seconds`. As in the trainer, a
+step is dispatched before the loss of the one before is read, and its time is from
+that one's end to its own: `loss_read` says so, and where it is empty, each loss was
+read first. The config is `step.gin`; variants add to it. With `loss=logprobs`, the
+loss is a mean of `head.logprobs`, whose backward pass recomputes the logits, instead
+of `head.loss`, which is one pass. A trace's summary, by class of kernel, goes into a
+file of its own.
 """
 
 import argparse

@@ -303,10 +303,10 @@ def test_a_run_prints_its_configuration_trains_and_resumes(directory, capsys):
 def test_sigterm_saves_and_the_same_command_resumes(directory, monkeypatch, capfd):
     from jaxmem.train.jobs import sft
 
-    step = sft._Job.step
+    step = sft._Job.dispatch
     with monkeypatch.context() as patched:
         patched.setattr(
-            sft._Job, "step", lambda *a: signal.raise_signal(15) or step(*a)
+            sft._Job, "dispatch", lambda *a: signal.raise_signal(15) or step(*a)
         )
         with pytest.raises(SystemExit) as caught:
             cli.main(["train", "tiny.gin"])

@@ -88,3 +88,9 @@ def batches(
         i: data.batches(config, tokenizer, stream=i, template=template) for i in wanted
     }
     return StreamIterator(iterators, config)
+
+
+def stacked(batches: Iterator[Batch], count: int) -> Batch:
+    """The next micro-batches of a step, `[count, B, T]` each array."""
+    taken = [next(batches) for _ in range(count)]
+    return Batch(*(np.stack(arrays) for arrays in zip(*taken, strict=True)))

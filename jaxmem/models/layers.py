@@ -11,6 +11,7 @@ from jaxmem.models import (
     attention,
     kv_cache,
     lora,
+    normed_rotary,
     norms,
     partitioning as mesh,
     ulysses,
@@ -133,6 +134,10 @@ class Attention(nnx.Module):
             query, key = apply_rope(query, *rope), apply_rope(key, *rope)
             return remat.name(query, "q"), remat.name(key, "k")
         query, key = remat.name(query, "q"), remat.name(key, "k")
+        if normed_rotary.is_fused(query):
+            norms = self.query_norm, self.key_norm
+            fused = normed_rotary.normalize_and_rotate
+            return fused(norms[0], query, rope), fused(norms[1], key, rope)
         query, key = self.query_norm(query), self.key_norm(key)
         return apply_rope(query, *rope), apply_rope(key, *rope)
 

@@ -32,7 +32,7 @@ from jaxmem.train.metrics import (
 )
 from jaxmem.train.program import TrainState
 from jaxmem.train.progress import ProgressReport
-from jaxmem.train.steps import Job, ShowsSamples
+from jaxmem.train.steps import Dispatches, Job, Resumable, ShowsSamples
 from jaxmem.train.stopping import Stop
 from jaxmem.train.wandb_writer import WandbWriter
 
@@ -194,7 +194,7 @@ class Run:
         head = {**changeable.get("head", {}), _BACKEND: backend}
         self._settings = Settings(fixed, {**changeable, "head": head})
 
-    def take_steps(self, job: Job, texts: Mapping[str, str]) -> TrainState:
+    def take_steps(self, job: Job | Dispatches, texts: Mapping[str, str]) -> TrainState:
         """Take the remaining steps, and record each.
 
         Args:
@@ -215,45 +215,69 @@ class Run:
             if text and processes.is_first():
                 files.write_whole(self.out_dir / name, text)
         run = self._config
-        with (
-            self._stop.deferred(),
-            self._writer() as writer,
-            self.progress as report,
-        ):
+        with self._stop.deferred(), self._writer() as writer, self.progress:
             if self.taken < run.steps:
-                report.waiting("compiling")
-            while not (stopped := self._must_stop()) and self.taken < run.steps:
-                state, taken = self._step(job, state, writer)
-                self.taken += 1
-                if writer is not None:
-                    writer.write(taken)
-                report.update(taken)
-                if self._is_due():
+                self.progress.waiting("compiling")
+            unread, number = None, self.taken
+            while not (stopped := self._must_stop()) and number < run.steps:
+                before, number = unread, number + 1
+                try:
+                    state, unread = self._dispatch(job, number, state, writer)
+                finally:  # while the device takes the step
+                    if before is not None:
+                        self._record(metrics.finite(before()), writer)
+                if self._reads_now(job, number):
+                    taken, unread = metrics.finite(unread()), None
+                    self._record(self._evaluated(job, state, taken), writer)
+                if self._is_due(number):
                     self._save(job, state, writer)
+            if unread is not None:
+                self._record(metrics.finite(unread()), writer)
             if stopped and run.checkpoint_every and self.saved < self.taken:
                 self._save(job, state, writer)
         if stopped:
             self._stop.raise_if_requested()
         return state
 
-    def _step(
-        self, job: Job, state: TrainState, writer: MetricsWriter | None
-    ) -> tuple[TrainState, metrics.AnyMetrics]:
-        """Take a step, and evaluate it if it is due."""
-        number, config = self.taken + 1, self._config
+    def _dispatch(
+        self,
+        job: Job | Dispatches,
+        number: int,
+        state: TrainState,
+        writer: MetricsWriter | None,
+    ) -> tuple[TrainState, Callable[[], metrics.AnyMetrics]]:
+        """Start a step; a call of what is returned waits for its metrics."""
+        if isinstance(job, Dispatches):
+            return job.dispatch(number, state)
         try:
             state, taken = job.step(number, state)
         except RewardError:
             # A rollout leaves the state as the last step made it.
-            if config.checkpoint_every and self.saved < self.taken:
+            if self._config.checkpoint_every and self.saved < self.taken:
                 self._save(job, state, writer)
             raise
-        _check_finite(taken)
-        if not self._evaluation.is_due(number, config.steps):
-            return state, taken
-        evaluated = job.evaluate(state, taken)
+        return state, lambda: taken
+
+    def _reads_now(self, job: Resumable, number: int) -> bool:
+        """Whether a step's metrics are needed before the next step starts."""
+        evaluates = self._evaluation.is_due(number, self._config.steps)
+        return evaluates or self._is_due(number) or not isinstance(job, Dispatches)
+
+    def _record(self, taken: metrics.AnyMetrics, writer: MetricsWriter | None) -> None:
+        self.taken = taken.step
+        if writer is not None:
+            writer.write(taken)
+        self.progress.update(taken)
+
+    def _evaluated(
+        self, job: Resumable, state: TrainState, taken: metrics.AnyMetrics
+    ) -> metrics.AnyMetrics:
+        """Evaluate the step if it is due."""
+        number = taken.step
+        is_due = self._evaluation.is_due(number, self._config.steps)
+        evaluated = job.evaluate(state, taken) if is_due else None
         if evaluated is None:
-            return state, taken
+            return taken
         if self._evaluation.keep_best:
 
             def save(where: Checkpoints, more: Mapping) -> None:
@@ -262,9 +286,9 @@ class Run:
                 )
 
             Best(self.out_dir / "best").offer(number, evaluated.cost, save)
-        return state, evaluated.metrics
+        return evaluated.metrics
 
-    def _first_state(self, job: Job) -> TrainState:
+    def _first_state(self, job: Resumable) -> TrainState:
         if not self.done:
             return job.initial_state()
         state, data_state = job.restored_state(self._checkpoints, self.done)
@@ -279,14 +303,16 @@ class Run:
             self._stop.signal = agreed
         return bool(agreed)
 
-    def _is_due(self) -> bool:
-        """Whether a checkpoint follows the step just taken."""
+    def _is_due(self, number: int) -> bool:
+        """Whether a checkpoint follows a step."""
         every = self._config.checkpoint_every
         if every is None:
             return False
-        return self.taken % every == 0 or self.taken == self._config.steps
+        return number % every == 0 or number == self._config.steps
 
-    def _save(self, job: Job, state: TrainState, writer: MetricsWriter | None) -> None:
+    def _save(
+        self, job: Resumable, state: TrainState, writer: MetricsWriter | None
+    ) -> None:
         # Before the checkpoint, so that the metrics of a restored step are on disk.
         if writer is not None:
             writer.flush()
@@ -295,7 +321,7 @@ class Run:
         if writer is not None:
             self._report(job)
 
-    def _report(self, job: Job) -> None:
+    def _report(self, job: Resumable) -> None:
         """Write the report; a full disk does not end the run."""
         samples = job.samples() if isinstance(job, ShowsSamples) else []
         lines = [json.dumps(sample) + "\n" for sample in samples]
@@ -340,7 +366,7 @@ class Run:
         """Every step of the run, including those of earlier processes."""
         return read_history(self.metrics_path, kind, self._unwritten)
 
-    def best_state(self, job: Job) -> TrainState | None:
+    def best_state(self, job: Resumable) -> TrainState | None:
         """The state of the best evaluation, as `out_dir/best` keeps it, if any."""
         directory = self.out_dir / "best"
         if not self._evaluation.keep_best or not directory.exists():
@@ -422,13 +448,3 @@ def _log(console: Console, line: str) -> None:
     """Print a line; a full disk behind stdout does not end the run."""
     with contextlib.suppress(OSError):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-
-def _check_finite(taken: metrics.AnyMetrics) -> None:
-    """Raise before a checkpoint is saved; a gradient may be infinite or NaN alone."""
-    for name, value in (("loss", taken.loss), ("gradient's norm", taken.grad_norm)):
-        if not math.isfinite(value):
-            raise FloatingPointError(
-                f"the {name} of step {taken.step} is {value}; the run can resume from "
-                "its last checkpoint, with a lower optimizer.learning_rate"
-            )

@@ -1,6 +1,7 @@
 """Metrics of steps, and the summary of a run and its memory."""
 
 import json
+import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -24,7 +25,7 @@ class StepMetrics(NamedTuple):
     tokens_per_second: float
     grad_norm: float  # global, before clipping
     learning_rate: float
-    seconds: float  # wall time: reading data, the step, reading the loss back
+    seconds: float  # wall time since the end of the step before it
     mfu: float | None = None  # model FLOPs utilisation; None on an unknown device
     gradient_samples: int | None = None  # of the head, a token; None: exact gradients
     held_out_loss: float | None = None  # nats per token; None where not evaluated
@@ -210,6 +211,17 @@ class DistillMetrics(NamedTuple):
 
 
 AnyMetrics = StepMetrics | PolicyMetrics | PreferenceMetrics | DistillMetrics
+
+
+def finite(taken: AnyMetrics) -> AnyMetrics:
+    """The same; a FloatingPointError if loss or gradient is infinite or NaN."""
+    for name, value in (("loss", taken.loss), ("gradient's norm", taken.grad_norm)):
+        if not math.isfinite(value):
+            raise FloatingPointError(
+                f"the {name} of step {taken.step} is {value}; the run can resume from "
+                "its last checkpoint, with a lower optimizer.learning_rate"
+            )
+    return taken
 
 
 def tokens_per_second(history: Sequence[AnyMetrics]) -> float:

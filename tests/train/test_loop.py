@@ -436,3 +436,73 @@ def test_a_finished_run_refuses_what_has_no_effect(run):
     assert (ran.out_dir / "metrics.jsonl").read_bytes() == before
     assert len(list((ran.out_dir / "tensorboard").iterdir())) == 1
     assert json.loads(before.splitlines()[-1])["step"] == 4
+
+
+# --------------------------------------------------------- numbers read late
+
+
+class Dispatching(Adding):
+    """The same steps, whose numbers are read when they are asked for."""
+
+    step = None  # the loop must not need it
+
+    def __init__(self, *before, broken=None):
+        super().__init__(*before)
+        self._broken, self.log = broken, []
+
+    def evaluate(self, state, taken):
+        return None
+
+    def dispatch(self, number, state):
+        state, taken = Adding.step(self, number, state)
+        self.log.append(f"start {number}")
+
+        def read():
+            self.log.append(f"read {number}")
+            return taken._replace(loss=np.nan) if number == self._broken else taken
+
+        return state, read
+
+
+def test_a_step_starts_before_the_numbers_of_the_last_one_are_read(run):
+    job = Dispatching()
+    assert run(steps=5, job=job, checkpoint_every=4).error is None
+    assert job.log == [
+        "start 1", "start 2", "read 1", "start 3", "read 2", "start 4", "read 3",
+        "read 4",  # before its checkpoint
+        "start 5", "read 5",
+    ]  # fmt: skip
+
+
+def test_without_checkpoints_the_last_numbers_are_read_too(run):
+    job = Dispatching()
+    assert run(steps=3, job=job, checkpoint_every=None).steps == [1, 2, 3]
+    assert job.log[-1] == "read 3"
+
+
+def test_a_signal_while_numbers_are_unread_loses_none(run):
+    def before(number):
+        if number == 3:
+            signal.raise_signal(signal.SIGTERM)
+
+    ran = run(steps=6, job=Dispatching(before), checkpoint_every=5)
+    assert isinstance(ran.error, SystemExit) and ran.steps == [1, 2, 3]
+    assert ran.checkpoints == ["3"]
+    assert run(steps=6, job=Dispatching(), checkpoint_every=5).error is None
+
+
+def test_a_step_that_cannot_start_loses_no_numbers_of_the_last(run):
+    def before(number):
+        if number == 4:
+            raise OSError("no more data")
+
+    ran = run(steps=6, job=Dispatching(before), checkpoint_every=5)
+    assert "no more data" in str(ran.error) and ran.steps == [1, 2, 3]
+
+
+@pytest.mark.parametrize("broken", [3, 4])
+def test_a_loss_that_is_read_late_and_is_not_finite_saves_nothing_more(broken, run):
+    with pytest.raises(FloatingPointError, match=f"loss of step {broken} is nan"):
+        run(steps=6, job=Dispatching(broken=broken))
+    ran = run(steps=6, job=Dispatching())
+    assert ran.error is None and "resuming" in ran.said and "after step 2" in ran.said

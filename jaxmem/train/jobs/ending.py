@@ -9,12 +9,12 @@ from jaxmem.train import starting
 from jaxmem.train.loop import Run
 from jaxmem.train.program import DecoderProgram, TrainState
 from jaxmem.train.starting import JobConfig
-from jaxmem.train.steps import Job
+from jaxmem.train.steps import Dispatches, Job
 
 
 def train_and_leave(
     run: Run,
-    job: Job,
+    job: Job | Dispatches,
     program: DecoderProgram,
     frozen: Any,
     texts: Mapping[str, str],

@@ -297,7 +297,7 @@ class _Job:
         batches: data.BatchIterator | streams.StreamIterator,
         held_out: Callable[[], data.BatchIterator] | None = None,
     ):
-        self._held_out = held_out
+        self._held_out, self._end = held_out, -math.inf  # of the last step
         self.held_out_loss: float | None = None  # of the last evaluation
         self._program, self._compiled = program, compiled
         self._frozen, self._batches = frozen, batches
@@ -305,20 +305,25 @@ class _Job:
         self.restored_state = program.restored_state
         self.get_state, self.set_state = batches.get_state, batches.set_state
 
-    def step(self, number: int, state: TrainState) -> tuple[TrainState, StepMetrics]:
+    def dispatch(
+        self, number: int, state: TrainState
+    ) -> tuple[TrainState, Callable[[], StepMetrics]]:
         start = time.perf_counter()
-        taken = _micro_batches(self._batches, self._program.config.run.accumulate)
-        taken = self._program.layout.place(taken)
-        head = self._program.config.head
-        drawn_by = self._program.step_numbers(head, number)
+        config, program = self._program.config, self._program
+        taken = streams.stacked(self._batches, config.run.accumulate)
+        taken = program.layout.place(taken)
+        drawn_by, size = program.step_numbers(config.head, number), taken.tokens.size
         state, numbers = self._compiled(state, self._frozen, taken, *drawn_by)
-        numbers = jax.device_get(numbers)
-        seconds = time.perf_counter() - start
-        learning_rate = self._program.schedule(number - 1)
-        mfu = self._program.mfu(taken.tokens.size / seconds)
-        step = metrics.of_step(number, numbers, learning_rate, seconds, mfu)
-        samples, backend = head.gradient_samples, self._program.backend
-        return state, step._replace(gradient_samples=samples, backend=backend)
+        return state, lambda: self._read(number, numbers, size, start)
+
+    def _read(self, number: int, numbers: dict, size: int, start: float) -> StepMetrics:
+        numbers, end = jax.device_get(numbers), time.perf_counter()
+        program = self._program
+        seconds, self._end = end - max(start, self._end), end  # steps overlap
+        rate, mfu = program.schedule(number - 1), program.mfu(size / seconds)
+        step = metrics.of_step(number, numbers, rate, seconds, mfu)
+        samples = program.config.head.gradient_samples
+        return step._replace(gradient_samples=samples, backend=program.backend)
 
     def evaluate(self, state: TrainState, taken: StepMetrics) -> Evaluated | None:
         if self._held_out is None:
@@ -397,11 +402,6 @@ def _held_out(
         return first
 
     return again
-
-
-def _micro_batches(batches: Iterator[Batch], count: int) -> Batch:
-    taken = [next(batches) for _ in range(count)]
-    return Batch(*(np.stack(arrays) for arrays in zip(*taken, strict=True)))
 
 
 def _settings(config: Config) -> Settings:

@@ -12,8 +12,9 @@ class Killed(BaseException):
 
 
 def kill_before(step, job, monkeypatch, train):
-    """`train()`, killed before that step of the job (a class with `step`)."""
-    take = job.step
+    """`train()`, killed before that step of the job, a class."""
+    name = "dispatch" if hasattr(job, "dispatch") else "step"
+    take = getattr(job, name)
 
     def killed(self, number, state):
         if number == step:
@@ -21,5 +22,5 @@ def kill_before(step, job, monkeypatch, train):
         return take(self, number, state)
 
     with monkeypatch.context() as patched, pytest.raises(Killed):
-        patched.setattr(job, "step", killed)
+        patched.setattr(job, name, killed)
         train()

@@ -1,0 +1,129 @@
+"""Norm and rotation of heads by one kernel: against float64; lowered for CUDA."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmem import devices
+from jaxmem.kernels import normed_rotary
+from tests.kernels import needs_pallas
+from tests.models import test_layers as blocks
+
+pytestmark = [
+    needs_pallas,
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning"),
+]
+
+OFFSET, EPSILON = 1.0, 1e-2
+SHAPES = [(24, 4, 32), (5, 6, 64), (64, 40, 32), (7, 1, 32)]
+
+
+def problem(dtype, shape):
+    """x, dy, scale and tables."""
+    rng = np.random.default_rng(0)
+    tokens, _, width = shape
+    x, dy = (jnp.asarray(rng.normal(size=shape), dtype) for _ in range(2))
+    angles = rng.uniform(0, 9, (tokens, width // 2))
+    tables = jnp.cos(jnp.float32(angles)), jnp.sin(jnp.float32(angles))
+    return x, dy, jnp.asarray(rng.normal(size=width), dtype), tables
+
+
+def exact(x, dy, scale, tables):
+    """y, r, dx and dscale in float64, the rotations as those of complex numbers."""
+    x, dy, scale = (np.asarray(a, np.float64) for a in (x, dy, scale))
+    cos, sin = (np.asarray(t, np.float64)[:, None] for t in tables)
+
+    def turned(x, by):
+        low, high = np.split(x, 2, axis=-1)
+        z = (low + 1j * high) * by
+        return np.concatenate([z.real, z.imag], axis=-1)
+
+    r = 1 / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + EPSILON)
+    scale = OFFSET + scale
+    g = turned(dy, cos - 1j * sin)
+    mean = np.mean(g * scale * x, axis=-1, keepdims=True)
+    dx = r * g * scale - r**3 * x * mean
+    return turned(r * x * scale, cos + 1j * sin), r[..., 0], dx, (g * r * x).sum((0, 1))
+
+
+def made(x, dy, scale, tables):
+    y, r = normed_rotary.forward(x, scale, tables, OFFSET, EPSILON)
+    return y, r, *normed_rotary.backward(x, r, dy, scale, tables, OFFSET)
+
+
+def check(made, want, dtype):
+    """One rounding to the dtype, of at most 16; sums and r in float32."""
+    dtypes = (dtype, "float32", dtype, "float32")
+    for ours, theirs, kind in zip(made, want, dtypes, strict=True):
+        assert (ours.shape, ours.dtype) == (theirs.shape, kind)
+        largest = max(1.0, np.abs(theirs).max())
+        atol = 4 * largest * float(jnp.finfo(kind).eps)
+        np.testing.assert_allclose(np.asarray(ours, np.float64), theirs, atol=atol)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_against_float64(dtype, shape, triton_interpreted):
+    given = problem(dtype, shape)
+    check(made(*given), exact(*given), dtype)
+
+
+def config_of(name, dtype):
+    return dataclasses.replace(blocks.config_of(name, dtype=dtype), head_dim=32)
+
+
+@pytest.mark.parametrize("name, dtype", [("Qwen3", "bfloat16"), ("Gemma 3", "float32")])
+def test_a_block_with_it_is_as_exact(name, dtype, triton_interpreted, monkeypatch):
+    """Of the result and of each gradient: the error against float64."""
+    config = config_of(name, dtype)
+    given = blocks.problem(config)
+    usual = blocks.with_gradients(blocks.lean, config, dtype, *given)
+    with jax.enable_x64(True):
+        exact = blocks.with_gradients(blocks.ordinary, config, jnp.float64, *given)
+    monkeypatch.setattr(devices, "backend", lambda: "gpu")
+    got = blocks.with_gradients(blocks.lean, config, dtype, *given)
+    unit, (times, more) = float(jnp.finfo(dtype).eps), blocks.TYPES[dtype]
+    for key, want in exact.items():
+        bound = times * blocks.error(usual[key], want) + more * unit
+        assert blocks.error(got[key], want) <= bound, key
+    assert any((got[key] != usual[key]).any() for key in exact)  # the kernel ran
+
+
+@pytest.mark.parametrize("name", ["Qwen3", "Gemma 3"])
+def test_a_block_with_it_keeps_the_same(name, monkeypatch):
+    """Of layers of two kinds, whose tables are shared by all layers, too."""
+    config = config_of(name, "bfloat16")
+    policies = "none", "dots_and_attention", "dots", "full"
+    usual = {policy: blocks.shaped(config, policy) for policy in policies}
+    monkeypatch.setattr(devices, "backend", lambda: "gpu")
+    for policy, kept in usual.items():
+        fused = blocks.shaped(config, policy)
+        assert fused.bytes_per_token == kept.bytes_per_token, policy
+    assert usual["none"].bytes_per_token == blocks.kept_by(config)
+
+
+def test_the_widths_that_it_supports():
+    assert all(map(normed_rotary.supports, (32, 64, 128, 256)))
+    assert not any(map(normed_rotary.supports, (16, 80, 96, 1024)))
+
+
+def test_lowered_for_a_gpu():
+    given = problem("bfloat16", (64, 16, 128))
+    device = jax.sharding.AbstractDevice(
+        device_kind="NVIDIA H200", num_cores=132, platform="gpu"
+    )
+    mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        traced = jax.jit(made).trace(*given)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "normed_rotary" in text and "normed_rotary_backward" in text
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [*SHAPES, (4096, 16, 128)])
+def test_on_a_gpu(shape):
+    given = problem("bfloat16", shape)
+    check(jax.jit(made)(*given), exact(*given), "bfloat16")
