@@ -2,6 +2,7 @@
 
 import contextlib
 import contextvars
+import importlib.util
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -101,3 +102,16 @@ def backend() -> str:
     if around is None:
         return jax.default_backend()
     return "gpu" if around.device.platform == "cuda" else "tpu"
+
+
+def has_triton() -> bool:
+    """Whether Pallas's Triton backend has kernels for the current GPU.
+
+    It has them for NVIDIA GPUs of compute capability 8.0 and later, in a jax that still
+    has this backend, which 0.11 deprecates.
+    """
+    if importlib.util.find_spec("jax.experimental.pallas.triton") is None:
+        return False
+    capability = str(getattr(current()[0], "compute_capability", "8.0"))
+    major = capability.split(".")[0]
+    return major.isdigit() and int(major) >= 8  # those of AMD are "gfx90a" and such

@@ -343,7 +343,8 @@ def _divergence(verb, divergence, hidden, W, reference, options):
 
 def uses_kernels(implementation: Implementation | None) -> bool:
     """Whether sums over the vocabulary are those of `kernels.row_sums`."""
-    return implementation is None and devices.backend() == "gpu"
+    on_gpu = implementation is None and devices.backend() == "gpu"
+    return on_gpu and devices.has_triton()
 
 
 def _specs(policy, reference, options):

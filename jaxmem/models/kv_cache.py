@@ -114,7 +114,8 @@ def attend_in_place(
         An array like `query`.
     """
     # XLA cannot partition a kernel: on a mesh, every device would need all rows.
-    if devices.backend() != "gpu" or mesh.current() is not None:
+    on_one_gpu = devices.backend() == "gpu" and mesh.current() is None
+    if not (on_one_gpu and devices.has_triton()):
         return attend(query, token, cached.layer, seen, scale=scale, softcap=softcap)
     from jaxmem.kernels import cached_attention  # Pallas takes a while to import
 

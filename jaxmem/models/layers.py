@@ -176,7 +176,7 @@ class Attention(nnx.Module):
     def _of_token(self, x: jax.Array, rope: Rope, index, scales):
         """Rotated queries and keys, and values; on one GPU, joined ones by a kernel."""
         on_one_gpu = devices.backend() == "gpu" and mesh.current() is None
-        if hasattr(self, "joined") and on_one_gpu:
+        if hasattr(self, "joined") and on_one_gpu and devices.has_triton():
             from jaxmem.kernels import rotary  # Pallas takes a while to import
 
             if rotary.supports(self.config.head_dim):

@@ -1,7 +1,6 @@
 """QK-norm and rotation by one kernel, on one GPU, where XLA would take several."""
 
 import functools
-import importlib.util
 
 import jax
 
@@ -13,12 +12,11 @@ from jaxmem.models.positions import Rope
 def is_fused(x: jax.Array) -> bool:
     """Whether heads like x, [B, T, heads, head_dim], take the kernel.
 
-    They do on one GPU, as XLA would gather all shards for a kernel, and with a jax that
-    has Pallas's Triton backend, which 0.11 deprecates.
+    They do on one GPU that has the backend: XLA would gather all shards for a kernel.
     """
     if devices.backend() != "gpu" or mesh.current() is not None:
         return False
-    if importlib.util.find_spec("jax.experimental.pallas.triton") is None:
+    if not devices.has_triton():
         return False
     from jaxmem.kernels import normed_rotary  # Pallas takes a while to import
 

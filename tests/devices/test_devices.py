@@ -1,6 +1,7 @@
 """Devices that are not there: their table, their names, what is in force."""
 
 import re
+import types
 
 import jax
 import pytest
@@ -130,3 +131,13 @@ def test_slices_are_as_even_as_can_be(chips, axes, sides):
 def test_a_slice_that_is_none():
     with pytest.raises(ValueError, match="slices of 1, 2, 4, 8, … chips, which 6"):
         targets._slice(6, 2, "v5e")
+
+
+@pytest.mark.parametrize(
+    "capability, expected",
+    [("9.0", True), ("8.0", True), ("12.0", True), ("7.5", False), ("gfx90a", False)],
+)
+def test_triton_needs_a_recent_gpu_of_nvidia(capability, expected, monkeypatch):
+    gpu = types.SimpleNamespace(compute_capability=capability)
+    monkeypatch.setattr(jax, "devices", lambda: [gpu])
+    assert devices.has_triton() is expected
