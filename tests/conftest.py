@@ -57,7 +57,7 @@ def optimized():
 
 @pytest.fixture
 def on_one_device(monkeypatch):
-    """Tokens are not shared out over this suite's eight devices, as where there is one.
+    """Tokens are not divided among this suite's eight devices, as where there is one.
 
     For modules about what a device computes; `test_partition` and `test_sharding` are
     about what several do together.

@@ -92,8 +92,8 @@ def sample_ids(
     Returns:
         int32 [..., n]: -1, which `selected_logprobs` reads as absent, for a masked
         token or where logits are NaN. Probabilities are rounded to multiples of 2^-30:
-        an id whose own, or that of whose 64 neighbours in kernels, is below 2^-31 is
-        never drawn. On a CPU the ids are
+        an id whose probability is below 2^-31 is never drawn, nor, by kernels, one of a
+        block of 64 columns whose sum is below 2^-31. On a CPU the ids are
         batch-invariant, if the chunk is a multiple of 16.
 
     **Memory** beyond inputs and outputs, with C = min(chunk, tokens rounded up to 16):

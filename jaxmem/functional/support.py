@@ -85,7 +85,7 @@ def support_logprobs(
         vocab_size: logical vocabulary when W is padded.
         layout: "vd" or "dv"; inferred from the shapes unless W is square.
         axis_name: as in `logprobs`; labels and supports are ids of the whole
-            vocabulary. Each shard multiplies by K rows, zeros for what it has not got.
+            vocabulary. Each shard multiplies K rows of W, zeros for others' ids.
         implementation: "xla", or None, which means the same.
 
     Returns:

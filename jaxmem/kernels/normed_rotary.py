@@ -95,7 +95,7 @@ def _power(n, limit):
     return min(n & -n, limit)
 
 
-def _call(kernel, sizes, arrays, shared, name, made) -> Any:
+def _call(kernel, sizes, arrays, shared, name, results) -> Any:
     tokens, _, width = sizes.block
     n, heads = sizes.grid
     scale, *tables = shared
@@ -114,8 +114,8 @@ def _call(kernel, sizes, arrays, shared, name, made) -> Any:
             *[spec(sizes.block[: a.ndim]) for a in arrays],
             pl.BlockSpec((width,), lambda i, j: (0,)), half, half,
         ],
-        out_specs=[spec(shape) for shape, _ in made],
-        out_shape=[jax.ShapeDtypeStruct(whole(s), dtype) for s, dtype in made],
+        out_specs=[spec(shape) for shape, _ in results],
+        out_shape=[jax.ShapeDtypeStruct(whole(s), dtype) for s, dtype in results],
         compiler_params=plgpu.CompilerParams(num_warps=4),
         name=name,
     )(*arrays, scale, *tables)  # fmt: skip

@@ -43,7 +43,7 @@ def parts(z: jax.Array) -> Parts:
     """The blocks of logits z [C, V], float32, all -inf beyond V."""
     (z,) = alike(z)
     shape = len(z), pl.cdiv(z.shape[1], WIDTH)
-    made = pl.pallas_call(
+    largest, others = pl.pallas_call(
         functools.partial(_reduce_blocks, z.shape[1]),
         grid=(len(z), pl.cdiv(z.shape[1], _TILE)),
         in_specs=[pl.no_block_spec],
@@ -52,7 +52,7 @@ def parts(z: jax.Array) -> Parts:
         compiler_params=plt.CompilerParams(num_warps=_WARPS, num_stages=1),
         name="row_blocks",
     )(z)
-    return Parts(*made)
+    return Parts(largest, others)
 
 
 def normaliser(blocks: Parts) -> Normaliser:

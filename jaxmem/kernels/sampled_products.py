@@ -61,14 +61,10 @@ class Launch:
         return dataclasses.replace(self, depth=short, warps=warps)
 
 
-# A thread loads 16 bytes of a row at once. On one H100, N=8192 D=4096 V=151936 K=128,
-# ms of flat, policy-like and peaked data (`benchmarks/sampled_data.py`):
-# - hidden's gradient, depth / unroll / warps: 256/4/1 1.27, 0.45, 0.18; 256/8/1 1.91,
-#   0.46, 0.18; 512/4/2 1.29, 0.53, 0.20; 1024/4/4 1.70, 0.59, 0.20.
-# - W's, with 8 columns: 1024/4/4 1.53, 0.87, 0.57; 1024/8/4 1.67, 0.92, 0.64; 512/8/2
-#   1.60, 0.95, 0.61; 2048/4/8 1.89, 0.95, 0.62; 4096/4/8 2.67, 1.00, 0.62. With 4
-#   columns 1.63, 0.89, 0.62, with 16 1.47, 0.99, 0.57: they wait for the longest ones.
-# - pieces of 136 pairs or of 520: policy-like 0.87 and 1.26.
+# A thread loads 16 bytes of a row at once. The fastest of those that
+# `benchmarks.run_sampled_parts --sweep` times, on one H100 with flat, policy-like and
+# peaked data (`benchmarks/sampled_data.py`). Programs of more columns wait for the
+# longest ones; those of fewer wait for indices.
 TO_HIDDEN = Launch(depth=256, unroll=4, warps=1)
 TO_W = Launch(depth=1024, unroll=4, warps=4, sums=8)
 TO_PIECE = Launch(depth=1024, unroll=8, warps=4)

@@ -135,9 +135,8 @@ class Attention(nnx.Module):
             return remat.name(query, "q"), remat.name(key, "k")
         query, key = remat.name(query, "q"), remat.name(key, "k")
         if normed_rotary.is_fused(query):
-            norms = self.query_norm, self.key_norm
             fused = normed_rotary.normalize_and_rotate
-            return fused(norms[0], query, rope), fused(norms[1], key, rope)
+            return fused(self.query_norm, query, rope), fused(self.key_norm, key, rope)
         query, key = self.query_norm(query), self.key_norm(key)
         return apply_rope(query, *rope), apply_rope(key, *rope)
 

@@ -1,4 +1,4 @@
-"""QK-norm and rotation by one kernel, on one GPU, where XLA would take several."""
+"""QK-norm and rotary embedding by one kernel on one GPU; XLA runs several."""
 
 import functools
 
@@ -14,9 +14,8 @@ def is_fused(x: jax.Array) -> bool:
 
     They do on one GPU that has the backend: XLA would gather all shards for a kernel.
     """
-    if devices.backend() != "gpu" or mesh.current() is not None:
-        return False
-    if not devices.has_triton():
+    on_one_gpu = devices.backend() == "gpu" and mesh.current() is None
+    if not (on_one_gpu and devices.has_triton()):
         return False
     from jaxmem.kernels import normed_rotary  # Pallas takes a while to import
 
@@ -24,7 +23,7 @@ def is_fused(x: jax.Array) -> bool:
 
 
 def normalize_and_rotate(norm: norms.RMSNorm, x: jax.Array, rope: Rope) -> jax.Array:
-    """Rotate what a norm makes of heads, in float32, and round once.
+    """Normalise heads and rotate them, in float32, and round once.
 
         y = apply_rope(norm(x), *rope)
 

@@ -214,7 +214,7 @@ AnyMetrics = StepMetrics | PolicyMetrics | PreferenceMetrics | DistillMetrics
 
 
 def finite(taken: AnyMetrics) -> AnyMetrics:
-    """The same; a FloatingPointError if loss or gradient is infinite or NaN."""
+    """Return the metrics; raise if the loss or the gradient is infinite or NaN."""
     for name, value in (("loss", taken.loss), ("gradient's norm", taken.grad_norm)):
         if not math.isfinite(value):
             raise FloatingPointError(

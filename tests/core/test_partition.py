@@ -108,7 +108,7 @@ def problem():
 
 @functools.cache
 def alone(verb):
-    """On one device, and traced for one: tokens are not shared out."""
+    """On one device, and traced for one: tokens are not divided among devices."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("jaxmem.core.partition.is_possible", lambda: False)
         return jax.device_get(with_gradients(verb)(*problem()))
@@ -154,9 +154,9 @@ def test_values_and_gradients_are_those_of_one_device(verb, name, quick_compilat
     "verb, name", one_at_a_time([logprobs, token_loss, kl], MESHES)
 )
 def test_each_device_makes_the_logits_of_its_own_tokens(verb, name, quick_compilation):
-    made = products(compiled(verb, name))
-    made = {int(rows) for rows, columns in made if int(columns) == V}
-    assert made == {B * T // 8}
+    shapes = products(compiled(verb, name))
+    rows = {int(rows) for rows, columns in shapes if int(columns) == V}
+    assert rows == {B * T // 8}
 
 
 def test_gradients_of_weights_are_summed_once(quick_compilation):

@@ -120,13 +120,13 @@ def test_what_is_wrong_at_run_time_poisons_its_token_only(call):
     split = sharded(call, "2x4")
 
     def total(h, weights, y, ids):
-        made = split(h, W, y, ids, bias, warm)
-        return jnp.sum(jnp.where(weights == 0, 0, made * weights)), made
+        logprobs = split(h, W, y, ids, bias, warm)
+        return jnp.sum(jnp.where(weights == 0, 0, logprobs * weights)), logprobs
 
     run = jit(jax.grad(total, has_aux=True))
     weights = np.where(np.arange(N) < 2, 0, 1).astype(np.float32)
-    dh, made = run(h, weights, y, ids)
-    np.testing.assert_array_equal(np.isnan(made), np.arange(N) < 2)
+    dh, logprobs = run(h, weights, y, ids)
+    np.testing.assert_array_equal(np.isnan(logprobs), np.arange(N) < 2)
     assert np.isfinite(dh).all() and dh.any()
 
 
@@ -139,8 +139,7 @@ def test_what_is_communicated(call):
     def run(h, W):
         return jnp.vdot(split(h, W, y, ids, bias, warm), g)
 
-    made = collectives(jax.grad(run, (0, 1)), h, W)
-    assert made == [
+    assert collectives(jax.grad(run, (0, 1)), h, W) == [
         ("pmax", f"f32[2,{N // 2}]"),
         ("psum_invariant", f"f32[3,{N // 2}]"),
         ("psum_invariant", f"f32[{COLUMNS // 4},{D}]"),  # of W, over the tokens

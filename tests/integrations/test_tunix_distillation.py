@@ -72,20 +72,27 @@ def models(dtype=jnp.float32):
     return student, teacher
 
 
-def losses(strategy, student, teacher):
-    """((loss, metrics), gradient by the student's weights), and the eval loss."""
+def loss_of(strategy, student, teacher):
+    """(student's weights, teacher's output) to (loss, metrics), and both of them."""
     inputs = inputs_of(example())
     output = strategy.get_teacher_outputs(teacher, inputs)
     definition, weights = nnx.split(student)
 
-    def total(weights, output):
+    def loss(weights, output):
         merged = nnx.merge(definition, weights)
         return strategy.get_train_loss(merged, output, inputs)
 
-    both = jax.jit(jax.value_and_grad(total, has_aux=True))(weights, output)
+    return loss, (weights, output)
+
+
+def losses(strategy, student, teacher):
+    """((loss, metrics), gradient by the student's weights), and the eval loss."""
+    loss, given = loss_of(strategy, student, teacher)
+    both = jax.jit(jax.value_and_grad(loss, has_aux=True))(*given)
+    inputs, definition = inputs_of(example()), nnx.split(student)[0]
     evaluated = jax.jit(
         lambda weights: strategy.get_eval_loss(nnx.merge(definition, weights), inputs)
-    )(weights)
+    )(given[0])
     return both, evaluated
 
 
@@ -97,15 +104,8 @@ def of_tunix():
 
 def values(strategy, student, teacher):
     """(loss, metrics) alone, for what only calls one function or another."""
-    inputs = inputs_of(example())
-    output = strategy.get_teacher_outputs(teacher, inputs)
-    definition, weights = nnx.split(student)
-
-    def total(weights, output):
-        merged = nnx.merge(definition, weights)
-        return strategy.get_train_loss(merged, output, inputs)
-
-    return jax.jit(total)(weights, output)
+    loss, given = loss_of(strategy, student, teacher)
+    return jax.jit(loss)(*given)
 
 
 def assert_near(ours, theirs, rtol=2e-5):

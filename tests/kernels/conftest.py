@@ -86,13 +86,13 @@ def _call_with_numpy(*args, callback, **_):
 
 
 class _NumpyOfOneThread:
-    """numpy, whose products of matrices OpenBLAS does not share out over threads.
+    """numpy whose matrix products run in one thread.
 
     Many threads of the interpreter multiply at the same time, and those that OpenBLAS
     starts for each product spin while they wait: half of the processors' time.
     """
 
-    LARGEST = 2**17  # multiplications of a product; OpenBLAS shares out above 2^18
+    LARGEST = 2**17  # multiplications; above 2^18 OpenBLAS uses several threads
 
     def __getattr__(self, name):
         return getattr(np, name)

@@ -7,28 +7,28 @@ import numpy as np
 import jaxmem
 from tests.cases import Case
 
+
+def every_option(case, masked):
+    """All that scales or masks logits; each `masked`-th token is masked."""
+    return {
+        "case": case,
+        "layout": "dv",
+        "softcap": 5.0,
+        "vocab_size": 250,
+        "temperature": np.linspace(0.5, 2, case.n, dtype=np.float32),
+        "where": np.arange(case.n) % masked > 0,
+        "bias": np.sin(np.arange(300, dtype=np.float32)),
+    }
+
+
 # How the rows fall: in one block, in several; with all that scales or masks logits.
 ONE_PASS = {
     "one block": {"case": Case(100, 33, 600, std=3.0, chunk=48)},
     "several blocks": {"case": Case(300, 16, 300, std=2.0, chunk=32)},
-    "every option": {
-        "case": Case(130, 64, 300, std=3.0, chunk=64),
-        "layout": "dv",
-        "softcap": 5.0,
-        "vocab_size": 250,
-        "temperature": np.linspace(0.5, 2, 130, dtype=np.float32),
-        "where": np.arange(130) % 3 > 0,
-        "bias": np.sin(np.arange(300, dtype=np.float32)),
-    },
-    "several blocks, every option": {
-        "case": Case(300, 64, 300, std=3.0, chunk=32),
-        "layout": "dv",
-        "softcap": 5.0,
-        "vocab_size": 250,
-        "temperature": np.linspace(0.5, 2, 300, dtype=np.float32),
-        "where": np.arange(300) % 9 > 0,
-        "bias": np.sin(np.arange(300, dtype=np.float32)),
-    },
+    "every option": every_option(Case(130, 64, 300, std=3.0, chunk=64), 3),
+    "several blocks, every option": every_option(
+        Case(300, 64, 300, std=3.0, chunk=32), 9
+    ),
     "nothing active": {
         "case": Case(40, 64, 300, chunk=64),
         "where": np.zeros(40, bool),

@@ -49,15 +49,15 @@ def exact(x, dy, scale, tables):
     return turned(r * x * scale, cos + 1j * sin), r[..., 0], dx, (g * r * x).sum((0, 1))
 
 
-def made(x, dy, scale, tables):
+def by_kernels(x, dy, scale, tables):
     y, r = normed_rotary.forward(x, scale, tables, OFFSET, EPSILON)
     return y, r, *normed_rotary.backward(x, r, dy, scale, tables, OFFSET)
 
 
-def check(made, want, dtype):
+def check(got, want, dtype):
     """One rounding to the dtype, of at most 16; sums and r in float32."""
     dtypes = (dtype, "float32", dtype, "float32")
-    for ours, theirs, kind in zip(made, want, dtypes, strict=True):
+    for ours, theirs, kind in zip(got, want, dtypes, strict=True):
         assert (ours.shape, ours.dtype) == (theirs.shape, kind)
         largest = max(1.0, np.abs(theirs).max())
         atol = 4 * largest * float(jnp.finfo(kind).eps)
@@ -68,7 +68,7 @@ def check(made, want, dtype):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_against_float64(dtype, shape, triton_interpreted):
     given = problem(dtype, shape)
-    check(made(*given), exact(*given), dtype)
+    check(by_kernels(*given), exact(*given), dtype)
 
 
 def config_of(name, dtype):
@@ -117,7 +117,7 @@ def test_lowered_for_a_gpu():
     )
     mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
     with jax.sharding.use_abstract_mesh(mesh):
-        traced = jax.jit(made).trace(*given)
+        traced = jax.jit(by_kernels).trace(*given)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert "normed_rotary" in text and "normed_rotary_backward" in text
 
@@ -126,4 +126,4 @@ def test_lowered_for_a_gpu():
 @pytest.mark.parametrize("shape", [*SHAPES, (4096, 16, 128)])
 def test_on_a_gpu(shape):
     given = problem("bfloat16", shape)
-    check(jax.jit(made)(*given), exact(*given), "bfloat16")
+    check(jax.jit(by_kernels)(*given), exact(*given), "bfloat16")

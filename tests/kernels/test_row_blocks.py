@@ -88,9 +88,9 @@ def run_both(call, *operands):
         used, parts = [], row_blocks.parts
         patch.setattr(devices, "backend", lambda: "gpu")
         patch.setattr(row_blocks, "parts", lambda z: used.append(1) or parts(z))
-        made = jax.jit(call)(*operands)
+        by_kernels = jax.jit(call)(*operands)
         assert used, "the kernels did not run"
-    return made, plain
+    return by_kernels, plain
 
 
 @pytest.mark.parametrize("k, v", [(3, 130), (130, 130), (64, 4099)])
@@ -102,19 +102,19 @@ def test_topk_with_them(k, v, triton_interpreted):
     def call(h, W):
         return jaxmem.topk(h, W, min(k, v - 1), 16, vocab_size=v - 1, **options)
 
-    made, plain = run_both(call, h, W)
-    np.testing.assert_array_equal(made.ids, plain.ids)
-    np.testing.assert_allclose(made.logprobs, plain.logprobs, rtol=16 * EPS)
+    by_kernels, plain = run_both(call, h, W)
+    np.testing.assert_array_equal(by_kernels.ids, plain.ids)
+    np.testing.assert_allclose(by_kernels.logprobs, plain.logprobs, rtol=16 * EPS)
 
 
 @pytest.mark.parametrize("std, v", [(3.0, 1), (1.0, 300), (15.0, 300), (1.0, 4099)])
 def test_draws_with_them(std, v, triton_interpreted):
     h, W = test_draws.make(std, v)
-    made, _ = run_both(
+    by_kernels, _ = run_both(
         lambda h, W: jaxmem.sample_ids(h, W, 50, test_draws.KEY, 16), h, W
     )
     u, p = test_draws.uniform(50), test_draws.softmax(h, W)
-    test_draws.assert_inverse(np.asarray(made), u, p)
+    test_draws.assert_inverse(np.asarray(by_kernels), u, p)
 
 
 def test_draws_of_excluded_columns_and_of_no_number(triton_interpreted):
@@ -124,12 +124,12 @@ def test_draws_of_excluded_columns_and_of_no_number(triton_interpreted):
     bias[columns] = 2.5
     h, W = np.zeros((test_draws.N, 8), np.float32), np.zeros((1000, 8), np.float32)
     h[5] = np.nan
-    made, _ = run_both(
+    by_kernels, _ = run_both(
         lambda h, W: jaxmem.sample_ids(h, W, 40, test_draws.KEY, 16, bias=bias), h, W
     )
     want = columns[np.floor(test_draws.uniform(40) * 256).astype(int)]
     want[5] = -1
-    np.testing.assert_array_equal(made, want)
+    np.testing.assert_array_equal(by_kernels, want)
 
 
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
@@ -152,8 +152,8 @@ def test_over_shards(triton_interpreted):
         check_vma=False,
     )  # fmt: skip
     want = jax.jit(call)(h, W, keys)
-    made, _ = run_both(split, h, W, keys)
-    for got, plain in zip(made, want, strict=True):
+    by_kernels, _ = run_both(split, h, W, keys)
+    for got, plain in zip(by_kernels, want, strict=True):
         np.testing.assert_array_equal(got, plain)
 
 
@@ -213,10 +213,10 @@ def test_on_a_gpu(k, columns):
 @pytest.mark.gpu
 def test_verbs_on_a_gpu():
     h, W = test_draws.make(3.0, 5003)
-    made = jaxmem.topk(h, W, 64)
+    by_kernels = jaxmem.topk(h, W, 64)
     plain = jaxmem.topk(h, W, 64, implementation="xla")
-    np.testing.assert_array_equal(made.ids, plain.ids)
-    np.testing.assert_allclose(made.logprobs, plain.logprobs, rtol=1e-5)
+    np.testing.assert_array_equal(by_kernels.ids, plain.ids)
+    np.testing.assert_allclose(by_kernels.logprobs, plain.logprobs, rtol=1e-5)
     drawn = jaxmem.sample_ids(h, W, 50, test_draws.KEY)
     same = jaxmem.sample_ids(h, W, 50, test_draws.KEY, implementation="xla")
     assert np.mean(drawn == same) > 0.999  # but for rounding at a column's bounds

@@ -87,9 +87,9 @@ def test_sums_do_not_depend_on_the_launch(monkeypatch):
     dz = dz._replace(values=jnp.sign(dz.values) * 2.0**-exponents)
     pairs = sampling.sort_by_column(dz)
     like = jax.ShapeDtypeStruct(W.shape, jnp.float32)
-    made = []
+    gradients = []
     for launch in (products.Launch(64, 4, 2, 8), products.Launch(16, 2, 1, 1)):
         monkeypatch.setattr(products, "TO_PIECE", launch)
         dW = products.to_weights(pairs, h, like, "vd", launch)
-        made.append((dW, products.to_hidden(dz, W, "vd", jnp.float32, launch)))
-    jax.tree.map(np.testing.assert_array_equal, *made)
+        gradients.append((dW, products.to_hidden(dz, W, "vd", jnp.float32, launch)))
+    jax.tree.map(np.testing.assert_array_equal, *gradients)

@@ -47,13 +47,13 @@ def _share(patched):
 
 
 def _once_for_a_config(kind):
-    made = {}
+    programs = {}
 
     def make(config, *others):
         run = dataclasses.replace(config.run, **IRRELEVANT)
         key = repr(dataclasses.replace(config, run=run)), others
-        if key not in made:
-            made[key] = kind(config, *others)
-        return made[key]
+        if key not in programs:
+            programs[key] = kind(config, *others)
+        return programs[key]
 
     return make

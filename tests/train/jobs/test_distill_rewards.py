@@ -291,7 +291,7 @@ def alone(tmp_path_factory):
     ],
 )
 def test_two_devices_take_the_steps_of_one(axis, alone):
-    """Completions are shared out; packed rows, tokens or the vocabulary are split."""
+    """Completions are divided among devices; so are rows, tokens or the vocabulary."""
     made, _ = train(*EVEN, f"mesh.{axis}=2")
     for got, want in zip(made.history, alone, strict=True):
         assert got.reward == want.reward and got.tokens == want.tokens
