@@ -4,10 +4,10 @@
 
 One row a loss, model and head: the gradient of Tunix's GRPO loss (with the entropy that
 it always logs), its supervised loss, or its distillation loss (after the forward pass
-of a teacher of the same size), by all weights, random ones, of a Qwen3 with the
-published widths and vocabulary, and `--layers` of its layers. Temporary GiB are the
-compiler's account of that program; peak GiB the allocator's, of a process that ran
-nothing else. Needs google-tunix 0.1.7.
+of a teacher of the same size; over all columns, or the teacher's 64 most likely ones),
+by all weights, random ones, of a Qwen3 with the published widths and vocabulary, and
+`--layers` of its layers. Temporary GiB are the compiler's account of that program; peak
+GiB the allocator's, of a process that ran nothing else. Needs google-tunix 0.1.7.
 """
 
 import argparse
@@ -21,7 +21,8 @@ import types
 from benchmarks import results, workers
 
 KEYS = ("loss", "model", "head", "layers", "tokens", "device")
-LOSSES, HEADS = ("grpo", "sft", "distill"), ("tunix", "jaxmem")
+LOSSES, HEADS = ("grpo", "sft", "distill", "distill_top_64"), ("tunix", "jaxmem")
+DISTILLED = {"distill": 0, "distill_top_64": 64}  # Tunix's `distill_top_k`; 0 for all
 # The published widths; one for a CPU; one that only shows that this runs.
 MODELS = {
     "0.6b": dict(embed_dim=1024, hidden_dim=3072, num_heads=16, num_kv_heads=8,
@@ -98,7 +99,7 @@ def sft(rows, prompt, completion, vocab_size):
     )
 
 
-def distill(rows, prompt, completion, vocab_size):
+def distill(top_k, rows, prompt, completion, vocab_size):
     """Tunix's strategy, at its T = 2, over the completions' tokens; and its inputs."""
     import jax
     import jax.numpy as jnp
@@ -118,7 +119,8 @@ def distill(rows, prompt, completion, vocab_size):
     def labels(ids, **_):
         return jax.nn.one_hot(ids[:, prompt:], vocab_size)
 
-    return strategies.LogitStrategy(forward, forward, labels), inputs
+    strategy = strategies.LogitStrategy(forward, forward, labels, distill_top_k=top_k)
+    return strategy, inputs
 
 
 def step_of(loss, sizes, definition):
@@ -126,10 +128,10 @@ def step_of(loss, sizes, definition):
     import jax
     from flax import nnx
 
-    if loss != "distill":
+    if loss not in DISTILLED:
         value = {"grpo": grpo, "sft": sft}[loss](*sizes)
         return jax.value_and_grad(lambda w: value(nnx.merge(definition, w)))
-    strategy, inputs = distill(*sizes)
+    strategy, inputs = distill(DISTILLED[loss], *sizes)
 
     def step(weights, of_teacher):
         teacher = nnx.merge(definition, of_teacher)
@@ -149,7 +151,7 @@ def measure(args, loss, model):
     import jax
 
     definition, *weights = model_of(model, args.layers)
-    if loss == "distill":  # the same numbers, in another order
+    if loss in DISTILLED:  # the same numbers, in another order
         weights.append(jax.tree.map(lambda x: x[::-1], weights[0]))
     sizes = args.rows, args.prompt, args.completion, MODELS[model]["vocab_size"]
     compiled = jax.jit(step_of(loss, sizes, definition)).lower(*weights).compile()
