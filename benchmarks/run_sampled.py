@@ -31,6 +31,7 @@ from jaxmem.bench import stopwatch
 from jaxmem.core.options import HeadOptions
 from jaxmem.functional import arguments
 
+KEYS = ("path", "data", "n", "d", "v", "dtype", "chunk", "device")
 SLOTS = 128
 SWEEP = (16, 32, 64, 256, 512, 1024)  # other K, of one head and kind
 MAIN = (8192, 4096, 151936)
@@ -41,6 +42,9 @@ SHAPES: dict[tuple[int, int, int], tuple[str, ...]] = {
     (2048, 4096, 131072): ("policy",),
     (8192, 4096, 50257): ("policy",),
     (8192, 2304, 256000): ("policy",),
+    (8192, 4096, 128256): ("policy",),  # with 32,768 tokens above, those of plot_head.py
+    (2048, 4096, 128256): ("policy",),
+    (131072, 4096, 128256): ("policy",),
 }
 CPU_SHAPES: dict[tuple[int, int, int], tuple[str, ...]] = {
     (8192, 256, 32768): ("policy", "flat", "peaked"),
@@ -230,14 +234,13 @@ def main(arguments=None) -> None:
         chosen = [tuple(map(int, x.split(","))) for x in asked.shape]
         shapes = {shape: shapes.get(shape, ("policy",)) for shape in chosen}
     print(jax.devices()[0].device_kind, jax.__version__, np.__version__)
-    rows = []
     for shape, kinds in shapes.items():
         programs: dict[str, Any] = {}
         for kind in kinds:
-            rows += (
-                attempt(f"{shape} {kind}", measure, shape, kind, asked, programs) or []
-            )
-            print("wrote", results.write(asked.out, rows), flush=True)
+            run = functools.partial(measure, shape, kind, asked, programs)
+            rows = attempt(f"{shape} {kind}", run) or []
+            rows = [row | results.provenance() for row in rows]
+            print("wrote", results.merge(asked.out, rows, KEYS), flush=True)
         jax.clear_caches()
 
 

@@ -87,6 +87,7 @@ VARIANTS = [
     _jax(f"full {SAMPLED}", LARGE, "full, sampled"),
     _jax("full loss=logprobs", LARGE, "full, loss of logprobs"),
     _jax(GATE, name="save_attention and gate"),
+    _jax(f"{GATE} {UNROLLED}", name="save_attention and gate, no loop"),
     _jax("dots"),
     _jax("offload_block"),
     _jax(f"dots_and_attention {UNROLLED}", name="dots_and_attention, no loop"),
