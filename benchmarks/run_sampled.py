@@ -42,7 +42,7 @@ SHAPES: dict[tuple[int, int, int], tuple[str, ...]] = {
     (2048, 4096, 131072): ("policy",),
     (8192, 4096, 50257): ("policy",),
     (8192, 2304, 256000): ("policy",),
-    (8192, 4096, 128256): ("policy",),  # with 32,768 tokens above, those of plot_head.py
+    (8192, 4096, 128256): ("policy",),  # these three are in the figure of plot_head.py
     (2048, 4096, 128256): ("policy",),
     (131072, 4096, 128256): ("policy",),
 }
