@@ -5,6 +5,7 @@ pairs -> ln p of both answers -> loss of each pair -> one update a step
 
 import dataclasses
 import json
+import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -206,21 +207,27 @@ class _Job:
     ):
         self._program, self._frozen, self._batches = program, frozen, batches
         self._compiled, self._evaluate = program.compile_step(), evaluate
+        self._end = -math.inf  # of the last step
         self.initial_state = program.initial_state
         self.restored_state = program.restored_state
         self.get_state, self.set_state = batches.get_state, batches.set_state
 
-    def step(
+    def dispatch(
         self, number: int, state: TrainState
-    ) -> tuple[TrainState, PreferenceMetrics]:
+    ) -> tuple[TrainState, Callable[[], PreferenceMetrics]]:
         start, config = time.perf_counter(), self._program.config
         taken = [next(self._batches) for _ in range(config.run.accumulate)]
         batches = PairBatch(*(np.stack(x) for x in zip(*taken, strict=True)))
         batches = self._program.layout.place(batches)
         state, numbers = self._compiled(state, self._frozen, batches)
+        return state, lambda: self._read(number, numbers, start)
+
+    def _read(self, number: int, numbers: dict, start: float) -> PreferenceMetrics:
         numbers = {name: float(x) for name, x in jax.device_get(numbers).items()}
-        seconds, tokens = time.perf_counter() - start, int(numbers.pop("tokens"))
-        return state, PreferenceMetrics(
+        end, tokens = time.perf_counter(), int(numbers.pop("tokens"))
+        seconds, self._end = end - max(start, self._end), end  # steps overlap
+        config = self._program.config
+        return PreferenceMetrics(
             step=number,
             pairs=config.run.accumulate * config.data.batch_size,
             tokens=tokens,
