@@ -399,7 +399,8 @@ def calls_with_all_of_W():
         ),
         "divergence_loss": lambda parallel: functools.partial(
             lambda verb, h, W, bias: verb(
-                h, W, y, other, teacher, warm, chunk=CHUNK, bias=bias
+                h, W, y, other, teacher, warm, chunk=CHUNK, bias=bias,
+                statistics_temperature=warm,
             )[0],
             parallel(functools.partial(jaxmem.divergence_loss, of_two)),
         ),

@@ -57,6 +57,7 @@ def divergence_loss(
     reference_softcap: float | None | Literal["same"] = "same",
     reference_bias: ArrayLike | None = None,
     reference_layout: Layout | None = None,
+    statistics_temperature: ArrayLike | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """A loss of each token's divergence and statistics, with its gradient in one pass.
@@ -85,7 +86,7 @@ def divergence_loss(
         chunk: as in `kl`.
         normalizer: as in `token_loss`.
         where: as in `kl`.
-        temperature: as in `kl`; of the statistics, too.
+        temperature: as in `kl`.
         softcap: as in `kl`.
         bias: as in `kl`.
         vocab_size: as in `kl`.
@@ -95,6 +96,9 @@ def divergence_loss(
         reference_softcap: as in `kl`.
         reference_bias: as in `kl`.
         reference_layout: as in `kl`.
+        statistics_temperature: of the statistics, a scalar or one per token; None for
+            the policy's. Hinton's mixture has `temperature=2.0` or more for the
+            divergence, and 1.0 for the cross-entropy.
         implementation: as in `kl`.
 
     Returns:
@@ -104,8 +108,9 @@ def divergence_loss(
 
     **Memory** beyond inputs, outputs and gradients, with b the item size of hidden and
     C = min(chunk, tokens rounded up to 16): 8·C·V; under `jax.grad` (8 + b)·C·V +
-    4·V·D, the latter for the float32 sum of W's gradient, unless W is frozen. Gradients
-    are residuals, scaled by the loss's cotangent.
+    4·V·D, the latter for the float32 sum of W's gradient, unless W is frozen. Another
+    `statistics_temperature` takes 4·C·V more. Gradients are residuals, scaled by the
+    loss's cotangent.
 
     Raises:
         TypeError: as `kl` and `token_loss`.
@@ -138,9 +143,10 @@ def divergence_loss(
     kind = _kind(divergence, beta)
     call = read_two_heads("divergence_loss", hidden, W, reference, labels, options)
     spec, other_spec, policy, other, rows, other_rows, shape = call
+    scale = _statistics_scale(spec, shape, rows, statistics_temperature)
     flat = flat_per_token(per_token, shape)
     count = read_normalizer(normalizer, rows, spec)
-    deciding = rows, other_rows, other, flat, count
+    deciding = rows, other_rows, other, scale, flat, count
     spec, policy = arguments.typed(spec, policy, deciding)
     flat, count = _shards.vary((flat, count), spec.varying)
     first = _shards.vary(jnp.zeros(math.prod(shape), spec.stats_dtype), spec.varying)
@@ -152,10 +158,23 @@ def divergence_loss(
         backend = choose.choose("xla", spec, policy)[0]
         kernels = uses_kernels(implementation)
         loss_rule = TwoHeadsLossRule(spec, backend, loss, kind, other_spec, kernels)
-        fixed = (rows, other_rows, other), operands.closed
+        fixed = (rows, other_rows, other, scale), operands.closed
         total, metrics = rule.run(loss_rule, (policy, flat, count), fixed)
     metrics = {k: lax.stop_gradient(jnp.reshape(v, shape)) for k, v in metrics.items()}
     return total, metrics
+
+
+def _statistics_scale(spec, shape, rows, temperature) -> jax.Array | None:
+    """What scales the policy's divided logits for the statistics, [N]; None for 1."""
+    if temperature is None:
+        return None
+    name = "statistics_temperature"
+    temperature = checks.as_visible_array(name, temperature)
+    checks.check_temperature(temperature, shape, name)
+    divisor = arguments.flat_temperature(temperature, shape, spec.stats_dtype)
+    if divisor is None:
+        return rows.temperature
+    return (1 if rows.temperature is None else rows.temperature) / divisor
 
 
 def _kind(divergence, beta):

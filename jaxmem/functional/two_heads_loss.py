@@ -2,7 +2,8 @@
 
 The divergence is the first of the loss's per-token arguments, so that the loss's own
 derivative gives its cotangent g. With the mean slope m of `TwoHeadsRule`, the
-derivative by the policy's logits is that of the statistics, plus g (slopes - p m).
+derivative by the policy's logits is that of the statistics, plus g (slopes - p m). The
+statistics may be of the logits at another temperature.
 """
 
 import dataclasses
@@ -33,7 +34,10 @@ from jaxmem.functional.vjp import LossRule
 
 @dataclasses.dataclass(frozen=True)
 class TwoHeadsLossRule(LossRule):
-    """`LossRule` with a reference; given is `(rows, reference rows, reference)`.
+    """`LossRule` with a reference.
+
+    Given is `(rows, reference rows, reference, scale)`; the statistics are those of the
+    policy's logits times the scale [N], or None.
 
     The operands' per-token arrays lack the divergence, which the loops compute.
     """
@@ -95,20 +99,24 @@ class TwoHeadsLossRule(LossRule):
 
     def _tile(self, policy, reference, given, row_ids) -> dict[str, Any]:
         """Logits of both heads, and what the loss and its derivative read of them."""
-        rows, reference_rows, _ = given
+        rows, reference_rows, _, scale = given
         two_heads = self._two_heads(rows)
         logits = two_heads.logits(policy, reference, (rows, reference_rows), row_ids)
         full, z, y = logits
         labels = take(rows.labels, row_ids)
         value, saved = two_heads.values(z, y)
         # Columns that only the policy has are padding and have no largest logit.
-        stats = _stats.of_tile(full, labels, saved["normalisers"][0].max)
+        largest = saved["normalisers"][0].max
+        if scale is not None:  # rows past the last one have none
+            scale = jnp.where(row_ids < len(scale), take(scale, row_ids), 1)
+            largest = largest * scale
+        stats = _stats.of_tile(_scaled(full, scale), labels, largest)
         outputs = _stats.finish(stats, labels < self.spec.vocab_size)
         # The derivative computes probabilities again instead of storing [C, V] of them.
         logits, value, saved = lax.optimization_barrier((logits, value, saved))
         return {
             "logits": logits, "outputs": outputs, "divergence": value, **saved,
-            "labels": labels,
+            "labels": labels, "scale": scale,
         }  # fmt: skip
 
     def _derivative(self, tile, row_ids, operands, count, n_rows) -> tuple[Values, Any]:
@@ -126,9 +134,10 @@ class TwoHeadsLossRule(LossRule):
         # Rows past the last active one: ln S = inf makes every p zero.
         log_sum = jnp.where(row_ids < n_rows, outputs.log_sum, jnp.inf)
         outputs = outputs._replace(log_sum=log_sum)
-        dz = _stats.dlogits(
-            full, tile["labels"], outputs, _stats.coefficients(outputs, g)
-        )
+        of_stats = _scaled(full, tile["scale"])
+        coefficients = _stats.coefficients(outputs, g)
+        dz = _stats.dlogits(of_stats, tile["labels"], outputs, coefficients)
+        dz = _scaled(dz, tile["scale"])
         g_row, mean_slope = g_divergence[:, None], tile["mean_slope"][:, None]
         p, q, log_ratio = compare(z, y, *tile["normalisers"])
         slopes = self.divergence.slopes(p, q, log_ratio) - p * mean_slope
@@ -143,3 +152,8 @@ class TwoHeadsLossRule(LossRule):
         if row_ids is not None:
             first = put(first, row_ids, divergence)
         return operands._replace(per_token=(first, *operands.per_token))
+
+
+def _scaled(z, scale):
+    """Rows z [C, V] times scale [C], if it is not None."""
+    return z if scale is None else z * scale[:, None]

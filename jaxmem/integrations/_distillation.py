@@ -15,6 +15,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxmem.functional import divergence, largest, selected
+from jaxmem.functional.divergence_loss import divergence_loss
 from jaxmem.functional.topk_divergence import topk_kl
 from jaxmem.integrations._head import Head, Options, scores
 
@@ -166,6 +167,51 @@ def forward_kl(
         layout=p.layout, reference_temperature=temperature * q.temperature,
         reference_softcap=q.softcap, reference_bias=q.bias, reference_layout=q.layout,
     )  # fmt: skip
+
+
+def forward_kl_and_cross_entropy(
+    student: Logits,
+    teacher: Logits,
+    labels: OneHot,
+    temperature: ArrayLike,
+    weights: tuple[ArrayLike, ArrayLike],
+    options: Options,
+    where: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """A weighted mean of `forward_kl` and `cross_entropy`, in one pass over both heads.
+
+    Args:
+        student: [..., V].
+        teacher: [..., V], a constant.
+        labels: [..., V].
+        temperature: of the divergence; the cross-entropy is at the student's own.
+        weights: of the divergence and of the cross-entropy.
+        options: of the head.
+        where: [...] False masks a token.
+
+    Returns:
+        The mean over the tokens that are not masked, and both terms per token, [...],
+        as constants that are 0 where masked.
+    """
+    p, q, counted = student.head, teacher.head, labels.counted
+
+    def loss_fn(stats, kl, counted):
+        # A row of zeros has no label: whatever is selected for it does not count.
+        ce = jnp.where(counted != 0, -counted * stats.logprob, 0)
+        return weights[0] * kl + weights[1] * ce, {"kl": kl, "ce": ce}
+
+    same = isinstance(temperature, (int, float)) and temperature == 1
+    loss, terms = divergence_loss(
+        loss_fn, student.hidden.astype(p.dtype), p.W,
+        jnp.where(counted != 0, labels.ids, 0), teacher.hidden.astype(q.dtype), q.W,
+        counted, divergence="forward_kl", chunk=options.chunk, where=where,
+        temperature=temperature * p.temperature, softcap=p.softcap, bias=p.bias,
+        layout=p.layout, reference_temperature=temperature * q.temperature,
+        reference_softcap=q.softcap, reference_bias=q.bias, reference_layout=q.layout,
+        statistics_temperature=None if same else p.temperature,
+        implementation=options.implementation,
+    )  # fmt: skip
+    return loss, terms["kl"], terms["ce"]
 
 
 def forward_kl_of_largest(

@@ -19,6 +19,7 @@ from jaxmem.integrations._distillation import (
     OneHot,
     cross_entropy,
     forward_kl,
+    forward_kl_and_cross_entropy,
     forward_kl_of_top,
 )
 from jaxmem.integrations._head import Options
@@ -119,10 +120,12 @@ def _train_loss(
         temperature, alpha = (
             metrics[f"distill/{name}"][0] for name in ("temperature", "alpha")
         )
-        sums = _sums(student, teacher, ids, labels, temperature, options)
+        terms = _terms_of_columns if ids is not None else _terms
+        given = teacher if ids is None else (teacher, ids)
+        total, sums = terms(student, given, labels, (temperature, alpha), options)
         count = metrics["distill/soft_loss"][1]
-        means = {name: total / jnp.maximum(count, 1) for name, total in sums.items()}
-        logits_loss = alpha * means["soft_loss"] + (1 - alpha) * means["hard_loss"]
+        means = {name: x / jnp.maximum(count, 1) for name, x in sums.items()}
+        logits_loss = total / jnp.maximum(count, 1)
         metrics |= {f"distill/{name}": (total, count) for name, total in sums.items()}
         for model, loss in (("student", "hard_loss"), ("teacher", "teacher_loss")):
             perplexity = jnp.exp(jnp.minimum(means[loss], cap))
@@ -162,30 +165,51 @@ def _eval_loss(
     return compute_eval_loss
 
 
-def _sums(
+def _terms(
     student: Logits,
-    teacher: Any,
-    ids: jax.Array | None,
+    teacher: Logits,
     labels: OneHot,
-    temperature: jax.Array,
+    settings: tuple[jax.Array, jax.Array],
     options: Options,
-) -> dict[str, jax.Array]:
-    """Sums over tokens of what MaxText computes of logits, by its metrics' names."""
-    where = labels.counted != 0
-    zero = jnp.zeros((), jnp.float32)
-    if ids is None:
-        kl = forward_kl(student, teacher, temperature, options, where)
-        of_one = forward_kl(student.constant(), teacher, 1.0, options, where)
-        of_teacher = cross_entropy(teacher, labels, options)
-    else:  # MaxText does not know the rest of the teacher's distribution, either
-        kl = forward_kl_of_top(student, teacher, ids, temperature, options, where)
-        of_one = of_teacher = zero
-    return {
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """The loss, and the sums by metrics' names, of MaxText's terms of logits.
+
+    Settings are temperature and alpha. Both results are sums over the tokens; only the
+    loss has a gradient.
+    """
+    temperature, alpha = settings
+    where, weights = labels.counted != 0, (alpha * temperature**2, 1 - alpha)
+    mean, kl, ce = forward_kl_and_cross_entropy(
+        student, teacher, labels, temperature, weights, options, where
+    )
+    of_one = forward_kl(student.constant(), teacher, 1.0, options, where)
+    return mean * jnp.maximum(jnp.sum(where), 1), {
         "soft_loss": jnp.sum(kl) * temperature**2,
-        "hard_loss": jnp.sum(cross_entropy(student, labels, options)),
-        "teacher_loss": jnp.sum(of_teacher),
+        "hard_loss": jnp.sum(ce),
+        "teacher_loss": jnp.sum(cross_entropy(teacher, labels, options)),
         "kl_div_at_T": jnp.sum(kl),
         "kl_div_T1": jnp.sum(of_one),
+    }
+
+
+def _terms_of_columns(
+    student: Logits,
+    teacher: tuple[jax.Array, jax.Array],
+    labels: OneHot,
+    settings: tuple[jax.Array, jax.Array],
+    options: Options,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """`_terms`, of a teacher whose logits of some columns alone are known."""
+    (values, ids), (temperature, alpha) = teacher, settings
+    where, zero = labels.counted != 0, jnp.zeros((), jnp.float32)
+    kl = forward_kl_of_top(student, values, ids, temperature, options, where)
+    soft, hard = jnp.sum(kl), jnp.sum(cross_entropy(student, labels, options))
+    return alpha * temperature**2 * soft + (1 - alpha) * hard, {
+        "soft_loss": soft * temperature**2,
+        "hard_loss": hard,
+        "teacher_loss": zero,
+        "kl_div_at_T": soft,
+        "kl_div_T1": zero,
     }
 
 

@@ -21,7 +21,7 @@ from jaxmem.integrations._distillation import (
     Logits,
     OneHot,
     cross_entropy,
-    forward_kl,
+    forward_kl_and_cross_entropy,
     forward_kl_of_largest,
 )
 from jaxmem.integrations._head import Options
@@ -87,25 +87,27 @@ def _eval_loss(
 def _loss(
     strategy: Any, student: Logits, teacher: Logits, labels: OneHot, options: Options
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The loss and the metrics of `LogitStrategy.compute_loss`."""
-    alpha, temperature = strategy.alpha, strategy.temperature
-    # What has no weight is a metric only, and needs no backward pass.
-    soft, hard = (
-        student if weight else student.constant() for weight in (alpha, 1 - alpha)
-    )
-    if strategy.distill_top_k > 0:
-        k = strategy.distill_top_k
+    """The loss and the metrics of `LogitStrategy.compute_loss`, which are constants."""
+    alpha, temperature, k = strategy.alpha, strategy.temperature, strategy.distill_top_k
+    if k > 0:
+        # What has no weight is a metric only, and needs no backward pass.
+        soft, hard = (
+            student if weight else student.constant() for weight in (alpha, 1 - alpha)
+        )
         kl = forward_kl_of_largest(soft, teacher, k, temperature, options)
+        ce = cross_entropy(hard, labels, options)
+        loss = alpha * temperature**2 * jnp.mean(kl) + (1 - alpha) * jnp.mean(ce)
     else:
-        kl = forward_kl(soft, teacher, temperature, options)
-    metrics = {
+        weights = alpha * temperature**2, 1 - alpha
+        loss, kl, ce = forward_kl_and_cross_entropy(
+            student, teacher, labels, temperature, weights, options
+        )
+    return loss, {
         "distill/soft_loss": jnp.mean(kl * temperature**2),
-        "distill/hard_loss": jnp.mean(cross_entropy(hard, labels, options)),
+        "distill/hard_loss": jnp.mean(ce),
         "distill/kl_div": jnp.mean(kl),
         "distill/teacher_loss": jnp.mean(cross_entropy(teacher, labels, options)),
     }
-    hard_loss = (1 - alpha) * metrics["distill/hard_loss"]
-    return alpha * metrics["distill/soft_loss"] + hard_loss, metrics
 
 
 def _unsupported(strategy: Any) -> str | None:

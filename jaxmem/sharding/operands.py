@@ -68,9 +68,9 @@ def read_rows_and_ids(given, shape, of_tokens, columns):
         operands["ids"] = Operand(
             check_ids("ids", given["ids"], where, *tokens), of_tokens, -1
         )
-    name = "reference_temperature"
-    if given.get(name) is not None:
-        operands |= _read_temperature(name, given[name], shape, of_tokens)
+    for name in ("reference_temperature", "statistics_temperature"):
+        if given.get(name) is not None:
+            operands |= _read_temperature(name, given[name], shape, of_tokens)
     if "gradient_samples" in given:
         operands |= _read_key(given, shape, of_tokens, vocab_size)
     return operands

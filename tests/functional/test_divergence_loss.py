@@ -62,12 +62,14 @@ def check(verb, operands, dtype="float32", **options):
     loss, metrics, gradients = ours(operands, arrays, verb, numbers)
     dh, dW, dweight, *dbias = gradients
     on = options.pop("where", np.ones(N, bool))
+    warmth = options.pop("statistics_temperature", options.get("temperature", 1.0))
     count = on.sum()
-    arrays.pop("where", None)
+    arrays = {k: v for k, v in arrays.items() if k in options}
     g = np.where(on, WEIGHT, 0) / count
     divergence, of_divergence = exact(verb, g, operands, **options)
     divergence = np.where(on, divergence, 0)
     own = {k: v for k, v in options.items() if not k.startswith("reference_")}
+    own["temperature"] = warmth
     ones = np.full(N, 1 / count)
     stats, of_stats = oracle.head(
         *operands[:2], LABELS, {"logprob": -0.3 * ones, "entropy": 0.1 * ones}, on=on,
@@ -118,10 +120,24 @@ def test_every_option():
     )  # fmt: skip
 
 
-def test_paddings_that_differ():
+@pytest.mark.parametrize("temperature", [2.5, 1.0])
+@pytest.mark.parametrize(
+    "of_stats",
+    [1.0, 0.7, np.linspace(0.5, 2, N, dtype=np.float32)],
+    ids=["one", "scalar", "per token"],
+)
+def test_statistics_at_a_temperature_of_their_own(of_stats, temperature):
+    check(
+        "forward_kl", make(5.0), temperature=temperature, softcap=8.0,
+        where=np.arange(N) % 5 != 0, statistics_temperature=of_stats,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("more", [{}, {"statistics_temperature": 0.5}], ids=str)
+def test_paddings_that_differ(more):
     h, W, h_ref, W_ref = make()
     wide = np.concatenate([W, np.full((6, W.shape[1]), 9, np.float32)])
-    options = {"divergence": "kl", "chunk": CHUNK, "vocab_size": V - 1}
+    options = {"divergence": "kl", "chunk": CHUNK, "vocab_size": V - 1} | more
 
     def run(W, W_ref):
         def loss(h, W):
@@ -259,6 +275,8 @@ def test_it_is_reported():
         ({"implementation": "hopper"}, NotImplementedError, "has no divergence_loss"),
         ({"chunk": 0}, ValueError, "chunk must be"),
         ({"normalizer": -1.0}, ValueError, "normalizer must"),
+        ({"statistics_temperature": 0.0}, ValueError, "statistics_temperature must"),
+        ({"statistics_temperature": np.ones(3)}, ValueError, "scalar or one a token"),
         ({"labels": LABELS[:5]}, ValueError, "labels must have"),
         ({"reference_hidden": np.ones((3, 10))}, ValueError, "reference_hidden must"),
         ({"loss_fn": lambda stats: stats.logprob}, TypeError, "1 per-token argument"),

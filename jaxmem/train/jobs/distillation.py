@@ -161,9 +161,9 @@ def distill_loss(
     advantages = advantages if reward_weight else None
     options: dict[str, Any] = dict(normalizer=normalizer, frozen_head=call.frozen_head)
     # The statistics of the same logits serve the other terms at temperature 1.
-    joint = isinstance(teacher, TeacherStates) and config.temperature == 1
+    joint = isinstance(teacher, TeacherStates)
     learned_with = advantages if joint and call.temperature == 1 else None
-    if isinstance(teacher, TeacherStates):
+    if joint:
         given = () if learned_with is None else (learned_with,)
         loss, observed = _loss_of_states(
             config, head, hidden, (labels, *given), teacher, options
@@ -191,12 +191,10 @@ def distill_loss(
 
 
 def _loss_of_states(config, head, hidden, targets, teacher, options):
-    """Divergences, and at temperature 1 all terms, in one pass over both logits."""
+    """Divergences, and other terms at temperature 1, in one pass over both logits."""
 
     def loss_fn(stats, divergence, *advantages):
         metrics = {"divergence": divergence}
-        if config.temperature != 1:
-            return divergence, metrics
         loss = divergence - config.loss_weight * stats.logprob
         if advantages:
             loss += config.reward_weight * _policy(stats, *advantages)[0]
@@ -206,7 +204,9 @@ def _loss_of_states(config, head, hidden, targets, teacher, options):
     return head.divergence_loss(
         loss_fn, hidden, labels, teacher.head, teacher.hidden, *advantages,
         divergence=_NAMES[config.divergence], beta=config.beta,
-        temperature=config.temperature, implementation=None, **options,
+        temperature=config.temperature,
+        statistics_temperature=None if config.temperature == 1 else 1.0,
+        implementation=None, **options,
     )  # fmt: skip
 
 
