@@ -35,6 +35,7 @@ KEYS = ("variant", "vocab_size", "overrides", "device")
 SMALL, LARGE = 1024, 151_936
 UNROLLED = "remat.unroll=True"
 SAMPLED = "head.gradient_samples=128"
+FEED_FORWARD = "full remat.save=('block_mid','gate','up','attn_out','attn_lse')"
 GATE = "save_attention remat.save=('gate',)"
 
 
@@ -88,6 +89,7 @@ VARIANTS = [
     _jax("full loss=logprobs", LARGE, "full, loss of logprobs"),
     _jax(GATE, name="save_attention and gate"),
     _jax(f"{GATE} {UNROLLED}", name="save_attention and gate, no loop"),
+    _jax(f"{FEED_FORWARD} {UNROLLED}", name="feed-forward and attention, no loop"),
     _jax("dots"),
     _jax("offload_block"),
     _jax(f"dots_and_attention {UNROLLED}", name="dots_and_attention, no loop"),

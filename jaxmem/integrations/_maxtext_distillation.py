@@ -120,9 +120,11 @@ def _train_loss(
         temperature, alpha = (
             metrics[f"distill/{name}"][0] for name in ("temperature", "alpha")
         )
-        terms = _terms_of_columns if ids is not None else _terms
-        given = teacher if ids is None else (teacher, ids)
-        total, sums = terms(student, given, labels, (temperature, alpha), options)
+        settings = labels, (temperature, alpha), options
+        if ids is None:
+            total, sums = _terms(student, teacher, *settings)
+        else:
+            total, sums = _terms_of_columns(student, (teacher, ids), *settings)
         count = metrics["distill/soft_loss"][1]
         means = {name: x / jnp.maximum(count, 1) for name, x in sums.items()}
         logits_loss = total / jnp.maximum(count, 1)

@@ -307,7 +307,7 @@ class Block(nnx.Module):
 
     def _finish(self, x: jax.Array, mixed: jax.Array) -> jax.Array:
         x = x + (self.post_attention_norm(mixed) if self.post_norms else mixed)
-        x = mesh.constrain_activations(x)
+        x = remat.name(mesh.constrain_activations(x), "block_mid")
 
         def project(x: jax.Array):
             return self.feed_forward.project(self.feed_forward_norm(x))

@@ -9,6 +9,7 @@ import jax
 # Checkpoint names that jaxmem's own blocks and heads use.
 NAMES: Mapping[str, str] = {
     "block_in": "what a block gets",
+    "block_mid": "what its feed-forward layer gets, before the norm",
     "norm_rms": "reciprocal root mean square of each row of a norm's input",
     "q": "queries, before their norm if they have one, else after their rotation",
     "k": "keys, likewise",

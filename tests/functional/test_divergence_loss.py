@@ -212,14 +212,16 @@ def test_an_infinite_divergence_that_the_loss_leaves_out():
     assert np.isinf(loss(h, 1.0))
 
 
-def test_four_products(optimized):
+@pytest.mark.parametrize("of_stats", [None, 0.5])
+def test_four_products(of_stats, optimized):
     """Both heads' logits and two gradients; a loss of `kl` takes six."""
 
     def one_pass(h, W, *reference):
         labels = jnp.zeros(len(h), jnp.int32)
         return jaxmem.divergence_loss(
-            lambda stats, d: d - stats.logprob, h, W, labels, *reference, chunk=64
-        )[0]
+            lambda stats, d: d - stats.logprob, h, W, labels, *reference, chunk=64,
+            statistics_temperature=of_stats,
+        )[0]  # fmt: skip
 
     def of_kl(h, W, *reference):
         return jaxmem.kl(h, W, *reference, 64).mean()
@@ -243,16 +245,18 @@ def test_statistics_and_divergence_share_the_largest_logit():
 
 
 @pytest.mark.parametrize("verb", ["jsd", slow("kl"), slow("forward_kl")])
-def test_memory_is_what_the_docstring_says(verb, optimized):
+@pytest.mark.parametrize("of_stats", [None, 0.5])
+def test_memory_is_what_the_docstring_says(of_stats, verb, optimized):
     n, d, v, chunk = 2048, 64, 8192, 128
 
     def loss(h, W, *reference):
         labels = jnp.zeros(len(h), jnp.int32)
         return jaxmem.divergence_loss(
-            lambda stats, d: d, h, W, labels, *reference, divergence=verb, chunk=chunk
-        )[0]
+            lambda stats, d: d - stats.logprob, h, W, labels, *reference,
+            divergence=verb, chunk=chunk, statistics_temperature=of_stats,
+        )[0]  # fmt: skip
 
-    promised = (8 + 4) * chunk * v + 4 * v * d
+    promised = (8 + 4 + (4 if of_stats else 0)) * chunk * v + 4 * v * d
     made = compiled(jax.grad(loss, (0, 1)), *shapes(n, d, v, "float32"))
     temp = made.memory_analysis().temp_size_in_bytes
     assert 4 * chunk * v <= temp <= 1.04 * promised + 64 * n + 16 * n * d
