@@ -127,13 +127,12 @@ def _train_loss(
             total, sums = _terms_of_columns(student, (teacher, ids), *settings)
         count = metrics["distill/soft_loss"][1]
         means = {name: x / jnp.maximum(count, 1) for name, x in sums.items()}
-        logits_loss = total / jnp.maximum(count, 1)
         metrics |= {f"distill/{name}": (total, count) for name, total in sums.items()}
         for model, loss in (("student", "hard_loss"), ("teacher", "teacher_loss")):
             perplexity = jnp.exp(jnp.minimum(means[loss], cap))
             one = metrics[f"distill/{model}_perplexity"][1]
             metrics[f"distill/{model}_perplexity"] = perplexity, one
-        loss = rest + logits_loss
+        loss = rest + total / jnp.maximum(count, 1)
         metrics["distill/total_loss"] = loss, metrics["distill/total_loss"][1]
         return loss, metrics
 
