@@ -181,6 +181,7 @@ def of_given_columns():
     options = {"where": problem()[2] >= 0, "chunk": CHUNK}
     warm = np.linspace(0.5, 2, B * T, dtype=np.float32).reshape(B, T)
     y = problem()[2]
+    repeated = np.where(y[..., None] < 0, -1, np.concatenate([ids, ids[..., 1:]], -1))
     support = np.concatenate([np.maximum(y, 0)[..., None], ids], axis=-1)
     csr = packing.support_to_csr(support, y >= 0, capacity=2 * support.size)
 
@@ -199,6 +200,11 @@ def of_given_columns():
             parallel, direction="reverse", temperature=warm
         ),
         "topk_kl without a tail": lambda parallel: topk_kl(parallel, tail=False),
+        "selected_logprobs": lambda parallel: (
+            lambda h, W, bias: parallel(jaxmem.selected_logprobs)(
+                h, W.T, repeated, CHUNK, bias=bias, softcap=9.0, temperature=warm
+            )
+        ),
         "support_logprobs": lambda parallel: (
             lambda h, W, bias: parallel(jaxmem.support_logprobs)(
                 h, W.T, y, support, bias=bias, temperature=jnp.float32(0.5)
@@ -374,7 +380,6 @@ def calls_with_all_of_W():
     """By name, (verb -> (h, W, bias) -> result); the second head is of other depth."""
     rng = np.random.default_rng(3)
     other, teacher = (rng.standard_normal(s, np.float32) for s in ((B, T, 6), (6, V)))
-    ids = rng.integers(-1, V, (B, T, 4)).astype(np.int32)
     where, y = problem()[2] >= 0, problem()[2]
     warm = np.linspace(0.5, 2, B * T, dtype=np.float32).reshape(B, T)
 
@@ -411,10 +416,6 @@ def calls_with_all_of_W():
             )[1]["divergence"],
             parallel(functools.partial(jaxmem.divergence_loss, of_two)),
         ),
-        "selected_logprobs": lambda parallel: functools.partial(
-            lambda verb, h, W, bias: verb(h, W, ids, CHUNK, bias=bias, where=where),
-            parallel(jaxmem.selected_logprobs),
-        ),
     }  # fmt: skip
 
 
@@ -448,10 +449,9 @@ def test_a_partial_of_the_data_is_refused():
 
 def test_verbs_that_need_all_of_W_on_explicit_axes():
     h, W, _, bias = (np.nan_to_num(x) for x in problem())
-    for name in ("jsd", "selected_logprobs"):
-        run = calls_with_all_of_W()[name]
-        split = functools.partial(parallel, name="2x4", kind=AxisType.Explicit)
-        assert_same(*(jit(run(x))(h, W, bias) for x in (split, lambda verb: verb)))
+    run = calls_with_all_of_W()["jsd"]
+    split = functools.partial(parallel, name="2x4", kind=AxisType.Explicit)
+    assert_same(*(jit(run(x))(h, W, bias) for x in (split, lambda verb: verb)))
 
 
 @pytest.mark.parametrize("kind", [slow(AxisType.Auto), AxisType.Explicit])
@@ -480,9 +480,9 @@ def test_results_of_several_a_token_stay_split():
 def test_what_is_communicated_of_all_of_W():
     """As with a part of it: scattered first and summed then."""
     h, W = np.nan_to_num(problem()[0]), np.pad(problem()[1], [(0, 3), (0, 0)])
-    verb = parallel(jaxmem.selected_logprobs, "W in parts of D")
-    ids = np.zeros((B, T, 2), np.int32)
-    dW = jax.grad(lambda W, h: verb(h, W, ids, vocab_size=V).sum())
+    verb = parallel(jaxmem.kl, "W in parts of D")
+    other = np.ones((B, T, 2), np.float32), np.ones((40, 2), np.float32)
+    dW = jax.grad(lambda W, h: verb(h, W, *other, vocab_size=V).sum())
     scattered = [made for made in collectives(dW, W, h) if "gather" not in made[0]]
     assert scattered == [
         ("reduce_scatter", f"f32[20,{D}]"),

@@ -83,14 +83,19 @@ def read_config(directory: str | Path) -> CheckpointConfig:
         A `CheckpointConfig`.
 
     Raises:
-        CheckpointError: the file is missing, or asks for something that is not
-            implemented; the message names the key.
+        CheckpointError: the file is missing, maybe because the directory is a run's, or
+            asks for something that is not implemented; the message names the key.
     """
     path = Path(os.path.expanduser(directory)) / "config.json"
     if not path.parent.exists() and re.fullmatch(_HUB_NAME, str(directory)):
         raise CheckpointError(
             f"{directory}: no such directory; download a model of the Hugging Face "
             f"Hub by: hf download {directory} --local-dir {directory}"
+        )
+    if not path.exists() and (path.parent / "model" / path.name).exists():
+        raise CheckpointError(
+            f"{directory}: a run, not a checkpoint; name the model that it has saved, "
+            f"{path.parent / 'model'}"
         )
     raw = read_object(path)
     text_part = raw.get("model_type") == "gemma3"

@@ -27,7 +27,6 @@ from jaxmem.core.operands import (
     Head,
     Rows,
     cast,
-    first_column,
     for_active_chunks,
     put_all,
     sum_over_shards,
@@ -35,6 +34,7 @@ from jaxmem.core.operands import (
     trained,
 )
 from jaxmem.core.spec import Spec
+from jaxmem.functional.given_ids import existing_columns
 from jaxmem.functional.rule import LoopRule
 
 
@@ -154,24 +154,29 @@ def over_shards(spec: Spec, part: _stats.Normaliser) -> _stats.Normaliser:
     return _stats.Normaliser(row_max, jnp.log1p(others + (n_largest - 1)))
 
 
+def max_over_shards(spec: Spec, x: jax.Array) -> jax.Array:
+    """The elementwise maximum over the shards of the vocabulary, if there are any."""
+    return lax.pmax(x, spec.shards.axes) if spec.shards else x
+
+
 def places(spec: Spec, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Rows and columns of ids in this shard's logits; out of bounds where not in it."""
     row = jnp.arange(ids.shape[0], dtype=jnp.int32)[:, None]
-    columns = ids - first_column(spec)
-    there = (ids >= 0) & (ids < spec.vocab_size) & (columns >= 0)
-    return row, jnp.where(there, columns, spec.columns)
+    return row, existing_columns(spec, ids)
+
+
+def logits_at(spec: Spec, z: jax.Array, ids: jax.Array) -> jax.Array:
+    """This shard's logits z [C, V] at ids [C, K]; -inf where they are not in it."""
+    return z.at[places(spec, ids)].get(mode="fill", fill_value=-jnp.inf)
 
 
 def _split(spec, z, ids):
     """Return ln p of ids and the rest, [C, K + 1], and the normaliser of the rest."""
-    at = places(spec, ids)
     # Read these first, so that XLA can overwrite z by the others.
-    at_ids = z.at[at].get(mode="fill", fill_value=-jnp.inf)
-    z, at_ids = lax.optimization_barrier((z, at_ids))
-    if spec.shards:
-        at_ids = lax.pmax(at_ids, spec.shards.axes)
+    z, at_ids = lax.optimization_barrier((z, logits_at(spec, z, ids)))
+    at_ids = max_over_shards(spec, at_ids)
     at_ids = jnp.where(ids < spec.vocab_size, at_ids, jnp.nan)
-    rest = normaliser(spec, z.at[at].set(-jnp.inf, mode="drop"))
+    rest = normaliser(spec, z.at[places(spec, ids)].set(-jnp.inf, mode="drop"))
     row_max = jnp.maximum(rest.max, jnp.max(at_ids, axis=1))[:, None]
     row_max = jnp.where(row_max == -jnp.inf, 0, row_max)
     # The rest's two terms are not added up before their maximum is subtracted.

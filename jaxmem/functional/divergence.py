@@ -103,6 +103,10 @@ def kl(
     widen 16-bit weights to float32, 4·V·(D + D'). With gradient_samples, forward under
     `jax.grad` 20·C·V + 512·C·K and residuals of 8·K per token; backward as `logprobs`.
 
+    **Communication**: there is no axis_name, because both of a token's distributions
+    are computed on one device, from the whole W and reference_W. Where they are sharded
+    along the vocabulary, `jaxmem.sharding.parallel` all-gathers them for the call.
+
     Raises:
         TypeError: an argument has the wrong type; the message names it.
         ValueError: shapes disagree, the layout is ambiguous, the vocabularies differ in
@@ -158,8 +162,8 @@ def forward_kl(
         out = KL(q ‖ p) = Σ_v q_v (ln q_v - ln p_v)                            (nats)
 
     The classical loss of distillation: cross-entropy with the teacher q's
-    probabilities, less the teacher's entropy. Arguments, accuracy, cost, memory and
-    errors are those of `kl`.
+    probabilities, less the teacher's entropy. Arguments, accuracy, cost, memory,
+    communication and errors are those of `kl`.
 
     >>> import jax.numpy as jnp, jaxmem
     >>> h, W = jnp.ones((2, 1)), jnp.log(jnp.array([[0.5], [0.5]]))
@@ -210,8 +214,8 @@ def jsd(
         out = β KL(q ‖ m) + (1-β) KL(p ‖ m)                                    (nats)
 
     It is symmetric at β = 0.5 and never above ln 2. Divided by β it tends to
-    `forward_kl` as β → 0, divided by 1-β to `kl` as β → 1. Accuracy, cost, memory and
-    errors are those of `kl`.
+    `forward_kl` as β → 0, divided by 1-β to `kl` as β → 1. Accuracy, cost, memory,
+    communication and errors are those of `kl`.
 
     Args:
         hidden: as in `kl`.

@@ -112,6 +112,8 @@ def divergence_loss(
     `statistics_temperature` takes 4·C·V more. Gradients are residuals, scaled by the
     loss's cotangent.
 
+    **Communication**: as `kl`.
+
     Raises:
         TypeError: as `kl` and `token_loss`.
         ValueError: as `kl` and `token_loss`; or there is no such divergence.

@@ -5,25 +5,19 @@ and computes no other logits.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from jaxmem.backends import xla
 from jaxmem.core import shards as _shards, stats as _stats
 from jaxmem.core.explicit_axes import sharded_like, with_automatic_axes
-from jaxmem.core.operands import cast, for_active_chunks, put, take
-from jaxmem.core.options import Chunk, HeadOptions, Implementation, Layout
-from jaxmem.functional import arguments, rule
-from jaxmem.functional.given_ids import (
-    check_ids,
-    existing_columns,
-    flat_ids,
-    shapes_of,
-    spec_of,
-)
+from jaxmem.core.operands import cast, for_active_chunks, put_all, take
+from jaxmem.core.options import AxisName, Chunk, HeadOptions, Implementation, Layout
+from jaxmem.functional import arguments, columns, rule
+from jaxmem.functional.given_ids import check_ids, flat_ids, shapes_of, spec_of
 from jaxmem.functional.rule import LoopRule
 
 
@@ -40,6 +34,7 @@ def selected_logprobs(
     bias: ArrayLike | None = None,
     vocab_size: int | None = None,
     layout: Layout | None = None,
+    axis_name: AxisName | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """Log-probabilities of K given ids per token under the head's softmax.
@@ -63,6 +58,7 @@ def selected_logprobs(
         bias: as in `logprobs`.
         vocab_size: as in `logprobs`.
         layout: as in `logprobs`.
+        axis_name: as in `logprobs`; the ids are those of the whole vocabulary.
         implementation: "xla", or None, which means the same.
 
     Returns:
@@ -75,9 +71,14 @@ def selected_logprobs(
     4·V·D, the latter for the float32 sum of W's gradient, unless W is frozen. XLA for
     CPUs may widen 16-bit weights to float32, 4·V·D.
 
+    **Communication** with axis_name: that of `logprobs`, and forward an all-reduce of
+    4·K bytes per token (max), each once for all tokens. W and its gradient stay
+    sharded.
+
     Raises:
         TypeError: an argument has the wrong type; the message names it.
-        ValueError: shapes disagree, the layout is ambiguous, or an id is ≥ V.
+        ValueError: shapes disagree, the layout is ambiguous, an id is ≥ V, no enclosing
+            shard_map binds axis_name, or W is not sharded along it.
         NotImplementedError: a gradient of the temperature or a second derivative is
             requested, or the implementation does not have this verb.
 
@@ -93,7 +94,8 @@ def selected_logprobs(
     verb = "selected_logprobs"
     options = HeadOptions(
         chunk=chunk, where=where, temperature=temperature, softcap=softcap, bias=bias,
-        vocab_size=vocab_size, layout=layout, implementation=implementation,
+        vocab_size=vocab_size, layout=layout, axis_name=axis_name,
+        implementation=implementation,
     )  # fmt: skip
     rule.check_only_xla(verb, implementation)
     source, layout, shape = arguments.read_head(hidden, W, options)
@@ -117,59 +119,41 @@ class _Selected(LoopRule):
     """The rule of `selected_logprobs`; given are the ids [N, K]."""
 
     def forward_loop(self, source, rows, given):
-        (rows,) = rows
-        n_rows, dtype = given.shape[0], self.spec.stats_dtype
-        source = cast(self.spec, source)
+        """See `LoopRule.forward_loop`."""
+        (rows,), spec = rows, self.spec
+        head: Any = cast(spec, source)
 
-        def chunk(row_ids, results):
-            z = self._logits(source, rows, row_ids)
+        def chunk(row_ids, parts):
+            z = columns.logits(spec, head, rows, row_ids)
             ids = take(given, row_ids, fill_value=-1)
-            normaliser = _stats.normaliser(z)
-            at_ids = z.at[self._places(ids)].get(mode="fill", fill_value=jnp.nan)
-            log_p = jnp.where(ids < 0, 0, _stats.log_softmax(at_ids, normaliser))
-            values = log_p, {"normaliser": normaliser}
-            return jax.tree.map(lambda x, v: put(x, row_ids, v), results, values)
+            values = columns.logits_at(spec, z, ids), _stats.normaliser(z)
+            return put_all(parts, row_ids, values)
 
-        zero = jnp.zeros(n_rows, dtype)
-        saved = {"normaliser": _stats.Normaliser(zero, zero)}
-        results = jnp.zeros(given.shape, dtype), saved
-        results = _shards.vary(results, self.spec.varying)
-        return for_active_chunks(self.spec.chunk, rows.active, chunk, results)
+        zero = jnp.zeros(given.shape[0], spec.stats_dtype)
+        parts = jnp.zeros(given.shape, spec.stats_dtype), _stats.Normaliser(zero, zero)
+        parts = _shards.vary(parts, spec.part_varying)
+        z, part = for_active_chunks(spec.chunk, rows.active, chunk, parts)
+        normaliser = columns.over_shards(spec, part)
+        log_p = _stats.log_softmax(columns.max_over_shards(spec, z), normaliser)
+        log_p = jnp.where(given < spec.vocab_size, log_p, jnp.nan)
+        log_p = jnp.where(rows.active[:, None] & (given >= 0), log_p, 0)
+        return _shards.vary((log_p, {"normaliser": normaliser}), spec.varying)
 
     def backward_loop(self, source, rows, given, result, saved, g):
-        (rows,), original = rows, source
-        source = cast(self.spec, source)
+        """See `LoopRule.backward_loop`."""
 
-        def chunk(row_ids, sums):
-            z = self._logits(source, rows, row_ids)
+        def derivative(row_ids):
             ids = take(given, row_ids, fill_value=-1)
             log_p, g_ids = take(result, row_ids), take(g, row_ids)
             # An id ≥ V makes only those gradients NaN whose result was used.
             g_ids = jnp.where(jnp.isnan(log_p) & (g_ids != 0), jnp.nan, g_ids)
             g_ids = jnp.where(ids < 0, 0, g_ids)
-            max_, log_sum = saved["normaliser"]
-            # Rows past the last active one, as in `xla.backward`.
-            log_sum = take(log_sum, row_ids, fill_value=jnp.inf)
-            normaliser = _stats.Normaliser(take(max_, row_ids), log_sum)
-            total = jnp.sum(g_ids, axis=-1, keepdims=True)
-            dz = -total * jnp.exp(_stats.log_softmax(z, normaliser))
-            ids, at_ids = _at_ids(ids, log_p, g_ids, total)
-            dz = dz.at[self._places(ids)].set(at_ids, mode="drop")
-            dz = xla.unscale(self.spec, rows, row_ids, z, dz)
-            return xla.accumulate(self.spec, source, row_ids, dz, sums)
+            total = jnp.sum(g_ids, axis=-1)
+            ids, at_ids = _at_ids(ids, log_p, g_ids, total[:, None])
+            normaliser = jax.tree.map(lambda x: take(x, row_ids), saved["normaliser"])
+            return columns.Derivative(ids, at_ids, -total, normaliser)
 
-        sums = xla.zero_sums(self.spec, source)
-        sums = for_active_chunks(self.spec.chunk, rows.active, chunk, sums)
-        return jax.tree.map(lambda total, x: total.astype(x.dtype), sums, original)
-
-    def _logits(self, source, rows, row_ids):
-        """Logits, materialised, so that they are scaled once though read twice."""
-        return lax.optimization_barrier(xla.logits(self.spec, source, rows, row_ids))
-
-    def _places(self, ids):
-        """Rows and columns of the ids in logits; out of bounds where absent."""
-        row = jnp.arange(ids.shape[0], dtype=jnp.int32)[:, None]
-        return row, existing_columns(self.spec, ids)
+        return columns.pull(self.spec, source, rows[0], derivative)
 
 
 def _at_ids(ids, log_p, g, total):

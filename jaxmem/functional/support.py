@@ -85,7 +85,8 @@ def support_logprobs(
         vocab_size: logical vocabulary when W is padded.
         layout: "vd" or "dv"; inferred from the shapes unless W is square.
         axis_name: as in `logprobs`; labels and supports are ids of the whole
-            vocabulary. Each shard multiplies K rows of W, zeros for others' ids.
+            vocabulary. Each shard multiplies as many rows as one device would, zeros
+            for others' ids.
         implementation: "xla", or None, which means the same.
 
     Returns:
@@ -102,7 +103,10 @@ def support_logprobs(
     alive. XLA for CPUs widens 16-bit columns to float32.
 
     **Communication** with axis_name: that of `logprobs`, in one all-reduce of each kind
-    for all tokens. W and its gradient stay sharded.
+    for all tokens. W and its gradient stay sharded. The FLOPs of a device are 2·N·K·D,
+    and as many for each gradient, for any number of shards: a vocabulary of byte pairs
+    has its frequent tokens first, so that the first shard, for which the others wait,
+    has most ids of most supports.
 
     Raises:
         TypeError: an argument has the wrong type; the message names it.

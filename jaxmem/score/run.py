@@ -117,12 +117,13 @@ def _score(config: ScoreConfig, out: Path, console: Console, stop: Stop) -> Summ
     documents = encode(data.load_documents(config.data, "DATA"), vocabulary, config.eos)
     length = min(config.max_tokens, described.max_positions)
     if config.stride is None:
-        check_lengths(documents, length)
+        check_lengths(documents, length, described.max_positions)
     elif config.stride > length:
         raise ValueError(
             f"--stride must be at most {length}, the model's longest input, got "
             f"{config.stride}: tokens between two windows would not be scored"
         )
+    shared = _shared(config, described, vocabulary)
     groups = _groups(documents, _GROUP * config.max_tokens)
     fingerprint = _fingerprint(config, documents)
     ends = [0, *(end for _, end in groups)]
@@ -134,7 +135,6 @@ def _score(config: ScoreConfig, out: Path, console: Console, stop: Stop) -> Summ
         try:
             if journal.done < len(documents):
                 documents = [_named_after(journal.source, d) for d in documents]
-                shared = _shared(config, described, vocabulary)
                 work = _Work(config, length, documents, groups, shared)
                 read = _score_rest(work, journal, console, stop)
         finally:

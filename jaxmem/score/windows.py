@@ -58,17 +58,28 @@ def encode(
     return encoded
 
 
-def check_lengths(tokens: Sequence[Tokens], length: int) -> None:
-    """Raise an error that names the documents longer than a window, if any."""
+def check_lengths(tokens: Sequence[Tokens], length: int, most: int) -> None:
+    """Raise an error that names the documents longer than a window, if any.
+
+    Args:
+        tokens: of the documents.
+        length: of a window.
+        most: tokens that the model was made for.
+
+    Raises:
+        TooLong: there is one.
+    """
     long = [(t.name, len(t.ids) - 1) for t in tokens if len(t.ids) - 1 > length]
     if not long:
         return
     named = ", ".join(f"{name} ({size:,} tokens)" for name, size in long[:_NAMED])
     more = f" and {len(long) - _NAMED} more" if len(long) > _NAMED else ""
+    limit, advice = "of a micro-batch", f"raise --max-tokens, to {most:,} at most, or "
+    if length == most:
+        limit, advice = "that the model was made for", ""
     raise TooLong(
         f"{len(long)} of {len(tokens)} documents are longer than the {length:,} tokens "
-        f"of a micro-batch: {named}{more}; raise --max-tokens (at most what the model "
-        "was made for), or score them in windows with --stride"
+        f"{limit}: {named}{more}; {advice}score them in windows with --stride"
     )
 
 

@@ -56,18 +56,13 @@ def read_heads(plan, given, shape, of_tokens):
     return operands, columns
 
 
-def read_rows_and_ids(given, shape, of_tokens, columns):
-    """The per-token operands except hidden, for verbs that need the whole W."""
+def read_rows_and_mask(given, shape, of_tokens, columns):
+    """The per-token operands except hidden, with a mask: for verbs of the whole W."""
     vocab_size = checks.check_vocab_size(given["vocab_size"], columns)
     operands = _read_rows(given | {"vocab_size": vocab_size}, shape, of_tokens)
     where = arguments.read_where(given["where"], shape)
     if where is None:  # mask the tokens that padding adds
         operands["where"] = Operand(jnp.ones(shape, bool), of_tokens, False)
-    tokens = shape, vocab_size
-    if "ids" in given:
-        operands["ids"] = Operand(
-            check_ids("ids", given["ids"], where, *tokens), of_tokens, -1
-        )
     for name in ("reference_temperature", "statistics_temperature"):
         if given.get(name) is not None:
             operands |= _read_temperature(name, given[name], shape, of_tokens)
@@ -173,26 +168,26 @@ def _read_rows(given, shape, of_tokens):
     operands |= _read_temperature("temperature", temperature, shape, of_tokens)
     if isinstance(given.get("normalizer"), jax.Array):
         operands["normalizer"] = Operand(given["normalizer"], ())
-    if "support_ids" in given and "axis_name" in given:
+    if "support_ids" in given:
         operands |= _read_supports(
             given, where, (shape, given["vocab_size"]), of_tokens
         )
-    if "ids" in given and "axis_name" in given:
-        operands |= _read_columns(given, where, shape, of_tokens)
+    if "ids" in given:
+        operands |= _read_ids(given, where, shape, of_tokens)
     if "per_token" in given:
         arrays = _per_token(given["per_token"], shape)
         operands["per_token"] = tuple(Operand(x, of_tokens) for x in arrays)
     return operands
 
 
-def _read_columns(given, where, shape, of_tokens):
-    """The ids of `topk_kl` and what the teacher says of them."""
+def _read_ids(given, where, shape, of_tokens):
+    """Given ids, and for `topk_kl` what the teacher says of them."""
     ids = check_ids("ids", given["ids"], where, shape, given["vocab_size"])
-    teacher = check_teacher(given["teacher_logprobs"], ids, where, shape)
-    return {
-        "ids": Operand(ids, of_tokens, -1),
-        "teacher_logprobs": Operand(teacher, of_tokens),
-    }
+    operands, name = {"ids": Operand(ids, of_tokens, -1)}, "teacher_logprobs"
+    if name in given:
+        teacher = check_teacher(given[name], ids, where, shape)
+        operands[name] = Operand(teacher, of_tokens)
+    return operands
 
 
 def _read_key(given, shape, of_tokens, vocab_size):

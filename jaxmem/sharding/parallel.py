@@ -21,7 +21,7 @@ from jaxmem.sharding.operands import (
     pad,
     read,
     read_heads,
-    read_rows_and_ids,
+    read_rows_and_mask,
     unpad,
 )
 from jaxmem.sharding.plan import read_plan
@@ -50,9 +50,9 @@ def parallel(
 
     Args:
         verb: `jaxmem.logprobs`, `token_stats`, `entropy`, `token_loss`,
-            `support_logprobs`, `topk`, `topk_kl`, `sample_ids`, `logprobs_from_logits`
-            or `token_stats_from_logits`, or a functools.partial of one, with arguments
-            by name. Or a verb that needs the whole W: `selected_logprobs`, `kl`,
+            `support_logprobs`, `selected_logprobs`, `topk`, `topk_kl`, `sample_ids`,
+            `logprobs_from_logits` or `token_stats_from_logits`, or a functools.partial
+            of one, with arguments by name. Or a verb that needs the whole W: `kl`,
             `forward_kl`, `jsd` or `divergence_loss`.
         mesh: devices, with named axes.
         vocab: mesh axes that shard the vocabulary; None: each device has all of it. For
@@ -156,7 +156,7 @@ def _run_with_all_of_W(verb, plan, call) -> Any:
         wide = plan = dataclasses.replace(plan, vocab=())
     of_tokens = check_axes(wide, "hidden", shape)
     operands, columns = read_heads(plan, given, shape, of_tokens)
-    operands |= read_rows_and_ids(given, shape, of_tokens, min(columns.values()))
+    operands |= read_rows_and_mask(given, shape, of_tokens, min(columns.values()))
     is_loss = "normalizer" in given
 
     def on_device(arrays):

@@ -410,6 +410,17 @@ def test_a_name_of_the_hub_says_how_to_download_it(tmp_path, monkeypatch):
             read_config(directory)
 
 
+def test_a_run_is_no_checkpoint_but_has_one(tmp_path):
+    (tmp_path / "run" / "model").mkdir(parents=True)
+    (tmp_path / "run" / "model" / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError) as raised:
+        read_config(tmp_path / "run")
+    assert str(raised.value) == (
+        f"{tmp_path}/run: a run, not a checkpoint; name the model that it has saved, "
+        f"{tmp_path}/run/model"
+    )
+
+
 def test_unreadable_configs(tmp_path):
     with pytest.raises(CheckpointError, match="config.json: cannot be read: No such"):
         read_config(tmp_path)

@@ -193,7 +193,8 @@ def test_long_documents_are_named(model, directory):
     write([{"text": "abc"}, *({"text": "a" * n} for n in (40, 33, 32, 50, 60, 70, 80))])
     message = (
         r"6 of 8 documents are longer than the 32 tokens of a micro-batch: "
-        r"data.jsonl:2 \(40 tokens\), data.jsonl:3 \(33 tokens\).* and 1 more; raise"
+        r"data.jsonl:2 \(40 tokens\), data.jsonl:3 \(33 tokens\).* and 1 more; "
+        "raise --max-tokens, to 64 at most, or score them in windows with --stride$"
     )
     with pytest.raises(windows.TooLong, match=message):
         scored(model)
@@ -201,7 +202,11 @@ def test_long_documents_are_named(model, directory):
 
 def test_the_models_own_context_is_the_limit(model, directory):
     write([{"text": "a" * 65}])
-    with pytest.raises(windows.TooLong, match="longer than the 64 tokens"):
+    message = (
+        r"longer than the 64 tokens that the model was made for: data.jsonl:1 \(65 "
+        r"tokens\); score them in windows with --stride$"
+    )
+    with pytest.raises(windows.TooLong, match=message):
         scored(model, max_tokens=128)
 
 
@@ -510,3 +515,4 @@ def test_columns_that_cannot_be(model, directory, options, message):
     with pytest.raises(ValueError) as raised:
         scored(model, **options)
     assert message in str(raised.value) and "\n" not in str(raised.value)
+    assert not list(pathlib.Path().glob("**/*.unfinished"))

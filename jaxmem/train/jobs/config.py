@@ -137,11 +137,7 @@ class DistillJobConfig:
             )
         widest = self.row_lengths[-1]
         _check_rows("distill.row_lengths", distill.row_lengths, widest, self.longest)
-        if distill.max_tokens < widest:
-            raise ValueError(
-                f"distill.max_tokens={distill.max_tokens} must hold a row of {widest} "
-                "tokens"
-            )
+        _check_slots("distill.max_tokens", distill.max_tokens, self)
 
     def _check_rewards(self) -> None:
         distill, task, sampling = self.distill, self.task, self.sampling
@@ -214,6 +210,19 @@ def _check_rows(name: str, widths: Any, widest: int, longest: int) -> None:
         )
 
 
+def _check_slots(
+    name: str, slots: int, config: "DistillJobConfig | GrpoJobConfig"
+) -> None:
+    """Raise unless a micro-batch has room for a row."""
+    widest = config.row_lengths[-1]
+    if slots < widest:
+        prompt, rest = config.task.prompt_length, config.sampling.max_new_tokens
+        raise ValueError(
+            f"{name}={slots} must hold a row of {widest} tokens, for prompts of at "
+            f"most {prompt} and sampling.max_new_tokens={rest}"
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class GrpoJobConfig:
     """A run of reinforcement learning; likewise."""
@@ -253,11 +262,7 @@ class GrpoJobConfig:
         widest = self.row_lengths[-1]
         _check_rows("grpo.row_lengths", self.grpo.row_lengths, widest, self.longest)
         for name in ("max_tokens_train", "max_tokens_forward"):
-            if getattr(self.grpo, name) < widest:
-                raise ValueError(
-                    f"grpo.{name}={getattr(self.grpo, name)} must hold a row of "
-                    f"{widest} tokens"
-                )
+            _check_slots(f"grpo.{name}", getattr(self.grpo, name), self)
 
     @property
     def longest(self) -> int:

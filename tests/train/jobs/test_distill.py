@@ -350,7 +350,11 @@ def test_an_epoch_of_prompts_has_each_once(prompts):
             "task.reward is not read without distill.reward_weight",
         ),
         (["run.accumulate=2"], "run.accumulate=2 must stay 1 for distill.mode='on_"),
-        (["distill.max_tokens=31"], "distill.max_tokens=31 must hold a row of 32"),
+        (
+            ["distill.max_tokens=31"],
+            "distill.max_tokens=31 must hold a row of 32 tokens, for prompts of at "
+            "most 12 and sampling.max_new_tokens=6",
+        ),
         (["distill.row_lengths=(16,)"], "distill.row_lengths=(16,) must reach 17, the"),
         (["distill.row_lengths=(32, 16)"], "distill.row_lengths must be increasing"),
         (["distill.prompts=0"], "distill.prompts must be at least 1, got 0"),
