@@ -804,3 +804,29 @@ def test_what_cannot_be_read_is_not_checked():
     Elsewhere.__abstractmethods__ = frozenset()
     checks.check_labels(Elsewhere(), None, (N,), V)
     checks.check_temperature(Elsewhere(), (N,))
+
+
+@pytest.mark.parametrize("value", [1, np.int32(7), 2**31 - 1])
+def test_counts_that_int32_can_represent(value):
+    assert checks.check_count("k", value) == value
+
+
+@pytest.mark.parametrize("value", [0, -1, 2**31, 1.0, True, "3", None])
+def test_no_counts(value):
+    with pytest.raises(ValueError, match="k must be an integer, at least 1"):
+        checks.check_count("k", value)
+
+
+def test_a_count_from_0():
+    assert checks.check_count("n", 0, low=0) == 0
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-30, 3])
+def test_normalizers(value):
+    checks.check_normalizer(np.asarray(value))
+
+
+@pytest.mark.parametrize("value", [-1.0, np.inf, np.nan, 1e39])
+def test_no_normalizers(value):
+    with pytest.raises(ValueError, match="normalizer must be finite and not negative"):
+        checks.check_normalizer(np.asarray(value))
