@@ -16,7 +16,7 @@ import dataclasses
 import fractions
 import functools
 import math
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
@@ -40,8 +40,6 @@ class Blocks(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class KL:
     """KL(p ‖ q)."""
-
-    in_blocks: ClassVar[bool] = True  # it has block_terms and of_blocks
 
     def terms(self, p, q, log_ratio):
         """Terms, none negative, whose sum over the vocabulary is the divergence."""
@@ -69,8 +67,6 @@ class KL:
 @dataclasses.dataclass(frozen=True)
 class ForwardKL:
     """KL(q ‖ p)."""
-
-    in_blocks: ClassVar[bool] = True
 
     def terms(self, p, q, log_ratio):
         """See `KL.terms`."""
@@ -105,7 +101,6 @@ class JSD:
     """β KL(q ‖ m) + (1-β) KL(p ‖ m), m = β q + (1-β) p."""
 
     beta: float
-    in_blocks: ClassVar[bool] = False
 
     def terms(self, p, q, log_ratio):
         """See `KL.terms`."""

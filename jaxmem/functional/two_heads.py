@@ -62,17 +62,17 @@ class TwoHeadsRule(LoopRule):
                 z, y,
             )  # fmt: skip
             value, masses = sum(parts[1:], parts[0]), None
-        elif self.divergence.in_blocks:
-            value, slope, normalisers, masses = self._by_pairs(z, y)
-        else:
+        elif isinstance(self.divergence, JSD):
             value, slope, normalisers, masses = self._by_sums(z, y)
+        else:
+            value, slope, normalisers, masses = self._by_pairs(self.divergence, z, y)
         return value, {"mean_slope": slope, "normalisers": normalisers}, masses
 
-    def _by_pairs(self, z, y):
+    def _by_pairs(self, of: KL | ForwardKL, z, y):
         """Both heads' logits are read once."""
         from jaxmem.kernels import row_blocks, row_pairs  # Pallas takes a while
 
-        of, found = self.divergence, row_pairs.parts(self.divergence.block_terms, z, y)
+        found = row_pairs.parts(of.block_terms, z, y)
         heads = found.z, found.y
         normalisers = policy, reference = tuple(map(row_blocks.normaliser, heads))
         p_scale, q_scale = map(_scale, heads, normalisers)

@@ -87,24 +87,43 @@ def test_where_sums_cancel(verb, by_kernels):
     of_verbs.test_both_confident_of_the_same_token(verb)
 
 
+def excluding(blocks, value=-np.inf):
+    """A bias of 4 blocks of columns."""
+    return np.where(np.arange(4 * WIDTH) < blocks * WIDTH, value, 0).astype(np.float32)
+
+
 @pytest.mark.parametrize("verb", VERBS)
-def test_excluded_columns(verb, by_kernels):
-    """Whole blocks that one head or both exclude, and infinite divergences."""
-    operands = of_verbs.make(v=4 * WIDTH)
-    column = np.arange(4 * WIDTH)
-    options = {
-        "bias": np.where(column < WIDTH, -np.inf, 0).astype(np.float32),
-        "reference_bias": np.where(column < 2 * WIDTH, -np.inf, 0).astype(np.float32),
-    }
-    call = functools.partial(VERBS[verb], **options)
-    (value, pull), g = jax.vjp(call, *operands), np.ones(len(operands[0]), np.float32)
-    assert np.isnan(pull(g)[0]).all() if verb == "kl" else np.isfinite(pull(g)[0]).all()
+def test_blocks_that_a_head_excludes(verb, by_kernels):
+    operands = make(v=4 * WIDTH)
+    few, more = excluding(1), excluding(2)
+    less = more if verb == "kl" else few  # of the reference
+    other = few if verb == "kl" else more
+
+    def call(h, bias, reference_bias):
+        return VERBS[verb](
+            h, *operands[1:], bias=bias, reference_bias=reference_bias
+        ).sum()
+
+    got, gradient = jax.value_and_grad(call)(operands[0], other, less)
+    assert np.isinf(got) and (np.isnan(gradient).all() or verb == "forward_kl")
+    value, gradient = jax.value_and_grad(call)(operands[0], less, other)
+    assert np.isfinite(value) and np.isfinite(gradient).all()
+    # Logits so low that their probabilities are 0 exclude as well.
+    low = excluding(2, -200) if verb == "kl" else more, excluding(2, -200)
     if verb == "kl":
-        np.testing.assert_array_equal(value, np.inf)
-    swapped = {"bias": options["reference_bias"], "reference_bias": options["bias"]}
-    value, pull = jax.vjp(functools.partial(VERBS[verb], **swapped), *operands)
-    if verb == "forward_kl":
-        np.testing.assert_array_equal(value, np.inf)
+        assert call(operands[0], excluding(2, -200), more) == call(
+            operands[0], more, more
+        )
+
+
+def test_no_value_is_negative(triton_interpreted):
+    """Where sums of both signs cancel within the rounding of one block."""
+    rng = np.random.default_rng(0)
+    z = rng.standard_normal((512, 40)).astype(np.float32) * 5
+    y = (z + 1e-5 * rng.standard_normal(z.shape)).astype(np.float32)
+    rule = two_heads.TwoHeadsRule(None, KL(), None, kernels=True)
+    value, _, _ = rule.values(jnp.asarray(z), jnp.asarray(y))
+    assert (np.asarray(value) >= 0).all()
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -63,8 +63,9 @@ def assert_good(verb, operands, kernel, **options):
     plain, pull = run(*operands[:2])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(devices, "backend", lambda: "gpu")
-        used, launch = [], getattr(*kernel)
-        patch.setattr(*kernel, lambda *a: used.append(1) or launch(*a))
+        (module, name), used = kernel, []
+        launch = getattr(module, name)
+        patch.setattr(module, name, lambda *a: used.append(1) or launch(*a))
         value, pull_here = run(*operands[:2])
         assert used, "the kernels did not run"
         gradients_here = pull_here(g)

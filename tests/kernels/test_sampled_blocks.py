@@ -42,7 +42,9 @@ def test_each_column_is_kept_as_often_as_its_probability_says(peak, triton_inter
     sampling = Sampling(slots, columns, sampled_blocks.MARGIN)
     p = np.exp(z - np.log(np.exp(z.astype(np.float64)).sum())).astype(np.float32)
     blocks = np.pad(p, (0, -columns % width)).reshape(-1, width)
-    mass, others = blocks.sum(1), np.sort(blocks, 1)[:, :-1].sum(1)
+    mass, others = (
+        jnp.asarray(x) for x in (blocks.sum(1), np.sort(blocks, 1)[:, :-1].sum(1))
+    )
     bounds = sampled_blocks.bounds(sampling, width, mass, others, 1)
     units = np.asarray(_sampling.units(sampling, jnp.asarray(p)))
     of_block = np.pad(units, (0, -columns % width)).reshape(-1, width).sum(1)
