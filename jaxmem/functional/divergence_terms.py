@@ -19,9 +19,11 @@ import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 
 _SERIES_BELOW = 0.5  # |x| above which e^-x - 1 + x does not cancel
-_SERIES_TERMS = {4: 9, 8: 15}  # by item size: the next is below epsilon
+_SERIES_TERMS = 15  # of Taylor's: the next is below float64's epsilon
+_SERIES_DEGREES = {2: 6, 3: 5}  # for float32: by first term, below half an epsilon
 _ARTANH_TERMS = {4: 6, 8: 16}  # likewise
 _MIXING_TERMS = {4: 10, 8: 23}  # likewise
 
@@ -167,9 +169,25 @@ def _series(x, first):
     XLA would store an expm1 that a product reads more than once.
     """
     series = 0.0
-    for k in range(_SERIES_TERMS[x.dtype.itemsize], first - 2, -1):
-        series = math.factorial(first - 1) / math.factorial(k) - x * series
+    for factor in reversed(_series_factors(first, x.dtype.itemsize)):
+        series = factor + x * series
     return series
+
+
+@functools.cache
+def _series_factors(first: int, itemsize: int) -> tuple[float, ...]:
+    """Of powers of x: Taylor's, or for float32 fewer, of an interpolation."""
+    taylor = [
+        (-1) ** k * math.factorial(first - 1) / math.factorial(first - 1 + k)
+        for k in range(_SERIES_TERMS)
+    ]
+    if itemsize == 8:
+        return tuple(taylor)
+    found = np.polynomial.Chebyshev.interpolate(
+        np.polynomial.Polynomial(taylor), _SERIES_DEGREES[first],
+        [-_SERIES_BELOW, _SERIES_BELOW],
+    )  # fmt: skip
+    return tuple(map(float, found.convert(kind=np.polynomial.Polynomial).coef))
 
 
 def _to_mixture(weight, x):

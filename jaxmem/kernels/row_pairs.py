@@ -19,10 +19,12 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.triton as plt
 import jax.numpy as jnp
 
-from jaxmem.kernels.row_blocks import Parts, exponentials
+from jaxmem.core import running_sums
+from jaxmem.kernels.row_blocks import Parts
 from jaxmem.kernels.typed import alike, result
 
 WIDTH = 128  # columns of a block
+_LANES = 32  # neighbouring columns that are loaded at once
 _TILE = 2048  # columns of a program
 _WARPS = 4
 
@@ -54,7 +56,7 @@ def parts(
     one = jax.ShapeDtypeStruct((), jnp.float32)
     n_terms = len(jax.eval_shape(terms, one, one, one))
     shape = n_rows, pl.cdiv(columns, WIDTH)
-    found = pl.pallas_call(
+    z_max, y_max, z_sum, y_sum, *sums = pl.pallas_call(
         functools.partial(_reduce_blocks, terms, columns),
         grid=(n_rows, pl.cdiv(columns, _TILE)),
         in_specs=[pl.no_block_spec] * 2,
@@ -63,22 +65,54 @@ def parts(
         compiler_params=plt.CompilerParams(num_warps=_WARPS, num_stages=1),
         name="row_pairs",
     )(*operands)
-    return Pairs(Parts(*found[:2]), Parts(*found[2:4]), found[4:])
+    z_parts, y_parts = _with_others(z, z_max, z_sum), _with_others(y, y_max, y_sum)
+    return Pairs(z_parts, y_parts, sums)
+
+
+def _with_others(z, largest, sums) -> Parts:
+    """Parts, of blocks' sums that include the 1 of a largest logit.
+
+    Subtracting it loses a small sum, which matters in the row's first block alone.
+    """
+    first = jnp.argmax(largest, axis=1)[:, None]
+    column, entries = running_sums.window(z, first, WIDTH)
+    inside = (column >= first[..., None] * WIDTH) & (column < z.shape[1])
+    entries = jnp.where(inside, entries, -jnp.inf)[:, 0]
+    row_max = jnp.max(largest, axis=1, keepdims=True)
+    is_largest = entries >= row_max
+    others = jnp.where(is_largest, 0, jnp.exp(entries - row_max))
+    others = jnp.sum(others, axis=1) + (jnp.sum(is_largest, axis=1) - 1)
+    block = jnp.arange(largest.shape[1], dtype=jnp.int32)
+    return Parts(largest, jnp.where(block == first, others[:, None], sums - 1))
 
 
 def _reduce_blocks(terms, columns, z_ref, y_ref, *refs):
     row, tile = pl.program_id(0), pl.program_id(1)
-    block = tile * (_TILE // WIDTH) + jnp.arange(_TILE // WIDTH, dtype=jnp.int32)
-    column = block[:, None] * WIDTH + jnp.arange(WIDTH, dtype=jnp.int32)[None]
+    n_blocks = _TILE // WIDTH
+    block = tile * n_blocks + jnp.arange(n_blocks, dtype=jnp.int32)
+    part = jnp.arange(WIDTH // _LANES, dtype=jnp.int32)[:, None, None]
+    lane = jnp.arange(_LANES, dtype=jnp.int32)[None, None]
+    column = block[None, :, None] * WIDTH + part * _LANES + lane
     z, y = (
         plt.load(ref.at[row, column], mask=column < columns, other=-jnp.inf)
         for ref in (z_ref, y_ref)
     )
-    z_max, z_shift, w, z_others = exponentials(z)
-    y_max, y_shift, v, y_others = exponentials(y)
-    d = (z - y) - (z_shift - y_shift)[:, None]
-    sums = (jnp.sum(x, axis=1) for x in terms(w, v, d))
+    (z_max, z_shift, w), (y_max, y_shift, v) = _exps(z), _exps(y)
+    d = (z - y) - (z_shift - y_shift)[None, :, None]
+    sums = (_reduce(jnp.sum, x) for x in (w, v, *terms(w, v, d)))
     there = block < pl.cdiv(columns, WIDTH)
-    found = z_max, z_others, y_max, y_others, *sums
-    for ref, x in zip(refs, found, strict=True):
+    for ref, x in zip(refs, (z_max, y_max, *sums), strict=True):
         plt.store(ref.at[row, block], x, mask=there)
+
+
+def _reduce(function, x):
+    """Over parts and lanes. A thread has all parts, so that few lanes exchange."""
+    return function(function(x, axis=0), axis=1)
+
+
+def _exps(z):
+    """(maxima m, m or 0 where it is -inf, e^(z - m)), by blocks."""
+    largest = _reduce(jnp.max, z)
+    # A block of -inf has exponentials of 0, not NaN.
+    shift = jnp.where(largest == -jnp.inf, 0, largest)
+    return largest, shift, jnp.exp2((z - shift[None, :, None]) * 1.4426950408889634)

@@ -40,11 +40,9 @@ def bounds(
         others: the same without `tops` of the columns.
         tops: how many.
     """
-
-    def of(mass):
-        return sampling.rate * mass * (1 + _ROUNDED)
-
-    bound = jnp.minimum(of(mass), tops + of(others))
+    capped = tops + sampling.rate * others
+    bound = jnp.minimum(sampling.rate * mass, capped)
+    bound += sampling.rate * mass * _ROUNDED
     units = jnp.ceil(bound * sampling.one).astype(jnp.int32) + width
     return jnp.where(mass > 0, units, 0)
 

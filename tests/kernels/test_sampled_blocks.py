@@ -1,5 +1,7 @@
 """Entries sampled by blocks of logits: unbiased, and the values' bits, and for CUDA."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -79,7 +81,17 @@ def test_values_and_entries_with_certainty(verb, by_kernels):
 
 
 def test_neither_chunk_nor_other_tokens_change_what_is_drawn(by_kernels):
-    of_verbs.test_neither_chunk_nor_other_tokens_change_what_is_drawn(None)
+    operands, keys = of_verbs.problem(48, 16, 300), _sampling.token_keys(KEY, (48,))
+
+    def gradient(rows, **options):
+        run = of_verbs.loss_of("kl", 1.0, gradient_samples=8, **options)
+        h, W, other_h, other_W = operands
+        return run(h[rows], W, other_h[rows], other_W)[1][0]
+
+    want = gradient(slice(None), key=KEY, chunk=48)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
+    close(gradient(slice(None), key=keys, chunk=16), want)
+    close(gradient(slice(9, 20), key=keys[9:20]), want[9:20])
 
 
 def sampled(verb, v=3000, n=37, **options):
