@@ -22,10 +22,11 @@ import jax.numpy as jnp
 import numpy as np
 
 _SERIES_BELOW = 0.5  # |x| above which e^-x - 1 + x does not cancel
-_SERIES_TERMS = 15  # of Taylor's: the next is below float64's epsilon
-_SERIES_DEGREES = {2: 6, 3: 5}  # for float32: by first term, below half an epsilon
-_ARTANH_TERMS = {4: 6, 8: 16}  # likewise
-_MIXING_TERMS = {4: 10, 8: 23}  # likewise
+# Terms of Taylor's series whose next one is below float64's epsilon, and for float32
+# degrees of interpolations that are good to half an epsilon.
+_SERIES_TERMS, _SERIES_DEGREES = 15, {2: 6, 3: 5}  # by the first term
+_ARTANH_TERMS, _ARTANH_DEGREE = 17, 4
+_MIXING_TERMS = {4: 10, 8: 23}  # by item size: the next is below epsilon
 
 
 class Blocks(NamedTuple):
@@ -176,17 +177,22 @@ def _series(x, first):
 
 @functools.cache
 def _series_factors(first: int, itemsize: int) -> tuple[float, ...]:
-    """Of powers of x: Taylor's, or for float32 fewer, of an interpolation."""
+    """Of powers of x."""
     taylor = [
         (-1) ** k * math.factorial(first - 1) / math.factorial(first - 1 + k)
         for k in range(_SERIES_TERMS)
     ]
     if itemsize == 8:
         return tuple(taylor)
+    domain = -_SERIES_BELOW, _SERIES_BELOW
+    return _interpolated(taylor, _SERIES_DEGREES[first], domain)
+
+
+def _interpolated(factors, degree, domain) -> tuple[float, ...]:
+    """A polynomial of lower degree that is near to the given one in a domain."""
     found = np.polynomial.Chebyshev.interpolate(
-        np.polynomial.Polynomial(taylor), _SERIES_DEGREES[first],
-        [-_SERIES_BELOW, _SERIES_BELOW],
-    )  # fmt: skip
+        np.polynomial.Polynomial(factors), degree, domain
+    )
     return tuple(map(float, found.convert(kind=np.polynomial.Polynomial).coef))
 
 
@@ -219,9 +225,18 @@ def _to_mixture(weight, x):
 def _log_by_artanh(t):
     """Return ln((1 + t) / (1 - t)) = 2 t (1 + t²/3 + t⁴/5 + ...), for |t| ≤ 1/3."""
     square, series = t * t, 0.0
-    for k in range(_ARTANH_TERMS[t.dtype.itemsize], -1, -1):
-        series = 2 / (2 * k + 1) + square * series
+    for factor in reversed(_artanh_factors(t.dtype.itemsize)):
+        series = factor + square * series
     return t * series
+
+
+@functools.cache
+def _artanh_factors(itemsize: int) -> tuple[float, ...]:
+    """Of powers of t² in 2 artanh(t) / t."""
+    taylor = [2 / (2 * k + 1) for k in range(_ARTANH_TERMS)]
+    if itemsize == 8:
+        return tuple(taylor)
+    return _interpolated(taylor, _ARTANH_DEGREE, (0, 1 / 9))
 
 
 def _mixing_series(weight, x):
