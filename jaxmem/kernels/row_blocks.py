@@ -57,7 +57,13 @@ def parts(z: jax.Array) -> Parts:
 
 def normaliser(blocks: Parts) -> Normaliser:
     """The normaliser of the rows; see `core.stats.normaliser`."""
-    row_max, smaller = _merged(*blocks)
+    largest, others = blocks
+    row_max = jnp.max(largest, axis=1)
+    is_largest = largest == row_max[:, None]
+    scaled = (others + 1) * jnp.exp(largest - row_max[:, None])
+    # Without the 1 of a largest logit: adding and subtracting it loses a small sum.
+    smaller = jnp.sum(jnp.where(is_largest, others, scaled), axis=1)
+    smaller += jnp.sum(is_largest.astype(jnp.float32), axis=1) - 1
     return Normaliser(row_max, jnp.log1p(jnp.where(row_max == -jnp.inf, -1, smaller)))
 
 
@@ -80,44 +86,20 @@ def top_k(z: jax.Array, largest: jax.Array, k: int) -> tuple[jax.Array, jax.Arra
     return entries, jnp.take_along_axis(columns, at, axis=1, mode="promise_in_bounds")
 
 
-def _merged(largest, others):
-    """Of parts along the last axis: the largest logit, and the sum without its 1.
-
-    Adding that 1 and subtracting it again would lose a small sum.
-    """
-    whole = jnp.max(largest, axis=-1)
-    is_largest = largest == whole[..., None]
-    scaled = (others + 1) * jnp.exp(largest - whole[..., None])
-    smaller = jnp.sum(jnp.where(is_largest, others, scaled), axis=-1)
-    return whole, smaller + (jnp.sum(is_largest.astype(jnp.float32), axis=-1) - 1)
-
-
 def _reduce_blocks(columns, z_ref, largest_ref, others_ref):
     row, tile = pl.program_id(0), pl.program_id(1)
     block = tile * (_TILE // WIDTH) + jnp.arange(_TILE // WIDTH, dtype=jnp.int32)
     column = block[:, None] * WIDTH + jnp.arange(WIDTH, dtype=jnp.int32)[None]
     z = plt.load(z_ref.at[row, column], mask=column < columns, other=-jnp.inf)
-    largest, _, _, others = exponentials(z)
+    largest = jnp.max(z, axis=1)
+    # A block of -inf has exponentials of 0, not NaN.
+    shift = jnp.where(largest == -jnp.inf, 0, largest)[:, None]
+    is_largest = z == largest[:, None]
+    others = jnp.sum(jnp.where(is_largest, 0, jnp.exp(z - shift)), axis=1)
+    others = others + (jnp.sum(is_largest.astype(jnp.float32), axis=1) - 1)
     there = block < pl.cdiv(columns, WIDTH)
     plt.store(largest_ref.at[row, block], largest, mask=there)
     plt.store(others_ref.at[row, block], others, mask=there)
-
-
-def exponentials(z: jax.Array) -> tuple[jax.Array, ...]:
-    """Inside a kernel, of blocks of logits z [n, width].
-
-    Returns:
-        (largest logits m, m or 0 where it is -inf, e^(z - m), their sums without the 1
-        of a largest logit).
-    """
-    largest = jnp.max(z, axis=1)
-    # A block of -inf has exponentials of 0, not NaN.
-    shift = jnp.where(largest == -jnp.inf, 0, largest)
-    exps = jnp.exp(z - shift[:, None])
-    is_largest = z == largest[:, None]
-    others = jnp.sum(jnp.where(is_largest, 0, exps), axis=1)
-    others = others + (jnp.sum(is_largest.astype(jnp.float32), axis=1) - 1)
-    return largest, shift, exps, others
 
 
 def select(

@@ -25,7 +25,7 @@ from jaxmem.kernels.typed import alike, result
 
 WIDTH = 128  # columns of a block
 _LANES = 32  # neighbouring columns that are loaded at once
-_TILE = 2048  # columns of a program
+_TILE = 4096  # columns of a program
 _WARPS = 4
 
 
