@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 
+import jaxmem
 from jaxmem import devices
 from jaxmem.core import sampling as _sampling
 from jaxmem.core.sampling import Sampling
@@ -92,6 +94,21 @@ def test_neither_chunk_nor_other_tokens_change_what_is_drawn(by_kernels):
     close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
     close(gradient(slice(None), key=keys, chunk=16), want)
     close(gradient(slice(9, 20), key=keys[9:20]), want[9:20])
+
+
+@pytest.mark.parametrize("verb", [jaxmem.kl, jaxmem.jsd])
+def test_types_over_a_mesh(verb, monkeypatch):
+    """That of every result says over which axes it varies."""
+    monkeypatch.setattr(devices, "backend", lambda: "gpu")
+    mesh = jax.make_mesh((2, 2), ("t", "v"), axis_types=(AxisType.Auto,) * 2)
+    h, W, *reference = of_verbs.problem(6)
+    run = jaxmem.sharding.parallel(verb, mesh, tokens="t", vocab="v")
+
+    def loss(h, W):
+        return run(h, W, *reference, gradient_samples=8, key=KEY).sum()
+
+    text = str(jax.make_jaxpr(jax.grad(loss, (0, 1)))(h, W))
+    assert "sampled_pick_logits" in text
 
 
 def operands_of(v, n):
