@@ -101,7 +101,8 @@ def kl(
     4·V·D, the latter for the float32 sum of W's gradient, unless W is frozen. Weights
     of another dtype than their hidden states are copied to that dtype. XLA for CPUs may
     widen 16-bit weights to float32, 4·V·(D + D'). With gradient_samples, forward under
-    `jax.grad` 20·C·V + 512·C·K and residuals of 8·K per token; backward as `logprobs`.
+    `jax.grad` 20·C·V + 512·C·K, by kernels 8·C·V + 512·C·K, and residuals of 8·K per
+    token; backward as `logprobs`.
 
     **Communication**: there is no axis_name, because both of a token's distributions
     are computed on one device, from the whole W and reference_W. Where they are sharded

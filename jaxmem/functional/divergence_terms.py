@@ -1,19 +1,43 @@
 """The terms of each divergence between two distributions, and their derivatives.
 
-`jaxmem.functional.divergence` has the derivation.
+`jaxmem.functional.divergence` has the derivation. The two KL divergences follow from
+few numbers of each block of columns, which need no normaliser of the row. With
+w = e^(z - max z) and v = e^(y - max y), maxima over the block, d = ln(w/v), and t what
+d lacks of ln(p/q),
+
+    Σ e(p, q) ∝ E + (e^-t - 1 + t) Σ w + (1 - e^-t) B,   Σ p ln(p/q) ∝ E + B + t Σ w,
+    E = Σ e(w, v) = Σ w (e^-d - 1 + d),   B = Σ w (1 - e^-d) = Σ (w - v).
+
+Where the heads nearly agree, d and t are small, E is of second order in them, and so
+are the other two terms.
 """
 
 import dataclasses
 import fractions
 import functools
 import math
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 
 _SERIES_BELOW = 0.5  # |x| above which e^-x - 1 + x does not cancel
-_SERIES_TERMS = {4: 9, 8: 15}  # by item size: the next is below epsilon
-_ARTANH_TERMS = {4: 6, 8: 16}  # likewise
-_MIXING_TERMS = {4: 10, 8: 23}  # likewise
+# Terms of Taylor's series whose next one is below float64's epsilon, and for float32
+# degrees of interpolations that are good to half an epsilon.
+_SERIES_TERMS, _SERIES_DEGREES = 15, {2: 6, 3: 5}  # by the first term
+_ARTANH_TERMS, _ARTANH_DEGREE = 17, 4
+_MIXING_TERMS = {4: 10, 8: 23}  # by item size: the next is below epsilon
+
+
+class Blocks(NamedTuple):
+    """Of blocks of columns, arrays of one shape."""
+
+    p: Any  # mass
+    q: Any
+    p_scale: Any  # factor from Σ w to p's mass
+    q_scale: Any  # from Σ v to q's
+    sums: Any  # of `block_terms`
+    log_ratio: Any  # t: of p_scale / q_scale
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,9 +52,19 @@ class KL:
         """Return p · ∂D/∂p, up to a multiple of p."""
         return _product(p, log_ratio)
 
-    def density(self, p, q, log_ratio):
+    def density(self, p, q):
         """Return the distribution by which columns of the derivative are sampled."""
         return p
+
+    def block_terms(self, w, v, d):
+        """Terms whose sums over a block, with its masses, are what it contributes."""
+        return _relative(w, v, d)
+
+    def of_blocks(self, b: Blocks):
+        """(what blocks contribute to the divergence, and to the sum of the slopes)."""
+        excess, difference = (_product(b.p_scale, x) for x in b.sums)
+        value = _shifted_excess(b.p, b.q, excess, difference, b.log_ratio)
+        return value, excess + difference + _product(b.p, b.log_ratio)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,9 +80,23 @@ class ForwardKL:
         near = jnp.abs(log_ratio) < _SERIES_BELOW
         return jnp.where(near, p * (log_ratio * _series(log_ratio, 2)), p - q)
 
-    def density(self, p, q, log_ratio):
+    def density(self, p, q):
         """See `KL.density`."""
         return (p + q) / 2
+
+    def block_terms(self, w, v, d):
+        """See `KL.block_terms`."""
+        return _relative(v, w, -d)
+
+    def of_blocks(self, b: Blocks):
+        """See `KL.of_blocks`."""
+        excess, difference = (_product(b.q_scale, x) for x in b.sums)
+        t = -b.log_ratio
+        value = _shifted_excess(b.q, b.p, excess, difference, t)
+        # Σ q (1 - e^-(d+t)), to be negated.
+        series = t * _series(t, 2)
+        near = b.q * series + difference - series * difference
+        return value, -jnp.where(jnp.abs(t) < _SERIES_BELOW, near, b.q - b.p)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +122,7 @@ class JSD:
         log_p = log_heavy if self.beta <= 0.5 else log_light
         return (1 - self.beta) * _product(p, log_p)
 
-    def density(self, p, q, log_ratio):
+    def density(self, p, q):
         """See `KL.density`."""
         return p
 
@@ -91,6 +139,30 @@ def _excess(a, b, x):
     return jnp.where(jnp.abs(x) < _SERIES_BELOW, near, _product(a, x) - a + b)
 
 
+def _relative(a, b, x):
+    """(e(a, b), a - b), where a near b does not cancel."""
+    excess = _excess(a, b, x)
+    near = jnp.abs(x) < _SERIES_BELOW
+    return excess, jnp.where(near, _product(a, x) - excess, a - b)
+
+
+def _shifted_excess(a, b, excess, difference, t):
+    """Σ e(a, b) of columns whose ln(a/b) is t more than in excess and difference.
+
+    Args:
+        a: mass of the columns.
+        b: mass of the columns.
+        excess: Σ e(a, b e^t).
+        difference: Σ (a - b e^t).
+        t: to be added to ln(a/b).
+    """
+    series = _series(t, 3) * (t * t / 2)  # e^-t - 1 + t
+    near = a * series + (t - series) * difference
+    far = _product(a, t) - a + b + difference
+    rest = jnp.where(jnp.abs(t) < _SERIES_BELOW, near, far)
+    return jnp.maximum(excess + rest, 0)  # negative by rounding only
+
+
 def _series(x, first):
     """Return 1 - x/k + x²/(k (k+1)) - ... from k = first, for |x| < _SERIES_BELOW.
 
@@ -98,9 +170,30 @@ def _series(x, first):
     XLA would store an expm1 that a product reads more than once.
     """
     series = 0.0
-    for k in range(_SERIES_TERMS[x.dtype.itemsize], first - 2, -1):
-        series = math.factorial(first - 1) / math.factorial(k) - x * series
+    for factor in reversed(_series_factors(first, x.dtype.itemsize)):
+        series = factor + x * series
     return series
+
+
+@functools.cache
+def _series_factors(first: int, itemsize: int) -> tuple[float, ...]:
+    """Of powers of x."""
+    taylor = [
+        (-1) ** k * math.factorial(first - 1) / math.factorial(first - 1 + k)
+        for k in range(_SERIES_TERMS)
+    ]
+    if itemsize == 8:
+        return tuple(taylor)
+    domain = -_SERIES_BELOW, _SERIES_BELOW
+    return _interpolated(taylor, _SERIES_DEGREES[first], domain)
+
+
+def _interpolated(factors, degree, domain) -> tuple[float, ...]:
+    """A polynomial of lower degree that is near to the given one in a domain."""
+    found = np.polynomial.Chebyshev.interpolate(
+        np.polynomial.Polynomial(factors), degree, domain
+    )
+    return tuple(map(float, found.convert(kind=np.polynomial.Polynomial).coef))
 
 
 def _to_mixture(weight, x):
@@ -132,9 +225,18 @@ def _to_mixture(weight, x):
 def _log_by_artanh(t):
     """Return ln((1 + t) / (1 - t)) = 2 t (1 + t²/3 + t⁴/5 + ...), for |t| ≤ 1/3."""
     square, series = t * t, 0.0
-    for k in range(_ARTANH_TERMS[t.dtype.itemsize], -1, -1):
-        series = 2 / (2 * k + 1) + square * series
+    for factor in reversed(_artanh_factors(t.dtype.itemsize)):
+        series = factor + square * series
     return t * series
+
+
+@functools.cache
+def _artanh_factors(itemsize: int) -> tuple[float, ...]:
+    """Of powers of t² in 2 artanh(t) / t."""
+    taylor = [2 / (2 * k + 1) for k in range(_ARTANH_TERMS)]
+    if itemsize == 8:
+        return tuple(taylor)
+    return _interpolated(taylor, _ARTANH_DEGREE, (0, 1 / 9))
 
 
 def _mixing_series(weight, x):

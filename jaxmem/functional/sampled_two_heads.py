@@ -14,10 +14,10 @@ import jax.numpy as jnp
 
 from jaxmem.backends import xla, xla_sampled
 from jaxmem.backends.protocol import Sampler
-from jaxmem.core import sampling as _sampling, shards as _shards
+from jaxmem.core import sampling as _sampling, shards as _shards, stats as _stats
 from jaxmem.core.operands import for_active_chunks, put_all, take
-from jaxmem.core.sampling import Derivative
-from jaxmem.functional.two_heads import TwoHeadsRule, compare
+from jaxmem.core.sampling import Derivative, Entries, Sampling
+from jaxmem.functional.two_heads import Masses, TwoHeadsRule, compare
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,9 +35,13 @@ class SampledTwoHeadsRule(TwoHeadsRule):
 
         def chunk(row_ids, results):
             full, z, y = self.logits(policy, reference, rows, row_ids)
-            value, saved = self.values(z, y)
+            value, saved, masses = self.values(z, y)
             here = take(starts, row_ids)
-            dz = self._entries(sampling, z, y, saved, here)
+            if masses is None:
+                entries = self._entries(sampling, z, y, saved, here)
+                dz = self._derivative(sampling, z, y, saved, entries)
+            else:
+                dz = self._by_kernels(z, y, saved, masses, here)
             at = jnp.take_along_axis(full, dz.columns, axis=1, mode="clip")
             scaled = xla.unscale(spec, rows[0], row_ids, at, dz.values)
             return put_all(results, row_ids, (value, dz._replace(values=scaled)))
@@ -58,12 +62,38 @@ class SampledTwoHeadsRule(TwoHeadsRule):
             self.spec, source, rows[0], dz._replace(values=values)
         )
 
-    def _entries(self, sampling, z, y, saved, starts):
-        """The sampled derivative of rows of a divergence by the scaled logits."""
-        normalisers, mean_slope = saved["normalisers"], saved["mean_slope"][:, None]
-        density = self.divergence.density(*compare(z, y, *normalisers))
+    def _entries(self, sampling, z, y, saved, starts) -> Entries:
+        """The sampled entries of rows of a divergence."""
+        policy, reference = saved["normalisers"]
+        density = self._density(z, y, *policy, *reference)
         ones = jnp.ones(len(z), density.dtype)
-        columns, kept = _sampling.select(sampling, density, ones, starts)
+        return _sampling.select(sampling, density, ones, starts)
+
+    def _by_kernels(self, z, y, saved, masses: Masses, starts) -> Derivative:
+        """The sampled derivative, from blocks whose masses are known."""
+        from jaxmem.kernels import sampled_blocks  # Pallas takes a while to import
+
+        spec, (policy, reference) = self.spec, saved["normalisers"]
+        sampling = Sampling(
+            spec.gradient_samples or 0, spec.columns, sampled_blocks.MARGIN
+        )
+        bounds = sampled_blocks.bounds(sampling, *masses)
+        entries = sampled_blocks.select(
+            sampling, self._density, bounds, masses.width, (z, y),
+            (*policy, *reference), starts,
+        )  # fmt: skip
+        return self._derivative(sampling, z, y, saved, entries)
+
+    def _density(self, z, y, p_max, p_log_sum, q_max, q_log_sum):
+        """The density of tiles of both heads' logits, and their normalisers."""
+        p = jnp.exp(_stats.log_softmax(z, _stats.Normaliser(p_max, p_log_sum)))
+        q = jnp.exp(_stats.log_softmax(y, _stats.Normaliser(q_max, q_log_sum)))
+        return self.divergence.density(p, q)
+
+    def _derivative(self, sampling, z, y, saved, entries: Entries) -> Derivative:
+        """The derivative of rows of a divergence by the scaled logits."""
+        columns, kept = entries
+        normalisers, mean_slope = saved["normalisers"], saved["mean_slope"][:, None]
 
         def at(x):
             return jnp.take_along_axis(x, columns, axis=1, mode="clip")

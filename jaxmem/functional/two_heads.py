@@ -4,17 +4,27 @@
 """
 
 import dataclasses
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxmem.backends import xla
-from jaxmem.core import shards as _shards, stats as _stats
+from jaxmem.core import sampling as _sampling, shards as _shards, stats as _stats
 from jaxmem.core.operands import cast, for_active_chunks, put_all, take
 from jaxmem.core.spec import Spec
-from jaxmem.functional.divergence_terms import JSD, KL, ForwardKL
+from jaxmem.functional.divergence_terms import JSD, KL, Blocks, ForwardKL
 from jaxmem.functional.rule import LoopRule
+
+
+class Masses(NamedTuple):
+    """Σ density over blocks of `width` columns, [C, n]."""
+
+    width: int
+    whole: jax.Array
+    others: jax.Array  # without `tops` columns
+    tops: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +33,7 @@ class TwoHeadsRule(LoopRule):
 
     divergence: KL | ForwardKL | JSD
     reference_spec: Spec
-    kernels: bool  # those of `kernels.row_sums` compute sums over V
+    kernels: bool  # those of `kernels.row_pairs` or `row_sums` compute sums over V
 
     def forward_loop(self, source, rows, given):
         """See `LoopRule.forward_loop`."""
@@ -32,7 +42,7 @@ class TwoHeadsRule(LoopRule):
 
         def chunk(row_ids, results):
             _, z, y = self.logits(policy, reference, rows, row_ids)
-            return put_all(results, row_ids, self.values(z, y))
+            return put_all(results, row_ids, self.values(z, y)[:2])
 
         zero = jnp.zeros(n_rows, dtype)
         normaliser = _stats.Normaliser(zero, zero)
@@ -40,32 +50,55 @@ class TwoHeadsRule(LoopRule):
         results = _shards.vary(results, self.spec.varying)
         return for_active_chunks(self.spec.chunk, rows[0].active, chunk, results)
 
-    def values(self, z, y):
-        """(divergences, residuals) of rows of both heads' logits."""
-        normalisers = self.normaliser(z), self.normaliser(y)
-        value, mean_slope = self.sums(z, y, normalisers)
-        return value, {"mean_slope": mean_slope, "normalisers": normalisers}
+    def values(self, z, y) -> tuple[jax.Array, dict[str, Any], Masses | None]:
+        """(divergences, residuals, masses) of rows of both heads' logits.
 
-    def normaliser(self, z) -> _stats.Normaliser:
-        """The normaliser of one head's logits."""
-        if self._by_kernels(z):
-            from jaxmem.kernels import row_sums  # Pallas takes a while to import
-
-            return row_sums.normaliser(z)
-        return _stats.normaliser(z)
-
-    def sums(self, z, y, normalisers):
-        """(divergences, mean slopes) of rows of both heads' logits."""
-        rows = (*normalisers[0], *normalisers[1])
-        if self._by_kernels(z):
-            from jaxmem.kernels import row_sums
-
-            *parts, slope = row_sums.sums(self._terms, (z, y), rows)
-        else:
+        The masses are None where no kernels run.
+        """
+        if not self.by_kernels(z):
+            normalisers = _stats.normaliser(z), _stats.normaliser(y)
             *parts, slope = _stats.sum_rows_of(
-                lambda z, y: self._terms(z, y, *rows), z, y
-            )
-        return sum(parts[1:], parts[0]), slope
+                lambda *tiles: self._terms(*tiles, *normalisers[0], *normalisers[1]),
+                z, y,
+            )  # fmt: skip
+            value, masses = sum(parts[1:], parts[0]), None
+        elif isinstance(self.divergence, JSD):
+            value, slope, normalisers, masses = self._by_sums(z, y)
+        else:
+            value, slope, normalisers, masses = self._by_pairs(self.divergence, z, y)
+        return value, {"mean_slope": slope, "normalisers": normalisers}, masses
+
+    def _by_pairs(self, of: KL | ForwardKL, z, y):
+        """Both heads' logits are read once."""
+        from jaxmem.kernels import row_blocks, row_pairs  # Pallas takes a while
+
+        found = row_pairs.parts(of.block_terms, z, y)
+        heads = found.z, found.y
+        normalisers = policy, reference = tuple(map(row_blocks.normaliser, heads))
+        p_scale, q_scale = map(_scale, heads, normalisers)
+        p, q = p_scale * (found.z.others + 1), q_scale * (found.y.others + 1)
+        log_ratio = found.z.largest - found.y.largest
+        log_ratio = log_ratio - _shift(policy, reference)[:, None]
+        value, slope = of.of_blocks(
+            Blocks(p, q, p_scale, q_scale, found.sums, log_ratio)
+        )
+        others = of.density(p_scale * found.z.others, q_scale * found.y.others)
+        masses = Masses(row_pairs.WIDTH, of.density(p, q), others, tops=2)
+        return jnp.sum(value, axis=1), jnp.sum(slope, axis=1), normalisers, masses
+
+    def _by_sums(self, z, y):
+        """They are read for the normalisers, and once more for the sums."""
+        from jaxmem.kernels import row_blocks, row_sums
+
+        heads = row_blocks.parts(z), row_blocks.parts(y)
+        normalisers = tuple(map(row_blocks.normaliser, heads))
+        rows = *normalisers[0], *normalisers[1]
+        *parts, slope = row_sums.sums(self._terms, (z, y), rows)
+        p_scale, others = _scale(heads[0], normalisers[0]), heads[0].others
+        masses = Masses(
+            row_blocks.WIDTH, p_scale * (others + 1), p_scale * others, tops=1
+        )
+        return sum(parts[1:], parts[0]), slope, normalisers, masses
 
     def _terms(self, z, y, *rows):
         """The divergence's terms and its slopes, [C, V]; rows are both normalisers."""
@@ -74,7 +107,8 @@ class TwoHeadsRule(LoopRule):
         args = compare(z, y, policy, _stats.Normaliser(q_max, q_log_sum))
         return *self.divergence.terms(*args), self.divergence.slopes(*args)
 
-    def _by_kernels(self, z):
+    def by_kernels(self, z) -> bool:
+        """Whether kernels read the logits."""
         if not self.kernels:
             return False
         from jaxmem.kernels import row_sums
@@ -120,5 +154,15 @@ def compare(z, y, policy: _stats.Normaliser, reference: _stats.Normaliser):
     """p, q and ln(p/q); ln(p/q) keeps its last digits where the logits agree."""
     p = jnp.exp(_stats.log_softmax(z, policy))
     q = jnp.exp(_stats.log_softmax(y, reference))
-    shift = (policy.max - reference.max) + (policy.log_sum - reference.log_sum)
-    return p, q, (z - y) - shift[:, None]
+    return p, q, (z - y) - _shift(policy, reference)[:, None]
+
+
+def _shift(policy: _stats.Normaliser, reference: _stats.Normaliser):
+    """ln(p/q) is z - y less this."""
+    return (policy.max - reference.max) + (policy.log_sum - reference.log_sum)
+
+
+def _scale(head, normaliser: _stats.Normaliser):
+    """What makes probabilities of blocks' e^(z - m), [C, n]."""
+    max_and_log_sum = (x[:, None] for x in normaliser)
+    return _sampling.scale(head.largest, _stats.Normaliser(*max_and_log_sum))

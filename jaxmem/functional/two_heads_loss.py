@@ -104,7 +104,7 @@ class TwoHeadsLossRule(LossRule):
         logits = two_heads.logits(policy, reference, (rows, reference_rows), row_ids)
         full, z, y = logits
         labels = take(rows.labels, row_ids)
-        value, saved = two_heads.values(z, y)
+        value, saved, _ = two_heads.values(z, y)
         # Columns that only the policy has are padding and have no largest logit.
         largest = saved["normalisers"][0].max
         if scale is not None:  # rows past the last one have none

@@ -57,7 +57,13 @@ def parts(z: jax.Array) -> Parts:
 
 def normaliser(blocks: Parts) -> Normaliser:
     """The normaliser of the rows; see `core.stats.normaliser`."""
-    row_max, smaller = row_sums.merged(*blocks)
+    largest, others = blocks
+    row_max = jnp.max(largest, axis=1)
+    is_largest = largest == row_max[:, None]
+    scaled = (others + 1) * jnp.exp(largest - row_max[:, None])
+    # Without the 1 of a largest logit: adding and subtracting it loses a small sum.
+    smaller = jnp.sum(jnp.where(is_largest, others, scaled), axis=1)
+    smaller += jnp.sum(is_largest.astype(jnp.float32), axis=1) - 1
     return Normaliser(row_max, jnp.log1p(jnp.where(row_max == -jnp.inf, -1, smaller)))
 
 

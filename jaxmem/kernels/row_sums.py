@@ -1,9 +1,8 @@
 """Sums over rows of logits in memory, by Pallas's Triton backend.
 
-XLA reads the logits once for their maximum and once more for the sum, and stores
-arrays of their size where a sum's terms share an exponential. Here each sum is one pass
-that stores nothing. A program works on a share of one row, a block of columns at a
-time; each lane of the block has sums of its own.
+XLA stores arrays of the logits' size where a sum's terms share an exponential. Here all
+sums are one pass that stores nothing. A program works on a share of one row, a block of
+columns at a time; each lane of the block has sums of its own.
 """
 
 import functools
@@ -16,7 +15,6 @@ import jax.experimental.pallas.triton as plt
 import jax.numpy as jnp
 from jax import lax
 
-from jaxmem.core.stats import Normaliser
 from jaxmem.kernels.typed import alike, result
 
 BLOCK = 1024  # columns of a program at a time
@@ -27,23 +25,6 @@ _PARAMS = plt.CompilerParams(num_warps=4, num_stages=2)
 def supports(n_rows: int, columns: int, dtype: Any) -> bool:
     """Whether the kernels take logits of this shape and type."""
     return dtype == jnp.float32 and n_rows * columns < 2**31  # offsets are int32
-
-
-def normaliser(z: jax.Array) -> Normaliser:
-    """The normaliser of logits z [C, V], float32; see `core.stats.normaliser`."""
-    (z,) = alike(z)
-    parts = result((len(z), _SHARES), jnp.float32, z)
-    largest, others = pl.pallas_call(
-        functools.partial(_add_exponentials, z.shape[1]),
-        grid=(len(z), _SHARES),
-        in_specs=[pl.no_block_spec],
-        out_specs=[pl.no_block_spec] * 2,
-        out_shape=[parts] * 2,
-        compiler_params=_PARAMS,
-        name="row_normaliser",
-    )(z)
-    row_max, smaller = merged(largest, others)
-    return Normaliser(row_max, jnp.log1p(smaller))
 
 
 def sums(
@@ -89,43 +70,6 @@ def _over_blocks(columns, body, initial):
         return body(i * BLOCK, i * BLOCK + lanes < columns, carry)
 
     return lax.fori_loop(first, jnp.minimum(first + share, blocks), block, initial)
-
-
-def _read(ref, row, column, inside):
-    at = ref.at[row, pl.ds(column, BLOCK)]
-    return plt.load(at, mask=inside, other=-jnp.inf)
-
-
-def _add_exponentials(columns, z_ref, largest_ref, others_ref):
-    """Largest logit of a share, and the sum of the other e^(z - largest)."""
-    row, share = pl.program_id(0), pl.program_id(1)
-
-    def block(column, inside, carry):
-        largest, others = carry
-        z = _read(z_ref, row, column, inside)
-        above = z > largest
-        scale = jnp.exp(-jnp.abs(z - largest))  # of the smaller one
-        others = jnp.where(above, (others + 1) * scale, others + scale)
-        return jnp.where(above, z, largest), others
-
-    # Finite, so that the difference to a masked column is no NaN.
-    lowest = jnp.full(BLOCK, jnp.finfo(jnp.float32).min, jnp.float32)
-    lanes = _over_blocks(columns, block, (lowest, jnp.zeros_like(lowest)))
-    largest, others = merged(*(x[None] for x in lanes))
-    plt.store(largest_ref.at[row, pl.ds(share, 1)], largest)
-    plt.store(others_ref.at[row, pl.ds(share, 1)], others)
-
-
-def merged(largest, others):
-    """Of parts along the last axis: the largest logit, and the sum without its 1.
-
-    Adding that 1 and subtracting it again would lose a small sum.
-    """
-    whole = jnp.max(largest, axis=-1)
-    is_largest = largest == whole[..., None]
-    scaled = (others + 1) * jnp.exp(largest - whole[..., None])
-    smaller = jnp.sum(jnp.where(is_largest, others, scaled), axis=-1)
-    return whole, smaller + (jnp.sum(is_largest.astype(jnp.float32), axis=-1) - 1)
 
 
 def _add_terms(terms, n_tiles, n_rows, columns, *refs):

@@ -190,7 +190,7 @@ def _pick(sampling, width, *refs):
         there = slot < sampling.slots
         rest = (slot + 1) * sampling.one - start
         live = there & (rest <= total)
-        tile, passed = _search(sums_ref, row, rest, live)
+        tile, passed = search(sums_ref, row, rest, live)
         begin = tile * width
 
         def exps_at(column, mask):
@@ -215,7 +215,7 @@ def _pick(sampling, width, *refs):
         plt.store(p_ref.at[to, slot], jnp.where(hit, exps * scale, 0.0), mask=there)
 
 
-def _search(sums_ref, row, rest, live):
+def search(sums_ref, row, rest, live):
     """(tile whose running sum first reaches `rest`, the running sum before it).
 
     Every `_SEARCHED`-th running sum is compared, then those in between.

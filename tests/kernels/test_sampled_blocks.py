@@ -1,0 +1,145 @@
+"""Entries sampled by blocks of logits: unbiased, and the values' bits, and for CUDA."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+import jaxmem
+from jaxmem import devices
+from jaxmem.core import sampling as _sampling
+from jaxmem.core.sampling import Sampling
+from jaxmem.kernels import sampled_blocks
+from tests.functional import test_sampled_divergence as of_verbs
+from tests.kernels import needs_pallas
+from tests.kernels.test_row_sums import lowered
+
+pytestmark = [
+    needs_pallas,
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning"),
+]
+KEY = of_verbs.KEY
+
+
+@pytest.fixture
+def by_kernels(triton_interpreted, monkeypatch):
+    monkeypatch.setattr(devices, "backend", lambda: "gpu")
+
+
+def test_running_sums(triton_interpreted):
+    x = np.random.default_rng(0).integers(0, 1000, (3, 37)).astype(np.int32)
+    got = sampled_blocks.running_sums(jnp.asarray(x))
+    np.testing.assert_array_equal(got, x.cumsum(1))
+
+
+@pytest.mark.parametrize("peak", [0.0, 8.0])
+def test_each_column_is_kept_as_often_as_its_probability_says(peak, triton_interpreted):
+    """Over starts in equal steps, so that counts are exact up to one."""
+    width, columns, slots, n = 16, 100, 6, 512
+    rng = np.random.default_rng(0)
+    z = rng.standard_normal(columns).astype(np.float32)
+    z[[3, 4]] += peak
+    z[50:55], z[64:80] = -np.inf, -60  # units of 1 in a block without mass
+    sampling = Sampling(slots, columns, sampled_blocks.MARGIN)
+    p = np.exp(z - np.log(np.exp(z.astype(np.float64)).sum())).astype(np.float32)
+    blocks = np.pad(p, (0, -columns % width)).reshape(-1, width)
+    mass, others = (
+        jnp.asarray(x) for x in (blocks.sum(1), np.sort(blocks, 1)[:, :-1].sum(1))
+    )
+    bounds = sampled_blocks.bounds(sampling, width, mass, others, 1)
+    units = np.asarray(_sampling.units(sampling, jnp.asarray(p)))
+    of_block = np.pad(units, (0, -columns % width)).reshape(-1, width).sum(1)
+    assert (bounds >= of_block).all()
+    assert bounds.sum() <= slots * sampling.one
+    starts = jnp.arange(n, dtype=jnp.int32) * (sampling.one // n)
+
+    def density(z, ln_total):
+        return jnp.exp(z - ln_total[:, None])
+
+    columns_kept, kept = sampled_blocks.select(
+        sampling, density, jnp.tile(bounds, (n, 1)), width,
+        (jnp.tile(z, (n, 1)),), (jnp.zeros(n) + np.log(np.exp(z).sum()),), starts,
+    )  # fmt: skip
+    counts = np.bincount(np.asarray(columns_kept).reshape(-1), minlength=columns + 1)
+    np.testing.assert_allclose(counts[:columns], units / sampling.one * n, atol=1.01)
+    kept, columns_kept = np.asarray(kept), np.asarray(columns_kept)
+    there = columns_kept < columns
+    np.testing.assert_allclose(kept[there], p[columns_kept[there]], rtol=1e-5)
+    assert not kept[~there].any()
+
+
+@pytest.mark.parametrize("verb", of_verbs.VERBS)
+def test_the_mean_of_draws_is_the_exact_gradient(verb, by_kernels):
+    of_verbs.test_the_mean_of_draws_is_the_exact_gradient(verb, of_verbs.SOME)
+
+
+@pytest.mark.parametrize("verb", of_verbs.VERBS)
+def test_values_and_entries_with_certainty(verb, by_kernels):
+    of_verbs.test_values_are_the_exact_path_s_to_the_bit(verb, None)
+    of_verbs.test_with_every_column_kept_the_gradient_is_exact(verb)
+
+
+def test_neither_chunk_nor_other_tokens_change_what_is_drawn(by_kernels):
+    operands, keys = of_verbs.problem(48, 16, 300), _sampling.token_keys(KEY, (48,))
+
+    def gradient(rows, **options):
+        run = of_verbs.loss_of("kl", 1.0, gradient_samples=8, **options)
+        h, W, other_h, other_W = operands
+        return run(h[rows], W, other_h[rows], other_W)[1][0]
+
+    want = gradient(slice(None), key=KEY, chunk=48)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
+    close(gradient(slice(None), key=keys, chunk=16), want)
+    close(gradient(slice(9, 20), key=keys[9:20]), want[9:20])
+
+
+@pytest.mark.parametrize("verb", [jaxmem.kl, jaxmem.jsd])
+def test_types_over_a_mesh(verb, monkeypatch):
+    """That of every result says over which axes it varies."""
+    monkeypatch.setattr(devices, "backend", lambda: "gpu")
+    mesh = jax.make_mesh((2, 2), ("t", "v"), axis_types=(AxisType.Auto,) * 2)
+    h, W, *reference = of_verbs.problem(6)
+    run = jaxmem.sharding.parallel(verb, mesh, tokens="t", vocab="v")
+
+    def loss(h, W):
+        return run(h, W, *reference, gradient_samples=8, key=KEY).sum()
+
+    text = str(jax.make_jaxpr(jax.grad(loss, (0, 1)))(h, W))
+    assert "sampled_pick_logits" in text
+
+
+def operands_of(v, n):
+    return [jnp.asarray(x, jnp.bfloat16) for x in of_verbs.problem(n, 16, v)]
+
+
+def sampled(verb, key, *operands):
+    """Value and gradients of a sum over tokens."""
+    return of_verbs.loss_of(verb, 1.0, chunk=16, gradient_samples=100, key=key)(
+        *operands
+    )
+
+
+@pytest.mark.parametrize("verb", of_verbs.VERBS)
+def test_lowered_for_a_gpu(verb, monkeypatch):
+    monkeypatch.setattr(devices, "backend", lambda: "gpu")
+    text = lowered(functools.partial(sampled, verb), (KEY, *operands_of(3000, 37)))
+    assert "sampled_pick_logits" in text and "sampled_block_sums" in text
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("verb", of_verbs.VERBS)
+def test_on_a_gpu(verb):
+    """Values to the bit, and gradients whose mean is exact."""
+    operands = operands_of(5000, 64)
+    exact, (_, dW) = of_verbs.loss_of(verb, 1.0, chunk=16)(*operands)
+    run, total = jax.jit(functools.partial(sampled, verb)), np.zeros(dW.shape)
+    for seed in range(16):
+        value, (_, drawn) = run(jax.random.key(seed), *operands)
+        np.testing.assert_array_equal(value, exact)
+        total += np.asarray(drawn, np.float64)
+    one = np.linalg.norm(np.asarray(drawn, np.float64) - np.asarray(dW, np.float64))
+    error = np.linalg.norm(total / 16 - np.asarray(dW, np.float64))
+    assert 0 < error < 0.4 * one  # 0.25 if the errors of draws are independent
