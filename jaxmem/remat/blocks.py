@@ -32,12 +32,18 @@ def name(x: _Tree, label: str) -> _Tree:
 _around = contextvars.ContextVar("_around", default="")
 
 
+def is_whole() -> bool:
+    """Whether what is traced is in no block whose residuals a policy decides on."""
+    return _around.get() != "policy"
+
+
 def recompute(
     fn: Callable, save: Sequence[str] = (), known: Sequence[str] = tuple(NAMES)
 ) -> Callable:
     """Wrap fn so that its residuals are its arguments, and the rest is recomputed.
 
-    It suits parts of a block whose recomputation costs less than their residuals would:
+    Outside of a loop, a barrier before the arguments prevents that XLA merges the
+    recomputation with the forward pass; what depends on weights alone may be merged. It suits parts of a block whose recomputation costs less than their residuals would:
     for example a norm, and the products that read its result. Products whose results
     are only outputs of fn are not recomputed, because no gradient needs them. Inside a
     block with a policy it returns fn itself: the policy decides.
@@ -48,7 +54,7 @@ def recompute(
         known: as in `policy`.
 
     Returns:
-        A function with the signature of fn.
+        A function of the positional arguments of fn.
 
     >>> import jax, jax.numpy as jnp
     >>> from jaxmem import remat
@@ -56,9 +62,16 @@ def recompute(
     Array(1., dtype=float32, weak_type=True)
     """
     chosen = policy(save=save, known=known)
-    if _around.get() == "policy":
+    if not is_whole():
         return fn
-    return jax.checkpoint(fn, policy=chosen, prevent_cse=_around.get() != "loop")
+    is_apart = _around.get() != "loop"
+
+    def run(*args):
+        # No barrier before what fn closes over: XLA would copy slices of weights.
+        barriers = is_apart and (True,) * len(args)
+        return jax.checkpoint(fn, policy=chosen, prevent_cse=barriers)(*args)
+
+    return run
 
 
 def block(

@@ -1,0 +1,188 @@
+"""RMSNorm of the residual stream, and its gradients, by Pallas's Triton backend.
+
+XLA fuses no reduction of rows with what reads its result: the backward pass of a norm
+reads its arrays twice, and the sum of its results' gradients is written and read again
+or is another read of each. Here each array is read or written once.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import triton as plgpu
+
+_ROWS = 32  # of a program, at most
+_WIDEST = 8192  # a row is in the registers of one program
+_PIECES = 32  # of a row, at most, and none narrower than:
+_NARROWEST = 128
+
+
+def supports(width: int) -> bool:
+    """Whether the kernels can run on rows of this width."""
+    piece = width & -width
+    return width <= _WIDEST and piece >= _NARROWEST and width // piece <= _PIECES
+
+
+def forward(
+    x: jax.Array, more: jax.Array | None, scale: jax.Array,
+    offset: float, epsilon: float,
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    """Add to the residual stream, and normalise it.
+
+        s = x + more,   y = r s (offset + scale),   r = 1 / sqrt(mean s² + epsilon)
+
+    Args:
+        x: [N, D].
+        more: like x, or None for 0.
+        scale: [D].
+        offset: added to the scale.
+        epsilon: added to the mean square.
+
+    Returns:
+        s and y like x, s rounded before it is normalised; and r, [N] float32.
+    """
+    n, width = x.shape
+    arrays = (x,) if more is None else (x, more)
+    like = (x.shape, x.dtype)
+    made = _call(
+        functools.partial(_forward, len(arrays), offset, epsilon),
+        arrays, scale, "residual_norm",
+        [like] * len(arrays) + [((n,), jnp.float32)],
+    )  # fmt: skip
+    return (x, *made) if more is None else made
+
+
+def backward(
+    x: jax.Array, rms: jax.Array, slopes: tuple[jax.Array, ...], beside: jax.Array,
+    scale: jax.Array, offset: float,
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    """The gradients of `forward`, and its y once more.
+
+        u = r s,   g = sum of slopes,   g' = g (offset + scale)
+        ds = beside + r (g' - u mean(g' u)),   dscale = sum_rows g u
+
+    Args:
+        x: s, [N, D].
+        rms: r, [N].
+        slopes: gradients with respect to y, each like s; they are added up.
+        beside: gradient with respect to s of all that reads it but the norm, like s.
+        scale: [D].
+        offset: as there.
+
+    Returns:
+        ds and y like s, and dscale, [D] float32.
+    """
+    like = (x.shape, x.dtype)
+    ds, y, parts = _call(
+        functools.partial(_backward, len(slopes), offset),
+        (x, beside, *slopes, rms), scale, "residual_norm_backward",
+        [like, like, ((x.shape[0] // _rows(x.shape[0]), x.shape[1]), jnp.float32)],
+    )  # fmt: skip
+    return ds, y, jnp.sum(parts, axis=0)
+
+
+def _rows(n):
+    """The largest power of two that divides n, up to a limit."""
+    return min(n & -n, _ROWS)
+
+
+def _warps(width):
+    return min(16, max(1, 1 << (width // 256 - 1).bit_length()))
+
+
+def _call(kernel, arrays, scale, name, results) -> Any:
+    n, width = arrays[0].shape
+    rows = _rows(n)
+
+    def spec(shape):
+        return pl.BlockSpec(
+            (shape[0] * rows // n, *shape[1:]), lambda i: (i, 0)[: len(shape)]
+        )
+
+    return pl.pallas_call(
+        kernel,
+        grid=n // rows,
+        in_specs=[
+            *[spec(a.shape) for a in arrays],
+            pl.BlockSpec((width,), lambda i: (0,)),
+        ],
+        out_specs=[spec(shape) for shape, _ in results],
+        out_shape=[jax.ShapeDtypeStruct(*each) for each in results],
+        compiler_params=plgpu.CompilerParams(num_warps=_warps(width)),
+        name=name,
+    )(*arrays, scale)
+
+
+def _pieces(width):
+    # Triton's tiles are powers of two.
+    piece = width & -width
+    return [pl.ds(start, piece) for start in range(0, width, piece)]
+
+
+def _scales(scale_ref, offset):
+    width = scale_ref.shape[0]
+    return [offset + scale_ref[at].astype(jnp.float32) for at in _pieces(width)]
+
+
+def _read(ref, row):
+    return [ref[row, at].astype(jnp.float32) for at in _pieces(ref.shape[1])]
+
+
+def _write(ref, row, pieces):
+    for at, piece in zip(_pieces(ref.shape[1]), pieces, strict=True):
+        ref[row, at] = piece.astype(ref.dtype)
+
+
+def _total(pieces):
+    return functools.reduce(jnp.add, pieces)
+
+
+def _forward(terms, offset, epsilon, *refs: Any):
+    *read, scale_ref = refs[: terms + 1]
+    *stream_ref, y_ref, rms_ref = refs[terms + 1 :]
+    rows, width = read[0].shape
+    scales = _scales(scale_ref, offset)
+
+    @pl.loop(0, rows)
+    def _(row):
+        pieces = [_total(both) for both in zip(*(_read(ref, row) for ref in read))]
+        for ref in stream_ref:
+            pieces = [p.astype(ref.dtype) for p in pieces]
+            _write(ref, row, pieces)
+            pieces = [p.astype(jnp.float32) for p in pieces]
+        square = _total([jnp.sum(p * p) for p in pieces])
+        rms = lax.rsqrt(square / width + epsilon)
+        rms_ref[row] = rms
+        _write(y_ref, row, [p * rms * s for p, s in zip(pieces, scales, strict=True)])
+
+
+def _backward(terms, offset, *refs: Any):
+    x_ref, beside_ref, *slope_refs = refs[: terms + 2]
+    rms_ref, scale_ref, dx_ref, y_ref, sum_ref = refs[terms + 2 :]
+    rows, width = x_ref.shape
+    scales = _scales(scale_ref, offset)
+
+    def add(row, sums):
+        rms = rms_ref[row]
+        units = [x * rms for x in _read(x_ref, row)]
+        slopes = [_total(all_) for all_ in zip(*(_read(ref, row) for ref in slope_refs))]
+        _write(y_ref, row, [u * s for u, s in zip(units, scales, strict=True)])
+        more = [g * u for g, u in zip(slopes, units, strict=True)]
+        along = _total([jnp.sum(m * s) for m, s in zip(more, scales, strict=True)])
+        along = along / width
+        beside = _read(beside_ref, row)
+        _write(
+            dx_ref, row,
+            [
+                b + rms * (g * s - u * along)
+                for b, g, s, u in zip(beside, slopes, scales, units, strict=True)
+            ],
+        )  # fmt: skip
+        return tuple(s + m for s, m in zip(sums, more, strict=True))
+
+    start = tuple(jnp.zeros(s.shape, jnp.float32) for s in scales)
+    sums = lax.fori_loop(0, rows, add, start)
+    _write(sum_ref, 0, sums)
