@@ -29,7 +29,7 @@ def supports(width: int) -> bool:
 def forward(
     x: jax.Array, more: jax.Array | None, scale: jax.Array,
     offset: float, epsilon: float,
-) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Add to the residual stream, and normalise it.
 
         s = x + more,   y = r s (offset + scale),   r = 1 / sqrt(mean s² + epsilon)
@@ -42,22 +42,19 @@ def forward(
         epsilon: added to the mean square.
 
     Returns:
-        s and y like x, s rounded before it is normalised; and r, [N] float32.
+        s and y like x; s is rounded before it is normalised.
     """
-    n, width = x.shape
     arrays = (x,) if more is None else (x, more)
-    like = (x.shape, x.dtype)
     made = _call(
         functools.partial(_forward, len(arrays), offset, epsilon),
-        arrays, scale, "residual_norm",
-        [like] * len(arrays) + [((n,), jnp.float32)],
+        arrays, scale, "residual_norm", [(x.shape, x.dtype)] * len(arrays),
     )  # fmt: skip
     return (x, *made) if more is None else made
 
 
 def backward(
-    x: jax.Array, rms: jax.Array, slopes: tuple[jax.Array, ...], beside: jax.Array,
-    scale: jax.Array, offset: float,
+    x: jax.Array, slopes: tuple[jax.Array, ...], beside: jax.Array,
+    scale: jax.Array, offset: float, epsilon: float,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """The gradients of `forward`, and its y once more.
 
@@ -66,20 +63,21 @@ def backward(
 
     Args:
         x: s, [N, D].
-        rms: r, [N].
         slopes: gradients with respect to y, each like s; they are added up.
         beside: gradient with respect to s of all that reads it but the norm, like s.
         scale: [D].
         offset: as there.
+        epsilon: as there.
 
     Returns:
         ds and y like s, and dscale, [D] float32.
     """
+    n, width = x.shape
     like = (x.shape, x.dtype)
     ds, y, parts = _call(
-        functools.partial(_backward, len(slopes), offset),
-        (x, beside, *slopes, rms), scale, "residual_norm_backward",
-        [like, like, ((x.shape[0] // _rows(x.shape[0]), x.shape[1]), jnp.float32)],
+        functools.partial(_backward, len(slopes), offset, epsilon),
+        (x, beside, *slopes), scale, "residual_norm_backward",
+        [like, like, ((n // _rows(n), width), jnp.float32)],
     )  # fmt: skip
     return ds, y, jnp.sum(parts, axis=0)
 
@@ -98,9 +96,7 @@ def _call(kernel, arrays, scale, name, results) -> Any:
     rows = _rows(n)
 
     def spec(shape):
-        return pl.BlockSpec(
-            (shape[0] * rows // n, *shape[1:]), lambda i: (i, 0)[: len(shape)]
-        )
+        return pl.BlockSpec((shape[0] * rows // n, width), lambda i: (i, 0))
 
     return pl.pallas_call(
         kernel,
@@ -142,47 +138,46 @@ def _total(pieces):
 
 def _forward(terms, offset, epsilon, *refs: Any):
     *read, scale_ref = refs[: terms + 1]
-    *stream_ref, y_ref, rms_ref = refs[terms + 1 :]
-    rows, width = read[0].shape
+    *stream_ref, y_ref = refs[terms + 1 :]
+    rows, width = y_ref.shape
     scales = _scales(scale_ref, offset)
 
     @pl.loop(0, rows)
     def _(row):
-        pieces = [_total(both) for both in zip(*(_read(ref, row) for ref in read))]
-        for ref in stream_ref:
-            pieces = [p.astype(ref.dtype) for p in pieces]
+        pieces = _added(read, row)
+        for ref in stream_ref:  # the sum, as whoever reads it will see it
+            pieces = [p.astype(ref.dtype).astype(jnp.float32) for p in pieces]
             _write(ref, row, pieces)
-            pieces = [p.astype(jnp.float32) for p in pieces]
-        square = _total([jnp.sum(p * p) for p in pieces])
-        rms = lax.rsqrt(square / width + epsilon)
-        rms_ref[row] = rms
+        rms = _rms(pieces, width, epsilon)
         _write(y_ref, row, [p * rms * s for p, s in zip(pieces, scales, strict=True)])
 
 
-def _backward(terms, offset, *refs: Any):
+def _backward(terms, offset, epsilon, *refs: Any):
     x_ref, beside_ref, *slope_refs = refs[: terms + 2]
-    rms_ref, scale_ref, dx_ref, y_ref, sum_ref = refs[terms + 2 :]
+    scale_ref, dx_ref, y_ref, sum_ref = refs[terms + 2 :]
     rows, width = x_ref.shape
     scales = _scales(scale_ref, offset)
 
     def add(row, sums):
-        rms = rms_ref[row]
-        units = [x * rms for x in _read(x_ref, row)]
-        slopes = [_total(all_) for all_ in zip(*(_read(ref, row) for ref in slope_refs))]
+        pieces, slopes = _read(x_ref, row), _added(slope_refs, row)
+        rms = _rms(pieces, width, epsilon)
+        units = [x * rms for x in pieces]
         _write(y_ref, row, [u * s for u, s in zip(units, scales, strict=True)])
         more = [g * u for g, u in zip(slopes, units, strict=True)]
-        along = _total([jnp.sum(m * s) for m, s in zip(more, scales, strict=True)])
-        along = along / width
-        beside = _read(beside_ref, row)
-        _write(
-            dx_ref, row,
-            [
-                b + rms * (g * s - u * along)
-                for b, g, s, u in zip(beside, slopes, scales, units, strict=True)
-            ],
-        )  # fmt: skip
+        along = [jnp.sum(m * s) for m, s in zip(more, scales, strict=True)]
+        along = _total(along) / width
+        terms = zip(_read(beside_ref, row), slopes, scales, units, strict=True)
+        _write(dx_ref, row, [b + rms * (g * s - u * along) for b, g, s, u in terms])
         return tuple(s + m for s, m in zip(sums, more, strict=True))
 
     start = tuple(jnp.zeros(s.shape, jnp.float32) for s in scales)
     sums = lax.fori_loop(0, rows, add, start)
     _write(sum_ref, 0, sums)
+
+
+def _added(refs, row):
+    return [_total(each) for each in zip(*(_read(r, row) for r in refs), strict=True)]
+
+
+def _rms(pieces, width, epsilon):
+    return lax.rsqrt(_total([jnp.sum(p * p) for p in pieces]) / width + epsilon)

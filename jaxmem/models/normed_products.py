@@ -46,8 +46,8 @@ def apply(
     Returns:
         s like x, and each module's result.
 
-    **Memory** of residuals: s in its own dtype, and 4 bytes per token, under the
-    checkpoint name "norm_rms". What the modules read is computed again.
+    **Memory** of residuals: s in its own dtype; without the kernels also 4 bytes per
+    token, under the checkpoint name "norm_rms". What the modules read is computed again.
     """
     if more is not None and not (is_fused(x) and remat.is_whole()):
         x, more = mesh.constrain_activations(x + more), None
@@ -74,42 +74,38 @@ def _apply(options, x, more, scale, weights):
 def _forward(options, x, more, scale, weights):
     from jaxmem.kernels import residual_norm
 
-    offset, epsilon, definitions = options
+    *numbers, definitions = options
     flat = None if more is None else _flat(more)
-    s, y, rms = residual_norm.forward(_flat(x), flat, scale, offset, epsilon)
-    s, y = s.reshape(x.shape), y.reshape(x.shape)
-    if more is None:
-        s = x
-    rms = remat.name(rms.reshape(x.shape[:-1]), "norm_rms")
+    s, y = residual_norm.forward(_flat(x), flat, scale, *numbers)
+    s, y = x if more is None else s.reshape(x.shape), y.reshape(x.shape)
     made = tuple(
         nnx.merge(definition, state)(y)
         for definition, state in zip(definitions, weights, strict=True)
     )
-    return (s, made), (s, rms, scale, weights, more is None)
+    return (s, made), (s, scale, weights, more is None)
 
 
 def _backward(options, residuals, gradients):
     from jaxmem.kernels import residual_norm
 
-    offset, _, definitions = options
-    s, rms, scale, weights, is_alone = residuals
+    *numbers, definitions = options
+    s, scale, weights, is_alone = residuals
     beside, slopes = gradients
     readers = tuple(zip(definitions, weights, slopes, strict=True))
-    # The gradient of an affine module by its input is the same everywhere.
-    of_norm = tuple(
-        _flat(jax.vjp(nnx.merge(definition, state), s)[1](slope)[0])
-        for definition, state, slope in readers
-    )
-    ds, y, dscale = residual_norm.backward(
-        _flat(s), _flat(rms), of_norm, _flat(beside), scale, offset
-    )
-    ds, y = ds.reshape(s.shape), y.reshape(s.shape)
+
+    def by_input(definition, state, slope):
+        # An affine module's gradient by its input is the same at all inputs.
+        return _flat(jax.vjp(nnx.merge(definition, state), s)[1](slope)[0])
 
     def by_weights(definition, state, slope):
-        pull = jax.vjp(lambda state: nnx.merge(definition, state)(y), state)[1]
-        return pull(slope)[0]
+        return jax.vjp(lambda state: nnx.merge(definition, state)(y), state)[1](slope)[0]
 
-    dweights = tuple(by_weights(*reader) for reader in readers)
+    ds, y, dscale = residual_norm.backward(
+        _flat(s), tuple(by_input(*each) for each in readers), _flat(beside),
+        scale, *numbers,
+    )  # fmt: skip
+    ds, y = ds.reshape(s.shape), y.reshape(s.shape)
+    dweights = tuple(by_weights(*each) for each in readers)
     return ds, None if is_alone else ds, dscale.astype(scale.dtype), dweights
 
 
@@ -117,4 +113,4 @@ _apply.defvjp(_forward, _backward)
 
 
 def _flat(x):
-    return x.reshape(-1, *x.shape[2:])
+    return x.reshape(-1, x.shape[-1])
