@@ -18,6 +18,7 @@ _ROWS = 32  # of a program, at most
 _WIDEST = 8192  # a row is in the registers of one program
 _PIECES = 32  # of a row, at most, and none narrower than:
 _NARROWEST = 128
+AHEAD = True
 
 
 def supports(width: int) -> bool:
@@ -123,8 +124,8 @@ def _scales(scale_ref, offset):
     return [offset + scale_ref[at].astype(jnp.float32) for at in _pieces(width)]
 
 
-def _read(ref, row):
-    return [ref[row, at].astype(jnp.float32) for at in _pieces(ref.shape[1])]
+def _read(refs, row):
+    return [[ref[row, at] for at in _pieces(ref.shape[1])] for ref in refs]
 
 
 def _write(ref, row, pieces):
@@ -132,52 +133,70 @@ def _write(ref, row, pieces):
         ref[row, at] = piece.astype(ref.dtype)
 
 
+def _loop(refs, step, state):
+    """What `step(row, arrays of the row, state)` returns after all rows.
+
+    A row is read while the one before is computed, as reductions wait for all warps.
+    """
+    rows = refs[0].shape[0]
+
+    def one(row, carried):
+        read, state = carried
+        ahead = _read(refs, jnp.minimum(row + 1, rows - 1)) if AHEAD else _read(refs,row)
+        return ahead, step(row, read if AHEAD else ahead, state)
+
+    return lax.fori_loop(0, rows, one, (_read(refs, 0), state))[1]
+
+
+def _added(arrays):
+    wide = [[piece.astype(jnp.float32) for piece in pieces] for pieces in arrays]
+    return [_total(each) for each in zip(*wide, strict=True)]
+
+
 def _total(pieces):
     return functools.reduce(jnp.add, pieces)
+
+
+def _rms(pieces, width, epsilon):
+    return lax.rsqrt(_total([jnp.sum(p * p) for p in pieces]) / width + epsilon)
 
 
 def _forward(terms, offset, epsilon, *refs: Any):
     *read, scale_ref = refs[: terms + 1]
     *stream_ref, y_ref = refs[terms + 1 :]
-    rows, width = y_ref.shape
+    width = y_ref.shape[1]
     scales = _scales(scale_ref, offset)
 
-    @pl.loop(0, rows)
-    def _(row):
-        pieces = _added(read, row)
+    def one(row, arrays, state):
+        pieces = _added(arrays)
         for ref in stream_ref:  # the sum, as whoever reads it will see it
             pieces = [p.astype(ref.dtype).astype(jnp.float32) for p in pieces]
             _write(ref, row, pieces)
         rms = _rms(pieces, width, epsilon)
         _write(y_ref, row, [p * rms * s for p, s in zip(pieces, scales, strict=True)])
+        return state
+
+    _loop(read, one, ())
 
 
 def _backward(terms, offset, epsilon, *refs: Any):
-    x_ref, beside_ref, *slope_refs = refs[: terms + 2]
+    read = refs[: terms + 2]
     scale_ref, dx_ref, y_ref, sum_ref = refs[terms + 2 :]
-    rows, width = x_ref.shape
+    width = dx_ref.shape[1]
     scales = _scales(scale_ref, offset)
 
-    def add(row, sums):
-        pieces, slopes = _read(x_ref, row), _added(slope_refs, row)
-        rms = _rms(pieces, width, epsilon)
-        units = [x * rms for x in pieces]
+    def one(row, arrays, sums):
+        x, beside, *slopes = arrays
+        x, beside, slopes = _added([x]), _added([beside]), _added(slopes)
+        rms = _rms(x, width, epsilon)
+        units = [piece * rms for piece in x]
         _write(y_ref, row, [u * s for u, s in zip(units, scales, strict=True)])
         more = [g * u for g, u in zip(slopes, units, strict=True)]
         along = [jnp.sum(m * s) for m, s in zip(more, scales, strict=True)]
         along = _total(along) / width
-        terms = zip(_read(beside_ref, row), slopes, scales, units, strict=True)
+        terms = zip(beside, slopes, scales, units, strict=True)
         _write(dx_ref, row, [b + rms * (g * s - u * along) for b, g, s, u in terms])
         return tuple(s + m for s, m in zip(sums, more, strict=True))
 
     start = tuple(jnp.zeros(s.shape, jnp.float32) for s in scales)
-    sums = lax.fori_loop(0, rows, add, start)
-    _write(sum_ref, 0, sums)
-
-
-def _added(refs, row):
-    return [_total(each) for each in zip(*(_read(r, row) for r in refs), strict=True)]
-
-
-def _rms(pieces, width, epsilon):
-    return lax.rsqrt(_total([jnp.sum(p * p) for p in pieces]) / width + epsilon)
+    _write(sum_ref, 0, _loop(read, one, start))
