@@ -14,11 +14,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import triton as plgpu
 
-_TOKENS = 32  # of a program, at most
-_GROUP = 16  # heads of a program, at most
-_TILE = 8  # heads of one or several tokens at a time, at most
-AHEAD = True
-WARPS = 4
+# As measured on an H200. A warp alone waits for no other one.
+_WARPS = 1
+_TOKENS = 8  # of a program, at most
+_GROUP = 2048  # numbers of a token in a program, at most
+_TILE = 1024  # numbers of several tokens at a time, at most
 
 
 def supports(width: int) -> bool:
@@ -86,11 +86,11 @@ class _Sizes:
 
     def __init__(self, x):
         n, heads, width = x.shape
-        group = _power(heads, _GROUP)
+        group = _power(heads, _GROUP // width)
         tokens = _power(n, _TOKENS)
         self.grid = n // tokens, heads // group
         self.block = tokens, group, width
-        self.tile = min(tokens, max(1, _TILE // group))
+        self.tile = min(tokens, max(1, _TILE // (group * width)))
 
 
 def _power(n, limit):
@@ -119,7 +119,7 @@ def _call(kernel, sizes, arrays, shared, name, results) -> Any:
         ],
         out_specs=[spec(shape) for shape, _ in results],
         out_shape=[jax.ShapeDtypeStruct(whole(s), dtype) for s, dtype in results],
-        compiler_params=plgpu.CompilerParams(num_warps=WARPS),
+        compiler_params=plgpu.CompilerParams(num_warps=_WARPS),
         name=name,
     )(*arrays, scale, *tables)  # fmt: skip
 
@@ -135,13 +135,13 @@ def _scales(scale_ref, offset):
     return [offset + scale_ref[at].astype(jnp.float32) for at in ats]
 
 
-def _read(refs, tokens):
-    ats = _halves(refs[0].shape[2])
-    return [[ref[tokens, :, at] for at in ats] for ref in refs]
+def _angles(cos_ref, sin_ref, tokens):
+    return cos_ref[tokens, :][:, None, :], sin_ref[tokens, :][:, None, :]
 
 
-def _wide(parts):
-    return [part.astype(jnp.float32) for part in parts]
+def _read(ref, tokens):
+    ats = _halves(ref.shape[2])
+    return [ref[tokens, :, at].astype(jnp.float32) for at in ats]
 
 
 def _write(ref, tokens, parts):
@@ -149,57 +149,36 @@ def _write(ref, tokens, parts):
         ref[tokens, :, at] = part.astype(ref.dtype)
 
 
-def _loop(refs, rows, tile, step, state):
-    """What `step(tokens, arrays, angles, state)` returns after all tokens.
-
-    A tile is read while the one before is computed.
-    """
-    turns = refs[0].shape[0] // tile
-
-    def read(i):
-        tokens = pl.ds(i * tile, tile)
-        return _read(refs, tokens), [ref[tokens, :] for ref in rows]
-
-    def one(i, carried):
-        now, state = carried
-        ahead = read(jnp.minimum(i + 1, turns - 1)) if AHEAD else now
-        if not AHEAD:
-            now = read(i)
-        return ahead, step(pl.ds(i * tile, tile), *now, state)
-
-    return lax.fori_loop(0, turns, one, (read(0), state))[1]
-
-
 def _forward(tile, offset, epsilon, *refs: Any):
     x_ref, scale_ref, cos_ref, sin_ref, y_ref, rms_ref = refs
-    width = x_ref.shape[2]
+    total, _, width = x_ref.shape
     scales = _scales(scale_ref, offset)
 
-    def one(tokens, arrays, angles, state):
-        low, high = _wide(arrays[0])
-        cos, sin = (angle[:, None, :] for angle in angles)
+    @pl.loop(0, total // tile)
+    def _(i):
+        tokens = pl.ds(i * tile, tile)
+        low, high = _read(x_ref, tokens)
         square = jnp.sum(low * low, -1) + jnp.sum(high * high, -1)
         rms = lax.rsqrt(square / width + epsilon)
         rms_ref[tokens, :] = rms
         low, high = (
             x * rms[..., None] * s for x, s in zip((low, high), scales, strict=True)
         )
+        cos, sin = _angles(cos_ref, sin_ref, tokens)
         _write(y_ref, tokens, (low * cos - high * sin, high * cos + low * sin))
-        return state
-
-    _loop([x_ref], [cos_ref, sin_ref], tile, one, ())
 
 
 def _backward(tile, offset, *refs: Any):
     x_ref, dy_ref, rms_ref, scale_ref, cos_ref, sin_ref, dx_ref, sum_ref = refs
-    width = x_ref.shape[2]
+    total, _, width = x_ref.shape
     scales = _scales(scale_ref, offset)
 
-    def one(tokens, arrays, rows, sums):
-        rms, cos, sin = rows
-        rms, cos, sin = rms[..., None], cos[:, None, :], sin[:, None, :]
-        x, (low, high) = map(_wide, arrays)
-        units = [part * rms for part in x]
+    def add(i, sums):
+        tokens = pl.ds(i * tile, tile)
+        rms = rms_ref[tokens, :][..., None]
+        units = [x * rms for x in _read(x_ref, tokens)]
+        low, high = _read(dy_ref, tokens)
+        cos, sin = _angles(cos_ref, sin_ref, tokens)
         slopes = low * cos + high * sin, high * cos - low * sin
         scaled = [g * s for g, s in zip(slopes, scales, strict=True)]
         low, high = (jnp.sum(g * u, -1) for g, u in zip(scaled, units, strict=True))
@@ -212,6 +191,6 @@ def _backward(tile, offset, *refs: Any):
         return tuple(s + jnp.sum(m, (0, 1)) for s, m in zip(sums, more, strict=True))
 
     start = (jnp.zeros(width // 2, jnp.float32),) * 2
-    sums = _loop([x_ref, dy_ref], [rms_ref, cos_ref, sin_ref], tile, one, start)
+    sums = lax.fori_loop(0, total // tile, add, start)
     for at, part in zip(_halves(width), sums, strict=True):
         sum_ref[0, 0, at] = part

@@ -300,7 +300,6 @@ class Block(nnx.Module):
 
     def prefill(self, x: jax.Array, sight: Sight, rope: Rope):
         """The result of `__call__`, and keys and values [B, T, kv_heads, head_dim]."""
-
         attention = self.attention
         x, made = normed_products.apply(self.attention_norm, attention.readers, x)
         query, key, value = attention.split(*made)

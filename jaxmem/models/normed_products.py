@@ -46,8 +46,8 @@ def apply(
     Returns:
         s like x, and each module's result.
 
-    **Memory** of residuals: s in its own dtype; without the kernels also 4 bytes per
-    token, under the checkpoint name "norm_rms". What the modules read is computed again.
+    **Memory** of residuals: s in its own dtype; without the kernels, 4 bytes per token,
+    too, under the checkpoint name "norm_rms". The modules' input is computed again.
     """
     if more is not None and not (is_fused(x) and remat.is_whole()):
         x, more = mesh.constrain_activations(x + more), None
@@ -94,11 +94,13 @@ def _backward(options, residuals, gradients):
     readers = tuple(zip(definitions, weights, slopes, strict=True))
 
     def by_input(definition, state, slope):
-        # An affine module's gradient by its input is the same at all inputs.
-        return _flat(jax.vjp(nnx.merge(definition, state), s)[1](slope)[0])
+        # Of an affine module, it is the same at any input, and y is not known yet.
+        _, pull = jax.vjp(nnx.merge(definition, state), s)
+        return _flat(pull(slope)[0])
 
     def by_weights(definition, state, slope):
-        return jax.vjp(lambda state: nnx.merge(definition, state)(y), state)[1](slope)[0]
+        _, pull = jax.vjp(lambda state: nnx.merge(definition, state)(y), state)
+        return pull(slope)[0]
 
     ds, y, dscale = residual_norm.backward(
         _flat(s), tuple(by_input(*each) for each in readers), _flat(beside),

@@ -42,11 +42,14 @@ def recompute(
 ) -> Callable:
     """Wrap fn so that its residuals are its arguments, and the rest is recomputed.
 
-    Outside of a loop, a barrier before the arguments prevents that XLA merges the
-    recomputation with the forward pass; what depends on weights alone may be merged. It suits parts of a block whose recomputation costs less than their residuals would:
+    It suits parts of a block whose recomputation costs less than their residuals would:
     for example a norm, and the products that read its result. Products whose results
     are only outputs of fn are not recomputed, because no gradient needs them. Inside a
     block with a policy it returns fn itself: the policy decides.
+
+    Outside of a loop, a barrier before the arguments prevents that XLA merges the
+    recomputation with the forward pass. None is before what fn closes over, such as
+    weights, so what depends on that alone may be merged.
 
     Args:
         fn: any function of arrays; what it closes over counts as its arguments.
