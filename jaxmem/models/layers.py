@@ -11,6 +11,7 @@ from jaxmem.models import (
     attention,
     kv_cache,
     lora,
+    normed_products,
     normed_rotary,
     norms,
     partitioning as mesh,
@@ -94,17 +95,25 @@ class Attention(nnx.Module):
 
     def project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries, keys and values, [B, T, heads, head_dim] each."""
-        batch, length, _ = x.shape
+        return self.split(*(read(x) for read in self.readers))
 
-        def split(projected: jax.Array) -> jax.Array:
-            return projected.reshape(batch, length, -1, self.config.head_dim)
-
+    @property
+    def readers(self) -> tuple[nnx.Linear, ...]:
+        """The projections, or the joined one."""
         if hasattr(self, "joined"):
-            heads, kv_heads = self.config.heads, self.config.kv_heads
-            at = heads, heads + kv_heads
-            query, key, value = jnp.split(split(self.joined(x)), at, axis=2)
-            return query, key, value
-        return split(self.query(x)), split(self.key(x)), split(self.value(x))
+            return (self.joined,)
+        return self.query, self.key, self.value
+
+    def split(self, *made: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries, keys and values, as `project`, from the results of `readers`."""
+        heads = [
+            each.reshape(*each.shape[:2], -1, self.config.head_dim) for each in made
+        ]
+        if len(heads) == 1:
+            at = self.config.heads, self.config.heads + self.config.kv_heads
+            heads = jnp.split(heads[0], at, axis=2)
+        query, key, value = heads
+        return query, key, value
 
     def join(self) -> None:
         """Replace the three projections by `joined`, one product for all of them.
@@ -248,11 +257,12 @@ class FeedForward(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Map [B, T, hidden] to [B, T, hidden]."""
-        return self.join(*self.project(x))
+        return self.join(*(read(x) for read in self.readers))
 
-    def project(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The gate and up projections, [B, T, ff] each."""
-        return self.gate(x), self.up(x)
+    @property
+    def readers(self) -> tuple[nnx.Linear, nnx.Linear]:
+        """The gate and up projections, to [B, T, ff] each."""
+        return self.gate, self.up
 
     def join(self, gate: jax.Array, up: jax.Array) -> jax.Array:
         """[B, T, hidden] from the gate and up projections."""
@@ -290,11 +300,9 @@ class Block(nnx.Module):
 
     def prefill(self, x: jax.Array, sight: Sight, rope: Rope):
         """The result of `__call__`, and keys and values [B, T, kv_heads, head_dim]."""
-
-        def project(x: jax.Array):
-            return self.attention.project(self.attention_norm(x))
-
-        query, key, value = remat.recompute(project, save=["norm_rms"])(x)
+        attention = self.attention
+        x, made = normed_products.apply(self.attention_norm, attention.readers, x)
+        query, key, value = attention.split(*made)
         query, key = self.attention.rotate(query, key, rope)
         mixed = self.attention.attend(query, key, value, sight)
         return self._finish(x, mixed), (key, value)
@@ -306,13 +314,9 @@ class Block(nnx.Module):
         return self._finish(x, mixed), token
 
     def _finish(self, x: jax.Array, mixed: jax.Array) -> jax.Array:
-        x = x + (self.post_attention_norm(mixed) if self.post_norms else mixed)
-        x = remat.name(mesh.constrain_activations(x), "block_mid")
-
-        def project(x: jax.Array):
-            return self.feed_forward.project(self.feed_forward_norm(x))
-
-        projected = remat.recompute(project, save=["norm_rms"])(x)
-        output = self.feed_forward.join(*projected)
+        mixed = self.post_attention_norm(mixed) if self.post_norms else mixed
+        readers = self.feed_forward.readers
+        x, made = normed_products.apply(self.feed_forward_norm, readers, x, mixed)
+        output = self.feed_forward.join(*made)
         output = self.post_feed_forward_norm(output) if self.post_norms else output
         return mesh.constrain_activations(x + output)

@@ -32,6 +32,11 @@ def name(x: _Tree, label: str) -> _Tree:
 _around = contextvars.ContextVar("_around", default="")
 
 
+def is_whole() -> bool:
+    """Whether what is traced is in no block whose residuals a policy decides on."""
+    return _around.get() != "policy"
+
+
 def recompute(
     fn: Callable, save: Sequence[str] = (), known: Sequence[str] = tuple(NAMES)
 ) -> Callable:
@@ -42,13 +47,17 @@ def recompute(
     are only outputs of fn are not recomputed, because no gradient needs them. Inside a
     block with a policy it returns fn itself: the policy decides.
 
+    Outside of a loop, a barrier before the arguments prevents that XLA merges the
+    recomputation with the forward pass. None is before what fn closes over, such as
+    weights, so what depends on that alone may be merged.
+
     Args:
         fn: any function of arrays; what it closes over counts as its arguments.
         save: checkpoint names inside of it that are saved as well.
         known: as in `policy`.
 
     Returns:
-        A function with the signature of fn.
+        A function of the positional arguments of fn.
 
     >>> import jax, jax.numpy as jnp
     >>> from jaxmem import remat
@@ -56,9 +65,16 @@ def recompute(
     Array(1., dtype=float32, weak_type=True)
     """
     chosen = policy(save=save, known=known)
-    if _around.get() == "policy":
+    if not is_whole():
         return fn
-    return jax.checkpoint(fn, policy=chosen, prevent_cse=_around.get() != "loop")
+    is_apart = _around.get() != "loop"
+
+    def run(*args):
+        # No barrier before what fn closes over: XLA would copy slices of weights.
+        barriers = is_apart and (True,) * len(args)
+        return jax.checkpoint(fn, policy=chosen, prevent_cse=barriers)(*args)
+
+    return run
 
 
 def block(

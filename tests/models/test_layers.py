@@ -56,7 +56,11 @@ def ordinary(config, w, x, segment_ids, positions):
 
     def linear(x, name):
         bias = w.get(f"{name}/bias", jnp.zeros((), x.dtype))
-        return x @ w[f"{name}/kernel"].astype(x.dtype) + bias.astype(x.dtype)
+        made = x @ w[f"{name}/kernel"].astype(x.dtype) + bias.astype(x.dtype)
+        if f"{name}/lora_a" not in w:
+            return made
+        A, B = (w[f"{name}/lora_{which}"].astype(x.dtype) for which in "ab")
+        return made + (x @ A) * (config.lora_alpha / config.lora_rank) @ B
 
     def post(x, name):
         return norm(x, name) if config.post_norms else x
