@@ -20,7 +20,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxmem import checkpoints
 from jaxmem.checkpoints import CheckpointError
-from jaxmem.checkpoints.tensors import Tensors
+from jaxmem.checkpoints.tensors import Tensors, whole
 from jaxmem.models.decoder import HeadConfig
 
 TINY = pathlib.Path(__file__).parent / "tiny"
@@ -427,3 +427,11 @@ def test_a_decoder_of_other_sizes_is_refused_when_config_json_lies(tmp_path):
     with pytest.raises(CheckpointError, match=message):
         checkpoints.load(source)
     assert dataclasses.is_dataclass(checkpoints.read_config(source))
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="other memory than numpy's")
+def test_a_layer_on_a_cpu_is_read_where_it_is():
+    weight = jnp.arange(24.0).reshape(3, 2, 4)
+    layer = whole(weight, 1)
+    np.testing.assert_array_equal(layer, np.arange(8.0, 16).reshape(2, 4))
+    assert np.shares_memory(layer, whole(weight, None))

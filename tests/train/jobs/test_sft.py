@@ -152,9 +152,17 @@ def test_a_policy_is_chosen_by_the_memory_limit(config, finished, monkeypatch):
     _, wanted, _ = finished
     few = functools.partial(remat.fit, names=["gate"])  # of all, each is traced
     monkeypatch.setattr(remat, "fit", few)
+    used, compile_step = [], sft.Program.compile_step
+
+    def listen(program, *head):
+        used.append(program.policy)
+        return compile_step(program, *head)
+
+    monkeypatch.setattr(sft.Program, "compile_step", listen)
     result, said = train(changed(config, remat=dict(policy="fit", memory_limit=1.0)))
     assert losses(result) == pytest.approx(losses(wanted), rel=1e-5)
     assert re.search(r"^save gate .* chosen$", said, re.MULTILINE), said
+    assert used == [remat.Policy(save=("gate",))]
 
 
 def test_moments_on_the_host_change_no_loss(config, finished):
