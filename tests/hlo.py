@@ -1,6 +1,8 @@
-"""Matrix products in the text of a compiled program."""
+"""The texts of programs, and what they say of matrix products."""
 
 import re
+
+import jax
 
 
 def shapes_of(text):
@@ -15,3 +17,14 @@ def vocabulary_gemms(text, size):
         names = [name, *re.findall(r"%([\w.-]+)", operands)]
         count += any(str(size) in shapes.get(n, "").split(",") for n in names)
     return count
+
+
+def lowered_for_an_h200(run, *operands, **more):
+    """The text of a function's program, lowered for a GPU that is not there."""
+    device = jax.sharding.AbstractDevice(
+        device_kind="NVIDIA H200", num_cores=132, platform="gpu"
+    )
+    mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        traced = jax.jit(run).trace(*operands, **more)
+        return traced.lower(lowering_platforms=("cuda",)).as_text()

@@ -197,8 +197,8 @@ def read_rows(spec: Spec, shape: tuple[int, ...], labels, options: HeadOptions) 
     labels = checks.as_visible_array("labels", labels)
     where = read_where(options.where, shape)
     checks.check_labels(labels, where, shape, spec.vocab_size)
-    temperature = checks.as_visible_array("temperature", options.temperature)
-    checks.check_temperature(temperature, shape)
+    dtype = spec.stats_dtype
+    temperature = read_temperature("temperature", options.temperature, shape, dtype)
     labels = as_int32(labels, spec.vocab_size)
     active = labels >= 0
     if where is not None:
@@ -206,7 +206,7 @@ def read_rows(spec: Spec, shape: tuple[int, ...], labels, options: HeadOptions) 
     return Rows(
         jnp.reshape(labels, (-1,)),
         jnp.reshape(active, (-1,)),
-        flat_temperature(temperature, shape, spec.stats_dtype),
+        temperature,
         _draws(options, shape),
     )
 
@@ -238,8 +238,12 @@ def as_int32(ids, vocab_size: int) -> jax.Array:
     return jnp.asarray(ids.astype(np.int32))
 
 
-def flat_temperature(temperature, shape: tuple[int, ...], dtype) -> jax.Array | None:
-    """[N]; None for 1. A traced temperature that is not positive becomes NaN."""
+def read_temperature(
+    name: str, temperature, shape: tuple[int, ...], dtype
+) -> jax.Array | None:
+    """Checked, [N]; None for 1. A traced one that is not positive becomes NaN."""
+    temperature = checks.as_visible_array(name, temperature)
+    checks.check_temperature(temperature, shape, name)
     if not isinstance(temperature, jax.Array) and np.all(np.asarray(temperature) == 1):
         return None
     temperature = jnp.asarray(temperature).astype(dtype)

@@ -402,10 +402,9 @@ def _reference_softcap(
 def _reference_rows(spec, shape, rows, temperature):
     if temperature is None:
         return rows
-    name = "reference_temperature"
-    temperature = checks.as_visible_array(name, temperature)
-    checks.check_temperature(temperature, shape, name)
-    temperature = arguments.flat_temperature(temperature, shape, spec.stats_dtype)
+    temperature = arguments.read_temperature(
+        "reference_temperature", temperature, shape, spec.stats_dtype
+    )
     return rows._replace(temperature=temperature)
 
 

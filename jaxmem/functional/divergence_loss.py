@@ -170,10 +170,9 @@ def _statistics_scale(spec, shape, rows, temperature) -> jax.Array | None:
     """What scales the policy's divided logits for the statistics, [N]; None for 1."""
     if temperature is None:
         return None
-    name = "statistics_temperature"
-    temperature = checks.as_visible_array(name, temperature)
-    checks.check_temperature(temperature, shape, name)
-    divisor = arguments.flat_temperature(temperature, shape, spec.stats_dtype)
+    divisor = arguments.read_temperature(
+        "statistics_temperature", temperature, shape, spec.stats_dtype
+    )
     if divisor is None:
         return rows.temperature
     return (1 if rows.temperature is None else rows.temperature) / divisor

@@ -45,11 +45,11 @@ def forward(
         s and y like x; s is rounded before it is normalised.
     """
     arrays = (x,) if more is None else (x, more)
-    made = _call(
+    results = _call(
         functools.partial(_forward, len(arrays), offset, epsilon),
         1, arrays, scale, "residual_norm", [(x.shape, x.dtype)] * len(arrays),
     )  # fmt: skip
-    return (x, *made) if more is None else made
+    return (x, *results) if more is None else results
 
 
 def backward(

@@ -170,8 +170,7 @@ def mean_logit(
     columns = W.shape[vocabulary]
     columns = checks.check_vocab_size(vocab_size, columns)
     tokens, dtype = hidden.shape[:-1], np.promote_types(hidden.dtype, np.float32)
-    temperature = checks.as_visible_array("temperature", temperature)
-    checks.check_temperature(temperature, tokens)
+    divisor = arguments.read_temperature("temperature", temperature, tokens, dtype)
     if where is not None:
         where = checks.as_array("where", where)
         checks.check_where(where, tokens)
@@ -184,14 +183,13 @@ def mean_logit(
         bias = checks.as_array("bias", bias)
         checks.check_bias(bias, W.shape[vocabulary])
         out = out + jnp.mean(bias[:columns], dtype=dtype)
-    return _cooled(out, temperature, where)
+    return _cooled(out, divisor, where)
 
 
-def _cooled(out, temperature, where):
-    """The logits divided by their temperature; 0 for masked tokens."""
-    flat = arguments.flat_temperature(temperature, out.shape, out.dtype)
-    if flat is not None:
-        temperature = jnp.reshape(flat, out.shape)
+def _cooled(out, divisor, where):
+    """The logits divided by their temperature, [N] or None; 0 for masked tokens."""
+    if divisor is not None:
+        divisor = jnp.reshape(divisor, out.shape)
         # Divide masked tokens by 1: their NaN would reach W's gradient as 0 · NaN.
-        out = out / (temperature if where is None else jnp.where(where, temperature, 1))
+        out = out / (divisor if where is None else jnp.where(where, divisor, 1))
     return out if where is None else jnp.where(where, out, 0)

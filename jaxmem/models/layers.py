@@ -104,10 +104,11 @@ class Attention(nnx.Module):
             return (self.joined,)
         return self.query, self.key, self.value
 
-    def split(self, *made: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def split(self, *projected: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries, keys and values, as `project`, from the results of `readers`."""
         heads = [
-            each.reshape(*each.shape[:2], -1, self.config.head_dim) for each in made
+            each.reshape(*each.shape[:2], -1, self.config.head_dim)
+            for each in projected
         ]
         if len(heads) == 1:
             at = self.config.heads, self.config.heads + self.config.kv_heads
@@ -301,8 +302,8 @@ class Block(nnx.Module):
     def prefill(self, x: jax.Array, sight: Sight, rope: Rope):
         """The result of `__call__`, and keys and values [B, T, kv_heads, head_dim]."""
         attention = self.attention
-        x, made = normed_products.apply(self.attention_norm, attention.readers, x)
-        query, key, value = attention.split(*made)
+        x, projected = normed_products.apply(self.attention_norm, attention.readers, x)
+        query, key, value = attention.split(*projected)
         query, key = self.attention.rotate(query, key, rope)
         mixed = self.attention.attend(query, key, value, sight)
         return self._finish(x, mixed), (key, value)
@@ -316,7 +317,7 @@ class Block(nnx.Module):
     def _finish(self, x: jax.Array, mixed: jax.Array) -> jax.Array:
         mixed = self.post_attention_norm(mixed) if self.post_norms else mixed
         readers = self.feed_forward.readers
-        x, made = normed_products.apply(self.feed_forward_norm, readers, x, mixed)
-        output = self.feed_forward.join(*made)
+        x, projected = normed_products.apply(self.feed_forward_norm, readers, x, mixed)
+        output = self.feed_forward.join(*projected)
         output = self.post_feed_forward_norm(output) if self.post_norms else output
         return mesh.constrain_activations(x + output)

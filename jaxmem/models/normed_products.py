@@ -79,11 +79,11 @@ def _forward(options, x, more, scale, weights):
     flat = None if more is None else _flat(more)
     s, y = residual_norm.forward(_flat(x), flat, scale, *numbers)
     s, y = x if more is None else s.reshape(x.shape), y.reshape(x.shape)
-    made = tuple(
+    outputs = tuple(
         nnx.merge(definition, state)(y)
         for definition, state in zip(definitions, weights, strict=True)
     )
-    return (s, made), (s, scale, weights, more is None)
+    return (s, outputs), (s, scale, weights, more is None)
 
 
 def _backward(options, residuals, gradients):

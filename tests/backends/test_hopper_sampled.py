@@ -13,7 +13,7 @@ from jaxmem.backends import hopper, hopper_sampled
 from jaxmem.core import stats as _stats
 from jaxmem.core.operands import Head, Rows
 from jaxmem.core.spec import Spec
-from tests import oracle
+from tests import hlo, oracle
 from tests.backends.test_xla_sampled import FLOATS, SAVED, cotangents, random_draws
 from tests.cases import Case, slow
 from tests.kernels import needs_pallas
@@ -98,15 +98,9 @@ def test_lowers_for_an_h200(layout, kernels, lowered_anywhere):
     numbers = jax.ShapeDtypeStruct((n,), jnp.int32)
     g = {k: jax.ShapeDtypeStruct((n,), jnp.float32) for k in FLOATS}
     h, W = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((n, d), shape))
-    device = jax.sharding.AbstractDevice(
-        device_kind="NVIDIA H200", num_cores=132, platform="gpu"
-    )  # fmt: skip
-    mesh = AbstractMesh((), (), abstract_device=device)
-    with jax.sharding.use_abstract_mesh(mesh):
-        traced = jax.jit(both).trace(
-            h, W, numbers, g, jax.ShapeDtypeStruct((n,), jnp.uint32)
-        )
-        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    text = hlo.lowered_for_an_h200(
+        both, h, W, numbers, g, jax.ShapeDtypeStruct((n,), jnp.uint32)
+    )
     assert text.count("__gpu$xla.gpu.triton") == kernels
 
 

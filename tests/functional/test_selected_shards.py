@@ -14,6 +14,7 @@ import jaxmem
 from tests.core.test_shards import MESHES, assert_close, jit, mesh_of
 from tests.functional.test_api import EPSILON, STATS_EPSILON
 from tests.functional.test_selected import exact
+from tests.functional.test_support_shards import sharded_by
 
 if jax.device_count() < 8:  # on one GPU; a CPU counts as eight (tests/conftest.py)
     pytest.skip(f"needs 8 devices, has {jax.device_count()}", allow_module_level=True)
@@ -48,16 +49,7 @@ def selected(h, W, ids, bias, warm, where, axis_name=None, v=V, layout="vd"):
     )  # fmt: skip
 
 
-def sharded(call, name, **options):
-    shape, tokens, vocabulary = MESHES[name]
-    tokens, split = P(tokens), P(vocabulary)
-    return jax.shard_map(
-        functools.partial(call, axis_name=vocabulary),
-        mesh=mesh_of(shape),
-        in_specs=(tokens, split, tokens, split, tokens, tokens),
-        out_specs=tokens,
-        **options,
-    )
+sharded = functools.partial(sharded_by, (1, 3))  # W and the bias
 
 
 def with_gradients(call, v=V):
@@ -142,14 +134,14 @@ def test_an_id_that_does_not_exist_poisons_only_its_result():
     split = sharded(selected, "2x4")
 
     def total(h, ids, weights):
-        made = split(h, W, ids, bias, warm, where)
-        return jnp.sum(jnp.where(weights == 0, 0, made * weights)), made
+        logps = split(h, W, ids, bias, warm, where)
+        return jnp.sum(jnp.where(weights == 0, 0, logps * weights)), logps
 
     run = jit(jax.grad(total, has_aux=True))
-    dh, made = run(h, ids, np.float32(~bad))
-    np.testing.assert_array_equal(np.isnan(made), bad)
+    dh, logps = run(h, ids, np.float32(~bad))
+    np.testing.assert_array_equal(np.isnan(logps), bad)
     assert np.isfinite(dh).all() and dh[:2].any()
-    dh, _ = run(h, ids, np.ones_like(made))
+    dh, _ = run(h, ids, np.ones_like(logps))
     np.testing.assert_array_equal(np.isnan(dh).any(1), bad.any(1))
 
 

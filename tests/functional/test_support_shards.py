@@ -57,16 +57,20 @@ def ragged(h, W, y, ids, bias, warm, axis_name=None):
     )  # fmt: skip
 
 
-def sharded(call, name, **options):
+def sharded_by(split, call, name, **options):
+    """The call over a mesh; of its six operands, those at `split` by the vocabulary."""
     shape, tokens, vocabulary = MESHES[name]
-    tokens, split = P(tokens), P(vocabulary)
+    specs = [P(vocabulary if i in split else tokens) for i in range(6)]
     return jax.shard_map(
         functools.partial(call, axis_name=vocabulary),
         mesh=mesh_of(shape),
-        in_specs=(tokens, split, tokens, tokens, split, tokens),
-        out_specs=tokens,
+        in_specs=tuple(specs),
+        out_specs=P(tokens),
         **options,
     )
+
+
+sharded = functools.partial(sharded_by, (1, 4))  # W and the bias
 
 
 def with_gradients(call):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxmem.kernels import cached_attention
+from tests import hlo
 from tests.cases import slow
 from tests.kernels import needs_pallas
 
@@ -120,13 +121,7 @@ def test_what_the_kernel_supports():
 def test_lowered_for_a_gpu(shape):
     query, token, cached, seen, used = problem(shape)
     run = jax.jit(functools.partial(cached_attention.attend, scale=0.3, softcap=3.0))
-    device = jax.sharding.AbstractDevice(
-        device_kind="NVIDIA H200", num_cores=132, platform="gpu"
-    )
-    mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
-    with jax.sharding.use_abstract_mesh(mesh):
-        traced = run.trace(query, token, cached, place(0, seen, used))
-        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    text = hlo.lowered_for_an_h200(run, query, token, cached, place(0, seen, used))
     assert "cached_attention" in text and "triton" in text
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from jaxmem import devices
 from jaxmem.kernels import normed_rotary
+from tests import hlo
 from tests.kernels import needs_pallas
 from tests.models import test_layers as blocks
 
@@ -112,13 +113,7 @@ def test_the_widths_that_it_supports():
 
 def test_lowered_for_a_gpu():
     given = problem("bfloat16", (64, 16, 128))
-    device = jax.sharding.AbstractDevice(
-        device_kind="NVIDIA H200", num_cores=132, platform="gpu"
-    )
-    mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
-    with jax.sharding.use_abstract_mesh(mesh):
-        traced = jax.jit(by_kernels).trace(*given)
-        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    text = hlo.lowered_for_an_h200(by_kernels, *given)
     assert "normed_rotary" in text and "normed_rotary_backward" in text
 
 

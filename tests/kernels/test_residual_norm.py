@@ -10,6 +10,7 @@ import pytest
 from jaxmem import devices, remat
 from jaxmem.kernels import residual_norm
 from jaxmem.models import normed_products
+from tests import hlo
 from tests.kernels import needs_pallas
 from tests.models import test_layers as blocks
 
@@ -162,13 +163,7 @@ def test_no_derivative_of_higher_order_in_silence(fused, triton_interpreted):
 
 def test_lowered_for_a_gpu():
     given = problem("bfloat16", (64, 1024), 1, 3)
-    device = jax.sharding.AbstractDevice(
-        device_kind="NVIDIA H200", num_cores=132, platform="gpu"
-    )
-    mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
-    with jax.sharding.use_abstract_mesh(mesh):
-        traced = jax.jit(by_kernels).trace(*given)
-        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    text = hlo.lowered_for_an_h200(by_kernels, *given)
     assert "residual_norm" in text and "residual_norm_backward" in text
 
 

@@ -11,6 +11,7 @@ from flax import nnx
 from jaxmem import devices
 from jaxmem.kernels import rotary
 from jaxmem.models.decoder import Decoder, ModelConfig
+from tests import hlo
 from tests.cases import slow
 from tests.kernels import needs_pallas
 
@@ -107,13 +108,7 @@ def test_the_widths_that_it_supports():
 def test_lowered_for_a_gpu(norms):
     joined, tables, norms = problem("bfloat16", norms, 128)
     run = jax.jit(functools.partial(rotary.split, kv_heads=KV_HEADS, norms=norms))
-    device = jax.sharding.AbstractDevice(
-        device_kind="NVIDIA H200", num_cores=132, platform="gpu"
-    )
-    mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
-    with jax.sharding.use_abstract_mesh(mesh):
-        traced = run.trace(joined, tables=tables)
-        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    text = hlo.lowered_for_an_h200(run, joined, tables=tables)
     assert "rotary" in text and "triton" in text
 
 

@@ -13,11 +13,12 @@ from jaxmem import devices
 from jaxmem.core import stats
 from jaxmem.functional import draws
 from jaxmem.kernels import row_blocks
+from tests import hlo
 from tests.core.test_selection import by_sorting
 from tests.core.test_shards import MESHES, mesh_of
 from tests.functional import test_draws, test_largest
 from tests.kernels import needs_pallas
-from tests.kernels.test_row_sums import EPS, lowered, rows_of_logits
+from tests.kernels.test_row_sums import EPS, rows_of_logits
 
 pytestmark = [
     needs_pallas,
@@ -178,9 +179,9 @@ CALLS = {
 def test_lowered_for_a_gpu_unless_xla_is_named(verb, monkeypatch):
     monkeypatch.setattr(devices, "backend", lambda: "gpu")
     operands = [jnp.zeros((n, 64), jnp.bfloat16) for n in (300, 5000)]
-    assert "row_blocks" in lowered(CALLS[verb], operands)
+    assert "row_blocks" in hlo.lowered_for_an_h200(CALLS[verb], *operands)
     named = functools.partial(CALLS[verb], implementation="xla")
-    assert "row_blocks" not in lowered(named, operands)
+    assert "row_blocks" not in hlo.lowered_for_an_h200(named, *operands)
 
 
 def test_supports():

@@ -10,6 +10,7 @@ import pytest
 import jaxmem
 from jaxmem import devices
 from jaxmem.kernels import row_sums
+from tests import hlo
 from tests.functional.test_divergence import CHUNK, exact, make
 from tests.kernels import needs_pallas
 
@@ -78,23 +79,12 @@ def assert_good(verb, operands, kernel, **options):
         np.testing.assert_allclose(got, need, atol=64 * EPS * scale)
 
 
-def lowered(run, operands):
-    """The text of a program for an H200."""
-    device = jax.sharding.AbstractDevice(
-        device_kind="NVIDIA H200", num_cores=132, platform="gpu"
-    )
-    mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
-    with jax.sharding.use_abstract_mesh(mesh):
-        traced = jax.jit(run).trace(*operands)
-        return traced.lower(lowering_platforms=("cuda",)).as_text()
-
-
 def test_named_xla_runs_none(monkeypatch):
     monkeypatch.setattr(devices, "backend", lambda: "gpu")
     operands = [jnp.asarray(x) for x in make()]
-    assert "row_sums" in lowered(jaxmem.jsd, operands)
+    assert "row_sums" in hlo.lowered_for_an_h200(jaxmem.jsd, *operands)
     named = functools.partial(jaxmem.jsd, implementation="xla")
-    assert "row_sums" not in lowered(named, operands)
+    assert "row_sums" not in hlo.lowered_for_an_h200(named, *operands)
 
 
 def test_lowered_for_a_gpu(monkeypatch):
@@ -115,7 +105,7 @@ def lowered_loss(verb, monkeypatch):
         )[0]  # fmt: skip
 
     operands = [jnp.asarray(x, jnp.bfloat16) for x in make(v=3000)]
-    return lowered(jax.grad(loss, (0, 1)), operands)
+    return hlo.lowered_for_an_h200(jax.grad(loss, (0, 1)), *operands)
 
 
 def test_supports():

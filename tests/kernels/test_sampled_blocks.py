@@ -13,9 +13,9 @@ from jaxmem import devices
 from jaxmem.core import sampling as _sampling
 from jaxmem.core.sampling import Sampling
 from jaxmem.kernels import sampled_blocks
+from tests import hlo
 from tests.functional import test_sampled_divergence as of_verbs
 from tests.kernels import needs_pallas
-from tests.kernels.test_row_sums import lowered
 
 pytestmark = [
     needs_pallas,
@@ -125,7 +125,9 @@ def sampled(verb, key, *operands):
 @pytest.mark.parametrize("verb", of_verbs.VERBS)
 def test_lowered_for_a_gpu(verb, monkeypatch):
     monkeypatch.setattr(devices, "backend", lambda: "gpu")
-    text = lowered(functools.partial(sampled, verb), (KEY, *operands_of(3000, 37)))
+    text = hlo.lowered_for_an_h200(
+        functools.partial(sampled, verb), KEY, *operands_of(3000, 37)
+    )
     assert "sampled_pick_logits" in text and "sampled_block_sums" in text
 
 
