@@ -17,7 +17,8 @@ p < 1/128 are left out, as filters do, which is biased and serves as a control. 
 `held_out_loss`, and `loss_below_10` and so on by how often a token occurs among the
 labels of training; `norm_below_10` and so on, mean norms of the head's columns of those
 tokens; `gradient_norm`, the mean over the last tenth of the steps. `--curve` names a
-second file, with the mean training loss of each fiftieth part of a run.
+second file, with the mean training loss of each fiftieth part of a run. Rows replace
+those of the same stage, variant, seed and device in both files.
 
     python -m benchmarks.run_sampled_training --grpo --out sampled_grpo_cpu.csv
 
@@ -34,7 +35,7 @@ import pathlib
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -52,6 +53,7 @@ from jaxmem.train.jobs import sft
 from jaxmem.train.program import TrainState, update
 
 CONFIG = pathlib.Path(__file__).parent / "sampled_training.gin"
+KEYS = ("stage", "variant", "seed", "device")
 CPU = (
     "data.vocab_size=4096", "data.sequence_length=128", "data.batch_size=8",
     "model.layers=2", "model.hidden=64", "model.ff=176", "model.heads=4",
@@ -267,7 +269,7 @@ def curve_of(losses: np.ndarray) -> Iterator[tuple[int, float]]:
 def stage(name, config, rows, asked, starts) -> Iterator[tuple[dict, list[dict], Any]]:
     """(row, curve, weights) of each variant and seed; starts: the seeds' weights."""
     variants = asked.variants if starts is not None else asked.scratch or asked.variants
-    runs = [(v, seed) for seed in range(asked.seeds) for v in variants]
+    runs = [(v, seed) for seed in asked.seeds for v in variants]
     with concurrent.futures.ThreadPoolExecutor(asked.compilers) as pool:
         # XLA compiles beside each other, and while the first runs train.
         pending = {r: pool.submit(prepare, config, *r) for r in runs}
@@ -298,10 +300,10 @@ def stage(name, config, rows, asked, starts) -> Iterator[tuple[dict, list[dict],
             yield row, curve, state.params if variant == "exact" else None
 
 
-def rewards(seeds: int, overrides) -> list[dict]:
+def rewards(seeds: Sequence[int], overrides) -> list[dict]:
     """Rows of the curves of reinforcement learning."""
     rows = []
-    for seed in range(seeds):
+    for seed in seeds:
         for slots in (None, 4, 8):
             given = [f"head.gradient_samples={slots}", f"run.seed={seed}", *overrides]
             curve, _ = run_grpo.curve("grpo_arithmetic.gin", given)
@@ -333,7 +335,7 @@ def parser() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--cpu", action="store_true", help="the sizes for a CPU")
     options.add_argument("--grpo", action="store_true", help="rewards instead")
-    options.add_argument("--seeds", type=int, default=3)
+    options.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     options.add_argument("--megabytes", type=float, default=70, help="of sources")
     options.add_argument("--compilers", type=int, default=8, help="programs at a time")
     options.add_argument("--variants", nargs="+", default=VARIANTS)
@@ -351,8 +353,6 @@ def main(arguments=None) -> None:
         return
     given = [*(CPU if asked.cpu else ()), *asked.overrides]  # the last one counts
     overrides = list({text.split("=")[0]: text for text in given}.values())
-    rows: list[dict] = []
-    curves: list[dict] = []
     with tempfile.TemporaryDirectory() as folder:
         first, second = sources(pathlib.Path(folder), asked)
         overrides += [f"data.cache_dir={folder!r}", f"data.source={first!r}"]
@@ -374,16 +374,16 @@ def main(arguments=None) -> None:
             for c, source in ((config, first), (short, second))
         ]
         print(f"text: {time.perf_counter() - start:.0f} s", flush=True)
-        exact: list[Any] = []
+        exact: dict[int, Any] = {}
         stages = (("scratch", config, None), ("sft", short, exact))
         for (name, settings, starts), of in zip(stages, texts, strict=True):
             for row, curve, weights in stage(name, settings, of, asked, starts):
-                rows.append(row)
-                curves += curve
                 if weights is not None and starts is None:
-                    exact.append(weights)
-                results.write(asked.curve, curves)
-                path = results.write(asked.out, rows)
+                    exact[row["seed"]] = weights
+                made_by = results.provenance()
+                curve = [point | made_by for point in curve]
+                results.merge(asked.curve, curve, (*KEYS, "step"))
+                path = results.merge(asked.out, [row | made_by], KEYS)
     print("wrote", path)
 
 
