@@ -284,6 +284,24 @@ def test_torch_peers(capsys):
         assert said[0].startswith("skipped: verl: ModuleNotFoundError")
 
 
+@pytest.mark.filterwarnings("ignore")  # torch's compiler has many of its own
+def test_torch_divergences(tmp_path):
+    pytest.importorskip("torch", reason="peers of divergences are torch's")
+    from benchmarks import run_distill_peers
+
+    out = tmp_path / "rows.csv"
+    run_distill_peers.main(
+        ["--shape=1030,16,80", "--dtype=float32", "--teacher-depth=24",
+         "--repetitions=1", f"--out={out}"]
+    )  # fmt: skip
+    rows = {r["path"].split(", ")[1]: r for r in results.read(out)}
+    for name in ("torch", "torch.compile", "torch in chunks"):
+        assert float(rows[name]["value_error"]) < 1e-5, rows[name]
+        assert float(rows[name]["over_unit"]) > 0
+    if importlib.util.find_spec("liger_kernel") is None:
+        assert rows["Liger"]["note"].startswith("failed: ModuleNotFoundError")
+
+
 TINY_POLICY = (
     "run.steps=3 optimizer.warmup_steps=1 grpo.prompts=4 grpo.group_size=4 "
     "model.layers=1 model.hidden=16 model.ff=16"
