@@ -117,8 +117,8 @@ def check(
 
 # Those that others here or other remainders cover.
 SLOW_CASES = (
-    "ordinary", "peaked", "V=127", "V=2049", "V=50257", "N prime", "one chunk",
-    "a third masked",
+    "ordinary", "peaked", "V=127", "V=2049", "V=50257", "V=151936", "D odd", "N=1",
+    "N prime", "one chunk", "a third masked", "label at -50",
 )  # fmt: skip
 
 

@@ -133,7 +133,7 @@ def test_statistics_at_a_temperature_of_their_own(of_stats, temperature):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("more", [{}, {"statistics_temperature": 0.5}], ids=str)
+@pytest.mark.parametrize("more", [slow({}), {"statistics_temperature": 0.5}], ids=str)
 def test_paddings_that_differ(more):
     h, W, h_ref, W_ref = make()
     wide = np.concatenate([W, np.full((6, W.shape[1]), 9, np.float32)])

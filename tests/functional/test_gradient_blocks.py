@@ -117,7 +117,7 @@ def largest_logit(h, W):
     "name, layout",
     [
         ("a third masked", "vd"),
-        ("peaked", "dv"),
+        slow("peaked", "dv"),
         slow("a third masked", "dv"),
         slow("peaked", "vd"),
         slow("V=2049", "vd"),

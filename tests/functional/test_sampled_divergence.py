@@ -48,7 +48,7 @@ def loss_of(verb, g, **options):
 @pytest.mark.parametrize(
     "verb, options",
     [
-        ("kl", {}),
+        slow("kl", {}),
         ("jsd", SOME),
         slow("forward_kl", SOME),
         slow("kl", SOME),

@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxmem
+from tests.cases import slow
 from tests.core.test_shards import MESHES, assert_close, collectives, jit, mesh_of
 from tests.functional.test_api import EPSILON, STATS_EPSILON
 from tests.functional.test_selected import exact
@@ -104,7 +105,9 @@ def check(got):
     assert not got[0][MASKED].any() and not got[1][0][MASKED].any()
 
 
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize(
+    "name", [x if x in ("2x4", "2x2x2") else slow(x) for x in MESHES]
+)
 @pytest.mark.parametrize("call", [dense, ragged])
 def test_every_mesh(call, name):
     check(with_gradients(sharded(call, name)))

@@ -165,7 +165,7 @@ OPTIONS = {
 
 @pytest.mark.parametrize(
     "way,tail,dtype,layout",
-    [("forward", True, "float32", "dv"), ("reverse", False, "float32", "vd"),
+    [("forward", True, "float32", "dv"), slow("reverse", False, "float32", "vd"),
      ("jsd", True, "bfloat16", "vd")],
 )  # fmt: skip
 def test_every_option(way, tail, dtype, layout):
@@ -203,7 +203,7 @@ def test_an_id_that_repeats_counts_once_as_it_came_first(tail):
         np.testing.assert_allclose(a, b, atol=1e-6)
 
 
-@pytest.mark.parametrize("way, tail", PAIRS)
+@pytest.mark.parametrize("way, tail", [slow(*PAIRS[0]), slow(*PAIRS[1]), *PAIRS[2:]])
 def test_of_all_columns_it_is_the_divergence_of_two_heads(way, tail):
     (h, W, _, _), (teacher, _, _, _) = make(3.0), make(seed=4)
     rng = np.random.default_rng(2)
@@ -375,6 +375,8 @@ def test_float64_stays_float64(way):
             assert error(got, exact_one) < 1e-13
 
 
+# The rule is that of test_selected and test_ragged, which ask the same.
+@pytest.mark.slow
 def test_any_leading_shape_checkpoint_and_vmap():
     h, W, ids, ln_q = (x[:32] if len(x) == N else x for x in make())
     cut = h.reshape(2, 16, D), ids.reshape(2, 16, K), ln_q.reshape(2, 16, K)
