@@ -19,7 +19,7 @@ from flax import nnx
 
 import jaxmem
 from jaxmem.integrations import tunix
-from tests.cases import one_at_a_time
+from tests.cases import one_at_a_time, slow
 
 EAGER = getattr(flax.config, "flax_always_shard_variable", None)
 
@@ -251,6 +251,7 @@ def test_tunix_trains_with_the_same_losses():
     np.testing.assert_allclose(ours, theirs, rtol=1e-5)
 
 
+@pytest.mark.slow  # test_tunix_stand_in sees the call that makes it so
 def test_compiled_memory_is_lower(optimized):
     model, ids = qwen(vocab_size=8192), tokens((4, 64))
     definition, weights = nnx.split(model)
@@ -287,7 +288,7 @@ def test_preferences():
 
 
 @needs_0_1_7
-@pytest.mark.parametrize("loss", ["grpo", "distill"])
+@pytest.mark.parametrize("loss", ["grpo", slow("distill")])
 def test_the_benchmark_measures_both_ways_to_the_same_loss(loss):
     from benchmarks import run_integrations
 

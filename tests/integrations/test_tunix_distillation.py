@@ -120,10 +120,11 @@ def assert_near(ours, theirs, rtol=2e-5):
     ("alpha", "temperature", "k"),
     [
         (0.7, 2.5, 0),
-        (0.0, 1.0, 0),
-        (1.0, 1.0, 0),
         (0.7, 2.5, 4),
-        *[slow(*case, 0) for case in ((0.7, 1.0), (0.0, 2.5), (1.0, 2.5))],
+        *[
+            slow(*case, 0)
+            for case in ((0.7, 1.0), (0.0, 1.0), (1.0, 1.0), (0.0, 2.5), (1.0, 2.5))
+        ],
         slow(1.0, 1.0, 4),
         slow(0.0, 2.5, 4),
     ],
@@ -142,7 +143,8 @@ def test_loss_metrics_and_gradient(alpha, temperature, k):
     assert_near(ours, theirs)
 
 
-@pytest.mark.parametrize("k", [slow(1), V])
+@pytest.mark.slow  # four of them are in the test above
+@pytest.mark.parametrize("k", [1, V])
 def test_any_number_of_the_teachers_logits(k):
     theirs = losses(strategy_of(distill_top_k=k, alpha=0.9), *models())
     with tunix.applied(chunk=4):
@@ -159,6 +161,7 @@ def test_more_logits_than_there_are_raise_what_they_raise_in_tunix(capsys):
     assert f"distill_top_k={V + 1} exceeds {V} logits" in capsys.readouterr().out
 
 
+@pytest.mark.slow  # test_largest says so of topk
 def test_of_equal_logits_those_of_smaller_ids_are_largest():
     """As in `jax.lax.top_k`; a head with a softcap and a temperature of its own."""
     rng = np.random.default_rng(0)
@@ -176,6 +179,7 @@ def test_of_equal_logits_those_of_smaller_ids_are_largest():
         np.testing.assert_allclose(made, want, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_bfloat16_is_as_near_to_float32_as_tunix_is():
     exact = of_tunix()[0][0]
     student, teacher = models()
@@ -209,6 +213,7 @@ def trained_by_tunix():
     return trained(strategy_of())
 
 
+@pytest.mark.slow  # it also trains on a mesh, below
 def test_tunix_trains_to_the_same_weights():
     theirs = trained_by_tunix()
     with tunix.applied(chunk=4), jaxmem.report() as calls:
@@ -330,7 +335,7 @@ def test_a_mesh_shards_the_batch_and_not_the_head():
     assert made.teacher_output.head.W is output.head.W
 
 
-@pytest.mark.parametrize("k", [0, 16])
+@pytest.mark.parametrize("k", [0, slow(16)])
 def test_compiled_memory_is_lower(k, optimized):
     n = 8192
     student, teacher = qwen(vocab_size=n), qwen(tied=False, vocab_size=n)

@@ -265,6 +265,7 @@ def test_gradients_of_a_frequent_token_are_summed_in_float32():
     np.testing.assert_array_equal(gradient[0], 4096.0)
 
 
+@pytest.mark.slow  # of any blocks in test_remat; steps with policies in test_sft
 def test_remat_changes_memory_and_no_number():
     compiled, results = {}, {}
     for policy in ("full", "none"):

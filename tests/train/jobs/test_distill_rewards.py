@@ -203,6 +203,7 @@ def test_a_weight_of_0_records_rewards_and_learns_bitwise_nothing_of_them():
     assert one == other
 
 
+@pytest.mark.slow  # the gradient is exact above
 def test_the_reward_rises_beside_a_teacher_that_cannot_add():
     result, said = train(
         "distill.reward_weight=10.0", "run.steps=40", "run.checkpoint_every=None"
@@ -284,7 +285,7 @@ def alone(tmp_path_factory):
 @pytest.mark.parametrize(
     "axis",
     [
-        "data",
+        pytest.param("data", marks=pytest.mark.slow),
         "tensor",
         pytest.param("fsdp", marks=pytest.mark.slow),
         pytest.param("sequence", marks=pytest.mark.slow),
