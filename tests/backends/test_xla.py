@@ -182,7 +182,7 @@ def test_memory_does_not_grow_with_the_tokens():
     assert temp(64 * 1024) - temp(1024) <= more_tokens * (64 + 8 * 32)
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=["f32", "bf16"])
+@pytest.mark.parametrize("dtype", [slow(F32), BF16], ids=["f32", "bf16"])
 def test_memory_from_logits(dtype):
     if OLD_XLA and dtype == BF16:
         pytest.skip("XLA for CPUs in jaxlib 0.10 widens bfloat16 logits whole")

@@ -78,10 +78,10 @@ OPTIONS = {"plain": {}, "some": SOME, "all": {**SOME, "layout": "dv"}}
 @pytest.mark.parametrize(
     "name, dtype",
     [
-        ("plain", "float32"),
+        slow("plain", "float32"),
         slow("some", "float32"),
         ("all", "float32"),
-        ("all", "bfloat16"),
+        slow("all", "bfloat16"),
     ],
 )
 def test_with_enough_slots_it_is_the_derivative(name, dtype):

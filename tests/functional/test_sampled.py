@@ -88,8 +88,9 @@ def run(verb, name, copies=0, keys=None):
     return gradients(verb, copies, names, facts, [options[k] for k in names], keys)
 
 
+# test_xla_sampled asks it of each statistic.
 @pytest.mark.parametrize("verb, name", [
-    ("token_stats", "plain"), slow("logprobs", "plain"), slow("entropy", "plain"),
+    slow("token_stats", "plain"), slow("logprobs", "plain"), slow("entropy", "plain"),
     slow("token_loss", "plain"), slow("logprobs", "some"),
     slow("logprobs", "dv"), slow("logprobs", "frozen"), slow("entropy", "some"),
     slow("token_loss", "dv"), ("token_loss", "frozen"),

@@ -20,6 +20,8 @@ PAIRS = [
     ("forward", True), ("reverse", False), ("jsd", True),
     slow("forward", False), slow("reverse", True), slow("jsd", False),
 ]  # fmt: skip
+# What a test says of the sums that every way and tail are made of.
+ONE_PAIR = [slow(*PAIRS[0]), slow(*PAIRS[1]), *PAIRS[2:]]
 BETA = 0.3
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "on_one_device")
@@ -203,7 +205,7 @@ def test_an_id_that_repeats_counts_once_as_it_came_first(tail):
         np.testing.assert_allclose(a, b, atol=1e-6)
 
 
-@pytest.mark.parametrize("way, tail", [slow(*PAIRS[0]), slow(*PAIRS[1]), *PAIRS[2:]])
+@pytest.mark.parametrize("way, tail", ONE_PAIR)
 def test_of_all_columns_it_is_the_divergence_of_two_heads(way, tail):
     (h, W, _, _), (teacher, _, _, _) = make(3.0), make(seed=4)
     rng = np.random.default_rng(2)
@@ -242,7 +244,7 @@ def test_without_ids_nothing_diverges(way, tail):
     assert none.shape == (N,) and not none.any()
 
 
-@pytest.mark.parametrize("way, tail", PAIRS)
+@pytest.mark.parametrize("way, tail", ONE_PAIR)
 def test_masked_tokens_give_exactly_nothing(way, tail):
     h, W, ids, ln_q = make()
     where = np.arange(N) % 4 == 0

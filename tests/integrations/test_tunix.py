@@ -243,6 +243,7 @@ def sft_losses(vocab_size=V, steps=3):
     return losses
 
 
+@pytest.mark.slow  # test_tunix_stand_in has the loss, test_tunix_distillation a trainer
 def test_tunix_trains_with_the_same_losses():
     theirs = sft_losses()
     with tunix.applied(chunk=4):
@@ -275,6 +276,7 @@ def test_compiled_memory_is_lower(optimized):
     assert theirs > 2 * logits and ours < logits
 
 
+@pytest.mark.slow  # they are in test_tunix_stand_in, too
 def test_preferences():
     model, ids = qwen(), tokens((2, 9))
     places = jnp.broadcast_to(jnp.arange(9), ids.shape)

@@ -482,6 +482,8 @@ def test_a_teachers_columns_are_the_largest_of_its_logits(model, directory):
     assert first["vocabulary"] == checkpoints.vocabulary_digest(vocabulary)
 
 
+# of sample_ids in test_draws; a student learns from drawn ids in test_distill
+@pytest.mark.slow
 def test_drawn_ids_have_the_teachers_frequencies(model, directory):
     write([{"text": "ab"}] * 2)
     _, (record, again) = scored(model, sample_ids=4000)

@@ -37,7 +37,6 @@ from jaxmem.train.loop import RunConfig
 from jaxmem.train.memory import RematConfig
 from jaxmem.train.metrics import PolicyMetrics
 from jaxmem.train.optimizer import OptimizerConfig
-from tests.cases import slow
 from tests.hlo import shapes_of, vocabulary_gemms
 from tests.train.jobs.kills import kill_before
 
@@ -433,7 +432,8 @@ def test_a_run_leaves_everything_it_promises(finished):
     assert operative == "run.steps = 4\n"
 
 
-@pytest.mark.parametrize("by_limit", [slow(True), False])
+@pytest.mark.slow  # test_sft has both, and grpo shares its programs
+@pytest.mark.parametrize("by_limit", [True, False])
 def test_moments_on_the_host_and_a_policy_by_limit_change_no_number(
     by_limit, finished, tmp_path
 ):

@@ -116,7 +116,7 @@ def test_what_is_kept_changes_no_loss(name, config, finished):
             remat=dict(policy="none", unroll=True),
             head=dict(implementation="materialised"),
         ),
-        dict(remat=dict(policy="save_attention", save=("gate",))),
+        slow(dict(remat=dict(policy="save_attention", save=("gate",)))),
     ],
 )
 def test_neither_head_nor_loop_nor_more_names_change_a_loss(sections, config, finished):
