@@ -104,6 +104,7 @@ def test_lowers_for_an_h200(layout, kernels, lowered_anywhere):
     assert text.count("__gpu$xla.gpu.triton") == kernels
 
 
+@pytest.mark.slow  # The kernels are lowered above; test_sampled has them on a mesh.
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
 @pytest.mark.parametrize(
     "verb, layout, split",

@@ -19,7 +19,7 @@ from flax import nnx
 
 import jaxmem
 from jaxmem.integrations import tunix
-from tests.cases import one_at_a_time, slow
+from tests.cases import slow
 
 EAGER = getattr(flax.config, "flax_always_shard_variable", None)
 
@@ -95,7 +95,12 @@ def logps_and_entropies(model, prompts, completions, **options):
 
 
 @pytest.mark.parametrize(
-    ("temperature", "tied"), one_at_a_time([1.0, 0.7, 0.0], [True, False])
+    ("temperature", "tied"),
+    [
+        (1.0, True),  # the others are in test_tunix_stand_in
+        slow(1.0, False),
+        *(slow(t, tied) for t in (0.7, 0.0) for tied in (True, False)),
+    ],
 )
 def test_logps_and_entropies(tied, temperature):
     model, arguments = qwen(tied), batch()
@@ -243,7 +248,6 @@ def sft_losses(vocab_size=V, steps=3):
     return losses
 
 
-@pytest.mark.slow  # test_tunix_stand_in has the loss, test_tunix_distillation a trainer
 def test_tunix_trains_with_the_same_losses():
     theirs = sft_losses()
     with tunix.applied(chunk=4):

@@ -249,7 +249,7 @@ def dense(**inputs):
     ("functions", "reason"),
     [
         (dict(student=add_one), "student_forward_fn does more with logits than"),
-        (dict(teacher=add_one), "teacher_forward_fn does more with logits than"),
+        slow(dict(teacher=add_one), "teacher_forward_fn does more with logits than"),
         (dict(teacher=no_logits), "teacher_forward_fn does not return its model's"),
         (dict(student=no_logits), "student_forward_fn does not return its model's"),
         (dict(labels=smooth), "labels_fn does more with jax.nn.one_hot(...) than"),
@@ -335,7 +335,9 @@ def test_a_mesh_shards_the_batch_and_not_the_head():
     assert made.teacher_output.head.W is output.head.W
 
 
-@pytest.mark.parametrize("k", [0, slow(16)])
+# The calls that make it so are seen above, and what is parked on the mesh.
+@pytest.mark.slow
+@pytest.mark.parametrize("k", [0, 16])
 def test_compiled_memory_is_lower(k, optimized):
     n = 8192
     student, teacher = qwen(vocab_size=n), qwen(tied=False, vocab_size=n)

@@ -15,6 +15,7 @@ from rich.console import Console
 from jaxmem import checkpoints, cli, score
 from jaxmem.score import ScoreConfig, journal, run, windows
 from jaxmem.train import files, locks
+from tests.cases import slow
 from tests.checkpoints import texts
 from tests.train.test_files import no_file_above
 
@@ -229,7 +230,7 @@ def killed_after(appends, monkeypatch):
     monkeypatch.setattr(journal.Journal, "append", append)
 
 
-@pytest.mark.parametrize("appends", [0, 1, 2])
+@pytest.mark.parametrize("appends", [slow(0), 1, slow(2)])
 def test_a_killed_run_goes_on_without_repeating_or_losing(
     appends, model, directory, monkeypatch
 ):

@@ -267,6 +267,8 @@ def test_the_data_may_count_too_and_only_responses_do():
     assert step.held_out_divergence is None
 
 
+# test_starting has adapters, and the test above a run as it was saved
+@pytest.mark.slow
 def test_adapters_learn_and_a_run_is_a_teacher(two_steps):
     sizes = [f"model.{n}=None" for n in ("layers", "hidden", "ff", "heads")]
     sizes += ["model.kv_heads=None", "model.head_dim=None"]

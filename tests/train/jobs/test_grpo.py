@@ -37,6 +37,7 @@ from jaxmem.train.loop import RunConfig
 from jaxmem.train.memory import RematConfig
 from jaxmem.train.metrics import PolicyMetrics
 from jaxmem.train.optimizer import OptimizerConfig
+from tests.cases import one_at_a_time, slow
 from tests.hlo import shapes_of, vocabulary_gemms
 from tests.train.jobs.kills import kill_before
 
@@ -204,8 +205,13 @@ def head_and_hidden(softcap=None):
     return decoder.head, hidden
 
 
-@pytest.mark.parametrize("implementation", ["fused", "materialised"])
-@pytest.mark.parametrize("loss", ["grpo", "dr_grpo", "dapo", "cispo"])
+LOSSES = pytest.mark.parametrize(
+    ("loss", "implementation"),
+    one_at_a_time(["grpo", "dr_grpo", "dapo", "cispo"], ["fused", "materialised"]),
+)
+
+
+@LOSSES
 def test_the_loss_and_its_metrics_are_the_papers(loss, implementation):
     config = GrpoConfig(
         loss=loss, kl_coefficient=0.1, entropy_coefficient=0.05,
@@ -279,8 +285,7 @@ def test_what_masked_tokens_hold_does_not_matter(implementation):
     )
 
 
-@pytest.mark.parametrize("implementation", ["fused", "materialised"])
-@pytest.mark.parametrize("loss", ["grpo", "dr_grpo", "dapo", "cispo"])
+@LOSSES
 def test_without_advantages_there_is_no_gradient(loss, implementation):
     made = random_micro_batch()
     made = made._replace(advantages=np.zeros_like(made.advantages), ref_logprob=None)
@@ -432,8 +437,7 @@ def test_a_run_leaves_everything_it_promises(finished):
     assert operative == "run.steps = 4\n"
 
 
-@pytest.mark.slow  # test_sft has both, and grpo shares its programs
-@pytest.mark.parametrize("by_limit", [True, False])
+@pytest.mark.parametrize("by_limit", [slow(True), False])
 def test_moments_on_the_host_and_a_policy_by_limit_change_no_number(
     by_limit, finished, tmp_path
 ):
