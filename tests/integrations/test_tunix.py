@@ -115,6 +115,7 @@ def test_logps_and_entropies(tied, temperature):
     assert algo_core.common is common
 
 
+@pytest.mark.slow  # test_tunix_stand_in has such ids
 def test_a_negative_id_is_counted_from_the_end():
     """As where eos_id is -1: it is not masked, as jaxmem's own verbs have it."""
     model, (prompts, completions) = qwen(), batch()
@@ -197,6 +198,9 @@ def grpo_loss(model):
     return value, aux, gradient
 
 
+# The functions that it calls are replaced above, and run_integrations below takes steps
+# of it.
+@pytest.mark.slow
 def test_grpo_loss_its_metrics_and_gradients():
     theirs = grpo_loss(qwen(tied=False))
     with tunix.applied(chunk=4):

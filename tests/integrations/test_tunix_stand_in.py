@@ -258,7 +258,7 @@ PACKED = {
     [
         (True, 0.7, True, True, 2),
         (False, 0.0, True, False, 0),
-        (False, 1.0, False, False, 2),
+        slow(False, 1.0, False, False, 2),
         slow(False, 1.0, False, True, 0),
         slow(True, 0.7, True, False, 0),
         slow(True, 0.7, True, False, 2),

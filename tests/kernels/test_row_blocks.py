@@ -34,7 +34,7 @@ def all_parts(z):
 
 
 # Less than a block, and a last tile and block that are cut.
-@pytest.mark.parametrize("columns", [30, 2 * WIDTH, 4096 + 3 * WIDTH + 7])
+@pytest.mark.parametrize("columns", [30, slow(2 * WIDTH), 4096 + 3 * WIDTH + 7])
 def test_parts_against_float64(columns, triton_interpreted):
     z = rows_of_logits(columns)
     z[0, :WIDTH] = -np.inf
@@ -97,7 +97,7 @@ def run_both(call, *operands):
     return by_kernels, plain
 
 
-@pytest.mark.parametrize("k, v", [slow(3, 130), (130, 130), (64, 4099)])
+@pytest.mark.parametrize("k, v", [slow(3, 130), slow(130, 130), (64, 4099)])
 def test_topk_with_them(k, v, triton_interpreted):
     h, W = test_largest.make(v)
     bias = np.where(np.arange(v) % 3 == 0, -np.inf, 0).astype(np.float32)
@@ -112,7 +112,7 @@ def test_topk_with_them(k, v, triton_interpreted):
 
 
 @pytest.mark.parametrize(
-    "std, v", [(3.0, 1), slow(1.0, 300), slow(15.0, 300), (1.0, 4099)]
+    "std, v", [slow(3.0, 1), slow(1.0, 300), slow(15.0, 300), (1.0, 4099)]
 )
 def test_draws_with_them(std, v, triton_interpreted):
     h, W = test_draws.make(std, v)
