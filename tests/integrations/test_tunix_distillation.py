@@ -161,7 +161,6 @@ def test_more_logits_than_there_are_raise_what_they_raise_in_tunix(capsys):
     assert f"distill_top_k={V + 1} exceeds {V} logits" in capsys.readouterr().out
 
 
-@pytest.mark.slow  # test_largest says so of topk
 def test_of_equal_logits_those_of_smaller_ids_are_largest():
     """As in `jax.lax.top_k`; a head with a softcap and a temperature of its own."""
     rng = np.random.default_rng(0)

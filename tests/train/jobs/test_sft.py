@@ -545,7 +545,6 @@ def test_other_text_is_refused_before_a_file_of_the_run_changes(finished, tmp_pa
         assert was.read_text() == now.read_text()
 
 
-@pytest.mark.slow  # other runs resume with other optimizers
 def test_a_run_resumes_without_clipping(finished, tmp_path):
     config, first, _ = finished
     assert config.optimizer.clip_norm is not None
