@@ -337,6 +337,15 @@ def test_settings_that_cannot_be(overrides, message):
     assert message in str(raised.value) and "\n" not in str(raised.value)
 
 
+def test_a_weight_of_0_needs_no_advantages():
+    """One completion of a prompt will do, and truncated draws."""
+    overrides = ["distill.completions=1", "sampling.top_k=4"]
+    config, _ = configuration.load(
+        "distill.gin", ["distill.reward_weight=0.0", *overrides]
+    )
+    assert config.distill.reward_weight == 0 and config.sampling.truncates
+
+
 @pytest.mark.parametrize("mode", ["text", "offline"])
 def test_rewards_are_of_samples(mode):
     pathlib.Path("text.gin").write_text(
