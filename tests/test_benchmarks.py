@@ -487,6 +487,7 @@ def test_run_distill_verbs(verbs, tmp_path):
     assert ours < theirs
 
 
+@pytest.mark.slow  # The script itself compares what it times, in the test above.
 def test_materialised_distillation_is_the_same():
     h, W, ids, said = run_distill_verbs.operands_of((64, 16, 320), jnp.float32, None)
     paths = run_distill_verbs.paths_of(32, (8,))

@@ -63,6 +63,7 @@ def test_options_of_a_variant_come_last_and_can_be_taken_away():
     assert "xla_gpu_enable_command_buffer" not in stack.compiler_options(back)
 
 
+@pytest.mark.slow  # their gradients are compared below
 def test_blocks_after_the_scan_have_the_weights_they_had_in_it():
     whole, none = stack.initial(stack.SIZES["tiny"])
     first, last = stack.initial(stack.SIZES["tiny"], 1)

@@ -110,7 +110,13 @@ def assert_same(got, want):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        x if x in ("2x4", "fewer tokens than devices", "sequences") else slow(x)
+        for x in PLANS
+    ],
+)
 def test_every_mesh(name):
     check(with_gradients(parallel(jaxmem.token_stats, name), *problem()))
 
@@ -118,7 +124,7 @@ def test_every_mesh(name):
 MIXED = (AxisType.Explicit, AxisType.Auto) * 2
 
 
-@pytest.mark.parametrize("kind", [AxisType.Explicit, MIXED, MIXED[::-1]], ids=str)
+@pytest.mark.parametrize("kind", [AxisType.Explicit, MIXED, slow(MIXED[::-1])], ids=str)
 def test_a_mesh_with_explicit_axes(kind):
     verb = parallel(jaxmem.token_stats, "sequences", kind)
     check(with_gradients(verb, *problem()))
@@ -223,9 +229,23 @@ def of_given_columns():
     }
 
 
+# Those by the same rule as others here.
+BY_THE_SAME_RULE = "selected_logprobs", "support_logprobs", "topk_kl without a tail"
+
+
 @pytest.mark.parametrize(
     "name, how",
-    one_at_a_time(of_given_columns(), ["1x8", "W in parts of D", "explicit"]),
+    [
+        *one_at_a_time(
+            [x for x in of_given_columns() if x not in BY_THE_SAME_RULE],
+            ["1x8", "W in parts of D", "explicit"],
+        ),
+        *(
+            slow(name, how)
+            for name in BY_THE_SAME_RULE
+            for how in ("1x8", "W in parts of D", "explicit")
+        ),
+    ],
 )
 def test_verbs_of_columns(name, how):
     """Each shard of eight has fewer columns than k = 12; gradients as on one device."""

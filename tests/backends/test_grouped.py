@@ -126,7 +126,7 @@ def made_of(name, dtype, shards=0):
     ("name", "dtype", "shards"),
     [
         ("token_stats, every option", "bfloat16", 8),
-        ("token_stats", "float32", 2),
+        slow("token_stats", "float32", 2),
         ("token_loss", "bfloat16", 2),
         ("logprobs of a frozen head", "bfloat16", 2),
         slow("token_stats", "float32", 1),

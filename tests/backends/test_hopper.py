@@ -327,6 +327,8 @@ def traced_in_parts(total, check_vma=True, n_devices=None, shapes=PARTS):
     return in_parts(total, check_vma, n_devices).trace(*operands)
 
 
+# Their kernels are lowered above, and their programs are traced below.
+@pytest.mark.slow
 @needs_pallas
 @pytest.mark.parametrize(
     "verb, check_vma, kernels",

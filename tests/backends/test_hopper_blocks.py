@@ -96,7 +96,9 @@ def test_blocks_that_all_rows_share_need_no_other(lowered_anywhere, of_blocks):
     assert not of_blocks
 
 
-@pytest.mark.parametrize("verb", [by_stats, slow(by_loss)])
+# Traced below; its products and its sum over parts are those of test_hopper.
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", [by_stats, by_loss])
 def test_a_split_vocabulary(verb, interpreted, of_blocks):
     """One part only: the interpreter has one device's memory."""
     h, W, y = CASE.make()

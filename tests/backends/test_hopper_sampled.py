@@ -104,22 +104,26 @@ def test_lowers_for_an_h200(layout, kernels, lowered_anywhere):
     assert text.count("__gpu$xla.gpu.triton") == kernels
 
 
-@pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
-@pytest.mark.parametrize(
-    "verb, layout, split",
-    [
-        ("token_loss", "dv", {"tokens": "t", "vocab": "v"}),
-        slow("logprobs", "vd", {"tokens": "t", "vocab": "v"}),
-    ],
+TRITON_WARNS = pytest.mark.filterwarnings(
+    "ignore:The Pallas Triton backend:DeprecationWarning"
 )
-def test_lowers_over_a_mesh(verb, layout, split, lowered_anywhere):
-    """Through the public functions; results of kernels are typed as their operands."""
-    n, d, v, key = 512, 512, 32768, jax.random.key(0)
+OVER_A_MESH = [("token_loss", "dv"), ("logprobs", "vd")]
+
+
+def mesh_of_h200s():
     device = jax.sharding.AbstractDevice(
         device_kind="NVIDIA H200", num_cores=132, platform="gpu"
     )
-    mesh = AbstractMesh((2, 2), ("t", "v"), abstract_device=device)
-    public = jaxmem.sharding.parallel(getattr(jaxmem, verb), mesh, **split)
+    return AbstractMesh((2, 2), ("t", "v"), abstract_device=device)
+
+
+def traced_over_a_mesh(verb, layout):
+    """Through the public functions, where each splits tokens and vocabulary."""
+    n, d, v, key = 512, 512, 32768, jax.random.key(0)
+    mesh = mesh_of_h200s()
+    public = jaxmem.sharding.parallel(
+        getattr(jaxmem, verb), mesh, tokens="t", vocab="v"
+    )
     options = {"chunk": 128, "gradient_samples": 64, "key": key, "layout": layout}
 
     def loss(h, W, y):
@@ -130,9 +134,24 @@ def test_lowers_over_a_mesh(verb, layout, split, lowered_anywhere):
 
     shapes = (n, d), (v, d) if layout == "vd" else (d, v)
     h, W = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes)
+    y = jax.ShapeDtypeStruct((n,), jnp.int32)
     with jax.sharding.use_abstract_mesh(mesh):
-        traced = jax.jit(jax.grad(loss, (0, 1))).trace(
-            h, W, jax.ShapeDtypeStruct((n,), jnp.int32)
-        )
+        return jax.jit(jax.grad(loss, (0, 1))).trace(h, W, y)
+
+
+@TRITON_WARNS
+@pytest.mark.parametrize("verb, layout", [OVER_A_MESH[0], slow(*OVER_A_MESH[1])])
+def test_typed_over_a_mesh(verb, layout, lowered_anywhere):
+    """Results of kernels vary over the axes that their operands vary over, which is
+    checked while a call is traced."""
+    assert traced_over_a_mesh(verb, layout)
+
+
+@pytest.mark.slow  # each kernel is lowered above
+@TRITON_WARNS
+@pytest.mark.parametrize("verb, layout", OVER_A_MESH)
+def test_lowers_over_a_mesh(verb, layout, lowered_anywhere):
+    traced = traced_over_a_mesh(verb, layout)
+    with jax.sharding.use_abstract_mesh(mesh_of_h200s()):
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("__gpu$xla.gpu.triton") == 5

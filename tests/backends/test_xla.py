@@ -182,7 +182,7 @@ def test_memory_does_not_grow_with_the_tokens():
     assert temp(64 * 1024) - temp(1024) <= more_tokens * (64 + 8 * 32)
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=["f32", "bf16"])
+@pytest.mark.parametrize("dtype", [slow(F32), BF16], ids=["f32", "bf16"])
 def test_memory_from_logits(dtype):
     if OLD_XLA and dtype == BF16:
         pytest.skip("XLA for CPUs in jaxlib 0.10 widens bfloat16 logits whole")
@@ -234,7 +234,7 @@ def test_dw_error_is_flat_in_the_number_of_chunks():
     "dtype, size",
     [
         ("float32", (48, 517)),
-        ("bfloat16", (32, 300)),
+        slow("bfloat16", (32, 300)),
         slow("float32", (32, 300)),
         slow("bfloat16", (48, 517)),
     ],
@@ -272,7 +272,7 @@ def test_a_rerun_is_bitwise_equal():
     jax.tree.map(np.testing.assert_array_equal, run(h, W, y), run(h, W, y))
 
 
-@pytest.mark.parametrize("layout", ["vd", "dv"])
+@pytest.mark.parametrize("layout", ["vd", slow("dv")])
 def test_on_a_gpu_a_ragged_vocabulary_is_padded_backward(layout, monkeypatch):
     """Traced as for a GPU, run here: W [131, D] in products of 192 columns."""
     h, W, y = (jnp.asarray(x, F32) for x in Case(50, 24, 131, std=2.0).make())

@@ -78,7 +78,7 @@ OPTIONS = {"plain": {}, "some": SOME, "all": {**SOME, "layout": "dv"}}
 @pytest.mark.parametrize(
     "name, dtype",
     [
-        ("plain", "float32"),
+        slow("plain", "float32"),
         slow("some", "float32"),
         ("all", "float32"),
         ("all", "bfloat16"),

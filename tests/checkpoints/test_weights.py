@@ -22,6 +22,7 @@ from jaxmem import checkpoints
 from jaxmem.checkpoints import CheckpointError
 from jaxmem.checkpoints.tensors import Tensors, whole
 from jaxmem.models.decoder import HeadConfig
+from tests.cases import slow
 
 TINY = pathlib.Path(__file__).parent / "tiny"
 NAMES = sorted(path.name for path in TINY.iterdir())
@@ -89,7 +90,7 @@ def test_numbers_are_torchs(name):
     np.testing.assert_allclose(stats.entropy, entropy, atol=4e-4 * scale)
 
 
-@pytest.mark.parametrize("name", ["gemma3", "llama", "qwen2"])
+@pytest.mark.parametrize("name", ["gemma3", slow("llama"), slow("qwen2")])
 def test_a_token_at_a_time_gives_torchs_numbers_too(name):
     logits, tokens = expected(name)["logits"], jnp.asarray(expected(name)["tokens"])
     decoder = loaded(name)
@@ -109,7 +110,7 @@ def rms(x):
     return float(np.sqrt(np.mean(np.square(x))))
 
 
-@pytest.mark.parametrize("name", ["gemma2", "qwen3"])
+@pytest.mark.parametrize("name", ["gemma2", slow("qwen3")])
 def test_bfloat16_is_as_near_as_the_materialised_path_is(name):
     """Errors of log-probabilities and entropies, against torch's in float64."""
     stored = expected(name)

@@ -17,7 +17,7 @@ from jax.sharding import AxisType, PartitionSpec as P
 import jaxmem
 from jaxmem.core import shards
 from tests import oracle
-from tests.cases import Case, one_at_a_time
+from tests.cases import Case, one_at_a_time, slow
 from tests.functional.test_api import EPSILON, FLOATS, STATS_EPSILON, error
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -119,7 +119,9 @@ def alone_and_exact():
     return with_gradients(stats, h, W, y), oracle.head(h, W, y, g, vocab_size=V)
 
 
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize(
+    "name", [x if x in ("2x4", "vocabulary over two axes") else slow(x) for x in MESHES]
+)
 def test_every_mesh(name):
     check(with_gradients(sharded(stats, name), *problem()), *alone_and_exact())
 
@@ -197,7 +199,7 @@ def mixed_loss(h, W, y, advantage, axis_name=None, **options):
 
 
 @pytest.mark.parametrize(
-    ("check_vma", "frozen_head"), [(True, False), (True, True), (False, False)]
+    ("check_vma", "frozen_head"), [(True, False), slow(True, True), (False, False)]
 )
 def test_loss_in_one_pass(check_vma, frozen_head):
     h, W, y = problem()
@@ -332,7 +334,14 @@ def verbs_without_axis_name():
 
 @pytest.mark.parametrize(
     "name, of_hidden",
-    one_at_a_time(list(verbs_without_axis_name()), [P("data"), P()]),
+    [
+        *one_at_a_time(["kl", "jsd", "ragged supports"], [P("data"), P()]),
+        *(  # by the same rules
+            slow(name, of_hidden)
+            for name in ("forward_kl", "selected_logprobs", "support_logprobs")
+            for of_hidden in (P("data"), P())
+        ),
+    ],
     ids=str,
 )
 def test_verbs_that_need_all_of_W(name, of_hidden):
@@ -433,7 +442,7 @@ STATISTICS = [("pmax", "f32[2,12]"), ("psum_invariant", "f32[3,12]")]
 DHIDDEN = ("psum_invariant", f"f32[12,{D}]")
 
 
-@pytest.mark.parametrize("v", [37, 801])
+@pytest.mark.parametrize("v", [slow(37), 801])
 def test_what_is_communicated_does_not_grow_with_the_vocabulary(v):
     h, W, y = problem(columns=-(-v // 8) * 8, v=v)
     split = sharded(functools.partial(stats, vocab_size=v))

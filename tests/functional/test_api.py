@@ -117,8 +117,8 @@ def check(
 
 # Those that others here or other remainders cover.
 SLOW_CASES = (
-    "ordinary", "peaked", "V=127", "V=2049", "V=50257", "N prime", "one chunk",
-    "a third masked",
+    "ordinary", "peaked", "V=127", "V=2049", "V=50257", "V=151936", "D odd", "N=1",
+    "N prime", "one chunk", "a third masked", "label at -50",
 )  # fmt: skip
 
 
@@ -154,8 +154,8 @@ OPTIONS = {
 
 
 def options_and_layouts():
-    """Every option at once in each layout; each alone is slow."""
-    yield [*OPTIONS], "vd"
+    """Every option at once; in the other layout, and each alone, slow."""
+    yield slow([*OPTIONS], "vd")
     yield [*OPTIONS], "dv"
     for name in OPTIONS:
         for layout in ("vd", "dv"):

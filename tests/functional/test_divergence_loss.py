@@ -120,7 +120,7 @@ def test_every_option():
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("temperature", [2.5, 1.0])
+@pytest.mark.parametrize("temperature", [2.5, slow(1.0)])
 @pytest.mark.parametrize(
     "of_stats",
     [1.0, 0.7, np.linspace(0.5, 2, N, dtype=np.float32)],
@@ -133,7 +133,7 @@ def test_statistics_at_a_temperature_of_their_own(of_stats, temperature):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("more", [{}, {"statistics_temperature": 0.5}], ids=str)
+@pytest.mark.parametrize("more", [slow({}), {"statistics_temperature": 0.5}], ids=str)
 def test_paddings_that_differ(more):
     h, W, h_ref, W_ref = make()
     wide = np.concatenate([W, np.full((6, W.shape[1]), 9, np.float32)])
@@ -245,7 +245,7 @@ def test_statistics_and_divergence_share_the_largest_logit():
 
 
 @pytest.mark.parametrize("verb", ["jsd", slow("kl"), slow("forward_kl")])
-@pytest.mark.parametrize("of_stats", [None, 0.5])
+@pytest.mark.parametrize("of_stats", [slow(None), 0.5])
 def test_memory_is_what_the_docstring_says(of_stats, verb, optimized):
     n, d, v, chunk = 2048, 64, 8192, 128
 

@@ -117,7 +117,7 @@ def largest_logit(h, W):
     "name, layout",
     [
         ("a third masked", "vd"),
-        ("peaked", "dv"),
+        slow("peaked", "dv"),
         slow("a third masked", "dv"),
         slow("peaked", "vd"),
         slow("V=2049", "vd"),
@@ -256,6 +256,7 @@ def test_over_a_mesh(verb, name, of_blocks):
     assert_same(got, want, 2.0**-8 * MESHES[name][0])
 
 
+@pytest.mark.slow  # on a mesh above
 def test_inside_of_shard_map_with_types(of_blocks):
     if jax.device_count() < 2:
         pytest.skip(f"needs 2 devices, has {jax.device_count()}")

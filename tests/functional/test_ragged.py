@@ -87,7 +87,8 @@ def test_values_and_gradients(std):
     check(make(std))
 
 
-@pytest.mark.parametrize("chunk", [1, slow(None), slow("auto")], ids=str)
+@pytest.mark.slow  # bit by bit without chunks below; the others have chunks
+@pytest.mark.parametrize("chunk", [1, None, "auto"], ids=str)
 def test_any_chunk(chunk):
     check(make(), chunk=chunk)
 

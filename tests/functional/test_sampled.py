@@ -88,10 +88,11 @@ def run(verb, name, copies=0, keys=None):
     return gradients(verb, copies, names, facts, [options[k] for k in names], keys)
 
 
+# test_xla_sampled asks it of each statistic.
 @pytest.mark.parametrize("verb, name", [
-    ("token_stats", "plain"), slow("logprobs", "plain"), slow("entropy", "plain"),
+    slow("token_stats", "plain"), slow("logprobs", "plain"), slow("entropy", "plain"),
     slow("token_loss", "plain"), slow("logprobs", "some"),
-    ("logprobs", "dv"), slow("logprobs", "frozen"), ("entropy", "some"),
+    slow("logprobs", "dv"), slow("logprobs", "frozen"), slow("entropy", "some"),
     slow("token_loss", "dv"), ("token_loss", "frozen"),
 ])  # fmt: skip
 def test_the_mean_of_draws_is_the_exact_gradient(verb, name):
@@ -138,6 +139,8 @@ def grads(h, W, y, **options):
     return jax.jit(jax.grad(f, (0, 1)))(h, W)
 
 
+# The loop is held to it in test_xla_sampled, and on several devices below.
+@pytest.mark.slow
 def test_neither_chunk_nor_company_nor_remat_changes_what_is_drawn(optimized):
     h, W, y = Case(48, 16, 300).make()
     want = grads(h, W, y, gradient_samples=8, key=KEY, chunk=48)

@@ -136,7 +136,7 @@ def check(problem, chunk=64, dtype="float32", layout="vd", bias=None, **options)
     "name",
     [
         slow("flat"),
-        "D odd",
+        slow("D odd"),
         "NaN in masked rows",
         slow("peaked"),
         slow("N prime"),

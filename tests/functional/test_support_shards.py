@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxmem
+from tests.cases import slow
 from tests.core.test_shards import MESHES, assert_close, collectives, jit, mesh_of
 from tests.functional.test_api import EPSILON, STATS_EPSILON
 from tests.functional.test_selected import exact
@@ -104,18 +105,18 @@ def check(got):
     assert not got[0][MASKED].any() and not got[1][0][MASKED].any()
 
 
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("name", [x if x == "2x2x2" else slow(x) for x in MESHES])
 @pytest.mark.parametrize("call", [dense, ragged])
 def test_every_mesh(call, name):
     check(with_gradients(sharded(call, name)))
 
 
-@pytest.mark.parametrize("call", [dense, ragged])
+@pytest.mark.parametrize("call", [slow(dense), ragged])
 def test_without_types_that_vary(call):
     check(with_gradients(sharded(call, "2x4", check_vma=False)))
 
 
-@pytest.mark.parametrize("call", [dense, ragged])
+@pytest.mark.parametrize("call", [slow(dense), ragged])
 def test_what_is_wrong_at_run_time_poisons_its_token_only(call):
     """A label outside of its support, or an id that no shard has."""
     h, W, y, ids, bias, warm, _ = problem()
@@ -134,7 +135,7 @@ def test_what_is_wrong_at_run_time_poisons_its_token_only(call):
     assert np.isfinite(dh).all() and dh.any()
 
 
-@pytest.mark.parametrize("call", [dense, ragged])
+@pytest.mark.parametrize("call", [dense, slow(ragged)])
 def test_what_is_communicated(call):
     """The logprobs' all-reduces, once for all tokens of a device; W is not gathered."""
     h, W, y, ids, bias, warm, g = problem()

@@ -20,6 +20,8 @@ PAIRS = [
     ("forward", True), ("reverse", False), ("jsd", True),
     slow("forward", False), slow("reverse", True), slow("jsd", False),
 ]  # fmt: skip
+# What a test says of the sums that every way and tail are made of.
+ONE_PAIR = [slow(*PAIRS[0]), slow(*PAIRS[1]), *PAIRS[2:]]
 BETA = 0.3
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "on_one_device")
@@ -165,7 +167,7 @@ OPTIONS = {
 
 @pytest.mark.parametrize(
     "way,tail,dtype,layout",
-    [("forward", True, "float32", "dv"), ("reverse", False, "float32", "vd"),
+    [("forward", True, "float32", "dv"), slow("reverse", False, "float32", "vd"),
      ("jsd", True, "bfloat16", "vd")],
 )  # fmt: skip
 def test_every_option(way, tail, dtype, layout):
@@ -203,7 +205,7 @@ def test_an_id_that_repeats_counts_once_as_it_came_first(tail):
         np.testing.assert_allclose(a, b, atol=1e-6)
 
 
-@pytest.mark.parametrize("way, tail", PAIRS)
+@pytest.mark.parametrize("way, tail", ONE_PAIR)
 def test_of_all_columns_it_is_the_divergence_of_two_heads(way, tail):
     (h, W, _, _), (teacher, _, _, _) = make(3.0), make(seed=4)
     rng = np.random.default_rng(2)
@@ -242,7 +244,7 @@ def test_without_ids_nothing_diverges(way, tail):
     assert none.shape == (N,) and not none.any()
 
 
-@pytest.mark.parametrize("way, tail", PAIRS)
+@pytest.mark.parametrize("way, tail", ONE_PAIR)
 def test_masked_tokens_give_exactly_nothing(way, tail):
     h, W, ids, ln_q = make()
     where = np.arange(N) % 4 == 0
@@ -375,6 +377,8 @@ def test_float64_stays_float64(way):
             assert error(got, exact_one) < 1e-13
 
 
+# The rule is that of test_selected and test_ragged, which ask the same.
+@pytest.mark.slow
 def test_any_leading_shape_checkpoint_and_vmap():
     h, W, ids, ln_q = (x[:32] if len(x) == N else x for x in make())
     cut = h.reshape(2, 16, D), ids.reshape(2, 16, K), ln_q.reshape(2, 16, K)

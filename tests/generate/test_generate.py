@@ -16,6 +16,7 @@ from jaxmem import cli, generate
 from jaxmem.data.records import DataError
 from jaxmem.generate import GenerateConfig, Generator, chat
 from jaxmem.generate.completions import Completion, Prompt, unreached
+from tests.cases import slow
 from tests.checkpoints import texts
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -63,7 +64,7 @@ def sampled(model):
 # ------------------------------------------------------------------ tokens
 
 
-@pytest.mark.parametrize("name", ["qwen3", "mistral", "llama"])
+@pytest.mark.parametrize("name", ["qwen3", "mistral", slow("llama")])
 def test_greedy_tokens_are_those_of_transformers(name, directory, tmp_path):
     if name != "llama":
         directory = checkpoint(name, tmp_path)

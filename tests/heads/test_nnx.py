@@ -117,7 +117,7 @@ def test_pure_state_dict_round_trip():
 
 @pytest.mark.parametrize(
     "use_bias, softcap, temperature",
-    [(True, None, 1.0), (False, 0.7, 1.0), (True, 0.7, 0.6)],
+    [slow(True, None, 1.0), (False, 0.7, 1.0), (True, 0.7, 0.6)],
 )
 def test_verbs_agree_with_the_logits(use_bias, softcap, temperature):
     head = make_head(
@@ -295,7 +295,7 @@ def test_columns_as_the_functions_have_them():
     assert (ids[KEEP] == best[KEEP][:, :1]).mean() > 0.5 and (ids[~KEEP] == -1).all()
 
 
-@pytest.mark.parametrize("softcaps", [(None, 0.7), (0.7, None)])
+@pytest.mark.parametrize("softcaps", [(None, 0.7), slow((0.7, None))])
 def test_divergence_is_that_of_both_heads(softcaps):
     """Each head has its own width, layout, bias and softcap."""
     embed = nnx.Embed(V, 2 * D, rngs=nnx.Rngs(1))

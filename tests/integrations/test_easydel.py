@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 from jaxmem.integrations import easydel
+from tests.cases import slow
 from tests.integrations.stand_ins import (
     Config,
     D,
@@ -91,7 +92,8 @@ def easy_value(module, return_entropy=True):
 
 
 @pytest.mark.parametrize(
-    "options", [dict(tied=True), dict(tied=True, bias=True), dict(), dict(bias=True)]
+    "options",
+    [dict(tied=True), slow(dict(tied=True, bias=True)), slow(dict()), dict(bias=True)],
 )
 def test_easydel_logps_and_entropies(options, fake_easydel):
     model, value = EasyModel(**options), easy_value(fake_easydel)

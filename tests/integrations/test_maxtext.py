@@ -10,6 +10,7 @@ from flax import linen as nn, nnx
 
 from jaxmem.integrations import maxtext, tunix
 from jaxmem.integrations._head import Head
+from tests.cases import slow
 from tests.integrations.maxtext_strategy import CombinedDistillationStrategy
 from tests.integrations.stand_ins import (
     Config,
@@ -135,7 +136,9 @@ def maxtext_data():
     "changes",
     [
         pytest.param({}, id="untied"),
-        pytest.param(dict(z_loss_multiplier=0.1), id="z-loss"),
+        pytest.param(
+            dict(z_loss_multiplier=0.1), id="z-loss", marks=pytest.mark.slow
+        ),
         pytest.param(
             dict(logits_via_embedding=True, final_logits_soft_cap=0.3,
                  z_loss_multiplier=0.1),
@@ -262,7 +265,7 @@ def test_maxtext_heads_that_are_left_alone(change, reason, fake_maxtext, capsys)
     assert f"left as it is: {reason}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", [True, slow(False)])
 def test_a_linen_decoder_inside_nnx_is_left_alone(tied, fake_maxtext, capsys):
     """pure_nnx=True with pure_nnx_decoder=False, in MaxText's words."""
     config, data = maxtext_config(logits_via_embedding=tied), maxtext_data()

@@ -12,6 +12,7 @@ from flax import nnx
 import jaxmem
 from jaxmem.integrations import maxtext
 from jaxmem.integrations._replace import IntegrationError
+from tests.cases import slow
 from tests.integrations.maxtext_strategy import (
     CombinedDistillationStrategy,
     DistillationForwardOutput,
@@ -117,8 +118,10 @@ def step_of(strategy, student, teacher, offline=False):
     return nnx.jit(step)(weights, teacher)
 
 
-@pytest.mark.parametrize("offline", [False, True])
-@pytest.mark.parametrize("features", [0.0, 0.3])
+@pytest.mark.parametrize(
+    ("features", "offline"),
+    [(0.0, False), (0.3, True), slow(0.0, True), slow(0.3, False)],
+)
 def test_loss_metrics_and_gradient(offline, features, fake_maxtext):
     pair, options = models(), dict(offline=offline)
     theirs = step_of(strategy_of(fake_maxtext, beta_feature=features), *pair, **options)

@@ -19,7 +19,7 @@ from flax import nnx
 
 import jaxmem
 from jaxmem.integrations import tunix
-from tests.cases import one_at_a_time
+from tests.cases import slow
 
 EAGER = getattr(flax.config, "flax_always_shard_variable", None)
 
@@ -95,7 +95,12 @@ def logps_and_entropies(model, prompts, completions, **options):
 
 
 @pytest.mark.parametrize(
-    ("temperature", "tied"), one_at_a_time([1.0, 0.7, 0.0], [True, False])
+    ("temperature", "tied"),
+    [
+        (1.0, True),  # the others are in test_tunix_stand_in
+        slow(1.0, False),
+        *(slow(t, tied) for t in (0.7, 0.0) for tied in (True, False)),
+    ],
 )
 def test_logps_and_entropies(tied, temperature):
     model, arguments = qwen(tied), batch()
@@ -110,6 +115,7 @@ def test_logps_and_entropies(tied, temperature):
     assert algo_core.common is common
 
 
+@pytest.mark.slow  # test_tunix_stand_in has such ids
 def test_a_negative_id_is_counted_from_the_end():
     """As where eos_id is -1: it is not masked, as jaxmem's own verbs have it."""
     model, (prompts, completions) = qwen(), batch()
@@ -192,6 +198,9 @@ def grpo_loss(model):
     return value, aux, gradient
 
 
+# The functions that it calls are replaced above, and run_integrations below takes steps
+# of it.
+@pytest.mark.slow
 def test_grpo_loss_its_metrics_and_gradients():
     theirs = grpo_loss(qwen(tied=False))
     with tunix.applied(chunk=4):
@@ -251,6 +260,7 @@ def test_tunix_trains_with_the_same_losses():
     np.testing.assert_allclose(ours, theirs, rtol=1e-5)
 
 
+@pytest.mark.slow  # test_tunix_stand_in sees the call that makes it so
 def test_compiled_memory_is_lower(optimized):
     model, ids = qwen(vocab_size=8192), tokens((4, 64))
     definition, weights = nnx.split(model)
@@ -274,6 +284,7 @@ def test_compiled_memory_is_lower(optimized):
     assert theirs > 2 * logits and ours < logits
 
 
+@pytest.mark.slow  # they are in test_tunix_stand_in, too
 def test_preferences():
     model, ids = qwen(), tokens((2, 9))
     places = jnp.broadcast_to(jnp.arange(9), ids.shape)
@@ -287,7 +298,7 @@ def test_preferences():
 
 
 @needs_0_1_7
-@pytest.mark.parametrize("loss", ["grpo", "distill"])
+@pytest.mark.parametrize("loss", ["grpo", slow("distill")])
 def test_the_benchmark_measures_both_ways_to_the_same_loss(loss):
     from benchmarks import run_integrations
 

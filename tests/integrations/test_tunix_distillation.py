@@ -120,10 +120,11 @@ def assert_near(ours, theirs, rtol=2e-5):
     ("alpha", "temperature", "k"),
     [
         (0.7, 2.5, 0),
-        (0.0, 1.0, 0),
-        (1.0, 1.0, 0),
         (0.7, 2.5, 4),
-        *[slow(*case, 0) for case in ((0.7, 1.0), (0.0, 2.5), (1.0, 2.5))],
+        *[
+            slow(*case, 0)
+            for case in ((0.7, 1.0), (0.0, 1.0), (1.0, 1.0), (0.0, 2.5), (1.0, 2.5))
+        ],
         slow(1.0, 1.0, 4),
         slow(0.0, 2.5, 4),
     ],
@@ -142,7 +143,8 @@ def test_loss_metrics_and_gradient(alpha, temperature, k):
     assert_near(ours, theirs)
 
 
-@pytest.mark.parametrize("k", [slow(1), V])
+@pytest.mark.slow  # four of them are in the test above
+@pytest.mark.parametrize("k", [1, V])
 def test_any_number_of_the_teachers_logits(k):
     theirs = losses(strategy_of(distill_top_k=k, alpha=0.9), *models())
     with tunix.applied(chunk=4):
@@ -176,6 +178,7 @@ def test_of_equal_logits_those_of_smaller_ids_are_largest():
         np.testing.assert_allclose(made, want, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_bfloat16_is_as_near_to_float32_as_tunix_is():
     exact = of_tunix()[0][0]
     student, teacher = models()
@@ -209,6 +212,7 @@ def trained_by_tunix():
     return trained(strategy_of())
 
 
+@pytest.mark.slow  # it also trains on a mesh, below
 def test_tunix_trains_to_the_same_weights():
     theirs = trained_by_tunix()
     with tunix.applied(chunk=4), jaxmem.report() as calls:
@@ -244,7 +248,7 @@ def dense(**inputs):
     ("functions", "reason"),
     [
         (dict(student=add_one), "student_forward_fn does more with logits than"),
-        (dict(teacher=add_one), "teacher_forward_fn does more with logits than"),
+        slow(dict(teacher=add_one), "teacher_forward_fn does more with logits than"),
         (dict(teacher=no_logits), "teacher_forward_fn does not return its model's"),
         (dict(student=no_logits), "student_forward_fn does not return its model's"),
         (dict(labels=smooth), "labels_fn does more with jax.nn.one_hot(...) than"),
@@ -330,6 +334,8 @@ def test_a_mesh_shards_the_batch_and_not_the_head():
     assert made.teacher_output.head.W is output.head.W
 
 
+# The calls that make it so are seen above, and what is parked on the mesh.
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [0, 16])
 def test_compiled_memory_is_lower(k, optimized):
     n = 8192

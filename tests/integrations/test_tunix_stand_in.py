@@ -14,7 +14,7 @@ from flax import nnx, struct
 
 import jaxmem
 from jaxmem.integrations import tunix
-from tests.cases import one_at_a_time, slow
+from tests.cases import slow
 from tests.integrations.stand_ins import (
     B,
     Config,
@@ -258,8 +258,8 @@ PACKED = {
     [
         (True, 0.7, True, True, 2),
         (False, 0.0, True, False, 0),
-        (False, 1.0, False, False, 2),
-        (False, 1.0, False, True, 0),
+        slow(False, 1.0, False, False, 2),
+        slow(False, 1.0, False, True, 0),
         slow(True, 0.7, True, False, 0),
         slow(True, 0.7, True, False, 2),
         slow(True, 0.7, True, True, 0),
@@ -324,7 +324,8 @@ def test_supervised_loss_is_sums_that_the_trainer_divides(fake_tunix):
 
 
 @pytest.mark.parametrize(
-    ("temperature", "tied"), one_at_a_time([0.7, 0.0], [True, False])
+    ("temperature", "tied"),
+    [(0.7, False), (0.0, True), slow(0.7, True), slow(0.0, False)],
 )
 def test_chunked_logps(tied, temperature, fake_tunix):
     def value(model, hidden):

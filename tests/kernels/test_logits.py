@@ -34,7 +34,7 @@ def stats_and_gradients(h, W, y, implementation, **options):
         slow(0, {}),
         slow("all", {}),
         slow(0, {"temperature": 0.7}),
-        ("all", {"softcap": 5.0}),
+        slow("all", {"softcap": 5.0}),
         (0, {"softcap": 5.0, "bias": BIAS}),
     ],
     ids=lambda x: "+".join(x) or "plain" if isinstance(x, dict) else f"kept {x}",

@@ -10,6 +10,7 @@ import pytest
 from jaxmem import devices
 from jaxmem.kernels import normed_rotary
 from tests import hlo
+from tests.cases import slow
 from tests.kernels import needs_pallas
 from tests.models import test_layers as blocks
 
@@ -66,7 +67,7 @@ def check(got, want, dtype):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", slow("float32")])
 def test_against_float64(dtype, shape, triton_interpreted):
     given = problem(dtype, shape)
     check(by_kernels(*given), exact(*given), dtype)
@@ -76,7 +77,9 @@ def config_of(name, dtype):
     return dataclasses.replace(blocks.config_of(name, dtype=dtype), head_dim=32)
 
 
-@pytest.mark.parametrize("name, dtype", [("Qwen3", "bfloat16"), ("Gemma 3", "float32")])
+@pytest.mark.parametrize(
+    "name, dtype", [slow("Qwen3", "bfloat16"), ("Gemma 3", "float32")]
+)
 def test_a_block_with_it_is_as_exact(name, dtype, triton_interpreted, monkeypatch):
     """Of the result and of each gradient: the error against float64."""
     config = config_of(name, dtype)
@@ -93,7 +96,7 @@ def test_a_block_with_it_is_as_exact(name, dtype, triton_interpreted, monkeypatc
     assert any((got[key] != usual[key]).any() for key in exact)  # the kernel ran
 
 
-@pytest.mark.parametrize("name", ["Qwen3", "Gemma 3"])
+@pytest.mark.parametrize("name", [slow("Qwen3"), "Gemma 3"])
 def test_a_block_with_it_keeps_the_same(name, monkeypatch):
     """Of layers of two kinds, whose tables are shared by all layers, too."""
     config = config_of(name, "bfloat16")

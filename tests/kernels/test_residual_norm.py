@@ -11,6 +11,7 @@ from jaxmem import devices, remat
 from jaxmem.kernels import residual_norm
 from jaxmem.models import normed_products
 from tests import hlo
+from tests.cases import slow
 from tests.kernels import needs_pallas
 from tests.models import test_layers as blocks
 
@@ -65,7 +66,7 @@ def check(got, want, dtype):
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", slow("float32")])
 def test_against_float64(dtype, case, triton_interpreted):
     given = problem(dtype, *case)
     check(by_kernels(*given), exact(*given), dtype)
@@ -101,9 +102,10 @@ LORA = dict(lora_rank=4, lora_targets=("query", "up"))
 @pytest.mark.parametrize(
     "block, name, dtype, changes",
     [
-        (blocks.lean, "Qwen3", "bfloat16", {}), (blocks.lean, "Qwen2", "float32", {}),
         (blocks.lean, "Mistral", "float32", LORA),
-        (under_a_policy, "Llama", "float32", {}),
+        slow(blocks.lean, "Qwen3", "bfloat16", {}),
+        slow(blocks.lean, "Qwen2", "float32", {}),
+        slow(under_a_policy, "Llama", "float32", {}),
         (under_a_policy, "Gemma 3", "bfloat16", {}),
     ],
 )  # fmt: skip
@@ -127,7 +129,7 @@ def test_a_block_with_it_is_as_exact(
     assert any((got[key] != usual[key]).any() for key in exact)  # the kernel ran
 
 
-@pytest.mark.parametrize("name", ["Qwen3", "Gemma 3"])
+@pytest.mark.parametrize("name", [slow("Qwen3"), "Gemma 3"])
 def test_a_block_with_it_keeps_less(name, request):
     """No number per row where all is kept, and nowhere more."""
     config = blocks.config_of(name, dtype="bfloat16")

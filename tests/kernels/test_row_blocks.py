@@ -14,6 +14,7 @@ from jaxmem.core import stats
 from jaxmem.functional import draws
 from jaxmem.kernels import row_blocks
 from tests import hlo
+from tests.cases import slow
 from tests.core.test_selection import by_sorting
 from tests.core.test_shards import MESHES, mesh_of
 from tests.functional import test_draws, test_largest
@@ -33,7 +34,7 @@ def all_parts(z):
 
 
 # Less than a block, and a last tile and block that are cut.
-@pytest.mark.parametrize("columns", [30, 2 * WIDTH, 4096 + 3 * WIDTH + 7])
+@pytest.mark.parametrize("columns", [30, slow(2 * WIDTH), 4096 + 3 * WIDTH + 7])
 def test_parts_against_float64(columns, triton_interpreted):
     z = rows_of_logits(columns)
     z[0, :WIDTH] = -np.inf
@@ -59,8 +60,10 @@ def test_a_row_without_any_column(triton_interpreted):
 
 
 # One block; k beyond the number of blocks; several; k = V.
-@pytest.mark.parametrize("k, n", [(1, 1), (7, 50), (9, 400), (64, 4099), (130, 130)])
-@pytest.mark.parametrize("levels", [2, 10**6], ids="{} values".format)
+@pytest.mark.parametrize(
+    "k, n", [(1, 1), slow(7, 50), slow(9, 400), (64, 4099), (130, 130)]
+)
+@pytest.mark.parametrize("levels", [2, slow(10**6)], ids="{} values".format)
 def test_ties_are_in_order(k, n, levels, triton_interpreted):
     rng = np.random.default_rng(n)
     x = rng.integers(-levels, levels, (5, n)).astype(np.float32) / 2
@@ -94,7 +97,7 @@ def run_both(call, *operands):
     return by_kernels, plain
 
 
-@pytest.mark.parametrize("k, v", [(3, 130), (130, 130), (64, 4099)])
+@pytest.mark.parametrize("k, v", [slow(3, 130), slow(130, 130), (64, 4099)])
 def test_topk_with_them(k, v, triton_interpreted):
     h, W = test_largest.make(v)
     bias = np.where(np.arange(v) % 3 == 0, -np.inf, 0).astype(np.float32)
@@ -108,7 +111,9 @@ def test_topk_with_them(k, v, triton_interpreted):
     np.testing.assert_allclose(by_kernels.logprobs, plain.logprobs, rtol=16 * EPS)
 
 
-@pytest.mark.parametrize("std, v", [(3.0, 1), (1.0, 300), (15.0, 300), (1.0, 4099)])
+@pytest.mark.parametrize(
+    "std, v", [slow(3.0, 1), slow(1.0, 300), slow(15.0, 300), (1.0, 4099)]
+)
 def test_draws_with_them(std, v, triton_interpreted):
     h, W = test_draws.make(std, v)
     by_kernels, _ = run_both(

@@ -77,13 +77,13 @@ def by_kernels(triton_interpreted, monkeypatch):
     monkeypatch.setattr(devices, "backend", lambda: "gpu")
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", ["kl", slow("forward_kl")])
 @pytest.mark.parametrize("std", [slow(0.0), 15.0], ids=["flat", "peaked"])
 def test_as_good_as_materialised(verb, std, by_kernels):
     of_verbs.test_values_and_gradients(verb, std)
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", ["kl", slow("forward_kl")])
 def test_where_sums_cancel(verb, by_kernels):
     of_verbs.test_nearly_equal_heads_keep_their_digits(verb, 1e-3)
     of_verbs.test_equal_heads_give_exactly_zero(verb)

@@ -94,7 +94,7 @@ def units_of(sampling, kept, scale, labels, n, v, width=WIDTH):
 
 @pytest.mark.parametrize(
     "std, dtype",
-    [(0.0, "bfloat16"), (1.0, "float16"), (4.0, "bfloat16"), (30.0, "float16")],
+    [(0.0, "bfloat16"), slow(1.0, "float16"), slow(4.0, "bfloat16"), (30.0, "float16")],
 )
 def test_bounds_hold_and_fit(std, dtype):
     from jaxmem.kernels import sampled_select
@@ -116,7 +116,7 @@ def test_bounds_hold_and_fit(std, dtype):
             assert np.median(missed) < 0.01 * slots + 0.02
 
 
-@pytest.mark.parametrize("n_tiles", [1, 2, 7, 8, 9, 20])
+@pytest.mark.parametrize("n_tiles", [1, slow(2), slow(7), 8, slow(9), 20])
 def test_running_sums(n_tiles, monkeypatch):
     """Of some tiles at a time, and of rows of which the last ones are not active."""
     from jaxmem.kernels import sampled_select
@@ -160,7 +160,7 @@ def by_definition(sampling, bounds, p, units, starts):
     [
         (20, 300, 2.0, "bfloat16"),
         (7, 1000, 30.0, "float16"),
-        (33, 50, 0.5, "bfloat16"),
+        slow(33, 50, 0.5, "bfloat16"),
         slow(64, 4096, 0.1, "bfloat16"),
     ],
 )

@@ -65,11 +65,12 @@ def at_steps(hidden, lengths):
 @pytest.mark.parametrize(
     "changes",
     [
-        pytest.param({}, id="grouped queries"),
+        pytest.param({}, id="grouped queries", marks=pytest.mark.slow),
         pytest.param(dict(kv_heads=1, qk_norm=True), id="one kv head, Qwen's norms"),
         pytest.param(
             dict(kv_heads=4, embed_scale=True, activation="gelu", rope_theta=50.0),
             id="as many kv heads, Gemma's scale",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             dict(pattern=("local", "global"), window=3, attention_softcap=0.5,

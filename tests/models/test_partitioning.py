@@ -195,7 +195,12 @@ def attention(query, key, value, mask):
 
 @pytest.mark.parametrize(
     ("sizes", "kv_heads"),
-    [((2, 1, 4, 1), 2), ((1, 2, 2, 2), 2), ((1, 1, 4, 2), 8), ((1, 1, 8, 1), 1)],
+    [
+        slow((2, 1, 4, 1), 2),
+        ((1, 2, 2, 2), 2),
+        slow((1, 1, 4, 2), 8),
+        ((1, 1, 8, 1), 1),
+    ],
 )
 def test_attention_of_split_sequences(sizes, kv_heads):
     """Documents that end anywhere; fewer key heads than devices; every gradient."""
@@ -291,6 +296,8 @@ POLICY = GrpoJobConfig(
 )  # fmt: skip
 
 
+# test_distill_rewards has rollouts and rewards on a mesh, and the steps above rows.
+@pytest.mark.slow
 def test_a_policy_learns_the_same_on_a_mesh(tmp_path):
     """Prompts over all devices; packed rows over rows, tokens and the vocabulary."""
 

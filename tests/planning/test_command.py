@@ -49,6 +49,7 @@ def planned(capsys, *words):
     return status, capsys.readouterr()
 
 
+@pytest.mark.slow  # the same holds of pairs below
 def test_supervised(fake, capsys):
     status, said = planned(capsys, *SFT, "--json")
     made = json.loads(said.out)

@@ -15,6 +15,7 @@ from rich.console import Console
 from jaxmem import checkpoints, cli, score
 from jaxmem.score import ScoreConfig, journal, run, windows
 from jaxmem.train import files, locks
+from tests.cases import slow
 from tests.checkpoints import texts
 from tests.train.test_files import no_file_above
 
@@ -229,7 +230,7 @@ def killed_after(appends, monkeypatch):
     monkeypatch.setattr(journal.Journal, "append", append)
 
 
-@pytest.mark.parametrize("appends", [0, 1, 2])
+@pytest.mark.parametrize("appends", [slow(0), 1, slow(2)])
 def test_a_killed_run_goes_on_without_repeating_or_losing(
     appends, model, directory, monkeypatch
 ):
@@ -482,6 +483,8 @@ def test_a_teachers_columns_are_the_largest_of_its_logits(model, directory):
     assert first["vocabulary"] == checkpoints.vocabulary_digest(vocabulary)
 
 
+# of sample_ids in test_draws; a student learns from drawn ids in test_distill
+@pytest.mark.slow
 def test_drawn_ids_have_the_teachers_frequencies(model, directory):
     write([{"text": "ab"}] * 2)
     _, (record, again) = scored(model, sample_ids=4000)

@@ -153,7 +153,7 @@ def flat(weights):
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["distill.divergence=forward_kl", "distill.temperature=1.7"],
+        slow(["distill.divergence=forward_kl", "distill.temperature=1.7"]),
         ["distill.divergence=reverse_kl", "distill.loss_weight=0.3"],
         ["distill.divergence=jsd", "distill.beta=0.2", "distill.temperature=0.6"],
     ],
@@ -267,6 +267,8 @@ def test_the_data_may_count_too_and_only_responses_do():
     assert step.held_out_divergence is None
 
 
+# test_starting has adapters, and the test above a run as it was saved
+@pytest.mark.slow
 def test_adapters_learn_and_a_run_is_a_teacher(two_steps):
     sizes = [f"model.{n}=None" for n in ("layers", "hidden", "ff", "heads")]
     sizes += ["model.kv_heads=None", "model.head_dim=None"]
@@ -317,6 +319,7 @@ def prompts(directory):
     pathlib.Path("distill.gin").write_text(ON_POLICY + 'distill.teacher = "llama"\n')
 
 
+@pytest.mark.slow  # test_distill_rewards has runs of own samples, one of them killed
 @pytest.mark.usefixtures("one_program")
 def test_a_student_learns_from_its_own_samples_and_resumes(prompts, monkeypatch):
     result, said = train()
@@ -391,7 +394,7 @@ OFFLINE = "distill.mode=offline", "data.source=teacher.parquet"
 @pytest.mark.parametrize(
     ("options", "streamed"),
     [
-        (["--top-k=6"], []),
+        slow(["--top-k=6"], []),
         (["--top-k=6"], ["data.streaming=True", "data.shuffle_window=16"]),
         (["--sample-ids=12"], []),
     ],
@@ -428,7 +431,9 @@ def test_the_divergence_of_all_columns_is_that_of_dense_float64(name):
     np.testing.assert_allclose(made, np.where(where, expected, 0), rtol=2e-5)
 
 
-@pytest.mark.parametrize("divergence", [slow("forward_kl"), "jsd"])
+# The divergence of all columns and where columns stand are asked alone here.
+@pytest.mark.slow
+@pytest.mark.parametrize("divergence", ["forward_kl", "jsd"])
 def test_all_columns_are_the_whole_teacher(divergence):
     """The same text, the same order: a file of every column is the text's mode."""
     write([{"text": "".join(LETTERS[i : i + 14])} for i in range(20)])

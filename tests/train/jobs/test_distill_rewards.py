@@ -24,6 +24,7 @@ from jaxmem.train.jobs.distillation import (
 )
 from jaxmem.train.jobs.policy import HeadCall
 from jaxmem.train.metrics import DistillMetrics
+from tests.cases import slow
 from tests.checkpoints import texts
 from tests.train.jobs.kills import kill_before
 
@@ -105,7 +106,7 @@ def softmax(z):
     return e / e.sum(-1, keepdims=True)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("temperature", [slow(1.0), 0.7])
 def test_the_policy_gradient_is_that_of_dense_float64(temperature):
     """What the rewards add to the gradient; statistics stay those at temperature 1."""
     rng = np.random.default_rng(0)
@@ -183,6 +184,8 @@ def test_one_pass_over_the_logits_of_a_temperature(temperatures, verbs):
 TOLD = "reward", "accuracy", "degenerate"
 
 
+# The loss without rewards is in the gradient above, and what is told below.
+@pytest.mark.slow
 def test_a_weight_of_0_records_rewards_and_learns_bitwise_nothing_of_them():
     """Samples are shown without rewards, too."""
     pathlib.Path("pure.gin").write_text(SUMS.replace('task.reward = "prefix"', ""))
@@ -203,6 +206,7 @@ def test_a_weight_of_0_records_rewards_and_learns_bitwise_nothing_of_them():
     assert one == other
 
 
+@pytest.mark.slow  # the gradient is exact above
 def test_the_reward_rises_beside_a_teacher_that_cannot_add():
     result, said = train(
         "distill.reward_weight=10.0", "run.steps=40", "run.checkpoint_every=None"
@@ -284,7 +288,7 @@ def alone(tmp_path_factory):
 @pytest.mark.parametrize(
     "axis",
     [
-        "data",
+        pytest.param("data", marks=pytest.mark.slow),
         "tensor",
         pytest.param("fsdp", marks=pytest.mark.slow),
         pytest.param("sequence", marks=pytest.mark.slow),
@@ -331,6 +335,15 @@ def test_settings_that_cannot_be(overrides, message):
     with pytest.raises(ValueError) as raised:
         configuration.load("distill.gin", overrides)
     assert message in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_a_weight_of_0_needs_no_advantages():
+    """One completion of a prompt will do, and truncated draws."""
+    overrides = ["distill.completions=1", "sampling.top_k=4"]
+    config, _ = configuration.load(
+        "distill.gin", ["distill.reward_weight=0.0", *overrides]
+    )
+    assert config.distill.reward_weight == 0 and config.sampling.truncates
 
 
 @pytest.mark.parametrize("mode", ["text", "offline"])

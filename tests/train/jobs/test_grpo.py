@@ -37,7 +37,7 @@ from jaxmem.train.loop import RunConfig
 from jaxmem.train.memory import RematConfig
 from jaxmem.train.metrics import PolicyMetrics
 from jaxmem.train.optimizer import OptimizerConfig
-from tests.cases import slow
+from tests.cases import one_at_a_time, slow
 from tests.hlo import shapes_of, vocabulary_gemms
 from tests.train.jobs.kills import kill_before
 
@@ -205,8 +205,13 @@ def head_and_hidden(softcap=None):
     return decoder.head, hidden
 
 
-@pytest.mark.parametrize("implementation", ["fused", "materialised"])
-@pytest.mark.parametrize("loss", ["grpo", "dr_grpo", "dapo", "cispo"])
+LOSSES = pytest.mark.parametrize(
+    ("loss", "implementation"),
+    one_at_a_time(["grpo", "dr_grpo", "dapo", "cispo"], ["fused", "materialised"]),
+)
+
+
+@LOSSES
 def test_the_loss_and_its_metrics_are_the_papers(loss, implementation):
     config = GrpoConfig(
         loss=loss, kl_coefficient=0.1, entropy_coefficient=0.05,
@@ -239,6 +244,7 @@ def gradients(made, implementation, config=None, **options):
     return jax.jit(jax.value_and_grad(loss, (0, 1)))(weights, hidden)
 
 
+@pytest.mark.slow  # of token_loss in test_sampled; a run has them below
 def test_sampled_gradients_are_near_the_exact_ones():
     """Their mean is nearer than each of them; the loss is the same."""
     made = random_micro_batch()
@@ -279,8 +285,7 @@ def test_what_masked_tokens_hold_does_not_matter(implementation):
     )
 
 
-@pytest.mark.parametrize("implementation", ["fused", "materialised"])
-@pytest.mark.parametrize("loss", ["grpo", "dr_grpo", "dapo", "cispo"])
+@LOSSES
 def test_without_advantages_there_is_no_gradient(loss, implementation):
     made = random_micro_batch()
     made = made._replace(advantages=np.zeros_like(made.advantages), ref_logprob=None)
@@ -337,6 +342,7 @@ def new_job():
     return config, program, compiled
 
 
+@pytest.mark.slow  # test_plan says so of any loss
 def test_gradients_do_not_depend_on_how_sequences_are_packed():
     config, program, compiled = new_job()
     job = grpo._Job(program, compiled)
@@ -522,6 +528,7 @@ def test_nothing_of_a_frozen_trunk_has_a_gradient():
     assert sizes.output_size_in_bytes - sizes.alias_size_in_bytes < 1000
 
 
+@pytest.mark.slow  # test_starting trains adapters, and test_sft in 16 bits
 def test_the_8b_job_runs_at_a_tiny_size(tmp_path):
     config, _ = load(REAL, TINY)
     result, said = train(config, tmp_path / "run", steps=2)

@@ -36,6 +36,7 @@ from jaxmem.train.optimizer import (
     learning_rate_schedule,
     make_optimizer,
 )
+from tests.cases import slow
 from tests.hlo import vocabulary_gemms
 
 MODEL = ModelConfig(layers=1, hidden=16, ff=24, heads=2, kv_heads=1, head_dim=8)
@@ -115,7 +116,7 @@ def test_what_is_kept_changes_no_loss(name, config, finished):
             remat=dict(policy="none", unroll=True),
             head=dict(implementation="materialised"),
         ),
-        dict(remat=dict(policy="save_attention", save=("gate",))),
+        slow(dict(remat=dict(policy="save_attention", save=("gate",)))),
     ],
 )
 def test_neither_head_nor_loop_nor_more_names_change_a_loss(sections, config, finished):
@@ -227,7 +228,7 @@ def small_step(make, **changes):
     return run, sft.TrainState(params, optimizer.init(params))
 
 
-@pytest.mark.parametrize("count", [2, 8])
+@pytest.mark.parametrize("count", [slow(2), 8])
 def test_accumulation_does_not_change_loss_or_gradients(count):
     step, state = small_step(keep_gradients)
     batch = random_rows(8)
@@ -271,6 +272,7 @@ def test_a_step_without_labels_has_loss_zero_and_no_gradient():
     assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(after))
 
 
+@pytest.mark.slow  # the runs here lower it too
 def test_the_step_s_own_arithmetic_lowers_the_loss():
     step, state = small_step(adamw)
     batch = split(random_rows(8), 2)
@@ -480,6 +482,8 @@ def test_a_finished_run_can_be_continued_with_another_head(finished, tmp_path):
     assert train(longer)[0].history == result.history  # nothing left to do
 
 
+# Draws are told in test_grpo, and each micro-batch has its own below.
+@pytest.mark.slow
 def test_sampled_gradients_differ_from_exact_ones_and_are_told(config, finished):
     """The first loss is exact; then the weights have moved another way."""
     head = dict(gradient_samples=8)
@@ -671,6 +675,7 @@ def of_steps(out_dir):
     return [(s.step, s.loss, s.grad_norm, s.tokens) for s in read_history(path)]
 
 
+@pytest.mark.slow  # test_chat kills this job, and test_grpo one with draws
 @pytest.mark.usefixtures("one_program")
 def test_killed_a_run_takes_bitwise_the_steps_of_one_never_stopped(config, tmp_path):
     head = dict(gradient_samples=8)  # whose draws follow from the step's number
