@@ -1,8 +1,7 @@
 """Runs that are cut between two steps, in this process.
 
-Each job saves other things, so each is cut and resumed: SFT in test_chat, the others in
-their own modules. A process that SIGKILL ends at any point is in test_sft alone, where
-it is slow, because all jobs have one runtime; `python -m tests.faults` kills at more.
+Each job saves other things, so each is cut and resumed. A process that SIGKILL ends at
+any point is in test_sft alone, because all jobs have one runtime.
 """
 
 import pytest

@@ -675,7 +675,6 @@ def of_steps(out_dir):
     return [(s.step, s.loss, s.grad_norm, s.tokens) for s in read_history(path)]
 
 
-@pytest.mark.slow  # test_chat kills this job, and test_grpo one with draws
 @pytest.mark.usefixtures("one_program")
 def test_killed_a_run_takes_bitwise_the_steps_of_one_never_stopped(config, tmp_path):
     head = dict(gradient_samples=8)  # whose draws follow from the step's number
