@@ -342,7 +342,8 @@ def test_run_grpo_reads_a_run_that_is_there(tmp_path):
     assert wanted.items() <= row.items() and row["overrides"] == "run.steps=2"
 
 
-@pytest.mark.parametrize("fractions", [False, slow(True)])
+@pytest.mark.slow  # test_replay has its numbers, and run_grpo runs the same job
+@pytest.mark.parametrize("fractions", [False, True])
 def test_run_replay(fractions, tmp_path, monkeypatch):
     monkeypatch.setattr(run_replay, "SAMPLERS", run_replay.SAMPLERS[:1])
     monkeypatch.setattr(run_replay, "LEARNED", run_replay.REPLAYED)

@@ -75,6 +75,7 @@ def test_blocks_after_the_scan_have_the_weights_they_had_in_it():
 # --------------------------------------------------------------------- runs
 
 
+@pytest.mark.slow  # its parts have tests of their own
 def test_run_offload(tmp_path, capsys, monkeypatch):
     modules = {"benchmarks.run_offload": run_offload.main}
     started(capsys, monkeypatch, modules)

@@ -127,7 +127,7 @@ def made_of(name, dtype, shards=0):
     [
         ("token_stats, every option", "bfloat16", 8),
         slow("token_stats", "float32", 2),
-        ("token_loss", "bfloat16", 2),
+        slow("token_loss", "bfloat16", 2),
         ("logprobs of a frozen head", "bfloat16", 2),
         slow("token_stats", "float32", 1),
         slow("token_stats", "float32", 4),

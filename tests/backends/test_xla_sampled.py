@@ -80,7 +80,7 @@ OPTIONS = {"plain": {}, "some": SOME, "all": {**SOME, "layout": "dv"}}
     [
         slow("plain", "float32"),
         slow("some", "float32"),
-        ("all", "float32"),
+        slow("all", "float32"),
         ("all", "bfloat16"),
     ],
 )

@@ -81,6 +81,7 @@ def at_steps(hidden, lengths):
             dict(pattern=("local",), window=2, qkv_bias=True, rope_scaling="llama3",
                  rope_factor=8.0, rope_original=16),
             id="a window in every layer, biases, scaled wavelengths",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             dict(pattern=("global", "local"), window=4, local_rope_theta=10.0,

@@ -166,6 +166,7 @@ def test_a_policy_is_chosen_by_the_memory_limit(config, finished, monkeypatch):
     assert used == [remat.Policy(save=("gate",))]
 
 
+@pytest.mark.slow  # test_grpo has them on the host, too
 def test_moments_on_the_host_change_no_loss(config, finished):
     """And the run resumes, its moments on the host again."""
     _, wanted, _ = finished
