@@ -1,15 +1,17 @@
-"""Divergences of two heads in torch: what jaxmem's are beside `run_distill_verbs`.
+"""The Jensen-Shannon divergence of two heads in torch, as peers of `jaxmem.jsd`.
 
     python -m benchmarks.run_distill_peers --out distill_peers_h200.csv
     python -m benchmarks.run_distill_peers --shape 64,16,320 --dtype float32
 
-One row a path: milliseconds of the value and both gradients of the student, of the mean
-over tokens of the Jensen-Shannon divergence (β = 1/2); the ratio to the four products
-that no implementation avoids, in the same run; the allocator's peak over inputs and
-gradients; and the value's error against float64. The paths are materialised logits, the
-same compiled, chunks of tokens whose logits are recomputed, as trainers write it, and
-Liger's two: Triton kernels that make gradients in the forward pass, and chunks that are
-compiled. A path that fails, or whose package is missing, is recorded so.
+Each path computes the mean over tokens of the divergence (β = 1/2), and its gradients
+with respect to the student's hidden states and W. A row has milliseconds; the ratio to
+the four matrix products that no implementation avoids, measured in the same run; the
+allocator's peak beyond inputs and gradients; and the value's absolute error against
+float64. The paths are: materialised logits; the same under torch.compile; chunks of
+tokens, whose logits the backward pass recomputes; Liger's Triton kernels, which compute
+gradients in the forward pass; and Liger's compiled chunks. A path that fails, or whose
+package is missing, has a note instead of a time. `run_distill_verbs` measures jaxmem's
+side.
 """
 
 import argparse
@@ -26,13 +28,13 @@ from jaxmem import timing
 
 SHAPE = (8192, 4096, 151936)
 KEYS = ("n", "d", "teacher_d", "v", "dtype", "path", "device")
-CHUNK = 1024  # tokens, of the paths in chunks
+CHUNK = 1024  # tokens
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-Loss = Callable[..., torch.Tensor]  # of hidden, W, and the teacher's, to a scalar
+Loss = Callable[..., torch.Tensor]  # (hidden, W, teacher, teacher_W) -> scalar
 
 
 def jsd_sum(h, W, teacher, teacher_W):
-    """Sum over tokens, from logits in float32."""
+    """Sum over tokens, from float32 logits, or float64 ones."""
     wide = torch.promote_types(h.dtype, torch.float32)
     ln_p = torch.log_softmax((h @ W.T).to(wide), 1)
     ln_q = torch.log_softmax((teacher @ teacher_W.T).to(wide), 1)
@@ -46,7 +48,7 @@ def materialised(h, W, teacher, teacher_W):
 
 
 def in_chunks(of_chunk: Loss = jsd_sum) -> Loss:
-    """A mean by chunks of tokens; each one's logits are recomputed backward."""
+    """The mean, with the logits of a chunk recomputed in the backward pass."""
 
     def loss(h, W, teacher, teacher_W):
         sums = [
@@ -70,7 +72,7 @@ def liger() -> Loss:
 
 
 def liger_chunked() -> Loss:
-    """Its loss of labels has weight 0."""
+    """Its cross-entropy with the labels, which it always computes, has weight 0."""
     module = importlib.import_module("liger_kernel.chunked_loss.jsd_loss")
     loss = module.LigerFusedLinearJSDLoss(weight_hard_loss=0.0, weight_soft_loss=1.0)
 
@@ -91,7 +93,7 @@ PATHS: dict[str, Callable[[], Loss]] = {
 
 
 def operands_of(shape, dtype, teacher_d) -> Heads:
-    """Student and teacher as `run_distill_verbs` has them, by torch's numbers."""
+    """The operands of `run_distill_verbs`, from torch's random number generator."""
     n, _, v = shape
     h, W, _ = on_torch.problem(shape, dtype)
     teacher, teacher_W, _ = on_torch.problem((n, teacher_d, v), dtype)
@@ -104,21 +106,21 @@ def with_gradients(loss: Loss, heads: Heads):
 
 
 def four_products(h, W, teacher, teacher_W):
-    """What any divergence of two heads computes."""
+    """The unit: the products of both heads' logits and of the student's gradients."""
     with torch.no_grad():
         z, y = h @ W.T, teacher @ teacher_W.T
         return z @ W, y.T @ h
 
 
 def exact_value(heads: Heads) -> float:
-    """The mean in float64, some rows at a time."""
+    """The mean in float64, in chunks of rows."""
     h, W, teacher, teacher_W = (x.detach().double() for x in heads)
     parts = zip(h.split(256), teacher.split(256), strict=True)
     return sum(jsd_sum(a, W, b, teacher_W).item() for a, b in parts) / len(h)
 
 
 def prepare(load: Callable[[], Loss], heads: Heads, exact: float):
-    """(the loss or None, columns: error, MiB, or what went wrong)."""
+    """(the loss, or None if it fails; columns: error and MiB, or a note)."""
     try:
         loss = load()
         value, _ = with_gradients(loss, heads)  # compiles
@@ -135,7 +137,7 @@ def prepare(load: Callable[[], Loss], heads: Heads, exact: float):
     except torch.OutOfMemoryError:
         torch.cuda.empty_cache()
         return None, {"note": timing.OUT_OF_MEMORY}
-    except Exception as error:  # a path's own: said, and the others go on
+    except Exception as error:  # one path's failure must not end the others
         return None, {"note": f"failed: {workers.said(error)}"}
 
 
@@ -167,20 +169,14 @@ def measure(shape, dtype, teacher_d, repetitions) -> list[dict[str, Any]]:
     return rows
 
 
-def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(description=inspect.cleandoc(__doc__ or ""))
-    workers.add_shapes(made)
-    made.add_argument("--teacher-depth", type=int, action="append", help="D and 2 D")
-    made.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
-    made.add_argument("--repetitions", type=int, default=3)
-    made.add_argument(
-        "--out", default="distill_peers.csv", help="in benchmarks/results"
-    )
-    return made
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=inspect.cleandoc(__doc__ or ""))
+    workers.add_two_heads(parser, out="distill_peers.csv")
+    return parser
 
 
 def main(arguments=None) -> None:
-    args = parser().parse_args(arguments)
+    args = make_parser().parse_args(arguments)
     for shape in workers.shapes_of(args) if args.shape else [SHAPE]:
         for depth in args.teacher_depth or (shape[1], 2 * shape[1]):
             rows = measure(shape, getattr(torch, args.dtype), depth, args.repetitions)

@@ -225,15 +225,9 @@ def _columns(found, of_unit):
 
 def parser():
     made = argparse.ArgumentParser(description=inspect.cleandoc(__doc__ or ""))
-    workers.add_shapes(made)
-    made.add_argument("--teacher-depth", type=int, action="append", help="D and 2 D")
-    made.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
+    workers.add_two_heads(made, out="distill_verbs.csv")
     made.add_argument("--chunk", type=int, action="append", help="of the verbs; 1024")
     made.add_argument("--verb", action="append", help="of the paths; all")
-    made.add_argument("--repetitions", type=int, default=3)
-    made.add_argument(
-        "--out", default="distill_verbs.csv", help="in benchmarks/results"
-    )
     return made
 
 

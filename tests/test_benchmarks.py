@@ -342,7 +342,8 @@ def test_run_grpo_reads_a_run_that_is_there(tmp_path):
     assert wanted.items() <= row.items() and row["overrides"] == "run.steps=2"
 
 
-@pytest.mark.slow  # test_replay has its numbers, and run_grpo runs the same job
+# test_replay tests the metrics that it records, and test_run_grpo runs the same job.
+@pytest.mark.slow
 @pytest.mark.parametrize("fractions", [False, True])
 def test_run_replay(fractions, tmp_path, monkeypatch):
     monkeypatch.setattr(run_replay, "SAMPLERS", run_replay.SAMPLERS[:1])
@@ -488,7 +489,8 @@ def test_run_distill_verbs(verbs, tmp_path):
     assert ours < theirs
 
 
-@pytest.mark.slow  # The script itself compares what it times, in the test above.
+# The script, which the test above runs, compares the values of what it times.
+@pytest.mark.slow
 def test_materialised_distillation_is_the_same():
     h, W, ids, said = run_distill_verbs.operands_of((64, 16, 320), jnp.float32, None)
     paths = run_distill_verbs.paths_of(32, (8,))

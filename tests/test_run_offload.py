@@ -63,7 +63,8 @@ def test_options_of_a_variant_come_last_and_can_be_taken_away():
     assert "xla_gpu_enable_command_buffer" not in stack.compiler_options(back)
 
 
-@pytest.mark.slow  # their gradients are compared below
+# A later test compares the gradients of these blocks.
+@pytest.mark.slow
 def test_blocks_after_the_scan_have_the_weights_they_had_in_it():
     whole, none = stack.initial(stack.SIZES["tiny"])
     first, last = stack.initial(stack.SIZES["tiny"], 1)
@@ -75,7 +76,8 @@ def test_blocks_after_the_scan_have_the_weights_they_had_in_it():
 # --------------------------------------------------------------------- runs
 
 
-@pytest.mark.slow  # its parts have tests of their own
+# The tests above and below run the functions that this script calls.
+@pytest.mark.slow
 def test_run_offload(tmp_path, capsys, monkeypatch):
     modules = {"benchmarks.run_offload": run_offload.main}
     started(capsys, monkeypatch, modules)

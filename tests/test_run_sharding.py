@@ -120,7 +120,8 @@ def test_on_paper():
     assert [(c.kind, c.payload) for c in of_data] == [("all-reduce", 4 * 8 * 48)]
 
 
-@pytest.mark.slow  # one case is timed below
+# A later test times one case.
+@pytest.mark.slow
 def test_cases_are_timed_against_one_device(capsys):
     tiny = ["--shape=64,16,320", "--repetitions=1", "--devices=2", "--worker=time"]
     path = "token_stats chunk=32"

@@ -56,7 +56,8 @@ def test_a_worker_measures_a_step(monkeypatch, capsys):
     assert row["shares"] == [] and "note" not in row
 
 
-@pytest.mark.slow  # the worker measures a step above
+# The test above measures a step in the same worker.
+@pytest.mark.slow
 def test_another_loss_has_the_same_value(monkeypatch, capsys):
     monkeypatch.setattr(step_jax.sft, "head_loss", step_jax.sft.head_loss)
     losses = []

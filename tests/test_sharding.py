@@ -229,7 +229,7 @@ def of_given_columns():
     }
 
 
-# Those by the same rule as others here.
+# Slow, because the cases that stay have the same derivative rules.
 BY_THE_SAME_RULE = "selected_logprobs", "support_logprobs", "topk_kl without a tail"
 
 

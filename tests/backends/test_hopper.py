@@ -327,7 +327,7 @@ def traced_in_parts(total, check_vma=True, n_devices=None, shapes=PARTS):
     return in_parts(total, check_vma, n_devices).trace(*operands)
 
 
-# Their kernels are lowered above, and their programs are traced below.
+# The tests above lower these kernels, and the tests below trace these programs.
 @pytest.mark.slow
 @needs_pallas
 @pytest.mark.parametrize(

@@ -96,7 +96,8 @@ def test_blocks_that_all_rows_share_need_no_other(lowered_anywhere, of_blocks):
     assert not of_blocks
 
 
-# Traced below; its products and its sum over parts are those of test_hopper.
+# The next test traces this program; test_hopper compares its products and the sum over
+# vocabulary parts.
 @pytest.mark.slow
 @pytest.mark.parametrize("verb", [by_stats, by_loss])
 def test_a_split_vocabulary(verb, interpreted, of_blocks):

@@ -147,7 +147,8 @@ def test_typed_over_a_mesh(verb, layout, lowered_anywhere):
     assert traced_over_a_mesh(verb, layout)
 
 
-@pytest.mark.slow  # each kernel is lowered above
+# The tests above lower each of these kernels on one device.
+@pytest.mark.slow
 @TRITON_WARNS
 @pytest.mark.parametrize("verb, layout", OVER_A_MESH)
 def test_lowers_over_a_mesh(verb, layout, lowered_anywhere):

@@ -10,7 +10,13 @@ import pytest
 import jaxmem
 from tests.cases import Case
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    # The backend of these kernels: see docs/sampled.md, "Where it runs".
+    pytest.mark.filterwarnings(
+        "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
+    ),
+]
 
 OPTIONS = {
     "plain": {},

@@ -336,7 +336,7 @@ def verbs_without_axis_name():
     "name, of_hidden",
     [
         *one_at_a_time(["kl", "jsd", "ragged supports"], [P("data"), P()]),
-        *(  # by the same rules
+        *(  # slow, because the cases above have the same derivative rules
             slow(name, of_hidden)
             for name in ("forward_kl", "selected_logprobs", "support_logprobs")
             for of_hidden in (P("data"), P())

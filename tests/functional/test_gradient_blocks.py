@@ -256,7 +256,8 @@ def test_over_a_mesh(verb, name, of_blocks):
     assert_same(got, want, 2.0**-8 * MESHES[name][0])
 
 
-@pytest.mark.slow  # on a mesh above
+# The tests above run the same rule through sharding.parallel.
+@pytest.mark.slow
 def test_inside_of_shard_map_with_types(of_blocks):
     if jax.device_count() < 2:
         pytest.skip(f"needs 2 devices, has {jax.device_count()}")

@@ -87,7 +87,8 @@ def test_values_and_gradients(std):
     check(make(std))
 
 
-@pytest.mark.slow  # bit by bit without chunks below; the others have chunks
+# The other tests of this file run in chunks, and a later one without, to equal bits.
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [1, None, "auto"], ids=str)
 def test_any_chunk(chunk):
     check(make(), chunk=chunk)

@@ -88,7 +88,7 @@ def run(verb, name, copies=0, keys=None):
     return gradients(verb, copies, names, facts, [options[k] for k in names], keys)
 
 
-# test_xla_sampled asks it of each statistic.
+# test_xla_sampled tests the same of each statistic.
 @pytest.mark.parametrize("verb, name", [
     slow("token_stats", "plain"), slow("logprobs", "plain"), slow("entropy", "plain"),
     slow("token_loss", "plain"), slow("logprobs", "some"),
@@ -139,7 +139,7 @@ def grads(h, W, y, **options):
     return jax.jit(jax.grad(f, (0, 1)))(h, W)
 
 
-# The loop is held to it in test_xla_sampled, and on several devices below.
+# test_xla_sampled tests the same of the loop, and a later test of several devices.
 @pytest.mark.slow
 def test_neither_chunk_nor_company_nor_remat_changes_what_is_drawn(optimized):
     h, W, y = Case(48, 16, 300).make()

@@ -20,7 +20,7 @@ PAIRS = [
     ("forward", True), ("reverse", False), ("jsd", True),
     slow("forward", False), slow("reverse", True), slow("jsd", False),
 ]  # fmt: skip
-# What a test says of the sums that every way and tail are made of.
+# For tests of the sums that all directions share, with a tail or without.
 ONE_PAIR = [slow(*PAIRS[0]), slow(*PAIRS[1]), *PAIRS[2:]]
 BETA = 0.3
 
@@ -377,7 +377,7 @@ def test_float64_stays_float64(way):
             assert error(got, exact_one) < 1e-13
 
 
-# The rule is that of test_selected and test_ragged, which ask the same.
+# test_selected and test_ragged test the same of the custom derivative rule they share.
 @pytest.mark.slow
 def test_any_leading_shape_checkpoint_and_vmap():
     h, W, ids, ln_q = (x[:32] if len(x) == N else x for x in make())

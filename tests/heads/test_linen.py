@@ -296,7 +296,8 @@ def test_partitioned_params_are_unboxed():
     assert_same(nn.unbox(grads), loss(nn.unbox(variables)))
 
 
-@pytest.mark.slow  # test_nnx says so of the verbs that both call
+# test_nnx tests the same of the functions that both heads call.
+@pytest.mark.slow
 def test_compiled_loss_gradient_holds_no_logits(optimized):
     tokens, columns, chunk = 4096, 8192, 32
     head = LMHead(columns, chunk=chunk)

@@ -97,7 +97,7 @@ def logps_and_entropies(model, prompts, completions, **options):
 @pytest.mark.parametrize(
     ("temperature", "tied"),
     [
-        (1.0, True),  # the others are in test_tunix_stand_in
+        (1.0, True),  # test_tunix_stand_in has the other cases
         slow(1.0, False),
         *(slow(t, tied) for t in (0.7, 0.0) for tied in (True, False)),
     ],
@@ -115,7 +115,8 @@ def test_logps_and_entropies(tied, temperature):
     assert algo_core.common is common
 
 
-@pytest.mark.slow  # test_tunix_stand_in has such ids
+# test_tunix_stand_in has negative ids as well.
+@pytest.mark.slow
 def test_a_negative_id_is_counted_from_the_end():
     """As where eos_id is -1: it is not masked, as jaxmem's own verbs have it."""
     model, (prompts, completions) = qwen(), batch()
@@ -198,8 +199,8 @@ def grpo_loss(model):
     return value, aux, gradient
 
 
-# The functions that it calls are replaced above, and run_integrations below takes steps
-# of it.
+# The tests above replace the functions that this loss calls, and the test of
+# run_integrations takes steps of it.
 @pytest.mark.slow
 def test_grpo_loss_its_metrics_and_gradients():
     theirs = grpo_loss(qwen(tied=False))
@@ -260,7 +261,8 @@ def test_tunix_trains_with_the_same_losses():
     np.testing.assert_allclose(ours, theirs, rtol=1e-5)
 
 
-@pytest.mark.slow  # test_tunix_stand_in sees the call that makes it so
+# test_tunix_stand_in checks that the call without logits is the one made.
+@pytest.mark.slow
 def test_compiled_memory_is_lower(optimized):
     model, ids = qwen(vocab_size=8192), tokens((4, 64))
     definition, weights = nnx.split(model)
@@ -284,7 +286,8 @@ def test_compiled_memory_is_lower(optimized):
     assert theirs > 2 * logits and ours < logits
 
 
-@pytest.mark.slow  # they are in test_tunix_stand_in, too
+# test_tunix_stand_in tests preference losses as well.
+@pytest.mark.slow
 def test_preferences():
     model, ids = qwen(), tokens((2, 9))
     places = jnp.broadcast_to(jnp.arange(9), ids.shape)

@@ -143,7 +143,8 @@ def test_loss_metrics_and_gradient(alpha, temperature, k):
     assert_near(ours, theirs)
 
 
-@pytest.mark.slow  # four of them are in the test above
+# The test above has a teacher with the four largest logits.
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [1, V])
 def test_any_number_of_the_teachers_logits(k):
     theirs = losses(strategy_of(distill_top_k=k, alpha=0.9), *models())
@@ -212,7 +213,8 @@ def trained_by_tunix():
     return trained(strategy_of())
 
 
-@pytest.mark.slow  # it also trains on a mesh, below
+# A later test trains with the same trainer on a mesh.
+@pytest.mark.slow
 def test_tunix_trains_to_the_same_weights():
     theirs = trained_by_tunix()
     with tunix.applied(chunk=4), jaxmem.report() as calls:
@@ -334,7 +336,7 @@ def test_a_mesh_shards_the_batch_and_not_the_head():
     assert made.teacher_output.head.W is output.head.W
 
 
-# The calls that make it so are seen above, and what is parked on the mesh.
+# The tests above check that the calls without logits are the ones made.
 @pytest.mark.slow
 @pytest.mark.parametrize("k", [0, 16])
 def test_compiled_memory_is_lower(k, optimized):

@@ -36,7 +36,7 @@ def test_outputs_and_gradients(name, interpreted):
     check(problem, "hopper", dtype="bfloat16")
 
 
-# Bias and padding meet in the loss below, and all options in test_hopper.
+# The next test combines a bias with padding, and test_hopper combines all options.
 @pytest.mark.slow
 @pytest.mark.parametrize("vocab_size", [330, 200])
 def test_every_option_at_once(vocab_size, interpreted):

@@ -83,7 +83,8 @@ def test_values_and_entries_with_certainty(verb, by_kernels):
     of_verbs.test_with_every_column_kept_the_gradient_is_exact(verb)
 
 
-@pytest.mark.slow  # test_sampled_divergence asks the same of the loop
+# test_sampled_divergence tests the same of the XLA loop.
+@pytest.mark.slow
 def test_neither_chunk_nor_other_tokens_change_what_is_drawn(by_kernels):
     operands, keys = of_verbs.problem(48, 16, 300), _sampling.token_keys(KEY, (48,))
 

@@ -228,7 +228,8 @@ def test_tied_weights_get_the_sum_of_both_gradients():
     assert float(jnp.max(jnp.abs(apart["head"]["kernel"]))) > 1e-4
 
 
-@pytest.mark.slow  # test_sft trains with both, and test_nnx has each verb
+# test_sft trains with both heads, and test_nnx tests each of their methods.
+@pytest.mark.slow
 @pytest.mark.parametrize(("tied", "softcap"), [(True, None), (False, 3.0)])
 def test_both_heads_give_the_same_loss_and_gradients(tied, softcap):
     definition, weights = parameters(decoder(tied=tied, softcap=softcap))
@@ -266,7 +267,8 @@ def test_gradients_of_a_frequent_token_are_summed_in_float32():
     np.testing.assert_array_equal(gradient[0], 4096.0)
 
 
-@pytest.mark.slow  # of any blocks in test_remat; steps with policies in test_sft
+# test_remat tests the same of any blocks, and test_sft of training steps.
+@pytest.mark.slow
 def test_remat_changes_memory_and_no_number():
     compiled, results = {}, {}
     for policy in ("full", "none"):
@@ -318,7 +320,8 @@ def test_a_remat_preset_changes_no_number(name):
     assert sent == {"offload_attention": len(remat.PRESETS[name].offload)}.get(name, 0)
 
 
-@pytest.mark.slow  # test_remat has blocks without a loop, test_sft a decoder
+# test_remat tests unrolled blocks, and test_sft an unrolled decoder.
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["none", "full"])
 def test_blocks_without_a_loop_change_no_number(policy):
     changes = dict(pattern=("local", "global"), window=4, qk_norm=True, layers=3)

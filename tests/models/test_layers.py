@@ -165,7 +165,7 @@ def error(got, want):
 # Of the ordinary form's own error, and of epsilon: in bfloat16 what is rounded where is
 # the same on every processor; in float32 the order of XLA's sums is the vector width's.
 TYPES = {"bfloat16": (1.2, 0.1), "float32": (2.0, 1.0)}
-# Together they have every part of a block.
+# These cases together cover every part of a block.
 QUICK = ("Gemma 2", "bfloat16"), ("Gemma 3", "float32"), ("Qwen2", "float32")
 PAIRS = [
     (name, dtype) if (name, dtype) in QUICK else slow(name, dtype)

@@ -296,7 +296,8 @@ POLICY = GrpoJobConfig(
 )  # fmt: skip
 
 
-# test_distill_rewards has rollouts and rewards on a mesh, and the steps above rows.
+# test_distill_rewards has rollouts and rewards on a mesh, and the tests above have
+# training steps on one.
 @pytest.mark.slow
 def test_a_policy_learns_the_same_on_a_mesh(tmp_path):
     """Prompts over all devices; packed rows over rows, tokens and the vocabulary."""

@@ -232,7 +232,7 @@ def chi_square_bound(degrees):
     return degrees * (1 - spread + 4.265 * spread**0.5) ** 3
 
 
-# test_generate counts tokens of truncated distributions.
+# test_generate compares frequencies of tokens from truncated distributions.
 @pytest.mark.parametrize(
     "settings",
     [

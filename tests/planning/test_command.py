@@ -49,7 +49,8 @@ def planned(capsys, *words):
     return status, capsys.readouterr()
 
 
-@pytest.mark.slow  # the same holds of pairs below
+# A later test plans preference training, whose step is planned the same way.
+@pytest.mark.slow
 def test_supervised(fake, capsys):
     status, said = planned(capsys, *SFT, "--json")
     made = json.loads(said.out)

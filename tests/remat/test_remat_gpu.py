@@ -13,7 +13,11 @@ from jaxmem import offload, remat
 from jaxmem.train.config import load
 from jaxmem.train.jobs import sft
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    # The trainer's step has kernels of this backend.
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning"),
+]
 
 SIZES = stack.Sizes(6, 1024, 2816, 8, 2, 1024)
 INPUTS = 6 * 2 * 1024 * 1024 * 2  # bytes of all blocks' inputs

@@ -483,7 +483,7 @@ def test_a_teachers_columns_are_the_largest_of_its_logits(model, directory):
     assert first["vocabulary"] == checkpoints.vocabulary_digest(vocabulary)
 
 
-# of sample_ids in test_draws; a student learns from drawn ids in test_distill
+# test_draws tests the frequencies of sample_ids, and test_distill trains on such ids.
 @pytest.mark.slow
 def test_drawn_ids_have_the_teachers_frequencies(model, directory):
     write([{"text": "ab"}] * 2)

@@ -92,7 +92,8 @@ def mean_loss(decoder):
 # -------------------------------------------------------------------- runs
 
 
-@pytest.mark.slow  # with adapters below; what runs leave is in test_saved
+# A later test starts adapters from a checkpoint, and test_saved reads what runs save.
+@pytest.mark.slow
 def test_supervised_training_starts_from_a_checkpoint_and_leaves_one(directory):
     model = texts.checkpoint("llama", directory)
     named = f"model.checkpoint={model}", "data.batch_size=4"

@@ -99,7 +99,8 @@ def test_chats_are_learned_evaluated_and_a_killed_run_resumes_bitwise(monkeypatc
     assert steps("cut") == steps("run") and best_step("cut") == best_step("run")
 
 
-@pytest.mark.slow  # test_own_prompts leaves the best, too
+# test_own_prompts saves the best weights as a checkpoint as well.
+@pytest.mark.slow
 def test_the_best_is_left_as_a_checkpoint_and_a_longer_run_keeps_it(monkeypatch):
     losses = iter([5.0, 2.0, 3.0, 4.0, 6.0, 7.0])
     monkeypatch.setattr(sft.Program, "evaluate", lambda *_: next(losses))

@@ -267,7 +267,7 @@ def test_the_data_may_count_too_and_only_responses_do():
     assert step.held_out_divergence is None
 
 
-# test_starting has adapters, and the test above a run as it was saved
+# test_starting trains adapters, and the test above reads a saved run.
 @pytest.mark.slow
 def test_adapters_learn_and_a_run_is_a_teacher(two_steps):
     sizes = [f"model.{n}=None" for n in ("layers", "hidden", "ff", "heads")]
@@ -319,7 +319,8 @@ def prompts(directory):
     pathlib.Path("distill.gin").write_text(ON_POLICY + 'distill.teacher = "llama"\n')
 
 
-@pytest.mark.slow  # test_distill_rewards has runs of own samples, one of them killed
+# test_distill_rewards has on-policy runs, one of which is killed and resumed.
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_program")
 def test_a_student_learns_from_its_own_samples_and_resumes(prompts, monkeypatch):
     result, said = train()
@@ -431,7 +432,8 @@ def test_the_divergence_of_all_columns_is_that_of_dense_float64(name):
     np.testing.assert_allclose(made, np.where(where, expected, 0), rtol=2e-5)
 
 
-# The divergence of all columns and where columns stand are asked alone here.
+# Other tests of this file cover the divergence over all columns, and the order of
+# columns.
 @pytest.mark.slow
 @pytest.mark.parametrize("divergence", ["forward_kl", "jsd"])
 def test_all_columns_are_the_whole_teacher(divergence):

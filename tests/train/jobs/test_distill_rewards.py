@@ -184,7 +184,8 @@ def test_one_pass_over_the_logits_of_a_temperature(temperatures, verbs):
 TOLD = "reward", "accuracy", "degenerate"
 
 
-# The loss without rewards is in the gradient above, and what is told below.
+# The test of the gradient above covers a loss without rewards, and the next test the
+# metrics.
 @pytest.mark.slow
 def test_a_weight_of_0_records_rewards_and_learns_bitwise_nothing_of_them():
     """Samples are shown without rewards, too."""
@@ -206,7 +207,8 @@ def test_a_weight_of_0_records_rewards_and_learns_bitwise_nothing_of_them():
     assert one == other
 
 
-@pytest.mark.slow  # the gradient is exact above
+# A test above compares the gradient with float64.
+@pytest.mark.slow
 def test_the_reward_rises_beside_a_teacher_that_cannot_add():
     result, said = train(
         "distill.reward_weight=10.0", "run.steps=40", "run.checkpoint_every=None"

@@ -244,7 +244,8 @@ def gradients(made, implementation, config=None, **options):
     return jax.jit(jax.value_and_grad(loss, (0, 1)))(weights, hidden)
 
 
-@pytest.mark.slow  # of token_loss in test_sampled; a run has them below
+# test_sampled tests the same of token_loss, and a later test runs the job with them.
+@pytest.mark.slow
 def test_sampled_gradients_are_near_the_exact_ones():
     """Their mean is nearer than each of them; the loss is the same."""
     made = random_micro_batch()
@@ -342,7 +343,8 @@ def new_job():
     return config, program, compiled
 
 
-@pytest.mark.slow  # test_plan says so of any loss
+# test_plan tests that packing changes the gradient of no loss.
+@pytest.mark.slow
 def test_gradients_do_not_depend_on_how_sequences_are_packed():
     config, program, compiled = new_job()
     job = grpo._Job(program, compiled)
@@ -528,7 +530,8 @@ def test_nothing_of_a_frozen_trunk_has_a_gradient():
     assert sizes.output_size_in_bytes - sizes.alias_size_in_bytes < 1000
 
 
-@pytest.mark.slow  # test_starting trains adapters, and test_sft in 16 bits
+# test_starting trains adapters, and test_sft trains in bfloat16.
+@pytest.mark.slow
 def test_the_8b_job_runs_at_a_tiny_size(tmp_path):
     config, _ = load(REAL, TINY)
     result, said = train(config, tmp_path / "run", steps=2)

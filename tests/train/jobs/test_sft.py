@@ -166,7 +166,8 @@ def test_a_policy_is_chosen_by_the_memory_limit(config, finished, monkeypatch):
     assert used == [remat.Policy(save=("gate",))]
 
 
-@pytest.mark.slow  # test_grpo has them on the host, too
+# test_grpo keeps the moments on the host as well.
+@pytest.mark.slow
 def test_moments_on_the_host_change_no_loss(config, finished):
     """And the run resumes, its moments on the host again."""
     _, wanted, _ = finished
@@ -273,7 +274,8 @@ def test_a_step_without_labels_has_loss_zero_and_no_gradient():
     assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(after))
 
 
-@pytest.mark.slow  # the runs here lower it too
+# Other runs of this file lower the loss with the same arithmetic.
+@pytest.mark.slow
 def test_the_step_s_own_arithmetic_lowers_the_loss():
     step, state = small_step(adamw)
     batch = split(random_rows(8), 2)
@@ -483,7 +485,8 @@ def test_a_finished_run_can_be_continued_with_another_head(finished, tmp_path):
     assert train(longer)[0].history == result.history  # nothing left to do
 
 
-# Draws are told in test_grpo, and each micro-batch has its own below.
+# test_grpo checks that metrics report sampled gradients, and a later test that each
+# micro-batch draws its own samples.
 @pytest.mark.slow
 def test_sampled_gradients_differ_from_exact_ones_and_are_told(config, finished):
     """The first loss is exact; then the weights have moved another way."""
