@@ -125,8 +125,13 @@ def starts(sampling: Sampling, draws: jax.Array, shard: ArrayLike = 0) -> jax.Ar
 
 def units(sampling: Sampling, p: jax.Array) -> jax.Array:
     """Probabilities q of being kept, in units; 0 where p is 0 or NaN."""
+    return jnp.where(p > 0, units_of_positive(sampling, p), 0)
+
+
+def units_of_positive(sampling: Sampling, p: jax.Array) -> jax.Array:
+    """`units` where p > 0; at least 1 elsewhere."""
     scaled = (p * (sampling.rate * sampling.one)).astype(jnp.int32) + 1
-    return jnp.where(p > 0, jnp.minimum(scaled, sampling.one), 0)
+    return jnp.minimum(scaled, sampling.one)
 
 
 def scale(part_max: jax.Array, rows: Outputs | Normaliser) -> jax.Array:

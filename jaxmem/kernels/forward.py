@@ -31,7 +31,8 @@ class Kept(NamedTuple):
     """Exponentials in 16 bits: e^(z - m), m the largest logit of the row's tile.
 
     Inactive rows are undefined. bfloat16 has float32's range, so that no exponential
-    underflows by the conversion; float16 loses those below 6e-8.
+    underflows by the conversion; float16 loses those below 6e-8. Where sums are
+    requested, a label's exponential is stored as 0, as it is not in them either.
     """
 
     exps: jax.Array  # [n_rows, columns of W], in 16 bits
@@ -214,8 +215,9 @@ def _inverse_temperature(env, gmem, smem, rows):
     return logits.along(of_rows, (env.tiles.rows, env.tiles.columns))
 
 
-def _keep(env, tile, rows, gmem, smem, i, exps):
+def _keep(env, tile, rows, gmem, smem, i, exps, others):
     """Stores the i-th part of a tile's exponentials."""
+    exps = others if "sums" in gmem else exps
     width = env.tiles.stored
     columns = pl.ds(tile * env.tiles.columns + i * width, width)
     to = gmem["exps"].at[rows, columns]
@@ -261,7 +263,10 @@ def _mark(env, at, labels, i, part):
 
 
 def _sums(parts, to_base_2, keep=None, mark=None):
-    """`Stats` over columns in parts of one width; calls keep(i, exponentials)."""
+    """`Stats` over columns in parts of one width.
+
+    Calls keep(i, exponentials, the same with 0 at the labels).
+    """
     narrow = (parts[0].shape[0], _WIDTH)
     label = largest = jnp.full(narrow, MASK_VALUE, jnp.float32)
     for i, z in enumerate(parts):
@@ -277,9 +282,9 @@ def _sums(parts, to_base_2, keep=None, mark=None):
             z, is_label = mark(i, z)
         shifted = z * to_base_2 - logits.along(row_max, z.shape)
         exps = jnp.exp2(shifted)
-        if keep is not None:
-            keep(i, exps)
         others = exps if is_label is None else jnp.where(is_label, 0.0, exps)
+        if keep is not None:
+            keep(i, exps, others)
         terms = others, exps * shifted, exps * exps
         so_far = [_fold(jnp.add, x, y) for x, y in zip(so_far, terms, strict=True)]
     others, weighted, squares = (jnp.sum(x, axis=1) for x in so_far)

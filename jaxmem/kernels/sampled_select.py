@@ -31,11 +31,13 @@ _ROUNDED = 2.0**-8 + 2.0**-12
 _BELOW, _OF_MAX = 2.0**-16, 2.0**-22
 MARGIN = 2.0**-7  # of `Sampling`: relative excess of the bounds over the units
 
-_SLOTS, _PICK_WARPS = 16, 4  # of a program that finds entries
+# Of a program that finds entries: 8 slots, or 4, with as many warps, 2 or 8, are within
+# 10% of this, as are fewer programs that each find more slots, one after another.
+_SLOTS, _PICK_WARPS = 16, 4
 _SEARCHED = 32  # tiles whose running sums a slot reads
 # Rows and tiles at a time of a program that sums bounds. All tiles of a vocabulary of
 # 262,144 are summed at once.
-_SUM_ROWS, _SUM_TILES, _SUM_WARPS = 8, 1024, 8
+_SUM_ROWS, _SUM_TILES, _SUM_WARPS = 4, 1024, 4
 
 
 class OfRows(NamedTuple):
@@ -57,7 +59,7 @@ def add_entries(
     Args:
         sampling: static facts, with `MARGIN`.
         width: columns of a tile.
-        kept: exponentials, tiles' largest logits and sums.
+        kept: exponentials, 0 at the labels, tiles' largest logits and sums.
         rows: of the launch.
         n_active: int32; only the first n_active rows have entries.
         so_far: of all tokens; overwritten. The rows' own slots are empty.
@@ -150,8 +152,8 @@ def pick(
     Args:
         sampling: static facts, with `MARGIN`.
         width: columns of a tile.
-        kept: exponentials, of which columns from V on are ignored, and tiles' largest
-            logits.
+        kept: exponentials, 0 at the labels, of which columns from V on are ignored,
+            and tiles' largest logits.
         sums: int32 [n_rows, n_tiles].
         rows: of the launch.
         so_far: of all tokens; overwritten.
@@ -160,9 +162,8 @@ def pick(
         The entries.
     """
     operands = alike(
-        sums, kept.exps, kept.max, rows.ids, rows.labels, rows.starts,
-        *rows.normaliser, *so_far,
-    )  # fmt: skip
+        sums, kept.exps, kept.max, rows.ids, rows.starts, *rows.normaliser, *so_far
+    )
     first = len(operands) - len(so_far)
     columns_and_p = pl.pallas_call(
         functools.partial(_pick, sampling, width),
@@ -177,7 +178,7 @@ def pick(
 
 def _pick(sampling, width, *refs):
     """`_SLOTS` slots of one row; refs are `pick`'s operands and the two results."""
-    sums_ref, exps_ref, max_ref, ids_ref, labels_ref, starts_ref, *refs = refs
+    sums_ref, exps_ref, max_ref, ids_ref, starts_ref, *refs = refs
     *normaliser_refs, _, _, columns_ref, p_ref = refs
     row, first = pl.program_id(0), pl.program_id(1) * _SLOTS
     start, total = plt.load(starts_ref.at[row]), sums_ref[row, sums_ref.shape[1] - 1]
@@ -203,9 +204,8 @@ def _pick(sampling, width, *refs):
         part_max = plt.load(max_ref.at[tile, row], mask=live, other=0.0)
         rows = Normaliser(*(plt.load(ref.at[row]) for ref in normaliser_refs))
         scale = _sampling.scale(part_max, rows)
-        p = exps.astype(jnp.float32) * scale[:, None]
-        p = jnp.where(at == plt.load(labels_ref.at[row]), 0.0, p)
-        sums = jnp.cumsum(_sampling.units(sampling, p), axis=1)
+        units = _units(sampling, exps.astype(jnp.float32) * scale[:, None])
+        sums = jnp.cumsum(units, axis=1)
         column = jnp.sum((sums < (rest - passed)[:, None]).astype(jnp.int32), axis=1)
         # A bound that is not tight may contain a multiple that no column reaches.
         hit = live & (column < width) & (begin + column < sampling.columns)
@@ -213,6 +213,12 @@ def _pick(sampling, width, *refs):
         columns = jnp.where(hit, begin + column, sampling.columns)
         plt.store(columns_ref.at[to, slot], columns, mask=there)
         plt.store(p_ref.at[to, slot], jnp.where(hit, exps * scale, 0.0), mask=there)
+
+
+def _units(sampling, p):
+    """`sampling.units` of float32 p ≥ 0, whose bits are the integer 0 only for 0."""
+    bits = lax.bitcast_convert_type(p, jnp.int32)
+    return jnp.minimum(_sampling.units_of_positive(sampling, p), bits)
 
 
 def search(sums_ref, row, rest, live):

@@ -27,7 +27,7 @@ def tiles(z, labels, dtype, width=WIDTH):
     columns = np.arange(n_tiles * width).reshape(n_tiles, width)
     others = jnp.where(columns == labels[:, None, None], 0, exps)
     kept = Kept(
-        exps.astype(dtype).reshape(n, -1)[:, : -(-v // 64) * 64], of_tile.T,
+        others.astype(dtype).reshape(n, -1)[:, : -(-v // 64) * 64], of_tile.T,
         jnp.sum(others, -1).T,
     )  # fmt: skip
     stats = _stats.of_tile(jnp.asarray(z), jnp.asarray(labels))
