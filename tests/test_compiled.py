@@ -116,6 +116,32 @@ def _written_in_place(text):
             yield "\n".join([lines[origin(operands[int(place[1])])], *users])
 
 
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
+@pytest.mark.parametrize("slots", [None, 16])
+def test_the_number_of_iterations_is_known_to_the_host(slots):
+    """It would wait for the GPU in each iteration of a loop, and the GPU for it."""
+
+    def gradients(h, W, y, key):
+        options = {"gradient_samples": slots, "key": key if slots else None}
+
+        def loss(h, W):
+            return jaxmem.token_loss(
+                lambda stats: -stats.logprob, h, W, y, chunk=256,
+                implementation="hopper", **options,
+            )[0]  # fmt: skip
+
+        return jax.grad(loss, (0, 1))(h, W)
+
+    shapes = ((4096, 256), jnp.bfloat16), ((1024, 256), jnp.bfloat16)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    text = compiled(
+        gradients, (*shapes, ((4096,), jnp.int32), (key.shape, key.dtype))
+    ).as_text()
+    loops = re.findall(r" while\(.*", text)
+    assert loops
+    assert all("known_trip_count" in loop for loop in loops)
+
+
 @pytest.mark.parametrize("shape", [(8192, 4096, 151936), (8192, 4096, 50257)])
 def test_memory_is_what_the_record_says(shape):
     n, d, v = shape

@@ -78,10 +78,25 @@ def for_active_chunks(chunk, active, body, carry):
     Every shard of a vocabulary has the same rows and so runs the same number of
     chunks. The body may therefore contain collectives over the shards.
     """
+    n_chunks = (jnp.sum(active, dtype=jnp.int32) + chunk - 1) // chunk
+    return _for_chunks(chunk, n_chunks, active, body, carry)
+
+
+def for_all_chunks(chunk, active, body, carry):
+    """`for_active_chunks`, which also runs the body where a chunk has no active row.
+
+    For a body that costs little. The number of iterations is known to XLA; if it is
+    computed on a GPU, the host waits for the GPU before each iteration.
+    """
+    n_chunks = -(-active.shape[0] // chunk)
+    return _for_chunks(chunk, n_chunks, active, body, carry)
+
+
+def _for_chunks(chunk, n_chunks, active, body, carry):
+    """Run the body over the first chunks of rows, active ones first."""
     n_rows = active.shape[0]
     n_padded = -(-n_rows // chunk) * chunk
     order = jnp.nonzero(active, size=n_padded, fill_value=n_rows)[0].astype(jnp.int32)
-    n_chunks = (jnp.sum(active, dtype=jnp.int32) + chunk - 1) // chunk
 
     def step(i, carry):
         return body(lax.dynamic_slice(order, (i * chunk,), (chunk,)), carry)

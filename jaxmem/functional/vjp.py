@@ -26,7 +26,7 @@ from jaxmem.core import shards as _shards, stats as _stats
 from jaxmem.core.operands import (
     Head,
     Rows,
-    for_active_chunks,
+    for_all_chunks,
     outputs,
     put_all,
     take,
@@ -269,7 +269,7 @@ class LossRule(BackendRule):
 
         zeros = traced_loss.nothing(loss, self.spec, operands, n_rows, pull=False)
         zeros = _shards.vary(zeros, self.spec.varying)
-        return for_active_chunks(loss.n_rows, rows.active, chunk, zeros)
+        return for_all_chunks(loss.n_rows, rows.active, chunk, zeros)
 
     def one_pass(self, source, given, operands: Operands, count) -> tuple[Values, Any]:
         """Values of every row, and the cotangent of the source, for a loss of 1."""
@@ -312,7 +312,7 @@ class LossRule(BackendRule):
             _stats.Cotangents(*(zeros.get(k) for k in _stats.Cotangents._fields)),
         )
         nothing = _shards.vary(nothing, spec.varying)
-        values, g = for_active_chunks(loss.n_rows, rows.active, chunk, nothing)
+        values, g = for_all_chunks(loss.n_rows, rows.active, chunk, nothing)
         if self.divides_early:
             g = jax.tree.map(lambda x: self._over(x, count), g)
         return values, g

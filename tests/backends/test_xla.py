@@ -107,6 +107,8 @@ def test_the_loop_stops_after_the_active_rows(n_active):
 
     trips, seen = _operands.for_active_chunks(CHUNK, active, body, (0, 0))
     assert (int(trips), int(seen)) == (-(-n_active // CHUNK), n_active)
+    trips, seen = _operands.for_all_chunks(CHUNK, active, body, (0, 0))
+    assert (int(trips), int(seen)) == (-(-N // CHUNK), n_active)
 
 
 def test_a_new_mask_compiles_nothing():
