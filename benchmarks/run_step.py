@@ -35,6 +35,7 @@ KEYS = ("variant", "vocab_size", "overrides", "device")
 SMALL, LARGE = 1024, 151_936
 UNROLLED = "remat.unroll=True"
 SAMPLED = "head.gradient_samples=128"
+LARGER = "head.chunk=4096"  # than the default, 1024
 FEED_FORWARD = "full remat.save=('block_mid','gate','up','attn_out','attn_lse')"
 GATE = "save_attention remat.save=('gate',)"
 
@@ -99,6 +100,10 @@ VARIANTS = [
     _jax(f"full {UNROLLED}", name="full, no loop"),
     _jax("none xla_gpu_enable_dynamic_slice_fusion=True", name="none, fused slices"),
     _torch("checkpoint", SMALL),
+    _jax(f"none {UNROLLED} {LARGER}", LARGE, "none, chunk=4096"),
+    _jax(f"none {UNROLLED} {SAMPLED} {LARGER}", LARGE, "none, sampled, chunk=4096"),
+    _jax(f"full {LARGER}", LARGE, "full, chunk=4096"),
+    _jax(f"full {SAMPLED} {LARGER}", LARGE, "full, sampled, chunk=4096"),
 ]
 
 
