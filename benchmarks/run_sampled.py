@@ -120,6 +120,17 @@ def kept(chunk: int, slots: int, h, W, y) -> dict[str, Any]:
     }
 
 
+def kept_of_all(paths: Mapping[str, Path], chunk: int, problem) -> dict[int, dict]:
+    """`kept` by K; their programs are compiled side by side."""
+    every = sorted({path.slots for path in paths.values() if path.slots is not None})
+
+    def one(slots):
+        return attempt(f"kept, K={slots}", kept, chunk, slots, *problem) or {}
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        return dict(zip(every, pool.map(one, every), strict=True))
+
+
 @jax.jit
 def _distance(got, want):
     got, want = (jnp.asarray(x).astype(jnp.float32) for x in (got, want))
@@ -185,8 +196,7 @@ def measure(shape, kind, asked, programs: dict[str, Any]) -> list[dict]:
             reference = found.setdefault(exact.name, made)
             found[name] = noise(made, reference) if name != exact.name else made
             runs[name] = functools.partial(programs[name], *operands)
-    counts = {k: attempt("kept", kept, asked.chunk, k, *problem) or {}
-              for k in {p.slots for p in paths.values()} - {None}}  # fmt: skip
+    counts = kept_of_all(paths, asked.chunk, problem)
     found = {k: x if isinstance(x, dict) else {} for k, x in found.items()}
     unit_ms, taken = timing.take_turns(
         stopwatch(), functools.partial(gemm, h, W), runs, asked.repetitions
