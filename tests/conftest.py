@@ -37,6 +37,12 @@ def pytest_configure_node(node):
     node.workerinput["compiled"] = str(node.config.stash[SHARED])
 
 
+def pytest_sessionfinish():
+    """What is alive needs no look by the collections with which pytest ends."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="module")
 def quick_compilation():
     """For tiny programs, all of whose time would go into optimizing them."""
@@ -53,6 +59,15 @@ def optimized():
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", True)
+
+
+@pytest.fixture
+def no_picture(monkeypatch):
+    """The runs of a test draw nothing, which takes as long as some of their steps.
+
+    Those of module-scoped fixtures do draw, and so does `train/test_metrics.py`.
+    """
+    monkeypatch.setattr("jaxmem.train.plots.save", lambda path, *_: path.touch())
 
 
 @pytest.fixture

@@ -227,6 +227,8 @@ def test_a_call_that_does_not_exist_is_said(capsys):
     assert said == []
 
 
+# It calls token_stats alone, whose errors test_api bounds.
+@pytest.mark.slow
 def test_run_rounding(tmp_path):
     """On a CPU, whose sums round to nearest, logits lack nothing."""
     out = tmp_path / "rounding.csv"
@@ -308,6 +310,8 @@ TINY_POLICY = (
 ).split()
 
 
+# test_grpo runs the job, and a later test reads what a run has left.
+@pytest.mark.slow
 def test_run_grpo(tmp_path, monkeypatch):
     monkeypatch.setattr(run_grpo, "ARITHMETIC", run_grpo.ARITHMETIC[1:])
     out = tmp_path / "curve.csv"
@@ -513,6 +517,8 @@ def test_materialised_distillation_is_the_same():
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
+# It calls what test_sampled tests: the spread of sampled gradients and their counts.
+@pytest.mark.slow
 def test_run_sampled_evidence():
     row = run_sampled_evidence.row("logprob", 2, 512)
     assert 0.5 < row["mean_z2"] < 1.5 and row["outside_95"] < 0.1

@@ -441,8 +441,8 @@ def calls_with_all_of_W():
 
 @pytest.mark.parametrize(
     "name",
-    [slow(x) if x in ("forward_kl", "jsd") else x for x in calls_with_all_of_W()],
-)  # as kl: all of them gather W
+    [slow(x) if x in ("kl", "forward_kl", "jsd") else x for x in calls_with_all_of_W()],
+)  # as divergence_loss: all of them gather W
 def test_verbs_that_need_all_of_W(name):
     """Uneven in everything; gradients by hidden, W and bias."""
     h, W, _, bias = problem()

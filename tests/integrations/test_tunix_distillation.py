@@ -312,6 +312,9 @@ def test_strategies_with_another_loss_are_left_alone(capsys):
     assert said in capsys.readouterr().out
 
 
+# test_replace undoes a replacement, and test_maxtext_distillation calls a strategy
+# after it.
+@pytest.mark.slow
 def test_a_strategy_works_after_undo():
     strategy = strategy_of()
     with tunix.applied():

@@ -7,6 +7,7 @@ import pytest
 
 from jaxmem.core import sampling
 from jaxmem.core.sampling import Derivative
+from tests.cases import slow
 from tests.kernels import needs_pallas
 
 pytestmark = [needs_pallas, pytest.mark.usefixtures("all_triton_interpreted")]
@@ -27,7 +28,7 @@ def problem(n, d, v, slots, seed=0):
     return dz, dense[:, :v], jnp.asarray(h, jnp.bfloat16), jnp.asarray(W, jnp.bfloat16)
 
 
-@pytest.mark.parametrize("layout, d", [("vd", 16), ("dv", 40)])
+@pytest.mark.parametrize("layout, d", [slow("vd", 16), ("dv", 40)])
 def test_both_gradients(layout, d, monkeypatch):
     from jaxmem.kernels import sampled_products as products
 

@@ -28,7 +28,7 @@ from tests.cases import slow
 from tests.checkpoints import texts
 from tests.train.jobs.kills import kill_before
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+pytestmark = pytest.mark.usefixtures("quick_compilation", "no_picture")
 SUMS = """
 task.source = "arithmetic"
 task.answer = "sum"

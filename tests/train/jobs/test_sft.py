@@ -44,7 +44,7 @@ DATA = DataConfig(vocab_size=320, sequence_length=32, batch_size=4, held_out=0.0
 RUN = RunConfig(steps=6, checkpoint_every=4, log_every=2, compare_heads=False)
 
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+pytestmark = pytest.mark.usefixtures("quick_compilation", "no_picture")
 
 
 @pytest.fixture(scope="module")
