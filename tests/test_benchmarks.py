@@ -460,6 +460,8 @@ def test_the_figure(tmp_path):
     assert (tmp_path / "x.svg").read_text("utf-8").count("<path") > 10
 
 
+# test_sampled tests the calls that it times, and a test below another script of verbs.
+@pytest.mark.slow
 def test_run_sampled(tmp_path):
     path = tmp_path / "sampled.csv"
     asked = ["--cpu", "--shape", "64,16,512", "--repetitions", "1", "--chunk", "32"]

@@ -405,7 +405,7 @@ def test_loss_functions_may_close_over_arrays(kind):
     np.testing.assert_allclose(traced, want, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("loss_fn", [relu, branch])
+@pytest.mark.parametrize("loss_fn", [slow(relu), branch])
 def test_what_loss_functions_close_over_that_would_need_types(loss_fn):
     x = placed((EXPLICIT, EXPLICIT), TOKENS)
 

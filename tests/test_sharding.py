@@ -140,7 +140,9 @@ def loss_fn(scale, stats, advantage, pair):
     return loss, {"right": stats.is_argmax, "square": stats.sum_pi_squared}
 
 
-@pytest.mark.parametrize(("name", "normalizer"), [("2x4", None), ("sequences", 5.0)])
+@pytest.mark.parametrize(
+    ("name", "normalizer"), [("2x4", None), slow("sequences", 5.0)]
+)
 def test_token_loss_counts_the_tokens_of_all_devices(name, normalizer):
     """Devices with unequal masks; an array that loss_fn closes over; every option."""
     h, W, y, bias = problem()

@@ -198,7 +198,7 @@ def test_each_column_is_kept_for_as_many_starts_as_it_has_units(monkeypatch):
     n = sampling.one
     assert n == 256 and sampling.rate > 1
     z, labels = problem(4, v, 2.0)
-    for row in range(4):
+    for row in (0, 3):
         same, label = z[[row] * n], labels[[row] * n]
         kept, stats, rows = tiles(same, label, "bfloat16")
         scale = _sampling.scale(kept.max, rows)

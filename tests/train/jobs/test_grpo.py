@@ -286,7 +286,14 @@ def test_what_masked_tokens_hold_does_not_matter(implementation):
     )
 
 
-@LOSSES
+@pytest.mark.parametrize(
+    ("loss", "implementation"),
+    [
+        ("grpo", "materialised"),
+        ("cispo", "fused"),
+        *(slow(loss, "fused") for loss in ("grpo", "dr_grpo", "dapo")),
+    ],
+)  # the weights of tokens are all in which dr_grpo and dapo differ from grpo
 def test_without_advantages_there_is_no_gradient(loss, implementation):
     made = random_micro_batch()
     made = made._replace(advantages=np.zeros_like(made.advantages), ref_logprob=None)
