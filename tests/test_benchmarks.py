@@ -182,7 +182,9 @@ def test_what_is_wrong_is_not_timed():
 # ------------------------------------------------------------------ the scripts
 
 
-@pytest.mark.parametrize("paths", [["token_stats"], slow(["materialised", "logprobs"])])
+# The next tests run its worker in this process, and compare its rows.
+@pytest.mark.slow
+@pytest.mark.parametrize("paths", [["token_stats"], ["materialised", "logprobs"]])
 def test_run_head(paths, tmp_path, monkeypatch):
     """As it is called: a process for each path's times, the CSV row by row."""
     monkeypatch.chdir(ROOT)

@@ -282,6 +282,8 @@ def test_without_truncation_there_is_nothing_to_replay():
     assert told["ratios_outside_2"] == pytest.approx(2 / 6)
 
 
+# test_grpo kills and resumes a run of the same job, whose state has no supports.
+@pytest.mark.slow
 def test_killed_and_resumed_a_replayed_run_is_bitwise_the_same(
     finished, tmp_path, monkeypatch
 ):
