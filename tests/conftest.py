@@ -97,6 +97,9 @@ def pytest_addoption(parser):
 @pytest.hookimpl(trylast=True)  # after -m and -k have chosen
 def pytest_collection_modifyitems(config, items):
     _skip_without_gpu(config, items)
+    # Tests of a job share its runs. A worker takes its first tests itself, and others
+    # take from its last ones: they would run the jobs again.
+    items.sort(key=lambda item: item.path.parent.name != "jobs")
     if config.getoption("--one-case-each"):
         firsts = {item.nodeid.partition("[")[0]: item for item in reversed(items)}
         chosen = {*firsts.values()}

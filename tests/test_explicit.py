@@ -315,7 +315,7 @@ def test_inside_scan_remat_and_vmap():
 
         return jax.lax.scan(jax.checkpoint(body), 0 * x["a"], length=2)[0]
 
-    check(verb, SHARDINGS["vocabulary"])
+    check_types(verb, SHARDINGS["vocabulary"])
 
 
 def test_inside_a_shard_map_that_binds_other_axes():
