@@ -244,6 +244,8 @@ def test_run_rounding(tmp_path):
         assert row["date"] and row["device"]
 
 
+# It times logprobs alone, as the worker of run_head does above.
+@pytest.mark.slow
 def test_run_skyrl(capsys):
     tiny = ["--tokens=64", "--v=300", "--d=16", "--chunk=None", "--chunk=16"]
     rows, _ = rows_of(capsys, run_skyrl.main, ["--worker=time", *tiny])

@@ -134,6 +134,8 @@ def test_exponentials_kept_for_the_derivative(kept, interpreted):
     check(problem, "hopper", dtype="bfloat16", residual_bytes=kept, **options)
 
 
+# test_ring and test_forward have the schedule, and test_hopper_gpu the bits on a GPU.
+@pytest.mark.slow
 @needs_pallas
 def test_a_row_is_batch_invariant_up_to_the_order_of_float32_sums(interpreted):
     """To the bit on the chip (test_hopper_gpu), where a row's order of sums is fixed.

@@ -102,7 +102,7 @@ LORA = dict(lora_rank=4, lora_targets=("query", "up"))
 @pytest.mark.parametrize(
     "block, name, dtype, changes",
     [
-        (blocks.lean, "Mistral", "float32", LORA),
+        slow(blocks.lean, "Mistral", "float32", LORA),
         slow(blocks.lean, "Qwen3", "bfloat16", {}),
         slow(blocks.lean, "Qwen2", "float32", {}),
         slow(under_a_policy, "Llama", "float32", {}),

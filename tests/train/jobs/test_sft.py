@@ -430,6 +430,7 @@ def test_a_run_leaves_everything_it_promises(finished):
     assert fused.step.peak < materialised.step.peak
 
 
+@pytest.mark.usefixtures("one_program")
 def test_held_out_text_is_scored_once_whatever_the_batches(config, tmp_path):
     words = "a state of the model maps to each token of its text".split()
     rng = np.random.default_rng(0)
