@@ -16,6 +16,9 @@ import jax
 
 SETTING = "JAX_COMPILATION_CACHE_DIR"
 _LIMIT = 2 * 2**30  # bytes of the shared folder; above, it starts anew
+# XLA divides each program's code for CPUs into up to 32 parts, which are linked one by
+# one whenever it is loaded.
+_ONE_PART = "--xla_cpu_parallel_codegen_split_count=1"
 
 
 def shared_folder() -> Path:
@@ -80,3 +83,6 @@ def use(folder: Path) -> None:
     for name, value in settings.items():
         jax.config.update(name, value)
         os.environ[name.upper()] = str(value)
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    if _ONE_PART not in flags:  # a later flag counts, and XLA reads them with a backend
+        os.environ["XLA_FLAGS"] = " ".join([_ONE_PART, *flags])

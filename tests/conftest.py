@@ -37,6 +37,12 @@ def pytest_configure_node(node):
     node.workerinput["compiled"] = str(node.config.stash[SHARED])
 
 
+def pytest_sessionfinish():
+    """What is alive needs no look by the collections with which pytest ends."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="module")
 def quick_compilation():
     """For tiny programs, all of whose time would go into optimizing them."""
@@ -53,6 +59,15 @@ def optimized():
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", True)
+
+
+@pytest.fixture
+def no_picture(monkeypatch):
+    """The runs of a test draw nothing, which takes as long as some of their steps.
+
+    Those of module-scoped fixtures do draw, and so does `train/test_metrics.py`.
+    """
+    monkeypatch.setattr("jaxmem.train.plots.save", lambda path, *_: path.touch())
 
 
 @pytest.fixture
@@ -82,6 +97,9 @@ def pytest_addoption(parser):
 @pytest.hookimpl(trylast=True)  # after -m and -k have chosen
 def pytest_collection_modifyitems(config, items):
     _skip_without_gpu(config, items)
+    # Tests of a job share its runs. A worker takes its first tests itself, and others
+    # take from its last ones: they would run the jobs again.
+    items.sort(key=lambda item: item.path.parent.name != "jobs")
     if config.getoption("--one-case-each"):
         firsts = {item.nodeid.partition("[")[0]: item for item in reversed(items)}
         chosen = {*firsts.values()}

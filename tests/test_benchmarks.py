@@ -182,7 +182,9 @@ def test_what_is_wrong_is_not_timed():
 # ------------------------------------------------------------------ the scripts
 
 
-@pytest.mark.parametrize("paths", [["token_stats"], slow(["materialised", "logprobs"])])
+# The next tests run its worker in this process, and compare its rows.
+@pytest.mark.slow
+@pytest.mark.parametrize("paths", [["token_stats"], ["materialised", "logprobs"]])
 def test_run_head(paths, tmp_path, monkeypatch):
     """As it is called: a process for each path's times, the CSV row by row."""
     monkeypatch.chdir(ROOT)
@@ -227,6 +229,8 @@ def test_a_call_that_does_not_exist_is_said(capsys):
     assert said == []
 
 
+# It calls token_stats alone, whose errors test_api bounds.
+@pytest.mark.slow
 def test_run_rounding(tmp_path):
     """On a CPU, whose sums round to nearest, logits lack nothing."""
     out = tmp_path / "rounding.csv"
@@ -240,6 +244,8 @@ def test_run_rounding(tmp_path):
         assert row["date"] and row["device"]
 
 
+# It times logprobs alone, as the worker of run_head does above.
+@pytest.mark.slow
 def test_run_skyrl(capsys):
     tiny = ["--tokens=64", "--v=300", "--d=16", "--chunk=None", "--chunk=16"]
     rows, _ = rows_of(capsys, run_skyrl.main, ["--worker=time", *tiny])
@@ -308,6 +314,8 @@ TINY_POLICY = (
 ).split()
 
 
+# test_grpo runs the job, and a later test reads what a run has left.
+@pytest.mark.slow
 def test_run_grpo(tmp_path, monkeypatch):
     monkeypatch.setattr(run_grpo, "ARITHMETIC", run_grpo.ARITHMETIC[1:])
     out = tmp_path / "curve.csv"
@@ -456,6 +464,8 @@ def test_the_figure(tmp_path):
     assert (tmp_path / "x.svg").read_text("utf-8").count("<path") > 10
 
 
+# test_sampled tests the calls that it times, and a test below another script of verbs.
+@pytest.mark.slow
 def test_run_sampled(tmp_path):
     path = tmp_path / "sampled.csv"
     asked = ["--cpu", "--shape", "64,16,512", "--repetitions", "1", "--chunk", "32"]
@@ -513,6 +523,8 @@ def test_materialised_distillation_is_the_same():
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
+# It calls what test_sampled tests: the spread of sampled gradients and their counts.
+@pytest.mark.slow
 def test_run_sampled_evidence():
     row = run_sampled_evidence.row("logprob", 2, 512)
     assert 0.5 < row["mean_z2"] < 1.5 and row["outside_95"] < 0.1

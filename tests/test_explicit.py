@@ -260,12 +260,12 @@ def test_one_argument_alone_is_sharded(verb, name):
 
 # One head is above. The types of all verbs are in the next test, and what verbs compute
 # along automatic axes is in `core/test_partition.py`.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "verb",
     [
-        kl, slow(selected_logprobs), slow(token_stats), slow(entropy),
-        slow(support_logprobs), slow(ragged_support_logprobs), slow(topk),
-        slow(topk_kl),
+        kl, selected_logprobs, token_stats, entropy, support_logprobs,
+        ragged_support_logprobs, topk, topk_kl,
     ],
 )  # fmt: skip
 def test_every_derivative(verb):
@@ -303,7 +303,7 @@ def test_the_first_of_labels_and_hidden_to_shard_an_axis():
 
 
 def test_axes_of_both_kinds():
-    check(token_loss, SHARDINGS["all"], (EXPLICIT, AUTO))
+    check(token_loss, SHARDINGS["all"], (EXPLICIT, AUTO), in_context=False)
     check_types(token_loss, SHARDINGS["all"], (AUTO, EXPLICIT))
 
 
@@ -315,7 +315,7 @@ def test_inside_scan_remat_and_vmap():
 
         return jax.lax.scan(jax.checkpoint(body), 0 * x["a"], length=2)[0]
 
-    check(verb, SHARDINGS["vocabulary"])
+    check_types(verb, SHARDINGS["vocabulary"])
 
 
 def test_inside_a_shard_map_that_binds_other_axes():
@@ -405,7 +405,7 @@ def test_loss_functions_may_close_over_arrays(kind):
     np.testing.assert_allclose(traced, want, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("loss_fn", [relu, branch])
+@pytest.mark.parametrize("loss_fn", [slow(relu), branch])
 def test_what_loss_functions_close_over_that_would_need_types(loss_fn):
     x = placed((EXPLICIT, EXPLICIT), TOKENS)
 
@@ -457,7 +457,9 @@ def loss_and_logits(make):
     return verb
 
 
-@pytest.mark.parametrize("make", [nnx_head, slow(linen_head)])
+# The next test has their types, and heads/test_sharding what they compute on a mesh.
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [nnx_head, linen_head])
 def test_heads(make):
     made = check(loss_and_logits(make), SHARDINGS["vocabulary"])
     assert made[1]["z"].sharding.spec == P("data", None, "tensor")

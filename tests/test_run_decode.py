@@ -51,6 +51,8 @@ def rows_of(monkeypatch, tmp_path, module, arguments):
     return results.read(out)
 
 
+# test_sampling tests what it times, and the next tests its arguments.
+@pytest.mark.slow
 def test_jaxmem_s_side(monkeypatch, tmp_path):
     asked = [*TINY, "--side=jax", "--only=cache", "--trace=top_k=50"]
     rows = rows_of(monkeypatch, tmp_path, decode_jax, asked)

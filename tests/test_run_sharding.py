@@ -17,7 +17,6 @@ from benchmarks import (
     workers,
 )
 from jaxmem.planning import collectives
-from tests.cases import slow
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -174,11 +173,13 @@ def test_one_device_alone_is_timed_too():
     assert row["forward_backward_efficiency"] == 1
 
 
+# test_partitioning takes steps on meshes of the same axes.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config, overrides, sequence",
     [
         ("long_step.gin", [], "4"),
-        slow("mesh_step.gin", ["mesh.fsdp=2", "mesh.tensor=2"], "1"),
+        ("mesh_step.gin", ["mesh.fsdp=2", "mesh.tensor=2"], "1"),
     ],
 )
 def test_steps_on_a_mesh(config, overrides, sequence, tmp_path):

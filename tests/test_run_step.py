@@ -176,6 +176,8 @@ def test_shares_count_what_overlaps_once_and_the_rest_as_idle():
 # --------------------------------------------------------------------- joined
 
 
+# test_layers compares a block of joined products with the ordinary one.
+@pytest.mark.slow
 def test_products_of_one_input_apart_and_joined(tmp_path):
     """Held against each other, in their results and gradients."""
     out = tmp_path / "joined.csv"

@@ -140,7 +140,9 @@ def loss_fn(scale, stats, advantage, pair):
     return loss, {"right": stats.is_argmax, "square": stats.sum_pi_squared}
 
 
-@pytest.mark.parametrize(("name", "normalizer"), [("2x4", None), ("sequences", 5.0)])
+@pytest.mark.parametrize(
+    ("name", "normalizer"), [("2x4", None), slow("sequences", 5.0)]
+)
 def test_token_loss_counts_the_tokens_of_all_devices(name, normalizer):
     """Devices with unequal masks; an array that loss_fn closes over; every option."""
     h, W, y, bias = problem()
@@ -441,8 +443,8 @@ def calls_with_all_of_W():
 
 @pytest.mark.parametrize(
     "name",
-    [slow(x) if x in ("forward_kl", "jsd") else x for x in calls_with_all_of_W()],
-)  # as kl: all of them gather W
+    [slow(x) if x in ("kl", "forward_kl", "jsd") else x for x in calls_with_all_of_W()],
+)  # as divergence_loss: all of them gather W
 def test_verbs_that_need_all_of_W(name):
     """Uneven in everything; gradients by hidden, W and bias."""
     h, W, _, bias = problem()

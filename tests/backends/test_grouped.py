@@ -150,7 +150,7 @@ def test_bits_do_not_depend_on_the_shards(name, dtype, shards):
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [("token_stats", "float32"), ("token_stats, every option", "bfloat16")],
+    [slow("token_stats", "float32"), ("token_stats, every option", "bfloat16")],
 )
 def test_as_exact_as_without_groups(name, dtype):
     """Against float64: twice the other's error, plus an epsilon."""

@@ -26,31 +26,31 @@ pytestmark = pytest.mark.usefixtures("on_one_device")
 spreads = _spread.is_possible  # as it is outside of these tests
 
 
+# The next test has every option in float16, and later ones have bfloat16 in blocks.
+@pytest.mark.slow
 @needs_pallas
 @pytest.mark.parametrize(
-    "name, dtype",
-    [
-        ("peaked", "float16"),
-        slow("a third masked", "bfloat16"),
-    ],
+    "name, dtype", [("peaked", "float16"), ("a third masked", "bfloat16")]
 )
 def test_outputs_and_gradients(name, dtype, interpreted):
     check(dataclasses.replace(CASES[name], n=70, v=300).make(), "hopper", dtype=dtype)
 
 
 @needs_pallas
-@pytest.mark.slow
-def test_every_option_at_once(interpreted):
+@pytest.mark.parametrize("dtype", ["float16", slow("bfloat16")])
+def test_every_option_at_once(dtype, interpreted):
     problem = Case(70, 33, 130, std=3.0).make()
     check(
-        problem._replace(y=problem.y % 100), "hopper", dtype="bfloat16", layout="dv",
+        problem._replace(y=problem.y % 100), "hopper", dtype=dtype, layout="dv",
         softcap=5.0, temperature=np.linspace(0.5, 2, 70, dtype=np.float32),
-        vocab_size=100, bias=jnp.asarray(OPTIONS["bias"]["bias"], jnp.bfloat16),
+        vocab_size=100, bias=jnp.asarray(OPTIONS["bias"]["bias"], dtype),
     )  # fmt: skip
 
 
+# The test above has every option, and the next one rows and columns in blocks.
+@pytest.mark.slow
 @needs_pallas
-@pytest.mark.parametrize("every_option", [True, slow(False)])
+@pytest.mark.parametrize("every_option", [True, False])
 def test_rows_in_blocks_and_columns_in_blocks(every_option, interpreted):
     """Both gradients are added up."""
     case = Case(301, 33, 300, std=3.0, chunk=16)
@@ -134,6 +134,8 @@ def test_exponentials_kept_for_the_derivative(kept, interpreted):
     check(problem, "hopper", dtype="bfloat16", residual_bytes=kept, **options)
 
 
+# test_ring and test_forward have the schedule, and test_hopper_gpu the bits on a GPU.
+@pytest.mark.slow
 @needs_pallas
 def test_a_row_is_batch_invariant_up_to_the_order_of_float32_sums(interpreted):
     """To the bit on the chip (test_hopper_gpu), where a row's order of sums is fixed.

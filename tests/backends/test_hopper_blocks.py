@@ -43,7 +43,9 @@ def of_blocks(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize("v, layout", [(300, "vd"), slow(600, "dv"), slow(600, "vd")])
+# The next test adds the same blocks up, and a later one lowers them for token_stats.
+@pytest.mark.slow
+@pytest.mark.parametrize("v, layout", [(300, "vd"), (600, "dv"), (600, "vd")])
 def test_outputs_and_gradients(v, layout, interpreted, of_blocks):
     problem = dataclasses.replace(CASE, v=v).make()
     problem = problem._replace(y=np.where(np.arange(301) % 5 == 0, -1, problem.y))

@@ -304,6 +304,8 @@ def test_both_ways_to_add_a_column_up(columns, monkeypatch):
         np.testing.assert_allclose(bias, bias_want, atol=2e-4)
 
 
+# test_sampled draws over a mesh, through the public function.
+@pytest.mark.slow
 def test_over_shards_of_a_vocabulary():
     """Each draws among its own columns; with enough slots, the whole derivative."""
     h, W, y = Case(40, 16, 130, std=0.5).make()

@@ -85,7 +85,7 @@ def test_values_are_the_exact_path_s_to_the_bit(verb, optimized):
     np.testing.assert_array_equal(drawn, exact)
 
 
-@pytest.mark.parametrize("verb", ["jsd", "forward_kl", slow("kl")])
+@pytest.mark.parametrize("verb", ["jsd", slow("forward_kl"), slow("kl")])
 def test_with_every_column_kept_the_gradient_is_exact(verb):
     """Two of three columns have a probability of at least 1/K each."""
     W = np.log(np.array([[0.5], [0.3], [0.2]], np.float32))
@@ -107,6 +107,8 @@ def test_with_every_column_kept_the_gradient_is_exact(verb):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
 
 
+# test_xla_sampled tests the same of one head, and test_sampled_blocks of the kernels.
+@pytest.mark.slow
 def test_neither_chunk_nor_other_tokens_change_what_is_drawn(optimized):
     h, W, other_h, other_W = problem(48, 16, 300)
     keys = sampling.token_keys(KEY, (48,))

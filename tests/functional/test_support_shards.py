@@ -106,7 +106,7 @@ def check(got):
 
 
 @pytest.mark.parametrize("name", [x if x == "2x2x2" else slow(x) for x in MESHES])
-@pytest.mark.parametrize("call", [dense, ragged])
+@pytest.mark.parametrize("call", [slow(dense), ragged])
 def test_every_mesh(call, name):
     check(with_gradients(sharded(call, name)))
 

@@ -197,28 +197,23 @@ def test_bfloat16_is_as_near_to_float32_as_tunix_is():
     assert abs(float(ours[0] - exact[0])) <= 2 * error + 1e-2
 
 
-def trained(strategy, steps=3):
-    """The student's weights after Tunix's own trainer, with evaluation."""
+def trained(strategy, steps=3, evaluated=None):
+    """The student's weights after Tunix's own trainer."""
     student, teacher = models()
     config = trainers.TrainingConfig(eval_every_n_steps=2, max_steps=steps)
     trainer = trainers.DistillationTrainer(
         student, teacher, strategy, optax.sgd(0.1), config
     ).with_gen_model_input_fn(inputs_of)
-    trainer.train([example(seed) for seed in range(steps)], [example(9)])
+    trainer.train([example(seed) for seed in range(steps)], evaluated)
     return nnx.state(student, nnx.Param)
-
-
-@functools.cache
-def trained_by_tunix():
-    return trained(strategy_of())
 
 
 # A later test trains with the same trainer on a mesh.
 @pytest.mark.slow
 def test_tunix_trains_to_the_same_weights():
-    theirs = trained_by_tunix()
+    theirs = trained(strategy_of(), evaluated=[example(9)])
     with tunix.applied(chunk=4), jaxmem.report() as calls:
-        ours = trained(strategy_of())
+        ours = trained(strategy_of(), evaluated=[example(9)])
     assert {call.verb for call in calls.calls} == {"divergence_loss", "logprobs"}
     assert_near(ours, theirs, rtol=1e-4)
     start = nnx.state(models()[0], nnx.Param)
@@ -312,6 +307,9 @@ def test_strategies_with_another_loss_are_left_alone(capsys):
     assert said in capsys.readouterr().out
 
 
+# test_replace undoes a replacement, and test_maxtext_distillation calls a strategy
+# after it.
+@pytest.mark.slow
 def test_a_strategy_works_after_undo():
     strategy = strategy_of()
     with tunix.applied():
@@ -323,8 +321,9 @@ def test_a_strategy_works_after_undo():
 def test_a_mesh_shards_the_batch_and_not_the_head():
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("fsdp",))
     inputs = inputs_of(example())
+    theirs = trained(strategy_of(), steps=1)
     with tunix.applied(), mesh:
-        assert_near(trained(strategy_of()), trained_by_tunix(), rtol=1e-4)
+        assert_near(trained(strategy_of(), steps=1), theirs, rtol=1e-4)
         output = strategy_of().get_teacher_outputs(models()[1], inputs)
         batch = trainers.TrainingInput(
             input_tokens=inputs["input_tokens"], input_mask=inputs["input_mask"],

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxmem.kernels import blocks, padding
-from tests.cases import CASES, Case, slow
+from tests.cases import CASES, Case
 from tests.functional.test_api import check
 from tests.kernels import needs_pallas
 from tests.kernels.one_pass import check_one_pass
@@ -70,9 +70,11 @@ def test_exponentials_kept_for_the_derivative(kept, interpreted):
     check(problem, "hopper", dtype="bfloat16", residual_bytes=kept, softcap=5.0)
 
 
+# test_hopper has this loss, of columns and rows that do not fill their last block, too.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "n, v, chunk",
-    [(100, 600, 48), slow(300, 300, 32)],
+    [(100, 600, 48), (300, 300, 32)],
 )
 def test_a_loss_of_every_statistic_in_one_pass(n, v, chunk, interpreted):
     """In one block of rows, and in several."""

@@ -138,6 +138,8 @@ def test_draws_of_excluded_columns_and_of_no_number(triton_interpreted):
     np.testing.assert_array_equal(by_kernels, want)
 
 
+# test_sharding has the same verbs over shards, which merge what each one selects.
+@pytest.mark.slow
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 def test_over_shards(triton_interpreted):
     """Each shard has blocks of its own; the interpreter knows no types that vary."""

@@ -7,6 +7,7 @@ import pytest
 
 from jaxmem.core import sampling
 from jaxmem.core.sampling import Derivative
+from tests.cases import slow
 from tests.kernels import needs_pallas
 
 pytestmark = [needs_pallas, pytest.mark.usefixtures("all_triton_interpreted")]
@@ -27,7 +28,7 @@ def problem(n, d, v, slots, seed=0):
     return dz, dense[:, :v], jnp.asarray(h, jnp.bfloat16), jnp.asarray(W, jnp.bfloat16)
 
 
-@pytest.mark.parametrize("layout, d", [("vd", 16), ("dv", 40)])
+@pytest.mark.parametrize("layout, d", [slow("vd", 16), ("dv", 40)])
 def test_both_gradients(layout, d, monkeypatch):
     from jaxmem.kernels import sampled_products as products
 
@@ -50,7 +51,7 @@ def test_both_gradients(layout, d, monkeypatch):
     np.testing.assert_allclose(bias, dense.sum(0), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("many", [False, True])
+@pytest.mark.parametrize("many", [slow(False), True])
 def test_a_long_column_counts_each_pair_once(many, monkeypatch):
     """Of any length, wherever it begins among the pieces; so do its neighbours."""
     from jaxmem.kernels import sampled_products as products

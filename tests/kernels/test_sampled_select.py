@@ -116,7 +116,7 @@ def test_bounds_hold_and_fit(std, dtype):
             assert np.median(missed) < 0.01 * slots + 0.02
 
 
-@pytest.mark.parametrize("n_tiles", [1, slow(2), slow(7), 8, slow(9), 20])
+@pytest.mark.parametrize("n_tiles", [1, slow(2), slow(7), slow(8), slow(9), 20])
 def test_running_sums(n_tiles, monkeypatch):
     """Of some tiles at a time, and of rows of which the last ones are not active."""
     from jaxmem.kernels import sampled_select
@@ -159,7 +159,7 @@ def by_definition(sampling, bounds, p, units, starts):
     "slots, v, std, dtype",
     [
         (20, 300, 2.0, "bfloat16"),
-        (7, 1000, 30.0, "float16"),
+        slow(7, 1000, 30.0, "float16"),
         slow(33, 50, 0.5, "bfloat16"),
         slow(64, 4096, 0.1, "bfloat16"),
     ],
@@ -198,7 +198,7 @@ def test_each_column_is_kept_for_as_many_starts_as_it_has_units(monkeypatch):
     n = sampling.one
     assert n == 256 and sampling.rate > 1
     z, labels = problem(4, v, 2.0)
-    for row in range(4):
+    for row in (0, 3):
         same, label = z[[row] * n], labels[[row] * n]
         kept, stats, rows = tiles(same, label, "bfloat16")
         scale = _sampling.scale(kept.max, rows)

@@ -337,6 +337,9 @@ def test_blocks_without_a_loop_change_no_number(policy):
     assert loops[0] - loops[1] == 2  # forward and backward
 
 
+# test_remat keeps the last blocks whole, and test_partitioning trains with such a
+# policy.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [

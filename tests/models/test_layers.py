@@ -247,6 +247,8 @@ def test_a_block_keeps_what_its_sizes_say(name, dtype):
     assert {each.name for each in kept if each.dtype != config.dtype} <= rows
 
 
+# A test above has the same sum of sizes for every kind of model.
+@pytest.mark.slow
 def test_the_size_of_qwen3_0_6b():
     published = dict(hidden=1024, ff=3072, heads=16, kv_heads=8, head_dim=128)
     config = config_of("Qwen3", dtype="bfloat16", **published)

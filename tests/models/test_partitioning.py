@@ -27,13 +27,16 @@ from jaxmem.train.jobs.policy_program import PolicyProgram
 from jaxmem.train.jobs.sft import OptimizerConfig, RunConfig
 from jaxmem.train.memory import RematConfig
 from tests.cases import slow
+from tests.train.jobs.conftest import programs_of_module
+
+__all__ = ["programs_of_module"]
 
 MODEL = ModelConfig(layers=2, hidden=16, ff=24, heads=4, kv_heads=2, head_dim=8)
 DATA = DataConfig(vocab_size=320, sequence_length=32, batch_size=8, held_out=0.1)
 RUN = RunConfig(steps=4, checkpoint_every=2, log_every=9, compare_heads=False)
 
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+pytestmark = pytest.mark.usefixtures("quick_compilation", "no_picture")
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +71,7 @@ def train(config):
 
 
 @pytest.fixture(scope="module")
-def alone(text_file, tmp_path_factory):
+def alone(text_file, tmp_path_factory, programs_of_module):
     return train(config_of(text_file, tmp_path_factory.mktemp("alone") / "run"))
 
 

@@ -263,7 +263,8 @@ def test_fit_prints_overrides_that_load(job, fake, capsys, tmp_path, monkeypatch
     assert path.stat().st_size > 10_000
 
 
-def test_keeping_more_is_expected_to_take_less_time(fake):
+def test_keeping_more_is_expected_to_take_less_time(fake, monkeypatch):
+    monkeypatch.setattr(search, "_POLICIES", ("none", "full"))  # each is traced
     config, _ = configuration.load(cli._find_config(SFT[0]), SFT[1:])
     with devices.target("h200"):
         policies = {p.overrides: p for p in search._policies(config)}

@@ -102,6 +102,8 @@ def test_responses_are_scored_after_their_prompts_and_ends_on_request(model, dir
     assert records[0]["document"] == "data.jsonl:1"
 
 
+# test_adapters compares the numbers of a model that is loaded with its adapter.
+@pytest.mark.slow
 def test_an_adapter_is_scored_with_its_model(directory):
     model = texts.checkpoint("qwen3", directory)
     write(documents(3))

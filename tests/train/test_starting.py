@@ -50,7 +50,7 @@ run.job = "grpo"
 """
 
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+pytestmark = pytest.mark.usefixtures("quick_compilation", "no_picture")
 
 
 @pytest.fixture
@@ -133,6 +133,8 @@ def test_adapters_train_with_the_base_frozen(directory):
     assert abs(more.history[0].loss - mean_loss(base)) < 1e-4
 
 
+# test_own_prompts starts from a checkpoint as well, and the test above trains adapters.
+@pytest.mark.slow
 @pytest.mark.parametrize("adapted", [True, slow(False)])
 def test_reinforcement_learning_from_a_checkpoint(adapted, directory):
     letters = "0123456789+=abcdefghijklmnopqrstuvwxy"

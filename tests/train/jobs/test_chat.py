@@ -17,7 +17,7 @@ from jaxmem.train.jobs import sft
 from tests.checkpoints import texts
 from tests.train.jobs.kills import kill_before
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+pytestmark = pytest.mark.usefixtures("quick_compilation", "no_picture")
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ m.role[0] + ' ' + m.content }}</s>"
     "{% endfor %}{% if add_generation_prompt %}{{ 'a ' }}{% endif %}"

@@ -36,7 +36,7 @@ from tests.checkpoints import texts
 from tests.checkpoints.texts import LETTERS
 from tests.train.jobs.kills import kill_before
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+pytestmark = pytest.mark.usefixtures("quick_compilation", "no_picture")
 GIN = """
 data.source = "data.jsonl"
 data.sequence_length = 16
@@ -154,8 +154,13 @@ def flat(weights):
     "overrides",
     [
         slow(["distill.divergence=forward_kl", "distill.temperature=1.7"]),
-        ["distill.divergence=reverse_kl", "distill.loss_weight=0.3"],
-        ["distill.divergence=jsd", "distill.beta=0.2", "distill.temperature=0.6"],
+        slow(["distill.divergence=reverse_kl", "distill.loss_weight=0.3"]),
+        [
+            "distill.divergence=jsd",
+            "distill.beta=0.2",
+            "distill.temperature=0.6",
+            "distill.loss_weight=0.3",
+        ],
     ],
 )
 def test_a_steps_gradient_is_that_of_dense_float64(overrides):

@@ -21,7 +21,7 @@ from jaxmem.train.program import DecoderProgram
 from tests.checkpoints import texts
 from tests.train.jobs.kills import kill_before
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+pytestmark = pytest.mark.usefixtures("quick_compilation", "no_picture")
 GIN = """
 data.source = "pairs.jsonl"
 data.sequence_length = 16

@@ -17,7 +17,7 @@ from jaxmem.train.jobs.rollouts import Completions
 from jaxmem.train.metrics import PolicyMetrics
 from tests.checkpoints import texts
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+pytestmark = pytest.mark.usefixtures("quick_compilation", "no_picture")
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ m.role[0] + ' ' + m.content }}"
     "{% endfor %}"

@@ -44,7 +44,7 @@ DATA = DataConfig(vocab_size=320, sequence_length=32, batch_size=4, held_out=0.0
 RUN = RunConfig(steps=6, checkpoint_every=4, log_every=2, compare_heads=False)
 
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+pytestmark = pytest.mark.usefixtures("quick_compilation", "no_picture")
 
 
 @pytest.fixture(scope="module")
@@ -430,6 +430,7 @@ def test_a_run_leaves_everything_it_promises(finished):
     assert fused.step.peak < materialised.step.peak
 
 
+@pytest.mark.usefixtures("one_program")
 def test_held_out_text_is_scored_once_whatever_the_batches(config, tmp_path):
     words = "a state of the model maps to each token of its text".split()
     rng = np.random.default_rng(0)
