@@ -307,7 +307,8 @@ def test_axes_of_both_kinds():
     check_types(token_loss, SHARDINGS["all"], (AUTO, EXPLICIT))
 
 
-def test_inside_scan_remat_and_vmap():
+@pytest.mark.parametrize("compare", [check_types, slow(check)])
+def test_inside_scan_remat_and_vmap(compare):
     def verb(x):
         def body(total, _):
             each = jax.vmap(lambda h, y: jaxmem.logprobs(h, x["W"], y, 16))
@@ -315,7 +316,7 @@ def test_inside_scan_remat_and_vmap():
 
         return jax.lax.scan(jax.checkpoint(body), 0 * x["a"], length=2)[0]
 
-    check_types(verb, SHARDINGS["vocabulary"])
+    compare(verb, SHARDINGS["vocabulary"])
 
 
 def test_inside_a_shard_map_that_binds_other_axes():
