@@ -174,7 +174,7 @@ def _unit(scope, tile, n_tiles, step):
         if "bias" in gmem:
             columns = pl.ds(at * t.columns, t.columns)
             bias = fetch(gmem["bias"].at[columns], smem["bias_smem"])
-        keep = functools.partial(_keep, env, at, rows, gmem, smem)
+        keep = functools.partial(_keep, env, (at, rows), gmem, smem)
         keep = keep if t.stored else None
 
         def fold(z):
@@ -215,8 +215,9 @@ def _inverse_temperature(env, gmem, smem, rows):
     return logits.along(of_rows, (env.tiles.rows, env.tiles.columns))
 
 
-def _keep(env, tile, rows, gmem, smem, i, exps, others):
-    """Stores the i-th part of a tile's exponentials."""
+def _keep(env, place, gmem, smem, i, exps, others):
+    """Stores the i-th part of the exponentials of a tile of some rows."""
+    tile, rows = place
     exps = others if "sums" in gmem else exps
     width = env.tiles.stored
     columns = pl.ds(tile * env.tiles.columns + i * width, width)
