@@ -355,11 +355,9 @@ def _gradients(this, n_tiles, parts, block, sums):
     spec, env, padded, single_block = this
     tiles = tiles_of("to_hidden", spec, padded), tiles_of("to_W", spec, padded)
 
-    def into(h):
-        if n_tiles < env.n_tiles:
-            return jnp.zeros(h.shape, jnp.float32)
-        return lax.empty(h.shape, sums.hidden.dtype)  # overwritten, not added to
-
+    into = functools.partial(
+        products.into_hidden, env, n_tiles, n_clusters(), sums.hidden.dtype
+    )
     several = spec.shards and spec.shards.same_hidden and spec.shards.count > 1
     alone = len(parts) == 1
     overlap_all_reduce = (
@@ -371,7 +369,10 @@ def _gradients(this, n_tiles, parts, block, sums):
         sums._replace(hidden=hidden), overlap_all_reduce,
     )  # fmt: skip
     depth = sums.hidden.shape[1]
-    dhs = [x[:, :depth].astype(sums.hidden.dtype) for x in here.hidden]
+    dhs = [
+        products.of_parts(x, len(part.hidden))[:, :depth].astype(sums.hidden.dtype)
+        for x, part in zip(here.hidden, parts, strict=True)
+    ]
     dh = dhs[0] if alone else jnp.concatenate(dhs)
     if not single_block:
         return here._replace(hidden=_operands.put(sums.hidden, block.ids, dh))

@@ -18,6 +18,8 @@ BUSY_DEPTH = 65_536
 # longer with 63 blocks than with 42.
 SUMS = 1 / 30
 MAX_LAUNCHES = 8  # in sequence, each compiled
+MAX_SPLITS = 4
+WORTH = 1.1  # parts of the vocabulary must save a tenth of the time of one product
 NEAR = 1.01  # if two times differ by less, fewer bytes are preferred
 
 
@@ -201,6 +203,29 @@ def _time(n_tiles, tiles, rows, depth, clusters):
 
     n_whole, rest = divmod(n_tiles, tiles)
     return n_whole * of_block(tiles) + (of_block(rest) if rest else 0)
+
+
+def hidden_splits(n_rows: int, depth: int, clusters: int) -> int:
+    """Parts of the vocabulary over which hidden's gradient is summed by itself.
+
+    Hidden's gradient of a launch has few tiles if D is small. With parts, clusters that
+    would have none compute some, for 4 D bytes of sums per row and part.
+
+    Args:
+        n_rows: of a launch.
+        depth: D.
+        clusters: of the device.
+
+    Returns:
+        The number of parts.
+    """
+    tiles = -(-n_rows // MAX_CLUSTER_ROWS) * -(-depth // TILE)
+
+    def turns(splits):
+        return -(-tiles * splits // clusters) / splits
+
+    sizes = range(1, MAX_SPLITS + 1)
+    return next(n for n in sizes if turns(n) <= WORTH * min(map(turns, sizes)))
 
 
 def _side(chunk, columns):

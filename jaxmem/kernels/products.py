@@ -18,7 +18,7 @@ from jax import lax
 
 from jaxmem.core.operands import Head
 from jaxmem.core.options import Layout
-from jaxmem.kernels import padding, ring
+from jaxmem.kernels import blocks as sizes, padding, ring
 from jaxmem.kernels.logits import Env, parts
 from jaxmem.kernels.ring import Extent, Product, Ring, ceil_div
 from jaxmem.kernels.tiles import N_COMPUTE, Tiles
@@ -55,20 +55,22 @@ def to_hidden(launch: Launch, dz, W, n_rows, block, into) -> jax.Array:
         n_rows: int32, number of active rows.
         block: int32 (first column, columns) of the vocabulary, multiples of
             `tiles.depth`.
-        into: [N, D]; float32 if `launch.add`.
+        into: [N, D]; float32 if `launch.add`. If the block is the whole vocabulary,
+            [S N, D] for sums over S parts of it, one below the other.
 
     Returns:
         The updated array.
     """
-    tiles, layout = launch.tiles, launch.layout
+    tiles, layout, splits = launch.tiles, launch.layout, len(into) // len(dz)
     rhs = "kn" if layout == "vd" else "nk"
-    product = Product(tiles, dz.dtype, "mk", rhs, launch.n_blocks)
+    product = Product(tiles, dz.dtype, "mk", rhs, launch.n_blocks, splits)
     first, columns = block
     depth = W.shape[1 if layout == "vd" else 0]
+    # The last part may go beyond both factors, where zeros are loaded.
+    n_steps = ceil_div(ceil_div(columns, tiles.depth), splits)
     extent = Extent(
-        n_rows, -(-depth // tiles.columns), ceil_div(columns, tiles.depth), 0,
-        lax.div(first, tiles.depth),
-    )  # fmt: skip
+        n_rows, -(-depth // tiles.columns), n_steps, 0, lax.div(first, tiles.depth)
+    )
     W = padding.split(W, layout, tiles.depth)
     return _launch(product, extent, dz, W, into, (0, 0), launch.add)
 
@@ -122,6 +124,35 @@ class Blocks(NamedTuple):
     tiles: tuple[Tiles, Tiles]  # of the product for hidden, and of that for W
 
 
+def into_hidden(env: Env, n_tiles: int, clusters: int, dtype, hidden) -> jax.Array:
+    """What `gradients` computes hidden's gradient of a launch into.
+
+    Args:
+        env: that of the derivative.
+        n_tiles: of the vocabulary, per block.
+        clusters: of the device.
+        dtype: of a result that is only overwritten.
+        hidden: [R, D], of the launch.
+
+    Returns:
+        Zeros if there are several blocks; an undefined array, perhaps for sums over
+        parts of the vocabulary, one below the other, if there is one block.
+    """
+    if n_tiles < env.n_tiles:
+        return jnp.zeros(hidden.shape, jnp.float32)
+    splits = sizes.hidden_splits(env.n_rows, env.depth, clusters)
+    if splits == 1:
+        return lax.empty(hidden.shape, dtype)
+    return lax.empty((splits * len(hidden), hidden.shape[1]), jnp.float32)
+
+
+def of_parts(sums: jax.Array, n_rows: int) -> jax.Array:
+    """The sum over parts of the vocabulary, of rows from `into_hidden`."""
+    if len(sums) == n_rows:
+        return sums
+    return jnp.sum(jnp.reshape(sums, (-1, n_rows, sums.shape[1])), axis=0)
+
+
 def gradients(
     blocks: Blocks, W, parts: Sequence[Part], sums: Head, overlap_all_reduce=False
 ) -> Head:
@@ -133,8 +164,8 @@ def gradients(
         parts: of the rows; several only for a `single_block`. Then each block of W's
             gradient is summed over them in float32 before it is written to sums.W;
             likewise if kernels cannot write to sums.W.
-        sums: float32 zeros for hidden of each part, or an undefined array of any dtype
-            if one block has the whole vocabulary; W and bias, None without a gradient.
+        sums: for hidden of each part, what `into_hidden` returns; W and bias, None
+            without a gradient.
         overlap_all_reduce: whether hidden's gradient is all-reduced afterwards while
             the last block of W's gradient is computed, which is then outside of the
             loop.
@@ -313,7 +344,10 @@ def _kernel(product, add, *refs):
 
             def of_tile(i, step):
                 at = tile(i)
-                rows = pl.ds(row0 + at.first_row + mine * t.rows, t.rows)
+                first = row0 + at.first_row + mine * t.rows
+                if product.splits > 1:
+                    first = first + at.split * (out_gmem.shape[0] // product.splits)
+                rows = pl.ds(first, t.rows)
                 place = rows, column0 + at.column * t.columns
                 store = functools.partial(
                     _store, t.stored, out_gmem, place, out_smem.at[mine], add

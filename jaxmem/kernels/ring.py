@@ -37,6 +37,7 @@ class Product:
     lhs: Literal["mk", "km"]  # its axes in memory order
     rhs: Literal["kn", "nk"]
     n_blocks: int
+    splits: int = 1  # parts of K, each of which is summed by itself
 
     def launch(self) -> dict:
         """Arguments of the launch: one block per SM, one warpgroup that loads."""
@@ -60,7 +61,7 @@ class Extent(NamedTuple):
 
     n_rows: Any  # of lhs, from the first
     n_tiles: Any  # of columns
-    n_steps: Any  # pipeline stages of the sum over K; at least one
+    n_steps: Any  # pipeline stages of the sum over K, or a part of it; at least one
     first_tile: Any = 0  # of rhs' columns
     first_step: Any = 0  # of rhs' K; that of lhs starts at 0
 
@@ -70,6 +71,7 @@ class Tile(NamedTuple):
 
     first_row: Any  # of the block
     column: Any  # index of the tile among those of rhs
+    split: Any = 0  # part of K
 
 
 class Ring(NamedTuple):
@@ -161,7 +163,8 @@ def for_each_unit(product: Product, extent: Extent, unit, carry):
     kernels are batch-invariant.
     """
     t = product.tiles
-    n_row_tiles = ceil_div(extent.n_rows, t.cluster_rows)
+    n_of_split = ceil_div(extent.n_rows, t.cluster_rows)
+    n_row_tiles = n_of_split * product.splits
     n_groups = ceil_div(extent.n_tiles, t.group)
     cluster = lax.axis_index("cluster")
     n_mine = ceil_div(n_row_tiles * n_groups - cluster, product.n_clusters)
@@ -172,11 +175,15 @@ def for_each_unit(product: Product, extent: Extent, unit, carry):
         at = at - panel * (t.panel * n_groups)
         width = lax.min(n_row_tiles - panel * t.panel, t.panel)
         row_tile = panel * t.panel + lax.rem(at, width)
-        group = lax.div(at, width)
+        group, split = lax.div(at, width), 0
+        if product.splits > 1:
+            split = lax.div(row_tile, n_of_split)
+            row_tile = lax.rem(row_tile, n_of_split)
         first_row = (row_tile * t.cluster + lax.axis_index("peer")) * t.block_rows
 
         def tile(i):
-            return Tile(first_row, extent.first_tile + group + i * n_groups)
+            column = extent.first_tile + group + i * n_groups
+            return Tile(first_row, column, split)
 
         return unit(tile, ceil_div(extent.n_tiles - group, n_groups), carry)
 
@@ -195,6 +202,8 @@ def _load_tiles(product, extent, lhs_gmem, rhs_gmem, ring):
     def unit(tile, n_tiles, step):
         def stage(i, step):
             at, k = tile(lax.div(i, extent.n_steps)), lax.rem(i, extent.n_steps)
+            if product.splits > 1:
+                k = at.split * extent.n_steps + k
             slot = lax.rem(step, t.stages)
 
             @pl.when(step >= t.stages)

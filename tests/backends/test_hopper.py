@@ -171,6 +171,14 @@ def test_a_loss_of_every_statistic_in_one_pass(name, interpreted):
 
 
 @needs_pallas
+@pytest.mark.parametrize("name", ["several blocks, every option", "several blocks"])
+def test_hidden_s_gradient_in_parts_of_the_vocabulary(name, interpreted, monkeypatch):
+    """The last part is shorter than the others."""
+    monkeypatch.setattr(blocks, "hidden_splits", lambda *_: 3)
+    check_one_pass(**ONE_PASS[name])
+
+
+@needs_pallas
 def test_W_in_float32_gets_its_gradient_in_float32(interpreted):
     h, W, y = Case(40, 16, 130, std=2.0).make()
     h, W = jnp.asarray(h, jnp.bfloat16), jnp.asarray(W)

@@ -186,3 +186,18 @@ def test_a_forward_launch_takes_no_more_than_a_chunk_of_logits():
         a_row = 2 * depth + 20 * groups * 9 / 8
         taken, least = rows * a_row, MAX_CLUSTER_ROWS * a_row
         assert taken <= max(4 * chunk * columns, least) + slack(0, depth)
+
+
+@pytest.mark.parametrize(
+    "depth, rows, splits",
+    [
+        (1024, 3072, 4),
+        (1024, 16384, 1),
+        (2304, 3072, 3),
+        (3072, 3072, 3),
+        (4096, 3072, 1),
+    ],
+)
+def test_parts_of_the_vocabulary_keep_the_chip_busy(depth, rows, splits):
+    """Only where at least a tenth of the time is saved."""
+    assert blocks.hidden_splits(rows, depth, 66) == splits
