@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from numpy.polynomial import Chebyshev, Polynomial
 
 _SERIES_BELOW = 0.5  # |x| above which e^-x - 1 + x does not cancel
 # Terms of Taylor's series whose next one is below float64's epsilon, and for float32
@@ -27,6 +28,8 @@ _SERIES_BELOW = 0.5  # |x| above which e^-x - 1 + x does not cancel
 _SERIES_TERMS, _SERIES_DEGREES = 15, {2: 6, 3: 5}  # by the first term
 _ARTANH_TERMS, _ARTANH_DEGREE = 17, 4
 _MIXING_TERMS = {4: 10, 8: 23}  # by item size: the next is below epsilon
+_HALF_DEGREES = {"term": 3, "near": 2, "far": 8}  # of interpolations in float32
+_NO_RATIO = 1000.0  # e^-x is 0 in either type
 
 
 class Blocks(NamedTuple):
@@ -101,24 +104,31 @@ class ForwardKL:
 
 @dataclasses.dataclass(frozen=True)
 class JSD:
-    """β KL(q ‖ m) + (1-β) KL(p ‖ m), m = β q + (1-β) p."""
+    """β KL(q ‖ m) + (1-β) KL(p ‖ m), m = β q + (1-β) p.
+
+    Kernels may pass an `exp` of fewer instructions.
+    """
 
     beta: float
 
-    def terms(self, p, q, log_ratio):
+    def terms(self, p, q, log_ratio, exp=jnp.exp):
         """See `KL.terms`."""
+        if self.beta == 0.5:
+            return (_half_terms(p, q, log_ratio, exp),)
         heavy, light, weight, x = self._by_weight(p, q, log_ratio)
-        log_heavy, log_light = _to_mixture(weight, x)
+        log_heavy, log_light = _to_mixture(weight, x, exp)
         of_heavy = (1 - weight) * _product(heavy, log_heavy)
         of_light = weight * _product(light, log_light)
         m = (1 - weight) * heavy + weight * light
         near = m * (x * x) * _mixing_series(weight, x)
         return (jnp.where(jnp.abs(x) < _SERIES_BELOW, near, of_heavy + of_light),)
 
-    def slopes(self, p, q, log_ratio):
+    def slopes(self, p, q, log_ratio, exp=jnp.exp):
         """(1-β) p ln(p/m)."""
+        if self.beta == 0.5:
+            return _half_slopes(p, q, log_ratio, exp)
         _, _, weight, x = self._by_weight(p, q, log_ratio)
-        log_heavy, log_light = _to_mixture(weight, x)
+        log_heavy, log_light = _to_mixture(weight, x, exp)
         log_p = log_heavy if self.beta <= 0.5 else log_light
         return (1 - self.beta) * _product(p, log_p)
 
@@ -169,10 +179,7 @@ def _series(x, first):
     1 - e^-x is x times the series from 2, and e^-x - 1 + x is x²/2 times that from 3.
     XLA would store an expm1 that a product reads more than once.
     """
-    series = 0.0
-    for factor in reversed(_series_factors(first, x.dtype.itemsize)):
-        series = factor + x * series
-    return series
+    return _polynomial(_series_factors(first, x.dtype.itemsize), x)
 
 
 @functools.cache
@@ -185,19 +192,96 @@ def _series_factors(first: int, itemsize: int) -> tuple[float, ...]:
     if itemsize == 8:
         return tuple(taylor)
     domain = -_SERIES_BELOW, _SERIES_BELOW
-    return _interpolated(taylor, _SERIES_DEGREES[first], domain)
+    return _interpolated(Polynomial(taylor), _SERIES_DEGREES[first], domain)
 
 
-def _interpolated(factors, degree, domain) -> tuple[float, ...]:
-    """A polynomial of lower degree that is near to the given one in a domain."""
-    found = np.polynomial.Chebyshev.interpolate(
-        np.polynomial.Polynomial(factors), degree, domain
-    )
+def _interpolated(function, degree, domain) -> tuple[float, ...]:
+    """Factors of a polynomial that is near to a function in a domain."""
+    found = Chebyshev.interpolate(function, degree, domain)
     return tuple(map(float, found.convert(kind=np.polynomial.Polynomial).coef))
 
 
-def _to_mixture(weight, x):
-    """(ln(heavy/m), ln(light/m)) of m = (1 - w) heavy + w light, w ≤ 1/2.
+def _half_terms(p, q, log_ratio, exp):
+    """(p ln(p/m) + q ln(q/m)) / 2 of m = (p + q) / 2.
+
+    With s = |ln(p/q)|, the larger one l and r = l e^-s, this is l/2 times
+    (1 + e^-s) ln(l/m) - e^-s s, which cancels where s is small; m times an even
+    function of s does not.
+    """
+    half, size, ratio = _larger_and_ratio(p, q, log_ratio, exp)
+    far = (1 + ratio) * _log_of_larger(size, ratio) - ratio * size
+    square = size * size
+    series = _polynomial(_half_factors(size.dtype.itemsize), square)
+    near = (1 + ratio) * (square * series)
+    return _product(half, jnp.where(size < _SERIES_BELOW, near, far))
+
+
+def _half_slopes(p, q, log_ratio, exp):
+    """Return p ln(p/m) / 2 of m = (p + q) / 2."""
+    half, size, ratio = _larger_and_ratio(p, q, log_ratio, exp)
+    of_larger = _log_of_larger(size, ratio)
+    of_p = jnp.where(log_ratio > 0, of_larger, ratio * (of_larger - size))
+    return _product(half, of_p)
+
+
+def _larger_and_ratio(p, q, log_ratio, exp):
+    """(half of the larger of p and q, |ln(p/q)|, the smaller over the larger)."""
+    size = jnp.minimum(jnp.abs(log_ratio), _NO_RATIO)  # infinite if p or q is 0
+    return jnp.maximum(p, q) / 2, size, exp(-size)
+
+
+def _log_of_larger(size, ratio):
+    """ln(l/m) = -ln((1 + e^-s) / 2) = s/2 - ln cosh(s/2), for s ≥ 0."""
+    series = _polynomial(_log_cosh_factors(size.dtype.itemsize), size * size)
+    near = size * (0.5 - size * series)
+    if size.dtype.itemsize == 8:
+        far = -jnp.log((1 + ratio) / 2)
+    else:
+        far = _polynomial(_log_factors(), ratio)
+    return jnp.where(size < _SERIES_BELOW, near, far)
+
+
+@functools.cache
+def _half_factors(itemsize: int) -> tuple[float, ...]:
+    """Of powers of s² in (u tanh u - ln cosh u) / s², u = s/2, for s < _SERIES_BELOW.
+
+    That is x K'(x) - K(x) of `_mixing_series` for w = 1/2, which is even.
+    """
+    taylor = _mixing_factors(0.5, _MIXING_TERMS[8])[::2]
+    return _of_squares(taylor, itemsize, _HALF_DEGREES["term"])
+
+
+@functools.cache
+def _log_cosh_factors(itemsize: int) -> tuple[float, ...]:
+    """Of powers of s² in ln cosh(s/2) / s², for s < _SERIES_BELOW."""
+    terms = _mixing_factors(0.5, _MIXING_TERMS[8])[::2]
+    taylor = [term / (2 * k + 1) for k, term in enumerate(terms)]
+    return _of_squares(taylor, itemsize, _HALF_DEGREES["near"])
+
+
+def _of_squares(taylor, itemsize, degree):
+    if itemsize == 8:
+        return tuple(taylor)
+    return _interpolated(Polynomial(taylor), degree, (0, _SERIES_BELOW**2))
+
+
+@functools.cache
+def _log_factors() -> tuple[float, ...]:
+    """Of powers of r in -ln((1 + r) / 2), for r = e^-s and s > _SERIES_BELOW."""
+    domain = 0, math.exp(-_SERIES_BELOW)
+    return _interpolated(lambda r: -np.log((1 + r) / 2), _HALF_DEGREES["far"], domain)
+
+
+def _polynomial(factors, x):
+    """By Horner's rule."""
+    total = factors[-1]
+    for factor in factors[-2::-1]:
+        total = factor + x * total
+    return total
+
+
+def _to_mixture(weight, x, exp):
+    """(ln(heavy/m), ln(light/m)) of m = (1 - w) heavy + w light, w < 1/2.
 
     With x = ln(light/heavy), ln(m/heavy) = ln(1 + w (e^x - 1)) = 2 artanh(t) keeps its
     digits where m tends to heavy, because x or w is small. The series of artanh is
@@ -205,15 +289,8 @@ def _to_mixture(weight, x):
     No exponential overflows, for none has a positive argument.
     """
     size, light_is_larger = jnp.abs(x), x > 0
-    smaller = jnp.exp(-size)  # over the larger one
+    smaller = exp(-size)  # over the larger one
     difference = jnp.where(size < _SERIES_BELOW, size * _series(size, 2), 1 - smaller)
-    if weight == 0.5:  # both are heavy: the larger one has |t| ≤ 1/3 everywhere
-        log_larger = _log_by_artanh(difference * (1 / (4 - difference)))
-        log_smaller = log_larger - size
-        return (
-            jnp.where(light_is_larger, log_smaller, log_larger),
-            jnp.where(light_is_larger, log_larger, log_smaller),
-        )
     change = weight * jnp.where(light_is_larger, difference, -difference)
     t = change * (1 / (2 * jnp.where(light_is_larger, smaller, 1) + change))
     over_light = jnp.log(weight + (1 - weight) * smaller)  # ln(m/light)
@@ -224,10 +301,7 @@ def _to_mixture(weight, x):
 
 def _log_by_artanh(t):
     """Return ln((1 + t) / (1 - t)) = 2 t (1 + t²/3 + t⁴/5 + ...), for |t| ≤ 1/3."""
-    square, series = t * t, 0.0
-    for factor in reversed(_artanh_factors(t.dtype.itemsize)):
-        series = factor + square * series
-    return t * series
+    return t * _polynomial(_artanh_factors(t.dtype.itemsize), t * t)
 
 
 @functools.cache
@@ -236,21 +310,16 @@ def _artanh_factors(itemsize: int) -> tuple[float, ...]:
     taylor = [2 / (2 * k + 1) for k in range(_ARTANH_TERMS)]
     if itemsize == 8:
         return tuple(taylor)
-    return _interpolated(taylor, _ARTANH_DEGREE, (0, 1 / 9))
+    return _interpolated(Polynomial(taylor), _ARTANH_DEGREE, (0, 1 / 9))
 
 
 def _mixing_series(weight, x):
     """Return (x K'(x) - K(x)) / x² of K(x) = ln(1 + w (e^x - 1)), |x| < _SERIES_BELOW.
 
     Times m x² it is the divergence's term, for heavy is m e^-K and light m e^(x - K).
-    K generates the cumulants of a Bernoulli variable: κ_n, 0 for odd n if w = 1/2.
+    K generates the cumulants of a Bernoulli variable.
     """
-    factors = _mixing_factors(weight, _MIXING_TERMS[x.dtype.itemsize])
-    step = 1 if any(factors[1::2]) else 2
-    power, series = x**step, 0.0
-    for factor in reversed(factors[::step]):
-        series = factor + power * series
-    return series
+    return _polynomial(_mixing_factors(weight, _MIXING_TERMS[x.dtype.itemsize]), x)
 
 
 @functools.cache

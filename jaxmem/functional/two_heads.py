@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -93,19 +94,21 @@ class TwoHeadsRule(LoopRule):
         heads = row_blocks.parts(z), row_blocks.parts(y)
         normalisers = tuple(map(row_blocks.normaliser, heads))
         rows = *normalisers[0], *normalisers[1]
-        *parts, slope = row_sums.sums(self._terms, (z, y), rows)
+        terms = functools.partial(self._terms, exp=row_sums.exp)
+        *parts, slope = row_sums.sums(terms, (z, y), rows)
         p_scale, others = _scale(heads[0], normalisers[0]), heads[0].others
         masses = Masses(
             row_blocks.WIDTH, p_scale * (others + 1), p_scale * others, tops=1
         )
         return sum(parts[1:], parts[0]), slope, normalisers, masses
 
-    def _terms(self, z, y, *rows):
+    def _terms(self, z, y, *rows, **exp):
         """The divergence's terms and its slopes, [C, V]; rows are both normalisers."""
         p_max, p_log_sum, q_max, q_log_sum = rows
         policy = _stats.Normaliser(p_max, p_log_sum)
-        args = compare(z, y, policy, _stats.Normaliser(q_max, q_log_sum))
-        return *self.divergence.terms(*args), self.divergence.slopes(*args)
+        args = compare(z, y, policy, _stats.Normaliser(q_max, q_log_sum), **exp)
+        of = self.divergence
+        return *of.terms(*args, **exp), of.slopes(*args, **exp)
 
     def by_kernels(self, z) -> bool:
         """Whether kernels read the logits."""
@@ -150,10 +153,10 @@ class TwoHeadsRule(LoopRule):
         return z, z[:, :both], y[:, :both].astype(z.dtype)
 
 
-def compare(z, y, policy: _stats.Normaliser, reference: _stats.Normaliser):
+def compare(z, y, policy: _stats.Normaliser, reference: _stats.Normaliser, exp=jnp.exp):
     """p, q and ln(p/q); ln(p/q) keeps its last digits where the logits agree."""
-    p = jnp.exp(_stats.log_softmax(z, policy))
-    q = jnp.exp(_stats.log_softmax(y, reference))
+    p = exp(_stats.log_softmax(z, policy))
+    q = exp(_stats.log_softmax(y, reference))
     return p, q, (z - y) - _shift(policy, reference)[:, None]
 
 

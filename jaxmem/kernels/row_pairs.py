@@ -11,7 +11,6 @@ first. What the sums over the row are follows from these few numbers.
 """
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -22,13 +21,13 @@ import jax.numpy as jnp
 
 from jaxmem.core import running_sums
 from jaxmem.kernels.row_blocks import Parts
+from jaxmem.kernels.row_sums import exp
 from jaxmem.kernels.typed import alike, result
 
 WIDTH = 128  # columns of a block
 _LANES = 32  # neighbouring columns that are loaded at once
 _TILE = 4096  # columns of a program
 _WARPS = 4
-_LOG2_E = math.log2(math.e)
 
 
 class Pairs(NamedTuple):
@@ -117,5 +116,4 @@ def _exps(z):
     largest = _reduce(jnp.max, z)
     # A block of -inf has exponentials of 0, not NaN.
     shift = jnp.where(largest == -jnp.inf, 0, largest)
-    # Fewer instructions than exp, and the kernel is bound by them.
-    return largest, shift, jnp.exp2((z - shift[None, :, None]) * _LOG2_E)
+    return largest, shift, exp(z - shift[None, :, None])
