@@ -126,7 +126,7 @@ class JSD:
     def slopes(self, p, q, log_ratio, exp=jnp.exp):
         """(1-β) p ln(p/m)."""
         if self.beta == 0.5:
-            return _half_slopes(p, q, log_ratio, exp)
+            return _half_slopes(p, log_ratio, exp)
         _, _, weight, x = self._by_weight(p, q, log_ratio)
         log_heavy, log_light = _to_mixture(weight, x, exp)
         log_p = log_heavy if self.beta <= 0.5 else log_light
@@ -198,7 +198,7 @@ def _series_factors(first: int, itemsize: int) -> tuple[float, ...]:
 def _interpolated(function, degree, domain) -> tuple[float, ...]:
     """Factors of a polynomial that is near to a function in a domain."""
     found = Chebyshev.interpolate(function, degree, domain)
-    return tuple(map(float, found.convert(kind=np.polynomial.Polynomial).coef))
+    return tuple(map(float, found.convert(kind=Polynomial).coef))
 
 
 def _half_terms(p, q, log_ratio, exp):
@@ -208,26 +208,26 @@ def _half_terms(p, q, log_ratio, exp):
     (1 + e^-s) ln(l/m) - e^-s s, which cancels where s is small; m times an even
     function of s does not.
     """
-    half, size, ratio = _larger_and_ratio(p, q, log_ratio, exp)
+    size, ratio = _size_and_ratio(log_ratio, exp)
     far = (1 + ratio) * _log_of_larger(size, ratio) - ratio * size
     square = size * size
     series = _polynomial(_half_factors(size.dtype.itemsize), square)
     near = (1 + ratio) * (square * series)
-    return _product(half, jnp.where(size < _SERIES_BELOW, near, far))
+    larger = jnp.maximum(p, q)
+    return _product(larger / 2, jnp.where(size < _SERIES_BELOW, near, far))
 
 
-def _half_slopes(p, q, log_ratio, exp):
+def _half_slopes(p, log_ratio, exp):
     """Return p ln(p/m) / 2 of m = (p + q) / 2."""
-    half, size, ratio = _larger_and_ratio(p, q, log_ratio, exp)
+    size, ratio = _size_and_ratio(log_ratio, exp)
     of_larger = _log_of_larger(size, ratio)
-    of_p = jnp.where(log_ratio > 0, of_larger, ratio * (of_larger - size))
-    return _product(half, of_p)
+    return _product(p / 2, jnp.where(log_ratio > 0, of_larger, of_larger - size))
 
 
-def _larger_and_ratio(p, q, log_ratio, exp):
-    """(half of the larger of p and q, |ln(p/q)|, the smaller over the larger)."""
+def _size_and_ratio(log_ratio, exp):
+    """(s = |ln(p/q)|, the smaller over the larger one)."""
     size = jnp.minimum(jnp.abs(log_ratio), _NO_RATIO)  # infinite if p or q is 0
-    return jnp.maximum(p, q) / 2, size, exp(-size)
+    return size, exp(-size)
 
 
 def _log_of_larger(size, ratio):

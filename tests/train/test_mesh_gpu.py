@@ -15,7 +15,11 @@ from jaxmem.train.config import Config
 from jaxmem.train.jobs import sft
 from jaxmem.train.jobs.sft import OptimizerConfig, RunConfig
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    # The trainer's step has kernels of this backend.
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning"),
+]
 
 MODEL = ModelConfig(
     layers=4, hidden=256, ff=512, heads=4, kv_heads=2, head_dim=64, vocab_size=8192,
