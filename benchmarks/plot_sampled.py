@@ -16,7 +16,7 @@ from benchmarks import results
 from benchmarks.plot_head import GREY
 
 BLUE, GREEN, ORANGE, PINK = "#2f81f7", "#3fb950", "#db6d28", "#f778ba"
-MAIN = {"n": "8192", "d": "4096", "v": "151936"}
+MAIN, CHUNK = {"n": "8192", "d": "4096", "v": "151936"}, "1024"
 # (file, path, column, label, colour) of a horizontal line
 LEVELS = (
     ("sampled_h200.csv", "logprobs, exact, forward and both gradients", "over_gemm",
@@ -63,8 +63,9 @@ def differences(rows):
 
 
 def of_main(name):
-    """Rows of the shape that the figure is of."""
-    return [row for row in results.read(name) if MAIN.items() <= row.items()]
+    """Rows of the shape that the figure is of, with the default chunk if they name it."""
+    rows = (row for row in results.read(name) if MAIN.items() <= row.items())
+    return [row for row in rows if row.get("chunk", CHUNK) == CHUNK]
 
 
 def draw_times(ax):
