@@ -63,7 +63,7 @@ def differences(rows):
 
 
 def of_main(name):
-    """Rows of the shape that the figure is of, with the default chunk if they name it."""
+    """Rows of the figure's shape, and of the default chunk where they name one."""
     rows = (row for row in results.read(name) if MAIN.items() <= row.items())
     return [row for row in rows if row.get("chunk", CHUNK) == CHUNK]
 
