@@ -14,6 +14,7 @@ float32. A path that fails is recorded so, and the others go on.
 import argparse
 import functools
 import inspect
+import itertools
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ import jax
 import jax.numpy as jnp
 
 import jaxmem
-from benchmarks import on_jax, results, workers
+from benchmarks import on_jax, results, sampled_data, workers
 from jaxmem import timing
 from jaxmem.bench import stopwatch
 
@@ -37,6 +38,7 @@ class Path(NamedTuple):
     call: Callable[..., Any]
     unit: str
     teacher_d: int | None = None
+    data: str = "normal"
 
 
 def with_gradients(loss):
@@ -141,10 +143,10 @@ def paths_of_two(verb, chunk, depth) -> dict[str, Path]:
         name: each, f"divergence_loss {name}": one_pass, f"{name}, K=128": sampled,
         f"{name} materialised": materialised_of_two(verb),
     }  # fmt: skip
-    return {
-        name: Path(with_gradients(loss), f"four {depth}", depth)
-        for name, loss in losses.items()
-    }
+    unit = f"four {depth}"
+    paths = {k: Path(with_gradients(x), unit, depth) for k, x in losses.items()}
+    name = f"{name}, K=128"
+    return paths | {f"{name}, policy": paths[name]._replace(data="policy")}
 
 
 def units_of(depths) -> dict[str, Path]:
@@ -157,9 +159,12 @@ def units_of(depths) -> dict[str, Path]:
     return made | {f"four {d}": Path(four_products, "", d) for d in depths}
 
 
-def operands_of(shape, dtype, teacher_d):
+def operands_of(shape, dtype, teacher_d, data="normal"):
     """hidden, W, and a teacher: K columns, or a head."""
     n, _, v = shape
+    if data != "normal":
+        h, W, _ = sampled_data.problem(data, shape, dtype)
+        return h, W, *sampled_data.problem(data, (n, teacher_d, v), dtype, 1)[:2]
     h, W, _ = on_jax.problem(shape, dtype)
     if teacher_d:
         teacher, teacher_W, _ = on_jax.problem((n, teacher_d, v), dtype)
@@ -184,15 +189,19 @@ def compiled(path, operands) -> tuple[Any, dict[str, Any]]:
         return None, {"note": f"failed: {workers.said(error)}"}
 
 
-def measure(shape, dtype, chunk, teacher_d, repetitions, wanted=None):
-    """One row a path that reads this teacher, each beside its unit."""
+def measure(shape, dtype, chunk, of_paths, repetitions, wanted=None):
+    """One row a path of this (teacher_d, data), each beside its unit."""
+    teacher_d, data = of_paths
     depths = (teacher_d,) if teacher_d else ()
-    operands = operands_of(shape, dtype, teacher_d)
     every = {
         name: path
         for name, path in paths_of(chunk, depths).items()
-        if path.teacher_d == teacher_d and (not wanted or name.split()[0] in wanted)
+        if (path.teacher_d, path.data) == of_paths
+        and (not wanted or name.split()[0] in wanted)
     }
+    if not every:
+        return
+    operands = operands_of(shape, dtype, teacher_d, data)
     units = units_of(depths)
     needed = {"gemm", *(path.unit for path in every.values())}
     ready = {k: compiled(p, operands) for k, p in every.items()}
@@ -236,9 +245,11 @@ def main(arguments=None):
     shapes = workers.shapes_of(args) if args.shape else [SHAPE]
     for shape in shapes:
         for chunk in args.chunk or [1024]:
-            for depth in (None, *(args.teacher_depth or (shape[1], 2 * shape[1]))):
+            depths = args.teacher_depth or (shape[1], 2 * shape[1])
+            of_two = itertools.product(depths, ("normal", "policy"))
+            for of_paths in ((None, "normal"), *of_two):
                 rows = measure(
-                    shape, getattr(jnp, args.dtype), chunk, depth, args.repetitions,
+                    shape, getattr(jnp, args.dtype), chunk, of_paths, args.repetitions,
                     args.verb,
                 )  # fmt: skip
                 for row in rows:
