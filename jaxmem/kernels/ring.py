@@ -159,8 +159,8 @@ def for_each_unit(product: Product, extent: Extent, unit, carry):
 
     tile(i) is the i-th `Tile` of the unit's `n_tiles`; neighbouring units process
     neighbouring tiles at the same time. The column tiles of a group depend only on how
-    many there are, so the order of a row's reduction does not depend on other rows: the
-    kernels are batch-invariant.
+    many there are, so the order of a row's reduction does not depend on other rows: a
+    product of one split is batch-invariant.
     """
     t = product.tiles
     n_of_split = ceil_div(extent.n_rows, t.cluster_rows)
