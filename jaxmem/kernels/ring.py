@@ -126,10 +126,8 @@ def in_place(run, x):
     the kernel writes into its operand: the result is uninitialised memory. An
     optimization barrier prevents that, and one follows here. Where x may be a slice,
     callers put another one before, but not in a loop that carries x: where XLA unrolls
-    that loop,
-        as
-    `xla_gpu_enable_while_loop_double_buffering` asks, the barrier would become its own
-    control predecessor, and compilation fails.
+    that loop, as `xla_gpu_enable_while_loop_double_buffering` asks, the barrier would
+    become its own control predecessor, and compilation fails.
     """
     return lax.optimization_barrier(pl.run_state(run)(x))
 
