@@ -8,7 +8,9 @@ The unit of a forward pass is `token_stats`' forward pass; that of a forward and
 backward pass with `topk_kl` is the bare GEMM `hidden @ W.T`; and that of two heads the
 sum of the four products that no implementation avoids: the logits of student and
 teacher, and both gradients of the student. Materialised paths make [N, V] logits in
-float32. A path that fails is recorded so, and the others go on.
+float32. Operands are random normal, of which sampled gradients with K=128 keep all 128
+entries of a token; in paths named "policy" they keep about 40 (`sampled_data.py`). A
+path that fails is recorded so, and the others go on.
 """
 
 import argparse
@@ -189,14 +191,14 @@ def compiled(path, operands) -> tuple[Any, dict[str, Any]]:
         return None, {"note": f"failed: {workers.said(error)}"}
 
 
-def measure(shape, dtype, chunk, of_paths, repetitions, wanted=None):
-    """One row a path of this (teacher_d, data), each beside its unit."""
-    teacher_d, data = of_paths
+def measure(shape, dtype, chunk, operands_kind, repetitions, wanted=None):
+    """One row a path that reads such (teacher_d, data), each beside its unit."""
+    teacher_d, data = operands_kind
     depths = (teacher_d,) if teacher_d else ()
     every = {
         name: path
         for name, path in paths_of(chunk, depths).items()
-        if (path.teacher_d, path.data) == of_paths
+        if (path.teacher_d, path.data) == operands_kind
         and (not wanted or name.split()[0] in wanted)
     }
     if not every:
@@ -246,10 +248,10 @@ def main(arguments=None):
     for shape in shapes:
         for chunk in args.chunk or [1024]:
             depths = args.teacher_depth or (shape[1], 2 * shape[1])
-            of_two = itertools.product(depths, ("normal", "policy"))
-            for of_paths in ((None, "normal"), *of_two):
+            of_two_heads = itertools.product(depths, ("normal", "policy"))
+            for kind in ((None, "normal"), *of_two_heads):
                 rows = measure(
-                    shape, getattr(jnp, args.dtype), chunk, of_paths, args.repetitions,
+                    shape, getattr(jnp, args.dtype), chunk, kind, args.repetitions,
                     args.verb,
                 )  # fmt: skip
                 for row in rows:

@@ -28,8 +28,9 @@ _SERIES_BELOW = 0.5  # |x| above which e^-x - 1 + x does not cancel
 _SERIES_TERMS, _SERIES_DEGREES = 15, {2: 6, 3: 5}  # by the first term
 _ARTANH_TERMS, _ARTANH_DEGREE = 17, 4
 _MIXING_TERMS = {4: 10, 8: 23}  # by item size: the next is below epsilon
-_HALF_DEGREES = {"term": 3, "near": 2, "far": 8}  # of interpolations in float32
-_NO_RATIO = 1000.0  # e^-x is 0 in either type
+# For β = 1/2, of interpolations that are good to half an epsilon of float32.
+_HALF_DEGREES = {"term": 3, "near": 2, "far": 8}
+_NO_RATIO = 1000.0  # in place of an infinite |ln(p/q)|: e^-x is 0 in either type
 
 
 class Blocks(NamedTuple):
@@ -106,7 +107,7 @@ class ForwardKL:
 class JSD:
     """β KL(q ‖ m) + (1-β) KL(p ‖ m), m = β q + (1-β) p.
 
-    Kernels may pass an `exp` of fewer instructions.
+    Kernels pass an `exp` that takes fewer instructions than `jnp.exp`.
     """
 
     beta: float

@@ -103,7 +103,10 @@ class TwoHeadsRule(LoopRule):
         return sum(parts[1:], parts[0]), slope, normalisers, masses
 
     def _terms(self, z, y, *rows, **exp):
-        """The divergence's terms and its slopes, [C, V]; rows are both normalisers."""
+        """The divergence's terms and its slopes, [C, V]; rows are both normalisers.
+
+        A kernel of a Jensen-Shannon divergence passes its own `exp`.
+        """
         p_max, p_log_sum, q_max, q_log_sum = rows
         policy = _stats.Normaliser(p_max, p_log_sum)
         args = compare(z, y, policy, _stats.Normaliser(q_max, q_log_sum), **exp)

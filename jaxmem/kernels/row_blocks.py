@@ -95,7 +95,7 @@ def _reduce_blocks(columns, z_ref, largest_ref, others_ref):
     # A block of -inf has exponentials of 0, not NaN.
     shift = jnp.where(largest == -jnp.inf, 0, largest)[:, None]
     is_largest = z == largest[:, None]
-    others = jnp.sum(jnp.where(is_largest, 0, row_sums.exp(z - shift)), axis=1)
+    others = jnp.sum(jnp.where(is_largest, 0, jnp.exp(z - shift)), axis=1)
     others = others + (jnp.sum(is_largest.astype(jnp.float32), axis=1) - 1)
     there = block < pl.cdiv(columns, WIDTH)
     plt.store(largest_ref.at[row, block], largest, mask=there)
