@@ -79,6 +79,9 @@ def use(folder: Path) -> None:
         "jax_compilation_cache_dir": str(folder),
         "jax_persistent_cache_min_compile_time_secs": 0.0,
         "jax_persistent_cache_min_entry_size_bytes": -1,
+        # XLA's own caches are for GPUs. With them jax before 0.11 counts the folder's
+        # name, which is another one in each process, among what a program depends on.
+        "jax_persistent_cache_enable_xla_caches": "none",
     }
     for name, value in settings.items():
         jax.config.update(name, value)
