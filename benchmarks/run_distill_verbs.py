@@ -125,10 +125,10 @@ def paths_of(chunk, depths) -> dict[str, Path]:
 
 
 def paths_of_two(verb, chunk, depth) -> dict[str, Path]:
-    """Paths to a divergence: per token, in a loss, sampled, materialised."""
+    """Paths to a divergence: a token's, in a loss, sampled, frozen, materialised."""
 
-    def each(*heads, **sampled):
-        return getattr(jaxmem, verb)(*heads, chunk, **sampled).mean()
+    def each(*heads, **options):
+        return getattr(jaxmem, verb)(*heads, chunk, **options).mean()
 
     def one_pass(h, W, teacher, teacher_W):
         labels = jnp.zeros(len(h), jnp.int32)
@@ -140,10 +140,13 @@ def paths_of_two(verb, chunk, depth) -> dict[str, Path]:
     def sampled(*heads):
         return each(*heads, gradient_samples=128, key=jax.random.key(1))
 
+    def frozen(*heads):
+        return each(*heads, frozen_head=True)
+
     name = f"{verb} with gradients, teacher D={depth}"
     losses = {
         name: each, f"divergence_loss {name}": one_pass, f"{name}, K=128": sampled,
-        f"{name} materialised": materialised_of_two(verb),
+        f"{name}, W frozen": frozen, f"{name} materialised": materialised_of_two(verb),
     }  # fmt: skip
     unit = f"four {depth}"
     paths = {k: Path(with_gradients(x), unit, depth) for k, x in losses.items()}

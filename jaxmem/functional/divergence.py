@@ -30,7 +30,7 @@ from jaxmem.core.spec import Spec
 from jaxmem.functional import arguments, rule
 from jaxmem.functional.divergence_terms import JSD, KL, ForwardKL
 from jaxmem.functional.sampled_two_heads import SampledTwoHeadsRule
-from jaxmem.functional.two_heads import TwoHeadsRule
+from jaxmem.functional.two_heads import FrozenTwoHeadsRule, TwoHeadsRule
 
 
 @with_automatic_axes(sharded_like(hidden=1, reference_hidden=1))
@@ -47,6 +47,7 @@ def kl(
     bias: ArrayLike | None = None,
     vocab_size: int | None = None,
     layout: Layout | None = None,
+    frozen_head: bool = False,
     reference_temperature: ArrayLike | None = None,
     reference_softcap: float | None | Literal["same"] = "same",
     reference_bias: ArrayLike | None = None,
@@ -62,7 +63,8 @@ def kl(
 
     RLHF penalises it, and distillation calls it the reverse KL (p the student, q the
     teacher). The reference is constant: its gradient is zero. The forward pass costs
-    4·N·V·D FLOPs, the backward pass 8·N·V·D, or 6·N·V·D if W is frozen.
+    4·N·V·D FLOPs, the backward pass 8·N·V·D. With frozen_head, the forward pass under
+    `jax.grad` costs 6·N·V·D and the backward pass nothing: it scales hidden's gradient.
 
     Args:
         hidden: the policy's final hidden states [..., D], as in `logprobs`.
@@ -78,6 +80,7 @@ def kl(
         bias: [V], added to the logits first.
         vocab_size: logical vocabulary if a W is padded; the paddings may differ.
         layout: "vd" or "dv"; inferred from the shapes unless W is square.
+        frozen_head: W and bias are constants, as under LoRA: their gradient is 0.
         reference_temperature: None for the policy's.
         reference_softcap: "same" for the policy's; None for no cap.
         reference_bias: None for none, whatever the policy has.
@@ -98,9 +101,10 @@ def kl(
 
     **Memory** beyond inputs, outputs and gradients, with b the item size of hidden and
     C = min(chunk, tokens rounded up to 16): forward 8·C·V; backward (8 + b)·C·V +
-    4·V·D, the latter for the float32 sum of W's gradient, unless W is frozen. Weights
-    of another dtype than their hidden states are copied to that dtype. XLA for CPUs may
-    widen 16-bit weights to float32, 4·V·(D + D'). With gradient_samples, forward under
+    4·V·D, the latter for the float32 sum of W's gradient. With frozen_head, forward
+    under `jax.grad` (8 + b)·C·V and a residual of b·D per token. Weights of another
+    dtype than their hidden states are copied to that dtype. XLA for CPUs may widen
+    16-bit weights to float32, 4·V·(D + D'). With gradient_samples, forward under
     `jax.grad` 20·C·V + 512·C·K, by kernels 8·C·V + 512·C·K, and residuals of 8·K per
     token; backward as `logprobs`.
 
@@ -126,8 +130,8 @@ def kl(
     """
     options = HeadOptions(
         chunk=chunk, where=where, temperature=temperature, softcap=softcap, bias=bias,
-        vocab_size=vocab_size, layout=layout, gradient_samples=gradient_samples,
-        key=key, implementation=implementation,
+        vocab_size=vocab_size, layout=layout, frozen_head=frozen_head,
+        gradient_samples=gradient_samples, key=key, implementation=implementation,
     )  # fmt: skip
     reference = Reference(
         reference_hidden, reference_W, reference_temperature, reference_softcap,
@@ -150,6 +154,7 @@ def forward_kl(
     bias: ArrayLike | None = None,
     vocab_size: int | None = None,
     layout: Layout | None = None,
+    frozen_head: bool = False,
     reference_temperature: ArrayLike | None = None,
     reference_softcap: float | None | Literal["same"] = "same",
     reference_bias: ArrayLike | None = None,
@@ -176,8 +181,8 @@ def forward_kl(
     """
     options = HeadOptions(
         chunk=chunk, where=where, temperature=temperature, softcap=softcap, bias=bias,
-        vocab_size=vocab_size, layout=layout, gradient_samples=gradient_samples,
-        key=key, implementation=implementation,
+        vocab_size=vocab_size, layout=layout, frozen_head=frozen_head,
+        gradient_samples=gradient_samples, key=key, implementation=implementation,
     )  # fmt: skip
     reference = Reference(
         reference_hidden, reference_W, reference_temperature, reference_softcap,
@@ -201,6 +206,7 @@ def jsd(
     bias: ArrayLike | None = None,
     vocab_size: int | None = None,
     layout: Layout | None = None,
+    frozen_head: bool = False,
     reference_temperature: ArrayLike | None = None,
     reference_softcap: float | None | Literal["same"] = "same",
     reference_bias: ArrayLike | None = None,
@@ -231,6 +237,7 @@ def jsd(
         bias: as in `kl`.
         vocab_size: as in `kl`.
         layout: as in `kl`.
+        frozen_head: as in `kl`.
         reference_temperature: as in `kl`.
         reference_softcap: as in `kl`.
         reference_bias: as in `kl`.
@@ -252,8 +259,8 @@ def jsd(
     """
     options = HeadOptions(
         chunk=chunk, where=where, temperature=temperature, softcap=softcap, bias=bias,
-        vocab_size=vocab_size, layout=layout, gradient_samples=gradient_samples,
-        key=key, implementation=implementation,
+        vocab_size=vocab_size, layout=layout, frozen_head=frozen_head,
+        gradient_samples=gradient_samples, key=key, implementation=implementation,
     )  # fmt: skip
     reference = Reference(
         reference_hidden, reference_W, reference_temperature, reference_softcap,
@@ -336,7 +343,8 @@ def _divergence(verb, divergence, hidden, W, reference, options):
         return jnp.zeros(shape, spec.stats_dtype)
     spec, policy = arguments.typed(spec, policy, (rows, other_rows, other))
     kernels = uses_kernels(options.implementation)
-    two_heads = TwoHeadsRule(spec, divergence, other_spec, kernels)
+    made_by = FrozenTwoHeadsRule if spec.frozen_head else TwoHeadsRule
+    two_heads = made_by(spec, divergence, other_spec, kernels)
     if spec.gradient_samples is not None:
         backend, _ = choose.choose(options.implementation, spec, policy)
         two_heads = SampledTwoHeadsRule(

@@ -196,6 +196,24 @@ def sum_over_shards(spec: Spec, cotangents) -> Any:
     )
 
 
+def scaled(dhidden: jax.Array, active: jax.Array, g: Any) -> Head:
+    """Cotangent of a frozen head, whose derivative by hidden is known.
+
+    Args:
+        dhidden: of a sum of the results, [N, D].
+        active: bool [N].
+        g: cotangents of the results, [N], or a `SymbolicZero`.
+
+    Returns:
+        The cotangent; 0 where g is 0 or a row is inactive, even for NaN.
+    """
+    if isinstance(g, SymbolicZero):
+        return Head(jnp.zeros_like(dhidden), None, None)
+    g = jnp.where(active, g, 0)[:, None]
+    product = jnp.where(g == 0, 0, g * dhidden.astype(g.dtype))
+    return Head(product.astype(dhidden.dtype), None, None)
+
+
 def check_only_xla(verb: str, implementation: Implementation | None) -> None:
     """Check the implementation of a verb that only "xla" has.
 

@@ -16,7 +16,7 @@ from jaxmem.core import sampling as _sampling, shards as _shards, stats as _stat
 from jaxmem.core.operands import cast, for_active_chunks, put_all, take
 from jaxmem.core.spec import Spec
 from jaxmem.functional.divergence_terms import JSD, KL, Blocks, ForwardKL
-from jaxmem.functional.rule import LoopRule
+from jaxmem.functional.rule import LoopRule, scaled
 
 
 class Masses(NamedTuple):
@@ -126,20 +126,31 @@ class TwoHeadsRule(LoopRule):
         policy, reference = self.cast(source, given)
 
         def chunk(row_ids, sums):
-            full, z, y = self.logits(policy, reference, rows, row_ids)
-            of_row = jax.tree.map(lambda x: take(x, row_ids), (saved, g))
-            mean_slope, g_row = of_row[0]["mean_slope"][:, None], of_row[1][:, None]
-            p, q, log_ratio = compare(z, y, *of_row[0]["normalisers"])
-            dz = g_row * (self.divergence.slopes(p, q, log_ratio) - p * mean_slope)
-            # Rows past the last active one, or whose infinite divergence is not used.
-            dz = jnp.where(g_row == 0, 0, dz)
-            dz = jnp.pad(dz, ((0, 0), (0, self.spec.columns - dz.shape[1])))
-            dz = xla.unscale(self.spec, rows[0], row_ids, full, dz)
+            logits = self.logits(policy, reference, rows, row_ids)
+            of_row, g_row = jax.tree.map(lambda x: take(x, row_ids), (saved, g))
+            dz = self.derivative(logits, of_row, g_row)
+            dz = xla.unscale(self.spec, rows[0], row_ids, logits[0], dz)
             return xla.accumulate(self.spec, policy, row_ids, dz, sums)
 
         sums = xla.zero_sums(self.spec, policy)
         sums = for_active_chunks(self.spec.chunk, rows[0].active, chunk, sums)
         return jax.tree.map(lambda total, x: total.astype(x.dtype), sums, source)
+
+    def derivative(self, logits, saved, g) -> jax.Array:
+        """The derivative by the policy's scaled logits, [C, columns].
+
+        Args:
+            logits: of `logits`.
+            saved: residuals of the rows.
+            g: cotangents of the rows, [C]; 0 past the last active one.
+        """
+        _, z, y = logits
+        mean_slope, g = saved["mean_slope"][:, None], g[:, None]
+        p, q, log_ratio = compare(z, y, *saved["normalisers"])
+        dz = g * (self.divergence.slopes(p, q, log_ratio) - p * mean_slope)
+        # Rows past the last active one, or whose infinite divergence is not used.
+        dz = jnp.where(g == 0, 0, dz)
+        return jnp.pad(dz, ((0, 0), (0, self.spec.columns - dz.shape[1])))
 
     def cast(self, policy, reference):
         """Both heads in the dtypes that their products take."""
@@ -154,6 +165,42 @@ class TwoHeadsRule(LoopRule):
         z, y = lax.optimization_barrier((z, y))
         both = min(self.spec.columns, self.reference_spec.columns)
         return z, z[:, :both], y[:, :both].astype(z.dtype)
+
+
+class FrozenTwoHeadsRule(TwoHeadsRule):
+    """`TwoHeadsRule` with a frozen head, whose backward pass recomputes no logits.
+
+    The forward pass computes the derivative by hidden, [N, D], whose rows are scaled by
+    the cotangents.
+    """
+
+    def saving_loop(self, source, rows, given):
+        """See `LoopRule.saving_loop`."""
+        spec, n_rows = self.spec, source.hidden.shape[0]
+        policy, reference = self.cast(source, given)
+
+        def chunk(row_ids, results):
+            values, sums = results
+            logits = self.logits(policy, reference, rows, row_ids)
+            value, saved, _ = self.values(*logits[1:])
+            # The derivative computes probabilities again instead of storing them.
+            logits, saved = lax.optimization_barrier((logits, saved))
+            ones = (row_ids < n_rows).astype(spec.stats_dtype)
+            dz = self.derivative(logits, saved, ones)
+            dz = xla.unscale(spec, rows[0], row_ids, logits[0], dz)
+            sums = xla.accumulate(spec, policy, row_ids, dz, sums)
+            return put_all(values, row_ids, value), sums
+
+        zeros = _shards.vary(jnp.zeros(n_rows, spec.stats_dtype), spec.varying)
+        results = zeros, xla.zero_sums(spec, policy)
+        active = rows[0].active
+        value, sums = for_active_chunks(spec.chunk, active, chunk, results)
+        return value, {"dhidden": sums.hidden}
+
+    def backward(self, residuals, cotangents):
+        """See `Rule.backward`."""
+        _, rows, *_, saved = residuals
+        return (scaled(saved["dhidden"], rows[0].active, cotangents),)
 
 
 def compare(z, y, policy: _stats.Normaliser, reference: _stats.Normaliser, exp=jnp.exp):

@@ -28,7 +28,7 @@ from jaxmem.functional import traced_loss
 from jaxmem.functional.divergence_terms import JSD, KL, ForwardKL
 from jaxmem.functional.rule import by_tokens, fitted, of_tokens, once
 from jaxmem.functional.traced_loss import Operands, Values
-from jaxmem.functional.two_heads import TwoHeadsRule, compare
+from jaxmem.functional.two_heads import TwoHeadsRule
 from jaxmem.functional.vjp import LossRule
 
 
@@ -116,12 +116,12 @@ class TwoHeadsLossRule(LossRule):
         logits, value, saved = lax.optimization_barrier((logits, value, saved))
         return {
             "logits": logits, "outputs": outputs, "divergence": value, **saved,
-            "labels": labels, "scale": scale,
+            "labels": labels, "scale": scale, "two_heads": two_heads,
         }  # fmt: skip
 
     def _derivative(self, tile, row_ids, operands, count, n_rows) -> tuple[Values, Any]:
         """The rows' values, and the derivative by the policy's scaled logits."""
-        outputs, (full, z, y) = tile["outputs"], tile["logits"]
+        outputs, full = tile["outputs"], tile["logits"][0]
         operands = self._complete(operands, n_rows, row_ids, tile["divergence"])
         fields = (getattr(outputs, k) for k in TokenStats._fields)
         values, g = traced_loss.differentiate(
@@ -138,13 +138,8 @@ class TwoHeadsLossRule(LossRule):
         coefficients = _stats.coefficients(outputs, g)
         dz = _stats.dlogits(of_stats, tile["labels"], outputs, coefficients)
         dz = _scaled(dz, tile["scale"])
-        g_row, mean_slope = g_divergence[:, None], tile["mean_slope"][:, None]
-        p, q, log_ratio = compare(z, y, *tile["normalisers"])
-        slopes = self.divergence.slopes(p, q, log_ratio) - p * mean_slope
-        # Rows without a token, or whose infinite divergence is not used.
-        slopes = jnp.where(g_row == 0, 0, g_row * slopes)
-        slopes = jnp.pad(slopes, ((0, 0), (0, dz.shape[1] - slopes.shape[1])))
-        return values._replace(per_token=tuple(g_per_token)), dz + slopes
+        dz += tile["two_heads"].derivative(tile["logits"], tile, g_divergence)
+        return values._replace(per_token=tuple(g_per_token)), dz
 
     def _complete(self, operands, n_rows, row_ids=None, divergence=None) -> Operands:
         """The operands, with the divergence of some rows as first per-token array."""

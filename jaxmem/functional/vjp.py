@@ -24,7 +24,6 @@ from jaxmem.backends import choose, grouped
 from jaxmem.backends.protocol import Backend
 from jaxmem.core import shards as _shards, stats as _stats
 from jaxmem.core.operands import (
-    Head,
     Rows,
     for_all_chunks,
     outputs,
@@ -40,6 +39,7 @@ from jaxmem.functional.rule import (
     fitted,
     of_tokens,
     once,
+    scaled,
     sum_over_shards,
 )
 from jaxmem.functional.traced_loss import Loss, Operands, Values
@@ -109,7 +109,7 @@ class StatisticsRule(BackendRule):
         cotangents = sum_over_shards(self.spec, cotangents)
         if self.spec.keeps_gradient:
             (dhidden, active), (g,) = residuals, cotangents.values()
-            return (_scaled(dhidden, active, g),)
+            return (scaled(dhidden, active, g),)
         source, rows, results, kept = residuals
         saved = _stats.Outputs(*(results.get(k) for k in _stats.Outputs._fields))
         given = (cotangents.get(k) for k in _stats.Cotangents._fields)
@@ -157,15 +157,6 @@ class StatisticsRule(BackendRule):
             of_source,
         )
         return once(run)(source, rows, saved, cotangents)
-
-
-def _scaled(dhidden, active, g):
-    """Cotangent of a frozen head; 0 where g is 0 or a row is inactive, even for NaN."""
-    if isinstance(g, SymbolicZero):
-        return Head(jnp.zeros_like(dhidden), None, None)
-    g = jnp.where(active, g, 0)[:, None]
-    scaled = jnp.where(g == 0, 0, g * dhidden.astype(g.dtype))
-    return Head(scaled.astype(dhidden.dtype), None, None)
 
 
 def _unless_zero(cotangent):

@@ -54,6 +54,11 @@ def kl(h, W, y, a):
     return (jaxmem.kl(h, W, 2 * h, W, chunk=None) * a).sum()
 
 
+def frozen_kl(h, W, y, a):
+    made = jaxmem.kl(h, W, 2 * h, W, chunk=None, frozen_head=True)
+    return (made * a).sum() + 0 * W.sum()
+
+
 def selected(h, W, y, a):
     ids = jnp.stack([y, (y + 7) % V], -1)
     return (jaxmem.selected_logprobs(h, W, ids, chunk=None) * a[..., None]).sum()
@@ -89,7 +94,8 @@ def ragged(h, W, y, a):
 
 
 VERBS = [
-    logprobs, token_stats, frozen, token_loss, from_logits, kl, sample_ids, ragged,
+    logprobs, token_stats, frozen, token_loss, from_logits, kl, frozen_kl, sample_ids,
+    ragged,
 ]  # fmt: skip
 ALIKE = [selected, support, topk, topk_kl]  # by the same rule as kl
 

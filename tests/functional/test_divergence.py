@@ -389,6 +389,45 @@ def test_paddings_of_the_vocabulary_may_differ(padded):
     assert not got[1][V:].any()
 
 
+FROZEN = (("frozen_head", True),)
+
+
+@pytest.mark.parametrize(
+    "verb, dtype", [("kl", "bfloat16"), ("forward_kl", "float32"), ("jsd", "float32")]
+)
+def test_a_frozen_head_has_the_same_gradient_by_hidden(verb, dtype):
+    """Scaled after it was computed for a cotangent of 1, and none by W and bias."""
+    operands = [jnp.asarray(x, dtype) for x in make(3.0)]
+    g = np.random.default_rng(1).standard_normal(N).astype(np.float32)
+    options = {"softcap": 5.0, "reference_softcap": 3.0, "vocab_size": 100}
+    arrays = {"bias": BIAS, "temperature": np.linspace(0.5, 2, N, dtype=np.float32)}
+    given = tuple(options.items())
+    want, (dh, *_) = ours(operands, g, arrays, verb, "dv", given)
+    value, (got, dW, dbias) = ours(operands, g, arrays, verb, "dv", given + FROZEN)
+    np.testing.assert_array_equal(value, want)
+    assert got.dtype == dtype and not dW.any() and not dbias.any()
+    atol = 2 * EPSILON[dtype] * np.abs(np.asarray(dh, np.float32)).max()
+    np.testing.assert_allclose(
+        got.astype(jnp.float32), dh.astype(jnp.float32), atol=atol
+    )
+
+
+def test_masks_and_infinite_divergences_with_a_frozen_head():
+    h, W, h_ref, W_ref = make()
+    where = np.arange(N) % 4 > 0
+    h[~where], h_ref[:, 0], W_ref[:, 0] = np.nan, 0, 0
+    h_ref[5, 0], W_ref[6, 0] = 1e20, -1e20  # their product is beyond float32
+    asked = np.float32(np.arange(N) != 5)
+    operands = [h, W, h_ref, W_ref]
+    value, (dh, dW) = ours(operands, asked, {"where": where}, "kl", options=FROZEN)
+    np.testing.assert_array_equal(np.isinf(value), np.arange(N) == 5)
+    assert not value[~where].any()
+    np.testing.assert_array_equal(dh.any(1), where & (np.arange(N) != 5))
+    assert np.isfinite(dh).all() and not dW.any()
+    _, (poisoned, _) = ours(operands, asked + 1, {"where": where}, "kl", options=FROZEN)
+    np.testing.assert_array_equal(np.isnan(poisoned).all(1), np.arange(N) == 5)
+
+
 # Contracts.
 
 
@@ -453,11 +492,13 @@ def test_a_tokens_bits_depend_on_no_other_token_and_no_chunk(optimized):
     np.testing.assert_array_equal(got, want[order])
 
 
-def test_under_checkpoint_and_vmap():
+@pytest.mark.parametrize("frozen", [False, True])
+def test_under_checkpoint_and_vmap(frozen):
     h, W, h_ref, W_ref = (jnp.asarray(x) for x in make(n=32))
 
     def total(h, W, h_ref):
-        return jnp.sum(jnp.cos(jaxmem.kl(h, W, h_ref, W_ref, CHUNK)))
+        kl = jaxmem.kl(h, W, h_ref, W_ref, CHUNK, frozen_head=frozen)
+        return jnp.sum(jnp.cos(kl))
 
     def mapped(h, W, h_ref):
         halves = h.reshape(2, 16, -1), h_ref.reshape(2, 16, -1)
@@ -467,6 +508,7 @@ def test_under_checkpoint_and_vmap():
         return jax.jit(jax.grad(fn, (0, 1)))(h, W, h_ref)
 
     want = gradients(total)
+    assert want[0].any() and want[1].any() != frozen
     for got in (gradients(jax.checkpoint(total)), gradients(mapped)):
         for a, b in zip(got, want, strict=True):
             np.testing.assert_allclose(a, b, atol=2e-5)
@@ -492,6 +534,9 @@ def test_gemms_of_each_path(optimized):
     assert gemms(loss) == 2
     assert gemms(jax.value_and_grad(loss, (0, 1))) == 6  # both again, dH, dW
     assert gemms(jax.value_and_grad(loss)) == 5
+    frozen = functools.partial(jaxmem.kl, frozen_head=True)
+    assert gemms(total(frozen, 64)) == 2
+    assert gemms(jax.value_and_grad(total(frozen, 64), (0, 1))) == 3
 
 
 @pytest.mark.parametrize(
@@ -509,9 +554,13 @@ def test_memory_is_what_the_docstring_says(verb, dtype, optimized):
     widened = 8 * v * d if size == 2 and on_cpu else 0
     forward = 8 * chunk * v + widened
     backward = (8 + size) * chunk * v + 4 * v * d + widened
+    frozen = (8 + size) * chunk * v + widened
     besides = 64 * n + 16 * n * d + (0 if on_cpu else 32 * 2**20)
     loss = total(verb, chunk)
-    for fn, promised in ((loss, forward), (jax.grad(loss, (0, 1)), backward)):
+    of_hidden = jax.grad(total(functools.partial(verb, frozen_head=True), chunk))
+    for fn, promised in (
+        (loss, forward), (jax.grad(loss, (0, 1)), backward), (of_hidden, frozen)
+    ):  # fmt: skip
         made = compiled(fn, *shapes(n, d, v, dtype))
         temp = made.memory_analysis().temp_size_in_bytes
         assert 4 * chunk * v <= temp <= 1.04 * promised + besides
