@@ -167,8 +167,30 @@ def test_no_private_name_of_another_package():
             parts = name.split(".")
             if parts[0] != "jaxmem" or parts[:2] == ["jaxmem", _layer(module + ".")]:
                 continue
-            private = [p for p in parts[2:] if p.startswith("_") and p != "__version__"]
+            private = [p for p in parts[2:] if _is_private(p)]
             assert not private, f"{place}: {name}"
+        others = _names_of_other_packages(module, path)
+        for node in _nodes(path):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                private = node.value.id in others and _is_private(node.attr)
+                assert not private, f"{_place(path, node.lineno)}: {node.attr}"
+
+
+def _is_private(name):
+    return name.startswith("_") and not name.startswith("__")
+
+
+def _names_of_other_packages(module, path):
+    """The names by which a file knows modules of this project's other packages."""
+    here = ".".join(module.split(".")[:2])
+    return {
+        alias.asname or alias.name
+        for node in _nodes(path)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if f"{node.module}.{alias.name}" in MODULES.keys() - {here}
+        and not _is_in(f"{node.module}.{alias.name}", here)
+    }
 
 
 def test_third_parties_only_where_allowed():

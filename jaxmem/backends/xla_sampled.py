@@ -147,7 +147,7 @@ def derivative(
     labels = jnp.where(rows.active, _operands.part_labels(spec, rows, row_ids), -1)
     c = _stats.coefficients(saved, cotangents)
     log_p, dz = _sampling.derivative(sampling, entries, labels, saved, c)
-    z = log_p + (_stats._finite(saved.max) + saved.log_sum)[:, None]
+    z = log_p + (_stats.finite(saved.max) + saved.log_sum)[:, None]
     values = xla.unscale(spec, rows, row_ids, z, dz.values)
     return Derivative(dz.columns, jnp.where(rows.active[:, None], values, 0))
 

@@ -116,7 +116,7 @@ def of_tile_and_exps(
     z, label_logit = lax.optimization_barrier((z, _label_logit(z, labels)))
     if row_max is None:
         row_max = jnp.max(z, axis=-1)
-    shifted = z - _finite(row_max)[:, None]
+    shifted = z - finite(row_max)[:, None]
     exps = jnp.exp(shifted)
     others = jnp.where(_is_label(z, labels), 0, exps)
     # One reduction for all sums: XLA on a CPU would store the inputs of separate ones.
@@ -167,7 +167,7 @@ def finish(stats: Stats, label_exists: jax.Array) -> Outputs:
 
     The logprob is NaN where `label_exists` is false.
     """
-    label_shift = stats.label_logit - _finite(stats.max)
+    label_shift = stats.label_logit - finite(stats.max)
     total = _sum(stats)
     is_argmax = label_shift >= 0
     log_sum = jnp.where(is_argmax, jnp.log1p(stats.sum_others), jnp.log(total))
@@ -201,7 +201,7 @@ def coefficients(rows: Outputs, g: Cotangents) -> Coefficients:
 
 def dlogits(z, labels, rows: Outputs, c: Coefficients) -> jax.Array:
     """The derivative by scaled logits z [C, V]; other arguments have shape [C]."""
-    log_p = _not_infinite((z - _finite(rows.max)[:, None]) - rows.log_sum[:, None])
+    log_p = _not_infinite((z - finite(rows.max)[:, None]) - rows.log_sum[:, None])
     p = jnp.exp(log_p)
     slope = _total(_column(c.alpha), None if c.gamma is None else _column(c.gamma) * p)
     everywhere = _total(
@@ -221,7 +221,7 @@ def normaliser(z: jax.Array) -> Normaliser:
     row_max = jnp.max(z, axis=-1)
 
     def terms(z):
-        shifted = z - _finite(row_max)[:, None]
+        shifted = z - finite(row_max)[:, None]
         below = shifted < 0
         return jnp.where(below, jnp.exp(shifted), 0), (~below).astype(z.dtype)
 
@@ -232,7 +232,7 @@ def normaliser(z: jax.Array) -> Normaliser:
 
 def log_softmax(z: jax.Array, rows: Normaliser) -> jax.Array:
     """The log-probabilities of logits z [C, V], given their rows' normalisers [C]."""
-    return (z - _finite(rows.max)[:, None]) - rows.log_sum[:, None]
+    return (z - finite(rows.max)[:, None]) - rows.log_sum[:, None]
 
 
 def sum_rows_of(terms, *tiles):
@@ -302,7 +302,7 @@ def _label_logit(z, labels):
 
 def _sum(stats):
     """S = R + e^(z_y - m), which includes the label's term."""
-    return stats.sum_others + jnp.exp(stats.label_logit - _finite(stats.max))
+    return stats.sum_others + jnp.exp(stats.label_logit - finite(stats.max))
 
 
 def _logprob(stats, label_shift, log_sum):
@@ -317,12 +317,12 @@ def _logprob(stats, label_shift, log_sum):
 
 def _rescale(part, row_max):
     """The factor and shift that rebase partial sums to a larger maximum."""
-    shift = part.max - _finite(row_max)
+    shift = part.max - finite(row_max)
     return jnp.exp(shift), _not_infinite(shift)
 
 
-def _finite(row_max):
-    """The maximum, or 0 where it is -inf, because -inf - -inf would be NaN."""
+def finite(row_max: jax.Array) -> jax.Array:
+    """Largest logits, and 0 where one is -inf, because -inf - -inf would be NaN."""
     return jnp.where(row_max == -jnp.inf, 0, row_max)
 
 
