@@ -1,7 +1,8 @@
 """The verbs of distillation beside materialised jax, in bare GEMMs of the same run.
 
     python -m benchmarks.run_distill_verbs --out distill_verbs_h200.csv
-    python -m benchmarks.run_distill_verbs --shape 64,16,320 --dtype float32 --chunk 32
+    python -m benchmarks.run_distill_verbs --shape 1024,512,32768 --dtype float32 \
+        --chunk 256 --verb topk_kl --verb topk_kl_loss --out distill_verbs_cpu.csv
 
 One row a path: milliseconds, the ratio to its unit, MiB of temporaries by the compiler.
 The unit of a forward pass is `token_stats`' forward pass; that of a forward and
@@ -56,6 +57,10 @@ def logits(h, W):
     return jnp.matmul(h, W.T, preferred_element_type=jnp.float32)
 
 
+def cross_entropy(stats):
+    return -stats.logprob
+
+
 def materialised_topk(h, W, ids, said):
     return jax.lax.top_k(jax.nn.log_softmax(logits(h, W)), ids.shape[1])
 
@@ -102,6 +107,16 @@ def paths_of(chunk, depths) -> dict[str, Path]:
     def topk_kl(h, W, ids, said):
         return jaxmem.topk_kl(h, W, ids, said, chunk).mean()
 
+    def mixed(h, W, ids, said):
+        labels, ce = ids[:, 0], functools.partial(jaxmem.token_loss, cross_entropy)
+        return topk_kl(h, W, ids, said) + ce(h, W, labels, chunk=chunk)[0]
+
+    def topk_kl_loss(h, W, ids, said):
+        return jaxmem.topk_kl_loss(
+            lambda stats, divergence: divergence + cross_entropy(stats),
+            h, W, ids[:, 0], ids, said, chunk=chunk,
+        )[0]  # fmt: skip
+
     def topk(h, W, ids, said):
         return jaxmem.topk(h, W, ids.shape[1], chunk)
 
@@ -114,6 +129,8 @@ def paths_of(chunk, depths) -> dict[str, Path]:
         ),
         "sample_ids materialised": Path(materialised_draws, "stats"),
         "topk_kl with gradients": Path(with_gradients(topk_kl), "gemm"),
+        "topk_kl and token_loss with gradients": Path(with_gradients(mixed), "gemm"),
+        "topk_kl_loss with gradients": Path(with_gradients(topk_kl_loss), "gemm"),
         "topk_kl with gradients materialised": Path(
             with_gradients(materialised_topk_kl), "gemm"
         ),

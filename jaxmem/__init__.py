@@ -26,6 +26,7 @@ from jaxmem.functional import (
     token_stats_from_logits as token_stats_from_logits,
     topk as topk,
     topk_kl as topk_kl,
+    topk_kl_loss as topk_kl_loss,
 )
 from jaxmem.losses.mismatch import mismatch_report as mismatch_report
 

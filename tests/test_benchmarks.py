@@ -486,7 +486,7 @@ def test_run_distill_verbs(verbs, tmp_path):
     asked += ["--teacher-depth=8", *(f"--verb={verb}" for verb in verbs)]
     run_distill_verbs.main([*asked, f"--out={path}"])
     rows = {row["path"]: row for row in results.read(path)}
-    assert len(rows) == (7 if verbs else 24)
+    assert len(rows) == (8 if verbs else 26)
     for name, row in rows.items():
         assert float(row["ms"]) > 0 and float(row["over_unit"]) > 0, name
         assert not row.get("note")

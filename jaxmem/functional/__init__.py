@@ -22,5 +22,6 @@ from jaxmem.functional.selected import selected_logprobs as selected_logprobs
 from jaxmem.functional.single_pass import token_loss as token_loss
 from jaxmem.functional.support import support_logprobs as support_logprobs
 from jaxmem.functional.topk_divergence import topk_kl as topk_kl
+from jaxmem.functional.topk_divergence_loss import topk_kl_loss as topk_kl_loss
 
 __dir__ = _imports.public_dir(__name__)

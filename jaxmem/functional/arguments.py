@@ -50,15 +50,15 @@ def head_call(
 
 
 def columns_call(
-    hidden, W, options: HeadOptions
+    hidden, W, options: HeadOptions, labels=NO_LABELS
 ) -> tuple[Spec, Head, Rows, tuple[int, ...]]:
-    """A call without labels that only "xla" runs: (spec, source, rows, tokens' shape).
+    """A call that only "xla" runs: (spec, source, rows, tokens' shape).
 
     The source is still to be typed.
     """
     source, layout, shape = read_head(hidden, W, options)
     spec = _spec_of(source, (), dataclasses.replace(options, layout=layout))
-    return spec, source, read_rows(spec, shape, NO_LABELS, options), shape
+    return spec, source, read_rows(spec, shape, labels, options), shape
 
 
 def logits_call(

@@ -54,7 +54,7 @@ class ColumnsRule(LoopRule):
 
         def chunk(row_ids, results):
             z = logits(spec, head, rows, row_ids)
-            log_p, rest = _split(spec, z, take(given, row_ids, fill_value=-1))
+            log_p, rest = split(spec, z, take(given, row_ids, fill_value=-1))
             return put_all(results, row_ids, (log_p, {"normaliser": rest}))
 
         n_rows, n_ids = given.shape
@@ -108,10 +108,8 @@ def pull(
     head: Any = cast(spec, source)
 
     def chunk(row_ids, sums):
-        z, d = logits(spec, head, rows, row_ids), derivative(row_ids)
-        softmax = jnp.exp(_stats.log_softmax(z, d.normaliser))
-        dz = jnp.where(d.factor[:, None] == 0, 0, d.factor[:, None] * softmax)
-        dz = dz.at[places(spec, d.ids)].set(d.at_ids, mode="drop")
+        z = logits(spec, head, rows, row_ids)
+        dz = everywhere(spec, z, derivative(row_ids))
         dz = xla.unscale(spec, rows, row_ids, z, dz)
         return xla.accumulate(spec, head, row_ids, dz, sums)
 
@@ -119,6 +117,13 @@ def pull(
     sums = for_active_chunks(spec.chunk, rows.active, chunk, sums)
     sums, like = sum_over_shards(spec, sums), trained(spec, source)
     return jax.tree.map(lambda total, x: total.astype(x.dtype), sums, like)
+
+
+def everywhere(spec: Spec, z: jax.Array, d: Derivative) -> jax.Array:
+    """The derivative of rows of logits z [C, V] in all columns."""
+    softmax = jnp.exp(_stats.log_softmax(z, d.normaliser))
+    dz = jnp.where(d.factor[:, None] == 0, 0, d.factor[:, None] * softmax)
+    return dz.at[places(spec, d.ids)].set(d.at_ids, mode="drop")
 
 
 def by_log_p(log_p: jax.Array, g: jax.Array) -> jax.Array:
@@ -170,8 +175,10 @@ def logits_at(spec: Spec, z: jax.Array, ids: jax.Array) -> jax.Array:
     return z.at[places(spec, ids)].get(mode="fill", fill_value=-jnp.inf)
 
 
-def _split(spec, z, ids):
-    """Return ln p of ids and the rest, [C, K + 1], and the normaliser of the rest."""
+def split(
+    spec: Spec, z: jax.Array, ids: jax.Array
+) -> tuple[jax.Array, _stats.Normaliser]:
+    """Return ln p of ids and the rest, [C, K + 1], and the rest's normaliser."""
     # Read these first, so that XLA can overwrite z by the others.
     z, at_ids = lax.optimization_barrier((z, logits_at(spec, z, ids)))
     at_ids = max_over_shards(spec, at_ids)

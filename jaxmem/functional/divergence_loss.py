@@ -1,28 +1,24 @@
 """`divergence_loss`: divergences of two heads inside a loss, in one pass."""
 
-import math
 from collections.abc import Callable
 from typing import Literal
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
-from jaxmem.backends import choose
-from jaxmem.core import checks, shards as _shards
+from jaxmem.core import checks
 from jaxmem.core.explicit_axes import sharded_like, with_automatic_axes
 from jaxmem.core.options import Chunk, HeadOptions, Implementation, Layout
-from jaxmem.functional import arguments, loss_functions, rule, traced_loss
+from jaxmem.functional import loss_functions
 from jaxmem.functional.divergence import (
     Reference,
     check_beta,
     read_two_heads,
     uses_kernels,
 )
+from jaxmem.functional.divergence_loss_rule import LossCall, run, statistics_scale
 from jaxmem.functional.divergence_terms import JSD, KL, ForwardKL
-from jaxmem.functional.single_pass import flat_per_token, read_normalizer
 from jaxmem.functional.two_heads_loss import TwoHeadsLossRule
 
 Divergence = Literal["kl", "forward_kl", "jsd"]
@@ -145,37 +141,14 @@ def divergence_loss(
     kind = _kind(divergence, beta)
     call = read_two_heads("divergence_loss", hidden, W, reference, labels, options)
     spec, other_spec, policy, other, rows, other_rows, shape = call
-    scale = _statistics_scale(spec, shape, rows, statistics_temperature)
-    flat = flat_per_token(per_token, shape)
-    count = read_normalizer(normalizer, rows, spec)
-    deciding = rows, other_rows, other, scale, flat, count
-    spec, policy = arguments.typed(spec, policy, deciding)
-    flat, count = _shards.vary((flat, count), spec.varying)
-    first = _shards.vary(jnp.zeros(math.prod(shape), spec.stats_dtype), spec.varying)
-    loss, operands = traced_loss.trace(loss_fn, spec, spec.chunk, (first, *flat))
-    if 0 in shape:
-        nothing = traced_loss.nothing(loss, spec, operands, 0, pull=False)
-        total, metrics = jnp.zeros((), spec.stats_dtype), nothing.metrics
-    else:
-        backend = choose.choose("xla", spec, policy)[0]
-        kernels = uses_kernels(implementation)
-        loss_rule = TwoHeadsLossRule(spec, backend, loss, kind, other_spec, kernels)
-        fixed = (rows, other_rows, other, scale), operands.closed
-        total, metrics = rule.run(loss_rule, (policy, flat, count), fixed)
-    metrics = {k: lax.stop_gradient(jnp.reshape(v, shape)) for k, v in metrics.items()}
-    return total, metrics
+    kernels = uses_kernels(implementation)
 
+    def rule_of(spec, backend, loss):
+        return TwoHeadsLossRule(spec, backend, loss, kind, other_spec, kernels)
 
-def _statistics_scale(spec, shape, rows, temperature) -> jax.Array | None:
-    """What scales the policy's divided logits for the statistics, [N]; None for 1."""
-    if temperature is None:
-        return None
-    divisor = arguments.read_temperature(
-        "statistics_temperature", temperature, shape, spec.stats_dtype
-    )
-    if divisor is None:
-        return rows.temperature
-    return (1 if rows.temperature is None else rows.temperature) / divisor
+    scale = statistics_scale(spec, shape, rows, statistics_temperature)
+    call = LossCall(spec, policy, (rows, scale, other_rows, other), shape)
+    return run(rule_of, loss_fn, call, per_token, normalizer)
 
 
 def _kind(divergence, beta):

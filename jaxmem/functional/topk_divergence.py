@@ -12,6 +12,7 @@ from jax.typing import ArrayLike
 from jaxmem.core import checks, stats as _stats
 from jaxmem.core.explicit_axes import sharded_like, with_automatic_axes
 from jaxmem.core.options import AxisName, Chunk, HeadOptions, Implementation, Layout
+from jaxmem.core.spec import Spec
 from jaxmem.functional import arguments, rule
 from jaxmem.functional.columns import ColumnsRule
 from jaxmem.functional.divergence import check_beta
@@ -135,7 +136,7 @@ def topk_kl(
         implementation=implementation,
     )  # fmt: skip
     rule.check_only_xla(verb, implementation)
-    divergence, tail = _divergence(direction, beta), checks.check_flag("tail", tail)
+    how = read_direction(direction, beta), checks.check_flag("tail", tail)
     spec, source, rows, shape = arguments.columns_call(hidden, W, options)
     where = arguments.read_where(where, shape)
     ids = check_ids("ids", ids, where, shape, spec.vocab_size)
@@ -146,24 +147,33 @@ def topk_kl(
     rule.record(verb, shapes, implementation, spec.chunk, live_bytes)
     if 0 in ids.shape:
         return jnp.zeros(shape, spec.stats_dtype)
-    ids = _distinct(jnp.reshape(ids, (-1, ids.shape[-1])))
+    ids, log_q = teacher_columns(spec, ids, teacher_logprobs)
     rows = rows._replace(active=rows.active & jnp.any(ids >= 0, axis=-1))
-    log_q = lax.stop_gradient(jnp.asarray(teacher_logprobs)).astype(spec.stats_dtype)
-    log_q = jnp.where(ids < 0, -jnp.inf, jnp.reshape(log_q, ids.shape))
     spec, source = arguments.typed(spec, source, (rows, ids, log_q))
     log_p = rule.run(ColumnsRule(spec), (source,), ((rows,), ids))
-    values = _compare((divergence, tail), log_p, log_q)
+    values = _compare(how, log_p, log_q)
     return jnp.reshape(jnp.where(rows.active, values, 0), shape)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _compare(how, log_p, log_q):
     """The divergence per row from ln p [N, K + 1], the rest's last, and ln q [N, K]."""
-    return _compare_and_save(how, log_p, log_q)[0]
+    return compare(how, log_p, log_q)[0]
 
 
-def _compare_and_save(how, log_p, log_q):
-    """The divergence, and its derivative by ln p."""
+def compare(
+    how: tuple[KL | ForwardKL | JSD, bool], log_p: jax.Array, log_q: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The divergence per row, and its derivative by ln p.
+
+    Args:
+        how: which divergence, and whether the rest is one more outcome.
+        log_p: ln p [N, K + 1], the rest's last.
+        log_q: ln q [N, K].
+
+    Returns:
+        ([N], [N, K + 1]).
+    """
     (divergence, tail), given = how, log_p
     if tail:
         log_q = jnp.concatenate([log_q, _log_rest(log_q, log_p)], axis=1)
@@ -175,7 +185,8 @@ def _compare_and_save(how, log_p, log_q):
     slopes = divergence.slopes(p, q, log_ratio)
     slopes = slopes - p * jnp.sum(slopes, axis=1, keepdims=True)
     slopes = jnp.pad(slopes, ((0, 0), (0, given.shape[1] - slopes.shape[1])))
-    return sum(jnp.sum(x, axis=1) for x in terms), slopes
+    parts = [jnp.sum(x, axis=1) for x in terms]
+    return sum(parts[1:], parts[0]), slopes
 
 
 def _pull(how, slopes, g):
@@ -184,7 +195,7 @@ def _pull(how, slopes, g):
     return jnp.where(g == 0, 0, g * slopes), jnp.zeros_like(slopes[:, :-1])
 
 
-_compare.defvjp(_compare_and_save, _pull)
+_compare.defvjp(compare, _pull)
 
 
 def _normalised(log_p):
@@ -204,6 +215,15 @@ def _log_rest(log_q, log_p):
     return jnp.where(log_p[:, -1:] == -jnp.inf, -jnp.inf, rest)
 
 
+def teacher_columns(
+    spec: Spec, ids: jax.Array, teacher_logprobs: ArrayLike
+) -> tuple[jax.Array, jax.Array]:
+    """Distinct ids [N, K], and the teacher's log-probabilities, -inf where absent."""
+    ids = _distinct(jnp.reshape(ids, (-1, ids.shape[-1])))
+    log_q = lax.stop_gradient(jnp.asarray(teacher_logprobs)).astype(spec.stats_dtype)
+    return ids, jnp.where(ids < 0, -jnp.inf, jnp.reshape(log_q, ids.shape))
+
+
 def _distinct(ids):
     """The ids [N, K], of which those that came before are replaced by -1."""
     at = lax.broadcasted_iota(jnp.int32, ids.shape, 1)
@@ -213,7 +233,13 @@ def _distinct(ids):
     return lax.sort((at, in_order), dimension=1, num_keys=1)[1]
 
 
-def _divergence(direction, beta):
+def read_direction(direction: Direction, beta: float) -> KL | ForwardKL | JSD:
+    """The divergence of a direction.
+
+    Raises:
+        TypeError: beta is not a number.
+        ValueError: there is no such direction, or beta is not between 0 and 1.
+    """
     beta = check_beta(beta)
     kinds = {"forward": ForwardKL(), "reverse": KL(), "jsd": JSD(beta)}
     if not isinstance(direction, str) or direction not in kinds:

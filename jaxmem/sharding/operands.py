@@ -63,9 +63,6 @@ def read_rows_and_mask(given, shape, of_tokens, columns):
     where = arguments.read_where(given["where"], shape)
     if where is None:  # mask the tokens that padding adds
         operands["where"] = Operand(jnp.ones(shape, bool), of_tokens, False)
-    for name in ("reference_temperature", "statistics_temperature"):
-        if given.get(name) is not None:
-            operands |= _read_temperature(name, given[name], shape, of_tokens)
     if "gradient_samples" in given:
         operands |= _read_key(given, shape, of_tokens, vocab_size)
     return operands
@@ -164,8 +161,9 @@ def _read_rows(given, shape, of_tokens):
     if where is not None:
         where = jnp.broadcast_to(jnp.asarray(where), shape)
         operands["where"] = Operand(where, of_tokens, False)
-    temperature = given["temperature"]
-    operands |= _read_temperature("temperature", temperature, shape, of_tokens)
+    for name in ("temperature", "reference_temperature", "statistics_temperature"):
+        if given.get(name) is not None:
+            operands |= _read_temperature(name, given[name], shape, of_tokens)
     if isinstance(given.get("normalizer"), jax.Array):
         operands["normalizer"] = Operand(given["normalizer"], ())
     if "support_ids" in given:
@@ -181,7 +179,7 @@ def _read_rows(given, shape, of_tokens):
 
 
 def _read_ids(given, where, shape, of_tokens):
-    """Given ids, and for `topk_kl` what the teacher says of them."""
+    """Given ids, and what a teacher says of them."""
     ids = check_ids("ids", given["ids"], where, shape, given["vocab_size"])
     operands, name = {"ids": Operand(ids, of_tokens, -1)}, "teacher_logprobs"
     if name in given:

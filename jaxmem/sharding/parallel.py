@@ -50,10 +50,10 @@ def parallel(
 
     Args:
         verb: `jaxmem.logprobs`, `token_stats`, `entropy`, `token_loss`,
-            `support_logprobs`, `selected_logprobs`, `topk`, `topk_kl`, `sample_ids`,
-            `logprobs_from_logits` or `token_stats_from_logits`, or a functools.partial
-            of one, with arguments by name. Or a verb that needs the whole W: `kl`,
-            `forward_kl`, `jsd` or `divergence_loss`.
+            `support_logprobs`, `selected_logprobs`, `topk`, `topk_kl`, `topk_kl_loss`,
+            `sample_ids`, `logprobs_from_logits` or `token_stats_from_logits`, or a
+            functools.partial of one, with arguments by name. Or a verb that needs the
+            whole W: `kl`, `forward_kl`, `jsd` or `divergence_loss`.
         mesh: devices, with named axes.
         vocab: mesh axes that shard the vocabulary; None: each device has all of it. For
             a verb that needs the whole W, W is all-gathered along them, and they shard

@@ -34,6 +34,7 @@ _OF_XLA = (
     "support_logprobs",
     "selected_logprobs",
     "topk_kl",
+    "topk_kl_loss",
     "kl",
     "forward_kl",
     "jsd",

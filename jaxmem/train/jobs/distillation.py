@@ -102,36 +102,6 @@ class TeacherStates(NamedTuple):
     head: Any  # the teacher's head
 
 
-def columns_divergence(
-    config: DistillConfig,
-    head: LMHead,
-    hidden: jax.Array,
-    where: jax.Array,
-    teacher: TeacherColumns,
-) -> jax.Array:
-    """Divergence of the student from some columns of its teacher, per token.
-
-    Args:
-        config: which divergence.
-        head: of the student.
-        hidden: [B, T, D] the student's final hidden states.
-        where: [B, T] booleans; False masks a token.
-        teacher: of the same tokens.
-
-    Returns:
-        float32 [B, T], in nats; 0 where masked. For ids that were drawn from the
-        teacher it is the cross-entropy with them, KL(teacher ‖ student) plus the
-        teacher's entropy in the mean over draws.
-    """
-    options: dict[str, Any] = {"where": where, "temperature": config.temperature}
-    ids, logprobs = teacher
-    if logprobs is None:
-        return -head.selected_logprobs(hidden, ids, **options).mean(-1)
-    options |= {"tail": config.tail, "beta": config.beta}
-    options["direction"] = _DIRECTIONS[config.divergence]
-    return head.topk_kl(hidden, ids, logprobs, **options)
-
-
 def distill_loss(
     config: DistillConfig,
     head: LMHead,
@@ -168,12 +138,15 @@ def distill_loss(
         loss, observed = _loss_of_states(
             config, head, hidden, (labels, *given), teacher, options
         )
+    elif teacher.logprobs is not None:
+        loss, observed = _loss_of_columns(
+            config, head, hidden, labels, teacher, options
+        )
     else:
-        where = jnp.asarray(labels) >= 0
-        each = columns_divergence(config, head, hidden, where, teacher)
+        each = _of_drawn_ids(config, head, hidden, labels, teacher.ids)
         loss = jnp.sum(each) / jnp.maximum(normalizer, 1)
         observed = {"divergence": jax.lax.stop_gradient(each)}
-    if config.loss_weight and not joint:
+    if config.loss_weight and "ce" not in observed:
         ce, metrics = head.token_loss(_cross_entropy, hidden, labels, **options)
         loss += config.loss_weight * ce
         observed |= metrics
@@ -207,6 +180,30 @@ def _loss_of_states(config, head, hidden, targets, teacher, options):
         temperature=config.temperature,
         statistics_temperature=None if config.temperature == 1 else 1.0,
         implementation=None, **options,
+    )  # fmt: skip
+
+
+def _of_drawn_ids(config, head, hidden, labels, ids):
+    """Cross-entropy with ids that were drawn from the teacher, per token.
+
+    In the mean over draws it is KL(teacher ‖ student) plus the teacher's entropy.
+    """
+    where = jnp.asarray(labels) >= 0
+    options = {"where": where, "temperature": config.temperature}
+    return -head.selected_logprobs(hidden, ids, **options).mean(-1)
+
+
+def _loss_of_columns(config, head, hidden, labels, teacher, options):
+    """Divergences, and cross-entropy at temperature 1, in one pass over the logits."""
+
+    def loss_fn(stats, divergence):
+        loss = divergence - config.loss_weight * stats.logprob
+        return loss, {"divergence": divergence} | _metrics_of(stats)
+
+    return head.topk_kl_loss(
+        loss_fn, hidden, labels, *teacher, tail=config.tail, beta=config.beta,
+        direction=_DIRECTIONS[config.divergence], temperature=config.temperature,
+        statistics_temperature=None if config.temperature == 1 else 1.0, **options,
     )  # fmt: skip
 
 

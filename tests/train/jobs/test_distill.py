@@ -24,11 +24,13 @@ from jaxmem.train.jobs import distill
 from jaxmem.train.jobs.distill_program import DistillProgram
 from jaxmem.train.jobs.distillation import (
     DistillConfig,
+    Targets,
     TeacherColumns,
     TeacherStates,
-    columns_divergence,
+    distill_loss,
 )
 from jaxmem.train.jobs.epochs import with_steps
+from jaxmem.train.jobs.policy import HeadCall
 from jaxmem.train.metrics import DistillMetrics
 from jaxmem.train.program import DecoderProgram
 from tests.cases import slow
@@ -431,7 +433,12 @@ def test_the_divergence_of_all_columns_is_that_of_dense_float64(name):
     logprobs = np.log(softmax(y / config.temperature))
     columns = TeacherColumns(ids, np.take_along_axis(logprobs, ids, -1).astype("f4"))
     where = rng.random((2, 5)) < 0.8
-    made = columns_divergence(config, head, hidden, where, columns)
+    targets, call = Targets(np.where(where, 0, -1)), HeadCall(1.0, "fused", False)
+    loss, observed = distill_loss(
+        config, head, hidden, targets, columns, np.float32(where.sum()), call
+    )
+    made = observed["divergence"]
+    np.testing.assert_allclose(loss, made.sum() / where.sum(), rtol=1e-6)
     expected, _ = divergence(dense(hidden, head), y, config)
     assert expected.min() > 0.05
     np.testing.assert_allclose(made, np.where(where, expected, 0), rtol=2e-5)

@@ -1,0 +1,251 @@
+"""The rule of a loss of each token's statistics and of its divergence.
+
+The divergence is the first of the loss's per-token arguments, so that the loss's own
+derivative gives its cotangent g. The derivative by the policy's logits is that of the
+statistics, plus that of the divergence for g, which a subclass knows. The statistics
+may be of the logits at another temperature.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import ArrayLike
+
+from jaxmem.backends import choose, xla
+from jaxmem.core import shards as _shards, stats as _stats
+from jaxmem.core.operands import (
+    Head,
+    Rows,
+    for_active_chunks,
+    merged,
+    part_labels,
+    put,
+    put_all,
+    sum_over_shards,
+    take,
+    trained as trained_part,
+)
+from jaxmem.core.spec import Spec
+from jaxmem.core.stats import TokenStats
+from jaxmem.functional import arguments, rule, traced_loss
+from jaxmem.functional.rule import by_tokens, fitted, of_tokens, once
+from jaxmem.functional.single_pass import flat_per_token, read_normalizer
+from jaxmem.functional.traced_loss import Operands, Values
+from jaxmem.functional.vjp import LossRule
+
+
+class Compared(NamedTuple):
+    """A divergence of some rows, and what its derivative reads."""
+
+    logits: tuple[jax.Array, ...]  # the policy's first, [C, columns]
+    value: jax.Array  # [C]
+    saved: Any  # of each row
+    largest: jax.Array | None  # the policy's largest logits [C], if known
+
+
+@dataclasses.dataclass(frozen=True)
+class DivergenceLossRule(LossRule):
+    """`LossRule` with a divergence.
+
+    Given is `(rows, scale, *others)`; the statistics are those of the policy's logits
+    times the scale [N], or None. The operands' per-token arrays lack the divergence,
+    which the loops compute.
+    """
+
+    def heads(self, source, given) -> tuple:
+        """The policy, and what else is compared, in the dtypes of the products."""
+        raise NotImplementedError
+
+    def compare(self, heads, given, row_ids) -> Compared:
+        """The divergence of some rows."""
+        raise NotImplementedError
+
+    def by_logits(self, logits, saved, g) -> jax.Array:
+        """Derivative by the policy's scaled logits for cotangents g [C], [C, columns].
+
+        Args:
+            logits: of `Compared`.
+            saved: of `Compared`.
+            g: cotangents; 0 past the last active row.
+        """
+        raise NotImplementedError
+
+    def forward(self, trained, fixed):
+        """See `Rule.forward`."""
+        (source, per_token, count), (given, closed) = trained, fixed
+        flags = of_tokens(source), of_tokens(given)
+        run = by_tokens(self.spec, self._outputs, flags, True)
+        stats, divergence = once(run)(source, given)
+        operands = Operands((divergence, *per_token), closed)
+        return self.total(stats, given[0], operands, count)
+
+    def one_pass(self, source, given, operands, count):
+        """See `LossRule.one_pass`."""
+        rows, this = given[0], self._fitted(given[0])
+        heads, spec, n_rows = this.heads(source, given), this.spec, len(rows.labels)
+
+        def chunk(row_ids, carry):
+            values, sums = carry
+            tile = this._tile(heads, given, row_ids)
+            new, dz = this._derivative(tile, row_ids, operands, count, n_rows)
+            dz = xla.unscale(spec, rows, row_ids, tile["compared"].logits[0], dz)
+            sums = xla.accumulate(spec, heads[0], row_ids, dz, sums)
+            return put_all(values, row_ids, new), sums
+
+        zeros = traced_loss.nothing(
+            self.loss, spec, self._complete(operands, n_rows), n_rows, pull=True
+        )
+        zeros = zeros._replace(per_token=zeros.per_token[1:])
+        carry = _shards.vary(zeros, spec.varying), xla.zero_sums(spec, heads[0])
+        values, sums = for_active_chunks(spec.chunk, rows.active, chunk, carry)
+        return values, sum_over_shards(spec, trained_part(spec, sums))
+
+    def _outputs(self, source, given) -> tuple[dict, jax.Array]:
+        """Statistics by name and the divergence, [N]; 0 where inactive."""
+        rows, this = given[0], self._fitted(given[0])
+        heads, spec = this.heads(source, given), this.spec
+
+        def chunk(row_ids, results):
+            tile = this._tile(heads, given, row_ids)
+            new = {k: getattr(tile["outputs"], k) for k in TokenStats._fields}
+            return put_all(results, row_ids, (new, tile["compared"].value))
+
+        zero = jnp.zeros(rows.labels.shape[0], spec.stats_dtype)
+        stats = dict.fromkeys(TokenStats._fields, zero)
+        results = stats | {"is_argmax": zero.astype(bool)}, zero
+        results = _shards.vary(results, spec.varying)
+        return for_active_chunks(spec.chunk, rows.active, chunk, results)
+
+    def _fitted(self, rows):
+        return dataclasses.replace(self, spec=fitted(self.spec, rows))
+
+    def _tile(self, heads, given, row_ids) -> dict[str, Any]:
+        """What the loss and its derivative read of some rows."""
+        rows, scale, *_ = given
+        compared = self.compare(heads, given, row_ids)
+        labels, largest = part_labels(self.spec, rows, row_ids), compared.largest
+        if scale is not None:  # rows past the last one have none
+            scale = jnp.where(row_ids < len(scale), take(scale, row_ids), 1)
+            largest = None if largest is None else largest * scale
+        of_stats = _scaled(compared.logits[0], scale)
+        outputs = merged(
+            self.spec, rows, row_ids, _stats.of_tile(of_stats, labels, largest)
+        )
+        # The derivative computes probabilities again instead of storing [C, V] of them.
+        compared = lax.optimization_barrier(compared)
+        return {
+            "compared": compared, "outputs": outputs, "labels": labels, "scale": scale
+        }  # fmt: skip
+
+    def _derivative(self, tile, row_ids, operands, count, n_rows) -> tuple[Values, Any]:
+        """The rows' values, and the derivative by the policy's scaled logits."""
+        outputs, compared = tile["outputs"], tile["compared"]
+        operands = self._complete(operands, n_rows, row_ids, compared.value)
+        fields = (getattr(outputs, k) for k in TokenStats._fields)
+        values, g = traced_loss.differentiate(
+            self.loss, row_ids, TokenStats(*fields), operands, n_rows
+        )
+        g_divergence, *g_per_token = values.per_token
+        assert g_divergence is not None  # that of an array of floats exists
+        if self.divides_early:
+            g, g_divergence = jax.tree.map(lambda x: x / count, (g, g_divergence))
+        # Rows past the last active one: ln S = inf makes every p zero.
+        log_sum = jnp.where(row_ids < n_rows, outputs.log_sum, jnp.inf)
+        outputs = outputs._replace(log_sum=log_sum)
+        of_stats = _scaled(compared.logits[0], tile["scale"])
+        coefficients = _stats.coefficients(outputs, g)
+        dz = _stats.dlogits(of_stats, tile["labels"], outputs, coefficients)
+        dz = _scaled(dz, tile["scale"])
+        dz += self.by_logits(compared.logits, compared.saved, g_divergence)
+        return values._replace(per_token=tuple(g_per_token)), dz
+
+    def _complete(self, operands, n_rows, row_ids=None, divergence=None) -> Operands:
+        """The operands, with the divergence of some rows as first per-token array."""
+        first = jnp.zeros(n_rows, self.spec.stats_dtype)
+        if row_ids is not None:
+            first = put(first, row_ids, divergence)
+        return operands._replace(per_token=(first, *operands.per_token))
+
+
+def _scaled(z, scale):
+    """Rows z [C, V] times scale [C], if it is not None."""
+    return z if scale is None else z * scale[:, None]
+
+
+class LossCall(NamedTuple):
+    """A checked call; operands have all tokens in one axis."""
+
+    spec: Spec
+    policy: Head
+    given: tuple  # of a `DivergenceLossRule`
+    shape: tuple[int, ...]  # of the tokens
+
+
+def run(
+    rule_of: Callable[..., DivergenceLossRule],
+    loss_fn: Callable,
+    call: LossCall,
+    per_token: tuple,
+    normalizer: ArrayLike | None,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """The loss and its metrics.
+
+    Args:
+        rule_of: makes the rule from the spec, the backend and the traced loss.
+        loss_fn: given by the caller.
+        call: all else that is compared.
+        per_token: further arguments of loss_fn.
+        normalizer: given by the caller.
+
+    Returns:
+        (loss, metrics), as `token_loss` does.
+    """
+    spec, policy, given, shape = call
+    flat = flat_per_token(per_token, shape)
+    count = read_normalizer(normalizer, given[0], spec)
+    spec, policy = arguments.typed(spec, policy, (given, flat, count))
+    flat, count = _shards.vary((flat, count), spec.varying)
+    first = _shards.vary(jnp.zeros(math.prod(shape), spec.stats_dtype), spec.varying)
+    loss, operands = traced_loss.trace(loss_fn, spec, spec.chunk, (first, *flat))
+    if 0 in shape:
+        nothing = traced_loss.nothing(loss, spec, operands, 0, pull=False)
+        total, metrics = jnp.zeros((), spec.stats_dtype), nothing.metrics
+    else:
+        loss_rule = rule_of(spec, choose.choose("xla", spec, policy)[0], loss)
+        fixed = given, operands.closed
+        total, metrics = rule.run(loss_rule, (policy, flat, count), fixed)
+    metrics = {k: lax.stop_gradient(jnp.reshape(v, shape)) for k, v in metrics.items()}
+    return total, metrics
+
+
+def statistics_scale(
+    spec: Spec, shape: tuple[int, ...], rows: Rows, temperature: ArrayLike | None
+) -> jax.Array | None:
+    """What scales the policy's divided logits for the statistics, [N]; None for 1.
+
+    Args:
+        spec: of the call.
+        shape: of the tokens.
+        rows: of the tokens, with the temperature of the divergence.
+        temperature: of the statistics; None for the same.
+
+    Returns:
+        The scale.
+
+    Raises:
+        TypeError: the temperature has the wrong type.
+        ValueError: it has the wrong shape, or is not positive.
+    """
+    if temperature is None:
+        return None
+    divisor = arguments.read_temperature(
+        "statistics_temperature", temperature, shape, spec.stats_dtype
+    )
+    if divisor is None:
+        return rows.temperature
+    return (1 if rows.temperature is None else rows.temperature) / divisor

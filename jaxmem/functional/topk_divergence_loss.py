@@ -1,0 +1,148 @@
+"""`topk_kl_loss`: divergences from a teacher's columns inside a loss, in one pass."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jax.typing import ArrayLike
+
+from jaxmem.core import checks
+from jaxmem.core.explicit_axes import sharded_like, with_automatic_axes
+from jaxmem.core.options import AxisName, Chunk, HeadOptions, Implementation, Layout
+from jaxmem.functional import arguments, loss_functions, rule
+from jaxmem.functional.columns_loss import ColumnsLossRule
+from jaxmem.functional.divergence_loss_rule import LossCall, run, statistics_scale
+from jaxmem.functional.given_ids import check_ids
+from jaxmem.functional.topk_divergence import (
+    Direction,
+    check_teacher,
+    read_direction,
+    teacher_columns,
+)
+
+
+def _shardings(given):
+    """Shardings of the loss and of every metric."""
+    return PartitionSpec(), sharded_like(labels=0, ids=1, hidden=1)(given)
+
+
+@with_automatic_axes(_shardings)
+def topk_kl_loss(
+    loss_fn: Callable,
+    hidden: ArrayLike,
+    W: ArrayLike,
+    labels: ArrayLike,
+    ids: ArrayLike,
+    teacher_logprobs: ArrayLike,
+    *per_token: ArrayLike,
+    tail: bool = True,
+    direction: Direction = "forward",
+    beta: float = 0.5,
+    chunk: Chunk = 1024,
+    normalizer: ArrayLike | None = None,
+    where: ArrayLike | None = None,
+    temperature: ArrayLike = 1.0,
+    softcap: float | None = None,
+    bias: ArrayLike | None = None,
+    vocab_size: int | None = None,
+    layout: Layout | None = None,
+    frozen_head: bool = False,
+    statistics_temperature: ArrayLike | None = None,
+    axis_name: AxisName | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """A loss of each token's `topk_kl` and statistics, with its gradient in one pass.
+
+        loss = Σ_i loss_fn(stats_i, D_i, *per_token_i) / normalizer
+
+    over the active tokens i, with D_i = `topk_kl` of the student from the columns that
+    are known of its teacher. It is to `topk_kl` what `divergence_loss` is to `kl`:
+    offline distillation, mixed with cross-entropy or not. Under `jax.grad` three GEMMs
+    are computed, the logits and both gradients; a loss of `topk_kl` takes four, and one
+    of `topk_kl` and `token_loss` seven.
+
+    Args:
+        loss_fn: `(TokenStats, D, *per_token)` of C tokens, D of shape [C], to their
+            losses, a float array [C], or to `(losses, {name: [C]})`; as in
+            `token_loss`.
+        hidden: as in `topk_kl`.
+        W: as in `topk_kl`.
+        labels: as in `logprobs`; any valid ids if loss_fn uses D alone.
+        ids: as in `topk_kl`, but a token without ids, whose D is 0, is active.
+        teacher_logprobs: as in `topk_kl`.
+        per_token: as in `token_loss`.
+        tail: as in `topk_kl`.
+        direction: as in `topk_kl`.
+        beta: as in `topk_kl`.
+        chunk: as in `logprobs`.
+        normalizer: as in `token_loss`.
+        where: as in `logprobs`.
+        temperature: as in `topk_kl`.
+        softcap: as in `logprobs`.
+        bias: as in `logprobs`.
+        vocab_size: as in `logprobs`.
+        layout: as in `logprobs`.
+        frozen_head: as in `token_loss`.
+        statistics_temperature: of the statistics, a scalar or one per token; None for
+            that of the divergence.
+        axis_name: as in `token_loss`; the ids are those of the whole vocabulary.
+        implementation: "xla", or None, which means the same.
+
+    Returns:
+        (loss, metrics), as `token_loss` does. The teacher is constant: its gradient is
+        zero.
+
+    **Memory** beyond inputs, outputs and gradients, with b the item size of hidden and
+    C = min(chunk, tokens rounded up to 16): 4·C·V + 192·C·K; under `jax.grad`
+    (8 + b)·C·V + 192·C·K + 4·V·D, the latter for the float32 sum of W's gradient,
+    unless W is frozen. Another `statistics_temperature` takes 4·C·V more. XLA for CPUs
+    may widen 16-bit weights to float32, 4·V·D. Gradients are residuals, scaled by the
+    loss's cotangent.
+
+    **Communication** with axis_name: those of `topk_kl` and `token_loss`, all chunk by
+    chunk.
+
+    Raises:
+        TypeError: as `topk_kl` and `token_loss`.
+        ValueError: as `topk_kl` and `token_loss`.
+        NotImplementedError: as `topk_kl` and `token_loss`.
+
+    >>> import jax.numpy as jnp, jaxmem
+    >>> def distill(stats, divergence):
+    ...     return divergence - 0.1 * stats.logprob, {"divergence": divergence}
+    >>> h, W = jnp.ones((1, 1)), jnp.log(jnp.array([[0.4], [0.3], [0.2], [0.1]]))
+    >>> ids, q = jnp.array([[0, 1]]), jnp.log(jnp.array([[0.5, 0.3]]))
+    >>> loss, metrics = jaxmem.topk_kl_loss(distill, h, W, jnp.array([0]), ids, q)
+    >>> print(round(float(loss), 4), metrics["divergence"].round(4))
+    0.1221 [0.0305]
+
+    Reference: as `topk_kl` and `token_loss`.
+    """
+    loss_functions.check(loss_fn)
+    options = HeadOptions(
+        chunk=chunk, where=where, temperature=temperature, softcap=softcap, bias=bias,
+        vocab_size=vocab_size, layout=layout, frozen_head=frozen_head,
+        axis_name=axis_name, implementation=implementation,
+    )  # fmt: skip
+    verb = "topk_kl_loss"
+    rule.check_only_xla(verb, implementation)
+    how = read_direction(direction, beta), checks.check_flag("tail", tail)
+    spec, source, rows, shape = arguments.columns_call(hidden, W, options, labels)
+    where = arguments.read_where(where, shape)
+    ids = check_ids("ids", ids, where, shape, spec.vocab_size)
+    teacher_logprobs = check_teacher(teacher_logprobs, ids, where, shape)
+    shapes = {"hidden": (*shape, source.hidden.shape[-1]), "W": source.W.shape}
+    shapes["ids"] = ids.shape
+    rule.record(verb, shapes, implementation, spec.chunk, 4 * spec.chunk * spec.columns)
+    if not ids.shape[-1]:  # one that is absent
+        ids = jnp.full((*shape, 1), -1, jnp.int32)
+        teacher_logprobs = jnp.zeros(ids.shape, spec.stats_dtype)
+    scale = statistics_scale(spec, shape, rows, statistics_temperature)
+    given = rows, scale, *teacher_columns(spec, ids, teacher_logprobs)
+
+    def rule_of(spec, backend, loss):
+        return ColumnsLossRule(spec, backend, loss, how)
+
+    call = LossCall(spec, source, given, shape)
+    return run(rule_of, loss_fn, call, per_token, normalizer)

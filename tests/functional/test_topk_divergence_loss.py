@@ -1,0 +1,265 @@
+"""`topk_kl_loss`: against float64 and its parts, its shards, its cost, its errors."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+import jaxmem
+from tests import oracle
+from tests.backends.test_xla import compiled, count_gemms
+from tests.cases import slow
+from tests.functional.test_api import STATS_EPSILON, error
+from tests.functional.test_topk_divergence import (
+    BETA,
+    CHUNK,
+    PAIRS,
+    D,
+    K,
+    N,
+    V,
+    exact,
+    make,
+)
+
+pytestmark = pytest.mark.usefixtures("quick_compilation", "on_one_device")
+
+RNG = np.random.default_rng(5)
+LABELS = RNG.integers(0, 100, N)
+WEIGHT = RNG.uniform(0.5, 2, N).astype(np.float32)
+
+
+def mixture(stats, divergence, weight):
+    """A loss of a divergence, cross-entropy and entropy; its metrics."""
+    loss = weight * divergence - 0.3 * stats.logprob + 0.1 * stats.entropy
+    return loss, {"divergence": divergence, "entropy": stats.entropy}
+
+
+def loss_of(operands, way="forward", tail=True, **options):
+    """The loss and its metrics."""
+    h, W, ids, ln_q = operands
+    return jaxmem.topk_kl_loss(
+        mixture, h, W, LABELS, ids, ln_q, WEIGHT, direction=way, tail=tail, beta=BETA,
+        chunk=CHUNK, **options,
+    )  # fmt: skip
+
+
+def with_gradients(operands, *way, **options):
+    """((loss, metrics), gradients of hidden and W)."""
+    ids_and_teacher = operands[2:]
+
+    @jax.jit
+    def run(h, W):
+        return jax.value_and_grad(
+            lambda h, W: loss_of((h, W, *ids_and_teacher), *way, **options),
+            (0, 1),
+            has_aux=True,
+        )(h, W)
+
+    return run(*operands[:2])
+
+
+def check(way, tail, operands, **options):
+    """Against float64, where the statistics have a temperature of their own."""
+    (loss, metrics), gradients = with_gradients(operands, way, tail, **options)
+    on, own = options.get("where", np.ones(N, bool)), dict(options)
+    own.pop("where", None)
+    warmth = own.pop("statistics_temperature", own.get("temperature", 1.0))
+    g = np.where(on, WEIGHT, 0) / on.sum()
+    divergence, of_divergence = exact(way, tail, g, operands, **own)
+    divergence = np.where(on, divergence, 0)
+    ones = np.full(N, 1 / on.sum())
+    wanted = {"logprob": -0.3 * ones, "entropy": 0.1 * ones}
+    own["temperature"] = warmth
+    stats, of_stats = oracle.head(*operands[:2], LABELS, wanted, on=on, **own)
+    each = WEIGHT * divergence - 0.3 * stats["logprob"] + 0.1 * stats["entropy"]
+    np.testing.assert_allclose(loss, each.sum() / on.sum(), rtol=1e-5)
+    assert error(metrics["divergence"], divergence) < STATS_EPSILON
+    for got, a, b in zip(gradients, of_divergence, of_stats, strict=False):
+        assert error(got, a + b) < STATS_EPSILON
+
+
+@pytest.mark.parametrize("way, tail", PAIRS)
+def test_values_and_gradients(way, tail):
+    check(way, tail, make(3.0))
+
+
+@pytest.mark.parametrize("way, tail", [("jsd", True), slow("reverse", False)])
+def test_every_option(way, tail):
+    options = {"softcap": 5.0, "temperature": 0.7, "statistics_temperature": 1.3}
+    bias = np.linspace(-1, 1, V).astype(np.float32)
+    options |= {"bias": bias, "vocab_size": 110, "where": np.arange(N) % 5 != 0}
+    check(way, tail, make(3.0), **options)
+
+
+def test_it_is_the_sum_of_its_parts():
+    """In 16 bits, with ids that are absent, and with tokens that have none."""
+    h, W, ids, ln_q = make(3.0)
+    h, W = (jnp.asarray(x, jnp.bfloat16) for x in (h, W))
+    ids[::3, 2:], ids[::5] = -1, -1
+    (loss, metrics), gradients = with_gradients((h, W, ids, ln_q))
+
+    def parts(h, W):
+        each = jaxmem.topk_kl(h, W, ids, ln_q, CHUNK)
+        stats = jaxmem.token_stats(h, W, LABELS, CHUNK)
+        return mixture(stats, each, WEIGHT)[0].mean(), each
+
+    (want, each), of_parts = jax.value_and_grad(parts, (0, 1), has_aux=True)(h, W)
+    np.testing.assert_allclose(loss, want, rtol=1e-5)
+    np.testing.assert_allclose(metrics["divergence"], each, atol=1e-6)
+    assert not each[::5].any()
+    for got, need in zip(gradients, of_parts, strict=True):
+        got, need = (np.asarray(x, np.float32) for x in (got, need))
+        assert np.abs(got - need).max() <= 2**-7 * np.abs(need).max()
+
+
+@pytest.mark.parametrize("tail", [True, False])
+def test_no_ids_at_all(tail):
+    h, W, ids, ln_q = make()
+    none = ids[:, :0], ln_q[:, :0]
+    (loss, metrics), _ = with_gradients((h, W, *none), "forward", tail)
+    want, _ = jaxmem.token_loss(
+        lambda stats: mixture(stats, 0, 0)[0], h, W, LABELS, chunk=CHUNK
+    )
+    np.testing.assert_allclose(loss, want, rtol=1e-6)
+    assert not metrics["divergence"].any()
+
+
+def test_a_frozen_head_masks_and_a_constant_teacher():
+    h, W, ids, ln_q = make()
+    where = np.arange(N) % 4 > 0
+    h[~where] = np.nan
+
+    def gradients(frozen):
+        def loss(h, W, ln_q):
+            given = h, W, ids, ln_q
+            return loss_of(given, where=where, frozen_head=frozen, normalizer=9.0)[0]
+
+        return jax.grad(loss, (0, 1, 2))(h, W, ln_q)
+
+    dh, dW, teacher = gradients(True)
+    assert not dW.any() and not teacher.any() and not dh[~where].any()
+    np.testing.assert_array_equal(dh, gradients(False)[0])
+    assert np.isfinite(dh).all() and gradients(False)[1].any()
+
+
+def test_a_divergence_that_is_not_used_poisons_nothing():
+    h, W, ids, ln_q = make()
+    bias = np.zeros(V, np.float32)
+    bias[ids[3, 0]] = -np.inf  # excluded by the student, not by the teacher
+
+    def loss(h, used):
+        def of(stats, divergence):
+            return used * divergence - stats.logprob if used else -stats.logprob
+
+        given = h, W, np.full(N, 120), ids, ln_q
+        return jaxmem.topk_kl_loss(of, *given, chunk=CHUNK, bias=bias)[0]
+
+    assert np.isfinite(jax.grad(loss)(h, 0.0)).all()
+    assert np.isinf(loss(h, 1.0))
+
+
+@pytest.mark.parametrize("vocab", ["model", slow(None)])
+def test_shards_of_the_vocabulary_and_of_tokens(vocab):
+    """Uneven in both; one of the ids of a token is on another device than others."""
+    kinds = (AxisType.Auto,) * 2
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=kinds)
+    operands = make(3.0)
+    warmth = np.linspace(0.5, 2, N, dtype=np.float32)
+    verb = jaxmem.sharding.parallel(
+        functools.partial(jaxmem.topk_kl_loss, mixture), mesh, vocab=vocab,
+        tokens="data",
+    )  # fmt: skip
+
+    def run(verb):
+        def loss(h, W):
+            return verb(
+                h, W, LABELS, *operands[2:], WEIGHT, chunk=CHUNK, softcap=9.0,
+                temperature=warmth, statistics_temperature=warmth[::-1].copy(),
+            )  # fmt: skip
+
+        return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(*operands[:2])
+
+    want = run(functools.partial(jaxmem.topk_kl_loss, mixture))
+    for got, need in zip(
+        jax.tree.leaves(run(verb)), jax.tree.leaves(want), strict=True
+    ):
+        np.testing.assert_allclose(got, need, rtol=2e-5, atol=2e-6)
+
+
+def shapes(n, d, v, k):
+    ids, teacher = (jax.ShapeDtypeStruct((n, k), t) for t in (jnp.int32, jnp.float32))
+    of_head = (jax.ShapeDtypeStruct((size, d), jnp.float32) for size in (n, v))
+    return *of_head, ids, teacher
+
+
+def total(chunk, **options):
+    def run(h, W, ids, teacher):
+        labels = jnp.zeros(len(h), jnp.int32)
+        return jaxmem.topk_kl_loss(
+            lambda stats, d: d - stats.logprob, h, W, labels, ids, teacher, chunk=chunk,
+            **options,
+        )[0]  # fmt: skip
+
+    return run
+
+
+def test_three_products(optimized):
+    """The logits and two gradients; a loss of `topk_kl` takes four."""
+
+    def gemms(fn):
+        return count_gemms(compiled(fn, *shapes(256, 24, 640, 8)).as_text())
+
+    def of_topk_kl(h, W, ids, teacher):
+        return jaxmem.topk_kl(h, W, ids, teacher, 64).mean()
+
+    assert gemms(total(64)) == 1
+    assert gemms(jax.grad(total(64), (0, 1))) == 3
+    assert gemms(jax.grad(total(64, frozen_head=True))) == 2
+    assert gemms(jax.grad(of_topk_kl, (0, 1))) == 4
+
+
+@pytest.mark.parametrize("of_stats", [slow(None), 0.5])
+def test_memory_is_what_the_docstring_says(of_stats, optimized):
+    n, d, v, k, chunk = 2048, 64, 8192, 16, 128
+    loss = jax.grad(total(chunk, statistics_temperature=of_stats), (0, 1))
+    promised = (8 + 4 + (4 if of_stats else 0)) * chunk * v + 4 * v * d
+    promised += 192 * chunk * k
+    temp = compiled(loss, *shapes(n, d, v, k)).memory_analysis().temp_size_in_bytes
+    assert 4 * chunk * v <= temp <= 1.04 * promised + n * (64 + 16 * d + 32 * k)
+
+
+def test_it_is_reported():
+    with jaxmem.report() as calls:
+        jax.eval_shape(lambda: loss_of(make()))
+    (call,) = calls.calls
+    assert call.verb == "topk_kl_loss"
+    assert call.shapes == {"hidden": (N, D), "W": (V, D), "ids": (N, K)}
+    assert call.live_logits_bytes == 4 * CHUNK * V
+
+
+@pytest.mark.parametrize(
+    "changes, kind, message",
+    [
+        ({"direction": "kl"}, ValueError, "direction must be"),
+        ({"beta": 1.5}, ValueError, "beta must lie between"),
+        ({"tail": 1}, TypeError, "tail must be"),
+        ({"implementation": "hopper"}, NotImplementedError, "has no topk_kl_loss"),
+        ({"ids": np.full((N, K), V)}, ValueError, f"ids must be below vocab_size={V}"),
+        ({"teacher_logprobs": np.ones((N, K))}, ValueError, "which are not positive"),
+        ({"labels": LABELS[:5]}, ValueError, "labels must have"),
+        ({"labels": None}, TypeError, "labels must be"),
+        ({"normalizer": -1.0}, ValueError, "normalizer must"),
+        ({"statistics_temperature": 0.0}, ValueError, "statistics_temperature must"),
+        ({"loss_fn": 3}, TypeError, "loss_fn must be a function"),
+    ],
+)
+def test_wrong_arguments(changes, kind, message):
+    names = "hidden", "W", "ids", "teacher_logprobs"
+    given = dict(zip(names, make(), strict=True))
+    given |= {"loss_fn": lambda stats, d: d, "labels": LABELS, "chunk": CHUNK}
+    with pytest.raises(kind, match=message):
+        jaxmem.topk_kl_loss(**(given | changes))
