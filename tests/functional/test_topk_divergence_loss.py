@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jaxmem
 from tests import oracle
@@ -188,6 +188,33 @@ def test_shards_of_the_vocabulary_and_of_tokens(vocab):
         jax.tree.leaves(run(verb)), jax.tree.leaves(want), strict=True
     ):
         np.testing.assert_allclose(got, need, rtol=2e-5, atol=2e-6)
+
+
+def test_axes_with_explicit_types():
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    given = [x[:32] if len(x) == N else x for x in make(3.0)]
+
+    def run(h, W, labels, ids, ln_q, weight):
+        def loss(h, W):
+            return jaxmem.topk_kl_loss(
+                mixture, h, W, labels, ids, ln_q, weight, chunk=None
+            )
+
+        return jax.value_and_grad(loss, (0, 1), has_aux=True)(h, W)
+
+    h, W, ids, ln_q = given
+    arrays = h, W, LABELS[:32], ids, ln_q, WEIGHT[:32]
+    want = jax.jit(run)(*arrays)
+    specs = P("data"), P(), P("data"), P("data"), P("data"), P("data")
+    placed = [
+        jax.device_put(x, NamedSharding(mesh, s))
+        for x, s in zip(arrays, specs, strict=True)
+    ]
+    with jax.set_mesh(mesh):
+        got = jax.jit(run)(*placed)
+    assert got[0][1]["divergence"].sharding.spec == P("data")
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
 
 
 def shapes(n, d, v, k):

@@ -117,6 +117,13 @@ def negative_logprob(stats):
     return -stats.logprob
 
 
+def divergence(stats, of_token):
+    return of_token
+
+
+LOGPROBS = -1.0 * LABELS[..., None]
+
+
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
@@ -127,7 +134,8 @@ def negative_logprob(stats):
         ("token_loss", (negative_logprob, HIDDEN, LABELS)),
         ("support_logprobs", (HIDDEN, LABELS, LABELS[..., None])),
         ("topk", (HIDDEN, 2)),
-        ("topk_kl", (HIDDEN, LABELS[..., None], -1.0 * LABELS[..., None])),
+        ("topk_kl", (HIDDEN, LABELS[..., None], LOGPROBS)),
+        ("topk_kl_loss", (divergence, HIDDEN, LABELS, LABELS[..., None], LOGPROBS)),
         ("sample_ids", (HIDDEN, 2, KEY)),
     ],
 )

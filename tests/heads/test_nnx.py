@@ -288,6 +288,13 @@ def test_columns_as_the_functions_have_them():
     p = np.exp(np.take_along_axis(ln_p, best, -1)[..., 0])
     want = p * np.log(p / 0.25) + (1 - p) * np.log((1 - p) / 0.75)
     np.testing.assert_allclose(got, np.where(KEEP, want, 0), atol=1e-5)
+    loss, metrics = head.topk_kl_loss(
+        lambda stats, d: (d - stats.logprob, {"d": d}), hidden, best[..., 1],
+        best[..., :1], said, where=KEEP, temperature=0.7, direction="reverse",
+    )  # fmt: skip
+    np.testing.assert_allclose(metrics["d"], got, atol=1e-6)
+    each = got - np.where(KEEP, np.take_along_axis(ln_p, best, -1)[..., 1], 0)
+    np.testing.assert_allclose(loss, each.sum() / KEEP.sum(), rtol=1e-5)
 
     ids = head.sample_ids(hidden, 50, jax.random.key(0), KEEP, 0.01)
     assert (ids[KEEP] == best[KEEP][:, :1]).mean() > 0.5 and (ids[~KEEP] == -1).all()
