@@ -101,9 +101,11 @@ class LMHead(HeadVerbs, nn.Module):
     support_logprobs = HeadVerbs.support_logprobs
     topk = HeadVerbs.topk
     topk_kl = HeadVerbs.topk_kl
+    topk_kl_loss = HeadVerbs.topk_kl_loss
     sample_ids = HeadVerbs.sample_ids
     selected_logprobs = HeadVerbs.selected_logprobs
     divergence = HeadVerbs.divergence
+    divergence_loss = HeadVerbs.divergence_loss
 
     @nn.compact
     def _weights(self, depth: int) -> Weights:

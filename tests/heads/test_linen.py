@@ -9,6 +9,7 @@ from flax import linen as nn, nnx
 
 import jaxmem.heads.nnx
 from jaxmem.heads.linen import LMHead
+from jaxmem.heads.verbs import HeadVerbs
 from tests import oracle
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -148,6 +149,12 @@ def test_flax_sees_every_method(name, arguments):
 
     _, variables = jax.eval_shape(init, KEY)
     assert set(variables["intermediates"]) == {name}
+
+
+def test_every_method_is_in_the_class_body():
+    """Linen does not bind those that are inherited."""
+    methods = {name for name in dir(HeadVerbs) if not name.startswith("_")}
+    assert methods and methods <= set(vars(LMHead))
 
 
 # Tied weights
