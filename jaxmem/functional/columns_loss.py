@@ -1,11 +1,13 @@
-"""The rule of a loss of statistics and of a divergence from a teacher's columns."""
+"""The rules of losses of statistics and of a divergence from a teacher's columns."""
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 
+from jaxmem.core import stats as _stats
 from jaxmem.core.operands import cast, take
-from jaxmem.functional import columns, topk_divergence
+from jaxmem.functional import columns, selected, topk_divergence
 from jaxmem.functional.divergence_loss_rule import Compared, DivergenceLossRule
 from jaxmem.functional.divergence_terms import JSD, KL, ForwardKL
 
@@ -45,4 +47,42 @@ class ColumnsLossRule(DivergenceLossRule):
         derivative = columns.Derivative(
             saved["ids"], dz[:, :-1], dz[:, -1], saved["rest"]
         )
+        return columns.everywhere(self.spec, logits[0], derivative)
+
+
+@dataclasses.dataclass(frozen=True)
+class DrawnLossRule(DivergenceLossRule):
+    """`DivergenceLossRule` of the cross-entropy with ids drawn from the teacher.
+
+    Given is `(rows, scale, ids [N, K])`; negative ids are absent, others may repeat.
+    """
+
+    def heads(self, source, given):
+        """See `DivergenceLossRule.heads`."""
+        return (cast(self.spec, source),)
+
+    def compare(self, heads, given, row_ids):
+        """See `DivergenceLossRule.compare`."""
+        spec, (rows, _, ids) = self.spec, given
+        z = columns.logits(spec, heads[0], rows, row_ids)
+        ids = take(ids, row_ids, fill_value=-1)
+        z, at_ids = jax.lax.optimization_barrier((z, columns.logits_at(spec, z, ids)))
+        normaliser = columns.normaliser(spec, z)
+        log_p = _stats.log_softmax(columns.max_over_shards(spec, at_ids), normaliser)
+        log_p = jnp.where(ids < spec.vocab_size, log_p, jnp.nan)
+        log_p = jnp.where(ids >= 0, log_p, 0)
+        weight = 1 / jnp.maximum(jnp.sum(ids >= 0, axis=1), 1).astype(log_p.dtype)
+        value = -weight * jnp.sum(log_p, axis=1)
+        saved = {"ids": ids, "log_p": log_p, "weight": weight, "normaliser": normaliser}
+        return Compared((z,), value, saved, None)
+
+    def by_logits(self, logits, saved, g):
+        """See `DivergenceLossRule.by_logits`."""
+        ids, log_p, each = saved["ids"], saved["log_p"], -g * saved["weight"]
+        # An id ≥ V makes NaN only what uses it.
+        g_ids = jnp.where(jnp.isnan(log_p) & (g != 0)[:, None], jnp.nan, each[:, None])
+        g_ids = jnp.where(ids < 0, 0, g_ids)
+        total = jnp.sum(g_ids, axis=1)
+        ids, at_ids = selected.at_repeated_ids(ids, log_p, g_ids, total[:, None])
+        derivative = columns.Derivative(ids, at_ids, -total, saved["normaliser"])
         return columns.everywhere(self.spec, logits[0], derivative)

@@ -1,5 +1,6 @@
 """`topk_kl_loss`: divergences from a teacher's columns inside a loss, in one pass."""
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -11,9 +12,9 @@ from jaxmem.core import checks
 from jaxmem.core.explicit_axes import sharded_like, with_automatic_axes
 from jaxmem.core.options import AxisName, Chunk, HeadOptions, Implementation, Layout
 from jaxmem.functional import arguments, loss_functions, rule
-from jaxmem.functional.columns_loss import ColumnsLossRule
+from jaxmem.functional.columns_loss import ColumnsLossRule, DrawnLossRule
 from jaxmem.functional.divergence_loss_rule import LossCall, run, statistics_scale
-from jaxmem.functional.given_ids import check_ids
+from jaxmem.functional.given_ids import check_ids, flat_ids
 from jaxmem.functional.topk_divergence import (
     Direction,
     check_teacher,
@@ -34,7 +35,7 @@ def topk_kl_loss(
     W: ArrayLike,
     labels: ArrayLike,
     ids: ArrayLike,
-    teacher_logprobs: ArrayLike,
+    teacher_logprobs: ArrayLike | None,
     *per_token: ArrayLike,
     tail: bool = True,
     direction: Direction = "forward",
@@ -70,10 +71,13 @@ def topk_kl_loss(
         W: as in `topk_kl`.
         labels: as in `logprobs`; any valid ids if loss_fn uses D alone.
         ids: as in `topk_kl`, but a token without ids, whose D is 0, is active.
-        teacher_logprobs: as in `topk_kl`.
+        teacher_logprobs: as in `topk_kl`; or None where the ids were drawn from the
+            teacher, as by `sample_ids`. D_i is then the cross-entropy with them, the
+            mean of -ln p over the ids, which may repeat: in the mean over draws the
+            forward KL divergence plus the teacher's entropy, with its gradient.
         per_token: as in `token_loss`.
-        tail: as in `topk_kl`.
-        direction: as in `topk_kl`.
+        tail: as in `topk_kl`; not read of drawn ids.
+        direction: as in `topk_kl`; "forward" with drawn ids.
         beta: as in `topk_kl`.
         chunk: as in `logprobs`.
         normalizer: as in `token_loss`.
@@ -105,7 +109,7 @@ def topk_kl_loss(
 
     Raises:
         TypeError: as `topk_kl` and `token_loss`.
-        ValueError: as `topk_kl` and `token_loss`.
+        ValueError: as `topk_kl` and `token_loss`; or drawn ids have another direction.
         NotImplementedError: as `topk_kl` and `token_loss`.
 
     >>> import jax.numpy as jnp, jaxmem
@@ -131,18 +135,28 @@ def topk_kl_loss(
     spec, source, rows, shape = arguments.columns_call(hidden, W, options, labels)
     where = arguments.read_where(where, shape)
     ids = check_ids("ids", ids, where, shape, spec.vocab_size)
-    teacher_logprobs = check_teacher(teacher_logprobs, ids, where, shape)
     shapes = {"hidden": (*shape, source.hidden.shape[-1]), "W": source.W.shape}
     shapes["ids"] = ids.shape
     rule.record(verb, shapes, implementation, spec.chunk, 4 * spec.chunk * spec.columns)
-    if not ids.shape[-1]:  # one that is absent
-        ids = jnp.full((*shape, 1), -1, jnp.int32)
-        teacher_logprobs = jnp.zeros(ids.shape, spec.stats_dtype)
     scale = statistics_scale(spec, shape, rows, statistics_temperature)
-    given = rows, scale, *teacher_columns(spec, ids, teacher_logprobs)
-
-    def rule_of(spec, backend, loss):
-        return ColumnsLossRule(spec, backend, loss, how)
-
+    if teacher_logprobs is not None:
+        teacher_logprobs = check_teacher(teacher_logprobs, ids, where, shape)
+    if not ids.shape[-1]:  # one that is absent
+        ids, none = jnp.full((*shape, 1), -1, jnp.int32), jnp.zeros((*shape, 1))
+        teacher_logprobs = None if teacher_logprobs is None else none
+    if teacher_logprobs is None:
+        _check_forward(direction)
+        given, rule_of = (rows, scale, flat_ids(ids, shape)), DrawnLossRule
+    else:
+        given = rows, scale, *teacher_columns(spec, ids, teacher_logprobs)
+        rule_of = functools.partial(ColumnsLossRule, how=how)
     call = LossCall(spec, source, given, shape)
     return run(rule_of, loss_fn, call, per_token, normalizer)
+
+
+def _check_forward(direction):
+    if direction != "forward":
+        raise ValueError(
+            "direction must be 'forward' where teacher_logprobs is None, because ids "
+            f"drawn from the teacher estimate that divergence only; got {direction!r}"
+        )

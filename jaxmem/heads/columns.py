@@ -93,7 +93,7 @@ class ColumnVerbs:
         hidden: ArrayLike,
         labels: ArrayLike,
         ids: ArrayLike,
-        teacher_logprobs: ArrayLike,
+        teacher_logprobs: ArrayLike | None,
         *per_token: ArrayLike,
         **options: Any,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -106,7 +106,8 @@ class ColumnVerbs:
             hidden: final hidden states [..., D].
             labels: token ids [...]; negative marks padding.
             ids: token ids [..., K]; negative ones are absent.
-            teacher_logprobs: the teacher's log-probabilities of the ids, [..., K].
+            teacher_logprobs: the teacher's log-probabilities of the ids, [..., K]; None
+                where the ids were drawn from the teacher.
             per_token: further arguments of loss_fn, [...] or [..., K] each.
             options: of the function, such as `direction`, `where` and `normalizer`.
 

@@ -182,7 +182,7 @@ def _read_ids(given, where, shape, of_tokens):
     """Given ids, and what a teacher says of them."""
     ids = check_ids("ids", given["ids"], where, shape, given["vocab_size"])
     operands, name = {"ids": Operand(ids, of_tokens, -1)}, "teacher_logprobs"
-    if name in given:
+    if given.get(name) is not None:
         teacher = check_teacher(given[name], ids, where, shape)
         operands[name] = Operand(teacher, of_tokens)
     return operands

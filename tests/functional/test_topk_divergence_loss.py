@@ -116,10 +116,57 @@ def test_it_is_the_sum_of_its_parts():
         assert np.abs(got - need).max() <= 2**-7 * np.abs(need).max()
 
 
-@pytest.mark.parametrize("tail", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", slow("bfloat16")])
+def test_ids_that_were_drawn_from_the_teacher(dtype):
+    """Cross-entropy with them, of which some repeat and some are absent."""
+    h, W, ids, _ = make(3.0)
+    h, W = (jnp.asarray(x, dtype) for x in (h, W))
+    ids[:, 1] = ids[:, 0]
+    ids[::3, 2:], ids[::5] = -1, -1
+    options = {"temperature": 0.7, "softcap": 5.0, "statistics_temperature": 1.0}
+    (loss, metrics), gradients = with_gradients((h, W, ids, None), **options)
+
+    def parts(h, W):
+        log_p = jaxmem.selected_logprobs(h, W, ids, CHUNK, temperature=0.7, softcap=5.0)
+        each = -log_p.sum(1) / np.maximum((ids >= 0).sum(1), 1)
+        stats = jaxmem.token_stats(h, W, LABELS, CHUNK, softcap=5.0)
+        return mixture(stats, each, WEIGHT)[0].mean(), each
+
+    (want, each), of_parts = jax.value_and_grad(parts, (0, 1), has_aux=True)(h, W)
+    np.testing.assert_allclose(loss, want, rtol=1e-5)
+    np.testing.assert_allclose(metrics["divergence"], each, rtol=1e-5)
+    assert not each[::5].any()
+    for got, need in zip(gradients, of_parts, strict=True):
+        got, need = (np.asarray(x, np.float32) for x in (got, need))
+        tolerance = 2**-7 if dtype == "bfloat16" else 1e-5
+        assert np.abs(got - need).max() <= tolerance * np.abs(need).max()
+
+
+def test_a_drawn_id_that_does_not_exist_poisons_only_what_uses_it():
+    h, W, ids, _ = make()
+    ids[3, 0] = V  # known at run time only
+
+    @jax.jit
+    def run(h, ids, weight):
+        def loss(h):
+            return jaxmem.topk_kl_loss(
+                lambda stats, d, w: jnp.where(w == 0, 0, w * d) - stats.logprob,
+                h, W, LABELS, ids, None, weight, chunk=CHUNK,
+            )[0]  # fmt: skip
+
+        return jax.value_and_grad(loss)(h)
+
+    used = np.ones(N, np.float32)
+    assert np.isnan(run(h, ids, used)[0])
+    loss, dh = run(h, ids, np.where(np.arange(N) == 3, 0, used))
+    assert np.isfinite(loss) and np.isfinite(dh).all()
+
+
+@pytest.mark.parametrize("tail", [True, False, None])
 def test_no_ids_at_all(tail):
     h, W, ids, ln_q = make()
-    none = ids[:, :0], ln_q[:, :0]
+    none = ids[:, :0], None if tail is None else ln_q[:, :0]
+    tail = bool(tail)
     (loss, metrics), _ = with_gradients((h, W, *none), "forward", tail)
     want, _ = jaxmem.token_loss(
         lambda stats: mixture(stats, 0, 0)[0], h, W, LABELS, chunk=CHUNK
@@ -162,12 +209,14 @@ def test_a_divergence_that_is_not_used_poisons_nothing():
     assert np.isinf(loss(h, 1.0))
 
 
+@pytest.mark.parametrize("drawn", [False, True])
 @pytest.mark.parametrize("vocab", ["model", slow(None)])
-def test_shards_of_the_vocabulary_and_of_tokens(vocab):
+def test_shards_of_the_vocabulary_and_of_tokens(vocab, drawn):
     """Uneven in both; one of the ids of a token is on another device than others."""
     kinds = (AxisType.Auto,) * 2
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=kinds)
     operands = make(3.0)
+    ids, teacher = operands[2], None if drawn else operands[3]
     warmth = np.linspace(0.5, 2, N, dtype=np.float32)
     verb = jaxmem.sharding.parallel(
         functools.partial(jaxmem.topk_kl_loss, mixture), mesh, vocab=vocab,
@@ -177,7 +226,7 @@ def test_shards_of_the_vocabulary_and_of_tokens(vocab):
     def run(verb):
         def loss(h, W):
             return verb(
-                h, W, LABELS, *operands[2:], WEIGHT, chunk=CHUNK, softcap=9.0,
+                h, W, LABELS, ids, teacher, WEIGHT, chunk=CHUNK, softcap=9.0,
                 temperature=warmth, statistics_temperature=warmth[::-1].copy(),
             )  # fmt: skip
 
@@ -248,6 +297,11 @@ def test_three_products(optimized):
     assert gemms(jax.grad(total(64, frozen_head=True))) == 2
     assert gemms(jax.grad(of_topk_kl, (0, 1))) == 4
 
+    def drawn(h, W, ids, teacher):
+        return total(64)(h, W, ids, None)
+
+    assert gemms(jax.grad(drawn, (0, 1))) == 3
+
 
 @pytest.mark.parametrize("of_stats", [slow(None), 0.5])
 def test_memory_is_what_the_docstring_says(of_stats, optimized):
@@ -277,6 +331,7 @@ def test_it_is_reported():
         ({"implementation": "hopper"}, NotImplementedError, "has no topk_kl_loss"),
         ({"ids": np.full((N, K), V)}, ValueError, f"ids must be below vocab_size={V}"),
         ({"teacher_logprobs": np.ones((N, K))}, ValueError, "which are not positive"),
+        ({"teacher_logprobs": None, "direction": "jsd"}, ValueError, "be 'forward'"),
         ({"labels": LABELS[:5]}, ValueError, "labels must have"),
         ({"labels": None}, TypeError, "labels must be"),
         ({"normalizer": -1.0}, ValueError, "normalizer must"),

@@ -138,18 +138,10 @@ def distill_loss(
         loss, observed = _loss_of_states(
             config, head, hidden, (labels, *given), teacher, options
         )
-    elif teacher.logprobs is not None:
+    else:
         loss, observed = _loss_of_columns(
             config, head, hidden, labels, teacher, options
         )
-    else:
-        each = _of_drawn_ids(config, head, hidden, labels, teacher.ids)
-        loss = jnp.sum(each) / jnp.maximum(normalizer, 1)
-        observed = {"divergence": jax.lax.stop_gradient(each)}
-    if config.loss_weight and "ce" not in observed:
-        ce, metrics = head.token_loss(_cross_entropy, hidden, labels, **options)
-        loss += config.loss_weight * ce
-        observed |= metrics
     if advantages is not None and learned_with is None:
         policy, metrics = head.token_loss(
             _policy, hidden, labels, advantages, temperature=call.temperature, **options
@@ -157,9 +149,6 @@ def distill_loss(
         loss += reward_weight * policy
         if call.temperature == 1:
             observed |= metrics
-    if "ce" not in observed:
-        stats = jax.lax.stop_gradient(head.token_stats(hidden, labels))
-        observed |= _metrics_of(stats)
     return loss, observed
 
 
@@ -183,16 +172,6 @@ def _loss_of_states(config, head, hidden, targets, teacher, options):
     )  # fmt: skip
 
 
-def _of_drawn_ids(config, head, hidden, labels, ids):
-    """Cross-entropy with ids that were drawn from the teacher, per token.
-
-    In the mean over draws it is KL(teacher ‖ student) plus the teacher's entropy.
-    """
-    where = jnp.asarray(labels) >= 0
-    options = {"where": where, "temperature": config.temperature}
-    return -head.selected_logprobs(hidden, ids, **options).mean(-1)
-
-
 def _loss_of_columns(config, head, hidden, labels, teacher, options):
     """Divergences, and cross-entropy at temperature 1, in one pass over the logits."""
 
@@ -200,19 +179,18 @@ def _loss_of_columns(config, head, hidden, labels, teacher, options):
         loss = divergence - config.loss_weight * stats.logprob
         return loss, {"divergence": divergence} | _metrics_of(stats)
 
+    direction = _DIRECTIONS[config.divergence]
+    if teacher.logprobs is None:
+        direction = "forward"  # which drawn ids estimate
     return head.topk_kl_loss(
         loss_fn, hidden, labels, *teacher, tail=config.tail, beta=config.beta,
-        direction=_DIRECTIONS[config.divergence], temperature=config.temperature,
+        direction=direction, temperature=config.temperature,
         statistics_temperature=None if config.temperature == 1 else 1.0, **options,
     )  # fmt: skip
 
 
 def _metrics_of(stats):
     return {"ce": -stats.logprob, "entropy": stats.entropy}
-
-
-def _cross_entropy(stats):
-    return -stats.logprob, _metrics_of(stats)
 
 
 def _policy(stats, advantages):
