@@ -137,7 +137,11 @@ class DivergenceLossRule(LossRule):
             self.spec, rows, row_ids, _stats.of_tile(of_stats, labels, largest)
         )
         # The derivative computes probabilities again instead of storing [C, V] of them.
-        compared = lax.optimization_barrier(compared)
+        if self.spec.shards:  # jax 0.10 gives all results of a barrier one type
+            logits = lax.optimization_barrier(compared.logits)
+            compared = compared._replace(logits=logits)
+        else:
+            compared = lax.optimization_barrier(compared)
         return {
             "compared": compared, "outputs": outputs, "labels": labels, "scale": scale
         }  # fmt: skip
