@@ -177,7 +177,7 @@ def test_no_private_name_of_another_package():
 
 
 def _is_private(name):
-    return name.startswith("_") and not name.startswith("__")
+    return name.startswith("_") and name != "__version__"
 
 
 def _names_of_other_packages(module, path):
@@ -188,8 +188,7 @@ def _names_of_other_packages(module, path):
         for node in _nodes(path)
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
-        if f"{node.module}.{alias.name}" in MODULES.keys() - {here}
-        and not _is_in(f"{node.module}.{alias.name}", here)
+        if (name := f"{node.module}.{alias.name}") in MODULES and not _is_in(name, here)
     }
 
 

@@ -68,13 +68,10 @@ class ColumnsRule(LoopRule):
         """See `LoopRule.backward_loop`."""
 
         def derivative(row_ids):
-            log_p, g_row = take(result, row_ids), take(g, row_ids)
             ids = take(given, row_ids, fill_value=-1)
-            dz = by_log_p(log_p, g_row)
-            # Rows past the last active one, or whose NaN or infinity is not used.
-            dz = jnp.where(jnp.any(g_row != 0, axis=1, keepdims=True), dz, 0)
+            log_p, g_row = take(result, row_ids), take(g, row_ids)
             rest = jax.tree.map(lambda x: take(x, row_ids), saved["normaliser"])
-            return Derivative(ids, dz[:, :-1], dz[:, -1], rest)
+            return derivative_of_split(ids, log_p, g_row, rest)
 
         return pull(self.spec, source, rows[0], derivative)
 
@@ -109,7 +106,7 @@ def pull(
 
     def chunk(row_ids, sums):
         z = logits(spec, head, rows, row_ids)
-        dz = everywhere(spec, z, derivative(row_ids))
+        dz = dense_derivative(spec, z, derivative(row_ids))
         dz = xla.unscale(spec, rows, row_ids, z, dz)
         return xla.accumulate(spec, head, row_ids, dz, sums)
 
@@ -119,8 +116,25 @@ def pull(
     return jax.tree.map(lambda total, x: total.astype(x.dtype), sums, like)
 
 
-def everywhere(spec: Spec, z: jax.Array, d: Derivative) -> jax.Array:
-    """The derivative of rows of logits z [C, V] in all columns."""
+def derivative_of_split(
+    ids: jax.Array, log_p: jax.Array, g: jax.Array, rest: _stats.Normaliser
+) -> Derivative:
+    """The derivative by logits for cotangents of the results of `split`.
+
+    Args:
+        ids: [C, K], distinct or negative.
+        log_p: of `split`, [C, K + 1].
+        g: its cotangents.
+        rest: of `split`.
+    """
+    dz = by_log_p(log_p, g)
+    # Rows past the last active one, or whose NaN or infinity is not used.
+    dz = jnp.where(jnp.any(g != 0, axis=1, keepdims=True), dz, 0)
+    return Derivative(ids, dz[:, :-1], dz[:, -1], rest)
+
+
+def dense_derivative(spec: Spec, z: jax.Array, d: Derivative) -> jax.Array:
+    """The derivative by logits z [C, V] in every column, [C, V]."""
     softmax = jnp.exp(_stats.log_softmax(z, d.normaliser))
     dz = jnp.where(d.factor[:, None] == 0, 0, d.factor[:, None] * softmax)
     return dz.at[places(spec, d.ids)].set(d.at_ids, mode="drop")

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmem.core import stats as _stats
-from jaxmem.core.operands import cast, take
+from jaxmem.core.operands import take
 from jaxmem.functional import columns, selected, topk_divergence
 from jaxmem.functional.divergence_loss_rule import Compared, DivergenceLossRule
 from jaxmem.functional.divergence_terms import JSD, KL, ForwardKL
@@ -20,10 +20,6 @@ class ColumnsLossRule(DivergenceLossRule):
     """
 
     how: tuple[KL | ForwardKL | JSD, bool]  # of `topk_divergence.compare`
-
-    def heads(self, source, given):
-        """See `DivergenceLossRule.heads`."""
-        return (cast(self.spec, source),)
 
     def compare(self, heads, given, row_ids):
         """See `DivergenceLossRule.compare`."""
@@ -42,12 +38,10 @@ class ColumnsLossRule(DivergenceLossRule):
         """See `DivergenceLossRule.by_logits`."""
         # A row whose value is not used, maybe because it is NaN, has no derivative.
         g = jnp.where(g[:, None] == 0, 0, g[:, None] * saved["slopes"])
-        dz = columns.by_log_p(saved["log_p"], g)
-        dz = jnp.where(jnp.any(g != 0, axis=1, keepdims=True), dz, 0)
-        derivative = columns.Derivative(
-            saved["ids"], dz[:, :-1], dz[:, -1], saved["rest"]
+        derivative = columns.derivative_of_split(
+            saved["ids"], saved["log_p"], g, saved["rest"]
         )
-        return columns.everywhere(self.spec, logits[0], derivative)
+        return columns.dense_derivative(self.spec, logits[0], derivative)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,10 +50,6 @@ class DrawnLossRule(DivergenceLossRule):
 
     Given is `(rows, scale, ids [N, K])`; negative ids are absent, others may repeat.
     """
-
-    def heads(self, source, given):
-        """See `DivergenceLossRule.heads`."""
-        return (cast(self.spec, source),)
 
     def compare(self, heads, given, row_ids):
         """See `DivergenceLossRule.compare`."""
@@ -78,11 +68,9 @@ class DrawnLossRule(DivergenceLossRule):
 
     def by_logits(self, logits, saved, g):
         """See `DivergenceLossRule.by_logits`."""
-        ids, log_p, each = saved["ids"], saved["log_p"], -g * saved["weight"]
-        # An id ≥ V makes NaN only what uses it.
-        g_ids = jnp.where(jnp.isnan(log_p) & (g != 0)[:, None], jnp.nan, each[:, None])
-        g_ids = jnp.where(ids < 0, 0, g_ids)
-        total = jnp.sum(g_ids, axis=1)
-        ids, at_ids = selected.at_repeated_ids(ids, log_p, g_ids, total[:, None])
-        derivative = columns.Derivative(ids, at_ids, -total, saved["normaliser"])
-        return columns.everywhere(self.spec, logits[0], derivative)
+        log_p = saved["log_p"]
+        g = jnp.broadcast_to((-g * saved["weight"])[:, None], log_p.shape)
+        derivative = selected.derivative_of_selected(
+            saved["ids"], log_p, g, saved["normaliser"]
+        )
+        return columns.dense_derivative(self.spec, logits[0], derivative)

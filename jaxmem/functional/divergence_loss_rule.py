@@ -21,6 +21,7 @@ from jaxmem.core import shards as _shards, stats as _stats
 from jaxmem.core.operands import (
     Head,
     Rows,
+    cast,
     for_active_chunks,
     merged,
     part_labels,
@@ -58,8 +59,8 @@ class DivergenceLossRule(LossRule):
     """
 
     def heads(self, source, given) -> tuple:
-        """The policy, and what else is compared, in the dtypes of the products."""
-        raise NotImplementedError
+        """The policy, and a head it is compared with, in the dtypes of the products."""
+        return (cast(self.spec, source),)
 
     def compare(self, heads, given, row_ids) -> Compared:
         """The divergence of some rows."""

@@ -145,29 +145,35 @@ class _Selected(LoopRule):
         def derivative(row_ids):
             ids = take(given, row_ids, fill_value=-1)
             log_p, g_ids = take(result, row_ids), take(g, row_ids)
-            # An id ≥ V makes only those gradients NaN whose result was used.
-            g_ids = jnp.where(jnp.isnan(log_p) & (g_ids != 0), jnp.nan, g_ids)
-            g_ids = jnp.where(ids < 0, 0, g_ids)
-            total = jnp.sum(g_ids, axis=-1)
-            ids, at_ids = at_repeated_ids(ids, log_p, g_ids, total[:, None])
             normaliser = jax.tree.map(lambda x: take(x, row_ids), saved["normaliser"])
-            return columns.Derivative(ids, at_ids, -total, normaliser)
+            return derivative_of_selected(ids, log_p, g_ids, normaliser)
 
         return columns.pull(self.spec, source, rows[0], derivative)
 
 
-def at_repeated_ids(
-    ids: jax.Array, log_p: jax.Array, g: jax.Array, total: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def derivative_of_selected(
+    ids: jax.Array, log_p: jax.Array, g: jax.Array, normaliser: _stats.Normaliser
+) -> columns.Derivative:
+    """The derivative by logits for cotangents of log-probabilities of ids.
+
+    Args:
+        ids: [C, K]; negative ones are absent, others may repeat.
+        log_p: log-probabilities of the ids, NaN for an id ≥ V.
+        g: their cotangents.
+        normaliser: of the rows.
+    """
+    # An id ≥ V makes only those gradients NaN whose result was used.
+    g = jnp.where(jnp.isnan(log_p) & (g != 0), jnp.nan, g)
+    g = jnp.where(ids < 0, 0, g)
+    total = jnp.sum(g, axis=-1)
+    ids, at_ids = _at_ids(ids, log_p, g, total[:, None])
+    return columns.Derivative(ids, at_ids, -total, normaliser)
+
+
+def _at_ids(ids, log_p, g, total):
     """Sorted ids and the derivative there, Σ_l g_l ([ids_l = ids_k] - p_k); [C, K].
 
     1 - p is computed from log p, because g - g p would cancel near p = 1.
-
-    Args:
-        ids: [C, K], of which some may repeat.
-        log_p: log-probabilities of them.
-        g: cotangents of those.
-        total: Σ g, [C, 1].
     """
     ids, g, log_p = lax.sort((ids, g, log_p), dimension=1, num_keys=1)
     starts = ids[:, 1:] != ids[:, :-1]

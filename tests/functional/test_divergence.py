@@ -691,11 +691,12 @@ def test_the_gradient_of_a_temperature_is_refused(name):
         jax.grad(lambda t: jaxmem.kl(*make(), **{name: t}).sum())(2.0)
 
 
-def test_second_derivatives_and_forward_mode_are_refused():
+@pytest.mark.parametrize("frozen", [False, True])
+def test_second_derivatives_and_forward_mode_are_refused(frozen):
     h, *rest = make()
 
     def total(h):
-        return jaxmem.kl(h, *rest).sum()
+        return jaxmem.kl(h, *rest, frozen_head=frozen).sum()
 
     with pytest.raises(NotImplementedError, match="second derivatives"):
         jax.grad(lambda h: jax.grad(total)(h).sum())(h)

@@ -82,6 +82,13 @@ def check(way, tail, operands, **options):
         assert error(got, a + b) < STATS_EPSILON
 
 
+def assert_near(gradients, expected, tolerance):
+    """Up to a part of the largest entry of each."""
+    for got, want in zip(gradients, expected, strict=True):
+        got, want = (np.asarray(x, np.float32) for x in (got, want))
+        assert np.abs(got - want).max() <= tolerance * np.abs(want).max()
+
+
 @pytest.mark.parametrize("way, tail", PAIRS)
 def test_values_and_gradients(way, tail):
     check(way, tail, make(3.0))
@@ -111,9 +118,7 @@ def test_it_is_the_sum_of_its_parts():
     np.testing.assert_allclose(loss, want, rtol=1e-5)
     np.testing.assert_allclose(metrics["divergence"], each, atol=1e-6)
     assert not each[::5].any()
-    for got, need in zip(gradients, of_parts, strict=True):
-        got, need = (np.asarray(x, np.float32) for x in (got, need))
-        assert np.abs(got - need).max() <= 2**-7 * np.abs(need).max()
+    assert_near(gradients, of_parts, 2**-7)
 
 
 @pytest.mark.parametrize("dtype", ["float32", slow("bfloat16")])
@@ -136,10 +141,7 @@ def test_ids_that_were_drawn_from_the_teacher(dtype):
     np.testing.assert_allclose(loss, want, rtol=1e-5)
     np.testing.assert_allclose(metrics["divergence"], each, rtol=1e-5)
     assert not each[::5].any()
-    for got, need in zip(gradients, of_parts, strict=True):
-        got, need = (np.asarray(x, np.float32) for x in (got, need))
-        tolerance = 2**-7 if dtype == "bfloat16" else 1e-5
-        assert np.abs(got - need).max() <= tolerance * np.abs(need).max()
+    assert_near(gradients, of_parts, 2**-7 if dtype == "bfloat16" else 1e-5)
 
 
 def test_a_drawn_id_that_does_not_exist_poisons_only_what_uses_it():

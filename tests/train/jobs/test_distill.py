@@ -437,11 +437,11 @@ def test_the_divergence_of_all_columns_is_that_of_dense_float64(name):
     loss, observed = distill_loss(
         config, head, hidden, targets, columns, np.float32(where.sum()), call
     )
-    made = observed["divergence"]
-    np.testing.assert_allclose(loss, made.sum() / where.sum(), rtol=1e-6)
+    got = observed["divergence"]
+    np.testing.assert_allclose(loss, got.sum() / where.sum(), rtol=1e-6)
     expected, _ = divergence(dense(hidden, head), y, config)
     assert expected.min() > 0.05
-    np.testing.assert_allclose(made, np.where(where, expected, 0), rtol=2e-5)
+    np.testing.assert_allclose(got, np.where(where, expected, 0), rtol=2e-5)
 
 
 # Other tests of this file cover the divergence over all columns, and the order of
