@@ -142,7 +142,7 @@ class TwoHeadsRule(LoopRule):
         Args:
             logits: of `logits`.
             saved: residuals of the rows.
-            g: cotangents of the rows, [C]; 0 past the last active one.
+            g: cotangents of the rows, [C].
         """
         _, z, y = logits
         mean_slope, g = saved["mean_slope"][:, None], g[:, None]
@@ -176,8 +176,7 @@ class FrozenTwoHeadsRule(TwoHeadsRule):
 
     def saving_loop(self, source, rows, given):
         """See `LoopRule.saving_loop`."""
-        spec, n_rows = self.spec, source.hidden.shape[0]
-        policy, reference = self.cast(source, given)
+        spec, (policy, reference) = self.spec, self.cast(source, given)
 
         def chunk(row_ids, results):
             values, sums = results
@@ -185,13 +184,13 @@ class FrozenTwoHeadsRule(TwoHeadsRule):
             value, saved, _ = self.values(*logits[1:])
             # The derivative computes probabilities again instead of storing them.
             logits, saved = lax.optimization_barrier((logits, saved))
-            ones = (row_ids < n_rows).astype(spec.stats_dtype)
-            dz = self.derivative(logits, saved, ones)
+            dz = self.derivative(logits, saved, jnp.ones_like(value))
             dz = xla.unscale(spec, rows[0], row_ids, logits[0], dz)
             sums = xla.accumulate(spec, policy, row_ids, dz, sums)
             return put_all(values, row_ids, value), sums
 
-        zeros = _shards.vary(jnp.zeros(n_rows, spec.stats_dtype), spec.varying)
+        zeros = jnp.zeros(source.hidden.shape[0], spec.stats_dtype)
+        zeros = _shards.vary(zeros, spec.varying)
         results = zeros, xla.zero_sums(spec, policy)
         active = rows[0].active
         value, sums = for_active_chunks(spec.chunk, active, chunk, results)

@@ -169,11 +169,17 @@ def test_no_ids_at_all(tail):
     h, W, ids, ln_q = make()
     none = ids[:, :0], None if tail is None else ln_q[:, :0]
     tail = bool(tail)
-    (loss, metrics), _ = with_gradients((h, W, *none), "forward", tail)
-    want, _ = jaxmem.token_loss(
-        lambda stats: mixture(stats, 0, 0)[0], h, W, LABELS, chunk=CHUNK
-    )
+    (loss, metrics), gradients = with_gradients((h, W, *none), "forward", tail)
+
+    def without(h, W):
+        def of(stats):
+            return mixture(stats, jnp.zeros_like(stats.logprob), 0)
+
+        return jaxmem.token_loss(of, h, W, LABELS, chunk=CHUNK)[0]
+
+    want, of_statistics = jax.value_and_grad(without, (0, 1))(h, W)
     np.testing.assert_allclose(loss, want, rtol=1e-6)
+    assert_near(gradients, of_statistics, 1e-5)
     assert not metrics["divergence"].any()
 
 
@@ -197,18 +203,19 @@ def test_a_frozen_head_masks_and_a_constant_teacher():
 
 def test_a_divergence_that_is_not_used_poisons_nothing():
     h, W, ids, ln_q = make()
-    bias = np.zeros(V, np.float32)
-    bias[ids[3, 0]] = -np.inf  # excluded by the student, not by the teacher
+    ln_q[3, 0] = -np.inf  # excluded by the teacher, not by the student
 
-    def loss(h, used):
-        def of(stats, divergence):
-            return used * divergence - stats.logprob if used else -stats.logprob
+    def loss(h, weight):
+        def of(stats, divergence, weight):
+            return jnp.where(weight > 0, weight * divergence, 0) - stats.logprob
 
-        given = h, W, np.full(N, 120), ids, ln_q
-        return jaxmem.topk_kl_loss(of, *given, chunk=CHUNK, bias=bias)[0]
+        given = h, W, LABELS, ids, ln_q, weight
+        return jaxmem.topk_kl_loss(of, *given, chunk=CHUNK, direction="reverse")[0]
 
-    assert np.isfinite(jax.grad(loss)(h, 0.0)).all()
-    assert np.isinf(loss(h, 1.0))
+    used = np.ones(N, np.float32)
+    assert np.isinf(loss(h, used))
+    used[3] = 0
+    assert np.isfinite(loss(h, used)) and np.isfinite(jax.grad(loss)(h, used)).all()
 
 
 @pytest.mark.parametrize("drawn", [False, True])
