@@ -122,7 +122,7 @@ def _merge_groups(stats):
             for i in range(0, size * _AT_ONCE, size)
         )
         stats = functools.reduce(_stats.merge, parts)
-        if size > _AT_ONCE:  # fused with the next pass, XLA would compute this one again
+        if size > _AT_ONCE:  # XLA would compute this pass again for each of the next
             stats = lax.optimization_barrier(stats)
     return Stats(*(x[0] for x in stats))
 
