@@ -118,7 +118,7 @@ def of_tile_and_exps(
         row_max = jnp.max(z, axis=-1)
     shifted = z - finite(row_max)[:, None]
     exps = jnp.exp(shifted)
-    others = jnp.where(_is_label(z, labels), 0, exps)
+    others = jnp.where(is_label(z, labels), 0, exps)
     # One reduction for all sums: XLA on a CPU would store the inputs of separate ones.
     sum_others, sum_shifted, sum_squares = _sum_rows(
         others, exps * _not_infinite(shifted), exps * exps
@@ -201,6 +201,11 @@ def coefficients(rows: Outputs, g: Cotangents) -> Coefficients:
 
 def dlogits(z, labels, rows: Outputs, c: Coefficients) -> jax.Array:
     """The derivative by scaled logits z [C, V]; other arguments have shape [C]."""
+    return dlogits_of(z, is_label(z, labels), rows, c)
+
+
+def dlogits_of(z, is_label, rows: Outputs, c: Coefficients) -> jax.Array:
+    """`dlogits` of any columns z [C, K], given whether each is the label's."""
     log_p = _not_infinite((z - finite(rows.max)[:, None]) - rows.log_sum[:, None])
     p = jnp.exp(log_p)
     slope = _total(_column(c.alpha), None if c.gamma is None else _column(c.gamma) * p)
@@ -212,7 +217,7 @@ def dlogits(z, labels, rows: Outputs, c: Coefficients) -> jax.Array:
         return jnp.zeros_like(z) if everywhere is None else everywhere
     at_label = _column(c.label * -jnp.expm1(rows.logprob))  # 1 - p would round to 0
     elsewhere = -_column(c.label) * p
-    by_label = jnp.where(_is_label(z, labels), at_label, elsewhere)
+    by_label = jnp.where(is_label, at_label, elsewhere)
     return by_label if everywhere is None else by_label + everywhere
 
 
@@ -289,7 +294,8 @@ def _reduce_last(terms):
     return lax.reduce(tuple(terms), zeros, add, (terms[0].ndim - 1,))
 
 
-def _is_label(z, labels):
+def is_label(z, labels) -> jax.Array:
+    """Whether a column of logits z [C, V] is the label's."""
     return lax.broadcasted_iota(jnp.int32, z.shape, 1) == labels[:, None]
 
 

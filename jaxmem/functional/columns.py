@@ -54,8 +54,8 @@ class ColumnsRule(LoopRule):
 
         def chunk(row_ids, results):
             z = logits(spec, head, rows, row_ids)
-            log_p, rest = split(spec, z, take(given, row_ids, fill_value=-1))
-            return put_all(results, row_ids, (log_p, {"normaliser": rest}))
+            parts = split(spec, z, take(given, row_ids, fill_value=-1))
+            return put_all(results, row_ids, (parts.log_p, {"normaliser": parts.rest}))
 
         n_rows, n_ids = given.shape
         zero = jnp.zeros(n_rows, spec.stats_dtype)
@@ -74,6 +74,15 @@ class ColumnsRule(LoopRule):
             return derivative_of_split(ids, log_p, g_row, rest)
 
         return pull(self.spec, source, rows[0], derivative)
+
+
+class Split(NamedTuple):
+    """Log-probabilities of some columns and of all others together."""
+
+    log_p: jax.Array  # [C, K + 1], the rest's last
+    rest: _stats.Normaliser  # [C]
+    logits: jax.Array  # those given, in the same memory
+    largest: jax.Array  # [C], of them
 
 
 class Derivative(NamedTuple):
@@ -105,9 +114,11 @@ def pull(
     head: Any = cast(spec, source)
 
     def chunk(row_ids, sums):
-        z = logits(spec, head, rows, row_ids)
-        dz = dense_derivative(spec, z, derivative(row_ids))
-        dz = xla.unscale(spec, rows, row_ids, z, dz)
+        z, d = logits(spec, head, rows, row_ids), derivative(row_ids)
+        dz = xla.unscale(spec, rows, row_ids, z, elsewhere(z, d))
+        z_at_ids = logits_at(spec, z, d.ids)
+        at_ids = xla.unscale(spec, rows, row_ids, z_at_ids, d.at_ids)
+        dz = put_in_columns(spec, head, dz, d.ids, at_ids)
         return xla.accumulate(spec, head, row_ids, dz, sums)
 
     sums = xla.zero_sums(spec, head)
@@ -133,11 +144,23 @@ def derivative_of_split(
     return Derivative(ids, dz[:, :-1], dz[:, -1], rest)
 
 
-def dense_derivative(spec: Spec, z: jax.Array, d: Derivative) -> jax.Array:
-    """The derivative by logits z [C, V] in every column, [C, V]."""
+def elsewhere(z: jax.Array, d: Derivative) -> jax.Array:
+    """The derivative by logits z [C, V], as if no column were given."""
     softmax = jnp.exp(_stats.log_softmax(z, d.normaliser))
-    dz = jnp.where(d.factor[:, None] == 0, 0, d.factor[:, None] * softmax)
-    return dz.at[places(spec, d.ids)].set(d.at_ids, mode="drop")
+    return jnp.where(d.factor[:, None] == 0, 0, d.factor[:, None] * softmax)
+
+
+def put_in_columns(
+    spec: Spec, head: Head, dz: jax.Array, ids: jax.Array, at_ids: jax.Array
+) -> jax.Array:
+    """The derivative dz [C, V], with at_ids [C, K] in the columns of ids.
+
+    It is rounded for the products before that, so that the other columns are not stored
+    in float32; unless the head has a bias, whose gradient is a sum of it.
+    """
+    dtype = spec.compute_dtype if head.bias is None else spec.stats_dtype
+    dz, at_ids = dz.astype(dtype), at_ids.astype(dtype)
+    return dz.at[places(spec, ids)].set(at_ids, mode="drop")
 
 
 def by_log_p(log_p: jax.Array, g: jax.Array) -> jax.Array:
@@ -189,18 +212,19 @@ def logits_at(spec: Spec, z: jax.Array, ids: jax.Array) -> jax.Array:
     return z.at[places(spec, ids)].get(mode="fill", fill_value=-jnp.inf)
 
 
-def split(
-    spec: Spec, z: jax.Array, ids: jax.Array
-) -> tuple[jax.Array, _stats.Normaliser]:
-    """Return ln p of ids and the rest, [C, K + 1], and the rest's normaliser."""
-    # Read these first, so that XLA can overwrite z by the others.
-    z, at_ids = lax.optimization_barrier((z, logits_at(spec, z, ids)))
-    at_ids = max_over_shards(spec, at_ids)
+def split(spec: Spec, z: jax.Array, ids: jax.Array) -> Split:
+    """Log-probabilities of ids [C, K] and of the rest, from logits z [C, V]."""
+    # Read these first, so that XLA can overwrite z, and afterwards put them back.
+    z, here = lax.optimization_barrier((z, logits_at(spec, z, ids)))
+    at_ids = max_over_shards(spec, here)
+    others = z.at[places(spec, ids)].set(-jnp.inf, mode="drop")
+    others, rest = lax.optimization_barrier((others, normaliser(spec, others)))
+    z = others.at[places(spec, ids)].set(here, mode="drop")
+    largest = jnp.maximum(rest.max, jnp.max(at_ids, axis=1))
     at_ids = jnp.where(ids < spec.vocab_size, at_ids, jnp.nan)
-    rest = normaliser(spec, z.at[places(spec, ids)].set(-jnp.inf, mode="drop"))
-    row_max = jnp.maximum(rest.max, jnp.max(at_ids, axis=1))[:, None]
-    row_max = jnp.where(row_max == -jnp.inf, 0, row_max)
+    row_max = _stats.finite(largest)[:, None]
     # The rest's two terms are not added up before their maximum is subtracted.
     log_rest = (rest.max[:, None] - row_max) + rest.log_sum[:, None]
     shifted = jnp.concatenate([at_ids - row_max, log_rest], axis=1)
-    return _stats.log_softmax(shifted, _stats.normaliser(shifted)), rest
+    log_p = _stats.log_softmax(shifted, _stats.normaliser(shifted))
+    return Split(log_p, rest, z, largest)

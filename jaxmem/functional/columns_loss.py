@@ -8,7 +8,11 @@ import jax.numpy as jnp
 from jaxmem.core import stats as _stats
 from jaxmem.core.operands import take
 from jaxmem.functional import columns, selected, topk_divergence
-from jaxmem.functional.divergence_loss_rule import Compared, DivergenceLossRule
+from jaxmem.functional.divergence_loss_rule import (
+    ByLogits,
+    Compared,
+    DivergenceLossRule,
+)
 from jaxmem.functional.divergence_terms import JSD, KL, ForwardKL
 
 
@@ -27,12 +31,12 @@ class ColumnsLossRule(DivergenceLossRule):
         z = columns.logits(self.spec, heads[0], rows, row_ids)
         ids = take(ids, row_ids, fill_value=-1)
         log_q = take(log_q, row_ids, fill_value=-jnp.inf)
-        log_p, rest = columns.split(self.spec, z, ids)
+        log_p, rest, z, largest = columns.split(self.spec, z, ids)
         value, slopes = topk_divergence.compare(self.how, log_p, log_q)
         has_ids = jnp.any(ids >= 0, axis=1)
         slopes = jnp.where(has_ids[:, None], slopes, 0)
         saved = {"ids": ids, "log_p": log_p, "slopes": slopes, "rest": rest}
-        return Compared((z,), jnp.where(has_ids, value, 0), saved, None)
+        return Compared((z,), jnp.where(has_ids, value, 0), saved, largest)
 
     def by_logits(self, logits, saved, g):
         """See `DivergenceLossRule.by_logits`."""
@@ -41,7 +45,7 @@ class ColumnsLossRule(DivergenceLossRule):
         derivative = columns.derivative_of_split(
             saved["ids"], saved["log_p"], g, saved["rest"]
         )
-        return columns.dense_derivative(self.spec, logits[0], derivative)
+        return _by_logits(logits[0], derivative)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +68,7 @@ class DrawnLossRule(DivergenceLossRule):
         weight = 1 / jnp.maximum(jnp.sum(ids >= 0, axis=1), 1).astype(log_p.dtype)
         value = -weight * jnp.sum(log_p, axis=1)
         saved = {"ids": ids, "log_p": log_p, "weight": weight, "normaliser": normaliser}
-        return Compared((z,), value, saved, None)
+        return Compared((z,), value, saved, normaliser.max)
 
     def by_logits(self, logits, saved, g):
         """See `DivergenceLossRule.by_logits`."""
@@ -73,4 +77,9 @@ class DrawnLossRule(DivergenceLossRule):
         derivative = selected.derivative_of_selected(
             saved["ids"], log_p, g, saved["normaliser"]
         )
-        return columns.dense_derivative(self.spec, logits[0], derivative)
+        return _by_logits(logits[0], derivative)
+
+
+def _by_logits(z, derivative):
+    everywhere = columns.elsewhere(z, derivative)
+    return ByLogits(everywhere, derivative.ids, derivative.at_ids)

@@ -33,7 +33,8 @@ from jaxmem.core.operands import (
 )
 from jaxmem.core.spec import Spec
 from jaxmem.core.stats import TokenStats
-from jaxmem.functional import arguments, rule, traced_loss
+from jaxmem.functional import arguments, columns, rule, traced_loss
+from jaxmem.functional.given_ids import existing_columns
 from jaxmem.functional.rule import by_tokens, fitted, of_tokens, once
 from jaxmem.functional.single_pass import flat_per_token, read_normalizer
 from jaxmem.functional.traced_loss import Operands, Values
@@ -47,6 +48,14 @@ class Compared(NamedTuple):
     value: jax.Array  # [C]
     saved: Any  # of each row
     largest: jax.Array | None  # the policy's largest logits [C], if known
+
+
+class ByLogits(NamedTuple):
+    """A derivative by the policy's scaled logits, which differs in some columns."""
+
+    everywhere: jax.Array  # [C, columns]
+    ids: jax.Array | None = None  # int32 [C, K], of these; None for none
+    at_ids: jax.Array | None = None  # the derivative there
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,8 +75,8 @@ class DivergenceLossRule(LossRule):
         """The divergence of some rows."""
         raise NotImplementedError
 
-    def by_logits(self, logits, saved, g) -> jax.Array:
-        """Derivative by the policy's scaled logits for cotangents g [C], [C, columns].
+    def by_logits(self, logits, saved, g) -> ByLogits:
+        """The divergence's derivative for cotangents g [C].
 
         Args:
             logits: of `Compared`.
@@ -93,8 +102,8 @@ class DivergenceLossRule(LossRule):
         def chunk(row_ids, carry):
             values, sums = carry
             tile = this._tile(heads, given, row_ids)
-            new, dz = this._derivative(tile, row_ids, operands, count, n_rows)
-            dz = xla.unscale(spec, rows, row_ids, tile["compared"].logits[0], dz)
+            new, g = this._differentiate(tile, row_ids, operands, count, n_rows)
+            dz = this._derivative(tile, heads[0], rows, row_ids, g)
             sums = xla.accumulate(spec, heads[0], row_ids, dz, sums)
             return put_all(values, row_ids, new), sums
 
@@ -147,8 +156,10 @@ class DivergenceLossRule(LossRule):
             "compared": compared, "outputs": outputs, "labels": labels, "scale": scale
         }  # fmt: skip
 
-    def _derivative(self, tile, row_ids, operands, count, n_rows) -> tuple[Values, Any]:
-        """The rows' values, and the derivative by the policy's scaled logits."""
+    def _differentiate(
+        self, tile, row_ids, operands, count, n_rows
+    ) -> tuple[Values, Any]:
+        """The rows' values, and cotangents of their statistics and divergence."""
         outputs, compared = tile["outputs"], tile["compared"]
         operands = self._complete(operands, n_rows, row_ids, compared.value)
         fields = (getattr(outputs, k) for k in TokenStats._fields)
@@ -159,15 +170,30 @@ class DivergenceLossRule(LossRule):
         assert g_divergence is not None  # that of an array of floats exists
         if self.divides_early:
             g, g_divergence = jax.tree.map(lambda x: x / count, (g, g_divergence))
+        return values._replace(per_token=tuple(g_per_token)), (g, g_divergence)
+
+    def _derivative(self, tile, head, rows, row_ids, cotangents) -> jax.Array:
+        """The derivative by the rows' logits before softcap and temperature."""
+        compared, outputs, spec = tile["compared"], tile["outputs"], self.spec
+        g, g_divergence = cotangents
         # Rows past the last active one: ln S = inf makes every p zero.
-        log_sum = jnp.where(row_ids < n_rows, outputs.log_sum, jnp.inf)
-        outputs = outputs._replace(log_sum=log_sum)
-        of_stats = _scaled(compared.logits[0], tile["scale"])
-        coefficients = _stats.coefficients(outputs, g)
-        dz = _stats.dlogits(of_stats, tile["labels"], outputs, coefficients)
-        dz = _scaled(dz, tile["scale"])
-        dz += self.by_logits(compared.logits, compared.saved, g_divergence)
-        return values._replace(per_token=tuple(g_per_token)), dz
+        here = row_ids < rows.labels.shape[0]
+        outputs = outputs._replace(log_sum=jnp.where(here, outputs.log_sum, jnp.inf))
+        c, scale = _stats.coefficients(outputs, g), tile["scale"]
+
+        def add(z, is_label, of_divergence):
+            dz = _stats.dlogits_of(_scaled(z, scale), is_label, outputs, c)
+            dz = _scaled(dz, scale) + of_divergence
+            return xla.unscale(spec, rows, row_ids, z, dz)
+
+        z, labels = compared.logits[0], tile["labels"]
+        found = self.by_logits(compared.logits, compared.saved, g_divergence)
+        dz = add(z, _stats.is_label(z, labels), found.everywhere)
+        if found.ids is None:
+            return dz
+        is_label = existing_columns(spec, found.ids) == labels[:, None]
+        at_ids = add(columns.logits_at(spec, z, found.ids), is_label, found.at_ids)
+        return columns.put_in_columns(spec, head, dz, found.ids, at_ids)
 
     def _complete(self, operands, n_rows, row_ids=None, divergence=None) -> Operands:
         """The operands, with the divergence of some rows as first per-token array."""

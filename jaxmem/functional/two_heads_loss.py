@@ -7,7 +7,11 @@ policy's logits is slopes - p m.
 import dataclasses
 
 from jaxmem.core.spec import Spec
-from jaxmem.functional.divergence_loss_rule import Compared, DivergenceLossRule
+from jaxmem.functional.divergence_loss_rule import (
+    ByLogits,
+    Compared,
+    DivergenceLossRule,
+)
 from jaxmem.functional.divergence_terms import JSD, KL, ForwardKL
 from jaxmem.functional.two_heads import TwoHeadsRule
 
@@ -38,7 +42,7 @@ class TwoHeadsLossRule(DivergenceLossRule):
 
     def by_logits(self, logits, saved, g):
         """See `DivergenceLossRule.by_logits`."""
-        return self._two_heads.derivative(logits, saved, g)
+        return ByLogits(self._two_heads.derivative(logits, saved, g))
 
     @property
     def _two_heads(self) -> TwoHeadsRule:

@@ -64,7 +64,7 @@ def test_memory_is_what_the_docstring_says(verb, dtype):
     widened = 4 * v * d if size == 2 and CPU else 0
     more = {topk: 256 * K + v / 4, topk_kl: 192 * K, sample_ids: 512 * K + v / 2}[verb]
     forward = 4 * chunk * v + chunk * more + widened
-    backward = (8 + size) * chunk * v + 192 * chunk * K + 4 * v * d + widened
+    backward = (4 + size) * chunk * v + 192 * chunk * K + 4 * v * d + widened
     loss, operands = verb(chunk), shapes(n, d, v, dtype)
     besides = 8 * n * (d + 4 * K) + BESIDES
     cases = [(loss, forward)]

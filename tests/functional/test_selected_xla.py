@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jaxmem
@@ -58,17 +59,20 @@ SCALED = {"softcap": 5.0, "temperature": 0.7}
     [
         ("float32", SCALED),
         ("bfloat16", {}),
+        ("bfloat16", {"bias": np.zeros(8192, np.float32)}),
         slow("float32", {}),
         slow("bfloat16", SCALED),
     ],
-    ids=str,
+    ids=lambda x: x if isinstance(x, str) else " ".join(x),
 )
 def test_memory_of_selected_ids_is_what_the_docstring_says(dtype, options):
     n, d, v, k, chunk = 2048, 64, 8192, 8, 128
     size = jnp.dtype(dtype).itemsize
     widened = 4 * v * d if size == 2 and CPU else 0
     forward = (8 if OLD_XLA and options else 4) * chunk * v + widened
-    backward = (8 + size) * chunk * v + 4 * v * d + widened
+    backward = (4 + size) * chunk * v + 4 * v * d + widened
+    if "bias" in options:
+        backward += 4 * chunk * v
     loss, operands = total("selected", chunk, **options), shapes(n, d, v, k, dtype)
     besides = 8 * n * (d + k) + 64 * (n + chunk * k) + BESIDES
     for fn, promised in ((loss, forward), (jax.grad(loss, (0, 1)), backward)):
