@@ -16,6 +16,7 @@ import dataclasses
 import fractions
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -33,6 +34,16 @@ _HALF_DEGREES = {"term": 3, "near": 2, "far": 8}
 _NO_RATIO = 1000.0  # in place of an infinite |ln(p/q)|: e^-x is 0 in either type
 
 
+class Arithmetic(NamedTuple):
+    """Operations of the terms, which kernels have in fewer instructions."""
+
+    exp: Callable[[Any], Any]
+    fma: Callable[[Any, Any, Any], Any]  # a b + c
+
+
+XLA = Arithmetic(jnp.exp, lambda a, b, c: a * b + c)
+
+
 class Blocks(NamedTuple):
     """Of blocks of columns, arrays of one shape."""
 
@@ -48,11 +59,11 @@ class Blocks(NamedTuple):
 class KL:
     """KL(p ‖ q)."""
 
-    def terms(self, p, q, log_ratio):
+    def terms(self, p, q, log_ratio, by=XLA):
         """Terms, none negative, whose sum over the vocabulary is the divergence."""
-        return (_excess(p, q, log_ratio),)
+        return (_excess(p, q, log_ratio, by),)
 
-    def slopes(self, p, q, log_ratio):
+    def slopes(self, p, q, log_ratio, by=XLA):
         """Return p · ∂D/∂p, up to a multiple of p."""
         return _product(p, log_ratio)
 
@@ -60,9 +71,9 @@ class KL:
         """Return the distribution by which columns of the derivative are sampled."""
         return p
 
-    def block_terms(self, w, v, d):
+    def block_terms(self, w, v, d, by=XLA):
         """Terms whose sums over a block, with its masses, are what it contributes."""
-        return _relative(w, v, d)
+        return _relative(w, v, d, by)
 
     def of_blocks(self, b: Blocks):
         """(what blocks contribute to the divergence, and to the sum of the slopes)."""
@@ -75,22 +86,22 @@ class KL:
 class ForwardKL:
     """KL(q ‖ p)."""
 
-    def terms(self, p, q, log_ratio):
+    def terms(self, p, q, log_ratio, by=XLA):
         """See `KL.terms`."""
-        return (_excess(q, p, -log_ratio),)
+        return (_excess(q, p, -log_ratio, by),)
 
-    def slopes(self, p, q, log_ratio):
+    def slopes(self, p, q, log_ratio, by=XLA):
         """Return p - q: p · ∂D/∂p is -q, and p is a multiple of p."""
         near = jnp.abs(log_ratio) < _SERIES_BELOW
-        return jnp.where(near, p * (log_ratio * _series(log_ratio, 2)), p - q)
+        return jnp.where(near, p * (log_ratio * _series(log_ratio, 2, by)), p - q)
 
     def density(self, p, q):
         """See `KL.density`."""
         return (p + q) / 2
 
-    def block_terms(self, w, v, d):
+    def block_terms(self, w, v, d, by=XLA):
         """See `KL.block_terms`."""
-        return _relative(v, w, -d)
+        return _relative(v, w, -d, by)
 
     def of_blocks(self, b: Blocks):
         """See `KL.of_blocks`."""
@@ -105,31 +116,28 @@ class ForwardKL:
 
 @dataclasses.dataclass(frozen=True)
 class JSD:
-    """β KL(q ‖ m) + (1-β) KL(p ‖ m), m = β q + (1-β) p.
-
-    Kernels pass an `exp` that takes fewer instructions than `jnp.exp`.
-    """
+    """β KL(q ‖ m) + (1-β) KL(p ‖ m), m = β q + (1-β) p."""
 
     beta: float
 
-    def terms(self, p, q, log_ratio, exp=jnp.exp):
+    def terms(self, p, q, log_ratio, by=XLA):
         """See `KL.terms`."""
         if self.beta == 0.5:
-            return (_half_terms(p, q, log_ratio, exp),)
+            return (_half_terms(p, q, log_ratio, by),)
         heavy, light, weight, x = self._by_weight(p, q, log_ratio)
-        log_heavy, log_light = _to_mixture(weight, x, exp)
+        log_heavy, log_light = _to_mixture(weight, x, by)
         of_heavy = (1 - weight) * _product(heavy, log_heavy)
         of_light = weight * _product(light, log_light)
         m = (1 - weight) * heavy + weight * light
-        near = m * (x * x) * _mixing_series(weight, x)
+        near = m * (x * x) * _mixing_series(weight, x, by)
         return (jnp.where(jnp.abs(x) < _SERIES_BELOW, near, of_heavy + of_light),)
 
-    def slopes(self, p, q, log_ratio, exp=jnp.exp):
+    def slopes(self, p, q, log_ratio, by=XLA):
         """(1-β) p ln(p/m)."""
         if self.beta == 0.5:
-            return _half_slopes(p, log_ratio, exp)
+            return _half_slopes(p, log_ratio, by)
         _, _, weight, x = self._by_weight(p, q, log_ratio)
-        log_heavy, log_light = _to_mixture(weight, x, exp)
+        log_heavy, log_light = _to_mixture(weight, x, by)
         log_p = log_heavy if self.beta <= 0.5 else log_light
         return (1 - self.beta) * _product(p, log_p)
 
@@ -144,15 +152,15 @@ class JSD:
         return q, p, 1 - self.beta, log_ratio
 
 
-def _excess(a, b, x):
+def _excess(a, b, x, by):
     """Return a ln(a/b) - a + b for x = ln(a/b), never negative; b where a is 0."""
-    near = a * (x * x / 2) * _series(x, 3)  # of e^-x - 1 + x
+    near = a * (x * x / 2) * _series(x, 3, by)  # of e^-x - 1 + x
     return jnp.where(jnp.abs(x) < _SERIES_BELOW, near, _product(a, x) - a + b)
 
 
-def _relative(a, b, x):
+def _relative(a, b, x, by):
     """(e(a, b), a - b), where a near b does not cancel."""
-    excess = _excess(a, b, x)
+    excess = _excess(a, b, x, by)
     near = jnp.abs(x) < _SERIES_BELOW
     return excess, jnp.where(near, _product(a, x) - excess, a - b)
 
@@ -174,13 +182,13 @@ def _shifted_excess(a, b, excess, difference, t):
     return jnp.maximum(excess + rest, 0)  # negative by rounding only
 
 
-def _series(x, first):
+def _series(x, first, by=XLA):
     """Return 1 - x/k + x²/(k (k+1)) - ... from k = first, for |x| < _SERIES_BELOW.
 
     1 - e^-x is x times the series from 2, and e^-x - 1 + x is x²/2 times that from 3.
     XLA would store an expm1 that a product reads more than once.
     """
-    return _polynomial(_series_factors(first, x.dtype.itemsize), x)
+    return _polynomial(_series_factors(first, x.dtype.itemsize), x, by)
 
 
 @functools.cache
@@ -202,43 +210,43 @@ def _interpolated(function, degree, domain) -> tuple[float, ...]:
     return tuple(map(float, found.convert(kind=Polynomial).coef))
 
 
-def _half_terms(p, q, log_ratio, exp):
+def _half_terms(p, q, log_ratio, by):
     """(p ln(p/m) + q ln(q/m)) / 2 of m = (p + q) / 2.
 
     With s = |ln(p/q)|, the larger one l and r = l e^-s, this is l/2 times
     (1 + e^-s) ln(l/m) - e^-s s, which cancels where s is small; m times an even
     function of s does not.
     """
-    size, ratio = _size_and_ratio(log_ratio, exp)
-    far = (1 + ratio) * _log_of_larger(size, ratio) - ratio * size
+    size, ratio = _size_and_ratio(log_ratio, by)
+    far = by.fma(-ratio, size, (1 + ratio) * _log_of_larger(size, ratio, by))
     square = size * size
-    series = _polynomial(_half_factors(size.dtype.itemsize), square)
+    series = _polynomial(_half_factors(size.dtype.itemsize), square, by)
     near = (1 + ratio) * (square * series)
     larger = jnp.maximum(p, q)
     return _product(larger / 2, jnp.where(size < _SERIES_BELOW, near, far))
 
 
-def _half_slopes(p, log_ratio, exp):
+def _half_slopes(p, log_ratio, by):
     """Return p ln(p/m) / 2 of m = (p + q) / 2."""
-    size, ratio = _size_and_ratio(log_ratio, exp)
-    of_larger = _log_of_larger(size, ratio)
+    size, ratio = _size_and_ratio(log_ratio, by)
+    of_larger = _log_of_larger(size, ratio, by)
     return _product(p / 2, jnp.where(log_ratio > 0, of_larger, of_larger - size))
 
 
-def _size_and_ratio(log_ratio, exp):
+def _size_and_ratio(log_ratio, by):
     """(s = |ln(p/q)|, the smaller over the larger one)."""
     size = jnp.minimum(jnp.abs(log_ratio), _NO_RATIO)  # infinite if p or q is 0
-    return size, exp(-size)
+    return size, by.exp(-size)
 
 
-def _log_of_larger(size, ratio):
+def _log_of_larger(size, ratio, by):
     """ln(l/m) = -ln((1 + e^-s) / 2) = s/2 - ln cosh(s/2), for s ≥ 0."""
-    series = _polynomial(_log_cosh_factors(size.dtype.itemsize), size * size)
-    near = size * (0.5 - size * series)
+    series = _polynomial(_log_cosh_factors(size.dtype.itemsize), size * size, by)
+    near = size * by.fma(-size, series, 0.5)
     if size.dtype.itemsize == 8:
         far = -jnp.log((1 + ratio) / 2)
     else:
-        far = _polynomial(_log_factors(), ratio)
+        far = _polynomial(_log_factors(), ratio, by)
     return jnp.where(size < _SERIES_BELOW, near, far)
 
 
@@ -273,15 +281,15 @@ def _log_factors() -> tuple[float, ...]:
     return _interpolated(lambda r: -np.log((1 + r) / 2), _HALF_DEGREES["far"], domain)
 
 
-def _polynomial(factors, x):
+def _polynomial(factors, x, by):
     """By Horner's rule."""
     total = factors[-1]
     for factor in factors[-2::-1]:
-        total = factor + x * total
+        total = by.fma(x, total, factor)
     return total
 
 
-def _to_mixture(weight, x, exp):
+def _to_mixture(weight, x, by):
     """(ln(heavy/m), ln(light/m)) of m = (1 - w) heavy + w light, w < 1/2.
 
     With x = ln(light/heavy), ln(m/heavy) = ln(1 + w (e^x - 1)) = 2 artanh(t) keeps its
@@ -290,19 +298,20 @@ def _to_mixture(weight, x, exp):
     No exponential overflows, for none has a positive argument.
     """
     size, light_is_larger = jnp.abs(x), x > 0
-    smaller = exp(-size)  # over the larger one
-    difference = jnp.where(size < _SERIES_BELOW, size * _series(size, 2), 1 - smaller)
+    smaller = by.exp(-size)  # over the larger one
+    series = size * _series(size, 2, by)
+    difference = jnp.where(size < _SERIES_BELOW, series, 1 - smaller)
     change = weight * jnp.where(light_is_larger, difference, -difference)
     t = change * (1 / (2 * jnp.where(light_is_larger, smaller, 1) + change))
     over_light = jnp.log(weight + (1 - weight) * smaller)  # ln(m/light)
     beyond = t > 1 / 3
-    log_heavy = -jnp.where(beyond, size + over_light, _log_by_artanh(t))
+    log_heavy = -jnp.where(beyond, size + over_light, _log_by_artanh(t, by))
     return log_heavy, jnp.where(beyond, -over_light, x + log_heavy)
 
 
-def _log_by_artanh(t):
+def _log_by_artanh(t, by):
     """Return ln((1 + t) / (1 - t)) = 2 t (1 + t²/3 + t⁴/5 + ...), for |t| ≤ 1/3."""
-    return t * _polynomial(_artanh_factors(t.dtype.itemsize), t * t)
+    return t * _polynomial(_artanh_factors(t.dtype.itemsize), t * t, by)
 
 
 @functools.cache
@@ -314,13 +323,14 @@ def _artanh_factors(itemsize: int) -> tuple[float, ...]:
     return _interpolated(Polynomial(taylor), _ARTANH_DEGREE, (0, 1 / 9))
 
 
-def _mixing_series(weight, x):
+def _mixing_series(weight, x, by):
     """Return (x K'(x) - K(x)) / x² of K(x) = ln(1 + w (e^x - 1)), |x| < _SERIES_BELOW.
 
     Times m x² it is the divergence's term, for heavy is m e^-K and light m e^(x - K).
     K generates the cumulants of a Bernoulli variable.
     """
-    return _polynomial(_mixing_factors(weight, _MIXING_TERMS[x.dtype.itemsize]), x)
+    factors = _mixing_factors(weight, _MIXING_TERMS[x.dtype.itemsize])
+    return _polynomial(factors, x, by)
 
 
 @functools.cache

@@ -15,7 +15,14 @@ from jaxmem.backends import xla
 from jaxmem.core import sampling as _sampling, shards as _shards, stats as _stats
 from jaxmem.core.operands import cast, for_active_chunks, put_all, take
 from jaxmem.core.spec import Spec
-from jaxmem.functional.divergence_terms import JSD, KL, Blocks, ForwardKL
+from jaxmem.functional.divergence_terms import (
+    JSD,
+    KL,
+    XLA,
+    Arithmetic,
+    Blocks,
+    ForwardKL,
+)
 from jaxmem.functional.rule import LoopRule, scaled
 
 
@@ -73,7 +80,8 @@ class TwoHeadsRule(LoopRule):
         """Both heads' logits are read once."""
         from jaxmem.kernels import row_blocks, row_pairs  # Pallas takes a while
 
-        found = row_pairs.parts(of.block_terms, z, y)
+        terms = functools.partial(of.block_terms, by=_of_kernels())
+        found = row_pairs.parts(terms, z, y)
         heads = found.z, found.y
         normalisers = policy, reference = tuple(map(row_blocks.normaliser, heads))
         p_scale, q_scale = map(_scale, heads, normalisers)
@@ -94,7 +102,7 @@ class TwoHeadsRule(LoopRule):
         heads = row_blocks.parts(z), row_blocks.parts(y)
         normalisers = tuple(map(row_blocks.normaliser, heads))
         rows = *normalisers[0], *normalisers[1]
-        terms = functools.partial(self._terms, exp=row_sums.exp)
+        terms = functools.partial(self._terms, by=_of_kernels())
         *parts, slope = row_sums.sums(terms, (z, y), rows)
         p_scale, others = _scale(heads[0], normalisers[0]), heads[0].others
         masses = Masses(
@@ -102,16 +110,13 @@ class TwoHeadsRule(LoopRule):
         )
         return sum(parts[1:], parts[0]), slope, normalisers, masses
 
-    def _terms(self, z, y, *rows, **exp):
-        """The divergence's terms and its slopes, [C, V]; rows are both normalisers.
-
-        A kernel of a Jensen-Shannon divergence passes its own `exp`.
-        """
+    def _terms(self, z, y, *rows, by=XLA):
+        """The divergence's terms and its slopes, [C, V]; rows are both normalisers."""
         p_max, p_log_sum, q_max, q_log_sum = rows
         policy = _stats.Normaliser(p_max, p_log_sum)
-        args = compare(z, y, policy, _stats.Normaliser(q_max, q_log_sum), **exp)
+        args = compare(z, y, policy, _stats.Normaliser(q_max, q_log_sum), by.exp)
         of = self.divergence
-        return *of.terms(*args, **exp), of.slopes(*args, **exp)
+        return *of.terms(*args, by), of.slopes(*args, by)
 
     def by_kernels(self, z) -> bool:
         """Whether kernels read the logits."""
@@ -200,6 +205,12 @@ class FrozenTwoHeadsRule(TwoHeadsRule):
         """See `Rule.backward`."""
         _, rows, *_, saved = residuals
         return (scaled(saved["dhidden"], rows[0].active, cotangents),)
+
+
+def _of_kernels() -> Arithmetic:
+    from jaxmem.kernels import arithmetic
+
+    return Arithmetic(arithmetic.exp, arithmetic.fma)
 
 
 def compare(z, y, policy: _stats.Normaliser, reference: _stats.Normaliser, exp=jnp.exp):

@@ -20,8 +20,8 @@ import jax.experimental.pallas.triton as plt
 import jax.numpy as jnp
 
 from jaxmem.core import running_sums
+from jaxmem.kernels.arithmetic import exp
 from jaxmem.kernels.row_blocks import Parts
-from jaxmem.kernels.row_sums import exp
 from jaxmem.kernels.typed import alike, result
 
 WIDTH = 128  # columns of a block

@@ -6,7 +6,6 @@ columns at a time; each lane of the block has sums of its own.
 """
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,7 +19,6 @@ from jaxmem.kernels.typed import alike, result
 
 BLOCK = 1024  # columns of a program at a time
 _SHARES = 16  # programs of a row; with fewer, some processors idle at the end
-_LOG2_E = math.log2(math.e)
 _PARAMS = plt.CompilerParams(num_warps=4, num_stages=2)
 
 
@@ -59,15 +57,6 @@ def sums(
         name="row_sums",
     )(*operands)
     return [jnp.sum(x, axis=1) for x in partial]
-
-
-def exp(x: jax.Array) -> jax.Array:
-    """e^x with a relative error of up to |x| epsilons.
-
-    It takes fewer instructions than `jnp.exp`; their number limits kernels whose terms
-    have several exponentials.
-    """
-    return jnp.exp2(x * _LOG2_E)
 
 
 def _over_blocks(columns, body, initial):

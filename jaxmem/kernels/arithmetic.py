@@ -1,0 +1,41 @@
+"""Arithmetic in fewer instructions, for kernels that Pallas's Triton backend compiles.
+
+That backend rounds every product before it is added to something, and tests each
+exponential's argument and result for subnormal numbers. Kernels whose terms are
+polynomials and exponentials are limited by the number of their instructions, so that
+these operations are named by the instructions of the chip.
+"""
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.experimental.pallas.triton as plt
+import jax.numpy as jnp
+
+_LOG2_E = math.log2(math.e)
+
+
+def fma(a: jax.Array, b: jax.Array, c: jax.Array | float) -> jax.Array:
+    """The sum a b + c of float32, rounded once."""
+    return _instruction("fma.rn.f32", lambda a, b, c: a * b + c, a, b, c)
+
+
+def exp(x: jax.Array) -> jax.Array:
+    """e^x of float32, with a relative error of up to |x| epsilons; 0 if subnormal."""
+    return _instruction("ex2.approx.ftz.f32", jnp.exp2, x * _LOG2_E)
+
+
+def _instruction(name: str, meaning: Callable[..., jax.Array], *operands) -> jax.Array:
+    """Result of an instruction of PTX; tests without a GPU compute what it means."""
+    del meaning
+    operands = jnp.broadcast_arrays(*operands)
+    registers = ", ".join(f"${i}" for i in range(len(operands) + 1))
+    (result,) = plt.elementwise_inline_asm(
+        f"{name} {registers};",
+        args=operands,
+        constraints=",".join(["=f"] + ["f"] * len(operands)),
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(operands[0].shape, jnp.float32)],
+    )
+    return result
