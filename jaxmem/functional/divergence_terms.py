@@ -37,11 +37,24 @@ _NO_RATIO = 1000.0  # in place of an infinite |ln(p/q)|: e^-x is 0 in either typ
 class Arithmetic(NamedTuple):
     """Operations of the terms, which kernels have in fewer instructions."""
 
-    exp: Callable[[Any], Any]
+    exp: Callable[..., Any]  # e^x, or e^(x - y) of x and y
     fma: Callable[[Any, Any, Any], Any]  # a b + c
+    # The smaller of x and a bound. In kernels it is the bound for NaN, so that its
+    # product with 0 is 0; elsewhere `product` sees to that.
+    at_most: Callable[[Any, float], Any]
+    product: Callable[[Any, Any], Any]
 
 
-XLA = Arithmetic(jnp.exp, lambda a, b, c: a * b + c)
+def _exp(x, y=None):
+    return jnp.exp(x if y is None else x - y)
+
+
+def _product(a, x):
+    """Return a · x, and 0 where a is 0: x may be infinite there, or inf - inf."""
+    return jnp.where(a == 0, 0, a * x)
+
+
+XLA = Arithmetic(_exp, lambda a, b, c: a * b + c, jnp.minimum, _product)
 
 
 class Blocks(NamedTuple):
@@ -59,11 +72,11 @@ class Blocks(NamedTuple):
 class KL:
     """KL(p ‖ q)."""
 
-    def terms(self, p, q, log_ratio, by=XLA):
+    def terms(self, p, q, log_ratio, ops=XLA):
         """Terms, none negative, whose sum over the vocabulary is the divergence."""
-        return (_excess(p, q, log_ratio, by),)
+        return (_excess(p, q, log_ratio, ops),)
 
-    def slopes(self, p, q, log_ratio, by=XLA):
+    def slopes(self, p, q, log_ratio, ops=XLA):
         """Return p · ∂D/∂p, up to a multiple of p."""
         return _product(p, log_ratio)
 
@@ -71,9 +84,9 @@ class KL:
         """Return the distribution by which columns of the derivative are sampled."""
         return p
 
-    def block_terms(self, w, v, d, by=XLA):
+    def block_terms(self, w, v, d, ops=XLA):
         """Terms whose sums over a block, with its masses, are what it contributes."""
-        return _relative(w, v, d, by)
+        return _relative(w, v, d, ops)
 
     def of_blocks(self, b: Blocks):
         """(what blocks contribute to the divergence, and to the sum of the slopes)."""
@@ -86,22 +99,22 @@ class KL:
 class ForwardKL:
     """KL(q ‖ p)."""
 
-    def terms(self, p, q, log_ratio, by=XLA):
+    def terms(self, p, q, log_ratio, ops=XLA):
         """See `KL.terms`."""
-        return (_excess(q, p, -log_ratio, by),)
+        return (_excess(q, p, -log_ratio, ops),)
 
-    def slopes(self, p, q, log_ratio, by=XLA):
+    def slopes(self, p, q, log_ratio, ops=XLA):
         """Return p - q: p · ∂D/∂p is -q, and p is a multiple of p."""
         near = jnp.abs(log_ratio) < _SERIES_BELOW
-        return jnp.where(near, p * (log_ratio * _series(log_ratio, 2, by)), p - q)
+        return jnp.where(near, p * (log_ratio * _series(log_ratio, 2, ops)), p - q)
 
     def density(self, p, q):
         """See `KL.density`."""
         return (p + q) / 2
 
-    def block_terms(self, w, v, d, by=XLA):
+    def block_terms(self, w, v, d, ops=XLA):
         """See `KL.block_terms`."""
-        return _relative(v, w, -d, by)
+        return _relative(v, w, -d, ops)
 
     def of_blocks(self, b: Blocks):
         """See `KL.of_blocks`."""
@@ -120,24 +133,24 @@ class JSD:
 
     beta: float
 
-    def terms(self, p, q, log_ratio, by=XLA):
+    def terms(self, p, q, log_ratio, ops=XLA):
         """See `KL.terms`."""
         if self.beta == 0.5:
-            return (_half_terms(p, q, log_ratio, by),)
+            return (_half_terms(p, q, log_ratio, ops),)
         heavy, light, weight, x = self._by_weight(p, q, log_ratio)
-        log_heavy, log_light = _to_mixture(weight, x, by)
+        log_heavy, log_light = _to_mixture(weight, x, ops)
         of_heavy = (1 - weight) * _product(heavy, log_heavy)
         of_light = weight * _product(light, log_light)
         m = (1 - weight) * heavy + weight * light
-        near = m * (x * x) * _mixing_series(weight, x, by)
+        near = m * (x * x) * _mixing_series(weight, x, ops)
         return (jnp.where(jnp.abs(x) < _SERIES_BELOW, near, of_heavy + of_light),)
 
-    def slopes(self, p, q, log_ratio, by=XLA):
+    def slopes(self, p, q, log_ratio, ops=XLA):
         """(1-β) p ln(p/m)."""
         if self.beta == 0.5:
-            return _half_slopes(p, log_ratio, by)
+            return _half_slopes(p, log_ratio, ops)
         _, _, weight, x = self._by_weight(p, q, log_ratio)
-        log_heavy, log_light = _to_mixture(weight, x, by)
+        log_heavy, log_light = _to_mixture(weight, x, ops)
         log_p = log_heavy if self.beta <= 0.5 else log_light
         return (1 - self.beta) * _product(p, log_p)
 
@@ -152,15 +165,15 @@ class JSD:
         return q, p, 1 - self.beta, log_ratio
 
 
-def _excess(a, b, x, by):
+def _excess(a, b, x, ops):
     """Return a ln(a/b) - a + b for x = ln(a/b), never negative; b where a is 0."""
-    near = a * (x * x / 2) * _series(x, 3, by)  # of e^-x - 1 + x
+    near = a * (x * x / 2) * _series(x, 3, ops)  # of e^-x - 1 + x
     return jnp.where(jnp.abs(x) < _SERIES_BELOW, near, _product(a, x) - a + b)
 
 
-def _relative(a, b, x, by):
+def _relative(a, b, x, ops):
     """(e(a, b), a - b), where a near b does not cancel."""
-    excess = _excess(a, b, x, by)
+    excess = _excess(a, b, x, ops)
     near = jnp.abs(x) < _SERIES_BELOW
     return excess, jnp.where(near, _product(a, x) - excess, a - b)
 
@@ -182,13 +195,13 @@ def _shifted_excess(a, b, excess, difference, t):
     return jnp.maximum(excess + rest, 0)  # negative by rounding only
 
 
-def _series(x, first, by=XLA):
+def _series(x, first, ops=XLA):
     """Return 1 - x/k + x²/(k (k+1)) - ... from k = first, for |x| < _SERIES_BELOW.
 
     1 - e^-x is x times the series from 2, and e^-x - 1 + x is x²/2 times that from 3.
     XLA would store an expm1 that a product reads more than once.
     """
-    return _polynomial(_series_factors(first, x.dtype.itemsize), x, by)
+    return _polynomial(_series_factors(first, x.dtype.itemsize), x, ops)
 
 
 @functools.cache
@@ -210,61 +223,63 @@ def _interpolated(function, degree, domain) -> tuple[float, ...]:
     return tuple(map(float, found.convert(kind=Polynomial).coef))
 
 
-def _half_terms(p, q, log_ratio, by):
+def _half_terms(p, q, log_ratio, ops):
     """(p ln(p/m) + q ln(q/m)) / 2 of m = (p + q) / 2.
 
-    With s = |ln(p/q)|, the larger one l and r = l e^-s, this is l/2 times
-    (1 + e^-s) ln(l/m) - e^-s s, which cancels where s is small; m times an even
+    With s = |ln(p/q)| and the larger one l, this is l times
+    (1 + e^-s) ln(l/m)/2 - e^-s s/2, which cancels where s is small; m times an even
     function of s does not.
     """
-    size, ratio = _size_and_ratio(log_ratio, by)
-    far = by.fma(-ratio, size, (1 + ratio) * _log_of_larger(size, ratio, by))
+    size, ratio = _size_and_ratio(log_ratio, ops)
+    both = 1 + ratio
+    far = ops.fma(-ratio, size / 2, both * _half_log_of_larger(size, ratio, ops))
     square = size * size
-    series = _polynomial(_half_factors(size.dtype.itemsize), square, by)
-    near = (1 + ratio) * (square * series)
-    larger = jnp.maximum(p, q)
-    return _product(larger / 2, jnp.where(size < _SERIES_BELOW, near, far))
+    near = both * (
+        square * _polynomial(_half_factors(size.dtype.itemsize), square, ops)
+    )
+    return ops.product(jnp.maximum(p, q), jnp.where(size < _SERIES_BELOW, near, far))
 
 
-def _half_slopes(p, log_ratio, by):
+def _half_slopes(p, log_ratio, ops):
     """Return p ln(p/m) / 2 of m = (p + q) / 2."""
-    size, ratio = _size_and_ratio(log_ratio, by)
-    of_larger = _log_of_larger(size, ratio, by)
-    return _product(p / 2, jnp.where(log_ratio > 0, of_larger, of_larger - size))
+    size, ratio = _size_and_ratio(log_ratio, ops)
+    of_larger = _half_log_of_larger(size, ratio, ops)
+    return ops.product(p, jnp.where(log_ratio > 0, of_larger, of_larger - size / 2))
 
 
-def _size_and_ratio(log_ratio, by):
+def _size_and_ratio(log_ratio, ops):
     """(s = |ln(p/q)|, the smaller over the larger one)."""
-    size = jnp.minimum(jnp.abs(log_ratio), _NO_RATIO)  # infinite if p or q is 0
-    return size, by.exp(-size)
+    # Infinite if p or q is 0, NaN if both are.
+    size = ops.at_most(jnp.abs(log_ratio), _NO_RATIO)
+    return size, ops.exp(-size)
 
 
-def _log_of_larger(size, ratio, by):
-    """ln(l/m) = -ln((1 + e^-s) / 2) = s/2 - ln cosh(s/2), for s ≥ 0."""
-    series = _polynomial(_log_cosh_factors(size.dtype.itemsize), size * size, by)
-    near = size * by.fma(-size, series, 0.5)
+def _half_log_of_larger(size, ratio, ops):
+    """ln(l/m)/2 = -ln((1 + e^-s) / 2)/2 = s/4 - ln cosh(s/2)/2, for s ≥ 0."""
+    series = _polynomial(_log_cosh_factors(size.dtype.itemsize), size * size, ops)
+    near = size * ops.fma(-size, series, 0.25)
     if size.dtype.itemsize == 8:
-        far = -jnp.log((1 + ratio) / 2)
+        far = -jnp.log((1 + ratio) / 2) / 2
     else:
-        far = _polynomial(_log_factors(), ratio, by)
+        far = _polynomial(_log_factors(), ratio, ops)
     return jnp.where(size < _SERIES_BELOW, near, far)
 
 
 @functools.cache
 def _half_factors(itemsize: int) -> tuple[float, ...]:
-    """Of powers of s² in (u tanh u - ln cosh u) / s², u = s/2, for s < _SERIES_BELOW.
+    """Of powers of s² in (u tanh u - ln cosh u) / 2s², u = s/2, s < _SERIES_BELOW.
 
-    That is x K'(x) - K(x) of `_mixing_series` for w = 1/2, which is even.
+    Twice that is x K'(x) - K(x) of `_mixing_series` for w = 1/2, which is even.
     """
-    taylor = _mixing_factors(0.5, _MIXING_TERMS[8])[::2]
+    taylor = [term / 2 for term in _mixing_factors(0.5, _MIXING_TERMS[8])[::2]]
     return _of_squares(taylor, itemsize, _HALF_DEGREES["term"])
 
 
 @functools.cache
 def _log_cosh_factors(itemsize: int) -> tuple[float, ...]:
-    """Of powers of s² in ln cosh(s/2) / s², for s < _SERIES_BELOW."""
+    """Of powers of s² in ln cosh(s/2) / 2s², for s < _SERIES_BELOW."""
     terms = _mixing_factors(0.5, _MIXING_TERMS[8])[::2]
-    taylor = [term / (2 * k + 1) for k, term in enumerate(terms)]
+    taylor = [term / (4 * k + 2) for k, term in enumerate(terms)]
     return _of_squares(taylor, itemsize, _HALF_DEGREES["near"])
 
 
@@ -276,20 +291,20 @@ def _of_squares(taylor, itemsize, degree):
 
 @functools.cache
 def _log_factors() -> tuple[float, ...]:
-    """Of powers of r in -ln((1 + r) / 2), for r = e^-s and s > _SERIES_BELOW."""
-    domain = 0, math.exp(-_SERIES_BELOW)
-    return _interpolated(lambda r: -np.log((1 + r) / 2), _HALF_DEGREES["far"], domain)
+    """Of powers of r in -ln((1 + r) / 2)/2, for r = e^-s and s > _SERIES_BELOW."""
+    domain, degree = (0, math.exp(-_SERIES_BELOW)), _HALF_DEGREES["far"]
+    return _interpolated(lambda r: -np.log((1 + r) / 2) / 2, degree, domain)
 
 
-def _polynomial(factors, x, by):
+def _polynomial(factors, x, ops):
     """By Horner's rule."""
     total = factors[-1]
     for factor in factors[-2::-1]:
-        total = by.fma(x, total, factor)
+        total = ops.fma(x, total, factor)
     return total
 
 
-def _to_mixture(weight, x, by):
+def _to_mixture(weight, x, ops):
     """(ln(heavy/m), ln(light/m)) of m = (1 - w) heavy + w light, w < 1/2.
 
     With x = ln(light/heavy), ln(m/heavy) = ln(1 + w (e^x - 1)) = 2 artanh(t) keeps its
@@ -298,20 +313,20 @@ def _to_mixture(weight, x, by):
     No exponential overflows, for none has a positive argument.
     """
     size, light_is_larger = jnp.abs(x), x > 0
-    smaller = by.exp(-size)  # over the larger one
-    series = size * _series(size, 2, by)
+    smaller = ops.exp(-size)  # over the larger one
+    series = size * _series(size, 2, ops)
     difference = jnp.where(size < _SERIES_BELOW, series, 1 - smaller)
     change = weight * jnp.where(light_is_larger, difference, -difference)
     t = change * (1 / (2 * jnp.where(light_is_larger, smaller, 1) + change))
     over_light = jnp.log(weight + (1 - weight) * smaller)  # ln(m/light)
     beyond = t > 1 / 3
-    log_heavy = -jnp.where(beyond, size + over_light, _log_by_artanh(t, by))
+    log_heavy = -jnp.where(beyond, size + over_light, _log_by_artanh(t, ops))
     return log_heavy, jnp.where(beyond, -over_light, x + log_heavy)
 
 
-def _log_by_artanh(t, by):
+def _log_by_artanh(t, ops):
     """Return ln((1 + t) / (1 - t)) = 2 t (1 + t²/3 + t⁴/5 + ...), for |t| ≤ 1/3."""
-    return t * _polynomial(_artanh_factors(t.dtype.itemsize), t * t, by)
+    return t * _polynomial(_artanh_factors(t.dtype.itemsize), t * t, ops)
 
 
 @functools.cache
@@ -323,14 +338,14 @@ def _artanh_factors(itemsize: int) -> tuple[float, ...]:
     return _interpolated(Polynomial(taylor), _ARTANH_DEGREE, (0, 1 / 9))
 
 
-def _mixing_series(weight, x, by):
+def _mixing_series(weight, x, ops):
     """Return (x K'(x) - K(x)) / x² of K(x) = ln(1 + w (e^x - 1)), |x| < _SERIES_BELOW.
 
     Times m x² it is the divergence's term, for heavy is m e^-K and light m e^(x - K).
     K generates the cumulants of a Bernoulli variable.
     """
     factors = _mixing_factors(weight, _MIXING_TERMS[x.dtype.itemsize])
-    return _polynomial(factors, x, by)
+    return _polynomial(factors, x, ops)
 
 
 @functools.cache
@@ -347,8 +362,3 @@ def _mixing_factors(weight: float, terms: int) -> tuple[float, ...]:
         cumulant = sum(c * w**k for k, c in enumerate(polynomial))
         factors.append(float((n - 1) * cumulant / math.factorial(n)))
     return tuple(factors)
-
-
-def _product(a, x):
-    """Return a · x, and 0 where a is 0: x may be infinite there, or inf - inf."""
-    return jnp.where(a == 0, 0, a * x)

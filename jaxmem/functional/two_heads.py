@@ -5,6 +5,7 @@
 
 import dataclasses
 import functools
+import operator
 from typing import Any, NamedTuple
 
 import jax
@@ -80,7 +81,7 @@ class TwoHeadsRule(LoopRule):
         """Both heads' logits are read once."""
         from jaxmem.kernels import row_blocks, row_pairs  # Pallas takes a while
 
-        terms = functools.partial(of.block_terms, by=_of_kernels())
+        terms = functools.partial(of.block_terms, ops=_of_kernels())
         found = row_pairs.parts(terms, z, y)
         heads = found.z, found.y
         normalisers = policy, reference = tuple(map(row_blocks.normaliser, heads))
@@ -99,10 +100,11 @@ class TwoHeadsRule(LoopRule):
         """They are read for the normalisers, and once more for the sums."""
         from jaxmem.kernels import row_blocks, row_sums
 
-        heads = row_blocks.parts(z), row_blocks.parts(y)
+        exp = _of_kernels().exp
+        heads = row_blocks.parts(z, exp), row_blocks.parts(y, exp)
         normalisers = tuple(map(row_blocks.normaliser, heads))
         rows = *normalisers[0], *normalisers[1]
-        terms = functools.partial(self._terms, by=_of_kernels())
+        terms = functools.partial(self._terms, ops=_of_kernels())
         *parts, slope = row_sums.sums(terms, (z, y), rows)
         p_scale, others = _scale(heads[0], normalisers[0]), heads[0].others
         masses = Masses(
@@ -110,13 +112,13 @@ class TwoHeadsRule(LoopRule):
         )
         return sum(parts[1:], parts[0]), slope, normalisers, masses
 
-    def _terms(self, z, y, *rows, by=XLA):
+    def _terms(self, z, y, *rows, ops=XLA):
         """The divergence's terms and its slopes, [C, V]; rows are both normalisers."""
         p_max, p_log_sum, q_max, q_log_sum = rows
         policy = _stats.Normaliser(p_max, p_log_sum)
-        args = compare(z, y, policy, _stats.Normaliser(q_max, q_log_sum), by.exp)
+        args = compare(z, y, policy, _stats.Normaliser(q_max, q_log_sum), ops)
         of = self.divergence
-        return *of.terms(*args, by), of.slopes(*args, by)
+        return *of.terms(*args, ops), of.slopes(*args, ops)
 
     def by_kernels(self, z) -> bool:
         """Whether kernels read the logits."""
@@ -210,14 +212,17 @@ class FrozenTwoHeadsRule(TwoHeadsRule):
 def _of_kernels() -> Arithmetic:
     from jaxmem.kernels import arithmetic
 
-    return Arithmetic(arithmetic.exp, arithmetic.fma)
+    return Arithmetic(arithmetic.exp, arithmetic.fma, arithmetic.at_most, operator.mul)
 
 
-def compare(z, y, policy: _stats.Normaliser, reference: _stats.Normaliser, exp=jnp.exp):
+def compare(z, y, policy: _stats.Normaliser, reference: _stats.Normaliser, ops=XLA):
     """p, q and ln(p/q); ln(p/q) keeps its last digits where the logits agree."""
-    p = exp(_stats.log_softmax(z, policy))
-    q = exp(_stats.log_softmax(y, reference))
+    p, q = _softmax(z, policy, ops), _softmax(y, reference, ops)
     return p, q, (z - y) - _shift(policy, reference)[:, None]
+
+
+def _softmax(z, rows: _stats.Normaliser, ops):
+    return ops.exp(z - _stats.finite(rows.max)[:, None], rows.log_sum[:, None])
 
 
 def _shift(policy: _stats.Normaliser, reference: _stats.Normaliser):

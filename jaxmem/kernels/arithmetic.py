@@ -16,14 +16,23 @@ import jax.numpy as jnp
 _LOG2_E = math.log2(math.e)
 
 
-def fma(a: jax.Array, b: jax.Array, c: jax.Array | float) -> jax.Array:
+def fma(a: jax.Array, b: jax.Array | float, c: jax.Array | float) -> jax.Array:
     """The sum a b + c of float32, rounded once."""
     return _instruction("fma.rn.f32", lambda a, b, c: a * b + c, a, b, c)
 
 
-def exp(x: jax.Array) -> jax.Array:
-    """e^x of float32, with a relative error of up to |x| epsilons; 0 if subnormal."""
-    return _instruction("ex2.approx.ftz.f32", jnp.exp2, x * _LOG2_E)
+def exp(x: jax.Array, y: jax.Array | None = None) -> jax.Array:
+    """e^x of float32, or e^(x - y); 0 if subnormal.
+
+    The relative error is up to |x| + |y| epsilons.
+    """
+    x = x * _LOG2_E if y is None else fma(x, _LOG2_E, y * -_LOG2_E)
+    return _instruction("ex2.approx.ftz.f32", jnp.exp2, x)
+
+
+def at_most(x: jax.Array, bound: float) -> jax.Array:
+    """The smaller of float32 x and the bound, which is the result for NaN."""
+    return _instruction("min.f32", jnp.fmin, x, bound)
 
 
 def _instruction(name: str, meaning: Callable[..., jax.Array], *operands) -> jax.Array:

@@ -6,6 +6,7 @@ the blocks that the row's k largest logits are in, and the mass of each block.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxmem.core import running_sums
 from jaxmem.core.stats import Normaliser
 from jaxmem.kernels import row_sums
 from jaxmem.kernels.typed import alike, result
@@ -39,12 +41,20 @@ def supports(n_rows: int, columns: int, dtype: Any, k: int = 1) -> bool:
     return row_sums.supports(n_rows, columns, dtype) and selected_from <= _LARGEST_ROW
 
 
-def parts(z: jax.Array) -> Parts:
-    """The blocks of logits z [C, V], float32, all -inf beyond V."""
+def parts(z: jax.Array, exp: Callable[[jax.Array], jax.Array] = jnp.exp) -> Parts:
+    """The blocks of logits z [C, V], float32, all -inf beyond V.
+
+    Args:
+        z: logits.
+        exp: e^x for x ≤ 0, maybe in fewer instructions.
+
+    Returns:
+        The blocks.
+    """
     (z,) = alike(z)
     shape = len(z), pl.cdiv(z.shape[1], WIDTH)
-    largest, others = pl.pallas_call(
-        functools.partial(_reduce_blocks, z.shape[1]),
+    largest, sums = pl.pallas_call(
+        functools.partial(_reduce_blocks, exp, z.shape[1]),
         grid=(len(z), pl.cdiv(z.shape[1], _TILE)),
         in_specs=[pl.no_block_spec],
         out_specs=[pl.no_block_spec] * 2,
@@ -52,7 +62,24 @@ def parts(z: jax.Array) -> Parts:
         compiler_params=plt.CompilerParams(num_warps=_WARPS, num_stages=1),
         name="row_blocks",
     )(z)
-    return Parts(largest, others)
+    return without_largest(z, largest, sums, WIDTH)
+
+
+def without_largest(z: jax.Array, largest, sums, width: int) -> Parts:
+    """`Parts` of blocks of some width, from sums with the 1 of a largest logit.
+
+    Subtracting it loses a small sum, which matters in the row's first block alone.
+    """
+    first = jnp.argmax(largest, axis=1)[:, None]
+    column, entries = running_sums.window(z, first, width)
+    inside = (column >= first[..., None] * width) & (column < z.shape[1])
+    entries = jnp.where(inside, entries, -jnp.inf)[:, 0]
+    row_max = jnp.max(largest, axis=1, keepdims=True)
+    is_largest = entries >= row_max
+    others = jnp.where(is_largest, 0, jnp.exp(entries - row_max))
+    others = jnp.sum(others, axis=1) + (jnp.sum(is_largest, axis=1) - 1)
+    block = jnp.arange(largest.shape[1], dtype=jnp.int32)
+    return Parts(largest, jnp.where(block == first, others[:, None], sums - 1))
 
 
 def normaliser(blocks: Parts) -> Normaliser:
@@ -86,7 +113,7 @@ def top_k(z: jax.Array, largest: jax.Array, k: int) -> tuple[jax.Array, jax.Arra
     return entries, jnp.take_along_axis(columns, at, axis=1, mode="promise_in_bounds")
 
 
-def _reduce_blocks(columns, z_ref, largest_ref, others_ref):
+def _reduce_blocks(exp, columns, z_ref, largest_ref, sums_ref):
     row, tile = pl.program_id(0), pl.program_id(1)
     block = tile * (_TILE // WIDTH) + jnp.arange(_TILE // WIDTH, dtype=jnp.int32)
     column = block[:, None] * WIDTH + jnp.arange(WIDTH, dtype=jnp.int32)[None]
@@ -94,12 +121,9 @@ def _reduce_blocks(columns, z_ref, largest_ref, others_ref):
     largest = jnp.max(z, axis=1)
     # A block of -inf has exponentials of 0, not NaN.
     shift = jnp.where(largest == -jnp.inf, 0, largest)[:, None]
-    is_largest = z == largest[:, None]
-    others = jnp.sum(jnp.where(is_largest, 0, jnp.exp(z - shift)), axis=1)
-    others = others + (jnp.sum(is_largest.astype(jnp.float32), axis=1) - 1)
     there = block < pl.cdiv(columns, WIDTH)
     plt.store(largest_ref.at[row, block], largest, mask=there)
-    plt.store(others_ref.at[row, block], others, mask=there)
+    plt.store(sums_ref.at[row, block], jnp.sum(exp(z - shift), axis=1), mask=there)
 
 
 def select(

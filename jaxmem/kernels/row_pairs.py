@@ -19,14 +19,14 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.triton as plt
 import jax.numpy as jnp
 
-from jaxmem.core import running_sums
+from jaxmem.kernels import row_blocks, row_sums
 from jaxmem.kernels.arithmetic import exp
 from jaxmem.kernels.row_blocks import Parts
 from jaxmem.kernels.typed import alike, result
 
 WIDTH = 128  # columns of a block
-_LANES = 32  # neighbouring columns that are loaded at once
-_TILE = 4096  # columns of a program
+_LANES = 64  # neighbouring columns that are loaded at once
+_TILE = 2048  # columns of a program at a time
 _WARPS = 4
 
 
@@ -59,51 +59,39 @@ def parts(
     shape = n_rows, pl.cdiv(columns, WIDTH)
     z_max, y_max, z_sum, y_sum, *sums = pl.pallas_call(
         functools.partial(_reduce_blocks, terms, columns),
-        grid=(n_rows, pl.cdiv(columns, _TILE)),
+        grid=(n_rows, row_sums.SHARES),
         in_specs=[pl.no_block_spec] * 2,
         out_specs=[pl.no_block_spec] * (4 + n_terms),
         out_shape=[result(shape, jnp.float32, *operands)] * (4 + n_terms),
         compiler_params=plt.CompilerParams(num_warps=_WARPS, num_stages=1),
         name="row_pairs",
     )(*operands)
-    z_parts, y_parts = _with_others(z, z_max, z_sum), _with_others(y, y_max, y_sum)
+    z_parts = row_blocks.without_largest(z, z_max, z_sum, WIDTH)
+    y_parts = row_blocks.without_largest(y, y_max, y_sum, WIDTH)
     return Pairs(z_parts, y_parts, sums)
 
 
-def _with_others(z, largest, sums) -> Parts:
-    """Parts, of blocks' sums that include the 1 of a largest logit.
-
-    Subtracting it loses a small sum, which matters in the row's first block alone.
-    """
-    first = jnp.argmax(largest, axis=1)[:, None]
-    column, entries = running_sums.window(z, first, WIDTH)
-    inside = (column >= first[..., None] * WIDTH) & (column < z.shape[1])
-    entries = jnp.where(inside, entries, -jnp.inf)[:, 0]
-    row_max = jnp.max(largest, axis=1, keepdims=True)
-    is_largest = entries >= row_max
-    others = jnp.where(is_largest, 0, jnp.exp(entries - row_max))
-    others = jnp.sum(others, axis=1) + (jnp.sum(is_largest, axis=1) - 1)
-    block = jnp.arange(largest.shape[1], dtype=jnp.int32)
-    return Parts(largest, jnp.where(block == first, others[:, None], sums - 1))
-
-
 def _reduce_blocks(terms, columns, z_ref, y_ref, *refs):
-    row, tile = pl.program_id(0), pl.program_id(1)
-    n_blocks = _TILE // WIDTH
-    block = tile * n_blocks + jnp.arange(n_blocks, dtype=jnp.int32)
+    row, n_blocks = pl.program_id(0), _TILE // WIDTH
     part = jnp.arange(WIDTH // _LANES, dtype=jnp.int32)[:, None, None]
     lane = jnp.arange(_LANES, dtype=jnp.int32)[None, None]
-    column = block[None, :, None] * WIDTH + part * _LANES + lane
-    z, y = (
-        plt.load(ref.at[row, column], mask=column < columns, other=-jnp.inf)
-        for ref in (z_ref, y_ref)
-    )
-    (z_max, z_shift, w), (y_max, y_shift, v) = _exps(z), _exps(y)
-    d = (z - y) - (z_shift - y_shift)[None, :, None]
-    sums = (_reduce(jnp.sum, x) for x in (w, v, *terms(w, v, d)))
-    there = block < pl.cdiv(columns, WIDTH)
-    for ref, x in zip(refs, (z_max, y_max, *sums), strict=True):
-        plt.store(ref.at[row, block], x, mask=there)
+
+    def tile(i, carry):
+        block = i * n_blocks + jnp.arange(n_blocks, dtype=jnp.int32)
+        column = block[None, :, None] * WIDTH + part * _LANES + lane
+        z, y = (
+            plt.load(ref.at[row, column], mask=column < columns, other=-jnp.inf)
+            for ref in (z_ref, y_ref)
+        )
+        (z_max, z_shift, w), (y_max, y_shift, v) = _exps(z), _exps(y)
+        d = (z - y) - (z_shift - y_shift)[None, :, None]
+        sums = (_reduce(jnp.sum, x) for x in (w, v, *terms(w, v, d)))
+        there = block < pl.cdiv(columns, WIDTH)
+        for ref, x in zip(refs, (z_max, y_max, *sums), strict=True):
+            plt.store(ref.at[row, block], x, mask=there)
+        return carry
+
+    row_sums.for_each_block(columns, _TILE, tile, 0)
 
 
 def _reduce(function, x):

@@ -17,8 +17,8 @@ from jax import lax
 
 from jaxmem.kernels.typed import alike, result
 
-BLOCK = 1024  # columns of a program at a time
-_SHARES = 16  # programs of a row; with fewer, some processors idle at the end
+BLOCK = 512  # columns of a program at a time
+SHARES = 16  # programs of a row; with fewer, some processors idle at the end
 _PARAMS = plt.CompilerParams(num_warps=4, num_stages=2)
 
 
@@ -49,27 +49,26 @@ def sums(
     n_terms = len(jax.eval_shape(terms, *[tile for _ in tiles], *[row for _ in rows]))
     partial = pl.pallas_call(
         functools.partial(_add_terms, terms, len(tiles), len(rows), columns),
-        grid=(n_rows, _SHARES),
+        grid=(n_rows, SHARES),
         in_specs=[pl.no_block_spec] * len(operands),
         out_specs=[pl.no_block_spec] * n_terms,
-        out_shape=[result((n_rows, _SHARES), jnp.float32, *operands)] * n_terms,
+        out_shape=[result((n_rows, SHARES), jnp.float32, *operands)] * n_terms,
         compiler_params=_PARAMS,
         name="row_sums",
     )(*operands)
     return [jnp.sum(x, axis=1) for x in partial]
 
 
-def _over_blocks(columns, body, initial):
-    """Apply `body(first column, inside V, carry)` to the blocks of this program."""
-    blocks = pl.cdiv(columns, BLOCK)
-    share = pl.cdiv(blocks, _SHARES)
+def for_each_block(columns: int, width: int, body: Callable, initial: Any) -> Any:
+    """Loop `carry = body(block, carry)` over a program's blocks of a row.
+
+    Programs with small blocks, one after another, load more at a time than those of one
+    large block: some programs of a processor load while others compute.
+    """
+    blocks = pl.cdiv(columns, width)
+    share = pl.cdiv(blocks, SHARES)
     first = pl.program_id(1) * share
-    lanes = jnp.arange(BLOCK, dtype=jnp.int32)
-
-    def block(i, carry):
-        return body(i * BLOCK, i * BLOCK + lanes < columns, carry)
-
-    return lax.fori_loop(first, jnp.minimum(first + share, blocks), block, initial)
+    return lax.fori_loop(first, jnp.minimum(first + share, blocks), body, initial)
 
 
 def _add_terms(terms, n_tiles, n_rows, columns, *refs):
@@ -78,9 +77,12 @@ def _add_terms(terms, n_tiles, n_rows, columns, *refs):
     row, share = pl.program_id(0), pl.program_id(1)
     of_row = [plt.load(ref.at[pl.ds(row, 1)]) for ref in row_refs]
 
-    def block(column, inside, totals):
+    lanes = jnp.arange(BLOCK, dtype=jnp.int32)
+
+    def block(i, totals):
+        inside = i * BLOCK + lanes < columns
         # Of two axes from the start: another layout takes a detour by shared memory.
-        at = pl.ds(row, 1), pl.ds(column, BLOCK)
+        at = pl.ds(row, 1), pl.ds(i * BLOCK, BLOCK)
         tiles = (
             plt.load(ref.at[at], mask=inside[None], other=-jnp.inf) for ref in tile_refs
         )
@@ -89,6 +91,6 @@ def _add_terms(terms, n_tiles, n_rows, columns, *refs):
 
     outputs = refs[n_operands:]
     zeros = (jnp.zeros((1, BLOCK), jnp.float32),) * len(outputs)
-    totals = _over_blocks(columns, block, zeros)
+    totals = for_each_block(columns, BLOCK, block, zeros)
     for ref, total in zip(outputs, totals, strict=True):
         plt.store(ref.at[row, pl.ds(share, 1)], jnp.sum(total, axis=1))

@@ -49,7 +49,7 @@ def test_sums_against_float64(triton_interpreted):
 
 
 def test_verbs_with_them(triton_interpreted, monkeypatch):
-    monkeypatch.setattr(row_sums, "_SHARES", 2)
+    monkeypatch.setattr(row_sums, "SHARES", 2)
     assert_good("jsd", make(), (row_sums, "sums"))
 
 
