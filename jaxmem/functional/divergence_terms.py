@@ -35,12 +35,18 @@ _NO_RATIO = 1000.0  # in place of an infinite |ln(p/q)|: e^-x is 0 in either typ
 
 
 class Arithmetic(NamedTuple):
-    """Operations of the terms, which kernels have in fewer instructions."""
+    """Operations of the terms, for which kernels have instructions of their own.
 
-    exp: Callable[..., Any]  # e^x, or e^(x - y) of x and y
-    fma: Callable[[Any, Any, Any], Any]  # a b + c
-    # The smaller of x and a bound. In kernels it is the bound for NaN, so that its
-    # product with 0 is 0; elsewhere `product` sees to that.
+    Attributes:
+        exp: e^x of x, or e^(x - y) of x and y.
+        fma: a b + c of a, b and c.
+        at_most: the smaller of x and a bound. That of a kernel is the bound for NaN.
+        product: a x of a and x, 0 where a is 0. That of a kernel is a plain product,
+            whose x is finite by `at_most`.
+    """
+
+    exp: Callable[..., Any]
+    fma: Callable[[Any, Any, Any], Any]
     at_most: Callable[[Any, float], Any]
     product: Callable[[Any, Any], Any]
 

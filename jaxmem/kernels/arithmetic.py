@@ -1,14 +1,14 @@
 """Arithmetic in fewer instructions, for kernels that Pallas's Triton backend compiles.
 
-That backend rounds every product before it is added to something, and tests each
-exponential's argument and result for subnormal numbers. Kernels whose terms are
-polynomials and exponentials are limited by the number of their instructions, so that
-these operations are named by the instructions of the chip.
+That backend never fuses a multiplication with an addition, and tests each exponential's
+argument and result for subnormal numbers. Kernels whose terms are polynomials and
+exponentials are limited by the number of their instructions, so these operations are
+written as PTX instructions.
 
-On an H200, `row_sums` of a Jensen-Shannon divergence, 1,024 rows, V=151936: 404 µs with
-78 instructions a pair of logits, without this module, and 317 with 55, at the clock of
-an idle chip. After a product, at its power limit, 417 with 55 and 355 with 49. The
-memory's speed is 279.
+On an H200, `row_sums` of a Jensen-Shannon divergence, 1,024 rows, V=151936: by itself,
+404 µs with 78 instructions a pair of logits, without this module, and 317 with 55;
+after a product, which lowers the clock by the power that it takes, 417 with 55 and 355
+with 49. Reading the logits alone takes 279.
 """
 
 import math
