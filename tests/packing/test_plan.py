@@ -477,7 +477,7 @@ EVERY = range(len(LENGTHS))
 
 
 def test_packed_and_alone_have_the_same_logprobs(quick_compilation):
-    """Bit for bit in micro-batches of one shape; in others, but for rounding."""
+    """But for rounding: attention adds in the order of a document's place in its row."""
     packed, results = through(run, EVERY, 32, row_lengths=(16,))
     together = packed.unpack(results)
     assert len(results) == 3
@@ -485,7 +485,7 @@ def test_packed_and_alone_have_the_same_logprobs(quick_compilation):
     for i in EVERY:
         alone, result = through(run, [i], 32, row_lengths=(16,))
         assert alone.shapes == packed.shapes
-        np.testing.assert_array_equal(alone.unpack(result)[0], together[i])
+        np.testing.assert_allclose(alone.unpack(result)[0], together[i], rtol=1e-6)
     wider, results = through(run, EVERY, 48)
     for a, b in zip(wider.unpack(results), together, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
