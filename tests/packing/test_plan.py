@@ -477,7 +477,7 @@ EVERY = range(len(LENGTHS))
 
 
 def test_packed_and_alone_have_the_same_logprobs(quick_compilation):
-    """But for rounding: attention adds in the order of a document's place in its row."""
+    """But for rounding: attention sums in the order of places in a row."""
     packed, results = through(run, EVERY, 32, row_lengths=(16,))
     together = packed.unpack(results)
     assert len(results) == 3
