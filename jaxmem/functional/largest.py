@@ -86,8 +86,8 @@ def topk(
     C = min(chunk, tokens rounded up to 16): forward 4·C·V·(1 + 1/16) + 256·C·k, and
     8·C·V on GPUs where XLA sorts whole rows, as k > 256 and k > V/32; backward
     (4 + b)·C·V + 4·V·D, the latter for the float32 sum of W's gradient, unless W is
-    frozen, and 4·C·V more with a bias. XLA for CPUs may widen 16-bit weights to
-    float32, 4·V·D, and takes 8·C·V forward if V is not a multiple of 128.
+    frozen, and 2·C·V more with a bias in 16 bits. XLA for CPUs may widen 16-bit weights
+    to float32, 4·V·D, and takes 8·C·V forward if V is not a multiple of 128.
 
     **Communication** with axis_name: that of `logprobs`, and forward an all-reduce of
     8·k bytes per token and shard, in which each shard fills in its own k candidates.

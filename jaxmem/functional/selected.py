@@ -68,8 +68,9 @@ def selected_logprobs(
 
     **Memory** beyond inputs, outputs and gradients, with b the item size of hidden
     and C = min(chunk, tokens rounded up to 16): forward 4·C·V; backward (4 + b)·C·V +
-    4·V·D, the latter for the float32 sum of W's gradient, unless W is frozen, and 4·C·V
-    more with a bias. XLA for CPUs may widen 16-bit weights to float32, 4·V·D.
+    4·V·D, the latter for the float32 sum of W's gradient, unless W is frozen, and 2·C·V
+    more with a bias in 16 bits. XLA for CPUs may widen 16-bit weights to float32,
+    4·V·D.
 
     **Communication** with axis_name: that of `logprobs`, and forward an all-reduce of
     4·K bytes per token (max), each once for all tokens. W and its gradient stay

@@ -103,9 +103,9 @@ def topk_kl(
     **Memory** beyond inputs, outputs and gradients, with b the item size of hidden and
     C = min(chunk, tokens rounded up to 16): forward 4·C·V + 192·C·K, residuals and
     intermediate results of 32·K per token, backward (4 + b)·C·V + 192·C·K + 4·V·D, the
-    latter for the float32 sum of W's gradient, unless W is frozen, and 4·C·V more with
-    a bias. XLA for CPUs may widen 16-bit weights to float32, 4·V·D, and takes 8·C·V
-    forward if V is not a multiple of 128.
+    latter for the float32 sum of W's gradient, unless W is frozen, and 2·C·V more with
+    a bias in 16 bits. XLA for CPUs may widen 16-bit weights to float32, 4·V·D, and
+    takes 8·C·V forward if V is not a multiple of 128.
 
     **Communication** with axis_name: that of `logprobs`, and forward an all-reduce of
     4·K bytes per token (max).

@@ -100,8 +100,8 @@ def topk_kl_loss(
     **Memory** beyond inputs, outputs and gradients, with b the item size of hidden and
     C = min(chunk, tokens rounded up to 16): 4·C·V + 192·C·K; under `jax.grad`
     (4 + b)·C·V + 192·C·K + 4·V·D, the latter for the float32 sum of W's gradient,
-    unless W is frozen. Another `statistics_temperature` takes 4·C·V more, as does a
-    bias. XLA for CPUs may widen 16-bit weights to float32, 4·V·D. Gradients are
+    unless W is frozen. Another `statistics_temperature` takes 4·C·V more, a bias in 16
+    bits 2·C·V. XLA for CPUs may widen 16-bit weights to float32, 4·V·D. Gradients are
     residuals, scaled by the loss's cotangent.
 
     **Communication** with axis_name: those of `topk_kl` and `token_loss`, all chunk by

@@ -101,7 +101,7 @@ class TwoHeadsRule(LoopRule):
         from jaxmem.kernels import row_blocks, row_sums
 
         exp = _of_kernels().exp
-        heads = row_blocks.parts(z, exp), row_blocks.parts(y, exp)
+        heads = row_blocks.quick_parts(z, exp), row_blocks.quick_parts(y, exp)
         normalisers = tuple(map(row_blocks.normaliser, heads))
         rows = *normalisers[0], *normalisers[1]
         terms = functools.partial(self._terms, ops=_of_kernels())

@@ -122,7 +122,8 @@ def _merge_groups(stats):
             for i in range(0, size * _AT_ONCE, size)
         )
         stats = functools.reduce(_stats.merge, parts)
-        if size > _AT_ONCE:  # XLA would compute this pass again for each of the next
+        if size > _AT_ONCE:
+            # XLA would fuse this pass into each result of the next, and so repeat it.
             stats = lax.optimization_barrier(stats)
     return Stats(*(x[0] for x in stats))
 

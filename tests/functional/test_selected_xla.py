@@ -72,7 +72,7 @@ def test_memory_of_selected_ids_is_what_the_docstring_says(dtype, options):
     forward = (8 if OLD_XLA and options else 4) * chunk * v + widened
     backward = (4 + size) * chunk * v + 4 * v * d + widened
     if "bias" in options:
-        backward += 4 * chunk * v
+        backward += 2 * chunk * v
     loss, operands = total("selected", chunk, **options), shapes(n, d, v, k, dtype)
     besides = 8 * n * (d + k) + 64 * (n + chunk * k) + BESIDES
     for fn, promised in ((loss, forward), (jax.grad(loss, (0, 1)), backward)):

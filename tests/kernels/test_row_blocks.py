@@ -46,7 +46,7 @@ def test_parts_against_float64(columns, triton_interpreted):
     tiles, others = tiles[full], np.asarray(blocks.others)[:5][full]
     exps = np.exp(tiles - tiles.max(-1, keepdims=True))
     want = np.sort(exps, -1)[:, :-1].sum(-1)
-    np.testing.assert_allclose(others, want, rtol=16 * EPS, atol=16 * EPS)
+    np.testing.assert_allclose(others, want, rtol=16 * EPS)
     assert np.isnan(normaliser.log_sum[5])
     want = stats.normaliser(jnp.asarray(z[:5]))
     np.testing.assert_array_equal(normaliser.max[:5], want.max)
@@ -91,7 +91,7 @@ def run_both(call, *operands):
     with pytest.MonkeyPatch.context() as patch:
         used, parts = [], row_blocks.parts
         patch.setattr(devices, "backend", lambda: "gpu")
-        patch.setattr(row_blocks, "parts", lambda *x: used.append(1) or parts(*x))
+        patch.setattr(row_blocks, "parts", lambda z: used.append(1) or parts(z))
         by_kernels = jax.jit(call)(*operands)
         assert used, "the kernels did not run"
     return by_kernels, plain
