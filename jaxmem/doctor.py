@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 from collections.abc import Callable, Mapping
@@ -28,6 +29,11 @@ _EXTRAS = {
     "rich": "train", "safetensors": "train", "tensorboardX": "train",
     "tokenizers": "train",
     "pyarrow": "score", "wandb": "wandb",
+}  # fmt: skip
+# The first releases that this package is not made for, as in pyproject.toml.
+_CEILINGS = {
+    "jax": "0.13", "jaxlib": "0.13", "numpy": "3", "flax": "0.13", "grain": "0.3",
+    "optax": "0.3", "orbax-checkpoint": "1",
 }  # fmt: skip
 _PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu", "jax-rocm7-plugin")
 _VARIABLES = (
@@ -83,8 +89,9 @@ def check() -> Checkup:
     versions |= {name: _version(name) for name in ("jax", "jaxlib", "numpy")}
     plugins = {name: v for name in _PLUGINS if (v := _version(name))}
     installed = {name: _version(name) for name in _EXTRAS}
+    versions |= {name: v for name, v in installed.items() if v}
     return Checkup(
-        versions | {name: v for name, v in installed.items() if v},
+        versions,
         plugins,
         driver(),
         tuple(map(_describe, jax.local_devices())),
@@ -129,11 +136,28 @@ def problems(
         The problems.
     """
     checks: list[Callable[..., str]] = [
-        _unlike_versions, _two_plugins, _plugin_alone, _unused_gpu, _unused_tpu,
-        _wrong_gradients,
+        _too_new, _unlike_versions, _two_plugins, _plugin_alone, _unused_gpu,
+        _unused_tpu, _wrong_gradients, _no_triton,
     ]  # fmt: skip
     messages = [check(versions, plugins, driver, backend) for check in checks]
     return [message for message in messages if message]
+
+
+def _too_new(versions, plugins, driver, backend) -> str:
+    beyond = [
+        f"{name}<{ceiling}"
+        for name, ceiling in _CEILINGS.items()
+        if name in versions and _release(versions[name]) >= _release(ceiling)
+    ]
+    if not beyond:
+        return ""
+    names = ", ".join(f"{(n := x.split('<')[0])} {versions[n]}" for x in beyond)
+    asked = " ".join(f"'{x}'" for x in beyond)
+    return f"{names}: newer than what jaxmem is made for: pip install {asked}"
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
 
 
 def _unlike_versions(versions, plugins, driver, backend) -> str:
@@ -191,6 +215,16 @@ def _wrong_gradients(versions, plugins, driver, backend) -> str:
     return (
         f"jaxlib {versions['jaxlib']} gives wrong gradients where a scan offloads on a "
         "GPU (openxla/xla#46231), which jaxmem refuses: install 0.11.2 or newer"
+    )
+
+
+def _no_triton(versions, plugins, driver, backend) -> str:
+    if backend != "gpu" or devices.has_triton():
+        return ""
+    return (
+        f"jax {versions['jax']} has no Triton backend of Pallas for this GPU: "
+        "gradient_samples, divergences, norms and decoding run on XLA, slower; install "
+        f"'jax<{_CEILINGS['jax']}' where the GPU is of compute capability 8.0 or newer"
     )
 
 

@@ -4,12 +4,16 @@ import json
 import pathlib
 import re
 import tomllib
+import types
 
 import jax
 import pytest
 
 from jaxmem import cli, doctor
 
+ROOT = pathlib.Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+TURING = types.SimpleNamespace(compute_capability="7.5")
 FINE = {"jax": "0.11.2", "jaxlib": "0.11.2"}
 
 
@@ -55,6 +59,39 @@ def test_every_optional_package_is_looked_for():
     assert doctor._EXTRAS == wanted
 
 
+def _requirements():
+    """Each package of pyproject.toml for users, to what it asks of its version."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lists = project["dependencies"], *project["optional-dependencies"].values()
+    found = [re.fullmatch(r"([\w-]+)(\W.*)", text) for of in lists for text in of]
+    return {match[1]: match[2] for match in found if match and match[1] != "jaxmem"}
+
+
+def test_the_ceilings_are_those_of_the_project():
+    below = {
+        name: asked.split("<")[1]
+        for name, asked in _requirements().items()
+        if "<" in asked
+    }
+    assert doctor._CEILINGS == below
+    assert {"jax", "jaxlib", "orbax-checkpoint"} <= set(below)
+    range_of_jax = re.search(r"jax ≥ ([\d.]+) and < ([\d.]+);", README)
+    assert f">={range_of_jax[1]},<{range_of_jax[2]}" == _requirements()["jax"]
+    assert f"'jax[cuda13]<{below['jax']}'" in README
+    assert f"'jax[cuda13]<{below['jax']}'" in (ROOT / "docs/start.md").read_text()
+
+
+def test_what_is_installed_here_is_not_too_new():
+    installed = {name: doctor._version(name) for name in doctor._CEILINGS}
+    assert doctor._too_new(installed, {}, "", "cpu") == ""
+
+
+def test_a_gpu_without_the_kernels_of_triton(monkeypatch):
+    monkeypatch.setattr(jax, "devices", lambda: [TURING])
+    (problem,) = problems(driver="580.1", backend="gpu")
+    assert "gradient_samples, divergences, norms and decoding run on XLA" in problem
+
+
 def test_nothing_is_wrong():
     assert problems() == []
     assert problems(plugins={"jax-cuda13-plugin": "0.11.2"}, driver="580.1",
@@ -72,6 +109,12 @@ def test_nothing_is_wrong():
         ({"plugins": {"jax-cuda13-plugin": "0.11.2"}}, "JAX_PLATFORMS=cpu"),
         ({"versions": {"jax": "0.11.1", "jaxlib": "0.11.1"}, "backend": "gpu"},
          "openxla/xla#46231"),
+        ({"versions": {"jax": "0.13.0", "jaxlib": "0.13.0"}},
+         "pip install 'jax<0.13' 'jaxlib<0.13'"),
+        ({"versions": FINE | {"orbax-checkpoint": "1.0.0rc1"}},
+         "orbax-checkpoint 1.0.0rc1: newer than what jaxmem is made for"),
+        ({"versions": FINE | {"orbax-checkpoint": "0.12.8"}, "driver": "580.1"},
+         "pip install 'jax[cuda13]==0.11.2'"),
     ],
 )  # fmt: skip
 def test_bad_combinations(found, said):

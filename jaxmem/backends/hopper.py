@@ -40,7 +40,11 @@ MIN_TOKENS_PADDED = 1024
 
 def supported(spec: Spec, source: Head | Logits) -> str | None:
     """None if this backend can run the call here, or else the reason."""
-    return refuses_call(spec, source) or refuses_machine()
+    refusal = refuses_call(spec, source) or refuses_machine()
+    if refusal or spec.gradient_samples is None or _devices.has_triton():
+        return refusal
+    version = jax.__version__
+    return f"gradient_samples needs Pallas's Triton backend, not in jax {version}"
 
 
 def refuses_machine() -> str | None:

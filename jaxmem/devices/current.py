@@ -110,7 +110,11 @@ def has_triton() -> bool:
     It has them for NVIDIA GPUs of compute capability 8.0 and later, in a jax that still
     has this backend, which 0.11 deprecates.
     """
-    if importlib.util.find_spec("jax.experimental.pallas.triton") is None:
+    try:
+        found = importlib.util.find_spec("jax.experimental.pallas.triton")
+    except ModuleNotFoundError:  # of a package above it
+        return False
+    if found is None:
         return False
     capability = str(getattr(current()[0], "compute_capability", "8.0"))
     major = capability.split(".")[0]

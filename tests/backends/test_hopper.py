@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import re
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
 import jaxmem
+from jaxmem import devices
 from jaxmem.backends import hopper, xla
 from jaxmem.core import partition as _spread
 from jaxmem.kernels import blocks
@@ -502,6 +504,23 @@ def test_calls_that_it_refuses_anywhere(lowered_anywhere):
         jaxmem.logprobs(
             h, W, np.zeros(300, int), residual_bytes="all", implementation="xla"
         )
+
+
+def test_sampled_derivatives_need_triton(lowered_anywhere, monkeypatch):
+    """All else runs without: a call is refused before it imports what is not there."""
+    monkeypatch.setitem(sys.modules, "jax.experimental.pallas.triton", None)
+    call = functools.partial(
+        jaxmem.logprobs, *HEAD, np.zeros(4, int), gradient_samples=4,
+        key=jax.random.key(0),
+    )  # fmt: skip
+    with pytest.raises(NotImplementedError, match="needs Pallas's Triton backend"):
+        call(implementation="hopper")
+    with jaxmem.report() as calls:
+        call()
+    assert calls.calls[0].implementation == "xla"
+    assert "gradient_samples needs Pallas's Triton" in calls.calls[0].why
+    monkeypatch.setitem(sys.modules, "jax.experimental.pallas", None)
+    assert not devices.has_triton()
 
 
 @needs_pallas
