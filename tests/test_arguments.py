@@ -134,6 +134,7 @@ LOSSES = {
     "dapo": RATIO | CLIPS,
     "gspo": dict(logprob=THREE, sequence_log_ratio=THREE, advantages=THREE) | CLIPS,
     "cispo": RATIO | CLIPS,
+    "sapo": RATIO | dict(temperature_pos=1.0, temperature_neg=1.05),
     "entropy_bonus": dict(entropy=THREE, coefficient=0.1),
     "kl_k1": dict(logprob=THREE, ref_logprob=THREE),
     "kl_k2": dict(logprob=THREE, ref_logprob=THREE),
@@ -141,6 +142,12 @@ LOSSES = {
     "kl_low_variance": dict(logprob=THREE, ref_logprob=THREE, limit=10.0),
     "truncated_importance_weights": dict(
         logprob=THREE, rollout_logprob=THREE, cap=2.0
+    ),
+    "masked_importance_weights": dict(logprob=THREE, rollout_logprob=THREE, cap=2.0),
+    "icepop_weights": dict(logprob=THREE, rollout_logprob=THREE, low=0.5, high=5.0),
+    "sequence_mask_weights": dict(
+        logprob=THREE, rollout_logprob=THREE, segment_ids=IDS, low=0.9, high=1.1,
+        statistic="every_token", **WHERE,
     ),
     "sequence_sum": dict(values=THREE, segment_ids=IDS, num_segments=3) | WHERE,
     "sequence_log_ratio": dict(logprob=THREE, old_logprob=THREE, segment_ids=IDS)

@@ -501,6 +501,9 @@ def of_sequences(x):
     return {
         "sum": losses.sequence_sum(lp, ids, num_segments=3, where=where),
         "ratio": losses.sequence_log_ratio(lp, 2 * lp, ids, where=where),
+        "masked": losses.sequence_mask_weights(
+            lp, 1.001 * lp, ids, low=0.5, high=2.0, where=where
+        ),
         "weights": losses.sequence_mean_weights(ids, where=where),
         "grpo": losses.grpo_advantages(lp),
         "rloo": losses.rloo_advantages(lp, ids, num_groups=3),

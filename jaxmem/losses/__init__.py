@@ -38,19 +38,23 @@ from jaxmem.losses.policy import (
     gspo as gspo,
     policy_gradient as policy_gradient,
     ppo_clip as ppo_clip,
+    sapo as sapo,
 )
 from jaxmem.losses.preferences import dpo as dpo, ipo as ipo
 from jaxmem.losses.ratios import (
+    icepop_weights as icepop_weights,
     kl_k1 as kl_k1,
     kl_k2 as kl_k2,
     kl_k3 as kl_k3,
     kl_low_variance as kl_low_variance,
+    masked_importance_weights as masked_importance_weights,
     truncated_importance_weights as truncated_importance_weights,
 )
 from jaxmem.losses.sequences import (
     grpo_advantages as grpo_advantages,
     rloo_advantages as rloo_advantages,
     sequence_log_ratio as sequence_log_ratio,
+    sequence_mask_weights as sequence_mask_weights,
     sequence_mean_weights as sequence_mean_weights,
     sequence_sum as sequence_sum,
 )

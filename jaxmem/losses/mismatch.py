@@ -27,6 +27,10 @@ class MismatchReport(NamedTuple):
         k3: mean of e^Δ - 1 - Δ, another estimate of it, which is never negative.
         p50: median of |Δ|, interpolated likewise.
         p99: 99th percentile of |Δ|, likewise.
+        inside_strict: fraction of tokens whose ratio is in [0.999, 1.002], the band of
+            `losses.sequence_mask_weights`.
+        inside_1_01: fraction of tokens whose ratio is in [0.99, 1.01]; that in
+            [0.8, 1.25] is 1 - outside_1_25.
     """
 
     tokens: jax.Array
@@ -39,6 +43,8 @@ class MismatchReport(NamedTuple):
     k3: jax.Array
     p50: jax.Array
     p99: jax.Array
+    inside_strict: jax.Array
+    inside_1_01: jax.Array
 
 
 @with_automatic_axes(lambda _: PartitionSpec())
@@ -60,7 +66,7 @@ def mismatch_report(
 
     Returns:
         A `MismatchReport` of scalars: tokens, mean, p95, max, outside_1_25, outside_2,
-        k1, k3, p50, p99. In k3, Δ is clamped to ±20.
+        k1, k3, p50, p99, inside_strict, inside_1_01. In k3, Δ is clamped to ±20.
 
     **Memory**: a few arrays of the tokens' shape, one of them sorted.
 
@@ -108,12 +114,20 @@ def mismatch_report(
         k3=mean(kl_k3(rollout, train)),
         p50=percentile(50),
         p99=percentile(99),
+        inside_strict=mean(_inside(train - rollout, 0.999, 1.002)),
+        inside_1_01=mean(_inside(train - rollout, 0.99, 1.01)),
     )
 
 
 def _outside(distance, ratio):
     """1 where the ratio is outside [1/ratio, ratio] or NaN."""
     return 1.0 - (distance <= math.log(ratio)).astype(distance.dtype)
+
+
+def _inside(delta, low, high):
+    """1 where the ratio e^Δ is in [low, high]; 0 for NaN."""
+    within = (delta >= math.log(low)) & (delta <= math.log(high))
+    return within.astype(delta.dtype)
 
 
 def _percentile(ranked, tokens, percent):

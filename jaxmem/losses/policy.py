@@ -306,6 +306,55 @@ def cispo(
     return -lax.stop_gradient(weight * A) * lp
 
 
+def sapo(
+    logprob: ArrayLike,
+    old_logprob: ArrayLike,
+    advantages: ArrayLike,
+    *,
+    temperature_pos: Coefficient = 1.0,
+    temperature_neg: Coefficient = 1.05,
+) -> jax.Array:
+    """SAPO: a smooth gate on the ratio instead of a clip.
+
+        r = e^(logprob - old_logprob),   τ = temperature_pos where A > 0, else _neg
+        out = -(4 / τ) · σ(τ (r - 1)) · A
+
+    At r = 1 its gradient is that of PPO's surrogate; away from 1 it decays on both
+    sides, for either sign of A. Average with `sequence_mean_weights`.
+
+    Args:
+        logprob: as in `ppo_clip`.
+        old_logprob: as in `ppo_clip`.
+        advantages: as in `ppo_clip`.
+        temperature_pos: how fast the gradient of a good token decays, above 0.
+        temperature_neg: that of a bad token; larger, as its gradient raises the
+            probability of all other tokens.
+
+    Returns:
+        A loss per token [...].
+
+    >>> import jax.numpy as jnp
+    >>> from jaxmem import losses
+    >>> ratio, A = jnp.array([1.0, 1.0, 3.0]), jnp.array([1.0, -1.0, 1.0])
+    >>> out = losses.sapo(jnp.log(ratio), jnp.zeros(3), A)
+    >>> [round(float(x), 4) for x in out]
+    [-2.0, 1.9048, -3.5232]
+
+    Reference: Gao et al., "Soft Adaptive Policy Optimization", 2025, arXiv:2511.20347.
+    """
+    lp, old, A = as_tokens(
+        logprob=logprob, old_logprob=old_logprob, advantages=advantages
+    )
+    A = lax.stop_gradient(A)
+    good, bad = (
+        as_coefficient(f"temperature_{sign}", value, 1e-30, tokens=lp.shape)
+        for sign, value in (("pos", temperature_pos), ("neg", temperature_neg))
+    )
+    temperature = jnp.where(A > 0, good, bad)
+    ratio = jnp.exp(clamp(lp - lax.stop_gradient(old)))
+    return -4 / temperature * jax.nn.sigmoid(temperature * (ratio - 1)) * A
+
+
 def entropy_bonus(entropy: ArrayLike, *, coefficient: Coefficient = 0.01) -> jax.Array:
     """A reward for high entropy; add it to a policy's loss.
 

@@ -232,6 +232,93 @@ def truncated_importance_weights(
     You Off-Policy RL Training", 2025 (fengyao.notion.site/off-policy-rl); truncation of
     V-trace, Espeholt et al., 2018, arXiv:1802.01561.
     """
+    ratio = _importance(logprob, rollout_logprob)
+    cap = as_coefficient("cap", cap, 0, infinite=True, tokens=ratio.shape)
+    return lax.stop_gradient(jnp.minimum(ratio, cap))
+
+
+def masked_importance_weights(
+    logprob: ArrayLike, rollout_logprob: ArrayLike, *, cap: Coefficient = 2.0
+) -> jax.Array:
+    """MIS: importance weights that drop a token whose weight is above a cap.
+
+        r = e^(logprob - rollout_logprob)
+        out = stop_gradient(r if r ≤ cap else 0)
+
+    `truncated_importance_weights` keeps such a token with the weight `cap`. A dropped
+    token counts in the loss's normaliser as before. TRL calls this `token_mask`.
+
+    Args:
+        logprob: as in `truncated_importance_weights`.
+        rollout_logprob: as in `truncated_importance_weights`.
+        cap: largest weight that is kept.
+
+    Returns:
+        A weight per token [...].
+
+    >>> import jax.numpy as jnp
+    >>> from jaxmem import losses
+    >>> lp, rollout = jnp.array([-1.0, -1.0]), jnp.array([-1.0, -3.0])
+    >>> losses.masked_importance_weights(lp, rollout)
+    Array([1., 0.], dtype=float32)
+
+    Reference: Liu et al., "When Speed Kills Stability: Demystifying RL Collapse from
+    the Training-Inference Mismatch", 2025 (richardli.xyz/rl-collapse).
+    """
+    ratio = _importance(logprob, rollout_logprob)
+    cap = as_coefficient("cap", cap, 0, infinite=True, tokens=ratio.shape)
+    return lax.stop_gradient(jnp.where(ratio <= cap, ratio, 0))
+
+
+def icepop_weights(
+    logprob: ArrayLike,
+    rollout_logprob: ArrayLike,
+    *,
+    low: Coefficient = 0.5,
+    high: Coefficient = 5.0,
+) -> jax.Array:
+    """IcePop: importance weights that drop a token whose weight leaves a band.
+
+        r = e^(logprob - rollout_logprob)
+        out = stop_gradient(r if low ≤ r ≤ high else 0)
+
+    A dropped token counts in the loss's normaliser as before.
+
+    Args:
+        logprob: as in `truncated_importance_weights`.
+        rollout_logprob: as in `truncated_importance_weights`.
+        low: smallest weight that is kept, the paper's α.
+        high: largest weight that is kept, the paper's β.
+
+    Returns:
+        A weight per token [...].
+
+    >>> import jax.numpy as jnp
+    >>> from jaxmem import losses
+    >>> lp, rollout = jnp.array([-1.0, -3.0, -1.0]), jnp.array([-1.0, -1.0, -3.0])
+    >>> losses.icepop_weights(lp, rollout)
+    Array([1., 0., 0.], dtype=float32)
+
+    Reference: Ling Team, "Every Step Evolves: Scaling Reinforcement Learning for
+    Trillion-Scale Thinking Model" (Ring-1T), 2025, arXiv:2510.18855.
+    """
+    ratio = _importance(logprob, rollout_logprob)
+    return lax.stop_gradient(jnp.where(in_band(ratio, low, high), ratio, 0))
+
+
+def in_band(ratio: jax.Array, low: Coefficient, high: Coefficient) -> jax.Array:
+    """Whether each ratio is in [low, high]; NaN is in none.
+
+    Raises:
+        TypeError, ValueError: a bound is out of range, or low is above high.
+    """
+    low = as_coefficient("low", low, 0, tokens=ratio.shape)
+    high = as_coefficient("high", high, 0, infinite=True, tokens=ratio.shape)
+    if isinstance(low, float) and isinstance(high, float) and low > high:
+        raise ValueError(f"low must be at most high={high:g}, got {low:g}")
+    return (ratio >= low) & (ratio <= high)
+
+
+def _importance(logprob, rollout_logprob):
     lp, rollout = as_tokens(logprob=logprob, rollout_logprob=rollout_logprob)
-    cap = as_coefficient("cap", cap, 0, infinite=True, tokens=lp.shape)
-    return lax.stop_gradient(jnp.minimum(jnp.exp(clamp(lp - rollout)), cap))
+    return jnp.exp(clamp(lp - rollout))

@@ -14,13 +14,17 @@ from jax import lax
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from jaxmem.core import checks
+from jaxmem.core import checks, messages
 from jaxmem.core.explicit_axes import sharded_like, with_automatic_axes
 from jaxmem.losses.ratios import (
     Coefficient,
     as_coefficient,
     as_tokens,
+    clamp,
+    in_band,
 )
+
+SEQUENCE_STATISTICS = ("geometric_mean", "every_token")
 
 
 @with_automatic_axes(sharded_like(values=1, segment_ids=1))
@@ -102,6 +106,71 @@ def sequence_log_ratio(
     new, old = as_tokens(logprob=logprob, old_logprob=old_logprob)
     total, count = _over_sequence("logprob", new - old, segment_ids, where)
     return lax.stop_gradient(total / jnp.maximum(count, 1))
+
+
+@with_automatic_axes(sharded_like(logprob=0, rollout_logprob=0, segment_ids=0))
+def sequence_mask_weights(
+    logprob: ArrayLike,
+    rollout_logprob: ArrayLike,
+    segment_ids: ArrayLike,
+    *,
+    low: Coefficient = 0.999,
+    high: Coefficient = 1.002,
+    statistic: str = "geometric_mean",
+    where: ArrayLike | None = None,
+) -> jax.Array:
+    """Importance weights that drop whole sequences whose ratios leave a band.
+
+        r_t = e^(logprob_t - rollout_logprob_t)
+        out_t = stop_gradient(r_t if low ≤ s ≤ high else 0)
+
+    s is the geometric mean of r over the sequence of t, whatever its length; or every
+    r of the sequence has to be in the band. A dropped token counts in the loss's
+    normaliser as before. With the geometric mean this is NeMo-RL's `seq-mask-tis`, and
+    the default band is that of its guide.
+
+    Args:
+        logprob: as in `truncated_importance_weights` [..., T].
+        rollout_logprob: as in `truncated_importance_weights` [..., T].
+        segment_ids: sequence of each token in its row [..., T]; 0 is padding.
+        low: smallest s of a sequence that is kept.
+        high: largest s of a sequence that is kept.
+        statistic: "geometric_mean" or "every_token".
+        where: booleans that broadcast to the tokens; False (a prompt's token) does not
+            count.
+
+    Returns:
+        A weight per token [..., T]; 0 where a token does not count.
+
+    Raises:
+        ValueError: shapes disagree, low is above high, or statistic is unknown.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxmem import losses
+    >>> lp, rollout = jnp.array([-1.0, -2.0, -4.0]), jnp.array([-2.0, -1.0, -3.5])
+    >>> ids = jnp.array([1, 1, 2])
+    >>> [round(float(x), 2) for x in losses.sequence_mask_weights(lp, rollout, ids)]
+    [2.72, 0.37, 0.0]
+
+    Reference: Liu et al., "When Speed Kills Stability: Demystifying RL Collapse from
+    the Training-Inference Mismatch", 2025 (richardli.xyz/rl-collapse); NeMo-RL #1899.
+    """
+    lp, rollout = as_tokens(logprob=logprob, rollout_logprob=rollout_logprob)
+    log_ratio = clamp(lp - rollout)
+    if statistic == "geometric_mean":
+        total, count = _over_sequence("logprob", log_ratio, segment_ids, where)
+        kept = in_band(jnp.exp(total / jnp.maximum(count, 1)), low, high)
+    elif statistic == "every_token":
+        strays = 1.0 - in_band(jnp.exp(log_ratio), low, high).astype(lp.dtype)
+        total, count = _over_sequence("logprob", strays, segment_ids, where)
+        kept = total == 0
+    else:
+        raise ValueError(
+            f"statistic must be one of {SEQUENCE_STATISTICS}, got "
+            f"{messages.short(statistic)}"
+        )
+    weights = jnp.where(kept & (count > 0), jnp.exp(log_ratio), 0)
+    return lax.stop_gradient(jnp.where(jnp.isnan(total), jnp.nan, weights))
 
 
 @with_automatic_axes(sharded_like(segment_ids=0))

@@ -64,8 +64,25 @@ def surrogate(r, A, low, high, dual=None):
     return np.where(A < 0, np.minimum(out, -dual * A), out)
 
 
+def soft_gate(r, A, good, bad):
+    """SAPO's loss; TRL, verl and NeMo-RL write it the same way."""
+    tau = np.where(A > 0, good, bad)
+    return -A * 4 / tau / (1 + np.exp(-tau * (r - 1)))
+
+
 def k3(lp, ref):
     return np.exp(ref - lp) - 1 - (ref - lp)
+
+
+def drop(r, low, high):
+    """TRL's masked importance sampling, with the lower bound of its #4732."""
+    return np.where((r < low) | (r > high), 0, r)
+
+
+def seq_mask_tis(log_ratio, low, high):
+    """NeMo-RL's seq-mask-tis where every row is a sequence and every token counts."""
+    mean = np.exp(log_ratio.mean(-1, keepdims=True))
+    return np.exp(log_ratio) * ((mean >= low) & (mean <= high))
 
 
 # name: (ours, reference); `s` is what dense gives, `c` the same, held constant where
@@ -126,6 +143,10 @@ TOKEN_LOSSES = {
             -np.clip(np.exp(c["logprob"] - o["old"]), 0.7, 1.5) * o["A"] * s["logprob"]
         ),
     ),
+    "sapo": (
+        lambda s, o: losses.sapo(s["logprob"], o["old"], o["A"], temperature_neg=1.5),
+        lambda s, c, o: soft_gate(np.exp(s["logprob"] - o["old"]), o["A"], 1.0, 1.5),
+    ),
     "entropy_bonus": (
         lambda s, o: losses.entropy_bonus(s["entropy"]),
         lambda s, c, o: -0.01 * s["entropy"],
@@ -152,6 +173,29 @@ TOKEN_LOSSES = {
             * s["logprob"]
         ),
         lambda s, c, o: np.minimum(np.exp(c["logprob"] - o["ref"]), 1.5) * s["logprob"],
+    ),
+    "masked_importance_weights": (
+        lambda s, o: (
+            losses.masked_importance_weights(s["logprob"], o["ref"], cap=1.5)
+            * s["logprob"]
+        ),
+        lambda s, c, o: drop(np.exp(c["logprob"] - o["ref"]), 0, 1.5) * s["logprob"],
+    ),
+    "icepop_weights": (
+        lambda s, o: (
+            losses.icepop_weights(s["logprob"], o["ref"], low=0.7, high=1.5)
+            * s["logprob"]
+        ),
+        lambda s, c, o: drop(np.exp(c["logprob"] - o["ref"]), 0.7, 1.5) * s["logprob"],
+    ),
+    "sequence_mask_weights": (
+        lambda s, o: (
+            losses.sequence_mask_weights(
+                s["logprob"], o["ref"], np.ones(SHAPE, int), low=0.7, high=1.1
+            )
+            * s["logprob"]
+        ),
+        lambda s, c, o: seq_mask_tis(c["logprob"] - o["ref"], 0.7, 1.1) * s["logprob"],
     ),
     "a sum of them": (
         lambda s, o: (
@@ -231,6 +275,12 @@ def test_the_problem_meets_every_branch_and_no_kink(problem):
     for bound in (0.7, 0.8, 0.9, 1.2, 1.28, 1.5):
         assert np.abs(ratio - bound).min() > 1e-5
     assert np.abs(other["log_ratio"] - np.log(1.0004)).min() > 2 * STEP
+    log_ratio = dense(z, y)["logprob"] - other["ref"]
+    ratio_to_ref, of_rows = np.exp(log_ratio), np.exp(log_ratio.mean(-1))
+    assert 0 < ((of_rows >= 0.7) & (of_rows <= 1.1)).sum() < len(of_rows)
+    for bound in (0.7, 1.5):
+        assert np.abs(ratio_to_ref - bound).min() > 1e-5
+    assert (ratio_to_ref < 0.7).any() and (ratio_to_ref > 1.5).any()
     for sign in (A > 0, A < 0):
         assert (sign & (ratio < 0.7)).any() and (sign & (ratio > 1.5)).any()
         assert (sign & (other["log_ratio"] > 5e-4)).any()
@@ -305,9 +355,15 @@ POLICY = {
         lp, losses.sequence_log_ratio(lp, old, jnp.ones(lp.shape, int)), A
     ),
     "cispo": losses.cispo,
+    "sapo": lambda lp, old, A: losses.sapo(lp, old, A),
     "kl_k3": lambda lp, old, A: losses.kl_k3(lp, old),
     "kl_low_variance": lambda lp, old, A: losses.kl_low_variance(lp, old),
     "weights": lambda lp, old, A: losses.truncated_importance_weights(lp, old),
+    "masked weights": lambda lp, old, A: losses.masked_importance_weights(lp, old),
+    "icepop weights": lambda lp, old, A: losses.icepop_weights(lp, old),
+    "sequence weights": lambda lp, old, A: losses.sequence_mask_weights(
+        lp, old, jnp.ones(lp.shape, int)
+    ),
 }
 
 
@@ -332,7 +388,7 @@ def test_no_ratio_overflows(name, log_ratio):
 def test_a_masked_token_has_ratio_one(name):
     nothing = jnp.zeros((2, 2))
     loss, slope = value_and_slope(POLICY[name], nothing, nothing, nothing)
-    want = 1 if name == "weights" else 0
+    want = 1 if name.endswith("weights") else 0
     assert (loss == want).all() and (slope == 0).all()
 
 
@@ -590,10 +646,35 @@ def test_gspo_is_the_clipped_sequence_objective(packed):
     assert any(moving) and not all(moving)
 
 
+def test_masks_of_packed_sequences(packed):
+    lp, rollout = packed
+    ratio = np.exp(lp.astype(np.float64) - rollout)
+    bounds = dict(low=0.9995, high=1.0005)
+    mean, every = np.zeros((2, *IDS.shape))
+    for row, tokens in SEQUENCES:
+        of_tokens = ratio[row, tokens]
+        inside = (of_tokens >= 0.9995) & (of_tokens <= 1.0005)
+        every[row, tokens] = of_tokens * inside.all()
+        geometric = np.prod(of_tokens) ** (1 / len(tokens))
+        mean[row, tokens] = of_tokens * (0.9995 <= geometric <= 1.0005)
+    mask = jax.jit(losses.sequence_mask_weights, static_argnames="statistic")
+    got = mask(lp, rollout, IDS, where=ON, **bounds)
+    np.testing.assert_allclose(got, mean, rtol=1e-6)
+    got = mask(lp, rollout, IDS, where=ON, statistic="every_token", **bounds)
+    np.testing.assert_allclose(got, every, rtol=1e-6)
+    kept = [
+        [bool(x[row, tokens[0]]) for row, tokens in SEQUENCES] for x in (mean, every)
+    ]
+    assert kept[0] != kept[1] and any(kept[0]) and not all(kept[0])
+
+
 def test_a_segment_that_cannot_be_is_nan_where_it_shows_late():
     lp, ids = jnp.zeros((2, 3)), jnp.array([[1, 7, 0], [1, 2, 2]])
     ratio = losses.sequence_log_ratio(lp, lp, ids)
     np.testing.assert_array_equal(np.isnan(ratio), [[0, 1, 0], [0, 0, 0]])
+    for statistic in ("geometric_mean", "every_token"):
+        kept = losses.sequence_mask_weights(lp, lp, ids, statistic=statistic)
+        np.testing.assert_array_equal(np.isnan(kept), [[0, 1, 0], [0, 0, 0]])
     weights = losses.sequence_mean_weights(ids, num_sequences=3)
     assert np.isnan(weights[0, 1]) and np.isfinite(weights[1]).all()
     sums = jax.jit(losses.sequence_sum, static_argnames="num_segments")(
@@ -741,6 +822,9 @@ def test_what_is_called_a_constant_is_one():
         losses.rloo_advantages,
         lambda x: losses.sequence_log_ratio(x, 0 * x, jnp.ones(x.shape, int)),
         lambda x: losses.truncated_importance_weights(x, x),
+        lambda x: losses.masked_importance_weights(x, x),
+        lambda x: losses.icepop_weights(x, 0.9 * x),
+        lambda x: losses.sequence_mask_weights(x, x, jnp.ones(x.shape, int)),
     ):
         # Not by a plain sum: advantages of a group add up to 0 whatever they are.
         slope = jax.grad(lambda x, made=made: jnp.vdot(made(x), weights))(x)
@@ -943,6 +1027,24 @@ ONE, TWO = jnp.zeros(1), jnp.zeros(2)
             lambda: losses.sft(TWO, jnp.zeros(2, jnp.float8_e4m3fn)), TypeError,
             "weights must hold real numbers, got float8_e4m3fn",
             id="8 bits",
+        ),
+        pytest.param(
+            lambda: losses.icepop_weights(TWO, TWO, low=3.0, high=2.0), ValueError,
+            "low must be at most high=2, got 3",
+            id="band",
+        ),
+        pytest.param(
+            lambda: losses.sapo(TWO, TWO, TWO, temperature_neg=0), ValueError,
+            "temperature_neg must be a number, at least 1e-30, got 0",
+            id="temperature",
+        ),
+        pytest.param(
+            lambda: losses.sequence_mask_weights(
+                TWO, TWO, jnp.ones(2, int), statistic="mean"
+            ),
+            ValueError,
+            "statistic must be one of ('geometric_mean', 'every_token'), got 'mean'",
+            id="statistic",
         ),
         pytest.param(
             lambda: losses.sequence_sum(TWO, jnp.ones(2, int), num_segments=10**30),

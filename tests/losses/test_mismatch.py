@@ -25,6 +25,8 @@ def expected(train, rollout):
         k3=(np.exp(delta) - 1 - delta).mean(),
         p50=np.percentile(np.abs(delta), 50),
         p99=np.percentile(np.abs(delta), 99),
+        inside_strict=((np.exp(delta) >= 0.999) & (np.exp(delta) <= 1.002)).mean(),
+        inside_1_01=((np.exp(delta) >= 0.99) & (np.exp(delta) <= 1.01)).mean(),
     )
 
 
@@ -54,6 +56,18 @@ def test_every_number_tells_something_of_its_own(logprobs):
     got = report(*logprobs)
     assert 0 < got.outside_2 < got.outside_1_25 < 1
     assert got.p50 < got.mean < got.p95 < got.p99 < got.max
+    near = report(logprobs[0], logprobs[0] + (logprobs[1] - logprobs[0]) / 40)
+    assert 0 < near.inside_strict < near.inside_1_01 < 1 - near.outside_1_25
+
+
+@pytest.mark.parametrize(
+    ("ratio", "strict", "wide"),
+    [(1, 1, 1), (1.0019, 1, 1), (1.0021, 0, 1), (0.9991, 1, 1), (0.9989, 0, 1)]
+    + [(1.0099, 0, 1), (1.0101, 0, 0), (0.9901, 0, 1), (0.9899, 0, 0)],
+)
+def test_retention_by_band(ratio, strict, wide):
+    got = report(np.float32([np.log(ratio)]), np.zeros(1, np.float32))
+    assert (got.inside_strict, got.inside_1_01) == (strict, wide)
 
 
 def test_bands_are_symmetric_and_closed():
@@ -72,7 +86,8 @@ def test_types_where_promotion_is_strict(logprobs):
 def test_a_sampler_that_agrees(logprobs):
     train, _ = logprobs
     got = report(train, train)
-    assert got.tokens == 300 and not any(np.any(x) for x in got[1:])
+    assert got.tokens == 300 and got.inside_strict == got.inside_1_01 == 1
+    assert not any(np.any(x) for x in got[1:-2])
 
 
 @pytest.mark.parametrize("shape", [SHAPE, (0,), (3, 0)])
@@ -86,7 +101,9 @@ def test_a_broken_token_shows(logprobs):
     train[0, 3] = np.nan
     got = report(train, rollout)
     assert all(np.isnan(x) for x in (got.mean, got.p50, got.p95, got.max, got.k1))
-    assert got.outside_2 > report(*logprobs).outside_2
+    whole = report(*logprobs)
+    assert got.outside_2 > whole.outside_2
+    assert got.inside_1_01 <= whole.inside_1_01
     train[0, 3] = -1000.0
     got = report(train, rollout)
     assert all(np.isfinite(x) for x in got)
