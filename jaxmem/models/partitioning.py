@@ -125,12 +125,29 @@ class Layout:
         return jax.set_mesh(self.mesh) if self.mesh else contextlib.nullcontext()
 
     def of_weights(self, shapes: Any) -> Any:
-        """`jax.ShapeDtypeStruct`s of weights, or of moments, with shardings.
+        """`jax.ShapeDtypeStruct`s of weights with shardings.
 
         Raises:
             ValueError: a weight's axis is not divisible by its mesh axes.
         """
         return self._placed(shapes, _weight_spec)
+
+    def of_moments(self, shapes: Any, weights: Any) -> Any:
+        """The same for an optimizer's state, which has some arrays per weight.
+
+        An array of its weight's shape is sharded like that; others, such as sums over
+        the rows of a matrix, are replicated.
+        """
+        leaves = jax.tree_util.tree_leaves_with_path(weights)
+        whole = {(_name(path), leaf.shape) for path, leaf in leaves}
+
+        def spec_of(name: str, shape: tuple[int, ...]) -> PartitionSpec:
+            parts = name.split("/")  # the weight's name comes last
+            ends = ("/".join(parts[i:]) for i in range(len(parts)))
+            has_its_shape = any((end, shape) in whole for end in ends)
+            return _weight_spec(name, shape) if has_its_shape else PartitionSpec()
+
+        return self._placed(shapes, spec_of)
 
     def of_tokens(self, shapes: Any) -> Any:
         """The same for arrays [..., B, T]."""

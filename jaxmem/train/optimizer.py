@@ -1,7 +1,8 @@
-"""AdamW with a learning-rate schedule, for all weights or some of them."""
+"""Optimizers of optax by name, with a learning-rate schedule."""
 
 import dataclasses
 import re
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -27,14 +28,15 @@ _RANGES = {
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW with a learning-rate schedule that starts with a linear warmup."""
+    """An optimizer of optax with a schedule that starts with a linear warmup."""
 
     learning_rate: float = 3e-3  # the peak, reached after the warmup
     # steps of linear rise, fewer than run.steps; None: warmup_fraction says it
     warmup_steps: int | None = None
     final_fraction: float = 0.1  # of the peak, reached after the last step
-    b1: float = 0.9  # decay of the mean of the gradients
-    b2: float = 0.95  # decay of the mean of the squared gradients
+    # decay of the mean of the gradients; momentum of "sgd" and "muon"
+    b1: float = 0.9
+    b2: float = 0.95  # decay of the mean of the squared gradients; second of "lion"
     eps: float = 1e-8  # added to the root of the mean square
     weight_decay: float = 0.1  # per unit of learning rate; matrices only
     clip_norm: float | None = 1.0  # largest global gradient norm; None: no clipping
@@ -49,15 +51,38 @@ class OptimizerConfig:
     schedule: Literal["cosine", "constant", "linear", "wsd"] = "cosine"
     warmup_fraction: float = 0.1  # of run.steps, where warmup_steps is None
     decay_fraction: float = 0.2  # of run.steps, of the schedule "wsd"
+    # "muon" orthogonalises the updates of the blocks' matrices, and leaves the other
+    # weights to AdamW; "adafactor" keeps the squares of a matrix by row and by column
+    name: Literal["adamw", "muon", "adafactor", "lion", "sgd"] = "adamw"
 
     def __post_init__(self):
         """Raise a ValueError that names a field with an impossible value."""
         check_numbers(self, _RANGES)
+        check_field(self, "name", self.name in _RULES, f"one of {tuple(_RULES)}")
+        self._check_read()
         known = ("cosine", "constant", "linear", "wsd")
         check_field(self, "schedule", self.schedule in known, f"one of {known}")
         if self.trainable is not None:
             check_field(
                 self, "trainable", _is_pattern(self.trainable), "a regular expression"
+            )
+
+    def _check_read(self) -> None:
+        """Refuse what the named optimizer does not read or cannot do."""
+        for field in dataclasses.fields(self):
+            if field.name not in ("b1", "b2", "eps"):
+                continue
+            value = getattr(self, field.name)
+            if value != field.default and field.name not in _READ[self.name]:
+                raise ValueError(
+                    f"OptimizerConfig.{field.name}={value} is not read by "
+                    f"optimizer.name={self.name!r}; leave it out"
+                )
+        if self.offload and self.name in ("muon", "adafactor"):
+            raise ValueError(
+                f"OptimizerConfig.offload=True needs an elementwise optimizer, and "
+                f"optimizer.name={self.name!r} reads whole matrices: name adamw, lion "
+                "or sgd"
             )
 
 
@@ -126,12 +151,12 @@ def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedul
 def make_optimizer(
     config: OptimizerConfig, schedule: optax.Schedule
 ) -> optax.GradientTransformation:
-    """Clipping by the global norm, if configured, followed by `adamw`."""
+    """Clipping by the global norm, if configured, followed by `update_rule`."""
     # The state has one structure in both cases, so a resumed run may change clip_norm.
     clipping = optax.identity()
     if config.clip_norm is not None:
         clipping = optax.clip_by_global_norm(config.clip_norm)
-    return optax.chain(clipping, adamw(config, schedule))
+    return optax.chain(clipping, update_rule(config, schedule))
 
 
 def clip(config: OptimizerConfig, gradients: Any) -> tuple[Any, jax.Array]:
@@ -143,22 +168,95 @@ def clip(config: OptimizerConfig, gradients: Any) -> tuple[Any, jax.Array]:
     return clipping.update(gradients, optax.EmptyState())[0], norm
 
 
-def adamw(
+def update_rule(
     config: OptimizerConfig, schedule: optax.Schedule
 ) -> optax.GradientTransformation:
-    """AdamW without weight decay of norms and biases."""
+    """The optimizer `optimizer.name`, without weight decay of norms and biases."""
+    return _RULES[config.name](config, schedule)
 
-    def decays(params: Any) -> Any:
-        # Select by name: stacking over layers gives a norm's scale two axes.
-        return jax.tree_util.tree_map_with_path(
-            lambda path, _: path[-1].key not in ("scale", "bias"), params
-        )
 
+def _decays(params: Any) -> Any:
+    # Select by name: stacking over layers gives a norm's scale two axes.
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: path[-1].key not in ("scale", "bias"), params
+    )
+
+
+def _adamw(config: OptimizerConfig, schedule: optax.Schedule):
     return optax.adamw(
         schedule,
         b1=config.b1,
         b2=config.b2,
         eps=config.eps,
         weight_decay=config.weight_decay,
-        mask=decays,
+        mask=_decays,
     )
+
+
+def _lion(config: OptimizerConfig, schedule: optax.Schedule):
+    decay = config.weight_decay
+    return optax.lion(schedule, config.b1, config.b2, weight_decay=decay, mask=_decays)
+
+
+def _sgd(config: OptimizerConfig, schedule: optax.Schedule):
+    return optax.chain(
+        optax.trace(config.b1), _decayed(config), optax.scale_by_learning_rate(schedule)
+    )
+
+
+def _adafactor(config: OptimizerConfig, schedule: optax.Schedule):
+    # optax's own weight decay would not follow the learning rate.
+    return optax.chain(
+        optax.adafactor(None), optax.scale(-1.0), _decayed(config),
+        optax.scale_by_learning_rate(schedule),
+    )  # fmt: skip
+
+
+def _decayed(config: OptimizerConfig) -> optax.GradientTransformation:
+    return optax.add_decayed_weights(config.weight_decay, _decays)
+
+
+def _muon(config: OptimizerConfig, schedule: optax.Schedule):
+    muon = optax.contrib.muon(
+        schedule,
+        beta=config.b1,
+        weight_decay=config.weight_decay,
+        weight_decay_mask=_decays,
+        muon_weight_dimension_numbers=lambda params: jax.tree.map(_last_axes, params),
+        # One learning rate serves both: root mean squares are those of AdamW
+        # (https://arxiv.org/abs/2502.16982).
+        consistent_rms=0.2,
+    )
+    rules = {"muon": muon, "adamw": _adamw(config, schedule)}
+    return optax.partition(rules, _rule_of_weights)
+
+
+def _last_axes(weight: Any) -> optax.contrib.MuonDimensionNumbers:
+    return optax.contrib.MuonDimensionNumbers(weight.ndim - 2, weight.ndim - 1)
+
+
+def _rule_of_weights(params: Any) -> Any:
+    """The name of each weight's rule: Muon for blocks' matrices, AdamW for the rest."""
+
+    def rule(path: Any, _: Any) -> str:
+        is_matrix = path[0].key == "blocks" and path[-1].key in _MATRICES
+        return "muon" if is_matrix else "adamw"
+
+    return jax.tree_util.tree_map_with_path(rule, params)
+
+
+_MATRICES = ("kernel", "lora_a", "lora_b")
+_RULES: dict[str, Callable] = {
+    "adamw": _adamw,
+    "muon": _muon,
+    "adafactor": _adafactor,
+    "lion": _lion,
+    "sgd": _sgd,
+}
+_READ = {  # of b1, b2 and eps
+    "adamw": ("b1", "b2", "eps"),
+    "muon": ("b1", "b2", "eps"),
+    "adafactor": (),
+    "lion": ("b1", "b2"),
+    "sgd": ("b1",),
+}

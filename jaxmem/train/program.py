@@ -24,9 +24,9 @@ from jaxmem.train.checkpoint import Checkpoints
 from jaxmem.train.memory import RematConfig
 from jaxmem.train.optimizer import (
     OptimizerConfig,
-    adamw,
     clip,
     make_optimizer,
+    update_rule,
 )
 
 # Only "xla" has these verbs, whichever backend computes the others.
@@ -111,14 +111,15 @@ class DecoderProgram:
         self.optimizer = make_optimizer(config.optimizer, schedule)
         self.streamed: Streamed | None = None
         if config.optimizer.offload:
-            self.streamed = Streamed(adamw(config.optimizer, schedule))
+            self.streamed = Streamed(update_rule(config.optimizer, schedule))
         self.layout = Layout(config.mesh)
         self._use(config.remat.start)
         with self.layout.context():
             weights = nnx.to_pure_dict(nnx.split(self.abstract)[1])
             params, frozen = jax.eval_shape(self._split, weights)
-            state = TrainState(params, jax.eval_shape(self._moments, params))
-        self.state_shapes = self.layout.of_weights(state)
+            moments = jax.eval_shape(self._moments, params)
+        moments = self.layout.of_moments(moments, params)
+        self.state_shapes = TrainState(self.layout.of_weights(params), moments)
         self.frozen_shapes = self.layout.of_weights(frozen)
         if self.streamed is not None:
             params = self.state_shapes.params
@@ -376,7 +377,8 @@ def add_in_float32(sums: Any, terms: Any) -> Any:
 def fixed_moments(optimizer: OptimizerConfig) -> dict[str, Any]:
     """Optimizer settings that a resumed run must share with the saved one."""
     # Moments on the host are saved in slices.
-    return {"offload": True} if optimizer.offload else {}
+    offload = {"offload": True} if optimizer.offload else {}
+    return offload | ({"name": optimizer.name} if optimizer.name != "adamw" else {})
 
 
 def fixed_weights(optimizer: OptimizerConfig, seed: int) -> dict[str, dict[str, Any]]:
