@@ -227,7 +227,7 @@ def _muon(config: OptimizerConfig, schedule: optax.Schedule):
         # (https://arxiv.org/abs/2502.16982).
         consistent_rms=0.2,
     )
-    rules = {"muon": muon, "adamw": _adamw(config, schedule)}
+    rules: dict[Any, Any] = {"muon": muon, "adamw": _adamw(config, schedule)}
     return optax.partition(rules, _rule_of_weights)
 
 
