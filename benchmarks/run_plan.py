@@ -34,7 +34,6 @@ HEADS = (
     ((8192, 4096, 151936), "token_loss"),
     ((8192, 4096, 151936), "logprobs"),
     ((8192, 4096, 151936), "token_stats implementation=xla"),
-    ((8192, 4096, 151936), "token_stats residual_bytes=all"),
     ((8192, 4096, 151936), "materialised_stats"),
     ((32768, 4096, 128256), "token_stats"),
     ((8192, 2304, 256000), "token_loss"),

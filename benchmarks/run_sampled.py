@@ -26,7 +26,6 @@ import numpy as np
 import jaxmem
 from benchmarks import results, sampled_data
 from jaxmem import timing
-from jaxmem.backends import choose
 from jaxmem.bench import stopwatch
 from jaxmem.core.options import HeadOptions
 from jaxmem.functional import arguments
@@ -110,13 +109,13 @@ def kept(chunk: int, slots: int, h, W, y) -> dict[str, Any]:
     """Columns: mean and largest number of entries of a token, the label's not."""
     options = HeadOptions(chunk=chunk, gradient_samples=slots, key=jax.random.key(0))
     call = arguments.head_call("logprobs", ("logprob",), h, W, y, options)
-    forward = choose.sampler(call.backend).forward
+    forward = call.backend.sampler.forward
     run = jax.jit(lambda *operands: forward(call.spec, *operands, ("logprob",))[1].p)
     counts = jnp.sum(run(call.source, call.rows) > 0, axis=1)
     return {
         "kept_mean": round(float(jnp.mean(counts)), 2),
         "kept_max": int(jnp.max(counts)),
-        "implementation": call.backend.NAME,
+        "implementation": call.backend.name,
     }
 
 

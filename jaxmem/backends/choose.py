@@ -1,4 +1,4 @@
-"""Chooses the backend of a call, and states the reason."""
+"""The backends, and which one runs a call and why."""
 
 from jaxmem.backends import (
     hopper,
@@ -8,38 +8,50 @@ from jaxmem.backends import (
     xla_blocks,
     xla_sampled,
 )
-from jaxmem.backends.protocol import Backend, Blocked, Sampler
+from jaxmem.backends.protocol import Backend
 from jaxmem.core import checks, messages
 from jaxmem.core.operands import Head, Logits
 from jaxmem.core.options import Implementation
 from jaxmem.core.spec import Spec
 
-# The fastest first; the last one runs every call on every device.
-BACKENDS: tuple[Backend, ...] = (hopper, xla)
-KNOWN: dict[str, Backend] = {backend.NAME: backend for backend in reversed(BACKENDS)}
+# The fastest first; the last one runs on every device.
+BACKENDS: tuple[Backend, ...] = (
+    Backend(
+        name="hopper",
+        advantage="its token_stats measured faster than that of 'xla', in less memory",
+        stores_logits=False,
+        loops=hopper,
+        blocks=hopper_blocks,
+        sampler=hopper_sampled,
+    ),
+    Backend(
+        name="xla",
+        advantage="runs on every device",
+        stores_logits=True,
+        loops=xla,
+        blocks=xla_blocks,
+        sampler=xla_sampled,
+    ),
+)
 
-_SAMPLERS: dict[str, Sampler] = {hopper.NAME: hopper_sampled, xla.NAME: xla_sampled}
-_BLOCKED: dict[str, Blocked] = {hopper.NAME: hopper_blocks, xla.NAME: xla_blocks}
 
-
-def blocked(backend: Backend) -> Blocked:
-    """The backend's loops for `gradient_blocks`."""
-    return _BLOCKED[backend.NAME]
-
-
-def sampler(backend: Backend) -> Sampler:
-    """The backend's loops for `gradient_samples`."""
-    return _SAMPLERS[backend.NAME]
+def names() -> tuple[str, ...]:
+    """The names that `implementation=` takes; the one for every device first."""
+    return tuple(backend.name for backend in reversed(BACKENDS))
 
 
 def check(implementation: Implementation | None) -> None:
     """Raise unless the implementation is None or a known name."""
-    checks.check_implementation(implementation)
-    if implementation is not None and implementation not in KNOWN:
-        known = ", ".join(repr(name) for name in KNOWN)
+    if implementation is None:
+        return
+    if not isinstance(implementation, str):
+        raise TypeError(
+            f"implementation must be a name or None, got {checks.brief(implementation)}"
+        )
+    if implementation not in names():
         raise ValueError(
-            f"implementation must be None or one of {known}, got "
-            f"{messages.short(implementation)}"
+            f"implementation must be None or one of {', '.join(map(repr, names()))}, "
+            f"got {messages.short(implementation)}"
         )
 
 
@@ -59,43 +71,22 @@ def choose(
     Raises:
         NotImplementedError: the named backend, or none, can run the call.
     """
-    if spec.residual_rows:
-        return _keeper(implementation, spec, source)
+    refusals = {x.name: x.refuses(spec, source) for x in BACKENDS}
     if implementation is not None:
-        return _named(implementation, spec, source), "named by the caller"
-    why = []
-    for backend in BACKENDS:
-        refusal = backend.supported(spec, source)
-        unproven = None if refusal else backend.unproven(spec, source)
-        if refusal:
-            why.append(f"runs on every device; {backend.NAME!r} does not: {refusal}")
-        elif unproven:
-            why.append(f"{backend.NAME!r} runs too, but {unproven}")
-        else:
-            return backend, "; ".join(why) or backend.ADVANTAGE
-    raise NotImplementedError(f"no backend runs this call: {'; '.join(why)}")
-
-
-def _named(implementation, spec, source):
-    backend = KNOWN[implementation]
-    refusal = backend.supported(spec, source)
-    if refusal:
-        raise NotImplementedError(
-            f"implementation={implementation!r} cannot run this call: {refusal}; pass "
-            "implementation=None for what can"
-        )
-    return backend
-
-
-def _keeper(implementation, spec, source):
-    """The only backend that keeps exponentials, for residual_bytes."""
-    (keeper,) = (backend for backend in BACKENDS if backend.KEEPS_EXPONENTIALS)
-    if implementation == keeper.NAME:
-        return _named(implementation, spec, source), "named by the caller"
-    refusal = keeper.supported(spec, source) if implementation is None else None
-    if implementation is not None or refusal:
-        raise NotImplementedError(
-            f"residual_bytes needs implementation={keeper.NAME!r}, which alone keeps "
-            f"exponentials{f': {refusal}' if refusal else ''}; pass residual_bytes=0"
-        )
-    return keeper, "alone keeps exponentials for residual_bytes"
+        if refusals[implementation]:
+            raise NotImplementedError(
+                f"implementation={implementation!r} cannot run this call: "
+                f"{refusals[implementation]}; pass implementation=None for what can"
+            )
+        named = next(x for x in BACKENDS if x.name == implementation)
+        return named, "named by the caller"
+    able = [backend for backend in BACKENDS if not refusals[backend.name]]
+    why = [f"{name!r} does not: {said}" for name, said in refusals.items() if said]
+    if not able:
+        raise NotImplementedError(f"no backend runs this call: {'; '.join(why)}")
+    for backend in able[:-1]:
+        unproven = backend.loops.unproven(spec, source)
+        if not unproven:
+            return backend, backend.advantage
+        why.append(f"{backend.name!r} runs too, but {unproven}")
+    return able[-1], "; ".join([able[-1].advantage, *why])

@@ -50,10 +50,10 @@ def outputs(backend: Backend, spec: Spec, source: Head, rows: Rows, names) -> di
 def backward(
     backend: Backend, spec: Spec, source: Head, rows: Rows, saved: Outputs, cotangents
 ) -> Head:
-    """Cotangent of the source, in its dtypes; see `Backend.backward`."""
+    """Cotangent of the source, in its dtypes; see `Loops.backward`."""
 
     def run(here, head):
-        return backend.backward(here, head, rows, saved, cotangents)
+        return backend.loops.backward(here, head, rows, saved, cotangents)
 
     parts = _in_sequence(spec, source, run)
     dhidden = _shards.sum_tree(part.hidden for part in parts)
@@ -71,7 +71,7 @@ def backward(
 def _statistics(backend, spec, source, rows) -> Stats:
     """The statistics of every group, [G, N]; undefined where inactive."""
     parts = _in_sequence(
-        spec, source, lambda here, head: backend.statistics(here, head, rows)
+        spec, source, lambda here, head: backend.loops.statistics(here, head, rows)
     )
     # XLA removes none of the sums, so that a verb which needs few has the same bits.
     parts = lax.optimization_barrier(parts)

@@ -20,12 +20,6 @@ from jaxmem.core import operands as _operands, shards as _shards, stats as _stat
 from jaxmem.core.operands import Head, Logits, Rows
 from jaxmem.core.spec import Spec
 from jaxmem.kernels import active, blocks, padding, tuned
-from jaxmem.kernels.tiles import MAX_CLUSTER_ROWS
-
-NAME = "hopper"
-STORES_LOGITS = False
-KEEPS_EXPONENTIALS = True
-ADVANTAGE = "its token_stats measured faster than that of 'xla', in less memory"
 
 # Times with gradients on an H200, D=4096 V=151936, in GEMMs, "xla" in parentheses:
 # 256 tokens 7.7 (11.1), 512 5.3 (6.7), 1024 4.3 (5.1); chunks of 256 4.3 (7.6), of 128
@@ -65,11 +59,6 @@ def refuses_call(spec: Spec, source: Head | Logits) -> str | None:
         return "it makes logits from hidden states and W, the caller has logits already"
     if spec.compute_dtype not in (jnp.bfloat16, jnp.float16):
         return f"it multiplies bfloat16 or float16, hidden is {spec.compute_dtype}"
-    if 0 < spec.residual_rows < min(source.hidden.shape[0], MAX_CLUSTER_ROWS):
-        return (
-            f"residual_bytes holds exponentials of {spec.residual_rows} tokens, it "
-            f"keeps those of {MAX_CLUSTER_ROWS} at a time"
-        )
     return None
 
 
@@ -126,44 +115,16 @@ def statistics(spec: Spec, source: Head, rows: Rows) -> _stats.Stats:
     return _add_statistics(spec, padded, rows, _operands.no_statistics(spec, rows))
 
 
-def forward_and_keep(spec: Spec, source: Head, rows: Rows, names) -> tuple[dict, Any]:
-    """`forward`, and the first active rows' exponentials, for `backward`.
-
-    Raises:
-        NotImplementedError: inside `jax.shard_map` with check_vma=True.
-    """
-    from jaxmem.kernels import forward as kernel
-
-    if _shards.varying((source, rows)):
-        # The exponentials would have to be typed as device-varying, and kernels cannot
-        # write in place to arrays of such a type.
-        raise NotImplementedError(
-            "residual_bytes inside jax.shard_map needs check_vma=False there; or pass "
-            "residual_bytes=0"
-        )
-    padded = padding.head(spec, _operands.cast(spec, source))
-    env, first, rest = _split(spec, padded, rows)
-    block = active.in_one_block(first.active, env.n_rows)
-    stats, kept = kernel.statistics_and_exps(env, *inputs(spec, padded, rows, block))
-    all_stats = active.put(_operands.no_statistics(spec, rows), block, stats)
-    if rest is not None:
-        all_stats = _add_statistics(spec, padded, rest, all_stats)
-    return _operands.outputs(spec, rows, all_stats, names), kept
-
-
 def backward(
-    spec: Spec, source: Head, rows: Rows, saved: _stats.Outputs, cotangents, kept=None
+    spec: Spec, source: Head, rows: Rows, saved: _stats.Outputs, cotangents
 ) -> Head:
     """Cotangent of the source; sums over tokens in float32."""
     padded = padding.head(spec, _operands.cast(spec, source))
     n_rows = rows.labels.shape[0]
     columns, depth = padding.columns_and_depth(spec, padded)
     # Several launches per block of the vocabulary save memory for W's sums; but not if
-    # W has no gradient, if the sums coexist with exponentials, or if they are the
-    # gradient itself.
-    row_blocks_only = (
-        spec.frozen_head or kept is not None or source.W.dtype == jnp.float32
-    )
+    # W has no gradient, or if the sums are the gradient itself.
+    row_blocks_only = spec.frozen_head or source.W.dtype == jnp.float32
     size, single_block = blocks.backward_rows(
         n_rows, tokens_here(spec), columns, depth, row_blocks_only, n_clusters(),
         spec.gradient_blocks,
@@ -171,21 +132,7 @@ def backward(
     this = Pass(
         spec, launch_env(spec, padded, size, "derivative"), padded, single_block
     )
-    recomputed_rows = rows
-    if kept is None:
-        sums = _sums(this, source)
-    else:
-        kept_env, first, recomputed_rows = _split(spec, padded, rows)
-        this = this._replace(single_block=recomputed_rows is None)
-        sums = _sums(this, source)
-        block = active.in_one_block(first.active, kept_env.n_rows)
-        outputs, g = jax.tree.map(
-            lambda x: _operands.take(x, block.ids), (saved, cotangents)
-        )
-        kept_pass = this._replace(env=kept_env)
-        sums = _add_kept(kept_pass, rows, block, kept, (outputs, g), sums)
-    if recomputed_rows is not None:
-        sums = _add_recomputed(this, recomputed_rows, saved, cotangents, sums)
+    sums = _add_recomputed(this, rows, saved, cotangents, _sums(this, source))
     like = _operands.trained(spec, source)
     return _cotangent(spec, like, sums, this.single_block)
 
@@ -251,18 +198,6 @@ def inputs(spec: Spec, padded: Head, rows: Rows, block) -> tuple:
     labels = _operands.part_labels(spec, rows, block.ids)
     hidden = _hidden(padded, block.ids)
     return hidden, padded.W, labels, block.n_active[None], padded.bias, temperature
-
-
-def _split(spec, padded, rows):
-    """A launch of rows whose exponentials are kept, these rows, the others or None."""
-    n_rows, whole = rows.labels.shape[0], MAX_CLUSTER_ROWS
-    size = spec.residual_rows // whole * whole
-    if spec.residual_rows >= n_rows:
-        size = blocks.whole(n_rows)
-    rank = jnp.cumsum(rows.active, dtype=jnp.int32)
-    first, rest = rows.active & (rank <= size), rows.active & (rank > size)
-    rest = None if n_rows <= size else rows._replace(active=rest)
-    return launch_env(spec, padded, size, "exps"), rows._replace(active=first), rest
 
 
 def _add_kept(this, rows, block, kept, outputs_and_cotangents, sums):

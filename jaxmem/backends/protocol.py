@@ -1,5 +1,6 @@
-"""The protocol of a backend: a module with these functions."""
+"""A backend: the loops that it must have, and those for what it can do besides."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -16,31 +17,11 @@ from jaxmem.core.stats import Cotangents, Outputs, Stats
 OfChunk = Callable[[jax.Array, Outputs], tuple[Any, Cotangents]]
 
 
-class Backend(Protocol):
-    """Loops over chunks of active rows; `backends.choose` lists the implementations.
+class Loops(Protocol):
+    """Loops over chunks of active rows: a module with these functions.
 
     A source is a `Head`, or `Logits` given by the caller.
     """
-
-    @property
-    def NAME(self) -> str:
-        """Its name for `implementation=`."""
-        ...
-
-    @property
-    def STORES_LOGITS(self) -> bool:
-        """Whether a chunk's float32 logits are in memory, or reduced in registers."""
-        ...
-
-    @property
-    def KEEPS_EXPONENTIALS(self) -> bool:
-        """Whether it has `forward_and_keep`, for `residual_bytes`."""
-        ...
-
-    @property
-    def ADVANTAGE(self) -> str:
-        """Why it is preferred to those after it in `choose.BACKENDS`."""
-        ...
 
     def supported(self, spec: Spec, source: Any) -> str | None:
         """None if it can run the call here, or else the reason."""
@@ -63,16 +44,10 @@ class Backend(Protocol):
         """
         ...
 
-    def forward_and_keep(
-        self, spec: Spec, source: Any, rows: Rows, names: Sequence[str]
-    ) -> tuple[dict, Any]:
-        """`forward`, and the exponentials of the first spec.residual_rows rows."""
-        ...
-
     def backward(
-        self, spec: Spec, source: Any, rows: Rows, saved: Outputs, cotangents, kept=None
+        self, spec: Spec, source: Any, rows: Rows, saved: Outputs, cotangents
     ) -> Head | Logits:
-        """Cotangent of the source; kept is the result of `forward_and_keep`."""
+        """Cotangent of the source."""
         ...
 
     def one_pass(
@@ -98,23 +73,23 @@ class Backend(Protocol):
         ...
 
 
-class Blocked(Protocol):
-    """A backend's loops for `gradient_blocks`; see `choose.blocked`."""
+class Blocks(Protocol):
+    """A backend's loops for `gradient_blocks`."""
 
     def backward(
         self, spec: Spec, source: Head, rows: Rows, saved: Outputs, cotangents
     ) -> Head:
-        """`Backend.backward`, with sums of W's gradient for a block at a time."""
+        """`Loops.backward`, with sums of W's gradient for a block at a time."""
         ...
 
 
 class Sampler(Protocol):
-    """A backend's loops for `gradient_samples`; see `choose.sampler`."""
+    """A backend's loops for `gradient_samples`."""
 
     def forward(
         self, spec: Spec, source: Head, rows: Rows, names: Sequence[str]
     ) -> tuple[dict, Entries]:
-        """`Backend.forward`, bitwise equal, and the sampled entries of every row."""
+        """`Loops.forward`, bitwise equal, and the sampled entries of every row."""
         ...
 
     def backward(
@@ -127,3 +102,33 @@ class Sampler(Protocol):
     def gradient(self, spec: Spec, source: Head, rows: Rows, dz: Derivative) -> Head:
         """Cotangent of the source from the derivative by h Wᵀ at sampled entries."""
         ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Backend:
+    """What runs a call; `choose.BACKENDS` lists them.
+
+    Attributes:
+        name: its name for `implementation=`.
+        advantage: why it is preferred to those after it in `choose.BACKENDS`.
+        stores_logits: whether a chunk's float32 logits are in memory, or reduced in
+            registers.
+        loops: those that every call needs.
+        blocks: those for `gradient_blocks`; None: it has none.
+        sampler: those for `gradient_samples`.
+    """
+
+    name: str
+    advantage: str
+    stores_logits: bool
+    loops: Loops
+    blocks: Blocks | None = None
+    sampler: Sampler | None = None
+
+    def refuses(self, spec: Spec, source: Any) -> str | None:
+        """Why it cannot run the call here; None if it can."""
+        if spec.gradient_blocks > 1 and self.blocks is None:
+            return "it has no loops for gradient_blocks"
+        if spec.gradient_samples and self.sampler is None:
+            return "it has no loops for gradient_samples"
+        return self.loops.supported(spec, source)

@@ -38,11 +38,6 @@ from jaxmem.core.operands import (
 )
 from jaxmem.core.spec import Spec
 
-NAME = "xla"
-STORES_LOGITS = True
-KEEPS_EXPONENTIALS = False
-ADVANTAGE = "runs every call on every device"
-
 _ALIGNMENT = 64  # columns
 
 
@@ -84,10 +79,9 @@ def statistics(spec: Spec, source: Head | Logits, rows: Rows) -> _stats.Stats:
 
 
 def backward(
-    spec: Spec, source: Any, rows: Rows, saved: _stats.Outputs, cotangents, kept=None
+    spec: Spec, source: Any, rows: Rows, saved: _stats.Outputs, cotangents
 ) -> Head | Logits:
     """Cotangent of the source; sums over tokens in the statistics' dtype."""
-    assert not kept, "this backend keeps no exponentials"
     original, source = trained(spec, source), _aligned(spec, cast(spec, source))
 
     def chunk(row_ids, sums):
@@ -135,15 +129,6 @@ def one_pass(
     values, sums = for_active_chunks(spec.chunk, rows.active, chunk, carry)
     sums = jax.tree.map(unpadded, sums, trained(spec, source))
     return values, sum_over_shards(spec, sums)
-
-
-def forward_and_keep(spec: Spec, source: Head, rows: Rows, names) -> tuple[dict, Any]:
-    """Not supported: this backend recomputes the logits (`KEEPS_EXPONENTIALS`).
-
-    Raises:
-        NotImplementedError: always.
-    """
-    raise NotImplementedError(f"{NAME!r} keeps no exponentials")
 
 
 def loss_rows(spec: Spec, source: Head | Logits) -> int:

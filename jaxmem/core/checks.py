@@ -1,7 +1,7 @@
 """Checks of the public functions' arguments, with an error message for each."""
 
 from collections.abc import Iterator
-from typing import Literal, TypeGuard
+from typing import TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ import numpy as np
 from jax.core import Tracer
 
 from jaxmem.core import messages, ranges
-from jaxmem.core.options import Chunk, Implementation, Layout
+from jaxmem.core.options import Chunk, Layout
 
 AUTO_CHUNK_BYTES = 512 * 2**20  # float32 logits alive at once under chunk="auto"
 
@@ -272,29 +272,6 @@ def check_flag(name: str, value: bool) -> bool:
     return bool(value)
 
 
-def check_residual_bytes(
-    residual_bytes: int | Literal["all"], n_tokens: int, bytes_a_token: int
-) -> int:
-    """The number of tokens whose exponentials fit; all of them for "all"."""
-    if _is_text(residual_bytes, "all"):
-        return n_tokens
-    if isinstance(residual_bytes, Tracer) or not isinstance(
-        residual_bytes, (int, np.integer)
-    ):
-        raise TypeError(
-            "residual_bytes must be a Python integer or 'all', got "
-            f"{brief(residual_bytes)}"
-        )
-    if residual_bytes < 0:
-        raise ValueError(f"residual_bytes must not be negative, got {residual_bytes}")
-    if 0 < residual_bytes < bytes_a_token:
-        raise ValueError(
-            f"residual_bytes must be 0, 'all' or at least {bytes_a_token}, the bytes "
-            f"of one token, got {residual_bytes}"
-        )
-    return min(int(residual_bytes) // bytes_a_token, n_tokens)
-
-
 def check_gradient_blocks(gradient_blocks: int) -> int:
     """The number of blocks in which W's gradient is summed."""
     if isinstance(gradient_blocks, (bool, np.bool_)) or not isinstance(
@@ -345,14 +322,6 @@ def check_vocab_groups(
             f"pad W to {columns + -columns % vocab_groups} columns and pass vocab_size"
         )
     return int(vocab_groups)
-
-
-def check_implementation(implementation: Implementation | None) -> None:
-    """Require a name or None; the backends know which names exist."""
-    if not (implementation is None or isinstance(implementation, str)):
-        raise TypeError(
-            f"implementation must be a name or None, got {brief(implementation)}"
-        )
 
 
 def forward_mode(error: TypeError) -> TypeError:

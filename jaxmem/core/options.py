@@ -9,7 +9,7 @@ from jax.typing import ArrayLike
 Layout = Literal["vd", "dv"]
 Chunk = int | None | Literal["auto"]
 AxisName = str | tuple[str, ...]
-Implementation = Literal["xla", "hopper"]
+Implementation = str  # one of `backends.choose.names()`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +29,6 @@ class HeadOptions:
     vocab_size: int | None = None
     layout: Layout | None = None
     frozen_head: bool = False
-    residual_bytes: int | Literal["all"] = 0
     gradient_blocks: int = 1
     gradient_samples: int | None = None
     key: jax.Array | None = None

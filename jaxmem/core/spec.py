@@ -20,7 +20,6 @@ class Spec:
     layout: Layout | None = None  # None: the caller already has logits
     softcap: float | None = None
     frozen_head: bool = False  # W and bias are constants
-    residual_rows: int = 0  # tokens whose exponentials are kept as a residual
     gradient_blocks: int = 1  # of the vocabulary, each with sums of W's gradient
     gradient_samples: int | None = None  # entries of a token's derivative; None: all
     shards: Shards | None = None  # the sharding of the vocabulary over mesh axes

@@ -1,7 +1,5 @@
 """The public functions: they check, flatten, compute, and restore the shape."""
 
-from typing import Literal
-
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
@@ -29,7 +27,6 @@ def logprobs(
     vocab_size: int | None = None,
     layout: Layout | None = None,
     frozen_head: bool = False,
-    residual_bytes: int | Literal["all"] = 0,
     gradient_blocks: int = 1,
     gradient_samples: int | None = None,
     key: jax.Array | None = None,
@@ -63,11 +60,6 @@ def logprobs(
             hidden's gradient is computed in the forward pass, kept as a residual and
             scaled by the cotangent; it is rounded to hidden's dtype before and after
             scaling. Two GEMMs in all, instead of three.
-        residual_bytes: byte budget for residuals, 2·V per token: exponentials from the
-            forward pass, so that the backward pass recomputes only the other tokens'
-            logits. "all" takes three GEMMs instead of four. Only "hopper" has it, on
-            one device; where jit partitions the program, each device computes all
-            tokens.
         gradient_blocks: blocks of the vocabulary, one after another in the backward
             pass, each with float32 sums of its part of W's gradient only. As many GEMMs
             as with 1, in less memory; but hidden's gradient, if it has 16 bits, is
@@ -125,8 +117,6 @@ def logprobs(
       128 ("hopper": 256). In "xla" also b·V·D/B for a copy of W's block, and
       (4 + 2·b)·D for each token of B chunks, or of as many tokens as a block has
       columns if that is less and no less than a chunk; in "hopper" at most 8·S·D.
-    - residual_bytes: that many, from the forward to the backward pass, and 4·V·D during
-      the same time if they cover only part of the tokens.
     - gradient_samples, under `jax.grad`: residuals of 8·K per token. Forward in "xla"
       4·C·V·(1 + 2/16) + 512·C·K for the search (XLA for CPUs: 12·C·V instead of 4·C·V
       for more outputs than the log-probability); in "hopper" 2·C·V, and V/16 per token
@@ -164,8 +154,7 @@ def logprobs(
             temperature or softcap is not positive; the implementation is unknown; no
             shard_map binds axis_name, or W is not sharded along it; gradient_samples is
             not an integer from 1 to V - 1, or only one of it and key is given;
-            gradient_blocks is less than 1, or more beside residual_bytes or
-            gradient_samples.
+            gradient_blocks is less than 1, or more beside gradient_samples.
         NotImplementedError: a gradient of the temperature or a second derivative is
             requested, or the implementation cannot run this call here.
 
@@ -180,9 +169,8 @@ def logprobs(
     options = HeadOptions(
         chunk=chunk, where=where, temperature=temperature, softcap=softcap, bias=bias,
         vocab_size=vocab_size, layout=layout, frozen_head=frozen_head,
-        residual_bytes=residual_bytes, gradient_blocks=gradient_blocks,
-        gradient_samples=gradient_samples, key=key, axis_name=axis_name,
-        vocab_groups=vocab_groups, implementation=implementation,
+        gradient_blocks=gradient_blocks, gradient_samples=gradient_samples, key=key,
+        axis_name=axis_name, vocab_groups=vocab_groups, implementation=implementation,
     )  # fmt: skip
     call = arguments.head_call("logprobs", ("logprob",), hidden, W, labels, options)
     return _run(call)["logprob"]
@@ -202,7 +190,6 @@ def token_stats(
     vocab_size: int | None = None,
     layout: Layout | None = None,
     frozen_head: bool = False,
-    residual_bytes: int | Literal["all"] = 0,
     gradient_blocks: int = 1,
     gradient_samples: int | None = None,
     key: jax.Array | None = None,
@@ -236,9 +223,8 @@ def token_stats(
     options = HeadOptions(
         chunk=chunk, where=where, temperature=temperature, softcap=softcap, bias=bias,
         vocab_size=vocab_size, layout=layout, frozen_head=frozen_head,
-        residual_bytes=residual_bytes, gradient_blocks=gradient_blocks,
-        gradient_samples=gradient_samples, key=key, axis_name=axis_name,
-        vocab_groups=vocab_groups, implementation=implementation,
+        gradient_blocks=gradient_blocks, gradient_samples=gradient_samples, key=key,
+        axis_name=axis_name, vocab_groups=vocab_groups, implementation=implementation,
     )  # fmt: skip
     call = arguments.head_call(
         "token_stats", TokenStats._fields, hidden, W, labels, options
@@ -259,7 +245,6 @@ def entropy(
     vocab_size: int | None = None,
     layout: Layout | None = None,
     frozen_head: bool = False,
-    residual_bytes: int | Literal["all"] = 0,
     gradient_blocks: int = 1,
     gradient_samples: int | None = None,
     key: jax.Array | None = None,
@@ -283,9 +268,8 @@ def entropy(
     options = HeadOptions(
         chunk=chunk, where=where, temperature=temperature, softcap=softcap, bias=bias,
         vocab_size=vocab_size, layout=layout, frozen_head=frozen_head,
-        residual_bytes=residual_bytes, gradient_blocks=gradient_blocks,
-        gradient_samples=gradient_samples, key=key, axis_name=axis_name,
-        vocab_groups=vocab_groups, implementation=implementation,
+        gradient_blocks=gradient_blocks, gradient_samples=gradient_samples, key=key,
+        axis_name=axis_name, vocab_groups=vocab_groups, implementation=implementation,
     )  # fmt: skip
     call = arguments.head_call(
         "entropy", ("entropy",), hidden, W, arguments.NO_LABELS, options

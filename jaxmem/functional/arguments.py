@@ -79,11 +79,11 @@ def _call(recorded, outputs, source, shape, labels, options):
     rows = read_rows(spec, shape, labels, options)
     spec, source = typed(spec, source, rows)
     backend, why = choose.choose(options.implementation, spec, source)
-    live_bytes = 4 * spec.chunk * spec.columns if backend.STORES_LOGITS else 0
+    live_bytes = 4 * spec.chunk * spec.columns if backend.stores_logits else 0
     verb, shapes = recorded
     report.record(
         report.Call(
-            verb, shapes, backend.NAME, why, spec.chunk, live_bytes,
+            verb, shapes, backend.name, why, spec.chunk, live_bytes,
             spec.gradient_samples,
         )
     )  # fmt: skip
@@ -97,14 +97,6 @@ def _spec_of(source, outputs, options):
     all_columns = columns * shards.count if shards else columns
     vocab_size = checks.check_vocab_size(options.vocab_size, all_columns)
     samples = checks.check_gradient_samples(options.gradient_samples, vocab_size)
-    residual_rows = checks.check_residual_bytes(
-        options.residual_bytes, data.shape[0], data.dtype.itemsize * columns
-    )
-    if samples and residual_rows:
-        raise ValueError(
-            "residual_bytes must be 0 with gradient_samples, whose backward pass needs "
-            "no exponentials"
-        )
     stats_dtype = np.promote_types(data.dtype, np.float32)
     groups = _groups_of(options, all_columns, shards)
     return Spec(
@@ -119,7 +111,6 @@ def _spec_of(source, outputs, options):
         layout=options.layout,
         softcap=checks.check_softcap(options.softcap),
         frozen_head=bool(options.frozen_head),
-        residual_rows=residual_rows,
         gradient_blocks=_gradient_blocks(source, options, stats_dtype),
         gradient_samples=samples,
         shards=shards,
@@ -131,12 +122,11 @@ def _spec_of(source, outputs, options):
 def _gradient_blocks(source, options, stats_dtype):
     """How many blocks have sums of W's gradient; 1 where there are no such sums."""
     n_blocks = checks.check_gradient_blocks(options.gradient_blocks)
-    for name, default in (("residual_bytes", 0), ("gradient_samples", None)):
-        if n_blocks > 1 and getattr(options, name) != default:
-            raise ValueError(
-                f"gradient_blocks={n_blocks} must be 1 with {name}, whose backward "
-                "pass does not recompute all logits"
-            )
+    if n_blocks > 1 and options.gradient_samples is not None:
+        raise ValueError(
+            f"gradient_blocks={n_blocks} must be 1 with gradient_samples, whose "
+            "backward pass does not recompute all logits"
+        )
     # Sums in the dtype of W are its gradient itself.
     no_sums = options.frozen_head or not isinstance(source, Head)
     return 1 if no_sums or source.W.dtype == stats_dtype else n_blocks
@@ -146,7 +136,7 @@ def _groups_of(options, all_columns, shards):
     """The checked `vocab_groups`, or None."""
     n_shards = shards.count if shards else 1
     groups = checks.check_vocab_groups(options.vocab_groups, all_columns, n_shards)
-    alone = {"gradient_blocks": 1, "gradient_samples": None, "residual_bytes": 0}
+    alone = {"gradient_blocks": 1, "gradient_samples": None}
     for name, default in alone.items():
         if groups and getattr(options, name) != default:
             raise NotImplementedError(

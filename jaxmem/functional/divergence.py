@@ -29,6 +29,7 @@ from jaxmem.core.options import Chunk, HeadOptions, Implementation, Layout
 from jaxmem.core.spec import Spec
 from jaxmem.functional import arguments, rule
 from jaxmem.functional.divergence_terms import JSD, KL, ForwardKL
+from jaxmem.functional.sampled import sampler_of
 from jaxmem.functional.sampled_two_heads import SampledTwoHeadsRule
 from jaxmem.functional.two_heads import FrozenTwoHeadsRule, TwoHeadsRule
 
@@ -348,7 +349,7 @@ def _divergence(verb, divergence, hidden, W, reference, options):
     if spec.gradient_samples is not None:
         backend, _ = choose.choose(options.implementation, spec, policy)
         two_heads = SampledTwoHeadsRule(
-            spec, divergence, other_spec, kernels, choose.sampler(backend)
+            spec, divergence, other_spec, kernels, sampler_of(backend)
         )
     results = rule.run(two_heads, (policy,), ((rows, other_rows), other))
     return jnp.reshape(results, shape)

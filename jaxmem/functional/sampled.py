@@ -8,7 +8,7 @@ nothing. If no derivative is requested, nothing is sampled.
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxmem.backends import choose
+from jaxmem.backends.protocol import Backend, Sampler
 from jaxmem.core import stats as _stats
 from jaxmem.core.stats import TokenStats
 from jaxmem.functional.rule import by_tokens, fitted, of_tokens, once
@@ -18,6 +18,12 @@ from jaxmem.functional.vjp import LossRule, StatisticsRule
 _SAVED = ("logprob", "max", "log_sum")
 
 
+def sampler_of(backend: Backend) -> Sampler:
+    """The sampler of a backend that was chosen for a call with gradient_samples."""
+    assert backend.sampler is not None, f"{backend.name!r} has no sampler"
+    return backend.sampler
+
+
 class SampledStatisticsRule(StatisticsRule):
     """`StatisticsRule` with a sampled derivative."""
 
@@ -25,7 +31,7 @@ class SampledStatisticsRule(StatisticsRule):
         """See `Rule.forward_and_save`."""
         (source,), (rows,), spec = trained, fixed, self.spec
         names = (*spec.outputs, *(k for k in _SAVED if k not in spec.outputs))
-        forward = choose.sampler(self.backend).forward
+        forward = sampler_of(self.backend).forward
         run = by_tokens(
             spec,
             lambda s, r: forward(fitted(spec, r), s, r, names),
@@ -39,7 +45,7 @@ class SampledStatisticsRule(StatisticsRule):
         return {k: results[k] for k in spec.outputs}, residuals
 
     def _backward(self, source, rows, saved, cotangents, kept):
-        backward, of_source = choose.sampler(self.backend).backward, of_tokens(source)
+        backward, of_source = sampler_of(self.backend).backward, of_tokens(source)
         run = by_tokens(
             self.spec,
             lambda s, r, *other: backward(fitted(self.spec, r), s, r, *other),
@@ -59,7 +65,7 @@ class SampledLossRule(LossRule):
     def one_pass(self, source, given, operands, count):
         """See `LossRule.one_pass`."""
         rows = given
-        spec, sampler = fitted(self.spec, rows), choose.sampler(self.backend)
+        spec, sampler = fitted(self.spec, rows), sampler_of(self.backend)
         names = (*TokenStats._fields, "max", "log_sum")
         outputs, entries = sampler.forward(spec, source, rows, names)
         values, cotangents = self.differentiate(spec, outputs, rows, operands, count)

@@ -153,7 +153,7 @@ def token_loss(
     spec, source = arguments.typed(spec, source, (rows, flat, count))
     flat, count = _shards.vary((flat, count), spec.varying)
     loss, operands = traced_loss.trace(
-        loss_fn, spec, backend.loss_rows(spec, source), flat
+        loss_fn, spec, backend.loops.loss_rows(spec, source), flat
     )
     if 0 in shape:
         nothing = traced_loss.nothing(loss, spec, operands, 0, pull=False)

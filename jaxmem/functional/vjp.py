@@ -20,7 +20,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
-from jaxmem.backends import choose, grouped
+from jaxmem.backends import grouped
 from jaxmem.backends.protocol import Backend
 from jaxmem.core import shards as _shards, stats as _stats
 from jaxmem.core.operands import (
@@ -69,18 +69,18 @@ class BackendRule(Rule):
         """`forward` of the backend, by groups or shards if the vocabulary has any."""
         if self.spec.vocab_groups:
             return functools.partial(grouped.outputs, self.backend)
-        return self._merged if self.spec.shards else self.backend.forward
+        return self._merged if self.spec.shards else self.backend.loops.forward
 
     def _gradient(self):
         """`backward` of the backend, by groups or blocks if the vocabulary has any."""
         if self.spec.vocab_groups:
             return functools.partial(grouped.backward, self.backend)
-        if self.spec.gradient_blocks > 1:
-            return choose.blocked(self.backend).backward
-        return self.backend.backward
+        blocks, many = self.backend.blocks, self.spec.gradient_blocks > 1
+        return (blocks if blocks and many else self.backend.loops).backward
 
     def _merged(self, spec, source, rows, names):
-        return outputs(spec, rows, self.backend.statistics(spec, source, rows), names)
+        stats = self.backend.loops.statistics(spec, source, rows)
+        return outputs(spec, rows, stats, names)
 
 
 class StatisticsRule(BackendRule):
@@ -99,9 +99,9 @@ class StatisticsRule(BackendRule):
             results, dhidden = once(run)(source, rows)
             return results, (checkpoint_name(dhidden, "jaxmem_dhidden"), rows.active)
         names = (*spec.outputs, *(k for k in _SAVED if k not in spec.outputs))
-        results, kept = self._forward_and_keep(source, rows, names)
+        results = self.outputs(source, rows, names)
         results = {k: checkpoint_name(v, f"jaxmem_{k}") for k, v in results.items()}
-        residuals = source, rows, results, kept
+        residuals = source, rows, results, ()
         return {k: results[k] for k in spec.outputs}, residuals
 
     def backward(self, residuals, cotangents):
@@ -130,25 +130,13 @@ class StatisticsRule(BackendRule):
             return {name: getattr(outputs, name)}, _stats.Cotangents(**g)
 
         zeros = {name: jnp.zeros(n_rows, spec.stats_dtype)}
-        results, dsource = self.backend.one_pass(spec, source, rows, of_chunk, zeros)
+        results, dsource = self.backend.loops.one_pass(
+            spec, source, rows, of_chunk, zeros
+        )
         return results, dsource.hidden
-
-    def _forward_and_keep(self, source, rows, names):
-        """The outputs, and the exponentials of the first `residual_rows`, or ()."""
-        if not self.spec.residual_rows:
-            return self.outputs(source, rows, names), ()
-
-        def keep(source, rows):
-            return self.backend.forward_and_keep(self.spec, source, rows, names)
-
-        results, kept = once(keep)(source, rows)
-        return results, jax.tree.map(lambda x: checkpoint_name(x, "jaxmem_exps"), kept)
 
     def _backward(self, source, rows, saved, cotangents, kept):
         backward = self._gradient()
-        if kept:
-            run = once(functools.partial(backward, self.spec))
-            return run(source, rows, saved, cotangents, kept)
         of_source = of_tokens(source)
         run = by_tokens(
             self.spec,
@@ -277,7 +265,7 @@ class LossRule(BackendRule):
             return values, g
 
         zeros = traced_loss.nothing(self.loss, spec, operands, n_rows, pull=True)
-        return self.backend.one_pass(spec, source, rows, of_chunk, zeros)
+        return self.backend.loops.one_pass(spec, source, rows, of_chunk, zeros)
 
     def _narrowed_pass(self, source, given, operands, count):
         """`one_pass`, whose cotangents may be summed over devices."""

@@ -15,6 +15,7 @@ import optax
 from flax import nnx
 
 from jaxmem import remat
+from jaxmem.backends import choose
 from jaxmem.core.fields import check_field
 from jaxmem.heads.nnx import LMHead
 from jaxmem.models import kv_cache, layers, lora, partitioning as mesh
@@ -55,7 +56,7 @@ class HeadConfig:
     # jaxmem.logprobs; None: exact gradients
     gradient_samples: int | None = None
     # what computes the loss (fused only), see jaxmem.logprobs; None: the fastest here
-    backend: Literal["xla", "hopper"] | None = None
+    backend: str | None = None
     # groups of the vocabulary (fused only), see jaxmem.logprobs: log-probabilities of
     # the same bits for any mesh.tensor; None: the fewest operations
     vocab_groups: int | None = None
@@ -64,8 +65,9 @@ class HeadConfig:
         """Raise a ValueError for an unknown implementation or an impossible chunk."""
         known = self.implementation in ("fused", "materialised")
         check_field(self, "implementation", known, "one of 'fused', 'materialised'")
-        known = self.backend in ("xla", "hopper", None)
-        check_field(self, "backend", known, "'xla', 'hopper' or None")
+        known = self.backend in (*choose.names(), None)
+        expected = f"{', '.join(map(repr, choose.names()))} or None"
+        check_field(self, "backend", known, expected)
         if self.chunk is not None and self.chunk != "auto":
             if not isinstance(self.chunk, int) or self.chunk <= 0:
                 raise ValueError(

@@ -22,7 +22,6 @@ NAMES: Mapping[str, str] = {
     "jaxmem_log_sum": "the rest of its logsumexp",
     "jaxmem_dhidden": "gradient by hidden of a frozen head",
     "jaxmem_entries": "sampled entries of the logits' derivative",
-    "jaxmem_exps": "exponentials of the head's logits, under residual_bytes",
 }
 
 

@@ -271,11 +271,6 @@ REFUSED = [
         "vocab_groups cannot be combined with gradient_samples; pass one of both",
     ),
     (
-        {"vocab_groups": 2, "residual_bytes": "all"},
-        NotImplementedError,
-        "vocab_groups cannot be combined with residual_bytes; pass one of both",
-    ),
-    (
         {"vocab_groups": 2, "gradient_blocks": 2},
         NotImplementedError,
         "vocab_groups cannot be combined with gradient_blocks; pass one of both",

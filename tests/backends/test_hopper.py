@@ -124,18 +124,6 @@ def test_a_sum_that_follows_changes_no_bit(beside, interpreted, monkeypatch):
     assert launches == ([n, n - 1] if beside else [n])
 
 
-@needs_pallas
-@pytest.mark.parametrize("kept", [256, slow("all")])
-def test_exponentials_kept_for_the_derivative(kept, interpreted):
-    """Of 256 tokens and none of the others, or of all."""
-    if kept == "all":
-        n, options = 100, {}
-    else:
-        n, kept, options = 300, 2 * 130 * kept, {"softcap": 5.0, "layout": "dv"}
-    problem = Case(n, 16, 130, std=3.0).make()
-    check(problem, "hopper", dtype="bfloat16", residual_bytes=kept, **options)
-
-
 # test_ring and test_forward have the schedule, and test_hopper_gpu the bits on a GPU.
 @pytest.mark.slow
 @needs_pallas
@@ -460,20 +448,6 @@ def test_several_shards_sum_beside_a_product(
     assert last == ["psum", "optimization_barrier"][:: 1 if beside else -1]
 
 
-@needs_pallas
-def test_what_is_kept_cannot_be_typed_by_device(lowered_anywhere):
-    def total(h, W, y):
-        return jaxmem.logprobs(
-            h, W, y, axis_name="tensor", residual_bytes="all"
-        ).sum()  # fmt: skip
-
-    shapes, types = [(300, 256), (512, 256), (300,)], (*[jnp.bfloat16] * 2, jnp.int32)
-    operands = list(map(jax.ShapeDtypeStruct, shapes, types))
-    with pytest.raises(NotImplementedError, match="needs check_vma=False there"):
-        in_parts(total).trace(*operands)
-    assert in_parts(total, check_vma=False).trace(*operands)
-
-
 HEAD = jnp.zeros((4, 64), jnp.bfloat16), jnp.zeros((128, 64), jnp.bfloat16)
 
 
@@ -481,8 +455,6 @@ HEAD = jnp.zeros((4, 64), jnp.bfloat16), jnp.zeros((128, 64), jnp.bfloat16)
 def test_without_the_chip_it_says_so():
     with pytest.raises(NotImplementedError, match="'hopper' cannot run.*it needs"):
         jaxmem.logprobs(*HEAD, np.zeros(4, int), implementation="hopper")
-    with pytest.raises(NotImplementedError, match="residual_bytes needs.*: it needs"):
-        jaxmem.logprobs(*HEAD, np.zeros(4, int), residual_bytes="all")
     with jaxmem.report() as calls:
         jaxmem.logprobs(*HEAD, np.zeros(4, int))
     assert calls.calls[0].implementation == "xla"
@@ -497,13 +469,6 @@ def test_calls_that_it_refuses_anywhere(lowered_anywhere):
         )
     with pytest.raises(NotImplementedError, match="has logits already"):
         jaxmem.logprobs_from_logits(h, np.zeros(4, int), implementation="hopper")
-    h = jnp.zeros((300, 64), jnp.bfloat16)
-    with pytest.raises(NotImplementedError, match="exponentials of 10 tokens.*256 at"):
-        jaxmem.logprobs(h, W, np.zeros(300, int), residual_bytes=2 * 128 * 10)
-    with pytest.raises(NotImplementedError, match="which alone keeps exponentials;"):
-        jaxmem.logprobs(
-            h, W, np.zeros(300, int), residual_bytes="all", implementation="xla"
-        )
 
 
 def test_sampled_derivatives_need_triton(lowered_anywhere, monkeypatch):

@@ -471,22 +471,6 @@ ERRORS = [
         "key must not be given without gradient_samples: the exact gradient draws no "
         "random numbers",
     ),
-    # residual_bytes
-    (
-        {"residual_bytes": "some"},
-        TypeError,
-        "residual_bytes must be a Python integer or 'all', got 'some'",
-    ),
-    (
-        {"residual_bytes": -1},
-        ValueError,
-        "residual_bytes must not be negative, got -1",
-    ),
-    (
-        {"residual_bytes": 3},
-        ValueError,
-        "residual_bytes must be 0, 'all' or at least 20, the bytes of one token, got 3",
-    ),
     # axis_name
     (
         {"axis_name": 3},

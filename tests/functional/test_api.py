@@ -79,7 +79,6 @@ def check(
     dtype="float32",
     layout="vd",
     bias=None,
-    residual_bytes=0,
     gradient_blocks=1,
     **options,
 ):
@@ -92,8 +91,7 @@ def check(
         W = W if layout == "vd" else W.T
         return jaxmem.token_stats(
             h, W, problem.y, chunk, bias=bias, layout=layout,
-            residual_bytes=residual_bytes, gradient_blocks=gradient_blocks,
-            implementation=implementation, **options,
+            gradient_blocks=gradient_blocks, implementation=implementation, **options,
         )._asdict()  # fmt: skip
 
     def naive(h, W, bias=None):

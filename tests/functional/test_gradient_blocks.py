@@ -305,8 +305,6 @@ KEY = jax.random.key(0)
     (dict(gradient_blocks=2.0), TypeError, "gradient_blocks must be a Python integer"),
     (dict(gradient_blocks=True), TypeError, "gradient_blocks must be.*got True"),
     (dict(gradient_blocks=None), TypeError, "gradient_blocks must be.*got None"),
-    (dict(gradient_blocks=2, residual_bytes="all"), ValueError,
-     "gradient_blocks=2 must be 1 with residual_bytes"),
     (dict(gradient_blocks=2, gradient_samples=8, key=KEY), ValueError,
      "gradient_blocks=2 must be 1 with gradient_samples"),
 ])  # fmt: skip

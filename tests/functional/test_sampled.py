@@ -232,8 +232,6 @@ def test_over_a_mesh(verb, tokens, vocab):
     (dict(gradient_samples=8, key=3), TypeError, "key must be a PRNG key.*got 3"),
     (dict(gradient_samples=8, key=np.ones(4)), TypeError, "PRNG key.*got float"),
     (dict(gradient_samples=8, key=jax.random.split(KEY, 3)), ValueError, r"\[4\].*\[3"),
-    (dict(gradient_samples=8, key=KEY, residual_bytes="all"), ValueError,
-     "residual_bytes must be 0"),
 ])  # fmt: skip
 def test_bad_arguments_are_refused_by_name(options, error, message):
     h, W, y, _ = problem()

@@ -63,13 +63,6 @@ def test_launches_of_all_rows_follow_a_block_of_columns(interpreted, monkeypatch
     check(problem, "hopper", 16, dtype="bfloat16", bias=bias)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kept", [2 * 300 * 256, "all"])
-def test_exponentials_kept_for_the_derivative(kept, interpreted):
-    problem = Case(300, 64, 300, std=3.0).make()
-    check(problem, "hopper", dtype="bfloat16", residual_bytes=kept, softcap=5.0)
-
-
 # test_hopper has this loss, of columns and rows that do not fill their last block, too.
 @pytest.mark.slow
 @pytest.mark.parametrize(

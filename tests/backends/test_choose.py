@@ -1,0 +1,86 @@
+"""A backend of one's own: one entry in the list of them, and nothing else."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxmem
+from jaxmem.backends import choose
+from jaxmem.models.decoder import HeadConfig
+
+XLA = choose.BACKENDS[-1]
+H = jnp.linspace(-1, 1, 40 * 8).reshape(40, 8).astype(jnp.bfloat16)
+W = jnp.cos(jnp.arange(300 * 8.0)).reshape(300, 8).astype(jnp.bfloat16)
+Y = jnp.arange(40) * 7
+KEY = jax.random.key(0)
+OPTIONS = {
+    "plain": {},
+    "blocks": {"gradient_blocks": 2},
+    "samples": {"gradient_samples": 4, "key": KEY},
+}
+
+
+@pytest.fixture
+def register(monkeypatch):
+    """Adds a copy of "xla" under another name, before all others."""
+
+    def add(**changes):
+        toy = dataclasses.replace(
+            XLA, name="toy", advantage="a toy", stores_logits=False, **changes
+        )
+        monkeypatch.setattr(choose, "BACKENDS", (toy, *choose.BACKENDS))
+
+    return add
+
+
+def gradients(implementation, options):
+    def total(h, W):
+        run = jaxmem.logprobs(h, W, Y, implementation=implementation, **options)
+        return run.sum()
+
+    return jax.value_and_grad(total, (0, 1))(H, W)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_a_copy_of_xla_does_what_xla_does(options, register):
+    register()
+    want, got = gradients("xla", options), gradients("toy", options)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_it_is_preferred_and_said_why(register, monkeypatch):
+    register()
+    monkeypatch.setattr(choose.BACKENDS[0].loops, "unproven", lambda *_: None)
+    with jaxmem.report() as calls:
+        jaxmem.logprobs(H, W, Y)
+    assert calls.calls[0].implementation == "toy" and calls.calls[0].why == "a toy"
+    assert calls.calls[0].live_logits_bytes == 0
+    assert HeadConfig(backend="toy").backend == "toy"
+
+
+@pytest.mark.parametrize("ability", ["blocks", "sampler"])
+def test_it_is_not_asked_for_what_it_cannot_do(ability, register):
+    register(**{ability: None})
+    name = "blocks" if ability == "blocks" else "samples"
+    gradients(None, OPTIONS[name])  # by another one
+    said = f"'toy' cannot run this call: it has no loops for gradient_{name}"
+    with pytest.raises(NotImplementedError, match=said):
+        gradients("toy", OPTIONS[name])
+
+
+def test_without_one_that_can_every_reason_is_given(register, monkeypatch):
+    register(blocks=None)
+    monkeypatch.setattr(choose, "BACKENDS", choose.BACKENDS[:2])
+    said = "'toy' does not: it has no loops .*; 'hopper' does not: it needs"
+    with pytest.raises(NotImplementedError, match=f"no backend runs this call: {said}"):
+        gradients(None, OPTIONS["blocks"])
+
+
+def test_names_are_those_that_exist():
+    with pytest.raises(ValueError, match="None or one of 'xla', 'hopper', got 'toy'"):
+        jaxmem.logprobs(H, W, Y, implementation="toy")
+    with pytest.raises(ValueError, match="backend.*'xla', 'hopper' or None.*'toy'"):
+        HeadConfig(backend="toy")
