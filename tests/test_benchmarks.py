@@ -3,6 +3,7 @@
 import importlib.util
 import itertools
 import json
+import re
 from pathlib import Path
 
 import jax
@@ -14,6 +15,7 @@ from benchmarks import (
     compare,
     exact,
     on_jax,
+    plot_first,
     plot_head,
     plot_sampled,
     results,
@@ -462,6 +464,26 @@ def test_the_figure(tmp_path):
     results.save(tmp_path / "x.csv", rows)
     plot_head.main([str(tmp_path / "x.csv"), f"--out={tmp_path / 'x.svg'}"])
     assert (tmp_path / "x.svg").read_text("utf-8").count("<path") > 10
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_first_figure_shows_what_its_words_say(page):
+    """The bars, and the words in their place, are the committed records."""
+    rows = plot_first.rows_of()
+    figure = plot_first.figure(rows)
+    bars = [[bar.get_width() for bar in ax.patches] for ax in figure.axes]
+    gib = [float(rows["torch.compile"]["forward_backward_peak_mib"]) / 1024]
+    gib += [float(rows[path]["temp_mib"]) / 1024 for path in list(plot_first.BARS)[1:]]
+    seconds = [float(row["forward_backward_ms"]) / 1000 for row in ordered(rows)]
+    np.testing.assert_allclose(bars, [gib, seconds])
+    text = (Path(__file__).parent.parent / page).read_text("utf-8")
+    said = re.search(r"!\[([^]]*)\]\([^)]*first_h200.svg\)", text)
+    shown = [(f"{a:.1f} GiB", f"{b:.2f} s") for a, b in zip(gib, seconds, strict=True)]
+    assert said and all(f"{a} and {b}" in said[1] for a, b in shown)
+
+
+def ordered(rows):
+    return [rows[path] for path in plot_first.BARS]
 
 
 # test_sampled tests the calls that it times, and a test below another script of verbs.
