@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx, traverse_util
 
-from jaxmem.checkpoints import names
+from jaxmem.checkpoints.families import standard
 from jaxmem.checkpoints.reader import CheckpointError, Reader, read_object
 from jaxmem.checkpoints.tensors import Tensors, new_directory, whole, write_tensors
 from jaxmem.core import messages
@@ -24,9 +24,9 @@ _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _RANK = integers(1, limit=2**16)
 _PREFIX = "base_model.model."
 _MODULES = {
-    target: names.module_name(
-        f"blocks/{'attention' if i < 4 else 'feed_forward'}/{target}", ModelConfig()
-    ).rpartition(".")[2]
+    target: standard.NAMES[
+        f"blocks/{'attention' if i < 4 else 'feed_forward'}/{target}"
+    ].rpartition(".")[2]
     for i, target in enumerate(TARGETS)
 }
 # PEFT options that change what an adapter computes, with the only values implemented.
@@ -160,7 +160,7 @@ def read_adapter(directory: str | Path, wanted: Mapping[str, Any]) -> dict[str, 
 def _stored(path: str, layers: int | None) -> list[str]:
     """Names of the tensors of one adapter matrix, one per layer."""
     module, _, matrix = path.rpartition("/")
-    name = names.module_name(module, ModelConfig())
+    name = standard.NAMES[module]
     kind = {"lora_a": "lora_A", "lora_b": "lora_B"}[matrix]
     name = f"{_PREFIX}{name}.{kind}.weight"
     return [name] if layers is None else [name.format(i) for i in range(layers)]

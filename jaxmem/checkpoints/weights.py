@@ -1,6 +1,7 @@
 """Loads a checkpoint's weights into a sharded decoder, and saves them."""
 
 import dataclasses
+import functools
 import json
 import os
 import shutil
@@ -19,6 +20,8 @@ from jaxmem.checkpoints import names
 from jaxmem.checkpoints.adapters import read_adapter, with_adapter
 from jaxmem.checkpoints.architectures import CheckpointConfig, read_config
 from jaxmem.checkpoints.describing import Text, describe, write_text_files
+from jaxmem.checkpoints.families import FAMILIES
+from jaxmem.checkpoints.families.family import Family
 from jaxmem.checkpoints.reader import CheckpointError
 from jaxmem.checkpoints.tensors import Tensors, new_directory, whole, write_tensors
 from jaxmem.core import messages
@@ -143,18 +146,22 @@ def _read_weights(
     like: Any = None,
 ) -> dict[str, Any]:
     tensors = Tensors(config.path.parent)
-    prefixes = names.text_prefixes(tensors) if config.text_part else names.ALONE
+    images = config.images
+    prefixes = names.text_prefixes(tensors, images) if images else names.ALONE
+    naming = functools.partial(
+        names.stored, names=config.family.names, config=model, prefixes=prefixes
+    )
     every = _flat(nnx.to_pure_dict(nnx.split(_abstract(model))[1]))
     every = {path: leaf for path, leaf in every.items() if not lora.is_adapter(path)}
-    _refuse_others(tensors, every, model, prefixes)
-    if config.text_part:
-        _say_what_is_left_out(tensors)
+    _refuse_others(tensors, every, model, images.images if images else (), naming)
+    if images is not None:
+        _say_what_is_left_out(tensors, images.images)
     wanted = every if like is None else _flat(like)
     arrays = {}
     for path, leaf in wanted.items():
         if path not in every:  # an adapter's weight
             continue
-        read = _reader(tensors, names.stored(path, model, prefixes), leaf)
+        read = _reader(tensors, naming(path), leaf)
         place = sharding(path, leaf.shape) if callable(sharding) else sharding
         place = place or (leaf.sharding if like is not None else None)
         if place is None:
@@ -215,7 +222,7 @@ def save(
     dtype = dtype or decoder.config.param_dtype
     raw = dict(config.raw) | ({"tie_word_embeddings": False} if untied else {})
     with new_directory(target) as unfinished:
-        _write_weights(unfinished, decoder, dtype, max_shard_bytes)
+        _write_weights(unfinished, decoder, config.family, dtype, max_shard_bytes)
         if unfinished is not None:
             _write_rest(unfinished, source, raw, dtype)
             if chat_template is not None:
@@ -254,9 +261,10 @@ def save_new(
     target = Path(os.path.expanduser(directory))
     _check_target(target, decoder, overwrite)
     decoder, config = as_known(decoder, max_positions)
+    family = next(f for f in FAMILIES if f.model_type == config["model_type"])
     dtype = dtype or decoder.config.param_dtype
     with new_directory(target) as unfinished:
-        _write_weights(unfinished, decoder, dtype, max_shard_bytes)
+        _write_weights(unfinished, decoder, family, dtype, max_shard_bytes)
         if unfinished is not None:
             write_text_files(unfinished, config, text, dtype)
 
@@ -295,10 +303,15 @@ def _check_target(target: Path, decoder: Decoder, overwrite: bool) -> None:
 
 
 def _write_weights(
-    directory: Path | None, decoder: Decoder, dtype: str, max_shard_bytes: int
+    directory: Path | None,
+    decoder: Decoder,
+    family: Family,
+    dtype: str,
+    max_shard_bytes: int,
 ) -> None:
     weights = _flat(nnx.to_pure_dict(nnx.split(decoder)[1]))
-    tensors = _stored_tensors(weights, decoder.config, dtype)
+    naming = functools.partial(names.stored, names=family.names, config=decoder.config)
+    tensors = _stored_tensors(weights, naming, dtype)
     write_tensors(directory, tensors, max_shard_bytes=max_shard_bytes)
 
 
@@ -373,16 +386,15 @@ def _refuse_others(
     tensors: Tensors,
     wanted: Mapping[str, Any],
     model: ModelConfig,
-    prefixes: tuple[str, str],
+    images: tuple[str, ...],
+    naming: Callable[[str], names.Stored],
 ) -> None:
-    stored = [names.stored(path, model, prefixes) for path in wanted]
-    known = {name for weight in stored for name in weight.names}
+    known = {name for path in wanted for name in naming(path).names}
     if model.tied:  # the head may be stored too, as a copy of the embedding
-        known.update(names.stored("head/kernel", model, prefixes).names)
+        known.update(naming("head/kernel").names)
     for name in tensors:
         derived = name.endswith("rotary_emb.inv_freq")  # computed from config.json
-        images = prefixes != names.ALONE and name.startswith(names.OF_IMAGES)
-        if name in known or derived or images:
+        if name in known or derived or name.startswith(images):
             continue
         raise CheckpointError(
             f"{tensors.file_of(name)}: tensor {messages.name(name)} is none of the "
@@ -390,9 +402,9 @@ def _refuse_others(
         )
 
 
-def _say_what_is_left_out(tensors: Tensors) -> None:
+def _say_what_is_left_out(tensors: Tensors, images: tuple[str, ...]) -> None:
     """Warn that tensors of images are not read; Python shows such a warning once."""
-    left = sum(name.startswith(names.OF_IMAGES) for name in tensors)
+    left = sum(name.startswith(images) for name in tensors)
     warnings.warn(
         f"{tensors.directory}: only the text part of a model that reads images is "
         f"read; its {left} tensors of images are left out",
@@ -420,11 +432,11 @@ def _reader(
 
 
 def _stored_tensors(
-    weights: Mapping[str, jax.Array], model: ModelConfig, dtype: str
+    weights: Mapping[str, jax.Array], naming: Callable[[str], names.Stored], dtype: str
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yield names and arrays in the checkpoint's layout, one at a time."""
     for path, weight in weights.items():
-        stored = names.stored(path, model)
+        stored = naming(path)
         for layer, name in enumerate(stored.names):
             array = whole(weight, layer if stored.stacked else None)
             array = array.T if stored.transposed else array

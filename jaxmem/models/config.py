@@ -11,6 +11,8 @@ from jaxmem.core.ranges import integers, reals
 from jaxmem.models import lora
 
 KINDS = ("global", "local")
+MIXERS = ("attention",)
+FEED_FORWARDS = ("dense",)
 
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -78,6 +80,9 @@ class ModelConfig:
     rope_original: int = 8192  # context length in tokens before scaling
     # kinds of layers, cycled: "global" attends to its document, "local" to a window
     pattern: tuple[str, ...] = ("global",)
+    # what mixes tokens in a layer, and what follows it there; both cycled, as pattern
+    mixers: tuple[str, ...] = ("attention",)
+    feed_forwards: tuple[str, ...] = ("dense",)
     window: int | None = None  # tokens a local layer attends to, including the query's
     local_rope_theta: float | None = None  # base in local layers, which are not scaled
     tied: bool = True  # the head reads the embedding table
@@ -144,6 +149,11 @@ class ModelConfig:
     def _check_kinds(self):
         kinds = set(self.pattern) <= set(KINDS) and len(self.pattern) > 0
         check_field(self, "pattern", kinds, "of 'global' and 'local', at least one")
+        for name, known in (("mixers", MIXERS), ("feed_forwards", FEED_FORWARDS)):
+            named = getattr(self, name)
+            good = set(named) <= set(known) and len(named) > 0
+            wanted = f"of {', '.join(map(repr, known))}, at least one"
+            check_field(self, name, good, wanted)
         local = "local" in self.pattern
         wanted = "given where pattern has 'local', and only there"
         check_field(self, "window", local == (self.window is not None), wanted)

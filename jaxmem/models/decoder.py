@@ -5,7 +5,6 @@ array with a vocabulary axis is built by accident.
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -18,16 +17,15 @@ from jaxmem import remat
 from jaxmem.backends import choose
 from jaxmem.core.fields import check_field
 from jaxmem.heads.nnx import LMHead
-from jaxmem.models import kv_cache, layers, lora, partitioning as mesh
-from jaxmem.models.config import KINDS, ModelConfig as ModelConfig
+from jaxmem.models import kv_cache, layers, lora, partitioning as mesh, structure
+from jaxmem.models.config import ModelConfig as ModelConfig
 from jaxmem.models.positions import (
     Ids,
-    Rope,
-    Sight,
     by_kind,
+    documents,
     layer_kinds,
-    rope_frequencies,
-    rope_tables,
+    sights,
+    window,
 )
 
 # Small enough for a first loss of about ln(vocab_size), whatever the width.
@@ -157,12 +155,24 @@ def _head(
     return lora.LoraHead(config, **options)
 
 
+def _stacked(stack: structure.Stack, rngs: nnx.Rngs) -> layers.Block:
+    """The blocks of a stack, with their weights on a leading axis."""
+
+    @nnx.split_rngs(splits=len(stack.layers))
+    @nnx.vmap(in_axes=(0,), out_axes=0)
+    def make(rngs: nnx.Rngs) -> layers.Block:
+        return layers.Block(stack.config, rngs=rngs)
+
+    return make(rngs)
+
+
 class Decoder(nnx.Module):
     """Token ids to final hidden states; `head` maps these to the vocabulary.
 
-    The weights of all blocks are stacked on a leading axis of size `layers`. The blocks
-    run in one `jax.lax.scan`, except those that the policy's `last` does not recompute,
-    so compile time does not grow with depth.
+    The weights of all blocks of one structure are stacked on a leading axis, in
+    `blocks` and, if there are several structures, `blocks_1` and so on
+    (`models.structure`). The blocks run in one `jax.lax.scan`, except those that the
+    policy's `last` does not recompute, so compile time does not grow with depth.
 
     Args:
         config: sizes and choices; `vocab_size` must be known.
@@ -183,13 +193,9 @@ class Decoder(nnx.Module):
         unroll: bool = False,
         rngs: nnx.Rngs,
     ):
-        @nnx.split_rngs(splits=config.layers)
-        @nnx.vmap(in_axes=(0,), out_axes=0)
-        def stacked_blocks(rngs: nnx.Rngs) -> layers.Block:
-            return layers.Block(config, rngs=rngs)
-
         self.embed = _embedding(config, rngs)
-        self.blocks = stacked_blocks(rngs)
+        for stack in structure.stacks(config).values():
+            setattr(self, stack.name, _stacked(stack, rngs))
         self.norm = layers.rms_norm(config, config.hidden, rngs)
         self.head = _head(config, head or HeadConfig(), self.embed, rngs)
         self.config, self.policy, self.unroll = config, policy, unroll
@@ -210,19 +216,44 @@ class Decoder(nnx.Module):
             Hidden states [B, T, hidden] in the compute dtype.
         """
         x = self._embed(tokens)
-        sight = self._sights(positions, self._documents(tokens, segment_ids))
+        sight = sights(
+            self.config, positions, documents(self.config, tokens, segment_ids)
+        )
+        runs = structure.runs(self.config)
+        for run in runs:
+            definitions, scanned = self._scanned(run)
+
+            def blocks(x, of_layers, definitions=definitions):
+                both = zip(definitions, of_layers, strict=True)
+                for definition, (weights, kind, _) in both:
+                    merged = nnx.merge(definition, mesh.gathered(weights))
+                    x = merged(x, *sight(kind))
+                return x
+
+            policy = self.policy
+            if run is not runs[-1] and isinstance(policy, remat.Policy):
+                policy = dataclasses.replace(policy, last=0)
+            x = remat.scan_blocks(blocks, scanned, x, policy, unroll=self.unroll)
+        return self.norm(x)
+
+    def _scanned(self, run: tuple[structure.Stack, ...]):
+        """Definitions of a run's blocks, and what a scan reads for each layer of them.
+
+        That is its weights, its entry of `layer_kinds`, and its index in its stack.
+        """
         # Pass plain arrays into the scan: a module from outside must not be used
         # inside.
-        definition, weights = nnx.split(self.blocks)
-
-        def block(x, of_layer):
-            layer_weights, kind = of_layer
-            layer_weights = mesh.gathered(layer_weights)
-            return nnx.merge(definition, layer_weights)(x, *sight(kind))
-
-        stack = weights, layer_kinds(self.config)
-        x = remat.scan_blocks(block, stack, x, self.policy, unroll=self.unroll)
-        return self.norm(x)
+        split = [nnx.split(getattr(self, stack.name)) for stack in run]
+        kinds = layer_kinds(self.config)
+        scanned = tuple(
+            (
+                weights,
+                None if kinds is None else kinds[list(stack.layers)],
+                np.arange(len(stack.layers), dtype=np.int32),
+            )
+            for stack, (_, weights) in zip(run, split, strict=True)
+        )
+        return [definition for definition, _ in split], scanned
 
     def prefill(
         self, prompts: Ids, lengths: Ids, max_length: int
@@ -252,21 +283,28 @@ class Decoder(nnx.Module):
         filled = jnp.arange(width) < lengths[:, None]
         positions = jnp.broadcast_to(jnp.arange(width), (rows, width))
         x = self._embed(jnp.where(filled, prompts, 0))
-        sight = self._sights(positions, self._documents(prompts, filled))
+        sight = sights(self.config, positions, documents(self.config, prompts, filled))
         possible = (lengths >= 1) & (lengths <= width)
         x = jnp.where(possible[:, None, None], x, jnp.nan)
-        definition, weights = nnx.split(self.blocks)
+        states = {}
+        for run in structure.runs(self.config):
+            definitions, scanned = self._scanned(run)
 
-        def block(x, of_layer):
-            layer_weights, kind = of_layer
-            merged = nnx.merge(definition, layer_weights)
-            x, keys_and_values = merged.prefill(x, *sight(kind))
-            # Inside the scan, so that the cache is allocated once, in its final layout.
-            return x, kv_cache.layer_of(*keys_and_values, max_length)
+            def blocks(x, of_layers, definitions=definitions):
+                made = []
+                both = zip(definitions, of_layers, strict=True)
+                for definition, (weights, kind, _) in both:
+                    merged = nnx.merge(definition, weights)
+                    x, kept = merged.prefill(x, *sight(kind))
+                    # Inside the scan, so that the cache is allocated once, in its
+                    # final layout.
+                    made.append(merged.attention.state(kept, max_length))
+                return x, made
 
-        x, cached = jax.lax.scan(block, x, (weights, layer_kinds(self.config)))
+            x, made = jax.lax.scan(blocks, x, scanned)
+            states |= {stack.name: m for stack, m in zip(run, made, strict=True)}
         last = x[jnp.arange(rows), jnp.clip(lengths, 1, width) - 1]
-        return self.norm(last), kv_cache.of_prompts(cached, lengths, width)
+        return self.norm(last), kv_cache.of_prompts(states, lengths, width, max_length)
 
     def decode(
         self, tokens: Ids, cache: kv_cache.Cache, *, unroll: bool = False
@@ -289,24 +327,39 @@ class Decoder(nnx.Module):
         """
         tokens = jnp.asarray(tokens)[:, None]
         x = self._embed(tokens)
-        seen = by_kind(self.config, lambda kind: cache.seen(self._window(kind)))
-        sight = self._sights(cache.lengths[:, None], seen)
-        definition, weights = nnx.split(self.blocks)
-        scales = self.blocks.attention.qk_scales
+        seen = by_kind(self.config, lambda kind: cache.seen(window(self.config, kind)))
+        sight = sights(self.config, cache.lengths[:, None], seen)
+        states = {}
+        for run in structure.runs(self.config):
+            definitions, scanned = self._scanned(run)
+            shared = [getattr(self, stack.name).attention.shared for stack in run]
 
-        def block(x, of_layer):
-            layer_weights, index, kind = of_layer
-            seen, rope = sight(kind)
-            cached = kv_cache.Cached(cache.layers, index, cache.slot)
-            merged = nnx.merge(definition, layer_weights)
-            return merged.decode(x, rope, cached, seen, scales)
+            def blocks(x, of_layers, run=run, definitions=definitions, shared=shared):
+                added = []
+                each = zip(run, definitions, shared, of_layers, strict=True)
+                for stack, definition, arrays, (weights, kind, index) in each:
+                    seen, rope = sight(kind)
+                    before = cache.layers[stack.name]
+                    cached = kv_cache.Cached(before, index, cache.slot)
+                    merged = nnx.merge(definition, weights)
+                    x, more = merged.decode(x, rope, cached, seen, arrays)
+                    added.append(more)
+                return x, added
 
-        layers = self.config.layers
-        stack = weights, np.arange(layers, dtype=np.int32), layer_kinds(self.config)
-        x, token = jax.lax.scan(block, x, stack, unroll=layers if unroll else 1)
+            steps = len(run[0].layers) if unroll else 1
+            x, added = jax.lax.scan(blocks, x, scanned, unroll=steps)
+            for stack, more in zip(run, added, strict=True):
+                grow = layers.MIXERS[stack.config.mixers[0]].grow
+                before = cache.layers[stack.name]
+                states[stack.name] = grow(before, more, cache.slot)
         fits = cache.slot < cache.max_length
         hidden = jnp.where(fits, self.norm(x)[:, 0], jnp.nan)
-        return hidden, kv_cache.append(cache, token)
+        return hidden, kv_cache.advance(cache, states)
+
+    def join(self) -> None:
+        """Join the projections of each stack's mixer, as `layers.Attention.join`."""
+        for name in structure.stacks(self.config):
+            getattr(self, name).attention.join()
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Logits [..., V] in float32, equal to those inside `head.logprobs`.
@@ -340,40 +393,6 @@ class Decoder(nnx.Module):
         if self.config.embed_scale:
             x = x * jnp.asarray(self.config.hidden**0.5, x.dtype)
         return x
-
-    def _window(self, kind: str) -> int | None:
-        return self.config.window if kind == "local" else None
-
-    def _documents(
-        self, tokens: Ids, segment_ids: Ids | None
-    ) -> Callable[[Any], Sight]:
-        """A function from a layer's entry of `layer_kinds` to its `Sight`."""
-        if "local" not in self.config.pattern:
-            return lambda kind: Sight(segment_ids)
-        if segment_ids is None:
-            segment_ids = jnp.zeros_like(tokens)
-        # Global layers have a window too: in one loop, layers may differ by data only.
-        widest = tokens.shape[1]
-        window = by_kind(
-            self.config, lambda kind: jnp.asarray(self._window(kind) or widest)
-        )
-        return lambda kind: Sight(segment_ids, window(kind))
-
-    def _sights(
-        self, positions: Ids, visible: Callable[[Any], Any]
-    ) -> Callable[[Any], tuple[Any, Rope]]:
-        """A function from an entry of `layer_kinds` to a mask and rotary tables."""
-
-        def tables(kind: str) -> tuple[jax.Array, jax.Array]:
-            return rope_tables(positions, rope_frequencies(self.config, kind))
-
-        kinds = dict.fromkeys(self.config.pattern)
-        if len(kinds) == 1:
-            only = tables(*kinds)
-            return lambda kind: (visible(kind), only)
-        # Index the tables where they are used: the loop would store each selection.
-        stacked = jax.tree.map(lambda *each: jnp.stack(each), *map(tables, KINDS))
-        return lambda kind: (visible(kind), (*stacked, kind))
 
 
 def head_loss(

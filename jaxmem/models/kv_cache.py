@@ -1,4 +1,4 @@
-"""The KV cache of a decoder, and attention of one new token to it.
+"""The cache of a decoder, and attention of one new token to cached keys and values.
 
 Rows of a batch have prompts of different lengths, yet each step writes all rows at the
 same slot. A row's prompt fills its first slots, and generated tokens follow the longest
@@ -6,7 +6,7 @@ prompt; the slots between are masked. Keys are stored after the rotation, so a s
 not equal a position, and a step is one in-place update without a scatter.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,26 +27,26 @@ class Layer(NamedTuple):
 
 
 class Cached(NamedTuple):
-    """The keys and values of one layer, among those of all layers."""
+    """The state of one layer, such as keys and values, among those of its stack."""
 
-    layers: Layer  # [layers, B, kv_heads, T, head_dim]
-    index: jax.Array  # of the layer
+    layers: Any  # a `Layer` [layers, B, kv_heads, T, head_dim], or another state
+    index: jax.Array  # of the layer in its stack
     slots: jax.Array  # in use, in every row
 
     @property
-    def layer(self) -> Layer:
-        """Those of the layer alone."""
-        return Layer(*(x[self.index] for x in self.layers))
+    def layer(self) -> Any:
+        """That of the layer alone."""
+        return jax.tree.map(lambda x: x[self.index], self.layers)
 
 
 class Cache(NamedTuple):
     """The decoder's state after the tokens that it has processed.
 
-    **Memory**: 2 · layers · B · T · kv_heads · head_dim numbers of the compute
-    dtype.
+    **Memory** of attention: 2 · layers · B · T · kv_heads · head_dim numbers of the
+    compute dtype.
     """
 
-    layers: Layer  # of all layers, [layers, B, kv_heads, T, head_dim]
+    layers: dict[str, Any]  # the states of each stack of layers, by its name
     filled: jax.Array  # [B, T] bool, slots that hold a token of the row
     lengths: jax.Array  # [B] int32, tokens per row; the position of the next token
     slot: jax.Array  # int32 scalar, the slot of the next token in every row
@@ -67,12 +67,12 @@ class Cache(NamedTuple):
         return self.filled & (self.lengths[:, None] - position < window)
 
 
-def of_prompts(layers: Layer, lengths: jax.Array, width: int) -> Cache:
+def of_prompts(
+    layers: dict[str, Any], lengths: jax.Array, width: int, max_length: int
+) -> Cache:
     """The cache after prompts of the given lengths, in rows `width` tokens wide."""
-    slots = jnp.arange(layers.keys.shape[-2])
-    return Cache(
-        layers, slots < lengths[:, None], lengths, jnp.asarray(width, jnp.int32)
-    )
+    filled = jnp.arange(max_length) < lengths[:, None]
+    return Cache(layers, filled, lengths, jnp.asarray(width, jnp.int32))
 
 
 def layer_of(keys: jax.Array, values: jax.Array, max_length: int) -> Layer:
@@ -81,15 +81,18 @@ def layer_of(keys: jax.Array, values: jax.Array, max_length: int) -> Layer:
     return Layer(*(jnp.pad(jnp.swapaxes(x, 1, 2), unused) for x in (keys, values)))
 
 
-def append(cache: Cache, token: Layer) -> Cache:
-    """Add one token per row: keys and values [layers, B, kv_heads, 1, head_dim]."""
-    layers = (
-        lax.dynamic_update_slice_in_dim(cached, new, cache.slot, axis=-2)
-        for cached, new in zip(cache.layers, token, strict=True)
-    )
+def append(layers: Layer, token: Layer, slot: jax.Array) -> Layer:
+    """Write one token per row: keys and values [layers, B, kv_heads, 1, head_dim]."""
+    both = zip(layers, token, strict=True)
+    put = lax.dynamic_update_slice_in_dim
+    return Layer(*(put(cached, new, slot, axis=-2) for cached, new in both))
+
+
+def advance(cache: Cache, layers: dict[str, Any]) -> Cache:
+    """The cache after one more token per row, with the states after it."""
     filled = jnp.ones((cache.filled.shape[0], 1), bool)
     return Cache(
-        Layer(*layers),
+        layers,
         lax.dynamic_update_slice_in_dim(cache.filled, filled, cache.slot, axis=1),
         cache.lengths + 1,
         cache.slot + 1,

@@ -1,6 +1,7 @@
 """The modules of a decoder: attention, feed-forward layer, block."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -70,7 +71,18 @@ def rms_norm(config: ModelConfig, width: int, rngs: nnx.Rngs) -> norms.RMSNorm:
 
 
 class Attention(nnx.Module):
-    """Causal grouped-query attention within documents."""
+    """Causal grouped-query attention within documents, an `interfaces.Mixer`.
+
+    Its state is a `kv_cache.Layer`.
+    """
+
+    grow = staticmethod(kv_cache.append)
+
+    @staticmethod
+    def state(made: tuple[jax.Array, jax.Array], max_length: int) -> kv_cache.Layer:
+        """Keys and values of prompts in the layout of the cache."""
+        key, value = made
+        return kv_cache.layer_of(key, value, max_length)
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         width = config.head_dim
@@ -90,8 +102,13 @@ class Attention(nnx.Module):
 
     def __call__(self, x: jax.Array, sight: Sight, rope: Rope) -> jax.Array:
         """Map [B, T, hidden] to [B, T, hidden]."""
-        query, key, value = self.project(x)
-        return self.attend(*self.rotate(query, key, rope), value, sight)
+        return self.mix([read(x) for read in self.readers], sight, rope)[0]
+
+    def mix(self, projected, sight: Sight, rope: Rope):
+        """[B, T, hidden] from the results of `readers`, and rotated keys and values."""
+        query, key, value = self.split(*projected)
+        query, key = self.rotate(query, key, rope)
+        return self.attend(query, key, value, sight), (key, value)
 
     def project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries, keys and values, [B, T, heads, head_dim] each."""
@@ -159,7 +176,7 @@ class Attention(nnx.Module):
         return remat.recompute(self._join)(mixed)
 
     @property
-    def qk_scales(self) -> tuple[jax.Array, ...]:
+    def shared(self) -> tuple[jax.Array, ...]:
         """The scales of QK-norm; of a stack of layers, those of all layers."""
         both = (self.query_norm, self.key_norm) if self.config.qk_norm else ()
         return tuple(norm.scale[...] for norm in both if norm.scale is not None)
@@ -167,7 +184,7 @@ class Attention(nnx.Module):
     def decode(self, x: jax.Array, rope: Rope, cached: kv_cache.Cached, filled, scales):
         """[B, 1, hidden] from [B, 1, hidden], and the new tokens' keys and values.
 
-        `scales` are the `qk_scales` of all layers.
+        `scales` are `shared` of all layers.
         """
         query, key, value = self._of_token(x, rope, cached.index, scales)
         token = kv_cache.layer_of(key, value, 1)
@@ -248,7 +265,10 @@ gated.defvjp(
 
 
 class FeedForward(nnx.Module):
-    """down(activation(gate(x)) * up(x)): SwiGLU, or GeGLU with "gelu"."""
+    """down(activation(gate(x)) * up(x)): SwiGLU, or GeGLU with "gelu".
+
+    It is an `interfaces.FeedForward`.
+    """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.gate = _linear(config, "gate", config.hidden, config.ff, rngs)
@@ -275,8 +295,15 @@ class FeedForward(nnx.Module):
         return remat.recompute(join)(gate, up)
 
 
+MIXERS: dict[str, Any] = {"attention": Attention}
+FEED_FORWARDS: dict[str, Any] = {"dense": FeedForward}
+
+
 class Block(nnx.Module):
     """One pre-norm layer: attention, then feed-forward, each added to its input.
+
+    Its config is that of one layer and names the class of each part; in a path both
+    keep the names "attention" and "feed_forward", whatever they are.
 
     **Memory** of residuals per token, without a policy. In the dtype of activations:
     the residual stream before each sublayer, all matrix products except those added to
@@ -287,9 +314,9 @@ class Block(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.attention_norm = rms_norm(config, config.hidden, rngs)
-        self.attention = Attention(config, rngs=rngs)
+        self.attention = MIXERS[config.mixers[0]](config, rngs=rngs)
         self.feed_forward_norm = rms_norm(config, config.hidden, rngs)
-        self.feed_forward = FeedForward(config, rngs=rngs)
+        self.feed_forward = FEED_FORWARDS[config.feed_forwards[0]](config, rngs=rngs)
         self.post_norms = config.post_norms
         if config.post_norms:
             self.post_attention_norm = rms_norm(config, config.hidden, rngs)
@@ -300,13 +327,11 @@ class Block(nnx.Module):
         return self.prefill(x, sight, rope)[0]
 
     def prefill(self, x: jax.Array, sight: Sight, rope: Rope):
-        """The result of `__call__`, and keys and values [B, T, kv_heads, head_dim]."""
+        """The result of `__call__`, and what the state of its attention is made of."""
         attention = self.attention
         x, projected = normed_products.apply(self.attention_norm, attention.readers, x)
-        query, key, value = attention.split(*projected)
-        query, key = self.attention.rotate(query, key, rope)
-        mixed = self.attention.attend(query, key, value, sight)
-        return self._finish(x, mixed), (key, value)
+        mixed, made = attention.mix(projected, sight, rope)
+        return self._finish(x, mixed), made
 
     def decode(self, x: jax.Array, rope: Rope, cached: kv_cache.Cached, filled, scales):
         """As `Attention.decode`, of the residual stream."""

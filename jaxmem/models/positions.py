@@ -176,3 +176,57 @@ def document_mask(segment_ids: Ids, window: Ids | int | None = None) -> jax.Arra
         place = jnp.arange(segment_ids.shape[1])
         mask = mask & (place[:, None] - place < window)
     return mask[:, None]
+
+
+def window(config: ModelConfig, kind: str) -> int | None:
+    """Tokens that a kind of layer attends to; None: all."""
+    return config.window if kind == "local" else None
+
+
+def documents(
+    config: ModelConfig, tokens: Ids, segment_ids: Ids | None
+) -> Callable[[Any], Sight]:
+    """A function from a layer's entry of `layer_kinds` to its `Sight`.
+
+    Args:
+        config: of the decoder.
+        tokens: [B, T].
+        segment_ids: [B, T] document of each token; None: a row is one document.
+
+    Returns:
+        The function.
+    """
+    if "local" not in config.pattern:
+        return lambda kind: Sight(segment_ids)
+    if segment_ids is None:
+        segment_ids = jnp.zeros_like(tokens)
+    # Global layers have a window too: in one loop, layers may differ by data only.
+    widest = tokens.shape[1]
+    widths = by_kind(config, lambda kind: jnp.asarray(window(config, kind) or widest))
+    return lambda kind: Sight(segment_ids, widths(kind))
+
+
+def sights(
+    config: ModelConfig, positions: Ids, visible: Callable[[Any], Any]
+) -> Callable[[Any], tuple[Any, Rope]]:
+    """A function from an entry of `layer_kinds` to what is seen and rotary tables.
+
+    Args:
+        config: of the decoder.
+        positions: [B, T] of the tokens in their documents.
+        visible: from an entry to what a layer of the kind sees.
+
+    Returns:
+        The function.
+    """
+
+    def tables(kind: str) -> tuple[jax.Array, jax.Array]:
+        return rope_tables(positions, rope_frequencies(config, kind))
+
+    kinds = dict.fromkeys(config.pattern)
+    if len(kinds) == 1:
+        only = tables(*kinds)
+        return lambda kind: (visible(kind), only)
+    # Index the tables where they are used: the loop would store each selection.
+    stacked = jax.tree.map(lambda *each: jnp.stack(each), *map(tables, KINDS))
+    return lambda kind: (visible(kind), (*stacked, kind))

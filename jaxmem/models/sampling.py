@@ -277,7 +277,7 @@ def prepared(decoder: Decoder) -> Decoder:
     """
     model = nnx.merge(*_in_compute_type(decoder))
     if devices.backend() == "gpu" and mesh.current() is None:
-        model.blocks.attention.join()
+        model.join()
     return model
 
 

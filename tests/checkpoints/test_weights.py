@@ -68,10 +68,11 @@ def scores(logits, labels):
 
 
 def test_there_is_a_checkpoint_of_every_architecture():
-    from jaxmem.checkpoints.architectures import _ARCHITECTURES, _WITH_IMAGES
+    from jaxmem.checkpoints.families import FAMILIES, WITH_IMAGES
 
     configs = [json.loads((TINY / n / "config.json").read_text()) for n in NAMES]
-    assert {c["architectures"][0] for c in configs} == {*_ARCHITECTURES, _WITH_IMAGES}
+    known = {each.architecture for each in (*FAMILIES, *WITH_IMAGES)}
+    assert {c["architectures"][0] for c in configs} == known
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -136,7 +136,7 @@ def test_the_cache_knows_what_it_holds():
 def test_bfloat16_is_cached_as_such():
     model, tokens = decoder(dtype="bfloat16"), random_tokens()
     got, cache = stepwise(model, tokens, LENGTHS)
-    assert got.dtype == cache.layers.keys.dtype == cache.layers.values.dtype
+    assert got.dtype == cache.layers["blocks"].keys.dtype
     assert got.dtype == jnp.bfloat16
     exact = at_steps(whole(decoder(), tokens), LENGTHS)
     at_once = at_steps(whole(model, tokens), LENGTHS).astype(np.float32)

@@ -1,0 +1,79 @@
+"""The two parts of a layer: what mixes tokens, and what processes each of them alone.
+
+`layers.MIXERS` and `layers.FEED_FORWARDS` have the classes by the names that
+`ModelConfig.mixers` and `ModelConfig.feed_forwards` give to layers. Each is made as
+`cls(config, rngs=rngs)` with the config of its layer.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import jax
+
+from jaxmem.models import kv_cache
+from jaxmem.models.positions import Rope, Sight
+
+
+class Mixer(Protocol):
+    """Mixes the tokens of a row: attention, or something with a state in its place.
+
+    What one layer keeps of the tokens that it has read is its state, a pytree of arrays
+    [B, ...]; the cache has those of a stack of layers on a leading axis.
+    """
+
+    @property
+    def readers(self) -> Sequence[Any]:
+        """Modules that read the normalised residual stream [B, T, hidden]."""
+        ...
+
+    def mix(
+        self, projected: Sequence[jax.Array], sight: Sight, rope: Rope
+    ) -> tuple[jax.Array, Any]:
+        """[B, T, hidden] from the results of `readers`, and what `state` is made of.
+
+        Documents do not see each other, and no token sees what follows it.
+        """
+        ...
+
+    @staticmethod
+    def state(made: Any, max_length: int) -> Any:
+        """The layer's state after prompts, from what `mix` has returned."""
+        ...
+
+    @property
+    def shared(self) -> Any:
+        """Arrays of all layers of the stack that every layer's `decode` gets."""
+        ...
+
+    def decode(
+        self,
+        x: jax.Array,
+        rope: Rope,
+        cached: kv_cache.Cached,
+        seen: jax.Array,
+        shared: Any,
+    ) -> tuple[jax.Array, Any]:
+        """[B, 1, hidden] from the next token's normalised x, and what `grow` adds."""
+        ...
+
+    @staticmethod
+    def grow(states: Any, added: Any, slot: jax.Array) -> Any:
+        """The stack's states after a token, from those before and all layers' parts."""
+        ...
+
+    def join(self) -> None:
+        """Join the matrices of `readers`, where that makes decoding faster."""
+        ...
+
+
+class FeedForward(Protocol):
+    """Processes every token alone."""
+
+    @property
+    def readers(self) -> Sequence[Any]:
+        """Modules that read the normalised residual stream [B, T, hidden]."""
+        ...
+
+    def join(self, *projected: jax.Array) -> jax.Array:
+        """[B, T, hidden] from the results of `readers`."""
+        ...

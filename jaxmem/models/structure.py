@@ -1,0 +1,80 @@
+"""Which layers share a structure, and in what order their stacks run.
+
+The weights of layers of one structure are stacked, and one loop runs them. A model of
+one structure has one stack, "blocks"; the others are "blocks_1" and so on. Stacks that
+alternate run in one loop, whose body has a layer of each.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from jaxmem.models.config import ModelConfig
+
+
+class Stack(NamedTuple):
+    """Layers of one structure."""
+
+    name: str  # attribute of the decoder, and the start of the weights' paths
+    config: ModelConfig  # of each of these layers: its cycles have one entry
+    layers: tuple[int, ...]  # their numbers in the model, in ascending order
+
+
+def runs(config: ModelConfig) -> tuple[tuple[Stack, ...], ...]:
+    """The loops of a decoder, in order; each runs a layer of its stacks in turn.
+
+    Args:
+        config: of the decoder.
+
+    Returns:
+        The stacks of each loop.
+    """
+    parts = [_of_layer(config, i) for i in range(config.layers)]
+    found, first = [], 0
+    while first < len(parts):
+        period, times = _repetition(parts[first:])
+        stacks = []
+        for place in range(first, first + period):
+            number = len(stacks) + sum(map(len, found))
+            name = f"blocks_{number}" if number else "blocks"
+            mixer, feed_forward = parts[place]
+            own = dataclasses.replace(
+                config, mixers=(mixer,), feed_forwards=(feed_forward,)
+            )
+            layers = tuple(range(place, first + period * times, period))
+            stacks.append(Stack(name, own, layers))
+        found.append(tuple(stacks))
+        first += period * times
+    return tuple(found)
+
+
+def stacks(config: ModelConfig) -> dict[str, Stack]:
+    """The stacks of all loops by name."""
+    return {stack.name: stack for run in runs(config) for stack in run}
+
+
+def stack_of(path: str, config: ModelConfig) -> Stack | None:
+    """The stack that a weight's path starts with; None for weights of no layer."""
+    return stacks(config).get(path.partition("/")[0])
+
+
+def _of_layer(config: ModelConfig, layer: int) -> tuple[str, str]:
+    cycles = config.mixers, config.feed_forwards
+    mixer, feed_forward = (cycle[layer % len(cycle)] for cycle in cycles)
+    return mixer, feed_forward
+
+
+def _repetition(parts: Sequence[tuple[str, str]]) -> tuple[int, int]:
+    """The period, and how often it is repeated, that covers most of the first parts."""
+    best = 1, 1
+    for period in range(1, len(parts) // 2 + 1):
+        times = 1
+        while _part(parts, times, period) == _part(parts, 0, period):
+            times += 1
+        if times > 1 and period * times > best[0] * best[1]:
+            best = period, times
+    return best
+
+
+def _part(parts: Sequence, number: int, period: int) -> Sequence:
+    return parts[number * period : (number + 1) * period]
