@@ -172,7 +172,9 @@ class Decoder(nnx.Module):
     The weights of all blocks of one structure are stacked on a leading axis, in
     `blocks` and, if there are several structures, `blocks_1` and so on
     (`models.structure`). The blocks run in one `jax.lax.scan`, except those that the
-    policy's `last` does not recompute, so compile time does not grow with depth.
+    policy's `last` does not recompute, so compile time does not grow with depth. With
+    several structures there are several such loops, and `last` counts rounds of the
+    last one, of which it leaves one at least.
 
     Args:
         config: sizes and choices; `vocab_size` must be known.
@@ -231,8 +233,10 @@ class Decoder(nnx.Module):
                 return x
 
             policy = self.policy
-            if run is not runs[-1] and isinstance(policy, remat.Policy):
-                policy = dataclasses.replace(policy, last=0)
+            if len(runs) > 1 and isinstance(policy, remat.Policy):
+                kept = min(policy.last, len(run[0].layers) - 1)
+                last = kept if run is runs[-1] else 0
+                policy = dataclasses.replace(policy, last=last)
             x = remat.scan_blocks(blocks, scanned, x, policy, unroll=self.unroll)
         return self.norm(x)
 
