@@ -5,10 +5,18 @@ one tensor per layer, and matrices [out, in]. A family has the names; a multimod
 adds prefixes to them, and has tensors that text does not need.
 """
 
-from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 
 from jaxmem.checkpoints.families.family import WithImages
+from jaxmem.checkpoints.reader import CheckpointError
+from jaxmem.checkpoints.tensors import Tensors, whole
+from jaxmem.core import messages
 from jaxmem.models import structure
 from jaxmem.models.config import ModelConfig
 
@@ -68,3 +76,65 @@ def text_prefixes(tensors: Iterable[str], images: WithImages) -> tuple[str, str]
         if any(name.startswith(prefixes[0]) for name in present):
             return prefixes
     return images.prefixes[0]
+
+
+def refuse_others(
+    tensors: Tensors,
+    wanted: Mapping[str, Any],
+    model: ModelConfig,
+    images: tuple[str, ...],
+    naming: Callable[[str], Stored],
+) -> None:
+    """Raise for a tensor that is neither of the model nor of its part for images."""
+    known = {name for path in wanted for name in naming(path).names}
+    if model.tied:  # the head may be stored too, as a copy of the embedding
+        known.update(naming("head/kernel").names)
+    for name in tensors:
+        derived = name.endswith("rotary_emb.inv_freq")  # computed from config.json
+        if name in known or derived or name.startswith(images):
+            continue
+        raise CheckpointError(
+            f"{tensors.file_of(name)}: tensor {messages.name(name)} is none of the "
+            "model that config.json describes"
+        )
+
+
+def say_what_is_left_out(tensors: Tensors, images: tuple[str, ...]) -> None:
+    """Warn that tensors of images are not read; Python shows such a warning once."""
+    left = sum(name.startswith(images) for name in tensors)
+    warnings.warn(
+        f"{tensors.directory}: only the text part of a model that reads images is "
+        f"read; its {left} tensors of images are left out",
+        stacklevel=1,
+    )
+
+
+def reader(
+    tensors: Tensors, stored: Stored, like: jax.ShapeDtypeStruct
+) -> Callable[[Any], np.ndarray]:
+    """A function that reads the part of a weight at an index, from its tensors."""
+    shape = like.shape[1:] if stored.stacked else like.shape
+
+    def one(name: str, index: tuple[slice, ...]) -> np.ndarray:
+        if not stored.transposed:
+            return tensors.read(name, shape, index).astype(like.dtype)
+        return tensors.read(name, shape[::-1], index[::-1]).T.astype(like.dtype)
+
+    def read(index: Any) -> np.ndarray:
+        if not stored.stacked:
+            return one(stored.names[0], index)
+        return np.stack([one(name, index[1:]) for name in stored.names[index[0]]])
+
+    return read
+
+
+def stored_tensors(
+    weights: Mapping[str, jax.Array], naming: Callable[[str], Stored], dtype: str
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield names and arrays in the checkpoint's layout, one at a time."""
+    for path, weight in weights.items():
+        stored = naming(path)
+        for layer, name in enumerate(stored.names):
+            array = whole(weight, layer if stored.stacked else None)
+            array = array.T if stored.transposed else array
+            yield name, array.astype(jnp.dtype(dtype))

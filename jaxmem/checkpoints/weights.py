@@ -5,14 +5,12 @@ import functools
 import json
 import os
 import shutil
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx, traverse_util
 
 from jaxmem import remat
@@ -23,7 +21,7 @@ from jaxmem.checkpoints.describing import Text, describe, write_text_files
 from jaxmem.checkpoints.families import FAMILIES
 from jaxmem.checkpoints.families.family import Family
 from jaxmem.checkpoints.reader import CheckpointError
-from jaxmem.checkpoints.tensors import Tensors, new_directory, whole, write_tensors
+from jaxmem.checkpoints.tensors import Tensors, new_directory, write_tensors
 from jaxmem.core import messages
 from jaxmem.models import lora
 from jaxmem.models.config import DTYPES, ModelConfig
@@ -153,15 +151,15 @@ def _read_weights(
     )
     every = _flat(nnx.to_pure_dict(nnx.split(_abstract(model))[1]))
     every = {path: leaf for path, leaf in every.items() if not lora.is_adapter(path)}
-    _refuse_others(tensors, every, model, images.images if images else (), naming)
+    names.refuse_others(tensors, every, model, images.images if images else (), naming)
     if images is not None:
-        _say_what_is_left_out(tensors, images.images)
+        names.say_what_is_left_out(tensors, images.images)
     wanted = every if like is None else _flat(like)
     arrays = {}
     for path, leaf in wanted.items():
         if path not in every:  # an adapter's weight
             continue
-        read = _reader(tensors, naming(path), leaf)
+        read = names.reader(tensors, naming(path), leaf)
         place = sharding(path, leaf.shape) if callable(sharding) else sharding
         place = place or (leaf.sharding if like is not None else None)
         if place is None:
@@ -311,7 +309,7 @@ def _write_weights(
 ) -> None:
     weights = _flat(nnx.to_pure_dict(nnx.split(decoder)[1]))
     naming = functools.partial(names.stored, names=family.names, config=decoder.config)
-    tensors = _stored_tensors(weights, naming, dtype)
+    tensors = names.stored_tensors(weights, naming, dtype)
     write_tensors(directory, tensors, max_shard_bytes=max_shard_bytes)
 
 
@@ -380,67 +378,6 @@ def _abstract(
 
 def _flat(weights: Mapping[str, Any]) -> dict[str, Any]:
     return dict(traverse_util.flatten_dict(dict(weights), sep="/"))
-
-
-def _refuse_others(
-    tensors: Tensors,
-    wanted: Mapping[str, Any],
-    model: ModelConfig,
-    images: tuple[str, ...],
-    naming: Callable[[str], names.Stored],
-) -> None:
-    known = {name for path in wanted for name in naming(path).names}
-    if model.tied:  # the head may be stored too, as a copy of the embedding
-        known.update(naming("head/kernel").names)
-    for name in tensors:
-        derived = name.endswith("rotary_emb.inv_freq")  # computed from config.json
-        if name in known or derived or name.startswith(images):
-            continue
-        raise CheckpointError(
-            f"{tensors.file_of(name)}: tensor {messages.name(name)} is none of the "
-            "model that config.json describes"
-        )
-
-
-def _say_what_is_left_out(tensors: Tensors, images: tuple[str, ...]) -> None:
-    """Warn that tensors of images are not read; Python shows such a warning once."""
-    left = sum(name.startswith(images) for name in tensors)
-    warnings.warn(
-        f"{tensors.directory}: only the text part of a model that reads images is "
-        f"read; its {left} tensors of images are left out",
-        stacklevel=1,
-    )
-
-
-def _reader(
-    tensors: Tensors, stored: names.Stored, like: jax.ShapeDtypeStruct
-) -> Callable[[Any], np.ndarray]:
-    """A function that reads the part of a weight at an index, from its tensors."""
-    shape = like.shape[1:] if stored.stacked else like.shape
-
-    def one(name: str, index: tuple[slice, ...]) -> np.ndarray:
-        if not stored.transposed:
-            return tensors.read(name, shape, index).astype(like.dtype)
-        return tensors.read(name, shape[::-1], index[::-1]).T.astype(like.dtype)
-
-    def read(index: Any) -> np.ndarray:
-        if not stored.stacked:
-            return one(stored.names[0], index)
-        return np.stack([one(name, index[1:]) for name in stored.names[index[0]]])
-
-    return read
-
-
-def _stored_tensors(
-    weights: Mapping[str, jax.Array], naming: Callable[[str], names.Stored], dtype: str
-) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield names and arrays in the checkpoint's layout, one at a time."""
-    for path, weight in weights.items():
-        stored = naming(path)
-        for layer, name in enumerate(stored.names):
-            array = whole(weight, layer if stored.stacked else None)
-            array = array.T if stored.transposed else array
-            yield name, array.astype(jnp.dtype(dtype))
 
 
 def _write_rest(
