@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = _parse(argv)
     try:
-        return arguments.command(arguments)
+        return _run(arguments)
     except KeyboardInterrupt:
         print("\njaxmem: interrupted", file=sys.stderr)
         return _INTERRUPTED
@@ -54,6 +54,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not is_out_of_memory(error):
             raise
         return _fail(_out_of_memory(error))
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    """Run the command, with the keys of a config.json that are said to do nothing."""
+    keys = vars(arguments).pop("ignore_keys", None)
+    if keys is None:
+        return arguments.command(arguments)
+    try:
+        from jaxmem import checkpoints
+    except ModuleNotFoundError as error:
+        raise _missing(error, "--ignore-keys", "train") from error
+    with checkpoints.ignoring_keys(keys.split(",")):
+        return arguments.command(arguments)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -85,6 +98,13 @@ def _parser() -> argparse.ArgumentParser:
     _add_plan(commands)
     _add_doctor(commands)
     _add_bench(commands)
+    for name in ("train", "data", "generate", "export", "score", "plan"):
+        commands.choices[name].add_argument(
+            "--ignore-keys",
+            metavar="KEY,…",
+            default=argparse.SUPPRESS,
+            help="of a checkpoint's config.json that do nothing",
+        )
     return parser
 
 

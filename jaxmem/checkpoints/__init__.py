@@ -18,6 +18,7 @@ from jaxmem.checkpoints.describing import (
     describe as describe,
     write_text_files as write_text_files,
 )
+from jaxmem.checkpoints.reader import ignoring_keys as ignoring_keys
 from jaxmem.checkpoints.vocabulary import (
     Vocabulary as Vocabulary,
     end_ids as end_ids,

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import tokenizers
 from tokenizers import processors
 
+from jaxmem.checkpoints import rope_forms
 from jaxmem.checkpoints.architectures import parse_config
 from jaxmem.checkpoints.families import FAMILIES
 from jaxmem.checkpoints.reader import CheckpointError
@@ -108,7 +109,8 @@ def write_text_files(
         dtype: of the stored weights.
     """
     ids = _ids(text)
-    _write(directory / "config.json", {**config, **ids, "dtype": dtype})
+    both = rope_forms.in_both(config)
+    _write(directory / "config.json", {**both, **ids, "dtype": dtype})
     _write(directory / "generation_config.json", ids)
     tokenizer = _with_start(text)
     (directory / "tokenizer.json").write_text(tokenizer.to_str(), "utf-8")

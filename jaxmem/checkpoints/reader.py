@@ -1,6 +1,7 @@
 """Reads JSON objects of a checkpoint key by key, checking types and ranges."""
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,26 @@ class CheckpointError(ValueError):
 
 
 MISSING = object()
+_ignored: set[str] = set()  # keys that a user has said do nothing
+
+
+@contextlib.contextmanager
+def ignoring_keys(keys: Iterable[str]) -> Iterator[None]:
+    """Within this context, unknown keys of these names are accepted.
+
+    Args:
+        keys: of `config.json` that do not change what the model computes.
+
+    >>> from jaxmem import checkpoints
+    >>> with checkpoints.ignoring_keys(["a_trainers_note"]):
+    ...     config = checkpoints.read_config("tests/checkpoints/tiny/qwen3")
+    """
+    added = set(keys) - _ignored
+    _ignored.update(added)
+    try:
+        yield
+    finally:
+        _ignored.difference_update(added)
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -65,7 +86,8 @@ class Reader:
             key: of the object.
             kind: the type of the value, or several; with `float`, integers are
                 converted.
-            default: value for a missing key; without a default, that is an error.
+            default: value for a missing key, or for null where that is no value of its
+                own; without a default, both are errors.
             within: range of a number.
 
         Returns:
@@ -75,12 +97,14 @@ class Reader:
             CheckpointError: the key is missing, or its value has another type or range.
         """
         self.read.add(key)
-        if key not in self.raw:
+        value = self.raw.get(key, MISSING)
+        kinds = kind if isinstance(kind, tuple) else (kind,)
+        if value is None and default is not MISSING and type(None) not in kinds:
+            return default
+        if value is MISSING:
             if default is MISSING:
                 raise self.error(f"{key} is missing")
             return default
-        value = self.raw[key]
-        kinds = kind if isinstance(kind, tuple) else (kind,)
         if float in kinds and type(value) is int:
             value = float(value)
         if type(value) not in kinds:
@@ -112,6 +136,8 @@ class Reader:
     def finish(self, must_be: Mapping[str, tuple]) -> None:
         """Raise for unread keys, and for keys with a value that is not implemented."""
         for key, wanted in must_be.items():
+            if key in self.read:  # an architecture that implements other values
+                continue
             value = self.raw.get(key, wanted[0])
             self.read.add(key)
             if value not in wanted:
@@ -119,9 +145,14 @@ class Reader:
                     f"{key}={messages.short(value)} is not implemented; only "
                     f"{wanted[0]!r} is"
                 )
-        unknown = [key for key in self.raw if key not in self.read]
+        unknown = [
+            key
+            for key, value in self.raw.items()
+            if key not in self.read and key not in _ignored and value is not None
+        ]
         if unknown:
             raise self.error(
                 f"unknown keys {messages.listing(unknown)}: what they do to the model "
-                "is not implemented; delete those that do nothing"
+                "is not implemented; if they do nothing, delete them or give "
+                f"--ignore-keys {messages.cut(','.join(unknown))}"
             )

@@ -41,12 +41,25 @@ def load_vocabulary(directory: str | Path) -> Vocabulary:
     config = read_config(directory)
     path = config.path.parent / "tokenizer.json"
     if not path.exists():
-        raise CheckpointError(f"{path}: missing; only this form of tokenizer is read")
+        raise CheckpointError(f"{path}: missing; {_how_to_convert(path.parent)}")
     tokenizer, start = _read_tokenizer(path)
     _check_ids(path, tokenizer, config)
     eos = _eos(config, tokenizer)
     # Some templates also add eos; the caller adds it where it belongs.
     return Vocabulary(tokenizer, start[:-1] if start[-1:] == (eos,) else start, eos)
+
+
+def _how_to_convert(directory: Path) -> str:
+    """The line that makes tokenizer.json of another form of tokenizer."""
+    forms = "tekken.json", "tokenizer.model", "vocab.json", "spiece.model"
+    found = next((name for name in forms if (directory / name).exists()), None)
+    if found is None:
+        return "only this form of tokenizer is read"
+    convert = f"AutoTokenizer.from_pretrained('{directory}').save_pretrained"
+    return (
+        f'{found} becomes this form, which alone is read, by: python -c "from '
+        f"transformers import AutoTokenizer; {convert}('{directory}')\""
+    )
 
 
 def _read_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, tuple[int, ...]]:

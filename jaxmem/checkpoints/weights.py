@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx, traverse_util
 
 from jaxmem import remat
-from jaxmem.checkpoints import names
+from jaxmem.checkpoints import names, rope_forms
 from jaxmem.checkpoints.adapters import read_adapter, with_adapter
 from jaxmem.checkpoints.architectures import CheckpointConfig, read_config
 from jaxmem.checkpoints.describing import Text, describe, write_text_files
@@ -384,7 +384,7 @@ def _write_rest(
     directory: Path, source: Path, raw: Mapping[str, Any], dtype: str
 ) -> None:
     kept = {key: value for key, value in raw.items() if key != "torch_dtype"}
-    config = json.dumps(kept | {"dtype": dtype}, indent=2)
+    config = json.dumps(rope_forms.in_both(kept) | {"dtype": dtype}, indent=2)
     (directory / "config.json").write_text(config + "\n", "utf-8")
     kinds = "bos_token_id", "eos_token_id", "pad_token_id"
     ids = {kind: raw[kind] for kind in kinds if raw.get(kind) is not None}

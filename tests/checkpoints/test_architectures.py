@@ -6,7 +6,8 @@ import pathlib
 
 import pytest
 
-from jaxmem.checkpoints import CheckpointError, read_config
+from jaxmem import checkpoints
+from jaxmem.checkpoints import CheckpointError, read_config, rope_forms
 from jaxmem.models.decoder import ModelConfig
 from jaxmem.train import config as configuration
 
@@ -207,6 +208,59 @@ def test_what_is_left_out_is_what_transformers_takes(tmp_path):
     assert read(tmp_path, needed, model_type="gemma2").model.tied
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"unsloth_version": "2025.7.1", "unsloth_fixed": True},
+        {"is_llama_config": True, "rope_interleaved": False},
+        {"transformers.js_config": {"dtype": "q4"}, "neftune_noise_alpha": 5.0},
+        {"num_logits_to_keep": 0, "use_sliding_window": False},
+        {"tokenizer_class": "PreTrainedTokenizerFast", "temperature": 0.6},
+        {"top_k": 20, "do_sample": True, "repetition_penalty": 1.05},
+        {"head_dim": None, "mlp_bias": None, "rms_norm_eps": 1e-5},
+        {"num_key_value_heads": 8, "hidden_act": None, "a_new_feature": None},
+    ],
+)
+def test_keys_that_do_nothing_are_accepted(changes, tmp_path):
+    assert read(tmp_path, LLAMA3, **changes).model == read(tmp_path, LLAMA3).model
+
+
+def test_null_is_the_default_where_it_is_no_value(tmp_path):
+    nothing = dict.fromkeys(("num_key_value_heads", "rope_theta", "rms_norm_eps"))
+    made = read(tmp_path, LLAMA3, **nothing).model
+    assert (made.kv_heads, made.rope_theta, made.norm_eps) == (32, 1e4, 1e-6)
+
+
+def test_keys_can_be_ignored_by_name(tmp_path):
+    with pytest.raises(CheckpointError, match="--ignore-keys beta,gamma$"):
+        read(tmp_path, LLAMA3, beta=1, gamma=2)
+    with checkpoints.ignoring_keys(["beta", "gamma"]):
+        assert read(tmp_path, LLAMA3, beta=1, gamma=2).raw["beta"] == 1
+    with pytest.raises(CheckpointError, match="unknown keys 'beta'"):
+        read(tmp_path, LLAMA3, beta=1)
+
+
+@pytest.mark.parametrize(
+    ("config", "changes"),
+    [
+        (LLAMA3, {}),
+        (LLAMA3, {"rope_scaling": SCALED}),
+        (LLAMA3, {"rope_scaling": {"type": "linear", "factor": 2.0}}),
+        (GEMMA3, {}),
+    ],
+)
+def test_both_forms_of_rotary_parameters_say_the_same(config, changes, tmp_path):
+    made = read(tmp_path, config, **changes)
+    both = rope_forms.in_both(made.raw)
+    assert read(tmp_path, both).model == made.model
+    new = {k: v for k, v in both.items() if k[:5] != "rope_" or k == "rope_parameters"}
+    assert read(tmp_path, new).model == made.model
+    again = rope_forms.in_both(new)
+    old = {k: v for k, v in again.items() if k != "rope_parameters"}
+    assert read(tmp_path, old).model == made.model
+    assert again["rope_theta"] == config["rope_theta"]
+
+
 # ---------------------------------------------------------------- refused
 
 
@@ -240,7 +294,16 @@ def test_what_is_left_out_is_what_transformers_takes(tmp_path):
             dict(rope_scaling={"type": "linear", "factor": 2.0, "beta": 1}),
             "unknown keys 'beta'",
         ),
-        (LLAMA3, dict(rope_parameters={}, rope_scaling={}), "cannot both be given"),
+        (
+            LLAMA3,
+            dict(rope_parameters={"rope_theta": 10000.0}),
+            "rope_parameters is not what rope_theta and rope_scaling say",
+        ),
+        (
+            LLAMA3,
+            dict(rope_parameters=SCALED, rope_scaling=SCALED | {"factor": 4.0}),
+            "rope_parameters is not what rope_theta and rope_scaling say",
+        ),
         (
             LLAMA3,
             dict(hidden_act="relu"),

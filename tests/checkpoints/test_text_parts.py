@@ -14,7 +14,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from jaxmem import checkpoints
-from jaxmem.checkpoints import CheckpointError
+from jaxmem.checkpoints import CheckpointError, rope_forms
 
 TINY = pathlib.Path(__file__).parent / "tiny"
 IMAGES = TINY / "gemma3_images"
@@ -65,8 +65,12 @@ def test_it_is_saved_as_a_model_of_its_own(tmp_path):
         np.testing.assert_array_equal(
             after[name.removeprefix("language_model.")], tensor
         )
-    configs = [d / "config.json" for d in (TINY / "gemma3", tmp_path / "out")]
-    assert json.loads(configs[0].read_text()) == json.loads(configs[1].read_text())
+    ours, theirs = (
+        json.loads((d / "config.json").read_text())
+        for d in (tmp_path / "out", TINY / "gemma3")
+    )
+    assert ours == rope_forms.in_both(theirs)
+    assert ours["rope_theta"] == 1000 and ours["rope_local_base_freq"] == 50
     again = checkpoints.load(tmp_path / "out")  # of which nothing is left out
     assert again.config == decoder.config
 

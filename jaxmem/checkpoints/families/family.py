@@ -76,7 +76,7 @@ class Key:
         absent = MISSING if default is MISSING else None
         given = [reader.take(key, kinds, absent, within=within) for key in keys]
         found = [v for v, k in zip(given, keys, strict=True) if k in reader.raw]
-        if self.null_is_default:
+        if self.null_is_default or type(None) not in kinds:
             found = [value for value in found if value is not None]
         return found[0] if found else default
 
@@ -160,14 +160,31 @@ class WithImages:
     )
 
 
-# Keys that do not change the logits of a forward pass without dropout.
+# Keys that do not change the logits of a forward pass without dropout: names and
+# versions, ids of special tokens, training, how to run, and old generation settings.
 IGNORED = frozenset(
-    "_name_or_path architectures attention_dropout auto_map bos_token_id "
-    "cache_implementation dtype eos_token_id id2label initializer_range label2id "
-    "max_position_embeddings model_type output_attentions output_hidden_states "
-    "pad_token_id pretraining_tp problem_type return_dict torch_dtype "
-    "transformers_version unsloth_fixed use_cache "
-    "_attn_implementation _attn_implementation_autoset".split()
+    "_name_or_path architectures auto_map finetuning_task id2label is_llama_config "
+    "label2id model_type name_or_path problem_type task_specific_params "
+    "tokenizer_class tokenizer_name transformers.js_config transformers_version "
+    "unsloth_fixed unsloth_version "
+    "bos_token_id decoder_start_token_id eos_token_id pad_token_id sep_token_id "
+    "attention_dropout attention_probs_dropout_prob attn_pdrop embd_pdrop "
+    "embedding_dropout hidden_dropout hidden_dropout_prob resid_pdrop "
+    "gradient_checkpointing ignore_index initializer_range loss_type "
+    "neftune_noise_alpha "
+    "_attn_implementation _attn_implementation_autoset _attn_implementation_internal "
+    "_flash_attn_2_enabled attn_implementation cache_implementation "
+    "chunk_size_feed_forward dtype logits_to_keep max_position_embeddings "
+    "model_max_length num_logits_to_keep output_attentions output_hidden_states "
+    "output_scores pretraining_tp return_dict return_dict_in_generate tf_legacy_loss "
+    "torch_dtype torchscript use_bfloat16 use_cache use_flash_attention "
+    "use_flash_attention_2 use_flash_attn "
+    "bad_words_ids begin_suppress_tokens diversity_penalty do_sample early_stopping "
+    "encoder_no_repeat_ngram_size exponential_decay_length_penalty "
+    "forced_bos_token_id forced_eos_token_id length_penalty max_length max_new_tokens "
+    "min_length no_repeat_ngram_size num_beam_groups num_beams num_return_sequences "
+    "prefix remove_invalid_values repetition_penalty suppress_tokens temperature "
+    "top_k top_p typical_p".split()
 )
 # Keys of which only these values are implemented; the first one is the default.
 ONLY = {
@@ -177,6 +194,15 @@ ONLY = {
     "quantization_config": (None,),
     "use_mrope": (False, None),
     "partial_rotary_factor": (1.0, None),
+    "rope_interleaved": (False, None),
+    "use_sliding_window": (False, None),
+    "clip_qkv": (None,),
+    "qk_layernorm": (False, None),
+    "use_qk_norm": (False, None),
+    "is_decoder": (False, True, None),
     "is_encoder_decoder": (False, None),
     "add_cross_attention": (False, None),
+    "cross_attention_hidden_size": (None,),
+    "pruned_heads": ({}, None),
+    "tie_encoder_decoder": (False, None),
 }

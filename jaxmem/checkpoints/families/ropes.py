@@ -40,11 +40,20 @@ class Rope:
         within = RANGES["rope_theta"]
         base = reader.take("rope_theta", float, self.theta, within=within)
         scaling = reader.take("rope_scaling", optional, None)
+        old = {"rope_theta": base} | (scaling or {})
         if given is None:
-            return _fields(reader, {"rope_theta": base} | (scaling or {}), self.theta)
-        if scaling is not None:
-            raise reader.error("rope_parameters and rope_scaling cannot both be given")
-        return _fields(reader, given, base)
+            return _fields(reader, old, self.theta)
+        fields = _fields(reader, {"rope_theta": base} | given, self.theta)
+        if not reader.raw.get("rope_theta"):
+            old["rope_theta"] = fields["rope_theta"]
+        if not scaling:  # the old form says no more than the base
+            old = given | old
+        if _fields(reader, old, self.theta) != fields:
+            raise reader.error(
+                "rope_parameters is not what rope_theta and rope_scaling say; delete "
+                "the form that the model was not trained with"
+            )
+        return fields
 
     def write(self, model: ModelConfig, max_positions: int) -> dict[str, Any]:
         """The older form, which every version of transformers reads."""
@@ -101,7 +110,7 @@ def _fields(reader: Reader, given: Mapping[str, Any], theta: float) -> dict[str,
     kind = given.pop("type", "default")
     kind = given.pop("rope_type", kind)
     fields = {"rope_scaling": reader.choose("rope type", kind, _KINDS)}
-    inner = Reader(reader.path, given, frozenset({"partial_rotary_factor"}))
+    inner = Reader(reader.path, given)
     for key, field in {"rope_theta": "rope_theta", **_FIELDS[kind]}.items():
         default = {"rope_theta": theta}.get(key, MISSING)
         whole = int if RANGES[field].whole else float
