@@ -28,12 +28,12 @@ _EXTRAS = {
     "matplotlib": "train", "optax": "train", "orbax-checkpoint": "train",
     "rich": "train", "safetensors": "train", "tensorboardX": "train",
     "tokenizers": "train",
-    "pyarrow": "score", "wandb": "wandb",
+    "pyarrow": "score", "wandb": "wandb", "jsonschema": "rewards",
 }  # fmt: skip
 # The first releases that this package is not made for, as in pyproject.toml.
 _CEILINGS = {
     "jax": "0.13", "jaxlib": "0.13", "numpy": "3", "flax": "0.13", "grain": "0.3",
-    "optax": "0.3", "orbax-checkpoint": "1",
+    "optax": "0.3", "orbax-checkpoint": "1", "jsonschema": "5",
 }  # fmt: skip
 _PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu", "jax-rocm7-plugin")
 _VARIABLES = (

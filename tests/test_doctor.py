@@ -52,7 +52,7 @@ def test_every_optional_package_is_looked_for():
     extras = tomllib.loads(text)["project"]["optional-dependencies"]
     wanted = {
         re.match(r"[\w-]+", package)[0]: extra
-        for extra in ("flax", "train", "score", "wandb")
+        for extra in ("flax", "train", "score", "wandb", "rewards")
         for package in extras[extra]
         if not package.startswith("jaxmem")
     }

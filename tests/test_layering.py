@@ -48,10 +48,12 @@ ALLOWED_IN = {
         "jaxmem.devices",
     ),
     "jinja2": ("jaxmem.data.chat",),
+    "jsonschema": ("jaxmem.data.verifiers",),
     "matplotlib": ("jaxmem.train", "jaxmem.planning.picture"),
     "optax": ("jaxmem.models", "jaxmem.train"),
     "orbax": ("jaxmem.train",),
     "pyarrow": ("jaxmem.score", "jaxmem.data.records"),
+    "referencing": ("jaxmem.data.verifiers",),
     "rich": (
         "jaxmem.train",
         "jaxmem.score",

@@ -13,7 +13,6 @@ import importlib
 import importlib.util
 import inspect
 import math
-import re
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -23,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxmem.core import messages
+from jaxmem.data.verifiers import SHIPPED
 
 Function = Callable[..., Any]
 
@@ -303,70 +303,3 @@ def _line_of(error: BaseException, file_name: str) -> str:
 
 def _message(error: BaseException) -> str:
     return messages.cut(str(error)) or type(error).__name__
-
-
-# ------------------------------------------------------------------- shipped
-
-_NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
-
-
-def text_of(completion: Any) -> str:
-    """A completion's text, whether it is a string or a list of messages."""
-    if isinstance(completion, str):
-        return completion
-    return "".join(str(message["content"]) for message in completion)
-
-
-def exact(prompts, completions, answer, **_) -> list[float]:
-    """1 if the completion equals the column `answer`, ignoring outer white space."""
-    pairs = zip(completions, answer, strict=True)
-    return [float(text_of(c).strip() == str(a).strip()) for c, a in pairs]
-
-
-def prefix(prompts, completions, answer, **_) -> list[float]:
-    """Fraction of the column `answer` that the completion starts with."""
-    return [
-        _shared(text_of(c).strip(), str(a).strip())
-        for c, a in zip(completions, answer, strict=True)
-    ]
-
-
-def _shared(text: str, answer: str) -> float:
-    if not answer:
-        return float(not text)
-    different = (
-        i for i, (x, y) in enumerate(zip(text, answer, strict=False)) if x != y
-    )
-    return next(different, min(len(text), len(answer))) / len(answer)
-
-
-def regex(prompts, completions, pattern, **_) -> list[float]:
-    """1 if the column `pattern`, a regular expression, matches in the completion."""
-    pairs = zip(completions, pattern, strict=True)
-    return [float(re.search(p, text_of(c), re.DOTALL) is not None) for c, p in pairs]
-
-
-def number(prompts, completions, answer, **_) -> list[float]:
-    """1 if the last number of the completion equals that of the column `answer`."""
-    pairs = zip(completions, answer, strict=True)
-    return [float(_equal(_last(text_of(c)), _last(str(a)))) for c, a in pairs]
-
-
-def _last(text: str) -> float | None:
-    numbers = _NUMBER.findall(text)
-    return float(numbers[-1].replace(",", "")) if numbers else None
-
-
-def _equal(a: float | None, b: float | None) -> bool:
-    return a is not None and b is not None and math.isclose(a, b, rel_tol=1e-9)
-
-
-def length(prompts, completions, completion_ids, max_new_tokens, **_) -> list[float]:
-    """Minus the fraction of `sampling.max_new_tokens` that the completion takes."""
-    pairs = zip(completion_ids, max_new_tokens, strict=True)
-    return [-len(ids) / most for ids, most in pairs]
-
-
-SHIPPED: dict[str, Function] = {
-    function.__name__: function for function in (exact, prefix, regex, number, length)
-}

@@ -35,8 +35,9 @@ class TaskConfig:
     # "arithmetic" (sums of two numbers), or paths and globs of .jsonl or .parquet
     source: str | tuple[str, ...] = "arithmetic"
     # of sums, exact: 1 for the answer, else 0; prefix: share of it that is right from
-    # the start. Of a file: exact, prefix, regex, number, length, "file.py:function" or
-    # "package.module:function", or a tuple of several
+    # the start. Of a file: exact, prefix, regex, number, gsm8k, json_schema,
+    # unit_tests, length, overlong, "file.py:function" or "package.module:function", or
+    # a tuple of several
     reward: str | tuple[str, ...] = "exact"
     reward_weights: tuple[float, ...] | None = None  # one a reward; None: 1 each
     timeout: float | None = None  # most seconds of a call of a reward function

@@ -1,0 +1,145 @@
+"""Runs Python that a model wrote against unit tests, in processes with limits."""
+
+import concurrent.futures
+import dataclasses
+import json
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+from jaxmem.core.fields import check_numbers
+from jaxmem.core.ranges import integers, reals
+
+_RANGES = {
+    "seconds": reals(above=0),
+    "memory_mib": integers(64, limit=2**20),
+    "file_mib": integers(0, limit=2**20),
+}
+# What the program of a completion may see of the environment: no tokens, no proxies.
+_ENVIRONMENT = {
+    "PATH": os.defpath,
+    "OPENBLAS_NUM_THREADS": "1",
+    "OMP_NUM_THREADS": "1",
+}
+# The limits are set by the process itself, as Python cannot fork safely beside threads.
+_HARNESS = """
+import json, os, resource, sys
+seconds, memory, files = map(int, sys.argv[1:])
+for name, most in (("CPU", seconds), ("AS", memory), ("FSIZE", files),
+                   ("NOFILE", 64), ("CORE", 0)):
+    resource.setrlimit(getattr(resource, "RLIMIT_" + name), (most, most))
+given = json.loads(sys.stdin.readline())
+report = os.dup(1)
+os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+names = {"__name__": "solution"}
+exec(compile(given["code"], "<completion>", "exec"), names)
+passed = 0
+for i, test in enumerate(given["tests"]):
+    try:
+        exec(compile(test, f"<test {i}>", "exec"), names)
+    except Exception:
+        continue
+    passed += 1
+os.write(report, f"{sys.stdin.readline()}{passed}".encode())
+os._exit(0)
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class UnitTests:
+    """A reward function: the share of the column `tests` that a completion passes.
+
+    The column holds Python source, or a list of sources, such as MBPP's `test_list`;
+    each is executed after the completion, and passes unless it raises. The program is
+    the completion's last fence of three backquotes, or all of it without one.
+
+    Each completion runs in a process of its own with limits, in an empty directory and
+    without the environment. That stops mistakes, endless loops and early exits, which
+    earn 0. It is no sandbox: the process can read what its user can read and use the
+    network. Run training in a container if that matters.
+
+    Attributes:
+        seconds: most time of a completion and its tests together.
+        memory_mib: most address space.
+        file_mib: largest file that can be written.
+
+    >>> code = "def double(x): return 2 * x"
+    >>> UnitTests()(["p"], [code], tests=[["assert double(2) == 4", "assert 0"]])
+    [0.5]
+    """
+
+    seconds: float = 10.0
+    memory_mib: int = 1024
+    file_mib: int = 16
+
+    def __post_init__(self):
+        """Raise a ValueError that names a field with an impossible value."""
+        check_numbers(self, _RANGES)
+
+    def __call__(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        tests: Sequence[Any],
+        **_: Any,
+    ) -> list[float]:
+        """See `jaxmem.data.rewards`."""
+        jobs = [
+            (program_of(completion), [given] if isinstance(given, str) else list(given))
+            for completion, given in zip(completions, tests, strict=True)
+        ]
+        for _code, given in jobs:
+            if not given or not all(isinstance(test, str) for test in given):
+                raise ValueError("tests must be Python source, or a list of sources")
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+            return list(pool.map(lambda job: self._share_passed(*job), jobs))
+
+    def _share_passed(self, code: str, tests: list[str]) -> float:
+        token = secrets.token_hex(16)
+        given = f"{json.dumps({'code': code, 'tests': tests})}\n{token}\n"
+        limits = (max(round(self.seconds), 1), self.memory_mib << 20,
+                  self.file_mib << 20)  # fmt: skip
+        with tempfile.TemporaryDirectory(prefix="jaxmem_tests_") as folder:
+            process = subprocess.Popen(
+                [sys.executable, "-I", "-c", _HARNESS, *map(str, limits)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                cwd=folder,
+                env=_ENVIRONMENT | {"HOME": folder, "TMPDIR": folder},
+                start_new_session=True,
+            )
+            try:
+                said, _ = process.communicate(given.encode(), self.seconds)
+            except subprocess.TimeoutExpired:
+                said = b""
+            finally:
+                _end(process)
+        started, _, passed = said.decode(errors="replace").partition("\n")
+        return int(passed) / len(tests) if started == token else 0.0
+
+
+def _end(process: subprocess.Popen) -> None:
+    """Kill a process and those that it started."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()
+    for stream in (process.stdin, process.stdout):
+        if stream is not None:
+            stream.close()
+
+
+def program_of(completion: Any) -> str:
+    """The program of a completion: its last fence, or all of its text."""
+    if not isinstance(completion, str):
+        completion = "".join(str(message["content"]) for message in completion)
+    fences = re.findall(r"```(?:python|py)?[ \t]*\n(.*?)```", completion, re.DOTALL)
+    return fences[-1] if fences else completion

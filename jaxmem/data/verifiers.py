@@ -1,0 +1,158 @@
+"""Reward functions that are shipped: rewards that a completion can be checked for.
+
+Each has the signature of `jaxmem.data.rewards`. What a completion is compared with is a
+column of the data: `answer`, `pattern`, `schema` or `tests`.
+"""
+
+import json
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+from jaxmem.data.unit_tests import UnitTests
+
+_NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
+_GSM8K = re.compile(r"####\s*\$?\s*([-+]?(?:\d[\d,]*\.?\d*|\.\d+))")
+
+
+def text_of(completion: Any) -> str:
+    """A completion's text, whether it is a string or a list of messages."""
+    if isinstance(completion, str):
+        return completion
+    return "".join(str(message["content"]) for message in completion)
+
+
+def exact(prompts, completions, answer, **_) -> list[float]:
+    """1 if the completion equals the column `answer`, ignoring outer white space."""
+    pairs = zip(completions, answer, strict=True)
+    return [float(text_of(c).strip() == str(a).strip()) for c, a in pairs]
+
+
+def prefix(prompts, completions, answer, **_) -> list[float]:
+    """Fraction of the column `answer` that the completion starts with."""
+    return [
+        _shared(text_of(c).strip(), str(a).strip())
+        for c, a in zip(completions, answer, strict=True)
+    ]
+
+
+def _shared(text: str, answer: str) -> float:
+    if not answer:
+        return float(not text)
+    different = (
+        i for i, (x, y) in enumerate(zip(text, answer, strict=False)) if x != y
+    )
+    return next(different, min(len(text), len(answer))) / len(answer)
+
+
+def regex(prompts, completions, pattern, **_) -> list[float]:
+    """1 if the column `pattern`, a regular expression, matches in the completion."""
+    pairs = zip(completions, pattern, strict=True)
+    return [float(re.search(p, text_of(c), re.DOTALL) is not None) for c, p in pairs]
+
+
+def number(prompts, completions, answer, **_) -> list[float]:
+    """1 if the last number of the completion equals that of the column `answer`."""
+    pairs = zip(completions, answer, strict=True)
+    return [float(_equal(_last(_NUMBER, text_of(c)), _last(_NUMBER, str(a))))
+            for c, a in pairs]  # fmt: skip
+
+
+def gsm8k(prompts, completions, answer, **_) -> list[float]:
+    """1 if the completion's number after its last "####" equals that of `answer`.
+
+    The column `answer` is GSM8K's own, whose last line is "#### 72", or the number
+    alone. A completion without "####" is wrong, whatever numbers it has.
+
+    Reference: Cobbe et al., "Training Verifiers to Solve Math Word Problems", 2021,
+    arXiv:2110.14168.
+    """
+    return [
+        float(_equal(_last(_GSM8K, text_of(c)), _gold(str(a))))
+        for c, a in zip(completions, answer, strict=True)
+    ]
+
+
+def _gold(answer: str) -> float | None:
+    return _last(_GSM8K if "####" in answer else _NUMBER, answer)
+
+
+def _last(pattern: re.Pattern[str], text: str) -> float | None:
+    numbers = pattern.findall(text)
+    return float(numbers[-1].replace(",", "")) if numbers else None
+
+
+def _equal(a: float | None, b: float | None) -> bool:
+    return a is not None and b is not None and math.isclose(a, b, rel_tol=1e-9)
+
+
+def json_schema(prompts, completions, schema, **_) -> list[float]:
+    """1 if the completion is JSON that the column `schema` allows.
+
+    A schema is an object or its JSON text. The completion may stand in one fence of
+    three backquotes, and nothing else may be around it. References to other documents
+    are not followed.
+
+    Raises:
+        ImportError: jsonschema is not installed.
+        ValueError: a schema is none.
+    """
+    try:
+        import referencing
+        from jsonschema import SchemaError, validators
+    except ImportError as error:
+        raise ImportError(
+            "task.reward='json_schema' needs jsonschema: pip install 'jaxmem[rewards]'"
+        ) from error
+
+    def score(completion: Any, schema: Any) -> float:
+        schema = json.loads(schema) if isinstance(schema, str) else schema
+        kind: Any = validators.validator_for(schema)
+        try:
+            kind.check_schema(schema)
+        except SchemaError as error:
+            raise ValueError(f"schema: {error.message}") from error
+        try:
+            value = json.loads(_unfenced(completion), parse_constant=_no_constant)
+        except (ValueError, RecursionError):
+            return 0.0
+        return float(kind(schema, registry=referencing.Registry()).is_valid(value))
+
+    return [score(c, s) for c, s in zip(completions, schema, strict=True)]
+
+
+def _unfenced(completion: Any) -> str:
+    text = text_of(completion).strip()
+    fenced = re.fullmatch(r"```(?:json)?\n(.*)\n```", text, re.DOTALL)
+    return fenced[1] if fenced else text
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def length(prompts, completions, completion_ids, max_new_tokens, **_) -> list[float]:
+    """Minus the fraction of `sampling.max_new_tokens` that the completion takes."""
+    pairs = zip(completion_ids, max_new_tokens, strict=True)
+    return [-len(ids) / most for ids, most in pairs]
+
+
+def overlong(prompts, completions, completion_ids, max_new_tokens, **_) -> list[float]:
+    """DAPO's soft punishment of long completions, from 0 to -1 over the last fifth.
+
+        out = -clip((n - 0.8 L) / 0.2 L, 0, 1)
+
+    n is the number of sampled tokens, and L is `sampling.max_new_tokens`.
+
+    Reference: Yu et al., 2025, arXiv:2503.14476 (DAPO), whose L_max is 20,480 tokens
+    and whose L_cache, the fifth, is 4,096.
+    """
+    pairs = zip(completion_ids, max_new_tokens, strict=True)
+    return [-min(max(5 * len(ids) / most - 4, 0.0), 1.0) for ids, most in pairs]
+
+
+SHIPPED: dict[str, Callable[..., Any]] = {
+    function.__name__: function
+    for function in (exact, prefix, regex, number, gsm8k, json_schema, length, overlong)
+} | {"unit_tests": UnitTests()}

@@ -1,0 +1,187 @@
+"""Shipped rewards: what is right, what is not, and what does not earn anything."""
+
+import builtins
+import os
+import time
+
+import numpy as np
+import pytest
+
+from jaxmem.data.rewards import Questions, RewardError, Scorer
+from jaxmem.data.unit_tests import UnitTests, program_of
+from jaxmem.data.verifiers import SHIPPED
+
+CHAT = [{"role": "assistant", "content": "#### 4"}]
+TRACE = "He sells 48 / 2 = <<48/2=24>>24 clips.\n#### "
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+
+
+def scored(name, completions, **columns):
+    count = len(completions)
+    asked = Questions([f"p.jsonl:{i + 1}" for i in range(count)],
+                      ["p"] * count, completions, columns)  # fmt: skip
+    return Scorer([name])(asked).total.tolist()
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "reward"),
+    [
+        ("so\n#### 72", TRACE + "72", 1),
+        ("#### 72.0", TRACE + "72", 1),
+        ("#### $1,234", TRACE + "1234", 1),
+        ("####-3", -3, 1),
+        (CHAT, "4", 1),
+        ("#### 72 then #### 71", TRACE + "72", 0),  # the last one counts
+        ("#### 71 #### 72", TRACE + "72", 1),
+        ("the answer is 72", TRACE + "72", 0),  # that is what `number` is for
+        ("#### ?", TRACE + "72", 0),
+        ("#### 7\n2", TRACE + "72", 0),
+        ("\n\n\n", TRACE + "72", 0),
+        ("#### 24", TRACE + "72", 0),
+        ("#### 5", "no number", 0),
+    ],
+)
+def test_the_number_of_gsm8k(completion, answer, reward):
+    assert scored("gsm8k", [completion], answer=[answer]) == [reward]
+
+
+@pytest.mark.parametrize(
+    ("completion", "reward"),
+    [
+        ('{"a": 1}', 1),
+        (' \n{"a": 1, "b": null}\n', 1),
+        ('```json\n{"a": 1}\n```', 1),
+        ([{"role": "assistant", "content": '{"a": 2}'}], 1),
+        ('{"a": 1.5}', 0),
+        ('{"b": 1}', 0),
+        ('{"a": 1} as you wished', 0),
+        ('{"a": NaN}', 0),
+        ("[" * 100_000, 0),
+        ("", 0),
+    ],
+)
+def test_json_by_a_schema(completion, reward):
+    assert scored("json_schema", [completion], schema=[SCHEMA]) == [reward]
+
+
+def test_schemas_as_text_and_schemas_that_are_none(monkeypatch):
+    assert scored("json_schema", ["3"], schema=['{"type": "integer"}']) == [1]
+    with pytest.raises(RewardError, match=r"raised.*ValueError: schema: 'int' is not"):
+        scored("json_schema", ["3"], schema=[{"type": "int"}])
+    # Nothing is fetched.
+    with pytest.raises(RewardError, match=r"Unresolvable"):
+        scored("json_schema", ["3"], schema=[{"$ref": "http://localhost/s.json"}])
+    imported = builtins.__import__
+
+    def absent(name, *rest):
+        if name == "jsonschema":
+            raise ImportError
+        return imported(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", absent)
+    with pytest.raises(RewardError, match=r"pip install 'jaxmem\[rewards\]'"):
+        scored("json_schema", ["3"], schema=[SCHEMA])
+
+
+def test_long_completions_are_punished_as_in_dapo():
+    # Dr. Yu et al., equation 13, with L_max = 20480 and L_cache = 4096.
+    longest, cache = 20480, 4096
+    lengths = [0, 16384, 16385, 18432, 20479, 20480]
+    made = scored(
+        "overlong",
+        ["x"] * 6,
+        completion_ids=[range(n) for n in lengths],
+        max_new_tokens=[longest] * 6,
+    )
+    want = [0 if n <= longest - cache else ((longest - cache) - n) / cache
+            for n in lengths]  # fmt: skip
+    np.testing.assert_allclose(made, want, atol=1e-12)
+    assert want[-1] == -1
+
+
+def test_several_with_weights_and_each_by_name():
+    asked = Questions(["p:1"], ["p"], ["#### 4"],
+                      {"answer": ["4"], "completion_ids": [[1] * 10],
+                       "max_new_tokens": [10]})  # fmt: skip
+    made = Scorer(["gsm8k", "overlong"], [1.0, 0.5])(asked)
+    assert made.total.tolist() == [0.5]
+    assert {k: v.tolist() for k, v in made.parts.items()} == {
+        "gsm8k": [1],
+        "overlong": [-1],
+    }
+
+
+# ------------------------------------------------------------------- unit tests
+
+DOUBLE = "def double(x):\n    return 2 * x\n"
+TESTS = ["assert double(2) == 4", "assert double(0) == 1", "assert double(-1) == -2"]
+QUICK = UnitTests(seconds=3, memory_mib=256, file_mib=1)
+
+
+def test_the_share_of_tests_that_pass():
+    fenced = [{"role": "assistant", "content": f"Like this:\n```python\n{DOUBLE}```\n"}]
+    other = "def triple(x): return 3 * x"
+    made = scored("unit_tests", [DOUBLE, fenced, other], tests=[TESTS] * 3)
+    np.testing.assert_allclose(made, [2 / 3, 2 / 3, 0])
+    assert scored("unit_tests", [DOUBLE], tests=[TESTS[0]]) == [1]
+    assert program_of("```\na\n```\n```py\nb\n```") == "b\n"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import os; os._exit(0)",
+        "import sys; sys.exit(0)",
+        "print(3); raise SystemExit",
+        "def double(x): return",
+        "def double(x: return 2",
+        "while True: pass",
+        "import time; time.sleep(60)",
+        "import os, time\nif os.fork() == 0:\n    time.sleep(60)\nos._exit(0)",
+        f"{DOUBLE}kept = bytearray(2 << 30)",
+        f"{DOUBLE}open('big', 'wb').write(bytes(2 << 20))",
+        f"{DOUBLE}files = [open(str(i), 'w') for i in range(99)]",
+        "\n\n\n",
+        "",
+    ],
+)
+def test_what_earns_nothing_and_ends(code):
+    start = time.monotonic()
+    made = QUICK(["p"], [code], tests=[["assert double(2) == 4"]])
+    assert made == [0] and time.monotonic() - start < 30
+
+
+def test_the_processes_of_a_program_that_leaves_some_are_ended(tmp_path):
+    note = tmp_path / "pid"
+    code = (
+        "import os, time\nchild = os.fork()\n"
+        "if child == 0:\n    time.sleep(60)\n"
+        f"open({str(note)!r}, 'w').write(str(child))"
+    )
+    assert QUICK(["p"], [code], tests=["pass"]) == [0]  # its child holds the report
+    with pytest.raises(ProcessLookupError):
+        _wait_for_the_end(int(note.read_text()))
+
+
+def _wait_for_the_end(pid):
+    for _ in range(100):
+        os.kill(pid, 0)
+        time.sleep(0.05)
+
+
+def test_a_program_sees_neither_the_environment_nor_the_directory(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    code = "import os\nseen = 'HF_TOKEN' in os.environ, os.listdir(), os.getcwd()\n"
+    tests = ["assert seen[:2] == (False, [])", f"assert seen[2] != {os.getcwd()!r}"]
+    assert QUICK(["p"], [code], tests=[tests]) == [1]
+
+
+def test_tests_that_are_none():
+    with pytest.raises(RewardError, match="ValueError: tests must be Python source"):
+        scored("unit_tests", ["a"], tests=[[3]])
+    with pytest.raises(ValueError, match=r"UnitTests\.seconds must be above 0, got 0"):
+        UnitTests(seconds=0)
+
+
+def test_every_shipped_function_is_described():
+    assert all(function.__doc__ for function in SHIPPED.values())
