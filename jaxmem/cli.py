@@ -1,13 +1,15 @@
 """The command line; each command imports its heavy modules when it runs."""
 
 import argparse
+import io
 import os
 import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
-from jaxmem import _shipped
+from jaxmem import _options, _shipped
 from jaxmem._version import __version__
 from jaxmem.core import messages
 from jaxmem.generate import arguments as generating
@@ -18,6 +20,7 @@ _PACKAGE = Path(__file__).parent
 _DTYPES = generating.DTYPES
 _USER_ERROR = 2
 _INTERRUPTED = 130  # 128 + SIGINT, the convention of shells
+_UNREAD = 141  # 128 + SIGPIPE
 
 
 class UsageError(ValueError):
@@ -31,17 +34,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments after the program's name; by default those of the process.
 
     Returns:
-        The exit status: 0, 2 after a user error, 130 when interrupted.
+        The exit status: 0, 2 after a user error, 130 when interrupted, 141 where nobody
+        reads what is printed.
 
     Raises:
         SystemExit: the arguments cannot be parsed (2), or SIGTERM ended a run (143).
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # whose encoding may have no "é"
+            stream.reconfigure(errors="backslashreplace")
     arguments = _parse(argv)
     try:
-        return _run(arguments)
+        status = _run(arguments)
+        sys.stdout.flush()
+        return status
     except KeyboardInterrupt:
         print("\njaxmem: interrupted", file=sys.stderr)
         return _INTERRUPTED
+    except BrokenPipeError:  # such as of `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes it at its end
+        return _UNREAD
     except (ValueError, FloatingPointError) as error:
         if not _raised_by_us(error):
             raise
@@ -54,6 +66,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not is_out_of_memory(error):
             raise
         return _fail(_out_of_memory(error))
+    except BaseException as error:  # of Rust, in tokenizers
+        if type(error).__name__ != "PanicException":
+            raise
+        return _fail(f"a library failed at something it was given: {error}")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        super().error(messages.cut(message, 1000))
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -75,7 +96,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     # argparse accepts overrides either before or after flags, but not both.
     overrides = [word for word in rest if "=" in word and not word.startswith("-")]
     if overrides != rest or (rest and "overrides" not in arguments):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        parser.error(f"unrecognized arguments: {messages.cut(' '.join(rest))}")
     if rest:
         arguments.overrides += rest
     if arguments.command is _train and arguments.file is None:
@@ -85,7 +106,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="jaxmem", description="Language-model training in JAX that fits in memory."
     )
     parser.add_argument("--version", action="version", version=f"jaxmem {__version__}")
@@ -94,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_data(commands)
     generating.add_generate(commands, _generate)
     generating.add_export(commands, _export)
-    scoring.add_score(commands, _score, _DTYPES, _chunk)
+    scoring.add_score(commands, _score, _DTYPES, _options.chunk)
     _add_plan(commands)
     _add_doctor(commands)
     _add_bench(commands)
@@ -167,7 +188,9 @@ def _add_data(commands) -> None:
     )
     data.add_argument("file", metavar="FILE.gin", help="as of train")
     data.add_argument("overrides", nargs="*", metavar="section.field=value")
-    data.add_argument("--show", type=_count, default=3, help="records to print; 3")
+    data.add_argument(
+        "--show", type=_options.count, default=3, help="records to print; 3"
+    )
     data.set_defaults(command=_data)
 
 
@@ -235,9 +258,11 @@ def _add_plan(commands) -> None:
     plan.add_argument("overrides", nargs="*", metavar="section.field=value")
     plan.add_argument("--device", required=True, help="such as h200, b200, v5e")
     plan.add_argument(
-        "--devices", type=_count, help="in all; by default those of the mesh"
+        "--devices", type=_options.count, help="in all; by default those of the mesh"
     )
-    plan.add_argument("--hosts", type=_count, default=1, help="that they are in")
+    plan.add_argument(
+        "--hosts", type=_options.count, default=1, help="that they are in"
+    )
     plan.add_argument(
         "--fit", action="store_true", help="try policies, offloading and batches too"
     )
@@ -294,55 +319,21 @@ def _add_bench(commands) -> None:
     )
     bench.add_argument(
         "--shape",
-        type=_shape,
+        type=_options.shape,
         metavar="N,D,V",
         help="tokens, width of hidden states, vocabulary",
     )
     bench.add_argument("--dtype", choices=_DTYPES, help="of hidden and W")
-    bench.add_argument("--chunk", type=_chunk, default=1024, help="tokens, or auto")
-    bench.add_argument("--repetitions", type=_count, default=3)
+    bench.add_argument(
+        "--chunk", type=_options.chunk, default=1024, help="tokens, or auto"
+    )
+    bench.add_argument("--repetitions", type=_options.count, default=3)
     bench.add_argument("--tune", action="store_true", help="measure tiles instead")
     bench.add_argument(
         "--kernel", action="append", default=[], help="of --tune, only this one"
     )
     bench.add_argument("--out", type=Path, help="of --tune, a table; tuned.json")
     bench.set_defaults(command=_bench)
-
-
-def _shape(text: str) -> tuple[int, int, int]:
-    parts = [_integer(part) for part in text.split(",")]
-    if len(parts) != 3 or None in parts:
-        raise _wrong("three positive integers, as in 4096,1024,50257", text)
-    n, d, v = (part for part in parts if part is not None)
-    return n, d, v
-
-
-def _count(text: str) -> int:
-    count = _integer(text)
-    if count is None:
-        raise _wrong("a positive integer", text)
-    return count
-
-
-def _chunk(text: str) -> int | str:
-    tokens = _integer(text)
-    if tokens is None and text != "auto":
-        raise _wrong("a positive number of tokens, or auto", text)
-    return tokens or text
-
-
-def _integer(text: str) -> int | None:
-    """A positive integer below 2**31; None for any other text."""
-    try:
-        number = int(text)
-    except ValueError:
-        return None
-    return number if 1 <= number < 2**31 else None
-
-
-def _wrong(wanted: str, text: str) -> argparse.ArgumentTypeError:
-    message = f"invalid value {messages.short(text)}: must be {wanted}"
-    return argparse.ArgumentTypeError(message)
 
 
 def _bench(arguments: argparse.Namespace) -> int:

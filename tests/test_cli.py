@@ -307,7 +307,8 @@ def test_a_run_prints_its_configuration_sigterm_saves_it_and_it_resumes(
     operative = Path("run/operative.gin").read_text()
     assert "\nrun.steps = 4\n" in operative and "\nmodel.norm_eps = " in operative
     assert error.strip() == (
-        "jaxmem: SIGTERM: stopping after this step; send it again to stop at once"
+        "jaxmem: SIGTERM: stopping after this step; send it again a "
+        "second later to stop at once"
     )
     assert said.endswith(
         "stopped by SIGTERM after step 1 of 4, which is saved: the same command "
@@ -320,3 +321,49 @@ def test_a_run_prints_its_configuration_sigterm_saves_it_and_it_resumes(
     assert "resuming run after step 1\n" in capfd.readouterr().out
     lines = Path("run/metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4]
+
+
+# ------------------------------------------------ streams and arguments
+
+
+def test_output_that_nobody_reads_ends_quietly(tmp_path):
+    command = f"{sys.executable} -m jaxmem train --keys; echo status $? >&2"
+    done = subprocess.run(
+        ["sh", "-c", f"(sleep 0.2; {command}) | true"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=120, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.stderr == "status 141\n"
+
+
+@pytest.mark.parametrize("words", [["train", "é.gin"], ["train", "--keys", "é"]])
+def test_a_terminal_of_ascii_gets_escapes(words, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxmem", *words],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "LC_ALL": "C", "PYTHONUTF8": "0",
+             "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"},
+        capture_output=True, text=True, timeout=120, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert r"\udcc3\udca9" in done.stderr  # the bytes of é, as Python reads them
+
+
+@pytest.mark.parametrize("words", [["-" * 10**5], ["--hosts", "x" * 10**5]])
+def test_long_arguments_are_not_echoed_whole(words, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["plan", "a.gin", "--device", "h200", *words])
+    assert len(capsys.readouterr().err) < 2500
+
+
+def test_a_panic_of_rust_is_one_line(monkeypatch, capsys):
+    class PanicException(BaseException):
+        pass
+
+    def panic(_):
+        raise PanicException("empty pattern")
+
+    monkeypatch.setattr(cli, "_doctor", panic)
+    assert cli.main(["doctor"]) == 2
+    assert capsys.readouterr().err == (
+        "jaxmem: error: a library failed at something it was given: empty pattern\n"
+    )

@@ -24,9 +24,9 @@ PUBLIC = (
 
 # Lowest first: a package or module imports itself and what stands before it.
 LAYERS = (
-    "_version _shipped _imports devices timing offload core packing remat kernels "
-    "backends functional losses sharding heads integrations models checkpoints data "
-    "train score generate planning bench doctor cli __main__"
+    "_version _shipped _imports devices timing offload core _options packing remat "
+    "kernels backends functional losses sharding heads integrations models checkpoints "
+    "data train score generate planning bench doctor cli __main__"
 ).split()
 
 # Third parties, and the packages or modules that may import them.

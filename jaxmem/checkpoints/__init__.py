@@ -11,6 +11,7 @@ from jaxmem.checkpoints.adapters import save_adapter as save_adapter
 from jaxmem.checkpoints.architectures import (
     CheckpointConfig as CheckpointConfig,
     CheckpointError as CheckpointError,
+    is_hub_name as is_hub_name,
     read_config as read_config,
 )
 from jaxmem.checkpoints.describing import (

@@ -46,6 +46,16 @@ _HUB_NAME = r"[\w-][\w.-]*/[\w.-]+"  # OWNER/MODEL
 _POSITIONS = integers(1, limit=2**31 - 1)  # tokens of a context: positions are int32
 
 
+def is_hub_name(path: str | Path) -> bool:
+    """Whether a path that is not there may name a model of the Hugging Face Hub.
+
+    One in a directory that is there, or in "runs", where runs are, names none.
+    """
+    named = re.fullmatch(_HUB_NAME, str(path)) is not None
+    owner = Path(path).parent
+    return named and owner.name != "runs" and not owner.exists()
+
+
 def read_config(directory: str | Path) -> CheckpointConfig:
     """Read `config.json` from a checkpoint's directory.
 
@@ -60,7 +70,7 @@ def read_config(directory: str | Path) -> CheckpointConfig:
             asks for something that is not implemented; the message names the key.
     """
     path = Path(os.path.expanduser(directory)) / "config.json"
-    if not path.parent.exists() and re.fullmatch(_HUB_NAME, str(directory)):
+    if not path.parent.exists() and is_hub_name(directory):
         raise CheckpointError(
             f"{directory}: no such directory; download a model of the Hugging Face "
             f"Hub by: hf download {directory} --local-dir {directory}"

@@ -69,7 +69,10 @@ def _read_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, tuple[int, ...]]:
         tokenizer.no_padding()
         tokenizer.no_truncation()
         return tokenizer, tuple(tokenizer.encode("", add_special_tokens=True).ids)
-    except Exception as error:  # the library raises no narrower type
+    # The library raises no narrower type, and Rust's panics are no `Exception`.
+    except BaseException as error:
+        if not isinstance(error, Exception) and "Panic" not in type(error).__name__:
+            raise
         reason = messages.cut(getattr(error, "strerror", None) or str(error))
         raise CheckpointError(f"{path}: cannot be read: {reason}") from error
 

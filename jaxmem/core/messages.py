@@ -49,6 +49,10 @@ def listing(values: Iterable[object], most: int = 5) -> str:
 
 
 def cut(text: str, length: int = 300) -> str:
-    """The start of a text, such as another library's message, on one line."""
-    text = " ".join(text.split("\n"))
+    """The start of a text, such as another library's message, on one line.
+
+    What cannot be printed, such as a terminal's escapes, is written as in `repr`.
+    """
+    text = " ".join(text[: 2 * length].splitlines())
+    text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
     return text if len(text) <= length else f"{text[: length - 3]}..."

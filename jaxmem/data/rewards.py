@@ -22,9 +22,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxmem.core import messages
+from jaxmem.data import guests
 from jaxmem.data.verifiers import SHIPPED
 
 Function = Callable[..., Any]
+_LARGEST = 1e18  # float32 holds the sum of the squares of so many
+
+
+_TOO_LARGE = f"advantages are computed in float32, for rewards of at most {_LARGEST:g}"
 
 
 class RewardError(ValueError):
@@ -88,8 +93,10 @@ class Scorer:
             The rewards.
 
         Raises:
-            RewardError: a function raises, exceeds the timeout, returns a wrong number
-                of rewards or one that is not finite, or all of them return None.
+            RewardError: a function raises anything, ends the process, changes its
+                directory or closes its output, exceeds the timeout, returns a wrong
+                number of rewards or one that float32 cannot hold with its square, or
+                all of them return None.
         """
         waiting = {k: f for k, f in self._functions.items() if _is_async(f)}
         returned = self._await(waiting, questions)
@@ -106,17 +113,28 @@ class Scorer:
             raise RewardError(
                 f"{_place(', '.join(parts), questions, i)} gave no reward (None)"
             )
-        return Rewards(np.nansum(table * np.c_[self._weights], axis=0), parts)
+        total = np.nansum(table * np.c_[self._weights], axis=0)
+        if (np.abs(total) > _LARGEST).any():
+            i = int(np.abs(total).argmax())
+            raise RewardError(
+                f"{_place(', '.join(parts), questions, i)} gave {total[i]:g} with "
+                f"task.reward_weights; {_TOO_LARGE}"
+            )
+        return Rewards(total, parts)
 
     def _call(self, name: str, function: Function, questions: Questions) -> Any:
         def call() -> Any:
             return _call(function, questions)
 
         try:
-            return call() if self._timeout is None else _in_time(call, self._timeout)
-        except TimeoutError as error:
+            with guests.received():
+                if self._timeout is None:
+                    return call()
+                return _in_time(call, self._timeout)
+        except _Late as error:
             raise self._too_slow(name, questions) from error
-        except Exception as error:
+        except BaseException as error:
+            guests.raise_if_of_the_user(error)
             raise _failure(name, function, questions, error) from error
 
     def _await(self, functions: Mapping[str, Function], questions: Questions) -> dict:
@@ -124,17 +142,22 @@ class Scorer:
             return {}
 
         async def together():
-            calls = [
-                asyncio.wait_for(_call(f, questions), self._timeout)
-                for f in functions.values()
-            ]
-            return await asyncio.gather(*calls, return_exceptions=True)
+            calls = [_awaited(f, questions, self._timeout) for f in functions.values()]
+            return await asyncio.gather(*calls)
 
-        returned = dict(zip(functions, asyncio.run(together()), strict=True))
+        try:
+            with guests.received():
+                values = asyncio.run(together())
+        except guests.Misbehaved as error:
+            raise RewardError(
+                f"{_place(', '.join(functions), questions, 0)} {error}"
+            ) from error
+        returned = dict(zip(functions, values, strict=True))
         for name, value in returned.items():
-            if isinstance(value, TimeoutError):
+            if isinstance(value, _Late):
                 raise self._too_slow(name, questions) from value
-            if isinstance(value, Exception):
+            if isinstance(value, BaseException):
+                guests.raise_if_of_the_user(value)
                 raise _failure(name, functions[name], questions, value) from value
         return returned
 
@@ -165,8 +188,10 @@ def load(name: str) -> Function:
             f"{messages.short(name)}"
         )
     try:
-        module = _file(source) if source.endswith(".py") else _module(source)
-    except Exception as error:
+        with guests.received():
+            module = _file(source) if source.endswith(".py") else _module(source)
+    except BaseException as error:
+        guests.raise_if_of_the_user(error)
         line = _line_of(error, Path(source).name)
         raise RewardError(
             f"task.reward: cannot import {source}{line}: {_message(error)}"
@@ -214,6 +239,31 @@ def _call(function: Function, questions: Questions) -> Any:
     )
 
 
+class _Late(Exception):
+    """A call took too long; a `TimeoutError` may also be of the function itself."""
+
+
+async def _awaited(
+    function: Function, questions: Questions, timeout: float | None
+) -> Any:
+    """What an async function returns, or raises, be it the end of the process."""
+
+    async def call() -> Any:
+        try:
+            return await _call(function, questions)
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
+            return error
+
+    try:
+        return await asyncio.wait_for(call(), timeout)
+    except asyncio.CancelledError as error:  # of the function; nobody else cancels
+        return error
+    except TimeoutError:
+        return _Late()
+
+
 def _in_time(call: Callable[[], Any], seconds: float) -> Any:
     """Call in a thread that may be abandoned; its exceptions are raised here."""
     outcome: dict[str, Any] = {}
@@ -228,23 +278,27 @@ def _in_time(call: Callable[[], Any], seconds: float) -> Any:
     thread.start()
     thread.join(seconds)
     if thread.is_alive():
-        raise TimeoutError
+        raise _Late
     if "error" in outcome:
         raise outcome["error"]
     return outcome["value"]
 
 
 def _failure(
-    name: str, function: Function, questions: Questions, error: Exception
+    name: str, function: Function, questions: Questions, error: BaseException
 ) -> RewardError:
     """Call for one prompt at a time, to find the one for which the function raises."""
+    if isinstance(error, guests.Misbehaved):
+        return RewardError(f"{_place(name, questions, 0)} {error}")
     place, line = 0, _line_of(error, _file_name(function))
     for i in range(len(questions.prompts)):
         try:
-            value = _call(function, questions.only(i))
-            if isinstance(value, Awaitable):
-                asyncio.run(_result(value))
-        except Exception:
+            with guests.received():
+                value = _call(function, questions.only(i))
+                if isinstance(value, Awaitable):
+                    asyncio.run(_result(value))
+        except BaseException as again:
+            guests.raise_if_of_the_user(again)
             place = i
             break
     message = f"{type(error).__name__}: {_message(error)}"
@@ -274,6 +328,9 @@ def _checked(name: str, returned: Any, questions: Questions) -> np.ndarray:
             out[i] = math.nan
         if not math.isfinite(out[i]):
             message = f"returned {messages.short(value)}, which is no finite number"
+            raise RewardError(f"{_place(name, questions, i)} {message}")
+        if abs(out[i]) > _LARGEST:
+            message = f"returned {messages.short(value)}; {_TOO_LARGE}"
             raise RewardError(f"{_place(name, questions, i)} {message}")
     return out
 

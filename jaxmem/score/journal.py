@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
 import numpy as np
 
@@ -134,7 +134,7 @@ class Journal:
                 count += 1
                 if count in boundaries:
                     end, self.done = file.tell(), count
-        os.truncate(self.path, end)
+        files.truncate(self.path, end)
 
     def _source_of(self, head: bytes, fingerprint: str) -> str:
         """Return the data's name from a journal's first line; raise on a mismatch."""
@@ -198,13 +198,18 @@ class Journal:
 
     def _write_out(self) -> None:
         if self.out.suffix == ".parquet":
-            _write_parquet(self._made, self.records())
+            with self._new_file() as file:
+                _write_parquet(file, self.records())
         else:
-            with open(self.path, "rb") as journal, open(self._made, "wb") as file:
+            with open(self.path, "rb") as journal, self._new_file() as file:
                 next(journal)
                 file.writelines(journal)
         with open(self._made, "rb+") as file:
             files.sync(file.fileno())
+
+    def _new_file(self) -> BinaryIO:
+        flags = os.O_WRONLY | os.O_TRUNC
+        return open(files.open_own(self._made, flags), "wb")
 
 
 def check_suffix(out: Path) -> None:
@@ -225,7 +230,7 @@ def check_parquet() -> None:
     import pyarrow.parquet  # noqa: F401
 
 
-def _write_parquet(path: Path, records: Iterator[dict[str, Any]]) -> None:
+def _write_parquet(file: BinaryIO, records: Iterator[dict[str, Any]]) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -247,7 +252,7 @@ def _write_parquet(path: Path, records: Iterator[dict[str, Any]]) -> None:
     first = next(records, None)
     names = list(types)[:6] if first is None else [k for k in types if k in first]
     schema = pa.schema([(name, types[name]) for name in names])
-    with pq.ParquetWriter(path, schema) as writer:
+    with pq.ParquetWriter(file, schema) as writer:
         held: list[dict[str, Any]] = []
         columns = 0
         for record in itertools.chain([] if first is None else [first], records):

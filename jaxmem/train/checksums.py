@@ -7,6 +7,7 @@ without an error. So every file is hashed after it is written and before it is r
 
 import concurrent.futures
 import hashlib
+import stat
 from pathlib import Path
 
 import jax
@@ -64,7 +65,7 @@ def find_fault(directory: Path) -> str | None:
             if saved[name] != sums[name]
         ),
     ]
-    return _first(sorted(faults))
+    return first(sorted(faults)) if faults else None
 
 
 def _read_sums(directory: Path) -> str | dict[str, str] | None:
@@ -80,10 +81,10 @@ def _read_sums(directory: Path) -> str | dict[str, str] | None:
         return f"{NAME} cannot be read"
 
 
-def _first(faults: list[str]) -> str | None:
-    if len(faults) < 2:
-        return faults[0] if faults else None
-    return f"{faults[0]}, and {len(faults) - 1} more"
+def first(names: list[str]) -> str:
+    """The first of at least one, and the number of the others."""
+    more = f", and {len(names) - 1:,} more" if len(names) > 1 else ""
+    return f"{names[0]}{more}"
 
 
 _UNREADABLE = "cannot be read"
@@ -122,6 +123,8 @@ def _names(directory: Path) -> list[str]:
 
 def _digest(path: Path) -> str:
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # reading a FIFO would never end
+            return f"{_UNREADABLE} (it is no file)"
         with open(path, "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:

@@ -1,6 +1,7 @@
 """Evaluation during training: its schedule, and the checkpoint of the best one."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -52,20 +53,28 @@ class Best:
 
     def offer(
         self, step: int, cost: float, save: Callable[[Checkpoints, Mapping], None]
-    ) -> None:
+    ) -> str:
         """Save the step if its cost is lower than that of the saved checkpoint.
 
         Args:
             step: that was evaluated.
-            cost: of it.
+            cost: of it; one that is not finite is never the best, and one that was
+                saved by mistake is replaced.
             save: called with the checkpoints to save to, and settings to add to the
                 run's.
+
+        Returns:
+            A message about a cost that is not finite, "" for others.
         """
+        if not math.isfinite(cost):
+            return f"step {step}: an evaluation of {cost} is not kept as the best"
         with Checkpoints(self._directory, keep=1) as checkpoints:
             saved = checkpoints.latest()
             if saved is not None:
                 before: Any = checkpoints.saved_config(saved).get(_BEST, {})
                 # A step that is repeated after a kill has the same cost.
-                if saved == step or cost >= before.get("cost", float("inf")):
-                    return
+                known = before.get("cost", math.nan)
+                if math.isfinite(known) and (saved == step or cost >= known):
+                    return ""
             save(checkpoints, {_BEST: {"cost": cost, "step": step}})
+        return ""

@@ -16,6 +16,12 @@ class WriteError(OSError):
     """A file cannot be written; the message names it and the free bytes."""
 
 
+def shown(path: Path) -> Path:
+    """A path as a message has it: from the current directory, if it is below that."""
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
+
+
 def describe_failure(path: Path, error: Exception) -> str:
     """Return one line about a failed write: the path, the reason, the free bytes.
 
@@ -46,27 +52,59 @@ def write_errors(path: Path) -> Iterator[None]:
         raise WriteError(describe_failure(path, error)) from error
 
 
-def write_whole(path: Path, text: str) -> None:
+def open_own(path: Path, flags: int) -> int:
+    """Open a file to write to it, unless its name is a symbolic link.
+
+    Args:
+        path: of the file; what a link names may be anybody's.
+        flags: of `os.open`; the file is created if it is missing.
+
+    Returns:
+        A descriptor.
+
+    Raises:
+        OSError: it cannot be opened; ELOOP says that it is a link.
+    """
+    flags |= os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
+    try:
+        return os.open(path, flags, 0o666)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        reason = "it is a symbolic link, which is not followed; remove it"
+        raise OSError(errno.ELOOP, reason, str(path)) from error
+
+
+def truncate(path: Path, size: int) -> None:
+    """Cut a file, unless its name is a symbolic link."""
+    descriptor = open_own(path, os.O_WRONLY)
+    try:
+        os.ftruncate(descriptor, size)
+    finally:
+        os.close(descriptor)
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
     """Replace the content of a file atomically, and sync it to the disk.
 
-    A file that holds the text already is not written, so that a full disk does not
+    A file that holds the content already is not written, so that a full disk does not
     matter.
 
     Args:
         path: of the file.
-        text: its new content.
+        content: its new content; a text is encoded in UTF-8.
 
     Raises:
         WriteError: the file still has its old content.
     """
-    content = text.encode()
+    content = content.encode() if isinstance(content, str) else content
     with contextlib.suppress(OSError):
         if path.read_bytes() == content:
             return
     unfinished = path.with_name(path.name + ".unfinished")
     with write_errors(path):
         try:
-            with open(unfinished, "wb") as file:
+            with open(open_own(unfinished, os.O_WRONLY | os.O_TRUNC), "wb") as file:
                 file.write(content)
                 file.flush()
                 sync(file.fileno())
@@ -116,6 +154,17 @@ class Appender:
         self._size = 0  # of the whole records
         self._torn = False  # part of a record may follow them
 
+    @property
+    def was_removed(self) -> bool:
+        """Whether its file has another name or none; the next flush makes it anew."""
+        if self._descriptor is None:
+            return False
+        try:
+            here = os.lstat(self.path)
+        except FileNotFoundError:
+            return True
+        return not os.path.samestat(here, os.fstat(self._descriptor))
+
     def add(self, record: bytes) -> None:
         """Add a record to the pending ones."""
         if len(self.pending) == _MAX_PENDING:
@@ -129,6 +178,8 @@ class Appender:
         Raises:
             OSError: the file ends with a whole record; the others are still pending.
         """
+        if self.pending and self.was_removed:
+            self.close()
         while self.pending:
             if self._descriptor is None:
                 self._open()
@@ -142,10 +193,9 @@ class Appender:
 
     def _open(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0)
-        flags |= os.O_EXCL if self._mode == "x" else 0
-        self._descriptor = os.open(self.path, flags, 0o666)
-        self._size = os.fstat(self._descriptor).st_size
+        flags = os.O_WRONLY | os.O_APPEND | (os.O_EXCL if self._mode == "x" else 0)
+        self._descriptor = open_own(self.path, flags)
+        self._size, self._torn = os.fstat(self._descriptor).st_size, False
 
     def _write(self, record: bytes) -> None:
         assert self._descriptor is not None

@@ -6,11 +6,12 @@ when the disk has room again.
 
 import itertools
 import json
-import os
+import typing
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
+from jaxmem.core.fields import accepts
 from jaxmem.train import files, tensorboard
 from jaxmem.train.metrics import (
     AnyMetrics,
@@ -54,7 +55,11 @@ def read_history(
 
 def _step(line: bytes, kind: Callable[..., _Metrics], where: str) -> _Metrics:
     try:
-        return kind(**json.loads(line))
+        step = kind(**json.loads(line))
+        for name, annotation in typing.get_type_hints(kind).items():
+            if not accepts(annotation, getattr(step, name)):
+                raise TypeError(name)
+        return step
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(
             f"{where}: not a line of this version's {getattr(kind, '__name__', kind)}"
@@ -130,6 +135,8 @@ class MetricsWriter:
     def flush(self) -> None:
         """Try to write everything that is pending."""
         failed = None
+        if self._lines.was_removed:
+            self._log(f"{self.path} was removed; it is made anew, from this step on")
         for file in (self._lines, self._events):
             try:
                 file.flush()
@@ -187,7 +194,7 @@ def repair(path: Path, done: int) -> list[str]:
     whole = b"".join(kept)
     if content.startswith(whole):
         if len(whole) < len(content):
-            os.truncate(path, len(whole))
+            files.truncate(path, len(whole))
     else:
         files.write_whole(path, whole.decode())
     messages = []

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import socket
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -29,44 +30,56 @@ class _Unsupported(Exception):
 
 
 @contextlib.contextmanager
-def exclusive(path: Path, resource: str, log: Callable[[str], None]) -> Iterator[None]:
+def exclusive(
+    path: Path, resource: str, log: Callable[[str], None]
+) -> Iterator["Lock"]:
     """Hold a lock that no other process can hold at the same time.
 
     In a distributed run the first process holds the lock for all of them. The lock
     belongs to the process, not to the file: the kernel releases it when the process
-    ends in any way, so that a file left by a killed process blocks nobody.
+    ends in any way, so that a file left by a killed process blocks nobody. Children
+    that are forked do not hold it.
 
     Args:
         path: of the lock file, which holds the holder's host, pid and start time.
         resource: what is locked, for messages, as in "run.out_dir='runs/sft'".
         log: called with one line where the file system has no locks; the run goes on.
 
+    Yields:
+        The lock.
+
     Raises:
         Busy: another process holds the lock; the message says which, since when.
         OSError: the lock file or its directory cannot be created.
     """
-    lock = _Lock(path)
+    lock = Lock(path, resource)
     try:
-        message = processes.by_first(lambda: lock.acquire(resource))
+        message = processes.by_first(lock.acquire)
         if message:
             log(message)
-        yield
+        yield lock
     finally:
         lock.release()
 
 
-class _Lock:
-    """The lock of one process."""
+class Lock:
+    """The lock of one process.
 
-    def __init__(self, path: Path):
-        self._path = path
+    Args:
+        path: of its file.
+        resource: what is locked, for messages.
+    """
+
+    def __init__(self, path: Path, resource: str):
+        self._path, self._resource = path, resource
         self._descriptor: int | None = None
         self._created: list[Path] = []  # directories, innermost first
+        _LOCKS.add(self)
 
-    def acquire(self, resource: str) -> str:
+    def acquire(self) -> str:
         """Take the lock; returns a message, "" if there is none."""
-        directory = self._path.parent
-        self._created = [d for d in (directory, *directory.parents) if not d.exists()]
+        directory, resource = self._path.parent, self._resource
+        self._created += [d for d in (directory, *directory.parents) if not d.exists()]
         _make(directory, resource)
         try:
             self._descriptor = _open_locked(self._path)
@@ -84,18 +97,54 @@ class _Lock:
         _write_holder(self._descriptor)
         return ""
 
+    def renew(self) -> str:
+        """Take the lock again if its file was removed; returns a message, or "".
+
+        Raises:
+            Busy: another process has taken it.
+        """
+        held = self._descriptor
+        if held is None or _is_at(self._path, held):
+            return ""
+        self.acquire()
+        os.close(held)
+        return (
+            f"{self._resource}: {self._path} was removed, maybe with all that was in "
+            "its directory, and is made anew"
+        )
+
+    def forget(self) -> None:
+        """Close the file without a word; the lock is that of another process."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+        self._descriptor, self._created = None, []
+
     def release(self) -> None:
         """Remove the lock file, and directories created for it that are still empty."""
         if self._descriptor is not None:
             try:
-                with contextlib.suppress(OSError):
-                    self._path.unlink()
+                if _is_at(self._path, self._descriptor):  # and not another's
+                    with contextlib.suppress(OSError):
+                        self._path.unlink()
             finally:
                 os.close(self._descriptor)
                 self._descriptor = None
         for directory in self._created:
             with contextlib.suppress(OSError):
                 directory.rmdir()
+
+
+_LOCKS: weakref.WeakSet[Lock] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for lock in list(_LOCKS):
+        lock.forget()
+
+
+if hasattr(os, "register_at_fork"):
+    # A descriptor keeps what `flock` has locked, in whichever process it is open.
+    os.register_at_fork(after_in_child=_forget_all)
 
 
 def _make(directory: Path, resource: str) -> None:
@@ -111,7 +160,7 @@ def _open_locked(path: Path) -> int:
     """Return a locked descriptor of the file that the path names now."""
     while True:
         with files.write_errors(path):
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            descriptor = files.open_own(path, os.O_RDWR)
         try:
             _lock(descriptor)
             # The last holder may have removed the file between open and flock.
@@ -136,7 +185,7 @@ def _lock(descriptor: int) -> None:
 
 def _is_at(path: Path, descriptor: int) -> bool:
     try:
-        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+        return os.path.samestat(os.lstat(path), os.fstat(descriptor))
     except FileNotFoundError:
         return False
 

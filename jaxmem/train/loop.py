@@ -15,13 +15,9 @@ from rich.console import Console
 from jaxmem.core import processes
 from jaxmem.core.fields import check_field
 from jaxmem.data.rewards import RewardError
-from jaxmem.train import files, locks, metrics, report, wandb_writer
-from jaxmem.train.checkpoint import (
-    Checkpoints,
-    check_same_config,
-    differences,
-    set_aside_damaged,
-)
+from jaxmem.train import files, locks, metrics, report, resuming, wandb_writer
+from jaxmem.train.checkpoint import Checkpoints
+from jaxmem.train.damaged import set_aside_damaged
 from jaxmem.train.evaluation import Best, EvalConfig
 from jaxmem.train.history import MetricsWriter, read_history
 from jaxmem.train.metrics import (
@@ -37,7 +33,6 @@ from jaxmem.train.stopping import Stop
 from jaxmem.train.wandb_writer import WandbWriter
 
 JOBS = ("sft", "grpo", "dpo", "distill")
-_CHANGEABLE = "changeable"  # key in the saved settings
 _BACKEND = "backend"
 _Metrics = TypeVar(
     "_Metrics", StepMetrics, PolicyMetrics, PreferenceMetrics, DistillMetrics
@@ -128,13 +123,15 @@ class Run:
         settings: Settings,
         console: Console,
         checkpoints: Checkpoints,
-        stop: Stop,
+        held: tuple[Stop, locks.Lock],
         evaluation: EvalConfig | None = None,
     ):
-        self._config, self._settings, self._stop = config, settings, stop
+        self._config, self._settings = config, settings
+        self._stop, self._lock = held
         self._evaluation = evaluation or EvalConfig()
+        self._texts: Mapping[str, str] = {}
         self._console, self._checkpoints = console, checkpoints
-        self.out_dir = Path(config.out_dir).expanduser()
+        self.out_dir = Path(config.out_dir).expanduser().absolute()
         self.done = self.saved = self.taken = checkpoints.latest() or 0
         self.metrics_path = self.out_dir / "metrics.jsonl"
         self._unwritten: list[bytes] = []  # lines of that file
@@ -145,31 +142,12 @@ class Run:
         if self.done:
             saved = checkpoints.saved_config(self.done)
             self._saved_backend = (
-                saved.get(_CHANGEABLE, {}).get("head", {}).get(_BACKEND)
+                saved.get(resuming.CHANGEABLE, {}).get("head", {}).get(_BACKEND)
             )
-            changes = self._changes(saved)
-            message = f"resuming {self.out_dir} after step {self.done}"
+            where = (Path(config.out_dir), self.done, config.steps)
+            changes = resuming.changes(saved, settings, *where)
+            message = f"resuming {files.shown(self.out_dir)} after step {self.done}"
             _log(console, "; ".join([message, *changes]))
-
-    def _changes(self, saved: dict[str, Any]) -> list[str]:
-        """Compare with the saved settings, and return the allowed differences."""
-        changeable = saved.pop(_CHANGEABLE, {})
-        where, steps = f"run.out_dir={str(self.out_dir)!r}", self._config.steps
-        check_same_config(saved, self._settings.fixed, self.out_dir)
-        if self.done > steps:
-            raise ValueError(
-                f"run.steps={steps} is below the {self.done} steps that {where} has "
-                "done; raise it, or name another run.out_dir"
-            )
-        changes = differences(changeable, self._settings.changeable, common=True)
-        ignored = [change for change in changes if not change.startswith("run.steps ")]
-        if ignored and self.done == steps:
-            raise ValueError(
-                f"{where} has done its {steps} steps, so other settings have no "
-                f"effect: {'; '.join(ignored)}. Restore the old values, raise "
-                "run.steps, or name another run.out_dir"
-            )
-        return changes
 
     def use_backend(self, backend: str, named: str | None) -> None:
         """Record what computes the head's loss; a resumed run must go on with it.
@@ -181,7 +159,7 @@ class Run:
         Raises:
             ValueError: the saved steps are of another backend, and none is named.
         """
-        saved, where = self._saved_backend, f"run.out_dir={str(self.out_dir)!r}"
+        saved, where = self._saved_backend, f"run.out_dir={self._config.out_dir!r}"
         if saved not in (None, backend) and self.done < self._config.steps:
             if named is None:
                 raise ValueError(
@@ -211,10 +189,8 @@ class Run:
             KeyboardInterrupt, SystemExit: after a signal; the last step is saved.
         """
         state = self._first_state(job)
-        for name, text in texts.items():
-            if text and processes.is_first():
-                files.write_whole(self.out_dir / name, text)
-        run = self._config
+        self._texts, run = texts, self._config
+        self._write_texts()
         with self._stop.deferred(), self._writer() as writer, self.progress:
             if self.taken < run.steps:
                 self.progress.waiting("compiling")
@@ -225,19 +201,28 @@ class Run:
                     state, unread = self._dispatch(job, number, state, writer)
                 finally:  # while the device takes the step
                     if before is not None:
-                        self._record(metrics.finite(before()), writer)
+                        self._record(self._finite(before), writer)
                 if self._reads_now(job, number):
-                    taken, unread = metrics.finite(unread()), None
+                    taken, unread = self._finite(unread), None
                     self._record(self._evaluated(job, state, taken), writer)
                 if self._is_due(number):
                     self._save(job, state, writer)
             if unread is not None:
-                self._record(metrics.finite(unread()), writer)
+                self._record(self._finite(unread), writer)
             if stopped and run.checkpoint_every and self.saved < self.taken:
                 self._save(job, state, writer)
         if stopped:
             self._stop.raise_if_requested()
         return state
+
+    def _write_texts(self) -> None:
+        for name, text in self._texts.items():
+            if text and processes.is_first():
+                files.write_whole(self.out_dir / name, text)
+
+    def _finite(self, read: Callable[[], metrics.AnyMetrics]) -> metrics.AnyMetrics:
+        resuming.check_finite(taken := read(), self._checkpoints, self.saved)
+        return taken
 
     def _dispatch(
         self,
@@ -285,7 +270,11 @@ class Run:
                     number, state, job.get_state(), {**self._saved_settings, **more}
                 )
 
-            Best(self.out_dir / "best").offer(number, evaluated.cost, save)
+            with resuming.advising(self.saved):
+                best = Best(self.out_dir / "best")
+                message = best.offer(number, evaluated.cost, save)
+            if message:
+                _log(self._console, message)
         return evaluated.metrics
 
     def _first_state(self, job: Resumable) -> TrainState:
@@ -313,10 +302,16 @@ class Run:
     def _save(
         self, job: Resumable, state: TrainState, writer: MetricsWriter | None
     ) -> None:
+        if said := processes.by_first(self._lock.renew):
+            _log(self._console, said)
+            self._write_texts()
         # Before the checkpoint, so that the metrics of a restored step are on disk.
         if writer is not None:
             writer.flush()
-        self._checkpoints.save(self.taken, state, job.get_state(), self._saved_settings)
+        with resuming.advising(self.saved):
+            self._checkpoints.save(
+                self.taken, state, job.get_state(), self._saved_settings
+            )
         self.saved = self.taken
         if writer is not None:
             self._report(job)
@@ -334,7 +329,7 @@ class Run:
 
     @property
     def _saved_settings(self) -> dict[str, Any]:
-        return {**self._settings.fixed, _CHANGEABLE: self._settings.changeable}
+        return {**self._settings.fixed, resuming.CHANGEABLE: self._settings.changeable}
 
     @contextlib.contextmanager
     def _writer(self) -> Iterator[MetricsWriter | None]:
@@ -381,7 +376,8 @@ class Run:
             return "before the first step"
         where = f"after step {self.taken} of {self._config.steps}"
         if self.saved == self.taken:
-            return f"{where}, which is saved: the same command resumes {self.out_dir}"
+            where += ", which is saved: the same command resumes"
+            return f"{where} {files.shown(self.out_dir)}"
         if self._config.checkpoint_every is None:
             where += ", which run.checkpoint_every=None does not let us save"
         if not self.saved:
@@ -415,22 +411,26 @@ def open_run(
             the directory, or run.wandb is set and wandb cannot be used.
         CheckpointError: there are checkpoints, and all are damaged.
     """
-    out_dir = Path(config.out_dir).expanduser()
-    where = f"run.out_dir={str(out_dir)!r}"
+    out_dir = Path(config.out_dir).expanduser().absolute()
+    where = f"run.out_dir={config.out_dir!r}"
     log = functools.partial(_log, console)
     if config.wandb is not None and processes.is_first():
         wandb_writer.check(config.wandb)
     with (
         Stop() as stop,
-        locks.exclusive(out_dir / "lock", where, log),
+        locks.exclusive(out_dir / "lock", where, log) as lock,
         _deferred_if_distributed(stop),
     ):
         run = None
         try:
-            for line in set_aside_damaged(out_dir / "checkpoints"):
-                log(line)
+            for name, needed in (("checkpoints", True), ("best", False)):
+                for line in set_aside_damaged(out_dir / name, needed):
+                    log(line)
             with Checkpoints(out_dir / "checkpoints", config.keep) as checkpoints:
-                run = Run(config, settings, console, checkpoints, stop, evaluation)
+                if config.checkpoint_every and checkpoints.latest() is None:
+                    checkpoints.check_storage()
+                held = stop, lock
+                run = Run(config, settings, console, checkpoints, held, evaluation)
                 with run.progress:
                     yield run
         finally:

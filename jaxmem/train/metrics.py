@@ -217,10 +217,7 @@ def finite(taken: AnyMetrics) -> AnyMetrics:
     """Return the metrics; raise if the loss or the gradient is infinite or NaN."""
     for name, value in (("loss", taken.loss), ("gradient's norm", taken.grad_norm)):
         if not math.isfinite(value):
-            raise FloatingPointError(
-                f"the {name} of step {taken.step} is {value}; the run can resume from "
-                "its last checkpoint, with a lower optimizer.learning_rate"
-            )
+            raise FloatingPointError(f"the {name} of step {taken.step} is {value}")
     return taken
 
 

@@ -1,5 +1,6 @@
 """report.png: a metric by step, and the memory of both heads."""
 
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,8 +36,9 @@ def save(
     panels[0].grid(alpha=0.3)
     if costs:
         _draw_memory(panels[1], costs)
-    with files.write_errors(path):
-        figure.savefig(path, dpi=150)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=150)
+    files.write_whole(path, drawn.getvalue())
 
 
 _HEADS = {

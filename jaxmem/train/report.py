@@ -6,7 +6,6 @@ metrics.jsonl, summary.json, samples.jsonl and settings.gin.
 
 import contextlib
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -19,6 +18,7 @@ from jaxmem.train import charts, files
 from jaxmem.train.charts import Line
 
 _MIB = 2**20
+_LARGEST = 1e300  # differences of larger numbers may overflow
 _MOST_SURPRISE = 6.0  # nats; a token of this or more has the strongest colour
 
 
@@ -108,21 +108,23 @@ def write(out_dir: Path) -> None:
     Raises:
         WriteError: the file still has its old content.
     """
-    steps = [step for step in _objects(out_dir / "metrics.jsonl") if "step" in step]
+    lines = _objects(out_dir / "metrics.jsonl")
+    steps = [step for step in lines if type(step.get("step")) is int]
     if not steps:
         return
     summary = next(_objects(out_dir / "summary.json", whole=True), {})
-    samples = list(_objects(out_dir / "samples.jsonl"))
+    samples = [x for x in _objects(out_dir / "samples.jsonl") if _is_sample(x)]
     settings = out_dir / "settings.gin"
     text = settings.read_text("utf-8") if settings.exists() else ""
     page = "".join(_page(out_dir.resolve().name, steps, summary, samples, text))
-    files.write_whole(out_dir / "report.html", page)
+    # Half of a surrogate pair, which JSON can hold, is no text.
+    files.write_whole(out_dir / "report.html", page.encode("utf-8", "replace"))
 
 
 def finish(out_dir: Path, console: Console) -> None:
     """Write the page at a run's end, and print what the run has left."""
     write(out_dir)
-    line = f"saved in {out_dir}: summary.json, report.html, report.png"
+    line = f"saved in {files.shown(out_dir)}: summary.json, report.html, report.png"
     console.print(line, highlight=False)
 
 
@@ -132,7 +134,7 @@ def _objects(path: Path, whole: bool = False) -> Iterator[dict[str, Any]]:
         return
     text = path.read_text("utf-8", errors="replace")
     for part in [text] if whole else text.split("\n"):
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             value = json.loads(part)
             if isinstance(value, dict):
                 yield value
@@ -156,7 +158,7 @@ def _page(
     yield f"<p>step {steps[-1]['step']:,}{escape(device)}, jaxmem {__version__}</p>"
     yield f'<section class="tiles">{"".join(_tiles(steps))}</section>'
     yield f'<h2>By step</h2><section class="charts">{"".join(_charts(steps))}</section>'
-    yield from _memory(summary.get("memory") or {})
+    yield from _memory(summary.get("memory"))
     if samples:
         yield from _samples(samples)
     if settings:
@@ -169,12 +171,26 @@ def _points(
     steps: Sequence[Mapping[str, Any]], field: str
 ) -> list[tuple[float, float]]:
     """The finite values of a field."""
-    pairs = [(step["step"], _value(step, field)) for step in steps]
-    return [
-        (float(x), float(y))
-        for x, y in pairs
-        if isinstance(y, (int, float)) and math.isfinite(y)
-    ]
+    pairs = [(_number(step["step"]), _number(_value(step, field))) for step in steps]
+    return [(x, y) for x, y in pairs if x is not None and y is not None]
+
+
+def _number(value: Any) -> float | None:
+    """A number that a chart can show; None for anything else."""
+    good = isinstance(value, (int, float)) and abs(value) <= _LARGEST  # and no NaN
+    return float(value) if good else None
+
+
+def _is_sample(sample: Mapping[str, Any]) -> bool:
+    """Whether it is a row as `Job.samples` returns them; files can be damaged."""
+    tokens, logprobs = sample.get("tokens"), sample.get("logprobs")
+    if not (isinstance(tokens, list) and isinstance(logprobs, list)):
+        return False
+    texts = all(isinstance(text, str) for text in (sample.get("prompt"), *tokens))
+    reward = sample.get("reward", "")
+    rewarded = reward is None or _number(reward) is not None
+    numbers = all(_number(x) is not None for x in logprobs)
+    return texts and rewarded and numbers and len(tokens) == len(logprobs)
 
 
 def _tiles(steps: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -207,23 +223,28 @@ def _value(step: Mapping[str, Any], field: str) -> Any:
     """The value of a field, or of an entry of a group such as "rewards/length"."""
     group, slash, name = field.partition("/")
     value = step.get(group)
-    return (value or {}).get(name) if slash else value
+    if not slash:
+        return value
+    return value.get(name) if isinstance(value, Mapping) else None
 
 
 def _reward_functions(steps: Sequence[Mapping[str, Any]]) -> Iterator[_Panel]:
     """A chart for each of several reward functions."""
-    for name in steps[-1].get("rewards") or {}:
+    rewards = steps[-1].get("rewards")
+    for name in rewards if isinstance(rewards, Mapping) else ():
         yield _Panel(f"Reward: {name}", {"": f"rewards/{name}"})
 
 
-def _memory(memory: Mapping[str, Any]) -> Iterator[str]:
-    if not memory:
+def _memory(memory: Any) -> Iterator[str]:
+    sizes = {}
+    with contextlib.suppress(LookupError, TypeError, AttributeError):  # a damaged file
+        sizes = {
+            f"{name}, {label}": cost[part]["temporary"] / _MIB
+            for part, label in (("head", "head alone"), ("step", "train step"))
+            for name, cost in memory.items()
+        }
+    if not sizes:
         return
-    sizes = {
-        f"{name}, {label}": cost[part]["temporary"] / _MIB
-        for part, label in (("head", "head alone"), ("step", "train step"))
-        for name, cost in memory.items()
-    }
     yield "<h2>Temporary memory by head, from the compiler</h2>"
     yield f'<div class="card wide">{charts.bars(sizes, "MiB")}</div>'
 

@@ -98,9 +98,11 @@ def _is_newer(directory: Path, step: int | None, left: Path) -> bool:
 
 def _nothing_in(directory: Path) -> str:
     if not directory.is_dir():
+        if not checkpoints.is_hub_name(directory):
+            return f"{directory}: no such checkpoint, adapter or run (run.out_dir)"
         return (
             f"{directory}: no such directory; a model of the Hub is downloaded by: "
-            f"hf download {directory} --local-dir DIR"
+            f"hf download {directory} --local-dir {directory}"
         )
     if any((directory / name).exists() for name in ("metrics.jsonl", "operative.gin")):
         return (

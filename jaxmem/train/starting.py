@@ -128,9 +128,11 @@ def leave(
         except checkpoints.CheckpointError as error:
             if source is not None:
                 raise
-            console.print(f"no {target}: {error}", highlight=False, soft_wrap=True)
+            console.print(
+                f"no {files.shown(target)}: {error}", highlight=False, soft_wrap=True
+            )
             return
-    line = f"saved in {target}, for transformers to load"
+    line = f"saved in {files.shown(target)}, for transformers to load"
     adapts = source if decoder.config.lora_rank else None
     if adapts is not None and checkpoints.read_config(adapts).text_part:
         line += ", with the text part of the checkpoint alone, once that is saved"
@@ -150,7 +152,9 @@ def leave_best(
     """
     tokenizer = directory / "tokenizer.json"
     if processes.is_first() and tokenizer.exists():
-        files.write_whole(directory / "best" / tokenizer.name, tokenizer.read_text())
+        files.write_whole(
+            directory / "best" / tokenizer.name, tokenizer.read_text("utf-8")
+        )
     leave(directory / "best", decoder, console, config)
 
 

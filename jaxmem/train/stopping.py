@@ -5,12 +5,14 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_AGAIN = "send it again to stop at once"
+_ONE = 1.0  # seconds; signals that are nearer are one, which a wrapper forwards twice
+_AGAIN = "send it again a second later to stop at once"
 _DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
 
 
@@ -18,9 +20,10 @@ class Stop:
     """A context that handles SIGTERM and SIGINT.
 
     The first signal raises KeyboardInterrupt (SIGINT) or SystemExit (SIGTERM, with the
-    status 128 + signal); inside `deferred` it only sets `signal`. A second signal ends
-    the process at once, also while compiled code runs, during which Python executes no
-    handlers; in an interactive session it raises KeyboardInterrupt instead.
+    status 128 + signal); inside `deferred` it only sets `signal`. A second signal that
+    is not within a second of it ends the process at once, also while compiled code
+    runs, during which Python executes no handlers; in an interactive session it raises
+    KeyboardInterrupt instead.
 
     Only default handlers are replaced, and only in the main thread, as Python allows
     no other; they are restored on exit.
@@ -30,7 +33,7 @@ class Stop:
     """
 
     def __init__(self):
-        self.signal = 0
+        self.signal, self._since = 0, 0.0
         self._deferred = False
         self._replaced: dict[int, Any] = {}
 
@@ -89,22 +92,26 @@ class Stop:
             raise SystemExit(128 + self.signal)
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
-        again, self.signal = bool(self.signal), self.signal or number
-        if again or not self._deferred:
+        now = time.monotonic()
+        if not self.signal:
+            self.signal, self._since = number, now
+            if not self._deferred:
+                self.raise_if_requested()
+        elif now - self._since >= _ONE:
             self.raise_if_requested()
 
     def _watch_signals(self, reader: int) -> None:
         """Read the signal numbers that the C-level handler writes to the pipe."""
         with os.fdopen(reader, "rb", buffering=0) as numbers:
-            count = 0
+            since = None  # the first signal
             while number := ord(numbers.read(1)):
                 if number not in self._replaced:
                     continue
-                count += 1
-                name = signal.Signals(number).name
-                if count == 1:
+                name, now = signal.Signals(number).name, time.monotonic()
+                if since is None:
+                    since = now
                     _print(f"jaxmem: {name}: stopping after this step; {_AGAIN}")
-                elif not hasattr(sys, "ps1"):  # not in an interactive session
+                elif now - since >= _ONE and not hasattr(sys, "ps1"):
                     _print(f"jaxmem: {name}: ended")
                     os._exit(128 + number)
 

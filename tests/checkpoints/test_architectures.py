@@ -468,7 +468,7 @@ def test_a_name_of_the_hub_says_how_to_download_it(tmp_path, monkeypatch):
     assert said.startswith(f"{name}: no such directory; ") and "\n" not in said
     assert said.endswith(f"hf download {name} --local-dir {name}")
     (tmp_path / name).mkdir(parents=True)  # a directory, if an empty one
-    for directory in (name, "gone", "/gone/there"):
+    for directory in (name, "gone", "/gone/there", "runs/sft"):
         with pytest.raises(CheckpointError, match="config.json: cannot be read: No su"):
             read_config(directory)
 

@@ -62,3 +62,9 @@ def test_names_and_lists():
     assert messages.listing("ab") == "'a', 'b'"
     assert messages.listing(range(1000), most=2) == "0, 1 and 998 more"
     assert messages.cut("a\nb" * 200, 10) == "a ba ba..."
+
+
+def test_a_cut_text_has_no_escapes_of_a_terminal():
+    assert messages.cut("a\x1b[2J\x1b[31mred\r\nb\u2028c\x07 é 漢") == (
+        r"a\x1b[2J\x1b[31mred b c\x07 é 漢"
+    )

@@ -1,6 +1,10 @@
 """Reward functions: shipped ones, users' own, and every way that one can fail."""
 
 import asyncio
+import io
+import os
+import signal
+import sys
 import time
 
 import numpy as np
@@ -166,3 +170,82 @@ def test_a_file_that_cannot_be_imported_names_its_line(own):
     ):
         rewards.load(own("\n1 / 0\n"))
     assert rewards.load("os.path:basename")("a/b") == "b"
+
+
+# -------------------------------------------- guests that behave badly
+
+BODIES = {
+    "sys.exit(0)": "raised (line 4) SystemExit: 0",
+    "raise BaseException('enough')": "raised (line 4) BaseException: enough",
+    "raise KeyboardInterrupt": "raised (line 4) KeyboardInterrupt: KeyboardInterrupt",
+    "raise GeneratorExit": "raised (line 4) GeneratorExit: GeneratorExit",
+    r"raise ValueError('\x1b[2J\x1b[31mred\r')": (
+        r"raised (line 4) ValueError: \x1b[2J\x1b[31mred"
+    ),
+    "os.chdir('/')": "changed the working directory; use absolute paths instead",
+    "sys.stdout.close()": "closed sys.stdout",
+    "sys.stderr.close()": "closed sys.stderr",
+    "return [1e308]": (
+        "returned 1e+308; advantages are computed in float32, for rewards of at most "
+        "1e+18"
+    ),
+    "return [-3e38]": (
+        "returned -3e+38; advantages are computed in float32, for rewards of at most "
+        "1e+18"
+    ),
+}
+KINDS = {"in the main thread": None, "in a thread": 30.0, "async": None}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("body", BODIES)
+def test_whatever_a_function_does_is_an_error_of_it(kind, body, own, capfd):
+    handler = signal.signal(signal.SIGINT, lambda *_: None)  # as in a run
+    streams, directory = (sys.stdout, sys.stderr), os.getcwd()
+    is_async = "async " if kind == "async" else ""
+    name = own(
+        f"import os, sys\n\n{is_async}def score(**_):\n    {body}\n    return [1]\n"
+    )
+    try:
+        sys.stdout, sys.stderr = io.StringIO(), io.StringIO()
+        with pytest.raises(RewardError) as caught:
+            Scorer([name], timeout=KINDS[kind])(questions(["x"]))
+        assert not sys.stdout.closed and not sys.stderr.closed
+    finally:
+        sys.stdout, sys.stderr = streams
+        signal.signal(signal.SIGINT, handler)
+    assert str(caught.value) == (
+        f"reward {name}, prompt 'prompt 0' (p.jsonl:1): {BODIES[body]}"
+    )
+    assert os.getcwd() == directory
+    assert capfd.readouterr() == ("", "")
+
+
+def test_ctrl_c_where_nothing_defers_it_is_the_user_s(own):
+    name = own("def score(**_):\n    raise KeyboardInterrupt\n")
+    with pytest.raises(KeyboardInterrupt):
+        Scorer([name])(questions(["x"]))
+
+
+@pytest.mark.parametrize("body", ["sys.exit(0)", "os.chdir('/')"])
+def test_a_file_whose_import_ends_the_process_is_named(body, own):
+    name = own(f"import os, sys\n{body}\n")
+    with pytest.raises(RewardError, match="^task.reward: cannot import .*rewards.py"):
+        rewards.load(name)
+
+
+def test_weights_that_make_rewards_too_large_are_refused(own):
+    name = own("def score(**_):\n    return [1e18]\n")
+    assert Scorer([name])(questions(["x"])).total == [1e18]
+    with pytest.raises(
+        RewardError, match=r"gave -4e\+18 with task.reward_weights; adv"
+    ):
+        Scorer([name], weights=[-4.0])(questions(["x"]))
+
+
+@pytest.mark.parametrize("timeout", [None, 9.0])
+@pytest.mark.parametrize("form", ["def", "async def"])
+def test_a_timeout_of_the_function_s_own_is_its_error(timeout, form, own):
+    name = own(f"{form} score(**_):\n    raise TimeoutError('slow server')\n")
+    with pytest.raises(RewardError, match=r"raised \(line 2\) TimeoutError: slow serv"):
+        Scorer([name], timeout=timeout)(questions(["x"]))

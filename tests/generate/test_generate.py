@@ -285,6 +285,8 @@ def test_the_command_prints_a_completion(directory, greedy, capsys):
     ("arguments", "message"),
     [
         (("nowhere/m", "a"), "nowhere/m: no such directory; .* hf download nowhere/m"),
+        (("runs/sft", "a"), "runs/sft: no such checkpoint, adapter or run .run.out_d"),
+        (("empty/m", "a"), "empty/m: no such checkpoint, adapter or run .run.out_dir"),
         (("empty", "a"), "empty: neither a checkpoint .config.json., nor an adapter"),
         (("unsaved", "a"), "unsaved: this run has saved nothing yet"),
         (("empty",), "generate needs one of PROMPT, --in FILE.jsonl and --chat"),

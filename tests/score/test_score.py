@@ -344,8 +344,8 @@ def test_a_disk_that_is_full_is_named_and_nothing_recorded_is_lost(
     assert scored(model)[1] == whole
 
 
-def too_much(path, _):
-    path.write_bytes(bytes(10**6))
+def too_much(file, _):
+    file.write(bytes(10**6))
 
 
 def test_zeros_at_the_end_of_a_journal_are_cut(model, directory, monkeypatch):

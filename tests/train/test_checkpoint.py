@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmem.train.checkpoint import Checkpoints, check_same_config
+from jaxmem.train.checkpoint import CheckpointError, Checkpoints, _check_found
+from jaxmem.train.resuming import check_same_config
 
 CONFIG = {"model": {"hidden": 8, "dtype": "float32"}, "data": {"source": "a.txt"}}
 
@@ -97,3 +98,100 @@ def test_another_config_is_refused_by_field():
     assert "model.qk_norm was absent, is true" in message
     assert "dtype" not in message
     assert "name another run.out_dir" in message
+
+
+# ------------------------------------------------- whole before others go
+
+
+def test_nothing_unfinite_is_saved_over_what_is_finite(tmp_path):
+    state = state_at(2)
+    state["moments"] = (state["moments"][0].at[1].set(jnp.inf), state["moments"][1])
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        save(checkpoints, 1)
+        with pytest.raises(FloatingPointError, match="after step 2 moments/0 is not f"):
+            checkpoints.save(2, state, {}, CONFIG)
+        state["params"]["kernel"] *= jnp.nan
+        with pytest.raises(FloatingPointError, match="moments/0, and 1 more is not fi"):
+            checkpoints.save(2, state, {}, CONFIG)
+        assert checkpoints.latest() == 1
+        assert_restores(checkpoints, 1)
+    assert [p.name for p in tmp_path.iterdir()] == ["1"]
+
+
+@pytest.mark.parametrize("part", ["state/manifest.ocdbt", "state/_METADATA"])
+def test_what_cannot_be_opened_replaces_nothing(part, tmp_path, monkeypatch):
+    """As where a bracket in the path hides a file from orbax."""
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        save(checkpoints, 1)
+        written = checkpoints._orbax.save
+
+        def incomplete(path, **given):
+            written(path, **given)
+            (path / part).unlink()
+
+        monkeypatch.setattr(checkpoints._orbax, "save", incomplete)
+        with pytest.raises(CheckpointError, match="/2: cannot be written: "):
+            save(checkpoints, 2)
+        assert checkpoints.latest() == 1
+        assert_restores(checkpoints, 1)
+    assert [p.name for p in tmp_path.iterdir()] == ["1"]
+
+
+def test_a_missing_array_is_named(tmp_path):
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        save(checkpoints, 1)
+    more = state_at(1) | {"ema": jnp.ones(2), "moments": (jnp.ones(5), jnp.int32(1))}
+    with pytest.raises(ValueError, match="^ema, and 1 more is not found in it$"):
+        _check_found(tmp_path / "1", more)
+    _check_found(tmp_path / "1", state_at(1))
+
+
+@pytest.mark.parametrize("sign", "[]*?")
+def test_a_path_that_storage_cannot_hold_is_refused(sign, tmp_path):
+    """A name that a glob takes for a pattern which does not match it."""
+    directory = tmp_path / {"[": "a[1]", "]": "a[]]", "*": "a*", "?": "a?"}[sign]
+    refused = False
+    with Checkpoints(directory, keep=1) as checkpoints:
+        try:
+            checkpoints.check_storage()
+        except CheckpointError as error:
+            refused = True
+            assert "no checkpoint can be saved there (its path has '" in str(error)
+        else:
+            save(checkpoints, 1)
+            assert_restores(checkpoints, 1)
+    assert refused == (sign in "[]")
+    assert directory.exists() != refused
+
+
+NAMES = ("\u00b2", "007", "1e3", "9" * 30)  # digits of a kind, and no steps
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_other_names_are_no_steps(name, tmp_path):
+    (tmp_path / name).mkdir()
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        assert checkpoints.latest() is None
+        save(checkpoints, 1)
+        save(checkpoints, 2)
+        assert checkpoints.latest() == 2
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(["2", name])
+
+
+def test_a_link_to_a_step_is_read_and_its_target_not_deleted(tmp_path):
+    with Checkpoints(tmp_path / "a", keep=1) as checkpoints:
+        save(checkpoints, 1)
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "1").symlink_to(tmp_path / "a" / "1")
+    with Checkpoints(tmp_path / "b", keep=1) as checkpoints:
+        assert_restores(checkpoints, 1)
+        save(checkpoints, 2)
+    assert [p.name for p in (tmp_path / "b").iterdir()] == ["2"]
+    with Checkpoints(tmp_path / "a", keep=1) as checkpoints:
+        assert_restores(checkpoints, 1)
+
+
+def test_a_file_in_the_place_of_the_directory_is_named(tmp_path):
+    (tmp_path / "checkpoints").write_text("")
+    with pytest.raises(OSError, match="checkpoints: cannot be written: File exists"):
+        Checkpoints(tmp_path / "checkpoints", keep=1)

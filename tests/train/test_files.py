@@ -85,3 +85,43 @@ def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path):
     assert message.endswith(" bytes free)")
     files.write_whole(path, "newer")
     assert path.read_text() == "newer"
+
+
+# -------------------------------------------------------- links and removal
+
+
+def test_nothing_is_written_through_a_symbolic_link(tmp_path):
+    target, link = tmp_path / "thesis", tmp_path / "lines"
+    target.write_text("years of work")
+    link.symlink_to(target)
+    (tmp_path / "text.unfinished").symlink_to(target)
+    file = Appender(link)
+    file.add(b"one\n")
+    actions = (
+        file.flush,
+        lambda: files.truncate(link, 3),
+        lambda: files.write_whole(tmp_path / "text", "hello"),
+    )
+    for action in actions:
+        with pytest.raises(OSError, match="it is a symbolic link, which is not foll"):
+            action()
+    assert target.read_text() == "years of work"
+    link.unlink()
+    file.flush()
+    file.close()
+    assert link.read_text() == "one\n"
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_file_that_is_removed_is_made_anew(moved, tmp_path):
+    file = Appender(tmp_path / "made" / "lines")
+    file.add(b"one\n")
+    file.flush()
+    file.path.rename(tmp_path / "old") if moved else file.path.unlink()
+    if not moved:
+        file.path.parent.rmdir()
+    assert file.was_removed
+    file.add(b"two\n")
+    file.flush()
+    assert not file.was_removed and file.path.read_bytes() == b"two\n"
+    file.close()

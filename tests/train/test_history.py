@@ -198,3 +198,12 @@ def test_lines_of_a_run_from_before_a_field(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text(json.dumps(old) + "\n")
     assert read_history(path) == [step_metrics(1)]
+
+
+@pytest.mark.parametrize("wrong", [None, "x", [], {}, True])
+def test_a_value_of_another_type_is_no_step(wrong, tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    line = json.dumps(step_metrics(1)._asdict() | {"loss": wrong}) + "\n"
+    path.write_text(line)
+    with pytest.raises(ValueError, match="metrics.jsonl:1: not a line of this version"):
+        read_history(path)

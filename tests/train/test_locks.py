@@ -111,3 +111,72 @@ def test_a_directory_that_cannot_be_made_is_named_with_its_setting(place, tmp_pa
     with pytest.raises(OSError, match=wanted), held(path):
         pass
     assert (tmp_path / "file").read_text() == "not a directory"
+
+
+# -------------------------------------------------------- forks and links
+
+FORKING = """
+import os, sys, time
+from jaxmem.train import locks
+with locks.exclusive(__import__("pathlib").Path(sys.argv[1]), "it", print):
+    child = os.fork()
+    if not child:
+        os.setsid()
+        time.sleep(600)
+    print(child, flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_forked_child_does_not_keep_the_lock_of_a_killed_process(path):
+    parent = subprocess.Popen(
+        [sys.executable, "-c", FORKING, str(path)], stdout=subprocess.PIPE
+    )
+    with parent.stdout as output:
+        child = int(output.readline())
+        parent.kill()
+        parent.wait()
+    try:
+        os.kill(child, 0)  # it is alive
+        with held(path):
+            pass
+    finally:
+        os.kill(child, 9)
+
+
+def test_a_symbolic_link_is_not_followed(path, tmp_path):
+    path.parent.mkdir(parents=True)
+    (tmp_path / "thesis").write_text("years of work")
+    path.symlink_to(tmp_path / "thesis")
+    wanted = "lock: cannot be written: it is a symbolic link, which is not followed; re"
+    with pytest.raises(OSError, match=wanted), held(path):
+        pass
+    assert (tmp_path / "thesis").read_text() == "years of work"
+
+
+@pytest.mark.parametrize("which", ["file", "directory"])
+def test_a_lock_that_was_removed_is_taken_again(which, path):
+    with held(path) as lock:
+        assert lock.renew() == ""
+        path.unlink()
+        if which == "directory":
+            path.parent.rmdir()
+        said = (
+            f"run.out_dir='run': {path} was removed, maybe with all that was in its "
+            "directory, and is made anew"
+        )
+        assert lock.renew() == said
+        with pytest.raises(locks.Busy), held(path):
+            pass
+    assert not path.exists()
+
+
+def test_a_lock_that_another_process_has_taken_meanwhile_is_not_removed(path):
+    with held(path) as lock:
+        path.unlink()
+        with held(path):
+            with pytest.raises(locks.Busy):
+                lock.renew()
+            lock.release()
+            with pytest.raises(locks.Busy), held(path):
+                pass

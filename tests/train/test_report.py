@@ -177,3 +177,28 @@ def test_a_browser_shows_the_page_without_errors(run, tmp_path):
         assert wanted - 20 <= width <= wanted and content <= width
         assert right <= width and drawn == 13
         assert text_height >= 8  # pixels
+
+
+# -------------------------------------------------------- damaged by hand
+
+WRONG = (None, "x", "\ud800", [], {}, [1], {"a": 1}, True, 1e308, 10**400, math.nan)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "summary.json", "samples.jsonl"])
+def test_files_that_are_damaged_by_hand_still_make_a_page(name, run, tmp_path):
+    """Each value of the first record, replaced by everything that JSON can hold."""
+    shutil.copytree(run, tmp_path, dirs_exist_ok=True)
+    lines = (run / name).read_text().splitlines()
+    first, rest = json.loads(lines[0]), lines[1:]
+    damaged = [{**first, key: wrong} for key in first for wrong in WRONG]
+    damaged += [{k: v for k, v in first.items() if k != key} for key in first]
+    damaged += [{**first, "memory": {"fused": {"head": x, "step": x}}} for x in WRONG]
+    for record in damaged:
+        for lines in ([record], [json.dumps(record), *rest]):
+            texts = [x if isinstance(x, str) else json.dumps(x) for x in lines]
+            (tmp_path / name).write_text("\n".join(texts) + "\n")
+            report.write(tmp_path)
+    for text in ("[" * 10**5, "", "null", "5", '"x"', "[[]]"):
+        (tmp_path / name).write_text(text + "\n")
+        report.write(tmp_path)
+    assert "<main>" in (tmp_path / "report.html").read_text("utf-8")

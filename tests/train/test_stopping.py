@@ -6,12 +6,16 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 
 import pytest
 
 from jaxmem.train.stopping import Stop
 
-NOTICE = "\njaxmem: {}: stopping after this step; send it again to stop at once\n"
+NOTICE = (
+    "\njaxmem: {}: stopping after this step; send it again a second later to stop at "
+    "once\n"
+)
 
 
 def send(number):
@@ -46,10 +50,7 @@ def test_a_signal_is_noted_while_it_is_postponed(number, wanted, status, capfd):
     assert steps == [0, 1, 2, "saved"]
     assert getattr(caught.value, "code", None) == status
     name = signal.Signals(number).name
-    said = (
-        f"\njaxmem: {name}: stopping after this step; send it again to stop at once\n"
-    )
-    assert capfd.readouterr().err == said
+    assert capfd.readouterr().err == NOTICE.format(name)
 
 
 def test_elsewhere_it_ends_the_work_at_once():
@@ -109,5 +110,32 @@ def test_a_second_signal_ends_even_code_that_holds_up_python():
         assert out.readline() == "ready\n"
         process.send_signal(signal.SIGTERM)
         assert errors.readline() + errors.readline() == NOTICE.format("SIGTERM")
+        process.send_signal(signal.SIGINT)  # with the first, it is one
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(timeout=1.2)
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=60) == 128 + signal.SIGINT
+
+
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+def test_two_signals_within_a_second_are_one(second, capfd):
+    """Wrappers forward the signal that the terminal has sent to all."""
+    steps = []
+    with pytest.raises(SystemExit) as caught, Stop() as stop, stop.deferred():
+        for number in (signal.SIGTERM, second, second):
+            send(number)
+            steps.append(stop.signal)
+            time.sleep(0.05)
+    assert caught.value.code == 143 and steps == 3 * [signal.SIGTERM]
+    assert capfd.readouterr().err == NOTICE.format("SIGTERM")
+
+
+def test_the_second_of_two_does_not_disturb_what_the_first_has_begun():
+    cleaned = []
+    with pytest.raises(SystemExit), Stop():
+        try:
+            send(signal.SIGTERM)
+        finally:
+            send(signal.SIGTERM)
+            cleaned.append(True)
+    assert cleaned

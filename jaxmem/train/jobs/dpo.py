@@ -4,6 +4,7 @@ pairs -> ln p of both answers -> loss of each pair -> one update a step
 """
 
 import dataclasses
+import io
 import json
 import math
 import time
@@ -188,10 +189,9 @@ def _reference(
                 return saved["logprobs"]
     logprobs = score(program.initial_params(), pairs)
     if processes.is_first():
-        unfinished = path.with_name("unfinished-" + path.name)
-        with files.write_errors(path):
-            np.savez(unfinished, of=of, logprobs=logprobs)
-            unfinished.replace(path)
+        content = io.BytesIO()
+        np.savez(content, of=of, logprobs=logprobs)
+        files.write_whole(path, content.getvalue())
     return logprobs
 
 

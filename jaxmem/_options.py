@@ -1,0 +1,44 @@
+"""Values of the command line's options, as argparse reads them."""
+
+import argparse
+
+from jaxmem.core import messages
+
+
+def shape(text: str) -> tuple[int, int, int]:
+    """Three sizes, separated by commas."""
+    parts = [_integer(part) for part in text.split(",")]
+    if len(parts) != 3 or None in parts:
+        raise _wrong("three positive integers, as in 4096,1024,50257", text)
+    n, d, v = (part for part in parts if part is not None)
+    return n, d, v
+
+
+def count(text: str) -> int:
+    """A positive integer."""
+    number = _integer(text)
+    if number is None:
+        raise _wrong("a positive integer", text)
+    return number
+
+
+def chunk(text: str) -> int | str:
+    """A positive number of tokens, or "auto"."""
+    tokens = _integer(text)
+    if tokens is None and text != "auto":
+        raise _wrong("a positive number of tokens, or auto", text)
+    return tokens or text
+
+
+def _integer(text: str) -> int | None:
+    """A positive integer below 2**31; None for any other text."""
+    try:
+        number = int(text)
+    except ValueError:
+        return None
+    return number if 1 <= number < 2**31 else None
+
+
+def _wrong(wanted: str, text: str) -> argparse.ArgumentTypeError:
+    message = f"invalid value {messages.short(text)}: must be {wanted}"
+    return argparse.ArgumentTypeError(message)

@@ -1,0 +1,48 @@
+"""Finds arrays whose numbers are not finite."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmem.core import processes
+
+
+def not_finite(state: Any) -> list[str]:
+    """Names of arrays that hold NaN or infinity.
+
+    Args:
+        state: pytree of arrays, on devices or hosts, sharded in any way.
+
+    Returns:
+        The names, in order; the same in every process.
+    """
+    named = {
+        name: leaf
+        for name, leaf in by_name(state).items()
+        if jnp.issubdtype(leaf.dtype, jnp.inexact)
+    }
+    known = jax.device_get([_is_finite(leaf) for leaf in named.values()])
+    bad = [name for name, finite in zip(named, known, strict=True) if not finite]
+    return sorted(processes.share(dict.fromkeys(bad)))
+
+
+def _is_finite(array: Any) -> Any:
+    if isinstance(array, np.ndarray):
+        return np.isfinite(array.astype(np.float32, copy=False)).all()
+    if array.sharding.memory_kind in (None, jax.devices()[0].default_memory().kind):
+        return _all_finite(array)
+    shards = (shard.data for shard in array.addressable_shards)  # in the host's memory
+    return all(_is_finite(np.asarray(shard)) for shard in shards)
+
+
+@jax.jit
+def _all_finite(array: jax.Array) -> jax.Array:
+    return jnp.isfinite(array).all()
+
+
+def by_name(tree: Any) -> dict[str, Any]:
+    """The leaves by name, as orbax nests them."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(k, simple=True, separator="/"): x for k, x in leaves}

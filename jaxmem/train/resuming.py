@@ -1,0 +1,163 @@
+"""What resuming a run depends on: its settings, and what an error says of it."""
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxmem.train import metrics
+from jaxmem.train.checkpoint import CheckpointError, Checkpoints
+from jaxmem.train.metrics import AnyMetrics
+
+CHANGEABLE = "changeable"  # key in the saved settings
+
+
+@contextlib.contextmanager
+def advising(saved: int) -> Iterator[None]:
+    """Add what the same command does next to errors of steps and of checkpoints.
+
+    Args:
+        saved: the newest step with a checkpoint; 0 without one.
+    """
+    then = f"resumes the run after step {saved}" if saved else "starts anew"
+    try:
+        yield
+    except FloatingPointError as error:
+        raise FloatingPointError(
+            f"{error}; the same command {then}: give it a lower optimizer.learning_rate"
+        ) from error
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{error}; free some space; the same command {then}"
+        ) from error
+
+
+def check_finite(taken: AnyMetrics, checkpoints: Checkpoints, saved: int) -> None:
+    """Raise if a step's loss or gradient is not finite.
+
+    If it is the first step after a checkpoint, these numbers come from the weights that
+    were saved, so that no learning rate would help: the checkpoint is renamed. If they
+    are finite, older checkpoints are no longer needed.
+
+    Args:
+        taken: metrics of the step.
+        checkpoints: of the run.
+        saved: the newest step with a checkpoint; 0 without one.
+
+    Raises:
+        FloatingPointError: the message says what the same command does next.
+    """
+    first = taken.step == saved + 1
+    try:
+        metrics.finite(taken)
+    except FloatingPointError as error:
+        if taken.step == 1:
+            raise FloatingPointError(
+                f"{error}, from the initial weights and the first batch"
+            ) from error
+        note = ""
+        if first:
+            note = f", so that checkpoint {saved} is renamed to "
+            note += checkpoints.reject(saved)
+            saved = checkpoints.latest() or 0
+        with advising(saved):
+            raise FloatingPointError(f"{error}{note}") from error
+    if first:
+        checkpoints.prune()
+
+
+def changes(
+    saved: dict[str, Any],
+    settings: tuple[Mapping[str, Mapping], Mapping[str, Mapping]],
+    out_dir: Path,
+    done: int,
+    steps: int,
+) -> list[str]:
+    """Compare with the saved settings.
+
+    Args:
+        saved: as `Checkpoints.saved_config` returns it.
+        settings: of this run: those that must not change, and those that may.
+        out_dir: directory of the run.
+        done: number of its finished steps.
+        steps: that it is to have.
+
+    Returns:
+        A message for each difference that is allowed.
+
+    Raises:
+        ValueError: another one differs, or what differs has no effect.
+    """
+    fixed, changeable = settings
+    saved = dict(saved)
+    before = saved.pop(CHANGEABLE, {})
+    where = f"run.out_dir={str(out_dir)!r}"
+    check_same_config(saved, fixed, out_dir)
+    if done > steps:
+        raise ValueError(
+            f"run.steps={steps} is below the {done} steps that {where} has "
+            "done; raise it, or name another run.out_dir"
+        )
+    found = differences(before, changeable, common=True)
+    ignored = [change for change in found if not change.startswith("run.steps ")]
+    if ignored and done == steps:
+        raise ValueError(
+            f"{where} has done its {steps} steps, so other settings have no "
+            f"effect: {'; '.join(ignored)}. Restore the old values, raise "
+            "run.steps, or name another run.out_dir"
+        )
+    return found
+
+
+def check_same_config(
+    saved: Mapping[str, Mapping], current: Mapping[str, Mapping], directory: Path
+) -> None:
+    """Raise if the model or data of a run to resume has changed.
+
+    Args:
+        saved: section to field to value, as `Checkpoints.saved_config` returns it.
+        current: the same of the run that is to be resumed.
+        directory: the run's directory, for the message.
+
+    Raises:
+        ValueError: some fields differ; the message names each, with both values.
+    """
+    differing = differences(saved, current)
+    if differing:
+        raise ValueError(
+            f"run.out_dir={str(directory)!r} holds checkpoints of another run: "
+            f"{'; '.join(differing)}. Give the old values back to resume it, or name "
+            "another run.out_dir to start anew."
+        )
+
+
+def differences(
+    saved: Mapping[str, Mapping], current: Mapping[str, Mapping], common: bool = False
+) -> list[str]:
+    """Return a message for each field that differs, with both values.
+
+    Args:
+        saved: section to field to value.
+        current: section to field to value.
+        common: whether to ignore fields that only one of them has.
+
+    Returns:
+        The messages.
+    """
+    was, now = _flat(saved), _flat(current)
+    keys = was.keys() & now.keys() if common else was.keys() | now.keys()
+    return [
+        f"{key} was {was.get(key, 'absent')}, is {now.get(key, 'absent')}"
+        for key in sorted(keys)
+        if was.get(key) != now.get(key)
+    ]
+
+
+def _flat(config: Mapping[str, Mapping]) -> dict[str, str]:
+    """Section.field to JSON text, which a JSON round trip does not change."""
+    return {
+        f"{section}.{field}": json.dumps(value)
+        for section, fields in config.items()
+        for field, value in fields.items()
+    }
