@@ -16,8 +16,7 @@ import sysconfig
 import tempfile
 
 from benchmarks import results
-from jaxmem.train import config
-from jaxmem.train.jobs import distill, sft
+from jaxmem.train import config, jobs
 
 SEEDS, MARGINS = (0, 1, 2), (1.25, 1.0, 0.5)
 TEACHER_STEPS, STEPS, EVERY = 400, 200, 20
@@ -64,11 +63,11 @@ def load(folder, name, *overrides):
     return config.load(folder / "run.gin", [*given, *overrides])
 
 
-def run(folder, name, job, *overrides):
+def run(folder, name, *overrides):
     """The folder of a run that has ended, which it may have before."""
     out = folder / name
     if not (out / "summary.json").exists():
-        job.train(*load(folder, name, *overrides))
+        jobs.train(*load(folder, name, *overrides))
     return out
 
 
@@ -84,10 +83,8 @@ def students(folder, seed):
     given += [f"run.seed={seed}", f"data.seed={seed}"]
     taught = [*given, "run.job=distill", f"distill.teacher={folder}/teacher"]
     return {
-        "text": curve(run(folder, f"text-{seed}", sft, *given), "held_out_loss"),
-        "distill": curve(
-            run(folder, f"distill-{seed}", distill, *taught), "held_out_ce"
-        ),
+        "text": curve(run(folder, f"text-{seed}", *given), "held_out_loss"),
+        "distill": curve(run(folder, f"distill-{seed}", *taught), "held_out_ce"),
     }
 
 
@@ -99,7 +96,7 @@ def reached(losses, target):
 def rows(folder):
     """A row for each student and margin, and its loss at some steps."""
     given = [*TEACHER, f"run.steps={TEACHER_STEPS}", "run.seed=100"]
-    out = run(folder, "teacher", sft, *given)
+    out = run(folder, "teacher", *given)
     teacher = json.loads((out / "summary.json").read_text())["held_out_loss"]
     for seed in SEEDS:
         by_source = students(folder, seed)

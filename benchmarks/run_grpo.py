@@ -16,8 +16,7 @@ import tempfile
 import time
 
 from benchmarks import results
-from jaxmem.train import config
-from jaxmem.train.jobs import grpo
+from jaxmem.train import config, jobs
 
 CONFIGS = pathlib.Path(__file__).parent.parent / "configs"
 ARITHMETIC = ("grpo_arithmetic.gin", "grpo_arithmetic_multitoken.gin")
@@ -29,7 +28,7 @@ def train(name, overrides=()):
     with tempfile.TemporaryDirectory() as folder:
         loaded = config.load(CONFIGS / name, [f"run.out_dir={folder}", *overrides])
         start = time.perf_counter(), time.process_time()
-        made = grpo.train(*loaded)
+        made = jobs.train(*loaded)
         seconds = time.perf_counter() - start[0], time.process_time() - start[1]
         summary = json.loads((made.out_dir / "summary.json").read_text("utf-8"))
     return made.history, summary, seconds

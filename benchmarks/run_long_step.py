@@ -40,10 +40,10 @@ def batch_of(config, vocab_size) -> Batch:
 
 def measure(config) -> dict:
     """Columns of one configuration."""
-    program = sft.Program(config, config.model.vocab_size)
+    program = sft.Program(config, config.model.vocab_size, packed=False)
     start = time.perf_counter()
     with jaxmem.report() as report:
-        step = program.compile_step(config.head, packed=False)
+        step = program.compile_step(config.head)
     row = {"compile_s": round(time.perf_counter() - start, 1), **account(step)}
     row["head"] = report.calls[0].implementation if report.calls else ""
     print(row, flush=True)

@@ -9,6 +9,7 @@ that was recorded: an allocator's peak, or a program's bytes by the compiler the
 """
 
 import argparse
+import functools
 import inspect
 import pathlib
 from collections.abc import Callable, Iterator
@@ -18,9 +19,11 @@ import jax.numpy as jnp
 
 from benchmarks import on_jax, results, run_head, stack
 from jaxmem import devices
-from jaxmem.planning import account as accounts, jobs, plans, roofline
-from jaxmem.planning.phase import Phase
+from jaxmem.planning import account as accounts, plans, roofline
 from jaxmem.train import config as configuration
+from jaxmem.train.jobs import job_of
+from jaxmem.train.jobs.sft import Sft
+from jaxmem.train.phases import Phase
 
 FOLDER = pathlib.Path(__file__).parent
 CONFIGS = FOLDER.parent / "configs"
@@ -75,8 +78,9 @@ def of_steps(source) -> Iterator[dict]:
         there = 4 if "four" in row.get("note", "") else max(2, int(row["devices"]))
         config, _ = configuration.load(FOLDER / STEPS[source], overrides)
         with devices.target("h200", there):
-            phase = jobs.backward(config, packed=False)
-            plan = plans.of_phases([phase])
+            job = Sft(config)
+            job.packed = False
+            plan = plans.of_phases([job.plan().backward])
             case = " ".join([*overrides, row.get("note", "")]).strip() or "defaults"
             yield row_of(
                 source, case, "peak", float(row["device_peak_gib"]), plan.peak / GIB,
@@ -100,8 +104,9 @@ def of_fit() -> Iterator[dict]:
     for row in rows:
         recorded = {"program": row["program_gib"], "peak": row["peak_gib"]}
         with devices.target("h200"):
-            traced = stack.trace(sizes, stack.read(row["candidate"]))
-            plan = plans.of_phases([Phase("step", traced)]).phases[0]
+            policy = stack.read(row["candidate"])
+            phase = Phase("step", functools.partial(stack.trace, sizes, policy))
+            plan = plans.of_phases([phase]).phases[0]
         took = speed(plan.estimate, float(row["ms"]) / 1e3)
         predicted = {"program": plan.account.program, "peak": plan.total}
         for number, value in recorded.items():
@@ -119,7 +124,7 @@ def of_grpo() -> Iterator[dict]:
     name, overrides = rows["update"]["config"], rows["update"]["overrides"].split()
     config, _ = configuration.load(CONFIGS / name, overrides)
     with devices.target("h200"):
-        plan = plans.of_phases(jobs.of_config(config).phases)
+        plan = plans.of_phases(job_of(config).plan().phases)
     phases = {phase.name: phase for phase in plan.phases}
     # Seconds of a phase are of all its programs, as often as a step runs them.
     for recorded, ours, share in (
@@ -174,7 +179,7 @@ def head_account(shape, path):
     y = jax.ShapeDtypeStruct((n,), jnp.int32)
     g = {name: jax.ShapeDtypeStruct((n,), jnp.float32) for name in on_jax.COTANGENTS}
     with devices.target("h200"):
-        phase = Phase("head", jax.jit(both).trace(h, W, y, g))
+        phase = Phase("head", lambda: jax.jit(both).trace(h, W, y, g))
         account = accounts.of(phase)
         return account, roofline.of(phase, account).seconds
 

@@ -26,8 +26,8 @@ def prepare(job):
     assert config.model.vocab_size is not None
     if job["loss"] == "logprobs":
         sft.head_loss = loss_of_logprobs
-    program = sft.Program(config, config.model.vocab_size)
-    return config, program, program.trace_step(config.head, packed=False)
+    program = sft.Program(config, config.model.vocab_size, packed=False)
+    return config, program, program.trace_backward()
 
 
 def loss_of_logprobs(head, hidden, labels, normalizer, *_):

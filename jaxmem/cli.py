@@ -199,11 +199,11 @@ def _data(arguments: argparse.Namespace) -> int:
     try:
         from rich.console import Console
 
-        from jaxmem.train import config as configuration, preview
+        from jaxmem.train import config as configuration, jobs, preview
     except ModuleNotFoundError as error:
         raise _missing(error, "reading data", "train") from error
     config, _ = configuration.load(path, arguments.overrides)
-    preview.show(config, arguments.show, Console())
+    preview.show(jobs.job_of(config), arguments.show, Console())
     return 0
 
 
@@ -365,8 +365,7 @@ def _train(arguments: argparse.Namespace) -> int:
     path = None if arguments.keys is not None else _find_config(arguments.file)
     try:
         from jaxmem.core import processes
-        from jaxmem.train import config as configuration, keys
-        from jaxmem.train.jobs import distill, dpo, grpo, sft
+        from jaxmem.train import config as configuration, jobs, keys
     except ModuleNotFoundError as error:
         raise _missing(error, "training", "train") from error
     if path is None:
@@ -380,14 +379,7 @@ def _train(arguments: argparse.Namespace) -> int:
         print(f"# {path}", *arguments.overrides)
         print("# what differs from the defaults; operative.gin will have all of it")
         print(keys.differing(config), flush=True)
-    if isinstance(config, configuration.Config):
-        sft.train(config, operative_text)
-    elif isinstance(config, configuration.DpoJobConfig):
-        dpo.train(config, operative_text)
-    elif isinstance(config, configuration.DistillJobConfig):
-        distill.train(config, operative_text)
-    else:
-        grpo.train(config, operative_text)
+    jobs.train(config, operative_text)
     return 0
 
 

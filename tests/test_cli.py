@@ -195,12 +195,12 @@ def test_options_that_are_no_numbers(arguments, message, capsys):
     ],
 )
 def test_no_memory_is_one_line(directory, monkeypatch, capsys, raised, message):
-    from jaxmem.train.jobs import sft
+    from jaxmem.train import jobs
 
     def train(*_):
         raise raised
 
-    monkeypatch.setattr(sft, "train", train)
+    monkeypatch.setattr(jobs, "train", train)
     assert cli.main(["train", "tiny.gin"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("jaxmem: error: out of memory") and message in error
@@ -225,23 +225,23 @@ def test_a_command_is_required(capsys):
 
 
 def test_a_bug_keeps_its_traceback(directory, monkeypatch):
-    from jaxmem.train.jobs import sft
+    from jaxmem.train import jobs
 
     def train(*_):
         json.loads("{")  # raised in somebody else's code
 
-    monkeypatch.setattr(sft, "train", train)
+    monkeypatch.setattr(jobs, "train", train)
     with pytest.raises(json.JSONDecodeError):
         cli.main(["train", "tiny.gin"])
 
 
 def test_an_interrupt_is_one_line(directory, monkeypatch, capsys):
-    from jaxmem.train.jobs import sft
+    from jaxmem.train import jobs
 
     def train(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(sft, "train", train)
+    monkeypatch.setattr(jobs, "train", train)
     assert cli.main(["train", "tiny.gin"]) == 130
     assert capsys.readouterr().err == "\njaxmem: interrupted\n"
 
@@ -252,10 +252,10 @@ def test_an_interrupt_is_one_line(directory, monkeypatch, capsys):
 def test_a_shipped_config_is_found_from_anywhere_and_named(
     directory, monkeypatch, capsys
 ):
-    from jaxmem.train.jobs import sft
+    from jaxmem.train import jobs
 
     seen = []
-    monkeypatch.setattr(sft, "train", lambda *arguments: seen.append(arguments))
+    monkeypatch.setattr(jobs, "train", lambda *arguments: seen.append(arguments))
     for name in ("sft_stdlib.gin", "configs/sft_stdlib.gin"):
         assert cli.main(["train", name, "run.steps=7"]) == 0
         assert str(CONFIGS / "sft_stdlib.gin") in capsys.readouterr().err
@@ -263,10 +263,10 @@ def test_a_shipped_config_is_found_from_anywhere_and_named(
 
 
 def test_overrides_may_follow_flags(directory, monkeypatch, capsys):
-    from jaxmem.train.jobs import sft
+    from jaxmem.train import jobs
 
     seen = []
-    monkeypatch.setattr(sft, "train", lambda *arguments: seen.append(arguments))
+    monkeypatch.setattr(jobs, "train", lambda *arguments: seen.append(arguments))
     overrides = ["run.seed=3", "--heartbeat", "9", "run.steps=7"]
     assert cli.main(["train", "tiny.gin", *overrides]) == 0
     ((config, _),) = seen
@@ -278,12 +278,10 @@ def test_overrides_may_follow_flags(directory, monkeypatch, capsys):
 
 
 def test_the_file_says_which_job_it_is(directory, monkeypatch):
-    from jaxmem.train.jobs import grpo, sft
+    from jaxmem.train import jobs
 
     taken = []
-    for module in (grpo, sft):
-        name = module.__name__.rpartition(".")[2]
-        monkeypatch.setattr(module, "train", lambda *_, name=name: taken.append(name))
+    monkeypatch.setattr(jobs, "train", lambda config, _: taken.append(config.run.job))
     for file in ("grpo_arithmetic.gin", "tiny.gin"):
         assert cli.main(["train", file]) == 0
     assert taken == ["grpo", "sft"]
@@ -292,13 +290,11 @@ def test_the_file_says_which_job_it_is(directory, monkeypatch):
 def test_a_run_prints_its_configuration_sigterm_saves_it_and_it_resumes(
     directory, monkeypatch, capfd
 ):
-    from jaxmem.train.jobs import sft
+    from jaxmem.train.jobs.sft import Sft
 
-    step = sft._Job.dispatch
+    step = Sft.step
     with monkeypatch.context() as patched:
-        patched.setattr(
-            sft._Job, "dispatch", lambda *a: signal.raise_signal(15) or step(*a)
-        )
+        patched.setattr(Sft, "step", lambda *a: signal.raise_signal(15) or step(*a))
         with pytest.raises(SystemExit) as caught:
             cli.main(["train", "tiny.gin"])
     assert caught.value.code == 143

@@ -22,8 +22,9 @@ from jaxmem.models.decoder import HeadConfig, ModelConfig
 from jaxmem.models.partitioning import MeshConfig
 from jaxmem.train.config import Config
 from jaxmem.train.jobs import sft
-from jaxmem.train.jobs.sft import OptimizerConfig, RunConfig
 from jaxmem.train.memory import RematConfig
+from jaxmem.train.optimizer import OptimizerConfig
+from jaxmem.train.settings import RunConfig
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="needs libtpu: jax[tpu]"

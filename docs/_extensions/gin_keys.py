@@ -24,7 +24,7 @@ class GinKeys(SphinxDirective):
 
 def table(section: str) -> list[str]:
     """Lines of Markdown, one row per field of the section's dataclass."""
-    made = config._SECTIONS[section]
+    made = config.sections()[section]
     comments = field_comments(made)
     lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
     for field in dataclasses.fields(made):

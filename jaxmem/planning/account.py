@@ -11,7 +11,7 @@ import jax
 from jaxmem import devices
 from jaxmem.planning import collectives
 from jaxmem.planning.collectives import Collective
-from jaxmem.planning.phase import Phase, device_bytes
+from jaxmem.train.phases import Phase, device_bytes
 
 # No kernel can be timed, so autotuning is off and products use XLA's default tiles. On
 # a GPU, autotuning would also try cuBLAS, whose workspace is at most 32 MiB.

@@ -11,15 +11,15 @@ from typing import Any
 import jax
 
 from jaxmem import devices
-from jaxmem.planning import analytic, jobs, picture, plans, search
+from jaxmem.planning import analytic, picture, plans, search
 from jaxmem.planning.plans import Plan
+from jaxmem.planning.scoring import Scoring
 from jaxmem.score.run import ScoreConfig
 from jaxmem.train import config as configuration
+from jaxmem.train.jobs import Job, job_of
 
 _FITS, _DOES_NOT, _UNKNOWN = 0, 1, 2  # exit statuses
 _CUDNN = "pip install nvidia-cudnn-cu13 (0.9 GB installed; no GPU)"
-
-AnyConfig = jobs.TrainConfig | ScoreConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,23 +49,23 @@ def run(request: Request) -> int:
         ValueError: the device, the mesh or the config is impossible.
     """
     device = devices.find(request.device)
-    config = load(request.path, request.overrides)
-    count = _count(config, request.count)
+    job = load(request.path, request.overrides)
+    count = _count(job, request.count)
     missing = devices.compiler_missing(device)
     if missing:
         if count > 1:  # the mesh needs as many devices, of any kind
             jax.config.update("jax_num_cpu_devices", count)
-        print(analytic.text(config, device.name))
+        print(analytic.text(job.plan(), device.name))
         print(f"\n{missing[0].upper()}{missing[1:]}")
         return _UNKNOWN
     with devices.target(device.name, count, hosts=request.hosts):
-        plan = plan_of(config, device.name)
-        options = search.options(config, plan) if request.fit else []
+        plan = plan_of(job, device.name)
+        options = search.options(job, plan) if request.fit else []
     _show(request, plan, options)
     return _FITS if plan.fits else _DOES_NOT
 
 
-def load(path: Path, overrides: Sequence[str]) -> AnyConfig:
+def load(path: Path, overrides: Sequence[str]) -> Job | Scoring:
     """The job of a gin file, or the scoring run of a checkpoint's directory.
 
     Args:
@@ -73,13 +73,13 @@ def load(path: Path, overrides: Sequence[str]) -> AnyConfig:
         overrides: as on the command line.
 
     Returns:
-        The config.
+        The job.
 
     Raises:
         ValueError: an override names no field, or the file cannot be used.
     """
     if not path.is_dir():
-        return configuration.load(path, overrides)[0]
+        return job_of(configuration.load(path, overrides)[0])
     fields = {field.name for field in dataclasses.fields(ScoreConfig)}
     options: dict[str, Any] = {}
     for override in overrides:
@@ -89,7 +89,7 @@ def load(path: Path, overrides: Sequence[str]) -> AnyConfig:
                 f"override {override!r}: scoring has {', '.join(sorted(fields))}"
             )
         options[key] = _value(value)
-    return ScoreConfig(str(path), "planned.jsonl", **options)
+    return Scoring(ScoreConfig(str(path), "planned.jsonl", **options))
 
 
 def _value(text: str) -> Any:
@@ -99,19 +99,18 @@ def _value(text: str) -> Any:
         return text
 
 
-def _count(config: AnyConfig, asked: int | None) -> int:
+def _count(job: Job | Scoring, asked: int | None) -> int:
     """The number of devices in the mesh, which must equal a requested number."""
-    if isinstance(config, ScoreConfig):
-        if asked not in (None, 1):
-            raise ValueError(f"--devices={asked}: scoring runs on one device")
-        return 1
-    sizes = config.mesh.sizes
+    mesh = job.mesh
+    sizes = () if mesh is None else mesh.sizes
     meshed = math.prod(sizes)
     if asked is None or asked == meshed:
         return meshed
+    if mesh is None:
+        raise ValueError(f"--devices={asked}: scoring runs on one device")
     product = " x ".join(
         f"mesh.{field.name}={size}"
-        for field, size in zip(dataclasses.fields(config.mesh), sizes, strict=False)
+        for field, size in zip(dataclasses.fields(mesh), sizes, strict=False)
     )
     raise ValueError(
         f"{product} makes {meshed} devices, --devices says {asked}: add an override "
@@ -119,13 +118,12 @@ def _count(config: AnyConfig, asked: int | None) -> int:
     )
 
 
-def plan_of(config: AnyConfig, device: str, packed: bool = True) -> Plan:
+def plan_of(job: Job | Scoring, device: str) -> Plan:
     """The plan of a job, inside of `jaxmem.devices.target`.
 
     Args:
-        config: of the job.
+        job: of training, or of scoring.
         device: name of the device, for errors.
-        packed: whether rows of supervised training hold several documents.
 
     Returns:
         The plan.
@@ -134,8 +132,8 @@ def plan_of(config: AnyConfig, device: str, packed: bool = True) -> Plan:
         ValueError: a program cannot be traced or compiled for the device.
     """
     try:
-        job = jobs.of_config(config, packed)
-        return plans.of_phases(job.phases, job.restored, job.on_host, job.notes)
+        made = job.plan()
+        return plans.of_phases(made.phases, made.restored, made.on_host, made.notes)
     except (NotImplementedError, RuntimeError) as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         if "cuDNN" in first:

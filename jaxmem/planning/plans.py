@@ -11,8 +11,8 @@ import jax
 from jaxmem import devices
 from jaxmem.planning import account as accounts, roofline, table
 from jaxmem.planning.account import Account
-from jaxmem.planning.phase import Phase, device_bytes
 from jaxmem.planning.roofline import Estimate
+from jaxmem.train.phases import Phase, device_bytes
 
 # The fraction of GPU memory that jax's allocator takes by default, and the largest one
 # that XLA_PYTHON_CLIENT_MEM_FRACTION should be set to.
@@ -167,7 +167,7 @@ def plan(
             jitted = step if hasattr(step, "trace") else jax.jit(step)
             traced = jitted.trace(*args)  # pyright: ignore
         given = dict(zip(_names(step, len(args)), args, strict=True))
-        phase = Phase("step", traced, given)
+        phase = Phase("step", lambda: traced, given)
         return of_phases([phase])
 
 

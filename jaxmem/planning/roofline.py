@@ -16,8 +16,8 @@ from typing import Any
 
 from jaxmem import devices
 from jaxmem.planning.account import Account
-from jaxmem.planning.phase import Phase
 from jaxmem.remat import cost
+from jaxmem.train.phases import Phase
 
 # Minimum and maximum in benchmarks/results/plan_h200.csv, rounded outwards.
 EFFICIENCY = (0.4, 0.9)

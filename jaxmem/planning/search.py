@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxmem import devices, remat
-from jaxmem.planning import account as accounts, jobs, plans, roofline, table
-from jaxmem.planning.phase import Phase, device_bytes
+from jaxmem.planning import account as accounts, plans, roofline, table
 from jaxmem.planning.plans import Plan
+from jaxmem.planning.scoring import Scoring
 from jaxmem.remat import cost
-from jaxmem.score.run import ScoreConfig
-from jaxmem.train.jobs.config import DistillJobConfig, GrpoJobConfig
+from jaxmem.train.jobs import Job, job_of
+from jaxmem.train.phases import BACKWARD, Phase, device_bytes
 
 _BEST = 3  # options that are printed
 _COMPILED = 8  # options that are compiled at most
@@ -25,21 +25,24 @@ _POLICIES = (
 
 @dataclasses.dataclass
 class Option:
-    """Overrides of a config, and their expected cost.
+    """Values of a config, and their expected cost.
 
     Attributes:
-        config: the config with the overrides.
-        overrides: each as `section.field=value`.
+        values: by key, such as "head.chunk".
         seconds: training time of a step, by the formula of `remat.fit`.
         expected: estimated device bytes, before compilation.
         plan: plan of the training program alone, once it is compiled.
     """
 
-    config: Any
-    overrides: tuple[str, ...]
+    values: dict[str, Any]
     seconds: float
     expected: int
     plan: Any = None
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """Each as `section.field=value`."""
+        return tuple(f"{key}={value}" for key, value in self.values.items())
 
     def as_json(self) -> dict[str, Any]:
         """Overrides, estimated seconds and peak, for `json.dumps`."""
@@ -54,13 +57,13 @@ class Option:
 class _Policy:
     """A preset, and its cost at the config's own batch size."""
 
-    overrides: tuple[str, ...]
+    values: dict[str, Any]
     phase: Phase
     kept: int  # bytes of one device
     sent: int  # bytes to the host, of one device
 
 
-def options(config: Any, base: Plan) -> list[Option]:
+def options(job: Job | Scoring, base: Plan) -> list[Option]:
     """The three fastest options that fit, inside of `jaxmem.devices.target`.
 
         seconds = products + max(0, to the host - forward) + max(0, back - backward)
@@ -71,126 +74,87 @@ def options(config: Any, base: Plan) -> list[Option]:
     from the fastest on.
 
     Args:
-        config: of training.
+        job: of training.
         base: its plan.
 
     Returns:
         At most three options; fewer if fewer fit.
 
     Raises:
-        ValueError: the config is of scoring.
+        ValueError: the job is of scoring.
     """
-    if isinstance(config, ScoreConfig):
-        raise ValueError("--fit is for training: scoring keeps nothing to choose")
-    known = list(_policies(config))
+    batches = {factor: _batch(job, factor) for factor in _FACTORS}
+    known = list(_policies(job))
     candidates = [
         option
         for policy in known
-        for option in _variants(config, policy, known, base)
+        for option in _variants(job, policy, known, base, batches)
         if option.expected <= _SLACK * base.memory
     ]
     candidates.sort(key=lambda option: (option.seconds, option.expected))
-    return list(itertools.islice(_fitting(candidates[:_COMPILED]), _BEST))
+    return list(itertools.islice(_fitting(job, candidates[:_COMPILED]), _BEST))
 
 
-def _fitting(candidates: Sequence[Option]) -> Iterator[Option]:
+def _fitting(job: Any, candidates: Sequence[Option]) -> Iterator[Option]:
     for option in candidates:
-        phase = jobs.backward(option.config)
-        option.plan = plans.of_phases([phase])
+        option.plan = plans.of_phases([_backward(job, option.values)])
         if option.plan.fits:
             yield option
 
 
-def _policies(config) -> Iterator[_Policy]:
-    layers = config.model.layers
-    chosen = [(name, 0) for name in _POLICIES]
-    chosen += [("full", layers // part) for part in (12, 6, 3) if layers // part]
+def _backward(job: Any, values: dict[str, Any]) -> Phase:
+    """The phase with the gradients, of the job with other values."""
+    values = {"remat.last": 0, "remat.memory_limit": None, **values}
+    return job_of(job.config.replaced(values)).plan().backward
+
+
+def _policies(job) -> Iterator[_Policy]:
+    layers = job.config.model.layers
+    chosen: list[dict[str, Any]] = [{"remat.policy": name} for name in _POLICIES]
+    for part in (12, 6, 3):
+        if last := layers // part:
+            chosen.append({"remat.policy": "full", "remat.last": last})
     count = devices.count()
-    for name, last in chosen:
-        section = dataclasses.replace(
-            config.remat, policy=name, last=last, memory_limit=None
-        )
-        phase = jobs.backward(dataclasses.replace(config, remat=section))
-        overrides = [f"remat.policy={name}"] + ([f"remat.last={last}"] if last else [])
+    for values in chosen:
+        phase = _backward(job, values)
         kept = phase.parts.get("activations kept")
         jaxpr = phase.traced.jaxpr.jaxpr
         if kept is None:  # count all named values, of all blocks or of the last ones
             kept = sum(cost.bytes_by_name(jaxpr).values()) // count
-        yield _Policy(tuple(overrides), phase, kept, cost.bytes_to_host(jaxpr) // count)
+        yield _Policy(values, phase, kept, cost.bytes_to_host(jaxpr) // count)
 
 
-def _variants(config, policy, known, base) -> Iterator[Option]:
-    full = next(p for p in known if p.overrides == ("remat.policy=full",))
+def _variants(job, policy, known, base, batches) -> Iterator[Option]:
+    full = next(p for p in known if p.values == {"remat.policy": "full"})
     can_offload = bool(device_bytes(full.phase.held.get("moments", ()))) or bool(
         device_bytes(full.phase.arguments.get("moments", ()))
     )
     for factor, chunk, offload in itertools.product(
         _FACTORS, _CHUNKS, (False, True) if can_offload else (False,)
     ):
-        changed = _changed(config, policy, factor, chunk, offload)
-        if changed is None:
+        if batches[factor] is None:
             continue
-        variant, overrides = changed
+        values = policy.values | batches[factor]
+        if chunk != job.config.head.chunk:
+            values["head.chunk"] = chunk
+        if offload and not job.config.optimizer.offload:
+            values["optimizer.offload"] = True
         yield Option(
-            variant, overrides, _seconds(policy, full, factor, offload),
-            _expected(policy, _own(config, known), factor, offload, base),
+            values, _seconds(policy, full, factor, offload),
+            _expected(policy, _own(job.config, known), factor, offload, base),
         )  # fmt: skip
 
 
-def _changed(config, policy, factor, chunk, offload):
-    """(config, overrides), or None if the batch cannot be changed by that factor."""
-    overrides = list(policy.overrides)
-    parts = dict(item.removeprefix("remat.").split("=") for item in overrides)
-    section = dataclasses.replace(
-        config.remat, policy=parts["policy"], last=int(parts.get("last", 0)),
-        memory_limit=None,
-    )  # fmt: skip
-    changes: dict[str, Any] = {"remat": section}
-    if factor != 1:
-        cut = _batch(config, factor)
-        if cut is None:
-            return None
-        changes |= cut[0]
-        overrides += cut[1]
-    if chunk != config.head.chunk:
-        changes["head"] = dataclasses.replace(config.head, chunk=chunk)
-        overrides.append(f"head.chunk={chunk}")
-    if offload and not config.optimizer.offload:
-        changes["optimizer"] = dataclasses.replace(config.optimizer, offload=True)
-        overrides.append("optimizer.offload=True")
-    return dataclasses.replace(config, **changes), tuple(overrides)
-
-
-def _batch(config: jobs.TrainConfig, factor):
-    """Sections and overrides that scale the tokens of micro-batches by the factor."""
-    if isinstance(config, GrpoJobConfig):
-        return _slots(config, "grpo", "max_tokens_train", factor)
-    if isinstance(config, DistillJobConfig) and config.is_on_policy:
-        return _slots(config, "distill", "max_tokens", factor)
-    rows, turns = config.data.batch_size * factor, config.run.accumulate / factor
-    if rows % 1 or turns % 1 or not _divides(config, int(rows)):
+def _batch(job, factor: float) -> dict[str, Any] | None:
+    """Values that scale the tokens of micro-batches; None if that cannot be."""
+    scaled = job.scaled(factor)
+    if factor == 1:
+        return {}
+    if scaled is None:
         return None
-    rows, turns = int(rows), int(turns)
-    sections = {
-        "data": dataclasses.replace(config.data, batch_size=rows),
-        "run": dataclasses.replace(config.run, accumulate=turns),
-    }
-    return sections, [f"data.batch_size={rows}", f"run.accumulate={turns}"]
-
-
-def _slots(config, section: str, field: str, factor):
-    """`_batch` where a field says how many slots a micro-batch has."""
-    old = getattr(config, section)
-    slots = int(getattr(old, field) * factor)
-    rows = slots // config.row_lengths[-1]
-    if rows * config.row_lengths[-1] != slots or not _divides(config, rows):
-        return None
-    new = dataclasses.replace(old, **{field: slots})
-    return {section: new}, [f"{section}.{field}={slots}"]
-
-
-def _divides(config, rows):
-    return rows > 0 and rows % (config.mesh.data * config.mesh.fsdp) == 0
+    rows, values = scaled
+    divides = rows > 0 and rows % (job.mesh.data * job.mesh.fsdp) == 0
+    return values if divides else None
 
 
 def _seconds(policy, full, factor, offload) -> float:
@@ -224,14 +188,13 @@ def _bound(phase) -> float:
 
 def _own(config, known: Sequence[_Policy]) -> _Policy:
     """The config's own policy; "full" if it is none of the presets here."""
-    named = {p.overrides[0]: p for p in reversed(known)}
-    full = named["remat.policy=full"]
-    return named.get(f"remat.policy={config.remat.policy}", full)
+    named = {p.values["remat.policy"]: p for p in reversed(known)}
+    return named.get(config.remat.policy, named["full"])
 
 
 def _expected(policy, before: _Policy, factor, offload, base: Plan) -> int:
     """Expected bytes, extrapolated from the unchanged config and its policy."""
-    own = next(p for p in base.phases if p.name in ("train step", "gradients"))
+    own = next(p for p in base.phases if p.name in BACKWARD)
     sums = own.parts.get("gradients", 0)
     rest = max(0, own.account.temporary - sums - before.kept)
     total = own.total - own.account.temporary + sums

@@ -22,40 +22,41 @@ from gin import config as gin_config, config_parser
 from jaxmem import _shipped
 from jaxmem.core import messages
 from jaxmem.core.fields import accepts, describe, problem_of
-from jaxmem.train import keys
+from jaxmem.train import jobs, keys
 from jaxmem.train.jobs.config import (
     Config as Config,
     DistillJobConfig as DistillJobConfig,
     DpoJobConfig as DpoJobConfig,
     GrpoJobConfig as GrpoJobConfig,
 )
+from jaxmem.train.settings import JobConfig
+
+JOBS = jobs.JOBS
 
 
 class ConfigError(ValueError):
     """A configuration that cannot be used; the message says where and why."""
 
 
-JobConfig = Config | GrpoJobConfig | DpoJobConfig | DistillJobConfig
-_JOBS: dict[str, type[JobConfig]] = {
-    "sft": Config,
-    "grpo": GrpoJobConfig,
-    "dpo": DpoJobConfig,
-    "distill": DistillJobConfig,
-}
-_SECTIONS: dict[str, type] = {
-    section: dataclass
-    for job in _JOBS.values()
-    for section, dataclass in typing.get_type_hints(job).items()
-}
-_KEYS = [
-    f"{section}.{field.name}"
-    for section, dataclass in _SECTIONS.items()
-    for field in dataclasses.fields(dataclass)
-]
-_CONFIGURABLES = {
-    section: gin.external_configurable(dataclass, name=section, module="jaxmem")
-    for section, dataclass in _SECTIONS.items()
-}
+_CONFIGURABLES: dict[type, Any] = {}  # gin's, by dataclass; made at the first use
+
+
+def sections() -> dict[str, type]:
+    """The dataclass of each section, of all jobs."""
+    return {
+        section: dataclass
+        for job in JOBS.values()
+        for section, dataclass in job.Config.sections().items()
+    }
+
+
+def _configurable(section: str) -> Any:
+    dataclass = sections()[section]
+    if dataclass not in _CONFIGURABLES:
+        _CONFIGURABLES[dataclass] = gin.external_configurable(
+            dataclass, name=section, module="jaxmem"
+        )
+    return _CONFIGURABLES[dataclass]
 
 
 class _Binding(NamedTuple):
@@ -96,6 +97,8 @@ def load(
     # Clear gin's global state before and after.
     gin.clear_config()
     try:
+        for section in sections():
+            _configurable(section)
         for key, binding in bindings.items():
             gin.bind_parameter(_gin_key(key), binding.value)
         return _build_job(places), gin.operative_config_str()
@@ -116,7 +119,7 @@ def describe_keys(section: str | None = None) -> Iterator[str]:
         ConfigError: there is no section of that name.
     """
     try:
-        yield from keys.lines(_SECTIONS, section)
+        yield from keys.lines(sections(), section)
     except ValueError as error:
         raise ConfigError(str(error)) from error
 
@@ -138,7 +141,7 @@ def _effective(bindings: Iterable[_Binding]) -> dict[str, _Binding]:
 
 
 def _types(section: str) -> dict[str, Any]:
-    return typing.get_type_hints(_SECTIONS[section])
+    return typing.get_type_hints(sections()[section])
 
 
 def _check_macros(bindings: Mapping[str, _Binding]) -> None:
@@ -295,7 +298,8 @@ def _override_value(text: str, where: str) -> Any:
 
 
 def _check_known(key: str, where: str) -> None:
-    if key not in _KEYS:
+    section, _, field = key.rpartition(".")
+    if section not in sections() or field not in _fields(section):
         shown = messages.short(key)
         raise ConfigError(f"{where}: unknown key {shown}; {_suggestion(key)}")
 
@@ -306,9 +310,9 @@ def _suggestion(key: str) -> str:
     elsewhere = [f"{name}.{field}" for name in beside if field in _fields(name)]
     if elsewhere:  # the field exists in another section
         return f"did you mean {' or '.join(elsewhere)}?"
-    nearest = difflib.get_close_matches(section, _SECTIONS, n=1)
+    nearest = difflib.get_close_matches(section, sections(), n=1)
     if not nearest:
-        return f"the sections are {', '.join(_SECTIONS)}"
+        return f"the sections are {', '.join(sections())}"
     close = difflib.get_close_matches(field, _fields(nearest[0]), n=3)
     if not close:
         return f"{nearest[0]} has {', '.join(_fields(nearest[0]))}"
@@ -317,31 +321,38 @@ def _suggestion(key: str) -> str:
 
 def _beside(section: str) -> list[str]:
     """Sections of the jobs that have this one; of all jobs if none has it."""
-    jobs = [list(typing.get_type_hints(job)) for job in _JOBS.values()]
-    sharing = [sections for sections in jobs if section in sections] or jobs
-    return [name for name in _SECTIONS if any(name in job for job in sharing)]
+    of_jobs = [list(job.Config.sections()) for job in JOBS.values()]
+    sharing = [names for names in of_jobs if section in names] or of_jobs
+    return [name for name in sections() if any(name in names for names in sharing)]
 
 
 def _fields(section: str) -> list[str]:
-    return [field.name for field in dataclasses.fields(_SECTIONS[section])]
+    return [field.name for field in dataclasses.fields(sections()[section])]
 
 
 def _build_job(places: dict[str, str]) -> JobConfig:
     """Build every section of the job; raise for keys of another job's sections."""
     run = _build("run", places)
-    job = _JOBS[run.job]
-    names = [field.name for field in dataclasses.fields(job)]
+    if run.job not in JOBS:
+        raise ConfigError(
+            f"{places['run.job']}: run.job must be one of "
+            f"{', '.join(map(repr, JOBS))}, got {messages.short(run.job)}"
+        )
+    config = JOBS[run.job].Config
+    names = list(config.sections())
     for key, where in places.items():
         section = key.partition(".")[0]
         if "." in key and section not in names:
-            jobs = [k for k, v in _JOBS.items() if section in typing.get_type_hints(v)]
+            owner = next(
+                k for k, job in JOBS.items() if section in job.Config.sections()
+            )
             raise ConfigError(
-                f"{where}: {key} is of the job {jobs[0]!r}, but run.job is "
+                f"{where}: {key} is of the job {owner!r}, but run.job is "
                 f"{run.job!r}, whose sections are {', '.join(names)}"
             )
-    sections = {name: _build(name, places) for name in names if name != "run"}
+    parts = {name: _build(name, places) for name in names if name != "run"}
     try:
-        return job(**sections, run=run)
+        return config(**parts, run=run)
     except ValueError as error:
         raise ConfigError(_with_key(error, places)) from error
 
@@ -367,7 +378,7 @@ def _build(section: str, places: dict[str, str]) -> Any:
         if problem:
             raise ConfigError(f"{places[key]}: {key} {problem}, got {got}")
     try:
-        return _CONFIGURABLES[section]()
+        return _configurable(section)()
     except ValueError as error:
         raise ConfigError(_with_place(section, error, places)) from error
 
@@ -375,7 +386,7 @@ def _build(section: str, places: dict[str, str]) -> Any:
 def _with_place(section: str, error: ValueError, places: dict[str, str]) -> str:
     """Prefix a dataclass's error by the line of the file that caused it."""
     message = str(error).split("\n")[0]  # gin appends further lines
-    message = message.replace(f"{_SECTIONS[section].__name__}.", f"{section}.")
+    message = message.replace(f"{sections()[section].__name__}.", f"{section}.")
     for field in _fields(section):
         where = places.get(f"{section}.{field}")
         if where and re.search(rf"\b{field}\b", message):

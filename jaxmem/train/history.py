@@ -9,33 +9,17 @@ import json
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import Any
 
 from jaxmem.core.fields import accepts
 from jaxmem.train import files, tensorboard
-from jaxmem.train.metrics import (
-    AnyMetrics,
-    DistillMetrics,
-    PolicyMetrics,
-    PreferenceMetrics,
-    StepMetrics,
-)
+from jaxmem.train.metrics import AnyMetrics, StepMetrics
 from jaxmem.train.wandb_writer import WandbWriter
 
-_Metrics = TypeVar(
-    "_Metrics", StepMetrics, PolicyMetrics, PreferenceMetrics, DistillMetrics
-)
 
-
-@overload
-def read_history(path: Path) -> list[StepMetrics]: ...
-@overload
-def read_history(
-    path: Path, kind: type[_Metrics], unwritten: Iterable[bytes] = ()
-) -> list[_Metrics]: ...
 def read_history(
     path: Path, kind: Any = StepMetrics, unwritten: Iterable[bytes] = ()
-) -> list:
+) -> list[Any]:
     """Return the steps of a metrics file, in order; at least one.
 
     Args:
@@ -53,7 +37,7 @@ def read_history(
     return [_step(line, kind, f"{path}:{i}") for i, line in enumerate(lines, start=1)]
 
 
-def _step(line: bytes, kind: Callable[..., _Metrics], where: str) -> _Metrics:
+def _step(line: bytes, kind: Callable[..., Any], where: str) -> Any:
     try:
         step = kind(**json.loads(line))
         for name, annotation in typing.get_type_hints(kind).items():

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, get_type_hints
 
 from jaxmem.core.fields import describe
+from jaxmem.train.settings import JobConfig
 
 
 def lines(sections: Mapping[str, type], wanted: str | None = None) -> Iterator[str]:
@@ -66,12 +67,12 @@ def _comments(dataclass: type) -> dict[str, str]:
     return {name: " ".join(comments) for name, comments in by_field.items()}
 
 
-def differing(config: Any) -> str:
+def differing(config: JobConfig) -> str:
     """Return the settings that differ from the defaults, as lines of a gin file."""
     return "\n".join(
-        f"{section.name}.{field.name} = {getattr(part, field.name)!r}"
-        for section in dataclasses.fields(config)
-        for part in [getattr(config, section.name)]
+        f"{section}.{field.name} = {getattr(part, field.name)!r}"
+        for section in config.sections()
+        for part in [getattr(config, section)]
         for field in dataclasses.fields(part)
         if getattr(part, field.name) != field.default
     )

@@ -1,108 +1,30 @@
 """The loop of a run for any job: steps, metrics, and checkpoints to resume from."""
 
 import contextlib
-import dataclasses
 import functools
 import json
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any
 
 import jax
 from rich.console import Console
 
 from jaxmem.core import processes
-from jaxmem.core.fields import check_field
 from jaxmem.data.rewards import RewardError
 from jaxmem.train import files, locks, metrics, report, resuming, wandb_writer
 from jaxmem.train.checkpoint import Checkpoints
 from jaxmem.train.damaged import set_aside_damaged
 from jaxmem.train.evaluation import Best, EvalConfig
 from jaxmem.train.history import MetricsWriter, read_history
-from jaxmem.train.metrics import (
-    DistillMetrics,
-    PolicyMetrics,
-    PreferenceMetrics,
-    StepMetrics,
-)
+from jaxmem.train.jobs.job import Job
 from jaxmem.train.program import TrainState
 from jaxmem.train.progress import ProgressReport
-from jaxmem.train.steps import Dispatches, Job, Resumable, ShowsSamples
+from jaxmem.train.settings import RunConfig, Settings
 from jaxmem.train.stopping import Stop
 from jaxmem.train.wandb_writer import WandbWriter
 
-JOBS = ("sft", "grpo", "dpo", "distill")
 _BACKEND = "backend"
-_Metrics = TypeVar(
-    "_Metrics", StepMetrics, PolicyMetrics, PreferenceMetrics, DistillMetrics
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class RunConfig:
-    """Which job to run, for how long, and what to save."""
-
-    # supervised, reinforcement learning, pairs of answers, or a teacher's student
-    job: Literal["sft", "grpo", "dpo", "distill"] = "sft"
-    steps: int = 60  # optimizer steps in all; rollouts of the job "grpo"
-    accumulate: int = 1  # micro-batches (data.batch_size rows each) per step
-    seed: int = 0  # of initial weights, and of a policy's samples
-    out_dir: str = "runs/sft"  # directory of the run; one that holds a run resumes it
-    # steps between checkpoints; the last step is always saved; None: no checkpoints
-    checkpoint_every: int | None = 20
-    keep: int = 2  # newest checkpoints to keep
-    log_every: int = 10  # steps between plain progress lines (not on a terminal)
-    compare_heads: bool = True  # at the end, compile both heads and show their memory
-    # passes over the data, which decide steps; None: steps says it
-    epochs: float | None = None
-    # project of Weights & Biases that gets the metrics too; WANDB_MODE=offline keeps
-    # them in out_dir/wandb, for `wandb sync`
-    wandb: str | None = None
-
-    def __post_init__(self):
-        """Raise a ValueError that names a field with an impossible value."""
-        for name in ("steps", "accumulate", "keep", "log_every"):
-            check_field(self, name, getattr(self, name) >= 1, "at least 1")
-        if self.checkpoint_every is not None:
-            good = self.checkpoint_every >= 1
-            check_field(self, "checkpoint_every", good, "at least 1, or None")
-        if self.epochs is not None:
-            good = 0 < self.epochs < math.inf
-            check_field(self, "epochs", good, "above 0 and finite, or None")
-        check_field(self, "wandb", self.wandb != "", "the name of a project, or None")
-        check_field(self, "seed", 0 <= self.seed < 2**31, "in [0, 2**31)")
-        check_field(self, "job", self.job in JOBS, f"one of {JOBS}")
-
-
-class Settings(NamedTuple):
-    """The settings that checkpoints record, by section and field."""
-
-    fixed: Mapping[str, Mapping]  # must not change when a run is resumed
-    changeable: Mapping[str, Mapping]  # may change; changes are printed
-
-
-def changeable_settings(
-    config: Any, sections: Iterable[str], fixed: Mapping[str, Mapping]
-) -> dict[str, dict[str, Any]]:
-    """Return the settings that may differ when a run is resumed.
-
-    Args:
-        config: of the job; its sections are dataclasses.
-        sections: names of sections that may differ, in addition to parts of "run".
-        fixed: settings that may not.
-
-    Returns:
-        Section to field to value.
-    """
-    changeable = {name: dataclasses.asdict(getattr(config, name)) for name in sections}
-    changeable["run"] = {
-        k: getattr(config.run, k) for k in ("steps", "accumulate", "seed")
-    }
-    return {
-        name: {k: v for k, v in fields.items() if k not in fixed.get(name, {})}
-        for name, fields in changeable.items()
-    }
 
 
 class Run:
@@ -172,7 +94,7 @@ class Run:
         head = {**changeable.get("head", {}), _BACKEND: backend}
         self._settings = Settings(fixed, {**changeable, "head": head})
 
-    def take_steps(self, job: Job | Dispatches, texts: Mapping[str, str]) -> TrainState:
+    def take_steps(self, job: Job, texts: Mapping[str, str]) -> TrainState:
         """Take the remaining steps, and record each.
 
         Args:
@@ -202,7 +124,7 @@ class Run:
                 finally:  # while the device takes the step
                     if before is not None:
                         self._record(self._finite(before), writer)
-                if self._reads_now(job, number):
+                if self._reads_now(unread, number):
                     taken, unread = self._finite(unread), None
                     self._record(self._evaluated(job, state, taken), writer)
                 if self._is_due(number):
@@ -220,33 +142,32 @@ class Run:
             if text and processes.is_first():
                 files.write_whole(self.out_dir / name, text)
 
-    def _finite(self, read: Callable[[], metrics.AnyMetrics]) -> metrics.AnyMetrics:
-        resuming.check_finite(taken := read(), self._checkpoints, self.saved)
+    def _finite(self, read: Any) -> metrics.AnyMetrics:
+        """The metrics that `Job.step` returned, or that its function waits for."""
+        taken: Any = read() if callable(read) else read
+        resuming.check_finite(taken, self._checkpoints, self.saved)
         return taken
 
     def _dispatch(
         self,
-        job: Job | Dispatches,
+        job: Job,
         number: int,
         state: TrainState,
         writer: MetricsWriter | None,
-    ) -> tuple[TrainState, Callable[[], metrics.AnyMetrics]]:
+    ) -> tuple[TrainState, Any]:
         """Start a step; a call of what is returned waits for its metrics."""
-        if isinstance(job, Dispatches):
-            return job.dispatch(number, state)
         try:
-            state, taken = job.step(number, state)
+            return job.step(number, state)
         except RewardError:
             # A rollout leaves the state as the last step made it.
             if self._config.checkpoint_every and self.saved < self.taken:
                 self._save(job, state, writer)
             raise
-        return state, lambda: taken
 
-    def _reads_now(self, job: Resumable, number: int) -> bool:
+    def _reads_now(self, unread: Any, number: int) -> bool:
         """Whether a step's metrics are needed before the next step starts."""
         evaluates = self._evaluation.is_due(number, self._config.steps)
-        return evaluates or self._is_due(number) or not isinstance(job, Dispatches)
+        return evaluates or self._is_due(number) or not callable(unread)
 
     def _record(self, taken: metrics.AnyMetrics, writer: MetricsWriter | None) -> None:
         self.taken = taken.step
@@ -255,7 +176,7 @@ class Run:
         self.progress.update(taken)
 
     def _evaluated(
-        self, job: Resumable, state: TrainState, taken: metrics.AnyMetrics
+        self, job: Job, state: TrainState, taken: metrics.AnyMetrics
     ) -> metrics.AnyMetrics:
         """Evaluate the step if it is due."""
         number = taken.step
@@ -277,7 +198,7 @@ class Run:
                 _log(self._console, message)
         return evaluated.metrics
 
-    def _first_state(self, job: Resumable) -> TrainState:
+    def _first_state(self, job: Job) -> TrainState:
         if not self.done:
             return job.initial_state()
         state, data_state = job.restored_state(self._checkpoints, self.done)
@@ -299,9 +220,7 @@ class Run:
             return False
         return number % every == 0 or number == self._config.steps
 
-    def _save(
-        self, job: Resumable, state: TrainState, writer: MetricsWriter | None
-    ) -> None:
+    def _save(self, job: Job, state: TrainState, writer: MetricsWriter | None) -> None:
         if said := processes.by_first(self._lock.renew):
             _log(self._console, said)
             self._write_texts()
@@ -316,10 +235,9 @@ class Run:
         if writer is not None:
             self._report(job)
 
-    def _report(self, job: Resumable) -> None:
+    def _report(self, job: Job) -> None:
         """Write the report; a full disk does not end the run."""
-        samples = job.samples() if isinstance(job, ShowsSamples) else []
-        lines = [json.dumps(sample) + "\n" for sample in samples]
+        lines = [json.dumps(sample) + "\n" for sample in job.samples()]
         try:
             if lines:
                 files.write_whole(self.out_dir / "samples.jsonl", "".join(lines))
@@ -357,11 +275,11 @@ class Run:
         }
         return WandbWriter(project, self.out_dir, self.done, merged, log)
 
-    def history(self, kind: type[_Metrics]) -> list[_Metrics]:
+    def history(self, kind: type) -> list[Any]:
         """Every step of the run, including those of earlier processes."""
         return read_history(self.metrics_path, kind, self._unwritten)
 
-    def best_state(self, job: Resumable) -> TrainState | None:
+    def best_state(self, job: Job) -> TrainState | None:
         """The state of the best evaluation, as `out_dir/best` keeps it, if any."""
         directory = self.out_dir / "best"
         if not self._evaluation.keep_best or not directory.exists():

@@ -1,17 +1,12 @@
 """Metrics of steps, and the summary of a run and its memory."""
 
-import json
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import jax
-import numpy as np
 from rich.table import Table
-
-from jaxmem.train import files
 
 _MIB, _GIB = 2**20, 2**30
 
@@ -39,27 +34,6 @@ class StepMetrics(NamedTuple):
         if self.held_out_loss is not None:
             mfu += f"  held out {self.held_out_loss:.4f}"
         return f"loss {self.loss:.4f}  {self.tokens_per_second:,.0f} tokens/s{mfu}"
-
-
-def of_step(
-    step: int,
-    numbers: dict[str, np.ndarray],
-    learning_rate: Any,
-    seconds: float,
-    mfu: float | None,
-) -> StepMetrics:
-    """The metrics of a step from the numbers that its program returns."""
-    tokens = int(numbers["tokens"])
-    return StepMetrics(
-        step=step,
-        loss=float(numbers["loss"]),
-        tokens=tokens,
-        tokens_per_second=tokens / seconds,
-        grad_norm=float(numbers["grad_norm"]),
-        learning_rate=float(learning_rate),
-        seconds=seconds,
-        mfu=mfu,
-    )
 
 
 class PolicyMetrics(NamedTuple):
@@ -210,7 +184,35 @@ class DistillMetrics(NamedTuple):
         )
 
 
-AnyMetrics = StepMetrics | PolicyMetrics | PreferenceMetrics | DistillMetrics
+class AnyMetrics(Protocol):
+    """The numbers of a step of any job, a NamedTuple; one line of metrics.jsonl."""
+
+    @property
+    def step(self) -> int:
+        """Steps done, this one included."""
+        ...
+
+    @property
+    def loss(self) -> float:
+        """What is minimised."""
+        ...
+
+    @property
+    def grad_norm(self) -> float:
+        """Global, before clipping."""
+        ...
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Rate of the step."""
+        ...
+
+    @property
+    def line(self) -> str:
+        """What the progress report says of the step."""
+        ...
+
+    def _asdict(self) -> dict[str, Any]: ...
 
 
 def finite(taken: AnyMetrics) -> AnyMetrics:
@@ -331,84 +333,8 @@ def peak_gib() -> float | None:
     return None if peak is None else peak / _GIB
 
 
-def save_summary(
-    path: Path,
-    history: Sequence[StepMetrics],
-    costs: Mapping[str, HeadCost],
-    held_out_loss: float | None = None,
-) -> None:
-    """Write the run's result as JSON; memory is in bytes, by implementation."""
-    outcome = {
-        "first_loss": history[0].loss,
-        "last_loss": history[-1].loss,
-        "held_out_loss": held_out_loss,
-    }
-    _write_summary(path, history, costs, outcome)
-
-
-def save_policy_summary(
-    path: Path,
-    history: Sequence[PolicyMetrics],
-    costs: Mapping[str, HeadCost],
-    phases: Sequence[Phase],
-) -> None:
-    """Write a policy's result as JSON, with seconds and bytes by phase."""
-    outcome = {
-        "first_reward": history[0].reward,
-        "last_reward": history[-1].reward,
-        "peak_gib": peak_gib(),
-        "phases": {
-            name: {"seconds": seconds, **memory._asdict()}
-            for name, seconds, memory in phases
-        },
-    }
-    _write_summary(path, history, costs, outcome)
-
-
-def save_preference_summary(path: Path, history: Sequence[PreferenceMetrics]) -> None:
-    """Likewise of a run on pairs of answers."""
-    evaluated = [s for s in history if s.held_out_loss is not None]
-    outcome = {
-        "first_loss": history[0].loss,
-        "last_loss": history[-1].loss,
-        "last_margin": history[-1].margin,
-        "last_accuracy": history[-1].accuracy,
-        "held_out_loss": evaluated[-1].held_out_loss if evaluated else None,
-        "held_out_accuracy": evaluated[-1].held_out_accuracy if evaluated else None,
-    }
-    _write_summary(path, history, {}, outcome)
-
-
-def save_distill_summary(path: Path, history: Sequence[DistillMetrics]) -> None:
-    """Likewise of a student."""
-    evaluated = [s for s in history if s.held_out_loss is not None]
-    held_out = ["held_out_loss", "held_out_divergence", "held_out_ce"]
-    held_out += ["held_out_reward"] if history[-1].reward is not None else []
-    outcome = {
-        "first_loss": history[0].loss,
-        "last_loss": history[-1].loss,
-        "last_divergence": history[-1].divergence,
-        **{k: getattr(evaluated[-1], k) if evaluated else None for k in held_out},
-    }
-    _write_summary(path, history, {}, outcome)
-
-
-def _write_summary(
-    path: Path,
-    history: Sequence[AnyMetrics],
-    costs: Mapping[str, HeadCost],
-    outcome: Mapping[str, Any],
-) -> None:
-    summary: dict[str, Any] = {
-        "steps": len(history),
-        "gradient_samples": getattr(history[-1], "gradient_samples", None),
-        **outcome,
-        "tokens_per_second": tokens_per_second(history),
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
-        "memory": {
-            name: {"head": cost.head._asdict(), "step": cost.step._asdict()}
-            for name, cost in costs.items()
-        },
-    }
-    files.write_whole(path, json.dumps(summary, indent=2) + "\n")
+def last_of(history: Sequence[Any], *names: str) -> dict[str, Any]:
+    """Fields of the last step that was evaluated; None if none was."""
+    evaluated = [step for step in history if step.held_out_loss is not None]
+    last = evaluated[-1] if evaluated else None
+    return {name: getattr(last, name, None) for name in names}

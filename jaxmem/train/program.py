@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,16 +15,17 @@ from rich.console import Console
 from jaxmem import devices, remat
 from jaxmem.checkpoints import read_weights
 from jaxmem.core.report import report
-from jaxmem.models.decoder import Decoder, HeadConfig, ModelConfig
+from jaxmem.data.documents import Batch
+from jaxmem.models.decoder import Decoder, ModelConfig
 from jaxmem.models.lora import adapters_of
-from jaxmem.models.partitioning import Layout, MeshConfig
+from jaxmem.models.partitioning import Layout
 from jaxmem.models.weights import join_weights, split_weights
 from jaxmem.offload import Streamed
 from jaxmem.train.checkpoint import Checkpoints
-from jaxmem.train.memory import RematConfig
 from jaxmem.train.optimizer import (
     OptimizerConfig,
     clip,
+    learning_rate_schedule,
     make_optimizer,
     update_rule,
 )
@@ -49,46 +50,18 @@ class TrainState(NamedTuple):
     optimizer: optax.OptState  # float32 moments, and the number of updates
 
 
-class ProgramConfig(Protocol):
-    """The config sections that a program needs."""
-
-    @property
-    def model(self) -> ModelConfig:
-        """Sizes of the decoder."""
-        ...
-
-    @property
-    def head(self) -> HeadConfig:
-        """How the loss is computed from hidden states."""
-        ...
-
-    @property
-    def optimizer(self) -> OptimizerConfig:
-        """The optimizer, and which weights it trains."""
-        ...
-
-    @property
-    def mesh(self) -> MeshConfig:
-        """The device mesh."""
-        ...
-
-    @property
-    def remat(self) -> RematConfig:
-        """The rematerialisation policy."""
-        ...
-
-
 class DecoderProgram:
     """A run's functions and shapes; nothing is allocated until `initial_state`.
 
     Args:
-        config: of the run.
+        config: of the run, a `JobConfig`.
         vocab_size: number of ids in the data; it becomes the model's vocabulary unless
             config has a larger one, whose remaining entries are padding.
-        seed: of the initial weights.
-        schedule: number of finished updates to the next learning rate.
+        schedule: number of finished updates to the next learning rate; None: as
+            config.optimizer says.
 
     Attributes:
+        config: of the run.
         policy: rematerialisation policy of the blocks.
         abstract: the decoder, with shapes in the place of its weights.
         layout: shardings of arrays; the model must be traced in its context.
@@ -99,16 +72,16 @@ class DecoderProgram:
 
     def __init__(
         self,
-        config: ProgramConfig,
+        config: Any,
         vocab_size: int,
-        seed: int,
-        schedule: optax.Schedule,
+        schedule: optax.Schedule | None = None,
     ):
+        if schedule is None:
+            schedule = learning_rate_schedule(config.optimizer, config.run.steps)
         self.model_config = with_vocabulary(config.model, vocab_size)
         config.remat.check_layers(self.model_config.layers)
-        self._config, self._seed = config, seed
-        self.schedule = schedule
-        self.optimizer = make_optimizer(config.optimizer, schedule)
+        self.config = config
+        self.schedule, self.optimizer = schedule, self.make_optimizer(schedule)
         self.streamed: Streamed | None = None
         if config.optimizer.offload:
             self.streamed = Streamed(update_rule(config.optimizer, schedule))
@@ -125,14 +98,30 @@ class DecoderProgram:
             params = self.state_shapes.params
             self.state_shapes = TrainState(params, self.streamed.shapes(params))
 
+    def make_optimizer(self, schedule: optax.Schedule) -> optax.GradientTransformation:
+        """What updates the weights, where the moments are on the device."""
+        return make_optimizer(self.config.optimizer, schedule)
+
+    def tokens(self, *shape: int) -> Batch:
+        """Shapes of micro-batches, with their places.
+
+        Args:
+            shape: [..., B, T]; those of `config.data` if none is given.
+        """
+        if not shape:
+            data = self.config.data
+            shape = data.batch_size, data.sequence_length
+        ids: Any = jax.ShapeDtypeStruct(shape, jnp.int32)
+        return self.layout.of_tokens(Batch(ids, ids, ids, ids))
+
     def new_model(self) -> Decoder:
         """The decoder with initial weights from the seed."""
-        rngs = nnx.Rngs(jax.random.key(self._seed))
+        rngs = nnx.Rngs(jax.random.key(self.config.run.seed))
         return Decoder(
             self.model_config,
-            self._config.head,
+            self.config.head,
             self.policy,
-            unroll=self._config.remat.unroll,
+            unroll=self.config.remat.unroll,
             rngs=rngs,
         )
 
@@ -142,43 +131,44 @@ class DecoderProgram:
             self.abstract = nnx.eval_shape(self.new_model)
         self.definition = nnx.split(self.abstract)[0]
 
-    def choose_policy(
-        self,
-        trace: Callable[[], Any],
-        console: Console,
-        held: Any = (),
-    ) -> None:
+    def choose_policy(self, console: Console) -> None:
         """Choose the policy that fits the config's memory limit, if it has one.
 
         Args:
-            trace: traces the step, or the part of it that takes the most memory.
             console: receives the table of candidates.
-            held: shapes of other arrays on the devices, besides the step's arguments.
         """
-        if self._config.remat.policy != "fit":
+        if self.config.remat.policy != "fit":
             return
 
         def step(policy: remat.Policy | None) -> Any:
             self._use(policy)
-            return trace()
+            return self.trace_backward()
 
         def show(table: str) -> None:
             console.print(table, highlight=False, markup=False, soft_wrap=True)
 
-        layers = self.model_config.layers
-        self._use(self._config.remat.fit(step, layers, held, show))
+        layers, held = self.model_config.layers, self.held_with_backward()
+        self._use(self.config.remat.fit(step, layers, held, show))
+
+    def trace_backward(self) -> jax.stages.Traced:
+        """Trace what takes the most memory: a step, or a micro-batch's gradients."""
+        raise NotImplementedError
+
+    def held_with_backward(self) -> list[Any]:
+        """Shapes of other arrays on the devices, besides that program's arguments."""
+        return []
 
     @property
     def compiler_options(self) -> dict[str, Any]:
         """Options of a step for its policy and, unless that offloads, for its mesh."""
-        unroll = self._config.remat.unroll
+        unroll = self.config.remat.unroll
         options = remat.compiler_options(self.policy, unroll=unroll)
         offloads = self.policy is not None and self.policy.offload
         return options if offloads else self.layout.compiler_options() | options
 
     def trace_loss(self) -> None:
         """Trace what computes the loss of hidden states, for `backend`."""
-        raise NotImplementedError
+        self.trace_backward()
 
     @functools.cached_property
     def backend(self) -> str:
@@ -187,19 +177,19 @@ class DecoderProgram:
         It is "xla" or "hopper", or "hopper+xla" where the loss takes both. Raises a
         ValueError where `head.backend` cannot compute it here.
         """
-        if self._config.head.implementation == "materialised":
+        if self.config.head.implementation == "materialised":
             return "xla"  # not by a verb
         try:
             with report() as traced:
                 self.trace_loss()
         except NotImplementedError as error:
-            if self._config.head.backend is None:
+            if self.config.head.backend is None:
                 raise
             raise ValueError(
-                f"head.backend={self._config.head.backend!r}: {error}"
+                f"head.backend={self.config.head.backend!r}: {error}"
             ) from error
         names = {c.implementation for c in traced.calls if c.verb not in _OF_XLA}
-        named = self._config.head.backend
+        named = self.config.head.backend
         if not names and named not in (None, "xla"):
             verbs = ", ".join(sorted({call.verb for call in traced.calls}))
             raise ValueError(
@@ -221,7 +211,7 @@ class DecoderProgram:
         return self._split(nnx.to_pure_dict(nnx.split(self.new_model())[1]))
 
     def _split(self, weights: dict) -> tuple[dict, dict]:
-        return split_weights(weights, self._config.optimizer.trainable)
+        return split_weights(weights, self.config.optimizer.trainable)
 
     def _new_state(self) -> TrainState:
         params, _ = self._new_weights()

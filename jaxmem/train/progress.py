@@ -92,6 +92,11 @@ class ProgressReport:
         if first or metrics.step == self._steps or metrics.step % self._every == 0:
             self._print(f"step {metrics.step}/{self._steps}  {line}")
 
+    def say(self, line: str) -> None:
+        """Print a line, beside the bar if there is one."""
+        with contextlib.suppress(OSError):  # a full disk behind stdout
+            self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+
     def _print(self, line: str) -> None:
         """Print a plain line, where there is no bar."""
         if not self._console.is_terminal:

@@ -8,17 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import tokenizers
-
 from jaxmem import checkpoints
 from jaxmem.checkpoints import CheckpointError
 from jaxmem.core import json_files
 from jaxmem.models.decoder import Decoder
 from jaxmem.models.partitioning import MeshConfig
-from jaxmem.train import checkpoint, config as configuration, starting
-from jaxmem.train.config import JobConfig
-from jaxmem.train.jobs.config import GrpoJobConfig
-from jaxmem.train.jobs.questions import ends_of
+from jaxmem.train import checkpoint, config as configuration
+from jaxmem.train.jobs.job import Job, job_of
 from jaxmem.train.memory import RematConfig
 from jaxmem.train.program import DecoderProgram
 
@@ -131,42 +127,33 @@ def _of_files(directory: Path, adapter: str | Path | None) -> Saved:
 @contextlib.contextmanager
 def _of_run(directory: Path, step: int, dtype: str | None) -> Iterator[Saved]:
     """The model of a run's checkpoint."""
-    config = _config_of(directory, dtype)
-    own = directory / "tokenizer.json"
-    decoder = _decoder(directory, step, config)
+    job = _job_of(directory, dtype)
+    decoder = _decoder(directory, step, job)
     state = directory / "checkpoints" / str(step)
     files = tuple(sorted(p for p in state.rglob("*") if p.is_file()))
-    template = starting.template_path(config)
-    if config.model.checkpoint is not None:
-        yield Saved(Path(config.model.checkpoint), None, decoder, template, files)
+    template, source = job.reads.chat_template, job.config.model.checkpoint
+    if source is not None:
+        yield Saved(Path(source), None, decoder, template, files)
         return
-    positions = starting.max_positions(config)
-    decoder, described = checkpoints.as_known(decoder, positions)
+    decoder, described = checkpoints.as_known(decoder, job.reads.longest)
     with tempfile.TemporaryDirectory() as texts:
-        text = starting.text_of(config, own)
+        text = job.text(directory)
         checkpoints.write_text_files(Path(texts), described, text, "float32")
         yield Saved(Path(texts), None, decoder, template, files)
 
 
-def _config_of(directory: Path, dtype: str | None) -> JobConfig:
-    """The settings of a run, on one device."""
-    config, _ = configuration.load(directory / "operative.gin")
-    config = starting.resolved(config)
+def _job_of(directory: Path, dtype: str | None) -> Job:
+    """The job of a run, on one device."""
+    config = job_of(configuration.load(directory / "operative.gin")[0]).config
     model = dataclasses.replace(config.model, dtype=dtype or config.model.dtype)
-    return dataclasses.replace(
-        config, model=model, mesh=MeshConfig(), remat=RematConfig()
+    return job_of(
+        dataclasses.replace(config, model=model, mesh=MeshConfig(), remat=RematConfig())
     )
 
 
-def _decoder(directory: Path, step: int, config: JobConfig) -> Decoder:
-    own = directory / "tokenizer.json"
-    if isinstance(config, GrpoJobConfig):
-        size = ends_of(config).size
-    elif own.exists():
-        size = tokenizers.Tokenizer.from_file(str(own)).get_vocab_size()
-    else:
-        raise CheckpointError(f"{own}: missing")
-    program = DecoderProgram(config, size, config.run.seed, lambda _: 0.0)
+def _decoder(directory: Path, step: int, job: Job) -> Decoder:
+    size = job.saved_vocabulary(directory)
+    program = DecoderProgram(job.config, size, lambda _: 0.0)
     like = program.state_shapes.params
     params = checkpoint.read_params(directory / "checkpoints", step, like)
     return program.model(params, program.frozen())

@@ -23,8 +23,8 @@ from safetensors.numpy import load_file
 
 from jaxmem.core import processes
 from jaxmem.data import documents as data, streams
+from jaxmem.train import jobs
 from jaxmem.train.config import load
-from jaxmem.train.jobs import sft
 
 ROOT = Path(__file__).parents[2]
 HEARTBEAT = 8  # seconds
@@ -198,7 +198,7 @@ def as_of_one(arguments, out_dir, steps, tmp_path):
     path, *overrides = arguments
     overrides += [f"run.out_dir={tmp_path}/one", f"run.steps={steps}"]
     config, _ = load(path, overrides)
-    alone = sft.train(config, "", Console(file=io.StringIO()))
+    alone = jobs.train(config, "", Console(file=io.StringIO()))
     told = [json.loads(line) for line in steps_of(out_dir)]
     assert [step["step"] for step in told] == list(range(1, steps + 1))
     for got, want in zip(told, alone.history, strict=True):

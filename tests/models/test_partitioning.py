@@ -20,12 +20,14 @@ from jaxmem.models.decoder import Decoder, HeadConfig, ModelConfig
 from jaxmem.models.partitioning import Layout, MeshConfig
 from jaxmem.models.sampling import SamplingConfig
 from jaxmem.offload import Streamed
+from jaxmem.train import jobs
 from jaxmem.train.config import Config, ConfigError, GrpoJobConfig, load
-from jaxmem.train.jobs import grpo, sft
+from jaxmem.train.jobs import sft
 from jaxmem.train.jobs.policy import GrpoConfig
 from jaxmem.train.jobs.policy_program import PolicyProgram
-from jaxmem.train.jobs.sft import OptimizerConfig, RunConfig
 from jaxmem.train.memory import RematConfig
+from jaxmem.train.optimizer import OptimizerConfig
+from jaxmem.train.settings import RunConfig
 from tests.cases import slow
 from tests.train.jobs.conftest import programs_of_module
 
@@ -67,7 +69,7 @@ def config_of(text_file, out_dir, sizes=(1, 1, 1, 1), remat=FULL, **run):
 
 
 def train(config):
-    return sft.train(config, "", Console(file=io.StringIO()))
+    return jobs.train(config, "", Console(file=io.StringIO()))
 
 
 @pytest.fixture(scope="module")
@@ -309,7 +311,7 @@ def test_a_policy_learns_the_same_on_a_mesh(tmp_path):
         run = dataclasses.replace(POLICY.run, out_dir=str(tmp_path / name))
         changes = dict(run=run, mesh=MeshConfig(*sizes), remat=remat)
         config = dataclasses.replace(POLICY, **changes)
-        return grpo.train(config, "", Console(file=io.StringIO())).history
+        return jobs.train(config, "", Console(file=io.StringIO())).history
 
     wanted = history("alone", (1, 1, 1, 1))
     made = history("mesh", (1, 2, 2, 2), LAST_WHOLE)

@@ -6,13 +6,13 @@ import jax
 import pytest
 
 from jaxmem import cli, devices
-from jaxmem.planning import command, jobs, roofline, search
+from jaxmem.planning import command, roofline, search
 from jaxmem.planning.account import Account
-from jaxmem.planning.phase import device_bytes
-from jaxmem.train import config as configuration, starting
-from jaxmem.train.jobs import dpo, sft
+from jaxmem.train import config as configuration
+from jaxmem.train.jobs import dpo, job_of, sft
 from jaxmem.train.jobs.distill_program import DistillProgram
 from jaxmem.train.jobs.policy_program import PolicyProgram
+from jaxmem.train.phases import device_bytes
 from tests.cases import slow
 from tests.checkpoints import texts
 
@@ -71,8 +71,8 @@ def test_supervised(fake, capsys):
 def test_phases_of_a_policy_are_its_programs(fake):
     config, _ = configuration.load(cli._find_config(GRPO[0]), GRPO[1:])
     with devices.target("h200"):
-        job = jobs.of_config(config)
-        made = command.plan_of(config, "h200")
+        job = job_of(config).plan()
+        made = command.plan_of(job_of(config), "h200")
         compiled = PolicyProgram(config).compile()
     said = str(made)
     first = said.splitlines()[0].split()
@@ -105,7 +105,7 @@ def test_phases_of_pairs_are_its_programs(fake, capsys):
     made = json.loads(said.out)
     reference, step = made["phases"]
     config, _ = configuration.load(cli._find_config("dpo_lora.gin"), words)
-    config = starting.resolved(config)
+    config = job_of(config).config
     with devices.target("h200"):
         program = dpo.Program(config, config.model.vocab_size)
         scoring = program.trace_logprobs().lower().compile()
@@ -124,7 +124,7 @@ def test_phases_of_pairs_are_its_programs(fake, capsys):
     words += ("data.held_out=0.0", "eval.every=None")
     config, _ = configuration.load(cli._find_config("dpo_lora.gin"), words)
     with devices.target("h200"):
-        assert not jobs.of_config(config).phases[0].held
+        assert not job_of(config).plan().phases[0].held
 
 
 DISTILL = (
@@ -149,9 +149,9 @@ def test_phases_of_a_student_are_its_programs(fake, tmp_path, mode):
     teacher = texts.checkpoint("qwen3", tmp_path)
     words += (f"distill.teacher={teacher}",)
     config, _ = configuration.load(cli._find_config(words[0]), words[1:])
-    config = starting.resolved(config)
+    config = job_of(config).config
     with devices.target("h200"):
-        job = jobs.of_config(config)
+        job = job_of(config).plan()
         program = DistillProgram(config, config.model.vocab_size)
         compiled = program.compile()
         (shape,) = program.shapes
@@ -267,9 +267,11 @@ def test_keeping_more_is_expected_to_take_less_time(fake, monkeypatch):
     monkeypatch.setattr(search, "_POLICIES", ("none", "full"))  # each is traced
     config, _ = configuration.load(cli._find_config(SFT[0]), SFT[1:])
     with devices.target("h200"):
-        policies = {p.overrides: p for p in search._policies(config)}
+        policies = {
+            p.values["remat.policy"]: p for p in search._policies(job_of(config))
+        }
         none, full = (
-            roofline.of(policies[(f"remat.policy={name}",)].phase, Account(0, 0, 0))
+            roofline.of(policies[name].phase, Account(0, 0, 0))
             for name in ("none", "full")
         )
     assert none.operations < full.operations

@@ -8,7 +8,7 @@ from jax import lax
 import jaxmem
 from jaxmem import devices
 from jaxmem.planning import account, roofline
-from jaxmem.planning.phase import Phase
+from jaxmem.train.phases import Phase
 
 NOTHING = account.Account(0, 0, 0)
 N, D, V = 64, 32, 192
@@ -20,7 +20,9 @@ LABELS = jax.ShapeDtypeStruct((N,), jnp.int32)
 
 def estimate(fn, *args, turns=1):
     with devices.target("h200"):
-        return roofline.of(Phase("", jax.jit(fn).trace(*args), turns=turns), NOTHING)
+        return roofline.of(
+            Phase("", lambda: jax.jit(fn).trace(*args), turns=turns), NOTHING
+        )
 
 
 def test_one_product(fake):
@@ -40,9 +42,9 @@ def test_a_program_without_products_takes_what_its_arguments_and_results_do(fake
     size = 4 * N * D
     state = account.Account(arguments=3 * size, results=2 * size, temporary=0)
     with devices.target("h200"):
-        update = Phase("", jax.jit(lambda x: x + 1).trace(HIDDEN))
+        update = Phase("", lambda: jax.jit(lambda x: x + 1).trace(HIDDEN))
         made = roofline.of(update, state)
-        products = Phase("", jax.jit(lambda h, W: h @ W.T).trace(HIDDEN, W))
+        products = Phase("", lambda: jax.jit(lambda h, W: h @ W.T).trace(HIDDEN, W))
         small = account.Account(arguments=1, results=1, temporary=0)
         beside = roofline.of(products, small)
     assert not made.products and made.bytes == 5 * size
@@ -90,7 +92,7 @@ def test_what_is_sent_is_at_the_end_of_the_range(fake):
     found = account.collectives.Collective("all-gather", "bf16[8]", 900, 2, 3, False)
     sent = account.Account(0, 0, 0, collectives=(found,))
     with devices.target("h200", 2):
-        phase = Phase("", jax.jit(lambda h, W: h @ W.T).trace(HIDDEN, W))
+        phase = Phase("", lambda: jax.jit(lambda h, W: h @ W.T).trace(HIDDEN, W))
         made = roofline.of(phase, sent)
         far = roofline.of(phase, sent, hosts=2)
     assert made.sent == 3 * 450

@@ -242,7 +242,7 @@ def test_an_error_of_a_long_value_is_short(gin_file):
 def test_none_takes_back_what_a_file_says_of_a_field_that_cannot_be_none(gin_file):
     gin_file("model.ff = 32\nmodel.layers = 2", "base.gin")
     file = gin_file('include "base.gin"\nmodel.layers = None')
-    assert load(file)[0].model.layers == Config.__annotations__["model"]().layers
+    assert load(file)[0].model.layers == Config.sections()["model"]().layers
     config, text = load(file, ["model.ff=None"])
     assert config.model == load(gin_file("", "empty.gin"))[0].model
     assert "model.ff = 448" in text

@@ -21,8 +21,8 @@ from jaxmem.train.checkpoint import CheckpointError
 from jaxmem.train.evaluation import EvalConfig, Evaluated
 from jaxmem.train.history import read_history
 from jaxmem.train.locks import Busy
-from jaxmem.train.loop import RunConfig, Settings
 from jaxmem.train.program import TrainState
+from jaxmem.train.settings import RunConfig, Settings
 from tests.cases import slow
 from tests.train.test_files import no_file_above
 from tests.train.test_metrics import step_metrics
@@ -48,6 +48,9 @@ class Adding:
 
     def set_state(self, state):
         self.position = state["position"]
+
+    def samples(self):
+        return []
 
     def step(self, number, state):
         self._before(number)
@@ -669,8 +672,6 @@ def test_a_finished_run_refuses_what_has_no_effect(run):
 class Dispatching(Adding):
     """The same steps, whose numbers are read when they are asked for."""
 
-    step = None  # the loop must not need it
-
     def __init__(self, *before, broken=None):
         super().__init__(*before)
         self._broken, self.log = broken, []
@@ -678,7 +679,7 @@ class Dispatching(Adding):
     def evaluate(self, state, taken):
         return None
 
-    def dispatch(self, number, state):
+    def step(self, number, state):
         state, taken = Adding.step(self, number, state)
         self.log.append(f"start {number}")
 

@@ -13,7 +13,8 @@ from jaxmem.models.decoder import HeadConfig, ModelConfig
 from jaxmem.models.partitioning import AXES, MeshConfig
 from jaxmem.train.config import Config
 from jaxmem.train.jobs import sft
-from jaxmem.train.jobs.sft import OptimizerConfig, RunConfig
+from jaxmem.train.optimizer import OptimizerConfig
+from jaxmem.train.settings import RunConfig
 
 pytestmark = [
     pytest.mark.gpu,

@@ -13,8 +13,7 @@ from rich.console import Console
 
 from jaxmem import checkpoints, cli
 from jaxmem.checkpoints import CheckpointError
-from jaxmem.train import checkpoint, config as configuration, saved
-from jaxmem.train.jobs import sft
+from jaxmem.train import checkpoint, config as configuration, jobs, saved
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -45,7 +44,7 @@ def run(tmp_path_factory):
     path = directory / "run.gin"
     path.write_text(GIN.format(source=source, out_dir=out_dir))
     config, text = configuration.load(path)
-    sft.train(config, text, Console(file=io.StringIO()))
+    jobs.train(config, text, Console(file=io.StringIO()))
     return out_dir
 
 

@@ -17,8 +17,9 @@ from jaxmem.checkpoints import CheckpointError
 from jaxmem.data import documents as data, vocabulary
 from jaxmem.models import lora
 from jaxmem.models.decoder import Decoder, ModelConfig
-from jaxmem.train import config as configuration, starting
-from jaxmem.train.jobs import grpo, sft
+from jaxmem.train import config as configuration, jobs, starting
+from jaxmem.train.jobs import job_of
+from jaxmem.train.jobs.reading import Documents
 from tests.cases import slow
 from tests.checkpoints import texts
 
@@ -71,8 +72,7 @@ def directory(tmp_path, monkeypatch):
 def trained(job, *overrides):
     config, text = configuration.load(f"{job}.gin", overrides)
     console = Console(file=io.StringIO(), width=100)
-    module = {"sft": sft, "grpo": grpo}[job]
-    return module.train(config, text, console), console.file.getvalue()
+    return jobs.train(config, text, console), console.file.getvalue()
 
 
 def weights_of(decoder):
@@ -170,7 +170,7 @@ def test_documents_of_a_checkpoint_start_and_end_as_it_says(directory):
     for start, first in ((True, 1), (False, 3)):
         name = "llama" if start else "qwen2"
         model = texts.checkpoint(name, directory, start=start)
-        tokenizer = starting.load_tokenizer(config, ModelConfig(checkpoint=str(model)))
+        tokenizer = Documents(config, ModelConfig(checkpoint=str(model))).tokenizer
         batch = next(data.batches(config, tokenizer, epochs=1))
         assert vocabulary.edges(tokenizer) == ([1] if start else [], [2])
         starts = batch.tokens[(batch.positions == 0) & (batch.segment_ids > 0)]
@@ -197,16 +197,16 @@ def test_sizes_are_the_checkpoints_and_adapters_freeze_the_rest(directory):
         "sft.gin", [f"model.checkpoint={model}", "model.dtype=bfloat16",
                     "model.lora_rank=2"]
     )  # fmt: skip
-    made = starting.resolved(config)
+    made = job_of(config).config
     assert (made.model.window, made.model.dtype) == (3, "bfloat16")
     assert made.optimizer.trainable == lora.TRAINABLE
-    assert starting.resolved(made) == made
+    assert job_of(made).config == made
     given = dataclasses.replace(config.optimizer, trainable="norm")
     config = dataclasses.replace(config, optimizer=given)
-    assert starting.resolved(config).optimizer.trainable == "norm"
+    assert job_of(config).config.optimizer.trainable == "norm"
     other = dataclasses.replace(config.model, hidden=32)
     with pytest.raises(ValueError, match="model.hidden=32 is not what the checkpoint"):
-        starting.resolved(dataclasses.replace(config, model=other))
+        job_of(dataclasses.replace(config, model=other))
 
 
 def test_a_checkpoint_without_an_end_cannot_be_trained(directory):
@@ -250,7 +250,8 @@ def test_what_an_adapter_is_loaded_with_is_said(name, alone, tmp_path):
     zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), state)
     console = Console(file=io.StringIO(), width=1000)
     config, _ = configuration.load(pathlib.Path("configs/sft_lora.gin"))
-    starting.leave(tmp_path, nnx.merge(definition, zeros), console, config)
+    job = job_of(dataclasses.replace(config, model=model))
+    starting.leave(tmp_path, nnx.merge(definition, zeros), console, job)
     said = console.file.getvalue()
     assert (tmp_path / "adapter" / "adapter_config.json").exists()
     assert f"saved in {tmp_path}/adapter, for transformers to load" in said

@@ -1,10 +1,12 @@
 """A step whose gradients are summed by one program and applied by another."""
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from jaxmem.train.phases import Phase
 from jaxmem.train.program import (
     DecoderProgram,
     StreamedUpdate,
@@ -54,7 +56,7 @@ class AccumulatedProgram(DecoderProgram):
         """Compile the optimizer's step, wherever the moments are."""
         if self.streamed is not None:
             gradients = self.sums().gradients
-            return StreamedUpdate(self._config.optimizer, self.streamed, gradients)
+            return StreamedUpdate(self.config.optimizer, self.streamed, gradients)
         return self.trace_update().lower().compile()
 
     def trace_update(self) -> jax.stages.Traced:
@@ -67,3 +69,24 @@ class AccumulatedProgram(DecoderProgram):
         donating = self.layout.jit(run, results, donate_argnums=0)
         with self.layout.context():
             return donating.trace(self.state_shapes, self.sums().gradients)
+
+    def update_phase(self, held: Mapping[str, Any], runs: int) -> Phase:
+        """The optimizer's step, for a plan.
+
+        Args:
+            held: shapes of what else is on the device, by name.
+            runs: in a step of the job.
+        """
+        given = {
+            "trained weights": self.state_shapes.params,
+            "moments": self.state_shapes.optimizer,
+            "gradients": gradient_shapes(self.state_shapes.params),
+        }
+        beside = {name: x for name, x in held.items() if name not in given}
+        return Phase(
+            "update",
+            self.trace_update,
+            given,
+            {"frozen weights": self.frozen_shapes} | beside,
+            runs=runs,
+        )

@@ -1,49 +1,31 @@
-"""What each job is configured by: one field for each section of a gin file."""
+"""The sections of the shipped jobs, and what fits no other section."""
 
 import dataclasses
 from typing import Any
 
 from jaxmem.data.documents import DataConfig
 from jaxmem.data.tasks import TaskConfig
-from jaxmem.models.decoder import HeadConfig, ModelConfig
-from jaxmem.models.partitioning import MeshConfig
+from jaxmem.models.decoder import HeadConfig
 from jaxmem.models.sampling import SamplingConfig
-from jaxmem.train.evaluation import EvalConfig
 from jaxmem.train.jobs.distillation import DistillConfig
 from jaxmem.train.jobs.policy import GrpoConfig
 from jaxmem.train.jobs.preferences import DpoConfig
-from jaxmem.train.loop import RunConfig
-from jaxmem.train.memory import RematConfig
-from jaxmem.train.optimizer import OptimizerConfig
+from jaxmem.train.settings import JobConfig
 
 
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """A supervised run; each field is one section of a gin file."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(JobConfig):
+    """The sections of a supervised run."""
 
     data: DataConfig
-    model: ModelConfig
-    head: HeadConfig
-    optimizer: OptimizerConfig
-    run: RunConfig
-    mesh: MeshConfig = MeshConfig()
-    remat: RematConfig = RematConfig()
-    eval: EvalConfig = EvalConfig()
 
 
-@dataclasses.dataclass(frozen=True)
-class DpoJobConfig:
-    """A run on pairs of answers; likewise."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DpoJobConfig(JobConfig):
+    """The sections of a run on pairs of answers."""
 
     data: DataConfig
     dpo: DpoConfig
-    model: ModelConfig
-    head: HeadConfig
-    optimizer: OptimizerConfig
-    run: RunConfig
-    mesh: MeshConfig = MeshConfig()
-    remat: RematConfig = RematConfig()
-    eval: EvalConfig = EvalConfig()
 
     def __post_init__(self):
         """Refuse what the job cannot do."""
@@ -68,21 +50,14 @@ class DpoJobConfig:
             )
 
 
-@dataclasses.dataclass(frozen=True)
-class DistillJobConfig:
-    """A run of a student that learns from a teacher; likewise."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DistillJobConfig(JobConfig):
+    """The sections of a run of a student that learns from a teacher."""
 
     data: DataConfig
     distill: DistillConfig
-    model: ModelConfig
-    head: HeadConfig
-    optimizer: OptimizerConfig
-    run: RunConfig
     task: TaskConfig = TaskConfig()
     sampling: SamplingConfig = SamplingConfig()
-    mesh: MeshConfig = MeshConfig()
-    remat: RematConfig = RematConfig()
-    eval: EvalConfig = EvalConfig()
 
     def __post_init__(self):
         """Refuse what fits no other section, by the names of both."""
@@ -223,20 +198,13 @@ def _check_slots(
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class GrpoJobConfig:
-    """A run of reinforcement learning; likewise."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GrpoJobConfig(JobConfig):
+    """The sections of a run of reinforcement learning."""
 
     task: TaskConfig
     sampling: SamplingConfig
     grpo: GrpoConfig
-    model: ModelConfig
-    head: HeadConfig
-    optimizer: OptimizerConfig
-    run: RunConfig
-    mesh: MeshConfig = MeshConfig()
-    remat: RematConfig = RematConfig()
-    eval: EvalConfig = EvalConfig()
 
     def __post_init__(self):
         """Refuse what fits no other section, by the names of both."""

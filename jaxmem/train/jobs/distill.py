@@ -5,21 +5,22 @@ host, or a file's columns -> student's gradients -> update
 """
 
 import dataclasses
+import functools
+import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 import tokenizers
-from rich.console import Console
 
 from jaxmem import checkpoints, offload
-from jaxmem.core import processes
-from jaxmem.data import teacher_files, teacher_streams
+from jaxmem.data import teacher_files
 from jaxmem.data.documents import Batch
-from jaxmem.train import metrics, plots, report, starting
+from jaxmem.models.decoder import ModelConfig
+from jaxmem.train import metrics
 from jaxmem.train.evaluation import Evaluated
 from jaxmem.train.jobs import teachers
 from jaxmem.train.jobs.config import DistillJobConfig
@@ -33,22 +34,16 @@ from jaxmem.train.jobs.distill_sources import (
     Example,
     File,
     Prompts,
-    Source,
     Text,
 )
 from jaxmem.train.jobs.distillation import TeacherColumns, TeacherStates
-from jaxmem.train.jobs.ending import train_and_leave
-from jaxmem.train.jobs.epochs import with_steps
-from jaxmem.train.loop import Settings, changeable_settings, open_run
+from jaxmem.train.jobs.job import Job
+from jaxmem.train.jobs.questions import Questions
+from jaxmem.train.jobs.reading import Documents, TeacherRows
 from jaxmem.train.metrics import DistillMetrics
-from jaxmem.train.program import TrainState, fixed_weights
-
-
-class Result(NamedTuple):
-    """What `train` leaves."""
-
-    out_dir: Path  # metrics, checkpoints, summary.json and report.png
-    history: list[DistillMetrics]  # every step, of earlier processes too
+from jaxmem.train.phases import Phase, Programs, device_bytes
+from jaxmem.train.program import TrainState
+from jaxmem.train.progress import ProgressReport
 
 
 class _Columns:
@@ -84,29 +79,118 @@ class _Teacher:
         return TeacherStates(offload.fetch(states), self._head)
 
 
-class _Job:
-    """The steps of a run, for `Run.take_steps`."""
+class Distill(Job, name="distill"):
+    """A student that learns from a teacher, or from a file of one."""
 
-    def __init__(
-        self,
-        program: DistillProgram,
-        frozen: Any,
-        source: Source,
-    ):
-        self._program, self._config = program, program.config
-        self._source = source
-        self._frozen, self._compiled = frozen, program.compile()
+    Config, Metrics = DistillJobConfig, DistillMetrics
+    chart = ("divergence", "divergence (nats per token)")
+
+    # ---------------------------------------------------------- configuration
+
+    def sizes(self) -> ModelConfig:
+        """See `Job`; without a checkpoint, with its teacher's vocabulary."""
+        return teachers.of_same_vocabulary(self.config, super().sizes())
+
+    def reading(self) -> Documents | Questions:
+        """See `Job`."""
+        config, model = self.config, teachers.reading(self.config)
+        if config.is_on_policy:
+            prompts = config.distill.prompts
+            return Questions(config.task, config.sampling, model.checkpoint, prompts)
+        kind = TeacherRows if config.distill.mode == "offline" else Documents
+        return kind(config.data, model)
+
+    @functools.cached_property
+    def tokenizer(self) -> tokenizers.Tokenizer:
+        """See `Job`: that of student and teacher."""
+        return teachers.tokenizer_of(self.config)
+
+    @property
+    def changeable(self) -> list[str]:
+        """See `Job`."""
+        sampling = ["sampling"] if self.config.is_on_policy else []
+        return ["optimizer", "distill", *sampling]
+
+    def fixed(self) -> dict[str, Any]:
+        """See `Job`."""
+        config, fixed = self.config, super().fixed()
+        if config.is_on_policy:  # as runs from before rewards had a time limit
+            task = dataclasses.replace(config.task, timeout=None)
+            fixed["task"] = dataclasses.asdict(task)
+        distill = config.distill
+        return fixed | {"distill": {"mode": distill.mode, "teacher": distill.teacher}}
+
+    def text(self, directory: Path) -> checkpoints.Text:
+        """See `Job`: as its teacher does."""
+        return teachers.text(self.config, self.reads.chat_template)
+
+    def scaled(self, factor: float) -> tuple[int, dict[str, Any]] | None:
+        """See `Job`."""
+        config = self.config
+        if not config.is_on_policy:
+            return super().scaled(factor)
+        slots = int(config.distill.max_tokens * factor)
+        rows, rest = divmod(slots, config.row_lengths[-1])
+        return None if rest else (rows, {"distill.max_tokens": slots})
+
+    # --------------------------------------------------------------- programs
+
+    def make_program(self, vocab_size: int) -> DistillProgram:
+        """See `Job`."""
+        return DistillProgram(self.config, vocab_size, self._columns())
+
+    def _columns(self) -> FileColumns | None:
+        """What a file has of the teacher; None where a teacher is there."""
+        distill, reads = self.config.distill, self.reads
+        if distill.mode != "offline":
+            return None
+        digest = checkpoints.vocabulary_digest(self.tokenizer)
+        teacher_files.check(reads.file, distill.temperature, distill.divergence, digest)
+        return FileColumns(reads.file.ids.shape[1], reads.file.logprobs is not None)
+
+    def plan(self) -> Programs:
+        """See `Job`; the teacher's states of a step wait on the host."""
+        if self.config.distill.mode == "offline":
+            raise ValueError(
+                "distill.mode='offline' has no plan: what it takes depends on the "
+                "columns of data.source; plan run.job='sft' for a model of these sizes"
+            )
+        made, program = super().plan(), self.program
+        states = device_bytes(program.teacher.states(program.shapes[-1]))
+        waiting = math.ceil(made.backward.runs) * states
+        return dataclasses.replace(made, on_host=made.on_host + waiting)
+
+    def phases(self) -> list[Phase]:
+        """See `Job`."""
+        return self.program.phases()
+
+    # ------------------------------------------------------------------ steps
+
+    def open(self) -> None:
+        """See `Job`."""
+        config, reads = self.config, self.reads
+        if config.is_on_policy:
+            reads.task  # for what may be wrong  # noqa: B018
+        elif config.distill.mode == "offline":
+            self.batches = File(reads.file, config)
+        else:
+            self.batches = Text(self.program, reads)
+
+    def compile(self, progress: ProgressReport) -> None:
+        """See `Job`."""
+        program = self.program
+        if self.config.is_on_policy:
+            self.batches = Prompts(program, self.frozen, self.reads.task)
+        self._compiled = program.compile()
         self._teacher: _Teacher | _Columns = _Columns(program)
         if self._compiled.states:
             self._teacher = _Teacher(program, self._compiled)
-        self.initial_state = program.initial_state
-        self.restored_state = program.restored_state
-        self.get_state, self.set_state = source.get_state, source.set_state
-        self.samples = source.samples
+        self.samples = self.batches.samples
 
     def step(self, number: int, state: TrainState) -> tuple[TrainState, DistillMetrics]:
+        """See `Job`."""
         start = time.perf_counter()
-        taken = self._source.take(number, state.params)
+        taken = self.batches.take(number, state.params)
         examples = [self._place(example) for example in taken.examples]
         ready = time.perf_counter()
         parked = [self._teacher.park(example) for example in examples]
@@ -117,7 +201,7 @@ class _Job:
             target, parked[i] = self._teacher.fetch(parked[i]), None
             given = () if advantages is None else (advantages,)
             sums = self._compiled.gradients[batch.tokens.shape](
-                state.params, self._frozen, sums, batch, target, tokens, *given
+                state.params, self.frozen, sums, batch, target, tokens, *given
             )
         loss, observed = sums.loss, sums.metrics
         state, norm = self._compiled.update(state, sums.gradients)
@@ -129,20 +213,20 @@ class _Job:
             tokens=int(tokens),
             tokens_per_second=int(tokens) / (end - start),
             grad_norm=float(norm),
-            learning_rate=float(np.asarray(self._program.schedule(number - 1))),
+            learning_rate=float(np.asarray(self.program.schedule(number - 1))),
             data_seconds=ready - start,
             teacher_seconds=taught - ready,
             update_seconds=end - taught,
             seconds=end - start,
             peak_gib=metrics.peak_gib(),
-            backend=self._program.backend,
+            backend=self.program.backend,
             **{name: float(observed[name]) / seen for name in METRICS},
             **taken.observed,
         )
 
     def _place(self, example: Example) -> Example:
         given = example.batch, example.advantages
-        batch, advantages = self._program.layout.place(given)
+        batch, advantages = self.program.layout.place(given)
         return example._replace(batch=batch, advantages=advantages)
 
     def _count(self, batch: Batch) -> jax.Array:
@@ -150,11 +234,12 @@ class _Job:
         return self._compiled.count[batch.tokens.shape](batch.labels)
 
     def evaluate(self, state: TrainState, taken: DistillMetrics) -> Evaluated | None:
-        held_out = self._source.held_out(state.params)
+        """See `Job`."""
+        held_out = self.batches.held_out(state.params)
         if held_out is None:
             return None
         means = self._means(state.params, held_out.examples)
-        distill = self._config.distill
+        distill = self.config.distill
         cost = means["divergence"] + distill.loss_weight * means["ce"]
         if distill.reward_weight:
             cost -= distill.reward_weight * held_out.observed["held_out_reward"]
@@ -175,126 +260,31 @@ class _Job:
             target = self._teacher.fetch(self._teacher.park(example))
             batch = example.batch
             sums = self._compiled.sums[batch.tokens.shape](
-                params, self._frozen, batch, target
+                params, self.frozen, batch, target
             )
             observed.append(sums | {"tokens": self._count(batch)})
         sums = jax.tree.map(lambda *x: float(np.sum(x, dtype=np.float64)), *observed)
         return {name: sums[name] / max(sums["tokens"], 1) for name in METRICS}
 
+    # -------------------------------------------------------------------- end
 
-def train(
-    config: DistillJobConfig, operative_text: str = "", console: Console | None = None
-) -> Result:
-    """Train a student, or resume.
+    def summary(self, history: Sequence[DistillMetrics]) -> Mapping[str, Any]:
+        """See `Job`."""
+        held_out = ["held_out_loss", "held_out_divergence", "held_out_ce"]
+        held_out += ["held_out_reward"] if history[-1].reward is not None else []
+        return {
+            **super().summary(history),
+            "last_divergence": history[-1].divergence,
+            **metrics.last_of(history, *held_out),
+        }
 
-    Args:
-        config: everything about the run, which lives in `config.run.out_dir`; a run
-            that is there already continues from its newest checkpoint.
-        operative_text: the gin text that says the same; saved beside the run.
-        console: where progress goes; a new rich console by default.
-
-    Returns:
-        The run's directory and its history.
-
-    Raises:
-        ValueError: data or teacher cannot be used; the directory holds a run of another
-            model, data or backend of the head, or another process uses it.
-        CheckpointError: a checkpoint cannot be written, or all are damaged.
-        FloatingPointError: the loss is not finite.
-        KeyboardInterrupt: after SIGINT; the current step is finished and saved.
-        SystemExit: likewise after SIGTERM.
-    """
-    config = with_steps(starting.resolved(config))
-    console = console or Console(quiet=not processes.is_first())
-    with open_run(config.run, _settings(config), console, config.eval) as run:
-        tokenizer = teachers.tokenizer_of(config)
-        file = _file(config, tokenizer)
-        program = _program(config, tokenizer, file)
-        run.use_backend(program.backend, config.head.backend)
-        source = _source(program, tokenizer, file)
-        run.progress.waiting("compiling")
-        program.choose_policy_by_gradients(console)
-        frozen = program.frozen()
-        source = source or Prompts(program, frozen)
-        texts = starting.texts(config, operative_text, tokenizer)
-        job = _Job(program, frozen, source)
-        train_and_leave(run, job, program, frozen, texts, console, config)
-        if not processes.is_first():
-            return Result(run.out_dir, [])
-        result = Result(run.out_dir, run.history(DistillMetrics))
-        _report(result, console)
-        return result
-
-
-def _file(
-    config: DistillJobConfig, tokenizer: tokenizers.Tokenizer
-) -> teacher_files.TeacherFile | None:
-    """What is read instead of a teacher, if anything."""
-    distill = config.distill
-    if distill.mode != "offline":
-        return None
-    file = teacher_streams.opened(config.data)
-    digest = checkpoints.vocabulary_digest(tokenizer)
-    teacher_files.check(file, distill.temperature, distill.divergence, digest)
-    return file
-
-
-def _program(
-    config: DistillJobConfig,
-    tokenizer: tokenizers.Tokenizer,
-    file: teacher_files.TeacherFile | None,
-) -> DistillProgram:
-    columns = None
-    if file is not None:
-        columns = FileColumns(file.ids.shape[1], file.logprobs is not None)
-    return DistillProgram(config, tokenizer.get_vocab_size(), columns)
-
-
-def _source(
-    program: DistillProgram,
-    tokenizer: tokenizers.Tokenizer,
-    file: teacher_files.TeacherFile | None,
-) -> Source | None:
-    """Where micro-batches come from; None if the student samples them."""
-    if program.config.is_on_policy:
-        return None
-    return Text(program, tokenizer) if file is None else File(file, program.config)
-
-
-def _settings(config: DistillJobConfig) -> Settings:
-    """Return the settings that are compared when a run is resumed."""
-    distill = dataclasses.asdict(config.distill)
-    fixed = {
-        "data": config.data.fixed(),
-        "model": dataclasses.asdict(config.model),
-        "distill": {name: distill[name] for name in ("mode", "teacher")},
-    }
-    changeable = ["optimizer", "distill"]
-    if config.is_on_policy:
-        del fixed["data"]
-        # How long a reward may take decides no value; saved as before there were any.
-        task = dataclasses.replace(config.task, timeout=None)
-        fixed["task"] = dataclasses.asdict(task)
-        changeable.append("sampling")
-    weights = fixed_weights(config.optimizer, config.run.seed)
-    weights["run"] = {"job": config.run.job, "seed": config.run.seed}
-    fixed |= weights
-    return Settings(fixed, changeable_settings(config, changeable, fixed))
-
-
-def _report(result: Result, console: Console) -> None:
-    out_dir, history = result
-    first, last = history[0], history[-1]
-    rewards = ""
-    if first.reward is not None and last.reward is not None:
-        rewards = f"reward {first.reward:.3f} -> {last.reward:.3f}, "
-    console.print(
-        f"{rewards}divergence {first.divergence:.4f} -> {last.divergence:.4f}, "
-        f"cross-entropy {first.ce:.4f} -> {last.ce:.4f} in {len(history)} steps, "
-        f"{metrics.tokens_per_second(history):,.0f} tokens/s",
-        highlight=False,
-    )
-    metrics.save_distill_summary(out_dir / "summary.json", history)
-    label = "divergence (nats per token)"
-    plots.save(out_dir / "report.png", history, {}, "divergence", label)
-    report.finish(out_dir, console)
+    def closing(self, history: Sequence[DistillMetrics]) -> Iterator[str]:
+        """See `Job`."""
+        first, last, rewards = history[0], history[-1], ""
+        if first.reward is not None and last.reward is not None:
+            rewards = f"reward {first.reward:.3f} -> {last.reward:.3f}, "
+        yield (
+            f"{rewards}divergence {first.divergence:.4f} -> {last.divergence:.4f}, "
+            f"cross-entropy {first.ce:.4f} -> {last.ce:.4f} in {len(history)} steps, "
+            f"{metrics.tokens_per_second(history):,.0f} tokens/s"
+        )

@@ -6,12 +6,12 @@ The teacher's states of all micro-batches of a step wait in the host's memory.
 """
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from rich.console import Console
 
 from jaxmem.data.documents import Batch
 from jaxmem.models.partitioning import as_stored
@@ -28,8 +28,14 @@ from jaxmem.train.jobs.policy import HeadCall
 from jaxmem.train.jobs.questions import ends_of
 from jaxmem.train.jobs.sampling_program import Rollouts, SamplingProgram
 from jaxmem.train.memory import RematConfig
-from jaxmem.train.optimizer import OptimizerConfig, learning_rate_schedule
-from jaxmem.train.program import DecoderProgram, StreamedUpdate, add_in_float32
+from jaxmem.train.optimizer import OptimizerConfig
+from jaxmem.train.phases import Phase, activations, moments_beside, weights_of
+from jaxmem.train.program import (
+    DecoderProgram,
+    StreamedUpdate,
+    add_in_float32,
+    gradient_shapes,
+)
 
 Shape = tuple[int, int]  # of a micro-batch
 METRICS = ("divergence", "ce", "entropy")
@@ -70,7 +76,7 @@ class TeacherProgram(DecoderProgram):
         given = dataclasses.replace(
             config, model=model, optimizer=OptimizerConfig(), remat=RematConfig()
         )
-        super().__init__(given, model.vocab_size, 0, lambda _: 0.0)
+        super().__init__(given, model.vocab_size, lambda _: 0.0)
         head = nnx.split(self.abstract.head)
         self._head, shapes = head[0], nnx.to_pure_dict(head[1])
         self.head_shapes = self.layout.of_weights({"head": shapes})["head"]
@@ -84,7 +90,7 @@ class TeacherProgram(DecoderProgram):
 
         with self.layout.context():
             jitted = self.layout.jit(run, self.states(shape))
-            batch = self.layout.of_tokens(batch_shapes(shape))
+            batch = self.tokens(*shape)
             return jitted.trace(self.state_shapes.params, batch)
 
     def states(self, shape: Shape) -> Any:
@@ -116,21 +122,23 @@ class DistillProgram(SamplingProgram):
         columns: of a file, instead of a teacher.
     """
 
+    config: DistillJobConfig
+
     def __init__(
         self,
         config: DistillJobConfig,
         vocab_size: int,
         columns: FileColumns | None = None,
     ):
-        schedule = learning_rate_schedule(config.optimizer, config.run.steps)
-        super().__init__(config, vocab_size, config.run.seed, schedule)
-        self.config, distill = config, config.distill
+        super().__init__(config, vocab_size)
+        distill = config.distill
         self._columns = columns
         self._teacher = None if columns else TeacherProgram(config)
         if config.is_on_policy:
             named = "distill.prompts x distill.completions"
             rollouts = Rollouts(distill.samples, named, config)
-            self.sample_from(rollouts, ends_of(config))
+            checkpoint = teachers.reading(config).checkpoint
+            self.sample_from(rollouts, ends_of(config.task, checkpoint))
 
     @property
     def metric_names(self) -> list[str]:
@@ -160,13 +168,14 @@ class DistillProgram(SamplingProgram):
             update=self.compile_update(),
         )
 
-    def choose_policy_by_gradients(self, console: Console) -> None:
-        """`choose_policy` by the largest micro-batch, beside moments and teacher."""
+    def trace_backward(self) -> jax.stages.Traced:
+        """See `DecoderProgram`: the gradients of the largest micro-batch."""
+        return self.trace_gradients(self.shapes[-1])
+
+    def held_with_backward(self) -> list[Any]:
+        """See `DecoderProgram`: teacher and moments."""
         held = [self._teacher.state_shapes.params] if self._teacher else []
-        if self.streamed is None:
-            held.append(self.state_shapes.optimizer)
-        shape = self.shapes[-1]
-        self.choose_policy(lambda: self.trace_gradients(shape), console, held)
+        return held + ([] if self.streamed else [self.state_shapes.optimizer])
 
     def trace_gradients(self, shape: Shape) -> jax.stages.Traced:
         """Trace what adds a micro-batch to a step's sums; these are consumed."""
@@ -184,7 +193,7 @@ class DistillProgram(SamplingProgram):
             run, sums, donate_argnums=2, compiler_options=self.compiler_options
         )
         weights = self.state_shapes.params, self.frozen_shapes
-        batch = self.layout.of_tokens(batch_shapes(shape))
+        batch = self.tokens(*shape)
         with self.layout.context():
             return jitted.trace(
                 *weights,
@@ -268,7 +277,7 @@ class DistillProgram(SamplingProgram):
             return {name: jnp.sum(x) for name, x in observed.items()}
 
         weights = self.state_shapes.params, self.frozen_shapes
-        batch = self.layout.of_tokens(batch_shapes(shape))
+        batch = self.tokens(*shape)
         numbers = dict.fromkeys(METRICS, self.number())
         with self.layout.context():
             jitted = self.layout.jit(run, numbers)
@@ -282,8 +291,35 @@ class DistillProgram(SamplingProgram):
             )
             return count.trace(labels)
 
-
-def batch_shapes(shape: Shape) -> Batch:
-    """Shapes of a micro-batch."""
-    ids: Any = jax.ShapeDtypeStruct(shape, jnp.int32)
-    return Batch(ids, ids, ids, ids)
+    def phases(self) -> list[Phase]:
+        """The programs of a step, for a plan; a teacher is on the device in each."""
+        config, teacher, shape = self.config, self.teacher, self.shapes[-1]
+        tokens, runs = shape[0] * shape[1], float(config.run.accumulate)
+        if config.is_on_policy:
+            runs = config.distill.samples * config.longest / tokens
+        taught, weights = teacher.state_shapes.params, weights_of(self)
+        held, sums = moments_beside(self), gradient_shapes(self.state_shapes.params)
+        made = [
+            Phase(
+                "teacher",
+                functools.partial(teacher.trace_states, shape),
+                {"teacher": taught},
+                weights | held,
+                tokens=tokens,
+                runs=runs,
+            ),
+            Phase(
+                "gradients",
+                self.trace_backward,
+                weights | {"gradients": sums, "teacher's head": teacher.head_shapes},
+                held | {"teacher's other weights": teacher.without_head(taught)},
+                activations(self, tokens),
+                tokens,
+                runs=runs,
+            ),
+        ]
+        if config.is_on_policy:
+            made.insert(0, self.rollout_phase(held | {"teacher": taught}))
+        if self.streamed is None:
+            made.append(self.update_phase({"teacher": taught}, 1))
+        return made

@@ -6,18 +6,17 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
-import tokenizers
 
 from jaxmem import losses
-from jaxmem.data import documents as data, streams, teacher_files, teacher_streams
+from jaxmem.data import teacher_files, teacher_streams
 from jaxmem.data.documents import Batch
 from jaxmem.models.sampling import Samples
-from jaxmem.train import starting
-from jaxmem.train.jobs import rollout_metrics, samples as shown, teachers
+from jaxmem.train.jobs import rollout_metrics, samples as shown
 from jaxmem.train.jobs.config import DistillJobConfig
 from jaxmem.train.jobs.distill_program import DistillProgram
 from jaxmem.train.jobs.distillation import TeacherColumns
-from jaxmem.train.jobs.questions import Asked, place_of, state_of, task_of
+from jaxmem.train.jobs.questions import Asked, Task, place_of, state_of
+from jaxmem.train.jobs.reading import Documents
 from jaxmem.train.jobs.rollouts import Completions
 
 
@@ -65,22 +64,15 @@ class Text:
 
     Args:
         program: of the student.
-        tokenizer: of student and teacher.
+        documents: what it reads.
     """
 
-    def __init__(self, program: DistillProgram, tokenizer: tokenizers.Tokenizer):
+    def __init__(self, program: DistillProgram, documents: Documents):
         config = program.config
         rows = program.layout.own_rows(config.data.batch_size)
-        model = teachers.reading(config)
-        template = starting.load_template(config.data, model, tokenizer)
-        batches = streams.batches(config.data, tokenizer, rows, template)
+        batches = documents.batches(rows)
         self._batches, self._count = batches, config.run.accumulate
-        self._held_out = None
-        if config.data.held_out:
-            self._held_out = data.batches(
-                config.data, tokenizer, split="evaluation", epochs=1, template=template
-            )
-            self._start = self._held_out.get_state()
+        self._held_out = documents.held_out()
         self.get_state, self.set_state = batches.get_state, batches.set_state
 
     def take(self, number: int, params: Any) -> Taken:
@@ -91,8 +83,7 @@ class Text:
         """See `Source`."""
         if self._held_out is None:
             return None
-        self._held_out.set_state(self._start)
-        return Taken(map(Example, self._held_out))
+        return Taken(map(Example, self._held_out()))
 
     def samples(self) -> list[dict[str, Any]]:
         """None: nothing is sampled."""
@@ -149,11 +140,12 @@ class Prompts:
     Args:
         program: of the student.
         frozen: its frozen weights.
+        task: whose prompts.
     """
 
-    def __init__(self, program: DistillProgram, frozen: Any):
+    def __init__(self, program: DistillProgram, frozen: Any, task: Task):
         self._program, self._config, self._frozen = program, program.config, frozen
-        self._task, self._next = task_of(program.config), 0
+        self._task, self._next = task, 0
         self._last: tuple | None = None  # rollout, whose samples the report shows
         self._sample = program.trace_sample().lower().compile()
 

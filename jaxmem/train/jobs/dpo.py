@@ -6,48 +6,38 @@ pairs -> ln p of both answers -> loss of each pair -> one update a step
 import dataclasses
 import io
 import json
-import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from rich.console import Console
 
 import jaxmem
 from jaxmem.core import processes
 from jaxmem.data import pairs as data
 from jaxmem.data.pairs import Pair, PairBatch, PairBatches
 from jaxmem.models.partitioning import as_stored
-from jaxmem.train import files, metrics, plots, report, starting
+from jaxmem.train import files, metrics, phases
 from jaxmem.train.evaluation import Evaluated
 from jaxmem.train.jobs.config import DpoJobConfig
-from jaxmem.train.jobs.ending import train_and_leave
-from jaxmem.train.jobs.epochs import with_steps
+from jaxmem.train.jobs.job import Job
 from jaxmem.train.jobs.preferences import pair_losses
-from jaxmem.train.loop import Settings, changeable_settings, open_run
+from jaxmem.train.jobs.reading import Pairs
 from jaxmem.train.metrics import PreferenceMetrics
-from jaxmem.train.optimizer import learning_rate_schedule
+from jaxmem.train.phases import Phase, Programs
 from jaxmem.train.program import (
     DecoderProgram,
     StreamedStep,
     StreamedUpdate,
     TrainState,
     add_in_float32,
-    fixed_weights,
     gradient_shapes,
     update,
 )
-
-
-class Result(NamedTuple):
-    """What `train` leaves."""
-
-    out_dir: Path  # metrics, checkpoints, summary.json and report.png
-    history: list[PreferenceMetrics]  # every step, of earlier processes too
+from jaxmem.train.progress import ProgressReport
 
 
 class Program(DecoderProgram):
@@ -58,10 +48,7 @@ class Program(DecoderProgram):
         vocab_size: entries of the tokenizer.
     """
 
-    def __init__(self, config: DpoJobConfig, vocab_size: int):
-        schedule = learning_rate_schedule(config.optimizer, config.run.steps)
-        super().__init__(config, vocab_size, config.run.seed, schedule)
-        self.config = config
+    config: DpoJobConfig
 
     def batch(self, *leading: int) -> PairBatch:
         """Shapes of micro-batches, with their places."""
@@ -125,6 +112,10 @@ class Program(DecoderProgram):
         slopes, statistics = self._gradients(state.params, frozen, batches)
         state, norm = update(self.optimizer, state, slopes)
         return state, statistics | {"grad_norm": norm}
+
+    def trace_backward(self) -> jax.stages.Traced:
+        """See `DecoderProgram`."""
+        return self.trace_step()
 
     def trace_step(self) -> jax.stages.Traced:
         """Trace the train step; its gradients alone where the moments are streamed."""
@@ -195,150 +186,118 @@ def _reference(
     return logprobs
 
 
-class _Job:
-    """The steps of a run, for `Run.take_steps`."""
+class Dpo(Job, name="dpo"):
+    """Pairs of answers, whose reference is scored once."""
 
-    def __init__(
-        self,
-        program: Program,
-        frozen: Any,
-        batches: PairBatches,
-        evaluate: Callable[[Any], dict[str, float]] | None,
-    ):
-        self._program, self._frozen, self._batches = program, frozen, batches
-        self._compiled, self._evaluate = program.compile_step(), evaluate
-        self._end = -math.inf  # of the last step
-        self.initial_state = program.initial_state
-        self.restored_state = program.restored_state
-        self.get_state, self.set_state = batches.get_state, batches.set_state
+    Config, Metrics = DpoJobConfig, PreferenceMetrics
+    changeable = ("optimizer", "dpo")
+    chart = ("margin", "reward margin")
 
-    def dispatch(
+    def reading(self) -> Pairs:
+        """See `Job`."""
+        config = self.config
+        return Pairs(config.data, config.model, config.dpo.drop_long)
+
+    def make_program(self, vocab_size: int) -> Program:
+        """See `Job`."""
+        return Program(self.config, vocab_size)
+
+    def plan(self) -> Programs:
+        """See `Job`."""
+        note = "the reference is scored once, before the first step"
+        return dataclasses.replace(super().plan(), notes=(note,))
+
+    def phases(self) -> list[Phase]:
+        """See `Job`; what is held out is scored by the reference's program."""
+        program, config = self.program, self.config
+        tokens = 2 * config.data.batch_size * config.data.sequence_length
+        moments = {}
+        if config.data.held_out and config.eval.every and program.streamed is None:
+            moments = {"moments": program.state_shapes.optimizer}
+        reference = Phase(
+            "reference",
+            program.trace_logprobs,
+            phases.weights_of(program),
+            held=moments,
+            tokens=tokens,
+            runs=0,
+        )
+        step = phases.of_step(
+            program, program.trace_step, tokens, config.run.accumulate
+        )
+        return [reference, step]
+
+    def open(self) -> None:
+        """See `Job`."""
+        self._pairs, self._held_out = self.reads.pairs
+
+    def compile(self, progress: ProgressReport) -> None:
+        """See `Job`; the reference is scored, too."""
+        program, pairs, held_out = self.program, self._pairs, self._held_out
+        self._score = _Scorer(program, self.frozen)
+        path = Path(self.config.run.out_dir).expanduser() / "reference.npz"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        progress.waiting("scoring the reference")
+        reference = _reference(path, program, self._score, [*pairs, *held_out])
+        self._reference = jnp.asarray(reference[len(pairs) :])
+        self.batches = PairBatches(pairs, reference[: len(pairs)], self.config.data)
+        self._compiled = program.compile_step()
+
+    def step(
         self, number: int, state: TrainState
     ) -> tuple[TrainState, Callable[[], PreferenceMetrics]]:
-        start, config = time.perf_counter(), self._program.config
-        taken = [next(self._batches) for _ in range(config.run.accumulate)]
+        """See `Job`."""
+        start, config = time.perf_counter(), self.config
+        taken = [next(self.batches) for _ in range(config.run.accumulate)]
         batches = PairBatch(*(np.stack(x) for x in zip(*taken, strict=True)))
-        batches = self._program.layout.place(batches)
-        state, numbers = self._compiled(state, self._frozen, batches)
+        batches = self.program.layout.place(batches)
+        state, numbers = self._compiled(state, self.frozen, batches)
         return state, lambda: self._read(number, numbers, start)
 
     def _read(self, number: int, numbers: dict, start: float) -> PreferenceMetrics:
         numbers = {name: float(x) for name, x in jax.device_get(numbers).items()}
-        end, tokens = time.perf_counter(), int(numbers.pop("tokens"))
-        seconds, self._end = end - max(start, self._end), end  # steps overlap
-        config = self._program.config
+        seconds, tokens = self.seconds_since(start), int(numbers.pop("tokens"))
+        config = self.config
         return PreferenceMetrics(
             step=number,
             pairs=config.run.accumulate * config.data.batch_size,
             tokens=tokens,
             tokens_per_second=tokens / seconds,
-            learning_rate=float(np.asarray(self._program.schedule(number - 1))),
+            learning_rate=float(np.asarray(self.program.schedule(number - 1))),
             seconds=seconds,
-            backend=self._program.backend,
+            backend=self.program.backend,
             **numbers,
         )
 
     def evaluate(self, state: TrainState, taken: PreferenceMetrics) -> Evaluated | None:
-        if self._evaluate is None:
+        """See `Job`."""
+        if not self._held_out:
             return None
-        numbers = self._evaluate(state.params)
-        return Evaluated(taken._replace(**numbers), numbers["held_out_loss"])
-
-
-def _held_out(
-    program: Program, score: _Scorer, pairs: Sequence[Pair], reference: np.ndarray
-) -> Callable[[Any], dict[str, float]]:
-    def evaluate(params: Any) -> dict[str, float]:
-        losses, statistics = pair_losses(
-            program.config.dpo,
-            jnp.asarray(score(params, pairs)),
-            jnp.asarray(reference),
-        )
-        return {
+        logprobs = jnp.asarray(self._score(state.params, self._held_out))
+        losses, statistics = pair_losses(self.config.dpo, logprobs, self._reference)
+        values = {
             "held_out_loss": float(losses.mean()),
             "held_out_margin": float(statistics["margin"].mean()),
             "held_out_accuracy": float(statistics["accuracy"].mean()),
         }
+        return Evaluated(taken._replace(**values), values["held_out_loss"])
 
-    return evaluate
+    def summary(self, history: Sequence[PreferenceMetrics]) -> Mapping[str, Any]:
+        """See `Job`."""
+        last = history[-1]
+        return {
+            **super().summary(history),
+            "last_margin": last.margin,
+            "last_accuracy": last.accuracy,
+            **metrics.last_of(history, "held_out_loss", "held_out_accuracy"),
+        }
 
-
-def train(
-    config: DpoJobConfig, operative_text: str = "", console: Console | None = None
-) -> Result:
-    """Train on pairs of answers, or resume.
-
-    Args:
-        config: everything about the run, which lives in `config.run.out_dir`; a run
-            that is there already continues from its newest checkpoint.
-        operative_text: the gin text that says the same; saved beside the run.
-        console: where progress goes; a new rich console by default.
-
-    Returns:
-        The run's directory and its history.
-
-    Raises:
-        ValueError: the data cannot be used; the directory holds a run of another
-            model, data or backend of the head, or another process uses it.
-        CheckpointError: a checkpoint cannot be written, or all are damaged.
-        FloatingPointError: the loss is not finite.
-        KeyboardInterrupt: after SIGINT; the current step is finished and saved.
-        SystemExit: likewise after SIGTERM.
-    """
-    config = with_steps(starting.resolved(config))
-    console = console or Console(quiet=not processes.is_first())
-    with open_run(config.run, _settings(config), console, config.eval) as run:
-        tokenizer = starting.load_tokenizer(config.data, config.model)
-        template = starting.load_template(config.data, config.model, tokenizer)
-        pairs, held_out = data.load_pairs(
-            config.data, tokenizer, template, config.dpo.drop_long
+    def closing(self, history: Sequence[PreferenceMetrics]) -> Iterator[str]:
+        """See `Job`."""
+        first, last = history[0], history[-1]
+        yield (
+            f"loss {first.loss:.4f} -> {last.loss:.4f}, margin {first.margin:.3f} -> "
+            f"{last.margin:.3f}, accuracy {first.accuracy:.2f} -> {last.accuracy:.2f} "
+            f"in {len(history)} steps, {metrics.tokens_per_second(history):,.0f} "
+            "tokens/s"
         )
-        program = Program(config, tokenizer.get_vocab_size())
-        run.use_backend(program.backend, config.head.backend)
-        run.progress.waiting("compiling")
-        program.choose_policy(program.trace_step, console)
-        frozen = program.frozen()
-        score = _Scorer(program, frozen)
-        run.out_dir.mkdir(parents=True, exist_ok=True)
-        path = run.out_dir / "reference.npz"
-        run.progress.waiting("scoring the reference")
-        reference = _reference(path, program, score, [*pairs, *held_out])
-        evaluate = None
-        if held_out:
-            evaluate = _held_out(program, score, held_out, reference[len(pairs) :])
-        batches = PairBatches(pairs, reference[: len(pairs)], config.data)
-        texts = starting.texts(config, operative_text, tokenizer)
-        job = _Job(program, frozen, batches, evaluate)
-        train_and_leave(run, job, program, frozen, texts, console, config)
-        if not processes.is_first():
-            return Result(run.out_dir, [])
-        result = Result(run.out_dir, run.history(PreferenceMetrics))
-        _report(result, console)
-        return result
-
-
-def _settings(config: DpoJobConfig) -> Settings:
-    """Return the settings that are compared when a run is resumed."""
-    fixed = {
-        "data": config.data.fixed(),
-        "model": dataclasses.asdict(config.model),
-    }
-    weights = fixed_weights(config.optimizer, config.run.seed)
-    # The reference is the initial weights, which are drawn anew.
-    weights["run"] = {"job": config.run.job, "seed": config.run.seed}
-    fixed |= weights
-    return Settings(fixed, changeable_settings(config, ["optimizer", "dpo"], fixed))
-
-
-def _report(result: Result, console: Console) -> None:
-    out_dir, history = result
-    first, last = history[0], history[-1]
-    console.print(
-        f"loss {first.loss:.4f} -> {last.loss:.4f}, margin {first.margin:.3f} -> "
-        f"{last.margin:.3f}, accuracy {first.accuracy:.2f} -> {last.accuracy:.2f} in "
-        f"{len(history)} steps, {metrics.tokens_per_second(history):,.0f} tokens/s",
-        highlight=False,
-    )
-    metrics.save_preference_summary(out_dir / "summary.json", history)
-    plots.save(out_dir / "report.png", history, {}, "margin", "reward margin")
-    report.finish(out_dir, console)

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from rich.console import Console
 
 import jaxmem
 from jaxmem.data.documents import Batch
@@ -58,6 +57,8 @@ class PolicyProgram(SamplingProgram):
       config: of the run.
     """
 
+    config: GrpoJobConfig
+
     def __init__(self, config: GrpoJobConfig):
         rollouts = learning_rate_schedule(config.optimizer, config.run.steps)
         updates = config.grpo.minibatches * config.grpo.epochs
@@ -65,9 +66,9 @@ class PolicyProgram(SamplingProgram):
         def by_update(count: Any) -> Any:
             return rollouts(count // updates)
 
-        ends = ends_of(config)
-        super().__init__(config, ends.size, config.run.seed, by_update)
-        self.config, self.learning_rate = config, rollouts
+        ends = ends_of(config.task, config.model.checkpoint)
+        super().__init__(config, ends.size, by_update)
+        self.learning_rate = rollouts
         named = "grpo.prompts x grpo.group_size"
         self.sample_from(Rollouts(config.grpo.samples, named, config), ends)
 
@@ -145,7 +146,7 @@ class PolicyProgram(SamplingProgram):
 
     def forward(self, shape: Shape) -> tuple[Batch, Any]:
         """Shapes of what a forward pass reads: a micro-batch and its supports."""
-        return self.layout.of_tokens(_batch(shape)), self._supports(shape)
+        return self.tokens(*shape), self._supports(shape)
 
     def _supports(self, shape: Shape) -> Any:
         """Of the ids that tokens were drawn from; None without truncation."""
@@ -201,17 +202,16 @@ class PolicyProgram(SamplingProgram):
             return (np.array(numbers, np.uint32),)
         return (self.layout.whole(jax.ShapeDtypeStruct((3,), jnp.uint32)),)
 
-    def choose_policy_by_gradients(self, console: Console) -> None:
-        """`choose_policy` by the largest micro-batch, beside moments and reference."""
+    def trace_backward(self) -> jax.stages.Traced:
+        """See `DecoderProgram`: the gradients of the largest micro-batch."""
         shape = self.shapes(self.config.grpo.max_tokens_train)[-1]
-        held = []
-        if self.streamed is None:
-            held.append(self.state_shapes.optimizer)
-        if self.config.grpo.kl_coefficient:
-            held.append(self.state_shapes.params)
-        self.choose_policy(
-            lambda: self.trace_gradients(shape, self.config.head), console, held
-        )
+        return self.trace_gradients(shape, self.config.head)
+
+    def held_with_backward(self) -> list[Any]:
+        """See `DecoderProgram`: moments and reference."""
+        held = [] if self.streamed else [self.state_shapes.optimizer]
+        has_reference = bool(self.config.grpo.kl_coefficient)
+        return held + [self.state_shapes.params] * has_reference
 
     def _head_call(self, head: HeadConfig) -> HeadCall:
         sampling, frozen = self.config.sampling, self.head_is_frozen
@@ -256,15 +256,10 @@ class PolicyProgram(SamplingProgram):
         """Shapes of what an update reads."""
         floats: Any = jax.ShapeDtypeStruct(shape, jnp.float32)
         reference = floats if self.config.grpo.kl_coefficient else None
-        shapes = PolicyBatch(_batch(shape), floats, floats, floats, reference)
+        shapes = PolicyBatch(self.tokens(*shape), floats, floats, floats, reference)
         rows = self.layout.of_tokens(shapes)
         return rows._replace(supports=self._supports(shape))
 
 
 def _ints(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.int32)
-
-
-def _batch(shape: Shape) -> Batch:
-    ids: Any = _ints(shape)
-    return Batch(ids, ids, ids, ids)

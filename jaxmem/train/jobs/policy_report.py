@@ -1,15 +1,51 @@
-"""What a policy's run prints and leaves at its end."""
+"""What a policy's run costs by phase, planned or taken, and what it prints."""
 
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+import functools
+import math
+from collections.abc import Iterator, Sequence
 
-from rich.console import Console
-
-from jaxmem.train import metrics, plots, report
+from jaxmem.train import metrics, phases
 from jaxmem.train.jobs.policy_program import Compiled, PolicyProgram
 from jaxmem.train.jobs.questions import Task
 from jaxmem.train.jobs.rollout_metrics import Rollout
-from jaxmem.train.metrics import HeadCost, Phase, PolicyMetrics
+from jaxmem.train.metrics import HeadCost, PolicyMetrics
+from jaxmem.train.phases import Phase
+from jaxmem.train.program import gradient_shapes
+
+
+def phases_of(program: PolicyProgram) -> list[Phase]:
+    """The programs of a step, for a plan."""
+    config, grpo = program.config, program.config.grpo
+    weights, held = phases.weights_of(program), phases.moments_beside(program)
+    if grpo.kl_coefficient:
+        held["reference weights"] = program.state_shapes.params
+    forward = program.shapes(grpo.max_tokens_forward)[-1]
+    backward = program.shapes(grpo.max_tokens_train)[-1]
+    read = grpo.samples * config.longest  # tokens of all sequences, at most
+    made = [
+        program.rollout_phase(held),
+        Phase(
+            "log-probs",
+            functools.partial(program.trace_logprobs, forward),
+            weights,
+            held,
+            tokens=math.prod(forward),
+            runs=(1 + bool(grpo.kl_coefficient)) * read / math.prod(forward),
+        ),
+        Phase(
+            "gradients",
+            program.trace_backward,
+            weights | {"gradients": gradient_shapes(program.state_shapes.params)},
+            held,
+            phases.activations(program, math.prod(backward)),
+            math.prod(backward),
+            runs=grpo.epochs * read / math.prod(backward),
+            head=functools.partial(program.trace_head, backward, config.head),
+        ),
+    ]
+    if program.streamed is None:
+        made.append(program.update_phase(held, grpo.minibatches * grpo.epochs))
+    return made
 
 
 def head_costs(program: PolicyProgram, compiled: Compiled) -> dict[str, HeadCost]:
@@ -29,7 +65,9 @@ def head_costs(program: PolicyProgram, compiled: Compiled) -> dict[str, HeadCost
     return costs
 
 
-def phases_of(history: list[PolicyMetrics], compiled: Compiled) -> list[Phase]:
+def timed_phases(
+    history: Sequence[PolicyMetrics], compiled: Compiled
+) -> list[metrics.Phase]:
     """What each phase took: median seconds, and the largest of its programs."""
     programs = {
         "rollout": [compiled.sample],
@@ -42,39 +80,6 @@ def phases_of(history: list[PolicyMetrics], compiled: Compiled) -> list[Phase]:
         for name in programs
         if name != "reference" or history[-1].kl is not None
     ]
-
-
-def write(
-    out_dir: Path,
-    history: list[PolicyMetrics],
-    costs: dict[str, HeadCost],
-    phases: list[Phase],
-    shown: Iterable[str],
-    console: Console,
-) -> None:
-    """Print what a run cost and gained, and leave its summary, figure and report.
-
-    Args:
-        out_dir: directory of the run.
-        history: its steps.
-        costs: memory by implementation of the head; may be empty.
-        phases: of a step.
-        shown: lines of completions to print.
-        console: receives the lines.
-    """
-    if costs:
-        console.print(metrics.cost_table(costs))
-    console.print(metrics.phase_table(phases))
-    for line in shown:
-        console.print(line, highlight=False, markup=False)
-    console.print(
-        f"reward {history[0].reward:.3f} -> {history[-1].reward:.3f} in "
-        f"{len(history)} rollouts, {metrics.tokens_per_second(history):,.0f} tokens/s",
-        highlight=False,
-    )
-    metrics.save_policy_summary(out_dir / "summary.json", history, costs, phases)
-    plots.save(out_dir / "report.png", history, costs, "reward", "reward")
-    report.finish(out_dir, console)
 
 
 def examples(task: Task, rollout: Rollout, count: int = 3) -> Iterator[str]:

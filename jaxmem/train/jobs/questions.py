@@ -1,5 +1,7 @@
 """What a rollout asks and what its completions are worth: sums, or a file's prompts."""
 
+import dataclasses
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
@@ -12,9 +14,7 @@ from jaxmem.data.prompts import Prompt
 from jaxmem.data.records import DataError
 from jaxmem.data.tasks import TaskConfig
 from jaxmem.models.sampling import SamplingConfig
-from jaxmem.train import starting
-from jaxmem.train.jobs import teachers
-from jaxmem.train.jobs.config import DistillJobConfig, GrpoJobConfig
+from jaxmem.train.jobs.reading import Reading, Record, template_of
 from jaxmem.train.jobs.rollouts import Completions
 
 
@@ -60,6 +60,11 @@ class Graded(NamedTuple):
 class Task(Protocol):
     """Where a run's prompts come from."""
 
+    @property
+    def size(self) -> int | None:
+        """Prompts to train on; None if they have no end."""
+        ...
+
     def ask(self, start: int, count: int) -> Asked:
         """Prompts of the numbers from `start` to `start + count - 1`."""
         ...
@@ -84,9 +89,19 @@ class Task(Protocol):
         """Identifies a file's prompts."""
         ...
 
+    def described(self, asked: Asked, i: int) -> tuple[str, str]:
+        """Where a prompt is from, and what comes with it."""
+        ...
+
+    def statistics(self) -> str:
+        """All prompts in a line."""
+        ...
+
 
 class Sums:
     """Problems that are generated, spelled in the model's ids."""
+
+    size = None
 
     def __init__(self, config: TaskConfig, checkpoint: str | None):
         self._config, self._spelling = config, vocabulary.spelling(checkpoint)
@@ -121,6 +136,15 @@ class Sums:
         """None: the settings say it all."""
         return None
 
+    def described(self, asked: Asked, i: int) -> tuple[str, str]:
+        """See `Task`."""
+        answer = tasks.text(asked.items.answers[i])
+        return f"problem {i}", f"answer {answer}"
+
+    def statistics(self) -> str:
+        """See `Task`."""
+        return "problems are drawn anew in every rollout, from task.seed"
+
 
 class OwnPrompts:
     """Prompts of a file, and reward functions.
@@ -145,22 +169,19 @@ class OwnPrompts:
             config.rewards, config.reward_weights, config.timeout
         )
         self._train, self._held_out = prompts.load_prompts(config, tokenizer, template)
+        self.size = len(self._train)
         self._orders: dict[int, np.ndarray] = {}
-
-    def __len__(self) -> int:
-        """Prompts to train on."""
-        return len(self._train)
 
     def ask(self, start: int, count: int) -> Asked:
         """See `Task`; every epoch has an order of its own."""
-        numbers = [divmod(n, len(self)) for n in range(start, start + count)]
+        numbers = [divmod(n, self.size) for n in range(start, start + count)]
         return self._asked([self._train[self._order(e)[i]] for e, i in numbers])
 
     def _order(self, epoch: int) -> np.ndarray:
         if epoch not in self._orders:
             rng = np.random.default_rng([self._config.seed, epoch])
             kept = {k: v for k, v in self._orders.items() if k == epoch - 1}
-            self._orders = kept | {epoch: rng.permutation(len(self))}
+            self._orders = kept | {epoch: rng.permutation(self.size)}
         return self._orders[epoch]
 
     def _asked(self, items: list[Prompt]) -> Asked:
@@ -222,6 +243,20 @@ class OwnPrompts:
         """See `Task`."""
         return prompts.fingerprint(self._train)
 
+    def described(self, asked: Asked, i: int) -> tuple[str, str]:
+        """See `Task`."""
+        item = asked.items[i]
+        return item.where, f"columns {', '.join(item.columns)}"
+
+    def statistics(self) -> str:
+        """See `Task`."""
+        lengths = [len(item.ids) for item in self._train]
+        return (
+            f"{self.size:,} prompts to train on, {len(self._held_out):,} held out; "
+            f"{min(lengths):,} to {max(lengths):,} tokens, of at most "
+            f"task.max_prompt_tokens={self._config.max_prompt_tokens}"
+        )
+
 
 def _completion(item: Prompt, text: str) -> Any:
     """In the form of the prompt, as TRL has it."""
@@ -238,38 +273,87 @@ def _one_line(text: str) -> str:
     return " ".join(text.split())[-60:]
 
 
-def ends_of(config: GrpoJobConfig | DistillJobConfig) -> vocabulary.Ends:
-    """Size of the vocabulary, and the ids that end completions."""
-    checkpoint = _reading(config)
-    if not config.task.is_arithmetic:
-        assert checkpoint is not None  # GrpoJobConfig says so
-        return vocabulary.ends(checkpoint, config.task.stop)
+class Questions(Reading):
+    """Prompts of a task: sums, or those of a file.
+
+    Args:
+        task: which prompts.
+        sampling: how completions are drawn.
+        checkpoint: whose tokenizer reads the prompts; None: the words of sums.
+        prompts: of a rollout.
+    """
+
+    def __init__(
+        self,
+        task: TaskConfig,
+        sampling: SamplingConfig,
+        checkpoint: str | None,
+        prompts: int,
+    ):
+        self._config, self._sampling = task, sampling
+        self._checkpoint, self._prompts = checkpoint, prompts
+        self.longest = task.prompt_length + sampling.max_new_tokens
+        self.chat_template = task.chat_template
+
+    @functools.cached_property
+    def task(self) -> Sums | OwnPrompts:
+        """Where prompts and rewards come from.
+
+        Raises a DataError for prompts that cannot be used, and a RewardError for a
+        reward function that cannot be imported.
+        """
+        task, checkpoint = self._config, self._checkpoint
+        if task.is_arithmetic:
+            return Sums(task, checkpoint)
+        assert checkpoint is not None, "the job's config says so"
+        tokenizer = vocabulary.of_checkpoint(checkpoint)
+        template = template_of(checkpoint, task.chat_template, tokenizer)
+        return OwnPrompts(task, self._sampling, tokenizer, template)
+
+    def fixed(self) -> dict[str, dict[str, Any]]:
+        """See `Reading`; how long a reward may take decides no value."""
+        fields = dataclasses.asdict(self._config)
+        del fields["timeout"]
+        if self._config.is_arithmetic:  # as in runs from before there were files
+            names = "digits", "answer", "reward", "seed"
+            fields = {name: fields[name] for name in names}
+        return {"task": fields}
+
+    def per_epoch(self) -> float:
+        """See `Reading`."""
+        if (size := self.task.size) is None:
+            raise ValueError(
+                "run.epochs needs a task.source of prompts: sums have no end"
+            )
+        return size / self._prompts
+
+    def text(self, ids: np.ndarray) -> str:
+        """See `Reading`."""
+        return self.task.text(ids)
+
+    def records(self, count: int) -> Iterator[Record | str]:
+        """See `Reading`."""
+        task = self.task
+        asked = task.ask(0, count if task.size is None else min(count, task.size))
+        for i, (ids, length) in enumerate(zip(asked.ids, asked.lengths, strict=True)):
+            name, about = task.described(asked, i)
+            yield Record(name, ids[:length], about=about)
+        yield task.statistics()
+
+
+def ends_of(task: TaskConfig, checkpoint: str | None) -> vocabulary.Ends:
+    """Size of the vocabulary, and the ids that end completions.
+
+    Args:
+        task: where prompts come from.
+        checkpoint: whose tokenizer reads them; None: the words of sums.
+    """
+    if not task.is_arithmetic:
+        assert checkpoint is not None, "the job's config says so"
+        return vocabulary.ends(checkpoint, task.stop)
     spelled = vocabulary.spelling(checkpoint)
     eos, pad = (int(spelled.ids[i]) for i in (tasks.EOS_ID, tasks.PAD_ID))
     return vocabulary.Ends(spelled.size, eos, pad)
-
-
-def task_of(config: GrpoJobConfig | DistillJobConfig) -> Sums | OwnPrompts:
-    """The task of a job.
-
-    Raises:
-        DataError: its prompts cannot be used.
-        RewardError: a reward function cannot be imported.
-    """
-    task, checkpoint = config.task, _reading(config)
-    if task.is_arithmetic:
-        return Sums(task, checkpoint)
-    assert checkpoint is not None
-    tokenizer = vocabulary.of_checkpoint(checkpoint)
-    template = starting.template_of(checkpoint, task.chat_template, tokenizer)
-    return OwnPrompts(task, config.sampling, tokenizer, template)
-
-
-def _reading(config: GrpoJobConfig | DistillJobConfig) -> str | None:
-    """The checkpoint whose tokenizer reads the prompts."""
-    if isinstance(config, DistillJobConfig):
-        return teachers.reading(config).checkpoint
-    return config.model.checkpoint
 
 
 def state_of(task: Task, place: int) -> dict[str, Any]:

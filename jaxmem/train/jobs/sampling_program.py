@@ -1,5 +1,6 @@
 """A program that also samples completions of prompts from the model it trains."""
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -10,7 +11,8 @@ from jaxmem.data.vocabulary import Ends
 from jaxmem.models.partitioning import Layout, MeshConfig
 from jaxmem.models.sampling import COMPILER_OPTIONS, SamplingConfig, sample
 from jaxmem.train.jobs.accumulated import AccumulatedProgram
-from jaxmem.train.loop import RunConfig
+from jaxmem.train.phases import Phase, weights_of
+from jaxmem.train.settings import RunConfig
 
 
 class SamplingSections(Protocol):
@@ -102,3 +104,32 @@ class SamplingProgram(AccumulatedProgram):
         ids = jax.ShapeDtypeStruct((rows, width), jnp.int32)
         lengths = jax.ShapeDtypeStruct((rows,), jnp.int32)
         return self.sampling_layout.of_rows((ids, lengths))
+
+    def rollout_phase(self, held: Mapping[str, Any]) -> Phase:
+        """The rollout, for a plan.
+
+        Args:
+            held: shapes of what else is on the device, by name.
+        """
+        _, _, config = self._rollouts
+        rows, slots = self.prompts[0].shape[0], config.sampling.max_new_tokens
+        return Phase(
+            "rollout",
+            self.trace_sample,
+            weights_of(self),
+            held,
+            {"keys and values": self._cache_bytes()},
+            rows * slots,
+            turns=slots - 1,
+        )
+
+    def _cache_bytes(self) -> int:
+        """Bytes of a rollout's KV cache on one device."""
+        _, _, config = self._rollouts
+        model, mesh = self.model_config, self.layout.sizes
+        slots = config.task.prompt_length + config.sampling.max_new_tokens - 1
+        slots = -(-slots // 8) * 8
+        numbers = 2 * model.layers * model.kv_heads * model.head_dim * slots
+        parts = mesh["data"] * mesh["fsdp"] * mesh["sequence"] * mesh["tensor"]
+        item = jnp.dtype(model.dtype).itemsize
+        return self.prompts[0].shape[0] * numbers * item // parts

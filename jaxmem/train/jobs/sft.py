@@ -1,66 +1,41 @@
-"""Supervised training: the step, the loop, and what both heads cost at the end."""
+"""Supervised training: the step, its program, and the job."""
 
-import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import tokenizers
 from flax import nnx
-from rich.console import Console
 
-from jaxmem.core import processes
-from jaxmem.data import documents as data, streams
-from jaxmem.data.chat import Templates
+from jaxmem.data import streams
 from jaxmem.data.documents import Batch
 from jaxmem.models.decoder import Decoder, HeadConfig, head_loss
 from jaxmem.models.partitioning import as_stored
 from jaxmem.models.weights import join_weights
-from jaxmem.train import metrics, plots, report, starting
+from jaxmem.train import metrics, phases
 from jaxmem.train.evaluation import Evaluated
 from jaxmem.train.jobs.config import Config
-from jaxmem.train.jobs.ending import train_and_leave
-from jaxmem.train.jobs.epochs import with_steps
-from jaxmem.train.loop import (
-    RunConfig as RunConfig,
-    Settings,
-    changeable_settings,
-    open_run,
-)
+from jaxmem.train.jobs.job import Job
 from jaxmem.train.metrics import HeadCost, StepMetrics
 from jaxmem.train.mfu import flops_per_token, peak_of
-from jaxmem.train.optimizer import (
-    OptimizerConfig as OptimizerConfig,
-    learning_rate_schedule,
-)
+from jaxmem.train.phases import Phase
 from jaxmem.train.program import (
     DecoderProgram,
     StreamedStep,
     StreamedUpdate,
-    TrainState as TrainState,
+    TrainState,
     add_in_float32,
     fixed_weights,
     gradient_shapes,
     head_key,
     update,
 )
-
-
-class Result(NamedTuple):
-    """What `train` leaves."""
-
-    out_dir: Path  # metrics, checkpoints, summary.json and report.png
-    history: list[StepMetrics]  # every step of the run, of earlier processes too
-    costs: dict[str, HeadCost]  # by implementation; empty without compare_heads
-    held_out_loss: float | None  # nats per token; None unless data.held_out is set
-
+from jaxmem.train.progress import ProgressReport
 
 # -------------------------------------------------------------------- step
 
@@ -162,35 +137,35 @@ class Program(DecoderProgram):
     Args:
       config: of the run.
       vocab_size: entries of the tokenizer.
+      packed: whether rows hold several documents; if not, segment_ids must be None.
     """
 
-    def __init__(self, config: Config, vocab_size: int):
-        schedule = learning_rate_schedule(config.optimizer, config.run.steps)
-        super().__init__(config, vocab_size, config.run.seed, schedule)
-        self.config = config
+    config: Config
+
+    def __init__(self, config: Config, vocab_size: int, packed: bool = True):
+        super().__init__(config, vocab_size)
+        self._packed = packed
         self._rows = config.data.batch_size, config.data.sequence_length
 
-    def compile_step(
-        self, head: HeadConfig, packed: bool = True
-    ) -> jax.stages.Compiled | StreamedStep:
-        """Compile the train step from shapes alone; the state given is consumed.
-
-        Without `packed`, rows hold one document each, and segment_ids must be None.
-        """
-        compiled = self.compile_verified(self.trace_step(head, packed))
+    def compile_step(self, head: HeadConfig) -> jax.stages.Compiled | StreamedStep:
+        """Compile the train step from shapes alone; the state given is consumed."""
+        compiled = self.compile_verified(self.trace_step(head))
         if self.streamed is None:
             return compiled
         slopes = gradient_shapes(self.state_shapes.params)
         finish = StreamedUpdate(self.config.optimizer, self.streamed, slopes)
         return StreamedStep(compiled, finish)
 
-    def trace_step(self, head: HeadConfig, packed: bool = True) -> jax.stages.Traced:
+    def trace_backward(self) -> jax.stages.Traced:
+        """See `DecoderProgram`."""
+        return self.trace_step(self.config.head)
+
+    def trace_step(self, head: HeadConfig) -> jax.stages.Traced:
         """Trace the train step; its gradients alone where the moments are streamed."""
-        ids = jax.ShapeDtypeStruct((self.config.run.accumulate, *self._rows), jnp.int32)
         options = self.compiler_options
-        segments: Any = ids if packed else None
-        batch: Any = Batch(ids, ids, segments, ids)  # pyright: ignore
-        batch = self.layout.of_tokens(batch)
+        batch: Any = self.tokens(self.config.run.accumulate, *self._rows)
+        if not self._packed:
+            batch = batch._replace(segment_ids=None)
         number = self.layout.whole(jax.ShapeDtypeStruct((), jnp.float32))
         given: Any = self.state_shapes
         seed = self.config.run.seed
@@ -261,7 +236,7 @@ class Program(DecoderProgram):
         self.trace_head(self.config.head)
 
     def trace_head(self, head: HeadConfig) -> jax.stages.Traced:
-        """Trace the same."""
+        """Trace loss and gradients of the head alone."""
         definition, weights = nnx.split(self.abstract.head)
         hidden = jax.ShapeDtypeStruct(
             (*self._rows, self.config.model.hidden), self.config.model.dtype
@@ -283,166 +258,108 @@ class Program(DecoderProgram):
             return gradients.trace(*shapes)
 
 
-# -------------------------------------------------------------------- loop
+# --------------------------------------------------------------------- job
 
 
-class _Job:
-    """The steps of a supervised run, for `Run.take_steps`."""
+class Sft(Job, name="sft"):
+    """Supervised training on documents in packed rows."""
 
-    def __init__(
-        self,
-        program: Program,
-        compiled: jax.stages.Compiled | StreamedStep,
-        frozen: dict,
-        batches: data.BatchIterator | streams.StreamIterator,
-        held_out: Callable[[], data.BatchIterator] | None = None,
-    ):
-        self._held_out, self._end = held_out, -math.inf  # of the last step
-        self.held_out_loss: float | None = None  # of the last evaluation
-        self._program, self._compiled = program, compiled
-        self._frozen, self._batches = frozen, batches
-        self.initial_state = program.initial_state
-        self.restored_state = program.restored_state
-        self.get_state, self.set_state = batches.get_state, batches.set_state
+    Config = Config
+    packed = True  # whether rows hold several documents
 
-    def dispatch(
+    def make_program(self, vocab_size: int) -> Program:
+        """See `Job`."""
+        return Program(self.config, vocab_size, self.packed)
+
+    def fixed(self) -> dict[str, Any]:
+        """See `Job`; as runs from before there were other jobs and templates."""
+        config, fixed = self.config, super().fixed()
+        del fixed["run"]
+        if config.data.chat_template is None:
+            del fixed["data"]["chat_template"]
+        return fixed | fixed_weights(config.optimizer, config.run.seed)
+
+    def phases(self) -> list[Phase]:
+        """See `Job`."""
+        program, data, head = self.program, self.config.data, self.config.head
+        return [
+            phases.of_step(
+                program,
+                program.trace_backward,
+                data.batch_size * data.sequence_length,
+                self.config.run.accumulate,
+                functools.partial(program.trace_head, head),
+            )
+        ]
+
+    def open(self) -> None:
+        """See `Job`."""
+        super().open()
+        self._held_out = self.reads.held_out()
+        self._held_out_loss: float | None = None  # of the last evaluation
+
+    def compile(self, progress: ProgressReport) -> None:
+        """See `Job`."""
+        self._compiled = self.program.compile_step(self.config.head)
+
+    def step(
         self, number: int, state: TrainState
     ) -> tuple[TrainState, Callable[[], StepMetrics]]:
+        """See `Job`."""
         start = time.perf_counter()
-        config, program = self._program.config, self._program
-        taken = streams.stacked(self._batches, config.run.accumulate)
+        config, program = self.config, self.program
+        taken = streams.stacked(self.batches, config.run.accumulate)
         taken = program.layout.place(taken)
         drawn_by, size = program.step_numbers(config.head, number), taken.tokens.size
-        state, numbers = self._compiled(state, self._frozen, taken, *drawn_by)
+        state, numbers = self._compiled(state, self.frozen, taken, *drawn_by)
         return state, lambda: self._read(number, numbers, size, start)
 
     def _read(self, number: int, numbers: dict, size: int, start: float) -> StepMetrics:
-        numbers, end = jax.device_get(numbers), time.perf_counter()
-        program = self._program
-        seconds, self._end = end - max(start, self._end), end  # steps overlap
-        rate, mfu = program.schedule(number - 1), program.mfu(size / seconds)
-        step = metrics.of_step(number, numbers, rate, seconds, mfu)
-        samples = program.config.head.gradient_samples
-        return step._replace(gradient_samples=samples, backend=program.backend)
+        loss, norm, tokens = (numbers[k] for k in ("loss", "grad_norm", "tokens"))
+        taken = self.step_metrics(number, loss, norm, tokens, start)
+        return taken._replace(mfu=self.program.mfu(size / taken.seconds))
 
     def evaluate(self, state: TrainState, taken: StepMetrics) -> Evaluated | None:
+        """See `Job`."""
         if self._held_out is None:
             return None
-        loss = self._program.evaluate(state.params, self._frozen, self._held_out())
-        self.held_out_loss = loss
+        loss = self.program.evaluate(state.params, self.frozen, self._held_out())
+        self._held_out_loss = loss
         perplexity = math.exp(min(loss, 700.0))
         values = {"held_out_loss": loss, "held_out_perplexity": perplexity}
         return Evaluated(taken._replace(**values), loss)
 
+    def finish(self, state: TrainState) -> dict[str, Any]:
+        """See `Job`; the last step is evaluated if none was."""
+        if self._held_out is not None and self._held_out_loss is None:
+            self._held_out_loss = self.program.evaluate(
+                state.params, self.frozen, self._held_out()
+            )
+        return {"held_out_loss": self._held_out_loss}
 
-def train(
-    config: Config, operative_text: str = "", console: Console | None = None
-) -> Result:
-    """Train, or resume training, and report what the head cost.
+    def costs(self) -> dict[str, HeadCost]:
+        """See `Job`; the step that trained is not compiled again."""
+        program, trained, costs = self.program, self.config.head, {}
+        for implementation in ("fused", "materialised"):
+            head = trained.using(implementation)
+            step = self._compiled if head == trained else program.compile_step(head)
+            costs[implementation] = HeadCost(
+                head=metrics.memory_of(program.compile_head(head)),
+                step=metrics.memory_of(step),
+            )
+        return costs
 
-    Args:
-      config: everything about the run, which lives in `config.run.out_dir`; a run that
-        is there already continues from its newest checkpoint (see `loop.open_run`).
-      operative_text: the gin text that says the same; saved beside the run.
-      console: where progress goes; a new rich console by default.
+    def summary(self, history: Sequence[StepMetrics]) -> Mapping[str, Any]:
+        """See `Job`."""
+        held_out = {"held_out_loss": history[-1].held_out_loss}
+        return {**super().summary(history), **held_out}
 
-    Returns:
-      The run's directory, its history and the memory of both heads.
-
-    Raises:
-      ValueError: the directory holds a run of another model, data or backend of the
-        head, or another process uses it.
-      CheckpointError: a checkpoint cannot be written, or all are damaged.
-      FloatingPointError: the loss is not finite.
-      KeyboardInterrupt: after SIGINT; the current step is finished and saved.
-      SystemExit: likewise after SIGTERM.
-    """
-    config = with_steps(starting.resolved(config))
-    console = console or Console(quiet=not processes.is_first())
-    with open_run(config.run, _settings(config), console, config.eval) as run:
-        tokenizer = starting.load_tokenizer(config.data, config.model)
-        program = Program(config, tokenizer.get_vocab_size())
-        run.use_backend(program.backend, config.head.backend)
-        rows = program.layout.own_rows(config.data.batch_size)
-        template = starting.load_template(config.data, config.model, tokenizer)
-        batches = streams.batches(config.data, tokenizer, rows, template)
-        held_out = _held_out(config.data, tokenizer, template)
-        run.progress.waiting("compiling")
-        program.choose_policy(lambda: program.trace_step(config.head), console)
-        compiled, frozen = program.compile_step(config.head), program.frozen()
-        texts = starting.texts(config, operative_text, tokenizer)
-        job = _Job(program, compiled, frozen, batches, held_out)
-        state = train_and_leave(run, job, program, frozen, texts, console, config)
-        held_out_loss = job.held_out_loss  # the last step is evaluated, if any is
-        if held_out is not None and held_out_loss is None:
-            held_out_loss = program.evaluate(state.params, frozen, held_out())
-        costs = _head_costs(program, compiled) if config.run.compare_heads else {}
-        if not processes.is_first():
-            return Result(run.out_dir, [], costs, held_out_loss)
-        result = Result(run.out_dir, run.history(StepMetrics), costs, held_out_loss)
-        _report(result, console)
-        return result
-
-
-def _held_out(
-    config: data.DataConfig,
-    tokenizer: tokenizers.Tokenizer,
-    template: Templates | None,
-) -> Callable[[], data.BatchIterator] | None:
-    """What is scored; read at the start, for what may be wrong."""
-    if not config.held_out:
-        return None
-    first = data.batches(
-        config, tokenizer, split="evaluation", epochs=1, template=template
-    )
-    start = first.get_state()
-
-    def again() -> data.BatchIterator:
-        first.set_state(start)
-        return first
-
-    return again
-
-
-def _settings(config: Config) -> Settings:
-    """Return the settings that are compared when a run is resumed."""
-    fixed = {"data": config.data.fixed(), "model": dataclasses.asdict(config.model)}
-    if config.data.chat_template is None:  # as in runs from before there was one
-        del fixed["data"]["chat_template"]
-    fixed |= fixed_weights(config.optimizer, config.run.seed)
-    return Settings(fixed, changeable_settings(config, ["optimizer"], fixed))
-
-
-def _head_costs(
-    program: Program, compiled: jax.stages.Compiled | StreamedStep
-) -> dict[str, HeadCost]:
-    """Memory of the step with either head; the one that trained is not recompiled."""
-    trained = program.config.head
-    costs = {}
-    for implementation in ("fused", "materialised"):
-        head = trained.using(implementation)
-        step = compiled if head == trained else program.compile_step(head)
-        costs[implementation] = HeadCost(
-            head=metrics.memory_of(program.compile_head(head)),
-            step=metrics.memory_of(step),
+    def closing(self, history: Sequence[StepMetrics]) -> Iterator[str]:
+        """See `Job`."""
+        first, last = history[0], history[-1]
+        yield (
+            f"loss {first.loss:.4f} -> {last.loss:.4f} nats per token in "
+            f"{len(history)} steps, {metrics.tokens_per_second(history):,.0f} tokens/s"
         )
-    return costs
-
-
-def _report(result: Result, console: Console) -> None:
-    out_dir, history, costs, held_out_loss = result
-    if costs:
-        console.print(metrics.cost_table(costs))
-    console.print(
-        f"loss {history[0].loss:.4f} -> {history[-1].loss:.4f} nats per token in "
-        f"{len(history)} steps, {metrics.tokens_per_second(history):,.0f} tokens/s",
-        highlight=False,
-    )
-    if held_out_loss is not None:
-        console.print(
-            f"held-out loss {held_out_loss:.4f} nats per token", highlight=False
-        )
-    metrics.save_summary(out_dir / "summary.json", history, costs, held_out_loss)
-    last = history[-1]._replace(held_out_loss=held_out_loss)  # without eval.every, too
-    plots.save(out_dir / "report.png", [*history[:-1], last], costs)
-    report.finish(out_dir, console)
+        if last.held_out_loss is not None:
+            yield f"held-out loss {last.held_out_loss:.4f} nats per token"

@@ -13,8 +13,7 @@ class Killed(BaseException):
 
 def kill_before(step, job, monkeypatch, train):
     """`train()`, killed before that step of the job, a class."""
-    name = "dispatch" if hasattr(job, "dispatch") else "step"
-    take = getattr(job, name)
+    take = job.step
 
     def killed(self, number, state):
         if number == step:
@@ -22,5 +21,5 @@ def kill_before(step, job, monkeypatch, train):
         return take(self, number, state)
 
     with monkeypatch.context() as patched, pytest.raises(Killed):
-        patched.setattr(job, name, killed)
+        patched.setattr(job, "step", killed)
         train()

@@ -1,6 +1,5 @@
 """What computes the head's loss, where it is named and cannot."""
 
-import importlib
 import io
 import json
 import pathlib
@@ -8,7 +7,7 @@ import pathlib
 import pytest
 from rich.console import Console
 
-from jaxmem.train import config as configuration
+from jaxmem.train import config as configuration, jobs
 from tests.checkpoints import texts
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -41,11 +40,10 @@ def train(request, tmp_path, monkeypatch):
     pathlib.Path("data.jsonl").write_text("".join(lines))
     gin = f'{GIN}run.job = "{request.param}"\n{MORE[request.param]}'
     pathlib.Path("run.gin").write_text(gin)
-    job = importlib.import_module(f"jaxmem.train.jobs.{request.param}")
 
     def run(*overrides):
         config, text = configuration.load("run.gin", overrides)
-        return job.train(config, text, Console(file=io.StringIO()))
+        return jobs.train(config, text, Console(file=io.StringIO()))
 
     return run
 

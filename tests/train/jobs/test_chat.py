@@ -10,7 +10,7 @@ from rich.console import Console
 
 from jaxmem import checkpoints
 from jaxmem.data import blocks
-from jaxmem.train import config as configuration
+from jaxmem.train import config as configuration, jobs
 from jaxmem.train.checkpoint import Checkpoints
 from jaxmem.train.history import read_history
 from jaxmem.train.jobs import sft
@@ -67,7 +67,7 @@ def directory(tmp_path, monkeypatch):
 def train(*overrides):
     config, text = configuration.load("sft.gin", overrides)
     stream = io.StringIO()
-    return sft.train(config, text, Console(file=stream, width=120)), stream.getvalue()
+    return jobs.train(config, text, Console(file=stream, width=120)), stream.getvalue()
 
 
 def steps(path):
@@ -88,11 +88,14 @@ def test_chats_are_learned_evaluated_and_a_killed_run_resumes_bitwise(monkeypatc
     first, last = result.history[0], result.history[-1]
     assert last.loss < first.loss - 0.5
     held_out = {s.step: s.held_out_loss for s in result.history if s.held_out_loss}
-    assert list(held_out) == [2, 4, 6, 8] and result.held_out_loss == held_out[8]
+    assert (
+        list(held_out) == [2, 4, 6, 8]
+        and result.summary["held_out_loss"] == held_out[8]
+    )
     assert f"held-out loss {held_out[8]:.4f}" in said
     assert best_step("run") == min(held_out, key=held_out.__getitem__)
 
-    kill_before(6, sft._Job, monkeypatch, lambda: train("run.out_dir=cut"))
+    kill_before(6, sft.Sft, monkeypatch, lambda: train("run.out_dir=cut"))
     assert len(steps("cut")) == 5 and best_step("cut") == 4  # not saved: 4 and 5
     _, said = train("run.out_dir=cut")
     assert "resuming cut after step 3" in said

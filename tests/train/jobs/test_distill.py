@@ -18,7 +18,7 @@ from jaxmem.data import teacher_files
 from jaxmem.data.documents import Batch, DataConfig
 from jaxmem.heads.nnx import LMHead
 from jaxmem.score import journal
-from jaxmem.train import config as configuration, saved, starting
+from jaxmem.train import config as configuration, jobs, saved
 from jaxmem.train.history import read_history
 from jaxmem.train.jobs import distill
 from jaxmem.train.jobs.distill_program import DistillProgram
@@ -29,8 +29,8 @@ from jaxmem.train.jobs.distillation import (
     TeacherStates,
     distill_loss,
 )
-from jaxmem.train.jobs.epochs import with_steps
 from jaxmem.train.jobs.policy import HeadCall
+from jaxmem.train.jobs.running import with_steps
 from jaxmem.train.metrics import DistillMetrics
 from jaxmem.train.program import DecoderProgram
 from tests.cases import slow
@@ -98,7 +98,7 @@ def train(*overrides):
     config, text = configuration.load("distill.gin", overrides)
     stream = io.StringIO()
     console = Console(file=stream, width=160)
-    return distill.train(config, text, console), stream.getvalue()
+    return jobs.train(config, text, console), stream.getvalue()
 
 
 def steps(path="run"):
@@ -115,7 +115,7 @@ def killed_and_resumed(monkeypatch, *overrides):
     def cut():
         return train("run.out_dir=cut", *overrides)
 
-    kill_before(6, distill._Job, monkeypatch, cut)
+    kill_before(6, distill.Distill, monkeypatch, cut)
     assert len(steps("cut")) == 5
     assert "resuming cut after step 3" in cut()[1]
 
@@ -168,7 +168,7 @@ def flat(weights):
 def test_a_steps_gradient_is_that_of_dense_float64(overrides):
     named = ["model.tied=False", "model.vocab_size=40", "distill.teacher_dtype=float32"]
     config, _ = configuration.load("distill.gin", [*overrides, *named])
-    config = starting.resolved(config)
+    config = jobs.job_of(config).config
     program = DistillProgram(config, 40)
     rng = np.random.default_rng(0)
     shape = 4, 16
@@ -345,7 +345,7 @@ def test_a_student_learns_from_its_own_samples_and_resumes(prompts, monkeypatch)
 
 def test_an_epoch_of_prompts_has_each_once(prompts):
     config, _ = configuration.load("distill.gin", ["run.epochs=2", "task.held_out=0"])
-    assert with_steps(starting.resolved(config)).run.steps == 10
+    assert with_steps(jobs.job_of(config)).config.run.steps == 10
 
 
 @pytest.mark.parametrize(
@@ -492,7 +492,7 @@ def test_an_epoch_and_a_preview_of_a_file(capsys):
     scored("--top-k=2")
     overrides = [*OFFLINE, "run.epochs=1", "data.held_out=0", "run.accumulate=1"]
     config, _ = configuration.load("distill.gin", overrides)
-    made = with_steps(starting.resolved(config)).run.steps
+    made = with_steps(jobs.job_of(config)).config.run.steps
     assert 20 < made < 40  # 90 texts of 13 tokens in rows of 16, four a step
     assert cli.main(["data", "distill.gin", *OFFLINE]) == 0
     assert "90 documents, of which a teacher's 2 most likely ids" in (
@@ -500,7 +500,7 @@ def test_an_epoch_and_a_preview_of_a_file(capsys):
     )
     streamed = [*overrides, "data.streaming=True"]
     config, _ = configuration.load("distill.gin", streamed)
-    assert with_steps(starting.resolved(config)).run.steps == made
+    assert with_steps(jobs.job_of(config)).config.run.steps == made
     assert cli.main(["data", "distill.gin", *OFFLINE, "data.streaming=True"]) == 0
     assert "90 documents of the first row group, of" in capsys.readouterr().out
 

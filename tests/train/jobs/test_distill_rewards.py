@@ -13,7 +13,7 @@ from rich.console import Console
 
 import jaxmem
 from jaxmem.heads.nnx import LMHead
-from jaxmem.train import config as configuration
+from jaxmem.train import config as configuration, jobs
 from jaxmem.train.history import read_history
 from jaxmem.train.jobs import distill
 from jaxmem.train.jobs.distillation import (
@@ -74,7 +74,7 @@ def prepare():
 def train(*overrides, gin="distill.gin"):
     config, text = configuration.load(gin, overrides)
     stream = io.StringIO()
-    result = distill.train(config, text, Console(file=stream, width=160))
+    result = jobs.train(config, text, Console(file=stream, width=160))
     return result, stream.getvalue()
 
 
@@ -92,7 +92,7 @@ def resumed(monkeypatch, *overrides):
     def cut():
         return train("run.out_dir=cut", *overrides)
 
-    kill_before(5, distill._Job, monkeypatch, cut)
+    kill_before(5, distill.Distill, monkeypatch, cut)
     assert len(steps("cut")) == 4
     assert "resuming cut after step 3" in cut()[1]
     return steps("cut")

@@ -12,7 +12,7 @@ from rich.console import Console
 from jaxmem import checkpoints
 from jaxmem.data import pairs as data, vocabulary
 from jaxmem.data.documents import DataConfig, DataError
-from jaxmem.train import config as configuration
+from jaxmem.train import config as configuration, jobs
 from jaxmem.train.history import read_history
 from jaxmem.train.jobs import dpo
 from jaxmem.train.jobs.preferences import DpoConfig, pair_losses
@@ -60,7 +60,7 @@ def write(rows):
 def train(*overrides):
     config, text = configuration.load("dpo.gin", overrides)
     stream = io.StringIO()
-    return dpo.train(config, text, Console(file=stream, width=120)), stream.getvalue()
+    return jobs.train(config, text, Console(file=stream, width=120)), stream.getvalue()
 
 
 def steps(path):
@@ -104,7 +104,7 @@ def test_pairs_are_learned_evaluated_and_a_killed_run_resumes_bitwise(monkeypatc
     summary = json.loads(pathlib.Path("run/summary.json").read_text())
     assert summary["held_out_accuracy"] == 1 and summary["last_margin"] == last.margin
 
-    kill_before(6, dpo._Job, monkeypatch, lambda: train("run.out_dir=cut"))
+    kill_before(6, dpo.Dpo, monkeypatch, lambda: train("run.out_dir=cut"))
     scored = pathlib.Path("cut/reference.npz").stat().st_mtime_ns
     _, said = train("run.out_dir=cut")
     assert "resuming cut after step 3" in said

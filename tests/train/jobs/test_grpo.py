@@ -20,6 +20,7 @@ from jaxmem.data.documents import Batch
 from jaxmem.data.tasks import TaskConfig
 from jaxmem.models.decoder import Decoder, HeadConfig, ModelConfig
 from jaxmem.models.sampling import SamplingConfig
+from jaxmem.train import jobs
 from jaxmem.train.config import GrpoJobConfig, load
 from jaxmem.train.history import read_history
 from jaxmem.train.jobs import grpo, policy_report
@@ -33,10 +34,11 @@ from jaxmem.train.jobs.policy import (
 )
 from jaxmem.train.jobs.policy_program import PolicyProgram
 from jaxmem.train.jobs.rollouts import Completions
-from jaxmem.train.loop import RunConfig
 from jaxmem.train.memory import RematConfig
 from jaxmem.train.metrics import PolicyMetrics
 from jaxmem.train.optimizer import OptimizerConfig
+from jaxmem.train.progress import ProgressReport
+from jaxmem.train.settings import RunConfig
 from tests.cases import one_at_a_time, slow
 from tests.hlo import shapes_of, vocabulary_gemms
 from tests.train.jobs.kills import kill_before
@@ -81,7 +83,7 @@ def changed(config, **sections):
 def train(config, out_dir, **run):
     stream = io.StringIO()
     config = changed(config, run=dict(out_dir=str(out_dir), **run))
-    result = grpo.train(config, "run.steps = 4\n", Console(file=stream, width=120))
+    result = jobs.train(config, "run.steps = 4\n", Console(file=stream, width=120))
     return result, stream.getvalue()
 
 
@@ -329,8 +331,17 @@ def test_three_gemms_of_the_vocabulary_a_chunk():
     assert vocabulary_gemms(text, 640) == 2
 
 
+def job_with(program, compiled):
+    """A job of a program that is compiled already."""
+    job = grpo.Grpo(program.config)
+    job.program, program.compile = program, lambda: compiled
+    job.open()
+    job.compile(ProgressReport(Console(quiet=True), 1, 0, 1))
+    return job
+
+
 def test_groups_that_tell_nothing_change_nothing():
-    job = grpo._Job(*wide_program())
+    job = job_with(*wide_program())
     state = job.initial_state()
     for number in (1, 2):
         before = jax.device_get(state.params)
@@ -354,7 +365,7 @@ def new_job():
 @pytest.mark.slow
 def test_gradients_do_not_depend_on_how_sequences_are_packed():
     config, program, compiled = new_job()
-    job = grpo._Job(program, compiled)
+    job = job_with(program, compiled)
     state = job.initial_state()
     made = job._roll_out(1, state.params)
     old = job._logprobs(compiled.logprobs, state.params, made).drawn_from
@@ -364,9 +375,9 @@ def test_gradients_do_not_depend_on_how_sequences_are_packed():
     )
     widened = {(4, 32): wide.compile_gradients((4, 32), config.head)}
     found = []
-    for other in (job, grpo._Job(wide, compiled._replace(gradients=widened))):
+    for other in (job, job_with(wide, compiled._replace(gradients=widened))):
         sums, count = compiled.zeros(), 0
-        for batch, normalizer in learned.micro_batches(other._config):
+        for batch, normalizer in learned.micro_batches(other.config):
             sums = other._compiled.gradients[batch.batch.tokens.shape](
                 state.params, {}, sums, batch, normalizer
             )
@@ -382,7 +393,7 @@ def test_gradients_do_not_depend_on_how_sequences_are_packed():
 
 def test_after_the_first_step_nothing_compiles():
     _, program, done = new_job()
-    job = grpo._Job(program, done)
+    job = job_with(program, done)
     state, _ = job.step(1, job.initial_state())
     compiled, seen = [], set()
 
@@ -568,7 +579,7 @@ def test_killed_a_run_takes_bitwise_the_steps_of_one_never_stopped(
     def start():
         return train(config, killed, checkpoint_every=3)
 
-    kill_before(5, grpo._Job, monkeypatch, start)
+    kill_before(5, grpo.Grpo, monkeypatch, start)
     assert "after step 3" in start()[1]
     whole, resumed = (
         [

@@ -10,9 +10,9 @@ from rich.console import Console
 
 from jaxmem.data.records import DataError
 from jaxmem.data.rewards import RewardError
-from jaxmem.train import config as configuration
+from jaxmem.train import config as configuration, jobs
 from jaxmem.train.history import read_history
-from jaxmem.train.jobs import grpo, questions
+from jaxmem.train.jobs import questions
 from jaxmem.train.jobs.rollouts import Completions
 from jaxmem.train.metrics import PolicyMetrics
 from tests.checkpoints import texts
@@ -89,7 +89,7 @@ def write(rows):
 def train(*overrides):
     config, text = configuration.load("grpo.gin", overrides)
     stream = io.StringIO()
-    return grpo.train(config, text, Console(file=stream, width=120)), stream.getvalue()
+    return jobs.train(config, text, Console(file=stream, width=120)), stream.getvalue()
 
 
 def steps(path="run"):
@@ -127,7 +127,7 @@ def test_own_rewards_are_learned_and_a_run_resumes_bitwise(directory):
 
 
 def own_prompts(*overrides):
-    return questions.task_of(configuration.load("grpo.gin", overrides)[0])
+    return jobs.job_of(configuration.load("grpo.gin", overrides)[0]).reads.task
 
 
 def test_several_rewards_are_told_apart():

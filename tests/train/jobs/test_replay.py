@@ -24,7 +24,14 @@ from jaxmem.train.jobs.rollout_metrics import Logprobs
 from jaxmem.train.jobs.rollouts import Supports
 from tests.cases import slow
 from tests.train.jobs.kills import kill_before
-from tests.train.jobs.test_grpo import CONFIGS, SMALL, changed, completions, train
+from tests.train.jobs.test_grpo import (
+    CONFIGS,
+    SMALL,
+    changed,
+    completions,
+    job_with,
+    train,
+)
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "no_picture")
 
@@ -159,7 +166,7 @@ def job_of(**sampling):
         SMALL, grpo=dict(kl_coefficient=0.1, minibatches=1), sampling=sampling
     )
     program = PolicyProgram(config)
-    return grpo._Job(program, program.compile())
+    return job_with(program, program.compile())
 
 
 @pytest.mark.parametrize(
@@ -186,7 +193,7 @@ def test_the_first_ratios_are_one_within_the_support_and_only_there(sampling):
     # the mean of -A, each token's ratio being 1; the reference is at no distance.
     learned = Minibatch(made.completions, made.advantages, drawn, drawn, made.supports)
     sums = compiled.zeros()
-    for rows, normalizer in learned.micro_batches(job._config):
+    for rows, normalizer in learned.micro_batches(job.config):
         sums = compiled.gradients[rows.batch.tokens.shape](
             state.params, job.frozen, sums, rows, normalizer
         )
@@ -201,9 +208,9 @@ def test_the_first_ratios_are_one_within_the_support_and_only_there(sampling):
 def test_supports_are_those_that_the_sampler_drew_from():
     """The sampler's own truncation of the trainer's logits, token by token."""
     job = job_of(top_p=0.8, support=14)
-    state, config = job.initial_state(), job._config
+    state, config = job.initial_state(), job.config
     made = job._roll_out(1, state.params)
-    model = job._program.model(state.params, job.frozen)
+    model = job.program.model(state.params, job.frozen)
     tokens, completions = made.completions.tokens, made.completions
     for i in range(0, len(tokens), 5):
         ids = tokens[i][None]
@@ -288,7 +295,7 @@ def test_killed_and_resumed_a_replayed_run_is_bitwise_the_same(
     finished, tmp_path, monkeypatch
 ):
     config, wanted, _ = finished
-    kill_before(3, grpo._Job, monkeypatch, lambda: train(config, tmp_path / "run"))
+    kill_before(3, grpo.Grpo, monkeypatch, lambda: train(config, tmp_path / "run"))
     result, said = train(config, tmp_path / "run")
     assert "after step 2" in said
     untimed = [
@@ -321,7 +328,7 @@ def test_the_same_tokens_are_kept_for_a_seed_and_a_step():
 def test_the_expected_gradient_of_some_tokens_is_that_of_all(sampling):
     """The mean over draws is as near as their spread says, and nearer than one draw."""
     job = job_of(**sampling)
-    config = changed(job._config, grpo=dict(token_fraction=0.5))
+    config = changed(job.config, grpo=dict(token_fraction=0.5))
     state = job.initial_state()
     made = job._roll_out(1, state.params)
     old = job._logprobs(job._compiled.logprobs, state.params, made).drawn_from
@@ -339,7 +346,7 @@ def test_the_expected_gradient_of_some_tokens_is_that_of_all(sampling):
         leaves = jax.tree.leaves(jax.device_get(sums.gradients))
         return np.concatenate([x.ravel() for x in leaves]).astype(np.float64)
 
-    exact = gradient(None, job._config)
+    exact = gradient(None, job.config)
     lengths = made.completions.lengths
     drawn = np.array(
         [gradient(kept_tokens(config, step, 0, lengths), config) for step in range(60)]
@@ -349,12 +356,12 @@ def test_the_expected_gradient_of_some_tokens_is_that_of_all(sampling):
     assert spread > 0.1 * np.linalg.norm(exact)
     assert error < 1.5 * spread / np.sqrt(len(drawn))
     everything = np.arange(3) < lengths[:, None]
-    np.testing.assert_array_equal(gradient(everything, job._config), exact)
+    np.testing.assert_array_equal(gradient(everything, job.config), exact)
 
 
 def test_masked_tokens_have_no_label_and_no_support():
     job = job_of(top_p=0.8, support=14)
-    config = changed(job._config, grpo=dict(token_fraction=0.5))
+    config = changed(job.config, grpo=dict(token_fraction=0.5))
     made = job._roll_out(1, job.initial_state().params)
     old = np.zeros(made.samples.tokens.shape, np.float32)
     kept = kept_tokens(config, 1, 0, made.completions.lengths)

@@ -27,15 +27,18 @@ from jaxmem.data import documents as data
 from jaxmem.data.documents import Batch, DataConfig
 from jaxmem.models.decoder import Decoder, HeadConfig, ModelConfig
 from jaxmem.models.weights import join_weights, split_weights
+from jaxmem.train import jobs
 from jaxmem.train.config import Config
 from jaxmem.train.history import read_history
 from jaxmem.train.jobs import sft
-from jaxmem.train.jobs.epochs import with_steps
-from jaxmem.train.jobs.sft import OptimizerConfig, RunConfig
+from jaxmem.train.jobs.running import with_steps
 from jaxmem.train.optimizer import (
+    OptimizerConfig,
     learning_rate_schedule,
     make_optimizer,
 )
+from jaxmem.train.program import TrainState
+from jaxmem.train.settings import RunConfig
 from tests.cases import slow
 from tests.hlo import vocabulary_gemms
 
@@ -97,7 +100,7 @@ def changed(config, **sections):
 
 def train(config, text=""):
     stream = io.StringIO()
-    result = sft.train(config, text, Console(file=stream, width=120))
+    result = jobs.train(config, text, Console(file=stream, width=120))
     return result, stream.getvalue()
 
 
@@ -227,7 +230,7 @@ def small_step(make, **changes):
     params, optimizer = nnx.to_pure_dict(weights), make()
     step = sft.make_step(definition, HeadConfig(), optimizer)
     run = jax.jit(lambda state, batch: step(state, {}, batch))
-    return run, sft.TrainState(params, optimizer.init(params))
+    return run, TrainState(params, optimizer.init(params))
 
 
 @pytest.mark.parametrize("count", [slow(2), 8])
@@ -403,9 +406,10 @@ def test_epochs_decide_the_steps(config):
     count = sum(1 for _ in data.batches(config.data, tokenizer, epochs=1))
     for epochs, accumulate in ((2, 1), (0.5, 1), (1, 3)):
         run = dict(epochs=epochs, accumulate=accumulate, steps=1)
-        made = with_steps(changed(config, run=run)).run
+        made = with_steps(jobs.job_of(changed(config, run=run))).config.run
         assert made.steps == -(-epochs * count // accumulate)
-    assert with_steps(config) is config
+    job = jobs.job_of(config)
+    assert with_steps(job) is job
     with pytest.raises(ValueError, match="RunConfig.epochs must be above 0 and finite"):
         changed(config, run=dict(epochs=0.0))
 
@@ -440,9 +444,9 @@ def test_held_out_text_is_scored_once_whatever_the_batches(config, tmp_path):
     source = dict(source=str(path), held_out=0.25, vocab_size=280)
     config = changed(config, data=source)
     result, said = train(config)
-    assert f"held-out loss {result.held_out_loss:.4f}" in said
+    assert f"held-out loss {result.summary['held_out_loss']:.4f}" in said
     summary = json.loads((result.out_dir / "summary.json").read_text())
-    assert summary["held_out_loss"] == result.held_out_loss
+    assert summary["held_out_loss"] == result.summary["held_out_loss"]
     tokenizer = sft.data.load_tokenizer(config.data)
     scored = []
     for changes in (dict(data={}), dict(data=dict(batch_size=3)),
@@ -453,7 +457,7 @@ def test_held_out_text_is_scored_once_whatever_the_batches(config, tmp_path):
         params = program.initial_state().params
         scored.append(program.evaluate(params, {}, batches))
     np.testing.assert_allclose(scored, scored[0], rtol=1e-6)
-    assert 0 < result.held_out_loss < scored[0] < np.log(280) + 1
+    assert 0 < result.summary["held_out_loss"] < scored[0] < np.log(280) + 1
 
 
 def test_that_nothing_is_held_out_is_said_before_the_first_step(config):
@@ -624,16 +628,17 @@ def test_impossible_settings_are_refused_by_name(kind, changes, message):
 PROGRAM = textwrap.dedent(
     """
     import sys
-    from jaxmem.train.jobs import sft
+    from jaxmem.train import jobs
     from jaxmem.train.config import Config
     from jaxmem.data.documents import DataConfig
     from jaxmem.models.decoder import HeadConfig, ModelConfig
     from jaxmem.train.evaluation import EvalConfig
     from jaxmem.train.memory import RematConfig
     from jaxmem.models.partitioning import MeshConfig
-    from jaxmem.train.jobs.sft import OptimizerConfig, RunConfig
+    from jaxmem.train.optimizer import OptimizerConfig
+    from jaxmem.train.settings import RunConfig
 
-    sft.train(eval(sys.stdin.read()))
+    jobs.train(eval(sys.stdin.read()))
     """
 )
 

@@ -1,0 +1,317 @@
+"""The interface of a job: all that a run, a plan and a preview need to know of one."""
+
+import abc
+import dataclasses
+import functools
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import tokenizers
+from rich.console import Console
+
+from jaxmem import checkpoints
+from jaxmem.data import vocabulary
+from jaxmem.models import lora
+from jaxmem.models.decoder import ModelConfig
+from jaxmem.models.partitioning import MeshConfig
+from jaxmem.train import metrics
+from jaxmem.train.checkpoint import Checkpoints
+from jaxmem.train.evaluation import Evaluated
+from jaxmem.train.jobs.reading import Documents, Reading, Record
+from jaxmem.train.phases import Phase, Programs, of_program
+from jaxmem.train.program import DecoderProgram, fixed_weights
+from jaxmem.train.progress import ProgressReport
+from jaxmem.train.settings import JobConfig, Settings
+
+JOBS: dict[str, type["Job"]] = {}  # by the value of run.job
+
+
+class Job(abc.ABC):
+    """One kind of training, and one run of it.
+
+    A subclass is one file: `class Mine(Job, name="mine")` is what run.job="mine" runs.
+    `run.train` calls, in this order, `build`, `open`, `compile`, then `step` and
+    `evaluate` as often as there are steps, and `finish`; `jaxmem plan` calls `plan` and
+    `jaxmem data` `records`.
+
+    Args:
+        config: of the run.
+
+    Attributes:
+        Config: its sections, a `JobConfig` whose fields are dataclasses.
+        Metrics: the numbers of a step, a NamedTuple as `metrics.AnyMetrics`.
+        changeable: sections that may differ when a run is resumed.
+        chart: the field of `Metrics` that report.png shows, and its label.
+        config: of the run, with the sizes of its checkpoint.
+        program: functions and shapes, after `build`.
+        batches: where the data come from, after `open`.
+    """
+
+    name: ClassVar[str]
+    Config: ClassVar[type[JobConfig]]
+    Metrics: ClassVar[type] = metrics.StepMetrics
+    changeable: Sequence[str] = ("optimizer",)
+    chart: ClassVar[tuple[str, str]] = ("loss", "loss (nats per token)")
+    config: Any
+    program: Any
+    batches: Any
+
+    def __init_subclass__(cls, name: str, **others: Any):
+        """Register the job."""
+        super().__init_subclass__(**others)
+        if name in JOBS:
+            raise ValueError(f"run.job={name!r} is already {JOBS[name].__qualname__}")
+        cls.name = name
+        JOBS[name] = cls
+
+    def __init__(self, config: JobConfig):
+        self.config, self._end = config, float("-inf")  # of the last step
+        changes: dict[str, Any] = {"model": self.sizes()}
+        if config.model.lora_rank and config.optimizer.trainable is None:
+            changes["optimizer"] = dataclasses.replace(
+                config.optimizer, trainable=lora.TRAINABLE
+            )
+        self.config = dataclasses.replace(config, **changes)
+
+    # ---------------------------------------------------------- configuration
+
+    @property
+    def mesh(self) -> MeshConfig:
+        """The device mesh."""
+        return self.config.mesh
+
+    def sizes(self) -> ModelConfig:
+        """The model, with its checkpoint's sizes.
+
+        Raises:
+            ValueError: the checkpoint cannot be read, or a size differs.
+        """
+        return checkpoints.with_checkpoint(self.config.model)
+
+    def fixed(self) -> dict[str, Any]:
+        """Settings, by section, that a resumed run must share with the saved one."""
+        config = self.config
+        fixed = self.reads.fixed() | {"model": dataclasses.asdict(config.model)}
+        fixed |= fixed_weights(config.optimizer, config.run.seed)
+        return fixed | {"run": {"job": self.name, "seed": config.run.seed}}
+
+    def settings(self) -> Settings:
+        """What checkpoints record, to be compared when the run is resumed."""
+        fixed, config = self.fixed(), self.config
+        changeable = {
+            name: dataclasses.asdict(getattr(config, name)) for name in self.changeable
+        }
+        changeable["run"] = {
+            name: getattr(config.run, name) for name in ("steps", "accumulate", "seed")
+        }
+        return Settings(fixed, {
+            name: {k: v for k, v in fields.items() if k not in fixed.get(name, {})}
+            for name, fields in changeable.items()
+        })  # fmt: skip
+
+    # ------------------------------------------------------------------- data
+
+    def reading(self) -> Reading:
+        """What the job reads; nothing is opened yet."""
+        return Documents(self.config.data, self.config.model)
+
+    @functools.cached_property
+    def reads(self) -> Any:
+        """The `Reading`."""
+        return self.reading()
+
+    def records(self, count: int) -> Iterator[Record | str]:
+        """The first records, and lines about all of them, for `jaxmem data`."""
+        return self.reads.records(count)
+
+    @property
+    def tokenizer(self) -> tokenizers.Tokenizer | None:
+        """The vocabulary that the run keeps in tokenizer.json, if any."""
+        return getattr(self.reads, "tokenizer", None)
+
+    def text(self, directory: Path) -> checkpoints.Text:
+        """How a model without a checkpoint reads text, for export.
+
+        Args:
+            directory: of the run.
+        """
+        names = vocabulary.BOS, vocabulary.EOS, vocabulary.PAD
+        template = self.reads.template_text()
+        return checkpoints.Text(_saved_tokenizer(directory), *names, template)
+
+    def vocabulary(self) -> int:
+        """Entries of the data's vocabulary, which may have to be trained."""
+        assert self.tokenizer is not None
+        return self.tokenizer.get_vocab_size()
+
+    def expected_vocabulary(self) -> int:
+        """The same, as far as it is known without the data."""
+        return self.config.model.vocab_size or self.config.data.vocab_size
+
+    def saved_vocabulary(self, directory: Path) -> int:
+        """Entries of the vocabulary of a run's directory."""
+        return _saved_tokenizer(directory).get_vocab_size()
+
+    # --------------------------------------------------------------- programs
+
+    @abc.abstractmethod
+    def make_program(self, vocab_size: int) -> DecoderProgram:
+        """Functions and shapes of a run; nothing is allocated."""
+
+    def build(self) -> None:
+        """Make `program`, for the data's vocabulary."""
+        self.program = self.make_program(self.vocabulary())
+
+    def plan(self) -> Programs:
+        """The programs of a run, inside of `jaxmem.devices.target`; no data are read.
+
+        Raises:
+            ValueError: sizes are not divisible by the mesh.
+        """
+        self.program = self.make_program(self.expected_vocabulary())
+        self.program.choose_policy(Console(quiet=True))
+        return of_program(self.program, self.phases())
+
+    @abc.abstractmethod
+    def phases(self) -> list[Phase]:
+        """The programs of `program`, in the order in which a step runs them."""
+
+    def scaled(self, factor: float) -> tuple[int, dict[str, Any]] | None:
+        """The rows of a micro-batch of so many times the tokens, for `plan --fit`.
+
+        Returns:
+            The rows, and keys and values that make them; None if that cannot be.
+        """
+        rows = self.config.data.batch_size * factor
+        parts = self.config.run.accumulate / factor
+        if rows % 1 or parts % 1:
+            return None
+        values = {"data.batch_size": int(rows), "run.accumulate": int(parts)}
+        return int(rows), values
+
+    # -------------------------------------------------------------------- run
+
+    def open(self) -> None:
+        """Open the data, before anything is compiled."""
+        rows = self.program.layout.own_rows(self.config.data.batch_size)
+        self.batches = self.reads.batches(rows)
+
+    @abc.abstractmethod
+    def compile(self, progress: ProgressReport) -> None:
+        """Compile what `step` and `evaluate` call."""
+
+    @functools.cached_property
+    def frozen(self) -> dict:
+        """The frozen weights."""
+        return self.program.frozen()
+
+    def initial_state(self) -> Any:
+        """The state before the first step: a NamedTuple with `params`."""
+        return self.program.initial_state()
+
+    def restored_state(
+        self, checkpoints: Checkpoints, step: int
+    ) -> tuple[Any, dict[str, Any]]:
+        """The state after a saved step, and what `get_state` returned then."""
+        return self.program.restored_state(checkpoints, step)
+
+    @abc.abstractmethod
+    def step(self, number: int, state: Any) -> tuple[Any, Any]:
+        """Take the step of that number, from 1; the given state is consumed.
+
+        Returns:
+            The next state; and the step's `Metrics`, or a function that waits for
+            them, which is called after the next step has started.
+        """
+
+    def step_metrics(
+        self, number: int, loss: Any, norm: Any, tokens: Any, start: float
+    ) -> metrics.StepMetrics:
+        """The numbers of a step that started then; waits for it to end."""
+        loss, norm, tokens = float(loss), float(norm), int(tokens)
+        seconds = self.seconds_since(start)
+        return metrics.StepMetrics(
+            step=number,
+            loss=loss,
+            tokens=tokens,
+            tokens_per_second=tokens / seconds,
+            grad_norm=norm,
+            learning_rate=float(self.program.schedule(number - 1)),
+            seconds=seconds,
+            gradient_samples=self.config.head.gradient_samples,
+            backend=self.program.backend,
+        )
+
+    def seconds_since(self, start: float) -> float:
+        """Seconds until now, without those of the step before, which may overlap."""
+        end = time.perf_counter()
+        seconds, self._end = end - max(start, self._end), end
+        return seconds
+
+    def evaluate(self, state: Any, taken: Any) -> Evaluated | None:
+        """Score what is held out; None where nothing is."""
+        del state, taken
+        return None
+
+    def get_state(self) -> dict[str, Any]:
+        """Return the position in the data, as JSON-able values."""
+        return self.batches.get_state()
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Continue from the position that `get_state` returned."""
+        self.batches.set_state(state)
+
+    def samples(self) -> list[dict[str, Any]]:
+        """Rows of the report's table: prompt, tokens, logprobs and reward (or None)."""
+        return []
+
+    # -------------------------------------------------------------------- end
+
+    def finish(self, state: Any) -> dict[str, Any]:
+        """What the last evaluation adds to the metrics of the last step."""
+        del state
+        return {}
+
+    def costs(self) -> dict[str, metrics.HeadCost]:
+        """Memory by implementation of the head, for run.compare_heads; {}: unknown."""
+        return {}
+
+    def summary(self, history: Sequence[Any]) -> Mapping[str, Any]:
+        """What summary.json says of the run."""
+        return {"first_loss": history[0].loss, "last_loss": history[-1].loss}
+
+    def closing(self, history: Sequence[Any]) -> Iterator[Any]:
+        """Tables and lines that are printed at the end."""
+        yield (
+            f"loss {history[0].loss:.4f} -> {history[-1].loss:.4f} in {len(history)} "
+            f"steps, {metrics.tokens_per_second(history):,.0f} tokens/s"
+        )
+
+
+def job_of(config: JobConfig) -> Job:
+    """The job that `config.run.job` names.
+
+    Raises:
+        ValueError: there is none of that name, or it has other sections.
+    """
+    job = JOBS.get(config.run.job)
+    if job is None:
+        raise ValueError(
+            f"run.job must be one of {', '.join(map(repr, JOBS))}, got "
+            f"{config.run.job!r}"
+        )
+    if type(config) is not job.Config:
+        raise ValueError(
+            f"run.job={config.run.job!r} takes a {job.Config.__name__}, got a "
+            f"{type(config).__name__}"
+        )
+    return job(config)
+
+
+def _saved_tokenizer(directory: Path) -> tokenizers.Tokenizer:
+    path = directory / "tokenizer.json"
+    if not path.exists():
+        raise checkpoints.CheckpointError(f"{path}: missing")
+    return tokenizers.Tokenizer.from_file(str(path))

@@ -1,0 +1,260 @@
+"""What a job reads: how many records, as which tokens, and what the loss counts."""
+
+import abc
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import tokenizers
+
+from jaxmem.data import (
+    documents,
+    pairs,
+    streams,
+    teacher_files,
+    teacher_streams,
+    vocabulary,
+)
+from jaxmem.data.blocks import Blocks
+from jaxmem.data.chat import Templates, read_template
+from jaxmem.data.documents import DataConfig
+from jaxmem.models.decoder import ModelConfig
+
+
+class Record(NamedTuple):
+    """A record as the model reads it."""
+
+    name: str  # where it is, such as data.jsonl:3
+    tokens: np.ndarray  # [N]
+    labels: np.ndarray | None = None  # [N] next tokens, negative where none is learned
+    about: str = ""  # what else there is to say
+
+
+class Reading(abc.ABC):
+    """What a job reads.
+
+    Attributes:
+        longest: tokens of the longest sequence that is trained on.
+        chat_template: path of a template that replaces the checkpoint's, or None.
+    """
+
+    longest: int
+    chat_template: str | None
+
+    @abc.abstractmethod
+    def fixed(self) -> dict[str, dict[str, Any]]:
+        """Settings, by section, that a resumed run must share with the saved one."""
+
+    @abc.abstractmethod
+    def per_epoch(self) -> float:
+        """Micro-batches, or rollouts, that go through all records once."""
+
+    @abc.abstractmethod
+    def records(self, count: int) -> Iterator[Record | str]:
+        """The first records, and lines about all of them."""
+
+    @abc.abstractmethod
+    def text(self, ids: np.ndarray) -> str:
+        """Tokens as text, special ones too."""
+
+    def template_text(self) -> str | None:
+        """The text of that template."""
+        if self.chat_template is None:
+            return None
+        return Path(self.chat_template).expanduser().read_text("utf-8")
+
+
+class Documents(Reading):
+    """Documents in packed rows.
+
+    Args:
+        config: of the data.
+        model: whose checkpoint's tokenizer reads them, if it has one.
+    """
+
+    def __init__(self, config: DataConfig, model: ModelConfig):
+        self.config, self._checkpoint = config, model.checkpoint
+        self.longest, self.chat_template = config.sequence_length, config.chat_template
+
+    @functools.cached_property
+    def tokenizer(self) -> tokenizers.Tokenizer:
+        """The tokenizer of the checkpoint, or one trained on the text."""
+        if self._checkpoint is not None:
+            return vocabulary.of_checkpoint(self._checkpoint)
+        return documents.load_tokenizer(self.config)
+
+    @functools.cached_property
+    def template(self) -> Templates | None:
+        """The checkpoint's chat template, read at its first use; None without one."""
+        if self._checkpoint is None:
+            return None
+        return template_of(self._checkpoint, self.chat_template, self.tokenizer)
+
+    def batches(self, rows: Sequence[int]) -> Any:
+        """Micro-batches without end, of which this process needs some rows."""
+        return streams.batches(self.config, self.tokenizer, rows, self.template)
+
+    def held_out(self) -> Callable[[], documents.BatchIterator] | None:
+        """Returns what is never trained on, from its start; None without any.
+
+        It is read now, for what may be wrong.
+        """
+        if not self.config.held_out:
+            return None
+        first = self._once("evaluation")
+        start = first.get_state()
+
+        def again() -> documents.BatchIterator:
+            first.set_state(start)
+            return first
+
+        return again
+
+    def _once(self, split: Any = "train") -> documents.BatchIterator:
+        return documents.batches(
+            self.config, self.tokenizer, split=split, epochs=1, template=self.template
+        )
+
+    def fixed(self) -> dict[str, dict[str, Any]]:
+        """See `Reading`."""
+        return {"data": self.config.fixed()}
+
+    def per_epoch(self) -> float:
+        """See `Reading`."""
+        return sum(1 for _ in self._once())
+
+    def text(self, ids: np.ndarray) -> str:
+        """See `Reading`."""
+        return self.tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+
+    def records(self, count: int) -> Iterator[Record | str]:
+        """See `Reading`."""
+        read, length = self._read(), self.config.sequence_length
+        encoded = list(documents.encode_documents(read, self.tokenizer))
+        for document, (tokens, labels) in zip(read[:count], encoded, strict=False):
+            yield Record(document.name, tokens, labels)
+        streaming = self.config.streaming
+        yield statistics(
+            "documents of the first block" if streaming else "documents", encoded
+        )
+        long = sum(len(tokens) > length for tokens, _ in encoded)
+        yield (
+            f"{long:,} are longer than data.sequence_length={length} and are cut into "
+            "rows"
+        )
+        if streaming:
+            return
+        filled = [batch.segment_ids > 0 for batch in self._once()]
+        tokens = sum(int(x.sum()) for x in filled)
+        rows = sum(int(x.any(axis=1).sum()) for x in filled)
+        yield (
+            f"an epoch packs {tokens:,} tokens into {rows:,} rows of {length}, "
+            f"{1 - tokens / (rows * length):.1%} padding: {len(filled):,} "
+            f"micro-batches of {self.config.batch_size}"
+        )
+
+    def _read(self) -> list[documents.Document]:
+        """All documents; where they are streamed, those of the first block."""
+        source, template = self.config.source, self.template
+        if not self.config.streaming:
+            return documents.load_documents(source, template=template)
+        block = Blocks(source, "data.source").records(0)
+        return [documents.document_of(record, template) for record in block]
+
+
+class Pairs(Documents):
+    """Pairs of answers, each answer in a row with its prompt.
+
+    Args:
+        config: of the data.
+        model: whose checkpoint's tokenizer reads them.
+        drop_long: leave out pairs longer than a row.
+    """
+
+    def __init__(self, config: DataConfig, model: ModelConfig, drop_long: bool):
+        super().__init__(config, model)
+        self._drop_long = drop_long
+
+    @functools.cached_property
+    def pairs(self) -> tuple[list[pairs.Pair], list[pairs.Pair]]:
+        """Those to train on, and those held out."""
+        return pairs.load_pairs(
+            self.config, self.tokenizer, self.template, self._drop_long
+        )
+
+    def per_epoch(self) -> float:
+        """See `Reading`."""
+        return len(self.pairs[0]) / self.config.batch_size
+
+    def records(self, count: int) -> Iterator[Record | str]:
+        """See `Reading`."""
+        training, held_out = self.pairs
+        for pair in training[:count]:
+            yield Record(f"{pair.where} chosen", *pair.chosen)
+            yield Record(f"{pair.where} rejected", *pair.rejected)
+        answers = [x for pair in training for x in (pair.chosen, pair.rejected)]
+        yield statistics("answers", answers)
+        filled = sum(len(tokens) for tokens, _ in answers)
+        slots = len(answers) * self.config.sequence_length
+        yield (
+            f"{len(training):,} pairs to train on, {len(held_out):,} held out; "
+            f"{1 - filled / slots:.1%} of the rows is padding"
+        )
+
+
+class TeacherRows(Documents):
+    """Rows of a file that `jaxmem score` wrote, with a teacher's columns."""
+
+    @functools.cached_property
+    def file(self) -> teacher_files.TeacherFile:
+        """What was read; of a stream, its first part."""
+        return teacher_streams.opened(self.config)
+
+    def per_epoch(self) -> float:
+        """See `Reading`."""
+        examples = teacher_streams.examples(self.file, self.config, epochs=1)
+        return sum(1 for _ in examples)
+
+    def records(self, count: int) -> Iterator[Record | str]:
+        """See `Reading`."""
+        file = self.file
+        for i, (ids, prompt) in enumerate(file.documents[:count]):
+            labels = np.append(ids[1:], documents.NO_LABEL)
+            labels[: max(prompt - 1, 0)] = documents.NO_LABEL
+            yield Record(f"document {i}", ids, labels)
+        kind = "drawn" if file.logprobs is None else "most likely"
+        streaming = self.config.streaming
+        which = "documents of the first row group" if streaming else "documents"
+        yield (
+            f"{len(file.documents):,} {which}, of which a teacher's "
+            f"{file.ids.shape[1]} {kind} ids are known for {len(file.ids):,} tokens, "
+            f"at temperature {file.temperature:g}"
+        )
+
+
+def statistics(what: str, encoded: list[tuple[np.ndarray, np.ndarray]]) -> str:
+    """Number and lengths of tokens and labels, in a line."""
+    lengths = np.array([len(tokens) for tokens, _ in encoded])
+    counted = sum(int((labels >= 0).sum()) for _, labels in encoded)
+    return (
+        f"{len(lengths):,} {what}, {lengths.sum():,} tokens, of which the loss counts "
+        f"{counted / lengths.sum():.1%}; {lengths.min():,} to {lengths.max():,} tokens "
+        f"each, median {int(np.median(lengths)):,}"
+    )
+
+
+def template_of(
+    checkpoint: str, path: str | None, tokenizer: tokenizers.Tokenizer
+) -> Templates:
+    """The chat template of a checkpoint's directory, or that of a path.
+
+    Args:
+        checkpoint: the directory.
+        path: of a template that replaces the directory's, or None.
+        tokenizer: of the checkpoint.
+    """
+    added = tokenizer.get_added_tokens_decoder().values()
+    special = [token.content for token in added if token.special]
+    return functools.cache(functools.partial(read_template, checkpoint, path, special))

@@ -1,0 +1,130 @@
+"""Training: any job, from its configuration to its report."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from rich.console import Console
+
+from jaxmem.core import processes
+from jaxmem.train import files, metrics, plots, report, starting
+from jaxmem.train.jobs.job import Job, job_of
+from jaxmem.train.loop import Run, open_run
+from jaxmem.train.metrics import HeadCost
+from jaxmem.train.settings import JobConfig
+
+
+class Result(NamedTuple):
+    """What `train` leaves; in processes other than the first, the directory alone."""
+
+    out_dir: Path  # metrics, checkpoints, summary.json, report.html and report.png
+    history: list[Any] = []  # `Job.Metrics` of every step, of earlier processes too
+    costs: Mapping[str, HeadCost] = {}  # by implementation; {} without compare_heads
+    summary: Mapping[str, Any] = {}  # as in summary.json
+
+
+def train(
+    config: JobConfig, operative_text: str = "", console: Console | None = None
+) -> Result:
+    """Train, or resume training, and report what was reached.
+
+    Args:
+        config: everything about the run, which lives in `config.run.out_dir`; a run
+            that is there already continues from its newest checkpoint (see
+            `loop.open_run`).
+        operative_text: the gin text that says the same; saved beside the run.
+        console: where progress goes; a new rich console by default.
+
+    Returns:
+        The run's directory, its history, the memory of both heads and the summary.
+
+    Raises:
+        ValueError: the data cannot be used; the directory holds a run of another model,
+            data or backend of the head, or another process uses it.
+        CheckpointError: a checkpoint cannot be written, or all are damaged.
+        FloatingPointError: the loss is not finite.
+        KeyboardInterrupt: after SIGINT; the current step is finished and saved.
+        SystemExit: likewise after SIGTERM.
+    """
+    job = with_steps(job_of(config))
+    config = job.config
+    console = console or Console(quiet=not processes.is_first())
+    with open_run(config.run, job.settings(), console, config.eval) as run:
+        job.build()
+        run.use_backend(job.program.backend, config.head.backend)
+        job.open()
+        run.progress.waiting("compiling")
+        job.program.choose_policy(console)
+        job.compile(run.progress)
+        state = run.take_steps(job, starting.texts(job, operative_text))
+        _leave(run, job, state, console)
+        last = job.finish(state)
+        costs = job.costs() if config.run.compare_heads else {}
+        if not processes.is_first():
+            return Result(run.out_dir)
+        history = run.history(job.Metrics)
+        told = [*history[:-1], history[-1]._replace(**last)]
+        summary = _report(job, run.out_dir, told, costs, console)
+        return Result(run.out_dir, history, costs, summary)
+
+
+def with_steps(job: Job) -> Job:
+    """The job with `run.steps` as `run.epochs` says; itself without it.
+
+    The data are read and tokenised once more for that.
+
+    Raises:
+        ValueError: the data cannot be used, or have no end.
+    """
+    run = job.config.run
+    if run.epochs is None:
+        return job
+    steps = math.ceil(run.epochs * (job.reads.per_epoch() / run.accumulate))
+    run = dataclasses.replace(run, steps=max(steps, 1), epochs=None)
+    return type(job)(dataclasses.replace(job.config, run=run))
+
+
+def _leave(run: Run, job: Job, state: Any, console: Console) -> None:
+    """Export the last model, and the best one."""
+    starting.leave(
+        run.out_dir, job.program.model(state.params, job.frozen), console, job
+    )
+    if (best := run.best_state(job)) is not None:
+        model = job.program.model(best.params, job.frozen)
+        starting.leave_best(run.out_dir, model, console, job)
+
+
+def _report(
+    job: Job,
+    out_dir: Path,
+    history: Sequence[Any],
+    costs: Mapping[str, HeadCost],
+    console: Console,
+) -> Mapping[str, Any]:
+    """Print what a run reached, and leave its summary, figure and report."""
+    if costs:
+        console.print(metrics.cost_table(costs))
+    for item in job.closing(history):
+        markup = not isinstance(item, str)
+        console.print(item, highlight=False, markup=markup, soft_wrap=not markup)
+    summary = {
+        "steps": len(history),
+        "gradient_samples": getattr(history[-1], "gradient_samples", None),
+        **job.summary(history),
+        "tokens_per_second": metrics.tokens_per_second(history),
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "memory": {
+            name: {"head": cost.head._asdict(), "step": cost.step._asdict()}
+            for name, cost in costs.items()
+        },
+    }
+    text = json.dumps(summary, indent=2) + "\n"
+    files.write_whole(out_dir / "summary.json", text)
+    plots.save(out_dir / "report.png", history, costs, *job.chart)
+    report.finish(out_dir, console)
+    return summary

@@ -1,0 +1,88 @@
+"""The sections that every job has, and the settings that its checkpoints record."""
+
+import dataclasses
+import math
+import typing
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from jaxmem.core.fields import check_field
+from jaxmem.models.decoder import HeadConfig, ModelConfig
+from jaxmem.models.partitioning import MeshConfig
+from jaxmem.train.evaluation import EvalConfig
+from jaxmem.train.memory import RematConfig
+from jaxmem.train.optimizer import OptimizerConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """Which job to run, for how long, and what to save."""
+
+    # "sft", supervised; "grpo", reinforcement learning; "dpo", pairs of answers;
+    # "distill", a teacher's student; or a job of one's own
+    job: str = "sft"
+    steps: int = 60  # optimizer steps in all; rollouts of the job "grpo"
+    accumulate: int = 1  # micro-batches (data.batch_size rows each) per step
+    seed: int = 0  # of initial weights, and of a policy's samples
+    out_dir: str = "runs/sft"  # directory of the run; one that holds a run resumes it
+    # steps between checkpoints; the last step is always saved; None: no checkpoints
+    checkpoint_every: int | None = 20
+    keep: int = 2  # newest checkpoints to keep
+    log_every: int = 10  # steps between plain progress lines (not on a terminal)
+    compare_heads: bool = True  # at the end, compile both heads and show their memory
+    # passes over the data, which decide steps; None: steps says it
+    epochs: float | None = None
+    # project of Weights & Biases that gets the metrics too; WANDB_MODE=offline keeps
+    # them in out_dir/wandb, for `wandb sync`
+    wandb: str | None = None
+
+    def __post_init__(self):
+        """Raise a ValueError that names a field with an impossible value."""
+        for name in ("steps", "accumulate", "keep", "log_every"):
+            check_field(self, name, getattr(self, name) >= 1, "at least 1")
+        if self.checkpoint_every is not None:
+            good = self.checkpoint_every >= 1
+            check_field(self, "checkpoint_every", good, "at least 1, or None")
+        if self.epochs is not None:
+            good = 0 < self.epochs < math.inf
+            check_field(self, "epochs", good, "above 0 and finite, or None")
+        check_field(self, "wandb", self.wandb != "", "the name of a project, or None")
+        check_field(self, "seed", 0 <= self.seed < 2**31, "in [0, 2**31)")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class JobConfig:
+    """The sections of every job; a job's own class adds those that only it has."""
+
+    model: ModelConfig
+    head: HeadConfig
+    optimizer: OptimizerConfig
+    run: RunConfig
+    mesh: MeshConfig = MeshConfig()
+    remat: RematConfig = RematConfig()
+    eval: EvalConfig = EvalConfig()
+
+    @classmethod
+    def sections(cls) -> dict[str, type]:
+        """The dataclass of each section, the job's own ones first."""
+        types = typing.get_type_hints(cls)
+        return {name: types[name] for name in cls.__annotations__} | types
+
+    def replaced(self, values: Mapping[str, Any]) -> Any:
+        """The config with other values, by key: {"run.steps": 10}."""
+        sections: dict[str, dict[str, Any]] = {}
+        for key, value in values.items():
+            section, _, field = key.partition(".")
+            sections.setdefault(section, {})[field] = value
+        changed = {
+            name: dataclasses.replace(getattr(self, name), **fields)
+            for name, fields in sections.items()
+        }
+        return dataclasses.replace(self, **changed)
+
+
+class Settings(NamedTuple):
+    """The settings that checkpoints record, by section and field."""
+
+    fixed: Mapping[str, Mapping]  # must not change when a run is resumed
+    changeable: Mapping[str, Mapping]  # may change; changes are printed
