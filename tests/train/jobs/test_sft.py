@@ -447,13 +447,13 @@ def test_held_out_text_is_scored_once_whatever_the_batches(config, tmp_path):
     assert f"held-out loss {result.summary['held_out_loss']:.4f}" in said
     summary = json.loads((result.out_dir / "summary.json").read_text())
     assert summary["held_out_loss"] == result.summary["held_out_loss"]
-    tokenizer = sft.data.load_tokenizer(config.data)
+    tokenizer = data.load_tokenizer(config.data)
     scored = []
     for changes in (dict(data={}), dict(data=dict(batch_size=3)),
                     dict(head=dict(implementation="materialised"))):  # fmt: skip
         other = changed(config, **changes)
         program = sft.Program(other, tokenizer.get_vocab_size())
-        batches = sft.data.batches(other.data, tokenizer, split="evaluation", epochs=1)
+        batches = data.batches(other.data, tokenizer, split="evaluation", epochs=1)
         params = program.initial_state().params
         scored.append(program.evaluate(params, {}, batches))
     np.testing.assert_allclose(scored, scored[0], rtol=1e-6)
@@ -462,7 +462,7 @@ def test_held_out_text_is_scored_once_whatever_the_batches(config, tmp_path):
 
 def test_that_nothing_is_held_out_is_said_before_the_first_step(config):
     config = changed(config, data=dict(held_out=0.5))  # of one document
-    with pytest.raises(sft.data.DataError, match="is one document, and a "):
+    with pytest.raises(data.DataError, match="is one document, and a "):
         train(config)
     assert not (pathlib.Path(config.run.out_dir) / "metrics.jsonl").exists()
 
@@ -545,7 +545,7 @@ def test_other_text_is_refused_before_a_file_of_the_run_changes(finished, tmp_pa
     other = changed(config, run=dict(steps=8, out_dir=str(tmp_path / "run")))
     try:
         source.write_text(text.replace("token", "letter"))
-        with pytest.raises(sft.data.DataError, match="belongs to other data"):
+        with pytest.raises(data.DataError, match="belongs to other data"):
             train(other, "run.steps = 8\n")
     finally:
         source.write_text(text)
