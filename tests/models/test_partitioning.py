@@ -82,7 +82,9 @@ def assert_same_steps(result, wanted):
         assert got.tokens == want.tokens
         assert got.loss == pytest.approx(want.loss, rel=2e-5)
         assert got.grad_norm == pytest.approx(want.grad_norm, rel=2e-4)
-    assert result.held_out_loss == pytest.approx(wanted.held_out_loss, rel=2e-5)
+    assert result.summary["held_out_loss"] == pytest.approx(
+        wanted.summary["held_out_loss"], rel=2e-5
+    )
 
 
 @pytest.mark.slow

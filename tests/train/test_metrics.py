@@ -1,14 +1,18 @@
 """The files and the tables that a run leaves."""
 
+import functools
 import io
 import json
+import types
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 from rich.console import Console
 
-from jaxmem.train import metrics, plots
+from jaxmem.train import jobs, metrics, plots
+from jaxmem.train.jobs import running
 from jaxmem.train.metrics import HeadCost, Memory, StepMetrics
 
 COSTS = {
@@ -70,10 +74,10 @@ def test_the_table_lays_the_heads_side_by_side_in_mib():
     ]
 
 
-def test_the_summary_is_json_in_bytes(tmp_path):
+def test_the_summary_is_json_in_bytes():
     history = [step_metrics(1, 9.0), step_metrics(2, 7.0)]
-    metrics.save_summary(tmp_path / "summary.json", history, COSTS)
-    summary = json.loads((tmp_path / "summary.json").read_text())
+    job: Any = types.SimpleNamespace(summary=functools.partial(jobs.Job.summary, None))
+    summary = json.loads(json.dumps(running.summary_of(job, history, COSTS)))
     assert (summary["first_loss"], summary["last_loss"]) == (9.0, 7.0)
     assert summary["steps"] == 2 and summary["tokens_per_second"] == 100.0
     assert summary["memory"]["fused"]["step"] == {

@@ -111,7 +111,19 @@ def _report(
     for item in job.closing(history):
         markup = not isinstance(item, str)
         console.print(item, highlight=False, markup=markup, soft_wrap=not markup)
-    summary = {
+    summary = summary_of(job, history, costs)
+    text = json.dumps(summary, indent=2) + "\n"
+    files.write_whole(out_dir / "summary.json", text)
+    plots.save(out_dir / "report.png", history, costs, *job.chart)
+    report.finish(out_dir, console)
+    return summary
+
+
+def summary_of(
+    job: Job, history: Sequence[Any], costs: Mapping[str, HeadCost]
+) -> dict[str, Any]:
+    """What summary.json says of a run; memory is in bytes, by implementation."""
+    return {
         "steps": len(history),
         "gradient_samples": getattr(history[-1], "gradient_samples", None),
         **job.summary(history),
@@ -123,8 +135,3 @@ def _report(
             for name, cost in costs.items()
         },
     }
-    text = json.dumps(summary, indent=2) + "\n"
-    files.write_whole(out_dir / "summary.json", text)
-    plots.save(out_dir / "report.png", history, costs, *job.chart)
-    report.finish(out_dir, console)
-    return summary

@@ -336,7 +336,7 @@ def job_with(program, compiled):
     job = grpo.Grpo(program.config)
     job.program, program.compile = program, lambda: compiled
     job.open()
-    job.compile(ProgressReport(Console(quiet=True), 1, 0, 1))
+    job.compile(ProgressReport(Console(), 1, 0, 1))
     return job
 
 
@@ -647,7 +647,7 @@ def test_a_finished_run_resumes_with_nothing_left_to_do(finished):
         (["run.job=sft"], "is of the job 'grpo', but run.job is 'sft', whose sections"),
         (
             ["run.job=ppo"],
-            "run.job must be 'sft' or 'grpo' or 'dpo' or 'distill', got ",
+            "run.job must be one of 'sft', 'grpo', 'dpo', 'distill'",
         ),
         (["data.seed=1"], "'data.seed=1': data.seed is of the job 'sft', but run.job"),
         (["remat.policy=half"], "remat.policy must be one of 'none', 'full', 'dots'"),

@@ -1,6 +1,7 @@
 """A job in one file of its own is trained, resumed, planned, shown and reported."""
 
 import dataclasses
+import importlib
 import io
 import json
 import pathlib
@@ -15,7 +16,6 @@ from jaxmem.train import config as configuration, jobs
 from jaxmem.train.history import read_history
 from jaxmem.train.jobs.job import JOBS
 from tests.planning.conftest import fake as fake
-from tests.train.jobs import own_job
 from tests.train.jobs.kills import kill_before
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -41,6 +41,15 @@ optimizer.learning_rate = 1e-2
 """
 
 
+@pytest.fixture(scope="module", autouse=True)
+def own_job():
+    """The file, whose job other tests do not know."""
+    module = importlib.import_module("tests.train.jobs.own_job")
+    JOBS["ema"] = module.Ema
+    yield module
+    del JOBS["ema"]
+
+
 @pytest.fixture(autouse=True)
 def directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -55,13 +64,13 @@ def train(*overrides):
     return jobs.train(*loaded, Console(file=stream, width=160)), stream.getvalue()
 
 
-def test_it_is_one_short_file_and_no_other_job():
+def test_it_is_one_short_file_and_no_other_job(own_job):
     lines = pathlib.Path(own_job.__file__).read_text().splitlines()
     assert len(lines) < LIMIT
     assert own_job.Ema.__bases__ == (jobs.Job,) and JOBS["ema"] is own_job.Ema
 
 
-def test_it_trains_resumes_and_reports(monkeypatch):
+def test_it_trains_resumes_and_reports(own_job, monkeypatch):
     result, said = train()
     losses = [step.loss for step in result.history]
     assert len(losses) == 6 and losses[-1] < losses[0]
@@ -120,7 +129,7 @@ def test_its_data_and_keys_are_shown(capsys):
     )
 
 
-def test_names_are_taken_once_and_sections_are_the_jobs_own():
+def test_names_are_taken_once_and_sections_are_the_jobs_own(own_job):
     with pytest.raises(ValueError, match="run.job='ema' is already Ema"):
 
         class Other(own_job.Ema, name="ema"):
