@@ -80,9 +80,8 @@ class ModelConfig:
     rope_original: int = 8192  # context length in tokens before scaling
     # kinds of layers, cycled: "global" attends to its document, "local" to a window
     pattern: tuple[str, ...] = ("global",)
-    # what mixes tokens in a layer, and what follows it there; both cycled, as pattern
-    mixers: tuple[str, ...] = ("attention",)
-    feed_forwards: tuple[str, ...] = ("dense",)
+    mixers: tuple[str, ...] = ("attention",)  # what mixes tokens; cycled, as pattern
+    feed_forwards: tuple[str, ...] = ("dense",)  # what follows in a layer; cycled
     window: int | None = None  # tokens a local layer attends to, including the query's
     local_rope_theta: float | None = None  # base in local layers, which are not scaled
     tied: bool = True  # the head reads the embedding table
