@@ -12,6 +12,7 @@ from typing import NoReturn
 from jaxmem import _options, _shipped
 from jaxmem._version import __version__
 from jaxmem.core import messages
+from jaxmem.evaluate import arguments as evaluating
 from jaxmem.generate import arguments as generating
 from jaxmem.score import arguments as scoring
 
@@ -116,6 +117,7 @@ def _parser() -> argparse.ArgumentParser:
     generating.add_generate(commands, _generate)
     generating.add_export(commands, _export)
     scoring.add_score(commands, _score, _DTYPES, _options.chunk)
+    evaluating.add_eval(commands, _eval, _DTYPES, _options.count)
     _add_plan(commands)
     _add_doctor(commands)
     _add_bench(commands)
@@ -240,6 +242,16 @@ def _score(arguments: argparse.Namespace) -> int:
         score(config)
     except ModuleNotFoundError as error:
         raise _missing(error, f"writing {config.out}", "score") from error
+    return 0
+
+
+def _eval(arguments: argparse.Namespace) -> int:
+    try:
+        from jaxmem.evaluate import command
+    except ModuleNotFoundError as error:
+        raise _missing(error, "evaluating", "eval") from error
+    options = {k: v for k, v in vars(arguments).items() if k != "command"}
+    command.run(command.Request(**options))
     return 0
 
 

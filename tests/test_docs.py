@@ -5,6 +5,7 @@ import csv
 import doctest
 import functools
 import importlib
+import importlib.util
 import inspect
 import io
 import json
@@ -31,10 +32,15 @@ DOCUMENTS = [
     for path in sorted(ROOT.glob(pattern))
 ]
 README_BYTES = 7 * 1024
+# Packages, and what they import at once: its extra is that of development alone.
+OPTIONAL = {"evaluate": "lm_eval"}
 
 
 def _modules():
     for info in pkgutil.walk_packages(jaxmem.__path__, "jaxmem."):
+        behind = [k for k in OPTIONAL if info.name.startswith(f"jaxmem.{k}.")]
+        if any(importlib.util.find_spec(OPTIONAL[name]) is None for name in behind):
+            continue
         if not info.name.endswith(".__main__"):
             yield importlib.import_module(info.name)
 

@@ -26,7 +26,7 @@ PUBLIC = (
 LAYERS = (
     "_version _shipped _imports devices timing offload core _options packing remat "
     "kernels backends functional losses sharding heads integrations models checkpoints "
-    "data train score generate planning bench doctor cli __main__"
+    "data train score generate evaluate planning bench doctor cli __main__"
 ).split()
 
 # Third parties, and the packages or modules that may import them.
@@ -49,6 +49,7 @@ ALLOWED_IN = {
     ),
     "jinja2": ("jaxmem.data.chat",),
     "jsonschema": ("jaxmem.data.verifiers",),
+    "lm_eval": ("jaxmem.evaluate",),
     "matplotlib": ("jaxmem.train", "jaxmem.planning.picture"),
     "optax": ("jaxmem.models", "jaxmem.train"),
     "orbax": ("jaxmem.train",),

@@ -1,7 +1,7 @@
 """report.html: what happened in a run, on one page that needs no network.
 
 The page is a function of the run's directory, so that it can be written at any time:
-metrics.jsonl, summary.json, samples.jsonl and settings.gin.
+metrics.jsonl, summary.json, eval.json, samples.jsonl and settings.gin.
 """
 
 import contextlib
@@ -115,8 +115,11 @@ def write(out_dir: Path) -> None:
     summary = next(_objects(out_dir / "summary.json", whole=True), {})
     samples = [x for x in _objects(out_dir / "samples.jsonl") if _is_sample(x)]
     settings = out_dir / "settings.gin"
+    evaluated = next(_objects(out_dir / "eval.json", whole=True), {})
     text = settings.read_text("utf-8") if settings.exists() else ""
-    page = "".join(_page(out_dir.resolve().name, steps, summary, samples, text))
+    page = "".join(
+        _page(out_dir.resolve().name, steps, summary, evaluated, samples, text)
+    )
     # Half of a surrogate pair, which JSON can hold, is no text.
     files.write_whole(out_dir / "report.html", page.encode("utf-8", "replace"))
 
@@ -144,6 +147,7 @@ def _page(
     name: str,
     steps: Sequence[Mapping[str, Any]],
     summary: Mapping[str, Any],
+    evaluated: Mapping[str, Any],
     samples: Sequence[Mapping[str, Any]],
     settings: str,
 ) -> Iterator[str]:
@@ -157,6 +161,7 @@ def _page(
     device = f" on {summary['device']}" if "device" in summary else ""
     yield f"<p>step {steps[-1]['step']:,}{escape(device)}, jaxmem {__version__}</p>"
     yield f'<section class="tiles">{"".join(_tiles(steps))}</section>'
+    yield from _benchmarks(evaluated.get("results") or {})
     yield f'<h2>By step</h2><section class="charts">{"".join(_charts(steps))}</section>'
     yield from _memory(summary.get("memory"))
     if samples:
@@ -233,6 +238,30 @@ def _reward_functions(steps: Sequence[Mapping[str, Any]]) -> Iterator[_Panel]:
     rewards = steps[-1].get("rewards")
     for name in rewards if isinstance(rewards, Mapping) else ():
         yield _Panel(f"Reward: {name}", {"": f"rewards/{name}"})
+
+
+def _benchmarks(results: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """The numbers of `jaxmem eval`, by task, with their standard errors."""
+    if not results:
+        return
+    yield (
+        '<h2>Benchmarks</h2><div class="card wide"><table><thead><tr><th>Task</th>'
+        '<th>Metric</th><th class="right">Value</th><th class="right">Standard error'
+        "</th></tr></thead><tbody>"
+    )
+    for task, metrics in results.items():
+        for key, value in metrics.items():
+            metric, _, filtered = key.partition(",")
+            if not isinstance(value, (int, float)) or metric.endswith("_stderr"):
+                continue
+            error = metrics.get(f"{metric}_stderr,{filtered}")
+            shown = charts.number(error) if isinstance(error, (int, float)) else ""
+            yield (
+                f"<tr><td>{escape(task)}</td><td>{escape(metric)}</td>"
+                f'<td class="right">{charts.number(value)}</td>'
+                f'<td class="right">{shown}</td></tr>'
+            )
+    yield "</tbody></table></div>"
 
 
 def _memory(memory: Any) -> Iterator[str]:

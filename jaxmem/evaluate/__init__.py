@@ -1,0 +1,1 @@
+"""Benchmarks of saved models through lm-evaluation-harness: `jaxmem eval`."""

@@ -1,0 +1,87 @@
+"""`jaxmem eval`: runs the harness, prints its table, and writes eval.json."""
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lm_eval
+from lm_eval.tasks import TaskManager
+from lm_eval.utils import make_table
+
+from jaxmem import generate
+from jaxmem.evaluate.model import HarnessModel
+from jaxmem.train import files, report
+
+
+class Request(NamedTuple):
+    """What is evaluated, and how."""
+
+    model: str  # directory of a run, a checkpoint or an adapter
+    tasks: str  # names, separated by commas
+    include: str | None = None  # folder of tasks of one's own
+    chat: bool = False
+    shots: int | None = None  # None: as the task says
+    limit: int | None = None  # documents of each task
+    max_tokens: int = 4096
+    batch_size: int = 8
+    adapter: str | None = None
+    dtype: str | None = None
+    out: str | None = None
+
+
+def run(request: Request) -> dict[str, Any]:
+    """Evaluate, print the table, and write the results.
+
+    Args:
+        request: the model, the tasks and the options.
+
+    Returns:
+        The results by task and metric, as lm_eval names them.
+
+    Raises:
+        ValueError: a task is unknown or asks for what jaxmem does not have, or there
+            is nowhere to write.
+        CheckpointError: there is no model in the directory.
+    """
+    directory = Path(request.model).expanduser()
+    is_run = (directory / "metrics.jsonl").exists()
+    if request.out is None and not is_run:
+        raise ValueError(
+            f"{directory} is no run, in which eval.json would be written: name a file "
+            "with --out"
+        )
+    out = Path(request.out).expanduser() if request.out else directory / "eval.json"
+    manager = TaskManager(include_path=request.include)
+    names = _known(request.tasks, manager)
+    model = generate.load(directory, adapter=request.adapter, dtype=request.dtype)
+    evaluate: Any = lm_eval.simple_evaluate  # its decorator loses its type
+    found = evaluate(
+        HarnessModel(model, str(directory), request.max_tokens, request.batch_size),
+        tasks=names,
+        num_fewshot=request.shots,
+        limit=request.limit,
+        apply_chat_template=request.chat,
+        task_manager=manager,
+        log_samples=False,
+    )
+    print(make_table(found))
+    kept = {
+        name: found[name] for name in ("results", "n-shot", "n-samples", "versions")
+    }
+    options = request._asdict() | {"lm_eval": lm_eval.__version__}
+    files.write_whole(out, json.dumps({**kept, "options": options}, indent=1) + "\n")
+    print(f"saved in {out}")
+    if is_run and request.out is None:
+        report.write(directory)
+    return found["results"]
+
+
+def _known(tasks: str, manager: TaskManager) -> list[str]:
+    names = [name.strip() for name in tasks.split(",") if name.strip()]
+    unknown = [name for name in names if name not in manager.all_tasks]
+    if unknown or not names:
+        raise ValueError(
+            f"--tasks {tasks!r}: lm_eval has no task {', '.join(unknown) or 'named'}; "
+            "`lm_eval ls tasks` lists them, and --include names a folder of others"
+        )
+    return names

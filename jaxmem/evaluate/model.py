@@ -1,0 +1,237 @@
+"""A saved model behind the model interface of lm-evaluation-harness."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from lm_eval import utils
+from lm_eval.api.model import LM
+
+from jaxmem import packing
+from jaxmem.data.documents import NO_LABEL
+from jaxmem.generate.completions import Generator, Prompt
+from jaxmem.generate.config import GenerateConfig
+from jaxmem.generate.model import Model
+from jaxmem.models.decoder import Decoder
+
+_WINDOWS_AT_ONCE = 1024  # packed together
+_NEW_TOKENS = 256  # of a completion for which the task names no limit
+
+
+class Window(NamedTuple):
+    """Ids of which the last `scored` are labels."""
+
+    ids: list[int]
+    scored: int
+
+
+class HarnessModel(LM):
+    """Log-likelihoods and completions of a model, for `lm_eval.simple_evaluate`.
+
+    Texts get the start of sequence that the tokenizer's own template gives them. A
+    context that is too long loses its beginning, as in the harness's other models.
+
+    Args:
+        model: from `jaxmem.generate.load`.
+        name: identifies the model where the harness caches requests.
+        max_tokens: slots of a micro-batch of texts to be scored.
+        batch_size: completions that are sampled together.
+
+    Raises:
+        ValueError: the vocabulary has neither a start nor an end of sequence, one of
+            which the first token of a text follows.
+    """
+
+    def __init__(
+        self, model: Model, name: str, max_tokens: int = 4096, batch_size: int = 8
+    ):
+        super().__init__()
+        self._model, self._name, self._batch_size = model, name, batch_size
+        self._max_tokens = max_tokens
+        self._length = min(max_tokens, model.max_positions)
+        vocabulary = model.vocabulary
+        before = [*vocabulary.start, vocabulary.eos][0]
+        if before is None:
+            raise ValueError(
+                f"{name}: the tokenizer names neither a start nor an end of sequence, "
+                "which the first token of a text has to follow"
+            )
+        self._prefix = before
+
+    # ------------------------------------------------------- of the harness
+
+    @property
+    def tokenizer_name(self) -> str:
+        """See `lm_eval.api.model.LM`."""
+        return self._name
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """See `lm_eval.api.model.LM`; a name selects among templates, of which one is.
+
+        Raises:
+            ValueError: a template is named.
+        """
+        if isinstance(chat_template, str):
+            raise ValueError(
+                f"chat template {chat_template!r}: a directory has one, without a name"
+            )
+        return self._name if chat_template else ""
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """See `lm_eval.api.model.LM`."""
+        template = self._model.template()
+        return template.render(
+            chat_history, add_generation_prompt=add_generation_prompt
+        )
+
+    def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
+        """Score continuations: ln p, and whether greedy decoding would write them.
+
+        Raises:
+            ValueError: a continuation is longer than what the model reads at once.
+        """
+        return self._scores([self._pair(*request.args) for request in requests])
+
+    def loglikelihood_rolling(self, requests: list[Any]) -> list[float]:
+        """Score whole texts: ln p(text), in windows that score each token once."""
+        windows: list[Window] = []
+        owners: list[int] = []
+        for owner, request in enumerate(requests):
+            ids = self._text(request.args[0])
+            pairs = utils.get_rolling_token_windows(ids, self._prefix, self._length, 1)
+            for before, after in map(utils.make_disjoint_window, pairs):
+                windows.append(Window([*before, *after], len(after)))
+                owners.append(owner)
+        sums = np.zeros(len(requests))
+        np.add.at(sums, owners, [logprob for logprob, _ in self._scores(windows)])
+        return sums.tolist()
+
+    def generate_until(self, requests: list[Any]) -> list[str]:
+        """Completions up to a stop string, the end of sequence or the limit."""
+        texts = [""] * len(requests)
+        by_options: dict[GenerateConfig, list[int]] = {}
+        for index, request in enumerate(requests):
+            by_options.setdefault(self._options(request.args[1]), []).append(index)
+        for options, indices in by_options.items():
+            generator = Generator(self._model, options)
+            prompts = [self._prompt(requests[i].args[0], i, options) for i in indices]
+            for start in range(0, len(prompts), self._batch_size):
+                done = generator.complete(prompts[start : start + self._batch_size])
+                for index, completion in zip(indices[start:], done, strict=False):
+                    texts[index] = completion.text
+        return texts
+
+    # ----------------------------------------------------------------- ids
+
+    def _pair(self, context: str, continuation: str) -> Window:
+        """Both encoded as one text, cut where the context's own ids end."""
+        spaces = len(context) - len(context.rstrip())
+        if spaces:  # a tokenizer joins a space with what follows it
+            context, continuation = context[:-spaces], context[-spaces:] + continuation
+        if not context:
+            after = self._text(continuation)
+            return self._cut(Window([self._prefix, *after], len(after)))
+        before, whole = self._encoded(context), self._encoded(context + continuation)
+        return self._cut(Window(whole, len(whole) - len(before)))
+
+    def _cut(self, window: Window) -> Window:
+        """The end that the model can read."""
+        if window.scored > self._length:
+            raise ValueError(
+                f"a continuation of {window.scored:,} tokens is longer than the "
+                f"{self._length:,} that the model reads at once; raise --max-tokens, "
+                "or leave the task out"
+            )
+        return Window(window.ids[-(self._length + 1) :], window.scored)
+
+    def _text(self, text: str) -> list[int]:
+        return self._model.vocabulary.encode([text])[0]
+
+    def _encoded(self, text: str) -> list[int]:
+        """Ids with the start of sequence, once where a template has written it."""
+        start, ids = list(self._model.vocabulary.start), self._text(text)
+        return ids if ids[: len(start)] == start else [*start, *ids]
+
+    def _options(self, given: dict[str, Any]) -> GenerateConfig:
+        given = dict(given)
+        until = given.pop("until", None) or []
+        limit = given.pop("max_gen_toks", None) or _NEW_TOKENS
+        sampled = given.pop("do_sample", False)
+        temperature = float(given.pop("temperature", 1.0)) if sampled else 0.0
+        kept = {name: given.pop(name, None) for name in ("top_k", "top_p", "min_p")}
+        given.pop("temperature", None)  # of greedy decoding
+        if given:
+            name, value = next(iter(given.items()))
+            raise ValueError(
+                f"the task asks for generation with {name}={value!r}, which jaxmem "
+                "does not have; leave it out of generation_kwargs"
+            )
+        return GenerateConfig(
+            max_new_tokens=min(int(limit), self._model.max_positions - 1),
+            temperature=temperature,
+            stop=(until,) if isinstance(until, str) else tuple(until),
+            batch_size=self._batch_size,
+            **(kept if sampled else {}),
+        )
+
+    def _prompt(self, text: str, number: int, options: GenerateConfig) -> Prompt:
+        assert options.max_new_tokens is not None
+        ids = self._encoded(text) or [self._prefix]
+        room = self._model.max_positions - options.max_new_tokens
+        return Prompt(f"request {number}", ids[-room:], number, options.max_new_tokens)
+
+    # -------------------------------------------------------------- scores
+
+    def _scores(self, windows: Sequence[Window]) -> list[tuple[float, bool]]:
+        """Sum of log-probabilities of each window, and whether each is the largest."""
+        order = sorted(range(len(windows)), key=lambda i: len(windows[i].ids))
+        results: list[tuple[float, bool]] = [(0.0, True)] * len(windows)
+        for start in range(0, len(order), _WINDOWS_AT_ONCE):
+            some = order[start : start + _WINDOWS_AT_ONCE]
+            for i, score in zip(
+                some, self._of([windows[i] for i in some]), strict=True
+            ):
+                results[i] = score
+        return results
+
+    def _of(self, windows: Sequence[Window]) -> list[tuple[float, bool]]:
+        inputs = [np.array(window.ids[:-1], np.int32) for window in windows]
+        labels = [np.array(window.ids[1:], np.int32) for window in windows]
+        for window, row in zip(windows, labels, strict=True):
+            row[: len(row) - window.scored] = NO_LABEL
+        widths = packing.buckets(self._length) if self._length >= 64 else None
+        packed = packing.pack(
+            [len(row) for row in inputs], self._max_tokens,
+            row_lengths=widths or (self._length,),
+        )  # fmt: skip
+        stats = []
+        for batch, tokens, targets in zip(
+            packed.micro_batches,
+            packed.place(inputs),
+            packed.place(labels, fill=NO_LABEL),
+            strict=True,
+        ):
+            given = tokens, targets, batch.segment_ids, batch.positions
+            stats.append(jax.device_get(_token_scores(self._model.decoder, *given)))
+        by_window = (packed.unpack([np.asarray(s[i]) for s in stats]) for i in (0, 1))
+        return [
+            (float(logprobs.sum(dtype=np.float64)), bool(greedy[-w.scored :].all()))
+            for w, logprobs, greedy in zip(windows, *by_window, strict=True)
+        ]
+
+
+@jax.jit
+def _token_scores(
+    decoder: Decoder,
+    tokens: jax.Array,
+    labels: jax.Array,
+    segment_ids: jax.Array,
+    positions: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Log-probabilities of labels, and whether each is the most probable, [B, T]."""
+    hidden = decoder(tokens, segment_ids, positions)
+    stats = decoder.head.token_stats(hidden, labels)
+    return stats.logprob, stats.is_argmax

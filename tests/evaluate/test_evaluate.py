@@ -1,0 +1,167 @@
+"""The harness's requests against its own transformers model; tasks of local files."""
+
+import json
+import pathlib
+import shutil
+
+import numpy as np
+import pytest
+
+from jaxmem import cli, generate
+
+pytest.importorskip("lm_eval", reason="lm-eval comes with the extra eval")
+
+from jaxmem.evaluate.model import HarnessModel  # noqa: E402
+from jaxmem.train import charts  # noqa: E402
+from tests.evaluate import make_expected  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+EXPECTED = json.loads(
+    (pathlib.Path(make_expected.__file__).parent / "expected.json").read_text()
+)
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] }},{{ m.content }}.{% endfor %}"
+    "{% if add_generation_prompt %}a,{% endif %}"
+)
+CHOICES = """
+task: choices
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}} "
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: "{{{{answer}}}}"
+metric_list: [{{metric: acc}}]
+"""
+WORDS = """
+task: words
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{{{question}}}}"
+doc_to_target: "{{{{written}}}}"
+generation_kwargs: {{until: ["."], max_gen_toks: 4, do_sample: false}}
+metric_list: [{{metric: exact_match}}]
+"""
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    made = make_expected.checkpoint(tmp_path_factory.mktemp("model"))
+    (made / "chat_template.jinja").write_text(TEMPLATE)
+    return made
+
+
+@pytest.fixture(scope="module")
+def model(directory):
+    return generate.load(directory, dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def answers(model):
+    return make_expected.asked_of(HarnessModel(model, "tiny", 256, batch_size=2))
+
+
+def test_continuations_score_as_in_transformers(answers):
+    for (logprob, greedy), (wanted, is_greedy) in zip(
+        answers["pairs"], EXPECTED["pairs"], strict=True
+    ):
+        assert logprob == pytest.approx(wanted, rel=1e-5) and greedy == is_greedy
+
+
+def test_texts_longer_than_the_model_score_as_in_transformers(answers):
+    np.testing.assert_allclose(answers["texts"], EXPECTED["texts"], rtol=1e-5)
+
+
+def test_completions_are_those_of_transformers(answers):
+    assert answers["completions"] == EXPECTED["completions"]
+
+
+def test_what_greedy_decoding_writes_is_greedy(model):
+    harness = HarnessModel(model, "tiny")
+    (written,) = harness.generate_until(
+        make_expected.instances(
+            "generate_until", [("one", {"until": [], "max_gen_toks": 5})]
+        )
+    )
+    pairs = [("one", written), ("one", written[:-1] + ",")]
+    scores = harness.loglikelihood(make_expected.instances("loglikelihood", pairs))
+    assert [greedy for _, greedy in scores] == [True, written.endswith(",")]
+
+
+def test_a_rendered_conversation_starts_once(model):
+    harness = HarnessModel(model, "tiny")
+    text = harness.apply_chat_template([{"role": "user", "content": "noon"}])
+    assert text == "u,noon.a,"
+    plain, started = harness._encoded(text), harness._encoded(f"<s>{text}")
+    assert plain == started and plain.count(1) == 1
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory, model):
+    """Two tasks whose answers the model's own likelihoods and completions decide."""
+    folder = tmp_path_factory.mktemp("tasks")
+    harness = HarnessModel(model, "tiny")
+    rows = []
+    for question in ("one two", "a cat", "some words"):
+        choices = ["left", "right"]
+        pairs = [(f"{question} ", choice) for choice in choices]
+        scores = harness.loglikelihood(make_expected.instances("loglikelihood", pairs))
+        best = int(np.argmax([logprob for logprob, _ in scores]))
+        request = (question, {"until": ["."], "max_gen_toks": 4})
+        (written,) = harness.generate_until(
+            make_expected.instances("generate_until", [request])
+        )
+        rows.append(
+            dict(question=question, choices=choices, answer=best, written=written)
+        )
+    rows[0]["answer"] = 1 - rows[0]["answer"]  # one wrong answer of each kind
+    rows[1]["written"] = "no"
+    data = folder / "rows.json"
+    data.write_text("\n".join(map(json.dumps, rows)))
+    for name, text in (("choices", CHOICES), ("words", WORDS)):
+        (folder / f"{name}.yaml").write_text(text.format(data=data))
+    return folder
+
+
+def test_tasks_of_local_files_are_evaluated(directory, tasks, tmp_path, capsys):
+    """Of a run, into its directory and its report."""
+    run = tmp_path / "run"
+    shutil.copytree(directory, run / "model")
+    (run / "settings.gin").write_text("")
+    (run / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    out = run / "eval.json"
+    status = cli.main(
+        ["eval", str(run), "--tasks", "choices,words", "--include", str(tasks),
+         "--dtype", "float32"]
+    )  # fmt: skip
+    assert status == 0 and "exact_match" in capsys.readouterr().out
+    results = json.loads(out.read_text())["results"]
+    assert results["choices"]["acc,none"] == pytest.approx(2 / 3)
+    assert results["words"]["exact_match,none"] == pytest.approx(2 / 3)
+    page = (run / "report.html").read_text()
+    assert (
+        "<td>choices</td><td>acc</td>" in page and f">{charts.number(2 / 3)}<" in page
+    )
+
+
+def test_what_cannot_be_evaluated_is_refused(directory, tasks, tmp_path, capsys):
+    given = ["eval", str(directory), "--include", str(tasks)]
+    out = ["--out", str(tmp_path / "x.json")]
+    assert cli.main([*given, "--tasks", "absent", *out]) == 2
+    assert "no task absent" in capsys.readouterr().err
+    assert cli.main([*given, "--tasks", "choices"]) == 2
+    assert "is no run" in capsys.readouterr().err
+
+
+def test_options_that_jaxmem_lacks_are_refused(model):
+    harness = HarnessModel(model, "tiny")
+    request = ("one", {"until": [], "repetition_penalty": 1.2})
+    with pytest.raises(ValueError, match="repetition_penalty=1.2"):
+        harness.generate_until(make_expected.instances("generate_until", [request]))
+    pair = ("x", "a" * 70)
+    with pytest.raises(ValueError, match="70 tokens is longer than the 64"):
+        harness.loglikelihood(make_expected.instances("loglikelihood", [pair]))
