@@ -34,7 +34,7 @@ class GenerateConfig:
         _check("stop", "", all(self.stop), "a text of at least one character")
 
     def sampling(self, max_new_tokens: int, vocab_size: int) -> SamplingConfig:
-        """The same for the sampler.
+        """The options of the sampler.
 
         Args:
             max_new_tokens: of any completion.

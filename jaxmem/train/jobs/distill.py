@@ -57,7 +57,7 @@ class _Columns:
         return example.columns
 
     def fetch(self, columns: TeacherColumns) -> TeacherColumns:
-        """The same where the student's programs read them."""
+        """Place the columns where the student's programs read them."""
         return self._layout.place(columns, self._layout.of_hidden(columns))
 
 

@@ -142,12 +142,12 @@ class DistillProgram(SamplingProgram):
 
     @property
     def metric_names(self) -> list[str]:
-        """Of a token."""
+        """Names of the metrics of a token."""
         return list(METRICS)
 
     @property
     def shapes(self) -> list[Shape]:
-        """Of the micro-batches, one by width of row."""
+        """Shapes of micro-batches, one for each width of row."""
         data, distill = self.config.data, self.config.distill
         if self.config.is_on_policy:
             widths = self.config.row_lengths

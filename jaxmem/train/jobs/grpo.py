@@ -209,7 +209,7 @@ class Grpo(Job, name="grpo"):
     def _logprobs(
         self, programs: Mapping[Any, Any], params: Any, rollout: Rollout
     ) -> Logprobs:
-        """Of the sampled tokens, from one of `Compiled`'s forward passes."""
+        """Log-probabilities of sampled tokens, by one of the forward passes."""
         config, completions = self.config, rollout.completions
         packed = packing_of(config, completions, config.grpo.max_tokens_forward)
         supports = itertools.repeat(None)

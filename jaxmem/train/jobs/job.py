@@ -147,7 +147,7 @@ class Job(abc.ABC):
         return self.tokenizer.get_vocab_size()
 
     def expected_vocabulary(self) -> int:
-        """The same, as far as it is known without the data."""
+        """Entries of the vocabulary, as far as known without the data."""
         return self.config.model.vocab_size or self.config.data.vocab_size
 
     def saved_vocabulary(self, directory: Path) -> int:

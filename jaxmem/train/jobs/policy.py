@@ -51,7 +51,7 @@ class GrpoConfig:
     clip_high: float | None = None  # how far above
     kl_coefficient: float = 0.0  # weight of the KL to the initial weights; 0: no copy
     entropy_coefficient: float = 0.0  # weight of the bonus for entropy
-    minibatches: int = 1  # updates that share out a rollout's samples
+    minibatches: int = 1  # minibatches per rollout, an update each
     epochs: int = 1  # times that a rollout is gone through
     max_tokens_train: int = 2048  # slots of a micro-batch that has a backward pass
     max_tokens_forward: int = 8192  # slots of one that has none

@@ -74,12 +74,12 @@ class PolicyProgram(SamplingProgram):
 
     @property
     def metric_names(self) -> list[str]:
-        """Of a token of an update."""
+        """Names of the metrics of a token."""
         names = ["entropy", "sum_pi_squared", "clip_fraction"]
         return names + (["kl"] if self.config.grpo.kl_coefficient else [])
 
     def shapes(self, max_tokens: int) -> list[Shape]:
-        """Of the micro-batches with a budget, one by width of row."""
+        """Shapes of micro-batches with a budget, one for each width of row."""
         return [(max_tokens // width, width) for width in self.config.row_lengths]
 
     def trace_loss(self) -> None:
@@ -149,7 +149,7 @@ class PolicyProgram(SamplingProgram):
         return self.tokens(*shape), self._supports(shape)
 
     def _supports(self, shape: Shape) -> Any:
-        """Of the ids that tokens were drawn from; None without truncation."""
+        """Shapes of the ids that tokens were drawn from; None: no truncation."""
         size = self.config.sampling.support_size
         if size is None:
             return None
@@ -183,7 +183,7 @@ class PolicyProgram(SamplingProgram):
         return self.compile_verified(self.trace_gradients(shape, head))
 
     def trace_gradients(self, shape: Shape, head: HeadConfig) -> jax.stages.Traced:
-        """Trace the same."""
+        """Trace what adds a micro-batch to the sums."""
         sums, micro_batch = self.sums(), self.micro_batch(shape)
         normalizer, options = self.number(), self.compiler_options
         jitted = self.layout.jit(
@@ -231,7 +231,7 @@ class PolicyProgram(SamplingProgram):
         return self.trace_head(shape, head).lower().compile()
 
     def trace_head(self, shape: Shape, head: HeadConfig) -> jax.stages.Traced:
-        """Trace the same."""
+        """Trace loss and gradients of the head alone."""
         definition, weights = nnx.split(self.abstract.head)
 
         def loss(weights, hidden, micro_batch, normalizer):

@@ -120,7 +120,7 @@ class Supports(NamedTuple):
     def micro_batches(
         self, completions: Completions, packed: Packing, kept: np.ndarray | None = None
     ) -> Iterator[packing.Supports]:
-        """Of each micro-batch in turn, with room for `limit` ids a token.
+        """Yield the supports of each micro-batch, with room for `limit` ids a token.
 
         Args:
           completions: of the same sequences.

@@ -11,7 +11,7 @@ import jax
 from rich.console import Console
 
 from jaxmem.core import processes
-from jaxmem.train import files, metrics, plots, report, starting
+from jaxmem.train import files, metrics, plots, report, results
 from jaxmem.train.jobs.job import Job, job_of
 from jaxmem.train.loop import Run, open_run
 from jaxmem.train.metrics import HeadCost
@@ -60,7 +60,7 @@ def train(
         run.progress.waiting("compiling")
         job.program.choose_policy(console)
         job.compile(run.progress)
-        state = run.take_steps(job, starting.texts(job, operative_text))
+        state = run.take_steps(job, results.texts(job, operative_text))
         _leave(run, job, state, console)
         last = job.finish(state)
         costs = job.costs() if config.run.compare_heads else {}
@@ -90,12 +90,12 @@ def with_steps(job: Job) -> Job:
 
 def _leave(run: Run, job: Job, state: Any, console: Console) -> None:
     """Export the last model, and the best one."""
-    starting.leave(
+    results.leave(
         run.out_dir, job.program.model(state.params, job.frozen), console, job
     )
     if (best := run.best_state(job)) is not None:
         model = job.program.model(best.params, job.frozen)
-        starting.leave_best(run.out_dir, model, console, job)
+        results.leave_best(run.out_dir, model, console, job)
 
 
 def _report(

@@ -17,7 +17,7 @@ from jaxmem.checkpoints import CheckpointError
 from jaxmem.data import documents as data, vocabulary
 from jaxmem.models import lora
 from jaxmem.models.decoder import Decoder, ModelConfig
-from jaxmem.train import config as configuration, jobs, starting
+from jaxmem.train import config as configuration, jobs, results
 from jaxmem.train.jobs import job_of
 from jaxmem.train.jobs.reading import Documents
 from tests.cases import slow
@@ -251,7 +251,7 @@ def test_what_an_adapter_is_loaded_with_is_said(name, alone, tmp_path):
     console = Console(file=io.StringIO(), width=1000)
     config, _ = configuration.load(pathlib.Path("configs/sft_lora.gin"))
     job = job_of(dataclasses.replace(config, model=model))
-    starting.leave(tmp_path, nnx.merge(definition, zeros), console, job)
+    results.leave(tmp_path, nnx.merge(definition, zeros), console, job)
     said = console.file.getvalue()
     assert (tmp_path / "adapter" / "adapter_config.json").exists()
     assert f"saved in {tmp_path}/adapter, for transformers to load" in said

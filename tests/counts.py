@@ -1,0 +1,212 @@
+"""Count what an interface costs its reader: parameters, lines, words.
+
+    python -m tests.counts
+
+Prints a table of what is counted, the count, the goal of CONTRIBUTING.md, and where the
+goal is missed. Exit status: 0 if every goal is met, 1 otherwise.
+"""
+
+import ast
+import functools
+import graphlib
+import inspect
+import pathlib
+import re
+import sys
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+import jaxmem
+from jaxmem import losses
+from jaxmem.heads import linen, nnx
+from tests import test_layering as layers
+
+ROOT = pathlib.Path(__file__).parent.parent
+PACKAGE = ROOT / "jaxmem"
+# Verbs that take a loss, a function of statistics.
+OF_LOSSES = ("token_loss", "divergence_loss", "topk_kl_loss")
+WORDS = (
+    r'"""(?:Of|Likewise|The same|Trace the same)\b', r"\bone entry a token\b",
+    r"token_stats tells as", r"with everything made again", r"the step names nothing",
+    r"left as it is:", r"one process is told the address", r"share out a rollout",
+    r"moments under way",
+)  # fmt: skip
+
+
+class Count(NamedTuple):
+    """A number, and the most that it may be."""
+
+    what: str
+    count: int
+    goal: int
+    where: str = ""
+
+
+def counts() -> Iterator[Count]:
+    """Every count of the table."""
+    yield from _parameters()
+    yield _branches_on_configs()
+    yield from _entered()
+    for folder, goal in (("jaxmem", 42_000), ("benchmarks", 5_000), ("tests", 40_000)):
+        yield Count(f"lines of {folder}/**/*.py", _lines(folder), goal)
+    yield _upward()
+    yield _circles()
+    yield _words()
+
+
+# --------------------------------------------------------------- signatures
+
+
+def _parameters() -> Iterator[Count]:
+    of_verbs = {name: _size(getattr(jaxmem, name)) for name in _functions(jaxmem)}
+    yield Count("parameters of logprobs", of_verbs.pop("logprobs"), 11)
+    of_losses = {name: of_verbs.pop(name) for name in OF_LOSSES if name in of_verbs}
+    yield _largest("parameters of a verb", of_verbs, 12)
+    of_losses |= {f"losses.{n}": _size(getattr(losses, n)) for n in _functions(losses)}
+    for module in (linen, nnx):
+        for name, made in inspect.getmembers(module, inspect.isclass):
+            if made.__module__ == module.__name__ and not name.startswith("_"):
+                of_losses[f"{module.__name__}.{name}"] = _size(made)
+    yield _largest("parameters of a loss or a constructor", of_losses, 16)
+
+
+def _functions(module) -> list[str]:
+    names = (name for name in dir(module) if not name.startswith("_"))
+    return [name for name in names if inspect.isfunction(getattr(module, name))]
+
+
+def _size(function) -> int:
+    return len(inspect.signature(function).parameters)
+
+
+def _largest(what: str, sizes: dict[str, int], goal: int) -> Count:
+    above = [f"{name} {size}" for name, size in sizes.items() if size > goal]
+    return Count(what, max(sizes.values()), goal, ", ".join(above))
+
+
+# ------------------------------------------------------------------ sources
+
+
+@functools.cache
+def _trees() -> dict[pathlib.Path, ast.Module]:
+    return {path: ast.parse(path.read_text("utf-8")) for path in PACKAGE.rglob("*.py")}
+
+
+def _branches_on_configs() -> Count:
+    """`isinstance` of a config that another module defines."""
+    found = []
+    for path, tree in _trees().items():
+        own = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Call) or ast.unparse(node.func) != "isinstance":
+                continue
+            kinds = re.findall(r"\w*Config\b", ast.unparse(node.args[1]))
+            if set(kinds) - own:
+                found.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    what = "isinstance on a config class of another module"
+    return Count(what, len(found), 0, ", ".join(found))
+
+
+def _lines(folder: str) -> int:
+    paths = (ROOT / folder).rglob("*.py")
+    return sum(path.read_bytes().count(b"\n") for path in paths)
+
+
+def _upward() -> Count:
+    found = [
+        place
+        for module in layers.MODULES.keys() - {"jaxmem"}
+        for target, place in layers._own_imports(module)
+        if target != "jaxmem"
+        and layers.LAYERS.index(layers._layer(target))
+        > layers.LAYERS.index(layers._layer(module))
+    ]
+    return Count("imports upward", len(found), 0, ", ".join(found))
+
+
+def _circles() -> Count:
+    graph = {
+        module: {target for target, _ in layers._own_imports(module)} - {module}
+        for module in layers.MODULES
+    }
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return Count("circles of imports", 1, 0, " ".join(error.args[1]))
+    return Count("circles of imports", 0, 0)
+
+
+def _words() -> Count:
+    """Sentences without a subject, and private metaphors."""
+    pattern = re.compile("|".join(WORDS))
+    places = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for folder, suffix in (("jaxmem", "py"), ("configs", "gin"))
+        for path in sorted((ROOT / folder).rglob(f"*.{suffix}"))
+        for number, line in enumerate(path.read_text("utf-8").splitlines(), start=1)
+        if pattern.search(line)
+    ]
+    return Count("words that are to go", len(places), 0, ", ".join(places))
+
+
+# -------------------------------------------------------------------- calls
+
+
+def _entered() -> Iterator[Count]:
+    """What the first plain call enters of the package, once it is imported."""
+    hidden, W = jnp.ones((64, 32)), jnp.ones((100, 32))
+    labels = jnp.zeros(64, jnp.int32)
+
+    def call(hidden, W, count=64):
+        return jaxmem.logprobs(hidden[:count], W, labels[:count], chunk=1024).sum()
+
+    jaxmem.entropy(hidden, W)  # imports what is imported at the first use
+    for which, goals, run in (
+        ("forward", (60, 220), call),
+        ("with gradients", (90, 320), jax.grad(call, (0, 1))),
+    ):
+        jax.clear_caches()
+        functions, lines = _traced(run, hidden, W)
+        yield Count(f"functions entered by logprobs, {which}", functions, goals[0])
+        yield Count(f"lines entered by logprobs, {which}", lines, goals[1])
+
+
+def _traced(run, *arguments) -> tuple[int, int]:
+    """Functions and lines of the package that a call enters, each counted once."""
+    functions, lines = set(), set()
+
+    def enter(frame, event, _):
+        code = frame.f_code
+        if not code.co_filename.startswith(str(PACKAGE)):
+            return None
+        functions.add(code)
+
+        def step(frame, event, _):
+            if event == "line":
+                lines.add((code.co_filename, frame.f_lineno))
+            return step
+
+        return step
+
+    before = sys.gettrace()
+    sys.settrace(enter)
+    try:
+        run(*arguments)
+    finally:
+        sys.settrace(before)
+    return len(functions), len(lines)
+
+
+def main() -> int:
+    """Print the table."""
+    table = list(counts())
+    for what, count, goal, where in table:
+        print(f"{what:52} {count:>7,} of at most {goal:>6,}  {where}")
+    return int(any(row.count > row.goal for row in table))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
