@@ -92,7 +92,7 @@ def main(arguments=None):
     parser.add_argument("--out", default="long_step.csv", help="in benchmarks/results")
     args = parser.parse_args(arguments)
     config, _ = configuration.load(args.config, args.overrides)
-    assert isinstance(config, configuration.Config)
+    assert config.run.job == "sft"
     model = config.model
     row = {
         "tokens": config.data.batch_size * config.data.sequence_length,

@@ -22,7 +22,7 @@ TRACED = 3  # steps
 def prepare(job):
     """The program of a job and its trace: nothing is on the device yet."""
     config, _ = configuration.load(job["config"], job["overrides"])
-    assert isinstance(config, configuration.Config)
+    assert config.run.job == "sft"
     assert config.model.vocab_size is not None
     if job["loss"] == "logprobs":
         sft.head_loss = loss_of_logprobs

@@ -20,8 +20,8 @@ from jaxmem.heads.linen import LMHead as LinenHead
 from jaxmem.heads.nnx import LMHead
 from jaxmem.models.decoder import HeadConfig, ModelConfig
 from jaxmem.models.partitioning import MeshConfig
-from jaxmem.train.config import Config
 from jaxmem.train.jobs import sft
+from jaxmem.train.jobs.config import Config
 from jaxmem.train.memory import RematConfig
 from jaxmem.train.optimizer import OptimizerConfig
 from jaxmem.train.settings import RunConfig

@@ -22,16 +22,9 @@ from gin import config as gin_config, config_parser
 from jaxmem import _shipped
 from jaxmem.core import messages
 from jaxmem.core.fields import accepts, describe, problem_of
-from jaxmem.train import jobs, keys
-from jaxmem.train.jobs.config import (
-    Config as Config,
-    DistillJobConfig as DistillJobConfig,
-    DpoJobConfig as DpoJobConfig,
-    GrpoJobConfig as GrpoJobConfig,
-)
+from jaxmem.train import keys
+from jaxmem.train.jobs import JOBS
 from jaxmem.train.settings import JobConfig
-
-JOBS = jobs.JOBS
 
 
 class ConfigError(ValueError):

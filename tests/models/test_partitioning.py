@@ -21,8 +21,9 @@ from jaxmem.models.partitioning import Layout, MeshConfig
 from jaxmem.models.sampling import SamplingConfig
 from jaxmem.offload import Streamed
 from jaxmem.train import jobs
-from jaxmem.train.config import Config, ConfigError, GrpoJobConfig, load
+from jaxmem.train.config import ConfigError, load
 from jaxmem.train.jobs import sft
+from jaxmem.train.jobs.config import Config, GrpoJobConfig
 from jaxmem.train.jobs.policy import GrpoConfig
 from jaxmem.train.jobs.policy_program import PolicyProgram
 from jaxmem.train.memory import RematConfig

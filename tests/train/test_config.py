@@ -9,7 +9,8 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from jaxmem.train.config import Config, ConfigError, load
+from jaxmem.train.config import ConfigError, load
+from jaxmem.train.jobs.config import Config
 from tests import nasty
 
 CONFIGS = Path(__file__).parents[2] / "configs"

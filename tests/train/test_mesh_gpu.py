@@ -11,8 +11,8 @@ from benchmarks.run_long_step import batch_of
 from jaxmem.data.documents import DataConfig
 from jaxmem.models.decoder import HeadConfig, ModelConfig
 from jaxmem.models.partitioning import AXES, MeshConfig
-from jaxmem.train.config import Config
 from jaxmem.train.jobs import sft
+from jaxmem.train.jobs.config import Config
 from jaxmem.train.optimizer import OptimizerConfig
 from jaxmem.train.settings import RunConfig
 

@@ -170,7 +170,7 @@ class Distill(Job, name="distill"):
         """See `Job`."""
         config, reads = self.config, self.reads
         if config.is_on_policy:
-            reads.task  # for what may be wrong  # noqa: B018
+            self._task = reads.task
         elif config.distill.mode == "offline":
             self.batches = File(reads.file, config)
         else:
@@ -180,12 +180,15 @@ class Distill(Job, name="distill"):
         """See `Job`."""
         program = self.program
         if self.config.is_on_policy:
-            self.batches = Prompts(program, self.frozen, self.reads.task)
+            self.batches = Prompts(program, self.frozen, self._task)
         self._compiled = program.compile()
         self._teacher: _Teacher | _Columns = _Columns(program)
         if self._compiled.states:
             self._teacher = _Teacher(program, self._compiled)
-        self.samples = self.batches.samples
+
+    def samples(self) -> list[dict[str, Any]]:
+        """See `Job`."""
+        return self.batches.samples()
 
     def step(self, number: int, state: TrainState) -> tuple[TrainState, DistillMetrics]:
         """See `Job`."""

@@ -129,7 +129,7 @@ class Job(abc.ABC):
     @property
     def tokenizer(self) -> tokenizers.Tokenizer | None:
         """The vocabulary that the run keeps in tokenizer.json, if any."""
-        return getattr(self.reads, "tokenizer", None)
+        return self.reads.tokenizer
 
     def text(self, directory: Path) -> checkpoints.Text:
         """How a model without a checkpoint reads text, for export.

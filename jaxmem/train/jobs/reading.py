@@ -38,10 +38,13 @@ class Reading(abc.ABC):
     Attributes:
         longest: tokens of the longest sequence that is trained on.
         chat_template: path of a template that replaces the checkpoint's, or None.
+        tokenizer: that reads the records, which the run keeps; None: it is the
+            checkpoint's, or the task's own words.
     """
 
     longest: int
     chat_template: str | None
+    tokenizer: Any = None
 
     @abc.abstractmethod
     def fixed(self) -> dict[str, dict[str, Any]]:

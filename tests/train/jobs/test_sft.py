@@ -28,9 +28,9 @@ from jaxmem.data.documents import Batch, DataConfig
 from jaxmem.models.decoder import Decoder, HeadConfig, ModelConfig
 from jaxmem.models.weights import join_weights, split_weights
 from jaxmem.train import jobs
-from jaxmem.train.config import Config
 from jaxmem.train.history import read_history
 from jaxmem.train.jobs import sft
+from jaxmem.train.jobs.config import Config
 from jaxmem.train.jobs.running import with_steps
 from jaxmem.train.optimizer import (
     OptimizerConfig,
@@ -629,7 +629,7 @@ PROGRAM = textwrap.dedent(
     """
     import sys
     from jaxmem.train import jobs
-    from jaxmem.train.config import Config
+    from jaxmem.train.jobs.config import Config
     from jaxmem.data.documents import DataConfig
     from jaxmem.models.decoder import HeadConfig, ModelConfig
     from jaxmem.train.evaluation import EvalConfig
