@@ -155,10 +155,11 @@ def paths_of_two(verb, chunk, depth) -> dict[str, Path]:
         )[0]  # fmt: skip
 
     def sampled(*heads):
-        return each(*heads, gradient_samples=128, key=jax.random.key(1))
+        return each(*heads, gradient=jaxmem.Sample(128), key=jax.random.key(1))
 
     def frozen(*heads):
-        return each(*heads, frozen_head=True)
+        h, W, *teacher = heads
+        return each(h, jax.lax.stop_gradient(W), *teacher)
 
     name = f"{verb} with gradients, teacher D={depth}"
     losses = {

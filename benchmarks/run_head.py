@@ -85,6 +85,9 @@ def call_of(path: str) -> on_jax.Call:
     half = options.pop("where", None) == "half"
     if "gradient_samples" in options:
         options["key"] = jax.random.key(0)
+        options["gradient"] = jaxmem.Sample(options.pop("gradient_samples"))
+    if "gradient_blocks" in options:
+        options["gradient"] = jaxmem.Recompute(options.pop("gradient_blocks"))
 
     def masked(y):
         return {"where": jnp.arange(len(y)) % 2 == 0} if half else {}

@@ -4,11 +4,11 @@
     python -m benchmarks.run_sampled --cpu --out sampled_cpu.csv
 
 For each head and kind of data (`benchmarks/sampled_data.py`), through the public
-functions: forward, forward and both gradients, and forward and hidden's gradient alone
-under frozen_head, exact and with K samples; then K by itself. Before a path is timed,
-its loss is compared with the exact one's bits, and its gradients with the exact ones:
-`dh_deviation` and `dW_deviation` are the relative distance of one draw, which is noise,
-not error. A path that fails is recorded so, and the others go on.
+functions: forward, forward and both gradients, and forward and hidden's gradient alone,
+exact and with K samples; then K by itself. Before a path is timed, its loss is compared
+with the exact one's bits, and its gradients with the exact ones: `dh_deviation` and
+`dW_deviation` are the relative distance of one draw, which is noise, not error. A path
+that fails is recorded so, and the others go on.
 """
 
 import argparse
@@ -68,9 +68,9 @@ class Path(NamedTuple):
 
     def run(self, chunk: int, h, W, y, key) -> tuple[jax.Array, tuple]:
         """(loss, gradients)."""
-        options: dict[str, Any] = {"chunk": chunk, "frozen_head": self.frozen}
+        options: dict[str, Any] = {"chunk": chunk}
         if self.slots is not None:
-            options |= {"gradient_samples": self.slots, "key": key}
+            options |= {"gradient": jaxmem.Sample(self.slots), "key": key}
 
         def loss(h, W):
             if self.verb == "token_loss":
@@ -107,7 +107,8 @@ def paths_of(shape, sweep: bool) -> dict[str, Path]:
 
 def kept(chunk: int, slots: int, h, W, y) -> dict[str, Any]:
     """Columns: mean and largest number of entries of a token, the label's not."""
-    options = HeadOptions(chunk=chunk, gradient_samples=slots, key=jax.random.key(0))
+    gradient, key = jaxmem.Sample(slots), jax.random.key(0)
+    options = HeadOptions(chunk=chunk, gradient=gradient, key=key)
     call = arguments.head_call("logprobs", ("logprob",), h, W, y, options)
     forward = call.backend.sampler.forward
     run = jax.jit(lambda *operands: forward(call.spec, *operands, ("logprob",))[1].p)

@@ -73,7 +73,7 @@ def draws(output, parts, count, z, labels) -> np.ndarray:
     h, y = (jnp.tile(x, (count,) + (1,) * (x.ndim - 1)) for x in (z, labels))
     number = len(OUTPUTS) if output == "token_loss" else OUTPUTS.index(output)
     key = jax.random.fold_in(jax.random.key(parts), number)
-    options = {"gradient_samples": K, "key": key, "layout": "vd"}
+    options = {"gradient": jaxmem.Sample(K), "key": key, "layout": "vd"}
 
     def loss(h):
         if output == "token_loss":

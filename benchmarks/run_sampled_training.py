@@ -174,7 +174,8 @@ def dropping_step(program: sft.Program) -> Any:
 def head_of(config, variant: str) -> HeadConfig:
     """The head's settings of a variant."""
     slots = int(variant[2:]) if variant.startswith("K=") else None
-    return dataclasses.replace(config.head, gradient_samples=slots)
+    gradient = None if slots is None else ("sample", slots)
+    return dataclasses.replace(config.head, gradient=gradient)
 
 
 def prepare(config, variant: str, seed: int) -> tuple[sft.Program, HeadConfig, Any]:
@@ -305,7 +306,8 @@ def rewards(seeds: Sequence[int], overrides) -> list[dict]:
     rows = []
     for seed in seeds:
         for slots in (None, 4, 8):
-            given = [f"head.gradient_samples={slots}", f"run.seed={seed}", *overrides]
+            gradient = None if slots is None else ("sample", slots)
+            given = [f"head.gradient={gradient}", f"run.seed={seed}", *overrides]
             curve, _ = run_grpo.curve("grpo_arithmetic.gin", given)
             variant = "exact" if slots is None else f"K={slots}"
             rows += [{"variant": variant, "seed": seed, **row} for row in curve]

@@ -34,7 +34,7 @@ CONFIG = pathlib.Path(__file__).parent / "step.gin"
 KEYS = ("variant", "vocab_size", "overrides", "device")
 SMALL, LARGE = 1024, 151_936
 UNROLLED = "remat.unroll=True"
-SAMPLED = "head.gradient_samples=128"
+SAMPLED = "head.gradient=('sample',128)"
 LARGER = "head.chunk=4096"  # than the default, 1024
 FEED_FORWARD = "full remat.save=('block_mid','gate','up','attn_out','attn_lse')"
 GATE = "save_attention remat.save=('gate',)"

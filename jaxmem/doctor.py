@@ -223,8 +223,9 @@ def _no_triton(versions, plugins, driver, backend) -> str:
         return ""
     return (
         f"jax {versions['jax']} has no Triton backend of Pallas for this GPU: "
-        "gradient_samples, divergences, norms and decoding run on XLA, slower; install "
-        f"'jax<{_CEILINGS['jax']}' where the GPU is of compute capability 8.0 or newer"
+        "sampled gradients, divergences, norms and decoding run on XLA, slower; "
+        f"install 'jax<{_CEILINGS['jax']}' where the GPU is of compute capability 8.0 "
+        "or newer"
     )
 
 

@@ -188,7 +188,7 @@ TOKEN_LOSS = dict(
     loss_fn=objective, hidden=np.ones((3, 4), np.float32),
     W=np.ones((8, 4), np.float32), labels=np.array([0, 1, 7]), per_token=THREE,
     chunk=16, normalizer=3, temperature=1.0, softcap=30.0,
-    bias=np.zeros(8, np.float32), vocab_size=8, layout="vd", frozen_head=False,
+    bias=np.zeros(8, np.float32), vocab_size=8, layout="vd",
     axis_name=None, implementation="xla", **WHERE,
 )  # fmt: skip
 NOT_LOSSES = [

@@ -121,7 +121,7 @@ def test_the_number_of_iterations_is_known_to_the_host(slots):
     """It would wait for the GPU in each iteration of a loop, and the GPU for it."""
 
     def gradients(h, W, y, key):
-        options = {"gradient_samples": slots, "key": key if slots else None}
+        options = {"gradient": jaxmem.Sample(slots), "key": key} if slots else {}
 
         def loss(h, W):
             return jaxmem.token_loss(
@@ -171,7 +171,8 @@ def test_blocks_of_the_vocabulary_take_less_where_tokens_are_many(n_blocks):
 
     def gradients(h, W, y):
         def loss(h, W):
-            options = {"implementation": "hopper", "gradient_blocks": n_blocks}
+            gradient = jaxmem.Recompute(n_blocks)
+            options = {"implementation": "hopper", "gradient": gradient}
             stats = jaxmem.token_stats(h, W, y, chunk, **options)
             return jnp.sum(stats.logprob + stats.entropy)
 

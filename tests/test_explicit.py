@@ -78,7 +78,7 @@ def token_stats(x):
 
 
 def entropy(x):
-    return jaxmem.entropy(x["h"], x["W"], None, frozen_head=True, **options(x))
+    return jaxmem.entropy(x["h"], jax.lax.stop_gradient(x["W"]), None, **options(x))
 
 
 def token_loss(x):

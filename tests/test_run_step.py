@@ -61,7 +61,7 @@ def test_a_worker_measures_a_step(monkeypatch, capsys):
 def test_another_loss_has_the_same_value(monkeypatch, capsys):
     monkeypatch.setattr(step_jax.sft, "head_loss", step_jax.sft.head_loss)
     losses = []
-    for words in ("none", "none head.gradient_samples=8", "none loss=logprobs"):
+    for words in ("none", "none head.gradient=('sample',8)", "none loss=logprobs"):
         monkeypatch.setattr("sys.stdin", io.StringIO("go\n"))
         job = run_step._jax(words, 64).job(str(run_step.CONFIG), TINY, [])
         step_jax.main(json.dumps(job))

@@ -419,7 +419,7 @@ def calls_with_all_of_W():
             parallel(jaxmem.kl), temperature=warm, reference_temperature=2.0
         ),
         "forward_kl": lambda parallel: divergence(
-            parallel(jaxmem.forward_kl), softcap=5.0, frozen_head=True
+            parallel(jaxmem.forward_kl), softcap=5.0
         ),
         "jsd": lambda parallel: divergence(
             parallel(functools.partial(jaxmem.jsd, beta=0.3))

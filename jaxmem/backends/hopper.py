@@ -38,7 +38,7 @@ def supported(spec: Spec, source: Head | Logits) -> str | None:
     if refusal or spec.gradient_samples is None or _devices.has_triton():
         return refusal
     version = jax.__version__
-    return f"gradient_samples needs Pallas's Triton backend, not in jax {version}"
+    return f"Sample needs Pallas's Triton backend, not in jax {version}"
 
 
 def refuses_machine() -> str | None:

@@ -74,7 +74,7 @@ class Loops(Protocol):
 
 
 class Blocks(Protocol):
-    """A backend's loops for `gradient_blocks`."""
+    """A backend's loops for `gradient=Recompute(blocks)`."""
 
     def backward(
         self, spec: Spec, source: Head, rows: Rows, saved: Outputs, cotangents
@@ -84,7 +84,7 @@ class Blocks(Protocol):
 
 
 class Sampler(Protocol):
-    """A backend's loops for `gradient_samples`."""
+    """A backend's loops for `gradient=Sample(k)`."""
 
     def forward(
         self, spec: Spec, source: Head, rows: Rows, names: Sequence[str]
@@ -114,8 +114,8 @@ class Backend:
         stores_logits: whether a chunk's float32 logits are in memory, or reduced in
             registers.
         loops: those that every call needs.
-        blocks: those for `gradient_blocks`; None: it has none.
-        sampler: those for `gradient_samples`.
+        blocks: those for `gradient=Recompute(blocks)`; None: it has none.
+        sampler: those for `gradient=Sample(k)`.
     """
 
     name: str
@@ -128,7 +128,7 @@ class Backend:
     def refuses(self, spec: Spec, source: Any) -> str | None:
         """Why it cannot run the call here; None if it can."""
         if spec.gradient_blocks > 1 and self.blocks is None:
-            return "it has no loops for gradient_blocks"
+            return "it has no loops for several blocks of Recompute"
         if spec.gradient_samples and self.sampler is None:
-            return "it has no loops for gradient_samples"
+            return "it has no loops for Sample"
         return self.loops.supported(spec, source)

@@ -1,4 +1,4 @@
-"""Gradients for one block of the vocabulary after another, for `gradient_blocks`.
+"""Gradients for one block of the vocabulary after another, for `Recompute(blocks)`.
 
 The outer loop is over blocks of W's columns, the inner one over chunks of tokens. Sums
 of W's gradient exist for one block at a time, and are then rounded into the gradient.

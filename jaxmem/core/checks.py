@@ -272,33 +272,6 @@ def check_flag(name: str, value: bool) -> bool:
     return bool(value)
 
 
-def check_gradient_blocks(gradient_blocks: int) -> int:
-    """The number of blocks in which W's gradient is summed."""
-    if isinstance(gradient_blocks, (bool, np.bool_)) or not isinstance(
-        gradient_blocks, (int, np.integer)
-    ):
-        raise TypeError(
-            "gradient_blocks must be a Python integer, 1 to sum W's gradient at once, "
-            f"got {brief(gradient_blocks)}"
-        )
-    if gradient_blocks < 1:
-        raise ValueError(f"gradient_blocks must be at least 1, got {gradient_blocks}")
-    return int(gradient_blocks)
-
-
-def check_gradient_samples(gradient_samples: int | None, vocab_size: int) -> int | None:
-    """How many entries of a token's derivative are sampled; None for all of them."""
-    if gradient_samples is None:
-        return None
-    if not _is_integer(gradient_samples) or not 1 <= gradient_samples < vocab_size:
-        raise ValueError(
-            f"gradient_samples must be an integer from 1 to {vocab_size - 1}, less "
-            "than the vocabulary, or None for the exact gradient, got "
-            f"{brief(gradient_samples)}"
-        )
-    return int(gradient_samples)
-
-
 def check_vocab_groups(
     vocab_groups: int | None, columns: int, n_shards: int
 ) -> int | None:

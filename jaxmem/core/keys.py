@@ -5,20 +5,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmem.core import checks
+from jaxmem.core.gradients import Sample
 
 
-def check_key(key, gradient_samples, shape: tuple[int, ...]) -> jax.Array | None:
+def check_key(key, gradient, shape: tuple[int, ...]) -> jax.Array | None:
     """A typed PRNG key, or one for each token; None where nothing is sampled."""
-    if gradient_samples is None:
+    if not isinstance(gradient, Sample):
         if key is not None:
             raise ValueError(
-                "key must not be given without gradient_samples: the exact gradient "
-                "draws no random numbers"
+                "key must not be given without gradient=jaxmem.Sample(k): the exact "
+                "gradient draws no random numbers"
             )
         return None
     if key is None:
         raise ValueError(
-            f"key must be given with gradient_samples={gradient_samples}, such as "
+            f"key must be given with gradient={gradient}, such as "
             "jax.random.fold_in(jax.random.key(seed), step)"
         )
     return check_keys(key, shape)

@@ -6,6 +6,8 @@ from typing import Literal
 import jax
 from jax.typing import ArrayLike
 
+from jaxmem.core.gradients import Gradient
+
 Layout = Literal["vd", "dv"]
 Chunk = int | None | Literal["auto"]
 AxisName = str | tuple[str, ...]
@@ -28,9 +30,7 @@ class HeadOptions:
     bias: ArrayLike | None = None
     vocab_size: int | None = None
     layout: Layout | None = None
-    frozen_head: bool = False
-    gradient_blocks: int = 1
-    gradient_samples: int | None = None
+    gradient: Gradient | None = None
     key: jax.Array | None = None
     axis_name: AxisName | None = None
     vocab_groups: int | None = None

@@ -19,9 +19,10 @@ class Spec:
     compute_dtype: np.dtype  # of the GEMMs' inputs
     layout: Layout | None = None  # None: the caller already has logits
     softcap: float | None = None
-    frozen_head: bool = False  # W and bias are constants
+    frozen_head: bool = False  # W and bias are not differentiated
     gradient_blocks: int = 1  # of the vocabulary, each with sums of W's gradient
     gradient_samples: int | None = None  # entries of a token's derivative; None: all
+    recomputes: bool = False  # backward recomputes logits even if W is constant
     shards: Shards | None = None  # the sharding of the vocabulary over mesh axes
     varying: frozenset[str] = frozenset()  # mesh axes along which row outputs vary
     token_parallel: bool = False  # whether jit may partition the call by tokens
@@ -59,7 +60,12 @@ class Spec:
         by row. With W trained, the cotangent of W would need the logits again.
         """
         one_output = self.frozen_head and len(self.outputs) == 1
-        return one_output and not (self.gradient_samples or self.vocab_groups)
+        other = self.gradient_samples or self.vocab_groups or self.recomputes
+        return one_output and not other
+
+    def without_weights(self) -> "Spec":
+        """The same, where W and bias are not differentiated: there are no sums."""
+        return dataclasses.replace(self, frozen_head=True, gradient_blocks=1)
 
     @property
     def stats_dtype(self) -> np.dtype:

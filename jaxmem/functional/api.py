@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jaxmem.core.explicit_axes import sharded_like, with_automatic_axes
+from jaxmem.core.gradients import Gradient
 from jaxmem.core.operands import output_dtype
 from jaxmem.core.options import AxisName, Chunk, HeadOptions, Implementation, Layout
 from jaxmem.core.stats import TokenStats
@@ -26,9 +27,7 @@ def logprobs(
     bias: ArrayLike | None = None,
     vocab_size: int | None = None,
     layout: Layout | None = None,
-    frozen_head: bool = False,
-    gradient_blocks: int = 1,
-    gradient_samples: int | None = None,
+    gradient: Gradient | None = None,
     key: jax.Array | None = None,
     axis_name: AxisName | None = None,
     vocab_groups: int | None = None,
@@ -56,22 +55,15 @@ def logprobs(
         bias: [V], added to the logits first.
         vocab_size: logical vocabulary when W is padded; later entries get p = 0.
         layout: "vd" or "dv"; inferred from the shapes unless W is square.
-        frozen_head: W and bias are constants, as under LoRA: their gradient is 0.
-            hidden's gradient is computed in the forward pass, kept as a residual and
-            scaled by the cotangent; it is rounded to hidden's dtype before and after
-            scaling. Two GEMMs in all, instead of three.
-        gradient_blocks: blocks of the vocabulary, one after another in the backward
-            pass, each with float32 sums of its part of W's gradient only. As many GEMMs
-            as with 1, in less memory; but hidden's gradient, if it has 16 bits, is
-            rounded once per block, unless the vocabulary is sharded. Nothing changes
-            where there are no sums: W is frozen or its gradient has their dtype, or
-            "hopper" computes few tokens at once.
-        gradient_samples: K < V: the gradient is an unbiased estimate from at most K + 1
-            entries of each token's derivative with respect to the logits, of which the
-            label's is exact, and the backward pass recomputes no logits. Entries with
-            p ≥ 1/K are exact; the others are kept with probability K·p and weighted by
-            its inverse. None: the exact gradient. The result is bitwise the same.
-        key: PRNG key of the samples, required with gradient_samples; or one per token,
+        gradient: None, or how gradients are computed: `jaxmem.Recompute(blocks)` sums
+            W's gradient for one block of the vocabulary at a time;
+            `jaxmem.Sample(k)` estimates it, without bias, from at most k + 1 entries of
+            each token's derivative. With None, and where neither W nor bias is
+            differentiated, as under LoRA or behind `jax.lax.stop_gradient`, hidden's
+            gradient is computed in the forward pass, kept as a residual and scaled by
+            the cotangent: two GEMMs in all, instead of four. It is rounded to hidden's
+            dtype before and after scaling. `Recompute()` takes three, and least memory.
+        key: PRNG key of the samples, required with `Sample(k)`; or one per token,
             [...]. A token's samples depend on the key and its position only, not on the
             chunk. Use another key each step. Inside `jax.shard_map`, devices with
             different tokens need different keys; `jaxmem.sharding.parallel` derives
@@ -88,8 +80,8 @@ def logprobs(
             the same program on every mesh, and their sums are merged in a binary tree
             over their index. G must divide W's columns, padding included. The bits are
             those of one backend, chunk and number of tokens on a device; "hopper" must
-            be named. Under `jax.grad`, frozen_head takes three GEMMs. hidden's gradient
-            has the same bits under check_vma=True only.
+            be named. Where W is not differentiated, three GEMMs. hidden's gradient has
+            the same bits under check_vma=True only. It goes with gradient=None alone.
         implementation: "xla", "hopper" (16-bit hidden on an H100 or H200), or None for
             the best one available; `jaxmem.report()` shows which one ran.
 
@@ -106,18 +98,18 @@ def logprobs(
 
     - "xla": forward 4·C·V; backward (4 + b)·C·V + 4·V·D, the latter for the float32 sum
       of W's gradient, unless W is frozen.
-    - frozen_head: forward under `jax.grad` (4 + b)·C·V (XLA for CPUs: 8·C·V) and a
-      residual of b·N·D; backward nothing.
+    - With gradient=None and W not differentiated: forward under `jax.grad`
+      (4 + b)·C·V (XLA for CPUs: 8·C·V) and a residual of b·N·D; backward nothing.
     - "hopper": forward 2·D + V/25 per token, of 8192 tokens at most, and no more than
       4·C·V. Backward, with S = √(C·V): up to S tokens take 2·C·V + 6·N·D. Up to V and
       C·V/32 tokens also take a block of W's gradient, at most 32·C·V·D/N, if all except
       2·N·D is no more than 2·C·V + 4·V·D. Otherwise it takes 2·C·V + 4·V·D + 6·S·D,
       without the second term if W is frozen.
-    - gradient_blocks=B: 4·V·D/B instead of 4·V·D, with V/B rounded up to a multiple of
-      128 ("hopper": 256). In "xla" also b·V·D/B for a copy of W's block, and
+    - Recompute(blocks=B): 4·V·D/B instead of 4·V·D, with V/B rounded up to a multiple
+      of 128 ("hopper": 256). In "xla" also b·V·D/B for a copy of W's block, and
       (4 + 2·b)·D for each token of B chunks, or of as many tokens as a block has
       columns if that is less and no less than a chunk; in "hopper" at most 8·S·D.
-    - gradient_samples, under `jax.grad`: residuals of 8·K per token. Forward in "xla"
+    - Sample(K), under `jax.grad`: residuals of 8·K per token. Forward in "xla"
       4·C·V·(1 + 2/16) + 512·C·K for the search (XLA for CPUs: 12·C·V instead of 4·C·V
       for more outputs than the log-probability); in "hopper" 2·C·V, and V/16 per token
       of a chunk. Backward 24·(K + 1) per token for the pairs sorted by column, and in
@@ -152,9 +144,8 @@ def logprobs(
         TypeError: an argument has the wrong type; the message names it.
         ValueError: shapes disagree; the layout is ambiguous; a label is ≥ V; a chunk,
             temperature or softcap is not positive; the implementation is unknown; no
-            shard_map binds axis_name, or W is not sharded along it; gradient_samples is
-            not an integer from 1 to V - 1, or only one of it and key is given;
-            gradient_blocks is less than 1, or more beside gradient_samples.
+            shard_map binds axis_name, or W is not sharded along it; k of `Sample(k)` is
+            not less than V, or only one of it and key is given.
         NotImplementedError: a gradient of the temperature or a second derivative is
             requested, or the implementation cannot run this call here.
 
@@ -168,8 +159,7 @@ def logprobs(
     """
     options = HeadOptions(
         chunk=chunk, where=where, temperature=temperature, softcap=softcap, bias=bias,
-        vocab_size=vocab_size, layout=layout, frozen_head=frozen_head,
-        gradient_blocks=gradient_blocks, gradient_samples=gradient_samples, key=key,
+        vocab_size=vocab_size, layout=layout, gradient=gradient, key=key,
         axis_name=axis_name, vocab_groups=vocab_groups, implementation=implementation,
     )  # fmt: skip
     call = arguments.head_call("logprobs", ("logprob",), hidden, W, labels, options)
@@ -189,9 +179,7 @@ def token_stats(
     bias: ArrayLike | None = None,
     vocab_size: int | None = None,
     layout: Layout | None = None,
-    frozen_head: bool = False,
-    gradient_blocks: int = 1,
-    gradient_samples: int | None = None,
+    gradient: Gradient | None = None,
     key: jax.Array | None = None,
     axis_name: AxisName | None = None,
     vocab_groups: int | None = None,
@@ -203,9 +191,9 @@ def token_stats(
         logsumexp = ln Σ e^z     sum_pi_squared = Σ p²     is_argmax = z[label] ≥ max z
 
     Every float field is differentiable, alone or together with others, for the cost of
-    one backward pass. Arguments, memory and errors are those of `logprobs`. But with
-    frozen_head the backward pass recomputes the logits, because with several outputs
-    hidden's gradient is not known up to a scale in the forward pass.
+    one backward pass. Arguments, memory and errors are those of `logprobs`. But the
+    backward pass recomputes the logits even if W is not differentiated, because with
+    several outputs hidden's gradient is not known up to a scale in the forward pass.
 
     Returns:
         `TokenStats(logprob, entropy, logsumexp, sum_pi_squared, is_argmax)`: arrays
@@ -222,8 +210,7 @@ def token_stats(
     """
     options = HeadOptions(
         chunk=chunk, where=where, temperature=temperature, softcap=softcap, bias=bias,
-        vocab_size=vocab_size, layout=layout, frozen_head=frozen_head,
-        gradient_blocks=gradient_blocks, gradient_samples=gradient_samples, key=key,
+        vocab_size=vocab_size, layout=layout, gradient=gradient, key=key,
         axis_name=axis_name, vocab_groups=vocab_groups, implementation=implementation,
     )  # fmt: skip
     call = arguments.head_call(
@@ -244,9 +231,7 @@ def entropy(
     bias: ArrayLike | None = None,
     vocab_size: int | None = None,
     layout: Layout | None = None,
-    frozen_head: bool = False,
-    gradient_blocks: int = 1,
-    gradient_samples: int | None = None,
+    gradient: Gradient | None = None,
     key: jax.Array | None = None,
     axis_name: AxisName | None = None,
     vocab_groups: int | None = None,
@@ -267,8 +252,7 @@ def entropy(
     """
     options = HeadOptions(
         chunk=chunk, where=where, temperature=temperature, softcap=softcap, bias=bias,
-        vocab_size=vocab_size, layout=layout, frozen_head=frozen_head,
-        gradient_blocks=gradient_blocks, gradient_samples=gradient_samples, key=key,
+        vocab_size=vocab_size, layout=layout, gradient=gradient, key=key,
         axis_name=axis_name, vocab_groups=vocab_groups, implementation=implementation,
     )  # fmt: skip
     call = arguments.head_call(

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from jaxmem.backends import choose
 from jaxmem.backends.protocol import Backend
 from jaxmem.core import (
     checks,
+    gradients,
     keys as _keys,
     partition,
     report,
@@ -42,8 +42,6 @@ def head_call(
 ) -> Call:
     """A call that computes logits from hidden states [..., D] and W."""
     source, layout, shape = read_head(hidden, W, options)
-    if checks.check_flag("frozen_head", options.frozen_head):
-        source = Head(source.hidden, *lax.stop_gradient(source[1:]))
     shapes = {"hidden": (*shape, source.hidden.shape[-1]), "W": source.W.shape}
     options = dataclasses.replace(options, layout=layout)
     return _call((verb, shapes), outputs, source, shape, labels, options)
@@ -96,10 +94,9 @@ def _spec_of(source, outputs, options):
     shards = _shards.check_axis_name(options.axis_name)
     all_columns = columns * shards.count if shards else columns
     vocab_size = checks.check_vocab_size(options.vocab_size, all_columns)
-    samples = checks.check_gradient_samples(options.gradient_samples, vocab_size)
     stats_dtype = np.promote_types(data.dtype, np.float32)
     groups = _groups_of(options, all_columns, shards)
-    return Spec(
+    spec = Spec(
         columns=columns,
         vocab_size=vocab_size,
         # The chunk, and so the bits, of "auto" may not depend on the shards.
@@ -110,38 +107,25 @@ def _spec_of(source, outputs, options):
         compute_dtype=np.dtype(data.dtype),
         layout=options.layout,
         softcap=checks.check_softcap(options.softcap),
-        frozen_head=bool(options.frozen_head),
-        gradient_blocks=_gradient_blocks(source, options, stats_dtype),
-        gradient_samples=samples,
         shards=shards,
         token_parallel=partition.is_possible(),
         vocab_groups=groups,
+        **gradients.facts(options.gradient, vocab_size),
     )
-
-
-def _gradient_blocks(source, options, stats_dtype):
-    """How many blocks have sums of W's gradient; 1 where there are no such sums."""
-    n_blocks = checks.check_gradient_blocks(options.gradient_blocks)
-    if n_blocks > 1 and options.gradient_samples is not None:
-        raise ValueError(
-            f"gradient_blocks={n_blocks} must be 1 with gradient_samples, whose "
-            "backward pass does not recompute all logits"
-        )
     # Sums in the dtype of W are its gradient itself.
-    no_sums = options.frozen_head or not isinstance(source, Head)
-    return 1 if no_sums or source.W.dtype == stats_dtype else n_blocks
+    no_sums = not isinstance(source, Head) or source.W.dtype == stats_dtype
+    return dataclasses.replace(spec, gradient_blocks=1) if no_sums else spec
 
 
 def _groups_of(options, all_columns, shards):
     """The checked `vocab_groups`, or None."""
     n_shards = shards.count if shards else 1
     groups = checks.check_vocab_groups(options.vocab_groups, all_columns, n_shards)
-    alone = {"gradient_blocks": 1, "gradient_samples": None}
-    for name, default in alone.items():
-        if groups and getattr(options, name) != default:
-            raise NotImplementedError(
-                f"vocab_groups cannot be combined with {name}; pass one of both"
-            )
+    if groups and options.gradient is not None:
+        raise NotImplementedError(
+            f"vocab_groups cannot be combined with gradient={options.gradient}; pass "
+            "one of both"
+        )
     return groups
 
 
@@ -202,8 +186,8 @@ def read_rows(spec: Spec, shape: tuple[int, ...], labels, options: HeadOptions) 
 
 
 def _draws(options, shape):
-    """One random number per token, [N]; None without gradient_samples."""
-    keys = _keys.check_key(options.key, options.gradient_samples, shape)
+    """One random number per token, [N]; None where gradients are exact."""
+    keys = _keys.check_key(options.key, options.gradient, shape)
     if keys is None:
         return None
     return sampling.draws(jnp.reshape(sampling.token_keys(keys, shape), (-1,)))

@@ -17,13 +17,13 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.typing import ArrayLike
 
 from jaxmem import devices
 from jaxmem.backends import choose
-from jaxmem.core import checks, partition
+from jaxmem.core import checks, gradients, partition
 from jaxmem.core.explicit_axes import sharded_like, with_automatic_axes
+from jaxmem.core.gradients import Gradient
 from jaxmem.core.operands import Head, Rows
 from jaxmem.core.options import Chunk, HeadOptions, Implementation, Layout
 from jaxmem.core.spec import Spec
@@ -31,7 +31,7 @@ from jaxmem.functional import arguments, rule
 from jaxmem.functional.divergence_terms import JSD, KL, ForwardKL
 from jaxmem.functional.sampled import sampler_of
 from jaxmem.functional.sampled_two_heads import SampledTwoHeadsRule
-from jaxmem.functional.two_heads import FrozenTwoHeadsRule, TwoHeadsRule
+from jaxmem.functional.two_heads import TwoHeadsRule
 
 
 @with_automatic_axes(sharded_like(hidden=1, reference_hidden=1))
@@ -48,12 +48,11 @@ def kl(
     bias: ArrayLike | None = None,
     vocab_size: int | None = None,
     layout: Layout | None = None,
-    frozen_head: bool = False,
     reference_temperature: ArrayLike | None = None,
     reference_softcap: float | None | Literal["same"] = "same",
     reference_bias: ArrayLike | None = None,
     reference_layout: Layout | None = None,
-    gradient_samples: int | None = None,
+    gradient: Gradient | None = None,
     key: jax.Array | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
@@ -64,8 +63,9 @@ def kl(
 
     RLHF penalises it, and distillation calls it the reverse KL (p the student, q the
     teacher). The reference is constant: its gradient is zero. The forward pass costs
-    4·N·V·D FLOPs, the backward pass 8·N·V·D. With frozen_head, the forward pass under
-    `jax.grad` costs 6·N·V·D and the backward pass nothing: it scales hidden's gradient.
+    4·N·V·D FLOPs, the backward pass 8·N·V·D. If W is not differentiated, the forward
+    pass under `jax.grad` costs 6·N·V·D and the backward pass nothing: it scales
+    hidden's gradient, unless gradient=Recompute().
 
     Args:
         hidden: the policy's final hidden states [..., D], as in `logprobs`.
@@ -81,18 +81,16 @@ def kl(
         bias: [V], added to the logits first.
         vocab_size: logical vocabulary if a W is padded; the paddings may differ.
         layout: "vd" or "dv"; inferred from the shapes unless W is square.
-        frozen_head: W and bias are constants, as under LoRA: their gradient is 0.
         reference_temperature: None for the policy's.
         reference_softcap: "same" for the policy's; None for no cap.
         reference_bias: None for none, whatever the policy has.
         reference_layout: as layout, for reference_W.
-        gradient_samples: K: the gradient is an unbiased estimate from at most K entries
-            of each token's derivative by the logits, as in `logprobs`; entry v is kept
-            with probability min(1, K p_v), in `forward_kl` min(1, K (p_v + q_v) / 2).
-            The backward pass recomputes no logits. None: the exact gradient.
+        gradient: as in `logprobs`, with one block. `Sample(k)` keeps at most k entries
+            of a token: entry v with probability min(1, k p_v), in `forward_kl` min(1,
+            k (p_v + q_v) / 2).
         key: PRNG key of the samples, as in `logprobs`.
         implementation: "xla", or None: on an NVIDIA GPU, kernels then sum over the
-            vocabulary, and with gradient_samples, on a Hopper GPU, over the samples.
+            vocabulary, and with `Sample(k)`, on a Hopper GPU, over the samples.
 
     Returns:
         float32 [...] (float64 for float64 hidden), not negative, with a relative
@@ -102,10 +100,10 @@ def kl(
 
     **Memory** beyond inputs, outputs and gradients, with b the item size of hidden and
     C = min(chunk, tokens rounded up to 16): forward 8·C·V; backward (8 + b)·C·V +
-    4·V·D, the latter for the float32 sum of W's gradient. With frozen_head, forward
+    4·V·D, the latter for the float32 sum of W's gradient. Without that one, forward
     under `jax.grad` (8 + b)·C·V and a residual of b·D per token. Weights of another
     dtype than their hidden states are copied to that dtype. XLA for CPUs may widen
-    16-bit weights to float32, 4·V·(D + D'). With gradient_samples, forward under
+    16-bit weights to float32, 4·V·(D + D'). With `Sample(K)`, forward under
     `jax.grad` 20·C·V + 512·C·K, by kernels 8·C·V + 512·C·K, and residuals of 8·K per
     token; backward as `logprobs`.
 
@@ -131,8 +129,8 @@ def kl(
     """
     options = HeadOptions(
         chunk=chunk, where=where, temperature=temperature, softcap=softcap, bias=bias,
-        vocab_size=vocab_size, layout=layout, frozen_head=frozen_head,
-        gradient_samples=gradient_samples, key=key, implementation=implementation,
+        vocab_size=vocab_size, layout=layout, gradient=gradient, key=key,
+        implementation=implementation,
     )  # fmt: skip
     reference = Reference(
         reference_hidden, reference_W, reference_temperature, reference_softcap,
@@ -155,12 +153,11 @@ def forward_kl(
     bias: ArrayLike | None = None,
     vocab_size: int | None = None,
     layout: Layout | None = None,
-    frozen_head: bool = False,
     reference_temperature: ArrayLike | None = None,
     reference_softcap: float | None | Literal["same"] = "same",
     reference_bias: ArrayLike | None = None,
     reference_layout: Layout | None = None,
-    gradient_samples: int | None = None,
+    gradient: Gradient | None = None,
     key: jax.Array | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
@@ -182,8 +179,8 @@ def forward_kl(
     """
     options = HeadOptions(
         chunk=chunk, where=where, temperature=temperature, softcap=softcap, bias=bias,
-        vocab_size=vocab_size, layout=layout, frozen_head=frozen_head,
-        gradient_samples=gradient_samples, key=key, implementation=implementation,
+        vocab_size=vocab_size, layout=layout, gradient=gradient, key=key,
+        implementation=implementation,
     )  # fmt: skip
     reference = Reference(
         reference_hidden, reference_W, reference_temperature, reference_softcap,
@@ -207,12 +204,11 @@ def jsd(
     bias: ArrayLike | None = None,
     vocab_size: int | None = None,
     layout: Layout | None = None,
-    frozen_head: bool = False,
     reference_temperature: ArrayLike | None = None,
     reference_softcap: float | None | Literal["same"] = "same",
     reference_bias: ArrayLike | None = None,
     reference_layout: Layout | None = None,
-    gradient_samples: int | None = None,
+    gradient: Gradient | None = None,
     key: jax.Array | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
@@ -238,12 +234,11 @@ def jsd(
         bias: as in `kl`.
         vocab_size: as in `kl`.
         layout: as in `kl`.
-        frozen_head: as in `kl`.
         reference_temperature: as in `kl`.
         reference_softcap: as in `kl`.
         reference_bias: as in `kl`.
         reference_layout: as in `kl`.
-        gradient_samples: as in `kl`.
+        gradient: as in `kl`.
         key: as in `kl`.
         implementation: as in `kl`.
 
@@ -260,8 +255,8 @@ def jsd(
     """
     options = HeadOptions(
         chunk=chunk, where=where, temperature=temperature, softcap=softcap, bias=bias,
-        vocab_size=vocab_size, layout=layout, frozen_head=frozen_head,
-        gradient_samples=gradient_samples, key=key, implementation=implementation,
+        vocab_size=vocab_size, layout=layout, gradient=gradient, key=key,
+        implementation=implementation,
     )  # fmt: skip
     reference = Reference(
         reference_hidden, reference_W, reference_temperature, reference_softcap,
@@ -311,8 +306,6 @@ def read_two_heads(
     """
     rule.check_only_xla(verb, options.implementation)
     policy, layout, shape = arguments.read_head(hidden, W, options)
-    if checks.check_flag("frozen_head", options.frozen_head):
-        policy = Head(policy.hidden, *lax.stop_gradient(policy[1:]))
     options = dataclasses.replace(options, layout=layout)
     other, other_layout, other_shape = arguments.read_head(
         reference.hidden,
@@ -344,8 +337,7 @@ def _divergence(verb, divergence, hidden, W, reference, options):
         return jnp.zeros(shape, spec.stats_dtype)
     spec, policy = arguments.typed(spec, policy, (rows, other_rows, other))
     kernels = uses_kernels(options.implementation)
-    made_by = FrozenTwoHeadsRule if spec.frozen_head else TwoHeadsRule
-    two_heads = made_by(spec, divergence, other_spec, kernels)
+    two_heads = TwoHeadsRule(spec, divergence, other_spec, kernels)
     if spec.gradient_samples is not None:
         backend, _ = choose.choose(options.implementation, spec, policy)
         two_heads = SampledTwoHeadsRule(
@@ -367,7 +359,12 @@ def _specs(policy, reference, options):
     other_columns = reference.W.shape[0 if reference.layout == "vd" else 1]
     both, n_tokens = columns + other_columns, policy.hidden.shape[0]
     vocab_size = _check_vocab_size(options.vocab_size, columns, other_columns)
-    samples = checks.check_gradient_samples(options.gradient_samples, vocab_size)
+    facts = gradients.facts(options.gradient, vocab_size)
+    if facts.get("gradient_blocks", 1) > 1:
+        raise NotImplementedError(
+            f"gradient={options.gradient} must have one block: a divergence of two "
+            "heads sums W's gradient at once"
+        )
     spec = Spec(
         columns=columns,
         vocab_size=vocab_size,
@@ -376,9 +373,8 @@ def _specs(policy, reference, options):
         compute_dtype=policy.hidden.dtype,
         layout=options.layout,
         softcap=checks.check_softcap(options.softcap),
-        frozen_head=options.frozen_head,
-        gradient_samples=samples,
         token_parallel=partition.is_possible(),
+        **facts,
     )
     other_spec = dataclasses.replace(
         spec,

@@ -48,7 +48,6 @@ def divergence_loss(
     bias: ArrayLike | None = None,
     vocab_size: int | None = None,
     layout: Layout | None = None,
-    frozen_head: bool = False,
     reference_temperature: ArrayLike | None = None,
     reference_softcap: float | None | Literal["same"] = "same",
     reference_bias: ArrayLike | None = None,
@@ -87,7 +86,6 @@ def divergence_loss(
         bias: as in `kl`.
         vocab_size: as in `kl`.
         layout: as in `kl`.
-        frozen_head: as in `token_loss`.
         reference_temperature: as in `kl`.
         reference_softcap: as in `kl`.
         reference_bias: as in `kl`.
@@ -131,7 +129,7 @@ def divergence_loss(
     loss_functions.check(loss_fn)
     options = HeadOptions(
         chunk=chunk, where=where, temperature=temperature, softcap=softcap, bias=bias,
-        vocab_size=vocab_size, layout=layout, frozen_head=frozen_head,
+        vocab_size=vocab_size, layout=layout,
         implementation=implementation,
     )  # fmt: skip
     reference = Reference(

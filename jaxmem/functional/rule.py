@@ -39,12 +39,21 @@ class Rule:
         raise NotImplementedError
 
     def forward_and_save(self, trained, fixed) -> tuple[Any, Any]:
-        """The result, and the residuals that `backward` needs."""
+        """The result, and the residuals that `backward` needs.
+
+        Frozen or not, they are one tree, and hold the same operands; see `empty`.
+        """
         raise NotImplementedError
 
     def backward(self, residuals, cotangents) -> Any:
         """Cotangents of trained; cotangents of the result may be `SymbolicZero`."""
         raise NotImplementedError
+
+    def differentiated(self, frozen: bool) -> "Rule":
+        """The rule where W and bias are constants, or where they are not."""
+        if not frozen:
+            return self
+        return dataclasses.replace(self, spec=self.spec.without_weights())
 
     def refuse(self, fixed) -> None:
         """Raise for constants that are being differentiated; leaves have perturbed."""
@@ -86,15 +95,30 @@ def _call(rule, trained, fixed):
 
 def _call_fwd(rule, trained, fixed):
     rule.refuse(fixed)
+    weights = jax.tree.leaves(trained[0][1:])
+    frozen = bool(weights) and not any(x.perturbed for x in weights)
     trained, fixed = jax.tree.map(lambda x: x.value, (trained, fixed))
-    return rule.forward_and_save(trained, fixed)
+    result, residuals = rule.differentiated(frozen).forward_and_save(trained, fixed)
+    # Known from a shape while the backward pass is traced.
+    return result, (jnp.zeros((int(frozen), 0)), residuals)
 
 
 def _call_bwd(rule, residuals, cotangents):
+    flag, residuals = residuals
+    rule = rule.differentiated(frozen=bool(flag.shape[0]))
     return rule.backward(residuals, cotangents), None
 
 
 _call.defvjp(_call_fwd, _call_bwd, symbolic_zeros=True)
+
+
+def empty() -> jax.Array:
+    """Stands for a residual that one way of differentiation has and another has not.
+
+    One traced call may be differentiated in several ways, and jax takes the residuals
+    of all of them to be one tree, with the same operands in it.
+    """
+    return jnp.zeros(0)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The derivatives of the head under `gradient_samples`: rules that keep few entries.
+"""The derivatives of the head under `Sample(k)`: rules that keep few entries.
 
 The forward pass samples the entries of each token's derivative while its logits are
 alive (`core.sampling`). The backward pass uses them for any cotangents, and recomputes
@@ -19,7 +19,7 @@ _SAVED = ("logprob", "max", "log_sum")
 
 
 def sampler_of(backend: Backend) -> Sampler:
-    """The sampler of a backend that was chosen for a call with gradient_samples."""
+    """The sampler of a backend that was chosen for a call with `Sample(k)`."""
     assert backend.sampler is not None, f"{backend.name!r} has no sampler"
     return backend.sampler
 

@@ -1,4 +1,4 @@
-"""Divergences between two heads under `gradient_samples`.
+"""Divergences between two heads under `Sample(k)`.
 
 Let dz be the derivative of a divergence by the policy's logits, and d a distribution
 over the vocabulary for which dz_j / d_j is bounded by the divergence's own terms: p, or
@@ -17,6 +17,7 @@ from jaxmem.backends.protocol import Sampler
 from jaxmem.core import sampling as _sampling, shards as _shards, stats as _stats
 from jaxmem.core.operands import for_active_chunks, put_all, take
 from jaxmem.core.sampling import Derivative, Entries, Sampling
+from jaxmem.functional.rule import LoopRule
 from jaxmem.functional.two_heads import Masses, TwoHeadsRule, compare
 
 
@@ -25,6 +26,10 @@ class SampledTwoHeadsRule(TwoHeadsRule):
     """`TwoHeadsRule` whose backward pass uses sampled entries and no logits."""
 
     sampler: Sampler
+
+    def differentiated(self, frozen):
+        """See `Rule.differentiated`."""
+        return LoopRule.differentiated(self, frozen)
 
     def saving_loop(self, source, rows, given):
         """See `LoopRule.saving_loop`; the entries are selected here."""

@@ -11,6 +11,7 @@ from jax.typing import ArrayLike
 
 from jaxmem.core import checks, shards as _shards
 from jaxmem.core.explicit_axes import sharded_like, with_automatic_axes
+from jaxmem.core.gradients import Gradient
 from jaxmem.core.operands import Rows
 from jaxmem.core.options import AxisName, Chunk, HeadOptions, Implementation, Layout
 from jaxmem.core.spec import Spec
@@ -45,9 +46,7 @@ def token_loss(
     bias: ArrayLike | None = None,
     vocab_size: int | None = None,
     layout: Layout | None = None,
-    frozen_head: bool = False,
-    gradient_blocks: int = 1,
-    gradient_samples: int | None = None,
+    gradient: Gradient | None = None,
     key: jax.Array | None = None,
     axis_name: AxisName | None = None,
     vocab_groups: int | None = None,
@@ -85,12 +84,10 @@ def token_loss(
         bias: as in `logprobs`.
         vocab_size: as in `logprobs`.
         layout: as in `logprobs`.
-        frozen_head: W and bias are constants; their gradient is not computed.
-        gradient_blocks: as in `logprobs`. The backward pass then recomputes the logits:
-            four GEMMs.
-        gradient_samples: as in `logprobs`. Loss and metrics are exact. The gradient
-            with respect to hidden and the head is an unbiased estimate; that with
-            respect to per_token is exact.
+        gradient: as in `logprobs`. `Recompute(blocks)` with more than one block takes
+            four GEMMs. With `Sample(k)`, loss and metrics are exact; the gradient with
+            respect to hidden and the head is an unbiased estimate; that with respect to
+            per_token is exact. Two GEMMs where W is not differentiated.
         key: as in `logprobs`.
         axis_name: mesh axes that shard the vocabulary, as in `logprobs`; loss_fn gets
             the statistics of the whole vocabulary, and its shards must have the same
@@ -112,8 +109,8 @@ def token_loss(
     the float32 sum of W's gradient. Under jit, operands that are not differentiated add
     nothing. "hopper" takes no more: instead of logits it stores their exponentials, 2·V
     per token, of all tokens if they fit, which saves the float32 sum, or else of 3·C.
-    XLA for CPUs needs 8·C·V if V is not a multiple of 128. With gradient_samples,
-    gradient_blocks or vocab_groups, both passes take what `logprobs` takes. Gradients
+    XLA for CPUs needs 8·C·V if V is not a multiple of 128. With `Sample(k)`,
+    several blocks or vocab_groups, both passes take what `logprobs` takes. Gradients
     are residuals, scaled by the loss's cotangent: hidden's is rounded to its dtype
     before it is scaled.
 
@@ -141,8 +138,7 @@ def token_loss(
     loss_functions.check(loss_fn)
     options = HeadOptions(
         chunk=chunk, where=where, temperature=temperature, softcap=softcap, bias=bias,
-        vocab_size=vocab_size, layout=layout, frozen_head=frozen_head,
-        gradient_blocks=gradient_blocks, gradient_samples=gradient_samples, key=key,
+        vocab_size=vocab_size, layout=layout, gradient=gradient, key=key,
         axis_name=axis_name, vocab_groups=vocab_groups, implementation=implementation,
     )  # fmt: skip
     fields = TokenStats._fields

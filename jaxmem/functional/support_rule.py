@@ -17,6 +17,7 @@ from jaxmem.core.operands import (
     put_all,
     sum_over_shards,
     take,
+    trained,
 )
 from jaxmem.functional.given_ids import existing_columns
 from jaxmem.functional.rule import LoopRule
@@ -75,8 +76,8 @@ class SupportRule(LoopRule):
 
         sums = xla.zero_sums(self.spec, source)
         sums = self._for_chunks(rows, given, chunk, sums)
-        sums = sum_over_shards(self.spec, sums)
-        return jax.tree.map(lambda total, x: total.astype(x.dtype), sums, original)
+        sums, like = sum_over_shards(self.spec, sums), trained(self.spec, original)
+        return jax.tree.map(lambda total, x: total.astype(x.dtype), sums, like)
 
     def _for_chunks(self, rows, given, body, carry):
         """Run `body(width, row_ids, carry) -> carry` over chunks of active tokens."""
@@ -123,18 +124,20 @@ class SupportRule(LoopRule):
 
     def _accumulate(self, sums, source, row_ids, columns, rows_of_W, dz):
         dtype = self.spec.stats_dtype
-        dbias = sums.bias
-        if dbias is not None:
-            dbias = dbias.at[columns].add(dz, mode="drop")
         dh = jnp.einsum("ck,ckd->cd", dz.astype(rows_of_W.dtype), rows_of_W,
                         preferred_element_type=dtype)  # fmt: skip
         dhidden = put(sums.hidden, row_ids, dh.astype(sums.hidden.dtype))
+        if sums.W is None:
+            return Head(dhidden, None, None)
         h = take(source.hidden, row_ids).astype(dtype)
         dW = dz[:, :, None] * h[:, None, :]
         if self.spec.layout == "vd":
             dW = sums.W.at[columns].add(dW, mode="drop")
         else:
             dW = sums.W.at[:, columns].add(jnp.moveaxis(dW, -1, 0), mode="drop")
+        dbias = sums.bias
+        if dbias is not None:
+            dbias = dbias.at[columns].add(dz, mode="drop")
         return Head(dhidden, dW, dbias)
 
 

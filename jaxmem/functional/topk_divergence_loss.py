@@ -48,7 +48,6 @@ def topk_kl_loss(
     bias: ArrayLike | None = None,
     vocab_size: int | None = None,
     layout: Layout | None = None,
-    frozen_head: bool = False,
     statistics_temperature: ArrayLike | None = None,
     axis_name: AxisName | None = None,
     implementation: Implementation | None = None,
@@ -87,7 +86,6 @@ def topk_kl_loss(
         bias: as in `logprobs`.
         vocab_size: as in `logprobs`.
         layout: as in `logprobs`.
-        frozen_head: as in `token_loss`.
         statistics_temperature: of the statistics, a scalar or one per token; None for
             that of the divergence.
         axis_name: as in `token_loss`; the ids are those of the whole vocabulary.
@@ -126,7 +124,7 @@ def topk_kl_loss(
     loss_functions.check(loss_fn)
     options = HeadOptions(
         chunk=chunk, where=where, temperature=temperature, softcap=softcap, bias=bias,
-        vocab_size=vocab_size, layout=layout, frozen_head=frozen_head,
+        vocab_size=vocab_size, layout=layout,
         axis_name=axis_name, implementation=implementation,
     )  # fmt: skip
     verb = "topk_kl_loss"

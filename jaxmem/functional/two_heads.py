@@ -14,7 +14,7 @@ from jax import lax
 
 from jaxmem.backends import xla
 from jaxmem.core import sampling as _sampling, shards as _shards, stats as _stats
-from jaxmem.core.operands import cast, for_active_chunks, put_all, take
+from jaxmem.core.operands import cast, for_active_chunks, put_all, take, trained
 from jaxmem.core.spec import Spec
 from jaxmem.functional.divergence_terms import (
     JSD,
@@ -24,7 +24,7 @@ from jaxmem.functional.divergence_terms import (
     Blocks,
     ForwardKL,
 )
-from jaxmem.functional.rule import LoopRule, scaled
+from jaxmem.functional.rule import LoopRule, empty, scaled
 
 
 class Masses(NamedTuple):
@@ -43,6 +43,27 @@ class TwoHeadsRule(LoopRule):
     divergence: KL | ForwardKL | JSD
     reference_spec: Spec
     kernels: bool  # those of `kernels.row_pairs` or `row_sums` compute sums over V
+
+    def differentiated(self, frozen):
+        """See `Rule.differentiated`."""
+        rule = super().differentiated(frozen)
+        if frozen and not self.spec.recomputes:
+            of = self.divergence, self.reference_spec, self.kernels
+            return FrozenTwoHeadsRule(rule.spec, *of)
+        return rule
+
+    def forward_and_save(self, trained, fixed):
+        """See `Rule.forward_and_save`."""
+        result, (*operands, saved) = super().forward_and_save(trained, fixed)
+        normaliser = _stats.Normaliser(empty(), empty())
+        nothing = {"mean_slope": empty(), "normalisers": (normaliser, normaliser)}
+        return result, (*operands, nothing | {"dhidden": empty()} | saved)
+
+    def backward(self, residuals, cotangents):
+        """See `Rule.backward`."""
+        *operands, saved = residuals
+        saved = {k: v for k, v in saved.items() if jax.tree.leaves(v)[0].size}
+        return super().backward((*operands, saved), cotangents)
 
     def forward_loop(self, source, rows, given):
         """See `LoopRule.forward_loop`."""
@@ -141,7 +162,8 @@ class TwoHeadsRule(LoopRule):
 
         sums = xla.zero_sums(self.spec, policy)
         sums = for_active_chunks(self.spec.chunk, rows[0].active, chunk, sums)
-        return jax.tree.map(lambda total, x: total.astype(x.dtype), sums, source)
+        like = trained(self.spec, source)
+        return jax.tree.map(lambda total, x: total.astype(x.dtype), sums, like)
 
     def derivative(self, logits, saved, g) -> jax.Array:
         """The derivative by the policy's scaled logits, [C, columns].

@@ -36,6 +36,7 @@ from jaxmem.functional import traced_loss
 from jaxmem.functional.rule import (
     Rule,
     by_tokens,
+    empty,
     fitted,
     of_tokens,
     once,
@@ -97,20 +98,22 @@ class StatisticsRule(BackendRule):
         if spec.keeps_gradient:
             run = by_tokens(spec, self._with_gradient, (of_tokens(source), True), True)
             results, dhidden = once(run)(source, rows)
-            return results, (checkpoint_name(dhidden, "jaxmem_dhidden"), rows.active)
+            dhidden = checkpoint_name(dhidden, "jaxmem_dhidden")
+            nothing = dict.fromkeys((*spec.outputs, *_SAVED), empty())
+            return results, (source, rows, nothing, dhidden)
         names = (*spec.outputs, *(k for k in _SAVED if k not in spec.outputs))
         results = self.outputs(source, rows, names)
         results = {k: checkpoint_name(v, f"jaxmem_{k}") for k, v in results.items()}
-        residuals = source, rows, results, ()
+        residuals = source, rows, results, empty()
         return {k: results[k] for k in spec.outputs}, residuals
 
     def backward(self, residuals, cotangents):
         """See `Rule.backward`."""
         cotangents = sum_over_shards(self.spec, cotangents)
-        if self.spec.keeps_gradient:
-            (dhidden, active), (g,) = residuals, cotangents.values()
-            return (scaled(dhidden, active, g),)
         source, rows, results, kept = residuals
+        if self.spec.keeps_gradient:
+            (g,) = cotangents.values()
+            return (scaled(kept, rows.active, g),)
         saved = _stats.Outputs(*(results.get(k) for k in _stats.Outputs._fields))
         given = (cotangents.get(k) for k in _stats.Cotangents._fields)
         asked = _stats.Cotangents(*map(_unless_zero, given))
@@ -178,16 +181,18 @@ class LossRule(BackendRule):
         run = by_tokens(self.spec, self._narrowed_pass, flags, (True, of_source))
         operands = Operands(per_token, closed)
         values, dsource = once(run)(source, given, operands, count)
-        dsource = trained_part(self.spec, dsource)
-        # The dtypes of the cotangents, which are still in the sums' dtypes.
-        kept = trained_part(self.spec, source)
-        types = jax.tree.map(lambda x: jnp.zeros(0, x.dtype), kept)
+        # Empty arrays of the cotangents' dtypes: they are still in the sums' dtypes.
+        types = jax.tree.map(lambda x: jnp.zeros(0, x.dtype), source)
+        if self.spec.frozen_head:
+            nothing = jax.tree.map(lambda x: empty(), source)
+            dsource = nothing._replace(hidden=dsource.hidden)
         total = self._over(jnp.sum(values.loss), count)
         return (total, values.metrics), (dsource, types, values.per_token, total, count)
 
     def backward(self, residuals, cotangents):
         """See `Rule.backward`."""
         dsource, types, dper_token, total, count = residuals
+        dsource, types = (trained_part(self.spec, x) for x in (dsource, types))
         g, _ = cotangents
         if isinstance(g, SymbolicZero):
             zero = jax.tree.map(
@@ -298,7 +303,7 @@ class LossRule(BackendRule):
 
 
 class TwoPassLossRule(LossRule):
-    """`LossRule` with `gradient_blocks` or `vocab_groups`: recomputes the logits.
+    """`LossRule` with several blocks or `vocab_groups`: recomputes the logits.
 
     Logits of a block or a group are not those of the whole vocabulary, without which
     the loss's derivative is not known.
@@ -306,6 +311,8 @@ class TwoPassLossRule(LossRule):
 
     def one_pass(self, source, given, operands, count):
         """See `LossRule.one_pass`."""
+        if self.spec.gradient_blocks == 1 and not self.spec.vocab_groups:
+            return super().one_pass(source, given, operands, count)
         rows = given
         spec, names = fitted(self.spec, rows), (*TokenStats._fields, *_SAVED)
         outputs = self._forward()(spec, source, rows, names)

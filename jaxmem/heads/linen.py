@@ -7,6 +7,7 @@ from flax.linen import spmd
 from flax.linen.linear import default_kernel_init
 from jax.typing import DTypeLike
 
+from jaxmem.core.gradients import Gradient
 from jaxmem.core.options import Chunk, Implementation
 from jaxmem.heads.verbs import (
     HeadSharding as HeadSharding,
@@ -42,7 +43,8 @@ class LMHead(HeadVerbs, nn.Module):
         softcap: caps logits at ±softcap by tanh.
         chunk: tokens whose logits may be alive at once; None for all, or "auto".
         vocab_size: logical vocabulary if V is padded; later columns have p = 0.
-        gradient_blocks: of the vocabulary, as in `jaxmem.logprobs`.
+        gradient: as in `jaxmem.logprobs`, for `logprobs`, `token_stats`, `entropy`,
+            `loss` and `token_loss`.
         implementation: as in `jaxmem.logprobs`.
         sharding: sharding of the verbs on a mesh of devices; None: one device, or as
             XLA partitions them.
@@ -76,7 +78,7 @@ class LMHead(HeadVerbs, nn.Module):
     softcap: float | None = None
     chunk: Chunk = 1024
     vocab_size: int | None = None
-    gradient_blocks: int = 1
+    gradient: Gradient | None = None
     implementation: Implementation | None = None
     sharding: HeadSharding | None = None
     vocab_groups: int | None = None
@@ -88,7 +90,7 @@ class LMHead(HeadVerbs, nn.Module):
             columns, self.dtype, self.softcap, self.chunk, self.vocab_size,
             self.implementation,
         )  # fmt: skip
-        check_division(self.gradient_blocks, self.vocab_groups)
+        check_division(self.gradient, self.vocab_groups)
         super().__post_init__()
 
     # Linen names, binds and transforms only methods in the class body.

@@ -12,6 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
+from jaxmem.core.gradients import Gradient
 from jaxmem.core.options import Chunk, Implementation, Layout
 from jaxmem.heads.verbs import (
     HeadSharding as HeadSharding,
@@ -58,7 +59,8 @@ class LMHead(HeadVerbs, nnx.Module):
         softcap: caps logits at ±softcap by tanh.
         chunk: tokens whose logits may be alive at once; None for all, or "auto".
         vocab_size: logical vocabulary if V is padded; later columns have p = 0.
-        gradient_blocks: of the vocabulary, as in `jaxmem.logprobs`.
+        gradient: as in `jaxmem.logprobs`, for `logprobs`, `token_stats`, `entropy`,
+            `loss` and `token_loss`.
         implementation: as in `jaxmem.logprobs`.
         sharding: sharding of the verbs on a mesh of devices; None: one device, or as
             XLA partitions them.
@@ -102,14 +104,14 @@ class LMHead(HeadVerbs, nnx.Module):
         softcap: float | None = None,
         chunk: Chunk = 1024,
         vocab_size: int | None = None,
-        gradient_blocks: int = 1,
+        gradient: Gradient | None = None,
         implementation: Implementation | None = None,
         sharding: HeadSharding | None = None,
         vocab_groups: int | None = None,
     ):
         depth, columns, layout = _describe(in_features, out_features, tied_to)
         check_options(columns, dtype, softcap, chunk, vocab_size, implementation)
-        check_division(gradient_blocks, vocab_groups)
+        check_division(gradient, vocab_groups)
         if tied_to is None:
             kernel = kernel_init(_params_key(rngs), (depth, columns), param_dtype)
             self.kernel = nnx.Param(kernel, **kernel_metadata)
@@ -124,7 +126,7 @@ class LMHead(HeadVerbs, nnx.Module):
         self.dtype, self.param_dtype = dtype, param_dtype
         self.softcap, self.chunk = softcap, chunk
         self.vocab_size, self.implementation = vocab_size, implementation
-        self.gradient_blocks, self.vocab_groups = gradient_blocks, vocab_groups
+        self.gradient, self.vocab_groups = gradient, vocab_groups
         self.sharding = sharding
 
     def _weights(self, depth: int) -> Weights:

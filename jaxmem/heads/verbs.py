@@ -13,7 +13,8 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxmem.backends import choose
-from jaxmem.core import checks
+from jaxmem.core import checks, gradients
+from jaxmem.core.gradients import Gradient
 from jaxmem.core.options import AxisName, Chunk, Implementation, Layout
 from jaxmem.core.stats import TokenStats
 from jaxmem.functional import api
@@ -91,7 +92,7 @@ class HeadVerbs(ColumnVerbs, DivergenceVerbs):
     softcap: float | None
     chunk: Chunk
     vocab_size: int | None
-    gradient_blocks: int
+    gradient: Gradient | None
     implementation: Implementation | None
     sharding: HeadSharding | None
     vocab_groups: int | None
@@ -122,7 +123,7 @@ class HeadVerbs(ColumnVerbs, DivergenceVerbs):
         labels: ArrayLike,
         where: ArrayLike | None = None,
         temperature: ArrayLike = 1.0,
-        gradient_samples: int | None = None,
+        gradient: Gradient | None = None,
         key: jax.Array | None = None,
     ) -> jax.Array:
         """Return the log-probability of each label; see `jaxmem.logprobs`.
@@ -134,8 +135,8 @@ class HeadVerbs(ColumnVerbs, DivergenceVerbs):
             labels: token ids [...]; negative marks padding.
             where: booleans that broadcast to labels; False masks a token.
             temperature: positive scalar or one per token, [...]; not differentiable.
-            gradient_samples: K of sampled gradients, as in `jaxmem.logprobs`; or None.
-            key: PRNG key of the samples, with gradient_samples.
+            gradient: as in `jaxmem.logprobs`; None: the head's own.
+            key: PRNG key of the samples of `jaxmem.Sample(k)`.
 
         Returns:
             float32 [...]; 0, with a gradient of 0, where masked.
@@ -144,7 +145,7 @@ class HeadVerbs(ColumnVerbs, DivergenceVerbs):
         """
         return self._run(
             api.logprobs, hidden, labels, where=where, temperature=temperature, key=key,
-            gradient_samples=gradient_samples, **self._division,
+            **self._division(gradient),
         )  # fmt: skip
 
     def token_stats(
@@ -153,7 +154,7 @@ class HeadVerbs(ColumnVerbs, DivergenceVerbs):
         labels: ArrayLike,
         where: ArrayLike | None = None,
         temperature: ArrayLike = 1.0,
-        gradient_samples: int | None = None,
+        gradient: Gradient | None = None,
         key: jax.Array | None = None,
     ) -> TokenStats:
         """Return all statistics that one pass computes; see `jaxmem.token_stats`.
@@ -163,8 +164,8 @@ class HeadVerbs(ColumnVerbs, DivergenceVerbs):
             labels: token ids [...]; negative marks padding.
             where: booleans that broadcast to labels; False masks a token.
             temperature: positive scalar or one per token, [...]; not differentiable.
-            gradient_samples: K of sampled gradients, as in `jaxmem.logprobs`; or None.
-            key: PRNG key of the samples, with gradient_samples.
+            gradient: as in `jaxmem.logprobs`; None: the head's own.
+            key: PRNG key of the samples of `jaxmem.Sample(k)`.
 
         Returns:
             `TokenStats(logprob, entropy, logsumexp, sum_pi_squared, is_argmax)` of
@@ -174,7 +175,7 @@ class HeadVerbs(ColumnVerbs, DivergenceVerbs):
         """
         return self._run(
             api.token_stats, hidden, labels, where=where, temperature=temperature,
-            gradient_samples=gradient_samples, key=key, **self._division,
+            key=key, **self._division(gradient),
         )  # fmt: skip
 
     def entropy(
@@ -182,7 +183,7 @@ class HeadVerbs(ColumnVerbs, DivergenceVerbs):
         hidden: ArrayLike,
         where: ArrayLike | None = None,
         temperature: ArrayLike = 1.0,
-        gradient_samples: int | None = None,
+        gradient: Gradient | None = None,
         key: jax.Array | None = None,
     ) -> jax.Array:
         """Return the entropy of each token's softmax; see `jaxmem.entropy`.
@@ -193,8 +194,8 @@ class HeadVerbs(ColumnVerbs, DivergenceVerbs):
             hidden: final hidden states [..., D].
             where: booleans that broadcast to the tokens; False masks a token.
             temperature: positive scalar or one per token, [...]; not differentiable.
-            gradient_samples: K of sampled gradients, as in `jaxmem.logprobs`; or None.
-            key: PRNG key of the samples, with gradient_samples.
+            gradient: as in `jaxmem.logprobs`; None: the head's own.
+            key: PRNG key of the samples of `jaxmem.Sample(k)`.
 
         Returns:
             float32 [...]; 0 where masked.
@@ -203,7 +204,7 @@ class HeadVerbs(ColumnVerbs, DivergenceVerbs):
         """
         return self._run(
             api.entropy, hidden, where=where, temperature=temperature, key=key,
-            gradient_samples=gradient_samples, **self._division,
+            **self._division(gradient),
         )  # fmt: skip
 
     def loss(
@@ -213,7 +214,7 @@ class HeadVerbs(ColumnVerbs, DivergenceVerbs):
         where: ArrayLike | None = None,
         normalizer: ArrayLike | None = None,
         z_loss: float = 0.0,
-        gradient_samples: int | None = None,
+        gradient: Gradient | None = None,
         key: jax.Array | None = None,
     ) -> jax.Array:
         """Return the mean cross-entropy over the unmasked tokens.
@@ -228,15 +229,15 @@ class HeadVerbs(ColumnVerbs, DivergenceVerbs):
                 batch; 0 counts as 1. None: the number of tokens that are not masked
                 here.
             z_loss: weight of the squared logsumexp, which keeps logits from drifting.
-            gradient_samples: K of sampled gradients, as in `jaxmem.logprobs`; or None.
-            key: PRNG key of the samples, with gradient_samples.
+            gradient: as in `jaxmem.logprobs`; None: the head's own.
+            key: PRNG key of the samples of `jaxmem.Sample(k)`.
 
         Returns:
             float32 scalar; 0, with gradients of 0, if every token is masked.
 
         **Memory**: that of `jaxmem.token_loss`, with the head's chunk. Loss and
         gradients are computed in one pass, with three matrix products, or two if W is
-        frozen.
+        not differentiated.
 
         Raises:
             TypeError, ValueError: as `jaxmem.logprobs`; or a normalizer or z_loss is
@@ -256,7 +257,7 @@ class HeadVerbs(ColumnVerbs, DivergenceVerbs):
             per_token = (jnp.broadcast_to(jnp.asarray(z_loss), jnp.shape(labels)),)
         return self.token_loss(
             loss_fn, hidden, labels, *per_token, where=where, normalizer=normalizer,
-            gradient_samples=gradient_samples, key=key,
+            gradient=gradient, key=key,
         )[0]  # fmt: skip
 
     def token_loss(
@@ -268,8 +269,7 @@ class HeadVerbs(ColumnVerbs, DivergenceVerbs):
         where: ArrayLike | None = None,
         normalizer: ArrayLike | None = None,
         temperature: ArrayLike = 1.0,
-        frozen_head: bool = False,
-        gradient_samples: int | None = None,
+        gradient: Gradient | None = None,
         key: jax.Array | None = None,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Return a loss of each token's statistics, with its gradient in the same pass.
@@ -284,9 +284,8 @@ class HeadVerbs(ColumnVerbs, DivergenceVerbs):
             where: booleans that broadcast to labels; False masks a token.
             normalizer: divisor of the sum; None: the number of tokens not masked here.
             temperature: positive scalar or one per token, [...]; not differentiable.
-            frozen_head: whether to compute no gradient of the head's weights.
-            gradient_samples: K of sampled gradients, as in `jaxmem.logprobs`; or None.
-            key: PRNG key of the samples, with gradient_samples.
+            gradient: as in `jaxmem.logprobs`; None: the head's own.
+            key: PRNG key of the samples of `jaxmem.Sample(k)`.
 
         Returns:
             (loss, metrics): a float32 scalar, and the metrics that loss_fn returns,
@@ -297,8 +296,8 @@ class HeadVerbs(ColumnVerbs, DivergenceVerbs):
         verb = functools.partial(token_loss, loss_fn)
         return self._run(
             verb, hidden, labels, *per_token, where=where, normalizer=normalizer,
-            temperature=temperature, frozen_head=frozen_head, key=key,
-            gradient_samples=gradient_samples, **self._division,
+            temperature=temperature, key=key,
+            **self._division(gradient),
         )  # fmt: skip
 
     def support_logprobs(
@@ -344,13 +343,10 @@ class HeadVerbs(ColumnVerbs, DivergenceVerbs):
             max_ids=max_ids,
         )
 
-    @property
-    def _division(self):
+    def _division(self, gradient):
         """How the verbs that take these options divide the vocabulary."""
-        return {
-            "gradient_blocks": self.gradient_blocks,
-            "vocab_groups": self.vocab_groups,
-        }
+        gradient = self.gradient if gradient is None else gradient
+        return {"gradient": gradient, "vocab_groups": self.vocab_groups}
 
     def _run(self, verb, hidden, *per_token, **keywords):
         hidden, weights = self._prepare(hidden)
@@ -393,9 +389,9 @@ def check_options(
     choose.check(implementation)
 
 
-def check_division(gradient_blocks: Any, vocab_groups: Any) -> None:
+def check_division(gradient: Any, vocab_groups: Any) -> None:
     """Raise, when a head is constructed, for numbers that every call would reject."""
-    checks.check_gradient_blocks(gradient_blocks)
+    gradients.check(gradient)
     # `HeadSharding` pads the columns; the verbs check those of a head without it.
     checks.check_vocab_groups(vocab_groups, columns=0, n_shards=1)
 

@@ -15,7 +15,9 @@ from flax import nnx
 
 from jaxmem import remat
 from jaxmem.backends import choose
+from jaxmem.core import gradients
 from jaxmem.core.fields import check_field
+from jaxmem.core.gradients import Sample
 from jaxmem.heads.nnx import LMHead
 from jaxmem.models import kv_cache, layers, lora, partitioning as mesh, structure
 from jaxmem.models.config import ModelConfig as ModelConfig
@@ -32,8 +34,7 @@ from jaxmem.models.positions import (
 _VOCABULARY_INIT = nnx.initializers.normal(0.02)
 
 _FUSED_ONLY = {
-    "gradient_blocks": 1,
-    "gradient_samples": None,
+    "gradient": None,
     "backend": None,
     "vocab_groups": None,
 }
@@ -47,12 +48,10 @@ class HeadConfig:
     implementation: Literal["fused", "materialised"] = "fused"
     # tokens whose logits may be alive at once (fused only); None: no chunking
     chunk: int | Literal["auto"] | None = 1024
-    # blocks of the vocabulary whose part of the head's gradient is summed one after
-    # another (fused only), see jaxmem.logprobs; 1: at once
-    gradient_blocks: int = 1
-    # entries of each token's derivative that are drawn at random (fused only), see
-    # jaxmem.logprobs; None: exact gradients
-    gradient_samples: int | None = None
+    # how gradients are computed (fused only), see jaxmem.logprobs: ("recompute", B)
+    # sums those of the head for one of B blocks of the vocabulary after another;
+    # ("sample", k) draws k entries of each token's derivative; None: exact, all at once
+    gradient: tuple[str, int] | None = None
     # what computes the loss (fused only), see jaxmem.logprobs; None: the fastest here
     backend: str | None = None
     # groups of the vocabulary (fused only), see jaxmem.logprobs: log-probabilities of
@@ -72,24 +71,19 @@ class HeadConfig:
                     "HeadConfig.chunk must be a positive number of tokens, 'auto' or "
                     f"None, got {self.chunk!r}"
                 )
-        n_blocks, samples = self.gradient_blocks, self.gradient_samples
-        good = type(n_blocks) is int and n_blocks >= 1
-        check_field(self, "gradient_blocks", good, "a positive integer")
-        good = samples is None or (type(samples) is int and samples >= 1)
-        check_field(self, "gradient_samples", good, "a positive integer, or None")
-        if n_blocks > 1 and samples is not None:
-            raise ValueError(
-                f"HeadConfig.gradient_blocks={n_blocks} must stay 1 with "
-                f"gradient_samples={samples}, whose gradients are not summed by blocks"
-            )
+        try:
+            gradients.from_literal(self.gradient)
+        except ValueError as error:
+            name = "" if str(error).startswith("gradient ") else "gradient: "
+            raise ValueError(f"HeadConfig.{name}{error}") from error
         groups = self.vocab_groups
         good = groups is None or (type(groups) is int and groups > 1)
         good = good and not (groups and groups & (groups - 1))
         check_field(self, "vocab_groups", good, "a power of two, at least 2, or None")
-        if groups and (samples or n_blocks > 1):
-            other = "gradient_samples" if samples else f"gradient_blocks={n_blocks}"
+        if groups and self.gradient:
             raise ValueError(
-                f"HeadConfig.vocab_groups={groups} must be None with {other}"
+                f"HeadConfig.vocab_groups={groups} must be None with "
+                f"gradient={self.gradient}"
             )
         for name, default in _FUSED_ONLY.items():
             value = getattr(self, name)
@@ -97,6 +91,17 @@ class HeadConfig:
                 raise ValueError(
                     f"HeadConfig.{name}={value!r} needs implementation='fused'"
                 )
+
+    @property
+    def sample(self) -> Sample | None:
+        """How gradients are sampled; None where they are exact."""
+        gradient = gradients.from_literal(self.gradient)
+        return gradient if isinstance(gradient, Sample) else None
+
+    @property
+    def samples(self) -> int | None:
+        """Entries of a token that are sampled; None where gradients are exact."""
+        return self.sample and self.sample.k
 
     def using(self, implementation: str) -> "HeadConfig":
         """The other way to the loss, for comparison; exact where it is materialised."""
@@ -132,7 +137,8 @@ def _head(
         "dtype": jnp.dtype(config.dtype),
         "softcap": config.softcap,
         "chunk": head.chunk,
-        "gradient_blocks": head.gradient_blocks,
+        # Each call says how it samples, with a key: evaluations do not.
+        "gradient": None if head.sample else gradients.from_literal(head.gradient),
         "implementation": head.backend,
         "vocab_groups": head.vocab_groups,
         "sharding": sharding,
@@ -405,7 +411,7 @@ def head_loss(
     labels: Ids,
     normalizer: jax.Array,
     implementation: Literal["fused", "materialised"],
-    gradient_samples: int | None = None,
+    sample: Sample | None = None,
     key: jax.Array | None = None,
 ) -> jax.Array:
     """Sum of the tokens' cross-entropies, divided by `normalizer`.
@@ -417,7 +423,7 @@ def head_loss(
         normalizer: number of tokens that count in the whole step.
         implementation: "fused" never stores all logits; "materialised" does, as is
             usual, and serves as the reference and for comparison.
-        gradient_samples: as in `jaxmem.logprobs`, for "fused".
+        sample: how to sample the gradient, for "fused"; None: it is exact.
         key: as in `jaxmem.logprobs`, for "fused".
 
     Returns:
@@ -426,7 +432,7 @@ def head_loss(
     if implementation == "fused":
         return head.loss(
             hidden, labels, normalizer=normalizer,
-            gradient_samples=gradient_samples, key=key,
+            gradient=sample, key=key,
         )  # fmt: skip
     per_token = optax.softmax_cross_entropy_with_integer_labels(
         head(hidden).astype(jnp.float32), jnp.maximum(labels, 0)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxmem.core import checks, keys as _keys, sampling
+from jaxmem.core import checks, gradients, keys as _keys, sampling
 from jaxmem.functional import arguments
 from jaxmem.functional.divergence import check_tokens
 from jaxmem.functional.given_ids import check_ids
@@ -63,7 +63,7 @@ def read_rows_and_mask(given, shape, of_tokens, columns):
     where = arguments.read_where(given["where"], shape)
     if where is None:  # mask the tokens that padding adds
         operands["where"] = Operand(jnp.ones(shape, bool), of_tokens, False)
-    if "gradient_samples" in given:
+    if "gradient" in given:
         operands |= _read_key(given, shape, of_tokens, vocab_size)
     return operands
 
@@ -190,10 +190,9 @@ def _read_ids(given, where, shape, of_tokens):
 
 def _read_key(given, shape, of_tokens, vocab_size):
     """Data of one key for each token, so that devices draw what one device would."""
-    if "gradient_samples" in given:
-        samples = given["gradient_samples"]
-        samples = checks.check_gradient_samples(samples, vocab_size)
-        given["key"] = _keys.check_key(given["key"], samples, shape)
+    if "gradient" in given:
+        gradients.facts(given["gradient"], vocab_size)
+        given["key"] = _keys.check_key(given["key"], given["gradient"], shape)
     elif "key" in given:
         given["key"] = _keys.check_keys(given["key"], shape)
     if given.get("key") is None:

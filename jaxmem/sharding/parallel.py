@@ -66,7 +66,7 @@ def parallel(
     Returns:
         The verb, with the same arguments except axis_name, and the same results.
         Without a normalizer, losses count the active tokens of all devices.
-        With gradient_samples, the samples of a token do not depend on how tokens are
+        With `Sample(k)`, the samples of a token do not depend on how tokens are
         sharded; each vocabulary shard draws its own, up to K of them.
 
     **Memory** per device: that of the verb for its tokens and its vocabulary shard,

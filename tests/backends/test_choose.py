@@ -18,8 +18,8 @@ Y = jnp.arange(40) * 7
 KEY = jax.random.key(0)
 OPTIONS = {
     "plain": {},
-    "blocks": {"gradient_blocks": 2},
-    "samples": {"gradient_samples": 4, "key": KEY},
+    "blocks": {"gradient": jaxmem.Recompute(2)},
+    "samples": {"gradient": jaxmem.Sample(4), "key": KEY},
 }
 
 
@@ -64,9 +64,11 @@ def test_it_is_preferred_and_said_why(register, monkeypatch):
 @pytest.mark.parametrize("ability", ["blocks", "sampler"])
 def test_it_is_not_asked_for_what_it_cannot_do(ability, register):
     register(**{ability: None})
-    name = "blocks" if ability == "blocks" else "samples"
+    name, said = {"blocks": ("blocks", "several"), "sampler": ("samples", "Sample")}[
+        ability
+    ]
     gradients(None, OPTIONS[name])  # by another one
-    said = f"'toy' cannot run this call: it has no loops for gradient_{name}"
+    said = f"'toy' cannot run this call: it has no loops for {said}"
     with pytest.raises(NotImplementedError, match=said):
         gradients("toy", OPTIONS[name])
 

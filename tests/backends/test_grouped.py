@@ -63,6 +63,10 @@ def of_logprobs(verb, h, W, bias, y, **options):
     return {"logprob": verb(jaxmem.logprobs)(h, W, y, CHUNK, bias=bias, **options)}
 
 
+def of_frozen(verb, h, W, bias, y, **options):
+    return of_logprobs(verb, h, *jax.lax.stop_gradient((W, bias, y)), **options)
+
+
 def of_entropy(verb, h, W, bias, y, **options):
     where = options.pop("where", True) & (y >= 0)
     entropy = verb(jaxmem.entropy)
@@ -109,7 +113,7 @@ CASES = {
     "token_stats": (of_token_stats, 8, {}),
     "token_stats, every option": (of_token_stats, 8, EVERY),
     "logprobs": (of_logprobs, 2, {"softcap": 5.0}),
-    "logprobs of a frozen head": (of_logprobs, 2, {"frozen_head": True}),
+    "logprobs of a frozen head": (of_frozen, 2, {}),
     "entropy": (of_entropy, 2, {"temperature": 0.7}),
     "token_loss": (of_token_loss, 2, {}),
     "token_loss, every option": (of_token_loss, 8, EVERY),
@@ -266,14 +270,15 @@ REFUSED = [
         "columns and pass vocab_size",
     ),
     (
-        {"vocab_groups": 2, "gradient_samples": 4, "key": jax.random.key(0)},
+        {"vocab_groups": 2, "gradient": jaxmem.Sample(4), "key": jax.random.key(0)},
         NotImplementedError,
-        "vocab_groups cannot be combined with gradient_samples; pass one of both",
+        "vocab_groups cannot be combined with gradient=Sample(k=4); pass one of both",
     ),
     (
-        {"vocab_groups": 2, "gradient_blocks": 2},
+        {"vocab_groups": 2, "gradient": jaxmem.Recompute(2)},
         NotImplementedError,
-        "vocab_groups cannot be combined with gradient_blocks; pass one of both",
+        "vocab_groups cannot be combined with gradient=Recompute(blocks=2); pass one "
+        "of both",
     ),
 ]
 

@@ -191,10 +191,8 @@ def test_a_frozen_head_keeps_its_gradient(interpreted):
 
     def gradient(dtype, implementation):
         def loss(h):
-            made = jaxmem.logprobs(
-                h, W.astype(h.dtype), y, 32, frozen_head=True,
-                implementation=implementation,
-            )  # fmt: skip
+            run = functools.partial(jaxmem.logprobs, implementation=implementation)
+            made = run(h, W.astype(h.dtype), y, 32)
             return jnp.sum(g * made)
 
         return jax.grad(loss)(jnp.asarray(h, jnp.bfloat16).astype(dtype))
@@ -300,7 +298,7 @@ def by_loss(h, W, y, **options):
 
 
 def frozen(h, W, y, **options):
-    return jaxmem.logprobs(h, W, y, frozen_head=True, **options).sum()
+    return jaxmem.logprobs(h, jax.lax.stop_gradient(W), y, **options).sum()
 
 
 @needs_pallas
@@ -475,7 +473,7 @@ def test_sampled_derivatives_need_triton(lowered_anywhere, monkeypatch):
     """All else runs without: a call is refused before it imports what is not there."""
     monkeypatch.setitem(sys.modules, "jax.experimental.pallas.triton", None)
     call = functools.partial(
-        jaxmem.logprobs, *HEAD, np.zeros(4, int), gradient_samples=4,
+        jaxmem.logprobs, *HEAD, np.zeros(4, int), gradient=jaxmem.Sample(4),
         key=jax.random.key(0),
     )  # fmt: skip
     with pytest.raises(NotImplementedError, match="needs Pallas's Triton backend"):
@@ -483,7 +481,7 @@ def test_sampled_derivatives_need_triton(lowered_anywhere, monkeypatch):
     with jaxmem.report() as calls:
         call()
     assert calls.calls[0].implementation == "xla"
-    assert "gradient_samples needs Pallas's Triton" in calls.calls[0].why
+    assert "Sample needs Pallas's Triton" in calls.calls[0].why
     monkeypatch.setitem(sys.modules, "jax.experimental.pallas", None)
     assert not devices.has_triton()
 
@@ -506,7 +504,6 @@ def test_the_automatic_choice_keeps_to_what_was_measured(lowered_anywhere, monke
 
     assert chosen(8192, 4096, 151936)[0] == "hopper"
     assert chosen(8192, 4096, 50257)[0] == "hopper"
-    assert chosen(8192, 4096, 151936, frozen_head=True)[0] == "hopper"
     assert chosen(8192, 4096, 151936, chunk=128)[0] == "hopper"
     assert chosen(8192, 4096, 151936, jnp.float32)[0] == "hopper"
     assert chosen(256, 4096, 151936)[0] == "hopper"

@@ -1,4 +1,4 @@
-"""gradient_blocks of "hopper" without a GPU: interpreted, and lowered for CUDA."""
+"""Recompute(blocks) of "hopper" without a GPU: interpreted, and lowered for CUDA."""
 
 import dataclasses
 import functools
@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import jaxmem
+from jaxmem import Recompute
 from tests.backends.test_hopper import (
     assert_none_writes_into_a_slice,
     by_loss,
@@ -52,14 +53,14 @@ def test_outputs_and_gradients(v, layout, interpreted, of_blocks):
     problem.h[::5] = np.nan
     check(
         problem, "hopper", CASE.chunk, dtype="bfloat16", layout=layout,
-        bias=jnp.linspace(-1, 1, v, dtype=jnp.bfloat16), gradient_blocks=2,
+        bias=jnp.linspace(-1, 1, v, dtype=jnp.bfloat16), gradient=Recompute(2),
     )  # fmt: skip
     assert of_blocks == {(v // 300, 256)}
 
 
 def test_every_option_of_a_loss(interpreted, of_blocks):
     check_one_pass(
-        CASE, layout="dv", softcap=5.0, vocab_size=280, gradient_blocks=3,
+        CASE, layout="dv", softcap=5.0, vocab_size=280, gradient=Recompute(3),
         temperature=np.linspace(0.5, 2, 301, dtype=np.float32),
         where=np.arange(301) % 3 > 0,
     )  # fmt: skip
@@ -72,7 +73,12 @@ def test_without_an_active_token_the_gradient_is_zero(interpreted, of_blocks):
 
     def total(h, W):
         made = jaxmem.logprobs(
-            h, W, np.full_like(y, -1), 16, implementation="hopper", gradient_blocks=2
+            h,
+            W,
+            np.full_like(y, -1),
+            16,
+            implementation="hopper",
+            gradient=Recompute(2),
         )
         return jnp.sum(made)
 
@@ -94,7 +100,7 @@ def test_blocks_that_all_rows_share_need_no_other(lowered_anywhere, of_blocks):
         gradients = jax.grad(functools.partial(total, **options), (0, 1))
         return str(jax.make_jaxpr(gradients)(h, W))
 
-    assert program(gradient_blocks=4) == program()
+    assert program(gradient=Recompute(4)) == program()
     assert not of_blocks
 
 
@@ -107,7 +113,7 @@ def test_a_split_vocabulary(verb, interpreted, of_blocks):
     h, W, y = CASE.make()
     h, W, y = jnp.asarray(h, jnp.bfloat16), jnp.asarray(W, jnp.bfloat16), y % 280
     options = {"vocab_size": 280, "chunk": 16}
-    here = {"axis_name": "tensor", "implementation": "hopper", "gradient_blocks": 2}
+    here = {"axis_name": "tensor", "implementation": "hopper", "gradient": Recompute(2)}
     got = in_parts(functools.partial(verb, **options, **here))(h, W, y)
     want = jax.value_and_grad(functools.partial(verb, **options), (0, 1))(
         h.astype(jnp.float32), W.astype(jnp.float32), y
@@ -132,7 +138,7 @@ def test_all_kernels_lower_for_cuda(n, d, v, options, lowered_anywhere, of_block
 
     if options.pop("bias", False):
         bias = shape(v)
-    options |= {"implementation": "hopper", "gradient_blocks": 8}
+    options |= {"implementation": "hopper", "gradient": Recompute(8)}
 
     def loss(h, W, y, bias):
         stats = jaxmem.token_stats(h, W, y, bias=bias, **options)
@@ -167,7 +173,7 @@ def test_parts_of_the_vocabulary_lower_for_cuda(verb, kernels, lowered_anywhere)
 def traced_in_blocks_and_parts(verb, check_vma):
     options = {
         "vocab_size": 5000, "axis_name": "tensor", "implementation": "hopper",
-        "gradient_blocks": 2, "chunk": 16,
+        "gradient": Recompute(2), "chunk": 16,
     }  # fmt: skip
     total = functools.partial(verb, **options)
     return traced_in_parts(total, check_vma, shapes=[(3000, 256), (8192, 256), (3000,)])

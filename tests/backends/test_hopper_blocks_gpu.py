@@ -1,4 +1,4 @@
-"""gradient_blocks of "hopper" on the chip."""
+"""Recompute(blocks) of "hopper" on the chip."""
 
 import functools
 
@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import jaxmem
+from jaxmem import Recompute
 from tests.backends.test_hopper_gpu import UNROLLED, close
 from tests.cases import Case
 from tests.functional.test_api import OPTIONS, check, cotangents
@@ -53,7 +54,13 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_outputs_and_gradients(name, n_blocks, of_blocks):
     case = CASES[name]
-    check(case.make(), "hopper", case.chunk, dtype="bfloat16", gradient_blocks=n_blocks)
+    check(
+        case.make(),
+        "hopper",
+        case.chunk,
+        dtype="bfloat16",
+        gradient=Recompute(n_blocks),
+    )
     assert of_blocks
 
 
@@ -69,14 +76,14 @@ def test_options_and_layouts(names, layout, of_blocks):
     y = np.where(np.arange(2000) % 3 == 0, -1, problem.y % 1000)
     check(
         problem._replace(y=y), "hopper", 16, dtype="bfloat16", layout=layout,
-        gradient_blocks=3, **options,
+        gradient=Recompute(3), **options,
     )  # fmt: skip
     assert of_blocks
 
 
 def test_a_loss(of_blocks):
     check_one_pass(
-        Case(2000, 64, 1300, std=3.0, chunk=16), vocab_size=1250, gradient_blocks=3,
+        Case(2000, 64, 1300, std=3.0, chunk=16), vocab_size=1250, gradient=Recompute(3),
         where=np.arange(2000) % 3 > 0,
     )  # fmt: skip
     assert of_blocks
@@ -89,7 +96,7 @@ def test_a_rerun_is_bitwise_equal_and_a_loop_may_be_unrolled(of_blocks):
 
     def loss(h, W):
         made = jaxmem.logprobs(
-            h, W, y, case.chunk, implementation="hopper", gradient_blocks=4
+            h, W, y, case.chunk, implementation="hopper", gradient=Recompute(4)
         )
         return jnp.vdot(jnp.cos(jnp.arange(case.n)), made)
 
@@ -115,7 +122,12 @@ def test_the_error_of_hidden_s_gradient_is_less_than_twice_that_of_one_block():
     def gradient(h, W, implementation, n_blocks):
         def total(h):
             stats = jaxmem.token_stats(
-                h, W, y, chunk, implementation=implementation, gradient_blocks=n_blocks
+                h,
+                W,
+                y,
+                chunk,
+                implementation=implementation,
+                gradient=Recompute(n_blocks),
             )._asdict()
             return sum(jnp.vdot(g[k], stats[k]) for k in g)
 
@@ -140,7 +152,7 @@ def test_memory_is_the_formula_of_the_docstring(v, n_blocks):
 
     def loss(h, W):
         y = jnp.zeros(n, jnp.int32)
-        options = {"implementation": "hopper", "gradient_blocks": n_blocks}
+        options = {"implementation": "hopper", "gradient": Recompute(n_blocks)}
         return jaxmem.logprobs(h, W, y, chunk, **options).sum()
 
     compiled = jax.jit(jax.grad(loss, (0, 1))).lower(h, W).compile()

@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import AbstractMesh
 
 import jaxmem
+from jaxmem import Sample
 from jaxmem.backends import hopper, hopper_sampled
 from jaxmem.core import stats as _stats
 from jaxmem.core.operands import Head, Rows
@@ -124,7 +125,7 @@ def traced_over_a_mesh(verb, layout):
     public = jaxmem.sharding.parallel(
         getattr(jaxmem, verb), mesh, tokens="t", vocab="v"
     )
-    options = {"chunk": 128, "gradient_samples": 64, "key": key, "layout": layout}
+    options = {"chunk": 128, "gradient": Sample(64), "key": key, "layout": layout}
 
     def loss(h, W, y):
         if verb == "logprobs":

@@ -41,7 +41,7 @@ def gradients(h, W, y, key, arrays, slots=None, facts=()):
     """(results, gradients by hidden and W)."""
     options = {"implementation": "hopper", "chunk": 256} | dict(facts) | arrays
     if slots:
-        options |= {"gradient_samples": slots, "key": key}
+        options |= {"gradient": jaxmem.Sample(slots), "key": key}
     made, pull = jax.vjp(
         lambda h, W: jaxmem.token_stats(h, W, y, **options)[:2], h, W
     )  # fmt: skip
@@ -110,7 +110,7 @@ def test_divergences_have_exact_values_and_no_bias(verb):
 
     @functools.partial(jax.jit, static_argnames="slots")
     def run(key, slots=None):
-        sampled = {"gradient_samples": slots, "key": key} if slots else {}
+        sampled = {"gradient": jaxmem.Sample(slots), "key": key} if slots else {}
 
         def loss(h, W):
             return jnp.sum(getattr(jaxmem, verb)(h, W, other_h, other_W, **sampled))

@@ -415,24 +415,11 @@ ERRORS = [
     ({"vocab_size": True}, ValueError, _vocab_size("True")),
     ({"vocab_size": "5"}, ValueError, _vocab_size("'5'")),
     ({"vocab_size": Traced(4)}, ValueError, _vocab_size(TRACED)),
-    # frozen_head
-    ({"frozen_head": 1}, TypeError, "frozen_head must be True or False, got 1"),
+    # gradient
     (
-        {"frozen_head": Traced(True)},
+        {"gradient": 2},
         TypeError,
-        f"frozen_head must be True or False, got {TRACED}",
-    ),
-    # gradient_blocks
-    (
-        {"gradient_blocks": 0},
-        ValueError,
-        "gradient_blocks must be at least 1, got 0",
-    ),
-    (
-        {"gradient_blocks": 2.0},
-        TypeError,
-        "gradient_blocks must be a Python integer, 1 to sum W's gradient at once, got "
-        "2.0",
+        "gradient must be None, jaxmem.Recompute(blocks) or jaxmem.Sample(k), got 2",
     ),
     # vocab_groups
     (
@@ -446,30 +433,24 @@ ERRORS = [
         "vocab_groups must divide the 5 columns of W, got 2; pad W to 6 columns and "
         "pass vocab_size",
     ),
-    # gradient_samples and key
+    # gradient and key
     (
-        {"gradient_samples": 0},
+        {"gradient": jaxmem.Sample(5)},
         ValueError,
-        "gradient_samples must be an integer from 1 to 4, less than the vocabulary, or "
-        "None for the exact gradient, got 0",
+        "gradient=Sample(k) must have k from 1 to 4, less than the vocabulary, got 5; "
+        "leave gradient out for the exact one",
     ),
     (
-        {"gradient_samples": 5},
+        {"gradient": jaxmem.Sample(2)},
         ValueError,
-        "gradient_samples must be an integer from 1 to 4, less than the vocabulary, or "
-        "None for the exact gradient, got 5",
-    ),
-    (
-        {"gradient_samples": 2},
-        ValueError,
-        "key must be given with gradient_samples=2, such as "
+        "key must be given with gradient=Sample(k=2), such as "
         "jax.random.fold_in(jax.random.key(seed), step)",
     ),
     (
         {"key": 3},
         ValueError,
-        "key must not be given without gradient_samples: the exact gradient draws no "
-        "random numbers",
+        "key must not be given without gradient=jaxmem.Sample(k): the exact gradient "
+        "draws no random numbers",
     ),
     # axis_name
     (

@@ -35,7 +35,7 @@ def token_stats(h, W, y, a):
 
 
 def frozen(h, W, y, a):
-    return (jaxmem.entropy(h, W, None, frozen_head=True) * a).sum()
+    return (jaxmem.entropy(h, jax.lax.stop_gradient(W), None) * a).sum()
 
 
 def token_loss(h, W, y, a):
@@ -55,7 +55,8 @@ def kl(h, W, y, a):
 
 
 def frozen_kl(h, W, y, a):
-    return (jaxmem.kl(h, W, 2 * h, W, chunk=None, frozen_head=True) * a).sum()
+    fixed = jax.lax.stop_gradient(W)
+    return (jaxmem.kl(h, fixed, 2 * h, W, chunk=None) * a).sum()
 
 
 def selected(h, W, y, a):

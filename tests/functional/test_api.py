@@ -79,7 +79,7 @@ def check(
     dtype="float32",
     layout="vd",
     bias=None,
-    gradient_blocks=1,
+    gradient=None,
     **options,
 ):
     """Outputs and gradients of a call against the oracle and the materialised path."""
@@ -91,7 +91,7 @@ def check(
         W = W if layout == "vd" else W.T
         return jaxmem.token_stats(
             h, W, problem.y, chunk, bias=bias, layout=layout,
-            gradient_blocks=gradient_blocks, implementation=implementation, **options,
+            gradient=gradient, implementation=implementation, **options,
         )._asdict()  # fmt: skip
 
     def naive(h, W, bias=None):

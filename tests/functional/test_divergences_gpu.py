@@ -67,7 +67,8 @@ def test_a_frozen_head_has_the_same_gradient_by_hidden(verb):
     @functools.partial(jax.jit, static_argnums=0)
     def run(frozen, h):
         def total(h):
-            value = getattr(jaxmem, verb)(h, *others, CHUNK, frozen_head=frozen)
+            gradient = None if frozen else jaxmem.Recompute()
+            value = getattr(jaxmem, verb)(h, *others, CHUNK, gradient=gradient)
             return (WEIGHT * value).sum(), value
 
         return jax.grad(total, has_aux=True)(h)
@@ -113,9 +114,9 @@ def test_topk_kl_loss_is_the_sum_of_its_parts(direction):
 def test_topk_kl_loss_of_drawn_ids_and_of_a_frozen_head():
     (h, W, *_), (ids, _) = heads(), teacher_columns()
 
-    def loss(h, W, frozen=False):
+    def loss(h, W):
         operands = h, W, LABELS, ids, None, WEIGHT
-        return jaxmem.topk_kl_loss(mixture, *operands, chunk=CHUNK, frozen_head=frozen)
+        return jaxmem.topk_kl_loss(mixture, *operands, chunk=CHUNK)
 
     def parts(h, W):
         log_p = jaxmem.selected_logprobs(h, W, ids, CHUNK)

@@ -1,4 +1,4 @@
-"""frozen_head: hidden's gradient kept beside the result, none of W; against float64."""
+"""W that is not differentiated: hidden's gradient is kept; against float64."""
 
 import functools
 import re
@@ -67,7 +67,7 @@ def check(problem, verb="logprobs", dtype="float32", layout="vd", bias=None, **o
     def ours(h):
         head = W if layout == "vd" else W.T
         return value_of(
-            verb, h, head, problem.y, 64, bias=bias, layout=layout, frozen_head=True,
+            verb, h, head, problem.y, 64, bias=bias, layout=layout,
             **options,
         )  # fmt: skip
 
@@ -134,6 +134,15 @@ def loss(h, W, y, bias=None, **options):
     return jaxmem.token_loss(loss_fn, h, W, y, chunk=CHUNK, bias=bias, **options)[0]
 
 
+def stopped(fn):
+    """The same, of weights that are constants."""
+
+    def run(h, W, y, bias=None):
+        return fn(h, *lax.stop_gradient((W, y)), lax.stop_gradient(bias))
+
+    return run
+
+
 def of_stats(h, W, y, bias=None, **options):
     stats = jaxmem.token_stats(h, W, y, CHUNK, bias=bias, **options)
     return sum(jnp.cos(field).sum() for field in stats[:4])
@@ -155,9 +164,7 @@ def test_as_if_stopped(problem, fn, wrap):
     """hidden's gradient is that of a trained head; W's and the bias's are 0."""
     bias = jnp.linspace(-1, 1, V)
     want = jax.jit(jax.value_and_grad(fn))(*problem, bias)
-    frozen = wrap(
-        jax.value_and_grad(functools.partial(fn, frozen_head=True), (0, 1, 3))
-    )
+    frozen = wrap(jax.value_and_grad(stopped(fn), (0, 1, 3)))
     value, (dh, dW, dbias) = frozen(*problem, bias)
     chex.assert_trees_all_close((value, dh), want, rtol=2e-5, atol=1e-5)
     assert dW.shape == (V, D) and not dW.any() and not dbias.any()
@@ -167,17 +174,29 @@ def test_as_if_stopped(problem, fn, wrap):
 def test_a_frozen_head_seen_before_does_not_freeze_the_next(problem, order):
     """Eagerly, where one cached trace could serve the wrong call."""
     for frozen in order:
-        dW = jax.grad(functools.partial(total, frozen_head=frozen), 1)(*problem)
+        dW = jax.grad(stopped(total) if frozen else total, 1)(*problem)
         assert dW.any() != frozen
 
 
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint])
 @pytest.mark.parametrize("fn", [total, loss, of_stats])
-def test_the_residuals_hold_no_weights(problem, fn):
-    """Nothing as large as W is kept, nor anything but one row of D a token."""
+def test_one_traced_function_is_differentiated_in_several_ways(problem, fn, wrap):
+    """jax keeps one structure of residuals for all of them."""
+    jitted, (h, W, y) = wrap(jax.jit(fn)), problem
+    both = jax.grad(fn, (0, 1))(h, W, y)
+    for order in ((0,), (0, 1), (1,), (0,), (0, 1)):
+        got = jax.grad(jitted, order)(h, W, y)
+        want = tuple(both[i] for i in order)
+        chex.assert_trees_all_close(got, want, rtol=2e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("fn", [total, loss, of_stats])
+def test_the_residuals_hold_no_more_weights(problem, fn):
+    """Of W nothing but itself is kept, nor more than one row of D a token."""
     h, W, y = problem
-    _, pull = jax.vjp(lambda h: fn(h, W, y, frozen_head=True), h)
+    _, pull = jax.vjp(lambda h: fn(h, W, y), h)
     sizes = [x.size for x in jax.tree.leaves(pull)]
-    if fn is of_stats:  # makes the logits again, of W itself
+    if fn is not loss:  # some way of differentiation makes the logits again
         sizes.remove(W.size)
     assert max(sizes) <= N * D
 
@@ -185,7 +204,7 @@ def test_the_residuals_hold_no_weights(problem, fn):
 def test_a_masked_token_is_nothing_even_for_a_cotangent_of_nan(problem):
     h, W, y = problem
     h[y < 0] = np.nan
-    out, pull = jax.vjp(lambda h: jaxmem.logprobs(h, W, y, CHUNK, frozen_head=True), h)
+    out, pull = jax.vjp(lambda h: jaxmem.logprobs(h, W, y, CHUNK), h)
     (dh,) = pull(jnp.where(y < 0, jnp.nan, 1.0))
     assert not dh[y < 0].any() and np.isfinite(dh).all() and not out[y < 0].any()
 
@@ -196,7 +215,7 @@ def test_a_label_that_does_not_exist_poisons_only_what_used_it(problem):
 
     @jax.jit
     def pulled(y, g):
-        run = functools.partial(jaxmem.logprobs, chunk=CHUNK, frozen_head=True)
+        run = functools.partial(jaxmem.logprobs, chunk=CHUNK)
         out, pull = jax.vjp(lambda h: run(h, W, y), h)
         return out, pull(g)[0]
 
@@ -209,7 +228,7 @@ def test_no_cotangent_no_gradient(problem):
     h, W, y = problem
 
     def unused(h):
-        lp = jaxmem.logprobs(h, W, y, CHUNK, frozen_head=True)
+        lp = jaxmem.logprobs(h, W, y, CHUNK)
         return lax.stop_gradient(lp).sum() + h.sum()
 
     assert (jax.grad(unused)(h) == 1).all()
@@ -220,7 +239,7 @@ def test_no_cotangent_no_gradient(problem):
 
 def test_under_checkpoint_and_its_policies(problem):
     """A policy that saves the kept gradient by its name saves its GEMMs too."""
-    frozen = functools.partial(total, frozen_head=True)
+    frozen = total
     policy = jax.checkpoint_policies.save_only_these_names("jaxmem_dhidden")
 
     def step(h, *rest, **how):
@@ -237,7 +256,7 @@ def test_under_checkpoint_and_its_policies(problem):
 
 def test_vmap_runs_one_example_after_another(problem):
     h, W, y = problem
-    frozen = jax.grad(functools.partial(total, frozen_head=True))
+    frozen = jax.grad(total)
     got = jax.jit(jax.vmap(frozen, (0, None, 0)))(
         h.reshape(3, 16, D), W, y.reshape(3, 16)
     )
@@ -246,7 +265,7 @@ def test_vmap_runs_one_example_after_another(problem):
 
 
 def test_second_derivatives_are_refused(problem):
-    grad = jax.grad(functools.partial(total, frozen_head=True))
+    grad = jax.grad(total)
     with pytest.raises(NotImplementedError, match="second derivatives of the head"):
         jax.grad(lambda h: grad(h, *problem[1:]).sum())(problem.h)
 
@@ -263,7 +282,7 @@ def gemms_of(fn, *operands):
 @pytest.mark.parametrize("verb", ["logprobs", "entropy"])
 def test_two_gemms_forward_and_none_backward(verb):
     def forward(h, W, y):
-        return value_of(verb, h, W, y, 64, frozen_head=True)
+        return value_of(verb, h, W, y, 64)
 
     def pulled(h, W, y):
         return jax.vjp(lambda h: forward(h, W, y), h)
@@ -273,20 +292,18 @@ def test_two_gemms_forward_and_none_backward(verb):
     assert count_gemms(made.as_text()) == 2
     _, pull = jax.eval_shape(pulled, *SHAPES)
     assert gemms_of(lambda pull, g: pull(g), pull, jnp.zeros(256)) == 0
-    grad = jax.value_and_grad(functools.partial(total, verb=verb, frozen_head=True))
+    grad = jax.value_and_grad(functools.partial(total, verb=verb))
     assert gemms_of(grad, *SHAPES) == 2
 
 
 @pytest.mark.parametrize(("fn", "gemms"), [(of_stats, 3), (loss, 2)])
 def test_gemms_of_the_others(fn, gemms):
-    frozen = functools.partial(fn, frozen_head=True)
-    assert gemms_of(jax.value_and_grad(frozen, (0, 1)), *SHAPES) == gemms
+    assert gemms_of(jax.value_and_grad(stopped(fn), (0, 1)), *SHAPES) == gemms
 
 
 @pytest.mark.parametrize("fn", [total, of_stats, loss])
 def test_no_buffer_of_the_weights_size(fn):
-    frozen = functools.partial(fn, frozen_head=True)
-    text = compiled(jax.value_and_grad(frozen), *SHAPES).as_text()
+    text = compiled(jax.value_and_grad(fn), *SHAPES).as_text()
     made = re.findall(r"= f32\[640,24\]\S* (\w+)\(", text)
     assert set(made) <= {"parameter", "get-tuple-element"}
 
@@ -305,7 +322,7 @@ def test_memory_is_what_the_docstring_says(size, dtype):
     width = jnp.dtype(dtype).itemsize
 
     def frozen(h, W, y):
-        return jaxmem.logprobs(h, W, y, chunk, frozen_head=True).sum()
+        return jaxmem.logprobs(h, W, y, chunk).sum()
 
     made = compiled(jax.value_and_grad(frozen), *shapes(n, d, v, dtype))
     promised = (8 if CPU else 4 + width) * chunk * v + width * d * n

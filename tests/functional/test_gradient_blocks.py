@@ -1,4 +1,4 @@
-"""gradient_blocks: the same results and gradients, summed block by block."""
+"""gradient=Recompute(blocks): the same results and gradients, summed block by block."""
 
 import functools
 
@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
 import jaxmem
+from jaxmem import Recompute
 from jaxmem.backends import xla_blocks
 from tests import oracle
 from tests.cases import CASES, Case, slow
@@ -127,7 +128,7 @@ def largest_logit(h, W):
 def test_sixteen_bits_against_float64(name, layout, on_one_device, of_blocks):
     check(
         CASES[name].make(), "xla", 16, dtype="bfloat16", layout=layout,
-        gradient_blocks=3,
+        gradient=Recompute(3),
     )  # fmt: skip
     assert len(of_blocks) == 2  # those of the loop, and the last one
 
@@ -138,7 +139,7 @@ def test_every_option_at_once_against_float64(on_one_device, of_blocks):
         problem._replace(y=problem.y % 100), "xla", 16, dtype="float16", layout="dv",
         softcap=5.0, temperature=np.linspace(0.5, 2, 70, dtype=np.float32),
         vocab_size=100, bias=jnp.asarray(OPTIONS["bias"]["bias"], jnp.float16),
-        gradient_blocks=2,
+        gradient=Recompute(2),
     )  # fmt: skip
     assert of_blocks == [(None, 128), (128, 2)]
 
@@ -167,7 +168,7 @@ def test_gradients_are_those_of_one_block(run, name, on_one_device, of_blocks):
     bias = [jnp.linspace(-1, 1, V)] if name == "bias" else []
     want = gradients(run, (h, W, *bias), y, **options)
     assert not of_blocks
-    got = gradients(run, (h, W, *bias), y, gradient_blocks=BLOCKS, **options)
+    got = gradients(run, (h, W, *bias), y, gradient=Recompute(BLOCKS), **options)
     assert of_blocks == [(None, 128), (384, 3)]
     exact = exact_gradients(run, (h, W, *bias), y, **options)
     assert_as_exact(got, want, exact, largest_logit(h, W))
@@ -181,14 +182,14 @@ def test_a_loss_in_blocks_is_that_of_one_pass(on_one_device, of_blocks):
     h, W, y = problem()
     want = gradients(of_loss, (h, W), y)
     assert not of_blocks
-    got = gradients(of_loss, (h, W), y, gradient_blocks=BLOCKS)
+    got = gradients(of_loss, (h, W), y, gradient=Recompute(BLOCKS))
     assert of_blocks == [(None, 128), (384, 3)]
     assert_same(got, want)
 
 
 def test_without_an_active_token_the_gradient_is_zero(on_one_device):
     h, W, y = problem()
-    got = gradients(of_stats, (h, W), np.full_like(y, -1), gradient_blocks=BLOCKS)
+    got = gradients(of_stats, (h, W), np.full_like(y, -1), gradient=Recompute(BLOCKS))
     assert not any(np.asarray(x).any() for x in jax.tree.leaves(got))
 
 
@@ -204,9 +205,12 @@ def test_without_an_active_token_the_gradient_is_zero(on_one_device):
 def test_nothing_changes_where_there_are_no_sums(run, why, on_one_device, of_blocks):
     h, W, y = problem()
     W = W.astype(F32) if why == "float32" else W
-    options = {"frozen_head": why == "frozen"}
-    want = gradients(run, (h, W), y, **options)
-    got = gradients(run, (h, W), y, gradient_blocks=BLOCKS, **options)
+
+    def of_call(h, W, y, **options):
+        return run(h, jax.lax.stop_gradient(W) if why == "frozen" else W, y, **options)
+
+    want = gradients(of_call, (h, W), y)
+    got = gradients(of_call, (h, W), y, gradient=Recompute(BLOCKS))
     jax.tree.map(np.testing.assert_array_equal, got, want)
     assert not of_blocks
 
@@ -217,10 +221,10 @@ def test_hidden_s_gradient_is_rounded_once_a_block(on_one_device):
     h, W, y = Case(512, 64, 4096, std=2.0).make()
     h, W = jnp.asarray(h, BF16), jnp.asarray(W, BF16)
     exact, rounded = (
-        np.asarray(gradients(of_stats, (x, W), y, gradient_blocks=1)[1][0], np.float64)
+        np.asarray(gradients(of_stats, (x, W), y)[1][0], np.float64)
         for x in (h.astype(F32), h)
     )
-    made = gradients(of_stats, (h, W), y, gradient_blocks=8)[1][0]
+    made = gradients(of_stats, (h, W), y, gradient=Recompute(8))[1][0]
 
     def distance(x):
         return np.linalg.norm(np.asarray(x, np.float64) - exact)
@@ -250,7 +254,7 @@ def test_over_a_mesh(verb, name, of_blocks):
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jaxmem, verb, split)
-        got = gradients(run, (h, W), y, gradient_blocks=2)
+        got = gradients(run, (h, W), y, gradient=Recompute(2))
     assert of_blocks
     # Over the tokens' shards, W's gradient is added up in its own type.
     assert_same(got, want, 2.0**-8 * MESHES[name][0])
@@ -268,7 +272,7 @@ def test_inside_of_shard_map_with_types(of_blocks):
     W = W[:386]
     y = y % 386
     want = gradients(of_stats, (h, W), y)
-    run = functools.partial(of_stats, y=y, axis_name="tensor", gradient_blocks=2)
+    run = functools.partial(of_stats, y=y, axis_name="tensor", gradient=Recompute(2))
     got = jax.jit(
         jax.shard_map(
             lambda h, W: jax.value_and_grad(lambda h, W: run(h, W), (0, 1))(h, W),
@@ -284,7 +288,7 @@ def test_remat_and_micro_batches(on_one_device):
 
     @jax.checkpoint
     def loss(W, h, y):
-        return of_stats(h, W, y, gradient_blocks=BLOCKS)
+        return of_stats(h, W, y, gradient=Recompute(BLOCKS))
 
     def total(W):
         batches = h.reshape(3, 100, D), jnp.asarray(y).reshape(3, 100)
@@ -301,12 +305,9 @@ KEY = jax.random.key(0)
 
 
 @pytest.mark.parametrize("options, raised, message", [
-    (dict(gradient_blocks=0), ValueError, "gradient_blocks must be at least 1, got 0"),
-    (dict(gradient_blocks=2.0), TypeError, "gradient_blocks must be a Python integer"),
-    (dict(gradient_blocks=True), TypeError, "gradient_blocks must be.*got True"),
-    (dict(gradient_blocks=None), TypeError, "gradient_blocks must be.*got None"),
-    (dict(gradient_blocks=2, gradient_samples=8, key=KEY), ValueError,
-     "gradient_blocks=2 must be 1 with gradient_samples"),
+    (dict(gradient=2), TypeError, "gradient must be None, jaxmem.Recompute.*got 2"),
+    (dict(gradient=Recompute), TypeError, "gradient must be None, jaxmem.Recompute"),
+    (dict(gradient=Recompute(2), key=KEY), ValueError, "key must not be given without"),
 ])  # fmt: skip
 def test_bad_arguments_are_refused_by_name(options, raised, message):
     h, W, y = problem()
@@ -317,7 +318,7 @@ def test_bad_arguments_are_refused_by_name(options, raised, message):
 def test_more_blocks_than_columns(on_one_device):
     h, W, y = problem()
     want = gradients(of_stats, (h, W), y)
-    got = gradients(of_stats, (h, W), y, gradient_blocks=10**6)
+    got = gradients(of_stats, (h, W), y, gradient=Recompute(10**6))
     exact = exact_gradients(of_stats, (h, W), y)
     assert_as_exact(got, want, exact, largest_logit(h, W))
 
@@ -340,7 +341,7 @@ def test_memory_is_what_the_docstring_says(verb, size, optimized, on_one_device)
         def loss(h, W, y):
             with pytest.MonkeyPatch.context() as patch:
                 patch.setitem(globals(), "CHUNK", chunk)
-                return run(h, W, y, gradient_blocks=n_blocks)
+                return run(h, W, y, gradient=Recompute(n_blocks))
 
         operands = [
             jax.ShapeDtypeStruct((n, d), F32), jax.ShapeDtypeStruct((v, d), BF16),

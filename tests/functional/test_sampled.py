@@ -1,4 +1,4 @@
-"""gradient_samples: exact results, and gradients whose mean is the exact gradient."""
+"""gradient=Sample(k): exact results, and gradients whose mean is the exact gradient."""
 
 import functools
 
@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import AxisType
 
 import jaxmem
+from jaxmem import Sample
 from jaxmem.core import sampling
 from tests.cases import Case, slow
 
@@ -52,7 +53,7 @@ OPTIONS = {
     "plain": {},
     "some": SOME,
     "dv": {**SOME, "layout": "dv"},
-    "frozen": {"frozen_head": True},
+    "frozen": {},
 }
 
 
@@ -63,8 +64,10 @@ def problem(std=1.5, n=N):
     return h, W, (y % 50).astype(np.int32), g
 
 
-@functools.partial(jax.jit, static_argnames=("verb", "copies", "names", "facts"))
-def gradients(verb, copies, names, facts, arrays, keys):
+@functools.partial(
+    jax.jit, static_argnames=("verb", "copies", "names", "facts", "frozen")
+)
+def gradients(verb, copies, names, facts, arrays, keys, frozen):
     """Value and gradients by hidden and W of so many copies of the problem."""
     h, W, y, g = map(jnp.asarray, problem())
     options = dict(facts) | dict(zip(names, arrays, strict=True))
@@ -75,17 +78,21 @@ def gradients(verb, copies, names, facts, arrays, keys):
     if options.get("layout") == "dv":
         W = W.T
     if keys is not None:
-        options |= {"gradient_samples": K, "key": keys}
-    return jax.value_and_grad(
-        lambda h, W: VERBS[verb](h, W, y, g, chunk=64, **options), (0, 1)
-    )(h, W)
+        options |= {"gradient": Sample(K), "key": keys}
+
+    def value(h, W):
+        W = jax.lax.stop_gradient(W) if frozen else W
+        return VERBS[verb](h, W, y, g, chunk=64, **options)
+
+    return jax.value_and_grad(value, (0, 1))(h, W)
 
 
 def run(verb, name, copies=0, keys=None):
     options = OPTIONS[name]
     names = tuple(k for k in options if isinstance(options[k], np.ndarray))
     facts = tuple((k, v) for k, v in options.items() if k not in names)
-    return gradients(verb, copies, names, facts, [options[k] for k in names], keys)
+    arrays = [options[k] for k in names]
+    return gradients(verb, copies, names, facts, arrays, keys, name == "frozen")
 
 
 # test_xla_sampled tests the same of each statistic.
@@ -130,7 +137,7 @@ def test_results_are_the_exact_path_s_to_the_bit(verb, optimized):
         alone = jax.jit(lambda h, W: f(h, W))(h, W)
         return alone, jax.jit(jax.value_and_grad(lambda h, W: f(h, W)))(h, W)[0]
 
-    exact, drawn = values(), values(gradient_samples=20, key=KEY)
+    exact, drawn = values(), values(gradient=Sample(20), key=KEY)
     np.testing.assert_array_equal(drawn, exact)
 
 
@@ -143,18 +150,18 @@ def grads(h, W, y, **options):
 @pytest.mark.slow
 def test_neither_chunk_nor_company_nor_remat_changes_what_is_drawn(optimized):
     h, W, y = Case(48, 16, 300).make()
-    want = grads(h, W, y, gradient_samples=8, key=KEY, chunk=48)
+    want = grads(h, W, y, gradient=Sample(8), key=KEY, chunk=48)
     keys = sampling.token_keys(KEY, (48,))
-    got = grads(h, W, y, gradient_samples=8, key=keys, chunk=16)
+    got = grads(h, W, y, gradient=Sample(8), key=keys, chunk=16)
     jax.tree.map(np.testing.assert_array_equal, got, want)
-    few = grads(h[9:20], W, y[9:20], gradient_samples=8, key=keys[9:20])
+    few = grads(h[9:20], W, y[9:20], gradient=Sample(8), key=keys[9:20])
     np.testing.assert_array_equal(few[0], want[0][9:20])
-    other = grads(h, W, y, gradient_samples=8, key=jax.random.key(8))
+    other = grads(h, W, y, gradient=Sample(8), key=jax.random.key(8))
     assert np.any(np.asarray(other[0]) != want[0])
 
     @jax.checkpoint
     def loss(h, W):
-        return jnp.sum(jaxmem.logprobs(h, W, y, gradient_samples=8, key=KEY))
+        return jnp.sum(jaxmem.logprobs(h, W, y, gradient=Sample(8), key=KEY))
 
     got = jax.jit(jax.grad(loss, (0, 1)))(h, W)
     jax.tree.map(np.testing.assert_array_equal, got, want)
@@ -162,15 +169,15 @@ def test_neither_chunk_nor_company_nor_remat_changes_what_is_drawn(optimized):
 
 def test_a_key_of_the_old_kind_draws_the_same():
     h, W, y, _ = problem()
-    old = grads(h, W, y, gradient_samples=8, key=jax.random.PRNGKey(7))
-    new = grads(h, W, y, gradient_samples=8, key=KEY)
+    old = grads(h, W, y, gradient=Sample(8), key=jax.random.PRNGKey(7))
+    new = grads(h, W, y, gradient=Sample(8), key=KEY)
     jax.tree.map(np.testing.assert_array_equal, old, new)
 
 
 def test_another_key_compiles_nothing():
     h, W, y, _ = problem()
     f = jax.jit(jax.grad(
-        lambda h, key: jnp.sum(jaxmem.logprobs(h, W, y, gradient_samples=8, key=key))
+        lambda h, key: jnp.sum(jaxmem.logprobs(h, W, y, gradient=Sample(8), key=key))
     ))  # fmt: skip
     made = [f(h, key) for key in jax.random.split(KEY, 3)]
     assert f._cache_size() == 1 and np.any(np.asarray(made[0]) != made[1])
@@ -210,7 +217,7 @@ def test_over_a_mesh(verb, tokens, vocab):
 
         return jax.jit(jax.grad(loss, (0, 1)))(h, W)
 
-    samples = {"gradient_samples": K, "key": KEY}
+    samples = {"gradient": Sample(K), "key": KEY}
     got, exact = gradient(True, **samples), gradient(False)
     if vocab is None:
         alone = gradient(False, **samples)
@@ -222,16 +229,13 @@ def test_over_a_mesh(verb, tokens, vocab):
 
 
 @pytest.mark.parametrize("options, error, message", [
-    (dict(gradient_samples=0, key=KEY), ValueError, "from 1 to 59.*exact.*got 0"),
-    (dict(gradient_samples=60, key=KEY), ValueError, "from 1 to 59.*exact.*got 60"),
-    (dict(gradient_samples=50, key=KEY, vocab_size=50), ValueError, "from 1 to 49"),
-    (dict(gradient_samples=8.0, key=KEY), ValueError, "from 1 to 59.*got 8.0"),
-    (dict(gradient_samples=True, key=KEY), ValueError, "from 1 to 59.*got True"),
-    (dict(gradient_samples=8), ValueError, "key must be given with gradient_samples=8"),
-    (dict(key=KEY), ValueError, "key must not be given without gradient_samples"),
-    (dict(gradient_samples=8, key=3), TypeError, "key must be a PRNG key.*got 3"),
-    (dict(gradient_samples=8, key=np.ones(4)), TypeError, "PRNG key.*got float"),
-    (dict(gradient_samples=8, key=jax.random.split(KEY, 3)), ValueError, r"\[4\].*\[3"),
+    (dict(gradient=Sample(60), key=KEY), ValueError, "from 1 to 59.*exact.*"),
+    (dict(gradient=Sample(50), key=KEY, vocab_size=50), ValueError, "from 1 to 49"),
+    (dict(gradient=Sample(8)), ValueError, "key must be given with gradient=Sample"),
+    (dict(key=KEY), ValueError, "key must not be given without gradient"),
+    (dict(gradient=Sample(8), key=3), TypeError, "key must be a PRNG key.*got 3"),
+    (dict(gradient=Sample(8), key=np.ones(4)), TypeError, "PRNG key.*got float"),
+    (dict(gradient=Sample(8), key=jax.random.split(KEY, 3)), ValueError, r"\[4\].*\[3"),
 ])  # fmt: skip
 def test_bad_arguments_are_refused_by_name(options, error, message):
     h, W, y, _ = problem()
@@ -243,7 +247,7 @@ def test_second_derivatives_and_forward_mode_are_refused():
     h, W, y, _ = problem()
 
     def f(h):
-        return jnp.sum(jaxmem.logprobs(h, W, y, gradient_samples=8, key=KEY))
+        return jnp.sum(jaxmem.logprobs(h, W, y, gradient=Sample(8), key=KEY))
 
     with pytest.raises(NotImplementedError, match="second derivatives"):
         jax.grad(lambda h: jnp.sum(jax.grad(f)(h) ** 2))(h)
@@ -255,7 +259,7 @@ def test_the_report_says_that_gradients_are_sampled():
     h, W, y, _ = problem()
     with jaxmem.report() as calls:
         jaxmem.logprobs(h, W, y)
-        jaxmem.logprobs(h, W, y, gradient_samples=8, key=KEY)
+        jaxmem.logprobs(h, W, y, gradient=Sample(8), key=KEY)
     exact, drawn = calls.calls
     assert (exact.gradient_samples, drawn.gradient_samples) == (None, 8)
     assert "sampled" not in str(exact)
@@ -271,7 +275,7 @@ def test_memory_as_documented(verb, n, optimized):
 
     def loss(h, W, y, key):
         g = jnp.ones(y.shape)
-        options = {"chunk": chunk, "gradient_samples": k, "key": key}
+        options = {"chunk": chunk, "gradient": Sample(k), "key": key}
         return VERBS[verb](h, W, y, g, **options)
 
     operands = [

@@ -1,4 +1,4 @@
-"""gradient_samples of divergences: exact values, and gradients with the exact mean."""
+"""Sample(k) of divergences: exact values, and gradients with the exact mean."""
 
 import functools
 
@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import AxisType
 
 import jaxmem
+from jaxmem import Sample
 from jaxmem.core import sampling
 from tests.cases import Case, slow
 
@@ -62,7 +63,7 @@ def test_the_mean_of_draws_is_the_exact_gradient(verb, options):
     g, copies = np.linspace(0.5, 1.5, N, dtype=np.float32), 256
     value, (dh, dW) = loss_of(verb, g, **options)(h, W, other_h, other_W)
     many = [np.tile(x, (copies, 1, 1)) for x in (h, other_h)]
-    options = options | {"gradient_samples": K, "key": KEY}
+    options = options | {"gradient": Sample(K), "key": KEY}
     if "temperature" in options:
         options["temperature"] = np.tile(options["temperature"], (copies, 1))
     values, (drawn, total) = loss_of(verb, g, **options)(many[0], W, many[1], other_W)
@@ -81,7 +82,7 @@ def test_the_mean_of_draws_is_the_exact_gradient(verb, options):
 def test_values_are_the_exact_path_s_to_the_bit(verb, optimized):
     operands = problem(50, 16, 300)
     exact = loss_of(verb, 1.0, chunk=16)(*operands)[0]
-    drawn = loss_of(verb, 1.0, chunk=16, gradient_samples=20, key=KEY)(*operands)[0]
+    drawn = loss_of(verb, 1.0, chunk=16, gradient=Sample(20), key=KEY)(*operands)[0]
     np.testing.assert_array_equal(drawn, exact)
 
 
@@ -101,7 +102,7 @@ def test_with_every_column_kept_the_gradient_is_exact(verb):
         "reference_bias": np.where(np.arange(12) < 3, 0, -1e9),
     }
     options = {k: np.float32(v) if "bias" in k else v for k, v in options.items()}
-    drawn = options | {"gradient_samples": 8, "key": KEY}
+    drawn = options | {"gradient": Sample(8), "key": KEY}
     got = loss_of(verb, 1.0, **drawn)(ones, W, ones, other)[1]
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
@@ -114,7 +115,7 @@ def test_neither_chunk_nor_other_tokens_change_what_is_drawn(optimized):
     keys = sampling.token_keys(KEY, (48,))
 
     def gradients(rows, **options):
-        run = loss_of("kl", 1.0, gradient_samples=8, **options)
+        run = loss_of("kl", 1.0, gradient=Sample(8), **options)
         return run(h[rows], W, other_h[rows], other_W)[1]
 
     want = gradients(slice(None), key=KEY, chunk=48)
@@ -131,7 +132,7 @@ def test_parallel_draws_what_one_device_draws():
 
     def gradient(verb):
         def loss(h, W):
-            made = verb(h, W, other_h, other_W, gradient_samples=K, key=KEY)
+            made = verb(h, W, other_h, other_W, gradient=Sample(K), key=KEY)
             return jnp.sum(made)
 
         return jax.jit(jax.grad(loss, (0, 1)))(h, W)
@@ -141,10 +142,10 @@ def test_parallel_draws_what_one_device_draws():
 
 
 @pytest.mark.parametrize("options, error, message", [
-    (dict(gradient_samples=60, key=KEY), ValueError, "from 1 to 59.*exact.*got 60"),
-    (dict(gradient_samples=8), ValueError, "key must be given with gradient_samples=8"),
-    (dict(key=KEY), ValueError, "key must not be given without gradient_samples"),
-    (dict(gradient_samples=8, key=3), TypeError, "key must be a PRNG key.*got 3"),
+    (dict(gradient=Sample(60), key=KEY), ValueError, "from 1 to 59.*exact"),
+    (dict(gradient=Sample(8)), ValueError, "key must be given with gradient=Sample"),
+    (dict(key=KEY), ValueError, "key must not be given without gradient"),
+    (dict(gradient=Sample(8), key=3), TypeError, "key must be a PRNG key.*got 3"),
 ])  # fmt: skip
 @pytest.mark.parametrize("verb", VERBS)
 def test_bad_arguments_are_refused_by_name(verb, options, error, message):
@@ -154,13 +155,13 @@ def test_bad_arguments_are_refused_by_name(verb, options, error, message):
 
 def test_the_report_says_that_gradients_are_sampled():
     with jaxmem.report() as calls:
-        jaxmem.kl(*problem(), gradient_samples=8, key=KEY)
+        jaxmem.kl(*problem(), gradient=Sample(8), key=KEY)
     assert calls.calls[0].gradient_samples == 8
 
 
 def test_memory_as_documented(optimized):
     n, d, v, k, chunk = 256, 32, 8192, 16, 64
-    run = loss_of("jsd", 1.0, gradient_samples=k, key=KEY, chunk=chunk)
+    run = loss_of("jsd", 1.0, gradient=Sample(k), key=KEY, chunk=chunk)
     shapes = [(n, d), (v, d), (n, d), (v, d)]
     program = run.lower(*(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes))
     temp = program.compile().memory_analysis().temp_size_in_bytes

@@ -68,12 +68,10 @@ def test_every_method_creates_the_params_and_does_what_the_nnx_head_does(method,
 
 
 def test_the_blocks_of_its_gradient_reach_the_verbs():
-    head = LMHead(V, gradient_blocks=2)
+    head = LMHead(V, gradient=jaxmem.Recompute(2))
     variables = head.init(KEY, HIDDEN)
-    with pytest.raises(ValueError, match="gradient_blocks=2 must be 1 with"):
-        head.apply(
-            variables, HIDDEN, LABELS, gradient_samples=4, key=KEY, method="loss"
-        )
+    with pytest.raises(ValueError, match="key must not be given without"):
+        head.apply(variables, HIDDEN, LABELS, key=KEY, method="loss")
 
 
 @pytest.mark.parametrize("dtype", [None, jnp.float32, jnp.bfloat16])
@@ -347,7 +345,7 @@ def test_compiled_loss_gradient_holds_no_logits(optimized):
         (TypeError, "dtype must be a floating", dict(features=V, dtype=jnp.int32)),
         (ValueError, "softcap must be positive", dict(features=V, softcap=0.0)),
         (ValueError, "chunk must be a positive", dict(features=V, chunk=-1)),
-        (TypeError, "gradient_blocks must be", dict(features=V, gradient_blocks=2.0)),
+        (TypeError, "gradient must be None", dict(features=V, gradient=2)),
         (ValueError, "vocab_size must be", dict(features=V, vocab_size=V + 1)),
         (ValueError, "implementation must be", dict(features=V, implementation="?")),
     ],

@@ -221,8 +221,7 @@ def test_all_masked_gives_zero_and_zero_gradients(normalizer, z_loss):
 # Types
 
 
-@pytest.mark.parametrize("frozen_head", [False, True])
-def test_token_loss_is_the_loss_of_the_statistics(frozen_head):
+def test_token_loss_is_the_loss_of_the_statistics():
     head, hidden = make_head(softcap=5.0, chunk=4), hidden_states()
     advantages = np.random.default_rng(2).normal(size=BATCH).astype(np.float32)
 
@@ -233,7 +232,7 @@ def test_token_loss_is_the_loss_of_the_statistics(frozen_head):
     def fused(head, hidden):
         return head.token_loss(
             per_token, hidden, LABELS, advantages, where=KEEP, normalizer=7,
-            temperature=0.7, frozen_head=frozen_head,
+            temperature=0.7,
         )  # fmt: skip
 
     def plain(head, hidden):
@@ -250,7 +249,6 @@ def test_token_loss_is_the_loss_of_the_statistics(frozen_head):
     np.testing.assert_allclose(metrics["entropy"], want[0][1]["entropy"], rtol=1e-6)
     np.testing.assert_allclose(of_hidden, want[1][1], atol=1e-6)
     for got, expected in zip(*map(jax.tree.leaves, (of_head, want[1][0])), strict=True):
-        expected = jnp.zeros_like(expected) if frozen_head else expected
         np.testing.assert_allclose(got, expected, atol=1e-6)
 
 
@@ -573,7 +571,7 @@ def precise_linear():
         (TypeError, "dtype must be a floating", lambda: make_head(dtype=jnp.int32)),
         (ValueError, "softcap must be positive", lambda: make_head(softcap=-1.0)),
         (ValueError, "chunk must be a positive", lambda: make_head(chunk=0)),
-        (ValueError, "blocks must be at least 1", lambda: make_head(gradient_blocks=0)),
+        (TypeError, "gradient must be None", lambda: make_head(gradient=0)),
         (ValueError, "vocab_size must be", lambda: make_head(vocab_size=V + 1)),
         (ValueError, "implementation must be", lambda: make_head(implementation="?")),
     ],
@@ -609,10 +607,12 @@ def test_bad_call(error, match, change):
 
 @pytest.mark.parametrize("verb", ["logprobs", "token_stats", "loss", "entropy"])
 def test_the_blocks_of_a_head_s_gradient_reach_its_verbs(verb):
-    head, samples = make_head(gradient_blocks=2), {"gradient_samples": 4}
+    head = make_head(gradient=jaxmem.Recompute(2))
     given = () if verb == "entropy" else (LABELS,)
-    with pytest.raises(ValueError, match="gradient_blocks=2 must be 1 with"):
-        getattr(head, verb)(hidden_states(), *given, key=jax.random.key(0), **samples)
+    with pytest.raises(ValueError, match="key must not be given without"):
+        getattr(head, verb)(hidden_states(), *given, key=jax.random.key(0))
+    with pytest.raises(ValueError, match="k from 1 to .*got 999"):
+        getattr(head, verb)(hidden_states(), *given, gradient=jaxmem.Sample(999))
     made = getattr(head, verb)(hidden_states(), *given)
     assert_trees(
         np.testing.assert_array_equal,

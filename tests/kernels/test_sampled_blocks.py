@@ -92,7 +92,7 @@ def test_neither_chunk_nor_other_tokens_change_what_is_drawn(by_kernels):
     operands, keys = of_verbs.problem(48, 16, 300), _sampling.token_keys(KEY, (48,))
 
     def gradient(rows, **options):
-        run = of_verbs.loss_of("kl", 1.0, gradient_samples=8, **options)
+        run = of_verbs.loss_of("kl", 1.0, gradient=jaxmem.Sample(8), **options)
         h, W, other_h, other_W = operands
         return run(h[rows], W, other_h[rows], other_W)[1][0]
 
@@ -111,7 +111,7 @@ def test_types_over_a_mesh(verb, monkeypatch):
     run = jaxmem.sharding.parallel(verb, mesh, tokens="t", vocab="v")
 
     def loss(h, W):
-        return run(h, W, *reference, gradient_samples=8, key=KEY).sum()
+        return run(h, W, *reference, gradient=jaxmem.Sample(8), key=KEY).sum()
 
     text = str(jax.make_jaxpr(jax.grad(loss, (0, 1)))(h, W))
     assert "sampled_pick_logits" in text
@@ -123,7 +123,7 @@ def operands_of(v, n):
 
 def sampled(verb, key, *operands):
     """Value and gradients of a sum over tokens."""
-    return of_verbs.loss_of(verb, 1.0, chunk=16, gradient_samples=100, key=key)(
+    return of_verbs.loss_of(verb, 1.0, chunk=16, gradient=jaxmem.Sample(100), key=key)(
         *operands
     )
 

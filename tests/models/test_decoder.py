@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxmem import remat
+from jaxmem import Recompute, remat
 from jaxmem.models import layers
 from jaxmem.models.decoder import Decoder, HeadConfig, ModelConfig, head_loss
 from jaxmem.models.positions import (
@@ -440,15 +440,13 @@ def test_impossible_models_are_refused_by_name(changes, message):
         (dict(implementation="lean"), "implementation must be one of .*got 'lean'"),
         (dict(chunk=0), "chunk must be a positive number of tokens.*got 0"),
         (dict(chunk="big"), "chunk must be a positive number .*got 'big'"),
-        (dict(gradient_blocks=0), "gradient_blocks must be a positive .*got 0"),
-        (dict(gradient_blocks=None), "gradient_blocks must be a positive .*got None"),
+        (dict(gradient=2), "gradient must be None, .*got 2"),
+        (dict(gradient=("sample",)), r"gradient must be None, .*got \('sample',\)"),
+        (dict(gradient=("keep", 2)), r"gradient must be None, .*got \('keep', 2\)"),
+        (dict(gradient=("sample", 0)), "gradient: Sample.k must be in .*, got 0"),
         (
-            dict(gradient_blocks=2, implementation="materialised"),
-            "gradient_blocks=2 needs implementation='fused'",
-        ),
-        (
-            dict(gradient_blocks=2, gradient_samples=8),
-            "gradient_blocks=2 must stay 1 with gradient_samples=8",
+            dict(gradient=("recompute", 2), implementation="materialised"),
+            r"gradient=\('recompute', 2\) needs implementation='fused'",
         ),
         (dict(vocab_groups=12), "vocab_groups must be a power of two, .*got 12"),
         (dict(vocab_groups=True), "vocab_groups must be a power of two, .*got True"),
@@ -457,12 +455,8 @@ def test_impossible_models_are_refused_by_name(changes, message):
             "vocab_groups=8 needs implementation='fused'",
         ),
         (
-            dict(vocab_groups=8, gradient_samples=4),
-            "vocab_groups=8 must be None with gradient_samples",
-        ),
-        (
-            dict(vocab_groups=8, gradient_blocks=2),
-            "vocab_groups=8 must be None with gradient_blocks=2",
+            dict(vocab_groups=8, gradient=("sample", 4)),
+            "vocab_groups=8 must be None with gradient=",
         ),
     ],
 )
@@ -472,8 +466,8 @@ def test_impossible_heads_are_refused_by_name(changes, message):
 
 
 def test_the_head_sums_its_gradient_in_the_blocks_of_the_configuration():
-    head = HeadConfig(gradient_blocks=2)
-    assert Decoder(SMALL, head, rngs=nnx.Rngs(0)).head.gradient_blocks == 2
+    head = HeadConfig(gradient=("recompute", 2))
+    assert Decoder(SMALL, head, rngs=nnx.Rngs(0)).head.gradient == Recompute(2)
     assert head.using("materialised") == HeadConfig("materialised")
 
 

@@ -43,10 +43,10 @@ class DpoJobConfig(JobConfig):
                 "data.streaming=True must stay False for run.job='dpo', which keeps "
                 "every pair's reference in memory"
             )
-        if self.head.gradient_samples is not None:
+        if self.head.sample is not None:
             raise ValueError(
-                f"head.gradient_samples={self.head.gradient_samples} must stay None "
-                "for run.job='dpo', which takes exact gradients"
+                f"head.gradient={self.head.gradient} must not sample for "
+                "run.job='dpo', which takes exact gradients"
             )
 
 
@@ -219,7 +219,7 @@ class GrpoJobConfig(JobConfig):
                 f"run.accumulate={self.run.accumulate} must stay 1 in this job: "
                 "grpo.max_tokens_train says how much a micro-batch holds"
             )
-        for name in ("gradient_samples", "vocab_groups"):
+        for name in ("gradient", "vocab_groups"):
             value = getattr(self.head, name)
             if self.sampling.truncates and value is not None:
                 raise ValueError(

@@ -268,7 +268,7 @@ class DistillProgram(SamplingProgram):
             targets,
             target,
             normalizer,
-            HeadCall(self.config.sampling.temperature, "fused", self.head_is_frozen),
+            HeadCall(self.config.sampling.temperature, "fused"),
         )
 
     def _trace_sums(self, shape: Shape) -> jax.stages.Traced:

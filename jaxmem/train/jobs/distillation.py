@@ -129,7 +129,7 @@ def distill_loss(
     labels, advantages = targets
     reward_weight = config.reward_weight or 0.0
     advantages = advantages if reward_weight else None
-    options: dict[str, Any] = dict(normalizer=normalizer, frozen_head=call.frozen_head)
+    options: dict[str, Any] = dict(normalizer=normalizer)
     # The statistics of the same logits serve the other terms at temperature 1.
     joint = isinstance(teacher, TeacherStates)
     learned_with = advantages if joint and call.temperature == 1 else None

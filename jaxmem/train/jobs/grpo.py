@@ -283,7 +283,7 @@ class Grpo(Job, name="grpo"):
             learning_rate=float(np.asarray(self.program.learning_rate(number - 1))),
             tokens_per_second=observed["tokens"] / seconds["seconds"],
             peak_gib=metrics.peak_gib(),
-            gradient_samples=config.head.gradient_samples,
+            gradient_samples=config.head.samples,
             backend=self.program.backend,
             **fields,
         )

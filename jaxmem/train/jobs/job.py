@@ -240,7 +240,7 @@ class Job(abc.ABC):
             grad_norm=norm,
             learning_rate=float(self.program.schedule(number - 1)),
             seconds=seconds,
-            gradient_samples=self.config.head.gradient_samples,
+            gradient_samples=self.config.head.samples,
             backend=self.program.backend,
         )
 

@@ -24,6 +24,7 @@ import numpy as np
 import jaxmem
 from jaxmem import losses
 from jaxmem.core.fields import check_field
+from jaxmem.core.gradients import Sample
 from jaxmem.data.documents import Batch
 from jaxmem.heads.nnx import LMHead
 from jaxmem.packing import Supports
@@ -164,10 +165,9 @@ class HeadCall:
 
     temperature: float  # of the sampler
     implementation: Literal["fused", "materialised"]  # without logits, or by autodiff
-    frozen_head: bool = False  # whether the vocabulary matrix is a constant
     max_ids: int | None = None  # of a token's support; None without supports
-    gradient_samples: int | None = None  # of `jaxmem.token_loss`, where "fused"
-    key: jax.Array | None = None  # with `gradient_samples`
+    sample: Sample | None = None  # how to sample the gradient, where "fused"
+    key: jax.Array | None = None  # with `sample`
 
 
 def policy_loss(
@@ -204,8 +204,7 @@ def policy_loss(
             *per_token,
             normalizer=normalizer,
             temperature=call.temperature,
-            frozen_head=call.frozen_head,
-            gradient_samples=call.gradient_samples,
+            gradient=call.sample,
             key=call.key,
         )
     stats = _stats(head, hidden, labels, call)

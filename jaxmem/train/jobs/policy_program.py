@@ -161,8 +161,8 @@ class PolicyProgram(SamplingProgram):
     def gradients(self, head: HeadConfig):
         """The function that adds a micro-batch to a minibatch's sums.
 
-        With `head.gradient_samples` its last argument tells one micro-batch of the run
-        from all others: the numbers [3] of its step, its minibatch and its own.
+        If the head samples, its last argument tells one micro-batch of the run from
+        all others: the numbers [3] of its step, its minibatch and its own.
         """
 
         def run(params, frozen, sums: Sums, rows: PolicyBatch, normalizer, *numbers):
@@ -196,7 +196,7 @@ class PolicyProgram(SamplingProgram):
 
     def micro_batch_numbers(self, head: HeadConfig, *numbers: int) -> tuple:
         """What follows on the normalizer: numbers, or their shape, if a head draws."""
-        if head.gradient_samples is None:
+        if head.sample is None:
             return ()
         if numbers:
             return (np.array(numbers, np.uint32),)
@@ -214,16 +214,16 @@ class PolicyProgram(SamplingProgram):
         return held + [self.state_shapes.params] * has_reference
 
     def _head_call(self, head: HeadConfig) -> HeadCall:
-        sampling, frozen = self.config.sampling, self.head_is_frozen
-        way, max_ids = head.implementation, sampling.support_size
-        return HeadCall(sampling.temperature, way, frozen, max_ids)
+        sampling = self.config.sampling
+        return HeadCall(
+            sampling.temperature, head.implementation, sampling.support_size
+        )
 
     def _loss(self, head: HeadConfig, module, hidden, rows, normalizer, numbers=None):
         call = self._head_call(head)
         if numbers is not None:
             key = head_key(self.config.run.seed, *numbers)
-            samples = head.gradient_samples
-            call = dataclasses.replace(call, gradient_samples=samples, key=key)
+            call = dataclasses.replace(call, sample=head.sample, key=key)
         return policy_loss(module, hidden, rows, normalizer, self.config.grpo, call)
 
     def compile_head(self, shape: Shape, head: HeadConfig) -> jax.stages.Compiled:

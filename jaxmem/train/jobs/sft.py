@@ -81,7 +81,7 @@ def make_gradients(
     Returns:
       (trained weights, frozen weights, micro-batches [K, B, T]) to the gradients and
       the step's `loss` (0 where no token counts) and `tokens`. With
-      `head.gradient_samples` there is a fourth argument, the step's number.
+      `Sample` in head.gradient there is a fourth argument, the step's number.
     """
 
     def gradients(params: Any, frozen: dict, micro_batches: Batch, number: Any = None):
@@ -92,7 +92,7 @@ def make_gradients(
             hidden = model(batch.tokens, batch.segment_ids, batch.positions)
             return head_loss(
                 model.head, hidden, batch.labels, normalizer, head.implementation,
-                head.gradient_samples, key,
+                head.sample, key,
             )  # fmt: skip
 
         tokens = jnp.sum(micro_batches.labels >= 0)
@@ -186,7 +186,7 @@ class Program(DecoderProgram):
         """What follows on a step's batch: its number, or its shape, if it draws."""
         shape = self.layout.whole(jax.ShapeDtypeStruct((), jnp.uint32))
         drawn_by = (shape if number is None else np.uint32(number),)
-        return () if head.gradient_samples is None else drawn_by
+        return () if head.sample is None else drawn_by
 
     def mfu(self, tokens_per_second: float) -> float | None:
         """Model FLOPs utilisation (`jaxmem.train.mfu`); None on an unknown device."""
@@ -245,10 +245,10 @@ class Program(DecoderProgram):
         def loss(weights: Any, hidden: jax.Array, labels: jax.Array) -> jax.Array:
             tokens = jnp.sum(labels >= 0)
             module = nnx.merge(definition, weights)
-            key = head_key(0) if head.gradient_samples else None
+            key = head_key(0) if head.sample else None
             return head_loss(
                 module, hidden, labels, tokens, head.implementation,
-                head.gradient_samples, key,
+                head.sample, key,
             )  # fmt: skip
 
         gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))

@@ -433,7 +433,7 @@ def test_the_divergence_of_all_columns_is_that_of_dense_float64(name):
     logprobs = np.log(softmax(y / config.temperature))
     columns = TeacherColumns(ids, np.take_along_axis(logprobs, ids, -1).astype("f4"))
     where = rng.random((2, 5)) < 0.8
-    targets, call = Targets(np.where(where, 0, -1)), HeadCall(1.0, "fused", False)
+    targets, call = Targets(np.where(where, 0, -1)), HeadCall(1.0, "fused")
     loss, observed = distill_loss(
         config, head, hidden, targets, columns, np.float32(where.sum()), call
     )
@@ -546,7 +546,7 @@ def tokens_of(directory, **options):
         (["distill.temperature=0.0"], "distill.temperature must be above 0, got 0.0"),
         (["distill.loss_weight=-1.0"], "distill.loss_weight must be at least 0"),
         (["head.implementation=materialised"], "head.implementation='materialised' "),
-        (["head.gradient_samples=8"], "head.gradient_samples=8 must stay None for"),
+        (["head.gradient=('sample', 8)"], "must not sample for"),
         (["dpo.beta=1.0"], "dpo.beta is of the job 'dpo', but run.job is 'distill'"),
     ],
 )

@@ -15,6 +15,7 @@ import pytest
 from flax import nnx
 from rich.console import Console
 
+import jaxmem
 from jaxmem.data import tasks
 from jaxmem.data.documents import Batch
 from jaxmem.data.tasks import TaskConfig
@@ -255,7 +256,7 @@ def test_sampled_gradients_are_near_the_exact_ones():
     value, exact = gradients(made, "fused")
 
     def draw(key):
-        return gradients(made, "fused", gradient_samples=4, key=key)
+        return gradients(made, "fused", sample=jaxmem.Sample(4), key=key)
 
     values, drawn = jax.vmap(draw)(jax.random.split(jax.random.key(0), 40))
     np.testing.assert_array_equal(values, value)
@@ -571,7 +572,7 @@ def test_killed_a_run_takes_bitwise_the_steps_of_one_never_stopped(
         SMALL,
         grpo=dict(kl_coefficient=0.02, epochs=2),
         optimizer=dict(trainable="blocks|head"),
-        head=dict(gradient_samples=4),
+        head=dict(gradient=("sample", 4)),
     )
     config = changed(config, run=dict(steps=6))
     train(config, tmp_path / "whole", checkpoint_every=None)

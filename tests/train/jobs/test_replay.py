@@ -413,14 +413,14 @@ def test_a_backend_that_cannot_run_here_is_named(tmp_path):
         (["grpo.token_fraction=0.0"], "grpo.token_fraction must be in (0, 1], got 0.0"),
         (["grpo.token_fraction=1.5"], "grpo.token_fraction must be in (0, 1], got 1.5"),
         (["grpo.token_fraction=nan"], "grpo.token_fraction must be"),
-        (["head.backend=cuda"], "head.backend must be 'xla' or 'hopper' or None, got "),
+        (["head.backend=cuda"], "head.backend must be 'xla', 'hopper' or None, got "),
         (
             ["head.backend=xla", "head.implementation=materialised"],
             "head.backend='xla' needs implementation='fused'",
         ),
         (
-            ["head.gradient_samples=4", "sampling.top_k=3"],
-            "head.gradient_samples=4 must stay None where sampling.top_k, top_p or ",
+            ["head.gradient=('sample', 4)", "sampling.top_k=3"],
+            "head.gradient=('sample', 4) must stay None where sampling.top_k, top_p ",
         ),
         (
             ["head.vocab_groups=8", "sampling.top_k=3"],

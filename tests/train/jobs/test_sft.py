@@ -495,7 +495,7 @@ def test_a_finished_run_can_be_continued_with_another_head(finished, tmp_path):
 @pytest.mark.slow
 def test_sampled_gradients_differ_from_exact_ones_and_are_told(config, finished):
     """The first loss is exact; then the weights have moved another way."""
-    head = dict(gradient_samples=8)
+    head = dict(gradient=("sample", 8))
     result, _ = train(changed(config, head=head, run=dict(compare_heads=True)))
     exact = finished[1].history
     assert result.history[0].loss == exact[0].loss
@@ -512,7 +512,7 @@ def test_sampled_gradients_differ_from_exact_ones_and_are_told(config, finished)
 def test_every_micro_batch_of_every_step_has_draws_of_its_own():
     model = dataclasses.replace(MODEL, vocab_size=50)
     definition, weights = nnx.split(Decoder(model, rngs=nnx.Rngs(0)))
-    head, params = HeadConfig(gradient_samples=2), nnx.to_pure_dict(weights)
+    head, params = HeadConfig(gradient=("sample", 2)), nnx.to_pure_dict(weights)
     gradients = jax.jit(sft.make_gradients(definition, head, seed=3))
     rows = random_rows(2)
     twice = Batch(*(np.stack([x, x]) for x in rows))
@@ -687,7 +687,7 @@ def of_steps(out_dir):
 
 @pytest.mark.usefixtures("one_program")
 def test_killed_a_run_takes_bitwise_the_steps_of_one_never_stopped(config, tmp_path):
-    head = dict(gradient_samples=8)  # whose draws follow from the step's number
+    head = dict(gradient=("sample", 8))  # whose draws follow from the step's number
     config = changed(config, run=dict(steps=20, accumulate=2), head=head)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     kill_after(start(config, killed, 5), killed / "metrics.jsonl", 7)
@@ -703,7 +703,7 @@ def test_killed_a_run_takes_bitwise_the_steps_of_one_never_stopped(config, tmp_p
 def test_killed_twice_a_run_takes_bitwise_the_steps_of_one_never_stopped(
     config, tmp_path
 ):
-    head = dict(gradient_samples=8)  # whose draws follow from the step's number
+    head = dict(gradient=("sample", 8))  # whose draws follow from the step's number
     config = changed(config, run=dict(steps=40, accumulate=2), head=head)
     finish(start(config, tmp_path / "whole", 100))
     killed = tmp_path / "killed"

@@ -1,0 +1,114 @@
+"""How a verb computes its gradients: one small static object, `gradient=`."""
+
+import dataclasses
+from typing import Any
+
+from jaxmem.core import messages
+from jaxmem.core.fields import check_numbers
+from jaxmem.core.ranges import integers
+
+
+@dataclasses.dataclass(frozen=True)
+class Recompute:
+    """Exact gradients from logits that the backward pass computes again.
+
+    With blocks=B the backward pass goes through one of B blocks of the vocabulary after
+    another, each with float32 sums of its part of W's gradient only. As many products
+    as with 1, in less memory: 4·V·D/B instead of 4·V·D (`docs/memory.md` has the rest).
+    But hidden's gradient, if it has 16 bits, is rounded once per block, unless the
+    vocabulary is sharded. Nothing changes where there are no sums: W is not
+    differentiated or its gradient has their dtype, or "hopper" computes few tokens at
+    once.
+
+    Attributes:
+        blocks: B, a Python integer.
+
+    >>> import jaxmem
+    >>> jaxmem.Recompute(blocks=4)
+    Recompute(blocks=4)
+    """
+
+    blocks: int = 1
+
+    def __post_init__(self):
+        """Raise a ValueError for what is no positive integer."""
+        check_numbers(self, {"blocks": integers(1, below=2**31)})
+
+    def facts(self, vocab_size: int) -> dict[str, Any]:
+        """The fields of `Spec` that it decides on."""
+        return {"gradient_blocks": self.blocks, "recomputes": True}
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """An unbiased estimate of the gradient, from few entries of each token's logits.
+
+    At most k + 1 entries of a token's derivative by the logits are kept, of which the
+    label's is exact: those with p ≥ 1/k as they are, each other one with probability
+    k·p, weighted by its inverse. The backward pass recomputes no logits. Results are
+    bitwise those of the exact gradient. The verb needs `key=`.
+
+    Under `jax.grad` the residuals take 8·k per token (`docs/sampled.md` has the rest).
+
+    Attributes:
+        k: a Python integer, less than the vocabulary.
+
+    >>> import jaxmem
+    >>> jaxmem.Sample(128)
+    Sample(k=128)
+    """
+
+    k: int
+
+    def __post_init__(self):
+        """Raise a ValueError for what is no positive integer."""
+        check_numbers(self, {"k": integers(1, below=2**31)})
+
+    def facts(self, vocab_size: int) -> dict[str, Any]:
+        """The fields of `Spec` that it decides on.
+
+        Raises:
+            ValueError: k is not less than the vocabulary.
+        """
+        if self.k >= vocab_size:
+            raise ValueError(
+                f"gradient=Sample(k) must have k from 1 to {vocab_size - 1}, less than "
+                f"the vocabulary, got {self.k}; leave gradient out for the exact one"
+            )
+        return {"gradient_samples": self.k}
+
+
+Gradient = Recompute | Sample
+KINDS: dict[str, type] = {"recompute": Recompute, "sample": Sample}
+
+
+def check(gradient: Gradient | None) -> Gradient | None:
+    """Require None or one of the classes here."""
+    if gradient is None or type(gradient) in KINDS.values():
+        return gradient
+    raise TypeError(
+        "gradient must be None, jaxmem.Recompute(blocks) or jaxmem.Sample(k), got "
+        f"{messages.short(gradient)}"
+    )
+
+
+def facts(gradient: Gradient | None, vocab_size: int) -> dict[str, Any]:
+    """The fields of `Spec` that `gradient=` of a verb decides on."""
+    checked = check(gradient)
+    return {} if checked is None else checked.facts(vocab_size)
+
+
+def from_literal(value: object) -> Gradient | None:
+    """What a gin file spells as None, ("recompute", blocks) or ("sample", k).
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    if value is None:
+        return None
+    if not (isinstance(value, tuple) and len(value) == 2 and value[0] in KINDS):
+        raise ValueError(
+            'gradient must be None, ("recompute", blocks) or ("sample", k), got '
+            f"{messages.short(value)}"
+        )
+    return KINDS[value[0]](value[1])

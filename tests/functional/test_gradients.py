@@ -1,0 +1,63 @@
+"""Which function takes which `gradient=`: the table of docs/heads.md."""
+
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxmem
+
+PAGE = Path(__file__).parents[2] / "docs/heads.md"
+H, W = jnp.ones((4, 8), jnp.bfloat16), jnp.cos(jnp.arange(480.0)).reshape(60, 8)
+Y, KEY = jnp.arange(4), jax.random.key(0)
+ARGUMENTS = {
+    "logprobs": (H, W, Y),
+    "entropy": (H, W),
+    "token_stats": (H, W, Y),
+    "token_loss": (lambda stats: -stats.logprob, H, W, Y),
+    **dict.fromkeys(("kl", "forward_kl", "jsd"), (H, W, H, W)),
+}
+GRADIENTS = {
+    "None": None,
+    "Recompute()": jaxmem.Recompute(),
+    "Recompute(blocks=2)": jaxmem.Recompute(blocks=2),
+    "Sample(k)": jaxmem.Sample(4),
+}
+
+
+def table():
+    """(function, gradient, whether it takes it)."""
+    text = PAGE.read_text("utf-8").partition("| function | `None` |")[2]
+    head, _, *rows = text.partition("\n\n")[0].splitlines()
+    names = ["None", *re.findall("`([^`]+)`", head)]
+    for row in rows:
+        verb, *cells = (cell.strip(" `") for cell in row.strip("|").split("|"))
+        yield from ((verb, n, c) for n, c in zip(names, cells, strict=True))
+
+
+def test_the_table_has_every_function_and_choice():
+    pairs = {(verb, name) for verb, name, _ in table()}
+    assert pairs == {(verb, name) for verb in ARGUMENTS for name in GRADIENTS}
+
+
+@pytest.mark.parametrize("verb, name, takes", list(table()))
+def test_a_function_takes_what_the_table_says(verb, name, takes):
+    options = {"gradient": GRADIENTS[name]}
+    options |= {"key": KEY} if name == "Sample(k)" else {}
+    run = getattr(jaxmem, verb)
+    want = run(*ARGUMENTS[verb])
+    if takes == "no":
+        with pytest.raises(NotImplementedError, match="must have one block"):
+            run(*ARGUMENTS[verb], **options)
+        return
+    got = run(*ARGUMENTS[verb], **options)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+@pytest.mark.parametrize("kind, value", [("Recompute", 0), ("Sample", True)])
+def test_numbers_are_checked_where_they_are_given(kind, value):
+    with pytest.raises(ValueError, match=rf"{kind}\.\w+ must be .*got {value}"):
+        getattr(jaxmem, kind)(value)
