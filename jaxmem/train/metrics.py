@@ -59,7 +59,7 @@ class PolicyMetrics(NamedTuple):
     tokens: int  # of prompts and responses, in the rollout
     tokens_per_second: float
     rollout_seconds: float  # sampling and rewards
-    old_seconds: float  # log-probabilities before the updates
+    old_seconds: float  # log-probabilities that no update measures by itself
     reference_seconds: float  # log-probabilities of the initial weights
     update_seconds: float
     seconds: float  # all of them
@@ -80,6 +80,11 @@ class PolicyMetrics(NamedTuple):
     # The last one with the trainer's probability over the vocabulary, not within the
     # support that the token was drawn from; None where the sampler does not truncate.
     unreplayed_inside_1_1: float | None = None
+    ratios_inside_1_01: float | None = None  # inside [0.99, 1.01]
+    ratios_inside_strict: float | None = None  # inside [0.999, 1.002]
+    dropped: float | None = None  # share that grpo.correction drops; None without one
+    truncated: float | None = None  # share of completions that end at the limit
+    resampled: int | None = None  # further rollouts, by grpo.resample
     support_mean: float | None = None  # ids in a token's support; None likewise
     # share of tokens whose support has as many ids as sampling.support allows; None
     # where that limit cannot cut any

@@ -88,11 +88,13 @@ def test_phases_of_a_policy_are_its_programs(fake):
     assert [phase.turns for phase in job.phases] == [
         config.sampling.max_new_tokens - 1, 1, 1, 1,
     ]  # fmt: skip
-    # A step trains on every sample once, and reads it twice without.
+    # A step trains on every sample once, and reads it once for the reference. Of the
+    # old pass, the second of two minibatches is left.
+    assert config.grpo.minibatches == 2
     read = config.grpo.samples * config.longest
     _, forward, backward, _ = job.phases
     assert backward.runs * backward.tokens == pytest.approx(read)
-    assert forward.runs * forward.tokens == pytest.approx(2 * read)
+    assert forward.runs * forward.tokens == pytest.approx(1.5 * read)
 
 
 def test_phases_of_pairs_are_its_programs(fake, capsys):

@@ -19,13 +19,11 @@ from jaxmem.models.sampling import Samples
 from jaxmem.train import metrics
 from jaxmem.train.evaluation import Evaluated
 from jaxmem.train.jobs import policy_report, rollout_metrics, samples
+from jaxmem.train.jobs.accumulated import Sums
 from jaxmem.train.jobs.config import GrpoJobConfig
 from jaxmem.train.jobs.job import Job
-from jaxmem.train.jobs.minibatches import (
-    Minibatch,
-    kept_tokens,
-    packing_of,
-)
+from jaxmem.train.jobs.minibatches import Minibatch, packing_of
+from jaxmem.train.jobs.policy import correction
 from jaxmem.train.jobs.policy_program import PolicyProgram
 from jaxmem.train.jobs.questions import (
     Asked,
@@ -34,8 +32,9 @@ from jaxmem.train.jobs.questions import (
     place_of,
     state_of,
 )
-from jaxmem.train.jobs.rollout_metrics import Clock, Logprobs, Rollout, Update
-from jaxmem.train.jobs.rollouts import Completions, Supports
+from jaxmem.train.jobs.rollout_metrics import Clock, Rollout, Selected, Update
+from jaxmem.train.jobs.rollouts import Completions, Logprobs, Supports
+from jaxmem.train.jobs.sampled import Sampled, telling
 from jaxmem.train.metrics import HeadCost, PolicyMetrics
 from jaxmem.train.phases import Phase
 from jaxmem.train.program import TrainState, fixed_moments
@@ -120,6 +119,7 @@ class Grpo(Job, name="grpo"):
                 rewards, normalize_std=self.config.grpo.loss != "dr_grpo"
             )
         )
+        self._correction = jax.jit(functools.partial(correction, self.config.grpo))
 
     def get_state(self) -> dict[str, Any]:
         """See `Job`."""
@@ -138,43 +138,68 @@ class Grpo(Job, name="grpo"):
 
     def step(self, number: int, state: TrainState) -> tuple[TrainState, PolicyMetrics]:
         """See `Job`."""
-        clock, compiled = Clock(), self._compiled
+        clock, compiled, grpo = Clock(), self._compiled, self.config.grpo
         rollout = self._roll_out(number, state.params)
         clock.lap("rollout")
-        old = self._logprobs(compiled.logprobs, state.params, rollout)
+        old = self._old(number, state.params, rollout)
         clock.lap("old")
         reference = None
         if self._reference is not None:
             made = self._logprobs(compiled.reference, self._reference, rollout)
             reference = made.drawn_from
         clock.lap("reference")
+        sampled = np.asarray(rollout.samples.logprobs)
         learned = Minibatch(
             rollout.completions,
             rollout.advantages,
             old.drawn_from,
             reference,
             rollout.supports,
+            rollout=sampled if grpo.corrects_tokens else None,
+            correction=self._weights(old, rollout) if grpo.drops_sequences else None,
+            learned=rollout.learned if grpo.mask_truncated else None,
         )
-        state, updates = self._learn(number, state, learned)
+        state, updates = self._learn(number, state, learned, old)
         clock.lap("update")
         self.last = rollout
         return state, self._metrics(number, rollout, old, updates, clock.seconds)
 
     def _roll_out(self, number: int, params: Any) -> Rollout:
-        grpo = self.config.grpo
-        asked = self.task.ask(self._next, grpo.prompts).repeated(grpo.group_size)
-        completions, samples = self._complete(
-            self._compiled.sample, params, asked, number
-        )
-        graded = self.task.grade(asked, completions)
-        self._next += grpo.prompts  # after the rewards, which may raise
+        """Sample until enough groups tell something, as `grpo.resample` allows."""
+        grpo, parts, place = self.config.grpo, [], self._next
+        for attempt in range(1 + grpo.resample):
+            parts.append(self._sampled(number, attempt, place, params))
+            place += grpo.prompts
+            told = sum(int(part.tells(grpo.group_size).sum()) for part in parts)
+            if told >= grpo.prompts:
+                break
+        self._next = place  # after the rewards, which may raise
+        sampled = telling(parts, grpo.prompts, grpo.group_size)
+        asked, completions, samples, graded = sampled
         groups = graded.rewards.reshape(grpo.prompts, grpo.group_size)
         advantages = np.asarray(self._advantages(groups)).ravel()
         supports = None
         if samples.support_ids is not None:
             supports = Supports.of(np.asarray(samples.support_ids))
             samples = samples._replace(support_ids=None)
-        return Rollout(asked, completions, samples, supports, graded, advantages)
+        last = completions.lengths[:, None] - 1
+        ends = np.take_along_axis(completions.sampled, last, axis=1)[:, 0]
+        truncated = ends != self.program.ends.eos_id
+        return Rollout(
+            asked, completions, samples, supports, graded, advantages, truncated,
+            len(parts) - 1,
+        )  # fmt: skip
+
+    def _sampled(self, number: int, attempt: int, place: int, params: Any) -> Sampled:
+        """The completions of the prompts from a place on, with their rewards."""
+        grpo = self.config.grpo
+        asked = self.task.ask(place, grpo.prompts).repeated(grpo.group_size)
+        # Steps are positive: what is sampled again has numbers of its own.
+        draw = -(1000 * number + attempt) if attempt else number
+        completions, samples = self._complete(
+            self._compiled.sample, params, asked, draw
+        )
+        return Sampled(asked, completions, samples, self.task.grade(asked, completions))
 
     def evaluate(self, state: TrainState, taken: PolicyMetrics) -> Evaluated | None:
         """Complete the held-out prompts at temperature 0."""
@@ -206,8 +231,24 @@ class Grpo(Job, name="grpo"):
         tokens, lengths = np.asarray(samples.tokens), np.asarray(samples.lengths)
         return Completions.of(*asked[:2], tokens, lengths), samples
 
+    def _old(self, number: int, params: Any, rollout: Rollout) -> Logprobs:
+        """What no update measures by itself, before the first of them."""
+        grpo, shape = self.config.grpo, rollout.completions.sampled.shape
+        old = Logprobs.unknown(shape, rollout.supports is not None)
+        if not grpo.has_old_pass:
+            return old
+        rows = np.arange(grpo.samples)
+        if grpo.reads_own_old:
+            rows = np.setdiff1d(rows, next(self._minibatches(number)))
+        rest = rollout.select(rows)
+        old.put(rows, self._logprobs(self._compiled.logprobs, params, rest))
+        return old
+
     def _logprobs(
-        self, programs: Mapping[Any, Any], params: Any, rollout: Rollout
+        self,
+        programs: Mapping[Any, Any],
+        params: Any,
+        rollout: Rollout | Selected | Minibatch,
     ) -> Logprobs:
         """Log-probabilities of sampled tokens, by one of the forward passes."""
         config, completions = self.config, rollout.completions
@@ -220,38 +261,72 @@ class Grpo(Job, name="grpo"):
             shape, given = batch.tokens.shape, (batch, next(supports))
             placed = self._placed(given, self.program.forward(shape))
             outputs.append(programs[shape](params, self.frozen, *placed))
-        drawn_from, whole = zip(*jax.device_get(outputs), strict=True)
-        collected = completions.collect(packed.unpack(drawn_from))
-        if whole[0] is None:
-            return Logprobs(collected, None)
-        return Logprobs(collected, completions.collect(packed.unpack(whole)))
+        return completions.measured(packed, jax.device_get(outputs))
 
     def _placed(self, arrays: Any, structs: Any) -> Any:
         return self.program.layout.place(arrays, structs)
 
     def _learn(
-        self, number: int, state: TrainState, rollout: Minibatch
+        self, number: int, state: TrainState, rollout: Minibatch, old: Logprobs
     ) -> tuple[TrainState, list[Update]]:
-        """Take every update of the step."""
-        updates, program = [], self.program
+        """Take every update of the step.
+
+        The first one measures its own tokens: `old`, whose array the rollout has, is
+        complete when it is over.
+        """
+        updates, grpo = [], self.config.grpo
         for minibatch, chosen in enumerate(self._minibatches(number)):
-            part, sums = rollout.select(chosen), self._compiled.zeros()
-            lengths = part.completions.lengths
-            kept = kept_tokens(self.config, number, minibatch, lengths)
-            micro_batches = part.micro_batches(self.config, kept)
-            for i, (rows, normalizer) in enumerate(micro_batches):
-                shape = rows.batch.tokens.shape
-                rows = self._placed(rows, program.micro_batch(shape))
-                drawn_by = program.micro_batch_numbers(
-                    self.config.head, number, minibatch, i
-                )
-                sums = self._compiled.gradients[shape](
-                    state.params, self.frozen, sums, rows, normalizer, *drawn_by
-                )
+            part = rollout.select(chosen)
+            if grpo.has_sequence_ratio:
+                part = self._with_ratios(state.params, part, minibatch)
+            kept = part.kept(self.config, number, minibatch)
+            sums, measured = self._gradients(number, minibatch, state, part, kept)
+            if minibatch == 0 and grpo.reads_own_old:
+                labelled = part.completions.keeping(kept)
+                packed = part.packing(self.config)
+                old.put(chosen, labelled.measured(packed, jax.device_get(measured)))
             state, norm = self._compiled.update(state, sums.gradients)
-            tokens = int(lengths.sum() if kept is None else kept.sum())
-            updates.append(Update(sums.loss, norm, sums.metrics, tokens))
+            tokens = part.completions.lengths if kept is None else kept
+            updates.append(Update(sums.loss, norm, sums.metrics, int(tokens.sum())))
         return state, jax.device_get(updates)
+
+    def _with_ratios(self, params: Any, part: Minibatch, minibatch: int) -> Minibatch:
+        """With the sequences' log-ratios; 0 before the first update."""
+        ratios = np.zeros(len(part.advantages), np.float32)
+        if minibatch:
+            now = self._logprobs(self._compiled.logprobs, params, part)
+            delta = np.where(now.known, now.drawn_from - part.old, 0)
+            ratios = delta.sum(1) / np.maximum(now.known.sum(1), 1)
+        return part._replace(log_ratio=ratios.astype(np.float32))
+
+    def _gradients(
+        self,
+        number: int,
+        minibatch: int,
+        state: TrainState,
+        part: Minibatch,
+        kept: np.ndarray | None,
+    ) -> tuple[Sums, list[Any]]:
+        """Sums over the micro-batches, and log-probabilities of each."""
+        program, sums, measured = self.program, self._compiled.zeros(), []
+        for i, (rows, normalizer) in enumerate(part.micro_batches(self.config, kept)):
+            shape = rows.batch.tokens.shape
+            rows = self._placed(rows, program.micro_batch(shape))
+            drawn_by = program.micro_batch_numbers(
+                self.config.head, number, minibatch, i
+            )
+            sums, logprobs = self._compiled.gradients[shape](
+                state.params, self.frozen, sums, rows, normalizer, *drawn_by
+            )
+            measured.append(logprobs)
+        return sums, measured
+
+    def _weights(self, old: Logprobs, rollout: Rollout) -> np.ndarray:
+        """Of the correction [N, R]."""
+        samples = rollout.samples
+        return np.asarray(
+            self._correction(old.drawn_from, samples.logprobs, samples.mask)
+        )
 
     def _minibatches(self, number: int) -> Iterator[np.ndarray]:
         """Indices of samples; each sample once an epoch."""
@@ -270,9 +345,11 @@ class Grpo(Job, name="grpo"):
     ) -> PolicyMetrics:
         config, vocab_size = self.config, self.program.model_config.vocab_size
         observed = rollout_metrics.of_rollout(rollout, config)
+        weights = self._weights(old, rollout) if config.grpo.correction else None
         fields: dict[str, Any] = {
             **observed,
             **rollout_metrics.agreement(old, rollout.samples),
+            **rollout_metrics.dropped(weights, old, rollout.samples),
             **rollout_metrics.of_supports(rollout.supports, config, vocab_size or 0),
             **rollout_metrics.of_updates(updates),
             **seconds,

@@ -1,13 +1,11 @@
 """What one update learns from: samples of a rollout, in packed micro-batches."""
 
-import dataclasses
 import itertools
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxmem.data.documents import NO_LABEL
 from jaxmem.packing import Packing
 from jaxmem.train.jobs.config import GrpoJobConfig
 from jaxmem.train.jobs.policy import PolicyBatch, average
@@ -22,20 +20,40 @@ class Minibatch(NamedTuple):
 
     completions: Completions
     advantages: np.ndarray  # [N]
-    old: np.ndarray  # before the rollout's first update
+    old: np.ndarray  # before the rollout's first update, or SAME_WEIGHTS
     reference: np.ndarray | None  # under the initial weights
     supports: Supports | None  # what the tokens were drawn from; None: the vocabulary
+    rollout: np.ndarray | None = None  # of the sampler, for a correction by tokens
+    correction: np.ndarray | None = None  # [N, R] weights of one by sequences
+    log_ratio: np.ndarray | None = None  # [N] of sequences, for a loss that has one
+    learned: np.ndarray | None = None  # [N, R] tokens to learn from; None: all
 
     def select(self, indices: np.ndarray) -> "Minibatch":
         """The samples of these indices."""
-        reference, supports = self.reference, self.supports
-        return Minibatch(
-            self.completions.select(indices),
-            self.advantages[indices],
-            self.old[indices],
-            None if reference is None else reference[indices],
-            None if supports is None else supports.select(indices),
+        completions, supports = self.completions, self.supports
+        arrays = {
+            name: x[indices]
+            for name, x in self._asdict().items()
+            if isinstance(x, np.ndarray)
+        }
+        return self._replace(
+            completions=completions.select(indices),
+            supports=None if supports is None else supports.select(indices),
+            **arrays,
         )
+
+    def kept(
+        self, config: GrpoJobConfig, step: int, minibatch: int
+    ) -> np.ndarray | None:
+        """The tokens [N, R] to learn from of those that `kept_tokens` draws, or all."""
+        kept = kept_tokens(config, step, minibatch, self.completions.lengths)
+        if kept is None or self.learned is None:
+            return self.learned if kept is None else kept
+        return kept & self.learned
+
+    def packing(self, config: GrpoJobConfig) -> Packing:
+        """How `micro_batches` lays the samples out."""
+        return packing_of(config, self.completions, config.grpo.max_tokens_train)
 
     def micro_batches(
         self, config: GrpoJobConfig, kept: np.ndarray | None = None
@@ -44,7 +62,7 @@ class Minibatch(NamedTuple):
 
         Args:
             config: of the job.
-            kept: [N, R] the sampled tokens to learn from, see `kept_tokens`; None: all.
+            kept: [N, R] the sampled tokens to learn from; None: all.
 
         Yields:
             A micro-batch and the normaliser.
@@ -53,20 +71,26 @@ class Minibatch(NamedTuple):
         weights, normalizer = average(config.grpo, part.lengths, slots)
         if kept is not None:
             weights = weights / np.float32(config.grpo.token_fraction)
-            labels = np.where(kept, part.sampled, NO_LABEL)
-            part = dataclasses.replace(part, sampled=labels)
-        packed = packing_of(config, part, config.grpo.max_tokens_train)
-        old = packed.place(part.spread(self.old))
-        reference = [None] * len(old)
-        if self.reference is not None:
-            reference = packed.place(part.spread(self.reference))
-        supports = itertools.repeat(None)
+            part = part.keeping(kept)
+        packed = self.packing(config)
+
+        def placed(values: np.ndarray | None) -> Any:
+            absent = itertools.repeat(None)
+            return absent if values is None else iter(packed.place(part.spread(values)))
+
+        old, reference, rollout = map(placed, (self.old, self.reference, self.rollout))
+        correction, supports = placed(self.correction), itertools.repeat(None)
         if self.supports is not None:
             supports = self.supports.micro_batches(part, packed, kept)
         for i, batch in enumerate(part.batches(packed)):
             sequence = packed.micro_batches[i].sequence
-            of_tokens = old[i], self.advantages[sequence], weights[sequence]
-            rows = PolicyBatch(batch, *of_tokens, reference[i], next(supports))
+            advantages = self.advantages[sequence]
+            if (dropping := next(correction)) is not None:
+                advantages = advantages * dropping
+            of_tokens = next(old), advantages, weights[sequence], next(reference)
+            rows = PolicyBatch(batch, *of_tokens, next(supports), next(rollout))
+            if self.log_ratio is not None:
+                rows = rows._replace(sequence_log_ratio=self.log_ratio[sequence])
             yield rows, normalizer
 
 

@@ -15,7 +15,7 @@ import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,13 +28,8 @@ from jaxmem.core.gradients import Sample
 from jaxmem.data.documents import Batch
 from jaxmem.heads.nnx import LMHead
 from jaxmem.packing import Supports
-
-_SURROGATES: dict[str, Callable[..., jax.Array]] = {
-    "grpo": losses.ppo_clip,
-    "dr_grpo": losses.dr_grpo,
-    "dapo": losses.dapo,
-    "cispo": losses.cispo,
-}
+from jaxmem.train.jobs.objectives import CORRECTIONS, DUAL_CLIP, LOSSES, Loss
+from jaxmem.train.jobs.rollouts import SAME_WEIGHTS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,13 +38,24 @@ class GrpoConfig:
 
     prompts: int = 32  # problems in a rollout
     group_size: int = 16  # samples of each problem; at least 2
-    # grpo: mean of the sequences' means; dr_grpo: divided by neither lengths nor
-    # deviations; dapo and cispo: mean over tokens
-    loss: Literal["grpo", "dr_grpo", "dapo", "cispo"] = "grpo"
+    # grpo, gspo and sapo: mean of the sequences' means; dr_grpo: divided by neither
+    # lengths nor deviations; dapo, cispo and ppo (with a dual clip of 3): mean over
+    # tokens
+    loss: Literal["grpo", "dr_grpo", "dapo", "cispo", "ppo", "gspo", "sapo"] = "grpo"
     clip_low: float | None = (
         None  # how far below 1 a ratio counts; None: the loss's own
     )
     clip_high: float | None = None  # how far above
+    # what corrects for a sampler whose probabilities are not the trainer's: weights
+    # that are truncated (tis), dropped above a cap (mis) or outside a band (icepop), or
+    # dropped for sequences whose mean ratio is outside a band (sequence_mask)
+    correction: Literal["tis", "mis", "icepop", "sequence_mask"] | None = None
+    correction_low: float | None = None  # lower bound of the band; None: its own
+    correction_high: float | None = None  # upper bound, or the cap; likewise
+    mask_truncated: bool = False  # learn nothing from completions without an end
+    # most further rollouts of a step for other prompts in the place of those whose
+    # rewards are all equal, which tell nothing; 0: they stay
+    resample: int = 0
     kl_coefficient: float = 0.0  # weight of the KL to the initial weights; 0: no copy
     entropy_coefficient: float = 0.0  # weight of the bonus for entropy
     minibatches: int = 1  # minibatches per rollout, an update each
@@ -69,19 +75,14 @@ class GrpoConfig:
             check_field(self, name, getattr(self, name) >= 1, "at least 1")
         for name in ("max_tokens_train", "max_tokens_forward"):
             check_field(self, name, getattr(self, name) >= 1, "at least 1")
+        check_field(self, "resample", 0 <= self.resample < 1000, "in [0, 1000)")
         check_field(self, "group_size", self.group_size >= 2, "at least 2")
-        known = tuple(_SURROGATES)
+        known = tuple(LOSSES)
         check_field(self, "loss", self.loss in known, f"one of {known}")
+        self._check_clips()
+        self._check_correction()
         for name in ("kl_coefficient", "entropy_coefficient"):
             check_field(self, name, getattr(self, name) >= 0, "0 or more")
-        if self.clip_low is not None:
-            # CISPO's weights have no lower bound from 1 on, as verl's example has it.
-            most = math.inf if self.loss == "cispo" else 1
-            wanted = "0 or more" if self.loss == "cispo" else "in [0, 1]"
-            good = 0 <= self.clip_low <= most
-            check_field(self, "clip_low", good, f"{wanted}, or None")
-        if self.clip_high is not None:
-            check_field(self, "clip_high", self.clip_high >= 0, "0 or more, or None")
         good = 0 < self.token_fraction <= 1
         check_field(self, "token_fraction", good, "in (0, 1]")
         if self.samples % self.minibatches:
@@ -92,19 +93,111 @@ class GrpoConfig:
         if self.row_lengths is not None:
             check_widths(self, self.row_lengths)
 
+    def _check_clips(self) -> None:
+        if not self._loss.clips:
+            for name in ("clip_low", "clip_high"):
+                unset = getattr(self, name) is None
+                check_field(self, name, unset, f"None for loss={self.loss!r}")
+        if self.clip_low is not None:
+            # CISPO's weights have no lower bound from 1 on, as verl's example has it.
+            most = math.inf if self.loss == "cispo" else 1
+            wanted = "0 or more" if self.loss == "cispo" else "in [0, 1]"
+            good = 0 <= self.clip_low <= most
+            check_field(self, "clip_low", good, f"{wanted}, or None")
+        if self.clip_high is not None:
+            check_field(self, "clip_high", self.clip_high >= 0, "0 or more, or None")
+
+    def _check_correction(self) -> None:
+        names = "correction_low", "correction_high"
+        if self.correction is None:
+            for name in names:
+                unset = getattr(self, name) is None
+                check_field(self, name, unset, "None without a correction")
+            return
+        known = tuple(CORRECTIONS)
+        wanted = f"one of {known}, or None"
+        check_field(self, "correction", self.correction in known, wanted)
+        low, high = (getattr(self, name) for name in names)
+        if CORRECTIONS[self.correction].low is None:
+            wanted = f"None for correction={self.correction!r}, which has a cap alone"
+            check_field(self, "correction_low", low is None, wanted)
+        low, high = self._bounds
+        check_field(self, "correction_low", low >= 0, "0 or more, or None")
+        wanted = f"at least correction_low={low:g}, or None"
+        check_field(self, "correction_high", high >= low, wanted)
+
+    @property
+    def _loss(self) -> Loss:
+        return LOSSES[self.loss]
+
+    @property
+    def _bounds(self) -> tuple[float, float]:
+        """Of the correction; 0 below where it has a cap alone."""
+        assert self.correction is not None
+        correction = CORRECTIONS[self.correction]
+        own = inspect.signature(correction.weights).parameters
+        low, high = self.correction_low, self.correction_high
+        if low is None:
+            low = own[correction.low].default if correction.low else 0.0
+        return low, own[correction.high].default if high is None else high
+
+    @property
+    def has_sequence_ratio(self) -> bool:
+        """Whether the loss's ratio is that of a whole sequence."""
+        return self._loss.of_sequences
+
+    @property
+    def drops_sequences(self) -> bool:
+        """Whether the correction is known before a sequence's gradient is."""
+        return self.correction is not None and (
+            CORRECTIONS[self.correction].of_sequences
+        )
+
+    @property
+    def corrects_tokens(self) -> bool:
+        """Whether a correction is part of the loss."""
+        return self.correction is not None and not self.drops_sequences
+
+    @property
+    def reads_own_old(self) -> bool:
+        """Whether the first update's own forward pass measures what the old one would.
+
+        Not where a correction drops sequences, for which all of their log-probabilities
+        come before any gradient; nor where tokens that the first epoch leaves out come
+        in a later one.
+        """
+        return not self.drops_sequences and (
+            self.token_fraction == 1 or self.epochs == 1
+        )
+
+    @property
+    def has_old_pass(self) -> bool:
+        """Whether a forward pass measures log-probabilities before the first update."""
+        return self.minibatches > 1 or not self.reads_own_old
+
+    @property
+    def forward_passes(self) -> float:
+        """How many times a rollout is read without a gradient, but for the reference.
+
+        A loss of sequence ratios reads each minibatch but the first once more.
+        """
+        first = 1 / self.minibatches
+        old = 1.0 - first * self.reads_own_old if self.has_old_pass else 0.0
+        return old + self.has_sequence_ratio * (self.epochs - first)
+
     @property
     def samples(self) -> int:
         """Completions in a rollout."""
         return self.prompts * self.group_size
 
     @property
-    def clips(self) -> tuple[float, float]:
-        """How far below and above 1 a ratio counts."""
-        default = inspect.signature(_SURROGATES[self.loss]).parameters
-        low = default["clip_low"].default if self.clip_low is None else self.clip_low
-        high = (
-            default["clip_high"].default if self.clip_high is None else self.clip_high
-        )
+    def clips(self) -> tuple[float, float] | None:
+        """How far below and above 1 a ratio counts; None: as far as it is."""
+        if not self._loss.clips:
+            return None
+        own = inspect.signature(self._loss.surrogate).parameters
+        low = own["clip_low"].default if self.clip_low is None else self.clip_low
+        high = own["clip_high"].default if self.clip_high is None else self.clip_high
         return low, high
 
 
@@ -119,42 +212,91 @@ class PolicyBatch(NamedTuple):
     """Completions in packed rows: arrays [B, T], whatever a masked token holds."""
 
     batch: Batch  # labels are the sampled tokens; -1 in prompts and padding
-    old_logprob: np.ndarray | jax.Array  # before the rollout's first update
+    # before the rollout's first update; SAME_WEIGHTS where no update was taken yet
+    old_logprob: np.ndarray | jax.Array
     advantages: np.ndarray | jax.Array  # of its sequence
     weights: np.ndarray | jax.Array  # of a token in the sum
     ref_logprob: np.ndarray | jax.Array | None  # under the initial weights
     # ids that each token was drawn from, in row-major order; None: the vocabulary
     supports: Supports | None = None
+    rollout_logprob: np.ndarray | jax.Array | None = None  # of the sampler, to correct
+    # `losses.sequence_log_ratio` before this update, where the loss has one
+    sequence_log_ratio: np.ndarray | jax.Array | None = None
+
+    def of_tokens(self) -> dict[str, np.ndarray | jax.Array]:
+        """What the objective reads of each token, by name."""
+        floats = self._asdict()
+        del floats["batch"], floats["supports"]
+        return {name: x for name, x in floats.items() if x is not None}
 
 
-def token_objective(config: GrpoConfig) -> Callable:
-    """The function that `jaxmem.token_loss` makes a loss of."""
-    surrogate, (low, high) = _SURROGATES[config.loss], config.clips
+def token_objective(config: GrpoConfig, names: Sequence[str]) -> Callable:
+    """The function that `jaxmem.token_loss` makes a loss of.
 
-    def objective(stats, old, advantages, weights, *reference):
+    Args:
+        config: which loss.
+        names: of its arrays after the statistics, from `PolicyBatch.of_tokens`.
+    """
+    loss, clips = config._loss, config.clips
+    options = {} if clips is None else dict(clip_low=clips[0], clip_high=clips[1])
+
+    def objective(stats, *values):
+        given = dict(zip(names, values, strict=True))
         lp, entropy = stats.logprob, stats.entropy
-        loss = surrogate(lp, old, advantages, clip_low=low, clip_high=high)
+        old, advantages = given["old_logprob"], given["advantages"]
+        old = jnp.where(old == SAME_WEIGHTS, jax.lax.stop_gradient(lp), old)
+        if "rollout_logprob" in given:
+            advantages *= correction(config, old, given["rollout_logprob"])
+        from_what, log_ratio = old, lp - old
+        if loss.of_sequences:
+            from_what = log_ratio = given["sequence_log_ratio"]
+        total = loss.surrogate(lp, from_what, advantages, **options)
         metrics = {
+            "logprob": lp,
             "entropy": entropy,
             "sum_pi_squared": stats.sum_pi_squared,
-            "clip_fraction": _is_clipped(config, lp - old, advantages),
+            "clip_fraction": _is_clipped(config, log_ratio, advantages),
         }
-        if reference:
-            kl = losses.kl_k3(lp, reference[0])
-            loss, metrics["kl"] = loss + config.kl_coefficient * kl, kl
+        if "ref_logprob" in given:
+            kl = losses.kl_k3(lp, given["ref_logprob"])
+            total, metrics["kl"] = total + config.kl_coefficient * kl, kl
         if config.entropy_coefficient:
             coefficient = config.entropy_coefficient
-            loss += losses.entropy_bonus(entropy, coefficient=coefficient)
-        return weights * loss, metrics
+            total += losses.entropy_bonus(entropy, coefficient=coefficient)
+        return given["weights"] * total, metrics
 
     return objective
 
 
+def correction(
+    config: GrpoConfig, old: Any, rollout: Any, where: Any = None
+) -> jax.Array:
+    """Weights of tokens by `grpo.correction`, which the loss is multiplied with.
+
+    Args:
+        config: which correction.
+        old: log-probabilities of the trainer under the weights that sampled.
+        rollout: those of the sampler.
+        where: [N, R] which count, one sequence a row; only some corrections need it.
+    """
+    assert config.correction is not None
+    made, (low, high) = CORRECTIONS[config.correction], config._bounds
+    options = {made.high: high} | ({} if made.low is None else {made.low: low})
+    if made.of_sequences:
+        ids = jnp.ones(jnp.shape(old), jnp.int32)
+        return made.weights(old, rollout, ids, where=where, **options)
+    return made.weights(old, rollout, **options)
+
+
 def _is_clipped(config, log_ratio, advantages):
     """1 where the clip changes what a token does: in PPO, it does nothing any more."""
+    if config.clips is None:
+        return jnp.zeros_like(log_ratio)
     low, high = config.clips
     above, below = log_ratio > jnp.log1p(high), jnp.exp(log_ratio) < 1 - low
     if config.loss != "cispo":
+        if config.loss == "ppo":
+            below |= log_ratio > math.log(DUAL_CLIP)
         above, below = above & (advantages > 0), below & (advantages < 0)
     return (above | below).astype(jnp.float32)
 
@@ -189,13 +331,12 @@ def policy_loss(
         call: options of the head.
 
     Returns:
-        A float32 scalar, and `entropy`, `sum_pi_squared`, `clip_fraction` and, with a
-        reference, `kl`, [B, T] each; 0 where masked.
+        A float32 scalar, and `logprob`, `entropy`, `sum_pi_squared`, `clip_fraction`
+        and, with a reference, `kl` and, with supports, `whole`, the log-probability
+        over the vocabulary; [B, T] each, 0 where masked.
     """
-    labels, objective = jnp.asarray(micro_batch.batch.labels), token_objective(config)
-    per_token = [micro_batch.old_logprob, micro_batch.advantages, micro_batch.weights]
-    reference = micro_batch.ref_logprob
-    per_token += [] if reference is None else [reference]
+    labels, given = jnp.asarray(micro_batch.batch.labels), micro_batch.of_tokens()
+    objective, per_token = token_objective(config, tuple(given)), [*given.values()]
     if call.implementation == "fused" and micro_batch.supports is None:
         return head.token_loss(
             objective,
@@ -207,8 +348,9 @@ def policy_loss(
             gradient=call.sample,
             key=call.key,
         )
-    stats = _stats(head, hidden, labels, call)
+    stats, whole = _stats(head, hidden, labels, call), {}
     if micro_batch.supports is not None:
+        whole = {"whole": stats.logprob}
         if not config.entropy_coefficient:  # they are metrics only: no backward pass
             stats = jax.lax.stop_gradient(stats)
         within = within_supports(head, hidden, labels, micro_batch.supports, call)
@@ -217,7 +359,7 @@ def policy_loss(
     # Before the loss, not after it: 0 · NaN would be NaN in the gradient.
     per_token = [jnp.where(live, x, 0) for x in per_token]
     terms, metrics = objective(stats, *per_token)
-    metrics = {k: jnp.where(live, v, 0) for k, v in metrics.items()}
+    metrics = {k: jnp.where(live, v, 0) for k, v in (metrics | whole).items()}
     return jnp.sum(jnp.where(live, terms, 0)) / jnp.maximum(normalizer, 1), metrics
 
 
@@ -278,9 +420,9 @@ def average(
     >>> average(GrpoConfig(loss="dapo"), [1, 4], 8)
     Average(weights=array([1., 1.], dtype=float32), normalizer=np.float32(5.0))
     """
-    lengths = np.asarray(lengths)
-    if config.loss == "grpo":
+    lengths, over = np.asarray(lengths), config._loss.over
+    if over == "sequences":
         weights = (1 / np.maximum(lengths, 1)).astype(np.float32)
         return Average(weights, np.float32(len(lengths)))
-    total = len(lengths) * max_new_tokens if config.loss == "dr_grpo" else lengths.sum()
+    total = len(lengths) * max_new_tokens if over == "slots" else lengths.sum()
     return Average(np.ones(len(lengths), np.float32), np.float32(total))

@@ -40,11 +40,13 @@ class Compiled(NamedTuple):
 
     sample: jax.stages.Compiled  # (params, frozen, prompts, lengths, step) -> Samples
     # (params, frozen, Batch, support) -> log-probabilities under the distributions that
-    # were sampled from, and those over the vocabulary
+    # were sampled from, and those over the vocabulary; {} where updates measure them
     logprobs: dict[Shape, jax.stages.Compiled]
-    reference: dict[Shape, jax.stages.Compiled]  # likewise, without the second result
+    # likewise, without the second result; {} without a reference
+    reference: dict[Shape, jax.stages.Compiled]
     zeros: jax.stages.Compiled  # () -> Sums
-    # (params, frozen, Sums, PolicyBatch, normalizer[, numbers]) -> Sums
+    # (params, frozen, Sums, PolicyBatch, normalizer[, numbers]) -> Sums, and both
+    # log-probabilities of the tokens
     gradients: dict[Shape, jax.stages.Compiled]
     # (TrainState, gradients) -> TrainState, norm
     update: jax.stages.Compiled | StreamedUpdate
@@ -91,9 +93,12 @@ class PolicyProgram(SamplingProgram):
         """Compile everything from shapes alone."""
         config, head = self.config.grpo, self.config.head
         forward = self.shapes(config.max_tokens_forward)
-        logprobs = {s: self.trace_logprobs(s).lower().compile() for s in forward}
-        reference = logprobs
-        if config.kl_coefficient and self.config.sampling.truncates:
+        logprobs, reference = {}, {}
+        if config.forward_passes:
+            logprobs = {s: self.trace_logprobs(s).lower().compile() for s in forward}
+        if config.kl_coefficient and logprobs and not self.config.sampling.truncates:
+            reference = logprobs
+        elif config.kl_coefficient:
             traced = {s: self.trace_logprobs(s, whole=False) for s in forward}
             reference = {s: x.lower().compile() for s, x in traced.items()}
         return Compiled(
@@ -173,8 +178,9 @@ class PolicyProgram(SamplingProgram):
 
             (value, metrics), slopes = jax.value_and_grad(loss, has_aux=True)(params)
             slopes = as_stored(slopes)
+            logprobs = metrics.pop("logprob"), metrics.pop("whole", None)
             metrics = {name: jnp.sum(x) for name, x in metrics.items()}
-            return add_in_float32(sums, Sums(value, metrics, slopes))
+            return add_in_float32(sums, Sums(value, metrics, slopes)), logprobs
 
         return run
 
@@ -186,8 +192,9 @@ class PolicyProgram(SamplingProgram):
         """Trace what adds a micro-batch to the sums."""
         sums, micro_batch = self.sums(), self.micro_batch(shape)
         normalizer, options = self.number(), self.compiler_options
+        made = sums, self.layout.whole(_ints(()))
         jitted = self.layout.jit(
-            self.gradients(head), sums, donate_argnums=2, compiler_options=options
+            self.gradients(head), made, donate_argnums=2, compiler_options=options
         )
         weights = self.state_shapes.params, self.frozen_shapes
         with self.layout.context():
@@ -255,8 +262,13 @@ class PolicyProgram(SamplingProgram):
     def micro_batch(self, shape: Shape) -> PolicyBatch:
         """Shapes of what an update reads."""
         floats: Any = jax.ShapeDtypeStruct(shape, jnp.float32)
-        reference = floats if self.config.grpo.kl_coefficient else None
+        grpo = self.config.grpo
+        reference = floats if grpo.kl_coefficient else None
         shapes = PolicyBatch(self.tokens(*shape), floats, floats, floats, reference)
+        if grpo.corrects_tokens:
+            shapes = shapes._replace(rollout_logprob=floats)
+        if grpo.has_sequence_ratio:
+            shapes = shapes._replace(sequence_log_ratio=floats)
         rows = self.layout.of_tokens(shapes)
         return rows._replace(supports=self._supports(shape))
 

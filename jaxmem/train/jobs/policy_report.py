@@ -22,6 +22,7 @@ def phases_of(program: PolicyProgram) -> list[Phase]:
     forward = program.shapes(grpo.max_tokens_forward)[-1]
     backward = program.shapes(grpo.max_tokens_train)[-1]
     read = grpo.samples * config.longest  # tokens of all sequences, at most
+    passes = grpo.forward_passes + bool(grpo.kl_coefficient)
     made = [
         program.rollout_phase(held),
         Phase(
@@ -30,7 +31,7 @@ def phases_of(program: PolicyProgram) -> list[Phase]:
             weights,
             held,
             tokens=math.prod(forward),
-            runs=(1 + bool(grpo.kl_coefficient)) * read / math.prod(forward),
+            runs=passes * read / math.prod(forward),
         ),
         Phase(
             "gradients",
@@ -43,6 +44,7 @@ def phases_of(program: PolicyProgram) -> list[Phase]:
             head=functools.partial(program.trace_head, backward, config.head),
         ),
     ]
+    made = [phase for phase in made if phase.runs]
     if program.streamed is None:
         made.append(program.update_phase(held, grpo.minibatches * grpo.epochs))
     return made
@@ -71,14 +73,14 @@ def timed_phases(
     """What each phase took: median seconds, and the largest of its programs."""
     programs = {
         "rollout": [compiled.sample],
-        "old": compiled.logprobs.values(),
-        "reference": compiled.reference.values(),
+        "old": [*compiled.logprobs.values()],
+        "reference": [*compiled.reference.values()],
         "update": [*compiled.gradients.values(), compiled.update],
     }
     return [
         metrics.phase_of(name, history, programs[name])
         for name in programs
-        if name != "reference" or history[-1].kl is not None
+        if programs[name]
     ]
 
 

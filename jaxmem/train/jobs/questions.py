@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -33,6 +33,25 @@ class Asked(NamedTuple):
     def first(self, count: int) -> "Asked":
         """The first prompts; only of lists of items."""
         return Asked(*(x[:count] for x in self))
+
+    def select(self, rows: np.ndarray) -> "Asked":
+        """The prompts of these numbers."""
+        if isinstance(self.items, tasks.Problems):
+            items: Any = tasks.Problems(*(x[rows] for x in self.items))
+        else:
+            items = [self.items[i] for i in rows]
+        return Asked(self.ids[rows], self.lengths[rows], items)
+
+    @classmethod
+    def joined(cls, parts: Sequence["Asked"]) -> "Asked":
+        """Those of several, one after the other."""
+        if isinstance(parts[0].items, tasks.Problems):
+            columns = zip(*(part.items for part in parts), strict=True)
+            items: Any = tasks.Problems(*map(np.concatenate, columns))
+        else:
+            items = [item for part in parts for item in part.items]
+        ids, lengths = (np.concatenate([p[i] for p in parts]) for i in (0, 1))
+        return cls(ids, lengths, items)
 
     def parts(self, rows: int) -> Iterator[tuple["Asked", int]]:
         """Parts of exactly so many prompts, and how many of each are not repeated."""

@@ -11,7 +11,7 @@ import jaxmem
 from jaxmem.models.sampling import Samples
 from jaxmem.train.jobs.config import GrpoJobConfig
 from jaxmem.train.jobs.questions import Asked, Graded
-from jaxmem.train.jobs.rollouts import Completions, Supports
+from jaxmem.train.jobs.rollouts import Completions, Logprobs, Supports
 
 
 class Rollout(NamedTuple):
@@ -23,6 +23,27 @@ class Rollout(NamedTuple):
     supports: Supports | None  # what the tokens were drawn from; None: the vocabulary
     graded: Graded
     advantages: np.ndarray  # [N]
+    truncated: np.ndarray  # [N] bool, completions without an end
+    resampled: int  # rollouts that were sampled besides, for groups that tell nothing
+
+    @property
+    def learned(self) -> np.ndarray:
+        """The tokens [N, R] of completions that have an end."""
+        return np.asarray(self.samples.mask) & ~self.truncated[:, None]
+
+    def select(self, rows: np.ndarray) -> "Selected":
+        """What is read of the samples of these numbers."""
+        supports = self.supports
+        if supports is not None:
+            supports = supports.select(rows)
+        return Selected(self.completions.select(rows), supports)
+
+
+class Selected(NamedTuple):
+    """Some completions of a rollout, and what their tokens were drawn from."""
+
+    completions: Completions
+    supports: Supports | None
 
 
 class Clock:
@@ -40,13 +61,6 @@ class Clock:
         self.seconds["seconds"] = now - self._start
 
 
-class Logprobs(NamedTuple):
-    """The trainer's log-probabilities [N, R] of sampled tokens."""
-
-    drawn_from: np.ndarray  # under the distributions that the tokens were drawn from
-    whole: np.ndarray | None  # over the vocabulary; None where that is the same
-
-
 _mismatch = jax.jit(jaxmem.mismatch_report)
 
 
@@ -60,7 +74,9 @@ def agreement(old: Logprobs, samples: Samples) -> dict[str, float | None]:
     Returns:
         Fields of `PolicyMetrics`.
     """
-    report = jax.device_get(_mismatch(old.drawn_from, samples.logprobs, samples.mask))
+    mask = np.asarray(samples.mask) & old.known
+    samples = samples._replace(mask=mask)
+    report = jax.device_get(_mismatch(old.drawn_from, samples.logprobs, mask))
     unreplayed = None
     if old.whole is not None:
         unreplayed = _inside(old.whole, samples)
@@ -69,6 +85,8 @@ def agreement(old: Logprobs, samples: Samples) -> dict[str, float | None]:
         "ratios_outside_1_25": float(report.outside_1_25),
         "ratios_outside_2": float(report.outside_2),
         "ratios_inside_1_1": _inside(old.drawn_from, samples),
+        "ratios_inside_1_01": float(report.inside_1_01),
+        "ratios_inside_strict": float(report.inside_strict),
         "unreplayed_inside_1_1": unreplayed,
     }
 
@@ -76,11 +94,29 @@ def agreement(old: Logprobs, samples: Samples) -> dict[str, float | None]:
 _MISMATCH = "mean", "p50", "p95", "p99", "max"
 
 
-def _inside(logprobs: np.ndarray, samples: Samples) -> float:
+def _inside(logprobs: np.ndarray, samples: Samples) -> float | None:
     """Share of sampled tokens whose ratio to the sampler is in [0.9, 1.1]."""
     mask = np.asarray(samples.mask)
+    if not mask.any():
+        return None
     ratios = np.exp((logprobs - np.asarray(samples.logprobs))[mask])
     return float(np.mean((ratios >= 0.9) & (ratios <= 1.1)))
+
+
+def dropped(
+    weights: np.ndarray | None, old: Logprobs, samples: Samples
+) -> dict[str, float]:
+    """Share of sampled tokens that a correction drops, as a field of `PolicyMetrics`.
+
+    Args:
+        weights: [N, R] of the correction; None without one.
+        old: of the trainer.
+        samples: as the sampler returned them.
+    """
+    if weights is None:
+        return {}
+    mask = np.asarray(samples.mask) & old.known
+    return {"dropped": float((weights[mask] == 0).mean()) if mask.any() else 0.0}
 
 
 def of_supports(
@@ -140,6 +176,8 @@ def of_rollout(rollout: Rollout, config: GrpoJobConfig) -> dict[str, Any]:
     lengths = rollout.completions.lengths
     return {
         **of_grades(rollout.graded, config.grpo.group_size),
+        "truncated": float(rollout.truncated.mean()),
+        "resampled": rollout.resampled,
         "response_length": float(lengths.mean()),
         "tokens": int(rollout.asked.lengths.sum() + lengths.sum()),
     }

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -65,11 +65,40 @@ class Completions:
             row[:length] = value[first : first + length]
         return out
 
+    def measured(self, packed: Packing, outputs: Sequence[Any]) -> "Logprobs":
+        """What programs returned for the micro-batches of a packing.
+
+        Args:
+            packed: of these sequences.
+            outputs: of each micro-batch both arrays of `Logprobs`, the second or None.
+        """
+        drawn_from, whole = zip(*outputs, strict=True)
+        rest = None
+        if whole[0] is not None:
+            rest = self.collect(packed.unpack(whole))
+        within = np.arange(self.sampled.shape[1]) < self.lengths[:, None]
+        known = within & (self.sampled != NO_LABEL)
+        return Logprobs(self.collect(packed.unpack(drawn_from)), rest, known)
+
+    def keeping(self, kept: np.ndarray | None) -> "Completions":
+        """Those whose other tokens are read and not predicted; None: all are."""
+        if kept is None:
+            return self
+        labels = np.where(kept, self.sampled, NO_LABEL)
+        return dataclasses.replace(self, sampled=labels)
+
     def select(self, indices: np.ndarray) -> "Completions":
         """The sequences of these indices."""
         tokens = [self.tokens[i] for i in indices]
         others = (self.first, self.sampled, self.lengths)
         return Completions(tokens, *(x[indices] for x in others))
+
+    @classmethod
+    def joined(cls, parts: Sequence["Completions"]) -> "Completions":
+        """Those of several, one after the other."""
+        tokens = [row for part in parts for row in part.tokens]
+        columns = ((p.first, p.sampled, p.lengths) for p in parts)
+        return cls(tokens, *map(np.concatenate, zip(*columns, strict=True)))
 
     def pack(
         self, max_tokens: int, row_lengths: Sequence[int], quadratic: float
@@ -86,6 +115,32 @@ class Completions:
             yield Batch(
                 tokens[i], labels[i], packed_rows.segment_ids, packed_rows.positions
             )
+
+
+# What stands for a log-probability of the trainer where it is the policy's own: the
+# weights are still those that the rollout began with, and the ratio is 1.
+SAME_WEIGHTS = np.float32(np.inf)
+
+
+class Logprobs(NamedTuple):
+    """The trainer's log-probabilities [N, R] of sampled tokens."""
+
+    drawn_from: np.ndarray  # under the distributions that the tokens were drawn from
+    whole: np.ndarray | None  # over the vocabulary; None where that is the same
+    known: np.ndarray  # which tokens have been measured
+
+    @classmethod
+    def unknown(cls, shape: tuple[int, ...], truncates: bool) -> "Logprobs":
+        """Of no token yet."""
+        whole = np.zeros(shape, np.float32) if truncates else None
+        drawn_from = np.full(shape, SAME_WEIGHTS, np.float32)
+        return cls(drawn_from, whole, np.zeros(shape, bool))
+
+    def put(self, rows: np.ndarray, other: "Logprobs") -> None:
+        """Fill in the rows of these numbers."""
+        for ours, theirs in zip(self, other, strict=True):
+            if ours is not None:
+                ours[rows] = np.where(other.known, theirs, ours[rows])
 
 
 class Supports(NamedTuple):

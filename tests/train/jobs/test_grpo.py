@@ -141,6 +141,9 @@ def test_values_of_sampled_tokens_survive_packing():
         ("dr_grpo", lambda length, lengths: 1 / (8 * len(lengths))),
         ("dapo", lambda length, lengths: 1 / sum(lengths)),
         ("cispo", lambda length, lengths: 1 / sum(lengths)),
+        ("ppo", lambda length, lengths: 1 / sum(lengths)),
+        ("gspo", lambda length, lengths: 1 / length / len(lengths)),
+        ("sapo", lambda length, lengths: 1 / length / len(lengths)),
     ],
 )
 def test_how_much_a_token_counts(loss, share):
@@ -167,18 +170,27 @@ def dense(config, z, made, normalizer):
     """The loss and the metrics of a micro-batch as the papers have them, in float64."""
     lp, entropy, squares = softmax_stats(z, made.batch.labels)
     live = made.batch.labels >= 0
-    (low, high), A = config.clips, made.advantages
-    ratio = np.exp(lp - made.old_logprob)
+    A, log_ratio = made.advantages, lp - made.old_logprob
+    if config.loss == "gspo":
+        log_ratio = made.sequence_log_ratio.astype(np.float64)
+    low, high = config.clips or (1, np.inf)
+    ratio = np.exp(log_ratio)
     if config.loss == "cispo":
         loss = -np.clip(ratio, 1 - low, 1 + high) * A * lp
         clipped = (ratio < 1 - low) | (ratio > 1 + high)
+    elif config.loss == "sapo":
+        tau = np.where(A > 0, 1.0, 1.05)
+        loss, clipped = -A * 4 / tau / (1 + np.exp(-tau * (ratio - 1))), 0 * A
     else:
         loss = -np.minimum(ratio * A, np.clip(ratio, 1 - low, 1 + high) * A)
         clipped = np.where(A > 0, ratio > 1 + high, ratio < 1 - low) & (A != 0)
+    if config.loss == "ppo":  # the dual clip of verl's clip_ratio_c
+        loss = np.where(A < 0, np.minimum(loss, -3 * A), loss)
+        clipped |= (A < 0) & (ratio > 3)
     delta = made.ref_logprob - lp
     kl = np.exp(delta) - delta - 1
     loss += config.kl_coefficient * kl - config.entropy_coefficient * entropy
-    told = {"kl": kl, "entropy": entropy, "sum_pi_squared": squares,
+    told = {"logprob": lp, "kl": kl, "entropy": entropy, "sum_pi_squared": squares,
             "clip_fraction": clipped}  # fmt: skip
     total = np.sum(np.where(live, made.weights * loss, 0)) / normalizer
     return total, {name: np.where(live, value, 0) for name, value in told.items()}
@@ -197,6 +209,7 @@ def random_micro_batch(vocab_size=14, shape=(3, 8)):
     ]
     floats = [rng.normal(size=shape).astype("f4") for _ in range(2)]
     old, ref = (np.log(1 / vocab_size) + 0.5 * x.astype("f4") for x in floats)
+    old[0, :2] -= 3  # beyond the dual clip
     advantages = rng.normal(size=shape).astype("f4")
     weights = rng.uniform(0.5, 1, shape).astype("f4")
     return PolicyBatch(Batch(*ids), old, advantages, weights, ref)
@@ -211,7 +224,10 @@ def head_and_hidden(softcap=None):
 
 LOSSES = pytest.mark.parametrize(
     ("loss", "implementation"),
-    one_at_a_time(["grpo", "dr_grpo", "dapo", "cispo"], ["fused", "materialised"]),
+    one_at_a_time(
+        ["grpo", "dr_grpo", "dapo", "cispo", "ppo", "gspo", "sapo"],
+        ["fused", "materialised"],
+    ),
 )
 
 
@@ -222,6 +238,10 @@ def test_the_loss_and_its_metrics_are_the_papers(loss, implementation):
         **({} if loss != "cispo" else dict(clip_low=0.3, clip_high=0.4)),
     )  # fmt: skip
     made, (head, hidden) = random_micro_batch(), head_and_hidden()
+    if loss == "gspo":
+        rng = np.random.default_rng(4)
+        ratios = rng.normal(scale=5e-4, size=made.advantages.shape).astype("f4")
+        made = made._replace(sequence_log_ratio=ratios)
     call = HeadCall(0.7, implementation)
     got, told = jax.jit(
         lambda made: policy_loss(head, hidden, made, 7.0, config, call)
@@ -232,7 +252,8 @@ def test_the_loss_and_its_metrics_are_the_papers(loss, implementation):
     for name, value in metrics.items():
         np.testing.assert_allclose(told[name], value, atol=2e-6, err_msg=name)
         assert not np.asarray(told[name])[made.batch.labels < 0].any()
-    assert 0 < metrics["clip_fraction"].sum() < (made.batch.labels >= 0).sum()
+    clipped = metrics["clip_fraction"].sum()
+    assert 0 < clipped < (made.batch.labels >= 0).sum() or loss == "sapo"
 
 
 def gradients(made, implementation, config=None, **options):
@@ -380,7 +401,7 @@ def test_gradients_do_not_depend_on_how_sequences_are_packed():
     for other in (job, job_with(wide, compiled._replace(gradients=widened))):
         sums, count = compiled.zeros(), 0
         for batch, normalizer in learned.micro_batches(other.config):
-            sums = other._compiled.gradients[batch.batch.tokens.shape](
+            sums, _ = other._compiled.gradients[batch.batch.tokens.shape](
                 state.params, {}, sums, batch, normalizer
             )
             count += 1
@@ -453,7 +474,7 @@ def test_a_run_leaves_everything_it_promises(finished):
     assert said.count("right)") + said.count("wrong)") == 3
     summary = json.loads((result.out_dir / "summary.json").read_text())
     assert summary["last_reward"] == history[-1].reward
-    assert set(summary["phases"]) == {"rollout", "old", "reference", "update"}
+    assert set(summary["phases"]) == {"rollout", "reference", "update"}
     assert set(summary["memory"]) == {"fused", "materialised"}
     operative = (result.out_dir / "operative.gin").read_text()
     assert operative == "run.steps = 4\n"
@@ -642,7 +663,7 @@ def test_a_finished_run_resumes_with_nothing_left_to_do(finished):
         ),
         (["grpo.group_size=1"], "grpo.group_size must be at least 2, got 1"),
         (["grpo.minibatches=5"], "minibatches must divide prompts x group_size"),
-        (["grpo.loss=ppo"], "grpo.loss must be 'grpo' or 'dr_grpo' or 'dapo' or 'cis"),
+        (["grpo.loss=a2c"], "grpo.loss must be 'grpo' or 'dr_grpo' or 'dapo' or 'cis"),
         (["grpo.clip_low=2.0"], "grpo.clip_low must be in [0, 1], or None, got 2.0"),
         (["grpo.clip_high=-1"], "grpo.clip_high must be 0 or more, or None, got -1"),
         (["grpo.kl_coefficient=-1"], "grpo.kl_coefficient must be 0 or more, got -1"),

@@ -20,8 +20,7 @@ from jaxmem.train.jobs import grpo, rollout_metrics
 from jaxmem.train.jobs.minibatches import Minibatch, kept_tokens
 from jaxmem.train.jobs.policy import GrpoConfig, HeadCall, PolicyBatch, policy_loss
 from jaxmem.train.jobs.policy_program import PolicyProgram
-from jaxmem.train.jobs.rollout_metrics import Logprobs
-from jaxmem.train.jobs.rollouts import Supports
+from jaxmem.train.jobs.rollouts import Logprobs, Supports
 from tests.cases import slow
 from tests.train.jobs.kills import kill_before
 from tests.train.jobs.test_grpo import (
@@ -162,9 +161,7 @@ def test_ratios_are_those_within_the_support(entropy, implementation):
 
 @functools.cache
 def job_of(**sampling):
-    config = changed(
-        SMALL, grpo=dict(kl_coefficient=0.1, minibatches=1), sampling=sampling
-    )
+    config = changed(SMALL, grpo=dict(kl_coefficient=0.1), sampling=sampling)
     program = PolicyProgram(config)
     return job_with(program, program.compile())
 
@@ -194,7 +191,7 @@ def test_the_first_ratios_are_one_within_the_support_and_only_there(sampling):
     learned = Minibatch(made.completions, made.advantages, drawn, drawn, made.supports)
     sums = compiled.zeros()
     for rows, normalizer in learned.micro_batches(job.config):
-        sums = compiled.gradients[rows.batch.tokens.shape](
+        sums, _ = compiled.gradients[rows.batch.tokens.shape](
             state.params, job.frozen, sums, rows, normalizer
         )
     assert sums.metrics["clip_fraction"] == 0
@@ -282,7 +279,7 @@ def test_without_truncation_there_is_nothing_to_replay():
     logprobs, mask = np.zeros((2, 3), np.float32), np.ones((2, 3), bool)
     samples = Samples(mask, mask, logprobs, None, mask)
     off = logprobs + np.log(np.float32([[1.05, 1.3, 2.1], [0.95, 0.7, 0.4]]))
-    told = rollout_metrics.agreement(Logprobs(off, None), samples)
+    told = rollout_metrics.agreement(Logprobs(off, None, mask), samples)
     assert told["unreplayed_inside_1_1"] is None
     assert told["ratios_inside_1_1"] == pytest.approx(2 / 6)
     assert told["ratios_outside_1_25"] == pytest.approx(4 / 6)
@@ -340,7 +337,7 @@ def test_the_expected_gradient_of_some_tokens_is_that_of_all(sampling):
         sums = job._compiled.zeros()
         for rows, normalizer in learned.micro_batches(config, kept):
             shape = rows.batch.tokens.shape
-            sums = job._compiled.gradients[shape](
+            sums, _ = job._compiled.gradients[shape](
                 state.params, job.frozen, sums, rows, normalizer
             )
         leaves = jax.tree.leaves(jax.device_get(sums.gradients))

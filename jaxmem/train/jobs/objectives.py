@@ -1,0 +1,49 @@
+"""Losses and corrections of reinforcement learning, by the names of a gin file."""
+
+import functools
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import jax
+
+from jaxmem import losses
+
+
+class Loss(NamedTuple):
+    """A loss of tokens, and over what its average is taken."""
+
+    surrogate: Callable[..., jax.Array]
+    over: Literal["sequences", "tokens", "slots"]
+    clips: bool = True
+    of_sequences: bool = False  # whether its ratio is that of a whole sequence
+
+
+DUAL_CLIP = 3.0  # as in verl and in the paper of the dual clip
+LOSSES = {
+    "grpo": Loss(losses.ppo_clip, "sequences"),
+    "dr_grpo": Loss(losses.dr_grpo, "slots"),
+    "dapo": Loss(losses.dapo, "tokens"),
+    "cispo": Loss(losses.cispo, "tokens"),
+    "ppo": Loss(functools.partial(losses.ppo_clip, dual_clip=DUAL_CLIP), "tokens"),
+    "gspo": Loss(losses.gspo, "sequences", of_sequences=True),
+    "sapo": Loss(losses.sapo, "sequences", clips=False),
+}
+
+
+class Correction(NamedTuple):
+    """Weights of tokens that another engine sampled, and the names of their bounds."""
+
+    weights: Callable[..., jax.Array]
+    low: str | None
+    high: str
+    of_sequences: bool = False
+
+
+CORRECTIONS = {
+    "tis": Correction(losses.truncated_importance_weights, None, "cap"),
+    "mis": Correction(losses.masked_importance_weights, None, "cap"),
+    "icepop": Correction(losses.icepop_weights, "low", "high"),
+    "sequence_mask": Correction(
+        losses.sequence_mask_weights, "low", "high", of_sequences=True
+    ),
+}

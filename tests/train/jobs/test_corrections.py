@@ -1,0 +1,361 @@
+"""Corrections of a sampler, and updates that measure their own old numbers."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmem.train.jobs.minibatches import Minibatch
+from jaxmem.train.jobs.policy import GrpoConfig, HeadCall, policy_loss
+from jaxmem.train.jobs.policy_program import PolicyProgram
+from jaxmem.train.jobs.questions import Asked
+from jaxmem.train.jobs.rollouts import SAME_WEIGHTS, Logprobs
+from tests.cases import slow
+from tests.train.jobs.test_grpo import (
+    SMALL,
+    changed,
+    completions,
+    dense,
+    head_and_hidden,
+    job_with,
+    random_micro_batch,
+    softmax_stats,
+)
+
+pytestmark = pytest.mark.usefixtures("quick_compilation", "no_picture")
+
+
+# -------------------------------------------------------------------- settings
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (dict(correction="TIS"), r"correction must be one of \('tis', .*, got 'TIS'"),
+        (dict(correction_high=2.0), "correction_high must be None without a correct"),
+        (dict(correction="tis", correction_low=0.5),
+         "correction_low must be None for correction='tis', which has a cap alone"),
+        (dict(correction="icepop", correction_low=-1.0),
+         "correction_low must be 0 or more, or None, got -1.0"),
+        (dict(correction="sequence_mask", correction_high=0.9),
+         "correction_high must be at least correction_low=0.999, or None, got 0.9"),
+        (dict(loss="sapo", clip_low=0.2), "clip_low must be None for loss='sapo', got"),
+        (dict(loss="gspoo"), "loss must be one of .*'gspo', 'sapo'.*, got 'gspoo'"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused(fields, message):
+    with pytest.raises(ValueError, match="GrpoConfig." + message):
+        GrpoConfig(**fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "old", "passes"),
+    [
+        ({}, False, 0),
+        (dict(epochs=3), False, 0),
+        (dict(minibatches=4), True, 3 / 4),
+        (dict(minibatches=4, epochs=2), True, 3 / 4),
+        (dict(correction="tis"), False, 0),
+        (dict(correction="sequence_mask"), True, 1),
+        (dict(token_fraction=0.5), False, 0),
+        (dict(token_fraction=0.5, epochs=2), True, 1),
+        (dict(loss="gspo"), False, 0),
+        (dict(loss="gspo", minibatches=2), True, 1),
+        (dict(loss="gspo", minibatches=2, epochs=2), True, 2),
+    ],
+)
+def test_how_often_a_rollout_is_read_without_a_gradient(fields, old, passes):
+    config = GrpoConfig(prompts=8, group_size=4, **fields)
+    assert config.has_old_pass is old
+    assert config.forward_passes == pytest.approx(passes)
+
+
+# ------------------------------------------------------------------ in the loss
+
+
+def weighed(config, old, rollout):
+    """In float64; TRL's truncation and its mask with both bounds."""
+    ratio = np.exp(old - rollout.astype(np.float64))
+    low = 0.0 if config.correction_low is None else config.correction_low
+    high = config.correction_high
+    if config.correction == "tis":
+        return np.minimum(ratio, high)
+    return np.where((ratio >= low) & (ratio <= high), ratio, 0)
+
+
+@pytest.mark.parametrize("same_weights", [False, True])
+@pytest.mark.parametrize(
+    ("correction", "loss", "implementation"),
+    [
+        ("tis", "grpo", "fused"),
+        ("mis", "cispo", "materialised"),
+        ("icepop", "sapo", "fused"),
+    ],
+)
+def test_a_correction_multiplies_the_surrogate(
+    correction, loss, implementation, same_weights
+):
+    low = 0.8 if correction == "icepop" else None
+    config = GrpoConfig(
+        loss=loss, correction=correction, correction_low=low, correction_high=1.5,
+        kl_coefficient=0.1, entropy_coefficient=0.05,
+    )  # fmt: skip
+    made, (head, hidden) = random_micro_batch(), head_and_hidden()
+    z = np.asarray(head(hidden)) / 0.7
+    lp, live = softmax_stats(z, made.batch.labels)[0], made.batch.labels >= 0
+    old = lp if same_weights else made.old_logprob
+    noise = np.random.default_rng(5).normal(scale=0.5, size=lp.shape)
+    made = made._replace(
+        old_logprob=np.full_like(lp, SAME_WEIGHTS) if same_weights else old,
+        rollout_logprob=(old + noise).astype("f4"),
+    )
+    call = HeadCall(0.7, implementation)
+    got, _ = jax.jit(lambda made: policy_loss(head, hidden, made, 7.0, config, call))(
+        made
+    )
+    weights = weighed(config, old, made.rollout_logprob)
+    assert 0 < (weights[live] == 0).sum() < live.sum() or correction == "tis"
+    plain = made._replace(old_logprob=old, advantages=made.advantages * weights)
+    want, _ = dense(config, z, plain, 7.0)
+    np.testing.assert_allclose(got, want, rtol=3e-5)
+
+
+def test_the_policy_s_own_old_numbers_have_ratio_one_and_its_gradient():
+    """As numbers that are equal to the policy's own, and constants."""
+    config, made = GrpoConfig(loss="dapo"), random_micro_batch()
+    made = made._replace(ref_logprob=None)
+    head, hidden = head_and_hidden()
+    lp = softmax_stats(np.asarray(head(hidden)) / 0.7, made.batch.labels)[0]
+
+    @jax.jit
+    def run(old):
+        def loss(hidden):
+            rows = made._replace(old_logprob=old)
+            return policy_loss(head, hidden, rows, 7.0, config, HeadCall(0.7, "fused"))
+
+        return jax.value_and_grad(loss, has_aux=True)(hidden)
+
+    (value, told), slope = run(np.full_like(made.weights, SAME_WEIGHTS))
+    (want, _), expected = run(lp.astype("f4"))
+    live = made.batch.labels >= 0
+    np.testing.assert_allclose(value, want, rtol=1e-5)
+    np.testing.assert_allclose(slope, expected, atol=1e-6)
+    np.testing.assert_allclose(told["logprob"], np.where(live, lp, 0), atol=1e-5)
+    exact = -np.sum(np.where(live, made.weights * made.advantages, 0)) / 7
+    np.testing.assert_allclose(value, exact, rtol=1e-5)
+
+
+def test_a_number_that_is_broken_is_not_taken_for_the_policy_s_own():
+    config, made = GrpoConfig(), random_micro_batch()
+    made = made._replace(ref_logprob=None, old_logprob=made.old_logprob * np.nan)
+    head, hidden = head_and_hidden()
+    value, _ = policy_loss(head, hidden, made, 7.0, config, HeadCall(0.7, "fused"))
+    assert np.isnan(value)
+
+
+def test_sequences_that_are_dropped_and_those_that_have_a_ratio():
+    made, _ = completions()
+    shape, count = made.sampled.shape, len(made.lengths)
+    dropping = np.ones(shape, "f4")
+    dropping[1] = 0
+    learned = Minibatch(
+        made, np.arange(1.0, count + 1, dtype="f4"), np.zeros(shape, "f4"), None, None,
+        rollout=np.full(shape, -2.0, "f4"), correction=dropping,
+        log_ratio=np.arange(count, dtype="f4"),
+    )  # fmt: skip
+    part = learned.select(np.array([1, 3]))
+    (rows, normalizer), *more = part.micro_batches(SMALL)
+    assert not more and normalizer == 2
+    live = rows.batch.labels >= 0
+    assert live.sum() == made.lengths[[1, 3]].sum()
+    assert sorted(set(rows.advantages[live])) == [0, 4]
+    assert set(rows.rollout_logprob[live]) == {-2}
+    of_kept = live & (rows.advantages == 4)
+    assert set(rows.sequence_log_ratio[of_kept]) == {3}
+
+
+# ---------------------------------------------------------------- in a whole step
+
+
+def test_numbers_are_known_once_they_are_measured():
+    old = Logprobs.unknown((3, 2), True)
+    assert (old.drawn_from == SAME_WEIGHTS).all() and not old.known.any()
+    known = np.array([[True, False]])
+    old.put(np.array([1]), Logprobs(-np.ones((1, 2)), -2 * np.ones((1, 2)), known))
+    assert old.drawn_from[1].tolist() == [-1, SAME_WEIGHTS]
+    assert old.whole[1].tolist() == [-2, 0]
+    assert old.known.sum() == 1
+
+
+def two_steps(config, own_old, monkeypatch):
+    """The state after two steps, and what they told."""
+    with monkeypatch.context() as patch:
+        if not own_old:
+            patch.setattr(GrpoConfig, "reads_own_old", False)
+            patch.setattr(GrpoConfig, "has_old_pass", True)
+        program = PolicyProgram(config)
+        job = job_with(program, program.compile())
+        assert bool(job._compiled.logprobs) == bool(config.grpo.forward_passes)
+        state, told = job.initial_state(), []
+        for number in (1, 2):
+            state, metrics = job.step(number, state)
+            told.append(metrics)
+        return jax.device_get(state.params), told
+
+
+TIMES = "seconds", "second", "peak"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        dict(minibatches=1),
+        dict(minibatches=2, epochs=2, correction="tis"),
+        slow(dict(minibatches=1, epochs=2)),
+        slow(dict(minibatches=2, loss="sapo", correction="icepop")),
+        slow(dict(minibatches=2, epochs=2, loss="gspo")),
+        slow(dict(minibatches=2, loss="cispo", kl_coefficient=0.1)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("sampling", [{}, slow(dict(top_k=5))], ids=str)
+def test_an_update_that_measures_its_own_tokens_changes_nothing(
+    fields, sampling, monkeypatch
+):
+    """Within rounding: the passes pack other rows."""
+    config = changed(SMALL, grpo=dict(group_size=8) | fields, sampling=sampling)
+    (ours, told), (want, expected) = (
+        two_steps(config, own_old, monkeypatch) for own_old in (True, False)
+    )
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-6), ours, want
+    )
+    for got, wanted in zip(told, expected, strict=True):
+        assert got.grad_norm > 0 and got.mismatch_max < 1e-5
+        for name, value in wanted._asdict().items():
+            if isinstance(value, float) and not any(t in name for t in TIMES):
+                other = getattr(got, name)
+                np.testing.assert_allclose(other, value, 1e-4, 2e-6, err_msg=name)
+
+
+@functools.cache
+def long_job(**grpo):
+    """Two tokens a completion, which few end in."""
+    config = changed(SMALL, grpo=dict(minibatches=1) | grpo)
+    program = PolicyProgram(config)
+    return job_with(program, program.compile())
+
+
+def test_truncated_completions_are_not_learned_from_and_stay_in_the_normaliser():
+    job = long_job(mask_truncated=True)
+    state = job.initial_state()
+    made = job._roll_out(1, state.params)
+    last = made.completions.lengths[:, None] - 1
+    ends = np.take_along_axis(made.completions.sampled, last, 1)[:, 0]
+    np.testing.assert_array_equal(made.truncated, ends != job.program.ends.eos_id)
+    assert made.truncated.any() and not made.truncated.all()
+    learned = Minibatch(
+        made.completions, made.advantages, np.zeros(last.shape) + 0 * made.learned,
+        None, None, learned=made.learned,
+    )  # fmt: skip
+    kept = learned.kept(job.config, 1, 0)
+    batches, normalizers = zip(*learned.micro_batches(job.config, kept), strict=True)
+    assert set(normalizers) == {len(made.truncated)}
+    total = sum((rows.batch.labels >= 0).sum() for rows in batches)
+    assert total == made.completions.lengths[~made.truncated].sum() > 0
+    job.open()
+    _, told = job.step(1, state)
+    assert told.truncated == pytest.approx(made.truncated.mean())
+    assert told.mismatch_max < 1e-5
+
+
+def test_sequences_outside_the_band_change_nothing():
+    """A band without 1 drops all of them."""
+    job = long_job(correction="sequence_mask", correction_low=1.5, correction_high=2.0)
+    state = job.initial_state()
+    before = jax.device_get(state.params)
+    state, told = job.step(1, state)
+    assert told.dropped == 1 and told.grad_norm == 0
+    assert any(np.any(x != 0) for x in jax.tree.leaves(before))
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), before)
+
+
+def test_own_samples_are_inside_every_band():
+    job = long_job(correction="sequence_mask")
+    _, told = job.step(1, job.initial_state())
+    assert told.dropped == 0 and told.grad_norm > 0
+    assert told.ratios_inside_strict == told.ratios_inside_1_01 == 1
+    assert jnp.isfinite(told.loss)
+
+
+# --------------------------------------------------------- groups that tell nothing
+
+
+def test_other_prompts_stand_in_for_groups_that_tell_nothing():
+    """Rewards by the number of the prompt: only every third group differs."""
+    job = long_job(resample=4)
+    grade, prompts, group = job.task.grade, 8, 4
+    asked = []
+
+    def graded(batch, made):
+        numbers = np.arange(len(asked) * prompts, (len(asked) + 1) * prompts)
+        asked.append(batch)
+        rewards = np.zeros((prompts, group), np.float32)
+        rewards[numbers % 3 == 0, 0] = 1 + numbers[numbers % 3 == 0]
+        return grade(batch, made)._replace(rewards=rewards.ravel())
+
+    job.open()
+    job.task.grade, state = graded, job.initial_state()
+    try:
+        made = job._roll_out(1, state.params)
+    finally:
+        job.task.grade = grade
+    # Numbers 0, 3, ... 21 tell something: the eighth is in the third rollout.
+    assert len(asked) == 3 == made.resampled + 1 and job._next == 24
+    firsts = made.graded.rewards.reshape(prompts, group)[:, 0]
+    np.testing.assert_array_equal(firsts, 1 + 3 * np.arange(8))
+    whole = Asked.joined(asked)
+    rows = (3 * np.arange(8)[:, None] * group + np.arange(group)).ravel()
+    np.testing.assert_array_equal(made.asked.ids, whole.ids[rows])
+    np.testing.assert_array_equal(made.asked.items.answers, whole.items.answers[rows])
+    for i, tokens in enumerate(made.completions.tokens):
+        length = made.asked.lengths[i]
+        np.testing.assert_array_equal(tokens[:length], made.asked.ids[i, :length])
+        said = made.completions.sampled[i, : made.completions.lengths[i]]
+        np.testing.assert_array_equal(tokens[length:], said[:-1])
+    # Each attempt drew other tokens for other prompts.
+    assert (advantages := made.advantages.reshape(prompts, group)).any(1).all()
+    assert np.allclose(advantages.sum(1), 0, atol=1e-5)
+
+
+def test_few_groups_are_filled_up_and_attempts_are_limited():
+    job = long_job(resample=2)
+    grade = job.task.grade
+
+    def graded(batch, made):
+        rewards = np.zeros(len(batch.lengths), np.float32)
+        rewards[5] = 1  # of the second group
+        return grade(batch, made)._replace(rewards=rewards)
+
+    job.open()
+    job.task.grade, state = graded, job.initial_state()
+    try:
+        made = job._roll_out(1, state.params)
+    finally:
+        job.task.grade = grade
+    assert made.resampled == 2 and job._next == 24
+    tells = made.graded.rewards.reshape(8, 4).any(1)
+    # Three tell something; the first others fill up, in the order of the prompts.
+    assert tells.tolist() == [False, True, False, False, False, False, True, True]
+
+
+def test_without_resampling_a_rollout_is_what_it_was():
+    job, other = long_job(), long_job(resample=2)
+    for one in (job, other):
+        one.open()
+    a, b = (one._sampled(1, 0, 0, one.initial_state().params) for one in (job, other))
+    np.testing.assert_array_equal(a.samples.tokens, b.samples.tokens)
+    c = other._sampled(1, 1, 0, other.initial_state().params)
+    assert (a.samples.tokens != c.samples.tokens).any()
