@@ -1,13 +1,14 @@
-"""Kills, signals, full disks, second processes and damaged checkpoints, for real.
+"""Kills, signals, full disks, second processes and states that look healthy, for real.
 
     python -m tests.faults
+    python -m tests.faults --kills 20 --signals 4
     python -m tests.faults --only signals --out /tmp/faults.csv
 
 Every try is of `jaxmem` in processes of its own, and what it leaves in the end is
-compared, bit by bit, with what one leaves that nothing disturbed. It takes about ten
-minutes on two cores, prints what was lost and what was said, and writes that to
+compared, bit by bit, with what one leaves that nothing disturbed. It takes about
+twenty minutes on two cores, prints what was lost and what was said, and writes that to
 benchmarks/results/faults_cpu.csv. Mounting a disk to fill it needs root, and is skipped
-by name elsewhere.
+by name elsewhere. Tries without the compilation cache compile as a new machine does.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import functools
 import json
 import os
 import pathlib
+import re
 import shutil
 import signal
 import socket
@@ -34,6 +36,7 @@ from tests.checkpoints import texts
 from tests.train.test_loop import DAMAGES
 
 ROOT = pathlib.Path(__file__).parent.parent
+WORDS = [a + b for a in "cdefg" for b in "rstuvwxy"]
 TIMEOUT = 300  # seconds that a process may take on a busy machine
 SIZES = (
     "model.layers=1", "model.hidden=16", "model.ff=16", "model.heads=2",
@@ -49,6 +52,46 @@ GRPO = (
     "grpo.prompts=8", "grpo.group_size=4", "grpo.max_tokens_train=256",
     "grpo.max_tokens_forward=256", "run.steps=120", "run.checkpoint_every=5",
 )  # fmt: skip
+PAIRS = (
+    "data.source=pairs.jsonl", "data.sequence_length=16", "data.batch_size=2",
+    "head.chunk=16", "run.steps=60", "run.checkpoint_every=5", "run.accumulate=1",
+    "model.dtype=float32", "model.param_dtype=float32", "eval.every=None",
+    "model.lora_rank=2", "run.compare_heads=False", "run.log_every=10",
+)  # fmt: skip
+STUDENT = (
+    "data.source=words.jsonl", "data.sequence_length=16", "data.batch_size=2",
+    "distill.teacher=llama", "run.steps=60", "run.checkpoint_every=5",
+    "data.held_out=0.0", "eval.every=None",
+)  # fmt: skip
+OWN = (
+    "task.source=prompts.jsonl", "task.max_prompt_tokens=12", "grpo.prompts=2",
+    "grpo.group_size=4", "grpo.max_tokens_train=128", "grpo.max_tokens_forward=128",
+    "sampling.max_new_tokens=4", "head.chunk=32", "run.steps=40", "run.log_every=10",
+    "run.checkpoint_every=5", "run.compare_heads=False", "model.dtype=float32",
+    "model.param_dtype=float32", "eval.every=None", "task.held_out=0.0",
+)  # fmt: skip
+REWARDS = """
+import multiprocessing, os, pathlib, sys, time
+
+def score(completions, **_):
+    return [c.count("a") / 4 for c in completions]
+
+def leaving(completions, run, **_):
+    path = pathlib.Path(run[0], "metrics.jsonl")
+    if not pathlib.Path("stay").exists() and path.exists():
+        if path.read_text().count("\\n") == 7:
+            sys.exit(0)
+    return score(completions)
+
+def forking(completions, run, **_):
+    if not pathlib.Path("forked").exists():
+        child = os.fork()
+        if not child:
+            os.setsid()
+            time.sleep(600)
+        pathlib.Path("forked").write_text(str(child))
+    return score(completions)
+"""
 CLOCKS = ("second", "gib")  # in names of metrics that differ from run to run
 
 
@@ -114,12 +157,19 @@ def jobs(folder: pathlib.Path) -> dict[str, Job]:
     write = functools.partial(_write, folder, rng, letters)
     write("words.jsonl", 200, 60)
     write("docs.jsonl", 2000, 14)
+    rows = [{"prompt": w, "chosen": w + "aa", "rejected": "bb" + w} for w in WORDS]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     (folder / "sft.gin").write_text(GIN)
+    (folder / "rewards.py").write_text(REWARDS)
     model = texts.checkpoint("llama", folder)
+    student = ("train", "distill_stdlib.gin", *SIZES, *STUDENT)
     train = "run.out_dir={}", "{}/metrics.jsonl"
+    lora = ("train", "dpo_lora.gin", f"model.checkpoint={model}", *PAIRS)
     made = [
         Job("sft", ("train", "sft.gin", *SFT, *SIZES), folder, *train),
         Job("grpo", ("train", "grpo_arithmetic.gin", *SIZES, *GRPO), folder, *train),
+        Job("dpo", lora, folder, *train),
+        Job("distill", student, folder, *train),
         Job(
             "score",
             ("score", str(model), "docs.jsonl", "--max-tokens=16"),
@@ -151,14 +201,19 @@ class Done:
         return next((x for x in self.said.splitlines() if part in x), "")
 
 
-def start(job: Job, run: str, *more: str, output=None) -> subprocess.Popen:
-    environment = os.environ | {
-        "PYTHONPATH": str(ROOT),
-        "JAX_PLATFORMS": "cpu",
-        "JAX_NUM_CPU_DEVICES": "1",
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-        "COLUMNS": "300",
-    }
+def start(job: Job, run: str, *more: str, output=None, cached=True) -> subprocess.Popen:
+    compiled = {} if cached else {"JAX_ENABLE_COMPILATION_CACHE": "false"}
+    environment = (
+        os.environ
+        | compiled
+        | {
+            "PYTHONPATH": str(ROOT),
+            "JAX_PLATFORMS": "cpu",
+            "JAX_NUM_CPU_DEVICES": "1",
+            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+            "COLUMNS": "300",
+        }
+    )
     with open(output or job.folder / f"{run}.log", "ab") as log:
         log.write(b"\n$ jaxmem\n")
         process = subprocess.Popen(
@@ -213,13 +268,16 @@ class Row:
 
 
 def kills(job: Job, count: int) -> Iterator[Row]:
-    """One run, killed at some moment and resumed, that many times."""
+    """One run, killed at some moment and resumed, that many times.
+
+    Every third process has no compilation cache.
+    """
     row, run = Row(f"kill -9, {job.name}"), f"killed_{job.name}"
     rng = np.random.default_rng(count)
-    more = 200 if job.name == "score" else 12
+    more = {"score": 200, "dpo": 4, "distill": 4}.get(job.name, 12)
     while row.tries < count:
         goal = job.done(run) + int(rng.integers(1, more))
-        process = start(job, run)
+        process = start(job, run, cached=row.tries % 3 != 1)
         if row.tries % 3:  # at work
             alive = wait_for(process, lambda goal=goal: job.done(run) >= goal)
         else:  # before that, or early in it
@@ -237,14 +295,22 @@ def kills(job: Job, count: int) -> Iterator[Row]:
     yield row
 
 
-def signals(work: dict[str, Job]) -> Iterator[Row]:
-    """Once each: while the work goes on, and before."""
+def signals(work: dict[str, Job], count: int) -> Iterator[Row]:
+    """While the work goes on, `count` times for each job, and before."""
+    numbers = signal.SIGTERM, signal.SIGINT
     for job in work.values():
         row = Row(f"signal while working, {job.name}")
-        for number in (signal.SIGTERM, signal.SIGINT):
-            _signalled(row, job, number, lambda run, job=job: job.done(run) > 3)
+        for i in range(count):
+            when = 3 + 7 * (i // 2)
+            after = lambda run, job=job, when=when: job.done(run) > when  # noqa: E731
+            _signalled(row, job, numbers[i % 2], after)
         yield row
     sft = work["sft"]
+    row = Row("two signals within a second, sft")
+    for number in numbers:
+        after = lambda run: sft.done(run) > 3  # noqa: E731
+        _signalled(row, sft, number, after, again=signal.SIGTERM)
+    yield row
     row = Row("signal while compiling, sft")
     for number in (signal.SIGTERM, signal.SIGINT):
         _signalled(row, sft, number, sft.is_started)
@@ -256,11 +322,15 @@ def signals(work: dict[str, Job]) -> Iterator[Row]:
     yield _signal_to_one_of_two(sft)
 
 
-def _signalled(row, job, number, when, *more) -> None:
-    run = f"{job.name}_{number}_" + "_".join(row.fault.split()[1:3]).rstrip(",")
-    process = start(job, run, *more)
+def _signalled(row, job, number, when, *more, again=None) -> None:
+    run = f"{job.name}_{number}_{row.tries}_" + "_".join(row.fault.split()[1:3])
+    process = start(job, run.rstrip(","), *more)
+    run = run.rstrip(",")
     wait_for(process, lambda: when(run))
     process.send_signal(number)
+    if again is not None:  # as a wrapper forwards it
+        time.sleep(0.05)
+        process.send_signal(again)
     done = finish(process)
     said = done.line("stopped by")
     right = done.returncode == 128 + number and bool(said)
@@ -409,23 +479,161 @@ def damages(job: Job) -> Iterator[Row]:
         yield row
 
 
+def healthy(job: Job) -> Iterator[Row]:
+    """States that look healthy; `job` is supervised."""
+    assert job.whole
+    yield _poisoned(job)
+    yield _best(job)
+    yield _bracket(job)
+    for part, text in (("state/_METADATA", '{"x": 1}'), ("config/metadata", "5")):
+        yield _without_sums(job, part, text)
+    yield _removed(job)
+
+
+def _cut(job: Job, run: str, steps: int) -> None:
+    """A run that a signal has stopped after so many steps, which are saved."""
+    process = start(job, run, "run.checkpoint_every=5", "run.keep=1")
+    wait_for(process, lambda: job.done(run) >= steps)
+    process.send_signal(signal.SIGTERM)
+    finish(process)
+
+
+RUINOUS = "optimizer.learning_rate=1e30", "run.checkpoint_every=1", "run.keep=1"
+
+
+def _poisoned(job: Job) -> Row:
+    """A learning rate that ruins the weights in the step that is saved."""
+    row, run = Row("a step that ruins the weights"), "poisoned"
+    _cut(job, run, 10)
+    before = _newest(job, run)
+    ruined = finish(start(job, run, *RUINOUS))
+    said = ruined.line("is renamed to")
+    right = ruined.returncode == 2 and f"resumes the run after step {before}" in said
+    again = finish(start(job, run))  # as the message advises
+    right = right and again.returncode == 0
+    row.add(said or ruined.said[-200:], right, job.lost(run))
+    return row
+
+
+def _best(job: Job) -> Row:
+    """The best evaluation, and one of the ruined weights."""
+    row, run = Row("an evaluation that is NaN"), "best"
+    held_out = "data.held_out=0.1", "eval.every=1"
+    process = start(job, run, *held_out)
+    wait_for(process, lambda: job.done(run) >= 10)
+    process.send_signal(signal.SIGTERM)
+    finish(process)
+    best = job.folder / run / "best"
+    before = sorted(path.name for path in best.iterdir())
+    largest = "optimizer.learning_rate=3e38"  # products of such weights are infinite
+    ruined = finish(start(job, run, *held_out, *RUINOUS[1:], largest))
+    said = ruined.line("is not kept as the best")
+    right = bool(said) and before == sorted(path.name for path in best.iterdir())
+    again = finish(start(job, run, *held_out, "run.steps=60"))
+    row.add(said or ruined.said[-200:], right and again.returncode == 0)
+    return row
+
+
+def _bracket(job: Job) -> Row:
+    """A directory that orbax cannot read back."""
+    row, run = Row("a directory with a bracket"), "lr[1e-3]"
+    done = finish(start(job, run, output=job.folder / "bracket.log"))
+    said = done.line("no checkpoint can be saved there")
+    row.add(said or done.said[-200:], done.returncode == 2 and not job.done(run))
+    return row
+
+
+def _without_sums(job: Job, part: str, text: str) -> Row:
+    row, run = Row(f"without checksums, damaged: {part}"), f"unsummed_{len(text)}"
+    shutil.copytree(job.folder / "whole_sft", job.folder / run)
+    step = job.folder / run / "checkpoints" / str(_newest(job, run))
+    (step / "SHA256SUMS").unlink()
+    (step / part).write_text(text)
+    done = finish(start(job, run))
+    said = done.line("renamed to")
+    row.add(
+        said or done.said[-200:], done.returncode == 0 and bool(said), job.lost(run)
+    )
+    return row
+
+
+def _removed(job: Job) -> Row:
+    """The run's directory, while it trains; steps from then on are there."""
+    row, run = Row("a directory that is removed"), "removed"
+    process = start(job, run)
+    wait_for(process, lambda: job.done(run) > 10)
+    shutil.rmtree(job.folder / run, ignore_errors=True)
+    done = finish(process)
+    said = done.line("is made anew")
+    right = done.returncode == 0 and bool(said)
+    right = right and job.left(run) == job.whole[-len(job.left(run)) :]
+    right = right and finish(start(job, run)).returncode == 0
+    row.add(said or done.said[-200:], right)
+    return row
+
+
+def guests(folder: pathlib.Path) -> Iterator[Row]:
+    """Reward functions that end the process, and that fork before it is killed."""
+    rows = [{"prompt": word, "run": "leaving"} for word in WORDS]
+    train = "run.out_dir={}", "{}/metrics.jsonl"
+
+    def job(name: str, function: str) -> Job:
+        prompts = folder / f"{name}.jsonl"
+        lines = [json.dumps({**row, "run": name}) + "\n" for row in rows]
+        prompts.write_text("".join(lines))
+        words = "grpo_checkpoint.gin", "model.checkpoint=llama", *OWN
+        named = f"task.source={name}.jsonl", f"task.reward=rewards.py:{function}"
+        words = [w for w in words if not w.startswith("task.source")]
+        return Job("own", ("train", *words, *named), folder, *train)
+
+    leaving = job("leaving", "leaving")
+    row = Row("a reward that exits with 0")
+    done = finish(start(leaving, "leaving"))
+    said = done.line("SystemExit")
+    right = done.returncode == 2 and _newest(leaving, "leaving") == 7
+    (folder / "stay").touch()
+    right = right and finish(start(leaving, "leaving")).returncode == 0
+    row.add(said or done.said[-200:], right, 40 - len(leaving.left("leaving")))
+    yield row
+
+    forking, row = job("forking", "forking"), Row("kill -9 of a run whose reward forks")
+    process = start(forking, "forking")
+    wait_for(process, lambda: forking.done("forking") > 6)
+    process.kill()
+    finish(process)
+    child = int((folder / "forked").read_text())
+    os.kill(child, 0)  # it is alive
+    done = finish(start(forking, "forking"))
+    os.kill(child, signal.SIGKILL)
+    lost = 40 - len(forking.left("forking"))
+    row.add(done.line("resuming") or done.said[-200:], done.returncode == 0, lost)
+    yield row
+
+
 # ---------------------------------------------------------------------- main
 
 
-def sections(work: dict[str, Job]) -> dict[str, Callable[[], Iterator[Row]]]:
+def sections(
+    work: dict[str, Job], killed: int, signalled: int
+) -> dict[str, Callable[[], Iterator[Row]]]:
     named: dict[str, Callable[[], Iterator[Row]]] = {
-        f"kills_{name}": functools.partial(kills, job, 10) for name, job in work.items()
+        f"kills_{name}": functools.partial(kills, job, killed)
+        for name, job in work.items()
     }
-    named["signals"] = functools.partial(signals, work)
+    named["signals"] = functools.partial(signals, work, signalled)
     named["disks"] = functools.partial(full_disks, work)
     named["second"] = functools.partial(second_processes, work)
     named["damages"] = functools.partial(damages, work["sft"])
+    named["healthy"] = functools.partial(healthy, work["sft"])
+    named["guests"] = functools.partial(guests, work["sft"].folder)
     return named
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", help="sections with this in their name")
+    parser.add_argument("--only", default="", help="sections, a pattern of names")
+    parser.add_argument("--kills", type=int, default=10, help="of each job")
+    parser.add_argument("--signals", type=int, default=2, help="to each job at work")
     parser.add_argument("--at-once", type=int, default=2, help="sections side by side")
     parser.add_argument("--out", default="faults_cpu.csv")
     arguments = parser.parse_args()
@@ -435,21 +643,20 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", f"{folder}/compiled")
         os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-        work = jobs(pathlib.Path(folder))
+        work, rows = jobs(pathlib.Path(folder)), []
         for job in work.values():
             assert job.whole
-        chosen = [f for name, f in sections(work).items() if arguments.only in name]
+        named = sections(work, arguments.kills, arguments.signals)
+        chosen = [f for name, f in named.items() if re.search(arguments.only, name)]
         with concurrent.futures.ThreadPoolExecutor(arguments.at_once) as pool:
-            made = list(pool.map(lambda section: list(section()), chosen))
-    rows = [row for part in made for row in part]
-    for row in rows:
-        print(f"{row.fault:42} {row.tries:3} tries {row.lost:3} lost {row.wrong} wrong")
-        print(f"    {row.message}")
+            for part in pool.map(lambda section: list(section()), chosen):
+                for row in part:
+                    row.message = row.message.replace(f"{folder}/", "")
+                    counts = f"{row.tries:3} tries {row.lost:3} lost {row.wrong} wrong"
+                    print(f"{row.fault:42} {counts}\n    {row.message}", flush=True)
+                rows += part
+                results.write(arguments.out, [dataclasses.asdict(row) for row in rows])
     print(f"{time.monotonic() - began:.0f} seconds")
-    name = str(pathlib.Path(folder))
-    for row in rows:
-        row.message = row.message.replace(f"{name}/", "")
-    results.write(arguments.out, [dataclasses.asdict(row) for row in rows])
     return int(any(row.lost or row.wrong for row in rows))
 
 

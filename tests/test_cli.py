@@ -317,6 +317,9 @@ def test_a_run_prints_its_configuration_sigterm_saves_it_and_it_resumes(
     assert "resuming run after step 1\n" in capfd.readouterr().out
     lines = Path("run/metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4]
+    Path("run/metrics.jsonl").unlink()  # a requeued command ends even so
+    assert cli.main(["train", "tiny.gin"]) == 0
+    assert "metrics.jsonl has no step: no summary, no rep" in capfd.readouterr().out
 
 
 # ------------------------------------------------ streams and arguments

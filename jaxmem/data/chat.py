@@ -8,6 +8,7 @@ import functools
 import json
 import os
 import re
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ Span = tuple[int, int]  # first character, and the one after the last
 # Unicode noncharacters, which no text has: they mark the ends of {% generation %}.
 _START, _END = "\ufdd0", "\ufdd1"
 _FILLER = range(0xE000, 0xF900)  # private-use characters, most of which no text has
+_MOST_TURNS = 1_000_000  # of a template's loops
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -216,6 +218,40 @@ def _default_template(value: Any) -> str | None:
 # -------------------------------------------------------------------- jinja2
 
 
+def _counting(jinja2, nodes, sandbox) -> Any:
+    """A sandbox whose templates end after a number of turns of all their loops."""
+    turns = threading.local()
+
+    class Template(jinja2.Template):
+        def render(self, *arguments, **named):
+            turns.count = 0
+            return super().render(*arguments, **named)
+
+    def counted(items):
+        for item in items:
+            turns.count += 1
+            if turns.count > _MOST_TURNS:
+                reason = f"its loops take more than {_MOST_TURNS:,} turns"
+                raise jinja2.exceptions.TemplateError(reason)
+            yield item
+
+    class Environment(sandbox.ImmutableSandboxedEnvironment):
+        template_class = Template
+
+        def from_string(self, source, *arguments, **named):
+            tree = self.parse(source)
+            for loop in tree.find_all(nodes.For):
+                given = loop.iter, "counted", [], [], None, None
+                loop.iter = nodes.Filter(*given, lineno=loop.lineno)
+            return super().from_string(tree, *arguments, **named)
+
+        def __init__(self, **options):
+            super().__init__(**options)
+            self.filters["counted"] = counted
+
+    return Environment
+
+
 @functools.cache
 def _environment() -> Any:
     """Return a sandbox like that of transformers, for which templates are written."""
@@ -242,7 +278,7 @@ def _environment() -> Any:
         def mark(self, caller):
             return f"{_START}{caller()}{_END}"
 
-    environment = sandbox.ImmutableSandboxedEnvironment(
+    environment = _counting(jinja2, nodes, sandbox)(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols]
     )
     environment.filters["tojson"] = _to_json

@@ -17,6 +17,7 @@ from jaxmem.planning.scoring import Scoring
 from jaxmem.score.run import ScoreConfig
 from jaxmem.train import config as configuration
 from jaxmem.train.jobs import Job, job_of
+from jaxmem.train.phases import Programs
 
 _FITS, _DOES_NOT, _UNKNOWN = 0, 1, 2  # exit statuses
 _CUDNN = "pip install nvidia-cudnn-cu13 (0.9 GB installed; no GPU)"
@@ -55,8 +56,7 @@ def run(request: Request) -> int:
     if missing:
         if count > 1:  # the mesh needs as many devices, of any kind
             jax.config.update("jax_num_cpu_devices", count)
-        print(analytic.text(job.plan(), device.name))
-        print(f"\n{missing[0].upper()}{missing[1:]}")
+        _show_estimate(request, job.plan(), device.name, missing)
         return _UNKNOWN
     with devices.target(device.name, count, hosts=request.hosts):
         plan = plan_of(job, device.name)
@@ -139,6 +139,18 @@ def plan_of(job: Job | Scoring, device: str) -> Plan:
         if "cuDNN" in first:
             first = f"model.attention='cudnn' needs cuDNN: {_CUDNN}"
         raise ValueError(f"cannot compile for {device}: {first}") from error
+
+
+def _show_estimate(
+    request: Request, programs: Programs, device: str, missing: str
+) -> None:
+    """Print what shapes alone say, and why it is not more."""
+    if request.as_json:
+        known = {"fits": None, "bytes_by_shapes_alone": analytic.sizes(programs)}
+        print(json.dumps({"device": device, "missing": missing} | known, indent=1))
+    else:
+        print(analytic.text(programs, device))
+        print(f"\n{missing[0].upper()}{missing[1:]}")
 
 
 def _show(request: Request, plan: Plan, options) -> None:

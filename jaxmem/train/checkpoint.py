@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 
 from jaxmem.core import processes
@@ -64,7 +64,7 @@ class Checkpoints:
             CheckpointError: it cannot be written or opened.
         """
         try:
-            self._write(0, {"probe": jnp.zeros(())}, {}, {})
+            self._write(0, {"probe": np.zeros((), np.float32)}, {}, {})
         except CheckpointError as error:
             signs = [sign for sign in "[]*?" if sign in str(self.directory)]
             because = f" (its path has {signs[0]!r})" if signs else ""

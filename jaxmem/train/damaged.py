@@ -73,7 +73,7 @@ def _is_trusted(path: Path) -> bool:
         marked = bool(saved["custom_metadata"].get(storage.FINITE))
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return False
-    return marked and checksums.exist(path)
+    return marked and (path / checksums.NAME).exists()
 
 
 def _fault_of_content(path: Path) -> str | None:

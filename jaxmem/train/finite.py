@@ -31,7 +31,10 @@ def not_finite(state: Any) -> list[str]:
 def _is_finite(array: Any) -> Any:
     if isinstance(array, np.ndarray):
         return np.isfinite(array.astype(np.float32, copy=False)).all()
-    if array.sharding.memory_kind in (None, jax.devices()[0].default_memory().kind):
+    if array.sharding.memory_kind in (
+        None,
+        jax.local_devices()[0].default_memory().kind,
+    ):
         return _all_finite(array)
     shards = (shard.data for shard in array.addressable_shards)  # in the host's memory
     return all(_is_finite(np.asarray(shard)) for shard in shards)

@@ -20,7 +20,7 @@ from jaxmem.train.wandb_writer import WandbWriter
 def read_history(
     path: Path, kind: Any = StepMetrics, unwritten: Iterable[bytes] = ()
 ) -> list[Any]:
-    """Return the steps of a metrics file, in order; at least one.
+    """Return the steps of a metrics file, in order; none without the file.
 
     Args:
         path: of the file.
@@ -28,12 +28,10 @@ def read_history(
         unwritten: further lines, which could not be written.
 
     Raises:
-        ValueError: a line is no step of that kind, or there is no line.
+        ValueError: a line is no step of that kind.
     """
     content = path.read_bytes() if path.exists() else b""
     lines = (content + b"".join(unwritten)).splitlines()
-    if not lines:
-        raise ValueError(f"{path} holds no step: what it held was lost")
     return [_step(line, kind, f"{path}:{i}") for i, line in enumerate(lines, start=1)]
 
 

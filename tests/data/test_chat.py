@@ -269,3 +269,20 @@ def test_messages_without_a_checkpoint_are_refused(tmp_path):
     path.write_text(json.dumps({"messages": TALK}))
     with pytest.raises(data.DataError, match=r"talk\.jsonl:1: .* set model.checkpoint"):
         data.load_documents(str(path))
+
+
+NESTED = (
+    "{% set r = range(99999) %}{% for a in r %}{% for b in r %}{% endfor %}{% endfor %}"
+)
+
+
+def test_a_loop_without_end_is_an_error(tmp_path):
+    template = ChatTemplate(NESTED, {}, "t")
+    with pytest.raises(ValueError, match="its loops take more than 1,000,000 turns"):
+        template.render(TALK)
+    many = ChatTemplate("{% for a in range(99999) %}{% endfor %}ok", {}, "t")
+    assert [many.render(TALK) for _ in range(12)] == 12 * ["ok"]
+    left = "{% for a in [0, 1, 2] %}{{ a }}{% if a %}{% break %}{% endif %}{% endfor %}"
+    assert ChatTemplate(left, {}, "t").render(TALK) == "01"
+    told = "{% for a in messages %}{{ loop.last }}{{ loop.length }}{% endfor %}"
+    assert ChatTemplate(told, {}, "t").render(TALK[:2]) == "False2True2"

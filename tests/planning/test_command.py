@@ -233,6 +233,24 @@ def test_without_a_compiler_shapes_are_summed(capsys, monkeypatch):
     assert "moments" in said.out and "activations kept" in said.out
 
 
+@pytest.mark.parametrize("words", [SFT, GRPO, DPO, (SCORE, "max_tokens=64")])
+def test_without_a_compiler_json_is_json(words, capsys, monkeypatch):
+    monkeypatch.setattr(devices, "compiler_missing", lambda device: "pip install this")
+    status, said = planned(capsys, *words, "--json")
+    made = json.loads(said.out)
+    assert status == 2 and made["device"] == "h200"
+    assert made["missing"] == "pip install this" and made["fits"] is None
+    sizes = made["bytes_by_shapes_alone"]
+    weights = "weights" if words[0] == SCORE else "trained weights"
+    assert sizes[weights] > 0 and sizes["the head"] > 0
+
+
+def test_scoring_without_a_compiler_says_what_shapes_say(capsys, monkeypatch):
+    monkeypatch.setattr(devices, "compiler_missing", lambda device: "pip install this")
+    status, said = planned(capsys, SCORE, "max_tokens=64")
+    assert status == 2 and "the head" in said.out and "at least" in said.out
+
+
 def test_a_job_that_does_not_fit(fake, capsys, monkeypatch):
     small = devices.known()["h200"]
     monkeypatch.setattr(

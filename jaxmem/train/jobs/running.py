@@ -11,9 +11,8 @@ import jax
 from rich.console import Console
 
 from jaxmem.core import processes
-from jaxmem.train import files, metrics, plots, report, results
+from jaxmem.train import files, loop, metrics, plots, report, results
 from jaxmem.train.jobs.job import Job, job_of
-from jaxmem.train.loop import Run, open_run
 from jaxmem.train.metrics import HeadCost
 from jaxmem.train.settings import JobConfig
 
@@ -53,7 +52,7 @@ def train(
     job = with_steps(job_of(config))
     config = job.config
     console = console or Console(quiet=not processes.is_first())
-    with open_run(config.run, job.settings(), console, config.eval) as run:
+    with loop.open_run(config.run, job.settings(), console, config.eval) as run:
         job.build()
         run.use_backend(job.program.backend, config.head.backend)
         job.open()
@@ -67,6 +66,10 @@ def train(
         if not processes.is_first():
             return Result(run.out_dir)
         history = run.history(job.Metrics)
+        if not history:  # the file was removed after the last step
+            line = f"{run.metrics_path} has no step: no summary, no report"
+            console.print(line, highlight=False, soft_wrap=True)
+            return Result(run.out_dir, [], costs)
         told = [*history[:-1], history[-1]._replace(**last)]
         summary = _report(job, run.out_dir, told, costs, console)
         return Result(run.out_dir, history, costs, summary)
@@ -88,7 +91,7 @@ def with_steps(job: Job) -> Job:
     return type(job)(dataclasses.replace(job.config, run=run))
 
 
-def _leave(run: Run, job: Job, state: Any, console: Console) -> None:
+def _leave(run: "loop.Run", job: Job, state: Any, console: Console) -> None:
     """Export the last model, and the best one."""
     results.leave(
         run.out_dir, job.program.model(state.params, job.frozen), console, job
