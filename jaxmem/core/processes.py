@@ -47,8 +47,8 @@ def start(
     missing = [name for name, value in given.items() if value is None]
     if 0 < len(missing) < 3:
         raise ValueError(
-            f"{', '.join(missing)} must be given too: one process is told the address "
-            "of process 0, how many there are, and which one it is"
+            f"{', '.join(missing)} must be given too: pass all three: coordinator "
+            "address, number of processes, process id"
         )
     if heartbeat < 1:
         raise ValueError(f"--heartbeat must be at least 1 second, got {heartbeat}")

@@ -81,7 +81,7 @@ def descend(
 
 
 def _group_sums(units):
-    """Of `_GROUP` neighbours each, [C, n]; the last group may have fewer."""
+    """Sums of `_GROUP` neighbours each, [C, n]; the last group may have fewer."""
     n_rows, n_columns = units.shape
     whole = n_columns // _GROUP * _GROUP
     groups = units[:, :whole].reshape(n_rows, -1, _GROUP)
@@ -114,7 +114,7 @@ def window(x: jax.Array, leaf: jax.Array, width: int) -> tuple[jax.Array, jax.Ar
 
 
 def reach(units: jax.Array, values, rest: jax.Array) -> list[jax.Array]:
-    """Of each window, the values where the running sum of units reaches `rest`.
+    """Return the values of each window where the running sum of units reaches `rest`.
 
     Args:
         units: int32 [C, K, width], where width is a power of two.

@@ -51,7 +51,7 @@ class Sampling:
 
     @property
     def bits(self) -> int:
-        """Of one unit: b, so that K 2^b fits."""
+        """Bits of one unit: b, so that K 2^b fits."""
         return _BITS - (self.slots - 1).bit_length()
 
     @property

@@ -104,7 +104,7 @@ def varying(tree) -> frozenset[str]:
 
 
 def vary(tree, axes: frozenset[str]) -> Any:
-    """The same values, with types that vary along `axes` too."""
+    """Return the values with types that vary along `axes` too."""
 
     def one(x):
         missing = tuple(sorted(axes - varying(x)))

@@ -44,7 +44,7 @@ class Logits:
         return self
 
     def constant(self) -> "Logits":
-        """The same logits, without a gradient."""
+        """Return the logits without a gradient."""
         return jax.tree.map(jax.lax.stop_gradient, self)
 
     def array(self) -> jax.Array:

@@ -132,7 +132,7 @@ class Integration:
     def _say(self, reason: str) -> None:
         if reason not in self._messages:
             self._messages.add(reason)
-            print(f"jaxmem: {self._name}: left as it is: {reason}")
+            print(f"jaxmem: {self._name}: not patched: {reason}")
 
     def _known(self) -> tuple[str, tuple[Replacement, ...]]:
         for distribution, by_version in self._by_distribution.items():

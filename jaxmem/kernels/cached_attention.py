@@ -165,7 +165,7 @@ class _Kernel:
         plgpu.store(lse_ref.at[:], largest + jnp.log(total), mask=real)
 
     def _of_token(self, query, key, value, counts) -> _Softmax:
-        """Of the new token alone, where it counts; of nothing elsewhere."""
+        """Softmax of the new token alone; empty where it does not count."""
         key, value = (x.astype(jnp.float32)[None, :] for x in (key, value))
         scores = self._capped(jnp.sum(query.astype(jnp.float32) * key, axis=1))
         ones = jnp.full(scores.shape, 1.0)

@@ -210,7 +210,7 @@ def _write(stats, smem):
 
 
 def _inverse_temperature(env, gmem, smem, rows):
-    """Of the rows, over the columns of a tile; None for 1."""
+    """Inverse temperatures of the rows of a tile; None for 1."""
     if "inverse_temperature" not in gmem:
         return None
     of_rows = gmem["inverse_temperature"].at[rows]

@@ -29,7 +29,7 @@ _LARGEST_ROW = 16384  # entries that one program selects from
 
 
 class Parts(NamedTuple):
-    """Of each block of logits, float32 [C, ⌈V / WIDTH⌉]."""
+    """Sums of each block of logits, float32 [C, ⌈V / WIDTH⌉]."""
 
     largest: jax.Array  # m, the largest logit
     others: jax.Array  # Σ e^(z - m) without the 1 of a largest logit

@@ -31,7 +31,7 @@ _WARPS = 4
 
 
 class Pairs(NamedTuple):
-    """Of each block of both heads' logits, float32 [C, ⌈V / WIDTH⌉]."""
+    """Sums of each block of both heads' logits, float32 [C, ⌈V / WIDTH⌉]."""
 
     z: Parts
     y: Parts

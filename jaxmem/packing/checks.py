@@ -163,5 +163,5 @@ def check_each_length(arrays, lengths):
         if array.shape[:1] != (length,):
             got = f"has {array.shape[0]}" if array.ndim else "is a scalar"
             raise ValueError(
-                f"values must have one entry a token: values[{i}] {got}, not {length}"
+                f"values must have one entry per token: values[{i}] {got}, not {length}"
             )

@@ -333,7 +333,7 @@ def _fit(tokens, widths, rows_of_step):
 
 
 def _balance(rows, tokens, cost, width):
-    """The same sequences balanced over the same number of rows, if they fit."""
+    """Balance the sequences over as many rows, if they fit."""
     if not rows:
         return rows
     members = np.array(sorted(i for row in rows for i in row))

@@ -178,7 +178,7 @@ def _read_csr(ids, offsets):
         if array.ndim != 1:
             raise ValueError(f"{name} must have one axis, got shape {array.shape}")
     if offsets.size == 0:
-        raise ValueError("offsets must have one entry a token and one more, got none")
+        raise ValueError("offsets must have one entry per token and one more, got none")
     if np.any(np.diff(offsets) < 0) or offsets[0] < 0 or offsets[-1] > len(ids):
         raise ValueError(
             f"offsets must not decrease, nor leave 0 to {len(ids)}, the entries of ids"

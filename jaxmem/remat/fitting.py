@@ -211,9 +211,9 @@ def fit(
         show(table(order, chosen))
     if chosen is None:
         raise ValueError(
-            f"no policy fits memory_limit={limit:,} bytes: with everything made again "
-            f"the step takes {device_bytes(least):,}; make the batch smaller, or shard "
-            "the weights"
+            f"no policy fits memory_limit={limit:,} bytes: even full "
+            f"rematerialisation takes {device_bytes(least):,}; make the batch smaller, "
+            "or shard the weights"
         )
     return chosen.policy
 

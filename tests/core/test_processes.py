@@ -273,8 +273,8 @@ def test_refusals(described, monkeypatch):
     with pytest.raises(ValueError) as caught:
         processes.start("127.0.0.1:1", None, 0)
     assert str(caught.value) == (
-        "--processes must be given too: one process is told the address of process 0, "
-        "how many there are, and which one it is"
+        "--processes must be given too: pass all three: coordinator address, number "
+        "of processes, process id"
     )
 
     def nothing_there(**_):

@@ -147,7 +147,7 @@ def test_what_is_left_alone_and_why(fake_maxtext, capsys):
         theirs = step_of(strategy_of(fake_maxtext, forward), student, teacher)
         with maxtext.applied():
             ours = step_of(strategy_of(fake_maxtext, forward), student, teacher)
-        assert f"left as it is: {reason}" in capsys.readouterr().out
+        assert f"not patched: {reason}" in capsys.readouterr().out
         assert_same(ours, theirs)
 
     check("multi-token prediction has a head of its own", mtp_num_layers=1)
@@ -201,7 +201,7 @@ def test_maxtext_without_tunix_is_patched_without_distillation(
     monkeypatch.setattr("importlib.import_module", import_module)
     with maxtext.applied():
         printed = capsys.readouterr().out
-        assert f"left as it is: {UTILS}:CombinedDistillationStrategy" in printed
+        assert f"not patched: {UTILS}:CombinedDistillationStrategy" in printed
         assert "(No module named 'tunix')" in printed
         tiling = sys.modules["maxtext.utils.vocabulary_tiling"]
         assert tiling.vocab_tiling_nnx_loss is not vocab_tiling_nnx_loss

@@ -58,7 +58,7 @@ def test_a_function_is_replaced_wherever_it_is_and_put_back(package, capsys):
     printed = capsys.readouterr().out.splitlines()
     assert printed == [
         "jaxmem: pack 1.2.3: pack.a:function is replaced",
-        "jaxmem: pack: left as it is: a reason",  # once
+        "jaxmem: pack: not patched: a reason",  # once
     ]
     package.b.later = package.a.function
     made.undo()

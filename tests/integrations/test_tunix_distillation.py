@@ -256,7 +256,7 @@ def test_what_is_left_alone_and_why(functions, reason, capsys):
     theirs = values(strategy_of(**functions), *models())
     with tunix.applied():
         ours = values(strategy_of(**functions), *models())
-    assert f"left as it is: {reason}" in capsys.readouterr().out
+    assert f"not patched: {reason}" in capsys.readouterr().out
     assert_near(ours, theirs)
 
 
@@ -290,7 +290,7 @@ def test_strategies_with_another_loss_are_left_alone(capsys):
             models()[1], inputs_of(example())
         )
     assert output.shape == (2, 7, V)
-    assert "left as it is: Own has its own loss of logits" in capsys.readouterr().out
+    assert "not patched: Own has its own loss of logits" in capsys.readouterr().out
 
     class Features(strategies.BaseStrategy):
         def compute_loss(self, student_output, teacher_output, labels):
@@ -303,7 +303,7 @@ def test_strategies_with_another_loss_are_left_alone(capsys):
     with tunix.applied():
         ours = values(Features(forward, forward, labels), *models())
     assert_near(ours, theirs)
-    said = "left as it is: Features compares other things than logits"
+    said = "not patched: Features compares other things than logits"
     assert said in capsys.readouterr().out
 
 

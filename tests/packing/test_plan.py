@@ -420,7 +420,7 @@ def test_errors_of_values_and_results():
     ):
         packed.place([[1, 2]])
     with pytest.raises(
-        ValueError, match=r"one entry a token: values\[1\] has 2, not 3"
+        ValueError, match=r"one entry per token: values\[1\] has 2, not 3"
     ):
         packed.place([[1, 2], [1, 2]])
     with pytest.raises(

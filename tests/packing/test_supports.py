@@ -89,7 +89,7 @@ ERRORS = [
     (lambda: packing.csr_to_support([IDS], OFFSETS), ValueError,
      "ids must have one axis, got shape (1, 6)"),
     (lambda: packing.csr_to_support(IDS, []), ValueError,
-     "offsets must have one entry a token and one more, got none"),
+     "offsets must have one entry per token and one more, got none"),
     (lambda: packing.csr_to_support(IDS, [0, 3, 2]), ValueError,
      "offsets must not decrease, nor leave 0 to 6, the entries of ids"),
     (lambda: packing.csr_to_support(IDS, [0, 7]), ValueError,
