@@ -18,7 +18,7 @@ import numpy as np
 
 from benchmarks import results
 from jaxmem import timing
-from jaxmem.models.layers import gated
+from jaxmem.models.feed_forward import gated
 
 KEYS = ("layer", "form", "tokens", "device")
 

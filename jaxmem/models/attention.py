@@ -22,11 +22,14 @@ def attend(
     *,
     scale: float,
     softcap: float | None = None,
+    sinks: jax.Array | None = None,
     implementation: Literal["xla", "cudnn"] | None = None,
 ) -> jax.Array:
     """Causal attention of each query to the keys that it sees.
 
         out = softmax(s) v,   s = scale q·k,  or softcap tanh(scale q·k / softcap)
+
+    With sinks, each head's softmax has one more score, whose value is 0.
 
     Args:
         query: [B, T, heads, head_dim].
@@ -35,6 +38,7 @@ def attend(
         sight: which keys a query sees, in addition to causality.
         scale: factor of the scores.
         softcap: bound of the scores, only for "xla"; None: they are not capped.
+        sinks: [heads], only for "xla"; None: there are none.
         implementation: None is "xla", which runs everywhere.
 
     Returns:
@@ -46,7 +50,7 @@ def attend(
     runs, the scores take 4·B·heads·T².
     """
     if implementation != "cudnn":
-        return _attention(query, key, value, sight, scale, softcap)
+        return _attention(query, key, value, sight, sinks, scale, softcap)
 
     def kernel(query, key, value, sight):
         return jax.nn.dot_product_attention(
@@ -59,16 +63,21 @@ def attend(
     return kernel(query, key, value, sight)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _attention(query, key, value, sight, scale, softcap):
-    return _forward(query, key, value, sight, scale, softcap)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _attention(query, key, value, sight, sinks, scale, softcap):
+    return _forward(query, key, value, sight, sinks, scale, softcap)[0]
 
 
-def _forward(query, key, value, sight, scale, softcap):
+def _forward(query, key, value, sight, sinks, scale, softcap):
     scores = _scores(query, key, sight, scale, softcap)
     largest = jnp.max(scores, axis=-1, keepdims=True)  # finite: a query sees itself
+    if sinks is not None:
+        sink = _by_group(sinks, key.shape[2])
+        largest = jnp.maximum(largest, sink)
     weights = jnp.exp(scores - largest)
     total = jnp.sum(weights, axis=-1, keepdims=True)
+    if sinks is not None:
+        total = total + jnp.exp(sink - largest)
     lse = (largest + jnp.log(total))[..., 0]  # f32 [B, kv_heads, group, T]
     out = jnp.einsum(
         "bkgqt,btkd->bkgqd",
@@ -80,11 +89,11 @@ def _forward(query, key, value, sight, scale, softcap):
     out = jnp.einsum("bkgqd->bqkgd", (out / total).astype(query.dtype))
     out = out.reshape(query.shape)
     out, lse = remat.name(out, "attn_out"), remat.name(lse, "attn_lse")
-    return out, (query, key, value, sight, out, lse)
+    return out, (query, key, value, sight, sinks, out, lse)
 
 
 def _backward(scale, softcap, residuals, dout):
-    query, key, value, sight, out, lse = residuals
+    query, key, value, sight, sinks, out, lse = residuals
     scores = _scores(query, key, sight, scale, softcap)
     weights = jnp.exp(scores - lse[..., None])
     grouped = functools.partial(_grouped, kv_heads=key.shape[2])
@@ -94,6 +103,10 @@ def _backward(scale, softcap, residuals, dout):
     )
     products = dout.astype(jnp.float32) * out.astype(jnp.float32)
     along = jnp.einsum("bqkg->bkgq", grouped(products).sum(-1))
+    dsinks = None
+    if sinks is not None:
+        taken = jnp.exp(_by_group(sinks, key.shape[2])[..., 0] - lse)
+        dsinks = -jnp.sum(taken * along, axis=(0, 3)).reshape(-1).astype(sinks.dtype)
     dscores = weights * (dweights - along[..., None])
     if softcap is not None:  # a masked score is -inf and has weight 0
         capped = jnp.where(weights > 0, scores / softcap, 0)
@@ -101,7 +114,7 @@ def _backward(scale, softcap, residuals, dout):
     dscores = (scale * dscores).astype(query.dtype)
     dquery = jnp.einsum("bkgqt,btkd->bqkgd", dscores, key).reshape(query.shape)
     dkey = jnp.einsum("bkgqt,bqkgd->btkd", dscores, grouped(query))
-    return dquery, dkey, dvalue, None
+    return dquery, dkey, dvalue, None, dsinks
 
 
 _attention.defvjp(_forward, _backward)
@@ -110,6 +123,11 @@ _attention.defvjp(_forward, _backward)
 def _grouped(x, kv_heads):
     """Split the heads axis into key-value heads and the queries that share each."""
     return x.reshape(*x.shape[:2], kv_heads, -1, x.shape[-1])
+
+
+def _by_group(sinks, kv_heads):
+    """Scores [heads] in float32, as those of `_scores`."""
+    return sinks.astype(jnp.float32).reshape(kv_heads, -1, 1, 1)
 
 
 def _scores(query, key, sight, scale, softcap):

@@ -5,12 +5,13 @@ import functools
 from typing import Literal
 
 import jax
+import jax.numpy as jnp
 
 from jaxmem.core.fields import check_field, check_numbers
 from jaxmem.core.ranges import integers, reals
 from jaxmem.models import lora
 
-KINDS = ("global", "local")
+KINDS = ("global", "local", "unrotated")
 MIXERS = ("attention",)
 FEED_FORWARDS = ("dense",)
 
@@ -21,6 +22,9 @@ DTYPES = ("float32", "bfloat16", "float16")
 ACTIVATIONS = {
     "silu": jax.nn.silu,
     "gelu": functools.partial(jax.nn.gelu, approximate=True),
+    "exact_gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "relu": jax.nn.relu,
+    "squared_relu": lambda x: jnp.square(jax.nn.relu(x)),
 }
 
 
@@ -41,6 +45,13 @@ RANGES = {
     "rope_low_factor": _POSITIVE,
     "rope_high_factor": _POSITIVE,
     "rope_original": _POSITIONS,
+    "rope_magnitude": _POSITIVE,
+    "rope_fraction": reals(above=0, high=1),
+    "learned_positions": _POSITIONS,
+    "query_growth": _POSITIVE,
+    "embed_multiplier": _POSITIVE,
+    "residual_multiplier": _POSITIVE,
+    "logit_multiplier": _POSITIVE,
     "window": _POSITIONS,
     "local_rope_theta": _POSITIVE,
     "softcap": _POSITIVE,
@@ -72,13 +83,21 @@ class ModelConfig:
     head_dim: int = 40  # width of one head; even, because RoPE rotates pairs
     vocab_size: int | None = None  # entries; None: as many as the tokenizer has
     rope_theta: float = 10_000.0  # base of the rotary wavelengths, in tokens
-    # None; "linear": scale all wavelengths by rope_factor; "llama3": only the long ones
-    rope_scaling: Literal["linear", "llama3"] | None = None
+    # None; "linear": scale all wavelengths by rope_factor; others scale the long ones:
+    # "llama3" by their length, "yarn" by their number, see models.positions
+    rope_scaling: Literal["linear", "llama3", "yarn"] | None = None
     rope_factor: float = 1.0  # factor of the scaled wavelengths
-    rope_low_factor: float = 1.0  # llama3: long is above rope_original / this
-    rope_high_factor: float = 4.0  # llama3: short is below rope_original / this
+    rope_low_factor: float = 1.0  # long is above rope_original / this
+    rope_high_factor: float = 4.0  # short is below rope_original / this
     rope_original: int = 8192  # context length in tokens before scaling
-    # kinds of layers, cycled: "global" attends to its document, "local" to a window
+    rope_truncate: bool = True  # yarn: its limits are whole numbers of pairs
+    rope_magnitude: float = 1.0  # factor of cosines and sines where wavelengths scale
+    rope_fraction: float = 1.0  # of each head that is rotated, its first part
+    learned_positions: int | None = None  # rows of a table that is added to embeddings
+    # None; queries at position p are multiplied by 1 + this ln(1 + p // rope_original)
+    query_growth: float | None = None
+    # kinds of layers, cycled: "global" attends to its document, "local" to a window,
+    # "unrotated" is global without rotary embedding
     pattern: tuple[str, ...] = ("global",)
     mixers: tuple[str, ...] = ("attention",)  # what mixes tokens; cycled, as pattern
     feed_forwards: tuple[str, ...] = ("dense",)  # what follows in a layer; cycled
@@ -88,12 +107,31 @@ class ModelConfig:
     softcap: float | None = None  # final logits become softcap*tanh(logits/softcap)
     attention_softcap: float | None = None  # the same for attention scores
     attention_scale: float | None = None  # scale of scores; None: 1 / sqrt(head_dim)
+    sinks: bool = False  # each head has a score that only takes weight from others
     embed_scale: bool = False  # multiply embeddings by sqrt(hidden), as Gemma does
-    qk_norm: bool = False  # RMS-normalise queries and keys, as Qwen3 does
+    embed_multiplier: float = 1.0  # multiply embeddings by this
+    residual_multiplier: float = 1.0  # multiply what a sublayer adds by this
+    logit_multiplier: float = 1.0  # multiply the final hidden states by this
+    qk_norm: bool = False  # normalise queries and keys, as Qwen3 does
+    qk_norm_axis: Literal["head", "width"] = "head"  # each head, or all heads as one
+    qk_norm_last: bool = False  # normalise queries and keys after the rotation
     qkv_bias: bool = False  # queries, keys and values have biases, as in Qwen2
-    post_norms: bool = False  # normalise each sublayer's output, as Gemma 2 does
+    output_bias: bool = False  # attention's output has a bias
+    ff_bias: bool = False  # the matrices of the feed-forward layer have biases
+    head_bias: bool = False  # the head has a bias; it is not tied
+    norm: Literal["rms", "layer"] = "rms"  # "layer" also subtracts the mean
+    norm_scale: bool = True  # norms have a scale
+    norm_bias: bool = False  # layer norms have a bias
     norm_offset: bool = False  # norms multiply by 1 + scale, as Gemma's do
-    activation: Literal["silu", "gelu"] = "silu"  # gate of the feed-forward layer
+    pre_norms: bool = True  # normalise each sublayer's input
+    post_norms: bool = False  # normalise each sublayer's output, as Gemma 2 does
+    # None; both sublayers read a layer's input, by one "shared" or two "separate" norms
+    parallel: Literal["shared", "separate"] | None = None
+    gated: bool = True  # the feed-forward layer has a gate: act(gate) * up, not act(up)
+    # of the feed-forward layer; "xielu" has two weights
+    activation: Literal[
+        "silu", "gelu", "exact_gelu", "relu", "squared_relu", "xielu"
+    ] = "silu"
     norm_eps: float = 1e-6  # added to the mean square in every norm
     dtype: str = "float32"  # activations and matrix products
     param_dtype: str = "float32"  # stored weights (the master copy)
@@ -117,10 +155,11 @@ class ModelConfig:
                 f"ModelConfig.head_dim must be even (RoPE), got {self.head_dim}"
             )
         self._check_kinds()
-        _check_choice(self, "rope_scaling", (None, "linear", "llama3"))
+        _check_choice(self, "rope_scaling", (None, "linear", "llama3", "yarn"))
         above = self.rope_high_factor > self.rope_low_factor
         check_field(self, "rope_high_factor", above, "above rope_low_factor")
-        _check_choice(self, "activation", tuple(ACTIVATIONS))
+        _check_choice(self, "activation", (*ACTIVATIONS, "xielu"))
+        self._check_norms()
         _check_choice(self, "dtype", DTYPES)
         _check_choice(self, "param_dtype", DTYPES)
         self._check_attention()
@@ -129,6 +168,28 @@ class ModelConfig:
         )
         if problem is not None:
             raise ValueError(f"ModelConfig.{problem}")
+
+    def _check_norms(self):
+        _check_choice(self, "norm", ("rms", "layer"))
+        _check_choice(self, "qk_norm_axis", ("head", "width"))
+        _check_choice(self, "parallel", (None, "shared", "separate"))
+        for name, problem, why in (
+            ("norm_bias", self.norm_bias and self.norm != "layer", "norm='layer'"),
+            ("norm_bias", self.norm_bias and not self.norm_scale, "norm_scale"),
+            ("norm_offset", self.norm_offset and not self.norm_scale, "norm_scale"),
+            ("parallel", self.parallel and not self.pre_norms, "pre_norms"),
+            ("parallel", self.parallel and self.post_norms, "post_norms=False"),
+            ("head_bias", self.head_bias and self.tied, "tied=False"),
+            ("activation", self.activation == "xielu" and self.gated, "gated=False"),
+            (
+                "qk_norm_last",
+                self.qk_norm_last and self.qk_norm_axis == "width",
+                "qk_norm_axis='head'",
+            ),
+        ):
+            if problem:
+                value = getattr(self, name)
+                raise ValueError(f"ModelConfig.{name}={value!r} needs {why}")
 
     def _check_attention(self):
         _check_choice(self, "attention", ("xla", "cudnn", None))
@@ -139,6 +200,10 @@ class ModelConfig:
                 "ModelConfig.attention='cudnn' cannot cap scores; leave it None, or "
                 "'xla', with attention_softcap"
             )
+        if self.sinks:
+            raise ValueError(
+                "ModelConfig.attention='cudnn' has no sinks; leave it None, or 'xla'"
+            )
         if self.dtype == "float32":
             raise ValueError(
                 "ModelConfig.attention='cudnn' needs dtype='bfloat16' or 'float16', "
@@ -147,7 +212,7 @@ class ModelConfig:
 
     def _check_kinds(self):
         kinds = set(self.pattern) <= set(KINDS) and len(self.pattern) > 0
-        check_field(self, "pattern", kinds, "of 'global' and 'local', at least one")
+        check_field(self, "pattern", kinds, f"of {', '.join(map(repr, KINDS))}")
         for name, known in (("mixers", MIXERS), ("feed_forwards", FEED_FORWARDS)):
             named = getattr(self, name)
             good = set(named) <= set(known) and len(named) > 0

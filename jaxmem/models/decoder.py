@@ -19,7 +19,14 @@ from jaxmem.core import gradients
 from jaxmem.core.fields import check_field
 from jaxmem.core.gradients import Sample
 from jaxmem.heads.nnx import LMHead
-from jaxmem.models import kv_cache, layers, lora, partitioning as mesh, structure
+from jaxmem.models import (
+    embedding,
+    kv_cache,
+    layers,
+    lora,
+    partitioning as mesh,
+    structure,
+)
 from jaxmem.models.config import ModelConfig as ModelConfig
 from jaxmem.models.positions import (
     Ids,
@@ -29,9 +36,6 @@ from jaxmem.models.positions import (
     sights,
     window,
 )
-
-# Small enough for a first loss of about ln(vocab_size), whatever the width.
-_VOCABULARY_INIT = nnx.initializers.normal(0.02)
 
 _FUSED_ONLY = {
     "gradient": None,
@@ -111,24 +115,6 @@ class HeadConfig:
         return dataclasses.replace(self, **changes)
 
 
-def _embedding(config: ModelConfig, rngs: nnx.Rngs) -> nnx.Embed:
-    if config.vocab_size is None:
-        raise ValueError(
-            "ModelConfig.vocab_size is None: set it, or take it from the tokenizer "
-            "with dataclasses.replace(config, vocab_size=...)"
-        )
-    return nnx.Embed(
-        config.vocab_size,
-        config.hidden,
-        embedding_init=_VOCABULARY_INIT,
-        # Looked up in the stored dtype and cast afterwards, so that the gradients of
-        # a frequent token are accumulated in the stored dtype too.
-        dtype=jnp.dtype(config.param_dtype),
-        param_dtype=jnp.dtype(config.param_dtype),
-        rngs=rngs,
-    )
-
-
 def _head(
     config: ModelConfig, head: HeadConfig, embed: nnx.Embed, rngs: nnx.Rngs
 ) -> LMHead:
@@ -150,8 +136,8 @@ def _head(
         options |= {
             "in_features": config.hidden,
             "out_features": config.vocab_size,
-            "use_bias": False,
-            "kernel_init": _VOCABULARY_INIT,
+            "use_bias": config.head_bias,
+            "kernel_init": embedding.INIT,
             "param_dtype": jnp.dtype(config.param_dtype),
         }
     if not config.lora_head:
@@ -201,10 +187,12 @@ class Decoder(nnx.Module):
         unroll: bool = False,
         rngs: nnx.Rngs,
     ):
-        self.embed = _embedding(config, rngs)
+        self.embed = embedding.of_tokens(config, rngs)
+        if config.learned_positions is not None:
+            self.positions = embedding.table(config, config.learned_positions, rngs)
         for stack in structure.stacks(config).values():
             setattr(self, stack.name, _stacked(stack, rngs))
-        self.norm = layers.rms_norm(config, config.hidden, rngs)
+        self.norm = layers.make_norm(config, config.hidden, rngs)
         self.head = _head(config, head or HeadConfig(), self.embed, rngs)
         self.config, self.policy, self.unroll = config, policy, unroll
 
@@ -223,7 +211,8 @@ class Decoder(nnx.Module):
         Returns:
             Hidden states [B, T, hidden] in the compute dtype.
         """
-        x = self._embed(tokens)
+        x = embedding.look_up(self, tokens, positions)
+        embedding.check_length(self.config, tokens.shape[1])
         sight = sights(
             self.config, positions, documents(self.config, tokens, segment_ids)
         )
@@ -244,7 +233,11 @@ class Decoder(nnx.Module):
                 last = kept if run is runs[-1] else 0
                 policy = dataclasses.replace(policy, last=last)
             x = remat.scan_blocks(blocks, scanned, x, policy, unroll=self.unroll)
-        return self.norm(x)
+        return self._final(x)
+
+    def _final(self, x: jax.Array) -> jax.Array:
+        x, multiplier = self.norm(x), self.config.logit_multiplier
+        return x if multiplier == 1 else x * jnp.asarray(multiplier, x.dtype)
 
     def _scanned(self, run: tuple[structure.Stack, ...]):
         """Definitions of a run's blocks, and what a scan reads for each layer of them.
@@ -292,7 +285,8 @@ class Decoder(nnx.Module):
         lengths = jnp.asarray(lengths, jnp.int32)
         filled = jnp.arange(width) < lengths[:, None]
         positions = jnp.broadcast_to(jnp.arange(width), (rows, width))
-        x = self._embed(jnp.where(filled, prompts, 0))
+        embedding.check_length(self.config, max_length)
+        x = embedding.look_up(self, jnp.where(filled, prompts, 0), positions)
         sight = sights(self.config, positions, documents(self.config, prompts, filled))
         possible = (lengths >= 1) & (lengths <= width)
         x = jnp.where(possible[:, None, None], x, jnp.nan)
@@ -314,7 +308,9 @@ class Decoder(nnx.Module):
             x, made = jax.lax.scan(blocks, x, scanned)
             states |= {stack.name: m for stack, m in zip(run, made, strict=True)}
         last = x[jnp.arange(rows), jnp.clip(lengths, 1, width) - 1]
-        return self.norm(last), kv_cache.of_prompts(states, lengths, width, max_length)
+        return self._final(last), kv_cache.of_prompts(
+            states, lengths, width, max_length
+        )
 
     def decode(
         self, tokens: Ids, cache: kv_cache.Cache, *, unroll: bool = False
@@ -336,7 +332,7 @@ class Decoder(nnx.Module):
             the updated cache. The hidden states are NaN once the cache is full.
         """
         tokens = jnp.asarray(tokens)[:, None]
-        x = self._embed(tokens)
+        x = embedding.look_up(self, tokens, cache.lengths[:, None])
         seen = by_kind(self.config, lambda kind: cache.seen(window(self.config, kind)))
         sight = sights(self.config, cache.lengths[:, None], seen)
         states = {}
@@ -363,7 +359,7 @@ class Decoder(nnx.Module):
                 before = cache.layers[stack.name]
                 states[stack.name] = grow(before, more, cache.slot)
         fits = cache.slot < cache.max_length
-        hidden = jnp.where(fits, self.norm(x)[:, 0], jnp.nan)
+        hidden = jnp.where(fits, self._final(x)[:, 0], jnp.nan)
         return hidden, kv_cache.advance(cache, states)
 
     def join(self) -> None:
@@ -390,19 +386,10 @@ class Decoder(nnx.Module):
             W.astype(hidden.dtype),
             preferred_element_type=jnp.float32,
         )
+        if self.head.bias is not None:
+            z = z + self.head.bias[...].astype(jnp.float32)
         softcap = self.config.softcap
         return z if softcap is None else softcap * jnp.tanh(z / softcap)
-
-    def _embed(self, tokens: Ids) -> jax.Array:
-        """Embeddings [B, T, hidden] of the tokens."""
-        if mesh.current() is None:
-            x = self.embed(jnp.asarray(tokens)).astype(self.config.dtype)
-        else:
-            table = self.embed.embedding[...]
-            x = mesh.look_up(table, jnp.asarray(tokens)).astype(self.config.dtype)
-        if self.config.embed_scale:
-            x = x * jnp.asarray(self.config.hidden**0.5, x.dtype)
-        return x
 
 
 def head_loss(

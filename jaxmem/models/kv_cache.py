@@ -6,6 +6,7 @@ prompt; the slots between are masked. Keys are stored after the rotation, so a s
 not equal a position, and a step is one in-place update without a scatter.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -101,7 +102,7 @@ def advance(cache: Cache, layers: dict[str, Any]) -> Cache:
 
 def attend_in_place(
     query: jax.Array, token: Layer, cached: Cached, seen: jax.Array, *,
-    scale: float, softcap: float | None = None,
+    scale: float, softcap: float | None = None, sinks: jax.Array | None = None,
 ) -> jax.Array:  # fmt: skip
     """`attend`, on one GPU in 16 bits by a kernel that reads the cache in place.
 
@@ -112,20 +113,22 @@ def attend_in_place(
         seen: as in `attend`.
         scale: as in `attend`.
         softcap: as in `attend`.
+        sinks: as in `attend`; with them no kernel runs.
 
     Returns:
         An array like `query`.
     """
     # XLA cannot partition a kernel: on a mesh, every device would need all rows.
     on_one_gpu = devices.backend() == "gpu" and mesh.current() is None
-    if not (on_one_gpu and devices.has_triton()):
-        return attend(query, token, cached.layer, seen, scale=scale, softcap=softcap)
+    plain = functools.partial(attend, scale=scale, softcap=softcap, sinks=sinks)
+    if not (on_one_gpu and devices.has_triton() and sinks is None):
+        return plain(query, token, cached.layer, seen)
     from jaxmem.kernels import cached_attention  # Pallas takes a while to import
 
     batch, _, _, width = query.shape
     grouped = query.reshape(batch, token.keys.shape[1], -1, width)
     if not cached_attention.supports(grouped, cached.layers.keys):
-        return attend(query, token, cached.layer, seen, scale=scale, softcap=softcap)
+        return plain(query, token, cached.layer, seen)
     own = token.keys[:, :, 0], token.values[:, :, 0]
     place = cached_attention.Place(cached.index, seen, cached.slots)
     mixed = cached_attention.attend(
@@ -137,6 +140,7 @@ def attend_in_place(
 def attend(
     query: jax.Array, token: Layer, layer: Layer, seen: jax.Array, *,
     scale: float | None = None, softcap: float | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:  # fmt: skip
     """Attention of one new token per row to the cached tokens and to itself.
 
@@ -154,6 +158,7 @@ def attend(
         seen: [B, T] slots to attend to.
         scale: factor of the scores; None: 1 / sqrt(head_dim).
         softcap: bound of the scores; None: they are not capped.
+        sinks: [heads] one more score of each head, without a value; None: none.
 
     Returns:
         An array like `query`.
@@ -170,8 +175,12 @@ def attend(
         return scaled if softcap is None else softcap * jnp.tanh(scaled / softcap)
 
     cached = jnp.where(seen[:, None, None], scores(layer.keys), -jnp.inf)
-    both = jnp.concatenate([cached, scores(token.keys)], axis=-1)
-    weights = jax.nn.softmax(both).astype(query.dtype)
+    parts = [cached, scores(token.keys)]
+    if sinks is not None:
+        taking = sinks.astype(jnp.float32).reshape(1, *query.shape[1:3], 1)
+        parts.append(jnp.broadcast_to(taking, (batch, *taking.shape[1:])))
+    both = jax.nn.softmax(jnp.concatenate(parts, axis=-1)).astype(query.dtype)
+    weights = both[..., : cached.shape[-1] + 1]
 
     def mix(part: jax.Array, values: jax.Array) -> jax.Array:
         return jnp.einsum(

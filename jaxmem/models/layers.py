@@ -1,4 +1,4 @@
-"""The modules of a decoder: attention, feed-forward layer, block."""
+"""The modules of a decoder: norms, attention, block."""
 
 import functools
 from typing import Any
@@ -11,59 +11,30 @@ from jaxmem import devices, remat
 from jaxmem.models import (
     attention,
     kv_cache,
-    lora,
     normed_products,
     normed_rotary,
     norms,
     partitioning as mesh,
     ulysses,
 )
-from jaxmem.models.config import ACTIVATIONS, ModelConfig
-from jaxmem.models.positions import Ids as Ids, Rope, Sight, apply_rope
+from jaxmem.models.config import ModelConfig
+from jaxmem.models.feed_forward import FeedForward
+from jaxmem.models.linears import linear, residual_linear
+from jaxmem.models.positions import Ids as Ids, Rope, Sight
 
 
-def _linear(
-    config: ModelConfig,
-    name: str,
-    inputs: int,
-    outputs: int,
-    rngs: nnx.Rngs,
-    gain: float = 1.0,
-    use_bias: bool = False,
-) -> nnx.Linear:
-    kind = nnx.Linear
-    if config.lora_rank and name in config.lora_targets:
-        kind = functools.partial(lora.LoraLinear, config)
-    return kind(
-        inputs,
-        outputs,
-        use_bias=use_bias,
-        kernel_init=nnx.initializers.variance_scaling(
-            gain, "fan_in", "truncated_normal"
-        ),
-        dtype=jnp.dtype(config.dtype),
-        param_dtype=jnp.dtype(config.param_dtype),
-        rngs=rngs,
-    )
-
-
-def _residual_linear(
-    config: ModelConfig, name: str, inputs: int, rngs: nnx.Rngs
-) -> nnx.Linear:
-    # 2 x layers outputs are added to the residual stream; this keeps its variance at 1.
-    gain = 0.5 / config.layers
-    return _linear(config, name, inputs, config.hidden, rngs, gain=gain)
-
-
-def rms_norm(config: ModelConfig, width: int, rngs: nnx.Rngs) -> norms.RMSNorm:
+def make_norm(config: ModelConfig, width: int, rngs: nnx.Rngs) -> norms.RMSNorm:
     """The norm that all layers use, over the last axis."""
-    kind, start = norms.RMSNorm, nnx.initializers.ones
-    if config.norm_offset:
-        kind, start = norms.OffsetRMSNorm, nnx.initializers.zeros
+    kind: Any = norms.OffsetRMSNorm if config.norm_offset else norms.RMSNorm
+    if config.norm == "layer":
+        kind = norms.OffsetLayerNorm if config.norm_offset else norms.LayerNorm
+        kind = functools.partial(kind, use_bias=config.norm_bias)
+    initializers = nnx.initializers
     return kind(
         width,
         epsilon=config.norm_eps,
-        scale_init=start,
+        use_scale=config.norm_scale,
+        scale_init=initializers.zeros if config.norm_offset else initializers.ones,
         dtype=jnp.dtype(config.dtype),
         param_dtype=jnp.dtype(config.param_dtype),
         rngs=rngs,
@@ -90,14 +61,21 @@ class Attention(nnx.Module):
 
         def project(name: str, outputs: int) -> nnx.Linear:
             bias = config.qkv_bias
-            return _linear(config, name, config.hidden, outputs, rngs, use_bias=bias)
+            return linear(config, name, config.hidden, outputs, rngs, use_bias=bias)
 
         self.query = project("query", queries)
         self.key, self.value = project("key", keys), project("value", keys)
-        self.output = _residual_linear(config, "output", queries, rngs)
+        bias = config.output_bias
+        self.output = residual_linear(config, "output", queries, rngs, bias)
         if config.qk_norm:
-            self.query_norm = rms_norm(config, width, rngs)
-            self.key_norm = rms_norm(config, width, rngs)
+            widths = width, width
+            if config.qk_norm_axis == "width":
+                widths = queries, keys
+            self.query_norm = make_norm(config, widths[0], rngs)
+            self.key_norm = make_norm(config, widths[1], rngs)
+        if config.sinks:
+            zeros = jnp.zeros(config.heads, jnp.dtype(config.param_dtype))
+            self.sinks = nnx.Param(zeros)
         self.config = config
 
     def __call__(self, x: jax.Array, sight: Sight, rope: Rope) -> jax.Array:
@@ -157,28 +135,52 @@ class Attention(nnx.Module):
 
     def rotate(self, query: jax.Array, key: jax.Array, rope: Rope):
         """Queries and keys after QK-norm, if configured, and rotation."""
-        if not self.config.qk_norm:  # the rotation's gradient needs neither of them
-            query, key = apply_rope(query, *rope), apply_rope(key, *rope)
-            return remat.name(query, "q"), remat.name(key, "k")
+        config = self.config
+        first = config.qk_norm and not config.qk_norm_last
+        if not first:  # the rotation's gradient needs neither of them
+            query, key = rope.turn(query), rope.turn(key)
         query, key = remat.name(query, "q"), remat.name(key, "k")
-        if normed_rotary.is_fused(query):
+        if first and self._has_kernel and normed_rotary.is_fused(query):
             fused = normed_rotary.normalize_and_rotate
-            return fused(self.query_norm, query, rope), fused(self.key_norm, key, rope)
-        query, key = self.query_norm(query), self.key_norm(key)
-        return apply_rope(query, *rope), apply_rope(key, *rope)
+            query, key = (
+                fused(norm, x, rope)
+                for norm, x in ((self.query_norm, query), (self.key_norm, key))
+            )
+            return query, key
+        if config.qk_norm:
+            query = _normalized(self.query_norm, query, config)
+            key = _normalized(self.key_norm, key, config)
+        if first:
+            query, key = rope.turn(query), rope.turn(key)
+        return rope.grow(query), key
+
+    @property
+    def _has_kernel(self) -> bool:
+        """Whether queries and keys are made as the kernels for GPUs make them."""
+        config = self.config
+        plain = config.rope_fraction == 1 and config.query_growth is None
+        norm = config.norm == "rms" and config.norm_scale and not config.qk_norm_last
+        by_head = norm and config.qk_norm_axis == "head"
+        return plain and (by_head or not config.qk_norm)
 
     def attend(
         self, query: jax.Array, key: jax.Array, value: jax.Array, sight: Sight
     ) -> jax.Array:
         """[B, T, hidden] from rotated queries and keys, and values."""
         value = remat.name(value, "v")
-        mixed = ulysses.attend(self._attend, query, key, value, sight)
+        sinks = self._sinks
+        mixed = ulysses.attend(self._attend, query, key, value, sight, sinks)
         return remat.recompute(self._join)(mixed)
+
+    @property
+    def _sinks(self) -> jax.Array | None:
+        return self.sinks[...] if self.config.sinks else None
 
     @property
     def shared(self) -> tuple[jax.Array, ...]:
         """The scales of QK-norm; of a stack of layers, those of all layers."""
-        both = (self.query_norm, self.key_norm) if self.config.qk_norm else ()
+        qk_norm = self.config.qk_norm and self._has_kernel
+        both = (self.query_norm, self.key_norm) if qk_norm else ()
         return tuple(norm.scale[...] for norm in both if norm.scale is not None)
 
     def decode(self, x: jax.Array, rope: Rope, cached: kv_cache.Cached, filled, scales):
@@ -196,13 +198,15 @@ class Attention(nnx.Module):
             filled,
             scale=config.score_scale,
             softcap=config.attention_softcap,
+            sinks=self._sinks,
         )
         return self._join(mixed), token
 
     def _of_token(self, x: jax.Array, rope: Rope, index, scales):
         """Rotated queries and keys, and values; on one GPU, joined ones by a kernel."""
         on_one_gpu = devices.backend() == "gpu" and mesh.current() is None
-        if hasattr(self, "joined") and on_one_gpu and devices.has_triton():
+        on_one_gpu = on_one_gpu and self._has_kernel and devices.has_triton()
+        if hasattr(self, "joined") and on_one_gpu:
             from jaxmem.kernels import rotary  # Pallas takes a while to import
 
             if rotary.supports(self.config.head_dim):
@@ -210,8 +214,9 @@ class Attention(nnx.Module):
                 if self.config.qk_norm:
                     norm = self.query_norm
                     both = rotary.Norms(index, scales, norm.offset, norm.epsilon)
-                cosines, sines, *kind = rope
-                tables = [t[kind[0]] if kind else t for t in (cosines, sines)]
+                tables = rope.cosines, rope.sines
+                if rope.kind is not None:
+                    tables = [table[rope.kind] for table in tables]
                 tables = tuple(t.reshape(len(x), -1) for t in tables)
                 joined = self.joined(x).reshape(len(x), -1, self.config.head_dim)
                 made = rotary.split(joined, self.config.kv_heads, tables, both)
@@ -222,7 +227,7 @@ class Attention(nnx.Module):
     def _join(self, mixed: jax.Array) -> jax.Array:
         return self.output(mixed.reshape(*mixed.shape[:2], -1))
 
-    def _attend(self, query, key, value, sight: Sight) -> jax.Array:
+    def _attend(self, query, key, value, sight: Sight, sinks) -> jax.Array:
         config = self.config
         if query.dtype == jnp.float16 and devices.backend() == "cpu":
             raise ValueError(
@@ -236,63 +241,16 @@ class Attention(nnx.Module):
             sight,
             scale=config.score_scale,
             softcap=config.attention_softcap,
+            sinks=sinks,
             implementation=config.attention,
         )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def gated(gate: jax.Array, up: jax.Array, activation: str) -> jax.Array:
-    """Compute activation(gate) * up in f32, rounded once to the dtype of `gate`.
-
-    **Memory** of residuals: gate and up.
-    """
-    wide = ACTIVATIONS[activation](gate.astype(jnp.float32))
-    return (wide * up.astype(jnp.float32)).astype(gate.dtype)
-
-
-def _gated_backward(activation, residuals, gradient):
-    gate, up = residuals
-    gradient = gradient.astype(jnp.float32)
-    active, pull = jax.vjp(ACTIVATIONS[activation], gate.astype(jnp.float32))
-    (dgate,) = pull(gradient * up.astype(jnp.float32))
-    return dgate.astype(gate.dtype), (gradient * active).astype(up.dtype)
-
-
-gated.defvjp(
-    lambda gate, up, activation: (gated(gate, up, activation), (gate, up)),
-    _gated_backward,
-)
-
-
-class FeedForward(nnx.Module):
-    """down(activation(gate(x)) * up(x)): SwiGLU, or GeGLU with "gelu".
-
-    It is an `interfaces.FeedForward`.
-    """
-
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        self.gate = _linear(config, "gate", config.hidden, config.ff, rngs)
-        self.up = _linear(config, "up", config.hidden, config.ff, rngs)
-        self.down = _residual_linear(config, "down", config.ff, rngs)
-        self.activation = config.activation
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Map [B, T, hidden] to [B, T, hidden]."""
-        return self.join(*(read(x) for read in self.readers))
-
-    @property
-    def readers(self) -> tuple[nnx.Linear, nnx.Linear]:
-        """The gate and up projections, to [B, T, ff] each."""
-        return self.gate, self.up
-
-    def join(self, gate: jax.Array, up: jax.Array) -> jax.Array:
-        """[B, T, hidden] from the gate and up projections."""
-        gate, up = remat.name(gate, "gate"), remat.name(up, "up")
-
-        def join(gate: jax.Array, up: jax.Array) -> jax.Array:
-            return self.down(gated(gate, up, self.activation))
-
-        return remat.recompute(join)(gate, up)
+def _normalized(norm: norms.RMSNorm, x: jax.Array, config: ModelConfig) -> jax.Array:
+    """Heads [B, T, heads, head_dim], each normalised, or all as one."""
+    if config.qk_norm_axis == "head":
+        return norm(x)
+    return norm(x.reshape(*x.shape[:2], -1)).reshape(x.shape)
 
 
 MIXERS: dict[str, Any] = {"attention": Attention}
@@ -300,7 +258,7 @@ FEED_FORWARDS: dict[str, Any] = {"dense": FeedForward}
 
 
 class Block(nnx.Module):
-    """One pre-norm layer: attention, then feed-forward, each added to its input.
+    """One layer: attention, then feed-forward, each added to its input.
 
     Its config is that of one layer and names the class of each part; in a path both
     keep the names "attention" and "feed_forward", whatever they are.
@@ -313,14 +271,19 @@ class Block(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        self.attention_norm = rms_norm(config, config.hidden, rngs)
+        def norm() -> norms.RMSNorm:
+            return make_norm(config, config.hidden, rngs)
+
+        self.parallel, self.multiplier = config.parallel, config.residual_multiplier
+        self.pre_norms, self.post_norms = config.pre_norms, config.post_norms
+        if config.pre_norms:
+            self.attention_norm = norm()
         self.attention = MIXERS[config.mixers[0]](config, rngs=rngs)
-        self.feed_forward_norm = rms_norm(config, config.hidden, rngs)
+        if config.pre_norms and config.parallel != "shared":
+            self.feed_forward_norm = norm()
         self.feed_forward = FEED_FORWARDS[config.feed_forwards[0]](config, rngs=rngs)
-        self.post_norms = config.post_norms
         if config.post_norms:
-            self.post_attention_norm = rms_norm(config, config.hidden, rngs)
-            self.post_feed_forward_norm = rms_norm(config, config.hidden, rngs)
+            self.post_attention_norm, self.post_feed_forward_norm = norm(), norm()
 
     def __call__(self, x: jax.Array, sight: Sight, rope: Rope) -> jax.Array:
         """Map [B, T, hidden] to [B, T, hidden]."""
@@ -328,21 +291,43 @@ class Block(nnx.Module):
 
     def prefill(self, x: jax.Array, sight: Sight, rope: Rope):
         """The result of `__call__`, and what the state of its attention is made of."""
-        attention = self.attention
-        x, projected = normed_products.apply(self.attention_norm, attention.readers, x)
-        mixed, made = attention.mix(projected, sight, rope)
-        return self._finish(x, mixed), made
+        readers = self.attention.readers
+        norm = self.attention_norm if self.pre_norms else None
+        if self.parallel != "shared":
+            x, projected = normed_products.apply(norm, readers, x)
+            mixed, made = self.attention.mix(projected, sight, rope)
+            return self._finish(x, mixed), made
+        both = (*readers, *self.feed_forward.readers)
+        x, projected = normed_products.apply(norm, both, x)
+        first, second = projected[: len(readers)], projected[len(readers) :]
+        mixed, made = self.attention.mix(first, sight, rope)
+        return self._added(x, mixed, self.feed_forward.join(*second)), made
 
     def decode(self, x: jax.Array, rope: Rope, cached: kv_cache.Cached, filled, scales):
         """As `Attention.decode`, of the residual stream."""
-        x_norm = self.attention_norm(x)
+        x_norm = self.attention_norm(x) if self.pre_norms else x
         mixed, token = self.attention.decode(x_norm, rope, cached, filled, scales)
+        if self.parallel == "shared":
+            return self._added(x, mixed, self.feed_forward(x_norm)), token
         return self._finish(x, mixed), token
 
     def _finish(self, x: jax.Array, mixed: jax.Array) -> jax.Array:
-        mixed = self.post_attention_norm(mixed) if self.post_norms else mixed
         readers = self.feed_forward.readers
-        x, projected = normed_products.apply(self.feed_forward_norm, readers, x, mixed)
+        norm = self.feed_forward_norm if self.pre_norms else None
+        if self.parallel == "separate":
+            x, projected = normed_products.apply(norm, readers, x)
+            return self._added(x, mixed, self.feed_forward.join(*projected))
+        mixed = self.post_attention_norm(mixed) if self.post_norms else mixed
+        mixed = self._scaled(mixed)
+        x, projected = normed_products.apply(norm, readers, x, mixed)
         output = self.feed_forward.join(*projected)
         output = self.post_feed_forward_norm(output) if self.post_norms else output
-        return mesh.constrain_activations(x + output)
+        return self._added(x, output)
+
+    def _added(self, x: jax.Array, *outputs: jax.Array) -> jax.Array:
+        for output in outputs:
+            x = x + self._scaled(output)
+        return mesh.constrain_activations(x)
+
+    def _scaled(self, x: jax.Array) -> jax.Array:
+        return x if self.multiplier == 1 else x * jnp.asarray(self.multiplier, x.dtype)

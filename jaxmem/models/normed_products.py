@@ -28,7 +28,7 @@ def is_fused(x: jax.Array) -> bool:
 
 
 def apply(
-    norm: norms.RMSNorm,
+    norm: norms.RMSNorm | None,
     readers: Sequence[nnx.Linear],
     x: jax.Array,
     more: jax.Array | None = None,
@@ -38,7 +38,7 @@ def apply(
         s = x + more,   out_i = readers_i(norm(s))
 
     Args:
-        norm: of the last axis.
+        norm: of the last axis; None: the modules read s itself.
         readers: modules that are affine in what they get, such as `nnx.Linear`.
         x: [B, T, D].
         more: like x, or None for 0; with it, s has the checkpoint name "block_mid"
@@ -50,16 +50,18 @@ def apply(
     **Memory** of residuals: s in its own dtype; without the kernels, 4 bytes per token,
     too, under the checkpoint name "norm_rms". The modules' input is computed again.
     """
-    if more is not None and not (is_fused(x) and remat.is_whole()):
+    fused = norm is not None and norm.has_kernel and norm.scale is not None
+    fused = fused and is_fused(x)
+    if more is not None and not (fused and remat.is_whole()):
         x, more = remat.name(mesh.constrain_activations(x + more), "block_mid"), None
-    if not is_fused(x):
+    if not fused:
 
         def project(x: jax.Array):
-            y = norm(x)
+            y = x if norm is None else norm(x)
             return tuple(read(y) for read in readers)
 
         return x, remat.recompute(project, save=["norm_rms"])(x)
-    assert norm.scale is not None  # created with a scale
+    assert norm is not None and norm.scale is not None
     split = [nnx.split(module) for module in readers]
     definitions = tuple(definition for definition, _ in split)
     weights = tuple(state for _, state in split)

@@ -70,8 +70,9 @@ def _backward(offset, epsilon, residuals, dy):
 _apply.defvjp(_forward, _backward)
 
 
-def _tables(cosines, sines, kind=None):
+def _tables(cosines, sines, kind=None, growth=None):
     """One kind's, [B·T, head_dim / 2]."""
+    del growth  # of queries, after this
     both = (t if kind is None else t[kind] for t in (cosines, sines))
     return tuple(t.reshape(-1, t.shape[-1]) for t in both)
 

@@ -1,6 +1,7 @@
 """RMS normalisation whose residuals are its input and one number per row."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -70,15 +71,43 @@ class RMSNorm(nnx.RMSNorm):
     """`nnx.RMSNorm` over the last axis, computed by `rms_normalize`."""
 
     offset = 0.0
+    has_kernel = True  # on GPUs, where the backend has one
 
     def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
         """Normalise [..., features] to the same shape; `mask` must be None."""
-        assert mask is None and self.scale is not None  # created with a scale
-        scale = self.scale[...]
+        assert mask is None
+        if self.scale is None:
+            scale = jnp.ones(x.shape[-1])
+        else:
+            scale = self.scale[...]
         return rms_normalize(x, scale, self.offset, self.epsilon, self.dtype)
 
 
 class OffsetRMSNorm(RMSNorm):
     """An RMSNorm that multiplies by 1 + scale, as Gemma does."""
+
+    offset = 1.0
+
+
+class LayerNorm(RMSNorm):
+    """An RMSNorm of x minus its mean, plus a bias if `use_bias`."""
+
+    has_kernel = False
+
+    def __init__(self, num_features: int, *, use_bias: bool, **keywords: Any):
+        super().__init__(num_features, **keywords)
+        self.bias = None
+        if use_bias:
+            self.bias = nnx.Param(jnp.zeros(num_features, keywords["param_dtype"]))
+
+    def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
+        """Normalise [..., features] to the same shape; `mask` must be None."""
+        wide = x.astype(jnp.float32)
+        y = super().__call__(wide - jnp.mean(wide, axis=-1, keepdims=True), mask)
+        return y if self.bias is None else y + self.bias[...].astype(y.dtype)
+
+
+class OffsetLayerNorm(LayerNorm):
+    """A LayerNorm that multiplies by 1 + scale, as Nemotron does."""
 
     offset = 1.0

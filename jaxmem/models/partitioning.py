@@ -40,7 +40,8 @@ _WEIGHTS = {
     r"head/kernel": (PARTS, "tensor"),
     r"(query|key|value|gate|up)/kernel": (PARTS, "tensor"),
     r"(output|down)/kernel": ("tensor", PARTS),
-    r"(query|key|value)/bias": ("tensor",),
+    r"(query|key|value|gate|up|head)/bias": ("tensor",),
+    r"attention/sinks": ("tensor",),
 }
 
 _PREFETCH = {

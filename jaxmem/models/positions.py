@@ -1,11 +1,12 @@
 """Positions and attention masks per kind of layer: rotary angles, documents, windows.
 
 A "global" layer attends to its document up to the query; a "local" layer attends to the
-last `window` tokens of that, and may have its own rotary wavelengths. All blocks of a
-decoder run in one loop, so the tables of each kind are computed once, and each layer
-indexes them by its kind.
+last `window` tokens of that, and may have its own rotary wavelengths; an "unrotated"
+one is global without rotation. All blocks of a decoder run in one loop, so the tables
+of each kind are computed once, and each layer indexes them by its kind.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,17 +18,39 @@ from jaxmem.models.config import KINDS, ModelConfig
 
 Ids = jax.Array | np.ndarray  # integers, on the device or on the host
 
-# Cosines and sines from `rope_tables`; or those of all kinds, and the layer's kind.
-Rope = tuple[jax.Array, jax.Array] | tuple[jax.Array, jax.Array, jax.Array]
+
+class Rope(NamedTuple):
+    """What rotates queries and keys of a layer."""
+
+    cosines: jax.Array  # from `rope_tables`; or those of all kinds on a leading axis
+    sines: jax.Array
+    kind: jax.Array | None = None  # the layer's index on that axis
+    growth: jax.Array | None = None  # [B, T, 1, 1] factor of queries
+
+    def turn(self, x: jax.Array) -> jax.Array:
+        """Rotate heads [B, T, heads, head_dim] by their positions."""
+        return apply_rope(x, self.cosines, self.sines, self.kind)
+
+    def grow(self, query: jax.Array) -> jax.Array:
+        """Queries by their factor, if there is one."""
+        if self.growth is None:
+            return query
+        return (query * self.growth).astype(query.dtype)
+
+
+def used_kinds(config: ModelConfig) -> tuple[str, ...]:
+    """The kinds that the pattern has, in one order."""
+    return tuple(kind for kind in KINDS if kind in config.pattern)
 
 
 def layer_kinds(config: ModelConfig) -> np.ndarray | None:
-    """[layers] index of each layer's kind in `KINDS`; None if all have one kind."""
-    if len(set(config.pattern)) == 1:
+    """[layers] index of each layer's kind in `used_kinds`; None if there is one."""
+    used = used_kinds(config)
+    if len(used) == 1:
         return None
     times = -(-config.layers // len(config.pattern))
     kinds = (config.pattern * times)[: config.layers]
-    return np.array([KINDS.index(kind) for kind in kinds], np.int32)
+    return np.array([used.index(kind) for kind in kinds], np.int32)
 
 
 def by_kind(config: ModelConfig, make: Callable[[str], Any]) -> Callable[[Any], Any]:
@@ -41,72 +64,107 @@ def by_kind(config: ModelConfig, make: Callable[[str], Any]) -> Callable[[Any], 
         A function from a layer's entry of `layer_kinds`, which may be traced, to the
         pytree of its kind.
     """
-    if len(set(config.pattern)) == 1:
-        only = make(config.pattern[0])
+    used = used_kinds(config)
+    if len(used) == 1:
+        only = make(used[0])
         return lambda _: only
-    stacked = jax.tree.map(lambda *tables: jnp.stack(tables), *map(make, KINDS))
+    stacked = jax.tree.map(lambda *tables: jnp.stack(tables), *map(make, used))
     return lambda kind: jax.tree.map(lambda tables: tables[kind], stacked)
 
 
 def rope_frequencies(config: ModelConfig, kind: str = "global") -> jax.Array:
     """Rotary angle per position of each pair, for one kind of layer.
 
-        f_i = theta^(-2i / head_dim),   then, if the config scales,
-        linear:  f_i / factor
-        llama3:  f_i (1 - s_i) / factor + f_i s_i,
-                 s_i = clip((original f_i / 2π - low) / (high - low), 0, 1)
+        f_i = theta^(-2i / d),   then, if scaled,   f_i ((1 - s_i) / factor + s_i)
+        linear:  s_i = 0
+        llama3:  s_i = clip((original f_i / 2π - low) / (high - low), 0, 1)
+        yarn:    s_i = clip((j(low) - i) / (j(low) - j(high)), 0, 1),
+                 j(n) = d ln(original / 2πn) / (2 ln theta), within [0, d - 1]
 
     Args:
-        config: of the decoder.
-        kind: "global" or "local"; "local" layers with a `local_rope_theta` are not
-            scaled.
+        config: of the decoder; d is `rope_fraction` of head_dim.
+        kind: of layer; "local" layers with a `local_rope_theta` are not scaled, and
+            "unrotated" ones have frequencies of 0.
 
     Returns:
-        f32 [head_dim / 2].
+        f32 [d / 2].
 
     Reference: Su et al., "RoFormer", 2021, arXiv:2104.09864; linear: Chen et al.,
-    2023, arXiv:2306.15595; llama3: the Llama team, 2024, arXiv:2407.21783.
+    2023, arXiv:2306.15595; llama3: the Llama team, 2024, arXiv:2407.21783; yarn: Peng
+    et al., 2023, arXiv:2309.00071.
     """
-    theta, scaling = config.rope_theta, config.rope_scaling
-    if kind == "local" and config.local_rope_theta is not None:
-        theta, scaling = config.local_rope_theta, None
-    width = config.head_dim
+    width = int(config.head_dim * config.rope_fraction)
+    theta = config.rope_theta
+    if kind == "unrotated":
+        return jnp.zeros(width // 2)
+    scaled = is_scaled(config, kind)
+    if not scaled and kind == "local" and config.local_rope_theta is not None:
+        theta = config.local_rope_theta
     exponents = jnp.arange(0, width, 2, dtype=jnp.float32) / width
     frequencies = theta**-exponents
-    if scaling is None:
+    if not scaled:
         return frequencies
-    if scaling == "linear":
+    if config.rope_scaling == "linear":
         return frequencies / config.rope_factor
     low, high = config.rope_low_factor, config.rope_high_factor
-    turns = config.rope_original * frequencies / (2 * jnp.pi)
-    kept = jnp.clip((turns - low) / (high - low), 0, 1)
+    if config.rope_scaling == "llama3":
+        turns = config.rope_original * frequencies / (2 * jnp.pi)
+        kept = jnp.clip((turns - low) / (high - low), 0, 1)
+    else:
+        first, last = _yarn_limits(config, width)
+        kept = 1 - jnp.clip((jnp.arange(width // 2) - first) / (last - first), 0, 1)
     return frequencies * ((1 - kept) / config.rope_factor + kept)
 
 
-def rope_tables(positions: Ids, frequencies: jax.Array) -> tuple[jax.Array, jax.Array]:
+def is_scaled(config: ModelConfig, kind: str) -> bool:
+    """Whether the wavelengths of a kind of layer are scaled."""
+    if config.rope_scaling is None or kind == "unrotated":
+        return False
+    return kind != "local" or config.local_rope_theta is None
+
+
+def _yarn_limits(config: ModelConfig, width: int) -> tuple[float, float]:
+    """The pairs between which wavelengths go from unscaled to scaled."""
+
+    def pair(turns: float) -> float:
+        longest = config.rope_original / (turns * 2 * math.pi)
+        return width * math.log(longest) / (2 * math.log(config.rope_theta))
+
+    first, last = pair(config.rope_high_factor), pair(config.rope_low_factor)
+    if config.rope_truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, width - 1)
+    return first, last + 0.001 if first == last else last
+
+
+def rope_tables(positions: Ids, frequencies: jax.Array, magnitude: float = 1.0) -> Rope:
     """Cosines and sines of the rotary angles, position x frequency.
 
     Args:
         positions: [B, T] position of each token in its document.
-        frequencies: [head_dim / 2] from `rope_frequencies`.
+        frequencies: [d / 2] from `rope_frequencies`.
+        magnitude: factor of both.
 
     Returns:
-        Two f32 arrays [B, T, 1, head_dim / 2], for `apply_rope`.
+        A `Rope` of f32 arrays [B, T, 1, d / 2].
     """
     angles = positions.astype(jnp.float32)[..., None, None] * frequencies
-    return jnp.cos(angles), jnp.sin(angles)
+    if magnitude == 1:
+        return Rope(jnp.cos(angles), jnp.sin(angles))
+    return Rope(magnitude * jnp.cos(angles), magnitude * jnp.sin(angles))
 
 
 @jax.custom_vjp
 def apply_rope(
     x: jax.Array, cosines: jax.Array, sines: jax.Array, kind: jax.Array | None = None
 ) -> jax.Array:
-    """Rotate each pair (x_i, x_{i + head_dim/2}) by its angle, in f32.
+    """Rotate each pair (x_i, x_{i + d/2}) by its angle, in f32.
 
     Args:
-        x: [B, T, heads, head_dim] queries or keys.
-        cosines: [B, T, 1, head_dim / 2] from `rope_tables`, or those of several kinds
-            of layers on a leading axis.
+        x: [B, T, heads, head_dim] queries or keys, of which the first d numbers of a
+            head are rotated.
+        cosines: [B, T, 1, d / 2] from `rope_tables`, or those of several kinds of
+            layers on a leading axis.
         sines: like `cosines`.
         kind: index on that leading axis; None if there is none.
 
@@ -122,12 +180,15 @@ def apply_rope(
 def _rotate(x, direction, cosines, sines, kind):
     if kind is not None:
         cosines, sines = cosines[kind], sines[kind]
+    rest = x[..., 2 * cosines.shape[-1] :]
+    x = x[..., : 2 * cosines.shape[-1]]
     # Reverse an axis of size 2 instead of splitting the row: XLA fuses the reversal
     # with its neighbours, but would store halves that are split.
     halves = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, -1)
     signed = direction * jnp.stack([-sines, sines], axis=-2)
     rotated = halves * cosines[..., None, :] + jnp.flip(halves, -2) * signed
-    return rotated.reshape(x.shape).astype(x.dtype)
+    rotated = rotated.reshape(x.shape).astype(x.dtype)
+    return jnp.concatenate([rotated, rest], axis=-1) if rest.shape[-1] else rotated
 
 
 def _rope_forward(x, *tables):
@@ -220,13 +281,19 @@ def sights(
         The function.
     """
 
-    def tables(kind: str) -> tuple[jax.Array, jax.Array]:
-        return rope_tables(positions, rope_frequencies(config, kind))
+    def tables(kind: str) -> Rope:
+        magnitude = config.rope_magnitude if is_scaled(config, kind) else 1.0
+        return rope_tables(positions, rope_frequencies(config, kind), magnitude)
 
-    kinds = dict.fromkeys(config.pattern)
-    if len(kinds) == 1:
-        only = tables(*kinds)
+    growth = None
+    if config.query_growth is not None:
+        steps = (positions // config.rope_original)[..., None, None]
+        growth = 1 + config.query_growth * jnp.log1p(steps.astype(jnp.float32))
+    made = [tables(kind) for kind in used_kinds(config)]
+    if len(made) == 1:
+        only = made[0]._replace(growth=growth)
         return lambda kind: (visible(kind), only)
     # Index the tables where they are used: the loop would store each selection.
-    stacked = jax.tree.map(lambda *each: jnp.stack(each), *map(tables, KINDS))
-    return lambda kind: (visible(kind), (*stacked, kind))
+    cosines = jnp.stack([rope.cosines for rope in made])
+    sines = jnp.stack([rope.sines for rope in made])
+    return lambda kind: (visible(kind), Rope(cosines, sines, kind, growth))

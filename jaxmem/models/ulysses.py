@@ -29,16 +29,18 @@ def attend(
     key: jax.Array,
     value: jax.Array,
     sight: Any,
+    by_head: jax.Array | None = None,
 ) -> jax.Array:
-    """Compute `attention(query, key, value, sight)` of whole sequences, on any mesh.
+    """Compute `attention(query, key, value, sight, by_head)` of whole sequences.
 
     Args:
-        attention: a function of arrays [B, T, heads, head_dim] and `sight`.
+        attention: a function of arrays [B, T, heads, head_dim] and the other two.
         query: [B, T, heads, head_dim].
         key: [B, T, kv_heads, head_dim]; with fewer heads than devices along the axis
             "sequence", each head is sent to several devices.
         value: like `key`.
         sight: a pytree of arrays [B, ...] of whole sequences, and of scalars.
+        by_head: [heads] of queries, or None.
 
     Returns:
         An array like `query`.
@@ -51,7 +53,7 @@ def attend(
     """
     around = mesh.current()
     if around is None or around.shape[AXIS] == 1:
-        return attention(query, key, value, sight)
+        return attention(query, key, value, sight, by_head)
     parts, tensor = around.shape[AXIS], around.shape["tensor"]
     _check("tokens of a row", query.shape[1], parts, f"mesh.sequence={parts}")
     sizes = f"mesh.sequence={parts} x mesh.tensor={tensor}"
@@ -61,21 +63,24 @@ def attend(
     copies = parts // math.gcd(parts, kv_heads)
     _check("model.heads", query.shape[2] // tensor, kv_heads * copies, sizes)
 
-    def on_device(query, key, value, sight):
+    def on_device(query, key, value, sight, by_head):
         key, value = (jnp.repeat(x, copies, axis=2) for x in (key, value))
         query, key, value = map(_to_heads, (query, key, value))
-        return _to_tokens(attention(query, key, value, sight))
+        return _to_tokens(attention(query, key, value, sight, by_head))
 
     def spec(x):
         return PartitionSpec(mesh.ROWS) if jnp.ndim(x) else PartitionSpec()
 
     return jax.shard_map(
         on_device,
-        in_specs=(_HEADS, _HEADS, _HEADS, jax.tree.map(spec, sight)),
+        in_specs=(
+            _HEADS, _HEADS, _HEADS, jax.tree.map(spec, sight),
+            None if by_head is None else PartitionSpec(("tensor", AXIS)),
+        ),
         out_specs=_HEADS,
         # No output is replicated along an axis with more than one device.
         check_vma=False,
-    )(query, key, value, sight)
+    )(query, key, value, sight, by_head)  # fmt: skip
 
 
 def _to_heads(x):

@@ -15,7 +15,6 @@ from jaxmem.models import layers
 from jaxmem.models.decoder import Decoder, HeadConfig, ModelConfig, head_loss
 from jaxmem.models.positions import (
     Sight,
-    apply_rope,
     rope_frequencies,
     rope_tables,
 )
@@ -72,7 +71,7 @@ def test_rope_is_the_textbook_rotation():
     where = np.array([[0, 1, 7, 300]])
     x = np.random.default_rng(0).normal(size=(1, 4, 2, 6))
     tables = rope_tables(jnp.asarray(where), frequencies(6, 100.0))
-    rotated = apply_rope(jnp.asarray(x, jnp.float32), *tables)
+    rotated = tables.turn(jnp.asarray(x, jnp.float32))
     for t, position in enumerate(where[0]):
         for i in range(3):
             turn = np.exp(1j * position * 100.0 ** (-2 * i / 6))
@@ -89,7 +88,7 @@ def test_rope_scores_depend_on_the_distance_only():
 
     def score(query_position, key_position):
         rotated = [
-            apply_rope(x, *rope_tables(jnp.array([[p]]), frequencies(8, 10_000.0)))
+            rope_tables(jnp.array([[p]]), frequencies(8, 10_000.0)).turn(x)
             for x, p in ((query, query_position), (key, key_position))
         ]
         return float(jnp.sum(rotated[0] * rotated[1]))
@@ -413,12 +412,12 @@ def test_cudnn_attention_agrees_with_xla_on_packed_rows():
         (dict(vocab_size=-1), "vocab_size must be above 0, or None, got -1"),
         (dict(softcap=0.0), "softcap must be above 0, or None, got 0.0"),
         (dict(dtype="float8"), "dtype must be one of 'float32', .*got 'float8'"),
-        (dict(activation="relu"), "activation must be one of .*got 'relu'"),
+        (dict(activation="tanh"), "activation must be one of .*got 'tanh'"),
         (dict(attention="flash"), "attention must be one of .*got 'flash'"),
-        (dict(pattern=("near",)), "pattern must be of 'global' and 'local'"),
+        (dict(pattern=("near",)), "pattern must be of 'global', 'local', 'unrotated'"),
         (dict(pattern=("local",)), "window must be given where pattern has 'local'"),
         (dict(window=4), "window must be given where pattern has 'local'"),
-        (dict(rope_scaling="yarn"), "rope_scaling must be one of .*got 'yarn'"),
+        (dict(rope_scaling="su"), "rope_scaling must be one of .*got 'su'"),
         (
             dict(attention="cudnn", attention_softcap=5.0),
             "attention='cudnn' cannot cap scores",

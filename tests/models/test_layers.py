@@ -12,7 +12,7 @@ from flax import nnx, traverse_util
 from jaxmem import remat
 from jaxmem.models import layers
 from jaxmem.models.decoder import Decoder, ModelConfig
-from jaxmem.models.positions import Sight, rope_frequencies, rope_tables
+from jaxmem.models.positions import Rope, Sight, rope_frequencies, rope_tables
 from jaxmem.remat import cost as _traced
 from tests.cases import one_at_a_time, slow
 
@@ -220,7 +220,7 @@ def shaped(config, policy="none", rows=BATCH, length=LENGTH):
     ids, number = struct((rows, length), jnp.int32), struct((), jnp.int32)
 
     def block(h, weights, cosines, sines, ids, window, kind):
-        sight, rope = Sight(ids, window), (cosines, sines, kind)
+        sight, rope = Sight(ids, window), Rope(cosines, sines, kind)
         return nnx.merge(definition, weights)(h, sight, rope)
 
     block = remat.block(block, policy)

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from jaxmem import remat
-from jaxmem.models import config, layers, structure
+from jaxmem.models import config, feed_forward, layers, structure
 from jaxmem.models.decoder import Decoder, ModelConfig
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -19,7 +19,7 @@ SMALL = ModelConfig(
 )
 
 
-class Wide(layers.FeedForward):
+class Wide(feed_forward.FeedForward):
     """A feed-forward part of another structure: it has twice the width."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
@@ -81,7 +81,8 @@ def test_stacks_run_in_the_order_of_the_layers(policy):
     def by_hand(decoder):
         from jaxmem.models import positions
 
-        tables = positions.rope_tables(places, positions.rope_frequencies(model))
+        frequencies = positions.rope_frequencies(model)
+        tables = positions.rope_tables(places, frequencies)
         x = decoder.embed(tokens)
         for layer in range(5):
             (name, at) = {

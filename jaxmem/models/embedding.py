@@ -1,0 +1,66 @@
+"""Where the residual stream starts: embeddings of tokens and, if learnt, positions."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxmem.models import partitioning as mesh
+from jaxmem.models.config import ModelConfig
+from jaxmem.models.positions import Ids
+
+# Small enough for a first loss of about ln(vocab_size), whatever the width.
+INIT = nnx.initializers.normal(0.02)
+
+
+def of_tokens(config: ModelConfig, rngs: nnx.Rngs) -> nnx.Embed:
+    """The embedding table of the vocabulary."""
+    if config.vocab_size is None:
+        raise ValueError(
+            "ModelConfig.vocab_size is None: set it, or take it from the tokenizer "
+            "with dataclasses.replace(config, vocab_size=...)"
+        )
+    return table(config, config.vocab_size, rngs)
+
+
+def table(config: ModelConfig, rows: int, rngs: nnx.Rngs) -> nnx.Embed:
+    """A table of vectors of the residual stream."""
+    return nnx.Embed(
+        rows,
+        config.hidden,
+        embedding_init=INIT,
+        # Looked up in the stored dtype and cast afterwards, so that the gradients of
+        # a frequent token are accumulated in the stored dtype too.
+        dtype=jnp.dtype(config.param_dtype),
+        param_dtype=jnp.dtype(config.param_dtype),
+        rngs=rngs,
+    )
+
+
+def look_up(decoder: Any, tokens: Ids, positions: Ids) -> jax.Array:
+    """Embeddings [B, T, hidden] of a decoder's tokens at their positions."""
+    config = decoder.config
+    if mesh.current() is None:
+        x = decoder.embed(jnp.asarray(tokens)).astype(config.dtype)
+    else:
+        weights = decoder.embed.embedding[...]
+        x = mesh.look_up(weights, jnp.asarray(tokens)).astype(config.dtype)
+    multiplier = config.embed_multiplier
+    if config.embed_scale:
+        multiplier *= config.hidden**0.5
+    if multiplier != 1:
+        x = x * jnp.asarray(multiplier, x.dtype)
+    if config.learned_positions is not None:
+        x = x + decoder.positions(jnp.asarray(positions)).astype(config.dtype)
+    return x
+
+
+def check_length(config: ModelConfig, tokens: int) -> None:
+    """Raise a ValueError for rows of more tokens than there are learnt positions."""
+    rows = config.learned_positions
+    if rows is not None and tokens > rows:
+        raise ValueError(
+            f"a row must have at most {rows} tokens, the positions that this model has "
+            f"learnt (model.learned_positions), got {tokens}"
+        )

@@ -1,0 +1,107 @@
+"""The feed-forward part of a layer, and its activations."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxmem import remat
+from jaxmem.models.config import ACTIVATIONS, ModelConfig
+from jaxmem.models.linears import linear, residual_linear
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def gated(gate: jax.Array, up: jax.Array, activation: str) -> jax.Array:
+    """Compute activation(gate) * up in f32, rounded once to the dtype of `gate`.
+
+    **Memory** of residuals: gate and up.
+    """
+    wide = ACTIVATIONS[activation](gate.astype(jnp.float32))
+    return (wide * up.astype(jnp.float32)).astype(gate.dtype)
+
+
+def _gated_backward(activation, residuals, gradient):
+    gate, up = residuals
+    gradient = gradient.astype(jnp.float32)
+    active, pull = jax.vjp(ACTIVATIONS[activation], gate.astype(jnp.float32))
+    (dgate,) = pull(gradient * up.astype(jnp.float32))
+    return dgate.astype(gate.dtype), (gradient * active).astype(up.dtype)
+
+
+gated.defvjp(
+    lambda gate, up, activation: (gated(gate, up, activation), (gate, up)),
+    _gated_backward,
+)
+
+
+class FeedForward(nnx.Module):
+    """down(activation(gate(x)) * up(x)), or down(activation(up(x))) without a gate.
+
+    With "silu" the first is SwiGLU, with "gelu" GeGLU. It is an
+    `interfaces.FeedForward`.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        sizes, bias = (config.hidden, config.ff), config.ff_bias
+        if config.gated:
+            self.gate = linear(config, "gate", *sizes, rngs, use_bias=bias)
+        self.up = linear(config, "up", *sizes, rngs, use_bias=bias)
+        self.down = residual_linear(config, "down", config.ff, rngs, bias)
+        self.activation, self.gated = config.activation, config.gated
+        if config.activation == "xielu":
+            start = jnp.full(1, _XIELU_START, jnp.dtype(config.param_dtype))
+            self.positive, self.negative = nnx.Param(start), nnx.Param(start)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Map [B, T, hidden] to [B, T, hidden]."""
+        return self.join(*(read(x) for read in self.readers))
+
+    @property
+    def readers(self) -> tuple[nnx.Linear, ...]:
+        """The gate, if there is one, and up projections, to [B, T, ff] each."""
+        return (self.gate, self.up) if self.gated else (self.up,)
+
+    def join(self, *projected: jax.Array) -> jax.Array:
+        """[B, T, hidden] from the results of `readers`."""
+        names = ("gate", "up") if self.gated else ("up",)
+        named = [remat.name(x, n) for x, n in zip(projected, names, strict=True)]
+
+        def join(*projected: jax.Array) -> jax.Array:
+            if self.gated:
+                return self.down(gated(*projected, self.activation))
+            return self.down(self._activated(*projected))
+
+        return remat.recompute(join)(*named)
+
+    def _activated(self, up: jax.Array) -> jax.Array:
+        wide = up.astype(jnp.float32)
+        if self.activation == "xielu":
+            return xielu(wide, self.positive[...], self.negative[...]).astype(up.dtype)
+        return ACTIVATIONS[self.activation](wide).astype(up.dtype)
+
+
+_XIELU_START = 0.5413  # softplus of it is 0.8 + 0.2
+
+
+def xielu(x: jax.Array, positive: jax.Array, negative: jax.Array) -> jax.Array:
+    """An activation whose curvature is learnt on both sides of 0.
+
+        p x² + x / 2                             where x > 0
+        n (exp(min(x, -1e-6)) - 1 - x) + x / 2   elsewhere
+        p = softplus(positive),   n = 1/2 + softplus(negative)
+
+    Args:
+        x: f32 of any shape.
+        positive: [1].
+        negative: [1].
+
+    Returns:
+        An array like x.
+
+    Reference: Huang and Schlag, "Deriving Activation Functions Using Integration",
+    2024, arXiv:2411.13010.
+    """
+    p, n = (jax.nn.softplus(w.astype(jnp.float32)) for w in (positive, negative))
+    below = (0.5 + n) * (jnp.expm1(jnp.minimum(x, -1e-6)) - x)
+    return jnp.where(x > 0, p * x * x, below) + 0.5 * x
