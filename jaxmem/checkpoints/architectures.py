@@ -97,7 +97,7 @@ def parse_config(path: Path, raw: Mapping[str, Any]) -> CheckpointConfig:
         model = ModelConfig(**fields)
     except ValueError as error:
         raise CheckpointError(f"{path}: {error}") from error
-    positions = reader.take("max_position_embeddings", int, within=_POSITIONS)
+    positions = reader.take(family.positions_key, int, within=_POSITIONS)
     return CheckpointConfig(path, raw, model, positions, _dtype(reader), family, images)
 
 

@@ -1,8 +1,9 @@
 """Names and layouts of the decoder's weights in a checkpoint.
 
 The decoder stacks the weights of all layers and has kernels [in, out]; a checkpoint has
-one tensor per layer, and matrices [out, in]. A family has the names; a multimodal model
-adds prefixes to them, and has tensors that text does not need.
+one tensor per layer, and matrices [out, in]. A family has the names, and says where
+matrices are joined or their outputs have another order; a multimodal model adds
+prefixes to the names, and has tensors that text does not need.
 """
 
 import warnings
@@ -13,15 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmem.checkpoints.families.family import WithImages
+from jaxmem.checkpoints.families.family import Family, WithImages
 from jaxmem.checkpoints.reader import CheckpointError
 from jaxmem.checkpoints.tensors import Tensors, whole
 from jaxmem.core import messages
 from jaxmem.models import structure
 from jaxmem.models.config import ModelConfig
-
-# Prefixes that replace "model." and precede "lm_head", for a model of text only.
-ALONE = ("model.", "")
 
 
 class Stored(NamedTuple):
@@ -30,72 +28,171 @@ class Stored(NamedTuple):
     names: tuple[str, ...]  # of its tensors: one per layer, or a single one
     stacked: bool  # whether the decoder's weight has a leading axis of layers
     transposed: bool  # whether the tensors have the last two axes swapped
+    joined: tuple[
+        str, ...
+    ] = ()  # paths of the weights that share the tensors, in order
+    rows: tuple[int, ...] = ()  # outputs of each of them
+    heads: int | None = None  # they alternate by so many heads; None: one by one
+    order: tuple[int, ...] | None = None  # outputs of the tensor, as the decoder's
 
 
-def stored(
-    path: str,
-    names: Mapping[str, str],
-    config: ModelConfig,
-    prefixes: tuple[str, str] = ALONE,
-) -> Stored:
-    """Return how a checkpoint stores a weight.
+class Naming:
+    """The names and layouts of a decoder's weights.
 
     Args:
-        path: path of the weight in the decoder, like "blocks/attention/query/kernel".
-        names: of the family's modules.
+        family: of the checkpoint.
         config: of the decoder.
-        prefixes: `ALONE`, or the result of `text_prefixes`.
-
-    Returns:
-        Names of tensors and their layout.
+        prefixes: what replaces the family's prefix, and what precedes the other names;
+            None: the family's prefix is there.
     """
-    module, _, kind = path.rpartition("/")
-    stack = structure.stack_of(path, config)
-    if stack is not None:
-        module = "blocks" + module.removeprefix(stack.name)
-    name = names[module] + (".bias" if kind == "bias" else ".weight")
-    inside = name.startswith(ALONE[0])
-    name = prefixes[0] + name.removeprefix(ALONE[0]) if inside else prefixes[1] + name
-    layers = (0,) if stack is None else stack.layers
-    tensors = tuple(name.format(i) for i in layers)
-    return Stored(tensors, stack is not None, kind == "kernel")
+
+    def __init__(
+        self,
+        family: Family,
+        config: ModelConfig,
+        prefixes: tuple[str, str] | None = None,
+    ):
+        self.family, self.config = family, config
+        self.prefixes = prefixes or (family.prefix, "")
+        self.stacks = structure.stacks(config)
+
+    def __call__(self, path: str) -> Stored:
+        """How the weight of a path like "blocks/attention/query/kernel" is stored."""
+        stack = self.stacks.get(path.partition("/")[0])
+        plain, family = path, self.family
+        if stack is not None:
+            plain = "blocks" + path.removeprefix(stack.name)
+        module, _, kind = plain.rpartition("/")
+        name = family.names.get(plain)
+        if name is None:
+            name = family.names[module] + (".bias" if kind == "bias" else ".weight")
+        layers = (0,) if stack is None else stack.layers
+        tensors = tuple(self.full(name).format(i) for i in layers)
+        as_is = plain.startswith(family.stored_as_in_out)
+        transposed = kind == "kernel" and not (family.stored_as_in_out and as_is)
+        stored = Stored(tensors, stack is not None, transposed)
+        if kind in ("kernel", "bias"):
+            stored = self._joined(stored, path, module, kind)
+        return stored._replace(order=self._order(module))
+
+    def full(self, name: str) -> str:
+        """The name of a tensor with this checkpoint's prefix."""
+        inside, outside = self.prefixes
+        if name.startswith(self.family.prefix):
+            return inside + name.removeprefix(self.family.prefix)
+        return outside + name
+
+    def _joined(self, stored: Stored, path: str, module: str, kind: str) -> Stored:
+        names = self.family.names
+        parts = [other for other, name in names.items() if name == names.get(module)]
+        if len(parts) < 2:
+            return stored
+        start = path.removesuffix(f"{module.removeprefix('blocks')}/{kind}")
+        joined = tuple(f"{start}{part.removeprefix('blocks')}/{kind}" for part in parts)
+        rows = tuple(self._outputs(part) for part in parts)
+        heads = self.config.heads if self.family.joined_by_head else None
+        return stored._replace(joined=joined, rows=rows, heads=heads)
+
+    def _outputs(self, module: str) -> int:
+        config, name = self.config, module.rpartition("/")[2]
+        heads = {
+            "query": config.heads,
+            "key": config.kv_heads,
+            "value": config.kv_heads,
+        }
+        return heads[name] * config.head_dim if name in heads else config.ff
+
+    def _order(self, module: str) -> tuple[int, ...] | None:
+        """Outputs of a tensor in the decoder's order; None: they are the same."""
+        pairs, config = self.family.pairs, self.config
+        part, name = module.rpartition("/")[::2]
+        kinds = ("query", "key", "query_norm", "key_norm")
+        if pairs == "halves" or part != "blocks/attention" or name not in kinds:
+            return None
+        width = int(config.head_dim * config.rope_fraction)
+        if pairs == "neighbours":
+            head = [*range(0, width, 2), *range(1, width, 2)]
+        else:
+            head = [*range(width // 2, width), *range(width // 2)]
+        head += range(width, config.head_dim)
+        outputs = self._outputs(name.removesuffix("_norm"))
+        count = outputs // config.head_dim
+        if name.endswith("_norm") and config.qk_norm_axis == "head":
+            count = 1
+        return tuple(i * config.head_dim + j for i in range(count) for j in head)
 
 
-def text_prefixes(tensors: Iterable[str], images: WithImages) -> tuple[str, str]:
-    """Return the prefixes that a multimodal model has in place of `ALONE`.
+def prefixes_of(
+    tensors: Iterable[str], family: Family, images: WithImages | None
+) -> tuple[str, str]:
+    """The prefixes that a checkpoint has, as `Naming` takes them.
 
     Args:
-        tensors: names of the model's tensors.
-        images: the multimodal model.
+        tensors: names of its tensors.
+        family: of the checkpoint, or of its text part.
+        images: the multimodal model whose text part it is, if it is one.
 
     Returns:
-        The prefixes of the text part, and of its head.
+        The prefixes of the model, and of its head.
     """
     present = list(tensors)
-    for prefixes in images.prefixes:
+    known = ((family.prefix, ""), ("", "")) if images is None else images.prefixes
+    for prefixes in known:
         if any(name.startswith(prefixes[0]) for name in present):
             return prefixes
-    return images.prefixes[0]
+    return known[0]
 
 
 def refuse_others(
     tensors: Tensors,
     wanted: Mapping[str, Any],
-    model: ModelConfig,
     images: tuple[str, ...],
-    naming: Callable[[str], Stored],
+    naming: Naming,
 ) -> None:
     """Raise for a tensor that is neither of the model nor of its part for images."""
     known = {name for path in wanted for name in naming(path).names}
-    if model.tied:  # the head may be stored too, as a copy of the embedding
+    family, tied = naming.family, naming.config.tied
+    if tied:  # the head may be stored too, as a copy of the embedding
         known.update(naming("head/kernel").names)
+    constants = {
+        naming.full(name).format(layer): value
+        for name, value in family.constants.items()
+        for layer in range(naming.config.layers)
+    }
     for name in tensors:
-        derived = name.endswith("rotary_emb.inv_freq")  # computed from config.json
+        # computed from config.json
+        derived = name.endswith(("rotary_emb.inv_freq", *family.derived))
+        if name in constants:
+            value = tensors.read(name, (), ())
+            if abs(float(value) - constants[name]) > 0.01 * abs(constants[name]):
+                raise CheckpointError(
+                    f"{tensors.file_of(name)}: tensor {name} is {float(value):g}; only "
+                    f"{constants[name]:g} is implemented"
+                )
+            continue
         if name in known or derived or name.startswith(images):
             continue
         raise CheckpointError(
             f"{tensors.file_of(name)}: tensor {messages.name(name)} is none of the "
             "model that config.json describes"
+        )
+    if tied:
+        _check_copy(tensors, naming)
+
+
+def _check_copy(tensors: Tensors, naming: Naming) -> None:
+    """Raise where a tied head is stored and is no copy of the embedding."""
+    (head,), (table,) = naming("head/kernel").names, naming("embed/embedding").names
+    shape = naming.config.vocab_size or 0, naming.config.hidden
+    if head not in tensors or table not in tensors:
+        return
+    some = slice(0, 16), slice(None)
+    if not np.array_equal(
+        tensors.read(head, shape, some), tensors.read(table, shape, some)
+    ):
+        raise CheckpointError(
+            f"{tensors.file_of(head)}: tensor {head} is no copy of {table}, as "
+            "tie_word_embeddings says; set it to false in config.json"
         )
 
 
@@ -110,12 +207,17 @@ def say_what_is_left_out(tensors: Tensors, images: tuple[str, ...]) -> None:
 
 
 def reader(
-    tensors: Tensors, stored: Stored, like: jax.ShapeDtypeStruct
+    tensors: Tensors, stored: Stored, path: str, like: jax.ShapeDtypeStruct
 ) -> Callable[[Any], np.ndarray]:
     """A function that reads the part of a weight at an index, from its tensors."""
     shape = like.shape[1:] if stored.stacked else like.shape
+    mixed = stored.joined or stored.order is not None
 
     def one(name: str, index: tuple[slice, ...]) -> np.ndarray:
+        if mixed:
+            return _unmixed(tensors, stored, name, path, shape)[index].astype(
+                like.dtype
+            )
         if not stored.transposed:
             return tensors.read(name, shape, index).astype(like.dtype)
         return tensors.read(name, shape[::-1], index[::-1]).T.astype(like.dtype)
@@ -128,13 +230,57 @@ def reader(
     return read
 
 
-def stored_tensors(
-    weights: Mapping[str, jax.Array], naming: Callable[[str], Stored], dtype: str
+def _unmixed(
+    tensors: Tensors, stored: Stored, name: str, path: str, shape: tuple[int, ...]
+) -> np.ndarray:
+    """One layer of a weight with outputs beside others', or in another order."""
+    outputs = sum(stored.rows) if stored.joined else shape[-1]
+    whole_shape = (*shape[:-1], outputs)
+    if stored.transposed:
+        whole_shape = whole_shape[::-1]
+    tensor = tensors.read(name, whole_shape, (slice(None),) * len(shape))
+    array = tensor.T if stored.transposed else tensor
+    if stored.joined:
+        place = stored.joined.index(path)
+        if stored.heads is None:
+            ends = np.cumsum(stored.rows)
+            array = array[..., ends[place] - stored.rows[place] : ends[place]]
+        else:
+            apart = array.reshape(*shape[:-1], stored.heads, len(stored.rows), -1)
+            array = apart[..., place, :].reshape(*shape[:-1], -1)
+    return array if stored.order is None else array[..., np.array(stored.order)]
+
+
+def tensors_of(
+    weights: Mapping[str, jax.Array], naming: Naming, dtype: str
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yield names and arrays in the checkpoint's layout, one at a time."""
-    for path, weight in weights.items():
+    for path in weights:
         stored = naming(path)
+        if stored.joined and stored.joined[0] != path:
+            continue  # it is written with the first
         for layer, name in enumerate(stored.names):
-            array = whole(weight, layer if stored.stacked else None)
+            at = layer if stored.stacked else None
+            parts = [
+                _in_order(whole(weights[part], at), naming(part).order)
+                for part in stored.joined or (path,)
+            ]
+            array = _together(parts, stored.heads) if stored.joined else parts[0]
             array = array.T if stored.transposed else array
             yield name, array.astype(jnp.dtype(dtype))
+    for name, value in naming.family.constants.items():
+        for layer in range(naming.config.layers):
+            yield naming.full(name).format(layer), np.asarray(value, jnp.dtype(dtype))
+
+
+def _in_order(array: np.ndarray, order: tuple[int, ...] | None) -> np.ndarray:
+    return array if order is None else array[..., np.argsort(order)]
+
+
+def _together(parts: list[np.ndarray], heads: int | None) -> np.ndarray:
+    if heads is None:
+        return np.concatenate(parts, axis=-1)
+    shape = parts[0].shape[:-1]
+    return np.stack([x.reshape(*shape, heads, -1) for x in parts], axis=-2).reshape(
+        *shape, -1
+    )

@@ -1,7 +1,6 @@
 """Loads a checkpoint's weights into a sharded decoder, and saves them."""
 
 import dataclasses
-import functools
 import json
 import os
 import shutil
@@ -145,13 +144,11 @@ def _read_weights(
 ) -> dict[str, Any]:
     tensors = Tensors(config.path.parent)
     images = config.images
-    prefixes = names.text_prefixes(tensors, images) if images else names.ALONE
-    naming = functools.partial(
-        names.stored, names=config.family.names, config=model, prefixes=prefixes
-    )
+    prefixes = names.prefixes_of(tensors, config.family, images)
+    naming = names.Naming(config.family, model, prefixes)
     every = _flat(nnx.to_pure_dict(nnx.split(_abstract(model))[1]))
     every = {path: leaf for path, leaf in every.items() if not lora.is_adapter(path)}
-    names.refuse_others(tensors, every, model, images.images if images else (), naming)
+    names.refuse_others(tensors, every, images.images if images else (), naming)
     if images is not None:
         names.say_what_is_left_out(tensors, images.images)
     wanted = every if like is None else _flat(like)
@@ -159,7 +156,7 @@ def _read_weights(
     for path, leaf in wanted.items():
         if path not in every:  # an adapter's weight
             continue
-        read = names.reader(tensors, naming(path), leaf)
+        read = names.reader(tensors, naming(path), path, leaf)
         place = sharding(path, leaf.shape) if callable(sharding) else sharding
         place = place or (leaf.sharding if like is not None else None)
         if place is None:
@@ -308,8 +305,8 @@ def _write_weights(
     max_shard_bytes: int,
 ) -> None:
     weights = _flat(nnx.to_pure_dict(nnx.split(decoder)[1]))
-    naming = functools.partial(names.stored, names=family.names, config=decoder.config)
-    tensors = names.stored_tensors(weights, naming, dtype)
+    naming = names.Naming(family, decoder.config)
+    tensors = names.tensors_of(weights, naming, dtype)
     write_tensors(directory, tensors, max_shard_bytes=max_shard_bytes)
 
 

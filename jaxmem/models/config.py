@@ -110,6 +110,7 @@ class ModelConfig:
     sinks: bool = False  # each head has a score that only takes weight from others
     embed_scale: bool = False  # multiply embeddings by sqrt(hidden), as Gemma does
     embed_multiplier: float = 1.0  # multiply embeddings by this
+    embed_norm: bool = False  # normalise embeddings
     residual_multiplier: float = 1.0  # multiply what a sublayer adds by this
     logit_multiplier: float = 1.0  # multiply the final hidden states by this
     qk_norm: bool = False  # normalise queries and keys, as Qwen3 does

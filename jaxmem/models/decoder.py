@@ -190,6 +190,8 @@ class Decoder(nnx.Module):
         self.embed = embedding.of_tokens(config, rngs)
         if config.learned_positions is not None:
             self.positions = embedding.table(config, config.learned_positions, rngs)
+        if config.embed_norm:
+            self.embed_norm = layers.make_norm(config, config.hidden, rngs)
         for stack in structure.stacks(config).values():
             setattr(self, stack.name, _stacked(stack, rngs))
         self.norm = layers.make_norm(config, config.hidden, rngs)

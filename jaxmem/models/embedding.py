@@ -53,7 +53,7 @@ def look_up(decoder: Any, tokens: Ids, positions: Ids) -> jax.Array:
         x = x * jnp.asarray(multiplier, x.dtype)
     if config.learned_positions is not None:
         x = x + decoder.positions(jnp.asarray(positions)).astype(config.dtype)
-    return x
+    return decoder.embed_norm(x) if config.embed_norm else x
 
 
 def check_length(config: ModelConfig, tokens: int) -> None:

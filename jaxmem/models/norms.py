@@ -96,7 +96,7 @@ class LayerNorm(RMSNorm):
 
     def __init__(self, num_features: int, *, use_bias: bool, **keywords: Any):
         super().__init__(num_features, **keywords)
-        self.bias = None
+        self.bias: nnx.Param | None = nnx.data(None)
         if use_bias:
             self.bias = nnx.Param(jnp.zeros(num_features, keywords["param_dtype"]))
 

@@ -8,7 +8,7 @@ Each part of it reads its keys, and writes them for a decoder without a checkpoi
 import dataclasses
 import types
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from jaxmem.checkpoints.reader import MISSING, Reader
 from jaxmem.models.config import RANGES, ModelConfig
@@ -43,8 +43,9 @@ class Key:
         values: the names that the value may be, and what the field is for each.
         null_is_default: whether null means the default.
         older: name of the key in older files, read where `key` is left out or null.
-        read: from the value to the field's.
-        write: the inverse of `read`.
+        read_value: from the value to the field's.
+        write_value: the inverse of `read_value`.
+        also: other fields that it sets to the same.
     """
 
     key: str
@@ -56,13 +57,14 @@ class Key:
     older: str | None = None
     read_value: Callable[[Any], Any] = _same
     write_value: Callable[[Any], Any] = _same
+    also: tuple[str, ...] = ()
 
     def read(self, reader: Reader) -> dict[str, Any]:
         """The field."""
         value = self._given(reader)
         if self.values is not None:
             value = reader.choose(self.key, value, self.values)
-        return {self.field: self.read_value(value)}
+        return dict.fromkeys((self.field, *self.also), self.read_value(value))
 
     def _given(self, reader: Reader) -> Any:
         kinds = getattr(self.kind, "__args__", (self.kind,))
@@ -102,6 +104,14 @@ class Family:
         only: keys of which only some values are implemented, the first of them the
             default, in addition to `ONLY`.
         ignored: keys that do not change logits, in addition to `IGNORED`.
+        positions_key: the key of the longest context.
+        prefix: how the names of all tensors but the head's start; files may lack it.
+        pairs: how the numbers of a head that are rotated together are stored: in
+            "halves", as the decoder has them, as "neighbours", or in "swapped" halves.
+        joined_by_head: whether modules of one name are joined head by head.
+        stored_as_in_out: starts of the paths whose matrices are stored as [in, out].
+        derived: ends of the names of tensors that are computed from the config.
+        constants: tensors that must have these values, of layer "{}".
     """
 
     architecture: str
@@ -111,6 +121,13 @@ class Family:
     switches: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     only: Mapping[str, tuple] = dataclasses.field(default_factory=dict)
     ignored: tuple[str, ...] = ()
+    positions_key: str = "max_position_embeddings"
+    prefix: str = "model."
+    pairs: Literal["halves", "neighbours", "swapped"] = "halves"
+    joined_by_head: bool = False
+    stored_as_in_out: tuple[str, ...] = ()
+    derived: tuple[str, ...] = ()
+    constants: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def read(self, reader: Reader) -> dict[str, Any]:
         """The fields of `ModelConfig` that a config sets; all its keys are checked."""
@@ -118,7 +135,8 @@ class Family:
         fields = dict(self.switches)
         for part in self.parts:
             fields |= part.read(reader)
-        reader.finish({**ONLY, **self.only})
+        only = {**ONLY, **self.only}
+        reader.finish({k: v for k, v in only.items() if k not in reader.read})
         return fields
 
     def write(self, model: ModelConfig, max_positions: int) -> dict[str, Any]:
@@ -126,7 +144,7 @@ class Family:
         raw = {"architectures": [self.architecture], "model_type": self.model_type}
         for part in self.parts:
             raw |= part.write(model, max_positions)
-        return raw | {"max_position_embeddings": max_positions}
+        return raw | {self.positions_key: max_positions}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,6 +12,8 @@ FAMILY = Family(
         standard.head_dim(),
         standard.ACTIVATION,
         standard.UNTIED,
+        standard.ATTENTION_BIAS,
+        standard.FF_BIAS,
         Rope(),
     ),
     names=standard.NAMES,

@@ -1,15 +1,17 @@
 """Rotary parameters of `config.json`, in the forms of several years."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from jaxmem.checkpoints.families.family import ONLY
 from jaxmem.checkpoints.reader import MISSING, Reader
 from jaxmem.core import messages
+from jaxmem.core.ranges import reals
 from jaxmem.models.config import RANGES, ModelConfig
 
-_KINDS = {"default": None, "linear": "linear", "llama3": "llama3"}
+_KINDS = {"default": None, "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
 _FIELDS = {
     "default": {},
     "linear": {"factor": "rope_factor"},
@@ -19,8 +21,17 @@ _FIELDS = {
         "high_freq_factor": "rope_high_factor",
         "original_max_position_embeddings": "rope_original",
     },
+    "yarn": {
+        "factor": "rope_factor",
+        "beta_slow": "rope_low_factor",
+        "beta_fast": "rope_high_factor",
+        "original_max_position_embeddings": "rope_original",
+    },
 }
+_DEFAULTS = {"beta_slow": 1.0, "beta_fast": 32.0}
 _LAYERS = "full_attention", "sliding_attention"
+_WITH_NULL = (float, type(None))
+_ANY, _POSITIVE = reals(), reals(above=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,41 +40,121 @@ class Rope:
 
     Attributes:
         theta: base that transformers takes where none is given.
+        fraction: of each head that is rotated where none is given; None: all of it, and
+            no other can be given.
+        theta_key: the key of the base in the older form.
+        fraction_key: the key of the fraction in the older form.
+        growth: the key of `query_growth`, if the family has it.
+        stretch: the key a of a fixed factor a^(d / (d - 2)) of the base with the type
+            "dynamic", if the family has it.
     """
 
     theta: float = 10_000.0
+    fraction: float | None = None
+    theta_key: str = "rope_theta"
+    fraction_key: str = "partial_rotary_factor"
+    growth: str | None = None
+    stretch: str | None = None
 
     def read(self, reader: Reader) -> dict[str, Any]:
         """The fields whose names start with "rope"."""
         optional = (dict, type(None))
         given = reader.take("rope_parameters", optional, None)
         within = RANGES["rope_theta"]
-        base = reader.take("rope_theta", float, self.theta, within=within)
+        base = reader.take(self.theta_key, float, self.theta, within=within)
         scaling = reader.take("rope_scaling", optional, None)
         old = {"rope_theta": base} | (scaling or {})
+        if self.fraction is not None:
+            within = RANGES["rope_fraction"]
+            part = reader.take(self.fraction_key, float, self.fraction, within=within)
+            old = {"partial_rotary_factor": part} | old
         if given is None:
-            return _fields(reader, old, self.theta)
-        fields = _fields(reader, {"rope_theta": base} | given, self.theta)
-        if not reader.raw.get("rope_theta"):
-            old["rope_theta"] = fields["rope_theta"]
+            return self.fields(reader, old)
+        reader.read.add("rope_theta")  # of the older form, which others write beside
+        new = {"rope_theta": base} | given
+        if self.fraction is not None:
+            new = {"partial_rotary_factor": old["partial_rotary_factor"]} | new
+        fields = self.fields(reader, new)
+        if not reader.raw.get(self.theta_key):
+            old["rope_theta"] = new["rope_theta"]
+        if self.fraction is not None and self.fraction_key not in reader.raw:
+            old["partial_rotary_factor"] = new["partial_rotary_factor"]
         if not scaling:  # the old form says no more than the base
             old = given | old
-        if _fields(reader, old, self.theta) != fields:
+        if self.fields(reader, old) != fields:
             raise reader.error(
                 "rope_parameters is not what rope_theta and rope_scaling say; delete "
                 "the form that the model was not trained with"
             )
         return fields
 
+    def fields(self, reader: Reader, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields that one object of parameters says."""
+        given = dict(given)
+        kind = given.pop("type", "default")
+        kind = given.pop("rope_type", kind)
+        stretch = given.pop(self.stretch, None) if self.stretch else None
+        if stretch is not None and kind == "dynamic":
+            return self._stretched(reader, given, stretch)
+        fields = {"rope_scaling": reader.choose("rope type", kind, _KINDS)}
+        inner = Reader(reader.path, given)
+        for key, field in {"rope_theta": "rope_theta", **_FIELDS[kind]}.items():
+            default = {**_DEFAULTS, "rope_theta": self.theta}.get(key, MISSING)
+            whole = int if RANGES[field].whole else float
+            fields[field] = inner.take(key, whole, default, within=RANGES[field])
+        if kind == "yarn":
+            fields |= _yarn(inner, fields["rope_factor"])
+        if self.growth is not None:
+            field = "query_growth"
+            within = RANGES[field]
+            fields[field] = inner.take(self.growth, _WITH_NULL, None, within=within)
+            inner.read.add("max_position_embeddings")
+        return fields | self._fraction(inner)
+
+    def _fraction(self, inner: Reader) -> dict[str, Any]:
+        fields: dict[str, Any] = {}
+        if self.fraction is not None:
+            within = RANGES["rope_fraction"]
+            key = "partial_rotary_factor"
+            fields["rope_fraction"] = inner.take(key, float, 1.0, within=within)
+        inner.finish({k: v for k, v in ONLY.items() if k not in inner.read})
+        return fields
+
+    def _stretched(
+        self, reader: Reader, given: dict[str, Any], stretch: Any
+    ) -> dict[str, Any]:
+        """Those of a base that a fixed factor stretches, whatever the length is."""
+        for key in ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
+            given.pop(key, None)
+        fields = self.fields(reader, given)
+        name = str(self.stretch)
+        factor = Reader(reader.path, {name: stretch}).take(
+            name, float, within=_POSITIVE
+        )
+        heads = reader.raw["num_attention_heads"]
+        width = reader.raw.get("head_dim") or reader.raw["hidden_size"] // heads
+        theta = fields["rope_theta"] * factor ** (width / (width - 2))
+        return fields | {"rope_theta": theta}
+
     def write(self, model: ModelConfig, max_positions: int) -> dict[str, Any]:
         """The older form, which every version of transformers reads."""
         del max_positions
-        scaling = None
+        scaling: Any = None
         if model.rope_scaling is not None:
             keys = _FIELDS[model.rope_scaling]
             scaling = {"rope_type": model.rope_scaling}
             scaling |= {key: getattr(model, field) for key, field in keys.items()}
-        return {"rope_theta": model.rope_theta, "rope_scaling": scaling}
+        if scaling is not None and model.rope_scaling == "yarn":
+            scaling |= {
+                "attention_factor": model.rope_magnitude,
+                "truncate": model.rope_truncate,
+            }
+            if self.growth is not None:
+                scaling[self.growth] = model.query_growth
+        raw = {self.theta_key: model.rope_theta, "rope_scaling": scaling}
+        if self.fraction is not None:
+            raw[self.fraction_key] = model.rope_fraction
+        return raw
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,14 +163,16 @@ class TwoRopes:
 
     theta: float = 1_000_000.0
     local_theta: float = 10_000.0
+    local_key: str | None = "rope_local_base_freq"  # of the older form, if it has one
 
     def read(self, reader: Reader) -> dict[str, Any]:
         """As `Rope.read`, and the base of local layers."""
         given = reader.take("rope_parameters", (dict, type(None)), None)
+        keys = () if self.local_key is None else (self.local_key,)
         if given is None or "full_attention" not in given:
-            within = RANGES["local_rope_theta"]
-            key = "rope_local_base_freq"
-            local = reader.take(key, float, self.local_theta, within=within)
+            local, within = self.local_theta, RANGES["local_rope_theta"]
+            for key in keys:
+                local = reader.take(key, float, local, within=within)
             return Rope(self.theta).read(reader) | {"local_rope_theta": local}
         reader.read.update(("rope_theta", "rope_scaling", "rope_local_base_freq"))
         if set(given) != set(_LAYERS):
@@ -89,31 +182,43 @@ class TwoRopes:
             )
         kinds = Reader(reader.path, given)
         part = kinds.take("sliding_attention", dict)
-        local = _fields(reader, part, self.local_theta)
+        local = Rope(self.local_theta).fields(reader, part)
         if local["rope_scaling"] is not None:
             raise reader.error(
                 f"rope type {local['rope_scaling']!r} in sliding_attention is not "
                 "implemented; only 'default' is"
             )
-        whole = _fields(reader, kinds.take("full_attention", dict), self.theta)
+        whole = Rope(self.theta).fields(reader, kinds.take("full_attention", dict))
         return whole | {"local_rope_theta": local["rope_theta"]}
 
     def write(self, model: ModelConfig, max_positions: int) -> dict[str, Any]:
-        """The older form, too."""
+        """The older form, where it can say the base of local layers."""
         local = model.local_rope_theta or model.rope_theta
         raw = Rope(self.theta).write(model, max_positions)
-        return raw | {"rope_local_base_freq": local}
+        if self.local_key is not None:
+            return raw | {self.local_key: local}
+        whole = {"rope_type": "default"} | (raw["rope_scaling"] or {})
+        both = (
+            whole | {"rope_theta": model.rope_theta},
+            {"rope_type": "default", "rope_theta": local},
+        )
+        return {"rope_parameters": dict(zip(_LAYERS, both, strict=True))}
 
 
-def _fields(reader: Reader, given: Mapping[str, Any], theta: float) -> dict[str, Any]:
-    given = dict(given)
-    kind = given.pop("type", "default")
-    kind = given.pop("rope_type", kind)
-    fields = {"rope_scaling": reader.choose("rope type", kind, _KINDS)}
-    inner = Reader(reader.path, given)
-    for key, field in {"rope_theta": "rope_theta", **_FIELDS[kind]}.items():
-        default = {"rope_theta": theta}.get(key, MISSING)
-        whole = int if RANGES[field].whole else float
-        fields[field] = inner.take(key, whole, default, within=RANGES[field])
-    inner.finish(ONLY)
-    return fields
+def _yarn(inner: Reader, factor: float) -> dict[str, Any]:
+    """What scales cosines and sines: given, or by the logarithm of the factor."""
+
+    def magnitude(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0
+
+    given = inner.take("attention_factor", _WITH_NULL, None, within=_POSITIVE)
+    both = [
+        inner.take(key, _WITH_NULL, None, within=_ANY)
+        for key in ("mscale", "mscale_all_dim")
+    ]
+    if given is None:
+        above, below = both
+        ratio = above and below
+        given = magnitude(above) / magnitude(below) if ratio else magnitude(1.0)
+    truncate = inner.take("truncate", bool, True)
+    return {"rope_magnitude": given, "rope_truncate": truncate}

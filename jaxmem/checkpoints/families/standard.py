@@ -3,35 +3,104 @@
 from typing import Any
 
 from jaxmem.checkpoints.families.family import Key
+from jaxmem.checkpoints.reader import Reader
+from jaxmem.models.config import ModelConfig
 
-ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}
+ACTIVATIONS = {
+    "silu": "silu",
+    "gelu_pytorch_tanh": "gelu",
+    "gelu_new": "gelu",
+    "gelu": "exact_gelu",
+    "relu": "relu",
+    "relu2": "squared_relu",
+    "xielu": "xielu",
+}
 
-SIZES = (
-    Key("num_hidden_layers", "layers"),
-    Key("hidden_size", "hidden"),
-    Key("intermediate_size", "ff"),
-    Key("num_attention_heads", "heads"),
-    Key("num_key_value_heads", "kv_heads", default=lambda raw: _heads(raw)),
-    Key("vocab_size", "vocab_size"),
-    Key("rms_norm_eps", "norm_eps", float, 1e-6),
-)
-ACTIVATION = Key("hidden_act", "activation", str, "silu", ACTIVATIONS)
-TIED = Key("tie_word_embeddings", "tied", bool, True)
-UNTIED = Key("tie_word_embeddings", "tied", bool, False)
+
+def activation(default: str, key: str = "hidden_act") -> Key:
+    """The activation of the feed-forward layer."""
+    known = {default: ACTIVATIONS[default], **ACTIVATIONS}  # the default is written
+    return Key(key, "activation", str, default, known)
+
+
+def sizes(eps: float = 1e-6, key: str = "rms_norm_eps") -> tuple[Key, ...]:
+    """Sizes, and what norms add, whose key and default differ."""
+    return (
+        Key("num_hidden_layers", "layers"),
+        Key("hidden_size", "hidden"),
+        Key("intermediate_size", "ff"),
+        Key("num_attention_heads", "heads"),
+        Key(
+            "num_key_value_heads",
+            "kv_heads",
+            default=lambda raw: raw["num_attention_heads"],
+            null_is_default=True,
+        ),
+        Key("vocab_size", "vocab_size"),
+        Key(key, "norm_eps", float, eps),
+    )
 
 
 def head_dim(default: int | None = None) -> Key:
     """The width of a head; None: heads share the width of the residual stream."""
 
     def of(raw: Any) -> int:
-        return raw["hidden_size"] // _heads(raw) if default is None else default
+        if default is None:
+            return raw["hidden_size"] // raw["num_attention_heads"]
+        return default
 
     return Key("head_dim", "head_dim", default=of, null_is_default=True)
 
 
-def _heads(raw: Any) -> int:
-    return raw["num_attention_heads"]
+def qkv_bias(default: bool) -> Key:
+    """Biases of queries, keys and values."""
+    return Key("attention_bias", "qkv_bias", bool, default, null_is_default=True)
 
+
+def parallel(kind: str, default: bool) -> Key:
+    """Whether both sublayers read a layer's input, and by which norms."""
+    return Key(
+        "use_parallel_residual", "parallel", bool, default,
+        read_value=lambda is_parallel: kind if is_parallel else None,
+        write_value=lambda value: value is not None,
+    )  # fmt: skip
+
+
+class Derived:
+    """Fields that other keys determine: another key's value, or a ratio of two.
+
+    Args:
+        fields: by name, a key, or a dividend and a divisor.
+    """
+
+    def __init__(self, **fields: str | tuple[str, str]):
+        self.fields = fields
+
+    def read(self, reader: Reader) -> dict[str, Any]:
+        """The fields."""
+        raw = reader.raw
+        return {
+            field: raw[keys] if isinstance(keys, str) else raw[keys[0]] // raw[keys[1]]
+            for field, keys in self.fields.items()
+        }
+
+    def write(self, model: ModelConfig, max_positions: int) -> dict[str, Any]:
+        """Nothing."""
+        del model, max_positions
+        return {}
+
+
+SIZES = sizes()
+ACTIVATION = activation("silu")
+TIED = Key("tie_word_embeddings", "tied", bool, True)
+UNTIED = Key("tie_word_embeddings", "tied", bool, False)
+SHARED_WIDTH = Derived(head_dim=("hidden_size", "num_attention_heads"))
+QKV_BIAS = qkv_bias(True)
+ATTENTION_BIAS = Key(
+    "attention_bias", "qkv_bias", bool, False, null_is_default=True,
+    also=("output_bias",),
+)  # fmt: skip
+FF_BIAS = Key("mlp_bias", "ff_bias", bool, False, null_is_default=True)
 
 _LAYER = "model.layers.{}."
 NAMES = {
@@ -56,3 +125,11 @@ POST_NORMS = {
     "blocks/feed_forward_norm": _LAYER + "pre_feedforward_layernorm",
     "blocks/post_feed_forward_norm": _LAYER + "post_feedforward_layernorm",
 }
+# Of families that store some matrices joined.
+JOINED_QKV = dict.fromkeys(
+    ("blocks/attention/query", "blocks/attention/key", "blocks/attention/value"),
+    _LAYER + "self_attn.qkv_proj",
+)
+JOINED_GATE = dict.fromkeys(
+    ("blocks/feed_forward/gate", "blocks/feed_forward/up"), _LAYER + "mlp.gate_up_proj"
+)

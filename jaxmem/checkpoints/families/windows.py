@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxmem.checkpoints.reader import Reader
+from jaxmem.core import messages
 from jaxmem.core.ranges import integers
 from jaxmem.models.config import RANGES, ModelConfig
 
@@ -31,6 +32,33 @@ def up_to_every_sixth(reader: Reader) -> tuple[str, ...]:
     return ("local",) * (period - 1) + ("global",)
 
 
+def but_every_last_of(period: int) -> Callable[[Reader], tuple[str, ...]]:
+    """All but each last of so many layers."""
+    return lambda reader: ("local",) * (period - 1) + ("global",)
+
+
+def by_period(default: int) -> Callable[[Reader], tuple[str, ...]]:
+    """All but each last of `sliding_window_pattern` layers, a number or letters."""
+
+    def pattern(reader: Reader) -> tuple[str, ...]:
+        kinds = (int, str, type(None))
+        given = reader.take("sliding_window_pattern", kinds, default)
+        if not isinstance(given, str):
+            within = RANGES["layers"]
+            period = default
+            if given is not None:
+                key = "sliding_window_pattern"
+                period = reader.take(key, int, default, within=within)
+            return ("local",) * (period - 1) + ("global",)
+        if not given or set(given) - {"L", "G"}:
+            raise reader.error(
+                f"sliding_window_pattern must be of L and G, got {given!r}"
+            )
+        return tuple("local" if letter == "L" else "global" for letter in given)
+
+    return pattern
+
+
 def after_the_first(reader: Reader) -> tuple[str, ...]:
     """Those after `max_window_layers`, if `use_sliding_window` says so."""
     layers = reader.raw["num_hidden_layers"]
@@ -51,6 +79,7 @@ class Windows:
         listed: whether `layer_types` is written; if not, all layers have the window.
         ignored: keys that only `pattern` reads.
         switch: whether `use_sliding_window` is written.
+        full: the kind of the layers without a window, where others have one.
     """
 
     pattern: Callable[[Reader], tuple[str, ...]]
@@ -58,6 +87,7 @@ class Windows:
     listed: bool = True
     ignored: tuple[str, ...] = ()
     switch: bool = False
+    full: str = "global"
 
     def read(self, reader: Reader) -> dict[str, Any]:
         """`pattern` and `window`."""
@@ -78,6 +108,7 @@ class Windows:
             return {"pattern": ("global",), "window": None}
         if window is None:
             raise reader.error("sliding_window is missing, and layer_types needs it")
+        kinds = tuple(self.full if kind == "global" else kind for kind in kinds)
         return {"pattern": kinds, "window": window}
 
     def write(self, model: ModelConfig, max_positions: int) -> dict[str, Any]:
@@ -85,6 +116,7 @@ class Windows:
         if not self.listed:
             return {"sliding_window": model.window}
         names = {kind: name for name, kind in KINDS.items()}
+        names["unrotated"] = names["global"]
         kinds = (model.pattern * model.layers)[: model.layers]
         raw: dict[str, Any] = {
             "layer_types": [names[kind] for kind in kinds],
@@ -98,3 +130,36 @@ class Windows:
                 "max_window_layers": 0,
             }
         return raw
+
+
+@dataclasses.dataclass(frozen=True)
+class Unrotated:
+    """Layers without rotation: listed, or each last of so many.
+
+    Attributes:
+        interval: how many, where `no_rope_layer_interval` is left out.
+    """
+
+    interval: int
+
+    def read(self, reader: Reader) -> dict[str, Any]:
+        """`pattern`; `no_rope_layers` has 1 for layers that are rotated."""
+        layers = reader.raw["num_hidden_layers"]
+        within = RANGES["layers"]
+        key = "no_rope_layer_interval"
+        period = reader.take(key, int, self.interval, within=within)
+        listed = reader.take("no_rope_layers", (list, type(None)), None)
+        if listed is None:
+            listed = [int((layer + 1) % period != 0) for layer in range(layers)]
+        if len(listed) != layers or set(map(repr, listed)) - {"0", "1"}:
+            raise reader.error(
+                f"no_rope_layers must be 0 or 1 for each of {layers} layers, got "
+                f"{messages.short(listed)}"
+            )
+        return {"pattern": tuple("global" if on else "unrotated" for on in listed)}
+
+    def write(self, model: ModelConfig, max_positions: int) -> dict[str, Any]:
+        """The list."""
+        del max_positions
+        kinds = (model.pattern * model.layers)[: model.layers]
+        return {"no_rope_layers": [int(kind == "global") for kind in kinds]}

@@ -1,0 +1,150 @@
+"""The tiny configurations of families/: model type and settings of each."""
+
+LOCAL, GLOBAL = "sliding_attention", "full_attention"
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+NEOX = {k: v for k, v in SIZES.items() if k != "num_key_value_heads"}
+GPT2 = {
+    "vocab_size": 64, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 32,
+    "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+DEFAULT = {"rope_type": "default", "rope_theta": 1000.0}
+
+
+def of(model_type, **changes):
+    return model_type, SIZES | changes
+
+
+CONFIGURATIONS = {
+    "llama_bias": of("llama", attention_bias=True, mlp_bias=True, head_dim=24),
+    "llama_yarn": of("llama", rope_parameters=YARN, tie_word_embeddings=True),
+    "qwen2_yarn": of(
+        "qwen2",
+        rope_parameters=YARN
+        | {"truncate": False, "beta_fast": 8.0, "attention_factor": 0.9},
+    ),
+    "gemma": of("gemma", head_dim=24),
+    "gemma_untied": of("gemma", head_dim=16, tie_word_embeddings=False),
+    "vaultgemma": of(
+        "vaultgemma", head_dim=24, query_pre_attn_scalar=20, sliding_window=5,
+        attn_logit_softcapping=2.0, final_logit_softcapping=4.0,
+    ),
+    "ministral": of(
+        "ministral", head_dim=24, sliding_window=5, layer_types=[LOCAL, GLOBAL, LOCAL]
+    ),
+    "ministral3": of(
+        "ministral3", head_dim=24,
+        rope_parameters=YARN
+        | {"llama_4_scaling_beta": 0.3, "mscale": 1.0, "mscale_all_dim": 1.0},
+    ),
+    "ministral3_window": of(
+        "ministral3", head_dim=16, sliding_window=5, tie_word_embeddings=True,
+        rope_parameters=YARN
+        | {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 8},
+    ),
+    "phi3": of("phi3"),
+    "phi3_partial": of(
+        "phi3", sliding_window=5, tie_word_embeddings=True,
+        rope_parameters=DEFAULT | {"partial_rotary_factor": 0.75},
+    ),
+    "olmo2": of("olmo2"),
+    "olmo2_bias": of("olmo2", attention_bias=True, tie_word_embeddings=True),
+    "olmo3": of("olmo3", num_hidden_layers=4, sliding_window=5),
+    "olmo3_yarn": of(
+        "olmo3", sliding_window=5, layer_types=[GLOBAL, LOCAL, LOCAL],
+        rope_parameters={
+            GLOBAL: YARN, LOCAL: {"rope_type": "default", "rope_theta": 1000.0}
+        },
+    ),
+    "smollm3": of("smollm3", num_hidden_layers=4),
+    "smollm3_listed": of(
+        "smollm3", no_rope_layers=[0, 1, 0], attention_bias=True,
+        tie_word_embeddings=False,
+    ),
+    "glm4": of("glm4", head_dim=24),
+    "glm4_quarter": of(
+        "glm4", head_dim=16, attention_bias=False, tie_word_embeddings=True,
+        rope_parameters=DEFAULT | {"partial_rotary_factor": 0.25},
+    ),
+    "glm": of("glm", head_dim=24),
+    "granite": of(
+        "granite", embedding_multiplier=3.0, logits_scaling=2.5,
+        residual_multiplier=0.4, attention_multiplier=0.2,
+    ),
+    "granite_bias": of(
+        "granite", attention_bias=True, mlp_bias=True, tie_word_embeddings=True
+    ),
+    "cohere": of("cohere", logit_scale=0.5),
+    "cohere2": of("cohere2", num_hidden_layers=4, sliding_window=5, logit_scale=0.5),
+    "cohere2_listed": of(
+        "cohere2", sliding_window=5, attention_bias=True, tie_word_embeddings=False,
+        layer_types=[GLOBAL, LOCAL, LOCAL],
+    ),
+    "nemotron": of("nemotron", head_dim=24),
+    "nemotron_bias": of(
+        "nemotron", attention_bias=True, mlp_bias=True,
+        rope_parameters=DEFAULT | {"partial_rotary_factor": 0.25},
+    ),
+    "stablelm": of("stablelm"),
+    "stablelm_parallel": of("stablelm", use_parallel_residual=True, use_qkv_bias=True),
+    "starcoder2": of("starcoder2", sliding_window=5),
+    "starcoder2_plain": of("starcoder2", use_bias=False, tie_word_embeddings=False),
+    "gpt2": ("gpt2", GPT2),
+    "gpt2_narrow": ("gpt2", GPT2 | {"n_inner": 48, "activation_function": "relu"}),
+    "gpt_neox": ("gpt_neox", NEOX),
+    "gpt_neox_serial": (
+        "gpt_neox",
+        NEOX
+        | {"use_parallel_residual": False, "tie_word_embeddings": True,
+           "rope_parameters": DEFAULT | {"partial_rotary_factor": 0.5}},
+    ),
+    "exaone4": of("exaone4", num_hidden_layers=4, sliding_window=5),
+    "exaone4_full": of("exaone4", sliding_window=None, tie_word_embeddings=True,
+                       layer_types=[GLOBAL] * 3),
+    "seed_oss": of("seed_oss", head_dim=24),
+    "seed_oss_bias": of(
+        "seed_oss", head_dim=16, attention_out_bias=True, mlp_bias=True
+    ),
+    "arcee": of("arcee"),
+    "arcee_bias": of("arcee", head_dim=24, attention_bias=True, mlp_bias=True),
+    "apertus": of("apertus"),
+    "apertus_bias": of("apertus", attention_bias=True, rope_parameters=DEFAULT),
+    "ernie4_5": of("ernie4_5", head_dim=24),
+    "ernie4_5_bias": of(
+        "ernie4_5", head_dim=16, use_bias=True, tie_word_embeddings=False
+    ),
+    "hunyuan": of("hunyuan_v1_dense", head_dim=24),
+    "hunyuan_alpha": of(
+        "hunyuan_v1_dense", head_dim=16,
+        rope_parameters={
+            "rope_type": "dynamic", "rope_theta": 100.0, "alpha": 50.0, "factor": 1.0
+        },
+    ),
+    "helium": of("helium", head_dim=16),
+    "helium_bias": of("helium", head_dim=16, attention_bias=True, mlp_bias=True),
+    "nanochat": of("nanochat"),
+    "nanochat_bias": of(
+        "nanochat", attention_bias=True, final_logit_softcapping=3.0
+    ),
+    "phi": of("phi"),
+    "phi_quarter": of(
+        "phi", rope_parameters=DEFAULT | {"partial_rotary_factor": 0.25},
+        num_key_value_heads=4,
+    ),
+}  # fmt: skip

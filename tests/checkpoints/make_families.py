@@ -1,0 +1,112 @@
+"""Makes families/: configurations of every family, and what transformers makes of them.
+
+Run with torch and transformers (2.13 and 5.24 wrote those that are committed), from the
+root of the repository:
+
+    python -m tests.checkpoints.make_families [NAME...]
+    python -m tests.checkpoints.make_families --exports DIRECTORY
+
+Each NAME.npz has `config` and `tensors` (JSON: config.json, and each tensor's shape and
+mean), from which seeded.py draws the weights again; `tokens` [B, T]; `logits` of the
+float64 model at `places` [B, P, V]; `gradients`, norm and projection of the gradient of
+the mean cross-entropy by each tensor, in the order of `tensors`; and `greedy`, the
+tokens that follow the first `PROMPT` ones. --exports compares checkpoints that jaxmem
+saved (tests/checkpoints/test_families.py --exports) with the same records.
+"""
+
+import argparse
+import json
+import pathlib
+
+import numpy as np
+import torch
+import transformers as tf
+
+from tests.checkpoints import seeded
+from tests.checkpoints.configurations import CONFIGURATIONS
+
+PLACES = np.array([0, 1, 2, 5, 11, 16, 20, 23])
+PROMPT, NEW = 7, 8
+
+
+def made(model_type, settings):
+    """A model with seeded weights, and its tensors' shapes and means."""
+    config = tf.AutoConfig.for_model(model_type, **settings)
+    model = tf.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    tensors = {}
+    for name, weight in model.named_parameters():
+        mean = float(weight.detach().float().mean()) if weight.ndim == 1 else 0.0
+        mean = 1.0 if abs(mean - 1) < 1e-3 else 0.0
+        tensors[name] = [list(weight.shape), mean]
+        drawn = seeded.tensor(name, weight.shape, mean)
+        weight.data = torch.from_numpy(drawn)
+    return model.double().eval(), tensors
+
+
+def recorded(model, tensors):
+    generator = np.random.default_rng(0)
+    tokens = torch.from_numpy(generator.integers(3, seeded.VOCABULARY, (2, 24)))
+    logits = model(tokens).logits
+    flat = logits[:, :-1].reshape(-1, seeded.VOCABULARY)
+    torch.nn.functional.cross_entropy(flat, tokens[:, 1:].reshape(-1)).backward()
+    gradients = []
+    for name, weight in model.named_parameters():
+        assert name in tensors
+        gradient = weight.grad.numpy()
+        gradients.append(seeded.summary(name, gradient))
+    with torch.no_grad():
+        whole = model.generate(
+            tokens[:, :PROMPT], do_sample=False, min_new_tokens=NEW, max_new_tokens=NEW,
+            eos_token_id=None, pad_token_id=0,
+        )  # fmt: skip
+    return {
+        "tokens": tokens.numpy().astype(np.int16),
+        "places": PLACES.astype(np.int16),
+        "logits": logits.detach().numpy()[:, PLACES].astype(np.float32),
+        "gradients": np.array(gradients, np.float32),
+        "greedy": whole[:, PROMPT:].numpy().astype(np.int16),
+    }
+
+
+def write(names):
+    for name in names or CONFIGURATIONS:
+        model, tensors = made(*CONFIGURATIONS[name])
+        config = model.config.to_dict()
+        config["architectures"] = [type(model).__name__]
+        config = json.loads(json.dumps(config))
+        said = {"config": json.dumps(config), "tensors": json.dumps(tensors)}
+        path = seeded.RECORDS / f"{name}.npz"
+        np.savez_compressed(path, **said, **recorded(model, tensors))
+        print(name, path.stat().st_size, flush=True)
+
+
+def compare(directory):
+    """Load what jaxmem saved, and compare its logits with the records."""
+    for path in sorted(pathlib.Path(directory).iterdir()):
+        record = np.load(seeded.RECORDS / f"{path.name}.npz")
+        model, said = tf.AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, attn_implementation="eager",
+            output_loading_info=True,
+        )  # fmt: skip
+        assert not said["missing_keys"] and not said["unexpected_keys"], (path, said)
+        with torch.no_grad():
+            logits = model.eval()(torch.from_numpy(record["tokens"].astype(int))).logits
+        expected = record["logits"]
+        error = np.abs(logits.numpy()[:, record["places"]] - expected).max()
+        print(f"{path.name}: {error / np.abs(expected).max():.1e}", flush=True)
+        assert error <= 1e-5 * np.abs(expected).max(), path
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--exports")
+    given = parser.parse_args()
+    if given.exports:
+        compare(given.exports)
+    else:
+        write(given.names)
+
+
+if __name__ == "__main__":
+    main()

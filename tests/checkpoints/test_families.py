@@ -1,0 +1,164 @@
+"""Every family against transformers: logits, gradients, tokens, packing, and back.
+
+families/ holds what make_families.py recorded, and the settings from which the weights
+are drawn again. With a directory in the variable EXPORTS, what is saved stays there,
+for make_families.py --exports to compare.
+"""
+
+import functools
+import json
+import os
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx, traverse_util
+
+from jaxmem import checkpoints
+from jaxmem.checkpoints import names
+from jaxmem.checkpoints.families import FAMILIES
+from tests.cases import slow
+from tests.checkpoints import seeded
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+# Between them they have every switch; the others combine and vary them.
+QUICK = (
+    "llama_bias", "qwen2_yarn", "ministral3_window", "phi3_partial", "olmo3_yarn",
+    "smollm3", "glm4", "granite", "cohere2", "nemotron", "stablelm_parallel", "gpt2",
+    "gpt_neox", "exaone4", "apertus", "hunyuan_alpha", "nanochat", "phi", "gemma",
+)  # fmt: skip
+RECORDED = sorted(path.stem for path in seeded.RECORDS.glob("*.npz"))
+CASES = [name if name in QUICK else slow(name) for name in RECORDED]
+
+
+@functools.cache
+def record(name):
+    return dict(np.load(seeded.RECORDS / f"{name}.npz"))
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory):
+    @functools.cache
+    def load(name):
+        directory = seeded.write(record(name), tmp_path_factory.mktemp(name) / name)
+        return checkpoints.load(directory), checkpoints.read_config(directory)
+
+    return load
+
+
+def forward(decoder, tokens, segment_ids, positions):
+    return decoder.logits(decoder(tokens, segment_ids, positions))
+
+
+@jax.jit
+def of_rows(decoder, tokens):
+    """Logits, and gradients of the mean cross-entropy of the next tokens."""
+    places = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+
+    def loss(decoder):
+        logits = forward(decoder, tokens, jnp.ones_like(tokens), places)
+        entropy = optax.softmax_cross_entropy_with_integer_labels
+        return entropy(logits[:, :-1], tokens[:, 1:]).mean(), logits
+
+    return jax.grad(loss, has_aux=True)(decoder)
+
+
+@jax.jit
+def of_one_row(decoder, tokens):
+    """Logits of the same documents, packed into one row."""
+    rows, length = tokens.shape
+    places = jnp.tile(jnp.arange(length), rows)[None]
+    documents = jnp.repeat(jnp.arange(1, rows + 1), length)[None]
+    made = forward(decoder, tokens.reshape(1, -1), documents, places)
+    return made.reshape(rows, length, -1)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_and_gradients_are_those_of_transformers(name, loaded):
+    stored, (decoder, config) = record(name), loaded(name)
+    tokens = jnp.asarray(stored["tokens"], jnp.int32)
+    gradients, logits = of_rows(decoder, tokens)
+    scale = np.abs(stored["logits"]).max()
+    got = np.asarray(logits)[:, stored["places"]]
+    np.testing.assert_allclose(got, stored["logits"], rtol=0, atol=1e-5 * scale)
+    packed = of_one_row(decoder, tokens)
+    np.testing.assert_allclose(packed, logits, rtol=0, atol=1e-5 * scale)
+
+    # In the checkpoint's layout, which this tests too.
+    weights = nnx.to_pure_dict(nnx.split(gradients)[1])
+    flat = traverse_util.flatten_dict(weights, sep="/")
+    naming = names.Naming(config.family, config.model)
+    made = dict(names.tensors_of(flat, naming, "float32"))
+    wanted = json.loads(str(stored["tensors"]))
+    assert set(wanted) <= set(made)
+    largest = stored["gradients"][:, 0].max()
+    for tensor, (norm, projection) in zip(wanted, stored["gradients"], strict=True):
+        allowed = 1e-4 * norm + 1e-7 * largest
+        ours = seeded.summary(tensor, made[tensor])
+        size = np.sqrt(made[tensor].size)
+        assert abs(ours[0] - norm) <= allowed, tensor
+        assert abs(ours[1] - projection) <= 3 * allowed + 1e-6 * size * norm, tensor
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_greedy_tokens_are_those_of_transformers(name, loaded):
+    stored, (decoder, _) = record(name), loaded(name)
+    new = stored["greedy"].shape[1]
+    prompts = jnp.asarray(stored["tokens"][:, :7], jnp.int32)
+
+    @jax.jit
+    def complete(decoder):
+        hidden, cache = decoder.prefill(prompts, np.full(2, 7), 7 + new)
+        made = []
+        for _ in range(new):
+            made.append(jnp.argmax(decoder.logits(hidden), axis=-1))
+            hidden, cache = decoder.decode(made[-1], cache)
+        return jnp.stack(made, axis=1)
+
+    np.testing.assert_array_equal(complete(decoder), stored["greedy"])
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_what_is_saved_is_what_was_read(name, loaded, tmp_path):
+    decoder, config = loaded(name)
+    kept = os.environ.get("EXPORTS")
+    target = (pathlib.Path(kept) if kept else tmp_path) / name
+    checkpoints.save(target, decoder, like=config.path.parent)
+    again = checkpoints.load(target)
+    for old, new in zip(
+        nnx.to_flat_state(nnx.state(decoder)),
+        nnx.to_flat_state(nnx.state(again)),
+        strict=True,
+    ):
+        assert old[0] == new[0]
+        np.testing.assert_array_equal(old[1][...], new[1][...])
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_a_family_can_say_what_its_config_says(name, loaded, tmp_path):
+    _, config = loaded(name)
+    raw = config.family.write(config.model, config.max_positions)
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    again = checkpoints.read_config(tmp_path)
+    kinds = [
+        (model.pattern * model.layers)[: model.layers]
+        for model in (config.model, again.model)
+    ]
+    assert kinds[0] == kinds[1] and again.max_positions == config.max_positions
+    same = {"pattern": config.model.pattern}
+    changed = {
+        field: (value, getattr(config.model, field))
+        for field, value in vars(again.model).items()
+        if field not in same and value != getattr(config.model, field)
+    }
+    assert all(np.isclose(*both, rtol=1e-12) for both in changed.values()), changed
+
+
+def test_every_family_is_recorded():
+    texts = {json.loads(str(record(name)["config"]))["model_type"] for name in RECORDED}
+    elsewhere = {"qwen3", "mistral", "gemma2", "gemma3_text"}  # in tiny/
+    assert texts | elsewhere == {family.model_type for family in FAMILIES}
