@@ -1,9 +1,10 @@
 """LoRA adapters in PEFT's layout: adapter_config.json, adapter_model.safetensors."""
 
+import collections
 import dataclasses
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx, traverse_util
 
-from jaxmem.checkpoints.families import standard
+from jaxmem.checkpoints import names
+from jaxmem.checkpoints.architectures import read_config
+from jaxmem.checkpoints.families import FAMILIES
+from jaxmem.checkpoints.families.family import Family
 from jaxmem.checkpoints.reader import CheckpointError, Reader, read_object
 from jaxmem.checkpoints.tensors import Tensors, new_directory, whole, write_tensors
 from jaxmem.core import messages
@@ -23,12 +27,6 @@ from jaxmem.models.lora import TARGETS, is_adapter
 _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _RANK = integers(1, limit=2**16)
 _PREFIX = "base_model.model."
-_MODULES = {
-    target: standard.NAMES[
-        f"blocks/{'attention' if i < 4 else 'feed_forward'}/{target}"
-    ].rpartition(".")[2]
-    for i, target in enumerate(TARGETS)
-}
 # PEFT options that change what an adapter computes, with the only values implemented.
 _PLAIN = {
     "bias": ("none",),
@@ -52,8 +50,43 @@ _PLAIN = {
 }  # fmt: skip
 
 
+def unadaptable(family: Family, targets: Iterable[str]) -> list[str]:
+    """Those of `lora_targets` whose adapters PEFT's layout cannot say for a family.
+
+    These are parts of joined matrices, and matrices stored as [in, out].
+    """
+    modules = [_module(target) for target in targets]
+    count = collections.Counter(family.names.values())
+    return [
+        module.rpartition("/")[2]
+        for module in modules
+        if count[family.names.get(module, "")] > 1
+        or (family.stored_as_in_out and module.startswith(family.stored_as_in_out))
+    ]
+
+
+def _module(target: str) -> str:
+    """The decoder's module of one of `lora_targets`."""
+    part = "attention" if TARGETS.index(target) < 4 else "feed_forward"
+    return f"blocks/{part}/{target}"
+
+
+def _modules(family: Family) -> dict[str, str]:
+    """PEFT's name of each of `lora_targets` that it can adapt."""
+    every = [target for target in TARGETS if _module(target) in family.names]
+    lost = unadaptable(family, every)
+    last = {
+        target: family.names[_module(target)].rpartition(".")[2] for target in every
+    }
+    return {target: name for target, name in last.items() if target not in lost}
+
+
 def save_adapter(
-    directory: str | Path, decoder: Decoder, *, base: str = "", overwrite: bool = False
+    directory: str | Path,
+    decoder: Decoder,
+    *,
+    base: str = "",
+    overwrite: bool = False,
 ) -> None:
     """Save only a decoder's adapters, in PEFT's layout.
 
@@ -61,29 +94,42 @@ def save_adapter(
         directory: to create; it appears once it is complete.
         decoder: with `lora_rank` above 0.
         base: name or directory of the adapted model, for those who load the adapter.
+            Modules have the names of its family if it is a directory, or else Llama's.
             For a multimodal model PEFT needs only the text part, as `save` writes it.
         overwrite: whether to replace an existing directory.
 
     Raises:
-        CheckpointError: the decoder has no adapters, or the directory exists.
+        CheckpointError: the decoder has no adapters, or of matrices that PEFT cannot
+            adapt in this family, or the directory exists.
     """
     target, config = Path(os.path.expanduser(directory)), decoder.config
     if not config.lora_rank:
         raise CheckpointError(f"{target}: the decoder has no adapters to save")
     if target.exists() and not overwrite:
         raise CheckpointError(f"{target}: exists; name another, or give overwrite=True")
+    is_here = bool(base) and (Path(base).expanduser() / "config.json").exists()
+    family = read_config(base).family if is_here else FAMILIES[0]
+    lost = unadaptable(family, config.lora_targets)
+    if lost:
+        raise CheckpointError(
+            f"{target}: checkpoints of {family.model_type} have {', '.join(lost)} "
+            "joined or transposed, so PEFT has no adapters of them; merge them instead"
+        )
     with new_directory(target) as unfinished:
-        write_tensors(unfinished, _tensors(decoder), one=_TENSORS)
+        write_tensors(unfinished, _tensors(decoder, family), one=_TENSORS)
         if unfinished is not None:
-            described = json.dumps(_peft_config(config, base), indent=2)
+            described = json.dumps(_peft_config(config, family, base), indent=2)
             (unfinished / _CONFIG).write_text(described + "\n", "utf-8")
 
 
-def with_adapter(model: ModelConfig, directory: str | Path) -> ModelConfig:
+def with_adapter(
+    model: ModelConfig, family: Family, directory: str | Path
+) -> ModelConfig:
     """The config of a model with the adapters in a directory.
 
     Args:
         model: config of the adapted model.
+        family: of it.
         directory: of the adapter.
 
     Returns:
@@ -101,19 +147,19 @@ def with_adapter(model: ModelConfig, directory: str | Path) -> ModelConfig:
         value = reader.raw.get(key, plain[0])
         if value not in plain:
             raise reader.error(f"{key}={messages.short(value)} is not implemented")
-    modules = _target_modules(reader)
+    known = _modules(family)
+    modules = _target_modules(reader, (*known.values(), "lm_head"))
     return dataclasses.replace(
         model,
         lora_rank=reader.take("r", int, within=_RANK),
         lora_alpha=reader.take("lora_alpha", float, within=RANGES["lora_alpha"]),
-        lora_targets=tuple(t for t in TARGETS if _MODULES[t] in modules),
+        lora_targets=tuple(t for t, name in known.items() if name in modules),
         lora_head="lm_head" in modules,
     )
 
 
-def _target_modules(reader: Reader) -> list[str]:
+def _target_modules(reader: Reader, known: tuple[str, ...]) -> list[str]:
     """Names of the target modules; a string would be a pattern."""
-    known = (*_MODULES.values(), "lm_head")
     if isinstance(reader.raw.get("target_modules"), str):
         raise reader.error(
             f"target_modules [{messages.short(reader.raw['target_modules'])}] are not "
@@ -131,11 +177,14 @@ def _target_modules(reader: Reader) -> list[str]:
     return modules
 
 
-def read_adapter(directory: str | Path, wanted: Mapping[str, Any]) -> dict[str, Any]:
+def read_adapter(
+    directory: str | Path, naming: names.Naming, wanted: Mapping[str, Any]
+) -> dict[str, Any]:
     """Read the weights of adapters.
 
     Args:
         directory: of the adapter.
+        naming: of the adapted model, alone.
         wanted: the decoder's adapters, path to `jax.ShapeDtypeStruct`.
 
     Returns:
@@ -147,39 +196,49 @@ def read_adapter(directory: str | Path, wanted: Mapping[str, Any]) -> dict[str, 
     tensors = Tensors(Path(os.path.expanduser(directory)), _TENSORS)
     weights = {}
     for path, like in wanted.items():
-        stored = _stored(path, like.shape[0] if path.startswith("blocks/") else None)
+        stored, order = _stored(path, naming)
         shape = like.shape[-2:]
         parts = [
             tensors.read(name, shape[::-1], (slice(None),) * 2).T for name in stored
         ]
-        whole = np.stack(parts) if path.startswith("blocks/") else parts[0]
+        whole = np.stack(parts) if len(like.shape) > 2 else parts[0]
+        whole = whole if order is None else whole[..., np.array(order)]
         weights[path] = jnp.asarray(whole, like.dtype)
     return weights
 
 
-def _stored(path: str, layers: int | None) -> list[str]:
-    """Names of the tensors of one adapter matrix, one per layer."""
+def _stored(
+    path: str, naming: names.Naming
+) -> tuple[list[str], tuple[int, ...] | None]:
+    """Names of the tensors of one adapter matrix, and the order of its outputs."""
     module, _, matrix = path.rpartition("/")
-    name = standard.NAMES[module]
+    adapted = naming(f"{module}/kernel")
     kind = {"lora_a": "lora_A", "lora_b": "lora_B"}[matrix]
-    name = f"{_PREFIX}{name}.{kind}.weight"
-    return [name] if layers is None else [name.format(i) for i in range(layers)]
+    stored = [
+        f"{_PREFIX}{name.removesuffix('.weight')}.{kind}.weight"
+        for name in adapted.names
+    ]
+    return stored, adapted.order if matrix == "lora_b" else None
 
 
-def _tensors(decoder: Decoder) -> Iterator[tuple[str, np.ndarray]]:
+def _tensors(decoder: Decoder, family: Family) -> Iterator[tuple[str, np.ndarray]]:
     """Yield names and matrices [out, in]."""
     weights = nnx.to_pure_dict(nnx.split(decoder)[1])
     flat: dict[str, Any] = dict(traverse_util.flatten_dict(weights, sep="/"))
+    naming = names.Naming(family, decoder.config)
     for path, weight in flat.items():
         if not is_adapter(path):
             continue
-        stacked = path.startswith("blocks/")
-        for i, name in enumerate(_stored(path, len(weight) if stacked else None)):
-            yield name, whole(weight, i if stacked else None).T
+        stored, order = _stored(path, naming)
+        for i, name in enumerate(stored):
+            matrix = whole(weight, i if len(weight.shape) > 2 else None)
+            matrix = matrix if order is None else matrix[..., np.argsort(order)]
+            yield name, matrix.T
 
 
-def _peft_config(config: ModelConfig, base: str) -> dict[str, Any]:
-    modules = [_MODULES[target] for target in config.lora_targets]
+def _peft_config(config: ModelConfig, family: Family, base: str) -> dict[str, Any]:
+    known = _modules(family)
+    modules = [known[target] for target in config.lora_targets]
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

@@ -44,6 +44,7 @@ class Naming:
         config: of the decoder.
         prefixes: what replaces the family's prefix, and what precedes the other names;
             None: the family's prefix is there.
+        present: names of the checkpoint's tensors, with other names for some.
     """
 
     def __init__(
@@ -51,10 +52,14 @@ class Naming:
         family: Family,
         config: ModelConfig,
         prefixes: tuple[str, str] | None = None,
+        present: Iterable[str] = (),
     ):
         self.family, self.config = family, config
         self.prefixes = prefixes or (family.prefix, "")
         self.stacks = structure.stacks(config)
+        there = set(present)
+        known = family.other_names.items()
+        self.others = {name: other for name, other in known if other in there}
 
     def __call__(self, path: str) -> Stored:
         """How the weight of a path like "blocks/attention/query/kernel" is stored."""
@@ -77,6 +82,7 @@ class Naming:
 
     def full(self, name: str) -> str:
         """The name of a tensor with this checkpoint's prefix."""
+        name = self.others.get(name, name)
         inside, outside = self.prefixes
         if name.startswith(self.family.prefix):
             return inside + name.removeprefix(self.family.prefix)

@@ -245,7 +245,7 @@ def write_tensors(
         if held and size + array.nbytes > max_shard_bytes:
             shards.append(_write_shard(directory, len(shards), held))
             held, size = {}, 0
-        held[name] = np.ascontiguousarray(array)
+        held[name] = np.asarray(array, order="C")  # a scalar stays one
         size += array.nbytes
     shards.append(_write_shard(directory, len(shards), held))
     if len(shards) == 1:

@@ -14,7 +14,11 @@ from flax import nnx, traverse_util
 
 from jaxmem import remat
 from jaxmem.checkpoints import names, rope_forms
-from jaxmem.checkpoints.adapters import read_adapter, with_adapter
+from jaxmem.checkpoints.adapters import (
+    read_adapter,
+    unadaptable,
+    with_adapter,
+)
 from jaxmem.checkpoints.architectures import CheckpointConfig, read_config
 from jaxmem.checkpoints.describing import Text, describe, write_text_files
 from jaxmem.checkpoints.families import FAMILIES
@@ -93,7 +97,7 @@ def load(
         **options,
     )
     if adapter is not None:
-        model = with_adapter(model, adapter)
+        model = with_adapter(model, config.family, adapter)
     weights = _read_weights(config, model, sharding)
     definition, state = nnx.split(_abstract(model, head, policy))
     if adapter is not None:
@@ -102,7 +106,8 @@ def load(
             for k, v in _flat(nnx.to_pure_dict(state)).items()
             if lora.is_adapter(k)
         }
-        added = traverse_util.unflatten_dict(read_adapter(adapter, wanted), sep="/")
+        read = read_adapter(adapter, names.Naming(config.family, model), wanted)
+        added = traverse_util.unflatten_dict(read, sep="/")
         weights = join_weights(weights, added)
     return nnx.merge(definition, weights)
 
@@ -145,7 +150,7 @@ def _read_weights(
     tensors = Tensors(config.path.parent)
     images = config.images
     prefixes = names.prefixes_of(tensors, config.family, images)
-    naming = names.Naming(config.family, model, prefixes)
+    naming = names.Naming(config.family, model, prefixes, tensors)
     every = _flat(nnx.to_pure_dict(nnx.split(_abstract(model))[1]))
     every = {path: leaf for path, leaf in every.items() if not lora.is_adapter(path)}
     names.refuse_others(tensors, every, images.images if images else (), naming)
@@ -343,11 +348,20 @@ def with_checkpoint(model: ModelConfig) -> ModelConfig:
         The config.
 
     Raises:
-        ValueError: the config has a size that differs from the checkpoint's.
+        ValueError: the config has a size that differs from the checkpoint's, or
+            adapters of matrices that its checkpoints do not have apart.
     """
     if model.checkpoint is None:
         return model
-    read = read_config(model.checkpoint).model
+    config = read_config(model.checkpoint)
+    lost = unadaptable(config.family, model.lora_targets) if model.lora_rank else []
+    if lost:
+        raise ValueError(
+            f"model.lora_targets: {', '.join(lost)} are joined or transposed in "
+            f"checkpoints of {config.family.model_type}, so PEFT has no adapters of "
+            "them; name others, or set model.lora_rank=0"
+        )
+    read = config.model
     choices, default = _choices(model), ModelConfig()
     for field in dataclasses.fields(model):
         ours, theirs = getattr(model, field.name), getattr(read, field.name)

@@ -169,6 +169,11 @@ class ModelConfig:
         )
         if problem is not None:
             raise ValueError(f"ModelConfig.{problem}")
+        if self.lora_rank and not self.gated and "gate" in self.lora_targets:
+            raise ValueError(
+                "ModelConfig.lora_targets has 'gate', which a feed-forward layer with "
+                "gated=False does not have; leave it out"
+            )
 
     def _check_norms(self):
         _check_choice(self, "norm", ("rms", "layer"))

@@ -214,7 +214,8 @@ class Decoder(nnx.Module):
             Hidden states [B, T, hidden] in the compute dtype.
         """
         x = embedding.look_up(self, tokens, positions)
-        embedding.check_length(self.config, tokens.shape[1])
+        if segment_ids is None:
+            embedding.check_length(self.config, tokens.shape[1])
         sight = sights(
             self.config, positions, documents(self.config, tokens, segment_ids)
         )

@@ -52,7 +52,9 @@ def look_up(decoder: Any, tokens: Ids, positions: Ids) -> jax.Array:
     if multiplier != 1:
         x = x * jnp.asarray(multiplier, x.dtype)
     if config.learned_positions is not None:
-        x = x + decoder.positions(jnp.asarray(positions)).astype(config.dtype)
+        # A position that is not in the table makes its token NaN.
+        rows = decoder.positions.embedding[...].at[jnp.asarray(positions)]
+        x = x + rows.get(mode="fill", fill_value=jnp.nan).astype(config.dtype)
     return decoder.embed_norm(x) if config.embed_norm else x
 
 

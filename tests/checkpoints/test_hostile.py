@@ -16,6 +16,7 @@ import pytest
 
 from jaxmem import checkpoints
 from jaxmem.checkpoints.adapters import with_adapter
+from jaxmem.checkpoints.families import FAMILIES
 from jaxmem.checkpoints.tensors import Tensors
 from jaxmem.models.decoder import ModelConfig
 from tests import nasty
@@ -173,7 +174,9 @@ modules = st.sampled_from([["q_proj"], "q_proj", ["q_proj", 5], [["q_proj"]], ["
 def test_adapter_config_json(folder, seen, data):
     path = folder / "adapter_config.json"
     path.write_bytes(data)
-    loaded, made = nasty.outcome(lambda: with_adapter(ModelConfig(), folder), str(path))
+    loaded, made = nasty.outcome(
+        lambda: with_adapter(ModelConfig(), FAMILIES[0], folder), str(path)
+    )
     seen[loaded] += 1
     if loaded:
         raw = json.loads(data.decode("utf-8-sig"))

@@ -110,6 +110,7 @@ class Family:
             "halves", as the decoder has them, as "neighbours", or in "swapped" halves.
         joined_by_head: whether modules of one name are joined head by head.
         stored_as_in_out: starts of the paths whose matrices are stored as [in, out].
+        other_names: names that files may have in the place of others.
         derived: ends of the names of tensors that are computed from the config.
         constants: tensors that must have these values, of layer "{}".
     """
@@ -126,6 +127,7 @@ class Family:
     pairs: Literal["halves", "neighbours", "swapped"] = "halves"
     joined_by_head: bool = False
     stored_as_in_out: tuple[str, ...] = ()
+    other_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     derived: tuple[str, ...] = ()
     constants: Mapping[str, float] = dataclasses.field(default_factory=dict)
 

@@ -43,5 +43,6 @@ FAMILY = Family(
     ignored=("classifier_dropout", "hidden_dropout", "is_decoder"),
     prefix="gpt_neox.",
     joined_by_head=True,
+    other_names={"embed_out.weight": "lm_head.weight"},
     derived=(".attention.bias", ".attention.masked_bias"),
 )
