@@ -3,8 +3,7 @@
     decoder = checkpoints.load("Qwen3-0.6B", dtype="bfloat16")
     checkpoints.save("finetuned", decoder, like="Qwen3-0.6B")
 
-Architectures: Qwen2, Qwen3, Llama 3, Mistral, Gemma 2, Gemma 3 (of multimodal models,
-the text part).
+The architectures are in `families`, one file each.
 """
 
 from jaxmem.checkpoints.adapters import save_adapter as save_adapter

@@ -5,7 +5,6 @@ and recompute the probabilities in the backward pass.
 """
 
 import functools
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +22,8 @@ def attend(
     scale: float,
     softcap: float | None = None,
     sinks: jax.Array | None = None,
-    implementation: Literal["xla", "cudnn"] | None = None,
 ) -> jax.Array:
-    """Causal attention of each query to the keys that it sees.
+    """Causal attention of each query to the keys that it sees, by XLA everywhere.
 
         out = softmax(s) v,   s = scale q·k,  or softcap tanh(scale q·k / softcap)
 
@@ -37,20 +35,26 @@ def attend(
         value: [B, T, kv_heads, head_dim].
         sight: which keys a query sees, in addition to causality.
         scale: factor of the scores.
-        softcap: bound of the scores, only for "xla"; None: they are not capped.
-        sinks: [heads], only for "xla"; None: there are none.
-        implementation: None is "xla", which runs everywhere.
+        softcap: bound of the scores; None: they are not capped.
+        sinks: [heads]; None: there are none.
 
     Returns:
         An array like `query`.
 
     **Memory** of residuals: q, k, v and the output in their own dtype, and the
     logsumexp, 4·B·T·heads. The checkpoint names of the last two are "attn_out" and
-    "attn_lse"; cuDNN's output and logsumexp share the name "attn_lse". While "xla"
-    runs, the scores take 4·B·heads·T².
+    "attn_lse". While it runs, the scores take 4·B·heads·T².
     """
-    if implementation != "cudnn":
-        return _attention(query, key, value, sight, sinks, scale, softcap)
+    return _attention(query, key, value, sight, sinks, scale, softcap)
+
+
+def attend_by_cudnn(
+    query: jax.Array, key: jax.Array, value: jax.Array, sight: Sight, *, scale: float
+) -> jax.Array:
+    """`attend` without a cap or sinks, by cuDNN's kernel.
+
+    Its output and logsumexp share the checkpoint name "attn_lse".
+    """
 
     def kernel(query, key, value, sight):
         return jax.nn.dot_product_attention(

@@ -234,16 +234,11 @@ class Attention(nnx.Module):
                 "model.dtype='float16' needs a GPU, as jax's attention has none on a "
                 "CPU: set model.dtype='bfloat16' or 'float32'"
             )
-        return attention.attend(
-            query,
-            key,
-            value,
-            sight,
-            scale=config.score_scale,
-            softcap=config.attention_softcap,
-            sinks=sinks,
-            implementation=config.attention,
-        )
+        scale, see = config.score_scale, (query, key, value, sight)
+        if config.attention == "cudnn":
+            return attention.attend_by_cudnn(*see, scale=scale)
+        softcap = config.attention_softcap
+        return attention.attend(*see, scale=scale, softcap=softcap, sinks=sinks)
 
 
 def _normalized(norm: norms.RMSNorm, x: jax.Array, config: ModelConfig) -> jax.Array:

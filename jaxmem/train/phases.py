@@ -184,7 +184,8 @@ def kept_bytes(
     queries, keys = (n * model.head_dim * item for n in (model.heads, model.kv_heads))
     split = {
         "q": queries, "k": keys, "v": keys, "attn_out": queries,
-        "attn_lse": 4 * model.heads, "gate": model.gated * model.ff * item, "up": model.ff * item,
+        "attn_lse": 4 * model.heads, "gate": model.gated * model.ff * item,
+        "up": model.ff * item,
     }  # fmt: skip
     if model.attention == "cudnn":  # its output has the same checkpoint name
         split["attn_lse"] += split.pop("attn_out")

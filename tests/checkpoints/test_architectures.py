@@ -269,19 +269,19 @@ def test_both_forms_of_rotary_parameters_say_the_same(config, changes, tmp_path)
     [
         (
             LLAMA3,
-            dict(architectures=["PhiForCausalLM"]),
-            "architecture 'PhiForCausalLM",
+            dict(architectures=["MambaForCausalLM"]),
+            "architecture 'MambaForCausalLM",
         ),
         (
             LLAMA3,
-            dict(model_type="phi", architectures=[]),
-            "model_type 'phi' is not im",
+            dict(model_type="mamba", architectures=[]),
+            "model_type 'mamba' is not im",
         ),
         (LLAMA3, dict(model_type="qwen3"), "'qwen3' is not that of LlamaForCausalLM"),
         (
             LLAMA3,
-            dict(rope_scaling={"rope_type": "yarn", "factor": 4.0}),
-            "rope type 'yarn' is not implemented; known are 'default', 'linear', 'lla",
+            dict(rope_scaling={"rope_type": "longrope", "factor": 4.0}),
+            "rope type 'longrope' is not implemented; known are 'default', 'linear', ",
         ),
         (
             LLAMA3,
@@ -306,11 +306,11 @@ def test_both_forms_of_rotary_parameters_say_the_same(config, changes, tmp_path)
         ),
         (
             LLAMA3,
-            dict(hidden_act="relu"),
-            "hidden_act 'relu' is not implemented; known",
+            dict(hidden_act="mish"),
+            "hidden_act 'mish' is not implemented; known",
         ),
-        (LLAMA3, dict(attention_bias=True), "attention_bias=True is not implemented"),
-        (LLAMA3, dict(mlp_bias=True), "mlp_bias=True is not implemented; only False"),
+        (QWEN3, dict(attention_bias=True), "attention_bias=True is not implemented"),
+        (QWEN3, dict(mlp_bias=True), "mlp_bias=True is not implemented; only False"),
         (QWEN3, dict(quantization_config={"bits": 4}), "quantization_config={'bits'"),
         (LLAMA3, dict(num_experts=8), "unknown keys 'num_experts': what they do to"),
         (LLAMA3, dict(hidden_size="4096"), "hidden_size must be int, got '4096'"),

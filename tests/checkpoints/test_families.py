@@ -55,20 +55,22 @@ def forward(decoder, tokens, segment_ids, positions):
     return decoder.logits(decoder(tokens, segment_ids, positions))
 
 
-@jax.jit
-def of_rows(decoder, tokens):
-    """Logits, and gradients of the mean cross-entropy of the next tokens."""
+@functools.partial(jax.jit, static_argnums=0)
+def _of_rows(definition, weights, tokens):
     places = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
 
-    definition, weights = nnx.split(decoder)  # a tied weight is in it once
-
     def loss(weights):
-        made = nnx.merge(definition, weights)
-        logits = forward(made, tokens, jnp.ones_like(tokens), places)
+        decoder = nnx.merge(definition, weights)
+        logits = forward(decoder, tokens, jnp.ones_like(tokens), places)
         entropy = optax.softmax_cross_entropy_with_integer_labels
         return entropy(logits[:, :-1], tokens[:, 1:]).mean(), logits
 
     return jax.grad(loss, has_aux=True)(weights)
+
+
+def of_rows(decoder, tokens):
+    """Gradients of the mean cross-entropy of the next tokens, and logits."""
+    return _of_rows(*nnx.split(decoder), tokens)  # a tied weight is in it once
 
 
 @jax.jit

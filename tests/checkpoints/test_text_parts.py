@@ -97,6 +97,9 @@ def test_wrong_tensors_are_named_as_they_are_stored(rename, tmp_path):
 def test_the_tied_head_may_be_there_too(rename, head, tmp_path):
     made = {rename(k): v for k, v in tensors().items()}
     made[f"{head}.weight"] = np.ones((40, 16), np.float32)
+    with pytest.raises(CheckpointError, match="lm_head.weight is no copy of .*embed_t"):
+        checkpoints.load(changed(tmp_path / "other", made))
+    made[f"{head}.weight"] = next(v for k, v in made.items() if "embed_tokens" in k)
     np.testing.assert_array_equal(
         checkpoints.load(changed(tmp_path, made)).embed.embedding[...],
         checkpoints.load(IMAGES).embed.embedding[...],
