@@ -1,0 +1,34 @@
+"""Prints docs/families.md's table: python -m tests.checkpoints.family_table."""
+
+import collections
+import json
+
+import numpy as np
+
+from jaxmem.checkpoints.families import FAMILIES
+from tests.checkpoints import seeded
+
+# Recorded in tiny/, with weights of their own.
+ELSEWHERE = {"qwen3": 1, "mistral": 1, "gemma2": 1, "gemma3_text": 2, "qwen2": 2}
+ELSEWHERE["llama"] = 2
+
+
+def rows():
+    """One line a family: its names, and how many configurations are compared."""
+    counts = collections.Counter(ELSEWHERE)
+    for path in seeded.RECORDS.glob("*.npz"):
+        config = json.loads(str(np.load(path)["config"]))
+        counts[config["model_type"]] += 1
+    for family in sorted(FAMILIES, key=lambda family: family.model_type):
+        recorded = counts[family.model_type]
+        adapters = "not of joined matrices" if _joined(family) else "yes"
+        yield f"| {family.model_type} | {family.architecture} | {recorded} | {adapters} |"
+
+
+def _joined(family):
+    shared = collections.Counter(family.names.values())
+    return max(shared.values()) > 1
+
+
+if __name__ == "__main__":
+    print("\n".join(rows()))
