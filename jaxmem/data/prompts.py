@@ -10,6 +10,7 @@ import tokenizers
 
 from jaxmem.core import messages
 from jaxmem.data.chat import Templates
+from jaxmem.data.environments import Environments
 from jaxmem.data.records import DataError, Record, find_files, read_records
 from jaxmem.data.tasks import TaskConfig
 from jaxmem.data.texts import conversation_of, split
@@ -25,15 +26,18 @@ class Prompt(NamedTuple):
     ids: np.ndarray  # int32, input of the model
 
 
+Reader = tuple[tokenizers.Tokenizer, Templates]  # of a checkpoint, for its prompts
+
+
 def load_prompts(
-    config: TaskConfig, tokenizer: tokenizers.Tokenizer, template: Templates
+    config: TaskConfig, read: Reader, environments: Environments | None = None
 ) -> tuple[list[Prompt], list[Prompt]]:
     """Read the prompts of `task.source`.
 
     Args:
         config: of the task.
-        tokenizer: of the checkpoint.
-        template: returns the template that renders messages.
+        read: the checkpoint's tokenizer, and what returns the template for messages.
+        environments: whose `reset` makes the prompts of records; None: `prompt` is one.
 
     Returns:
         Prompts for training, and held-out prompts.
@@ -46,8 +50,21 @@ def load_prompts(
     records = [r for path in paths for r in read_records(path, "task.source")]
     if not records:
         raise DataError(f"task.source: {paths[0]} holds no prompt")
-    prompts = [_prompt(config, record, tokenizer, template) for record in records]
-    _check_columns(prompts)
+    columns = [dict(record.fields) for record in records]
+    if environments is None:
+        said = [
+            _own_prompt(record, own)
+            for record, own in zip(records, columns, strict=True)
+        ]
+    else:
+        opened = environments.open(columns, [record.where for record in records])
+        said = [conversation.prompt for conversation in opened]
+    prompts = [
+        _prompt(config, record._replace(fields={"prompt": prompt}), own, read)
+        for record, prompt, own in zip(records, said, columns, strict=True)
+    ]
+    if environments is None:
+        _check_columns(prompts)
     keys = [_digest(prompt) for prompt in prompts]
     training, held_out = split(prompts, keys, config.held_out)
     if config.held_out and not held_out:
@@ -58,20 +75,20 @@ def load_prompts(
     return training, held_out
 
 
-def _prompt(
-    config: TaskConfig,
-    record: Record,
-    tokenizer: tokenizers.Tokenizer,
-    template: Templates,
-) -> Prompt:
-    columns = dict(record.fields)
+def _own_prompt(record: Record, columns: dict[str, Any]) -> Any:
+    """Take the prompt out of a record's columns."""
     if "prompt" not in columns:
         raise DataError(
             f'{record.where}: expected "prompt", got the keys '
             f"{messages.listing(sorted(columns)) or '(none)'}"
         )
-    prompt = columns.pop("prompt")
-    ids = _ids(record, prompt, tokenizer, template)
+    return columns.pop("prompt")
+
+
+def _prompt(
+    config: TaskConfig, record: Record, columns: dict[str, Any], read: Reader
+) -> Prompt:
+    prompt, ids = record.fields["prompt"], _ids(record, *read)
     if not ids:
         raise DataError(f"{record.where}: the prompt has no token")
     if len(ids) > config.max_prompt_tokens:
@@ -83,11 +100,9 @@ def _prompt(
 
 
 def _ids(
-    record: Record,
-    prompt: Any,
-    tokenizer: tokenizers.Tokenizer,
-    template: Templates,
+    record: Record, tokenizer: tokenizers.Tokenizer, template: Templates
 ) -> list[int]:
+    prompt = record.fields["prompt"]
     if isinstance(prompt, str):
         start = edges(tokenizer)[0]
         return [*start, *tokenizer.encode(prompt, add_special_tokens=False).ids]

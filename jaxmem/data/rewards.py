@@ -166,11 +166,17 @@ class Scorer:
         return RewardError(f"{place} took longer than task.timeout={self._timeout:g} s")
 
 
-def load(name: str) -> Function:
+def load(
+    name: str,
+    key: str = "task.reward",
+    shipped: Mapping[str, Function] = SHIPPED,
+) -> Function:
     """Return the function of a name: shipped, in a file, or in a module.
 
     Args:
         name: of the function, as in `TaskConfig.reward`.
+        key: of the configuration, which has the name.
+        shipped: functions that need no file.
 
     Returns:
         The function.
@@ -178,12 +184,12 @@ def load(name: str) -> Function:
     Raises:
         RewardError: it does not exist, or importing it fails.
     """
-    if name in SHIPPED:
-        return SHIPPED[name]
+    if name in shipped:
+        return shipped[name]
     source, colon, attribute = name.rpartition(":")
     if not colon:
         raise RewardError(
-            f"task.reward must be one of {', '.join(map(repr, SHIPPED))}, or "
+            f"{key} must be one of {', '.join(map(repr, shipped))}, or "
             f'"file.py:function" or "package.module:function", got '
             f"{messages.short(name)}"
         )
@@ -194,11 +200,11 @@ def load(name: str) -> Function:
         guests.raise_if_of_the_user(error)
         line = _line_of(error, Path(source).name)
         raise RewardError(
-            f"task.reward: cannot import {source}{line}: {_message(error)}"
+            f"{key}: cannot import {source}{line}: {_message(error)}"
         ) from error
     function = getattr(module, attribute, None)
     if not callable(function):
-        raise RewardError(f"task.reward: {source} has no function {attribute!r}")
+        raise RewardError(f"{key}: {source} has no function {attribute!r}")
     return function
 
 
@@ -290,7 +296,7 @@ def _failure(
     """Call for one prompt at a time, to find the one for which the function raises."""
     if isinstance(error, guests.Misbehaved):
         return RewardError(f"{_place(name, questions, 0)} {error}")
-    place, line = 0, _line_of(error, _file_name(function))
+    place = 0
     for i in range(len(questions.prompts)):
         try:
             with guests.received():
@@ -301,8 +307,13 @@ def _failure(
             guests.raise_if_of_the_user(again)
             place = i
             break
-    message = f"{type(error).__name__}: {_message(error)}"
-    return RewardError(f"{_place(name, questions, place)} raised{line} {message}")
+    said = described(error, _file_name(function))
+    return RewardError(f"{_place(name, questions, place)} raised{said}")
+
+
+def described(error: BaseException, file_name: str) -> str:
+    """What a function of a file raised, and in which line of it."""
+    return f"{_line_of(error, file_name)} {type(error).__name__}: {_message(error)}"
 
 
 async def _result(value: Awaitable) -> Any:

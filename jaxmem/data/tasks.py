@@ -24,6 +24,8 @@ _RANGES = {
     "timeout": reals(above=0),
     "held_out": reals(0, below=1),
     "max_prompt_tokens": integers(1, limit=2**24),
+    "max_turns": integers(1, limit=2**10),
+    "max_reply_tokens": integers(1, limit=2**20),
 }
 _IDS = {word: i for i, word in enumerate(VOCABULARY)}
 
@@ -41,6 +43,18 @@ class TaskConfig:
     reward: str | tuple[str, ...] = "exact"
     reward_weights: tuple[float, ...] | None = None  # one a reward; None: 1 each
     timeout: float | None = None  # most seconds of a call of a reward function
+    # whether records are completions of another engine, with prompt_ids,
+    # completion_ids, logprobs, a reward and, if it truncates, supports
+    recorded: bool = False
+    # what answers between turns: "calculator", or "file.py:Class" or
+    # "package.module:Class" with reset and step, whose rewards count instead of
+    # `reward`; None: one completion of each prompt
+    environment: str | None = None
+    max_turns: int = 4  # most completions of a conversation with an environment
+    max_reply_tokens: int = 64  # most that an environment's reply may have
+    # what a failure of an environment's step ends: the run (raise), or its conversation
+    # with the rewards that it has (end)
+    environment_errors: Literal["raise", "end"] = "raise"
     held_out: float = 0.0  # fraction of a file's prompts kept from training, in [0, 1)
     max_prompt_tokens: int = 512  # of a file's prompts; longer ones are refused
     stop: str | None = None  # token that ends a completion; None: the tokenizer's eos
@@ -71,6 +85,39 @@ class TaskConfig:
             wanted = f"{len(self.rewards)} finite numbers, one a reward"
             check_field(self, "reward_weights", good, wanted)
         check_field(self, "reward", bool(self.rewards), "at least one function")
+        self._check_environment()
+        if self.recorded:
+            wanted = "False for task.source='arithmetic', which is sampled"
+            check_field(self, "recorded", not self.is_arithmetic, wanted)
+            for name in ("environment", "held_out", "reward", "reward_weights"):
+                unset = getattr(self, name) == getattr(TaskConfig, name)
+                wanted = "left out where rollouts are recorded"
+                check_field(self, name, unset, wanted)
+
+    def _check_environment(self) -> None:
+        kinds = ("raise", "end")
+        good = self.environment_errors in kinds
+        check_field(self, "environment_errors", good, f"one of {kinds}")
+        unread = ("max_turns", "max_reply_tokens", "environment_errors")
+        if self.environment is not None:
+            wanted = "None for task.source='arithmetic', which has no records"
+            check_field(self, "environment", not self.is_arithmetic, wanted)
+            unread = ("reward", "reward_weights")
+        why = "without" if self.environment is None else "with"
+        for field in dataclasses.fields(self):
+            if field.name in unread:
+                unset = getattr(self, field.name) == field.default
+                wanted = f"left out {why} an environment"
+                check_field(self, field.name, unset, wanted)
+
+    @property
+    def turns(self) -> int:
+        """Most completions of a conversation."""
+        return 1 if self.environment is None else self.max_turns
+
+    def conversation_length(self, max_new_tokens: int) -> int:
+        """Most tokens after the prompt, of completions and of replies to them."""
+        return max_new_tokens * self.turns + self.max_reply_tokens * (self.turns - 1)
 
     @property
     def is_arithmetic(self) -> bool:

@@ -85,6 +85,7 @@ class PolicyMetrics(NamedTuple):
     dropped: float | None = None  # share that grpo.correction drops; None without one
     truncated: float | None = None  # share of completions that end at the limit
     resampled: int | None = None  # further rollouts, by grpo.resample
+    turns: float | None = None  # completions of a conversation, mean; None without any
     support_mean: float | None = None  # ids in a token's support; None likewise
     # share of tokens whose support has as many ids as sampling.support allows; None
     # where that limit cannot cut any

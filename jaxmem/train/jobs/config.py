@@ -99,6 +99,9 @@ class DistillJobConfig(JobConfig):
 
     def _check_rollouts(self) -> None:
         distill = self.distill
+        for name in ("environment", "recorded"):
+            if value := getattr(self.task, name):
+                raise ValueError(f"task.{name}={value!r} needs run.job='grpo'")
         if distill.loss_weight:
             raise ValueError(
                 f"distill.loss_weight={distill.loss_weight} must stay 0 for "
@@ -235,7 +238,12 @@ class GrpoJobConfig(JobConfig):
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence that is trained on."""
-        return self.task.prompt_length + self.sampling.max_new_tokens - 1
+        return self.task.prompt_length + self.completion_length - 1
+
+    @property
+    def completion_length(self) -> int:
+        """Most tokens after a prompt."""
+        return self.task.conversation_length(self.sampling.max_new_tokens)
 
     @property
     def row_lengths(self) -> tuple[int, ...]:

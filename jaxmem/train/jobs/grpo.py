@@ -20,18 +20,20 @@ from jaxmem.train import metrics
 from jaxmem.train.evaluation import Evaluated
 from jaxmem.train.jobs import policy_report, rollout_metrics, samples
 from jaxmem.train.jobs.accumulated import Sums
+from jaxmem.train.jobs.asked import Asked
 from jaxmem.train.jobs.config import GrpoJobConfig
 from jaxmem.train.jobs.job import Job
 from jaxmem.train.jobs.minibatches import Minibatch, packing_of
 from jaxmem.train.jobs.policy import correction
 from jaxmem.train.jobs.policy_program import PolicyProgram
 from jaxmem.train.jobs.questions import (
-    Asked,
+    Conversations,
     Questions,
     ends_of,
     place_of,
     state_of,
 )
+from jaxmem.train.jobs.recorded import RecordedRollouts
 from jaxmem.train.jobs.rollout_metrics import Clock, Rollout, Selected, Update
 from jaxmem.train.jobs.rollouts import Completions, Logprobs, Supports
 from jaxmem.train.jobs.sampled import Sampled, telling
@@ -39,6 +41,17 @@ from jaxmem.train.metrics import HeadCost, PolicyMetrics
 from jaxmem.train.phases import Phase
 from jaxmem.train.program import TrainState, fixed_moments
 from jaxmem.train.progress import ProgressReport
+
+
+def _number(step: int, attempt: int, turn: int) -> int:
+    """What the random numbers of a completion depend on, besides the seed.
+
+    Steps are positive; further attempts and turns have numbers of their own below 0.
+    """
+    if not (attempt or turn):
+        return step
+    drawn = np.random.SeedSequence([step, attempt, turn]).generate_state(1)[0]
+    return -1 - int(drawn >> 1)
 
 
 class Grpo(Job, name="grpo"):
@@ -54,8 +67,9 @@ class Grpo(Job, name="grpo"):
         """See `Job`."""
         config = self.config
         return Questions(
-            config.task, config.sampling, config.model.checkpoint, config.grpo.prompts
-        )
+            config.task, config.sampling, config.model.checkpoint, config.grpo.prompts,
+            config.grpo.group_size,
+        )  # fmt: skip
 
     def fixed(self) -> dict[str, Any]:
         """See `Job`."""
@@ -175,31 +189,64 @@ class Grpo(Job, name="grpo"):
                 break
         self._next = place  # after the rewards, which may raise
         sampled = telling(parts, grpo.prompts, grpo.group_size)
-        asked, completions, samples, graded = sampled
+        asked, completions, samples, graded, truncated, turns = sampled
         groups = graded.rewards.reshape(grpo.prompts, grpo.group_size)
         advantages = np.asarray(self._advantages(groups)).ravel()
         supports = None
         if samples.support_ids is not None:
             supports = Supports.of(np.asarray(samples.support_ids))
             samples = samples._replace(support_ids=None)
-        last = completions.lengths[:, None] - 1
-        ends = np.take_along_axis(completions.sampled, last, axis=1)[:, 0]
-        truncated = ends != self.program.ends.eos_id
         return Rollout(
             asked, completions, samples, supports, graded, advantages, truncated,
-            len(parts) - 1,
+            turns, len(parts) - 1,
         )  # fmt: skip
 
     def _sampled(self, number: int, attempt: int, place: int, params: Any) -> Sampled:
         """The completions of the prompts from a place on, with their rewards."""
-        grpo = self.config.grpo
+        grpo, program = self.config.grpo, self._compiled.sample
+        if isinstance(self.task, RecordedRollouts):
+            return self.task.sampled(place, grpo.prompts)
+        assert program is not None
         asked = self.task.ask(place, grpo.prompts).repeated(grpo.group_size)
-        # Steps are positive: what is sampled again has numbers of its own.
-        draw = -(1000 * number + attempt) if attempt else number
-        completions, samples = self._complete(
-            self._compiled.sample, params, asked, draw
-        )
-        return Sampled(asked, completions, samples, self.task.grade(asked, completions))
+        return self._answered(program, params, asked, (number, attempt))
+
+    def _answered(
+        self,
+        program: jax.stages.Compiled,
+        params: Any,
+        asked: Asked,
+        draw: tuple[int, int],
+    ) -> Sampled:
+        """Completions of prompts, or conversations, with their rewards.
+
+        Args:
+            program: that samples.
+            params: of the policy.
+            asked: the prompts.
+            draw: numbers of the step and of the attempt.
+        """
+
+        def sample(prompts: np.ndarray, lengths: np.ndarray, turn: int) -> Samples:
+            number = np.int32(_number(*draw, turn))
+            given = self.program.sampling_layout.place(
+                (prompts, lengths), self.program.prompts
+            )
+            return jax.device_get(program(params, self.frozen, *given, number))
+
+        if isinstance(self.task, Conversations):
+            played, graded = self.task.play(asked, sample)
+            samples, truncated, _, turns = played
+            said = np.asarray(samples.tokens), np.asarray(samples.lengths)
+            own = np.asarray(samples.mask)
+            completions = Completions.of(*asked[:2], *said, own)
+            return Sampled(asked, completions, samples, graded, truncated, turns)
+        samples = sample(*asked[:2], 0)
+        tokens, lengths = np.asarray(samples.tokens), np.asarray(samples.lengths)
+        completions = Completions.of(*asked[:2], tokens, lengths)
+        ends = np.take_along_axis(tokens, lengths[:, None] - 1, axis=1)[:, 0]
+        truncated = ends != self.program.ends.eos_id
+        graded, turns = self.task.grade(asked, completions), np.ones_like(lengths)
+        return Sampled(asked, completions, samples, graded, truncated, turns)
 
     def evaluate(self, state: TrainState, taken: PolicyMetrics) -> Evaluated | None:
         """Complete the held-out prompts at temperature 0."""
@@ -209,27 +256,14 @@ class Grpo(Job, name="grpo"):
         asked = asked.first(self.config.eval.prompts)
         graded = []
         for part, live in asked.parts(rows):  # of the shape that is compiled
-            completions, _ = self._complete(
-                self._greedy, state.params, part, taken.step
-            )
-            kept = completions.select(np.arange(live))
-            graded.append(self.task.grade(part.first(live), kept))
+            made = self._answered(self._greedy, state.params, part, (taken.step, 0))
+            graded.append(made.graded.first(live))
         values = rollout_metrics.of_held_out(graded)
         return Evaluated(taken._replace(**values), -values["held_out_reward"])
 
     @functools.cached_property
     def _greedy(self) -> jax.stages.Compiled:
         return self.program.trace_sample(greedy=True).lower().compile()
-
-    def _complete(
-        self, sample: jax.stages.Compiled, params: Any, asked: Asked, number: int
-    ) -> tuple[Completions, Samples]:
-        placed = self.program.sampling_layout.place(asked[:2], self.program.prompts)
-        samples: Samples = jax.device_get(
-            sample(params, self.frozen, *placed, np.int32(number))
-        )
-        tokens, lengths = np.asarray(samples.tokens), np.asarray(samples.lengths)
-        return Completions.of(*asked[:2], tokens, lengths), samples
 
     def _old(self, number: int, params: Any, rollout: Rollout) -> Logprobs:
         """What no update measures by itself, before the first of them."""
@@ -286,7 +320,7 @@ class Grpo(Job, name="grpo"):
                 packed = part.packing(self.config)
                 old.put(chosen, labelled.measured(packed, jax.device_get(measured)))
             state, norm = self._compiled.update(state, sums.gradients)
-            tokens = part.completions.lengths if kept is None else kept
+            tokens = part.completions.counts if kept is None else kept
             updates.append(Update(sums.loss, norm, sums.metrics, int(tokens.sum())))
         return state, jax.device_get(updates)
 

@@ -46,10 +46,10 @@ class Minibatch(NamedTuple):
         self, config: GrpoJobConfig, step: int, minibatch: int
     ) -> np.ndarray | None:
         """The tokens [N, R] to learn from of those that `kept_tokens` draws, or all."""
-        kept = kept_tokens(config, step, minibatch, self.completions.lengths)
-        if kept is None or self.learned is None:
-            return self.learned if kept is None else kept
-        return kept & self.learned
+        part = self.completions
+        drawn = kept_tokens(config, step, minibatch, part.lengths)
+        kept = [x for x in (drawn, self.learned, part.own) if x is not None]
+        return np.logical_and.reduce(kept) if kept else None
 
     def packing(self, config: GrpoJobConfig) -> Packing:
         """How `micro_batches` lays the samples out."""
@@ -67,8 +67,9 @@ class Minibatch(NamedTuple):
         Yields:
             A micro-batch and the normaliser.
         """
-        part, slots = self.completions, config.sampling.max_new_tokens
-        weights, normalizer = average(config.grpo, part.lengths, slots)
+        part = self.completions
+        slots = config.sampling.max_new_tokens * config.task.turns
+        weights, normalizer = average(config.grpo, part.counts, slots)
         if kept is not None:
             weights = weights / np.float32(config.grpo.token_fraction)
             part = part.keeping(kept)
@@ -115,7 +116,7 @@ def kept_tokens(
     Reference: Horvitz and Thompson, "A Generalization of Sampling Without Replacement
     From a Finite Universe", 1952.
     """
-    fraction, slots = config.grpo.token_fraction, config.sampling.max_new_tokens
+    fraction, slots = config.grpo.token_fraction, config.completion_length
     if fraction == 1:
         return None
     rng = np.random.default_rng([config.run.seed, step, minibatch, _TOKEN_STREAM])

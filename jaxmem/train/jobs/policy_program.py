@@ -38,7 +38,8 @@ Shape = tuple[int, int]  # of a micro-batch
 class Compiled(NamedTuple):
     """Every program of a run; by shape of a micro-batch where there are several."""
 
-    sample: jax.stages.Compiled  # (params, frozen, prompts, lengths, step) -> Samples
+    # (params, frozen, prompts, lengths, step) -> Samples; None for recorded rollouts
+    sample: jax.stages.Compiled | None
     # (params, frozen, Batch, support) -> log-probabilities under the distributions that
     # were sampled from, and those over the vocabulary; {} where updates measure them
     logprobs: dict[Shape, jax.stages.Compiled]
@@ -101,8 +102,11 @@ class PolicyProgram(SamplingProgram):
         elif config.kl_coefficient:
             traced = {s: self.trace_logprobs(s, whole=False) for s in forward}
             reference = {s: x.lower().compile() for s, x in traced.items()}
+        sample = None
+        if not self.config.task.recorded:
+            sample = self.trace_sample().lower().compile()
         return Compiled(
-            sample=self.trace_sample().lower().compile(),
+            sample=sample,
             logprobs=logprobs,
             reference=reference,
             zeros=self.compile_zeros(),

@@ -45,6 +45,8 @@ def phases_of(program: PolicyProgram) -> list[Phase]:
         ),
     ]
     made = [phase for phase in made if phase.runs]
+    if config.task.recorded:
+        made = [phase for phase in made if phase.name != "rollout"]
     if program.streamed is None:
         made.append(program.update_phase(held, grpo.minibatches * grpo.epochs))
     return made
@@ -72,7 +74,7 @@ def timed_phases(
 ) -> list[metrics.Phase]:
     """What each phase took: median seconds, and the largest of its programs."""
     programs = {
-        "rollout": [compiled.sample],
+        "rollout": [] if compiled.sample is None else [compiled.sample],
         "old": [*compiled.logprobs.values()],
         "reference": [*compiled.reference.values()],
         "update": [*compiled.gradients.values(), compiled.update],

@@ -2,78 +2,24 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
 
 import numpy as np
 import tokenizers
 
 from jaxmem.data import prompts, rewards, tasks, vocabulary
 from jaxmem.data.chat import Templates
+from jaxmem.data.environments import Environments
 from jaxmem.data.prompts import Prompt
 from jaxmem.data.records import DataError
 from jaxmem.data.tasks import TaskConfig
 from jaxmem.models.sampling import SamplingConfig
+from jaxmem.train.jobs.asked import Asked, Graded
+from jaxmem.train.jobs.conversations import Played, Replies, Sample, play
 from jaxmem.train.jobs.reading import Reading, Record, template_of
+from jaxmem.train.jobs.recorded import RecordedRollouts
 from jaxmem.train.jobs.rollouts import Completions
-
-
-class Asked(NamedTuple):
-    """Prompts of a rollout, as ids of the model."""
-
-    ids: np.ndarray  # int32 [N, P], right-padded
-    lengths: np.ndarray  # int32 [N]
-    items: Any  # what a task scores them by
-
-    def repeated(self, count: int) -> "Asked":
-        """Each prompt `count` times, one after the other."""
-        ids, lengths = (np.repeat(x, count, axis=0) for x in self[:2])
-        return Asked(ids, lengths, _repeated(self.items, count))
-
-    def first(self, count: int) -> "Asked":
-        """The first prompts; only of lists of items."""
-        return Asked(*(x[:count] for x in self))
-
-    def select(self, rows: np.ndarray) -> "Asked":
-        """The prompts of these numbers."""
-        if isinstance(self.items, tasks.Problems):
-            items: Any = tasks.Problems(*(x[rows] for x in self.items))
-        else:
-            items = [self.items[i] for i in rows]
-        return Asked(self.ids[rows], self.lengths[rows], items)
-
-    @classmethod
-    def joined(cls, parts: Sequence["Asked"]) -> "Asked":
-        """Those of several, one after the other."""
-        if isinstance(parts[0].items, tasks.Problems):
-            columns = zip(*(part.items for part in parts), strict=True)
-            items: Any = tasks.Problems(*map(np.concatenate, columns))
-        else:
-            items = [item for part in parts for item in part.items]
-        ids, lengths = (np.concatenate([p[i] for p in parts]) for i in (0, 1))
-        return cls(ids, lengths, items)
-
-    def parts(self, rows: int) -> Iterator[tuple["Asked", int]]:
-        """Parts of exactly so many prompts, and how many of each are not repeated."""
-        for start in range(0, len(self.lengths), rows):
-            chosen = np.arange(start, min(start + rows, len(self.lengths)))
-            filled = np.resize(chosen, rows)
-            items = [self.items[i] for i in filled]
-            yield Asked(self.ids[filled], self.lengths[filled], items), len(chosen)
-
-
-def _repeated(items: Any, count: int) -> Any:
-    if isinstance(items, tasks.Problems):
-        return tasks.Problems(*(np.repeat(x, count, axis=0) for x in items))
-    return [item for item in items for _ in range(count)]
-
-
-class Graded(NamedTuple):
-    """What completions are worth: float32 arrays [N]."""
-
-    rewards: np.ndarray
-    right: np.ndarray  # 1 where the (first) reward is 1 or more, else 0
-    parts: dict[str, float] | None = None  # mean by reward function, of several
 
 
 class Task(Protocol):
@@ -187,7 +133,10 @@ class OwnPrompts:
         self._score = rewards.Scorer(
             config.rewards, config.reward_weights, config.timeout
         )
-        self._train, self._held_out = prompts.load_prompts(config, tokenizer, template)
+        self._keep(prompts.load_prompts(config, (tokenizer, template)))
+
+    def _keep(self, loaded: tuple[list[Prompt], list[Prompt]]) -> None:
+        self._train, self._held_out = loaded
         self.size = len(self._train)
         self._orders: dict[int, np.ndarray] = {}
 
@@ -277,6 +226,60 @@ class OwnPrompts:
         )
 
 
+class Conversations(OwnPrompts):
+    """Records of a file, and environments that answer completions and reward them.
+
+    Args:
+        config: of the task.
+        sampling: how completions are drawn.
+        read: the checkpoint's tokenizer, and what returns the template of messages.
+        eos_id: the token that ends a completion.
+    """
+
+    def __init__(
+        self,
+        config: TaskConfig,
+        sampling: SamplingConfig,
+        read: prompts.Reader,
+        eos_id: int,
+    ):
+        assert config.environment is not None
+        self._config, (self._tokenizer, _) = config, read
+        slots = config.conversation_length(sampling.max_new_tokens)
+        width = config.prompt_length + slots - sampling.max_new_tokens
+        self._limits = config.max_turns, slots, width
+        self._environments = Environments(
+            config.environment, config.timeout, config.environment_errors
+        )
+        self._replies = Replies(config, *read, eos_id)
+        self._keep(prompts.load_prompts(config, read, self._environments))
+
+    def play(self, asked: Asked, sample: Sample) -> tuple[Played, Graded]:
+        """Complete prompts over several turns; a reward of 1 or more is right.
+
+        Args:
+            asked: the prompts, each of a record.
+            sample: completes them, turn by turn.
+
+        Raises:
+            RewardError: an environment fails.
+        """
+        where = [item.where for item in asked.items]
+        opened = self._environments.open([item.columns for item in asked.items], where)
+        for conversation, item in zip(opened, asked.items, strict=True):
+            if conversation.prompt != item.prompt:
+                raise rewards.RewardError(
+                    f"environment {self._config.environment} ({item.where}): reset "
+                    "returned two prompts for one record; completions of a prompt are "
+                    "compared, so take what varies from the record"
+                )
+        played = play(
+            self._environments, opened, asked[:2], sample, self._replies, self._limits
+        )
+        values = played.rewards.astype(np.float32)
+        return played, Graded(values, (values >= 1).astype(np.float32))
+
+
 def _completion(item: Prompt, text: str) -> Any:
     """In the form of the prompt, as TRL has it."""
     if isinstance(item.prompt, str):
@@ -292,6 +295,11 @@ def _one_line(text: str) -> str:
     return " ".join(text.split())[-60:]
 
 
+_LATER = (
+    "environment", "max_turns", "max_reply_tokens", "environment_errors", "recorded",
+)  # fmt: skip
+
+
 class Questions(Reading):
     """Prompts of a task: sums, or those of a file.
 
@@ -300,6 +308,7 @@ class Questions(Reading):
         sampling: how completions are drawn.
         checkpoint: whose tokenizer reads the prompts; None: the words of sums.
         prompts: of a rollout.
+        group_size: completions of a prompt.
     """
 
     def __init__(
@@ -308,14 +317,17 @@ class Questions(Reading):
         sampling: SamplingConfig,
         checkpoint: str | None,
         prompts: int,
+        group_size: int = 1,
     ):
         self._config, self._sampling = task, sampling
         self._checkpoint, self._prompts = checkpoint, prompts
-        self.longest = task.prompt_length + sampling.max_new_tokens
+        self._group_size = group_size
+        said = task.conversation_length(sampling.max_new_tokens)
+        self.longest = task.prompt_length + said
         self.chat_template = task.chat_template
 
     @functools.cached_property
-    def task(self) -> Sums | OwnPrompts:
+    def task(self) -> Sums | OwnPrompts | RecordedRollouts:
         """Where prompts and rewards come from.
 
         Raises a DataError for prompts that cannot be used, and a RewardError for a
@@ -326,13 +338,24 @@ class Questions(Reading):
             return Sums(task, checkpoint)
         assert checkpoint is not None, "the job's config says so"
         tokenizer = vocabulary.of_checkpoint(checkpoint)
+        if task.recorded:
+            ends = ends_of(task, checkpoint)
+            known = ends.size, ends.eos_id
+            size, sampling = self._group_size, self._sampling
+            return RecordedRollouts(task, sampling, tokenizer, size, known)
         template = template_of(checkpoint, task.chat_template, tokenizer)
-        return OwnPrompts(task, self._sampling, tokenizer, template)
+        if task.environment is None:
+            return OwnPrompts(task, self._sampling, tokenizer, template)
+        eos_id = ends_of(task, checkpoint).eos_id
+        return Conversations(task, self._sampling, (tokenizer, template), eos_id)
 
     def fixed(self) -> dict[str, dict[str, Any]]:
         """See `Reading`; how long a reward may take decides no value."""
         fields = dataclasses.asdict(self._config)
         del fields["timeout"]
+        for name in _LATER:  # a run from before there were any goes on
+            if fields[name] == getattr(TaskConfig, name):
+                del fields[name]
         if self._config.is_arithmetic:  # as in runs from before there were files
             names = "digits", "answer", "reward", "seed"
             fields = {name: fields[name] for name in names}

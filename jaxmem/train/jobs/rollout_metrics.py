@@ -9,8 +9,8 @@ import numpy as np
 
 import jaxmem
 from jaxmem.models.sampling import Samples
+from jaxmem.train.jobs.asked import Asked, Graded
 from jaxmem.train.jobs.config import GrpoJobConfig
-from jaxmem.train.jobs.questions import Asked, Graded
 from jaxmem.train.jobs.rollouts import Completions, Logprobs, Supports
 
 
@@ -24,6 +24,7 @@ class Rollout(NamedTuple):
     graded: Graded
     advantages: np.ndarray  # [N]
     truncated: np.ndarray  # [N] bool, completions without an end
+    turns: np.ndarray  # [N] completions of a conversation
     resampled: int  # rollouts that were sampled besides, for groups that tell nothing
 
     @property
@@ -174,11 +175,15 @@ def of_rollout(rollout: Rollout, config: GrpoJobConfig) -> dict[str, Any]:
         config: of the job.
     """
     lengths = rollout.completions.lengths
+    turns = None
+    if rollout.completions.own is not None:
+        turns = float(rollout.turns.mean())
     return {
         **of_grades(rollout.graded, config.grpo.group_size),
         "truncated": float(rollout.truncated.mean()),
         "resampled": rollout.resampled,
-        "response_length": float(lengths.mean()),
+        "turns": turns,
+        "response_length": float(rollout.completions.counts.mean()),
         "tokens": int(rollout.asked.lengths.sum() + lengths.sum()),
     }
 

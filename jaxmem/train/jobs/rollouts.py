@@ -27,12 +27,15 @@ class Completions:
       first: [N] place in each sequence of the first sampled token's prediction.
       sampled: [N, R] ids.
       lengths: [N] tokens sampled.
+      own: [N, R] which of these the model sampled, where an environment said others;
+        None: all.
     """
 
     tokens: list[np.ndarray]
     first: np.ndarray
     sampled: np.ndarray
     lengths: np.ndarray
+    own: np.ndarray | None = None
 
     @classmethod
     def of(
@@ -41,11 +44,24 @@ class Completions:
         prompt_lengths: np.ndarray,
         sampled: np.ndarray,
         lengths: np.ndarray,
+        own: np.ndarray | None = None,
     ) -> "Completions":
         """Join prompts [N, P] and completions [N, R], both right-padded."""
         rows = zip(prompts, prompt_lengths, sampled, lengths, strict=True)
         tokens = [np.concatenate([p[:n], s[: m - 1]]) for p, n, s, m in rows]
-        return cls(tokens, prompt_lengths - 1, sampled, lengths)
+        return cls(tokens, prompt_lengths - 1, sampled, lengths, own)
+
+    @property
+    def counts(self) -> np.ndarray:
+        """Tokens [N] that the model sampled."""
+        return self.lengths if self.own is None else self.own.sum(axis=1)
+
+    @property
+    def labels(self) -> np.ndarray:
+        """Ids [N, R] to be predicted; NO_LABEL for what an environment said."""
+        if self.own is None:
+            return self.sampled
+        return np.where(self.own, self.sampled, NO_LABEL)
 
     def spread(self, values: np.ndarray, fill: float = 0) -> list[np.ndarray]:
         """Put values of sampled tokens [N, R, ...] into their sequences."""
@@ -77,7 +93,7 @@ class Completions:
         if whole[0] is not None:
             rest = self.collect(packed.unpack(whole))
         within = np.arange(self.sampled.shape[1]) < self.lengths[:, None]
-        known = within & (self.sampled != NO_LABEL)
+        known = within & (self.labels != NO_LABEL)
         return Logprobs(self.collect(packed.unpack(drawn_from)), rest, known)
 
     def keeping(self, kept: np.ndarray | None) -> "Completions":
@@ -91,14 +107,19 @@ class Completions:
         """The sequences of these indices."""
         tokens = [self.tokens[i] for i in indices]
         others = (self.first, self.sampled, self.lengths)
-        return Completions(tokens, *(x[indices] for x in others))
+        own = None if self.own is None else self.own[indices]
+        first, sampled, lengths = (x[indices] for x in others)
+        return Completions(tokens, first, sampled, lengths, own)
 
     @classmethod
     def joined(cls, parts: Sequence["Completions"]) -> "Completions":
         """Those of several, one after the other."""
         tokens = [row for part in parts for row in part.tokens]
-        columns = ((p.first, p.sampled, p.lengths) for p in parts)
-        return cls(tokens, *map(np.concatenate, zip(*columns, strict=True)))
+        columns = zip(*((p.first, p.sampled, p.lengths) for p in parts), strict=True)
+        first, sampled, lengths = map(np.concatenate, columns)
+        own = [part.own for part in parts if part.own is not None]
+        whole = np.concatenate(own) if own else None
+        return cls(tokens, first, sampled, lengths, whole)
 
     def pack(
         self, max_tokens: int, row_lengths: Sequence[int], quadratic: float
@@ -110,7 +131,7 @@ class Completions:
     def batches(self, packed: Packing) -> Iterator[Batch]:
         """The micro-batches of a packing."""
         tokens = packed.place(self.tokens)
-        labels = packed.place(self.spread(self.sampled, NO_LABEL), NO_LABEL)
+        labels = packed.place(self.spread(self.labels, NO_LABEL), NO_LABEL)
         for i, packed_rows in enumerate(packed.micro_batches):
             yield Batch(
                 tokens[i], labels[i], packed_rows.segment_ids, packed_rows.positions

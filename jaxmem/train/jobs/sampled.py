@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from jaxmem.models.sampling import Samples
-from jaxmem.train.jobs.questions import Asked, Graded
+from jaxmem.train.jobs.asked import Asked, Graded
 from jaxmem.train.jobs.rollouts import Completions
 
 
@@ -18,6 +18,8 @@ class Sampled(NamedTuple):
     completions: Completions
     samples: Samples
     graded: Graded
+    truncated: np.ndarray  # [N] bool, whether the last one has no end
+    turns: np.ndarray  # [N] completions of a conversation
 
     def tells(self, group_size: int) -> np.ndarray:
         """Which groups have rewards that differ: booleans, one a group."""
@@ -32,12 +34,14 @@ class Sampled(NamedTuple):
             self.completions.select(rows),
             jax.tree.map(lambda x: np.asarray(x)[rows], self.samples),
             Graded(graded.rewards[rows], graded.right[rows], graded.parts),
+            self.truncated[rows],
+            self.turns[rows],
         )
 
     @classmethod
     def joined(cls, parts: Sequence["Sampled"]) -> "Sampled":
         """Those of several rollouts, one after the other."""
-        asked, completions, samples, graded = zip(*parts, strict=True)
+        asked, completions, samples, graded, truncated, turns = zip(*parts, strict=True)
         names = graded[0].parts or {}
         means = {
             name: float(np.mean([g.parts[name] for g in graded])) for name in names
@@ -51,6 +55,8 @@ class Sampled(NamedTuple):
                 np.concatenate([g.right for g in graded]),
                 means or None,
             ),
+            np.concatenate(truncated),
+            np.concatenate(turns),
         )
 
 

@@ -100,10 +100,16 @@ class SamplingProgram(AccumulatedProgram):
     def prompts(self) -> tuple[Any, Any]:
         """Shapes of what is sampled from: ids [N, P] and lengths [N]."""
         rows, _, config = self._rollouts
-        width = config.task.prompt_length
-        ids = jax.ShapeDtypeStruct((rows, width), jnp.int32)
+        ids = jax.ShapeDtypeStruct((rows, self._prompt_width), jnp.int32)
         lengths = jax.ShapeDtypeStruct((rows,), jnp.int32)
         return self.sampling_layout.of_rows((ids, lengths))
+
+    @property
+    def _prompt_width(self) -> int:
+        """Tokens before the last completion of the longest conversation."""
+        _, _, config = self._rollouts
+        slots, task = config.sampling.max_new_tokens, config.task
+        return task.prompt_length + task.conversation_length(slots) - slots
 
     def rollout_phase(self, held: Mapping[str, Any]) -> Phase:
         """The rollout, for a plan.
@@ -120,6 +126,7 @@ class SamplingProgram(AccumulatedProgram):
             held,
             {"keys and values": self._cache_bytes()},
             rows * slots,
+            runs=config.task.turns,
             turns=slots - 1,
         )
 
@@ -127,7 +134,7 @@ class SamplingProgram(AccumulatedProgram):
         """Bytes of a rollout's KV cache on one device."""
         _, _, config = self._rollouts
         model, mesh = self.model_config, self.layout.sizes
-        slots = config.task.prompt_length + config.sampling.max_new_tokens - 1
+        slots = self._prompt_width + config.sampling.max_new_tokens - 1
         slots = -(-slots // 8) * 8
         numbers = 2 * model.layers * model.kv_heads * model.head_dim * slots
         parts = mesh["data"] * mesh["fsdp"] * mesh["sequence"] * mesh["tensor"]

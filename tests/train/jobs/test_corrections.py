@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxmem.train.jobs.asked import Asked
 from jaxmem.train.jobs.minibatches import Minibatch
 from jaxmem.train.jobs.policy import GrpoConfig, HeadCall, policy_loss
 from jaxmem.train.jobs.policy_program import PolicyProgram
-from jaxmem.train.jobs.questions import Asked
 from jaxmem.train.jobs.rollouts import SAME_WEIGHTS, Logprobs
 from tests.cases import slow
 from tests.train.jobs.test_grpo import (

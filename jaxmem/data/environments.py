@@ -1,0 +1,209 @@
+"""Environments: what answers a model between the turns of a conversation.
+
+    reset(record) -> prompt;   step(said) -> (reply, reward, done)
+
+An environment is a class; one object of it is made for every conversation. The prompt
+is a string or a list of messages, and a reply is of the same kind. `said` is all that
+was said, the model's completion last: messages, or strings in turn. Objects are called
+in threads, all conversations of a turn at once.
+"""
+
+import dataclasses
+import functools
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from jaxmem.core import messages
+from jaxmem.data import rewards
+from jaxmem.data.calculator import Calculator
+from jaxmem.data.rewards import RewardError
+
+SHIPPED: dict[str, Callable[..., Any]] = {"calculator": Calculator}
+
+
+class Turn(NamedTuple):
+    """What an environment answered."""
+
+    reply: Any  # a string or messages, as the prompt
+    reward: float
+    done: bool
+
+
+@dataclasses.dataclass(eq=False)
+class Conversation:
+    """An environment's object, and what was said."""
+
+    where: str  # place of its record in the data, for errors
+    environment: Any
+    prompt: Any  # that `reset` returned
+    said: list[Any]  # messages, or strings in turn
+
+    @property
+    def has_messages(self) -> bool:
+        """Whether the prompt is a list of messages."""
+        return not isinstance(self.prompt, str)
+
+    def complete(self, text: str) -> None:
+        """Add what the model said."""
+        message = {"role": "assistant", "content": text}
+        self.said.append(message if self.has_messages else text)
+
+    def hear(self, reply: Any) -> None:
+        """Add what the environment said."""
+        self.said += reply if self.has_messages else [reply]
+
+
+class Environments:
+    """Makes environments and calls them.
+
+    Args:
+        name: of a shipped class, or "file.py:Class", or "package.module:Class".
+        timeout: maximum seconds of the calls of a turn together, or None.
+        on_error: "raise"; or "end": a conversation whose environment fails ends with
+            the rewards that it has.
+
+    Raises:
+        RewardError: the class cannot be imported, or lacks `reset` or `step`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        timeout: float | None = None,
+        on_error: Literal["raise", "end"] = "raise",
+    ):
+        self._name, self._timeout, self._on_error = name, timeout, on_error
+        self._class = rewards.load(name, "task.environment", SHIPPED)
+        for method in ("reset", "step"):
+            if not callable(getattr(self._class, method, None)):
+                raise RewardError(f"task.environment: {name} has no method {method!r}")
+
+    def open(
+        self, records: Sequence[dict[str, Any]], where: Sequence[str]
+    ) -> list[Conversation]:
+        """Make one environment a record, and reset it.
+
+        Args:
+            records: what each `reset` gets.
+            where: their places, for errors.
+
+        Raises:
+            RewardError: an environment fails, or its prompt is none.
+        """
+
+        def begin(record: dict[str, Any]) -> tuple[Any, Any]:
+            environment = self._class()
+            return environment, environment.reset(dict(record))
+
+        outcomes = self._together([functools.partial(begin, r) for r in records])
+        made = []
+        for place, (value, error) in zip(where, outcomes, strict=True):
+            if error is not None:
+                raise self._failure(place, "reset", error) from error
+            environment, prompt = value
+            if not (prompt and _is_said(prompt, isinstance(prompt, str))):
+                wanted = "neither a string nor a list of messages"
+                error = _Nonsense(f"returned {messages.short(prompt)}, {wanted}")
+                raise self._failure(place, "reset", error)
+            said = [prompt] if isinstance(prompt, str) else list(prompt)
+            made.append(Conversation(place, environment, prompt, said))
+        return made
+
+    def step(self, conversations: Sequence[Conversation]) -> list[Turn]:
+        """Let the environments answer what the model said last.
+
+        Args:
+            conversations: those that go on.
+
+        Raises:
+            RewardError: an environment fails, and `on_error` is "raise".
+        """
+        calls = [
+            functools.partial(c.environment.step, list(c.said)) for c in conversations
+        ]
+        turns = []
+        for c, (answer, error) in zip(
+            conversations, self._together(calls), strict=True
+        ):
+            turn = answer if error else _turn(answer, c)
+            if isinstance(turn, Turn):
+                turns.append(turn)
+                continue
+            if self._on_error == "raise":
+                raise self._failure(c.where, "step", error or turn) from error
+            turns.append(Turn([] if c.has_messages else "", 0.0, True))
+        return turns
+
+    def _together(
+        self, calls: Sequence[Callable[[], Any]]
+    ) -> list[tuple[Any, BaseException | None]]:
+        """Call all in threads that may be abandoned: what they return and raise."""
+        late = _Nonsense(f"took longer than task.timeout={self._timeout or 0:g} s")
+        outcomes: list[tuple[Any, BaseException | None]] = [(None, late)] * len(calls)
+
+        def run(i: int) -> None:
+            try:
+                outcomes[i] = calls[i](), None
+            except BaseException as error:
+                outcomes[i] = None, error
+
+        threads = [
+            threading.Thread(target=run, args=(i,), daemon=True)
+            for i in range(len(calls))
+        ]
+        for thread in threads:
+            thread.start()
+        end = None if self._timeout is None else time.monotonic() + self._timeout
+        for thread in threads:
+            thread.join(None if end is None else max(end - time.monotonic(), 0.0))
+        return list(outcomes)  # which a late thread cannot change any more
+
+    def _failure(self, where: str, method: str, error: BaseException) -> RewardError:
+        place = f"environment {self._name} ({where}): {method}"
+        if isinstance(error, _Nonsense):
+            return RewardError(f"{place} {error}")
+        file_name = Path(self._name.rpartition(":")[0]).name
+        return RewardError(f"{place} raised{rewards.described(error, file_name)}")
+
+
+class _Nonsense(ValueError):
+    """An answer that is none; the message goes on after the method's name."""
+
+
+def _turn(answer: Any, conversation: Conversation) -> Turn | _Nonsense:
+    """What `step` returned, if it can be used."""
+    if not isinstance(answer, tuple) or len(answer) != 3:
+        return _Nonsense(
+            f"returned {messages.short(answer)}, not a tuple (reply, reward, done)"
+        )
+    reply, reward, done = answer
+    kind = "messages" if conversation.has_messages else "a string"
+    if not _is_said(reply, not conversation.has_messages):
+        return _Nonsense(
+            f"replied {messages.short(reply)}, which must be {kind}, as the prompt is"
+        )
+    try:
+        value = float(reward)
+    except (TypeError, ValueError, OverflowError):
+        value = math.nan
+    if not math.isfinite(value):
+        return _Nonsense(
+            f"gave the reward {messages.short(reward)}, which is no finite number"
+        )
+    if not (reply or done):
+        return _Nonsense("replied nothing, and the conversation goes on")
+    return Turn(reply, value, bool(done))
+
+
+def _is_said(value: Any, as_text: bool) -> bool:
+    """Whether it is a string, or a list of messages with a role and content."""
+    if as_text:
+        return isinstance(value, str)
+    return isinstance(value, list) and all(
+        isinstance(m, dict) and isinstance(m.get("role"), str) and "content" in m
+        for m in value
+    )

@@ -1,0 +1,224 @@
+"""Conversations of several turns: a model's completions and an environment's replies.
+
+    prompt | completion | reply | completion | ...
+
+Tokens are appended and never tokenised again: what was sampled stays as it was, and a
+reply is the text that the chat template puts after a completion, or a string.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import tokenizers
+
+from jaxmem.data.chat import Templates
+from jaxmem.data.environments import Conversation, Environments
+from jaxmem.data.records import DataError
+from jaxmem.data.rewards import RewardError
+from jaxmem.data.tasks import TaskConfig
+from jaxmem.models.sampling import Samples
+
+# Completes prompts [N, P] of lengths [N] in the turn of a number, on the host.
+Sample = Callable[[np.ndarray, np.ndarray, int], Samples]
+# A completion that a template is asked to render; no text has these characters.
+_FILLER = "\ue000\ue001"
+
+
+class Played(NamedTuple):
+    """N conversations after their prompts, as `Samples` of R slots.
+
+    Attributes:
+        samples: mask is False, log-probabilities are 0 and supports are empty for what
+            environments said, which tokens and lengths contain.
+        truncated: [N] whether the last completion has no end.
+        rewards: [N] sums over turns.
+        turns: [N] completions of each.
+    """
+
+    samples: Samples
+    truncated: np.ndarray
+    rewards: np.ndarray
+    turns: np.ndarray
+
+
+class Replies:
+    """Turns what environments say into tokens.
+
+    Args:
+        config: of the task.
+        tokenizer: of the checkpoint.
+        template: returns the template that renders messages.
+        eos_id: the token that ends a completion.
+    """
+
+    def __init__(
+        self,
+        config: TaskConfig,
+        tokenizer: tokenizers.Tokenizer,
+        template: Templates,
+        eos_id: int,
+    ):
+        self._config, self._tokenizer = config, tokenizer
+        self._template, self._eos_id = template, eos_id
+        self._end = tokenizer.decode([eos_id], skip_special_tokens=False)
+
+    def has_end(self, ids: np.ndarray) -> bool:
+        """Whether a completion has ended."""
+        return ids[-1] == self._eos_id
+
+    def text(self, ids: np.ndarray) -> str:
+        """A completion as its environment gets it: without special tokens."""
+        return self._tokenizer.decode(ids.tolist(), skip_special_tokens=True)
+
+    def ids(self, conversation: Conversation, reply: Any) -> list[int]:
+        """The tokens that follow a completion, which has ended.
+
+        Args:
+            conversation: whose last completion is answered.
+            reply: of the environment.
+
+        Raises:
+            RewardError: they are more than `task.max_reply_tokens`.
+            DataError: the template cannot render the reply, or its text depends on what
+                was said before.
+        """
+        text = reply if isinstance(reply, str) else self._suffix(conversation, reply)
+        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        if len(ids) > (most := self._config.max_reply_tokens):
+            raise RewardError(
+                f"environment {self._config.environment} ({conversation.where}): a "
+                f"reply has {len(ids)} tokens; raise task.max_reply_tokens={most}, or "
+                "shorten it"
+            )
+        return ids
+
+    def _suffix(self, conversation: Conversation, reply: list[Any]) -> str:
+        """What the template writes after the end of a completion."""
+        before = conversation.said[:-1]
+        found = self._after(before, reply)
+        if found != self._after([{"role": "user", "content": "x"}], reply):
+            raise DataError(
+                f"task.environment ({conversation.where}): what the chat template "
+                "writes after a completion depends on the messages before it; use a "
+                "task.chat_template that does not"
+            )
+        if not found.startswith(self._end):
+            raise DataError(
+                f"task.environment ({conversation.where}): the chat template ends a "
+                f"completion by {found[:20]!r}, and the sampler by {self._end!r}; set "
+                "task.stop"
+            )
+        return found.removeprefix(self._end)
+
+    def _after(self, before: Sequence[Any], reply: list[Any]) -> str:
+        answer = {"role": "assistant", "content": _FILLER}
+        messages = [*before, answer, *reply]
+        text = self._template().render(messages, add_generation_prompt=True)
+        _, found, after = text.rpartition(_FILLER)
+        if not found:
+            raise DataError(
+                "task.environment: the chat template leaves out what the model said"
+            )
+        return after
+
+
+class _Rows:
+    """The tokens of N conversations, as they grow to at most R after the prompts."""
+
+    def __init__(self, prompts: np.ndarray, lengths: np.ndarray, slots: int):
+        rows = len(lengths)
+        self.read = np.zeros((rows, prompts.shape[1] + slots), np.int32)
+        self.read[:, : prompts.shape[1]] = prompts
+        self.first, self.lengths = lengths.astype(np.int64), np.zeros(rows, np.int64)
+        self.mask = np.zeros((rows, slots), bool)
+        self.logprobs = np.zeros((rows, slots), np.float32)
+        self.supports: np.ndarray | None = None
+
+    def append(self, i: int, ids: np.ndarray) -> slice:
+        """Put ids behind a row; the slots that they take."""
+        start = self.lengths[i]
+        self.lengths[i] += len(ids)
+        place = self.first[i] + start
+        self.read[i, place : place + len(ids)] = ids
+        return slice(start, self.lengths[i])
+
+    def add_sampled(self, i: int, samples: Samples) -> np.ndarray:
+        """Append a completion; its tokens."""
+        length = int(samples.lengths[i])
+        ids = np.asarray(samples.tokens)[i, :length]
+        slots = self.append(i, ids)
+        self.mask[i, slots] = True
+        self.logprobs[i, slots] = samples.logprobs[i, :length]
+        if samples.support_ids is not None:
+            if self.supports is None:
+                limit = samples.support_ids.shape[2]
+                self.supports = np.full((*self.mask.shape, limit), -1, np.int32)
+            self.supports[i, slots] = samples.support_ids[i, :length]
+        return ids
+
+    def prompts(self, width: int, live: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """What is read next: all of rows that are live, one token of others."""
+        lengths = np.where(live, self.first + self.lengths, 1)
+        return self.read[:, :width], lengths.astype(np.int32)
+
+    def samples(self) -> Samples:
+        """All that follows the prompts."""
+        tokens = np.zeros(self.mask.shape, np.int32)
+        for row, read, first, length in zip(
+            tokens, self.read, self.first, self.lengths, strict=True
+        ):
+            row[:length] = read[first : first + length]
+        lengths = self.lengths.astype(np.int32)
+        made: Any = tokens, self.mask, self.logprobs, self.supports, lengths
+        return Samples(*made)
+
+
+def play(
+    environments: Environments,
+    conversations: Sequence[Conversation],
+    prompts: tuple[np.ndarray, np.ndarray],
+    sample: Sample,
+    replies: Replies,
+    limits: tuple[int, int, int],
+) -> Played:
+    """Let a model and environments speak in turn, until all conversations have ended.
+
+    A conversation ends when its environment says so, after the last turn, or after a
+    completion without an end, which its environment rewards like others.
+
+    Args:
+        environments: that made the conversations.
+        conversations: N, after `reset`.
+        prompts: their ids [N, P] and lengths [N].
+        sample: completes them.
+        replies: turns replies into tokens.
+        limits: turns, tokens after a prompt, and tokens that `sample` reads.
+
+    Returns:
+        What was said.
+    """
+    turns, slots, width = limits
+    rows = _Rows(*prompts, slots)
+    live = np.ones(len(conversations), bool)
+    truncated, said = np.zeros(len(live), bool), np.zeros(len(live), np.int32)
+    rewards = np.zeros(len(live))
+    for turn in range(turns):
+        samples = sample(*rows.prompts(width, live), turn)
+        for i in np.flatnonzero(live).tolist():
+            ids = rows.add_sampled(i, samples)
+            said[i] += 1
+            truncated[i] = not replies.has_end(ids)
+            conversations[i].complete(replies.text(ids))
+        going = np.flatnonzero(live).tolist()
+        answers = environments.step([conversations[i] for i in going])
+        for i, answer in zip(going, answers, strict=True):
+            rewards[i] += answer.reward
+            live[i] = not (answer.done or truncated[i]) and turn < turns - 1
+            if live[i]:
+                ids = replies.ids(conversations[i], answer.reply)
+                rows.append(i, np.array(ids, np.int32))
+                conversations[i].hear(answer.reply)
+        if not live.any():
+            break
+    return Played(rows.samples(), truncated, rewards, said)

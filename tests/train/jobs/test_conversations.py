@@ -1,0 +1,309 @@
+"""Several turns with an environment: what is read, learned, replayed, and refused."""
+
+import io
+import json
+import pathlib
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from jaxmem.data.environments import Conversation
+from jaxmem.data.records import DataError
+from jaxmem.data.rewards import RewardError
+from jaxmem.data.tasks import TaskConfig
+from jaxmem.train import config as configuration, jobs
+from jaxmem.train.history import read_history
+from jaxmem.train.jobs import grpo
+from jaxmem.train.jobs.conversations import Replies
+from jaxmem.train.metrics import PolicyMetrics
+from tests.cases import slow
+from tests.checkpoints import texts
+from tests.train.jobs.kills import kill_before
+
+pytestmark = pytest.mark.usefixtures("quick_compilation", "no_picture")
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{{ m.role[0] + ' ' + m.content }}"
+    "{% if m.role == 'assistant' %}{{ '</s>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ ' a ' }}{% endif %}"
+)
+# A tokenizer without a decoder puts spaces between letters.
+ENVIRONMENT = """
+class Vowels:
+    def reset(self, record):
+        self.turn, self.record = 0, record
+        text = record["word"]
+        return text if record["plain"] else [{"role": "user", "content": text}]
+
+    def step(self, said):
+        self.turn += 1
+        last = said[-1] if self.record["plain"] else said[-1]["content"]
+        reward = last.count("a") / 4
+        done = self.turn == self.record["turns"]
+        reply = "more" if self.record["plain"] else [
+            {"role": "user", "content": "more"}]
+        return reply, reward, done
+"""
+GIN = """
+task.source = "records.jsonl"
+task.environment = "envs.py:Vowels"
+task.max_turns = 3
+task.max_reply_tokens = 10
+task.max_prompt_tokens = 12
+sampling.max_new_tokens = 4
+grpo.prompts = 4
+grpo.group_size = 8
+grpo.minibatches = 2
+grpo.max_tokens_train = 256
+grpo.max_tokens_forward = 256
+grpo.loss = "dapo"
+head.chunk = 32
+optimizer.learning_rate = 2e-2
+optimizer.warmup_steps = 0
+optimizer.weight_decay = 0.0
+run.job = "grpo"
+run.steps = 8
+run.checkpoint_every = 3
+run.compare_heads = False
+run.out_dir = "run"
+"""
+
+
+@pytest.fixture(autouse=True)
+def directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = texts.checkpoint("llama", tmp_path)
+    named = {"eos_token": "</s>", "bos_token": "<s>", "chat_template": TEMPLATE}
+    (model / "tokenizer_config.json").write_text(json.dumps(named))
+    rows = [
+        {"word": a + b, "plain": b in "wx", "turns": 1 + "wxyz".index(b)}
+        for a in "abcd"
+        for b in "wxyz"
+    ]
+    lines = [json.dumps(row) + "\n" for row in rows]
+    pathlib.Path("records.jsonl").write_text("".join(lines))
+    pathlib.Path("envs.py").write_text(ENVIRONMENT)
+    pathlib.Path("grpo.gin").write_text(GIN + f'model.checkpoint = "{model}"\n')
+    return tmp_path
+
+
+def train(*overrides):
+    config, text = configuration.load("grpo.gin", overrides)
+    stream = io.StringIO()
+    return jobs.train(config, text, Console(file=stream, width=120)), stream.getvalue()
+
+
+def encoded(text):
+    special = {"<": 1}
+    return [special.get(c, texts.LETTERS.find(c) + 3) for c in text]
+
+
+class Reader:
+    """The task of a configuration, and completions that are given."""
+
+    def __init__(self, *overrides, **samples):
+        config = configuration.load("grpo.gin", overrides)[0]
+        self.task = jobs.job_of(config).reads.task
+        self.config, self.seen = config, []
+
+    def play(self, asked, completions):
+        """Each turn, all rows say what is given for it."""
+
+        def sample(prompts, lengths, turn):
+            self.seen.append((prompts.copy(), lengths.copy()))
+            count, ids = len(lengths), np.array(completions[turn], np.int32)
+            row = np.zeros(4, np.int32)
+            row[: len(ids)] = ids
+            return SimpleNamespace(
+                tokens=np.tile(row, (count, 1)), lengths=np.full(count, len(ids)),
+                logprobs=np.full((count, 4), -1.0 - turn), support_ids=None,
+            )  # fmt: skip
+
+        return self.task.play(asked, sample)
+
+
+A, B, END = texts.LETTERS.index("a") + 3, texts.LETTERS.index("b") + 3, 2
+
+
+def test_tokens_are_appended_and_only_the_model_s_are_learned():
+    reader = Reader("task.held_out=0.0")
+    asked = reader.task.ask(0, 16)
+    turns = [[A, END], [A, B, END], [B, END]]
+    played, graded = reader.play(asked, turns)
+    for i, item in enumerate(asked.items):
+        record, samples = item.columns, played.samples
+        count = min(record["turns"], 3)
+        between = encoded("more") if record["plain"] else encoded("u more a ")
+        want, own = [], []
+        for turn in range(count):
+            want += turns[turn] + between * (turn < count - 1)
+            own += [True] * len(turns[turn]) + [False] * len(between) * (
+                turn < count - 1
+            )
+        length = samples.lengths[i]
+        assert samples.tokens[i, :length].tolist() == want
+        assert samples.mask[i, :length].tolist() == own
+        assert not samples.mask[i, length:].any()
+        assert (samples.logprobs[i][~samples.mask[i]] == 0).all()
+        assert played.turns[i] == count and not played.truncated[i]
+        assert graded.rewards[i] == pytest.approx([0.25, 0.5, 0.5][count - 1])
+        # What was read in the last turn is the prompt and all before it.
+        prompts, lengths = reader.seen[count - 1]
+        read = prompts[i, : lengths[i]].tolist()
+        assert read == [*item.ids, *want[: len(want) - len(turns[count - 1])]]
+    assert {int(x) for x in played.turns} == {1, 2, 3}
+
+
+def test_a_completion_without_an_end_ends_its_conversation():
+    reader = Reader()
+    played, graded = reader.play(reader.task.ask(0, 8), [[A, A, A, A]] * 3)
+    assert played.truncated.all() and (played.turns == 1).all()
+    assert (graded.rewards == 1).all() and (played.samples.lengths == 4).all()
+
+
+def test_labels_are_the_model_s_tokens_in_every_micro_batch():
+    from jaxmem.train.jobs.rollouts import Completions
+
+    reader = Reader()
+    asked = reader.task.ask(0, 8)
+    played, _ = reader.play(asked, [[A, END], [A, B, END], [B, END]])
+    samples = played.samples
+    made = Completions.of(*asked[:2], samples.tokens, samples.lengths, samples.mask)
+    packed = made.pack(64, (64,), 0.0)
+    labels = np.concatenate([b.labels.ravel() for b in made.batches(packed)])
+    assert (labels >= 0).sum() == samples.mask.sum() == made.counts.sum()
+    values = np.where(samples.mask, samples.logprobs, 7.0).astype("f4")
+    back = made.measured(packed, [(x, None) for x in packed.place(made.spread(values))])
+    np.testing.assert_array_equal(back.known, samples.mask)
+    kept = made.keeping(samples.mask & (samples.tokens == A))
+    labels = np.concatenate([b.labels.ravel() for b in kept.batches(packed)])
+    assert set(labels.tolist()) == {-1, A}
+
+
+@pytest.mark.usefixtures("one_program")
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        slow(["sampling.top_k=5"]),
+        slow(["grpo.token_fraction=0.7", "grpo.loss=gspo"]),
+    ],
+    ids=str,
+)
+def test_runs_learn_over_turns_and_resume_bitwise(overrides, monkeypatch):
+    result, _ = train("eval.every=4", "task.held_out=0.25", *overrides)
+    history = result.history
+    assert np.mean([s.reward for s in history[-2:]]) > history[0].reward + 0.1
+    for step in history:
+        # The trainer reads what the sampler read, in every turn.
+        assert step.mismatch_max < 2e-5 and step.ratios_inside_strict == 1
+        assert 1 <= step.turns <= 3
+    assert max(step.turns for step in history) > 1
+    assert history[3].held_out_reward is not None
+    shown = (result.out_dir / "report.html").read_text()
+    assert "more" in shown or "m o r e" in shown
+    again = ["eval.every=4", "task.held_out=0.25", "run.out_dir=cut", *overrides]
+    kill_before(5, grpo.Grpo, monkeypatch, lambda: train(*again))
+    train(*again)
+    wanted, got = (
+        [
+            {k: v for k, v in s._asdict().items() if "second" not in k}
+            for s in read_history(pathlib.Path(path) / "metrics.jsonl", PolicyMetrics)
+        ]
+        for path in ("run", "cut")
+    )
+    assert got == wanted
+
+
+# ----------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("return 1 / 0", r"envs.py:Vowels \(records.jsonl:\d+\): step raised"),
+        ("return '', 0, False", "replied nothing, and the conversation goes on"),
+        ("return 'x' * 11, 0, False",
+         "a reply has 11 tokens; raise task.max_reply_tokens=10, or shorten it"),
+    ],
+)  # fmt: skip
+def test_an_environment_that_fails_ends_a_run_by_name(body, message):
+    head = ENVIRONMENT.partition("    def step")[0].replace(
+        "[{", "text if True else [{"
+    )
+    pathlib.Path("envs.py").write_text(
+        f"{head}    def step(self, said):\n        {body}\n"
+    )
+    reader = Reader()
+    with pytest.raises(RewardError, match=message):
+        reader.play(reader.task.ask(0, 4), [[A, END]] * 3)
+
+
+def test_failures_may_end_conversations_instead():
+    pathlib.Path("envs.py").write_text(
+        ENVIRONMENT.replace("self.turn += 1", "self.turn += 1; 1 / (2 - self.turn)")
+    )
+    reader = Reader("task.environment_errors=end")
+    played, graded = reader.play(reader.task.ask(0, 12), [[A, END]] * 3)
+    np.testing.assert_array_equal(graded.rewards, 0.25)
+    assert set(played.turns.tolist()) == {1, 2}
+
+
+def test_completions_of_a_prompt_share_it():
+    pathlib.Path("envs.py").write_text(
+        "import itertools\nCOUNT = itertools.count()\n"
+        + ENVIRONMENT.replace(
+            'text = record["word"]', 'text = "abcdefgh"[next(COUNT) % 8]'
+        )
+    )
+    reader = Reader()
+    with pytest.raises(RewardError, match="reset returned two prompts for one record"):
+        reader.play(reader.task.ask(0, 4), [[A, END]] * 3)
+
+
+def replies(template, end="</s>"):
+    tokenizer = texts.tokenizer()
+    rendered = SimpleNamespace(
+        render=lambda messages, add_generation_prompt: template(messages)
+    )
+    config = TaskConfig(source="x.jsonl", environment="calculator")
+    made = Replies(config, tokenizer, lambda: rendered, 2)
+    made._end = end
+    return made
+
+
+def test_a_template_that_looks_back_is_refused():
+    prompt = [{"role": "user", "content": "a"}]
+    said = [*prompt, {"role": "assistant", "content": "b"}]
+    conversation, reply = Conversation("p:1", None, prompt, said), [
+        {"role": "user", "content": "c"}
+    ]  # fmt: skip
+
+    def plain(messages):
+        return "".join(m["content"] + "</s>" for m in messages)
+
+    assert replies(plain).ids(conversation, reply) == encoded("c") + [2]
+    with pytest.raises(DataError, match="depends on the messages before it"):
+        replies(lambda m: plain(m) + m[0]["content"]).ids(conversation, reply)
+    with pytest.raises(DataError, match="the chat template ends a completion by"):
+        replies(plain, "<end>").ids(conversation, reply)
+    with pytest.raises(DataError, match="leaves out what the model said"):
+        replies(lambda m: "c").ids(conversation, reply)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["task.reward=number"], "task.reward must be left out with an environment"),
+        (["task.environment=None"], "max_turns must be left out without an environme"),
+        (["task.source=arithmetic"], "environment must be None for task.source='arit"),
+        (["task.environment_errors=ignore"], "environment_errors must be 'raise' or"),
+        (["task.max_turns=0"], "task.max_turns must be"),
+        (["grpo.row_lengths=(32,)"], "grpo.row_lengths=(32,) must reach 43, the long"),
+    ],
+)
+def test_settings_that_do_not_go_together(overrides, message):
+    with pytest.raises(ValueError) as raised:
+        configuration.load("grpo.gin", overrides)
+    assert message in str(raised.value)

@@ -1,0 +1,177 @@
+"""Rollouts of another engine, from JSON Lines: the same step, corrected, or refused."""
+
+import io
+import json
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+from rich.console import Console
+
+from jaxmem.data.records import DataError
+from jaxmem.train import config as configuration, jobs
+from jaxmem.train.jobs.policy_program import PolicyProgram
+from tests.cases import slow
+from tests.checkpoints import texts
+from tests.train.jobs.test_grpo import job_with
+
+pytestmark = pytest.mark.usefixtures("quick_compilation", "no_picture")
+GIN = """
+task.source = "prompts.jsonl"
+task.max_prompt_tokens = 6
+sampling.max_new_tokens = 4
+grpo.prompts = 4
+grpo.group_size = 4
+grpo.minibatches = 2
+grpo.max_tokens_train = 64
+grpo.max_tokens_forward = 64
+grpo.loss = "dapo"
+head.chunk = 32
+optimizer.learning_rate = 1e-2
+optimizer.warmup_steps = 0
+run.job = "grpo"
+run.steps = 2
+run.compare_heads = False
+run.out_dir = "run"
+"""
+OWN = ["task.reward=rewards.py:score"]
+RECORDED = ["task.source=rollouts.jsonl", "task.recorded=True"]
+
+
+@pytest.fixture(autouse=True)
+def directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = texts.checkpoint("llama", tmp_path)
+    lines = [json.dumps({"prompt": a}) + "\n" for a in "abcdefgh"]
+    pathlib.Path("prompts.jsonl").write_text("".join(lines))
+    pathlib.Path("rewards.py").write_text(
+        "def score(completion_ids, **_):\n"
+        "    return [sum(ids) % 7 / 7 for ids in completion_ids]\n"
+    )
+    pathlib.Path("grpo.gin").write_text(GIN + f'model.checkpoint = "{model}"\n')
+    return tmp_path
+
+
+def new_job(*overrides):
+    config = configuration.load("grpo.gin", overrides)[0]
+    job = jobs.job_of(config)
+    program = PolicyProgram(job.config)
+    return job_with(program, program.compile())
+
+
+def write(made, noise=0.0):
+    """The rollout as another engine would leave it."""
+    rng, lines = np.random.default_rng(0), []
+    supports = made.supports
+    for i, length in enumerate(made.completions.lengths):
+        prompt = made.asked.ids[i, : made.asked.lengths[i]]
+        logprobs = np.asarray(made.samples.logprobs)[i, :length].astype(float)
+        logprobs = np.minimum(logprobs + noise * rng.normal(size=length), 0)
+        record = {
+            "prompt_ids": prompt.tolist(),
+            "completion_ids": made.completions.sampled[i, :length].tolist(),
+            "logprobs": logprobs.tolist(),
+            "reward": float(made.graded.rewards[i]),
+        }
+        if supports is not None:
+            starts = supports.csr.offsets[supports.numbers[i, :length]]
+            ends = supports.csr.offsets[supports.numbers[i, :length] + 1]
+            record["supports"] = [
+                supports.csr.ids[a:b].tolist()
+                for a, b in zip(starts, ends, strict=True)
+            ]
+        lines.append(json.dumps(record) + "\n")
+    pathlib.Path("rollouts.jsonl").write_text("".join(lines))
+
+
+@pytest.mark.parametrize("sampling", [[], slow(["sampling.top_k=5"])], ids=str)
+def test_a_step_is_that_of_the_sampler_s_own_rollout(sampling):
+    job = new_job(*OWN, *sampling)
+    state = job.initial_state()
+    write(job._roll_out(1, state.params))
+    job.open()
+    state, told = job.step(1, state)
+    other = new_job(*RECORDED, *sampling)
+    assert other._compiled.sample is None
+    got, found = other.step(1, other.initial_state())
+    jax.tree.map(np.testing.assert_array_equal, got.params, state.params)
+    assert found.grad_norm == told.grad_norm > 0 and found.reward == told.reward
+    assert found.mismatch_max == told.mismatch_max < 1e-5
+    assert found.support_mean == told.support_mean
+    assert other.get_state()["next_problem"] == 4
+    assert other.task.shown(other.last.asked, other.last.completions, 0)
+
+
+def test_corrections_are_for_such_rollouts(tmp_path):
+    job = new_job(*OWN)
+    write(job._roll_out(1, job.initial_state().params), noise=0.4)
+    rewards = []
+    for correction in ("icepop", "sequence_mask"):
+        config, text = configuration.load(
+            "grpo.gin",
+            [*RECORDED, f"grpo.correction={correction}", f"run.out_dir={correction}",
+             "grpo.correction_low=0.9", "grpo.correction_high=1.1"],
+        )  # fmt: skip
+        result = jobs.train(config, text, Console(file=io.StringIO()))
+        assert all(0 < step.dropped < 1 for step in result.history)
+        assert result.history[0].mismatch_mean > 0.1
+        rewards.append([step.reward for step in result.history])
+        summary = json.loads((result.out_dir / "summary.json").read_text())
+        assert set(summary["phases"]) == {"old", "update"}
+    assert rewards[0] == rewards[1] and rewards[0][0] == rewards[0][1]  # once again
+
+
+GOOD = {"prompt_ids": [1, 4], "completion_ids": [5, 2], "logprobs": [-1, -2.5],
+        "reward": 1}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "overrides", "message"),
+    [
+        ({"reward": None}, [], "rollouts.jsonl:2: reward must be a finite number, got"),
+        ({"logprobs": [-1]}, [], "rollouts.jsonl:2: logprobs must be 2 log-probabilit"),
+        ({"logprobs": [-1, 0.5]}, [], "logprobs must be 2 log-probabilities"),
+        ({"completion_ids": [5, 400]}, [], "completion_ids must be ids in [0, 40), g"),
+        ({"completion_ids": []}, [], "completion_ids has 0 ids; at least 1 and at"),
+        ({"prompt_ids": [1] * 7}, [], "prompt_ids has 7 ids; at least 1 and at m"),
+        ({"prompt_ids": [1, 5]}, [],
+         "rollouts.jsonl:2: prompt_ids differ from those of rollouts.jsonl:1; grpo."),
+        ({"supports": [[5], [2]]}, [], "supports need sampling.top_k, top_p or min_p"),
+        ({}, ["sampling.top_k=3"], "supports must be 2 lists of ids, one a token of c"),
+        ({"supports": [[4], [2]]}, ["sampling.top_k=3"],
+         "the support of token 5 must have it, each id once, and at most 3 ids, got"),
+        ({}, ["grpo.group_size=3"], "4 rollouts are no multiple of grpo.group_size=3"),
+    ],
+)  # fmt: skip
+def test_records_that_cannot_be_used(change, overrides, message):
+    rows = [dict(GOOD) for _ in range(4)]
+    if "sampling.top_k=3" in overrides and "supports" in change:
+        for row in rows:
+            row["supports"] = [[5, 4], [2]]
+    rows[1] |= change
+    pathlib.Path("rollouts.jsonl").write_text(
+        "".join(json.dumps(r) + "\n" for r in rows)
+    )
+    with pytest.raises(DataError) as raised:
+        _ = jobs.job_of(
+            configuration.load("grpo.gin", [*RECORDED, *overrides])[0]
+        ).reads.task
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["task.held_out=0.1"],
+            "task.held_out must be left out where rollouts are rec",
+        ),
+        (["task.reward=number"], "reward must be left out where rollouts are recorded"),
+        (["task.source=arithmetic"], "recorded must be False for task.source='arithme"),
+    ],
+)
+def test_settings_that_do_not_go_together(overrides, message):
+    with pytest.raises(ValueError) as raised:
+        configuration.load("grpo.gin", ["task.recorded=True", *overrides])
+    assert message in str(raised.value)
