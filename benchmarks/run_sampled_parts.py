@@ -31,9 +31,9 @@ from jaxmem.core.spec import Spec
 
 OUTPUTS = ("logprob",)
 SAVED = ("logprob", "max", "log_sum")
-# (depth, unroll, warps, sums) of `sampled_products.Launch` that are tried.
-TO_HIDDEN = [(256, 4, 1, 1), (512, 4, 2, 1), (256, 8, 1, 1), (1024, 4, 4, 1)]
-TO_W = [(1024, 4, 4, 8), (1024, 8, 4, 8), (2048, 4, 8, 8), (1024, 4, 4, 4)]
+# (at_once, unroll, sums) of `sampled_products.Launch` that are tried.
+TO_HIDDEN = [(8, 4, 1), (4, 4, 1), (4, 8, 1), (2, 8, 1), (2, 16, 1), (1, 16, 1)]
+TO_W = [(8, 4, 8), (8, 8, 8), (4, 8, 8), (8, 4, 4), (8, 4, 16), (8, 2, 8)]
 
 
 class Head(NamedTuple):
@@ -115,14 +115,11 @@ def select_exps(head, width, stats, kept, y, starts):
     """What follows each launch."""
     from jaxmem.kernels import sampled_select
 
-    rows, n = _stats.finish(stats, y >= 0), len(y)
-    facts = sampled_select.OfRows(
-        jnp.arange(n, dtype=jnp.int32), y, starts, stats.label_logit, stats.max,
-        _stats.Normaliser(rows.max, rows.log_sum),
-    )  # fmt: skip
-    none = _sampling.none(head.sampling, n, np.dtype("float32"))
-    return sampled_select.add_entries(
-        head.sampling, width, kept, facts, jnp.int32(n), none
+    rows = _stats.finish(stats, y >= 0)
+    normaliser = _stats.Normaliser(rows.max, rows.log_sum)
+    facts = sampled_select.OfRows(y, stats.label_logit, stats.max, normaliser)
+    return sampled_select.entries(
+        head.sampling, width, kept, facts, starts, jnp.int32(len(y))
     )
 
 
@@ -173,15 +170,15 @@ def sampled_products(sweep, h, W, dz, pairs) -> dict[str, Part]:
     from jaxmem.kernels import sampled_products as products
 
     by_name = {}
-    for x in TO_HIDDEN if sweep else TO_HIDDEN[:1]:
-        launch = products.Launch(*x)
+    tried = [products.Launch(*x) for x in TO_HIDDEN] if sweep else []
+    for launch in tried or [products.TO_HIDDEN]:
         run = functools.partial(
             products.to_hidden, layout="vd", dtype=h.dtype, launch=launch
         )
         by_name[f"dH {_brief(launch)}"] = Part(run, (dz, W))
     like = jax.ShapeDtypeStruct(W.shape, W.dtype)
-    for x in TO_W if sweep else TO_W[:1]:
-        launch = products.Launch(*x)
+    tried = [products.Launch(*x) for x in TO_W] if sweep else []
+    for launch in tried or [products.TO_W]:
         run = functools.partial(
             products.to_weights, like=like, layout="vd", launch=launch
         )
@@ -190,7 +187,7 @@ def sampled_products(sweep, h, W, dz, pairs) -> dict[str, Part]:
 
 
 def _brief(launch):
-    return f"{launch.depth}/{launch.unroll}/{launch.warps}/{launch.sums}"
+    return f"{launch.at_once}/{launch.unroll}/{launch.sums}"
 
 
 def prepared(head, problem) -> dict:

@@ -137,7 +137,7 @@ def problems(
     """
     checks: list[Callable[..., str]] = [
         _too_new, _unlike_versions, _two_plugins, _plugin_alone, _unused_gpu,
-        _unused_tpu, _wrong_gradients, _no_triton,
+        _unused_tpu, _wrong_gradients, _no_kernels,
     ]  # fmt: skip
     messages = [check(versions, plugins, driver, backend) for check in checks]
     return [message for message in messages if message]
@@ -218,14 +218,15 @@ def _wrong_gradients(versions, plugins, driver, backend) -> str:
     )
 
 
-def _no_triton(versions, plugins, driver, backend) -> str:
-    if backend != "gpu" or devices.has_triton():
+def _no_kernels(versions, plugins, driver, backend) -> str:
+    if backend != "gpu" or devices.has_mosaic() and devices.has_triton():
         return ""
+    slower = [] if devices.has_triton() else ["norms", "decoding"]
+    slower += [] if devices.has_mosaic() else ["the head", "divergences"]
     return (
-        f"jax {versions['jax']} has no Triton backend of Pallas for this GPU: "
-        "sampled gradients, divergences, norms and decoding run on XLA, slower; "
-        f"install 'jax<{_CEILINGS['jax']}' where the GPU is of compute capability 8.0 "
-        "or newer"
+        f"jax {versions['jax']} has no kernels for this GPU of {', '.join(slower)}: "
+        "they run on XLA, slower; the kernels need a GPU of compute capability 9.0 or "
+        f"newer and 'jax>=0.11,<{_CEILINGS['jax']}'"
     )
 
 

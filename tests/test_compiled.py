@@ -115,7 +115,6 @@ def _written_in_place(text):
             yield "\n".join([lines[origin(operands[int(place[1])])], *users])
 
 
-@pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
 @pytest.mark.parametrize("slots", [None, 16])
 def test_the_number_of_iterations_is_known_to_the_host(slots):
     """It would wait for the GPU in each iteration of a loop, and the GPU for it."""

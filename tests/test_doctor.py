@@ -13,7 +13,6 @@ from jaxmem import cli, doctor
 
 ROOT = pathlib.Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-TURING = types.SimpleNamespace(compute_capability="7.5")
 FINE = {"jax": "0.11.2", "jaxlib": "0.11.2"}
 
 
@@ -86,10 +85,18 @@ def test_what_is_installed_here_is_not_too_new():
     assert doctor._too_new(installed, {}, "", "cpu") == ""
 
 
-def test_a_gpu_without_the_kernels_of_triton(monkeypatch):
-    monkeypatch.setattr(jax, "devices", lambda: [TURING])
+@pytest.mark.parametrize(
+    "capability, slower",
+    [
+        ("7.5", "norms, decoding, the head, divergences"),
+        ("8.0", "the head, divergences"),
+    ],
+)
+def test_a_gpu_without_kernels(capability, slower, monkeypatch):
+    gpu = types.SimpleNamespace(compute_capability=capability)
+    monkeypatch.setattr(jax, "devices", lambda: [gpu])
     (problem,) = problems(driver="580.1", backend="gpu")
-    assert "sampled gradients, divergences, norms and decoding run on XLA" in problem
+    assert f"no kernels for this GPU of {slower}: they run on XLA" in problem
 
 
 def test_nothing_is_wrong():

@@ -45,14 +45,15 @@ def forward(spec: Spec, source: Head, rows: Rows, names) -> tuple[dict, Entries]
         stats, kept = kernel.statistics_and_exps(env, *operands, tile_sums=True)
         stats = _shards.vary(stats, spec.part_varying)
         outputs = _operands.merged(spec, rows, block.ids, stats)
+        normaliser = _stats.Normaliser(outputs.max, outputs.log_sum)
         facts = sampled_select.OfRows(
-            block.ids, operands[2], _operands.take(starts, block.ids),
-            stats.label_logit, stats.max,
-            _stats.Normaliser(outputs.max, outputs.log_sum),
-        )  # fmt: skip
-        entries_so_far = sampled_select.add_entries(
-            sampling, env.tiles.columns, kept, facts, block.n_active, entries_so_far
+            operands[2], stats.label_logit, stats.max, normaliser
         )
+        entries = sampled_select.entries(
+            sampling, env.tiles.columns, kept, facts,
+            _operands.take(starts, block.ids), block.n_active,
+        )  # fmt: skip
+        entries_so_far = _operands.put_all(entries_so_far, block.ids, entries)
         return active.put(so_far, block, stats), entries_so_far
 
     none = _sampling.none(sampling, n_rows, spec.stats_dtype)

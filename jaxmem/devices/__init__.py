@@ -8,6 +8,7 @@ from jaxmem.devices.current import (
     backend as backend,
     count as count,
     current as current,
+    has_mosaic as has_mosaic,
     has_triton as has_triton,
     planned as planned,
     target as target,

@@ -104,6 +104,15 @@ def backend() -> str:
     return "gpu" if around.device.platform == "cuda" else "tpu"
 
 
+def has_mosaic() -> bool:
+    """Whether Pallas's Mosaic GPU backend has kernels for the current GPU.
+
+    It has them for NVIDIA GPUs of compute capability 9.0 (Hopper) and later, from jax
+    0.11 on.
+    """
+    return jax.__version_info__ >= (0, 11) and _major_capability("9.0") >= 9
+
+
 def has_triton() -> bool:
     """Whether Pallas's Triton backend has kernels for the current GPU.
 
@@ -116,6 +125,11 @@ def has_triton() -> bool:
         return False
     if found is None:
         return False
-    capability = str(getattr(current()[0], "compute_capability", "8.0"))
+    return _major_capability("8.0") >= 8
+
+
+def _major_capability(unknown):
+    """Of the current GPU; 0 of AMD's, whose are "gfx90a" and such."""
+    capability = str(getattr(current()[0], "compute_capability", unknown))
     major = capability.split(".")[0]
-    return major.isdigit() and int(major) >= 8  # those of AMD are "gfx90a" and such
+    return int(major) if major.isdigit() else 0

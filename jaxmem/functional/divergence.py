@@ -350,7 +350,7 @@ def _divergence(verb, divergence, hidden, W, reference, options):
 def uses_kernels(implementation: Implementation | None) -> bool:
     """Whether sums over the vocabulary are those of `kernels.row_sums`."""
     on_gpu = implementation is None and devices.backend() == "gpu"
-    return on_gpu and devices.has_triton()
+    return on_gpu and devices.has_mosaic()
 
 
 def _specs(policy, reference, options):

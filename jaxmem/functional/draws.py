@@ -166,7 +166,7 @@ class _Draws(LoopRule):
         if self.kernels:
             from jaxmem.kernels import row_blocks  # Pallas takes a while to import
 
-            if row_blocks.supports(z.shape[0], z.shape[1], z.dtype):
+            if row_blocks.supports(z.shape[1], z.dtype):
                 return _draw_in_blocks(self.spec, z, bits)
         return _draw(self.spec, z, bits)
 

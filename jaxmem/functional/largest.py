@@ -163,7 +163,7 @@ class _Largest(LoopRule):
         if self.kernels:
             from jaxmem.kernels import row_blocks  # Pallas takes a while to import
 
-            if row_blocks.supports(z.shape[0], z.shape[1], z.dtype, k):
+            if row_blocks.supports(z.shape[1], z.dtype, k):
                 blocks = row_blocks.parts(z)
                 found = row_blocks.top_k(z, blocks.largest, k)
                 return *found, row_blocks.normaliser(blocks)

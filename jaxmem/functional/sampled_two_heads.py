@@ -18,7 +18,7 @@ from jaxmem.core import sampling as _sampling, shards as _shards, stats as _stat
 from jaxmem.core.operands import for_active_chunks, put_all, take
 from jaxmem.core.sampling import Derivative, Entries, Sampling
 from jaxmem.functional.rule import LoopRule
-from jaxmem.functional.two_heads import Masses, TwoHeadsRule, compare
+from jaxmem.functional.two_heads import Masses, TwoHeadsRule, beside, compare, softmax
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +69,7 @@ class SampledTwoHeadsRule(TwoHeadsRule):
 
     def _entries(self, sampling, z, y, saved, starts) -> Entries:
         """The sampled entries of rows of a divergence."""
-        policy, reference = saved["normalisers"]
+        policy, reference = beside(saved["normalisers"])
         density = self._density(z, y, *policy, *reference)
         ones = jnp.ones(len(z), density.dtype)
         return _sampling.select(sampling, density, ones, starts)
@@ -83,22 +83,22 @@ class SampledTwoHeadsRule(TwoHeadsRule):
             spec.gradient_samples or 0, spec.columns, sampled_blocks.MARGIN
         )
         bounds = sampled_blocks.bounds(sampling, *masses)
-        entries = sampled_blocks.select(
-            sampling, self._density, bounds, masses.width, (z, y),
-            (*policy, *reference), starts,
-        )  # fmt: skip
+        density = sampled_blocks.Density(
+            self._density, (z, y), rows=(*policy, *reference)
+        )
+        entries = sampled_blocks.select(sampling, density, bounds, masses.width, starts)
         return self._derivative(sampling, z, y, saved, entries)
 
     def _density(self, z, y, p_max, p_log_sum, q_max, q_log_sum):
         """The density of tiles of both heads' logits, and their normalisers."""
-        p = jnp.exp(_stats.log_softmax(z, _stats.Normaliser(p_max, p_log_sum)))
-        q = jnp.exp(_stats.log_softmax(y, _stats.Normaliser(q_max, q_log_sum)))
+        p = softmax(z, _stats.Normaliser(p_max, p_log_sum))
+        q = softmax(y, _stats.Normaliser(q_max, q_log_sum))
         return self.divergence.density(p, q)
 
     def _derivative(self, sampling, z, y, saved, entries: Entries) -> Derivative:
         """The derivative of rows of a divergence by the scaled logits."""
         columns, kept = entries
-        normalisers, mean_slope = saved["normalisers"], saved["mean_slope"][:, None]
+        normalisers, mean_slope = beside((saved["normalisers"], saved["mean_slope"]))
 
         def at(x):
             return jnp.take_along_axis(x, columns, axis=1, mode="clip")

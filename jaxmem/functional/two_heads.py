@@ -87,10 +87,10 @@ class TwoHeadsRule(LoopRule):
         """
         if not self.by_kernels(z):
             normalisers = _stats.normaliser(z), _stats.normaliser(y)
+            rows = *normalisers[0], *normalisers[1]
             *parts, slope = _stats.sum_rows_of(
-                lambda *tiles: self._terms(*tiles, *normalisers[0], *normalisers[1]),
-                z, y,
-            )  # fmt: skip
+                lambda *tiles: self._terms(*tiles, *beside(rows)), z, y
+            )
             value, masses = sum(parts[1:], parts[0]), None
         elif isinstance(self.divergence, JSD):
             value, slope, normalisers, masses = self._by_sums(z, y)
@@ -121,8 +121,7 @@ class TwoHeadsRule(LoopRule):
         """They are read for the normalisers, and once more for the sums."""
         from jaxmem.kernels import row_blocks, row_sums
 
-        exp = _of_kernels().exp
-        heads = row_blocks.quick_parts(z, exp), row_blocks.quick_parts(y, exp)
+        heads = row_blocks.parts(z), row_blocks.parts(y)
         normalisers = tuple(map(row_blocks.normaliser, heads))
         rows = *normalisers[0], *normalisers[1]
         terms = functools.partial(self._terms, ops=_of_kernels())
@@ -134,7 +133,7 @@ class TwoHeadsRule(LoopRule):
         return sum(parts[1:], parts[0]), slope, normalisers, masses
 
     def _terms(self, z, y, *rows, ops=XLA):
-        """The divergence's terms and its slopes, [C, V]; rows are both normalisers."""
+        """The divergence's terms and its slopes, like z; rows are both normalisers."""
         p_max, p_log_sum, q_max, q_log_sum = rows
         policy = _stats.Normaliser(p_max, p_log_sum)
         args = compare(z, y, policy, _stats.Normaliser(q_max, q_log_sum), ops)
@@ -147,7 +146,7 @@ class TwoHeadsRule(LoopRule):
             return False
         from jaxmem.kernels import row_sums
 
-        return row_sums.supports(z.shape[0], z.shape[1], z.dtype)
+        return row_sums.supports(z.shape[1], z.dtype)
 
     def backward_loop(self, source, rows, given, result, saved, g):
         """See `LoopRule.backward_loop`."""
@@ -175,7 +174,7 @@ class TwoHeadsRule(LoopRule):
         """
         _, z, y = logits
         mean_slope, g = saved["mean_slope"][:, None], g[:, None]
-        p, q, log_ratio = compare(z, y, *saved["normalisers"])
+        p, q, log_ratio = compare(z, y, *beside(saved["normalisers"]))
         dz = g * (self.divergence.slopes(p, q, log_ratio) - p * mean_slope)
         # Rows past the last active one, or whose infinite divergence is not used.
         dz = jnp.where(g == 0, 0, dz)
@@ -238,13 +237,22 @@ def _of_kernels() -> Arithmetic:
 
 
 def compare(z, y, policy: _stats.Normaliser, reference: _stats.Normaliser, ops=XLA):
-    """p, q and ln(p/q); ln(p/q) keeps its last digits where the logits agree."""
-    p, q = _softmax(z, policy, ops), _softmax(y, reference, ops)
-    return p, q, (z - y) - _shift(policy, reference)[:, None]
+    """p, q and ln(p/q); ln(p/q) keeps its last digits where the logits agree.
+
+    The normalisers broadcast against the logits.
+    """
+    p, q = softmax(z, policy, ops), softmax(y, reference, ops)
+    return p, q, (z - y) - _shift(policy, reference)
 
 
-def _softmax(z, rows: _stats.Normaliser, ops):
-    return ops.exp(z - _stats.finite(rows.max)[:, None], rows.log_sum[:, None])
+def softmax(z, rows: _stats.Normaliser, ops=XLA):
+    """Probabilities of logits, whose normalisers broadcast against them."""
+    return ops.exp(z - _stats.finite(rows.max), rows.log_sum)
+
+
+def beside(rows):
+    """Arrays [C, 1] of arrays [C]."""
+    return jax.tree.map(lambda x: x[:, None], rows)
 
 
 def _shift(policy: _stats.Normaliser, reference: _stats.Normaliser):
@@ -254,5 +262,4 @@ def _shift(policy: _stats.Normaliser, reference: _stats.Normaliser):
 
 def _scale(head, normaliser: _stats.Normaliser):
     """What makes probabilities of blocks' e^(z - m), [C, n]."""
-    max_and_log_sum = (x[:, None] for x in normaliser)
-    return _sampling.scale(head.largest, _stats.Normaliser(*max_and_log_sum))
+    return _sampling.scale(head.largest, beside(normaliser))

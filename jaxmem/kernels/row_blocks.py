@@ -1,17 +1,15 @@
-"""Rows of logits by blocks of neighbours, by Pallas's Triton backend.
+"""Rows of logits by blocks of neighbours.
 
 One read of the logits gives the largest logit of each block and the sum of the other
 exponentials relative to it. The row's normaliser follows from these few numbers, as do
 the blocks that the row's k largest logits are in, and the mass of each block.
 """
 
-import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
-import jax.experimental.pallas.triton as plt
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -19,13 +17,13 @@ from jax import lax
 from jaxmem.core import running_sums
 from jaxmem.core.stats import Normaliser
 from jaxmem.kernels import row_sums
+from jaxmem.kernels.row_tiles import PARAMS, beside, reduce_blocks
 from jaxmem.kernels.typed import alike, result
 
 WIDTH = 64  # columns of a block
-_TILE = 4096  # columns of a program
-_WARPS = 4
-_TOP = np.uint32(2**31)
-_LARGEST_ROW = 16384  # entries that one program selects from
+_MOST_BLOCKS = 16384  # whose maxima registers hold
+_MOST = 256  # entries to select, one after another
+_LOWEST, _NAN = np.int32(-(2**31)), np.int32(2**31 - 1)
 
 
 class Parts(NamedTuple):
@@ -35,47 +33,24 @@ class Parts(NamedTuple):
     others: jax.Array  # Σ e^(z - m) without the 1 of a largest logit
 
 
-def supports(n_rows: int, columns: int, dtype: Any, k: int = 1) -> bool:
-    """Whether the kernels take logits of this shape and type, and select k of them."""
-    selected_from = max(pl.cdiv(columns, WIDTH), k * WIDTH)
-    return row_sums.supports(n_rows, columns, dtype) and selected_from <= _LARGEST_ROW
+def supports(columns: int, dtype: Any, k: int = 1) -> bool:
+    """Whether the kernels take rows of this length and type, and select k of each."""
+    fits = pl.cdiv(columns, WIDTH) <= _MOST_BLOCKS and k <= _MOST
+    return row_sums.supports(columns, dtype) and fits
 
 
 def parts(z: jax.Array) -> Parts:
     """The blocks of logits z [C, V], float32, all -inf beyond V."""
-    return Parts(*_launch(_others, z))
+    return Parts(*reduce_blocks("row_blocks", _largest_and_others, (z,), WIDTH))
 
 
-def quick_parts(z: jax.Array, exp: Callable[[jax.Array], jax.Array]) -> Parts:
-    """`parts` in fewer instructions.
-
-    Small sums are exact in the row's first block only; others have an absolute error of
-    an epsilon.
-
-    Args:
-        z: logits [C, V], float32.
-        exp: e^x for x ≤ 0.
-
-    Returns:
-        The blocks.
-    """
-    largest, sums = _launch(functools.partial(_sums, exp), z)
-    return without_largest(z, largest, sums, WIDTH)
-
-
-def _launch(reduce, z):
-    """Maxima of the blocks, and what `reduce` makes of each."""
-    (z,) = alike(z)
-    shape = len(z), pl.cdiv(z.shape[1], WIDTH)
-    return pl.pallas_call(
-        functools.partial(_reduce_blocks, reduce, z.shape[1]),
-        grid=(len(z), pl.cdiv(z.shape[1], _TILE)),
-        in_specs=[pl.no_block_spec],
-        out_specs=[pl.no_block_spec] * 2,
-        out_shape=[result(shape, jnp.float32, z)] * 2,
-        compiler_params=plt.CompilerParams(num_warps=_WARPS, num_stages=1),
-        name="row_blocks",
-    )(z)
+def _largest_and_others(z):
+    largest = jnp.max(z, axis=1)
+    is_largest = z == beside(largest, z.shape)
+    # A block of -inf has exponentials of 0, not NaN.
+    exps = jnp.exp(z - beside(jnp.where(largest == -jnp.inf, 0, largest), z.shape))
+    others = jnp.sum(jnp.where(is_largest, 0, exps), axis=1)
+    return largest, others + (jnp.sum(jnp.where(is_largest, 1.0, 0.0), axis=1) - 1)
 
 
 def without_largest(z: jax.Array, largest, sums, width: int) -> Parts:
@@ -110,7 +85,8 @@ def normaliser(blocks: Parts) -> Normaliser:
 def top_k(z: jax.Array, largest: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     """The k largest of rows of logits, largest first, equal ones in their order.
 
-    They are in the k blocks with the largest maxima; see `core.selection.top_k`.
+    The next one is in the block with the largest maximum, which is read again: it also
+    gives the maximum of what is left of that block.
 
     Args:
         z: float32 [C, V].
@@ -120,118 +96,66 @@ def top_k(z: jax.Array, largest: jax.Array, k: int) -> tuple[jax.Array, jax.Arra
     Returns:
         (logits, their columns in int32), [C, k] each.
     """
-    _, blocks = select(largest, min(k, largest.shape[1]))
-    entries, columns = select(z, k, blocks)
-    entries, at = lax.top_k(entries, k)
-    return entries, jnp.take_along_axis(columns, at, axis=1, mode="promise_in_bounds")
-
-
-def _reduce_blocks(reduce, columns, z_ref, largest_ref, sums_ref):
-    row, tile = pl.program_id(0), pl.program_id(1)
-    block = tile * (_TILE // WIDTH) + jnp.arange(_TILE // WIDTH, dtype=jnp.int32)
-    column = block[:, None] * WIDTH + jnp.arange(WIDTH, dtype=jnp.int32)[None]
-    z = plt.load(z_ref.at[row, column], mask=column < columns, other=-jnp.inf)
-    largest = jnp.max(z, axis=1)
-    # A block of -inf has exponentials of 0, not NaN.
-    shift = jnp.where(largest == -jnp.inf, 0, largest)[:, None]
-    there = block < pl.cdiv(columns, WIDTH)
-    plt.store(largest_ref.at[row, block], largest, mask=there)
-    sums = reduce(z, largest[:, None], shift)
-    plt.store(sums_ref.at[row, block], sums, mask=there)
-
-
-def _others(z, largest, shift):
-    is_largest = z == largest
-    others = jnp.sum(jnp.where(is_largest, 0, jnp.exp(z - shift)), axis=1)
-    return others + (jnp.sum(is_largest.astype(jnp.float32), axis=1) - 1)
-
-
-def _sums(exp, z, largest, shift):
-    del largest
-    return jnp.sum(exp(z - shift), axis=1)
-
-
-def select(
-    x: jax.Array, k: int, blocks: jax.Array | None = None
-) -> tuple[jax.Array, jax.Array]:
-    """The k largest entries of rows, in the order of their columns.
-
-    Of equal ones, those with the smallest columns.
-
-    Args:
-        x: float32 [C, n].
-        k: how many, at most those that there are.
-        blocks: int32 [C, b], ascending: only these blocks of `WIDTH` columns; None for
-            all columns.
-
-    Returns:
-        (entries, their columns in int32), [C, k] each.
-    """
-    operands = alike(x) if blocks is None else alike(x, blocks)
-    n = x.shape[1] if blocks is None else blocks.shape[1] * WIDTH
-    # More warps hide more of the latency of gathering blocks.
-    warps = max(pl.next_power_of_2(n) // (1024 if blocks is None else 512), 1)
-    shape = len(x), k
-    return pl.pallas_call(
-        functools.partial(_select, x.shape[1], n, k),
-        grid=(len(x),),
-        in_specs=[pl.no_block_spec] * len(operands),
-        out_specs=[pl.no_block_spec] * 2,
-        out_shape=[
-            result(shape, jnp.float32, *operands),
-            result(shape, jnp.int32, *operands),
-        ],
-        compiler_params=plt.CompilerParams(num_warps=min(warps, 16), num_stages=1),
-        name="row_select",
+    n_rows, columns = z.shape
+    n = pl.cdiv(largest.shape[1], 128) * 128
+    keys = jnp.pad(
+        _ordered(largest), ((0, 0), (0, n - largest.shape[1])), constant_values=_LOWEST
+    )
+    operands = alike(keys, z)
+    out = result((n_rows, k), jnp.int32, *operands)
+    keys, found = plgpu.kernel(
+        _select(columns, n, k),
+        out_type=(out, out),
+        grid=(n_rows,),
+        grid_names=("row",),
+        compiler_params=PARAMS,
     )(*operands)
+    return _unordered(keys), found
 
 
-def _select(columns, n, k, x_ref, *refs):
-    *block_refs, entries_ref, columns_ref = refs
-    row = pl.program_id(0)
-    place = jnp.arange(pl.next_power_of_2(n), dtype=jnp.int32)
-    column = place
-    for ref in block_refs:
-        of_place = plt.load(ref.at[row, place // WIDTH], mask=place < n, other=0)
-        column = of_place * WIDTH + place % WIDTH
-    inside = (place < n) & (column < columns)
-    x = plt.load(x_ref.at[row, column], mask=inside, other=0.0)
-    x = jnp.where(x == 0, 0.0, x)  # no -0, which is not below 0
-    keys = jnp.where(inside, _ordered(x), 0)
-    threshold = _kth_largest(keys, k)
-    above, equal = keys > threshold, keys == threshold
-    # Both counts in one running sum.
-    counts = jnp.cumsum(above.astype(jnp.int32) * 2**16 + equal.astype(jnp.int32))
-    n_above, n_equal = counts >> 16, counts & 0xFFFF
-    wanted = k - jnp.sum(above.astype(jnp.int32))
-    taken = above | (equal & (n_equal <= wanted))
-    at = jnp.where(taken, n_above + jnp.minimum(n_equal, wanted) - 1, k)
-    plt.store(entries_ref.at[row, at], x, mask=taken)
-    plt.store(columns_ref.at[row, at], column, mask=taken)
+def _select(columns, n, k):
+    # Two columns of a block for each thread of a warp, and the same for all warps.
+    of_block = plgpu.Layout.TILED(
+        plgpu.Tiling(((WIDTH,), (32,), (1,))),
+        warp_dims=(plgpu.Replicated(4),), lane_dims=(-2,), vector_dim=-1,
+    )  # fmt: skip
+    of_row = plgpu.Layout.WG_STRIDED((n,), 1)
+
+    def row_select(largest_ref, z_ref, keys_ref, columns_ref):
+        row = lax.axis_index("row")
+        place = lax.broadcasted_iota(jnp.int32, (n,), 0)
+        lane = lax.broadcasted_iota(jnp.int32, (WIDTH,), 0)
+        lane = plgpu.layout_cast(lane, of_block)
+
+        def next_one(i, carry):
+            largest, last_key, last = carry
+            key = jnp.max(largest)
+            block = -jnp.max(jnp.where(largest == key, -place, -n))
+            first = jnp.minimum(block * WIDTH, columns - WIDTH)
+            z = z_ref.at[row, pl.ds(first, WIDTH)]
+            z = _ordered(plgpu.load(z, layout=of_block, optimized=False))
+            at = first + lane
+            # Of equal logits, those in columns up to the last one are taken.
+            taken = jnp.where(key == last_key, last, -1)
+            equal = (z == key) & (at > taken) & (at >= block * WIDTH)
+            column = -jnp.max(jnp.where(equal, -at, -columns))
+            left = (z < key) & (at >= block * WIDTH) | equal & (at > column)
+            left = jnp.max(jnp.where(left, z, _LOWEST))
+            keys_ref[row, i], columns_ref[row, i] = key, column
+            return jnp.where(place == block, left, largest), key, column
+
+        largest = plgpu.load(largest_ref.at[row], layout=of_row, optimized=False)
+        lax.fori_loop(0, k, next_one, (largest, _LOWEST, jnp.int32(-1)))
+
+    return row_select
 
 
 def _ordered(x):
-    """Positive uint32 in the order of float32 x without -0."""
-    bits = lax.bitcast_convert_type(x, jnp.uint32)
-    return jnp.where(bits >> 31 == 1, ~bits, bits | _TOP)
+    """int32 in the order of float32 x, in which -0 is 0 and NaN comes last."""
+    bits = lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.int32)
+    return jnp.where(x != x, _NAN, jnp.where(bits < 0, bits ^ _NAN, bits))
 
 
-def _kth_largest(keys, k):
-    """A number that k uint32 keys reach; more only if several equal the k-th largest.
-
-    It is found bit by bit, which ends as soon as exactly k keys reach it.
-    """
-
-    def unsure(carry):
-        _, bit, n_reach = carry
-        return (bit > 0) & (n_reach != k)
-
-    def next_bit(carry):
-        found, bit, n_reach = carry
-        n_tried = jnp.sum((keys >= (found | bit)).astype(jnp.int32))
-        enough = n_tried >= k
-        found = jnp.where(enough, found | bit, found)
-        return found, bit >> 1, jnp.where(enough, n_tried, n_reach)
-
-    first = jnp.uint32(0), jnp.uint32(_TOP), jnp.int32(keys.size)
-    return lax.while_loop(unsure, next_bit, first)[0]
+def _unordered(keys):
+    x = lax.bitcast_convert_type(jnp.where(keys < 0, keys ^ _NAN, keys), jnp.float32)
+    return jnp.where(keys == _NAN, jnp.nan, x)

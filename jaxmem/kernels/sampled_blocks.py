@@ -1,29 +1,50 @@
-"""Kernels that find sampled entries among logits in memory, by blocks of columns.
+"""A kernel that finds sampled entries among numbers in memory, by blocks of columns.
 
 Given upper bounds of the units (`core.sampling`) of each block, systematic sampling
-uses the bounds, and only blocks whose bound contains a multiple of u are read, as
-`sampled_select` does with stored exponentials. A column is kept for exactly as many
-starts as it has units, so the bounds change no probability.
+uses the bounds: only blocks whose bound contains a multiple of u are read. In these,
+the units of all columns are computed and summed. A column is kept if its own units
+reach the multiple; if none does, because a bound is not tight, the slot stays empty.
+Each column is kept for exactly as many starts as it has units, so the bounds change
+which columns are drawn together, but no probability.
 """
 
-import functools
+import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
-import jax.experimental.pallas.triton as plt
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+from jax import lax
 
 from jaxmem.core import sampling as _sampling
 from jaxmem.core.sampling import Entries, Sampling
-from jaxmem.kernels.sampled_select import search
+from jaxmem.kernels.row_tiles import PARAMS, beside, store
 from jaxmem.kernels.typed import alike, result
 
 # Of a block's mass: its rounding, and that of exponentials that are computed anew.
 _ROUNDED = 2.0**-14
 MARGIN = 2.0**-13  # of `Sampling`: relative excess of the bounds over the units
-_SLOTS, _PICK_WARPS = 16, 4  # of a program that finds entries
-_SUM_WARPS = 4
+_SLOTS = 8  # of a program, some in each of its four warps
+_SUMS = 128  # running sums that they are compared with at a time
+
+
+class Density(NamedTuple):
+    """Probabilities of columns, from what is in memory.
+
+    Attributes:
+        of: of tiles [slots, width], of numbers of their blocks [slots, width] and of
+            their row [], all float32, to probabilities [slots, width].
+        tiles: its first arguments, [C, V]; the tiles have no columns from V on.
+        blocks: the next ones, [C, n].
+        rows: the last ones, [C].
+    """
+
+    of: Callable[..., jax.Array]
+    tiles: tuple[jax.Array, ...]
+    blocks: tuple[jax.Array, ...] = ()
+    rows: tuple[jax.Array, ...] = ()
 
 
 def bounds(
@@ -48,105 +69,190 @@ def bounds(
 
 
 def select(
-    sampling: Sampling,
-    density: Callable[..., jax.Array],
-    bounds: jax.Array,
-    width: int,
-    tiles: tuple[jax.Array, ...],
-    rows: tuple[jax.Array, ...],
+    sampling: Sampling, density: Density, bounds: jax.Array, width: int,
     starts: jax.Array,
-) -> Entries:
-    """Entries of rows of logits that are in memory.
+) -> Entries:  # fmt: skip
+    """Entries of rows that are in memory.
 
     Args:
-        sampling: static facts, with `MARGIN`.
-        density: of tiles [slots, width] and numbers of their row [1], all float32, to
-            probabilities [slots, width]. The tiles are -inf beyond V.
+        sampling: static facts, with a margin that the bounds keep to.
+        density: of the columns.
         bounds: of the units of each block, int32 [C, n].
-        width: columns of a block, a power of two.
-        tiles: density's first arguments, [C, V].
-        rows: the others, [C].
+        width: columns of a block, 64, 128 or 256.
         starts: int32 [C].
 
     Returns:
         The entries, with their densities as p.
     """
     sums = running_sums(bounds)
-    operands = alike(starts, sums, *tiles, *rows)
-    shape = len(starts), sampling.slots
-    columns, p = pl.pallas_call(
-        functools.partial(_pick, sampling, density, width, len(tiles)),
-        grid=(shape[0], pl.cdiv(sampling.slots, _SLOTS)),
-        in_specs=[pl.no_block_spec] * len(operands),
-        out_specs=[pl.no_block_spec] * 2,
-        out_shape=[
+    n_live = (jnp.max(sums, axis=1) + starts) >> sampling.bits
+    operands = alike(
+        starts, n_live, bounds, sums, *density.tiles, *density.blocks, *density.rows
+    )
+    groups = pl.cdiv(sampling.slots, _SLOTS)
+    shape = len(starts), groups * _SLOTS
+    columns, p = plgpu.kernel(
+        _Select(sampling, density, width, bounds.shape[1]).kernel(sums.shape[1]),
+        out_type=[
             result(shape, jnp.int32, *operands),
             result(shape, jnp.float32, *operands),
         ],
-        compiler_params=plt.CompilerParams(num_warps=_PICK_WARPS, num_stages=1),
-        name="sampled_pick_logits",
+        grid=(groups, len(starts)),
+        grid_names=("group", "row"),
+        scratch_types=[plgpu.SMEM((_SLOTS,), jnp.int32)],
+        compiler_params=PARAMS,
     )(*operands)
-    return Entries(columns, p)
+    return Entries(columns[:, : sampling.slots], p[:, : sampling.slots])
 
 
 def running_sums(x: jax.Array) -> jax.Array:
-    """Running sums of rows, int32 [C, n]."""
-    (x,) = alike(x)
-    n = x.shape[1]
+    """Running sums of rows, int32 [C, n], n to a multiple of 128 with the last one."""
+    (x,) = alike(jnp.pad(x, ((0, 0), (0, -x.shape[1] % _SUMS))))
+    n_rows, n = x.shape
+    layout = plgpu.Layout.WG_STRIDED((n,), 1)
 
-    def kernel(x_ref, sums_ref):
-        row, at = pl.program_id(0), jnp.arange(pl.next_power_of_2(n), dtype=jnp.int32)
-        here = plt.load(x_ref.at[row, at], mask=at < n, other=0)
-        plt.store(sums_ref.at[row, at], jnp.cumsum(here), mask=at < n)
+    def sampled_running_sums(x_ref, sums_ref, so_far):
+        row = lax.axis_index("row")
+        sums = plgpu.load(x_ref.at[row], layout=layout, optimized=False)
+        so_far[pl.ds(0, n)] = plgpu.layout_cast(jnp.zeros(n, jnp.int32), layout)
+        distance = 1
+        while distance < n:
+            so_far[pl.ds(n, n)] = sums
+            sums += plgpu.load(so_far.at[pl.ds(n - distance, n)], layout=layout)
+            distance *= 2
+        sums_ref[row] = sums
 
-    return pl.pallas_call(
-        kernel,
-        grid=(len(x),),
-        in_specs=[pl.no_block_spec],
-        out_specs=pl.no_block_spec,
-        out_shape=result(x.shape, jnp.int32, x),
-        compiler_params=plt.CompilerParams(num_warps=_SUM_WARPS, num_stages=1),
-        name="sampled_block_sums",
+    return plgpu.kernel(
+        sampled_running_sums,
+        out_type=result(x.shape, jnp.int32, x),
+        grid=(n_rows,),
+        grid_names=("row",),
+        scratch_types=[plgpu.SMEM((2 * n,), jnp.int32)],
+        compiler_params=PARAMS,
     )(x)
 
 
-def _pick(sampling, density, width, n_tiles, starts_ref, sums_ref, *refs):
-    """`_SLOTS` slots of one row."""
-    *refs, columns_ref, p_ref = refs
-    tile_refs, row_refs = refs[:n_tiles], refs[n_tiles:]
-    row, first = pl.program_id(0), pl.program_id(1) * _SLOTS
-    start, total = plt.load(starts_ref.at[row]), sums_ref[row, sums_ref.shape[1] - 1]
-    slot = first + jnp.arange(_SLOTS, dtype=jnp.int32)
-    there = slot < sampling.slots
-    any_live = (first + 1) * sampling.one - start <= total
+class _Select:
+    """What a program does for one row."""
 
-    @pl.when(any_live)
-    def _some():
-        of_row = [plt.load(ref.at[pl.ds(row, 1)]) for ref in row_refs]
-        n_columns = tile_refs[0].shape[1]
-        rest = (slot + 1) * sampling.one - start
-        live = there & (rest <= total)
-        block, passed = search(sums_ref, row, rest, live)
-        begin = block * width
-        place = jnp.arange(width, dtype=jnp.int32)[None]
-        columns = begin[:, None] + place
-        inside = live[:, None] & (columns < n_columns)
-        tiles = (
-            plt.load(ref.at[row, columns], mask=inside, other=-jnp.inf)
-            for ref in tile_refs
+    def __init__(self, sampling: Sampling, density: Density, width: int, n_blocks: int):
+        self.sampling, self.density, self.width = sampling, density, width
+        self.n_blocks = n_blocks
+        self.length = density.tiles[0].shape[1]
+        self.last = self.length - width  # where the last block of a row is read
+        at_once = math.gcd(width // 32, self.length)
+        self.of_column, self.of_columns = _layouts(at_once)
+        self.of_sum, self.of_sums = _layouts(_SUMS // 32)
+
+    def kernel(self, n_sums: int) -> Callable[..., None]:
+        """The kernel, of a padded number of blocks."""
+        sizes = [len(x) for x in self.density[1:]]
+
+        def sampled_pick(starts_ref, live_ref, *refs):
+            *refs, columns_ref, p_ref, block = refs
+            row, first = lax.axis_index("row"), lax.axis_index("group") * _SLOTS
+            here, n_live = pl.ds(first, _SLOTS), live_ref[row]
+            slot = lax.broadcasted_iota(jnp.int32, (_SLOTS,), 0) + first
+
+            @pl.when(first < n_live)
+            def _some():
+                bounds_ref, sums_ref, *others = (ref.at[row] for ref in refs)
+                others = iter(others)
+                tiles, blocks, rows = ([next(others) for _ in range(n)] for n in sizes)
+                rows = [ref[...] for ref in rows]
+                rest = (slot + 1) * self.sampling.one - starts_ref[row]
+                block[...] = self._block_of(rest, sums_ref, n_sums)
+                loaded = self._load(block, (bounds_ref, sums_ref), tiles, blocks)
+                columns, p = self._columns(rest, rows, *loaded)
+                columns = jnp.where(slot < n_live, columns, self.sampling.columns)
+                store(columns_ref.at[row, here], columns)
+                store(p_ref.at[row, here], jnp.where(slot < n_live, p, 0.0))
+
+            @pl.when(first >= n_live)
+            def _none():
+                none = jnp.where(slot < 0, 0, self.sampling.columns)
+                store(columns_ref.at[row, here], none)
+                store(p_ref.at[row, here], jnp.where(slot < 0, 1.0, 0.0))
+
+        return sampled_pick
+
+    def _block_of(self, rest, sums_ref, n_sums):
+        """The block whose running sum first reaches each of `rest`."""
+        before = jnp.zeros(_SLOTS, jnp.int32)
+        wanted = beside(rest, (_SLOTS, _SUMS))
+        for first in range(0, n_sums, _SUMS):
+            here = sums_ref.at[pl.ds(first, _SUMS)]
+            here = plgpu.load(here, layout=self.of_sum, optimized=False)
+            here = lax.broadcast_in_dim(here, (_SLOTS, _SUMS), (1,))
+            here = plgpu.layout_cast(here, self.of_sums)
+            before += jnp.sum(jnp.where(here < wanted, 1, 0), axis=1)
+        return jnp.minimum(before, self.n_blocks - 1)
+
+    def _load(self, block, sum_refs, tile_refs, block_refs):
+        """(first columns, those of the blocks, sums before them, tiles, numbers).
+
+        Each warp loads the blocks of all slots, and keeps those of its own.
+        """
+        shape, (bounds_ref, sums_ref) = (_SLOTS, self.width), sum_refs
+        slot = lax.broadcasted_iota(jnp.int32, (_SLOTS,), 0)
+        slot_of = plgpu.layout_cast(
+            lax.broadcasted_iota(jnp.int32, shape, 0), self.of_columns
         )
-        p = density(*tiles, *of_row)
-        sums = jnp.cumsum(_sampling.units(sampling, p), axis=1)
-        column = jnp.sum((sums < (rest - passed)[:, None]).astype(jnp.int32), axis=1)
-        # A bound that is not tight may contain a multiple that no column reaches.
-        hit = live & (column < width) & (begin + column < n_columns)
-        p = jnp.sum(jnp.where(place == column[:, None], p, 0.0), axis=1)
-        found = jnp.where(hit, begin + column, sampling.columns)
-        plt.store(columns_ref.at[row, slot], found, mask=there)
-        plt.store(p_ref.at[row, slot], jnp.where(hit, p, 0.0), mask=there)
+        first = begin = passed = jnp.zeros(_SLOTS, jnp.int32)
+        tiles = [jnp.zeros(shape, ref.dtype) for ref in tile_refs]
+        numbers = [jnp.zeros(_SLOTS, jnp.float32) for _ in block_refs]
+        for i in range(_SLOTS):
+            here = block[i]
+            at = jnp.minimum(here * self.width, self.last)
+            own = slot == i
+            first, begin = (
+                jnp.where(own, x, old)
+                for x, old in ((at, first), (here * self.width, begin))
+            )
+            passed = jnp.where(own, sums_ref[here] - bounds_ref[here], passed)
+            numbers = [
+                jnp.where(own, ref[here], old)
+                for ref, old in zip(block_refs, numbers, strict=True)
+            ]
+            for j, ref in enumerate(tile_refs):
+                x = ref.at[pl.ds(at, self.width)]
+                x = plgpu.load(x, layout=self.of_column, optimized=False)
+                x = lax.broadcast_in_dim(x, shape, (1,))
+                x = plgpu.layout_cast(x, self.of_columns)
+                tiles[j] = jnp.where(slot_of == i, x, tiles[j])
+        return first, begin, passed, tiles, numbers
 
-    @pl.when(jnp.logical_not(any_live))
-    def _none():
-        empty = jnp.full(_SLOTS, sampling.columns, jnp.int32)
-        plt.store(columns_ref.at[row, slot], empty, mask=there)
-        plt.store(p_ref.at[row, slot], jnp.zeros(_SLOTS, jnp.float32), mask=there)
+    def _columns(self, rest, rows, first, begin, passed, tiles, numbers):
+        """(columns whose units reach `rest`, their densities) of each slot."""
+        shape, sampling = (_SLOTS, self.width), self.sampling
+        tiles = [x.astype(jnp.float32) for x in tiles]
+        p = self.density.of(*tiles, *(beside(x, shape) for x in numbers), *rows)
+        place = plgpu.layout_cast(
+            lax.broadcasted_iota(jnp.int32, shape, 1), self.of_columns
+        )
+        column = beside(first, shape) + place
+        inside = (column >= beside(begin, shape)) & (column < sampling.columns)
+        units = jnp.where(inside, _sampling.units(sampling, p), 0)
+        rest, at, step = rest - passed, jnp.zeros(_SLOTS, jnp.int32), self.width // 2
+        while step:  # the most columns whose units do not reach it
+            before = jnp.where(place < beside(at + step, shape), units, 0)
+            at = jnp.where(jnp.sum(before, axis=1) < rest, at + step, at)
+            step //= 2
+        # A bound that is not tight may contain a multiple that no column reaches.
+        hit = jnp.sum(units, axis=1) >= rest
+        p = jnp.sum(jnp.where(place == beside(at, shape), p, 0.0), axis=1)
+        return jnp.where(hit, first + at, sampling.columns), jnp.where(hit, p, 0.0)
+
+
+def _layouts(at_once):
+    """Of one slot's columns in every warp, and of slots that warps share."""
+    tiled, width = plgpu.Layout.TILED, 32 * at_once
+    of_column = tiled(
+        plgpu.Tiling(((width,), (at_once,))),
+        warp_dims=(plgpu.Replicated(4),), lane_dims=(-2,), vector_dim=-1,
+    )  # fmt: skip
+    of_columns = tiled(
+        plgpu.Tiling(((4, width), (at_once,))),
+        warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1,
+    )  # fmt: skip
+    return of_column, of_columns

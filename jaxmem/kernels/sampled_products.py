@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
-import jax.experimental.pallas.triton as plt
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
@@ -31,7 +31,11 @@ _PIECE = 64  # pairs of a piece, at least
 _COLUMNS = 16
 _MAX_UNROLL = 8  # divides a piece
 _TRANSPOSED_DEPTH = 256  # of W at a time, whose rows are transposed from [D, V]
-_ONES = 16  # columns of ones whose sums are the bias's gradient
+_THREADS = 128
+# Time of a column by how many a thread loads at once, as measured on an H100, D=4096.
+_COSTS = {8: 1.0, 4: 1.15, 2: 1.7, 1: 4.0}
+# No program reads what it writes.
+_PARAMS = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,35 +43,21 @@ class Launch:
     """How a sum of rows is computed.
 
     Attributes:
-        depth: columns of a row per program, a power of two.
+        at_once: columns of a row for each thread, at most; a power of two.
         unroll: rows that are loaded before they are added, a power of two.
-        warps: per program.
         sums: per program; neighbouring columns of W.
     """
 
-    depth: int
+    at_once: int
     unroll: int
-    warps: int
     sums: int = 1
 
-    def params(self) -> plt.CompilerParams:
-        """Compiler parameters; without pipelining, as loads are unrolled."""
-        return plt.CompilerParams(num_warps=self.warps, num_stages=1)
 
-    def fitted(self, depth: int) -> "Launch":
-        """The launch for rows that may be shorter."""
-        short = min(self.depth, pl.next_power_of_2(depth))
-        warps = max(min(self.warps, short // 32), 1)
-        return dataclasses.replace(self, depth=short, warps=warps)
-
-
-# A thread loads 16 bytes of a row at once. The fastest of those that
-# `benchmarks.run_sampled_parts --sweep` times, on one H100 with flat, policy-like and
-# peaked data (`benchmarks/sampled_data.py`). Programs of more columns wait for the
-# longest ones; those of fewer wait for indices.
-TO_HIDDEN = Launch(depth=256, unroll=4, warps=1)
-TO_W = Launch(depth=1024, unroll=4, warps=4, sums=8)
-TO_PIECE = Launch(depth=1024, unroll=8, warps=4)
+# The fastest of those that `benchmarks.run_sampled_parts --sweep` times on an H100 with
+# policy-like data (`benchmarks/sampled_data.py`), D=4096.
+TO_HIDDEN = Launch(at_once=8, unroll=4)
+TO_W = Launch(at_once=8, unroll=4, sums=8)
+TO_PIECE = Launch(at_once=8, unroll=8)
 
 
 class Segments(NamedTuple):
@@ -150,11 +140,13 @@ def to_weights(
 
 def to_bias(pairs: Pairs, n_rows: int, columns: int) -> jax.Array:
     """Σ_i dz_ij of each column, float32 [V]."""
-    ones = jnp.ones((n_rows, _ONES), jnp.bfloat16)
+    ones = jnp.ones((n_rows, _THREADS), jnp.bfloat16)
     return sum_columns(TO_W, pairs, columns, ones, jnp.float32)[:, 0]
 
 
-def sum_rows(launch: Launch, segments: Segments, x: jax.Array, dtype) -> jax.Array:
+def sum_rows(
+    launch: Launch, segments: Segments, x: jax.Array, dtype, zeros: bool = True
+) -> jax.Array:
     """Σ_k values_k x[rows_k] of each segment, [n, D], summed in float32.
 
     Args:
@@ -162,26 +154,31 @@ def sum_rows(launch: Launch, segments: Segments, x: jax.Array, dtype) -> jax.Arr
         segments: of pairs.
         x: [rows, D].
         dtype: of the result.
+        zeros: whether sums of empty segments are written, or else undefined.
 
     Returns:
         The sums.
     """
-    n_segments, depth = segments.first.shape[0], x.shape[1]
-    launch, operands = launch.fitted(depth), alike(*segments, x)
+    operands = alike(*segments, _whole(x))
+    part, n_segments = _Part(operands[-1], launch.at_once), len(segments.first)
 
-    def kernel(first_ref, end_ref, rows_ref, values_ref, x_ref, out_ref):
-        at, columns = _place(launch)
-        add = _Add(launch, columns, rows_ref, values_ref, x_ref)
-        sums = add(plt.load(first_ref.at[at]), plt.load(end_ref.at[at]))
-        plt.store(out_ref.at[at, columns], sums.astype(out_ref.dtype), mask=add.inside)
+    def sampled_sum_rows(first_ref, end_ref, rows_ref, values_ref, x_ref, out_ref):
+        at = lax.axis_index("sum")
+        first, end = first_ref[at], end_ref[at]
 
-    return pl.pallas_call(
-        kernel,
-        grid=(n_segments, pl.cdiv(depth, launch.depth)),
-        out_shape=result((n_segments, depth), dtype, *operands),
-        compiler_params=launch.params(),
-        name="sampled_sum_rows",
+        @pl.when(zeros | (end > first))
+        def _some():
+            sums = _Add(launch, part, rows_ref, values_ref, x_ref)(first, end)
+            out_ref[at, part.columns] = sums.astype(out_ref.dtype)
+
+    found = plgpu.kernel(
+        sampled_sum_rows,
+        out_type=result((n_segments, part.depth), dtype, *operands),
+        grid=(part.count, n_segments),
+        grid_names=("part", "sum"),
+        compiler_params=_PARAMS,
     )(*operands)
+    return found[:, : x.shape[1]]
 
 
 def sum_columns(
@@ -199,25 +196,23 @@ def sum_columns(
     Returns:
         The sums, [n_columns, D].
     """
-    depth = x.shape[1]
-    launch, piece = launch.fitted(depth), _piece(pairs.columns.shape[0], n_columns)
-    n_programs = pl.cdiv(n_columns, launch.sums)
+    piece, whole = _piece(len(pairs.columns), n_columns), _whole(x)
+    n_programs, part = pl.cdiv(n_columns, launch.sums), _Part(whole, launch.at_once)
     begin = jnp.arange(n_programs + 1, dtype=jnp.int32) * launch.sums
     ends = jnp.searchsorted(
         pairs.columns, jnp.minimum(begin, n_columns), method="scan_unrolled"
     ).astype(jnp.int32)
-    operands = alike(ends, *pairs, x, *_pieces(pairs, n_columns, x))
+    operands = alike(ends, *pairs, whole, *_pieces(pairs, n_columns, whole))
 
-    def kernel(ends_ref, *refs):
+    def sampled_sum_columns(ends_ref, *refs):
         *refs, out_ref = refs
-        program, columns = _place(launch)
-        a, b = plt.load(ends_ref.at[program]), plt.load(ends_ref.at[program + 1])
-        stream = _Stream(launch, columns, (a, b), piece, *refs)
+        program = lax.axis_index("sum")
+        ends = ends_ref[program], ends_ref[program + 1]
+        stream = _Stream(launch, part, ends, piece, *refs)
 
         def store(at, sums):
-            here = out_ref.at[at, columns]
-            plt.store(here, sums.astype(out_ref.dtype), mask=columns < depth)
-            return jnp.zeros_like(sums)
+            out_ref[at, part.columns] = sums.astype(out_ref.dtype)
+            return part.zeros()
 
         def move(at, to, sums):
             """Stores sums of columns that are complete, and zeros of empty ones."""
@@ -227,13 +222,14 @@ def sum_columns(
         at, sums = stream.add(first, move)
         move(at, jnp.minimum(first + launch.sums, n_columns), sums)
 
-    return pl.pallas_call(
-        kernel,
-        grid=(n_programs, pl.cdiv(depth, launch.depth)),
-        out_shape=result((n_columns, depth), dtype, *operands),
-        compiler_params=launch.params(),
-        name="sampled_sum_columns",
+    found = plgpu.kernel(
+        sampled_sum_columns,
+        out_type=result((n_columns, part.depth), dtype, *operands),
+        grid=(part.count, n_programs),
+        grid_names=("part", "sum"),
+        compiler_params=_PARAMS,
     )(*operands)
+    return found[:, : x.shape[1]]
 
 
 def _piece(n_pairs, n_columns):
@@ -244,37 +240,61 @@ def _piece(n_pairs, n_columns):
 
 def _pieces(pairs, n_columns, x) -> Pieces:
     """Sums of the pieces of long columns."""
-    depth, n_pairs = x.shape[1], pairs.columns.shape[0]
-    launch, size = TO_PIECE.fitted(depth), _piece(n_pairs, n_columns)
+    n_pairs = pairs.columns.shape[0]
+    size = _piece(n_pairs, n_columns)
     n_pieces = pl.cdiv(n_pairs, size)
     first = jnp.arange(n_pieces, dtype=jnp.int32) * size
     last = pairs.columns.at[first + size - 1].get(mode="fill", fill_value=n_columns)
     whole = (pairs.columns[first] == last) & (last < n_columns)
-    operands = alike(whole.astype(jnp.int32), pairs.tokens, pairs.values, x)
-
-    def kernel(whole_ref, tokens_ref, values_ref, x_ref, out_ref):
-        at, columns = _place(launch)
-
-        @pl.when(plt.load(whole_ref.at[at]) > 0)
-        def _sum():
-            add = _Add(launch, columns, tokens_ref, values_ref, x_ref)
-            sums = add(at * size, (at + 1) * size)
-            plt.store(out_ref.at[at, columns], sums, mask=add.inside)
-
-    sums = pl.pallas_call(
-        kernel,
-        grid=(n_pieces, pl.cdiv(depth, launch.depth)),
-        out_shape=result((n_pieces, depth), jnp.float32, *operands),
-        compiler_params=launch.params(),
-        name="sampled_sum_pieces",
-    )(*operands)
-    return Pieces(operands[0], sums)
+    segments = Segments(
+        first, jnp.where(whole, first + size, first), pairs.tokens, pairs.values
+    )
+    sums = sum_rows(TO_PIECE, segments, x, jnp.float32, zeros=False)
+    return Pieces(whole.astype(jnp.int32), sums)
 
 
-def _place(launch):
-    """(sum or sums, columns) of a program; programs of one part of the depth first."""
-    columns = jnp.arange(launch.depth, dtype=jnp.int32)
-    return pl.program_id(0), pl.program_id(1) * launch.depth + columns
+def _whole(x):
+    """x, or where a program's part has more columns, with zeros to fill it."""
+    return jnp.pad(x, ((0, 0), (0, max(_THREADS - x.shape[1], 0))))
+
+
+class _Part:
+    """The part of the depth that a program computes.
+
+    The last one is moved to where it ends with the depth, so that some columns may be
+    computed twice. Parts have so many columns for each thread, or fewer where that
+    costs less.
+    """
+
+    def __init__(self, x: jax.Array, at_once: int):
+        self.depth = x.shape[1]
+
+        def cost(columns):
+            covered = pl.cdiv(self.depth, columns) * columns
+            return covered * _COSTS[columns // _THREADS]
+
+        fits = [
+            n * _THREADS for n in _COSTS
+            if n <= at_once and n * _THREADS <= self.depth and self.depth % n == 0
+        ]  # fmt: skip
+        self.size = min(fits, key=cost)
+        self.count = pl.cdiv(self.depth, self.size)
+        self.layout = plgpu.Layout.WG_STRIDED((self.size,), self.size // _THREADS)
+
+    @property
+    def columns(self):
+        first = lax.axis_index("part") * self.size
+        return pl.ds(jnp.minimum(first, self.depth - self.size), self.size)
+
+    def zeros(self):
+        return plgpu.layout_cast(jnp.zeros(self.size, jnp.float32), self.layout)
+
+    def load(self, ref, row, live):
+        """A row in float32, 0 where it is not live."""
+        at = ref.at[jnp.where(live, row, 0), self.columns]
+        x = plgpu.load(at, layout=self.layout, optimized=False)
+        x = jnp.where(lax.broadcast(live, x.shape), x, jnp.zeros_like(x))
+        return x.astype(jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -282,7 +302,7 @@ class _Add:
     """Adds weighted rows."""
 
     launch: Launch
-    columns: jax.Array
+    part: _Part
     rows_ref: Any
     values_ref: Any
     x_ref: Any
@@ -292,30 +312,27 @@ class _Add:
 
         def step(i, carry):
             sums, pairs = carry
+            loaded = [
+                (value, self.part.load(self.x_ref, row, live))
+                for row, value, live in pairs
+            ]
             following = self._pairs(first + (i + 1) * self.launch.unroll, end)
-            for value, row in [(value, self._row(row)) for row, value in pairs]:
-                sums = sums + value * row.astype(jnp.float32)
+            for value, row in loaded:
+                sums = sums + value * row
             return sums, following
 
-        n_steps = pl.cdiv(end - first, self.launch.unroll)
-        carry = jnp.zeros(self.launch.depth, jnp.float32), self._pairs(first, end)
+        n_steps = lax.div(end - first + self.launch.unroll - 1, self.launch.unroll)
+        carry = self.part.zeros(), self._pairs(first, end)
         return lax.fori_loop(0, n_steps, step, carry)[0]
 
-    @property
-    def inside(self):
-        return self.columns < self.x_ref.shape[1]
-
     def _pairs(self, first, end):
-        """(row, value) of the next pairs; a row past the last one where none is."""
-        at, none = [first + j for j in range(self.launch.unroll)], self.x_ref.shape[0]
-        rows = [plt.load(self.rows_ref.at[k], mask=k < end, other=none) for k in at]
-        values = [plt.load(self.values_ref.at[k], mask=k < end, other=0.0) for k in at]
-        return list(zip(rows, values, strict=True))
-
-    def _row(self, row):
-        live = row < self.x_ref.shape[0]  # excludes empty slots
-        at = self.x_ref.at[row, self.columns]
-        return plt.load(at, mask=self.inside & live, other=0.0)
+        """(row, value, whether it counts) of the next pairs; none in empty slots."""
+        last, pairs = self.rows_ref.shape[0] - 1, []
+        for at in [first + j for j in range(self.launch.unroll)]:
+            here = jnp.minimum(at, last)
+            row, value = self.rows_ref[here], self.values_ref[here]
+            pairs.append((row, value, (at < end) & (row < self.x_ref.shape[0])))
+        return pairs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -323,7 +340,7 @@ class _Stream:
     """Adds the pairs of neighbouring columns, which follow each other."""
 
     launch: Launch
-    columns: jax.Array  # of x
+    part: _Part
     ends: tuple[jax.Array, jax.Array]  # of the program's pairs
     piece: int  # its pairs
     columns_ref: Any  # of W
@@ -341,53 +358,42 @@ class _Stream:
             move: (at, to, sums of column at) to sums of column `to`.
         """
 
-        def step(carry):
-            at, column, sums, here = carry
-            whole = here[-1]
-            after = jnp.where(whole > 0, at + self.piece, at + self.launch.unroll)
-            following = self._pairs(after)
-            loaded = self._rows(at, here)
+        def add_piece(at, column, sums, pairs):
+            to = jnp.maximum(column, pairs[0][0])
+            piece = self.pieces_ref.at[lax.div(at, self.piece), self.part.columns]
+            piece = plgpu.load(piece, layout=self.part.layout, optimized=False)
+            return at + self.piece, to, move(column, to, sums) + piece
+
+        def add_pairs(at, column, sums, pairs):
+            loaded = [
+                (to, value, self.part.load(self.x_ref, token, live))
+                for to, token, value, live in pairs
+            ]
             for to, value, row in loaded:
                 to = jnp.maximum(column, to)
-                sums = move(column, to, sums) + value * row.astype(jnp.float32)
+                sums = move(column, to, sums) + value * row
                 column = to
-            return after, column, sums, following
+            return at + self.launch.unroll, column, sums
+
+        def step(carry):
+            *state, (pairs, whole) = carry
+            at, column, sums = lax.cond(whole > 0, add_piece, add_pairs, *state, pairs)
+            return at, column, sums, self._pairs(at)
 
         a, b = self.ends
         at = lax.div(a, self.launch.unroll) * self.launch.unroll  # pieces are aligned
-        carry = at, first, jnp.zeros(self.launch.depth, jnp.float32), self._pairs(at)
+        carry = at, first, self.part.zeros(), self._pairs(at)
         return lax.while_loop(lambda carry: carry[0] < b, step, carry)[1:3]
 
     def _pairs(self, first):
-        """(columns, tokens, values, whether a whole piece begins) from `first` on."""
-        a, b = self.ends
-        at = [first + j for j in range(self.launch.unroll)]
-        live = [(k >= a) & (k < b) for k in at]
-        whole = self.whole_ref.at[lax.div(first, self.piece)]
-        whole = plt.load(whole, mask=live[0], other=0)
-
-        def load(ref):
-            masked = zip(at, live, strict=True)
-            return [plt.load(ref.at[k], mask=m, other=0) for k, m in masked]
-
-        refs = self.columns_ref, self.tokens_ref, self.values_ref
-        return *map(load, refs), whole
-
-    def _rows(self, first, pairs):
-        """(column, value, row) of each; of a whole piece, its sum."""
-        (a, b), (columns, tokens, values, whole) = self.ends, pairs
-        inside = self.columns < self.x_ref.shape[1]
-        piece = self.pieces_ref.at[lax.div(first, self.piece), self.columns]
-        loaded = []
-        for j, (column, token, value) in enumerate(
-            zip(columns, tokens, values, strict=True)
-        ):
-            live = (first + j >= a) & (first + j < b) & (whole == 0)
-            row = self.x_ref.at[token, self.columns]
-            row = plt.load(row, mask=inside & live, other=0.0)
-            loaded.append((column, jnp.where(live, value, 0.0), row))
-        piece = plt.load(piece, mask=inside & (whole > 0), other=0.0)
-        return [(columns[0], 1.0, piece), *loaded]
+        """([(column, token, value, whether it counts)], whether a piece begins)."""
+        (a, b), last, pairs = self.ends, self.columns_ref.shape[0] - 1, []
+        for at in [first + j for j in range(self.launch.unroll)]:
+            here, live = jnp.minimum(at, last), (at >= a) & (at < b)
+            column = jnp.where(live, self.columns_ref[here], 0)
+            pairs.append((column, self.tokens_ref[here], self.values_ref[here], live))
+        here = lax.div(jnp.minimum(first, last), self.piece)
+        return pairs, jnp.where(pairs[0][-1], self.whole_ref[here], 0)
 
 
 def _by_depth(part, array, axis):

@@ -20,6 +20,7 @@ from tests.cases import Case, slow
 from tests.kernels import needs_pallas
 
 pytestmark = needs_pallas
+KERNEL = "mosaic_gpu_v2"
 
 
 def problem(n, d, v, slots, layout="vd", **options):
@@ -49,10 +50,8 @@ def run(spec, source, rows, g):
 
 
 @pytest.mark.parametrize("all_options", [True, slow(False)])
-def test_with_enough_slots_it_is_the_derivative(
-    all_options, interpreted, triton_interpreted
-):
-    n, d, v = 70, 64, 70
+def test_with_enough_slots_it_is_the_derivative(all_options, interpreted):
+    n, d, v = 20, 64, 70
     options = {}
     if all_options:
         options = dict(
@@ -84,8 +83,7 @@ def test_with_enough_slots_it_is_the_derivative(
             )
 
 
-@pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
-@pytest.mark.parametrize("layout, kernels", [("vd", 7), slow("dv", 7)])
+@pytest.mark.parametrize("layout, kernels", [("vd", 8), slow("dv", 8)])
 def test_lowers_for_an_h200(layout, kernels, lowered_anywhere):
     """Every kernel of both passes; two launches forward."""
     n, d, v = 512, 256, 151936
@@ -102,12 +100,9 @@ def test_lowers_for_an_h200(layout, kernels, lowered_anywhere):
     text = hlo.lowered_for_an_h200(
         both, h, W, numbers, g, jax.ShapeDtypeStruct((n,), jnp.uint32)
     )
-    assert text.count("__gpu$xla.gpu.triton") == kernels
+    assert text.count(KERNEL) == kernels
 
 
-TRITON_WARNS = pytest.mark.filterwarnings(
-    "ignore:The Pallas Triton backend:DeprecationWarning"
-)
 OVER_A_MESH = [("token_loss", "dv"), ("logprobs", "vd")]
 
 
@@ -140,7 +135,6 @@ def traced_over_a_mesh(verb, layout):
         return jax.jit(jax.grad(loss, (0, 1))).trace(h, W, y)
 
 
-@TRITON_WARNS
 @pytest.mark.parametrize("verb, layout", [OVER_A_MESH[0], slow(*OVER_A_MESH[1])])
 def test_typed_over_a_mesh(verb, layout, lowered_anywhere):
     """Results of kernels vary over the axes that their operands vary over, which is
@@ -150,10 +144,9 @@ def test_typed_over_a_mesh(verb, layout, lowered_anywhere):
 
 # The tests above lower each of these kernels on one device.
 @pytest.mark.slow
-@TRITON_WARNS
 @pytest.mark.parametrize("verb, layout", OVER_A_MESH)
 def test_lowers_over_a_mesh(verb, layout, lowered_anywhere):
     traced = traced_over_a_mesh(verb, layout)
     with jax.sharding.use_abstract_mesh(mesh_of_h200s()):
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("__gpu$xla.gpu.triton") == 5
+    assert text.count(KERNEL) == 6

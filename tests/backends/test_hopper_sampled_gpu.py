@@ -10,13 +10,7 @@ import pytest
 import jaxmem
 from tests.cases import Case
 
-pytestmark = [
-    pytest.mark.gpu,
-    # The backend of these kernels: see docs/sampled.md, "Where it runs".
-    pytest.mark.filterwarnings(
-        "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
-    ),
-]
+pytestmark = pytest.mark.gpu
 
 OPTIONS = {
     "plain": {},

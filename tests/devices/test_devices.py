@@ -11,6 +11,7 @@ from jaxmem import devices
 from jaxmem.backends import hopper
 from jaxmem.core import partition
 from jaxmem.devices import targets
+from tests.kernels import needs_pallas
 
 
 @pytest.fixture
@@ -133,11 +134,16 @@ def test_a_slice_that_is_none():
         targets._slice(6, 2, "v5e")
 
 
+@needs_pallas
 @pytest.mark.parametrize(
-    "capability, expected",
-    [("9.0", True), ("8.0", True), ("12.0", True), ("7.5", False), ("gfx90a", False)],
-)
-def test_triton_needs_a_recent_gpu_of_nvidia(capability, expected, monkeypatch):
+    "capability, triton, mosaic",
+    [
+        ("9.0", True, True), ("8.0", True, False), ("12.0", True, True),
+        ("7.5", False, False), ("gfx90a", False, False),
+    ],
+)  # fmt: skip
+def test_kernels_need_a_recent_gpu_of_nvidia(capability, triton, mosaic, monkeypatch):
     gpu = types.SimpleNamespace(compute_capability=capability)
     monkeypatch.setattr(jax, "devices", lambda: [gpu])
-    assert devices.has_triton() is expected
+    assert devices.has_triton() is triton
+    assert devices.has_mosaic() is mosaic

@@ -10,10 +10,7 @@ import pytest
 import jaxmem
 from tests.functional.test_divergence import make
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning"),
-]
+pytestmark = pytest.mark.gpu
 
 N, D, V, K, CHUNK = 300, 64, 5000, 16, 128
 VERBS = ["kl", "forward_kl", "jsd"]

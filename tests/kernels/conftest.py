@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 
 import jax
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from jax._src import callback
 
 from jaxmem.backends import hopper
+from jaxmem.core import partition
 from jaxmem.kernels import tuned
 
 
@@ -48,8 +50,6 @@ def _triton_kernels_as_xla_loops():
     import jax.experimental.pallas as pl
     import jax.experimental.pallas.mosaic_gpu as plgpu
 
-    from jaxmem.kernels import arithmetic
-
     pallas_call = pl.pallas_call
 
     def call(*args, **options):
@@ -59,7 +59,6 @@ def _triton_kernels_as_xla_loops():
     jax.clear_caches()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pl, "pallas_call", call)
-        patch.setattr(arithmetic, "_instruction", lambda _, meaning, *x: meaning(*x))
         yield
     jax.clear_caches()
 
@@ -75,6 +74,45 @@ def triton_interpreted(quick_compilation):
 def all_triton_interpreted(quick_compilation):
     """`triton_interpreted` for each test of a module, which share what is traced."""
     with _triton_kernels_as_xla_loops():
+        yield
+
+
+@contextlib.contextmanager
+def _interpreting():
+    import jax.experimental.pallas.mosaic_gpu as plgpu
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
+    from jaxmem.kernels import row_tiles
+
+    def load(ref, row, first, shape, layout):
+        """The interpreter reshapes no references."""
+        import jax.experimental.pallas as pl
+
+        at = ref.at[row, pl.ds(first, math.prod(shape))]
+        return plgpu.load(at, optimized=False).reshape(shape)
+
+    jax.clear_caches()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpu_callbacks, "np", _NumpyOfOneThread())
+        patch.setattr(partition, "is_possible", lambda: False)  # no ordered effects
+        patch.setattr(row_tiles, "load", load)
+        patch.setattr(row_tiles, "TILE", 512)
+        with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+            yield
+    jax.clear_caches()
+
+
+@pytest.fixture
+def rows_interpreted(quick_compilation):
+    """Kernels of rows in memory run on this CPU, a few columns at a time."""
+    with _interpreting():
+        yield
+
+
+@pytest.fixture(scope="module")
+def all_rows_interpreted(quick_compilation):
+    """`rows_interpreted` for each test of a module, which share what is traced."""
+    with _interpreting():
         yield
 
 

@@ -10,7 +10,7 @@ from jaxmem.core.sampling import Sampling
 from tests.cases import slow
 from tests.kernels import needs_pallas
 
-pytestmark = [needs_pallas, pytest.mark.usefixtures("all_triton_interpreted")]
+pytestmark = [needs_pallas, pytest.mark.usefixtures("all_rows_interpreted")]
 WIDTH = 64
 
 
@@ -45,40 +45,30 @@ def problem(n, v, std, seed=0):
     return z, labels
 
 
-def facts_of(stats, rows, labels, starts=None):
-    """Of rows whose entries go into the tokens in reverse, after one of its own."""
+def facts_of(stats, rows, labels):
     from jaxmem.kernels import sampled_select
 
     normaliser = _stats.Normaliser(rows.max, rows.log_sum)
-    ids = jnp.arange(len(labels), 0, -1, dtype=jnp.int32)
     return sampled_select.OfRows(
-        ids, jnp.asarray(labels), starts, stats.label_logit, stats.max, normaliser
+        jnp.asarray(labels), stats.label_logit, stats.max, normaliser
     )
 
 
-def entries_of(sampling, kept, facts, n_active):
-    """In the rows' order; the token without a row keeps what it has."""
+def entries_of(sampling, kept, facts, starts, n_active):
     from jaxmem.kernels import sampled_select
 
-    n = len(facts.labels)
-    so_far = _sampling.none(sampling, n + 1, jnp.float32)
-    so_far = so_far._replace(p=so_far.p.at[0].set(0.5))
-    got = sampled_select.add_entries(
-        sampling, WIDTH, kept, facts, jnp.int32(n_active), so_far
+    return sampled_select.entries(
+        sampling, WIDTH, kept, facts, starts, jnp.int32(n_active)
     )
-    np.testing.assert_array_equal(got.p[0], so_far.p[0])
-    np.testing.assert_array_equal(got.columns[0], so_far.columns[0])
-    return _sampling.Entries(*(x[:0:-1] for x in got))
 
 
 def bounds_of(sampling, kept, stats, rows, labels):
     """[n_tiles, n]."""
     from jaxmem.kernels import sampled_select
 
-    tile = jnp.arange(kept.max.shape[0], dtype=jnp.int32)[:, None]
-    return sampled_select.bounds(
-        sampling, WIDTH, tile, kept.max, kept.sums, facts_of(stats, rows, labels)
-    )
+    facts = facts_of(stats, rows, labels)
+    scale = _sampling.scale(kept.max, facts.normaliser)
+    return sampled_select.bounds(sampling, WIDTH, kept, facts, scale)
 
 
 def units_of(sampling, kept, scale, labels, n, v, width=WIDTH):
@@ -114,24 +104,6 @@ def test_bounds_hold_and_fit(std, dtype):
         if slots < v / WIDTH:
             missed = (bounds - units.sum(-1)).sum(1) / sampling.one
             assert np.median(missed) < 0.01 * slots + 0.02
-
-
-@pytest.mark.parametrize("n_tiles", [1, slow(2), slow(7), slow(8), slow(9), 20])
-def test_running_sums(n_tiles, monkeypatch):
-    """Of some tiles at a time, and of rows of which the last ones are not active."""
-    from jaxmem.kernels import sampled_select
-
-    monkeypatch.setattr(sampled_select, "_SUM_TILES", 8)
-    n, v = 37, n_tiles * WIDTH - 3
-    z, labels = problem(n, v, 2.0)
-    kept, stats, rows = tiles(z, labels, "bfloat16")
-    sampling = Sampling(16, v, sampled_select.MARGIN)
-    want = np.array(bounds_of(sampling, kept, stats, rows, labels))
-    want[:, 30:] = 0
-    facts = facts_of(stats, rows, labels)
-    got = sampled_select.running_sums(sampling, WIDTH, kept, facts, jnp.int32(30))
-    # Units of tiles are float32 before they are rounded.
-    np.testing.assert_allclose(got, np.cumsum(want, 0).T, rtol=8 * 2.0**-24)
 
 
 def by_definition(sampling, bounds, p, units, starts):
@@ -176,11 +148,10 @@ def test_entries(slots, v, std, dtype):
     )
     starts = starts.at[0].set(0).at[1].set(sampling.one - 1)
     kept, stats, rows = tiles(z, labels, dtype)
-    facts = facts_of(stats, rows, labels, starts)
-    got = entries_of(sampling, kept, facts, n - 3)
+    got = entries_of(sampling, kept, facts_of(stats, rows, labels), starts, n - 3)
     scale = np.where(np.arange(n) < n - 3, _sampling.scale(kept.max, rows), 0)
-    sums = sampled_select.running_sums(sampling, WIDTH, kept, facts, jnp.int32(n - 3))
-    bounds = np.diff(np.asarray(sums, np.int64), axis=1, prepend=0)
+    bounds = np.array(bounds_of(sampling, kept, stats, rows, labels), np.int64).T
+    bounds[-3:] = 0
     p, units = units_of(sampling, kept, scale, labels, n, v)
     want = by_definition(sampling, bounds, p, units, starts)
     np.testing.assert_array_equal(got.columns, want[0])
@@ -204,6 +175,6 @@ def test_each_column_is_kept_for_as_many_starts_as_it_has_units(monkeypatch):
         scale = _sampling.scale(kept.max, rows)
         _, units = units_of(sampling, kept, scale, label, n, v)
         starts = jnp.arange(n, dtype=jnp.int32)
-        got = entries_of(sampling, kept, facts_of(stats, rows, label, starts), n)
+        got = entries_of(sampling, kept, facts_of(stats, rows, label), starts, n)
         counts = np.bincount(np.asarray(got.columns).ravel(), minlength=v + 1)
         np.testing.assert_array_equal(counts[:v], units[0].ravel()[:v])
