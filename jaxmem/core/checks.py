@@ -21,6 +21,8 @@ _MAX_AXES = 64  # the most axes of a numpy array
 
 def as_array(name: str, value) -> jax.Array:
     """Convert to a jax array, or raise a TypeError that names the argument."""
+    if isinstance(value, jax.Array):
+        return value
     if _is_no_array(value):
         raise _not_an_array(name, value)
     try:
@@ -34,6 +36,8 @@ def as_visible_array(name: str, value) -> jax.Array | np.ndarray:
 
     A jax array would also truncate 64-bit values to 32 bits.
     """
+    if isinstance(value, jax.Array):
+        return value
     if _is_no_array(value):
         raise _not_an_array(name, value)
     if _holds_jax(value):

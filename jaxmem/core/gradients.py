@@ -94,8 +94,7 @@ def check(gradient: Gradient | None) -> Gradient | None:
 
 def facts(gradient: Gradient | None, vocab_size: int) -> dict[str, Any]:
     """The fields of `Spec` that `gradient=` of a verb decides on."""
-    checked = check(gradient)
-    return {} if checked is None else checked.facts(vocab_size)
+    return {} if (checked := check(gradient)) is None else checked.facts(vocab_size)
 
 
 def from_literal(value: object) -> Gradient | None:

@@ -72,7 +72,8 @@ def logits_call(
 
 
 def _call(recorded, outputs, source, shape, labels, options):
-    choose.check(options.implementation)
+    if options.implementation is not None:
+        choose.check(options.implementation)
     spec = _spec_of(source, outputs, options)
     rows = read_rows(spec, shape, labels, options)
     spec, source = typed(spec, source, rows)
@@ -91,11 +92,19 @@ def _call(recorded, outputs, source, shape, labels, options):
 def _spec_of(source, outputs, options):
     data = source.hidden if isinstance(source, Head) else source.logits
     columns = columns_of(source, options.layout)
-    shards = _shards.check_axis_name(options.axis_name)
-    all_columns = columns * shards.count if shards else columns
-    vocab_size = checks.check_vocab_size(options.vocab_size, all_columns)
-    stats_dtype = np.promote_types(data.dtype, np.float32)
-    groups = _groups_of(options, all_columns, shards)
+    shards, all_columns, groups, more = None, columns, None, {}
+    if options.axis_name is not None:
+        shards = _shards.check_axis_name(options.axis_name)
+        all_columns = columns * shards.count if shards else columns
+    vocab_size = all_columns
+    if options.vocab_size is not None:
+        vocab_size = checks.check_vocab_size(options.vocab_size, all_columns)
+    if options.vocab_groups is not None:
+        groups = _groups_of(options, all_columns, shards)
+    if options.gradient is not None:
+        more = gradients.facts(options.gradient, vocab_size)
+    if options.softcap is not None:
+        more["softcap"] = checks.check_softcap(options.softcap)
     spec = Spec(
         columns=columns,
         vocab_size=vocab_size,
@@ -106,15 +115,15 @@ def _spec_of(source, outputs, options):
         outputs=tuple(outputs),
         compute_dtype=np.dtype(data.dtype),
         layout=options.layout,
-        softcap=checks.check_softcap(options.softcap),
         shards=shards,
         token_parallel=partition.is_possible(),
         vocab_groups=groups,
-        **gradients.facts(options.gradient, vocab_size),
+        **more,
     )
     # Sums in the dtype of W are its gradient itself.
-    no_sums = not isinstance(source, Head) or source.W.dtype == stats_dtype
-    return dataclasses.replace(spec, gradient_blocks=1) if no_sums else spec
+    if spec.gradient_blocks > 1 and source.W.dtype == spec.stats_dtype:
+        return dataclasses.replace(spec, gradient_blocks=1)
+    return spec
 
 
 def _groups_of(options, all_columns, shards):
@@ -169,7 +178,7 @@ def read_rows(spec: Spec, shape: tuple[int, ...], labels, options: HeadOptions) 
     """Labels, mask and temperature per token, [N]; labels are 0 for NO_LABELS."""
     labels = np.zeros(shape, np.int32) if labels is NO_LABELS else labels
     labels = checks.as_visible_array("labels", labels)
-    where = read_where(options.where, shape)
+    where = None if options.where is None else read_where(options.where, shape)
     checks.check_labels(labels, where, shape, spec.vocab_size)
     dtype = spec.stats_dtype
     temperature = read_temperature("temperature", options.temperature, shape, dtype)
@@ -181,7 +190,7 @@ def read_rows(spec: Spec, shape: tuple[int, ...], labels, options: HeadOptions) 
         jnp.reshape(labels, (-1,)),
         jnp.reshape(active, (-1,)),
         temperature,
-        _draws(options, shape),
+        _draws(options, shape) if options.gradient or options.key is not None else None,
     )
 
 
@@ -216,6 +225,8 @@ def read_temperature(
     name: str, temperature, shape: tuple[int, ...], dtype
 ) -> jax.Array | None:
     """Checked, [N]; None for 1. A traced one that is not positive becomes NaN."""
+    if type(temperature) is float and temperature == 1:
+        return None
     temperature = checks.as_visible_array(name, temperature)
     checks.check_temperature(temperature, shape, name)
     if not isinstance(temperature, jax.Array) and np.all(np.asarray(temperature) == 1):

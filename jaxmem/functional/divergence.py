@@ -98,18 +98,7 @@ def kl(
         excludes a token in q but not in p, and its gradient is NaN there. 0 for a
         masked token, with a gradient of exactly 0, even where a hidden state is NaN.
 
-    **Memory** beyond inputs, outputs and gradients, with b the item size of hidden and
-    C = min(chunk, tokens rounded up to 16): forward 8·C·V; backward (8 + b)·C·V +
-    4·V·D, the latter for the float32 sum of W's gradient. Without that one, forward
-    under `jax.grad` (8 + b)·C·V and a residual of b·D per token. Weights of another
-    dtype than their hidden states are copied to that dtype. XLA for CPUs may widen
-    16-bit weights to float32, 4·V·(D + D'). With `Sample(K)`, forward under
-    `jax.grad` 20·C·V + 512·C·K, by kernels 8·C·V + 512·C·K, and residuals of 8·K per
-    token; backward as `logprobs`.
-
-    **Communication**: there is no axis_name, because both of a token's distributions
-    are computed on one device, from the whole W and reference_W. Where they are sharded
-    along the vocabulary, `jaxmem.sharding.parallel` all-gathers them for the call.
+    Memory in docs/memory.md and communication in docs/meshes.md ("kl").
 
     Raises:
         TypeError: an argument has the wrong type; the message names it.
@@ -222,25 +211,10 @@ def jsd(
     communication and errors are those of `kl`.
 
     Args:
-        hidden: as in `kl`.
-        W: as in `kl`.
-        reference_hidden: as in `kl`.
-        reference_W: as in `kl`.
-        chunk: as in `kl`.
         beta: weight of the reference in the mixture, a Python number between 0 and 1.
-        where: as in `kl`.
-        temperature: as in `kl`.
-        softcap: as in `kl`.
-        bias: as in `kl`.
-        vocab_size: as in `kl`.
-        layout: as in `kl`.
-        reference_temperature: as in `kl`.
-        reference_softcap: as in `kl`.
-        reference_bias: as in `kl`.
-        reference_layout: as in `kl`.
-        gradient: as in `kl`.
-        key: as in `kl`.
-        implementation: as in `kl`.
+        hidden, W, reference_hidden, reference_W, chunk, where, temperature, softcap,
+            bias, vocab_size, layout, reference_temperature, reference_softcap,
+            reference_bias, reference_layout, gradient, key, implementation: as in `kl`.
 
     Returns:
         float32 [...] (float64 for float64 hidden), between 0 and ln 2; 0 where masked.

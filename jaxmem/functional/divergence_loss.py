@@ -69,44 +69,24 @@ def divergence_loss(
         loss_fn: `(TokenStats, D, *per_token)` of C tokens, D of shape [C], to their
             losses, a float array [C], or to `(losses, {name: [C]})`; as in
             `token_loss`.
-        hidden: as in `kl`.
-        W: as in `kl`.
         labels: as in `logprobs`; any valid ids if loss_fn uses D alone.
-        reference_hidden: as in `kl`.
-        reference_W: as in `kl`.
-        per_token: as in `token_loss`.
         divergence: "kl", KL(p ‖ q) of the policy p from the reference q; "forward_kl",
             KL(q ‖ p); or "jsd".
         beta: of "jsd", as there.
-        chunk: as in `kl`.
-        normalizer: as in `token_loss`.
-        where: as in `kl`.
-        temperature: as in `kl`.
-        softcap: as in `kl`.
-        bias: as in `kl`.
-        vocab_size: as in `kl`.
-        layout: as in `kl`.
-        reference_temperature: as in `kl`.
-        reference_softcap: as in `kl`.
-        reference_bias: as in `kl`.
-        reference_layout: as in `kl`.
         statistics_temperature: of the statistics, a scalar or one per token; None for
             the policy's. Hinton's mixture has `temperature=2.0` or more for the
             divergence, and 1.0 for the cross-entropy.
-        implementation: as in `kl`.
+        hidden, W, reference_hidden, reference_W, chunk, where, temperature, softcap,
+            bias, vocab_size, layout, reference_temperature, reference_softcap,
+            reference_bias, reference_layout, implementation: as in `kl`; per_token,
+            normalizer: as in `token_loss`.
 
     Returns:
         (loss, metrics), as `token_loss` does. The reference is constant: its gradient
         is zero. A token's divergence that is infinite makes the gradient NaN, unless
         loss_fn does not use it.
 
-    **Memory** beyond inputs, outputs and gradients, with b the item size of hidden and
-    C = min(chunk, tokens rounded up to 16): 8·C·V; under `jax.grad` (8 + b)·C·V +
-    4·V·D, the latter for the float32 sum of W's gradient, unless W is frozen. Another
-    `statistics_temperature` takes 4·C·V more. Gradients are residuals, scaled by the
-    loss's cotangent.
-
-    **Communication**: as `kl`.
+    Memory in docs/memory.md and communication in docs/meshes.md ("divergence_loss").
 
     Raises:
         TypeError: as `kl` and `token_loss`.

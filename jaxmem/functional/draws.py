@@ -76,18 +76,13 @@ def sample_ids(
             position and its logits only, not on the chunk. Use another key each step.
             Inside `jax.shard_map`, devices with different tokens need different keys;
             `jaxmem.sharding.parallel` derives them.
-        chunk: as in `logprobs`.
         where: booleans that broadcast to hidden.shape[:-1]; False masks a token, which
             then costs nothing.
-        temperature: as in `logprobs`.
-        softcap: as in `logprobs`.
-        bias: as in `logprobs`.
-        vocab_size: as in `logprobs`.
-        layout: as in `logprobs`.
         axis_name: as in `logprobs`; the ids are those of the whole vocabulary, and the
             draws those of one device, up to the rounding of the logits' sum.
         implementation: "xla", or None: on an NVIDIA GPU, kernels then read the logits
             once. Both draw the same ids, up to the rounding of the logits' sum.
+        chunk, temperature, softcap, bias, vocab_size, layout: as in `logprobs`.
 
     Returns:
         int32 [..., n]: -1, which `selected_logprobs` reads as absent, for a masked
@@ -96,13 +91,7 @@ def sample_ids(
         block of 64 columns whose sum is below 2^-31. On a CPU the ids are
         batch-invariant, if the chunk is a multiple of 16.
 
-    **Memory** beyond inputs and outputs, with C = min(chunk, tokens rounded up to 16):
-    4·C·V·(1 + 2/16) + 512·C·n, and 4·n per token for random numbers. XLA for CPUs may
-    widen 16-bit weights to float32, 4·V·D, and takes 8·C·V if V is not a multiple of
-    128.
-
-    **Communication** with axis_name, per token: all-reduces of 4 bytes (max), of 8
-    (sum), of 4 per shard and of 4·n.
+    Memory in docs/memory.md and communication in docs/meshes.md ("sample_ids").
 
     Raises:
         TypeError: an argument has the wrong type; the message names it.

@@ -63,17 +63,12 @@ def topk(
         hidden: final hidden states [..., D].
         W: vocabulary matrix, [V, D] or [D, V].
         k: a Python integer from 1 to V.
-        chunk: as in `logprobs`.
         where: booleans that broadcast to hidden.shape[:-1]; False masks a token, which
             then costs nothing.
-        temperature: as in `logprobs`.
-        softcap: as in `logprobs`.
-        bias: as in `logprobs`.
-        vocab_size: as in `logprobs`.
-        layout: as in `logprobs`.
         axis_name: as in `logprobs`; the ids are those of the whole vocabulary.
         implementation: "xla", or None: on an NVIDIA GPU, kernels then read the logits
             once, if k ≤ 256.
+        chunk, temperature, softcap, bias, vocab_size, layout: as in `logprobs`.
 
     Returns:
         `TopK(logprobs, ids)`: float32 [..., k] (float64 for float64 hidden) and int32
@@ -82,15 +77,7 @@ def topk(
         differentiable, with the ids held constant, as those of `selected_logprobs`
         are, for 6·N·V·D FLOPs.
 
-    **Memory** beyond inputs, outputs and gradients, with b the item size of hidden and
-    C = min(chunk, tokens rounded up to 16): forward 4·C·V·(1 + 1/16) + 256·C·k, and
-    8·C·V on GPUs where XLA sorts whole rows, as k > 256 and k > V/32; backward
-    (4 + b)·C·V + 4·V·D, the latter for the float32 sum of W's gradient, unless W is
-    frozen, and 2·C·V more with a bias in 16 bits. XLA for CPUs may widen 16-bit weights
-    to float32, 4·V·D, and takes 8·C·V forward if V is not a multiple of 128.
-
-    **Communication** with axis_name: that of `logprobs`, and forward an all-reduce of
-    8·k bytes per token and shard, in which each shard fills in its own k candidates.
+    Memory in docs/memory.md and communication in docs/meshes.md ("topk").
 
     Raises:
         TypeError: an argument has the wrong type; the message names it.

@@ -51,30 +51,17 @@ def selected_logprobs(
         ids: token ids [..., K], any integer dtype; they may repeat. A negative id is
             absent: its result is 0, with a gradient of 0. A token without ids costs
             nothing.
-        chunk: as in `logprobs`.
         where: booleans that broadcast to hidden.shape[:-1]; False masks a token.
-        temperature: as in `logprobs`.
-        softcap: as in `logprobs`.
-        bias: as in `logprobs`.
-        vocab_size: as in `logprobs`.
-        layout: as in `logprobs`.
         axis_name: as in `logprobs`; the ids are those of the whole vocabulary.
         implementation: "xla", or None, which means the same.
+        chunk, temperature, softcap, bias, vocab_size, layout: as in `logprobs`.
 
     Returns:
         float32 [..., K] (float64 for float64 hidden): 0 where masked or absent, with a
         gradient of exactly 0, even where the hidden state is NaN; NaN for an id ≥ V
         that is known at run time only.
 
-    **Memory** beyond inputs, outputs and gradients, with b the item size of hidden
-    and C = min(chunk, tokens rounded up to 16): forward 4·C·V; backward (4 + b)·C·V +
-    4·V·D, the latter for the float32 sum of W's gradient, unless W is frozen, and 2·C·V
-    more with a bias in 16 bits. XLA for CPUs may widen 16-bit weights to float32,
-    4·V·D.
-
-    **Communication** with axis_name: that of `logprobs`, and forward an all-reduce of
-    4·K bytes per token (max), each once for all tokens. W and its gradient stay
-    sharded.
+    Memory in docs/memory.md and communication in docs/meshes.md ("selected_logprobs").
 
     Raises:
         TypeError: an argument has the wrong type; the message names it.

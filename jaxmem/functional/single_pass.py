@@ -64,31 +64,19 @@ def token_loss(
         loss_fn: `(TokenStats, *per_token)` of C tokens to their losses, a float array
             [C], or to `(losses, {name: [C]})`. C is the chunk for "xla", and the number
             of tokens stored at once for "hopper". Each token's loss and metrics may
-            depend on its own row only. Traced once per function object, as the body of
-            `jax.lax.scan` is. It may close over arrays, except those being
-            differentiated, and except those of a mesh with explicit axes that it uses
-            in control flow or custom derivatives: pass these as arguments of a
-            `jax.tree_util.Partial`.
-        hidden: as in `logprobs`.
-        W: as in `logprobs`.
-        labels: as in `logprobs`.
+            depend on its own row only. Traced once per function object. It may close
+            over arrays, except those being differentiated, and except those of a mesh
+            with explicit axes that it uses in control flow or custom derivatives: pass
+            these as arguments of a `jax.tree_util.Partial`.
         per_token: further arguments of loss_fn, [...] or [..., K] each, of any real
             dtype: advantages, old log-probabilities. Floats are differentiable.
         normalizer: scalar divisor of the sum, where 0 counts as 1; None: the number of
             active tokens of this call. For micro-batches or devices whose gradients are
             summed, pass the number of tokens in all of them.
-        chunk: as in `logprobs`.
-        where: as in `logprobs`.
-        temperature: as in `logprobs`.
-        softcap: as in `logprobs`.
-        bias: as in `logprobs`.
-        vocab_size: as in `logprobs`.
-        layout: as in `logprobs`.
         gradient: as in `logprobs`. `Recompute(blocks)` with more than one block takes
             four GEMMs. With `Sample(k)`, loss and metrics are exact; the gradient with
             respect to hidden and the head is an unbiased estimate; that with respect to
             per_token is exact. Two GEMMs where W is not differentiated.
-        key: as in `logprobs`.
         axis_name: mesh axes that shard the vocabulary, as in `logprobs`; loss_fn gets
             the statistics of the whole vocabulary, and its shards must have the same
             per_token and normalizer. normalizer=None counts the tokens of this device
@@ -96,6 +84,8 @@ def token_loss(
         vocab_groups: as in `logprobs`: loss and metrics have the same bits too, as far
             as loss_fn's own arithmetic does. Four GEMMs under `jax.grad`.
         implementation: "xla", "hopper", or None for the best one available.
+        hidden, W, labels, chunk, where, temperature, softcap, bias, vocab_size, layout,
+            key: as in `logprobs`.
 
     Returns:
         (loss, metrics): a float32 scalar, and loss_fn's metrics by name, as float32
@@ -104,25 +94,12 @@ def token_loss(
         hidden and per_token hold there, and their metrics are 0; the loss of a batch
         without active tokens is 0.
 
-    **Memory** beyond inputs, outputs and gradients, with C = min(chunk, tokens rounded
-    up to 16): 4·C·V; under `jax.grad` also 2·C·V if hidden has 16 bits, and 4·V·D for
-    the float32 sum of W's gradient. Under jit, operands that are not differentiated add
-    nothing. "hopper" takes no more: instead of logits it stores their exponentials, 2·V
-    per token, of all tokens if they fit, which saves the float32 sum, or else of 3·C.
-    XLA for CPUs needs 8·C·V if V is not a multiple of 128. With `Sample(k)`,
-    several blocks or vocab_groups, both passes take what `logprobs` takes. Gradients
-    are residuals, scaled by the loss's cotangent: hidden's is rounded to its dtype
-    before it is scaled.
-
-    **Communication** with axis_name: that of `logprobs`, except that under `jax.grad`
-    the max and the sum of statistics are all-reduced chunk by chunk.
+    Memory in docs/memory.md and communication in docs/meshes.md ("token_loss").
 
     Raises:
-        TypeError: as `logprobs`; or loss_fn is not a function, or does not return what
-            it must.
+        TypeError: as `logprobs`; or loss_fn is no function or returns something else.
         ValueError: as `logprobs`; or a per-token argument has another shape.
-        NotImplementedError: as `logprobs`; or loss_fn closes over an array that it must
-            take as an argument.
+        NotImplementedError: as `logprobs`; or loss_fn closes over what it must not.
 
     >>> import jax, jax.numpy as jnp, jaxmem
     >>> def reinforce(stats, advantage):

@@ -56,15 +56,13 @@ def support_logprobs(
 
     A sampler that truncates to the top k or top p draws from a softmax over the
     remaining tokens. To compare a policy with it, evaluate the policy on the same
-    support. Only the support's columns of W are read: 2·N·K·D FLOPs, and as many for
-    each gradient, for any V. Columns are contiguous in a [V, D] matrix, from which they
-    are gathered far faster.
+    support. Only the support's columns of W are read, far faster if W is [V, D]:
+    2·N·K·D FLOPs, and as many for each gradient, for any V.
 
     **Ragged supports.** With offsets, token i's ids are
-    `support_ids[offsets[i] : offsets[i + 1]]`, with tokens in row-major order: the
-    compressed sparse rows (CSR) that vLLM returns and `jaxmem.packing.support_to_csr`
-    makes. Supports are grouped by widths 4, 8, 16, … max_ids, so a token costs less
-    than twice its ids, or 4; max_ids costs nothing by itself.
+    `support_ids[offsets[i] : offsets[i + 1]]`, as vLLM returns them and
+    `jaxmem.packing.support_to_csr` makes them. Supports are grouped by widths 4, 8, 16,
+    … max_ids, so a token costs less than twice its ids, or 4.
 
     Args:
         hidden: final hidden states [..., D].
@@ -78,16 +76,11 @@ def support_logprobs(
         offsets: integers [N + 1] that do not decrease, for N tokens; None for dense
             supports.
         max_ids: with offsets, the most ids that a token may have, a Python integer.
-        where: booleans that broadcast to labels; False masks a token.
-        temperature: positive scalar or one per token, [...]; not differentiable.
-        softcap: caps logits at ±softcap by tanh, before the temperature.
-        bias: [V], added to the logits first.
-        vocab_size: logical vocabulary when W is padded.
-        layout: "vd" or "dv"; inferred from the shapes unless W is square.
         axis_name: as in `logprobs`; labels and supports are ids of the whole
             vocabulary. Each shard multiplies as many rows as one device would, zeros
             for others' ids.
         implementation: "xla", or None, which means the same.
+        where, temperature, softcap, bias, vocab_size, layout: as in `logprobs`.
 
     Returns:
         float32 [...] (float64 for float64 hidden): 0 for a masked token, with a
@@ -95,26 +88,13 @@ def support_logprobs(
         support lacks its label, contains an id ≥ V, has more than max_ids ids or
         offsets that are out of order, if that is known at run time only.
 
-    **Memory** beyond inputs, outputs and gradients, with b the item size of hidden,
-    C = min(chunk, tokens rounded up to 16) and E = C·K: forward b·E·D; backward
-    (4 + b)·E·D + 4·V·D, the latter for the float32 sum of W's gradient; if W is frozen,
-    backward is as forward. With offsets, E = min(C·max_ids, max(4096, M/16)), but at
-    least max_ids, and the terms with E double, as the buffers of two widths may be
-    alive. XLA for CPUs widens 16-bit columns to float32.
-
-    **Communication** with axis_name: that of `logprobs`, in one all-reduce of each kind
-    for all tokens. W and its gradient stay sharded. The FLOPs of a device are 2·N·K·D,
-    and as many for each gradient, for any number of shards: a vocabulary of byte pairs
-    has its frequent tokens first, so that the first shard, for which the others wait,
-    has most ids of most supports.
+    Memory in docs/memory.md and communication in docs/meshes.md ("support_logprobs").
 
     Raises:
-        TypeError: an argument has the wrong type; the message names it.
-        ValueError: shapes disagree, the layout is ambiguous, an id is ≥ V, a label is
-            not in its support, or offsets decrease, reach beyond the ids or give a
-            token more than max_ids.
-        NotImplementedError: a gradient of the temperature or a second derivative is
-            requested, or the implementation does not have this verb.
+        TypeError: as `logprobs`.
+        ValueError: as `logprobs`; or a label is not in its support, or offsets
+            decrease, reach beyond the ids or give a token more than max_ids.
+        NotImplementedError: as `logprobs`; or another implementation than "xla".
 
     >>> import jax.numpy as jnp, jaxmem
     >>> h, W = jnp.zeros((2, 8)), jnp.zeros((4, 8))

@@ -53,77 +53,51 @@ def topk_kl(
         "reverse":   KL(p ‖ q)
         "jsd":       β KL(q ‖ m) + (1-β) KL(p ‖ m),  m = β q + (1-β) p
 
-    The last entry under tail=True is the rest of the vocabulary as one outcome. The
-    divergence is then a lower bound of that over the whole vocabulary, equal to it if
-    S is the whole vocabulary, and tells the student how much mass to leave to the rest.
-    Without it, both are restricted to S and normalised there, and the student's mass
-    outside of S has no influence. Both are sums of terms that are never negative, and
-    nothing is clamped; the truncated Σ_S q_k (ln q_k - ln p_k) may be negative, and can
-    be had from `selected_logprobs`. The FLOPs are those of `logprobs` for any K.
+    With tail=True the rest of the vocabulary is one outcome: the divergence is a lower
+    bound of that over the whole vocabulary, and tells the student how much mass to
+    leave to the rest. Without it, the student's mass outside of S has no influence.
+    Both are sums of terms that are never negative, and nothing is clamped. The FLOPs
+    are those of `logprobs` for any K.
 
     Args:
         hidden: the student's final hidden states [..., D].
         W: the student's vocabulary matrix, [V, D] or [D, V].
         ids: token ids [..., K], any integer dtype, in any order. A negative id is
             absent. An id that repeats counts once, with the first of its
-            log-probabilities. A token without ids has a divergence of 0 and costs
-            nothing.
-        teacher_logprobs: the teacher's log-probabilities of the ids [..., K], in the
-            whole vocabulary and at the temperature that the student is compared at.
-            Where the id is absent they are not read. They are constant: their gradient
-            is zero.
-        chunk: as in `logprobs`.
+            log-probabilities. A token without ids has a divergence of 0.
+        teacher_logprobs: the teacher's, constant log-probabilities of the ids [..., K]
+            in the whole vocabulary, at the temperature that the student is compared at.
         tail: whether the rest of the vocabulary counts as one more outcome.
         direction: "forward", "reverse" or "jsd".
-        beta: weight of the teacher in the mixture of "jsd", a Python number between 0
-            and 1.
+        beta: weight of the teacher in the mixture of "jsd", between 0 and 1.
         where: booleans that broadcast to hidden.shape[:-1]; False masks a token, which
             then costs nothing.
         temperature: as in `logprobs`, of the student.
-        softcap: as in `logprobs`.
-        bias: as in `logprobs`.
-        vocab_size: as in `logprobs`.
-        layout: as in `logprobs`.
         axis_name: as in `logprobs`; the ids are those of the whole vocabulary.
         implementation: "xla", or None, which means the same.
+        chunk, softcap, bias, vocab_size, layout: as in `logprobs`.
 
     Returns:
         float32 [...] (float64 for float64 hidden), not negative; 0 for a masked token,
-        with a gradient of exactly 0, even where its hidden state is NaN. The student's
-        rest is summed up in its own right, so that it keeps its digits however small
-        it is. The teacher's is 1 - Σ_S q, with r = max_S q subtracted first; what
-        rounding leaves unknown of it, ε·max(1 - r, ε) with ε that of float32, is its
-        least value, and probabilities that add up to more than 1 are normalised. Where
-        the student has no rest at all, as where S is the whole vocabulary, the teacher
-        has none. The divergence is inf where one of the two gives mass to an outcome
-        that the other excludes, in the directions where it is inf by definition; NaN
-        for an id ≥ V that is known at run time only, and, without tail, where the
-        student or the teacher excludes all of the ids.
+        with a gradient of exactly 0, even where its hidden state is NaN. It is inf
+        where one of the two gives mass to an outcome that the other excludes, in the
+        directions where it is inf by definition; NaN for an id ≥ V that is known at run
+        time only, and, without tail, where one of the two excludes all of the ids. How
+        both rests keep their digits is in docs/maths.md.
 
-    **Memory** beyond inputs, outputs and gradients, with b the item size of hidden and
-    C = min(chunk, tokens rounded up to 16): forward 4·C·V + 192·C·K, residuals and
-    intermediate results of 32·K per token, backward (4 + b)·C·V + 192·C·K + 4·V·D, the
-    latter for the float32 sum of W's gradient, unless W is frozen, and 2·C·V more with
-    a bias in 16 bits. XLA for CPUs may widen 16-bit weights to float32, 4·V·D, and
-    takes 8·C·V forward if V is not a multiple of 128.
-
-    **Communication** with axis_name: that of `logprobs`, and forward an all-reduce of
-    4·K bytes per token (max).
+    Memory in docs/memory.md and communication in docs/meshes.md ("topk_kl").
 
     Raises:
-        TypeError: an argument has the wrong type; the message names it.
-        ValueError: shapes disagree, the layout is ambiguous, an id is ≥ V, a
-            log-probability is positive, or the direction is unknown.
-        NotImplementedError: a gradient of the temperature or a second derivative is
-            requested, or the implementation does not have this verb.
+        TypeError: as `logprobs`.
+        ValueError: as `logprobs`; or a log-probability is positive, or the direction is
+            unknown.
+        NotImplementedError: as `logprobs`; or another implementation than "xla".
 
     >>> import jax.numpy as jnp, jaxmem
     >>> h, W = jnp.ones((1, 1)), jnp.log(jnp.array([[0.4], [0.3], [0.2], [0.1]]))
     >>> ids, q = jnp.array([[0, 1]]), jnp.log(jnp.array([[0.5, 0.3]]))
     >>> jaxmem.topk_kl(h, W, ids, q).round(4)  # of (0.5, 0.3, 0.2) and (0.4, 0.3, 0.3)
     Array([0.0305], dtype=float32)
-    >>> jaxmem.topk_kl(h, W, ids, q, tail=False, direction="reverse").round(4)
-    Array([0.006], dtype=float32)
 
     Reference: Hinton et al., "Distilling the Knowledge in a Neural Network", 2015,
     arXiv:1503.02531; Anshumann et al., "Sparse Logit Sampling", 2025, arXiv:2503.16870,

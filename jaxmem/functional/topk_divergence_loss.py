@@ -66,44 +66,27 @@ def topk_kl_loss(
         loss_fn: `(TokenStats, D, *per_token)` of C tokens, D of shape [C], to their
             losses, a float array [C], or to `(losses, {name: [C]})`; as in
             `token_loss`.
-        hidden: as in `topk_kl`.
-        W: as in `topk_kl`.
         labels: as in `logprobs`; any valid ids if loss_fn uses D alone.
         ids: as in `topk_kl`, but a token without ids, whose D is 0, is active.
         teacher_logprobs: as in `topk_kl`; or None where the ids were drawn from the
             teacher, as by `sample_ids`. D_i is then the cross-entropy with them, the
             mean of -ln p over the ids, which may repeat: in the mean over draws the
             forward KL divergence plus the teacher's entropy, with its gradient.
-        per_token: as in `token_loss`.
         tail: as in `topk_kl`; not read of drawn ids.
         direction: as in `topk_kl`; "forward" with drawn ids.
-        beta: as in `topk_kl`.
-        chunk: as in `logprobs`.
-        normalizer: as in `token_loss`.
-        where: as in `logprobs`.
-        temperature: as in `topk_kl`.
-        softcap: as in `logprobs`.
-        bias: as in `logprobs`.
-        vocab_size: as in `logprobs`.
-        layout: as in `logprobs`.
         statistics_temperature: of the statistics, a scalar or one per token; None for
             that of the divergence.
         axis_name: as in `token_loss`; the ids are those of the whole vocabulary.
         implementation: "xla", or None, which means the same.
+        hidden, W, beta, temperature: as in `topk_kl`; per_token, normalizer: as in
+            `token_loss`; chunk, where, softcap, bias, vocab_size, layout: as in
+            `logprobs`.
 
     Returns:
         (loss, metrics), as `token_loss` does. The teacher is constant: its gradient is
         zero.
 
-    **Memory** beyond inputs, outputs and gradients, with b the item size of hidden and
-    C = min(chunk, tokens rounded up to 16): 4·C·V + 192·C·K; under `jax.grad`
-    (4 + b)·C·V + 192·C·K + 4·V·D, the latter for the float32 sum of W's gradient,
-    unless W is frozen. Another `statistics_temperature` takes 4·C·V more, a bias in 16
-    bits 2·C·V. XLA for CPUs may widen 16-bit weights to float32, 4·V·D. Gradients are
-    residuals, scaled by the loss's cotangent.
-
-    **Communication** with axis_name: those of `topk_kl` and `token_loss`, all chunk by
-    chunk.
+    Memory in docs/memory.md and communication in docs/meshes.md ("topk_kl_loss").
 
     Raises:
         TypeError: as `topk_kl` and `token_loss`.

@@ -146,7 +146,7 @@ def test_the_error_of_hidden_s_gradient_is_less_than_twice_that_of_one_block():
 
 @pytest.mark.parametrize("n_blocks", [2, 4, 8])
 @pytest.mark.parametrize("v", [16_384, 16_001])
-def test_memory_is_the_formula_of_the_docstring(v, n_blocks):
+def test_memory_is_the_formula_of_the_page(v, n_blocks):
     n, d, chunk = 32_768, 1024, 256
     h, W = jnp.zeros((n, d), jnp.bfloat16), jnp.zeros((v, d), jnp.bfloat16)
 

@@ -358,7 +358,7 @@ def test_W_in_float32_gets_its_gradient_in_float32(case):
 @pytest.mark.parametrize(
     "n, v", [(2048, 32768), (4096, 32768), (12_288, 32768), (2048, 32001)]
 )
-def test_memory_is_the_formula_of_the_docstring(n, v):
+def test_memory_is_the_formula_of_the_page(n, v):
     d, chunk = 1024, 256
     h, W = jnp.zeros((n, d), jnp.bfloat16), jnp.zeros((v, d), jnp.bfloat16)
 

@@ -162,7 +162,7 @@ def each_type_of_each_verb_once():
 
 
 @pytest.mark.parametrize("verb, dtype, size", list(each_type_of_each_verb_once()))
-def test_memory_is_what_the_docstring_says(verb, dtype, size):
+def test_memory_is_what_the_page_says(verb, dtype, size):
     n, d, v, chunk = size
     loss, operands = total(verb, chunk), shapes(n, d, v, dtype)
     besides = 64 * n + 8 * n * d  # row statistics; hidden's cotangent

@@ -56,7 +56,7 @@ def test_one_pass_over_the_logits(verb):
         slow(sample_ids, "float32"),
     ],
 )
-def test_memory_is_what_the_docstring_says(verb, dtype):
+def test_memory_is_what_the_page_says(verb, dtype):
     if OLD_XLA:
         pytest.skip("XLA for CPUs in jaxlib 0.10 stores more parts of a chunk's logits")
     n, d, v, chunk = 2048, 64, 8192, 128

@@ -546,7 +546,7 @@ def test_gemms_of_each_path(optimized):
         slow(jaxmem.jsd, "bfloat16"),
     ],
 )
-def test_memory_is_what_the_docstring_says(verb, dtype, optimized):
+def test_memory_is_what_the_page_says(verb, dtype, optimized):
     n, d, v, chunk = 2048, 64, 8192, 128
     on_cpu, size = jax.default_backend() == "cpu", jnp.dtype(dtype).itemsize
     widened = 8 * v * d if size == 2 and on_cpu else 0

@@ -246,7 +246,7 @@ def test_statistics_and_divergence_share_the_largest_logit():
 
 @pytest.mark.parametrize("verb", ["jsd", slow("kl"), slow("forward_kl")])
 @pytest.mark.parametrize("of_stats", [slow(None), 0.5])
-def test_memory_is_what_the_docstring_says(of_stats, verb, optimized):
+def test_memory_is_what_the_page_says(of_stats, verb, optimized):
     n, d, v, chunk = 2048, 64, 8192, 128
 
     def loss(h, W, *reference):

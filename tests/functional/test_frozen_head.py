@@ -317,7 +317,7 @@ def test_no_buffer_of_the_weights_size(fn):
         slow((2048, 32, 50304, 64), BF16),
     ],
 )
-def test_memory_is_what_the_docstring_says(size, dtype):
+def test_memory_is_what_the_page_says(size, dtype):
     n, d, v, chunk = size
     width = jnp.dtype(dtype).itemsize
 

@@ -333,7 +333,7 @@ SIZES = [
 
 @pytest.mark.parametrize("verb", ["token_stats", slow("token_loss")])
 @pytest.mark.parametrize("size", [SIZES[0], *map(slow, SIZES[1:])], ids=str)
-def test_memory_is_what_the_docstring_says(verb, size, optimized, on_one_device):
+def test_memory_is_what_the_page_says(verb, size, optimized, on_one_device):
     n, d, v, chunk, n_blocks = size
     run = {"token_stats": of_stats, "token_loss": of_loss}[verb]
 

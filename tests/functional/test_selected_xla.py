@@ -65,7 +65,7 @@ SCALED = {"softcap": 5.0, "temperature": 0.7}
     ],
     ids=lambda x: x if isinstance(x, str) else " ".join(x),
 )
-def test_memory_of_selected_ids_is_what_the_docstring_says(dtype, options):
+def test_memory_of_selected_ids_is_what_the_page_says(dtype, options):
     n, d, v, k, chunk = 2048, 64, 8192, 8, 128
     size = jnp.dtype(dtype).itemsize
     widened = 4 * v * d if size == 2 and CPU else 0
@@ -84,7 +84,7 @@ def test_memory_of_selected_ids_is_what_the_docstring_says(dtype, options):
 @pytest.mark.parametrize(
     "dtype,layout", [slow("float32", "vd"), slow("float32", "dv"), ("bfloat16", "vd")]
 )
-def test_memory_of_a_support_is_what_the_docstring_says(dtype, layout):
+def test_memory_of_a_support_is_what_the_page_says(dtype, layout):
     if OLD_XLA and dtype == "bfloat16":
         pytest.skip("XLA for CPUs in jaxlib 0.10 widens W whole to take columns of it")
     n, d, v, k, chunk = 2048, 128, 1024, 32, 64
@@ -119,7 +119,7 @@ def ragged_shapes(n, d, v, capacity):
 
 @pytest.mark.parametrize("gradients", [slow(0), slow(1), 2])
 @pytest.mark.parametrize("chunk", [slow(4), 64])
-def test_memory_of_ragged_supports_is_what_the_docstring_says(chunk, gradients):
+def test_memory_of_ragged_supports_is_what_the_page_says(chunk, gradients):
     """Nothing of [tokens, max_ids], either."""
     n, d, v, max_ids, capacity = 2048, 128, 1024, 512, 2**17
     entries = min(chunk * max_ids, capacity // 16)

@@ -80,7 +80,7 @@ def test_an_output_that_no_loss_depends_on_costs_nothing():
     ],
     ids=str,
 )
-def test_memory_is_what_the_docstring_says(size, dtype):
+def test_memory_is_what_the_page_says(size, dtype):
     n, d, v, chunk = size
     operands = *shapes(n, d, v, dtype), *[jax.ShapeDtypeStruct((n,), F32)] * 2
     loss, sixteen_bit = loss_of(ppo, chunk), dtype != F32

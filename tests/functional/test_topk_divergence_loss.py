@@ -313,7 +313,7 @@ def test_three_products(optimized):
 
 
 @pytest.mark.parametrize("of_stats", [slow(None), 0.5])
-def test_memory_is_what_the_docstring_says(of_stats, optimized):
+def test_memory_is_what_the_page_says(of_stats, optimized):
     n, d, v, k, chunk = 2048, 64, 8192, 16, 128
     loss = jax.grad(total(chunk, statistics_temperature=of_stats), (0, 1))
     promised = (4 + 4 + (4 if of_stats else 0)) * chunk * v + 4 * v * d
