@@ -487,7 +487,6 @@ def healthy(job: Job) -> Iterator[Row]:
     """States that look healthy; `job` is supervised."""
     assert job.whole
     yield _poisoned(job)
-    yield _best(job)
     yield _bracket(job)
     for part, text in (("state/_METADATA", '{"x": 1}'), ("config/metadata", "5")):
         yield _without_sums(job, part, text)
@@ -516,25 +515,6 @@ def _poisoned(job: Job) -> Row:
     again = finish(start(job, run))  # as the message advises
     right = right and again.returncode == 0
     row.add(said or ruined.said[-200:], right, job.lost(run))
-    return row
-
-
-def _best(job: Job) -> Row:
-    """The best evaluation, and one of the ruined weights."""
-    row, run = Row("an evaluation that is NaN"), "best"
-    held_out = "data.held_out=0.1", "eval.every=1"
-    process = start(job, run, *held_out)
-    wait_for(process, lambda: job.done(run) >= 10)
-    process.send_signal(signal.SIGTERM)
-    finish(process)
-    best = job.folder / run / "best"
-    before = sorted(path.name for path in best.iterdir())
-    largest = "optimizer.learning_rate=3e38"  # products of such weights are infinite
-    ruined = finish(start(job, run, *held_out, *RUINOUS[1:], largest))
-    said = ruined.line("is not kept as the best")
-    right = bool(said) and before == sorted(path.name for path in best.iterdir())
-    again = finish(start(job, run, *held_out, "run.steps=60"))
-    row.add(said or ruined.said[-200:], right and again.returncode == 0)
     return row
 
 
