@@ -13,7 +13,7 @@ from rich.console import Console
 from jaxmem.core import processes
 from jaxmem.data.rewards import RewardError
 from jaxmem.train import files, locks, metrics, report, resuming, wandb_writer
-from jaxmem.train.checkpoint import Checkpoints
+from jaxmem.train.checkpoint import CheckpointError, Checkpoints
 from jaxmem.train.damaged import set_aside_damaged
 from jaxmem.train.evaluation import Best, EvalConfig
 from jaxmem.train.history import MetricsWriter, read_history
@@ -221,19 +221,28 @@ class Run:
         return number % every == 0 or number == self._config.steps
 
     def _save(self, job: Job, state: TrainState, writer: MetricsWriter | None) -> None:
-        if said := processes.by_first(self._lock.renew):
-            _log(self._console, said)
-            self._write_texts()
+        self._renew()
         # Before the checkpoint, so that the metrics of a restored step are on disk.
         if writer is not None:
             writer.flush()
+        saved = self.taken, state, job.get_state(), self._saved_settings
         with resuming.advising(self.saved):
-            self._checkpoints.save(
-                self.taken, state, job.get_state(), self._saved_settings
-            )
+            try:
+                self._checkpoints.save(*saved)
+            except CheckpointError:
+                if not self._renew():
+                    raise
+                self._checkpoints.save(*saved)  # it was removed at that moment
         self.saved = self.taken
         if writer is not None:
             self._report(job)
+
+    def _renew(self) -> bool:
+        """Make the run's directory anew if it was removed; return whether it was."""
+        if said := processes.by_first(self._lock.renew):
+            _log(self._console, said)
+            self._write_texts()
+        return bool(said)
 
     def _report(self, job: Job) -> None:
         """Write the report; a full disk does not end the run."""

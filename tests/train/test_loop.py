@@ -625,6 +625,23 @@ def test_a_directory_that_is_removed_in_mid_run_is_made_anew(run):
     assert again.error is None and f"resuming {path} after step 6" in again.said
 
 
+def test_a_directory_that_is_removed_while_it_is_saved_is_made_anew(run, monkeypatch):
+    path, found = run.args[0], checkpoint._check_found
+
+    def removed(*given):
+        monkeypatch.setattr(checkpoint, "_check_found", found)
+        shutil.rmtree(path)
+        found(*given)
+
+    def now():
+        monkeypatch.setattr(checkpoint, "_check_found", removed)
+
+    ran = run(job=at(4, now), checked=False)
+    assert ran.error is None and ran.checkpoints == ["4", "6"]
+    assert f"{path / 'lock'} was removed, maybe with all that was in its d" in ran.said
+    assert (path / "text.txt").read_text() == "hello"
+
+
 def test_paths_of_a_run_do_not_depend_on_where_the_process_is(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "elsewhere").mkdir()
