@@ -47,6 +47,8 @@ ALLOWED_IN = {
         "jaxmem.core.partition",
         "jaxmem.devices",
     ),
+    "datasets": ("jaxmem.data.remote",),
+    "fsspec": ("jaxmem.data.remote",),
     "jinja2": ("jaxmem.data.chat",),
     "jsonschema": ("jaxmem.data.verifiers",),
     "lm_eval": ("jaxmem.evaluate",),

@@ -21,6 +21,7 @@ from jaxmem.checkpoints.describing import (
 from jaxmem.checkpoints.reader import ignoring_keys as ignoring_keys
 from jaxmem.checkpoints.vocabulary import (
     Vocabulary as Vocabulary,
+    add_end as add_end,
     end_ids as end_ids,
     load_vocabulary as load_vocabulary,
     vocabulary_digest as vocabulary_digest,

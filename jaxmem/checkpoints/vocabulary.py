@@ -19,9 +19,20 @@ class Vocabulary(NamedTuple):
     tokenizer: tokenizers.Tokenizer
     start: tuple[int, ...]  # ids before every text, for Llama and Gemma; or ()
     eos: int | None  # id that ends a document; None if the checkpoint names none
+    absent: tuple[str, ...] = ()  # special tokens that the model has no embedding of
 
     def encode(self, texts: list[str]) -> list[list[int]]:
-        """Ids of texts; the names of special tokens in a text become special tokens."""
+        """Ids of texts; the names of special tokens in a text become special tokens.
+
+        Raises:
+            CheckpointError: a text has a token that the model has no embedding of.
+        """
+        for token in self.absent:
+            if any(token in text for text in texts):
+                raise CheckpointError(
+                    f"the text has the token {messages.short(token)}, which the model "
+                    "has no embedding of"
+                )
         encoded = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [encoding.ids for encoding in encoded]
 
@@ -42,11 +53,31 @@ def load_vocabulary(directory: str | Path) -> Vocabulary:
     path = config.path.parent / "tokenizer.json"
     if not path.exists():
         raise CheckpointError(f"{path}: missing; {_how_to_convert(path.parent)}")
-    tokenizer, start = _read_tokenizer(path)
+    text = _read_text(path)
+    text, absent = _without_absent(text, config.model.vocab_size or 0)
+    tokenizer, start = _read_tokenizer(path, text)
     _check_ids(path, tokenizer, config)
     eos = _eos(config, tokenizer)
     # Some templates also add eos; the caller adds it where it belongs.
-    return Vocabulary(tokenizer, start[:-1] if start[-1:] == (eos,) else start, eos)
+    start = start[:-1] if start[-1:] == (eos,) else start
+    return Vocabulary(tokenizer, start, eos, absent)
+
+
+def _without_absent(text: str, rows: int) -> tuple[str, tuple[str, ...]]:
+    """The tokenizer without added tokens of ids that the embedding lacks; their names.
+
+    Such are those of a part of the model that is elsewhere, as images are.
+    """
+    try:
+        described = json.loads(text)
+        added = described["added_tokens"]
+        absent = [token for token in added if token["id"] >= rows]
+    except (ValueError, KeyError, TypeError):  # the library says what is wrong
+        return text, ()
+    if not absent:
+        return text, ()
+    described["added_tokens"] = [token for token in added if token["id"] < rows]
+    return json.dumps(described), tuple(token["content"] for token in absent)
 
 
 def _how_to_convert(directory: Path) -> str:
@@ -62,10 +93,20 @@ def _how_to_convert(directory: Path) -> str:
     )
 
 
-def _read_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, tuple[int, ...]]:
+def _read_text(path: Path) -> str:
+    try:
+        return json_files.read_text(path)
+    except (OSError, json_files.JsonError) as error:
+        reason = messages.cut(getattr(error, "strerror", None) or str(error))
+        raise CheckpointError(f"{path}: cannot be read: {reason}") from error
+
+
+def _read_tokenizer(
+    path: Path, text: str
+) -> tuple[tokenizers.Tokenizer, tuple[int, ...]]:
     """The tokenizer, and the ids of an empty text."""
     try:
-        tokenizer = tokenizers.Tokenizer.from_str(json_files.read_text(path))
+        tokenizer = tokenizers.Tokenizer.from_str(text)
         tokenizer.no_padding()
         tokenizer.no_truncation()
         return tokenizer, tuple(tokenizer.encode("", add_special_tokens=True).ids)
@@ -145,6 +186,28 @@ def end_ids(directory: str | Path) -> tuple[int, ...]:
         listed = listed if isinstance(listed, list) else [listed]
         ids.update(id_ for id_ in listed if id_ is not None and not within.problem(id_))
     return tuple(sorted(ids))
+
+
+def add_end(directory: Path, token: str) -> None:
+    """Name a token that ends a completion in a checkpoint's generation_config.json.
+
+    Conversations teach a base model to end its turns with a token of their template.
+
+    Args:
+        directory: of the checkpoint.
+        token: of its tokenizer.
+    """
+    id_ = load_vocabulary(directory).tokenizer.token_to_id(token)
+    path = directory / "generation_config.json"
+    described = read_object(path) if path.exists() else {}
+    listed = described.get("eos_token_id")
+    listed = listed if isinstance(listed, list) else [listed]
+    ids = [*(i for i in listed if i is not None), id_]
+    if ids[:-1] == [] and (eos := load_vocabulary(directory).eos) is not None:
+        ids = [eos, id_]
+    ids = list(dict.fromkeys(ids))
+    described["eos_token_id"] = ids[0] if len(ids) == 1 else ids
+    path.write_text(json.dumps(described, indent=2) + "\n", "utf-8")
 
 
 def vocabulary_digest(tokenizer: tokenizers.Tokenizer) -> str:

@@ -100,6 +100,8 @@ class Blocks(Sequence[Block]):
         """Numbers of the blocks that are trained on, and of those held out."""
         order = np.random.default_rng(0).permutation(len(self))
         count = int(len(self) * held_out)
+        if held_out and len(self) > 1:
+            count = max(count, 1)
         return order[count:], order[:count]
 
     def fingerprint(self) -> bytes:

@@ -1,7 +1,4 @@
-"""Conversations to text, by a checkpoint's chat template, as transformers renders it.
-
-messages -> template -> text, and the spans of characters that an assistant wrote
-"""
+"""A checkpoint's chat template, as transformers renders it."""
 
 import datetime
 import functools
@@ -11,30 +8,26 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from jaxmem.core import json_files, messages
 from jaxmem.data.records import DataError
 
 Message = dict[str, Any]
-Span = tuple[int, int]  # first character, and the one after the last
 
 # Unicode noncharacters, which no text has: they mark the ends of {% generation %}.
-_START, _END = "\ufdd0", "\ufdd1"
-_FILLER = range(0xE000, 0xF900)  # private-use characters, most of which no text has
+START, END = "\ufdd0", "\ufdd1"
+# Names that are given to every template.
+_GIVEN = frozenset(
+    "messages tools documents add_generation_prompt raise_exception "
+    "strftime_now".split()
+)
 _MOST_TURNS = 1_000_000  # of a template's loops
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 # A template is read at its first use, because most data do not need one.
 Templates = Callable[[], "ChatTemplate"]
-
-
-class Rendered(NamedTuple):
-    """A conversation as text, with the characters that the loss counts."""
-
-    text: str
-    counted: tuple[Span, ...]
 
 
 class ChatTemplate:
@@ -45,9 +38,16 @@ class ChatTemplate:
         tokens: special tokens by name, such as `bos_token`.
         where: its name in errors.
         special: special tokens that may end a turn.
+        options: variables of the template, such as `enable_thinking`.
+        today: the date that a template may write; None: the current one.
+
+    Attributes:
+        end: a pattern of the special token that ends a turn, after its content.
+        marks: whether the template says itself what is trained on.
 
     Raises:
-        DataError: jinja2 is not installed, or the template is not valid.
+        DataError: jinja2 is not installed, the template is not valid, or it reads none
+            of the variables that an option names.
     """
 
     def __init__(
@@ -56,106 +56,76 @@ class ChatTemplate:
         tokens: Mapping[str, str],
         where: str,
         special: Iterable[str] = (),
+        options: Mapping[str, Any] | None = None,
+        today: datetime.datetime | None = None,
     ):
-        self._tokens = dict(tokens)
+        self._tokens, self._options = dict(tokens), dict(options or {})
         ends = "|".join(map(re.escape, special))
-        self._end = re.compile(rf"\s*(?:{ends})" if ends else "")
-        self._marks = re.search(r"{%-?\s*generation\b", text) is not None
+        self.end = re.compile(rf"\s*(?:{ends})" if ends else "")
+        self.marks = re.search(r"{%-?\s*generation\b", text) is not None
+        self._where = where
         try:
-            self._template = _environment().from_string(text)
+            environment = _environment()
+            self._template = environment.from_string(text)
+            self._variables = _variables(environment, text)
         except Exception as error:  # of jinja2, which may not be imported here
             raise DataError(f"{where}: {_reason(error)}") from error
+        now = today or datetime.datetime.now()
+        self._template.globals["strftime_now"] = now.strftime
+        self._check(self._options)
+
+    def _check(self, options: Mapping[str, Any]) -> None:
+        """Raise for variables that the template does not read."""
+        for name in options:
+            if name not in self._variables:
+                known = sorted(self._variables - _GIVEN - set(_NAMED_TOKENS))
+                raise DataError(
+                    f"{self._where}: chat_template_kwargs: the template reads no "
+                    f"variable {messages.short(name)}; it reads "
+                    f"{', '.join(known) or 'none'}"
+                )
 
     def render(
-        self, conversation: Sequence[Message], *, add_generation_prompt: bool = False
+        self,
+        turns: Sequence[Message],
+        *,
+        add_generation_prompt: bool = False,
+        tools: Sequence[Any] | None = None,
+        options: Mapping[str, Any] | None = None,
     ) -> str:
         """Render a conversation, as `tokenizer.apply_chat_template` does.
 
         Args:
-            conversation: messages with `role` and `content`.
+            turns: messages with `role` and `content`.
             add_generation_prompt: whether to append the header of an assistant's turn.
+            tools: schemas of the functions that may be called.
+            options: variables of the template, before its own ones.
 
         Returns:
-            The text.
+            The text, with marks around what `{% generation %}` encloses.
 
         Raises:
             DataError: the template raises.
         """
-        text = self._marked(conversation, add_generation_prompt)
-        return text.replace(_START, "").replace(_END, "")
-
-    def _marked(
-        self, conversation: Sequence[Message], add_generation_prompt: bool
-    ) -> str:
+        self._check(options or {})
         try:
             return self._template.render(
-                messages=list(conversation),
-                tools=None,
+                messages=list(turns),
+                tools=tools or None,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
-                **self._tokens,
+                **{**self._tokens, **self._options, **(options or {})},
             )
         except Exception as error:  # whatever the template's author raises
             raise DataError(f"the chat template says: {_reason(error)}") from error
 
-    def render_counted(
-        self, conversation: Sequence[Message], first: int = 0
-    ) -> Rendered:
-        """Render a conversation, and find the spans that its assistant turns wrote.
-
-        A turn starts where the template's generation prompt ends, and includes the
-        special token that ends it. A template with `{% generation %}` defines turns
-        itself.
-
-        Args:
-            conversation: messages with `role` and `content`.
-            first: number of the first message whose turn may count.
-
-        Returns:
-            The text, and spans of characters in increasing order.
-
-        Raises:
-            DataError: the template raises.
-        """
-        marked = self._marked(conversation, False)
-        text = marked.replace(_START, "").replace(_END, "")
-        turns = [i for i, m in enumerate(conversation) if m["role"] == "assistant"]
-        if self._marks:
-            spans = _marked_spans(marked)
-            skipped = sum(i < first for i in turns)
-            return Rendered(text, tuple(spans[skipped:]))
-        counted = [self._span(conversation, i, text) for i in turns if i >= first]
-        return Rendered(text, tuple(span for span in counted if span is not None))
-
-    def _span(self, conversation: Sequence[Message], i: int, text: str) -> Span | None:
-        """The span of the text that changes if the turn's content does."""
-        filler = next(chr(c) for c in _FILLER if chr(c) not in text)
-        other = [*conversation]
-        other[i] = {"role": "assistant", "content": filler}
-        changed = self.render(other)
-        if changed == text:  # the template omits the turn
-            return None
-        start = len(os.path.commonprefix([text, changed]))
-        stop = len(text) - len(os.path.commonprefix([text[::-1], changed[::-1]]))
-        start = self._after_prompt(conversation[:i], text, start)
-        end = self._end.match(text, stop)
-        return (start, end.end() if end else stop)
-
-    def _after_prompt(self, before: Sequence[Message], text: str, start: int) -> int:
-        """The end of the generation prompt, if it is before the content."""
-        try:
-            prompt = self.render(before, add_generation_prompt=True)
-            asks = prompt != self.render(before)
-        except DataError:  # some templates reject a truncated conversation
-            return start
-        if len(prompt) > start or not text.startswith(prompt):
-            return start
-        # A template without a generation prompt may still write a header.
-        return len(prompt) if asks or not text[len(prompt) : start].strip() else start
-
 
 def read_template(
-    directory: str | os.PathLike[str], path: str | None, special: Iterable[str] = ()
+    directory: str | os.PathLike[str],
+    path: str | None,
+    special: Iterable[str] = (),
+    options: Mapping[str, Any] | None = None,
+    today: datetime.datetime | None = None,
 ) -> ChatTemplate:
     """Read the chat template of a checkpoint.
 
@@ -164,6 +134,8 @@ def read_template(
             tokenizer_config.json, whose special tokens the template may name.
         path: of a template to use instead, or None.
         special: special tokens that may end a turn.
+        options: variables of the template.
+        today: the date that it may write; None: the current one.
 
     Returns:
         The template.
@@ -187,15 +159,15 @@ def read_template(
         except (OSError, json_files.JsonError) as error:
             reason = getattr(error, "strerror", None) or error
             raise DataError(f"{chosen}: cannot be read: {reason}") from error
-        return ChatTemplate(text, tokens, str(chosen), special)
-    where = directory / "tokenizer_config.json"
+        return ChatTemplate(text, tokens, str(chosen), special, options, today)
+    where = f"{directory / 'tokenizer_config.json'}: chat_template"
     text = _default_template(config.get("chat_template"))
     if text is None:
         raise DataError(
             f"{directory} has no chat template, neither in chat_template.jinja nor in "
             "tokenizer_config.json; set data.chat_template to the path of one"
         )
-    return ChatTemplate(text, tokens, f"{where}: chat_template", special)
+    return ChatTemplate(text, tokens, where, special, options, today)
 
 
 def _optional_object(path: Path) -> dict[str, Any]:
@@ -276,14 +248,13 @@ def _environment() -> Any:
             return nodes.CallBlock(call, [], [], body).set_lineno(line)
 
         def mark(self, caller):
-            return f"{_START}{caller()}{_END}"
+            return f"{START}{caller()}{END}"
 
     environment = _counting(jinja2, nodes, sandbox)(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols]
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception(jinja2)
-    environment.globals["strftime_now"] = _strftime_now
     return environment
 
 
@@ -302,23 +273,14 @@ def _raise_exception(jinja2):
     return raise_exception
 
 
-def _strftime_now(form: str) -> str:
-    return datetime.datetime.now().strftime(form)
+def _variables(environment: Any, text: str) -> frozenset[str]:
+    """Names of the variables that a template reads and does not set first."""
+    from jinja2 import meta
+
+    return frozenset(meta.find_undeclared_variables(environment.parse(text)))
 
 
 def _reason(error: Exception) -> str:
     line = getattr(error, "lineno", None)
     message = messages.cut(str(error) or type(error).__name__)
     return f"{message} (line {line})" if line else message
-
-
-def _marked_spans(marked: str) -> list[Span]:
-    """Spans between marks, as positions in the text without marks."""
-    spans, start, removed = [], 0, 0
-    for place, character in enumerate(marked):
-        if character == _START:
-            start = place - removed
-        elif character == _END:
-            spans.append((start, place - removed))
-        removed += character in (_START, _END)
-    return spans

@@ -34,6 +34,11 @@ class DataConfig:
     streams: int = 1  # parts of the documents, each a part of every batch's rows
     # path of a Jinja template for messages; None: the checkpoint's own
     chat_template: str | None = None
+    # variables of the template, as in {"enable_thinking": False}
+    chat_template_kwargs: dict[str, Any] | None = None
+    # names of columns, as in {"prompt": "my_question"}
+    columns: dict[str, str] | None = None
+    ignored: tuple[str, ...] = ()  # columns, and keys of messages, that are left out
     # read .jsonl and .parquet files block by block, for data that do not fit in memory
     streaming: bool = False
     # pieces of documents that are shuffled together where data.streaming is True
@@ -63,4 +68,7 @@ class DataConfig:
         del fields["cache_dir"]  # where vocabularies lie, not what they are
         if not self.streaming:  # as in runs from before there was a choice
             del fields["streaming"], fields["shuffle_window"]
+        for name in ("chat_template_kwargs", "columns", "ignored"):
+            if not fields[name]:
+                del fields[name]
         return fields

@@ -24,19 +24,17 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from jaxmem.data import blocks as files
 from jaxmem.data.blocks import IN_THIS_THREAD, Blocks
-from jaxmem.data.chat import Templates
 from jaxmem.data.config import DataConfig as DataConfig
+from jaxmem.data.encoding import NO_LABEL as NO_LABEL, encode_documents
+from jaxmem.data.reader import RecordReader
 from jaxmem.data.texts import (
     DataError as DataError,
     Document as Document,
     digest,
-    document_of as document_of,
     load_documents as load_documents,
     split_documents as split_documents,
 )
-from jaxmem.data.vocabulary import SPECIAL_TOKENS, edges
-
-NO_LABEL = -1
+from jaxmem.data.vocabulary import SPECIAL_TOKENS
 
 # Rows that first-fit packing fills at a time: more rows waste fewer tokens on padding
 # (0.8% of the standard library's text at 512 tokens a row) and delay the first batch.
@@ -83,7 +81,8 @@ def load_tokenizer(
     if config.streaming:
         documents = _some_documents(config)
     else:
-        every = load_documents(config.source)
+        reader = RecordReader(None, config.columns, config.ignored)
+        every = load_documents(config.source, reader=reader)
         documents, _ = split_documents(every, config.held_out)
     directory = Path(config.cache_dir if cache_dir is None else cache_dir).expanduser()
     path = directory / f"vocabulary-{_vocabulary_key(config, documents)}.json"
@@ -95,7 +94,8 @@ def load_tokenizer(
 def _some_documents(config: DataConfig) -> list[Document]:
     blocks = Blocks(config.source, "data.source")
     numbers = blocks.split(config.held_out)[0][:_VOCABULARY_BLOCKS]
-    return [document_of(r, None) for i in numbers for r in blocks.records(i)]
+    reader = RecordReader(None, config.columns, config.ignored)
+    return [reader.document(r) for i in numbers for r in blocks.records(i)]
 
 
 def _vocabulary_key(config: DataConfig, documents: Iterable[Document]) -> str:
@@ -205,7 +205,7 @@ def batches(
     split: Literal["train", "evaluation"] = "train",
     epochs: int | None = None,
     stream: int | None = None,
-    template: Templates | None = None,
+    reader: RecordReader | None = None,
 ) -> BatchIterator:
     """Return packed batches, reshuffled each epoch; the same on every run.
 
@@ -215,7 +215,7 @@ def batches(
       split: `"train"`, or `"evaluation"` for the documents held out.
       epochs: passes over the documents; `None` never ends.
       stream: every `config.streams`-th document, and its part of the rows; None: all.
-      template: returns the template that renders `messages`.
+      reader: how records are read.
 
     Returns:
       A `BatchIterator`.  If it ends, its last batch is filled up with padding.
@@ -226,8 +226,8 @@ def batches(
     if split not in ("train", "evaluation"):
         raise ValueError(f'split must be "train" or "evaluation", got {split!r}')
     if config.streaming:
-        return _streamed(config, tokenizer, split, epochs, stream, template)
-    every = load_documents(config.source, template=template)
+        return _streamed(config, tokenizer, split, epochs, stream, reader)
+    every = load_documents(config.source, reader=reader)
     training, evaluation = split_documents(every, config.held_out)
     documents = training if split == "train" else evaluation
     if not documents:
@@ -277,14 +277,14 @@ def _streamed(
     split: str,
     epochs: int | None,
     stream: int | None,
-    template: Templates | None,
+    reader: RecordReader | None,
 ) -> BatchIterator:
     """`batches` that hold a block, a window of pieces and the rows being packed."""
     blocks = Blocks(config.source, "data.source")
     numbers = files.of_split(blocks, config, split, stream)
     if stream is not None:
         config = _of_one_stream(config)
-    read = _ReadBlock(blocks, tokenizer, config.sequence_length, template)
+    read = _ReadBlock(blocks, tokenizer, config.sequence_length, reader)
     pieces = files.shuffled(numbers, read, config, epochs)
     rows = packed_rows(pieces, config).map(to_batch)
     salt = tokenizer.to_str().encode()
@@ -317,21 +317,22 @@ class _ReadBlock(grain.experimental.FlatMapTransform):
         blocks: Blocks,
         tokenizer: tokenizers.Tokenizer,
         length: int,
-        template: Templates | None,
+        reader: RecordReader | None,
     ):
-        self._blocks, self._template = blocks, template
+        self._blocks, self._reader = blocks, reader or RecordReader()
         self._tokenizer, self._length = tokenizer, length
 
     def flat_map(self, element: int) -> list[dict[str, np.ndarray]]:
         records = self._blocks.records(element)
-        documents = [document_of(record, self._template) for record in records]
+        documents = [self._reader.document(record) for record in records]
         return list(_pieces(documents, self._tokenizer, self._length))
 
 
 def _nothing_left(config: DataConfig, split: str, documents: Sequence[Document]) -> str:
     """Why a split is empty, and what would help."""
     held_out, count = config.held_out, len(documents)
-    if len(set(map(digest, documents))) == 1:
+    distinct = len(set(map(digest, documents)))
+    if distinct == 1:
         return (
             f"data.held_out={held_out}: {config.source!r} is one document, and a "
             "document is not divided; set data.held_out=0, or name a .jsonl file of "
@@ -339,7 +340,7 @@ def _nothing_left(config: DataConfig, split: str, documents: Sequence[Document])
         )
     return (
         f"data.held_out={held_out} of the {count} documents of {config.source!r} "
-        f"leaves none for {split}; raise it or add documents"
+        f"({distinct} distinct) leaves none for {split}; change it or add documents"
     )
 
 
@@ -354,42 +355,6 @@ def _pieces(
             for cut in range(0, len(tokens), length):
                 piece = slice(cut, cut + length)
                 yield {"tokens": tokens[piece], "labels": labels[piece]}
-
-
-def encode_documents(
-    documents: Sequence[Document], tokenizer: tokenizers.Tokenizer
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield `<bos> prompt text <eos>` and, for each token, the next one or -1.
-
-    A text that a chat template rendered is taken as it is, without `<bos>` and `<eos>`.
-    """
-    start, end = edges(tokenizer)
-    encode = functools.partial(tokenizer.encode_batch_fast, add_special_tokens=False)
-    # Apart, so that no token straddles the end of the prompt.
-    prompts = encode([d.prompt for d in documents])
-    texts = encode([d.text for d in documents])
-    for document, prompt, text in zip(documents, prompts, texts, strict=True):
-        if document.counted is not None:
-            yield _encode_rendered(document, tokenizer)
-            continue
-        tokens = np.array([*start, *prompt.ids, *text.ids, *end], np.int32)
-        labels = np.append(tokens[1:], np.int32(NO_LABEL))
-        labels[: max(len(start) + len(prompt.ids) - 1, 0)] = NO_LABEL
-        yield tokens, labels
-
-
-def _encode_rendered(
-    document: Document, tokenizer: tokenizers.Tokenizer
-) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens of a rendered conversation; labels where they overlap a counted span."""
-    encoded = tokenizer.encode(document.text, add_special_tokens=False)
-    places = np.array(encoded.offsets, np.int64).reshape(-1, 2)
-    counted = np.zeros(len(places), bool)
-    for first, last in document.counted or ():
-        counted |= (places[:, 1] > first) & (places[:, 0] < last)
-    tokens = np.array(encoded.ids, np.int32)
-    labels = np.where(counted, tokens, np.int32(NO_LABEL))
-    return tokens, np.append(labels[1:], np.int32(NO_LABEL))
 
 
 def packed_rows(

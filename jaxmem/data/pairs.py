@@ -7,11 +7,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import tokenizers
 
-from jaxmem.core import messages
-from jaxmem.data.chat import Templates
 from jaxmem.data.documents import NO_LABEL, DataConfig, encode_documents
-from jaxmem.data.records import DataError, Record, find_files, read_records, string
-from jaxmem.data.texts import Document, conversation, conversation_of, split
+from jaxmem.data.reader import RecordReader
+from jaxmem.data.records import DataError, find_files, read_records
+from jaxmem.data.texts import split
 
 
 class Pair(NamedTuple):
@@ -41,18 +40,18 @@ class PairBatch(NamedTuple):
 def load_pairs(
     config: DataConfig,
     tokenizer: tokenizers.Tokenizer,
-    template: Templates | None = None,
+    reader: RecordReader | None = None,
     drop_long: bool = False,
 ) -> tuple[list[Pair], list[Pair]]:
     """Read pairs.
 
     A record has `chosen` and `rejected`, with or without `prompt`: strings, or lists of
-    messages. Without `prompt`, the common start of both lists is the prompt.
+    messages. The common start of both lists is the prompt.
 
     Args:
         config: of the data.
         tokenizer: the vocabulary.
-        template: returns the template that renders messages.
+        reader: how records are read; by default, without a chat template.
         drop_long: whether to drop pairs with an answer longer than a row.
 
     Returns:
@@ -62,8 +61,13 @@ def load_pairs(
         DataError: a record is malformed, or a pair is too long.
     """
     paths = find_files(config.source, "data.source")
-    records = [r for path in paths for r in read_records(path, "data.source")]
-    pairs = [_pair(record, tokenizer, template) for record in records]
+    reader = reader or RecordReader(None, config.columns, config.ignored)
+    pairs = []
+    with reader.whole_pass():
+        for path in paths:
+            for record in read_records(path, "data.source"):
+                both = encode_documents(reader.answers(record), tokenizer)
+                pairs.append(Pair(record.where, *both))
     fitting = [pair for pair in pairs if pair.length <= config.sequence_length]
     if not fitting or (len(fitting) < len(pairs) and not drop_long):
         raise DataError(_unfit(config, pairs))
@@ -72,7 +76,7 @@ def load_pairs(
     if config.held_out and not held_out:
         raise DataError(
             f"data.held_out={config.held_out} of {len(fitting)} pairs leaves none for "
-            "evaluation; raise it or add pairs"
+            f"evaluation: {len(set(keys))} are distinct; add pairs"
         )
     return training, held_out
 
@@ -87,42 +91,6 @@ def _unfit(config: DataConfig, pairs: Sequence[Pair]) -> str:
         f"{len(pairs)} pairs are longer than data.sequence_length="
         f"{config.sequence_length}; raise it, or set dpo.drop_long=True"
     )
-
-
-def _pair(
-    record: Record, tokenizer: tokenizers.Tokenizer, template: Templates | None
-) -> Pair:
-    fields = record.fields
-    if "chosen" not in fields or "rejected" not in fields:
-        raise DataError(
-            f'{record.where}: expected "chosen" and "rejected", with "prompt" or '
-            f"without; got the keys {messages.listing(sorted(fields)) or '(none)'}"
-        )
-    if fields["chosen"] == fields["rejected"]:
-        raise DataError(f"{record.where}: chosen and rejected are equal")
-    documents_of = _conversations if isinstance(fields["chosen"], list) else _strings
-    chosen, rejected = encode_documents(documents_of(record, template), tokenizer)
-    return Pair(record.where, chosen, rejected)
-
-
-def _strings(record: Record, template: Templates | None) -> list[Document]:
-    prompt = string(record, "prompt") if "prompt" in record.fields else ""
-    return [
-        Document(record.where, string(record, key), prompt)
-        for key in ("chosen", "rejected")
-    ]
-
-
-def _conversations(record: Record, template: Templates | None) -> list[Document]:
-    answers = [conversation_of(record, key) for key in ("chosen", "rejected")]
-    if "prompt" in record.fields:
-        before = conversation_of(record, "prompt")
-        answers = [before + answer for answer in answers]
-        first = len(before)
-    else:
-        differ = (i for i, (a, b) in enumerate(zip(*answers, strict=False)) if a != b)
-        first = next(differ, min(map(len, answers)))
-    return [conversation(record, turns, first, template) for turns in answers]
 
 
 def _digest(pair: Pair) -> bytes:

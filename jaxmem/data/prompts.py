@@ -8,13 +8,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import tokenizers
 
-from jaxmem.core import messages
-from jaxmem.data.chat import Templates
 from jaxmem.data.environments import Environments
+from jaxmem.data.reader import RecordReader
 from jaxmem.data.records import DataError, Record, find_files, read_records
 from jaxmem.data.tasks import TaskConfig
-from jaxmem.data.texts import conversation_of, split
-from jaxmem.data.vocabulary import edges
+from jaxmem.data.texts import split
+from jaxmem.data.vocabulary import edges, has_start
 
 
 class Prompt(NamedTuple):
@@ -26,7 +25,8 @@ class Prompt(NamedTuple):
     ids: np.ndarray  # int32, input of the model
 
 
-Reader = tuple[tokenizers.Tokenizer, Templates]  # of a checkpoint, for its prompts
+# Of a checkpoint, for its prompts.
+Reader = tuple[tokenizers.Tokenizer, RecordReader]
 
 
 def load_prompts(
@@ -36,59 +36,57 @@ def load_prompts(
 
     Args:
         config: of the task.
-        read: the checkpoint's tokenizer, and what returns the template for messages.
-        environments: whose `reset` makes the prompts of records; None: `prompt` is one.
+        read: the checkpoint's tokenizer, and how records are read.
+        environments: whose `reset` makes the prompts of records; None: they have one.
 
     Returns:
         Prompts for training, and held-out prompts.
 
     Raises:
-        DataError: a file cannot be read, a record has no `prompt`, or a prompt is
-            longer than `task.max_prompt_tokens`.
+        DataError: a file cannot be read, a record asks nothing, or a prompt is longer
+            than `task.max_prompt_tokens`.
     """
     paths = find_files(config.source, "task.source")
     records = [r for path in paths for r in read_records(path, "task.source")]
     if not records:
         raise DataError(f"task.source: {paths[0]} holds no prompt")
     columns = [dict(record.fields) for record in records]
-    if environments is None:
-        said = [
-            _own_prompt(record, own)
-            for record, own in zip(records, columns, strict=True)
-        ]
-    else:
+    if environments is not None:
         opened = environments.open(columns, [record.where for record in records])
-        said = [conversation.prompt for conversation in opened]
-    prompts = [
-        _prompt(config, record._replace(fields={"prompt": prompt}), own, read)
-        for record, prompt, own in zip(records, said, columns, strict=True)
-    ]
+        records = [
+            record._replace(fields={"prompt": conversation.prompt})
+            for record, conversation in zip(records, opened, strict=True)
+        ]
+    with read[1].whole_pass():
+        prompts = [_prompt(config, record, *read) for record in records]
     if environments is None:
         _check_columns(prompts)
+    else:
+        prompts = [
+            prompt._replace(columns=own)
+            for prompt, own in zip(prompts, columns, strict=True)
+        ]
     keys = [_digest(prompt) for prompt in prompts]
     training, held_out = split(prompts, keys, config.held_out)
     if config.held_out and not held_out:
         raise DataError(
             f"task.held_out={config.held_out} of the {len(prompts)} prompts leaves "
-            "none for evaluation; raise it or add prompts"
+            f"none for evaluation: {len(set(keys))} are distinct; add prompts"
         )
     return training, held_out
 
 
-def _own_prompt(record: Record, columns: dict[str, Any]) -> Any:
-    """Take the prompt out of a record's columns."""
-    if "prompt" not in columns:
-        raise DataError(
-            f'{record.where}: expected "prompt", got the keys '
-            f"{messages.listing(sorted(columns)) or '(none)'}"
-        )
-    return columns.pop("prompt")
-
-
 def _prompt(
-    config: TaskConfig, record: Record, columns: dict[str, Any], read: Reader
+    config: TaskConfig,
+    record: Record,
+    tokenizer: tokenizers.Tokenizer,
+    reader: RecordReader,
 ) -> Prompt:
-    prompt, ids = record.fields["prompt"], _ids(record, *read)
+    asked, columns = reader.prompt(record)
+    ids = tokenizer.encode(asked.text, add_special_tokens=False).ids
+    start = edges(tokenizer)[0]
+    if not asked.rendered and not has_start(ids, start):
+        ids = [*start, *ids]
     if not ids:
         raise DataError(f"{record.where}: the prompt has no token")
     if len(ids) > config.max_prompt_tokens:
@@ -96,22 +94,7 @@ def _prompt(
             f"{record.where}: the prompt has {len(ids)} tokens; raise "
             f"task.max_prompt_tokens={config.max_prompt_tokens}, or shorten it"
         )
-    return Prompt(record.where, prompt, columns, np.array(ids, np.int32))
-
-
-def _ids(
-    record: Record, tokenizer: tokenizers.Tokenizer, template: Templates
-) -> list[int]:
-    prompt = record.fields["prompt"]
-    if isinstance(prompt, str):
-        start = edges(tokenizer)[0]
-        return [*start, *tokenizer.encode(prompt, add_special_tokens=False).ids]
-    turns, chat_template = conversation_of(record, "prompt"), template()
-    try:
-        text = chat_template.render(turns, add_generation_prompt=True)
-    except DataError as error:
-        raise DataError(f"{record.where}: {error}") from error
-    return tokenizer.encode(text, add_special_tokens=False).ids
+    return Prompt(record.where, asked.prompt, columns, np.array(ids, np.int32))
 
 
 def _check_columns(prompts: Sequence[Prompt]) -> None:

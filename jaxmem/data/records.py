@@ -1,15 +1,18 @@
-"""Records of JSONL and Parquet files, each with its place for error messages."""
+"""Records of JSON and Parquet files, each with its place for error messages."""
 
 import contextlib
 import glob
+import gzip
 import os
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxmem.core import json_files, messages
+from jaxmem.data import remote
 
-SUFFIXES = (".txt", ".jsonl", ".parquet")
+SUFFIXES = (".txt", ".jsonl", ".json", ".parquet")
 Source = str | tuple[str, ...]
 
 
@@ -28,7 +31,8 @@ def find_files(source: Source, argument: str) -> list[Path]:
     """Return the files that a source names, in the same order on every run.
 
     Args:
-        source: a path, a glob such as "data/*.jsonl", or a tuple of these.
+        source: a path, a glob such as "data/*.jsonl", an address of `remote.copies`, or
+            a tuple of these.
         argument: name of the source in errors.
 
     Returns:
@@ -45,11 +49,17 @@ def find_files(source: Source, argument: str) -> list[Path]:
 
 
 def _expand(pattern: str, argument: str) -> list[Path]:
+    if remote.is_remote(pattern):
+        try:
+            paths = remote.copies(pattern)
+        except remote.RemoteError as error:
+            raise DataError(f"{argument}: {error}") from error
+        return [made for path in paths for made in _expand(str(path), argument)]
     path = Path(os.path.expanduser(pattern))
-    if path.suffix not in SUFFIXES:
+    if kind_of(path) not in SUFFIXES:
         raise DataError(
-            f'{argument} must be "stdlib" or the path of a .txt, .jsonl or .parquet '
-            f"file, got {messages.short(pattern)}"
+            f'{argument} must be "stdlib" or the path of a .txt, .jsonl, .json or '
+            f".parquet file, or of one of these as .gz, got {messages.short(pattern)}"
         )
     # A path that exists is a file, even if its name contains a bracket.
     if not glob.has_magic(pattern) or os.path.exists(path):
@@ -60,10 +70,19 @@ def _expand(pattern: str, argument: str) -> list[Path]:
     return matches
 
 
+def kind_of(path: Path) -> str:
+    """The suffix of a file that says what it holds, without ".gz"."""
+    zipped = path.suffix == ".gz" and path.stem[-8:] != ".parquet"
+    return Path(path.stem).suffix if zipped else path.suffix
+
+
 def read_records(
     path: Path, argument: str, row_group: int | None = None
 ) -> Iterator[Record]:
-    """Yield the records of one .jsonl or .parquet file.
+    """Yield the records of one .jsonl, .json or .parquet file.
+
+    A .json file holds an array of records, an object of which one value is such an
+    array, or lines as a .jsonl file does; and a .jsonl file may hold an array, too.
 
     Args:
         path: of the file.
@@ -76,9 +95,13 @@ def read_records(
     Raises:
         DataError: the file cannot be read, or a line is not a JSON object.
     """
-    if path.suffix == ".parquet":
+    if kind_of(path) == ".parquet":
         return _parquet(path, argument, row_group)
-    return _jsonl(path, argument)
+    text = read_text(path, argument)
+    start = text.lstrip()[:1]
+    if start == "[" or (start == "{" and kind_of(path) == ".json"):
+        return _json(path, text)
+    return _jsonl(path, text)
 
 
 def count_row_groups(path: Path, argument: str) -> int:
@@ -91,20 +114,56 @@ def read_text(path: Path, argument: str) -> str:
     """Return the text of a file; raise a DataError if it has none."""
     shown = messages.name(str(path))
     try:
+        if path.suffix == ".gz":
+            return gzip.decompress(path.read_bytes()).decode("utf-8-sig")
         return json_files.read_text(path)
     except json_files.JsonError as error:
         raise DataError(f"{argument}: {shown} is {error}") from error
-    except (OSError, ValueError) as error:  # such as a NUL in the path
+    except (OSError, ValueError, EOFError, zlib.error) as error:  # a NUL in the path
         reason = getattr(error, "strerror", None) or error
         raise DataError(f"{argument}: cannot read {shown}: {reason}") from error
 
 
-def _jsonl(path: Path, argument: str) -> Iterator[Record]:
+def _jsonl(path: Path, text: str) -> Iterator[Record]:
     # Not str.splitlines, which also splits at U+2028 inside a JSON string.
-    for number, line in enumerate(read_text(path, argument).split("\n"), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             where = f"{path}:{number}"
             yield Record(where, parse_line(where, line))
+
+
+def _json(path: Path, text: str) -> Iterator[Record]:
+    """Records of an array, of the only array of an object, or of lines after all."""
+    try:
+        value = json_files.parse(text)
+    except json_files.JsonError as error:
+        first, _, rest = text.strip().partition("\n")
+        try:
+            lines = not rest or isinstance(json_files.parse(first), dict)
+        except json_files.JsonError:
+            lines = False
+        if not lines:
+            raise DataError(f"{path}: {error}") from error
+        yield from _jsonl(path, text)
+        return
+    arrays = [value]
+    if isinstance(value, dict):
+        arrays = [v for v in value.values() if _is_table(v)] or [[value]]
+    if len(arrays) > 1:
+        raise DataError(
+            f"{path}: has {len(arrays)} arrays of records; write one to a file"
+        )
+    for number, fields in enumerate(arrays[0], start=1):
+        where = f"{path}: record {number}"
+        if not isinstance(fields, dict):
+            raise DataError(
+                f"{where}: expected an object, got {messages.short(fields)}"
+            )
+        yield Record(where, fields)
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(x, dict) for x in value)
 
 
 def parse_line(where: str, line: str) -> dict[str, Any]:
@@ -127,7 +186,8 @@ def _parquet(path: Path, argument: str, row_group: int | None) -> Iterator[Recor
         batches = file.iter_batches(row_groups=groups)
         rows = (row for batch in batches for row in batch.to_pylist())
         for number, row in enumerate(rows, start=1):
-            yield Record(f"{path}: {group}row {number}", _without_nulls(row))
+            fields = {key: without_nulls(value) for key, value in row.items()}
+            yield Record(f"{path}: {group}row {number}", fields)
 
 
 @contextlib.contextmanager
@@ -153,18 +213,8 @@ def opened_parquet(path: Path, argument: str) -> Iterator[Any]:
         raise DataError(f"{argument}: cannot read {shown}: {reason}") from error
 
 
-def _without_nulls(value: Any) -> Any:
+def without_nulls(value: Any) -> Any:
     """Remove nulls: a column has the keys of all rows, or null if one is absent."""
     if isinstance(value, dict):
-        return {k: _without_nulls(v) for k, v in value.items() if v is not None}
-    return [_without_nulls(v) for v in value] if isinstance(value, list) else value
-
-
-def string(record: Record, key: str) -> str:
-    """Return a field that must be a string."""
-    value = record.fields[key]
-    if not isinstance(value, str):
-        raise DataError(
-            f'{record.where}: "{key}" must be a string, got {messages.short(value)}'
-        )
-    return value
+        return {k: without_nulls(v) for k, v in value.items() if v is not None}
+    return [without_nulls(v) for v in value] if isinstance(value, list) else value

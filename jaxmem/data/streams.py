@@ -12,8 +12,8 @@ import tokenizers
 
 from jaxmem.core import processes
 from jaxmem.data import documents as data
-from jaxmem.data.chat import Templates
 from jaxmem.data.documents import Batch, BatchIterator, DataConfig
+from jaxmem.data.reader import RecordReader
 
 
 class StreamIterator(Iterator[Batch]):
@@ -57,7 +57,7 @@ def batches(
     config: DataConfig,
     tokenizer: tokenizers.Tokenizer,
     rows: Sequence[int],
-    template: Templates | None = None,
+    reader: RecordReader | None = None,
 ) -> BatchIterator | StreamIterator:
     """`documents.batches` for training, of which only some rows are needed here.
 
@@ -65,7 +65,7 @@ def batches(
         config: what to read; `streams` is the number of streams.
         tokenizer: the vocabulary.
         rows: of each batch, that this process's devices read.
-        template: returns the template that renders `messages`.
+        reader: how records are read.
 
     Returns:
         The batches.
@@ -75,7 +75,7 @@ def batches(
             rows for other processes only.
     """
     if config.streams == 1 and len(rows) == config.batch_size:
-        return data.batches(config, tokenizer, template=template)
+        return data.batches(config, tokenizer, reader=reader)
     each = config.batch_size // config.streams
     wanted = sorted({row // each for row in rows})
     if len(wanted) * each != len(rows):
@@ -85,7 +85,7 @@ def batches(
             f"the documents of {len(wanted) * each}"
         )
     iterators = {
-        i: data.batches(config, tokenizer, stream=i, template=template) for i in wanted
+        i: data.batches(config, tokenizer, stream=i, reader=reader) for i in wanted
     }
     return StreamIterator(iterators, config)
 

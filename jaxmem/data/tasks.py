@@ -9,7 +9,7 @@ number.
 import dataclasses
 import math
 from collections.abc import Iterable
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -60,6 +60,11 @@ class TaskConfig:
     stop: str | None = None  # token that ends a completion; None: the tokenizer's eos
     # path of a Jinja template for messages; None: the checkpoint's own
     chat_template: str | None = None
+    # variables of the template, as in {"enable_thinking": False}
+    chat_template_kwargs: dict[str, Any] | None = None
+    # names of columns, as in {"prompt": "my_question"}
+    columns: dict[str, str] | None = None
+    ignored: tuple[str, ...] = ()  # columns, and keys of messages, that are left out
     digits: int = 1  # most digits of each number of a sum
     # last_digit: of the sum, one token and nothing after it; sum: its digits and <eos>
     answer: Literal["last_digit", "sum"] = "last_digit"
@@ -118,6 +123,14 @@ class TaskConfig:
     def conversation_length(self, max_new_tokens: int) -> int:
         """Most tokens after the prompt, of completions and of replies to them."""
         return max_new_tokens * self.turns + self.max_reply_tokens * (self.turns - 1)
+
+    def fixed(self) -> dict[str, Any]:
+        """The fields that a resumed run must share with the saved one."""
+        fields = dataclasses.asdict(self)
+        for name in ("chat_template_kwargs", "columns", "ignored"):
+            if not fields[name]:  # as in runs from before there were these
+                del fields[name]
+        return fields
 
     @property
     def is_arithmetic(self) -> bool:

@@ -258,3 +258,23 @@ def check(
             f"distill.divergence={divergence!r} needs log-probabilities, jaxmem score "
             "--top-k; ids that were drawn (--sample-ids) are for 'forward_kl'"
         )
+
+
+def check_ids(file: TeacherFile, rows: int, source: object) -> None:
+    """Raise a DataError for a teacher's ids that the student has no row of.
+
+    Models of one family may pad one vocabulary to different sizes.
+
+    Args:
+        file: from `read`.
+        rows: of the student's vocabulary matrix.
+        source: what an error calls the file.
+    """
+    beyond = np.unique(file.ids[file.ids >= rows])
+    if len(beyond):
+        raise DataError(
+            f"data.source={messages.short(source)}: {len(beyond):,} of the teacher's "
+            f"ids are beyond the student's {rows:,} entries, such as {beyond[0]}: the "
+            "teacher's vocabulary is padded further; take a student with as many "
+            "entries, or fewer columns (--top-k)"
+        )

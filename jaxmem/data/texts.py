@@ -7,52 +7,38 @@ import hashlib
 import json
 import re
 import sysconfig
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from jaxmem.core import messages
-from jaxmem.data.chat import Message, Span, Templates
+from jaxmem.data.forms import Document as Document
+from jaxmem.data.reader import RecordReader
 from jaxmem.data.records import (
     DataError as DataError,
-    Record,
     Source,
     find_files,
+    kind_of,
     read_records,
     read_text,
-    string,
 )
 
-_COLUMNS = ("text", "prompt", "response", "completion", "messages", "chosen")
 _BLANK_LINES = re.compile(r"\n(?:[ \t\r]*\n)+")
-
-
-class Document(NamedTuple):
-    """One text; the loss counts `text`, never `prompt`.
-
-    In a text that a chat template rendered, special tokens are spelled out, and
-    `counted` are the spans of characters that the loss counts.
-    """
-
-    name: str
-    text: str
-    prompt: str = ""
-    counted: tuple[Span, ...] | None = None
 
 
 def load_documents(
     source: Source,
     argument: str = "data.source",
-    template: Templates | None = None,
+    reader: RecordReader | None = None,
 ) -> list[Document]:
     """Read all documents of `source`, in the same order on every run.
 
     Args:
         source: `"stdlib"`, or paths and globs of `.txt` files (documents are separated
-            by blank lines) and of `.jsonl` and `.parquet` files (one document per
-            record: `text`, `prompt` and `response` or `completion`, or `messages`).
+            by blank lines) and of `.jsonl`, `.json` and `.parquet` files (one document
+            per record, of the forms of `jaxmem.data.forms`).
         argument: name of the source in errors.
-        template: returns the template that renders `messages`.
+        reader: how records are read; by default, without a chat template.
 
     Returns:
         The documents, at least one.
@@ -63,8 +49,10 @@ def load_documents(
     if source == "stdlib":
         return _stdlib_documents()
     paths = find_files(source, argument)
-    documents = [d for p in paths for d in _documents(p, argument, template)]
-    if not any(document.text for document in documents):
+    reader = reader or RecordReader()
+    with reader.whole_pass():
+        documents = [d for p in paths for d in _documents(p, argument, reader)]
+    if not any(document.text or document.ids for document in documents):
         raise DataError(f"{argument}: {', '.join(map(str, paths[:3]))} holds no text")
     return documents
 
@@ -92,15 +80,20 @@ def split(items: Sequence[Any], keys: Sequence[bytes], held_out: float):
     Args:
         items: to be split.
         keys: one per item.
-        held_out: fraction for evaluation.
+        held_out: fraction for evaluation; above 0 it is at least one item, where there
+            are two that differ.
 
     Returns:
         Both lists.
     """
     first_trained = sorted(keys)[int(len(items) * held_out)]
+    chosen = {key for key in keys if key < first_trained}
+    counts = Counter(keys)
+    if held_out and not chosen and len(counts) > 1:
+        chosen = {min(counts, key=lambda key: (counts[key], key))}
     training, evaluation = [], []
     for item, key in zip(items, keys, strict=True):
-        (evaluation if key < first_trained else training).append(item)
+        (evaluation if key in chosen else training).append(item)
     return training, evaluation
 
 
@@ -109,6 +102,8 @@ def digest(document: Document) -> bytes:
     content = [document.prompt, document.text]
     if document.counted is not None:
         content.append(str(document.counted))
+    if document.ids is not None:
+        content.append(str([document.ids, document.labels]))
     return hashlib.sha256(json.dumps(content).encode()).digest()
 
 
@@ -128,14 +123,12 @@ def _stdlib_documents() -> list[Document]:
     return modules + [Document(f"help({t})", topics[t]) for t in sorted(topics)]
 
 
-def _documents(
-    path: Path, argument: str, template: Templates | None
-) -> Iterator[Document]:
-    if path.suffix == ".txt":
+def _documents(path: Path, argument: str, reader: RecordReader) -> Iterator[Document]:
+    if kind_of(path) == ".txt":
         yield from _paragraphs(path.name, read_text(path, argument))
         return
     for record in read_records(path, argument):
-        yield document_of(record, template)
+        yield reader.document(record)
 
 
 def _paragraphs(name: str, text: str) -> Iterator[Document]:
@@ -149,101 +142,3 @@ def _paragraphs(name: str, text: str) -> Iterator[Document]:
             line = text.count("\n", 0, start) + 1
             yield Document(f"{name}:{line}", text[start:end])
         start = following
-
-
-# ------------------------------------------------------------------- records
-
-
-def document_of(record: Record, template: Templates | None) -> Document:
-    """Return the document of a record of supervised training.
-
-    Args:
-        record: of a file.
-        template: returns the template that renders `messages`.
-
-    Returns:
-        The document.
-
-    Raises:
-        DataError: the record has none of the known sets of columns.
-    """
-    keys = set(record.fields) & set(_COLUMNS)
-    if keys == {"text"}:
-        return Document(record.where, string(record, "text"))
-    if keys == {"messages"}:
-        return conversation(record, conversation_of(record, "messages"), 0, template)
-    for answer in ("response", "completion"):
-        if keys == {"prompt", answer}:
-            return answered(record, "prompt", answer, template)
-    hint = ""
-    if "chosen" in keys:
-        hint = "; pairs of chosen and rejected answers are for run.job='dpo'"
-    raise DataError(
-        f'{record.where}: expected "text" alone, or "prompt" and "response", "prompt" '
-        'and "completion", or "messages"; got the keys '
-        f"{messages.listing(sorted(record.fields)) or '(none)'}{hint}"
-    )
-
-
-def answered(
-    record: Record, prompt: str, answer: str, template: Templates | None
-) -> Document:
-    """Return the document of a prompt and its answer: two strings or conversations."""
-    if isinstance(record.fields[prompt], list):
-        before = conversation_of(record, prompt)
-        after = conversation_of(record, answer)
-        return conversation(record, [*before, *after], len(before), template)
-    text = string(record, answer)
-    return Document(record.where, text, prompt=string(record, prompt))
-
-
-def conversation(
-    record: Record,
-    turns: Sequence[Message],
-    first: int,
-    template: Templates | None,
-) -> Document:
-    """Render messages; the loss counts assistant turns from message `first` on."""
-    where = record.where
-    if template is None:
-        raise DataError(
-            f"{where}: messages are rendered by a checkpoint's chat template; set "
-            "model.checkpoint"
-        )
-    if not any(turn["role"] == "assistant" for turn in turns[first:]):
-        raise DataError(f"{where}: no message has the role 'assistant'")
-    chat_template = template()
-    try:
-        text, counted = chat_template.render_counted(turns, first)
-    except DataError as error:
-        raise DataError(f"{where}: {error}") from error
-    if not any(start < stop for start, stop in counted):
-        raise DataError(f"{where}: the chat template writes no assistant turn")
-    return Document(where, text, counted=counted)
-
-
-def conversation_of(record: Record, key: str) -> list[Message]:
-    """Return the messages of a field, checked.
-
-    Args:
-        record: of a file.
-        key: name of the field.
-
-    Returns:
-        The messages.
-
-    Raises:
-        DataError: it is not a list of objects with a role.
-    """
-    where, turns = record.where, record.fields[key]
-    if not isinstance(turns, list) or not turns:
-        raise DataError(
-            f'{where}: "{key}" must be a list of messages, got {messages.short(turns)}'
-        )
-    for i, turn in enumerate(turns):
-        if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
-            raise DataError(
-                f'{where}: "{key}"[{i}] must be an object with "role" and "content", '
-                f"got {messages.short(turn)}"
-            )
-    return turns

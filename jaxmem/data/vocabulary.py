@@ -1,5 +1,6 @@
 """The vocabulary of a run: trained on its text, a task's, or a checkpoint's."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -40,6 +41,22 @@ def edges(tokenizer: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:
     return encoding.ids[:text], encoding.ids[after:]
 
 
+def has_start(ids: Sequence[int], start: Sequence[int]) -> bool:
+    """Whether a text has the ids that start every text already."""
+    return bool(start) and list(ids[: len(start)]) == list(start)
+
+
+def ends_turn(text: str, ids: Sequence[int], tokenizer: tokenizers.Tokenizer) -> bool:
+    """Whether a text ends with a special token already, and maybe spaces after it."""
+    special = {id_ for id_, token in tokenizer.get_added_tokens_decoder().items()
+               if token.special}  # fmt: skip
+    last = next((id_ for id_ in reversed(ids[-4:]) if id_ in special), None)
+    if last is None or tokenizer.encode_special_tokens:
+        return False
+    name = tokenizer.id_to_token(last)
+    return name is not None and text.rstrip().endswith(name)
+
+
 def of_checkpoint(directory: str) -> tokenizers.Tokenizer:
     """A checkpoint's tokenizer, whose template also ends documents.
 
@@ -52,7 +69,7 @@ def of_checkpoint(directory: str) -> tokenizers.Tokenizer:
     Raises:
         CheckpointError: there is none, or no token ends a sequence.
     """
-    tokenizer, start, eos = checkpoints.load_vocabulary(directory)
+    tokenizer, start, eos, _ = checkpoints.load_vocabulary(directory)
     if eos is None:
         raise checkpoints.CheckpointError(
             f"{directory}: neither tokenizer_config.json nor config.json names the "
@@ -64,38 +81,6 @@ def of_checkpoint(directory: str) -> tokenizers.Tokenizer:
         special_tokens=[(name, id_) for id_, name in names.items()],
     )
     return tokenizer
-
-
-class Ends(NamedTuple):
-    """Properties of a vocabulary that sampling needs."""
-
-    size: int  # entries that the model needs
-    eos_id: int  # ends a completion
-    pad_id: int  # fills the row after it
-
-
-def ends(checkpoint: str, stop: str | None = None) -> Ends:
-    """The ends of a checkpoint's vocabulary.
-
-    Args:
-        checkpoint: directory.
-        stop: token that ends a completion; None: the one that ends a document.
-
-    Returns:
-        Size and ids.
-
-    Raises:
-        CheckpointError: there is no such token.
-    """
-    tokenizer = of_checkpoint(checkpoint)
-    (eos,) = edges(tokenizer)[1]
-    if stop is not None:
-        eos = tokenizer.token_to_id(stop)
-    if eos is None:
-        raise checkpoints.CheckpointError(
-            f"{checkpoint}: task.stop={stop!r} is no token of tokenizer.json"
-        )
-    return Ends(tokenizer.get_vocab_size(), eos, eos)
 
 
 def of_words() -> tokenizers.Tokenizer:

@@ -10,6 +10,8 @@ from lm_eval.api.model import LM
 
 from jaxmem import packing
 from jaxmem.data.documents import NO_LABEL
+from jaxmem.data.rendering import Conversation
+from jaxmem.data.turns import talk_of
 from jaxmem.generate.completions import Generator, Prompt
 from jaxmem.generate.config import GenerateConfig
 from jaxmem.generate.model import Model
@@ -82,10 +84,12 @@ class HarnessModel(LM):
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
         """See `lm_eval.api.model.LM`."""
-        template = self._model.template()
-        return template.render(
-            chat_history, add_generation_prompt=add_generation_prompt
-        )
+        where = "the conversation"
+        reader, talk = self._model.reader, talk_of(where, "messages", chat_history)
+        given = Conversation(talk.turns)
+        if add_generation_prompt:
+            return reader.asked(given, where)
+        return reader.counted(given, where).text
 
     def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
         """Score continuations: ln p, and whether greedy decoding would write them.

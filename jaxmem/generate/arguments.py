@@ -4,6 +4,8 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
+from jaxmem.score.arguments import TEMPLATE_KWARGS
+
 DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -28,6 +30,7 @@ def add_generate(commands: Any, command: Callable) -> None:
         "--out": {"metavar": "FILE.jsonl", "help": "of --in, the completions"},
         "--adapter": {"help": "directory of a LoRA adapter, in PEFT's layout"},
         "--dtype": {"choices": DTYPES, "help": "the checkpoint's by default"},
+        "--chat-template-kwargs": TEMPLATE_KWARGS,
     }.items():
         generate.add_argument(flag, **options)
     for flag, options in {

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from jaxmem.data.records import DataError, Record, read_records
-from jaxmem.data.texts import conversation_of
+from jaxmem.data.records import DataError, Record, find_files, read_records
 from jaxmem.generate.completions import Completion, Generator, Prompt, unreached
 from jaxmem.score.fingerprint import update_with_files
 from jaxmem.score.journal import Journal
@@ -46,7 +45,7 @@ def generate_file(
 
     Args:
         generator: model and options.
-        source: path of a .jsonl file with "prompt", a text or a list of messages.
+        source: path of a file of prompts, of any form of `jaxmem.data.forms`.
         out: path of the .jsonl file to create.
         console: receives progress; by default a new rich console.
 
@@ -58,13 +57,17 @@ def generate_file(
     """
     console = console or Console(stderr=True)
     target = Path(out).expanduser()
-    for flag, path in (("--in", Path(source)), ("--out", target)):
-        if path.suffix != ".jsonl":
-            raise ValueError(f"{flag} must be a .jsonl file, got {path}")
-    records = list(read_records(Path(source).expanduser(), "--in"))
+    if target.suffix != ".jsonl":
+        raise ValueError(f"--out must be a .jsonl file, got {target}")
+    paths = find_files(source, "--in")
+    records = [r for path in paths for r in read_records(path, "--in")]
     if not records:
         raise DataError(f"{source}: no prompts")
-    prompts = [_prompt(generator, record, i) for i, record in enumerate(records)]
+    reader = generator.model.reader
+    with reader.whole_pass():
+        prompts = [_prompt(generator, record, i) for i, record in enumerate(records)]
+    for line in reader.lines():
+        _log(console, line)
     lock = target.with_name(target.name + ".lock")
     log = functools.partial(_log, console)
     with Stop() as stop, locks.exclusive(lock, f"--out {target}", log):
@@ -78,14 +81,7 @@ def _prompt(generator: Generator, record: Record, number: int) -> Prompt:
             f"{record.where}: the output has a column {taken[0]!r} of its own; rename "
             "that of the input"
         )
-    prompt = record.fields.get("prompt")
-    if isinstance(prompt, list):
-        prompt = conversation_of(record, "prompt")
-    elif not isinstance(prompt, str):
-        raise DataError(
-            f'{record.where}: expected "prompt", a text or a list of messages'
-        )
-    return generator.prompt(prompt, record.where, number)
+    return generator.prompt_of(record, number)
 
 
 def _complete(

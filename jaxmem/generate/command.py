@@ -1,7 +1,7 @@
 """`jaxmem generate`: one prompt, a file of them, or a conversation."""
 
 import sys
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxmem.generate.batch import generate_file
 from jaxmem.generate.chat import chat
@@ -21,6 +21,7 @@ class Request(NamedTuple):
     out: str | None  # .jsonl file of completions
     chat: bool
     system: str | None  # first message of a conversation
+    chat_template_kwargs: dict[str, Any] | None = None  # variables of the template
 
 
 def run(request: Request, config: GenerateConfig) -> None:
@@ -30,7 +31,12 @@ def run(request: Request, config: GenerateConfig) -> None:
         ValueError: the combination of options is impossible, or one of them is.
     """
     _check(request)
-    model = load(request.model, adapter=request.adapter, dtype=request.dtype)
+    model = load(
+        request.model,
+        adapter=request.adapter,
+        dtype=request.dtype,
+        chat_template_kwargs=request.chat_template_kwargs,
+    )
     generator = Generator(model, config)
     if request.source is not None and request.out is not None:
         generate_file(generator, request.source, request.out)

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import numpy as np
 
-from jaxmem.data.records import DataError
+from jaxmem.data.records import DataError, Record
 from jaxmem.generate.config import GenerateConfig
 from jaxmem.generate.model import Model
 from jaxmem.generate.text import Text
@@ -100,7 +100,15 @@ class Generator:
         Raises:
             DataError: it has no token, or no room for a completion.
         """
-        ids = self.model.encode(prompt, where)
+        return self.prompt_of(Record(where, {"prompt": prompt}), number)
+
+    def prompt_of(self, record: Record, number: int = 0) -> Prompt:
+        """Encode what a record asks.
+
+        Raises:
+            DataError: as in `prompt`, or it asks nothing.
+        """
+        where, ids = record.where, self.model.encode(record)
         room = self.model.max_positions - len(ids)
         wanted = self.config.max_new_tokens or 1
         if room < wanted:

@@ -1,13 +1,16 @@
 """What generation needs of a saved model."""
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxmem import checkpoints
 from jaxmem.checkpoints import Vocabulary
+from jaxmem.data import ends
 from jaxmem.data.chat import ChatTemplate, read_template
-from jaxmem.data.records import DataError
+from jaxmem.data.reader import RecordReader
+from jaxmem.data.records import DataError, Record
+from jaxmem.data.vocabulary import has_start
 from jaxmem.models.decoder import Decoder
 from jaxmem.score.fingerprint import checkpoint_files
 from jaxmem.train import saved
@@ -20,39 +23,34 @@ class Model(NamedTuple):
     vocabulary: Vocabulary
     eos_ids: tuple[int, ...]  # each ends a completion
     max_positions: int  # prompt and completion together, in tokens
-    template: Callable[[], ChatTemplate]  # raises a DataError where there is none
+    reader: RecordReader  # of records that ask something
     files: tuple[Path, ...]  # that the decoder was read from
 
-    def encode(self, prompt: str | list[dict[str, Any]], where: str) -> list[int]:
-        """Ids of a text, or of a conversation up to the answer.
-
-        Args:
-            prompt: a text, or messages for the chat template.
-            where: what an error calls the prompt.
+    def encode(self, record: Record) -> list[int]:
+        """Ids of what a record asks: of a text, or of a conversation up to the answer.
 
         Raises:
-            DataError: it has no token, or the template cannot render it.
+            DataError: it asks nothing, has no token, or cannot be rendered.
         """
-        start: tuple[int, ...] = self.vocabulary.start
-        if not isinstance(prompt, str):
-            prompt, start = self._rendered(prompt, where), ()
+        asked, _ = self.reader.prompt(record)
         try:
-            ids = [*start, *self.vocabulary.encode([prompt])[0]]
+            ids = self.vocabulary.encode([asked.text])[0]
         except Exception as error:  # the library raises no narrower type
-            raise DataError(f"{where}: the tokenizer says: {error}") from error
+            raise DataError(f"{record.where}: the tokenizer says: {error}") from error
+        start: tuple[int, ...] = self.vocabulary.start
+        if not asked.rendered and not has_start(ids, start):
+            ids = [*start, *ids]
         if not ids:
-            raise DataError(f"{where}: the prompt has no token")
+            raise DataError(f"{record.where}: the prompt has no token")
         return ids
-
-    def _rendered(self, turns: list[dict[str, Any]], where: str) -> str:
-        try:
-            return self.template().render(turns, add_generation_prompt=True)
-        except DataError as error:
-            raise DataError(f"{where}: {error}") from error
 
 
 def load(
-    path: str | Path, *, adapter: str | Path | None = None, dtype: str | None = None
+    path: str | Path,
+    *,
+    adapter: str | Path | None = None,
+    dtype: str | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> Model:
     """Load the model in a directory.
 
@@ -60,6 +58,8 @@ def load(
         path: of a checkpoint, an adapter or a run; see `jaxmem.train.saved`.
         adapter: directory of an adapter, for the directory of a checkpoint.
         dtype: of weights, activations and products; None: as they are stored.
+        chat_template_kwargs: variables of the chat template, such as
+            {"enable_thinking": False}.
 
     Raises:
         CheckpointError: there is no model, or it cannot be read.
@@ -68,12 +68,13 @@ def load(
         vocabulary = checkpoints.load_vocabulary(place.directory)
         described = checkpoints.read_config(place.directory)
         files = place.files or _files(place)
+        template, reader = _template(place, vocabulary, chat_template_kwargs)
         return Model(
             place.load(dtype),
             vocabulary,
-            checkpoints.end_ids(place.directory),
+            ends.end_ids(place.directory, template),
             described.max_positions,
-            _template(place, vocabulary),
+            reader,
             files,
         )
 
@@ -83,17 +84,21 @@ def _files(place: saved.Saved) -> tuple[Path, ...]:
     return tuple(path for each in directories for path in checkpoint_files(each))
 
 
-def _template(place: saved.Saved, vocabulary: Vocabulary) -> Callable[[], ChatTemplate]:
-    """The chat template, read now: the directory may be temporary."""
+def _template(
+    place: saved.Saved, vocabulary: Vocabulary, options: Mapping[str, Any] | None
+) -> tuple[ChatTemplate | None, RecordReader]:
+    """The chat template, read now: the directory may be temporary; and its reader."""
     added = vocabulary.tokenizer.get_added_tokens_decoder().values()
     special = [token.content for token in added if token.special]
     try:
-        template = read_template(place.directory, place.chat_template, special)
+        template = read_template(place.directory, place.chat_template, special, options)
     except DataError as error:
+        if options:
+            raise
         reason = str(error)
 
         def missing() -> ChatTemplate:
             raise DataError(reason)
 
-        return missing
-    return lambda: template
+        return None, RecordReader(missing, absent=vocabulary.absent)
+    return template, RecordReader(lambda: template, absent=vocabulary.absent)

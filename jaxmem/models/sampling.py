@@ -227,7 +227,7 @@ def sample(
     key: jax.Array,
     config: SamplingConfig,
     *,
-    eos_id: int,
+    eos_id: int | tuple[int, ...],
     pad_id: int,
 ) -> Samples:
     """Complete every prompt, one token per row and step, until all rows have ended.
@@ -244,12 +244,11 @@ def sample(
         prompt_lengths: [B] tokens of each prompt, from 1 to P.
         key: of the random numbers; the same key gives the same samples.
         config: lengths, temperature and truncation.
-        eos_id: the token that ends a completion, of which it is a part.
+        eos_id: the token that ends a completion, of which it is a part; or several.
         pad_id: the token that fills slots after the end.
 
     Returns:
-        `Samples`; log-probabilities are NaN for a traced prompt length that is out of
-        range.
+        `Samples`; log-probabilities are NaN where a traced length is out of range.
 
     **Memory**: one cache (`jaxmem.models.kv_cache.Cache`, of P + max_new_tokens slots,
     rounded up to a multiple of eight); the logits of a step and their noise, 4·B·V
@@ -259,9 +258,10 @@ def sample(
         ValueError: shapes disagree, or a length or an id is out of range; the message
             names it.
     """
-    for name, token in (("eos_id", eos_id), ("pad_id", pad_id)):
+    ends = eos_id if isinstance(eos_id, tuple) else (eos_id,)
+    for name, token in (*(("eos_id", end) for end in ends), ("pad_id", pad_id)):
         _check_id(name, token, decoder.embed.num_embeddings)
-    sampler = Sampler(config, (eos_id,), pad_id)
+    sampler = Sampler(config, ends, pad_id)
     model = prepared(decoder)  # once, for both parts
     keys = row_keys(key, jnp.arange(len(prompts)))
     state = sampler.start(model, prompts, prompt_lengths, keys)

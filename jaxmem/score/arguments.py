@@ -1,8 +1,27 @@
 """Arguments of `jaxmem score`; nothing heavy is imported."""
 
 import argparse
+import json
 from collections.abc import Callable
 from typing import Any
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """An argument that is an object as JSON."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"must be a JSON object, got {text!r}")
+    return value
+
+
+TEMPLATE_KWARGS: dict[str, Any] = {
+    "type": json_object,
+    "metavar": "JSON",
+    "help": """variables of the chat template, as in '{"enable_thinking": false}'""",
+}
 
 
 def add_score(
@@ -27,7 +46,7 @@ def add_score(
     score.add_argument(
         "data",
         metavar="DATA.jsonl",
-        help='a line a document, {"text"} or {"prompt", "response"}',
+        help="records as supervised training reads them; or .json, .parquet, .txt",
     )
     for flag, options in {
         "--out": {"help": ".jsonl or .parquet; scores.jsonl by default"},
@@ -40,7 +59,14 @@ def add_score(
         "--sample-ids": {"type": int, "help": "record ids drawn from a teacher, too"},
         "--temperature": {"type": float, "help": "of what is recorded for them; 1"},
         "--seed": {"type": int, "help": "of --sample-ids; 0"},
+        "--chat-template-kwargs": TEMPLATE_KWARGS,
     }.items():
         score.add_argument(flag, default=argparse.SUPPRESS, **options)
+    score.add_argument(
+        "--all",
+        dest="everything",
+        action="store_true",
+        help="of conversations, score all tokens, not those alone that the loss counts",
+    )
     score.add_argument("--eos", action="store_true", help="score the end of each too")
     score.set_defaults(command=command)

@@ -5,7 +5,7 @@ import functools
 import hashlib
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -15,7 +15,10 @@ from rich.console import Console
 
 from jaxmem import checkpoints, packing
 from jaxmem.data import documents as data
+from jaxmem.data.chat import read_template
 from jaxmem.data.documents import NO_LABEL
+from jaxmem.data.reader import RecordReader
+from jaxmem.data.records import SUFFIXES, kind_of
 from jaxmem.models.decoder import Decoder, HeadConfig
 from jaxmem.score.columns import Columns, check as check_columns, token_columns
 from jaxmem.score.fingerprint import checkpoint_files, update_with_files
@@ -36,7 +39,7 @@ class ScoreConfig:
     """The model, the documents, and the options of a scoring run."""
 
     model: str  # directory of a checkpoint
-    data: str  # .jsonl of {"text"} or {"prompt", "response"}
+    data: str  # records of supervised training, in .jsonl, .json or .parquet
     out: str = "scores.jsonl"  # or .parquet
     max_tokens: int = 4096  # slots of a micro-batch; longest document, in tokens
     stride: int | None = None  # between windows of longer ones; None: refuse them
@@ -48,6 +51,8 @@ class ScoreConfig:
     sample_ids: int | None = None  # or ids to draw from each token's distribution
     temperature: float = 1.0  # divides the logits that these come from
     seed: int = 0  # of the draws
+    everything: bool = False  # score all of a conversation, not only what is learned
+    chat_template_kwargs: Mapping[str, Any] | None = None  # variables of the template
 
     def __post_init__(self):
         """Raise a ValueError that names an option with an impossible value."""
@@ -60,8 +65,10 @@ class ScoreConfig:
             )
         if self.chunk != "auto" and self.chunk < 1:
             raise ValueError(f"--chunk must be at least 1, or auto, got {self.chunk}")
-        if not self.data.endswith(".jsonl"):
-            raise ValueError(f"DATA must be a .jsonl file, got {self.data}")
+        if kind_of(Path(self.data)) not in SUFFIXES:
+            raise ValueError(
+                f"DATA must be a .jsonl, .json, .parquet or .txt file, got {self.data}"
+            )
         check_columns(self.columns)
 
     @property
@@ -114,7 +121,7 @@ def _score(config: ScoreConfig, out: Path, console: Console, stop: Stop) -> Summ
     vocabulary = checkpoints.load_vocabulary(config.model)
     if config.eos and vocabulary.eos is None:
         raise ValueError(f"{described.path}: no end of sequence is named, for --eos")
-    documents = encode(data.load_documents(config.data, "DATA"), vocabulary, config.eos)
+    documents = _read(config, vocabulary, console)
     length = min(config.max_tokens, described.max_positions)
     if config.stride is None:
         check_lengths(documents, length, described.max_positions)
@@ -147,6 +154,22 @@ def _score(config: ScoreConfig, out: Path, console: Console, stop: Stop) -> Summ
     console.print(summary.bars())
     _log(console, f"saved in {out}")
     return summary
+
+
+def _read(
+    config: ScoreConfig, vocabulary: checkpoints.Vocabulary, console: Console
+) -> list[Tokens]:
+    """The documents as tokens; what they were read as is said."""
+    added = vocabulary.tokenizer.get_added_tokens_decoder().values()
+    special = [token.content for token in added if token.special]
+    template = functools.partial(
+        read_template, config.model, None, special, config.chat_template_kwargs
+    )
+    reader = RecordReader(template, absent=vocabulary.absent)
+    documents = data.load_documents(config.data, "DATA", reader)
+    for line in reader.lines():
+        _log(console, line)
+    return encode(documents, vocabulary, config.eos, config.everything)
 
 
 def _named_after(source: str, document: Tokens) -> Tokens:

@@ -6,7 +6,9 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxmem.checkpoints import Vocabulary
-from jaxmem.data.documents import NO_LABEL, Document
+from jaxmem.data.documents import Document
+from jaxmem.data.encoding import NO_LABEL, encode_ids, encode_rendered
+from jaxmem.data.vocabulary import ends_turn, has_start
 
 _NAMED = 5  # documents that an error message lists
 
@@ -32,16 +34,22 @@ class TooLong(ValueError):
 
 
 def encode(
-    documents: Sequence[Document], vocabulary: Vocabulary, eos: bool
+    documents: Sequence[Document],
+    vocabulary: Vocabulary,
+    eos: bool,
+    everything: bool = False,
 ) -> list[Tokens]:
     """Ids of documents: start, prompt, text and optionally the end of sequence.
 
-    Without anything before it, a text is scored from its second token on.
+    Without anything before it, a text is scored from its second token on. Of a rendered
+    conversation each turn that the loss would count is a document of its own, and what
+    is before the turn is its prompt.
 
     Args:
         documents: texts, and prompts that are inputs but not scored.
         vocabulary: of the checkpoint.
-        eos: whether the end of sequence is scored too.
+        eos: whether the end of sequence is scored too, where a text has none.
+        everything: whether all tokens of conversations are scored, in one document.
 
     Returns:
         The ids of each document, and the index of the first scored one.
@@ -49,13 +57,37 @@ def encode(
     # Encode both separately, so that no token spans the end of the prompt.
     prompts = vocabulary.encode([d.prompt for d in documents])
     texts = vocabulary.encode([d.text for d in documents])
-    ends = [vocabulary.eos] if eos else []
     encoded = []
     for document, prompt, text in zip(documents, prompts, texts, strict=True):
-        before = [*vocabulary.start, *prompt]
-        ids = np.array([*before, *text, *ends], np.int32)
+        if document.counted is not None:
+            encoded += _turns(document, vocabulary, everything)
+            continue
+        start = [] if has_start(prompt or text, vocabulary.start) else vocabulary.start
+        before = [*start, *prompt]
+        ended = not eos or ends_turn(document.text, text, vocabulary.tokenizer)
+        ids = np.array([*before, *text, *([] if ended else [vocabulary.eos])], np.int32)
         encoded.append(Tokens(document.name, ids, max(len(before), 1)))
     return encoded
+
+
+def _turns(
+    document: Document, vocabulary: Vocabulary, everything: bool
+) -> list[Tokens]:
+    """Runs of counted tokens, each with all that is before it."""
+    encoding = encode_rendered if document.ids is None else encode_ids
+    tokens, labels = encoding(document, vocabulary.tokenizer)
+    if everything:
+        return [Tokens(document.name, tokens, 1)]
+    counted = np.append(False, labels[:-1] != NO_LABEL)
+    edges = np.flatnonzero(np.diff(counted.astype(np.int8), prepend=0, append=0))
+    runs = list(zip(edges[::2], edges[1::2], strict=True))
+    names = [document.name] if len(runs) == 1 else [
+        f"{document.name}, turn {i}" for i in range(1, len(runs) + 1)
+    ]  # fmt: skip
+    return [
+        Tokens(name, tokens[:stop], int(first))
+        for name, (first, stop) in zip(names, runs, strict=True)
+    ]
 
 
 def check_lengths(tokens: Sequence[Tokens], length: int, most: int) -> None:

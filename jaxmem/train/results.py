@@ -1,5 +1,6 @@
 """Files that a run has from its start, and the export of its result."""
 
+import datetime
 from pathlib import Path
 
 from rich.console import Console
@@ -9,6 +10,8 @@ from jaxmem.core import processes
 from jaxmem.models.decoder import Decoder
 from jaxmem.train import files, keys
 from jaxmem.train.jobs.job import Job
+
+_STARTED = "started.txt"  # when a run did
 
 
 def texts(job: Job, operative_text: str) -> dict[str, str]:
@@ -23,7 +26,17 @@ def texts(job: Job, operative_text: str) -> dict[str, str]:
         contents["settings.gin"] = keys.differing(job.config) + "\n"
     if job.tokenizer is not None:
         contents["tokenizer.json"] = job.tokenizer.to_str()
+    if job.reads.today is not None:
+        contents[_STARTED] = f"{job.reads.today:%Y-%m-%d %H:%M:%S}\n"
     return contents
+
+
+def started(directory: str) -> datetime.datetime:
+    """When the run in a directory started, for templates that write the date."""
+    path = Path(directory).expanduser() / _STARTED
+    if path.exists():
+        return datetime.datetime.fromisoformat(path.read_text("utf-8").strip())
+    return datetime.datetime.now()
 
 
 def leave(directory: Path, decoder: Decoder, console: Console, job: Job) -> None:
@@ -100,3 +113,5 @@ def export(target: Path, decoder: Decoder, job: Job, directory: Path) -> None:
     checkpoints.save(
         target, decoder, like=source, chat_template=reads.chat_template, overwrite=True
     )
+    if (end := reads.end_of_turn()) is not None and processes.is_first():
+        checkpoints.add_end(target, end)

@@ -158,9 +158,8 @@ def test_blocks_are_held_out_whole(config):
     whole = collections.Counter(rows_of(data.batches(every, tokenizer, epochs=1)))
     assert parts[0] + parts[1] == whole
     assert 0.1 < parts[1].total() / whole.total() < 0.4
-    few = dataclasses.replace(config, held_out=0.01)
-    with pytest.raises(data.DataError, match="blocks .* leave none for evaluation"):
-        data.batches(few, tokenizer, split="evaluation")
+    few = dataclasses.replace(config, held_out=0.01)  # at least one block
+    assert len(list(data.batches(few, tokenizer, split="evaluation", epochs=1)))
 
 
 def test_streams_share_the_blocks(config):

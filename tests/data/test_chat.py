@@ -9,6 +9,8 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from jaxmem.data import documents as data
 from jaxmem.data.chat import ChatTemplate, read_template
+from jaxmem.data.reader import RecordReader
+from jaxmem.data.rendering import Conversation, Renderer
 
 pytest.importorskip("jinja2")
 
@@ -138,7 +140,7 @@ def template(name):
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_text_and_tokens_are_transformers(name, tokenizer):
-    made = template(name).render(TALK)
+    made = rendered(name)
     if name in WRITTEN_DOWN:
         assert made == WRITTEN_DOWN[name]
     transformers = pytest.importorskip("transformers")
@@ -146,7 +148,7 @@ def test_text_and_tokens_are_transformers(name, tokenizer):
         tokenizer_object=tokenizer, chat_template=TEMPLATES[name][0], **NAMED
     )
     assert made == theirs.apply_chat_template(TALK, tokenize=False)
-    prompt = template(name).render(TALK[:1], add_generation_prompt=True)
+    prompt = Renderer(template(name)).prompt(Conversation(TALK[:1]), "")
     assert prompt == theirs.apply_chat_template(
         TALK[:1], tokenize=False, add_generation_prompt=True
     )
@@ -160,8 +162,18 @@ def test_text_and_tokens_are_transformers(name, tokenizer):
         np.testing.assert_array_equal(labels[:-1] >= 0, found["assistant_masks"][1:])
 
 
+def rendered(name):
+    return counted_of(name).text
+
+
+def counted_of(name, first=0):
+    """What the loss counts from message `first` on."""
+    turns = frozenset(i for i in (1, 3) if i >= first)
+    return Renderer(template(name)).counted(Conversation(TALK, turns), "")
+
+
 def labels_of(name, tokenizer):
-    text, counted = template(name).render_counted(TALK)
+    text, counted = counted_of(name)
     document = data.Document("", text, counted=counted)
     ((tokens, labels),) = data.encode_documents([document], with_edges(tokenizer))
     np.testing.assert_array_equal(tokens, tokenizer.encode(text).ids)
@@ -181,14 +193,14 @@ def with_edges(tokenizer):
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_the_loss_counts_assistant_turns_alone(name, tokenizer):
-    text, counted = template(name).render_counted(TALK)
+    text, counted = counted_of(name)
     assert [text[a:b] for a, b in counted] == TEMPLATES[name][1]
     labels = labels_of(name, tokenizer)
     ids = [int(i) for i in labels[labels >= 0]]
     assert tokenizer.decode(ids, skip_special_tokens=False) == "".join(
         TEMPLATES[name][1]
     )
-    (last,) = template(name).render_counted(TALK, first=2).counted
+    (last,) = counted_of(name, first=2).counted
     assert last == counted[1]
 
 
@@ -199,7 +211,8 @@ def test_a_call_of_a_tool_is_counted_whole():
         "{% endfor %}"
     )
     call = {"role": "assistant", "content": None, "tool_calls": [{"name": "é"}]}
-    made = ChatTemplate(text, {}, "", ["<|im_end|>"]).render_counted([TALK[0], call])
+    renderer = Renderer(ChatTemplate(text, {}, "", ["<|im_end|>"]))
+    made = renderer.counted(Conversation([TALK[0], call], frozenset([1])), "")
     ((a, b),) = made.counted
     assert made.text[a:b] == '[{"name": "é"}]<|im_end|>'
 
@@ -251,7 +264,7 @@ def test_the_sandbox_refuses_what_is_not_rendering():
         ({"messages": ["hi"]}, '"messages"[0] must be an object with "role" and'),
         ({"messages": TALK[:1]}, "no message has the role 'assistant'"),
         ({"messages": TALK[1:]}, "the chat template says: roles must alternate user"),
-        ({"messages": TALK, "text": "a"}, 'expected "text" alone, or "prompt" and'),
+        ({"messages": TALK, "text": "a"}, 'conversations, which do not use "text"; re'),
         ({"chosen": "a", "rejected": "b"}, "are for run.job='dpo'"),
     ],
 )
@@ -259,7 +272,7 @@ def test_a_line_that_cannot_be_rendered_is_named(record, message, tmp_path):
     path = tmp_path / "talk.jsonl"
     path.write_text(json.dumps({"messages": TALK}) + "\n" + json.dumps(record))
     with pytest.raises(data.DataError) as raised:
-        data.load_documents(str(path), template=lambda: template("llama2"))
+        data.load_documents(str(path), reader=RecordReader(lambda: template("llama2")))
     said = str(raised.value)
     assert said.startswith(f"{path}:2: ") and message in said and "\n" not in said
 

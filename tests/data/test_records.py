@@ -5,6 +5,7 @@ import json
 import pytest
 
 from jaxmem.data import documents as data
+from jaxmem.data.reader import RecordReader
 
 pa = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -46,7 +47,7 @@ def test_columns_that_a_message_of_parquet_lacks_are_not_there(tmp_path):
     template = chat.ChatTemplate(TEMPLATE, {}, "")
     for name in ("a.parquet", "a.jsonl"):
         source = write(tmp_path / name, rows)
-        (made,) = data.load_documents(source, template=lambda: template)
+        (made,) = data.load_documents(source, reader=RecordReader(lambda: template))
         assert made.text == "user:an;assistant:b;"
 
 
@@ -84,5 +85,5 @@ def test_conversations_in_two_columns(tmp_path):
     }
     source = write(tmp_path / "a.jsonl", [row])
     template = ChatTemplate(TEMPLATE, {}, "")
-    (made,) = data.load_documents(source, template=lambda: template)
+    (made,) = data.load_documents(source, reader=RecordReader(lambda: template))
     assert [made.text[a:b] for a, b in made.counted] == ["yz"]

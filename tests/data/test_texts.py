@@ -24,7 +24,7 @@ def test_lines_of_a_jsonl_file(tmp_path_factory, content):
     if not loaded:
         return
     records = [
-        json.loads(line)
+        {k: v for k, v in json.loads(line).items() if v is not None}
         for line in path.read_bytes().decode("utf-8-sig").split("\n")
         if line.strip()
     ]

@@ -431,8 +431,46 @@ def test_what_cannot_be_scored(model, directory):
         score.score(ScoreConfig(str(model), "absent.jsonl"))
     with pytest.raises(ValueError, match="--max-tokens must be at least 1, got 0"):
         scored(model, max_tokens=0)
-    with pytest.raises(ValueError, match="DATA must be a .jsonl file, got a.txt"):
-        ScoreConfig("model", "a.txt")
+    with pytest.raises(
+        ValueError, match="DATA must be a .jsonl, .json, .parquet or .t"
+    ):
+        ScoreConfig("model", "a.csv")
+
+
+def test_turns_of_conversations_are_scored_as_the_loss_counts_them(model, directory):
+    """Each is a document; its logprobs are those of the whole text at its tokens."""
+    pytest.importorskip("jinja2")
+    shutil.copytree(model, "chat")
+    template = "{% for m in messages %}{{ m.content }} {% endfor %}"
+    pathlib.Path("chat/chat_template.jinja").write_text(template)
+    words = "the a on the".split()
+    turns = [
+        {"role": role, "content": word}
+        for role, word in zip(["user", "assistant"] * 2, words, strict=True)
+    ]
+    pathlib.Path("data.jsonl").write_text(json.dumps({"messages": turns}))
+    score.score(ScoreConfig("chat", "data.jsonl", "turns.jsonl", 32))
+    score.score(ScoreConfig("chat", "data.jsonl", "all.jsonl", 32, everything=True))
+    parts, (whole,) = (
+        [json.loads(line) for line in pathlib.Path(name).read_text().splitlines()]
+        for name in ("turns.jsonl", "all.jsonl")
+    )
+    assert [part["document"] for part in parts] == [
+        "data.jsonl:1, turn 1",
+        "data.jsonl:1, turn 2",
+    ]
+    found = 0
+    for part in parts:
+        ids, logprobs = part["token_ids"], part["logprobs"]
+        starts = [
+            i
+            for i in range(found, len(whole["token_ids"]))
+            if whole["token_ids"][i : i + len(ids)] == ids
+        ]
+        found = starts[0] + len(ids)
+        np.testing.assert_allclose(
+            logprobs, whole["logprobs"][starts[0] : found], rtol=1e-4, atol=1e-5
+        )
 
 
 def test_a_broken_weight_is_not_a_score(model, directory):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tokenizers
 
-from jaxmem.data.chat import Templates
+from jaxmem.data.chat import END, START, Templates
 from jaxmem.data.environments import Conversation, Environments
 from jaxmem.data.records import DataError
 from jaxmem.data.rewards import RewardError
@@ -49,7 +49,7 @@ class Replies:
         config: of the task.
         tokenizer: of the checkpoint.
         template: returns the template that renders messages.
-        eos_id: the token that ends a completion.
+        eos_ids: the tokens that end a completion.
     """
 
     def __init__(
@@ -57,15 +57,15 @@ class Replies:
         config: TaskConfig,
         tokenizer: tokenizers.Tokenizer,
         template: Templates,
-        eos_id: int,
+        eos_ids: tuple[int, ...],
     ):
         self._config, self._tokenizer = config, tokenizer
-        self._template, self._eos_id = template, eos_id
-        self._end = tokenizer.decode([eos_id], skip_special_tokens=False)
+        self._template, self._eos_ids = template, eos_ids
+        self._ends = [tokenizer.decode([i], skip_special_tokens=False) for i in eos_ids]
 
     def has_end(self, ids: np.ndarray) -> bool:
         """Whether a completion has ended."""
-        return ids[-1] == self._eos_id
+        return int(ids[-1]) in self._eos_ids
 
     def text(self, ids: np.ndarray) -> str:
         """A completion as its environment gets it: without special tokens."""
@@ -103,18 +103,20 @@ class Replies:
                 "writes after a completion depends on the messages before it; use a "
                 "task.chat_template that does not"
             )
-        if not found.startswith(self._end):
+        end = next((end for end in self._ends if found.startswith(end)), None)
+        if end is None:
             raise DataError(
                 f"task.environment ({conversation.where}): the chat template ends a "
-                f"completion by {found[:20]!r}, and the sampler by {self._end!r}; set "
+                f"completion by {found[:20]!r}, and the sampler by {self._ends}; set "
                 "task.stop"
             )
-        return found.removeprefix(self._end)
+        return found.removeprefix(end)
 
     def _after(self, before: Sequence[Any], reply: list[Any]) -> str:
         answer = {"role": "assistant", "content": _FILLER}
         messages = [*before, answer, *reply]
         text = self._template().render(messages, add_generation_prompt=True)
+        text = text.replace(START, "").replace(END, "")
         _, found, after = text.rpartition(_FILLER)
         if not found:
             raise DataError(

@@ -115,8 +115,7 @@ class Distill(Job, name="distill"):
         """See `Job`."""
         config, fixed = self.config, super().fixed()
         if config.is_on_policy:  # as runs from before rewards had a time limit
-            task = dataclasses.replace(config.task, timeout=None)
-            fixed["task"] = dataclasses.asdict(task)
+            fixed["task"] = dataclasses.replace(config.task, timeout=None).fixed()
         distill = config.distill
         return fixed | {"distill": {"mode": distill.mode, "teacher": distill.teacher}}
 
@@ -146,6 +145,9 @@ class Distill(Job, name="distill"):
             return None
         digest = checkpoints.vocabulary_digest(self.tokenizer)
         teacher_files.check(reads.file, distill.temperature, distill.divergence, digest)
+        rows = self.config.model.vocab_size
+        if rows is not None:
+            teacher_files.check_ids(reads.file, rows, self.config.data.source)
         return FileColumns(reads.file.ids.shape[1], reads.file.logprobs is not None)
 
     def plan(self) -> Programs:

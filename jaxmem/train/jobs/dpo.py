@@ -59,14 +59,17 @@ class Program(DecoderProgram):
         return self.layout.of_tokens(PairBatch(ids, ids, ids, ids, floats))
 
     def logprobs(self, params: Any, frozen: Any, batch: PairBatch) -> jax.Array:
-        """Return ln p of both answers of each pair [B, 2], sums over their tokens."""
+        """Return ln p of both answers of each pair [B, 2], sums or means of tokens."""
         model = self.model(params, frozen)
         hidden = model(batch.tokens, batch.segment_ids, batch.positions)
         if self.config.head.implementation == "fused":
             each = model.head.logprobs(hidden, batch.labels)
         else:
             each = jaxmem.logprobs_from_logits(model.head(hidden), batch.labels, None)
-        return each.sum(-1).reshape(-1, 2)
+        sums = each.sum(-1)
+        if self.config.dpo.averages:
+            sums /= jnp.maximum(jnp.sum(batch.labels >= 0, -1), 1)
+        return sums.reshape(-1, 2)
 
     def trace_logprobs(self) -> jax.stages.Traced:
         """Trace the forward pass of a micro-batch."""
@@ -171,8 +174,10 @@ def _reference(
 ) -> np.ndarray:
     """Return ln p [N, 2] under the initial weights: read, or computed and saved."""
     config = program.config
+    way = ["means"] if config.dpo.averages else []
     of = json.dumps(
         [data.fingerprint(pairs), dataclasses.asdict(config.model), config.run.seed]
+        + way
     )
     if jax.process_count() == 1 and path.exists():
         with np.load(path) as saved:

@@ -244,7 +244,7 @@ class Grpo(Job, name="grpo"):
         tokens, lengths = np.asarray(samples.tokens), np.asarray(samples.lengths)
         completions = Completions.of(*asked[:2], tokens, lengths)
         ends = np.take_along_axis(tokens, lengths[:, None] - 1, axis=1)[:, 0]
-        truncated = ends != self.program.ends.eos_id
+        truncated = ~np.isin(ends, self.program.ends.eos_ids)
         graded, turns = self.task.grade(asked, completions), np.ones_like(lengths)
         return Sampled(asked, completions, samples, graded, truncated, turns)
 

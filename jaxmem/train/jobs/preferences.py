@@ -11,13 +11,16 @@ from jaxmem.core.fields import check_field, check_numbers
 from jaxmem.core.ranges import reals
 
 _RANGES = {"beta": reals(above=0), "label_smoothing": reals(0, below=0.5)}
+_LOSSES = {"sigmoid": losses.dpo, "ipo": losses.ipo, "ipo_mean": losses.ipo}
 
 
 @dataclasses.dataclass(frozen=True)
 class DpoConfig:
     """How a model learns from pairs of answers."""
 
-    loss: Literal["sigmoid", "ipo"] = "sigmoid"  # DPO's own, or IPO's squared distance
+    # DPO's own; or IPO's squared distance, of sums over an answer's tokens as in the
+    # paper, or of their means ("ipo_mean"), as in TRL
+    loss: Literal["sigmoid", "ipo", "ipo_mean"] = "sigmoid"
     beta: float = 0.1  # how strongly the reference holds; IPO's τ
     label_smoothing: float = 0.0  # probability that a pair is the wrong way round
     drop_long: bool = False  # leave out pairs longer than a row, instead of stopping
@@ -25,8 +28,13 @@ class DpoConfig:
     def __post_init__(self):
         """Refuse impossible values, by name."""
         check_numbers(self, _RANGES)
-        ways = ("sigmoid", "ipo")
+        ways = tuple(_LOSSES)
         check_field(self, "loss", self.loss in ways, f"one of {ways}")
+
+    @property
+    def averages(self) -> bool:
+        """Whether log-probabilities are means over an answer's tokens."""
+        return self.loss == "ipo_mean"
 
 
 def pair_losses(
@@ -39,13 +47,14 @@ def pair_losses(
 
     Args:
         config: l, beta and ε.
-        logprobs: [B, 2] of the chosen and the rejected answer, sums over tokens.
+        logprobs: [B, 2] of the chosen and the rejected answer, sums over tokens, or
+            means where `config.averages`.
         reference: [B, 2] the same under the reference.
 
     Returns:
         [B] losses, and [B] of `chosen_reward`, `rejected_reward`, `margin`, `accuracy`.
     """
-    loss = {"sigmoid": losses.dpo, "ipo": losses.ipo}[config.loss]
+    loss = _LOSSES[config.loss]
     (c, r), (ref_c, ref_r) = logprobs.T, reference.T
     out, smoothing = loss(c, r, ref_c, ref_r, beta=config.beta), config.label_smoothing
     if smoothing:

@@ -1,6 +1,5 @@
 """What a rollout asks and what its completions are worth: sums, or a file's prompts."""
 
-import dataclasses
 import functools
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
@@ -8,16 +7,17 @@ from typing import Any, Protocol
 import numpy as np
 import tokenizers
 
-from jaxmem.data import prompts, rewards, tasks, vocabulary
-from jaxmem.data.chat import Templates
+from jaxmem.data import ends, prompts, rewards, tasks, vocabulary
+from jaxmem.data.ends import Ends
 from jaxmem.data.environments import Environments
 from jaxmem.data.prompts import Prompt
+from jaxmem.data.reader import RecordReader
 from jaxmem.data.records import DataError
 from jaxmem.data.tasks import TaskConfig
 from jaxmem.models.sampling import SamplingConfig
 from jaxmem.train.jobs.asked import Asked, Graded
 from jaxmem.train.jobs.conversations import Played, Replies, Sample, play
-from jaxmem.train.jobs.reading import Reading, Record, template_of
+from jaxmem.train.jobs.reading import Reading, Record
 from jaxmem.train.jobs.recorded import RecordedRollouts
 from jaxmem.train.jobs.rollouts import Completions
 
@@ -118,7 +118,7 @@ class OwnPrompts:
         config: of the task.
         sampling: how completions are drawn.
         tokenizer: of the checkpoint.
-        template: returns the template that renders messages.
+        reader: how records are read.
     """
 
     def __init__(
@@ -126,14 +126,14 @@ class OwnPrompts:
         config: TaskConfig,
         sampling: SamplingConfig,
         tokenizer: tokenizers.Tokenizer,
-        template: Templates,
+        reader: RecordReader,
     ):
         self._config, self._tokenizer = config, tokenizer
         self._max_new_tokens = sampling.max_new_tokens
         self._score = rewards.Scorer(
             config.rewards, config.reward_weights, config.timeout
         )
-        self._keep(prompts.load_prompts(config, (tokenizer, template)))
+        self._keep(prompts.load_prompts(config, (tokenizer, reader)))
 
     def _keep(self, loaded: tuple[list[Prompt], list[Prompt]]) -> None:
         self._train, self._held_out = loaded
@@ -232,8 +232,8 @@ class Conversations(OwnPrompts):
     Args:
         config: of the task.
         sampling: how completions are drawn.
-        read: the checkpoint's tokenizer, and what returns the template of messages.
-        eos_id: the token that ends a completion.
+        read: the checkpoint's tokenizer, and how records are read.
+        eos_ids: the tokens that end a completion.
     """
 
     def __init__(
@@ -241,7 +241,7 @@ class Conversations(OwnPrompts):
         config: TaskConfig,
         sampling: SamplingConfig,
         read: prompts.Reader,
-        eos_id: int,
+        eos_ids: tuple[int, ...],
     ):
         assert config.environment is not None
         self._config, (self._tokenizer, _) = config, read
@@ -251,7 +251,7 @@ class Conversations(OwnPrompts):
         self._environments = Environments(
             config.environment, config.timeout, config.environment_errors
         )
-        self._replies = Replies(config, *read, eos_id)
+        self._replies = Replies(config, read[0], read[1].template, eos_ids)
         self._keep(prompts.load_prompts(config, read, self._environments))
 
     def play(self, asked: Asked, sample: Sample) -> tuple[Played, Graded]:
@@ -325,6 +325,7 @@ class Questions(Reading):
         said = task.conversation_length(sampling.max_new_tokens)
         self.longest = task.prompt_length + said
         self.chat_template = task.chat_template
+        self._reader: RecordReader | None = None  # of prompts, once they are read
 
     @functools.cached_property
     def task(self) -> Sums | OwnPrompts | RecordedRollouts:
@@ -339,19 +340,19 @@ class Questions(Reading):
         assert checkpoint is not None, "the job's config says so"
         tokenizer = vocabulary.of_checkpoint(checkpoint)
         if task.recorded:
-            ends = ends_of(task, checkpoint)
-            known = ends.size, ends.eos_id
+            known = ends_of(task, checkpoint)
             size, sampling = self._group_size, self._sampling
             return RecordedRollouts(task, sampling, tokenizer, size, known)
-        template = template_of(checkpoint, task.chat_template, tokenizer)
+        reader = RecordReader.of(task, checkpoint, tokenizer, self.today)
+        self._reader = reader
         if task.environment is None:
-            return OwnPrompts(task, self._sampling, tokenizer, template)
-        eos_id = ends_of(task, checkpoint).eos_id
-        return Conversations(task, self._sampling, (tokenizer, template), eos_id)
+            return OwnPrompts(task, self._sampling, tokenizer, reader)
+        eos_ids = ends_of(task, checkpoint).eos_ids
+        return Conversations(task, self._sampling, (tokenizer, reader), eos_ids)
 
     def fixed(self) -> dict[str, dict[str, Any]]:
         """See `Reading`; how long a reward may take decides no value."""
-        fields = dataclasses.asdict(self._config)
+        fields = self._config.fixed()
         del fields["timeout"]
         for name in _LATER:  # a run from before there were any goes on
             if fields[name] == getattr(TaskConfig, name):
@@ -373,6 +374,14 @@ class Questions(Reading):
         """See `Reading`."""
         return self.task.text(ids)
 
+    def lines(self) -> list[str]:
+        """See `Reading`."""
+        return [] if self._reader is None else self._reader.lines()
+
+    def end_of_turn(self) -> str | None:
+        """See `Reading`."""
+        return None if self._reader is None else self._reader.end_of_turn()
+
     def records(self, count: int) -> Iterator[Record | str]:
         """See `Reading`."""
         task = self.task
@@ -381,9 +390,10 @@ class Questions(Reading):
             name, about = task.described(asked, i)
             yield Record(name, ids[:length], about=about)
         yield task.statistics()
+        yield from self.lines()
 
 
-def ends_of(task: TaskConfig, checkpoint: str | None) -> vocabulary.Ends:
+def ends_of(task: TaskConfig, checkpoint: str | None) -> Ends:
     """Size of the vocabulary, and the ids that end completions.
 
     Args:
@@ -392,10 +402,10 @@ def ends_of(task: TaskConfig, checkpoint: str | None) -> vocabulary.Ends:
     """
     if not task.is_arithmetic:
         assert checkpoint is not None, "the job's config says so"
-        return vocabulary.ends(checkpoint, task.stop)
+        return ends.of_checkpoint(checkpoint, task.stop, task.chat_template)
     spelled = vocabulary.spelling(checkpoint)
     eos, pad = (int(spelled.ids[i]) for i in (tasks.EOS_ID, tasks.PAD_ID))
-    return vocabulary.Ends(spelled.size, eos, pad)
+    return Ends(spelled.size, (eos,), pad)
 
 
 def state_of(task: Task, place: int) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """What a job reads: how many records, as which tokens, and what the loss counts."""
 
 import abc
+import datetime
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -18,8 +19,8 @@ from jaxmem.data import (
     vocabulary,
 )
 from jaxmem.data.blocks import Blocks
-from jaxmem.data.chat import Templates, read_template
 from jaxmem.data.documents import DataConfig
+from jaxmem.data.reader import RecordReader
 from jaxmem.models.decoder import ModelConfig
 
 
@@ -40,11 +41,13 @@ class Reading(abc.ABC):
         chat_template: path of a template that replaces the checkpoint's, or None.
         tokenizer: that reads the records, which the run keeps; None: it is the
             checkpoint's, or the task's own words.
+        today: when the run started, for templates that write the date; None: now.
     """
 
     longest: int
     chat_template: str | None
     tokenizer: Any = None
+    today: datetime.datetime | None = None
 
     @abc.abstractmethod
     def fixed(self) -> dict[str, dict[str, Any]]:
@@ -61,6 +64,14 @@ class Reading(abc.ABC):
     @abc.abstractmethod
     def text(self, ids: np.ndarray) -> str:
         """Tokens as text, special ones too."""
+
+    def lines(self) -> list[str]:
+        """What records were read as, and what of them was not used."""
+        return []
+
+    def end_of_turn(self) -> str | None:
+        """The token that ends the turns of conversations; None where none was read."""
+        return None
 
     def template_text(self) -> str | None:
         """The text of that template."""
@@ -89,15 +100,23 @@ class Documents(Reading):
         return documents.load_tokenizer(self.config)
 
     @functools.cached_property
-    def template(self) -> Templates | None:
-        """The checkpoint's chat template, read at its first use; None without one."""
-        if self._checkpoint is None:
-            return None
-        return template_of(self._checkpoint, self.chat_template, self.tokenizer)
+    def reader(self) -> RecordReader:
+        """How records are read."""
+        return RecordReader.of(
+            self.config, self._checkpoint, self.tokenizer, self.today
+        )
+
+    def lines(self) -> list[str]:
+        """See `Reading`."""
+        return self.reader.lines()
+
+    def end_of_turn(self) -> str | None:
+        """See `Reading`."""
+        return self.reader.end_of_turn()
 
     def batches(self, rows: Sequence[int]) -> Any:
         """Micro-batches without end, of which this process needs some rows."""
-        return streams.batches(self.config, self.tokenizer, rows, self.template)
+        return streams.batches(self.config, self.tokenizer, rows, self.reader)
 
     def held_out(self) -> Callable[[], documents.BatchIterator] | None:
         """Returns what is never trained on, from its start; None without any.
@@ -117,7 +136,7 @@ class Documents(Reading):
 
     def _once(self, split: Any = "train") -> documents.BatchIterator:
         return documents.batches(
-            self.config, self.tokenizer, split=split, epochs=1, template=self.template
+            self.config, self.tokenizer, split=split, epochs=1, reader=self.reader
         )
 
     def fixed(self) -> dict[str, dict[str, Any]]:
@@ -148,6 +167,7 @@ class Documents(Reading):
             "rows"
         )
         if streaming:
+            yield from self.lines()
             return
         filled = [batch.segment_ids > 0 for batch in self._once()]
         tokens = sum(int(x.sum()) for x in filled)
@@ -157,14 +177,15 @@ class Documents(Reading):
             f"{1 - tokens / (rows * length):.1%} padding: {len(filled):,} "
             f"micro-batches of {self.config.batch_size}"
         )
+        yield from self.lines()
 
     def _read(self) -> list[documents.Document]:
         """All documents; where they are streamed, those of the first block."""
-        source, template = self.config.source, self.template
+        source = self.config.source
         if not self.config.streaming:
-            return documents.load_documents(source, template=template)
+            return documents.load_documents(source, reader=self.reader)
         block = Blocks(source, "data.source").records(0)
-        return [documents.document_of(record, template) for record in block]
+        return [self.reader.document(record) for record in block]
 
 
 class Pairs(Documents):
@@ -184,7 +205,7 @@ class Pairs(Documents):
     def pairs(self) -> tuple[list[pairs.Pair], list[pairs.Pair]]:
         """Those to train on, and those held out."""
         return pairs.load_pairs(
-            self.config, self.tokenizer, self.template, self._drop_long
+            self.config, self.tokenizer, self.reader, self._drop_long
         )
 
     def per_epoch(self) -> float:
@@ -205,6 +226,7 @@ class Pairs(Documents):
             f"{len(training):,} pairs to train on, {len(held_out):,} held out; "
             f"{1 - filled / slots:.1%} of the rows is padding"
         )
+        yield from self.lines()
 
 
 class TeacherRows(Documents):
@@ -246,18 +268,3 @@ def statistics(what: str, encoded: list[tuple[np.ndarray, np.ndarray]]) -> str:
         f"{counted / lengths.sum():.1%}; {lengths.min():,} to {lengths.max():,} tokens "
         f"each, median {int(np.median(lengths)):,}"
     )
-
-
-def template_of(
-    checkpoint: str, path: str | None, tokenizer: tokenizers.Tokenizer
-) -> Templates:
-    """The chat template of a checkpoint's directory, or that of a path.
-
-    Args:
-        checkpoint: the directory.
-        path: of a template that replaces the directory's, or None.
-        tokenizer: of the checkpoint.
-    """
-    added = tokenizer.get_added_tokens_decoder().values()
-    special = [token.content for token in added if token.special]
-    return functools.cache(functools.partial(read_template, checkpoint, path, special))

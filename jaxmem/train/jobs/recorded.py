@@ -16,6 +16,7 @@ import numpy as np
 import tokenizers
 
 from jaxmem.core import messages
+from jaxmem.data.ends import Ends
 from jaxmem.data.prompts import Prompt
 from jaxmem.data.records import DataError, Record, find_files, read_records
 from jaxmem.data.tasks import TaskConfig
@@ -47,10 +48,10 @@ class RecordedRollouts:
         sampling: SamplingConfig,
         tokenizer: tokenizers.Tokenizer,
         group_size: int,
-        ends: tuple[int, int],
+        ends: Ends,
     ):
         self._config, self._sampling, self._tokenizer = config, sampling, tokenizer
-        self._vocab_size, self._eos_id = ends
+        self._vocab_size, self._eos_ids, _ = ends
         self._group_size = group_size
         paths = find_files(config.source, "task.source")
         self._records = [r for path in paths for r in read_records(path, "task.source")]
@@ -149,7 +150,7 @@ class RecordedRollouts:
         graded = Graded(rewards, (rewards >= 1).astype(np.float32))
         ends = np.array([r.fields["completion_ids"][-1] for r in records])
         turns = np.ones(len(records), np.int32)
-        truncated = ends != self._eos_id
+        truncated = ~np.isin(ends, self._eos_ids)
         return Sampled(asked, completions, samples, graded, truncated, turns)
 
     def _asked(self, records: Sequence[Record]) -> Asked:

@@ -49,13 +49,17 @@ def train(
         KeyboardInterrupt: after SIGINT; the current step is finished and saved.
         SystemExit: likewise after SIGTERM.
     """
-    job = with_steps(job_of(config))
+    job = job_of(config)
+    job.reads.today = results.started(config.run.out_dir)
+    job = with_steps(job)
     config = job.config
     console = console or Console(quiet=not processes.is_first())
     with loop.open_run(config.run, job.settings(), console, config.eval) as run:
         job.build()
         run.use_backend(job.program.backend, config.head.backend)
         job.open()
+        for line in job.reads.lines():
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
         run.progress.waiting("compiling")
         job.program.choose_policy(console)
         job.compile(run.progress)
@@ -88,7 +92,9 @@ def with_steps(job: Job) -> Job:
         return job
     steps = math.ceil(run.epochs * (job.reads.per_epoch() / run.accumulate))
     run = dataclasses.replace(run, steps=max(steps, 1), epochs=None)
-    return type(job)(dataclasses.replace(job.config, run=run))
+    counted = type(job)(dataclasses.replace(job.config, run=run))
+    counted.reads.today = job.reads.today
+    return counted
 
 
 def _leave(run: "loop.Run", job: Job, state: Any, console: Console) -> None:

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
+from jaxmem.data.ends import Ends
 from jaxmem.data.tasks import TaskConfig
-from jaxmem.data.vocabulary import Ends
 from jaxmem.models.partitioning import Layout, MeshConfig
 from jaxmem.models.sampling import COMPILER_OPTIONS, SamplingConfig, sample
 from jaxmem.train.jobs.accumulated import AccumulatedProgram
@@ -85,7 +85,7 @@ class SamplingProgram(AccumulatedProgram):
                 lengths,
                 key,
                 config,
-                eos_id=self.ends.eos_id,
+                eos_id=self.ends.eos_ids,
                 pad_id=self.ends.pad_id,
             )
 

@@ -112,7 +112,7 @@ def text(config: DistillJobConfig, chosen: str | None) -> checkpoints.Text:
         chosen: path of a chat template that replaces the teacher's, or None.
     """
     path = directory(config)
-    tokenizer, start, eos = checkpoints.load_vocabulary(path)
+    tokenizer, start, eos, _ = checkpoints.load_vocabulary(path)
     described = path / "tokenizer_config.json"
     named = json_files.read_object(described) if described.exists() else {}
     template = named.get("chat_template")

@@ -268,7 +268,7 @@ def replies(template, end="</s>"):
         render=lambda messages, add_generation_prompt: template(messages)
     )
     config = TaskConfig(source="x.jsonl", environment="calculator")
-    made = Replies(config, tokenizer, lambda: rendered, 2)
+    made = Replies(config, tokenizer, lambda: rendered, (2,))
     made._end = end
     return made
 

@@ -513,7 +513,6 @@ def test_an_epoch_and_a_preview_of_a_file(capsys):
         ([], [], "has no column 'prompt_ids'; write it by: jaxmem score TEACHER"),
         (["--top-k=2"], ["data.source=data.jsonl"], "data.jsonl must be a .parquet f"),
         (["--top-k=2"], ["data.streams=2"], "data.streams=2 must stay 1 for distill"),
-        (["--top-k=2"], ["data.held_out=0.001"], "leaves none for evaluation; change"),
         (["--top-k=2"], ["distill.teacher=other/llama"], "another tokenizer than the"),
     ],
 )

@@ -70,7 +70,7 @@ def steps(path):
     ]
 
 
-@pytest.mark.parametrize("loss", ["sigmoid", "ipo"])
+@pytest.mark.parametrize("loss", ["sigmoid", "ipo", "ipo_mean"])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_the_loss_is_the_papers(loss, smoothing):
     rng = np.random.default_rng(0)
@@ -157,9 +157,12 @@ def test_an_epoch_has_every_pair_once_and_resumes_anywhere():
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"text": "a"}, 'pairs.jsonl:2: expected "chosen" and "rejected", with "pro'),
+        ({"text": "a"}, 'pairs.jsonl:2: expected "chosen" and "rejected"; got the'),
         ({"chosen": "a", "rejected": "a"}, ":2: chosen and rejected are equal"),
-        ({"chosen": "a", "rejected": 3}, '"rejected" must be a string, got 3'),
+        (
+            {"chosen": "a", "rejected": 3},
+            '"rejected" must be a list of messages, got 3',
+        ),
         ({"chosen": [], "rejected": [1]}, '"chosen" must be a list of messages, got'),
         (
             {"chosen": "a" * 15, "rejected": "b"},
@@ -177,6 +180,7 @@ def test_a_pair_that_cannot_be_used_is_named(row, message):
 def test_conversations_share_their_start(tmp_path):
     pytest.importorskip("jinja2")
     from jaxmem.data.chat import ChatTemplate
+    from jaxmem.data.reader import RecordReader
 
     ask = {"role": "user", "content": "a"}
     answers = [{"role": "assistant", "content": c} for c in "bc"]
@@ -186,7 +190,7 @@ def test_conversations_share_their_start(tmp_path):
     )
     config = DataConfig(source="pairs.jsonl", sequence_length=16)
     tokenizer = vocabulary.of_checkpoint("llama")
-    ((pair,), _) = data.load_pairs(config, tokenizer, lambda: template)
+    ((pair,), _) = data.load_pairs(config, tokenizer, RecordReader(lambda: template))
     assert pair.chosen[0].tolist() == [3, 2, 4, 2]
     assert pair.rejected[1].tolist() == [-1, 5, 2, -1]
 
@@ -198,7 +202,7 @@ def test_conversations_share_their_start(tmp_path):
         (["data.streaming=True"], "data.streaming=True must stay False for run.job="),
         (["dpo.beta=0.0"], "dpo.beta must be above 0"),
         (["dpo.label_smoothing=0.5"], "dpo.label_smoothing must be"),
-        (["dpo.loss=hinge"], "dpo.loss must be 'sigmoid' or 'ipo', got 'hinge'"),
+        (["dpo.loss=hinge"], "dpo.loss must be 'sigmoid' or 'ipo' or 'ipo_mean'"),
         (["grpo.prompts=1"], "grpo.prompts is of the job 'grpo', but run.job is 'dpo'"),
     ],
 )

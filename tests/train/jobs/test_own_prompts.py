@@ -171,7 +171,7 @@ def test_other_prompts_do_not_resume_a_run():
 @pytest.mark.parametrize(
     ("rows", "overrides", "message"),
     [
-        ([{"text": "a"}], [], "prompts.jsonl:1: expected \"prompt\", got the keys 'te"),
+        ([{"text": "a"}], [], "\"instruction\" or \"prompt\"; got the keys 'text'"),
         ([], [], "task.source: prompts.jsonl holds no prompt"),
         (
             [{"prompt": "a", "letter": "a"}, {"prompt": "a"}], [],
@@ -181,7 +181,7 @@ def test_other_prompts_do_not_resume_a_run():
             [{"prompt": "a" * 12}], [],
             "prompts.jsonl:1: the prompt has 13 tokens; raise task.max_prompt_tokens",
         ),
-        ([{"prompt": "a"}], ["task.held_out=0.5"], "of the 1 prompts leaves none for"),
+        ([{"prompt": "a"}], ["task.held_out=0.5"], "evaluation: 1 are distinct; add"),
         (
             [{"prompt": str(i)} for i in range(9)], ["task.stop=<end>"],
             "task.stop='<end>' is no token of",

@@ -1,0 +1,71 @@
+"""Documents to tokens, and for each token the next one where the loss counts it."""
+
+import functools
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import tokenizers
+
+from jaxmem.data.forms import Document
+from jaxmem.data.records import DataError
+from jaxmem.data.vocabulary import edges, ends_turn, has_start
+
+NO_LABEL = -1
+
+
+def encode_documents(
+    documents: Sequence[Document], tokenizer: tokenizers.Tokenizer
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield `<bos> prompt text <eos>` and, for each token, the next one or -1.
+
+    A text that a chat template rendered is taken as it is, without `<bos>` and `<eos>`,
+    and one that has them is given no others.
+    """
+    start, end = edges(tokenizer)
+    encode = functools.partial(tokenizer.encode_batch_fast, add_special_tokens=False)
+    # Apart, so that no token straddles the end of the prompt.
+    prompts = encode([d.prompt for d in documents])
+    texts = encode([d.text for d in documents])
+    for document, prompt, text in zip(documents, prompts, texts, strict=True):
+        if document.ids is not None:
+            yield encode_ids(document, tokenizer)
+            continue
+        if document.counted is not None:
+            yield encode_rendered(document, tokenizer)
+            continue
+        before = prompt.ids if has_start(prompt.ids or text.ids, start) else [
+            *start, *prompt.ids]  # fmt: skip
+        after = [] if ends_turn(document.text, text.ids, tokenizer) else end
+        tokens = np.array([*before, *text.ids, *after], np.int32)
+        labels = np.append(tokens[1:], np.int32(NO_LABEL))
+        labels[: max(len(before) - 1, 0)] = NO_LABEL
+        yield tokens, labels
+
+
+def encode_ids(
+    document: Document, tokenizer: tokenizers.Tokenizer
+) -> tuple[np.ndarray, np.ndarray]:
+    """The tokens of a record that has them, checked."""
+    tokens, labels = (np.array(x, np.int64) for x in (document.ids, document.labels))
+    size = tokenizer.get_vocab_size()
+    if tokens.min() < 0 or tokens.max() >= size:
+        wrong = tokens[(tokens < 0) | (tokens >= size)][0]
+        raise DataError(
+            f"{document.name}: input_ids has {wrong}, and the tokenizer has {size} "
+            "entries"
+        )
+    return tokens.astype(np.int32), labels.astype(np.int32)
+
+
+def encode_rendered(
+    document: Document, tokenizer: tokenizers.Tokenizer
+) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens of a rendered conversation; labels where they overlap a counted span."""
+    encoded = tokenizer.encode(document.text, add_special_tokens=False)
+    places = np.array(encoded.offsets, np.int64).reshape(-1, 2)
+    counted = np.zeros(len(places), bool)
+    for first, last in document.counted or ():
+        counted |= (places[:, 1] > first) & (places[:, 0] < last)
+    tokens = np.array(encoded.ids, np.int32)
+    labels = np.where(counted, tokens, np.int32(NO_LABEL))
+    return tokens, np.append(labels[1:], np.int32(NO_LABEL))

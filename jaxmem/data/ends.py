@@ -1,0 +1,73 @@
+"""Which tokens end a completion: the same in every job and in `jaxmem generate`."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+from jaxmem import checkpoints
+from jaxmem.data import vocabulary
+from jaxmem.data.chat import ChatTemplate, read_template
+from jaxmem.data.records import DataError
+from jaxmem.data.rendering import Renderer
+
+
+class Ends(NamedTuple):
+    """Properties of a vocabulary that sampling needs."""
+
+    size: int  # entries that the model needs
+    eos_ids: tuple[int, ...]  # each ends a completion
+    pad_id: int  # fills the row after it
+
+
+def of_checkpoint(
+    checkpoint: str, stop: str | None = None, chat_template: str | None = None
+) -> Ends:
+    """The ends of a checkpoint's vocabulary.
+
+    Args:
+        checkpoint: directory.
+        stop: the only token that ends a completion; None: all that `end_ids` has.
+        chat_template: path of a template that replaces the checkpoint's, or None.
+
+    Returns:
+        Size and ids.
+
+    Raises:
+        CheckpointError: there is no such token.
+    """
+    tokenizer = vocabulary.of_checkpoint(checkpoint)
+    (eos,) = vocabulary.edges(tokenizer)[1]
+    size = tokenizer.get_vocab_size()
+    if stop is not None:
+        only = tokenizer.token_to_id(stop)
+        if only is None:
+            raise checkpoints.CheckpointError(
+                f"{checkpoint}: task.stop={stop!r} is no token of tokenizer.json"
+            )
+        return Ends(size, (only,), only)
+    added = tokenizer.get_added_tokens_decoder().values()
+    special = [token.content for token in added if token.special]
+    try:
+        template = read_template(checkpoint, chat_template, special)
+    except DataError:  # a model without conversations
+        template = None
+    return Ends(size, end_ids(checkpoint, template), eos)
+
+
+def end_ids(checkpoint: str | Path, template: ChatTemplate | None) -> tuple[int, ...]:
+    """Every id that ends a completion: of a document, and of an assistant's turn.
+
+    Args:
+        checkpoint: directory.
+        template: that renders its conversations, if any.
+
+    Returns:
+        The ids that its files name, and that of the token which ends the template's
+        turns.
+    """
+    ids = set(checkpoints.end_ids(checkpoint))
+    end = None if template is None else Renderer(template).end_of_turn()
+    if end is not None:
+        tokenizer = checkpoints.load_vocabulary(checkpoint).tokenizer
+        id_ = tokenizer.token_to_id(end)
+        ids |= set() if id_ is None else {id_}
+    return tuple(sorted(ids))

@@ -1,0 +1,171 @@
+"""Markers in the place of what a conversation says, to find it in a rendered text.
+
+Every text of a message becomes a marker; what is left is the conversation's shape,
+which many conversations share. Markers are private-use characters, which no text has.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jaxmem.data.chat import Message
+
+FILLER = "\uf8ff"  # in the place of a whole turn
+_MARKER = re.compile('"\ue000(\\d+)\ue001"|\ue000(\\d+)\ue001')
+# Keys that tie messages together, or that describe them for others than the model.
+LINKS = frozenset(("id", "tool_call_id", "type", "index"))
+NOTES = frozenset(
+    "uuid message_id parent_id timestamp created created_at model language lang "
+    "metadata tokens finish_reason".split()
+)
+
+
+class Field(NamedTuple):
+    """A value that a marker stands for."""
+
+    turn: int  # number of its message; -1 of tools
+    name: str  # of the field, such as "content" or "tool_calls"
+    value: Any  # a string, number, boolean or None
+
+    @property
+    def text(self) -> str:
+        """The value, as Jinja prints it."""
+        return self.value if isinstance(self.value, str) else str(self.value)
+
+
+class Marked(NamedTuple):
+    """Messages and tools with markers, and the values that these stand for."""
+
+    turns: list[Message]
+    tools: list[Any] | None
+    fields: list[Field]
+
+
+def marked(
+    turns: Sequence[Message], tools: Sequence[Any] | None, only: int | None = None
+) -> Marked:
+    """Put markers in the place of values.
+
+    Args:
+        turns: messages.
+        tools: schemas of functions, or None.
+        only: number of the only value to replace; None: all.
+
+    Returns:
+        Both with markers, and the values in the order of their numbers.
+    """
+    putting = _Putting(only)
+    made = [putting.message(i, turn) for i, turn in enumerate(turns)]
+    schemas = None if tools is None else [putting.tool(tool) for tool in tools]
+    return Marked(made, schemas, putting.fields)
+
+
+def marker(number: int) -> str:
+    """The marker of a value."""
+    return f"\ue000{number}\ue001"
+
+
+class _Putting:
+    """Counts the values of a conversation while it replaces them."""
+
+    def __init__(self, only: int | None):
+        self._only, self.fields = only, []
+        self._links: dict[Any, str] = {}
+
+    def _put(self, turn: int, name: str, value: Any) -> Any:
+        number = len(self.fields)
+        self.fields.append(Field(turn, name, value))
+        return marker(number) if self._only in (None, number) else value
+
+    def message(self, i: int, turn: Message) -> Message:
+        made = {}
+        for key, value in turn.items():
+            if key in NOTES and self._only is None:
+                continue
+            made[key] = self._value(i, key, key, value)
+        return made
+
+    def _value(self, i: int, name: str, key: str, value: Any) -> Any:
+        """The value of a key of a message, of a part or of a call."""
+        if key in LINKS:
+            return self._link(key, value)
+        if key in ("role", *NOTES) or value is None or value in ("", [], {}):
+            return value
+        if isinstance(value, Mapping) and key == "arguments":
+            return self._argument(i, name, value)
+        if isinstance(value, Mapping):
+            return {k: self._value(i, name, k, v) for k, v in value.items()}
+        if isinstance(value, list):
+            return [self._value(i, name, key + "[]", v) for v in value]
+        return self._put(i, name, value)
+
+    def _link(self, key: str, value: Any) -> Any:
+        """A word of the same length, the same for the same id."""
+        if key in ("type", "index") or not isinstance(value, str) or self._only:
+            return value
+        number = len(self._links)
+        return self._links.setdefault(value, f"{number:0{len(value)}d}"[: len(value)])
+
+    def _argument(self, i: int, name: str, value: Any) -> Any:
+        """Names and values of arguments; what they hold in turn likewise."""
+        if isinstance(value, Mapping):
+            return {
+                self._put(i, name, k): self._argument(i, name, v)
+                for k, v in value.items()
+            }
+        if isinstance(value, list):
+            return [self._argument(i, name, v) for v in value]
+        return self._put(i, name, value) if value != "" else value
+
+    def tool(self, schema: Any) -> Any:
+        """A schema whose function has another name and description."""
+        if not isinstance(schema, Mapping):
+            return schema
+        made = dict(schema)
+        if isinstance(schema.get("function"), Mapping):
+            return made | {"function": self.tool(schema["function"])}
+        for key in ("name", "description"):
+            if schema.get(key):
+                made[key] = self._put(-1, "tools", schema[key])
+        return made
+
+
+def found(text: str) -> set[int]:
+    """Numbers of the markers in a text."""
+    return {int(m[1] or m[2]) for m in _MARKER.finditer(text)}
+
+
+class Filled(NamedTuple):
+    """A text with values in the place of markers, and how places in it moved."""
+
+    text: str
+    stops: list[int]  # ends of the markers in the text with markers
+    moved: list[int]  # by how much what follows has moved
+
+
+def filled(text: str, fields: Sequence[Field], strip: bool, quoted: bool) -> Filled:
+    """Replace markers by their values.
+
+    Args:
+        text: with markers.
+        fields: the values.
+        strip: whether spaces around values are left out.
+        quoted: whether a marker in double quotes is a value as JSON.
+    """
+    pieces, stops, moved, last, shift = [], [], [], 0, 0
+    for match in _MARKER.finditer(text):
+        start, stop = match.span()
+        field = fields[int(match[1] or match[2])]
+        value = field.text.strip() if strip else field.text
+        if match[1] and quoted:
+            given = value if isinstance(field.value, str) else field.value
+            value = json.dumps(given, ensure_ascii=False)
+        elif match[1]:
+            start, stop = start + 1, stop - 1
+        pieces += [text[last:start], value]
+        shift += len(value) - (stop - start)
+        last = stop
+        stops.append(stop)
+        moved.append(shift)
+    return Filled("".join([*pieces, text[last:]]), stops, moved)

@@ -1,0 +1,320 @@
+"""The one reader of records: which form each is of, and what was seen of all.
+
+columns -> form -> document, pair of answers or prompt; and lines that say so
+"""
+
+import contextlib
+import datetime
+import functools
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import tokenizers
+
+from jaxmem import checkpoints
+from jaxmem.core import messages
+from jaxmem.data import forms
+from jaxmem.data.chat import ChatTemplate, Templates, read_template
+from jaxmem.data.config import DataConfig
+from jaxmem.data.forms import Asked, Columns, Document, Form
+from jaxmem.data.records import DataError, Record
+from jaxmem.data.rendering import Conversation, Notes, Rendered, Renderer
+from jaxmem.data.tasks import TaskConfig
+from jaxmem.data.token_rows import Tokens
+
+# Columns that describe a record for others than the model.
+_HARMLESS = frozenset(
+    "id idx index uuid source dataset split url lang language category metadata meta "
+    "timestamp created model prompt_id conversation_id __index_level_0__".split()
+)
+# Columns that would change what is learned, if anything read them.
+_REFUSED = frozenset(
+    "weight weights sample_weight loss_weight loss_mask mask label labels role roles "
+    "system system_prompt prompt question query instruction input context history "
+    "tools functions documents image images video videos audio audios text messages "
+    "conversations completion response output chosen rejected input_ids "
+    "attention_mask chat_template_kwargs".split()
+)
+DOCUMENTS: tuple[forms.DocumentForm, ...] = (
+    Tokens(), forms.ShareGpt(), forms.Messages(), forms.Alpaca(), forms.Answered(),
+    forms.Text(),
+)  # fmt: skip
+PAIRS: tuple[forms.PairForm, ...] = (forms.Preference(),)
+PROMPTS: tuple[forms.PromptForm, ...] = (
+    forms.ShareGpt(), forms.Messages(), forms.Instruction(), forms.Prompt(),
+)  # fmt: skip
+_Form = TypeVar("_Form", bound=Form)
+
+
+class _Choice(NamedTuple):
+    """What a set of columns is."""
+
+    form: Any
+    names: dict[str, str]  # of the form's columns, in the record
+    refused: str | None  # a column that must not be left out
+    unused: tuple[str, ...]  # those that are said once
+
+
+class RecordReader:
+    """How records are read, and what was read as what.
+
+    Args:
+        template: returns the template that renders conversations; None: there is none.
+        columns: names of a form, such as "prompt", to those of the records.
+        ignored: columns, and keys of messages, that are left out.
+        absent: special tokens that the model has no embedding of.
+    """
+
+    def __init__(
+        self,
+        template: Templates | None = None,
+        columns: Mapping[str, str] | None = None,
+        ignored: Collection[str] = (),
+        absent: Sequence[str] = (),
+    ):
+        self._ignored = frozenset(ignored)
+        self._template, self._absent = template, tuple(absent)
+        self._columns = {theirs: ours for ours, theirs in (columns or {}).items()}
+        self._choices: dict[Any, _Choice] = {}
+        self._renderer: Renderer | None = None
+        self.notes, self._kinds = Notes(), Counter[str]()
+        self._seen: set[str] = set()  # columns of records
+        _check_names(self._columns.values())
+
+    @classmethod
+    def of(
+        cls,
+        config: DataConfig | TaskConfig,
+        checkpoint: str | None,
+        tokenizer: tokenizers.Tokenizer,
+        today: datetime.datetime | None = None,
+    ) -> "RecordReader":
+        """How a job reads records.
+
+        Args:
+            config: names the template and columns.
+            checkpoint: directory whose template renders conversations, or None.
+            tokenizer: of the checkpoint.
+            today: the date that a template may write; None: the current one.
+        """
+        template, absent = None, ()
+        if checkpoint is not None:
+            added = tokenizer.get_added_tokens_decoder().values()
+            special = [token.content for token in added if token.special]
+            template = functools.partial(
+                read_template, checkpoint, config.chat_template, special,
+                config.chat_template_kwargs, today,
+            )  # fmt: skip
+            template = functools.cache(template)
+            absent = checkpoints.load_vocabulary(checkpoint).absent
+        return cls(template, config.columns, config.ignored, absent)
+
+    @contextlib.contextmanager
+    def whole_pass(self) -> Iterator[None]:
+        """A context in which all records are read once, and counted.
+
+        Raises:
+            DataError: `columns` names one that no record has.
+        """
+        self.notes.clear()
+        self._kinds.clear()
+        yield
+        for theirs in self._columns:
+            if theirs not in self._seen:
+                raise DataError(f"data.columns names {theirs!r}, which no record has")
+
+    # ------------------------------------------------------------------ records
+
+    def document(self, record: Record) -> Document:
+        """The document of a record of supervised training.
+
+        Raises:
+            DataError: it is of no form, or cannot be rendered.
+        """
+        form, columns = self._read(record, DOCUMENTS, exact=True)
+        document = form.document(columns, self)
+        self._check(record.where, document.text, document.prompt)
+        return document
+
+    def answers(self, record: Record) -> list[Document]:
+        """The documents of a chosen and of a rejected answer.
+
+        Raises:
+            DataError: as in `document`.
+        """
+        form, columns = self._read(record, PAIRS, exact=True)
+        documents = form.answers(columns, self)
+        for document in documents:
+            self._check(record.where, document.text, document.prompt)
+        return documents
+
+    def prompt(self, record: Record) -> tuple[Asked, dict[str, Any]]:
+        """What a record asks, and its other columns.
+
+        Raises:
+            DataError: as in `document`.
+        """
+        form, columns = self._read(record, PROMPTS, exact=False)
+        asked = form.prompt(columns, self)
+        self._check(record.where, asked.text)
+        used = set(columns.names.values())
+        given = self._renamed(record.fields)
+        return asked, {k: v for k, v in given.items() if k not in used}
+
+    def _read(
+        self, record: Record, known: Sequence[_Form], exact: bool
+    ) -> tuple[_Form, Columns]:
+        fields = self._renamed(record.fields)
+        present = {k: v for k, v in fields.items() if v is not None}
+        key = known, exact, frozenset(present)
+        choice = self._choices.get(key)
+        if choice is None:
+            choice = self._choices[key] = self._chosen(record, present, known, exact)
+        if choice.refused is not None:
+            raise DataError(
+                f"{record.where}: read as {choice.form.name}, which do not use "
+                f'"{choice.refused}"; remove it, name it in data.ignored, or say what '
+                "it is in data.columns"
+            )
+        self._count(record.where, choice)
+        values = {name: present[key] for name, key in choice.names.items()}
+        return choice.form, Columns(record.where, values, choice.names)
+
+    def _renamed(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """The columns under the names of forms, without those that are left out."""
+        if not self._columns and not self._ignored:
+            return dict(fields)
+        self._seen.update(fields)
+        new = {ours for theirs, ours in self._columns.items() if theirs in fields}
+        return {
+            self._columns.get(key, key): value
+            for key, value in fields.items()
+            if key not in self._ignored and (key in self._columns or key not in new)
+        }
+
+    def _chosen(
+        self,
+        record: Record,
+        present: Collection[str],
+        known: Sequence[_Form],
+        exact: bool,
+    ) -> _Choice:
+        for form in known:
+            names = form.names(present)
+            if names is None:
+                continue
+            left = [k for k in present if k not in names.values()] if exact else []
+            refused = next((k for k in left if k in _REFUSED), None)
+            unused = tuple(k for k in left if k not in _HARMLESS)
+            return _Choice(form, names, refused, unused)
+        raise DataError(f"{record.where}: {_expected(known, present, self._columns)}")
+
+    def _count(self, where: str, choice: _Choice) -> None:
+        self._kinds[choice.form.name] += 1
+        for column in choice.unused:
+            self.notes.add(f"the column {messages.short(column)} is not used", where)
+
+    def _check(self, where: str, *texts: str) -> None:
+        for token in self._absent:
+            if any(token in text for text in texts):
+                raise DataError(
+                    f"{where}: the text has the token {messages.short(token)}, which "
+                    "the model has no embedding of"
+                )
+
+    # ---------------------------------------------------------------- rendering
+
+    @property
+    def ignored(self) -> frozenset[str]:
+        """Keys of messages that are left out."""
+        return self._ignored
+
+    def counted(self, talk: Conversation, where: str) -> Rendered:
+        """A conversation as text, and the spans that the loss counts."""
+        try:
+            return self._rendering(where).counted(talk, where)
+        except DataError as error:
+            raise _placed(where, error) from error
+
+    def asked(self, talk: Conversation, where: str) -> str:
+        """A conversation as text, up to the answer."""
+        try:
+            return self._rendering(where).prompt(talk, where)
+        except DataError as error:
+            raise _placed(where, error) from error
+
+    def _rendering(self, where: str) -> Renderer:
+        if self._renderer is None:
+            if self._template is None:
+                raise DataError(
+                    f"{where}: messages are rendered by a checkpoint's chat template; "
+                    "set model.checkpoint"
+                )
+            self._renderer = Renderer(self._template(), self.notes)
+        return self._renderer
+
+    # -------------------------------------------------------------------- lines
+
+    def template(self) -> ChatTemplate:
+        """The template of conversations; raises a DataError where there is none."""
+        self._rendering("the conversation")
+        assert self._template is not None
+        return self._template()
+
+    def check_template(self) -> None:
+        """Raise a DataError where there is no template."""
+        self._rendering("the conversation")
+
+    def end_of_turn(self) -> str | None:
+        """The token that ends an assistant's turn; None where none was rendered."""
+        return None if self._renderer is None else self._renderer.end_of_turn()
+
+    def lines(self) -> list[str]:
+        """What was read as what, and what was not used; nothing of plain texts."""
+        read = [f"read as {kind}, {n:,} records" for kind, n in self._kinds.items()]
+        return [*read, *self.notes.lines()]
+
+
+def _check_names(names: Iterable[str]) -> None:
+    every = (*DOCUMENTS, *PAIRS, *PROMPTS)
+    known = {
+        spelling
+        for form in every
+        for spellings in {**form.needs, **form.takes}.values()
+        for spelling in spellings
+    }
+    for name in names:
+        if name not in known:
+            raise DataError(
+                f"data.columns has {messages.short(name)}, which is no column of a "
+                f"form; those are {', '.join(sorted(known))}"
+            )
+
+
+def _placed(where: str, error: DataError) -> DataError:
+    said = str(error)
+    return error if said.startswith(where) else DataError(f"{where}: {said}")
+
+
+_HINTS = {
+    "chosen": "pairs of chosen and rejected answers are for run.job='dpo'",
+    "messages": "conversations are for run.job='sft'",
+}
+
+
+def _expected(
+    known: Sequence[Form], present: Collection[str], columns: Mapping[str, str]
+) -> str:
+    """Which columns a record of some form has."""
+    wanted = " or ".join(
+        " and ".join(f'"{spellings[0]}"' for spellings in form.needs.values())
+        for form in known
+    )
+    hint = next((h for key, h in _HINTS.items() if key in present), None)
+    named = "" if columns else "; name them in data.columns"
+    return (
+        f"expected {wanted}; got the keys "
+        f"{messages.listing(sorted(present)) or '(none)'}{named}"
+        f"{'; ' + hint if hint else ''}"
+    )

@@ -1,0 +1,128 @@
+"""Data that are elsewhere, as copies on this machine: gs://, s3://, hf:// and others.
+
+A copy is kept under its address and version, so that what is read stays the same for a
+run that is resumed, and every reader of local files reads it.
+"""
+
+import contextlib
+import glob
+import hashlib
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from jaxmem.core import messages
+
+CACHE = Path("~/.cache/jaxmem/remote")
+# hf://OWNER/NAME, with @REVISION, /CONFIG and :SPLIT or without.
+_HUB = re.compile(
+    r"hf://(?!datasets/)(?P<name>[\w.-]+/[\w.-]+)(@(?P<revision>[\w.-]+))?"
+    r"(/(?P<config>[\w.-]+))?(:(?P<split>[\w.\[\]%:+-]+))?"
+)
+_INSTALL = "run: pip install 'jaxmem[remote]'"
+
+
+class RemoteError(ValueError):
+    """Data elsewhere that cannot be copied; the message says why."""
+
+
+def is_remote(address: str) -> bool:
+    """Whether an address names data elsewhere."""
+    return "://" in address
+
+
+def copies(address: str) -> list[Path]:
+    """Copy the files of an address to this machine, where they are not there yet.
+
+    Args:
+        address: of a file, or a glob of files, that fsspec reads (gs://, s3://,
+            hf://datasets/OWNER/NAME/FILE); or of a data set, hf://OWNER/NAME.
+
+    Returns:
+        Paths of the copies, in the order of their addresses.
+
+    Raises:
+        RemoteError: a library is missing, or the data cannot be read.
+    """
+    with _errors(address):
+        found = _HUB.fullmatch(address)
+        return [_data_set(address, found)] if found else _files(address)
+
+
+@contextlib.contextmanager
+def _errors(address: str) -> Iterator[None]:
+    """Whatever a library raises, in one line."""
+    try:
+        yield
+    except ImportError as error:
+        name = getattr(error, "name", None) or messages.cut(str(error))
+        raise RemoteError(
+            f"{messages.name(address)} needs {name}, which is not installed; {_INSTALL}"
+        ) from error
+    except RemoteError:
+        raise
+    except Exception as error:  # of a file system, a hub or a network
+        said = messages.cut(str(error)) or type(error).__name__
+        raise RemoteError(f"cannot read {messages.name(address)}: {said}") from error
+
+
+def _files(address: str) -> list[Path]:
+    import fsspec
+
+    system, path = fsspec.core.url_to_fs(address)
+    names = sorted(system.glob(path)) if glob.has_magic(path) else [path]
+    if not names:
+        raise RemoteError(f"{messages.name(address)} matches no file")
+    made = []
+    for name in names:
+        described = {k: v for k, v in system.info(name).items() if k in _VERSION}
+        place = _place(address, str(name), str(described), Path(name).name)
+        with _unfinished(place) as unfinished:
+            if unfinished is not None:
+                system.get_file(name, str(unfinished))
+        made.append(place)
+    return made
+
+
+# What says that a file has changed, in one file system or another.
+_VERSION = ("size", "etag", "ETag", "mtime", "md5Hash", "created", "blob_id", "oid")
+
+
+def _data_set(address: str, found: re.Match) -> Path:
+    import datasets
+
+    part: Any = datasets.load_dataset(
+        found["name"],
+        found["config"],
+        split=found["split"] or "train",
+        revision=found["revision"],
+    )
+    name = f"{found['name'].replace('/', '-')}.parquet"
+    place = _place(address, found["name"], str(part._fingerprint), name)
+    with _unfinished(place) as unfinished:
+        if unfinished is not None:
+            part.to_parquet(str(unfinished))
+    return place
+
+
+def _place(address: str, name: str, version: str, last: str) -> Path:
+    scheme = address.partition("://")[0]
+    content = "\n".join((scheme, name, version))
+    key = hashlib.sha256(content.encode()).hexdigest()[:24]
+    return CACHE.expanduser() / key / last
+
+
+@contextlib.contextmanager
+def _unfinished(place: Path) -> Iterator[Path | None]:
+    """A path to write, which becomes that of the copy; None if that is there."""
+    if place.exists():
+        yield None
+        return
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=place.parent) as directory:
+        unfinished = Path(directory) / place.name
+        yield unfinished
+        os.replace(unfinished, place)

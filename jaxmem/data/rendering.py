@@ -1,0 +1,361 @@
+"""Conversations to text: every field is found in it, or is said to be missing.
+
+messages -> the template's own forms -> text, and the spans that an assistant wrote
+
+A conversation is rendered twice: as it is, and with markers in the place of what is
+said. The second rendering depends on the conversation's shape alone and is kept: where
+values in the place of its markers give the first one, nothing was lost, and the spans
+follow from it. Otherwise each field is looked for by a marker of its own.
+"""
+
+import bisect
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jaxmem.data import marks, variants
+from jaxmem.data.chat import END, START, ChatTemplate, Message
+from jaxmem.data.marks import FILLER, Field
+from jaxmem.data.records import DataError
+from jaxmem.data.variants import Variant
+
+Span = tuple[int, int]  # first character, and the one after the last
+_MOST_SHAPES = 4096  # that are kept
+_ENCODE = json.JSONEncoder(ensure_ascii=False, check_circular=False, default=str).encode
+
+
+class Conversation(NamedTuple):
+    """Messages, and what a template is given with them."""
+
+    turns: Sequence[Message]
+    counted: frozenset[int] = frozenset()  # numbers of the turns that the loss counts
+    tools: Sequence[Any] | None = None
+    options: Mapping[str, Any] | None = None  # variables of the template
+
+
+class Rendered(NamedTuple):
+    """A conversation as text, with the characters that the loss counts."""
+
+    text: str
+    counted: tuple[Span, ...]
+
+
+class Notes(Counter[str]):
+    """What is said once about many records, with its count and the first of them."""
+
+    def __init__(self):
+        super().__init__()
+        self._first: dict[str, str] = {}
+
+    def add(self, note: str, where: str, count: int = 1) -> None:
+        """Count a note about a record."""
+        self._first.setdefault(note, where)
+        self[note] += count
+
+    def lines(self) -> list[str]:
+        """One line a note."""
+        return [
+            f"{note}: {count:,} (first {self._first[note]})"
+            for note, count in self.items()
+        ]
+
+
+class _Shape(NamedTuple):
+    """What the rendering of a shape with markers has shown."""
+
+    variant: Variant  # forms of the messages that the template takes
+    text: str  # with markers
+    spans: dict[int, Span]  # of assistant turns, by number of the message
+    ordered: bool  # whether each assistant turn has a span
+    elsewhere: tuple[Field, ...]  # fields that the template writes in a last turn alone
+    refused: str | None  # why records of this shape are refused
+
+
+class Renderer:
+    """Renders conversations by one template, and checks that nothing is lost.
+
+    Args:
+        template: the template.
+        notes: receives what is said about records.
+    """
+
+    def __init__(self, template: ChatTemplate, notes: Notes | None = None):
+        self._template = template
+        self._notes = Notes() if notes is None else notes
+        self._shapes: dict[str, _Shape] = {}
+
+    def counted(self, talk: Conversation, where: str) -> Rendered:
+        """Render a conversation, and find the spans that its counted turns wrote.
+
+        A turn starts where the template's generation prompt ends, and includes the
+        special token that ends it. A template with `{% generation %}` defines turns
+        itself.
+
+        Args:
+            talk: the conversation.
+            where: its record, for errors and notes.
+
+        Returns:
+            The text, and spans of characters in increasing order.
+
+        Raises:
+            DataError: the template raises, or leaves a field out.
+        """
+        shape, given, fields = self._shape(talk, False)
+        turns = given.turns
+        text, move = self._text(shape, given, fields, False, where)
+        if not shape.ordered:
+            if len(talk.counted) < sum(t["role"] == "assistant" for t in talk.turns):
+                raise DataError(
+                    "the chat template marks another number of assistant turns than "
+                    "there are, and the loss is not to count all of them"
+                )
+            spans: Iterable[Span] = _marked_spans(self._render(turns, given, False))
+        elif move is None:
+            exact = self._spans(turns, given, self._render(turns, given, False))
+            spans = [exact[i] for i in sorted(talk.counted) if i in exact]
+        else:
+            spans = [
+                (_moved(move, a), _moved(move, b))
+                for i, (a, b) in sorted(shape.spans.items())
+                if i in talk.counted
+            ]
+        return Rendered(text, tuple(spans))
+
+    def prompt(self, talk: Conversation, where: str) -> str:
+        """Render a conversation up to the answer.
+
+        Raises:
+            DataError: as in `counted`.
+        """
+        shape, given, fields = self._shape(talk, True)
+        return self._text(shape, given, fields, True, where)[0]
+
+    def end_of_turn(self) -> str | None:
+        """The special token that ends an assistant's turn, if one does."""
+        turns = [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": FILLER},
+        ]
+        for talk in (turns, turns[1:]):
+            try:
+                text = _unmarked(self._render(talk, Conversation(talk), False))
+            except DataError:  # a template that wants other messages
+                continue
+            if FILLER in text:
+                stop = text.rindex(FILLER) + len(FILLER)
+                end = self._template.end.match(text, stop)
+                return end[0].strip() if end and end[0].strip() else None
+        return None
+
+    def _render(self, turns: Sequence[Message], talk: Conversation, asks: bool) -> str:
+        return self._template.render(
+            turns, tools=talk.tools, options=talk.options, add_generation_prompt=asks
+        )
+
+    def _text(
+        self,
+        shape: _Shape,
+        talk: Conversation,
+        fields: Sequence[Field],
+        asks: bool,
+        where: str,
+    ) -> tuple[str, marks.Filled | None]:
+        """The text; and how it follows from that of the shape, if it does."""
+        text = _unmarked(self._render(talk.turns, talk, asks))
+        for field in shape.elsewhere:
+            self._notes.add(_ELSEWHERE.format(field.name), where)
+        for quoted in (True, False):
+            for strip in (False, True):
+                made = marks.filled(shape.text, fields, strip, quoted)
+                if made.text == text:
+                    return text, made
+        for number in sorted(marks.found(shape.text)):
+            if fields[number].text.strip() not in text:
+                self._look_for(fields[number], number, talk, asks, where)
+        return text, None
+
+    def _look_for(
+        self, field: Field, number: int, talk: Conversation, asks: bool, where: str
+    ) -> None:
+        """Look for a field that is not in the text word for word, by a marker."""
+        if self._writes(talk, number, asks):
+            self._notes.add(_RESHAPED.format(field.name), where)
+        elif self._writes_elsewhere(talk, number, field):
+            self._notes.add(_ELSEWHERE.format(field.name), where)
+        else:
+            raise DataError(_dropped(field))
+
+    def _writes(self, talk: Conversation, number: int, asks: bool) -> bool:
+        """Whether a marker in the place of a value is found."""
+        one = marks.marked(talk.turns, talk.tools, only=number)
+        given = talk._replace(tools=one.tools)
+        try:
+            return number in marks.found(self._render(one.turns, given, asks))
+        except DataError:  # a template that wants a certain value
+            return False
+
+    def _writes_elsewhere(self, talk: Conversation, number: int, field: Field) -> bool:
+        """Whether the field is written where its message is the last one."""
+        turns = talk.turns
+        stops = [field.turn + 1] if field.turn >= 0 else range(1, len(turns) + 1)
+        parts = (talk._replace(turns=turns[:stop]) for stop in stops)
+        return any(self._writes(part, number, False) for part in parts)
+
+    # ------------------------------------------------------------------- shapes
+
+    def _shape(
+        self, talk: Conversation, asks: bool
+    ) -> tuple[_Shape, Conversation, Sequence[Field]]:
+        """The shape; the conversation in the form that the template takes; its values.
+
+        Raises:
+            DataError: records of the shape are refused.
+        """
+        one = marks.marked(talk.turns, talk.tools)
+        key = _ENCODE([asks, one.turns, one.tools, talk.options])
+        shape = self._shapes.get(key)
+        if shape is None:
+            shape = self._found(talk, asks)
+            if len(self._shapes) < _MOST_SHAPES:
+                self._shapes[key] = shape
+        if shape.refused:
+            raise DataError(shape.refused)
+        if not shape.variant:
+            return shape, talk, one.fields
+        given = talk._replace(turns=variants.applied(shape.variant, talk.turns))
+        return shape, given, marks.marked(given.turns, talk.tools).fields
+
+    def _found(self, talk: Conversation, asks: bool) -> _Shape:
+        """The form that the template takes best."""
+        best: tuple[Any, ...] | None = None
+        failed = None
+        for variant in variants.variants(talk.turns):
+            given = talk._replace(turns=variants.applied(variant, talk.turns))
+            made = marks.marked(given.turns, talk.tools)
+            marked = talk._replace(tools=made.tools, turns=made.turns)
+            try:
+                text = self._render(made.turns, marked, asks)
+            except DataError as error:
+                failed = failed or str(error)
+                continue
+            how = variants.mangled(text, variant)
+            missing = set(range(len(made.fields))) - marks.found(text)
+            faults = (how is not None, len(missing))
+            if best is None or faults < best[0]:
+                best = faults, how, variant, text, given, marked
+            if faults == (False, 0):
+                break
+        if best is None:
+            return _Shape((), "", {}, True, (), failed)
+        _, how, variant, text, given, marked = best
+        if how is not None:
+            problem = f"the chat template writes the messages {how}"
+            return _Shape(variant, "", {}, True, (), problem)
+        elsewhere, refused = self._missing(text, given, asks)
+        spans = {} if asks or refused else self._spans(marked.turns, marked, text)
+        assistants = sum(turn["role"] == "assistant" for turn in talk.turns)
+        ordered = not self._template.marks or len(spans) == assistants
+        return _Shape(variant, _unmarked(text), spans, ordered, elsewhere, refused)
+
+    def _missing(
+        self, text: str, given: Conversation, asks: bool
+    ) -> tuple[tuple[Field, ...], str | None]:
+        """Fields without a marker in a text: those written elsewhere, and an error."""
+        fields = marks.marked(given.turns, given.tools).fields
+        elsewhere = []
+        for number in sorted(set(range(len(fields))) - marks.found(text)):
+            field = fields[number]
+            if self._is_a_link(given.turns, field) or self._writes(given, number, asks):
+                continue
+            if not self._writes_elsewhere(given, number, field):
+                return (), _dropped(field)
+            elsewhere.append(field)
+        return tuple(elsewhere), None
+
+    def _is_a_link(self, turns: Sequence[Message], field: Field) -> bool:
+        """Whether a field says which function has answered, as its call does."""
+        return field.name == "name" and turns[field.turn]["role"] == "tool"
+
+    # -------------------------------------------------------------------- spans
+
+    def _spans(
+        self, turns: Sequence[Message], talk: Conversation, text: str
+    ) -> dict[int, Span]:
+        """Spans of the assistant turns in a text with marks of generation."""
+        assistants = [i for i, t in enumerate(turns) if t["role"] == "assistant"]
+        if self._template.marks:
+            spans = _marked_spans(text)
+            if len(spans) != len(assistants):
+                return dict(enumerate(spans, start=-len(spans)))
+            return dict(zip(assistants, spans, strict=True))
+        found = {i: self._span(turns, talk, i, text) for i in assistants}
+        return {i: span for i, span in found.items() if span is not None}
+
+    def _span(
+        self, turns: Sequence[Message], talk: Conversation, i: int, text: str
+    ) -> Span | None:
+        """The span of the text that changes if the turn does."""
+        other = [*turns]
+        other[i] = {"role": "assistant", "content": FILLER}
+        try:
+            changed = self._render(other, talk, False)
+        except DataError:  # a template that wants the call before its answer
+            changed = self._render([*turns[:i], other[i]], talk, False)
+        if changed == text:  # the template omits the turn
+            return None
+        start = len(os.path.commonprefix([text, changed]))
+        stop = len(text) - len(os.path.commonprefix([text[::-1], changed[::-1]]))
+        start = self._after_prompt(turns[:i], talk, text, start)
+        end = self._template.end.match(text, stop)
+        return (start, end.end() if end else stop)
+
+    def _after_prompt(
+        self, before: Sequence[Message], talk: Conversation, text: str, start: int
+    ) -> int:
+        """The end of the generation prompt, if it is before the content."""
+        try:
+            prompt = self._render(before, talk, True)
+            asks = prompt != self._render(before, talk, False)
+        except DataError:  # some templates reject a truncated conversation
+            return start
+        if len(prompt) > start or not text.startswith(prompt):
+            return start
+        # A template without a generation prompt may still write a header.
+        return len(prompt) if asks or not text[len(prompt) : start].strip() else start
+
+
+_ELSEWHERE = "the chat template writes {!r} in later places alone, and not in records"
+_RESHAPED = "the chat template writes {!r} otherwise than it is given"
+
+
+def _dropped(field: Field) -> str:
+    place = f"messages[{field.turn}].{field.name}" if field.turn >= 0 else "tools"
+    return (
+        f"the chat template leaves out {place}; remove it, name it in data.ignored, or "
+        "set data.chat_template"
+    )
+
+
+def _unmarked(text: str) -> str:
+    return text.replace(START, "").replace(END, "")
+
+
+def _moved(move: marks.Filled, place: int) -> int:
+    """Where a place of the text with markers is in the filled one."""
+    before = bisect.bisect_right(move.stops, place)
+    return place + (move.moved[before - 1] if before else 0)
+
+
+def _marked_spans(marked: str) -> list[Span]:
+    """Spans between marks, as positions in the text without marks."""
+    spans, start, removed = [], 0, 0
+    for place, character in enumerate(marked):
+        if character == START:
+            start = place - removed
+        elif character == END:
+            spans.append((start, place - removed))
+        removed += character in (START, END)
+    return spans

@@ -1,0 +1,59 @@
+"""Records that are tokens already."""
+
+from typing import Any
+
+from jaxmem.core import messages
+from jaxmem.data.forms import Columns, Document, DocumentForm, Renders
+from jaxmem.data.records import DataError
+
+
+class Tokens(DocumentForm):
+    """Ids of tokens, and labels as transformers has them: -100 where none counts."""
+
+    name = "tokens"
+    needs = {"ids": ("input_ids",)}
+    takes = {
+        "labels": ("labels",),
+        "attention": ("attention_mask",),
+        "mask": ("completion_mask", "assistant_masks", "assistant_mask"),
+    }
+
+    def document(self, columns: Columns, renders: Renders) -> Document:
+        """See the form."""
+        ids = self._integers(columns, "ids", columns["ids"])
+        count = len(ids)
+        live = [True] * count
+        for name in ("attention", "mask"):
+            if name in columns:
+                values = self._integers(columns, name, columns[name], count)
+                if name == "attention" and 0 in values:
+                    raise DataError(
+                        f"{columns.where}: attention_mask must be 1 everywhere: "
+                        "records hold no padding"
+                    )
+                live = [a and b == 1 for a, b in zip(live, values, strict=True)]
+        if "labels" in columns:
+            labels = self._integers(columns, "labels", columns["labels"], count)
+            for i, (id_, label) in enumerate(zip(ids, labels, strict=True)):
+                if label not in (id_, -100):
+                    raise DataError(
+                        f"{columns.where}: labels[{i}] must be input_ids[{i}]={id_}, "
+                        f"or -100 where the loss counts nothing, got {label}"
+                    )
+            live = [a and b != -100 for a, b in zip(live, labels, strict=True)]
+        own = [id_ if counts else -1 for id_, counts in zip(ids, live, strict=True)]
+        return Document(
+            columns.where, "", counted=(), ids=tuple(ids), labels=(*own[1:], -1)
+        )
+
+    def _integers(
+        self, columns: Columns, name: str, values: Any, count: int | None = None
+    ) -> list[int]:
+        good = isinstance(values, list) and all(type(x) is int for x in values)
+        if not good or not values or (count is not None and len(values) != count):
+            wanted = "integers" if count is None else f"{count} integers, one a token"
+            raise DataError(
+                f'{columns.where}: "{columns.names[name]}" must be a list of {wanted}, '
+                f"got {messages.short(values)}"
+            )
+        return values

@@ -1,0 +1,209 @@
+"""Messages of a record in one form: OpenAI's, with arguments of calls as objects."""
+
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+from jaxmem.core import json_files, messages
+from jaxmem.data.chat import Message
+from jaxmem.data.records import DataError
+from jaxmem.data.variants import Decoded
+
+# What ShareGPT calls the roles.
+_ROLES = {
+    "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant",
+    "chatgpt": "assistant", "bard": "assistant", "bing": "assistant",
+    "model": "assistant", "system": "system", "tool": "tool", "observation": "tool",
+    "function_response": "tool", "function_call": "assistant",
+}  # fmt: skip
+_FLAGS = ("weight", "train", "loss")  # whether the loss counts an assistant's turn
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+
+
+class Talk(NamedTuple):
+    """Messages, and which of them the loss may count."""
+
+    turns: list[Message]
+    muted: frozenset[int]  # numbers of the assistant turns that it may not
+
+
+def talk_of(where: str, key: str, value: Any, ignored: Collection[str] = ()) -> Talk:
+    """Return the messages of a field, checked.
+
+    Args:
+        where: the record, for errors.
+        key: name of the field.
+        value: a list of messages with "role" and "content", or, as ShareGPT has them,
+            with "from" and "value"; or one message.
+        ignored: keys of messages that are left out.
+
+    Returns:
+        The messages.
+
+    Raises:
+        DataError: a message has another form, or asks for what is not implemented.
+    """
+    listed = [value] if isinstance(value, dict) else value
+    if not isinstance(listed, list) or not listed:
+        raise DataError(
+            f'{where}: "{key}" must be a list of messages, got {messages.short(value)}'
+        )
+    turns, muted = [], set()
+    for i, given in enumerate(listed):
+        place = f'{where}: "{key}"[{i}]'
+        turn, counts = _turn(place, given, ignored)
+        turns.append(turn)
+        if not counts:
+            muted.add(i)
+    return Talk(turns, frozenset(muted))
+
+
+def _turn(place: str, given: Any, ignored: Collection[str]) -> tuple[Message, bool]:
+    if not isinstance(given, dict):
+        raise DataError(
+            f'{place} must be an object with "role" and "content", got '
+            f"{messages.short(given)}"
+        )
+    turn = {k: v for k, v in given.items() if v is not None and k not in ignored}
+    if "role" not in turn and "from" in turn:
+        turn = _of_sharegpt(place, turn)
+    if not isinstance(turn.get("role"), str):
+        raise DataError(
+            f'{place} must be an object with "role" and "content", got '
+            f"{messages.short(given)}"
+        )
+    counts = _counts(place, turn)
+    if "function_call" in turn:  # as OpenAI had it before there were several
+        turn["tool_calls"] = [{"function": turn.pop("function_call")}]
+    if "tool_calls" in turn:
+        turn["tool_calls"] = _calls(place, turn["tool_calls"])
+        turn.setdefault("content", None)
+    if "content" not in turn and not any(key in turn for key in _REASONING):
+        raise DataError(f'{place} has no "content", and no "tool_calls"')
+    if "content" in turn:
+        turn["content"] = _content(place, turn["content"])
+    return turn, counts
+
+
+def _of_sharegpt(place: str, turn: Message) -> Message:
+    named = turn.pop("from")
+    role = _ROLES.get(named) if isinstance(named, str) else None
+    if role is None:
+        raise DataError(
+            f"{place}.from must be one of {', '.join(_ROLES)}, got "
+            f"{messages.short(named)}"
+        )
+    made: Message = {"role": role, **turn}
+    value = made.pop("value", None)
+    if named != "function_call":
+        return made if value is None else made | {"content": value}
+    calls = _parsed(f"{place}.value", value)
+    listed = calls if isinstance(calls, list) else [calls]
+    return made | {"tool_calls": [{"type": "function", "function": c} for c in listed]}
+
+
+def _counts(place: str, turn: Message) -> bool:
+    """Take out what says whether the loss counts a turn, and return it."""
+    counts = True
+    for flag in _FLAGS:
+        if flag not in turn:
+            continue
+        value = turn.pop(flag)
+        if value not in (0, 1):
+            raise DataError(
+                f"{place}.{flag} must be 0 or 1: other weights of messages are not "
+                f"implemented, got {messages.short(value)}"
+            )
+        if value and turn["role"] != "assistant":
+            raise DataError(
+                f"{place}.{flag} must be 0, or left out: the loss counts assistant "
+                f"turns alone, and this one is of {messages.short(turn['role'])}"
+            )
+        counts = counts and bool(value)
+    return counts
+
+
+def _content(place: str, content: Any) -> Any:
+    if content is None or isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise DataError(
+            f"{place}.content must be a text or a list of parts, got "
+            f"{messages.short(content)}"
+        )
+    return [_part(f"{place}.content[{i}]", part) for i, part in enumerate(content)]
+
+
+def _part(place: str, part: Any) -> Any:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind != "text" or not isinstance(part.get("text"), str):
+        raise DataError(
+            f'{place} must be a part with the type "text" and a "text", got '
+            f"{messages.short(kind if isinstance(kind, str) else part)}"
+        )
+    kept = {k: v for k, v in part.items() if v is not None}
+    if others := sorted(kept.keys() - {"type", "text"}):
+        raise DataError(f"{place} has the keys {messages.listing(others)}, which are "
+                        "not read; remove them")  # fmt: skip
+    return kept
+
+
+def _calls(place: str, calls: Any) -> list[dict[str, Any]]:
+    place = f"{place}.tool_calls"
+    if not isinstance(calls, list):
+        raise DataError(f"{place} must be a list, got {messages.short(calls)}")
+    return [_call(f"{place}[{i}]", call) for i, call in enumerate(calls)]
+
+
+def _call(place: str, call: Any) -> dict[str, Any]:
+    """A call whose arguments, if any, are an object."""
+    if not isinstance(call, dict):
+        raise DataError(f"{place} must be an object, got {messages.short(call)}")
+    made = {k: v for k, v in call.items() if v is not None}
+    if "function" in made:
+        return made | {"function": _call(f"{place}.function", made["function"])}
+    if not isinstance(made.get("name"), str):
+        raise DataError(
+            f'{place} must have the "name" of a function, got {messages.short(call)}'
+        )
+    return made | {"arguments": _arguments(place, made.get("arguments", {}))}
+
+
+def _arguments(place: str, given: Any) -> dict[str, Any]:
+    value = given
+    if isinstance(given, str):
+        value = _parsed(f"{place}.arguments", given or "{}")
+    if not isinstance(value, Mapping):
+        raise DataError(
+            f"{place}.arguments must be an object, or one as JSON, got "
+            f"{messages.short(given)}"
+        )
+    if not isinstance(given, str):
+        return dict(value)
+    decoded = Decoded(value)
+    decoded.source = given or "{}"
+    return decoded
+
+
+def tools_of(where: str, value: Any) -> list[Any] | None:
+    """The schemas of a record's tools: a list, or one as JSON.
+
+    Raises:
+        DataError: they are something else.
+    """
+    listed = _parsed(f"{where}: tools", value) if isinstance(value, str) else value
+    if not isinstance(listed, list) or not all(isinstance(t, dict) for t in listed):
+        raise DataError(
+            f"{where}: tools must be a list of schemas, got {messages.short(value)}"
+        )
+    return listed or None
+
+
+def _parsed(place: str, text: Any) -> Any:
+    if not isinstance(text, str):
+        return text
+    try:
+        return json_files.parse(text)
+    except json_files.JsonError as error:
+        raise DataError(f"{place}: {error}") from error

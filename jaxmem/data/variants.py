@@ -1,0 +1,110 @@
+"""The forms in which templates take one and the same message.
+
+Content is a text or a list of parts, arguments of a tool's call are an object or JSON,
+and a message that only calls tools has null or an empty text: a template takes one form
+and mangles the other.
+"""
+
+import itertools
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from jaxmem.data.chat import Message
+
+
+class Decoded(dict[str, Any]):
+    """Arguments of a call that were given as JSON.
+
+    Attributes:
+        source: the JSON.
+    """
+
+    source: str
+
+
+Variant = tuple[Callable[[Message], Message], ...]
+
+_PYTHONS = re.compile("[{\\[, ]'\ue000\\d+\ue001'|{'type': ")
+_TWICE = re.compile('"\ue000\\d+\ue001"')
+
+
+def variants(turns: Sequence[Message]) -> Iterator[Variant]:
+    """The forms that the messages can have, as they are given first.
+
+    Args:
+        turns: messages, with arguments of calls as objects.
+
+    Yields:
+        Functions of a message, to be applied one after the other.
+    """
+    axes: list[tuple[Callable[[Message], Message] | None, ...]] = []
+    parts = any(isinstance(turn.get("content"), list) for turn in turns)
+    axes.append((None, joined if parts else parted))
+    if any(turn.get("tool_calls") for turn in turns):
+        axes.append((None, as_json))
+    if any(turn.get("content", "") is None for turn in turns):
+        axes.append((None, emptied))
+    for chosen in itertools.product(*axes):
+        yield tuple(change for change in chosen if change is not None)
+
+
+def applied(variant: Variant, turns: Sequence[Message]) -> list[Message]:
+    """The messages in that form."""
+    made = list(turns)
+    for change in variant:
+        made = [change(turn) for turn in made]
+    return made
+
+
+def joined(turn: Message) -> Message:
+    """A message whose parts are one text."""
+    parts = turn.get("content")
+    if not isinstance(parts, list):
+        return turn
+    return turn | {"content": "".join(part["text"] for part in parts)}
+
+
+def parted(turn: Message) -> Message:
+    """A message whose text is one part."""
+    if not isinstance(turn.get("content"), str):
+        return turn
+    return turn | {"content": [{"type": "text", "text": turn["content"]}]}
+
+
+def as_json(turn: Message) -> Message:
+    """A message whose calls have their arguments as JSON."""
+    if not turn.get("tool_calls"):
+        return turn
+    return turn | {"tool_calls": [_as_json(call) for call in turn["tool_calls"]]}
+
+
+def _as_json(call: dict[str, Any]) -> dict[str, Any]:
+    if "function" in call:
+        return call | {"function": _as_json(call["function"])}
+    arguments = call.get("arguments", {})
+    if isinstance(arguments, Decoded):
+        return call | {"arguments": arguments.source}
+    return call | {"arguments": json.dumps(arguments, ensure_ascii=False)}
+
+
+def emptied(turn: Message) -> Message:
+    """A message with an empty text in the place of null."""
+    return turn | {"content": ""} if turn.get("content", "") is None else turn
+
+
+def mangled(text: str, variant: Variant) -> str | None:
+    """What a template has made of a form that it does not take; None if it takes it.
+
+    Args:
+        text: rendered, with markers.
+        variant: form of the messages.
+    """
+    if _PYTHONS.search(text):
+        return "as Python prints it"
+    if as_json in variant and _TWICE.search(text):
+        return "as JSON in JSON"
+    if emptied not in variant and re.search(r"\bNone\b", text):
+        return "with the word None in the place of a missing content"
+    return None

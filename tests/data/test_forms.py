@@ -1,0 +1,429 @@
+"""What a record is, by its columns; nothing that it says is lost in silence."""
+
+import gzip
+import json
+
+import numpy as np
+import pytest
+
+from jaxmem.data import encoding, pairs
+from jaxmem.data.chat import ChatTemplate
+from jaxmem.data.reader import RecordReader
+from jaxmem.data.records import DataError, Record, read_records
+from jaxmem.data.texts import load_documents, split
+from tests.data.test_chat import (
+    CHATML,
+    GEMMA,
+    LLAMA2,
+    LLAMA3,
+    NAMED,
+    SPECIAL,
+    tokenizer as tokenizer,
+)
+
+pytest.importorskip("jinja2")
+
+# Tools, calls as JSON, and the reasoning of the last turn alone, as in Qwen3.
+TOOLS = (
+    "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}\n"
+    "{% endfor %}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.reasoning_content and loop.last %}<think>{{ m.reasoning_content }}</think>"
+    "{% endif %}{% if m.content is string %}{{ m.content }}{% endif %}"
+    "{% for c in m.tool_calls or [] %}{% set c = c.function or c %}<call>"
+    "{{ c.name }} {{ c.arguments if c.arguments is string else c.arguments | tojson }}"
+    "</call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think></think>"
+    "{% endif %}{% endif %}"
+)
+# Arguments are JSON already, and a missing content is null, as in DeepSeek-V3.
+STRINGS = (
+    "{% for m in messages %}{{ '<|user|>' if m.role == 'user' else '<|assistant|>' }}"
+    "{% if m.content is none %}{% for c in m.tool_calls %}{{ c.function.name + '\n' + "
+    "c.function.arguments }}{% endfor %}{% else %}{{ m.content }}{% endif %}</s>"
+    "{% endfor %}"
+)
+# Prints whatever it is given; arguments of calls are encoded once more.
+PRINTS = (
+    "{% for m in messages %}<|user|>{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "{{ c.function.name }}{{ c.function.arguments }}{% endfor %}</s>{% endfor %}"
+)
+HI, HO = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}
+TOOL = {"type": "function", "function": {"name": "sky", "description": "Its color."}}
+
+
+def call(arguments, **others):
+    function = {"name": "sky", "arguments": arguments}
+    calls = [{"id": "1", "type": "function", "function": function}]
+    return {"role": "assistant", "tool_calls": calls} | others
+
+
+def reader(template=TOOLS, **options):
+    made = ChatTemplate(template, NAMED, "template", SPECIAL)
+    return RecordReader(lambda: made, **options)
+
+
+def document(record, template=TOOLS, **options):
+    return reader(template, **options).document(Record("a.jsonl:1", record))
+
+
+def learned(made):
+    return [made.text[a:b] for a, b in made.counted]
+
+
+# ------------------------------------------------------------------- messages
+
+
+def test_tools_reach_the_model():
+    for tools in ([TOOL], json.dumps([TOOL])):
+        made = document({"messages": [HI, HO], "tools": tools})
+        assert json.dumps(TOOL) in made.text and learned(made) == ["ho<|im_end|>"]
+    with pytest.raises(DataError, match=r"a\.jsonl:1: .* leaves out tools"):
+        document({"messages": [HI, HO], "tools": [TOOL]}, CHATML)
+    with pytest.raises(DataError, match="tools must be a list of schemas, got 5"):
+        document({"messages": [HI, HO], "tools": 5})
+
+
+def test_arguments_are_decoded_where_the_template_takes_an_object():
+    for arguments in ({"city": "Oslo", "days": 2}, '{"city": "Oslo", "days": 2}'):
+        made = document({"messages": [HI, call(arguments), HO]})
+        assert '<call>sky {"city": "Oslo", "days": 2}</call><|im_end|>' in made.text
+        assert learned(made)[0].startswith("<call>") and len(learned(made)) == 2
+        made = document({"messages": [HI, call(arguments, content=None)]}, STRINGS)
+        assert 'sky\n{"city": "Oslo", "days": 2}</s>' in made.text
+    made = document({"messages": [HI, call('{"a":1}')]}, STRINGS)
+    assert 'sky\n{"a":1}' in made.text  # as it was given
+    with pytest.raises(DataError, match=r"tool_calls\[0\].function.arguments: not val"):
+        document({"messages": [HI, call("{")]})
+    with pytest.raises(DataError, match="arguments must be an object, or one as JSON"):
+        document({"messages": [HI, call("[1]")]})
+
+
+def test_what_a_template_only_prints_is_given_in_the_form_that_it_can_print():
+    made = document({"messages": [HI, call({"a": "b"}, content="x")]}, PRINTS)
+    assert 'xsky{"a": "b"}</s>' in made.text
+    made = document({"messages": [HI, call({"a": "b"})]}, PRINTS)
+    assert "None" not in made.text
+
+
+def test_parts_of_content_are_one_text():
+    parts = [{"type": "text", "text": "no"}, {"type": "text", "text": "on"}]
+    for template in (CHATML, LLAMA3, GEMMA, TOOLS):
+        made = document(
+            {"messages": [HI | {"content": parts}, HO | {"content": parts}]}, template
+        )
+        assert made.text.count("noon") == 2 and "type" not in made.text
+        (answer,) = learned(made)
+        assert answer.startswith("noon")
+    image = {"type": "image_url", "image_url": {"url": "x"}}
+    with pytest.raises(DataError, match=r'content\[0\] must be a part .*"text", got '
+                       "'image_url'"):  # fmt: skip
+        document({"messages": [HI | {"content": [image]}, HO]})
+
+
+def test_null_is_an_absent_key():
+    nothing = dict.fromkeys(("tool_calls", "name", "reasoning_content", "weight"))
+    made = document({"messages": [HI | nothing, HO | nothing], "tools": None})
+    assert made.text == document({"messages": [HI, HO]}).text
+
+
+def test_weights_of_messages_are_used_or_refused():
+    for flag in ("weight", "train", "loss"):
+        turns = [HI, HO | {flag: 0}, HI, {"role": "assistant", "content": "b", flag: 1}]
+        for template in (CHATML, TOOLS):
+            made = document({"messages": turns}, template)
+            assert learned(made) == ["b<|im_end|>"]
+    with pytest.raises(DataError, match=r'"messages"\[1\].weight must be 0 or 1: othe'):
+        document({"messages": [HI, HO | {"weight": 0.5}]})
+    with pytest.raises(DataError, match=r'"messages"\[0\].train must be 0, or left o'):
+        document({"messages": [HI | {"train": True}, HO]})
+
+
+def test_reasoning_that_a_template_keeps_elsewhere_is_said_with_its_count():
+    thought = HO | {"reasoning_content": "hm"}
+    made = reader()
+    for i in range(3):
+        record = Record(f"a:{i}", {"messages": [HI, thought, HI, thought]})
+        text = made.document(record).text
+        assert text.count("<think>hm</think>") == 1
+    assert made.lines()[-1].endswith(": 3 (first a:0)")
+    assert "'reasoning_content' in later places alone" in made.lines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("turn", "template", "place"),
+    [
+        (HO | {"reasoning_content": "hm"}, CHATML, r"messages\[1\].reasoning_content"),
+        (HO | {"name": "bob"}, TOOLS, r"messages\[1\].name"),
+        (call({"a": "b"}, content="c"), LLAMA3, r"messages\[1\].tool_calls"),
+        (HO | {"score": 0.7}, CHATML, r"messages\[1\].score"),
+        (HO | {"audio": {"id": "x", "data": "y"}}, CHATML, r"messages\[1\].audio"),
+    ],
+)
+def test_a_field_that_the_template_leaves_out_is_refused(turn, template, place):
+    with pytest.raises(DataError, match=f"a.jsonl:1: .* leaves out {place}; remove it"):
+        document({"messages": [HI, turn]}, template)
+
+
+def test_content_is_looked_for_by_a_marker_and_not_by_its_words():
+    hides = "{% for m in messages %}{% if m.role != 'system' %}{{ m.content }}</s>"
+    hides += "{% endif %}{% endfor %}"
+    turns = [{"role": "system", "content": "hi"}, HI, HO]  # the same words twice
+    with pytest.raises(DataError, match=r"leaves out messages\[0\].content"):
+        document({"messages": turns}, hides)
+    cuts = "{% for m in messages %}{{ m.content[:9] }}</s>{% endfor %}"
+    made = reader(cuts)
+    made.document(Record("a:7", {"messages": [HI, HO | {"content": "x" * 20}]}))
+    assert made.lines()[-1] == (
+        "the chat template writes 'content' otherwise than it is given: 1 (first a:7)"
+    )
+
+
+def test_ignored_keys_and_named_columns():
+    made = document({"messages": [HI, HO | {"name": "bob"}]}, ignored=("name",))
+    assert "bob" not in made.text
+    columns = {"prompt": "ask", "completion": "say"}
+    made = document({"ask": "a", "say": "b", "prompt": "no"}, columns=columns)
+    assert (made.prompt, made.text) == ("a", "b")
+    with pytest.raises(DataError, match="data.columns has 'promt', which is no column"):
+        reader(columns={"promt": "x"})
+    with pytest.raises(DataError, match="data.columns names 'x', which no record has"):
+        made = reader(columns={"tools": "x"})
+        with made.whole_pass():
+            made.document(Record("a:1", {"text": "b"}))
+
+
+# ---------------------------------------------------------------------- forms
+
+
+@pytest.mark.parametrize(
+    ("record", "said", "text", "answer"),
+    [
+        (
+            {"conversations": [{"from": "human", "value": "hi"},
+                               {"from": "gpt", "value": "ho"}]},
+            "ShareGPT conversations", None, "ho<|im_end|>",
+        ),
+        (
+            {"system": "Be kind.", "conversations": [{"from": "human", "value": "hi"},
+                                                     {"from": "gpt", "value": "ho"}]},
+            "ShareGPT conversations", "Be kind.", "ho<|im_end|>",
+        ),
+        (
+            {"instruction": "Add.", "input": "1 2", "output": "3"},
+            "Alpaca's instructions", "user\nAdd.\n1 2<|im_end|>", "3<|im_end|>",
+        ),
+        (
+            {"instruction": "Say.", "context": "", "response": "ho", "category": "x"},
+            "Alpaca's instructions", "user\nSay.<|im_end|>", "ho<|im_end|>",
+        ),
+        (
+            {"prompt": "hi", "prompt_id": "7", "messages": [HI, HO]},
+            "conversations", "user\nhi<|im_end|>", "ho<|im_end|>",
+        ),
+        (
+            {"system": "Be kind.", "question": "hi", "response": "ho"},
+            "prompts and answers", "system\nBe kind.", "ho<|im_end|>",
+        ),
+        (
+            {"prompt": [HI], "completion": HO},
+            "prompts and answers", "user\nhi", "ho<|im_end|>",
+        ),
+    ],
+)  # fmt: skip
+def test_common_sets_are_read_by_their_columns(record, said, text, answer):
+    made = reader()
+    read = made.document(Record("a:1", record))
+    assert learned(read) == [answer] and (text or "") in read.text
+    assert made.lines() == [f"read as {said}, 1 records"]
+
+
+@pytest.mark.parametrize(
+    ("record", "column"),
+    [
+        ({"text": "a", "weight": 0.5}, "weight"),
+        ({"messages": [HI, HO], "system_prompts": "x", "label": 1}, "label"),
+        ({"prompt": "a", "completion": "b", "label": False}, "label"),
+        ({"text": "a", "messages": [HI, HO]}, "text"),
+        ({"prompt": "a", "completion": "b", "response": "c"}, "response"),
+        ({"messages": [HI, HO], "images": ["x"]}, "images"),
+    ],
+)
+def test_columns_of_weights_roles_and_prompts_are_not_left_out(record, column):
+    with pytest.raises(DataError, match=f'a.jsonl:1: .* do not use "{column}"; remove'):
+        document(record)
+
+
+def test_other_columns_are_said_once():
+    made = reader()
+    for i in range(2):
+        made.document(Record(f"a:{i}", {"text": "b", "stars": 5, "id": i}))
+    assert made.lines() == [
+        "read as texts, 2 records", "the column 'stars' is not used: 2 (first a:0)"
+    ]  # fmt: skip
+
+
+def test_a_prompt_beside_messages_begins_them():
+    with pytest.raises(DataError, match='messages do not begin with "prompt"; remove'):
+        document({"prompt": "other", "messages": [HI, HO]})
+
+
+def test_tokens_and_their_labels(tokenizer):
+    record = {"input_ids": [5, 6, 7], "labels": [-100, 6, 7], "attention_mask": [1] * 3}
+    made = document(record)
+    ((tokens, labels),) = encoding.encode_documents([made], tokenizer)
+    np.testing.assert_array_equal(tokens, [5, 6, 7])
+    np.testing.assert_array_equal(labels, [6, 7, -1])
+    made = document({"input_ids": [5, 6, 7], "completion_mask": [0, 0, 1]})
+    assert made.labels == (-1, 7, -1)
+    for wrong, message in (
+        (
+            {"input_ids": [5, 6], "labels": [6, -100]},
+            r"labels\[0\] must be input_ids\[",
+        ),
+        ({"input_ids": [5, 6], "labels": [5]}, '"labels" must be a list of 2 integers'),
+        (
+            {"input_ids": [5], "attention_mask": [0]},
+            "attention_mask must be 1 everywhe",
+        ),
+        ({"input_ids": "5"}, '"input_ids" must be a list of integers'),
+    ):
+        with pytest.raises(DataError, match=message):
+            document(wrong)
+    with pytest.raises(DataError, match="input_ids has 99999, and the tokenizer has"):
+        list(encoding.encode_documents([document({"input_ids": [99999]})], tokenizer))
+
+
+# ---------------------------------------------------------------------- pairs
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"prompt": "hi", "chosen": [HI, HO], "rejected": [HI, HO | {"content": "no"}]},
+        {"prompt": [HI], "chosen": [HI, HO], "rejected": [HI, HO | {"content": "no"}]},
+        {"prompt": [HI], "chosen": [HO], "rejected": [HO | {"content": "no"}]},
+        {"prompt": [HI], "chosen": "ho", "rejected": "no"},
+        {"chosen": [HI, HO], "rejected": [HI, HO | {"content": "no"}]},
+        {"conversations": [{"from": "human", "value": "hi"}],
+         "chosen": {"from": "gpt", "value": "ho"},
+         "rejected": {"from": "gpt", "value": "no"}},
+    ],
+)  # fmt: skip
+def test_every_form_of_pairs_has_its_prompt_once(record):
+    both = reader().answers(Record("a:1", record))
+    assert [made.text.count("<|im_start|>user\nhi<|im_end|>") for made in both] == [
+        1,
+        1,
+    ]
+    assert list(map(learned, both)) == [["ho<|im_end|>"], ["no<|im_end|>"]]
+
+
+def test_the_prompt_of_a_pair_in_other_columns():
+    record = {"system": "S", "question": "hi", "chosen": "ho", "rejected": "no"}
+    both = reader().answers(Record("a:1", record))
+    assert all("system\nS<|im_end|>" in made.text for made in both)
+    assert all("user\nhi<|im_end|>" in made.text for made in both)
+    both = reader().answers(Record("a:1", record | {"system": None}))
+    assert [made[1:3] for made in both] == [("ho", "hi"), ("no", "hi")]
+    with pytest.raises(DataError, match='do not use "label"'):
+        reader().answers(Record("a:1", record | {"label": 1}))
+    repeated = {"prompt": "q ", "chosen": "q a", "rejected": "q b"}
+    both = reader().answers(Record("a:1", repeated))
+    assert [made[1:3] for made in both] == [("a", "q "), ("b", "q ")]
+
+
+# -------------------------------------------------------------------- prompts
+
+
+@pytest.mark.parametrize(
+    ("record", "text", "columns"),
+    [
+        ({"prompt": "hi", "answer": "4"}, "hi", {"answer": "4"}),
+        ({"question": "hi", "answer": "4"}, "hi", {"answer": "4"}),
+        ({"messages": [HI, HO]}, "user\nhi<|im_end|>\n<|im_start|>assistant\n", {}),
+        ({"instruction": "hi", "output": "x"}, "user\nhi<|im_end|>", {"output": "x"}),
+        ({"prompt": [HI], "tools": [TOOL], "a": None}, json.dumps(TOOL), {"a": None}),
+    ],
+)
+def test_prompts_of_every_form(record, text, columns):
+    asked, others = reader().prompt(Record("a:1", record))
+    assert text in asked.text and "ho" not in asked.text and others == columns
+
+
+def test_variables_of_the_template():
+    made = ChatTemplate(TOOLS, NAMED, "t", SPECIAL, {"enable_thinking": False})
+    asked, _ = RecordReader(lambda: made).prompt(Record("a:1", {"prompt": [HI]}))
+    assert asked.text.endswith("assistant\n<think></think>")
+    own = {"prompt": [HI], "chat_template_kwargs": {"enable_thinking": False}}
+    assert reader().prompt(Record("a:1", own))[0].text == asked.text
+    with pytest.raises(DataError, match="t: chat_template_kwargs: the template reads no"
+                       " variable 'thinking'; it reads enable_thinking"):  # fmt: skip
+        ChatTemplate(TOOLS, NAMED, "t", SPECIAL, {"thinking": False})
+
+
+# ------------------------------------------------------------ rendered already
+
+
+def test_a_text_that_has_its_edges_gets_no_others(tokenizer):
+    from tests.data.test_chat import with_edges
+
+    edges = with_edges(tokenizer)
+    start, end = (tokenizer.token_to_id(w) for w in ("<s>", "</s>"))
+    for text in ("Hi", "<s>Hi", "Hi</s>", "<s>Hi</s>", "<s>Hi</s>\n", "Hi<|eot|>"):
+        ((tokens, _),) = encoding.encode_documents([document({"text": text})], edges)
+        assert list(tokens).count(start) == 1 and tokens[0] == start
+        assert list(tokens).count(end) == ("<|eot|>" not in text)
+
+
+# ---------------------------------------------------------------------- files
+
+
+def test_arrays_and_compressed_files_hold_what_lines_hold(tmp_path):
+    rows = [{"text": "a\u2028"}, {"text": "b"}]
+    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    for name, content in {
+        "a.jsonl": lines,
+        "a.json": json.dumps(rows, indent=1).encode(),
+        "lines.json": lines,
+        "array.jsonl": json.dumps(rows).encode(),
+        "named.json": json.dumps({"version": 1, "data": rows}).encode(),
+        "a.jsonl.gz": gzip.compress(lines),
+        "a.json.gz": gzip.compress(json.dumps(rows).encode()),
+    }.items():
+        (tmp_path / name).write_bytes(content)
+        read = load_documents(str(tmp_path / name))
+        assert [made.text for made in read] == ["a\u2028", "b"], name
+    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(lines)[:20])
+    with pytest.raises(DataError, match=r"data.source: cannot read .*cut\.jsonl\.gz: "):
+        load_documents(str(tmp_path / "cut.jsonl.gz"))
+    (tmp_path / "bad.json").write_text('[{"text": "a"}, 5]')
+    with pytest.raises(DataError, match=r"bad\.json: record 2: expected an object, go"):
+        list(read_records(tmp_path / "bad.json", "data.source"))
+
+
+@pytest.mark.parametrize("count", [2, 3, 16])
+@pytest.mark.parametrize("held_out", [0.001, 0.05, 0.5])
+def test_a_held_out_part_is_not_empty(count, held_out):
+    keys = [bytes([i]) for i in range(count)]
+    training, evaluation = split(keys, keys, held_out)
+    assert training and evaluation and sorted(training + evaluation) == keys
+    assert split(keys, [b"same"] * count, held_out) == (keys, [])
+
+
+def test_pairs_of_a_file_are_held_out(tokenizer, tmp_path):
+    from tests.data.test_chat import with_edges
+
+    rows = [{"prompt": "a", "chosen": "b", "rejected": f"c{i}"} for i in range(4)]
+    (tmp_path / "a.json").write_text(json.dumps(rows))
+    config = pairs.DataConfig(source=str(tmp_path / "a.json"), held_out=0.01)
+    training, held_out = pairs.load_pairs(config, with_edges(tokenizer))
+    assert (len(training), len(held_out)) == (3, 1)
+
+
+def test_a_template_that_raises_is_named_with_the_record():
+    with pytest.raises(
+        DataError, match=r"a\.jsonl:1: the chat template says: roles mu"
+    ):
+        document({"messages": [HO, HI, HO]}, LLAMA2)
