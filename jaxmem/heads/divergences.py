@@ -14,6 +14,7 @@ class DivergenceVerbs:
     """`divergence` and `divergence_loss`, for a class that runs verbs by `_run`."""
 
     softcap: float | None
+    vocab_size: int | None
 
     def _run(self, verb, hidden, *per_token, **keywords) -> Any:
         raise NotImplementedError
@@ -36,7 +37,8 @@ class DivergenceVerbs:
         Args:
             verb: `jaxmem.kl`, `jaxmem.forward_kl` or `jaxmem.jsd`.
             hidden: final hidden states [..., D] of this head's model.
-            reference: a head over the same vocabulary, which is constant.
+            reference: a head over the same vocabulary, which is constant. The
+                vocab_size of either head is that of both.
             reference_hidden: final hidden states [..., D'] of its model.
             options: of the verb, such as `where`, `temperature` and `beta`.
 
@@ -54,16 +56,8 @@ class DivergenceVerbs:
         (2,)
         """
         states, weights = reference._prepare(reference_hidden)
-        return self._run(
-            verb,
-            hidden,
-            states,
-            weights.W,
-            reference_bias=weights.bias,
-            reference_softcap=reference.softcap,
-            reference_layout=weights.layout,
-            **options,
-        )
+        options = self._compared(reference, weights) | options
+        return self._run(verb, hidden, states, weights.W, **options)
 
     def divergence_loss(
         self,
@@ -83,7 +77,8 @@ class DivergenceVerbs:
             loss_fn: see `jaxmem.divergence_loss`.
             hidden: final hidden states [..., D] of this head's model.
             labels: token ids [...]; negative marks padding.
-            reference: a head over the same vocabulary, which is constant.
+            reference: a head over the same vocabulary, which is constant. The
+                vocab_size of either head is that of both.
             reference_hidden: final hidden states [..., D'] of its model.
             per_token: further arguments of loss_fn, [...] or [..., K] each.
             options: of the function, such as `divergence`, `where` and `normalizer`.
@@ -113,8 +108,20 @@ class DivergenceVerbs:
             states,
             weights.W,
             *per_token,
-            reference_bias=weights.bias,
-            reference_softcap=reference.softcap,
-            reference_layout=weights.layout,
-            **options,
+            **self._compared(reference, weights) | options,
         )
+
+    def _compared(self, reference: "DivergenceVerbs", weights: Any) -> dict[str, Any]:
+        """Keywords of a verb of both heads, whose vocabulary is one."""
+        sizes = {x for x in (self.vocab_size, reference.vocab_size) if x is not None}
+        if len(sizes) > 1:
+            raise ValueError(
+                f"reference must have this head's vocabulary: its vocab_size is "
+                f"{reference.vocab_size}, this head's {self.vocab_size}"
+            )
+        return {
+            "vocab_size": sizes.pop() if sizes else None,
+            "reference_bias": weights.bias,
+            "reference_softcap": reference.softcap,
+            "reference_layout": weights.layout,
+        }

@@ -330,6 +330,35 @@ def test_divergence_is_that_of_both_heads(softcaps):
     np.testing.assert_allclose(loss, 2 * expected.sum() / KEEP.sum(), rtol=1e-5)
 
 
+@pytest.mark.parametrize("padded", ["reference", "policy", "both"])
+def test_padding_of_either_head_has_no_probability(padded):
+    def head(seed, columns, is_padded):
+        own = {"vocab_size": V - 3} if is_padded else {}
+        return LMHead(D, columns, rngs=nnx.Rngs(seed), **own)
+
+    student = head(1, V, padded != "reference")
+    teacher = head(2, V + 5, padded != "policy")
+    hidden = hidden_states()
+    logs = [
+        jax.nn.log_softmax(f64(hidden) @ f64(x.kernel[...])[:, : V - 3])
+        for x in (student, teacher)
+    ]
+    expected = (np.exp(logs[0]) * (logs[0] - logs[1])).sum(-1)
+    made = student.divergence(jaxmem.kl, hidden, teacher, hidden)
+    np.testing.assert_allclose(made, expected, atol=5e-6)
+    loss, _ = student.divergence_loss(
+        lambda stats, divergence: divergence, hidden,
+        np.zeros(hidden.shape[:-1], int), teacher, hidden, divergence="kl",
+    )  # fmt: skip
+    np.testing.assert_allclose(loss, expected.mean(), rtol=1e-5)
+
+
+def test_heads_of_two_vocabularies_are_not_compared():
+    heads = [LMHead(D, V, rngs=nnx.Rngs(0), vocab_size=V - i) for i in (1, 2)]
+    with pytest.raises(ValueError, match=f"vocab_size is {V - 2}, this head's {V - 1}"):
+        heads[0].divergence(jaxmem.kl, hidden_states(), heads[1], hidden_states())
+
+
 def test_selected_logprobs_are_those_of_labels():
     head, hidden = make_head(softcap=0.7), hidden_states()
     ids = jnp.stack([jnp.abs(LABELS)] * 2, -1)
