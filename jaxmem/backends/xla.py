@@ -186,7 +186,7 @@ def scale(spec, rows, row_ids, z):
     if spec.softcap is not None:
         z = spec.softcap * jnp.tanh(z / spec.softcap)
     if rows.temperature is not None:
-        z = _divided(spec, z, take(rows.temperature, row_ids, fill_value=1)[:, None])
+        z = _divided(z, take(rows.temperature, row_ids, fill_value=1)[:, None])
     return z
 
 
@@ -194,20 +194,24 @@ def unscale(spec, rows, row_ids, z, dz):
     """Derivative with respect to the logits before softcap and temperature."""
     if rows.temperature is not None:
         temperature = take(rows.temperature, row_ids, fill_value=1)[:, None]
-        z, dz = z * temperature, _divided(spec, dz, temperature)
+        z, dz = z * temperature, dz * (1 / temperature)
     if spec.softcap is not None:
         z = jnp.where(jnp.isfinite(z), z, 0)  # padded columns, whose dz is 0
         dz = dz * (1 - (z / spec.softcap) ** 2)
     return dz
 
 
-def _divided(spec, x, temperature):
-    """Logits or derivatives over the temperature; of groups, times its inverse.
+def _divided(z, temperature):
+    """The quotients, whose last operation is a sum.
 
-    XLA itself replaces some divisions by products with the inverse, which round
-    otherwise: which ones depends on the rest of the program, and so on the shards.
+    A compiler contracts a product and the difference that follows it into one operation
+    without a rounding in between: for some uses of a logit, and not for its row's
+    maximum. XLA turns quotients into products. Both factors are positive, as infinite
+    logits times 0 are NaN, and one is a power of two, which does not round.
     """
-    return x * (1 / temperature) if spec.shard_columns else x / temperature
+    inverse = 1 / temperature
+    half = _stats.power_of_two(inverse) / 2
+    return z * half + z * (inverse - half)
 
 
 def zero_sums(spec, source):
@@ -241,6 +245,10 @@ def products(spec, source, row_ids, dz) -> Head:
     All are in the statistics' dtype; those that are not used cost nothing.
     """
     dbias = jnp.sum(dz, axis=0)
+    size = None
+    if spec.compute_dtype == jnp.float16:  # which overflows, and underflows
+        size = _stats.power_of_two(jnp.max(jnp.abs(dz)))
+        dz = dz / size
     dz = dz.astype(spec.compute_dtype)  # rounded once, after float32 arithmetic
     over_v = ((1,), (0 if spec.layout == "vd" else 1,))
     dh = lax.dot_general(
@@ -251,7 +259,7 @@ def products(spec, source, row_ids, dz) -> Head:
     dw = lax.dot_general(
         left, right, (((0,), (0,)), ((), ())), preferred_element_type=spec.stats_dtype
     )
-    return Head(dh, dw, dbias)
+    return Head(dh, dw, dbias) if size is None else Head(dh * size, dw * size, dbias)
 
 
 def _aligned(spec, source):

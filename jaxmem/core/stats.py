@@ -332,6 +332,24 @@ def finite(row_max: jax.Array) -> jax.Array:
     return jnp.where(row_max == -jnp.inf, 0, row_max)
 
 
+def difference(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(a - b rounded, what the rounding lost); 0 was lost from an infinite one.
+
+    Knuth's two-sum: only sums and differences, which no compiler reorders.
+    """
+    rounded = a - b
+    negative = rounded - a
+    lost = (a - (rounded - negative)) - (b + negative)
+    return rounded, jnp.where(jnp.abs(lost) < jnp.inf, lost, 0)
+
+
+def power_of_two(x: jax.Array) -> jax.Array:
+    """The largest power of two up to x > 0, by which products are exact; 1 for none."""
+    mantissa, exponent = jnp.frexp(x)
+    found = jnp.isfinite(x) & (mantissa > 0)
+    return jnp.ldexp(jnp.ones_like(x), jnp.where(found, exponent - 1, 0))
+
+
 def _not_infinite(x):
     """Values clamped to the finite range, so that 0 · x is 0 in a masked column."""
     return jnp.maximum(x, jnp.finfo(x.dtype).min)

@@ -67,6 +67,10 @@ class DivergenceLossRule(LossRule):
     which the loops compute.
     """
 
+    def rows(self, given):
+        """See `LossRule.rows`."""
+        return given[0]
+
     def heads(self, source, given) -> tuple:
         """The policy, and a head it is compared with, in the dtypes of the products."""
         return (cast(self.spec, source),)
@@ -168,8 +172,7 @@ class DivergenceLossRule(LossRule):
         )
         g_divergence, *g_per_token = values.per_token
         assert g_divergence is not None  # that of an array of floats exists
-        if self.divides_early:
-            g, g_divergence = jax.tree.map(lambda x: x / count, (g, g_divergence))
+        g, g_divergence = jax.tree.map(lambda x: x / count, (g, g_divergence))
         return values._replace(per_token=tuple(g_per_token)), (g, g_divergence)
 
     def _derivative(self, tile, head, rows, row_ids, cotangents) -> jax.Array:

@@ -242,7 +242,21 @@ def compare(z, y, policy: _stats.Normaliser, reference: _stats.Normaliser, ops=X
     The normalisers broadcast against the logits.
     """
     p, q = softmax(z, policy, ops), softmax(y, reference, ops)
-    return p, q, (z - y) - _shift(policy, reference)
+    if ops is not XLA:  # kernels have no room for what differences lose
+        return p, q, (z - y) - _shift(policy, reference)
+    return p, q, _log_ratio(z, y, policy, reference)
+
+
+def _log_ratio(z, y, policy: _stats.Normaliser, reference: _stats.Normaliser):
+    """ln(p/q), which keeps its last digits where logits are large, too."""
+    ratio, lost = _stats.difference(z, y)
+    largest, lost_of_largest = _stats.difference(policy.max, reference.max)
+    rest = (policy.log_sum - reference.log_sum) + lost_of_largest
+    shift, lost_of_shift = _stats.difference(largest, -rest)
+    # Below the epsilon of ln p, it would be all of the largest term of two confident
+    # heads, and blur the sum of the others.
+    matters = jnp.abs(lost_of_shift) > jnp.finfo(shift.dtype).eps
+    return (ratio - shift) + (lost - jnp.where(matters, lost_of_shift, 0))
 
 
 def softmax(z, rows: _stats.Normaliser, ops=XLA):

@@ -179,19 +179,21 @@ class LossRule(BackendRule):
         of_source = of_tokens(source)
         flags = (of_source, of_tokens(given), OPERANDS, False)
         run = by_tokens(self.spec, self._narrowed_pass, flags, (True, of_source))
-        operands = Operands(per_token, closed)
-        values, dsource = once(run)(source, given, operands, count)
+        operands, early = Operands(per_token, closed), self._early(count, given)
+        values, dsource = once(run)(source, given, operands, early)
         # Empty arrays of the cotangents' dtypes: they are still in the sums' dtypes.
         types = jax.tree.map(lambda x: jnp.zeros(0, x.dtype), source)
         if self.spec.frozen_head:
             nothing = jax.tree.map(lambda x: empty(), source)
             dsource = nothing._replace(hidden=dsource.hidden)
         total = self._over(jnp.sum(values.loss), count)
-        return (total, values.metrics), (dsource, types, values.per_token, total, count)
+        late = None if self.divides_early else count / early
+        residuals = dsource, types, values.per_token, total, count, late
+        return (total, values.metrics), residuals
 
     def backward(self, residuals, cotangents):
         """See `Rule.backward`."""
-        dsource, types, dper_token, total, count = residuals
+        dsource, types, dper_token, total, count, late = residuals
         dsource, types = (trained_part(self.spec, x) for x in (dsource, types))
         g, _ = cotangents
         if isinstance(g, SymbolicZero):
@@ -200,7 +202,7 @@ class LossRule(BackendRule):
             )
             return zero, *jax.tree.map(jnp.zeros_like, (dper_token, count))
         g_head = sum_over_shards(self.spec, g)
-        g_head = g_head if self.divides_early else self._over(g_head, count)
+        g_head = g_head if late is None else self._over(g_head, late)
         dsource = jax.tree.map(functools.partial(_scale, g_head), dsource, types)
         of_rows = functools.partial(_scale, self._over(g, count))
         dper_token = jax.tree.map(of_rows, dper_token, dper_token)
@@ -226,6 +228,22 @@ class LossRule(BackendRule):
         derivatives.
         """
         return self.spec.compute_dtype != jnp.float16
+
+    def rows(self, given) -> Rows:
+        """The tokens' rows among the operands."""
+        return given
+
+    def _early(self, count, given):
+        """What cotangents are divided by before the logits' derivative.
+
+        The count, but in float16 a power of two near the mean weight of a token, as far
+        as the count tells it: with large weights, derivatives would overflow.
+        """
+        if self.divides_early:
+            return count
+        n_active = jnp.maximum(jnp.sum(self.rows(given).active, dtype=jnp.int32), 1)
+        mean = jnp.maximum(count / n_active, 1)
+        return _stats.power_of_two(mean)
 
     def total(self, stats: dict, rows: Rows, operands: Operands, count) -> Any:
         """(loss, metrics) from statistics [N] by name."""
@@ -256,7 +274,10 @@ class LossRule(BackendRule):
         return for_all_chunks(loss.n_rows, rows.active, chunk, zeros)
 
     def one_pass(self, source, given, operands: Operands, count) -> tuple[Values, Any]:
-        """Values of every row, and the cotangent of the source, for a loss of 1."""
+        """Values of every row, and the cotangent of the source, for a loss of 1.
+
+        The count is what the losses' cotangents are divided by, `_early`.
+        """
         rows = given
         spec, n_rows = fitted(self.spec, rows), rows.labels.shape[0]
 
@@ -265,9 +286,7 @@ class LossRule(BackendRule):
             values, g = traced_loss.differentiate(
                 self.loss, row_ids, stats, operands, n_rows
             )
-            if self.divides_early:
-                g = jax.tree.map(lambda x: x / count, g)
-            return values, g
+            return values, jax.tree.map(lambda x: x / count, g)
 
         zeros = traced_loss.nothing(self.loss, spec, operands, n_rows, pull=True)
         return self.backend.loops.one_pass(spec, source, rows, of_chunk, zeros)
@@ -297,9 +316,7 @@ class LossRule(BackendRule):
         )
         nothing = _shards.vary(nothing, spec.varying)
         values, g = for_all_chunks(loss.n_rows, rows.active, chunk, nothing)
-        if self.divides_early:
-            g = jax.tree.map(lambda x: self._over(x, count), g)
-        return values, g
+        return values, jax.tree.map(lambda x: self._over(x, count), g)
 
 
 class TwoPassLossRule(LossRule):
