@@ -269,7 +269,7 @@ def replies(template, end="</s>"):
     )
     config = TaskConfig(source="x.jsonl", environment="calculator")
     made = Replies(config, tokenizer, lambda: rendered, (2,))
-    made._end = end
+    made._ends = [end]
     return made
 
 
