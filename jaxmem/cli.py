@@ -387,11 +387,12 @@ def _train(arguments: argparse.Namespace) -> int:
     given = arguments.coordinator, arguments.processes, arguments.process_id
     if arguments.cluster or any(value is not None for value in given):
         processes.start(*given, heartbeat=arguments.heartbeat)
-    if processes.is_first():
-        print(f"# {path}", *arguments.overrides)
-        print("# what differs from the defaults; operative.gin will have all of it")
-        print(keys.differing(config), flush=True)
-    jobs.train(config, operative_text)
+    with processes.together():
+        if processes.is_first():
+            print(f"# {path}", *arguments.overrides)
+            print("# what differs from the defaults; operative.gin will have all of it")
+            print(keys.differing(config), flush=True)
+        jobs.train(config, operative_text)
     return 0
 
 

@@ -1,21 +1,30 @@
 """Runs of several processes: initialisation, and values shared between processes.
 
 Every process runs the same program on its own devices. If one process dies, the others
-end with an error: when a collective on the dead process fails, and at the latest a few
-seconds after the heartbeat timeout. The same command then resumes from the last
-checkpoint.
+end with an error: at once where they have met at --coordinator, and otherwise when a
+collective on the dead process fails, at the latest a few seconds after the heartbeat
+timeout. The same command then resumes from the last checkpoint.
 """
 
+import atexit
+import contextlib
 import functools
 import json
-from collections.abc import Callable
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxmem.core import meeting
+
 HEARTBEAT_SECONDS = 30
+_SHOWN = 3  # differences in a message
+_met: list[meeting.Meeting] = []  # with the other processes, if they have met
 
 _Value = TypeVar("_Value")
 
@@ -54,6 +63,8 @@ def start(
         raise ValueError(f"--heartbeat must be at least 1 second, got {heartbeat}")
     if coordinator is not None and processes is not None and process_id is not None:
         _check(coordinator, processes, process_id)
+        if processes > 1:
+            _met.append(meeting.meet(coordinator, processes, process_id))
     try:
         jax.distributed.initialize(
             coordinator_address=coordinator,
@@ -84,6 +95,36 @@ def _check(coordinator: str, processes: int, process_id: int) -> None:
             f"--process-id must be from 0 to --processes - 1 = {processes - 1}, got "
             f"{process_id}"
         )
+
+
+@contextlib.contextmanager
+def together() -> Iterator[None]:
+    """Within it, what ends this process ends all: the others say which one has ended.
+
+    Processes that stop after a signal or at the end of their work leave each for
+    itself. One that has failed does not wait for the others in jax's own farewell.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not _met:
+            raise
+        if not isinstance(error, (ValueError, OSError)):
+            time.sleep(1)  # in which another's end, if it is the cause, ends this one
+        _met[-1].fail()
+        atexit.register(_end)
+        raise
+    finally:
+        for met in _met:
+            met.leave()
+        _met.clear()
+
+
+def _end() -> None:
+    """End without jax's farewell, with the status of an error that was told."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1 if getattr(sys, "last_value", None) is not None else 2)
 
 
 def is_first() -> bool:
@@ -128,18 +169,52 @@ def largest(number: int) -> int:
     return int(_of_all(np.array([number], np.int32)).max())
 
 
+def agree(facts: Mapping[str, str]) -> None:
+    """Raise in every process if a fact is not the same in all of them.
+
+    Args:
+        facts: by name, such as settings and versions.
+
+    Raises:
+        ValueError: with the names and values that differ.
+    """
+    if jax.process_count() == 1:
+        return
+    each = _gathered(dict(facts))
+    names = dict.fromkeys(name for of in each for name in of)
+    different = []
+    for name in names:
+        values = [of.get(name, "absent") for of in each]
+        if other := [i for i, value in enumerate(values) if value != values[0]]:
+            here = f"{values[0]} in process 0, {values[other[0]]} in process {other[0]}"
+            different.append(f"{name} is {here}")
+    if different:
+        more = len(different) - _SHOWN
+        told = "; ".join(different[:_SHOWN]) + (f"; {more} more" if more > 0 else "")
+        raise ValueError(
+            f"the processes of a run must have the same settings, versions and files: "
+            f"{told}"
+        )
+
+
 def share(mapping: dict[str, Any]) -> dict[str, Any]:
     """Return the merged entries of all processes' mappings, which are JSON-able."""
     if jax.process_count() == 1:
         return mapping
+    merged: dict[str, Any] = {}
+    for part in _gathered(mapping):
+        merged |= part
+    return merged
+
+
+def _gathered(mapping: dict[str, Any]) -> list[dict[str, Any]]:
+    """The mappings of all processes, by their index."""
     text = np.frombuffer(json.dumps(mapping).encode(), np.uint8)
     sizes = _of_all(np.array([len(text)], np.int32))[:, 0]
     padded = np.zeros(max(sizes), np.uint8)
     padded[: len(text)] = text
-    merged: dict[str, Any] = {}
-    for size, row in zip(sizes, _of_all(padded), strict=True):
-        merged |= json.loads(row[:size].tobytes())
-    return merged
+    rows = zip(sizes, _of_all(padded), strict=True)
+    return [json.loads(row[:size].tobytes()) for size, row in rows]
 
 
 def _of_all(own: np.ndarray) -> np.ndarray:

@@ -76,18 +76,28 @@ def batches(
     """
     if config.streams == 1 and len(rows) == config.batch_size:
         return data.batches(config, tokenizer, reader=reader)
-    each = config.batch_size // config.streams
-    wanted = sorted({row // each for row in rows})
-    if len(wanted) * each != len(rows):
+    wanted = _wanted(config.batch_size, config.streams, rows)
+    if wanted is None:
+        size = config.batch_size
+        enough = next(
+            n for n in range(1, size + 1) if not size % n and _wanted(size, n, rows)
+        )
         raise data.DataError(
-            f"data.streams={config.streams} must be more: this process needs "
-            f"{len(rows)} of the {config.batch_size} rows of a batch, and would read "
-            f"the documents of {len(wanted) * each}"
+            f"data.streams={config.streams} must be {enough} or a multiple of it that "
+            f"divides data.batch_size={size}: this process needs {len(rows)} rows of a "
+            "batch, and a stream has rows for it alone"
         )
     iterators = {
         i: data.batches(config, tokenizer, stream=i, reader=reader) for i in wanted
     }
     return StreamIterator(iterators, config)
+
+
+def _wanted(size: int, streams: int, rows: Sequence[int]) -> list[int] | None:
+    """The streams of these rows of a batch; None if they have other rows, too."""
+    each = size // streams
+    wanted = sorted({row // each for row in rows})
+    return wanted if len(wanted) * each == len(rows) else None
 
 
 def stacked(batches: Iterator[Batch], count: int) -> Batch:

@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -21,9 +22,9 @@ import pytest
 from rich.console import Console
 from safetensors.numpy import load_file
 
-from jaxmem.core import processes
+from jaxmem.core import meeting, processes
 from jaxmem.data import documents as data, streams
-from jaxmem.train import jobs
+from jaxmem.train import agreement, jobs
 from jaxmem.train.config import load
 
 ROOT = Path(__file__).parents[2]
@@ -72,7 +73,7 @@ def arguments(tmp_path_factory):
 TWICE = """
 import sys
 from jaxmem import cli
-from jaxmem.core import processes
+from jaxmem.core import meeting, processes
 try:
     cli.main(sys.argv[1:])
 except SystemExit as stopped:
@@ -83,12 +84,31 @@ sys.exit(cli.main([*rest, "run.steps=" + input()]))
 """
 
 
-def started(arguments, out_dir, steps, port, program=("-m", "jaxmem")):
-    """`jaxmem train` in two processes of one device."""
-    environment = os.environ | {
-        "JAX_NUM_CPU_DEVICES": "1",
+def environment(devices):
+    return os.environ | {
+        "JAX_NUM_CPU_DEVICES": str(devices),
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
     }
+
+
+def spoken(commands, devices, timeout=200):
+    """Exit statuses and all that processes say, one of these commands each."""
+    all_ = [
+        subprocess.Popen(
+            [sys.executable, "-m", "jaxmem", *command], cwd=ROOT, text=True,
+            env=environment(devices), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )
+        for command in commands
+    ]  # fmt: skip
+    try:
+        said = [process.communicate(timeout=timeout)[0] for process in all_]
+    finally:
+        end(all_)
+    return [process.returncode for process in all_], said
+
+
+def started(arguments, out_dir, steps, port, program=("-m", "jaxmem")):
+    """`jaxmem train` in two processes of one device."""
     command = [sys.executable, *program, "train", *arguments]
     command += [f"run.out_dir={out_dir}", f"run.steps={steps}"]
     command += [f"--coordinator=127.0.0.1:{port}", "--processes=2"]
@@ -96,7 +116,7 @@ def started(arguments, out_dir, steps, port, program=("-m", "jaxmem")):
         subprocess.Popen(
             [*command, f"--process-id={i}", f"--heartbeat={HEARTBEAT}"],
             cwd=ROOT,
-            env=environment,
+            env=environment(1),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -156,18 +176,22 @@ def test_two_processes_stop_together_and_resume_and_match_one(arguments, tmp_pat
 
 
 @pytest.mark.slow
-def test_of_two_processes_one_is_killed_and_the_other_ends(arguments, tmp_path):
+@pytest.mark.parametrize("killed", [0, 1])
+def test_of_two_processes_one_is_killed_and_the_other_ends(killed, arguments, tmp_path):
     out_dir = tmp_path / "two"
     done = stopped_together(arguments, out_dir)
-    first, second = pair = running(arguments, out_dir, done + 12)
+    pair = running(arguments, out_dir, done + 12)
+    other = pair[1 - killed]
     try:
-        second.kill()
+        pair[killed].kill()
         began = time.monotonic()
-        said, _ = first.communicate(timeout=STOPS_WITHIN)
-        assert time.monotonic() - began < STOPS_WITHIN
+        said, _ = other.communicate(timeout=STOPS_WITHIN)
+        assert time.monotonic() - began < HEARTBEAT
     finally:
         end(pair)
-    assert first.returncode != 0 and "rror" in said
+    assert other.returncode == 1
+    *_, last = said.splitlines()
+    assert last.startswith(f"jaxmem: error: process {killed} of 2 has ended, so that ")
     steps = len(steps_of(out_dir)) + 4
     again = started(arguments, out_dir, steps, free_port())
     resumed(again, [process.communicate(timeout=120)[0] for process in again])
@@ -210,6 +234,90 @@ def as_of_one(arguments, out_dir, steps, tmp_path):
     assert left[0].keys() == left[1].keys()
     for name, weight in left[0].items():
         np.testing.assert_allclose(weight, left[1][name], rtol=1e-2, atol=1e-4)
+
+
+# ------------------------------------------------------------- the start
+
+
+def each_with(arguments, tmp_path, *own):
+    """The command of each of several processes of one run."""
+    port = free_port()
+    common = ["train", *arguments, f"run.out_dir={tmp_path}/run", "run.steps=2"]
+    common += [f"--coordinator=127.0.0.1:{port}", f"--processes={len(own)}"]
+    return [[*common, *words] for words in own]
+
+
+def test_processes_with_different_settings_and_files_say_so(arguments, tmp_path):
+    path, source, cache = arguments
+    other = tmp_path / "other.jsonl"
+    other.write_text(json.dumps({"text": "another text"}))
+    commands = each_with(
+        [path, cache], tmp_path,
+        ["--process-id=0", source, "optimizer.learning_rate=0.001"],
+        ["--process-id=1", f"data.source={other}", "optimizer.learning_rate=0.002",
+         "mesh.data=1"],
+    )  # fmt: skip
+    statuses, said = spoken(commands, devices=2)
+    assert statuses == [2, 2], said
+    for words in said:
+        *_, last = words.splitlines()
+        assert last.startswith("jaxmem: error: the processes of a run must have the sa")
+        assert "optimizer.learning_rate is 0.001 in process 0, 0.002 in process" in last
+
+
+def test_what_processes_have_in_common(arguments, tmp_path, monkeypatch):
+    """Every setting but the cache, versions, and what files have in them."""
+    path, *overrides = arguments
+    config, _ = load(path, overrides)
+    found, source = agreement.facts(config), config.data.source
+    assert found["jax"] == jax.__version__ and "data.cache_dir" not in found
+    assert found["optimizer.learning_rate"] == repr(config.optimizer.learning_rate)
+    copy = tmp_path / "words.jsonl"
+    copy.write_bytes(Path(source).read_bytes()[:-1] + b" ")
+    moved = dataclasses.replace(
+        config, data=dataclasses.replace(config.data, source=str(copy))
+    )
+    contents = [
+        next(v for k, v in facts.items() if k.startswith("the content of data.source"))
+        for facts in (found, agreement.facts(moved))
+    ]
+    assert contents[0] != contents[1]
+
+
+@pytest.mark.parametrize("indices", [(0, 0), (0, 1, 1)])
+def test_an_index_that_two_processes_have(indices, arguments, tmp_path):
+    ids = [[f"--process-id={i}"] for i in indices]
+    began = time.monotonic()
+    statuses, said = spoken(each_with(arguments, tmp_path, *ids), devices=2)
+    assert statuses == [2] * len(ids) and time.monotonic() - began < 100
+    twice = f"two processes have --process-id={indices[-1]}: give each its own"
+    assert [words.splitlines() for words in said] == [
+        [f"jaxmem: error: {twice}"] for _ in ids
+    ]
+
+
+def test_numbers_of_processes_that_differ():
+    address, told = f"127.0.0.1:{free_port()}", []
+
+    def meet(count, index):
+        with pytest.raises(ValueError) as caught:
+            meeting.meet(address, count, index, 20)
+        told.append(str(caught.value))
+
+    threads = [threading.Thread(target=meet, args=x) for x in ((3, 0), (2, 1))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert told == ["--processes is 3 in process 0 and 2 in process 1: it must be the "
+                    "same"] * 2  # fmt: skip
+
+
+def test_those_that_do_not_come_are_named():
+    with pytest.raises(ValueError, match="of 3 processes, 1, 2 did not come to"):
+        meeting.meet(f"127.0.0.1:{free_port()}", 3, 0, 0.1)
+    with pytest.raises(ValueError, match="process 0 does not answer at --coordinator"):
+        meeting.meet(f"127.0.0.1:{free_port()}", 3, 1, 0.1)
 
 
 # ------------------------------------------------------------- streams
@@ -259,9 +367,10 @@ def test_refusals(described, monkeypatch):
     with pytest.raises(data.DataError) as caught:
         streams.batches(config, tokenizer, [1])
     assert str(caught.value) == (
-        "data.streams=2 must be more: this process needs 1 of the 4 rows of a batch, "
-        "and would read the documents of 2"
+        "data.streams=2 must be 4 or a multiple of it that divides data.batch_size=4: "
+        "this process needs 1 rows of a batch, and a stream has rows for it alone"
     )
+    assert streams.batches(dataclasses.replace(config, streams=4), tokenizer, [1])
     with pytest.raises(ValueError) as caught:
         dataclasses.replace(config, streams=3)
     assert str(caught.value) == (

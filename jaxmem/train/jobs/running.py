@@ -11,7 +11,7 @@ import jax
 from rich.console import Console
 
 from jaxmem.core import processes
-from jaxmem.train import files, loop, metrics, plots, report, results
+from jaxmem.train import agreement, files, loop, metrics, plots, report, results
 from jaxmem.train.jobs.job import Job, job_of
 from jaxmem.train.metrics import HeadCost
 from jaxmem.train.settings import JobConfig
@@ -43,12 +43,15 @@ def train(
 
     Raises:
         ValueError: the data cannot be used; the directory holds a run of another model,
-            data or backend of the head, or another process uses it.
+            data or backend of the head, or another process uses it; or the processes
+            of the run differ.
         CheckpointError: a checkpoint cannot be written, or all are damaged.
         FloatingPointError: the loss is not finite.
         KeyboardInterrupt: after SIGINT; the current step is finished and saved.
         SystemExit: likewise after SIGTERM.
     """
+    if jax.process_count() > 1:
+        processes.agree(agreement.facts(config))
     job = job_of(config)
     job.reads.today = results.started(config.run.out_dir)
     job = with_steps(job)

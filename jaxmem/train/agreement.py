@@ -1,0 +1,65 @@
+"""What the processes of a run must have in common: settings, versions, files."""
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import platform
+from pathlib import Path
+
+from jaxmem._version import __version__
+from jaxmem.train.settings import JobConfig
+
+_PACKAGES = "jax", "jaxlib", "flax", "optax", "grain", "tokenizers", "numpy"
+_OF_EACH = {"data.cache_dir"}  # may be another directory on each machine
+_SMALL = 2**24  # bytes of a file in a directory whose content is compared
+
+
+def facts(config: JobConfig) -> dict[str, str]:
+    """Names and values that are the same in all processes of a run.
+
+    Args:
+        config: of the run.
+
+    Returns:
+        Settings by their keys, versions by package, and what identifies the content of
+        files and directories that settings name.
+    """
+    found = {name: importlib.metadata.version(name) for name in _PACKAGES}
+    found |= {"jaxmem": __version__, "python": platform.python_version()}
+    for section in config.sections():
+        part = getattr(config, section)
+        for field in dataclasses.fields(part):
+            key, value = f"{section}.{field.name}", getattr(part, field.name)
+            if key in _OF_EACH:
+                continue
+            found[key] = repr(value)
+            if isinstance(value, str) and (content := _content(value)):
+                found[f"the content of {key}={value!r}"] = content
+    return found
+
+
+def _content(named: str) -> str | None:
+    """A digest of the file, or of the files of the directory, that is named so."""
+    for text in (named, named.rpartition(":")[0]):  # as in rewards.py:score
+        path = Path(text).expanduser()
+        if text and path.is_file():
+            return _digest(path)
+        if text and (path / "config.json").is_file():  # of a checkpoint
+            return _of_directory(path)
+    return None
+
+
+def _of_directory(path: Path) -> str:
+    """Of names and sizes, and of small files: weights are too many to read twice."""
+    whole = hashlib.sha256()
+    for file in sorted(path.iterdir()):
+        if file.is_file():
+            size = file.stat().st_size
+            whole.update(f"{file.name} {size} ".encode())
+            whole.update(_digest(file).encode() if size <= _SMALL else b"")
+    return whole.hexdigest()[:16]
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
