@@ -157,6 +157,8 @@ def _gather(listener: socket.socket, count: int, deadline: float) -> Connections
             found[index] = connection
     except ValueError as error:
         _answer(found, {"refused": str(error)})
+        for connection in found.values():
+            connection.close()
         raise
     _answer(found, {"met": count})
     return found
@@ -186,6 +188,7 @@ def _join(address, count: int, index: int, deadline: float) -> socket.socket:
     connection.settimeout(max(deadline - time.monotonic(), 1.0))
     answer = _receive(connection) or {}
     if "met" not in answer:
+        connection.close()
         other = "process 0 ended before all processes had come: see what it printed"
         if index == 0:
             other = f"--coordinator: port {address[1]} is in use by something else"
