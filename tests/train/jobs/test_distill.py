@@ -545,7 +545,10 @@ def tokens_of(directory, **options):
         (["distill.temperature=0.0"], "distill.temperature must be above 0, got 0.0"),
         (["distill.loss_weight=-1.0"], "distill.loss_weight must be at least 0"),
         (["head.implementation=materialised"], "head.implementation='materialised' "),
-        (["head.gradient=('sample', 8)"], "must not sample for"),
+        (
+            ["head.gradient=('sample', 8)"],
+            "head.gradient=('sample', 8) must stay None for",
+        ),
         (["dpo.beta=1.0"], "dpo.beta is of the job 'dpo', but run.job is 'distill'"),
     ],
 )
