@@ -458,7 +458,8 @@ def test_a_run_leaves_everything_it_promises(finished):
     assert result.history == history and [s.step for s in history] == [1, 2, 3, 4]
     assert {p.name for p in result.out_dir.iterdir()} == {
         "checkpoints", "metrics.jsonl", "model", "operative.gin", "report.html",
-        "report.png", "samples.jsonl", "settings.gin", "summary.json", "tensorboard",
+        "report.png", "samples.jsonl", "settings.gin", "started.txt", "summary.json",
+        "tensorboard",
     }  # fmt: skip
     for step in history:
         assert step.mismatch_max < 1e-5  # over the support that was sampled from

@@ -420,7 +420,8 @@ def test_a_run_leaves_everything_it_promises(finished):
     assert result.history == read_history(result.out_dir / "metrics.jsonl")
     assert {p.name for p in result.out_dir.iterdir()} == {
         "checkpoints", "metrics.jsonl", "model", "operative.gin", "report.html",
-        "report.png", "settings.gin", "summary.json", "tensorboard", "tokenizer.json",
+        "report.png", "settings.gin", "started.txt", "summary.json", "tensorboard",
+        "tokenizer.json",
     }  # fmt: skip
     assert (result.out_dir / "operative.gin").read_text() == "run.steps = 6\n"
     assert "step 1/6" in said and "step 6/6" in said
