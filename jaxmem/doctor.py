@@ -33,7 +33,7 @@ _EXTRAS = {
 # The first releases that this package is not made for, as in pyproject.toml.
 _CEILINGS = {
     "jax": "0.13", "jaxlib": "0.13", "numpy": "3", "flax": "0.13", "grain": "0.3",
-    "optax": "0.3", "orbax-checkpoint": "1", "jsonschema": "5",
+    "optax": "0.3", "orbax-checkpoint": "1", "jsonschema": "5", "lm-eval": "0.5",
 }  # fmt: skip
 _PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu", "jax-rocm7-plugin")
 _VARIABLES = (

@@ -23,7 +23,7 @@ h, W, y = jnp.ones((2, 8)), jnp.ones((4, 8)), jnp.array([0, 3])
 mesh = jax.make_mesh((1, 1), ("data", "tensor"))
 
 jaxmem.logprobs(h, W, y, chunk="auto", implementation="hopper")
-jaxmem.logprobs(h, W, y, implementation="bogus")  # mistake
+jaxmem.logprobs(h, W, y, chunk="bogus")  # mistake
 
 sharded = jaxmem.sharding.parallel(jaxmem.logprobs, mesh, vocab="tensor")
 sharded(h, W, y, softcap=30.0, layout="vd").mean()

@@ -72,7 +72,12 @@ def _without_absent(text: str, rows: int) -> tuple[str, tuple[str, ...]]:
         described = json.loads(text)
         added = described["added_tokens"]
         absent = [token for token in added if token["id"] >= rows]
-    except (ValueError, KeyError, TypeError):  # the library says what is wrong
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        RecursionError,
+    ):  # the library says what is wrong
         return text, ()
     if not absent:
         return text, ()

@@ -155,20 +155,20 @@ def sequence_mask_weights(
     Reference: Liu et al., "When Speed Kills Stability: Demystifying RL Collapse from
     the Training-Inference Mismatch", 2025 (richardli.xyz/rl-collapse); NeMo-RL #1899.
     """
+    if not (isinstance(statistic, str) and statistic in SEQUENCE_STATISTICS):
+        raise ValueError(
+            f"statistic must be one of {SEQUENCE_STATISTICS}, got "
+            f"{messages.short(statistic)}"
+        )
     lp, rollout = as_tokens(logprob=logprob, rollout_logprob=rollout_logprob)
     log_ratio = clamp(lp - rollout)
     if statistic == "geometric_mean":
         total, count = _over_sequence("logprob", log_ratio, segment_ids, where)
         kept = in_band(jnp.exp(total / jnp.maximum(count, 1)), low, high)
-    elif statistic == "every_token":
+    else:
         strays = 1.0 - in_band(jnp.exp(log_ratio), low, high).astype(lp.dtype)
         total, count = _over_sequence("logprob", strays, segment_ids, where)
         kept = total == 0
-    else:
-        raise ValueError(
-            f"statistic must be one of {SEQUENCE_STATISTICS}, got "
-            f"{messages.short(statistic)}"
-        )
     weights = jnp.where(kept & (count > 0), jnp.exp(log_ratio), 0)
     return lax.stop_gradient(jnp.where(jnp.isnan(total), jnp.nan, weights))
 

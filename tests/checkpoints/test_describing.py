@@ -95,7 +95,7 @@ def test_what_is_saved_is_a_checkpoint(tmp_path):
         strict=True,
     ):
         assert old[0] == new[0] and (old[1][...] == new[1][...]).all()
-    _, start, eos = checkpoints.load_vocabulary(tmp_path / "out")
+    _, start, eos, _ = checkpoints.load_vocabulary(tmp_path / "out")
     assert (start, eos) == ((1,), 2) and checkpoints.end_ids(tmp_path / "out") == (2,)
     assert (tmp_path / "out" / "chat_template.jinja").read_text() == "{{ messages }}"
     generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())

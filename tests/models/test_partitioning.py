@@ -197,7 +197,7 @@ def test_of_the_config_file(tmp_path):
 # ------------------------------------------------------------- attention
 
 
-def attention(query, key, value, mask):
+def attention(query, key, value, mask, by_head=None):
     return jax.nn.dot_product_attention(query, key, value, mask=mask, is_causal=True)
 
 

@@ -93,7 +93,7 @@ def test_the_plot_shows_held_out_loss_and_what_the_bars_compare(
     figures = []
     monkeypatch.setattr(
         "matplotlib.figure.Figure.savefig",
-        lambda self, path, dpi: figures.append(self) or path.write_bytes(b"drawn"),
+        lambda self, path, dpi: figures.append(self) or path.write(b"drawn"),
     )
     history = [step_metrics(i, 9.0 / i) for i in range(1, 20)]
     history[9] = history[9]._replace(held_out_loss=1.5)
