@@ -1,6 +1,7 @@
 """The model of a run: what it ended with, or its newest checkpoint."""
 
 import io
+import json
 import os
 import pathlib
 import shutil
