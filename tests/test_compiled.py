@@ -189,6 +189,6 @@ def test_blocks_of_the_vocabulary_take_less_where_tokens_are_many(n_blocks):
 def test_training_steps_on_two(axis):
     config = training.config_of(axis)
     with devices.target("h200", 2):
-        program = sft.Program(config, config.model.vocab_size)
-        text = program.compile_step(config.head, packed=False).as_text()
+        program = sft.Program(config, config.model.vocab_size, packed=False)
+        text = program.compile_step(config.head).as_text()
     assert text.count(KERNEL) >= 4

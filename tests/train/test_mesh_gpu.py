@@ -42,7 +42,7 @@ def losses(axis=None):
     config = config_of(axis)
     program = sft.Program(config, MODEL.vocab_size)
     with jaxmem.report() as report:
-        step = program.compile_step(config.head, packed=False)
+        step = program.compile_step(config.head)
     assert {call.implementation for call in report.calls} == {"hopper"}
     state, frozen = program.initial_state(), program.frozen()
     batch = program.layout.place(batch_of(config, MODEL.vocab_size))
