@@ -22,7 +22,8 @@ def in_both(raw: Mapping[str, Any]) -> dict[str, Any]:
         (Gemma 3) have `rope_local_base_freq` in the older form.
     """
     if raw.get(_NEW):
-        return _older(raw[_NEW]) | dict(raw)
+        older = _older(raw[_NEW])  # behind the keys that are there, in their order
+        return dict(raw) | {k: v for k, v in older.items() if k not in raw}
     if raw.get("rope_theta") is None:
         return dict(raw)
     scaling = dict(raw.get("rope_scaling") or {})

@@ -15,9 +15,12 @@ from safetensors.numpy import load_file, save_file
 
 from jaxmem import checkpoints
 from jaxmem.checkpoints import CheckpointError, rope_forms
+from tests.checkpoints import seeded
+from tests.checkpoints.texts import MISTRAL_3
 
 TINY = pathlib.Path(__file__).parent / "tiny"
 IMAGES = TINY / "gemma3_images"
+MINISTRAL_3 = "ministral3"  # its record, of test_families.py
 IGNORED = pytest.mark.filterwarnings("ignore:.*only the text part")
 
 
@@ -37,6 +40,22 @@ def renamed(name):
     if name.startswith("language_model.model."):
         return name.replace("language_model.model.", "model.language_model.")
     return "model." + name
+
+
+def renamed_3(name):
+    """As transformers calls the modules; the head is beside the text part there."""
+    return name.replace("model.", "model.language_model.", 1)
+
+
+def copied_whole(name, directory):
+    """A tiny checkpoint with all tensors in one file."""
+    made = {}
+    for path in sorted((TINY / name).glob("*.safetensors")):
+        made |= load_file(path)
+    directory.mkdir()
+    shutil.copy(TINY / name / "config.json", directory)
+    save_file(made, directory / "model.safetensors")
+    return directory
 
 
 def test_what_is_left_out_is_said():
@@ -112,3 +131,25 @@ def test_tensors_of_images_in_a_model_without_are_refused(tmp_path):
     save_file(tensors(source) | extra, source / "model.safetensors")
     with pytest.raises(CheckpointError, match="vision_tower.weight is none of the mo"):
         checkpoints.load(source)
+
+
+@IGNORED
+@pytest.mark.parametrize("rename", [lambda name: f"language_model.{name}", renamed_3])
+def test_the_text_part_of_mistral_3_is_a_model_of_its_own(rename, tmp_path):
+    """Mistral Small 3's is a Mistral, later ones' a Ministral 3; heads are untied."""
+    record = dict(np.load(seeded.RECORDS / f"{MINISTRAL_3}.npz"))
+    alone = (
+        seeded.write(record, tmp_path / MINISTRAL_3),
+        copied_whole("mistral", tmp_path / "mistral"),
+    )
+    for directory in alone:
+        text = json.loads((directory / "config.json").read_text())
+        within = tmp_path / f"{directory.name} within"
+        within.mkdir()
+        config = MISTRAL_3 | {"text_config": text, "tie_word_embeddings": False}
+        (within / "config.json").write_text(json.dumps(config))
+        made = {rename(name): x for name, x in tensors(directory).items()}
+        made["vision_tower.weight"] = np.ones(2, np.float32)
+        save_file(made, within / "model.safetensors")
+        states = map(nnx.state, map(checkpoints.load, (directory, within)))
+        jax.tree.map(np.testing.assert_array_equal, *states)

@@ -23,6 +23,8 @@ from jaxmem.checkpoints import CheckpointError, rope_forms
 from jaxmem.checkpoints.tensors import Tensors, whole
 from jaxmem.models.decoder import HeadConfig
 from tests.cases import slow
+from tests.checkpoints import seeded
+from tests.checkpoints.texts import MISTRAL_3
 
 TINY = pathlib.Path(__file__).parent / "tiny"
 NAMES = sorted(path.name for path in TINY.iterdir())
@@ -70,10 +72,12 @@ def scores(logits, labels):
 def test_there_is_a_checkpoint_of_every_architecture():
     from jaxmem.checkpoints.families import FAMILIES, WITH_IMAGES
 
-    configs = [json.loads((TINY / n / "config.json").read_text()) for n in NAMES]
-    known = {each.architecture for each in (*FAMILIES, *WITH_IMAGES)}
-    here = {c["architectures"][0] for c in configs}
-    assert here <= known  # `test_families` has records of the others
+    configs = [(TINY / name / "config.json").read_text() for name in NAMES]
+    records = seeded.RECORDS.glob("*.npz")  # of test_families.py
+    configs += [str(np.load(path)["config"]) for path in records]
+    here = {json.loads(config)["architectures"][0] for config in configs}
+    here |= {MISTRAL_3["architectures"][0]}  # of test_text_parts.py
+    assert here == {each.architecture for each in (*FAMILIES, *WITH_IMAGES)}
 
 
 @pytest.mark.parametrize("name", NAMES)

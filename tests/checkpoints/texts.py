@@ -8,6 +8,14 @@ import tokenizers
 from tokenizers import models, pre_tokenizers, processors
 
 TINY = pathlib.Path(__file__).parent / "tiny"
+# A multimodal model but for its "text_config", which is a model of its own.
+MISTRAL_3 = {
+    "architectures": ["Mistral3ForConditionalGeneration"],
+    "model_type": "mistral3",
+    "image_token_index": 10,
+    "spatial_merge_size": 2,
+    "vision_config": {"model_type": "pixtral"},
+}
 SPECIAL = ("<pad>", "<s>", "</s>")
 LETTERS = "abcdefghijklmnopqrstuvwxyz ,.01234567"
 
