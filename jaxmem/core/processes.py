@@ -102,7 +102,8 @@ def together() -> Iterator[None]:
     """Within it, what ends this process ends all: the others say which one has ended.
 
     Processes that stop after a signal or at the end of their work leave each for
-    itself. One that has failed does not wait for the others in jax's own farewell.
+    itself. One that has failed does not wait for the others in jax's
+    shutdown barrier.
     """
     try:
         yield
@@ -121,7 +122,7 @@ def together() -> Iterator[None]:
 
 
 def _end() -> None:
-    """End without jax's farewell, with the status of an error that was told."""
+    """Exit with the status of a reported error, without jax's shutdown barrier."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1 if getattr(sys, "last_value", None) is not None else 2)
@@ -190,10 +191,10 @@ def agree(facts: Mapping[str, str]) -> None:
             different.append(f"{name} is {here}")
     if different:
         more = len(different) - _SHOWN
-        told = "; ".join(different[:_SHOWN]) + (f"; {more} more" if more > 0 else "")
+        named = "; ".join(different[:_SHOWN]) + (f"; {more} more" if more > 0 else "")
         raise ValueError(
             f"the processes of a run must have the same settings, versions and files: "
-            f"{told}"
+            f"{named}"
         )
 
 

@@ -64,7 +64,7 @@ class Spec:
         return one_output and not other
 
     def without_weights(self) -> "Spec":
-        """The same, where W and bias are not differentiated: there are no sums."""
+        """The spec of a call whose W and bias are not differentiated."""
         return dataclasses.replace(self, frozen_head=True, gradient_blocks=1)
 
     @property

@@ -176,7 +176,7 @@ def _draw(spec, z, bits):
 
 
 def _draw_in_blocks(spec, z, bits):
-    """The same, by one read of the logits and one of the blocks that ids are in."""
+    """Draw ids with one read of the logits and one of the blocks that hold the ids."""
     from jaxmem.kernels import row_blocks
 
     blocks = row_blocks.parts(z)

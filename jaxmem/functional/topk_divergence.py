@@ -177,7 +177,7 @@ def _normalised(log_p):
 
 
 def _log_rest(log_q, log_p):
-    """ln(1 - Σ q) [N, 1], but no less than what rounding leaves unknown of it."""
+    """ln(1 - Σ q) [N, 1], at least the logarithm of its rounding error's bound."""
     epsilon = jnp.finfo(log_q.dtype).eps
     first = jnp.argmax(log_q, axis=1, keepdims=True)
     largest = jnp.take_along_axis(log_q, first, axis=1)
