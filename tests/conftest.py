@@ -103,7 +103,7 @@ def pytest_collection_modifyitems(config, items):
     if config.getoption("--one-case-each"):
         firsts = {item.nodeid.partition("[")[0]: item for item in reversed(items)}
         chosen = {*firsts.values()}
-        chosen |= {x for x in items if "every_function" in x.keywords}
+        chosen |= {x for x in items if x.get_closest_marker("every_function")}
         others = [x for x in items if x not in chosen]
         config.hook.pytest_deselected(items=others)
         items[:] = [x for x in items if x in chosen]
@@ -114,5 +114,5 @@ def _skip_without_gpu(config, items):
         return
     reason = f"needs an NVIDIA GPU, jax found {jax.default_backend()!r}"
     for item in items:
-        if "gpu" in item.keywords:
+        if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=reason))

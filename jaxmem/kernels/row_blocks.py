@@ -16,9 +16,8 @@ from jax import lax
 
 from jaxmem.core import running_sums
 from jaxmem.core.stats import Normaliser
-from jaxmem.kernels import row_sums
+from jaxmem.kernels import row_sums, typed
 from jaxmem.kernels.row_tiles import PARAMS, beside, reduce_blocks
-from jaxmem.kernels.typed import alike, result
 
 WIDTH = 64  # columns of a block
 _MOST_BLOCKS = 16384  # whose maxima registers hold
@@ -101,15 +100,15 @@ def top_k(z: jax.Array, largest: jax.Array, k: int) -> tuple[jax.Array, jax.Arra
     keys = jnp.pad(
         _ordered(largest), ((0, 0), (0, n - largest.shape[1])), constant_values=_LOWEST
     )
-    operands = alike(keys, z)
-    out = result((n_rows, k), jnp.int32, *operands)
-    keys, found = plgpu.kernel(
+    out = jax.ShapeDtypeStruct((n_rows, k), jnp.int32)
+    kernel = plgpu.kernel(
         _select(columns, n, k),
         out_type=(out, out),
         grid=(n_rows,),
         grid_names=("row",),
         compiler_params=PARAMS,
-    )(*operands)
+    )
+    keys, found = typed.run(kernel, keys, z)
     return _unordered(keys), found
 
 

@@ -14,8 +14,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from jaxmem.kernels import row_tiles
-from jaxmem.kernels.typed import alike, result
+from jaxmem.kernels import row_tiles, typed
 
 SHARES = 16  # programs of a row; with fewer, some processors idle at the end
 
@@ -41,7 +40,7 @@ def sums(
     Returns:
         An array [C] for each of the terms.
     """
-    operands = alike(*tiles, *rows)
+    operands = typed.alike(*tiles, *rows)
     n_rows, columns = tiles[0].shape
     layout = plgpu.Layout.WG_STRIDED((row_tiles.TILE,), row_tiles.at_once(columns))
     n_whole, n = columns // row_tiles.TILE, len(tiles)
@@ -68,13 +67,15 @@ def sums(
 
     rest = [x[:, n_whole * row_tiles.TILE :] for x in operands[:n]]
     of_rest = terms(*rest, *(x[:, None] for x in operands[n:]))
-    partial = plgpu.kernel(
+    out = jax.ShapeDtypeStruct((n_rows, SHARES), jnp.float32)
+    kernel = plgpu.kernel(
         row_sums,
-        out_type=(result((n_rows, SHARES), jnp.float32, *operands),) * len(of_rest),
+        out_type=(out,) * len(of_rest),
         grid=(SHARES, n_rows),
         grid_names=("share", "row"),
         compiler_params=row_tiles.PARAMS,
-    )(*operands)
+    )
+    partial = typed.run(kernel, *operands)
     return [
         jnp.sum(x, axis=1) + jnp.sum(last, axis=1)
         for x, last in zip(partial, of_rest, strict=True)

@@ -14,7 +14,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from jaxmem.kernels.typed import alike, result
+from jaxmem.kernels import typed
 
 TILE = 2048  # columns of a program
 PARAMS = plgpu.CompilerParams(approx_math=True)
@@ -48,12 +48,12 @@ def reduce_blocks(
     Returns:
         What the function returns, for all blocks.
     """
-    operands = alike(*tiles)
+    operands = typed.alike(*tiles)
     n_rows, columns = operands[0].shape
     n_blocks, size, n = columns // width, TILE // width, len(operands)
     layout = _blocks(size, width, at_once(columns))
 
-    def kernel(*refs):
+    def of_tile(*refs):
         row = lax.axis_index("row")
         first = jnp.minimum(lax.axis_index("tile") * size, n_blocks - size)
         here = [load(r, row, first * width, (size, width), layout) for r in refs[:n]]
@@ -61,17 +61,18 @@ def reduce_blocks(
             store(ref.at[row, pl.ds(first, size)], x)
 
     rest = [x[:, n_blocks * width :] for x in operands]
-    kernel.__name__ = name
+    of_tile.__name__ = name
     block = jax.ShapeDtypeStruct((size, width), jnp.float32)
     n_results = len(jax.eval_shape(function, *[block] * n))
-    out = result((n_rows, n_blocks), jnp.float32, *operands)
-    found = plgpu.kernel(
-        kernel,
+    out = jax.ShapeDtypeStruct((n_rows, n_blocks), jnp.float32)
+    kernel = plgpu.kernel(
+        of_tile,
         out_type=(out,) * n_results,
         grid=(pl.cdiv(n_blocks, size), n_rows),
         grid_names=("tile", "row"),
         compiler_params=PARAMS,
-    )(*operands)
+    )
+    found = typed.run(kernel, *operands)
     if n_blocks * width == columns:
         return list(found)
     pairs = zip(found, function(*rest), strict=True)

@@ -20,8 +20,8 @@ from jax import lax
 
 from jaxmem.core import sampling as _sampling
 from jaxmem.core.sampling import Entries, Sampling
+from jaxmem.kernels import typed
 from jaxmem.kernels.row_tiles import PARAMS, beside, store
-from jaxmem.kernels.typed import alike, result
 
 # Of a block's mass: its rounding, and that of exponentials that are computed anew.
 _ROUNDED = 2.0**-14
@@ -86,28 +86,35 @@ def select(
     """
     sums = running_sums(bounds)
     n_live = (jnp.max(sums, axis=1) + starts) >> sampling.bits
-    operands = alike(
-        starts, n_live, bounds, sums, *density.tiles, *density.blocks, *density.rows
+    operands = (
+        starts,
+        n_live,
+        bounds,
+        sums,
+        *density.tiles,
+        *density.blocks,
+        *density.rows,
     )
     groups = pl.cdiv(sampling.slots, _SLOTS)
     shape = len(starts), groups * _SLOTS
-    columns, p = plgpu.kernel(
+    kernel = plgpu.kernel(
         _Select(sampling, density, width, bounds.shape[1]).kernel(sums.shape[1]),
         out_type=[
-            result(shape, jnp.int32, *operands),
-            result(shape, jnp.float32, *operands),
+            jax.ShapeDtypeStruct(shape, jnp.int32),
+            jax.ShapeDtypeStruct(shape, jnp.float32),
         ],
         grid=(groups, len(starts)),
         grid_names=("group", "row"),
         scratch_types=[plgpu.SMEM((_SLOTS,), jnp.int32)],
         compiler_params=PARAMS,
-    )(*operands)
+    )
+    columns, p = typed.run(kernel, *operands)
     return Entries(columns[:, : sampling.slots], p[:, : sampling.slots])
 
 
 def running_sums(x: jax.Array) -> jax.Array:
     """Running sums of rows, int32 [C, n], n to a multiple of 128 with the last one."""
-    (x,) = alike(jnp.pad(x, ((0, 0), (0, -x.shape[1] % _SUMS))))
+    x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % _SUMS)))
     n_rows, n = x.shape
     layout = plgpu.Layout.WG_STRIDED((n,), 1)
 
@@ -122,14 +129,15 @@ def running_sums(x: jax.Array) -> jax.Array:
             distance *= 2
         sums_ref[row] = sums
 
-    return plgpu.kernel(
+    kernel = plgpu.kernel(
         sampled_running_sums,
-        out_type=result(x.shape, jnp.int32, x),
+        out_type=jax.ShapeDtypeStruct(x.shape, jnp.int32),
         grid=(n_rows,),
         grid_names=("row",),
         scratch_types=[plgpu.SMEM((2 * n,), jnp.int32)],
         compiler_params=PARAMS,
-    )(x)
+    )
+    return typed.run(kernel, x)
 
 
 class _Select:

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxmem.core.sampling import Derivative, Pairs
-from jaxmem.kernels.typed import alike, result
+from jaxmem.kernels import typed
 
 _PIECE = 64  # pairs of a piece, at least
 # Columns per piece, at least: pieces take 4 D bytes each during W's gradient, an eighth
@@ -106,7 +106,7 @@ def to_hidden(
         here = lax.dynamic_slice_in_dim(W, first, width, axis=0).T
         return sum_rows(launch, segments, here, dtype)
 
-    zeros = alike(jnp.zeros((n_rows, W.shape[0]), dtype), dz.values, W)[0]
+    zeros = typed.alike(jnp.zeros((n_rows, W.shape[0]), dtype), dz.values, W)[0]
     return _by_depth(part, zeros, axis=1)
 
 
@@ -134,7 +134,7 @@ def to_weights(
         here = lax.dynamic_slice_in_dim(hidden, first, width, axis=1)
         return sum_columns(launch, pairs, n_columns, here, like.dtype).T
 
-    zeros = alike(jnp.zeros(like.shape, like.dtype), pairs.values, hidden)[0]
+    zeros = typed.alike(jnp.zeros(like.shape, like.dtype), pairs.values, hidden)[0]
     return _by_depth(part, zeros, axis=0)
 
 
@@ -159,8 +159,8 @@ def sum_rows(
     Returns:
         The sums.
     """
-    operands = alike(*segments, _whole(x))
-    part, n_segments = _Part(operands[-1], launch.at_once), len(segments.first)
+    whole = _whole(x)
+    part, n_segments = _Part(whole, launch.at_once), len(segments.first)
 
     def sampled_sum_rows(first_ref, end_ref, rows_ref, values_ref, x_ref, out_ref):
         at = lax.axis_index("sum")
@@ -171,13 +171,14 @@ def sum_rows(
             sums = _Add(launch, part, rows_ref, values_ref, x_ref)(first, end)
             out_ref[at, part.columns] = sums.astype(out_ref.dtype)
 
-    found = plgpu.kernel(
+    kernel = plgpu.kernel(
         sampled_sum_rows,
-        out_type=result((n_segments, part.depth), dtype, *operands),
+        out_type=jax.ShapeDtypeStruct((n_segments, part.depth), dtype),
         grid=(part.count, n_segments),
         grid_names=("part", "sum"),
         compiler_params=_PARAMS,
-    )(*operands)
+    )
+    found = typed.run(kernel, *segments, whole)
     return found[:, : x.shape[1]]
 
 
@@ -202,7 +203,7 @@ def sum_columns(
     ends = jnp.searchsorted(
         pairs.columns, jnp.minimum(begin, n_columns), method="scan_unrolled"
     ).astype(jnp.int32)
-    operands = alike(ends, *pairs, whole, *_pieces(pairs, n_columns, whole))
+    operands = ends, *pairs, whole, *_pieces(pairs, n_columns, whole)
 
     def sampled_sum_columns(ends_ref, *refs):
         *refs, out_ref = refs
@@ -222,13 +223,14 @@ def sum_columns(
         at, sums = stream.add(first, move)
         move(at, jnp.minimum(first + launch.sums, n_columns), sums)
 
-    found = plgpu.kernel(
+    kernel = plgpu.kernel(
         sampled_sum_columns,
-        out_type=result((n_columns, part.depth), dtype, *operands),
+        out_type=jax.ShapeDtypeStruct((n_columns, part.depth), dtype),
         grid=(part.count, n_programs),
         grid_names=("part", "sum"),
         compiler_params=_PARAMS,
-    )(*operands)
+    )
+    found = typed.run(kernel, *operands)
     return found[:, : x.shape[1]]
 
 

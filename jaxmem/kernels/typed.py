@@ -1,5 +1,6 @@
 """Types of operands and results of kernels inside `jax.shard_map`."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,8 +13,9 @@ def alike(*operands: jax.Array) -> tuple[jax.Array, ...]:
     return _shards.vary(operands, _shards.varying(operands))
 
 
-def result(shape: tuple[int, ...], dtype: Any, *operands: jax.Array) -> Any:
-    """A result's shape and type, varying as the operands do."""
-    axes = _shards.varying(operands)
-    types = _shards.types(axes) if axes else {}
-    return jax.ShapeDtypeStruct(shape, dtype, **types)
+def run(kernel: Callable[..., Any], *operands: jax.Array) -> Any:
+    """The results of a kernel, typed as varying along its operands' mesh axes.
+
+    `plgpu.kernel` checks no such types, and gives its results none.
+    """
+    return _shards.vary(kernel(*alike(*operands)), _shards.varying(operands))

@@ -135,7 +135,7 @@ def traced_over_a_mesh(verb, layout):
         return jax.jit(jax.grad(loss, (0, 1))).trace(h, W, y)
 
 
-@pytest.mark.parametrize("verb, layout", [OVER_A_MESH[0], slow(*OVER_A_MESH[1])])
+@pytest.mark.parametrize("verb, layout", OVER_A_MESH)
 def test_typed_over_a_mesh(verb, layout, lowered_anywhere):
     """Results of kernels vary over the axes that their operands vary over, which is
     checked while a call is traced."""
