@@ -29,6 +29,7 @@ from benchmarks import (
     exact,
     on_jax,
     results,
+    sampled_data,
     sharding_on_paper,
     workers,
 )
@@ -36,6 +37,7 @@ from jaxmem import timing
 from jaxmem.planning import collectives
 
 PATHS = ["token_stats implementation=hopper", "token_stats implementation=xla"]
+PATHS += ["logprobs implementation=hopper samples=128"]
 KEYS = (*results.KEYS, "split", "devices")
 VERBS = {"token_stats": jaxmem.token_stats, "logprobs": jaxmem.logprobs}
 COMPILERS = 6  # threads
@@ -84,6 +86,8 @@ class Case:
         name, *words = self.path.split()
         pairs = (word.partition("=") for word in words)
         options = {key: workers.value_of(text) for key, _, text in pairs}
+        if slots := options.pop("samples", None):
+            options |= {"gradient": jaxmem.Sample(slots), "key": jax.random.key(0)}
         verb = VERBS[name]
         if self.split in ("vocab", "tokens"):
             axis = {"vocab": "tensor"} if self.split == "vocab" else {}
@@ -91,9 +95,18 @@ class Case:
         made = verb(h, W, y, **options)
         return {"logprob": made} if name == "logprobs" else made._asdict()
 
+    @property
+    def sampled(self):
+        """Whether gradients are sampled: of data like a policy's, and with noise."""
+        return "samples=" in self.path
+
     def operands(self, dtype):
         """h, W, y and cotangents where they belong."""
-        made = jax.device_put(on_jax.problem(self.shape, dtype), self.shardings)
+        if self.sampled:
+            made = sampled_data.problem("policy", self.shape, dtype)
+        else:
+            made = on_jax.problem(self.shape, dtype)
+        made = jax.device_put(made, self.shardings)
         g = on_jax.cotangents(self.shape[0])
         return made, jax.device_put(g, dict.fromkeys(g, self.shardings[2]))
 
@@ -187,7 +200,8 @@ def measure(shape, dtype, paths, counts, repetitions):
         if program is None:
             continue
         operands = case.operands(dtype)
-        columns |= errors(program, case, dtype, operands)
+        if not case.sampled:
+            columns |= errors(program, case, dtype, operands)
         if exact.is_wrong(columns):
             columns["note"] = "wrong"
             continue
