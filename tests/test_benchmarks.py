@@ -23,6 +23,7 @@ from benchmarks import (
     run_grpo,
     run_head,
     run_peers,
+    run_refill,
     run_replay,
     run_rounding,
     run_sampled,
@@ -595,3 +596,14 @@ def test_sampled_training_runs_every_variant(tmp_path, monkeypatch):
     first = [r["loss"] for r in results.read(curve) if r["step"] == "1"]
     assert len(set(first[:3])) == 1  # one loss before any update, exact or sampled
     assert len({r["held_out_loss"] for r in rows}) == 6
+
+
+# ---------------------------------------------------------------- refilled slots
+
+
+def test_slots_that_are_refilled_are_busier(monkeypatch):
+    monkeypatch.setattr(run_refill, "SCALE", 1000)
+    told = run_refill.measure(slots=16, alike=0.5, repetitions=2)
+    shares = {name: float(x) for name, x in told.items() if name.startswith("busy")}
+    assert shares["busy_without"] < shares["busy"] < shares["busy_longest_first"] <= 1
+    assert told["completions"] == 64

@@ -349,7 +349,7 @@ class Decoder(nnx.Module):
                 for stack, definition, arrays, (weights, kind, index) in each:
                     seen, rope = sight(kind)
                     before = cache.layers[stack.name]
-                    cached = kv_cache.Cached(before, index, cache.slot)
+                    cached = kv_cache.Cached(before, index, cache.used)
                     merged = nnx.merge(definition, weights)
                     x, more = merged.decode(x, rope, cached, seen, arrays)
                     added.append(more)

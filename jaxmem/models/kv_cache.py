@@ -3,7 +3,8 @@
 Rows of a batch have prompts of different lengths, yet each step writes all rows at the
 same slot. A row's prompt fills its first slots, and generated tokens follow the longest
 prompt; the slots between are masked. Keys are stored after the rotation, so a slot need
-not equal a position, and a step is one in-place update without a scatter.
+not equal a position, and a step is one in-place update without a scatter. Rows that are
+replaced by others start while others go on: `wrapped` then reuses slots.
 """
 
 import functools
@@ -48,14 +49,20 @@ class Cache(NamedTuple):
     """
 
     layers: dict[str, Any]  # the states of each stack of layers, by its name
-    filled: jax.Array  # [B, T] bool, slots that hold a token of the row
+    positions: jax.Array  # [B, T] int32 of the row's token in a slot; -1: none
     lengths: jax.Array  # [B] int32, tokens per row; the position of the next token
     slot: jax.Array  # int32 scalar, the slot of the next token in every row
+    used: jax.Array  # int32 scalar; slots from there on hold nothing in any row
 
     @property
     def max_length(self) -> int:
         """The number of slots per row, T."""
-        return self.filled.shape[1]
+        return self.positions.shape[1]
+
+    @property
+    def filled(self) -> jax.Array:
+        """The slots that hold a token of the row, [B, T] bool."""
+        return self.positions >= 0
 
     def seen(self, window: int | None = None) -> jax.Array:
         """The slots that the next token attends to, [B, T] bool.
@@ -64,16 +71,40 @@ class Cache(NamedTuple):
         """
         if window is None:
             return self.filled
-        position = jnp.cumsum(self.filled, axis=1) - 1
-        return self.filled & (self.lengths[:, None] - position < window)
+        return self.filled & (self.lengths[:, None] - self.positions < window)
 
 
 def of_prompts(
     layers: dict[str, Any], lengths: jax.Array, width: int, max_length: int
 ) -> Cache:
     """The cache after prompts of the given lengths, in rows `width` tokens wide."""
-    filled = jnp.arange(max_length) < lengths[:, None]
-    return Cache(layers, filled, lengths, jnp.asarray(width, jnp.int32))
+    places = jnp.arange(max_length, dtype=jnp.int32)
+    positions = jnp.where(places < lengths[:, None], places, -1)
+    slot = jnp.asarray(width, jnp.int32)
+    return Cache(layers, positions, lengths, slot, slot)
+
+
+def replaced(cache: Cache, row: jax.Array, other: Cache) -> Cache:
+    """A cache with one row of its own in the place of a row; both have T slots."""
+
+    def put(x: jax.Array, new: jax.Array, axis: int) -> jax.Array:
+        return lax.dynamic_update_slice_in_dim(x, new, row, axis)
+
+    return cache._replace(
+        layers=jax.tree.map(lambda x, new: put(x, new, 1), cache.layers, other.layers),
+        positions=put(cache.positions, other.positions, 0),
+        lengths=put(cache.lengths, other.lengths, 0),
+        used=jnp.maximum(cache.used, other.used),
+    )
+
+
+def wrapped(cache: Cache, width: int) -> Cache:
+    """A full cache whose next slot is the first one after prompts of that width.
+
+    It is for rows that hold fewer tokens after their prompts than there are slots.
+    """
+    full = cache.slot >= cache.max_length
+    return cache._replace(slot=jnp.where(full, width, cache.slot))
 
 
 def layer_of(keys: jax.Array, values: jax.Array, max_length: int) -> Layer:
@@ -91,12 +122,14 @@ def append(layers: Layer, token: Layer, slot: jax.Array) -> Layer:
 
 def advance(cache: Cache, layers: dict[str, Any]) -> Cache:
     """The cache after one more token per row, with the states after it."""
-    filled = jnp.ones((cache.filled.shape[0], 1), bool)
+    put = lax.dynamic_update_slice_in_dim
+    slot = cache.slot + 1
     return Cache(
         layers,
-        lax.dynamic_update_slice_in_dim(cache.filled, filled, cache.slot, axis=1),
+        put(cache.positions, cache.lengths[:, None], cache.slot, axis=1),
         cache.lengths + 1,
-        cache.slot + 1,
+        slot,
+        jnp.maximum(cache.used, slot),
     )
 
 

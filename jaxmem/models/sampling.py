@@ -34,10 +34,14 @@ from jax.core import Tracer
 
 from jaxmem import devices
 from jaxmem.core.fields import check_field
-from jaxmem.models import largest, partitioning as mesh
+from jaxmem.models import kv_cache, partitioning as mesh, refill
 from jaxmem.models.decoder import Decoder
-from jaxmem.models.kv_cache import Cache
 from jaxmem.models.layers import Ids
+from jaxmem.models.truncation import (
+    SamplingConfig as SamplingConfig,
+    among_all,
+    truncate as truncate,
+)
 
 # For `jax.jit` around `sample`. With Triton's GEMMs, XLA for GPUs would copy each
 # layer's weights out of their stack in every step, where cuBLAS reads them in place.
@@ -46,59 +50,6 @@ COMPILER_OPTIONS = {
     "xla_gpu_enable_triton_gemm": False,
     "xla_gpu_dot_merger_threshold_mb": 0,
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class SamplingConfig:
-    """How completions are sampled."""
-
-    max_new_tokens: int = 8  # maximum tokens of a completion, including eos
-    temperature: float = 1.0  # divides the logits before any truncation
-    top_k: int | None = None  # sample among the k most probable tokens only
-    top_p: float | None = None  # sample among the fewest that have this probability
-    # largest size of the support; None: top_k.  A top_p or min_p without a top_k needs
-    # it for a static shape
-    support: int | None = None
-    min_p: float | None = None  # drop tokens below this share of the best's probability
-
-    def __post_init__(self):
-        """Raise a ValueError that names an impossible value or combination."""
-        check_field(self, "max_new_tokens", self.max_new_tokens >= 1, "at least 1")
-        possible = 0 < self.temperature < float("inf")
-        check_field(self, "temperature", possible, "positive and finite")
-        for name in ("top_k", "support"):
-            value = getattr(self, name)
-            check_field(self, name, value is None or value >= 1, "at least 1")
-        for name in ("top_p", "min_p"):
-            value = getattr(self, name)
-            check_field(self, name, value is None or 0 < value <= 1, "in (0, 1]")
-        if self.support is None:
-            decided = not self.truncates or self.top_k is not None
-            wanted = "given for a top_p or min_p without top_k"
-            check_field(self, "support", decided, wanted)
-        else:
-            wanted = "None where neither top_k, top_p nor min_p truncates"
-            check_field(self, "support", self.truncates, wanted)
-            enough = self.top_k is None or self.support >= self.top_k
-            check_field(self, "support", enough, f"at least top_k={self.top_k}")
-
-    @property
-    def truncates(self) -> bool:
-        """Whether the support can be smaller than the vocabulary."""
-        others = self.top_k, self.nucleus, self.min_p
-        return any(limit is not None for limit in others)
-
-    @property
-    def nucleus(self) -> float | None:
-        """The top_p, or None if it is 1, which sums of rounded terms could reach."""
-        return None if self.top_p == 1 else self.top_p
-
-    @property
-    def support_size(self) -> int | None:
-        """Ids in each of `Samples.support_ids`; None without truncation."""
-        if not self.truncates:
-            return None
-        return self.top_k if self.support is None else self.support
 
 
 class Samples(NamedTuple):
@@ -112,6 +63,8 @@ class Samples(NamedTuple):
         support_ids: [B, R, K] int32 ids of each token's support by falling probability,
             padded by -1; -1 after the end. None without truncation.
         lengths: [B] int32 tokens of each completion.
+        starts: [B] int32 steps before each completion's first token, with
+            `SamplingConfig.slots`; None: all start together.
     """
 
     tokens: jax.Array
@@ -119,6 +72,13 @@ class Samples(NamedTuple):
     logprobs: jax.Array
     support_ids: jax.Array | None
     lengths: jax.Array
+    starts: jax.Array | None = None
+
+    @property
+    def steps(self) -> int:
+        """Tokens that were decoded one after the other, after those of prompts."""
+        starts = 0 if self.starts is None else np.asarray(self.starts)
+        return int((starts + np.asarray(self.lengths)).max()) - 1
 
 
 class Drawn(NamedTuple):
@@ -138,86 +98,7 @@ class State(NamedTuple):
     ended: jax.Array  # [B] bool
     keys: jax.Array  # [B] of the rows' random numbers
     drawn: Drawn  # [R, B, ...]
-    cache: Cache
-
-
-def truncate(
-    logits: jax.Array, config: SamplingConfig
-) -> tuple[jax.Array, jax.Array | None]:
-    """Log-probabilities of the truncated distribution.
-
-        z = logits / T;   S = the top k of z;   then S = the fewest of the most probable
-        of softmax_S(z) that have at least top_p;   then S without the tokens of which
-        e^(z - max z) < min_p;   out = z - ln Σ_(v in S) e^(z_v)
-
-    Temperature comes first, as in other samplers, so the support of top_p depends on
-    it. With both, top_p counts the probability within the top k. A support of more than
-    `support` tokens is cut to the most probable of them. Ties keep the lower ids.
-
-    Args:
-        logits: [B, V] f32.
-        config: temperature, top_k, top_p, min_p, support.
-
-    Returns:
-        Log-probabilities [B, K] by falling probability, -inf outside S, and the ids
-        [B, K], -1 outside S; or [B, V] by id and None without truncation.
-
-    Raises:
-        ValueError: top_k or support is larger than the vocabulary.
-
-    >>> import jax.numpy as jnp
-    >>> logits = jnp.log(jnp.array([[0.1, 0.5, 0.3, 0.1]]))
-    >>> logprobs, ids = truncate(logits, SamplingConfig(top_p=0.7, support=3))
-    >>> print(jnp.exp(logprobs).round(1), ids)
-    [[0.6 0.4 0. ]] [[ 1  2 -1]]
-
-    Reference: top k: Fan et al., "Hierarchical Neural Story Generation", 2018,
-    arXiv:1805.04833; top p: Holtzman et al., "The Curious Case of Neural Text
-    Degeneration", 2019, arXiv:1904.09751; min p: Nguyen et al., "Turning Up the Heat:
-    Min-p Sampling for Creative and Coherent LLM Outputs", 2024, arXiv:2407.01082.
-    """
-    z = _scaled(logits, config)
-    size = config.support_size
-    if size is None:
-        return jax.nn.log_softmax(z), None
-    name = "top_k" if config.support is None else "support"
-    vocab_size = z.shape[-1]
-    check_field(config, name, size <= vocab_size, f"at most {vocab_size} (vocab_size)")
-    values, ids = largest.top(z, size)
-    within = z
-    if config.top_k is not None:
-        values = jnp.where(jnp.arange(size) < config.top_k, values, -jnp.inf)
-        within = values
-    kept = values > -jnp.inf
-    if config.nucleus is not None:
-        whole = jax.nn.logsumexp(within, axis=-1, keepdims=True)
-        sums = jnp.cumsum(jnp.exp(values - whole), axis=-1)
-        # Keep a token if those before it have too little; the first is always kept.
-        before = jnp.pad(sums[:, :-1], ((0, 0), (1, 0)))
-        kept &= before < config.nucleus
-    if config.min_p is not None:
-        kept &= values >= jnp.log(config.min_p)  # the largest value is 0
-    logprobs = jax.nn.log_softmax(jnp.where(kept, values, -jnp.inf))
-    return logprobs, jnp.where(kept, ids, -1)
-
-
-def _scaled(logits: jax.Array, config: SamplingConfig) -> jax.Array:
-    """Logits by temperature, of which each row's largest is 0."""
-    # Subtract the largest logit first: at a low temperature, the log-probability of the
-    # most probable token is then exactly 0, without the rounding of two large numbers.
-    best = jnp.max(logits, axis=-1, keepdims=True)
-    return (logits - best) / config.temperature
-
-
-def _among_all(logits: jax.Array, config: SamplingConfig) -> jax.Array:
-    """`truncate` where all ids are in the support: [B, V] by id, without a sort."""
-    z = _scaled(logits, config)
-    kept = jnp.ones(z.shape, bool)
-    if config.nucleus is not None:
-        kept &= largest.nucleus(z, config.nucleus)
-    if config.min_p is not None:
-        kept &= z >= jnp.log(config.min_p)
-    return jax.nn.log_softmax(jnp.where(kept, z, -jnp.inf))
+    cache: kv_cache.Cache
 
 
 def sample(
@@ -236,7 +117,8 @@ def sample(
 
     Call it inside `jax.jit`, with `COMPILER_OPTIONS`. Row i samples with
     `fold_in(key, i)`, so its completion does not depend on the other rows' prompts, nor
-    on when they end.
+    on when they end. With `SamplingConfig.slots`, so many rows are decoded at a time,
+    and `refill` says which.
 
     Args:
         decoder: the policy.
@@ -252,11 +134,11 @@ def sample(
 
     **Memory**: one cache (`jaxmem.models.kv_cache.Cache`, of P + max_new_tokens slots,
     rounded up to a multiple of eight); the logits of a step and their noise, 4·B·V
-    each; and the weights that `prepared` casts or joins.
+    each; and the weights that `prepared` casts or joins. With slots, B is their number.
 
     Raises:
-        ValueError: shapes disagree, or a length or an id is out of range; the message
-            names it.
+        ValueError: shapes disagree, there are fewer rows than slots, or a length or an
+            id is out of range; the message names it.
     """
     ends = eos_id if isinstance(eos_id, tuple) else (eos_id,)
     for name, token in (*(("eos_id", end) for end in ends), ("pad_id", pad_id)):
@@ -264,10 +146,34 @@ def sample(
     sampler = Sampler(config, ends, pad_id)
     model = prepared(decoder)  # once, for both parts
     keys = row_keys(key, jnp.arange(len(prompts)))
+    if config.slots is not None:
+        return _refilled(sampler, model, prompts, prompt_lengths, keys)
     state = sampler.start(model, prompts, prompt_lengths, keys)
     drawn = sampler.advance(model, state, config.max_new_tokens).drawn
     drawn = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), drawn)
     return Samples(*drawn, lengths=jnp.sum(drawn.mask, axis=1, dtype=jnp.int32))
+
+
+def _refilled(
+    sampler: "Sampler", model: Decoder, prompts: Ids, lengths: Ids, keys: jax.Array
+) -> Samples:
+    config, rows = sampler.config, len(lengths)
+    _check_prompts(prompts, lengths)
+    given = refill.Prompts(jnp.asarray(prompts), jnp.asarray(lengths), keys)
+    assert config.slots is not None
+    check_field(config, "slots", config.slots <= rows, f"at most the {rows} rows")
+    made = refill.Refill(
+        _in_compute_type(model), given, config.slots, config.max_new_tokens,
+        sampler._draw, sampler.is_unrolled,
+    )  # fmt: skip
+    ids = None
+    if (size := config.support_size) is not None:
+        ids = jnp.zeros((rows, size), jnp.int32)
+    zeros = jnp.zeros(rows, jnp.int32)
+    like = Drawn(zeros, zeros.astype(bool), zeros.astype(float), ids)
+    nothing = _nothing_drawn(like, config.max_new_tokens, sampler.pad_id)
+    ended = made.run(jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), nothing))
+    return Samples(*ended.drawn, lengths=ended.lengths, starts=ended.starts)
 
 
 def prepared(decoder: Decoder) -> Decoder:
@@ -323,7 +229,7 @@ class Sampler:
         max_length = -(-(width + slots - 1) // 8) * 8
         hidden, cache = model.prefill(prompts, prompt_lengths, max_length)
         step, ended = jnp.asarray(0), jnp.zeros(rows, bool)
-        first, ended = self._draw(keys, step, model.logits(hidden), ended)
+        first, ended = self._drawn(keys, step, model.logits(hidden), ended)
         drawn = _put(_nothing_drawn(first, slots, self.pad_id), step, first)
         return State(step + 1, first.tokens, ended, keys, drawn, cache)
 
@@ -340,7 +246,6 @@ class Sampler:
         """
         definition, weights = _in_compute_type(decoder)
         until = jnp.minimum(until, self.config.max_new_tokens)
-        unroll = devices.backend() == "gpu" if self.unroll is None else self.unroll
 
         def goes_on(state: State) -> jax.Array:
             return (state.step < until) & ~jnp.all(state.ended)
@@ -348,18 +253,29 @@ class Sampler:
         def one_more(state: State) -> State:
             step, token, ended, keys, drawn, cache = state
             model = nnx.merge(definition, weights)  # modules must not enter the loop
-            hidden, cache = model.decode(token, cache, unroll=unroll)
-            new, ended = self._draw(keys, step, model.logits(hidden), ended)
+            hidden, cache = model.decode(token, cache, unroll=self.is_unrolled)
+            new, ended = self._drawn(keys, step, model.logits(hidden), ended)
             drawn = _put(drawn, step, new)
             return State(step + 1, new.tokens, ended, keys, drawn, cache)
 
         return lax.while_loop(goes_on, one_more, state)
 
-    def _draw(
+    @property
+    def is_unrolled(self) -> bool:
+        """Whether `Decoder.decode` unrolls."""
+        return devices.backend() == "gpu" if self.unroll is None else self.unroll
+
+    def _drawn(
         self, keys: jax.Array, step: jax.Array, logits: jax.Array, ended: jax.Array
     ) -> tuple[Drawn, jax.Array]:
+        """`_draw` where all rows have as many tokens."""
+        return self._draw(keys, jnp.broadcast_to(step, keys.shape), logits, ended)
+
+    def _draw(
+        self, keys: jax.Array, steps: jax.Array, logits: jax.Array, ended: jax.Array
+    ) -> tuple[Drawn, jax.Array]:
         """One more token per row, and which rows have ended with it."""
-        keys = jax.vmap(jax.random.fold_in, (0, None))(keys, step)
+        keys = jax.vmap(jax.random.fold_in)(keys, steps)
         new = _draw(keys, *self._truncated(logits))
         if not self.keep_support:
             new = new._replace(support_ids=None)
@@ -371,7 +287,7 @@ class Sampler:
         """As from `truncate`; without ids where all ids are in the support."""
         is_whole = self.config.support_size == logits.shape[-1]
         if is_whole and self.config.top_k is None and not self.keep_support:
-            return _among_all(logits, self.config), None
+            return among_all(logits, self.config), None
         return truncate(logits, self.config)
 
 

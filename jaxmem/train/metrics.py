@@ -86,6 +86,7 @@ class PolicyMetrics(NamedTuple):
     truncated: float | None = None  # share of completions that end at the limit
     resampled: int | None = None  # further rollouts, by grpo.resample
     turns: float | None = None  # completions of a conversation, mean; None without any
+    busy: float | None = None  # share of slots with a completion, of all steps' slots
     support_mean: float | None = None  # ids in a token's support; None likewise
     # share of tokens whose support has as many ids as sampling.support allows; None
     # where that limit cannot cut any
@@ -162,6 +163,7 @@ class DistillMetrics(NamedTuple):
     seconds: float  # all of them
     peak_gib: float | None = None  # on the device since the start; None: not told
     response_length: float | None = None  # tokens sampled, mean over the completions
+    busy: float | None = None  # as in `PolicyMetrics`
     # divergence + distill.loss_weight * ce - distill.reward_weight * reward of what is
     # held out; None where not evaluated
     held_out_loss: float | None = None

@@ -42,6 +42,7 @@ _PANELS = (
     _Panel("Entropy of the policy, nats", {"": "entropy"}),
     _Panel("KL to the initial weights, nats", {"": "kl"}),
     _Panel("Length of completions, tokens", {"": "response_length"}),
+    _Panel("Busy slots of the sampler, share", {"": "busy"}),
     _Panel("Tokens clipped, share", {"": "clip_fraction"}),
     _Panel("Groups of equal rewards, share", {"": "degenerate"}),
     _Panel(

@@ -216,6 +216,11 @@ class GrpoJobConfig(JobConfig):
                 f"task.source={self.task.source!r} needs model.checkpoint, a directory "
                 "with a tokenizer"
             )
+        if self.task.recorded and self.sampling.slots is not None:
+            raise ValueError(
+                f"sampling.slots={self.sampling.slots} must stay None for "
+                "task.recorded=True: nothing is sampled"
+            )
         _check_answers(self.task, self.sampling)
         if self.run.accumulate != 1:
             raise ValueError(

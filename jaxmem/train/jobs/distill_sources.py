@@ -18,6 +18,7 @@ from jaxmem.train.jobs.distillation import TeacherColumns
 from jaxmem.train.jobs.questions import Asked, Task, place_of, state_of
 from jaxmem.train.jobs.reading import Documents
 from jaxmem.train.jobs.rollouts import Completions
+from jaxmem.train.jobs.sampled import Decoded
 
 
 class Example(NamedTuple):
@@ -155,9 +156,12 @@ class Prompts:
         asked = self._task.ask(self._next, distill.prompts)
         asked = asked.repeated(distill.completions)
         completions, samples = self._complete(params, asked, number)
+        lengths = completions.lengths
+        tokens = int(lengths.sum()) - len(lengths)
+        decoded = Decoded(tokens, samples.steps * self._program.slots)
         observed: dict[str, Any] = {
-            "response_length": float(completions.lengths.mean())
-        }
+            "response_length": float(lengths.mean()), "busy": decoded.busy,
+        }  # fmt: skip
         rewards = advantages = None
         if distill.reward_weight is not None:
             graded = self._task.grade(asked, completions)

@@ -36,7 +36,7 @@ from jaxmem.train.jobs.questions import (
 from jaxmem.train.jobs.recorded import RecordedRollouts
 from jaxmem.train.jobs.rollout_metrics import Clock, Rollout, Selected, Update
 from jaxmem.train.jobs.rollouts import Completions, Logprobs, Supports
-from jaxmem.train.jobs.sampled import Sampled, telling
+from jaxmem.train.jobs.sampled import Decoded, Sampled, telling
 from jaxmem.train.metrics import HeadCost, PolicyMetrics
 from jaxmem.train.phases import Phase
 from jaxmem.train.program import TrainState, fixed_moments
@@ -189,7 +189,7 @@ class Grpo(Job, name="grpo"):
                 break
         self._next = place  # after the rewards, which may raise
         sampled = telling(parts, grpo.prompts, grpo.group_size)
-        asked, completions, samples, graded, truncated, turns = sampled
+        asked, completions, samples, graded, truncated, turns, decoded = sampled
         groups = graded.rewards.reshape(grpo.prompts, grpo.group_size)
         advantages = np.asarray(self._advantages(groups)).ravel()
         supports = None
@@ -198,7 +198,7 @@ class Grpo(Job, name="grpo"):
             samples = samples._replace(support_ids=None)
         return Rollout(
             asked, completions, samples, supports, graded, advantages, truncated,
-            turns, len(parts) - 1,
+            turns, len(parts) - 1, decoded.busy,
         )  # fmt: skip
 
     def _sampled(self, number: int, attempt: int, place: int, params: Any) -> Sampled:
@@ -225,13 +225,15 @@ class Grpo(Job, name="grpo"):
             asked: the prompts.
             draw: numbers of the step and of the attempt.
         """
+        slots, sampling = 0, self.program.sampling_layout
 
         def sample(prompts: np.ndarray, lengths: np.ndarray, turn: int) -> Samples:
+            nonlocal slots
             number = np.int32(_number(*draw, turn))
-            given = self.program.sampling_layout.place(
-                (prompts, lengths), self.program.prompts
-            )
-            return jax.device_get(program(params, self.frozen, *given, number))
+            given = sampling.place((prompts, lengths), self.program.prompts)
+            made = jax.device_get(program(params, self.frozen, *given, number))
+            slots += made.steps * self.program.slots
+            return made
 
         if isinstance(self.task, Conversations):
             played, graded = self.task.play(asked, sample)
@@ -239,14 +241,18 @@ class Grpo(Job, name="grpo"):
             said = np.asarray(samples.tokens), np.asarray(samples.lengths)
             own = np.asarray(samples.mask)
             completions = Completions.of(*asked[:2], *said, own)
-            return Sampled(asked, completions, samples, graded, truncated, turns)
+            decoded = Decoded(int(completions.counts.sum() - turns.sum()), slots)
+            return Sampled(
+                asked, completions, samples, graded, truncated, turns, decoded
+            )
         samples = sample(*asked[:2], 0)
         tokens, lengths = np.asarray(samples.tokens), np.asarray(samples.lengths)
         completions = Completions.of(*asked[:2], tokens, lengths)
         ends = np.take_along_axis(tokens, lengths[:, None] - 1, axis=1)[:, 0]
         truncated = ~np.isin(ends, self.program.ends.eos_ids)
         graded, turns = self.task.grade(asked, completions), np.ones_like(lengths)
-        return Sampled(asked, completions, samples, graded, truncated, turns)
+        decoded = Decoded(int(lengths.sum() - turns.sum()), slots)
+        return Sampled(asked, completions, samples, graded, truncated, turns, decoded)
 
     def evaluate(self, state: TrainState, taken: PolicyMetrics) -> Evaluated | None:
         """Complete the held-out prompts at temperature 0."""

@@ -23,7 +23,7 @@ from jaxmem.data.tasks import TaskConfig
 from jaxmem.models.sampling import Samples, SamplingConfig
 from jaxmem.train.jobs.asked import Asked, Graded
 from jaxmem.train.jobs.rollouts import Completions
-from jaxmem.train.jobs.sampled import Sampled
+from jaxmem.train.jobs.sampled import Decoded, Sampled
 
 _KEYS = ("prompt_ids", "completion_ids", "logprobs", "reward")
 
@@ -151,7 +151,9 @@ class RecordedRollouts:
         ends = np.array([r.fields["completion_ids"][-1] for r in records])
         turns = np.ones(len(records), np.int32)
         truncated = ~np.isin(ends, self._eos_ids)
-        return Sampled(asked, completions, samples, graded, truncated, turns)
+        return Sampled(
+            asked, completions, samples, graded, truncated, turns, Decoded(0, 0)
+        )
 
     def _asked(self, records: Sequence[Record]) -> Asked:
         rows = [record.fields["prompt_ids"] for record in records]

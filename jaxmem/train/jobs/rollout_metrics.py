@@ -26,6 +26,7 @@ class Rollout(NamedTuple):
     truncated: np.ndarray  # [N] bool, completions without an end
     turns: np.ndarray  # [N] completions of a conversation
     resampled: int  # rollouts that were sampled besides, for groups that tell nothing
+    busy: float | None  # share of the sampler's slots that decoded something
 
     @property
     def learned(self) -> np.ndarray:
@@ -183,6 +184,7 @@ def of_rollout(rollout: Rollout, config: GrpoJobConfig) -> dict[str, Any]:
         "truncated": float(rollout.truncated.mean()),
         "resampled": rollout.resampled,
         "turns": turns,
+        "busy": rollout.busy,
         "response_length": float(rollout.completions.counts.mean()),
         "tokens": int(rollout.asked.lengths.sum() + lengths.sum()),
     }

@@ -11,6 +11,21 @@ from jaxmem.train.jobs.asked import Asked, Graded
 from jaxmem.train.jobs.rollouts import Completions
 
 
+class Decoded(NamedTuple):
+    """How many of the sampler's slots had something to decode.
+
+    The first token of a completion comes from its prompt, and is not counted.
+    """
+
+    tokens: int  # of completions
+    slots: int  # steps times slots
+
+    @property
+    def busy(self) -> float | None:
+        """The share; None where nothing was decoded."""
+        return self.tokens / self.slots if self.slots else None
+
+
 class Sampled(NamedTuple):
     """N completions, those of a prompt one after the other."""
 
@@ -20,6 +35,7 @@ class Sampled(NamedTuple):
     graded: Graded
     truncated: np.ndarray  # [N] bool, whether the last one has no end
     turns: np.ndarray  # [N] completions of a conversation
+    decoded: Decoded  # for these and for completions that were not selected
 
     def tells(self, group_size: int) -> np.ndarray:
         """Which groups have rewards that differ: booleans, one a group."""
@@ -36,12 +52,15 @@ class Sampled(NamedTuple):
             Graded(graded.rewards[rows], graded.right[rows], graded.parts),
             self.truncated[rows],
             self.turns[rows],
+            self.decoded,
         )
 
     @classmethod
     def joined(cls, parts: Sequence["Sampled"]) -> "Sampled":
         """Those of several rollouts, one after the other."""
-        asked, completions, samples, graded, truncated, turns = zip(*parts, strict=True)
+        asked, completions, samples, graded, truncated, turns, decoded = zip(
+            *parts, strict=True
+        )
         names = graded[0].parts or {}
         means = {
             name: float(np.mean([g.parts[name] for g in graded])) for name in names
@@ -57,6 +76,7 @@ class Sampled(NamedTuple):
             ),
             np.concatenate(truncated),
             np.concatenate(turns),
+            Decoded(*(sum(counts) for counts in zip(*decoded, strict=True))),
         )
 
 

@@ -1,5 +1,6 @@
 """A program that also samples completions of prompts from the model it trains."""
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
@@ -52,6 +53,7 @@ class SamplingProgram(AccumulatedProgram):
 
     Attributes:
         ends: the ids that end completions.
+        slots: completions that are decoded at a time.
         sampling_layout: shardings of prompts and completions.
     """
 
@@ -59,10 +61,21 @@ class SamplingProgram(AccumulatedProgram):
         """Say what is sampled.
 
         Raises:
-            ValueError: the mesh does not divide the completions.
+            ValueError: the mesh does not divide the completions, or there are more
+                slots than completions, or slots are refilled on several devices.
         """
         self._rollouts, self.ends = rollouts, ends
-        by_rows = rollouts.config.mesh.by_rows
+        by_rows, slots = rollouts.config.mesh.by_rows, rollouts.config.sampling.slots
+        self.slots = rollouts.rows if slots is None else slots
+        if self.slots > rollouts.rows:
+            raise ValueError(
+                f"sampling.slots must be at most {rollouts.named} = {rollouts.rows}, "
+                f"got {slots}"
+            )
+        if slots is not None and math.prod(by_rows.sizes) > 1:
+            raise ValueError(
+                f"sampling.slots={slots} must stay None on a mesh of several devices"
+            )
         if rollouts.rows % (parts := by_rows.data * by_rows.fsdp):
             raise ValueError(
                 f"mesh.data x mesh.fsdp x mesh.sequence must divide {rollouts.named} = "
@@ -75,7 +88,7 @@ class SamplingProgram(AccumulatedProgram):
         _, _, given = self._rollouts
         config = given.sampling
         if greedy:
-            config = SamplingConfig(config.max_new_tokens, top_k=1)
+            config = SamplingConfig(config.max_new_tokens, top_k=1, slots=config.slots)
 
         def run(params, frozen, prompts, lengths, step):
             key = jax.random.fold_in(jax.random.key(given.run.seed), step)
@@ -118,25 +131,28 @@ class SamplingProgram(AccumulatedProgram):
             held: shapes of what else is on the device, by name.
         """
         _, _, config = self._rollouts
-        rows, slots = self.prompts[0].shape[0], config.sampling.max_new_tokens
+        rows, most = self.prompts[0].shape[0], config.sampling.max_new_tokens
+        steps = most - 1
+        if config.sampling.slots is not None:  # from one refilled slot to the next
+            steps = -(-steps // self.slots)
         return Phase(
             "rollout",
             self.trace_sample,
             weights_of(self),
             held,
             {"keys and values": self._cache_bytes()},
-            rows * slots,
+            rows * most,
             runs=config.task.turns,
-            turns=slots - 1,
+            turns=steps,
         )
 
     def _cache_bytes(self) -> int:
         """Bytes of a rollout's KV cache on one device."""
         _, _, config = self._rollouts
         model, mesh = self.model_config, self.layout.sizes
-        slots = self._prompt_width + config.sampling.max_new_tokens - 1
-        slots = -(-slots // 8) * 8
-        numbers = 2 * model.layers * model.kv_heads * model.head_dim * slots
+        room = self._prompt_width + config.sampling.max_new_tokens - 1
+        room = -(-room // 8) * 8
+        numbers = 2 * model.layers * model.kv_heads * model.head_dim * room
         parts = mesh["data"] * mesh["fsdp"] * mesh["sequence"] * mesh["tensor"]
         item = jnp.dtype(model.dtype).itemsize
-        return self.prompts[0].shape[0] * numbers * item // parts
+        return self.slots * numbers * item // parts

@@ -594,6 +594,7 @@ def test_killed_a_run_takes_bitwise_the_steps_of_one_never_stopped(
         SMALL,
         grpo=dict(kl_coefficient=0.02, epochs=2),
         optimizer=dict(trainable="blocks|head"),
+        sampling=dict(slots=5),
         head=dict(gradient=("sample", 4)),
     )
     config = changed(config, run=dict(steps=6))
@@ -614,6 +615,7 @@ def test_killed_a_run_takes_bitwise_the_steps_of_one_never_stopped(
     )
     assert resumed == whole and len(whole) == 6
     assert {s["gradient_samples"] for s in whole} == {4}
+    assert all(0.5 < s["busy"] < 1 for s in whole)
 
 
 def test_resuming_with_another_task_model_or_seed_is_refused(finished):
@@ -692,6 +694,21 @@ def test_a_mistake_says_where_and_what(overrides, expected):
     with pytest.raises(ValueError, match=re.escape(expected)) as caught:
         load(CONFIGS / "grpo_arithmetic.gin", overrides)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (dict(sampling=dict(slots=33)), "at most grpo.prompts x grpo.group_size = 32"),
+        (
+            dict(sampling=dict(slots=4), mesh=dict(data=2)),
+            "sampling.slots=4 must stay None on a mesh of several devices",
+        ),
+    ],
+)
+def test_slots_that_cannot_be_refilled_are_refused(changes, expected):
+    with pytest.raises(ValueError, match=expected):
+        PolicyProgram(changed(SMALL, **changes))
 
 
 def test_a_vocabulary_below_the_task_s_is_refused(tmp_path):

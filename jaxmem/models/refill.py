@@ -1,0 +1,174 @@
+"""Completes more prompts than are decoded at a time: a slot whose row ends is refilled.
+
+The next row is the first of a prompt that has no completion yet; then one of the prompt
+whose completions are the longest so far, because those of one prompt are alike and what
+is started last is waited for. A row's tokens depend neither on its slot nor on when it
+starts: random numbers belong to a row and to the number of its token.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from jaxmem.models import kv_cache
+from jaxmem.models.decoder import Decoder
+
+
+class Prompts(NamedTuple):
+    """What N rows begin with, and their random numbers."""
+
+    ids: jax.Array  # [N, P]
+    lengths: jax.Array  # [N]
+    keys: jax.Array  # [N]
+
+
+class Rows(NamedTuple):
+    """What is known of N rows."""
+
+    drawn: Any  # arrays [N, R, ...]
+    lengths: jax.Array  # [N] tokens so far
+    starts: jax.Array  # [N] steps before its first token; -1: it waits
+
+
+class Slots(NamedTuple):
+    """What is decoded."""
+
+    rows: jax.Array  # [S] number of the row in each slot; N: none
+    token: jax.Array  # [S] its last token
+    cache: kv_cache.Cache
+    step: jax.Array  # steps so far
+
+
+State = tuple[Slots, Rows]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Refill:
+    """Decodes N rows of at most R tokens in S slots.
+
+    Args:
+        model: definition and weights of the decoder.
+        prompts: of the rows.
+        slots: S, at most N.
+        most: R.
+        draw: returns tokens and which rows end with them, from keys [k], numbers of
+            tokens in their rows [k], logits [k, V] and which are no rows [k].
+        unroll: as in `Decoder.decode`.
+    """
+
+    model: tuple[Any, Any]
+    prompts: Prompts
+    slots: int
+    most: int
+    draw: Callable[..., tuple[Any, jax.Array]]
+    unroll: bool
+
+    def run(self, nothing: Any) -> Rows:
+        """Decode until all rows have ended.
+
+        Args:
+            nothing: what is drawn [N, R, ...] before anything is.
+        """
+        count = self._count
+        cache = jax.eval_shape(lambda: self._prefill(jnp.arange(self.slots))[1])
+        cache = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), cache)
+        # Every slot writes at one place, which goes round behind the prompts. It
+        # comes back to a row's first token when the row has ended.
+        cache = cache._replace(slot=jnp.asarray(self._width, jnp.int32))
+        none = jnp.full(self.slots, count, jnp.int32)
+        slots = Slots(none, jnp.zeros_like(none), cache, jnp.asarray(0, jnp.int32))
+        zeros = jnp.zeros(count, jnp.int32)
+        state = slots, Rows(nothing, zeros, zeros - 1)
+        state = lax.fori_loop(0, count, lambda _, state: self._filled(state), state)
+        return self._stepped(state, self._is_live)[1]
+
+    @property
+    def _count(self) -> int:
+        return len(self.prompts.lengths)
+
+    @property
+    def _width(self) -> int:
+        return self.prompts.ids.shape[1]
+
+    @property
+    def _room(self) -> int:
+        """Slots of a row of the cache, as in `Sampler.start`."""
+        return -(-(self._width + self.most - 1) // 8) * 8
+
+    def _prefill(self, rows: jax.Array) -> tuple[jax.Array, kv_cache.Cache]:
+        decoder: Decoder = nnx.merge(*self.model)
+        return decoder.prefill(
+            self.prompts.ids[rows], self.prompts.lengths[rows], self._room
+        )
+
+    def _is_live(self, state: State) -> jax.Array:
+        return jnp.any(state[0].rows < self._count)
+
+    def _is_full(self, state: State) -> jax.Array:
+        return jnp.all(state[0].rows < self._count)
+
+    def _stepped(self, state: State, while_: Callable[[State], jax.Array]) -> State:
+        """Decode as long as something holds."""
+        return lax.while_loop(while_, self._step, state)
+
+    def _filled(self, state: State) -> State:
+        """Start one more row, as soon as a slot has none."""
+        slots, rows = self._stepped(state, self._is_full)
+        place = jnp.argmax(slots.rows == self._count)
+        row = self._next(rows)[None]
+        hidden, cache = self._prefill(row)
+        rows = rows._replace(starts=rows.starts.at[row].set(slots.step))
+        rows, token, left = self._drawn(rows, row, hidden)
+        slots = slots._replace(
+            rows=slots.rows.at[place].set(left[0]),
+            token=slots.token.at[place].set(token[0]),
+            cache=kv_cache.replaced(slots.cache, place, cache),
+        )
+        return slots, rows
+
+    def _step(self, state: State) -> State:
+        """One more token in every slot."""
+        slots, rows = state
+        decoder: Decoder = nnx.merge(*self.model)
+        cache = kv_cache.wrapped(slots.cache, self._width)
+        hidden, cache = decoder.decode(slots.token, cache, unroll=self.unroll)
+        rows, token, left = self._drawn(rows, slots.rows, hidden)
+        return Slots(left, token, cache, slots.step + 1), rows
+
+    def _drawn(self, rows: Rows, numbers: jax.Array, hidden: jax.Array):
+        """Draw a token of some rows; also which of these rows go on, N for others."""
+        count, decoder = self._count, nnx.merge(*self.model)
+        known = jnp.minimum(numbers, count - 1)
+        steps, keys = rows.lengths[known], self.prompts.keys[known]
+        new, ended = self.draw(keys, steps, decoder.logits(hidden), numbers == count)
+
+        def put(all_: jax.Array, x: jax.Array) -> jax.Array:
+            return all_.at[numbers, steps].set(x, mode="drop")
+
+        drawn = jax.tree.map(put, rows.drawn, new)
+        lengths = rows.lengths.at[numbers].add(1, mode="drop")
+        ended |= steps + 1 == self.most
+        left = jnp.where(ended, count, numbers)
+        return rows._replace(drawn=drawn, lengths=lengths), new.tokens, left
+
+    def _next(self, rows: Rows) -> jax.Array:
+        """The number of the row to start."""
+        waits, most = rows.starts < 0, self.most
+        longest = jax.ops.segment_max(
+            jnp.where(waits, -1, rows.lengths), self._groups, self._count
+        )[self._groups]
+        urgency = jnp.where(longest < 0, most + 1, longest)
+        return jnp.argmax(jnp.where(waits, urgency, -1))
+
+    @property
+    def _groups(self) -> jax.Array:
+        """[N] number of each row's prompt; equal ones follow one another."""
+        ids, lengths, _ = self.prompts
+        ids = jnp.where(jnp.arange(self._width) < lengths[:, None], ids, -1)
+        differs = jnp.any(ids[1:] != ids[:-1], axis=1)
+        return jnp.pad(jnp.cumsum(differs), (1, 0))

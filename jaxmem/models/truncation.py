@@ -1,0 +1,144 @@
+"""What a sampler draws a token from: temperature, top k, top p, min p."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jaxmem.core.fields import check_field
+from jaxmem.models import largest
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingConfig:
+    """How completions are sampled."""
+
+    max_new_tokens: int = 8  # maximum tokens of a completion, including eos
+    temperature: float = 1.0  # divides the logits before any truncation
+    top_k: int | None = None  # sample among the k most probable tokens only
+    top_p: float | None = None  # sample among the fewest that have this probability
+    # largest size of the support; None: top_k.  A top_p or min_p without a top_k needs
+    # it for a static shape
+    support: int | None = None
+    min_p: float | None = None  # drop tokens below this share of the best's probability
+    # completions that are decoded at a time; one that ends makes room for the next.
+    # None: all of a rollout
+    slots: int | None = None
+
+    def __post_init__(self):
+        """Raise a ValueError that names an impossible value or combination."""
+        check_field(self, "max_new_tokens", self.max_new_tokens >= 1, "at least 1")
+        possible = 0 < self.temperature < float("inf")
+        check_field(self, "temperature", possible, "positive and finite")
+        for name in ("top_k", "support", "slots"):
+            value = getattr(self, name)
+            check_field(self, name, value is None or value >= 1, "at least 1")
+        for name in ("top_p", "min_p"):
+            value = getattr(self, name)
+            check_field(self, name, value is None or 0 < value <= 1, "in (0, 1]")
+        if self.support is None:
+            decided = not self.truncates or self.top_k is not None
+            wanted = "given for a top_p or min_p without top_k"
+            check_field(self, "support", decided, wanted)
+        else:
+            wanted = "None where neither top_k, top_p nor min_p truncates"
+            check_field(self, "support", self.truncates, wanted)
+            enough = self.top_k is None or self.support >= self.top_k
+            check_field(self, "support", enough, f"at least top_k={self.top_k}")
+
+    @property
+    def truncates(self) -> bool:
+        """Whether the support can be smaller than the vocabulary."""
+        others = self.top_k, self.nucleus, self.min_p
+        return any(limit is not None for limit in others)
+
+    @property
+    def nucleus(self) -> float | None:
+        """The top_p, or None if it is 1, which sums of rounded terms could reach."""
+        return None if self.top_p == 1 else self.top_p
+
+    @property
+    def support_size(self) -> int | None:
+        """Ids in each of `Samples.support_ids`; None without truncation."""
+        if not self.truncates:
+            return None
+        return self.top_k if self.support is None else self.support
+
+
+def truncate(
+    logits: jax.Array, config: SamplingConfig
+) -> tuple[jax.Array, jax.Array | None]:
+    """Log-probabilities of the truncated distribution.
+
+        z = logits / T;   S = the top k of z;   then S = the fewest of the most probable
+        of softmax_S(z) that have at least top_p;   then S without the tokens of which
+        e^(z - max z) < min_p;   out = z - ln Σ_(v in S) e^(z_v)
+
+    Temperature comes first, as in other samplers, so the support of top_p depends on
+    it. With both, top_p counts the probability within the top k. A support of more than
+    `support` tokens is cut to the most probable of them. Ties keep the lower ids.
+
+    Args:
+        logits: [B, V] f32.
+        config: temperature, top_k, top_p, min_p, support.
+
+    Returns:
+        Log-probabilities [B, K] by falling probability, -inf outside S, and the ids
+        [B, K], -1 outside S; or [B, V] by id and None without truncation.
+
+    Raises:
+        ValueError: top_k or support is larger than the vocabulary.
+
+    >>> import jax.numpy as jnp
+    >>> logits = jnp.log(jnp.array([[0.1, 0.5, 0.3, 0.1]]))
+    >>> logprobs, ids = truncate(logits, SamplingConfig(top_p=0.7, support=3))
+    >>> print(jnp.exp(logprobs).round(1), ids)
+    [[0.6 0.4 0. ]] [[ 1  2 -1]]
+
+    Reference: top k: Fan et al., "Hierarchical Neural Story Generation", 2018,
+    arXiv:1805.04833; top p: Holtzman et al., "The Curious Case of Neural Text
+    Degeneration", 2019, arXiv:1904.09751; min p: Nguyen et al., "Turning Up the Heat:
+    Min-p Sampling for Creative and Coherent LLM Outputs", 2024, arXiv:2407.01082.
+    """
+    z = _scaled(logits, config)
+    size = config.support_size
+    if size is None:
+        return jax.nn.log_softmax(z), None
+    name = "top_k" if config.support is None else "support"
+    vocab_size = z.shape[-1]
+    check_field(config, name, size <= vocab_size, f"at most {vocab_size} (vocab_size)")
+    values, ids = largest.top(z, size)
+    within = z
+    if config.top_k is not None:
+        values = jnp.where(jnp.arange(size) < config.top_k, values, -jnp.inf)
+        within = values
+    kept = values > -jnp.inf
+    if config.nucleus is not None:
+        whole = jax.nn.logsumexp(within, axis=-1, keepdims=True)
+        sums = jnp.cumsum(jnp.exp(values - whole), axis=-1)
+        # Keep a token if those before it have too little; the first is always kept.
+        before = jnp.pad(sums[:, :-1], ((0, 0), (1, 0)))
+        kept &= before < config.nucleus
+    if config.min_p is not None:
+        kept &= values >= jnp.log(config.min_p)  # the largest value is 0
+    logprobs = jax.nn.log_softmax(jnp.where(kept, values, -jnp.inf))
+    return logprobs, jnp.where(kept, ids, -1)
+
+
+def _scaled(logits: jax.Array, config: SamplingConfig) -> jax.Array:
+    """Logits by temperature, of which each row's largest is 0."""
+    # Subtract the largest logit first: at a low temperature, the log-probability of the
+    # most probable token is then exactly 0, without the rounding of two large numbers.
+    best = jnp.max(logits, axis=-1, keepdims=True)
+    return (logits - best) / config.temperature
+
+
+def among_all(logits: jax.Array, config: SamplingConfig) -> jax.Array:
+    """`truncate` where all ids are in the support: [B, V] by id, without a sort."""
+    z = _scaled(logits, config)
+    kept = jnp.ones(z.shape, bool)
+    if config.nucleus is not None:
+        kept &= largest.nucleus(z, config.nucleus)
+    if config.min_p is not None:
+        kept &= z >= jnp.log(config.min_p)
+    return jax.nn.log_softmax(jnp.where(kept, z, -jnp.inf))

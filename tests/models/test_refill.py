@@ -1,0 +1,92 @@
+"""More rows than slots: the tokens of each, and which is decoded when."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxmem.models import refill
+from jaxmem.models.decoder import Decoder
+from jaxmem.models.sampling import Drawn
+from tests.models.test_sampling import decoder, run
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+@pytest.mark.parametrize(
+    ("slots", "changes", "settings"),
+    [
+        (1, {}, {}),
+        (2, dict(pattern=("local", "global"), window=3), dict(top_k=5)),
+        (3, dict(learned_positions=16), {}),
+        (5, {}, dict(top_p=0.7, support=7)),
+    ],
+)
+def test_what_a_row_samples_depends_neither_on_its_slot_nor_on_when_it_starts(
+    slots, changes, settings
+):
+    model = decoder(**changes)
+    at_once = run(model, seed=1, **settings)
+    made = run(model, seed=1, slots=slots, **settings)
+    # Slots of the cache are in another order, so that sums are rounded otherwise.
+    for name in ("tokens", "mask", "support_ids", "lengths"):
+        np.testing.assert_array_equal(getattr(made, name), getattr(at_once, name))
+    np.testing.assert_allclose(made.logprobs, at_once.logprobs, atol=1e-5)
+    assert len(set(made.lengths)) > 2 and made.lengths.max() == 12
+    assert (made.steps > 11) == (slots < 3)  # then rows wrote behind the last slot
+    assert (made.starts.max() > 0) == (slots < 5)
+
+
+def test_every_step_decodes_and_none_is_left_over(monkeypatch):
+    calls, decode = [], Decoder.decode
+
+    def counted(self, tokens, cache, **options):
+        jax.debug.callback(lambda: calls.append(len(tokens)))
+        return decode(self, tokens, cache, **options)
+
+    monkeypatch.setattr(Decoder, "decode", counted)
+    made = jax.device_get(run(decoder(), slots=2, seed=3))
+    jax.effects_barrier()
+    assert calls == [2] * made.steps
+    # At any step at most two rows are decoded, and one waits for no free slot.
+    live = np.zeros(made.steps + 1, int)
+    for start, length in zip(made.starts, made.lengths, strict=True):
+        live[start : start + length - 1] += 1
+    assert live.max() == 2
+    assert (live[: made.starts.max()] == 2).all()
+
+
+def started(lengths, groups, slots):
+    """Steps before each row, where rows are known to end at these lengths."""
+    prompts = np.array([[1 + group, 1] for group in groups], np.int32)
+
+    def draw(wanted, steps, logits, none):
+        zeros = jnp.zeros_like(steps)
+        drawn = Drawn(zeros, ~none, zeros.astype(float), None)
+        return drawn, none | (steps + 1 == wanted)
+
+    given = prompts, np.full(len(groups), 2), lengths
+    given = refill.Prompts(*map(jnp.asarray, given))
+    nothing = jnp.zeros((len(groups), 9))
+    nothing = Drawn(nothing.astype(int), nothing.astype(bool), nothing, None)
+    split = nnx.split(decoder())
+    made = refill.Refill(split, given, slots, 9, draw, unroll=False).run(nothing)
+    np.testing.assert_array_equal(made.lengths, lengths)
+    np.testing.assert_array_equal(made.drawn.mask.sum(1), lengths)
+    return made.starts.tolist()
+
+
+def test_prompts_without_a_completion_start_first_then_those_that_take_long():
+    # Two slots, and one row of each prompt in turn; then those of the longest prompt.
+    starts = started([3, 3, 9, 9, 2, 2], [0, 0, 1, 1, 2, 2], 2)
+    # Rows 0 and 2 begin; row 4 follows on row 0, and row 3 on it. Row 2 ends in step 8.
+    assert starts == [0, 8, 0, 3, 2, 10]
+    # Rows of one token take no step, and leave their slot at once.
+    assert started([1, 1, 4], [0, 1, 2], 1) == [0, 0, 0]
+
+
+@pytest.mark.parametrize("slots", [0, 6])
+def test_slots_that_cannot_be_are_refused(slots):
+    with pytest.raises(ValueError, match=f"slots must be at .*, got {slots}"):
+        run(decoder(), slots=slots)
