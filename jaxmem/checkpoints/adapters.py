@@ -53,7 +53,8 @@ _PLAIN = {
 def unadaptable(family: Family, targets: Iterable[str]) -> list[str]:
     """Those of `lora_targets` whose adapters PEFT's layout cannot say for a family.
 
-    These are parts of joined matrices, and matrices stored as [in, out].
+    These are parts of joined matrices, matrices of experts, and those stored as
+    [in, out].
     """
     modules = [_module(target) for target in targets]
     count = collections.Counter(family.names.values())
@@ -61,8 +62,15 @@ def unadaptable(family: Family, targets: Iterable[str]) -> list[str]:
         module.rpartition("/")[2]
         for module in modules
         if count[family.names.get(module, "")] > 1
+        or _of_experts(module) & family.names.keys()
         or (family.stored_as_in_out and module.startswith(family.stored_as_in_out))
     ]
+
+
+def _of_experts(module: str) -> set[str]:
+    """The names that a module of experts in the place of this one may have."""
+    part, _, name = module.rpartition("/")
+    return {f"{part}/experts/{name}", f"{part}/experts/{name}/kernel"}
 
 
 def _module(target: str) -> str:
@@ -113,7 +121,8 @@ def save_adapter(
     if lost:
         raise CheckpointError(
             f"{target}: checkpoints of {family.model_type} have {', '.join(lost)} "
-            "joined or transposed, so PEFT has no adapters of them; merge them instead"
+            "joined, transposed or of experts, so PEFT has no adapters of them; merge "
+            "them instead"
         )
     with new_directory(target) as unfinished:
         write_tensors(unfinished, _tensors(decoder, family), one=_TENSORS)

@@ -25,8 +25,8 @@ from jaxmem.models.config import ModelConfig
 class Stored(NamedTuple):
     """How a checkpoint stores a weight of the decoder."""
 
-    names: tuple[str, ...]  # of its tensors: one per layer, or a single one
-    stacked: bool  # whether the decoder's weight has a leading axis of layers
+    names: tuple[str, ...]  # of its tensors: a single one, or in the order of `leading`
+    leading: tuple[int, ...]  # axes of the decoder's weight that the tensors lack
     transposed: bool  # whether the tensors have the last two axes swapped
     joined: tuple[
         str, ...
@@ -64,21 +64,31 @@ class Naming:
     def __call__(self, path: str) -> Stored:
         """How the weight of a path like "blocks/attention/query/kernel" is stored."""
         stack = self.stacks.get(path.partition("/")[0])
-        plain, family = path, self.family
-        if stack is not None:
-            plain = "blocks" + path.removeprefix(stack.name)
+        plain, family = self.plain(path), self.family
         module, _, kind = plain.rpartition("/")
         name = family.names.get(plain)
         if name is None:
             name = family.names[module] + (".bias" if kind == "bias" else ".weight")
         layers = (0,) if stack is None else stack.layers
-        tensors = tuple(self.full(name).format(i) for i in layers)
+        leading = () if stack is None else (len(layers),)
+        experts = range(1)
+        if name.count("{}") == 2:  # a tensor of each expert
+            experts = range(self.config.experts or 0)
+            leading = *leading, len(experts)
+        full = self.full(name)
+        tensors = tuple(full.format(i, j) for i in layers for j in experts)
         as_is = plain.startswith(family.stored_as_in_out)
         transposed = kind == "kernel" and not (family.stored_as_in_out and as_is)
-        stored = Stored(tensors, stack is not None, transposed)
+        stored = Stored(tensors, leading, transposed)
         if kind in ("kernel", "bias"):
-            stored = self._joined(stored, path, module, kind)
+            key = plain if plain in family.names else module
+            stored = self._joined(stored, path, plain, key)
         return stored._replace(order=self._order(module))
+
+    def plain(self, path: str) -> str:
+        """The path as that of a decoder of one stack."""
+        stack = self.stacks.get(path.partition("/")[0])
+        return path if stack is None else "blocks" + path.removeprefix(stack.name)
 
     def full(self, name: str) -> str:
         """The name of a tensor with this checkpoint's prefix."""
@@ -88,19 +98,23 @@ class Naming:
             return inside + name.removeprefix(self.family.prefix)
         return outside + name
 
-    def _joined(self, stored: Stored, path: str, module: str, kind: str) -> Stored:
-        names = self.family.names
-        parts = [other for other, name in names.items() if name == names.get(module)]
+    def _joined(self, stored: Stored, path: str, plain: str, key: str) -> Stored:
+        """With the weights that share the tensors of one, which the key names."""
+        names, by = self.family.names, self.family.joined_by
+        parts = [other for other, name in names.items() if name == names.get(key)]
         if len(parts) < 2:
             return stored
-        start = path.removesuffix(f"{module.removeprefix('blocks')}/{kind}")
-        joined = tuple(f"{start}{part.removeprefix('blocks')}/{kind}" for part in parts)
-        rows = tuple(self._outputs(part) for part in parts)
-        heads = self.config.heads if self.family.joined_by_head else None
+        start, end = path.removesuffix(plain.removeprefix("blocks")), plain[len(key) :]
+        joined = tuple(f"{start}{part.removeprefix('blocks')}{end}" for part in parts)
+        modules = [(part + end).rpartition("/")[0] for part in parts]
+        rows = tuple(map(self._outputs, modules))
+        heads = {"one": None, "head": self.config.heads, "number": rows[0]}[by]
         return stored._replace(joined=joined, rows=rows, heads=heads)
 
     def _outputs(self, module: str) -> int:
-        config, name = self.config, module.rpartition("/")[2]
+        config, (part, name) = self.config, module.rpartition("/")[::2]
+        if part.endswith("/experts"):
+            return config.expert_ff or 0
         heads = {
             "query": config.heads,
             "key": config.kv_heads,
@@ -165,6 +179,7 @@ def refuse_others(
         for name, value in family.constants.items()
         for layer in range(naming.config.layers)
     }
+    known.update(further(tensors, naming))
     for name in tensors:
         # computed from config.json
         derived = name.endswith(("rotary_emb.inv_freq", *family.derived))
@@ -202,21 +217,46 @@ def _check_copy(tensors: Tensors, naming: Naming) -> None:
         )
 
 
-def say_what_is_left_out(tensors: Tensors, images: tuple[str, ...]) -> None:
-    """Warn that tensors of images are not read; Python shows such a warning once."""
+def further(tensors: Tensors, naming: Naming) -> list[str]:
+    """Names of tensors of layers after the last, if the family has such layers."""
+    if naming.family.more_layers_key is None:
+        return []
+    start, layers = naming.full("model.layers."), naming.config.layers
+    numbered = ((name, name.removeprefix(start).partition(".")[0]) for name in tensors)
+    return [
+        name
+        for name, number in numbered
+        if name.startswith(start) and number.isdecimal() and int(number) >= layers
+    ]
+
+
+def say_what_is_left_out(
+    tensors: Tensors, images: tuple[str, ...], naming: Naming
+) -> None:
+    """Warn that some tensors are not read; Python shows such a warning once."""
     left = sum(name.startswith(images) for name in tensors)
-    warnings.warn(
-        f"{tensors.directory}: only the text part of a model that reads images is "
-        f"read; its {left} tensors of images are left out",
-        stacklevel=1,
-    )
+    if images:
+        warnings.warn(
+            f"{tensors.directory}: only the text part of a model that reads images is "
+            f"read; its {left} tensors of images are left out",
+            stacklevel=1,
+        )
+    left = len(further(tensors, naming))
+    if left:
+        warnings.warn(
+            f"{tensors.directory}: its layers that predict tokens beyond the next one "
+            f"are not read; their {left} tensors are left out",
+            stacklevel=1,
+        )
 
 
 def reader(
     tensors: Tensors, stored: Stored, path: str, like: jax.ShapeDtypeStruct
 ) -> Callable[[Any], np.ndarray]:
     """A function that reads the part of a weight at an index, from its tensors."""
-    shape = like.shape[1:] if stored.stacked else like.shape
+    axes = len(stored.leading)
+    shape = like.shape[axes:]
+    numbers = np.arange(len(stored.names)).reshape(stored.leading)
     mixed = stored.joined or stored.order is not None
 
     def one(name: str, index: tuple[slice, ...]) -> np.ndarray:
@@ -226,14 +266,20 @@ def reader(
             )
         if not stored.transposed:
             return tensors.read(name, shape, index).astype(like.dtype)
-        return tensors.read(name, shape[::-1], index[::-1]).T.astype(like.dtype)
+        part = tensors.read(name, _swapped(shape), _swapped(index))
+        return part.swapaxes(-1, -2).astype(like.dtype)
 
     def read(index: Any) -> np.ndarray:
-        if not stored.stacked:
-            return one(stored.names[0], index)
-        return np.stack([one(name, index[1:]) for name in stored.names[index[0]]])
+        wanted = numbers[index[:axes]]
+        parts = [one(stored.names[i], index[axes:]) for i in wanted.reshape(-1)]
+        return np.stack(parts).reshape(*wanted.shape, *parts[0].shape)
 
     return read
+
+
+def _swapped(sizes: tuple) -> tuple:
+    """The same of an array whose last two axes are swapped."""
+    return *sizes[:-2], sizes[-1], sizes[-2]
 
 
 def _unmixed(
@@ -243,9 +289,9 @@ def _unmixed(
     outputs = sum(stored.rows) if stored.joined else shape[-1]
     whole_shape = (*shape[:-1], outputs)
     if stored.transposed:
-        whole_shape = whole_shape[::-1]
+        whole_shape = _swapped(whole_shape)
     tensor = tensors.read(name, whole_shape, (slice(None),) * len(shape))
-    array = tensor.T if stored.transposed else tensor
+    array = tensor.swapaxes(-1, -2) if stored.transposed else tensor
     if stored.joined:
         place = stored.joined.index(path)
         if stored.heads is None:
@@ -265,15 +311,22 @@ def tensors_of(
         stored = naming(path)
         if stored.joined and stored.joined[0] != path:
             continue  # it is written with the first
-        for layer, name in enumerate(stored.names):
-            at = layer if stored.stacked else None
+        of_layer = stored.names
+        if stored.leading:
+            of_layer = np.reshape(stored.names, (stored.leading[0], -1))
+        for layer, tensors in enumerate(of_layer):
+            at = layer if stored.leading else None
             parts = [
                 _in_order(whole(weights[part], at), naming(part).order)
                 for part in stored.joined or (path,)
             ]
             array = _together(parts, stored.heads) if stored.joined else parts[0]
-            array = array.T if stored.transposed else array
-            yield name, array.astype(jnp.dtype(dtype))
+            arrays = array if len(stored.leading) == 2 else [array]
+            for name, array in zip(np.atleast_1d(tensors), arrays, strict=True):
+                array = array.swapaxes(-1, -2) if stored.transposed else array
+                kept = naming.plain(path) in naming.family.in_float32
+                kind = jnp.dtype("float32" if kept else dtype)
+                yield str(name), array.astype(kind)
     for name, value in naming.family.constants.items():
         for layer in range(naming.config.layers):
             yield naming.full(name).format(layer), np.asarray(value, jnp.dtype(dtype))

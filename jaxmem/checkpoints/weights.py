@@ -132,7 +132,7 @@ def read_weights(
         Arrays nested by name, as in `nnx.to_pure_dict` of the decoder's state.
 
     Warns:
-        UserWarning: only the text part of a multimodal model is read.
+        UserWarning: only a part of the model is read, without images, say.
 
     Raises:
         CheckpointError: a tensor is missing, has another shape, or does not belong to
@@ -153,9 +153,9 @@ def _read_weights(
     naming = names.Naming(config.family, model, prefixes, tensors)
     every = _flat(nnx.to_pure_dict(nnx.split(_abstract(model))[1]))
     every = {path: leaf for path, leaf in every.items() if not lora.is_adapter(path)}
-    names.refuse_others(tensors, every, images.images if images else (), naming)
-    if images is not None:
-        names.say_what_is_left_out(tensors, images.images)
+    of_images = images.images if images else ()
+    names.refuse_others(tensors, every, of_images, naming)
+    names.say_what_is_left_out(tensors, of_images, naming)
     wanted = every if like is None else _flat(like)
     arrays = {}
     for path, leaf in wanted.items():
@@ -357,9 +357,9 @@ def with_checkpoint(model: ModelConfig) -> ModelConfig:
     lost = unadaptable(config.family, model.lora_targets) if model.lora_rank else []
     if lost:
         raise ValueError(
-            f"model.lora_targets: {', '.join(lost)} are joined or transposed in "
-            f"checkpoints of {config.family.model_type}, so PEFT has no adapters of "
-            "them; name others, or set model.lora_rank=0"
+            f"model.lora_targets: {', '.join(lost)} are joined, transposed or of "
+            f"experts in checkpoints of {config.family.model_type}, so PEFT has no "
+            "adapters of them; name others, or set model.lora_rank=0"
         )
     read = config.model
     choices, default = _choices(model), ModelConfig()

@@ -13,7 +13,7 @@ from jaxmem.models import lora
 
 KINDS = ("global", "local", "unrotated")
 MIXERS = ("attention",)
-FEED_FORWARDS = ("dense",)
+FEED_FORWARDS = ("dense", "experts")
 
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -24,6 +24,7 @@ ACTIVATIONS = {
     "gelu": functools.partial(jax.nn.gelu, approximate=True),
     "exact_gelu": functools.partial(jax.nn.gelu, approximate=False),
     "relu": jax.nn.relu,
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
     "squared_relu": lambda x: jnp.square(jax.nn.relu(x)),
 }
 
@@ -31,11 +32,12 @@ ACTIVATIONS = {
 # Sizes have bounds, each far above that of any model, so that an impossible size is an
 # error before anything is allocated. They also bound a weight to less than 2**63 bytes.
 _POSITIONS = integers(above=0, limit=2**31 - 1)  # int32
+_FF = integers(above=0, limit=2**22)
 _POSITIVE, _HEADS = reals(above=0), integers(above=0, limit=2**16)
 RANGES = {
     "layers": integers(above=0, limit=10_000),
     "hidden": integers(above=0, limit=2**20),
-    "ff": integers(above=0, limit=2**22),
+    "ff": _FF,
     "heads": _HEADS,
     "kv_heads": _HEADS,
     "head_dim": integers(above=0, limit=2**16),
@@ -48,6 +50,15 @@ RANGES = {
     "rope_magnitude": _POSITIVE,
     "rope_fraction": reals(above=0, high=1),
     "learned_positions": _POSITIONS,
+    "experts": _HEADS,
+    "experts_per_token": _HEADS,
+    "expert_ff": _FF,
+    "router_scale": _POSITIVE,
+    "router_groups": _HEADS,
+    "router_groups_kept": _HEADS,
+    "router_group_best": _HEADS,
+    "shared_ff": _FF,
+    "gate_limit": _POSITIVE,
     "query_growth": _POSITIVE,
     "embed_multiplier": _POSITIVE,
     "residual_multiplier": _POSITIVE,
@@ -131,8 +142,26 @@ class ModelConfig:
     gated: bool = True  # the feed-forward layer has a gate: act(gate) * up, not act(up)
     # of the feed-forward layer; "xielu" has two weights
     activation: Literal[
-        "silu", "gelu", "exact_gelu", "relu", "squared_relu", "xielu"
+        "silu", "gelu", "exact_gelu", "quick_gelu", "relu", "squared_relu", "xielu"
     ] = "silu"
+    experts: int | None = None  # feed-forward layers named "experts" are made of these
+    experts_per_token: int = 1  # that a router chooses for each token
+    expert_ff: int | None = None  # width inside an expert
+    expert_bias: bool = False  # the matrices of experts have biases
+    # an expert's gate is at most this, and what it multiplies is within ± this
+    gate_limit: float | None = None
+    up_plus_one: bool = False  # an expert's gate multiplies up + 1
+    # softmax or sigmoid of the router's logits; "chosen": softmax of the chosen ones
+    router_scores: Literal["softmax", "sigmoid", "chosen"] = "softmax"
+    router_renormalised: bool = False  # scores of the chosen experts are to sum to 1
+    router_scale: float = 1.0  # factor of the chosen experts' scores
+    router_bias: bool = False  # the router's logits have a bias
+    router_correction: bool = False  # a bias of scores, which only the choice reads
+    router_groups: int = 1  # of experts, of which the choice is from the best ones
+    router_groups_kept: int = 1  # how many those are
+    router_group_best: int = 1  # best scores of a group whose sum is its own score
+    shared_ff: int | None = None  # width of an expert that every token uses
+    shared_gate: bool = False  # its result is multiplied by a sigmoid
     norm_eps: float = 1e-6  # added to the mean square in every norm
     dtype: str = "float32"  # activations and matrix products
     param_dtype: str = "float32"  # stored weights (the master copy)
@@ -164,6 +193,7 @@ class ModelConfig:
         _check_choice(self, "dtype", DTYPES)
         _check_choice(self, "param_dtype", DTYPES)
         self._check_attention()
+        self._check_experts()
         problem = lora.check(
             self.lora_rank, self.lora_alpha, self.lora_targets, self.lora_head
         )
@@ -215,6 +245,33 @@ class ModelConfig:
                 "ModelConfig.attention='cudnn' needs dtype='bfloat16' or 'float16', "
                 "got 'float32'"
             )
+
+    def _check_experts(self):
+        _check_choice(self, "router_scores", ("softmax", "sigmoid", "chosen"))
+        has_experts = "experts" in self.feed_forwards
+        wanted = "given where feed_forwards has 'experts', and only there"
+        for name in ("experts", "expert_ff"):
+            given = getattr(self, name) is not None
+            check_field(self, name, given == has_experts, wanted)
+        if self.experts is None:
+            return
+        check_field(self, "gated", self.gated, "True, as experts have a gate")
+        groups = self.router_groups
+        divides = self.experts % groups == 0
+        check_field(self, "router_groups", divides, "a divisor of experts")
+        for name, most, what in (
+            ("experts_per_token", self.experts, "experts"),
+            ("router_groups_kept", groups, "router_groups"),
+            ("router_group_best", self.experts // groups, "experts of a group"),
+        ):
+            fits = getattr(self, name) <= most
+            check_field(self, name, fits, f"at most {most}, the {what}")
+        kept = self.router_groups_kept * self.experts // groups
+        enough = groups == 1 or self.experts_per_token <= kept
+        wanted = f"at most {kept}, the experts of router_groups_kept groups"
+        check_field(self, "experts_per_token", enough, wanted)
+        shared = not self.shared_gate or self.shared_ff is not None
+        check_field(self, "shared_ff", shared, "given with shared_gate")
 
     def _check_kinds(self):
         kinds = set(self.pattern) <= set(KINDS) and len(self.pattern) > 0

@@ -20,6 +20,7 @@ from jaxmem.models import (
 from jaxmem.models.config import ModelConfig
 from jaxmem.models.feed_forward import FeedForward
 from jaxmem.models.linears import linear, residual_linear
+from jaxmem.models.mixture import Mixture
 from jaxmem.models.positions import Ids as Ids, Rope, Sight
 
 
@@ -249,7 +250,7 @@ def _normalized(norm: norms.RMSNorm, x: jax.Array, config: ModelConfig) -> jax.A
 
 
 MIXERS: dict[str, Any] = {"attention": Attention}
-FEED_FORWARDS: dict[str, Any] = {"dense": FeedForward}
+FEED_FORWARDS: dict[str, Any] = {"dense": FeedForward, "experts": Mixture}
 
 
 class Block(nnx.Module):

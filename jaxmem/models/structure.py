@@ -7,7 +7,7 @@ alternate run in one loop, whose body has a layer of each.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxmem.models.config import ModelConfig
 
@@ -38,9 +38,7 @@ def runs(config: ModelConfig) -> tuple[tuple[Stack, ...], ...]:
             number = len(stacks) + sum(map(len, found))
             name = f"blocks_{number}" if number else "blocks"
             mixer, feed_forward = parts[place]
-            own = dataclasses.replace(
-                config, mixers=(mixer,), feed_forwards=(feed_forward,)
-            )
+            own = _own(config, mixer, feed_forward)
             layers = tuple(range(place, first + period * times, period))
             stacks.append(Stack(name, own, layers))
         found.append(tuple(stacks))
@@ -56,6 +54,16 @@ def stacks(config: ModelConfig) -> dict[str, Stack]:
 def stack_of(path: str, config: ModelConfig) -> Stack | None:
     """The stack that a weight's path starts with; None for weights of no layer."""
     return stacks(config).get(path.partition("/")[0])
+
+
+def _own(config: ModelConfig, mixer: str, feed_forward: str) -> ModelConfig:
+    """The config of a layer, without the sizes of parts that it does not have."""
+    without: dict[str, Any] = {}
+    if feed_forward != "experts":
+        without = {"experts": None, "expert_ff": None}
+    return dataclasses.replace(
+        config, mixers=(mixer,), feed_forwards=(feed_forward,), **without
+    )
 
 
 def _of_layer(config: ModelConfig, layer: int) -> tuple[str, str]:

@@ -4,10 +4,10 @@
     FLOPs per token = 4 N + 2 N_trained + 12 Σ_layers heads · head_dim · min(T, window)
 
 N is the number of weights that multiply a token: all matrices, including the head's,
-but not the embedding look-up. If all are trained, the first terms are 6 N. As in the
-reference, attention counts T keys per query although causal attention computes half of
-them, and recomputation does not count. Tokens are those of the batch, including
-padding.
+but not the embedding look-up, and of the experts as many as a token is routed to. If
+all are trained, the first terms are 6 N. As in the reference, attention counts T keys
+per query although causal attention computes half of them, and recomputation does not
+count. Tokens are those of the batch, including padding.
 
 Reference: Chowdhery et al., "PaLM", 2022, arXiv:2204.02311, appendix B.
 """
@@ -60,11 +60,14 @@ def flops_per_token(
     return 4 * everything + 2 * with_gradients + attention
 
 
-def _multiplied(config, weights) -> int:
-    """The number of weights in matrices that multiply every token."""
+def _multiplied(config, weights) -> float:
+    """The number of weights in matrices that multiply a token."""
     ends = ("kernel", "lora_a", "lora_b") + ("embedding",) * config.tied
-    return sum(
-        math.prod(leaf.shape)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(weights)
-        if getattr(path[-1], "key", "") in ends
-    )
+    total = 0.0
+    for path, leaf in jax.tree_util.tree_leaves_with_path(weights):
+        keys = [getattr(entry, "key", "") for entry in path]
+        chosen = 1.0
+        if "experts" in keys:
+            chosen = config.experts_per_token / config.experts
+        total += chosen * math.prod(leaf.shape) * (keys[-1] in ends)
+    return total

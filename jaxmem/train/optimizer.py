@@ -178,7 +178,7 @@ def update_rule(
 def _decays(params: Any) -> Any:
     # Select by name: stacking over layers gives a norm's scale two axes.
     return jax.tree_util.tree_map_with_path(
-        lambda path, _: path[-1].key not in ("scale", "bias"), params
+        lambda path, _: path[-1].key not in ("scale", "bias", "correction"), params
     )
 
 

@@ -184,8 +184,8 @@ def kept_bytes(
     queries, keys = (n * model.head_dim * item for n in (model.heads, model.kv_heads))
     split = {
         "q": queries, "k": keys, "v": keys, "attn_out": queries,
-        "attn_lse": 4 * model.heads, "gate": model.gated * model.ff * item,
-        "up": model.ff * item,
+        "attn_lse": 4 * model.heads, "gate": model.gated * _mean_ff(model) * item,
+        "up": _mean_ff(model) * item,
     }  # fmt: skip
     if model.attention == "cudnn":  # its output has the same checkpoint name
         split["attn_lse"] += split.pop("attn_out")
@@ -194,6 +194,13 @@ def kept_bytes(
         widths += model.hidden * item
     rows = mesh["data"] * mesh["fsdp"] * mesh["sequence"]
     return int(model.layers * tokens * widths / rows)
+
+
+def _mean_ff(model: ModelConfig) -> float:
+    """Mean width of what layers name "up": of those with experts, the shared one's."""
+    kinds = (model.feed_forwards * model.layers)[: model.layers]
+    widths = [model.ff if k == "dense" else model.shared_ff or 0 for k in kinds]
+    return sum(widths) / model.layers
 
 
 def device_bytes(tree: Any) -> int:

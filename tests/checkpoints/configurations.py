@@ -24,6 +24,7 @@ YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 DEFAULT = {"rope_type": "default", "rope_theta": 1000.0}
 
 
@@ -135,6 +136,52 @@ CONFIGURATIONS = {
         rope_parameters={
             "rope_type": "dynamic", "rope_theta": 100.0, "alpha": 50.0, "factor": 1.0
         },
+    ),
+    "qwen3_moe": of(
+        "qwen3_moe", head_dim=24, norm_topk_prob=True, **EXPERTS
+    ),
+    "qwen3_moe_few": of(
+        "qwen3_moe", num_hidden_layers=4, decoder_sparse_step=2, head_dim=16,
+        tie_word_embeddings=True, use_sliding_window=True, sliding_window=5, **EXPERTS
+    ),
+    "mixtral": of("mixtral", num_local_experts=4),
+    "mixtral_window": of(
+        "mixtral", num_local_experts=3, num_experts_per_tok=1, sliding_window=5,
+        head_dim=24, tie_word_embeddings=True,
+    ),
+    "olmoe": of("olmoe", num_experts=5, num_experts_per_tok=2),
+    "olmoe_bias": of(
+        "olmoe", num_experts=4, num_experts_per_tok=3, norm_topk_prob=True,
+        attention_bias=True, tie_word_embeddings=True,
+    ),
+    "qwen2_moe": of(
+        "qwen2_moe", shared_expert_intermediate_size=40, **EXPERTS
+    ),
+    "qwen2_moe_few": of(
+        "qwen2_moe", num_hidden_layers=4, shared_expert_intermediate_size=24,
+        mlp_only_layers=[0], norm_topk_prob=True, qkv_bias=False,
+        use_sliding_window=True, sliding_window=5, max_window_layers=3, **EXPERTS
+    ),
+    "glm4_moe": of(
+        "glm4_moe", n_routed_experts=8, num_experts_per_tok=3, n_group=4, topk_group=2,
+        moe_intermediate_size=32, routed_scaling_factor=1.5, use_qk_norm=True,
+        head_dim=24,
+    ),
+    "glm4_moe_plain": of(
+        "glm4_moe", n_routed_experts=5, num_experts_per_tok=2, n_shared_experts=2,
+        moe_intermediate_size=24, first_k_dense_replace=2, norm_topk_prob=False,
+        attention_bias=True, tie_word_embeddings=True,
+    ),
+    "gpt_oss": of(
+        "gpt_oss", num_local_experts=4, head_dim=24, sliding_window=5,
+        num_experts_per_tok=2, swiglu_limit=1.5,
+        rope_parameters=YARN | {"truncate": False},
+    ),
+    "gpt_oss_plain": of(
+        "gpt_oss", num_local_experts=5, head_dim=16, sliding_window=7,
+        num_experts_per_tok=3, attention_bias=False, tie_word_embeddings=True,
+        layer_types=[GLOBAL, LOCAL, LOCAL],
+        rope_parameters=DEFAULT,
     ),
     "helium": of("helium", head_dim=16),
     "helium_bias": of("helium", head_dim=16, attention_bias=True, mlp_bias=True),

@@ -22,6 +22,8 @@ def rows():
     for family in sorted(FAMILIES, key=lambda family: family.model_type):
         recorded = counts[family.model_type]
         adapters = "not of joined matrices" if _joined(family) else "yes"
+        if any("/experts/" in path for path in family.names):
+            adapters = "not of experts"
         cells = family.model_type, family.architecture, str(recorded), adapters
         yield f"| {' | '.join(cells)} |"
 

@@ -17,10 +17,12 @@ saved (tests/checkpoints/test_families.py --exports) with the same records.
 import argparse
 import json
 import pathlib
+import tempfile
 
 import numpy as np
 import torch
 import transformers as tf
+from transformers.core_model_loading import revert_weight_conversion
 
 from tests.checkpoints import seeded
 from tests.checkpoints.configurations import CONFIGURATIONS
@@ -30,17 +32,39 @@ PROMPT, NEW = 7, 8
 
 
 def made(model_type, settings):
-    """A model with seeded weights, and its tensors' shapes and means."""
+    """A model that has read seeded weights, and what is said of its files."""
     config = tf.AutoConfig.for_model(model_type, **settings)
     model = tf.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    config = config.to_dict() | {"architectures": [type(model).__name__]}
+    config = json.loads(json.dumps(config))
     tensors = {}
-    for name, weight in model.named_parameters():
+    for name, weight in in_files(model, lambda weight: weight).items():
         mean = float(weight.detach().float().mean()) if weight.ndim == 1 else 0.0
         mean = 1.0 if abs(mean - 1) < 1e-3 else 0.0
         tensors[name] = [list(weight.shape), mean]
-        drawn = seeded.tensor(name, weight.shape, mean)
-        weight.data = torch.from_numpy(drawn)
-    return model.double().eval(), tensors
+    said = {"config": json.dumps(config), "tensors": json.dumps(tensors)}
+    with tempfile.TemporaryDirectory() as directory:
+        path = seeded.write(said, pathlib.Path(directory))
+        model = loaded(path)
+    return model.double().eval(), said
+
+
+def loaded(path):
+    """The model of a checkpoint that has all its tensors, and no others."""
+    model, said = tf.AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager",
+        experts_implementation="eager", output_loading_info=True,
+    )  # fmt: skip
+    assert not said["missing_keys"] and not said["unexpected_keys"], (path, said)
+    return model
+
+
+def in_files(model, of):
+    """Something of each weight, by the names and in the layouts of files."""
+    held = model.state_dict(keep_vars=True)  # also what has no gradient
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    held = {k: of(v) for k, v in held.items() if not (tied and k == "lm_head.weight")}
+    return revert_weight_conversion(model, held)
 
 
 def recorded(model, tensors):
@@ -49,11 +73,10 @@ def recorded(model, tensors):
     logits = model(tokens).logits
     flat = logits[:, :-1].reshape(-1, seeded.VOCABULARY)
     torch.nn.functional.cross_entropy(flat, tokens[:, 1:].reshape(-1)).backward()
-    gradients = []
-    for name, weight in model.named_parameters():
-        assert name in tensors
-        gradient = weight.grad.numpy()
-        gradients.append(seeded.summary(name, gradient))
+    slopes = in_files(
+        model, lambda x: torch.zeros_like(x) if x.grad is None else x.grad
+    )
+    gradients = [seeded.summary(name, slopes[name].numpy()) for name in tensors]
     with torch.no_grad():
         whole = model.generate(
             tokens[:, :PROMPT], do_sample=False, min_new_tokens=NEW, max_new_tokens=NEW,
@@ -70,13 +93,10 @@ def recorded(model, tensors):
 
 def write(names):
     for name in names or CONFIGURATIONS:
-        model, tensors = made(*CONFIGURATIONS[name])
-        config = model.config.to_dict()
-        config["architectures"] = [type(model).__name__]
-        config = json.loads(json.dumps(config))
-        said = {"config": json.dumps(config), "tensors": json.dumps(tensors)}
+        model, said = made(*CONFIGURATIONS[name])
         path = seeded.RECORDS / f"{name}.npz"
-        np.savez_compressed(path, **said, **recorded(model, tensors))
+        made_of = recorded(model, json.loads(said["tensors"]))
+        np.savez_compressed(path, **said, **made_of)
         print(name, path.stat().st_size, flush=True)
 
 
@@ -84,11 +104,7 @@ def compare(directory):
     """Load what jaxmem saved, and compare its logits with the records."""
     for path in sorted(pathlib.Path(directory).iterdir()):
         record = np.load(seeded.RECORDS / f"{path.name}.npz")
-        model, said = tf.AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, attn_implementation="eager",
-            output_loading_info=True,
-        )  # fmt: skip
-        assert not said["missing_keys"] and not said["unexpected_keys"], (path, said)
+        model = loaded(path)
         with torch.no_grad():
             logits = model.eval()(torch.from_numpy(record["tokens"].astype(int))).logits
         expected = record["logits"]

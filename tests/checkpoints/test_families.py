@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import safetensors.numpy
 from flax import nnx, traverse_util
 
 from jaxmem import checkpoints
@@ -29,7 +30,8 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 # Between them they have every switch; the others combine and vary them.
 QUICK = (
     "ministral3_window", "phi3_partial", "olmo3_yarn", "smollm3", "glm4", "granite",
-    "cohere2", "gpt2", "gpt_neox", "apertus", "nanochat",
+    "cohere2", "gpt2", "gpt_neox", "apertus", "nanochat", "gpt_oss", "glm4_moe",
+    "qwen2_moe_few",
 )  # fmt: skip
 RECORDED = sorted(path.stem for path in seeded.RECORDS.glob("*.npz"))
 CASES = [name if name in QUICK else slow(name) for name in RECORDED]
@@ -161,6 +163,21 @@ def test_a_family_can_say_what_its_config_says(name, loaded, tmp_path):
         if field not in same and value != getattr(config.model, field)
     }
     assert all(np.isclose(*both, rtol=1e-12) for both in changed.values()), changed
+
+
+def test_layers_of_further_tokens_are_left_out(loaded, tmp_path):
+    decoder, config = loaded("glm4_moe")
+    target = tmp_path / "more"
+    checkpoints.save(target, decoder, like=config.path.parent)
+    tensors = safetensors.numpy.load_file(target / "model.safetensors")
+    tensors["model.layers.3.eh_proj.weight"] = np.zeros((64, 128), np.float32)
+    safetensors.numpy.save_file(tensors, target / "model.safetensors")
+    with pytest.warns(UserWarning, match="their 1 tensors are left out"):
+        checkpoints.load(target)
+    tensors["model.layers.2.eh_proj.weight"] = np.zeros((64, 128), np.float32)
+    safetensors.numpy.save_file(tensors, target / "model.safetensors")
+    with pytest.raises(checkpoints.CheckpointError, match="layers.2.eh_proj.weight is"):
+        checkpoints.load(target)
 
 
 def test_every_family_is_recorded():

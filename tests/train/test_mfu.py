@@ -45,6 +45,14 @@ def test_frozen_matrices_have_no_gradient():
     assert flops(adapted, "/lora_") == flops(QWEN3) - frozen + 6 * adapters
 
 
+def test_a_token_multiplies_the_experts_that_it_is_routed_to():
+    sparse = dict(experts=128, experts_per_token=8, expert_ff=768)
+    mixed = dataclasses.replace(QWEN3, feed_forwards=("experts",), **sparse)
+    router, chosen = 128 * 1024, 8 * 3 * 768 * 1024
+    more = 28 * (router + chosen - 3 * 3072 * 1024)
+    assert flops(mixed) == flops(QWEN3) + 6 * more
+
+
 @pytest.mark.parametrize(
     ("kind", "dtype", "peak"),
     [

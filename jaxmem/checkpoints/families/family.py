@@ -75,7 +75,8 @@ class Key:
             default = default(reader.raw)
         within = RANGES.get(self.field) if self.values is None else None
         keys = (self.key,) if self.older is None else (self.key, self.older)
-        absent = MISSING if default is MISSING else None
+        is_there = any(key in reader.raw for key in keys)
+        absent = MISSING if default is MISSING and not is_there else None
         given = [reader.take(key, kinds, absent, within=within) for key in keys]
         found = [v for v, k in zip(given, keys, strict=True) if k in reader.raw]
         if self.null_is_default or type(None) not in kinds:
@@ -99,7 +100,8 @@ class Family:
         model_type: its "model_type".
         parts: what reads its keys.
         names: names of modules in a checkpoint, by the decoder's: of
-            "blocks/attention/query" the name of layer "{}".
+            "blocks/attention/query" the name of layer "{}"; of a module of experts,
+            that of layer "{}" and expert "{}", or one for all experts.
         switches: the fields of `ModelConfig` that are the same in all its models.
         only: keys of which only some values are implemented, the first of them the
             default, in addition to `ONLY`.
@@ -108,11 +110,15 @@ class Family:
         prefix: how the names of all tensors but the head's start; files may lack it.
         pairs: how the numbers of a head that are rotated together are stored: in
             "halves", as the decoder has them, as "neighbours", or in "swapped" halves.
-        joined_by_head: whether modules of one name are joined head by head.
+        joined_by: how outputs of modules of one name are joined: one module after the
+            other, or alternating by "head" or by "number".
         stored_as_in_out: starts of the paths whose matrices are stored as [in, out].
         other_names: names that files may have in the place of others.
         derived: ends of the names of tensors that are computed from the config.
         constants: tensors that must have these values, of layer "{}".
+        more_layers_key: the key of a number of further layers, which predict tokens
+            beyond the next one: their tensors are left out. None: there are none.
+        in_float32: paths of weights that are stored in float32, whatever others are.
     """
 
     architecture: str
@@ -125,15 +131,19 @@ class Family:
     positions_key: str = "max_position_embeddings"
     prefix: str = "model."
     pairs: Literal["halves", "neighbours", "swapped"] = "halves"
-    joined_by_head: bool = False
+    joined_by: Literal["one", "head", "number"] = "one"
     stored_as_in_out: tuple[str, ...] = ()
     other_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     derived: tuple[str, ...] = ()
     constants: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    more_layers_key: str | None = None
+    in_float32: tuple[str, ...] = ("blocks/feed_forward/correction",)
 
     def read(self, reader: Reader) -> dict[str, Any]:
         """The fields of `ModelConfig` that a config sets; all its keys are checked."""
         reader.read.update(self.ignored)
+        if self.more_layers_key is not None:
+            reader.read.add(self.more_layers_key)
         fields = dict(self.switches)
         for part in self.parts:
             fields |= part.read(reader)

@@ -41,6 +41,11 @@ def sizes(eps: float = 1e-6, key: str = "rms_norm_eps") -> tuple[Key, ...]:
     )
 
 
+def without(keys: tuple[Key, ...], field: str) -> tuple[Key, ...]:
+    """Keys but that of a field."""
+    return tuple(key for key in keys if key.field != field)
+
+
 def head_dim(default: int | None = None) -> Key:
     """The width of a head; None: heads share the width of the residual stream."""
 

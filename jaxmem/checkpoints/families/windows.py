@@ -69,6 +69,21 @@ def after_the_first(reader: Reader) -> tuple[str, ...]:
     return ("global",) * first + ("local",) * (layers - first)
 
 
+def switched(reader: Reader) -> tuple[str, ...]:
+    """All layers, if `use_sliding_window` says so."""
+    return ("local" if reader.take("use_sliding_window", bool, False) else "global",)
+
+
+def alternating_up_to(reader: Reader) -> tuple[str, ...]:
+    """Every other layer before `max_window_layers`, if `use_sliding_window` says so."""
+    kinds = after_the_first(reader)
+    if "local" not in kinds:
+        return ("global",)
+    first = kinds.index("local")
+    pairs = ("local", "global") * first
+    return pairs[:first] + ("global",) * (len(kinds) - first)
+
+
 @dataclasses.dataclass(frozen=True)
 class Windows:
     """The pattern of layers, and the window of some of them.
@@ -80,6 +95,7 @@ class Windows:
         ignored: keys that only `pattern` reads.
         switch: whether `use_sliding_window` is written.
         full: the kind of the layers without a window, where others have one.
+        nothing: a value of `sliding_window` that says as much as null; None: none does.
     """
 
     pattern: Callable[[Reader], tuple[str, ...]]
@@ -88,11 +104,16 @@ class Windows:
     ignored: tuple[str, ...] = ()
     switch: bool = False
     full: str = "global"
+    nothing: int | None = None
 
     def read(self, reader: Reader) -> dict[str, Any]:
         """`pattern` and `window`."""
         optional, within = (int, type(None)), RANGES["window"]
-        window = reader.take("sliding_window", optional, self.default, within=within)
+        key = "sliding_window"
+        if self.nothing is not None and reader.raw.get(key) == self.nothing:
+            window = reader.take(key, int) and None
+        else:
+            window = reader.take(key, optional, self.default, within=within)
         listed = reader.take("layer_types", (list, type(None)), None)
         if listed is not None:
             kinds = tuple(reader.choose("layer_types", kind, KINDS) for kind in listed)
@@ -113,15 +134,12 @@ class Windows:
 
     def write(self, model: ModelConfig, max_positions: int) -> dict[str, Any]:
         """The window, and the layers that have it."""
-        if not self.listed:
-            return {"sliding_window": model.window}
-        names = {kind: name for name, kind in KINDS.items()}
-        names["unrotated"] = names["global"]
-        kinds = (model.pattern * model.layers)[: model.layers]
-        raw: dict[str, Any] = {
-            "layer_types": [names[kind] for kind in kinds],
-            "sliding_window": model.window,
-        }
+        raw: dict[str, Any] = {"sliding_window": model.window}
+        if self.listed:
+            names = {kind: name for name, kind in KINDS.items()}
+            names["unrotated"] = names["global"]
+            kinds = (model.pattern * model.layers)[: model.layers]
+            raw = {"layer_types": [names[kind] for kind in kinds]} | raw
         if self.default is not None and model.window is None:
             raw["sliding_window"] = max_positions  # of no layer, but it must be given
         if self.switch:

@@ -1,0 +1,163 @@
+"""What families with mixtures of experts share: keys, names, which layers have one."""
+
+import dataclasses
+from typing import Any
+
+from jaxmem.checkpoints.families.family import Key
+from jaxmem.checkpoints.reader import Reader
+from jaxmem.core import messages
+from jaxmem.core.ranges import integers
+from jaxmem.models.config import RANGES, ModelConfig
+
+# They concern training alone, where the loss decides on them.
+IGNORED = ("output_router_logits", "router_aux_loss_coef")
+RENORMALISED = Key("norm_topk_prob", "router_renormalised", bool, False)
+# Of routers as that of DeepSeek V3.
+GROUPS = (
+    Key("n_group", "router_groups", default=1, null_is_default=True),
+    Key("topk_group", "router_groups_kept", default=1, null_is_default=True),
+    Key("routed_scaling_factor", "router_scale", float, 1.0),
+)
+
+
+def sizes(
+    count: str, width: str | None = "moe_intermediate_size", older: str | None = None
+) -> tuple[Key, ...]:
+    """How many experts there are and are chosen, and their width.
+
+    Args:
+        count: key of the number of experts.
+        width: key of their width; None: `intermediate_size`, as of dense layers.
+        older: another name of `count`.
+
+    Returns:
+        The keys.
+    """
+    own = "intermediate_size" if width is None else width
+    return (
+        Key(count, "experts", older=older),
+        Key("num_experts_per_tok", "experts_per_token"),
+        Key(own, "expert_ff", also=("ff",) if width is None else ()),
+    )
+
+
+def names(block: str, experts: str, matrices: tuple[str, str, str]) -> dict[str, str]:
+    """Names of a router and of the matrices of each expert.
+
+    Args:
+        block: start of the names in a layer, such as "mlp.".
+        experts: of the router.
+        matrices: of gate, up and down.
+
+    Returns:
+        Names by path.
+    """
+    start = "model.layers.{}." + block
+    found = {"blocks/feed_forward/router": start + experts}
+    for part, name in zip(("gate", "up", "down"), matrices, strict=True):
+        found[f"blocks/feed_forward/experts/{part}"] = start + "experts.{}." + name
+    return found
+
+
+def shared(name: str) -> dict[str, str]:
+    """Names of the matrices of an expert that every token uses."""
+    start = f"model.layers.{{}}.mlp.{name}."
+    return {
+        f"blocks/feed_forward/shared/{part}": f"{start}{part}_proj"
+        for part in ("gate", "up", "down")
+    }
+
+
+class Shared:
+    """A shared expert as wide as several experts.
+
+    Args:
+        key: how many.
+        default: where the key is left out.
+    """
+
+    def __init__(self, key: str, default: Any):
+        self.key, self.default = key, default
+
+    def read(self, reader: Reader) -> dict[str, Any]:
+        """`shared_ff`."""
+        optional = int, type(None)
+        count = reader.take(self.key, optional, self.default, within=integers(0))
+        width = reader.raw["moe_intermediate_size"]
+        return {"shared_ff": count * width if count else None}
+
+    def write(self, model: ModelConfig, max_positions: int) -> dict[str, Any]:
+        """How many experts are as wide."""
+        del max_positions
+        if model.shared_ff is None or model.expert_ff is None:
+            return {self.key: None}
+        return {self.key: model.shared_ff // model.expert_ff}
+
+
+NAMES = names("mlp.", "gate", ("gate_proj", "up_proj", "down_proj"))
+CORRECTION = {
+    "blocks/feed_forward/correction": "model.layers.{}.mlp.gate.e_score_correction_bias"
+}
+CORRECTED = {
+    "router_scores": "sigmoid",
+    "router_correction": True,
+    "router_group_best": 2,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class EveryFew:
+    """Each last of `decoder_sparse_step` layers has experts, but those listed."""
+
+    def read(self, reader: Reader) -> dict[str, Any]:
+        """`feed_forwards`; without experts in any layer, none of their sizes."""
+        count, whole = reader.raw["num_hidden_layers"], RANGES["layers"]
+        step = reader.take("decoder_sparse_step", int, 1, within=whole)
+        dense = reader.take("mlp_only_layers", (list, type(None)), None) or []
+        known = set(range(count))
+        if not all(type(layer) is int and layer in known for layer in dense):
+            raise reader.error(
+                f"mlp_only_layers must be numbers of the {count} layers, got "
+                f"{messages.short(dense)}"
+            )
+        return _of_layers(
+            reader, [(i + 1) % step == 0 and i not in dense for i in range(count)]
+        )
+
+    def write(self, model: ModelConfig, max_positions: int) -> dict[str, Any]:
+        """The list of the others."""
+        del max_positions
+        kinds = (model.feed_forwards * model.layers)[: model.layers]
+        dense = [layer for layer, kind in enumerate(kinds) if kind == "dense"]
+        return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+
+
+@dataclasses.dataclass(frozen=True)
+class AfterTheFirst:
+    """All layers after the first ones have experts.
+
+    Attributes:
+        default: how many those are, where `first_k_dense_replace` is left out.
+    """
+
+    default: int
+
+    def read(self, reader: Reader) -> dict[str, Any]:
+        """`feed_forwards`."""
+        count, key = reader.raw["num_hidden_layers"], "first_k_dense_replace"
+        first = reader.take(key, int, self.default, within=integers(0))
+        return _of_layers(reader, [layer >= first for layer in range(count)])
+
+    def write(self, model: ModelConfig, max_positions: int) -> dict[str, Any]:
+        """How many layers are dense."""
+        del max_positions
+        kinds = (model.feed_forwards * model.layers)[: model.layers]
+        return {"first_k_dense_replace": kinds.count("dense")}
+
+
+def _of_layers(reader: Reader, sparse: list[bool]) -> dict[str, Any]:
+    if not any(sparse):
+        raise reader.error("no layer has experts; this is not implemented")
+    if all(sparse):
+        return {"feed_forwards": ("experts",)}
+    return {"feed_forwards": tuple("experts" if x else "dense" for x in sparse)}

@@ -1,0 +1,224 @@
+"""A mixture of experts: a feed-forward layer of which each token uses a few parts."""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from jaxmem import remat
+from jaxmem.models import grouped, partitioning as mesh, routing
+from jaxmem.models.config import ModelConfig
+from jaxmem.models.feed_forward import FeedForward, gated
+
+_TENSOR = "tensor"
+
+
+class Mixture(nnx.Module):
+    """Σ_k weight_k expert_k(x), plus shared experts; an `interfaces.FeedForward`.
+
+    Routing is in float32. On a mesh, each device has a part of every expert's width,
+    and runs it on its tokens.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        assert config.experts is not None
+        wide: Any = functools.partial(
+            nnx.Linear,
+            param_dtype=jnp.dtype(config.param_dtype),
+            dtype=jnp.float32,
+            precision="highest",
+            rngs=rngs,
+        )
+        bias = config.router_bias
+        self.router = wide(config.hidden, config.experts, use_bias=bias)
+        if config.router_correction:
+            self.correction = nnx.Param(jnp.zeros(config.experts))
+        self.experts = Experts(config, rngs=rngs)
+        if config.shared_ff is not None:
+            own = dataclasses.replace(config, ff=config.shared_ff)
+            self.shared = FeedForward(own, rngs=rngs)
+        if config.shared_gate:
+            self.shared_gate = wide(config.hidden, 1, use_bias=False)
+        self.whole = Whole()
+        self.config = config
+
+    @property
+    def readers(self) -> tuple["Whole"]:
+        """What they read itself: routing and experts need it."""
+        return (self.whole,)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Map [B, T, hidden] to [B, T, hidden]."""
+        return self.join(x)
+
+    def join(self, *projected: jax.Array) -> jax.Array:
+        """[B, T, hidden] from normalised x [B, T, hidden]."""
+        (x,) = projected
+        return remat.recompute(self._mix)(x)
+
+    def _mix(self, x: jax.Array) -> jax.Array:
+        correction = self.correction[...] if self.config.router_correction else None
+        chosen, weights = routing.choose(self.router(x), correction, self.config)
+        out = self.experts(x, chosen, weights)
+        if self.config.shared_ff is None:
+            return out.astype(x.dtype)
+        shared = self.shared(x).astype(jnp.float32)
+        if self.config.shared_gate:
+            shared = shared * jax.nn.sigmoid(self.shared_gate(x))
+        return (out + shared).astype(x.dtype)
+
+
+class Whole(nnx.Module):
+    """The identity, as a module that reads the normalised residual stream."""
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Return x."""
+        return x
+
+
+class Experts(nnx.Module):
+    """The matrices of all experts, each with a leading axis."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        assert config.expert_ff is not None
+        matrix = functools.partial(Matrices, config, rngs=rngs)
+        sizes = config.hidden, config.expert_ff
+        self.gate, self.up = matrix("gate", *sizes), matrix("up", *sizes)
+        self.down = matrix("down", *sizes[::-1], gain=0.5 / config.layers)
+        self.config = config
+
+    def __call__(self, x: jax.Array, chosen: jax.Array, weights: jax.Array):
+        """The weighted sum, f32 [B, T, hidden], of x through its chosen experts."""
+        config, around = self.config, mesh.current()
+        run = Expert(
+            config.dtype, config.activation, config.gate_limit, config.up_plus_one,
+            config.lora_alpha / max(config.lora_rank, 1),
+        )  # fmt: skip
+        arrays = {name: getattr(self, name).arrays for name in ("gate", "up", "down")}
+
+        def on_device(arrays, x, chosen, weights):
+            flat = [a.reshape(-1, a.shape[-1]) for a in (x, chosen, weights)]
+            return grouped.apply(run, arrays, *flat).reshape(x.shape)
+
+        if around is None:
+            return on_device(arrays, x, chosen, weights)
+
+        def on_mesh(arrays, *rest):
+            # Each device adds a part of the width: one of them adds the last bias.
+            if "bias" in arrays["down"]:
+                is_first = lax.axis_index(_TENSOR) == 0
+                bias = jnp.where(is_first, arrays["down"]["bias"], 0)
+                arrays = arrays | {"down": arrays["down"] | {"bias": bias}}
+            return lax.psum(on_device(arrays, *rest), _TENSOR)
+
+        specs = {name: _specs(each, name) for name, each in arrays.items()}
+        return jax.shard_map(
+            on_mesh,
+            in_specs=(specs, mesh.TOKENS, mesh.TOKENS, mesh.TOKENS),
+            out_specs=mesh.TOKENS,
+        )(arrays, x, chosen, weights)
+
+
+def _specs(arrays: Mapping[str, jax.Array], name: str) -> dict[str, PartitionSpec]:
+    """Where each array of one of an expert's matrices is inside `Experts`."""
+    split = "kernel", "lora_a" if name == "down" else "lora_b"
+    if name != "down":
+        split = *split, "bias"
+    axis = 1 if name == "down" else -1
+
+    def spec(key: str, array: jax.Array) -> PartitionSpec:
+        axes: list[str | None] = [None] * array.ndim
+        if key in split:
+            axes[axis] = _TENSOR
+        return PartitionSpec(*axes)
+
+    return {key: spec(key, array) for key, array in arrays.items()}
+
+
+class Matrices(nnx.Module):
+    """One matrix of every expert [experts, inputs, outputs], with or without adapters.
+
+    Args:
+        config: of the layer.
+        name: of the matrix, which `lora_targets` may have.
+        inputs: of each matrix.
+        outputs: of each matrix.
+        gain: of its results' variance.
+        rngs: source of the initial weights.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        name: str,
+        inputs: int,
+        outputs: int,
+        *,
+        gain: float = 1.0,
+        rngs: nnx.Rngs,
+    ):
+        assert config.experts is not None
+        dtype, count = jnp.dtype(config.param_dtype), config.experts
+        draw = nnx.initializers.variance_scaling(
+            gain, "fan_in", "truncated_normal", batch_axis=(0,)
+        )
+        shape = count, inputs, outputs
+        self.kernel = nnx.Param(draw(rngs.params(), shape, dtype))
+        self.names = ("kernel",)
+        if config.expert_bias:
+            self.bias = nnx.Param(jnp.zeros((count, outputs), dtype))
+            self.names += ("bias",)
+        if config.lora_rank and name in config.lora_targets:
+            rank, bound = config.lora_rank, inputs**-0.5
+            wide = jax.random.uniform(
+                rngs.params(), (count, inputs, rank), jnp.float32, -bound, bound
+            )
+            self.lora_a = nnx.Param(wide.astype(dtype))
+            self.lora_b = nnx.Param(jnp.zeros((count, rank, outputs), dtype))
+            self.names += ("lora_a", "lora_b")
+
+    @property
+    def arrays(self) -> dict[str, jax.Array]:
+        """Those that there are, by name."""
+        return {name: getattr(self, name)[...] for name in self.names}
+
+
+@dataclasses.dataclass(frozen=True)
+class Expert:
+    """down(activation(gate(x)) up(x)) of one expert, for `grouped.apply`.
+
+    Attributes:
+        dtype: of the products' operands.
+        activation: of the gate.
+        limit: the gate is at most this, and up within ± this; None: no limit.
+        plus_one: whether up + 1 takes the place of up.
+        lora_scale: factor of adapters.
+    """
+
+    dtype: str
+    activation: str
+    limit: float | None
+    plus_one: bool
+    lora_scale: float
+
+    def __call__(self, weights: Mapping[str, Any], x: jax.Array) -> jax.Array:
+        """Map [R, hidden] to [R, hidden]."""
+        gate, up = (self._product(weights[name], x) for name in ("gate", "up"))
+        if self.limit is not None:
+            gate = jnp.minimum(gate, self.limit)
+            up = jnp.clip(up, -self.limit, self.limit)
+        up = up + 1 if self.plus_one else up
+        return self._product(weights["down"], gated(gate, up, self.activation))
+
+    def _product(self, matrix: Mapping[str, jax.Array], x: jax.Array) -> jax.Array:
+        typed = {name: array.astype(self.dtype) for name, array in matrix.items()}
+        out = x @ typed["kernel"]
+        if "lora_a" in typed:
+            out = out + (x @ typed["lora_a"]) * self.lora_scale @ typed["lora_b"]
+        return out + typed["bias"] if "bias" in typed else out

@@ -1,0 +1,55 @@
+"""Which experts a token goes to, and with which weights."""
+
+import jax
+import jax.numpy as jnp
+
+from jaxmem.models.config import ModelConfig
+
+
+def choose(
+    logits: jax.Array, correction: jax.Array | None, config: ModelConfig
+) -> tuple[jax.Array, jax.Array]:
+    """The experts with the largest scores, and the weights of their results.
+
+        s = softmax(logits) or sigmoid(logits);   best K of s + correction
+        weight_k = router_scale s_k,   divided by Σ_k s_k if renormalised
+
+    With groups, experts outside of the best groups are not chosen; a group is as good
+    as the sum of its `router_group_best` best scores. With the scores "chosen" the
+    weights are the softmax of the chosen experts' logits.
+
+    Args:
+        logits: f32 [..., experts].
+        correction: [experts]; None for 0. It has no gradient.
+        config: of the layer.
+
+    Returns:
+        int32 and f32 [..., experts_per_token].
+    """
+    kind = config.router_scores
+    scores = logits
+    if kind == "softmax":
+        scores = jax.nn.softmax(logits)
+    elif kind == "sigmoid":
+        scores = jax.nn.sigmoid(logits)
+    ranks = jax.lax.stop_gradient(scores)
+    if correction is not None:
+        ranks = ranks + jax.lax.stop_gradient(correction.astype(jnp.float32))
+    if config.router_groups > 1:
+        ranks = _of_best_groups(ranks, config)
+    _, chosen = jax.lax.top_k(ranks, config.experts_per_token)
+    weights = jnp.take_along_axis(scores, chosen, axis=-1)
+    if kind == "chosen":
+        weights = jax.nn.softmax(weights)
+    if config.router_renormalised:
+        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+    return chosen.astype(jnp.int32), weights * config.router_scale
+
+
+def _of_best_groups(ranks: jax.Array, config: ModelConfig) -> jax.Array:
+    """Ranks, -inf outside of the best groups."""
+    grouped = ranks.reshape(*ranks.shape[:-1], config.router_groups, -1)
+    best, _ = jax.lax.top_k(grouped, config.router_group_best)
+    _, kept = jax.lax.top_k(jnp.sum(best, axis=-1), config.router_groups_kept)
+    is_kept = jnp.any(jax.nn.one_hot(kept, config.router_groups, dtype=bool), axis=-2)
+    return jnp.where(is_kept[..., None], grouped, -jnp.inf).reshape(ranks.shape)

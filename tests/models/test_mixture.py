@@ -1,0 +1,221 @@
+"""Experts: routing against float64, tiles against every expert for every row."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxmem.models import grouped, routing
+from jaxmem.models.decoder import Decoder, ModelConfig
+from jaxmem.models.partitioning import Layout, MeshConfig
+from jaxmem.planning import roofline
+from jaxmem.remat import cost
+from tests.cases import slow
+
+SMALL = ModelConfig(
+    layers=2, hidden=16, heads=2, kv_heads=1, head_dim=8, vocab_size=31,
+    feed_forwards=("experts",), experts=6, experts_per_token=2, expert_ff=24,
+)  # fmt: skip
+
+
+def expert(weights, x):
+    return jax.nn.silu(x @ weights["up"] + weights["bias"]) @ weights["down"]
+
+
+def operands(rows, groups, chosen, hidden=16, ff=24):
+    keys = jax.random.split(jax.random.key(0), 6)
+    shapes = {"up": (hidden, ff), "bias": (ff,), "down": (ff, hidden)}
+    weights = {
+        name: jax.random.normal(key, (groups, *shape)) * shape[0] ** -0.5
+        for key, (name, shape) in zip(keys, shapes.items(), strict=False)
+    }
+    x = jax.random.normal(keys[3], (rows, hidden))
+    scale = jax.random.uniform(keys[4], (rows, chosen))
+    order = jnp.argsort(jax.random.uniform(keys[5], (rows, groups)), axis=1)
+    return weights, x, order[:, :chosen].astype(jnp.int32), scale
+
+
+def everywhere(weights, x, choice, scale):
+    every = jnp.moveaxis(jax.vmap(expert, (0, None))(weights, x), 0, 1)
+    chosen = jnp.take_along_axis(every, choice[..., None], axis=1)
+    return jnp.sum(scale[..., None] * chosen, axis=1)
+
+
+@pytest.mark.parametrize(
+    ("rows", "groups", "chosen", "uneven"),
+    [(50, 7, 3, True), slow(1, 7, 1, False), slow(300, 2, 2, False)],
+)
+def test_only_the_chosen_groups_count(rows, groups, chosen, uneven):
+    weights, x, choice, scale = operands(rows, groups, chosen)
+    if uneven:  # most rows go to three groups, and none to others
+        choice = choice.at[:45].set(jnp.array([4, 6, 0]))
+        choice = choice.at[45:].set(jnp.array([4, 6, 1]))
+
+    def gradients(function):
+        def loss(weights, x, scale):
+            return jnp.sum(jnp.sin(function(weights, x, choice, scale)))
+
+        with jax.default_matmul_precision("highest"):
+            return jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(weights, x, scale)
+
+    ours = gradients(functools.partial(grouped.apply, expert))
+    theirs = gradients(everywhere)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=2e-6 * np.abs(b).max() + 1e-7)
+
+
+def test_tiles_hold_each_row_once_by_group():
+    choice = operands(200, 5, 2)[2]
+    found = grouped.tiles(choice, 5)
+    rows, count = np.asarray(found.rows), int(found.count)
+    size = len(rows) // len(found.groups)
+    is_row = rows < choice.size
+    assert sorted(rows[is_row]) == list(range(choice.size))
+    assert not is_row[count * size :].any() and len(np.unique(rows[:size])) == size
+    of_rows = np.asarray(choice).reshape(-1)[rows[is_row]]
+    np.testing.assert_array_equal(of_rows, np.repeat(found.groups, size)[is_row])
+
+
+def products(run, *arrays):
+    """Operations of a program, each loop over tiles run as often as tiles can be."""
+    jaxpr = jax.make_jaxpr(run)(*arrays).jaxpr
+    turns = roofline._chunks
+    return sum(n * cost.operations(e) for e, n in cost.equations(jaxpr, turns))
+
+
+@pytest.mark.usefixtures("optimized")
+@pytest.mark.parametrize("groups", [8, 64])
+def test_work_and_memory_are_those_of_routed_rows(groups):
+    rows, chosen = 1024, 2
+    arrays = operands(rows, groups, chosen, 32, 48)
+
+    def forward(weights, x, choice, scale):
+        return grouped.apply(expert, weights, x, choice, scale)
+
+    def backward(weights, x, choice, scale):
+        def loss(x):
+            return jnp.sum(forward(weights, x, choice, scale) ** 2)
+
+        return jax.grad(loss)(x)
+
+    size = grouped.tile_rows(rows * chosen, groups)
+    routed = rows * chosen + groups * size  # each group may have one tile in part
+    once = 2 * 2 * 32 * 48
+    assert rows * chosen * once <= products(forward, *arrays) <= routed * once
+    # Less than one array of an expert's width for every row, wherever it is from.
+    tiled = 4 * (size * (6 * 48 + 8 * 32) + 6 * 32 * 48)
+    for run in (forward, backward):
+        found = jax.jit(run).lower(*arrays).compile().memory_analysis()
+        assert found.temp_size_in_bytes <= 2 * 4 * rows * 32 + tiled + 24 * routed
+    trained = products(jax.grad(lambda *a: jnp.sum(forward(*a))), *arrays)
+    frozen = products(backward, *arrays)
+    assert trained - frozen == pytest.approx(products(forward, *arrays))
+
+
+def scores(logits, kind):
+    if kind == "sigmoid":
+        return 1 / (1 + np.exp(-logits))
+    raised = np.exp(logits - logits.max(-1, keepdims=True))
+    return raised / raised.sum(-1, keepdims=True)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"router_renormalised": True, "router_scale": 2.5},
+        {"router_scores": "chosen"},
+        {
+            "router_scores": "sigmoid", "router_groups": 4, "router_groups_kept": 2,
+            "router_group_best": 2, "router_correction": True,
+        },
+        slow({"router_groups": 2, "router_renormalised": True}),
+    ],
+)  # fmt: skip
+def test_routing(changes):
+    config = dataclasses.replace(SMALL, experts=8, experts_per_token=3, **changes)
+    rng = np.random.default_rng(0)
+    logits, correction = rng.normal(size=(20, 8)), rng.normal(size=8)
+    correction = correction if config.router_correction else None
+    got, weights = routing.choose(jnp.asarray(logits, jnp.float32), correction, config)
+    groups = config.router_groups
+    for row, chosen, own in zip(logits, np.asarray(got), weights, strict=True):
+        every = scores(row, config.router_scores)
+        ranks = every if correction is None else every + correction
+        best = np.sort(ranks.reshape(groups, -1))[:, -config.router_group_best :].sum(1)
+        kept = np.argsort(-best)[: config.router_groups_kept]
+        inside = np.isin(np.arange(8) // (8 // groups), kept)
+        expected = np.argsort(-np.where(inside, ranks, -9.0), kind="stable")[:3]
+        np.testing.assert_array_equal(chosen, expected)
+        wanted = every[expected]
+        if config.router_renormalised or config.router_scores == "chosen":
+            wanted = wanted / wanted.sum()
+        np.testing.assert_allclose(own, config.router_scale * wanted, rtol=1e-5)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def slopes(definition, weights, tokens):
+    def loss(weights):
+        places = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        decoder = nnx.merge(definition, weights)
+        hidden = decoder(tokens, jnp.ones_like(tokens), places)
+        return jnp.sum(jnp.sin(hidden))
+
+    return jax.grad(loss)(weights)
+
+
+@pytest.mark.usefixtures("quick_compilation")
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"expert_bias": True, "shared_ff": 8, "shared_gate": True, "router_bias": True,
+         "lora_rank": 4, "lora_targets": ("gate", "down")},
+        slow({"feed_forwards": ("dense", "experts"), "gate_limit": 1.0}),
+    ],
+)  # fmt: skip
+def test_gradients_on_a_mesh_are_those_of_one_device(changes):
+    config = dataclasses.replace(SMALL, kv_heads=2, vocab_size=32, **changes)
+    decoder = Decoder(config, rngs=nnx.Rngs(0))
+    definition, state = nnx.split(decoder)
+    weights = nnx.to_pure_dict(state)
+    leaves, structure = jax.tree.flatten(weights)  # also those that start at 0
+    rng = np.random.default_rng(0)
+    drawn = [x + 0.1 * rng.normal(size=x.shape).astype(x.dtype) for x in leaves]
+    weights = jax.tree.unflatten(structure, drawn)
+    tokens = jnp.asarray(rng.integers(0, 32, (4, 8)), jnp.int32)
+    alone = slopes(definition, weights, tokens)
+    layout = Layout(MeshConfig(fsdp=2, tensor=2))
+    with layout.context():
+        made = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+        definition = nnx.split(made)[0]
+        to = layout.of_weights(jax.eval_shape(lambda: weights))
+        there = jax.tree.map(lambda w, s: jax.device_put(w, s.sharding), weights, to)
+        on_mesh = slopes(definition, there, tokens)
+    for path, one in jax.tree_util.tree_leaves_with_path(alone):
+        other = functools.reduce(lambda tree, key: tree[key.key], path, on_mesh)
+        bound = 1e-5 * np.abs(one).max()
+        np.testing.assert_allclose(other, one, rtol=0, atol=bound, err_msg=str(path))
+    kernel = there["blocks_1" if "dense" in config.feed_forwards else "blocks"]
+    kernel = kernel["feed_forward"]["experts"]["up"]["kernel"]
+    assert kernel.addressable_shards[0].data.size * 4 == kernel.size
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"experts": None}, "experts must be given where feed_forwards has 'experts'"),
+        ({"feed_forwards": ("dense",)}, "and only there, got 6"),
+        ({"experts_per_token": 7}, "experts_per_token must be at most 6, the experts"),
+        ({"router_groups": 4}, "router_groups must be a divisor of experts, got 4"),
+        ({"router_groups": 3, "experts_per_token": 3}, "at most 2, the experts of"),
+        ({"shared_gate": True}, "shared_ff must be given with shared_gate, got None"),
+        ({"gated": False}, "gated must be True, as experts have a gate"),
+    ],
+)
+def test_what_cannot_be_is_said_at_the_start(changes, said):
+    with pytest.raises(ValueError, match=said):
+        dataclasses.replace(SMALL, **changes)
