@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tokenizers
 
+from jaxmem.core.random_streams import Stream
 from jaxmem.data.documents import NO_LABEL, DataConfig, encode_documents
 from jaxmem.data.reader import RecordReader
 from jaxmem.data.records import DataError, find_files, read_records
@@ -159,7 +160,7 @@ class PairBatches(Iterator[PairBatch]):
     def _index(self, number: int) -> int:
         epoch, place = divmod(number, len(self._pairs))
         if epoch != self._epoch:
-            rng = np.random.default_rng([self._config.seed, epoch])
+            rng = Stream.PAIRS.generator(self._config.seed, epoch)
             self._epoch, self._order = epoch, rng.permutation(len(self._pairs))
         return int(self._order[place])
 

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from jaxmem.core.fields import check_field, check_numbers
+from jaxmem.core.random_streams import Stream
 from jaxmem.core.ranges import integers, reals
 
 VOCABULARY = ("<pad>", "<eos>", *"0123456789", "+", "=")
@@ -177,9 +178,9 @@ def problems(config: TaskConfig, start: int, count: int) -> Problems:
 
     >>> sums = problems(TaskConfig(answer="sum"), start=7, count=2)
     >>> [text(prompt) for prompt in sums.prompts]
-    ['7+0=', '3+7=']
+    ['6+9=', '0+7=']
     >>> [text(answer) for answer in sums.answers]
-    ['7<eos>', '10<eos>']
+    ['15<eos>', '7<eos>']
     """
     pairs = [_problem(config, number) for number in range(start, start + count)]
     prompts, answers = zip(*pairs, strict=True)
@@ -190,7 +191,7 @@ def problems(config: TaskConfig, start: int, count: int) -> Problems:
 
 
 def _problem(config: TaskConfig, number: int) -> tuple[list[int], list[int]]:
-    rng = np.random.default_rng([config.seed, number])
+    rng = Stream.PROBLEMS.generator(config.seed, number)
     a, b = rng.integers(0, 10**config.digits, 2).tolist()
     total = str(a + b)
     answer = [*total, "<eos>"] if config.answer == "sum" else [total[-1]]
@@ -240,7 +241,7 @@ def score(
         The scores.
 
     >>> config = TaskConfig(answer="sum", reward="prefix")
-    >>> sums = problems(config, start=8, count=1)  # "3+7="
+    >>> sums = problems(config, start=22, count=1)  # "2+8="
     >>> completion = np.array([[3, 3, EOS_ID, PAD_ID]])
     >>> scores = score(config, sums, completion, np.array([3]))
     >>> print(text(completion[0]), scores.rewards, scores.exact)

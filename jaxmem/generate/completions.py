@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import numpy as np
 
+from jaxmem.core.random_streams import Stream
 from jaxmem.data.records import DataError, Record
 from jaxmem.generate.config import GenerateConfig
 from jaxmem.generate.model import Model
@@ -166,7 +167,8 @@ class Generator:
             row[: len(prompt.ids)] = prompt.ids
         lengths = np.array([len(prompt.ids) for prompt in filled], np.int32)
         numbers = np.array([prompt.number for prompt in filled], np.int32)
-        keys = sampling.row_keys(jax.random.key(self.config.seed), numbers)
+        key = Stream.COMPLETIONS.key(self.config.seed)
+        keys = sampling.row_keys(key, numbers)
         return self._start(self._decoder, ids, lengths, keys)
 
     def _completion(self, text: Text) -> Completion:

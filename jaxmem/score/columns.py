@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxmem.core.random_streams import Stream
 from jaxmem.models.decoder import Decoder
 
 
@@ -43,10 +44,7 @@ class Columns:
 
     def key(self, *numbers: int) -> jax.Array:
         """The key of one micro-batch's draws, which the numbers identify."""
-        key = jax.random.key(self.seed)
-        for number in numbers:
-            key = jax.random.fold_in(key, number)
-        return key
+        return Stream.TEACHER.key(self.seed, *numbers)
 
 
 @functools.partial(jax.jit, static_argnames="columns")

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.typing import ArrayLike
 from rich.console import Console
 
 from jaxmem import devices, remat
@@ -337,26 +336,6 @@ def gradient_shapes(params: Any) -> Any:
         lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32, sharding=p.sharding),
         params,
     )
-
-
-# Folded into a run's seed for the keys of the head's samples.
-_HEAD_STREAM = 0x68656164
-
-
-def head_key(seed: int, *numbers: ArrayLike) -> jax.Array:
-    """The key of one micro-batch's sampled gradients.
-
-    Args:
-        seed: of the run.
-        numbers: of the step and the micro-batch, or others that identify it.
-
-    Returns:
-        The key.
-    """
-    key = jax.random.fold_in(jax.random.key(seed), _HEAD_STREAM)
-    for number in numbers:
-        key = jax.random.fold_in(key, number)
-    return key
 
 
 def add_in_float32(sums: Any, terms: Any) -> Any:

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from jaxmem import checkpoints, losses
+from jaxmem.core.random_streams import Stream
 from jaxmem.data import tasks, vocabulary
 from jaxmem.models.sampling import Samples
 from jaxmem.train import metrics
@@ -372,7 +373,7 @@ class Grpo(Job, name="grpo"):
         """Indices of samples; each sample once an epoch."""
         grpo = self.config.grpo
         for epoch in range(grpo.epochs):
-            rng = np.random.default_rng([self.config.run.seed, number, epoch])
+            rng = Stream.MINIBATCHES.generator(self.config.run.seed, number, epoch)
             yield from np.split(rng.permutation(grpo.samples), grpo.minibatches)
 
     def _metrics(

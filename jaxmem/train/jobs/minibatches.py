@@ -6,13 +6,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxmem.core.random_streams import Stream
 from jaxmem.packing import Packing
 from jaxmem.train.jobs.config import GrpoJobConfig
 from jaxmem.train.jobs.policy import PolicyBatch, average
 from jaxmem.train.jobs.rollouts import Completions, Supports
-
-# Makes the numbers that choose tokens other ones than those that shuffle samples.
-_TOKEN_STREAM = 0x746F6B65
 
 
 class Minibatch(NamedTuple):
@@ -119,7 +117,7 @@ def kept_tokens(
     fraction, slots = config.grpo.token_fraction, config.completion_length
     if fraction == 1:
         return None
-    rng = np.random.default_rng([config.run.seed, step, minibatch, _TOKEN_STREAM])
+    rng = Stream.KEPT_TOKENS.generator(config.run.seed, step, minibatch)
     drawn = rng.random((len(lengths), slots)) < fraction
     return drawn & (np.arange(slots) < lengths[:, None])
 

@@ -15,6 +15,7 @@ import numpy as np
 from flax import nnx
 
 import jaxmem
+from jaxmem.core.random_streams import Stream
 from jaxmem.data.documents import Batch
 from jaxmem.models.decoder import HeadConfig
 from jaxmem.models.partitioning import as_stored
@@ -30,7 +31,7 @@ from jaxmem.train.jobs.policy import (
 from jaxmem.train.jobs.questions import ends_of
 from jaxmem.train.jobs.sampling_program import Rollouts, SamplingProgram
 from jaxmem.train.optimizer import learning_rate_schedule
-from jaxmem.train.program import StreamedUpdate, add_in_float32, head_key
+from jaxmem.train.program import StreamedUpdate, add_in_float32
 
 Shape = tuple[int, int]  # of a micro-batch
 
@@ -233,7 +234,7 @@ class PolicyProgram(SamplingProgram):
     def _loss(self, head: HeadConfig, module, hidden, rows, normalizer, numbers=None):
         call = self._head_call(head)
         if numbers is not None:
-            key = head_key(self.config.run.seed, *numbers)
+            key = Stream.GRADIENTS.key(self.config.run.seed, *numbers)
             call = dataclasses.replace(call, sample=head.sample, key=key)
         return policy_loss(module, hidden, rows, normalizer, self.config.grpo, call)
 

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 import tokenizers
 
+from jaxmem.core.random_streams import Stream
 from jaxmem.data import ends, prompts, rewards, tasks, vocabulary
 from jaxmem.data.ends import Ends
 from jaxmem.data.environments import Environments
@@ -147,7 +148,7 @@ class OwnPrompts:
 
     def _order(self, epoch: int) -> np.ndarray:
         if epoch not in self._orders:
-            rng = np.random.default_rng([self._config.seed, epoch])
+            rng = Stream.PROMPTS.generator(self._config.seed, epoch)
             kept = {k: v for k, v in self._orders.items() if k == epoch - 1}
             self._orders = kept | {epoch: rng.permutation(self.size)}
         return self._orders[epoch]

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
+from jaxmem.core.random_streams import Stream
 from jaxmem.data.ends import Ends
 from jaxmem.data.tasks import TaskConfig
 from jaxmem.models.partitioning import Layout, MeshConfig
@@ -91,7 +92,7 @@ class SamplingProgram(AccumulatedProgram):
             config = SamplingConfig(config.max_new_tokens, top_k=1, slots=config.slots)
 
         def run(params, frozen, prompts, lengths, step):
-            key = jax.random.fold_in(jax.random.key(given.run.seed), step)
+            key = Stream.ROLLOUTS.key(given.run.seed, step)
             return sample(
                 self.model(params, frozen),
                 prompts,

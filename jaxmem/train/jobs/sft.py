@@ -12,6 +12,7 @@ import numpy as np
 import optax
 from flax import nnx
 
+from jaxmem.core.random_streams import Stream
 from jaxmem.data import streams
 from jaxmem.data.documents import Batch
 from jaxmem.models.decoder import Decoder, HeadConfig, head_loss
@@ -32,7 +33,6 @@ from jaxmem.train.program import (
     add_in_float32,
     fixed_weights,
     gradient_shapes,
-    head_key,
     update,
 )
 from jaxmem.train.progress import ProgressReport
@@ -87,7 +87,9 @@ def make_gradients(
     def gradients(params: Any, frozen: dict, micro_batches: Batch, number: Any = None):
         def loss(params: Any, given: Any, normalizer: jax.Array) -> jax.Array:
             batch, index = given
-            key = None if number is None else head_key(seed, number, index)
+            key = None
+            if number is not None:
+                key = Stream.GRADIENTS.key(seed, number, index)
             model = nnx.merge(definition, join_weights(params, frozen))
             hidden = model(batch.tokens, batch.segment_ids, batch.positions)
             return head_loss(
@@ -245,7 +247,7 @@ class Program(DecoderProgram):
         def loss(weights: Any, hidden: jax.Array, labels: jax.Array) -> jax.Array:
             tokens = jnp.sum(labels >= 0)
             module = nnx.merge(definition, weights)
-            key = head_key(0) if head.sample else None
+            key = Stream.GRADIENTS.key(0) if head.sample else None
             return head_loss(
                 module, hidden, labels, tokens, head.implementation,
                 head.sample, key,

@@ -1,0 +1,46 @@
+"""Random streams: a constant for each kind of draw, so that no two share numbers."""
+
+import enum
+
+import jax
+import numpy as np
+from jax.typing import ArrayLike
+
+
+class Stream(enum.IntEnum):
+    """What is drawn; the constants are four letters each.
+
+    Initial weights alone have the seed's own key, into which `nnx.Rngs` folds how many
+    keys it has made: numbers far below every constant here.
+    """
+
+    COMPLETIONS = 0x636F6D70  # of `jaxmem generate`
+    GRADIENTS = 0x68656164  # columns of the head's sampled gradients
+    KEPT_TOKENS = 0x746F6B65  # the tokens that an update learns from
+    MINIBATCHES = 0x6D696E69  # which samples are in which minibatch
+    PAIRS = 0x70616972  # the order of preferences
+    PROBLEMS = 0x70726F62  # generated arithmetic
+    PROMPTS = 0x70726F6D  # the order of prompts
+    ROLLOUTS = 0x726F6C6C  # a policy's samples
+    TEACHER = 0x74656163  # ids that `jaxmem score` draws for a student
+
+    def key(self, seed: int, *numbers: ArrayLike) -> jax.Array:
+        """The key of one draw.
+
+            fold_in(... fold_in(fold_in(key(seed), stream), n_1) ..., n_k)
+
+        Args:
+            seed: of a run, or a command.
+            numbers: of the step and the like, which may be traced.
+
+        Returns:
+            A typed key, which no other stream or numbers give.
+        """
+        key = jax.random.fold_in(jax.random.key(seed), self.value)
+        for number in numbers:
+            key = jax.random.fold_in(key, number)
+        return key
+
+    def generator(self, seed: int, *numbers: int) -> np.random.Generator:
+        """The same for a draw on the host; a stream always takes as many numbers."""
+        return np.random.default_rng([self.value, seed, *numbers])

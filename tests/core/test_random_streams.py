@@ -1,0 +1,85 @@
+"""No two random streams of jobs and commands share numbers."""
+
+import ast
+import functools
+import itertools
+from pathlib import Path
+
+import jax
+import numpy as np
+from flax import nnx
+
+import jaxmem
+from jaxmem.core.random_streams import Stream
+
+SEED, COUNT = 7, 24
+
+# Where generators are made without naming a stream: initial weights, a split that
+# depends on no seed, and the number of a further attempt.
+ELSEWHERE = {
+    ("train/program.py", "key"),
+    ("data/blocks.py", "default_rng"),
+    ("train/jobs/grpo.py", "SeedSequence"),
+}
+
+
+def _bits(key):
+    return tuple(jax.random.key_data(key).tolist())
+
+
+def _weights_keys():
+    rngs = nnx.Rngs(jax.random.key(SEED))
+    made = [rngs.params() for _ in range(COUNT)]
+    return {_bits(key) for key in (*made, *(s for k in made for s in _split(k)))}
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _drawn(stream):
+    steps = jax.numpy.arange(COUNT)
+    of_steps = jax.vmap(functools.partial(stream.key, SEED))(steps)
+    of_rows = jax.vmap(lambda k: jax.vmap(lambda i: jax.random.fold_in(k, i))(steps))
+    return of_steps, of_rows(of_steps)
+
+
+def _split(key):
+    return jax.random.split(key, 4)
+
+
+def test_keys_of_streams_and_weights_differ():
+    weights = _weights_keys()
+    seeds = {_bits(jax.random.fold_in(jax.random.key(SEED), n)) for n in range(COUNT)}
+    assert seeds <= weights  # why each stream has a constant
+    kept = [weights]
+    for stream in Stream:
+        keys = np.concatenate(
+            [np.asarray(jax.random.key_data(k)).reshape(-1, 2) for k in _drawn(stream)]
+        )
+        kept.append({tuple(row) for row in keys.tolist()} | {_bits(stream.key(SEED))})
+        assert len(kept[-1]) == COUNT * (COUNT + 1) + 1
+    assert not any(a & b for a, b in itertools.combinations(kept, 2))
+
+
+def test_generators_of_streams_differ():
+    # A trailing zero is not seen by numpy: [7, 1] and [7, 1, 0] give the same numbers.
+    numbers = [(SEED, 1), (SEED, 2), (SEED, 1, 1), (1, SEED)]
+    drawn = {
+        tuple(stream.generator(*n).integers(2**63, size=2).tolist())
+        for stream in Stream
+        for n in numbers
+    }
+    assert len(drawn) == len(Stream) * len(numbers)
+    assert len({stream.value for stream in Stream}) == len(Stream)
+
+
+def test_jobs_draw_from_named_streams_only():
+    root, found = Path(jaxmem.__file__).parent, set()
+    for package in ("data", "train", "generate", "score", "evaluate"):
+        for path in (root / package).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+                if isinstance(node, ast.Call):
+                    called = ast.unparse(node.func)
+                    names = r"random.key random.PRNGKey default_rng SeedSequence Random"
+                    if called.endswith(tuple(names.split())):
+                        place = path.relative_to(root).as_posix()
+                        found.add((place, called.rpartition(".")[2]))
+    assert found == ELSEWHERE
