@@ -221,6 +221,10 @@ def _gathered(mapping: dict[str, Any]) -> list[dict[str, Any]]:
 def _of_all(own: np.ndarray) -> np.ndarray:
     """All-gather an array that has one shape in all processes: [processes, ...]."""
     parts, replicate = _gathering()
+    if jax.default_backend() == "cpu":
+        # XLA's CPU runtime runs this beside programs that are in flight, and mixes up
+        # the messages of both: gloo has one connection for a pair of devices.
+        jax.block_until_ready(jax.live_arrays())
     rows = jax.make_array_from_process_local_data(parts, own[None])
     return np.asarray(replicate(rows))
 
