@@ -62,6 +62,8 @@ def unproven(spec: Spec, source: Head | Logits) -> str | None:
     """Why a supported call was not measured to be faster than on "xla"; or None."""
     if isinstance(source, Logits):
         return "never with logits that the caller has"
+    if spec.compute_dtype == jnp.float16:
+        return "stores derivatives without a scale, which large weights overflow"
     if _devices.count() > 1 and not (spec.token_parallel or _is_split_by_hand()):
         return (
             "XLA cannot split its kernels over the axes that an enclosing "

@@ -210,8 +210,10 @@ def _divided(z, temperature):
     logits times 0 are NaN, and one is a power of two, which does not round.
     """
     inverse = 1 / temperature
-    half = _stats.power_of_two(inverse) / 2
-    return z * half + z * (inverse - half)
+    most = _stats.power_of_two(inverse)
+    most = jnp.where(most * temperature < 1, most, most / 2)
+    rest = (1 - most * temperature) * inverse  # the difference has no rounding error
+    return z * most + z * rest
 
 
 def zero_sums(spec, source):

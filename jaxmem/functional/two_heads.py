@@ -108,8 +108,8 @@ class TwoHeadsRule(LoopRule):
         normalisers = policy, reference = tuple(map(row_blocks.normaliser, heads))
         p_scale, q_scale = map(_scale, heads, normalisers)
         p, q = p_scale * (found.z.others + 1), q_scale * (found.y.others + 1)
-        log_ratio = found.z.largest - found.y.largest
-        log_ratio = log_ratio - _shift(policy, reference)[:, None]
+        tops = found.z.largest, found.y.largest
+        log_ratio = _log_ratio(*tops, *beside(normalisers))
         value, slope = of.of_blocks(
             Blocks(p, q, p_scale, q_scale, found.sums, log_ratio)
         )
@@ -243,7 +243,10 @@ def compare(z, y, policy: _stats.Normaliser, reference: _stats.Normaliser, ops=X
     """
     p, q = softmax(z, policy, ops), softmax(y, reference, ops)
     if ops is not XLA:  # kernels have no room for what differences lose
-        return p, q, (z - y) - _shift(policy, reference)
+        from jaxmem.kernels import arithmetic
+
+        ratio = arithmetic.log_ratio(z, y, policy.max, reference.max)
+        return p, q, ratio - (policy.log_sum - reference.log_sum)
     return p, q, _log_ratio(z, y, policy, reference)
 
 

@@ -28,3 +28,14 @@ def exp(x: jax.Array, y: jax.Array | None = None) -> jax.Array:
 def at_most(x: jax.Array, bound: float) -> jax.Array:
     """The smaller of float32 x and the bound, which is the result for NaN."""
     return jnp.where(x < bound, x, bound)
+
+
+def log_ratio(z: jax.Array, y: jax.Array, z_max: jax.Array, y_max: jax.Array):
+    """(z - z_max) - (y - y_max), where the difference of z and y is large as well.
+
+    Of the two orders of these sums, the one whose first difference is the smaller:
+    its rounding is what is lost.
+    """
+    between, below = z - y, z - z_max
+    near = between - (z_max - y_max)
+    return jnp.where(jnp.abs(between) <= jnp.abs(below), near, below - (y - y_max))

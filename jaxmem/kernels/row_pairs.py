@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmem.kernels import row_blocks
-from jaxmem.kernels.arithmetic import exp
+from jaxmem.kernels.arithmetic import exp, log_ratio
 from jaxmem.kernels.row_blocks import Parts
 from jaxmem.kernels.row_tiles import beside, reduce_blocks
 
@@ -49,7 +49,7 @@ def parts(
 
     def reduce(z, y):
         (z_max, z_shift, w), (y_max, y_shift, v) = _exps(z), _exps(y)
-        d = (z - y) - beside(z_shift - y_shift, z.shape)
+        d = log_ratio(z, y, beside(z_shift, z.shape), beside(y_shift, y.shape))
         return z_max, y_max, *(jnp.sum(x, axis=1) for x in (w, v, *terms(w, v, d)))
 
     z_max, y_max, z_sum, y_sum, *sums = reduce_blocks(

@@ -126,6 +126,12 @@ def test_weights_and_normalisers_of_any_size(kind, size, frozen):
         assert_as_good(got, other, expected / scale, epsilon, name)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("kind", "size", "frozen"), CALLS)
+def test_on_a_gpu(kind, size, frozen):
+    test_weights_and_normalisers_of_any_size(kind, size, frozen)
+
+
 def test_samples_know_no_size():
     """An estimate is as it is with small weights, to rounding, and neither is inf."""
     h, W, y = operands()

@@ -11,7 +11,7 @@ import jaxmem
 from jaxmem import devices
 from jaxmem.core import stats
 from jaxmem.functional import two_heads
-from jaxmem.functional.divergence_terms import KL
+from jaxmem.functional.divergence_terms import JSD, KL, ForwardKL
 from jaxmem.kernels import row_blocks, row_pairs
 from tests.cases import slow
 from tests.functional import test_divergence as of_verbs
@@ -123,6 +123,49 @@ def test_no_value_is_negative(rows_interpreted):
     rule = two_heads.TwoHeadsRule(None, KL(), None, kernels=True)
     value, _, _ = rule.values(jnp.asarray(z), jnp.asarray(y))
     assert (np.asarray(value) >= 0).all()
+
+
+KINDS = [KL(), ForwardKL(), JSD(0.5)]
+
+
+def far_apart(columns):
+    """Heads whose logits differ by a constant, beside which their digits are lost."""
+    z = np.random.default_rng(0).standard_normal((8, columns)) * 6
+    y = np.random.default_rng(1).standard_normal((8, columns)) / 2 + z - 1000
+    return z.astype(np.float32), y.astype(np.float32)
+
+
+def divergence_of(divergence, xp, z, y):
+    log_p, log_q = (
+        x - xp.log(xp.exp(x).sum(-1, keepdims=True))
+        for x in (z - z.max(-1, keepdims=True), y - y.max(-1, keepdims=True))
+    )
+    p, q, middle = xp.exp(log_p), xp.exp(log_q), xp.logaddexp(log_p, log_q) - np.log(2)
+    kl, forward = p * (log_p - log_q), q * (log_q - log_p)
+    half = (p * (log_p - middle) + q * (log_q - middle)) / 2
+    return dict(zip(KINDS, (kl, forward, half), strict=True))[divergence].sum(-1)
+
+
+def check_far_apart(divergence, columns):
+    z, y = far_apart(columns)
+    want = divergence_of(divergence, np, *(x.astype(np.float64) for x in (z, y)))
+    z, y = jnp.asarray(z), jnp.asarray(y)
+    near = jax.jit(functools.partial(divergence_of, divergence, jnp))(z, y)
+    rule = two_heads.TwoHeadsRule(None, divergence, None, kernels=True)
+    made, _, _ = jax.jit(rule.values)(z, y)
+    bound = 2 * np.abs(near - want).max() + 4 * EPS * np.abs(want).max()
+    np.testing.assert_allclose(made, want, rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize("divergence", KINDS, ids=lambda d: type(d).__name__)
+def test_heads_that_a_constant_separates(divergence, rows_interpreted):
+    check_far_apart(divergence, 4 * WIDTH)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("divergence", KINDS, ids=lambda d: type(d).__name__)
+def test_heads_that_a_constant_separates_on_a_gpu(divergence):
+    check_far_apart(divergence, 151936)
 
 
 @pytest.mark.parametrize("verb", VERBS)

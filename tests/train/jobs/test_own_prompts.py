@@ -108,7 +108,9 @@ def test_own_rewards_are_learned_and_a_run_resumes_bitwise(directory):
     assert "saved in run/model" in said and "step 12/12  reward" in said
     held_out = {s.step: s.held_out_reward for s in result.history}
     assert [n for n, x in held_out.items() if x is not None] == [4, 8, 12]
-    assert held_out[12] > held_out[4] and result.history[3].held_out_accuracy == 0
+    assert (
+        held_out[12] > held_out[4] and result.history[3].held_out_accuracy < held_out[4]
+    )
     best = max((x, -n) for n, x in held_out.items() if x is not None)[1]
     kept = [p.name for p in (directory / "run" / "best").iterdir() if p.name.isdigit()]
     assert kept == [str(-best)]
