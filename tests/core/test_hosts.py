@@ -89,10 +89,8 @@ def test_the_commands_of_the_page(small, tmp_path):
         ("found", [of_cluster, of_cluster], slurm(2)),
     ):
         out_dir = tmp_path / name
-        together(
-            [[*words, *small, "run.steps=3", f"run.out_dir={out_dir}"] for words in pair], 4,
-            **variables,
-        )  # fmt: skip
+        own = [*small, "run.steps=3", f"run.out_dir={out_dir}"]
+        together([[*words, *own] for words in pair], 4, **variables)
         told.append(steps_of(out_dir))
         assert len(told[-1]) == 3 and (out_dir / "model" / "config.json").exists()
 
