@@ -29,6 +29,7 @@ from benchmarks import (
     run_sampled,
     run_sampled_evidence,
     run_sampled_training,
+    run_shared,
     run_skyrl,
     workers,
 )
@@ -607,3 +608,25 @@ def test_slots_that_are_refilled_are_busier(monkeypatch):
     shares = {name: float(x) for name, x in told.items() if name.startswith("busy")}
     assert shares["busy_without"] < shares["busy"] < shares["busy_longest_first"] <= 1
     assert told["completions"] == 64
+
+
+# ---------------------------------------------------------------- shared prompts
+
+
+def test_passes_of_shared_prompts_are_timed(tmp_path, monkeypatch):
+    sizes = (
+        "model.layers=1 model.hidden=32 model.ff=40 model.heads=2 model.kv_heads=1 "
+        "model.head_dim=16 model.vocab_size=64 task.digits=1 model.dtype=float32"
+    )
+    out = tmp_path / "rows.csv"
+    run_shared.main(
+        [f"--out={out}", "--steps=2", "--tokens=16", "--group=4", *sizes.split()]
+    )
+    rows = results.read(out)
+    assert [(r["phase"], r["share_prompts"]) for r in rows[:8:4]] == [
+        ("old", "False"),
+        ("old", "True"),
+    ]
+    assert len(rows) == 16 and {r["tokens"] for r in rows} == {str(16 * 31)}
+    assert rows[0]["tokens_per_second"] == ""  # one minibatch: no pass is left
+    assert all(float(r["tokens_per_second"]) > 0 for r in rows if r["phase"] == "all")

@@ -31,8 +31,9 @@ def attend(
 
     Args:
         query: [B, T, heads, head_dim].
-        key: [B, T, kv_heads, head_dim]; kv_heads divides heads.
-        value: [B, T, kv_heads, head_dim].
+        key: [B, S, kv_heads, head_dim] of the same tokens, after S - T others;
+            kv_heads divides heads.
+        value: like `key`.
         sight: which keys a query sees, in addition to causality.
         scale: factor of the scores.
         softcap: bound of the scores; None: they are not capped.
@@ -43,7 +44,7 @@ def attend(
 
     **Memory** of residuals: q, k, v and the output in their own dtype, and the
     logsumexp, 4·B·T·heads. The checkpoint names of the last two are "attn_out" and
-    "attn_lse". While it runs, the scores take 4·B·heads·T².
+    "attn_lse". While it runs, the scores take 4·B·heads·T·S.
     """
     return _attention(query, key, value, sight, sinks, scale, softcap)
 
@@ -57,8 +58,11 @@ def attend_by_cudnn(
     """
 
     def kernel(query, key, value, sight):
+        mask, queries, keys = sight.mask, query.shape[1], key.shape[1]
+        if keys > queries:  # causal attention would begin at the first key
+            mask = mask & _causal(queries, keys)
         return jax.nn.dot_product_attention(
-            query, key, value, mask=sight.mask, scale=scale, is_causal=True,
+            query, key, value, mask=mask, scale=scale, is_causal=keys == queries,
             implementation="cudnn",
         )  # fmt: skip
 
@@ -135,8 +139,7 @@ def _by_group(sinks, kv_heads):
 
 
 def _scores(query, key, sight, scale, softcap):
-    """Scores, f32 [B, kv_heads, group, T, T]; -inf where a query does not see a key."""
-    length = query.shape[1]
+    """Scores, f32 [B, kv_heads, group, T, S]; -inf where a query does not see a key."""
     scores = scale * jnp.einsum(
         "bqkgd,btkd->bkgqt",
         _grouped(query, key.shape[2]),
@@ -145,7 +148,12 @@ def _scores(query, key, sight, scale, softcap):
     )
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
-    seen = jnp.tril(jnp.ones((length, length), bool))
+    seen = _causal(query.shape[1], key.shape[1])
     if sight.mask is not None:
         seen = seen & sight.mask[:, :, None]
     return jnp.where(seen, scores, -jnp.inf)
+
+
+def _causal(queries, keys):
+    """[T, S], true where a key is no later than a query; both end with one token."""
+    return jnp.tril(jnp.ones((queries, keys), bool), keys - queries)

@@ -29,6 +29,7 @@ from jaxmem.models import (
 )
 from jaxmem.models.config import ModelConfig as ModelConfig
 from jaxmem.models.positions import (
+    Branches,
     Ids,
     by_kind,
     documents,
@@ -199,7 +200,11 @@ class Decoder(nnx.Module):
         self.config, self.policy, self.unroll = config, policy, unroll
 
     def __call__(
-        self, tokens: Ids, segment_ids: Ids | None, positions: Ids
+        self,
+        tokens: Ids,
+        segment_ids: Ids | None,
+        positions: Ids,
+        branches: Branches | None = None,
     ) -> jax.Array:
         """Run the blocks and the final norm.
 
@@ -209,6 +214,8 @@ class Decoder(nnx.Module):
                 means that a row is one document, and that what follows it counts in no
                 loss; if all layers are global, no T x T mask is then built.
             positions: [B, T] position of each token in its document, from 0.
+            branches: layout of rows whose blocks share a prompt, in which positions go
+                on; None: there is none.
 
         Returns:
             Hidden states [B, T, hidden] in the compute dtype.
@@ -216,9 +223,8 @@ class Decoder(nnx.Module):
         x = embedding.look_up(self, tokens, positions)
         if segment_ids is None:
             embedding.check_length(self.config, tokens.shape[1])
-        sight = sights(
-            self.config, positions, documents(self.config, tokens, segment_ids)
-        )
+        seen = documents(self.config, tokens, segment_ids, branches)
+        sight = sights(self.config, positions, seen)
         runs = structure.runs(self.config)
         for run in runs:
             definitions, scanned = self._scanned(run)

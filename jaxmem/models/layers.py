@@ -10,6 +10,7 @@ from flax import nnx
 from jaxmem import devices, remat
 from jaxmem.models import (
     attention,
+    branches,
     kv_cache,
     normed_products,
     normed_rotary,
@@ -235,6 +236,9 @@ class Attention(nnx.Module):
                 "model.dtype='float16' needs a GPU, as jax's attention has none on a "
                 "CPU: set model.dtype='bfloat16' or 'float32'"
             )
+        if sight.branches is not None:
+            attend = functools.partial(self._attend, sinks=sinks)
+            return branches.attend(attend, query, key, value, sight)
         scale, see = config.score_scale, (query, key, value, sight)
         if config.attention == "cudnn":
             return attention.attend_by_cudnn(*see, scale=scale)

@@ -202,6 +202,16 @@ def _rope_backward(tables, gradient):
 apply_rope.defvjp(_rope_forward, _rope_backward)
 
 
+class Branches(NamedTuple):
+    """The layout of rows of one prompt and k blocks that continue it, T slots in all.
+
+    T = prompt + k · width, and documents are those of a block.
+    """
+
+    prompt: int  # slots of the prompt
+    width: int  # slots of a block
+
+
 class Sight(NamedTuple):
     """The keys that a layer's queries see, in addition to causality.
 
@@ -210,13 +220,21 @@ class Sight(NamedTuple):
 
     segment_ids: Ids | None = None  # [B, T] document per token; None: one per row
     window: Ids | int | None = None  # tokens a query sees, including its own; None: all
+    branches: Branches | None = None  # of rows with a prompt that blocks share
+    prefix: jax.Array | None = None  # [B, S - T] which of the first keys queries see
 
     @property
     def mask(self) -> jax.Array | None:
         """The `document_mask`, or None if a query sees all tokens before it."""
         if self.segment_ids is None:
             return None
-        return document_mask(self.segment_ids, self.window)
+        mask = document_mask(self.segment_ids, self.window)
+        if self.prefix is None:
+            return mask
+        rows, before = self.prefix.shape
+        first = (rows, 1, mask.shape[2], before)
+        first = jnp.broadcast_to(self.prefix[:, None, None], first)
+        return jnp.concatenate([first, mask], axis=3)
 
 
 def document_mask(segment_ids: Ids, window: Ids | int | None = None) -> jax.Array:
@@ -245,7 +263,10 @@ def window(config: ModelConfig, kind: str) -> int | None:
 
 
 def documents(
-    config: ModelConfig, tokens: Ids, segment_ids: Ids | None
+    config: ModelConfig,
+    tokens: Ids,
+    segment_ids: Ids | None,
+    branches: Branches | None = None,
 ) -> Callable[[Any], Sight]:
     """A function from a layer's entry of `layer_kinds` to its `Sight`.
 
@@ -253,12 +274,13 @@ def documents(
         config: of the decoder.
         tokens: [B, T].
         segment_ids: [B, T] document of each token; None: a row is one document.
+        branches: layout of rows whose blocks share a prompt; None: there is none.
 
     Returns:
         The function.
     """
     if "local" not in config.pattern:
-        return lambda kind: Sight(segment_ids)
+        return lambda kind: Sight(segment_ids, branches=branches)
     if segment_ids is None:
         segment_ids = jnp.zeros_like(tokens)
     # Global layers have a window too: in one loop, layers may differ by data only.

@@ -56,7 +56,8 @@ class Packing:
     def padding(self) -> float:
         """Fraction of slots that hold no token."""
         slots = sum(batch.segment_ids.size for batch in self.micro_batches)
-        return 1 - int(self.lengths.sum()) / slots if slots else 0.0
+        held = sum(int((b.segment_ids > 0).sum()) for b in self.micro_batches)
+        return 1 - held / slots if slots else 0.0
 
     def place(self, values: Sequence[ArrayLike], fill: Any = 0) -> list[np.ndarray]:
         """Copy one array per sequence into the layout of the micro-batches.
@@ -118,7 +119,7 @@ class Packing:
             return [np.zeros(0, np.float32) for _ in self.lengths]
         checks.check_alike("results", arrays, first_axes=2)
         dtype = np.result_type(*arrays)
-        flat = np.empty((int(self.lengths.sum()), *arrays[0].shape[2:]), dtype)
+        flat = np.zeros((int(self.lengths.sum()), *arrays[0].shape[2:]), dtype)
         for batch, array in zip(self.micro_batches, arrays, strict=True):
             here = batch.segment_ids > 0
             flat[self._source(batch, here)] = array[here]

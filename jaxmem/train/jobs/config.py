@@ -6,6 +6,7 @@ from typing import Any
 from jaxmem.data.documents import DataConfig
 from jaxmem.data.tasks import TaskConfig
 from jaxmem.models.decoder import HeadConfig
+from jaxmem.models.positions import Branches
 from jaxmem.models.sampling import SamplingConfig
 from jaxmem.train.jobs.distillation import DistillConfig
 from jaxmem.train.jobs.policy import GrpoConfig
@@ -237,6 +238,7 @@ class GrpoJobConfig(JobConfig):
                 )
         widest = self.row_lengths[-1]
         _check_rows("grpo.row_lengths", self.grpo.row_lengths, widest, self.longest)
+        self._check_branches()
         for name in ("max_tokens_train", "max_tokens_forward"):
             _check_slots(f"grpo.{name}", getattr(self.grpo, name), self)
 
@@ -251,6 +253,56 @@ class GrpoJobConfig(JobConfig):
         return self.task.conversation_length(self.sampling.max_new_tokens)
 
     @property
+    def branches(self) -> Branches | None:
+        """Layout of rows whose blocks share a prompt; None where none is shared."""
+        if not self.grpo.share_prompts:
+            return None
+        return Branches(
+            _rounded(self.task.prompt_length - 1), _rounded(self.completion_length)
+        )
+
+    @property
     def row_lengths(self) -> tuple[int, ...]:
         """Widths of packed rows."""
-        return self.grpo.row_lengths or (-(-self.longest // 16) * 16,)
+        grpo, layout = self.grpo, self.branches
+        if grpo.row_lengths:
+            return grpo.row_lengths
+        if layout is None:
+            return (_rounded(self.longest),)
+        room = min(grpo.max_tokens_train, grpo.max_tokens_forward) - layout.prompt
+        most = max(min(grpo.group_size, room // layout.width), 1)
+        sizes = sorted({max(most // 4, 1), most})
+        return tuple(layout.prompt + size * layout.width for size in sizes)
+
+    def slots_read(self, parts: int = 1) -> int:
+        """Slots of all sequences of a rollout that is read in so many parts, at most.
+
+        Prompts that are shared are read once in each row of their group's completions.
+        """
+        layout, grpo = self.branches, self.grpo
+        if layout is None:
+            return grpo.samples * self.longest
+        blocks = (self.row_lengths[-1] - layout.prompt) // layout.width
+        together = -(-grpo.group_size // parts)  # completions of a prompt in a part
+        rows = min(parts * -(-together // blocks), grpo.group_size)
+        return grpo.prompts * rows * layout.prompt + grpo.samples * layout.width
+
+    def _check_branches(self) -> None:
+        if (layout := self.branches) is None:
+            return
+        if not layout.prompt:
+            raise ValueError(
+                "grpo.share_prompts=True needs prompts of more than one token"
+            )
+        prompt, width = layout
+        if any((T - prompt) % width for T in self.row_lengths):
+            raise ValueError(
+                f"grpo.row_lengths={self.grpo.row_lengths} must be {prompt} and a "
+                f"multiple of {width} each, with grpo.share_prompts: slots of a prompt "
+                "and of blocks of completions"
+            )
+
+
+def _rounded(tokens: int) -> int:
+    """To a multiple of 16."""
+    return -(-tokens // 16) * 16

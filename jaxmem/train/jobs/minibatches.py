@@ -126,5 +126,7 @@ def packing_of(
     config: GrpoJobConfig, completions: Completions, max_tokens: int
 ) -> Packing:
     """How completions are laid out in micro-batches of so many tokens."""
+    if config.branches is not None:
+        return completions.pack_shared(max_tokens, config.row_lengths, config.branches)
     quadratic = 1 / (6 * config.model.hidden)
     return completions.pack(max_tokens, config.row_lengths, quadratic)

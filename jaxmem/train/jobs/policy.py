@@ -63,8 +63,12 @@ class GrpoConfig:
     max_tokens_train: int = 2048  # slots of a micro-batch that has a backward pass
     max_tokens_forward: int = 8192  # slots of one that has none
     # widths of packed rows, increasing, each a shape to compile; None: the longest
-    # sequence that there can be, rounded up to 16
+    # sequence that there can be, rounded up to 16; with share_prompts, a prompt and as
+    # many blocks as a group has completions, and a quarter of these
     row_lengths: tuple[int, ...] | None = None
+    # old, reference and update passes read the prompt of a group once, in rows of a
+    # prompt and several blocks of its completions
+    share_prompts: bool = False
     # probability with which a sampled token is learned from; its loss is divided by it,
     # so that the expected gradient is the same, and the head computes only these tokens
     token_fraction: float = 1.0

@@ -17,7 +17,8 @@ from flax import nnx
 import jaxmem
 from jaxmem.core.random_streams import Stream
 from jaxmem.data.documents import Batch
-from jaxmem.models.decoder import HeadConfig
+from jaxmem.models import branches
+from jaxmem.models.decoder import Decoder, HeadConfig
 from jaxmem.models.partitioning import as_stored
 from jaxmem.packing import Supports
 from jaxmem.train.jobs.accumulated import Sums
@@ -73,6 +74,8 @@ class PolicyProgram(SamplingProgram):
         ends = ends_of(config.task, config.model.checkpoint)
         super().__init__(config, ends.size, by_update)
         self.learning_rate = rollouts
+        if config.grpo.share_prompts:
+            branches.check(self.model_config, config.mesh.sequence)
         named = "grpo.prompts x grpo.group_size"
         self.sample_from(Rollouts(config.grpo.samples, named, config), ends)
 
@@ -134,7 +137,7 @@ class PolicyProgram(SamplingProgram):
 
         def run(params, frozen, batch, supports):
             model = self.model(params, frozen)
-            hidden = model(batch.tokens, batch.segment_ids, batch.positions)
+            hidden = self._hidden(model, batch)
             given = model.head, hidden, batch.labels
             if supports is None:
                 return self._over_vocabulary(*given), None
@@ -145,6 +148,10 @@ class PolicyProgram(SamplingProgram):
         with self.layout.context():
             jitted = self.layout.jit(run, self.layout.whole(_ints(())))
             return jitted.trace(*weights, *self.forward(shape))
+
+    def _hidden(self, model: Decoder, batch: Batch) -> jax.Array:
+        given = batch.tokens, batch.segment_ids, batch.positions
+        return model(*given, self.config.branches)
 
     def _over_vocabulary(self, head, hidden, labels) -> jax.Array:
         temperature = self.config.sampling.temperature
@@ -178,7 +185,7 @@ class PolicyProgram(SamplingProgram):
         def run(params, frozen, sums: Sums, rows: PolicyBatch, normalizer, *numbers):
             def loss(params):
                 model, batch = self.model(params, frozen), rows.batch
-                hidden = model(batch.tokens, batch.segment_ids, batch.positions)
+                hidden = self._hidden(model, batch)
                 return self._loss(head, model.head, hidden, rows, normalizer, *numbers)
 
             (value, metrics), slopes = jax.value_and_grad(loss, has_aux=True)(params)

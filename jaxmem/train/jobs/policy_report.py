@@ -21,7 +21,7 @@ def phases_of(program: PolicyProgram) -> list[Phase]:
         held["reference weights"] = program.state_shapes.params
     forward = program.shapes(grpo.max_tokens_forward)[-1]
     backward = program.shapes(grpo.max_tokens_train)[-1]
-    read = grpo.samples * config.longest  # tokens of all sequences, at most
+    parts = grpo.minibatches  # each reads the prompts of its completions
     passes = grpo.forward_passes + bool(grpo.kl_coefficient)
     made = [
         program.rollout_phase(held),
@@ -31,7 +31,7 @@ def phases_of(program: PolicyProgram) -> list[Phase]:
             weights,
             held,
             tokens=math.prod(forward),
-            runs=passes * read / math.prod(forward),
+            runs=passes * config.slots_read() / math.prod(forward),
         ),
         Phase(
             "gradients",
@@ -40,7 +40,7 @@ def phases_of(program: PolicyProgram) -> list[Phase]:
             held,
             phases.activations(program, math.prod(backward)),
             math.prod(backward),
-            runs=grpo.epochs * read / math.prod(backward),
+            runs=grpo.epochs * config.slots_read(parts) / math.prod(backward),
             head=functools.partial(program.trace_head, backward, config.head),
         ),
     ]

@@ -15,7 +15,9 @@ import numpy as np
 
 from jaxmem import packing
 from jaxmem.data.documents import NO_LABEL, Batch
+from jaxmem.models.positions import Branches
 from jaxmem.packing import Packing
+from jaxmem.packing.branches import Parts, pack_branches
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -127,6 +129,21 @@ class Completions:
         """Lay the sequences out; see `jaxmem.packing.pack`."""
         lengths = tuple(len(tokens) for tokens in self.tokens)
         return _pack(lengths, max_tokens, tuple(row_lengths), quadratic)
+
+    def pack_shared(
+        self, max_tokens: int, row_lengths: Sequence[int], layout: Branches
+    ) -> Packing:
+        """Lay the sequences out with equal prompts once a row; see `pack_branches`.
+
+        Prompts are shared but for their last token, which predicts what is sampled.
+        """
+        known: dict[bytes, int] = {}
+        starts = zip(self.tokens, self.first, strict=True)
+        prompts = [tokens[: first + 1].tobytes() for tokens, first in starts]
+        groups = [known.setdefault(prompt, len(known)) for prompt in prompts]
+        lengths = np.array([len(tokens) for tokens in self.tokens])
+        parts = Parts(lengths, np.asarray(self.first), np.array(groups))
+        return pack_branches(parts, max_tokens, layout, row_lengths)
 
     def batches(self, packed: Packing) -> Iterator[Batch]:
         """The micro-batches of a packing."""

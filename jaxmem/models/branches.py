@@ -1,0 +1,82 @@
+"""Rows of one prompt and several continuations of it, which are read at once.
+
+A row has slots of the prompt, then blocks of as many slots each. Tokens of a block see
+the prompt and, causally, what precedes them in their document of the block, as if the
+prompt stood before each. Everything but attention processes each token alone, so that
+the prompt is computed once.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from jaxmem.models.config import ModelConfig
+from jaxmem.models.positions import Sight
+
+
+def check(config: ModelConfig, sequence: int = 1) -> None:
+    """Refuse what cannot share a prompt.
+
+    Args:
+        config: of the decoder.
+        sequence: devices along the mesh axis of that name.
+
+    Raises:
+        ValueError: a layer does not attend to all tokens before it.
+    """
+    problem = None
+    if "local" in config.pattern:
+        problem = f"model.pattern={config.pattern} has windows"
+    elif set(config.mixers) != {"attention"}:
+        problem = f"model.mixers={config.mixers} are not all 'attention'"
+    elif sequence > 1:
+        problem = f"mesh.sequence={sequence} is above 1"
+    if problem is not None:
+        raise ValueError(
+            f"prompts cannot be shared (grpo.share_prompts): {problem}; leave it False"
+        )
+
+
+def attend(
+    attention: Callable[..., jax.Array],
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    sight: Sight,
+) -> jax.Array:
+    """Attention of a row's prompt to itself, and of its blocks to both.
+
+    Args:
+        attention: a function of queries [B, T, heads, head_dim], keys and values
+            [B, S, kv_heads, head_dim] of the same tokens, with others before them, and
+            of a `Sight`.
+        query: [B, prompt + k·width, heads, head_dim].
+        key: likewise, with kv_heads.
+        value: like `key`.
+        sight: documents of the rows, and their layout.
+
+    Returns:
+        An array like `query`.
+
+    **Memory**: keys and values of the prompt, once for each block.
+    """
+    assert sight.branches is not None
+    start, width = sight.branches
+    ids, count = jnp.asarray(sight.segment_ids), (query.shape[1] - start) // width
+
+    def blocks(x: jax.Array) -> jax.Array:
+        return x[:, start:].reshape(-1, width, *x.shape[2:])
+
+    def before(x: jax.Array) -> jax.Array:
+        return jnp.repeat(x[:, :start], count, axis=0)
+
+    def all_keys(x: jax.Array) -> jax.Array:
+        return jnp.concatenate([before(x), blocks(x)], axis=1)
+
+    first = [x[:, :start] for x in (query, key, value)]
+    prompt = attention(*first, Sight(ids[:, :start]))
+    seen = Sight(blocks(ids), prefix=before(ids) > 0)
+    rest = attention(blocks(query), all_keys(key), all_keys(value), seen)
+    rest = rest.reshape(len(query), -1, *query.shape[2:])
+    return jnp.concatenate([prompt, rest], axis=1)

@@ -1,0 +1,117 @@
+"""A prompt that several continuations share, against each of them with its own."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxmem.models import branches
+from jaxmem.models.decoder import Decoder, ModelConfig
+from jaxmem.models.positions import Branches
+from jaxmem.packing.branches import Parts, pack_branches
+from jaxmem.packing.plan import pack
+
+SMALL = ModelConfig(
+    layers=2, hidden=32, ff=48, heads=4, kv_heads=2, head_dim=8, vocab_size=61
+)
+LAYOUT = Branches(5, 4)
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+def problem():
+    """Sequences of three prompts, one of a single token, and what they are worth."""
+    rng = np.random.default_rng(0)
+    shared, rest = [5, 5, 5, 5, 2, 2, 0], [4, 1, 3, 2, 4, 4, 3]
+    groups = np.array([0, 0, 0, 0, 1, 1, 2])
+    prompts = rng.integers(0, 61, (3, 5))
+    tokens = [
+        np.concatenate([prompts[g, :p], rng.integers(0, 61, n)]).astype(np.int32)
+        for g, p, n in zip(groups, shared, rest, strict=True)
+    ]
+    lengths = np.array([len(row) for row in tokens])
+    worth = [
+        np.where(np.arange(len(row)) < p, 0, rng.normal(size=len(row))).astype("f4")
+        for row, p in zip(tokens, shared, strict=True)
+    ]
+    return Parts(lengths, np.array(shared), groups), tokens, worth
+
+
+def results(model, tokens, worth, packed, layout=None):
+    """Hidden states by sequence, and a sum's gradients of all weights."""
+    definition, weights = nnx.split(model)
+
+    @jax.jit
+    def run(weights, batch, placed, worth):
+        def loss(weights):
+            given = placed, batch.segment_ids, batch.positions
+            hidden = nnx.merge(definition, weights)(*given, layout)
+            return jnp.sum(jnp.sin(hidden) * worth[..., None]), hidden
+
+        return jax.value_and_grad(loss, has_aux=True)(weights)
+
+    hidden, total = [], None
+    each = packed.micro_batches, packed.place(tokens), packed.place(worth)
+    for arrays in zip(*each, strict=True):
+        (_, states), slopes = run(weights, *arrays)
+        hidden.append(states)
+        total = slopes if total is None else jax.tree.map(jnp.add, total, slopes)
+    return packed.unpack(hidden), total
+
+
+@pytest.mark.parametrize(
+    ("changes", "policy"),
+    [
+        (dict(qk_norm=True, attention_softcap=2.0, sinks=True), "full"),
+        (dict(learned_positions=16, pattern=("unrotated", "global")), "none"),
+    ],
+)
+def test_states_and_gradients_are_those_of_prompts_that_are_read_each_time(
+    changes, policy
+):
+    config = dataclasses.replace(SMALL, **changes)
+    model = Decoder(config, policy=policy, rngs=nnx.Rngs(0))
+    parts, tokens, worth = problem()
+    shared = pack_branches(parts, 26, LAYOUT, (9, 13))
+    alone = pack(parts.lengths, 18, row_lengths=(9,))
+    assert shared.shapes == {(2, 13), (2, 9)}
+    got, gradients = results(model, tokens, worth, shared, LAYOUT)
+    expected, wanted = results(model, tokens, worth, alone)
+    for ours, theirs, first in zip(got, expected, parts.shared, strict=True):
+        np.testing.assert_allclose(ours[first:], theirs[first:], atol=2e-5)
+    ours, theirs = (jax.tree.leaves(x) for x in (gradients, wanted))
+    for a, b in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5 * float(jnp.abs(b).max() + 1))
+    assert sum(float(jnp.abs(b).max()) > 1e-3 for b in theirs) > 10
+
+
+def test_every_token_is_read_and_a_prompt_once_a_row():
+    parts, tokens, _ = problem()
+    packed = pack_branches(parts, 26, LAYOUT, (9, 13))
+    prompts = sum(int((b.segment_ids[:, :5] > 0).sum()) for b in packed.micro_batches)
+    # Ten tokens in blocks of four are three blocks: a row of two and one of one.
+    assert prompts == 5 + 5 + 2 + 0
+    for batch, placed in zip(packed.micro_batches, packed.place(tokens), strict=True):
+        live = batch.segment_ids > 0
+        for token, i, place in zip(
+            placed[live], batch.sequence[live], batch.positions[live], strict=True
+        ):
+            assert token == tokens[i][place]
+    rest = sum(int((b.segment_ids[:, 5:] > 0).sum()) for b in packed.micro_batches)
+    assert rest == (parts.lengths - parts.shared).sum()
+    assert 0 < packed.padding < 0.5
+
+
+@pytest.mark.parametrize(
+    ("changes", "sequence", "expected"),
+    [
+        (dict(pattern=("local", "global"), window=3), 1, "model.pattern=.* windows"),
+        ({}, 2, "mesh.sequence=2 is above 1"),
+    ],
+)
+def test_what_cannot_share_a_prompt_is_refused(changes, sequence, expected):
+    with pytest.raises(ValueError, match=f"grpo.share_prompts.*{expected}"):
+        branches.check(dataclasses.replace(SMALL, **changes), sequence)
