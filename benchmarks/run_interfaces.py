@@ -52,7 +52,7 @@ def _of_one_head(h, W, x):
 
     def with_options(h, W, bias):
         return logprobs(
-            h, W.T, bias=bias, softcap=9.0, temperature=0.7, vocab_size=V - 9,
+            h, jaxmem.Head(W.T, bias, softcap=9.0, vocab_size=V - 9), temperature=0.7,
             where=x.g > 0,
         )  # fmt: skip
 

@@ -27,7 +27,7 @@ import jaxmem
 from benchmarks import results, sampled_data
 from jaxmem import timing
 from jaxmem.bench import stopwatch
-from jaxmem.core.options import HeadOptions
+from jaxmem.core.options import CallOptions
 from jaxmem.functional import arguments
 
 KEYS = ("path", "data", "n", "d", "v", "dtype", "chunk", "device")
@@ -108,7 +108,7 @@ def paths_of(shape, sweep: bool) -> dict[str, Path]:
 def kept(chunk: int, slots: int, h, W, y) -> dict[str, Any]:
     """Columns: mean and largest number of entries of a token, the label's not."""
     gradient, key = jaxmem.Sample(slots), jax.random.key(0)
-    options = HeadOptions(chunk=chunk, gradient=gradient, key=key)
+    options = CallOptions(chunk=chunk, gradient=gradient, key=key)
     call = arguments.head_call("logprobs", ("logprob",), h, W, y, options)
     forward = call.backend.sampler.forward
     run = jax.jit(lambda *operands: forward(call.spec, *operands, ("logprob",))[1].p)

@@ -55,7 +55,7 @@ class Head(NamedTuple):
 def operands(h, W, y, seed=0):
     keys = _sampling.token_keys(jax.random.key(seed), y.shape)
     rows = _operands.Rows(y, y >= 0, None, _sampling.draws(keys))
-    return _operands.Head(h, W, None), rows
+    return _operands.Factors(h, W, None), rows
 
 
 def exact_forward(head, h, W, y):
@@ -139,7 +139,7 @@ def parts(head, frozen, shape, sweep, made) -> dict[str, Part]:
     )
     chunk = min(head.spec.chunk, len(y))
     width = hopper.launch_env(
-        head.spec, _operands.Head(h, W, None), chunk, "exps"
+        head.spec, _operands.Factors(h, W, None), chunk, "exps"
     ).tiles.columns
     times, seed = len(y) / chunk, jnp.int32(7)
     first = y[:chunk]

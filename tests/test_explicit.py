@@ -65,20 +65,25 @@ def problem():
 
 
 def options(x):
-    return {k: x[k] for k in ("where", "temperature", "bias")}
+    return {k: x[k] for k in ("where", "temperature")}
+
+
+def head(x):
+    return jaxmem.Head(x["W"], x["bias"])
 
 
 def logprobs(x):
-    return jaxmem.logprobs(x["h"], x["W"], x["y"], 16, **options(x))
+    return jaxmem.logprobs(x["h"], head(x), x["y"], 16, **options(x))
 
 
 def token_stats(x):
-    stats = jaxmem.token_stats(x["h"], x["W"], x["y"], None, **options(x))
+    stats = jaxmem.token_stats(x["h"], head(x), x["y"], None, **options(x))
     return stats.logprob + stats.entropy * stats.sum_pi_squared
 
 
 def entropy(x):
-    return jaxmem.entropy(x["h"], jax.lax.stop_gradient(x["W"]), None, **options(x))
+    frozen = jaxmem.Head(jax.lax.stop_gradient(x["W"]), x["bias"])
+    return jaxmem.entropy(x["h"], frozen, None, **options(x))
 
 
 def token_loss(x):
@@ -87,51 +92,51 @@ def token_loss(x):
 
     per_token = x["a"]
     return jaxmem.token_loss(
-        loss, x["h"], x["W"], x["y"], per_token, chunk=16, **options(x)
+        loss, x["h"], head(x), x["y"], per_token, chunk=16, **options(x)
     )
 
 
 def kl(x):
-    given = x["h"], x["W"], -x["h"], x["W"]
-    return jaxmem.kl(*given, None, reference_bias=x["bias"], **options(x))
+    given = x["h"], head(x), -x["h"], head(x)
+    return jaxmem.kl(*given, None, **options(x))
 
 
 def forward_kl(x):
-    return jaxmem.forward_kl(x["h"], x["W"], -x["h"], x["W"], None, **options(x))
+    return jaxmem.forward_kl(x["h"], head(x), -x["h"], x["W"], None, **options(x))
 
 
 def jsd(x):
-    return jaxmem.jsd(x["h"], x["W"], -x["h"], x["W"], None, **options(x))
+    return jaxmem.jsd(x["h"], head(x), -x["h"], x["W"], None, **options(x))
 
 
 def selected_logprobs(x):
     ids = x["ids"]
-    return jaxmem.selected_logprobs(x["h"], x["W"], ids, None, **options(x)).sum(-1)
+    return jaxmem.selected_logprobs(x["h"], head(x), ids, None, **options(x)).sum(-1)
 
 
 def support_logprobs(x):
-    given = x["h"], x["W"], x["y"], x["ids"]
+    given = x["h"], head(x), x["y"], x["ids"]
     return jaxmem.support_logprobs(*given, **options(x))
 
 
 def topk(x):
-    return jaxmem.topk(x["h"], x["W"], K, None, **options(x)).logprobs.sum(-1)
+    return jaxmem.topk(x["h"], head(x), K, None, **options(x)).logprobs.sum(-1)
 
 
 def topk_kl(x):
     said = jnp.full((B, T, K), -2.0)
-    given = x["h"], x["W"], x["ids"], said
+    given = x["h"], head(x), x["ids"], said
     return jaxmem.topk_kl(*given, None, direction="jsd", **options(x))
 
 
 def sample_ids(x):
-    ids = jaxmem.sample_ids(x["h"], x["W"], K, jax.random.key(0), None, **options(x))
+    ids = jaxmem.sample_ids(x["h"], head(x), K, jax.random.key(0), None, **options(x))
     return ids.astype(jnp.float32).sum(-1) + x["h"].sum(-1)
 
 
 def ragged_support_logprobs(x):
     csr = packing.support_to_csr(problem()["ids"])
-    given = x["h"], x["W"], x["y"], csr.ids
+    given = x["h"], head(x), x["y"], csr.ids
     more = options(x) | {"offsets": csr.offsets, "max_ids": K}
     return jaxmem.support_logprobs(*given, **more)
 
@@ -146,7 +151,7 @@ def stats_of_logits(x):
 
 
 def mean_logit(x):
-    return losses.mean_logit(x["h"], x["W"], **options(x))
+    return losses.mean_logit(x["h"], head(x), **options(x))
 
 
 VERBS = [

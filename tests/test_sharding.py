@@ -71,7 +71,7 @@ def with_gradients(verb, *operands, **options):
     @jit
     def both(h, W, y, bias):
         def run(h, W, bias):
-            made = verb(h, W, y, CHUNK, bias=bias, **options)._asdict()
+            made = verb(h, jaxmem.Head(W, bias), y, CHUNK, **options)._asdict()
             return {k: made[k] for k in FLOATS}
 
         made, pull = jax.vjp(run, h, W, bias)
@@ -154,9 +154,9 @@ def test_token_loss_counts_the_tokens_of_all_devices(name, normalizer):
     def run(verb):
         def total(h, W, bias, advantage, scale, temperature, where):
             return verb(
-                functools.partial(loss_fn, scale), h, W.T, y, advantage, pair,
-                chunk=CHUNK, bias=bias, where=where, temperature=temperature,
-                softcap=5.0, normalizer=normalizer, layout="dv", vocab_size=V,
+                functools.partial(loss_fn, scale), h,
+                jaxmem.Head(W.T, bias, 5.0, V, "dv"), y, advantage, pair, chunk=CHUNK,
+                where=where, temperature=temperature, normalizer=normalizer,
             )  # fmt: skip
 
         grad = jit(jax.value_and_grad(total, (0, 1, 2, 3), has_aux=True))
@@ -172,9 +172,11 @@ def test_entropy_logits_and_an_option_given_beforehand():
     logits, y = h @ W.T, y % 36
 
     def run(parallel):
-        entropy = parallel(functools.partial(jaxmem.entropy, vocab_size=V - 1))
+        entropy = parallel(jaxmem.entropy)
         logprobs = parallel(jaxmem.logprobs_from_logits)
-        return entropy(h, W, CHUNK, temperature=2.0), logprobs(logits, y, vocab_size=36)
+        head = jaxmem.Head(W, vocab_size=V - 1)
+        made = entropy(h, head, CHUNK, temperature=2.0)
+        return made, logprobs(logits, y, vocab_size=36)
 
     made = jit(lambda: run(functools.partial(parallel, name="2x4")))()
     assert_same(made, run(lambda verb: verb))
@@ -195,13 +197,13 @@ def of_given_columns():
 
     def topk_kl(parallel, **more):
         return lambda h, W, bias: parallel(jaxmem.topk_kl)(
-            h, W, ids, said, bias=bias, **options, **more
+            h, jaxmem.Head(W, bias), ids, said, **options, **more
         )
 
     return {
         "topk": lambda parallel: (
             lambda h, W, bias: parallel(jaxmem.topk)(
-                h, W.T, 12, bias=bias, softcap=9.0, **options
+                h, jaxmem.Head(W.T, bias, softcap=9.0), 12, **options
             )
         ),
         "reverse topk_kl": lambda parallel: topk_kl(
@@ -210,22 +212,28 @@ def of_given_columns():
         "topk_kl without a tail": lambda parallel: topk_kl(parallel, tail=False),
         "selected_logprobs": lambda parallel: (
             lambda h, W, bias: parallel(jaxmem.selected_logprobs)(
-                h, W.T, repeated, CHUNK, bias=bias, softcap=9.0, temperature=warm
+                h, jaxmem.Head(W.T, bias, 9.0), repeated, CHUNK, temperature=warm
             )
         ),
         "support_logprobs": lambda parallel: (
             lambda h, W, bias: parallel(jaxmem.support_logprobs)(
-                h, W.T, y, support, bias=bias, temperature=jnp.float32(0.5)
+                h, jaxmem.Head(W.T, bias), y, support, temperature=jnp.float32(0.5)
             )
         ),
         "ragged supports": lambda parallel: (
             lambda h, W, bias: parallel(jaxmem.support_logprobs)(
-                h, W, y, csr.ids, bias=bias, offsets=csr.offsets, max_ids=5, **options
+                h,
+                jaxmem.Head(W, bias),
+                y,
+                csr.ids,
+                offsets=csr.offsets,
+                max_ids=5,
+                **options,
             )
         ),
         "sample_ids": lambda parallel: (
             lambda h, W, bias: parallel(jaxmem.sample_ids)(
-                h, W, 20, jax.random.key(0), bias=bias, **options
+                h, jaxmem.Head(W, bias), 20, jax.random.key(0), **options
             )
         ),
     }
@@ -296,7 +304,8 @@ def test_what_is_split_stays_split_and_may_be_donated():
     h, W, y = jax.device_put((h, W, y), (tokens, weights, tokens))
 
     def step(h, W, y):
-        made, pull = jax.vjp(lambda h, W: verb(h, W, y, vocab_size=V), h, W)
+        head = functools.partial(jaxmem.Head, vocab_size=V)
+        made, pull = jax.vjp(lambda h, W: verb(h, head(W), y), h, W)
         return made, *pull(jnp.ones_like(made))
 
     made, dh, dW = jax.jit(step, donate_argnums=(0, 1))(h, W, y)
@@ -313,7 +322,8 @@ def test_what_is_communicated_of_weights():
     verb = parallel(jaxmem.logprobs, "W in parts of D")
 
     def dW(h, W, y):
-        return jax.grad(lambda W: verb(h, W, y, vocab_size=V).sum())(W)
+        head = functools.partial(jaxmem.Head, vocab_size=V)
+        return jax.grad(lambda W: verb(h, head(W), y).sum())(W)
 
     n = 12 * T // 4
     assert collectives(dW, h, W, y) == [
@@ -411,30 +421,28 @@ def calls_with_all_of_W():
 
     def divergence(verb, **options):
         return lambda h, W, bias: verb(
-            h, W, other, teacher, CHUNK, bias=bias, where=where, **options
+            h, jaxmem.Head(W, bias), other, teacher, CHUNK, where=where, **options
         )
 
     return {
         "kl": lambda parallel: divergence(
             parallel(jaxmem.kl), temperature=warm, reference_temperature=2.0
         ),
-        "forward_kl": lambda parallel: divergence(
-            parallel(jaxmem.forward_kl), softcap=5.0
-        ),
+        "forward_kl": lambda parallel: divergence(parallel(jaxmem.forward_kl)),
         "jsd": lambda parallel: divergence(
             parallel(functools.partial(jaxmem.jsd, beta=0.3))
         ),
         "divergence_loss": lambda parallel: functools.partial(
             lambda verb, h, W, bias: verb(
-                h, W, y, other, teacher, warm, chunk=CHUNK, bias=bias,
+                h, jaxmem.Head(W, bias), y, other, teacher, warm, chunk=CHUNK,
                 statistics_temperature=warm,
             )[0],
             parallel(functools.partial(jaxmem.divergence_loss, of_two)),
         ),
         "its metrics": lambda parallel: functools.partial(
             lambda verb, h, W, bias: verb(
-                h, W, y, other, teacher, warm, chunk=CHUNK, bias=bias, where=where,
-                divergence="jsd", normalizer=jnp.float32(9),
+                h, jaxmem.Head(W, bias), y, other, teacher, warm, chunk=CHUNK,
+                where=where, divergence="jsd", normalizer=jnp.float32(9),
             )[1]["divergence"],
             parallel(functools.partial(jaxmem.divergence_loss, of_two)),
         ),
@@ -504,7 +512,8 @@ def test_what_is_communicated_of_all_of_W():
     h, W = np.nan_to_num(problem()[0]), np.pad(problem()[1], [(0, 3), (0, 0)])
     verb = parallel(jaxmem.kl, "W in parts of D")
     other = np.ones((B, T, 2), np.float32), np.ones((40, 2), np.float32)
-    dW = jax.grad(lambda W, h: verb(h, W, *other, vocab_size=V).sum())
+    other = other[0], jaxmem.Head(other[1], vocab_size=V)
+    dW = jax.grad(lambda W, h: verb(h, jaxmem.Head(W, vocab_size=V), *other).sum())
     scattered = [made for made in collectives(dW, W, h) if "gather" not in made[0]]
     assert scattered == [
         ("reduce_scatter", f"f32[20,{D}]"),
@@ -517,6 +526,7 @@ def test_what_is_communicated_of_all_of_W():
 # three on each of two devices; 2³² + 1 is 1 in 32 bits.
 FIVE, SIX = np.ones((5, 4), np.float32), np.ones((6, 4), np.float32)
 HEAD = {"hidden": FIVE, "W": np.ones((7, 4), np.float32)}
+OF_SIX = jaxmem.Head(HEAD["W"], vocab_size=6)
 TWO_HEADS = HEAD | {"reference_hidden": FIVE, "reference_W": HEAD["W"]}
 SELECTED = HEAD | {"ids": np.zeros((5, 1), np.int64)}
 SUPPORT = HEAD | {"labels": np.zeros(5, np.int64), "support_ids": SELECTED["ids"]}
@@ -539,13 +549,13 @@ WRONG = [
     (jaxmem.kl, {"reference_hidden": FIVE[0, 0]}),
     (jaxmem.kl, {"reference_W": HEAD["W"][:, :3]}),
     (jaxmem.kl, {"reference_W": HEAD["W"][:6]}),
-    (jaxmem.kl, {"reference_bias": np.ones(6, np.float32)}),
+    (jaxmem.kl, {"reference_W": jaxmem.Head(HEAD["W"], np.ones(6, np.float32))}),
     (jaxmem.kl, {"where": np.ones(6, bool)}),
     (jaxmem.kl, {"reference_temperature": np.ones(6)}),
     (jaxmem.selected_logprobs, {"ids": np.zeros((6, 1), int)}),
     (jaxmem.selected_logprobs, {"ids": np.full((5, 1), 2**32 + 1)}),
     (jaxmem.selected_logprobs, {"ids": np.full((5, 1), 7)}),
-    (jaxmem.selected_logprobs, {"ids": np.full((5, 1), 6), "vocab_size": 6}),
+    (jaxmem.selected_logprobs, {"ids": np.full((5, 1), 6), "W": OF_SIX}),
     (jaxmem.selected_logprobs, {"ids": FIVE}),
     (jaxmem.selected_logprobs, {"temperature": np.ones(6)}),
     (jaxmem.support_logprobs, {"labels": np.zeros(6, int)}),
@@ -557,7 +567,7 @@ WRONG = [
     (jaxmem.topk, {"k": 8}),
     (jaxmem.topk, {"where": np.ones(6, bool)}),
     (jaxmem.topk_kl, {"ids": np.full((5, 1), 2**32 + 1)}),
-    (jaxmem.topk_kl, {"ids": np.full((5, 1), 6), "vocab_size": 6}),
+    (jaxmem.topk_kl, {"ids": np.full((5, 1), 6), "W": OF_SIX}),
     (jaxmem.topk_kl, {"teacher_logprobs": -SIX[:, :1]}),
     (jaxmem.topk_kl, {"teacher_logprobs": FIVE[:, :1]}),
     (jaxmem.topk_kl, {"direction": "up"}),

@@ -57,7 +57,7 @@ def with_gradients(verb, operands):
     @jax.jit
     def both(h, W, y, g):
         def run(h, W):
-            made = verb(h, W, y, vocab_size=vocab_size)._asdict()
+            made = verb(h, jaxmem.Head(W, vocab_size=vocab_size), y)._asdict()
             return {k: made[k] for k in FLOATS}
 
         made, pull = jax.vjp(run, h, W)

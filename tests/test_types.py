@@ -26,8 +26,9 @@ jaxmem.logprobs(h, W, y, chunk="auto", implementation="hopper")
 jaxmem.logprobs(h, W, y, chunk="bogus")  # mistake
 
 sharded = jaxmem.sharding.parallel(jaxmem.logprobs, mesh, vocab="tensor")
-sharded(h, W, y, softcap=30.0, layout="vd").mean()
-sharded(h, W, y, softcap="30")  # mistake
+sharded(h, jaxmem.Head(W, softcap=30.0, layout="vd"), y).mean()
+sharded(h, jaxmem.Head(W, softcap="30"), y)  # mistake
+sharded(h, W, y, softcap=30.0)  # mistake
 
 remat.name(h, "mlp_up").astype(jnp.bfloat16)
 remat.name(h, "mlp_up").no_such_method()  # mistake

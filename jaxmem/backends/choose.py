@@ -10,7 +10,7 @@ from jaxmem.backends import (
 )
 from jaxmem.backends.protocol import Backend
 from jaxmem.core import checks, messages
-from jaxmem.core.operands import Head, Logits
+from jaxmem.core.operands import Factors, Logits
 from jaxmem.core.options import Implementation
 from jaxmem.core.spec import Spec
 
@@ -56,7 +56,7 @@ def check(implementation: Implementation | None) -> None:
 
 
 def choose(
-    implementation: Implementation | None, spec: Spec, source: Head | Logits
+    implementation: Implementation | None, spec: Spec, source: Factors | Logits
 ) -> tuple[Backend, str]:
     """The backend of a call; a named one runs or raises, and never falls back.
 

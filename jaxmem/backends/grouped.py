@@ -18,7 +18,7 @@ from jax import lax
 from jaxmem.backends.protocol import Backend
 from jaxmem.core import shards as _shards, stats as _stats
 from jaxmem.core.operands import (
-    Head,
+    Factors,
     Rows,
     for_active_chunks,
     output_dtype,
@@ -30,7 +30,7 @@ from jaxmem.core.spec import Spec
 from jaxmem.core.stats import Outputs, Stats
 
 
-def outputs(backend: Backend, spec: Spec, source: Head, rows: Rows, names) -> dict:
+def outputs(backend: Backend, spec: Spec, source: Factors, rows: Rows, names) -> dict:
     """The named fields of `Outputs` for every row; 0 where inactive."""
     n_rows, groups = rows.labels.shape[0], _statistics(backend, spec, source, rows)
 
@@ -48,8 +48,13 @@ def outputs(backend: Backend, spec: Spec, source: Head, rows: Rows, names) -> di
 
 
 def backward(
-    backend: Backend, spec: Spec, source: Head, rows: Rows, saved: Outputs, cotangents
-) -> Head:
+    backend: Backend,
+    spec: Spec,
+    source: Factors,
+    rows: Rows,
+    saved: Outputs,
+    cotangents,
+) -> Factors:
     """Cotangent of the source, in its dtypes; see `Loops.backward`."""
 
     def run(here, head):
@@ -64,8 +69,8 @@ def backward(
         return trained(spec, source)._replace(hidden=dhidden)
     dW = jnp.concatenate([part.W for part in parts], _vocabulary_axis(spec))
     if source.bias is None:
-        return Head(dhidden, dW, None)
-    return Head(dhidden, dW, jnp.concatenate([part.bias for part in parts]))
+        return Factors(dhidden, dW, None)
+    return Factors(dhidden, dW, jnp.concatenate([part.bias for part in parts]))
 
 
 def _statistics(backend, spec, source, rows) -> Stats:
@@ -98,7 +103,7 @@ def _in_sequence(spec, source, run) -> list[Any]:
             start, results[-1] = lax.optimization_barrier((start, results[-1]))
         W = lax.dynamic_slice_in_dim(source.W, start, width, axis)
         bias = None if source.bias is None else source.bias[first : first + width]
-        results.append(run(here, Head(source.hidden, W, bias)))
+        results.append(run(here, Factors(source.hidden, W, bias)))
     return results
 
 

@@ -17,7 +17,7 @@ from jax import lax
 from jaxmem import devices as _devices
 from jaxmem.backends.protocol import OfChunk
 from jaxmem.core import operands as _operands, shards as _shards, stats as _stats
-from jaxmem.core.operands import Head, Logits, Rows
+from jaxmem.core.operands import Factors, Logits, Rows
 from jaxmem.core.spec import Spec
 from jaxmem.kernels import active, blocks, padding, tuned
 
@@ -32,7 +32,7 @@ MIN_TOKENS, MIN_CHUNK = 256, 128
 MIN_TOKENS_PADDED = 1024
 
 
-def supported(spec: Spec, source: Head | Logits) -> str | None:
+def supported(spec: Spec, source: Factors | Logits) -> str | None:
     """None if this backend can run the call here, or else the reason."""
     return refuses_call(spec, source) or refuses_machine()
 
@@ -49,7 +49,7 @@ def refuses_machine() -> str | None:
     return None
 
 
-def refuses_call(spec: Spec, source: Head | Logits) -> str | None:
+def refuses_call(spec: Spec, source: Factors | Logits) -> str | None:
     """Why this backend cannot run the call on any machine; None if it can."""
     if isinstance(source, Logits):
         return "it makes logits from hidden states and W, the caller has logits already"
@@ -58,7 +58,7 @@ def refuses_call(spec: Spec, source: Head | Logits) -> str | None:
     return None
 
 
-def unproven(spec: Spec, source: Head | Logits) -> str | None:
+def unproven(spec: Spec, source: Factors | Logits) -> str | None:
     """Why a supported call was not measured to be faster than on "xla"; or None."""
     if isinstance(source, Logits):
         return "never with logits that the caller has"
@@ -98,24 +98,24 @@ class Pass(NamedTuple):
 
     spec: Spec
     env: Any  # of the launches
-    padded: Head  # in the dtypes and shapes of the kernels
+    padded: Factors  # in the dtypes and shapes of the kernels
     single_block: bool  # one launch has all rows: no sums over launches
 
 
-def forward(spec: Spec, source: Head, rows: Rows, names) -> dict:
+def forward(spec: Spec, source: Factors, rows: Rows, names) -> dict:
     """The named fields of `Outputs` for every row; 0 where inactive."""
     return _operands.outputs(spec, rows, statistics(spec, source, rows), names)
 
 
-def statistics(spec: Spec, source: Head, rows: Rows) -> _stats.Stats:
+def statistics(spec: Spec, source: Factors, rows: Rows) -> _stats.Stats:
     """Statistics over this shard of the vocabulary; undefined where inactive."""
     padded = padding.head(spec, _operands.cast(spec, source))
     return _add_statistics(spec, padded, rows, _operands.no_statistics(spec, rows))
 
 
 def backward(
-    spec: Spec, source: Head, rows: Rows, saved: _stats.Outputs, cotangents
-) -> Head:
+    spec: Spec, source: Factors, rows: Rows, saved: _stats.Outputs, cotangents
+) -> Factors:
     """Cotangent of the source; sums over tokens in float32."""
     padded = padding.head(spec, _operands.cast(spec, source))
     n_rows = rows.labels.shape[0]
@@ -136,8 +136,8 @@ def backward(
 
 
 def one_pass(
-    spec: Spec, source: Head, rows: Rows, of_chunk: OfChunk, initial
-) -> tuple[Any, Head]:
+    spec: Spec, source: Factors, rows: Rows, of_chunk: OfChunk, initial
+) -> tuple[Any, Factors]:
     """See `xla.one_pass`: the forward kernel stores exponentials, products follow."""
     from jaxmem.kernels import forward as kernel
 
@@ -166,7 +166,7 @@ def one_pass(
     return all_values, _cotangent(spec, like, sums, single_block)
 
 
-def loss_rows(spec: Spec, source: Head) -> int:
+def loss_rows(spec: Spec, source: Factors) -> int:
     """Number of rows whose exponentials `one_pass` stores at a time."""
     n_rows, depth = source.hidden.shape
     return blocks.loss_rows(n_rows, spec.chunk, depth, spec.frozen_head, n_clusters())
@@ -190,7 +190,7 @@ def _add_statistics(spec, padded, rows, all_stats):
     return active.for_each_block(rows.active, env.n_rows, body, all_stats)
 
 
-def inputs(spec: Spec, padded: Head, rows: Rows, block) -> tuple:
+def inputs(spec: Spec, padded: Factors, rows: Rows, block) -> tuple:
     """Operands of the forward kernel, in its order."""
     temperature = _inverse_temperature(rows, block.ids)
     labels = _operands.part_labels(spec, rows, block.ids)
@@ -260,7 +260,7 @@ def _sums(this, source):
     spec, env, padded, single_block = this
     dtype = spec.stats_dtype if spec.partial_hidden else spec.compute_dtype
     shape = map(padding.whole, padded.W.shape)
-    sums = Head(
+    sums = Factors(
         hidden=jnp.zeros(source.hidden.shape, dtype),
         W=lax.empty(padded.W.shape, source.W.dtype)
         if single_block
@@ -343,7 +343,7 @@ def _zero_bias(spec, env):
     return jnp.zeros(width, jnp.float32)
 
 
-def launch_env(spec: Spec, padded: Head, n_rows: int, kernel: str) -> Any:
+def launch_env(spec: Spec, padded: Factors, n_rows: int, kernel: str) -> Any:
     """Static facts of a launch of `n_rows` rows."""
     assert spec.layout, "logits that the caller has are for the other backend"
     from jaxmem.kernels.logits import Env
@@ -356,7 +356,7 @@ def launch_env(spec: Spec, padded: Head, n_rows: int, kernel: str) -> Any:
     )  # fmt: skip
 
 
-def tiles_of(kernel, spec: Any, padded: Head) -> Any:
+def tiles_of(kernel, spec: Any, padded: Factors) -> Any:
     """The kernel's tiles for this head."""
     columns, depth = padding.columns_and_depth(spec, padded)
     device = _devices.current()[0].device_kind

@@ -11,14 +11,14 @@ from jax import lax
 
 from jaxmem.backends import hopper
 from jaxmem.core import operands as _operands, shards as _shards, stats as _stats
-from jaxmem.core.operands import Head, Rows
+from jaxmem.core.operands import Factors, Rows
 from jaxmem.core.spec import Spec
 from jaxmem.kernels import active, blocks, padding
 
 
 def backward(
-    spec: Spec, source: Head, rows: Rows, saved: _stats.Outputs, cotangents
-) -> Head:
+    spec: Spec, source: Factors, rows: Rows, saved: _stats.Outputs, cotangents
+) -> Factors:
     """See `hopper.backward`, which is as good where it needs no sums of all of W."""
     from jaxmem.kernels import products
 
@@ -62,7 +62,7 @@ def _zeros(spec, source, columns):
     hidden = jnp.zeros(source.hidden.shape, dtype)
     bias = None if source.bias is None else jnp.zeros(columns, jnp.float32)
     hidden, bias = _shards.vary((hidden, bias), spec.part_varying)
-    return Head(hidden, lax.empty(source.W.shape, source.W.dtype), bias)
+    return Factors(hidden, lax.empty(source.W.shape, source.W.dtype), bias)
 
 
 def _add(this, block, rows, outputs_and_cotangents, sums):

@@ -16,7 +16,7 @@ from jaxmem.core import (
     shards as _shards,
     stats as _stats,
 )
-from jaxmem.core.operands import Head, Rows
+from jaxmem.core.operands import Factors, Rows
 from jaxmem.core.sampling import Derivative, Entries, Sampling
 from jaxmem.core.spec import Spec
 from jaxmem.kernels import active, blocks, padding
@@ -29,7 +29,7 @@ def sampling_of(spec: Spec) -> Sampling:
     return Sampling(spec.gradient_samples or 0, spec.columns, sampled_select.MARGIN)
 
 
-def forward(spec: Spec, source: Head, rows: Rows, names) -> tuple[dict, Entries]:
+def forward(spec: Spec, source: Factors, rows: Rows, names) -> tuple[dict, Entries]:
     """See `xla_sampled.forward`; outputs bitwise equal those of `hopper.forward`."""
     from jaxmem.kernels import forward as kernel, sampled_select
 
@@ -64,9 +64,9 @@ def forward(spec: Spec, source: Head, rows: Rows, names) -> tuple[dict, Entries]
 
 
 def backward(
-    spec: Spec, source: Head, rows: Rows, saved: _stats.Outputs,
+    spec: Spec, source: Factors, rows: Rows, saved: _stats.Outputs,
     cotangents: _stats.Cotangents, entries: Entries,
-) -> Head:  # fmt: skip
+) -> Factors:  # fmt: skip
     """See `xla_sampled.backward`."""
     dz = xla_sampled.derivative(
         spec, sampling_of(spec), rows, saved, cotangents, entries
@@ -74,7 +74,7 @@ def backward(
     return gradient(spec, source, rows, dz)
 
 
-def gradient(spec: Spec, source: Head, rows: Rows, dz: Derivative) -> Head:
+def gradient(spec: Spec, source: Factors, rows: Rows, dz: Derivative) -> Factors:
     """See `xla_sampled.gradient`."""
     from jaxmem.kernels import sampled_products as products
 
@@ -89,6 +89,6 @@ def gradient(spec: Spec, source: Head, rows: Rows, dz: Derivative) -> Head:
         if head.bias is not None:
             n_rows = head.hidden.shape[0]
             dbias = products.to_bias(pairs, n_rows, spec.columns)
-    sums = _operands.sum_over_shards(spec, Head(dhidden, dW, dbias))
+    sums = _operands.sum_over_shards(spec, Factors(dhidden, dW, dbias))
     like = _operands.trained(spec, source)
     return jax.tree.map(lambda x, primal: x.astype(primal.dtype), sums, like)

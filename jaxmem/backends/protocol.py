@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import jax
 
-from jaxmem.core.operands import Head, Logits, Rows
+from jaxmem.core.operands import Factors, Logits, Rows
 from jaxmem.core.sampling import Derivative, Entries
 from jaxmem.core.spec import Spec
 from jaxmem.core.stats import Cotangents, Outputs, Stats
@@ -20,7 +20,7 @@ OfChunk = Callable[[jax.Array, Outputs], tuple[Any, Cotangents]]
 class Loops(Protocol):
     """Loops over chunks of active rows: a module with these functions.
 
-    A source is a `Head`, or `Logits` given by the caller.
+    A source is a `Factors`, or `Logits` given by the caller.
     """
 
     def supported(self, spec: Spec, source: Any) -> str | None:
@@ -46,13 +46,13 @@ class Loops(Protocol):
 
     def backward(
         self, spec: Spec, source: Any, rows: Rows, saved: Outputs, cotangents
-    ) -> Head | Logits:
+    ) -> Factors | Logits:
         """Cotangent of the source."""
         ...
 
     def one_pass(
         self, spec: Spec, source: Any, rows: Rows, of_chunk: OfChunk, initial: Any
-    ) -> tuple[Any, Head]:
+    ) -> tuple[Any, Factors]:
         """`backward`, with cotangents computed from each chunk's outputs.
 
         Args:
@@ -77,8 +77,8 @@ class Blocks(Protocol):
     """A backend's loops for `gradient=Recompute(blocks)`."""
 
     def backward(
-        self, spec: Spec, source: Head, rows: Rows, saved: Outputs, cotangents
-    ) -> Head:
+        self, spec: Spec, source: Factors, rows: Rows, saved: Outputs, cotangents
+    ) -> Factors:
         """`Loops.backward`, with sums of W's gradient for a block at a time."""
         ...
 
@@ -87,19 +87,21 @@ class Sampler(Protocol):
     """A backend's loops for `gradient=Sample(k)`."""
 
     def forward(
-        self, spec: Spec, source: Head, rows: Rows, names: Sequence[str]
+        self, spec: Spec, source: Factors, rows: Rows, names: Sequence[str]
     ) -> tuple[dict, Entries]:
         """`Loops.forward`, bitwise equal, and the sampled entries of every row."""
         ...
 
     def backward(
-        self, spec: Spec, source: Head, rows: Rows, saved: Outputs, cotangents,
+        self, spec: Spec, source: Factors, rows: Rows, saved: Outputs, cotangents,
         entries: Entries,
-    ) -> Head:  # fmt: skip
+    ) -> Factors:  # fmt: skip
         """Cotangent of the source from the entries only, in the source's dtypes."""
         ...
 
-    def gradient(self, spec: Spec, source: Head, rows: Rows, dz: Derivative) -> Head:
+    def gradient(
+        self, spec: Spec, source: Factors, rows: Rows, dz: Derivative
+    ) -> Factors:
         """Cotangent of the source from the derivative by h Wᵀ at sampled entries."""
         ...
 

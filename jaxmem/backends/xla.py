@@ -18,7 +18,7 @@ from jaxmem import devices as _devices
 from jaxmem.backends.protocol import OfChunk
 from jaxmem.core import shards as _shards, stats as _stats
 from jaxmem.core.operands import (
-    Head,
+    Factors,
     Logits,
     Rows,
     cast,
@@ -41,15 +41,15 @@ from jaxmem.core.spec import Spec
 _ALIGNMENT = 64  # columns
 
 
-def supported(spec: Spec, source: Head | Logits) -> None:
+def supported(spec: Spec, source: Factors | Logits) -> None:
     """None: it runs every call."""
 
 
-def unproven(spec: Spec, source: Head | Logits) -> None:
+def unproven(spec: Spec, source: Factors | Logits) -> None:
     """None: it is the baseline of the other backends."""
 
 
-def forward(spec: Spec, source: Head | Logits, rows: Rows, names) -> dict:
+def forward(spec: Spec, source: Factors | Logits, rows: Rows, names) -> dict:
     """The named fields of `Outputs` for every row; 0 where inactive."""
     n_rows = rows.labels.shape[0]
     source = cast(spec, source)
@@ -65,7 +65,7 @@ def forward(spec: Spec, source: Head | Logits, rows: Rows, names) -> dict:
     return for_active_chunks(spec.chunk, rows.active, chunk, outputs)
 
 
-def statistics(spec: Spec, source: Head | Logits, rows: Rows) -> _stats.Stats:
+def statistics(spec: Spec, source: Factors | Logits, rows: Rows) -> _stats.Stats:
     """Statistics over this shard of the vocabulary; undefined where inactive."""
     source = cast(spec, source)
 
@@ -80,7 +80,7 @@ def statistics(spec: Spec, source: Head | Logits, rows: Rows) -> _stats.Stats:
 
 def backward(
     spec: Spec, source: Any, rows: Rows, saved: _stats.Outputs, cotangents
-) -> Head | Logits:
+) -> Factors | Logits:
     """Cotangent of the source; sums over tokens in the statistics' dtype."""
     original, source = trained(spec, source), _aligned(spec, cast(spec, source))
 
@@ -93,8 +93,8 @@ def backward(
 
 
 def one_pass(
-    spec: Spec, source: Head, rows: Rows, of_chunk: OfChunk, initial
-) -> tuple[Any, Head]:
+    spec: Spec, source: Factors, rows: Rows, of_chunk: OfChunk, initial
+) -> tuple[Any, Factors]:
     """`backward`, with cotangents computed from the outputs, from the same logits.
 
     Args:
@@ -131,7 +131,7 @@ def one_pass(
     return values, sum_over_shards(spec, sums)
 
 
-def loss_rows(spec: Spec, source: Head | Logits) -> int:
+def loss_rows(spec: Spec, source: Factors | Logits) -> int:
     """Number of tokens whose losses `one_pass` computes at a time."""
     return spec.chunk
 
@@ -221,7 +221,7 @@ def zero_sums(spec, source):
     if isinstance(source, Logits):
         return Logits(jnp.zeros_like(source.logits))
     dtype = spec.stats_dtype if spec.partial_hidden else None
-    sums = Head(
+    sums = Factors(
         hidden=jnp.zeros_like(source.hidden, dtype),
         W=jnp.zeros(source.W.shape, spec.stats_dtype),
         bias=None if source.bias is None else jnp.zeros_like(source.bias),
@@ -236,12 +236,12 @@ def accumulate(spec, source, row_ids, dz, sums):
     dh, dw, dbias = products(spec, source, row_ids, dz)
     dhidden = put(sums.hidden, row_ids, dh.astype(sums.hidden.dtype))
     if sums.W is None:
-        return Head(dhidden, None, None)
+        return Factors(dhidden, None, None)
     dbias = None if sums.bias is None else sums.bias + dbias
-    return Head(dhidden, sums.W + dw, dbias)
+    return Factors(dhidden, sums.W + dw, dbias)
 
 
-def products(spec, source, row_ids, dz) -> Head:
+def products(spec, source, row_ids, dz) -> Factors:
     """Gradients [C, D] of the rows of hidden, and their parts of those of W and bias.
 
     All are in the statistics' dtype; those that are not used cost nothing.
@@ -261,7 +261,9 @@ def products(spec, source, row_ids, dz) -> Head:
     dw = lax.dot_general(
         left, right, (((0,), (0,)), ((), ())), preferred_element_type=spec.stats_dtype
     )
-    return Head(dh, dw, dbias) if size is None else Head(dh * size, dw * size, dbias)
+    return (
+        Factors(dh, dw, dbias) if size is None else Factors(dh * size, dw * size, dbias)
+    )
 
 
 def _aligned(spec, source):
@@ -278,4 +280,4 @@ def _aligned(spec, source):
         return source
     W = jnp.pad(source.W, [(0, after), (0, 0)][:: 1 if spec.layout == "vd" else -1])
     bias = None if source.bias is None else jnp.pad(source.bias, (0, after))
-    return Head(source.hidden, W, bias)
+    return Factors(source.hidden, W, bias)

@@ -15,7 +15,7 @@ from jax import lax
 from jaxmem.backends import xla
 from jaxmem.core import checks, shards as _shards, stats as _stats
 from jaxmem.core.operands import (
-    Head,
+    Factors,
     Rows,
     cast,
     for_active_chunks,
@@ -29,8 +29,8 @@ _ALIGNMENT = 128  # columns of a block
 
 
 def backward(
-    spec: Spec, source: Head, rows: Rows, saved: _stats.Outputs, cotangents
-) -> Head:
+    spec: Spec, source: Factors, rows: Rows, saved: _stats.Outputs, cotangents
+) -> Factors:
     """See `xla.backward`; rounds hidden's gradient once per block, if not sharded."""
     head: Any = cast(spec, source)
     width = block_columns(spec)
@@ -42,7 +42,7 @@ def backward(
         bias = head.bias
         if bias is not None:
             bias = lax.dynamic_slice_in_dim(bias, start, width, 0)
-        part = Head(head.hidden, W, bias)
+        part = Factors(head.hidden, W, bias)
         nothing: Any = xla.zero_sums(spec, part)
         sums = nothing._replace(hidden=total.hidden)
         sums = _add(spec, (part, start), rows, (saved, cotangents), sums)
@@ -51,7 +51,7 @@ def backward(
         dbias = None
         if total.bias is not None:
             dbias = lax.dynamic_update_slice_in_dim(total.bias, sums.bias, start, 0)
-        return Head(sums.hidden, dW, dbias)
+        return Factors(sums.hidden, dW, dbias)
 
     total: Any = xla.zero_sums(spec, head)
     W = _shards.vary(jnp.zeros_like(source.W), spec.part_varying)
@@ -83,7 +83,7 @@ def _add(spec, part_and_start, rows, outputs_and_cotangents, sums):
         dh, dW, dbias = xla.products(spec, part, row_ids, dz)
         dh += take(sums.hidden, row_ids)
         dhidden = put(sums.hidden, row_ids, dh.astype(sums.hidden.dtype))
-        return Head(
+        return Factors(
             dhidden, sums.W + dW, None if sums.bias is None else sums.bias + dbias
         )
 

@@ -20,7 +20,7 @@ from jaxmem.core import (
     shards as _shards,
     stats as _stats,
 )
-from jaxmem.core.operands import Head, Rows
+from jaxmem.core.operands import Factors, Rows
 from jaxmem.core.sampling import Derivative, Entries, Sampling, sort_by_column
 from jaxmem.core.spec import Spec
 
@@ -39,7 +39,7 @@ def sampling_of(spec: Spec) -> Sampling:
     return Sampling(spec.gradient_samples or 0, spec.columns)
 
 
-def forward(spec: Spec, source: Head, rows: Rows, names) -> tuple[dict, Entries]:
+def forward(spec: Spec, source: Factors, rows: Rows, names) -> tuple[dict, Entries]:
     """The named fields of `Outputs` for every row, bitwise equal to `xla.forward`'s.
 
     Args:
@@ -84,9 +84,9 @@ def starts_of(spec: Spec, sampling: Sampling, rows: Rows) -> jax.Array:
 
 
 def backward(
-    spec: Spec, source: Head, rows: Rows, saved: _stats.Outputs,
+    spec: Spec, source: Factors, rows: Rows, saved: _stats.Outputs,
     cotangents: _stats.Cotangents, entries: Entries,
-) -> Head:  # fmt: skip
+) -> Factors:  # fmt: skip
     """Cotangent of the source from the sampled entries; sums in the statistics' dtype.
 
     Args:
@@ -104,7 +104,7 @@ def backward(
     return gradient(spec, source, rows, dz)
 
 
-def gradient(spec: Spec, source: Head, rows: Rows, dz: Derivative) -> Head:
+def gradient(spec: Spec, source: Factors, rows: Rows, dz: Derivative) -> Factors:
     """Cotangent of the source from the derivative at sampled entries.
 
     Args:
@@ -118,10 +118,10 @@ def gradient(spec: Spec, source: Head, rows: Rows, dz: Derivative) -> Head:
     """
     head: Any = _operands.cast(spec, source)
     dhidden = _to_hidden(spec, head, rows, dz)
-    sums = Head(dhidden, None, None)
+    sums = Factors(dhidden, None, None)
     if not spec.frozen_head:
         pairs = sort_by_column(dz)
-        sums = Head(dhidden, *_to_weights(spec, head, source, pairs))
+        sums = Factors(dhidden, *_to_weights(spec, head, source, pairs))
     sums = _operands.sum_over_shards(spec, sums)
     like = _operands.trained(spec, source)
     return jax.tree.map(lambda x, primal: x.astype(primal.dtype), sums, like)

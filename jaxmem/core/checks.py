@@ -112,8 +112,8 @@ def check_layout(hidden, W, layout: Layout | None, prefix: str = "") -> Layout:
     if layout is None and len(fits) == 2:
         raise ValueError(
             f"{prefix}layout is ambiguous: {name} is square, {W.shape}; pass "
-            f"{prefix}layout='vd' if its rows are tokens (an embedding table) or 'dv' "
-            "if its columns are (a Dense or nnx.Linear kernel)"
+            "jaxmem.Head(W, layout='vd') if its rows are tokens (an embedding table), "
+            "or 'dv' if its columns are (a Dense or nnx.Linear kernel)"
         )
     if not fits or (layout is not None and layout not in fits):
         wanted = {"vd": f"[V, {depth}]", "dv": f"[{depth}, V]"}
@@ -296,7 +296,8 @@ def check_vocab_groups(
     if columns % vocab_groups:
         raise ValueError(
             f"vocab_groups must divide the {columns} columns of W, got {vocab_groups}; "
-            f"pad W to {columns + -columns % vocab_groups} columns and pass vocab_size"
+            f"pad W to {columns + -columns % vocab_groups} columns and pass "
+            "jaxmem.Head(W, vocab_size=…)"
         )
     return int(vocab_groups)
 

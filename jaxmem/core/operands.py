@@ -10,7 +10,7 @@ from jaxmem.core import shards as _shards, stats as _stats
 from jaxmem.core.spec import Spec
 
 
-class Head(NamedTuple):
+class Factors(NamedTuple):
     """Operands of the GEMM: hidden [N, D], W [V, D] or [D, V], bias [V] or None."""
 
     hidden: jax.Array
@@ -131,7 +131,7 @@ def cast(spec, source):
     if isinstance(source, Logits):
         return source
     bias = None if source.bias is None else source.bias.astype(spec.stats_dtype)
-    return Head(source.hidden, source.W.astype(spec.compute_dtype), bias)
+    return Factors(source.hidden, source.W.astype(spec.compute_dtype), bias)
 
 
 def unpadded(total, primal):

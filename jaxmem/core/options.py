@@ -1,4 +1,4 @@
-"""The options that every public function of a head takes, in one object."""
+"""The options of a call that the public functions share, in one object."""
 
 import dataclasses
 from typing import Literal
@@ -15,7 +15,7 @@ Implementation = str  # one of `backends.choose.names()`
 
 
 @dataclasses.dataclass(frozen=True)
-class HeadOptions:
+class CallOptions:
     """The keyword options of one call, created once by the public function.
 
     The public function passes the object on whole. The fields have the meanings and
@@ -26,14 +26,9 @@ class HeadOptions:
     chunk: Chunk = 1024
     where: ArrayLike | None = None
     temperature: ArrayLike = 1.0
-    softcap: float | None = None
-    bias: ArrayLike | None = None
-    vocab_size: int | None = None
-    layout: Layout | None = None
     gradient: Gradient | None = None
     key: jax.Array | None = None
     axis_name: AxisName | None = None
     vocab_groups: int | None = None
-    implementation: Implementation | None = (
-        None  # checked by the backends, which know the names
-    )
+    # checked by the backends, which know the names
+    implementation: Implementation | None = None

@@ -6,8 +6,9 @@ from jax.typing import ArrayLike
 
 from jaxmem.core.explicit_axes import sharded_like, with_automatic_axes
 from jaxmem.core.gradients import Gradient
+from jaxmem.core.head import Head, Matrix
 from jaxmem.core.operands import output_dtype
-from jaxmem.core.options import AxisName, Chunk, HeadOptions, Implementation, Layout
+from jaxmem.core.options import AxisName, CallOptions, Chunk, Implementation
 from jaxmem.core.stats import TokenStats
 from jaxmem.functional import arguments, rule
 from jaxmem.functional.sampled import SampledStatisticsRule
@@ -17,16 +18,12 @@ from jaxmem.functional.vjp import StatisticsRule
 @with_automatic_axes(sharded_like(labels=0, hidden=1))
 def logprobs(
     hidden: ArrayLike,
-    W: ArrayLike,
+    W: Matrix,
     labels: ArrayLike,
     chunk: Chunk = 1024,
     *,
     where: ArrayLike | None = None,
     temperature: ArrayLike = 1.0,
-    softcap: float | None = None,
-    bias: ArrayLike | None = None,
-    vocab_size: int | None = None,
-    layout: Layout | None = None,
     gradient: Gradient | None = None,
     key: jax.Array | None = None,
     axis_name: AxisName | None = None,
@@ -42,17 +39,14 @@ def logprobs(
         hidden: final hidden states [..., D], float32, bfloat16 or float16 (float64
             under x64). GEMMs run in this dtype and accumulate in float32.
         W: vocabulary matrix, [V, D] (an embedding table) or [D, V] (a Dense kernel),
-            cast once to hidden's dtype; its gradient has its own, rounded once.
+            cast once to hidden's dtype; its gradient has its own, rounded once. Or a
+            `jaxmem.Head` with a bias, softcap, vocab_size or layout besides.
         labels: token ids [...], any integer dtype. Negative marks padding.
         chunk: tokens whose logits may be alive at once; None for all of them; "auto"
             for as many as fit 512 MiB of float32 logits.
         where: booleans that broadcast to labels; False masks a token, which costs
             nothing.
         temperature: positive scalar or one per token, [...]; not differentiable.
-        softcap: caps logits at ±softcap by tanh, before the temperature (Gemma 2).
-        bias: [V], added to the logits first.
-        vocab_size: logical vocabulary when W is padded; later entries get p = 0.
-        layout: "vd" or "dv"; inferred from the shapes unless W is square.
         gradient: None, `jaxmem.Recompute(blocks)` or `jaxmem.Sample(k)`: how gradients
             are computed. Where neither W nor bias is differentiated, None takes two
             GEMMs in all instead of four, and rounds hidden's gradient to its dtype
@@ -62,8 +56,8 @@ def logprobs(
             `jax.shard_map`, devices with different tokens need different keys.
         axis_name: mesh axis, or tuple of axes, of an enclosing `jax.shard_map` along
             which the vocabulary is sharded: W and bias are this device's shards, of one
-            size on all devices; vocab_size and labels are of the whole vocabulary; all
-            other arrays and the result are replicated over the shards.
+            size on all devices; the head's vocab_size and labels are of the whole
+            vocabulary; all other arrays and the result are replicated over the shards.
             `jaxmem.sharding.parallel` does this for global arrays.
         vocab_groups: G, a power of two that divides W's columns: results and gradients
             have the same bits for any number of shards that divides G (docs/meshes.md).
@@ -93,9 +87,8 @@ def logprobs(
 
     Reference: Wijmans et al., "Cut Your Losses", 2024, arXiv:2411.09009.
     """
-    options = HeadOptions(
-        chunk=chunk, where=where, temperature=temperature, softcap=softcap, bias=bias,
-        vocab_size=vocab_size, layout=layout, gradient=gradient, key=key,
+    options = CallOptions(
+        chunk=chunk, where=where, temperature=temperature, gradient=gradient, key=key,
         axis_name=axis_name, vocab_groups=vocab_groups, implementation=implementation,
     )  # fmt: skip
     call = arguments.head_call("logprobs", ("logprob",), hidden, W, labels, options)
@@ -105,16 +98,12 @@ def logprobs(
 @with_automatic_axes(sharded_like(labels=0, hidden=1))
 def token_stats(
     hidden: ArrayLike,
-    W: ArrayLike,
+    W: Matrix,
     labels: ArrayLike,
     chunk: Chunk = 1024,
     *,
     where: ArrayLike | None = None,
     temperature: ArrayLike = 1.0,
-    softcap: float | None = None,
-    bias: ArrayLike | None = None,
-    vocab_size: int | None = None,
-    layout: Layout | None = None,
     gradient: Gradient | None = None,
     key: jax.Array | None = None,
     axis_name: AxisName | None = None,
@@ -144,9 +133,8 @@ def token_stats(
     Reference: the entropy's gradient, dH/dz_j = -p_j (ln p_j + H), as in Haarnoja et
     al., 2018, arXiv:1801.01290, for a categorical policy.
     """
-    options = HeadOptions(
-        chunk=chunk, where=where, temperature=temperature, softcap=softcap, bias=bias,
-        vocab_size=vocab_size, layout=layout, gradient=gradient, key=key,
+    options = CallOptions(
+        chunk=chunk, where=where, temperature=temperature, gradient=gradient, key=key,
         axis_name=axis_name, vocab_groups=vocab_groups, implementation=implementation,
     )  # fmt: skip
     call = arguments.head_call(
@@ -158,15 +146,11 @@ def token_stats(
 @with_automatic_axes(sharded_like(hidden=1))
 def entropy(
     hidden: ArrayLike,
-    W: ArrayLike,
+    W: Matrix,
     chunk: Chunk = 1024,
     *,
     where: ArrayLike | None = None,
     temperature: ArrayLike = 1.0,
-    softcap: float | None = None,
-    bias: ArrayLike | None = None,
-    vocab_size: int | None = None,
-    layout: Layout | None = None,
     gradient: Gradient | None = None,
     key: jax.Array | None = None,
     axis_name: AxisName | None = None,
@@ -186,9 +170,8 @@ def entropy(
     >>> jaxmem.entropy(jnp.zeros((1, 8)), jnp.zeros((4, 8)))
     Array([1.3862944], dtype=float32)
     """
-    options = HeadOptions(
-        chunk=chunk, where=where, temperature=temperature, softcap=softcap, bias=bias,
-        vocab_size=vocab_size, layout=layout, gradient=gradient, key=key,
+    options = CallOptions(
+        chunk=chunk, where=where, temperature=temperature, gradient=gradient, key=key,
         axis_name=axis_name, vocab_groups=vocab_groups, implementation=implementation,
     )  # fmt: skip
     call = arguments.head_call(
@@ -216,7 +199,7 @@ def logprobs_from_logits(
         out = z[label] - ln Σ_v e^(z_v)                                        (nats)
 
     Logits are read in chunks and not copied. Arguments and errors are those of
-    `logprobs`.
+    `logprobs`; softcap and vocab_size are described in `jaxmem.Head`.
 
     Memory in docs/memory.md ("logprobs_from_logits").
 
@@ -224,12 +207,13 @@ def logprobs_from_logits(
     >>> jaxmem.logprobs_from_logits(jnp.zeros((1, 4)), jnp.array([2]))
     Array([-1.3862944], dtype=float32)
     """
-    options = HeadOptions(
-        chunk=chunk, where=where, temperature=temperature, softcap=softcap,
-        vocab_size=vocab_size, axis_name=axis_name, implementation=implementation,
+    options = CallOptions(
+        chunk=chunk, where=where, temperature=temperature, axis_name=axis_name,
+        implementation=implementation,
     )  # fmt: skip
+    described = Head(None, softcap=softcap, vocab_size=vocab_size)
     call = arguments.logits_call(
-        "logprobs_from_logits", ("logprob",), logits, labels, options
+        "logprobs_from_logits", ("logprob",), logits, described, labels, options
     )
     return _run(call)["logprob"]
 
@@ -256,13 +240,13 @@ def token_stats_from_logits(
     >>> jaxmem.token_stats_from_logits(jnp.zeros((1, 4)), jnp.array([2])).entropy
     Array([1.3862944], dtype=float32)
     """
-    options = HeadOptions(
-        chunk=chunk, where=where, temperature=temperature, softcap=softcap,
-        vocab_size=vocab_size, axis_name=axis_name, implementation=implementation,
+    options = CallOptions(
+        chunk=chunk, where=where, temperature=temperature, axis_name=axis_name,
+        implementation=implementation,
     )  # fmt: skip
-    call = arguments.logits_call(
-        "token_stats_from_logits", TokenStats._fields, logits, labels, options
-    )
+    described = Head(None, softcap=softcap, vocab_size=vocab_size)
+    verb, fields = "token_stats_from_logits", TokenStats._fields
+    call = arguments.logits_call(verb, fields, logits, described, labels, options)
     return TokenStats(**_run(call))
 
 

@@ -20,8 +20,9 @@ from jaxmem.core import (
     sampling,
     shards as _shards,
 )
-from jaxmem.core.operands import Head, Logits, Rows
-from jaxmem.core.options import HeadOptions, Layout
+from jaxmem.core.head import Head, as_head
+from jaxmem.core.operands import Factors, Logits, Rows
+from jaxmem.core.options import CallOptions, Implementation, Layout
 from jaxmem.core.spec import Spec
 
 NO_LABELS = object()  # stands for the labels of a verb that takes none
@@ -32,49 +33,51 @@ class Call(NamedTuple):
 
     spec: Spec
     backend: Backend
-    source: Any  # Head or Logits
+    source: Any  # Factors or Logits
     rows: Rows
     shape: tuple[int, ...]  # of the caller's tokens
 
 
 def head_call(
-    verb: str, outputs: Sequence[str], hidden, W, labels, options: HeadOptions
+    verb: str, outputs: Sequence[str], hidden, W, labels, options: CallOptions
 ) -> Call:
-    """A call that computes logits from hidden states [..., D] and W."""
-    source, layout, shape = read_head(hidden, W, options)
-    shapes = {"hidden": (*shape, source.hidden.shape[-1]), "W": source.W.shape}
-    options = dataclasses.replace(options, layout=layout)
-    return _call((verb, shapes), outputs, source, shape, labels, options)
+    """A call that computes logits from hidden states [..., D] and a head."""
+    source, head, shape = read_head(hidden, W)
+    recorded = verb, shapes_of(source, shape)
+    return _call(recorded, outputs, (source, head), shape, labels, options)
 
 
 def columns_call(
-    hidden, W, options: HeadOptions, labels=NO_LABELS
-) -> tuple[Spec, Head, Rows, tuple[int, ...]]:
+    verb: str, hidden, W, options: CallOptions, labels=NO_LABELS
+) -> tuple[Spec, Factors, Rows, tuple[int, ...]]:
     """A call that only "xla" runs: (spec, source, rows, tokens' shape).
 
-    The source is still to be typed.
+    The source is still to be typed, and the call to be recorded.
     """
-    source, layout, shape = read_head(hidden, W, options)
-    spec = _spec_of(source, (), dataclasses.replace(options, layout=layout))
+    check_only_xla(verb, options.implementation)
+    source, head, shape = read_head(hidden, W)
+    spec = _spec_of(source, head, (), options)
     return spec, source, read_rows(spec, shape, labels, options), shape
 
 
 def logits_call(
-    verb: str, outputs: Sequence[str], logits, labels, options: HeadOptions
-) -> Call:
-    """A call with given logits [..., V]."""
+    verb: str, outputs: Sequence[str], logits, described: Head, labels,
+    options: CallOptions,
+) -> Call:  # fmt: skip
+    """A call with given logits [..., V], which `described` describes instead of a W."""
     logits = checks.as_array("logits", logits)
     checks.check_hidden(logits, "logits")
     shape = logits.shape[:-1]
     source = Logits(jnp.reshape(logits, (math.prod(shape), logits.shape[-1])))
     recorded = verb, {"logits": logits.shape}
-    return _call(recorded, outputs, source, shape, labels, options)
+    return _call(recorded, outputs, (source, described), shape, labels, options)
 
 
-def _call(recorded, outputs, source, shape, labels, options):
+def _call(recorded, outputs, source_and_head, shape, labels, options):
     if options.implementation is not None:
         choose.check(options.implementation)
-    spec = _spec_of(source, outputs, options)
+    source, head = source_and_head
+    spec = _spec_of(source, head, outputs, options)
     rows = read_rows(spec, shape, labels, options)
     spec, source = typed(spec, source, rows)
     backend, why = choose.choose(options.implementation, spec, source)
@@ -89,22 +92,63 @@ def _call(recorded, outputs, source, shape, labels, options):
     return Call(spec, backend, source, rows, shape)
 
 
-def _spec_of(source, outputs, options):
-    data = source.hidden if isinstance(source, Head) else source.logits
-    columns = columns_of(source, options.layout)
+def shapes_of(source: Factors, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    """Shapes of a head's operands as given, for `jaxmem.report()`."""
+    return {"hidden": (*shape, source.hidden.shape[-1]), "W": source.W.shape}
+
+
+def check_only_xla(verb: str, implementation: Implementation | None) -> None:
+    """Check the implementation of a verb that only "xla" has.
+
+    Raises:
+        NotImplementedError: another backend is named.
+        ValueError: no such backend exists.
+    """
+    choose.check(implementation)
+    if implementation not in (None, "xla"):
+        raise NotImplementedError(
+            f"implementation={implementation!r} has no {verb}: its kernels reduce one "
+            "head's logits to the statistics of token_stats and keep no row of them; "
+            "pass implementation=None"
+        )
+
+
+def record_only_xla(
+    verb: str,
+    spec: Spec,
+    shapes,
+    implementation: Implementation | None,
+    live_bytes=None,
+) -> None:
+    """Record the call of a verb that only "xla" has in every open `jaxmem.report()`.
+
+    The live bytes are those of a chunk's logits, unless others are given.
+    """
+    why = "named by the caller" if implementation else f"the only one with {verb}"
+    live_bytes = 4 * spec.chunk * spec.columns if live_bytes is None else live_bytes
+    report.record(
+        report.Call(
+            verb, shapes, "xla", why, spec.chunk, live_bytes, spec.gradient_samples
+        )
+    )
+
+
+def _spec_of(source, head, outputs, options):
+    data = source.hidden if isinstance(source, Factors) else source.logits
+    columns = columns_of(source, head.layout)
     shards, all_columns, groups, more = None, columns, None, {}
     if options.axis_name is not None:
         shards = _shards.check_axis_name(options.axis_name)
         all_columns = columns * shards.count if shards else columns
     vocab_size = all_columns
-    if options.vocab_size is not None:
-        vocab_size = checks.check_vocab_size(options.vocab_size, all_columns)
+    if head.vocab_size is not None:
+        vocab_size = checks.check_vocab_size(head.vocab_size, all_columns)
     if options.vocab_groups is not None:
         groups = _groups_of(options, all_columns, shards)
     if options.gradient is not None:
         more = gradients.facts(options.gradient, vocab_size)
-    if options.softcap is not None:
-        more["softcap"] = checks.check_softcap(options.softcap)
+    if head.softcap is not None:
+        more["softcap"] = checks.check_softcap(head.softcap)
     spec = Spec(
         columns=columns,
         vocab_size=vocab_size,
@@ -114,7 +158,7 @@ def _spec_of(source, outputs, options):
         ),
         outputs=tuple(outputs),
         compute_dtype=np.dtype(data.dtype),
-        layout=options.layout,
+        layout=head.layout,
         shards=shards,
         token_parallel=partition.is_possible(),
         vocab_groups=groups,
@@ -138,43 +182,41 @@ def _groups_of(options, all_columns, shards):
     return groups
 
 
-def read_head(
-    hidden, W, options: HeadOptions, prefix: str = ""
-) -> tuple[Head, Layout, tuple[int, ...]]:
-    """The head with tokens in one axis, its layout, and the tokens' shape.
+def read_head(hidden, W, prefix: str = "") -> tuple[Factors, Head, tuple[int, ...]]:
+    """The operands with tokens in one axis, the head, and the tokens' shape.
 
     Args:
         hidden: [..., D].
-        W: [V, D] or [D, V].
-        options: of the call.
+        W: [V, D] or [D, V], or a `Head`.
         prefix: of the arguments' names in errors, as in reference_W.
 
     Returns:
-        A `Head` with hidden [N, D], the layout of W, and the shape of the tokens.
+        `Factors` with hidden [N, D], the head with its layout, and the shape of the
+        tokens.
     """
+    head = as_head(W)
     hidden = checks.as_array(f"{prefix}hidden", hidden)
-    W = checks.as_array(f"{prefix}W", W)
+    W = checks.as_array(f"{prefix}W", head.W)
     checks.check_hidden(hidden, f"{prefix}hidden")
-    layout = checks.check_layout(hidden, W, options.layout, prefix)
-    bias = options.bias
+    layout = checks.check_layout(hidden, W, head.layout, prefix)
+    bias = head.bias
     if bias is not None:
         bias = checks.as_array(f"{prefix}bias", bias)
-        checks.check_bias(
-            bias, columns_of(Head(hidden, W, bias), layout), f"{prefix}bias"
-        )
+        columns = W.shape[0 if layout == "vd" else 1]
+        checks.check_bias(bias, columns, f"{prefix}bias")
     shape, depth = hidden.shape[:-1], hidden.shape[-1]
     flat = jnp.reshape(hidden, (math.prod(shape), depth))
-    return Head(flat, W, bias), layout, shape
+    return Factors(flat, W, bias), dataclasses.replace(head, layout=layout), shape
 
 
-def columns_of(source: Head | Logits, layout: Layout | None) -> int:
+def columns_of(source: Factors | Logits, layout: Layout | None) -> int:
     """Columns of the logits, including padding."""
     if isinstance(source, Logits):
         return source.logits.shape[-1]
     return source.W.shape[0 if layout == "vd" else 1]
 
 
-def read_rows(spec: Spec, shape: tuple[int, ...], labels, options: HeadOptions) -> Rows:
+def read_rows(spec: Spec, shape: tuple[int, ...], labels, options: CallOptions) -> Rows:
     """Labels, mask and temperature per token, [N]; labels are 0 for NO_LABELS."""
     labels = np.zeros(shape, np.int32) if labels is NO_LABELS else labels
     labels = checks.as_visible_array("labels", labels)
@@ -245,13 +287,13 @@ def typed(spec: Spec, source: Any, deciding) -> tuple[Spec, Any]:
 
     Args:
         spec: of the call.
-        source: `Head` or `Logits`.
+        source: `Factors` or `Logits`.
         deciding: operands along whose axes the results vary.
 
     Returns:
         Both, with types.
     """
-    is_head, shards = isinstance(source, Head), spec.shards
+    is_head, shards = isinstance(source, Factors), spec.shards
     decided, split = _shards.varying(deciding), frozenset()
     if shards:
         array = ("W", source.W) if is_head else ("logits", source.logits)

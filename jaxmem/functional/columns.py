@@ -24,7 +24,7 @@ from jax import lax
 from jaxmem.backends import xla
 from jaxmem.core import shards as _shards, stats as _stats
 from jaxmem.core.operands import (
-    Head,
+    Factors,
     Rows,
     cast,
     for_active_chunks,
@@ -96,10 +96,10 @@ class Derivative(NamedTuple):
 
 def pull(
     spec: Spec,
-    source: Head,
+    source: Factors,
     rows: Rows,
     derivative: Callable[[jax.Array], Derivative],
-) -> Head:
+) -> Factors:
     """Cotangent of the source, from the derivative of the rows' recomputed logits.
 
     Args:
@@ -151,7 +151,7 @@ def elsewhere(z: jax.Array, d: Derivative) -> jax.Array:
 
 
 def put_in_columns(
-    spec: Spec, head: Head, dz: jax.Array, ids: jax.Array, at_ids: jax.Array
+    spec: Spec, head: Factors, dz: jax.Array, ids: jax.Array, at_ids: jax.Array
 ) -> jax.Array:
     """The derivative dz [C, V], with at_ids [C, K] in the columns of ids.
 
@@ -172,7 +172,7 @@ def by_log_p(log_p: jax.Array, g: jax.Array) -> jax.Array:
     return g * -jnp.expm1(log_p) - (total - g) * jnp.exp(log_p)
 
 
-def logits(spec: Spec, head: Head, rows: Rows, row_ids) -> jax.Array:
+def logits(spec: Spec, head: Factors, rows: Rows, row_ids) -> jax.Array:
     """Logits, materialised, so that they are scaled once though read several times."""
     return lax.optimization_barrier(xla.logits(spec, head, rows, row_ids))
 

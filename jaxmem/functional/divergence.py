@@ -13,7 +13,7 @@ derivative needs only s_v = ∂D/∂p_v: dz_v = p_v (s_v - Σ_u p_u s_u).
 """
 
 import dataclasses
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +24,9 @@ from jaxmem.backends import choose
 from jaxmem.core import checks, gradients, partition
 from jaxmem.core.explicit_axes import sharded_like, with_automatic_axes
 from jaxmem.core.gradients import Gradient
-from jaxmem.core.operands import Head, Rows
-from jaxmem.core.options import Chunk, HeadOptions, Implementation, Layout
+from jaxmem.core.head import Head, Matrix
+from jaxmem.core.operands import Factors, Rows
+from jaxmem.core.options import CallOptions, Chunk, Implementation
 from jaxmem.core.spec import Spec
 from jaxmem.functional import arguments, rule
 from jaxmem.functional.divergence_terms import JSD, KL, ForwardKL
@@ -37,21 +38,14 @@ from jaxmem.functional.two_heads import TwoHeadsRule
 @with_automatic_axes(sharded_like(hidden=1, reference_hidden=1))
 def kl(
     hidden: ArrayLike,
-    W: ArrayLike,
+    W: Matrix,
     reference_hidden: ArrayLike,
-    reference_W: ArrayLike,
+    reference_W: Matrix,
     chunk: Chunk = 1024,
     *,
     where: ArrayLike | None = None,
     temperature: ArrayLike = 1.0,
-    softcap: float | None = None,
-    bias: ArrayLike | None = None,
-    vocab_size: int | None = None,
-    layout: Layout | None = None,
     reference_temperature: ArrayLike | None = None,
-    reference_softcap: float | None | Literal["same"] = "same",
-    reference_bias: ArrayLike | None = None,
-    reference_layout: Layout | None = None,
     gradient: Gradient | None = None,
     key: jax.Array | None = None,
     implementation: Implementation | None = None,
@@ -69,22 +63,16 @@ def kl(
 
     Args:
         hidden: the policy's final hidden states [..., D], as in `logprobs`.
-        W: the policy's vocabulary matrix, [V, D] or [D, V].
+        W: the policy's vocabulary matrix, [V, D] or [D, V], or its `jaxmem.Head`.
         reference_hidden: the reference's hidden states [..., D'], of any float dtype;
             D' may differ from D.
-        reference_W: its matrix over the same vocabulary, [V, D'] or [D', V].
+        reference_W: its matrix over the same vocabulary, [V, D'] or [D', V], or its
+            `jaxmem.Head`; the paddings of the two may differ.
         chunk: tokens whose logits of both heads may be alive at once; None for all of
             them; "auto" for as many as fit 512 MiB.
         where: booleans [...]; False masks a token, which then costs nothing.
         temperature: positive scalar or one per token, [...]; not differentiable.
-        softcap: caps logits at ±softcap by tanh, before the temperature.
-        bias: [V], added to the logits first.
-        vocab_size: logical vocabulary if a W is padded; the paddings may differ.
-        layout: "vd" or "dv"; inferred from the shapes unless W is square.
         reference_temperature: None for the policy's.
-        reference_softcap: "same" for the policy's; None for no cap.
-        reference_bias: None for none, whatever the policy has.
-        reference_layout: as layout, for reference_W.
         gradient: as in `logprobs`, with one block. `Sample(k)` keeps at most k entries
             of a token: entry v with probability min(1, k p_v), in `forward_kl` min(1,
             k (p_v + q_v) / 2).
@@ -102,8 +90,8 @@ def kl(
 
     Raises:
         TypeError: an argument has the wrong type; the message names it.
-        ValueError: shapes disagree, the layout is ambiguous, the vocabularies differ in
-            size without vocab_size, or a number is not positive.
+        ValueError: shapes disagree, a layout is ambiguous, the vocabularies differ in
+            size, or a number is not positive.
         NotImplementedError: a gradient of a temperature or a second derivative is
             requested, or the implementation does not have divergences.
 
@@ -116,36 +104,25 @@ def kl(
     human feedback", 2022, arXiv:2203.02155, for the penalty; Gu et al., "MiniLLM",
     2023, arXiv:2306.08543, for distillation.
     """
-    options = HeadOptions(
-        chunk=chunk, where=where, temperature=temperature, softcap=softcap, bias=bias,
-        vocab_size=vocab_size, layout=layout, gradient=gradient, key=key,
+    options = CallOptions(
+        chunk=chunk, where=where, temperature=temperature, gradient=gradient, key=key,
         implementation=implementation,
     )  # fmt: skip
-    reference = Reference(
-        reference_hidden, reference_W, reference_temperature, reference_softcap,
-        reference_bias, reference_layout,
-    )  # fmt: skip
+    reference = Reference(reference_hidden, reference_W, reference_temperature)
     return _divergence("kl", KL(), hidden, W, reference, options)
 
 
 @with_automatic_axes(sharded_like(hidden=1, reference_hidden=1))
 def forward_kl(
     hidden: ArrayLike,
-    W: ArrayLike,
+    W: Matrix,
     reference_hidden: ArrayLike,
-    reference_W: ArrayLike,
+    reference_W: Matrix,
     chunk: Chunk = 1024,
     *,
     where: ArrayLike | None = None,
     temperature: ArrayLike = 1.0,
-    softcap: float | None = None,
-    bias: ArrayLike | None = None,
-    vocab_size: int | None = None,
-    layout: Layout | None = None,
     reference_temperature: ArrayLike | None = None,
-    reference_softcap: float | None | Literal["same"] = "same",
-    reference_bias: ArrayLike | None = None,
-    reference_layout: Layout | None = None,
     gradient: Gradient | None = None,
     key: jax.Array | None = None,
     implementation: Implementation | None = None,
@@ -166,37 +143,26 @@ def forward_kl(
     Reference: Hinton et al., "Distilling the Knowledge in a Neural Network", 2015,
     arXiv:1503.02531.
     """
-    options = HeadOptions(
-        chunk=chunk, where=where, temperature=temperature, softcap=softcap, bias=bias,
-        vocab_size=vocab_size, layout=layout, gradient=gradient, key=key,
+    options = CallOptions(
+        chunk=chunk, where=where, temperature=temperature, gradient=gradient, key=key,
         implementation=implementation,
     )  # fmt: skip
-    reference = Reference(
-        reference_hidden, reference_W, reference_temperature, reference_softcap,
-        reference_bias, reference_layout,
-    )  # fmt: skip
+    reference = Reference(reference_hidden, reference_W, reference_temperature)
     return _divergence("forward_kl", ForwardKL(), hidden, W, reference, options)
 
 
 @with_automatic_axes(sharded_like(hidden=1, reference_hidden=1))
 def jsd(
     hidden: ArrayLike,
-    W: ArrayLike,
+    W: Matrix,
     reference_hidden: ArrayLike,
-    reference_W: ArrayLike,
+    reference_W: Matrix,
     chunk: Chunk = 1024,
     *,
     beta: float = 0.5,
     where: ArrayLike | None = None,
     temperature: ArrayLike = 1.0,
-    softcap: float | None = None,
-    bias: ArrayLike | None = None,
-    vocab_size: int | None = None,
-    layout: Layout | None = None,
     reference_temperature: ArrayLike | None = None,
-    reference_softcap: float | None | Literal["same"] = "same",
-    reference_bias: ArrayLike | None = None,
-    reference_layout: Layout | None = None,
     gradient: Gradient | None = None,
     key: jax.Array | None = None,
     implementation: Implementation | None = None,
@@ -212,9 +178,8 @@ def jsd(
 
     Args:
         beta: weight of the reference in the mixture, a Python number between 0 and 1.
-        hidden, W, reference_hidden, reference_W, chunk, where, temperature, softcap,
-            bias, vocab_size, layout, reference_temperature, reference_softcap,
-            reference_bias, reference_layout, gradient, key, implementation: as in `kl`.
+        hidden, W, reference_hidden, reference_W, chunk, where, temperature,
+            reference_temperature, gradient, key, implementation: as in `kl`.
 
     Returns:
         float32 [...] (float64 for float64 hidden), between 0 and ln 2; 0 where masked.
@@ -227,15 +192,11 @@ def jsd(
     Reference: Agarwal et al., "On-Policy Distillation of Language Models", 2023,
     arXiv:2306.13649, with their β.
     """
-    options = HeadOptions(
-        chunk=chunk, where=where, temperature=temperature, softcap=softcap, bias=bias,
-        vocab_size=vocab_size, layout=layout, gradient=gradient, key=key,
+    options = CallOptions(
+        chunk=chunk, where=where, temperature=temperature, gradient=gradient, key=key,
         implementation=implementation,
     )  # fmt: skip
-    reference = Reference(
-        reference_hidden, reference_W, reference_temperature, reference_softcap,
-        reference_bias, reference_layout,
-    )  # fmt: skip
+    reference = Reference(reference_hidden, reference_W, reference_temperature)
     return _divergence("jsd", JSD(check_beta(beta)), hidden, W, reference, options)
 
 
@@ -245,9 +206,6 @@ class Reference(NamedTuple):
     hidden: Any
     W: Any
     temperature: Any  # None: the policy's
-    softcap: Any  # "same": the policy's
-    bias: Any
-    layout: Layout | None
 
 
 class TwoHeads(NamedTuple):
@@ -255,15 +213,15 @@ class TwoHeads(NamedTuple):
 
     spec: Spec
     reference_spec: Spec
-    policy: Head
-    reference: Head
+    policy: Factors
+    reference: Factors
     rows: Rows
     reference_rows: Rows
     shape: tuple[int, ...]  # of the tokens
 
 
 def read_two_heads(
-    verb: str, hidden, W, reference: Reference, labels, options: HeadOptions
+    verb: str, hidden, W, reference: Reference, labels, options: CallOptions
 ) -> TwoHeads:
     """Check the arguments of a call of two heads, and record it.
 
@@ -278,28 +236,20 @@ def read_two_heads(
     Returns:
         The call.
     """
-    rule.check_only_xla(verb, options.implementation)
-    policy, layout, shape = arguments.read_head(hidden, W, options)
-    options = dataclasses.replace(options, layout=layout)
-    other, other_layout, other_shape = arguments.read_head(
-        reference.hidden,
-        reference.W,
-        HeadOptions(layout=reference.layout, bias=reference.bias),
-        "reference_",
+    arguments.check_only_xla(verb, options.implementation)
+    policy, head, shape = arguments.read_head(hidden, W)
+    other, other_head, other_shape = arguments.read_head(
+        reference.hidden, reference.W, "reference_"
     )
     check_tokens(other_shape, shape)
-    reference = reference._replace(hidden=other.hidden, W=other.W, layout=other_layout)
-    spec, other_spec = _specs(policy, reference, options)
+    spec, other_spec = _specs((policy, head), (other, other_head), options)
     rows = arguments.read_rows(spec, shape, labels, options)
     other_rows = _reference_rows(other_spec, shape, rows, reference.temperature)
-    shapes = {"hidden": (*shape, policy.hidden.shape[-1]), "W": policy.W.shape}
-    shapes["reference_hidden"] = (*shape, other.hidden.shape[-1])
-    shapes["reference_W"] = other.W.shape
+    shapes = arguments.shapes_of(policy, shape)
+    of_other = arguments.shapes_of(other, shape).items()
+    shapes |= {f"reference_{name}": size for name, size in of_other}
     live_bytes = 4 * spec.chunk * (spec.columns + other_spec.columns)
-    rule.record(
-        verb, shapes, options.implementation, spec.chunk, live_bytes,
-        spec.gradient_samples,
-    )  # fmt: skip
+    arguments.record_only_xla(verb, spec, shapes, options.implementation, live_bytes)
     return TwoHeads(spec, other_spec, policy, other, rows, other_rows, shape)
 
 
@@ -329,10 +279,11 @@ def uses_kernels(implementation: Implementation | None) -> bool:
 
 def _specs(policy, reference, options):
     """The static facts of both heads, with one chunk and one vocabulary."""
-    columns = arguments.columns_of(policy, options.layout)
-    other_columns = reference.W.shape[0 if reference.layout == "vd" else 1]
+    (policy, head), (other, other_head) = policy, reference
+    columns = arguments.columns_of(policy, head.layout)
+    other_columns = arguments.columns_of(other, other_head.layout)
     both, n_tokens = columns + other_columns, policy.hidden.shape[0]
-    vocab_size = _check_vocab_size(options.vocab_size, columns, other_columns)
+    vocab_size = check_vocabularies(head, columns, other_head, other_columns)
     facts = gradients.facts(options.gradient, vocab_size)
     if facts.get("gradient_blocks", 1) > 1:
         raise NotImplementedError(
@@ -345,8 +296,8 @@ def _specs(policy, reference, options):
         chunk=checks.check_chunk(options.chunk, n_tokens, both),
         outputs=(),
         compute_dtype=policy.hidden.dtype,
-        layout=options.layout,
-        softcap=checks.check_softcap(options.softcap),
+        layout=head.layout,
+        softcap=checks.check_softcap(head.softcap),
         token_parallel=partition.is_possible(),
         **facts,
     )
@@ -354,9 +305,9 @@ def _specs(policy, reference, options):
         spec,
         columns=other_columns,
         gradient_samples=None,
-        compute_dtype=reference.hidden.dtype,
-        layout=reference.layout,
-        softcap=_reference_softcap(reference.softcap, spec.softcap),
+        compute_dtype=other.hidden.dtype,
+        layout=other_head.layout,
+        softcap=checks.check_softcap(other_head.softcap, "reference_softcap"),
     )
     return spec, other_spec
 
@@ -368,14 +319,6 @@ def check_tokens(reference_shape, shape) -> None:
             f"reference_hidden must have hidden's tokens, shape {shape}, got "
             f"{reference_shape}"
         )
-
-
-def _reference_softcap(
-    softcap: float | Literal["same"] | None, of_policy: float | None
-):
-    if isinstance(softcap, str) and softcap == "same":
-        return of_policy
-    return checks.check_softcap(softcap, "reference_softcap")
 
 
 def _reference_rows(spec, shape, rows, temperature):
@@ -399,10 +342,13 @@ def check_beta(beta) -> float:
     return float(beta)
 
 
-def _check_vocab_size(vocab_size, columns, reference_columns):
-    if vocab_size is None and columns != reference_columns:
+def check_vocabularies(head: Head, columns: int, other: Head, other_columns) -> int:
+    """The size of the vocabulary that both heads have."""
+    size = checks.check_vocab_size(head.vocab_size, columns)
+    of_other = checks.check_vocab_size(other.vocab_size, other_columns)
+    if size != of_other:
         raise ValueError(
-            f"W and reference_W must have the same vocabulary, got {columns} and "
-            f"{reference_columns} tokens; where one is padded, pass vocab_size="
+            f"W and reference_W must have the same vocabulary, got {size} and "
+            f"{of_other} tokens; where one is padded, pass jaxmem.Head(W, vocab_size=…)"
         )
-    return checks.check_vocab_size(vocab_size, min(columns, reference_columns))
+    return size

@@ -9,7 +9,8 @@ from jax.typing import ArrayLike
 
 from jaxmem.core import checks
 from jaxmem.core.explicit_axes import sharded_like, with_automatic_axes
-from jaxmem.core.options import Chunk, HeadOptions, Implementation, Layout
+from jaxmem.core.head import Matrix
+from jaxmem.core.options import CallOptions, Chunk, Implementation
 from jaxmem.functional import loss_functions
 from jaxmem.functional.divergence import (
     Reference,
@@ -33,10 +34,10 @@ def _shardings(given):
 def divergence_loss(
     loss_fn: Callable,
     hidden: ArrayLike,
-    W: ArrayLike,
+    W: Matrix,
     labels: ArrayLike,
     reference_hidden: ArrayLike,
-    reference_W: ArrayLike,
+    reference_W: Matrix,
     *per_token: ArrayLike,
     divergence: Divergence = "kl",
     beta: float = 0.5,
@@ -44,14 +45,7 @@ def divergence_loss(
     normalizer: ArrayLike | None = None,
     where: ArrayLike | None = None,
     temperature: ArrayLike = 1.0,
-    softcap: float | None = None,
-    bias: ArrayLike | None = None,
-    vocab_size: int | None = None,
-    layout: Layout | None = None,
     reference_temperature: ArrayLike | None = None,
-    reference_softcap: float | None | Literal["same"] = "same",
-    reference_bias: ArrayLike | None = None,
-    reference_layout: Layout | None = None,
     statistics_temperature: ArrayLike | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -76,10 +70,9 @@ def divergence_loss(
         statistics_temperature: of the statistics, a scalar or one per token; None for
             the policy's. Hinton's mixture has `temperature=2.0` or more for the
             divergence, and 1.0 for the cross-entropy.
-        hidden, W, reference_hidden, reference_W, chunk, where, temperature, softcap,
-            bias, vocab_size, layout, reference_temperature, reference_softcap,
-            reference_bias, reference_layout, implementation: as in `kl`; per_token,
-            normalizer: as in `token_loss`.
+        hidden, W, reference_hidden, reference_W, chunk, where, temperature,
+            reference_temperature, implementation: as in `kl`; per_token, normalizer: as
+            in `token_loss`.
 
     Returns:
         (loss, metrics), as `token_loss` does. The reference is constant: its gradient
@@ -107,15 +100,10 @@ def divergence_loss(
     Network", 2015, arXiv:1503.02531, for the mixture with cross-entropy.
     """
     loss_functions.check(loss_fn)
-    options = HeadOptions(
-        chunk=chunk, where=where, temperature=temperature, softcap=softcap, bias=bias,
-        vocab_size=vocab_size, layout=layout,
-        implementation=implementation,
-    )  # fmt: skip
-    reference = Reference(
-        reference_hidden, reference_W, reference_temperature, reference_softcap,
-        reference_bias, reference_layout,
-    )  # fmt: skip
+    options = CallOptions(
+        chunk=chunk, where=where, temperature=temperature, implementation=implementation
+    )
+    reference = Reference(reference_hidden, reference_W, reference_temperature)
     kind = _kind(divergence, beta)
     call = read_two_heads("divergence_loss", hidden, W, reference, labels, options)
     spec, other_spec, policy, other, rows, other_rows, shape = call

@@ -19,7 +19,7 @@ from jax.typing import ArrayLike
 from jaxmem.backends import choose, xla
 from jaxmem.core import shards as _shards, stats as _stats
 from jaxmem.core.operands import (
-    Head,
+    Factors,
     Rows,
     cast,
     for_active_chunks,
@@ -215,7 +215,7 @@ class LossCall(NamedTuple):
     """A checked call; operands have all tokens in one axis."""
 
     spec: Spec
-    policy: Head
+    policy: Factors
     given: tuple  # of a `DivergenceLossRule`
     shape: tuple[int, ...]  # of the tokens
 

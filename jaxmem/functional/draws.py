@@ -28,8 +28,9 @@ from jaxmem.core import (
     stats as _stats,
 )
 from jaxmem.core.explicit_axes import sharded_like, with_automatic_axes
+from jaxmem.core.head import Matrix
 from jaxmem.core.operands import cast, first_column, for_active_chunks, put, take
-from jaxmem.core.options import AxisName, Chunk, HeadOptions, Implementation, Layout
+from jaxmem.core.options import AxisName, CallOptions, Chunk, Implementation
 from jaxmem.functional import arguments, columns, rule
 from jaxmem.functional.divergence import uses_kernels
 from jaxmem.functional.rule import LoopRule
@@ -40,17 +41,13 @@ _BITS = 30  # of the unit that probabilities are rounded to: their sum fits int3
 @with_automatic_axes(sharded_like(hidden=1))
 def sample_ids(
     hidden: ArrayLike,
-    W: ArrayLike,
+    W: Matrix,
     n: int,
     key: jax.Array,
     chunk: Chunk = 1024,
     *,
     where: ArrayLike | None = None,
     temperature: ArrayLike = 1.0,
-    softcap: float | None = None,
-    bias: ArrayLike | None = None,
-    vocab_size: int | None = None,
-    layout: Layout | None = None,
     axis_name: AxisName | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
@@ -70,7 +67,7 @@ def sample_ids(
 
     Args:
         hidden: final hidden states [..., D].
-        W: vocabulary matrix, [V, D] or [D, V].
+        W: vocabulary matrix, [V, D] or [D, V], or a `jaxmem.Head`.
         n: draws per token, a Python integer.
         key: PRNG key, or one per token, [...]. A token's ids depend on the key, its
             position and its logits only, not on the chunk. Use another key each step.
@@ -82,7 +79,7 @@ def sample_ids(
             draws those of one device, up to the rounding of the logits' sum.
         implementation: "xla", or None: on an NVIDIA GPU, kernels then read the logits
             once. Both draw the same ids, up to the rounding of the logits' sum.
-        chunk, temperature, softcap, bias, vocab_size, layout: as in `logprobs`.
+        chunk, temperature: as in `logprobs`.
 
     Returns:
         int32 [..., n]: -1, which `selected_logprobs` reads as absent, for a masked
@@ -109,18 +106,15 @@ def sample_ids(
     Distillation in LLMs", 2025, arXiv:2503.16870.
     """
     verb = "sample_ids"
-    options = HeadOptions(
-        chunk=chunk, where=where, temperature=temperature, softcap=softcap, bias=bias,
-        vocab_size=vocab_size, layout=layout, axis_name=axis_name,
+    options = CallOptions(
+        chunk=chunk, where=where, temperature=temperature, axis_name=axis_name,
         implementation=implementation,
     )  # fmt: skip
-    rule.check_only_xla(verb, implementation)
+    spec, source, rows, shape = arguments.columns_call(verb, hidden, W, options)
     n = checks.check_count("n", n)
-    spec, source, rows, shape = arguments.columns_call(hidden, W, options)
     keys = _keys.check_keys(key, shape)
-    shapes = {"hidden": (*shape, source.hidden.shape[-1]), "W": source.W.shape}
-    live_bytes = 4 * spec.chunk * spec.columns
-    rule.record(verb, shapes, implementation, spec.chunk, live_bytes)
+    shapes = arguments.shapes_of(source, shape)
+    arguments.record_only_xla(verb, spec, shapes, implementation)
     if 0 in shape:
         return jnp.zeros((*shape, n), jnp.int32)
     keys = jnp.reshape(sampling.token_keys(keys, shape), (math.prod(shape),))

@@ -1,39 +1,13 @@
-"""What the verbs of given token ids share: the static facts and the ids' checks."""
+"""What the verbs of given token ids share: the checks of the ids."""
 
 import math
 
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmem.core import checks, partition, shards as _shards
+from jaxmem.core import checks
 from jaxmem.core.operands import first_column
-from jaxmem.core.spec import Spec
 from jaxmem.functional import arguments
-
-
-def spec_of(source, options, numbers):
-    """The static facts; numbers is the count of float32 per token of a chunk."""
-    columns = arguments.columns_of(source, options.layout)
-    shards = _shards.check_axis_name(options.axis_name)
-    n_tokens = source.hidden.shape[0]
-    return Spec(
-        columns=columns,
-        vocab_size=checks.check_vocab_size(
-            options.vocab_size, columns * (shards.count if shards else 1)
-        ),
-        chunk=checks.check_chunk(options.chunk, n_tokens, numbers or columns),
-        outputs=(),
-        compute_dtype=source.hidden.dtype,
-        layout=options.layout,
-        softcap=checks.check_softcap(options.softcap),
-        shards=shards,
-        token_parallel=partition.is_possible(),
-    )
-
-
-def shapes_of(source, shape):
-    """Shapes of the head's operands as given, for `jaxmem.report()`."""
-    return {"hidden": (*shape, source.hidden.shape[-1]), "W": source.W.shape}
 
 
 def check_ids(name: str, ids, where, shape: tuple[int, ...], vocab_size: int):

@@ -10,6 +10,7 @@ from jax.typing import ArrayLike
 
 from jaxmem.core import checks, selection, shards as _shards, stats as _stats
 from jaxmem.core.explicit_axes import sharded_like, with_automatic_axes
+from jaxmem.core.head import Matrix
 from jaxmem.core.operands import (
     cast,
     first_column,
@@ -17,7 +18,7 @@ from jaxmem.core.operands import (
     put_all,
     take,
 )
-from jaxmem.core.options import AxisName, Chunk, HeadOptions, Implementation, Layout
+from jaxmem.core.options import AxisName, CallOptions, Chunk, Implementation
 from jaxmem.functional import arguments, columns, rule
 from jaxmem.functional.divergence import uses_kernels
 from jaxmem.functional.rule import LoopRule
@@ -38,16 +39,12 @@ class TopK(NamedTuple):
 @with_automatic_axes(sharded_like(hidden=1))
 def topk(
     hidden: ArrayLike,
-    W: ArrayLike,
+    W: Matrix,
     k: int,
     chunk: Chunk = 1024,
     *,
     where: ArrayLike | None = None,
     temperature: ArrayLike = 1.0,
-    softcap: float | None = None,
-    bias: ArrayLike | None = None,
-    vocab_size: int | None = None,
-    layout: Layout | None = None,
     axis_name: AxisName | None = None,
     implementation: Implementation | None = None,
 ) -> TopK:
@@ -61,14 +58,14 @@ def topk(
 
     Args:
         hidden: final hidden states [..., D].
-        W: vocabulary matrix, [V, D] or [D, V].
+        W: vocabulary matrix, [V, D] or [D, V], or a `jaxmem.Head`.
         k: a Python integer from 1 to V.
         where: booleans that broadcast to hidden.shape[:-1]; False masks a token, which
             then costs nothing.
         axis_name: as in `logprobs`; the ids are those of the whole vocabulary.
         implementation: "xla", or None: on an NVIDIA GPU, kernels then read the logits
             once, if k ≤ 256.
-        chunk, temperature, softcap, bias, vocab_size, layout: as in `logprobs`.
+        chunk, temperature: as in `logprobs`.
 
     Returns:
         `TopK(logprobs, ids)`: float32 [..., k] (float64 for float64 hidden) and int32
@@ -96,17 +93,14 @@ def topk(
     arXiv:2410.16215, which stores a teacher's logits truncated this way.
     """
     verb = "topk"
-    options = HeadOptions(
-        chunk=chunk, where=where, temperature=temperature, softcap=softcap, bias=bias,
-        vocab_size=vocab_size, layout=layout, axis_name=axis_name,
+    options = CallOptions(
+        chunk=chunk, where=where, temperature=temperature, axis_name=axis_name,
         implementation=implementation,
     )  # fmt: skip
-    rule.check_only_xla(verb, implementation)
-    spec, source, rows, shape = arguments.columns_call(hidden, W, options)
+    spec, source, rows, shape = arguments.columns_call(verb, hidden, W, options)
     k = _check_k(k, spec.vocab_size)
-    shapes = {"hidden": (*shape, source.hidden.shape[-1]), "W": source.W.shape}
-    live_bytes = 4 * spec.chunk * spec.columns
-    rule.record(verb, shapes, implementation, spec.chunk, live_bytes)
+    shapes = arguments.shapes_of(source, shape)
+    arguments.record_only_xla(verb, spec, shapes, implementation)
     if 0 in shape:
         log_p = jnp.zeros((*shape, k), spec.stats_dtype)
         return TopK(log_p, jnp.zeros((*shape, k), jnp.int32))

@@ -17,10 +17,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import sequential_vmap
 from jax.custom_derivatives import SymbolicZero
 
-from jaxmem.backends import choose
-from jaxmem.core import checks, partition, report
-from jaxmem.core.operands import Head, Ragged, Rows
-from jaxmem.core.options import Implementation
+from jaxmem.core import checks, partition
+from jaxmem.core.operands import Factors, Ragged, Rows
 from jaxmem.core.spec import Spec
 
 
@@ -130,15 +128,15 @@ class LoopRule(Rule):
     axis is tokens.
     """
 
-    def forward_loop(self, source: Head, rows, given) -> tuple[Any, dict]:
+    def forward_loop(self, source: Factors, rows, given) -> tuple[Any, dict]:
         """The result, and per-row residuals of the backward loop by name."""
         raise NotImplementedError
 
-    def saving_loop(self, source: Head, rows, given) -> tuple[Any, dict]:
+    def saving_loop(self, source: Factors, rows, given) -> tuple[Any, dict]:
         """`forward_loop`, where a derivative is requested."""
         return self.forward_loop(source, rows, given)
 
-    def backward_loop(self, source: Head, rows, given, result, saved, g) -> Any:
+    def backward_loop(self, source: Factors, rows, given, result, saved, g) -> Any:
         """Cotangent of the source, for the result's cotangent g."""
         raise NotImplementedError
 
@@ -183,7 +181,7 @@ def of_tokens(tree) -> Any:
 
     This holds for all arrays but a head's W and bias, and the ids of ragged lists.
     """
-    flags = {Head: Head(True, False, False), Ragged: Ragged(True, True, False)}  # pyright: ignore
+    flags = {Factors: Factors(True, False, False), Ragged: Ragged(True, True, False)}  # pyright: ignore
     return jax.tree.map(
         lambda x: flags.get(type(x), True), tree, is_leaf=lambda x: type(x) in flags
     )
@@ -220,7 +218,7 @@ def sum_over_shards(spec: Spec, cotangents) -> Any:
     )
 
 
-def scaled(dhidden: jax.Array, active: jax.Array, g: Any) -> Head:
+def scaled(dhidden: jax.Array, active: jax.Array, g: Any) -> Factors:
     """Cotangent of a frozen head, whose derivative by hidden is known.
 
     Args:
@@ -232,40 +230,10 @@ def scaled(dhidden: jax.Array, active: jax.Array, g: Any) -> Head:
         The cotangent; 0 where g is 0 or a row is inactive, even for NaN.
     """
     if isinstance(g, SymbolicZero):
-        return Head(jnp.zeros_like(dhidden), None, None)
+        return Factors(jnp.zeros_like(dhidden), None, None)
     g = jnp.where(active, g, 0)[:, None]
     product = jnp.where(g == 0, 0, g * dhidden.astype(g.dtype))
-    return Head(product.astype(dhidden.dtype), None, None)
-
-
-def check_only_xla(verb: str, implementation: Implementation | None) -> None:
-    """Check the implementation of a verb that only "xla" has.
-
-    Raises:
-        NotImplementedError: another backend is named.
-        ValueError: no such backend exists.
-    """
-    choose.check(implementation)
-    if implementation not in (None, "xla"):
-        raise NotImplementedError(
-            f"implementation={implementation!r} has no {verb}: its kernels reduce one "
-            "head's logits to the statistics of token_stats and keep no row of them; "
-            "pass implementation=None"
-        )
-
-
-def record(
-    verb: str,
-    shapes,
-    implementation: Implementation | None,
-    chunk: int,
-    live_bytes: int,
-    gradient_samples: int | None = None,
-) -> None:
-    """Record the call of a verb that only "xla" has in every open `jaxmem.report()`."""
-    why = "named by the caller" if implementation else f"the only one with {verb}"
-    call = report.Call(verb, shapes, "xla", why, chunk, live_bytes, gradient_samples)
-    report.record(call)
+    return Factors(product.astype(dhidden.dtype), None, None)
 
 
 def _refuse_second_order(primals, tangents):

@@ -14,26 +14,23 @@ from jax.typing import ArrayLike
 
 from jaxmem.core import shards as _shards, stats as _stats
 from jaxmem.core.explicit_axes import sharded_like, with_automatic_axes
+from jaxmem.core.head import Matrix
 from jaxmem.core.operands import cast, for_active_chunks, put_all, take
-from jaxmem.core.options import AxisName, Chunk, HeadOptions, Implementation, Layout
+from jaxmem.core.options import AxisName, CallOptions, Chunk, Implementation
 from jaxmem.functional import arguments, columns, rule
-from jaxmem.functional.given_ids import check_ids, flat_ids, shapes_of, spec_of
+from jaxmem.functional.given_ids import check_ids, flat_ids
 from jaxmem.functional.rule import LoopRule
 
 
 @with_automatic_axes(sharded_like(ids=1, hidden=1))
 def selected_logprobs(
     hidden: ArrayLike,
-    W: ArrayLike,
+    W: Matrix,
     ids: ArrayLike,
     chunk: Chunk = 1024,
     *,
     where: ArrayLike | None = None,
     temperature: ArrayLike = 1.0,
-    softcap: float | None = None,
-    bias: ArrayLike | None = None,
-    vocab_size: int | None = None,
-    layout: Layout | None = None,
     axis_name: AxisName | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
@@ -47,14 +44,14 @@ def selected_logprobs(
 
     Args:
         hidden: final hidden states [..., D].
-        W: vocabulary matrix, [V, D] or [D, V].
+        W: vocabulary matrix, [V, D] or [D, V], or a `jaxmem.Head`.
         ids: token ids [..., K], any integer dtype; they may repeat. A negative id is
             absent: its result is 0, with a gradient of 0. A token without ids costs
             nothing.
         where: booleans that broadcast to hidden.shape[:-1]; False masks a token.
         axis_name: as in `logprobs`; the ids are those of the whole vocabulary.
         implementation: "xla", or None, which means the same.
-        chunk, temperature, softcap, bias, vocab_size, layout: as in `logprobs`.
+        chunk, temperature: as in `logprobs`.
 
     Returns:
         float32 [..., K] (float64 for float64 hidden): 0 where masked or absent, with a
@@ -80,21 +77,16 @@ def selected_logprobs(
     arXiv:1503.02531.
     """
     verb = "selected_logprobs"
-    options = HeadOptions(
-        chunk=chunk, where=where, temperature=temperature, softcap=softcap, bias=bias,
-        vocab_size=vocab_size, layout=layout, axis_name=axis_name,
+    options = CallOptions(
+        chunk=chunk, where=where, temperature=temperature, axis_name=axis_name,
         implementation=implementation,
     )  # fmt: skip
-    rule.check_only_xla(verb, implementation)
-    source, layout, shape = arguments.read_head(hidden, W, options)
-    spec = spec_of(source, dataclasses.replace(options, layout=layout), None)
-    rows = arguments.read_rows(spec, shape, arguments.NO_LABELS, options)
+    spec, source, rows, shape = arguments.columns_call(verb, hidden, W, options)
     where = arguments.read_where(where, shape)
     ids = flat_ids(check_ids("ids", ids, where, shape, spec.vocab_size), shape)
     rows = rows._replace(active=rows.active & jnp.any(ids >= 0, axis=-1))
-    shapes = shapes_of(source, shape) | {"ids": (*shape, ids.shape[-1])}
-    live_bytes = 4 * spec.chunk * spec.columns
-    rule.record(verb, shapes, implementation, spec.chunk, live_bytes)
+    shapes = arguments.shapes_of(source, shape) | {"ids": (*shape, ids.shape[-1])}
+    arguments.record_only_xla(verb, spec, shapes, implementation)
     if 0 in ids.shape:
         return jnp.zeros((*shape, ids.shape[-1]), spec.stats_dtype)
     spec, source = arguments.typed(spec, source, (rows, ids))

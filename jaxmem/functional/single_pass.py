@@ -12,8 +12,9 @@ from jax.typing import ArrayLike
 from jaxmem.core import checks, shards as _shards
 from jaxmem.core.explicit_axes import sharded_like, with_automatic_axes
 from jaxmem.core.gradients import Gradient
+from jaxmem.core.head import Matrix
 from jaxmem.core.operands import Rows
-from jaxmem.core.options import AxisName, Chunk, HeadOptions, Implementation, Layout
+from jaxmem.core.options import AxisName, CallOptions, Chunk, Implementation
 from jaxmem.core.spec import Spec
 from jaxmem.core.stats import TokenStats
 from jaxmem.functional import (
@@ -35,17 +36,13 @@ def _shardings(arguments):
 def token_loss(
     loss_fn: Callable,
     hidden: ArrayLike,
-    W: ArrayLike,
+    W: Matrix,
     labels: ArrayLike,
     *per_token: ArrayLike,
     chunk: Chunk = 1024,
     normalizer: ArrayLike | None = None,
     where: ArrayLike | None = None,
     temperature: ArrayLike = 1.0,
-    softcap: float | None = None,
-    bias: ArrayLike | None = None,
-    vocab_size: int | None = None,
-    layout: Layout | None = None,
     gradient: Gradient | None = None,
     key: jax.Array | None = None,
     axis_name: AxisName | None = None,
@@ -84,8 +81,7 @@ def token_loss(
         vocab_groups: as in `logprobs`: loss and metrics have the same bits too, as far
             as loss_fn's own arithmetic does. Four GEMMs under `jax.grad`.
         implementation: "xla", "hopper", or None for the best one available.
-        hidden, W, labels, chunk, where, temperature, softcap, bias, vocab_size, layout,
-            key: as in `logprobs`.
+        hidden, W, labels, chunk, where, temperature, key: as in `logprobs`.
 
     Returns:
         (loss, metrics): a float32 scalar, and loss_fn's metrics by name, as float32
@@ -113,9 +109,8 @@ def token_loss(
     Hsu et al., 2024, arXiv:2410.10989, here for any loss of a token's statistics.
     """
     loss_functions.check(loss_fn)
-    options = HeadOptions(
-        chunk=chunk, where=where, temperature=temperature, softcap=softcap, bias=bias,
-        vocab_size=vocab_size, layout=layout, gradient=gradient, key=key,
+    options = CallOptions(
+        chunk=chunk, where=where, temperature=temperature, gradient=gradient, key=key,
         axis_name=axis_name, vocab_groups=vocab_groups, implementation=implementation,
     )  # fmt: skip
     fields = TokenStats._fields

@@ -13,16 +13,11 @@ from jax.typing import ArrayLike
 
 from jaxmem.core import checks
 from jaxmem.core.explicit_axes import sharded_like, with_automatic_axes
+from jaxmem.core.head import Matrix
 from jaxmem.core.operands import Ragged
-from jaxmem.core.options import AxisName, Chunk, HeadOptions, Implementation, Layout
+from jaxmem.core.options import AxisName, CallOptions, Chunk, Implementation
 from jaxmem.functional import arguments, rule
-from jaxmem.functional.given_ids import (
-    check_ids,
-    counted_tokens,
-    flat_ids,
-    shapes_of,
-    spec_of,
-)
+from jaxmem.functional.given_ids import check_ids, counted_tokens, flat_ids
 from jaxmem.functional.ragged import check_dense, entries_of, read_ragged
 from jaxmem.functional.support_rule import (
     RaggedSupportRule,
@@ -34,7 +29,7 @@ from jaxmem.functional.support_rule import (
 @with_automatic_axes(sharded_like(labels=0, hidden=1))
 def support_logprobs(
     hidden: ArrayLike,
-    W: ArrayLike,
+    W: Matrix,
     labels: ArrayLike,
     support_ids: ArrayLike,
     chunk: Chunk = "auto",
@@ -43,10 +38,6 @@ def support_logprobs(
     max_ids: int | None = None,
     where: ArrayLike | None = None,
     temperature: ArrayLike = 1.0,
-    softcap: float | None = None,
-    bias: ArrayLike | None = None,
-    vocab_size: int | None = None,
-    layout: Layout | None = None,
     axis_name: AxisName | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
@@ -66,7 +57,7 @@ def support_logprobs(
 
     Args:
         hidden: final hidden states [..., D].
-        W: vocabulary matrix, [V, D] or [D, V].
+        W: vocabulary matrix, [V, D] or [D, V], or a `jaxmem.Head`.
         labels: token ids [...]. Negative marks padding.
         support_ids: the support of each token, [..., K], including the label, padded by
             negative ids; an id that repeats counts once. With offsets, [M], for any M:
@@ -80,7 +71,7 @@ def support_logprobs(
             vocabulary. Each shard multiplies as many rows as one device would, zeros
             for others' ids.
         implementation: "xla", or None, which means the same.
-        where, temperature, softcap, bias, vocab_size, layout: as in `logprobs`.
+        where, temperature: as in `logprobs`.
 
     Returns:
         float32 [...] (float64 for float64 hidden): 0 for a masked token, with a
@@ -111,27 +102,24 @@ def support_logprobs(
     arXiv:1904.09751, which introduces top-p sampling.
     """
     verb = "support_logprobs"
-    options = HeadOptions(
-        chunk=chunk, where=where, temperature=temperature, softcap=softcap, bias=bias,
-        vocab_size=vocab_size, layout=layout, axis_name=axis_name,
+    options = CallOptions(
+        chunk=chunk, where=where, temperature=temperature, axis_name=axis_name,
         implementation=implementation,
     )  # fmt: skip
-    rule.check_only_xla(verb, implementation)
-    source, layout, shape = arguments.read_head(hidden, W, options)
-    options = dataclasses.replace(options, layout=layout)
-    tokens = shape, spec_of(source, options, None).vocab_size
-    where = arguments.read_where(where, shape)
+    spec, source, rows, shape = arguments.columns_call(verb, hidden, W, options, labels)
+    tokens, where = (shape, spec.vocab_size), arguments.read_where(where, shape)
     labels = checks.as_visible_array("labels", labels)
     support_ids = checks.as_visible_array("support_ids", support_ids)
     given, widest = _read_supports(support_ids, offsets, max_ids, where, tokens)
-    spec = spec_of(source, options, widest * source.hidden.shape[1])
-    rows = arguments.read_rows(spec, shape, labels, options)
+    n_rows, depth = source.hidden.shape
+    chunk = checks.check_chunk(chunk, n_rows, max(widest, 1) * depth)
+    spec = dataclasses.replace(spec, chunk=chunk)
     check_support(labels, support_ids, offsets, where, shape)
-    shapes = shapes_of(source, shape) | {"support_ids": support_ids.shape}
+    shapes = arguments.shapes_of(source, shape) | {"support_ids": support_ids.shape}
     entries = spec.chunk * widest
     if isinstance(given, Ragged):
         entries = chunk_entries(spec.chunk, widest, given.ids.shape[0])
-    rule.record(verb, shapes, implementation, spec.chunk, 4 * entries)
+    arguments.record_only_xla(verb, spec, shapes, implementation, 4 * entries)
     if 0 in shape:
         return jnp.zeros(shape, spec.stats_dtype)
     spec, source = arguments.typed(spec, source, (rows, given))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxmem.backends import xla
 from jaxmem.core import shards as _shards, stats as _stats
 from jaxmem.core.operands import (
-    Head,
+    Factors,
     for_active_chunks,
     no_statistics,
     put,
@@ -128,7 +128,7 @@ class SupportRule(LoopRule):
                         preferred_element_type=dtype)  # fmt: skip
         dhidden = put(sums.hidden, row_ids, dh.astype(sums.hidden.dtype))
         if sums.W is None:
-            return Head(dhidden, None, None)
+            return Factors(dhidden, None, None)
         h = take(source.hidden, row_ids).astype(dtype)
         dW = dz[:, :, None] * h[:, None, :]
         if self.spec.layout == "vd":
@@ -138,7 +138,7 @@ class SupportRule(LoopRule):
         dbias = sums.bias
         if dbias is not None:
             dbias = dbias.at[columns].add(dz, mode="drop")
-        return Head(dhidden, dW, dbias)
+        return Factors(dhidden, dW, dbias)
 
 
 @dataclasses.dataclass(frozen=True)

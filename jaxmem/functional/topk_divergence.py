@@ -11,7 +11,8 @@ from jax.typing import ArrayLike
 
 from jaxmem.core import checks, stats as _stats
 from jaxmem.core.explicit_axes import sharded_like, with_automatic_axes
-from jaxmem.core.options import AxisName, Chunk, HeadOptions, Implementation, Layout
+from jaxmem.core.head import Matrix
+from jaxmem.core.options import AxisName, CallOptions, Chunk, Implementation
 from jaxmem.core.spec import Spec
 from jaxmem.functional import arguments, rule
 from jaxmem.functional.columns import ColumnsRule
@@ -26,7 +27,7 @@ _LARGEST_LOGPROB = 0.1  # what 16 bits may make of ln 1
 @with_automatic_axes(sharded_like(ids=1, hidden=1))
 def topk_kl(
     hidden: ArrayLike,
-    W: ArrayLike,
+    W: Matrix,
     ids: ArrayLike,
     teacher_logprobs: ArrayLike,
     chunk: Chunk = 1024,
@@ -36,10 +37,6 @@ def topk_kl(
     beta: float = 0.5,
     where: ArrayLike | None = None,
     temperature: ArrayLike = 1.0,
-    softcap: float | None = None,
-    bias: ArrayLike | None = None,
-    vocab_size: int | None = None,
-    layout: Layout | None = None,
     axis_name: AxisName | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
@@ -61,7 +58,7 @@ def topk_kl(
 
     Args:
         hidden: the student's final hidden states [..., D].
-        W: the student's vocabulary matrix, [V, D] or [D, V].
+        W: the student's vocabulary matrix, [V, D] or [D, V], or its `jaxmem.Head`.
         ids: token ids [..., K], any integer dtype, in any order. A negative id is
             absent. An id that repeats counts once, with the first of its
             log-probabilities. A token without ids has a divergence of 0.
@@ -75,7 +72,7 @@ def topk_kl(
         temperature: as in `logprobs`, of the student.
         axis_name: as in `logprobs`; the ids are those of the whole vocabulary.
         implementation: "xla", or None, which means the same.
-        chunk, softcap, bias, vocab_size, layout: as in `logprobs`.
+        chunk: as in `logprobs`.
 
     Returns:
         float32 [...] (float64 for float64 hidden), not negative; 0 for a masked token,
@@ -104,21 +101,17 @@ def topk_kl(
     for what truncation without the rest does to a student's calibration.
     """
     verb = "topk_kl"
-    options = HeadOptions(
-        chunk=chunk, where=where, temperature=temperature, softcap=softcap, bias=bias,
-        vocab_size=vocab_size, layout=layout, axis_name=axis_name,
+    options = CallOptions(
+        chunk=chunk, where=where, temperature=temperature, axis_name=axis_name,
         implementation=implementation,
     )  # fmt: skip
-    rule.check_only_xla(verb, implementation)
     how = read_direction(direction, beta), checks.check_flag("tail", tail)
-    spec, source, rows, shape = arguments.columns_call(hidden, W, options)
+    spec, source, rows, shape = arguments.columns_call(verb, hidden, W, options)
     where = arguments.read_where(where, shape)
     ids = check_ids("ids", ids, where, shape, spec.vocab_size)
     teacher_logprobs = check_teacher(teacher_logprobs, ids, where, shape)
-    shapes = {"hidden": (*shape, source.hidden.shape[-1]), "W": source.W.shape}
-    shapes["ids"] = ids.shape
-    live_bytes = 4 * spec.chunk * spec.columns
-    rule.record(verb, shapes, implementation, spec.chunk, live_bytes)
+    shapes = arguments.shapes_of(source, shape) | {"ids": ids.shape}
+    arguments.record_only_xla(verb, spec, shapes, implementation)
     if 0 in ids.shape:
         return jnp.zeros(shape, spec.stats_dtype)
     ids, log_q = teacher_columns(spec, ids, teacher_logprobs)

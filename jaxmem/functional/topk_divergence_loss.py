@@ -10,8 +10,9 @@ from jax.typing import ArrayLike
 
 from jaxmem.core import checks
 from jaxmem.core.explicit_axes import sharded_like, with_automatic_axes
-from jaxmem.core.options import AxisName, Chunk, HeadOptions, Implementation, Layout
-from jaxmem.functional import arguments, loss_functions, rule
+from jaxmem.core.head import Matrix
+from jaxmem.core.options import AxisName, CallOptions, Chunk, Implementation
+from jaxmem.functional import arguments, loss_functions
 from jaxmem.functional.columns_loss import ColumnsLossRule, DrawnLossRule
 from jaxmem.functional.divergence_loss_rule import LossCall, run, statistics_scale
 from jaxmem.functional.given_ids import check_ids, flat_ids
@@ -32,7 +33,7 @@ def _shardings(given):
 def topk_kl_loss(
     loss_fn: Callable,
     hidden: ArrayLike,
-    W: ArrayLike,
+    W: Matrix,
     labels: ArrayLike,
     ids: ArrayLike,
     teacher_logprobs: ArrayLike | None,
@@ -44,10 +45,6 @@ def topk_kl_loss(
     normalizer: ArrayLike | None = None,
     where: ArrayLike | None = None,
     temperature: ArrayLike = 1.0,
-    softcap: float | None = None,
-    bias: ArrayLike | None = None,
-    vocab_size: int | None = None,
-    layout: Layout | None = None,
     statistics_temperature: ArrayLike | None = None,
     axis_name: AxisName | None = None,
     implementation: Implementation | None = None,
@@ -79,8 +76,7 @@ def topk_kl_loss(
         axis_name: as in `token_loss`; the ids are those of the whole vocabulary.
         implementation: "xla", or None, which means the same.
         hidden, W, beta, temperature: as in `topk_kl`; per_token, normalizer: as in
-            `token_loss`; chunk, where, softcap, bias, vocab_size, layout: as in
-            `logprobs`.
+            `token_loss`; chunk, where: as in `logprobs`.
 
     Returns:
         (loss, metrics), as `token_loss` does. The teacher is constant: its gradient is
@@ -105,20 +101,17 @@ def topk_kl_loss(
     Reference: as `topk_kl` and `token_loss`.
     """
     loss_functions.check(loss_fn)
-    options = HeadOptions(
-        chunk=chunk, where=where, temperature=temperature, softcap=softcap, bias=bias,
-        vocab_size=vocab_size, layout=layout,
-        axis_name=axis_name, implementation=implementation,
+    options = CallOptions(
+        chunk=chunk, where=where, temperature=temperature, axis_name=axis_name,
+        implementation=implementation,
     )  # fmt: skip
     verb = "topk_kl_loss"
-    rule.check_only_xla(verb, implementation)
     how = read_direction(direction, beta), checks.check_flag("tail", tail)
-    spec, source, rows, shape = arguments.columns_call(hidden, W, options, labels)
+    spec, source, rows, shape = arguments.columns_call(verb, hidden, W, options, labels)
     where = arguments.read_where(where, shape)
     ids = check_ids("ids", ids, where, shape, spec.vocab_size)
-    shapes = {"hidden": (*shape, source.hidden.shape[-1]), "W": source.W.shape}
-    shapes["ids"] = ids.shape
-    rule.record(verb, shapes, implementation, spec.chunk, 4 * spec.chunk * spec.columns)
+    shapes = arguments.shapes_of(source, shape) | {"ids": ids.shape}
+    arguments.record_only_xla(verb, spec, shapes, implementation)
     scale = statistics_scale(spec, shape, rows, statistics_temperature)
     if teacher_logprobs is not None:
         teacher_logprobs = check_teacher(teacher_logprobs, ids, where, shape)

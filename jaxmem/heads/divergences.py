@@ -13,9 +13,6 @@ from jaxmem.functional.divergence_loss import divergence_loss
 class DivergenceVerbs:
     """`divergence` and `divergence_loss`, for a class that runs verbs by `_run`."""
 
-    softcap: float | None
-    vocab_size: int | None
-
     def _run(self, verb, hidden, *per_token, **keywords) -> Any:
         raise NotImplementedError
 
@@ -37,8 +34,7 @@ class DivergenceVerbs:
         Args:
             verb: `jaxmem.kl`, `jaxmem.forward_kl` or `jaxmem.jsd`.
             hidden: final hidden states [..., D] of this head's model.
-            reference: a head over the same vocabulary, which is constant. The
-                vocab_size of either head is that of both.
+            reference: a head over the same vocabulary, which is constant.
             reference_hidden: final hidden states [..., D'] of its model.
             options: of the verb, such as `where`, `temperature` and `beta`.
 
@@ -56,8 +52,7 @@ class DivergenceVerbs:
         (2,)
         """
         states, weights = reference._prepare(reference_hidden)
-        options = self._compared(reference, weights) | options
-        return self._run(verb, hidden, states, weights.W, **options)
+        return self._run(verb, hidden, states, weights.head, **options)
 
     def divergence_loss(
         self,
@@ -77,8 +72,7 @@ class DivergenceVerbs:
             loss_fn: see `jaxmem.divergence_loss`.
             hidden: final hidden states [..., D] of this head's model.
             labels: token ids [...]; negative marks padding.
-            reference: a head over the same vocabulary, which is constant. The
-                vocab_size of either head is that of both.
+            reference: a head over the same vocabulary, which is constant.
             reference_hidden: final hidden states [..., D'] of its model.
             per_token: further arguments of loss_fn, [...] or [..., K] each.
             options: of the function, such as `divergence`, `where` and `normalizer`.
@@ -106,22 +100,7 @@ class DivergenceVerbs:
             hidden,
             labels,
             states,
-            weights.W,
+            weights.head,
             *per_token,
-            **self._compared(reference, weights) | options,
+            **options,
         )
-
-    def _compared(self, reference: "DivergenceVerbs", weights: Any) -> dict[str, Any]:
-        """Keywords of a verb of both heads, whose vocabulary is one."""
-        sizes = {x for x in (self.vocab_size, reference.vocab_size) if x is not None}
-        if len(sizes) > 1:
-            raise ValueError(
-                f"reference must have this head's vocabulary: its vocab_size is "
-                f"{reference.vocab_size}, this head's {self.vocab_size}"
-            )
-        return {
-            "vocab_size": sizes.pop() if sizes else None,
-            "reference_bias": weights.bias,
-            "reference_softcap": reference.softcap,
-            "reference_layout": weights.layout,
-        }

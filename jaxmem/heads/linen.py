@@ -8,6 +8,7 @@ from flax.linen.linear import default_kernel_init
 from jax.typing import DTypeLike
 
 from jaxmem.core.gradients import Gradient
+from jaxmem.core.head import Head
 from jaxmem.core.options import Chunk, Implementation
 from jaxmem.heads.verbs import (
     HeadSharding as HeadSharding,
@@ -125,7 +126,9 @@ class LMHead(HeadVerbs, nn.Module):
             bias = self.param("bias", self.bias_init, (columns,), self.param_dtype)
         dtype = dtype if self.dtype is None else self.dtype
         layout = "dv" if self.tied_to is None else "vd"
-        return Weights(W, layout, bias, dtype, names)
+        return Weights(
+            Head(W, bias, self.softcap, self.vocab_size, layout), dtype, names
+        )
 
 
 def _names(init, shape, dtype) -> tuple:

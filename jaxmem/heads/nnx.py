@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from jaxmem.core.gradients import Gradient
+from jaxmem.core.head import Head
 from jaxmem.core.options import Chunk, Implementation, Layout
 from jaxmem.heads.verbs import (
     HeadSharding as HeadSharding,
@@ -138,7 +139,8 @@ class LMHead(HeadVerbs, nnx.Module):
             bias = None
         dtype = dtype if self.dtype is None else self.dtype
         names = _names(source) if self.sharding else ()
-        return Weights(W, self.layout, bias, dtype, names)
+        head = Head(W, bias, self.softcap, self.vocab_size, self.layout)
+        return Weights(head, dtype, names)
 
 
 def _params_key(rngs):

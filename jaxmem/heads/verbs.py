@@ -15,7 +15,8 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxmem.backends import choose
 from jaxmem.core import checks, gradients
 from jaxmem.core.gradients import Gradient
-from jaxmem.core.options import AxisName, Chunk, Implementation, Layout
+from jaxmem.core.head import Head
+from jaxmem.core.options import AxisName, Chunk, Implementation
 from jaxmem.core.stats import TokenStats
 from jaxmem.functional import api
 from jaxmem.functional.single_pass import token_loss
@@ -29,9 +30,7 @@ from jaxmem.sharding import parallel
 class Weights(NamedTuple):
     """Raw arrays, read from their module before anything is traced."""
 
-    W: jax.Array  # as stored: [V, D] for layout "vd", [D, V] for "dv"
-    layout: Layout
-    bias: jax.Array | None  # [V]
+    head: Head  # W as stored, and its layout
     dtype: DTypeLike | None  # compute dtype; None: promoted from hidden and weights
     names: tuple = ()  # mesh axes of W's two axes, if its metadata have any
 
@@ -72,7 +71,7 @@ class HeadSharding:
             raise ValueError(
                 "sharding.mesh must be given where jax.set_mesh has named none"
             )
-        names = weights.names[:: 1 if weights.layout == "vd" else -1]
+        names = weights.names[:: 1 if weights.head.layout == "vd" else -1]
         vocab, W_fsdp = names or (None, None)
         return parallel(
             verb,
@@ -115,7 +114,7 @@ class HeadVerbs(ColumnVerbs, DivergenceVerbs):
         **Memory**: the result, tokens · V.
         """
         hidden, weights = self._prepare(hidden)
-        return logits(hidden, weights, self.softcap, self.vocab_size)
+        return logits(hidden, weights.head)
 
     def logprobs(
         self,
@@ -352,22 +351,18 @@ class HeadVerbs(ColumnVerbs, DivergenceVerbs):
         hidden, weights = self._prepare(hidden)
         options = {
             "chunk": self.chunk,
-            "softcap": self.softcap,
-            "bias": weights.bias,
-            "vocab_size": self.vocab_size,
-            "layout": weights.layout,
             "implementation": self.implementation,
         }
         if self.sharding:
             verb = self.sharding.apply(verb, weights)
-        return verb(hidden, weights.W, *per_token, **options | keywords)
+        return verb(hidden, weights.head, *per_token, **options | keywords)
 
     def _prepare(self, hidden) -> tuple[jax.Array, Weights]:
         """Hidden in the compute dtype, and the weights as they are stored."""
         hidden = checks.as_array("hidden", hidden)
         checks.check_hidden(hidden)
         weights = self._weights(hidden.shape[-1])
-        depth = weights.W.shape[1 if weights.layout == "vd" else 0]
+        depth = weights.head.W.shape[1 if weights.head.layout == "vd" else 0]
         if hidden.shape[-1] != depth:
             raise ValueError(
                 f"hidden must be [..., {depth}], as the head's weights are, got shape "
@@ -399,7 +394,7 @@ def check_division(gradient: Any, vocab_groups: Any) -> None:
 def _compute_dtype(hidden, weights):
     if weights.dtype is not None:
         return weights.dtype
-    arrays = [x for x in (hidden, weights.W, weights.bias) if x is not None]
+    arrays = [hidden, *jax.tree.leaves(weights.head)]
     with jax.numpy_dtype_promotion("standard"):
         return jnp.result_type(*arrays)
 

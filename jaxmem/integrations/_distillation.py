@@ -7,6 +7,7 @@ own loss is computed instead.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -17,16 +18,18 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxmem.functional import divergence, largest, selected
 from jaxmem.functional.divergence_loss import divergence_loss
 from jaxmem.functional.topk_divergence import topk_kl
-from jaxmem.integrations._head import Head, Options, scores
+from jaxmem.integrations._head import ModelHead, Options, scores
 
 
-@jax.tree_util.register_pytree_node_class
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["hidden", "head"], meta_fields=[]
+)
 @dataclasses.dataclass(frozen=True, eq=False)
 class Logits:
     """Logits [..., V] that are not computed: hidden states [..., D] and their head."""
 
     hidden: jax.Array
-    head: Head
+    head: ModelHead
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -49,25 +52,13 @@ class Logits:
 
     def array(self) -> jax.Array:
         """The logits, float32 [..., V]."""
-        head = self.head
-        W = jnp.asarray(head.W, head.dtype)
-        z = self.hidden.astype(head.dtype) @ (W.T if head.layout == "vd" else W)
+        head, dtype = self.head.head, self.head.dtype
+        W = jnp.asarray(head.W, dtype)
+        z = self.hidden.astype(dtype) @ (W.T if head.layout == "vd" else W)
         z = z.astype(jnp.float32)
         z = z if head.bias is None else z + head.bias
         z = head.softcap * jnp.tanh(z / head.softcap) if head.softcap else z
-        return z / head.temperature
-
-    def tree_flatten(self):
-        """Arrays, and what is static."""
-        W, layout, dtype, bias, softcap, temperature = self.head
-        return (self.hidden, W, bias), (layout, dtype, softcap, temperature)
-
-    @classmethod
-    def tree_unflatten(cls, static, arrays):
-        """The inverse of `tree_flatten`."""
-        hidden, W, bias = arrays
-        layout, dtype, softcap, temperature = static
-        return cls(hidden, Head(W, layout, dtype, bias, softcap, temperature))
+        return z / self.head.temperature
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -161,11 +152,11 @@ def forward_kl(
     """
     p, q = student.head, teacher.head
     return divergence.forward_kl(
-        student.hidden.astype(p.dtype), p.W, teacher.hidden.astype(q.dtype), q.W,
-        options.chunk, implementation=options.implementation, where=where,
-        temperature=temperature * p.temperature, softcap=p.softcap, bias=p.bias,
-        layout=p.layout, reference_temperature=temperature * q.temperature,
-        reference_softcap=q.softcap, reference_bias=q.bias, reference_layout=q.layout,
+        student.hidden.astype(p.dtype), p.head,
+        teacher.hidden.astype(q.dtype), q.head, options.chunk,
+        implementation=options.implementation, where=where,
+        temperature=temperature * p.temperature,
+        reference_temperature=temperature * q.temperature,
     )  # fmt: skip
 
 
@@ -202,12 +193,11 @@ def forward_kl_and_cross_entropy(
 
     same = isinstance(temperature, (int, float)) and temperature == 1
     loss, terms = divergence_loss(
-        loss_fn, student.hidden.astype(p.dtype), p.W,
-        jnp.where(counted != 0, labels.ids, 0), teacher.hidden.astype(q.dtype), q.W,
+        loss_fn, student.hidden.astype(p.dtype), p.head,
+        jnp.where(counted != 0, labels.ids, 0), teacher.hidden.astype(q.dtype), q.head,
         counted, divergence="forward_kl", chunk=options.chunk, where=where,
-        temperature=temperature * p.temperature, softcap=p.softcap, bias=p.bias,
-        layout=p.layout, reference_temperature=temperature * q.temperature,
-        reference_softcap=q.softcap, reference_bias=q.bias, reference_layout=q.layout,
+        temperature=temperature * p.temperature,
+        reference_temperature=temperature * q.temperature,
         statistics_temperature=None if same else p.temperature,
         implementation=options.implementation,
     )  # fmt: skip
@@ -236,13 +226,12 @@ def forward_kl_of_largest(
     p, q = student.head, teacher.head
     shared: dict[str, Any] = dataclasses.asdict(options)
     log_q, ids = largest.topk(
-        teacher.hidden.astype(q.dtype), q.W, k, temperature=temperature * q.temperature,
-        softcap=q.softcap, bias=q.bias, layout=q.layout, **shared,
+        teacher.hidden.astype(q.dtype), q.head, k,
+        temperature=temperature * q.temperature, **shared,
     )  # fmt: skip
     return topk_kl(
-        student.hidden.astype(p.dtype), p.W, ids, log_q, tail=False,
-        temperature=temperature * p.temperature, softcap=p.softcap, bias=p.bias,
-        layout=p.layout, **shared,
+        student.hidden.astype(p.dtype), p.head, ids, log_q, tail=False,
+        temperature=temperature * p.temperature, **shared,
     )  # fmt: skip
 
 
@@ -269,9 +258,9 @@ def forward_kl_of_top(
     """
     head = student.head
     logp = selected.selected_logprobs(
-        student.hidden.astype(head.dtype), head.W, ids, options.chunk, where=where,
-        temperature=temperature * head.temperature, softcap=head.softcap,
-        bias=head.bias, layout=head.layout, implementation=options.implementation,
+        student.hidden.astype(head.dtype), head.head, ids, options.chunk, where=where,
+        temperature=temperature * head.temperature,
+        implementation=options.implementation,
     )  # fmt: skip
     log_q = jax.nn.log_softmax(teacher.astype(jnp.float32) / temperature)
     terms = jnp.exp(log_q) * (log_q - jax.nn.log_softmax(logp))

@@ -1,14 +1,15 @@
 """The head of another package's model, and its per-token scores."""
 
 import dataclasses
-from typing import NamedTuple
+import functools
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxmem.core.options import Chunk, Implementation, Layout
-from jaxmem.functional import api as _head
+from jaxmem.core.head import Head
+from jaxmem.core.options import Chunk, Implementation
+from jaxmem.functional import api
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,23 +25,26 @@ class Options:
     implementation: Implementation | None = None
 
 
-class Head(NamedTuple):
-    """Raw arrays of a head, and the operations on its logits."""
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["head"],
+    meta_fields=["dtype", "temperature"],
+)
+@dataclasses.dataclass(frozen=True, eq=False)
+class ModelHead:
+    """A head, whose layout is known, and how another package's model applies it."""
 
-    W: jax.Array
-    layout: Layout
+    head: Head
     dtype: DTypeLike  # of the matrix product
-    bias: jax.Array | None = None
-    softcap: float | None = None
     temperature: float = 1.0  # divides logits, after the softcap
 
     @property
     def n_columns(self) -> int:
         """The size of the vocabulary, V."""
-        return self.W.shape[0 if self.layout == "vd" else 1]
+        return self.head.W.shape[0 if self.head.layout == "vd" else 1]
 
 
-def as_index(ids: jax.Array, head: Head) -> jax.Array:
+def as_index(ids: jax.Array, head: ModelHead) -> jax.Array:
     """Ids with the meaning of `jnp.take_along_axis`, by which trainers gather logits.
 
     A negative id counts from the end, whereas jaxmem would mask it. An id outside [-V,
@@ -52,7 +56,7 @@ def as_index(ids: jax.Array, head: Head) -> jax.Array:
 
 def scores(
     hidden: jax.Array,
-    head: Head,
+    head: ModelHead,
     labels: jax.Array,
     options: Options,
     *,
@@ -74,17 +78,14 @@ def scores(
     Returns:
         (log-probabilities, entropies, logsumexps).
     """
-    arguments = jnp.asarray(hidden).astype(head.dtype), head.W, labels
+    arguments = jnp.asarray(hidden).astype(head.dtype), head.head, labels
     keywords = {
         "chunk": options.chunk,
         "implementation": options.implementation,
-        "layout": head.layout,
-        "bias": head.bias,
-        "softcap": head.softcap,
         "temperature": (temperature or 1.0) * head.temperature,
         "where": where,
     }
     if not entropy:
-        return _head.logprobs(*arguments, **keywords), None, None
-    stats = _head.token_stats(*arguments, **keywords)
+        return api.logprobs(*arguments, **keywords), None, None
+    stats = api.token_stats(*arguments, **keywords)
     return stats.logprob, stats.entropy, stats.logsumexp

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxmem.integrations._head import Head
+from jaxmem.core.head import Head
+from jaxmem.integrations._head import ModelHead
 
 
-def head_of(model: Any) -> Head | str:
+def head_of(model: Any) -> ModelHead | str:
     """The head of a MaxText transformer, or why it is not supported."""
     config, decoder = model.config, model.decoder
     if hasattr(decoder, "to_nnx__module"):
@@ -25,13 +26,9 @@ def head_of(model: Any) -> Head | str:
         # MaxText multiplies in bfloat16 whatever the table's dtype. It computes
         # cap tanh(z / s cap) from z / s: a softcap of s cap on z, divided by s.
         scale = math.sqrt(table.shape[1]) if config.normalize_embedding_logits else 1.0
-        return Head(
-            table.astype(jnp.bfloat16),
-            "vd",
-            config.dtype,
-            softcap=cap * scale if cap else None,
-            temperature=scale,
-        )
+        table, softcap = table.astype(jnp.bfloat16), cap * scale if cap else None
+        head = Head(table, softcap=softcap, layout="vd")
+        return ModelHead(head, config.dtype, temperature=scale)
     dense = decoder.logits_dense
     if any("lora" in name for name in vars(dense)):
         return "logits_dense has LoRA"
@@ -41,7 +38,8 @@ def head_of(model: Any) -> Head | str:
     if not isinstance(kernel, jax.Array) or kernel.ndim != 2:
         return "logits_dense holds no plain matrix"
     bias = getattr(dense, "bias", None)
-    return Head(kernel, "dv", compute, None if bias is None else bias[...])
+    bias = None if bias is None else bias[...]
+    return ModelHead(Head(kernel, bias, layout="dv"), compute)
 
 
 def final_states(model: Any, hidden: jax.Array, deterministic: bool) -> jax.Array:

@@ -9,11 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxmem.core.head import Head
 from jaxmem.integrations._distillation import Logits
-from jaxmem.integrations._head import Head
+from jaxmem.integrations._head import ModelHead
 
 
-def head_of(model: Any) -> Head | str:
+def head_of(model: Any) -> ModelHead | str:
     """The head of a model, or the reason why it is not supported.
 
     A model of another package is supported if it has two methods: `jaxmem_head()`,
@@ -39,7 +40,7 @@ def head_of(model: Any) -> Head | str:
     softcap = softcap or getattr(model.config, "final_logit_softcap", None)
     dtype = getattr(owner, "dtype", None)
     dtype = dtype or getattr(model.config, "dtype", None) or W.dtype
-    return Head(W, "dv" if untied else "vd", dtype, softcap=softcap)
+    return ModelHead(Head(W, softcap=softcap, layout="dv" if untied else "vd"), dtype)
 
 
 def hidden_states(model: Any, *args: Any, **kwargs: Any) -> jax.Array:
@@ -95,7 +96,7 @@ def without_logits(model: Any) -> Iterator[None]:
         finally:
             kind.__call__ = call
         head = head_of(self)
-        assert isinstance(head, Head)
+        assert isinstance(head, ModelHead)
         return Logits(hidden, head), *more
 
     kind.__call__ = call

@@ -14,14 +14,16 @@ own method. A negative id counts from the end of the vocabulary, as in EasyDeL.
 """
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 
+from jaxmem.core.head import Head
 from jaxmem.core.options import Chunk, Implementation
-from jaxmem.integrations._head import Head, Options, as_index, scores
+from jaxmem.integrations._head import ModelHead, Options, as_index, scores
 from jaxmem.integrations._replace import Integration, Replacement
 
 _TIED = ("tie_word_embeddings", "use_lm_head", "share_input_output_layers")
@@ -61,7 +63,7 @@ def applied(
     return _EASYDEL.applied(Options(chunk, implementation))
 
 
-def head_of(module: Any) -> Head | str:
+def head_of(module: Any) -> ModelHead | str:
     """The head of the module that computes logits, or why it is not supported."""
     name = type(module).__name__
     if not hasattr(module, "compute_lm_logits"):
@@ -82,7 +84,7 @@ def head_of(module: Any) -> Head | str:
         W, layout = module.get_embedding().embedding[...], "vd"
     else:
         W, layout = layer.kernel[...], "dv"
-    return Head(W, layout, layer.dtype or W.dtype, bias)
+    return ModelHead(Head(W, bias, layout=layout), layer.dtype or W.dtype)
 
 
 def _logps_and_entropies(
@@ -110,7 +112,7 @@ def _logps_and_entropies(
         if head.dtype != hidden_states.dtype:  # without its own dtype: promote
             wide = jnp.promote_types(head.dtype, hidden_states.dtype)
             own = module.get_lm_head().dtype
-            head = head._replace(dtype=own or wide)
+            head = dataclasses.replace(head, dtype=own or wide)
         logps, entropy, _ = scores(
             hidden_states,
             head,

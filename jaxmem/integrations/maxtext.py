@@ -33,7 +33,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from jaxmem.core.options import Chunk, Implementation
-from jaxmem.integrations._head import Head, Options, scores
+from jaxmem.integrations._head import ModelHead, Options, scores
 from jaxmem.integrations._maxtext_distillation import DISTILLATION
 from jaxmem.integrations._maxtext_models import (
     final_states,
@@ -80,7 +80,7 @@ def applied(
 
 
 def _loss(
-    states: jax.Array, data: Any, config: Any, head: Head, options: Options
+    states: jax.Array, data: Any, config: Any, head: ModelHead, options: Options
 ) -> tuple[jax.Array, jax.Array]:
     """Sums over tokens of cross-entropy with z-loss, and of the z-loss alone."""
     counts = data["targets_segmentation"] != 0
@@ -183,7 +183,7 @@ def _adapter(original: type, options: Options, say: Callable[[str], None]) -> ty
     """The adapter class with the methods that `jaxmem.integrations.tunix` calls."""
 
     class TunixMaxTextAdapter(original):
-        def jaxmem_head(self) -> Head | str:
+        def jaxmem_head(self) -> ModelHead | str:
             return head_of(self.base)
 
         def jaxmem_hidden_states(self, *args: Any, **kwargs: Any) -> jax.Array:

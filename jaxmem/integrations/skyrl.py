@@ -21,6 +21,7 @@ of the vocabulary, as in SkyRL.
 """
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -28,8 +29,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxmem.core.head import Head
 from jaxmem.core.options import Chunk, Implementation
-from jaxmem.integrations._head import Head, Options, as_index, scores
+from jaxmem.integrations._head import ModelHead, Options, as_index, scores
 from jaxmem.integrations._replace import Integration, Replacement
 
 
@@ -66,7 +68,7 @@ def applied(
     return _SKYRL.applied(Options(chunk, implementation))
 
 
-def head_of(model: Any) -> Head | str:
+def head_of(model: Any) -> ModelHead | str:
     """A model's head without adapters, or why it is not supported."""
     layer = getattr(model, "lm_head", None)
     if layer is None:
@@ -77,17 +79,17 @@ def head_of(model: Any) -> Head | str:
             return f"{type(model).__name__} has neither lm_head nor model.embed_tokens"
         # SkyRL multiplies states by the stored table, without its adapters.
         W = embed.embedding[...]
-        return Head(W, "vd", W.dtype)
+        return ModelHead(Head(W, layout="vd"), W.dtype)
     if not hasattr(layer, "kernel"):
         return f"lm_head of {type(model).__name__} is a {type(layer).__name__}"
     W = layer.kernel[...]
     bias = None if layer.bias is None else layer.bias[...]
-    return Head(W, "dv", layer.dtype or W.dtype, bias)
+    return ModelHead(Head(W, bias, layout="dv"), layer.dtype or W.dtype)
 
 
 def _with_adapters(
-    head: Head, layer: Any, hidden: jax.Array, adapters: jax.Array
-) -> tuple[jax.Array, Head]:
+    head: ModelHead, layer: Any, hidden: jax.Array, adapters: jax.Array
+) -> tuple[jax.Array, ModelHead]:
     """States [N, D + n·r], and the head widened by the adapters' matrices."""
     A, B, scaling = (x[...] for x in (layer.lora_A, layer.lora_B, layer.lora_scaling))
     count, _, rank = A.shape
@@ -97,9 +99,10 @@ def _with_adapters(
     )
     low = jnp.einsum("td,ndr->tnr", hidden, A.astype(head.dtype)) * mine[..., None]
     states = jnp.concatenate([hidden, low.reshape(-1, count * rank)], axis=1)
-    W = head.W.astype(head.dtype)
+    W = head.head.W.astype(head.dtype)
     rows = B.astype(head.dtype).reshape(count * rank, -1)
-    return states, head._replace(W=jnp.concatenate([W, rows]))
+    wider = dataclasses.replace(head.head, W=jnp.concatenate([W, rows]))
+    return states, dataclasses.replace(head, head=wider)
 
 
 def _chunked_logprobs(

@@ -39,7 +39,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxmem.core.options import Chunk, Implementation
-from jaxmem.integrations._head import Head, Options, as_index, scores
+from jaxmem.integrations._head import ModelHead, Options, as_index, scores
 from jaxmem.integrations._replace import Integration, Replacement
 from jaxmem.integrations._tunix_distillation import DISTILLATION
 from jaxmem.integrations._tunix_models import (
@@ -166,7 +166,7 @@ def _scores_of_ids(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Log-probabilities and entropies of completions, or of whole packed rows."""
     head, packed = head_of(model), call.segment_ids is not None
-    assert isinstance(head, Head)
+    assert isinstance(head, ModelHead)
     tokens, positions, mask, padding = common.process_ids(
         call.prompt_tokens, call.completion_tokens, call.pad_id, call.eos_id,
         call.segment_ids, call.segment_positions,

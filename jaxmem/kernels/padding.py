@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmem.core import operands as _operands
-from jaxmem.core.operands import Head
+from jaxmem.core.operands import Factors
 from jaxmem.kernels.blocks import TILE
 
 SWIZZLE = 64  # 16-bit numbers
@@ -13,7 +13,7 @@ _MIN_COLUMNS = (
 )
 
 
-def head(spec, head) -> Head:
+def head(spec, head) -> Factors:
     """W and bias, padded to multiples of a swizzle; not copied if they already are.
 
     W [V, D] is not copied either if only V is not a multiple: kernels read it in two
@@ -29,16 +29,16 @@ def head(spec, head) -> Head:
     """
     bias = _bias(spec, head.bias)
     if splits(head.W, spec.layout):
-        return Head(head.hidden, head.W, bias)
+        return Factors(head.hidden, head.W, bias)
     to_columns = max(whole(spec.columns), _MIN_COLUMNS)
     depth = head.W.shape[1 if spec.layout == "vd" else 0]
     sizes = (to_columns, whole(depth))
     W = _to(head.W, sizes if spec.layout == "vd" else sizes[::-1])
     bias = None if bias is None else _to(bias, (to_columns,))
-    return Head(head.hidden, W, bias)
+    return Factors(head.hidden, W, bias)
 
 
-def columns_and_depth(spec, head: Head) -> tuple[int, int]:
+def columns_and_depth(spec, head: Factors) -> tuple[int, int]:
     """(V, D) of W."""
     return head.W.shape if spec.layout == "vd" else head.W.shape[::-1]
 

@@ -16,7 +16,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from jaxmem.core.operands import Head
+from jaxmem.core.operands import Factors
 from jaxmem.core.options import Layout
 from jaxmem.kernels import blocks as sizes, padding, ring
 from jaxmem.kernels.logits import Env, parts
@@ -154,8 +154,8 @@ def of_parts(sums: jax.Array, n_rows: int) -> jax.Array:
 
 
 def gradients(
-    blocks: Blocks, W, parts: Sequence[Part], sums: Head, overlap_all_reduce=False
-) -> Head:
+    blocks: Blocks, W, parts: Sequence[Part], sums: Factors, overlap_all_reduce=False
+) -> Factors:
     """`sums`, with the rows' contribution added block by block of the vocabulary.
 
     Args:
@@ -213,7 +213,7 @@ def gradients(
     return block(n_parts - 1, sums, last=True)
 
 
-def add_block(blocks: Blocks, W, part: Part, first, sums: Head) -> Head:
+def add_block(blocks: Blocks, W, part: Part, first, sums: Factors) -> Factors:
     """Gradients of some rows from one block of the vocabulary.
 
     Args:
@@ -242,7 +242,7 @@ def add_block(blocks: Blocks, W, part: Part, first, sums: Head) -> Head:
     dbias = sums.bias
     if dbias is not None:
         dbias = _add_to_bias(dz, n_rows, at, dbias)
-    return Head(dh, dW, dbias)
+    return Factors(dh, dW, dbias)
 
 
 def _add_products(blocks, operands, n_rows, at, into, add, overlap_all_reduce):

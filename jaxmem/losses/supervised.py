@@ -8,7 +8,7 @@ from jax.typing import ArrayLike
 
 from jaxmem.core import checks
 from jaxmem.core.explicit_axes import sharded_like, with_automatic_axes
-from jaxmem.core.options import Layout
+from jaxmem.core.head import Matrix, as_head
 from jaxmem.functional import arguments
 from jaxmem.losses.ratios import Coefficient, as_coefficient, as_tokens
 
@@ -117,14 +117,10 @@ def label_smoothing(
 @with_automatic_axes(sharded_like(hidden=1))
 def mean_logit(
     hidden: ArrayLike,
-    W: ArrayLike,
+    W: Matrix,
     *,
     where: ArrayLike | None = None,
     temperature: ArrayLike = 1.0,
-    softcap: float | None = None,
-    bias: ArrayLike | None = None,
-    vocab_size: int | None = None,
-    layout: Layout | None = None,
 ) -> jax.Array:
     """Mean logit of each token over the vocabulary, at the cost of one column.
 
@@ -134,13 +130,9 @@ def mean_logit(
 
     Args:
         hidden: as in `jaxmem.logprobs`.
-        W: as in `jaxmem.logprobs`.
+        W: as in `jaxmem.logprobs`, a head without a softcap.
         where: as in `jaxmem.logprobs`.
         temperature: as in `jaxmem.logprobs`.
-        softcap: must be None.
-        bias: as in `jaxmem.logprobs`.
-        vocab_size: as in `jaxmem.logprobs`.
-        layout: as in `jaxmem.logprobs`.
 
     Returns:
         float32 [...] (float64 for float64 hidden); 0 for a masked token, with a
@@ -151,24 +143,25 @@ def mean_logit(
 
     Raises:
         TypeError, ValueError: as `jaxmem.logprobs` does.
-        NotImplementedError: softcap is given; capped logits are not linear in W.
+        NotImplementedError: the head has a softcap; capped logits are not linear in W.
 
     >>> import jax.numpy as jnp
     >>> from jaxmem import losses
     >>> losses.mean_logit(jnp.array([[1.0, 2.0]]), jnp.array([[3.0, 0.0, 1.0]] * 2))
     Array([4.], dtype=float32)
     """
-    if softcap is not None:
+    head = as_head(W)
+    if head.softcap is not None:
         raise NotImplementedError(
-            f"softcap={checks.brief(softcap)}: the mean of capped logits needs every "
-            "logit; leave label smoothing out, or take it from logits with "
+            f"softcap={checks.brief(head.softcap)}: the mean of capped logits needs "
+            "every logit; leave label smoothing out, or take it from logits with "
             "token_stats_from_logits"
         )
-    hidden, W = checks.as_array("hidden", hidden), checks.as_array("W", W)
+    hidden, W = checks.as_array("hidden", hidden), checks.as_array("W", head.W)
     checks.check_hidden(hidden)
-    vocabulary = 0 if checks.check_layout(hidden, W, layout) == "vd" else 1
+    vocabulary = 0 if checks.check_layout(hidden, W, head.layout) == "vd" else 1
     columns = W.shape[vocabulary]
-    columns = checks.check_vocab_size(vocab_size, columns)
+    columns = checks.check_vocab_size(head.vocab_size, columns)
     tokens, dtype = hidden.shape[:-1], np.promote_types(hidden.dtype, np.float32)
     divisor = arguments.read_temperature("temperature", temperature, tokens, dtype)
     if where is not None:
@@ -179,8 +172,8 @@ def mean_logit(
     kept = lax.slice_in_dim(W, 0, columns, axis=vocabulary).astype(hidden.dtype)
     mean = jnp.mean(kept, axis=vocabulary, dtype=dtype)
     out = jnp.matmul(hidden.astype(dtype), mean, precision="highest")
-    if bias is not None:
-        bias = checks.as_array("bias", bias)
+    if head.bias is not None:
+        bias = checks.as_array("bias", head.bias)
         checks.check_bias(bias, W.shape[vocabulary])
         out = out + jnp.mean(bias[:columns], dtype=dtype)
     return _cooled(out, divisor, where)

@@ -7,6 +7,7 @@ are named "lora_a" and "lora_b", next to the name of the kernel, so
 Reference: Hu et al., "LoRA", 2021, arXiv:2106.09685.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -110,8 +111,9 @@ class LoraHead(LMHead):
 
     def _prepare(self, hidden) -> tuple[jax.Array, Weights]:
         hidden, weights = super()._prepare(hidden)
-        hidden, W = self.widened(hidden, weights.W)
-        return hidden, weights._replace(W=W)
+        hidden, W = self.widened(hidden, weights.head.W)
+        head = dataclasses.replace(weights.head, W=W)
+        return hidden, weights._replace(head=head)
 
 
 def is_adapter(path: str) -> bool:

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxmem.core import checks, gradients, keys as _keys, sampling
+from jaxmem.core.head import Head, as_head
 from jaxmem.functional import arguments
-from jaxmem.functional.divergence import check_tokens
+from jaxmem.functional.divergence import check_tokens, check_vocabularies
 from jaxmem.functional.given_ids import check_ids
 from jaxmem.functional.ragged import check_dense, read_ragged
 from jaxmem.functional.support import check_support
@@ -38,28 +39,25 @@ class Operand:
 
 
 def read_heads(plan, given, shape, of_tokens):
-    """The operands of one or both heads, and the number of columns of each.
-
-    The layouts in `given` are replaced by checked ones.
-    """
+    """The operands of one or both heads, the columns of each, and the vocabulary."""
     operands, columns = {}, {}
-    for head in _HEADS:
-        name = f"{head}hidden"
+    for prefix in _HEADS:
+        name = f"{prefix}hidden"
         if name in given:
             hidden = checks.as_array(name, given[name])
             checks.check_hidden(hidden, name)
             operands[name] = Operand(hidden, of_tokens)
-            operands |= _read_weights(plan, hidden, given, head)
+            head, size = _read_head(plan, hidden, given, prefix)
+            operands[f"{prefix}W"], columns[prefix] = head, size
             check_tokens(hidden.shape[:-1], shape)
-            vocabulary = 0 if given[f"{head}layout"] == "vd" else 1
-            columns[head] = operands[f"{head}W"].array.shape[vocabulary]
-    return operands, columns
+    of_each = [(operands[f"{prefix}W"], size) for prefix, size in columns.items()]
+    vocab_size = check_vocabularies(*of_each[0], *of_each[-1])
+    return operands, columns, vocab_size
 
 
-def read_rows_and_mask(given, shape, of_tokens, columns):
+def read_rows_and_mask(given, shape, of_tokens, vocab_size):
     """The per-token operands except hidden, with a mask: for verbs of the whole W."""
-    vocab_size = checks.check_vocab_size(given["vocab_size"], columns)
-    operands = _read_rows(given | {"vocab_size": vocab_size}, shape, of_tokens)
+    operands = _read_rows(given, shape, of_tokens, vocab_size)
     where = arguments.read_where(given["where"], shape)
     if where is None:  # mask the tokens that padding adds
         operands["where"] = Operand(jnp.ones(shape, bool), of_tokens, False)
@@ -98,16 +96,17 @@ def read(plan, given) -> tuple[dict[str, Any], tuple[int, ...]]:
     shape = data.shape[:-1]
     of_tokens = check_axes(plan, name, shape)
     if name == "hidden":
-        operands = {name: Operand(data, of_tokens)}
-        operands |= _read_weights(plan, data, given)
-        columns = operands["W"].array.shape[0 if given["layout"] == "vd" else 1]
+        head, columns = _read_head(plan, data, given)
+        vocab_size = checks.check_vocab_size(head.vocab_size, columns)
+        head = dataclasses.replace(head, vocab_size=vocab_size)
+        operands = {name: Operand(data, of_tokens), "W": head}
     else:
         operands = {name: Operand(data, (*of_tokens, plan.vocab))}
-        columns = data.shape[-1]
-    given["vocab_size"] = checks.check_vocab_size(given["vocab_size"], columns)
+        vocab_size = checks.check_vocab_size(given["vocab_size"], data.shape[-1])
+        given["vocab_size"] = vocab_size
     given["axis_name"] = plan.vocab or None
-    operands |= _read_rows(given, shape, of_tokens)
-    operands |= _read_key(given, shape, of_tokens, given["vocab_size"])
+    operands |= _read_rows(given, shape, of_tokens, vocab_size)
+    operands |= _read_key(given, shape, of_tokens, vocab_size)
     return operands, shape
 
 
@@ -121,15 +120,18 @@ def check_axes(plan, name, shape):
     return plan.tokens + ((),) * (len(shape) - len(plan.tokens))
 
 
-def _read_weights(plan, hidden, given, head=""):
-    """W and bias; the layout is resolved here, because a shard of W may be square."""
-    W = checks.as_array(f"{head}W", given[f"{head}W"])
-    layout = checks.check_layout(hidden, W, given[f"{head}layout"], head)
-    given[f"{head}layout"] = layout
+def _read_head(plan, hidden, given, prefix="") -> tuple[Head, int]:
+    """A head of operands, and its columns.
+
+    The layout is resolved here, because a shard of W may be square.
+    """
+    head = as_head(given[f"{prefix}W"])
+    W = checks.as_array(f"{prefix}W", head.W)
+    layout = checks.check_layout(hidden, W, head.layout, prefix)
     columns, depth = W.shape if layout == "vd" else W.shape[::-1]
     if depth % plan.parts(plan.W_fsdp):
         raise ValueError(
-            f"W_fsdp must make parts of one size of {head}hidden's last axis "
+            f"W_fsdp must make parts of one size of {prefix}hidden's last axis "
             f"D={depth}, got {plan.parts(plan.W_fsdp)} parts"
         )
     split = plan.vocab, plan.W_fsdp
@@ -139,15 +141,15 @@ def _read_weights(plan, hidden, given, head=""):
     )
     in_order = slice(None, None, 1 if layout == "vd" else -1)
     of_W = Operand(W, split[in_order], multiples=(groups, 1)[in_order])
-    operands = {f"{head}W": of_W}
-    if given[name := f"{head}bias"] is not None:
-        bias = checks.as_array(name, given[name])
-        checks.check_bias(bias, columns, name)
-        operands[name] = Operand(bias, (plan.vocab,), multiples=(groups,))
-    return operands
+    bias = head.bias
+    if bias is not None:
+        bias = checks.as_array(f"{prefix}bias", bias)
+        checks.check_bias(bias, columns, f"{prefix}bias")
+        bias = Operand(bias, (plan.vocab,), multiples=(groups,))
+    return dataclasses.replace(head, W=of_W, bias=bias, layout=layout), columns
 
 
-def _read_rows(given, shape, of_tokens):
+def _read_rows(given, shape, of_tokens, vocab_size):
     """The per-token operands, and numbers that may be traced."""
     operands, where = {}, given["where"]
     if where is not None:
@@ -155,8 +157,8 @@ def _read_rows(given, shape, of_tokens):
         checks.check_where(where, shape)
     if "labels" in given:
         labels = checks.as_visible_array("labels", given["labels"])
-        checks.check_labels(labels, where, shape, given["vocab_size"])
-        labels = arguments.as_int32(labels, given["vocab_size"])
+        checks.check_labels(labels, where, shape, vocab_size)
+        labels = arguments.as_int32(labels, vocab_size)
         operands["labels"] = Operand(labels, of_tokens, -1)
     if where is not None:
         where = jnp.broadcast_to(jnp.asarray(where), shape)
@@ -167,23 +169,21 @@ def _read_rows(given, shape, of_tokens):
     if isinstance(given.get("normalizer"), jax.Array):
         operands["normalizer"] = Operand(given["normalizer"], ())
     if "support_ids" in given:
-        operands |= _read_supports(
-            given, where, (shape, given["vocab_size"]), of_tokens
-        )
+        operands |= _read_supports(given, where, (shape, vocab_size), of_tokens)
     if "ids" in given:
-        operands |= _read_ids(given, where, shape, of_tokens)
+        operands |= _read_ids(given, where, (shape, vocab_size), of_tokens)
     if "per_token" in given:
         arrays = _per_token(given["per_token"], shape)
         operands["per_token"] = tuple(Operand(x, of_tokens) for x in arrays)
     return operands
 
 
-def _read_ids(given, where, shape, of_tokens):
+def _read_ids(given, where, tokens, of_tokens):
     """Given ids, and what a teacher says of them."""
-    ids = check_ids("ids", given["ids"], where, shape, given["vocab_size"])
+    ids = check_ids("ids", given["ids"], where, *tokens)
     operands, name = {"ids": Operand(ids, of_tokens, -1)}, "teacher_logprobs"
     if given.get(name) is not None:
-        teacher = check_teacher(given[name], ids, where, shape)
+        teacher = check_teacher(given[name], ids, where, tokens[0])
         operands[name] = Operand(teacher, of_tokens)
     return operands
 

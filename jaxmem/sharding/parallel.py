@@ -73,8 +73,8 @@ def parallel(
     plus V·D over the size of vocab for an all-gathered W. If the vocabulary or the
     tokens are not divisible by the devices, or the vocabulary by vocab_groups, W or
     hidden is padded in a copy; to avoid the copy of W, create W padded and pass
-    vocab_size. A verb that needs the whole W
-    takes V·D for it. The ids of ragged supports are replicated.
+    `Head(W, vocab_size=…)`. A verb that needs the whole W takes V·D for it. The ids of
+    ragged supports are replicated.
 
     **Communication** over vocab: as in `logprobs`. W's gradient is all-reduced over the
     tokens' mesh axes, in W's dtype. Along W_fsdp, W itself is all-gathered once in the
@@ -125,7 +125,7 @@ def _run(verb, plan, call) -> Any:
     def on_device(arrays):
         given = call.arguments | arrays | _keys(call, arrays) | _supports(arrays)
         if "W" in given:
-            given["W"] = _gathered(plan, given["W"], given["layout"])
+            given["W"] = _gathered(plan, given["W"])
         if is_loss and given["normalizer"] is None:
             given["normalizer"] = _count(plan, given["labels"], given["where"])
         of_device = inspect.BoundArguments(call.signature, given)
@@ -155,14 +155,14 @@ def _run_with_all_of_W(verb, plan, call) -> Any:
     else:  # one token [D], which is replicated
         wide = plan = dataclasses.replace(plan, vocab=())
     of_tokens = check_axes(wide, "hidden", shape)
-    operands, columns = read_heads(plan, given, shape, of_tokens)
-    operands |= read_rows_and_mask(given, shape, of_tokens, min(columns.values()))
+    operands, columns, vocab_size = read_heads(plan, given, shape, of_tokens)
+    operands |= read_rows_and_mask(given, shape, of_tokens, vocab_size)
     is_loss = "normalizer" in given
 
     def on_device(arrays):
         given = call.arguments | arrays | _keys(call, arrays)
-        for head, size in columns.items():
-            given |= _whole(wide, given, head, size)
+        for prefix, size in columns.items():
+            given[f"{prefix}W"] = _whole(wide, given[f"{prefix}W"], size)
         if is_loss and given["normalizer"] is None:
             given["normalizer"] = _count(wide, given["labels"], given["where"])
         of_device = inspect.BoundArguments(call.signature, given)
@@ -198,11 +198,10 @@ def _supports(arrays):
     return {"support_ids": ids, "offsets": offsets}
 
 
-def _whole(plan, given, head, size):
-    """A head's whole W and bias without padding, typed as varying as in `_gathered`."""
-    W, bias = given[f"{head}W"], given[f"{head}bias"]
-    W, bias = _shards.vary((W, bias), frozenset(plan.token_axes))
-    vocab, depth = (0, 1) if given[f"{head}layout"] == "vd" else (1, 0)
+def _whole(plan, head, size):
+    """The head with all of W and bias, without padding, typed as in `_gathered`."""
+    W, bias = _shards.vary((head.W, head.bias), frozenset(plan.token_axes))
+    vocab, depth = (0, 1) if head.layout == "vd" else (1, 0)
     if plan.W_fsdp:
         W = lax.all_gather(W, plan.W_fsdp, axis=depth, tiled=True)
     if plan.vocab:
@@ -210,15 +209,16 @@ def _whole(plan, given, head, size):
         W = lax.slice_in_dim(W, 0, size, axis=vocab)
     if plan.vocab and bias is not None:
         bias = lax.all_gather(bias, plan.vocab, tiled=True)[:size]
-    return {f"{head}W": W, f"{head}bias": bias}
+    return dataclasses.replace(head, W=W, bias=bias)
 
 
-def _gathered(plan, W, layout):
-    """W with all of D, typed as varying first: gradients are then reduce-scattered."""
-    W = _shards.vary(W, frozenset(plan.token_axes))
-    if not plan.W_fsdp:
-        return W
-    return lax.all_gather(W, plan.W_fsdp, axis=1 if layout == "vd" else 0, tiled=True)
+def _gathered(plan, head):
+    """The head with all of D, typed first: its gradients are reduce-scattered."""
+    W = _shards.vary(head.W, frozenset(plan.token_axes))
+    if plan.W_fsdp:
+        depth = 1 if head.layout == "vd" else 0
+        W = lax.all_gather(W, plan.W_fsdp, axis=depth, tiled=True)
+    return dataclasses.replace(head, W=W)
 
 
 def _count(plan, labels, where):

@@ -14,6 +14,7 @@ from jax.sharding import AxisType, PartitionSpec as P
 import jaxmem
 from tests import oracle
 from tests.cases import Case, slow
+from tests.described import described
 from tests.functional.test_api import EPSILON, FLOATS, STATS_EPSILON, error
 
 if jax.device_count() < 8:  # on one GPU; a CPU counts as eight (tests/conftest.py)
@@ -56,11 +57,13 @@ def cotangents():
 
 
 def of_token_stats(verb, h, W, bias, y, **options):
-    return verb(jaxmem.token_stats)(h, W, y, CHUNK, bias=bias, **options)._asdict()
+    token_stats = described(verb(jaxmem.token_stats))
+    return token_stats(h, W, y, CHUNK, bias=bias, **options)._asdict()
 
 
 def of_logprobs(verb, h, W, bias, y, **options):
-    return {"logprob": verb(jaxmem.logprobs)(h, W, y, CHUNK, bias=bias, **options)}
+    logprobs = described(verb(jaxmem.logprobs))
+    return {"logprob": logprobs(h, W, y, CHUNK, bias=bias, **options)}
 
 
 def of_frozen(verb, h, W, bias, y, **options):
@@ -69,7 +72,7 @@ def of_frozen(verb, h, W, bias, y, **options):
 
 def of_entropy(verb, h, W, bias, y, **options):
     where = options.pop("where", True) & (y >= 0)
-    entropy = verb(jaxmem.entropy)
+    entropy = described(verb(jaxmem.entropy))
     return {"entropy": entropy(h, W, CHUNK, bias=bias, where=where, **options)}
 
 
@@ -78,7 +81,7 @@ def loss_fn(stats, weight):
 
 
 def of_token_loss(verb, h, W, bias, y, **options):
-    of_tokens = verb(functools.partial(jaxmem.token_loss, loss_fn))
+    of_tokens = described(verb(functools.partial(jaxmem.token_loss, loss_fn)))
     weight = cotangents()["logprob"]
     loss, told = of_tokens(h, W, y, weight, chunk=CHUNK, bias=bias, **options)
     return {"loss": loss, "told": told}
@@ -175,18 +178,20 @@ def test_bits_do_not_depend_on_the_verb():
     """A policy's update and the log-probabilities that it is compared with."""
     h, W, bias, y = problem()
     weight = cotangents()["logprob"]
-    options = {"chunk": CHUNK, "bias": bias, "vocab_groups": 2}
+    options = {"chunk": CHUNK, "vocab_groups": 2}
 
     @jax.jit
     def update(h, W):
         def loss(h, W):
-            return jaxmem.token_loss(loss_fn, h, W, y, weight, **options)
+            head = jaxmem.Head(W, bias)
+            return jaxmem.token_loss(loss_fn, h, head, y, weight, **options)
 
         return jax.grad(loss, (0, 1), has_aux=True)(h, W)
 
     told = jax.device_get(update(h, W)[1])
-    stats = jax.jit(lambda *x: jaxmem.token_stats(*x, y, **options))(h, W)
-    logprobs = jax.jit(lambda *x: jaxmem.logprobs(*x, y, **options))(h, W)
+    head = jaxmem.Head(W, bias)
+    stats = jax.jit(lambda *x: jaxmem.token_stats(*x, y, **options))(h, head)
+    logprobs = jax.jit(lambda *x: jaxmem.logprobs(*x, y, **options))(h, head)
     stats = {k: np.asarray(x, np.float32) for k, x in stats._asdict().items()}
     assert_same_bits(stats, told)
     assert_same_bits(np.asarray(logprobs), told["logprob"])
@@ -196,11 +201,11 @@ def test_bits_do_not_depend_on_the_verb():
 def test_columns_that_do_not_divide_are_padded(shards, tokens):
     """As W padded by hand is, on one device; each device has a part of the tokens."""
     h, W, bias, y = problem("float32", 1003)
-    options = {"vocab_groups": 4, "vocab_size": 1003, "chunk": CHUNK}
+    options = {"vocab_groups": 4, "chunk": CHUNK}
 
     def run(verb, W, bias):
-        call = jax.jit(lambda h, W, bias: verb(h, W, y, bias=bias, **options))
-        return np.asarray(call(h, W, bias))
+        call = lambda h, head: verb(h, head, y, **options)  # noqa: E731
+        return np.asarray(jax.jit(call)(h, jaxmem.Head(W, bias, vocab_size=1003)))
 
     got = run(parallel(jaxmem.logprobs, shards, tokens), W, bias)
     W, bias = np.pad(W, [(0, 1), (0, 0)], constant_values=7), np.pad(bias, (0, 1))
@@ -216,7 +221,7 @@ def test_in_a_shard_map_without_types(layout):
 
     def logprobs(axis_name, h, W):
         options = {"layout": layout, "axis_name": axis_name, "vocab_groups": 2}
-        return jaxmem.logprobs(h, W, y, CHUNK, **options)
+        return described(jaxmem.logprobs)(h, W, y, CHUNK, **options)
 
     def both(logprobs, h, W):
         made, pull = jax.vjp(logprobs, h, W)
@@ -267,7 +272,7 @@ REFUSED = [
         {"vocab_groups": 512},
         ValueError,
         "vocab_groups must divide the 1280 columns of W, got 512; pad W to 1536 "
-        "columns and pass vocab_size",
+        "columns and pass jaxmem.Head(W, vocab_size=…)",
     ),
     (
         {"vocab_groups": 2, "gradient": jaxmem.Sample(4), "key": jax.random.key(0)},
@@ -287,7 +292,7 @@ REFUSED = [
 def test_refused(options, kind, message):
     h, W, _, y = problem()
     with pytest.raises(kind) as refusal:
-        jaxmem.logprobs(h, W, y, **options)
+        described(jaxmem.logprobs)(h, W, y, **options)
     assert str(refusal.value) == message
 
 

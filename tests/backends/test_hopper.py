@@ -18,6 +18,7 @@ from jaxmem.backends import hopper, xla
 from jaxmem.core import partition as _spread
 from jaxmem.kernels import blocks
 from tests.cases import CASES, Case, slow
+from tests.described import described
 from tests.functional.test_api import OPTIONS, check
 from tests.kernels import needs_pallas
 from tests.kernels.one_pass import ONE_PASS, check_one_pass, close
@@ -237,8 +238,12 @@ def test_all_kernels_lower_for_cuda(
 
     def loss(h, W, y, bias):
         if one_pass:
-            return jaxmem.token_loss(of_stats, h, W, y, bias=bias, **options)[0]
-        return of_stats(jaxmem.token_stats(h, W, y, bias=bias, **options)).sum()
+            return described(jaxmem.token_loss)(
+                of_stats, h, W, y, bias=bias, **options
+            )[0]
+        return of_stats(
+            described(jaxmem.token_stats)(h, W, y, bias=bias, **options)
+        ).sum()
 
     W = shape(v, d) if layout == "vd" else shape(d, v)
     operands = (shape(n, d), W, shape(n, dtype=jnp.int32), bias)
@@ -290,15 +295,15 @@ def of_token(stats):
 
 
 def by_stats(h, W, y, **options):
-    return of_token(jaxmem.token_stats(h, W, y, **options)).sum()
+    return of_token(described(jaxmem.token_stats)(h, W, y, **options)).sum()
 
 
 def by_loss(h, W, y, **options):
-    return jaxmem.token_loss(of_token, h, W, y, **options)[0]
+    return described(jaxmem.token_loss)(of_token, h, W, y, **options)[0]
 
 
 def frozen(h, W, y, **options):
-    return jaxmem.logprobs(h, jax.lax.stop_gradient(W), y, **options).sum()
+    return described(jaxmem.logprobs)(h, jax.lax.stop_gradient(W), y, **options).sum()
 
 
 @needs_pallas

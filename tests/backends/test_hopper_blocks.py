@@ -19,6 +19,7 @@ from tests.backends.test_hopper import (
     traced_in_parts,
 )
 from tests.cases import Case, slow
+from tests.described import described
 from tests.functional.test_api import check
 from tests.kernels import needs_pallas
 from tests.kernels.one_pass import check_one_pass, close
@@ -141,7 +142,7 @@ def test_all_kernels_lower_for_cuda(n, d, v, options, lowered_anywhere, of_block
     options |= {"implementation": "hopper", "gradient": Recompute(8)}
 
     def loss(h, W, y, bias):
-        stats = jaxmem.token_stats(h, W, y, bias=bias, **options)
+        stats = described(jaxmem.token_stats)(h, W, y, bias=bias, **options)
         return jnp.sum(stats.logprob + stats.entropy)
 
     W = shape(v, d) if options["layout"] == "vd" else shape(d, v)

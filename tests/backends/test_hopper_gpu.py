@@ -9,6 +9,7 @@ import pytest
 
 import jaxmem
 from tests.cases import CASES, Case
+from tests.described import described
 from tests.functional.test_api import FLOATS, OPTIONS, check, cotangents
 from tests.kernels.one_pass import ONE_PASS, check_one_pass
 
@@ -76,13 +77,13 @@ def run(h, W, y, chunk=64, vocab_size=None, **options):
     @jax.jit
     def both(h, W, y, options):
         def fn(h, W):
-            stats = jaxmem.token_stats(
+            stats = described(jaxmem.token_stats)(
                 h,
                 W,
                 y,
                 chunk,
-                vocab_size=vocab_size,
                 implementation="hopper",
+                vocab_size=vocab_size,
                 **options,
             )
             return {k: getattr(stats, k) for k in FLOATS}

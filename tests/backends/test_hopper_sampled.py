@@ -12,7 +12,7 @@ import jaxmem
 from jaxmem import Sample
 from jaxmem.backends import hopper, hopper_sampled
 from jaxmem.core import stats as _stats
-from jaxmem.core.operands import Head, Rows
+from jaxmem.core.operands import Factors, Rows
 from jaxmem.core.spec import Spec
 from tests import hlo, oracle
 from tests.backends.test_xla_sampled import FLOATS, SAVED, cotangents, random_draws
@@ -36,7 +36,7 @@ def problem(n, d, v, slots, layout="vd", **options):
     )  # fmt: skip
     y = y % spec.vocab_size
     rows = Rows(jnp.asarray(y), where, temperature, random_draws(n))
-    source = Head(h, W if layout == "vd" else W.T, bias)
+    source = Factors(h, W if layout == "vd" else W.T, bias)
     return spec, source, rows
 
 
@@ -92,7 +92,7 @@ def test_lowers_for_an_h200(layout, kernels, lowered_anywhere):
 
     def both(h, W, y, g, draws):
         rows = Rows(y, y >= 0, None, draws)
-        return run(spec, Head(h, W, jnp.zeros(v)), rows, g)
+        return run(spec, Factors(h, W, jnp.zeros(v)), rows, g)
 
     numbers = jax.ShapeDtypeStruct((n,), jnp.int32)
     g = {k: jax.ShapeDtypeStruct((n,), jnp.float32) for k in FLOATS}
@@ -120,9 +120,10 @@ def traced_over_a_mesh(verb, layout):
     public = jaxmem.sharding.parallel(
         getattr(jaxmem, verb), mesh, tokens="t", vocab="v"
     )
-    options = {"chunk": 128, "gradient": Sample(64), "key": key, "layout": layout}
+    options = {"chunk": 128, "gradient": Sample(64), "key": key}
 
     def loss(h, W, y):
+        W = jaxmem.Head(W, layout=layout)
         if verb == "logprobs":
             return jnp.sum(public(h, W, y, implementation="hopper", **options))
         run = functools.partial(public, lambda stats: -stats.logprob)

@@ -9,6 +9,7 @@ import pytest
 
 import jaxmem
 from tests.cases import Case
+from tests.described import described
 
 pytestmark = pytest.mark.gpu
 
@@ -37,7 +38,7 @@ def gradients(h, W, y, key, arrays, slots=None, facts=()):
     if slots:
         options |= {"gradient": jaxmem.Sample(slots), "key": key}
     made, pull = jax.vjp(
-        lambda h, W: jaxmem.token_stats(h, W, y, **options)[:2], h, W
+        lambda h, W: described(jaxmem.token_stats)(h, W, y, **options)[:2], h, W
     )  # fmt: skip
     weights = jnp.linspace(0.5, 1, len(y))
     return made, pull((-weights, 0.1 * weights))

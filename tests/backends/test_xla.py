@@ -13,6 +13,7 @@ import pytest
 import jaxmem
 from jaxmem.core import operands as _operands
 from tests.cases import Case, slow
+from tests.described import described
 
 pytestmark = pytest.mark.usefixtures("on_one_device")
 
@@ -283,14 +284,16 @@ def test_on_a_gpu_a_ragged_vocabulary_is_padded_backward(layout, monkeypatch):
     options = {"layout": layout, "implementation": "xla", "softcap": 20.0, "chunk": 32}
 
     def two_passes(h, W, bias):
-        made = jaxmem.token_stats(h, W, y, bias=bias, **options)
+        made = described(jaxmem.token_stats)(h, W, y, bias=bias, **options)
         return (made.logprob + made.entropy).sum()
 
     def one_pass(h, W, bias):
         def loss(stats):
             return stats.logprob + stats.entropy
 
-        return jaxmem.token_loss(loss, h, W, y, normalizer=1, bias=bias, **options)[0]
+        return described(jaxmem.token_loss)(
+            loss, h, W, y, normalizer=1, bias=bias, **options
+        )[0]
 
     def traced(fn):
         jax.clear_caches()  # a trace would be used again

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxmem.backends import xla, xla_sampled
 from jaxmem.core import sampling, shards as shards_of, stats
-from jaxmem.core.operands import Head, Rows
+from jaxmem.core.operands import Factors, Rows
 from jaxmem.core.sampling import Sampling
 from jaxmem.core.spec import Spec
 from tests import oracle
@@ -46,7 +46,7 @@ def arguments(h, W, y, *, chunk=64, where=True, temperature=None, bias=None, **o
         **options,
     )  # fmt: skip
     h, W, y, temperature, bias = jax.tree.map(jnp.asarray, (h, W, y, temperature, bias))
-    return spec, Head(h, W, bias), Rows(y, (y >= 0) & where, temperature)
+    return spec, Factors(h, W, bias), Rows(y, (y >= 0) & where, temperature)
 
 
 def call(h, W, y, g, slots, *, key=0, token_ids=None, **options):
@@ -294,7 +294,7 @@ def test_both_ways_to_add_a_column_up(columns, monkeypatch):
     want = np.zeros((100, 8))
     np.add.at(want, columns[:n], values[:, None] * h[tokens])
     spec = Spec(100, 100, 64, FLOATS, np.dtype("float32"), "vd")
-    head = Head(jnp.asarray(h), jnp.zeros((100, 8)), jnp.zeros(100))
+    head = Factors(jnp.asarray(h), jnp.zeros((100, 8)), jnp.zeros(100))
     for way in (xla_sampled._scatter, xla_sampled._multiply):
         monkeypatch.setattr(xla_sampled, "_scatter", way)
         monkeypatch.setattr(xla_sampled, "_BLOCK_NUMBERS", 8 * 30)  # 4 blocks
@@ -320,7 +320,7 @@ def test_over_shards_of_a_vocabulary():
             shards=shards_of.described(shards_of.check_axis_name("v"), h, rows),
             gradient_samples=slots,
         )
-        source = Head(h, W, None)
+        source = Factors(h, W, None)
         made, entries = xla_sampled.forward(part, source, rows, SAVED)
         saved = stats.Outputs(**made, is_argmax=jnp.zeros(0))
         g = stats.Cotangents(**g)

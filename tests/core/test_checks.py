@@ -15,6 +15,7 @@ import pytest
 import jaxmem
 from jaxmem.core import checks
 from tests.cases import one_at_a_time
+from tests.described import described
 
 N, D, V = 3, 8, 5
 _HIDDEN = jnp.linspace(-1, 1, N * D).reshape(N, D)
@@ -34,7 +35,9 @@ WITH_LABELS = sorted(GOOD.keys() - {"entropy"})
 
 
 def call(verb, **changes):
-    return getattr(jaxmem, verb)(**(GOOD[verb] | changes))
+    function = getattr(jaxmem, verb)
+    function = function if "logits" in GOOD[verb] else described(function)
+    return function(**(GOOD[verb] | changes))
 
 
 class Traced(NamedTuple):
@@ -52,8 +55,9 @@ FLOATS = "(float32, bfloat16, float16)"
 TRACED = "a traced array (close over the number, or mark it static for jax.jit)"
 NOT_NUMBERS = "list that is ragged or holds something else than 64-bit numbers"
 SQUARE = (
-    "layout is ambiguous: W is square, (8, 8); pass layout='vd' if its rows are tokens "
-    "(an embedding table) or 'dv' if its columns are (a Dense or nnx.Linear kernel)"
+    "layout is ambiguous: W is square, (8, 8); pass jaxmem.Head(W, layout='vd') if its "
+    "rows are tokens (an embedding table), or 'dv' if its columns are (a Dense or "
+    "nnx.Linear kernel)"
 )
 CONVERT_LABELS = "; convert them with labels.astype('int32')"
 ZERO_TEMPERATURE = (
@@ -431,7 +435,7 @@ ERRORS = [
         {"vocab_groups": 2},
         ValueError,
         "vocab_groups must divide the 5 columns of W, got 2; pad W to 6 columns and "
-        "pass vocab_size",
+        "pass jaxmem.Head(W, vocab_size=…)",
     ),
     # gradient and key
     (

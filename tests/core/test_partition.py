@@ -28,7 +28,7 @@ def logprobs(h, W, y, a):
 
 def token_stats(h, W, y, a):
     stats = jaxmem.token_stats(
-        h, W, y, chunk=None, temperature=1 + a * a, bias=W[:, 0], softcap=4.0,
+        h, jaxmem.Head(W, W[:, 0], softcap=4.0), y, chunk=None, temperature=1 + a * a,
         where=y % 3 > 0,
     )  # fmt: skip
     return (stats.logprob * a + stats.entropy**2 + stats.sum_pi_squared).sum()
@@ -245,7 +245,9 @@ def text_of(softcap, arrays):
     """What jax's compilation cache sees of a program, without addresses."""
 
     def total(h, W, y, a):
-        return (jaxmem.logprobs(h, W, y, chunk=None, softcap=softcap) * a).sum()
+        return (
+            jaxmem.logprobs(h, jaxmem.Head(W, softcap=softcap), y, chunk=None) * a
+        ).sum()
 
     lowered = with_gradients(total).lower(*arrays).as_text()
     return re.sub(r'backend_config = "\d+"', "", lowered)

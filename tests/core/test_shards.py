@@ -18,6 +18,7 @@ import jaxmem
 from jaxmem.core import shards
 from tests import oracle
 from tests.cases import Case, one_at_a_time, slow
+from tests.described import described
 from tests.functional.test_api import EPSILON, FLOATS, STATS_EPSILON, error
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -78,8 +79,14 @@ def cotangents():
 
 
 def stats(h, W, y, axis_name=None, vocab_size=V, **options):
-    made = jaxmem.token_stats(
-        h, W, y, CHUNK, vocab_size=vocab_size, axis_name=axis_name, **options
+    made = described(jaxmem.token_stats)(
+        h,
+        W,
+        y,
+        CHUNK,
+        axis_name=axis_name,
+        vocab_size=vocab_size,
+        **options,
     )
     return {k: v for k, v in made._asdict().items() if k in FLOATS}
 
@@ -176,7 +183,7 @@ def test_hidden_is_rounded_after_its_parts_are_summed():
     """Parts that cancel: 0.75 · 255 rounded to bfloat16 would leave -0.25."""
     h = jnp.zeros((2, 2), jnp.bfloat16)
     W = jnp.array([[0, 255], [0, 254], [0, 255], [0, 256]], jnp.bfloat16)
-    split = sharded(functools.partial(jaxmem.logprobs, layout="vd"))
+    split = sharded(functools.partial(described(jaxmem.logprobs), layout="vd"))
     run = jit(jax.grad(lambda h: split(h, W, jnp.zeros(2, jnp.int32)).sum()))
     assert not run(h).any()
 
@@ -189,9 +196,9 @@ def loss_fn(stats, advantage):
 
 
 def mixed_loss(h, W, y, advantage, axis_name=None, **options):
-    total, metrics = jaxmem.token_loss(
-        loss_fn, h, W, y, advantage, chunk=CHUNK, vocab_size=V, normalizer=7.0,
-        axis_name=axis_name, **options,
+    total, metrics = described(jaxmem.token_loss)(
+        loss_fn, h, W, y, advantage, chunk=CHUNK, normalizer=7.0,
+        axis_name=axis_name, vocab_size=V, **options,
     )  # fmt: skip
     if axis_name:  # tokens of the other data shards
         total = lax.psum(total, "data")
@@ -229,8 +236,8 @@ def test_frozen_head_and_entropy(check_vma):
         options = {"vocab_size": V, "axis_name": axis_name, "layout": "vd"}
         fixed = lax.stop_gradient(W)
         return {
-            "logprob": jaxmem.logprobs(h, fixed, y, CHUNK, **options),
-            "entropy": jaxmem.entropy(h, W, CHUNK, where=y >= 0, **options),
+            "logprob": described(jaxmem.logprobs)(h, fixed, y, CHUNK, **options),
+            "entropy": described(jaxmem.entropy)(h, W, CHUNK, where=y >= 0, **options),
         }
 
     split = sharded(run, check_vma=check_vma)
@@ -311,22 +318,23 @@ def verbs_without_axis_name():
 
     def divergence(verb):
         return lambda h, W, bias, other, ids: verb(
-            h, W, other, teacher, CHUNK, bias=bias, where=ids[:, 0] >= 0
+            h, jaxmem.Head(W, bias), other, teacher, CHUNK, where=ids[:, 0] >= 0
         )
 
     def selected(h, W, bias, other, ids):
-        made = jaxmem.selected_logprobs(h, W, ids, CHUNK, bias=bias)
+        made = jaxmem.selected_logprobs(h, jaxmem.Head(W, bias=bias), ids, CHUNK)
         return made @ jnp.arange(3.0)
 
     def support(h, W, bias, other, ids):
         warm = 1 + other[:, 0] ** 2
-        y, options = ids[:, 0], {"bias": bias, "temperature": warm}
-        return jaxmem.support_logprobs(h, W, y, ids, CHUNK, **options)
+        head, y = jaxmem.Head(W, bias), ids[:, 0]
+        return jaxmem.support_logprobs(h, head, y, ids, CHUNK, temperature=warm)
 
     def ragged(h, W, bias, other, ids):
         offsets = jnp.arange(ids.shape[0] + 1) * 3
-        options = {"bias": bias, "offsets": offsets, "max_ids": 4}
-        return jaxmem.support_logprobs(h, W, ids[:, 0], ids.ravel(), 1, **options)
+        options = {"offsets": offsets, "max_ids": 4}
+        given = ids[:, 0], ids.ravel(), 1
+        return jaxmem.support_logprobs(h, jaxmem.Head(W, bias), *given, **options)
 
     verbs = jaxmem.kl, jaxmem.forward_kl, jaxmem.jsd
     made = {verb.__name__: divergence(verb) for verb in verbs}
@@ -404,7 +412,9 @@ def test_vmap_where_other_axes_are_left_to_jax():
 
     def run(h, W, y, axis_name=None):
         return jax.vmap(
-            lambda h, y: jaxmem.logprobs(h, W, y, vocab_size=V, axis_name=axis_name)
+            lambda h, y: jaxmem.logprobs(
+                h, jaxmem.Head(W, vocab_size=V), y, axis_name=axis_name
+            )
         )(h.reshape(2, -1, D), y.reshape(2, -1))
 
     split = jax.shard_map(

@@ -12,6 +12,7 @@ import pytest
 import jaxmem
 from tests import oracle
 from tests.cases import CASES, Case, slow
+from tests.described import described
 from tests.rounding import assert_equal_up_to_order
 
 pytestmark = pytest.mark.usefixtures("on_one_device")
@@ -89,7 +90,7 @@ def check(
 
     def ours(h, W, bias=None):
         W = W if layout == "vd" else W.T
-        return jaxmem.token_stats(
+        return described(jaxmem.token_stats)(
             h, W, problem.y, chunk, bias=bias, layout=layout,
             gradient=gradient, implementation=implementation, **options,
         )._asdict()  # fmt: skip
@@ -217,7 +218,9 @@ def test_is_argmax_counts_ties(implementation):
     h = np.ones((3, 1), np.float32)
     W = np.array([[1.0], [2.0], [2.0], [0.0]], np.float32)
     y = np.array([0, 1, 2], np.int32)
-    stats = jaxmem.token_stats(h, W, y, layout="vd", implementation=implementation)
+    stats = jaxmem.token_stats(
+        h, jaxmem.Head(W, layout="vd"), y, implementation=implementation
+    )
     assert stats.is_argmax.tolist() == [False, True, True]
 
 
@@ -320,13 +323,13 @@ def test_tokens_that_the_bias_rules_out(implementation):
     bias = np.where(np.arange(len(W)) % 2, -np.inf, 0).astype(np.float32)
     kept = jaxmem.token_stats(h, W[::2], y // 2, 64, implementation=implementation)
     ruled = jaxmem.token_stats(
-        h, W, y // 2 * 2, 64, bias=bias, implementation=implementation
+        h, jaxmem.Head(W, bias=bias), y // 2 * 2, 64, implementation=implementation
     )
     for a, b in zip(ruled, kept, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
     dh = jax.grad(
         lambda h: jaxmem.token_stats(
-            h, W, y // 2 * 2, 64, bias=bias, implementation=implementation
+            h, jaxmem.Head(W, bias=bias), y // 2 * 2, 64, implementation=implementation
         ).entropy.sum()
     )(h)
     assert np.isfinite(dh).all()
@@ -338,7 +341,7 @@ def test_padding_of_the_vocabulary_changes_rounding_only(implementation):
     padded = np.concatenate([W, np.full((123, W.shape[1]), 9.0, np.float32)])
     want = jaxmem.token_stats(h, W, y, 64, implementation=implementation)
     got = jaxmem.token_stats(
-        h, padded, y, 64, vocab_size=len(W), implementation=implementation
+        h, jaxmem.Head(padded, vocab_size=len(W)), y, 64, implementation=implementation
     )
     assert_equal_up_to_order(got, want, h, W)
     dW = jax.grad(lambda W: total_of_padded(h, W, y, 517, implementation))(padded)
@@ -347,7 +350,7 @@ def test_padding_of_the_vocabulary_changes_rounding_only(implementation):
 
 def total_of_padded(h, W, y, vocab_size, implementation):
     stats = jaxmem.token_stats(
-        h, W, y, 64, vocab_size=vocab_size, implementation=implementation
+        h, jaxmem.Head(W, vocab_size=vocab_size), y, 64, implementation=implementation
     )
     return sum(jnp.sum(jnp.cos(field)) for field in stats[:4])
 

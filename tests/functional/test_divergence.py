@@ -11,6 +11,7 @@ import pytest
 import jaxmem
 from tests.backends.test_xla import compiled, count_gemms
 from tests.cases import slow
+from tests.described import described
 from tests.functional.test_api import EPSILON, STATS_EPSILON, assert_as_good, error
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "on_one_device")
@@ -103,7 +104,7 @@ def ours(operands, g, arrays, verb, layout="vd", options=(), frozen=False):
         W, bias = jax.lax.stop_gradient((W, bias)) if frozen else (W, bias)
         W, other = (W, W_ref) if layout == "vd" else (W.T, W_ref.T)
         given = arrays | bias | layouts | dict(options)
-        return VERBS[verb](h, W, h_ref, other, CHUNK, **given)
+        return described(VERBS[verb])(h, W, h_ref, other, CHUNK, **given)
 
     bias = {k: v for k, v in arrays.items() if k == "bias"}
     value, pull = jax.vjp(call, *operands[:2], bias)
@@ -605,13 +606,13 @@ ERRORS = [
      "reference_hidden must have hidden's tokens, shape (37,), got (36,)"),
     ({"reference_W": np.ones((D_REFERENCE, D_REFERENCE), np.float32)}, ValueError,
      "reference_layout is ambiguous: reference_W is square, (10, 10); pass "
-     "reference_layout='vd' if its rows are tokens (an embedding table) or 'dv' if its "
-     "columns are (a Dense or nnx.Linear kernel)"),
+     "jaxmem.Head(W, layout='vd') if its rows are tokens (an embedding table), or 'dv' "
+     "if its columns are (a Dense or nnx.Linear kernel)"),
     ({"reference_layout": "no"}, ValueError,
      "reference_layout must be 'vd', 'dv' or None, got 'no'"),
     ({"reference_W": np.ones((99, D_REFERENCE), np.float32)}, ValueError,
      "W and reference_W must have the same vocabulary, got 130 and 99 tokens; where "
-     "one is padded, pass vocab_size="),
+     "one is padded, pass jaxmem.Head(W, vocab_size=…)"),
     ({"reference_W": np.ones((99, D_REFERENCE), np.float32), "vocab_size": 130},
      ValueError, "vocab_size must be an integer from 1 to 99, the columns there are, "
      "got 130"),
@@ -644,7 +645,7 @@ NAMES = ("hidden", "W", "reference_hidden", "reference_W")
 @pytest.mark.parametrize("changes,kind,message", ERRORS, ids=lambda x: str(x)[:40])
 def test_errors(changes, kind, message):
     with pytest.raises(kind) as error:
-        jaxmem.kl(**(dict(zip(NAMES, make(), strict=True)) | changes))
+        described(jaxmem.kl)(**(dict(zip(NAMES, make(), strict=True)) | changes))
     assert str(error.value) == message
 
 

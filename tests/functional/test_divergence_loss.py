@@ -11,6 +11,7 @@ import jaxmem
 from tests import oracle
 from tests.backends.test_xla import compiled, count_gemms
 from tests.cases import slow
+from tests.described import described
 from tests.functional.test_api import STATS_EPSILON, assert_as_good
 from tests.functional.test_divergence import (
     CHUNK,
@@ -43,7 +44,7 @@ def ours(operands, arrays, verb, options=()):
     kind, beta = (verb.split() + ["0.5"])[:2]
 
     def call(h, W, weight, bias):
-        return jaxmem.divergence_loss(
+        return described(jaxmem.divergence_loss)(
             mixture, h, W, LABELS, *reference, weight, divergence=kind,
             beta=float(beta), chunk=CHUNK, **(arrays | bias | dict(options)),
         )  # fmt: skip
@@ -142,7 +143,7 @@ def test_paddings_that_differ(more):
     def run(W, W_ref):
         def loss(h, W):
             given = h, W, LABELS % (V - 1), h_ref, W_ref, WEIGHT
-            return jaxmem.divergence_loss(mixture, *given, **options)[0]
+            return described(jaxmem.divergence_loss)(mixture, *given, **options)[0]
 
         return jax.value_and_grad(loss, (0, 1))(h, W)
 
@@ -205,7 +206,7 @@ def test_an_infinite_divergence_that_the_loss_leaves_out():
             return used * divergence - stats.logprob if used else -stats.logprob
 
         return jaxmem.divergence_loss(
-            of, h, W, LABELS, h_ref, W_ref, chunk=CHUNK, reference_bias=bias
+            of, h, W, LABELS, h_ref, jaxmem.Head(W_ref, bias=bias), chunk=CHUNK
         )[0]
 
     assert np.isfinite(jax.grad(loss)(h, 0.0)).all()
@@ -292,7 +293,7 @@ def test_wrong_arguments(changes, error, message):
     given = dict(zip(names, make(), strict=True))
     given |= {"loss_fn": lambda stats, d: d, "labels": LABELS, "chunk": CHUNK}
     with pytest.raises(error, match=message):
-        jaxmem.divergence_loss(**(given | changes))
+        described(jaxmem.divergence_loss)(**(given | changes))
 
 
 def test_second_derivatives_are_refused():

@@ -12,6 +12,7 @@ import jaxmem
 from jaxmem.core import sampling
 from jaxmem.functional import draws
 from tests.cases import slow
+from tests.described import described
 
 N, D, V, CHUNK, KEY = 37, 8, 300, 16, jax.random.key(3)
 
@@ -74,7 +75,9 @@ def test_the_inverse_of_the_distribution_function(v, std):
 def test_every_option(layout):
     h, W = make(3.0)
     given = W if layout == "vd" else W.T
-    ids = jaxmem.sample_ids(h, given, 50, KEY, CHUNK, layout=layout, **OPTIONS)
+    ids = described(jaxmem.sample_ids)(
+        h, given, 50, KEY, CHUNK, layout=layout, **OPTIONS
+    )
     assert_inverse(np.asarray(ids), uniform(50), softmax(h, W, **OPTIONS))
 
 
@@ -84,7 +87,7 @@ def test_bit_by_bit_where_probabilities_are_powers_of_two():
     bias = np.full(1000, -np.inf, np.float32)
     bias[columns] = 2.5
     h, W = np.zeros((N, D), np.float32), np.zeros((1000, D), np.float32)
-    ids = jaxmem.sample_ids(h, W, 40, KEY, CHUNK, bias=bias)
+    ids = jaxmem.sample_ids(h, jaxmem.Head(W, bias=bias), 40, KEY, CHUNK)
     want = columns[np.floor(uniform(40) * 256).astype(int)]
     np.testing.assert_array_equal(ids, want)
 
@@ -138,10 +141,12 @@ def test_the_loss_of_drawn_ids_has_the_mean_of_the_whole_teachers():
 def test_excluded_columns_are_never_drawn():
     h, W = make()
     bias = np.where(np.arange(V) % 3 == 0, 0, -np.inf).astype(np.float32)
-    ids = jaxmem.sample_ids(h, W, 200, KEY, CHUNK, bias=bias, vocab_size=200)
+    ids = jaxmem.sample_ids(
+        h, jaxmem.Head(W, bias=bias, vocab_size=200), 200, KEY, CHUNK
+    )
     assert (ids % 3 == 0).all() and ids.max() < 200
     certain = np.where(np.arange(V) == 7, 0, -np.inf).astype(np.float32)
-    assert (jaxmem.sample_ids(h, W, 200, KEY, bias=certain) == 7).all()
+    assert (jaxmem.sample_ids(h, jaxmem.Head(W, bias=certain), 200, KEY) == 7).all()
 
 
 def test_ids_depend_on_the_key_and_the_position_only(optimized):
@@ -232,5 +237,7 @@ ERRORS = [
 @pytest.mark.parametrize("changes,kind,message", ERRORS, ids=lambda x: str(x)[:30])
 def test_errors(changes, kind, message):
     with pytest.raises(kind) as caught:
-        jaxmem.sample_ids(**({"hidden": H, "W": W_, "n": 3, "key": KEY} | changes))
+        described(jaxmem.sample_ids)(
+            **({"hidden": H, "W": W_, "n": 3, "key": KEY} | changes)
+        )
     assert str(caught.value) == message

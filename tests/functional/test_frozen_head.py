@@ -22,6 +22,7 @@ from tests.backends.test_xla import (
     shapes,
 )
 from tests.cases import CASES, Case, slow
+from tests.described import described
 from tests.functional.test_api import (
     EPSILON,
     OPTIONS,
@@ -54,8 +55,8 @@ def value_of(verb, h, W, y, *args, **options):
     """One number a token of either verb that has one output."""
     if verb == "entropy":
         where = options.pop("where", True) & (y >= 0)
-        return jaxmem.entropy(h, W, *args, where=where, **options)
-    return getattr(jaxmem, verb)(h, W, y, *args, **options)
+        return described(jaxmem.entropy)(h, W, *args, where=where, **options)
+    return described(getattr(jaxmem, verb))(h, W, y, *args, **options)
 
 
 def check(problem, verb="logprobs", dtype="float32", layout="vd", bias=None, **options):
@@ -131,7 +132,9 @@ def loss(h, W, y, bias=None, **options):
     def loss_fn(stats):
         return jnp.cos(stats.logprob) + stats.entropy**2
 
-    return jaxmem.token_loss(loss_fn, h, W, y, chunk=CHUNK, bias=bias, **options)[0]
+    return described(jaxmem.token_loss)(
+        loss_fn, h, W, y, chunk=CHUNK, bias=bias, **options
+    )[0]
 
 
 def stopped(fn):
@@ -144,7 +147,7 @@ def stopped(fn):
 
 
 def of_stats(h, W, y, bias=None, **options):
-    stats = jaxmem.token_stats(h, W, y, CHUNK, bias=bias, **options)
+    stats = described(jaxmem.token_stats)(h, W, y, CHUNK, bias=bias, **options)
     return sum(jnp.cos(field).sum() for field in stats[:4])
 
 

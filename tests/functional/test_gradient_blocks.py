@@ -13,6 +13,7 @@ from jaxmem import Recompute
 from jaxmem.backends import xla_blocks
 from tests import oracle
 from tests.cases import CASES, Case, slow
+from tests.described import described
 from tests.functional.test_api import EPSILON, OPTIONS, check, cotangents, error
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -50,7 +51,7 @@ def problem(seed=0, h_dtype=F32, masked=True):
 
 def of_stats(h, W, y, **options):
     g = cotangents(len(y))
-    stats = jaxmem.token_stats(h, W, y, CHUNK, **options)._asdict()
+    stats = described(jaxmem.token_stats)(h, W, y, CHUNK, **options)._asdict()
     return sum(jnp.vdot(g[k], stats[k]) for k in g)
 
 
@@ -59,7 +60,7 @@ def of_loss(h, W, y, **options):
         return g * stats.logprob + stats.entropy, {"entropy": stats.entropy}
 
     g = cotangents(len(y))["logprob"]
-    return jaxmem.token_loss(loss, h, W, y, g, chunk=CHUNK, **options)[0]
+    return described(jaxmem.token_loss)(loss, h, W, y, g, chunk=CHUNK, **options)[0]
 
 
 def gradients(run, operands, y, **options):
@@ -312,7 +313,7 @@ KEY = jax.random.key(0)
 def test_bad_arguments_are_refused_by_name(options, raised, message):
     h, W, y = problem()
     with pytest.raises(raised, match=message):
-        jaxmem.logprobs(h, W, y, **options)
+        described(jaxmem.logprobs)(h, W, y, **options)
 
 
 def test_more_blocks_than_columns(on_one_device):

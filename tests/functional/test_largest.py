@@ -9,6 +9,7 @@ import pytest
 
 import jaxmem
 from tests.cases import slow
+from tests.described import described
 from tests.functional.test_api import EPSILON, STATS_EPSILON, assert_as_good, error
 from tests.functional.test_selected import exact, materialised, scaled
 
@@ -31,7 +32,7 @@ def ours(h, W, k, g, arrays, layout="vd", options=()):
     def call(h, W, bias):
         W = W if layout == "vd" else W.T
         given = arrays | bias | {"layout": layout} | dict(options)
-        return jaxmem.topk(h, W, k, CHUNK, **given)
+        return described(jaxmem.topk)(h, W, k, CHUNK, **given)
 
     bias = {k: v for k, v in arrays.items() if k == "bias"}
     value, pull = jax.vjp(call, h, W, bias)
@@ -108,7 +109,7 @@ def test_a_temperature_of_each_token():
 def test_columns_that_a_bias_excludes_come_last_and_padding_never():
     h, W = make(130)
     bias = np.where(np.arange(130) % 3 == 0, -np.inf, 0).astype(np.float32)
-    made, ids = jaxmem.topk(h, W, 100, CHUNK, bias=bias, vocab_size=100)
+    made, ids = jaxmem.topk(h, jaxmem.Head(W, bias=bias, vocab_size=100), 100, CHUNK)
     np.testing.assert_array_equal(np.sort(ids), np.tile(np.arange(100), (N, 1)))
     np.testing.assert_array_equal(np.isneginf(made), np.asarray(ids) % 3 == 0)
     np.testing.assert_array_equal(ids[:, -34:], np.tile(np.arange(0, 100, 3), (N, 1)))
@@ -246,7 +247,7 @@ ERRORS = [
 @pytest.mark.parametrize("changes,kind,message", ERRORS, ids=lambda x: str(x)[:30])
 def test_errors(changes, kind, message):
     with pytest.raises(kind) as caught:
-        jaxmem.topk(**({"hidden": H, "W": W_, "k": 3} | changes))
+        described(jaxmem.topk)(**({"hidden": H, "W": W_, "k": 3} | changes))
     assert str(caught.value) == message
 
 

@@ -10,6 +10,7 @@ import pytest
 import jaxmem
 from jaxmem import packing
 from tests.cases import slow
+from tests.described import described
 from tests.functional.test_api import EPSILON, STATS_EPSILON, assert_as_good
 from tests.functional.test_selected import (
     CHUNK,
@@ -49,7 +50,7 @@ def ours(operands, g, arrays, layout="vd", options=(), chunk=CHUNK, max_ids=MAX_
         W = W if layout == "vd" else W.T
         given = arrays | bias | {"layout": layout} | dict(options)
         given |= {"offsets": offsets, "max_ids": max_ids}
-        return jaxmem.support_logprobs(h, W, y, ids, chunk, **given)
+        return described(jaxmem.support_logprobs)(h, W, y, ids, chunk, **given)
 
     value, pull = jax.vjp(call, h, W, {k: v for k, v in arrays.items() if k == "bias"})
     return value, jax.tree.leaves(pull(g))

@@ -12,6 +12,7 @@ import jaxmem
 from jaxmem import Sample
 from jaxmem.core import sampling
 from tests.cases import Case, slow
+from tests.described import described
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "on_one_device")
 
@@ -25,20 +26,22 @@ def objective(stats, weight):
 
 
 def logprobs(h, W, y, g, **options):
-    return jnp.sum(g * jaxmem.logprobs(h, W, y, **options))
+    return jnp.sum(g * described(jaxmem.logprobs)(h, W, y, **options))
 
 
 def entropy(h, W, y, g, **options):
-    return jnp.sum(g * jaxmem.entropy(h, W, **options))
+    return jnp.sum(g * described(jaxmem.entropy)(h, W, **options))
 
 
 def token_stats(h, W, y, g, **options):
-    return jnp.sum(objective(jaxmem.token_stats(h, W, y, **options), g)[0])
+    return jnp.sum(objective(described(jaxmem.token_stats)(h, W, y, **options), g)[0])
 
 
 def token_loss(h, W, y, g, **options):
     g = jnp.broadcast_to(g, y.shape)
-    return jaxmem.token_loss(objective, h, W, y, g, normalizer=1, **options)[0]
+    return described(jaxmem.token_loss)(objective, h, W, y, g, normalizer=1, **options)[
+        0
+    ]
 
 
 VERBS = {f.__name__: f for f in (logprobs, entropy, token_stats, token_loss)}
@@ -142,7 +145,7 @@ def test_results_are_the_exact_path_s_to_the_bit(verb, optimized):
 
 
 def grads(h, W, y, **options):
-    f = lambda h, W: jnp.sum(jaxmem.logprobs(h, W, y, **options))  # noqa: E731
+    f = lambda h, W: jnp.sum(described(jaxmem.logprobs)(h, W, y, **options))  # noqa: E731
     return jax.jit(jax.grad(f, (0, 1)))(h, W)
 
 
@@ -240,7 +243,7 @@ def test_over_a_mesh(verb, tokens, vocab):
 def test_bad_arguments_are_refused_by_name(options, error, message):
     h, W, y, _ = problem()
     with pytest.raises(error, match=message):
-        jaxmem.logprobs(h, W, y, **options)
+        described(jaxmem.logprobs)(h, W, y, **options)
 
 
 def test_second_derivatives_and_forward_mode_are_refused():

@@ -12,6 +12,7 @@ import jaxmem
 from jaxmem import Sample
 from jaxmem.core import sampling
 from tests.cases import Case, slow
+from tests.described import described
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "on_one_device")
 
@@ -40,7 +41,7 @@ def problem(n=N, d=D, v=V):
 
 def loss_of(verb, g, **options):
     def loss(h, W, other_h, other_W):
-        made = VERBS[verb](h, W, other_h, other_W, **options)
+        made = described(VERBS[verb])(h, W, other_h, other_W, **options)
         return jnp.sum(g * made)
 
     return jax.jit(jax.value_and_grad(loss, (0, 1)))

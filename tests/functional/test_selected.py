@@ -9,6 +9,7 @@ import pytest
 
 import jaxmem
 from tests.cases import slow
+from tests.described import described
 from tests.functional.test_api import EPSILON, STATS_EPSILON, assert_as_good, error
 
 N, D, V, K, CHUNK = 37, 24, 130, 6, 16
@@ -74,8 +75,8 @@ def ours(operands, g, arrays, verb, layout="vd", options=(), chunk=CHUNK):
         W = W if layout == "vd" else W.T
         given = arrays | bias | {"layout": layout} | dict(options)
         if verb == "selected":
-            return jaxmem.selected_logprobs(h, W, ids, chunk, **given)
-        return jaxmem.support_logprobs(h, W, y, ids, chunk, **given)
+            return described(jaxmem.selected_logprobs)(h, W, ids, chunk, **given)
+        return described(jaxmem.support_logprobs)(h, W, y, ids, chunk, **given)
 
     value, pull = jax.vjp(call, h, W, {k: v for k, v in arrays.items() if k == "bias"})
     return value, jax.tree.leaves(pull(g))
@@ -379,10 +380,10 @@ def test_under_checkpoint_and_vmap(verb):
 
 def total(verb, chunk, **options):
     def selected(h, W, y, ids):
-        return jaxmem.selected_logprobs(h, W, ids, chunk, **options).sum()
+        return described(jaxmem.selected_logprobs)(h, W, ids, chunk, **options).sum()
 
     def support(h, W, y, ids):
-        return jaxmem.support_logprobs(h, W, y, ids, chunk, **options).sum()
+        return described(jaxmem.support_logprobs)(h, W, y, ids, chunk, **options).sum()
 
     return {"selected": selected, "support": support}[verb]
 

@@ -44,10 +44,9 @@ def problem(v=V):
 
 
 def selected(h, W, ids, bias, warm, where, axis_name=None, v=V, layout="vd"):
-    return jaxmem.selected_logprobs(
-        h, W if layout == "vd" else W.T, ids, CHUNK, bias=bias, temperature=warm,
-        where=where, softcap=5.0, vocab_size=v, layout=layout, axis_name=axis_name,
-    )  # fmt: skip
+    head = jaxmem.Head(W if layout == "vd" else W.T, bias, 5.0, v, layout)
+    options = {"temperature": warm, "where": where, "axis_name": axis_name}
+    return jaxmem.selected_logprobs(h, head, ids, CHUNK, **options)
 
 
 sharded = functools.partial(sharded_by, (1, 3))  # W and the bias
@@ -181,7 +180,7 @@ def test_errors():
         whole(np.nan_to_num(h), W, ids)
     above = jax.shard_map(
         lambda h, W: jaxmem.selected_logprobs(
-            h, W, np.full((N, 1), V), vocab_size=V, axis_name="tensor"
+            h, jaxmem.Head(W, vocab_size=V), np.full((N, 1), V), axis_name="tensor"
         ),
         mesh=mesh_of({"tensor": 8}), in_specs=(P(), P("tensor")), out_specs=P(),
     )  # fmt: skip

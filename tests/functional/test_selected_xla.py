@@ -12,6 +12,7 @@ from jaxmem.core.operands import Ragged
 from jaxmem.functional.support_rule import RaggedSupportRule
 from tests.backends.test_xla import CPU, CUBLAS, OLD_XLA, compiled, count_gemms
 from tests.cases import slow
+from tests.described import described
 from tests.functional.test_selected import total
 
 pytestmark = pytest.mark.usefixtures("on_one_device")
@@ -106,7 +107,7 @@ def test_memory_of_a_support_is_what_the_page_says(dtype, layout):
 def ragged(chunk, max_ids):
     def run(h, W, y, ids, offsets):
         options = {"offsets": offsets, "max_ids": max_ids}
-        return jaxmem.support_logprobs(h, W, y, ids, chunk, **options).sum()
+        return described(jaxmem.support_logprobs)(h, W, y, ids, chunk, **options).sum()
 
     return run
 

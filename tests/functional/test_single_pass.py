@@ -18,6 +18,7 @@ from tests import oracle
 from tests.backends.test_xla import CPU
 from tests.cases import CASES, Case, slow
 from tests.core.test_checks import ERRORS, GOOD, Traced
+from tests.described import described
 from tests.functional.test_api import (
     EPSILON,
     OPTIONS,
@@ -92,9 +93,9 @@ def check(problem, chunk=64, dtype="float32", layout="vd", bias=None, **options)
 
     def ours(h, W, bias, *per_token):
         W = W if layout == "vd" else W.T
-        return jaxmem.token_loss(
-            ppo, h, W, problem.y, *per_token, chunk=chunk, bias=bias, layout=layout,
-            **options,
+        return described(jaxmem.token_loss)(
+            ppo, h, W, problem.y, *per_token, chunk=chunk,
+            bias=bias, layout=layout, **options,
         )  # fmt: skip
 
     def naive(h, W, bias, *per_token):
@@ -197,7 +198,9 @@ def problem():
 
 
 def total(h, W, y, *per_token, loss_fn=ppo, **options):
-    return jaxmem.token_loss(loss_fn, h, W, y, *per_token, chunk=CHUNK, **options)
+    return described(jaxmem.token_loss)(
+        loss_fn, h, W, y, *per_token, chunk=CHUNK, **options
+    )
 
 
 def by_token_stats(h, W, y, *per_token, loss_fn=ppo):
@@ -563,7 +566,7 @@ OF_HEAD = {k: v for k, v in GOOD["logprobs"].items()}
 def call(loss_fn=nll, *per_token, **changes):
     operands = OF_HEAD | changes
     first = (operands.pop(k) for k in ("hidden", "W", "labels"))
-    return jaxmem.token_loss(loss_fn, *first, *per_token, **operands)
+    return described(jaxmem.token_loss)(loss_fn, *first, *per_token, **operands)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 import jaxmem
 from tests.cases import slow
 from tests.core.test_shards import MESHES, assert_close, collectives, jit, mesh_of
+from tests.described import described
 from tests.functional.test_api import EPSILON, STATS_EPSILON
 from tests.functional.test_selected import exact
 
@@ -43,8 +44,16 @@ def problem():
 
 
 def dense(h, W, y, ids, bias, warm, axis_name=None):
-    return jaxmem.support_logprobs(
-        h, W, y, ids, CHUNK, bias=bias, temperature=warm, axis_name=axis_name, **OPTIONS
+    return described(jaxmem.support_logprobs)(
+        h,
+        W,
+        y,
+        ids,
+        CHUNK,
+        temperature=warm,
+        axis_name=axis_name,
+        bias=bias,
+        **OPTIONS,
     )
 
 
@@ -52,9 +61,9 @@ def ragged(h, W, y, ids, bias, warm, axis_name=None):
     """The ids as CSR, between entries that belong to no token."""
     offsets = jnp.arange(len(ids) + 1) * ids.shape[1] + 2
     entries = jnp.pad(ids.ravel(), 2, constant_values=1)
-    return jaxmem.support_logprobs(
-        h, W, y, entries, CHUNK, bias=bias, temperature=warm, axis_name=axis_name,
-        offsets=offsets, max_ids=K + 1, **OPTIONS,
+    return described(jaxmem.support_logprobs)(
+        h, W, y, entries, CHUNK, temperature=warm, axis_name=axis_name,
+        offsets=offsets, max_ids=K + 1, bias=bias, **OPTIONS,
     )  # fmt: skip
 
 

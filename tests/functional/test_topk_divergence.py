@@ -9,6 +9,7 @@ import pytest
 
 import jaxmem
 from tests.cases import slow
+from tests.described import described
 from tests.functional.test_api import EPSILON, STATS_EPSILON, assert_as_good, error
 from tests.functional.test_selected import scaled
 
@@ -98,7 +99,7 @@ def ours(operands, g, arrays, way, tail, layout="vd", options=(), chunk=CHUNK):
         W = W if layout == "vd" else W.T
         given = arrays | bias | {"layout": layout} | dict(options)
         given |= {"tail": tail, "direction": way, "beta": BETA}
-        return jaxmem.topk_kl(h, W, ids, ln_q, chunk, **given)
+        return described(jaxmem.topk_kl)(h, W, ids, ln_q, chunk, **given)
 
     bias = {k: v for k, v in arrays.items() if k == "bias"}
     value, pull = jax.vjp(call, h, W, bias)
@@ -443,7 +444,7 @@ ERRORS = [
 @pytest.mark.parametrize("changes,kind,message", ERRORS, ids=lambda x: str(x)[:30])
 def test_errors(changes, kind, message):
     with pytest.raises(kind) as caught:
-        jaxmem.topk_kl(**(GOOD | changes))
+        described(jaxmem.topk_kl)(**(GOOD | changes))
     assert str(caught.value) == message
 
 

@@ -12,6 +12,7 @@ import jaxmem
 from tests import oracle
 from tests.backends.test_xla import compiled, count_gemms
 from tests.cases import slow
+from tests.described import described
 from tests.functional.test_api import STATS_EPSILON, error
 from tests.functional.test_topk_divergence import (
     BETA,
@@ -41,7 +42,7 @@ def mixture(stats, divergence, weight):
 def loss_of(operands, way="forward", tail=True, **options):
     """The loss and its metrics."""
     h, W, ids, ln_q = operands
-    return jaxmem.topk_kl_loss(
+    return described(jaxmem.topk_kl_loss)(
         mixture, h, W, LABELS, ids, ln_q, WEIGHT, direction=way, tail=tail, beta=BETA,
         chunk=CHUNK, **options,
     )  # fmt: skip
@@ -132,9 +133,11 @@ def test_ids_that_were_drawn_from_the_teacher(dtype):
     (loss, metrics), gradients = with_gradients((h, W, ids, None), **options)
 
     def parts(h, W):
-        log_p = jaxmem.selected_logprobs(h, W, ids, CHUNK, temperature=0.7, softcap=5.0)
+        log_p = jaxmem.selected_logprobs(
+            h, jaxmem.Head(W, softcap=5.0), ids, CHUNK, temperature=0.7
+        )
         each = -log_p.sum(1) / np.maximum((ids >= 0).sum(1), 1)
-        stats = jaxmem.token_stats(h, W, LABELS, CHUNK, softcap=5.0)
+        stats = jaxmem.token_stats(h, jaxmem.Head(W, softcap=5.0), LABELS, CHUNK)
         return mixture(stats, each, WEIGHT)[0].mean(), each
 
     (want, each), of_parts = jax.value_and_grad(parts, (0, 1), has_aux=True)(h, W)
@@ -235,8 +238,9 @@ def test_shards_of_the_vocabulary_and_of_tokens(vocab, drawn):
     def run(verb):
         def loss(h, W):
             return verb(
-                h, W, LABELS, ids, teacher, WEIGHT, chunk=CHUNK, softcap=9.0,
-                temperature=warmth, statistics_temperature=warmth[::-1].copy(),
+                h, jaxmem.Head(W, softcap=9.0), LABELS, ids, teacher, WEIGHT,
+                chunk=CHUNK, temperature=warmth,
+                statistics_temperature=warmth[::-1].copy(),
             )  # fmt: skip
 
         return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(*operands[:2])
@@ -284,7 +288,7 @@ def shapes(n, d, v, k):
 def total(chunk, **options):
     def run(h, W, ids, teacher):
         labels = jnp.zeros(len(h), jnp.int32)
-        return jaxmem.topk_kl_loss(
+        return described(jaxmem.topk_kl_loss)(
             lambda stats, d: d - stats.logprob, h, W, labels, ids, teacher, chunk=chunk,
             **options,
         )[0]  # fmt: skip
@@ -353,4 +357,4 @@ def test_wrong_arguments(changes, kind, message):
     given = dict(zip(names, make(), strict=True))
     given |= {"loss_fn": lambda stats, d: d, "labels": LABELS, "chunk": CHUNK}
     with pytest.raises(kind, match=message):
-        jaxmem.topk_kl_loss(**(given | changes))
+        described(jaxmem.topk_kl_loss)(**(given | changes))

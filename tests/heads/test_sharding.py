@@ -125,7 +125,7 @@ def test_axes_that_are_given_come_before_those_of_the_weights():
     W = jnp.zeros((D, V))
 
     def error(names, **given):
-        weights = Weights(W, "dv", None, None, names)
+        weights = Weights(jaxmem.Head(W, layout="dv"), None, names)
         with pytest.raises(ValueError) as caught:
             HeadSharding(MESH, **given).apply(jaxmem.logprobs, weights)
         return str(caught.value)

@@ -9,7 +9,7 @@ import pytest
 from flax import linen as nn, nnx
 
 from jaxmem.integrations import maxtext, tunix
-from jaxmem.integrations._head import Head
+from jaxmem.integrations._head import ModelHead
 from tests.cases import slow
 from tests.integrations.maxtext_strategy import CombinedDistillationStrategy
 from tests.integrations.stand_ins import (
@@ -232,10 +232,10 @@ def test_maxtext_adapter_gives_tunix_hidden_states(fake_maxtext):
             "maxtext.integration.tunix.tunix_adapter"
         ].TunixMaxTextAdapter(model)
         head = tunix.head_of(adapter)
-        assert isinstance(head, Head)
+        assert isinstance(head, ModelHead)
         hidden = tunix.hidden_states(adapter, tokens, None, None, None)
     logits, _ = Adapter(model)(tokens, None, None, None)
-    np.testing.assert_allclose(hidden @ head.W, logits, atol=1e-5)
+    np.testing.assert_allclose(hidden @ head.head.W, logits, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -145,7 +145,7 @@ def test_packed_rows_and_a_softcap():
     for name, value in changes.items():
         object.__setattr__(config, name, value)
     capped = gemma.Gemma(config, rngs=nnx.Rngs(0))
-    assert tunix.head_of(capped).softcap == 0.5
+    assert tunix.head_of(capped).head.softcap == 0.5
     theirs = logps(capped, *batch())
     with tunix.applied():
         np.testing.assert_allclose(logps(capped, *batch()), theirs, atol=2e-6)

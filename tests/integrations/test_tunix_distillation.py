@@ -12,9 +12,10 @@ import pytest
 from flax import nnx
 
 import jaxmem
+from jaxmem.core.head import Head
 from jaxmem.integrations import tunix
 from jaxmem.integrations._distillation import Logits, forward_kl_of_largest
-from jaxmem.integrations._head import Head, Options
+from jaxmem.integrations._head import ModelHead, Options
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Tunix's own, at import
@@ -165,9 +166,11 @@ def test_more_logits_than_there_are_raise_what_they_raise_in_tunix(capsys):
 def test_of_equal_logits_those_of_smaller_ids_are_largest():
     """As in `jax.lax.top_k`; a head with a softcap and a temperature of its own."""
     rng = np.random.default_rng(0)
-    student = Head(jnp.asarray(rng.normal(size=(12, 4)), "f4"), "vd", jnp.float32, None)
+    W = jnp.asarray(rng.normal(size=(12, 4)), "f4")
+    student = ModelHead(Head(W, layout="vd"), jnp.float32)
     columns = np.repeat(rng.integers(-2, 3, (4, 4)), 3, axis=0).astype("f4")
-    teacher = Head(jnp.asarray(columns), "vd", jnp.float32, None, 3.0, 0.7)
+    teacher = Head(jnp.asarray(columns), softcap=3.0, layout="vd")
+    teacher = ModelHead(teacher, jnp.float32, 0.7)
     states = [jnp.asarray(rng.integers(-2, 3, (5, 4)), "f4") for _ in range(2)]
     pair = [Logits(h, head) for h, head in zip(states, (student, teacher), strict=True)]
     z, y = (x.array() for x in pair)
@@ -332,7 +335,7 @@ def test_a_mesh_shards_the_batch_and_not_the_head():
         made = sharding_utils.shard_input(batch, ("fsdp",))
     for x in (made.input_tokens, made.teacher_output.hidden):
         assert x.sharding.spec == jax.sharding.PartitionSpec("fsdp")
-    assert made.teacher_output.head.W is output.head.W
+    assert made.teacher_output.head.head.W is output.head.head.W
 
 
 # The tests above check that the calls without logits are the ones made.

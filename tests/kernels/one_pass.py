@@ -6,6 +6,7 @@ import numpy as np
 
 import jaxmem
 from tests.cases import Case
+from tests.described import described
 
 
 def every_option(case, masked):
@@ -47,9 +48,9 @@ def check_one_pass(case, dtype="bfloat16", **options):
 
     def run(h, W, weight, bias, implementation):
         def loss(h, W, weight, bias):
-            return jaxmem.token_loss(
-                _of_every_statistic, h, W, y, weight, chunk=case.chunk, bias=bias,
-                implementation=implementation, **options,
+            return described(jaxmem.token_loss)(
+                _of_every_statistic, h, W, y, weight, chunk=case.chunk,
+                implementation=implementation, bias=bias, **options,
             )  # fmt: skip
 
         wanted = (0, 1, 2) if bias is None else (0, 1, 2, 3)

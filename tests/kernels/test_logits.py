@@ -9,6 +9,7 @@ import pytest
 
 import jaxmem
 from tests.cases import Case, slow
+from tests.described import described
 from tests.kernels import needs_pallas
 from tests.kernels.one_pass import close
 
@@ -20,7 +21,8 @@ BIAS = np.sin(np.arange(V, dtype=np.float32))
 
 def stats_and_gradients(h, W, y, implementation, **options):
     def total(h, W):
-        made = jaxmem.token_stats(h, W, y, implementation=implementation, **options)
+        stats = described(jaxmem.token_stats)
+        made = stats(h, W, y, implementation=implementation, **options)
         weighted = made.logprob - 0.3 * made.entropy + 0.2 * made.sum_pi_squared
         return jnp.vdot(jnp.cos(jnp.arange(len(y))), weighted), made
 

@@ -17,6 +17,7 @@ from tests import hlo
 from tests.cases import slow
 from tests.core.test_selection import by_sorting
 from tests.core.test_shards import MESHES, mesh_of
+from tests.described import described
 from tests.functional import test_draws, test_largest
 from tests.kernels import needs_pallas
 from tests.kernels.test_row_sums import EPS, rows_of_logits
@@ -106,7 +107,9 @@ def test_topk_with_them(k, v, rows_interpreted):
     options = {"bias": bias, "softcap": 15.0, "temperature": 0.5}
 
     def call(h, W):
-        return jaxmem.topk(h, W, min(k, v - 1), 16, vocab_size=v - 1, **options)
+        return described(jaxmem.topk)(
+            h, W, min(k, v - 1), 16, vocab_size=v - 1, **options
+        )
 
     by_kernels, plain = run_both(call, h, W)
     np.testing.assert_array_equal(by_kernels.ids, plain.ids)
@@ -131,7 +134,11 @@ def test_draws_of_excluded_columns_and_of_no_number(rows_interpreted):
     h, W = np.zeros((test_draws.N, 8), np.float32), np.zeros((1000, 8), np.float32)
     h[5] = np.nan
     by_kernels, _ = run_both(
-        lambda h, W: jaxmem.sample_ids(h, W, 40, test_draws.KEY, 16, bias=bias), h, W
+        lambda h, W: jaxmem.sample_ids(
+            h, jaxmem.Head(W, bias=bias), 40, test_draws.KEY, 16
+        ),
+        h,
+        W,
     )
     want = columns[np.floor(test_draws.uniform(40) * 256).astype(int)]
     want[5] = -1
@@ -148,9 +155,11 @@ def test_over_shards(rows_interpreted):
     keys = jax.random.split(test_draws.KEY, 36)
 
     def call(h, W, keys, axis_name=None):
-        found = jaxmem.topk(h, W, 80, 16, vocab_size=2399, axis_name=axis_name)
+        found = jaxmem.topk(
+            h, jaxmem.Head(W, vocab_size=2399), 80, 16, axis_name=axis_name
+        )
         drawn = jaxmem.sample_ids(
-            h, W, 20, keys, 16, vocab_size=2399, axis_name=axis_name
+            h, jaxmem.Head(W, vocab_size=2399), 20, keys, 16, axis_name=axis_name
         )
         return found.ids, drawn
 

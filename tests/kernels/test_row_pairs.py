@@ -100,9 +100,9 @@ def test_blocks_that_a_head_excludes(verb, by_kernels):
     other = few if verb == "kl" else more
 
     def call(h, bias, reference_bias):
-        return VERBS[verb](
-            h, *operands[1:], bias=bias, reference_bias=reference_bias
-        ).sum()
+        (W, other, W_other), Head = operands[1:], jaxmem.Head
+        heads = Head(W, bias), other, Head(W_other, reference_bias)
+        return VERBS[verb](h, *heads).sum()
 
     got, gradient = jax.value_and_grad(call)(operands[0], other, less)
     assert np.isinf(got) and (np.isnan(gradient).all() or verb == "forward_kl")

@@ -11,6 +11,7 @@ import jaxmem
 from jaxmem import devices
 from jaxmem.kernels import row_sums
 from tests import hlo
+from tests.described import described
 from tests.functional.test_divergence import CHUNK, exact, make
 from tests.kernels import needs_pallas
 
@@ -53,7 +54,8 @@ def test_verbs_with_them(rows_interpreted, monkeypatch):
 def assert_good(verb, operands, kernel, **options):
     """A verb's values and gradients by a kernel, (module, name), and by XLA."""
     g = np.random.default_rng(1).standard_normal(len(operands[0])).astype(np.float32)
-    call = functools.partial(getattr(jaxmem, verb), chunk=CHUNK, **options)
+    verb_of = described(getattr(jaxmem, verb))
+    call = functools.partial(verb_of, chunk=CHUNK, **options)
 
     def run(h, W):
         return jax.vjp(lambda h, W: call(h, W, *operands[2:]), h, W)

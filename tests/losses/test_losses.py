@@ -14,6 +14,7 @@ import pytest
 
 import jaxmem
 from jaxmem import losses
+from tests.described import described
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -504,8 +505,8 @@ def test_label_smoothing_from_hidden_states(name):
     @functools.partial(jax.value_and_grad, argnums=(0, 1))
     def loss(h, W):
         W = W.T if options.get("layout") == "dv" else W
-        stats = jaxmem.token_stats(h, W, y, implementation="xla", **options)
-        mean = losses.mean_logit(h, W, **options) - stats.logsumexp
+        stats = described(jaxmem.token_stats)(h, W, y, implementation="xla", **options)
+        mean = described(losses.mean_logit)(h, W, **options) - stats.logsumexp
         return losses.label_smoothing(stats.logprob, mean, smoothing=0.3).sum()
 
     value, (dh, dW) = loss(h, W)
@@ -526,9 +527,11 @@ def test_mean_logit_of_a_masked_token_is_nothing():
     where = jnp.array([True, False, True])
 
     def total(h, W):
-        return losses.mean_logit(h, W, where=where, bias=jnp.ones(V)).sum()
+        return losses.mean_logit(h, jaxmem.Head(W, bias=jnp.ones(V)), where=where).sum()
 
-    out = losses.mean_logit(h, jnp.ones((V, D)), where=where, bias=jnp.ones(V))
+    out = losses.mean_logit(
+        h, jaxmem.Head(jnp.ones((V, D)), bias=jnp.ones(V)), where=where
+    )
     np.testing.assert_array_equal(out, [D + 1, 0, D + 1])
     dh, dW = jax.grad(total, (0, 1))(h, jnp.ones((V, D)))
     assert not dh[1].any() and np.isfinite(dW).all()
@@ -1070,7 +1073,9 @@ ONE, TWO = jnp.zeros(1), jnp.zeros(2)
             id="smoothing",
         ),
         pytest.param(
-            lambda: losses.mean_logit(jnp.zeros((2, 3)), jnp.zeros((5, 3)), softcap=30),
+            lambda: losses.mean_logit(
+                jnp.zeros((2, 3)), jaxmem.Head(jnp.zeros((5, 3)), softcap=30)
+            ),
             NotImplementedError,
             "softcap=30: the mean of capped logits needs every logit; leave label "
             "smoothing out, or take it from logits with token_stats_from_logits",

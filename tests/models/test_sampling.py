@@ -208,11 +208,13 @@ def test_truncated_logprobs_are_those_within_the_support(changes, temperature):
     tied = model.config.tied
     expected = jaxmem.support_logprobs(
         hidden,
-        model.embed.embedding[...] if tied else model.head.kernel[...],
+        jaxmem.Head(
+            model.embed.embedding[...] if tied else model.head.kernel[...],
+            softcap=model.config.softcap,
+        ),
         np.where(made.mask, made.tokens, -1),
         made.support_ids,
         temperature=temperature,
-        softcap=model.config.softcap,
     )
     np.testing.assert_allclose(made.logprobs, expected, atol=1e-5 / temperature)
     assert made.support_ids.shape == (5, 12, 6)

@@ -1,0 +1,50 @@
+"""A head is a tree of what is trained, and says what describes its matrix."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+import jaxmem
+from tests.cases import Case
+
+H, W, Y = Case(12, 6, 16).make()
+BIAS = np.linspace(-1, 1, 16, dtype=np.float32)
+
+
+def make():
+    return jaxmem.Head(jnp.asarray(W), jnp.asarray(BIAS), softcap=3.0, vocab_size=14)
+
+
+def total(head, h=H, verb=jaxmem.logprobs):
+    return verb(h, head, np.minimum(Y, 13)).sum()
+
+
+def test_a_gradient_by_a_head_is_a_head():
+    slopes = jax.jit(jax.grad(total))(make())
+    assert isinstance(slopes, jaxmem.Head)
+    assert (slopes.softcap, slopes.vocab_size) == (3.0, 14)
+    want = jax.grad(lambda W, b: total(jaxmem.Head(W, b, 3.0, 14)), (0, 1))(W, BIAS)
+    for got, need in zip(jax.tree.leaves(slopes), want, strict=True):
+        np.testing.assert_allclose(got, need, atol=1e-6)
+
+
+def test_shardings_and_a_gradient_on_a_mesh_are_heads():
+    mesh = jax.make_mesh((2,), ("tensor",), devices=jax.devices()[:2])
+    specs = jaxmem.Head(P("tensor"), P("tensor"), softcap=3.0, vocab_size=14)
+    placed = jax.device_put(
+        make(), jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+    )
+    verb = jaxmem.sharding.parallel(jaxmem.logprobs, mesh, vocab="tensor")
+    slopes = jax.jit(jax.grad(lambda head: total(head, verb=verb)))(placed)
+    for got, need in zip(
+        jax.tree.leaves(slopes), jax.tree.leaves(jax.grad(total)(make())), strict=True
+    ):
+        np.testing.assert_allclose(got, need, atol=1e-6)
+
+
+def test_what_describes_the_matrix_is_no_keyword_of_a_function():
+    for name in ("bias", "softcap", "vocab_size", "layout"):
+        with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
+            jaxmem.logprobs(H, W, Y, **{name: None})
