@@ -22,6 +22,7 @@ class Stream(enum.IntEnum):
     PROBLEMS = 0x70726F62  # generated arithmetic
     PROMPTS = 0x70726F6D  # the order of prompts
     ROLLOUTS = 0x726F6C6C  # a policy's samples
+    SOURCES = 0x736F7572  # the orders of several sources
     TEACHER = 0x74656163  # ids that `jaxmem score` draws for a student
 
     def key(self, seed: int, *numbers: ArrayLike) -> jax.Array:

@@ -16,13 +16,14 @@ import grain
 import numpy as np
 
 from jaxmem.core import messages
+from jaxmem.data import mixing
 from jaxmem.data.config import DataConfig
 from jaxmem.data.records import (
     DataError,
     Record,
     Source,
     count_row_groups,
-    find_files,
+    numbered_files,
     parse_line,
     read_records,
 )
@@ -53,7 +54,9 @@ class Blocks(Sequence[Block]):
     def __init__(self, source: Source, argument: str):
         if source == "stdlib":
             raise DataError(f"{argument}='stdlib' fits in memory: no data.streaming")
-        self._argument, self._paths = argument, find_files(source, argument)
+        numbered = numbered_files(source, argument)
+        self._argument, self._paths = argument, [path for _, path in numbered]
+        self._sources = [number for number, _ in numbered]
         counts = [self._count(path) for path in self._paths]
         self._stops = list(itertools.accumulate(counts))
         if not self._stops[-1]:
@@ -84,6 +87,10 @@ class Blocks(Sequence[Block]):
         file = bisect.bisect_right(self._stops, index)
         first = self._stops[file - 1] if file else 0
         return Block(self._paths[file], int(index) - first)
+
+    def source(self, index: int) -> int:
+        """The number of the source's entry that a block is of."""
+        return self._sources[bisect.bisect_right(self._stops, index)]
 
     def records(self, index: int) -> Iterator[Record]:
         """Yield the records of a block.
@@ -141,6 +148,7 @@ def of_split(
 
 def shuffled(
     numbers: np.ndarray,
+    blocks: Blocks,
     read: grain.experimental.FlatMapTransform,
     config: DataConfig,
     epochs: int | None,
@@ -149,13 +157,20 @@ def shuffled(
 
     Args:
         numbers: of the blocks.
+        blocks: that have them.
         read: the number of a block to its pieces.
         config: of the order.
         epochs: passes over the blocks; None never ends.
     """
-    order = grain.MapDataset.source(numbers.tolist()).shuffle(seed=config.seed)
+    listed: list[int] = numbers.tolist()
+    if config.weights is None or epochs is not None:
+        order = grain.MapDataset.source(listed).shuffle(seed=config.seed).repeat(epochs)
+    else:
+        sources = [blocks.source(number) for number in listed]
+        mixed = mixing.Mixed(sources, config.weights, config.seed)
+        order = grain.MapDataset.source(mixed).map(listed.__getitem__)
     pieces = grain.experimental.FlatMapIterDataset(
-        order.repeat(epochs).to_iter_dataset(IN_THIS_THREAD), read
+        order.to_iter_dataset(IN_THIS_THREAD), read
     )
     return grain.experimental.WindowShuffleIterDataset(
         pieces, window_size=config.shuffle_window, seed=config.seed

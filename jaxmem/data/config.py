@@ -5,6 +5,7 @@ from typing import Any
 
 from jaxmem.core.fields import check_numbers
 from jaxmem.core.ranges import integers, reals
+from jaxmem.data.mixing import check_weights
 from jaxmem.data.vocabulary import SMALLEST, SPECIAL_TOKENS
 
 _SLOTS = 2**31  # of a batch: int32 numbers them
@@ -25,6 +26,9 @@ class DataConfig:
 
     # "stdlib" (Python's own sources), or paths and globs of .txt, .jsonl or .parquet
     source: str | tuple[str, ...] = "stdlib"
+    # one an entry of `source`: shares of what is trained on, each source in orders of
+    # its own, again and again; None: an epoch has everything once
+    weights: tuple[float, ...] | None = None
     vocab_size: int = 8192  # entries of the byte-level BPE vocabulary, with specials
     sequence_length: int = 256  # tokens in a row (T)
     batch_size: int = 8  # rows in a micro-batch (B)
@@ -46,6 +50,7 @@ class DataConfig:
 
     def __post_init__(self):
         check_numbers(self, _RANGES)
+        check_weights(self)
         if self.sequence_length * self.batch_size >= _SLOTS:
             raise ValueError(
                 f"DataConfig.batch_size must be below 2**31 / sequence_length="
@@ -68,7 +73,7 @@ class DataConfig:
         del fields["cache_dir"]  # where vocabularies lie, not what they are
         if not self.streaming:  # as in runs from before there was a choice
             del fields["streaming"], fields["shuffle_window"]
-        for name in ("chat_template_kwargs", "columns", "ignored"):
+        for name in ("chat_template_kwargs", "columns", "ignored", "weights"):
             if not fields[name]:
                 del fields[name]
         return fields

@@ -22,7 +22,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from jaxmem.data import blocks as files
+from jaxmem.data import blocks as files, mixing
 from jaxmem.data.blocks import IN_THIS_THREAD, Blocks
 from jaxmem.data.config import DataConfig as DataConfig
 from jaxmem.data.encoding import NO_LABEL as NO_LABEL, encode_documents
@@ -240,14 +240,16 @@ def batches(
             )
         documents = documents[stream :: config.streams]
         config = _of_one_stream(config)
-    pieces = list(_pieces(documents, tokenizer, config.sequence_length))
-    return packed_batches(pieces, config, epochs)
+    found = list(_pieces(documents, tokenizer, config.sequence_length))
+    pieces, sources = [piece for _, piece in found], [source for source, _ in found]
+    return packed_batches(pieces, config, epochs, sources)
 
 
 def packed_batches(
     pieces: Sequence[dict[str, np.ndarray]],
     config: DataConfig,
     epochs: int | None,
+    sources: Sequence[int],
     salt: bytes = b"",
 ) -> BatchIterator:
     """Shuffle pieces of documents each epoch, and pack them into rows.
@@ -255,13 +257,19 @@ def packed_batches(
     Args:
       pieces: `tokens` and `labels` of each, at most a row long.
       config: how to lay them out.
-      epochs: passes over the pieces; `None` never ends.
+      epochs: passes over the pieces; `None` never ends, and heeds `config.weights`.
+      sources: the number of each piece's source.
       salt: of the fingerprint, for data that belong to the pieces.
 
     Returns:
       A `BatchIterator`.
     """
-    shuffled = grain.MapDataset.source(pieces).shuffle(seed=config.seed).repeat(epochs)
+    if config.weights is None or epochs is not None:
+        whole = grain.MapDataset.source(pieces).shuffle(seed=config.seed)
+        shuffled = whole.repeat(epochs)
+    else:
+        order = mixing.Mixed(sources, config.weights, config.seed)
+        shuffled = grain.MapDataset.source(order).map(pieces.__getitem__)
     rows = packed_rows(shuffled.to_iter_dataset(IN_THIS_THREAD), config).map(to_batch)
     return BatchIterator(iter(rows), _fingerprint(pieces, config, salt))
 
@@ -285,7 +293,7 @@ def _streamed(
     if stream is not None:
         config = _of_one_stream(config)
     read = _ReadBlock(blocks, tokenizer, config.sequence_length, reader)
-    pieces = files.shuffled(numbers, read, config, epochs)
+    pieces = files.shuffled(numbers, blocks, read, config, epochs)
     rows = packed_rows(pieces, config).map(to_batch)
     salt = tokenizer.to_str().encode()
     fingerprint = streamed_fingerprint(blocks, config, [split, stream], salt)
@@ -325,7 +333,8 @@ class _ReadBlock(grain.experimental.FlatMapTransform):
     def flat_map(self, element: int) -> list[dict[str, np.ndarray]]:
         records = self._blocks.records(element)
         documents = [self._reader.document(record) for record in records]
-        return list(_pieces(documents, self._tokenizer, self._length))
+        made = _pieces(documents, self._tokenizer, self._length)
+        return [piece for _, piece in made]
 
 
 def _nothing_left(config: DataConfig, split: str, documents: Sequence[Document]) -> str:
@@ -346,15 +355,18 @@ def _nothing_left(config: DataConfig, split: str, documents: Sequence[Document])
 
 def _pieces(
     documents: Sequence[Document], tokenizer: tokenizers.Tokenizer, length: int
-) -> Iterator[dict[str, np.ndarray]]:
-    """Yield each document, whole if it fits in a row, else in rows and a rest."""
+) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
+    """Yield each document, whole if it fits in a row, else in rows and a rest.
+
+    Each piece is beside the number of its source.
+    """
     for start in range(0, len(documents), _DOCUMENTS_AT_ONCE):
-        for tokens, labels in encode_documents(
-            documents[start : start + _DOCUMENTS_AT_ONCE], tokenizer
-        ):
+        some = documents[start : start + _DOCUMENTS_AT_ONCE]
+        encoded = encode_documents(some, tokenizer)
+        for document, (tokens, labels) in zip(some, encoded, strict=True):
             for cut in range(0, len(tokens), length):
-                piece = slice(cut, cut + length)
-                yield {"tokens": tokens[piece], "labels": labels[piece]}
+                at = slice(cut, cut + length)
+                yield document.source, {"tokens": tokens[at], "labels": labels[at]}
 
 
 def packed_rows(
@@ -399,7 +411,10 @@ def to_batch(packed: dict[str, np.ndarray]) -> Batch:
 def _fingerprint(
     pieces: Iterable[dict[str, np.ndarray]], config: DataConfig, salt: bytes
 ) -> str:
-    layout = [config.sequence_length, config.batch_size, config.seed, _ROWS_OPEN]
+    layout = [
+        config.sequence_length, config.batch_size, config.seed, _ROWS_OPEN,
+        *(config.weights or ()),
+    ]  # fmt: skip
     fingerprint = hashlib.sha256(json.dumps(layout).encode() + salt)
     for piece in pieces:
         fingerprint.update(piece["tokens"].tobytes())

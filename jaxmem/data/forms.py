@@ -30,6 +30,7 @@ class Document(NamedTuple):
     In a text that a chat template rendered, special tokens are spelled out, and
     `counted` are the spans of characters that the loss counts. A record of tokens has
     `ids` in the place of both texts, and `labels`, -1 where the loss counts none.
+    `source` is the number of the entry of `data.source` that it comes from.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Document(NamedTuple):
     counted: tuple[Span, ...] | None = None
     ids: tuple[int, ...] | None = None
     labels: tuple[int, ...] | None = None
+    source: int = 0
 
 
 class Asked(NamedTuple):

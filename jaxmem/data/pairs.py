@@ -8,9 +8,10 @@ import numpy as np
 import tokenizers
 
 from jaxmem.core.random_streams import Stream
+from jaxmem.data import mixing
 from jaxmem.data.documents import NO_LABEL, DataConfig, encode_documents
 from jaxmem.data.reader import RecordReader
-from jaxmem.data.records import DataError, find_files, read_records
+from jaxmem.data.records import DataError, numbered_files, read_records
 from jaxmem.data.texts import split
 
 
@@ -20,6 +21,7 @@ class Pair(NamedTuple):
     where: str
     chosen: tuple[np.ndarray, np.ndarray]
     rejected: tuple[np.ndarray, np.ndarray]
+    source: int = 0  # number of its entry in `data.source`
 
     @property
     def length(self) -> int:
@@ -61,14 +63,14 @@ def load_pairs(
     Raises:
         DataError: a record is malformed, or a pair is too long.
     """
-    paths = find_files(config.source, "data.source")
+    paths = numbered_files(config.source, "data.source")
     reader = reader or RecordReader(None, config.columns, config.ignored)
     pairs = []
     with reader.whole_pass():
-        for path in paths:
+        for number, path in paths:
             for record in read_records(path, "data.source"):
-                both = encode_documents(reader.answers(record), tokenizer)
-                pairs.append(Pair(record.where, *both))
+                chosen, rejected = encode_documents(reader.answers(record), tokenizer)
+                pairs.append(Pair(record.where, chosen, rejected, number))
     fitting = [pair for pair in pairs if pair.length <= config.sequence_length]
     if not fitting or (len(fitting) < len(pairs) and not drop_long):
         raise DataError(_unfit(config, pairs))
@@ -134,7 +136,7 @@ def batch_of(
 
 
 class PairBatches(Iterator[PairBatch]):
-    """Endless micro-batches, in a new order each epoch; resumable.
+    """Endless micro-batches, in a new order each epoch or by weights; resumable.
 
     Args:
         pairs: to train on.
@@ -148,21 +150,15 @@ class PairBatches(Iterator[PairBatch]):
         self._pairs, self._reference, self._config = pairs, reference, config
         self._fingerprint = fingerprint(pairs)
         self._next = 0  # number of the next pair
-        self._epoch, self._order = -1, np.arange(0)
+        sources = [pair.source for pair in pairs]
+        self._order = mixing.order(sources, config.weights, config.seed, Stream.PAIRS)
 
     def __next__(self) -> PairBatch:
         numbers = range(self._next, self._next + self._config.batch_size)
-        chosen = [self._index(number) for number in numbers]
+        chosen = [self._order[number] for number in numbers]
         self._next = numbers.stop
         pairs = [self._pairs[i] for i in chosen]
         return batch_of(pairs, self._reference[chosen], self._config)
-
-    def _index(self, number: int) -> int:
-        epoch, place = divmod(number, len(self._pairs))
-        if epoch != self._epoch:
-            rng = Stream.PAIRS.generator(self._config.seed, epoch)
-            self._epoch, self._order = epoch, rng.permutation(len(self._pairs))
-        return int(self._order[place])
 
     def get_state(self) -> dict[str, Any]:
         """Return the position after the last batch, as JSON-able values."""

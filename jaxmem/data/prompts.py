@@ -10,7 +10,7 @@ import tokenizers
 
 from jaxmem.data.environments import Environments
 from jaxmem.data.reader import RecordReader
-from jaxmem.data.records import DataError, Record, find_files, read_records
+from jaxmem.data.records import DataError, Record, numbered_files, read_records
 from jaxmem.data.tasks import TaskConfig
 from jaxmem.data.texts import split
 from jaxmem.data.vocabulary import edges, has_start
@@ -23,6 +23,7 @@ class Prompt(NamedTuple):
     prompt: Any  # a string, or a list of messages
     columns: dict[str, Any]  # the other fields
     ids: np.ndarray  # int32, input of the model
+    source: int = 0  # number of its entry in `task.source`
 
 
 # Of a checkpoint, for its prompts.
@@ -46,10 +47,11 @@ def load_prompts(
         DataError: a file cannot be read, a record asks nothing, or a prompt is longer
             than `task.max_prompt_tokens`.
     """
-    paths = find_files(config.source, "task.source")
-    records = [r for path in paths for r in read_records(path, "task.source")]
-    if not records:
-        raise DataError(f"task.source: {paths[0]} holds no prompt")
+    paths = numbered_files(config.source, "task.source")
+    found = [(n, r) for n, path in paths for r in read_records(path, "task.source")]
+    if not found:
+        raise DataError(f"task.source: {paths[0][1]} holds no prompt")
+    sources, records = [n for n, _ in found], [record for _, record in found]
     columns = [dict(record.fields) for record in records]
     if environments is not None:
         opened = environments.open(columns, [record.where for record in records])
@@ -58,7 +60,10 @@ def load_prompts(
             for record, conversation in zip(records, opened, strict=True)
         ]
     with read[1].whole_pass():
-        prompts = [_prompt(config, record, *read) for record in records]
+        prompts = [
+            _prompt(config, record, *read)._replace(source=source)
+            for source, record in zip(sources, records, strict=True)
+        ]
     if environments is None:
         _check_columns(prompts)
     else:

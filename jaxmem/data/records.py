@@ -41,8 +41,17 @@ def find_files(source: Source, argument: str) -> list[Path]:
     Raises:
         DataError: a file has another suffix, or a glob matches nothing.
     """
+    return [path for _, path in numbered_files(source, argument)]
+
+
+def numbered_files(source: Source, argument: str) -> list[tuple[int, Path]]:
+    """`find_files`, each with the number of the source's entry that names it."""
     patterns = (source,) if isinstance(source, str) else source
-    paths = [path for pattern in patterns for path in _expand(pattern, argument)]
+    paths = [
+        (number, path)
+        for number, pattern in enumerate(patterns)
+        for path in _expand(pattern, argument)
+    ]
     if not paths:
         raise DataError(f"{argument} names no file")
     return paths

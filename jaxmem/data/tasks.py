@@ -16,6 +16,7 @@ import numpy as np
 from jaxmem.core.fields import check_field, check_numbers
 from jaxmem.core.random_streams import Stream
 from jaxmem.core.ranges import integers, reals
+from jaxmem.data.mixing import check_weights
 
 VOCABULARY = ("<pad>", "<eos>", *"0123456789", "+", "=")
 PAD_ID, EOS_ID = 0, 1
@@ -56,6 +57,9 @@ class TaskConfig:
     # what a failure of an environment's step ends: the run (raise), or its conversation
     # with the rewards that it has (end)
     environment_errors: Literal["raise", "end"] = "raise"
+    # one an entry of `source`: shares of the prompts, each source again and again in
+    # orders of its own; None: an epoch has every prompt once
+    weights: tuple[float, ...] | None = None
     held_out: float = 0.0  # fraction of a file's prompts kept from training, in [0, 1)
     max_prompt_tokens: int = 512  # of a file's prompts; longer ones are refused
     stop: str | None = None  # token that ends a completion; None: the tokenizer's eos
@@ -74,6 +78,7 @@ class TaskConfig:
     def __post_init__(self):
         """Raise a ValueError that names a field with an impossible value."""
         check_numbers(self, _RANGES)
+        check_weights(self)
         answers, rewards = ("last_digit", "sum"), ("exact", "prefix")
         check_field(self, "answer", self.answer in answers, f"one of {answers}")
         if self.is_arithmetic:
@@ -95,7 +100,13 @@ class TaskConfig:
         if self.recorded:
             wanted = "False for task.source='arithmetic', which is sampled"
             check_field(self, "recorded", not self.is_arithmetic, wanted)
-            for name in ("environment", "held_out", "reward", "reward_weights"):
+            for name in (
+                "environment",
+                "held_out",
+                "reward",
+                "reward_weights",
+                "weights",
+            ):
                 unset = getattr(self, name) == getattr(TaskConfig, name)
                 wanted = "left out where rollouts are recorded"
                 check_field(self, name, unset, wanted)
@@ -128,7 +139,7 @@ class TaskConfig:
     def fixed(self) -> dict[str, Any]:
         """The fields that a resumed run must share with the saved one."""
         fields = dataclasses.asdict(self)
-        for name in ("chat_template_kwargs", "columns", "ignored"):
+        for name in ("chat_template_kwargs", "columns", "ignored", "weights"):
             if not fields[name]:  # as in runs from before there were these
                 del fields[name]
         return fields

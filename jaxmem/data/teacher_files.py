@@ -14,7 +14,7 @@ import numpy as np
 from jaxmem.core import messages
 from jaxmem.data.config import DataConfig
 from jaxmem.data.documents import NO_LABEL, Batch, BatchIterator, packed_batches
-from jaxmem.data.records import DataError, find_files, opened_parquet
+from jaxmem.data.records import DataError, numbered_files, opened_parquet
 from jaxmem.data.texts import split
 
 _MAKE = "write it by: jaxmem score TEACHER data.jsonl --eos --top-k 64 --out X.parquet"
@@ -29,6 +29,7 @@ class TeacherFile(NamedTuple):
     logprobs: np.ndarray | None  # float32 [N, K]; None for ids that were drawn
     temperature: float
     vocabulary: str  # `checkpoints.vocabulary_digest` of the teacher
+    sources: Sequence[int] = ()  # number of each document's entry in `data.source`
 
 
 class Example(NamedTuple):
@@ -51,7 +52,8 @@ def read(source: str | tuple[str, ...]) -> TeacherFile:
     Raises:
         DataError: a file is not of `jaxmem score`, or two are of different options.
     """
-    parts = [_read(path) for path in find_files(source, "data.source")]
+    paths = numbered_files(source, "data.source")
+    parts = [_read(path) for _, path in paths]
     first, last = parts[0], parts[-1]
     for part in parts:
         check_alike(first, part)
@@ -62,7 +64,14 @@ def read(source: str | tuple[str, ...]) -> TeacherFile:
     if last.logprobs is not None:
         logprobs = np.concatenate([p.logprobs for p in parts if p.logprobs is not None])
     documents = [document for part in parts for document in part.documents]
-    return first._replace(documents=documents, ids=ids, logprobs=logprobs)
+    sources = [
+        number
+        for (number, _), part in zip(paths, parts, strict=True)
+        for _ in part.documents
+    ]
+    return first._replace(
+        documents=documents, ids=ids, logprobs=logprobs, sources=sources
+    )
 
 
 def check_alike(first: TeacherFile, part: TeacherFile) -> None:
@@ -184,36 +193,39 @@ class Examples(Iterator[Example]):
         epochs: int | None = None,
     ):
         self._file, self._config = file, config
-        pieces = list(self._pieces(part == "evaluation"))
-        if not pieces:
+        found = list(self._pieces(part == "evaluation"))
+        if not found:
             raise DataError(
                 f"data.held_out={config.held_out} of the {len(file.documents)} "
                 f"documents leaves none for {part}; change it or add documents"
             )
         arrays = file.ids, file.logprobs
         salt = b"".join(_digest(x) for x in arrays if x is not None)
-        self._rows: BatchIterator = packed_batches(pieces, config, epochs, salt)
+        pieces, sources = [piece for _, piece in found], [of for of, _ in found]
+        self._rows: BatchIterator = packed_batches(
+            pieces, config, epochs, sources, salt
+        )
         self.get_state, self.set_state = self._rows.get_state, self._rows.set_state
         self._labels = np.concatenate([ids[n:] for ids, n in file.documents])
 
-    def _pieces(self, evaluation: bool) -> Iterator[dict[str, np.ndarray]]:
+    def _pieces(self, evaluation: bool) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
         length = self._config.sequence_length
-        for tokens, places in self._split()[evaluation]:
+        for source, tokens, places in self._split()[evaluation]:
             for cut in range(0, len(tokens), length):
                 piece = slice(cut, cut + length)
-                yield {"tokens": tokens[piece], "labels": places[piece]}
+                yield source, {"tokens": tokens[piece], "labels": places[piece]}
 
-    def _split(self) -> Sequence[list[tuple[np.ndarray, np.ndarray]]]:
-        """Inputs and places of labels of the documents: to train on, held out."""
-        items, place = [], 0
-        for ids, prompt in self._file.documents:
+    def _split(self) -> Sequence[list[tuple[int, np.ndarray, np.ndarray]]]:
+        """Source, inputs and places of labels: to train on, held out."""
+        items, place, sources = [], 0, self._file.sources
+        for (ids, prompt), source in zip(self._file.documents, sources, strict=True):
             labels = np.full(len(ids) - 1, NO_LABEL, np.int32)
             scored = len(ids) - prompt
             labels[prompt - 1 :] = np.arange(place, place + scored)
             place += scored
             if scored:
-                items.append((ids[:-1], labels))
-        keys = [hashlib.sha256(tokens.tobytes()).digest() for tokens, _ in items]
+                items.append((source, ids[:-1], labels))
+        keys = [hashlib.sha256(tokens.tobytes()).digest() for _, tokens, _ in items]
         return split(items, keys, self._config.held_out)
 
     def __next__(self) -> Example:

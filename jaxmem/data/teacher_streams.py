@@ -98,7 +98,7 @@ class StreamedExamples(Iterator[Example]):
         numbers = files.of_split(blocks, config, part)
         names = _COLUMNS[: 1 if file.logprobs is None else 2]
         read = _ReadRowGroup(blocks, file, config.sequence_length)
-        pieces = files.shuffled(numbers, read, config, epochs)
+        pieces = files.shuffled(numbers, blocks, read, config, epochs)
         rows = packed_rows(pieces, config, names).map(_to_example)
         fingerprint = streamed_fingerprint(blocks, config, [part, "teacher"])
         self._rows: Any = BatchIterator(iter(rows), fingerprint)

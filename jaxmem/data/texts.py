@@ -17,8 +17,8 @@ from jaxmem.data.reader import RecordReader
 from jaxmem.data.records import (
     DataError as DataError,
     Source,
-    find_files,
     kind_of,
+    numbered_files,
     read_records,
     read_text,
 )
@@ -48,12 +48,18 @@ def load_documents(
     """
     if source == "stdlib":
         return _stdlib_documents()
-    paths = find_files(source, argument)
+    paths = numbered_files(source, argument)
     reader = reader or RecordReader()
     with reader.whole_pass():
-        documents = [d for p in paths for d in _documents(p, argument, reader)]
+        documents = [
+            document if not number else document._replace(source=number)
+            for number, path in paths
+            for document in _documents(path, argument, reader)
+        ]
     if not any(document.text or document.ids for document in documents):
-        raise DataError(f"{argument}: {', '.join(map(str, paths[:3]))} holds no text")
+        raise DataError(
+            f"{argument}: {', '.join(str(p) for _, p in paths[:3])} holds no text"
+        )
     return documents
 
 

@@ -33,8 +33,9 @@ def facts(config: JobConfig) -> dict[str, str]:
             if key in _OF_EACH:
                 continue
             found[key] = repr(value)
-            if isinstance(value, str) and (content := _content(value)):
-                found[f"the content of {key}={value!r}"] = content
+            for named in value if isinstance(value, tuple) else (value,):
+                if isinstance(named, str) and (content := _content(named)):
+                    found[f"the content of {key}={named!r}"] = content
     return found
 
 

@@ -127,11 +127,11 @@ def test_what_is_held_does_not_grow_with_the_data(times, config, monkeypatch, tm
         __hash__ = object.__hash__  # for the set of weak references
 
     def pieces(*arguments):
-        for piece in cut(*arguments):
+        for source, piece in cut(*arguments):
             piece["tokens"] = piece["tokens"].view(Tokens)
             alive.add(piece["tokens"])
             most.append(len(alive))
-            yield piece
+            yield source, piece
 
     monkeypatch.setattr(data, "_pieces", pieces)
     for batch in data.batches(config, tokenizer, epochs=1):

@@ -8,7 +8,7 @@ import numpy as np
 import tokenizers
 
 from jaxmem.core.random_streams import Stream
-from jaxmem.data import ends, prompts, rewards, tasks, vocabulary
+from jaxmem.data import ends, mixing, prompts, rewards, tasks, vocabulary
 from jaxmem.data.ends import Ends
 from jaxmem.data.environments import Environments
 from jaxmem.data.prompts import Prompt
@@ -138,20 +138,14 @@ class OwnPrompts:
 
     def _keep(self, loaded: tuple[list[Prompt], list[Prompt]]) -> None:
         self._train, self._held_out = loaded
-        self.size = len(self._train)
-        self._orders: dict[int, np.ndarray] = {}
+        self.size, config = len(self._train), self._config
+        sources = [prompt.source for prompt in self._train]
+        self._order = mixing.order(sources, config.weights, config.seed, Stream.PROMPTS)
 
     def ask(self, start: int, count: int) -> Asked:
         """See `Task`; every epoch has an order of its own."""
-        numbers = [divmod(n, self.size) for n in range(start, start + count)]
-        return self._asked([self._train[self._order(e)[i]] for e, i in numbers])
-
-    def _order(self, epoch: int) -> np.ndarray:
-        if epoch not in self._orders:
-            rng = Stream.PROMPTS.generator(self._config.seed, epoch)
-            kept = {k: v for k, v in self._orders.items() if k == epoch - 1}
-            self._orders = kept | {epoch: rng.permutation(self.size)}
-        return self._orders[epoch]
+        numbers = (self._order[n] for n in range(start, start + count))
+        return self._asked([self._train[i] for i in numbers])
 
     def _asked(self, items: list[Prompt]) -> Asked:
         lengths = np.array([len(item.ids) for item in items], np.int32)
@@ -377,7 +371,8 @@ class Questions(Reading):
 
     def lines(self) -> list[str]:
         """See `Reading`."""
-        return [] if self._reader is None else self._reader.lines()
+        read = [] if self._reader is None else self._reader.lines()
+        return [*read, *mixing.shares(self._config, "task")]
 
     def end_of_turn(self) -> str | None:
         """See `Reading`."""

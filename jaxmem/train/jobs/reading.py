@@ -12,6 +12,7 @@ import tokenizers
 
 from jaxmem.data import (
     documents,
+    mixing,
     pairs,
     streams,
     teacher_files,
@@ -108,7 +109,7 @@ class Documents(Reading):
 
     def lines(self) -> list[str]:
         """See `Reading`."""
-        return self.reader.lines()
+        return [*self.reader.lines(), *mixing.shares(self.config, "data")]
 
     def end_of_turn(self) -> str | None:
         """See `Reading`."""

@@ -1,0 +1,146 @@
+"""The order in which items are learned from: all in turn, or sources by weights.
+
+What comes at a place is a function of the place alone, so that a run resumes there.
+"""
+
+import functools
+import math
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxmem.core import messages
+from jaxmem.core.fields import check_field
+from jaxmem.core.random_streams import Stream
+from jaxmem.data.records import DataError
+
+Weights = tuple[float, ...]  # one a source
+_CYCLE = 1000  # most places after which each source has had its share
+
+
+class Shuffled(Sequence[int]):
+    """Numbers of items without end: all of them in each epoch, in an order of its own.
+
+    Args:
+        count: of the items.
+        seed: of the orders.
+        stream: of random numbers.
+        of: which of several such orders.
+    """
+
+    def __init__(self, count: int, seed: int, stream: Stream, of: tuple[int, ...] = ()):
+        self._count, self._seed, self._stream, self._of = count, seed, stream, of
+        self._epochs: dict[int, np.ndarray] = {}
+
+    def __len__(self) -> int:
+        return sys.maxsize
+
+    def __getitem__(self, index: Any) -> Any:  # an integer; slices are of no use
+        epoch, place = divmod(int(index), self._count)
+        if epoch not in self._epochs:
+            rng = self._stream.generator(self._seed, *self._of, epoch)
+            kept = {k: v for k, v in self._epochs.items() if k == epoch - 1}
+            self._epochs = kept | {epoch: rng.permutation(self._count)}
+        return int(self._epochs[epoch][place])
+
+
+class Mixed(Sequence[int]):
+    """Numbers of items of sources in proportion to weights, without end.
+
+    Of each source every item comes once before any comes again.
+
+    Args:
+        sources: the number of each item's source.
+        weights: of the sources.
+        seed: of the orders.
+
+    Raises:
+        DataError: a source has no item.
+    """
+
+    def __init__(self, sources: Sequence[int], weights: Weights, seed: int):
+        self._own = [np.flatnonzero(np.equal(sources, i)) for i in range(len(weights))]
+        for i, own in enumerate(self._own):
+            if not len(own):
+                raise DataError(
+                    f"source {i + 1} of {len(weights)} has nothing to train on; remove "
+                    "it, or hold out less"
+                )
+        self._orders = [
+            Shuffled(len(own), seed, Stream.SOURCES, (i,))
+            for i, own in enumerate(self._own)
+        ]
+        self._pattern, self._ranks = _cycle(weights)
+        self._counts = np.bincount(self._pattern)
+
+    def __len__(self) -> int:
+        return sys.maxsize
+
+    def __getitem__(self, index: Any) -> Any:  # an integer; slices are of no use
+        cycle, place = divmod(int(index), len(self._pattern))
+        source = self._pattern[place]
+        number = cycle * int(self._counts[source]) + int(self._ranks[place])
+        return int(self._own[source][self._orders[source][number]])
+
+
+@functools.cache
+def _cycle(weights: Weights) -> tuple[np.ndarray, np.ndarray]:
+    """Sources of places in turn, evenly spread; and how often each came before."""
+    shares = np.array(weights) / math.fsum(weights)
+    for length in range(1, _CYCLE + 1):
+        if np.allclose(shares * length, counts := np.rint(shares * length)):
+            break
+    counts = np.maximum(counts, 1)
+    pattern, ranks = np.zeros((2, int(counts.sum())), int)
+    placed = np.zeros(len(counts), int)
+    for place in range(len(pattern)):
+        source = int(np.argmax(counts * (place + 1) - placed * len(pattern)))
+        pattern[place], ranks[place] = source, placed[source]
+        placed[source] += 1
+    return pattern, ranks
+
+
+def order(
+    sources: Sequence[int], weights: Weights | None, seed: int, stream: Stream
+) -> Sequence[int]:
+    """Numbers of items without end.
+
+    Args:
+        sources: the number of each item's source.
+        weights: of the sources; None: each epoch has every item once.
+        seed: of the order.
+        stream: of random numbers, without weights.
+
+    Returns:
+        `Shuffled` or `Mixed`.
+    """
+    if weights is None:
+        return Shuffled(len(sources), seed, stream)
+    return Mixed(sources, weights, seed)
+
+
+def shares(config: Any, section: str) -> list[str]:
+    """What weights mean, in a line; nothing without."""
+    if config.weights is None:
+        return []
+    total = math.fsum(config.weights)
+    named = (
+        f"{weight / total:.1%} of {messages.name(source)}"
+        for weight, source in zip(config.weights, config.source, strict=True)
+    )
+    return [f"{section}.weights: {', '.join(named)}"]
+
+
+def check_weights(config: Any) -> None:
+    """Raise a ValueError unless a section's `weights` are right for its `source`."""
+    weights, source = config.weights, config.source
+    if weights is None:
+        return
+    count = len(source) if isinstance(source, tuple) else 0
+    good = len(weights) == count > 1 and all(
+        type(w) in (int, float) and 0 < w < math.inf for w in weights
+    )
+    wanted = "one positive number for each entry of source, which is a tuple of several"
+    check_field(config, "weights", good, wanted)
