@@ -46,6 +46,8 @@ class RunConfig:
         if self.epochs is not None:
             good = 0 < self.epochs < math.inf
             check_field(self, "epochs", good, "above 0 and finite, or None")
+        local = "://" not in self.out_dir
+        check_field(self, "out_dir", local, "a directory of a mounted file system")
         check_field(self, "wandb", self.wandb != "", "the name of a project, or None")
         check_field(self, "seed", 0 <= self.seed < 2**31, "in [0, 2**31)")
 

@@ -182,6 +182,7 @@ def test_the_operative_text_loads_to_the_same_configuration(gin_file):
             "run.out_dir = 'a\\0b'",
             "a.gin:1: run.out_dir must not hold a NUL, got 'a\\x0",
         ),
+        ("run.out_dir = 's3://runs/a'", "run.out_dir must be a directory of a mounted"),
         ("run.out_dir = '\\ud800'", "run.out_dir must be text that UTF-8 can encode"),
         ("run.steps = " + "-" * 100_000, "a.gin:1: Unable to parse value"),
         ("run.steps = " + "[" * 100_000, "a.gin:1: nested too deeply"),
