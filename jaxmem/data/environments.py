@@ -3,7 +3,8 @@
     reset(record) -> prompt;   step(said) -> (reply, reward, done)
 
 An environment is a class; one object of it is made for every conversation. The prompt
-is a string or a list of messages, and a reply is of the same kind. `said` is all that
+is a string or a list of messages, and a reply is of the same kind. If the class has
+`tools`, schemas of functions, the chat template gets them. `said` is all that
 was said, the model's completion last: messages, or strings in turn. Objects are called
 in threads, all conversations of a turn at once.
 """
@@ -66,6 +67,9 @@ class Environments:
         on_error: "raise"; or "end": a conversation whose environment fails ends with
             the rewards that it has.
 
+    Attributes:
+        tools: schemas of functions that the class has; None: it has none.
+
     Raises:
         RewardError: the class cannot be imported, or lacks `reset` or `step`.
     """
@@ -81,6 +85,13 @@ class Environments:
         for method in ("reset", "step"):
             if not callable(getattr(self._class, method, None)):
                 raise RewardError(f"task.environment: {name} has no method {method!r}")
+        self.tools: list[dict[str, Any]] | None = getattr(self._class, "tools", None)
+        listed = self.tools is None or isinstance(self.tools, list)
+        if not listed or not all(isinstance(t, dict) for t in self.tools or ()):
+            raise RewardError(
+                f"task.environment: {name}.tools must be a list of schemas, got "
+                f"{messages.short(self.tools)}"
+            )
 
     def open(
         self, records: Sequence[dict[str, Any]], where: Sequence[str]
@@ -105,13 +116,21 @@ class Environments:
             if error is not None:
                 raise self._failure(place, "reset", error) from error
             environment, prompt = value
-            if not (prompt and _is_said(prompt, isinstance(prompt, str))):
-                wanted = "neither a string nor a list of messages"
-                error = _Nonsense(f"returned {messages.short(prompt)}, {wanted}")
-                raise self._failure(place, "reset", error)
+            if (problem := self._problem(prompt)) is not None:
+                raise self._failure(place, "reset", problem)
             said = [prompt] if isinstance(prompt, str) else list(prompt)
             made.append(Conversation(place, environment, prompt, said))
         return made
+
+    def _problem(self, prompt: Any) -> "_Nonsense | None":
+        """Why this is no prompt."""
+        is_text = isinstance(prompt, str)
+        if not (prompt and _is_said(prompt, is_text)):
+            wanted = "neither a string nor a list of messages"
+            return _Nonsense(f"returned {messages.short(prompt)}, {wanted}")
+        if self.tools and is_text:
+            return _Nonsense("returned a string; with tools it must be messages")
+        return None
 
     def step(self, conversations: Sequence[Conversation]) -> list[Turn]:
         """Let the environments answer what the model said last.

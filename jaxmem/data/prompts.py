@@ -54,9 +54,10 @@ def load_prompts(
     sources, records = [n for n, _ in found], [record for _, record in found]
     columns = [dict(record.fields) for record in records]
     if environments is not None:
+        tools = {"tools": environments.tools} if environments.tools else {}
         opened = environments.open(columns, [record.where for record in records])
         records = [
-            record._replace(fields={"prompt": conversation.prompt})
+            record._replace(fields={"prompt": conversation.prompt} | tools)
             for record, conversation in zip(records, opened, strict=True)
         ]
     with read[1].whole_pass():

@@ -217,6 +217,10 @@ class GrpoJobConfig(JobConfig):
                 f"task.source={self.task.source!r} needs model.checkpoint, a directory "
                 "with a tokenizer"
             )
+        if self.grpo.turn_rewards and self.task.environment is None:
+            raise ValueError(
+                "grpo.turn_rewards=True needs a task.environment, which has turns"
+            )
         if self.task.recorded and self.sampling.slots is not None:
             raise ValueError(
                 f"sampling.slots={self.sampling.slots} must stay None for "

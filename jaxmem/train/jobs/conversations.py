@@ -18,6 +18,7 @@ from jaxmem.data.records import DataError
 from jaxmem.data.rewards import RewardError
 from jaxmem.data.tasks import TaskConfig
 from jaxmem.models.sampling import Samples
+from jaxmem.train.jobs.sampled import ByTurn
 
 # Completes prompts [N, P] of lengths [N] in the turn of a number, on the host.
 Sample = Callable[[np.ndarray, np.ndarray, int], Samples]
@@ -32,14 +33,14 @@ class Played(NamedTuple):
         samples: mask is False, log-probabilities are 0 and supports are empty for what
             environments said, which tokens and lengths contain.
         truncated: [N] whether the last completion has no end.
-        rewards: [N] sums over turns.
         turns: [N] completions of each.
+        by_turn: their rewards, and which tokens are of which.
     """
 
     samples: Samples
     truncated: np.ndarray
-    rewards: np.ndarray
     turns: np.ndarray
+    by_turn: ByTurn
 
 
 class Replies:
@@ -50,6 +51,7 @@ class Replies:
         tokenizer: of the checkpoint.
         template: returns the template that renders messages.
         eos_ids: the tokens that end a completion.
+        tools: schemas of the environment's tools, or None.
     """
 
     def __init__(
@@ -58,9 +60,10 @@ class Replies:
         tokenizer: tokenizers.Tokenizer,
         template: Templates,
         eos_ids: tuple[int, ...],
+        tools: Sequence[Any] | None = None,
     ):
         self._config, self._tokenizer = config, tokenizer
-        self._template, self._eos_ids = template, eos_ids
+        self._template, self._eos_ids, self._tools = template, eos_ids, tools
         self._ends = [tokenizer.decode([i], skip_special_tokens=False) for i in eos_ids]
 
     def has_end(self, ids: np.ndarray) -> bool:
@@ -115,7 +118,9 @@ class Replies:
     def _after(self, before: Sequence[Any], reply: list[Any]) -> str:
         answer = {"role": "assistant", "content": _FILLER}
         messages = [*before, answer, *reply]
-        text = self._template().render(messages, add_generation_prompt=True)
+        text = self._template().render(
+            messages, add_generation_prompt=True, tools=self._tools
+        )
         text = text.replace(START, "").replace(END, "")
         _, found, after = text.rpartition(_FILLER)
         if not found:
@@ -135,6 +140,7 @@ class _Rows:
         self.first, self.lengths = lengths.astype(np.int64), np.zeros(rows, np.int64)
         self.mask = np.zeros((rows, slots), bool)
         self.logprobs = np.zeros((rows, slots), np.float32)
+        self.turns = np.zeros((rows, slots), np.int32)
         self.supports: np.ndarray | None = None
 
     def append(self, i: int, ids: np.ndarray) -> slice:
@@ -145,12 +151,12 @@ class _Rows:
         self.read[i, place : place + len(ids)] = ids
         return slice(start, self.lengths[i])
 
-    def add_sampled(self, i: int, samples: Samples) -> np.ndarray:
-        """Append a completion; its tokens."""
+    def add_sampled(self, i: int, samples: Samples, turn: int) -> np.ndarray:
+        """Append a completion of a turn; its tokens."""
         length = int(samples.lengths[i])
         ids = np.asarray(samples.tokens)[i, :length]
         slots = self.append(i, ids)
-        self.mask[i, slots] = True
+        self.mask[i, slots], self.turns[i, slots] = True, turn
         self.logprobs[i, slots] = samples.logprobs[i, :length]
         if samples.support_ids is not None:
             if self.supports is None:
@@ -204,18 +210,18 @@ def play(
     rows = _Rows(*prompts, slots)
     live = np.ones(len(conversations), bool)
     truncated, said = np.zeros(len(live), bool), np.zeros(len(live), np.int32)
-    rewards = np.zeros(len(live))
+    rewards = np.zeros((len(live), turns), np.float32)
     for turn in range(turns):
         samples = sample(*rows.prompts(width, live), turn)
         for i in np.flatnonzero(live).tolist():
-            ids = rows.add_sampled(i, samples)
+            ids = rows.add_sampled(i, samples, turn)
             said[i] += 1
             truncated[i] = not replies.has_end(ids)
             conversations[i].complete(replies.text(ids))
         going = np.flatnonzero(live).tolist()
         answers = environments.step([conversations[i] for i in going])
         for i, answer in zip(going, answers, strict=True):
-            rewards[i] += answer.reward
+            rewards[i, turn] = answer.reward
             live[i] = not (answer.done or truncated[i]) and turn < turns - 1
             if live[i]:
                 ids = replies.ids(conversations[i], answer.reply)
@@ -223,4 +229,4 @@ def play(
                 conversations[i].hear(answer.reply)
         if not live.any():
             break
-    return Played(rows.samples(), truncated, rewards, said)
+    return Played(rows.samples(), truncated, said, ByTurn(rewards, rows.turns))

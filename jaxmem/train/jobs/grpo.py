@@ -130,8 +130,8 @@ class Grpo(Job, name="grpo"):
         if self.config.grpo.kl_coefficient:
             self._reference = self.program.initial_params()
         self._advantages = jax.jit(
-            lambda rewards: losses.grpo_advantages(
-                rewards, normalize_std=self.config.grpo.loss != "dr_grpo"
+            lambda rewards, where: losses.grpo_advantages(
+                rewards, normalize_std=self.config.grpo.loss != "dr_grpo", where=where
             )
         )
         self._correction = jax.jit(functools.partial(correction, self.config.grpo))
@@ -190,9 +190,8 @@ class Grpo(Job, name="grpo"):
                 break
         self._next = place  # after the rewards, which may raise
         sampled = telling(parts, grpo.prompts, grpo.group_size)
-        asked, completions, samples, graded, truncated, turns, decoded = sampled
-        groups = graded.rewards.reshape(grpo.prompts, grpo.group_size)
-        advantages = np.asarray(self._advantages(groups)).ravel()
+        asked, completions, samples, graded, truncated, turns, decoded, _ = sampled
+        advantages = sampled.advantages(grpo.group_size, self._advantages)
         supports = None
         if samples.support_ids is not None:
             supports = Supports.of(np.asarray(samples.support_ids))
@@ -238,14 +237,15 @@ class Grpo(Job, name="grpo"):
 
         if isinstance(self.task, Conversations):
             played, graded = self.task.play(asked, sample)
-            samples, truncated, _, turns = played
+            samples, truncated, turns, by_turn = played
             said = np.asarray(samples.tokens), np.asarray(samples.lengths)
             own = np.asarray(samples.mask)
             completions = Completions.of(*asked[:2], *said, own)
             decoded = Decoded(int(completions.counts.sum() - turns.sum()), slots)
             return Sampled(
-                asked, completions, samples, graded, truncated, turns, decoded
-            )
+                asked, completions, samples, graded, truncated, turns, decoded,
+                by_turn if self.config.grpo.turn_rewards else None,
+            )  # fmt: skip
         samples = sample(*asked[:2], 0)
         tokens, lengths = np.asarray(samples.tokens), np.asarray(samples.lengths)
         completions = Completions.of(*asked[:2], tokens, lengths)

@@ -17,7 +17,7 @@ class Minibatch(NamedTuple):
     """Values of N samples; log-probabilities [N, R] are of their sampled tokens."""
 
     completions: Completions
-    advantages: np.ndarray  # [N]
+    advantages: np.ndarray  # [N], or [N, R] of tokens
     old: np.ndarray  # before the rollout's first update, or SAME_WEIGHTS
     reference: np.ndarray | None  # under the initial weights
     supports: Supports | None  # what the tokens were drawn from; None: the vocabulary
@@ -78,16 +78,21 @@ class Minibatch(NamedTuple):
             return absent if values is None else iter(packed.place(part.spread(values)))
 
         old, reference, rollout = map(placed, (self.old, self.reference, self.rollout))
+        of_tokens = iter(())
+        if self.advantages.ndim > 1:
+            of_tokens = placed(self.advantages)
         correction, supports = placed(self.correction), itertools.repeat(None)
         if self.supports is not None:
             supports = self.supports.micro_batches(part, packed, kept)
         for i, batch in enumerate(part.batches(packed)):
             sequence = packed.micro_batches[i].sequence
-            advantages = self.advantages[sequence]
+            advantages = next(of_tokens, None)
+            if advantages is None:
+                advantages = self.advantages[sequence]
             if (dropping := next(correction)) is not None:
                 advantages = advantages * dropping
-            of_tokens = next(old), advantages, weights[sequence], next(reference)
-            rows = PolicyBatch(batch, *of_tokens, next(supports), next(rollout))
+            known = next(old), advantages, weights[sequence], next(reference)
+            rows = PolicyBatch(batch, *known, next(supports), next(rollout))
             if self.log_ratio is not None:
                 rows = rows._replace(sequence_log_ratio=self.log_ratio[sequence])
             yield rows, normalizer

@@ -52,6 +52,9 @@ class GrpoConfig:
     correction: Literal["tis", "mis", "icepop", "sequence_mask"] | None = None
     correction_low: float | None = None  # lower bound of the band; None: its own
     correction_high: float | None = None  # upper bound, or the cap; likewise
+    # with an environment, a turn's advantage compares the rewards from it on, with the
+    # group's conversations that have the turn; False: all rewards, for all turns
+    turn_rewards: bool = False
     mask_truncated: bool = False  # learn nothing from completions without an end
     # most further rollouts of a step for other prompts in the place of those whose
     # rewards are all equal, which tell nothing; 0: they stay

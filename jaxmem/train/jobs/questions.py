@@ -246,7 +246,8 @@ class Conversations(OwnPrompts):
         self._environments = Environments(
             config.environment, config.timeout, config.environment_errors
         )
-        self._replies = Replies(config, read[0], read[1].template, eos_ids)
+        tools = self._environments.tools
+        self._replies = Replies(config, read[0], read[1].template, eos_ids, tools)
         self._keep(prompts.load_prompts(config, read, self._environments))
 
     def play(self, asked: Asked, sample: Sample) -> tuple[Played, Graded]:
@@ -271,7 +272,7 @@ class Conversations(OwnPrompts):
         played = play(
             self._environments, opened, asked[:2], sample, self._replies, self._limits
         )
-        values = played.rewards.astype(np.float32)
+        values = played.by_turn.returns[:, 0]
         return played, Graded(values, (values >= 1).astype(np.float32))
 
 

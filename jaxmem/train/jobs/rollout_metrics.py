@@ -22,7 +22,7 @@ class Rollout(NamedTuple):
     samples: Samples  # without support_ids
     supports: Supports | None  # what the tokens were drawn from; None: the vocabulary
     graded: Graded
-    advantages: np.ndarray  # [N]
+    advantages: np.ndarray  # [N]; or [N, R] of tokens, where turns are compared
     truncated: np.ndarray  # [N] bool, completions without an end
     turns: np.ndarray  # [N] completions of a conversation
     resampled: int  # rollouts that were sampled besides, for groups that tell nothing

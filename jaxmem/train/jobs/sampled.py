@@ -1,6 +1,6 @@
 """Sampled completions with their rewards, and groups of them that tell something."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -9,6 +9,8 @@ import numpy as np
 from jaxmem.models.sampling import Samples
 from jaxmem.train.jobs.asked import Asked, Graded
 from jaxmem.train.jobs.rollouts import Completions
+
+Compare = Callable[[np.ndarray, np.ndarray], jax.Array]
 
 
 class Decoded(NamedTuple):
@@ -26,6 +28,22 @@ class Decoded(NamedTuple):
         return self.tokens / self.slots if self.slots else None
 
 
+class ByTurn(NamedTuple):
+    """Rewards of N conversations by turn."""
+
+    rewards: np.ndarray  # float32 [N, T]; 0 after the last turn
+    of_token: np.ndarray  # [N, R] number of the turn that a sampled token is of
+
+    @property
+    def returns(self) -> np.ndarray:
+        """[N, T] rewards of a turn and of those after it."""
+        return np.cumsum(self.rewards[:, ::-1], axis=1)[:, ::-1]
+
+    def select(self, rows: np.ndarray) -> "ByTurn":
+        """Those of the conversations of these numbers."""
+        return ByTurn(*(x[rows] for x in self))
+
+
 class Sampled(NamedTuple):
     """N completions, those of a prompt one after the other."""
 
@@ -36,11 +54,35 @@ class Sampled(NamedTuple):
     truncated: np.ndarray  # [N] bool, whether the last one has no end
     turns: np.ndarray  # [N] completions of a conversation
     decoded: Decoded  # for these and for completions that were not selected
+    by_turn: ByTurn | None = None  # where turns are compared, not conversations
 
     def tells(self, group_size: int) -> np.ndarray:
         """Which groups have rewards that differ: booleans, one a group."""
-        groups = self.graded.rewards.reshape(-1, group_size)
-        return (groups != groups[:, :1]).any(axis=1)
+        values = self.graded.rewards[:, None]
+        if self.by_turn is not None:
+            values = self.by_turn.returns
+        groups = values.reshape(-1, group_size, values.shape[1])
+        return (groups != groups[:, :1]).any(axis=(1, 2))
+
+    def advantages(self, group_size: int, compare: Compare) -> np.ndarray:
+        """Of completions [N]; or of tokens [N, R], where turns are compared.
+
+        A turn's advantage compares the rewards from it on with those of the group's
+        conversations that have this turn.
+
+        Args:
+            group_size: completions of a prompt.
+            compare: from rewards [..., group_size], and which of them there are.
+        """
+        rewards = self.graded.rewards.reshape(-1, group_size)
+        if self.by_turn is None:
+            return np.asarray(compare(rewards, np.ones_like(rewards, bool))).ravel()
+        returns = self.by_turn.returns
+        has_turn = np.arange(returns.shape[1]) < self.turns[:, None]
+        by_group = -1, group_size, returns.shape[1]
+        given = (x.reshape(by_group).swapaxes(1, 2) for x in (returns, has_turn))
+        compared = np.asarray(compare(*given)).swapaxes(1, 2).reshape(returns.shape)
+        return np.take_along_axis(compared, self.by_turn.of_token, axis=1)
 
     def select(self, rows: np.ndarray) -> "Sampled":
         """The completions of these numbers."""
@@ -53,12 +95,13 @@ class Sampled(NamedTuple):
             self.truncated[rows],
             self.turns[rows],
             self.decoded,
+            None if self.by_turn is None else self.by_turn.select(rows),
         )
 
     @classmethod
     def joined(cls, parts: Sequence["Sampled"]) -> "Sampled":
         """Those of several rollouts, one after the other."""
-        asked, completions, samples, graded, truncated, turns, decoded = zip(
+        asked, completions, samples, graded, truncated, turns, decoded, by_turn = zip(
             *parts, strict=True
         )
         names = graded[0].parts or {}
@@ -77,6 +120,7 @@ class Sampled(NamedTuple):
             np.concatenate(truncated),
             np.concatenate(turns),
             Decoded(*(sum(counts) for counts in zip(*decoded, strict=True))),
+            jax.tree.map(lambda *x: np.concatenate(x), *by_turn),
         )
 
 

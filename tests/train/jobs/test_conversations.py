@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from jaxmem import losses
 from jaxmem.data.environments import Conversation
 from jaxmem.data.records import DataError
 from jaxmem.data.rewards import RewardError
@@ -17,6 +18,9 @@ from jaxmem.train import config as configuration, jobs
 from jaxmem.train.history import read_history
 from jaxmem.train.jobs import grpo
 from jaxmem.train.jobs.conversations import Replies
+from jaxmem.train.jobs.minibatches import Minibatch
+from jaxmem.train.jobs.rollouts import Completions
+from jaxmem.train.jobs.sampled import Decoded, Sampled
 from jaxmem.train.metrics import PolicyMetrics
 from tests.cases import slow
 from tests.checkpoints import texts
@@ -155,6 +159,94 @@ def test_tokens_are_appended_and_only_the_model_s_are_learned():
     assert {int(x) for x in played.turns} == {1, 2, 3}
 
 
+def test_turns_are_compared_by_what_follows_from_each():
+    reader = Reader("task.held_out=0.0", "grpo.turn_rewards=True")
+    asked = reader.task.ask(0, 16)
+    played, graded = reader.play(asked, [[A, END], [A, B, END], [B, END]])
+    rng = np.random.default_rng(0)
+    drawn = rng.random(played.by_turn.rewards.shape).astype("f4")
+    by_turn = played.by_turn._replace(
+        rewards=np.where(np.arange(3) < played.turns[:, None], drawn, 0)
+    )
+    np.testing.assert_allclose(played.by_turn.returns[:, 0], graded.rewards)
+    samples, lengths = played.samples, played.samples.lengths
+    made = Completions.of(*asked[:2], samples.tokens, lengths, samples.mask)
+    sampled = Sampled(
+        asked, made, samples, graded, played.truncated, played.turns, Decoded(0, 0),
+        by_turn,
+    )  # fmt: skip
+    sampled = Sampled.joined(
+        [sampled.select(np.arange(8)), sampled.select(np.r_[8:16])]
+    )
+    got = sampled.advantages(
+        8, lambda rewards, where: losses.grpo_advantages(rewards, where=where)
+    )
+    assert sampled.tells(8).all() and got.shape == samples.tokens.shape
+    for i in range(16):
+        group = [j for j in range(16) if j // 8 == i // 8]
+        for turn in range(played.turns[i]):
+            after = [
+                by_turn.rewards[j, turn:].sum(dtype=float)
+                for j in group
+                if played.turns[j] > turn
+            ]
+            own = by_turn.rewards[i, turn:].sum(dtype=float)
+            spread = np.std(after, ddof=1) if len(after) > 1 else 1
+            here = samples.mask[i] & (by_turn.of_token[i] == turn)
+            assert here.sum() == [2, 3, 2][turn]
+            wanted = (own - np.mean(after)) / (spread + 1e-6)
+            np.testing.assert_allclose(got[i, here], wanted, atol=1e-4)
+    # Each token of a micro-batch has its own.
+    learned = Minibatch(made, got, samples.logprobs, None, None)
+    kept, placed = learned.kept(reader.config, 1, 0), []
+    for rows, _ in learned.micro_batches(reader.config, kept):
+        placed += rows.advantages[rows.batch.labels >= 0].tolist()
+    np.testing.assert_allclose(sorted(placed), sorted(got[samples.mask]))
+
+
+SCHEMA = [{"type": "function", "function": {"name": "bc", "parameters": {}}}]
+
+
+def test_schemas_of_tools_reach_the_template():
+    template = TEMPLATE.replace(
+        "{{ bos_token }}",
+        "{{ bos_token }}{% if tools %}{{ tools[0].function.name }}{% endif %}",
+    )
+    pathlib.Path("tools.jinja").write_text(template)
+    words = ENVIRONMENT.replace('if record["plain"] else', "if False else")
+    words = words.replace('if self.record["plain"] else', "if False else")
+    pathlib.Path("envs.py").write_text(words + f"    tools = {SCHEMA}\n")
+    reader = Reader("task.chat_template=tools.jinja", "task.held_out=0.0")
+    asked = reader.task.ask(0, 8)
+    for item in asked.items:
+        said = f"bcu {item.prompt[0]['content']} a "
+        assert item.ids.tolist() == [1, *encoded(said)]
+    played, _ = reader.play(asked, [[A, END]] * 3)
+    assert (played.turns == [min(x.columns["turns"], 3) for x in asked.items]).all()
+    # A template may write them in every turn.
+    every = template.replace("{{ ' a ' }}", "{{ tools | tojson }}")
+    pathlib.Path("tools.jinja").write_text(every)
+    reader = Reader("task.chat_template=tools.jinja", "task.max_prompt_tokens=200")
+    with pytest.raises(RewardError, match="a reply has .* tokens"):
+        reader.play(reader.task.ask(0, 8), [[A, END]] * 3)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("tools = {'name': 'bc'}", "envs.py:Vowels.tools must be a list of schemas"),
+        (
+            f"tools = {SCHEMA}",
+            "returned a string; with tools it must be messages",
+        ),
+    ],
+)
+def test_tools_that_no_template_gets_are_refused(line, message):
+    pathlib.Path("envs.py").write_text(f"{ENVIRONMENT}    {line}\n")
+    with pytest.raises(RewardError, match=message):
+        Reader()
+
+
 def test_a_completion_without_an_end_ends_its_conversation():
     reader = Reader()
     played, graded = reader.play(reader.task.ask(0, 8), [[A, A, A, A]] * 3)
@@ -163,8 +255,6 @@ def test_a_completion_without_an_end_ends_its_conversation():
 
 
 def test_labels_are_the_model_s_tokens_in_every_micro_batch():
-    from jaxmem.train.jobs.rollouts import Completions
-
     reader = Reader()
     asked = reader.task.ask(0, 8)
     played, _ = reader.play(asked, [[A, END], [A, B, END], [B, END]])
@@ -187,6 +277,7 @@ def test_labels_are_the_model_s_tokens_in_every_micro_batch():
     [
         [],
         slow(["sampling.top_k=5"]),
+        slow(["grpo.turn_rewards=True"]),
         slow(["grpo.token_fraction=0.7", "grpo.loss=gspo"]),
     ],
     ids=str,
@@ -264,9 +355,7 @@ def test_completions_of_a_prompt_share_it():
 
 def replies(template, end="</s>"):
     tokenizer = texts.tokenizer()
-    rendered = SimpleNamespace(
-        render=lambda messages, add_generation_prompt: template(messages)
-    )
+    rendered = SimpleNamespace(render=lambda messages, **_: template(messages))
     config = TaskConfig(source="x.jsonl", environment="calculator")
     made = Replies(config, tokenizer, lambda: rendered, (2,))
     made._ends = [end]
@@ -300,6 +389,15 @@ def test_a_template_that_looks_back_is_refused():
         (["task.source=arithmetic"], "environment must be None for task.source='arit"),
         (["task.environment_errors=ignore"], "environment_errors must be 'raise' or"),
         (["task.max_turns=0"], "task.max_turns must be"),
+        (
+            [
+                "grpo.turn_rewards=True",
+                "task.environment=None",
+                "task.max_turns=4",
+                "task.max_reply_tokens=64",
+            ],
+            "grpo.turn_rewards=True needs a task.environment",
+        ),
         (["grpo.row_lengths=(32,)"], "grpo.row_lengths=(32,) must reach 43, the long"),
     ],
 )
