@@ -66,8 +66,8 @@ class _Frame(NamedTuple):
 def _ticks(low: float, high: float) -> list[float]:
     """A few round numbers between two others, which may be equal."""
     if high - low < 1e-9 * max(abs(low), abs(high), 1e-300):
-        margin = abs(low) * 0.1 or 1.0
-        low, high = low - margin, high + margin
+        margin = abs(low) * 0.1
+        low, high = low - margin, high + margin or 1.0
     rough = (high - low) / 4
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(m * power for m in (1, 2, 5, 10) if m * power >= rough * 0.999)

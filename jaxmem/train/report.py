@@ -6,7 +6,9 @@ metrics.jsonl, summary.json, eval.json, samples.jsonl and settings.gin.
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import re
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +21,11 @@ from jaxmem.train.charts import Line
 
 _MIB = 2**20
 _LARGEST = 1e300  # differences of larger numbers may overflow
+_HEADS = {"fused": "without logits", "materialised": "with logits"}
+# What a run is of: settings that are not None.
+_SUBJECT = re.compile(
+    r"^((?:run\.job|model\.checkpoint|data\.source|task\.source) = (?!None).+)$", re.M
+)
 _MOST_SURPRISE = 6.0  # nats; a token of this or more has the strongest colour
 
 
@@ -27,18 +34,19 @@ class _Panel(NamedTuple):
 
     title: str
     fields: Mapping[str, str]
+    best: Callable = min  # of values on held-out data
 
 
 _PANELS = (
-    _Panel("Reward", {"mean": "reward", "held out": "held_out_reward"}),
+    _Panel("Reward", {"mean": "reward", "held out": "held_out_reward"}, max),
     _Panel("Loss", {"training": "loss", "held out": "held_out_loss"}),
     _Panel(
         "Divergence from the teacher, nats",
         {"training": "divergence", "held out": "held_out_divergence"},
     ),
     _Panel("Cross-entropy, nats", {"training": "ce", "held out": "held_out_ce"}),
-    _Panel("Reward margin", {"training": "margin", "held out": "held_out_margin"}),
-    _Panel("Accuracy", {"training": "accuracy", "held out": "held_out_accuracy"}),
+    _Panel("Reward margin", {"training": "margin", "held out": "held_out_margin"}, max),
+    _Panel("Accuracy", {"training": "accuracy", "held out": "held_out_accuracy"}, max),
     _Panel("Entropy of the policy, nats", {"": "entropy"}),
     _Panel("KL to the initial weights, nats", {"": "kl"}),
     _Panel("Length of completions, tokens", {"": "response_length"}),
@@ -115,9 +123,11 @@ def write(out_dir: Path) -> None:
         return
     summary = next(_objects(out_dir / "summary.json", whole=True), {})
     samples = [x for x in _objects(out_dir / "samples.jsonl") if _is_sample(x)]
-    settings = out_dir / "settings.gin"
+    settings, all_settings = out_dir / "settings.gin", out_dir / "operative.gin"
     evaluated = next(_objects(out_dir / "eval.json", whole=True), {})
     text = settings.read_text("utf-8") if settings.exists() else ""
+    whole = all_settings.read_text("utf-8") if all_settings.exists() else ""
+    summary = {"subject": ", ".join(_SUBJECT.findall(whole))} | summary
     page = "".join(
         _page(out_dir.resolve().name, steps, summary, evaluated, samples, text)
     )
@@ -161,7 +171,10 @@ def _page(
     )
     device = f" on {summary['device']}" if "device" in summary else ""
     yield f"<p>step {steps[-1]['step']:,}{escape(device)}, jaxmem {__version__}</p>"
-    yield f'<section class="tiles">{"".join(_tiles(steps))}</section>'
+    if summary.get("subject"):
+        yield f"<p>{escape(str(summary['subject']))}</p>"
+    cards = "".join([*_results(steps), *_tiles(steps)])
+    yield f'<section class="tiles">{cards}</section>'
     yield from _benchmarks(evaluated.get("results") or {})
     yield f'<h2>By step</h2><section class="charts">{"".join(_charts(steps))}</section>'
     yield from _memory(summary.get("memory"))
@@ -199,17 +212,41 @@ def _is_sample(sample: Mapping[str, Any]) -> bool:
     return texts and rewarded and numbers and len(tokens) == len(logprobs)
 
 
+def _results(steps: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """What a run has come to on held-out data, and how long it took."""
+    for panel in _PANELS:
+        points = _points(steps, panel.fields.get("held out", ""))
+        if points:
+            step, best = panel.best(points, key=lambda point: point[1])
+            note = f"best {charts.number(best)}, step {int(step):,}"
+            yield _card(f"{panel.title}, held out", charts.number(points[-1][1]), note)
+    seconds = [value for _, value in _points(steps, "seconds")]
+    if seconds:
+        each = f"{charts.number(statistics.median(seconds))} s a step (median)"
+        yield _card("Time of all steps", _duration(sum(seconds)), each)
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes >= 60:
+        return f"{minutes // 60:,} h {minutes % 60} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
 def _tiles(steps: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """The last value of each first line, and the first."""
     for panel in _PANELS:
         points = _points(steps, next(iter(panel.fields.values())))
         if points:
-            first, last = points[0][1], points[-1][1]
-            yield (
-                f'<div class="card"><span>{escape(panel.title)}</span>'
-                f"<b>{charts.number(last)}</b><span>from {charts.number(first)}"
-                "</span></div>"
-            )
+            first, last = (charts.number(points[i][1]) for i in (0, -1))
+            yield _card(panel.title, last, f"from {first}")
+
+
+def _card(title: str, value: str, note: str) -> str:
+    return (
+        f'<div class="card"><span>{escape(title)}</span><b>{value}</b>'
+        f"<span>{escape(note)}</span></div>"
+    )
 
 
 def _charts(steps: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -269,7 +306,7 @@ def _memory(memory: Any) -> Iterator[str]:
     sizes = {}
     with contextlib.suppress(LookupError, TypeError, AttributeError):  # a damaged file
         sizes = {
-            f"{name}, {label}": cost[part]["temporary"] / _MIB
+            f"{label} {_HEADS.get(name, name)}": cost[part]["temporary"] / _MIB
             for part, label in (("head", "head alone"), ("step", "train step"))
             for name, cost in memory.items()
         }

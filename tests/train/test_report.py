@@ -92,7 +92,8 @@ def test_a_page_is_whole_html_without_network(run):
     shown = " ".join(page.texts)
     for part in (
         "run <1>", "step 9", "NVIDIA H200", "Reward", "held out", "Entropy", "Tokens c",
-        "Learning rate", "Tokens per second", "Reward: right", "fused, head alone",
+        "Learning rate", "Tokens per second", "Reward: right",
+        "head alone without logits",
         "<script>alert(1)</script> & so on", "task.stop = '</s>'", "↵", "1 MiB",
     ):  # fmt: skip
         assert part in shown, part
@@ -112,10 +113,15 @@ def test_a_supervised_run_has_what_it_measured(tmp_path):
     ]
     lines = [json.dumps(step._asdict()) + "\n" for step in steps]
     (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    settings = "data.source = 'a.jsonl'\nmodel.checkpoint = None\nrun.job = 'sft'\n"
+    (tmp_path / "operative.gin").write_text(settings)
     report.write(tmp_path)
     page = Page((tmp_path / "report.html").read_text("utf-8"))
     titles = [v for k, v in page.attributes if k == "aria-label"]
     assert titles == ["Loss", "Learning rate", "Tokens per second"]  # no NaN
+    shown = " ".join(page.texts)
+    assert "data.source = 'a.jsonl', run.job = 'sft' Loss, held out 4.5" in shown
+    assert "4.5 best 4.5, step 2 Time of all steps 0 s 0.1 s a step (median)" in shown
     assert "Samples of the last rollout" not in page.texts
 
 
