@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from jaxmem.core import messages
 from jaxmem.core.ranges import integers
 from jaxmem.models.config import RANGES, ModelConfig
 from jaxmem.models.decoder import Decoder
-from jaxmem.models.lora import TARGETS, is_adapter
+from jaxmem.models.lora import SAVED, TARGETS, is_adapter
 
 _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _RANK = integers(1, limit=2**16)
@@ -31,9 +32,7 @@ _PREFIX = "base_model.model."
 _PLAIN = {
     "bias": ("none",),
     "fan_in_fan_out": (False,),
-    "use_rslora": (False,),
     "use_dora": (False,),
-    "modules_to_save": (None, []),
     "rank_pattern": ({}, None),
     "alpha_pattern": ({}, None),
     "layers_to_transform": (None,),
@@ -156,34 +155,107 @@ def with_adapter(
         value = reader.raw.get(key, plain[0])
         if value not in plain:
             raise reader.error(f"{key}={messages.short(value)} is not implemented")
-    known = _modules(family)
-    modules = _target_modules(reader, (*known.values(), "lm_head"))
-    return dataclasses.replace(
-        model,
-        lora_rank=reader.take("r", int, within=_RANK),
-        lora_alpha=reader.take("lora_alpha", float, within=RANGES["lora_alpha"]),
-        lora_targets=tuple(t for t, name in known.items() if name in modules),
-        lora_head="lm_head" in modules,
-    )
-
-
-def _target_modules(reader: Reader, known: tuple[str, ...]) -> list[str]:
-    """Names of the target modules; a string would be a pattern."""
-    if isinstance(reader.raw.get("target_modules"), str):
-        raise reader.error(
-            f"target_modules [{messages.short(reader.raw['target_modules'])}] are not "
-            "implemented as a pattern; list the modules' names"
+    rank = reader.take("r", int, within=_RANK)
+    alpha = reader.take("lora_alpha", float, within=RANGES["lora_alpha"])
+    if reader.raw.get("use_rslora"):  # scaled by alpha / sqrt(r)
+        alpha *= rank**0.5
+    targets, head = _targets(reader, names.Naming(family, model))
+    try:
+        return dataclasses.replace(
+            model,
+            lora_rank=rank,
+            lora_alpha=alpha,
+            lora_targets=targets,
+            lora_head=head,
+            lora_saved=_saved(reader, family),
         )
-    modules = reader.strings("target_modules")
-    unknown = sorted(set(modules) - set(known))
+    except ValueError as error:
+        raise reader.error(str(error)) from error
+
+
+def _targets(reader: Reader, naming: names.Naming) -> tuple[tuple[str, ...], bool]:
+    """Those of `lora_targets` that PEFT's modules are, and whether the head is one."""
+    known = _modules(naming.family)
+    every = ", ".join((*known.values(), "lm_head"))
+    modules = _module_names(reader, "target_modules")
+    excluded = _module_names(reader, "exclude_modules")
+    keys = {
+        target: [
+            name.removesuffix(".weight")
+            for name in naming(f"{_module(target)}/kernel").names
+        ]
+        for target in known
+    }
+    keys["head"] = ["lm_head"]
+    if not isinstance(modules, str):
+        flat = [key for some in keys.values() for key in some]
+        unknown = sorted({m for m in modules if not any(_is(m, key) for key in flat)})
+        if unknown:
+            raise reader.error(
+                f"target_modules [{messages.listing(unknown)}] are not implemented; "
+                f"known are {every}"
+            )
+    chosen = []
+    for target, some in keys.items():
+        of_layers = {
+            _matches(modules, key) and not _matches(excluded, key) for key in some
+        }
+        if len(of_layers) > 1:
+            raise reader.error(
+                f"target_modules {messages.short(modules)} are {known[target]} of some "
+                "layers alone, which is not implemented"
+            )
+        chosen += [target] if of_layers.pop() else []
+    if not chosen:
+        raise reader.error(f"target_modules must name some of {every}")
+    head = "head" in chosen
+    return tuple(chosen[:-1] if head else chosen), head
+
+
+def _module_names(reader: Reader, key: str) -> str | list[str]:
+    """PEFT's modules: a regular expression, "all-linear", or ends of names."""
+    if not isinstance(value := reader.raw.get(key), str):
+        return reader.strings(key)
+    try:
+        re.compile(value)
+    except re.error as error:
+        raise reader.error(f"{key} {messages.short(value)}: {error}") from error
+    return value
+
+
+def _matches(modules: str | list[str], key: str) -> bool:
+    if modules == "all-linear":  # of PEFT: but for the head
+        return key != "lm_head"
+    if isinstance(modules, str):
+        return re.fullmatch(modules, key) is not None
+    return any(_is(module, key) for module in modules)
+
+
+def _is(module: str, key: str) -> bool:
+    return key == module or key.endswith(f".{module}")
+
+
+def _savable(family: Family) -> dict[str, str]:
+    """Names of `lora_saved` by PEFT's names of their modules."""
+    found = {}
+    for name, path in SAVED.items():
+        tensor = family.names.get(path) or family.names.get(path.rpartition("/")[0])
+        if tensor is not None:
+            found[tensor.removesuffix(".weight").rpartition(".")[2]] = name
+    return found
+
+
+def _saved(reader: Reader, family: Family) -> tuple[str, ...]:
+    """The matrices that are in the adapter whole."""
+    known = _savable(family)
+    modules = reader.strings("modules_to_save")
+    unknown = sorted(set(modules) - known.keys())
     if unknown:
         raise reader.error(
-            f"target_modules [{messages.listing(unknown)}] are not implemented; known "
+            f"modules_to_save [{messages.listing(unknown)}] are not implemented; known "
             f"are {', '.join(known)}"
         )
-    if not modules:
-        raise reader.error(f"target_modules must name some of {', '.join(known)}")
-    return modules
+    return tuple(name for module, name in known.items() if module in modules)
 
 
 def read_adapter(
@@ -205,6 +277,9 @@ def read_adapter(
     tensors = Tensors(Path(os.path.expanduser(directory)), _TENSORS)
     weights = {}
     for path, like in wanted.items():
+        if not is_adapter(path):
+            weights[path] = _read_whole(tensors, naming(path), path, like)
+            continue
         stored, order = _stored(path, naming)
         shape = like.shape[-2:]
         parts = [
@@ -214,6 +289,16 @@ def read_adapter(
         whole = whole if order is None else whole[..., np.array(order)]
         weights[path] = jnp.asarray(whole, like.dtype)
     return weights
+
+
+def _read_whole(
+    tensors: Tensors, stored: names.Stored, path: str, like: Any
+) -> jnp.ndarray:
+    """A matrix of `modules_to_save`."""
+    (name,) = stored.names
+    stored = stored._replace(names=(_PREFIX + name,))
+    read = names.reader(tensors, stored, path, like)
+    return jnp.asarray(read((slice(None),) * len(like.shape)))
 
 
 def _stored(
@@ -235,7 +320,11 @@ def _tensors(decoder: Decoder, family: Family) -> Iterator[tuple[str, np.ndarray
     weights = nnx.to_pure_dict(nnx.split(decoder)[1])
     flat: dict[str, Any] = dict(traverse_util.flatten_dict(weights, sep="/"))
     naming = names.Naming(family, decoder.config)
+    whole_ones = {SAVED[name] for name in decoder.config.lora_saved}
     for path, weight in flat.items():
+        if path in whole_ones:
+            (name,), matrix = naming(path).names, whole(weight, None)
+            yield _PREFIX + name, matrix.T if naming(path).transposed else matrix
         if not is_adapter(path):
             continue
         stored, order = _stored(path, naming)
@@ -248,6 +337,9 @@ def _tensors(decoder: Decoder, family: Family) -> Iterator[tuple[str, np.ndarray
 def _peft_config(config: ModelConfig, family: Family, base: str) -> dict[str, Any]:
     known = _modules(family)
     modules = [known[target] for target in config.lora_targets]
+    saved = [
+        module for module, name in _savable(family).items() if name in config.lora_saved
+    ]
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -260,7 +352,7 @@ def _peft_config(config: ModelConfig, family: Family, base: str) -> dict[str, An
         "fan_in_fan_out": False,
         "use_rslora": False,
         "use_dora": False,
-        "modules_to_save": None,
+        "modules_to_save": saved or None,
         "inference_mode": True,
         "init_lora_weights": True,
     }

@@ -101,10 +101,11 @@ def load(
     weights = _read_weights(config, model, sharding)
     definition, state = nnx.split(_abstract(model, head, policy))
     if adapter is not None:
+        whole = {lora.SAVED[name] for name in model.lora_saved}
         wanted = {
             k: v
             for k, v in _flat(nnx.to_pure_dict(state)).items()
-            if lora.is_adapter(k)
+            if lora.is_adapter(k) or k in whole
         }
         read = read_adapter(adapter, names.Naming(config.family, model), wanted)
         added = traverse_util.unflatten_dict(read, sep="/")
@@ -332,6 +333,7 @@ def merge(decoder: Decoder) -> Decoder:
         config,
         lora_rank=0,
         lora_head=False,
+        lora_saved=(),
         tied=config.tied and not config.lora_head,
     )
     definition = nnx.split(_abstract(plain, policy=decoder.policy))[0]
@@ -362,6 +364,8 @@ def with_checkpoint(model: ModelConfig) -> ModelConfig:
             "adapters of them; name others, or set model.lora_rank=0"
         )
     read = config.model
+    if model.lora_saved and read.tied:
+        raise ValueError(f"model.lora_saved {lora.UNTIED}")
     choices, default = _choices(model), ModelConfig()
     for field in dataclasses.fields(model):
         ours, theirs = getattr(model, field.name), getattr(read, field.name)
@@ -377,7 +381,7 @@ def with_checkpoint(model: ModelConfig) -> ModelConfig:
 def _choices(model: ModelConfig) -> dict[str, Any]:
     """The fields that the user chooses, independent of the checkpoint."""
     free = ("dtype", "param_dtype", "attention", "checkpoint", "lora_rank")
-    free += ("lora_alpha", "lora_targets", "lora_head")
+    free += ("lora_alpha", "lora_targets", "lora_head", "lora_saved")
     return {name: getattr(model, name) for name in free}
 
 

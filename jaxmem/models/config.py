@@ -171,6 +171,8 @@ class ModelConfig:
     # matrices of a block with adapters; "gate", "up" and "down" are possible too
     lora_targets: tuple[str, ...] = ("query", "key", "value", "output")
     lora_head: bool = False  # whether the head has an adapter too
+    # "embed" and "head", if these are trained whole and saved with the adapters
+    lora_saved: tuple[str, ...] = ()
 
     def __post_init__(self):
         """Raise a ValueError that names a field whose size cannot be built."""
@@ -194,9 +196,7 @@ class ModelConfig:
         _check_choice(self, "param_dtype", DTYPES)
         self._check_attention()
         self._check_experts()
-        problem = lora.check(
-            self.lora_rank, self.lora_alpha, self.lora_targets, self.lora_head
-        )
+        problem = lora.check(self)
         if problem is not None:
             raise ValueError(f"ModelConfig.{problem}")
         if self.lora_rank and not self.gated and "gate" in self.lora_targets:

@@ -8,7 +8,7 @@ Reference: Hu et al., "LoRA", 2021, arXiv:2106.09685.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -19,7 +19,7 @@ from jaxmem.heads.nnx import LMHead
 from jaxmem.heads.verbs import Weights
 
 TARGETS = ("query", "key", "value", "output", "gate", "up", "down")
-TRAINABLE = "(^|/)lora_[ab]$"  # for `optimizer.trainable`
+SAVED = {"embed": "embed/embedding", "head": "head/kernel"}  # weights by name
 
 
 class LoraOptions(Protocol):
@@ -34,6 +34,9 @@ class LoraOptions(Protocol):
     def lora_alpha(self) -> float:
         """The scale of A B, multiplied by the rank."""
         ...
+
+
+UNTIED = "is for a head with a matrix of its own (tied=False)"
 
 
 def _scale(options: LoraOptions) -> float:
@@ -116,6 +119,12 @@ class LoraHead(LMHead):
         return hidden, weights._replace(head=head)
 
 
+def trainable(saved: Sequence[str]) -> str:
+    """The `optimizer.trainable` of adapters, and of the matrices saved with them."""
+    whole = "".join(f"|^{SAVED[name]}$" for name in saved)
+    return "(^|/)lora_[ab]$" + whole
+
+
 def is_adapter(path: str) -> bool:
     """Whether a weight's name, like "head/lora_a", is that of an adapter."""
     return path.rpartition("/")[2] in ("lora_a", "lora_b")
@@ -157,8 +166,12 @@ def merged(
     return traverse_util.unflatten_dict(out, sep="/")
 
 
-def check(rank: int, alpha: float, targets: tuple[str, ...], head: bool) -> str | None:
-    """The reason why such adapters are impossible; None if they are possible."""
+def check(options: Any) -> str | None:
+    """The reason why a model's adapters are impossible; None if they are possible."""
+    rank, alpha = options.lora_rank, options.lora_alpha
+    targets, head, saved = (
+        options.lora_targets, options.lora_head, options.lora_saved,
+    )  # fmt: skip
     if rank < 0:
         return f"lora_rank must be 0 (none) or more, got {rank}"
     if alpha <= 0:
@@ -168,6 +181,13 @@ def check(rank: int, alpha: float, targets: tuple[str, ...], head: bool) -> str 
         return f"lora_targets must be among {', '.join(TARGETS)}, got {unknown[0]!r}"
     if rank and not (targets or head):
         return "lora_targets must name a matrix, where lora_head is False"
-    if head and not rank:
-        return "lora_head needs a lora_rank above 0"
+    if (head or saved) and not rank:
+        return f"{'lora_head' if head else 'lora_saved'} needs a lora_rank above 0"
+    unknown = [name for name in saved if name not in SAVED]
+    if unknown:
+        return f"lora_saved must be among {', '.join(SAVED)}, got {unknown[0]!r}"
+    if saved and options.tied and options.checkpoint is None:
+        return f"lora_saved {UNTIED}"
+    if head and "head" in saved:
+        return "lora_saved has 'head', which cannot have an adapter (lora_head) too"
     return None

@@ -131,22 +131,33 @@ def in_bfloat16(kind, directory, tokens):
         return model(torch.from_numpy(tokens)).logits.float().numpy()
 
 
-def adapt(directory, seed=100):
-    """A PEFT adapter of every matrix and the head, and the logits with it."""
-    modules = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj lm_head".split()
-    config = peft.LoraConfig(r=3, lora_alpha=5, target_modules=modules)
+ADAPTERS = {
+    "adapter": dict(
+        target_modules="q_proj k_proj v_proj o_proj gate_proj up_proj down_proj "
+        "lm_head".split()
+    ),
+    "whole": dict(
+        target_modules="all-linear", use_rslora=True,
+        modules_to_save=["embed_tokens", "lm_head"],
+    ),
+}  # fmt: skip
+
+
+def adapt(directory, name, seed=100):
+    """A PEFT adapter, and the logits with it."""
+    config = peft.LoraConfig(r=3, lora_alpha=5, **ADAPTERS[name])
     base = tf.AutoModelForCausalLM.from_pretrained(
         directory, attn_implementation="eager"
     )
     model = peft.get_peft_model(base, config).eval()
     generator = torch.Generator().manual_seed(seed)
-    for name, weight in model.named_parameters():
-        if "lora_" in name:
+    for parameter, weight in model.named_parameters():
+        if "lora_" in parameter or "modules_to_save" in parameter:
             weight.data = 0.3 * torch.randn(weight.shape, generator=generator)
-    model.save_pretrained(directory / "adapter")
-    np.savez_compressed(directory / "adapter" / "expected.npz", **expected(model))
-    (directory / "adapter" / "README.md").unlink()
-    said = directory / "adapter" / "adapter_config.json"
+    model.save_pretrained(directory / name)
+    np.savez_compressed(directory / name / "expected.npz", **expected(model))
+    (directory / name / "README.md").unlink()
+    said = directory / name / "adapter_config.json"
     config = json.loads(said.read_text()) | {"base_model_name_or_path": directory.name}
     said.write_text(json.dumps(config, indent=2) + "\n")
 
@@ -164,7 +175,8 @@ def main():
         np.savez_compressed(directory / "expected.npz", **made)
         (directory / "generation_config.json").unlink()
         if name == "qwen3":
-            adapt(directory)
+            for name in ADAPTERS:
+                adapt(directory, name)
         print(name, sum(file.stat().st_size for file in directory.iterdir()))
 
 

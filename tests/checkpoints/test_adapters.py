@@ -13,12 +13,12 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 from jaxmem import checkpoints
-from jaxmem.checkpoints import CheckpointError
+from jaxmem.checkpoints import CheckpointError, adapters
 from jaxmem.models.decoder import Decoder
 from jaxmem.models.weights import join_weights
 
 QWEN3 = pathlib.Path(__file__).parent / "tiny" / "qwen3"
-ADAPTER = QWEN3 / "adapter"
+ADAPTER, WHOLE = QWEN3 / "adapter", QWEN3 / "whole"
 
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -51,6 +51,74 @@ def test_numbers_are_pefts(decoder):
     np.testing.assert_allclose(got, picked, atol=2e-4 * scale)
     plain = np.load(QWEN3 / "expected.npz")["logits"]
     assert np.abs(logits - plain).max() > 0.1 * scale  # the adapter does something
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """Of rslora, "all-linear", and modules_to_save."""
+    return checkpoints.load(
+        QWEN3, dtype="float32", param_dtype="float32", adapter=WHOLE
+    )
+
+
+def test_numbers_of_a_scaled_adapter_with_whole_matrices(whole, tmp_path):
+    expected = np.load(WHOLE / "expected.npz")
+    tokens, logits = jnp.asarray(expected["tokens"]), expected["logits"]
+    assert whole.config.lora_saved == ("embed", "head")
+    assert len(whole.config.lora_targets) == 7 and not whole.config.lora_head
+    hidden, atol = hidden_states(whole, tokens), 1e-4 * np.abs(logits).max()
+    np.testing.assert_allclose(whole.logits(hidden), logits, atol=atol)
+    merged = checkpoints.merge(whole)
+    again = merged.logits(hidden_states(merged, tokens))
+    np.testing.assert_allclose(again, logits, atol=atol)
+    # What is saved has the same matrices, and the scale of rslora as one of LoRA.
+    checkpoints.save_adapter(tmp_path / "out", whole, base=str(QWEN3))
+    before, after = (
+        load_file(directory / "adapter_model.safetensors")
+        for directory in (WHOLE, tmp_path / "out")
+    )
+    assert before.keys() == after.keys()
+    for name, tensor in after.items():
+        np.testing.assert_array_equal(tensor, before[name])
+    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert sorted(config["modules_to_save"]) == ["embed_tokens", "lm_head"]
+    assert config["lora_alpha"] / config["r"] == pytest.approx(5 / 3**0.5)
+    reloaded = checkpoints.load(
+        QWEN3, dtype="float32", param_dtype="float32", adapter=tmp_path / "out"
+    )
+    assert reloaded.config == whole.config
+    np.testing.assert_array_equal(
+        reloaded.logits(hidden_states(reloaded, tokens)), whole.logits(hidden)
+    )
+
+
+@pytest.mark.parametrize(
+    ("modules", "excluded", "targets"),
+    [
+        ("all-linear", None, "query key value output gate up down"),
+        (r".*\.self_attn\.(q|v)_proj", None, "query value"),
+        (r".*_proj|lm_head", None, "query key value output gate up down head"),
+        (["self_attn.q_proj", "lm_head"], None, "query head"),
+        ("all-linear", ["down_proj"], "query key value output gate up"),
+        ("all-linear", r".*mlp.*", "query key value output"),
+    ],
+)
+def test_modules_that_patterns_name(modules, excluded, targets, tmp_path):
+    change = {"target_modules": modules, "exclude_modules": excluded}
+    source = changed(tmp_path, change)
+    model = adapters.with_adapter(
+        checkpoints.read_config(QWEN3).model, checkpoints.read_config(QWEN3).family,
+        source,
+    )  # fmt: skip
+    assert [*model.lora_targets, *["head"] * model.lora_head] == targets.split()
+
+
+def changed(tmp_path, change, source=ADAPTER):
+    """A copy of an adapter with another config."""
+    made = pathlib.Path(shutil.copytree(source, tmp_path / "adapter"))
+    config = json.loads((made / "adapter_config.json").read_text())
+    (made / "adapter_config.json").write_text(json.dumps(config | change))
+    return made
 
 
 def test_saving_gives_the_same_adapter_back(decoder, tmp_path):
@@ -106,7 +174,11 @@ def test_a_new_adapter_changes_no_number_and_the_tied_head_takes_one(tmp_path):
         (dict(use_dora=True), "use_dora=True is not implemented"),
         (dict(rank_pattern={"q_proj": 2}), "rank_pattern={'q_proj': 2} is not imple"),
         (dict(target_modules=["c_attn"]), r"target_modules \['c_attn'\] are not impl"),
-        (dict(target_modules="all-linear"), r"target_modules \['all-linear'\] are not"),
+        (dict(target_modules=".*layers.0.*"), r"are q_proj of some layers alone, whi"),
+        (dict(target_modules="("), r"target_modules '\(': missing \), unterminated"),
+        (dict(exclude_modules=".*"), "target_modules must name some of q_proj"),
+        (dict(modules_to_save=["norm"]), r"modules_to_save \['norm'\] are not impl"),
+        (dict(modules_to_save=["lm_head"]), "lora_saved has 'head', which cannot have"),
         (dict(r=0), "r must be at least 1, got 0"),
         (dict(r="x"), "r must be int, got 'x'"),
         (dict(r=2.5), "r must be int, got 2.5"),
@@ -127,9 +199,7 @@ def test_a_new_adapter_changes_no_number_and_the_tied_head_takes_one(tmp_path):
     ],
 )
 def test_other_adapters_are_refused(change, message, tmp_path):
-    source = pathlib.Path(shutil.copytree(ADAPTER, tmp_path / "adapter"))
-    config = json.loads((source / "adapter_config.json").read_text())
-    (source / "adapter_config.json").write_text(json.dumps(config | change))
+    source = changed(tmp_path, change)
     with pytest.raises(CheckpointError, match=message):
         checkpoints.load(QWEN3, adapter=source)
 

@@ -114,9 +114,11 @@ def test_supervised_training_starts_from_a_checkpoint_and_leaves_one(directory):
     assert again.history[0].loss < result.history[-1].loss
 
 
-def test_adapters_train_with_the_base_frozen(directory):
+@pytest.mark.parametrize("whole", [False, True], ids=["head adapted", "saved whole"])
+def test_adapters_train_with_the_base_frozen(whole, directory):
     model = texts.checkpoint("qwen3", directory)
-    named = f"model.checkpoint={model}", *ADAPTED, "model.lora_head=True"
+    head = "model.lora_saved=('embed','head')" if whole else "model.lora_head=True"
+    named = f"model.checkpoint={model}", *ADAPTED, head
     result, shown = trained("sft", *named, "run.out_dir=run")
     assert result.history[-1].loss < result.history[0].loss - 0.1
     assert "saved in run/adapter" in shown
@@ -125,8 +127,13 @@ def test_adapters_train_with_the_base_frozen(directory):
     )
     base = checkpoints.load(model, dtype="float32", param_dtype="float32")
     flat = lora.adapters_of(weights_of(loaded))
-    assert flat["head"].keys() == {"lora_a", "lora_b"}
-    assert np.abs(flat["head"]["lora_b"]).max() > 0
+    if whole:
+        for name, matrix in (("embed", "embedding"), ("head", "kernel")):
+            ours, theirs = (weights_of(x)[name][matrix] for x in (loaded, base))
+            assert np.abs(ours - theirs).max() > 0
+    else:
+        assert flat["head"].keys() == {"lora_a", "lora_b"}
+        assert np.abs(flat["head"]["lora_b"]).max() > 0
     # One more step's loss: what was saved is what was trained.
     more, _ = trained("sft", *named, "run.out_dir=run", "run.steps=4")
     assert abs(more.history[-1].loss - mean_loss(loaded)) < 1e-4
@@ -199,7 +206,7 @@ def test_sizes_are_the_checkpoints_and_adapters_freeze_the_rest(directory):
     )  # fmt: skip
     made = job_of(config).config
     assert (made.model.window, made.model.dtype) == (3, "bfloat16")
-    assert made.optimizer.trainable == lora.TRAINABLE
+    assert made.optimizer.trainable == lora.trainable(())
     assert job_of(made).config == made
     given = dataclasses.replace(config.optimizer, trainable="norm")
     config = dataclasses.replace(config, optimizer=given)
@@ -226,6 +233,12 @@ def test_a_checkpoint_without_an_end_cannot_be_trained(directory):
         (dict(lora_rank=2, lora_targets=("q",)), "lora_targets must be among .*'q'"),
         (dict(lora_rank=2, lora_targets=()), "lora_targets must name a matrix"),
         (dict(lora_head=True), "lora_head needs a lora_rank above 0"),
+        (dict(lora_saved=("head",), tied=False), "lora_saved needs a lora_rank above"),
+        (
+            dict(lora_rank=1, lora_saved=("head",)),
+            "lora_saved is for a head with a mat",
+        ),
+        (dict(lora_rank=1, lora_saved=("x",)), "lora_saved must be among embed, head"),
     ],
 )
 def test_impossible_adapters_are_refused(changes, message):

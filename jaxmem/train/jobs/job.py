@@ -71,7 +71,7 @@ class Job(abc.ABC):
         changes: dict[str, Any] = {"model": self.sizes()}
         if config.model.lora_rank and config.optimizer.trainable is None:
             changes["optimizer"] = dataclasses.replace(
-                config.optimizer, trainable=lora.TRAINABLE
+                config.optimizer, trainable=lora.trainable(config.model.lora_saved)
             )
         self.config = dataclasses.replace(config, **changes)
 
