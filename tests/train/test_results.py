@@ -236,7 +236,7 @@ def test_a_checkpoint_without_an_end_cannot_be_trained(directory):
         (dict(lora_saved=("head",), tied=False), "lora_saved needs a lora_rank above"),
         (
             dict(lora_rank=1, lora_saved=("head",)),
-            "lora_saved is for a head with a mat",
+            "lora_saved is for a head with a ",
         ),
         (dict(lora_rank=1, lora_saved=("x",)), "lora_saved must be among embed, head"),
     ],
