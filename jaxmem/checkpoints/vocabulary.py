@@ -193,23 +193,25 @@ def end_ids(directory: str | Path) -> tuple[int, ...]:
     return tuple(sorted(ids))
 
 
-def add_end(directory: Path, token: str) -> None:
+def add_end(directory: Path, token: str, like: Path | None = None) -> None:
     """Name a token that ends a completion in a checkpoint's generation_config.json.
 
     Conversations teach a base model to end its turns with a token of their template.
 
     Args:
-        directory: of the checkpoint.
+        directory: of the checkpoint, or of an adapter.
         token: of its tokenizer.
+        like: the checkpoint that the adapter is of, whose file it gets a copy of.
     """
-    id_ = load_vocabulary(directory).tokenizer.token_to_id(token)
-    path = directory / "generation_config.json"
-    described = read_object(path) if path.exists() else {}
+    vocabulary, name = load_vocabulary(like or directory), "generation_config.json"
+    id_ = vocabulary.tokenizer.token_to_id(token)
+    path, source = directory / name, (like or directory) / name
+    described = read_object(source) if source.exists() else {}
     listed = described.get("eos_token_id")
     listed = listed if isinstance(listed, list) else [listed]
     ids = [*(i for i in listed if i is not None), id_]
-    if ids[:-1] == [] and (eos := load_vocabulary(directory).eos) is not None:
-        ids = [eos, id_]
+    if ids[:-1] == [] and vocabulary.eos is not None:
+        ids = [vocabulary.eos, id_]
     ids = list(dict.fromkeys(ids))
     described["eos_token_id"] = ids[0] if len(ids) == 1 else ids
     path.write_text(json.dumps(described, indent=2) + "\n", "utf-8")

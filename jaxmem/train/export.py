@@ -1,10 +1,13 @@
 """`jaxmem export`: the model of a run, a checkpoint or an adapter, to take away."""
 
+import shutil
 from pathlib import Path
 
 from jaxmem import checkpoints
 from jaxmem.checkpoints import CheckpointError
-from jaxmem.train import saved
+from jaxmem.train import results, saved
+
+_ENDS = "generation_config.json"
 
 
 def export(
@@ -37,6 +40,7 @@ def export(
             if dtype is not None:
                 raise CheckpointError("--dtype is for a whole model, as with --merge")
             checkpoints.save_adapter(target, decoder, base=str(base))
+            results.add_end(target, place.end_of_turn, base)
             return f"saved in {target}: an adapter of {base}"
         checkpoints.save(
             target,
@@ -45,4 +49,7 @@ def export(
             dtype=dtype,
             chat_template=place.chat_template,
         )
+        results.add_end(target, place.end_of_turn)
+        if place.adapter is not None and (place.adapter / _ENDS).exists():
+            shutil.copy(place.adapter / _ENDS, target)
     return f"saved in {target}, for transformers to load"

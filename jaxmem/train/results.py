@@ -12,6 +12,7 @@ from jaxmem.train import files, keys
 from jaxmem.train.jobs.job import Job
 
 _STARTED = "started.txt"  # when a run did
+END_OF_TURN = "end_of_turn.txt"  # the token that ends the turns it learned from
 
 
 def texts(job: Job, operative_text: str) -> dict[str, str]:
@@ -28,6 +29,8 @@ def texts(job: Job, operative_text: str) -> dict[str, str]:
         contents["tokenizer.json"] = job.tokenizer.to_str()
     if job.reads.today is not None:
         contents[_STARTED] = f"{job.reads.today:%Y-%m-%d %H:%M:%S}\n"
+    if (end := job.reads.end_of_turn()) is not None:
+        contents[END_OF_TURN] = end + "\n"
     return contents
 
 
@@ -56,6 +59,8 @@ def leave(directory: Path, decoder: Decoder, console: Console, job: Job) -> None
     if decoder.config.lora_rank:
         target = directory / "adapter"
         checkpoints.save_adapter(target, decoder, base=source or "", overwrite=True)
+        if source is not None:
+            add_end(target, job.reads.end_of_turn(), Path(source).expanduser())
     else:
         target = directory / "model"
         try:
@@ -113,5 +118,10 @@ def export(target: Path, decoder: Decoder, job: Job, directory: Path) -> None:
     checkpoints.save(
         target, decoder, like=source, chat_template=reads.chat_template, overwrite=True
     )
-    if (end := reads.end_of_turn()) is not None and processes.is_first():
-        checkpoints.add_end(target, end)
+    add_end(target, reads.end_of_turn())
+
+
+def add_end(target: Path, end: str | None, like: Path | None = None) -> None:
+    """Name the end of a conversation's turns, if there is one, in what was saved."""
+    if end is not None and processes.is_first():
+        checkpoints.add_end(target, end, like)

@@ -13,7 +13,7 @@ from jaxmem.checkpoints import CheckpointError
 from jaxmem.core import json_files
 from jaxmem.models.decoder import Decoder
 from jaxmem.models.partitioning import MeshConfig
-from jaxmem.train import checkpoint, config as configuration
+from jaxmem.train import checkpoint, config as configuration, results
 from jaxmem.train.jobs.job import Job, job_of
 from jaxmem.train.memory import RematConfig
 from jaxmem.train.program import DecoderProgram
@@ -29,6 +29,7 @@ class Saved(NamedTuple):
     decoder: Decoder | None = None  # of a run that has not ended
     chat_template: str | None = None  # path of one that replaces the directory's
     files: tuple[Path, ...] = ()  # that the decoder was read from
+    end_of_turn: str | None = None  # token that a run on conversations has taught
 
     def load(self, dtype: str | None = None) -> Decoder:
         """The decoder, with its adapter.
@@ -133,7 +134,9 @@ def _of_run(directory: Path, step: int, dtype: str | None) -> Iterator[Saved]:
     files = tuple(sorted(p for p in state.rglob("*") if p.is_file()))
     template, source = job.reads.chat_template, job.config.model.checkpoint
     if source is not None:
-        yield Saved(Path(source), None, decoder, template, files)
+        ends = directory / results.END_OF_TURN
+        end = ends.read_text("utf-8").rstrip("\n") if ends.exists() else None
+        yield Saved(Path(source), None, decoder, template, files, end)
         return
     decoder, described = checkpoints.as_known(decoder, job.reads.longest)
     with tempfile.TemporaryDirectory() as texts:

@@ -3,6 +3,7 @@
 import abc
 import datetime
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -112,7 +113,11 @@ class Documents(Reading):
         return [*self.reader.lines(), *mixing.shares(self.config, "data")]
 
     def end_of_turn(self) -> str | None:
-        """See `Reading`."""
+        """See `Reading`; of a stream, the first record is read for it."""
+        if self.config.streaming:
+            block = Blocks(self.config.source, "data.source").records(0)
+            for record in itertools.islice(block, 1):
+                self.reader.document(record)
         return self.reader.end_of_turn()
 
     def batches(self, rows: Sequence[int]) -> Any:
