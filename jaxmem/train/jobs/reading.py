@@ -114,6 +114,8 @@ class Documents(Reading):
 
     def end_of_turn(self) -> str | None:
         """See `Reading`; of a stream, the first record is read for it."""
+        if "reader" not in vars(self):  # no record was read
+            return None
         if self.config.streaming:
             block = Blocks(self.config.source, "data.source").records(0)
             for record in itertools.islice(block, 1):
