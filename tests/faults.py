@@ -2,7 +2,7 @@
 
     python -m tests.faults
     python -m tests.faults --kills 20 --signals 4
-    python -m tests.faults --only signals --out /tmp/faults.csv
+    python -m tests.faults --only 'signals_(dpo|score)'
 
 Every try is of `jaxmem` in processes of its own, and what it leaves in the end is
 compared, bit by bit, with what one leaves that nothing disturbed. It takes about
@@ -26,6 +26,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -274,7 +275,8 @@ def kills(job: Job, count: int) -> Iterator[Row]:
     """
     row, run = Row(f"kill -9, {job.name}"), f"killed_{job.name}"
     rng = np.random.default_rng(count)
-    more = {"score": 200, "dpo": 4, "distill": 4}.get(job.name, 12)
+    # Lines between two kills, at most, of fewer than the job writes in all.
+    more = {"score": 2000 // count, "dpo": 4, "distill": 4}.get(job.name, 12)
     while row.tries < count:
         goal = job.done(run) + int(rng.integers(1, more))
         process = start(job, run, cached=row.tries % 3 != 1)
@@ -295,17 +297,18 @@ def kills(job: Job, count: int) -> Iterator[Row]:
     yield row
 
 
-def signals(work: dict[str, Job], count: int) -> Iterator[Row]:
-    """While the work goes on, `count` times for each job, and before."""
-    numbers = signal.SIGTERM, signal.SIGINT
-    for job in work.values():
-        row = Row(f"signal while working, {job.name}")
-        for i in range(count):
-            when = 3 + 7 * (i // 2)
-            after = lambda run, job=job, when=when: job.done(run) > when  # noqa: E731
-            _signalled(row, job, numbers[i % 2], after)
-        yield row
-    sft = work["sft"]
+def signals(job: Job, count: int) -> Iterator[Row]:
+    """While the work goes on."""
+    row = Row(f"signal while working, {job.name}")
+    for i in range(count):
+        when = 3 + 7 * (i // 2)
+        after = lambda run, when=when: job.done(run) > when  # noqa: E731
+        _signalled(row, job, (signal.SIGTERM, signal.SIGINT)[i % 2], after)
+    yield row
+
+
+def other_signals(sft: Job) -> Iterator[Row]:
+    """Before the first step, without checkpoints, two at once, to one of two."""
     row = Row("signal while compiling, sft")
     for number in (signal.SIGTERM, signal.SIGINT):
         _signalled(row, sft, number, sft.is_started)
@@ -315,10 +318,6 @@ def signals(work: dict[str, Job], count: int) -> Iterator[Row]:
     late(lambda run: sft.done(run) > 3, "run.checkpoint_every=None", "run.steps=9999")
     yield row
     yield _signal_to_one_of_two(sft)
-
-
-def double_signals(sft: Job) -> Iterator[Row]:
-    """Two that are one, as a wrapper forwards them."""
     row = Row("two signals within a second, sft")
     for number in (signal.SIGTERM, signal.SIGINT):
         after = lambda run: sft.done(run) > 3  # noqa: E731
@@ -604,8 +603,9 @@ def sections(
         f"kills_{name}": functools.partial(kills, job, killed)
         for name, job in work.items()
     }
-    named["signals"] = functools.partial(signals, work, signalled)
-    named["double"] = functools.partial(double_signals, work["sft"])
+    for name, job in work.items():
+        named[f"signals_{name}"] = functools.partial(signals, job, signalled)
+    named["signals_others"] = functools.partial(other_signals, work["sft"])
     named["disks"] = functools.partial(full_disks, work)
     named["second"] = functools.partial(second_processes, work)
     named["damages"] = functools.partial(damages, work["sft"])
@@ -628,7 +628,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", f"{folder}/compiled")
         os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-        work, rows = jobs(pathlib.Path(folder)), []
+        work, rows, writing = jobs(pathlib.Path(folder)), [], threading.Lock()
         for job in work.values() if arguments.at_once > 1 else ():
             assert job.whole  # before two sections want it
 
@@ -637,8 +637,10 @@ def main() -> int:
                 row.message = row.message.replace(f"{folder}/", "")
                 counts = f"{row.tries:3} tries {row.lost:3} lost {row.wrong} wrong"
                 print(f"{row.fault:42} {counts}\n    {row.message}", flush=True)
-                rows.append(row)
-                results.write(arguments.out, [dataclasses.asdict(row) for row in rows])
+                made = dataclasses.asdict(row) | results.provenance()
+                with writing:
+                    rows.append(row)
+                    results.merge(arguments.out, [made], ["fault"])
 
         named = sections(work, arguments.kills, arguments.signals)
         chosen = [f for name, f in named.items() if re.search(arguments.only, name)]
