@@ -7,7 +7,7 @@ prefixes to the names, and has tensors that text does not need.
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -100,7 +100,7 @@ class Naming:
 
     def _joined(self, stored: Stored, path: str, plain: str, key: str) -> Stored:
         """With the weights that share the tensors of one, which the key names."""
-        names, by = self.family.names, self.family.joined_by
+        names = self.family.names
         parts = [other for other, name in names.items() if name == names.get(key)]
         if len(parts) < 2:
             return stored
@@ -108,6 +108,7 @@ class Naming:
         joined = tuple(f"{start}{part.removeprefix('blocks')}{end}" for part in parts)
         modules = [(part + end).rpartition("/")[0] for part in parts]
         rows = tuple(map(self._outputs, modules))
+        by = self.family.joined_by.get(parts[0], "one")
         heads = {"one": None, "head": self.config.heads, "number": rows[0]}[by]
         return stored._replace(joined=joined, rows=rows, heads=heads)
 
@@ -115,26 +116,39 @@ class Naming:
         config, (part, name) = self.config, module.rpartition("/")[::2]
         if part.endswith("/experts"):
             return config.expert_ff or 0
-        heads = {
-            "query": config.heads,
-            "key": config.kv_heads,
-            "value": config.kv_heads,
+        latent = config.latent is not None
+        rotated = config.rotated_width or 0
+        sizes = {
+            "query": config.heads * config.head_dim,
+            "query_up": config.heads * config.head_dim,
+            "key": config.kv_heads * (config.head_dim - rotated * latent),
+            "value": config.kv_heads * config.value_width,
+            "latent": config.latent or 0,
+            "rotated": rotated,
         }
-        return heads[name] * config.head_dim if name in heads else config.ff
+        return sizes.get(name, config.ff)
 
     def _order(self, module: str) -> tuple[int, ...] | None:
         """Outputs of a tensor in the decoder's order; None: they are the same."""
         pairs, config = self.family.pairs, self.config
         part, name = module.rpartition("/")[::2]
         kinds = ("query", "key", "query_norm", "key_norm")
+        if config.latent is not None:
+            kinds = ("query", "query_up", "rotated")
         if pairs == "halves" or part != "blocks/attention" or name not in kinds:
             return None
-        width = int(config.head_dim * config.rope_fraction)
-        if pairs == "neighbours":
-            head = [*range(0, width, 2), *range(1, width, 2)]
-        else:
+        width = config.rope_width
+        if pairs == "swapped":
             head = [*range(width // 2, width), *range(width // 2)]
-        head += range(width, config.head_dim)
+        else:
+            head = [*range(0, width, 2), *range(1, width, 2)]
+        if name == "rotated":
+            return tuple(head)
+        rest = config.head_dim - width
+        if pairs == "last":
+            head = [rest + i for i in head] + list(range(rest))
+        else:
+            head += range(width, config.head_dim)
         outputs = self._outputs(name.removesuffix("_norm"))
         count = outputs // config.head_dim
         if name.endswith("_norm") and config.qk_norm_axis == "head":
@@ -295,12 +309,18 @@ def _unmixed(
     if stored.joined:
         place = stored.joined.index(path)
         if stored.heads is None:
-            ends = np.cumsum(stored.rows)
-            array = array[..., ends[place] - stored.rows[place] : ends[place]]
+            array = _part(array, stored.rows, place)
         else:
-            apart = array.reshape(*shape[:-1], stored.heads, len(stored.rows), -1)
-            array = apart[..., place, :].reshape(*shape[:-1], -1)
+            apart = array.reshape(*shape[:-1], stored.heads, -1)
+            widths = [outputs // stored.heads for outputs in stored.rows]
+            array = _part(apart, widths, place).reshape(*shape[:-1], -1)
     return array if stored.order is None else array[..., np.array(stored.order)]
+
+
+def _part(array: np.ndarray, widths: Sequence[int], place: int) -> np.ndarray:
+    """One of the parts of these widths in which the last axis is divided."""
+    first = sum(widths[:place])
+    return array[..., first : first + widths[place]]
 
 
 def tensors_of(
@@ -340,6 +360,5 @@ def _together(parts: list[np.ndarray], heads: int | None) -> np.ndarray:
     if heads is None:
         return np.concatenate(parts, axis=-1)
     shape = parts[0].shape[:-1]
-    return np.stack([x.reshape(*shape, heads, -1) for x in parts], axis=-2).reshape(
-        *shape, -1
-    )
+    by_head = [x.reshape(*shape, heads, -1) for x in parts]
+    return np.concatenate(by_head, axis=-1).reshape(*shape, -1)

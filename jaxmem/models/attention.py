@@ -33,14 +33,14 @@ def attend(
         query: [B, T, heads, head_dim].
         key: [B, S, kv_heads, head_dim] of the same tokens, after S - T others;
             kv_heads divides heads.
-        value: like `key`.
+        value: like `key`, or of another width.
         sight: which keys a query sees, in addition to causality.
         scale: factor of the scores.
         softcap: bound of the scores; None: they are not capped.
         sinks: [heads]; None: there are none.
 
     Returns:
-        An array like `query`.
+        An array like `query`, as wide as the values.
 
     **Memory** of residuals: q, k, v and the output in their own dtype, and the
     logsumexp, 4·B·T·heads. The checkpoint names of the last two are "attn_out" and
@@ -95,7 +95,7 @@ def _forward(query, key, value, sight, sinks, scale, softcap):
     )
     # Normalise after the product, which has head_dim numbers per query instead of T.
     out = jnp.einsum("bkgqd->bqkgd", (out / total).astype(query.dtype))
-    out = out.reshape(query.shape)
+    out = out.reshape(*query.shape[:-1], value.shape[-1])
     out, lse = remat.name(out, "attn_out"), remat.name(lse, "attn_lse")
     return out, (query, key, value, sight, sinks, out, lse)
 

@@ -12,7 +12,7 @@ from jaxmem.core.ranges import integers, reals
 from jaxmem.models import lora
 
 KINDS = ("global", "local", "unrotated")
-MIXERS = ("attention",)
+MIXERS = ("attention", "latent")
 FEED_FORWARDS = ("dense", "experts")
 
 
@@ -49,6 +49,10 @@ RANGES = {
     "rope_original": _POSITIONS,
     "rope_magnitude": _POSITIVE,
     "rope_fraction": reals(above=0, high=1),
+    "rotated_width": _HEADS,
+    "value_dim": _HEADS,
+    "latent": _FF,
+    "query_latent": _FF,
     "learned_positions": _POSITIONS,
     "experts": _HEADS,
     "experts_per_token": _HEADS,
@@ -104,6 +108,7 @@ class ModelConfig:
     rope_truncate: bool = True  # yarn: its limits are whole numbers of pairs
     rope_magnitude: float = 1.0  # factor of cosines and sines where wavelengths scale
     rope_fraction: float = 1.0  # of each head that is rotated, its first part
+    rotated_width: int | None = None  # the same in numbers, in place of rope_fraction
     learned_positions: int | None = None  # rows of a table that is added to embeddings
     # None; queries at position p are multiplied by 1 + this ln(1 + p // rope_original)
     query_growth: float | None = None
@@ -111,6 +116,10 @@ class ModelConfig:
     # "unrotated" is global without rotary embedding
     pattern: tuple[str, ...] = ("global",)
     mixers: tuple[str, ...] = ("attention",)  # what mixes tokens; cycled, as pattern
+    # width of what mixers named "latent" make keys and values of, and cache
+    latent: int | None = None
+    query_latent: int | None = None  # width of what they make queries of; None: hidden
+    value_dim: int | None = None  # width of a head's values in them; None: head_dim
     feed_forwards: tuple[str, ...] = ("dense",)  # what follows in a layer; cycled
     window: int | None = None  # tokens a local layer attends to, including the query's
     local_rope_theta: float | None = None  # base in local layers, which are not scaled
@@ -196,6 +205,7 @@ class ModelConfig:
         _check_choice(self, "param_dtype", DTYPES)
         self._check_attention()
         self._check_experts()
+        self._check_latent()
         problem = lora.check(self)
         if problem is not None:
             raise ValueError(f"ModelConfig.{problem}")
@@ -273,6 +283,23 @@ class ModelConfig:
         shared = not self.shared_gate or self.shared_ff is not None
         check_field(self, "shared_ff", shared, "given with shared_gate")
 
+    def _check_latent(self):
+        has_latents = "latent" in self.mixers
+        wanted = "given where mixers has 'latent', and only there"
+        for name in ("latent", "rotated_width"):
+            given = getattr(self, name) is not None
+            check_field(self, name, given == has_latents, wanted)
+        if self.rotated_width is None:
+            return
+        fits = self.rotated_width <= self.head_dim and self.rotated_width % 2 == 0
+        check_field(self, "rotated_width", fits, "even, and at most head_dim")
+        plain = self.attention != "cudnn"
+        check_field(self, "attention", plain, "None or 'xla' with latent attention")
+        without = {"query", "key", "value"} & {*self.lora_targets}
+        fits = not (self.lora_rank and without)
+        wanted = "without 'query', 'key' and 'value' with latent attention"
+        check_field(self, "lora_targets", fits, wanted)
+
     def _check_kinds(self):
         kinds = set(self.pattern) <= set(KINDS) and len(self.pattern) > 0
         check_field(self, "pattern", kinds, f"of {', '.join(map(repr, KINDS))}")
@@ -284,6 +311,17 @@ class ModelConfig:
         local = "local" in self.pattern
         wanted = "given where pattern has 'local', and only there"
         check_field(self, "window", local == (self.window is not None), wanted)
+
+    @property
+    def rope_width(self) -> int:
+        """Numbers of a head that are rotated."""
+        width = self.rotated_width
+        return int(self.head_dim * self.rope_fraction) if width is None else width
+
+    @property
+    def value_width(self) -> int:
+        """Numbers of a head's values."""
+        return self.head_dim if self.value_dim is None else self.value_dim
 
     @property
     def score_scale(self) -> float:

@@ -24,6 +24,7 @@ from jaxmem.models import (
     kv_cache,
     layers,
     lora,
+    norms,
     partitioning as mesh,
     structure,
 )
@@ -192,10 +193,10 @@ class Decoder(nnx.Module):
         if config.learned_positions is not None:
             self.positions = embedding.table(config, config.learned_positions, rngs)
         if config.embed_norm:
-            self.embed_norm = layers.make_norm(config, config.hidden, rngs)
+            self.embed_norm = norms.make_norm(config, config.hidden, rngs)
         for stack in structure.stacks(config).values():
             setattr(self, stack.name, _stacked(stack, rngs))
-        self.norm = layers.make_norm(config, config.hidden, rngs)
+        self.norm = norms.make_norm(config, config.hidden, rngs)
         self.head = _head(config, head or HeadConfig(), self.embed, rngs)
         self.config, self.policy, self.unroll = config, policy, unroll
 

@@ -1,6 +1,5 @@
 """The modules of a decoder: norms, attention, block."""
 
-import functools
 from typing import Any
 
 import jax
@@ -20,27 +19,11 @@ from jaxmem.models import (
 )
 from jaxmem.models.config import ModelConfig
 from jaxmem.models.feed_forward import FeedForward
+from jaxmem.models.latent import LatentAttention
 from jaxmem.models.linears import linear, residual_linear
 from jaxmem.models.mixture import Mixture
+from jaxmem.models.norms import make_norm
 from jaxmem.models.positions import Ids as Ids, Rope, Sight
-
-
-def make_norm(config: ModelConfig, width: int, rngs: nnx.Rngs) -> norms.RMSNorm:
-    """The norm that all layers use, over the last axis."""
-    kind: Any = norms.OffsetRMSNorm if config.norm_offset else norms.RMSNorm
-    if config.norm == "layer":
-        kind = norms.OffsetLayerNorm if config.norm_offset else norms.LayerNorm
-        kind = functools.partial(kind, use_bias=config.norm_bias)
-    initializers = nnx.initializers
-    return kind(
-        width,
-        epsilon=config.norm_eps,
-        use_scale=config.norm_scale,
-        scale_init=initializers.zeros if config.norm_offset else initializers.ones,
-        dtype=jnp.dtype(config.dtype),
-        param_dtype=jnp.dtype(config.param_dtype),
-        rngs=rngs,
-    )
 
 
 class Attention(nnx.Module):
@@ -253,7 +236,7 @@ def _normalized(norm: norms.RMSNorm, x: jax.Array, config: ModelConfig) -> jax.A
     return norm(x.reshape(*x.shape[:2], -1)).reshape(x.shape)
 
 
-MIXERS: dict[str, Any] = {"attention": Attention}
+MIXERS: dict[str, Any] = {"attention": Attention, "latent": LatentAttention}
 FEED_FORWARDS: dict[str, Any] = {"dense": FeedForward, "experts": Mixture}
 
 

@@ -10,6 +10,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jaxmem import remat
+from jaxmem.models.config import ModelConfig
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
@@ -111,3 +112,21 @@ class OffsetLayerNorm(LayerNorm):
     """A LayerNorm that multiplies by 1 + scale, as Nemotron does."""
 
     offset = 1.0
+
+
+def make_norm(config: ModelConfig, width: int, rngs: nnx.Rngs) -> RMSNorm:
+    """The norm that all layers use, over the last axis."""
+    kind: Any = OffsetRMSNorm if config.norm_offset else RMSNorm
+    if config.norm == "layer":
+        kind = OffsetLayerNorm if config.norm_offset else LayerNorm
+        kind = functools.partial(kind, use_bias=config.norm_bias)
+    initializers = nnx.initializers
+    return kind(
+        width,
+        epsilon=config.norm_eps,
+        use_scale=config.norm_scale,
+        scale_init=initializers.zeros if config.norm_offset else initializers.ones,
+        dtype=jnp.dtype(config.dtype),
+        param_dtype=jnp.dtype(config.param_dtype),
+        rngs=rngs,
+    )

@@ -39,6 +39,7 @@ _WEIGHTS = {
     r"(embed|tied_to)/embedding": ("tensor", PARTS),
     r"head/kernel": (PARTS, "tensor"),
     r"(query|key|value|gate|up)/kernel": (PARTS, "tensor"),
+    r"(query_down|latent|rotated)/kernel": (PARTS, None),
     r"(output|down)/kernel": ("tensor", PARTS),
     r"(query|key|value|gate|up|head)/bias": ("tensor",),
     r"attention/sinks": ("tensor",),

@@ -82,7 +82,7 @@ def rope_frequencies(config: ModelConfig, kind: str = "global") -> jax.Array:
                  j(n) = d ln(original / 2πn) / (2 ln theta), within [0, d - 1]
 
     Args:
-        config: of the decoder; d is `rope_fraction` of head_dim.
+        config: of the decoder; d is its `rope_width`.
         kind: of layer; "local" layers with a `local_rope_theta` are not scaled, and
             "unrotated" ones have frequencies of 0.
 
@@ -93,7 +93,7 @@ def rope_frequencies(config: ModelConfig, kind: str = "global") -> jax.Array:
     2023, arXiv:2306.15595; llama3: the Llama team, 2024, arXiv:2407.21783; yarn: Peng
     et al., 2023, arXiv:2309.00071.
     """
-    width = int(config.head_dim * config.rope_fraction)
+    width = config.rope_width
     theta = config.rope_theta
     if kind == "unrotated":
         return jnp.zeros(width // 2)

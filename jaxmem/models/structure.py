@@ -60,7 +60,9 @@ def _own(config: ModelConfig, mixer: str, feed_forward: str) -> ModelConfig:
     """The config of a layer, without the sizes of parts that it does not have."""
     without: dict[str, Any] = {}
     if feed_forward != "experts":
-        without = {"experts": None, "expert_ff": None}
+        without |= {"experts": None, "expert_ff": None}
+    if mixer != "latent":
+        without |= {"latent": None, "rotated_width": None}
     return dataclasses.replace(
         config, mixers=(mixer,), feed_forwards=(feed_forward,), **without
     )

@@ -56,7 +56,7 @@ def flops_per_token(
     kinds = (config.pattern * config.layers)[: config.layers]
     window = length if config.window is None else min(length, config.window)
     keys = sum(window if kind == "local" else length for kind in kinds)
-    attention = 12 * config.heads * config.head_dim * keys
+    attention = 6 * config.heads * (config.head_dim + config.value_width) * keys
     return 4 * everything + 2 * with_gradients + attention
 
 

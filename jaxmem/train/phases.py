@@ -182,8 +182,9 @@ def kept_bytes(
         return None
     item = jnp.dtype(model.dtype).itemsize
     queries, keys = (n * model.head_dim * item for n in (model.heads, model.kv_heads))
+    by_value = model.value_width / model.head_dim
     split = {
-        "q": queries, "k": keys, "v": keys, "attn_out": queries,
+        "q": queries, "k": keys, "v": keys * by_value, "attn_out": queries * by_value,
         "attn_lse": 4 * model.heads, "gate": model.gated * _mean_ff(model) * item,
         "up": _mean_ff(model) * item,
     }  # fmt: skip

@@ -25,6 +25,10 @@ YARN = {
     "original_max_position_embeddings": 16,
 }
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LATENT = {
+    "num_key_value_heads": 4, "kv_lora_rank": 20, "q_lora_rank": 28, "v_head_dim": 24,
+    "qk_nope_head_dim": 12, "qk_rope_head_dim": 8,
+}  # fmt: skip
 DEFAULT = {"rope_type": "default", "rope_theta": 1000.0}
 
 
@@ -182,6 +186,28 @@ CONFIGURATIONS = {
         num_experts_per_tok=3, attention_bias=False, tie_word_embeddings=True,
         layer_types=[GLOBAL, LOCAL, LOCAL],
         rope_parameters=DEFAULT,
+    ),
+    "deepseek_v2": of(
+        "deepseek_v2", **LATENT, first_k_dense_replace=1, n_routed_experts=8,
+        num_experts_per_tok=3, topk_method="group_limited_greedy", n_group=4,
+        topk_group=2, routed_scaling_factor=2.0, moe_intermediate_size=24,
+        rope_parameters=YARN | {"mscale": 0.7, "mscale_all_dim": 0.7},
+    ),
+    "deepseek_v2_plain": of(
+        "deepseek_v2", **LATENT | {"q_lora_rank": None, "qk_nope_head_dim": 8},
+        n_routed_experts=5, num_experts_per_tok=2, moe_intermediate_size=32,
+        n_shared_experts=1, attention_bias=True, tie_word_embeddings=True,
+    ),
+    "deepseek_v3": of(
+        "deepseek_v3", **LATENT, first_k_dense_replace=1, n_routed_experts=8,
+        num_experts_per_tok=3, n_group=4, topk_group=2, moe_intermediate_size=24,
+        rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 0.8},
+    ),
+    "deepseek_v3_plain": of(
+        "deepseek_v3", **LATENT | {"q_lora_rank": None, "v_head_dim": 8},
+        first_k_dense_replace=2, n_routed_experts=4, num_experts_per_tok=2, n_group=1,
+        topk_group=1, moe_intermediate_size=32, norm_topk_prob=False,
+        attention_bias=True, tie_word_embeddings=True,
     ),
     "helium": of("helium", head_dim=16),
     "helium_bias": of("helium", head_dim=16, attention_bias=True, mlp_bias=True),

@@ -5,6 +5,8 @@ from jaxmem.checkpoints.families import (
     arcee,
     cohere,
     cohere2,
+    deepseek_v2,
+    deepseek_v3,
     ernie4_5,
     exaone4,
     gemma,
@@ -85,6 +87,8 @@ FAMILIES = tuple(
         qwen2_moe,
         glm4_moe,
         gpt_oss,
+        deepseek_v2,
+        deepseek_v3,
     )
 )
 WITH_IMAGES = (gemma3.WITH_IMAGES, ministral3.WITH_IMAGES)

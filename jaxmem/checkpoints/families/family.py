@@ -109,9 +109,10 @@ class Family:
         positions_key: the key of the longest context.
         prefix: how the names of all tensors but the head's start; files may lack it.
         pairs: how the numbers of a head that are rotated together are stored: in
-            "halves", as the decoder has them, as "neighbours", or in "swapped" halves.
-        joined_by: how outputs of modules of one name are joined: one module after the
-            other, or alternating by "head" or by "number".
+            "halves", as the decoder has them, as "neighbours", as such
+            neighbours "last" in a head, or in "swapped" halves.
+        joined_by: of the first of modules that share a name, how their outputs
+            alternate there: by "head" or by "number"; else one follows the other.
         stored_as_in_out: starts of the paths whose matrices are stored as [in, out].
         other_names: names that files may have in the place of others.
         derived: ends of the names of tensors that are computed from the config.
@@ -130,8 +131,10 @@ class Family:
     ignored: tuple[str, ...] = ()
     positions_key: str = "max_position_embeddings"
     prefix: str = "model."
-    pairs: Literal["halves", "neighbours", "swapped"] = "halves"
-    joined_by: Literal["one", "head", "number"] = "one"
+    pairs: Literal["halves", "neighbours", "last", "swapped"] = "halves"
+    joined_by: Mapping[str, Literal["head", "number"]] = dataclasses.field(
+        default_factory=dict
+    )
     stored_as_in_out: tuple[str, ...] = ()
     other_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     derived: tuple[str, ...] = ()

@@ -42,7 +42,7 @@ FAMILY = Family(
     switches={"norm": "layer", "norm_bias": True, "ff_bias": True, "gated": False},
     ignored=("classifier_dropout", "hidden_dropout", "is_decoder"),
     prefix="gpt_neox.",
-    joined_by="head",
+    joined_by={"blocks/attention/query": "head"},
     other_names={"embed_out.weight": "lm_head.weight"},
     derived=(".attention.bias", ".attention.masked_bias"),
 )

@@ -44,6 +44,8 @@ FAMILY = Family(
     # The activation is not what hidden_act says.
     only={"hidden_act": ("silu",), "swiglu_alpha": (1.702,)},
     ignored=("experts_per_token", "initial_context_length", *mixtures.IGNORED),
-    joined_by="number",
+    joined_by=dict.fromkeys(
+        (_EXPERTS + "gate/kernel", _EXPERTS + "gate/bias"), "number"
+    ),
     stored_as_in_out=(_EXPERTS,),
 )

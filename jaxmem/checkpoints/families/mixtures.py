@@ -68,6 +68,29 @@ def shared(name: str) -> dict[str, str]:
     }
 
 
+class LimitedGroups:
+    """Groups of experts, where `topk_method` says that the choice heeds them."""
+
+    def read(self, reader: Reader) -> dict[str, Any]:
+        """`router_groups` and `router_groups_kept`."""
+        known = {"greedy": False, "group_limited_greedy": True}
+        method = reader.take("topk_method", str, "greedy")
+        fields: dict[str, Any] = {}
+        for key in GROUPS[:2]:
+            fields |= key.read(reader)
+        if reader.choose("topk_method", method, known):
+            return fields
+        return dict.fromkeys(fields, 1)
+
+    def write(self, model: ModelConfig, max_positions: int) -> dict[str, Any]:
+        """The method and the groups."""
+        limited = model.router_groups > 1
+        raw = {"topk_method": "group_limited_greedy" if limited else "greedy"}
+        for key in GROUPS[:2]:
+            raw |= key.write(model, max_positions)
+        return raw
+
+
 class Shared:
     """A shared expert as wide as several experts.
 

@@ -1,0 +1,141 @@
+"""Latent attention: keys and values of all heads from one short vector a token.
+
+    c = norm(x W_c),   k_h = [rotate(x W_r), c W_kh],   v_h = c W_vh
+
+The cache holds c and the rotated part alone. A new token then attends to the latents
+themselves, with the matrices of keys and values applied to its query and its result:
+
+    q_h·(c W_kh) = (q_h W_khᵀ)·c,   Σ_t p_t (c_t W_vh) = (Σ_t p_t c_t) W_vh
+
+Reference: DeepSeek-AI, "DeepSeek-V2", 2024, arXiv:2405.04434.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxmem import remat
+from jaxmem.models import attention, kv_cache, ulysses
+from jaxmem.models.config import ModelConfig
+from jaxmem.models.linears import linear, residual_linear
+from jaxmem.models.norms import make_norm
+from jaxmem.models.positions import Rope, Sight
+
+
+class LatentAttention(nnx.Module):
+    """Causal attention whose keys and values are latents, an `interfaces.Mixer`.
+
+    A head has `rotated_width` numbers that are rotated, and head_dim in all. Its state
+    is a `kv_cache.Layer` of one head: rotated keys, and latents.
+    """
+
+    grow = staticmethod(kv_cache.append)
+    shared = ()
+
+    @staticmethod
+    def state(made: tuple[jax.Array, jax.Array], max_length: int) -> kv_cache.Layer:
+        """Rotated keys and latents of prompts in the layout of the cache."""
+        rotated, latent = made
+        return kv_cache.layer_of(rotated, latent[:, :, None], max_length)
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        assert config.latent is not None and config.rotated_width is not None
+        hidden, bias, heads = config.hidden, config.qkv_bias, config.heads
+        rest = config.head_dim - config.rotated_width
+        # As everywhere: the config's own addend is that of the residual stream's norms.
+        own = dataclasses.replace(config, norm_eps=1e-6)
+
+        def down(name: str, outputs: int) -> nnx.Linear:
+            return linear(config, name, hidden, outputs, rngs, use_bias=bias)
+
+        queries = heads * config.head_dim
+        if config.query_latent is None:
+            self.query = linear(config, "query", hidden, queries, rngs)
+        else:
+            self.query_down = down("query_down", config.query_latent)
+            self.query_norm = make_norm(own, config.query_latent, rngs)
+            self.query_up = linear(
+                config, "query_up", config.query_latent, queries, rngs
+            )
+        self.latent = down("latent", config.latent)
+        self.rotated = down("rotated", config.rotated_width)
+        self.latent_norm = make_norm(own, config.latent, rngs)
+        self.key = linear(config, "key", config.latent, heads * rest, rngs)
+        width = heads * config.value_width
+        self.value = linear(config, "value", config.latent, width, rngs)
+        bias = config.output_bias
+        self.output = residual_linear(config, "output", width, rngs, bias)
+        self.config = config
+
+    @property
+    def readers(self) -> tuple[nnx.Linear, nnx.Linear, nnx.Linear]:
+        """What makes queries or their latents, and latents and rotated keys."""
+        down = self.config.query_latent is not None
+        return (self.query_down if down else self.query), self.latent, self.rotated
+
+    def mix(self, projected, sight: Sight, rope: Rope):
+        """[B, T, hidden] from the results of `readers`, and what is cached."""
+        query, latent, rotated = self._of_tokens(projected, rope)
+        key = self._heads(self.key(latent))
+        wide = jnp.broadcast_to(rotated, (*key.shape[:3], rotated.shape[-1]))
+        key = remat.name(jnp.concatenate([wide, key], axis=-1), "k")
+        value = remat.name(self._heads(self.value(latent)), "v")
+        mixed = ulysses.attend(self._attend, query, key, value, sight)
+        return remat.recompute(self._join)(mixed), (rotated, latent)
+
+    def _of_tokens(self, projected, rope: Rope):
+        """Queries [B, T, heads, head_dim], latents, rotated keys [B, T, 1, width]."""
+        query, latent, rotated = projected
+        if self.config.query_latent is not None:
+            query = self.query_up(self.query_norm(query))
+        query = remat.name(rope.turn(self._heads(query)), "q")
+        return query, self.latent_norm(latent), rope.turn(rotated[:, :, None])
+
+    def _heads(self, x: jax.Array) -> jax.Array:
+        return x.reshape(*x.shape[:2], self.config.heads, -1)
+
+    def _attend(self, query, key, value, sight: Sight, sinks) -> jax.Array:
+        del sinks
+        scale = self.config.score_scale
+        return attention.attend(query, key, value, sight, scale=scale)
+
+    def _join(self, mixed: jax.Array) -> jax.Array:
+        return self.output(mixed.reshape(*mixed.shape[:2], -1))
+
+    def decode(self, x: jax.Array, rope: Rope, cached: kv_cache.Cached, seen, shared):
+        """[B, 1, hidden] from the next token's x, and its rotated key and latent."""
+        del shared
+        projected = [read(x) for read in self.readers]
+        query, latent, rotated = self._of_tokens(projected, rope)
+        turned, rest = jnp.split(query[:, 0], [rotated.shape[-1]], axis=-1)
+        of_keys, of_values = self._by_head(self.key), self._by_head(self.value)
+        absorbed = jnp.einsum("bhd,chd->bhc", rest, of_keys)
+        token = kv_cache.layer_of(rotated, latent[:, :, None], 1)
+
+        def scores(layer: kv_cache.Layer) -> jax.Array:
+            options: Any = {"preferred_element_type": jnp.float32}
+            by_key = jnp.einsum("bhd,btd->bht", turned, layer.keys[:, 0], **options)
+            by_latent = jnp.einsum(
+                "bhc,btc->bht", absorbed, layer.values[:, 0], **options
+            )
+            return (by_key + by_latent) * self.config.score_scale
+
+        before = cached.layer
+        old = jnp.where(seen[:, None], scores(before), -jnp.inf)
+        weights = jax.nn.softmax(jnp.concatenate([old, scores(token)], axis=-1))
+        weights = weights.astype(x.dtype)
+        mixed = jnp.einsum("bht,btc->bhc", weights[..., :-1], before.values[:, 0])
+        mixed = mixed + weights[..., -1:] * latent
+        out = jnp.einsum("bhc,chd->bhd", mixed, of_values)
+        return self._join(out[:, None]), token
+
+    def _by_head(self, module: nnx.Linear) -> jax.Array:
+        """The matrix of a module [latent, heads, width]."""
+        kernel = module.kernel[...].astype(self.config.dtype)
+        return kernel.reshape(len(kernel), self.config.heads, -1)
+
+    def join(self) -> None:
+        """Nothing: the matrices have no inputs in common that are worth a copy."""
