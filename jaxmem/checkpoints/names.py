@@ -58,6 +58,11 @@ class Naming:
         self.prefixes = prefixes or (family.prefix, "")
         self.stacks = structure.stacks(config)
         there = set(present)
+        fused = {name.rpartition("}")[2] for name in family.fused.values()}
+        is_fused = (
+            any(name.endswith(tuple(fused)) for name in there) if fused else False
+        )
+        self.names = {**family.names, **(family.fused if is_fused else {})}
         known = family.other_names.items()
         self.others = {name: other for name, other in known if other in there}
 
@@ -66,9 +71,9 @@ class Naming:
         stack = self.stacks.get(path.partition("/")[0])
         plain, family = self.plain(path), self.family
         module, _, kind = plain.rpartition("/")
-        name = family.names.get(plain)
+        name = self.names.get(plain)
         if name is None:
-            name = family.names[module] + (".bias" if kind == "bias" else ".weight")
+            name = self.names[module] + (".bias" if kind == "bias" else ".weight")
         layers = (0,) if stack is None else stack.layers
         leading = () if stack is None else (len(layers),)
         experts = range(1)
@@ -81,7 +86,7 @@ class Naming:
         transposed = kind == "kernel" and not (family.stored_as_in_out and as_is)
         stored = Stored(tensors, leading, transposed)
         if kind in ("kernel", "bias"):
-            key = plain if plain in family.names else module
+            key = plain if plain in self.names else module
             stored = self._joined(stored, path, plain, key)
         return stored._replace(order=self._order(module))
 
@@ -100,7 +105,7 @@ class Naming:
 
     def _joined(self, stored: Stored, path: str, plain: str, key: str) -> Stored:
         """With the weights that share the tensors of one, which the key names."""
-        names = self.family.names
+        names = self.names
         parts = [other for other, name in names.items() if name == names.get(key)]
         if len(parts) < 2:
             return stored
@@ -109,7 +114,12 @@ class Naming:
         modules = [(part + end).rpartition("/")[0] for part in parts]
         rows = tuple(map(self._outputs, modules))
         by = self.family.joined_by.get(parts[0], "one")
-        heads = {"one": None, "head": self.config.heads, "number": rows[0]}[by]
+        heads = {
+            "one": None,
+            "head": self.config.heads,
+            "key_head": self.config.delta_key_heads,
+            "number": rows[0],
+        }[by]
         return stored._replace(joined=joined, rows=rows, heads=heads)
 
     def _outputs(self, module: str) -> int:
@@ -125,7 +135,15 @@ class Naming:
             "value": config.kv_heads * config.value_width,
             "latent": config.latent or 0,
             "rotated": rotated,
+            "delta_query": config.delta_key_heads * config.delta_key_dim,
+            "delta_key": config.delta_key_heads * config.delta_key_dim,
+            "delta_value": (config.delta_heads or 0) * config.delta_value_dim,
+            "delta_gate": (config.delta_heads or 0) * config.delta_value_dim,
+            "delta_rate": config.delta_heads or 0,
+            "delta_decay": config.delta_heads or 0,
         }
+        if part == "blocks/attention" and name == "gate":
+            name = "query"
         return sizes.get(name, config.ff)
 
     def _order(self, module: str) -> tuple[int, ...] | None:
@@ -232,16 +250,17 @@ def _check_copy(tensors: Tensors, naming: Naming) -> None:
 
 
 def further(tensors: Tensors, naming: Naming) -> list[str]:
-    """Names of tensors of layers after the last, if the family has such layers."""
-    if naming.family.more_layers_key is None:
-        return []
-    start, layers = naming.full("model.layers."), naming.config.layers
-    numbered = ((name, name.removeprefix(start).partition(".")[0]) for name in tensors)
-    return [
-        name
-        for name, number in numbered
-        if name.startswith(start) and number.isdecimal() and int(number) >= layers
-    ]
+    """Names of tensors that predict tokens beyond the next one."""
+    family, layers = naming.family, naming.config.layers
+    start = naming.full("model.layers.")
+
+    def is_further(name: str) -> bool:
+        number = name.removeprefix(start).partition(".")[0]
+        numbered = family.more_layers_key is not None and name.startswith(start)
+        after = numbered and number.isdecimal() and int(number) >= layers
+        return after or name.startswith(family.further)
+
+    return list(filter(is_further, tensors))
 
 
 def say_what_is_left_out(

@@ -12,7 +12,7 @@ from jaxmem.core.ranges import integers, reals
 from jaxmem.models import lora
 
 KINDS = ("global", "local", "unrotated")
-MIXERS = ("attention", "latent")
+MIXERS = ("attention", "latent", "delta")
 FEED_FORWARDS = ("dense", "experts")
 
 
@@ -49,6 +49,11 @@ RANGES = {
     "rope_original": _POSITIONS,
     "rope_magnitude": _POSITIVE,
     "rope_fraction": reals(above=0, high=1),
+    "delta_heads": _HEADS,
+    "delta_key_heads": _HEADS,
+    "delta_key_dim": _HEADS,
+    "delta_value_dim": _HEADS,
+    "delta_taps": integers(above=1, limit=2**10),
     "rotated_width": _HEADS,
     "value_dim": _HEADS,
     "latent": _FF,
@@ -120,6 +125,13 @@ class ModelConfig:
     latent: int | None = None
     query_latent: int | None = None  # width of what they make queries of; None: hidden
     value_dim: int | None = None  # width of a head's values in them; None: head_dim
+    # of mixers named "delta": heads of values, each of a state
+    delta_heads: int | None = None
+    delta_key_heads: int = 1  # heads of queries and keys; divides delta_heads
+    delta_key_dim: int = 128  # width of a head's keys
+    delta_value_dim: int = 128  # width of a head's values
+    delta_taps: int = 4  # tokens that the convolution reads, including its own
+    attention_gate: bool = False  # attention's result is multiplied by a sigmoid
     feed_forwards: tuple[str, ...] = ("dense",)  # what follows in a layer; cycled
     window: int | None = None  # tokens a local layer attends to, including the query's
     local_rope_theta: float | None = None  # base in local layers, which are not scaled
@@ -206,6 +218,7 @@ class ModelConfig:
         self._check_attention()
         self._check_experts()
         self._check_latent()
+        self._check_delta()
         problem = lora.check(self)
         if problem is not None:
             raise ValueError(f"ModelConfig.{problem}")
@@ -299,6 +312,14 @@ class ModelConfig:
         fits = not (self.lora_rank and without)
         wanted = "without 'query', 'key' and 'value' with latent attention"
         check_field(self, "lora_targets", fits, wanted)
+
+    def _check_delta(self):
+        given = self.delta_heads is not None
+        wanted = "given where mixers has 'delta', and only there"
+        check_field(self, "delta_heads", given == ("delta" in self.mixers), wanted)
+        divides = (self.delta_heads or 0) % self.delta_key_heads == 0
+        divides = divides or self.delta_heads is None
+        check_field(self, "delta_key_heads", divides, "a divisor of delta_heads")
 
     def _check_kinds(self):
         kinds = set(self.pattern) <= set(KINDS) and len(self.pattern) > 0

@@ -1,5 +1,6 @@
 """The modules of a decoder: norms, attention, block."""
 
+import functools
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from jaxmem.models import (
     ulysses,
 )
 from jaxmem.models.config import ModelConfig
+from jaxmem.models.delta_mixer import DeltaMixer
 from jaxmem.models.feed_forward import FeedForward
 from jaxmem.models.latent import LatentAttention
 from jaxmem.models.linears import linear, residual_linear
@@ -50,6 +52,8 @@ class Attention(nnx.Module):
 
         self.query = project("query", queries)
         self.key, self.value = project("key", keys), project("value", keys)
+        if config.attention_gate:
+            self.gate = project("attention_gate", queries)
         bias = config.output_bias
         self.output = residual_linear(config, "output", queries, rngs, bias)
         if config.qk_norm:
@@ -69,20 +73,29 @@ class Attention(nnx.Module):
 
     def mix(self, projected, sight: Sight, rope: Rope):
         """[B, T, hidden] from the results of `readers`, and rotated keys and values."""
+        projected, gate = self._without_gate(projected)
         query, key, value = self.split(*projected)
         query, key = self.rotate(query, key, rope)
-        return self.attend(query, key, value, sight), (key, value)
+        return self.attend(query, key, value, sight, gate), (key, value)
+
+    def _without_gate(self, projected):
+        """All but the gate's of `readers`, or of their results, and that or None."""
+        if not self.config.attention_gate:
+            return projected, None
+        return projected[:-1], projected[-1]
 
     def project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries, keys and values, [B, T, heads, head_dim] each."""
-        return self.split(*(read(x) for read in self.readers))
+        readers, _ = self._without_gate(self.readers)
+        return self.split(*(read(x) for read in readers))
 
     @property
     def readers(self) -> tuple[nnx.Linear, ...]:
-        """The projections, or the joined one."""
+        """The projections, or the joined one; at last the gate's, if there is one."""
+        gate = (self.gate,) if self.config.attention_gate else ()
         if hasattr(self, "joined"):
-            return (self.joined,)
-        return self.query, self.key, self.value
+            return self.joined, *gate
+        return self.query, self.key, self.value, *gate
 
     def split(self, *projected: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries, keys and values, as `project`, from the results of `readers`."""
@@ -149,13 +162,18 @@ class Attention(nnx.Module):
         return plain and (by_head or not config.qk_norm)
 
     def attend(
-        self, query: jax.Array, key: jax.Array, value: jax.Array, sight: Sight
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        sight: Sight,
+        gate: jax.Array | None = None,
     ) -> jax.Array:
-        """[B, T, hidden] from rotated queries and keys, and values."""
+        """[B, T, hidden] from rotated queries and keys, values, and maybe a gate."""
         value = remat.name(value, "v")
         sinks = self._sinks
         mixed = ulysses.attend(self._attend, query, key, value, sight, sinks)
-        return remat.recompute(self._join)(mixed)
+        return remat.recompute(self._join)(mixed, gate)
 
     @property
     def _sinks(self) -> jax.Array | None:
@@ -173,6 +191,7 @@ class Attention(nnx.Module):
 
         `scales` are `shared` of all layers.
         """
+        gate = self.gate(x) if self.config.attention_gate else None
         query, key, value = self._of_token(x, rope, cached.index, scales)
         token = kv_cache.layer_of(key, value, 1)
         config = self.config
@@ -185,7 +204,7 @@ class Attention(nnx.Module):
             softcap=config.attention_softcap,
             sinks=self._sinks,
         )
-        return self._join(mixed), token
+        return self._join(mixed, gate), token
 
     def _of_token(self, x: jax.Array, rope: Rope, index, scales):
         """Rotated queries and keys, and values; on one GPU, joined ones by a kernel."""
@@ -209,8 +228,12 @@ class Attention(nnx.Module):
         query, key, value = self.project(x)
         return *self.rotate(query, key, rope), value
 
-    def _join(self, mixed: jax.Array) -> jax.Array:
-        return self.output(mixed.reshape(*mixed.shape[:2], -1))
+    def _join(self, mixed: jax.Array, gate: jax.Array | None) -> jax.Array:
+        mixed = mixed.reshape(*mixed.shape[:2], -1)
+        if gate is not None:
+            wide = jax.nn.sigmoid(gate.astype(jnp.float32))
+            mixed = (mixed * wide).astype(mixed.dtype)
+        return self.output(mixed)
 
     def _attend(self, query, key, value, sight: Sight, sinks) -> jax.Array:
         config = self.config
@@ -236,7 +259,11 @@ def _normalized(norm: norms.RMSNorm, x: jax.Array, config: ModelConfig) -> jax.A
     return norm(x.reshape(*x.shape[:2], -1)).reshape(x.shape)
 
 
-MIXERS: dict[str, Any] = {"attention": Attention, "latent": LatentAttention}
+MIXERS: dict[str, Any] = {
+    "attention": Attention,
+    "latent": LatentAttention,
+    "delta": DeltaMixer,
+}
 FEED_FORWARDS: dict[str, Any] = {"dense": FeedForward, "experts": Mixture}
 
 

@@ -63,6 +63,8 @@ def _own(config: ModelConfig, mixer: str, feed_forward: str) -> ModelConfig:
         without |= {"experts": None, "expert_ff": None}
     if mixer != "latent":
         without |= {"latent": None, "rotated_width": None}
+    if mixer != "delta":
+        without |= {"delta_heads": None}
     return dataclasses.replace(
         config, mixers=(mixer,), feed_forwards=(feed_forward,), **without
     )

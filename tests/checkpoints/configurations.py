@@ -1,6 +1,7 @@
 """The tiny configurations of families/: model type and settings of each."""
 
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
+LINEAR = "linear_attention"
 SIZES = {
     "vocab_size": 64,
     "hidden_size": 64,
@@ -28,6 +29,11 @@ EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 
 LATENT = {
     "num_key_value_heads": 4, "kv_lora_rank": 20, "q_lora_rank": 28, "v_head_dim": 24,
     "qk_nope_head_dim": 12, "qk_rope_head_dim": 8,
+}  # fmt: skip
+# Keys so wide that no head's first result is nearly 0, and then normalised.
+DELTA = {
+    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 48,
+    "linear_value_head_dim": 20,
 }  # fmt: skip
 DEFAULT = {"rope_type": "default", "rope_theta": 1000.0}
 
@@ -208,6 +214,27 @@ CONFIGURATIONS = {
         first_k_dense_replace=2, n_routed_experts=4, num_experts_per_tok=2, n_group=1,
         topk_group=1, moe_intermediate_size=32, norm_topk_prob=False,
         attention_bias=True, tie_word_embeddings=True,
+    ),
+    "qwen3_next": of(
+        "qwen3_next",
+        **DELTA | {"linear_key_head_dim": 32, "linear_value_head_dim": 24},
+        num_hidden_layers=4, head_dim=24, shared_expert_intermediate_size=40, **EXPERTS,
+    ),
+    "qwen3_next_listed": of(
+        "qwen3_next", linear_num_value_heads=2, linear_num_key_heads=2, head_dim=16,
+        linear_key_head_dim=24, linear_value_head_dim=16, mlp_only_layers=[1],
+        layer_types=[GLOBAL, LINEAR, GLOBAL], norm_topk_prob=False,
+        shared_expert_intermediate_size=24, tie_word_embeddings=True, **EXPERTS,
+    ),
+    "qwen3_5": of("qwen3_5_text", **DELTA, num_hidden_layers=4, head_dim=24),
+    "qwen3_5_listed": of(
+        "qwen3_5_text", **DELTA | {"linear_value_head_dim": 24}, head_dim=16,
+        linear_conv_kernel_dim=3, layer_types=[LINEAR, GLOBAL, LINEAR],
+        attention_bias=True, tie_word_embeddings=True,
+    ),
+    "qwen3_5_moe": of(
+        "qwen3_5_moe_text", **DELTA, head_dim=24, layer_types=[LINEAR, GLOBAL, LINEAR],
+        shared_expert_intermediate_size=40, **EXPERTS,
     ),
     "helium": of("helium", head_dim=16),
     "helium_bias": of("helium", head_dim=16, attention_bias=True, mlp_bias=True),

@@ -15,6 +15,7 @@ saved (tests/checkpoints/test_families.py --exports) with the same records.
 """
 
 import argparse
+import contextlib
 import json
 import pathlib
 import tempfile
@@ -67,6 +68,16 @@ def in_files(model, of):
     return revert_weight_conversion(model, held)
 
 
+@contextlib.contextmanager
+def in_float64():
+    """What models compute in float32, whatever their type, is in float64, too."""
+    float32, torch.float32 = torch.float32, torch.float64
+    try:
+        yield
+    finally:
+        torch.float32 = float32
+
+
 def recorded(model, tensors):
     generator = np.random.default_rng(0)
     tokens = torch.from_numpy(generator.integers(3, seeded.VOCABULARY, (2, 24)))
@@ -95,7 +106,8 @@ def write(names):
     for name in names or CONFIGURATIONS:
         model, said = made(*CONFIGURATIONS[name])
         path = seeded.RECORDS / f"{name}.npz"
-        made_of = recorded(model, json.loads(said["tensors"]))
+        with in_float64():
+            made_of = recorded(model, json.loads(said["tensors"]))
         np.savez_compressed(path, **said, **made_of)
         print(name, path.stat().st_size, flush=True)
 

@@ -153,3 +153,34 @@ def test_the_text_part_of_mistral_3_is_a_model_of_its_own(rename, tmp_path):
         save_file(made, within / "model.safetensors")
         states = map(nnx.state, map(checkpoints.load, (directory, within)))
         jax.tree.map(np.testing.assert_array_equal, *states)
+
+
+@pytest.mark.filterwarnings("ignore:.*are left out")
+def test_qwen3_5_with_experts_is_found_beside_images(tmp_path):
+    record = dict(np.load(seeded.RECORDS / "qwen3_5_moe.npz"))
+    alone = seeded.write(record, tmp_path / "alone")
+    text, held = json.loads(str(record["config"])), tensors(alone)
+    made = {"model.visual.merger.weight": np.ones(3), "mtp.fc.weight": np.ones(3)}
+    for name, array in held.items():
+        if ".experts." not in name:
+            made[renamed_3(name)] = array
+            continue
+        start, end = renamed_3(name).split(".experts.")
+        joined = f"{start}.experts.{'down_proj' if 'down' in end else 'gate_up_proj'}"
+        if joined in made:
+            continue
+        every = [name.rpartition(".experts.")[0] + f".experts.{i}." for i in range(6)]
+        kinds = ("down_proj",) if "down" in end else ("gate_proj", "up_proj")
+        parts = [[held[f"{e}{kind}.weight"] for kind in kinds] for e in every]
+        made[joined] = np.stack([np.concatenate(part) for part in parts])
+    source = tmp_path / "source"
+    source.mkdir()
+    save_file(made, source / "model.safetensors")
+    config = {
+        "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+        "model_type": "qwen3_5_moe", "text_config": text, "vision_config": {},
+        "tie_word_embeddings": False, "image_token_id": 9,
+    }  # fmt: skip
+    (source / "config.json").write_text(json.dumps(config))
+    states = map(nnx.state, map(checkpoints.load, (alone, source)))
+    jax.tree.map(np.testing.assert_array_equal, *states)

@@ -36,7 +36,10 @@ from jaxmem.checkpoints.families import (
     qwen2,
     qwen2_moe,
     qwen3,
+    qwen3_5,
+    qwen3_5_moe,
     qwen3_moe,
+    qwen3_next,
     seed_oss,
     smollm3,
     stablelm,
@@ -89,6 +92,11 @@ FAMILIES = tuple(
         gpt_oss,
         deepseek_v2,
         deepseek_v3,
+        qwen3_next,
+        qwen3_5,
+        qwen3_5_moe,
     )
 )
-WITH_IMAGES = (gemma3.WITH_IMAGES, ministral3.WITH_IMAGES)
+WITH_IMAGES = tuple(
+    module.WITH_IMAGES for module in (gemma3, ministral3, qwen3_5, qwen3_5_moe)
+)

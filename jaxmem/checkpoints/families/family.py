@@ -112,13 +112,16 @@ class Family:
             "halves", as the decoder has them, as "neighbours", as such
             neighbours "last" in a head, or in "swapped" halves.
         joined_by: of the first of modules that share a name, how their outputs
-            alternate there: by "head" or by "number"; else one follows the other.
+            alternate there: by "head", by "key_head" of mixers named "delta", or by
+            "number"; else one follows the other.
         stored_as_in_out: starts of the paths whose matrices are stored as [in, out].
         other_names: names that files may have in the place of others.
         derived: ends of the names of tensors that are computed from the config.
         constants: tensors that must have these values, of layer "{}".
         more_layers_key: the key of a number of further layers, which predict tokens
             beyond the next one: their tensors are left out. None: there are none.
+        further: starts of the names of tensors of such layers apart from the others.
+        fused: paths and names that take the place of others where a file has them.
         in_float32: paths of weights that are stored in float32, whatever others are.
     """
 
@@ -132,7 +135,7 @@ class Family:
     positions_key: str = "max_position_embeddings"
     prefix: str = "model."
     pairs: Literal["halves", "neighbours", "last", "swapped"] = "halves"
-    joined_by: Mapping[str, Literal["head", "number"]] = dataclasses.field(
+    joined_by: Mapping[str, Literal["head", "key_head", "number"]] = dataclasses.field(
         default_factory=dict
     )
     stored_as_in_out: tuple[str, ...] = ()
@@ -140,6 +143,8 @@ class Family:
     derived: tuple[str, ...] = ()
     constants: Mapping[str, float] = dataclasses.field(default_factory=dict)
     more_layers_key: str | None = None
+    further: tuple[str, ...] = ()
+    fused: Mapping[str, str] = dataclasses.field(default_factory=dict)
     in_float32: tuple[str, ...] = ("blocks/feed_forward/correction",)
 
     def read(self, reader: Reader) -> dict[str, Any]:

@@ -117,6 +117,16 @@ class Shared:
         return {self.key: model.shared_ff // model.expert_ff}
 
 
+_EXPERTS, _FUSED = "blocks/feed_forward/experts/", "model.layers.{}.mlp.experts."
+# Where one tensor has the matrices of all experts.
+FUSED = {
+    _EXPERTS + "gate/kernel": _FUSED + "gate_up_proj",
+    _EXPERTS + "up/kernel": _FUSED + "gate_up_proj",
+    _EXPERTS + "down/kernel": _FUSED + "down_proj",
+}
+SHARED_WITH_GATE = shared("shared_expert") | {
+    "blocks/feed_forward/shared_gate": "model.layers.{}.mlp.shared_expert_gate"
+}
 NAMES = names("mlp.", "gate", ("gate_proj", "up_proj", "down_proj"))
 CORRECTION = {
     "blocks/feed_forward/correction": "model.layers.{}.mlp.gate.e_score_correction_bias"

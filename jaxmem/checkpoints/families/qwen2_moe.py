@@ -21,10 +21,7 @@ FAMILY = Family(
         Rope(),
         Windows(alternating_up_to, switch=True, nothing=0),
     ),
-    names=standard.NAMES
-    | mixtures.NAMES
-    | mixtures.shared("shared_expert")
-    | {"blocks/feed_forward/shared_gate": "model.layers.{}.mlp.shared_expert_gate"},
+    names=standard.NAMES | mixtures.NAMES | mixtures.SHARED_WITH_GATE,
     switches={"shared_gate": True},
     ignored=mixtures.IGNORED,
 )

@@ -47,6 +47,7 @@ class Rope:
         growth: the key of `query_growth`, if the family has it.
         stretch: the key a of a fixed factor a^(d / (d - 2)) of the base with the type
             "dynamic", if the family has it.
+        ignored: keys of the object that do not change logits of text.
     """
 
     theta: float = 10_000.0
@@ -55,6 +56,7 @@ class Rope:
     fraction_key: str = "partial_rotary_factor"
     growth: str | None = None
     stretch: str | None = None
+    ignored: tuple[str, ...] = ()
 
     def read(self, reader: Reader) -> dict[str, Any]:
         """The fields whose names start with "rope"."""
@@ -117,6 +119,7 @@ class Rope:
             within = RANGES["rope_fraction"]
             key = "partial_rotary_factor"
             fields["rope_fraction"] = inner.take(key, float, 1.0, within=within)
+        inner.read.update(self.ignored)
         inner.finish({k: v for k, v in ONLY.items() if k not in inner.read})
         return fields
 

@@ -41,9 +41,9 @@ def sizes(eps: float = 1e-6, key: str = "rms_norm_eps") -> tuple[Key, ...]:
     )
 
 
-def without(keys: tuple[Key, ...], field: str) -> tuple[Key, ...]:
-    """Keys but that of a field."""
-    return tuple(key for key in keys if key.field != field)
+def without(parts: tuple[Any, ...], field: str) -> tuple[Any, ...]:
+    """Parts but the key of a field."""
+    return tuple(part for part in parts if getattr(part, "field", None) != field)
 
 
 def head_dim(default: int | None = None) -> Key:

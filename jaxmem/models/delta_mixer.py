@@ -1,0 +1,170 @@
+"""The gated delta rule as what mixes tokens in a layer."""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxmem import remat
+from jaxmem.models import delta, kv_cache
+from jaxmem.models.config import ModelConfig
+from jaxmem.models.linears import linear, residual_linear
+from jaxmem.models.norms import make_norm
+from jaxmem.models.positions import Rope, Sight
+
+
+class State(NamedTuple):
+    """What a layer keeps of the tokens that it has read."""
+
+    inputs: jax.Array  # [B, J - 1, C] of the convolution, the last ones
+    matrix: jax.Array  # f32 [B, H, K, V]
+
+
+class DeltaMixer(nnx.Module):
+    """The gated delta rule behind a short convolution, an `interfaces.Mixer`.
+
+    Padding and tokens of other documents change no state. On a mesh the layer is not
+    split along `tensor`, and rows are not split along `sequence` inside it.
+    """
+
+    shared = ()
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        assert config.delta_heads is not None
+        keys = config.delta_key_heads * config.delta_key_dim
+        values = config.delta_heads * config.delta_value_dim
+
+        def project(name: str, outputs: int) -> nnx.Linear:
+            return linear(config, name, config.hidden, outputs, rngs)
+
+        self.delta_query = project("delta_query", keys)
+        self.delta_key = project("delta_key", keys)
+        self.delta_value = project("delta_value", values)
+        self.delta_gate = project("delta_gate", values)
+        self.delta_rate = project("delta_rate", config.delta_heads)
+        self.delta_decay = project("delta_decay", config.delta_heads)
+        dtype = jnp.dtype(config.param_dtype)
+        shape = 2 * keys + values, 1, config.delta_taps
+        bound = config.delta_taps**-0.5
+        taps = jax.random.uniform(rngs.params(), shape, jnp.float32, -bound, bound)
+        self.delta_taps = nnx.Param(taps.astype(dtype))
+        ones = jnp.ones(config.delta_heads, dtype)
+        self.delta_shift = nnx.Param(ones)
+        speed = jax.random.uniform(rngs.params(), ones.shape, jnp.float32, 0.01, 16)
+        self.delta_log_speed = nnx.Param(jnp.log(speed).astype(dtype))
+        plain = dataclasses.replace(config, norm_offset=False)
+        self.delta_norm = make_norm(plain, config.delta_value_dim, rngs)
+        self.delta_output = residual_linear(
+            config, "delta_output", values, rngs, use_bias=False
+        )
+        self.config = config
+
+    @property
+    def readers(self) -> tuple[nnx.Linear, ...]:
+        """The projections."""
+        return (
+            self.delta_query, self.delta_key, self.delta_value, self.delta_gate,
+            self.delta_rate, self.delta_decay,
+        )  # fmt: skip
+
+    def mix(self, projected, sight: Sight, rope: Rope):
+        """[B, T, hidden] from the results of `readers`, and the state after it."""
+        del rope
+        *mixed, gate, rate, decay = projected
+        x = jnp.concatenate(mixed, axis=-1)
+        shape = x.shape[:2]
+        is_token, documents = jnp.ones(shape, bool), jnp.zeros(shape, jnp.int32)
+        if sight.segment_ids is not None:
+            is_token, documents = _documents(jnp.asarray(sight.segment_ids))
+
+        def run(x, gate, rate, decay):
+            taps = self.delta_taps[...][:, 0]
+            active = jax.nn.silu(delta.convolve(x, taps, documents))
+            inputs = self._inputs(active, rate, decay, is_token, documents)
+            out, matrix = delta.run(inputs)
+            return self._finish(out, gate), matrix
+
+        out, matrix = remat.recompute(run)(x, gate, rate, decay)
+        return out, State(self._last(x, is_token), matrix)
+
+    def _last(self, x: jax.Array, is_token: jax.Array) -> jax.Array:
+        """Inputs of the convolution of each row's last tokens, 0 before the first."""
+        back = jnp.arange(self.config.delta_taps - 1, 0, -1)
+        place = jnp.sum(is_token, axis=1, keepdims=True) - back
+        rows = jnp.take_along_axis(x, jnp.maximum(place, 0)[..., None], axis=1)
+        return jnp.where(place[..., None] >= 0, rows, 0)
+
+    def _inputs(self, active, rate, decay, is_token, documents) -> delta.Inputs:
+        """What the rule reads, from the convolution's results and two projections."""
+        config = self.config
+        keys = config.delta_key_heads * config.delta_key_dim
+        query, key, value = jnp.split(active, [keys, 2 * keys], axis=-1)
+
+        def heads(x: jax.Array, width: int) -> jax.Array:
+            return x.reshape(*x.shape[:2], -1, width)
+
+        assert config.delta_heads is not None
+        times = config.delta_heads // config.delta_key_heads
+
+        def unit(x: jax.Array) -> jax.Array:
+            x = heads(x, config.delta_key_dim)
+            length = jnp.sum(x * x, axis=-1, keepdims=True)
+            return jnp.repeat(x * jax.lax.rsqrt(length + 1e-6), times, axis=2)
+
+        rate = jax.nn.sigmoid(rate.astype(jnp.float32))
+        speed = jnp.exp(self.delta_log_speed[...].astype(jnp.float32))
+        shift = self.delta_shift[...].astype(jnp.float32)
+        decay = -speed * jax.nn.softplus(decay.astype(jnp.float32) + shift)
+        decay, rate = (jnp.where(is_token[..., None], x, 0) for x in (decay, rate))
+        scaled = unit(query) * config.delta_key_dim**-0.5
+        value = heads(value, config.delta_value_dim)
+        return delta.Inputs(scaled, unit(key), value, decay, rate, documents)
+
+    def _finish(self, out: jax.Array, gate: jax.Array) -> jax.Array:
+        wide = gate.astype(jnp.float32).reshape(out.shape)
+        out = self.delta_norm(out.astype(gate.dtype)).astype(jnp.float32)
+        out = (out * jax.nn.silu(wide)).astype(gate.dtype)
+        return self.delta_output(out.reshape(gate.shape))
+
+    @staticmethod
+    def state(made: State, max_length: int) -> State:
+        """The state after prompts, whose size is that of any other."""
+        del max_length
+        return made
+
+    def decode(self, x: jax.Array, rope: Rope, cached: kv_cache.Cached, seen, shared):
+        """[B, 1, hidden] from the next token's x, and the state after it."""
+        del rope, seen, shared
+        before: State = cached.layer
+        *mixed, gate, rate, decay = (read(x) for read in self.readers)
+        window = jnp.concatenate([before.inputs, jnp.concatenate(mixed, -1)], axis=1)
+        taps = self.delta_taps[...][:, 0].astype(jnp.float32)
+        active = jnp.einsum("btc,ct->bc", window.astype(jnp.float32), taps)
+        active = jax.nn.silu(active)[:, None]
+        one = jnp.ones(x.shape[:2], bool)
+        inputs = self._inputs(active, rate, decay, one, one)
+        out, matrix = delta.step(before.matrix, inputs)
+        return self._finish(out, gate), State(window[:, 1:], matrix)
+
+    @staticmethod
+    def grow(states: State, added: State, slot: jax.Array) -> State:
+        """The states after a token, which replace those before."""
+        del states, slot
+        return added
+
+    def join(self) -> None:
+        """Nothing: a token's cost is that of the state."""
+
+
+def _documents(segments: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Which tokens are of a document, and that of each, padding's being the last one's.
+
+    Args:
+        segments: [B, T] document of each token; 0 or False is padding.
+    """
+    is_token = segments != 0
+    place = jnp.where(is_token, jnp.arange(segments.shape[1]), 0)
+    last = jax.lax.cummax(place, axis=1)
+    return is_token, jnp.take_along_axis(segments.astype(jnp.int32), last, axis=1)

@@ -1,0 +1,125 @@
+"""The gated delta rule against a loop over tokens in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxmem.models import delta
+from jaxmem.models.decoder import Decoder, ModelConfig
+from tests.cases import slow
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+def drawn(length, documents, heads=2, keys=6, values=5):
+    rng = np.random.default_rng(0)
+
+    def unit(*shape):
+        x = rng.normal(size=shape)
+        return x / np.linalg.norm(x, axis=-1, keepdims=True)
+
+    shape = len(documents), length, heads
+    return delta.Inputs(
+        unit(*shape, keys) * keys**-0.5,
+        unit(*shape, keys),
+        rng.normal(size=(*shape, values)),
+        -rng.exponential(0.3, shape),
+        rng.uniform(size=shape),
+        documents,
+    )
+
+
+def one_by_one(inputs):
+    """Outputs and last states of a loop over tokens."""
+    rows, length, heads, keys = inputs.query.shape
+    out = np.zeros(inputs.value.shape)
+    states = np.zeros((rows, heads, keys, inputs.value.shape[-1]))
+    for row, head in np.ndindex(rows, heads):
+        state, document = states[row, head], inputs.documents[row, 0]
+        for t in range(length):
+            query, key, value, decay, rate = (x[row, t, head] for x in inputs[:-1])
+            if inputs.documents[row, t] != document:
+                state, document = 0 * state, inputs.documents[row, t]
+            state = np.exp(decay) * state
+            state = state + np.outer(key, rate * (value - key @ state))
+            out[row, t, head] = query @ state
+        states[row, head] = state
+    return out, states
+
+
+@pytest.mark.parametrize(
+    ("length", "ends"),
+    [(150, ((40, 64, 65, 130), ())), slow(64, ((), (63,))), slow(7, ((3,), (1, 2)))],
+)
+def test_chunks_compute_what_a_loop_over_tokens_does(length, ends):
+    documents = np.array([np.searchsorted(e, np.arange(length), "right") for e in ends])
+    inputs = drawn(length, documents)
+    expected, last = one_by_one(inputs)
+    single = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), inputs)
+    single = single._replace(documents=jnp.asarray(documents, jnp.int32))
+    out, state = jax.jit(delta.run)(single)
+    np.testing.assert_allclose(out, expected, rtol=0, atol=3e-6)
+    np.testing.assert_allclose(state, last, rtol=0, atol=3e-6)
+
+
+def test_gradients_are_those_of_a_step_after_the_other():
+    documents = np.zeros((1, 70), int)
+    inputs = drawn(70, documents)
+    single = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), inputs)
+    single = single._replace(documents=jnp.zeros((1, 70), jnp.int32))
+
+    def chunked(arrays):
+        out, state = delta.run(single._replace(**arrays))
+        return jnp.sum(jnp.sin(out)) + jnp.sum(state**2)
+
+    def stepped(arrays):
+        moved = [jnp.moveaxis(x, 1, 0)[:, :, None] for x in single._replace(**arrays)]
+
+        def step(state, token):
+            out, state = delta.step(state, delta.Inputs(*token))
+            return state, jnp.sum(jnp.sin(out))
+
+        state, sums = jax.lax.scan(step, jnp.zeros((1, 2, 6, 5)), tuple(moved))
+        return jnp.sum(sums) + jnp.sum(state**2)
+
+    arrays = {k: v for k, v in single._asdict().items() if k != "documents"}
+    ours, theirs = (
+        jax.jit(jax.grad(chunked))(arrays),
+        jax.jit(jax.grad(stepped))(arrays),
+    )
+    for name, expected in theirs.items():
+        bound = 1e-5 * np.abs(expected).max()
+        np.testing.assert_allclose(ours[name], expected, rtol=0, atol=bound)
+
+
+def test_prompts_of_several_lengths_go_on_as_each_alone():
+    config = ModelConfig(
+        layers=2, hidden=16, ff=24, heads=2, kv_heads=1, head_dim=8, vocab_size=31,
+        mixers=("delta", "attention"), delta_heads=2, delta_key_dim=8,
+        delta_value_dim=4, attention_gate=True,
+    )  # fmt: skip
+    decoder = Decoder(config, rngs=nnx.Rngs(0))
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 31, (3, 12)), jnp.int32)
+    lengths = np.array([1, 2, 7])  # the convolution reads more than the first two have
+
+    @jax.jit
+    def cached(decoder):
+        hidden, cache = decoder.prefill(tokens[:, :7], lengths, 12)
+        made = [hidden]
+        for step in range(4):
+            after = tokens[np.arange(3), lengths + step]
+            hidden, cache = decoder.decode(after, cache)
+            made.append(hidden)
+        return jnp.stack(made, axis=1)
+
+    @jax.jit
+    def whole(decoder):
+        places = jnp.broadcast_to(jnp.arange(12), tokens.shape)
+        return decoder(tokens, None, places)
+
+    got, every = cached(decoder), whole(decoder)
+    for row, length in enumerate(lengths):
+        expected = every[row, length - 1 : length + 4]
+        np.testing.assert_allclose(got[row], expected, rtol=0, atol=2e-5)
