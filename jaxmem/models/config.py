@@ -16,6 +16,8 @@ MIXERS = ("attention", "latent", "delta")
 FEED_FORWARDS = ("dense", "experts")
 
 
+_SCORES = ("softmax", "sigmoid", "chosen", "near")
+_ROPES = (None, "linear", "llama3", "yarn", "listed")
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -48,6 +50,7 @@ RANGES = {
     "rope_high_factor": _POSITIVE,
     "rope_original": _POSITIONS,
     "rope_magnitude": _POSITIVE,
+    "rope_limit": _POSITIONS,
     "rope_fraction": reals(above=0, high=1),
     "delta_heads": _HEADS,
     "delta_key_heads": _HEADS,
@@ -63,6 +66,7 @@ RANGES = {
     "experts_per_token": _HEADS,
     "expert_ff": _FF,
     "router_scale": _POSITIVE,
+    "router_nearness": _POSITIVE,
     "router_groups": _HEADS,
     "router_groups_kept": _HEADS,
     "router_group_best": _HEADS,
@@ -105,12 +109,16 @@ class ModelConfig:
     rope_theta: float = 10_000.0  # base of the rotary wavelengths, in tokens
     # None; "linear": scale all wavelengths by rope_factor; others scale the long ones:
     # "llama3" by their length, "yarn" by their number, see models.positions
-    rope_scaling: Literal["linear", "llama3", "yarn"] | None = None
+    # "listed" by one factor each
+    rope_scaling: Literal["linear", "llama3", "yarn", "listed"] | None = None
     rope_factor: float = 1.0  # factor of the scaled wavelengths
     rope_low_factor: float = 1.0  # long is above rope_original / this
     rope_high_factor: float = 4.0  # short is below rope_original / this
     rope_original: int = 8192  # context length in tokens before scaling
     rope_truncate: bool = True  # yarn: its limits are whole numbers of pairs
+    rope_factors: tuple[float, ...] | None = None  # of the pairs' wavelengths: "listed"
+    # positions that the wavelengths are for; what follows in a document is NaN
+    rope_limit: int | None = None
     rope_magnitude: float = 1.0  # factor of cosines and sines where wavelengths scale
     rope_fraction: float = 1.0  # of each head that is rotated, its first part
     rotated_width: int | None = None  # the same in numbers, in place of rope_fraction
@@ -172,8 +180,10 @@ class ModelConfig:
     # an expert's gate is at most this, and what it multiplies is within ± this
     gate_limit: float | None = None
     up_plus_one: bool = False  # an expert's gate multiplies up + 1
-    # softmax or sigmoid of the router's logits; "chosen": softmax of the chosen ones
-    router_scores: Literal["softmax", "sigmoid", "chosen"] = "softmax"
+    # softmax or sigmoid of the router's logits; "chosen": softmax of the chosen ones;
+    # "near": of each chosen one and those below that are near it
+    router_scores: Literal["softmax", "sigmoid", "chosen", "near"] = "softmax"
+    router_nearness: float = 0.01  # half of the relative distance of those
     router_renormalised: bool = False  # scores of the chosen experts are to sum to 1
     router_scale: float = 1.0  # factor of the chosen experts' scores
     router_bias: bool = False  # the router's logits have a bias
@@ -208,7 +218,12 @@ class ModelConfig:
                 f"ModelConfig.head_dim must be even (RoPE), got {self.head_dim}"
             )
         self._check_kinds()
-        _check_choice(self, "rope_scaling", (None, "linear", "llama3", "yarn"))
+        _check_choice(self, "rope_scaling", _ROPES)
+        listed, pairs = self.rope_factors, self.rope_width // 2
+        is_listed = self.rope_scaling == "listed"
+        good = listed is None if not is_listed else listed and len(listed) == pairs
+        wanted = f"{pairs} numbers with rope_scaling='listed', and else None"
+        check_field(self, "rope_factors", bool(good), wanted)
         above = self.rope_high_factor > self.rope_low_factor
         check_field(self, "rope_high_factor", above, "above rope_low_factor")
         _check_choice(self, "activation", (*ACTIVATIONS, "xielu"))
@@ -270,7 +285,7 @@ class ModelConfig:
             )
 
     def _check_experts(self):
-        _check_choice(self, "router_scores", ("softmax", "sigmoid", "chosen"))
+        _check_choice(self, "router_scores", _SCORES)
         has_experts = "experts" in self.feed_forwards
         wanted = "given where feed_forwards has 'experts', and only there"
         for name in ("experts", "expert_ff"):

@@ -59,10 +59,11 @@ def look_up(decoder: Any, tokens: Ids, positions: Ids) -> jax.Array:
 
 
 def check_length(config: ModelConfig, tokens: int) -> None:
-    """Raise a ValueError for rows of more tokens than there are learnt positions."""
-    rows = config.learned_positions
-    if rows is not None and tokens > rows:
-        raise ValueError(
-            f"a row must have at most {rows} tokens, the positions that this model has "
-            f"learnt (model.learned_positions), got {tokens}"
-        )
+    """Raise a ValueError for rows of more tokens than there are positions."""
+    for name in ("learned_positions", "rope_limit"):
+        most = getattr(config, name)
+        if most is not None and tokens > most:
+            raise ValueError(
+                f"a row must have at most {most} tokens, the positions of this model "
+                f"that are implemented (model.{name}), got {tokens}"
+            )

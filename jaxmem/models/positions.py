@@ -76,7 +76,7 @@ def rope_frequencies(config: ModelConfig, kind: str = "global") -> jax.Array:
     """Rotary angle per position of each pair, for one kind of layer.
 
         f_i = theta^(-2i / d),   then, if scaled,   f_i ((1 - s_i) / factor + s_i)
-        linear:  s_i = 0
+        linear:  s_i = 0;   listed:  the same, with a factor for each i
         llama3:  s_i = clip((original f_i / 2π - low) / (high - low), 0, 1)
         yarn:    s_i = clip((j(low) - i) / (j(low) - j(high)), 0, 1),
                  j(n) = d ln(original / 2πn) / (2 ln theta), within [0, d - 1]
@@ -106,6 +106,8 @@ def rope_frequencies(config: ModelConfig, kind: str = "global") -> jax.Array:
         return frequencies
     if config.rope_scaling == "linear":
         return frequencies / config.rope_factor
+    if config.rope_scaling == "listed":
+        return frequencies / jnp.asarray(config.rope_factors, jnp.float32)
     low, high = config.rope_low_factor, config.rope_high_factor
     if config.rope_scaling == "llama3":
         turns = config.rope_original * frequencies / (2 * jnp.pi)
@@ -305,7 +307,14 @@ def sights(
 
     def tables(kind: str) -> Rope:
         magnitude = config.rope_magnitude if is_scaled(config, kind) else 1.0
-        return rope_tables(positions, rope_frequencies(config, kind), magnitude)
+        frequencies = rope_frequencies(config, kind)
+        if config.rope_limit is None:
+            return rope_tables(positions, frequencies, magnitude)
+        # They are not those of such a position: its token must not pass for right.
+        known = jnp.asarray(positions)[..., None, None] < config.rope_limit
+        rope = rope_tables(positions, frequencies, magnitude)
+        cosines, sines = (jnp.where(known, x, jnp.nan) for x in rope[:2])
+        return Rope(cosines, sines)
 
     growth = None
     if config.query_growth is not None:

@@ -16,7 +16,8 @@ def choose(
 
     With groups, experts outside of the best groups are not chosen; a group is as good
     as the sum of its `router_group_best` best scores. With the scores "chosen" the
-    weights are the softmax of the chosen experts' logits.
+    weights are the softmax of the chosen experts' logits. With "near" each weight is
+    that in the softmax of an expert and of those after it whose logits are near its.
 
     Args:
         logits: f32 [..., experts].
@@ -38,12 +39,29 @@ def choose(
     if config.router_groups > 1:
         ranks = _of_best_groups(ranks, config)
     _, chosen = jax.lax.top_k(ranks, config.experts_per_token)
+    if kind == "near":
+        return chosen.astype(jnp.int32), _near(logits, chosen, config)
     weights = jnp.take_along_axis(scores, chosen, axis=-1)
     if kind == "chosen":
         weights = jax.nn.softmax(weights)
     if config.router_renormalised:
         weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
     return chosen.astype(jnp.int32), weights * config.router_scale
+
+
+def _near(logits: jax.Array, chosen: jax.Array, config: ModelConfig) -> jax.Array:
+    """The weights of chosen experts, one after the other."""
+    weights = []
+    for place in range(config.experts_per_token):
+        at = chosen[..., place, None]
+        largest = jnp.take_along_axis(logits, at, axis=-1)
+        scale = jnp.maximum(jnp.abs(logits), largest)
+        is_far = (largest - logits) / scale > 2 * config.router_nearness
+        earlier = jax.nn.one_hot(chosen[..., :place], logits.shape[-1], dtype=bool)
+        left_out = jax.lax.stop_gradient(is_far | jnp.any(earlier, axis=-2))
+        shares = jax.nn.softmax(jnp.where(left_out, -jnp.inf, logits))
+        weights.append(jnp.take_along_axis(shares, at, axis=-1))
+    return jnp.concatenate(weights, axis=-1)
 
 
 def _of_best_groups(ranks: jax.Array, config: ModelConfig) -> jax.Array:

@@ -35,6 +35,11 @@ DELTA = {
     "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 48,
     "linear_value_head_dim": 20,
 }  # fmt: skip
+LONG = {
+    "rope_type": "longrope", "rope_theta": 1000.0,
+    "original_max_position_embeddings": 32,
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5], "long_factor": [2.0] * 6,
+}  # fmt: skip
 DEFAULT = {"rope_type": "default", "rope_theta": 1000.0}
 
 
@@ -235,6 +240,25 @@ CONFIGURATIONS = {
     "qwen3_5_moe": of(
         "qwen3_5_moe_text", **DELTA, head_dim=24, layer_types=[LINEAR, GLOBAL, LINEAR],
         shared_expert_intermediate_size=40, **EXPERTS,
+    ),
+    "llama_dynamic": of(
+        "llama", rope_parameters=DEFAULT | {"rope_type": "dynamic", "factor": 2.0}
+    ),
+    "phi3_long": of(
+        "phi3", max_position_embeddings=128, original_max_position_embeddings=32,
+        rope_parameters=LONG | {"partial_rotary_factor": 0.75},
+    ),
+    "phimoe": of(
+        "phimoe", num_local_experts=4, attention_bias=True, lm_head_bias=True,
+        router_jitter_noise=0.4, max_position_embeddings=128,
+        rope_parameters=LONG
+        | {"short_mscale": 1.1, "long_mscale": 1.2, "short_factor": [1.5] * 8,
+           "long_factor": [2.0] * 8},
+    ),
+    "phimoe_plain": of("phimoe", num_local_experts=3, sliding_window=5, head_dim=24),
+    "minimax_m2": of(
+        "minimax_m2", num_local_experts=5, num_experts_per_tok=2, head_dim=24,
+        rope_parameters=DEFAULT | {"partial_rotary_factor": 0.5},
     ),
     "helium": of("helium", head_dim=16),
     "helium_bias": of("helium", head_dim=16, attention_bias=True, mlp_bias=True),

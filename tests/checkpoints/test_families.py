@@ -32,7 +32,7 @@ QUICK = (
     "ministral3_window", "phi3_partial", "olmo3_yarn", "smollm3", "glm4", "granite",
     "cohere2", "gpt2", "gpt_neox", "apertus", "nanochat", "gpt_oss", "glm4_moe",
     "qwen2_moe_few", "deepseek_v3",
-    "qwen3_5",
+    "qwen3_5", "phimoe",
 )  # fmt: skip
 RECORDED = sorted(path.stem for path in seeded.RECORDS.glob("*.npz"))
 CASES = [name if name in QUICK else slow(name) for name in RECORDED]
@@ -164,6 +164,17 @@ def test_a_family_can_say_what_its_config_says(name, loaded, tmp_path):
         if field not in same and value != getattr(config.model, field)
     }
     assert all(np.isclose(*both, rtol=1e-12) for both in changed.values()), changed
+
+
+def test_what_follows_the_known_positions_is_not_a_number(loaded):
+    decoder, config = loaded("phi3_long")
+    assert config.model.rope_limit == 32
+    tokens, places = jnp.ones((1, 40), jnp.int32), jnp.arange(40)[None]
+    with pytest.raises(ValueError, match=r"at most 32 tokens.*model.rope_limit"):
+        decoder(tokens, None, places)
+    assert np.isnan(decoder(tokens, jnp.ones_like(tokens), places)[0, 32:]).all()
+    halves = decoder(tokens, jnp.asarray(places >= 20, jnp.int32) + 1, places % 20)
+    assert np.isfinite(halves).all()
 
 
 def test_layers_of_further_tokens_are_left_out(loaded, tmp_path):

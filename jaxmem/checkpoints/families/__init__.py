@@ -22,6 +22,7 @@ from jaxmem.checkpoints.families import (
     helium,
     hunyuan,
     llama,
+    minimax_m2,
     ministral,
     ministral3,
     mistral,
@@ -33,6 +34,7 @@ from jaxmem.checkpoints.families import (
     olmoe,
     phi,
     phi3,
+    phimoe,
     qwen2,
     qwen2_moe,
     qwen3,
@@ -95,6 +97,8 @@ FAMILIES = tuple(
         qwen3_next,
         qwen3_5,
         qwen3_5_moe,
+        phimoe,
+        minimax_m2,
     )
 )
 WITH_IMAGES = tuple(

@@ -11,7 +11,10 @@ from jaxmem.core import messages
 from jaxmem.core.ranges import reals
 from jaxmem.models.config import RANGES, ModelConfig
 
-_KINDS = {"default": None, "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
+_KINDS = {
+    "default": None, "linear": "linear", "llama3": "llama3", "yarn": "yarn",
+    "longrope": "listed", "su": "listed", "dynamic": None,
+}  # fmt: skip
 _FIELDS = {
     "default": {},
     "linear": {"factor": "rope_factor"},
@@ -27,6 +30,9 @@ _FIELDS = {
         "beta_fast": "rope_high_factor",
         "original_max_position_embeddings": "rope_original",
     },
+    "longrope": {},
+    "su": {},
+    "dynamic": {},
 }
 _DEFAULTS = {"beta_slow": 1.0, "beta_fast": 32.0}
 _LAYERS = "full_attention", "sliding_attention"
@@ -104,6 +110,10 @@ class Rope:
             default = {**_DEFAULTS, "rope_theta": self.theta}.get(key, MISSING)
             whole = int if RANGES[field].whole else float
             fields[field] = inner.take(key, whole, default, within=RANGES[field])
+        if kind == "dynamic":
+            fields |= _dynamic(reader, inner)
+        if fields["rope_scaling"] == "listed":
+            fields |= _listed(reader, inner)
         if kind == "yarn":
             fields |= _yarn(inner, fields["rope_factor"])
         if self.growth is not None:
@@ -143,7 +153,12 @@ class Rope:
         """The older form, which every version of transformers reads."""
         del max_positions
         scaling: Any = None
-        if model.rope_scaling is not None:
+        if model.rope_scaling == "listed":
+            scaling = _listed_again(model)
+        elif model.rope_limit is not None:
+            original = {"original_max_position_embeddings": model.rope_limit}
+            scaling = {"rope_type": "dynamic", "factor": 2.0} | original
+        elif model.rope_scaling is not None:
             keys = _FIELDS[model.rope_scaling]
             scaling = {"rope_type": model.rope_scaling}
             scaling |= {key: getattr(model, field) for key, field in keys.items()}
@@ -225,3 +240,49 @@ def _yarn(inner: Reader, factor: float) -> dict[str, Any]:
         given = magnitude(above) / magnitude(below) if ratio else magnitude(1.0)
     truncate = inner.take("truncate", bool, True)
     return {"rope_magnitude": given, "rope_truncate": truncate}
+
+
+def _limit(reader: Reader, inner: Reader) -> int:
+    """The positions that a model was trained on before others were added."""
+    key, within = "original_max_position_embeddings", RANGES["rope_limit"]
+    whole = reader.take(key, int, 0, within=within)
+    whole = inner.take(key, int, whole, within=within)
+    return whole or reader.take("max_position_embeddings", int)
+
+
+def _dynamic(reader: Reader, inner: Reader) -> dict[str, Any]:
+    """Unscaled wavelengths: only rows beyond the limit would have others."""
+    inner.take("factor", float, 1.0, within=_POSITIVE)
+    return {"rope_limit": _limit(reader, inner)}
+
+
+def _listed(reader: Reader, inner: Reader) -> dict[str, Any]:
+    """The factors of short rows: only rows beyond the limit would have others."""
+    limit = _limit(reader, inner)
+    short = inner.take("short_factor", list)
+    inner.take("long_factor", list)
+    if not all(type(x) in (int, float) and x > 0 for x in short):
+        raise reader.error("short_factor must be a list of numbers above 0")
+    given = inner.take("attention_factor", _WITH_NULL, None, within=_POSITIVE)
+    given = inner.take("short_mscale", _WITH_NULL, given, within=_POSITIVE)
+    inner.take("long_mscale", _WITH_NULL, None, within=_POSITIVE)
+    times = reader.take("max_position_embeddings", int) / limit
+    times = inner.take("factor", _WITH_NULL, times, within=_POSITIVE) or times
+    if given is None:
+        growth = math.log(max(times, 1)) / math.log(limit)
+        given = math.sqrt(1 + growth)
+    return {
+        "rope_factors": tuple(map(float, short)),
+        "rope_limit": limit,
+        "rope_magnitude": given,
+    }
+
+
+def _listed_again(model: ModelConfig) -> dict[str, Any]:
+    return {
+        "rope_type": "longrope",
+        "short_factor": list(model.rope_factors or ()),
+        "long_factor": list(model.rope_factors or ()),
+        "attention_factor": model.rope_magnitude,
+        "original_max_position_embeddings": model.rope_limit,
+    }
