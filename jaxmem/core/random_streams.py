@@ -19,6 +19,7 @@ class Stream(enum.IntEnum):
     KEPT_TOKENS = 0x746F6B65  # the tokens that an update learns from
     MINIBATCHES = 0x6D696E69  # which samples are in which minibatch
     PAIRS = 0x70616972  # the order of preferences
+    PREFIXES = 0x70726566  # where completions are cut
     PROBLEMS = 0x70726F62  # generated arithmetic
     PROMPTS = 0x70726F6D  # the order of prompts
     ROLLOUTS = 0x726F6C6C  # a policy's samples

@@ -95,7 +95,7 @@ def ppo_clip(
 def grpo(
     logprob: ArrayLike,
     old_logprob: ArrayLike,
-    ref_logprob: ArrayLike,
+    ref_logprob: ArrayLike | None,
     advantages: ArrayLike,
     *,
     clip_low: Coefficient = 0.2,
@@ -106,13 +106,12 @@ def grpo(
 
         out = ppo_clip(logprob, old_logprob, A) + beta · kl_k3(logprob, ref_logprob)
 
-    Use A from `grpo_advantages`, and average with `sequence_mean_weights`. Without a
-    reference policy, use `ppo_clip`.
+    Use A from `grpo_advantages`, and average with `sequence_mean_weights`.
 
     Args:
         logprob: under the policy being updated [...].
         old_logprob: under the behaviour policy, which sampled; a constant [...].
-        ref_logprob: under the reference policy, a constant [...].
+        ref_logprob: under the reference policy, a constant [...]; None: no KL term.
         advantages: of the sequence, at each of its tokens [...].
         clip_low: as in `ppo_clip`.
         clip_high: as in `ppo_clip`.
@@ -133,6 +132,8 @@ def grpo(
         logprob, old_logprob, advantages, clip_low=clip_low, clip_high=clip_high
     )
     beta = as_coefficient("beta", beta, 0, tokens=surrogate.shape)
+    if ref_logprob is None:
+        return surrogate
     lp, ref = as_tokens(logprob=logprob, ref_logprob=ref_logprob)
     return surrogate + beta * kl_k3(lp, lax.stop_gradient(ref))
 

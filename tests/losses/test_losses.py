@@ -350,6 +350,7 @@ POLICY = {
     "ppo_clip": lambda lp, old, A: losses.ppo_clip(lp, old, A),
     "dual": lambda lp, old, A: losses.ppo_clip(lp, old, A, dual_clip=3.0),
     "grpo": lambda lp, old, A: losses.grpo(lp, old, old, A),
+    "grpo without a reference": lambda lp, old, A: losses.grpo(lp, old, None, A),
     "dr_grpo": losses.dr_grpo,
     "dapo": losses.dapo,
     "gspo": lambda lp, old, A: losses.gspo(

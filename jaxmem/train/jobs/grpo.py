@@ -24,7 +24,7 @@ from jaxmem.train.jobs.accumulated import Sums
 from jaxmem.train.jobs.asked import Asked
 from jaxmem.train.jobs.config import GrpoJobConfig
 from jaxmem.train.jobs.job import Job
-from jaxmem.train.jobs.minibatches import Minibatch, packing_of
+from jaxmem.train.jobs.minibatches import Minibatch, cut_prefixes, packing_of
 from jaxmem.train.jobs.policy import correction
 from jaxmem.train.jobs.policy_program import PolicyProgram
 from jaxmem.train.jobs.questions import (
@@ -37,22 +37,11 @@ from jaxmem.train.jobs.questions import (
 from jaxmem.train.jobs.recorded import RecordedRollouts
 from jaxmem.train.jobs.rollout_metrics import Clock, Rollout, Selected, Update
 from jaxmem.train.jobs.rollouts import Completions, Logprobs, Supports
-from jaxmem.train.jobs.sampled import Decoded, Sampled, telling
+from jaxmem.train.jobs.sampled import Decoded, Sampled, draw_number, telling
 from jaxmem.train.metrics import HeadCost, PolicyMetrics
 from jaxmem.train.phases import Phase
 from jaxmem.train.program import TrainState, fixed_moments
 from jaxmem.train.progress import ProgressReport
-
-
-def _number(step: int, attempt: int, turn: int) -> int:
-    """What the random numbers of a completion depend on, besides the seed.
-
-    Steps are positive; further attempts and turns have numbers of their own below 0.
-    """
-    if not (attempt or turn):
-        return step
-    drawn = np.random.SeedSequence([step, attempt, turn]).generate_state(1)[0]
-    return -1 - int(drawn >> 1)
 
 
 class Grpo(Job, name="grpo"):
@@ -156,16 +145,18 @@ class Grpo(Job, name="grpo"):
         clock, compiled, grpo = Clock(), self._compiled, self.config.grpo
         rollout = self._roll_out(number, state.params)
         clock.lap("rollout")
-        old = self._old(number, state.params, rollout)
+        read, cut = cut_prefixes(self.config, number, rollout.completions)
+        rest = rollout._replace(completions=read)
+        old = self._old(number, state.params, rest)
         clock.lap("old")
         reference = None
         if self._reference is not None:
-            made = self._logprobs(compiled.reference, self._reference, rollout)
+            made = self._logprobs(compiled.reference, self._reference, rest)
             reference = made.drawn_from
         clock.lap("reference")
         sampled = np.asarray(rollout.samples.logprobs)
         learned = Minibatch(
-            rollout.completions,
+            read,
             rollout.advantages,
             old.drawn_from,
             reference,
@@ -173,6 +164,7 @@ class Grpo(Job, name="grpo"):
             rollout=sampled if grpo.corrects_tokens else None,
             correction=self._weights(old, rollout) if grpo.drops_sequences else None,
             learned=rollout.learned if grpo.mask_truncated else None,
+            cut=cut,
         )
         state, updates = self._learn(number, state, learned, old)
         clock.lap("update")
@@ -229,7 +221,7 @@ class Grpo(Job, name="grpo"):
 
         def sample(prompts: np.ndarray, lengths: np.ndarray, turn: int) -> Samples:
             nonlocal slots
-            number = np.int32(_number(*draw, turn))
+            number = np.int32(draw_number(*draw, turn))
             given = sampling.place((prompts, lengths), self.program.prompts)
             made = jax.device_get(program(params, self.frozen, *given, number))
             slots += made.steps * self.program.slots

@@ -13,6 +13,13 @@ from jaxmem.train.jobs.policy import PolicyBatch, average
 from jaxmem.train.jobs.rollouts import Completions, Supports
 
 
+class Cut(NamedTuple):
+    """What was cut off N completions."""
+
+    counts: np.ndarray  # [N] tokens that the model sampled, before the cut
+    inverse: np.ndarray  # float32 [N, R] 1 / probability with which a token is kept
+
+
 class Minibatch(NamedTuple):
     """Values of N samples; log-probabilities [N, R] are of their sampled tokens."""
 
@@ -25,10 +32,11 @@ class Minibatch(NamedTuple):
     correction: np.ndarray | None = None  # [N, R] weights of one by sequences
     log_ratio: np.ndarray | None = None  # [N] of sequences, for a loss that has one
     learned: np.ndarray | None = None  # [N, R] tokens to learn from; None: all
+    cut: Cut | None = None  # of completions; None: they are whole
 
     def select(self, indices: np.ndarray) -> "Minibatch":
         """The samples of these indices."""
-        completions, supports = self.completions, self.supports
+        completions, supports, cut = self.completions, self.supports, self.cut
         arrays = {
             name: x[indices]
             for name, x in self._asdict().items()
@@ -37,6 +45,7 @@ class Minibatch(NamedTuple):
         return self._replace(
             completions=completions.select(indices),
             supports=None if supports is None else supports.select(indices),
+            cut=None if cut is None else Cut(*(x[indices] for x in cut)),
             **arrays,
         )
 
@@ -67,7 +76,8 @@ class Minibatch(NamedTuple):
         """
         part = self.completions
         slots = config.sampling.max_new_tokens * config.task.turns
-        weights, normalizer = average(config.grpo, part.counts, slots)
+        counts = part.counts if self.cut is None else self.cut.counts
+        weights, normalizer = average(config.grpo, counts, slots)
         if kept is not None:
             weights = weights / np.float32(config.grpo.token_fraction)
             part = part.keeping(kept)
@@ -77,6 +87,7 @@ class Minibatch(NamedTuple):
             absent = itertools.repeat(None)
             return absent if values is None else iter(packed.place(part.spread(values)))
 
+        inverse = placed(None if self.cut is None else self.cut.inverse)
         old, reference, rollout = map(placed, (self.old, self.reference, self.rollout))
         of_tokens = iter(())
         if self.advantages.ndim > 1:
@@ -91,7 +102,10 @@ class Minibatch(NamedTuple):
                 advantages = self.advantages[sequence]
             if (dropping := next(correction)) is not None:
                 advantages = advantages * dropping
-            known = next(old), advantages, weights[sequence], next(reference)
+            of_kept = weights[sequence]
+            if (probable := next(inverse)) is not None:
+                of_kept = of_kept * probable
+            known = next(old), advantages, of_kept, next(reference)
             rows = PolicyBatch(batch, *known, next(supports), next(rollout))
             if self.log_ratio is not None:
                 rows = rows._replace(sequence_log_ratio=self.log_ratio[sequence])
@@ -125,6 +139,38 @@ def kept_tokens(
     rng = Stream.KEPT_TOKENS.generator(config.run.seed, step, minibatch)
     drawn = rng.random((len(lengths), slots)) < fraction
     return drawn & (np.arange(slots) < lengths[:, None])
+
+
+def cut_prefixes(
+    config: GrpoJobConfig, step: int, completions: Completions
+) -> tuple[Completions, Cut | None]:
+    """Completions that are cut at random places; themselves and None if none is.
+
+        c ~ uniform on {m, ..., n},  m = max(1, ceil(grpo.prefix_cut · n))
+        P(token t is kept) = P(c >= t) = (n - max(t, m) + 1) / (n - m + 1)
+
+    for n tokens, of which c are kept. A token's loss divided by that probability has
+    the expectation of its loss in the whole completion, because nothing before it is
+    missing.
+
+    Args:
+        config: of the job.
+        step: number of the rollout.
+        completions: N of them.
+
+    Reference: arXiv:2603.06619.
+    """
+    share, n = config.grpo.prefix_cut, completions.lengths
+    if share is None:
+        return completions, None
+    least = np.maximum(np.ceil(share * n).astype(int), 1)
+    rng = Stream.PREFIXES.generator(config.run.seed, step)
+    kept = rng.integers(least, n, endpoint=True)
+    places = np.arange(1, completions.sampled.shape[1] + 1)
+    after = np.maximum(n[:, None] - np.maximum(places, least[:, None]) + 1, 1)
+    inverse = ((n - least + 1)[:, None] / after).astype(np.float32)
+    whole = completions.counts
+    return completions.cut(kept.astype(n.dtype)), Cut(whole, inverse)
 
 
 def packing_of(

@@ -1,4 +1,7 @@
-"""Losses and corrections of reinforcement learning, by the names of a gin file."""
+"""Losses and corrections of reinforcement learning, by the names of a gin file.
+
+A loss has the name of its function in `jaxmem.losses`.
+"""
 
 import functools
 from collections.abc import Callable
@@ -7,6 +10,8 @@ from typing import Literal, NamedTuple
 import jax
 
 from jaxmem import losses
+
+LossName = Literal["grpo", "dr_grpo", "dapo", "cispo", "ppo_clip", "gspo", "sapo"]
 
 
 class Loss(NamedTuple):
@@ -20,11 +25,12 @@ class Loss(NamedTuple):
 
 DUAL_CLIP = 3.0  # as in verl and in the paper of the dual clip
 LOSSES = {
-    "grpo": Loss(losses.ppo_clip, "sequences"),
+    # A KL term is added to any of them.
+    "grpo": Loss(functools.partial(losses.grpo, ref_logprob=None), "sequences"),
     "dr_grpo": Loss(losses.dr_grpo, "slots"),
     "dapo": Loss(losses.dapo, "tokens"),
     "cispo": Loss(losses.cispo, "tokens"),
-    "ppo": Loss(functools.partial(losses.ppo_clip, dual_clip=DUAL_CLIP), "tokens"),
+    "ppo_clip": Loss(functools.partial(losses.ppo_clip, dual_clip=DUAL_CLIP), "tokens"),
     "gspo": Loss(losses.gspo, "sequences", of_sequences=True),
     "sapo": Loss(losses.sapo, "sequences", clips=False),
 }

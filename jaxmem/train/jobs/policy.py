@@ -28,7 +28,7 @@ from jaxmem.core.gradients import Sample
 from jaxmem.data.documents import Batch
 from jaxmem.heads.nnx import LMHead
 from jaxmem.packing import Supports
-from jaxmem.train.jobs.objectives import CORRECTIONS, DUAL_CLIP, LOSSES, Loss
+from jaxmem.train.jobs import objectives
 from jaxmem.train.jobs.rollouts import SAME_WEIGHTS
 
 
@@ -39,12 +39,10 @@ class GrpoConfig:
     prompts: int = 32  # problems in a rollout
     group_size: int = 16  # samples of each problem; at least 2
     # grpo, gspo and sapo: mean of the sequences' means; dr_grpo: divided by neither
-    # lengths nor deviations; dapo, cispo and ppo (with a dual clip of 3): mean over
-    # tokens
-    loss: Literal["grpo", "dr_grpo", "dapo", "cispo", "ppo", "gspo", "sapo"] = "grpo"
-    clip_low: float | None = (
-        None  # how far below 1 a ratio counts; None: the loss's own
-    )
+    # lengths nor deviations; dapo, cispo, ppo_clip (its dual clip is 3): over tokens
+    loss: objectives.LossName = "grpo"
+    # how far below 1 a ratio counts; None: the loss's own
+    clip_low: float | None = None
     clip_high: float | None = None  # how far above
     # what corrects for a sampler whose probabilities are not the trainer's: weights
     # that are truncated (tis), dropped above a cap (mis) or outside a band (icepop), or
@@ -72,19 +70,21 @@ class GrpoConfig:
     # old, reference and update passes read the prompt of a group once, in rows of a
     # prompt and several blocks of its completions
     share_prompts: bool = False
+    # completions are cut at random, no sooner than after this share of their tokens,
+    # which are weighted by 1 / probability of being kept; None: they are whole
+    prefix_cut: float | None = None
     # probability with which a sampled token is learned from; its loss is divided by it,
     # so that the expected gradient is the same, and the head computes only these tokens
     token_fraction: float = 1.0
 
     def __post_init__(self):
         """Refuse impossible values, by name."""
-        for name in ("prompts", "minibatches", "epochs"):
-            check_field(self, name, getattr(self, name) >= 1, "at least 1")
-        for name in ("max_tokens_train", "max_tokens_forward"):
+        counts = "prompts", "minibatches", "epochs"
+        for name in (*counts, "max_tokens_train", "max_tokens_forward"):
             check_field(self, name, getattr(self, name) >= 1, "at least 1")
         check_field(self, "resample", 0 <= self.resample < 1000, "in [0, 1000)")
         check_field(self, "group_size", self.group_size >= 2, "at least 2")
-        known = tuple(LOSSES)
+        known = tuple(objectives.LOSSES)
         check_field(self, "loss", self.loss in known, f"one of {known}")
         self._check_clips()
         self._check_correction()
@@ -92,6 +92,7 @@ class GrpoConfig:
             check_field(self, name, getattr(self, name) >= 0, "0 or more")
         good = 0 < self.token_fraction <= 1
         check_field(self, "token_fraction", good, "in (0, 1]")
+        self._check_cut()
         if self.samples % self.minibatches:
             raise ValueError(
                 "GrpoConfig.minibatches must divide prompts x group_size = "
@@ -121,11 +122,11 @@ class GrpoConfig:
                 unset = getattr(self, name) is None
                 check_field(self, name, unset, "None without a correction")
             return
-        known = tuple(CORRECTIONS)
+        known = tuple(objectives.CORRECTIONS)
         wanted = f"one of {known}, or None"
         check_field(self, "correction", self.correction in known, wanted)
         low, high = (getattr(self, name) for name in names)
-        if CORRECTIONS[self.correction].low is None:
+        if objectives.CORRECTIONS[self.correction].low is None:
             wanted = f"None for correction={self.correction!r}, which has a cap alone"
             check_field(self, "correction_low", low is None, wanted)
         low, high = self._bounds
@@ -133,15 +134,28 @@ class GrpoConfig:
         wanted = f"at least correction_low={low:g}, or None"
         check_field(self, "correction_high", high >= low, wanted)
 
+    def _check_cut(self) -> None:
+        if self.prefix_cut is None:
+            return
+        good = 0 <= self.prefix_cut < 1
+        check_field(self, "prefix_cut", good, "in [0, 1), or None")
+        for name, unfit, why in (
+            ("loss", self.has_sequence_ratio, "it reads whole sequences"),
+            ("correction", self.drops_sequences, "it reads whole sequences"),
+            ("epochs", self.epochs > 1, "all would learn from one cut"),
+        ):
+            wanted = f"another one with prefix_cut={self.prefix_cut}: {why}"
+            check_field(self, name, not unfit, wanted)
+
     @property
-    def _loss(self) -> Loss:
-        return LOSSES[self.loss]
+    def _loss(self) -> objectives.Loss:
+        return objectives.LOSSES[self.loss]
 
     @property
     def _bounds(self) -> tuple[float, float]:
         """Of the correction; 0 below where it has a cap alone."""
         assert self.correction is not None
-        correction = CORRECTIONS[self.correction]
+        correction = objectives.CORRECTIONS[self.correction]
         own = inspect.signature(correction.weights).parameters
         low, high = self.correction_low, self.correction_high
         if low is None:
@@ -157,7 +171,7 @@ class GrpoConfig:
     def drops_sequences(self) -> bool:
         """Whether the correction is known before a sequence's gradient is."""
         return self.correction is not None and (
-            CORRECTIONS[self.correction].of_sequences
+            objectives.CORRECTIONS[self.correction].of_sequences
         )
 
     @property
@@ -199,7 +213,7 @@ class GrpoConfig:
 
     @property
     def clips(self) -> tuple[float, float] | None:
-        """How far below and above 1 a ratio counts; None: as far as it is."""
+        """How far below and above 1 a ratio counts; None: at any distance."""
         if not self._loss.clips:
             return None
         own = inspect.signature(self._loss.surrogate).parameters
@@ -257,7 +271,7 @@ def token_objective(config: GrpoConfig, names: Sequence[str]) -> Callable:
         from_what, log_ratio = old, lp - old
         if loss.of_sequences:
             from_what = log_ratio = given["sequence_log_ratio"]
-        total = loss.surrogate(lp, from_what, advantages, **options)
+        total = loss.surrogate(lp, from_what, advantages=advantages, **options)
         metrics = {
             "logprob": lp,
             "entropy": entropy,
@@ -287,7 +301,7 @@ def correction(
         where: [N, R] which count, one sequence a row; only some corrections need it.
     """
     assert config.correction is not None
-    made, (low, high) = CORRECTIONS[config.correction], config._bounds
+    made, (low, high) = objectives.CORRECTIONS[config.correction], config._bounds
     options = {made.high: high} | ({} if made.low is None else {made.low: low})
     if made.of_sequences:
         ids = jnp.ones(jnp.shape(old), jnp.int32)
@@ -302,8 +316,8 @@ def _is_clipped(config, log_ratio, advantages):
     low, high = config.clips
     above, below = log_ratio > jnp.log1p(high), jnp.exp(log_ratio) < 1 - low
     if config.loss != "cispo":
-        if config.loss == "ppo":
-            below |= log_ratio > math.log(DUAL_CLIP)
+        if config.loss == "ppo_clip":
+            below |= log_ratio > math.log(objectives.DUAL_CLIP)
         above, below = above & (advantages > 0), below & (advantages < 0)
     return (above | below).astype(jnp.float32)
 

@@ -56,7 +56,10 @@ class Completions:
     @property
     def counts(self) -> np.ndarray:
         """Tokens [N] that the model sampled."""
-        return self.lengths if self.own is None else self.own.sum(axis=1)
+        if self.own is None:
+            return self.lengths
+        within = np.arange(self.own.shape[1]) < self.lengths[:, None]
+        return (self.own & within).sum(axis=1)
 
     @property
     def labels(self) -> np.ndarray:
@@ -104,6 +107,12 @@ class Completions:
             return self
         labels = np.where(kept, self.sampled, NO_LABEL)
         return dataclasses.replace(self, sampled=labels)
+
+    def cut(self, lengths: np.ndarray) -> "Completions":
+        """The first tokens [N] of each that was sampled; the others are not read."""
+        ends = zip(self.tokens, self.first, lengths, strict=True)
+        tokens = [row[: first + length] for row, first, length in ends]
+        return dataclasses.replace(self, tokens=tokens, lengths=lengths)
 
     def select(self, indices: np.ndarray) -> "Completions":
         """The sequences of these indices."""

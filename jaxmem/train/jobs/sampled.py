@@ -13,6 +13,17 @@ from jaxmem.train.jobs.rollouts import Completions
 Compare = Callable[[np.ndarray, np.ndarray], jax.Array]
 
 
+def draw_number(step: int, attempt: int, turn: int) -> int:
+    """What the random numbers of a completion depend on, besides the seed.
+
+    Steps are positive; further attempts and turns have numbers of their own below 0.
+    """
+    if not (attempt or turn):
+        return step
+    drawn = np.random.SeedSequence([step, attempt, turn]).generate_state(1)[0]
+    return -1 - int(drawn >> 1)
+
+
 class Decoded(NamedTuple):
     """How many of the sampler's slots had something to decode.
 

@@ -1,0 +1,108 @@
+"""Completions that are cut at random places: what is kept, and that means stay."""
+
+import functools
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from jaxmem.train.jobs.minibatches import Minibatch, cut_prefixes
+from jaxmem.train.jobs.policy import GrpoConfig
+from jaxmem.train.jobs.policy_program import PolicyProgram
+from jaxmem.train.jobs.rollouts import Completions
+from tests.cases import slow
+from tests.train.jobs.test_grpo import SMALL, changed, curve, job_with, train
+
+pytestmark = pytest.mark.usefixtures("quick_compilation", "no_picture")
+LONG = changed(
+    SMALL,
+    sampling=dict(max_new_tokens=12),
+    grpo=dict(kl_coefficient=0.1, loss="grpo", minibatches=1),
+)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.9])
+def test_each_token_counts_once_in_the_mean_over_all_cuts(share):
+    config = changed(LONG, grpo=dict(prefix_cut=share))
+    lengths = np.array([1, 2, 7, 12], np.int32).repeat(4000)
+    rows = len(lengths)
+    prompts, own = np.ones((rows, 4), np.int32), np.arange(12) % 5 != 3
+    made = Completions.of(
+        prompts, np.full(rows, 3), np.ones((rows, 12), np.int32), lengths,
+        np.tile(own, (rows, 1)),
+    )  # fmt: skip
+    part, cut = cut_prefixes(config, 1, made)
+    np.testing.assert_array_equal(cut.counts, made.counts)
+    assert [len(row) for row in part.tokens[:9000:3000]] == [
+        2 + part.lengths[i] for i in (0, 3000, 6000)
+    ]
+    kept = np.arange(12) < part.lengths[:, None]
+    weighted = np.where(kept, cut.inverse, 0).reshape(4, 4000, 12)
+    for length, values in zip((1, 2, 7, 12), weighted, strict=True):
+        least = max(1, int(np.ceil(share * length)))
+        cuts = part.lengths[lengths == length]
+        assert set(cuts.tolist()) == set(range(least, length + 1))
+        # Each cut once: the mean over them is exactly 1 for every token.
+        of_each = [values[list(cuts).index(c)] for c in range(least, length + 1)]
+        expected = (np.arange(12) < length).astype(float)
+        np.testing.assert_allclose(np.mean(of_each, axis=0), expected, rtol=1e-6)
+        spread = values.std(axis=0) / 4000**0.5
+        assert (abs(values.mean(axis=0) - expected) <= 5 * spread + 1e-6).all()
+
+
+@functools.cache
+def job_of(**grpo):
+    program = PolicyProgram(changed(LONG, grpo=grpo))
+    return job_with(program, program.compile())
+
+
+@pytest.mark.parametrize("grpo", [{}, slow(dict(loss="dapo", token_fraction=0.5))])
+def test_the_expected_gradient_of_prefixes_is_that_of_all(grpo):
+    job = job_of(**grpo)
+    config, state = changed(job.config, grpo=dict(prefix_cut=0.2)), job.initial_state()
+    made = job._roll_out(1, state.params)
+    old = np.asarray(made.samples.logprobs)
+
+    def gradient(config, step):
+        read, cut = cut_prefixes(config, step, made.completions)
+        learned = Minibatch(read, made.advantages, old, old - 0.3, None, cut=cut)
+        kept, sums = learned.kept(config, step, 0), job._compiled.zeros()
+        for rows, normalizer in learned.micro_batches(config, kept):
+            shape = rows.batch.tokens.shape
+            sums, _ = job._compiled.gradients[shape](
+                state.params, job.frozen, sums, rows, normalizer
+            )
+        leaves = jax.tree.leaves(jax.device_get(sums.gradients))
+        return np.concatenate([x.ravel() for x in leaves]).astype(np.float64)
+
+    exact = gradient(changed(job.config, grpo=dict(token_fraction=1.0)), 0)
+    drawn = np.array([gradient(config, step) for step in range(60)])
+    spread = np.linalg.norm(drawn - exact, axis=1).mean()
+    error = np.linalg.norm(drawn.mean(0) - exact)
+    assert spread > 0.1 * np.linalg.norm(exact)
+    assert error < 1.5 * spread / np.sqrt(len(drawn))
+
+
+def test_a_run_reads_prefixes_in_every_pass_and_is_the_same_again(tmp_path):
+    config = changed(LONG, grpo=dict(prefix_cut=0.0, minibatches=2, share_prompts=True))
+    config = changed(config, grpo=dict(max_tokens_train=128, max_tokens_forward=128))
+    results = [train(config, tmp_path / name)[0] for name in ("one", "two")]
+    names = "reward", "loss", "grad_norm", "kl", "mismatch_max", "response_length"
+    np.testing.assert_array_equal(*(curve(result, *names) for result in results))
+    for step in results[0].history:
+        assert step.mismatch_max < 1e-5 and step.grad_norm > 0
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (dict(prefix_cut=1.0), "prefix_cut must be in [0, 1), or None, got 1.0"),
+        (dict(loss="gspo"), "loss must be another one with prefix_cut=0.5: it reads"),
+        (dict(correction="sequence_mask"), "correction must be another one with pref"),
+        (dict(epochs=2), "epochs must be another one with prefix_cut=0.5: all would"),
+    ],
+)
+def test_what_needs_whole_completions_is_refused(given, expected):
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        GrpoConfig(**{"prefix_cut": 0.5, **given})
