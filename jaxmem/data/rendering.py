@@ -299,7 +299,10 @@ class Renderer:
     ) -> Span | None:
         """The span of the text that changes if the turn does."""
         other = [*turns]
-        other[i] = {"role": "assistant", "content": FILLER}
+        content: Any = FILLER
+        if isinstance(turns[i].get("content"), list):
+            content = [{"type": "text", "text": FILLER}]
+        other[i] = {"role": "assistant", "content": content}
         try:
             changed = self._render(other, talk, False)
         except DataError:  # a template that wants the call before its answer

@@ -16,7 +16,8 @@ _ROLES = {
     "function_response": "tool", "function_call": "assistant",
 }  # fmt: skip
 _FLAGS = ("weight", "train", "loss")  # whether the loss counts an assistant's turn
-_REASONING = ("reasoning_content", "reasoning", "thinking")
+# Spellings of one key; the first is the one that most templates read.
+_REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 class Talk(NamedTuple):
@@ -72,16 +73,30 @@ def _turn(place: str, given: Any, ignored: Collection[str]) -> tuple[Message, bo
             f"{messages.short(given)}"
         )
     counts = _counts(place, turn)
+    _name_reasoning(place, turn)
     if "function_call" in turn:  # as OpenAI had it before there were several
         turn["tool_calls"] = [{"function": turn.pop("function_call")}]
     if "tool_calls" in turn:
         turn["tool_calls"] = _calls(place, turn["tool_calls"])
         turn.setdefault("content", None)
-    if "content" not in turn and not any(key in turn for key in _REASONING):
+    if "content" not in turn and _REASONING[0] not in turn:
         raise DataError(f'{place} has no "content", and no "tool_calls"')
     if "content" in turn:
         turn["content"] = _content(place, turn["content"])
     return turn, counts
+
+
+def _name_reasoning(place: str, turn: Message) -> None:
+    """Give reasoning its first spelling; variants try the others."""
+    named = [key for key in _REASONING if key in turn]
+    if len(named) > 1 and any(turn[key] != turn[named[0]] for key in named):
+        raise DataError(
+            f"{place} has {' and '.join(named)}, which are names of one thing; keep one"
+        )
+    if named:
+        turn[_REASONING[0]] = turn.pop(named[0])
+    for key in named[1:]:
+        turn.pop(key, None)
 
 
 def _of_sharegpt(place: str, turn: Message) -> Message:

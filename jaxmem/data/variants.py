@@ -1,8 +1,8 @@
 """The forms in which templates take one and the same message.
 
 Content is a text or a list of parts, arguments of a tool's call are an object or JSON,
-and a message that only calls tools has null or an empty text: a template takes one form
-and mangles the other.
+a message that only calls tools has null or an empty text, and reasoning has two names:
+a template takes one form and mangles or drops the other.
 """
 
 import itertools
@@ -27,7 +27,7 @@ class Decoded(dict[str, Any]):
 Variant = tuple[Callable[[Message], Message], ...]
 
 _PYTHONS = re.compile("[{\\[, ]'\ue000\\d+\ue001'|{'type': ")
-_TWICE = re.compile('"\ue000\\d+\ue001"')
+_TWICE = re.compile('\\\\"\ue000\\d+\ue001\\\\"')
 
 
 def variants(turns: Sequence[Message]) -> Iterator[Variant]:
@@ -46,6 +46,8 @@ def variants(turns: Sequence[Message]) -> Iterator[Variant]:
         axes.append((None, as_json))
     if any(turn.get("content", "") is None for turn in turns):
         axes.append((None, emptied))
+    if any("reasoning_content" in turn for turn in turns):
+        axes.append((None, thinking))
     for chosen in itertools.product(*axes):
         yield tuple(change for change in chosen if change is not None)
 
@@ -87,6 +89,12 @@ def _as_json(call: dict[str, Any]) -> dict[str, Any]:
     if isinstance(arguments, Decoded):
         return call | {"arguments": arguments.source}
     return call | {"arguments": json.dumps(arguments, ensure_ascii=False)}
+
+
+def thinking(turn: Message) -> Message:
+    """A message whose reasoning has gpt-oss's name."""
+    named = {"reasoning_content": "thinking"}
+    return {named.get(key, key): value for key, value in turn.items()}
 
 
 def emptied(turn: Message) -> Message:

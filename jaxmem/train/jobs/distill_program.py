@@ -77,6 +77,7 @@ class TeacherProgram(DecoderProgram):
             config, model=model, optimizer=OptimizerConfig(), remat=RematConfig()
         )
         super().__init__(given, model.vocab_size, lambda _: 0.0)
+        self.vocab_size = model.vocab_size
         head = nnx.split(self.abstract.head)
         self._head, shapes = head[0], nnx.to_pure_dict(head[1])
         self.head_shapes = self.layout.of_weights({"head": shapes})["head"]
@@ -260,7 +261,11 @@ class DistillProgram(SamplingProgram):
 
     def _of_hidden(self, head, hidden, targets: Targets, target, normalizer):
         if isinstance(target, TeacherStates):
-            target = target._replace(head=self.teacher.head(target.head))
+            theirs = self.teacher.head(target.head)
+            # One of two vocabularies may be padded further.
+            size = min(self.model_config.vocab_size, self.teacher.vocab_size)
+            head.vocab_size = theirs.vocab_size = size
+            target = target._replace(head=theirs)
         return distill_loss(
             self.config.distill,
             head,

@@ -240,6 +240,10 @@ class Pairs(Documents):
 class TeacherRows(Documents):
     """Rows of a file that `jaxmem score` wrote, with a teacher's columns."""
 
+    def end_of_turn(self) -> str | None:
+        """None: the file has tokens."""
+        return None
+
     @functools.cached_property
     def file(self) -> teacher_files.TeacherFile:
         """What was read; of a stream, its first part."""

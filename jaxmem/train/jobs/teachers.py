@@ -60,25 +60,39 @@ def of_same_vocabulary(config: DistillJobConfig, student: ModelConfig) -> ModelC
         The sizes.
 
     Raises:
-        TeacherError: there is no teacher, or the vocabularies differ.
+        TeacherError: there is no teacher, or the tokens differ. The vocabularies of two
+            checkpoints may be padded to different sizes.
     """
     if config.distill.teacher is None:
         return student  # of a file, which says what its vocabulary is
     size = model_of(config).vocab_size
-    if student.checkpoint is None and student.vocab_size is None:
-        return dataclasses.replace(student, vocab_size=size)
-    if student.vocab_size != size:
-        owner, help_ = f"model.checkpoint={student.checkpoint!r}", "name another"
-        if student.checkpoint is None:
-            owner, help_ = "model.vocab_size", "leave it None"
-        raise TeacherError(
-            f"distill.teacher={config.distill.teacher!r} has a vocabulary of {size} "
-            f"entries, and {owner} has {student.vocab_size}: both must be equal; "
-            f"{help_}"
-        )
     if student.checkpoint is not None:
         _check_tokens(config, student.checkpoint)
+        _check_rows(config, student.vocab_size or 0, size or 0)
+        return student
+    if student.vocab_size is None:
+        return dataclasses.replace(student, vocab_size=size)
+    if student.vocab_size != size:
+        raise TeacherError(
+            f"distill.teacher={config.distill.teacher!r} has a vocabulary of {size} "
+            f"entries, and model.vocab_size has {student.vocab_size}: both must be "
+            "equal; leave it None"
+        )
     return student
+
+
+def _check_rows(config: DistillJobConfig, ours: int, theirs: int) -> None:
+    """Raise where the teacher would have to read ids that it has no row of.
+
+    One vocabulary may be padded to different sizes: divergences are over the smaller.
+    """
+    if config.is_on_policy and ours > theirs:
+        raise TeacherError(
+            f"distill.mode='on_policy': model.checkpoint={config.model.checkpoint!r} "
+            f"has a vocabulary of {ours} entries and may sample those beyond the "
+            f"{theirs} of distill.teacher={config.distill.teacher!r}; use "
+            "distill.mode='text'"
+        )
 
 
 def _check_tokens(config: DistillJobConfig, student: str) -> None:

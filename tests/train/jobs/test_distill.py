@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 from flax import nnx, traverse_util
 from rich.console import Console
+from safetensors.numpy import load_file, save_file
 
 from jaxmem import checkpoints, cli
 from jaxmem.data import teacher_files
 from jaxmem.data.documents import Batch, DataConfig
+from jaxmem.data.records import DataError
 from jaxmem.heads.nnx import LMHead
 from jaxmem.score import journal
 from jaxmem.train import config as configuration, jobs, saved
@@ -585,6 +587,60 @@ def test_a_teacher_that_cannot_be_used_is_named(overrides, message):
     with pytest.raises(ValueError) as raised:
         train(*overrides)
     assert message in str(raised.value) and "\n" not in str(raised.value)
+
+
+def padded(name, rows):
+    """A checkpoint with rows of its vocabulary that no token has; large ones."""
+    directory = pathlib.Path(name)
+    config = json.loads((directory / "config.json").read_text())
+    made = pathlib.Path(shutil.copytree(directory, f"{name}_padded"))
+    (made / "config.json").write_text(json.dumps(config | {"vocab_size": rows}))
+    weights = load_file(made / "model.safetensors")
+    for key in ("model.embed_tokens.weight", "lm_head.weight"):
+        matrix = weights[key]
+        more = np.full((rows - len(matrix), matrix.shape[1]), 3, matrix.dtype)
+        weights[key] = np.concatenate([matrix, more])
+    save_file(weights, made / "model.safetensors")
+    return str(made)
+
+
+def of_checkpoints(student, teacher, *more):
+    unread = ("model.", "data.source") if "distill.mode=on_policy" in more else "model."
+    lines = [x for x in GIN.splitlines() if not x.startswith(unread)]
+    pathlib.Path("distill.gin").write_text("\n".join(lines))
+    return (
+        f"model.checkpoint={student}", f"distill.teacher={teacher}",
+        "model.param_dtype=float32", "model.dtype=float32",
+        "distill.teacher_dtype=float32", *TWO_STEPS, *more,
+    )  # fmt: skip
+
+
+def test_vocabularies_that_are_padded_to_different_sizes():
+    """The smaller one serves; the other's further rows change nothing."""
+    texts.checkpoint("qwen3", pathlib.Path())
+    student, teacher = padded("qwen3", 48), padded("llama", 56)
+    pairs = [("qwen3", "llama"), ("qwen3", teacher), (student, "llama")]
+    losses = []
+    for i, pair in enumerate(pairs):
+        train(*of_checkpoints(*pair, f"run.out_dir=run{i}"))
+        losses.append([step["loss"] for step in steps(f"run{i}")])
+    np.testing.assert_allclose(losses[1:], losses[:1] * 2, rtol=1e-5)
+    pathlib.Path("prompts.jsonl").write_text('{"prompt": "ab"}\n' * 4)
+    on_policy = "distill.mode=on_policy", "task.source=prompts.jsonl"
+    with pytest.raises(ValueError, match="may sample those beyond the 40 of distill.t"):
+        train(*of_checkpoints(student, "llama", *on_policy))
+
+
+def test_teachers_ids_beyond_the_students_rows_are_named():
+    ids = np.array([[3, 39], [40, 47], [47, 1]], np.int32)
+    file = teacher_files.TeacherFile([], ids, None, 1.0, "")
+    teacher_files.check_ids(file, 48, "teacher.parquet")
+    with pytest.raises(DataError) as raised:
+        teacher_files.check_ids(file, 40, "teacher.parquet")
+    assert str(raised.value).startswith(
+        "data.source='teacher.parquet': 2 of the teacher's ids are beyond the "
+        "student's 40 entries, such as 40: "
+    )
 
 
 def test_a_resumed_run_keeps_its_teacher_and_its_backend(two_steps, monkeypatch):
