@@ -263,7 +263,7 @@ class DistillProgram(SamplingProgram):
         if isinstance(target, TeacherStates):
             theirs = self.teacher.head(target.head)
             # One of two vocabularies may be padded further.
-            size = min(self.model_config.vocab_size, self.teacher.vocab_size)
+            size = min(self.model_config.vocab_size or 0, self.teacher.vocab_size)
             head.vocab_size = theirs.vocab_size = size
             target = target._replace(head=theirs)
         return distill_loss(
