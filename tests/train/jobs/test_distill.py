@@ -604,10 +604,16 @@ def padded(name, rows):
     return str(made)
 
 
+def without_sizes():
+    """The config of a student that has a checkpoint."""
+    gin = pathlib.Path("distill.gin")
+    sized = ("model.", "distill.teacher =")
+    lines = [x for x in gin.read_text().splitlines() if not x.startswith(sized)]
+    gin.write_text("\n".join(lines))
+
+
 def of_checkpoints(student, teacher, *more):
-    unread = ("model.", "data.source") if "distill.mode=on_policy" in more else "model."
-    lines = [x for x in GIN.splitlines() if not x.startswith(unread)]
-    pathlib.Path("distill.gin").write_text("\n".join(lines))
+    without_sizes()
     return (
         f"model.checkpoint={student}", f"distill.teacher={teacher}",
         "model.param_dtype=float32", "model.dtype=float32",
@@ -625,10 +631,14 @@ def test_vocabularies_that_are_padded_to_different_sizes():
         train(*of_checkpoints(*pair, f"run.out_dir=run{i}"))
         losses.append([step["loss"] for step in steps(f"run{i}")])
     np.testing.assert_allclose(losses[1:], losses[:1] * 2, rtol=1e-5)
-    pathlib.Path("prompts.jsonl").write_text('{"prompt": "ab"}\n' * 4)
-    on_policy = "distill.mode=on_policy", "task.source=prompts.jsonl"
+
+
+def test_an_on_policy_student_with_more_rows_than_its_teacher(prompts):
+    texts.checkpoint("qwen3", pathlib.Path())
+    student = padded("qwen3", 48)
+    without_sizes()
     with pytest.raises(ValueError, match="may sample those beyond the 40 of distill.t"):
-        train(*of_checkpoints(student, "llama", *on_policy))
+        train(f"model.checkpoint={student}", "distill.teacher=llama")
 
 
 def test_teachers_ids_beyond_the_students_rows_are_named():
