@@ -91,6 +91,7 @@ def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=80, help="rollouts of a run")
+    parser.add_argument("--out", default="calculator_cpu.csv")
     given = parser.parse_args(arguments)
     rows = []
     for seed in range(given.seeds):
@@ -100,7 +101,7 @@ def main(arguments=None):
                 print(row, flush=True)
                 rows.append(row)
             os.chdir("/")
-    print("wrote", results.write("calculator_cpu.csv", rows))
+    print("wrote", results.write(given.out, rows))
 
 
 if __name__ == "__main__":

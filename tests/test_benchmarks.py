@@ -19,9 +19,12 @@ from benchmarks import (
     plot_head,
     plot_sampled,
     results,
+    run_calculator,
+    run_curves,
     run_distill_verbs,
     run_grpo,
     run_head,
+    run_mismatch,
     run_peers,
     run_refill,
     run_replay,
@@ -630,3 +633,48 @@ def test_passes_of_shared_prompts_are_timed(tmp_path, monkeypatch):
     assert len(rows) == 16 and {r["tokens"] for r in rows} == {str(16 * 31)}
     assert rows[0]["tokens_per_second"] == ""  # one minibatch: no pass is left
     assert all(float(r["tokens_per_second"]) > 0 for r in rows if r["phase"] == "all")
+
+
+# ------------------------------------------------------------- policies that learn
+
+
+def test_rounded_logits_are_rejected_more_than_the_head_s(monkeypatch):
+    monkeypatch.setattr(run_mismatch, "V", 512)
+    rows = run_mismatch.measure(sequences=2, length=256)
+    told = {(row["data"], row["head"]): row for row in rows}
+    assert len(rows) == len(run_mismatch.SPREADS) * len(run_mismatch.HEADS)
+    for data in run_mismatch.SPREADS:
+        ours, theirs = (told[data, name] for name in ("jaxmem", "bfloat16 logits"))
+        assert float(ours["mean_error"]) < 1e-5 < float(theirs["mean_error"])
+        assert float(ours["tokens_outside_strict"]) == 0
+        assert float(theirs["tokens_outside_strict"]) > 5
+
+
+@pytest.mark.usefixtures("no_picture")
+def test_a_policy_with_a_calculator_and_one_without_are_trained(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # the script changes the directory
+    for name, given, few in (
+        ("TEXT", "run.steps=1000", "run.steps=2"),
+        ("TEXT", "run.checkpoint_every=1000", "run.checkpoint_every=None"),
+        ("POLICY", "eval.every=20", "eval.every=1"),
+        ("POLICY", "grpo.group_size=16", "grpo.group_size=2 grpo.prompts=2"),
+    ):
+        text = getattr(run_calculator, name)
+        assert given in text
+        monkeypatch.setattr(run_calculator, name, text.replace(given, few))
+    out = tmp_path / "rows.csv"
+    run_calculator.main(["--seeds=1", "--steps=1", f"--out={out}"])
+    rows = results.read(out)
+    assert [row["tool"] for row in rows] == ["calculator", "none"]
+    assert all(0 <= float(row["held_out_reward"]) <= 1 for row in rows)
+
+
+@pytest.mark.usefixtures("no_picture")
+def test_curves_of_savings_begin_as_those_without(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_grpo, "ARITHMETIC", ["grpo_arithmetic.gin"])
+    out = tmp_path / "rows.csv"
+    run_curves.main([f"--out={out}", "--seeds=1", "run.steps=1"])
+    shipped, savings = results.read(out)
+    assert (shipped["variant"], savings["variant"]) == ("as shipped", "savings")
+    assert shipped["reward"] == savings["reward"]
+    assert out.with_suffix(".png").exists()

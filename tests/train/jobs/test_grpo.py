@@ -629,6 +629,24 @@ def test_killed_a_run_takes_bitwise_the_steps_of_one_never_stopped(
     assert all(0.5 < share <= 1 for share in busy) and min(busy) < 1
 
 
+def test_the_reference_of_adapters_shares_the_weights_that_they_adapt(tmp_path):
+    config = changed(SMALL, model=dict(lora_rank=2), grpo=dict(kl_coefficient=0.1))
+    job = grpo.Grpo(config)
+    job.program = program = job.make_program(job.vocabulary())
+    params, frozen = program.state_shapes.params, program.frozen_shapes
+    paths = [jax.tree_util.keystr(p) for p, _ in jax.tree.leaves_with_path(params)]
+    assert paths and all("lora" in path for path in paths)
+    reference = program.initial_params()
+    assert jax.tree.structure(reference) == jax.tree.structure(params)
+    small, large = (sum(x.size for x in jax.tree.leaves(t)) for t in (params, frozen))
+    assert small < large / 3
+    for phase in policy_report.phases_of(program):
+        assert phase.held.get("reference weights", params) is params
+    result, _ = train(config, tmp_path / "run", steps=2)
+    first, last = result.history
+    assert first.kl < 1e-3 < last.kl  # the reference stays what it was
+
+
 def test_resuming_with_another_task_model_or_seed_is_refused(finished):
     config, result, _ = finished
     for changes, message in (
