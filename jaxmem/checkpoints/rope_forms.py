@@ -21,6 +21,9 @@ def in_both(raw: Mapping[str, Any]) -> dict[str, Any]:
         The same with the form that it lacks; kinds of layers with bases of their own
         (Gemma 3) have `rope_local_base_freq` in the older form.
     """
+    kinds = [raw.get(_NEW), (raw.get(_NEW) or {}).get(_GLOBAL)]
+    if any((kind or {}).get("rope_type") == "proportional" for kind in kinds):
+        return dict(raw)  # older readers do not know it
     if raw.get(_NEW):
         older = _older(raw[_NEW])  # behind the keys that are there, in their order
         return dict(raw) | {k: v for k, v in older.items() if k not in raw}

@@ -57,6 +57,11 @@ RANGES = {
     "delta_key_dim": _HEADS,
     "delta_value_dim": _HEADS,
     "delta_taps": integers(above=1, limit=2**10),
+    "global_head_dim": integers(above=0, limit=2**16),
+    "global_kv_heads": _HEADS,
+    "rope_proportion": reals(0, high=1),
+    "layer_input": _FF,
+    "layer_input_vocab": integers(above=0, limit=2**31 - 1),
     "rotated_width": _HEADS,
     "value_dim": _HEADS,
     "latent": _FF,
@@ -121,6 +126,8 @@ class ModelConfig:
     rope_limit: int | None = None
     rope_magnitude: float = 1.0  # factor of cosines and sines where wavelengths scale
     rope_fraction: float = 1.0  # of each head that is rotated, its first part
+    # of the pairs of global layers' wavelengths that are rotated, the shortest
+    rope_proportion: float | None = None
     rotated_width: int | None = None  # the same in numbers, in place of rope_fraction
     learned_positions: int | None = None  # rows of a table that is added to embeddings
     # None; queries at position p are multiplied by 1 + this ln(1 + p // rope_original)
@@ -139,6 +146,12 @@ class ModelConfig:
     delta_key_dim: int = 128  # width of a head's keys
     delta_value_dim: int = 128  # width of a head's values
     delta_taps: int = 4  # tokens that the convolution reads, including its own
+    # of global layers: their own width of a head and number of key heads, and whether
+    # their keys are their values, too
+    global_head_dim: int | None = None
+    global_kv_heads: int | None = None
+    keys_are_values: bool = False
+    value_norm: bool = False  # normalise values, without a scale
     attention_gate: bool = False  # attention's result is multiplied by a sigmoid
     feed_forwards: tuple[str, ...] = ("dense",)  # what follows in a layer; cycled
     window: int | None = None  # tokens a local layer attends to, including the query's
@@ -173,6 +186,9 @@ class ModelConfig:
     activation: Literal[
         "silu", "gelu", "exact_gelu", "quick_gelu", "relu", "squared_relu", "xielu"
     ] = "silu"
+    layer_input: int | None = None  # width of what a layer gets of a token beside x
+    layer_input_vocab: int | None = None  # rows of its table; None: vocab_size
+    layer_scale: bool = False  # each layer's result is multiplied by a constant
     experts: int | None = None  # feed-forward layers named "experts" are made of these
     experts_per_token: int = 1  # that a router chooses for each token
     expert_ff: int | None = None  # width inside an expert
@@ -234,6 +250,7 @@ class ModelConfig:
         self._check_experts()
         self._check_latent()
         self._check_delta()
+        self._check_global()
         problem = lora.check(self)
         if problem is not None:
             raise ValueError(f"ModelConfig.{problem}")
@@ -335,6 +352,18 @@ class ModelConfig:
         divides = (self.delta_heads or 0) % self.delta_key_heads == 0
         divides = divides or self.delta_heads is None
         check_field(self, "delta_key_heads", divides, "a divisor of delta_heads")
+
+    def _check_global(self):
+        own = self.global_head_dim is not None
+        for name in ("global_kv_heads", "rope_proportion", "keys_are_values"):
+            fits = own or getattr(self, name) in (None, False)
+            check_field(self, name, fits, "left out without global_head_dim")
+        fits = self.heads % (self.global_kv_heads or 1) == 0
+        check_field(self, "global_kv_heads", fits, "a divisor of heads")
+        fits = not own or self.lora_rank == 0 or not self.keys_are_values
+        fits = fits or "value" not in self.lora_targets
+        wanted = "without 'value' with keys_are_values"
+        check_field(self, "lora_targets", fits, wanted)
 
     def _check_kinds(self):
         kinds = set(self.pattern) <= set(KINDS) and len(self.pattern) > 0

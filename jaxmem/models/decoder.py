@@ -29,6 +29,7 @@ from jaxmem.models import (
     structure,
 )
 from jaxmem.models.config import ModelConfig as ModelConfig
+from jaxmem.models.layer_inputs import LayerInputs
 from jaxmem.models.positions import (
     Branches,
     Ids,
@@ -196,6 +197,8 @@ class Decoder(nnx.Module):
             self.embed_norm = norms.make_norm(config, config.hidden, rngs)
         for stack in structure.stacks(config).values():
             setattr(self, stack.name, _stacked(stack, rngs))
+        if config.layer_input is not None:
+            self.layer_inputs = LayerInputs(config, rngs=rngs)
         self.norm = norms.make_norm(config, config.hidden, rngs)
         self.head = _head(config, head or HeadConfig(), self.embed, rngs)
         self.config, self.policy, self.unroll = config, policy, unroll
@@ -226,15 +229,15 @@ class Decoder(nnx.Module):
             embedding.check_length(self.config, tokens.shape[1])
         seen = documents(self.config, tokens, segment_ids, branches)
         sight = sights(self.config, positions, seen)
-        runs = structure.runs(self.config)
+        runs, inputs = structure.runs(self.config), self._inputs(tokens, x)
         for run in runs:
-            definitions, scanned = self._scanned(run)
+            definitions, scanned = self._scanned(run, inputs)
 
             def blocks(x, of_layers, definitions=definitions):
                 both = zip(definitions, of_layers, strict=True)
-                for definition, (weights, kind, _) in both:
+                for definition, (weights, kind, _, added) in both:
                     merged = nnx.merge(definition, mesh.gathered(weights))
-                    x = merged(x, *sight(kind))
+                    x = merged(x, *sight(kind), added)
                 return x
 
             policy = self.policy
@@ -249,10 +252,17 @@ class Decoder(nnx.Module):
         x, multiplier = self.norm(x), self.config.logit_multiplier
         return x if multiplier == 1 else x * jnp.asarray(multiplier, x.dtype)
 
-    def _scanned(self, run: tuple[structure.Stack, ...]):
+    def _inputs(self, tokens: Ids, x: jax.Array) -> jax.Array | None:
+        """What each layer gets beside x, [layers, B, T, layer_input], if anything."""
+        if self.config.layer_input is None:
+            return None
+        return self.layer_inputs(jnp.asarray(tokens), x)
+
+    def _scanned(self, run: tuple[structure.Stack, ...], inputs: jax.Array | None):
         """Definitions of a run's blocks, and what a scan reads for each layer of them.
 
-        That is its weights, its entry of `layer_kinds`, and its index in its stack.
+        That is its weights, its entry of `layer_kinds`, its index in its stack, and its
+        entry of `inputs`.
         """
         # Pass plain arrays into the scan: a module from outside must not be used
         # inside.
@@ -263,6 +273,7 @@ class Decoder(nnx.Module):
                 weights,
                 None if kinds is None else kinds[list(stack.layers)],
                 np.arange(len(stack.layers), dtype=np.int32),
+                None if inputs is None else inputs[np.array(stack.layers)],
             )
             for stack, (_, weights) in zip(run, split, strict=True)
         )
@@ -300,16 +311,17 @@ class Decoder(nnx.Module):
         sight = sights(self.config, positions, documents(self.config, prompts, filled))
         possible = (lengths >= 1) & (lengths <= width)
         x = jnp.where(possible[:, None, None], x, jnp.nan)
+        inputs = self._inputs(jnp.where(filled, prompts, 0), x)
         states = {}
         for run in structure.runs(self.config):
-            definitions, scanned = self._scanned(run)
+            definitions, scanned = self._scanned(run, inputs)
 
             def blocks(x, of_layers, definitions=definitions):
                 made = []
                 both = zip(definitions, of_layers, strict=True)
-                for definition, (weights, kind, _) in both:
+                for definition, (weights, kind, _, added) in both:
                     merged = nnx.merge(definition, weights)
-                    x, kept = merged.prefill(x, *sight(kind))
+                    x, kept = merged.prefill(x, *sight(kind), added)
                     # Inside the scan, so that the cache is allocated once, in its
                     # final layout.
                     made.append(merged.attention.state(kept, max_length))
@@ -345,20 +357,21 @@ class Decoder(nnx.Module):
         x = embedding.look_up(self, tokens, cache.lengths[:, None])
         seen = by_kind(self.config, lambda kind: cache.seen(window(self.config, kind)))
         sight = sights(self.config, cache.lengths[:, None], seen)
+        inputs = self._inputs(tokens, x)
         states = {}
         for run in structure.runs(self.config):
-            definitions, scanned = self._scanned(run)
+            definitions, scanned = self._scanned(run, inputs)
             shared = [getattr(self, stack.name).attention.shared for stack in run]
 
             def blocks(x, of_layers, run=run, definitions=definitions, shared=shared):
                 added = []
                 each = zip(run, definitions, shared, of_layers, strict=True)
-                for stack, definition, arrays, (weights, kind, index) in each:
+                for stack, definition, arrays, (weights, kind, index, own) in each:
                     seen, rope = sight(kind)
                     before = cache.layers[stack.name]
                     cached = kv_cache.Cached(before, index, cache.used)
                     merged = nnx.merge(definition, weights)
-                    x, more = merged.decode(x, rope, cached, seen, arrays)
+                    x, more = merged.decode(x, rope, cached, seen, arrays, own)
                     added.append(more)
                 return x, added
 

@@ -24,11 +24,13 @@ def of_tokens(config: ModelConfig, rngs: nnx.Rngs) -> nnx.Embed:
     return table(config, config.vocab_size, rngs)
 
 
-def table(config: ModelConfig, rows: int, rngs: nnx.Rngs) -> nnx.Embed:
-    """A table of vectors of the residual stream."""
+def table(
+    config: ModelConfig, rows: int, rngs: nnx.Rngs, width: int | None = None
+) -> nnx.Embed:
+    """A table of vectors, as wide as the residual stream if nothing else is said."""
     return nnx.Embed(
         rows,
-        config.hidden,
+        width or config.hidden,
         embedding_init=INIT,
         # Looked up in the stored dtype and cast afterwards, so that the gradients of
         # a frequent token are accumulated in the stored dtype too.
@@ -38,14 +40,17 @@ def table(config: ModelConfig, rows: int, rngs: nnx.Rngs) -> nnx.Embed:
     )
 
 
+def rows(table: nnx.Embed, tokens: Ids) -> jax.Array:
+    """Vectors [B, T, width] of tokens, in the stored dtype."""
+    if mesh.current() is None:
+        return table(jnp.asarray(tokens))
+    return mesh.look_up(table.embedding[...], jnp.asarray(tokens))
+
+
 def look_up(decoder: Any, tokens: Ids, positions: Ids) -> jax.Array:
     """Embeddings [B, T, hidden] of a decoder's tokens at their positions."""
     config = decoder.config
-    if mesh.current() is None:
-        x = decoder.embed(jnp.asarray(tokens)).astype(config.dtype)
-    else:
-        weights = decoder.embed.embedding[...]
-        x = mesh.look_up(weights, jnp.asarray(tokens)).astype(config.dtype)
+    x = rows(decoder.embed, tokens).astype(config.dtype)
     multiplier = config.embed_multiplier
     if config.embed_scale:
         multiplier *= config.hidden**0.5
@@ -53,8 +58,8 @@ def look_up(decoder: Any, tokens: Ids, positions: Ids) -> jax.Array:
         x = x * jnp.asarray(multiplier, x.dtype)
     if config.learned_positions is not None:
         # A position that is not in the table makes its token NaN.
-        rows = decoder.positions.embedding[...].at[jnp.asarray(positions)]
-        x = x + rows.get(mode="fill", fill_value=jnp.nan).astype(config.dtype)
+        at = decoder.positions.embedding[...].at[jnp.asarray(positions)]
+        x = x + at.get(mode="fill", fill_value=jnp.nan).astype(config.dtype)
     return decoder.embed_norm(x) if config.embed_norm else x
 
 

@@ -1,5 +1,6 @@
 """The modules of a decoder: norms, attention, block."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -22,6 +23,7 @@ from jaxmem.models.config import ModelConfig
 from jaxmem.models.delta_mixer import DeltaMixer
 from jaxmem.models.feed_forward import FeedForward
 from jaxmem.models.latent import LatentAttention
+from jaxmem.models.layer_inputs import Injection
 from jaxmem.models.linears import linear, residual_linear
 from jaxmem.models.mixture import Mixture
 from jaxmem.models.norms import make_norm
@@ -51,7 +53,12 @@ class Attention(nnx.Module):
             return linear(config, name, config.hidden, outputs, rngs, use_bias=bias)
 
         self.query = project("query", queries)
-        self.key, self.value = project("key", keys), project("value", keys)
+        self.key = project("key", keys)
+        if not config.keys_are_values:
+            self.value = project("value", keys)
+        if config.value_norm:
+            plain = dataclasses.replace(config, norm_scale=False)
+            self.value_norm = make_norm(plain, width, rngs)
         if config.attention_gate:
             self.gate = project("attention_gate", queries)
         bias = config.output_bias
@@ -95,7 +102,17 @@ class Attention(nnx.Module):
         gate = (self.gate,) if self.config.attention_gate else ()
         if hasattr(self, "joined"):
             return self.joined, *gate
-        return self.query, self.key, self.value, *gate
+        return *self._parts, *gate
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the projections that are there, if they are not joined."""
+        own = () if self.config.keys_are_values else ("value",)
+        return "query", "key", *own
+
+    @property
+    def _parts(self) -> tuple[nnx.Linear, ...]:
+        return tuple(getattr(self, name) for name in self.names)
 
     def split(self, *projected: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries, keys and values, as `project`, from the results of `readers`."""
@@ -105,9 +122,10 @@ class Attention(nnx.Module):
         ]
         if len(heads) == 1:
             at = self.config.heads, self.config.heads + self.config.kv_heads
-            heads = jnp.split(heads[0], at, axis=2)
-        query, key, value = heads
-        return query, key, value
+            heads = jnp.split(heads[0], at[: len(self.names) - 1], axis=2)
+        query, key = heads[:2]
+        value = key if self.config.keys_are_values else heads[2]
+        return query, key, self.value_norm(value) if self.config.value_norm else value
 
     def join(self) -> None:
         """Replace the three projections by `joined`, one product for all of them.
@@ -122,14 +140,15 @@ class Attention(nnx.Module):
         lora_targets = self.config.lora_targets if self.config.lora_rank else ()
         if hasattr(self, "joined") or {"query", "key", "value"} & {*lora_targets}:
             return
-        parts = self.query, self.key, self.value
+        parts = self._parts
         joined = self.query
         joined.out_features = sum(part.out_features for part in parts)
         for name in ("kernel", "bias") if self.config.qkv_bias else ("kernel",):
             arrays = [getattr(part, name)[...] for part in parts]
             setattr(joined, name, nnx.Param(jnp.concatenate(arrays, axis=-1)))
         self.joined = joined
-        del self.query, self.key, self.value
+        for name in self.names:
+            delattr(self, name)
 
     def rotate(self, query: jax.Array, key: jax.Array, rope: Rope):
         """Queries and keys after QK-norm, if configured, and rotation."""
@@ -157,6 +176,7 @@ class Attention(nnx.Module):
         """Whether queries and keys are made as the kernels for GPUs make them."""
         config = self.config
         plain = config.rope_fraction == 1 and config.query_growth is None
+        plain = plain and config.global_head_dim is None and not config.value_norm
         norm = config.norm == "rms" and config.norm_scale and not config.qk_norm_last
         by_head = norm and config.qk_norm_axis == "head"
         return plain and (by_head or not config.qk_norm)
@@ -294,13 +314,29 @@ class Block(nnx.Module):
         self.feed_forward = FEED_FORWARDS[config.feed_forwards[0]](config, rngs=rngs)
         if config.post_norms:
             self.post_attention_norm, self.post_feed_forward_norm = norm(), norm()
+        if config.layer_input is not None:
+            self.injection = Injection(config, rngs=rngs)
+        if config.layer_scale:
+            self.layer_scale = nnx.Param(jnp.ones(1, jnp.dtype(config.param_dtype)))
 
-    def __call__(self, x: jax.Array, sight: Sight, rope: Rope) -> jax.Array:
-        """Map [B, T, hidden] to [B, T, hidden]."""
-        return self.prefill(x, sight, rope)[0]
+    def __call__(
+        self, x: jax.Array, sight: Sight, rope: Rope, added: Any = None
+    ) -> jax.Array:
+        """[B, T, hidden] from the same, and the layer's input if it has one."""
+        return self.prefill(x, sight, rope, added)[0]
 
-    def prefill(self, x: jax.Array, sight: Sight, rope: Rope):
+    def prefill(self, x: jax.Array, sight: Sight, rope: Rope, added: Any = None):
         """The result of `__call__`, and what the state of its attention is made of."""
+        x, made = self._mixed(x, sight, rope)
+        return self._ended(x, added), made
+
+    def _ended(self, x: jax.Array, added: Any) -> jax.Array:
+        x = x if added is None else self.injection(x, added)
+        if hasattr(self, "layer_scale"):  # a constant of the checkpoint
+            x = x * jax.lax.stop_gradient(self.layer_scale[...]).astype(x.dtype)
+        return x
+
+    def _mixed(self, x: jax.Array, sight: Sight, rope: Rope):
         readers = self.attention.readers
         norm = self.attention_norm if self.pre_norms else None
         if self.parallel != "shared":
@@ -313,13 +349,23 @@ class Block(nnx.Module):
         mixed, made = self.attention.mix(first, sight, rope)
         return self._added(x, mixed, self.feed_forward.join(*second)), made
 
-    def decode(self, x: jax.Array, rope: Rope, cached: kv_cache.Cached, filled, scales):
+    def decode(
+        self,
+        x: jax.Array,
+        rope: Rope,
+        cached: kv_cache.Cached,
+        filled: jax.Array,
+        scales: Any,
+        added: Any = None,
+    ):
         """As `Attention.decode`, of the residual stream."""
         x_norm = self.attention_norm(x) if self.pre_norms else x
         mixed, token = self.attention.decode(x_norm, rope, cached, filled, scales)
         if self.parallel == "shared":
-            return self._added(x, mixed, self.feed_forward(x_norm)), token
-        return self._finish(x, mixed), token
+            x = self._added(x, mixed, self.feed_forward(x_norm))
+        else:
+            x = self._finish(x, mixed)
+        return self._ended(x, added), token
 
     def _finish(self, x: jax.Array, mixed: jax.Array) -> jax.Array:
         readers = self.feed_forward.readers

@@ -36,10 +36,11 @@ TOKENS = PartitionSpec(ROWS, "sequence")  # of [B, T, ...]
 # Specs of weights' last axes, by the end of their names; all others are replicated.
 PARTS = ("fsdp", "sequence")
 _WEIGHTS = {
-    r"(embed|tied_to)/embedding": ("tensor", PARTS),
+    r"(embed|tied_to|layer_inputs/table)/embedding": ("tensor", PARTS),
     r"head/kernel": (PARTS, "tensor"),
     r"(query|key|value|gate|up)/kernel": (PARTS, "tensor"),
-    r"delta_output/kernel": (None, PARTS),
+    r"(delta_output|inject)/kernel": (None, PARTS),
+    r"(layer_inputs/project|inject_gate)/kernel": (PARTS, None),
     r"(delta_(query|key|value|gate)|query_down|latent|rotated)/kernel": (PARTS, None),
     r"(output|down)/kernel": ("tensor", PARTS),
     r"(query|key|value|gate|up|head)/bias": ("tensor",),

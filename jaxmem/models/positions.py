@@ -29,7 +29,9 @@ class Rope(NamedTuple):
 
     def turn(self, x: jax.Array) -> jax.Array:
         """Rotate heads [B, T, heads, head_dim] by their positions."""
-        return apply_rope(x, self.cosines, self.sines, self.kind)
+        pairs = x.shape[-1] // 2
+        tables = (table[..., :pairs] for table in (self.cosines, self.sines))
+        return apply_rope(x, *tables, self.kind)
 
     def grow(self, query: jax.Array) -> jax.Array:
         """Queries by their factor, if there is one."""
@@ -93,7 +95,7 @@ def rope_frequencies(config: ModelConfig, kind: str = "global") -> jax.Array:
     2023, arXiv:2306.15595; llama3: the Llama team, 2024, arXiv:2407.21783; yarn: Peng
     et al., 2023, arXiv:2309.00071.
     """
-    width = config.rope_width
+    width = rope_width(config, kind)
     theta = config.rope_theta
     if kind == "unrotated":
         return jnp.zeros(width // 2)
@@ -102,6 +104,9 @@ def rope_frequencies(config: ModelConfig, kind: str = "global") -> jax.Array:
         theta = config.local_rope_theta
     exponents = jnp.arange(0, width, 2, dtype=jnp.float32) / width
     frequencies = theta**-exponents
+    if kind == "global" and config.rope_proportion is not None:
+        count = int(config.rope_proportion * width // 2)
+        frequencies = jnp.where(jnp.arange(width // 2) < count, frequencies, 0)
     if not scaled:
         return frequencies
     if config.rope_scaling == "linear":
@@ -116,6 +121,12 @@ def rope_frequencies(config: ModelConfig, kind: str = "global") -> jax.Array:
         first, last = _yarn_limits(config, width)
         kept = 1 - jnp.clip((jnp.arange(width // 2) - first) / (last - first), 0, 1)
     return frequencies * ((1 - kept) / config.rope_factor + kept)
+
+
+def rope_width(config: ModelConfig, kind: str) -> int:
+    """Numbers of a head that are rotated in a kind of layer."""
+    wide = config.global_head_dim
+    return wide if kind == "global" and wide is not None else config.rope_width
 
 
 def is_scaled(config: ModelConfig, kind: str) -> bool:
@@ -304,10 +315,13 @@ def sights(
     Returns:
         The function.
     """
+    widest = max(rope_width(config, kind) for kind in used_kinds(config))
 
     def tables(kind: str) -> Rope:
         magnitude = config.rope_magnitude if is_scaled(config, kind) else 1.0
         frequencies = rope_frequencies(config, kind)
+        # Kinds whose heads are narrower read a part of these tables.
+        frequencies = jnp.pad(frequencies, (0, widest // 2 - len(frequencies)))
         if config.rope_limit is None:
             return rope_tables(positions, frequencies, magnitude)
         # They are not those of such a position: its token must not pass for right.

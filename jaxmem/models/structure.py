@@ -37,8 +37,7 @@ def runs(config: ModelConfig) -> tuple[tuple[Stack, ...], ...]:
         for place in range(first, first + period):
             number = len(stacks) + sum(map(len, found))
             name = f"blocks_{number}" if number else "blocks"
-            mixer, feed_forward = parts[place]
-            own = _own(config, mixer, feed_forward)
+            own = _own(config, parts[place])
             layers = tuple(range(place, first + period * times, period))
             stacks.append(Stack(name, own, layers))
         found.append(tuple(stacks))
@@ -56,9 +55,15 @@ def stack_of(path: str, config: ModelConfig) -> Stack | None:
     return stacks(config).get(path.partition("/")[0])
 
 
-def _own(config: ModelConfig, mixer: str, feed_forward: str) -> ModelConfig:
+def _own(config: ModelConfig, parts: "_Parts") -> ModelConfig:
     """The config of a layer, without the sizes of parts that it does not have."""
+    mixer, feed_forward, is_wide = parts
     without: dict[str, Any] = {}
+    if is_wide:
+        kv_heads = config.global_kv_heads or config.kv_heads
+        without |= {"head_dim": config.global_head_dim, "kv_heads": kv_heads}
+    elif config.global_head_dim is not None:
+        without |= {"keys_are_values": False}
     if feed_forward != "experts":
         without |= {"experts": None, "expert_ff": None}
     if mixer != "latent":
@@ -70,13 +75,16 @@ def _own(config: ModelConfig, mixer: str, feed_forward: str) -> ModelConfig:
     )
 
 
-def _of_layer(config: ModelConfig, layer: int) -> tuple[str, str]:
-    cycles = config.mixers, config.feed_forwards
-    mixer, feed_forward = (cycle[layer % len(cycle)] for cycle in cycles)
-    return mixer, feed_forward
+_Parts = tuple[str, str, bool]  # mixer, feed-forward part, whether heads are global
 
 
-def _repetition(parts: Sequence[tuple[str, str]]) -> tuple[int, int]:
+def _of_layer(config: ModelConfig, layer: int) -> _Parts:
+    cycles = config.mixers, config.feed_forwards, config.pattern
+    mixer, feed_forward, kind = (cycle[layer % len(cycle)] for cycle in cycles)
+    return mixer, feed_forward, kind == "global" and config.global_head_dim is not None
+
+
+def _repetition(parts: Sequence[_Parts]) -> tuple[int, int]:
     """The period, and how often it is repeated, that covers most of the first parts."""
     best = 1, 1
     for period in range(1, len(parts) // 2 + 1):

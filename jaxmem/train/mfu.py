@@ -55,8 +55,13 @@ def flops_per_token(
     everything = with_gradients + _multiplied(config, frozen)
     kinds = (config.pattern * config.layers)[: config.layers]
     window = length if config.window is None else min(length, config.window)
-    keys = sum(window if kind == "local" else length for kind in kinds)
-    attention = 6 * config.heads * (config.head_dim + config.value_width) * keys
+    attention = 0
+    for kind in kinds:
+        width = config.head_dim + config.value_width
+        if kind == "global" and config.global_head_dim is not None:
+            width = 2 * config.global_head_dim
+        keys = window if kind == "local" else length
+        attention += 6 * config.heads * width * keys
     return 4 * everything + 2 * with_gradients + attention
 
 

@@ -180,6 +180,8 @@ def kept_bytes(
     """
     if policy is None or policy.dots or policy.last:
         return None
+    if set(model.mixers) - {"attention", "latent"} or model.global_head_dim is not None:
+        return None  # layers differ in what they keep
     item = jnp.dtype(model.dtype).itemsize
     queries, keys = (n * model.head_dim * item for n in (model.heads, model.kv_heads))
     by_value = model.value_width / model.head_dim

@@ -260,6 +260,17 @@ CONFIGURATIONS = {
         "minimax_m2", num_local_experts=5, num_experts_per_tok=2, head_dim=24,
         rope_parameters=DEFAULT | {"partial_rotary_factor": 0.5},
     ),
+    "gemma4": of(
+        "gemma4_text", num_hidden_layers=6, head_dim=16, global_head_dim=24,
+        attention_k_eq_v=True, num_global_key_value_heads=1, sliding_window=5,
+        hidden_size_per_layer_input=8, vocab_size_per_layer_input=64,
+        layer_types=[LOCAL, LOCAL, GLOBAL] * 2, final_logit_softcapping=3.0,
+    ),
+    "gemma4_plain": of(
+        "gemma4_text", head_dim=24, global_head_dim=16, sliding_window=5,
+        hidden_size_per_layer_input=0, layer_types=[LOCAL, LOCAL, GLOBAL],
+        attention_bias=True, tie_word_embeddings=False,
+    ),
     "helium": of("helium", head_dim=16),
     "helium_bias": of("helium", head_dim=16, attention_bias=True, mlp_bias=True),
     "nanochat": of("nanochat"),

@@ -14,7 +14,15 @@ from tests.checkpoints.test_families import RECORDED, forward, record
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-QUICK = ("granite", "olmo2", "gpt_neox", "qwen2_moe_few", "deepseek_v3", "qwen3_5")
+QUICK = (
+    "granite",
+    "olmo2",
+    "gpt_neox",
+    "qwen2_moe_few",
+    "deepseek_v3",
+    "qwen3_5",
+    "gemma4",
+)
 
 
 @pytest.mark.parametrize("name", [n if n in QUICK else slow(n) for n in RECORDED])

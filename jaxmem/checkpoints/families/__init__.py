@@ -12,6 +12,7 @@ from jaxmem.checkpoints.families import (
     gemma,
     gemma2,
     gemma3,
+    gemma4,
     glm,
     glm4,
     glm4_moe,
@@ -99,8 +100,9 @@ FAMILIES = tuple(
         qwen3_5_moe,
         phimoe,
         minimax_m2,
+        gemma4,
     )
 )
 WITH_IMAGES = tuple(
-    module.WITH_IMAGES for module in (gemma3, ministral3, qwen3_5, qwen3_5_moe)
+    module.WITH_IMAGES for module in (gemma3, gemma4, ministral3, qwen3_5, qwen3_5_moe)
 )

@@ -46,6 +46,7 @@ class Key:
         read_value: from the value to the field's.
         write_value: the inverse of `read_value`.
         also: other fields that it sets to the same.
+        may_be_zero: whether 0 is a value, which `read_value` makes another of.
     """
 
     key: str
@@ -58,6 +59,7 @@ class Key:
     read_value: Callable[[Any], Any] = _same
     write_value: Callable[[Any], Any] = _same
     also: tuple[str, ...] = ()
+    may_be_zero: bool = False
 
     def read(self, reader: Reader) -> dict[str, Any]:
         """The field."""
@@ -74,6 +76,8 @@ class Key:
         if callable(default):
             default = default(reader.raw)
         within = RANGES.get(self.field) if self.values is None else None
+        if self.may_be_zero and reader.raw.get(self.key) == 0:
+            within = None
         keys = (self.key,) if self.older is None else (self.key, self.older)
         is_there = any(key in reader.raw for key in keys)
         absent = MISSING if default is MISSING and not is_there else None

@@ -1,0 +1,82 @@
+"""Gemma 4, dense, whose layers share no keys: models of text, and text parts."""
+
+from typing import Any
+
+from jaxmem.checkpoints.families import standard
+from jaxmem.checkpoints.families.family import Family, Key, WithImages
+from jaxmem.checkpoints.families.global_layers import GlobalLayers
+from jaxmem.checkpoints.families.windows import Windows, up_to_every_sixth
+
+_LAYER = "model.layers.{}."
+_TABLE = Key("hidden_size_per_layer_input", "layer_input", default=256)
+
+
+def _optional(key: Key) -> Key:
+    """The same, where 0 says that there is none."""
+    return Key(
+        key.key, key.field, int | None, key.default,
+        read_value=lambda value: value or None,
+        write_value=lambda value: value or 0, may_be_zero=True,
+    )  # fmt: skip
+
+
+PARTS: tuple[Any, ...] = (
+    *standard.sizes(eps=1e-6),
+    standard.head_dim(256),
+    standard.activation("gelu_pytorch_tanh", "hidden_activation"),
+    standard.TIED,
+    standard.ATTENTION_BIAS,
+    Key("final_logit_softcapping", "softcap", float | None, None),
+    _optional(_TABLE),
+    Key("vocab_size_per_layer_input", "layer_input_vocab", int | None, 262_144),
+    GlobalLayers(),
+    Windows(up_to_every_sixth, 512),
+)
+
+FAMILY = Family(
+    architecture="Gemma4ForCausalLM",
+    model_type="gemma4_text",
+    parts=PARTS,
+    names=standard.NAMES
+    | standard.POST_NORMS
+    | {
+        "blocks/layer_scale": _LAYER + "layer_scalar",
+        "blocks/injection/inject_gate": _LAYER + "per_layer_input_gate",
+        "blocks/injection/inject": _LAYER + "per_layer_projection",
+        "blocks/injection/norm": _LAYER + "post_per_layer_input_norm",
+        "layer_inputs/table": "model.embed_tokens_per_layer",
+        "layer_inputs/project": "model.per_layer_model_projection",
+        "layer_inputs/norm": "model.per_layer_projection_norm",
+    },
+    switches={
+        "post_norms": True,
+        "qk_norm": True,
+        "value_norm": True,
+        "embed_scale": True,
+        "layer_scale": True,
+        "attention_scale": 1.0,
+    },
+    only={
+        "use_bidirectional_attention": (None, "vision"),  # which text alone has not
+        "num_kv_shared_layers": (0, None),
+        "enable_moe_block": (False, None),
+        "use_double_wide_mlp": (False, None),
+    },
+    ignored=("moe_intermediate_size", "num_experts", "top_k_experts"),
+)
+
+WITH_IMAGES = WithImages(
+    architecture="Gemma4ForConditionalGeneration",
+    model_type="gemma4",
+    text=("gemma4_text",),
+    defaults={},
+    ignored=frozenset(
+        "audio_config audio_token_id boa_token_id boi_token_id eoa_token_id "
+        "eoa_token_index eoi_token_id image_token_id video_token_id vision_config "
+        "vision_soft_tokens_per_image".split()
+    ),
+    images=(
+        "model.vision_tower.", "model.embed_vision.", "model.audio_tower.",
+        "model.embed_audio.",
+    ),
+)  # fmt: skip
