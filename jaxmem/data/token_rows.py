@@ -49,7 +49,9 @@ class Tokens(DocumentForm):
     def _integers(
         self, columns: Columns, name: str, values: Any, count: int | None = None
     ) -> list[int]:
-        good = isinstance(values, list) and all(type(x) is int for x in values)
+        good = isinstance(values, list) and all(
+            type(x) is int and abs(x) < 2**31 for x in values
+        )
         if not good or not values or (count is not None and len(values) != count):
             wanted = "integers" if count is None else f"{count} integers, one a token"
             raise DataError(
