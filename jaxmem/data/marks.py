@@ -19,6 +19,7 @@ NOTES = frozenset(
     "uuid message_id parent_id timestamp created created_at model language lang "
     "metadata tokens finish_reason".split()
 )
+_KEPT = LINKS | NOTES | {"role"}
 
 
 class Field(NamedTuple):
@@ -83,7 +84,10 @@ class _Putting:
         for key, value in turn.items():
             if key in NOTES and self._only is None:
                 continue
-            made[key] = self._value(i, key, key, value)
+            if type(value) is str and key not in _KEPT:  # most of all, and in no time
+                made[key] = self._put(i, key, value) if value else value
+            else:
+                made[key] = self._value(i, key, key, value)
         return made
 
     def _value(self, i: int, name: str, key: str, value: Any) -> Any:

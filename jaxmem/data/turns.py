@@ -18,6 +18,8 @@ _ROLES = {
 _FLAGS = ("weight", "train", "loss")  # whether the loss counts an assistant's turn
 # Spellings of one key; the first is the one that most templates read.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
+# Keys without which a message is its role and its content.
+_MORE = frozenset((*_FLAGS, *_REASONING, "function_call", "tool_calls"))
 
 
 class Talk(NamedTuple):
@@ -72,6 +74,8 @@ def _turn(place: str, given: Any, ignored: Collection[str]) -> tuple[Message, bo
             f'{place} must be an object with "role" and "content", got '
             f"{messages.short(given)}"
         )
+    if _MORE.isdisjoint(turn) and isinstance(turn.get("content"), str):
+        return turn, True
     counts = _counts(place, turn)
     _name_reasoning(place, turn)
     if "function_call" in turn:  # as OpenAI had it before there were several

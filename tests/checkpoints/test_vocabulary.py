@@ -7,6 +7,9 @@ import tokenizers
 from tokenizers import models
 
 from jaxmem.checkpoints import CheckpointError, load_vocabulary
+from jaxmem.data.config import DataConfig
+from jaxmem.data.reader import RecordReader
+from jaxmem.data.records import DataError, Record
 from tests.checkpoints import texts
 
 
@@ -29,6 +32,30 @@ def test_the_end_is_the_models_where_the_tokenizer_names_none(tmp_path):
     config["eos_token_id"] = [0, 2]
     (directory / "config.json").write_text(json.dumps(config))
     assert load_vocabulary(directory).eos == 0
+
+
+def test_a_token_beyond_the_embedding_is_an_error_where_a_text_uses_it(tmp_path):
+    """As Gemma 3's <image_soft_token>, one past the rows of a text model."""
+    directory = texts.checkpoint("llama", tmp_path)
+    made = texts.tokenizer()
+    made.add_special_tokens(["<image>"])
+    assert made.token_to_id("<image>") == 40  # of 40 rows
+    made.save(str(directory / "tokenizer.json"))
+    vocabulary = load_vocabulary(directory)
+    assert vocabulary.absent == ("<image>",)
+    assert vocabulary.encode(["ab"]) == [[3, 4]]
+    with pytest.raises(CheckpointError, match="the text has the token '<image>', whic"):
+        vocabulary.encode(["ab", "a<image>b"])
+    config = DataConfig("data.jsonl")
+    reader = RecordReader.of(config, str(directory), vocabulary.tokenizer)
+    assert reader.document(Record("data.jsonl:1", {"text": "ab"})).text == "ab"
+    said = (
+        "data.jsonl:2: the text has the token '<image>', which the model has no embed"
+    )
+    with pytest.raises(DataError, match=said):
+        reader.document(Record("data.jsonl:2", {"text": "a<image>b"}))
+    with pytest.raises(DataError, match=said):
+        reader.prompt(Record("data.jsonl:2", {"prompt": "<image>"}))
 
 
 def test_an_id_that_the_model_has_not_is_an_error_that_names_both_files(tmp_path):

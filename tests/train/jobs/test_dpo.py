@@ -88,6 +88,27 @@ def test_the_loss_is_the_papers(loss, smoothing):
     np.testing.assert_array_equal(told["accuracy"], h > 0)
 
 
+def test_ipo_of_means_is_of_log_probabilities_of_a_token():
+    """Answers of different lengths: their sums, over the numbers of their tokens."""
+    pairs = jobs.job_of(configuration.load("dpo.gin")[0]).reads.pairs[0][:4]
+    lengths = [
+        [int((labels >= 0).sum()) for _, labels in (pair.chosen, pair.rejected)]
+        for pair in pairs
+    ]
+    assert all(chosen != rejected for chosen, rejected in lengths)
+    sums, means = (log_probabilities(loss, pairs) for loss in ("ipo", "ipo_mean"))
+    np.testing.assert_allclose(means, sums / np.array(lengths), rtol=1e-5)
+
+
+def log_probabilities(loss, pairs):
+    config, _ = configuration.load("dpo.gin", [f"dpo.loss={loss}"])
+    job = jobs.job_of(config)
+    job.build()
+    program = job.program
+    batch = data.batch_of(pairs, np.zeros((len(pairs), 2)), job.config.data)
+    return program.logprobs(program.initial_params(), program.frozen(), batch)
+
+
 @pytest.mark.usefixtures("one_program")
 def test_pairs_are_learned_evaluated_and_a_killed_run_resumes_bitwise(monkeypatch):
     result, said = train()
