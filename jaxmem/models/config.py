@@ -13,7 +13,7 @@ from jaxmem.models import lora
 
 KINDS = ("global", "local", "unrotated")
 MIXERS = ("attention", "latent", "delta")
-FEED_FORWARDS = ("dense", "experts")
+FEED_FORWARDS = ("dense", "experts", "dense_and_experts")
 
 
 _SCORES = ("softmax", "sigmoid", "chosen", "near")
@@ -303,7 +303,7 @@ class ModelConfig:
 
     def _check_experts(self):
         _check_choice(self, "router_scores", _SCORES)
-        has_experts = "experts" in self.feed_forwards
+        has_experts = bool({"experts", "dense_and_experts"} & {*self.feed_forwards})
         wanted = "given where feed_forwards has 'experts', and only there"
         for name in ("experts", "expert_ff"):
             given = getattr(self, name) is not None

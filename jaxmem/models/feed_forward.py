@@ -42,6 +42,8 @@ class FeedForward(nnx.Module):
     `interfaces.FeedForward`.
     """
 
+    reads_stream = False
+
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         sizes, bias = (config.hidden, config.ff), config.ff_bias
         if config.gated:

@@ -74,6 +74,8 @@ class FeedForward(Protocol):
         """Modules that read the normalised residual stream [B, T, hidden]."""
         ...
 
+    reads_stream: bool  # whether `join` gets the residual stream, too, as the last
+
     def join(self, *projected: jax.Array) -> jax.Array:
         """[B, T, hidden] from the results of `readers`."""
         ...

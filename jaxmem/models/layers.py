@@ -21,6 +21,7 @@ from jaxmem.models import (
 )
 from jaxmem.models.config import ModelConfig
 from jaxmem.models.delta_mixer import DeltaMixer
+from jaxmem.models.dense_and_experts import DenseAndExperts
 from jaxmem.models.feed_forward import FeedForward
 from jaxmem.models.latent import LatentAttention
 from jaxmem.models.layer_inputs import Injection
@@ -284,7 +285,9 @@ MIXERS: dict[str, Any] = {
     "latent": LatentAttention,
     "delta": DeltaMixer,
 }
-FEED_FORWARDS: dict[str, Any] = {"dense": FeedForward, "experts": Mixture}
+FEED_FORWARDS: dict[str, Any] = {
+    "dense": FeedForward, "experts": Mixture, "dense_and_experts": DenseAndExperts,
+}  # fmt: skip
 
 
 class Block(nnx.Module):
@@ -376,7 +379,8 @@ class Block(nnx.Module):
         mixed = self.post_attention_norm(mixed) if self.post_norms else mixed
         mixed = self._scaled(mixed)
         x, projected = normed_products.apply(norm, readers, x, mixed)
-        output = self.feed_forward.join(*projected)
+        stream = (x,) if self.feed_forward.reads_stream else ()
+        output = self.feed_forward.join(*projected, *stream)
         output = self.post_feed_forward_norm(output) if self.post_norms else output
         return self._added(x, output)
 

@@ -26,6 +26,8 @@ class Mixture(nnx.Module):
     and runs it on its tokens.
     """
 
+    reads_stream = False
+
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         assert config.experts is not None
         wide: Any = functools.partial(

@@ -64,7 +64,7 @@ def _own(config: ModelConfig, parts: "_Parts") -> ModelConfig:
         without |= {"head_dim": config.global_head_dim, "kv_heads": kv_heads}
     elif config.global_head_dim is not None:
         without |= {"keys_are_values": False}
-    if feed_forward != "experts":
+    if feed_forward == "dense":
         without |= {"experts": None, "expert_ff": None}
     if mixer != "latent":
         without |= {"latent": None, "rotated_width": None}

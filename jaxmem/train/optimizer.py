@@ -177,8 +177,8 @@ def update_rule(
 
 def _decays(params: Any) -> Any:
     # Select by name: stacking over layers gives a norm's scale two axes.
-    without = "scale", "bias", "correction", "layer_scale"
-    without += "delta_shift", "delta_log_speed"
+    without = "scale", "bias", "correction", "layer_scale", "router_scale"
+    without += "expert_scale", "delta_shift", "delta_log_speed"
     return jax.tree_util.tree_map_with_path(
         lambda path, _: path[-1].key not in without, params
     )

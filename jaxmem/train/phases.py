@@ -202,7 +202,7 @@ def kept_bytes(
 def _mean_ff(model: ModelConfig) -> float:
     """Mean width of what layers name "up": of those with experts, the shared one's."""
     kinds = (model.feed_forwards * model.layers)[: model.layers]
-    widths = [model.ff if k == "dense" else model.shared_ff or 0 for k in kinds]
+    widths = [model.shared_ff or 0 if k == "experts" else model.ff for k in kinds]
     return sum(widths) / model.layers
 
 

@@ -266,6 +266,11 @@ CONFIGURATIONS = {
         hidden_size_per_layer_input=8, vocab_size_per_layer_input=64,
         layer_types=[LOCAL, LOCAL, GLOBAL] * 2, final_logit_softcapping=3.0,
     ),
+    "gemma4_experts": of(
+        "gemma4_text", head_dim=24, sliding_window=5, num_experts=6, top_k_experts=2,
+        moe_intermediate_size=32, enable_moe_block=True, hidden_size_per_layer_input=0,
+        layer_types=[LOCAL, GLOBAL, GLOBAL], global_head_dim=24,
+    ),
     "gemma4_plain": of(
         "gemma4_text", head_dim=24, global_head_dim=16, sliding_window=5,
         hidden_size_per_layer_input=0, layer_types=[LOCAL, LOCAL, GLOBAL],

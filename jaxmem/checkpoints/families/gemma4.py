@@ -1,8 +1,8 @@
-"""Gemma 4, dense, whose layers share no keys: models of text, and text parts."""
+"""Gemma 4, whose layers share no keys: models of text, and text parts."""
 
 from typing import Any
 
-from jaxmem.checkpoints.families import standard
+from jaxmem.checkpoints.families import mixtures, standard
 from jaxmem.checkpoints.families.family import Family, Key, WithImages
 from jaxmem.checkpoints.families.global_layers import GlobalLayers
 from jaxmem.checkpoints.families.windows import Windows, up_to_every_sixth
@@ -29,6 +29,7 @@ PARTS: tuple[Any, ...] = (
     Key("final_logit_softcapping", "softcap", float | None, None),
     _optional(_TABLE),
     Key("vocab_size_per_layer_input", "layer_input_vocab", int | None, 262_144),
+    mixtures.Beside(),
     GlobalLayers(),
     Windows(up_to_every_sixth, 512),
 )
@@ -44,6 +45,7 @@ FAMILY = Family(
         "blocks/injection/inject_gate": _LAYER + "per_layer_input_gate",
         "blocks/injection/inject": _LAYER + "per_layer_projection",
         "blocks/injection/norm": _LAYER + "post_per_layer_input_norm",
+        **mixtures.BESIDE,
         "layer_inputs/table": "model.embed_tokens_per_layer",
         "layer_inputs/project": "model.per_layer_model_projection",
         "layer_inputs/norm": "model.per_layer_projection_norm",
@@ -55,14 +57,13 @@ FAMILY = Family(
         "embed_scale": True,
         "layer_scale": True,
         "attention_scale": 1.0,
+        "router_renormalised": True,
     },
     only={
         "use_bidirectional_attention": (None, "vision"),  # which text alone has not
         "num_kv_shared_layers": (0, None),
-        "enable_moe_block": (False, None),
         "use_double_wide_mlp": (False, None),
     },
-    ignored=("moe_intermediate_size", "num_experts", "top_k_experts"),
 )
 
 WITH_IMAGES = WithImages(

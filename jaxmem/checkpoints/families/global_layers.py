@@ -44,7 +44,7 @@ class GlobalLayers:
         kinds = reader.take("layer_types", list)
         wanted = {str(i) for i, kind in enumerate(kinds) if kind == _GLOBAL}
         found = [repr(sorted(given[i].items())) for i in given]
-        if set(given) != wanted or len(set(found)) > 1:
+        if given and set(given) != wanted or len(set(found)) > 1:
             raise reader.error(
                 "per_layer_config must say the same of every full_attention layer, and "
                 f"nothing of others, got {messages.short(given)}"

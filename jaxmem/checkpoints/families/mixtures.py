@@ -117,12 +117,57 @@ class Shared:
         return {self.key: model.shared_ff // model.expert_ff}
 
 
+class Beside:
+    """Experts beside the dense layer, where `enable_moe_block` says so."""
+
+    def __init__(self):
+        kind = int | None
+        self.keys = (
+            Key("num_experts", "experts", kind, None),
+            Key("top_k_experts", "experts_per_token", kind, None),
+            Key("moe_intermediate_size", "expert_ff", kind, None),
+        )
+
+    def read(self, reader: Reader) -> dict[str, Any]:
+        """`feed_forwards`, and the sizes of experts."""
+        fields: dict[str, Any] = {}
+        for key in self.keys:
+            fields |= key.read(reader)
+        if not reader.take("enable_moe_block", bool, False):
+            return {}
+        if None in fields.values():
+            raise reader.error(
+                "enable_moe_block needs num_experts, top_k_experts and "
+                "moe_intermediate_size"
+            )
+        return fields | {"feed_forwards": ("dense_and_experts",)}
+
+    def write(self, model: ModelConfig, max_positions: int) -> dict[str, Any]:
+        """The switch and the sizes."""
+        raw: dict[str, Any] = {"enable_moe_block": model.experts is not None}
+        for key in self.keys:
+            raw |= key.write(model, max_positions)
+        return raw
+
+
 _EXPERTS, _FUSED = "blocks/feed_forward/experts/", "model.layers.{}.mlp.experts."
 # Where one tensor has the matrices of all experts.
 FUSED = {
     _EXPERTS + "gate/kernel": _FUSED + "gate_up_proj",
     _EXPERTS + "up/kernel": _FUSED + "gate_up_proj",
     _EXPERTS + "down/kernel": _FUSED + "down_proj",
+}
+_PART, _LAYER = "blocks/feed_forward/", "model.layers.{}."
+BESIDE = {
+    _PART + "router": _LAYER + "router.proj",
+    _PART + "router_scale": _LAYER + "router.scale",
+    _PART + "expert_scale": _LAYER + "router.per_expert_scale",
+    _EXPERTS + "gate/kernel": _LAYER + "experts.gate_up_proj",
+    _EXPERTS + "up/kernel": _LAYER + "experts.gate_up_proj",
+    _EXPERTS + "down/kernel": _LAYER + "experts.down_proj",
+    _PART + "dense_norm": _LAYER + "post_feedforward_layernorm_1",
+    _PART + "mixed_norm": _LAYER + "post_feedforward_layernorm_2",
+    _PART + "stream_norm": _LAYER + "pre_feedforward_layernorm_2",
 }
 SHARED_WITH_GATE = shared("shared_expert") | {
     "blocks/feed_forward/shared_gate": "model.layers.{}.mlp.shared_expert_gate"
