@@ -1,4 +1,4 @@
-"""The Jensen-Shannon divergence of two heads in torch, as peers of `jaxmem.jsd`.
+"""The Jensen-Shannon divergence of two heads in torch, as peers of `jaxmem.JSD`.
 
     python -m benchmarks.run_distill_peers --out distill_peers_h200.csv
     python -m benchmarks.run_distill_peers --shape 64,16,320 --dtype float32

@@ -33,6 +33,8 @@ from jaxmem.bench import stopwatch
 SHAPE = (8192, 4096, 151936)
 K, DRAWS = 64, 16
 KEYS = ("n", "d", "teacher_d", "v", "dtype", "path", "chunk", "device")
+# by the names of the records
+KINDS = {"kl": jaxmem.ReverseKL, "forward_kl": jaxmem.ForwardKL, "jsd": jaxmem.JSD}
 
 
 class Path(NamedTuple):
@@ -105,16 +107,17 @@ def paths_of(chunk, depths) -> dict[str, Path]:
     """Every path by name."""
 
     def topk_kl(h, W, ids, said):
-        return jaxmem.topk_kl(h, W, ids, said, chunk).mean()
+        target = jaxmem.ForwardKL(jaxmem.Columns(ids, said))
+        return jaxmem.divergence(h, W, target, chunk).mean()
 
     def mixed(h, W, ids, said):
         labels, ce = ids[:, 0], functools.partial(jaxmem.token_loss, cross_entropy)
         return topk_kl(h, W, ids, said) + ce(h, W, labels, chunk=chunk)[0]
 
     def topk_kl_loss(h, W, ids, said):
-        return jaxmem.topk_kl_loss(
-            lambda stats, divergence: divergence + cross_entropy(stats),
-            h, W, ids[:, 0], ids, said, chunk=chunk,
+        return jaxmem.divergence_loss(
+            lambda stats, divergence: divergence + cross_entropy(stats), h, W,
+            ids[:, 0], jaxmem.ForwardKL(jaxmem.Columns(ids, said)), chunk=chunk,
         )[0]  # fmt: skip
 
     def topk(h, W, ids, said):
@@ -136,7 +139,7 @@ def paths_of(chunk, depths) -> dict[str, Path]:
         ),
     }
     for depth in depths:
-        for verb in ("kl", "forward_kl", "jsd"):
+        for verb in KINDS:
             paths |= paths_of_two(verb, chunk, depth)
     return paths
 
@@ -144,14 +147,18 @@ def paths_of(chunk, depths) -> dict[str, Path]:
 def paths_of_two(verb, chunk, depth) -> dict[str, Path]:
     """Paths to a divergence: a token's, in a loss, sampled, frozen, materialised."""
 
-    def each(*heads, **options):
-        return getattr(jaxmem, verb)(*heads, chunk, **options).mean()
+    def target_of(*teacher):
+        return KINDS[verb](jaxmem.Teacher(*teacher))
+
+    def each(h, W, *teacher, **options):
+        target = target_of(*teacher)
+        return jaxmem.divergence(h, W, target, chunk, **options).mean()
 
     def one_pass(h, W, teacher, teacher_W):
         labels = jnp.zeros(len(h), jnp.int32)
         return jaxmem.divergence_loss(
-            lambda stats, divergence: divergence, h, W, labels, teacher, teacher_W,
-            divergence=verb, chunk=chunk,
+            lambda stats, divergence: divergence, h, W, labels,
+            target_of(teacher, teacher_W), chunk=chunk,
         )[0]  # fmt: skip
 
     def sampled(*heads):

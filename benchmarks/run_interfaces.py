@@ -105,33 +105,35 @@ def _of_losses_and_columns(h, W, x):
 
 
 def _of_divergences(h, W, x):
-    teacher, both, jm = _head(1, 2 * D), (h, W), jaxmem
+    teacher, both, jm = jaxmem.Teacher(*_head(1, 2 * D)), (h, W), jaxmem
 
     def distil(stats, divergence):
         return divergence - 0.1 * stats.logprob
 
-    def of(verb, **options):
-        return lambda h, W: verb(h, W, *teacher, CHUNK, **options).sum()
+    def of(target, **options):
+        return lambda h, W: jm.divergence(h, W, target, CHUNK, **options).sum()
 
-    def columns(h, W):
-        return jm.topk_kl(h, W, x.ids, x.log_q, CHUNK).sum()
+    def mixed(target):
+        return lambda h, W: jm.divergence_loss(
+            distil, h, W, x.y, target, chunk=CHUNK
+        )[0]  # fmt: skip
 
-    def mixed(verb, *more):
-        return lambda h, W: verb(distil, h, W, x.y, *more, chunk=CHUNK)[0]
-
+    columns, drawn = jm.Columns(x.ids, x.log_q), jm.Drawn(x.ids)
     return {
-        "reverse_kl": (of(jm.kl), both),
-        "forward_kl frozen": (lambda h: of(jm.forward_kl)(h, W), (h,)),
-        "jsd sampled": (of(jm.jsd, beta=0.3, **SAMPLE), both),
-        "columns": (columns, both),
-        "loss of heads": (mixed(jm.divergence_loss, *teacher), both),
-        "loss of columns": (mixed(jm.topk_kl_loss, x.ids, x.log_q), both),
-        "loss of draws": (mixed(jm.topk_kl_loss, x.ids, None), both),
+        "reverse_kl": (of(jm.ReverseKL(teacher)), both),
+        "forward_kl frozen": (lambda h: of(jm.ForwardKL(teacher))(h, W), (h,)),
+        "jsd sampled": (of(jm.JSD(teacher, 0.3), **SAMPLE), both),
+        "columns": (of(jm.ForwardKL(columns)), both),
+        "loss of heads": (mixed(jm.ReverseKL(teacher)), both),
+        "loss of columns": (mixed(jm.ForwardKL(columns)), both),
+        "loss of draws": (mixed(jm.ForwardKL(drawn)), both),
     }
 
 
 def _of_a_mesh(h, W, x):
-    mesh, teacher = jax.make_mesh((2,), ("tensor",)), _head(1, 2 * D)
+    mesh = jax.make_mesh((2,), ("tensor",))
+    teacher = jaxmem.Teacher(*_head(1, 2 * D))
+    columns = jaxmem.Columns(x.ids, x.log_q)
 
     def sharded(verb, *more):
         run = jaxmem.sharding.parallel(verb, mesh, vocab="tensor")
@@ -140,8 +142,8 @@ def _of_a_mesh(h, W, x):
     return {
         "by tokens": _of_one_head(h, W, x)["logprobs"],
         "sharded logprobs": sharded(jaxmem.logprobs, x.y),
-        "sharded kl": sharded(jaxmem.kl, *teacher),
-        "sharded columns": sharded(jaxmem.topk_kl, x.ids, x.log_q),
+        "sharded kl": sharded(jaxmem.divergence, jaxmem.ReverseKL(teacher)),
+        "sharded columns": sharded(jaxmem.divergence, jaxmem.ForwardKL(columns)),
     }
 
 

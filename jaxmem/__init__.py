@@ -12,12 +12,16 @@ from jaxmem.core.head import Head as Head
 from jaxmem.core.report import report as report
 from jaxmem.core.stats import TokenStats as TokenStats
 from jaxmem.functional import (
+    JSD as JSD,
+    Columns as Columns,
+    Drawn as Drawn,
+    ForwardKL as ForwardKL,
+    ReverseKL as ReverseKL,
+    Teacher as Teacher,
     TopK as TopK,
+    divergence as divergence,
     divergence_loss as divergence_loss,
     entropy as entropy,
-    forward_kl as forward_kl,
-    jsd as jsd,
-    kl as kl,
     logprobs as logprobs,
     logprobs_from_logits as logprobs_from_logits,
     sample_ids as sample_ids,
@@ -27,8 +31,6 @@ from jaxmem.functional import (
     token_stats as token_stats,
     token_stats_from_logits as token_stats_from_logits,
     topk as topk,
-    topk_kl as topk_kl,
-    topk_kl_loss as topk_kl_loss,
 )
 from jaxmem.losses.mismatch import mismatch_report as mismatch_report
 

@@ -27,7 +27,7 @@ from tests import test_layering as layers
 ROOT = pathlib.Path(__file__).parent.parent
 PACKAGE = ROOT / "jaxmem"
 # Verbs that take a loss, a function of statistics.
-OF_LOSSES = ("token_loss", "divergence_loss", "topk_kl_loss")
+OF_LOSSES = ("token_loss", "divergence_loss")
 WORDS = (
     r'"""(?:Of|Likewise|The same|Trace the same)\b', r"\bone entry a token\b",
     r"token_stats tells as", r"with everything made again", r"the step names nothing",

@@ -16,6 +16,7 @@ import jaxmem
 import jaxmem.heads.linen
 import jaxmem.heads.nnx
 from jaxmem import losses, packing
+from tests import targets
 from tests.cases import slow
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -96,17 +97,17 @@ def token_loss(x):
     )
 
 
-def kl(x):
+def reverse_kl(x):
     given = x["h"], head(x), -x["h"], head(x)
-    return jaxmem.kl(*given, None, **options(x))
+    return targets.reverse_kl(*given, None, **options(x))
 
 
 def forward_kl(x):
-    return jaxmem.forward_kl(x["h"], head(x), -x["h"], x["W"], None, **options(x))
+    return targets.forward_kl(x["h"], head(x), -x["h"], x["W"], None, **options(x))
 
 
 def jsd(x):
-    return jaxmem.jsd(x["h"], head(x), -x["h"], x["W"], None, **options(x))
+    return targets.jsd(x["h"], head(x), -x["h"], x["W"], None, **options(x))
 
 
 def selected_logprobs(x):
@@ -126,7 +127,7 @@ def topk(x):
 def topk_kl(x):
     said = jnp.full((B, T, K), -2.0)
     given = x["h"], head(x), x["ids"], said
-    return jaxmem.topk_kl(*given, None, direction="jsd", **options(x))
+    return targets.of_columns("jsd")(*given, None, **options(x))
 
 
 def sample_ids(x):
@@ -155,9 +156,9 @@ def mean_logit(x):
 
 
 VERBS = [
-    token_stats, entropy, kl, forward_kl, jsd, selected_logprobs, support_logprobs,
-    ragged_support_logprobs, topk, topk_kl, sample_ids, logits, stats_of_logits,
-    mean_logit,
+    token_stats, entropy, reverse_kl, forward_kl, jsd, selected_logprobs,
+    support_logprobs, ragged_support_logprobs, topk, topk_kl, sample_ids, logits,
+    stats_of_logits, mean_logit,
 ]  # fmt: skip
 
 
@@ -257,7 +258,7 @@ OF_KL = ["hidden", "W", "bias", "where", "temperature"]
 
 
 @pytest.mark.parametrize(
-    "verb, name", [(token_loss, x) for x in ALONE] + [(kl, x) for x in OF_KL]
+    "verb, name", [(token_loss, x) for x in ALONE] + [(reverse_kl, x) for x in OF_KL]
 )
 def test_one_argument_alone_is_sharded(verb, name):
     check_types(verb, SHARDINGS[name])
@@ -269,7 +270,7 @@ def test_one_argument_alone_is_sharded(verb, name):
 @pytest.mark.parametrize(
     "verb",
     [
-        kl, selected_logprobs, token_stats, entropy, support_logprobs,
+        reverse_kl, selected_logprobs, token_stats, entropy, support_logprobs,
         ragged_support_logprobs, topk, topk_kl,
     ],
 )  # fmt: skip
@@ -288,7 +289,7 @@ def test_every_derivative(verb):
     }.items(),
 )
 def test_results_are_sharded_as_tokens_are(verb, name, spec):
-    of_hidden = entropy, kl, forward_kl, jsd, mean_logit, topk, sample_ids
+    of_hidden = entropy, reverse_kl, forward_kl, jsd, mean_logit, topk, sample_ids
     if verb in of_hidden and "own" in name:
         spec = P("data", None)  # as hidden, where there are no labels
     shardings = SHARDINGS[name] | {"a": spec}

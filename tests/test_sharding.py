@@ -14,6 +14,7 @@ from tests import oracle
 from tests.cases import Case, one_at_a_time, slow
 from tests.core.test_shards import collectives, jit
 from tests.functional.test_api import EPSILON, FLOATS, STATS_EPSILON, error
+from tests.targets import loss_of_two_heads, of_columns, of_two_heads
 
 if jax.device_count() < 8:  # on one GPU; a CPU counts as eight (tests/conftest.py)
     pytest.skip(f"needs 8 devices, has {jax.device_count()}", allow_module_level=True)
@@ -195,8 +196,8 @@ def of_given_columns():
     support = np.concatenate([np.maximum(y, 0)[..., None], ids], axis=-1)
     csr = packing.support_to_csr(support, y >= 0, capacity=2 * support.size)
 
-    def topk_kl(parallel, **more):
-        return lambda h, W, bias: parallel(jaxmem.topk_kl)(
+    def topk_kl(parallel, name="forward_kl", **more):
+        return lambda h, W, bias: of_columns(name, parallel(jaxmem.divergence))(
             h, jaxmem.Head(W, bias), ids, said, **options, **more
         )
 
@@ -207,7 +208,7 @@ def of_given_columns():
             )
         ),
         "reverse topk_kl": lambda parallel: topk_kl(
-            parallel, direction="reverse", temperature=warm
+            parallel, "reverse_kl", temperature=warm
         ),
         "topk_kl without a tail": lambda parallel: topk_kl(parallel, tail=False),
         "selected_logprobs": lambda parallel: (
@@ -419,39 +420,45 @@ def calls_with_all_of_W():
         loss = weight * divergence - stats.logprob
         return loss, {"divergence": divergence}
 
-    def divergence(verb, **options):
+    def loss(name, parallel):
+        verb = parallel(functools.partial(jaxmem.divergence_loss, of_two))
+        return loss_of_two_heads(name, None, verb)
+
+    def divergence(parallel, name, **options):
+        verb = of_two_heads(name, parallel(jaxmem.divergence))
         return lambda h, W, bias: verb(
             h, jaxmem.Head(W, bias), other, teacher, CHUNK, where=where, **options
         )
 
     return {
-        "kl": lambda parallel: divergence(
-            parallel(jaxmem.kl), temperature=warm, reference_temperature=2.0
+        "reverse_kl": lambda parallel: divergence(
+            parallel, "reverse_kl", temperature=warm, teacher_temperature=2.0
         ),
-        "forward_kl": lambda parallel: divergence(parallel(jaxmem.forward_kl)),
-        "jsd": lambda parallel: divergence(
-            parallel(functools.partial(jaxmem.jsd, beta=0.3))
-        ),
+        "forward_kl": lambda parallel: divergence(parallel, "forward_kl"),
+        "jsd": lambda parallel: divergence(parallel, "jsd 0.3"),
         "divergence_loss": lambda parallel: functools.partial(
             lambda verb, h, W, bias: verb(
                 h, jaxmem.Head(W, bias), y, other, teacher, warm, chunk=CHUNK,
                 statistics_temperature=warm,
             )[0],
-            parallel(functools.partial(jaxmem.divergence_loss, of_two)),
+            loss("reverse_kl", parallel),
         ),
         "its metrics": lambda parallel: functools.partial(
             lambda verb, h, W, bias: verb(
                 h, jaxmem.Head(W, bias), y, other, teacher, warm, chunk=CHUNK,
-                where=where, divergence="jsd", normalizer=jnp.float32(9),
+                where=where, normalizer=jnp.float32(9),
             )[1]["divergence"],
-            parallel(functools.partial(jaxmem.divergence_loss, of_two)),
+            loss("jsd", parallel),
         ),
     }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "name",
-    [slow(x) if x in ("kl", "forward_kl", "jsd") else x for x in calls_with_all_of_W()],
+    [
+        slow(x) if x in ("reverse_kl", "forward_kl", "jsd") else x
+        for x in calls_with_all_of_W()
+    ],
 )  # as divergence_loss: all of them gather W
 def test_verbs_that_need_all_of_W(name):
     """Uneven in everything; gradients by hidden, W and bias."""
@@ -488,8 +495,9 @@ def test_verbs_that_need_all_of_W_on_explicit_axes():
 def test_one_token_and_all_of_W(kind):
     h, W, y, _ = problem()
     split = functools.partial(parallel, name="2x4", kind=kind, tokens=None)
+    teacher = jaxmem.Teacher(h[0, 1], W)
     for verb, operands in (
-        (jaxmem.kl, (h[0, 0], W, h[0, 1], W)),
+        (jaxmem.divergence, (h[0, 0], W, jaxmem.ReverseKL(teacher))),
         (jaxmem.selected_logprobs, (h[0, 0], W, y[0, :3])),
         (jaxmem.logprobs, (h[0, 0], W, y[0, 0])),
     ):
@@ -510,7 +518,8 @@ def test_results_of_several_a_token_stay_split():
 def test_what_is_communicated_of_all_of_W():
     """As with a part of it: scattered first and summed then."""
     h, W = np.nan_to_num(problem()[0]), np.pad(problem()[1], [(0, 3), (0, 0)])
-    verb = parallel(jaxmem.kl, "W in parts of D")
+    verb = parallel(jaxmem.divergence, "W in parts of D")
+    verb = of_two_heads("reverse_kl", verb)
     other = np.ones((B, T, 2), np.float32), np.ones((40, 2), np.float32)
     other = other[0], jaxmem.Head(other[1], vocab_size=V)
     dW = jax.grad(lambda W, h: verb(h, jaxmem.Head(W, vocab_size=V), *other).sum())
@@ -527,31 +536,29 @@ def test_what_is_communicated_of_all_of_W():
 FIVE, SIX = np.ones((5, 4), np.float32), np.ones((6, 4), np.float32)
 HEAD = {"hidden": FIVE, "W": np.ones((7, 4), np.float32)}
 OF_SIX = jaxmem.Head(HEAD["W"], vocab_size=6)
-TWO_HEADS = HEAD | {"reference_hidden": FIVE, "reference_W": HEAD["W"]}
+TWO_HEADS = HEAD | {"teacher_hidden": FIVE, "teacher_W": HEAD["W"]}
 SELECTED = HEAD | {"ids": np.zeros((5, 1), np.int64)}
 SUPPORT = HEAD | {"labels": np.zeros(5, np.int64), "support_ids": SELECTED["ids"]}
-TOPK_KL = SELECTED | {"teacher_logprobs": -FIVE[:, :1]}
+COLUMNS = SELECTED | {"logprobs": -FIVE[:, :1]}
 RAGGED = {"support_ids": np.zeros(5, int), "offsets": np.arange(6), "max_ids": 1}
 GOOD = {
-    jaxmem.kl: TWO_HEADS,
-    jaxmem.forward_kl: TWO_HEADS,
-    jaxmem.jsd: TWO_HEADS,
+    "reverse_kl": TWO_HEADS,
+    "jsd": TWO_HEADS,
     jaxmem.selected_logprobs: SELECTED,
     jaxmem.support_logprobs: SUPPORT,
     jaxmem.topk: HEAD | {"k": 2},
-    jaxmem.topk_kl: TOPK_KL,
+    "columns": COLUMNS,
     jaxmem.sample_ids: HEAD | {"n": 2, "key": jax.random.key(0)},
 }
 WRONG = [
-    (jaxmem.kl, {"reference_hidden": SIX}),
-    (jaxmem.forward_kl, {"reference_hidden": SIX}),
-    (jaxmem.jsd, {"reference_hidden": SIX}),
-    (jaxmem.kl, {"reference_hidden": FIVE[0, 0]}),
-    (jaxmem.kl, {"reference_W": HEAD["W"][:, :3]}),
-    (jaxmem.kl, {"reference_W": HEAD["W"][:6]}),
-    (jaxmem.kl, {"reference_W": jaxmem.Head(HEAD["W"], np.ones(6, np.float32))}),
-    (jaxmem.kl, {"where": np.ones(6, bool)}),
-    (jaxmem.kl, {"reference_temperature": np.ones(6)}),
+    ("reverse_kl", {"teacher_hidden": SIX}),
+    ("jsd", {"teacher_hidden": SIX}),
+    ("reverse_kl", {"teacher_hidden": FIVE[0, 0]}),
+    ("reverse_kl", {"teacher_W": HEAD["W"][:, :3]}),
+    ("reverse_kl", {"teacher_W": HEAD["W"][:6]}),
+    ("reverse_kl", {"teacher_W": jaxmem.Head(HEAD["W"], np.ones(6, np.float32))}),
+    ("reverse_kl", {"where": np.ones(6, bool)}),
+    ("reverse_kl", {"teacher_temperature": np.ones(6)}),
     (jaxmem.selected_logprobs, {"ids": np.zeros((6, 1), int)}),
     (jaxmem.selected_logprobs, {"ids": np.full((5, 1), 2**32 + 1)}),
     (jaxmem.selected_logprobs, {"ids": np.full((5, 1), 7)}),
@@ -566,11 +573,10 @@ WRONG = [
     (jaxmem.support_logprobs, {"support_ids": np.zeros((5, 0), int)}),
     (jaxmem.topk, {"k": 8}),
     (jaxmem.topk, {"where": np.ones(6, bool)}),
-    (jaxmem.topk_kl, {"ids": np.full((5, 1), 2**32 + 1)}),
-    (jaxmem.topk_kl, {"ids": np.full((5, 1), 6), "W": OF_SIX}),
-    (jaxmem.topk_kl, {"teacher_logprobs": -SIX[:, :1]}),
-    (jaxmem.topk_kl, {"teacher_logprobs": FIVE[:, :1]}),
-    (jaxmem.topk_kl, {"direction": "up"}),
+    ("columns", {"ids": np.full((5, 1), 2**32 + 1)}),
+    ("columns", {"ids": np.full((5, 1), 6), "W": OF_SIX}),
+    ("columns", {"logprobs": -SIX[:, :1]}),
+    ("columns", {"logprobs": FIVE[:, :1]}),
     (jaxmem.sample_ids, {"n": 0}),
     (jaxmem.sample_ids, {"key": jax.random.split(jax.random.key(0), 6)}),
     (jaxmem.sample_ids, {"key": None}),
@@ -584,14 +590,20 @@ WRONG = [
 
 
 @pytest.mark.parametrize(
-    ("verb", "changes"), WRONG, ids=[f"{f.__name__} {[*c]}" for f, c in WRONG]
+    ("verb", "changes"),
+    WRONG,
+    ids=[f"{getattr(f, '__name__', f)} {[*c]}" for f, c in WRONG],
 )
 def test_what_the_verb_refuses_is_refused_of_all_of_W(verb, changes):
-    given = GOOD[verb] | changes
+    given, by_name = GOOD[verb] | changes, of_two_heads
+    if verb == "columns":
+        verb, by_name = "forward_kl", of_columns
+    call = functools.partial(by_name, verb) if isinstance(verb, str) else lambda f: f
+    verb = jaxmem.divergence if isinstance(verb, str) else verb
     with pytest.raises((TypeError, ValueError)) as want:
-        verb(**given)
+        call(verb)(**given)
     with pytest.raises(want.type) as got:
-        jaxmem.sharding.parallel(verb, MESH, tokens="data")(**given)
+        call(jaxmem.sharding.parallel(verb, MESH, tokens="data"))(**given)
     assert str(got.value) == str(want.value)
 
 

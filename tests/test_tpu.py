@@ -25,6 +25,7 @@ from jaxmem.train.jobs.config import Config
 from jaxmem.train.memory import RematConfig
 from jaxmem.train.optimizer import OptimizerConfig
 from jaxmem.train.settings import RunConfig
+from tests.targets import forward_kl, jsd, reverse_kl, topk_kl
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="needs libtpu: jax[tpu]"
@@ -46,9 +47,9 @@ VERBS = {
     "logprobs": lambda h, W, y: jaxmem.logprobs(h, W, y, chunk=C),
     "token_stats": lambda h, W, y: jaxmem.token_stats(h, W, y, chunk=C),
     "entropy": lambda h, W, y: jaxmem.entropy(h, W, chunk=C),
-    "kl": lambda h, W, y: jaxmem.kl(h, W, 2 * h, W, chunk=C),
-    "forward_kl": lambda h, W, y: jaxmem.forward_kl(h, W, 2 * h, W, chunk=C),
-    "jsd": lambda h, W, y: jaxmem.jsd(h, W, 2 * h, W, chunk=C),
+    "reverse_kl": lambda h, W, y: reverse_kl(h, W, 2 * h, W, chunk=C),
+    "forward_kl": lambda h, W, y: forward_kl(h, W, 2 * h, W, chunk=C),
+    "jsd": lambda h, W, y: jsd(h, W, 2 * h, W, chunk=C),
     "selected_logprobs": lambda h, W, y: jaxmem.selected_logprobs(
         h, W, several(y), chunk=C
     ),
@@ -56,14 +57,14 @@ VERBS = {
         h, W, y, several(y), chunk=C
     ),
     "topk": lambda h, W, y: jaxmem.topk(h, W, 8, chunk=C),
-    "topk_kl": lambda h, W, y: jaxmem.topk_kl(
+    "topk_kl": lambda h, W, y: topk_kl(
         h, W, several(y), -2.0 - several(y) / V, chunk=C
     ),
     "sample_ids": lambda h, W, y: jaxmem.sample_ids(
         h, W, 8, jax.random.key(0), chunk=C
     ),
 }  # fmt: skip
-TWO = ("kl", "forward_kl", "jsd")  # heads, each with logits
+TWO = ("reverse_kl", "forward_kl", "jsd")  # heads, each with logits
 
 
 def loss(h, W, y):

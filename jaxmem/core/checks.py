@@ -96,7 +96,7 @@ def check_hidden(hidden, name: str = "hidden") -> None:
 def check_layout(hidden, W, layout: Layout | None, prefix: str = "") -> Layout:
     """The layout of W: "vd" for [V, D] or "dv" for [D, V].
 
-    Errors put the prefix before the arguments' names, as in reference_W.
+    Errors put the prefix before the arguments' names, as in Teacher.W.
     """
     name = f"{prefix}W"
     check_float(name, W)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmem import devices
 from jaxmem.backends import choose
 from jaxmem.backends.protocol import Backend
 from jaxmem.core import (
@@ -113,6 +114,12 @@ def check_only_xla(verb: str, implementation: Implementation | None) -> None:
         )
 
 
+def uses_kernels(implementation: Implementation | None) -> bool:
+    """Whether kernels may read the logits of a verb that only "xla" has."""
+    on_gpu = implementation is None and devices.backend() == "gpu"
+    return on_gpu and devices.has_mosaic()
+
+
 def record_only_xla(
     verb: str,
     spec: Spec,
@@ -188,7 +195,7 @@ def read_head(hidden, W, prefix: str = "") -> tuple[Factors, Head, tuple[int, ..
     Args:
         hidden: [..., D].
         W: [V, D] or [D, V], or a `Head`.
-        prefix: of the arguments' names in errors, as in reference_W.
+        prefix: of the arguments' names in errors, as in Teacher.W.
 
     Returns:
         `Factors` with hidden [N, D], the head with its layout, and the shape of the

@@ -7,23 +7,23 @@ import jax.numpy as jnp
 
 from jaxmem.core import stats as _stats
 from jaxmem.core.operands import take
-from jaxmem.functional import columns, selected, topk_divergence
+from jaxmem.functional import column_divergences, columns, selected
 from jaxmem.functional.divergence_loss_rule import (
     ByLogits,
     Compared,
     DivergenceLossRule,
 )
-from jaxmem.functional.divergence_terms import JSD, KL, ForwardKL
+from jaxmem.functional.kinds import Kind
 
 
 @dataclasses.dataclass(frozen=True)
 class ColumnsLossRule(DivergenceLossRule):
-    """`DivergenceLossRule` of `topk_kl`.
+    """`DivergenceLossRule` of given columns.
 
     Given is `(rows, scale, distinct ids [N, K], the teacher's ln q [N, K])`.
     """
 
-    how: tuple[KL | ForwardKL | JSD, bool]  # of `topk_divergence.compare`
+    how: tuple[Kind, bool]  # of `column_divergences.compare`
 
     def compare(self, heads, given, row_ids):
         """See `DivergenceLossRule.compare`."""
@@ -32,7 +32,7 @@ class ColumnsLossRule(DivergenceLossRule):
         ids = take(ids, row_ids, fill_value=-1)
         log_q = take(log_q, row_ids, fill_value=-jnp.inf)
         log_p, rest, z, largest = columns.split(self.spec, z, ids)
-        value, slopes = topk_divergence.compare(self.how, log_p, log_q)
+        value, slopes = column_divergences.compare(self.how, log_p, log_q)
         has_ids = jnp.any(ids >= 0, axis=1)
         slopes = jnp.where(has_ids[:, None], slopes, 0)
         saved = {"ids": ids, "log_p": log_p, "slopes": slopes, "rest": rest}

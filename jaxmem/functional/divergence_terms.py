@@ -1,7 +1,7 @@
-"""The terms of each divergence between two distributions, and their derivatives.
+"""Terms of divergences between two distributions, and their derivatives.
 
-`jaxmem.functional.divergence` has the derivation. The two KL divergences follow from
-few numbers of each block of columns, which need no normaliser of the row. With
+`jaxmem.functional.kinds` has the derivation. The two KL divergences follow from few
+numbers of each block of columns, which need no normaliser of the row. With
 w = e^(z - max z) and v = e^(y - max y), maxima over the block, d = ln(w/v), and t what
 d lacks of ln(p/q),
 
@@ -12,7 +12,6 @@ Where the heads nearly agree, d and t are small, E is of second order in them, a
 are the other two terms.
 """
 
-import dataclasses
 import fractions
 import functools
 import math
@@ -23,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.polynomial import Chebyshev, Polynomial
 
-_SERIES_BELOW = 0.5  # |x| above which e^-x - 1 + x does not cancel
+SERIES_BELOW = 0.5  # |x| above which e^-x - 1 + x does not cancel
 # Terms of Taylor's series whose next one is below float64's epsilon, and for float32
 # degrees of interpolations that are good to half an epsilon.
 _SERIES_TERMS, _SERIES_DEGREES = 15, {2: 6, 3: 5}  # by the first term
@@ -55,12 +54,12 @@ def _exp(x, y=None):
     return jnp.exp(x if y is None else x - y)
 
 
-def _product(a, x):
+def product(a, x):
     """Return a · x, and 0 where a is 0: x may be infinite there, or inf - inf."""
     return jnp.where(a == 0, 0, a * x)
 
 
-XLA = Arithmetic(_exp, lambda a, b, c: a * b + c, jnp.minimum, _product)
+XLA = Arithmetic(_exp, lambda a, b, c: a * b + c, jnp.minimum, product)
 
 
 class Blocks(NamedTuple):
@@ -74,117 +73,20 @@ class Blocks(NamedTuple):
     log_ratio: Any  # t: of p_scale / q_scale
 
 
-@dataclasses.dataclass(frozen=True)
-class KL:
-    """KL(p ‖ q)."""
-
-    def terms(self, p, q, log_ratio, ops=XLA):
-        """Terms, none negative, whose sum over the vocabulary is the divergence."""
-        return (_excess(p, q, log_ratio, ops),)
-
-    def slopes(self, p, q, log_ratio, ops=XLA):
-        """Return p · ∂D/∂p, up to a multiple of p."""
-        return _product(p, log_ratio)
-
-    def density(self, p, q):
-        """Return the distribution by which columns of the derivative are sampled."""
-        return p
-
-    def block_terms(self, w, v, d, ops=XLA):
-        """Terms whose sums over a block, with its masses, are what it contributes."""
-        return _relative(w, v, d, ops)
-
-    def of_blocks(self, b: Blocks):
-        """(what blocks contribute to the divergence, and to the sum of the slopes)."""
-        excess, difference = (_product(b.p_scale, x) for x in b.sums)
-        value = _shifted_excess(b.p, b.q, excess, difference, b.log_ratio)
-        return value, excess + difference + _product(b.p, b.log_ratio)
-
-
-@dataclasses.dataclass(frozen=True)
-class ForwardKL:
-    """KL(q ‖ p)."""
-
-    def terms(self, p, q, log_ratio, ops=XLA):
-        """See `KL.terms`."""
-        return (_excess(q, p, -log_ratio, ops),)
-
-    def slopes(self, p, q, log_ratio, ops=XLA):
-        """Return p - q: p · ∂D/∂p is -q, and p is a multiple of p."""
-        near = jnp.abs(log_ratio) < _SERIES_BELOW
-        return jnp.where(near, p * (log_ratio * _series(log_ratio, 2, ops)), p - q)
-
-    def density(self, p, q):
-        """See `KL.density`."""
-        return (p + q) / 2
-
-    def block_terms(self, w, v, d, ops=XLA):
-        """See `KL.block_terms`."""
-        return _relative(v, w, -d, ops)
-
-    def of_blocks(self, b: Blocks):
-        """See `KL.of_blocks`."""
-        excess, difference = (_product(b.q_scale, x) for x in b.sums)
-        t = -b.log_ratio
-        value = _shifted_excess(b.q, b.p, excess, difference, t)
-        # Σ q (1 - e^-(d+t)), to be negated.
-        series = t * _series(t, 2)
-        near = b.q * series + difference - series * difference
-        return value, -jnp.where(jnp.abs(t) < _SERIES_BELOW, near, b.q - b.p)
-
-
-@dataclasses.dataclass(frozen=True)
-class JSD:
-    """β KL(q ‖ m) + (1-β) KL(p ‖ m), m = β q + (1-β) p."""
-
-    beta: float
-
-    def terms(self, p, q, log_ratio, ops=XLA):
-        """See `KL.terms`."""
-        if self.beta == 0.5:
-            return (_half_terms(p, q, log_ratio, ops),)
-        heavy, light, weight, x = self._by_weight(p, q, log_ratio)
-        log_heavy, log_light = _to_mixture(weight, x, ops)
-        of_heavy = (1 - weight) * _product(heavy, log_heavy)
-        of_light = weight * _product(light, log_light)
-        m = (1 - weight) * heavy + weight * light
-        near = m * (x * x) * _mixing_series(weight, x, ops)
-        return (jnp.where(jnp.abs(x) < _SERIES_BELOW, near, of_heavy + of_light),)
-
-    def slopes(self, p, q, log_ratio, ops=XLA):
-        """(1-β) p ln(p/m)."""
-        if self.beta == 0.5:
-            return _half_slopes(p, log_ratio, ops)
-        _, _, weight, x = self._by_weight(p, q, log_ratio)
-        log_heavy, log_light = _to_mixture(weight, x, ops)
-        log_p = log_heavy if self.beta <= 0.5 else log_light
-        return (1 - self.beta) * _product(p, log_p)
-
-    def density(self, p, q):
-        """See `KL.density`."""
-        return p
-
-    def _by_weight(self, p, q, log_ratio):
-        """The part of larger weight, the other, its weight, and ln(other/first)."""
-        if self.beta <= 0.5:
-            return p, q, self.beta, -log_ratio
-        return q, p, 1 - self.beta, log_ratio
-
-
-def _excess(a, b, x, ops):
+def excess_of(a, b, x, ops):
     """Return a ln(a/b) - a + b for x = ln(a/b), never negative; b where a is 0."""
-    near = a * (x * x / 2) * _series(x, 3, ops)  # of e^-x - 1 + x
-    return jnp.where(jnp.abs(x) < _SERIES_BELOW, near, _product(a, x) - a + b)
+    near = a * (x * x / 2) * exp_series(x, 3, ops)  # of e^-x - 1 + x
+    return jnp.where(jnp.abs(x) < SERIES_BELOW, near, product(a, x) - a + b)
 
 
-def _relative(a, b, x, ops):
+def relative(a, b, x, ops):
     """(e(a, b), a - b), where a near b does not cancel."""
-    excess = _excess(a, b, x, ops)
-    near = jnp.abs(x) < _SERIES_BELOW
-    return excess, jnp.where(near, _product(a, x) - excess, a - b)
+    excess = excess_of(a, b, x, ops)
+    near = jnp.abs(x) < SERIES_BELOW
+    return excess, jnp.where(near, product(a, x) - excess, a - b)
 
 
-def _shifted_excess(a, b, excess, difference, t):
+def shifted_excess(a, b, excess, difference, t):
     """Σ e(a, b) of columns whose ln(a/b) is t more than in excess and difference.
 
     Args:
@@ -194,15 +96,15 @@ def _shifted_excess(a, b, excess, difference, t):
         difference: Σ (a - b e^t).
         t: to be added to ln(a/b).
     """
-    series = _series(t, 3) * (t * t / 2)  # e^-t - 1 + t
+    series = exp_series(t, 3) * (t * t / 2)  # e^-t - 1 + t
     near = a * series + (t - series) * difference
-    far = _product(a, t) - a + b + difference
-    rest = jnp.where(jnp.abs(t) < _SERIES_BELOW, near, far)
+    far = product(a, t) - a + b + difference
+    rest = jnp.where(jnp.abs(t) < SERIES_BELOW, near, far)
     return jnp.maximum(excess + rest, 0)  # negative by rounding only
 
 
-def _series(x, first, ops=XLA):
-    """Return 1 - x/k + x²/(k (k+1)) - ... from k = first, for |x| < _SERIES_BELOW.
+def exp_series(x, first, ops=XLA):
+    """Return 1 - x/k + x²/(k (k+1)) - ... from k = first, for |x| < SERIES_BELOW.
 
     1 - e^-x is x times the series from 2, and e^-x - 1 + x is x²/2 times that from 3.
     XLA would store an expm1 that a product reads more than once.
@@ -219,7 +121,7 @@ def _series_factors(first: int, itemsize: int) -> tuple[float, ...]:
     ]
     if itemsize == 8:
         return tuple(taylor)
-    domain = -_SERIES_BELOW, _SERIES_BELOW
+    domain = -SERIES_BELOW, SERIES_BELOW
     return _interpolated(Polynomial(taylor), _SERIES_DEGREES[first], domain)
 
 
@@ -229,7 +131,7 @@ def _interpolated(function, degree, domain) -> tuple[float, ...]:
     return tuple(map(float, found.convert(kind=Polynomial).coef))
 
 
-def _half_terms(p, q, log_ratio, ops):
+def half_terms(p, q, log_ratio, ops):
     """(p ln(p/m) + q ln(q/m)) / 2 of m = (p + q) / 2.
 
     With s = |ln(p/q)| and the larger one l, this is l times
@@ -243,10 +145,10 @@ def _half_terms(p, q, log_ratio, ops):
     near = both * (
         square * _polynomial(_half_factors(size.dtype.itemsize), square, ops)
     )
-    return ops.product(jnp.maximum(p, q), jnp.where(size < _SERIES_BELOW, near, far))
+    return ops.product(jnp.maximum(p, q), jnp.where(size < SERIES_BELOW, near, far))
 
 
-def _half_slopes(p, log_ratio, ops):
+def half_slopes(p, log_ratio, ops):
     """Return p ln(p/m) / 2 of m = (p + q) / 2."""
     size, ratio = _size_and_ratio(log_ratio, ops)
     of_larger = _half_log_of_larger(size, ratio, ops)
@@ -268,14 +170,14 @@ def _half_log_of_larger(size, ratio, ops):
         far = -jnp.log((1 + ratio) / 2) / 2
     else:
         far = _polynomial(_log_factors(), ratio, ops)
-    return jnp.where(size < _SERIES_BELOW, near, far)
+    return jnp.where(size < SERIES_BELOW, near, far)
 
 
 @functools.cache
 def _half_factors(itemsize: int) -> tuple[float, ...]:
-    """Of powers of s² in (u tanh u - ln cosh u) / 2s², u = s/2, s < _SERIES_BELOW.
+    """Of powers of s² in (u tanh u - ln cosh u) / 2s², u = s/2, s < SERIES_BELOW.
 
-    Twice that is x K'(x) - K(x) of `_mixing_series` for w = 1/2, which is even.
+    Twice that is x K'(x) - K(x) of `mixing_series` for w = 1/2, which is even.
     """
     taylor = [term / 2 for term in _mixing_factors(0.5, _MIXING_TERMS[8])[::2]]
     return _of_squares(taylor, itemsize, _HALF_DEGREES["term"])
@@ -283,7 +185,7 @@ def _half_factors(itemsize: int) -> tuple[float, ...]:
 
 @functools.cache
 def _log_cosh_factors(itemsize: int) -> tuple[float, ...]:
-    """Of powers of s² in ln cosh(s/2) / 2s², for s < _SERIES_BELOW."""
+    """Of powers of s² in ln cosh(s/2) / 2s², for s < SERIES_BELOW."""
     terms = _mixing_factors(0.5, _MIXING_TERMS[8])[::2]
     taylor = [term / (4 * k + 2) for k, term in enumerate(terms)]
     return _of_squares(taylor, itemsize, _HALF_DEGREES["near"])
@@ -292,13 +194,13 @@ def _log_cosh_factors(itemsize: int) -> tuple[float, ...]:
 def _of_squares(taylor, itemsize, degree):
     if itemsize == 8:
         return tuple(taylor)
-    return _interpolated(Polynomial(taylor), degree, (0, _SERIES_BELOW**2))
+    return _interpolated(Polynomial(taylor), degree, (0, SERIES_BELOW**2))
 
 
 @functools.cache
 def _log_factors() -> tuple[float, ...]:
-    """Of powers of r in -ln((1 + r) / 2)/2, for r = e^-s and s > _SERIES_BELOW."""
-    domain, degree = (0, math.exp(-_SERIES_BELOW)), _HALF_DEGREES["far"]
+    """Of powers of r in -ln((1 + r) / 2)/2, for r = e^-s and s > SERIES_BELOW."""
+    domain, degree = (0, math.exp(-SERIES_BELOW)), _HALF_DEGREES["far"]
     return _interpolated(lambda r: -np.log((1 + r) / 2) / 2, degree, domain)
 
 
@@ -310,7 +212,7 @@ def _polynomial(factors, x, ops):
     return total
 
 
-def _to_mixture(weight, x, ops):
+def to_mixture(weight, x, ops):
     """(ln(heavy/m), ln(light/m)) of m = (1 - w) heavy + w light, w < 1/2.
 
     With x = ln(light/heavy), ln(m/heavy) = ln(1 + w (e^x - 1)) = 2 artanh(t) keeps its
@@ -320,8 +222,8 @@ def _to_mixture(weight, x, ops):
     """
     size, light_is_larger = jnp.abs(x), x > 0
     smaller = ops.exp(-size)  # over the larger one
-    series = size * _series(size, 2, ops)
-    difference = jnp.where(size < _SERIES_BELOW, series, 1 - smaller)
+    series = size * exp_series(size, 2, ops)
+    difference = jnp.where(size < SERIES_BELOW, series, 1 - smaller)
     change = weight * jnp.where(light_is_larger, difference, -difference)
     t = change * (1 / (2 * jnp.where(light_is_larger, smaller, 1) + change))
     over_light = jnp.log(weight + (1 - weight) * smaller)  # ln(m/light)
@@ -344,8 +246,8 @@ def _artanh_factors(itemsize: int) -> tuple[float, ...]:
     return _interpolated(Polynomial(taylor), _ARTANH_DEGREE, (0, 1 / 9))
 
 
-def _mixing_series(weight, x, ops):
-    """Return (x K'(x) - K(x)) / x² of K(x) = ln(1 + w (e^x - 1)), |x| < _SERIES_BELOW.
+def mixing_series(weight, x, ops):
+    """Return (x K'(x) - K(x)) / x² of K(x) = ln(1 + w (e^x - 1)), |x| < SERIES_BELOW.
 
     Times m x² it is the divergence's term, for heavy is m e^-K and light m e^(x - K).
     K generates the cumulants of a Bernoulli variable.

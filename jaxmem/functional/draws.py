@@ -32,7 +32,6 @@ from jaxmem.core.head import Matrix
 from jaxmem.core.operands import cast, first_column, for_active_chunks, put, take
 from jaxmem.core.options import AxisName, CallOptions, Chunk, Implementation
 from jaxmem.functional import arguments, columns, rule
-from jaxmem.functional.divergence import uses_kernels
 from jaxmem.functional.rule import LoopRule
 
 _BITS = 30  # of the unit that probabilities are rounded to: their sum fits int32
@@ -121,7 +120,7 @@ def sample_ids(
     bits = jax.vmap(lambda key: jax.random.bits(key, (n,), jnp.uint32))(keys)
     source = lax.stop_gradient(source)
     spec, source = arguments.typed(spec, source, (rows, bits))
-    of_call = _Draws(spec, uses_kernels(implementation))
+    of_call = _Draws(spec, arguments.uses_kernels(implementation))
     ids = rule.run(of_call, (source,), ((rows,), bits))
     return jnp.reshape(ids, (*shape, n))
 

@@ -20,7 +20,6 @@ from jaxmem.core.operands import (
 )
 from jaxmem.core.options import AxisName, CallOptions, Chunk, Implementation
 from jaxmem.functional import arguments, columns, rule
-from jaxmem.functional.divergence import uses_kernels
 from jaxmem.functional.rule import LoopRule
 
 
@@ -52,7 +51,7 @@ def topk(
 
         ids = the k largest of z, in order     logprobs_k = z[ids_k] - ln Σ_v e^(z_v)
 
-    with z as in `logprobs`. A teacher's are what `topk_kl` distils from; those of the
+    with z as in `logprobs`. A teacher's are `Columns` to distil from; those of the
     student itself are the columns where its reverse KL has most of its mass. One pass
     over the logits gives both results, exactly.
 
@@ -70,7 +69,7 @@ def topk(
     Returns:
         `TopK(logprobs, ids)`: float32 [..., k] (float64 for float64 hidden) and int32
         [..., k]. A masked token has log-probabilities of 0 and ids of -1, which
-        `selected_logprobs` and `topk_kl` read as absent. The log-probabilities are
+        `selected_logprobs` and `Columns` read as absent. The log-probabilities are
         differentiable, with the ids held constant, as those of `selected_logprobs`
         are, for 6·N·V·D FLOPs.
 
@@ -105,7 +104,7 @@ def topk(
         log_p = jnp.zeros((*shape, k), spec.stats_dtype)
         return TopK(log_p, jnp.zeros((*shape, k), jnp.int32))
     spec, source = arguments.typed(spec, source, rows)
-    of_call = _Largest(spec, k, uses_kernels(implementation))
+    of_call = _Largest(spec, k, arguments.uses_kernels(implementation))
     results = rule.run(of_call, (source,), ((rows,), None))
     return jax.tree.map(lambda x: jnp.reshape(x, (*shape, k)), results)
 

@@ -90,12 +90,12 @@ def selected_logprobs(
     if 0 in ids.shape:
         return jnp.zeros((*shape, ids.shape[-1]), spec.stats_dtype)
     spec, source = arguments.typed(spec, source, (rows, ids))
-    results = rule.run(_Selected(spec), (source,), ((rows,), ids))
+    results = rule.run(SelectedRule(spec), (source,), ((rows,), ids))
     return jnp.reshape(results, (*shape, ids.shape[-1]))
 
 
 @dataclasses.dataclass(frozen=True)
-class _Selected(LoopRule):
+class SelectedRule(LoopRule):
     """The rule of `selected_logprobs`; given are the ids [N, K]."""
 
     def forward_loop(self, source, rows, given):

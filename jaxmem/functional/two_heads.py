@@ -1,6 +1,6 @@
 """The rule of divergences between two heads: chunks of both heads' logits.
 
-`jaxmem.functional.divergence` has the derivation.
+`jaxmem.functional.kinds` has the derivation.
 """
 
 import dataclasses
@@ -16,14 +16,8 @@ from jaxmem.backends import xla
 from jaxmem.core import sampling as _sampling, shards as _shards, stats as _stats
 from jaxmem.core.operands import cast, for_active_chunks, put_all, take, trained
 from jaxmem.core.spec import Spec
-from jaxmem.functional.divergence_terms import (
-    JSD,
-    KL,
-    XLA,
-    Arithmetic,
-    Blocks,
-    ForwardKL,
-)
+from jaxmem.functional.divergence_terms import XLA, Arithmetic, Blocks
+from jaxmem.functional.kinds import Kind
 from jaxmem.functional.rule import LoopRule, empty, scaled
 
 
@@ -40,7 +34,7 @@ class Masses(NamedTuple):
 class TwoHeadsRule(LoopRule):
     """The rule of every divergence; given is the reference."""
 
-    divergence: KL | ForwardKL | JSD
+    divergence: Kind
     reference_spec: Spec
     kernels: bool  # those of `kernels.row_pairs` or `row_sums` compute sums over V
 
@@ -92,13 +86,13 @@ class TwoHeadsRule(LoopRule):
                 lambda *tiles: self._terms(*tiles, *beside(rows)), z, y
             )
             value, masses = sum(parts[1:], parts[0]), None
-        elif isinstance(self.divergence, JSD):
+        elif not self.divergence.in_blocks:
             value, slope, normalisers, masses = self._by_sums(z, y)
         else:
             value, slope, normalisers, masses = self._by_pairs(self.divergence, z, y)
         return value, {"mean_slope": slope, "normalisers": normalisers}, masses
 
-    def _by_pairs(self, of: KL | ForwardKL, z, y):
+    def _by_pairs(self, of: Kind, z, y):
         """Both heads' logits are read once."""
         from jaxmem.kernels import row_blocks, row_pairs  # Pallas takes a while
 

@@ -12,7 +12,7 @@ from jaxmem.functional.divergence_loss_rule import (
     Compared,
     DivergenceLossRule,
 )
-from jaxmem.functional.divergence_terms import JSD, KL, ForwardKL
+from jaxmem.functional.kinds import Kind
 from jaxmem.functional.two_heads import TwoHeadsRule
 
 
@@ -23,7 +23,7 @@ class TwoHeadsLossRule(DivergenceLossRule):
     Given is `(rows, scale, reference rows, reference)`.
     """
 
-    divergence: KL | ForwardKL | JSD
+    divergence: Kind
     reference_spec: Spec
     kernels: bool
 

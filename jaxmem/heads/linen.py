@@ -103,10 +103,9 @@ class LMHead(HeadVerbs, nn.Module):
     token_loss = HeadVerbs.token_loss
     support_logprobs = HeadVerbs.support_logprobs
     topk = HeadVerbs.topk
-    topk_kl = HeadVerbs.topk_kl
-    topk_kl_loss = HeadVerbs.topk_kl_loss
     sample_ids = HeadVerbs.sample_ids
     selected_logprobs = HeadVerbs.selected_logprobs
+    teacher = HeadVerbs.teacher
     divergence = HeadVerbs.divergence
     divergence_loss = HeadVerbs.divergence_loss
 

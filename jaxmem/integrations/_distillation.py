@@ -15,9 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxmem.functional import divergence, largest, selected
+from jaxmem.functional import largest, selected
+from jaxmem.functional.divergence import divergence
 from jaxmem.functional.divergence_loss import divergence_loss
-from jaxmem.functional.topk_divergence import topk_kl
+from jaxmem.functional.given_columns import Columns
+from jaxmem.functional.kinds import ForwardKL
+from jaxmem.functional.teacher import Teacher
 from jaxmem.integrations._head import ModelHead, Options, scores
 
 
@@ -49,6 +52,11 @@ class Logits:
     def constant(self) -> "Logits":
         """Return the logits without a gradient."""
         return jax.tree.map(jax.lax.stop_gradient, self)
+
+    def as_teacher(self, temperature: ArrayLike) -> ForwardKL:
+        """A target whose logits are divided by the temperature besides."""
+        head, hidden = self.head, self.hidden.astype(self.head.dtype)
+        return ForwardKL(Teacher(hidden, head.head, temperature * head.temperature))
 
     def array(self) -> jax.Array:
         """The logits, float32 [..., V]."""
@@ -150,13 +158,11 @@ def forward_kl(
     Returns:
         The divergences, 0 where masked.
     """
-    p, q = student.head, teacher.head
-    return divergence.forward_kl(
-        student.hidden.astype(p.dtype), p.head,
-        teacher.hidden.astype(q.dtype), q.head, options.chunk,
-        implementation=options.implementation, where=where,
+    p = student.head
+    return divergence(
+        student.hidden.astype(p.dtype), p.head, teacher.as_teacher(temperature),
+        options.chunk, implementation=options.implementation, where=where,
         temperature=temperature * p.temperature,
-        reference_temperature=temperature * q.temperature,
     )  # fmt: skip
 
 
@@ -184,7 +190,7 @@ def forward_kl_and_cross_entropy(
         The mean over the tokens that are not masked, and both terms per token, [...],
         as constants that are 0 where masked.
     """
-    p, q, counted = student.head, teacher.head, labels.counted
+    p, counted = student.head, labels.counted
 
     def loss_fn(stats, kl, counted):
         # A row of zeros has no label: whatever is selected for it does not count.
@@ -194,10 +200,9 @@ def forward_kl_and_cross_entropy(
     same = isinstance(temperature, (int, float)) and temperature == 1
     loss, terms = divergence_loss(
         loss_fn, student.hidden.astype(p.dtype), p.head,
-        jnp.where(counted != 0, labels.ids, 0), teacher.hidden.astype(q.dtype), q.head,
-        counted, divergence="forward_kl", chunk=options.chunk, where=where,
+        jnp.where(counted != 0, labels.ids, 0), teacher.as_teacher(temperature),
+        counted, chunk=options.chunk, where=where,
         temperature=temperature * p.temperature,
-        reference_temperature=temperature * q.temperature,
         statistics_temperature=None if same else p.temperature,
         implementation=options.implementation,
     )  # fmt: skip
@@ -229,8 +234,9 @@ def forward_kl_of_largest(
         teacher.hidden.astype(q.dtype), q.head, k,
         temperature=temperature * q.temperature, **shared,
     )  # fmt: skip
-    return topk_kl(
-        student.hidden.astype(p.dtype), p.head, ids, log_q, tail=False,
+    target = ForwardKL(Columns(ids, log_q, tail=False))
+    return divergence(
+        student.hidden.astype(p.dtype), p.head, target,
         temperature=temperature * p.temperature, **shared,
     )  # fmt: skip
 

@@ -11,13 +11,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxmem.core import checks, gradients, keys as _keys, sampling
 from jaxmem.core.head import Head, as_head
 from jaxmem.functional import arguments
-from jaxmem.functional.divergence import check_tokens, check_vocabularies
 from jaxmem.functional.given_ids import check_ids
 from jaxmem.functional.ragged import check_dense, read_ragged
 from jaxmem.functional.support import check_support
-from jaxmem.functional.topk_divergence import check_teacher
-
-_HEADS = ("", "reference_")  # prefixes of a head's argument names
+from jaxmem.sharding.plan import Plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,34 +33,6 @@ class Operand:
     def spec(self) -> PartitionSpec:
         """The PartitionSpec of the array."""
         return PartitionSpec(*(axes or None for axes in self.split))
-
-
-def read_heads(plan, given, shape, of_tokens):
-    """The operands of one or both heads, the columns of each, and the vocabulary."""
-    operands, columns = {}, {}
-    for prefix in _HEADS:
-        name = f"{prefix}hidden"
-        if name in given:
-            hidden = checks.as_array(name, given[name])
-            checks.check_hidden(hidden, name)
-            operands[name] = Operand(hidden, of_tokens)
-            head, size = _read_head(plan, hidden, given, prefix)
-            operands[f"{prefix}W"], columns[prefix] = head, size
-            check_tokens(hidden.shape[:-1], shape)
-    of_each = [(operands[f"{prefix}W"], size) for prefix, size in columns.items()]
-    vocab_size = check_vocabularies(*of_each[0], *of_each[-1])
-    return operands, columns, vocab_size
-
-
-def read_rows_and_mask(given, shape, of_tokens, vocab_size):
-    """The per-token operands except hidden, with a mask: for verbs of the whole W."""
-    operands = _read_rows(given, shape, of_tokens, vocab_size)
-    where = arguments.read_where(given["where"], shape)
-    if where is None:  # mask the tokens that padding adds
-        operands["where"] = Operand(jnp.ones(shape, bool), of_tokens, False)
-    if "gradient" in given:
-        operands |= _read_key(given, shape, of_tokens, vocab_size)
-    return operands
 
 
 def _read_supports(given, where, tokens, of_tokens):
@@ -85,29 +54,64 @@ def _read_supports(given, where, tokens, of_tokens):
     return operands
 
 
-def read(plan, given) -> tuple[dict[str, Any], tuple[int, ...]]:
-    """Operands by argument name and the tokens' shape, checked as global arrays.
+@dataclasses.dataclass(frozen=True)
+class Places:
+    """Places of the operands of a target; see `targets.Places`."""
 
-    The entries of `given` that remain are static, and adapted to the shards.
+    plan: Plan
+    where: Any
+    tokens: tuple[int, ...]
+    vocab_size: int
+    split: tuple[tuple[str, ...], ...]  # of the tokens' axes
+
+    def of_tokens(self, array, fill):
+        """See `targets.Places.of_tokens`."""
+        return Operand(array, self.split, fill)
+
+    def number(self, name, value):
+        """See `targets.Places.number`; a Python number is left as it is."""
+        if value is None:
+            return None
+        found = _read_temperature(name, value, self.tokens, self.split)
+        return found.get(name, value)
+
+    def head(self, hidden, head, owner):
+        """See `targets.Places.head`."""
+        return _read_head(self.plan, hidden, head, owner, None)
+
+
+def read(plan, given, split) -> dict[str, Any]:
+    """Operands by argument name, checked as global arrays.
+
+    Args:
+        plan: of the mesh.
+        given: arguments by name; those that remain are static, and adapted.
+        split: the mesh axes that shard each axis of the tokens.
+
+    Returns:
+        A tree of `Operand` and of Python numbers.
     """
     name = "hidden" if "hidden" in given else "logits"
     data = checks.as_array(name, given[name])
-    checks.check_hidden(data, name)
     shape = data.shape[:-1]
-    of_tokens = check_axes(plan, name, shape)
     if name == "hidden":
-        head, columns = _read_head(plan, data, given)
+        groups = given.get("vocab_groups")
+        head, columns = _read_head(plan, data, given["W"], "", groups)
         vocab_size = checks.check_vocab_size(head.vocab_size, columns)
         head = dataclasses.replace(head, vocab_size=vocab_size)
-        operands = {name: Operand(data, of_tokens), "W": head}
+        operands = {name: Operand(data, split), "W": head}
     else:
-        operands = {name: Operand(data, (*of_tokens, plan.vocab))}
+        operands = {name: Operand(data, (*split, plan.vocab))}
         vocab_size = checks.check_vocab_size(given["vocab_size"], data.shape[-1])
         given["vocab_size"] = vocab_size
-    given["axis_name"] = plan.vocab or None
-    operands |= _read_rows(given, shape, of_tokens, vocab_size)
-    operands |= _read_key(given, shape, of_tokens, vocab_size)
-    return operands, shape
+    operands |= _read_rows(given, shape, split, vocab_size)
+    operands |= _read_key(given, shape, split, vocab_size)
+    if "target" in given:
+        where = arguments.read_where(given["where"], shape)
+        target, places = given["target"], Places(plan, where, shape, vocab_size, split)
+        placed = target.of.placed(places)
+        operands["target"] = dataclasses.replace(target, of=placed)
+    return operands
 
 
 def check_axes(plan, name, shape):
@@ -120,31 +124,28 @@ def check_axes(plan, name, shape):
     return plan.tokens + ((),) * (len(shape) - len(plan.tokens))
 
 
-def _read_head(plan, hidden, given, prefix="") -> tuple[Head, int]:
+def _read_head(plan, hidden, head, owner, vocab_groups) -> tuple[Head, int]:
     """A head of operands, and its columns.
 
     The layout is resolved here, because a shard of W may be square.
     """
-    head = as_head(given[f"{prefix}W"])
-    W = checks.as_array(f"{prefix}W", head.W)
-    layout = checks.check_layout(hidden, W, head.layout, prefix)
+    head = as_head(head)
+    W = checks.as_array(f"{owner}W", head.W)
+    layout = checks.check_layout(hidden, W, head.layout, owner)
     columns, depth = W.shape if layout == "vd" else W.shape[::-1]
     if depth % plan.parts(plan.W_fsdp):
         raise ValueError(
-            f"W_fsdp must make parts of one size of {prefix}hidden's last axis "
+            f"W_fsdp must make parts of one size of {owner}hidden's last axis "
             f"D={depth}, got {plan.parts(plan.W_fsdp)} parts"
         )
-    split = plan.vocab, plan.W_fsdp
-    groups = (
-        checks.check_vocab_groups(given.get("vocab_groups"), 0, plan.parts(plan.vocab))
-        or 1
-    )
+    split, parts = (plan.vocab, plan.W_fsdp), plan.parts(plan.vocab)
+    groups = checks.check_vocab_groups(vocab_groups, 0, parts) or 1
     in_order = slice(None, None, 1 if layout == "vd" else -1)
     of_W = Operand(W, split[in_order], multiples=(groups, 1)[in_order])
     bias = head.bias
     if bias is not None:
-        bias = checks.as_array(f"{prefix}bias", bias)
-        checks.check_bias(bias, columns, f"{prefix}bias")
+        bias = checks.as_array(f"{owner}bias", bias)
+        checks.check_bias(bias, columns, f"{owner}bias")
         bias = Operand(bias, (plan.vocab,), multiples=(groups,))
     return dataclasses.replace(head, W=of_W, bias=bias, layout=layout), columns
 
@@ -163,7 +164,7 @@ def _read_rows(given, shape, of_tokens, vocab_size):
     if where is not None:
         where = jnp.broadcast_to(jnp.asarray(where), shape)
         operands["where"] = Operand(where, of_tokens, False)
-    for name in ("temperature", "reference_temperature", "statistics_temperature"):
+    for name in ("temperature", "statistics_temperature"):
         if given.get(name) is not None:
             operands |= _read_temperature(name, given[name], shape, of_tokens)
     if isinstance(given.get("normalizer"), jax.Array):
@@ -171,20 +172,11 @@ def _read_rows(given, shape, of_tokens, vocab_size):
     if "support_ids" in given:
         operands |= _read_supports(given, where, (shape, vocab_size), of_tokens)
     if "ids" in given:
-        operands |= _read_ids(given, where, (shape, vocab_size), of_tokens)
+        ids = check_ids("ids", given["ids"], where, shape, vocab_size)
+        operands["ids"] = Operand(ids, of_tokens, -1)
     if "per_token" in given:
         arrays = _per_token(given["per_token"], shape)
         operands["per_token"] = tuple(Operand(x, of_tokens) for x in arrays)
-    return operands
-
-
-def _read_ids(given, where, tokens, of_tokens):
-    """Given ids, and what a teacher says of them."""
-    ids = check_ids("ids", given["ids"], where, *tokens)
-    operands, name = {"ids": Operand(ids, of_tokens, -1)}, "teacher_logprobs"
-    if given.get(name) is not None:
-        teacher = check_teacher(given[name], ids, where, tokens[0])
-        operands[name] = Operand(teacher, of_tokens)
     return operands
 
 

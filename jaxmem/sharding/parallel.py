@@ -14,17 +14,10 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxmem.core import checks, shards as _shards
 from jaxmem.core.operands import Ragged
 from jaxmem.core.options import AxisName
+from jaxmem.functional import targets
 from jaxmem.functional.ragged import of_these_tokens
-from jaxmem.sharding.operands import (
-    Operand,
-    check_axes,
-    pad,
-    read,
-    read_heads,
-    read_rows_and_mask,
-    unpad,
-)
-from jaxmem.sharding.plan import read_plan
+from jaxmem.sharding.operands import Operand, check_axes, pad, read, unpad
+from jaxmem.sharding.plan import Plan, read_plan
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
@@ -50,14 +43,14 @@ def parallel(
 
     Args:
         verb: `jaxmem.logprobs`, `token_stats`, `entropy`, `token_loss`,
-            `support_logprobs`, `selected_logprobs`, `topk`, `topk_kl`, `topk_kl_loss`,
-            `sample_ids`, `logprobs_from_logits` or `token_stats_from_logits`, or a
-            functools.partial of one, with arguments by name. Or a verb that needs the
-            whole W: `kl`, `forward_kl`, `jsd` or `divergence_loss`.
+            `support_logprobs`, `selected_logprobs`, `topk`, `divergence`,
+            `divergence_loss`, `sample_ids`, `logprobs_from_logits` or
+            `token_stats_from_logits`, or a functools.partial of one, with arguments by
+            name.
         mesh: devices, with named axes.
         vocab: mesh axes that shard the vocabulary; None: each device has all of it. For
-            a verb that needs the whole W, W is all-gathered along them, and they shard
-            the first axis of the tokens as well.
+            a divergence from a `Teacher`, which needs the whole W, both matrices are
+            all-gathered along them, and they shard the tokens' first axis as well.
         tokens: mesh axes that shard the first axis of the tokens, or a PartitionSpec
             with one entry per axis: `P(("data", "fsdp"), "sequence")` for [B, T].
         W_fsdp: those of the tokens' mesh axes along which the axis D of W is sharded. W
@@ -73,8 +66,8 @@ def parallel(
     plus V·D over the size of vocab for an all-gathered W. If the vocabulary or the
     tokens are not divisible by the devices, or the vocabulary by vocab_groups, W or
     hidden is padded in a copy; to avoid the copy of W, create W padded and pass
-    `Head(W, vocab_size=…)`. A verb that needs the whole W takes V·D for it. The ids of
-    ragged supports are replicated.
+    `Head(W, vocab_size=…)`. A divergence from a `Teacher` takes V·D for each whole W.
+    The ids of ragged supports are replicated.
 
     **Communication** over vocab: as in `logprobs`. W's gradient is all-reduced over the
     tokens' mesh axes, in W's dtype. Along W_fsdp, W itself is all-gathered once in the
@@ -105,80 +98,79 @@ def parallel(
     def run(*args: _Args.args, **options: _Args.kwargs) -> _Result:
         call = signature.bind(*args, **options)
         call.apply_defaults()
-        if "axis_name" not in signature.parameters:
-            return _run_with_all_of_W(verb, plan, call)
-        if call.arguments["axis_name"] is not None:
+        given = call.arguments
+        if given.get("axis_name") is not None:
             raise ValueError(
                 "axis_name must not be given to what jaxmem.sharding.parallel made, "
                 "which passes its own vocab"
             )
+        if "target" in given:
+            targets.check(given["target"])
         return _run(verb, plan, call)
 
     return run
 
 
 def _run(verb, plan, call) -> Any:
-    operands, shape = read(plan, call.arguments)
-    of_tokens = Operand(None, plan.tokens).spec
-    is_loss = "normalizer" in call.arguments
-
-    def on_device(arrays):
-        given = call.arguments | arrays | _keys(call, arrays) | _supports(arrays)
-        if "W" in given:
-            given["W"] = _gathered(plan, given["W"])
-        if is_loss and given["normalizer"] is None:
-            given["normalizer"] = _count(plan, given["labels"], given["where"])
-        of_device = inspect.BoundArguments(call.signature, given)
-        results = verb(*of_device.args, **of_device.kwargs)
-        return (_summed(plan, results[0]), results[1]) if is_loss else results
-
-    results = jax.shard_map(
-        on_device,
-        mesh=plan.mesh,
-        in_specs=(jax.tree.map(lambda x: x.spec, operands),),
-        out_specs=(PartitionSpec(), of_tokens) if is_loss else of_tokens,
-    )(jax.tree.map(lambda x: pad(plan, x), operands))
-    if is_loss:
-        return results[0], unpad(plan, results[1], shape)
-    return unpad(plan, results, shape)
-
-
-def _run_with_all_of_W(verb, plan, call) -> Any:
-    """Run with tokens sharded over all mesh axes in use, and W all-gathered."""
     given = call.arguments
-    hidden = checks.as_array("hidden", given["hidden"])
-    checks.check_hidden(hidden)
-    shape = hidden.shape[:-1]
-    if shape:
-        first, *rest = plan.tokens or ((),)
-        wide = dataclasses.replace(plan, tokens=(first + plan.vocab, *rest))
-    else:  # one token [D], which is replicated
-        wide = plan = dataclasses.replace(plan, vocab=())
-    of_tokens = check_axes(wide, "hidden", shape)
-    operands, columns, vocab_size = read_heads(plan, given, shape, of_tokens)
-    operands |= read_rows_and_mask(given, shape, of_tokens, vocab_size)
+    name = "hidden" if "hidden" in given else "logits"
+    data = checks.as_array(name, given[name])
+    checks.check_hidden(data, name)
+    shape, whole, of_results = data.shape[:-1], _needs_all_of_W(given), plan
+    if whole:
+        plan, of_results = _with_wide_tokens(plan, shape)
+    split = check_axes(of_results, name, shape)
+    operands = read(plan, given, split)
+    if whole and "where" not in operands:  # mask the tokens that padding adds
+        operands["where"] = Operand(jnp.ones(shape, bool), split, False)
+    given |= {} if whole else {"axis_name": plan.vocab or None}
     is_loss = "normalizer" in given
+    leaves, tree = jax.tree.flatten(operands)
+    places = [i for i, x in enumerate(leaves) if isinstance(x, Operand)]
 
     def on_device(arrays):
-        given = call.arguments | arrays | _keys(call, arrays)
-        for prefix, size in columns.items():
-            given[f"{prefix}W"] = _whole(wide, given[f"{prefix}W"], size)
-        if is_loss and given["normalizer"] is None:
-            given["normalizer"] = _count(wide, given["labels"], given["where"])
-        of_device = inspect.BoundArguments(call.signature, given)
+        here = dict(zip(places, arrays, strict=True))
+        made = tree.unflatten([here.get(i, x) for i, x in enumerate(leaves)])
+        made = given | made | _keys(call, made) | _supports(made)
+        if whole:
+            made |= _with_whole_heads(of_results, made)
+        elif "W" in made:
+            made["W"] = _gathered(plan, made["W"])
+        if is_loss and made["normalizer"] is None:
+            made["normalizer"] = _count(of_results, made["labels"], made["where"])
+        of_device = inspect.BoundArguments(call.signature, made)
         results = verb(*of_device.args, **of_device.kwargs)
-        return (_summed(wide, results[0]), results[1]) if is_loss else results
+        return (_summed(of_results, results[0]), results[1]) if is_loss else results
 
-    of_results = Operand(None, wide.tokens).spec
+    of_tokens = Operand(None, of_results.tokens).spec
     results = jax.shard_map(
         on_device,
         mesh=plan.mesh,
-        in_specs=(jax.tree.map(lambda x: x.spec, operands),),
-        out_specs=(PartitionSpec(), of_results) if is_loss else of_results,
-    )(jax.tree.map(lambda x: pad(plan, x), operands))
+        in_specs=([leaves[i].spec for i in places],),
+        out_specs=(PartitionSpec(), of_tokens) if is_loss else of_tokens,
+    )([pad(plan, leaves[i]) for i in places])
     if is_loss:
         return results[0], unpad(plan, results[1], shape)
     return unpad(plan, results, shape)
+
+
+def _with_wide_tokens(plan, shape) -> tuple[Plan, Plan]:
+    """Plans of a call that gathers W, and of its results.
+
+    All mesh axes in use shard the tokens; one token [D] is replicated.
+    """
+    if not shape:
+        plan = dataclasses.replace(plan, vocab=())
+        return plan, plan
+    first, *rest = plan.tokens or ((),)
+    return plan, dataclasses.replace(plan, tokens=(first + plan.vocab, *rest))
+
+
+def _needs_all_of_W(given) -> bool:
+    """Whether a verb, or its target, does not take a part of the vocabulary."""
+    return "axis_name" not in given or not getattr(
+        getattr(given.get("target"), "of", None), "shards", True
+    )
 
 
 def _keys(call, arrays):
@@ -198,17 +190,27 @@ def _supports(arrays):
     return {"support_ids": ids, "offsets": offsets}
 
 
-def _whole(plan, head, size):
-    """The head with all of W and bias, without padding, typed as in `_gathered`."""
+def _with_whole_heads(plan, given) -> dict[str, Any]:
+    """W and the target, with all columns of their heads."""
+    whole = functools.partial(_whole, plan)
+    made = {"W": whole(given["W"])}
+    if "target" in given:
+        target = given["target"]
+        of = target.of.heads_as(whole)
+        made["target"] = dataclasses.replace(target, of=of)
+    return made
+
+
+def _whole(plan, head):
+    """The head with all of W and bias, typed as in `_gathered`."""
     W, bias = _shards.vary((head.W, head.bias), frozenset(plan.token_axes))
     vocab, depth = (0, 1) if head.layout == "vd" else (1, 0)
     if plan.W_fsdp:
         W = lax.all_gather(W, plan.W_fsdp, axis=depth, tiled=True)
     if plan.vocab:
         W = lax.all_gather(W, plan.vocab, axis=vocab, tiled=True)
-        W = lax.slice_in_dim(W, 0, size, axis=vocab)
     if plan.vocab and bias is not None:
-        bias = lax.all_gather(bias, plan.vocab, tiled=True)[:size]
+        bias = lax.all_gather(bias, plan.vocab, tiled=True)
     return dataclasses.replace(head, W=W, bias=bias)
 
 

@@ -33,11 +33,7 @@ from jaxmem.train.optimizer import (
 _OF_XLA = (
     "support_logprobs",
     "selected_logprobs",
-    "topk_kl",
-    "topk_kl_loss",
-    "kl",
-    "forward_kl",
-    "jsd",
+    "divergence",
     "divergence_loss",
 )
 

@@ -1,7 +1,6 @@
 """Divergences of two heads against float64, where they cancel, and what they cost."""
 
 import functools
-import inspect
 
 import jax
 import jax.numpy as jnp
@@ -11,20 +10,15 @@ import pytest
 import jaxmem
 from tests.backends.test_xla import compiled, count_gemms
 from tests.cases import slow
-from tests.described import described
 from tests.functional.test_api import EPSILON, STATS_EPSILON, assert_as_good, error
+from tests.targets import jsd, of_two_heads, reverse_kl
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "on_one_device")
 
 N, D, D_REFERENCE, V, CHUNK = 37, 24, 10, 130, 16
 # The derivative subtracts a mean over the row, which is rounded as statistics are.
 GRADIENT_EPSILON = EPSILON | {"float32": STATS_EPSILON}
-VERBS = {
-    "kl": jaxmem.kl,
-    "forward_kl": jaxmem.forward_kl,
-    "jsd": jaxmem.jsd,
-    "jsd 0.1": functools.partial(jaxmem.jsd, beta=0.1),
-}
+VERBS = {x: of_two_heads(x) for x in ("reverse_kl", "forward_kl", "jsd", "jsd 0.1")}
 
 
 def make(std=1.0, seed=0, n=N, d=D, d_reference=D_REFERENCE, v=V):
@@ -45,7 +39,7 @@ def beta_of(verb):
 def textbook(xp, verb, ln_p, ln_q):
     """Σ p (ln p - ln q) and the like, with the rounding of the type."""
     p, q = xp.exp(ln_p), xp.exp(ln_q)
-    if verb == "kl":
+    if verb == "reverse_kl":
         return (p * (ln_p - ln_q)).sum(-1)
     if verb == "forward_kl":
         return (q * (ln_q - ln_p)).sum(-1)
@@ -64,9 +58,9 @@ def scaled(xp, z, bias, softcap, temperature):
 def both_scaled(xp, z, y, bias=0.0, softcap=None, temperature=1.0, **options):
     """Logits of both heads, the reference's options defaulting as documented."""
     of_reference = (
-        options.get("reference_bias", 0.0),
-        options.get("reference_softcap", softcap),
-        options.get("reference_temperature", temperature),
+        options.get("teacher_bias", 0.0),
+        options.get("teacher_softcap", softcap),
+        options.get("teacher_temperature", temperature),
     )
     v = options.get("vocab_size", V)
     z = scaled(xp, z, bias, softcap, temperature)[:, :v]
@@ -79,7 +73,7 @@ def exact(verb, g, operands, **options):
     z, y = both_scaled(np, h @ W.T, h_ref @ W_ref.T, **options)
     ln_p, ln_q = (x - np.log(np.exp(x).sum(1, keepdims=True)) for x in (z, y))
     p, q = np.exp(ln_p), np.exp(ln_q)
-    if verb == "kl":
+    if verb == "reverse_kl":
         slope = ln_p - ln_q
     elif verb == "forward_kl":
         slope = -q / p
@@ -98,13 +92,13 @@ def exact(verb, g, operands, **options):
 def ours(operands, g, arrays, verb, layout="vd", options=(), frozen=False):
     """Value, and the gradients of hidden, W and bias, if any."""
     _, _, h_ref, W_ref = operands
-    layouts = {"layout": layout, "reference_layout": layout}
+    layouts = {"layout": layout, "teacher_layout": layout}
 
     def call(h, W, bias):
         W, bias = jax.lax.stop_gradient((W, bias)) if frozen else (W, bias)
         W, other = (W, W_ref) if layout == "vd" else (W.T, W_ref.T)
         given = arrays | bias | layouts | dict(options)
-        return described(VERBS[verb])(h, W, h_ref, other, CHUNK, **given)
+        return VERBS[verb](h, W, h_ref, other, CHUNK, **given)
 
     bias = {k: v for k, v in arrays.items() if k == "bias"}
     value, pull = jax.vjp(call, *operands[:2], bias)
@@ -151,7 +145,7 @@ def test_values_and_gradients(verb, std):
     check(verb, [*make(std)[:2], *make(max(std, 0.5))[2:]])
 
 
-@pytest.mark.parametrize("verb", ["kl", slow("forward_kl"), slow("jsd")])
+@pytest.mark.parametrize("verb", ["reverse_kl", slow("forward_kl"), slow("jsd")])
 def test_sixteen_bit_inputs(verb):
     check(verb, make(3.0), "bfloat16")
 
@@ -161,20 +155,20 @@ OPTIONS = {
     "softcap": {"softcap": 5.0},
     "temperature": {"temperature": 0.7},
     "reference's own": {
-        "softcap": 5.0, "reference_softcap": None, "reference_temperature": 1.5,
-        "reference_bias": BIAS[::-1].copy(),
+        "softcap": 5.0, "teacher_softcap": None, "teacher_temperature": 1.5,
+        "teacher_bias": BIAS[::-1].copy(),
     },
     "all": {
         "softcap": 5.0, "temperature": 0.7, "bias": BIAS, "vocab_size": 100,
-        "reference_softcap": 3.0, "reference_temperature": 1.5,
-        "reference_bias": BIAS[::-1].copy(),
+        "teacher_softcap": 3.0, "teacher_temperature": 1.5,
+        "teacher_bias": BIAS[::-1].copy(),
     },
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["all", *(slow(x) for x in OPTIONS if x != "all")])
 def test_options(name):
-    check("kl", make(3.0), **OPTIONS[name])
+    check("reverse_kl", make(3.0), **OPTIONS[name])
 
 
 @pytest.mark.parametrize("verb", [slow("forward_kl"), "jsd 0.1"])
@@ -182,11 +176,11 @@ def test_all_options_of_the_other_verbs(verb):
     check(verb, make(3.0), "float16", layout="dv", **OPTIONS["all"])
 
 
-@pytest.mark.parametrize("name", ["temperature", "reference_temperature"])
+@pytest.mark.parametrize("name", ["temperature", "teacher_temperature"])
 def test_temperature_of_each_token(name):
     per_token = np.linspace(0.3, 3, N, dtype=np.float32)
-    got = jaxmem.kl(*make(), CHUNK, **{name: per_token})
-    want, _ = exact("kl", np.zeros(N), make(), **{name: per_token[:, None]})
+    got = reverse_kl(*make(), CHUNK, **{name: per_token})
+    want, _ = exact("reverse_kl", np.zeros(N), make(), **{name: per_token[:, None]})
     assert error(got, want) < STATS_EPSILON
 
 
@@ -245,11 +239,11 @@ def test_jsd_is_symmetric_and_bounded():
     assert (np.asarray(half) <= np.log(2)).all() and np.asarray(half).max() > 0.6
 
 
-@pytest.mark.parametrize("limit", ["forward_kl", "kl"])
+@pytest.mark.parametrize("limit", ["forward_kl", "reverse_kl"])
 def test_jsd_tends_to(limit):
     small = 1e-5
     beta = small if limit == "forward_kl" else 1 - small
-    got = jaxmem.jsd(*make(), CHUNK, beta=beta) / small
+    got = of_two_heads(f"jsd {beta}")(*make(), CHUNK) / small
     want, _ = exact(limit, np.zeros(N), make())
     np.testing.assert_allclose(got, want, rtol=5e-3)
 
@@ -276,7 +270,7 @@ def test_jsd_of_any_weight_keeps_its_digits(beta, std):
     h, W, *reference = same_depth(std, std)
     g = np.ones(N, np.float32)
     want, (dh, dW, _) = exact(f"jsd {beta}", g, [h, W, *reference])
-    verb = functools.partial(jaxmem.jsd, chunk=CHUNK, beta=beta)
+    verb = functools.partial(of_two_heads(f"jsd {beta}"), chunk=CHUNK)
     value, pull = jax.vjp(lambda h, W: verb(h, W, *reference), h, W)
     np.testing.assert_allclose(value, want, rtol=STATS_EPSILON)
     for got, need in zip(pull(g), (dh, dW), strict=True):
@@ -288,7 +282,7 @@ def test_jsd_where_a_ratio_overflows():
     h, W, h_ref, W_ref = make()
     far = np.zeros(V, np.float32)
     far[7], far[9] = 95.0, -95.0
-    for name in ("bias", "reference_bias"):
+    for name in ("bias", "teacher_bias"):
         g, arrays = np.ones(N, np.float32), {name: far}
         value, gradients = ours([h, W, h_ref, W_ref], g, arrays, "jsd 0.1")
         want, need = exact("jsd 0.1", g, make(), **arrays)
@@ -303,7 +297,7 @@ def test_jsd_where_a_ratio_overflows():
 def everything(**changes):
     arrays = {
         "bias": np.zeros(V, np.float32),
-        "reference_bias": np.zeros(V, np.float32),
+        "teacher_bias": np.zeros(V, np.float32),
         "where": np.ones(N, bool),
     }
     return arrays | changes
@@ -315,7 +309,11 @@ RULED = np.where(np.isin(np.arange(V), [3, 5]), -np.inf, 0).astype(np.float32)
 @pytest.mark.parametrize(
     "verb,p_alone,q_alone",
     [
-        ("kl", np.isfinite, np.isposinf),  # p = 0 adds nothing; q = 0 < p is infinite
+        (
+            "reverse_kl",
+            np.isfinite,
+            np.isposinf,
+        ),  # p = 0 adds nothing; q = 0 < p is infinite
         ("forward_kl", np.isposinf, np.isfinite),
         ("jsd", np.isfinite, np.isfinite),
     ],
@@ -324,9 +322,9 @@ def test_tokens_that_a_bias_rules_out(verb, p_alone, q_alone):
     g = np.ones(N, np.float32)
     value, gradients = ours(make(), g, everything(bias=RULED), verb)
     assert p_alone(value).all() and np.isfinite(gradients[1]).all()
-    value, _ = ours(make(), g, everything(reference_bias=RULED), verb)
+    value, _ = ours(make(), g, everything(teacher_bias=RULED), verb)
     assert q_alone(value).all()
-    both = everything(bias=RULED, reference_bias=RULED)
+    both = everything(bias=RULED, teacher_bias=RULED)
     value, (dh, dW, dbias) = ours(make(), g, both, verb)
     h, W, h_ref, W_ref = make()
     kept = RULED == 0
@@ -341,8 +339,8 @@ def test_a_token_out_of_float32s_sight_is_not_infinite():
     """q underflows to 0, ln q does not."""
     far = np.zeros(V, np.float32)
     far[7] = -200.0
-    value, _ = ours(make(), np.ones(N), everything(reference_bias=far), "kl")
-    want, _ = exact("kl", np.ones(N), make(), reference_bias=far)
+    value, _ = ours(make(), np.ones(N), everything(teacher_bias=far), "reverse_kl")
+    want, _ = exact("reverse_kl", np.ones(N), make(), teacher_bias=far)
     np.testing.assert_allclose(value, want, rtol=2e-6)
 
 
@@ -351,13 +349,13 @@ def test_an_infinite_divergence_that_nobody_asks_for_poisons_nothing():
     h_ref[:, 0], W_ref[:, 0] = 0, 0
     h_ref[4, 0], W_ref[6, 0] = 1e20, -1e20  # their product is beyond float32
     asked = np.float32(np.arange(N) != 4)
-    value, (dh, dW, _) = ours([h, W, h_ref, W_ref], asked, everything(), "kl")
+    value, (dh, dW, _) = ours([h, W, h_ref, W_ref], asked, everything(), "reverse_kl")
     np.testing.assert_array_equal(np.isinf(value), np.arange(N) == 4)
     np.testing.assert_array_equal(dh.any(1), np.arange(N) != 4)
     assert np.isfinite(dh).all() and np.isfinite(dW).all()
 
 
-@pytest.mark.parametrize("verb", ["kl", "forward_kl", "jsd"])
+@pytest.mark.parametrize("verb", ["reverse_kl", "forward_kl", "jsd"])
 def test_masked_tokens_give_exactly_nothing(verb):
     h, W, h_ref, W_ref = make()
     where = np.arange(N) % 4 == 0
@@ -392,13 +390,14 @@ def test_paddings_of_the_vocabulary_may_differ(padded):
 
 
 @pytest.mark.parametrize(
-    "verb, dtype", [("kl", "bfloat16"), ("forward_kl", "float32"), ("jsd", "float32")]
+    "verb, dtype",
+    [("reverse_kl", "bfloat16"), ("forward_kl", "float32"), ("jsd", "float32")],
 )
 def test_a_frozen_head_has_the_same_gradient_by_hidden(verb, dtype):
     """Scaled after it was computed for a cotangent of 1, and none by W and bias."""
     operands = [jnp.asarray(x, dtype) for x in make(3.0)]
     g = np.random.default_rng(1).standard_normal(N).astype(np.float32)
-    options = {"softcap": 5.0, "reference_softcap": 3.0, "vocab_size": 100}
+    options = {"softcap": 5.0, "teacher_softcap": 3.0, "vocab_size": 100}
     arrays = {"bias": BIAS, "temperature": np.linspace(0.5, 2, N, dtype=np.float32)}
     given = tuple(options.items())
     want, (dh, *_) = ours(operands, g, arrays, verb, "dv", given)
@@ -418,12 +417,14 @@ def test_masks_and_infinite_divergences_with_a_frozen_head():
     h_ref[5, 0], W_ref[6, 0] = 1e20, -1e20  # their product is beyond float32
     asked = np.where(where, np.float32(np.arange(N) != 5), np.nan)
     operands = [h, W, h_ref, W_ref]
-    value, (dh, dW) = ours(operands, asked, {"where": where}, "kl", frozen=True)
+    value, (dh, dW) = ours(operands, asked, {"where": where}, "reverse_kl", frozen=True)
     np.testing.assert_array_equal(np.isinf(value), np.arange(N) == 5)
     assert not value[~where].any()
     np.testing.assert_array_equal(dh.any(1), where & (np.arange(N) != 5))
     assert np.isfinite(dh).all() and not dW.any()
-    _, (poisoned, _) = ours(operands, asked + 1, {"where": where}, "kl", frozen=True)
+    _, (poisoned, _) = ours(
+        operands, asked + 1, {"where": where}, "reverse_kl", frozen=True
+    )
     np.testing.assert_array_equal(np.isnan(poisoned).all(1), np.arange(N) == 5)
 
 
@@ -436,11 +437,11 @@ def test_the_reference_is_constant():
 
     @jax.jit
     def gradients(*operands):
-        return jax.grad(lambda *a: jaxmem.kl(*a, CHUNK).sum(), (0, 1, 2, 3))(*operands)
+        return jax.grad(lambda *a: reverse_kl(*a, CHUNK).sum(), (0, 1, 2, 3))(*operands)
 
     @jax.jit
     def tied(W):
-        return jax.grad(lambda W: jaxmem.kl(h, W, noise, W, CHUNK).sum())(W)
+        return jax.grad(lambda W: reverse_kl(h, W, noise, W, CHUNK).sum())(W)
 
     dh, dW, *of_reference = gradients(h, W, noise, W)
     assert dh.any() and not any(x.any() for x in of_reference)
@@ -450,13 +451,13 @@ def test_the_reference_is_constant():
 def test_types_of_the_two_heads_may_differ():
     h, W, h_ref, W_ref = (jnp.asarray(x) for x in make())
     mixed = [h.astype("bfloat16"), W, h_ref.astype("float16"), W_ref.astype("bfloat16")]
-    value, (dh, dW) = ours(mixed, jnp.ones(N), {}, "kl")
+    value, (dh, dW) = ours(mixed, jnp.ones(N), {}, "reverse_kl")
     assert (value.dtype, dh.dtype, dW.dtype) == (jnp.float32, jnp.bfloat16, jnp.float32)
-    want, _ = exact("kl", np.ones(N), make())
+    want, _ = exact("reverse_kl", np.ones(N), make())
     np.testing.assert_allclose(value, want, atol=0.05)
 
 
-@pytest.mark.parametrize("verb", ["jsd 0.1", slow("kl")])
+@pytest.mark.parametrize("verb", ["jsd 0.1", slow("reverse_kl")])
 def test_float64_stays_float64(verb):
     with jax.enable_x64(True):
         operands = [x.astype(np.float64) for x in make()]
@@ -470,13 +471,13 @@ def test_float64_stays_float64(verb):
 
 def test_any_leading_shape():
     h, W, h_ref, W_ref = make(n=24)
-    flat = jaxmem.kl(h, W, h_ref, W_ref)
-    got = jaxmem.kl(h.reshape(2, 3, 4, D), W, h_ref.reshape(2, 3, 4, -1), W_ref)
+    flat = reverse_kl(h, W, h_ref, W_ref)
+    got = reverse_kl(h.reshape(2, 3, 4, D), W, h_ref.reshape(2, 3, 4, -1), W_ref)
     np.testing.assert_array_equal(got, flat.reshape(2, 3, 4))
-    scalar = jaxmem.kl(h[0], W, h_ref[0], W_ref)
+    scalar = reverse_kl(h[0], W, h_ref[0], W_ref)
     assert scalar.shape == ()
     np.testing.assert_allclose(scalar, flat[0], rtol=1e-6)
-    empty = jax.grad(lambda h: jaxmem.kl(h, W, jnp.zeros((0, 5)), W[:, :5]).sum())
+    empty = jax.grad(lambda h: reverse_kl(h, W, jnp.zeros((0, 5)), W[:, :5]).sum())
     assert empty(jnp.zeros((0, D))).shape == (0, D)
 
 
@@ -484,10 +485,10 @@ def test_a_tokens_bits_depend_on_no_other_token_and_no_chunk(optimized):
     if jax.default_backend() != "cpu":
         pytest.skip("GPU GEMMs are chosen by the number of rows")
     h, W, h_ref, W_ref = make(n=96)
-    want = jaxmem.jsd(h, W, h_ref, W_ref, 32)
-    np.testing.assert_array_equal(jaxmem.jsd(h, W, h_ref, W_ref, 64), want)
+    want = jsd(h, W, h_ref, W_ref, 32)
+    np.testing.assert_array_equal(jsd(h, W, h_ref, W_ref, 64), want)
     order = np.random.default_rng(0).permutation(96)
-    got = jaxmem.jsd(h[order], W, h_ref[order], W_ref, 32)
+    got = jsd(h[order], W, h_ref[order], W_ref, 32)
     np.testing.assert_array_equal(got, want[order])
 
 
@@ -497,7 +498,7 @@ def test_under_checkpoint_and_vmap(frozen):
 
     def total(h, W, h_ref):
         W = jax.lax.stop_gradient(W) if frozen else W
-        kl = jaxmem.kl(h, W, h_ref, W_ref, CHUNK)
+        kl = reverse_kl(h, W, h_ref, W_ref, CHUNK)
         return jnp.sum(jnp.cos(kl))
 
     def mapped(h, W, h_ref):
@@ -530,21 +531,21 @@ def test_gemms_of_each_path(optimized):
     def gemms(fn):
         return count_gemms(compiled(fn, *shapes(256, 24, 640)).as_text())
 
-    loss = total(jaxmem.kl, 64)
+    loss = total(reverse_kl, 64)
     assert gemms(loss) == 2
     assert gemms(jax.value_and_grad(loss, (0, 1))) == 6  # both again, dH, dW
     assert gemms(jax.value_and_grad(loss)) == 3
-    least = functools.partial(jaxmem.kl, gradient=jaxmem.Recompute())
+    least = functools.partial(reverse_kl, gradient=jaxmem.Recompute())
     assert gemms(jax.value_and_grad(total(least, 64))) == 5
 
 
 @pytest.mark.parametrize(
     "verb, dtype",
     [
-        (jaxmem.kl, "bfloat16"),
-        (jaxmem.jsd, "float32"),
-        slow(jaxmem.kl, "float32"),
-        slow(jaxmem.jsd, "bfloat16"),
+        (reverse_kl, "bfloat16"),
+        (jsd, "float32"),
+        slow(reverse_kl, "float32"),
+        slow(jsd, "bfloat16"),
     ],
 )
 def test_memory_is_what_the_page_says(verb, dtype, optimized):
@@ -567,7 +568,7 @@ def test_memory_is_what_the_page_says(verb, dtype, optimized):
 
 
 def test_memory_does_not_grow_with_the_tokens(optimized):
-    loss = jax.grad(total(jaxmem.jsd, 128), (0, 1))
+    loss = jax.grad(total(jsd, 128), (0, 1))
 
     def temp(n):
         return compiled(loss, *shapes(n, 32, 8192)).memory_analysis().temp_size_in_bytes
@@ -578,16 +579,16 @@ def test_memory_does_not_grow_with_the_tokens(optimized):
 def test_report_names_both_heads():
     operands = make()
     with jaxmem.report() as calls:
-        jax.eval_shape(lambda: jaxmem.kl(*operands, CHUNK))
-        jax.eval_shape(lambda: jaxmem.jsd(*operands, CHUNK, implementation="xla"))
-    assert [call.verb for call in calls.calls] == ["kl", "jsd"]
+        jax.eval_shape(lambda: reverse_kl(*operands, CHUNK))
+        jax.eval_shape(lambda: jsd(*operands, CHUNK, implementation="xla"))
+    assert {call.verb for call in calls.calls} == {"divergence"}
     assert calls.calls[0].shapes == {
         "hidden": (N, D), "W": (V, D),
-        "reference_hidden": (N, D_REFERENCE), "reference_W": (V, D_REFERENCE),
+        "Teacher.hidden": (N, D_REFERENCE), "Teacher.W": (V, D_REFERENCE),
     }  # fmt: skip
     assert calls.calls[0].live_logits_bytes == 2 * 4 * CHUNK * V
     assert [call.why for call in calls.calls] == [
-        "the only one with kl",
+        "the only one with divergence",
         "named by the caller",
     ]
 
@@ -597,37 +598,37 @@ def test_report_names_both_heads():
 ERRORS = [
     ({"hidden": 1}, TypeError,
      "hidden must be floating point (float32, bfloat16, float16), got int32"),
-    ({"reference_hidden": "text"}, TypeError,
-     "reference_hidden must be an array of numbers, got str"),
-    ({"reference_hidden": np.ones((N, 3), np.float32)}, ValueError,
-     "reference_W must be [V, 3] or [3, V] to match reference_hidden's last axis D=3, "
+    ({"teacher_hidden": "text"}, TypeError,
+     "Teacher.hidden must be an array of numbers, got str"),
+    ({"teacher_hidden": np.ones((N, 3), np.float32)}, ValueError,
+     "Teacher.W must be [V, 3] or [3, V] to match Teacher.hidden's last axis D=3, "
      "got shape (130, 10)"),
-    ({"reference_hidden": np.ones((N - 1, D_REFERENCE), np.float32)}, ValueError,
-     "reference_hidden must have hidden's tokens, shape (37,), got (36,)"),
-    ({"reference_W": np.ones((D_REFERENCE, D_REFERENCE), np.float32)}, ValueError,
-     "reference_layout is ambiguous: reference_W is square, (10, 10); pass "
+    ({"teacher_hidden": np.ones((N - 1, D_REFERENCE), np.float32)}, ValueError,
+     "Teacher.hidden must have hidden's tokens, shape (37,), got (36,)"),
+    ({"teacher_W": np.ones((D_REFERENCE, D_REFERENCE), np.float32)}, ValueError,
+     "Teacher.layout is ambiguous: Teacher.W is square, (10, 10); pass "
      "jaxmem.Head(W, layout='vd') if its rows are tokens (an embedding table), or 'dv' "
      "if its columns are (a Dense or nnx.Linear kernel)"),
-    ({"reference_layout": "no"}, ValueError,
-     "reference_layout must be 'vd', 'dv' or None, got 'no'"),
-    ({"reference_W": np.ones((99, D_REFERENCE), np.float32)}, ValueError,
-     "W and reference_W must have the same vocabulary, got 130 and 99 tokens; where "
+    ({"teacher_layout": "no"}, ValueError,
+     "Teacher.layout must be 'vd', 'dv' or None, got 'no'"),
+    ({"teacher_W": np.ones((99, D_REFERENCE), np.float32)}, ValueError,
+     "W and Teacher.head must have the same vocabulary, got 130 and 99 tokens; where "
      "one is padded, pass jaxmem.Head(W, vocab_size=…)"),
-    ({"reference_W": np.ones((99, D_REFERENCE), np.float32), "vocab_size": 130},
+    ({"teacher_W": np.ones((99, D_REFERENCE), np.float32), "vocab_size": 130},
      ValueError, "vocab_size must be an integer from 1 to 99, the columns there are, "
      "got 130"),
-    ({"reference_bias": np.ones(3, np.float32)}, ValueError,
-     "reference_bias must have one entry a token of the vocabulary, shape (130,), got "
+    ({"teacher_bias": np.ones(3, np.float32)}, ValueError,
+     "Teacher.bias must have one entry a token of the vocabulary, shape (130,), got "
      "shape (3,)"),
-    ({"reference_softcap": -1.0}, ValueError,
-     "reference_softcap must be positive and finite, got -1.0"),
-    ({"reference_softcap": "none"}, TypeError,
-     "reference_softcap must be a Python number or None, got 'none'"),
-    ({"reference_temperature": 0.0}, ValueError,
-     "reference_temperature must be positive and finite, got 0.0; what a temperature "
+    ({"teacher_softcap": -1.0}, ValueError,
+     "Teacher.softcap must be positive and finite, got -1.0"),
+    ({"teacher_softcap": "none"}, TypeError,
+     "Teacher.softcap must be a Python number or None, got 'none'"),
+    ({"teacher_temperature": 0.0}, ValueError,
+     "Teacher.temperature must be positive and finite, got 0.0; what a temperature "
      "of 0 would choose, token_stats tells as is_argmax"),
-    ({"reference_temperature": np.ones(3)}, ValueError,
-     "reference_temperature must be a scalar or one a token, shape (37,), got shape "
+    ({"teacher_temperature": np.ones(3)}, ValueError,
+     "Teacher.temperature must be a scalar or one a token, shape (37,), got shape "
      "(3,)"),
     ({"where": np.ones(3, bool)}, ValueError,
      "where must broadcast to the tokens' shape (37,), got shape (3,)"),
@@ -636,24 +637,25 @@ ERRORS = [
     ({"implementation": "fast"}, ValueError,
      "implementation must be None or one of 'xla', 'hopper', got 'fast'"),
     ({"implementation": "hopper"}, NotImplementedError,
-     "implementation='hopper' has no kl: its kernels reduce one head's logits to the "
-     "statistics of token_stats and keep no row of them; pass implementation=None"),
+     "implementation='hopper' has no divergence: its kernels reduce one head's logits "
+     "to the statistics of token_stats and keep no row of them; pass "
+     "implementation=None"),
 ]  # fmt: skip
-NAMES = ("hidden", "W", "reference_hidden", "reference_W")
+NAMES = ("hidden", "W", "teacher_hidden", "teacher_W")
 
 
 @pytest.mark.parametrize("changes,kind,message", ERRORS, ids=lambda x: str(x)[:40])
 def test_errors(changes, kind, message):
     with pytest.raises(kind) as error:
-        described(jaxmem.kl)(**(dict(zip(NAMES, make(), strict=True)) | changes))
+        reverse_kl(**(dict(zip(NAMES, make(), strict=True)) | changes))
     assert str(error.value) == message
 
 
 BETAS = [
-    (0, ValueError, "beta must lie between 0 and 1, got 0; the limits are forward_kl "
-     "(towards 0) and kl (towards 1)"),
+    (0, ValueError, "beta must lie between 0 and 1, got 0; the limits are ForwardKL "
+     "(towards 0) and ReverseKL (towards 1)"),
     (1.0, ValueError, "beta must lie between 0 and 1, got 1.0; the limits are "
-     "forward_kl (towards 0) and kl (towards 1)"),
+     "ForwardKL (towards 0) and ReverseKL (towards 1)"),
     ("half", TypeError, "beta must be a Python number, got 'half'"),
     (jnp.ones(()), TypeError,
      "beta must be a Python number, got an array of float32, shape ()"),
@@ -663,31 +665,31 @@ BETAS = [
 @pytest.mark.parametrize("beta,kind,message", BETAS, ids=lambda x: str(x)[:20])
 def test_errors_of_beta(beta, kind, message):
     with pytest.raises(kind) as error:
-        jaxmem.jsd(*make(), beta=beta)
+        jaxmem.JSD(None, beta)
     assert str(error.value) == message
 
 
-def test_the_verbs_take_the_same_arguments():
-    first, second, third = (
-        inspect.signature(fn).parameters
-        for fn in (jaxmem.kl, jaxmem.forward_kl, jaxmem.jsd)
-    )
-    assert first == second == {k: v for k, v in third.items() if k != "beta"}
+@pytest.mark.parametrize(
+    "target", [None, jaxmem.JSD(), jaxmem.Teacher(*make()[2:]), "reverse_kl"]
+)
+def test_what_is_no_target_is_refused(target):
+    with pytest.raises(TypeError, match="target must be jaxmem.ForwardKL"):
+        jaxmem.divergence(*make()[:2], target)
 
 
 def test_an_unseen_temperature_that_is_not_positive_is_nan():
     def run(t):
-        both = {"temperature": 1.0, "reference_temperature": t}
-        return jaxmem.kl(*make(), CHUNK, **both)
+        both = {"temperature": 1.0, "teacher_temperature": t}
+        return reverse_kl(*make(), CHUNK, **both)
 
     per_token = jnp.ones(N).at[3].set(-1.0)
     np.testing.assert_array_equal(np.isnan(jax.jit(run)(per_token)), per_token < 0)
 
 
-@pytest.mark.parametrize("name", ["temperature", "reference_temperature"])
+@pytest.mark.parametrize("name", ["temperature", "teacher_temperature"])
 def test_the_gradient_of_a_temperature_is_refused(name):
     with pytest.raises(NotImplementedError, match="temperature is not differentiable"):
-        jax.grad(lambda t: jaxmem.kl(*make(), **{name: t}).sum())(2.0)
+        jax.grad(lambda t: reverse_kl(*make(), **{name: t}).sum())(2.0)
 
 
 @pytest.mark.parametrize("gradient", [None, jaxmem.Recompute()])
@@ -695,7 +697,7 @@ def test_second_derivatives_and_forward_mode_are_refused(gradient):
     h, *rest = make()
 
     def total(h):
-        return jaxmem.kl(h, *rest, gradient=gradient).sum()
+        return reverse_kl(h, *rest, gradient=gradient).sum()
 
     with pytest.raises(NotImplementedError, match="second derivatives"):
         jax.grad(lambda h: jax.grad(total)(h).sum())(h)

@@ -11,7 +11,6 @@ import jaxmem
 from tests import oracle
 from tests.backends.test_xla import compiled, count_gemms
 from tests.cases import slow
-from tests.described import described
 from tests.functional.test_api import STATS_EPSILON, assert_as_good
 from tests.functional.test_divergence import (
     CHUNK,
@@ -22,6 +21,7 @@ from tests.functional.test_divergence import (
     materialised,
     shapes,
 )
+from tests.targets import loss_of_two_heads, reverse_kl
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "on_one_device")
 
@@ -41,13 +41,11 @@ def mixture(stats, divergence, weight):
 def ours(operands, arrays, verb, options=()):
     """Loss, metrics, and the gradients of hidden, W, the weights and bias, if any."""
     h, W, *reference = operands
-    kind, beta = (verb.split() + ["0.5"])[:2]
 
     def call(h, W, weight, bias):
-        return described(jaxmem.divergence_loss)(
-            mixture, h, W, LABELS, *reference, weight, divergence=kind,
-            beta=float(beta), chunk=CHUNK, **(arrays | bias | dict(options)),
-        )  # fmt: skip
+        loss = loss_of_two_heads(verb, mixture)
+        options_of_call = arrays | bias | dict(options)
+        return loss(h, W, LABELS, *reference, weight, chunk=CHUNK, **options_of_call)
 
     bias = {k: v for k, v in arrays.items() if k == "bias"}
     run = jax.value_and_grad(call, (0, 1, 2, 3), has_aux=True)
@@ -69,7 +67,7 @@ def check(verb, operands, dtype="float32", **options):
     g = np.where(on, WEIGHT, 0) / count
     divergence, of_divergence = exact(verb, g, operands, **options)
     divergence = np.where(on, divergence, 0)
-    own = {k: v for k, v in options.items() if not k.startswith("reference_")}
+    own = {k: v for k, v in options.items() if not k.startswith("teacher_")}
     own["temperature"] = warmth
     ones = np.full(N, 1 / count)
     stats, of_stats = oracle.head(
@@ -110,14 +108,14 @@ def test_values_and_gradients(verb, std):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", slow("float16")])
 def test_in_16_bits(dtype):
-    check("kl", make(), dtype)
+    check("reverse_kl", make(), dtype)
 
 
 def test_every_option():
     bias = np.linspace(-1, 1, V).astype(np.float32)
     check(
         "jsd", make(), bias=bias, softcap=3.0, temperature=0.7,
-        where=np.arange(N) % 5 != 0, reference_bias=bias[::-1].copy(),
+        where=np.arange(N) % 5 != 0, teacher_bias=bias[::-1].copy(),
     )  # fmt: skip
 
 
@@ -138,12 +136,12 @@ def test_statistics_at_a_temperature_of_their_own(of_stats, temperature):
 def test_paddings_that_differ(more):
     h, W, h_ref, W_ref = make()
     wide = np.concatenate([W, np.full((6, W.shape[1]), 9, np.float32)])
-    options = {"divergence": "kl", "chunk": CHUNK, "vocab_size": V - 1} | more
+    options = {"chunk": CHUNK, "vocab_size": V - 1} | more
 
     def run(W, W_ref):
         def loss(h, W):
             given = h, W, LABELS % (V - 1), h_ref, W_ref, WEIGHT
-            return described(jaxmem.divergence_loss)(mixture, *given, **options)[0]
+            return loss_of_two_heads("reverse_kl", mixture)(*given, **options)[0]
 
         return jax.value_and_grad(loss, (0, 1))(h, W)
 
@@ -157,8 +155,8 @@ def test_paddings_that_differ(more):
 
 def test_without_a_gradient_it_is_the_same():
     loss, metrics, _ = ours(make(), {}, "jsd")
-    plain, of_plain = jaxmem.divergence_loss(
-        mixture, *make()[:2], LABELS, *make()[2:], WEIGHT, divergence="jsd", chunk=CHUNK
+    plain, of_plain = loss_of_two_heads("jsd", mixture)(
+        *make()[:2], LABELS, *make()[2:], WEIGHT, chunk=CHUNK
     )
     np.testing.assert_allclose(loss, plain, rtol=1e-6)
     np.testing.assert_allclose(metrics["divergence"], of_plain["divergence"], rtol=1e-5)
@@ -169,9 +167,8 @@ def test_a_frozen_head_and_a_constant_reference():
 
     def loss(h, W, h_ref, W_ref, frozen):
         W = jax.lax.stop_gradient(W) if frozen else W
-        return jaxmem.divergence_loss(
-            mixture, h, W, LABELS, h_ref, W_ref, WEIGHT, chunk=CHUNK
-        )[0]
+        given = h, W, LABELS, h_ref, W_ref, WEIGHT
+        return loss_of_two_heads("reverse_kl", mixture)(*given, chunk=CHUNK)[0]
 
     run = jax.grad(loss, (0, 1, 2, 3))
     dh, dW, *others = run(h, W, h_ref, W_ref, True)
@@ -185,10 +182,9 @@ def test_masked_rows_may_hold_anything():
     h[::4], h_ref[::4] = np.nan, np.inf
 
     def loss(h, normalizer=None):
-        return jaxmem.divergence_loss(
-            mixture, h, W, labels, h_ref, W_ref, WEIGHT, chunk=CHUNK,
-            normalizer=normalizer,
-        )[0]  # fmt: skip
+        given = h, W, labels, h_ref, W_ref, WEIGHT
+        loss = loss_of_two_heads("reverse_kl", mixture)
+        return loss(*given, chunk=CHUNK, normalizer=normalizer)[0]
 
     value, dh = jax.value_and_grad(loss)(h)
     assert np.isfinite(value) and np.isfinite(dh).all() and not dh[::4].any()
@@ -205,9 +201,8 @@ def test_an_infinite_divergence_that_the_loss_leaves_out():
         def of(stats, divergence):
             return used * divergence - stats.logprob if used else -stats.logprob
 
-        return jaxmem.divergence_loss(
-            of, h, W, LABELS, h_ref, jaxmem.Head(W_ref, bias=bias), chunk=CHUNK
-        )[0]
+        given = h, W, LABELS, h_ref, jaxmem.Head(W_ref, bias=bias)
+        return loss_of_two_heads("reverse_kl", of)(*given, chunk=CHUNK)[0]
 
     assert np.isfinite(jax.grad(loss)(h, 0.0)).all()
     assert np.isinf(loss(h, 1.0))
@@ -215,17 +210,16 @@ def test_an_infinite_divergence_that_the_loss_leaves_out():
 
 @pytest.mark.parametrize("of_stats", [None, 0.5])
 def test_four_products(of_stats, optimized):
-    """Both heads' logits and two gradients; a loss of `kl` takes six."""
+    """Both heads' logits and two gradients; a loss of `divergence` takes six."""
 
     def one_pass(h, W, *reference):
         labels = jnp.zeros(len(h), jnp.int32)
-        return jaxmem.divergence_loss(
-            lambda stats, d: d - stats.logprob, h, W, labels, *reference, chunk=64,
-            statistics_temperature=of_stats,
-        )[0]  # fmt: skip
+        loss = loss_of_two_heads("reverse_kl", lambda stats, d: d - stats.logprob)
+        more = {"chunk": 64, "statistics_temperature": of_stats}
+        return loss(h, W, labels, *reference, **more)[0]
 
     def of_kl(h, W, *reference):
-        return jaxmem.kl(h, W, *reference, 64).mean()
+        return reverse_kl(h, W, *reference, 64).mean()
 
     def gemms(fn):
         return count_gemms(compiled(fn, *shapes(256, 24, 640)).as_text())
@@ -237,25 +231,23 @@ def test_four_products(of_stats, optimized):
 
 def test_statistics_and_divergence_share_the_largest_logit():
     def loss(*operands):
-        return jaxmem.divergence_loss(
-            mixture, *operands[:2], LABELS, *operands[2:], WEIGHT, chunk=CHUNK
-        )[0]  # fmt: skip
+        given = *operands[:2], LABELS, *operands[2:], WEIGHT
+        return loss_of_two_heads("reverse_kl", mixture)(*given, chunk=CHUNK)[0]
 
     text = str(jax.make_jaxpr(jax.grad(loss, (0, 1)))(*make()))
     assert text.count("= reduce_max[") == 2  # one per head
 
 
-@pytest.mark.parametrize("verb", ["jsd", slow("kl"), slow("forward_kl")])
+@pytest.mark.parametrize("verb", ["jsd", slow("reverse_kl"), slow("forward_kl")])
 @pytest.mark.parametrize("of_stats", [slow(None), 0.5])
 def test_memory_is_what_the_page_says(of_stats, verb, optimized):
     n, d, v, chunk = 2048, 64, 8192, 128
 
     def loss(h, W, *reference):
         labels = jnp.zeros(len(h), jnp.int32)
-        return jaxmem.divergence_loss(
-            lambda stats, d: d - stats.logprob, h, W, labels, *reference,
-            divergence=verb, chunk=chunk, statistics_temperature=of_stats,
-        )[0]  # fmt: skip
+        loss = loss_of_two_heads(verb, lambda stats, d: d - stats.logprob)
+        more = {"chunk": chunk, "statistics_temperature": of_stats}
+        return loss(h, W, labels, *reference, **more)[0]
 
     promised = (8 + 4 + (4 if of_stats else 0)) * chunk * v + 4 * v * d
     made = compiled(jax.grad(loss, (0, 1)), *shapes(n, d, v, "float32"))
@@ -266,7 +258,7 @@ def test_memory_is_what_the_page_says(of_stats, verb, optimized):
 def test_it_is_reported():
     with jaxmem.report() as calls:
         ours.clear_cache()
-        ours(make(), {}, "kl")
+        ours(make(), {}, "reverse_kl")
     (call,) = calls.calls
     assert call.verb == "divergence_loss"
     assert call.live_logits_bytes == 4 * CHUNK * 2 * V
@@ -275,34 +267,40 @@ def test_it_is_reported():
 @pytest.mark.parametrize(
     "changes, error, message",
     [
-        ({"divergence": "reverse"}, ValueError, "divergence must be one of"),
-        ({"divergence": "jsd", "beta": 1.5}, ValueError, "beta must lie between"),
         ({"implementation": "hopper"}, NotImplementedError, "has no divergence_loss"),
         ({"chunk": 0}, ValueError, "chunk must be"),
         ({"normalizer": -1.0}, ValueError, "normalizer must"),
         ({"statistics_temperature": 0.0}, ValueError, "statistics_temperature must"),
         ({"statistics_temperature": np.ones(3)}, ValueError, "scalar or one a token"),
         ({"labels": LABELS[:5]}, ValueError, "labels must have"),
-        ({"reference_hidden": np.ones((3, 10))}, ValueError, "reference_hidden must"),
+        ({"teacher_hidden": np.ones((3, 10))}, ValueError, "Teacher.hidden must"),
         ({"loss_fn": lambda stats: stats.logprob}, TypeError, "1 per-token argument"),
         ({"loss_fn": 3}, TypeError, "loss_fn must be a function"),
     ],
 )
 def test_wrong_arguments(changes, error, message):
-    names = "hidden", "W", "reference_hidden", "reference_W"
+    names = "hidden", "W", "teacher_hidden", "teacher_W"
     given = dict(zip(names, make(), strict=True))
     given |= {"loss_fn": lambda stats, d: d, "labels": LABELS, "chunk": CHUNK}
+    given |= changes
+    loss = loss_of_two_heads("reverse_kl", given.pop("loss_fn"))
     with pytest.raises(error, match=message):
-        described(jaxmem.divergence_loss)(**(given | changes))
+        loss(**given)
+
+
+@pytest.mark.parametrize("target", ["reverse_kl", jaxmem.JSD()], ids=str)
+def test_what_is_no_target_is_refused(target):
+    with pytest.raises(TypeError, match="target must be jaxmem.ForwardKL"):
+        jaxmem.divergence_loss(mixture, *make()[:2], LABELS, target, WEIGHT)
 
 
 def test_second_derivatives_are_refused():
     h, *rest = make()
 
     def loss(h):
-        return jaxmem.divergence_loss(
-            lambda stats, d: d, h, rest[0], LABELS, *rest[1:], chunk=CHUNK
-        )[0]
+        given = h, rest[0], LABELS, *rest[1:]
+        loss = loss_of_two_heads("reverse_kl", lambda stats, d: d)
+        return loss(*given, chunk=CHUNK)[0]
 
     with pytest.raises(NotImplementedError, match="second derivatives"):
         jax.hessian(loss)(h)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmem.functional.divergence_terms import JSD
+from jaxmem.functional.kinds import JSD
 
 # One for the even series, others for the general one: little weight on either side.
 BETAS = [0.5, 0.4, 0.1, 1e-3, 1e-6, 0.9, 1 - 1e-6]
@@ -44,7 +44,7 @@ def exact(beta, p, x):
 def test_each_term_keeps_its_digits(beta, dtype, smallest, epsilon):
     p, q, x = pairs(dtype, smallest)
     with jax.enable_x64(dtype == "float64"):
-        divergence = JSD(beta)
+        divergence = JSD(beta=beta)
         args = [jnp.asarray(a) for a in (p, q, x)]
         term = np.asarray(sum(divergence.terms(*args)))
         slope = np.asarray(divergence.slopes(*args))
@@ -62,8 +62,8 @@ def test_what_one_of_the_two_excludes(beta):
     """p = 0 < q: x = -inf; the other way round; and both, which has no ratio."""
     p, q = jnp.array([0.0, 0.3, 0.0]), jnp.array([0.3, 0.0, 0.0])
     x = jnp.array([-jnp.inf, jnp.inf, jnp.nan])
-    term = sum(JSD(beta).terms(p, q, x))
+    term = sum(JSD(beta=beta).terms(p, q, x))
     want = [-0.3 * beta * np.log(beta), -0.3 * (1 - beta) * np.log(1 - beta), 0]
     np.testing.assert_allclose(term, want, rtol=1e-6)
-    slope = JSD(beta).slopes(p, q, x)
+    slope = JSD(beta=beta).slopes(p, q, x)
     np.testing.assert_allclose(slope, [0, want[1], 0], rtol=1e-6)

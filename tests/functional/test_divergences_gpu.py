@@ -9,11 +9,17 @@ import pytest
 
 import jaxmem
 from tests.functional.test_divergence import make
+from tests.targets import (
+    loss_of_columns,
+    loss_of_two_heads,
+    of_columns,
+    of_two_heads,
+)
 
 pytestmark = pytest.mark.gpu
 
 N, D, V, K, CHUNK = 300, 64, 5000, 16, 128
-VERBS = ["kl", "forward_kl", "jsd"]
+VERBS = ["reverse_kl", "forward_kl", "jsd"]
 RNG = np.random.default_rng(2)
 LABELS = RNG.integers(0, V, N).astype(np.int32)
 WEIGHT = RNG.uniform(0.5, 2, N).astype(np.float32)
@@ -65,7 +71,7 @@ def test_a_frozen_head_has_the_same_gradient_by_hidden(verb):
     def run(frozen, h):
         def total(h):
             gradient = None if frozen else jaxmem.Recompute()
-            value = getattr(jaxmem, verb)(h, *others, CHUNK, gradient=gradient)
+            value = of_two_heads(verb)(h, *others, CHUNK, gradient=gradient)
             return (WEIGHT * value).sum(), value
 
         return jax.grad(total, has_aux=True)(h)
@@ -82,38 +88,38 @@ def test_divergence_loss_is_the_sum_of_its_parts(verb):
 
     def loss(h, W):
         given = h, W, LABELS, *reference, WEIGHT
-        return jaxmem.divergence_loss(mixture, *given, divergence=verb, chunk=CHUNK)
+        return loss_of_two_heads(verb, mixture)(*given, chunk=CHUNK)
 
     def parts(h, W):
-        each = getattr(jaxmem, verb)(h, W, *reference, CHUNK)
+        each = of_two_heads(verb)(h, W, *reference, CHUNK)
         losses, metrics = mixture(jaxmem.token_stats(h, W, LABELS, CHUNK), each, WEIGHT)
         return losses.mean(), metrics
 
     assert_near(with_gradients(loss, h, W), with_gradients(parts, h, W))
 
 
-@pytest.mark.parametrize("direction", ["forward", "reverse", "jsd"])
-def test_topk_kl_loss_is_the_sum_of_its_parts(direction):
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_loss_of_columns_is_the_sum_of_its_parts(verb):
     (h, W, *_), given = heads(), teacher_columns()
 
     def loss(h, W):
         operands = h, W, LABELS, *given, WEIGHT
-        return jaxmem.topk_kl_loss(mixture, *operands, direction=direction, chunk=CHUNK)
+        return loss_of_columns(verb, mixture)(*operands, chunk=CHUNK)
 
     def parts(h, W):
-        each = jaxmem.topk_kl(h, W, *given, CHUNK, direction=direction)
+        each = of_columns(verb)(h, W, *given, CHUNK)
         losses, metrics = mixture(jaxmem.token_stats(h, W, LABELS, CHUNK), each, WEIGHT)
         return losses.mean(), metrics
 
     assert_near(with_gradients(loss, h, W), with_gradients(parts, h, W))
 
 
-def test_topk_kl_loss_of_drawn_ids_and_of_a_frozen_head():
+def test_a_loss_of_drawn_ids_and_of_a_frozen_head():
     (h, W, *_), (ids, _) = heads(), teacher_columns()
 
     def loss(h, W):
         operands = h, W, LABELS, ids, None, WEIGHT
-        return jaxmem.topk_kl_loss(mixture, *operands, chunk=CHUNK)
+        return loss_of_columns("forward_kl", mixture)(*operands, chunk=CHUNK)
 
     def parts(h, W):
         log_p = jaxmem.selected_logprobs(h, W, ids, CHUNK)

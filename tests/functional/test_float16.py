@@ -15,6 +15,7 @@ import jaxmem
 from jaxmem import Recompute, Sample
 from tests.cases import Case, slow
 from tests.functional.test_api import EPSILON, STATS_EPSILON, assert_as_good
+from tests.targets import loss_of_columns, loss_of_two_heads
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "on_one_device")
 
@@ -30,13 +31,14 @@ def with_divergence(stats, divergence, weight):
 
 
 def by_divergence_loss(h, W, y, *args, **options):
-    options |= {"divergence": "kl"}
-    return jaxmem.divergence_loss(with_divergence, h, W, y, h, W, *args, **options)
+    loss = loss_of_two_heads("reverse_kl", with_divergence)
+    return loss(h, W, y, h, W, *args, **options)
 
 
 def by_topk(h, W, y, *args, **options):
     ids, log_q = jnp.abs(y)[:, None], jnp.full((len(y), 1), -1.0)
-    return jaxmem.topk_kl_loss(with_divergence, h, W, y, ids, log_q, *args, **options)
+    loss = loss_of_columns("forward_kl", with_divergence)
+    return loss(h, W, y, ids, log_q, *args, **options)
 
 
 token_loss = functools.partial(jaxmem.token_loss, nll)
@@ -45,7 +47,7 @@ KINDS = {
     "blocks": functools.partial(token_loss, gradient=Recompute(2)),
     "groups": functools.partial(token_loss, vocab_groups=2),
     "divergence_loss": by_divergence_loss,
-    "topk_kl_loss": by_topk,
+    "columns": by_topk,
 }
 WEIGHTS = {
     "large": (2.0**20, 8 * 2.0**20),
@@ -88,7 +90,7 @@ CALLS = [
     ("groups", "large", False),
     ("divergence_loss", "large", False),
     ("divergence_loss", "large", True),
-    ("topk_kl_loss", "large", False),
+    ("columns", "large", False),
 ]
 REST = [
     slow(kind, size, frozen)

@@ -18,7 +18,7 @@ ARGUMENTS = {
     "entropy": (H, W),
     "token_stats": (H, W, Y),
     "token_loss": (lambda stats: -stats.logprob, H, W, Y),
-    **dict.fromkeys(("kl", "forward_kl", "jsd"), (H, W, H, W)),
+    "divergence": (H, W, jaxmem.ReverseKL(jaxmem.Teacher(H, W))),
 }
 GRADIENTS = {
     "None": None,

@@ -12,6 +12,7 @@ from tests.cases import slow
 from tests.described import described
 from tests.functional.test_api import EPSILON, STATS_EPSILON, assert_as_good, error
 from tests.functional.test_selected import exact, materialised, scaled
+from tests.targets import of_columns, reverse_kl
 
 N, D, CHUNK = 37, 8, 16
 
@@ -166,14 +167,14 @@ def test_ids_alone_have_no_gradient_and_logprobs_have():
     assert not none.any()
 
 
-def test_its_ids_are_those_that_topk_kl_takes():
+def test_its_ids_are_those_of_a_teacher_s_columns():
     """Of a student, for reverse KL over its own best columns; masked tokens as well."""
     (h, W), (teacher, _) = make(300), make(300, seed=3)
     where = np.arange(N) < 30
     ids = jaxmem.topk(h, W, 5, CHUNK, where=where).ids
     q = jaxmem.selected_logprobs(teacher, W, ids, CHUNK)
-    made = jaxmem.topk_kl(h, W, ids, q, CHUNK, direction="reverse")
-    whole = jaxmem.kl(h, W, teacher, W, CHUNK)
+    made = of_columns("reverse_kl")(h, W, ids, q, CHUNK)
+    whole = reverse_kl(h, W, teacher, W, CHUNK)
     assert (made <= whole + 1e-6).all() and made[:30].all() and not made[30:].any()
 
 

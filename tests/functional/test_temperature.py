@@ -14,6 +14,7 @@ import pytest
 import jaxmem
 from tests.cases import slow
 from tests.functional.test_api import STATS_EPSILON, assert_as_good
+from tests.targets import forward_kl, jsd, loss_of_two_heads, reverse_kl, topk_kl
 
 N, V = 16, 1000
 IDS = np.array([3, 500, 999])
@@ -55,7 +56,7 @@ def statistics(xp, z, y):
         "selected": at_ids,
         "support": log_softmax(z[:, IDS])[:, 0],
         "topk": xp.sort(log_p, -1)[:, -1],
-        "kl": (p * (log_p - log_q)).sum(-1),
+        "reverse_kl": (p * (log_p - log_q)).sum(-1),
         "forward_kl": (q * (log_q - log_p)).sum(-1),
         "jsd": ((p * (log_p - middle)).sum(-1) + (q * (log_q - middle)).sum(-1)) / 2,
         "topk_kl": -np.log(3) - at_ids.mean(-1),
@@ -74,13 +75,13 @@ def by_verbs(h, W, W_ref, temperature):
         "selected": jaxmem.selected_logprobs(h, W, ids, **options),
         "support": jaxmem.support_logprobs(h, W, y, ids, **options),
         "topk": jaxmem.topk(h, W, 1, **options).logprobs[:, 0],
-        "kl": jaxmem.kl(*heads, **options),
-        "forward_kl": jaxmem.forward_kl(*heads, **options),
-        "jsd": jaxmem.jsd(*heads, **options),
-        "topk_kl": jaxmem.topk_kl(h, W, ids, jnp.full((N, 3), -np.log(3)), **options),
+        "reverse_kl": reverse_kl(*heads, **options),
+        "forward_kl": forward_kl(*heads, **options),
+        "jsd": jsd(*heads, **options),
+        "topk_kl": topk_kl(h, W, ids, jnp.full((N, 3), -np.log(3)), **options),
         "loss": jaxmem.token_loss(lambda s: -s.logprob, h, W, y, **options)[0],
-        "divergence_loss": jaxmem.divergence_loss(
-            lambda stats, d: d, h, W, y, h, W_ref, divergence="kl", **options
+        "divergence_loss": loss_of_two_heads("reverse_kl", lambda stats, d: d)(
+            h, W, y, h, W_ref, **options
         )[0],
     }
 

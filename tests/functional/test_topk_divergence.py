@@ -9,23 +9,27 @@ import pytest
 
 import jaxmem
 from tests.cases import slow
-from tests.described import described
 from tests.functional.test_api import EPSILON, STATS_EPSILON, assert_as_good, error
 from tests.functional.test_selected import scaled
+from tests.targets import of_columns, of_two_heads, topk_kl
 
 N, D, V, K, CHUNK = 37, 24, 130, 6, 16
-WAYS = ("forward", "reverse", "jsd")
+WAYS = ("forward_kl", "reverse_kl", "jsd")
 TAILS = (True, False)
 # Each way and each tail once; what a test says of other pairs is slow.
 PAIRS = [
-    ("forward", True), ("reverse", False), ("jsd", True),
-    slow("forward", False), slow("reverse", True), slow("jsd", False),
+    ("forward_kl", True), ("reverse_kl", False), ("jsd", True),
+    slow("forward_kl", False), slow("reverse_kl", True), slow("jsd", False),
 ]  # fmt: skip
 # For tests of the sums that all directions share, with a tail or without.
 ONE_PAIR = [slow(*PAIRS[0]), slow(*PAIRS[1]), *PAIRS[2:]]
 BETA = 0.3
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "on_one_device")
+
+
+def named(way):
+    return f"jsd {BETA}" if way == "jsd" else way
 
 
 def make(std=1.0, seed=0):
@@ -45,16 +49,16 @@ def textbook(xp, way, p, q):
         ln_m = xp.log(xp.where(m > 0, m, 1))
         terms = BETA * q * (ln_q - ln_m) + (1 - BETA) * p * (ln_p - ln_m)
     else:
-        terms = q * (ln_q - ln_p) if way == "forward" else p * (ln_p - ln_q)
+        terms = q * (ln_q - ln_p) if way == "forward_kl" else p * (ln_p - ln_q)
     return terms.sum(-1)
 
 
 def by_p(way, p, q):
     """p ∂D/∂p."""
-    if way == "forward":
+    if way == "forward_kl":
         return -q
-    weight = 1 if way == "reverse" else 1 - BETA
-    other = q if way == "reverse" else BETA * q + weight * p
+    weight = 1 if way == "reverse_kl" else 1 - BETA
+    other = q if way == "reverse_kl" else BETA * q + weight * p
     there = p > 0
     ratio = np.where(there, p, 1) / np.where(there, other, 1)
     return weight * p * np.log(ratio)
@@ -98,8 +102,7 @@ def ours(operands, g, arrays, way, tail, layout="vd", options=(), chunk=CHUNK):
     def call(h, W, bias):
         W = W if layout == "vd" else W.T
         given = arrays | bias | {"layout": layout} | dict(options)
-        given |= {"tail": tail, "direction": way, "beta": BETA}
-        return described(jaxmem.topk_kl)(h, W, ids, ln_q, chunk, **given)
+        return of_columns(named(way))(h, W, ids, ln_q, chunk, tail, **given)
 
     bias = {k: v for k, v in arrays.items() if k == "bias"}
     value, pull = jax.vjp(call, h, W, bias)
@@ -168,7 +171,7 @@ OPTIONS = {
 
 @pytest.mark.parametrize(
     "way,tail,dtype,layout",
-    [("forward", True, "float32", "dv"), slow("reverse", False, "float32", "vd"),
+    [("forward_kl", True, "float32", "dv"), slow("reverse_kl", False, "float32", "vd"),
      ("jsd", True, "bfloat16", "vd")],
 )  # fmt: skip
 def test_every_option(way, tail, dtype, layout):
@@ -177,8 +180,8 @@ def test_every_option(way, tail, dtype, layout):
 
 def test_a_temperature_of_each_token():
     warm = np.linspace(0.3, 3, N, dtype=np.float32)
-    got, _ = ours(make(), cotangents(), {"temperature": warm}, "reverse", True)
-    want, _ = exact("reverse", True, cotangents(), make(), temperature=warm[:, None])
+    got, _ = ours(make(), cotangents(), {"temperature": warm}, "reverse_kl", True)
+    want, _ = exact("reverse_kl", True, cotangents(), make(), temperature=warm[:, None])
     assert error(got, want) < STATS_EPSILON
 
 
@@ -199,8 +202,8 @@ def test_an_id_that_repeats_counts_once_as_it_came_first(tail):
     h, W, ids, ln_q = make()
     repeated, said = np.concatenate([ids, ids[:, ::-1]], 1), ln_q + 1.0
     said = np.concatenate([ln_q, said], 1)
-    want, gradients = ours((h, W, ids, ln_q), cotangents(), {}, "reverse", tail)
-    got, again = ours((h, W, repeated, said), cotangents(), {}, "reverse", tail)
+    want, gradients = ours((h, W, ids, ln_q), cotangents(), {}, "reverse_kl", tail)
+    got, again = ours((h, W, repeated, said), cotangents(), {}, "reverse_kl", tail)
     np.testing.assert_allclose(got, want, rtol=1e-6)
     for a, b in zip(again, gradients, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
@@ -213,16 +216,14 @@ def test_of_all_columns_it_is_the_divergence_of_two_heads(way, tail):
     ids = np.stack([rng.permutation(V) for _ in range(N)]).astype(np.int32)
     ln_q = jaxmem.selected_logprobs(teacher, W, ids)
     got, gradients = ours((h, W, ids, ln_q), cotangents(), {}, way, tail)
-    verb = {"forward": jaxmem.forward_kl, "reverse": jaxmem.kl}.get(
-        way, functools.partial(jaxmem.jsd, beta=BETA)
-    )
+    verb = of_two_heads(named(way))
     want, pull = jax.vjp(lambda h, W: verb(h, W, teacher, W, CHUNK), h, W)
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
     for a, b in zip(gradients, pull(cotangents()), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5)
 
 
-@pytest.mark.parametrize("way", ["forward", slow("reverse"), slow("jsd")])
+@pytest.mark.parametrize("way", ["forward_kl", slow("reverse_kl"), slow("jsd")])
 def test_all_columns_of_a_teacher_in_sixteen_bits(way):
     """Its probabilities add up to less than 1, or more, and there is no rest."""
     h, W, _, _ = make()
@@ -241,7 +242,7 @@ def test_without_ids_nothing_diverges(way, tail):
     value, (dh, dW) = ours((h, W, ids, ln_q), cotangents(), {}, way, tail)
     assert not value[:5].any() and not dh[:5].any() and value[5:].all()
     assert np.isfinite(dW).all()
-    none = jaxmem.topk_kl(h, W, ids[:, :0], ln_q[:, :0], tail=tail, direction=way)
+    none = of_columns(named(way))(h, W, ids[:, :0], ln_q[:, :0], tail=tail)
     assert none.shape == (N,) and not none.any()
 
 
@@ -276,7 +277,7 @@ def test_a_rest_of_any_size_keeps_its_digits():
         np.testing.assert_allclose(dh, need, atol=1e-5)
     # By the log of the rest alone: -q_rest, not what its cancellation leaves of it.
     q_rest = 1 - np.exp(ln_q.astype(float)).sum(1)
-    _, (_, _, dbias) = ours((h, W, ids, ln_q), np.ones(N), arrays, "forward", True)
+    _, (_, _, dbias) = ours((h, W, ids, ln_q), np.ones(N), arrays, "forward_kl", True)
     np.testing.assert_allclose(dbias[K:].sum(), -q_rest.sum(), rtol=1e-5)
 
 
@@ -289,9 +290,12 @@ def test_a_confident_student_and_teacher_keep_their_digits():
     rest = (V - 1) * np.exp(-25.0)
     ln_q = np.full((D, 1), np.log1p(-2 * rest), np.float32)
     p = rest / (1 + rest)
-    for way, (a, b) in {"forward": (2 * rest, p), "reverse": (p, 2 * rest)}.items():
+    for way, (a, b) in {
+        "forward_kl": (2 * rest, p),
+        "reverse_kl": (p, 2 * rest),
+    }.items():
         want = a * np.log(a / b) + (1 - a) * (np.log1p(-a) - np.log1p(-b))
-        got = jaxmem.topk_kl(h, W, ids, ln_q, direction=way)
+        got = of_columns(named(way))(h, W, ids, ln_q)
         np.testing.assert_allclose(got, want, rtol=1e-4)
 
 
@@ -307,7 +311,7 @@ def test_what_rounding_leaves_of_the_teachers_rest_is_not_zero():
     ):
         said = np.tile(np.float32(ln_q), (N, 1))
         value, gradients = ours(
-            (h, W, ids[:, :2], said), cotangents(), {}, "reverse", True
+            (h, W, ids[:, :2], said), cotangents(), {}, "reverse_kl", True
         )
         p = np.exp(jaxmem.selected_logprobs(h, W, ids[:, :2]).astype(float))
         p = np.concatenate([p, 1 - p.sum(1, keepdims=True)], 1)
@@ -330,7 +334,7 @@ def test_columns_that_a_bias_rules_out():
         value, (dh, dW, _) = ours(
             (h, W, ids, ln_q), cotangents(), {"bias": bias}, way, True
         )
-        assert np.isinf(value[7]) == (way == "forward")
+        assert np.isinf(value[7]) == (way == "forward_kl")
         assert np.isfinite(value[others]).all() and np.isfinite(dh).all()
         assert np.isfinite(dW).all()
     bias = np.where(np.arange(V) < K, 0, -np.inf).astype(np.float32)
@@ -348,25 +352,25 @@ def test_an_id_that_does_not_exist_poisons_only_its_token(tail):
     (h, W, ids, ln_q), size = make(), (("vocab_size", 100),)
     ids[[7, 9, 11], 3] = 100, V, 2**31 - 1
     g, bad = cotangents(), np.isin(np.arange(N), [7, 9, 11])
-    value, (dh, _) = ours((h, W, ids, ln_q), g, {}, "forward", tail, options=size)
+    value, (dh, _) = ours((h, W, ids, ln_q), g, {}, "forward_kl", tail, options=size)
     np.testing.assert_array_equal(np.isnan(value), bad)
     np.testing.assert_array_equal(np.isnan(dh).any(1), bad)
     g[bad] = 0
-    _, unused = ours((h, W, ids, ln_q), g, {}, "forward", tail, options=size)
+    _, unused = ours((h, W, ids, ln_q), g, {}, "forward_kl", tail, options=size)
     assert all(np.isfinite(x).all() for x in unused)
 
 
 def test_a_teacher_that_excludes_all_of_the_ids():
     h, W, ids, ln_q = make()
     ln_q[3] = -np.inf
-    without, _ = ours((h, W, ids, ln_q), cotangents(), {}, "forward", False)
+    without, _ = ours((h, W, ids, ln_q), cotangents(), {}, "forward_kl", False)
     np.testing.assert_array_equal(np.isnan(without), np.arange(N) == 3)
-    value, _ = ours((h, W, ids, ln_q), cotangents(), {}, "forward", True)
+    value, _ = ours((h, W, ids, ln_q), cotangents(), {}, "forward_kl", True)
     p = np.exp(jaxmem.selected_logprobs(h[3], W, ids[3]).astype(float)).sum()
     np.testing.assert_allclose(value[3], -np.log1p(-p), rtol=1e-5)
 
 
-@pytest.mark.parametrize("way", ["jsd", slow("forward"), slow("reverse")])
+@pytest.mark.parametrize("way", ["jsd", slow("forward_kl"), slow("reverse_kl")])
 def test_float64_stays_float64(way):
     with jax.enable_x64(True):
         h, W, ids, ln_q = make()
@@ -385,14 +389,14 @@ def test_any_leading_shape_checkpoint_and_vmap():
     cut = h.reshape(2, 16, D), ids.reshape(2, 16, K), ln_q.reshape(2, 16, K)
 
     def flat(h, W):
-        return jaxmem.topk_kl(h, W, ids, ln_q, CHUNK)
+        return topk_kl(h, W, ids, ln_q, CHUNK)
 
     def mapped(h, W):
-        one = jax.vmap(lambda h, ids, q: jaxmem.topk_kl(h, W, ids, q, CHUNK))
+        one = jax.vmap(lambda h, ids, q: topk_kl(h, W, ids, q, CHUNK))
         return one(h.reshape(cut[0].shape), *cut[1:]).reshape(-1)
 
     def shaped(h, W):
-        made = jaxmem.topk_kl(h.reshape(cut[0].shape), W, *cut[1:], CHUNK)
+        made = topk_kl(h.reshape(cut[0].shape), W, *cut[1:], CHUNK)
         assert made.shape == (2, 16)
         return made.reshape(-1)
 
@@ -403,12 +407,12 @@ def test_any_leading_shape_checkpoint_and_vmap():
     for fn in (jax.checkpoint(flat), mapped, shaped):
         for a, b in zip(*map(jax.tree.leaves, (both(fn)(h, W), want)), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-6)
-    one = jaxmem.topk_kl(h[0], W, ids[0], ln_q[0])
+    one = topk_kl(h[0], W, ids[0], ln_q[0])
     assert one.shape == () and error(one, flat(h, W)[0]) < STATS_EPSILON
 
 
 H, W_, IDS, Q = make()
-GOOD = {"hidden": H, "W": W_, "ids": IDS, "teacher_logprobs": Q}
+GOOD = {"hidden": H, "W": W_, "ids": IDS, "logprobs": Q}
 POSITIVE = np.where(np.arange(K) == 2, 1.5, Q)
 ERRORS = [
     ({"ids": H}, TypeError,
@@ -416,49 +420,49 @@ ERRORS = [
     ({"ids": IDS + 100}, ValueError,
      f"ids must be below vocab_size=130, got {IDS.max() + 100}; mark what is absent "
      "with a negative id, or the token with where="),
-    ({"teacher_logprobs": IDS}, TypeError,
-     "teacher_logprobs must be floating point (float32, bfloat16, float16), got int32"),
-    ({"teacher_logprobs": Q[:, :3]}, ValueError,
-     "teacher_logprobs must have one entry for each of ids, shape (37, 6), got "
+    ({"logprobs": IDS}, TypeError,
+     "Columns.logprobs must be floating point (float32, bfloat16, float16), got int32"),
+    ({"logprobs": Q[:, :3]}, ValueError,
+     "Columns.logprobs must have one entry for each of ids, shape (37, 6), got "
      "(37, 3)"),
-    ({"teacher_logprobs": POSITIVE}, ValueError,
-     "teacher_logprobs must be log-probabilities, which are not positive, got 1.5"),
-    ({"teacher_logprobs": np.where(IDS == IDS[0, 0], np.nan, Q)}, ValueError,
-     "teacher_logprobs must be log-probabilities, which are not positive, got nan"),
-    ({"direction": "backward"}, ValueError,
-     "direction must be 'forward', 'reverse' or 'jsd', got 'backward'"),
-    ({"direction": None}, ValueError,
-     "direction must be 'forward', 'reverse' or 'jsd', got None"),
-    ({"beta": 1.0}, ValueError,
-     "beta must lie between 0 and 1, got 1.0; the limits are forward_kl (towards 0) "
-     "and kl (towards 1)"),
-    ({"tail": None}, TypeError, "tail must be True or False, got None"),
+    ({"logprobs": POSITIVE}, ValueError,
+     "Columns.logprobs must be log-probabilities, which are not positive, got 1.5"),
+    ({"logprobs": np.where(IDS == IDS[0, 0], np.nan, Q)}, ValueError,
+     "Columns.logprobs must be log-probabilities, which are not positive, got nan"),
+    ({"tail": None}, TypeError, "Columns.tail must be True or False, got None"),
     ({"where": np.ones(3, bool)}, ValueError,
      "where must broadcast to the tokens' shape (37,), got shape (3,)"),
     ({"implementation": "hopper"}, NotImplementedError,
-     "implementation='hopper' has no topk_kl: its kernels reduce one head's logits to "
-     "the statistics of token_stats and keep no row of them; pass implementation=None"),
+     "implementation='hopper' has no divergence: its kernels reduce one head's logits "
+     "to the statistics of token_stats and keep no row of them; pass "
+     "implementation=None"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("changes,kind,message", ERRORS, ids=lambda x: str(x)[:30])
 def test_errors(changes, kind, message):
     with pytest.raises(kind) as caught:
-        described(jaxmem.topk_kl)(**(GOOD | changes))
+        topk_kl(**(GOOD | changes))
     assert str(caught.value) == message
+
+
+def test_how_a_gradient_is_computed_is_no_choice():
+    for options in ({"gradient": jaxmem.Recompute()}, {"key": jax.random.key(0)}):
+        with pytest.raises(NotImplementedError, match="must be None"):
+            topk_kl(H, W_, IDS, Q, **options)
 
 
 def test_what_is_not_read_is_not_checked():
     where = np.arange(N) > 3
     ids, q = IDS.copy(), Q.copy()
     q[:4], q[5, 1], ids[5, 1] = 2.0, np.nan, -1
-    made = jaxmem.topk_kl(H, W_, ids, q, where=where)
+    made = topk_kl(H, W_, ids, q, where=where)
     assert np.isfinite(made).all()
 
 
 def test_what_cannot_be_differentiated_is_refused_and_the_teacher_is_constant():
     def run(h, t, q):
-        return jaxmem.topk_kl(h, W_, IDS, q, CHUNK, temperature=t).sum()
+        return topk_kl(h, W_, IDS, q, CHUNK, temperature=t).sum()
 
     with pytest.raises(NotImplementedError, match="temperature is not differentiable"):
         jax.grad(run, 1)(H, 2.0, Q)

@@ -1,4 +1,4 @@
-"""`topk_kl_loss`: against float64 and its parts, its shards, its cost, its errors."""
+"""A loss of given columns: float64, its parts, its shards, its cost, its errors."""
 
 import functools
 
@@ -12,10 +12,8 @@ import jaxmem
 from tests import oracle
 from tests.backends.test_xla import compiled, count_gemms
 from tests.cases import slow
-from tests.described import described
 from tests.functional.test_api import STATS_EPSILON, error
 from tests.functional.test_topk_divergence import (
-    BETA,
     CHUNK,
     PAIRS,
     D,
@@ -24,7 +22,9 @@ from tests.functional.test_topk_divergence import (
     V,
     exact,
     make,
+    named,
 )
+from tests.targets import loss_of_columns, topk_kl
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "on_one_device")
 
@@ -39,13 +39,11 @@ def mixture(stats, divergence, weight):
     return loss, {"divergence": divergence, "entropy": stats.entropy}
 
 
-def loss_of(operands, way="forward", tail=True, **options):
+def loss_of(operands, way="forward_kl", tail=True, **options):
     """The loss and its metrics."""
     h, W, ids, ln_q = operands
-    return described(jaxmem.topk_kl_loss)(
-        mixture, h, W, LABELS, ids, ln_q, WEIGHT, direction=way, tail=tail, beta=BETA,
-        chunk=CHUNK, **options,
-    )  # fmt: skip
+    loss = loss_of_columns(named(way), mixture)
+    return loss(h, W, LABELS, ids, ln_q, WEIGHT, tail=tail, chunk=CHUNK, **options)
 
 
 def with_gradients(operands, *way, **options):
@@ -95,7 +93,7 @@ def test_values_and_gradients(way, tail):
     check(way, tail, make(3.0))
 
 
-@pytest.mark.parametrize("way, tail", [("jsd", True), slow("reverse", False)])
+@pytest.mark.parametrize("way, tail", [("jsd", True), slow("reverse_kl", False)])
 def test_every_option(way, tail):
     options = {"softcap": 5.0, "temperature": 0.7, "statistics_temperature": 1.3}
     bias = np.linspace(-1, 1, V).astype(np.float32)
@@ -111,7 +109,7 @@ def test_it_is_the_sum_of_its_parts():
     (loss, metrics), gradients = with_gradients((h, W, ids, ln_q))
 
     def parts(h, W):
-        each = jaxmem.topk_kl(h, W, ids, ln_q, CHUNK)
+        each = topk_kl(h, W, ids, ln_q, CHUNK)
         stats = jaxmem.token_stats(h, W, LABELS, CHUNK)
         return mixture(stats, each, WEIGHT)[0].mean(), each
 
@@ -120,6 +118,22 @@ def test_it_is_the_sum_of_its_parts():
     np.testing.assert_allclose(metrics["divergence"], each, atol=1e-6)
     assert not each[::5].any()
     assert_near(gradients, of_parts, 2**-7)
+
+
+def test_the_divergence_from_drawn_ids_is_their_cross_entropy():
+    h, W, ids, _ = make(3.0)
+    ids[::3, 2:], ids[::5] = -1, -1
+
+    def ours(h, W):
+        return topk_kl(h, W, ids, None, CHUNK)
+
+    def parts(h, W):
+        log_p = jaxmem.selected_logprobs(h, W, ids, CHUNK)
+        return -log_p.sum(1) / np.maximum((ids >= 0).sum(1), 1)
+
+    (made, pull), (want, pull_parts) = (jax.vjp(f, h, W) for f in (ours, parts))
+    np.testing.assert_allclose(made, want, rtol=1e-6)
+    assert_near(pull(WEIGHT), pull_parts(WEIGHT), 1e-6)
 
 
 @pytest.mark.parametrize("dtype", ["float32", slow("bfloat16")])
@@ -154,10 +168,10 @@ def test_a_drawn_id_that_does_not_exist_poisons_only_what_uses_it():
     @jax.jit
     def run(h, ids, weight):
         def loss(h):
-            return jaxmem.topk_kl_loss(
+            return loss_of_columns(
+                "forward_kl",
                 lambda stats, d, w: jnp.where(w == 0, 0, w * d) - stats.logprob,
-                h, W, LABELS, ids, None, weight, chunk=CHUNK,
-            )[0]  # fmt: skip
+            )(h, W, LABELS, ids, None, weight, chunk=CHUNK)[0]
 
         return jax.value_and_grad(loss)(h)
 
@@ -172,7 +186,7 @@ def test_no_ids_at_all(tail):
     h, W, ids, ln_q = make()
     none = ids[:, :0], None if tail is None else ln_q[:, :0]
     tail = bool(tail)
-    (loss, metrics), gradients = with_gradients((h, W, *none), "forward", tail)
+    (loss, metrics), gradients = with_gradients((h, W, *none), "forward_kl", tail)
 
     def without(h, W):
         def of(stats):
@@ -213,7 +227,7 @@ def test_a_divergence_that_is_not_used_poisons_nothing():
             return jnp.where(weight > 0, weight * divergence, 0) - stats.logprob
 
         given = h, W, LABELS, ids, ln_q, weight
-        return jaxmem.topk_kl_loss(of, *given, chunk=CHUNK, direction="reverse")[0]
+        return loss_of_columns("reverse_kl", of)(*given, chunk=CHUNK)[0]
 
     used = np.ones(N, np.float32)
     assert np.isinf(loss(h, used))
@@ -230,14 +244,12 @@ def test_shards_of_the_vocabulary_and_of_tokens(vocab, drawn):
     operands = make(3.0)
     ids, teacher = operands[2], None if drawn else operands[3]
     warmth = np.linspace(0.5, 2, N, dtype=np.float32)
-    verb = jaxmem.sharding.parallel(
-        functools.partial(jaxmem.topk_kl_loss, mixture), mesh, vocab=vocab,
-        tokens="data",
-    )  # fmt: skip
+    alone = functools.partial(jaxmem.divergence_loss, mixture)
+    verb = jaxmem.sharding.parallel(alone, mesh, vocab=vocab, tokens="data")
 
     def run(verb):
         def loss(h, W):
-            return verb(
+            return loss_of_columns("forward_kl", None, verb)(
                 h, jaxmem.Head(W, softcap=9.0), LABELS, ids, teacher, WEIGHT,
                 chunk=CHUNK, temperature=warmth,
                 statistics_temperature=warmth[::-1].copy(),
@@ -245,7 +257,7 @@ def test_shards_of_the_vocabulary_and_of_tokens(vocab, drawn):
 
         return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(*operands[:2])
 
-    want = run(functools.partial(jaxmem.topk_kl_loss, mixture))
+    want = run(alone)
     for got, need in zip(
         jax.tree.leaves(run(verb)), jax.tree.leaves(want), strict=True
     ):
@@ -258,9 +270,8 @@ def test_axes_with_explicit_types():
 
     def run(h, W, labels, ids, ln_q, weight):
         def loss(h, W):
-            return jaxmem.topk_kl_loss(
-                mixture, h, W, labels, ids, ln_q, weight, chunk=None
-            )
+            of = loss_of_columns("forward_kl", mixture)
+            return of(h, W, labels, ids, ln_q, weight, chunk=None)
 
         return jax.value_and_grad(loss, (0, 1), has_aux=True)(h, W)
 
@@ -288,22 +299,20 @@ def shapes(n, d, v, k):
 def total(chunk, **options):
     def run(h, W, ids, teacher):
         labels = jnp.zeros(len(h), jnp.int32)
-        return described(jaxmem.topk_kl_loss)(
-            lambda stats, d: d - stats.logprob, h, W, labels, ids, teacher, chunk=chunk,
-            **options,
-        )[0]  # fmt: skip
+        loss = loss_of_columns("forward_kl", lambda stats, d: d - stats.logprob)
+        return loss(h, W, labels, ids, teacher, chunk=chunk, **options)[0]
 
     return run
 
 
 def test_three_products(optimized):
-    """The logits and two gradients; a loss of `topk_kl` takes four."""
+    """The logits and two gradients; a loss of `divergence` takes four."""
 
     def gemms(fn):
         return count_gemms(compiled(fn, *shapes(256, 24, 640, 8)).as_text())
 
     def of_topk_kl(h, W, ids, teacher):
-        return jaxmem.topk_kl(h, W, ids, teacher, 64).mean()
+        return topk_kl(h, W, ids, teacher, 64).mean()
 
     assert gemms(total(64)) == 1
     assert gemms(jax.grad(total(64), (0, 1))) == 3
@@ -330,7 +339,7 @@ def test_it_is_reported():
     with jaxmem.report() as calls:
         jax.eval_shape(lambda: loss_of(make()))
     (call,) = calls.calls
-    assert call.verb == "topk_kl_loss"
+    assert call.verb == "divergence_loss"
     assert call.shapes == {"hidden": (N, D), "W": (V, D), "ids": (N, K)}
     assert call.live_logits_bytes == 4 * CHUNK * V
 
@@ -338,13 +347,12 @@ def test_it_is_reported():
 @pytest.mark.parametrize(
     "changes, kind, message",
     [
-        ({"direction": "kl"}, ValueError, "direction must be"),
-        ({"beta": 1.5}, ValueError, "beta must lie between"),
-        ({"tail": 1}, TypeError, "tail must be"),
-        ({"implementation": "hopper"}, NotImplementedError, "has no topk_kl_loss"),
+        ({"tail": 1}, TypeError, "Columns.tail must be"),
+        ({"implementation": "hopper"}, NotImplementedError, "has no divergence_loss"),
         ({"ids": np.full((N, K), V)}, ValueError, f"ids must be below vocab_size={V}"),
-        ({"teacher_logprobs": np.ones((N, K))}, ValueError, "which are not positive"),
-        ({"teacher_logprobs": None, "direction": "jsd"}, ValueError, "be 'forward'"),
+        ({"logprobs": np.ones((N, K))}, ValueError, "which are not positive"),
+        ({"logprobs": None, "name": "jsd"}, ValueError, "must be jaxmem.ForwardKL of"),
+        ({"logprobs": None, "name": "reverse_kl"}, ValueError, "got ReverseKL"),
         ({"labels": LABELS[:5]}, ValueError, "labels must have"),
         ({"labels": None}, TypeError, "labels must be"),
         ({"normalizer": -1.0}, ValueError, "normalizer must"),
@@ -353,8 +361,10 @@ def test_it_is_reported():
     ],
 )
 def test_wrong_arguments(changes, kind, message):
-    names = "hidden", "W", "ids", "teacher_logprobs"
+    names = "hidden", "W", "ids", "logprobs"
     given = dict(zip(names, make(), strict=True))
-    given |= {"loss_fn": lambda stats, d: d, "labels": LABELS, "chunk": CHUNK}
+    given |= {"labels": LABELS, "chunk": CHUNK, "name": "forward_kl"}
+    given |= {"loss_fn": lambda stats, d: d} | changes
+    loss = loss_of_columns(given.pop("name"), given.pop("loss_fn"))
     with pytest.raises(kind, match=message):
-        described(jaxmem.topk_kl_loss)(**(given | changes))
+        loss(**given)

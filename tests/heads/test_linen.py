@@ -7,6 +7,7 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import linen as nn, nnx
 
+import jaxmem
 import jaxmem.heads.nnx
 from jaxmem.heads.linen import LMHead
 from jaxmem.heads.verbs import HeadVerbs
@@ -121,6 +122,7 @@ def divergence(stats, of_token):
 
 
 LOGPROBS = -1.0 * LABELS[..., None]
+TARGET = jaxmem.ForwardKL(jaxmem.Columns(LABELS[..., None], LOGPROBS))
 
 
 @pytest.mark.parametrize(
@@ -133,8 +135,8 @@ LOGPROBS = -1.0 * LABELS[..., None]
         ("token_loss", (negative_logprob, HIDDEN, LABELS)),
         ("support_logprobs", (HIDDEN, LABELS, LABELS[..., None])),
         ("topk", (HIDDEN, 2)),
-        ("topk_kl", (HIDDEN, LABELS[..., None], LOGPROBS)),
-        ("topk_kl_loss", (divergence, HIDDEN, LABELS, LABELS[..., None], LOGPROBS)),
+        ("divergence", (HIDDEN, TARGET)),
+        ("divergence_loss", (divergence, HIDDEN, LABELS, TARGET)),
         ("sample_ids", (HIDDEN, 2, KEY)),
     ],
 )

@@ -282,13 +282,14 @@ def test_columns_as_the_functions_have_them():
     np.testing.assert_allclose(top.logprobs, want, atol=1e-5)
 
     said = np.log(np.full((*BATCH, 1), 0.25, np.float32))
-    got = head.topk_kl(hidden, best[..., :1], said, KEEP, 0.7, direction="reverse")
+    target = jaxmem.ReverseKL(jaxmem.Columns(best[..., :1], said))
+    got = head.divergence(hidden, target, where=KEEP, temperature=0.7)
     p = np.exp(np.take_along_axis(ln_p, best, -1)[..., 0])
     want = p * np.log(p / 0.25) + (1 - p) * np.log((1 - p) / 0.75)
     np.testing.assert_allclose(got, np.where(KEEP, want, 0), atol=1e-5)
-    loss, metrics = head.topk_kl_loss(
-        lambda stats, d: (d - stats.logprob, {"d": d}), hidden, best[..., 1],
-        best[..., :1], said, where=KEEP, temperature=0.7, direction="reverse",
+    loss, metrics = head.divergence_loss(
+        lambda stats, d: (d - stats.logprob, {"d": d}), hidden, best[..., 1], target,
+        where=KEEP, temperature=0.7,
     )  # fmt: skip
     np.testing.assert_allclose(metrics["d"], got, atol=1e-6)
     each = got - np.where(KEEP, np.take_along_axis(ln_p, best, -1)[..., 1], 0)
@@ -317,39 +318,39 @@ def test_divergence_is_that_of_both_heads(softcaps):
         logits = logits / 0.8
         logs.append(logits - np.log(np.exp(logits).sum(-1, keepdims=True)))
     expected = (np.exp(logs[0]) * (logs[0] - logs[1])).sum(-1) * KEEP
-    made = student.divergence(
-        jaxmem.kl, hidden, teacher, states, where=KEEP, temperature=0.8
-    )
+    target = jaxmem.ReverseKL(teacher.teacher(states))
+    made = student.divergence(hidden, target, where=KEEP, temperature=0.8)
     np.testing.assert_allclose(made, expected, atol=5e-6)
     loss, metrics = student.divergence_loss(
         lambda stats, divergence, weight: (weight * divergence, {"each": divergence}),
-        hidden, jnp.abs(LABELS), teacher, states, 2 * jnp.ones(LABELS.shape),
-        divergence="kl", where=KEEP, temperature=0.8,
+        hidden, jnp.abs(LABELS), target, 2 * jnp.ones(LABELS.shape),
+        where=KEEP, temperature=0.8,
     )  # fmt: skip
     np.testing.assert_allclose(metrics["each"], expected, atol=5e-6)
     np.testing.assert_allclose(loss, 2 * expected.sum() / KEEP.sum(), rtol=1e-5)
 
 
-@pytest.mark.parametrize("padded", ["reference", "policy", "both"])
+@pytest.mark.parametrize("padded", ["teacher", "student", "both"])
 def test_padding_of_either_head_has_no_probability(padded):
     def head(seed, columns, is_padded):
         own = {"vocab_size": V - 3} if is_padded else {}
         columns = columns if is_padded else V - 3
         return LMHead(D, columns, rngs=nnx.Rngs(seed), **own)
 
-    student = head(1, V, padded != "reference")
-    teacher = head(2, V + 5, padded != "policy")
+    student = head(1, V, padded != "teacher")
+    teacher = head(2, V + 5, padded != "student")
     hidden = hidden_states()
     logs = [
         jax.nn.log_softmax(f64(hidden) @ f64(x.kernel[...])[:, : V - 3])
         for x in (student, teacher)
     ]
     expected = (np.exp(logs[0]) * (logs[0] - logs[1])).sum(-1)
-    made = student.divergence(jaxmem.kl, hidden, teacher, hidden)
+    target = jaxmem.ReverseKL(teacher.teacher(hidden))
+    made = student.divergence(hidden, target)
     np.testing.assert_allclose(made, expected, atol=5e-6)
     loss, _ = student.divergence_loss(
         lambda stats, divergence: divergence, hidden,
-        np.zeros(hidden.shape[:-1], int), teacher, hidden, divergence="kl",
+        np.zeros(hidden.shape[:-1], int), target,
     )  # fmt: skip
     np.testing.assert_allclose(loss, expected.mean(), rtol=1e-5)
 
@@ -357,7 +358,8 @@ def test_padding_of_either_head_has_no_probability(padded):
 def test_heads_of_two_vocabularies_are_not_compared():
     heads = [LMHead(D, V, rngs=nnx.Rngs(0), vocab_size=V - i) for i in (1, 2)]
     with pytest.raises(ValueError, match=f"same vocabulary, got {V - 1} and {V - 2}"):
-        heads[0].divergence(jaxmem.kl, hidden_states(), heads[1], hidden_states())
+        target = jaxmem.ReverseKL(heads[1].teacher(hidden_states()))
+        heads[0].divergence(hidden_states(), target)
 
 
 def test_selected_logprobs_are_those_of_labels():

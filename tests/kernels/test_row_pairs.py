@@ -11,17 +11,18 @@ import jaxmem
 from jaxmem import devices
 from jaxmem.core import stats
 from jaxmem.functional import two_heads
-from jaxmem.functional.divergence_terms import JSD, KL, ForwardKL
+from jaxmem.functional.kinds import JSD, ForwardKL, ReverseKL
 from jaxmem.kernels import row_blocks, row_pairs
 from tests.cases import slow
 from tests.functional import test_divergence as of_verbs
 from tests.functional.test_divergence import make
 from tests.kernels import needs_pallas
 from tests.kernels.test_row_sums import EPS, assert_good, lowered_loss, rows_of_logits
+from tests.targets import forward_kl, reverse_kl
 
 pytestmark = needs_pallas
-WIDTH, TERMS = row_pairs.WIDTH, KL().block_terms
-VERBS = {"kl": jaxmem.kl, "forward_kl": jaxmem.forward_kl}
+WIDTH, TERMS = row_pairs.WIDTH, ReverseKL().block_terms
+VERBS = {"reverse_kl": reverse_kl, "forward_kl": forward_kl}
 
 
 def blocks_of(z):
@@ -62,7 +63,7 @@ def test_parts_against_float64(columns, rows_interpreted):
     np.testing.assert_allclose(found.sums[1], (w - v).sum(-1), atol=WIDTH * EPS)
 
 
-@pytest.mark.parametrize("verb", ["kl", slow("forward_kl")])
+@pytest.mark.parametrize("verb", ["reverse_kl", slow("forward_kl")])
 @pytest.mark.parametrize("std", [1.0, slow(8.0)], ids="std {}".format)
 def test_verbs_with_them(verb, std, rows_interpreted):
     operands = make(std, v=5 * WIDTH + 1)
@@ -74,13 +75,13 @@ def by_kernels(rows_interpreted, monkeypatch):
     monkeypatch.setattr(devices, "backend", lambda: "gpu")
 
 
-@pytest.mark.parametrize("verb", ["kl", slow("forward_kl")])
+@pytest.mark.parametrize("verb", ["reverse_kl", slow("forward_kl")])
 @pytest.mark.parametrize("std", [slow(0.0), 15.0], ids=["flat", "peaked"])
 def test_as_good_as_materialised(verb, std, by_kernels):
     of_verbs.test_values_and_gradients(verb, std)
 
 
-@pytest.mark.parametrize("verb", ["kl", slow("forward_kl")])
+@pytest.mark.parametrize("verb", ["reverse_kl", slow("forward_kl")])
 def test_where_sums_cancel(verb, by_kernels):
     of_verbs.test_nearly_equal_heads_keep_their_digits(verb, 1e-3)
     of_verbs.test_equal_heads_give_exactly_zero(verb)
@@ -96,12 +97,12 @@ def excluding(blocks, value=-np.inf):
 def test_blocks_that_a_head_excludes(verb, by_kernels):
     operands = make(v=4 * WIDTH)
     few, more = excluding(1), excluding(2)
-    less = more if verb == "kl" else few  # of the reference
-    other = few if verb == "kl" else more
+    less = more if verb == "reverse_kl" else few  # of the reference
+    other = few if verb == "reverse_kl" else more
 
-    def call(h, bias, reference_bias):
+    def call(h, bias, teacher_bias):
         (W, other, W_other), Head = operands[1:], jaxmem.Head
-        heads = Head(W, bias), other, Head(W_other, reference_bias)
+        heads = Head(W, bias), other, Head(W_other, teacher_bias)
         return VERBS[verb](h, *heads).sum()
 
     got, gradient = jax.value_and_grad(call)(operands[0], other, less)
@@ -109,7 +110,7 @@ def test_blocks_that_a_head_excludes(verb, by_kernels):
     value, gradient = jax.value_and_grad(call)(operands[0], less, other)
     assert np.isfinite(value) and np.isfinite(gradient).all()
     # Logits so low that their probabilities are 0 exclude as well.
-    if verb == "kl":
+    if verb == "reverse_kl":
         assert call(operands[0], excluding(2, -200), more) == call(
             operands[0], more, more
         )
@@ -120,12 +121,12 @@ def test_no_value_is_negative(rows_interpreted):
     rng = np.random.default_rng(0)
     z = rng.standard_normal((64, 520)).astype(np.float32) * 5
     y = (z + 1e-5 * rng.standard_normal(z.shape)).astype(np.float32)
-    rule = two_heads.TwoHeadsRule(None, KL(), None, kernels=True)
+    rule = two_heads.TwoHeadsRule(None, ReverseKL(), None, kernels=True)
     value, _, _ = rule.values(jnp.asarray(z), jnp.asarray(y))
     assert (np.asarray(value) >= 0).all()
 
 
-KINDS = [KL(), ForwardKL(), JSD(0.5)]
+KINDS = [ReverseKL(), ForwardKL(), JSD()]
 
 
 def far_apart(columns):

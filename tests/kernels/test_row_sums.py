@@ -11,9 +11,9 @@ import jaxmem
 from jaxmem import devices
 from jaxmem.kernels import row_sums
 from tests import hlo
-from tests.described import described
 from tests.functional.test_divergence import CHUNK, exact, make
 from tests.kernels import needs_pallas
+from tests.targets import jsd, loss_of_two_heads, of_two_heads
 
 pytestmark = needs_pallas
 EPS = float(np.finfo(np.float32).eps)
@@ -54,8 +54,7 @@ def test_verbs_with_them(rows_interpreted, monkeypatch):
 def assert_good(verb, operands, kernel, **options):
     """A verb's values and gradients by a kernel, (module, name), and by XLA."""
     g = np.random.default_rng(1).standard_normal(len(operands[0])).astype(np.float32)
-    verb_of = described(getattr(jaxmem, verb))
-    call = functools.partial(verb_of, chunk=CHUNK, **options)
+    call = functools.partial(of_two_heads(verb), chunk=CHUNK, **options)
 
     def run(h, W):
         return jax.vjp(lambda h, W: call(h, W, *operands[2:]), h, W)
@@ -81,8 +80,8 @@ def assert_good(verb, operands, kernel, **options):
 def test_named_xla_runs_none(monkeypatch):
     monkeypatch.setattr(devices, "backend", lambda: "gpu")
     operands = [jnp.asarray(x) for x in make(v=3000)]
-    assert "row_sums" in hlo.lowered_for_an_h200(jaxmem.jsd, *operands)
-    named = functools.partial(jaxmem.jsd, implementation="xla")
+    assert "row_sums" in hlo.lowered_for_an_h200(jsd, *operands)
+    named = functools.partial(jsd, implementation="xla")
     assert "row_sums" not in hlo.lowered_for_an_h200(named, *operands)
 
 
@@ -98,10 +97,8 @@ def lowered_loss(verb, monkeypatch):
 
     def loss(h, W, *reference):
         labels = jnp.zeros(len(h), jnp.int32)
-        return jaxmem.divergence_loss(
-            lambda stats, divergence: divergence, h, W, labels, *reference,
-            divergence=verb,
-        )[0]  # fmt: skip
+        of = loss_of_two_heads(verb, lambda stats, divergence: divergence)
+        return of(h, W, labels, *reference)[0]
 
     operands = [jnp.asarray(x, jnp.bfloat16) for x in make(v=3000)]
     return hlo.lowered_for_an_h200(jax.grad(loss, (0, 1)), *operands)
@@ -114,7 +111,7 @@ def test_supports():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("verb", ["kl", "forward_kl", "jsd"])
+@pytest.mark.parametrize("verb", ["reverse_kl", "forward_kl", "jsd"])
 def test_verbs_on_a_gpu(verb):
     operands = [jnp.asarray(x, jnp.bfloat16) for x in make(n=300, d=64, v=5000)]
 

@@ -19,6 +19,7 @@ import tokenizers
 from jaxmem import checkpoints, offload
 from jaxmem.data import teacher_files
 from jaxmem.data.documents import Batch
+from jaxmem.functional.given_columns import Columns, Drawn
 from jaxmem.models.decoder import ModelConfig
 from jaxmem.train import metrics
 from jaxmem.train.evaluation import Evaluated
@@ -29,6 +30,7 @@ from jaxmem.train.jobs.distill_program import (
     Compiled,
     DistillProgram,
     FileColumns,
+    TeacherStates,
 )
 from jaxmem.train.jobs.distill_sources import (
     Example,
@@ -36,7 +38,6 @@ from jaxmem.train.jobs.distill_sources import (
     Prompts,
     Text,
 )
-from jaxmem.train.jobs.distillation import TeacherColumns, TeacherStates
 from jaxmem.train.jobs.job import Job
 from jaxmem.train.jobs.questions import Questions
 from jaxmem.train.jobs.reading import Documents, TeacherRows
@@ -56,7 +57,7 @@ class _Columns:
         """The columns of a micro-batch, which are in the host's memory."""
         return example.columns
 
-    def fetch(self, columns: TeacherColumns) -> TeacherColumns:
+    def fetch(self, columns: Columns | Drawn) -> Columns | Drawn:
         """Place the columns where the student's programs read them."""
         return self._layout.place(columns, self._layout.of_hidden(columns))
 

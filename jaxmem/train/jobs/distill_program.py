@@ -14,16 +14,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxmem.data.documents import Batch
+from jaxmem.functional.given_columns import Columns, Drawn
 from jaxmem.models.partitioning import as_stored
 from jaxmem.train.jobs import teachers
 from jaxmem.train.jobs.accumulated import Sums
 from jaxmem.train.jobs.config import DistillJobConfig
-from jaxmem.train.jobs.distillation import (
-    Targets,
-    TeacherColumns,
-    TeacherStates,
-    distill_loss,
-)
+from jaxmem.train.jobs.distillation import Targets, distill_loss, of_file
 from jaxmem.train.jobs.policy import HeadCall
 from jaxmem.train.jobs.questions import ends_of
 from jaxmem.train.jobs.sampling_program import Rollouts, SamplingProgram
@@ -54,6 +50,13 @@ class Compiled(NamedTuple):
     #                                          -> METRICS, summed over tokens
     update: jax.stages.Compiled | StreamedUpdate  # (TrainState, gradients) ->
     #                                               TrainState, norm
+
+
+class TeacherStates(NamedTuple):
+    """A teacher of a micro-batch, as it computes its tokens."""
+
+    hidden: Any  # [B, T, D'], final hidden states
+    head: Any  # `TeacherProgram.head_weights`
 
 
 class FileColumns(NamedTuple):
@@ -224,13 +227,13 @@ class DistillProgram(SamplingProgram):
         trace = self._teacher.trace_states
         return {shape: trace(shape).lower().compile() for shape in self.shapes}
 
-    def target(self, shape: Shape) -> TeacherStates | TeacherColumns:
+    def target(self, shape: Shape) -> TeacherStates | Columns | Drawn:
         """Shapes of what a micro-batch learns from."""
         if self._columns is not None:
             count, logprobs = self._columns
             ids: Any = jax.ShapeDtypeStruct((*shape, count), jnp.int32)
             floats = jax.ShapeDtypeStruct(ids.shape, jnp.float32)
-            columns = TeacherColumns(ids, floats if logprobs else None)
+            columns = of_file(self.config.distill, ids, floats if logprobs else None)
             return self.layout.of_hidden(columns)
         return TeacherStates(self.teacher.states(shape), self.teacher.head_shapes)
 
@@ -260,12 +263,12 @@ class DistillProgram(SamplingProgram):
         return self._of_hidden(model.head, hidden, targets, target, normalizer)
 
     def _of_hidden(self, head, hidden, targets: Targets, target, normalizer):
-        if isinstance(target, TeacherStates):
+        if self._teacher is not None:
             theirs = self.teacher.head(target.head)
             # One of two vocabularies may be padded further.
             size = min(self.model_config.vocab_size or 0, self.teacher.vocab_size)
             head.vocab_size = theirs.vocab_size = size
-            target = target._replace(head=theirs)
+            target = theirs.teacher(target.hidden)
         return distill_loss(
             self.config.distill,
             head,

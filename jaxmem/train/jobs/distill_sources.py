@@ -10,11 +10,12 @@ import numpy as np
 from jaxmem import losses
 from jaxmem.data import teacher_files, teacher_streams
 from jaxmem.data.documents import Batch
+from jaxmem.functional.given_columns import Columns, Drawn
 from jaxmem.models.sampling import Samples
 from jaxmem.train.jobs import rollout_metrics, samples as shown
 from jaxmem.train.jobs.config import DistillJobConfig
 from jaxmem.train.jobs.distill_program import DistillProgram
-from jaxmem.train.jobs.distillation import TeacherColumns
+from jaxmem.train.jobs.distillation import of_file
 from jaxmem.train.jobs.questions import Asked, Task, place_of, state_of
 from jaxmem.train.jobs.reading import Documents
 from jaxmem.train.jobs.rollouts import Completions
@@ -25,7 +26,7 @@ class Example(NamedTuple):
     """A micro-batch, and what a file has of the teacher."""
 
     batch: Batch
-    columns: TeacherColumns | None = None
+    columns: Columns | Drawn | None = None
     advantages: Any = None  # [B, T], where rewards are learned from
 
 
@@ -101,6 +102,7 @@ class File:
 
     def __init__(self, file: teacher_files.TeacherFile, config: DistillJobConfig):
         self._file, self._config = file, config.data
+        self._distill = config.distill
         self._examples = teacher_streams.examples(file, config.data)
         self._count = config.run.accumulate
         self.get_state = self._examples.get_state
@@ -108,28 +110,27 @@ class File:
         if config.data.held_out:
             self._evaluation()  # for what may be wrong
 
+    def _example(self, example: teacher_files.Example) -> Example:
+        batch, *columns = example
+        return Example(batch, of_file(self._distill, *columns))
+
     def _evaluation(self) -> Iterator[teacher_files.Example]:
         return teacher_streams.examples(self._file, self._config, "evaluation", 1)
 
     def take(self, number: int, params: Any) -> Taken:
         """See `Source`."""
         taken = (next(self._examples) for _ in range(self._count))
-        return Taken([_of_file(example) for example in taken])
+        return Taken([self._example(example) for example in taken])
 
     def held_out(self, params: Any) -> Taken | None:
         """See `Source`."""
         if not self._config.held_out:
             return None
-        return Taken(map(_of_file, self._evaluation()))
+        return Taken(map(self._example, self._evaluation()))
 
     def samples(self) -> list[dict[str, Any]]:
         """None: nothing is sampled."""
         return []
-
-
-def _of_file(example: teacher_files.Example) -> Example:
-    batch, ids, logprobs = example
-    return Example(batch, TeacherColumns(ids, logprobs))
 
 
 _advantages = jax.jit(losses.grpo_advantages)

@@ -17,13 +17,14 @@ from jax.typing import ArrayLike
 
 from jaxmem.core.fields import check_field, check_numbers
 from jaxmem.core.ranges import integers, reals
+from jaxmem.functional.given_columns import Columns, Drawn
+from jaxmem.functional.kinds import JSD, ForwardKL, ReverseKL
+from jaxmem.functional.teacher import Teacher
 from jaxmem.heads.nnx import LMHead
 from jaxmem.train.jobs.policy import HeadCall, check_widths
 
 MODES = ("text", "on_policy", "offline")
-_DIRECTIONS = {"forward_kl": "forward", "reverse_kl": "reverse", "jsd": "jsd"}
-# Of `jaxmem.divergence_loss`.
-_NAMES = {"forward_kl": "forward_kl", "reverse_kl": "kl", "jsd": "jsd"}
+_DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")
 _RANGES = {
     "beta": reals(above=0, below=1),
     "temperature": reals(above=0),
@@ -69,8 +70,8 @@ class DistillConfig:
         """Refuse impossible values, by name."""
         check_numbers(self, _RANGES)
         check_field(self, "mode", self.mode in MODES, f"one of {MODES}")
-        known = tuple(_NAMES)
-        check_field(self, "divergence", self.divergence in known, f"one of {known}")
+        known = self.divergence in _DIVERGENCES
+        check_field(self, "divergence", known, f"one of {_DIVERGENCES}")
         check_field(self, "teacher", self.teacher != "", "a directory, or None")
         if self.row_lengths is not None:
             check_widths(self, self.row_lengths)
@@ -88,18 +89,15 @@ class Targets(NamedTuple):
     advantages: Any = None  # [B, T] of each token's completion; None without rewards
 
 
-class TeacherColumns(NamedTuple):
-    """A teacher of a micro-batch, of which some columns a token are known."""
+def of_file(config: DistillConfig, ids: Any, logprobs: Any) -> Columns | Drawn:
+    """What a file has of a teacher of a micro-batch.
 
-    ids: Any  # [B, T, K]; negative ids are absent
-    logprobs: Any  # [B, T, K]; None where the ids were drawn from the teacher
-
-
-class TeacherStates(NamedTuple):
-    """A teacher of a micro-batch, as it computes its tokens."""
-
-    hidden: Any  # [B, T, D'], final hidden states
-    head: Any  # the teacher's head
+    Args:
+        config: which loss.
+        ids: [B, T, K]; negative ids are absent.
+        logprobs: [B, T, K]; None where the ids were drawn from the teacher.
+    """
+    return Drawn(ids) if logprobs is None else Columns(ids, logprobs, config.tail)
 
 
 def distill_loss(
@@ -107,7 +105,7 @@ def distill_loss(
     head: LMHead,
     hidden: jax.Array,
     targets: Targets,
-    teacher: TeacherStates | TeacherColumns,
+    teacher: Teacher | Columns | Drawn,
     normalizer: jax.Array,
     call: HeadCall,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -128,65 +126,31 @@ def distill_loss(
     """
     labels, advantages = targets
     reward_weight = config.reward_weight or 0.0
-    advantages = advantages if reward_weight else None
-    options: dict[str, Any] = dict(normalizer=normalizer)
+    learned = () if advantages is None or not reward_weight else (advantages,)
     # The statistics of the same logits serve the other terms at temperature 1.
-    joint = isinstance(teacher, TeacherStates)
-    learned_with = advantages if joint and call.temperature == 1 else None
-    if joint:
-        given = () if learned_with is None else (learned_with,)
-        loss, observed = _loss_of_states(
-            config, head, hidden, (labels, *given), teacher, options
-        )
-    else:
-        loss, observed = _loss_of_columns(
-            config, head, hidden, labels, teacher, options
-        )
-    if advantages is not None and learned_with is None:
-        policy, metrics = head.token_loss(
-            _policy, hidden, labels, advantages, temperature=call.temperature, **options
-        )
-        loss += reward_weight * policy
-        if call.temperature == 1:
-            observed |= metrics
-    return loss, observed
-
-
-def _loss_of_states(config, head, hidden, targets, teacher, options):
-    """Divergences, and other terms at temperature 1, in one pass over both logits."""
+    joint = learned if call.temperature == 1 else ()
 
     def loss_fn(stats, divergence, *advantages):
-        metrics = {"divergence": divergence}
         loss = divergence - config.loss_weight * stats.logprob
         if advantages:
-            loss += config.reward_weight * _policy(stats, *advantages)[0]
-        return loss, metrics | _metrics_of(stats)
-
-    labels, *advantages = targets
-    return head.divergence_loss(
-        loss_fn, hidden, labels, teacher.head, teacher.hidden, *advantages,
-        divergence=_NAMES[config.divergence], beta=config.beta,
-        temperature=config.temperature,
-        statistics_temperature=None if config.temperature == 1 else 1.0,
-        implementation=None, **options,
-    )  # fmt: skip
-
-
-def _loss_of_columns(config, head, hidden, labels, teacher, options):
-    """Divergences, and cross-entropy at temperature 1, in one pass over the logits."""
-
-    def loss_fn(stats, divergence):
-        loss = divergence - config.loss_weight * stats.logprob
+            loss += reward_weight * _policy(stats, *advantages)[0]
         return loss, {"divergence": divergence} | _metrics_of(stats)
 
-    direction = _DIRECTIONS[config.divergence]
-    if teacher.logprobs is None:
-        direction = "forward"  # which drawn ids estimate
-    return head.topk_kl_loss(
-        loss_fn, hidden, labels, *teacher, tail=config.tail, beta=config.beta,
-        direction=direction, temperature=config.temperature,
-        statistics_temperature=None if config.temperature == 1 else 1.0, **options,
+    kinds = {"forward_kl": ForwardKL(teacher), "reverse_kl": ReverseKL(teacher)}
+    kinds["jsd"] = JSD(teacher, config.beta)
+    loss, observed = head.divergence_loss(
+        loss_fn, hidden, labels, kinds[config.divergence],
+        *joint, temperature=config.temperature,
+        statistics_temperature=None if config.temperature == 1 else 1.0,
+        normalizer=normalizer,
     )  # fmt: skip
+    if learned and not joint:
+        policy, _ = head.token_loss(
+            _policy, hidden, labels, *learned, temperature=call.temperature,
+            normalizer=normalizer,
+        )  # fmt: skip
+        loss += reward_weight * policy
+    return loss, observed
 
 
 def _metrics_of(stats):

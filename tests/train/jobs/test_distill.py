@@ -14,6 +14,7 @@ from flax import nnx, traverse_util
 from rich.console import Console
 from safetensors.numpy import load_file, save_file
 
+import jaxmem
 from jaxmem import checkpoints, cli
 from jaxmem.data import teacher_files
 from jaxmem.data.documents import Batch, DataConfig
@@ -23,12 +24,10 @@ from jaxmem.score import journal
 from jaxmem.train import config as configuration, jobs, saved
 from jaxmem.train.history import read_history
 from jaxmem.train.jobs import distill
-from jaxmem.train.jobs.distill_program import DistillProgram
+from jaxmem.train.jobs.distill_program import DistillProgram, TeacherStates
 from jaxmem.train.jobs.distillation import (
     DistillConfig,
     Targets,
-    TeacherColumns,
-    TeacherStates,
     distill_loss,
 )
 from jaxmem.train.jobs.policy import HeadCall
@@ -433,7 +432,7 @@ def test_the_divergence_of_all_columns_is_that_of_dense_float64(name):
     y = 2 * rng.normal(size=(2, 5, 20))
     ids = np.argsort(rng.normal(size=y.shape)).astype(np.int32)
     logprobs = np.log(softmax(y / config.temperature))
-    columns = TeacherColumns(ids, np.take_along_axis(logprobs, ids, -1).astype("f4"))
+    columns = jaxmem.Columns(ids, np.take_along_axis(logprobs, ids, -1).astype("f4"))
     where = rng.random((2, 5)) < 0.8
     targets, call = Targets(np.where(where, 0, -1)), HeadCall(1.0, "fused")
     loss, observed = distill_loss(

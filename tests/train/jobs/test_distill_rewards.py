@@ -19,7 +19,6 @@ from jaxmem.train.jobs import distill
 from jaxmem.train.jobs.distillation import (
     DistillConfig,
     Targets,
-    TeacherStates,
     distill_loss,
 )
 from jaxmem.train.jobs.policy import HeadCall
@@ -122,7 +121,7 @@ def test_the_policy_gradient_is_that_of_dense_float64(temperature):
         head = nnx.merge(definition, weights)
         return distill_loss(
             config, head, jnp.asarray(hidden), Targets(labels, advantages),
-            TeacherStates(states, teacher), jnp.float32(7), call,
+            teacher.teacher(states), jnp.float32(7), call,
         )  # fmt: skip
 
     slope = jax.jit(jax.value_and_grad(run, (0, 1), has_aux=True))
@@ -166,13 +165,12 @@ def test_one_pass_over_the_logits_of_a_temperature(temperatures, verbs):
     with jaxmem.report() as traced:
         _, told = distill_loss(
             config, student, hidden, Targets(labels, jnp.ones((2, 5))),
-            TeacherStates(states, teacher), jnp.float32(7),
+            teacher.teacher(states), jnp.float32(7),
             HeadCall(of_sampler, "fused"),
         )  # fmt: skip
     assert [call.verb for call in traced.calls] == verbs
-    want = student.divergence(
-        jaxmem.forward_kl, hidden, teacher, states, temperature=of_divergence
-    )
+    target = jaxmem.ForwardKL(teacher.teacher(states))
+    want = student.divergence(hidden, target, temperature=of_divergence)
     np.testing.assert_allclose(told["divergence"], want, rtol=1e-5)
     stats = student.token_stats(hidden, labels)
     np.testing.assert_allclose(told["ce"], -stats.logprob, rtol=1e-6)

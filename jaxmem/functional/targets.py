@@ -1,0 +1,86 @@
+"""What a divergence is of: how much of the other distribution is known."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import jax
+from jax.typing import ArrayLike
+
+from jaxmem.core import messages
+from jaxmem.core.head import Head
+from jaxmem.core.options import CallOptions
+from jaxmem.functional.kinds import Kind
+
+
+class Student(NamedTuple):
+    """What a verb of divergences is given of the student."""
+
+    hidden: Any
+    W: Any
+    labels: Any  # `arguments.NO_LABELS` where none are given
+    options: CallOptions
+
+
+class Places(Protocol):
+    """Where the operands of a target are placed on a mesh."""
+
+    where: Any  # the checked mask
+    tokens: tuple[int, ...]  # their shape
+    vocab_size: int  # of the student
+
+    def of_tokens(self, array: Any, fill: Any) -> Any:
+        """Place an array whose first axes are the tokens', padded by `fill`."""
+        ...
+
+    def number(self, name: str, value: ArrayLike | None) -> Any:
+        """Place a temperature: a scalar, one per token, or None."""
+        ...
+
+    def head(self, hidden: Any, head: Any, owner: str) -> tuple[Head, int]:
+        """Place a head of hidden states; with the number of its columns."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Target:
+    """The target of a divergence; a subclass says what is known of it.
+
+    `shards` says whether the vocabulary may be sharded; if not, `heads_as` replaces
+    heads by those of all columns.
+    """
+
+    shards: ClassVar[bool] = True
+
+    @property
+    def leading(self) -> Any:
+        """An array whose first axes are the tokens'."""
+        raise NotImplementedError
+
+    def divergence(self, kind: Kind, student: Student) -> jax.Array:
+        """The divergence of each token."""
+        raise NotImplementedError
+
+    def loss(
+        self, kind: Kind, student: Student, statistics_temperature: ArrayLike | None
+    ) -> tuple[Callable, Any]:
+        """Rule and call of a loss; see `divergence_loss_rule.run`."""
+        raise NotImplementedError
+
+    def placed(self, places: Places) -> "Target":
+        """The target, checked, with its arrays placed."""
+        raise NotImplementedError
+
+    def heads_as(self, whole: Callable[[Head], Head]) -> "Target":
+        """The target, with `whole` of its heads."""
+        return self
+
+
+def check(target: Any) -> Kind:
+    """Require a kind of divergence with a target."""
+    if isinstance(target, Kind) and isinstance(target.of, Target):
+        return target
+    raise TypeError(
+        "target must be jaxmem.ForwardKL(of), ReverseKL(of) or JSD(of, beta), of a "
+        f"jaxmem.Teacher, Columns or Drawn, got {messages.short(target)}"
+    )
