@@ -14,6 +14,7 @@ from jaxmem.models.decoder import Decoder, ModelConfig
 from jaxmem.models.partitioning import Layout, MeshConfig
 from jaxmem.planning import roofline
 from jaxmem.remat import cost
+from jaxmem.train import mfu
 from tests.cases import slow
 
 SMALL = ModelConfig(
@@ -114,6 +115,27 @@ def test_work_and_memory_are_those_of_routed_rows(groups):
     trained = products(jax.grad(lambda *a: jnp.sum(forward(*a))), *arrays)
     frozen = products(backward, *arrays)
     assert trained - frozen == pytest.approx(products(forward, *arrays))
+
+
+def test_a_plan_counts_the_experts_that_tokens_are_routed_to():
+    # Two layers of Qwen3-30B-A3B, traced alone.
+    config = ModelConfig(
+        layers=2, hidden=2048, ff=6144, heads=32, kv_heads=4, head_dim=128,
+        vocab_size=151_936, qk_norm=True, tied=False, feed_forwards=("experts",),
+        experts=128, experts_per_token=8, expert_ff=768, dtype="bfloat16",
+    )  # fmt: skip
+    decoder = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+    definition, state = nnx.split(decoder)
+    weights, length = nnx.to_pure_dict(state), 4096
+    tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
+
+    def hidden(weights, tokens):
+        return nnx.merge(definition, weights)(tokens, None, jnp.arange(length)[None])
+
+    counted = products(hidden, weights, tokens)
+    del weights["head"]  # a third of a step's operations are those of its forward pass
+    expected = length * mfu.flops_per_token(config, weights, {}, length) / 3
+    assert 1 <= counted / expected <= 1.3  # tiles that are not full
 
 
 def scores(logits, kind):

@@ -14,6 +14,13 @@ from tests.models.test_sampling import decoder, run
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
+OTHER_PARTS = dict(
+    mixers=("delta", "latent"), delta_heads=2, delta_key_dim=6, delta_value_dim=4,
+    latent=6, rotated_width=4, query_latent=5, feed_forwards=("experts",), experts=3,
+    experts_per_token=2, expert_ff=8, shared_ff=4,
+)  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("slots", "changes", "settings"),
     [
@@ -21,6 +28,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
         (2, dict(pattern=("local", "global"), window=3), dict(top_k=5)),
         (3, dict(learned_positions=16), {}),
         (5, {}, dict(top_p=0.7, support=7)),
+        (2, OTHER_PARTS, {}),
     ],
 )
 def test_what_a_row_samples_depends_neither_on_its_slot_nor_on_when_it_starts(
