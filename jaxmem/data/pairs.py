@@ -74,6 +74,9 @@ def load_pairs(
     fitting = [pair for pair in pairs if pair.length <= config.sequence_length]
     if not fitting or (len(fitting) < len(pairs) and not drop_long):
         raise DataError(_unfit(config, pairs))
+    for pair in pairs:
+        if pair.length > config.sequence_length:
+            reader.notes.add("pairs longer than a row are left out", pair.where)
     keys = [_digest(pair) for pair in fitting]
     training, held_out = split(fitting, keys, config.held_out)
     if config.held_out and not held_out:

@@ -1,6 +1,7 @@
 """A backend of one's own: one entry in the list of them, and nothing else."""
 
 import dataclasses
+import types
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxmem
-from jaxmem.backends import choose
+from jaxmem.backends import choose, hopper
 from jaxmem.models.decoder import HeadConfig
 
 XLA = choose.BACKENDS[-1]
@@ -59,6 +60,11 @@ def test_it_is_preferred_and_said_why(register, monkeypatch):
     assert calls.calls[0].implementation == "toy" and calls.calls[0].why == "a toy"
     assert calls.calls[0].live_logits_bytes == 0
     assert HeadConfig(backend="toy").backend == "toy"
+
+
+def test_float16_is_not_for_kernels_whose_derivatives_have_no_scale():
+    of = types.SimpleNamespace(compute_dtype=jnp.float16)
+    assert "which large weights overflow" in (hopper.unproven(of, None) or "")
 
 
 @pytest.mark.parametrize("ability", ["blocks", "sampler"])

@@ -103,6 +103,7 @@ class File:
     def __init__(self, file: teacher_files.TeacherFile, config: DistillJobConfig):
         self._file, self._config = file, config.data
         self._distill = config.distill
+        self._rows = config.model.vocab_size if config.data.streaming else None
         self._examples = teacher_streams.examples(file, config.data)
         self._count = config.run.accumulate
         self.get_state = self._examples.get_state
@@ -111,6 +112,10 @@ class File:
             self._evaluation()  # for what may be wrong
 
     def _example(self, example: teacher_files.Example) -> Example:
+        """With the ids of a stream checked, of which the first part was before."""
+        if self._rows is not None:
+            part = self._file._replace(ids=example.ids)
+            teacher_files.check_ids(part, self._rows, self._config.source)
         batch, *columns = example
         return Example(batch, of_file(self._distill, *columns))
 

@@ -23,7 +23,7 @@ from jaxmem.heads.nnx import LMHead
 from jaxmem.score import journal
 from jaxmem.train import config as configuration, jobs, saved
 from jaxmem.train.history import read_history
-from jaxmem.train.jobs import distill
+from jaxmem.train.jobs import distill, distill_sources
 from jaxmem.train.jobs.distill_program import DistillProgram, TeacherStates
 from jaxmem.train.jobs.distillation import (
     DistillConfig,
@@ -650,6 +650,16 @@ def test_teachers_ids_beyond_the_students_rows_are_named():
         "data.source='teacher.parquet': 2 of the teacher's ids are beyond the "
         "student's 40 entries, such as 40: "
     )
+
+
+def test_teachers_ids_of_a_later_part_of_a_stream_are_named():
+    config, _ = configuration.load("distill.gin", ["data.streaming=True"])
+    source = object.__new__(distill_sources.File)
+    source._rows, source._config = 40, config.data
+    source._file = teacher_files.TeacherFile([], np.zeros((0, 2)), None, 1.0, "")
+    example = teacher_files.Example(None, np.array([[[3, -1], [40, 2]]]), None)
+    with pytest.raises(DataError, match="1 of the teacher's ids are beyond the stude"):
+        source._example(example)
 
 
 def test_a_resumed_run_keeps_its_teacher_and_its_backend(two_steps, monkeypatch):
