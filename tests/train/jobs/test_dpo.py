@@ -88,6 +88,23 @@ def test_the_loss_is_the_papers(loss, smoothing):
     np.testing.assert_array_equal(told["accuracy"], h > 0)
 
 
+def test_pairs_longer_than_a_row_are_refused_or_counted():
+    pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    write([pair, pair | {"chosen": "b" * 20}, pair | {"rejected": "d"}])
+    config, _ = configuration.load("dpo.gin", ["data.held_out=0.0"])
+    with pytest.raises(DataError, match="pairs.jsonl:2: the pair has 23 tokens, and 1"):
+        list(jobs.job_of(config).reads.records(1))
+    config, _ = configuration.load("dpo.gin", ["data.held_out=0.0",
+                                               "dpo.drop_long=True"])  # fmt: skip
+    reads = jobs.job_of(config).reads
+    said = [line for line in reads.records(1) if isinstance(line, str)]
+    assert said[-2:] == [
+        "read as pairs of answers, 3 records",
+        "pairs longer than a row are left out: 1 (first pairs.jsonl:2)",
+    ]
+    assert len(reads.pairs[0]) == 2
+
+
 def test_ipo_of_means_is_of_log_probabilities_of_a_token():
     """Answers of different lengths: their sums, over the numbers of their tokens."""
     pairs = jobs.job_of(configuration.load("dpo.gin")[0]).reads.pairs[0][:4]
