@@ -146,11 +146,10 @@ class ModelConfig:
     delta_key_dim: int = 128  # width of a head's keys
     delta_value_dim: int = 128  # width of a head's values
     delta_taps: int = 4  # tokens that the convolution reads, including its own
-    # of global layers: their own width of a head and number of key heads, and whether
-    # their keys are their values, too
+    # width of a head of global layers; None: head_dim
     global_head_dim: int | None = None
-    global_kv_heads: int | None = None
-    keys_are_values: bool = False
+    global_kv_heads: int | None = None  # those of global layers; None: kv_heads
+    keys_are_values: bool = False  # keys of global layers are their values, too
     value_norm: bool = False  # normalise values, without a scale
     attention_gate: bool = False  # attention's result is multiplied by a sigmoid
     feed_forwards: tuple[str, ...] = ("dense",)  # what follows in a layer; cycled
