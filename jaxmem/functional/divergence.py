@@ -3,7 +3,7 @@
 import jax
 from jax.typing import ArrayLike
 
-from jaxmem.core.explicit_axes import merged, spec_of, with_automatic_axes
+from jaxmem.core.explicit_axes import merged, with_automatic_axes
 from jaxmem.core.gradients import Gradient
 from jaxmem.core.head import Matrix
 from jaxmem.core.options import AxisName, CallOptions, Chunk, Implementation
@@ -12,8 +12,7 @@ from jaxmem.functional.kinds import Kind
 
 
 def _sharding(given):
-    of = getattr(given["target"], "of", None)
-    return merged(spec_of(given["hidden"], 1), spec_of(getattr(of, "leading", None), 1))
+    return merged(*targets.specs(given))
 
 
 @with_automatic_axes(_sharding)

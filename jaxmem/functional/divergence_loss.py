@@ -6,7 +6,7 @@ import jax
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
-from jaxmem.core.explicit_axes import sharded_like, with_automatic_axes
+from jaxmem.core.explicit_axes import merged, spec_of, with_automatic_axes
 from jaxmem.core.head import Matrix
 from jaxmem.core.options import AxisName, CallOptions, Chunk, Implementation
 from jaxmem.functional import loss_functions, targets
@@ -16,7 +16,7 @@ from jaxmem.functional.kinds import Kind
 
 def _shardings(given):
     """Shardings of the loss and of every metric."""
-    return PartitionSpec(), sharded_like(labels=0, hidden=1)(given)
+    return PartitionSpec(), merged(spec_of(given["labels"]), *targets.specs(given))
 
 
 @with_automatic_axes(_shardings)

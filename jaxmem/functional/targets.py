@@ -1,13 +1,14 @@
 """What a divergence is of: how much of the other distribution is known."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
 from jax.typing import ArrayLike
 
 from jaxmem.core import messages
+from jaxmem.core.explicit_axes import spec_of
 from jaxmem.core.head import Head
 from jaxmem.core.options import CallOptions
 from jaxmem.functional.kinds import Kind
@@ -74,6 +75,16 @@ class Target:
     def heads_as(self, whole: Callable[[Head], Head]) -> "Target":
         """The target, with `whole` of its heads."""
         return self
+
+
+def specs(given: Mapping[str, Any]) -> list[tuple]:
+    """Shardings of the tokens, by arguments of a verb; the one that decides first.
+
+    Given ids come before hidden, and a teacher's hidden states after it.
+    """
+    of = getattr(given["target"], "of", None)
+    found = [spec_of(given["hidden"], 1), spec_of(getattr(of, "leading", None), 1)]
+    return found[::-1] if getattr(of, "shards", False) else found
 
 
 def check(target: Any) -> Kind:
