@@ -311,7 +311,7 @@ def reader(
 
 
 def _swapped(sizes: tuple) -> tuple:
-    """The same of an array whose last two axes are swapped."""
+    """Sizes of an array whose last two axes are swapped."""
     return *sizes[:-2], sizes[-1], sizes[-2]
 
 

@@ -137,7 +137,7 @@ def check_labels(labels, where, shape: tuple[int, ...], vocab_size: int) -> None
         )
     if labels.shape != shape:
         raise ValueError(
-            f"labels must have one entry a token, shape {shape}, got {labels.shape}"
+            f"labels must have one entry per token, shape {shape}, got {labels.shape}"
         )
     if not (is_visible(labels) and is_visible(where)):
         return
@@ -198,7 +198,7 @@ def check_temperature(
         )
     if temperature.shape not in ((), shape):
         raise ValueError(
-            f"{name} must be a scalar or one a token, shape {shape}, got shape "
+            f"{name} must be a scalar or one per token, shape {shape}, got shape "
             f"{temperature.shape}"
         )
     if not is_visible(temperature):
@@ -208,8 +208,8 @@ def check_temperature(
     if not np.all(good):
         bad = visible[~good].flat[0]
         raise ValueError(
-            f"{name} must be positive and finite, got {bad}; what a temperature "
-            "of 0 would choose, token_stats tells as is_argmax"
+            f"{name} must be positive and finite, got {bad}; for greedy decoding use "
+            "token_stats(...).is_argmax"
         )
 
 
@@ -240,8 +240,8 @@ def check_bias(bias, columns: int, name: str = "bias") -> None:
     check_float(name, bias)
     if bias.shape != (columns,):
         raise ValueError(
-            f"{name} must have one entry a token of the vocabulary, shape ({columns},),"
-            f" got shape {bias.shape}"
+            f"{name} must have one entry per token of the vocabulary, shape "
+            f"({columns},), got shape {bias.shape}"
         )
 
 
@@ -251,7 +251,7 @@ def check_per_token(name: str, value, shape: tuple[int, ...]) -> None:
         raise TypeError(f"{name} must hold real numbers, got {value.dtype}")
     if value.shape[: len(shape)] != shape:
         raise ValueError(
-            f"{name} must have one entry a token, shape {shape} and maybe further "
+            f"{name} must have one entry per token, shape {shape} and maybe further "
             f"axes, got shape {value.shape}; broadcast it, or let loss_fn close over it"
         )
 

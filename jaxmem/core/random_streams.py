@@ -44,5 +44,5 @@ class Stream(enum.IntEnum):
         return key
 
     def generator(self, seed: int, *numbers: int) -> np.random.Generator:
-        """The same for a draw on the host; a stream always takes as many numbers."""
+        """A generator for a draw on the host; a stream always takes as many numbers."""
         return np.random.default_rng([self.value, seed, *numbers])

@@ -129,7 +129,7 @@ def has_triton() -> bool:
 
 
 def _major_capability(unknown):
-    """Of the current GPU; 0 of AMD's, whose are "gfx90a" and such."""
+    """Capability of the current GPU; 0 of AMD's, whose are "gfx90a" and such."""
     capability = str(getattr(current()[0], "compute_capability", unknown))
     major = capability.split(".")[0]
     return int(major) if major.isdigit() else 0

@@ -63,7 +63,7 @@ XLA = Arithmetic(_exp, lambda a, b, c: a * b + c, jnp.minimum, product)
 
 
 class Blocks(NamedTuple):
-    """Of blocks of columns, arrays of one shape."""
+    """What is known of blocks of columns, in arrays of one shape."""
 
     p: Any  # mass
     q: Any
@@ -114,7 +114,7 @@ def exp_series(x, first, ops=XLA):
 
 @functools.cache
 def _series_factors(first: int, itemsize: int) -> tuple[float, ...]:
-    """Of powers of x."""
+    """Coefficients of powers of x."""
     taylor = [
         (-1) ** k * math.factorial(first - 1) / math.factorial(first - 1 + k)
         for k in range(_SERIES_TERMS)
@@ -175,7 +175,7 @@ def _half_log_of_larger(size, ratio, ops):
 
 @functools.cache
 def _half_factors(itemsize: int) -> tuple[float, ...]:
-    """Of powers of s² in (u tanh u - ln cosh u) / 2s², u = s/2, s < SERIES_BELOW.
+    """Factors of s²ⁿ in (u tanh u - ln cosh u) / 2s², u = s/2, s < SERIES_BELOW.
 
     Twice that is x K'(x) - K(x) of `mixing_series` for w = 1/2, which is even.
     """
@@ -185,7 +185,7 @@ def _half_factors(itemsize: int) -> tuple[float, ...]:
 
 @functools.cache
 def _log_cosh_factors(itemsize: int) -> tuple[float, ...]:
-    """Of powers of s² in ln cosh(s/2) / 2s², for s < SERIES_BELOW."""
+    """Factors of powers of s² in ln cosh(s/2) / 2s², for s < SERIES_BELOW."""
     terms = _mixing_factors(0.5, _MIXING_TERMS[8])[::2]
     taylor = [term / (4 * k + 2) for k, term in enumerate(terms)]
     return _of_squares(taylor, itemsize, _HALF_DEGREES["near"])
@@ -199,7 +199,7 @@ def _of_squares(taylor, itemsize, degree):
 
 @functools.cache
 def _log_factors() -> tuple[float, ...]:
-    """Of powers of r in -ln((1 + r) / 2)/2, for r = e^-s and s > SERIES_BELOW."""
+    """Factors of rⁿ in -ln((1 + r) / 2)/2, for r = e^-s and s > SERIES_BELOW."""
     domain, degree = (0, math.exp(-SERIES_BELOW)), _HALF_DEGREES["far"]
     return _interpolated(lambda r: -np.log((1 + r) / 2) / 2, degree, domain)
 
@@ -239,7 +239,7 @@ def _log_by_artanh(t, ops):
 
 @functools.cache
 def _artanh_factors(itemsize: int) -> tuple[float, ...]:
-    """Of powers of t² in 2 artanh(t) / t."""
+    """Factors of powers of t² in 2 artanh(t) / t."""
     taylor = [2 / (2 * k + 1) for k in range(_ARTANH_TERMS)]
     if itemsize == 8:
         return tuple(taylor)
@@ -258,7 +258,7 @@ def mixing_series(weight, x, ops):
 
 @functools.cache
 def _mixing_factors(weight: float, terms: int) -> tuple[float, ...]:
-    """Of x^n in x K'(x) - K(x), from n = 2 on: (n - 1) κ_n / n!.
+    """Factors of x^n in x K'(x) - K(x), from n = 2 on: (n - 1) κ_n / n!.
 
     κ_n is a polynomial in w: κ_1 = w, κ_(n+1) = w (1 - w) dκ_n/dw. Its sum cancels,
     which fractions of integers do not mind.

@@ -45,7 +45,7 @@ def read_ragged(
         )
     if offsets.shape != (n_tokens + 1,):
         raise ValueError(
-            f"offsets must have one entry a token and one more, shape "
+            f"offsets must have one entry per token and one more, shape "
             f"({n_tokens + 1},), got {offsets.shape}"
         )
     _check_visible(ids, offsets, max_ids, where, tokens)

@@ -90,7 +90,7 @@ class SupportRule(LoopRule):
         return carry
 
     def _widths(self, rows, given) -> Iterator[tuple[int, int, jax.Array]]:
-        """Of each width: its ids, tokens per chunk, and which active tokens have it."""
+        """Each width's ids, tokens per chunk, and which active tokens have it."""
         yield given.shape[1], self.spec.chunk, rows.active
 
     def _ids(self, given, row_ids, width):
@@ -143,7 +143,7 @@ class SupportRule(LoopRule):
 
 @dataclasses.dataclass(frozen=True)
 class RaggedSupportRule(SupportRule):
-    """The same for `Ragged` supports, grouped by widths that double.
+    """The rule of `Ragged` supports, grouped by widths that double.
 
     A width's tokens run as dense supports of that width. What is computed is therefore
     less than twice the ids of a support, if it has more than `_NARROWEST`.

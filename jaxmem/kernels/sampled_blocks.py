@@ -253,7 +253,7 @@ class _Select:
 
 
 def _layouts(at_once):
-    """Of one slot's columns in every warp, and of slots that warps share."""
+    """Shapes of one slot's columns in every warp, and of slots that warps share."""
     tiled, width = plgpu.Layout.TILED, 32 * at_once
     of_column = tiled(
         plgpu.Tiling(((width,), (at_once,))),

@@ -30,7 +30,7 @@ def as_tokens(**arrays: ArrayLike) -> list[jax.Array]:
     for name, array in others:
         if array.shape != tokens.shape:
             raise ValueError(
-                f"{name} must have one entry a token, the shape {tokens.shape} of "
+                f"{name} must have one entry per token, the shape {tokens.shape} of "
                 f"{first}, got {array.shape}; broadcast it to the tokens first"
             )
     with jax.numpy_dtype_promotion("standard"):

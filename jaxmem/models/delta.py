@@ -96,7 +96,7 @@ def _chunk(carry, part: Inputs):
 
 
 def step(state: jax.Array, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
-    """The same for one more token of each row.
+    """The rule for one more token of each row.
 
     Args:
         state: f32 [B, H, K, V].

@@ -137,7 +137,7 @@ class Layout:
         return self._placed(shapes, _weight_spec)
 
     def of_moments(self, shapes: Any, weights: Any) -> Any:
-        """The same for an optimizer's state, which has some arrays per weight.
+        """`of_weights` of an optimizer's state, which has some arrays per weight.
 
         An array of its weight's shape is sharded like that; others, such as sums over
         the rows of a matrix, are replicated.
@@ -154,24 +154,24 @@ class Layout:
         return self._placed(shapes, spec_of)
 
     def of_tokens(self, shapes: Any) -> Any:
-        """The same for arrays [..., B, T]."""
+        """Shapes of arrays [..., B, T], with their shardings."""
         return self._placed(shapes, lambda _, shape: _token_spec(len(shape)))
 
     def of_rows(self, shapes: Any) -> Any:
-        """The same for arrays [B, ...]."""
+        """Shapes of arrays [B, ...], with their shardings."""
         return self._placed(shapes, lambda _, shape: PartitionSpec(ROWS))
 
     def of_head(self, weights: Any, hidden: Any, labels: Any) -> tuple[Any, Any, Any]:
-        """The same for a head alone: its weights, hidden states and labels."""
+        """Shardings of a head alone: its weights, hidden states and labels."""
         weights = self.of_weights({"head": weights})["head"]
         return weights, self.of_hidden(hidden), self.of_tokens(labels)
 
     def of_hidden(self, shapes: Any) -> Any:
-        """The same for arrays [B, T, ...]."""
+        """Shapes of arrays [B, T, ...], with their shardings."""
         return self._placed(shapes, lambda _, shape: TOKENS)
 
     def whole(self, shapes: Any) -> Any:
-        """The same for replicated arrays."""
+        """Shapes of replicated arrays, with their shardings."""
         return self._placed(shapes, lambda _, shape: PartitionSpec())
 
     def _placed(self, shapes, spec_of):

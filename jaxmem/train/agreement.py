@@ -51,7 +51,7 @@ def _content(named: str) -> str | None:
 
 
 def _of_directory(path: Path) -> str:
-    """Of names and sizes, and of small files: weights are too many to read twice."""
+    """A digest of names, sizes and small files: weights are too many to read."""
     whole = hashlib.sha256()
     for file in sorted(path.iterdir()):
         if file.is_file():

@@ -60,9 +60,7 @@ SQUARE = (
     "nnx.Linear kernel)"
 )
 CONVERT_LABELS = "; convert them with labels.astype('int32')"
-ZERO_TEMPERATURE = (
-    "; what a temperature of 0 would choose, token_stats tells as is_argmax"
-)
+ZERO_TEMPERATURE = "; for greedy decoding use token_stats(...).is_argmax"
 
 
 def _chunk(got):
@@ -251,17 +249,17 @@ ERRORS = [
     (
         {"labels": jnp.zeros(N + 1, jnp.int32)},
         ValueError,
-        "labels must have one entry a token, shape (3,), got (4,)",
+        "labels must have one entry per token, shape (3,), got (4,)",
     ),
     (
         {"labels": jnp.zeros((N, 1), jnp.int32)},
         ValueError,
-        "labels must have one entry a token, shape (3,), got (3, 1)",
+        "labels must have one entry per token, shape (3,), got (3, 1)",
     ),
     (
         {"labels": 0},
         ValueError,
-        "labels must have one entry a token, shape (3,), got ()",
+        "labels must have one entry per token, shape (3,), got ()",
     ),
     ({"labels": jnp.array([0, 1, V])}, ValueError, _labels_below(5, "5")),
     ({"labels": np.array([0, 1, V], np.uint8)}, ValueError, _labels_below(5, "5")),
@@ -353,12 +351,12 @@ ERRORS = [
     (
         {"temperature": [1.0, 1.0]},
         ValueError,
-        "temperature must be a scalar or one a token, shape (3,), got shape (2,)",
+        "temperature must be a scalar or one per token, shape (3,), got shape (2,)",
     ),
     (
         {"temperature": jnp.ones((1, N))},
         ValueError,
-        "temperature must be a scalar or one a token, shape (3,), got shape (1, 3)",
+        "temperature must be a scalar or one per token, shape (3,), got shape (1, 3)",
     ),
     # softcap
     ({"softcap": 0}, ValueError, "softcap must be positive and finite, got 0"),
@@ -404,13 +402,14 @@ ERRORS = [
     (
         {"bias": jnp.ones(D)},
         ValueError,
-        "bias must have one entry a token of the vocabulary, shape (5,), "
+        "bias must have one entry per token of the vocabulary, shape (5,), "
         "got shape (8,)",
     ),
     (
         {"bias": 1.0},
         ValueError,
-        "bias must have one entry a token of the vocabulary, shape (5,), got shape ()",
+        "bias must have one entry per token of the vocabulary, shape (5,), got shape "
+        "()",
     ),
     # vocab_size
     ({"vocab_size": 0}, ValueError, _vocab_size("0")),

@@ -618,17 +618,17 @@ ERRORS = [
      ValueError, "vocab_size must be an integer from 1 to 99, the columns there are, "
      "got 130"),
     ({"teacher_bias": np.ones(3, np.float32)}, ValueError,
-     "Teacher.bias must have one entry a token of the vocabulary, shape (130,), got "
+     "Teacher.bias must have one entry per token of the vocabulary, shape (130,), got "
      "shape (3,)"),
     ({"teacher_softcap": -1.0}, ValueError,
      "Teacher.softcap must be positive and finite, got -1.0"),
     ({"teacher_softcap": "none"}, TypeError,
      "Teacher.softcap must be a Python number or None, got 'none'"),
     ({"teacher_temperature": 0.0}, ValueError,
-     "Teacher.temperature must be positive and finite, got 0.0; what a temperature "
-     "of 0 would choose, token_stats tells as is_argmax"),
+     "Teacher.temperature must be positive and finite, got 0.0; for greedy decoding "
+     "use token_stats(...).is_argmax"),
     ({"teacher_temperature": np.ones(3)}, ValueError,
-     "Teacher.temperature must be a scalar or one a token, shape (37,), got shape "
+     "Teacher.temperature must be a scalar or one per token, shape (37,), got shape "
      "(3,)"),
     ({"where": np.ones(3, bool)}, ValueError,
      "where must broadcast to the tokens' shape (37,), got shape (3,)"),

@@ -271,7 +271,7 @@ def test_it_is_reported():
         ({"chunk": 0}, ValueError, "chunk must be"),
         ({"normalizer": -1.0}, ValueError, "normalizer must"),
         ({"statistics_temperature": 0.0}, ValueError, "statistics_temperature must"),
-        ({"statistics_temperature": np.ones(3)}, ValueError, "scalar or one a token"),
+        ({"statistics_temperature": np.ones(3)}, ValueError, "scalar or one per token"),
         ({"labels": LABELS[:5]}, ValueError, "labels must have"),
         ({"teacher_hidden": np.ones((3, 10))}, ValueError, "Teacher.hidden must"),
         ({"loss_fn": lambda stats: stats.logprob}, TypeError, "1 per-token argument"),

@@ -281,7 +281,7 @@ ERRORS = [
      "offsets must be integers, got float64; convert them with "
      "offsets.astype('int32')"),
     ({"offsets": OFFSETS[1:]}, ValueError,
-     "offsets must have one entry a token and one more, shape (38,), got (37,)"),
+     "offsets must have one entry per token and one more, shape (38,), got (37,)"),
     ({"offsets": changed(OFFSETS, 5, 0)}, ValueError,
      f"offsets must not decrease, got {OFFSETS[4]} and then 0 at 5"),
     ({"offsets": OFFSETS - 3}, ValueError,

@@ -431,14 +431,14 @@ ERRORS = [
      f"labels must be among their token's support_ids, got {Y[3]} at (3,), which is "
      "not; mark padding with a negative label or with where="),
     ("support_logprobs", {"labels": Y[:5]}, ValueError,
-     "labels must have one entry a token, shape (37,), got (5,)"),
+     "labels must have one entry per token, shape (37,), got (5,)"),
     ("support_logprobs", {"where": np.ones(3, bool)}, ValueError,
      "where must broadcast to the tokens' shape (37,), got shape (3,)"),
     ("support_logprobs", {"chunk": 0}, ValueError,
      "chunk must be a positive number of tokens, None or 'auto', got 0"),
     ("support_logprobs", {"temperature": 0.0}, ValueError,
-     "temperature must be positive and finite, got 0.0; what a temperature of 0 would "
-     "choose, token_stats tells as is_argmax"),
+     "temperature must be positive and finite, got 0.0; for greedy decoding use "
+     "token_stats(...).is_argmax"),
 ]  # fmt: skip
 
 

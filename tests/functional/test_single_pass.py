@@ -628,14 +628,14 @@ PAIR = "chunk, or a pair of it and a dict of metrics, got "
             [nll, 2.0],
             {},
             ValueError,
-            "per_token[0] must have one entry a token, shape (3,) and maybe further "
+            "per_token[0] must have one entry per token, shape (3,) and maybe further "
             "axes, got shape (); broadcast it, or let loss_fn close over it",
         ),
         (
             [nll, np.ones(3), np.ones((4, 3))],
             {},
             ValueError,
-            "per_token[1] must have one entry a token, shape (3,) and maybe further "
+            "per_token[1] must have one entry per token, shape (3,) and maybe further "
             "axes, got shape (4, 3); broadcast it, or let loss_fn close over it",
         ),
         (

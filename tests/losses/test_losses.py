@@ -967,7 +967,7 @@ ONE, TWO = jnp.zeros(1), jnp.zeros(2)
     [
         pytest.param(
             lambda: losses.ppo_clip(TWO, TWO, ONE), ValueError,
-            "advantages must have one entry a token, the shape (2,) of logprob, got "
+            "advantages must have one entry per token, the shape (2,) of logprob, got "
             "(1,); broadcast it to the tokens first",
             id="shape",
         ),

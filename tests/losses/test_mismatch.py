@@ -113,7 +113,9 @@ def test_a_broken_token_shows(logprobs):
 
 def test_errors():
     two = jnp.zeros(2)
-    with pytest.raises(ValueError, match=r"^rollout_logp must have one entry a token"):
+    with pytest.raises(
+        ValueError, match=r"^rollout_logp must have one entry per token"
+    ):
         jaxmem.mismatch_report(two, jnp.zeros(3))
     with pytest.raises(TypeError, match="^where must be boolean, got float32"):
         jaxmem.mismatch_report(two, two, two)

@@ -12,7 +12,7 @@ _TABLE = Key("hidden_size_per_layer_input", "layer_input", default=256)
 
 
 def _optional(key: Key) -> Key:
-    """The same, where 0 says that there is none."""
+    """The key, where 0 says that there is none."""
     return Key(
         key.key, key.field, int | None, key.default,
         read_value=lambda value: value or None,

@@ -153,7 +153,7 @@ class GrpoConfig:
 
     @property
     def _bounds(self) -> tuple[float, float]:
-        """Of the correction; 0 below where it has a cap alone."""
+        """Bounds of the correction; 0 below where it has a cap alone."""
         assert self.correction is not None
         correction = objectives.CORRECTIONS[self.correction]
         own = inspect.signature(correction.weights).parameters

@@ -178,7 +178,7 @@ class Logprobs(NamedTuple):
 
     @classmethod
     def unknown(cls, shape: tuple[int, ...], truncates: bool) -> "Logprobs":
-        """Of no token yet."""
+        """Log-probabilities of no token yet."""
         whole = np.zeros(shape, np.float32) if truncates else None
         drawn_from = np.full(shape, SAME_WEIGHTS, np.float32)
         return cls(drawn_from, whole, np.zeros(shape, bool))

@@ -76,7 +76,7 @@ class Sampled(NamedTuple):
         return (groups != groups[:, :1]).any(axis=(1, 2))
 
     def advantages(self, group_size: int, compare: Compare) -> np.ndarray:
-        """Of completions [N]; or of tokens [N, R], where turns are compared.
+        """Advantages of completions [N]; or of tokens [N, R] if turns are compared.
 
         A turn's advantage compares the rewards from it on with those of the group's
         conversations that have this turn.
