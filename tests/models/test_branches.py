@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxmem.models import branches
+from jaxmem.models import attention, branches
 from jaxmem.models.decoder import Decoder, ModelConfig
-from jaxmem.models.positions import Branches
+from jaxmem.models.positions import Branches, Sight
 from jaxmem.packing.branches import Parts, pack_branches
 from jaxmem.packing.plan import pack
 
@@ -86,6 +86,27 @@ def test_states_and_gradients_are_those_of_prompts_that_are_read_each_time(
     for a, b in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5 * float(jnp.abs(b).max() + 1))
     assert sum(float(jnp.abs(b).max()) > 1e-3 for b in theirs) > 10
+
+
+def test_the_kernel_of_cudnn_gets_the_mask_of_keys_before_the_queries(monkeypatch):
+    """Its arguments, on XLA's attention; test_decoder runs the kernel on GPUs."""
+    plain = jax.nn.dot_product_attention
+
+    def on_xla(*arrays, implementation, **options):
+        assert implementation == "cudnn"
+        return plain(*arrays, implementation="xla", **options)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", on_xla)
+    rng = np.random.default_rng(1)
+    ids = jnp.array([[1, 1, 2, 0], [1, 2, 2, 2]])
+    prefix = jnp.array([[True, True, False], [True, False, False]])
+    query = jnp.asarray(rng.normal(size=(2, 4, 4, 8)), jnp.float32)
+    key, value = (
+        jnp.asarray(rng.normal(size=(2, 7, 2, 8)), jnp.float32) for _ in range(2)
+    )
+    given = query, key, value, Sight(ids, prefix=prefix)
+    got = attention.attend_by_cudnn(*given, scale=0.3)
+    np.testing.assert_allclose(got, attention.attend(*given, scale=0.3), atol=1e-5)
 
 
 def test_every_token_is_read_and_a_prompt_once_a_row():

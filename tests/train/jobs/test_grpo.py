@@ -740,6 +740,17 @@ def test_slots_that_cannot_be_refilled_are_refused(changes, expected):
         PolicyProgram(changed(SMALL, **changes))
 
 
+def test_a_plan_counts_the_cache_of_the_slots():
+    sizes, turns = [], []
+    for slots in (None, 8):
+        program = PolicyProgram(changed(SMALL, sampling=dict(slots=slots)))
+        phase = program.rollout_phase({})
+        sizes.append(phase.parts["keys and values"])
+        turns.append(phase.turns)
+        assert phase.tokens == 32 * 3
+    assert sizes[0] == 4 * sizes[1] and turns == [2, 1]
+
+
 def test_a_vocabulary_below_the_task_s_is_refused(tmp_path):
     with pytest.raises(ValueError, match="model.vocab_size=9 is below .* 14 entries"):
         train(changed(SMALL, model=dict(vocab_size=9)), tmp_path / "run")
