@@ -23,7 +23,7 @@ class Prompts(NamedTuple):
     """What N rows begin with, and their random numbers."""
 
     ids: jax.Array  # [N, P]
-    lengths: jax.Array  # [N]
+    lengths: jax.Array  # [N]; 0: the row gets no token
     keys: jax.Array  # [N]
 
 
@@ -102,9 +102,9 @@ class Refill:
 
     def _prefill(self, rows: jax.Array) -> tuple[jax.Array, kv_cache.Cache]:
         decoder: Decoder = nnx.merge(*self.model)
-        return decoder.prefill(
-            self.prompts.ids[rows], self.prompts.lengths[rows], self._room
-        )
+        lengths = self.prompts.lengths[rows]
+        lengths = jnp.where(lengths == 0, 1, lengths)
+        return decoder.prefill(self.prompts.ids[rows], lengths, self._room)
 
     def _is_live(self, state: State) -> jax.Array:
         return jnp.any(state[0].rows < self._count)
@@ -145,13 +145,14 @@ class Refill:
         count, decoder = self._count, nnx.merge(*self.model)
         known = jnp.minimum(numbers, count - 1)
         steps, keys = rows.lengths[known], self.prompts.keys[known]
-        new, ended = self.draw(keys, steps, decoder.logits(hidden), numbers == count)
+        live = (self.prompts.lengths[known] != 0) & (numbers < count)
+        new, ended = self.draw(keys, steps, decoder.logits(hidden), ~live)
 
         def put(all_: jax.Array, x: jax.Array) -> jax.Array:
             return all_.at[numbers, steps].set(x, mode="drop")
 
         drawn = jax.tree.map(put, rows.drawn, new)
-        lengths = rows.lengths.at[numbers].add(1, mode="drop")
+        lengths = rows.lengths.at[numbers].add(live, mode="drop")
         ended |= steps + 1 == self.most
         left = jnp.where(ended, count, numbers)
         return rows._replace(drawn=drawn, lengths=lengths), new.tokens, left

@@ -123,7 +123,8 @@ def sample(
     Args:
         decoder: the policy.
         prompts: [B, P] ids, each row's prompt first; the rest of a row is ignored.
-        prompt_lengths: [B] tokens of each prompt, from 1 to P.
+        prompt_lengths: [B] tokens of each prompt, from 1 to P; 0: the row gets no token
+            and nothing waits for it.
         key: of the random numbers; the same key gives the same samples.
         config: lengths, temperature and truncation.
         eos_id: the token that ends a completion, of which it is a part; or several.
@@ -221,14 +222,17 @@ class Sampler:
             The state after one token.
         """
         _check_prompts(prompts, prompt_lengths)
-        (rows, width), slots = prompts.shape, self.config.max_new_tokens
+        width, slots = prompts.shape[1], self.config.max_new_tokens
         model = nnx.merge(*_in_compute_type(decoder))
         # The last token of a row is not read again, and needs no slot. GPU products
         # would pad keys and values whose size is not a multiple of 16 bytes, in every
         # step.
         max_length = -(-(width + slots - 1) // 8) * 8
-        hidden, cache = model.prefill(prompts, prompt_lengths, max_length)
-        step, ended = jnp.asarray(0), jnp.zeros(rows, bool)
+        lengths = jnp.asarray(prompt_lengths)
+        hidden, cache = model.prefill(
+            prompts, jnp.where(lengths == 0, 1, lengths), max_length
+        )
+        step, ended = jnp.asarray(0), lengths == 0
         first, ended = self._drawn(keys, step, model.logits(hidden), ended)
         drawn = _put(_nothing_drawn(first, slots, self.pad_id), step, first)
         return State(step + 1, first.tokens, ended, keys, drawn, cache)
@@ -350,10 +354,10 @@ def _check_prompts(prompts: Ids, lengths: Ids) -> None:
     if isinstance(lengths, Tracer):
         return
     lengths = np.asarray(lengths)
-    if np.any((lengths < 1) | (lengths > prompts.shape[1])):
-        bad = lengths[(lengths < 1) | (lengths > prompts.shape[1])][0]
+    if np.any((lengths < 0) | (lengths > prompts.shape[1])):
+        bad = lengths[(lengths < 0) | (lengths > prompts.shape[1])][0]
         raise ValueError(
-            f"prompt_lengths must be from 1 to the {prompts.shape[1]} tokens that "
+            f"prompt_lengths must be from 0 to the {prompts.shape[1]} tokens that "
             f"prompts has room for, got {bad}"
         )
 

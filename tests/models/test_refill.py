@@ -8,8 +8,8 @@ from flax import nnx
 
 from jaxmem.models import refill
 from jaxmem.models.decoder import Decoder
-from jaxmem.models.sampling import Drawn
-from tests.models.test_sampling import decoder, run
+from jaxmem.models.sampling import Drawn, SamplingConfig, sample
+from tests.models.test_sampling import EOS, LENGTHS, PAD, PROMPTS, decoder, run
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -44,6 +44,25 @@ def test_what_a_row_samples_depends_neither_on_its_slot_nor_on_when_it_starts(
     assert len(set(made.lengths)) > 2 and made.lengths.max() == 12
     assert (made.steps > 11) == (slots < 3)  # then rows wrote behind the last slot
     assert (made.starts.max() > 0) == (slots < 5)
+
+
+@pytest.mark.parametrize("slots", [None, 2])
+def test_nothing_waits_for_rows_that_get_no_token(slots):
+    config, live = SamplingConfig(max_new_tokens=12, slots=slots), np.arange(5) != 1
+
+    @jax.jit
+    def draw(live):
+        lengths = jnp.where(live, LENGTHS, 0)
+        given = decoder(), PROMPTS, lengths, jax.random.key(1), config
+        return sample(*given, eos_id=EOS, pad_id=PAD)
+
+    whole, made = jax.device_get((draw(live | True), draw(live)))
+    assert whole.lengths.argmax() == 1 and made.steps < whole.steps
+    assert made.lengths[1] == 0 and not made.mask[1].any()
+    for name in ("tokens", "mask", "lengths"):
+        ours, theirs = getattr(made, name), getattr(whole, name)
+        np.testing.assert_array_equal(ours[live], theirs[live])
+    np.testing.assert_allclose(made.logprobs[live], whole.logprobs[live], atol=1e-5)
 
 
 def test_every_step_decodes_and_none_is_left_over(monkeypatch):

@@ -455,7 +455,7 @@ def test_the_loop_reads_weights_in_the_compute_type():
 
 def test_a_length_that_shows_too_late_gives_nan():
     lengths = LENGTHS.copy()
-    lengths[1] = 0
+    lengths[1] = 5
     made = run(decoder(), lengths=lengths, temperature=1.0)
     assert np.isnan(made.logprobs[1]).all()
     assert np.isfinite(made.logprobs[[0, 2, 3, 4]]).all()
@@ -508,7 +508,7 @@ def test_no_more_tokens_than_there_are(settings, name):
             r"prompts must be integers .*got float64\(5, 4\)",
         ),
         (dict(prompt_lengths=LENGTHS[:2]), r"prompt_lengths must .*\(5,\), got \(2,\)"),
-        (dict(prompt_lengths=LENGTHS - 1), "prompt_lengths must be from 1 to .*got 0"),
+        (dict(prompt_lengths=LENGTHS - 2), "prompt_lengths must be from 0 to .*got -1"),
         (dict(prompt_lengths=LENGTHS + 1), "prompt_lengths must be .*the 4 .*got 5"),
         (dict(eos_id=7), r"eos_id must be .* in \[0, 7\), got 7"),
         (dict(pad_id=-1), r"pad_id must be .* in \[0, 7\), got -1"),

@@ -20,7 +20,8 @@ from jaxmem.data.tasks import TaskConfig
 from jaxmem.models.sampling import Samples
 from jaxmem.train.jobs.sampled import ByTurn
 
-# Completes prompts [N, P] of lengths [N] in the turn of a number, on the host.
+# Completes prompts [N, P] of lengths [N] in the turn of a number, on the host; a row of
+# length 0 gets no token.
 Sample = Callable[[np.ndarray, np.ndarray, int], Samples]
 # A completion that a template is asked to render; no text has these characters.
 _FILLER = "\ue000\ue001"
@@ -166,8 +167,8 @@ class _Rows:
         return ids
 
     def prompts(self, width: int, live: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """What is read next: all of rows that are live, one token of others."""
-        lengths = np.where(live, self.first + self.lengths, 1)
+        """What is read next: all of rows that are live, nothing of others."""
+        lengths = np.where(live, self.first + self.lengths, 0)
         return self.read[:, :width], lengths.astype(np.int32)
 
     def samples(self) -> Samples:
