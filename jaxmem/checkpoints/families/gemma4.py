@@ -8,17 +8,11 @@ from jaxmem.checkpoints.families.global_layers import GlobalLayers
 from jaxmem.checkpoints.families.windows import Windows, up_to_every_sixth
 
 _LAYER = "model.layers.{}."
-_TABLE = Key("hidden_size_per_layer_input", "layer_input", default=256)
-
-
-def _optional(key: Key) -> Key:
-    """The key, where 0 says that there is none."""
-    return Key(
-        key.key, key.field, int | None, key.default,
-        read_value=lambda value: value or None,
-        write_value=lambda value: value or 0, may_be_zero=True,
-    )  # fmt: skip
-
+_LAYER_INPUT = Key(
+    "hidden_size_per_layer_input", "layer_input", int | None, 256,
+    read_value=lambda value: value or None, write_value=lambda value: value or 0,
+    may_be_zero=True,
+)  # fmt: skip
 
 PARTS: tuple[Any, ...] = (
     *standard.sizes(eps=1e-6),
@@ -27,7 +21,7 @@ PARTS: tuple[Any, ...] = (
     standard.TIED,
     standard.ATTENTION_BIAS,
     Key("final_logit_softcapping", "softcap", float | None, None),
-    _optional(_TABLE),
+    _LAYER_INPUT,
     Key("vocab_size_per_layer_input", "layer_input_vocab", int | None, 262_144),
     mixtures.Beside(),
     GlobalLayers(),
