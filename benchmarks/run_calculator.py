@@ -1,6 +1,6 @@
 """A calculator as an environment: products that a model cannot know.
 
-    python -m benchmarks.run_calculator --seeds 2
+    python -m benchmarks.run_calculator
 
 A small decoder learns from text to guess products of two numbers, to ask a calculator,
 and to repeat what it answers. Then GRPO rewards right answers, in conversations with
@@ -89,7 +89,7 @@ def measure(seed, steps):
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=80, help="rollouts of a run")
     parser.add_argument("--out", default="calculator_cpu.csv")
     given = parser.parse_args(arguments)
