@@ -62,12 +62,6 @@ def test_it_is_preferred_and_said_why(register, monkeypatch):
     assert HeadConfig(backend="toy").backend == "toy"
 
 
-def test_an_older_jax_has_no_kernels_whatever_the_gpu(monkeypatch):
-    monkeypatch.setattr(hopper._devices, "backend", lambda: "gpu")
-    monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
-    assert "it needs jax 0.11 or newer" in (hopper.refuses_machine() or "")
-
-
 def test_float16_is_not_for_kernels_whose_derivatives_have_no_scale():
     of = types.SimpleNamespace(compute_dtype=jnp.float16)
     assert "which large weights overflow" in (hopper.unproven(of, None) or "")
