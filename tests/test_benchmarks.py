@@ -28,12 +28,10 @@ from benchmarks import (
     run_peers,
     run_refill,
     run_replay,
-    run_rounding,
     run_sampled,
     run_sampled_evidence,
     run_sampled_training,
     run_shared,
-    run_skyrl,
     workers,
 )
 from jaxmem import timing
@@ -236,45 +234,6 @@ def test_a_call_that_does_not_exist_is_said(capsys):
     assert said == []
 
 
-# It calls token_stats alone, whose errors test_api bounds.
-@pytest.mark.slow
-def test_run_rounding(tmp_path):
-    """On a CPU, whose sums round to nearest, logits lack nothing."""
-    out = tmp_path / "rounding.csv"
-    run_rounding.main(["--depth=64", f"--out={out}"])
-    rows = results.read(out)
-    asked = [(p, s) for s in ("1.0", "20.0") for p in ("materialised", "token_stats")]
-    assert [(row["path"], row["std"]) for row in rows] == asked
-    for row in rows:
-        assert abs(float(row["lacks_of_label"])) < 3e-7
-        assert 0 < float(row["logprob_error"]) < 3e-6 * float(row["std"])
-        assert row["date"] and row["device"]
-
-
-# It times logprobs alone, as the worker of run_head does above.
-@pytest.mark.slow
-def test_run_skyrl(capsys):
-    tiny = ["--tokens=64", "--v=300", "--d=16", "--chunk=None", "--chunk=16"]
-    rows, _ = rows_of(capsys, run_skyrl.main, ["--worker=time", *tiny])
-    asked = [(s, c) for s in ("logits", "hidden") for c in ("None", "16")]
-    assert [(row["source"], row["chunk"]) for row in rows] == asked
-    assert all(row["ms"] > 0 for row in rows)
-
-
-def test_skyrls_own_numbers():
-    assert set(run_skyrl.THEIRS) == {
-        (n, v) for n in run_skyrl.TOKENS for v in run_skyrl.VOCABULARIES
-    } - {(131072, 128000)}
-    assert all(len(text.split()) == 10 for text in run_skyrl.THEIRS.values())
-    of = run_skyrl.theirs
-    assert of(65536, 32000, "4096") == {
-        "skyrl_b200_ms": "76.5",
-        "skyrl_b200_mib": "22001",
-    }
-    assert of(131072, 128000, "None")["skyrl_b200_ms"] == "out of memory"
-    assert of(65536, 32000, "auto")["skyrl_b200_ms"] == ""
-
-
 def test_jax_peers(capsys):
     peers = ["--peer=lax.map + checkpoint, 1024", "--peer=tokamax xla"]
     rows, said = rows_of(capsys, run_peers.main, ["--worker=jax", *TINY, *peers])
@@ -295,24 +254,6 @@ def test_torch_peers(capsys):
     assert float(rows[1]["dw_error"]) < 1e-5
     if importlib.util.find_spec("verl") is None:
         assert said[0].startswith("skipped: verl: ModuleNotFoundError")
-
-
-@pytest.mark.filterwarnings("ignore")  # torch's compiler has many of its own
-def test_torch_divergences(tmp_path):
-    pytest.importorskip("torch", reason="peers of divergences are torch's")
-    from benchmarks import run_distill_peers
-
-    out = tmp_path / "rows.csv"
-    run_distill_peers.main(
-        ["--shape=1030,16,80", "--dtype=float32", "--teacher-depth=24",
-         "--repetitions=1", f"--out={out}"]
-    )  # fmt: skip
-    rows = {r["path"].split(", ")[1]: r for r in results.read(out)}
-    for name in ("torch", "torch.compile", "torch in chunks"):
-        assert float(rows[name]["value_error"]) < 1e-5, rows[name]
-        assert float(rows[name]["over_unit"]) > 0
-    if importlib.util.find_spec("liger_kernel") is None:
-        assert rows["Liger"]["note"].startswith("failed: ModuleNotFoundError")
 
 
 TINY_POLICY = (

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from benchmarks import run_joined, run_step, step_jax, trace_summary, workers
+from benchmarks import run_step, step_jax, trace_summary, workers
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -171,20 +171,3 @@ def test_shares_count_what_overlaps_once_and_the_rest_as_idle():
     assert made["idle"]["ms"] == 2
     assert made["elementwise"]["kernels"] == 1
     assert trace_summary.summary([], 2) == []
-
-
-# --------------------------------------------------------------------- joined
-
-
-# test_layers compares a block of joined products with the ordinary one.
-@pytest.mark.slow
-def test_products_of_one_input_apart_and_joined(tmp_path):
-    """Held against each other, in their results and gradients."""
-    out = tmp_path / "joined.csv"
-    run_joined.main(["--tokens=16", "--width=8", "--repetitions=1", f"--out={out}"])
-    with out.open() as file:
-        rows = list(csv.DictReader(file))
-    assert [(row["layer"], row["form"]) for row in rows] == [
-        (layer, form) for layer in run_joined.LAYERS for form in ("apart", "joined")
-    ]
-    assert all(float(row["forward_ms"]) > 0 for row in rows)
