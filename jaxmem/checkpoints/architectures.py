@@ -5,9 +5,10 @@ to the model, or if the decoder does not implement a value: nothing is guessed.
 """
 
 import dataclasses
+import difflib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -144,8 +145,8 @@ def _family(reader: Reader) -> Family:
     for name in named:
         if name not in known:
             raise reader.error(
-                f"architecture {messages.short(name)} is not implemented; known are "
-                f"{', '.join(known)}"
+                f"architecture {messages.short(name)} is not implemented"
+                f"{_others(name, known)}"
             )
     kind = reader.take("model_type", str)
     for family in FAMILIES:
@@ -155,6 +156,11 @@ def _family(reader: Reader) -> Family:
             return family
     types = [each.model_type for each in (*FAMILIES, *WITH_IMAGES)]
     raise reader.error(
-        f"model_type {messages.short(kind)} is not implemented; known are "
-        f"{', '.join(types)}"
+        f"model_type {messages.short(kind)} is not implemented{_others(kind, types)}"
     )
+
+
+def _others(name: str, known: Sequence[str]) -> str:
+    """The end of an error: names like it, and where all of them are."""
+    close = ", ".join(difflib.get_close_matches(name[:100], known, n=5))
+    return f"; {close or len(known)} are (all of them: docs/families.md)"

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 from jaxmem import checkpoints
 from jaxmem.checkpoints import CheckpointError, rope_forms
 from tests.checkpoints import seeded
-from tests.checkpoints.texts import MISTRAL_3
+from tests.checkpoints.texts import MISTRAL_3, NESTED, QWEN3_5_MOE
 
 TINY = pathlib.Path(__file__).parent / "tiny"
 IMAGES = TINY / "gemma3_images"
@@ -155,6 +155,25 @@ def test_the_text_part_of_mistral_3_is_a_model_of_its_own(rename, tmp_path):
         jax.tree.map(np.testing.assert_array_equal, *states)
 
 
+@pytest.mark.filterwarnings("ignore:.*are left out|.*only the text part")
+@pytest.mark.parametrize("name", NESTED)
+def test_a_text_part_is_a_model_of_its_own(name, tmp_path):
+    """As transformers nests it, beside tensors of images."""
+    alone = seeded.write(dict(np.load(seeded.RECORDS / f"{name}.npz")), tmp_path / name)
+    text, source = json.loads((alone / "config.json").read_text()), tmp_path / "source"
+    source.mkdir()
+    config = NESTED[name] | {"text_config": text}
+    config["tie_word_embeddings"] = text["tie_word_embeddings"]
+    (source / "config.json").write_text(json.dumps(config))
+    made = {renamed_3(name): x for name, x in tensors(alone).items()}
+    made["model.vision_tower.weight" if "gemma" in name else "model.visual.weight"] = (
+        np.ones(2, np.float32)
+    )
+    save_file(made, source / "model.safetensors")
+    states = map(nnx.state, map(checkpoints.load, (alone, source)))
+    jax.tree.map(np.testing.assert_array_equal, *states)
+
+
 @pytest.mark.filterwarnings("ignore:.*are left out")
 def test_qwen3_5_with_experts_is_found_beside_images(tmp_path):
     record = dict(np.load(seeded.RECORDS / "qwen3_5_moe.npz"))
@@ -176,11 +195,7 @@ def test_qwen3_5_with_experts_is_found_beside_images(tmp_path):
     source = tmp_path / "source"
     source.mkdir()
     save_file(made, source / "model.safetensors")
-    config = {
-        "architectures": ["Qwen3_5MoeForConditionalGeneration"],
-        "model_type": "qwen3_5_moe", "text_config": text, "vision_config": {},
-        "tie_word_embeddings": False, "image_token_id": 9,
-    }  # fmt: skip
+    config = QWEN3_5_MOE | {"text_config": text, "tie_word_embeddings": False}
     (source / "config.json").write_text(json.dumps(config))
     states = map(nnx.state, map(checkpoints.load, (alone, source)))
     jax.tree.map(np.testing.assert_array_equal, *states)

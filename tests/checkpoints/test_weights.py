@@ -24,7 +24,7 @@ from jaxmem.checkpoints.tensors import Tensors, whole
 from jaxmem.models.decoder import HeadConfig
 from tests.cases import slow
 from tests.checkpoints import seeded
-from tests.checkpoints.texts import MISTRAL_3
+from tests.checkpoints.texts import MISTRAL_3, NESTED, QWEN3_5_MOE
 
 TINY = pathlib.Path(__file__).parent / "tiny"
 NAMES = sorted(path.name for path in TINY.iterdir())
@@ -76,7 +76,8 @@ def test_there_is_a_checkpoint_of_every_architecture():
     records = seeded.RECORDS.glob("*.npz")  # of test_families.py
     configs += [str(np.load(path)["config"]) for path in records]
     here = {json.loads(config)["architectures"][0] for config in configs}
-    here |= {MISTRAL_3["architectures"][0]}  # of test_text_parts.py
+    nested = MISTRAL_3, QWEN3_5_MOE, *NESTED.values()  # of test_text_parts.py
+    here |= {config["architectures"][0] for config in nested}
     assert here == {each.architecture for each in (*FAMILIES, *WITH_IMAGES)}
 
 

@@ -16,6 +16,26 @@ MISTRAL_3 = {
     "spatial_merge_size": 2,
     "vision_config": {"model_type": "pixtral"},
 }
+QWEN3_5_MOE = {
+    "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+    "model_type": "qwen3_5_moe",
+    "image_token_id": 9,
+    "vision_config": {},
+}
+NESTED = {  # by the record of the text part, in families/
+    "gemma4": {
+        "architectures": ["Gemma4ForConditionalGeneration"],
+        "model_type": "gemma4",
+        "image_token_id": 9,
+        "vision_config": {},
+    },
+    "qwen3_5": {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "model_type": "qwen3_5",
+        "image_token_id": 9,
+        "vision_config": {},
+    },
+}
 SPECIAL = ("<pad>", "<s>", "</s>")
 LETTERS = "abcdefghijklmnopqrstuvwxyz ,.01234567"
 

@@ -19,7 +19,7 @@ SEED, COUNT = 7, 24
 ELSEWHERE = {
     ("train/program.py", "key"),
     ("data/blocks.py", "default_rng"),
-    ("train/jobs/grpo.py", "SeedSequence"),
+    ("train/jobs/sampled.py", "SeedSequence"),
 }
 
 
