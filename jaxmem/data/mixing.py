@@ -17,7 +17,8 @@ from jaxmem.core.random_streams import Stream
 from jaxmem.data.records import DataError
 
 Weights = tuple[float, ...]  # one a source
-_CYCLE = 1000  # most places after which each source has had its share
+_CYCLE = 10_000  # most places after which each source has had its share
+_LEAST = 1e-3  # share of a source, so that a cycle has it within five per cent
 
 
 class Shuffled(Sequence[int]):
@@ -92,7 +93,7 @@ def _cycle(weights: Weights) -> tuple[np.ndarray, np.ndarray]:
     for length in range(1, _CYCLE + 1):
         if np.allclose(shares * length, counts := np.rint(shares * length)):
             break
-    counts = np.maximum(counts, 1)
+    counts = counts.astype(int)
     pattern, ranks = np.zeros((2, int(counts.sum())), int)
     placed = np.zeros(len(counts), int)
     for place in range(len(pattern)):
@@ -144,3 +145,5 @@ def check_weights(config: Any) -> None:
     )
     wanted = "one positive number for each entry of source, which is a tuple of several"
     check_field(config, "weights", good, wanted)
+    enough = min(weights) >= _LEAST * math.fsum(weights)
+    check_field(config, "weights", enough, "at least a thousandth of their sum each")

@@ -40,6 +40,18 @@ def test_odd_weights_are_shares_to_a_thousandth():
     assert abs(share - np.pi / (np.pi + np.e)) < 1e-3
 
 
+@pytest.mark.parametrize("least", [0.00101, np.pi / 1000, 1 / 30])
+def test_small_weights_are_shares_to_five_per_cent(least):
+    order = mixing.Mixed([0, 1], (1 - least, least), seed=0)
+    share = np.mean([order[n] == 1 for n in range(10**5)])
+    assert abs(share / least - 1) <= 0.05
+
+
+def test_weights_too_small_for_a_share_are_refused():
+    with pytest.raises(ValueError, match="weights must be at least a thousandth of th"):
+        DataConfig(source=("a.jsonl", "b.jsonl"), weights=(1.0, 1e-10))
+
+
 def test_a_source_without_items_is_named():
     with pytest.raises(DataError, match="source 2 of 2 has nothing to train on"):
         mixing.Mixed([0, 0], (1.0, 1.0), seed=0)
