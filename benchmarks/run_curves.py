@@ -25,18 +25,18 @@ def measure(name, seeds, overrides):
     rows, curves = [], {}
     for variant, seed in itertools.product(VARIANTS, range(seeds)):
         given = (f"run.seed={seed}", *VARIANTS[variant], *overrides)
-        made, history = run_grpo.curve(name, given)
+        of_run, history = run_grpo.curve(name, given)
         curves[variant, seed] = [step.reward for step in history]
-        for row in made:
-            kept = ("step", "reward", "accuracy", "entropy", "run_cpu_seconds")
-            told = {"config": name, "variant": variant, "seed": seed}
-            rows.append(told | {key: row[key] for key in kept})
+        for row in of_run:
+            columns = ("step", "reward", "accuracy", "entropy", "run_cpu_seconds")
+            facts = {"config": name, "variant": variant, "seed": seed}
+            rows.append(facts | {key: row[key] for key in columns})
         print(rows[-1], flush=True)
     return rows, curves
 
 
 def draw(path, curves):
-    """Reward by rollout, a panel a config and a line a run."""
+    """Reward by rollout, one panel per config and one line per run."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.5), layout="constrained")
@@ -63,8 +63,8 @@ def main(arguments=None):
     given = parser.parse_args(arguments)
     rows, curves = [], {}
     for name in run_grpo.ARITHMETIC:
-        made, curves[name] = measure(name, given.seeds, given.overrides)
-        rows += made
+        of_config, curves[name] = measure(name, given.seeds, given.overrides)
+        rows += of_config
     path = results.write(given.out, rows)
     draw(path.with_suffix(".png"), curves)
     print("wrote", path)

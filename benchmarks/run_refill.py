@@ -55,8 +55,9 @@ def refilled(lengths, slots):
     numbers = jnp.arange(rows, dtype=jnp.int32) // GROUP
     given = refill.Prompts(numbers[:, None] % 4, jnp.ones(rows, int), lengths)
     model = nnx.split(Decoder(SIZES, rngs=nnx.Rngs(0)))
-    made = refill.Refill(model, given, slots, most, draw, unroll=False).run(nothing)
-    return jnp.max(made.starts + made.lengths) - 1
+    loop = refill.Refill(model, given, slots, most, draw, unroll=False)
+    decoded = loop.run(nothing)
+    return jnp.max(decoded.starts + decoded.lengths) - 1
 
 
 def in_order(lengths, slots):

@@ -103,12 +103,12 @@ class Case:
     def operands(self, dtype):
         """h, W, y and cotangents where they belong."""
         if self.sampled:
-            made = sampled_data.problem("policy", self.shape, dtype)
+            operands = sampled_data.problem("policy", self.shape, dtype)
         else:
-            made = on_jax.problem(self.shape, dtype)
-        made = jax.device_put(made, self.shardings)
+            operands = on_jax.problem(self.shape, dtype)
+        operands = jax.device_put(operands, self.shardings)
         g = on_jax.cotangents(self.shape[0])
-        return made, jax.device_put(g, dict.fromkeys(g, self.shardings[2]))
+        return operands, jax.device_put(g, dict.fromkeys(g, self.shardings[2]))
 
 
 def copies(case, count=None):

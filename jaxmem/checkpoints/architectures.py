@@ -161,6 +161,7 @@ def _family(reader: Reader) -> Family:
 
 
 def _others(name: str, known: Sequence[str]) -> str:
-    """The end of an error: names like it, and where all of them are."""
-    close = ", ".join(difflib.get_close_matches(name[:100], known, n=5))
-    return f"; {close or len(known)} are (all of them: docs/families.md)"
+    """The end of an error: known names like it, and where all of them are listed."""
+    close = difflib.get_close_matches(name[:100], known, n=5)
+    similar = f"; the most similar ones that are: {', '.join(close)}" if close else ""
+    return f"{similar}; docs/families.md lists all {len(known)}"

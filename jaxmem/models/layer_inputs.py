@@ -33,8 +33,10 @@ class LayerInputs(nnx.Module):
         width = self.config.layer_input or 0
         shape = *x.shape[:2], self.config.layers, width
         own = embedding.rows(self.table, tokens).astype(x.dtype).reshape(shape)
-        made = self.project(x) * jnp.asarray(self.config.hidden**-0.5, x.dtype)
-        both = self.norm(made.reshape(shape)) + own * jnp.asarray(width**0.5, x.dtype)
+        projected = self.project(x) * jnp.asarray(self.config.hidden**-0.5, x.dtype)
+        both = self.norm(projected.reshape(shape)) + own * jnp.asarray(
+            width**0.5, x.dtype
+        )
         return jnp.moveaxis(both * jnp.asarray(2**-0.5, x.dtype), 2, 0)
 
 

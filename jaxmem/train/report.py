@@ -123,14 +123,11 @@ def write(out_dir: Path) -> None:
         return
     summary = next(_objects(out_dir / "summary.json", whole=True), {})
     samples = [x for x in _objects(out_dir / "samples.jsonl") if _is_sample(x)]
-    settings, all_settings = out_dir / "settings.gin", out_dir / "operative.gin"
     evaluated = next(_objects(out_dir / "eval.json", whole=True), {})
-    text = settings.read_text("utf-8") if settings.exists() else ""
-    whole = all_settings.read_text("utf-8") if all_settings.exists() else ""
-    summary = {"subject": ", ".join(_SUBJECT.findall(whole))} | summary
-    page = "".join(
-        _page(out_dir.resolve().name, steps, summary, evaluated, samples, text)
-    )
+    subject = ", ".join(_SUBJECT.findall(_text(out_dir / "operative.gin")))
+    settings = _text(out_dir / "settings.gin")
+    name = out_dir.resolve().name
+    page = "".join(_page(name, subject, steps, summary, evaluated, samples, settings))
     # Half of a surrogate pair, which JSON can hold, is no text.
     files.write_whole(out_dir / "report.html", page.encode("utf-8", "replace"))
 
@@ -143,10 +140,8 @@ def finish(out_dir: Path, console: Console) -> None:
 
 
 def _objects(path: Path, whole: bool = False) -> Iterator[dict[str, Any]]:
-    """The JSON objects of a file, one a line or one in all, without damaged ones."""
-    if not path.exists():
-        return
-    text = path.read_text("utf-8", errors="replace")
+    """The JSON objects of a file, one per line or one in all, without damaged ones."""
+    text = _text(path)
     for part in [text] if whole else text.split("\n"):
         with contextlib.suppress(ValueError, RecursionError):
             value = json.loads(part)
@@ -154,8 +149,14 @@ def _objects(path: Path, whole: bool = False) -> Iterator[dict[str, Any]]:
                 yield value
 
 
+def _text(path: Path) -> str:
+    """The text of a file; "" if it does not exist."""
+    return path.read_text("utf-8", errors="replace") if path.exists() else ""
+
+
 def _page(
     name: str,
+    subject: str,
     steps: Sequence[Mapping[str, Any]],
     summary: Mapping[str, Any],
     evaluated: Mapping[str, Any],
@@ -171,8 +172,8 @@ def _page(
     )
     device = f" on {summary['device']}" if "device" in summary else ""
     yield f"<p>step {steps[-1]['step']:,}{escape(device)}, jaxmem {__version__}</p>"
-    if summary.get("subject"):
-        yield f"<p>{escape(str(summary['subject']))}</p>"
+    if subject:
+        yield f"<p>{escape(subject)}</p>"
     cards = "".join([*_results(steps), *_tiles(steps)])
     yield f'<section class="tiles">{cards}</section>'
     yield from _benchmarks(evaluated.get("results") or {})
