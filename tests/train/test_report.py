@@ -208,3 +208,11 @@ def test_files_that_are_damaged_by_hand_still_make_a_page(name, run, tmp_path):
         (tmp_path / name).write_text(text + "\n")
         report.write(tmp_path)
     assert "<main>" in (tmp_path / "report.html").read_text("utf-8")
+
+
+@pytest.mark.parametrize("name", ["settings.gin", "operative.gin"])
+def test_settings_that_are_no_text_still_make_a_page(name, run, tmp_path):
+    shutil.copytree(run, tmp_path, dirs_exist_ok=True)
+    (tmp_path / name).write_bytes(b"run.job = 'sft\xff'\n")
+    report.write(tmp_path)
+    assert "run.job = &#x27;sft\ufffd&#x27;" in (tmp_path / "report.html").read_text()
