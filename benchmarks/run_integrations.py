@@ -12,6 +12,7 @@ GiB the allocator's, of a process that ran nothing else. Needs google-tunix 0.1.
 
 import argparse
 import functools
+import importlib.metadata
 import inspect
 import itertools
 import statistics
@@ -20,8 +21,9 @@ import types
 
 from benchmarks import results, workers
 
-KEYS = ("loss", "model", "head", "layers", "tokens", "device")
-LOSSES, HEADS = ("grpo", "sft", "distill", "distill_top_64"), ("tunix", "jaxmem")
+KEYS = ("loss", "model", "head", "tunix", "layers", "tokens", "device")
+LOSSES = "grpo", "sft", "distill", "distill_top_64"
+HEADS = "tunix", "jaxmem", "tunix_chunked"
 DISTILLED = {"distill": 0, "distill_top_64": 64}  # Tunix's `distill_top_k`; 0 for all
 # The published widths; one for a CPU; one that only shows that this runs.
 MODELS = {
@@ -61,7 +63,7 @@ def tokens_of(rows, length, vocab_size):
     return jax.random.randint(jax.random.key(1), shape, 3, vocab_size)
 
 
-def grpo(rows, prompt, completion, vocab_size):
+def grpo(rows, prompt, completion, vocab_size, **chunked):
     """model -> Tunix's loss of one micro-batch."""
     import jax.numpy as jnp
     from tunix.rl import algo_core
@@ -79,9 +81,14 @@ def grpo(rows, prompt, completion, vocab_size):
         loss_agg_mode="token-mean", temperature=1.0, kl_loss_mode="kl",
         kl_clamp_value=None,
     )  # fmt: skip
-    return lambda model: algo_core.grpo_loss_fn(
-        model, example, config, pad_id=0, eos_id=2
-    )[0]
+
+    def value(model):
+        made = algo_core.grpo_loss_fn(
+            model, example, config, pad_id=0, eos_id=2, **chunked
+        )
+        return made[0] if isinstance(made, tuple) else made.primary_loss.compute()
+
+    return value
 
 
 def sft(rows, prompt, completion, vocab_size):
@@ -123,13 +130,13 @@ def distill(top_k, rows, prompt, completion, vocab_size):
     return strategy, inputs
 
 
-def step_of(loss, sizes, definition):
+def step_of(loss, sizes, definition, **chunked):
     """Weights, and for distillation the teacher's weights, to loss and gradient."""
     import jax
     from flax import nnx
 
     if loss not in DISTILLED:
-        value = {"grpo": grpo, "sft": sft}[loss](*sizes)
+        value = {"grpo": grpo, "sft": sft}[loss](*sizes, **chunked)
         return jax.value_and_grad(lambda w: value(nnx.merge(definition, w)))
     strategy, inputs = distill(DISTILLED[loss], *sizes)
 
@@ -154,7 +161,11 @@ def measure(args, loss, model):
     if loss in DISTILLED:  # the same numbers, in another order
         weights.append(jax.tree.map(lambda x: x[::-1], weights[0]))
     sizes = args.rows, args.prompt, args.completion, MODELS[model]["vocab_size"]
-    compiled = jax.jit(step_of(loss, sizes, definition)).lower(*weights).compile()
+    chunked = {}
+    if args.head == ["tunix_chunked"]:  # Tunix counts the tokens of one row
+        chunked["compute_logps_chunk_size"] = args.chunk // args.rows
+    step = step_of(loss, sizes, definition, **chunked)
+    compiled = jax.jit(step).lower(*weights).compile()
     temporary = compiled.memory_analysis().temp_size_in_bytes
     row = {"temporary_gib": round(temporary / 2**30, 3)}
     run = functools.partial(compiled, *weights)
@@ -178,8 +189,10 @@ def work(args):
     from jaxmem.timing import OUT_OF_MEMORY
 
     (loss,), (model,), (head,) = args.loss, args.model, args.head
-    row = {"loss": loss, "model": model, "head": head, "layers": args.layers}
-    row |= {"rows": args.rows, "tokens": args.rows * args.completion}
+    version = importlib.metadata.version("google-tunix")
+    row = {"loss": loss, "model": model, "head": head, "tunix": version}
+    row |= {"layers": args.layers, "rows": args.rows}
+    row |= {"tokens": args.rows * args.completion}
     if head == "jaxmem":
         tunix.apply(chunk=args.chunk)
     try:
@@ -226,7 +239,7 @@ def main(arguments=None):
     args = parser().parse_args(arguments)
     args.loss = args.loss or list(LOSSES)
     args.model = args.model or ["0.6b", "8b"]
-    args.head = args.head or list(HEADS)
+    args.head = args.head or ["tunix", "jaxmem"]
     work(args) if args.worker else drive(args)
 
 
