@@ -43,6 +43,7 @@ copybutton_prompt_is_regexp = True
 # Theme: that of jax, flax and optax.
 html_theme = "sphinx_book_theme"
 html_title = "jaxmem"
+html_logo = "_static/logo.svg"
 html_favicon = "_static/icon.svg"
 html_static_path = ["_static"]
 html_css_files = ["jaxmem.css"]
