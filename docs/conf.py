@@ -33,10 +33,13 @@ nb_execution_timeout = 300
 # Docstrings: single backticks are links where there is something to link to.
 default_role = "py:obj"
 autodoc_member_order = "bysource"
-autodoc_typehints = "none"
+autodoc_typehints = "description"
+autodoc_typehints_format = "short"
+autodoc_typehints_description_target = "documented"
 napoleon_custom_sections = [("Memory", "Memory"), ("Communication", "Communication")]
 napoleon_use_rtype = False
 napoleon_use_ivar = True
+napoleon_attr_annotations = False
 copybutton_prompt_text = ">>> |\\.\\.\\. |\\$ "
 copybutton_prompt_is_regexp = True
 

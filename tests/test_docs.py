@@ -462,6 +462,18 @@ def test_every_package_is_in_the_reference():
     assert {f"reference/{page}" for page in pages} <= {*index.split()}
 
 
+def test_every_function_of_the_head_is_in_the_reference_by_importance():
+    page = _reference("jaxmem.md")
+    listed = re.findall(r"^\.\. auto\w+:: jaxmem\.(\w+)$", page, re.MULTILINE)
+    public = {
+        name
+        for name, value in vars(jaxmem).items()
+        if name[0] != "_" and not inspect.ismodule(value)
+    }
+    assert {*listed} == public | {"plan"} and len(listed) == len({*listed})
+    assert listed[:2] == ["logprobs", "Head"] and listed[-1] == "report"
+
+
 def test_every_page_is_in_the_index():
     docs = ROOT / "docs"
     pages = [*docs.rglob("*.md"), *docs.rglob("*.ipynb")]

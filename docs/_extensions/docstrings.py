@@ -1,7 +1,12 @@
 """Docstrings to reStructuredText: equations and examples keep their lines."""
 
+import functools
 import inspect
+import operator
 import re
+import typing
+
+import jax.typing
 
 
 def as_literal_blocks(app, what, name, obj, options, lines):
@@ -46,8 +51,30 @@ def constructor_signature(app, what, name, obj, options, signature, returns):
     return str(inspect.Signature(bare)), returns
 
 
+class ArrayLike:
+    """Stands in annotations for what `jax.typing.ArrayLike` is a union of."""
+
+
+def named_unions(app, obj, bound_method):
+    """Say ArrayLike in the annotations of a function, and not what it consists of."""
+    parts = typing.get_args(jax.typing.ArrayLike)
+    annotations = getattr(inspect.unwrap(obj), "__annotations__", {})
+    for name, kind in annotations.items():
+        given = typing.get_args(kind)
+        if all(part in given for part in parts):
+            others = [part for part in given if part not in parts]
+            annotations[name] = functools.reduce(operator.or_, others, ArrayLike)
+
+
+def is_alias(app, what, name, obj, skip, options):
+    """Leave out a NamedTuple's fields: the docstring of its class has their meaning."""
+    return True if (obj.__doc__ or "").startswith("Alias for field number") else None
+
+
 def setup(app):
     """Run before napoleon, which parses the sections."""
+    app.connect("autodoc-skip-member", is_alias)
+    app.connect("autodoc-before-process-signature", named_unions)
     app.connect("autodoc-process-signature", constructor_signature)
     app.connect("autodoc-process-docstring", as_literal_blocks, priority=400)
     return {"parallel_read_safe": True}
