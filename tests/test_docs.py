@@ -482,6 +482,36 @@ def test_every_page_is_in_the_index():
     assert names - {"index"} <= {*index.split()}, "add it to a toctree"
 
 
+QUESTIONS = {  # what newcomers ask: the page that answers, and words of the answer
+    "How does the head get into my model?": ("heads.md", "LMHead(tied_to="),
+    "How do I fine-tune on conversations?": ("jobs/sft.md", "sft_lora.gin"),
+    "How do I train with my own reward?": ("rewards.md", "def score("),
+    "Does an 8B run fit?": ("plan.md", "## Does an 8B run fit"),
+    "How is a vocabulary split over GPUs?": ("meshes.md", 'vocab="tensor"'),
+    "What does this error mean?": ("troubleshooting.md", "### `"),
+    "Which models load?": ("families.md", "Qwen3ForCausalLM"),
+    "How do I start under SLURM?": ("hosts.md", "sbatch"),
+    "Does it run on TPUs?": ("plan.md", "## TPUs"),
+    "How do I evaluate on benchmarks?": ("evaluate.md", "jaxmem eval"),
+    "How do I train my own NNX model?": ("own_model.md", "nnx.split"),
+}
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_a_question_is_answered_within_two_links_of_the_index(question):
+    docs = ROOT / "docs"
+    page, answer = docs / QUESTIONS[question][0], QUESTIONS[question][1]
+    assert answer in page.read_text("utf-8")
+    first = _pages_linked(docs / "index.md")
+    assert page in first.union(*map(_pages_linked, first))
+
+
+def _pages_linked(page):
+    text = _without_blocks(page.read_text("utf-8"))
+    links = re.findall(r"\]\(([^)\s#]+\.md)(?:#[^)]*)?\)", text)
+    return {(page.parent / link).resolve() for link in links if "://" not in link}
+
+
 def _literals():
     """The strings of the package's code, where formatted values are left out."""
     for path in sorted((ROOT / "jaxmem").rglob("*.py")):
