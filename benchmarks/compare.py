@@ -13,7 +13,7 @@ import argparse
 import inspect
 
 from benchmarks import results
-from jaxmem.kernels import blocks
+from jaxmem.kernels import block_sizes
 
 SHAPE = ("n", "d", "v", "dtype", "device", "date")
 RATIOS = ("forward", "forward_backward")
@@ -60,7 +60,7 @@ def mib(row, name):
 def workspace_mib(row):
     """Derivatives of a chunk, and float32 sums of W's where launches add up to them."""
     n, d, v = (int(row[name]) for name in ("n", "d", "v"))
-    rows, _ = blocks.backward_rows(n, CHUNK, v, d, False, CLUSTERS)
+    rows, _ = block_sizes.backward_rows(n, CHUNK, v, d, False, CLUSTERS)
     return (2 * CHUNK * v + (4 * v * d if rows < n else 0)) / 2**20
 
 

@@ -19,7 +19,7 @@ from jaxmem.generate.config import GenerateConfig
 from jaxmem.models import sampling
 from jaxmem.models.config import ModelConfig
 from jaxmem.models.decoder import Decoder
-from jaxmem.train import config as configuration
+from jaxmem.train import configuration
 
 GIB = 2**30
 

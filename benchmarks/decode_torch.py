@@ -100,7 +100,7 @@ def main(text: str) -> None:
     job = json.loads(text)
     import transformers
 
-    from jaxmem.train import config as configuration
+    from jaxmem.train import configuration
 
     config, _ = configuration.load(job["config"], job["overrides"])
     model = random_model(config.model)

@@ -19,7 +19,7 @@ import numpy as np
 from rich.console import Console
 
 from benchmarks import results
-from jaxmem.train import config as configuration, jobs
+from jaxmem.train import configuration, jobs
 
 SIZES = "model.layers=2 model.hidden=64 model.ff=192 model.head_dim=16"
 TEXT = (

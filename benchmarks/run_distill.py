@@ -16,7 +16,7 @@ import sysconfig
 import tempfile
 
 from benchmarks import results
-from jaxmem.train import config, jobs
+from jaxmem.train import configuration, jobs
 
 SEEDS, MARGINS = (0, 1, 2), (1.25, 1.0, 0.5)
 TEACHER_STEPS, STEPS, EVERY = 400, 200, 20
@@ -60,7 +60,7 @@ def load(folder, name, *overrides):
     """A run's config in a folder of its own."""
     given = [f"data.source={folder}/text.jsonl", f"run.out_dir={folder}/{name}"]
     given.append(f"data.cache_dir={folder}")
-    return config.load(folder / "run.gin", [*given, *overrides])
+    return configuration.load(folder / "run.gin", [*given, *overrides])
 
 
 def run(folder, name, *overrides):

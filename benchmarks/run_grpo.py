@@ -16,7 +16,7 @@ import tempfile
 import time
 
 from benchmarks import results
-from jaxmem.train import config, jobs
+from jaxmem.train import configuration, jobs
 
 CONFIGS = pathlib.Path(__file__).parent.parent / "configs"
 ARITHMETIC = ("grpo_arithmetic.gin", "grpo_arithmetic_multitoken.gin")
@@ -26,7 +26,9 @@ FIELDS = ("reward", "accuracy", "entropy", "sum_pi_squared", "kl", "mismatch_max
 def train(name, overrides=()):
     """What a config leaves, its summary and its steps' CPU seconds, from one run."""
     with tempfile.TemporaryDirectory() as folder:
-        loaded = config.load(CONFIGS / name, [f"run.out_dir={folder}", *overrides])
+        loaded = configuration.load(
+            CONFIGS / name, [f"run.out_dir={folder}", *overrides]
+        )
         start = time.perf_counter(), time.process_time()
         made = jobs.train(*loaded)
         seconds = time.perf_counter() - start[0], time.process_time() - start[1]

@@ -19,7 +19,7 @@ from benchmarks import results
 from jaxmem.data.documents import Batch
 from jaxmem.models.partitioning import AXES
 from jaxmem.planning import collectives
-from jaxmem.train import config as configuration
+from jaxmem.train import configuration
 from jaxmem.train.jobs import sft
 
 CONFIG = pathlib.Path(__file__).parent / "long_step.gin"

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 
 from benchmarks import on_jax, results, run_head, stack
 from jaxmem import devices
-from jaxmem.planning import account as accounts, plans, roofline
-from jaxmem.train import config as configuration
+from jaxmem.planning import accounts, plans, roofline
+from jaxmem.train import configuration
 from jaxmem.train.jobs import job_of
 from jaxmem.train.jobs.sft import Sft
 from jaxmem.train.phases import Phase

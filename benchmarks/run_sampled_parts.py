@@ -25,8 +25,8 @@ from benchmarks import results, sampled_data
 from jaxmem import timing
 from jaxmem.backends import hopper, hopper_sampled, xla_sampled
 from jaxmem.bench import stopwatch
-from jaxmem.core import operands as _operands, sampling as _sampling, stats as _stats
-from jaxmem.core.sampling import Sampling
+from jaxmem.core import backend_operands, column_sampling, row_stats
+from jaxmem.core.column_sampling import Sampling
 from jaxmem.core.spec import Spec
 
 OUTPUTS = ("logprob",)
@@ -53,9 +53,9 @@ class Head(NamedTuple):
 
 
 def operands(h, W, y, seed=0):
-    keys = _sampling.token_keys(jax.random.key(seed), y.shape)
-    rows = _operands.Rows(y, y >= 0, None, _sampling.draws(keys))
-    return _operands.Factors(h, W, None), rows
+    keys = column_sampling.token_keys(jax.random.key(seed), y.shape)
+    rows = backend_operands.Rows(y, y >= 0, None, column_sampling.draws(keys))
+    return backend_operands.Factors(h, W, None), rows
 
 
 def exact_forward(head, h, W, y):
@@ -67,12 +67,12 @@ def forward(head, h, W, y, seed):
 
 
 def saved(outputs):
-    return _stats.Outputs(*(outputs.get(k) for k in _stats.Outputs._fields))
+    return row_stats.Outputs(*(outputs.get(k) for k in row_stats.Outputs._fields))
 
 
 def cotangents(y):
     """Of a mean over the tokens."""
-    return _stats.Cotangents(jnp.full(len(y), -1 / len(y)), None, None, None)
+    return row_stats.Cotangents(jnp.full(len(y), -1 / len(y)), None, None, None)
 
 
 def derivative(head, h, W, y, outputs, entries):
@@ -101,22 +101,23 @@ def exact_both(head, h, W, y):
 
 def launch_exps(head, h, W, y):
     """One launch of the forward kernel that stores exponentials and tiles' sums."""
-    from jaxmem.kernels import active, forward as kernel, padding
+    from jaxmem.kernels import active, padding
+    from jaxmem.kernels.forward import statistics_and_exps
 
     source, rows = operands(h, W, y)
     padded = padding.head(head.spec, source)
     env = hopper.launch_env(head.spec, padded, len(y), "exps")
     block = active.in_one_block(rows.active, env.n_rows)
     arrays = hopper.inputs(head.spec, padded, rows, block)
-    return kernel.statistics_and_exps(env, *arrays, tile_sums=True)
+    return statistics_and_exps(env, *arrays, tile_sums=True)
 
 
 def select_exps(head, width, stats, kept, y, starts):
     """What follows each launch."""
     from jaxmem.kernels import sampled_select
 
-    rows = _stats.finish(stats, y >= 0)
-    normaliser = _stats.Normaliser(rows.max, rows.log_sum)
+    rows = row_stats.finish(stats, y >= 0)
+    normaliser = row_stats.Normaliser(rows.max, rows.log_sum)
     facts = sampled_select.OfRows(y, stats.label_logit, stats.max, normaliser)
     return sampled_select.entries(
         head.sampling, width, kept, facts, starts, jnp.int32(len(y))
@@ -139,7 +140,7 @@ def parts(head, frozen, shape, sweep, made) -> dict[str, Part]:
     )
     chunk = min(head.spec.chunk, len(y))
     width = hopper.launch_env(
-        head.spec, _operands.Factors(h, W, None), chunk, "exps"
+        head.spec, backend_operands.Factors(h, W, None), chunk, "exps"
     ).tiles.columns
     times, seed = len(y) / chunk, jnp.int32(7)
     first = y[:chunk]
@@ -154,9 +155,9 @@ def parts(head, frozen, shape, sweep, made) -> dict[str, Part]:
             bind(select_exps, head, width), (*made["launch"], first, starts), times
         ),
         "derivative": Part(bind(derivative, head), (h, W, y, outputs, entries)),
-        "sort": Part(_sampling.sort_by_column, (dz,)),
+        "sort": Part(column_sampling.sort_by_column, (dz,)),
     }
-    found |= sampled_products(sweep, h, W, dz, pairs)
+    found |= both_products(sweep, h, W, dz, pairs)
     found |= {
         "forward and both gradients": Part(bind(both, head), (h, W, y, seed)),
         "forward and dH, frozen": Part(bind(both, frozen), (h, W, y, seed)),
@@ -165,22 +166,22 @@ def parts(head, frozen, shape, sweep, made) -> dict[str, Part]:
     return found
 
 
-def sampled_products(sweep, h, W, dz, pairs) -> dict[str, Part]:
+def both_products(sweep, h, W, dz, pairs) -> dict[str, Part]:
     """Both products, with their default launch or with all launches of a sweep."""
-    from jaxmem.kernels import sampled_products as products
+    from jaxmem.kernels import sampled_products
 
     by_name = {}
-    tried = [products.Launch(*x) for x in TO_HIDDEN] if sweep else []
-    for launch in tried or [products.TO_HIDDEN]:
+    tried = [sampled_products.Launch(*x) for x in TO_HIDDEN] if sweep else []
+    for launch in tried or [sampled_products.TO_HIDDEN]:
         run = functools.partial(
-            products.to_hidden, layout="vd", dtype=h.dtype, launch=launch
+            sampled_products.to_hidden, layout="vd", dtype=h.dtype, launch=launch
         )
         by_name[f"dH {_brief(launch)}"] = Part(run, (dz, W))
     like = jax.ShapeDtypeStruct(W.shape, W.dtype)
-    tried = [products.Launch(*x) for x in TO_W] if sweep else []
-    for launch in tried or [products.TO_W]:
+    tried = [sampled_products.Launch(*x) for x in TO_W] if sweep else []
+    for launch in tried or [sampled_products.TO_W]:
         run = functools.partial(
-            products.to_weights, like=like, layout="vd", launch=launch
+            sampled_products.to_weights, like=like, layout="vd", launch=launch
         )
         by_name[f"dW {_brief(launch)}"] = Part(run, (pairs, h))
     return by_name
@@ -196,7 +197,7 @@ def prepared(head, problem) -> dict:
     outputs, entries = jax.jit(functools.partial(forward, head))(h, W, y, jnp.int32(7))
     run = functools.partial(derivative, head)
     dz = jax.jit(run)(h, W, y, outputs, entries)
-    pairs = jax.jit(_sampling.sort_by_column)(dz)
+    pairs = jax.jit(column_sampling.sort_by_column)(dz)
     chunk = min(head.spec.chunk, len(y))
     launch = jax.jit(functools.partial(launch_exps, head))
     return {

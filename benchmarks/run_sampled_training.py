@@ -45,10 +45,10 @@ import optax
 from flax import nnx
 
 from benchmarks import results, run_grpo
-from jaxmem.data import documents as data
+from jaxmem.data.documents import Batch, batches, load_tokenizer
 from jaxmem.data.texts import load_documents
 from jaxmem.models.decoder import HeadConfig
-from jaxmem.train import config as configuration
+from jaxmem.train import configuration
 from jaxmem.train.jobs import sft
 from jaxmem.train.program import TrainState, update
 
@@ -71,8 +71,8 @@ KEYS = ("stage", "variant", "seed", "device")
 class Rows(NamedTuple):
     """Packed rows [R, T] of a text; the counts [V] of training's labels; its origin."""
 
-    train: data.Batch
-    held_out: data.Batch
+    train: Batch
+    held_out: Batch
     counts: np.ndarray
     documents: int
     text: str  # first digits of a hash of the documents
@@ -120,10 +120,8 @@ def _text_of(file: pathlib.Path) -> str:
 def read_rows(config, source: str, tokenizer, steps: int) -> Rows:
     """Rows for `steps` steps in the order of the data's own shuffle, and held out."""
     settings = dataclasses.replace(config.data, source=source)
-    train = _joined(data.batches(settings, tokenizer), steps)
-    held_out = _joined(
-        data.batches(settings, tokenizer, split="evaluation", epochs=1), None
-    )
+    train = _joined(batches(settings, tokenizer), steps)
+    held_out = _joined(batches(settings, tokenizer, split="evaluation", epochs=1), None)
     labels = train.labels[train.labels >= 0]
     every = load_documents(source)
     mark = hashlib.sha256("".join(d.prompt + d.text for d in every).encode())
@@ -131,13 +129,13 @@ def read_rows(config, source: str, tokenizer, steps: int) -> Rows:
     return Rows(train, held_out, counts, len(every), mark.hexdigest()[:12])
 
 
-def _joined(batches: Iterator[data.Batch], count: int | None) -> data.Batch:
+def _joined(batches: Iterator[Batch], count: int | None) -> Batch:
     taken = []
     for batch in batches:
         taken.append(batch)
         if len(taken) == count:
             break
-    return data.Batch(*(np.concatenate(arrays) for arrays in zip(*taken, strict=True)))
+    return Batch(*(np.concatenate(arrays) for arrays in zip(*taken, strict=True)))
 
 
 # -------------------------------------------------------------------- steps
@@ -160,14 +158,14 @@ def dropping_step(program: sft.Program) -> Any:
         return jnp.sum(jnp.where(counted, losses, 0)) / jnp.sum(counted)
 
     def step(state, frozen, micro_batches):
-        batch = data.Batch(*(x[0] for x in micro_batches))
+        batch = Batch(*(x[0] for x in micro_batches))
         value, slopes = jax.value_and_grad(loss)(state.params, frozen, batch)
         state, norm = update(program.optimizer, state, slopes)
         return state, {"loss": value, "grad_norm": norm}
 
     rows = program.config.data.batch_size, program.config.data.sequence_length
     ids = jax.ShapeDtypeStruct((1, *rows), jnp.int32)
-    shapes = program.state_shapes, program.frozen_shapes, data.Batch(*[ids] * 4)
+    shapes = program.state_shapes, program.frozen_shapes, Batch(*[ids] * 4)
     return jax.jit(step, donate_argnums=0).lower(*shapes).compile()
 
 
@@ -197,7 +195,7 @@ def take_steps(prepared, state: TrainState, rows: Rows, seed: int):
     for number in range(1, config.run.steps + 1):
         size = config.data.batch_size
         chosen = order[(number - 1) * size : number * size]
-        batch = data.Batch(*(x[chosen][None] for x in rows.train))
+        batch = Batch(*(x[chosen][None] for x in rows.train))
         drawn_by = program.step_numbers(head, number)
         state, numbers = step(state, frozen, batch, *drawn_by)
         losses.append(numbers["loss"])
@@ -239,7 +237,7 @@ class Evaluation:
         frozen, size = program.frozen(), program.config.data.batch_size
         sums = np.zeros((2, len(BUCKETS) + 1))
         for start in range(0, len(self._held_out.tokens), size):
-            batch = data.Batch(*(x[start : start + size] for x in self._held_out))
+            batch = Batch(*(x[start : start + size] for x in self._held_out))
             sums += np.asarray(self._sums(params, frozen, batch), np.float64)
         head = nnx.split(program.model(params, frozen).head)[1]
         kernel = nnx.to_pure_dict(head)["kernel"].astype(jnp.float32)
@@ -360,7 +358,7 @@ def main(arguments=None) -> None:
         overrides += [f"data.cache_dir={folder!r}", f"data.source={first!r}"]
         config, _ = configuration.load(CONFIG, overrides)
         start = time.perf_counter()
-        tokenizer = data.load_tokenizer(config.data)
+        tokenizer = load_tokenizer(config.data)
         short = dataclasses.replace(
             config,
             run=dataclasses.replace(

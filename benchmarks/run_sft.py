@@ -12,7 +12,7 @@ import tempfile
 import time
 
 from benchmarks import results
-from jaxmem.train import config, jobs
+from jaxmem.train import configuration, jobs
 
 CONFIG = pathlib.Path(__file__).parent.parent / "configs" / "sft_stdlib.gin"
 
@@ -20,7 +20,7 @@ CONFIG = pathlib.Path(__file__).parent.parent / "configs" / "sft_stdlib.gin"
 def measure(folder):
     """One row: the run's losses and speed; MiB of its step with either head."""
     start = time.perf_counter()
-    made = jobs.train(*config.load(CONFIG, [f"run.out_dir={folder}"]))
+    made = jobs.train(*configuration.load(CONFIG, [f"run.out_dir={folder}"]))
     seconds = time.perf_counter() - start
     summary = json.loads((made.out_dir / "summary.json").read_text())
     mib = {

@@ -22,7 +22,7 @@ from benchmarks import results
 from benchmarks.run_grpo import CONFIGS
 from jaxmem.data.tasks import TaskConfig
 from jaxmem.models.sampling import Samples
-from jaxmem.train.config import load
+from jaxmem.train.configuration import load
 from jaxmem.train.jobs.asked import Graded
 from jaxmem.train.jobs.grpo import Grpo
 from jaxmem.train.jobs.minibatches import Minibatch

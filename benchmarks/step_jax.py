@@ -12,7 +12,7 @@ import numpy as np
 
 from benchmarks import results, trace_summary, workers
 from benchmarks.run_long_step import batch_of
-from jaxmem.train import config as configuration
+from jaxmem.train import configuration
 from jaxmem.train.jobs import sft
 
 GIB = 2**30

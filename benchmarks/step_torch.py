@@ -121,7 +121,7 @@ def main(text: str) -> None:
     try:
         import transformers
 
-        from jaxmem.train import config as configuration
+        from jaxmem.train import configuration
 
         config, _ = configuration.load(job["config"], job["overrides"])
         versions = {"transformers": transformers.__version__}

@@ -10,7 +10,7 @@ from jaxmem._version import __version__ as __version__
 from jaxmem.core.gradients import Recompute as Recompute, Sample as Sample
 from jaxmem.core.head import Head as Head
 from jaxmem.core.report import report as report
-from jaxmem.core.stats import TokenStats as TokenStats
+from jaxmem.core.row_stats import TokenStats as TokenStats
 from jaxmem.functional import (
     JSD as JSD,
     Columns as Columns,

@@ -2,7 +2,7 @@
 
 import argparse
 
-from jaxmem.core import messages
+from jaxmem.base import messages
 
 
 def shape(text: str) -> tuple[int, int, int]:

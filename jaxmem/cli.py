@@ -11,14 +11,13 @@ from typing import NoReturn
 
 from jaxmem import _options, _shipped
 from jaxmem._version import __version__
-from jaxmem.core import messages
-from jaxmem.evaluate import arguments as evaluating
-from jaxmem.generate import arguments as generating
-from jaxmem.score import arguments as scoring
+from jaxmem.base import messages
+from jaxmem.evaluate.arguments import add_eval
+from jaxmem.generate.arguments import DTYPES, add_export, add_generate
+from jaxmem.score.arguments import add_score
 
 _PACKAGE = Path(__file__).parent
 
-_DTYPES = generating.DTYPES
 _USER_ERROR = 2
 _INTERRUPTED = 130  # 128 + SIGINT, the convention of shells
 _UNREAD = 141  # 128 + SIGPIPE
@@ -114,10 +113,10 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_train(commands)
     _add_data(commands)
-    generating.add_generate(commands, _generate)
-    generating.add_export(commands, _export)
-    scoring.add_score(commands, _score, _DTYPES, _options.chunk)
-    evaluating.add_eval(commands, _eval, _DTYPES, _options.count)
+    add_generate(commands, _generate)
+    add_export(commands, _export)
+    add_score(commands, _score, DTYPES, _options.chunk)
+    add_eval(commands, _eval, DTYPES, _options.count)
     _add_plan(commands)
     _add_doctor(commands)
     _add_bench(commands)
@@ -201,7 +200,7 @@ def _data(arguments: argparse.Namespace) -> int:
     try:
         from rich.console import Console
 
-        from jaxmem.train import config as configuration, jobs, preview
+        from jaxmem.train import configuration, jobs, preview
     except ModuleNotFoundError as error:
         raise _missing(error, "reading data", "train") from error
     config, _ = configuration.load(path, arguments.overrides)
@@ -335,7 +334,7 @@ def _add_bench(commands) -> None:
         metavar="N,D,V",
         help="tokens, width of hidden states, vocabulary",
     )
-    bench.add_argument("--dtype", choices=_DTYPES, help="of hidden and W")
+    bench.add_argument("--dtype", choices=DTYPES, help="of hidden and W")
     bench.add_argument(
         "--chunk", type=_options.chunk, default=1024, help="tokens, or auto"
     )
@@ -376,8 +375,8 @@ def _bench(arguments: argparse.Namespace) -> int:
 def _train(arguments: argparse.Namespace) -> int:
     path = None if arguments.keys is not None else _find_config(arguments.file)
     try:
-        from jaxmem.core import processes
-        from jaxmem.train import config as configuration, jobs, keys
+        from jaxmem.base import processes
+        from jaxmem.train import configuration, jobs, keys
     except ModuleNotFoundError as error:
         raise _missing(error, "training", "train") from error
     if path is None:

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmem import devices as _devices
+from jaxmem import devices
 
 _MIB = 2**20
 
@@ -295,7 +295,7 @@ def _check_consumable(**trees):
 
 
 def _home(leaf):
-    return leaf.sharding or jax.sharding.SingleDeviceSharding(_devices.current()[0])
+    return leaf.sharding or jax.sharding.SingleDeviceSharding(devices.current()[0])
 
 
 def _replicated(home):

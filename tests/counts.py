@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import jaxmem
 from jaxmem import losses
 from jaxmem.heads import linen, nnx
-from tests import test_layering as layers
+from tests import test_layering
 
 ROOT = pathlib.Path(__file__).parent.parent
 PACKAGE = ROOT / "jaxmem"
@@ -118,19 +118,19 @@ def _lines(folder: str) -> int:
 def _upward() -> Count:
     found = [
         place
-        for module in layers.MODULES.keys() - {"jaxmem"}
-        for target, place in layers._own_imports(module)
+        for module in test_layering.MODULES.keys() - {"jaxmem"}
+        for target, place in test_layering._own_imports(module)
         if target != "jaxmem"
-        and layers.LAYERS.index(layers._layer(target))
-        > layers.LAYERS.index(layers._layer(module))
+        and test_layering.LAYERS.index(test_layering._layer(target))
+        > test_layering.LAYERS.index(test_layering._layer(module))
     ]
     return Count("imports upward", len(found), 0, ", ".join(found))
 
 
 def _circles() -> Count:
     graph = {
-        module: {target for target, _ in layers._own_imports(module)} - {module}
-        for module in layers.MODULES
+        module: {target for target, _ in test_layering._own_imports(module)} - {module}
+        for module in test_layering.MODULES
     }
     try:
         graphlib.TopologicalSorter(graph).prepare()

@@ -31,8 +31,11 @@ ROOT = pathlib.Path(__file__).parent.parent
 # Module to the tests that are to kill its mutants, the likeliest first.
 OF_LOOPS = ("tests/functional/test_api.py", "tests/backends/test_xla.py")
 MODULES = {
-    "jaxmem/core/stats.py": ("tests/core/test_stats.py", *OF_LOOPS),
-    "jaxmem/core/operands.py": ("tests/core/test_operands.py", *OF_LOOPS),
+    "jaxmem/core/row_stats.py": ("tests/core/test_row_stats.py", *OF_LOOPS),
+    "jaxmem/core/backend_operands.py": (
+        "tests/core/test_backend_operands.py",
+        *OF_LOOPS,
+    ),
     "jaxmem/core/checks.py": ("tests/core/test_checks.py",),
     "jaxmem/backends/xla.py": OF_LOOPS,
     "jaxmem/heads/verbs.py": ("tests/heads/test_nnx.py", "tests/heads"),

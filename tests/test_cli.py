@@ -12,7 +12,7 @@ import pytest
 
 from jaxmem import cli
 from jaxmem._version import __version__
-from jaxmem.train import locks
+from jaxmem.base import locks
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

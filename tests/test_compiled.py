@@ -19,7 +19,7 @@ import jaxmem
 from jaxmem import devices
 from jaxmem.models.partitioning import AXES
 from jaxmem.train.jobs import sft
-from tests.train import test_mesh_gpu as training
+from tests.train import test_mesh_gpu
 
 FLAGS = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
 UNROLLED = {"xla_gpu_enable_while_loop_double_buffering": True}
@@ -187,7 +187,7 @@ def test_blocks_of_the_vocabulary_take_less_where_tokens_are_many(n_blocks):
 
 @pytest.mark.parametrize("axis", AXES)
 def test_training_steps_on_two(axis):
-    config = training.config_of(axis)
+    config = test_mesh_gpu.config_of(axis)
     with devices.target("h200", 2):
         program = sft.Program(config, config.model.vocab_size, packed=False)
         text = program.compile_step(config.head).as_text()

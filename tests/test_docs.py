@@ -191,9 +191,9 @@ def _check_jaxmem(arguments):
         assert stopped.code == 0, f"jaxmem {shlex.join(arguments)} does not parse"
         return
     if "overrides" in parsed and parsed.file is not None:
-        from jaxmem.train import config
+        from jaxmem.train import configuration
 
-        config.load(cli._find_config(parsed.file), parsed.overrides)
+        configuration.load(cli._find_config(parsed.file), parsed.overrides)
 
 
 def _check_extras(words):
@@ -440,10 +440,10 @@ def _reference(name):
 
 
 def test_every_section_is_in_the_reference():
-    from jaxmem.train import config
+    from jaxmem.train import configuration
 
     listed = re.findall(r"^```{gin-keys} (\w+)$", _reference("config.md"), re.MULTILINE)
-    assert listed == [*config.sections()]
+    assert listed == [*configuration.sections()]
 
 
 PRIVATE = {"backends", "cli", "core", "doctor", "functional", "kernels", "timing"}

@@ -24,9 +24,9 @@ PUBLIC = (
 
 # Lowest first: a package or module imports itself and what stands before it.
 LAYERS = (
-    "_version _shipped _imports devices timing offload core _options packing remat "
-    "kernels backends functional losses sharding heads integrations models checkpoints "
-    "data train score generate evaluate planning bench doctor cli __main__"
+    "_version _shipped _imports base devices timing offload core _options packing "
+    "remat kernels backends functional losses sharding heads integrations models "
+    "checkpoints data train score generate evaluate planning bench doctor cli __main__"
 ).split()
 
 # Third parties, and the packages or modules that may import them.
@@ -40,7 +40,7 @@ ALLOWED_IN = {
         "jaxmem.planning.scoring",
         "jaxmem.integrations",
     ),
-    "gin": ("jaxmem.train.config",),
+    "gin": ("jaxmem.train.configuration",),
     "grain": ("jaxmem.data",),
     "jax.experimental": (  # Pallas is in it
         "jaxmem.kernels",
@@ -154,6 +154,17 @@ def test_imports_only_from_below():
                 continue
             below = LAYERS.index(_layer(target)) <= LAYERS.index(_layer(module))
             assert below, f"{place}: {target} is not below {module}"
+
+
+def test_own_modules_keep_their_names():
+    for path in SOURCES:
+        for node in _nodes(path):
+            if isinstance(node, ast.ImportFrom) and _is_in(node.module, "jaxmem"):
+                for alias in node.names:
+                    renamed = alias.asname not in (None, alias.name)
+                    is_module = f"{node.module}.{alias.name}" in MODULES
+                    place = _place(path, node.lineno)
+                    assert not (renamed and is_module), f"{place}: {alias.name}"
 
 
 def test_no_circle():

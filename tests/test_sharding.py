@@ -12,7 +12,7 @@ import jaxmem
 from jaxmem import packing
 from tests import oracle
 from tests.cases import Case, one_at_a_time, slow
-from tests.core.test_shards import collectives, jit
+from tests.core.test_vocab_shards import collectives, jit
 from tests.functional.test_api import EPSILON, FLOATS, STATS_EPSILON, error
 from tests.targets import loss_of_two_heads, of_columns, of_two_heads
 

@@ -8,7 +8,7 @@ import tokenize
 from docutils.statemachine import StringList
 from sphinx.util.docutils import SphinxDirective
 
-from jaxmem.train import config
+from jaxmem.train import configuration
 
 
 class GinKeys(SphinxDirective):
@@ -24,7 +24,7 @@ class GinKeys(SphinxDirective):
 
 def table(section: str) -> list[str]:
     """Lines of Markdown, one row per field of the section's dataclass."""
-    made = config.sections()[section]
+    made = configuration.sections()[section]
     comments = field_comments(made)
     lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
     for field in dataclasses.fields(made):

@@ -9,8 +9,9 @@ from jaxmem.backends import (
     xla_sampled,
 )
 from jaxmem.backends.protocol import Backend
-from jaxmem.core import checks, messages
-from jaxmem.core.operands import Factors, Logits
+from jaxmem.base import messages
+from jaxmem.core import checks
+from jaxmem.core.backend_operands import Factors, Logits
 from jaxmem.core.options import Implementation
 from jaxmem.core.spec import Spec
 

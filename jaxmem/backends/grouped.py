@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxmem.backends.protocol import Backend
-from jaxmem.core import shards as _shards, stats as _stats
-from jaxmem.core.operands import (
+from jaxmem.core import row_stats, vocab_shards
+from jaxmem.core.backend_operands import (
     Factors,
     Rows,
     for_active_chunks,
@@ -26,8 +26,8 @@ from jaxmem.core.operands import (
     take,
     trained,
 )
+from jaxmem.core.row_stats import Outputs, Stats
 from jaxmem.core.spec import Spec
-from jaxmem.core.stats import Outputs, Stats
 
 
 def outputs(backend: Backend, spec: Spec, source: Factors, rows: Rows, names) -> dict:
@@ -37,13 +37,13 @@ def outputs(backend: Backend, spec: Spec, source: Factors, rows: Rows, names) ->
     def chunk(row_ids, results):
         here = Stats(*(take(x.T, row_ids).T for x in groups))
         exists = take(rows.labels, row_ids) < spec.vocab_size
-        new = _stats.finish(_stats.merge_tree(here), exists)._asdict()
+        new = row_stats.finish(row_stats.merge_tree(here), exists)._asdict()
         return put_all(results, row_ids, {k: new[k] for k in results})
 
     # In the body of a loop, XLA fuses the tree alike whatever comes before: a multiply
     # and an add that are fused are rounded once.
     zeros = {k: jnp.zeros(n_rows, output_dtype(spec, k)) for k in names}
-    zeros = _shards.vary(zeros, spec.varying)
+    zeros = vocab_shards.vary(zeros, spec.varying)
     return for_active_chunks(spec.chunk, rows.active, chunk, zeros)
 
 
@@ -61,9 +61,9 @@ def backward(
         return backend.loops.backward(here, head, rows, saved, cotangents)
 
     parts = _in_sequence(spec, source, run)
-    dhidden = _shards.sum_tree(part.hidden for part in parts)
+    dhidden = vocab_shards.sum_tree(part.hidden for part in parts)
     if spec.shards and spec.shards.same_hidden:
-        dhidden = _shards.sum_rows_in_order(spec.shards.same_hidden, dhidden)
+        dhidden = vocab_shards.sum_rows_in_order(spec.shards.same_hidden, dhidden)
     dhidden = dhidden.astype(source.hidden.dtype)
     if spec.frozen_head:
         return trained(spec, source)._replace(hidden=dhidden)
@@ -83,7 +83,7 @@ def _statistics(backend, spec, source, rows) -> Stats:
     stats: Any = jax.tree.map(lambda *x: jnp.stack(x), *parts)
     if not spec.shards:
         return stats
-    whole = _shards.gather(spec.shards.axes, jnp.stack(stats, 1))
+    whole = vocab_shards.gather(spec.shards.axes, jnp.stack(stats, 1))
     return Stats(*jnp.moveaxis(whole.reshape(-1, *whole.shape[2:]), 1, 0))
 
 

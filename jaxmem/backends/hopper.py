@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxmem import devices as _devices
+from jaxmem import devices
 from jaxmem.backends.protocol import OfChunk
-from jaxmem.core import operands as _operands, shards as _shards, stats as _stats
-from jaxmem.core.operands import Factors, Logits, Rows
+from jaxmem.core import backend_operands, row_stats, vocab_shards
+from jaxmem.core.backend_operands import Factors, Logits, Rows
 from jaxmem.core.spec import Spec
-from jaxmem.kernels import active, blocks, padding, tuned
+from jaxmem.kernels import active, block_sizes, padding, tuned
 
 # Times with gradients on an H200, D=4096 V=151936, in GEMMs, "xla" in parentheses:
 # 256 tokens 7.7 (11.1), 512 5.3 (6.7), 1024 4.3 (5.1); chunks of 256 4.3 (7.6), of 128
@@ -41,9 +41,9 @@ def refuses_machine() -> str | None:
     """Why this process cannot run the backend; None if it can."""
     if jax.__version_info__ < (0, 11):
         return f"it needs jax 0.11 or newer, this is {jax.__version__}"
-    if _devices.backend() != "gpu":
-        return f"it needs an NVIDIA Hopper GPU, jax runs on {_devices.backend()!r}"
-    capability = getattr(_devices.current()[0], "compute_capability", "none")
+    if devices.backend() != "gpu":
+        return f"it needs an NVIDIA Hopper GPU, jax runs on {devices.backend()!r}"
+    capability = getattr(devices.current()[0], "compute_capability", "none")
     if str(capability) != "9.0":
         return f"it needs compute capability 9.0 (Hopper), this GPU has {capability}"
     return None
@@ -64,7 +64,7 @@ def unproven(spec: Spec, source: Factors | Logits) -> str | None:
         return "never with logits that the caller has"
     if spec.compute_dtype == jnp.float16:
         return "stores derivatives without a scale, which large weights overflow"
-    if _devices.count() > 1 and not (spec.token_parallel or _is_split_by_hand()):
+    if devices.count() > 1 and not (spec.token_parallel or _is_split_by_hand()):
         return (
             "XLA cannot split its kernels over the axes that an enclosing "
             "jax.shard_map leaves to it; over all of a mesh it runs"
@@ -72,9 +72,7 @@ def unproven(spec: Spec, source: Factors | Logits) -> str | None:
     if spec.vocab_groups:  # the choice, and so the bits, may not depend on the mesh
         return "is not chosen with vocab_groups unless it is named"
     # If jit partitions the tokens, the number of devices is not known yet: assume all.
-    n_tokens = source.hidden.shape[0] // (
-        _devices.count() if spec.token_parallel else 1
-    )
+    n_tokens = source.hidden.shape[0] // (devices.count() if spec.token_parallel else 1)
     if n_tokens < MIN_TOKENS:
         return f"is not measured to be faster below {MIN_TOKENS} tokens a device"
     if n_tokens < MIN_TOKENS_PADDED and padding.copies(source.W, spec.layout):
@@ -104,26 +102,28 @@ class Pass(NamedTuple):
 
 def forward(spec: Spec, source: Factors, rows: Rows, names) -> dict:
     """The named fields of `Outputs` for every row; 0 where inactive."""
-    return _operands.outputs(spec, rows, statistics(spec, source, rows), names)
+    return backend_operands.outputs(spec, rows, statistics(spec, source, rows), names)
 
 
-def statistics(spec: Spec, source: Factors, rows: Rows) -> _stats.Stats:
+def statistics(spec: Spec, source: Factors, rows: Rows) -> row_stats.Stats:
     """Statistics over this shard of the vocabulary; undefined where inactive."""
-    padded = padding.head(spec, _operands.cast(spec, source))
-    return _add_statistics(spec, padded, rows, _operands.no_statistics(spec, rows))
+    padded = padding.head(spec, backend_operands.cast(spec, source))
+    return _add_statistics(
+        spec, padded, rows, backend_operands.no_statistics(spec, rows)
+    )
 
 
 def backward(
-    spec: Spec, source: Factors, rows: Rows, saved: _stats.Outputs, cotangents
+    spec: Spec, source: Factors, rows: Rows, saved: row_stats.Outputs, cotangents
 ) -> Factors:
     """Cotangent of the source; sums over tokens in float32."""
-    padded = padding.head(spec, _operands.cast(spec, source))
+    padded = padding.head(spec, backend_operands.cast(spec, source))
     n_rows = rows.labels.shape[0]
     columns, depth = padding.columns_and_depth(spec, padded)
     # Several launches per block of the vocabulary save memory for W's sums; but not if
     # W has no gradient, or if the sums are the gradient itself.
     row_blocks_only = spec.frozen_head or source.W.dtype == jnp.float32
-    size, single_block = blocks.backward_rows(
+    size, single_block = block_sizes.backward_rows(
         n_rows, tokens_here(spec), columns, depth, row_blocks_only, n_clusters(),
         spec.gradient_blocks,
     )  # fmt: skip
@@ -131,7 +131,7 @@ def backward(
         spec, launch_env(spec, padded, size, "derivative"), padded, single_block
     )
     sums = _add_recomputed(this, rows, saved, cotangents, _sums(this, source))
-    like = _operands.trained(spec, source)
+    like = backend_operands.trained(spec, source)
     return _cotangent(spec, like, sums, this.single_block)
 
 
@@ -139,9 +139,9 @@ def one_pass(
     spec: Spec, source: Factors, rows: Rows, of_chunk: OfChunk, initial
 ) -> tuple[Any, Factors]:
     """See `xla.one_pass`: the forward kernel stores exponentials, products follow."""
-    from jaxmem.kernels import forward as kernel
+    from jaxmem.kernels.forward import statistics_and_exps
 
-    padded = padding.head(spec, _operands.cast(spec, source))
+    padded = padding.head(spec, backend_operands.cast(spec, source))
     n_rows = rows.labels.shape[0]
     size = loss_rows(spec, source)
     env, single_block = launch_env(spec, padded, size, "exps"), n_rows <= size
@@ -149,18 +149,16 @@ def one_pass(
 
     def body(block, carry):
         all_values, sums = carry
-        stats, kept = kernel.statistics_and_exps(
-            env, *inputs(spec, padded, rows, block)
-        )
-        stats = _shards.vary(stats, spec.part_varying)
-        outputs = _operands.merged(spec, rows, block.ids, stats)
+        stats, kept = statistics_and_exps(env, *inputs(spec, padded, rows, block))
+        stats = vocab_shards.vary(stats, spec.part_varying)
+        outputs = backend_operands.merged(spec, rows, block.ids, stats)
         values, g = of_chunk(block.ids, outputs)
         sums = _add_kept(this, rows, block, kept, (outputs, g), sums)
         return active.put(all_values, block, values), sums
 
-    carry = _shards.vary(initial, spec.varying), _sums(this, source)
+    carry = vocab_shards.vary(initial, spec.varying), _sums(this, source)
     all_values, sums = active.for_each_block(rows.active, env.n_rows, body, carry)
-    like = _operands.trained(spec, source)
+    like = backend_operands.trained(spec, source)
     if not single_block:
         like = jax.tree.map(lambda x: x.astype(jnp.float32), like)
     return all_values, _cotangent(spec, like, sums, single_block)
@@ -169,23 +167,25 @@ def one_pass(
 def loss_rows(spec: Spec, source: Factors) -> int:
     """Number of rows whose exponentials `one_pass` stores at a time."""
     n_rows, depth = source.hidden.shape
-    return blocks.loss_rows(n_rows, spec.chunk, depth, spec.frozen_head, n_clusters())
+    return block_sizes.loss_rows(
+        n_rows, spec.chunk, depth, spec.frozen_head, n_clusters()
+    )
 
 
 def _add_statistics(spec, padded, rows, all_stats):
     """The statistics with those of the active rows put in."""
-    from jaxmem.kernels import forward as kernel
+    from jaxmem.kernels.forward import statistics as of_block
 
     n_rows = rows.labels.shape[0]
     columns, depth = padding.columns_and_depth(spec, padded)
     tiles = tiles_of("statistics", spec, padded)
     groups = -(-columns // (tiles.columns * tiles.group))
-    size = blocks.forward_rows(n_rows, spec.chunk, columns, depth, groups)
+    size = block_sizes.forward_rows(n_rows, spec.chunk, columns, depth, groups)
     env = launch_env(spec, padded, size, "statistics")
 
     def body(block, all_stats):
         operands = inputs(spec, padded, rows, block)
-        return active.put(all_stats, block, kernel.statistics(env, *operands))
+        return active.put(all_stats, block, of_block(env, *operands))
 
     return active.for_each_block(rows.active, env.n_rows, body, all_stats)
 
@@ -193,7 +193,7 @@ def _add_statistics(spec, padded, rows, all_stats):
 def inputs(spec: Spec, padded: Factors, rows: Rows, block) -> tuple:
     """Operands of the forward kernel, in its order."""
     temperature = _inverse_temperature(rows, block.ids)
-    labels = _operands.part_labels(spec, rows, block.ids)
+    labels = backend_operands.part_labels(spec, rows, block.ids)
     hidden = _hidden(padded, block.ids)
     return hidden, padded.W, labels, block.n_active[None], padded.bias, temperature
 
@@ -203,12 +203,14 @@ def _add_kept(this, rows, block, kept, outputs_and_cotangents, sums):
 
     Outputs and their cotangents are the block's; the exponentials are overwritten.
     """
-    from jaxmem.kernels import kept as keeping, products
+    from jaxmem.kernels import products
+    from jaxmem.kernels.kept import derivative
 
     (spec, env, padded, _), (outputs, g) = this, outputs_and_cotangents
-    dz = keeping.derivative(
-        env, kept, block.n_active, _operands.part_labels(spec, rows, block.ids),
-        outputs, _stats.coefficients(outputs, g), _inverse_temperature(rows, block.ids),
+    dz = derivative(
+        env, kept, block.n_active, backend_operands.part_labels(spec, rows, block.ids),
+        outputs, row_stats.coefficients(outputs, g),
+        _inverse_temperature(rows, block.ids),
     )  # fmt: skip
     h = _hidden(padded, block.ids)
     part = products.Part(h, lambda part, width: dz, block.n_active)
@@ -238,20 +240,20 @@ def _add_recomputed(this, rows, saved, cotangents, sums):
 
 def recomputed(this: Pass, rows: Rows, outputs_and_cotangents, row_ids, n_active):
     """The `products.Part` of some rows, whose logits are recomputed."""
-    from jaxmem.kernels import dlogits as kernel, products
+    from jaxmem.kernels import dlogits, products
 
     (spec, env, padded, _), (saved, cotangents) = this, outputs_and_cotangents
-    of_rows = jax.tree.map(lambda x: _operands.take(x, row_ids), saved)
-    row_max = _operands.take(saved.max, row_ids, fill_value=kernel.NO_ROW)
+    of_rows = jax.tree.map(lambda x: backend_operands.take(x, row_ids), saved)
+    row_max = backend_operands.take(saved.max, row_ids, fill_value=dlogits.NO_ROW)
     of_rows = of_rows._replace(max=row_max)
-    g = jax.tree.map(lambda x: _operands.take(x, row_ids), cotangents)
+    g = jax.tree.map(lambda x: backend_operands.take(x, row_ids), cotangents)
     h = _hidden(padded, row_ids)
-    labels = _operands.part_labels(spec, rows, row_ids)
+    labels = backend_operands.part_labels(spec, rows, row_ids)
     inverse = _inverse_temperature(rows, row_ids)
-    inputs = kernel.Inputs(h, padded.W, labels, padded.bias, inverse)
-    coefficients = _stats.coefficients(of_rows, g)
-    operands = kernel.operands(env, inputs, of_rows, coefficients)
-    derivative = functools.partial(kernel.derivative, env, operands)
+    inputs = dlogits.Inputs(h, padded.W, labels, padded.bias, inverse)
+    coefficients = row_stats.coefficients(of_rows, g)
+    operands = dlogits.operands(env, inputs, of_rows, coefficients)
+    derivative = functools.partial(dlogits.derivative, env, operands)
     return products.Part(h, derivative, n_active)
 
 
@@ -267,22 +269,24 @@ def _sums(this, source):
         else jnp.zeros(tuple(shape), jnp.float32),
         bias=None if source.bias is None else _zero_bias(spec, env),
     )
-    return _typed(spec, _operands.trained(spec, sums))
+    return _typed(spec, backend_operands.trained(spec, sums))
 
 
 def _typed(spec, sums):
     """`sums`, typed as inside shard_map except W's, to which kernels write in place."""
-    return _shards.vary(sums._replace(W=None), spec.part_varying)._replace(W=sums.W)
+    return vocab_shards.vary(sums._replace(W=None), spec.part_varying)._replace(
+        W=sums.W
+    )
 
 
 def _cotangent(spec, source, sums, single_block):
     """Gradients in the source's dtypes, summed over shards unless already summed."""
-    varied = _shards.vary(sums, spec.part_varying)
+    varied = vocab_shards.vary(sums, spec.part_varying)
     if single_block:
         varied = varied._replace(hidden=sums.hidden)
     else:
-        varied = _operands.sum_over_shards(spec, varied)
-    return _operands.rounded(spec, varied, source)
+        varied = backend_operands.sum_over_shards(spec, varied)
+    return backend_operands.rounded(spec, varied, source)
 
 
 def _gradients(this, n_tiles, parts, block, sums):
@@ -312,16 +316,16 @@ def _gradients(this, n_tiles, parts, block, sums):
     ]
     dh = dhs[0] if alone else jnp.concatenate(dhs)
     if not single_block:
-        return here._replace(hidden=_operands.put(sums.hidden, block.ids, dh))
-    dh = _shards.vary(dh, spec.part_varying)
-    dh, dW = _shards.sum_hidden(spec.shards, dh, here.W, overlap_all_reduce)
+        return here._replace(hidden=backend_operands.put(sums.hidden, block.ids, dh))
+    dh = vocab_shards.vary(dh, spec.part_varying)
+    dh, dW = vocab_shards.sum_hidden(spec.shards, dh, here.W, overlap_all_reduce)
     # The block has all rows: gather them in the original order.
-    return here._replace(hidden=_operands.take(dh, block.place), W=dW)
+    return here._replace(hidden=backend_operands.take(dh, block.place), W=dW)
 
 
 def _block_tiles(spec, env):
     """Number of vocabulary tiles whose derivatives, in 16 bits, are alive at once."""
-    return blocks.backward_tiles(
+    return block_sizes.backward_tiles(
         env.n_tiles, env.n_rows, tokens_here(spec), spec.columns, env.depth,
         n_clusters(),
     )  # fmt: skip
@@ -359,13 +363,13 @@ def launch_env(spec: Spec, padded: Factors, n_rows: int, kernel: str) -> Any:
 def tiles_of(kernel, spec: Any, padded: Factors) -> Any:
     """The kernel's tiles for this head."""
     columns, depth = padding.columns_and_depth(spec, padded)
-    device = _devices.current()[0].device_kind
+    device = devices.current()[0].device_kind
     return tuned.tiles_for(kernel, tuned.Head(device, depth, columns, spec.layout))
 
 
 def n_blocks():
     """Number of thread blocks: one per SM. No statistic depends on it."""
-    return getattr(_devices.current()[0], "core_count", None) or 132
+    return getattr(devices.current()[0], "core_count", None) or 132
 
 
 def n_clusters():
@@ -374,10 +378,10 @@ def n_clusters():
 
 
 def _hidden(padded, row_ids):
-    return padding.columns(_operands.take(padded.hidden, row_ids))
+    return padding.columns(backend_operands.take(padded.hidden, row_ids))
 
 
 def _inverse_temperature(rows, row_ids):
     if rows.temperature is None:
         return None
-    return 1 / _operands.take(rows.temperature, row_ids, fill_value=1)
+    return 1 / backend_operands.take(rows.temperature, row_ids, fill_value=1)

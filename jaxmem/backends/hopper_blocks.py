@@ -10,25 +10,25 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxmem.backends import hopper
-from jaxmem.core import operands as _operands, shards as _shards, stats as _stats
-from jaxmem.core.operands import Factors, Rows
+from jaxmem.core import backend_operands, row_stats, vocab_shards
+from jaxmem.core.backend_operands import Factors, Rows
 from jaxmem.core.spec import Spec
-from jaxmem.kernels import active, blocks, padding
+from jaxmem.kernels import active, block_sizes, padding
 
 
 def backward(
-    spec: Spec, source: Factors, rows: Rows, saved: _stats.Outputs, cotangents
+    spec: Spec, source: Factors, rows: Rows, saved: row_stats.Outputs, cotangents
 ) -> Factors:
     """See `hopper.backward`, which is as good where it needs no sums of all of W."""
     from jaxmem.kernels import products
 
-    padded = padding.head(spec, _operands.cast(spec, source))
+    padded = padding.head(spec, backend_operands.cast(spec, source))
     columns, depth = padding.columns_and_depth(spec, padded)
     tokens, clusters = hopper.tokens_here(spec), hopper.n_clusters()
     sizes, n_blocks = (len(rows.labels), tokens, columns, depth), spec.gradient_blocks
-    if blocks.backward_rows(*sizes, False, clusters, n_blocks)[1]:
+    if block_sizes.backward_rows(*sizes, False, clusters, n_blocks)[1]:
         return hopper.backward(spec, source, rows, saved, cotangents)
-    n_rows, n_tiles = blocks.vocabulary_block(*sizes, n_blocks, clusters)
+    n_rows, n_tiles = block_sizes.vocabulary_block(*sizes, n_blocks, clusters)
     env = hopper.launch_env(spec, padded, n_rows, "derivative")
     this = hopper.Pass(spec, env, padded, single_block=False)
     width = n_tiles * env.tiles.columns
@@ -50,9 +50,13 @@ def backward(
     total = _zeros(spec, source, n_blocks * width)
     total = lax.fori_loop(0, n_blocks - 1, block, total)
     total = block(n_blocks - 1, total, last=True)
-    total = _operands.sum_over_shards(spec, _shards.vary(total, spec.part_varying))
+    total = backend_operands.sum_over_shards(
+        spec, vocab_shards.vary(total, spec.part_varying)
+    )
     return jax.tree.map(
-        lambda x, like: _operands.unpadded(x, like).astype(like.dtype), total, source
+        lambda x, like: backend_operands.unpadded(x, like).astype(like.dtype),
+        total,
+        source,
     )
 
 
@@ -61,7 +65,7 @@ def _zeros(spec, source, columns):
     dtype = spec.stats_dtype if spec.partial_hidden else spec.compute_dtype
     hidden = jnp.zeros(source.hidden.shape, dtype)
     bias = None if source.bias is None else jnp.zeros(columns, jnp.float32)
-    hidden, bias = _shards.vary((hidden, bias), spec.part_varying)
+    hidden, bias = vocab_shards.vary((hidden, bias), spec.part_varying)
     return Factors(hidden, lax.empty(source.W.shape, source.W.dtype), bias)
 
 
@@ -81,8 +85,8 @@ def _add(this, block, rows, outputs_and_cotangents, sums):
         into = sums._replace(hidden=lax.empty(part.hidden.shape, jnp.float32))
         added = products.add_block(of_block, padded.W, part, b * n_tiles, into)
         dh = added.hidden[:, : sums.hidden.shape[1]]
-        dh += _operands.take(sums.hidden, at.ids)
+        dh += backend_operands.take(sums.hidden, at.ids)
         dh = dh.astype(sums.hidden.dtype)
-        return added._replace(hidden=_operands.put(sums.hidden, at.ids, dh))
+        return added._replace(hidden=backend_operands.put(sums.hidden, at.ids, dh))
 
     return active.for_each_block(rows.active, env.n_rows, of_rows, sums)

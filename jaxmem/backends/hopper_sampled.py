@@ -10,16 +10,11 @@ from typing import Any
 import jax
 
 from jaxmem.backends import hopper, xla_sampled
-from jaxmem.core import (
-    operands as _operands,
-    sampling as _sampling,
-    shards as _shards,
-    stats as _stats,
-)
-from jaxmem.core.operands import Factors, Rows
-from jaxmem.core.sampling import Derivative, Entries, Sampling
+from jaxmem.core import backend_operands, column_sampling, row_stats, vocab_shards
+from jaxmem.core.backend_operands import Factors, Rows
+from jaxmem.core.column_sampling import Derivative, Entries, Sampling
 from jaxmem.core.spec import Spec
-from jaxmem.kernels import active, blocks, padding
+from jaxmem.kernels import active, block_sizes, padding
 
 
 def sampling_of(spec: Spec) -> Sampling:
@@ -31,41 +26,42 @@ def sampling_of(spec: Spec) -> Sampling:
 
 def forward(spec: Spec, source: Factors, rows: Rows, names) -> tuple[dict, Entries]:
     """See `xla_sampled.forward`; outputs bitwise equal those of `hopper.forward`."""
-    from jaxmem.kernels import forward as kernel, sampled_select
+    from jaxmem.kernels import sampled_select
+    from jaxmem.kernels.forward import statistics_and_exps
 
-    padded = padding.head(spec, _operands.cast(spec, source))
+    padded = padding.head(spec, backend_operands.cast(spec, source))
     n_rows, sampling = rows.labels.shape[0], sampling_of(spec)
     starts = xla_sampled.starts_of(spec, sampling, rows)
-    size = blocks.whole(min(n_rows, spec.chunk))
+    size = block_sizes.whole(min(n_rows, spec.chunk))
     env = hopper.launch_env(spec, padded, size, "exps")
 
     def body(block, results):
         so_far, entries_so_far = results
         operands = hopper.inputs(spec, padded, rows, block)
-        stats, kept = kernel.statistics_and_exps(env, *operands, tile_sums=True)
-        stats = _shards.vary(stats, spec.part_varying)
-        outputs = _operands.merged(spec, rows, block.ids, stats)
-        normaliser = _stats.Normaliser(outputs.max, outputs.log_sum)
+        stats, kept = statistics_and_exps(env, *operands, tile_sums=True)
+        stats = vocab_shards.vary(stats, spec.part_varying)
+        outputs = backend_operands.merged(spec, rows, block.ids, stats)
+        normaliser = row_stats.Normaliser(outputs.max, outputs.log_sum)
         facts = sampled_select.OfRows(
             operands[2], stats.label_logit, stats.max, normaliser
         )
         entries = sampled_select.entries(
             sampling, env.tiles.columns, kept, facts,
-            _operands.take(starts, block.ids), block.n_active,
+            backend_operands.take(starts, block.ids), block.n_active,
         )  # fmt: skip
-        entries_so_far = _operands.put_all(entries_so_far, block.ids, entries)
+        entries_so_far = backend_operands.put_all(entries_so_far, block.ids, entries)
         return active.put(so_far, block, stats), entries_so_far
 
-    none = _sampling.none(sampling, n_rows, spec.stats_dtype)
-    none = _shards.vary(none, spec.part_varying)
-    results = _operands.no_statistics(spec, rows), none
+    none = column_sampling.none(sampling, n_rows, spec.stats_dtype)
+    none = vocab_shards.vary(none, spec.part_varying)
+    results = backend_operands.no_statistics(spec, rows), none
     stats, entries = active.for_each_block(rows.active, env.n_rows, body, results)
-    return _operands.outputs(spec, rows, stats, names), entries
+    return backend_operands.outputs(spec, rows, stats, names), entries
 
 
 def backward(
-    spec: Spec, source: Factors, rows: Rows, saved: _stats.Outputs,
-    cotangents: _stats.Cotangents, entries: Entries,
+    spec: Spec, source: Factors, rows: Rows, saved: row_stats.Outputs,
+    cotangents: row_stats.Cotangents, entries: Entries,
 ) -> Factors:  # fmt: skip
     """See `xla_sampled.backward`."""
     dz = xla_sampled.derivative(
@@ -76,19 +72,23 @@ def backward(
 
 def gradient(spec: Spec, source: Factors, rows: Rows, dz: Derivative) -> Factors:
     """See `xla_sampled.gradient`."""
-    from jaxmem.kernels import sampled_products as products
+    from jaxmem.kernels import sampled_products
 
-    head: Any = _operands.cast(spec, source)
+    head: Any = backend_operands.cast(spec, source)
     parts = spec.shards and spec.shards.same_hidden
     dtype = spec.stats_dtype if parts else spec.compute_dtype
-    dhidden, dW, dbias = products.to_hidden(dz, head.W, spec.layout, dtype), None, None
+    dhidden, dW, dbias = (
+        sampled_products.to_hidden(dz, head.W, spec.layout, dtype),
+        None,
+        None,
+    )
     if not spec.frozen_head:
-        pairs = _sampling.sort_by_column(dz)
+        pairs = column_sampling.sort_by_column(dz)
         like = jax.ShapeDtypeStruct(source.W.shape, source.W.dtype)
-        dW = products.to_weights(pairs, head.hidden, like, spec.layout)
+        dW = sampled_products.to_weights(pairs, head.hidden, like, spec.layout)
         if head.bias is not None:
             n_rows = head.hidden.shape[0]
-            dbias = products.to_bias(pairs, n_rows, spec.columns)
-    sums = _operands.sum_over_shards(spec, Factors(dhidden, dW, dbias))
-    like = _operands.trained(spec, source)
+            dbias = sampled_products.to_bias(pairs, n_rows, spec.columns)
+    sums = backend_operands.sum_over_shards(spec, Factors(dhidden, dW, dbias))
+    like = backend_operands.trained(spec, source)
     return jax.tree.map(lambda x, primal: x.astype(primal.dtype), sums, like)

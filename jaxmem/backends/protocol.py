@@ -6,10 +6,10 @@ from typing import Any, Protocol
 
 import jax
 
-from jaxmem.core.operands import Factors, Logits, Rows
-from jaxmem.core.sampling import Derivative, Entries
+from jaxmem.core.backend_operands import Factors, Logits, Rows
+from jaxmem.core.column_sampling import Derivative, Entries
+from jaxmem.core.row_stats import Cotangents, Outputs, Stats
 from jaxmem.core.spec import Spec
-from jaxmem.core.stats import Cotangents, Outputs, Stats
 
 # Called by `one_pass` for loss_rows rows at a time: (row ids, their outputs) -> (values
 # per row, cotangents of the outputs). Ids past the end come last; their outputs have no

@@ -17,8 +17,8 @@ from jax import lax
 
 from jaxmem import timing
 from jaxmem.backends import hopper
-from jaxmem.core import stats as _stats
-from jaxmem.kernels import blocks, dlogits, forward, products, tuned
+from jaxmem.core import row_stats
+from jaxmem.kernels import block_sizes, dlogits, forward, products, tuned
 from jaxmem.kernels.logits import Env
 from jaxmem.kernels.tiles import Tiles
 
@@ -190,7 +190,9 @@ def _program(kernel, shape, h, W, y) -> tuple[Callable[[Tiles], Callable], tuple
         return lambda t: functools.partial(function, env(t)), (h, W, y, active)
     tile = tuned.DEFAULTS["derivative"].columns
     n_tiles, clusters = -(-columns // tile), hopper.n_clusters()
-    width = tile * blocks.backward_tiles(n_tiles, n, _CHUNK, columns, depth, clusters)
+    width = tile * block_sizes.backward_tiles(
+        n_tiles, n, _CHUNK, columns, depth, clusters
+    )
     if kernel == "derivative":
         return _derivative(env, width, n, h, W, y)
     dz = jax.random.normal(jax.random.key(3), (n, width), h.dtype)
@@ -220,8 +222,8 @@ def _product(kernel, dz, h, W):
 def _derivative(env, width, n, h, W, y):
     zero, one = jnp.zeros(n), jnp.ones(n)
     log_sum = jnp.full(n, jnp.log(W.shape[0] * 1.0))
-    rows = _stats.Outputs(-log_sum, one, log_sum, zero, zero > 0, zero, log_sum)
-    c = _stats.Coefficients(one, one, one, None)
+    rows = row_stats.Outputs(-log_sum, one, log_sum, zero, zero > 0, zero, log_sum)
+    c = row_stats.Coefficients(one, one, one, None)
 
     def derivative(tiles):
         def run(h, W, y):

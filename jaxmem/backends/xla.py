@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxmem import devices as _devices
+from jaxmem import devices
 from jaxmem.backends.protocol import OfChunk
-from jaxmem.core import shards as _shards, stats as _stats
-from jaxmem.core.operands import (
+from jaxmem.core import row_stats, vocab_shards
+from jaxmem.core.backend_operands import (
     Factors,
     Logits,
     Rows,
@@ -56,22 +56,22 @@ def forward(spec: Spec, source: Factors | Logits, rows: Rows, names) -> dict:
 
     def chunk(row_ids, outputs):
         labels = take(rows.labels, row_ids)
-        stats = _stats.of_tile(logits(spec, source, rows, row_ids), labels)
-        new = _stats.finish(stats, labels < spec.vocab_size)._asdict()
+        stats = row_stats.of_tile(logits(spec, source, rows, row_ids), labels)
+        new = row_stats.finish(stats, labels < spec.vocab_size)._asdict()
         return {k: put(outputs[k], row_ids, new[k]) for k in outputs}
 
     outputs = {k: jnp.zeros(n_rows, output_dtype(spec, k)) for k in names}
-    outputs = _shards.vary(outputs, spec.varying)
+    outputs = vocab_shards.vary(outputs, spec.varying)
     return for_active_chunks(spec.chunk, rows.active, chunk, outputs)
 
 
-def statistics(spec: Spec, source: Factors | Logits, rows: Rows) -> _stats.Stats:
+def statistics(spec: Spec, source: Factors | Logits, rows: Rows) -> row_stats.Stats:
     """Statistics over this shard of the vocabulary; undefined where inactive."""
     source = cast(spec, source)
 
     def chunk(row_ids, all_stats):
         labels = part_labels(spec, rows, row_ids)
-        stats = _stats.of_tile(logits(spec, source, rows, row_ids), labels)
+        stats = row_stats.of_tile(logits(spec, source, rows, row_ids), labels)
         return put_all(all_stats, row_ids, stats)
 
     all_stats = no_statistics(spec, rows)
@@ -79,7 +79,7 @@ def statistics(spec: Spec, source: Factors | Logits, rows: Rows) -> _stats.Stats
 
 
 def backward(
-    spec: Spec, source: Any, rows: Rows, saved: _stats.Outputs, cotangents
+    spec: Spec, source: Any, rows: Rows, saved: row_stats.Outputs, cotangents
 ) -> Factors | Logits:
     """Cotangent of the source; sums over tokens in the statistics' dtype."""
     original, source = trained(spec, source), _aligned(spec, cast(spec, source))
@@ -115,17 +115,17 @@ def one_pass(
         values, sums = carry
         z = logits(spec, head, rows, row_ids)
         labels = part_labels(spec, rows, row_ids)
-        outputs = merged(spec, rows, row_ids, _stats.of_tile(z, labels))
+        outputs = merged(spec, rows, row_ids, row_stats.of_tile(z, labels))
         here, g = of_chunk(row_ids, outputs)
         values = put_all(values, row_ids, here)
         # Rows past the last active one, as in `backward`.
         log_sum = jnp.where(row_ids < n_rows, outputs.log_sum, jnp.inf)
         outputs = outputs._replace(log_sum=log_sum)
-        dz = _stats.dlogits(z, labels, outputs, _stats.coefficients(outputs, g))
+        dz = row_stats.dlogits(z, labels, outputs, row_stats.coefficients(outputs, g))
         dz = unscale(spec, rows, row_ids, z, dz)
         return values, accumulate(spec, head, row_ids, dz, sums)
 
-    carry = _shards.vary(initial, spec.varying), zero_sums(spec, head)
+    carry = vocab_shards.vary(initial, spec.varying), zero_sums(spec, head)
     values, sums = for_active_chunks(spec.chunk, rows.active, chunk, carry)
     sums = jax.tree.map(unpadded, sums, trained(spec, source))
     return values, sum_over_shards(spec, sums)
@@ -143,15 +143,15 @@ def derivative(spec, source, rows, row_ids, outputs_and_cotangents, start=None):
     """
     saved, cotangents = outputs_and_cotangents
     z = logits(spec, source, rows, row_ids, start)
-    row_outputs = _stats.Outputs(*(take(x, row_ids) for x in saved))
+    row_outputs = row_stats.Outputs(*(take(x, row_ids) for x in saved))
     # Rows past the last active one: ln S = inf makes every p zero.
     log_sum = take(saved.log_sum, row_ids, fill_value=jnp.inf)
     row_outputs = row_outputs._replace(log_sum=log_sum)
-    g = _stats.Cotangents(*(take(x, row_ids) for x in cotangents))
-    c = _stats.coefficients(row_outputs, g)
+    g = row_stats.Cotangents(*(take(x, row_ids) for x in cotangents))
+    c = row_stats.coefficients(row_outputs, g)
     labels = part_labels(spec, rows, row_ids)
     labels = labels if start is None else labels - start
-    dz = _stats.dlogits(z, labels, row_outputs, c)
+    dz = row_stats.dlogits(z, labels, row_outputs, c)
     return unscale(spec, rows, row_ids, z, dz)
 
 
@@ -210,7 +210,7 @@ def _divided(z, temperature):
     logits times 0 are NaN, and one is a power of two, which does not round.
     """
     inverse = 1 / temperature
-    most = _stats.power_of_two(inverse)
+    most = row_stats.power_of_two(inverse)
     most = jnp.where(most * temperature < 1, most, most / 2)
     rest = (1 - most * temperature) * inverse  # the difference has no rounding error
     return z * most + z * rest
@@ -226,7 +226,7 @@ def zero_sums(spec, source):
         W=jnp.zeros(source.W.shape, spec.stats_dtype),
         bias=None if source.bias is None else jnp.zeros_like(source.bias),
     )
-    return _shards.vary(trained(spec, sums), spec.part_varying)
+    return vocab_shards.vary(trained(spec, sums), spec.part_varying)
 
 
 def accumulate(spec, source, row_ids, dz, sums):
@@ -249,7 +249,7 @@ def products(spec, source, row_ids, dz) -> Factors:
     dbias = jnp.sum(dz, axis=0)
     size = None
     if spec.compute_dtype == jnp.float16:  # which overflows, and underflows
-        size = _stats.power_of_two(jnp.max(jnp.abs(dz)))
+        size = row_stats.power_of_two(jnp.max(jnp.abs(dz)))
         dz = dz / size
     dz = dz.astype(spec.compute_dtype)  # rounded once, after float32 arithmetic
     over_v = ((1,), (0 if spec.layout == "vd" else 1,))
@@ -276,7 +276,7 @@ def _aligned(spec, source):
     after = -spec.columns % _ALIGNMENT
     if isinstance(source, Logits) or spec.is_part or not after:
         return source
-    if _devices.backend() != "gpu":
+    if devices.backend() != "gpu":
         return source
     W = jnp.pad(source.W, [(0, after), (0, 0)][:: 1 if spec.layout == "vd" else -1])
     bias = None if source.bias is None else jnp.pad(source.bias, (0, after))

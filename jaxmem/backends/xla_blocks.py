@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxmem.backends import xla
-from jaxmem.core import checks, shards as _shards, stats as _stats
-from jaxmem.core.operands import (
+from jaxmem.core import checks, row_stats, vocab_shards
+from jaxmem.core.backend_operands import (
     Factors,
     Rows,
     cast,
@@ -29,7 +29,7 @@ _ALIGNMENT = 128  # columns of a block
 
 
 def backward(
-    spec: Spec, source: Factors, rows: Rows, saved: _stats.Outputs, cotangents
+    spec: Spec, source: Factors, rows: Rows, saved: row_stats.Outputs, cotangents
 ) -> Factors:
     """See `xla.backward`; rounds hidden's gradient once per block, if not sharded."""
     head: Any = cast(spec, source)
@@ -54,7 +54,7 @@ def backward(
         return Factors(sums.hidden, dW, dbias)
 
     total: Any = xla.zero_sums(spec, head)
-    W = _shards.vary(jnp.zeros_like(source.W), spec.part_varying)
+    W = vocab_shards.vary(jnp.zeros_like(source.W), spec.part_varying)
     total = total._replace(W=W)
     total = lax.fori_loop(0, n_whole, lambda i, t: block(i * width, width, t), total)
     if rest:

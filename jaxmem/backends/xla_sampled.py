@@ -14,14 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxmem.backends import xla
-from jaxmem.core import (
-    operands as _operands,
-    sampling as _sampling,
-    shards as _shards,
-    stats as _stats,
-)
-from jaxmem.core.operands import Factors, Rows
-from jaxmem.core.sampling import Derivative, Entries, Sampling, sort_by_column
+from jaxmem.core import backend_operands, column_sampling, row_stats, vocab_shards
+from jaxmem.core.backend_operands import Factors, Rows
+from jaxmem.core.column_sampling import Derivative, Entries, Sampling, sort_by_column
 from jaxmem.core.spec import Spec
 
 # Elements of W's gradient that are summed in float32 at a time, elements of hidden's
@@ -52,40 +47,44 @@ def forward(spec: Spec, source: Factors, rows: Rows, names) -> tuple[dict, Entri
         (outputs, entries): 0 and no entries where a row is not active.
     """
     n_rows, sampling = rows.labels.shape[0], sampling_of(spec)
-    head: Any = _operands.cast(spec, source)
+    head: Any = backend_operands.cast(spec, source)
     starts = starts_of(spec, sampling, rows)
 
     def chunk(row_ids, results):
         outputs, entries = results
         z = xla.logits(spec, head, rows, row_ids)
-        labels = _operands.part_labels(spec, rows, row_ids)
-        stats, exps = _stats.of_tile_and_exps(z, labels)
-        here = _operands.merged(spec, rows, row_ids, stats)
-        scale = _sampling.scale(stats.max, here)
-        selected = _sampling.select(
-            sampling, exps, scale, _operands.take(starts, row_ids)
+        labels = backend_operands.part_labels(spec, rows, row_ids)
+        stats, exps = row_stats.of_tile_and_exps(z, labels)
+        here = backend_operands.merged(spec, rows, row_ids, stats)
+        scale = column_sampling.scale(stats.max, here)
+        selected = column_sampling.select(
+            sampling, exps, scale, backend_operands.take(starts, row_ids)
         )
         here = here._asdict()
-        outputs = {k: _operands.put(outputs[k], row_ids, here[k]) for k in outputs}
-        return outputs, _operands.put_all(entries, row_ids, selected)
+        outputs = {
+            k: backend_operands.put(outputs[k], row_ids, here[k]) for k in outputs
+        }
+        return outputs, backend_operands.put_all(entries, row_ids, selected)
 
-    outputs = {k: jnp.zeros(n_rows, _operands.output_dtype(spec, k)) for k in names}
-    entries = _sampling.none(sampling, n_rows, spec.stats_dtype)
-    outputs = _shards.vary(outputs, spec.varying)
-    results = outputs, _shards.vary(entries, spec.part_varying)
-    return _operands.for_active_chunks(spec.chunk, rows.active, chunk, results)
+    outputs = {
+        k: jnp.zeros(n_rows, backend_operands.output_dtype(spec, k)) for k in names
+    }
+    entries = column_sampling.none(sampling, n_rows, spec.stats_dtype)
+    outputs = vocab_shards.vary(outputs, spec.varying)
+    results = outputs, vocab_shards.vary(entries, spec.part_varying)
+    return backend_operands.for_active_chunks(spec.chunk, rows.active, chunk, results)
 
 
 def starts_of(spec: Spec, sampling: Sampling, rows: Rows) -> jax.Array:
     """Offset of each row's multiples of one, int32 [N]; it differs between shards."""
     assert rows.draws is not None, "no key was given"
     shard = lax.axis_index(spec.shards.axes) if spec.shards else 0
-    return _sampling.starts(sampling, rows.draws, shard)
+    return column_sampling.starts(sampling, rows.draws, shard)
 
 
 def backward(
-    spec: Spec, source: Factors, rows: Rows, saved: _stats.Outputs,
-    cotangents: _stats.Cotangents, entries: Entries,
+    spec: Spec, source: Factors, rows: Rows, saved: row_stats.Outputs,
+    cotangents: row_stats.Cotangents, entries: Entries,
 ) -> Factors:  # fmt: skip
     """Cotangent of the source from the sampled entries; sums in the statistics' dtype.
 
@@ -116,14 +115,14 @@ def gradient(spec: Spec, source: Factors, rows: Rows, dz: Derivative) -> Factors
     Returns:
         The cotangent, in the source's dtypes.
     """
-    head: Any = _operands.cast(spec, source)
+    head: Any = backend_operands.cast(spec, source)
     dhidden = _to_hidden(spec, head, rows, dz)
     sums = Factors(dhidden, None, None)
     if not spec.frozen_head:
         pairs = sort_by_column(dz)
         sums = Factors(dhidden, *_to_weights(spec, head, source, pairs))
-    sums = _operands.sum_over_shards(spec, sums)
-    like = _operands.trained(spec, source)
+    sums = backend_operands.sum_over_shards(spec, sums)
+    like = backend_operands.trained(spec, source)
     return jax.tree.map(lambda x, primal: x.astype(primal.dtype), sums, like)
 
 
@@ -144,10 +143,12 @@ def derivative(
         The derivative at the entries.
     """
     row_ids = jnp.arange(rows.labels.shape[0], dtype=jnp.int32)
-    labels = jnp.where(rows.active, _operands.part_labels(spec, rows, row_ids), -1)
-    c = _stats.coefficients(saved, cotangents)
-    log_p, dz = _sampling.derivative(sampling, entries, labels, saved, c)
-    z = log_p + (_stats.finite(saved.max) + saved.log_sum)[:, None]
+    labels = jnp.where(
+        rows.active, backend_operands.part_labels(spec, rows, row_ids), -1
+    )
+    c = row_stats.coefficients(saved, cotangents)
+    log_p, dz = column_sampling.derivative(sampling, entries, labels, saved, c)
+    z = log_p + (row_stats.finite(saved.max) + saved.log_sum)[:, None]
     values = xla.unscale(spec, rows, row_ids, z, dz.values)
     return Derivative(dz.columns, jnp.where(rows.active[:, None], values, 0))
 
@@ -158,7 +159,7 @@ def _to_hidden(spec, head, rows, dz) -> jax.Array:
     parts = spec.shards and spec.shards.same_hidden
     dtype = spec.stats_dtype if parts else spec.compute_dtype
     dhidden = jnp.zeros(head.hidden.shape, dtype)
-    dhidden = _shards.vary(dhidden, spec.part_varying)
+    dhidden = vocab_shards.vary(dhidden, spec.part_varying)
     if spec.layout == "vd":
         return _add_rows(spec, head.W, rows.active, dz, dhidden)
     width = min(depth, _DEPTH)
@@ -177,8 +178,8 @@ def _add_rows(spec, W, active, dz, dhidden):
     """Weighted sums of rows of W [V, D], for active tokens of [N, D]."""
 
     def chunk(row_ids, dhidden):
-        columns = _operands.take(dz.columns, row_ids, fill_value=spec.columns)
-        values = _operands.take(dz.values, row_ids)
+        columns = backend_operands.take(dz.columns, row_ids, fill_value=spec.columns)
+        values = backend_operands.take(dz.values, row_ids)
         slots = jnp.arange(1, columns.shape[1] + 1, dtype=jnp.int32)
         n_slots = jnp.max(jnp.where(columns < spec.columns, slots, 0))
 
@@ -187,11 +188,11 @@ def _add_rows(spec, W, active, dz, dhidden):
             return sums + values[:, k, None] * here
 
         sums = jnp.zeros((len(row_ids), W.shape[1]), spec.stats_dtype)
-        sums = _shards.vary(sums, spec.part_varying)
+        sums = vocab_shards.vary(sums, spec.part_varying)
         sums = lax.fori_loop(0, n_slots, slot, sums)
-        return _operands.put(dhidden, row_ids, sums.astype(dhidden.dtype))
+        return backend_operands.put(dhidden, row_ids, sums.astype(dhidden.dtype))
 
-    return _operands.for_active_chunks(spec.chunk, active, chunk, dhidden)
+    return backend_operands.for_active_chunks(spec.chunk, active, chunk, dhidden)
 
 
 def _to_weights(spec, head, source, pairs) -> tuple[jax.Array, jax.Array | None]:
@@ -210,7 +211,7 @@ def _to_weights(spec, head, source, pairs) -> tuple[jax.Array, jax.Array | None]
         return dW, lax.dynamic_update_slice_in_dim(gradients[1], dbias, first, 0)
 
     bias = None if head.bias is None else jnp.zeros_like(head.bias)
-    gradients = _shards.vary((jnp.zeros_like(source.W), bias), spec.part_varying)
+    gradients = vocab_shards.vary((jnp.zeros_like(source.W), bias), spec.part_varying)
     return lax.fori_loop(0, -(-spec.columns // width), block, gradients)
 
 
@@ -223,10 +224,10 @@ def _column_sums(spec, hidden, pairs, first, width):
     def add(n_pairs, add_here, sums):
         def step(i, sums):
             at = start + i * n_pairs + jnp.arange(n_pairs, dtype=jnp.int32)
-            column = _operands.take(pairs.columns, at) - first
+            column = backend_operands.take(pairs.columns, at) - first
             column = jnp.where(at < end, column, width)
-            values = jnp.where(at < end, _operands.take(pairs.values, at), 0)
-            h = hidden.at[_operands.take(pairs.tokens, at)].get(mode="clip")
+            values = jnp.where(at < end, backend_operands.take(pairs.values, at), 0)
+            h = hidden.at[backend_operands.take(pairs.tokens, at)].get(mode="clip")
             return add_here(spec, column, values, h, sums)
 
         return lax.fori_loop(0, (end - start + n_pairs - 1) // n_pairs, step, sums)
@@ -241,7 +242,7 @@ def _column_sums(spec, hidden, pairs, first, width):
         jnp.zeros((width, depth), spec.stats_dtype),
         jnp.zeros(width, spec.stats_dtype),
     )
-    sums = _shards.vary(sums, spec.part_varying)
+    sums = vocab_shards.vary(sums, spec.part_varying)
     return lax.platform_dependent(sums, cpu=on_cpu, default=elsewhere)
 
 

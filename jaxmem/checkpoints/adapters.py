@@ -13,14 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx, traverse_util
 
+from jaxmem.base import messages
+from jaxmem.base.ranges import integers
 from jaxmem.checkpoints import names
 from jaxmem.checkpoints.architectures import read_config
 from jaxmem.checkpoints.families import FAMILIES
 from jaxmem.checkpoints.families.family import Family
 from jaxmem.checkpoints.reader import CheckpointError, Reader, read_object
 from jaxmem.checkpoints.tensors import Tensors, new_directory, whole, write_tensors
-from jaxmem.core import messages
-from jaxmem.core.ranges import integers
 from jaxmem.models.config import RANGES, ModelConfig
 from jaxmem.models.decoder import Decoder
 from jaxmem.models.lora import SAVED, TARGETS, is_adapter

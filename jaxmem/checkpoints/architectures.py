@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxmem.base import messages
+from jaxmem.base.ranges import integers
 from jaxmem.checkpoints.families import FAMILIES, WITH_IMAGES
 from jaxmem.checkpoints.families.family import IGNORED, ONLY, Family, WithImages
 from jaxmem.checkpoints.reader import CheckpointError, Reader, read_object
-from jaxmem.core import messages
-from jaxmem.core.ranges import integers
 from jaxmem.models.config import ModelConfig
 
 

@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmem.base import messages
 from jaxmem.checkpoints.families.family import Family, WithImages
 from jaxmem.checkpoints.reader import CheckpointError
 from jaxmem.checkpoints.tensors import Tensors, whole
-from jaxmem.core import messages
 from jaxmem.models import structure
 from jaxmem.models.config import ModelConfig
 

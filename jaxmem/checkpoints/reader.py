@@ -5,8 +5,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxmem.core import json_files, messages
-from jaxmem.core.ranges import Range
+from jaxmem.base import json_files, messages
+from jaxmem.base.ranges import Range
 
 
 class CheckpointError(ValueError):

@@ -24,8 +24,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from jaxmem.base import json_files, messages, processes
 from jaxmem.checkpoints.reader import CheckpointError, Reader, read_object
-from jaxmem.core import json_files, messages, processes
 
 _ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _DTYPES = ("F64", "F32", "BF16", "F16")

@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import tokenizers
 
+from jaxmem.base import json_files, messages
+from jaxmem.base.ranges import integers
 from jaxmem.checkpoints.architectures import CheckpointConfig, read_config
 from jaxmem.checkpoints.reader import CheckpointError, Reader, read_object
-from jaxmem.core import json_files, messages
-from jaxmem.core.ranges import integers
 
 
 class Vocabulary(NamedTuple):

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx, traverse_util
 
 from jaxmem import remat
+from jaxmem.base import messages
 from jaxmem.checkpoints import names, rope_forms
 from jaxmem.checkpoints.adapters import (
     read_adapter,
@@ -25,7 +26,6 @@ from jaxmem.checkpoints.families import FAMILIES
 from jaxmem.checkpoints.families.family import Family
 from jaxmem.checkpoints.reader import CheckpointError
 from jaxmem.checkpoints.tensors import Tensors, new_directory, write_tensors
-from jaxmem.core import messages
 from jaxmem.models import lora
 from jaxmem.models.config import DTYPES, ModelConfig
 from jaxmem.models.decoder import Decoder, HeadConfig

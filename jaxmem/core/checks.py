@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jaxmem.core import messages, ranges
+from jaxmem.base import messages, ranges
 from jaxmem.core.options import Chunk, Layout
 
 AUTO_CHUNK_BYTES = 512 * 2**20  # float32 logits alive at once under chunk="auto"

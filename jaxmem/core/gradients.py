@@ -3,9 +3,9 @@
 import dataclasses
 from typing import Any
 
-from jaxmem.core import messages
-from jaxmem.core.fields import check_numbers
-from jaxmem.core.ranges import integers
+from jaxmem.base import messages
+from jaxmem.base.fields import check_numbers
+from jaxmem.base.ranges import integers
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxmem import devices as _devices
+from jaxmem import devices
 
 
 def is_possible() -> bool:
@@ -27,7 +27,7 @@ def is_possible() -> bool:
     It may not inside `jax.shard_map`, where each device already has its own shard.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    return _devices.count() > 1 and AxisType.Manual not in mesh.axis_types
+    return devices.count() > 1 and AxisType.Manual not in mesh.axis_types
 
 
 def by_tokens(run: Callable, given: Any, results: Any) -> Callable:

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 
 from jaxmem.core.options import Layout
-from jaxmem.core.shards import Shards
+from jaxmem.core.vocab_shards import Shards
 
 
 @dataclasses.dataclass(frozen=True)

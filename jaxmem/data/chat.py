@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxmem.core import json_files, messages
+from jaxmem.base import json_files, messages
 from jaxmem.data.records import DataError
 
 Message = dict[str, Any]

@@ -3,8 +3,8 @@
 import dataclasses
 from typing import Any
 
-from jaxmem.core.fields import check_numbers
-from jaxmem.core.ranges import integers, reals
+from jaxmem.base.fields import check_numbers
+from jaxmem.base.ranges import integers, reals
 from jaxmem.data.mixing import check_weights
 from jaxmem.data.vocabulary import SMALLEST, SPECIAL_TOKENS
 

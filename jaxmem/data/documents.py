@@ -22,8 +22,8 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from jaxmem.data import blocks as files, mixing
-from jaxmem.data.blocks import IN_THIS_THREAD, Blocks
+from jaxmem.data import block_files, mixing
+from jaxmem.data.block_files import IN_THIS_THREAD, Blocks
 from jaxmem.data.config import DataConfig as DataConfig
 from jaxmem.data.encoding import NO_LABEL as NO_LABEL, encode_documents
 from jaxmem.data.reader import RecordReader
@@ -289,11 +289,11 @@ def _streamed(
 ) -> BatchIterator:
     """`batches` that hold a block, a window of pieces and the rows being packed."""
     blocks = Blocks(config.source, "data.source")
-    numbers = files.of_split(blocks, config, split, stream)
+    numbers = block_files.of_split(blocks, config, split, stream)
     if stream is not None:
         config = _of_one_stream(config)
     read = _ReadBlock(blocks, tokenizer, config.sequence_length, reader)
-    pieces = files.shuffled(numbers, blocks, read, config, epochs)
+    pieces = block_files.shuffled(numbers, blocks, read, config, epochs)
     rows = packed_rows(pieces, config).map(to_batch)
     salt = tokenizer.to_str().encode()
     fingerprint = streamed_fingerprint(blocks, config, [split, stream], salt)
@@ -311,7 +311,7 @@ def streamed_fingerprint(
       chosen: JSON-able values that say which of the blocks.
       salt: what else the batches depend on.
     """
-    layout = [config.fixed(), *chosen, files.BLOCK_BYTES, _ROWS_OPEN]
+    layout = [config.fixed(), *chosen, block_files.BLOCK_BYTES, _ROWS_OPEN]
     fingerprint = hashlib.sha256(json.dumps(layout).encode() + blocks.fingerprint())
     fingerprint.update(salt)
     return fingerprint.hexdigest()[:24]

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from jaxmem.core import messages
+from jaxmem.base import messages
 from jaxmem.data import rewards
 from jaxmem.data.calculator import Calculator
 from jaxmem.data.rewards import RewardError

@@ -8,7 +8,7 @@ import abc
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from jaxmem.core import messages
+from jaxmem.base import messages
 from jaxmem.data.chat import Message
 from jaxmem.data.records import DataError
 from jaxmem.data.rendering import Conversation, Rendered, Span

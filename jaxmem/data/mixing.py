@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxmem.core import messages
-from jaxmem.core.fields import check_field
+from jaxmem.base import messages
+from jaxmem.base.fields import check_field
 from jaxmem.core.random_streams import Stream
 from jaxmem.data.records import DataError
 

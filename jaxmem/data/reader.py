@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import tokenizers
 
 from jaxmem import checkpoints
-from jaxmem.core import messages
+from jaxmem.base import messages
 from jaxmem.data import forms
 from jaxmem.data.chat import ChatTemplate, Templates, read_template
 from jaxmem.data.config import DataConfig

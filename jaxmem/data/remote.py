@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jaxmem.core import messages
+from jaxmem.base import messages
 
 CACHE = Path("~/.cache/jaxmem/remote")
 # hf://OWNER/NAME, with @REVISION, /CONFIG and :SPLIT or without.

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxmem.core import messages
+from jaxmem.base import messages
 from jaxmem.data import guests
 from jaxmem.data.verifiers import SHIPPED
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import tokenizers
 
-from jaxmem.core import processes
-from jaxmem.data import documents as data
+from jaxmem.base import processes
+from jaxmem.data import documents
 from jaxmem.data.documents import Batch, BatchIterator, DataConfig
 from jaxmem.data.reader import RecordReader
 
@@ -46,7 +46,7 @@ class StreamIterator(Iterator[Batch]):
         """
         for i, stream in self._streams.items():
             if str(i) not in state:
-                raise data.DataError(
+                raise documents.DataError(
                     f"the saved position has no stream {i}: data.streams is not what "
                     "it was; restore it, or start a new run"
                 )
@@ -75,20 +75,20 @@ def batches(
             rows for other processes only.
     """
     if config.streams == 1 and len(rows) == config.batch_size:
-        return data.batches(config, tokenizer, reader=reader)
+        return documents.batches(config, tokenizer, reader=reader)
     wanted = _wanted(config.batch_size, config.streams, rows)
     if wanted is None:
         size = config.batch_size
         enough = next(
             n for n in range(1, size + 1) if not size % n and _wanted(size, n, rows)
         )
-        raise data.DataError(
+        raise documents.DataError(
             f"data.streams={config.streams} must be {enough} or a multiple of it that "
             f"divides data.batch_size={size}: this process needs {len(rows)} rows of a "
             "batch, and a stream has rows for it alone"
         )
     iterators = {
-        i: data.batches(config, tokenizer, stream=i, reader=reader) for i in wanted
+        i: documents.batches(config, tokenizer, stream=i, reader=reader) for i in wanted
     }
     return StreamIterator(iterators, config)
 

@@ -13,9 +13,9 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from jaxmem.core.fields import check_field, check_numbers
+from jaxmem.base.fields import check_field, check_numbers
+from jaxmem.base.ranges import integers, reals
 from jaxmem.core.random_streams import Stream
-from jaxmem.core.ranges import integers, reals
 from jaxmem.data.mixing import check_weights
 
 VOCABULARY = ("<pad>", "<eos>", *"0123456789", "+", "=")

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from jaxmem.core import messages
+from jaxmem.base import messages
 from jaxmem.data.config import DataConfig
 from jaxmem.data.documents import NO_LABEL, Batch, BatchIterator, packed_batches
 from jaxmem.data.records import DataError, numbered_files, opened_parquet

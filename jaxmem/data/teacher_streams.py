@@ -12,8 +12,8 @@ from typing import Any, Literal
 import grain
 import numpy as np
 
-from jaxmem.data import blocks as files
-from jaxmem.data.blocks import Blocks
+from jaxmem.data import block_files
+from jaxmem.data.block_files import Blocks
 from jaxmem.data.config import DataConfig
 from jaxmem.data.documents import (
     NO_LABEL,
@@ -95,10 +95,10 @@ class StreamedExamples(Iterator[Example]):
         epochs: int | None = None,
     ):
         blocks = Blocks(config.source, "data.source")
-        numbers = files.of_split(blocks, config, part)
+        numbers = block_files.of_split(blocks, config, part)
         names = _COLUMNS[: 1 if file.logprobs is None else 2]
         read = _ReadRowGroup(blocks, file, config.sequence_length)
-        pieces = files.shuffled(numbers, blocks, read, config, epochs)
+        pieces = block_files.shuffled(numbers, blocks, read, config, epochs)
         rows = packed_rows(pieces, config, names).map(_to_example)
         fingerprint = streamed_fingerprint(blocks, config, [part, "teacher"])
         self._rows: Any = BatchIterator(iter(rows), fingerprint)

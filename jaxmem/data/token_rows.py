@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jaxmem.core import messages
+from jaxmem.base import messages
 from jaxmem.data.forms import Columns, Document, DocumentForm, Renders
 from jaxmem.data.records import DataError
 

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-from jaxmem.core import json_files, messages
+from jaxmem.base import json_files, messages
 from jaxmem.data.chat import Message
 from jaxmem.data.records import DataError
 from jaxmem.data.variants import Decoded

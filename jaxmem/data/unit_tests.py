@@ -13,8 +13,8 @@ import tempfile
 from collections.abc import Sequence
 from typing import Any
 
-from jaxmem.core.fields import check_numbers
-from jaxmem.core.ranges import integers, reals
+from jaxmem.base.fields import check_numbers
+from jaxmem.base.ranges import integers, reals
 
 _RANGES = {
     "seconds": reals(above=0),

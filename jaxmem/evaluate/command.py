@@ -9,8 +9,9 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import make_table
 
 from jaxmem import generate
+from jaxmem.base import files
 from jaxmem.evaluate.model import HarnessModel
-from jaxmem.train import files, report
+from jaxmem.train import report
 
 
 class Request(NamedTuple):

@@ -4,12 +4,12 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from jaxmem.core.backend_operands import output_dtype
 from jaxmem.core.explicit_axes import sharded_like, with_automatic_axes
 from jaxmem.core.gradients import Gradient
 from jaxmem.core.head import Head, Matrix
-from jaxmem.core.operands import output_dtype
 from jaxmem.core.options import AxisName, CallOptions, Chunk, Implementation
-from jaxmem.core.stats import TokenStats
+from jaxmem.core.row_stats import TokenStats
 from jaxmem.functional import arguments, rule
 from jaxmem.functional.sampled import SampledStatisticsRule
 from jaxmem.functional.vjp import StatisticsRule

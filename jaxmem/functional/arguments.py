@@ -14,15 +14,15 @@ from jaxmem.backends import choose
 from jaxmem.backends.protocol import Backend
 from jaxmem.core import (
     checks,
+    column_sampling,
     gradients,
-    keys as _keys,
     partition,
+    prng_keys,
     report,
-    sampling,
-    shards as _shards,
+    vocab_shards,
 )
+from jaxmem.core.backend_operands import Factors, Logits, Rows
 from jaxmem.core.head import Head, as_head
-from jaxmem.core.operands import Factors, Logits, Rows
 from jaxmem.core.options import CallOptions, Implementation, Layout
 from jaxmem.core.spec import Spec
 
@@ -145,7 +145,7 @@ def _spec_of(source, head, outputs, options):
     columns = columns_of(source, head.layout)
     shards, all_columns, groups, more = None, columns, None, {}
     if options.axis_name is not None:
-        shards = _shards.check_axis_name(options.axis_name)
+        shards = vocab_shards.check_axis_name(options.axis_name)
         all_columns = columns * shards.count if shards else columns
     vocab_size = all_columns
     if head.vocab_size is not None:
@@ -245,10 +245,12 @@ def read_rows(spec: Spec, shape: tuple[int, ...], labels, options: CallOptions) 
 
 def _draws(options, shape):
     """One random number per token, [N]; None where gradients are exact."""
-    keys = _keys.check_key(options.key, options.gradient, shape)
+    keys = prng_keys.check_key(options.key, options.gradient, shape)
     if keys is None:
         return None
-    return sampling.draws(jnp.reshape(sampling.token_keys(keys, shape), (-1,)))
+    return column_sampling.draws(
+        jnp.reshape(column_sampling.token_keys(keys, shape), (-1,))
+    )
 
 
 def read_where(where, shape: tuple[int, ...]):
@@ -301,17 +303,17 @@ def typed(spec: Spec, source: Any, deciding) -> tuple[Spec, Any]:
         Both, with types.
     """
     is_head, shards = isinstance(source, Factors), spec.shards
-    decided, split = _shards.varying(deciding), frozenset()
+    decided, split = vocab_shards.varying(deciding), frozenset()
     if shards:
         array = ("W", source.W) if is_head else ("logits", source.logits)
-        _shards.check_split(shards, *array)
+        vocab_shards.check_split(shards, *array)
         hidden = source.hidden if is_head else source
-        shards = _shards.described(shards, hidden, deciding)
+        shards = vocab_shards.described(shards, hidden, deciding)
         split = frozenset(shards.axes)
-    varying = (_shards.varying(source) - split) | decided
+    varying = (vocab_shards.varying(source) - split) | decided
     spec = dataclasses.replace(spec, shards=shards, varying=varying)
-    varied = _shards.vary(source, spec.part_varying)
+    varied = vocab_shards.vary(source, spec.part_varying)
     if is_head and shards:
         axes = spec.part_varying.difference(shards.same_hidden)
-        varied = varied._replace(hidden=_shards.vary(source.hidden, axes))
+        varied = varied._replace(hidden=vocab_shards.vary(source.hidden, axes))
     return spec, varied

@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jaxmem.core import stats as _stats
+from jaxmem.core import row_stats
 from jaxmem.functional.kinds import Kind
 
 
@@ -53,7 +53,7 @@ values.defvjp(compare, _pull)
 
 
 def _normalised(log_p):
-    return _stats.log_softmax(log_p, _stats.normaliser(log_p))
+    return row_stats.log_softmax(log_p, row_stats.normaliser(log_p))
 
 
 def _log_rest(log_q, log_p):

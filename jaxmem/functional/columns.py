@@ -22,8 +22,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxmem.backends import xla
-from jaxmem.core import shards as _shards, stats as _stats
-from jaxmem.core.operands import (
+from jaxmem.core import row_stats, vocab_shards
+from jaxmem.core.backend_operands import (
     Factors,
     Rows,
     cast,
@@ -60,8 +60,8 @@ class ColumnsRule(LoopRule):
         n_rows, n_ids = given.shape
         zero = jnp.zeros(n_rows, spec.stats_dtype)
         log_p = jnp.zeros((n_rows, n_ids + 1), spec.stats_dtype)
-        results = log_p, {"normaliser": _stats.Normaliser(zero, zero)}
-        results = _shards.vary(results, spec.varying)
+        results = log_p, {"normaliser": row_stats.Normaliser(zero, zero)}
+        results = vocab_shards.vary(results, spec.varying)
         return for_active_chunks(spec.chunk, rows.active, chunk, results)
 
     def backward_loop(self, source, rows, given, result, saved, g):
@@ -80,7 +80,7 @@ class Split(NamedTuple):
     """Log-probabilities of some columns and of all others together."""
 
     log_p: jax.Array  # [C, K + 1], the rest's last
-    rest: _stats.Normaliser  # [C]
+    rest: row_stats.Normaliser  # [C]
     logits: jax.Array  # those given, in the same memory
     largest: jax.Array  # [C], of them
 
@@ -91,7 +91,7 @@ class Derivative(NamedTuple):
     ids: jax.Array  # int32 [C, K], distinct or negative
     at_ids: jax.Array  # [C, K]
     factor: jax.Array  # [C]
-    normaliser: _stats.Normaliser  # [C], of the softmax
+    normaliser: row_stats.Normaliser  # [C], of the softmax
 
 
 def pull(
@@ -128,7 +128,7 @@ def pull(
 
 
 def derivative_of_split(
-    ids: jax.Array, log_p: jax.Array, g: jax.Array, rest: _stats.Normaliser
+    ids: jax.Array, log_p: jax.Array, g: jax.Array, rest: row_stats.Normaliser
 ) -> Derivative:
     """The derivative by logits for cotangents of the results of `split`.
 
@@ -146,7 +146,7 @@ def derivative_of_split(
 
 def elsewhere(z: jax.Array, d: Derivative) -> jax.Array:
     """The derivative by logits z [C, V], as if no column were given."""
-    softmax = jnp.exp(_stats.log_softmax(z, d.normaliser))
+    softmax = jnp.exp(row_stats.log_softmax(z, d.normaliser))
     return jnp.where(d.factor[:, None] == 0, 0, d.factor[:, None] * softmax)
 
 
@@ -177,12 +177,12 @@ def logits(spec: Spec, head: Factors, rows: Rows, row_ids) -> jax.Array:
     return lax.optimization_barrier(xla.logits(spec, head, rows, row_ids))
 
 
-def normaliser(spec: Spec, z: jax.Array) -> _stats.Normaliser:
+def normaliser(spec: Spec, z: jax.Array) -> row_stats.Normaliser:
     """The normaliser of rows, over the shards of the vocabulary if there are any."""
-    return over_shards(spec, _stats.normaliser(z))
+    return over_shards(spec, row_stats.normaliser(z))
 
 
-def over_shards(spec: Spec, part: _stats.Normaliser) -> _stats.Normaliser:
+def over_shards(spec: Spec, part: row_stats.Normaliser) -> row_stats.Normaliser:
     """The normaliser of rows, from that of this shard's logits."""
     if not spec.shards:
         return part
@@ -193,7 +193,7 @@ def over_shards(spec: Spec, part: _stats.Normaliser) -> _stats.Normaliser:
     others = jnp.where(largest, jnp.expm1(part.log_sum), jnp.exp(below))
     terms = others, largest.astype(part.max.dtype)
     others, n_largest = lax.psum(terms, spec.shards.axes)
-    return _stats.Normaliser(row_max, jnp.log1p(others + (n_largest - 1)))
+    return row_stats.Normaliser(row_max, jnp.log1p(others + (n_largest - 1)))
 
 
 def max_over_shards(spec: Spec, x: jax.Array) -> jax.Array:
@@ -218,14 +218,14 @@ def split(spec: Spec, z: jax.Array, ids: jax.Array) -> Split:
     z, here = lax.optimization_barrier((z, logits_at(spec, z, ids)))
     at_ids = max_over_shards(spec, here)
     others = z.at[places(spec, ids)].set(-jnp.inf, mode="drop")
-    others, part = lax.optimization_barrier((others, _stats.normaliser(others)))
+    others, part = lax.optimization_barrier((others, row_stats.normaliser(others)))
     rest = over_shards(spec, part)
     z = others.at[places(spec, ids)].set(here, mode="drop")
     largest = jnp.maximum(rest.max, jnp.max(at_ids, axis=1))
     at_ids = jnp.where(ids < spec.vocab_size, at_ids, jnp.nan)
-    row_max = _stats.finite(largest)[:, None]
+    row_max = row_stats.finite(largest)[:, None]
     # The rest's two terms are not added up before their maximum is subtracted.
     log_rest = (rest.max[:, None] - row_max) + rest.log_sum[:, None]
     shifted = jnp.concatenate([at_ids - row_max, log_rest], axis=1)
-    log_p = _stats.log_softmax(shifted, _stats.normaliser(shifted))
+    log_p = row_stats.log_softmax(shifted, row_stats.normaliser(shifted))
     return Split(log_p, rest, z, largest)

@@ -5,8 +5,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxmem.core import stats as _stats
-from jaxmem.core.operands import take
+from jaxmem.core import row_stats
+from jaxmem.core.backend_operands import take
 from jaxmem.functional import column_divergences, columns, selected
 from jaxmem.functional.divergence_loss_rule import (
     ByLogits,
@@ -62,7 +62,7 @@ class DrawnLossRule(DivergenceLossRule):
         ids = take(ids, row_ids, fill_value=-1)
         z, at_ids = jax.lax.optimization_barrier((z, columns.logits_at(spec, z, ids)))
         normaliser = columns.normaliser(spec, z)
-        log_p = _stats.log_softmax(columns.max_over_shards(spec, at_ids), normaliser)
+        log_p = row_stats.log_softmax(columns.max_over_shards(spec, at_ids), normaliser)
         log_p = jnp.where(ids < spec.vocab_size, log_p, jnp.nan)
         log_p = jnp.where(ids >= 0, log_p, 0)
         weight = 1 / jnp.maximum(jnp.sum(ids >= 0, axis=1), 1).astype(log_p.dtype)

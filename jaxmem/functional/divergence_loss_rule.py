@@ -17,8 +17,8 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from jaxmem.backends import choose, xla
-from jaxmem.core import shards as _shards, stats as _stats
-from jaxmem.core.operands import (
+from jaxmem.core import row_stats, vocab_shards
+from jaxmem.core.backend_operands import (
     Factors,
     Rows,
     cast,
@@ -31,8 +31,8 @@ from jaxmem.core.operands import (
     take,
     trained as trained_part,
 )
+from jaxmem.core.row_stats import TokenStats
 from jaxmem.core.spec import Spec
-from jaxmem.core.stats import TokenStats
 from jaxmem.functional import arguments, columns, rule, traced_loss
 from jaxmem.functional.given_ids import existing_columns
 from jaxmem.functional.rule import by_tokens, fitted, of_tokens, once
@@ -115,7 +115,7 @@ class DivergenceLossRule(LossRule):
             self.loss, spec, self._complete(operands, n_rows), n_rows, pull=True
         )
         zeros = zeros._replace(per_token=zeros.per_token[1:])
-        carry = _shards.vary(zeros, spec.varying), xla.zero_sums(spec, heads[0])
+        carry = vocab_shards.vary(zeros, spec.varying), xla.zero_sums(spec, heads[0])
         values, sums = for_active_chunks(spec.chunk, rows.active, chunk, carry)
         return values, sum_over_shards(spec, trained_part(spec, sums))
 
@@ -132,7 +132,7 @@ class DivergenceLossRule(LossRule):
         zero = jnp.zeros(rows.labels.shape[0], spec.stats_dtype)
         stats = dict.fromkeys(TokenStats._fields, zero)
         results = stats | {"is_argmax": zero.astype(bool)}, zero
-        results = _shards.vary(results, spec.varying)
+        results = vocab_shards.vary(results, spec.varying)
         return for_active_chunks(spec.chunk, rows.active, chunk, results)
 
     def _fitted(self, rows):
@@ -148,7 +148,7 @@ class DivergenceLossRule(LossRule):
             largest = None if largest is None else largest * scale
         of_stats = _scaled(compared.logits[0], scale)
         outputs = merged(
-            self.spec, rows, row_ids, _stats.of_tile(of_stats, labels, largest)
+            self.spec, rows, row_ids, row_stats.of_tile(of_stats, labels, largest)
         )
         # The derivative computes probabilities again instead of storing [C, V] of them.
         if self.spec.shards:  # jax 0.10 gives all results of a barrier one type
@@ -182,16 +182,16 @@ class DivergenceLossRule(LossRule):
         # Rows past the last active one: ln S = inf makes every p zero.
         here = row_ids < rows.labels.shape[0]
         outputs = outputs._replace(log_sum=jnp.where(here, outputs.log_sum, jnp.inf))
-        c, scale = _stats.coefficients(outputs, g), tile["scale"]
+        c, scale = row_stats.coefficients(outputs, g), tile["scale"]
 
         def add(z, is_label, of_divergence):
-            dz = _stats.dlogits_of(_scaled(z, scale), is_label, outputs, c)
+            dz = row_stats.dlogits_of(_scaled(z, scale), is_label, outputs, c)
             dz = _scaled(dz, scale) + of_divergence
             return xla.unscale(spec, rows, row_ids, z, dz)
 
         z, labels = compared.logits[0], tile["labels"]
         found = self.by_logits(compared.logits, compared.saved, g_divergence)
-        dz = add(z, _stats.is_label(z, labels), found.everywhere)
+        dz = add(z, row_stats.is_label(z, labels), found.everywhere)
         if found.ids is None:
             return dz
         is_label = existing_columns(spec, found.ids) == labels[:, None]
@@ -243,8 +243,10 @@ def run(
     flat = flat_per_token(per_token, shape)
     count = read_normalizer(normalizer, given[0], spec)
     spec, policy = arguments.typed(spec, policy, (given, flat, count))
-    flat, count = _shards.vary((flat, count), spec.varying)
-    first = _shards.vary(jnp.zeros(math.prod(shape), spec.stats_dtype), spec.varying)
+    flat, count = vocab_shards.vary((flat, count), spec.varying)
+    first = vocab_shards.vary(
+        jnp.zeros(math.prod(shape), spec.stats_dtype), spec.varying
+    )
     loss, operands = traced_loss.trace(loss_fn, spec, spec.chunk, (first, *flat))
     if 0 in shape:
         nothing = traced_loss.nothing(loss, spec, operands, 0, pull=False)

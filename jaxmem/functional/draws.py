@@ -21,15 +21,21 @@ from jax.typing import ArrayLike
 
 from jaxmem.core import (
     checks,
-    keys as _keys,
+    column_sampling,
+    prng_keys,
+    row_stats,
     running_sums,
-    sampling,
-    shards as _shards,
-    stats as _stats,
+    vocab_shards,
+)
+from jaxmem.core.backend_operands import (
+    cast,
+    first_column,
+    for_active_chunks,
+    put,
+    take,
 )
 from jaxmem.core.explicit_axes import sharded_like, with_automatic_axes
 from jaxmem.core.head import Matrix
-from jaxmem.core.operands import cast, first_column, for_active_chunks, put, take
 from jaxmem.core.options import AxisName, CallOptions, Chunk, Implementation
 from jaxmem.functional import arguments, columns, rule
 from jaxmem.functional.rule import LoopRule
@@ -111,12 +117,12 @@ def sample_ids(
     )  # fmt: skip
     spec, source, rows, shape = arguments.columns_call(verb, hidden, W, options)
     n = checks.check_count("n", n)
-    keys = _keys.check_keys(key, shape)
+    keys = prng_keys.check_keys(key, shape)
     shapes = arguments.shapes_of(source, shape)
     arguments.record_only_xla(verb, spec, shapes, implementation)
     if 0 in shape:
         return jnp.zeros((*shape, n), jnp.int32)
-    keys = jnp.reshape(sampling.token_keys(keys, shape), (math.prod(shape),))
+    keys = jnp.reshape(column_sampling.token_keys(keys, shape), (math.prod(shape),))
     bits = jax.vmap(lambda key: jax.random.bits(key, (n,), jnp.uint32))(keys)
     source = lax.stop_gradient(source)
     spec, source = arguments.typed(spec, source, (rows, bits))
@@ -141,7 +147,7 @@ class _Draws(LoopRule):
             return put(ids, row_ids, drawn)
 
         ids = jnp.full(given.shape, -1, jnp.int32)
-        ids = _shards.vary(ids, spec.varying)
+        ids = vocab_shards.vary(ids, spec.varying)
         return for_active_chunks(spec.chunk, rows.active, chunk, ids), {}
 
     def _draw(self, z, bits):
@@ -174,7 +180,7 @@ def _draw_in_blocks(spec, z, bits):
 
     blocks = row_blocks.parts(z)
     normaliser = columns.over_shards(spec, row_blocks.normaliser(blocks))
-    p_largest = jnp.exp(_stats.log_softmax(blocks.largest, normaliser))
+    p_largest = jnp.exp(row_stats.log_softmax(blocks.largest, normaliser))
     units = _units(p_largest * (blocks.others + 1))
     tree = running_sums.levels_above(units)
     targets = _targets(spec, tree[0], bits)

@@ -11,7 +11,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from jaxmem.core import checks
-from jaxmem.core.operands import Factors, Rows
+from jaxmem.core.backend_operands import Factors, Rows
 from jaxmem.core.spec import Spec
 from jaxmem.functional import arguments, column_divergences, rule
 from jaxmem.functional.columns import ColumnsRule

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmem.core import checks
-from jaxmem.core.operands import first_column
+from jaxmem.core.backend_operands import first_column
 from jaxmem.functional import arguments
 
 

@@ -8,16 +8,16 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from jaxmem.core import checks, selection, shards as _shards, stats as _stats
-from jaxmem.core.explicit_axes import sharded_like, with_automatic_axes
-from jaxmem.core.head import Matrix
-from jaxmem.core.operands import (
+from jaxmem.core import checks, row_stats, selection, vocab_shards
+from jaxmem.core.backend_operands import (
     cast,
     first_column,
     for_active_chunks,
     put_all,
     take,
 )
+from jaxmem.core.explicit_axes import sharded_like, with_automatic_axes
+from jaxmem.core.head import Matrix
 from jaxmem.core.options import AxisName, CallOptions, Chunk, Implementation
 from jaxmem.functional import arguments, columns, rule
 from jaxmem.functional.rule import LoopRule
@@ -125,7 +125,7 @@ class _Largest(LoopRule):
             entries, ids, normaliser = self._of_columns(z)
             entries, ids = self._of_shards(entries, ids)
             normaliser = columns.over_shards(spec, normaliser)
-            log_p = _stats.log_softmax(entries, normaliser)
+            log_p = row_stats.log_softmax(entries, normaliser)
             values = TopK(log_p, ids), {"normaliser": normaliser}
             return put_all(results, row_ids, values)
 
@@ -133,8 +133,8 @@ class _Largest(LoopRule):
         zero = jnp.zeros(n_rows, spec.stats_dtype)
         log_p = jnp.zeros((n_rows, self.k), spec.stats_dtype)
         ids = jnp.full((n_rows, self.k), -1, jnp.int32)
-        results = TopK(log_p, ids), {"normaliser": _stats.Normaliser(zero, zero)}
-        results = _shards.vary(results, spec.varying)
+        results = TopK(log_p, ids), {"normaliser": row_stats.Normaliser(zero, zero)}
+        results = vocab_shards.vary(results, spec.varying)
         return for_active_chunks(spec.chunk, rows.active, chunk, results)
 
     def _of_columns(self, z):
@@ -147,7 +147,7 @@ class _Largest(LoopRule):
                 blocks = row_blocks.parts(z)
                 found = row_blocks.top_k(z, blocks.largest, k)
                 return *found, row_blocks.normaliser(blocks)
-        return *selection.top_k(z, k), _stats.normaliser(z)
+        return *selection.top_k(z, k), row_stats.normaliser(z)
 
     def _of_shards(self, entries, ids):
         """The k largest logits and their ids in the whole vocabulary."""

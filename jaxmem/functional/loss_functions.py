@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmem.core import checks, messages
+from jaxmem.base import messages
+from jaxmem.core import checks
 
 
 def check(loss_fn) -> None:

@@ -5,7 +5,7 @@ import numpy as np
 from jax import lax
 
 from jaxmem.core import checks
-from jaxmem.core.operands import Ragged
+from jaxmem.core.backend_operands import Ragged
 from jaxmem.functional import arguments
 from jaxmem.functional.given_ids import check_below, check_integers, counted_tokens
 

@@ -18,7 +18,7 @@ from jax.custom_batching import sequential_vmap
 from jax.custom_derivatives import SymbolicZero
 
 from jaxmem.core import checks, partition
-from jaxmem.core.operands import Factors, Ragged, Rows
+from jaxmem.core.backend_operands import Factors, Ragged, Rows
 from jaxmem.core.spec import Spec
 
 

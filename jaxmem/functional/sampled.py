@@ -1,16 +1,16 @@
 """The derivatives of the head under `Sample(k)`: rules that keep few entries.
 
 The forward pass samples the entries of each token's derivative while its logits are
-alive (`core.sampling`). The backward pass uses them for any cotangents, and recomputes
-nothing. If no derivative is requested, nothing is sampled.
+alive (`core.column_sampling`). The backward pass uses them for any cotangents, and
+recomputes nothing. If no derivative is requested, nothing is sampled.
 """
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxmem.backends.protocol import Backend, Sampler
-from jaxmem.core import stats as _stats
-from jaxmem.core.stats import TokenStats
+from jaxmem.core import row_stats
+from jaxmem.core.row_stats import TokenStats
 from jaxmem.functional.rule import by_tokens, fitted, of_tokens, once
 from jaxmem.functional.vjp import LossRule, StatisticsRule
 
@@ -69,6 +69,6 @@ class SampledLossRule(LossRule):
         names = (*TokenStats._fields, "max", "log_sum")
         outputs, entries = sampler.forward(spec, source, rows, names)
         values, cotangents = self.differentiate(spec, outputs, rows, operands, count)
-        outputs = _stats.Outputs(**outputs)
+        outputs = row_stats.Outputs(**outputs)
         dsource = sampler.backward(spec, source, rows, outputs, cotangents, entries)
         return values, dsource

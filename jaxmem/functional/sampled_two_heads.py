@@ -3,8 +3,8 @@
 Let dz be the derivative of a divergence by the policy's logits, and d a distribution
 over the vocabulary for which dz_j / d_j is bounded by the divergence's own terms: p, or
 (p + q) / 2 where dz_j contains q_j. Column j is kept with probability
-min(1, K d_j), as in `core.sampling`, and weighed by its inverse, so that the mean of
-the estimate is dz. All columns may be left out: none is a label's.
+min(1, K d_j), as in `core.column_sampling`, and weighed by its inverse, so that the
+mean of the estimate is dz. All columns may be left out: none is a label's.
 """
 
 import dataclasses
@@ -14,9 +14,9 @@ import jax.numpy as jnp
 
 from jaxmem.backends import xla, xla_sampled
 from jaxmem.backends.protocol import Sampler
-from jaxmem.core import sampling as _sampling, shards as _shards, stats as _stats
-from jaxmem.core.operands import for_active_chunks, put_all, take
-from jaxmem.core.sampling import Derivative, Entries, Sampling
+from jaxmem.core import column_sampling, row_stats, vocab_shards
+from jaxmem.core.backend_operands import for_active_chunks, put_all, take
+from jaxmem.core.column_sampling import Derivative, Entries, Sampling
 from jaxmem.functional.rule import LoopRule
 from jaxmem.functional.two_heads import Masses, TwoHeadsRule, beside, compare, softmax
 
@@ -51,9 +51,9 @@ class SampledTwoHeadsRule(TwoHeadsRule):
             scaled = xla.unscale(spec, rows[0], row_ids, at, dz.values)
             return put_all(results, row_ids, (value, dz._replace(values=scaled)))
 
-        none: Any = _sampling.none(sampling, n_rows, spec.stats_dtype)
+        none: Any = column_sampling.none(sampling, n_rows, spec.stats_dtype)
         results = jnp.zeros(n_rows, spec.stats_dtype), Derivative(*none)
-        results = _shards.vary(results, spec.varying)
+        results = vocab_shards.vary(results, spec.varying)
         active = rows[0].active
         value, dz = for_active_chunks(spec.chunk, active, chunk, results)
         return value, {"entries": dz}
@@ -72,7 +72,7 @@ class SampledTwoHeadsRule(TwoHeadsRule):
         policy, reference = beside(saved["normalisers"])
         density = self._density(z, y, *policy, *reference)
         ones = jnp.ones(len(z), density.dtype)
-        return _sampling.select(sampling, density, ones, starts)
+        return column_sampling.select(sampling, density, ones, starts)
 
     def _by_kernels(self, z, y, saved, masses: Masses, starts) -> Derivative:
         """The sampled derivative, from blocks whose masses are known."""
@@ -91,8 +91,8 @@ class SampledTwoHeadsRule(TwoHeadsRule):
 
     def _density(self, z, y, p_max, p_log_sum, q_max, q_log_sum):
         """The density of tiles of both heads' logits, and their normalisers."""
-        p = softmax(z, _stats.Normaliser(p_max, p_log_sum))
-        q = softmax(y, _stats.Normaliser(q_max, q_log_sum))
+        p = softmax(z, row_stats.Normaliser(p_max, p_log_sum))
+        q = softmax(y, row_stats.Normaliser(q_max, q_log_sum))
         return self.divergence.density(p, q)
 
     def _derivative(self, sampling, z, y, saved, entries: Entries) -> Derivative:
@@ -105,6 +105,8 @@ class SampledTwoHeadsRule(TwoHeadsRule):
 
         p, q, log_ratio = compare(at(z), at(y), *normalisers)
         dz = self.divergence.slopes(p, q, log_ratio) - p * mean_slope
-        probability = _sampling.units(sampling, kept).astype(dz.dtype) / sampling.one
+        probability = (
+            column_sampling.units(sampling, kept).astype(dz.dtype) / sampling.one
+        )
         weight = jnp.where(kept > 0, 1 / jnp.where(kept > 0, probability, 1), 0)
         return Derivative(columns, jnp.where(kept > 0, weight * dz, 0))

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from jaxmem.core import shards as _shards, stats as _stats
+from jaxmem.core import row_stats, vocab_shards
+from jaxmem.core.backend_operands import cast, for_active_chunks, put_all, take
 from jaxmem.core.explicit_axes import sharded_like, with_automatic_axes
 from jaxmem.core.head import Matrix
-from jaxmem.core.operands import cast, for_active_chunks, put_all, take
 from jaxmem.core.options import AxisName, CallOptions, Chunk, Implementation
 from jaxmem.functional import arguments, columns, rule
 from jaxmem.functional.given_ids import check_ids, flat_ids
@@ -106,18 +106,21 @@ class SelectedRule(LoopRule):
         def chunk(row_ids, parts):
             z = columns.logits(spec, head, rows, row_ids)
             ids = take(given, row_ids, fill_value=-1)
-            values = columns.logits_at(spec, z, ids), _stats.normaliser(z)
+            values = columns.logits_at(spec, z, ids), row_stats.normaliser(z)
             return put_all(parts, row_ids, values)
 
         zero = jnp.zeros(given.shape[0], spec.stats_dtype)
-        parts = jnp.zeros(given.shape, spec.stats_dtype), _stats.Normaliser(zero, zero)
-        parts = _shards.vary(parts, spec.part_varying)
+        parts = (
+            jnp.zeros(given.shape, spec.stats_dtype),
+            row_stats.Normaliser(zero, zero),
+        )
+        parts = vocab_shards.vary(parts, spec.part_varying)
         z, part = for_active_chunks(spec.chunk, rows.active, chunk, parts)
         normaliser = columns.over_shards(spec, part)
-        log_p = _stats.log_softmax(columns.max_over_shards(spec, z), normaliser)
+        log_p = row_stats.log_softmax(columns.max_over_shards(spec, z), normaliser)
         log_p = jnp.where(given < spec.vocab_size, log_p, jnp.nan)
         log_p = jnp.where(rows.active[:, None] & (given >= 0), log_p, 0)
-        return _shards.vary((log_p, {"normaliser": normaliser}), spec.varying)
+        return vocab_shards.vary((log_p, {"normaliser": normaliser}), spec.varying)
 
     def backward_loop(self, source, rows, given, result, saved, g):
         """See `LoopRule.backward_loop`."""
@@ -132,7 +135,7 @@ class SelectedRule(LoopRule):
 
 
 def derivative_of_selected(
-    ids: jax.Array, log_p: jax.Array, g: jax.Array, normaliser: _stats.Normaliser
+    ids: jax.Array, log_p: jax.Array, g: jax.Array, normaliser: row_stats.Normaliser
 ) -> columns.Derivative:
     """The derivative by logits for cotangents of log-probabilities of ids.
 

@@ -9,14 +9,14 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
-from jaxmem.core import checks, shards as _shards
+from jaxmem.core import checks, vocab_shards
+from jaxmem.core.backend_operands import Rows
 from jaxmem.core.explicit_axes import sharded_like, with_automatic_axes
 from jaxmem.core.gradients import Gradient
 from jaxmem.core.head import Matrix
-from jaxmem.core.operands import Rows
 from jaxmem.core.options import AxisName, CallOptions, Chunk, Implementation
+from jaxmem.core.row_stats import TokenStats
 from jaxmem.core.spec import Spec
-from jaxmem.core.stats import TokenStats
 from jaxmem.functional import (
     arguments,
     loss_functions,
@@ -119,7 +119,7 @@ def token_loss(
     flat = flat_per_token(per_token, shape)
     count = read_normalizer(normalizer, rows, spec)
     spec, source = arguments.typed(spec, source, (rows, flat, count))
-    flat, count = _shards.vary((flat, count), spec.varying)
+    flat, count = vocab_shards.vary((flat, count), spec.varying)
     loss, operands = traced_loss.trace(
         loss_fn, spec, backend.loops.loss_rows(spec, source), flat
     )

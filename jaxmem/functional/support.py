@@ -12,9 +12,9 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jaxmem.core import checks
+from jaxmem.core.backend_operands import Ragged
 from jaxmem.core.explicit_axes import sharded_like, with_automatic_axes
 from jaxmem.core.head import Matrix
-from jaxmem.core.operands import Ragged
 from jaxmem.core.options import AxisName, CallOptions, Chunk, Implementation
 from jaxmem.functional import arguments, rule
 from jaxmem.functional.given_ids import check_ids, counted_tokens, flat_ids

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxmem.backends import xla
-from jaxmem.core import shards as _shards, stats as _stats
-from jaxmem.core.operands import (
+from jaxmem.core import row_stats, vocab_shards
+from jaxmem.core.backend_operands import (
     Factors,
     for_active_chunks,
     no_statistics,
@@ -42,17 +42,17 @@ class SupportRule(LoopRule):
             z, _ = self._logits(source, rows, row_ids, columns)
             position, is_valid = _position(labels, ids)
             is_valid &= jnp.all(ids < self.spec.vocab_size, axis=-1)
-            return put_all(results, row_ids, (_stats.of_tile(z, position), is_valid))
+            return put_all(results, row_ids, (row_stats.of_tile(z, position), is_valid))
 
-        valid = _shards.vary(jnp.zeros_like(rows.active), self.spec.varying)
+        valid = vocab_shards.vary(jnp.zeros_like(rows.active), self.spec.varying)
         results = no_statistics(self.spec, rows), valid
         stats, valid = self._for_chunks(rows, given, chunk, results)
         if self.spec.shards:
-            stats = _stats.merge_over(stats, self.spec.shards.axes)
-        outputs = _stats.finish(stats, valid)
+            stats = row_stats.merge_over(stats, self.spec.shards.axes)
+        outputs = row_stats.finish(stats, valid)
         logprob = jnp.where(rows.active, outputs.logprob, 0)
         saved = logprob, {"max": outputs.max, "log_sum": outputs.log_sum}
-        return _shards.vary(saved, self.spec.varying)
+        return vocab_shards.vary(saved, self.spec.varying)
 
     def backward_loop(self, source, rows, given, result, saved, g):
         """See `LoopRule.backward_loop`."""
@@ -62,13 +62,13 @@ class SupportRule(LoopRule):
         def chunk(width, row_ids, sums):
             labels, ids, columns = self._support(rows, given, row_ids, width)
             z, rows_of_W = self._logits(source, rows, row_ids, columns)
-            outputs = _stats.Outputs(
-                *(take(saved.get(k), row_ids) for k in _stats.Outputs._fields)
+            outputs = row_stats.Outputs(
+                *(take(saved.get(k), row_ids) for k in row_stats.Outputs._fields)
             )
             g_row = take(g, row_ids)
-            asked = _stats.Cotangents(g_row, None, None, None)
-            c = _stats.coefficients(outputs, asked)
-            dz = _stats.dlogits(z, _position(labels, ids)[0], outputs, c)
+            asked = row_stats.Cotangents(g_row, None, None, None)
+            c = row_stats.coefficients(outputs, asked)
+            dz = row_stats.dlogits(z, _position(labels, ids)[0], outputs, c)
             # A token whose support is invalid is NaN only where its result was used.
             dz = jnp.where(g_row[:, None] == 0, 0, dz)
             dz = xla.unscale(self.spec, rows, row_ids, z, dz)

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import jax
 from jax.typing import ArrayLike
 
-from jaxmem.core import messages
+from jaxmem.base import messages
 from jaxmem.core.explicit_axes import spec_of
 from jaxmem.core.head import Head
 from jaxmem.core.options import CallOptions

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 from jaxmem.backends import choose
 from jaxmem.core import checks, gradients, partition
+from jaxmem.core.backend_operands import Factors, Rows
 from jaxmem.core.head import Head
-from jaxmem.core.operands import Factors, Rows
 from jaxmem.core.spec import Spec
 from jaxmem.functional import arguments, rule
 from jaxmem.functional.divergence_loss_rule import LossCall, statistics_scale

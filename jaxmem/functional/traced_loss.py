@@ -13,9 +13,9 @@ from jax import lax
 from jax.core import Tracer, eval_jaxpr
 from jax.sharding import AbstractMesh
 
-from jaxmem.core import explicit_axes, shards as _shards
+from jaxmem.core import explicit_axes, vocab_shards
+from jaxmem.core.row_stats import Cotangents, TokenStats
 from jaxmem.core.spec import Spec
-from jaxmem.core.stats import Cotangents, TokenStats
 from jaxmem.functional import loss_functions
 
 
@@ -335,5 +335,5 @@ def _examples(spec, n_rows, per_token):
 
 def _example(spec, n_rows, dtype, shape=()) -> Any:
     """Shape and type of rows inside shard_map."""
-    types = _shards.types(spec.varying) if spec.varying else {}
+    types = vocab_shards.types(spec.varying) if spec.varying else {}
     return jax.ShapeDtypeStruct((n_rows, *shape), dtype, **types)

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxmem.backends import xla
-from jaxmem.core import sampling as _sampling, shards as _shards, stats as _stats
-from jaxmem.core.operands import cast, for_active_chunks, put_all, take, trained
+from jaxmem.core import column_sampling, row_stats, vocab_shards
+from jaxmem.core.backend_operands import cast, for_active_chunks, put_all, take, trained
 from jaxmem.core.spec import Spec
 from jaxmem.functional.divergence_terms import XLA, Arithmetic, Blocks
 from jaxmem.functional.kinds import Kind
@@ -49,7 +49,7 @@ class TwoHeadsRule(LoopRule):
     def forward_and_save(self, trained, fixed):
         """See `Rule.forward_and_save`."""
         result, (*operands, saved) = super().forward_and_save(trained, fixed)
-        normaliser = _stats.Normaliser(empty(), empty())
+        normaliser = row_stats.Normaliser(empty(), empty())
         nothing = {"mean_slope": empty(), "normalisers": (normaliser, normaliser)}
         return result, (*operands, nothing | {"dhidden": empty()} | saved)
 
@@ -69,9 +69,9 @@ class TwoHeadsRule(LoopRule):
             return put_all(results, row_ids, self.values(z, y)[:2])
 
         zero = jnp.zeros(n_rows, dtype)
-        normaliser = _stats.Normaliser(zero, zero)
+        normaliser = row_stats.Normaliser(zero, zero)
         results = zero, {"mean_slope": zero, "normalisers": (normaliser, normaliser)}
-        results = _shards.vary(results, self.spec.varying)
+        results = vocab_shards.vary(results, self.spec.varying)
         return for_active_chunks(self.spec.chunk, rows[0].active, chunk, results)
 
     def values(self, z, y) -> tuple[jax.Array, dict[str, Any], Masses | None]:
@@ -80,9 +80,9 @@ class TwoHeadsRule(LoopRule):
         The masses are None where no kernels run.
         """
         if not self.by_kernels(z):
-            normalisers = _stats.normaliser(z), _stats.normaliser(y)
+            normalisers = row_stats.normaliser(z), row_stats.normaliser(y)
             rows = *normalisers[0], *normalisers[1]
-            *parts, slope = _stats.sum_rows_of(
+            *parts, slope = row_stats.sum_rows_of(
                 lambda *tiles: self._terms(*tiles, *beside(rows)), z, y
             )
             value, masses = sum(parts[1:], parts[0]), None
@@ -129,8 +129,8 @@ class TwoHeadsRule(LoopRule):
     def _terms(self, z, y, *rows, ops=XLA):
         """The divergence's terms and its slopes, like z; rows are both normalisers."""
         p_max, p_log_sum, q_max, q_log_sum = rows
-        policy = _stats.Normaliser(p_max, p_log_sum)
-        args = compare(z, y, policy, _stats.Normaliser(q_max, q_log_sum), ops)
+        policy = row_stats.Normaliser(p_max, p_log_sum)
+        args = compare(z, y, policy, row_stats.Normaliser(q_max, q_log_sum), ops)
         of = self.divergence
         return *of.terms(*args, ops), of.slopes(*args, ops)
 
@@ -212,7 +212,7 @@ class FrozenTwoHeadsRule(TwoHeadsRule):
             return put_all(values, row_ids, value), sums
 
         zeros = jnp.zeros(source.hidden.shape[0], spec.stats_dtype)
-        zeros = _shards.vary(zeros, spec.varying)
+        zeros = vocab_shards.vary(zeros, spec.varying)
         results = zeros, xla.zero_sums(spec, policy)
         active = rows[0].active
         value, sums = for_active_chunks(spec.chunk, active, chunk, results)
@@ -230,7 +230,9 @@ def _of_kernels() -> Arithmetic:
     return Arithmetic(arithmetic.exp, arithmetic.fma, arithmetic.at_most, operator.mul)
 
 
-def compare(z, y, policy: _stats.Normaliser, reference: _stats.Normaliser, ops=XLA):
+def compare(
+    z, y, policy: row_stats.Normaliser, reference: row_stats.Normaliser, ops=XLA
+):
     """p, q and ln(p/q); ln(p/q) keeps its last digits where the logits agree.
 
     The normalisers broadcast against the logits.
@@ -244,21 +246,21 @@ def compare(z, y, policy: _stats.Normaliser, reference: _stats.Normaliser, ops=X
     return p, q, _log_ratio(z, y, policy, reference)
 
 
-def _log_ratio(z, y, policy: _stats.Normaliser, reference: _stats.Normaliser):
+def _log_ratio(z, y, policy: row_stats.Normaliser, reference: row_stats.Normaliser):
     """ln(p/q), which keeps its last digits where logits are large, too."""
-    ratio, lost = _stats.difference(z, y)
-    largest, lost_of_largest = _stats.difference(policy.max, reference.max)
+    ratio, lost = row_stats.difference(z, y)
+    largest, lost_of_largest = row_stats.difference(policy.max, reference.max)
     rest = (policy.log_sum - reference.log_sum) + lost_of_largest
-    shift, lost_of_shift = _stats.difference(largest, -rest)
+    shift, lost_of_shift = row_stats.difference(largest, -rest)
     # Below the epsilon of ln p, it would be all of the largest term of two confident
     # heads, and blur the sum of the others.
     matters = jnp.abs(lost_of_shift) > jnp.finfo(shift.dtype).eps
     return (ratio - shift) + (lost - jnp.where(matters, lost_of_shift, 0))
 
 
-def softmax(z, rows: _stats.Normaliser, ops=XLA):
+def softmax(z, rows: row_stats.Normaliser, ops=XLA):
     """Probabilities of logits, whose normalisers broadcast against them."""
-    return ops.exp(z - _stats.finite(rows.max), rows.log_sum)
+    return ops.exp(z - row_stats.finite(rows.max), rows.log_sum)
 
 
 def beside(rows):
@@ -266,11 +268,11 @@ def beside(rows):
     return jax.tree.map(lambda x: x[:, None], rows)
 
 
-def _shift(policy: _stats.Normaliser, reference: _stats.Normaliser):
+def _shift(policy: row_stats.Normaliser, reference: row_stats.Normaliser):
     """ln(p/q) is z - y less this."""
     return (policy.max - reference.max) + (policy.log_sum - reference.log_sum)
 
 
-def _scale(head, normaliser: _stats.Normaliser):
+def _scale(head, normaliser: row_stats.Normaliser):
     """What makes probabilities of blocks' e^(z - m), [C, n]."""
-    return _sampling.scale(head.largest, beside(normaliser))
+    return column_sampling.scale(head.largest, beside(normaliser))

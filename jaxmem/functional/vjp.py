@@ -22,8 +22,8 @@ from jax.custom_derivatives import SymbolicZero
 
 from jaxmem.backends import grouped
 from jaxmem.backends.protocol import Backend
-from jaxmem.core import shards as _shards, stats as _stats
-from jaxmem.core.operands import (
+from jaxmem.core import row_stats, vocab_shards
+from jaxmem.core.backend_operands import (
     Rows,
     for_all_chunks,
     outputs,
@@ -31,7 +31,7 @@ from jaxmem.core.operands import (
     take,
     trained as trained_part,
 )
-from jaxmem.core.stats import TokenStats
+from jaxmem.core.row_stats import TokenStats
 from jaxmem.functional import traced_loss
 from jaxmem.functional.rule import (
     Rule,
@@ -114,9 +114,9 @@ class StatisticsRule(BackendRule):
         if self.spec.keeps_gradient:
             (g,) = cotangents.values()
             return (scaled(kept, rows.active, g),)
-        saved = _stats.Outputs(*(results.get(k) for k in _stats.Outputs._fields))
-        given = (cotangents.get(k) for k in _stats.Cotangents._fields)
-        asked = _stats.Cotangents(*map(_unless_zero, given))
+        saved = row_stats.Outputs(*(results.get(k) for k in row_stats.Outputs._fields))
+        given = (cotangents.get(k) for k in row_stats.Cotangents._fields)
+        asked = row_stats.Cotangents(*map(_unless_zero, given))
         if all(g is None for g in asked):
             return (jax.tree.map(jnp.zeros_like, source),)
         dsource = self._backward(source, rows, saved, asked, kept)
@@ -129,8 +129,8 @@ class StatisticsRule(BackendRule):
 
         def of_chunk(row_ids, outputs):
             ones = (row_ids < n_rows).astype(spec.stats_dtype)
-            g = dict.fromkeys(_stats.Cotangents._fields) | {name: ones}
-            return {name: getattr(outputs, name)}, _stats.Cotangents(**g)
+            g = dict.fromkeys(row_stats.Cotangents._fields) | {name: ones}
+            return {name: getattr(outputs, name)}, row_stats.Cotangents(**g)
 
         zeros = {name: jnp.zeros(n_rows, spec.stats_dtype)}
         results, dsource = self.backend.loops.one_pass(
@@ -243,7 +243,7 @@ class LossRule(BackendRule):
             return count
         n_active = jnp.maximum(jnp.sum(self.rows(given).active, dtype=jnp.int32), 1)
         mean = jnp.maximum(count / n_active, 1)
-        return _stats.power_of_two(mean)
+        return row_stats.power_of_two(mean)
 
     def total(self, stats: dict, rows: Rows, operands: Operands, count) -> Any:
         """(loss, metrics) from statistics [N] by name."""
@@ -270,7 +270,7 @@ class LossRule(BackendRule):
             return put_all(values, row_ids, here)
 
         zeros = traced_loss.nothing(loss, self.spec, operands, n_rows, pull=False)
-        zeros = _shards.vary(zeros, self.spec.varying)
+        zeros = vocab_shards.vary(zeros, self.spec.varying)
         return for_all_chunks(loss.n_rows, rows.active, chunk, zeros)
 
     def one_pass(self, source, given, operands: Operands, count) -> tuple[Values, Any]:
@@ -312,9 +312,9 @@ class LossRule(BackendRule):
         zeros = dict.fromkeys(loss.fields, jnp.zeros(n_rows, spec.stats_dtype))
         nothing = (
             traced_loss.nothing(loss, spec, operands, n_rows, pull=True),
-            _stats.Cotangents(*(zeros.get(k) for k in _stats.Cotangents._fields)),
+            row_stats.Cotangents(*(zeros.get(k) for k in row_stats.Cotangents._fields)),
         )
-        nothing = _shards.vary(nothing, spec.varying)
+        nothing = vocab_shards.vary(nothing, spec.varying)
         values, g = for_all_chunks(loss.n_rows, rows.active, chunk, nothing)
         return values, jax.tree.map(lambda x: self._over(x, count), g)
 
@@ -334,7 +334,7 @@ class TwoPassLossRule(LossRule):
         spec, names = fitted(self.spec, rows), (*TokenStats._fields, *_SAVED)
         outputs = self._forward()(spec, source, rows, names)
         values, cotangents = self.differentiate(spec, outputs, rows, operands, count)
-        saved = _stats.Outputs(**outputs)
+        saved = row_stats.Outputs(**outputs)
         return values, self._gradient()(spec, source, rows, saved, cotangents)
 
 

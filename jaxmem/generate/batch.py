@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
+from jaxmem.base import locks
+from jaxmem.base.stopping import Stop
 from jaxmem.data.records import DataError, Record, find_files, read_records
 from jaxmem.generate.completions import Completion, Generator, Prompt, unreached
 from jaxmem.score.fingerprint import update_with_files
 from jaxmem.score.journal import Journal
 from jaxmem.score.progress import Progress
-from jaxmem.train import locks
-from jaxmem.train.stopping import Stop
 
 _COLUMNS = ("completion", "tokens", "finish", "stop")  # of the output
 

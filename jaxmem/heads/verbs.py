@@ -17,7 +17,7 @@ from jaxmem.core import checks, gradients
 from jaxmem.core.gradients import Gradient
 from jaxmem.core.head import Head
 from jaxmem.core.options import AxisName, Chunk, Implementation
-from jaxmem.core.stats import TokenStats
+from jaxmem.core.row_stats import TokenStats
 from jaxmem.functional import api
 from jaxmem.functional.single_pass import token_loss
 from jaxmem.functional.support import support_logprobs

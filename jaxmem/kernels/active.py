@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxmem.core import operands as _operands
+from jaxmem.core import backend_operands
 
 
 class Block(NamedTuple):
@@ -42,7 +42,7 @@ def in_one_block(active, size: int) -> Block:
     n_active = jnp.max(place, initial=-1) + 1
     place = jnp.where(active, place, size)
     ids = jnp.full(size, active.shape[0], jnp.int32)
-    ids = _operands.put(ids, place, jnp.arange(active.shape[0], dtype=jnp.int32))
+    ids = backend_operands.put(ids, place, jnp.arange(active.shape[0], dtype=jnp.int32))
     return Block(ids, n_active, place)
 
 
@@ -54,6 +54,8 @@ def put(tree, block: Block, values) -> Any:
     there = block.place < block.ids.shape[0]
 
     def gathered(x, new):
-        return jnp.where(there, _operands.take(new, block.place).astype(x.dtype), x)
+        return jnp.where(
+            there, backend_operands.take(new, block.place).astype(x.dtype), x
+        )
 
     return jax.tree.map(gathered, tree, values)

@@ -13,7 +13,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from jaxmem.core.stats import Coefficients, Outputs
+from jaxmem.core.row_stats import Coefficients, Outputs
 from jaxmem.kernels import logits, ring
 from jaxmem.kernels.logits import Env
 from jaxmem.kernels.ring import Ring

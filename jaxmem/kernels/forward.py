@@ -15,8 +15,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from jaxmem.core import stats as _stats
-from jaxmem.core.stats import Stats
+from jaxmem.core import row_stats
+from jaxmem.core.row_stats import Stats
 from jaxmem.kernels import logits, padding, ring
 from jaxmem.kernels.logits import MASK_VALUE, Env
 from jaxmem.kernels.ring import Ring
@@ -115,13 +115,13 @@ def _merge_groups(stats):
     while (n := len(stats.max)) > 1:
         size = -(-n // _AT_ONCE)
         rest = size * _AT_ONCE - n, stats.max.shape[1]
-        none = _stats.empty(rest, stats.max.dtype)
+        none = row_stats.empty(rest, stats.max.dtype)
         whole = [jnp.concatenate(pair) for pair in zip(stats, none, strict=True)]
         parts = (
             Stats(*(x[i : i + size] for x in whole))
             for i in range(0, size * _AT_ONCE, size)
         )
-        stats = functools.reduce(_stats.merge, parts)
+        stats = functools.reduce(row_stats.merge, parts)
         if size > _AT_ONCE:
             # XLA would fuse this pass into each result of the next, and so repeat it.
             stats = lax.optimization_barrier(stats)
@@ -186,7 +186,7 @@ def _unit(scope, tile, n_tiles, step):
             stats = _of_tile(env, z, to_base_2, at, labels, marked, keep)
             if t.stored:
                 _keep_numbers(at, rows, gmem, smem, stats)
-            return tuple(_stats.merge(so_far, stats))
+            return tuple(row_stats.merge(so_far, stats))
 
         stats = ring.multiply(env.product, extent, buffers, step, fold)
         return step + extent.n_steps, *stats

@@ -14,7 +14,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from jaxmem.core.stats import Coefficients, Outputs
+from jaxmem.core.row_stats import Coefficients, Outputs
 from jaxmem.kernels import dlogits, logits, ring
 from jaxmem.kernels.forward import Kept
 from jaxmem.kernels.logits import Env

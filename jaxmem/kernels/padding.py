@@ -3,9 +3,9 @@
 import jax
 import jax.numpy as jnp
 
-from jaxmem.core import operands as _operands
-from jaxmem.core.operands import Factors
-from jaxmem.kernels.blocks import TILE
+from jaxmem.core import backend_operands
+from jaxmem.core.backend_operands import Factors
+from jaxmem.kernels.block_sizes import TILE
 
 SWIZZLE = 64  # 16-bit numbers
 _MIN_COLUMNS = (
@@ -79,7 +79,9 @@ def _bias(spec, bias):
     """The bias, with -inf where a part exceeds the vocabulary, if any part does."""
     if not spec.is_part or spec.vocab_size == spec.all_columns:
         return bias
-    column = _operands.first_column(spec) + jnp.arange(spec.columns, dtype=jnp.int32)
+    column = backend_operands.first_column(spec) + jnp.arange(
+        spec.columns, dtype=jnp.int32
+    )
     exists = column < spec.vocab_size
     return jnp.where(exists, 0 if bias is None else bias, -jnp.inf).astype(jnp.float32)
 

@@ -16,9 +16,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from jaxmem.core.operands import Factors
+from jaxmem.core.backend_operands import Factors
 from jaxmem.core.options import Layout
-from jaxmem.kernels import blocks as sizes, padding, ring
+from jaxmem.kernels import block_sizes, padding, ring
 from jaxmem.kernels.logits import Env, parts
 from jaxmem.kernels.ring import Extent, Product, Ring, ceil_div
 from jaxmem.kernels.tiles import N_COMPUTE, Tiles
@@ -140,7 +140,7 @@ def into_hidden(env: Env, n_tiles: int, clusters: int, dtype, hidden) -> jax.Arr
     """
     if n_tiles < env.n_tiles:
         return jnp.zeros(hidden.shape, jnp.float32)
-    splits = sizes.hidden_splits(env.n_rows, env.depth, clusters)
+    splits = block_sizes.hidden_splits(env.n_rows, env.depth, clusters)
     if splits == 1:
         return lax.empty(hidden.shape, dtype)
     return lax.empty((splits * len(hidden), hidden.shape[1]), jnp.float32)

@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from jaxmem.core import running_sums
-from jaxmem.core.stats import Normaliser
+from jaxmem.core.row_stats import Normaliser
 from jaxmem.kernels import row_sums, typed
 from jaxmem.kernels.row_tiles import PARAMS, beside, reduce_blocks
 
@@ -70,7 +70,7 @@ def without_largest(z: jax.Array, largest, sums, width: int) -> Parts:
 
 
 def normaliser(blocks: Parts) -> Normaliser:
-    """The normaliser of the rows; see `core.stats.normaliser`."""
+    """The normaliser of the rows; see `core.row_stats.normaliser`."""
     largest, others = blocks
     row_max = jnp.max(largest, axis=1)
     is_largest = largest == row_max[:, None]

@@ -1,12 +1,11 @@
 """A kernel that finds sampled entries among numbers in memory, by blocks of columns.
 
-Given upper bounds of the units (`core.sampling`) of each block, systematic sampling
-uses the bounds: only blocks whose bound contains a multiple of u are read. In these,
-the units of all columns are computed and summed. A column is kept if its own units
-reach the multiple; if none does, because a bound is not tight, the slot stays empty.
-Each column is kept for exactly as many starts as it has units, so the bounds change
-which columns are drawn together, but no probability.
-"""
+Given upper bounds of the units (`core.column_sampling`) of each block, systematic
+sampling uses the bounds: only blocks whose bound contains a multiple of u are read. In
+these, the units of all columns are computed and summed. A column is kept if its own
+units reach the multiple; if none does, because a bound is not tight, the slot stays
+empty. Each column is kept for exactly as many starts as it has units, so the bounds
+change which columns are drawn together, but no probability."""
 
 import math
 from collections.abc import Callable
@@ -18,8 +17,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from jaxmem.core import sampling as _sampling
-from jaxmem.core.sampling import Entries, Sampling
+from jaxmem.core import column_sampling
+from jaxmem.core.column_sampling import Entries, Sampling
 from jaxmem.kernels import typed
 from jaxmem.kernels.row_tiles import PARAMS, beside, store
 
@@ -240,7 +239,7 @@ class _Select:
         )
         column = beside(first, shape) + place
         inside = (column >= beside(begin, shape)) & (column < sampling.columns)
-        units = jnp.where(inside, _sampling.units(sampling, p), 0)
+        units = jnp.where(inside, column_sampling.units(sampling, p), 0)
         rest, at, step = rest - passed, jnp.zeros(_SLOTS, jnp.int32), self.width // 2
         while step:  # the most columns whose units do not reach it
             before = jnp.where(place < beside(at + step, shape), units, 0)

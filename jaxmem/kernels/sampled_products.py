@@ -22,7 +22,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from jaxmem.core.sampling import Derivative, Pairs
+from jaxmem.core.column_sampling import Derivative, Pairs
 from jaxmem.kernels import typed
 
 _PIECE = 64  # pairs of a piece, at least

@@ -1,8 +1,8 @@
 """Finds each token's sampled entries among stored exponentials.
 
 The forward kernel stores e^(z - m) in 16 bits, m the largest logit of a tile, and each
-tile's m and sum. They give upper bounds of the units (`core.sampling`) of a tile's
-columns, by which `sampled_blocks` selects entries.
+tile's m and sum. They give upper bounds of the units (`core.column_sampling`) of a
+tile's columns, by which `sampled_blocks` selects entries.
 """
 
 from typing import NamedTuple
@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxmem.core import sampling as _sampling
-from jaxmem.core.sampling import Entries, Sampling
-from jaxmem.core.stats import Normaliser
+from jaxmem.core import column_sampling
+from jaxmem.core.column_sampling import Entries, Sampling
+from jaxmem.core.row_stats import Normaliser
 from jaxmem.kernels import sampled_blocks
 from jaxmem.kernels.forward import Kept
 
@@ -51,7 +51,7 @@ def entries(
     Returns:
         The entries [n_rows, K].
     """
-    scale = _sampling.scale(kept.max, rows.normaliser)
+    scale = column_sampling.scale(kept.max, rows.normaliser)
     found = bounds(sampling, width, kept, rows, scale)
     active = jnp.arange(found.shape[1]) < n_active
     exps = jnp.pad(kept.exps, ((0, 0), (0, max(width - kept.exps.shape[1], 0))))

@@ -5,12 +5,12 @@ from typing import Any
 
 import jax
 
-from jaxmem.core import shards as _shards
+from jaxmem.core import vocab_shards
 
 
 def alike(*operands: jax.Array) -> tuple[jax.Array, ...]:
     """The operands, typed as varying along the mesh axes of any of them."""
-    return _shards.vary(operands, _shards.varying(operands))
+    return vocab_shards.vary(operands, vocab_shards.varying(operands))
 
 
 def run(kernel: Callable[..., Any], *operands: jax.Array) -> Any:
@@ -18,4 +18,4 @@ def run(kernel: Callable[..., Any], *operands: jax.Array) -> Any:
 
     `plgpu.kernel` checks no such types, and gives its results none.
     """
-    return _shards.vary(kernel(*alike(*operands)), _shards.varying(operands))
+    return vocab_shards.vary(kernel(*alike(*operands)), vocab_shards.varying(operands))

@@ -14,7 +14,8 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from jaxmem.core import checks, messages, ranges
+from jaxmem.base import messages, ranges
+from jaxmem.core import checks
 
 MAX_LOG_RATIO = 20.0  # nats
 Coefficient = float | jax.Array

@@ -14,7 +14,8 @@ from jax import lax
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from jaxmem.core import checks, messages
+from jaxmem.base import messages
+from jaxmem.core import checks
 from jaxmem.core.explicit_axes import sharded_like, with_automatic_axes
 from jaxmem.losses.ratios import (
     Coefficient,

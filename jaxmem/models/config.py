@@ -7,8 +7,8 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from jaxmem.core.fields import check_field, check_numbers
-from jaxmem.core.ranges import integers, reals
+from jaxmem.base.fields import check_field, check_numbers
+from jaxmem.base.ranges import integers, reals
 from jaxmem.models import lora
 
 KINDS = ("global", "local", "unrotated")

@@ -15,8 +15,8 @@ from flax import nnx
 
 from jaxmem import remat
 from jaxmem.backends import choose
+from jaxmem.base.fields import check_field
 from jaxmem.core import gradients
-from jaxmem.core.fields import check_field
 from jaxmem.core.gradients import Sample
 from jaxmem.heads.nnx import LMHead
 from jaxmem.models import (
@@ -25,7 +25,7 @@ from jaxmem.models import (
     layers,
     lora,
     norms,
-    partitioning as mesh,
+    partitioning,
     structure,
 )
 from jaxmem.models.config import ModelConfig as ModelConfig
@@ -121,7 +121,7 @@ class HeadConfig:
 def _head(
     config: ModelConfig, head: HeadConfig, embed: nnx.Embed, rngs: nnx.Rngs
 ) -> LMHead:
-    sharding = mesh.head_sharding()
+    sharding = partitioning.head_sharding()
     options: dict[str, Any] = {
         "dtype": jnp.dtype(config.dtype),
         "softcap": config.softcap,
@@ -236,7 +236,7 @@ class Decoder(nnx.Module):
             def blocks(x, of_layers, definitions=definitions):
                 both = zip(definitions, of_layers, strict=True)
                 for definition, (weights, kind, _, added) in both:
-                    merged = nnx.merge(definition, mesh.gathered(weights))
+                    merged = nnx.merge(definition, partitioning.gathered(weights))
                     x = merged(x, *sight(kind), added)
                 return x
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxmem.models import partitioning as mesh
+from jaxmem.models import partitioning
 from jaxmem.models.config import ModelConfig
 from jaxmem.models.positions import Ids
 
@@ -42,9 +42,9 @@ def table(
 
 def rows(table: nnx.Embed, tokens: Ids) -> jax.Array:
     """Vectors [B, T, width] of tokens, in the stored dtype."""
-    if mesh.current() is None:
+    if partitioning.current() is None:
         return table(jnp.asarray(tokens))
-    return mesh.look_up(table.embedding[...], jnp.asarray(tokens))
+    return partitioning.look_up(table.embedding[...], jnp.asarray(tokens))
 
 
 def look_up(decoder: Any, tokens: Ids, positions: Ids) -> jax.Array:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxmem.core import shards
+from jaxmem.core import vocab_shards
 
 _FEWEST, _MOST = 8, 128  # rows of a tile
 
@@ -38,8 +38,8 @@ def apply(function: Callable, weights: Any, x: jax.Array, choice, scale) -> jax.
     else that grows with the rows or groups. Residuals are the arguments: the function
     runs again.
     """
-    around = shards.varying((weights, x, choice, scale))
-    weights, x, choice, scale = shards.vary((weights, x, choice, scale), around)
+    around = vocab_shards.varying((weights, x, choice, scale))
+    weights, x, choice, scale = vocab_shards.vary((weights, x, choice, scale), around)
     return _apply(function, weights, x, choice, scale)
 
 
@@ -121,7 +121,7 @@ def _scaled(function, weights, x, scale):
 
 
 def _zeros(shape, *like):
-    return shards.vary(jnp.zeros(shape, jnp.float32), shards.varying(like))
+    return vocab_shards.vary(jnp.zeros(shape, jnp.float32), vocab_shards.varying(like))
 
 
 def _sums(function, weights, x, choice, scale):

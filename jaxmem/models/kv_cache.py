@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxmem import devices
-from jaxmem.models import partitioning as mesh
+from jaxmem.models import partitioning
 
 
 class Layer(NamedTuple):
@@ -152,7 +152,7 @@ def attend_in_place(
         An array like `query`.
     """
     # XLA cannot partition a kernel: on a mesh, every device would need all rows.
-    on_one_gpu = devices.backend() == "gpu" and mesh.current() is None
+    on_one_gpu = devices.backend() == "gpu" and partitioning.current() is None
     plain = functools.partial(attend, scale=scale, softcap=softcap, sinks=sinks)
     if not (on_one_gpu and devices.has_triton() and sinks is None):
         return plain(query, token, cached.layer, seen)

@@ -16,7 +16,7 @@ from jaxmem.models import (
     normed_products,
     normed_rotary,
     norms,
-    partitioning as mesh,
+    partitioning,
     ulysses,
 )
 from jaxmem.models.config import ModelConfig
@@ -229,7 +229,7 @@ class Attention(nnx.Module):
 
     def _of_token(self, x: jax.Array, rope: Rope, index, scales):
         """Rotated queries and keys, and values; on one GPU, joined ones by a kernel."""
-        on_one_gpu = devices.backend() == "gpu" and mesh.current() is None
+        on_one_gpu = devices.backend() == "gpu" and partitioning.current() is None
         on_one_gpu = on_one_gpu and self._has_kernel and devices.has_triton()
         if hasattr(self, "joined") and on_one_gpu:
             from jaxmem.kernels import rotary  # Pallas takes a while to import
@@ -387,7 +387,7 @@ class Block(nnx.Module):
     def _added(self, x: jax.Array, *outputs: jax.Array) -> jax.Array:
         for output in outputs:
             x = x + self._scaled(output)
-        return mesh.constrain_activations(x)
+        return partitioning.constrain_activations(x)
 
     def _scaled(self, x: jax.Array) -> jax.Array:
         return x if self.multiplier == 1 else x * jnp.asarray(self.multiplier, x.dtype)

@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxmem import remat
-from jaxmem.models import grouped, partitioning as mesh, routing
+from jaxmem.models import grouped, partitioning, routing
 from jaxmem.models.config import ModelConfig
 from jaxmem.models.feed_forward import FeedForward, gated
 
@@ -97,7 +97,7 @@ class Experts(nnx.Module):
 
     def __call__(self, x: jax.Array, chosen: jax.Array, weights: jax.Array):
         """The weighted sum, f32 [B, T, hidden], of x through its chosen experts."""
-        config, around = self.config, mesh.current()
+        config, around = self.config, partitioning.current()
         run = Expert(
             config.dtype, config.activation, config.gate_limit, config.up_plus_one,
             config.lora_alpha / max(config.lora_rank, 1),
@@ -122,8 +122,13 @@ class Experts(nnx.Module):
         specs = {name: _specs(each, name) for name, each in arrays.items()}
         return jax.shard_map(
             on_mesh,
-            in_specs=(specs, mesh.TOKENS, mesh.TOKENS, mesh.TOKENS),
-            out_specs=mesh.TOKENS,
+            in_specs=(
+                specs,
+                partitioning.TOKENS,
+                partitioning.TOKENS,
+                partitioning.TOKENS,
+            ),
+            out_specs=partitioning.TOKENS,
         )(arrays, x, chosen, weights)
 
 

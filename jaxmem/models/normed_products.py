@@ -7,7 +7,7 @@ import jax
 from flax import nnx
 
 from jaxmem import devices, remat
-from jaxmem.models import norms, partitioning as mesh
+from jaxmem.models import norms, partitioning
 
 _FEWEST = 1024  # rows; with fewer, launches take longer than reads
 
@@ -18,7 +18,7 @@ def is_fused(x: jax.Array) -> bool:
     It does on one GPU that has the backend, as in `normed_rotary`, with many rows that
     blocks of 16 divide.
     """
-    on_one_gpu = devices.backend() == "gpu" and mesh.current() is None
+    on_one_gpu = devices.backend() == "gpu" and partitioning.current() is None
     if not (on_one_gpu and devices.has_triton()):
         return False
     from jaxmem.kernels import residual_norm  # Pallas takes a while to import
@@ -53,7 +53,10 @@ def apply(
     fused = norm is not None and norm.has_kernel and norm.scale is not None
     fused = fused and is_fused(x)
     if more is not None and not (fused and remat.is_whole()):
-        x, more = remat.name(mesh.constrain_activations(x + more), "block_mid"), None
+        x, more = (
+            remat.name(partitioning.constrain_activations(x + more), "block_mid"),
+            None,
+        )
     if not fused:
 
         def project(x: jax.Array):

@@ -5,7 +5,7 @@ import functools
 import jax
 
 from jaxmem import devices, remat
-from jaxmem.models import norms, partitioning as mesh
+from jaxmem.models import norms, partitioning
 from jaxmem.models.positions import Rope
 
 
@@ -14,7 +14,7 @@ def is_fused(x: jax.Array) -> bool:
 
     They do on one GPU that has the backend: XLA would gather all shards for a kernel.
     """
-    on_one_gpu = devices.backend() == "gpu" and mesh.current() is None
+    on_one_gpu = devices.backend() == "gpu" and partitioning.current() is None
     if not (on_one_gpu and devices.has_triton()):
         return False
     from jaxmem.kernels import normed_rotary  # Pallas takes a while to import

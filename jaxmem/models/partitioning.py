@@ -24,9 +24,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxmem import devices as _devices
-from jaxmem.core import shards as _shards
-from jaxmem.core.fields import check_field
+from jaxmem import devices
+from jaxmem.base.fields import check_field
+from jaxmem.core import vocab_shards
 from jaxmem.heads.verbs import HeadSharding
 
 AXES = ("data", "fsdp", "sequence", "tensor")
@@ -102,14 +102,14 @@ class Layout:
     """
 
     def __init__(self, config: MeshConfig):
-        count, devices = math.prod(config.sizes), _devices.current()
-        fits = count <= len(devices)
+        count, found = math.prod(config.sizes), devices.current()
+        fits = count <= len(found)
         if jax.process_count() > 1:  # each process must have devices of the mesh
-            fits = count == len(devices)
+            fits = count == len(found)
         if not fits:
             sizes = " x ".join(f"mesh.{k}={getattr(config, k)}" for k in AXES)
             raise ValueError(
-                f"{sizes} makes {count} devices, there are {len(devices)} in "
+                f"{sizes} makes {count} devices, there are {len(found)} in "
                 f"{jax.process_count()} processes"
             )
         self.mesh: Mesh | None = None
@@ -117,7 +117,7 @@ class Layout:
         self._prefetch = config.prefetch
         if count > 1:
             # Devices of one host are adjacent along the last axes, which send most.
-            grid = np.array(devices[:count]).reshape(config.sizes)
+            grid = np.array(found[:count]).reshape(config.sizes)
             self.mesh = Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
     def compiler_options(self) -> dict[str, Any]:
@@ -254,7 +254,7 @@ def look_up(table: jax.Array, ids: jax.Array) -> jax.Array:
 
     def on_device(table, ids):
         # Typed before the all-gather: gradients are then reduce-scattered.
-        table = _shards.vary(table, frozenset(("data", *PARTS)))
+        table = vocab_shards.vary(table, frozenset(("data", *PARTS)))
         table = lax.all_gather(table, PARTS, axis=1, tiled=True)
         local = ids - lax.axis_index("tensor") * len(table)
         rows = table.at[jnp.clip(local, 0, len(table) - 1)].get()

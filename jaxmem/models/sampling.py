@@ -33,8 +33,8 @@ from jax import lax
 from jax.core import Tracer
 
 from jaxmem import devices
-from jaxmem.core.fields import check_field
-from jaxmem.models import kv_cache, partitioning as mesh, refill
+from jaxmem.base.fields import check_field
+from jaxmem.models import kv_cache, partitioning, refill
 from jaxmem.models.decoder import Decoder
 from jaxmem.models.layers import Ids
 from jaxmem.models.truncation import (
@@ -183,7 +183,7 @@ def prepared(decoder: Decoder) -> Decoder:
     On one GPU, its projections are joined as well, by `layers.Attention.join`.
     """
     model = nnx.merge(*_in_compute_type(decoder))
-    if devices.backend() == "gpu" and mesh.current() is None:
+    if devices.backend() == "gpu" and partitioning.current() is None:
         model.join()
     return model
 
@@ -307,7 +307,7 @@ def _in_compute_type(decoder: Decoder):
         is_scale = any(getattr(key, "key", None) == "scale" for key in path)
         return w if is_scale else w.astype(decoder.config.dtype)
 
-    return definition, mesh.gathered(jax.tree.map_with_path(cast, weights))
+    return definition, partitioning.gathered(jax.tree.map_with_path(cast, weights))
 
 
 def _draw(keys: jax.Array, logprobs: jax.Array, ids: jax.Array | None) -> Drawn:

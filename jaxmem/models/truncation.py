@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxmem.core.fields import check_field
+from jaxmem.base.fields import check_field
 from jaxmem.models import largest
 
 

@@ -17,10 +17,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxmem.models import partitioning as mesh
+from jaxmem.models import partitioning
 
 AXIS = "sequence"
-_HEADS = PartitionSpec(mesh.ROWS, AXIS, "tensor", None)
+_HEADS = PartitionSpec(partitioning.ROWS, AXIS, "tensor", None)
 
 
 def attend(
@@ -51,7 +51,7 @@ def attend(
     Raises:
         ValueError: the number of tokens or heads is not divisible by the devices.
     """
-    around = mesh.current()
+    around = partitioning.current()
     if around is None or around.shape[AXIS] == 1:
         return attention(query, key, value, sight, by_head)
     parts, tensor = around.shape[AXIS], around.shape["tensor"]
@@ -69,7 +69,7 @@ def attend(
         return _to_tokens(attention(query, key, value, sight, by_head))
 
     def spec(x):
-        return PartitionSpec(mesh.ROWS) if jnp.ndim(x) else PartitionSpec()
+        return PartitionSpec(partitioning.ROWS) if jnp.ndim(x) else PartitionSpec()
 
     return jax.shard_map(
         on_device,

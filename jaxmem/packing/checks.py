@@ -4,7 +4,7 @@ from typing import TypeGuard
 
 import numpy as np
 
-from jaxmem.core import messages
+from jaxmem.base import messages
 
 _SLOTS = 2**31  # bound of slots per micro-batch over all ranks: int32 numbers them
 ROWS = 2**20  # most rows per micro-batch over all ranks; most parts of `karmarkar_karp`

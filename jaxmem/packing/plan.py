@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from jaxmem.core import messages
+from jaxmem.base import messages
 from jaxmem.packing import checks
 
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from jaxmem.core import messages
+from jaxmem.base import messages
 from jaxmem.packing import checks
 
 _MOST = 2**28  # entries of a result, 1 GiB

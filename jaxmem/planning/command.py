@@ -15,7 +15,7 @@ from jaxmem.planning import analytic, picture, plans, search
 from jaxmem.planning.plans import Plan
 from jaxmem.planning.scoring import Scoring
 from jaxmem.score.run import ScoreConfig
-from jaxmem.train import config as configuration
+from jaxmem.train import configuration
 from jaxmem.train.jobs import Job, job_of
 from jaxmem.train.phases import Programs
 

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 
 from jaxmem import devices
-from jaxmem.planning import account as accounts, roofline, table
-from jaxmem.planning.account import Account
+from jaxmem.planning import accounts, roofline, table
+from jaxmem.planning.accounts import Account
 from jaxmem.planning.roofline import Estimate
 from jaxmem.train.phases import Phase, device_bytes
 

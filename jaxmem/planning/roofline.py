@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxmem import devices
-from jaxmem.planning.account import Account
+from jaxmem.planning.accounts import Account
 from jaxmem.remat import cost
 from jaxmem.train.phases import Phase
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxmem import devices, remat
-from jaxmem.planning import account as accounts, plans, roofline, table
+from jaxmem.planning import accounts, plans, roofline, table
 from jaxmem.planning.plans import Plan
 from jaxmem.planning.scoring import Scoring
 from jaxmem.remat import cost

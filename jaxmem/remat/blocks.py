@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxmem import devices as _devices
-from jaxmem.remat import cost as _traced
+from jaxmem import devices
+from jaxmem.remat import cost
 from jaxmem.remat.policies import NAMES, Policy, policy, preset
 
 # Gradients of values that a scan offloads are silently wrong, openxla/xla#46231.
@@ -316,10 +316,10 @@ def verify(
     """
     text = compiled.as_text() or ""
     account: Any = compiled.memory_analysis()
-    if _devices.backend() == "cpu":
+    if devices.backend() == "cpu":
         raise ValueError("compiled is for a CPU, where nothing can be offloaded")
     _refuse_broken_jaxlib()
-    there = account.host_temp_size_in_bytes * _traced.devices(compiled)
+    there = account.host_temp_size_in_bytes * cost.devices(compiled)
     if there < 0.95 * promised or not re.search(r"S\(5\)", text):
         raise RuntimeError(
             f"the policy promises {promised:,} bytes on the host, the program has "
@@ -348,7 +348,7 @@ def _refuse_broken_jaxlib():
     import importlib.metadata
 
     version = importlib.metadata.version("jaxlib")
-    if version in _BROKEN_JAXLIB and _devices.backend() == "gpu":
+    if version in _BROKEN_JAXLIB and devices.backend() == "gpu":
         raise RuntimeError(
             f"jaxlib {version} gives wrong gradients where a scan offloads on a GPU "
             "(openxla/xla#46231); install jaxlib 0.11.2 or newer"

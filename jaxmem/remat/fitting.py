@@ -10,8 +10,8 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from jaxmem import devices as _devices
-from jaxmem.remat import cost as _traced
+from jaxmem import devices
+from jaxmem.remat import cost
 from jaxmem.remat.policies import PRESETS, Policy
 
 _GIB = 2**30
@@ -63,11 +63,11 @@ def measure_rates(dtype: Any = jnp.bfloat16, size: int | None = None) -> Rates:
 
 
 def _rates():
-    around = _devices.planned()
+    around = devices.planned()
     return planned_rates(around.device) if around else measure_rates()
 
 
-def planned_rates(device: _devices.Device) -> Rates:
+def planned_rates(device: devices.Device) -> Rates:
     """Estimated rates of an absent device: 0.7 of its peaks, as an H200 reaches."""
     host = _SHARE * device.host
     return Rates(_SHARE * device.products, host, host)
@@ -116,15 +116,15 @@ class Candidate:
     measured: float | None = None  # seconds
     why_not: str = ""
 
-    def divide_by(self, devices: int) -> None:
+    def divide_by(self, count: int) -> None:
         """Divide totals over all devices by the number of devices.
 
         This underestimates values that are replicated; compilation gives the true
         number.
         """
-        self.products /= devices
+        self.products /= count
         for field in ("kept", "whole", "sent", "host"):
-            setattr(self, field, getattr(self, field) // devices)
+            setattr(self, field, getattr(self, field) // count)
 
     def is_of(self, names: Sequence[str]) -> bool:
         """Whether it saves and offloads only these names."""
@@ -187,23 +187,23 @@ def fit(
     rates = _rates() if rates is None else rates
     everything, nothing = step(None), step(Policy())
     least = nothing.lower().compile()
-    devices = _traced.devices(least)
+    count = cost.devices(least)
     sizes = _sizes(everything.jaxpr, names)
     if trials is None:
-        nothing_runs = _devices.planned() or _devices.backend() == "cpu"
+        nothing_runs = devices.planned() or devices.backend() == "cpu"
         trials = 0 if jax.process_count() > 1 or nothing_runs else 3
     candidates = _candidates(step, everything, nothing, sizes, last, rates.to_host > 0)
     if names is not None:
         candidates = [each for each in candidates if each.is_of(names)]
-    forward = _traced.products(everything.jaxpr.jaxpr) / 3 / devices / rates.products
+    forward = cost.products(everything.jaxpr.jaxpr) / 3 / count / rates.products
     for each in candidates:
-        each.divide_by(devices)
+        each.divide_by(count)
         _predict(each, forward, rates)
-        _expect(each, least, sizes.get("block_in", 0) // devices)
+        _expect(each, least, sizes.get("block_in", 0) // count)
     order = sorted(candidates, key=lambda c: (c.exposed > 0, c.seconds, c.host))
     if host_limit is None:
         host_limit = int(os.environ.get(_HOST_POOL, 64)) * _GIB
-    there = host_limit * jax.process_count() // devices
+    there = host_limit * jax.process_count() // count
     for each in order:
         each.why_not = _refuse(each, limit, there, rates)
     chosen = _fastest(order, limit, trials)
@@ -273,7 +273,7 @@ def device_limit() -> int:
     Raises:
         ValueError: the device does not report it.
     """
-    around = _devices.planned()
+    around = devices.planned()
     if around is not None:
         return around.device.memory
     stats = jax.devices()[0].memory_stats() or {}
@@ -287,7 +287,7 @@ def device_limit() -> int:
 
 def _sizes(jaxpr, names):
     """Bytes of each name in all blocks."""
-    sizes = _traced.bytes_by_name(jaxpr.jaxpr)
+    sizes = cost.bytes_by_name(jaxpr.jaxpr)
     # The head's residuals do not belong to a block.
     chosen = (
         [k for k in sizes if not k.startswith("jaxmem_")] if names is None else names
@@ -307,12 +307,12 @@ def _candidates(step, everything, nothing, sizes, last, has_host) -> list[Candid
     They are: all residuals kept, the presets, prefixes of the names ordered by
     operations saved per byte, and policies that keep all residuals of the last blocks.
     """
-    work = _traced.products(nothing.jaxpr.jaxpr)
+    work = cost.products(nothing.jaxpr.jaxpr)
     of_names = functools.partial(Policy, known=tuple(sizes))
 
     def gain(labels):
         saved = step(of_names(save=labels)).jaxpr.jaxpr
-        return (work - _traced.products(saved)) / sum(sizes[k] for k in labels)
+        return (work - cost.products(saved)) / sum(sizes[k] for k in labels)
 
     inputs = tuple(label for label in ("block_in",) if label in sizes)
     gains = {labels: gain(labels) for labels in _together(sizes) if labels != inputs}
@@ -332,7 +332,7 @@ def _candidates(step, everything, nothing, sizes, last, has_host) -> list[Candid
     for policy in policies:
         if policy not in traces:
             traces[policy] = step(policy)
-    remade = work - _traced.products(everything.jaxpr.jaxpr)
+    remade = work - cost.products(everything.jaxpr.jaxpr)
     return [_candidate(*item, sizes, work, remade) for item in traces.items()]
 
 
@@ -350,8 +350,8 @@ def _candidate(policy, traced, sizes, most_work, remade):
     jaxpr = traced.jaxpr.jaxpr
     names = sizes if policy is None else policy.save
     kept = sum(sizes.get(label, 0) for label in names)
-    sent, host = _traced.bytes_to_host(jaxpr), _traced.bytes_on_host(jaxpr)
-    work = _traced.products(jaxpr)
+    sent, host = cost.bytes_to_host(jaxpr), cost.bytes_on_host(jaxpr)
+    work = cost.products(jaxpr)
     whole = 0
     if policy is not None and policy.last and remade:
         whole = int(sum(sizes.values()) * (most_work - work) / remade)

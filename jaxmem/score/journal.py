@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, NamedTuple, Protocol
 
 import numpy as np
 
-from jaxmem.train import files
+from jaxmem.base import files
 
 # Documents in a row group of a Parquet file; fewer where a teacher's columns of them
 # hold more numbers than this, 32 MiB of ids and log-probabilities.

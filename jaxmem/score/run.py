@@ -14,9 +14,10 @@ import numpy as np
 from rich.console import Console
 
 from jaxmem import checkpoints, packing
-from jaxmem.data import documents as data
+from jaxmem.base import locks
+from jaxmem.base.stopping import Stop
 from jaxmem.data.chat import read_template
-from jaxmem.data.documents import NO_LABEL
+from jaxmem.data.documents import NO_LABEL, load_documents
 from jaxmem.data.reader import RecordReader
 from jaxmem.data.records import SUFFIXES, kind_of
 from jaxmem.models.decoder import Decoder, HeadConfig
@@ -26,8 +27,6 @@ from jaxmem.score.journal import Journal, Scores, check_parquet, check_suffix
 from jaxmem.score.progress import Progress
 from jaxmem.score.summary import Summary, summarise
 from jaxmem.score.windows import Tokens, Window, check_lengths, cut, encode
-from jaxmem.train import locks
-from jaxmem.train.stopping import Stop
 
 # Number of micro-batches whose tokens are packed and recorded together: enough to waste
 # few slots, and few enough to lose little work when the process is killed.
@@ -166,7 +165,7 @@ def _read(
         read_template, config.model, None, special, config.chat_template_kwargs
     )
     reader = RecordReader(template, absent=vocabulary.absent)
-    documents = data.load_documents(config.data, "DATA", reader)
+    documents = load_documents(config.data, "DATA", reader)
     for line in reader.lines():
         _log(console, line)
     return encode(documents, vocabulary, config.eos, config.everything)

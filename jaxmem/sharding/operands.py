@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxmem.core import checks, gradients, keys as _keys, sampling
+from jaxmem.core import checks, column_sampling, gradients, prng_keys
 from jaxmem.core.head import Head, as_head
 from jaxmem.functional import arguments
 from jaxmem.functional.given_ids import check_ids
@@ -184,12 +184,12 @@ def _read_key(given, shape, of_tokens, vocab_size):
     """Data of one key for each token, so that devices draw what one device would."""
     if "gradient" in given:
         gradients.facts(given["gradient"], vocab_size)
-        given["key"] = _keys.check_key(given["key"], given["gradient"], shape)
+        given["key"] = prng_keys.check_key(given["key"], given["gradient"], shape)
     elif "key" in given:
-        given["key"] = _keys.check_keys(given["key"], shape)
+        given["key"] = prng_keys.check_keys(given["key"], shape)
     if given.get("key") is None:
         return {}
-    keys = sampling.token_keys(given["key"], shape)
+    keys = column_sampling.token_keys(given["key"], shape)
     return {"key": Operand(jax.random.key_data(keys), of_tokens)}
 
 

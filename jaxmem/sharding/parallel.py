@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from jaxmem.core import checks, shards as _shards
-from jaxmem.core.operands import Ragged
+from jaxmem.core import checks, vocab_shards
+from jaxmem.core.backend_operands import Ragged
 from jaxmem.core.options import AxisName
 from jaxmem.functional import targets
 from jaxmem.functional.ragged import of_these_tokens
@@ -203,7 +203,7 @@ def _with_whole_heads(plan, given) -> dict[str, Any]:
 
 def _whole(plan, head):
     """The head with all of W and bias, typed as in `_gathered`."""
-    W, bias = _shards.vary((head.W, head.bias), frozenset(plan.token_axes))
+    W, bias = vocab_shards.vary((head.W, head.bias), frozenset(plan.token_axes))
     vocab, depth = (0, 1) if head.layout == "vd" else (1, 0)
     if plan.W_fsdp:
         W = lax.all_gather(W, plan.W_fsdp, axis=depth, tiled=True)
@@ -216,7 +216,7 @@ def _whole(plan, head):
 
 def _gathered(plan, head):
     """The head with all of D, typed first: its gradients are reduce-scattered."""
-    W = _shards.vary(head.W, frozenset(plan.token_axes))
+    W = vocab_shards.vary(head.W, frozenset(plan.token_axes))
     if plan.W_fsdp:
         depth = 1 if head.layout == "vd" else 0
         W = lax.all_gather(W, plan.W_fsdp, axis=depth, tiled=True)

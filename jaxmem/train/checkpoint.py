@@ -12,8 +12,8 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from jaxmem.core import processes
-from jaxmem.train import checksums, files, finite, storage
+from jaxmem.base import checksums, files, processes
+from jaxmem.train import finite, storage
 
 _LEFT = re.compile(r"[0-9]+\.(unfinished|deleted|orbax-checkpoint-tmp).*")
 

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from jaxmem.core import processes
-from jaxmem.train import checksums, finite, storage
+from jaxmem.base import checksums, processes
+from jaxmem.train import finite, storage
 from jaxmem.train.checkpoint import CheckpointError
 
 

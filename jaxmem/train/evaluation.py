@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxmem.core.fields import check_numbers
-from jaxmem.core.ranges import integers
+from jaxmem.base.fields import check_numbers
+from jaxmem.base.ranges import integers
 from jaxmem.train.checkpoint import Checkpoints
 from jaxmem.train.metrics import AnyMetrics
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmem.core import processes
+from jaxmem.base import processes
 
 
 def not_finite(state: Any) -> list[str]:

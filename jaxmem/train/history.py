@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxmem.core.fields import accepts
-from jaxmem.train import files, tensorboard
+from jaxmem.base import files
+from jaxmem.base.fields import accepts
+from jaxmem.train import tensorboard
 from jaxmem.train.metrics import AnyMetrics, StepMetrics
 from jaxmem.train.wandb_writer import WandbWriter
 

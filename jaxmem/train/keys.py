@@ -7,7 +7,7 @@ import tokenize
 from collections.abc import Iterator, Mapping
 from typing import Any, get_type_hints
 
-from jaxmem.core.fields import describe
+from jaxmem.base.fields import describe
 from jaxmem.train.settings import JobConfig
 
 

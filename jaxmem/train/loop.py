@@ -10,9 +10,10 @@ from typing import Any
 import jax
 from rich.console import Console
 
-from jaxmem.core import processes
+from jaxmem.base import files, locks, processes
+from jaxmem.base.stopping import Stop
 from jaxmem.data.rewards import RewardError
-from jaxmem.train import files, locks, metrics, report, resuming, wandb_writer
+from jaxmem.train import metrics, report, resuming, wandb_writer
 from jaxmem.train.checkpoint import CheckpointError, Checkpoints
 from jaxmem.train.damaged import set_aside_damaged
 from jaxmem.train.evaluation import Best, EvalConfig
@@ -21,7 +22,6 @@ from jaxmem.train.jobs.job import Job
 from jaxmem.train.program import TrainState
 from jaxmem.train.progress import ProgressReport
 from jaxmem.train.settings import RunConfig, Settings
-from jaxmem.train.stopping import Stop
 from jaxmem.train.wandb_writer import WandbWriter
 
 _BACKEND = "backend"

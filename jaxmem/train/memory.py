@@ -8,7 +8,7 @@ from typing import Any, Literal
 import jax
 
 from jaxmem import remat
-from jaxmem.core.fields import check_field
+from jaxmem.base.fields import check_field
 
 _GIB = 2**30
 

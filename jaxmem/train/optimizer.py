@@ -8,8 +8,8 @@ from typing import Any, Literal
 import jax
 import optax
 
-from jaxmem.core.fields import check_field, check_numbers
-from jaxmem.core.ranges import integers, reals
+from jaxmem.base.fields import check_field, check_numbers
+from jaxmem.base.ranges import integers, reals
 
 _DECAY = reals(0, below=1)
 _RANGES = {

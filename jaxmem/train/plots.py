@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxmem.train import files
+from jaxmem.base import files
 from jaxmem.train.metrics import AnyMetrics, HeadCost
 
 _MIB = 2**20

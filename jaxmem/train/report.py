@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from jaxmem._version import __version__
-from jaxmem.train import charts, files
+from jaxmem.base import files
+from jaxmem.train import charts
 from jaxmem.train.charts import Line
 
 _MIB = 2**20

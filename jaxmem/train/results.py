@@ -6,9 +6,9 @@ from pathlib import Path
 from rich.console import Console
 
 from jaxmem import checkpoints
-from jaxmem.core import processes
+from jaxmem.base import files, processes
 from jaxmem.models.decoder import Decoder
-from jaxmem.train import files, keys
+from jaxmem.train import keys
 from jaxmem.train.jobs.job import Job
 
 _STARTED = "started.txt"  # when a run did

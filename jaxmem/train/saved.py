@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxmem import checkpoints
+from jaxmem.base import json_files
 from jaxmem.checkpoints import CheckpointError
-from jaxmem.core import json_files
 from jaxmem.models.decoder import Decoder
 from jaxmem.models.partitioning import MeshConfig
-from jaxmem.train import checkpoint, config as configuration, results
+from jaxmem.train import checkpoint, configuration, results
 from jaxmem.train.jobs.job import Job, job_of
 from jaxmem.train.memory import RematConfig
 from jaxmem.train.program import DecoderProgram

@@ -6,7 +6,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from jaxmem.core.fields import check_field
+from jaxmem.base.fields import check_field
 from jaxmem.models.decoder import HeadConfig, ModelConfig
 from jaxmem.models.partitioning import MeshConfig
 from jaxmem.train.evaluation import EvalConfig

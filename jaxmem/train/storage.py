@@ -12,7 +12,7 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 
-from jaxmem.core import messages
+from jaxmem.base import messages
 
 FINITE = "finite"  # key in orbax's own metadata of a checkpoint
 _STEP = re.compile("0|[1-9][0-9]{0,17}")  # name of a checkpoint

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxmem.train import files
+from jaxmem.base import files
 
 _MAX_PENDING = 10_000  # steps
 _FINISH_SECONDS = 60.0

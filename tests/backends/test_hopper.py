@@ -15,8 +15,8 @@ from jax.sharding import AxisType, PartitionSpec as P
 import jaxmem
 from jaxmem import devices
 from jaxmem.backends import hopper, xla
-from jaxmem.core import partition as _spread
-from jaxmem.kernels import blocks
+from jaxmem.core import partition
+from jaxmem.kernels import block_sizes
 from tests.cases import CASES, Case, slow
 from tests.described import described
 from tests.functional.test_api import OPTIONS, check
@@ -26,7 +26,7 @@ from tests.rounding import assert_equal_up_to_order
 
 pytestmark = pytest.mark.usefixtures("on_one_device")
 
-spreads = _spread.is_possible  # as it is outside of these tests
+spreads = partition.is_possible  # as it is outside of these tests
 
 
 # The next test has every option in float16, and later ones have bfloat16 in blocks.
@@ -75,9 +75,9 @@ def test_launches_of_all_rows_follow_a_block_of_columns(
 ):
     """Two of 256 rows: the second with none that is active, two blocks of 256 and 44
     columns; or with some, and one block."""
-    monkeypatch.setattr(blocks, "backward_rows", lambda *_: (256, True))
+    monkeypatch.setattr(block_sizes, "backward_rows", lambda *_: (256, True))
     if layout == "dv":
-        monkeypatch.setattr(blocks, "backward_tiles", lambda n_tiles, *_: n_tiles)
+        monkeypatch.setattr(block_sizes, "backward_tiles", lambda n_tiles, *_: n_tiles)
     problem = Case(300, 16, 300, std=3.0, chunk=16).make()
     masked = np.arange(300) % 3 == 0 if layout == "vd" else np.arange(300) < 10
     problem = problem._replace(y=np.where(masked, -100, problem.y))
@@ -165,7 +165,7 @@ def test_a_loss_of_every_statistic_in_one_pass(name, interpreted):
 @pytest.mark.parametrize("name", ["several blocks, every option", "several blocks"])
 def test_hidden_s_gradient_in_parts_of_the_vocabulary(name, interpreted, monkeypatch):
     """The last part is shorter than the others."""
-    monkeypatch.setattr(blocks, "hidden_splits", lambda *_: 3)
+    monkeypatch.setattr(block_sizes, "hidden_splits", lambda *_: 3)
     check_one_pass(**ONE_PASS[name])
 
 
@@ -518,7 +518,7 @@ def test_the_automatic_choice_keeps_to_what_was_measured(lowered_anywhere, monke
     assert chosen(256, 4096, 50257)[0] == "hopper"
     assert "(50257, 1000) would be padded" in chosen(1023, 1000, 50257)[1]
     monkeypatch.setattr(jax, "device_count", lambda: 2)
-    monkeypatch.setattr(_spread, "is_possible", spreads)
+    monkeypatch.setattr(partition, "is_possible", spreads)
     assert chosen(512, 4096, 151936)[0] == "hopper"  # of which each device takes half
     assert "below 256 tokens a device" in chosen(511, 4096, 151936)[1]
     mesh = jax.make_mesh((1, 1), ("data", "other"), axis_types=(AxisType.Auto,) * 2)

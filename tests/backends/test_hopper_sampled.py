@@ -11,8 +11,8 @@ from jax.sharding import AbstractMesh
 import jaxmem
 from jaxmem import Sample
 from jaxmem.backends import hopper, hopper_sampled
-from jaxmem.core import stats as _stats
-from jaxmem.core.operands import Factors, Rows
+from jaxmem.core import row_stats
+from jaxmem.core.backend_operands import Factors, Rows
 from jaxmem.core.spec import Spec
 from tests import hlo, oracle
 from tests.backends.test_xla_sampled import FLOATS, SAVED, cotangents, random_draws
@@ -43,8 +43,8 @@ def problem(n, d, v, slots, layout="vd", **options):
 def run(spec, source, rows, g):
     """(outputs, entries, gradients)."""
     made, entries = hopper_sampled.forward(spec, source, rows, SAVED)
-    saved = _stats.Outputs(**made, is_argmax=jnp.zeros(0))
-    cotangents = _stats.Cotangents(*(g.get(k) for k in FLOATS))
+    saved = row_stats.Outputs(**made, is_argmax=jnp.zeros(0))
+    cotangents = row_stats.Cotangents(*(g.get(k) for k in FLOATS))
     grads = hopper_sampled.backward(spec, source, rows, saved, cotangents, entries)
     return made, entries, grads
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jaxmem
-from jaxmem.core import operands as _operands
+from jaxmem.core import backend_operands
 from tests.cases import Case, slow
 from tests.described import described
 
@@ -106,9 +106,9 @@ def test_the_loop_stops_after_the_active_rows(n_active):
         trips, seen = carry
         return trips + 1, seen + jnp.sum(row_ids < N)
 
-    trips, seen = _operands.for_active_chunks(CHUNK, active, body, (0, 0))
+    trips, seen = backend_operands.for_active_chunks(CHUNK, active, body, (0, 0))
     assert (int(trips), int(seen)) == (-(-n_active // CHUNK), n_active)
-    trips, seen = _operands.for_all_chunks(CHUNK, active, body, (0, 0))
+    trips, seen = backend_operands.for_all_chunks(CHUNK, active, body, (0, 0))
     assert (int(trips), int(seen)) == (-(-N // CHUNK), n_active)
 
 

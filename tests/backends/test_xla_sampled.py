@@ -10,9 +10,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxmem.backends import xla, xla_sampled
-from jaxmem.core import sampling, shards as shards_of, stats
-from jaxmem.core.operands import Factors, Rows
-from jaxmem.core.sampling import Sampling
+from jaxmem.core import column_sampling, row_stats, vocab_shards
+from jaxmem.core.backend_operands import Factors, Rows
+from jaxmem.core.column_sampling import Sampling
 from jaxmem.core.spec import Spec
 from tests import oracle
 from tests.cases import CASES, Case, slow
@@ -26,15 +26,15 @@ SAVED = (*FLOATS, "max", "log_sum")
 def run(spec, source, rows, g):
     """(outputs, entries, derivative, gradients) of the backend, in one program."""
     made, entries = xla_sampled.forward(spec, source, rows, SAVED)
-    saved = stats.Outputs(**made, is_argmax=jnp.zeros(0))
-    cotangents = stats.Cotangents(*(g.get(k) for k in FLOATS))
+    saved = row_stats.Outputs(**made, is_argmax=jnp.zeros(0))
+    cotangents = row_stats.Cotangents(*(g.get(k) for k in FLOATS))
     operands = rows, saved, cotangents, entries
     dz = xla_sampled.derivative(spec, xla_sampled.sampling_of(spec), *operands)
     return made, entries, dz, xla_sampled.backward(spec, source, *operands)
 
 
 def random_draws(n, key=0):
-    return sampling.draws(sampling.token_keys(jax.random.key(key), (n,)))
+    return column_sampling.draws(column_sampling.token_keys(jax.random.key(key), (n,)))
 
 
 def arguments(h, W, y, *, chunk=64, where=True, temperature=None, bias=None, **options):
@@ -287,7 +287,7 @@ def test_both_ways_to_add_a_column_up(columns, monkeypatch):
     tokens, values = rng.integers(0, 50, n), rng.standard_normal(n)
     h = rng.standard_normal((50, 8)).astype(np.float32)
     columns = np.append(columns, [100] * 9)
-    pairs = sampling.Pairs(*map(jnp.asarray, (
+    pairs = column_sampling.Pairs(*map(jnp.asarray, (
         columns, np.append(tokens, [0] * 9).astype(np.int32),
         np.append(values, [np.nan] * 9).astype(np.float32),
     )))  # fmt: skip
@@ -317,13 +317,13 @@ def test_over_shards_of_a_vocabulary():
         rows = Rows(y, y >= 0, None, random_draws(40))
         part = dataclasses.replace(
             spec,
-            shards=shards_of.described(shards_of.check_axis_name("v"), h, rows),
+            shards=vocab_shards.described(vocab_shards.check_axis_name("v"), h, rows),
             gradient_samples=slots,
         )
         source = Factors(h, W, None)
         made, entries = xla_sampled.forward(part, source, rows, SAVED)
-        saved = stats.Outputs(**made, is_argmax=jnp.zeros(0))
-        g = stats.Cotangents(**g)
+        saved = row_stats.Outputs(**made, is_argmax=jnp.zeros(0))
+        g = row_stats.Cotangents(**g)
         grads = xla_sampled.backward(part, source, rows, saved, g, entries)
         return grads.hidden, grads.W, entries.columns[None]
 

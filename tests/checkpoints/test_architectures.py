@@ -9,7 +9,7 @@ import pytest
 from jaxmem import checkpoints
 from jaxmem.checkpoints import CheckpointError, read_config, rope_forms
 from jaxmem.models.decoder import ModelConfig
-from jaxmem.train import config as configuration
+from jaxmem.train import configuration
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 COMMON = {

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jaxmem
-from jaxmem.core import partition as _spread
+from jaxmem.core import partition
 from tests import targets
 from tests.cases import one_at_a_time, slow
 
@@ -220,12 +220,12 @@ def test_a_loss_that_was_traced_for_other_rows(quick_compilation):
 
 
 def test_not_where_devices_have_their_own_parts_already():
-    assert _spread.is_possible()
+    assert partition.is_possible()
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     seen = []
     jax.eval_shape(
         jax.shard_map(
-            lambda: seen.append(_spread.is_possible()), mesh=mesh, in_specs=(),
+            lambda: seen.append(partition.is_possible()), mesh=mesh, in_specs=(),
             out_specs=P(),
         )
     )  # fmt: skip

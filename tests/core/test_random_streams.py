@@ -18,7 +18,7 @@ SEED, COUNT = 7, 24
 # depends on no seed, and the number of a further attempt.
 ELSEWHERE = {
     ("train/program.py", "key"),
-    ("data/blocks.py", "default_rng"),
+    ("data/block_files.py", "default_rng"),
     ("train/jobs/sampled.py", "SeedSequence"),
 }
 

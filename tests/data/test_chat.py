@@ -7,7 +7,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from jaxmem.data import documents as data
+from jaxmem.data import documents
 from jaxmem.data.chat import ChatTemplate, read_template
 from jaxmem.data.reader import RecordReader
 from jaxmem.data.rendering import Conversation, Renderer
@@ -174,8 +174,8 @@ def counted_of(name, first=0):
 
 def labels_of(name, tokenizer):
     text, counted = counted_of(name)
-    document = data.Document("", text, counted=counted)
-    ((tokens, labels),) = data.encode_documents([document], with_edges(tokenizer))
+    document = documents.Document("", text, counted=counted)
+    ((tokens, labels),) = documents.encode_documents([document], with_edges(tokenizer))
     np.testing.assert_array_equal(tokens, tokenizer.encode(text).ids)
     live = labels >= 0
     np.testing.assert_array_equal(labels[live], np.append(tokens[1:], -1)[live])
@@ -243,17 +243,21 @@ def test_a_template_is_where_checkpoints_have_it(tmp_path):
 
 
 def test_a_template_that_is_none_is_named(tmp_path):
-    with pytest.raises(data.DataError, match="has no chat template, neither in"):
+    with pytest.raises(documents.DataError, match="has no chat template, neither in"):
         read_template(checkpoint(tmp_path), None)
-    with pytest.raises(data.DataError, match=r"own\.jinja: cannot be read: No such f"):
+    with pytest.raises(
+        documents.DataError, match=r"own\.jinja: cannot be read: No such f"
+    ):
         read_template(tmp_path, str(tmp_path / "own.jinja"))
-    with pytest.raises(data.DataError, match=r"\.jinja: unexpected 'end .*\(line 1\)"):
+    with pytest.raises(
+        documents.DataError, match=r"\.jinja: unexpected 'end .*\(line 1\)"
+    ):
         read_template(checkpoint(tmp_path, "a", "{% if"), None)
 
 
 def test_the_sandbox_refuses_what_is_not_rendering():
     made = ChatTemplate("{{ ''.__class__.__mro__ }}", {}, "")
-    with pytest.raises(data.DataError, match="the chat template says: .*unsafe"):
+    with pytest.raises(documents.DataError, match="the chat template says: .*unsafe"):
         made.render(TALK)
 
 
@@ -271,8 +275,10 @@ def test_the_sandbox_refuses_what_is_not_rendering():
 def test_a_line_that_cannot_be_rendered_is_named(record, message, tmp_path):
     path = tmp_path / "talk.jsonl"
     path.write_text(json.dumps({"messages": TALK}) + "\n" + json.dumps(record))
-    with pytest.raises(data.DataError) as raised:
-        data.load_documents(str(path), reader=RecordReader(lambda: template("llama2")))
+    with pytest.raises(documents.DataError) as raised:
+        documents.load_documents(
+            str(path), reader=RecordReader(lambda: template("llama2"))
+        )
     said = str(raised.value)
     assert said.startswith(f"{path}:2: ") and message in said and "\n" not in said
 
@@ -280,8 +286,10 @@ def test_a_line_that_cannot_be_rendered_is_named(record, message, tmp_path):
 def test_messages_without_a_checkpoint_are_refused(tmp_path):
     path = tmp_path / "talk.jsonl"
     path.write_text(json.dumps({"messages": TALK}))
-    with pytest.raises(data.DataError, match=r"talk\.jsonl:1: .* set model.checkpoint"):
-        data.load_documents(str(path))
+    with pytest.raises(
+        documents.DataError, match=r"talk\.jsonl:1: .* set model.checkpoint"
+    ):
+        documents.load_documents(str(path))
 
 
 NESTED = (

@@ -116,7 +116,7 @@ def letters(batches, tokenizer, count):
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_documents(streaming, write, tmp_path, monkeypatch):
-    monkeypatch.setattr("jaxmem.data.blocks.BLOCK_BYTES", 64)
+    monkeypatch.setattr("jaxmem.data.block_files.BLOCK_BYTES", 64)
     source = write(200, lambda word: {"text": word})
     config = config_of(source, tmp_path, streaming=streaming, shuffle_window=4)
     tokenizer = documents.load_tokenizer(config)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from jaxmem.data import documents as data
+from jaxmem.data import documents
 from jaxmem.data.reader import RecordReader
 
 pa = pytest.importorskip("pyarrow")
@@ -29,8 +29,8 @@ def write(path, rows):
 
 
 def test_parquet_holds_what_jsonl_holds(tmp_path):
-    made = data.load_documents(write(tmp_path / "a.parquet", ROWS))
-    lines = data.load_documents(write(tmp_path / "a.jsonl", ROWS))
+    made = documents.load_documents(write(tmp_path / "a.parquet", ROWS))
+    lines = documents.load_documents(write(tmp_path / "a.jsonl", ROWS))
     assert [d[1:] for d in made] == [d[1:] for d in lines]
     assert made[0][1:3] == ("4", "2+2=")
     assert made[1].name.endswith("a.parquet: row 2")
@@ -47,7 +47,9 @@ def test_columns_that_a_message_of_parquet_lacks_are_not_there(tmp_path):
     template = chat.ChatTemplate(TEMPLATE, {}, "")
     for name in ("a.parquet", "a.jsonl"):
         source = write(tmp_path / name, rows)
-        (made,) = data.load_documents(source, reader=RecordReader(lambda: template))
+        (made,) = documents.load_documents(
+            source, reader=RecordReader(lambda: template)
+        )
         assert made.text == "user:an;assistant:b;"
 
 
@@ -56,23 +58,25 @@ def test_several_files_and_globs_in_a_fixed_order(tmp_path):
         write(tmp_path / name, [{"text": name}])
     (tmp_path / "[x].txt").write_text("bracket")
     several = str(tmp_path / "c.parquet"), str(tmp_path / "*.jsonl")
-    texts = [d.text for d in data.load_documents(several)]
+    texts = [d.text for d in documents.load_documents(several)]
     assert texts == ["c.parquet", "a.jsonl", "b.jsonl"]
-    assert data.load_documents(str(tmp_path / "[x].txt"))[0].text == "bracket"
-    with pytest.raises(data.DataError, match=r"data.source: .*/z\*.jsonl matches no"):
-        data.load_documents(str(tmp_path / "z*.jsonl"))
-    with pytest.raises(data.DataError, match="data.source names no file"):
-        data.load_documents(())
+    assert documents.load_documents(str(tmp_path / "[x].txt"))[0].text == "bracket"
+    with pytest.raises(
+        documents.DataError, match=r"data.source: .*/z\*.jsonl matches no"
+    ):
+        documents.load_documents(str(tmp_path / "z*.jsonl"))
+    with pytest.raises(documents.DataError, match="data.source names no file"):
+        documents.load_documents(())
 
 
 def test_a_damaged_parquet_file_is_named(tmp_path):
     (tmp_path / "a.parquet").write_bytes(b"PAR1 no PAR1")
     with pytest.raises(
-        data.DataError, match=r"data.source: cannot read .*a\.parquet: "
+        documents.DataError, match=r"data.source: cannot read .*a\.parquet: "
     ):
-        data.load_documents(str(tmp_path / "a.parquet"))
-    with pytest.raises(data.DataError, match=r"b\.parquet: No such file"):
-        data.load_documents(str(tmp_path / "b.parquet"))
+        documents.load_documents(str(tmp_path / "a.parquet"))
+    with pytest.raises(documents.DataError, match=r"b\.parquet: No such file"):
+        documents.load_documents(str(tmp_path / "b.parquet"))
 
 
 def test_conversations_in_two_columns(tmp_path):
@@ -85,5 +89,5 @@ def test_conversations_in_two_columns(tmp_path):
     }
     source = write(tmp_path / "a.jsonl", [row])
     template = ChatTemplate(TEMPLATE, {}, "")
-    (made,) = data.load_documents(source, reader=RecordReader(lambda: template))
+    (made,) = documents.load_documents(source, reader=RecordReader(lambda: template))
     assert [made.text[a:b] for a, b in made.counted] == ["yz"]

@@ -6,7 +6,7 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from jaxmem.data import documents as data
+from jaxmem.data.documents import DataError, load_documents
 from tests import nasty
 
 GOOD = [{"text": "a b"}, {"prompt": "é", "response": "\u2028", "id": 7}]
@@ -20,7 +20,7 @@ lines = nasty.objects(GOOD, ["text", "meta"], st.sampled_from(["b", "", "😀"])
 def test_lines_of_a_jsonl_file(tmp_path_factory, content):
     path = tmp_path_factory.getbasetemp() / "lines.jsonl"
     path.write_bytes(b"\n".join(content))
-    loaded, documents = nasty.outcome(lambda: data.load_documents(str(path)), str(path))
+    loaded, documents = nasty.outcome(lambda: load_documents(str(path)), str(path))
     if not loaded:
         return
     records = [
@@ -50,8 +50,8 @@ def test_lines_of_a_jsonl_file(tmp_path_factory, content):
 def test_a_line_beyond_a_limit_is_named_and_the_error_is_short(line, message, tmp_path):
     path = tmp_path / "docs.jsonl"
     path.write_text('{"text": "fine"}\n' + line + "\n")
-    with pytest.raises(data.DataError) as raised:
-        data.load_documents(str(path))
+    with pytest.raises(DataError) as raised:
+        load_documents(str(path))
     assert str(raised.value).startswith(f"{path}:2: ") and message in str(raised.value)
     assert len(str(raised.value)) < 300 + len(str(path))
 
@@ -66,12 +66,12 @@ def test_a_line_beyond_a_limit_is_named_and_the_error_is_short(line, message, tm
     ],
 )
 def test_names_that_no_file_can_have(source, message):
-    with pytest.raises(data.DataError) as raised:
-        data.load_documents(source)
+    with pytest.raises(DataError) as raised:
+        load_documents(source)
     assert message in str(raised.value) and len(str(raised.value)) < 400
 
 
 def test_a_directory_is_no_file(tmp_path):
     (tmp_path / "a.jsonl").mkdir()
-    with pytest.raises(data.DataError, match=r"data.source: .*a\.jsonl is not a file"):
-        data.load_documents(str(tmp_path / "a.jsonl"))
+    with pytest.raises(DataError, match=r"data.source: .*a\.jsonl is not a file"):
+        load_documents(str(tmp_path / "a.jsonl"))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxmem
-from jaxmem.core import sampling
+from jaxmem.core import column_sampling
 from jaxmem.functional import draws
 from tests.cases import slow
 from tests.described import described
@@ -37,7 +37,7 @@ def softmax(h, W, **options):
 
 def uniform(n, tokens=N, key=KEY):
     """The numbers in [0, 1) that a token's ids are drawn by."""
-    keys = sampling.token_keys(key, (tokens,))
+    keys = column_sampling.token_keys(key, (tokens,))
     bits = jax.vmap(lambda key: jax.random.bits(key, (n,), jnp.uint32))(keys)
     return np.asarray(bits).astype(float) / 2**32
 
@@ -159,7 +159,7 @@ def test_ids_depend_on_the_key_and_the_position_only(optimized):
     masked = jaxmem.sample_ids(h, W, 20, KEY, 16, where=where)
     np.testing.assert_array_equal(masked[where], want[where])
     assert (masked[~where] == -1).all()
-    keys = sampling.token_keys(KEY, (N,))
+    keys = column_sampling.token_keys(KEY, (N,))
     np.testing.assert_array_equal(jaxmem.sample_ids(h[5:], W, 20, keys[5:]), want[5:])
     raw = jax.random.key_data(KEY)
     np.testing.assert_array_equal(jaxmem.sample_ids(h, W, 20, raw), want)
@@ -189,7 +189,7 @@ def test_any_leading_shape_vmap_and_gradients():
     h = h[:32]
     want = jaxmem.sample_ids(h, W, 3, KEY, CHUNK)
     cut = jaxmem.sample_ids(h.reshape(2, 16, D), W, 3, KEY, CHUNK)
-    keys = sampling.token_keys(KEY, (32,)).reshape(2, 16)
+    keys = column_sampling.token_keys(KEY, (32,)).reshape(2, 16)
     mapped = jax.vmap(lambda h, key: jaxmem.sample_ids(h, W, 3, key, CHUNK))(
         h.reshape(2, 16, D), keys
     )

@@ -10,7 +10,7 @@ from jax.sharding import AxisType
 
 import jaxmem
 from jaxmem import Sample
-from jaxmem.core import sampling
+from jaxmem.core import column_sampling
 from tests.cases import Case, slow
 from tests.described import described
 
@@ -154,7 +154,7 @@ def grads(h, W, y, **options):
 def test_neither_chunk_nor_company_nor_remat_changes_what_is_drawn(optimized):
     h, W, y = Case(48, 16, 300).make()
     want = grads(h, W, y, gradient=Sample(8), key=KEY, chunk=48)
-    keys = sampling.token_keys(KEY, (48,))
+    keys = column_sampling.token_keys(KEY, (48,))
     got = grads(h, W, y, gradient=Sample(8), key=keys, chunk=16)
     jax.tree.map(np.testing.assert_array_equal, got, want)
     few = grads(h[9:20], W, y[9:20], gradient=Sample(8), key=keys[9:20])

@@ -10,7 +10,7 @@ from jax.sharding import AxisType
 
 import jaxmem
 from jaxmem import Sample
-from jaxmem.core import sampling
+from jaxmem.core import column_sampling
 from tests.cases import Case, slow
 from tests.targets import forward_kl, of_two_heads, reverse_kl
 
@@ -120,7 +120,7 @@ def test_with_every_column_kept_the_gradient_is_exact(verb):
 @pytest.mark.slow
 def test_neither_chunk_nor_other_tokens_change_what_is_drawn(optimized):
     h, W, other_h, other_W = problem(48, 16, 300)
-    keys = sampling.token_keys(KEY, (48,))
+    keys = column_sampling.token_keys(KEY, (48,))
 
     def gradients(rows, **options):
         run = loss_of("reverse_kl", 1.0, gradient=Sample(8), **options)

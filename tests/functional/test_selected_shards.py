@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmem
 from tests.cases import slow
-from tests.core.test_shards import MESHES, assert_close, jit, mesh_of
+from tests.core.test_vocab_shards import MESHES, assert_close, jit, mesh_of
 from tests.functional.test_api import EPSILON, STATS_EPSILON
 from tests.functional.test_selected import exact
 from tests.functional.test_support_shards import sharded_by

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxmem
-from jaxmem.core.operands import Ragged
+from jaxmem.core.backend_operands import Ragged
 from jaxmem.functional.support_rule import RaggedSupportRule
 from tests.backends.test_xla import CPU, CUBLAS, OLD_XLA, compiled, count_gemms
 from tests.cases import slow

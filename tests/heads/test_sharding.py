@@ -8,11 +8,11 @@ from flax import linen as nn, nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jaxmem
-from jaxmem.heads import linen as linen_heads
+from jaxmem.heads import linen
 from jaxmem.heads.nnx import HeadSharding, LMHead
 from jaxmem.heads.verbs import Weights
 from tests.cases import slow
-from tests.core.test_shards import jit
+from tests.core.test_vocab_shards import jit
 
 if jax.device_count() < 8:  # on one GPU; a CPU counts as eight (tests/conftest.py)
     pytest.skip(f"needs 8 devices, has {jax.device_count()}", allow_module_level=True)
@@ -107,7 +107,7 @@ def test_linen(tied):
                 options |= {"tied_to": self.embed}
             else:
                 options |= {"features": V, "kernel_init": init, "use_bias": True}
-            self.head = linen_heads.LMHead(**options)
+            self.head = linen.LMHead(**options)
 
         def __call__(self):
             return results(self.head)
@@ -177,7 +177,7 @@ def test_groups_reach_the_verbs(verb):
     """Which refuse them, because 16 do not divide 40 columns."""
     rngs = nnx.Rngs(0)
     of_nnx = LMHead(D, V, rngs=rngs, vocab_groups=16)
-    of_linen = linen_heads.LMHead(V, vocab_groups=16)
+    of_linen = linen.LMHead(V, vocab_groups=16)
     variables = of_linen.init(jax.random.key(0), problem()[0])
     for head in (of_nnx, of_linen.bind(variables)):
         with pytest.raises(ValueError, match="must divide the 40 columns of W, got 16"):
@@ -185,7 +185,7 @@ def test_groups_reach_the_verbs(verb):
     with pytest.raises(ValueError, match="vocab_groups must be a power of two, .* 3"):
         LMHead(D, V, rngs=rngs, vocab_groups=3)
     with pytest.raises(ValueError, match="vocab_groups must be a power of two, .* 3"):
-        linen_heads.LMHead(V, vocab_groups=3)
+        linen.LMHead(V, vocab_groups=3)
 
 
 def test_groups_on_a_mesh():

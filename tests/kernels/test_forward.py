@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmem.core import stats as _stats
-from jaxmem.core.stats import Stats
+from jaxmem.core import row_stats
+from jaxmem.core.row_stats import Stats
 from tests.kernels import needs_pallas
 
 pytestmark = needs_pallas
@@ -38,7 +38,7 @@ def test_merging_loses_no_group(n_groups):
     stats = statistics(n_groups)
     with jax.enable_x64(True):
         groups = (Stats(*(x[i] for x in stats)) for i in range(n_groups))
-        want = functools.reduce(_stats.merge, groups)
+        want = functools.reduce(row_stats.merge, groups)
         got = forward._merge_groups(Stats(*map(jnp.float64, stats)))
     for name, a, b in zip(Stats._fields, got, want, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-12, err_msg=name)

@@ -12,7 +12,7 @@ from jaxmem.kernels import normed_rotary
 from tests import hlo
 from tests.cases import slow
 from tests.kernels import needs_pallas
-from tests.models import test_layers as blocks
+from tests.models import test_layers
 
 pytestmark = [
     needs_pallas,
@@ -74,7 +74,7 @@ def test_against_float64(dtype, shape, triton_interpreted):
 
 
 def config_of(name, dtype):
-    return dataclasses.replace(blocks.config_of(name, dtype=dtype), head_dim=32)
+    return dataclasses.replace(test_layers.config_of(name, dtype=dtype), head_dim=32)
 
 
 @pytest.mark.parametrize(
@@ -83,16 +83,18 @@ def config_of(name, dtype):
 def test_a_block_with_it_is_as_exact(name, dtype, triton_interpreted, monkeypatch):
     """Of the result and of each gradient: the error against float64."""
     config = config_of(name, dtype)
-    given = blocks.problem(config)
-    usual = blocks.with_gradients(blocks.lean, config, dtype, *given)
+    given = test_layers.problem(config)
+    usual = test_layers.with_gradients(test_layers.lean, config, dtype, *given)
     with jax.enable_x64(True):
-        exact = blocks.with_gradients(blocks.ordinary, config, jnp.float64, *given)
+        exact = test_layers.with_gradients(
+            test_layers.ordinary, config, jnp.float64, *given
+        )
     monkeypatch.setattr(devices, "backend", lambda: "gpu")
-    got = blocks.with_gradients(blocks.lean, config, dtype, *given)
-    unit, (times, more) = float(jnp.finfo(dtype).eps), blocks.TYPES[dtype]
+    got = test_layers.with_gradients(test_layers.lean, config, dtype, *given)
+    unit, (times, more) = float(jnp.finfo(dtype).eps), test_layers.TYPES[dtype]
     for key, want in exact.items():
-        bound = times * blocks.error(usual[key], want) + more * unit
-        assert blocks.error(got[key], want) <= bound, key
+        bound = times * test_layers.error(usual[key], want) + more * unit
+        assert test_layers.error(got[key], want) <= bound, key
     assert any((got[key] != usual[key]).any() for key in exact)  # the kernel ran
 
 
@@ -103,12 +105,12 @@ def test_a_block_with_it_is_as_exact(name, dtype, triton_interpreted, monkeypatc
 def test_a_block_with_it_keeps_the_same(name, policy, monkeypatch):
     """Of layers of two kinds, whose tables are shared by all layers, too."""
     config = config_of(name, "bfloat16")
-    usual = blocks.shaped(config, policy)
+    usual = test_layers.shaped(config, policy)
     monkeypatch.setattr(devices, "backend", lambda: "gpu")
-    fused = blocks.shaped(config, policy)
+    fused = test_layers.shaped(config, policy)
     assert fused.bytes_per_token == usual.bytes_per_token
     if policy == "none":
-        assert usual.bytes_per_token == blocks.kept_by(config)
+        assert usual.bytes_per_token == test_layers.kept_by(config)
 
 
 def test_the_widths_that_it_supports():

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmem.kernels import blocks, padding
+from jaxmem.kernels import block_sizes, padding
 from tests.cases import CASES, Case
 from tests.functional.test_api import check
 from tests.kernels import needs_pallas
@@ -56,7 +56,7 @@ def test_rows_in_blocks_and_columns_in_blocks(interpreted):
 
 @pytest.mark.slow
 def test_launches_of_all_rows_follow_a_block_of_columns(interpreted, monkeypatch):
-    monkeypatch.setattr(blocks, "backward_rows", lambda *_: (256, True))
+    monkeypatch.setattr(block_sizes, "backward_rows", lambda *_: (256, True))
     problem = Case(300, 64, 700, std=3.0, chunk=16).make()
     problem = problem._replace(y=np.where(np.arange(300) % 3 == 0, -100, problem.y))
     bias = jnp.linspace(-1, 1, 700, dtype=jnp.bfloat16)

@@ -13,7 +13,7 @@ from jaxmem.models import normed_products
 from tests import hlo
 from tests.cases import slow
 from tests.kernels import needs_pallas
-from tests.models import test_layers as blocks
+from tests.models import test_layers
 
 pytestmark = [
     needs_pallas,
@@ -91,7 +91,7 @@ def test_what_is_normalised_is_the_rounded_sum(triton_interpreted):
 
 def under_a_policy(config, w, x, *rest):
     def block(x, w):
-        return blocks.lean(config, w, x, *rest)
+        return test_layers.lean(config, w, x, *rest)
 
     return remat.block(block, "dots", scanned=False)(x, w)
 
@@ -102,9 +102,9 @@ LORA = dict(lora_rank=4, lora_targets=("query", "up"))
 @pytest.mark.parametrize(
     "block, name, dtype, changes",
     [
-        slow(blocks.lean, "Mistral", "float32", LORA),
-        slow(blocks.lean, "Qwen3", "bfloat16", {}),
-        slow(blocks.lean, "Qwen2", "float32", {}),
+        slow(test_layers.lean, "Mistral", "float32", LORA),
+        slow(test_layers.lean, "Qwen3", "bfloat16", {}),
+        slow(test_layers.lean, "Qwen2", "float32", {}),
         slow(under_a_policy, "Llama", "float32", {}),
         (under_a_policy, "Gemma 3", "bfloat16", {}),
     ],
@@ -113,19 +113,21 @@ def test_a_block_with_it_is_as_exact(
     block, name, dtype, changes, triton_interpreted, request
 ):
     """Of the result and of each gradient: the error against float64."""
-    config = blocks.config_of(name, dtype=dtype, **changes)
-    given = blocks.problem(config)
-    usual = blocks.with_gradients(blocks.lean, config, dtype, *given)
+    config = test_layers.config_of(name, dtype=dtype, **changes)
+    given = test_layers.problem(config)
+    usual = test_layers.with_gradients(test_layers.lean, config, dtype, *given)
     with jax.enable_x64(True):
-        exact = blocks.with_gradients(blocks.ordinary, config, jnp.float64, *given)
+        exact = test_layers.with_gradients(
+            test_layers.ordinary, config, jnp.float64, *given
+        )
     request.getfixturevalue("fused")
-    got = blocks.with_gradients(block, config, dtype, *given)
-    unit, (times, more) = float(jnp.finfo(dtype).eps), blocks.TYPES[dtype]
+    got = test_layers.with_gradients(block, config, dtype, *given)
+    unit, (times, more) = float(jnp.finfo(dtype).eps), test_layers.TYPES[dtype]
     for key, want in exact.items():
         if key.endswith("key/bias"):  # moves all of a query's scores alike
             continue
-        bound = times * blocks.error(usual[key], want) + more * unit
-        assert blocks.error(got[key], want) <= bound, key
+        bound = times * test_layers.error(usual[key], want) + more * unit
+        assert test_layers.error(got[key], want) <= bound, key
     assert any((got[key] != usual[key]).any() for key in exact)  # the kernel ran
 
 
@@ -139,10 +141,10 @@ def test_a_block_with_it_is_as_exact(
 @pytest.mark.parametrize("name", [slow("Qwen3"), "Gemma 3"])
 def test_a_block_with_it_keeps_less(name, policy, request):
     """No number per row where all is kept, and nowhere more."""
-    config = blocks.config_of(name, dtype="bfloat16")
-    usual = blocks.shaped(config, policy)
+    config = test_layers.config_of(name, dtype="bfloat16")
+    usual = test_layers.shaped(config, policy)
     request.getfixturevalue("fused")
-    lean = blocks.shaped(config, policy)
+    lean = test_layers.shaped(config, policy)
     saved = policy in ("none", "dots_and_attention")  # "norm_rms", of two norms
     assert lean.bytes_per_token == usual.bytes_per_token - 8 * saved
 
@@ -161,9 +163,9 @@ def test_the_shapes_that_it_supports(monkeypatch):
 
 
 def test_no_derivative_of_higher_order_in_silence(fused, triton_interpreted):
-    config = blocks.config_of("Llama", dtype="float32")
-    weights, x, _, *rest = blocks.problem(config)
-    run = functools.partial(blocks.lean, config, weights)
+    config = test_layers.config_of("Llama", dtype="float32")
+    weights, x, _, *rest = test_layers.problem(config)
+    run = functools.partial(test_layers.lean, config, weights)
     with pytest.raises(TypeError, match="custom_vjp"):
         jax.jvp(lambda x: run(x, *rest), (x,), (x,))
 

@@ -10,13 +10,13 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmem
 from jaxmem import devices
-from jaxmem.core import stats
+from jaxmem.core import row_stats
 from jaxmem.functional import draws
 from jaxmem.kernels import row_blocks
 from tests import hlo
 from tests.cases import slow
 from tests.core.test_selection import by_sorting
-from tests.core.test_shards import MESHES, mesh_of
+from tests.core.test_vocab_shards import MESHES, mesh_of
 from tests.described import described
 from tests.functional import test_draws, test_largest
 from tests.kernels import needs_pallas
@@ -46,7 +46,7 @@ def test_parts_against_float64(columns, rows_interpreted):
     want = np.sort(exps, -1)[:, :-1].sum(-1)
     np.testing.assert_allclose(others, want, rtol=16 * EPS)
     assert np.isnan(normaliser.log_sum[5])
-    want = stats.normaliser(jnp.asarray(z[:5]))
+    want = row_stats.normaliser(jnp.asarray(z[:5]))
     np.testing.assert_array_equal(normaliser.max[:5], want.max)
     np.testing.assert_allclose(normaliser.log_sum[:5], want.log_sum, rtol=64 * EPS)
 
@@ -54,7 +54,7 @@ def test_parts_against_float64(columns, rows_interpreted):
 def test_a_row_without_any_column(rows_interpreted):
     z = jnp.full((1, 600), -jnp.inf)
     _, got = all_parts(z)
-    np.testing.assert_array_equal(got, stats.normaliser(z))
+    np.testing.assert_array_equal(got, row_stats.normaliser(z))
 
 
 # One; k beyond the number of blocks; several; k = V.
@@ -222,7 +222,7 @@ def test_on_a_gpu(k, columns):
     found, normaliser = run(z)
     for a, b in zip(found, by_sorting(np.asarray(z), k), strict=True):
         np.testing.assert_array_equal(a, b)
-    want = jax.jit(stats.normaliser)(z)
+    want = jax.jit(row_stats.normaliser)(z)
     np.testing.assert_array_equal(normaliser.max, want.max)
     np.testing.assert_allclose(normaliser.log_sum, want.log_sum, rtol=64 * EPS)
 

@@ -9,12 +9,12 @@ import pytest
 
 import jaxmem
 from jaxmem import devices
-from jaxmem.core import stats
+from jaxmem.core import row_stats
 from jaxmem.functional import two_heads
 from jaxmem.functional.kinds import JSD, ForwardKL, ReverseKL
 from jaxmem.kernels import row_blocks, row_pairs
 from tests.cases import slow
-from tests.functional import test_divergence as of_verbs
+from tests.functional import test_divergence
 from tests.functional.test_divergence import make
 from tests.kernels import needs_pallas
 from tests.kernels.test_row_sums import EPS, assert_good, lowered_loss, rows_of_logits
@@ -78,14 +78,14 @@ def by_kernels(rows_interpreted, monkeypatch):
 @pytest.mark.parametrize("verb", ["reverse_kl", slow("forward_kl")])
 @pytest.mark.parametrize("std", [slow(0.0), 15.0], ids=["flat", "peaked"])
 def test_as_good_as_materialised(verb, std, by_kernels):
-    of_verbs.test_values_and_gradients(verb, std)
+    test_divergence.test_values_and_gradients(verb, std)
 
 
 @pytest.mark.parametrize("verb", ["reverse_kl", slow("forward_kl")])
 def test_where_sums_cancel(verb, by_kernels):
-    of_verbs.test_nearly_equal_heads_keep_their_digits(verb, 1e-3)
-    of_verbs.test_equal_heads_give_exactly_zero(verb)
-    of_verbs.test_both_confident_of_the_same_token(verb)
+    test_divergence.test_nearly_equal_heads_keep_their_digits(verb, 1e-3)
+    test_divergence.test_equal_heads_give_exactly_zero(verb)
+    test_divergence.test_both_confident_of_the_same_token(verb)
 
 
 def excluding(blocks, value=-np.inf):
@@ -182,6 +182,6 @@ def test_on_a_gpu(columns):
     z, y = (jnp.asarray(x) for x in both(columns))
     found = jax.jit(functools.partial(row_pairs.parts, TERMS))(z, y)
     for got, head in ((found.z, z), (found.y, y)):
-        got, want = row_blocks.normaliser(got), stats.normaliser(head)
+        got, want = row_blocks.normaliser(got), row_stats.normaliser(head)
         np.testing.assert_array_equal(got.max, want.max)
         np.testing.assert_allclose(got.log_sum, want.log_sum, rtol=64 * EPS)

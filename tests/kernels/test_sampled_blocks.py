@@ -10,17 +10,17 @@ from jax.sharding import AxisType
 
 import jaxmem
 from jaxmem import devices
-from jaxmem.core import sampling as _sampling
-from jaxmem.core.sampling import Sampling
+from jaxmem.core import column_sampling
+from jaxmem.core.column_sampling import Sampling
 from jaxmem.kernels import sampled_blocks
 from tests import hlo
 from tests.cases import slow
-from tests.functional import test_sampled_divergence as of_verbs
+from tests.functional import test_sampled_divergence
 from tests.kernels import needs_pallas
 from tests.targets import of_two_heads
 
 pytestmark = needs_pallas
-KEY = of_verbs.KEY
+KEY = test_sampled_divergence.KEY
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def test_each_column_is_kept_as_often_as_its_probability_says(peak, rows_interpr
         jnp.asarray(x) for x in (blocks.sum(1), np.sort(blocks, 1)[:, :-1].sum(1))
     )
     bounds = sampled_blocks.bounds(sampling, width, mass, others, 1)
-    units = np.asarray(_sampling.units(sampling, jnp.asarray(p)))
+    units = np.asarray(column_sampling.units(sampling, jnp.asarray(p)))
     of_block = np.pad(units, (0, -columns % width)).reshape(-1, width).sum(1)
     assert (bounds >= of_block).all()
     assert bounds.sum() <= slots * sampling.one
@@ -71,22 +71,29 @@ def test_each_column_is_kept_as_often_as_its_probability_says(peak, rows_interpr
 @pytest.mark.slow
 @pytest.mark.parametrize("verb", ["reverse_kl", "forward_kl", "jsd"])
 def test_the_mean_of_draws_is_the_exact_gradient(verb, by_kernels):
-    of_verbs.test_the_mean_of_draws_is_the_exact_gradient(verb, of_verbs.SOME)
+    test_sampled_divergence.test_the_mean_of_draws_is_the_exact_gradient(
+        verb, test_sampled_divergence.SOME
+    )
 
 
 @pytest.mark.parametrize("verb", ["jsd", slow("reverse_kl"), slow("forward_kl")])
 def test_values_and_entries_with_certainty(verb, by_kernels):
-    of_verbs.test_values_are_the_exact_path_s_to_the_bit(verb, None)
-    of_verbs.test_with_every_column_kept_the_gradient_is_exact(verb)
+    test_sampled_divergence.test_values_are_the_exact_path_s_to_the_bit(verb, None)
+    test_sampled_divergence.test_with_every_column_kept_the_gradient_is_exact(verb)
 
 
 # test_sampled_divergence tests the same of the XLA loop.
 @pytest.mark.slow
 def test_neither_chunk_nor_other_tokens_change_what_is_drawn(by_kernels):
-    operands, keys = of_verbs.problem(48, 16, 300), _sampling.token_keys(KEY, (48,))
+    operands, keys = (
+        test_sampled_divergence.problem(48, 16, 300),
+        column_sampling.token_keys(KEY, (48,)),
+    )
 
     def gradient(rows, **options):
-        run = of_verbs.loss_of("reverse_kl", 1.0, gradient=jaxmem.Sample(8), **options)
+        run = test_sampled_divergence.loss_of(
+            "reverse_kl", 1.0, gradient=jaxmem.Sample(8), **options
+        )
         h, W, other_h, other_W = operands
         return run(h[rows], W, other_h[rows], other_W)[1][0]
 
@@ -101,7 +108,7 @@ def test_types_over_a_mesh(verb, monkeypatch):
     """That of every result says over which axes it varies."""
     monkeypatch.setattr(devices, "backend", lambda: "gpu")
     mesh = jax.make_mesh((2, 2), ("t", "v"), axis_types=(AxisType.Auto,) * 2)
-    h, W, *reference = of_verbs.problem(6, 16, 4096)
+    h, W, *reference = test_sampled_divergence.problem(6, 16, 4096)
     run = jaxmem.sharding.parallel(jaxmem.divergence, mesh, tokens="t", vocab="v")
     run = of_two_heads(verb, run)
 
@@ -113,14 +120,16 @@ def test_types_over_a_mesh(verb, monkeypatch):
 
 
 def operands_of(v, n):
-    return [jnp.asarray(x, jnp.bfloat16) for x in of_verbs.problem(n, 16, v)]
+    return [
+        jnp.asarray(x, jnp.bfloat16) for x in test_sampled_divergence.problem(n, 16, v)
+    ]
 
 
 def sampled(verb, key, *operands):
     """Value and gradients of a sum over tokens."""
-    return of_verbs.loss_of(verb, 1.0, chunk=16, gradient=jaxmem.Sample(100), key=key)(
-        *operands
-    )
+    return test_sampled_divergence.loss_of(
+        verb, 1.0, chunk=16, gradient=jaxmem.Sample(100), key=key
+    )(*operands)
 
 
 @pytest.mark.parametrize("verb", ["jsd", slow("reverse_kl"), slow("forward_kl")])
@@ -133,11 +142,11 @@ def test_lowered_for_a_gpu(verb, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("verb", of_verbs.VERBS)
+@pytest.mark.parametrize("verb", test_sampled_divergence.VERBS)
 def test_on_a_gpu(verb):
     """Values to the bit, and gradients whose mean is exact."""
     operands = operands_of(5000, 64)
-    exact, (_, dW) = of_verbs.loss_of(verb, 1.0, chunk=16)(*operands)
+    exact, (_, dW) = test_sampled_divergence.loss_of(verb, 1.0, chunk=16)(*operands)
     run, total = jax.jit(functools.partial(sampled, verb)), np.zeros(dW.shape)
     for seed in range(16):
         value, (_, drawn) = run(jax.random.key(seed), *operands)

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmem.core import sampling as _sampling, stats as _stats
-from jaxmem.core.sampling import Sampling
+from jaxmem.core import column_sampling, row_stats
+from jaxmem.core.column_sampling import Sampling
 from tests.cases import slow
 from tests.kernels import needs_pallas
 
@@ -30,8 +30,8 @@ def tiles(z, labels, dtype, width=WIDTH):
         others.astype(dtype).reshape(n, -1)[:, : -(-v // 64) * 64], of_tile.T,
         jnp.sum(others, -1).T,
     )  # fmt: skip
-    stats = _stats.of_tile(jnp.asarray(z), jnp.asarray(labels))
-    return kept, stats, _stats.finish(stats, jnp.asarray(labels < v))
+    stats = row_stats.of_tile(jnp.asarray(z), jnp.asarray(labels))
+    return kept, stats, row_stats.finish(stats, jnp.asarray(labels < v))
 
 
 def problem(n, v, std, seed=0):
@@ -48,7 +48,7 @@ def problem(n, v, std, seed=0):
 def facts_of(stats, rows, labels):
     from jaxmem.kernels import sampled_select
 
-    normaliser = _stats.Normaliser(rows.max, rows.log_sum)
+    normaliser = row_stats.Normaliser(rows.max, rows.log_sum)
     return sampled_select.OfRows(
         jnp.asarray(labels), stats.label_logit, stats.max, normaliser
     )
@@ -67,7 +67,7 @@ def bounds_of(sampling, kept, stats, rows, labels):
     from jaxmem.kernels import sampled_select
 
     facts = facts_of(stats, rows, labels)
-    scale = _sampling.scale(kept.max, facts.normaliser)
+    scale = column_sampling.scale(kept.max, facts.normaliser)
     return sampled_select.bounds(sampling, WIDTH, kept, facts, scale)
 
 
@@ -79,7 +79,7 @@ def units_of(sampling, kept, scale, labels, n, v, width=WIDTH):
     p = exps.reshape(n, n_tiles, width) * np.asarray(scale).T[..., None]
     columns = np.arange(n_tiles * width).reshape(n_tiles, width)
     p = np.where((columns == labels[:, None, None]) | (columns >= v), 0, p)
-    return p, np.asarray(_sampling.units(sampling, jnp.asarray(p)), np.int64)
+    return p, np.asarray(column_sampling.units(sampling, jnp.asarray(p)), np.int64)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_bounds_hold_and_fit(std, dtype):
     n, v = 60, 1000
     z, labels = problem(n, v, std)
     kept, stats, rows = tiles(z, labels, dtype)
-    scale = _sampling.scale(kept.max, rows)
+    scale = column_sampling.scale(kept.max, rows)
     for slots in (1, 16, 128, 1024):
         sampling = Sampling(slots, v, sampled_select.MARGIN)
         got = bounds_of(sampling, kept, stats, rows, labels)
@@ -143,13 +143,13 @@ def test_entries(slots, v, std, dtype):
     z, labels = problem(n, v, std)
     labels[-1] = -1
     sampling = Sampling(slots, v, sampled_select.MARGIN)
-    starts = _sampling.starts(
-        sampling, _sampling.draws(jax.random.split(jax.random.key(0), n))
+    starts = column_sampling.starts(
+        sampling, column_sampling.draws(jax.random.split(jax.random.key(0), n))
     )
     starts = starts.at[0].set(0).at[1].set(sampling.one - 1)
     kept, stats, rows = tiles(z, labels, dtype)
     got = entries_of(sampling, kept, facts_of(stats, rows, labels), starts, n - 3)
-    scale = np.where(np.arange(n) < n - 3, _sampling.scale(kept.max, rows), 0)
+    scale = np.where(np.arange(n) < n - 3, column_sampling.scale(kept.max, rows), 0)
     bounds = np.array(bounds_of(sampling, kept, stats, rows, labels), np.int64).T
     bounds[-3:] = 0
     p, units = units_of(sampling, kept, scale, labels, n, v)
@@ -164,7 +164,7 @@ def test_each_column_is_kept_for_as_many_starts_as_it_has_units(monkeypatch):
     """Every start, of few: probabilities are exact, whatever the bounds are."""
     from jaxmem.kernels import sampled_select
 
-    monkeypatch.setattr(_sampling, "_BITS", 10)
+    monkeypatch.setattr(column_sampling, "_BITS", 10)
     v, sampling = 130, Sampling(4, 130, sampled_select.MARGIN)
     n = sampling.one
     assert n == 256 and sampling.rate > 1
@@ -172,7 +172,7 @@ def test_each_column_is_kept_for_as_many_starts_as_it_has_units(monkeypatch):
     for row in (0, 3):
         same, label = z[[row] * n], labels[[row] * n]
         kept, stats, rows = tiles(same, label, "bfloat16")
-        scale = _sampling.scale(kept.max, rows)
+        scale = column_sampling.scale(kept.max, rows)
         _, units = units_of(sampling, kept, scale, label, n, v)
         starts = jnp.arange(n, dtype=jnp.int32)
         got = entries_of(sampling, kept, facts_of(stats, rows, label), starts, n)

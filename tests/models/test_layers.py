@@ -13,7 +13,7 @@ from jaxmem import remat
 from jaxmem.models import layers
 from jaxmem.models.decoder import Decoder, ModelConfig
 from jaxmem.models.positions import Rope, Sight, rope_frequencies, rope_tables
-from jaxmem.remat import cost as _traced
+from jaxmem.remat import cost
 from tests.cases import one_at_a_time, slow
 
 SIZES = ModelConfig(
@@ -291,7 +291,7 @@ def test_the_loop_over_blocks_stacks_what_a_block_keeps(name, policy):
 
     jaxpr = jax.make_jaxpr(jax.grad(total))(weights, ids, ids, ids)
     scans = [
-        equation for equation, _ in _traced.equations(jaxpr.jaxpr)
+        equation for equation, _ in cost.equations(jaxpr.jaxpr)
         if equation.primitive.name == "scan"
     ]  # fmt: skip
     stacked = [var.aval.shape for var in scans[0].outvars if len(var.aval.shape) > 2]

@@ -15,13 +15,13 @@ from rich.console import Console
 
 from jaxmem.data.documents import DataConfig
 from jaxmem.data.tasks import TaskConfig
-from jaxmem.models import partitioning as mesh, ulysses
+from jaxmem.models import partitioning, ulysses
 from jaxmem.models.decoder import Decoder, HeadConfig, ModelConfig
 from jaxmem.models.partitioning import Layout, MeshConfig
 from jaxmem.models.sampling import SamplingConfig
 from jaxmem.offload import Streamed
 from jaxmem.train import jobs
-from jaxmem.train.config import ConfigError, load
+from jaxmem.train.configuration import ConfigError, load
 from jaxmem.train.jobs import sft
 from jaxmem.train.jobs.config import Config, GrpoJobConfig
 from jaxmem.train.jobs.policy import GrpoConfig
@@ -129,7 +129,9 @@ def test_what_each_device_holds(text_file, tmp_path):
     config = config_of(text_file, tmp_path, (1, 2, 2, 2))
     program = sft.Program(config, 320)
     state = program.initial_state()
-    assert state.params["embed"]["embedding"].sharding.spec == P("tensor", mesh.PARTS)
+    assert state.params["embed"]["embedding"].sharding.spec == P(
+        "tensor", partitioning.PARTS
+    )
     parts = {
         leaf.size // leaf.addressable_shards[0].data.size
         for leaf in jax.tree.leaves(state)
@@ -137,7 +139,7 @@ def test_what_each_device_holds(text_file, tmp_path):
     }
     assert parts == {8}
     mean = state.optimizer[1][0].mu["blocks"]["feed_forward"]["down"]["kernel"]
-    assert mean.sharding.spec == P(None, "tensor", mesh.PARTS)
+    assert mean.sharding.spec == P(None, "tensor", partitioning.PARTS)
     head = program.compile_head(config.head).memory_analysis()
     assert head.temp_size_in_bytes > 0
     rows = program.layout.place(np.zeros((1, 8, 32), np.int32))
@@ -261,7 +263,7 @@ def test_look_up():
     ids = np.array([[0, 7, 3, 3], [1, 2, 5, 6]], np.int32)
 
     def run(table):
-        made = mesh.look_up(table, jnp.asarray(ids))
+        made = partitioning.look_up(table, jnp.asarray(ids))
         return jnp.sum(jnp.sin(made)), made
 
     with Layout(MeshConfig(1, 2, 2, 2)).context():

@@ -7,8 +7,8 @@ import pytest
 
 from jaxmem import cli, devices
 from jaxmem.planning import command, roofline, search
-from jaxmem.planning.account import Account
-from jaxmem.train import config as configuration
+from jaxmem.planning.accounts import Account
+from jaxmem.train import configuration
 from jaxmem.train.jobs import dpo, job_of, sft
 from jaxmem.train.jobs.distill_program import DistillProgram
 from jaxmem.train.jobs.policy_program import PolicyProgram

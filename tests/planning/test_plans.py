@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import jaxmem
 from jaxmem import devices
-from jaxmem.planning import account
+from jaxmem.planning import accounts
 
 SQUARE = jax.ShapeDtypeStruct((256, 256), jnp.float32)
 BYTES = 256 * 256 * 4
@@ -31,7 +31,7 @@ def test_parts_make_the_total(made):
     (phase,) = made.phases
     want = {"weights": BYTES, "batch": BYTES, "results": BYTES}
     assert phase.resident == want
-    parts = sum(want.values()) + phase.account.temporary + account.RUNTIME["cuda"]
+    parts = sum(want.values()) + phase.account.temporary + accounts.RUNTIME["cuda"]
     assert phase.total == made.peak == parts
 
 
@@ -105,7 +105,7 @@ def test_a_compiler_that_finds_no_room_is_a_verdict(fake, monkeypatch, message, 
     def refuse(traced, options=None):
         raise jax.errors.JaxRuntimeError(message)
 
-    monkeypatch.setattr(account, "compile_for", refuse)
+    monkeypatch.setattr(accounts, "compile_for", refuse)
     made = jaxmem.plan(update, SQUARE, SQUARE, device="v5e")
     assert not made.fits and "does not fit" in str(made)
     assert made.phases[0].account.temporary == int(gib * GIB)
@@ -115,7 +115,7 @@ def test_other_errors_of_the_compiler_are_raised(fake, monkeypatch):
     def fail(traced, options=None):
         raise jax.errors.JaxRuntimeError("INTERNAL: of another kind")
 
-    monkeypatch.setattr(account, "compile_for", fail)
+    monkeypatch.setattr(accounts, "compile_for", fail)
     with pytest.raises(jax.errors.JaxRuntimeError, match="another kind"):
         jaxmem.plan(update, SQUARE, SQUARE, device="v5e")
 
@@ -131,6 +131,6 @@ CALL = (
 def test_workspaces_that_the_compiler_does_not_know():
     queries = 4 * 2 * 64 * 16 * 8
     rows = 4 * 2 * 64 * 16
-    assert account.workspace(CALL.replace("SIZE", "0")) == queries + rows
-    assert account.workspace(CALL.replace("SIZE", "1024")) == 0  # in the temporaries
-    assert account.workspace("  %add = f32[] add(%a, %b)") == 0
+    assert accounts.workspace(CALL.replace("SIZE", "0")) == queries + rows
+    assert accounts.workspace(CALL.replace("SIZE", "1024")) == 0  # in the temporaries
+    assert accounts.workspace("  %add = f32[] add(%a, %b)") == 0

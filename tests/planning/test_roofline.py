@@ -7,10 +7,10 @@ from jax import lax
 
 import jaxmem
 from jaxmem import devices
-from jaxmem.planning import account, roofline
+from jaxmem.planning import accounts, roofline
 from jaxmem.train.phases import Phase
 
-NOTHING = account.Account(0, 0, 0)
+NOTHING = accounts.Account(0, 0, 0)
 N, D, V = 64, 32, 192
 HIDDEN, W = (
     jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((N, D), (V, D))
@@ -40,12 +40,12 @@ def test_one_product(fake):
 def test_a_program_without_products_takes_what_its_arguments_and_results_do(fake):
     """As the optimizer's update; beside products that take longer it is no bound."""
     size = 4 * N * D
-    state = account.Account(arguments=3 * size, results=2 * size, temporary=0)
+    state = accounts.Account(arguments=3 * size, results=2 * size, temporary=0)
     with devices.target("h200"):
         update = Phase("", lambda: jax.jit(lambda x: x + 1).trace(HIDDEN))
         made = roofline.of(update, state)
         products = Phase("", lambda: jax.jit(lambda h, W: h @ W.T).trace(HIDDEN, W))
-        small = account.Account(arguments=1, results=1, temporary=0)
+        small = accounts.Account(arguments=1, results=1, temporary=0)
         beside = roofline.of(products, small)
     assert not made.products and made.bytes == 5 * size
     assert made.seconds == 5 * size / devices.find("h200").bandwidth
@@ -89,8 +89,8 @@ def test_a_head_costs_what_its_passes_do(fake, passes):
 
 
 def test_what_is_sent_is_at_the_end_of_the_range(fake):
-    found = account.collectives.Collective("all-gather", "bf16[8]", 900, 2, 3, False)
-    sent = account.Account(0, 0, 0, collectives=(found,))
+    found = accounts.collectives.Collective("all-gather", "bf16[8]", 900, 2, 3, False)
+    sent = accounts.Account(0, 0, 0, collectives=(found,))
     with devices.target("h200", 2):
         phase = Phase("", lambda: jax.jit(lambda h, W: h @ W.T).trace(HIDDEN, W))
         made = roofline.of(phase, sent)

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxmem import remat
-from jaxmem.remat import cost as _traced, fitting as _fit
+from jaxmem.remat import cost, fitting
 
 LAYERS, TOKENS, WIDTH, FF = 4, 512, 8, 32
 INPUTS = 4 * LAYERS * TOKENS * WIDTH  # bytes of all blocks' inputs
@@ -69,7 +69,7 @@ def on_gpu(policy):
 
 
 def products(policy):
-    return _traced.products(traced(policy).jaxpr.jaxpr)
+    return cost.products(traced(policy).jaxpr.jaxpr)
 
 
 def chosen(limit, rates, **options):
@@ -90,7 +90,7 @@ def test_products_are_counted_as_often_as_they_run():
 
     x, w = jnp.ones((2, 3, 5)), jnp.ones((7, 5, 5))
     jaxpr = jax.make_jaxpr(f)(x, w).jaxpr
-    assert _traced.products(jaxpr) == 7 * 2 * (2 * 3 * 5 * 5) + 2 * (2 * 3 * 3 * 5)
+    assert cost.products(jaxpr) == 7 * 2 * (2 * 3 * 5 * 5) + 2 * (2 * 3 * 3 * 5)
 
 
 def test_what_is_saved_is_not_computed_again():
@@ -106,13 +106,17 @@ def test_what_is_saved_is_not_computed_again():
 def test_attention_s_results_are_kept_together():
     """One of them alone saves less than both: the forward pass runs again."""
     sizes = dict.fromkeys(("block_in", "attn_out", "gate", "attn_lse"), 1)
-    assert _fit._together(sizes) == [("block_in",), ("gate",), ("attn_out", "attn_lse")]
-    assert _fit._together({"attn_lse": 1}) == [("attn_lse",)]
-    assert _fit._together({"gate": 1}) == [("gate",)]
+    assert fitting._together(sizes) == [
+        ("block_in",),
+        ("gate",),
+        ("attn_out", "attn_lse"),
+    ]
+    assert fitting._together({"attn_lse": 1}) == [("attn_lse",)]
+    assert fitting._together({"gate": 1}) == [("gate",)]
 
 
 def test_bytes_by_name():
-    sizes = _traced.bytes_by_name(traced(None).jaxpr.jaxpr)
+    sizes = cost.bytes_by_name(traced(None).jaxpr.jaxpr)
     assert sizes == {"block_in": INPUTS, "q": INPUTS, "gate": GATES, "up": GATES}
 
 
@@ -128,10 +132,10 @@ def test_micro_batches_share_the_room_of_what_is_kept_and_sent():
     batches = jnp.zeros((3, TOKENS, WIDTH))
     jaxpr = jax.make_jaxpr(functools.partial(step, None))(batches).jaxpr
     sizes = {"block_in": INPUTS, "q": INPUTS, "gate": GATES, "up": GATES}
-    assert _traced.bytes_by_name(jaxpr) == sizes
+    assert cost.bytes_by_name(jaxpr) == sizes
     offloading = functools.partial(step, remat.PRESETS["offload_block"])
     assert remat.host_bytes(offloading, batches) == INPUTS
-    sent = _traced.bytes_to_host(jax.make_jaxpr(offloading)(batches).jaxpr)
+    sent = cost.bytes_to_host(jax.make_jaxpr(offloading)(batches).jaxpr)
     assert sent == 3 * INPUTS
 
 
@@ -146,8 +150,8 @@ def test_the_fastest_that_fits(share):
     policy, _ = chosen(limit, NO_HOST)
     assert needs(policy) <= limit
     every = [remat.Policy(save=s) for s in _subsets(("q", "gate", "up"))]
-    fitting = [p for p in [None, *every] if needs(p) <= limit]
-    assert products(policy) == min(map(products, fitting))
+    fit = [p for p in [None, *every] if needs(p) <= limit]
+    assert products(policy) == min(map(products, fit))
 
 
 def _subsets(names):
@@ -242,14 +246,14 @@ def test_the_table_says_why_not(monkeypatch):
 
 def test_candidates_that_fit_are_run_and_the_fastest_is_taken(monkeypatch):
     """Whatever the formula says; here, a clock on which keeping more takes longer."""
-    real, seen = _fit._step_seconds, []
+    real, seen = fitting._step_seconds, []
 
     def run(compiled):
         assert real(compiled) > 0
         seen.append(remat.device_bytes(compiled))
         return float(seen[-1])
 
-    monkeypatch.setattr(_fit, "_step_seconds", run)
+    monkeypatch.setattr(fitting, "_step_seconds", run)
     said = []
     policy = remat.fit(traced, 10**9, rates=NO_HOST, trials=3, show=said.append)
     assert len(seen) == 3
@@ -334,9 +338,9 @@ def test_rates_are_measured():
 
 
 def test_policies_are_described_by_name_or_by_names():
-    assert _fit.describe(None) == "none"
-    assert _fit.describe(remat.PRESETS["offload_block"]) == "offload_block"
+    assert fitting.describe(None) == "none"
+    assert fitting.describe(remat.PRESETS["offload_block"]) == "offload_block"
     both = remat.policy(save=["q", "k"], offload=["block_in"])
-    assert _fit.describe(both) == "save q, k; offload block_in"
+    assert fitting.describe(both) == "save q, k; offload block_in"
     last = remat.PRESETS["offload_block"] | remat.policy(last=4)  # pyright: ignore
-    assert _fit.describe(last) == "offload_block; last 4 whole"
+    assert fitting.describe(last) == "offload_block; last 4 whole"

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import schedule, stack
 from jaxmem import offload, remat
-from jaxmem.train.config import load
+from jaxmem.train.configuration import load
 from jaxmem.train.jobs import sft
 
 pytestmark = [

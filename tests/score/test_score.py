@@ -13,11 +13,11 @@ import pytest
 from rich.console import Console
 
 from jaxmem import checkpoints, cli, score
+from jaxmem.base import files, locks
 from jaxmem.score import ScoreConfig, journal, run, windows
-from jaxmem.train import files, locks
+from tests.base.test_files import no_file_above
 from tests.cases import slow
 from tests.checkpoints import texts
-from tests.train.test_files import no_file_above
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

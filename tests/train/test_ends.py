@@ -11,7 +11,7 @@ from rich.console import Console
 
 from jaxmem import checkpoints, cli
 from jaxmem.data.records import DataError
-from jaxmem.train import config as configuration, jobs, results
+from jaxmem.train import configuration, jobs, results
 from jaxmem.train.history import read_history
 from tests.checkpoints import texts
 

@@ -11,7 +11,7 @@ from tensorboardX.record_writer import masked_crc32c
 from jaxmem.train import history
 from jaxmem.train.history import MetricsWriter, read_history
 from jaxmem.train.metrics import PolicyMetrics, StepMetrics
-from tests.train.test_files import no_file_above
+from tests.base.test_files import no_file_above
 from tests.train.test_metrics import step_metrics
 
 

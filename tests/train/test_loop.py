@@ -16,15 +16,16 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from jaxmem.train import checkpoint, checksums, loop, metrics, storage
+from jaxmem.base import checksums
+from jaxmem.base.locks import Busy
+from jaxmem.train import checkpoint, loop, metrics, storage
 from jaxmem.train.checkpoint import CheckpointError
 from jaxmem.train.evaluation import EvalConfig, Evaluated
 from jaxmem.train.history import read_history
-from jaxmem.train.locks import Busy
 from jaxmem.train.program import TrainState
 from jaxmem.train.settings import RunConfig, Settings
+from tests.base.test_files import no_file_above
 from tests.cases import slow
-from tests.train.test_files import no_file_above
 from tests.train.test_metrics import step_metrics
 
 FIXED = {"data": {"source": "a.txt"}}

@@ -7,7 +7,7 @@ import pathlib
 import pytest
 
 from jaxmem import cli
-from jaxmem.train import config as configuration, keys
+from jaxmem.train import configuration, keys
 from tests.checkpoints import texts
 
 TEMPLATE = "{% for m in messages %}{{ m.role[0] + ' ' + m.content }}</s>{% endfor %}"
@@ -44,7 +44,7 @@ def test_documents_show_what_the_loss_counts(capsys):
 
 
 def test_of_streamed_data_the_first_block_is_shown(capsys, monkeypatch):
-    monkeypatch.setattr("jaxmem.data.blocks.BLOCK_BYTES", 30)
+    monkeypatch.setattr("jaxmem.data.block_files.BLOCK_BYTES", 30)
     write("t.jsonl", *({"text": "ab" * i} for i in range(1, 9)))
     said = shown(capsys, "data.source=t.jsonl", "data.streaming=True", "--show", "1")
     assert "t.jsonl: line at byte 0: 4 tokens, the loss counts 3\n" in said

@@ -14,10 +14,10 @@ from rich.console import Console
 
 from jaxmem import checkpoints, cli
 from jaxmem.checkpoints import CheckpointError
-from jaxmem.data import documents as data, vocabulary
+from jaxmem.data import documents, vocabulary
 from jaxmem.models import lora
 from jaxmem.models.decoder import Decoder, ModelConfig
-from jaxmem.train import config as configuration, jobs, results
+from jaxmem.train import configuration, jobs, results
 from jaxmem.train.jobs import job_of
 from jaxmem.train.jobs.reading import Documents
 from tests.cases import slow
@@ -173,12 +173,12 @@ def test_a_tasks_words_are_a_checkpoints_tokens(directory):
 
 
 def test_documents_of_a_checkpoint_start_and_end_as_it_says(directory):
-    config = data.DataConfig(source="text.jsonl", sequence_length=16, batch_size=4)
+    config = documents.DataConfig(source="text.jsonl", sequence_length=16, batch_size=4)
     for start, first in ((True, 1), (False, 3)):
         name = "llama" if start else "qwen2"
         model = texts.checkpoint(name, directory, start=start)
         tokenizer = Documents(config, ModelConfig(checkpoint=str(model))).tokenizer
-        batch = next(data.batches(config, tokenizer, epochs=1))
+        batch = next(documents.batches(config, tokenizer, epochs=1))
         assert vocabulary.edges(tokenizer) == ([1] if start else [], [2])
         starts = batch.tokens[(batch.positions == 0) & (batch.segment_ids > 0)]
         assert set(starts.tolist()) <= ({first})
@@ -188,12 +188,12 @@ def test_documents_of_a_checkpoint_start_and_end_as_it_says(directory):
 def test_prompts_are_not_counted_where_nothing_starts_a_document(directory):
     record = {"prompt": "ab", "response": "c"}
     pathlib.Path("text.jsonl").write_text(json.dumps(record) + "\n")
-    config = data.DataConfig(source="text.jsonl", sequence_length=8, batch_size=1)
+    config = documents.DataConfig(source="text.jsonl", sequence_length=8, batch_size=1)
     for start in (True, False):
         name = "llama" if start else "qwen2"
         model = texts.checkpoint(name, directory, start=start)
         tokenizer = vocabulary.of_checkpoint(str(model))
-        batch = next(data.batches(config, tokenizer, epochs=1))
+        batch = next(documents.batches(config, tokenizer, epochs=1))
         counted = batch.labels[batch.labels >= 0]
         assert counted.tolist() == [5, 2]  # c and the end
 

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from jaxmem import checkpoints, cli
 from jaxmem.checkpoints import CheckpointError
-from jaxmem.train import checkpoint, config as configuration, jobs, saved
+from jaxmem.train import checkpoint, configuration, jobs, saved
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

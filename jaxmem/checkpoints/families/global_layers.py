@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from jaxmem.base import messages
 from jaxmem.checkpoints.reader import Reader
-from jaxmem.core import messages
 from jaxmem.models.config import RANGES, ModelConfig
 
 _GLOBAL, _LOCAL = "full_attention", "sliding_attention"

@@ -3,11 +3,11 @@
 import math
 from typing import Any
 
+from jaxmem.base.ranges import reals
 from jaxmem.checkpoints.families import standard
 from jaxmem.checkpoints.families.family import Key
 from jaxmem.checkpoints.families.ropes import Rope
 from jaxmem.checkpoints.reader import Reader
-from jaxmem.core.ranges import reals
 from jaxmem.models.config import RANGES, ModelConfig
 
 

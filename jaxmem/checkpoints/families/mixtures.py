@@ -3,10 +3,10 @@
 import dataclasses
 from typing import Any
 
+from jaxmem.base import messages
+from jaxmem.base.ranges import integers
 from jaxmem.checkpoints.families.family import Key
 from jaxmem.checkpoints.reader import Reader
-from jaxmem.core import messages
-from jaxmem.core.ranges import integers
 from jaxmem.models.config import RANGES, ModelConfig
 
 # They concern training alone, where the loss decides on them.

@@ -5,10 +5,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from jaxmem.base import messages
+from jaxmem.base.ranges import reals
 from jaxmem.checkpoints.families.family import ONLY
 from jaxmem.checkpoints.reader import MISSING, Reader
-from jaxmem.core import messages
-from jaxmem.core.ranges import reals
 from jaxmem.models.config import RANGES, ModelConfig
 
 _KINDS = {

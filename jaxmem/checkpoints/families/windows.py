@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from jaxmem.base import messages
+from jaxmem.base.ranges import integers
 from jaxmem.checkpoints.reader import Reader
-from jaxmem.core import messages
-from jaxmem.core.ranges import integers
 from jaxmem.models.config import RANGES, ModelConfig
 
 KINDS = {"full_attention": "global", "sliding_attention": "local"}

@@ -12,7 +12,7 @@ from jaxmem.data import teacher_files, teacher_streams
 from jaxmem.data.documents import Batch
 from jaxmem.functional.given_columns import Columns, Drawn
 from jaxmem.models.sampling import Samples
-from jaxmem.train.jobs import rollout_metrics, samples as shown
+from jaxmem.train.jobs import rollout_metrics
 from jaxmem.train.jobs.config import DistillJobConfig
 from jaxmem.train.jobs.distill_program import DistillProgram
 from jaxmem.train.jobs.distillation import of_file
@@ -20,6 +20,7 @@ from jaxmem.train.jobs.questions import Asked, Task, place_of, state_of
 from jaxmem.train.jobs.reading import Documents
 from jaxmem.train.jobs.rollouts import Completions
 from jaxmem.train.jobs.sampled import Decoded
+from jaxmem.train.jobs.samples import table
 
 
 class Example(NamedTuple):
@@ -183,7 +184,7 @@ class Prompts:
 
     def samples(self) -> list[dict[str, Any]]:
         """See `Source`."""
-        return [] if self._last is None else shown.table(self._task, *self._last)
+        return [] if self._last is None else table(self._task, *self._last)
 
     def held_out(self, params: Any) -> Taken | None:
         """See `Source`; the draws are the same each time."""

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jaxmem.core.fields import check_field, check_numbers
-from jaxmem.core.ranges import integers, reals
+from jaxmem.base.fields import check_field, check_numbers
+from jaxmem.base.ranges import integers, reals
 from jaxmem.functional.given_columns import Columns, Drawn
 from jaxmem.functional.kinds import JSD, ForwardKL, ReverseKL
 from jaxmem.functional.teacher import Teacher

@@ -16,11 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxmem
-from jaxmem.core import processes
-from jaxmem.data import pairs as data
-from jaxmem.data.pairs import Pair, PairBatch, PairBatches
+from jaxmem.base import files, processes
+from jaxmem.data.pairs import Pair, PairBatch, PairBatches, batch_of, fingerprint
 from jaxmem.models.partitioning import as_stored
-from jaxmem.train import files, metrics, phases
+from jaxmem.train import metrics, phases
 from jaxmem.train.evaluation import Evaluated
 from jaxmem.train.jobs.config import DpoJobConfig
 from jaxmem.train.jobs.job import Job
@@ -163,7 +162,7 @@ class _Scorer:
             stop = start + config.batch_size
             chosen = [pairs[i % len(pairs)] for i in range(start, stop)]
             nothing = np.zeros((len(chosen), 2), np.float32)
-            batch = data.batch_of(chosen, nothing, config)
+            batch = batch_of(chosen, nothing, config)
             placed = self._program.layout.place(batch)
             logprobs.append(jax.device_get(self._run(params, self._frozen, placed)))
         return np.concatenate(logprobs)[: len(pairs)]
@@ -176,8 +175,7 @@ def _reference(
     config = program.config
     way = ["means"] if config.dpo.averages else []
     of = json.dumps(
-        [data.fingerprint(pairs), dataclasses.asdict(config.model), config.run.seed]
-        + way
+        [fingerprint(pairs), dataclasses.asdict(config.model), config.run.seed] + way
     )
     if jax.process_count() == 1 and path.exists():
         with np.load(path) as saved:

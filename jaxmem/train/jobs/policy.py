@@ -23,7 +23,7 @@ import numpy as np
 
 import jaxmem
 from jaxmem import losses
-from jaxmem.core.fields import check_field
+from jaxmem.base.fields import check_field
 from jaxmem.core.gradients import Sample
 from jaxmem.data.documents import Batch
 from jaxmem.heads.nnx import LMHead

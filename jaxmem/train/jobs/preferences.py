@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxmem import losses
-from jaxmem.core.fields import check_field, check_numbers
-from jaxmem.core.ranges import reals
+from jaxmem.base.fields import check_field, check_numbers
+from jaxmem.base.ranges import reals
 
 _RANGES = {"beta": reals(above=0), "label_smoothing": reals(0, below=0.5)}
 _LOSSES = {"sigmoid": losses.dpo, "ipo": losses.ipo, "ipo_mean": losses.ipo}

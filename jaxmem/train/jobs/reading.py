@@ -20,7 +20,7 @@ from jaxmem.data import (
     teacher_streams,
     vocabulary,
 )
-from jaxmem.data.blocks import Blocks
+from jaxmem.data.block_files import Blocks
 from jaxmem.data.documents import DataConfig
 from jaxmem.data.reader import RecordReader
 from jaxmem.models.decoder import ModelConfig

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import tokenizers
 
-from jaxmem.core import messages
+from jaxmem.base import messages
 from jaxmem.data.ends import Ends
 from jaxmem.data.prompts import Prompt
 from jaxmem.data.records import DataError, Record, find_files, read_records

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import jax
 from rich.console import Console
 
-from jaxmem.core import processes
-from jaxmem.train import agreement, files, loop, metrics, plots, report, results
+from jaxmem.base import files, processes
+from jaxmem.train import agreement, loop, metrics, plots, report, results
 from jaxmem.train.jobs.job import Job, job_of
 from jaxmem.train.metrics import HeadCost
 from jaxmem.train.settings import JobConfig

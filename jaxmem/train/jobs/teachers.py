@@ -7,7 +7,7 @@ from typing import Any
 import tokenizers
 
 from jaxmem import checkpoints
-from jaxmem.core import json_files, messages
+from jaxmem.base import json_files, messages
 from jaxmem.data import vocabulary
 from jaxmem.models.decoder import ModelConfig
 from jaxmem.train.jobs.config import DistillJobConfig

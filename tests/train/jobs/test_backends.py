@@ -7,7 +7,7 @@ import pathlib
 import pytest
 from rich.console import Console
 
-from jaxmem.train import config as configuration, jobs
+from jaxmem.train import configuration, jobs
 from tests.checkpoints import texts
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 from jaxmem import checkpoints
-from jaxmem.data import blocks
-from jaxmem.train import config as configuration, jobs
+from jaxmem.data import block_files
+from jaxmem.train import configuration, jobs
 from jaxmem.train.checkpoint import Checkpoints
 from jaxmem.train.history import read_history
 from jaxmem.train.jobs import sft
@@ -45,7 +45,7 @@ eval.every = 2
 def directory(tmp_path, monkeypatch):
     """A checkpoint, and conversations of two turns that answer with the question."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(block_files, "BLOCK_BYTES", 1000)
     model = texts.checkpoint("llama", tmp_path)
     named = {"eos_token": "</s>", "bos_token": "<s>", "chat_template": TEMPLATE}
     (model / "tokenizer_config.json").write_text(json.dumps(named))

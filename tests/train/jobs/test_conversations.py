@@ -14,7 +14,7 @@ from jaxmem.data.environments import Conversation
 from jaxmem.data.records import DataError
 from jaxmem.data.rewards import RewardError
 from jaxmem.data.tasks import TaskConfig
-from jaxmem.train import config as configuration, jobs
+from jaxmem.train import configuration, jobs
 from jaxmem.train.history import read_history
 from jaxmem.train.jobs import grpo
 from jaxmem.train.jobs.conversations import Replies

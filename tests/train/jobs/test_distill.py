@@ -21,7 +21,7 @@ from jaxmem.data.documents import Batch, DataConfig
 from jaxmem.data.records import DataError
 from jaxmem.heads.nnx import LMHead
 from jaxmem.score import journal
-from jaxmem.train import config as configuration, jobs, saved
+from jaxmem.train import configuration, jobs, saved
 from jaxmem.train.history import read_history
 from jaxmem.train.jobs import distill, distill_sources
 from jaxmem.train.jobs.distill_program import DistillProgram, TeacherStates

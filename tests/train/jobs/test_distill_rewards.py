@@ -13,7 +13,7 @@ from rich.console import Console
 
 import jaxmem
 from jaxmem.heads.nnx import LMHead
-from jaxmem.train import config as configuration, jobs
+from jaxmem.train import configuration, jobs
 from jaxmem.train.history import read_history
 from jaxmem.train.jobs import distill
 from jaxmem.train.jobs.distillation import (

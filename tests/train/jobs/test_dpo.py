@@ -10,9 +10,10 @@ import pytest
 from rich.console import Console
 
 from jaxmem import checkpoints
-from jaxmem.data import pairs as data, vocabulary
+from jaxmem.data import vocabulary
 from jaxmem.data.documents import DataConfig, DataError
-from jaxmem.train import config as configuration, jobs
+from jaxmem.data.pairs import PairBatches, batch_of, load_pairs
+from jaxmem.train import configuration, jobs
 from jaxmem.train.history import read_history
 from jaxmem.train.jobs import dpo
 from jaxmem.train.jobs.preferences import DpoConfig, pair_losses
@@ -122,7 +123,7 @@ def log_probabilities(loss, pairs):
     job = jobs.job_of(config)
     job.build()
     program = job.program
-    batch = data.batch_of(pairs, np.zeros((len(pairs), 2)), job.config.data)
+    batch = batch_of(pairs, np.zeros((len(pairs), 2)), job.config.data)
     return program.logprobs(program.initial_params(), program.frozen(), batch)
 
 
@@ -158,13 +159,13 @@ def load(**changes):
     config = DataConfig(
         **{"source": "pairs.jsonl", "sequence_length": 16, "batch_size": 2} | changes
     )
-    return data.load_pairs(config, vocabulary.of_checkpoint("llama"))[0], config
+    return load_pairs(config, vocabulary.of_checkpoint("llama"))[0], config
 
 
 def test_rows_hold_prompt_and_answer_and_count_the_answer():
     write([{"prompt": "ab", "chosen": "c", "rejected": "de"}] * 2)
     pairs, config = load()
-    batch = data.batch_of(pairs, np.array([[-1.0, -2.0]] * 2, "f4"), config)
+    batch = batch_of(pairs, np.array([[-1.0, -2.0]] * 2, "f4"), config)
     assert batch.tokens[0, :6].tolist() == [1, 3, 4, 5, 2, 0]
     assert batch.labels[0, :6].tolist() == [-1, -1, 5, 2, -1, -1]
     assert batch.labels[1, :6].tolist() == [-1, -1, 6, 7, 2, -1]
@@ -177,7 +178,7 @@ def test_rows_hold_prompt_and_answer_and_count_the_answer():
 def test_an_epoch_has_every_pair_once_and_resumes_anywhere():
     pairs, config = load()
     numbers = np.arange(2 * len(pairs), dtype="f4").reshape(-1, 2)
-    batches = data.PairBatches(pairs, numbers, config)
+    batches = PairBatches(pairs, numbers, config)
     seen, states = [], []
     for _ in range(len(pairs)):  # two epochs of twenty micro-batches
         states.append(json.loads(json.dumps(batches.get_state())))
@@ -187,7 +188,7 @@ def test_an_epoch_has_every_pair_once_and_resumes_anywhere():
     assert seen[:20] != seen[20:]
     batches.set_state(states[13])
     assert next(batches).reference[::2, 0].tolist() == seen[13]
-    others = data.PairBatches(pairs[1:], numbers[1:], config)
+    others = PairBatches(pairs[1:], numbers[1:], config)
     with pytest.raises(DataError, match="belongs to other pairs than data.source has"):
         others.set_state(states[0])
 
@@ -228,7 +229,7 @@ def test_conversations_share_their_start(tmp_path):
     )
     config = DataConfig(source="pairs.jsonl", sequence_length=16)
     tokenizer = vocabulary.of_checkpoint("llama")
-    ((pair,), _) = data.load_pairs(config, tokenizer, RecordReader(lambda: template))
+    ((pair,), _) = load_pairs(config, tokenizer, RecordReader(lambda: template))
     assert pair.chosen[0].tolist() == [3, 2, 4, 2]
     assert pair.rejected[1].tolist() == [-1, 5, 2, -1]
 

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from jaxmem import cli
-from jaxmem.train import config as configuration, jobs
+from jaxmem.train import configuration, jobs
 from tests.checkpoints import texts
 
 pytestmark = pytest.mark.usefixtures(

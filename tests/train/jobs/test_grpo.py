@@ -24,7 +24,7 @@ from jaxmem.data.tasks import TaskConfig
 from jaxmem.models.decoder import Decoder, HeadConfig, ModelConfig
 from jaxmem.models.sampling import SamplingConfig
 from jaxmem.train import jobs
-from jaxmem.train.config import load
+from jaxmem.train.configuration import load
 from jaxmem.train.history import read_history
 from jaxmem.train.jobs import grpo, policy_report
 from jaxmem.train.jobs.config import GrpoJobConfig

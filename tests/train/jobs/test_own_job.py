@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from jaxmem import cli
-from jaxmem.train import config as configuration, jobs
+from jaxmem.train import configuration, jobs
 from jaxmem.train.history import read_history
 from jaxmem.train.jobs.job import JOBS
 from tests.planning.conftest import fake as fake

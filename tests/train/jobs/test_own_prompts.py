@@ -10,7 +10,7 @@ from rich.console import Console
 
 from jaxmem.data.records import DataError
 from jaxmem.data.rewards import RewardError
-from jaxmem.train import config as configuration, jobs
+from jaxmem.train import configuration, jobs
 from jaxmem.train.history import read_history
 from jaxmem.train.jobs import questions
 from jaxmem.train.jobs.rollouts import Completions

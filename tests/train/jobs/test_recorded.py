@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from jaxmem.data.records import DataError
-from jaxmem.train import config as configuration, jobs
+from jaxmem.train import configuration, jobs
 from jaxmem.train.jobs.policy_program import PolicyProgram
 from tests.cases import slow
 from tests.checkpoints import texts

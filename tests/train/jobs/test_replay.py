@@ -15,7 +15,7 @@ from jaxmem import packing
 from jaxmem.data.documents import Batch
 from jaxmem.models.decoder import Decoder
 from jaxmem.models.sampling import Samples, truncate
-from jaxmem.train.config import load
+from jaxmem.train.configuration import load
 from jaxmem.train.jobs import grpo, rollout_metrics
 from jaxmem.train.jobs.minibatches import Minibatch, kept_tokens
 from jaxmem.train.jobs.policy import GrpoConfig, HeadCall, PolicyBatch, policy_loss

@@ -23,8 +23,7 @@ from flax import nnx
 from rich.console import Console
 
 from jaxmem import remat
-from jaxmem.data import documents as data
-from jaxmem.data.documents import Batch, DataConfig
+from jaxmem.data.documents import Batch, DataConfig, DataError, batches, load_tokenizer
 from jaxmem.models.decoder import Decoder, HeadConfig, ModelConfig
 from jaxmem.models.weights import join_weights, split_weights
 from jaxmem.train import jobs
@@ -402,8 +401,8 @@ def test_schedules_by_name():
 
 
 def test_epochs_decide_the_steps(config):
-    tokenizer = data.load_tokenizer(config.data)
-    count = sum(1 for _ in data.batches(config.data, tokenizer, epochs=1))
+    tokenizer = load_tokenizer(config.data)
+    count = sum(1 for _ in batches(config.data, tokenizer, epochs=1))
     for epochs, accumulate in ((2, 1), (0.5, 1), (1, 3)):
         run = dict(epochs=epochs, accumulate=accumulate, steps=1)
         made = with_steps(jobs.job_of(changed(config, run=run))).config.run
@@ -448,22 +447,22 @@ def test_held_out_text_is_scored_once_whatever_the_batches(config, tmp_path):
     assert f"held-out loss {result.summary['held_out_loss']:.4f}" in said
     summary = json.loads((result.out_dir / "summary.json").read_text())
     assert summary["held_out_loss"] == result.summary["held_out_loss"]
-    tokenizer = data.load_tokenizer(config.data)
+    tokenizer = load_tokenizer(config.data)
     scored = []
     for changes in (dict(data={}), dict(data=dict(batch_size=3)),
                     dict(head=dict(implementation="materialised"))):  # fmt: skip
         other = changed(config, **changes)
         program = sft.Program(other, tokenizer.get_vocab_size())
-        batches = data.batches(other.data, tokenizer, split="evaluation", epochs=1)
+        rows = batches(other.data, tokenizer, split="evaluation", epochs=1)
         params = program.initial_state().params
-        scored.append(program.evaluate(params, {}, batches))
+        scored.append(program.evaluate(params, {}, rows))
     np.testing.assert_allclose(scored, scored[0], rtol=1e-6)
     assert 0 < result.summary["held_out_loss"] < scored[0] < np.log(280) + 1
 
 
 def test_that_nothing_is_held_out_is_said_before_the_first_step(config):
     config = changed(config, data=dict(held_out=0.5))  # of one document
-    with pytest.raises(data.DataError, match="is one document, and a "):
+    with pytest.raises(DataError, match="is one document, and a "):
         train(config)
     assert not (pathlib.Path(config.run.out_dir) / "metrics.jsonl").exists()
 
@@ -546,7 +545,7 @@ def test_other_text_is_refused_before_a_file_of_the_run_changes(finished, tmp_pa
     other = changed(config, run=dict(steps=8, out_dir=str(tmp_path / "run")))
     try:
         source.write_text(text.replace("token", "letter"))
-        with pytest.raises(data.DataError, match="belongs to other data"):
+        with pytest.raises(DataError, match="belongs to other data"):
             train(other, "run.steps = 8\n")
     finally:
         source.write_text(text)

@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 
-from jaxmem.train.config import load
+from jaxmem.train.configuration import load
 from jaxmem.train.jobs.policy_program import PolicyProgram
 from jaxmem.train.jobs.policy_report import phases_of
 from tests.train.jobs.test_grpo import CONFIGS, SMALL, changed, curve, train

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.core.test_processes import (
+from tests.base.test_processes import (
     ROOT,
     as_of_one,
     end,

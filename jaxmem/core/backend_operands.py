@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxmem.core import shards as _shards, stats as _stats
+from jaxmem.core import row_stats, vocab_shards
 from jaxmem.core.spec import Spec
 
 
@@ -41,13 +41,13 @@ class Ragged(NamedTuple):
     ids: jax.Array  # int32 [M], of all tokens
 
 
-def no_statistics(spec: Spec, rows: Rows) -> _stats.Stats:
+def no_statistics(spec: Spec, rows: Rows) -> row_stats.Stats:
     """Initial statistics of all rows; they give finite outputs in inactive rows."""
     ones = jnp.ones(rows.labels.shape, spec.stats_dtype)
-    return _shards.vary(_stats.Stats(*(ones,) * 5), spec.part_varying)
+    return vocab_shards.vary(row_stats.Stats(*(ones,) * 5), spec.part_varying)
 
 
-def outputs(spec: Spec, rows: Rows, stats: _stats.Stats, names) -> dict:
+def outputs(spec: Spec, rows: Rows, stats: row_stats.Stats, names) -> dict:
     """The named fields of `Outputs` for every row, 0 in inactive rows."""
     row_ids = jnp.arange(rows.labels.shape[0], dtype=jnp.int32)
     every = merged(spec, rows, row_ids, stats)._asdict()
@@ -56,12 +56,14 @@ def outputs(spec: Spec, rows: Rows, stats: _stats.Stats, names) -> dict:
     }
 
 
-def merged(spec: Spec, rows: Rows, row_ids, stats: _stats.Stats) -> _stats.Outputs:
+def merged(
+    spec: Spec, rows: Rows, row_ids, stats: row_stats.Stats
+) -> row_stats.Outputs:
     """Outputs of rows, from the statistics that this device has of them."""
     if spec.shards:
-        stats = _stats.merge_over(stats, spec.shards.axes)
-    outputs = _stats.finish(stats, take(rows.labels, row_ids) < spec.vocab_size)
-    return _shards.vary(outputs, spec.varying)
+        stats = row_stats.merge_over(stats, spec.shards.axes)
+    outputs = row_stats.finish(stats, take(rows.labels, row_ids) < spec.vocab_size)
+    return vocab_shards.vary(outputs, spec.varying)
 
 
 def sum_over_shards(spec: Spec, sums) -> Any:

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxmem.core import meeting
+from jaxmem.base import meeting
 
 HEARTBEAT_SECONDS = 30
 _SHOWN = 3  # differences in a message

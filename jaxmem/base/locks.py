@@ -10,8 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from jaxmem.core import processes
-from jaxmem.train import files
+from jaxmem.base import files, processes
 
 try:
     import fcntl

@@ -28,7 +28,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from jaxmem.core import running_sums
-from jaxmem.core.stats import Coefficients, Normaliser, Outputs
+from jaxmem.core.row_stats import Coefficients, Normaliser, Outputs
 
 _BITS = 30  # K units fit, and so does any running sum plus a start
 _ROUNDING = 2.0**-12  # how far a row's probabilities may add up to more than 1

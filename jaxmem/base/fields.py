@@ -6,8 +6,8 @@ import typing
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from jaxmem.core import messages
-from jaxmem.core.ranges import Range, integers, reals
+from jaxmem.base import messages
+from jaxmem.base.ranges import Range, integers, reals
 
 
 def check_field(config: object, name: str, good: bool, wanted: str) -> None:

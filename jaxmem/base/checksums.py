@@ -12,8 +12,7 @@ from pathlib import Path
 
 import jax
 
-from jaxmem.core import processes
-from jaxmem.train import files
+from jaxmem.base import files, processes
 
 NAME = "SHA256SUMS"
 _ITEMS = ("config", "data", "state")  # of every checkpoint

@@ -20,8 +20,8 @@ import gin
 from gin import config as gin_config, config_parser
 
 from jaxmem import _shipped
-from jaxmem.core import messages
-from jaxmem.core.fields import accepts, describe, problem_of
+from jaxmem.base import messages
+from jaxmem.base.fields import accepts, describe, problem_of
 from jaxmem.train import keys
 from jaxmem.train.jobs import JOBS
 from jaxmem.train.settings import JobConfig

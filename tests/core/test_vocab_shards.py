@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec as P
 
 import jaxmem
-from jaxmem.core import shards
+from jaxmem.core import vocab_shards
 from tests import oracle
 from tests.cases import Case, one_at_a_time, slow
 from tests.described import described
@@ -549,7 +549,9 @@ def test_gathered_bit_for_bit():
     given = np.concatenate([bits, bits[::-1]]).view(np.float32)
 
     def both(x):
-        return shards.gather(("tensor",), x), shards.gather(("data", "tensor"), x)
+        return vocab_shards.gather(("tensor",), x), vocab_shards.gather(
+            ("data", "tensor"), x
+        )
 
     mesh = mesh_of({"data": 2, "tensor": 4})
     one, two = jit(
@@ -567,11 +569,11 @@ def test_rows_are_summed_in_a_tree():
     given = parts[:, None, None] * np.ones((8, 5, 3), np.float32)
     total = jit(
         jax.shard_map(
-            lambda x: shards.sum_rows_in_order(("tensor",), x[0]),
+            lambda x: vocab_shards.sum_rows_in_order(("tensor",), x[0]),
             mesh=mesh_of({"tensor": 8}), in_specs=P("tensor"), out_specs=P(),
         )
     )(given)  # fmt: skip
     a, b, c, d, *rest = parts
     want = ((a + b) + (c + d)) + np.float32(sum(rest))
     np.testing.assert_array_equal(total, np.full((5, 3), want))
-    assert want == shards.sum_tree(parts)
+    assert want == vocab_shards.sum_tree(parts)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 
-from jaxmem.kernels import blocks
+from jaxmem.kernels import block_sizes
 from jaxmem.kernels.tiles import MAX_CLUSTER_ROWS
 
 SHAPES = list(
@@ -34,9 +34,9 @@ class Backward(NamedTuple):
 
 
 def backward(n, chunk, columns, depth, frozen=False):
-    rows, once = blocks.backward_rows(n, chunk, columns, depth, frozen, 66)
-    n_tiles = -(-columns // blocks.TILE)
-    tiles = blocks.backward_tiles(n_tiles, rows, chunk, columns, depth, 66)
+    rows, once = block_sizes.backward_rows(n, chunk, columns, depth, frozen, 66)
+    n_tiles = -(-columns // block_sizes.TILE)
+    tiles = block_sizes.backward_tiles(n_tiles, rows, chunk, columns, depth, 66)
     return Backward(rows, once, tiles, -(-n // rows))
 
 
@@ -44,7 +44,7 @@ def backward(n, chunk, columns, depth, frozen=False):
 def test_derivatives_take_no_more_than_a_chunk_of_16_bits(frozen):
     for n, chunk, columns, depth in SHAPES:
         cut = backward(n, chunk, columns, depth, frozen)
-        width = cut.tiles * blocks.TILE
+        width = cut.tiles * block_sizes.TILE
         taken = cut.rows * min(width, columns)
         least = MAX_CLUSTER_ROWS * columns  # rows come in whole clusters
         assert taken <= max(chunk * columns, least), (n, chunk, columns)
@@ -54,7 +54,7 @@ def test_derivatives_take_no_more_than_a_chunk_of_16_bits(frozen):
 def test_a_backward_pass_takes_the_bytes_it_says(frozen):
     for n, chunk, columns, depth in SHAPES:
         cut = backward(n, chunk, columns, depth, frozen)
-        width = min(cut.tiles * blocks.TILE, columns)
+        width = min(cut.tiles * block_sizes.TILE, columns)
         if cut.once:
             of_W = width if cut.launches > 1 else 0
         else:
@@ -96,7 +96,7 @@ def test_blocks_take_whole_turns_of_the_chip(n, depth, columns, tiles):
     ],
 )
 def test_where_no_whole_turn_fits_clusters_wait_least(n, columns, most, tiles):
-    assert 1024 * columns // (n * blocks.TILE) == most
+    assert 1024 * columns // (n * block_sizes.TILE) == most
     assert backward(n, 1024, columns, 4096) == (n, True, tiles, 1)
 
 
@@ -120,18 +120,18 @@ def test_a_block_of_the_vocabulary_takes_the_bytes_it_says():
     for n, chunk, columns, depth in SHAPES:
         for n_blocks in (2, 4, 8, 64):
             sizes = n, chunk, columns, depth, n_blocks
-            rows, tiles = blocks.vocabulary_block(*sizes, 66)
-            width = min(tiles * blocks.TILE, columns)
-            n_tiles = -(-columns // blocks.TILE)
+            rows, tiles = block_sizes.vocabulary_block(*sizes, 66)
+            width = min(tiles * block_sizes.TILE, columns)
+            n_tiles = -(-columns // block_sizes.TILE)
             assert tiles == -(-n_tiles // n_blocks), sizes
             side = math.isqrt(chunk * columns)
             taken = 2 * rows * width + 4 * width * depth + 8 * rows * depth
             promised = 2 * chunk * columns + 4 * columns * depth / n_blocks
-            a_tile = blocks.TILE * (2 * rows + 4 * depth)
+            a_tile = block_sizes.TILE * (2 * rows + 4 * depth)
             least = MAX_CLUSTER_ROWS * (2 * width + 8 * depth)
             promised += 8 * side * depth + a_tile + least
             assert taken <= promised, sizes
-            assert rows <= blocks.whole(n), sizes
+            assert rows <= block_sizes.whole(n), sizes
 
 
 @pytest.mark.parametrize(
@@ -142,13 +142,13 @@ def test_a_block_of_the_vocabulary_takes_the_bytes_it_says():
 )
 def test_rows_of_a_block_of_the_vocabulary_keep_the_chip_busy(n_blocks, cut):
     sizes = 131_072, 1024, 128_256, 4096, n_blocks
-    assert blocks.vocabulary_block(*sizes, 66) == cut
+    assert block_sizes.vocabulary_block(*sizes, 66) == cut
 
 
 @pytest.mark.parametrize(("n_blocks", "once"), [(1, True), (4, True), (8, False)])
 def test_all_rows_share_a_block_where_that_takes_no_more_bytes(n_blocks, once):
     sizes = 32_768, 1024, 128_256, 4096
-    assert blocks.backward_rows(*sizes, False, 66, n_blocks)[1] == once
+    assert block_sizes.backward_rows(*sizes, False, 66, n_blocks)[1] == once
 
 
 def test_blocks_are_never_small():
@@ -156,15 +156,17 @@ def test_blocks_are_never_small():
     for n, chunk, columns, depth in SHAPES:
         cut = backward(n, chunk, columns, depth)
         by_bytes = cut.rows * math.isqrt(chunk * columns) // 2
-        enough = 66 * blocks.BUSY_DEPTH // depth * MAX_CLUSTER_ROWS * blocks.TILE
-        made = cut.rows * cut.tiles * blocks.TILE
+        enough = (
+            66 * block_sizes.BUSY_DEPTH // depth * MAX_CLUSTER_ROWS * block_sizes.TILE
+        )
+        made = cut.rows * cut.tiles * block_sizes.TILE
         assert made >= min(enough, by_bytes, cut.rows * columns), (n, chunk, columns)
 
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_exponentials_of_a_loss_take_no_more_than_logits_would(frozen):
     for n, chunk, columns, depth in SHAPES:
-        rows = blocks.loss_rows(n, chunk, depth, frozen, 66)
+        rows = block_sizes.loss_rows(n, chunk, depth, frozen, 66)
         sums = 0 if rows >= n or frozen else 4 * columns * depth
         promised = 6 * chunk * columns + (0 if frozen else 4 * columns * depth)
         assert 2 * rows * columns + sums <= promised + slack(columns, depth)
@@ -175,14 +177,14 @@ def test_exponentials_of_a_loss_take_no_more_than_logits_would(frozen):
 )
 def test_rows_of_a_loss_keep_the_chip_busy(depth, rows):
     """66 clusters make tiles of hidden's gradient at once, depth / 256 to 256 rows."""
-    assert blocks.loss_rows(20_000, 1024, depth, False, 66) == rows
+    assert block_sizes.loss_rows(20_000, 1024, depth, False, 66) == rows
 
 
 def test_a_forward_launch_takes_no_more_than_a_chunk_of_logits():
     for n, chunk, columns, depth in SHAPES:
         groups = -(-columns // 512)
-        rows = blocks.forward_rows(n, chunk, columns, depth, groups)
-        assert rows % MAX_CLUSTER_ROWS == 0 and rows <= blocks.MAX_ROWS
+        rows = block_sizes.forward_rows(n, chunk, columns, depth, groups)
+        assert rows % MAX_CLUSTER_ROWS == 0 and rows <= block_sizes.MAX_ROWS
         a_row = 2 * depth + 20 * groups * 9 / 8
         taken, least = rows * a_row, MAX_CLUSTER_ROWS * a_row
         assert taken <= max(4 * chunk * columns, least) + slack(0, depth)
@@ -200,4 +202,4 @@ def test_a_forward_launch_takes_no_more_than_a_chunk_of_logits():
 )
 def test_parts_of_the_vocabulary_keep_the_chip_busy(depth, rows, splits):
     """Only where at least a tenth of the time is saved."""
-    assert blocks.hidden_splits(rows, depth, 66) == splits
+    assert block_sizes.hidden_splits(rows, depth, 66) == splits

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxmem.core import messages
+from jaxmem.base import messages
 
 
 class Loud:

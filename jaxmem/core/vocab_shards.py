@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import ManualAxisType, NamedSharding, PartitionSpec
 
-from jaxmem.core import messages
+from jaxmem.base import messages
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from jaxmem.core import messages
+from jaxmem.base import messages
 
 MAX_BYTES = 256 * 2**20  # of a file, or of one line of data
 MAX_DEPTH = 100  # of objects and lists; comparing deeper ones may exhaust the stack

@@ -9,8 +9,8 @@ import weakref
 import numpy as np
 import pytest
 
-from jaxmem.data import blocks, documents as data
-from jaxmem.data.blocks import Blocks
+from jaxmem.data import block_files, documents
+from jaxmem.data.block_files import Blocks
 
 WINDOW = 12
 
@@ -18,8 +18,8 @@ WINDOW = 12
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """Blocks of some lines, and rows that are packed few at a time."""
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", 100)
-    monkeypatch.setattr(data, "_ROWS_OPEN", 4)
+    monkeypatch.setattr(block_files, "BLOCK_BYTES", 100)
+    monkeypatch.setattr(documents, "_ROWS_OPEN", 4)
 
 
 def write(path, count, seed=0):
@@ -36,7 +36,7 @@ def write(path, count, seed=0):
 def config(tmp_path):
     write(tmp_path / "a.jsonl", 30)
     write(tmp_path / "b.jsonl", 15, seed=1)
-    return data.DataConfig(
+    return documents.DataConfig(
         source=str(tmp_path / "*.jsonl"),
         vocab_size=275,
         sequence_length=16,
@@ -62,7 +62,7 @@ def rows_of(batches):
 def test_blocks_of_any_size_hold_every_record_once_and_in_order(
     size, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", size)
+    monkeypatch.setattr(block_files, "BLOCK_BYTES", size)
     texts = write(tmp_path / "a.jsonl", 20)
     every = Blocks(str(tmp_path / "a.jsonl"), "data.source")
     records = [r for i in range(len(every)) for r in every.records(i)]
@@ -86,20 +86,20 @@ def test_parquet_is_read_by_row_groups(tmp_path):
 
 
 def test_an_epoch_is_that_of_data_in_memory_in_an_order_of_its_own(config):
-    tokenizer = data.load_tokenizer(config)
+    tokenizer = documents.load_tokenizer(config)
     in_memory = dataclasses.replace(config, streaming=False)
-    wanted = list(rows_of(data.batches(in_memory, tokenizer, epochs=1)))
-    streamed = list(rows_of(data.batches(config, tokenizer, epochs=1)))
+    wanted = list(rows_of(documents.batches(in_memory, tokenizer, epochs=1)))
+    streamed = list(rows_of(documents.batches(config, tokenizer, epochs=1)))
     assert collections.Counter(streamed) == collections.Counter(wanted)
-    twice = list(rows_of(data.batches(config, tokenizer, epochs=2)))
+    twice = list(rows_of(documents.batches(config, tokenizer, epochs=2)))
     assert collections.Counter(twice) == collections.Counter(wanted * 2)
     assert twice[: len(streamed)] != twice[len(streamed) :]  # a new order
-    assert streamed == list(rows_of(data.batches(config, tokenizer, epochs=1)))
+    assert streamed == list(rows_of(documents.batches(config, tokenizer, epochs=1)))
 
 
 def test_resumes_bitwise_from_every_point(config):
-    tokenizer = data.load_tokenizer(config)
-    batches, states, seen = data.batches(config, tokenizer, epochs=2), [], []
+    tokenizer = documents.load_tokenizer(config)
+    batches, states, seen = documents.batches(config, tokenizer, epochs=2), [], []
     while True:
         states.append(json.loads(json.dumps(batches.get_state())))
         try:
@@ -108,7 +108,7 @@ def test_resumes_bitwise_from_every_point(config):
             break
     assert len(seen) > 20
     for i in [*range(0, len(seen), 3), len(seen)]:
-        resumed = data.batches(config, tokenizer, epochs=2)
+        resumed = documents.batches(config, tokenizer, epochs=2)
         resumed.set_state(states[i])
         for batch, wanted in zip(itertools.islice(resumed, 3), seen[i:], strict=False):
             for a, b in zip(batch, wanted, strict=True):
@@ -119,9 +119,9 @@ def test_resumes_bitwise_from_every_point(config):
 
 @pytest.mark.parametrize("times", [1, 4])
 def test_what_is_held_does_not_grow_with_the_data(times, config, monkeypatch, tmp_path):
-    tokenizer = data.load_tokenizer(config)
+    tokenizer = documents.load_tokenizer(config)
     write(tmp_path / "a.jsonl", 30 * times)
-    alive, most, cut = weakref.WeakSet(), [], data._pieces
+    alive, most, cut = weakref.WeakSet(), [], documents._pieces
 
     class Tokens(np.ndarray):
         __hash__ = object.__hash__  # for the set of weak references
@@ -133,8 +133,8 @@ def test_what_is_held_does_not_grow_with_the_data(times, config, monkeypatch, tm
             most.append(len(alive))
             yield source, piece
 
-    monkeypatch.setattr(data, "_pieces", pieces)
-    for batch in data.batches(config, tokenizer, epochs=1):
+    monkeypatch.setattr(documents, "_pieces", pieces)
+    for batch in documents.batches(config, tokenizer, epochs=1):
         del batch
         most.append(len(alive))
     # A window, and the pieces of a block or those in rows that are being packed.
@@ -147,31 +147,31 @@ def test_what_is_held_does_not_grow_with_the_data(times, config, monkeypatch, tm
 
 def test_blocks_are_held_out_whole(config):
     config = dataclasses.replace(config, held_out=0.25)
-    tokenizer = data.load_tokenizer(config)
+    tokenizer = documents.load_tokenizer(config)
     parts = [
         collections.Counter(
-            rows_of(data.batches(config, tokenizer, split=split, epochs=1))
+            rows_of(documents.batches(config, tokenizer, split=split, epochs=1))
         )
         for split in ("train", "evaluation")
     ]
     every = dataclasses.replace(config, held_out=0.0)
-    whole = collections.Counter(rows_of(data.batches(every, tokenizer, epochs=1)))
+    whole = collections.Counter(rows_of(documents.batches(every, tokenizer, epochs=1)))
     assert parts[0] + parts[1] == whole
     assert 0.1 < parts[1].total() / whole.total() < 0.4
     few = dataclasses.replace(config, held_out=0.01)  # at least one block
-    assert len(list(data.batches(few, tokenizer, split="evaluation", epochs=1)))
+    assert len(list(documents.batches(few, tokenizer, split="evaluation", epochs=1)))
 
 
 def test_streams_share_the_blocks(config):
-    tokenizer = data.load_tokenizer(config)
+    tokenizer = documents.load_tokenizer(config)
     halves = dataclasses.replace(config, streams=2)
     parts = [
         collections.Counter(
-            rows_of(data.batches(halves, tokenizer, stream=i, epochs=1))
+            rows_of(documents.batches(halves, tokenizer, stream=i, epochs=1))
         )
         for i in (0, 1)
     ]
-    whole = rows_of(data.batches(config, tokenizer, epochs=1))
+    whole = rows_of(documents.batches(config, tokenizer, epochs=1))
     assert parts[0] + parts[1] == collections.Counter(whole)
 
 
@@ -189,7 +189,7 @@ def test_streams_share_the_blocks(config):
 def test_what_cannot_be_streamed_is_named(
     changes, message, config, tmp_path, monkeypatch
 ):
-    tokenizer = data.load_tokenizer(config)
+    tokenizer = documents.load_tokenizer(config)
     monkeypatch.chdir(tmp_path)
     for name, content in {
         "a.txt": b"a", "empty.jsonl": b"", "bad.jsonl": b'{"text": "a"}\n{"text"\n',
@@ -197,19 +197,19 @@ def test_what_cannot_be_streamed_is_named(
     }.items():  # fmt: skip
         (tmp_path / name).write_bytes(content)
     config = dataclasses.replace(config, **changes)
-    with pytest.raises(data.DataError) as raised:
-        next(data.batches(config, tokenizer))
+    with pytest.raises(documents.DataError) as raised:
+        next(documents.batches(config, tokenizer))
     assert message in str(raised.value) and "\n" not in str(raised.value)
 
 
 def test_other_files_or_settings_are_another_position(config, tmp_path):
-    tokenizer = data.load_tokenizer(config)
-    state = data.batches(config, tokenizer).get_state()
+    tokenizer = documents.load_tokenizer(config)
+    state = documents.batches(config, tokenizer).get_state()
     other = dataclasses.replace(config, shuffle_window=WINDOW + 1)
     write(tmp_path / "b.jsonl", 16, seed=1)
     for changed in (other, config):
-        with pytest.raises(data.DataError, match="belongs to other data"):
-            data.batches(changed, tokenizer).set_state(state)
+        with pytest.raises(documents.DataError, match="belongs to other data"):
+            documents.batches(changed, tokenizer).set_state(state)
 
 
 def test_settings_of_runs_from_before_streaming_are_unchanged(config):

@@ -9,7 +9,7 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from jaxmem.train.config import ConfigError, load
+from jaxmem.train.configuration import ConfigError, load
 from jaxmem.train.jobs.config import Config
 from tests import nasty
 

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from jaxmem.core import json_files
+from jaxmem.base import json_files
 
 
 @pytest.mark.parametrize(

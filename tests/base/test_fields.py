@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from jaxmem.core.fields import accepts
+from jaxmem.base.fields import accepts
 from jaxmem.data.documents import DataConfig
 from jaxmem.data.tasks import TaskConfig
 from jaxmem.models.config import RANGES

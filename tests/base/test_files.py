@@ -8,8 +8,8 @@ import resource
 
 import pytest
 
-from jaxmem.train import files
-from jaxmem.train.files import Appender
+from jaxmem.base import files
+from jaxmem.base.files import Appender
 
 FULL = pathlib.Path("/dev/full")  # writing to it fails as on a full disk
 

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from jaxmem.train import locks
+from jaxmem.base import locks
 
 # Holds the lock until it is killed, as another machine's process would.
 HOLDER = """

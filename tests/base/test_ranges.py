@@ -5,8 +5,8 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from jaxmem.core import messages
-from jaxmem.core.ranges import integers, reals
+from jaxmem.base import messages
+from jaxmem.base.ranges import integers, reals
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from jaxmem.train.stopping import Stop
+from jaxmem.base.stopping import Stop
 
 NOTICE = (
     "\njaxmem: {}: stopping after this step; send it again a second later to stop at "
@@ -93,7 +93,7 @@ def test_a_second_signal_ends_even_code_that_holds_up_python():
     program = textwrap.dedent(
         """
         import hashlib, time
-        from jaxmem.train.stopping import Stop
+        from jaxmem.base.stopping import Stop
 
         with Stop() as stop, stop.deferred():
             print("ready", flush=True)

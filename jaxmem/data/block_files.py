@@ -15,7 +15,7 @@ from typing import NamedTuple
 import grain
 import numpy as np
 
-from jaxmem.core import messages
+from jaxmem.base import messages
 from jaxmem.data import mixing
 from jaxmem.data.config import DataConfig
 from jaxmem.data.records import (

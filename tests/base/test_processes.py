@@ -22,10 +22,10 @@ import pytest
 from rich.console import Console
 from safetensors.numpy import load_file
 
-from jaxmem.core import meeting, processes
+from jaxmem.base import meeting, processes
 from jaxmem.data import documents as data, streams
 from jaxmem.train import agreement, jobs
-from jaxmem.train.config import load
+from jaxmem.train.configuration import load
 
 ROOT = Path(__file__).parents[2]
 HEARTBEAT = 8  # seconds

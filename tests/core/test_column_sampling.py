@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmem.core import sampling
-from jaxmem.core.sampling import Sampling
+from jaxmem.core import column_sampling
+from jaxmem.core.column_sampling import Sampling
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -40,7 +40,7 @@ def test_selection_by_definition(slots, v):
     exps[np.arange(18), np.arange(18) % v] = 0  # the labels
     exps[-1] = 0
     starts = np.array([0, 1, 2, facts.one - 2, facts.one - 1, 5] * 3, np.int32)
-    got = jax.jit(sampling.select, static_argnums=0)(facts, exps, scale, starts)
+    got = jax.jit(column_sampling.select, static_argnums=0)(facts, exps, scale, starts)
     for i in range(18):
         p = exps[i] * scale[i]
         want = kept_by_definition(facts, p, starts[i])
@@ -61,7 +61,7 @@ def test_slots_suffice_for_any_distribution(slots, v):
     for p in (np.full(v, 1.0001 / v), np.geomspace(1, 1e-30, v),
               np.append(np.full(slots, 1.0 / slots), np.full(v, 1e-30))):  # fmt: skip
         p = (p / p.sum() * 1.0001).astype(np.float32)
-        q = np.asarray(sampling.units(facts, jnp.asarray(p)), np.int64)
+        q = np.asarray(column_sampling.units(facts, jnp.asarray(p)), np.int64)
         assert q.min() >= (p > 0).min() and q.max() <= facts.one
         assert q.sum() <= slots * facts.one
 
@@ -69,32 +69,34 @@ def test_slots_suffice_for_any_distribution(slots, v):
 def test_no_units_where_a_row_has_no_numbers():
     p = jnp.array([np.nan, -np.nan, 0.0, 1e-30, 1.0, 1.00001])
     facts = Sampling(128, 6)
-    got = sampling.units(facts, p)
+    got = column_sampling.units(facts, p)
     np.testing.assert_array_equal(got, [0, 0, 0, 1, facts.one, facts.one])
 
 
 def test_starts_follow_from_key_and_token():
     facts, key = Sampling(100, 300), jax.random.key(3)
-    keys = sampling.token_keys(key, (50, 100))
-    every = sampling.starts(facts, sampling.draws(keys.reshape(-1)))
-    few = sampling.starts(facts, sampling.draws(keys[0, 70:90]))
+    keys = column_sampling.token_keys(key, (50, 100))
+    every = column_sampling.starts(facts, column_sampling.draws(keys.reshape(-1)))
+    few = column_sampling.starts(facts, column_sampling.draws(keys[0, 70:90]))
     np.testing.assert_array_equal(every[70:90], few)
-    assert sampling.token_keys(keys, (50, 100)) is keys
+    assert column_sampling.token_keys(keys, (50, 100)) is keys
     assert 0 <= every.min() and every.max() < facts.one
     assert abs(float(every.mean()) / facts.one - 0.5) < 0.02
-    other = sampling.token_keys(jax.random.key(4), (5000,))
-    other = sampling.starts(facts, sampling.draws(other))
+    other = column_sampling.token_keys(jax.random.key(4), (5000,))
+    other = column_sampling.starts(facts, column_sampling.draws(other))
     assert np.mean(np.asarray(every) == other) < 0.01
 
 
 def test_starts_of_shards_are_uniform_and_unlike_each_other():
     facts = Sampling(100, 300)
-    draws = sampling.draws(sampling.token_keys(jax.random.key(0), (4096,)))
-    every = np.stack([sampling.starts(facts, draws, i) for i in range(4)])
+    draws = column_sampling.draws(
+        column_sampling.token_keys(jax.random.key(0), (4096,))
+    )
+    every = np.stack([column_sampling.starts(facts, draws, i) for i in range(4)])
     u = every / facts.one
     assert np.all(np.abs(u.mean(1) - 0.5) < 0.02)
     assert np.all(np.abs(np.corrcoef(u) - np.eye(4)) < 0.06)
     # A bijection of the draws: each start stands for as many of them.
     low = np.arange(2**16, dtype=np.uint32)
-    whole = sampling.starts(Sampling(2**14, 2**15), jnp.asarray(low << 16), 3)
+    whole = column_sampling.starts(Sampling(2**14, 2**15), jnp.asarray(low << 16), 3)
     assert np.bincount(np.asarray(whole) >> 10, minlength=64).std() < 5 * 32

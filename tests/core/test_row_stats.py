@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmem.core import stats as _stats
+from jaxmem.core import row_stats
 
 hypothesis.settings.register_profile(
     "tests", deadline=None, max_examples=40, derandomize=True
@@ -17,10 +17,10 @@ hypothesis.settings.load_profile("tests")
 
 ROWS = 3
 SUMS = ("sum_others", "sum_shifted", "sum_squares")
-of_tile = jax.jit(_stats.of_tile)
-merge = jax.jit(_stats.merge)
-merge_tree = jax.jit(_stats.merge_tree)
-finish = jax.jit(_stats.finish)
+of_tile = jax.jit(row_stats.of_tile)
+merge = jax.jit(row_stats.merge)
+merge_tree = jax.jit(row_stats.merge_tree)
+finish = jax.jit(row_stats.finish)
 
 logits = st.floats(-200, 200, width=32, allow_subnormal=False) | st.just(-np.inf)
 
@@ -59,7 +59,7 @@ def test_merge_is_associative(drawn):
 def test_a_tree_of_groups(drawn):
     """The same merges of pairs, of neighbours first."""
     parts, _, _ = drawn
-    stacked = _stats.Stats(*(jnp.stack(x) for x in zip(*parts, strict=True)))
+    stacked = row_stats.Stats(*(jnp.stack(x) for x in zip(*parts, strict=True)))
     while len(parts) > 1:
         parts = [merge(*parts[i : i + 2]) for i in range(0, len(parts), 2)]
     assert_close(merge_tree(stacked), parts[0], rtol=1e-6)
@@ -68,13 +68,13 @@ def test_a_tree_of_groups(drawn):
 @hypothesis.given(tiles(1))
 def test_empty_is_the_identity(drawn):
     (a,), *_ = drawn
-    nothing = _stats.empty((ROWS,), jnp.float32)
+    nothing = row_stats.empty((ROWS,), jnp.float32)
     for x, y in zip(merge(a, nothing), a, strict=True):
         np.testing.assert_array_equal(x, y)
 
 
 def test_merging_nothing_with_nothing_is_nothing():
-    nothing = _stats.empty((ROWS,), jnp.float32)
+    nothing = row_stats.empty((ROWS,), jnp.float32)
     for x, y in zip(merge(nothing, nothing), nothing, strict=True):
         np.testing.assert_array_equal(x, y)
 
@@ -99,17 +99,17 @@ def test_outputs_keep_their_bounds(drawn):
 
 @pytest.mark.parametrize("std", [0.0, 1.0, 20.0])
 @pytest.mark.parametrize(
-    "asked", [*_stats.Cotangents._fields, "all"], ids=lambda name: name
+    "asked", [*row_stats.Cotangents._fields, "all"], ids=lambda name: name
 )
 def test_dlogits_is_the_derivative_of_the_outputs(asked, std):
     rng = np.random.default_rng(0)
     z = jnp.asarray(rng.standard_normal((5, 40)) * std, jnp.float32)
     labels = jnp.array([0, 39, 7, 7, 20], jnp.int32)
-    fields = _stats.Cotangents._fields if asked == "all" else (asked,)
+    fields = row_stats.Cotangents._fields if asked == "all" else (asked,)
     g = {k: rng.standard_normal(5).astype(np.float32) for k in fields}
 
     def outputs(z):
-        return _stats.finish(_stats.of_tile(z, labels), labels >= 0)
+        return row_stats.finish(row_stats.of_tile(z, labels), labels >= 0)
 
     def weighted(z):
         ln_p = jax.nn.log_softmax(z)
@@ -120,13 +120,13 @@ def test_dlogits_is_the_derivative_of_the_outputs(asked, std):
             lse,
             jnp.sum(p * p, 1),
         )
-        made = dict(zip(_stats.Cotangents._fields, made, strict=True))
+        made = dict(zip(row_stats.Cotangents._fields, made, strict=True))
         return sum(jnp.sum(g[k] * made[k]) for k in fields)
 
     def rule(z):
-        asked = _stats.Cotangents(*(g.get(k) for k in _stats.Cotangents._fields))
-        c = _stats.coefficients(outputs(z), asked)
-        return _stats.dlogits(z, labels, outputs(z), c)
+        asked = row_stats.Cotangents(*(g.get(k) for k in row_stats.Cotangents._fields))
+        c = row_stats.coefficients(outputs(z), asked)
+        return row_stats.dlogits(z, labels, outputs(z), c)
 
     got, want = jax.jit(rule)(z), jax.jit(jax.grad(weighted))(z)
     np.testing.assert_allclose(got, want, atol=2e-6, rtol=1e-5)
@@ -143,8 +143,8 @@ def test_a_confident_label_keeps_its_nats():
     np.testing.assert_allclose(
         made.entropy, [-want + 7 * np.exp(-25.0) * 25], rtol=1e-5
     )
-    g = _stats.Cotangents(np.ones(1, np.float32), None, None, None)
-    dz = _stats.dlogits(z, labels, made, _stats.coefficients(made, g))
+    g = row_stats.Cotangents(np.ones(1, np.float32), None, None, None)
+    dz = row_stats.dlogits(z, labels, made, row_stats.coefficients(made, g))
     np.testing.assert_allclose(dz[0, 3], -want, rtol=1e-6)
 
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxmem.core.operands import Rows, first_column, part_labels
-from jaxmem.core.shards import Shards
+from jaxmem.core.backend_operands import Rows, first_column, part_labels
 from jaxmem.core.spec import Spec
+from jaxmem.core.vocab_shards import Shards
 
 WHOLE = Spec(
     columns=24, vocab_size=48, chunk=4, outputs=("logprob",),

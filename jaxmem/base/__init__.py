@@ -1,0 +1,1 @@
+"""What any program needs: messages, fields, files, locks, processes, stopping."""
