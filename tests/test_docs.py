@@ -446,7 +446,7 @@ def test_every_section_is_in_the_reference():
     assert listed == [*configuration.sections()]
 
 
-PRIVATE = {"backends", "cli", "core", "doctor", "functional", "kernels", "timing"}
+PRIVATE = {"backends", "base", "cli", "core", "doctor", "functional", "kernels", "timing"}
 PRIVATE |= {"bench"}  # behind the command line
 
 

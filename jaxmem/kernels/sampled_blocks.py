@@ -5,7 +5,8 @@ sampling uses the bounds: only blocks whose bound contains a multiple of u are r
 these, the units of all columns are computed and summed. A column is kept if its own
 units reach the multiple; if none does, because a bound is not tight, the slot stays
 empty. Each column is kept for exactly as many starts as it has units, so the bounds
-change which columns are drawn together, but no probability."""
+change which columns are drawn together, but no probability.
+"""
 
 import math
 from collections.abc import Callable

@@ -117,7 +117,7 @@ def test_a_directory_that_cannot_be_made_is_named_with_its_setting(place, tmp_pa
 
 FORKING = """
 import os, sys, time
-from jaxmem.train import locks
+from jaxmem.base import locks
 with locks.exclusive(__import__("pathlib").Path(sys.argv[1]), "it", print):
     child = os.fork()
     if not child:

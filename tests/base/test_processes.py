@@ -73,7 +73,7 @@ def arguments(tmp_path_factory):
 TWICE = """
 import sys
 from jaxmem import cli
-from jaxmem.core import meeting, processes
+from jaxmem.base import meeting, processes
 try:
     cli.main(sys.argv[1:])
 except SystemExit as stopped:
