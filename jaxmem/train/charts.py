@@ -36,8 +36,11 @@ def chart(title: str, lines: Sequence[Line]) -> str:
     ys = [y for line in lines for _, y in line.points]
     ticks = _ticks(min(ys), max(ys))
     low, high = min(*ys, ticks[0]), max(*ys, ticks[-1])
-    frame = _Frame(min(xs), max(max(xs), min(xs) + 1), low, high)
-    parts = [f"<title>{escape(title)}</title>", *_axes(frame, ticks)]
+    first, last = min(xs), max(xs)
+    room = 1 if first == last else 0  # a single step stands in the middle
+    frame = _Frame(first - room, last + room, low, high)
+    parts = [f"<title>{escape(title)}</title>", *_values(frame, ticks)]
+    parts += _steps(first, last)
     for number, line in enumerate(lines):
         parts += _drawn(frame, line, number)
     return (
@@ -75,7 +78,7 @@ def _ticks(low: float, high: float) -> list[float]:
     return [i * step for i in range(first, last + 1)]
 
 
-def _axes(frame: _Frame, ticks: Sequence[float]) -> list[str]:
+def _values(frame: _Frame, ticks: Sequence[float]) -> list[str]:
     parts = []
     for tick in ticks:
         _, y = frame.place(frame.left, tick)
@@ -84,13 +87,18 @@ def _axes(frame: _Frame, ticks: Sequence[float]) -> list[str]:
             f'y2="{y:.1f}"/><text class="end" x="{_LEFT - 5}" y="{y + 3.5:.1f}">'
             f"{number(tick)}</text>"
         )
-    for x, anchor in ((frame.left, ""), (frame.right, ' class="end"')):
-        place, _ = frame.place(x, frame.low)
-        parts.append(
-            f'<text{anchor} x="{place:.1f}" y="{_HEIGHT - 6}">{int(x):,}</text>'
-        )
-    middle = (_LEFT + _WIDTH - _RIGHT) / 2
-    parts.append(f'<text class="middle" x="{middle}" y="{_HEIGHT - 6}">step</text>')
+    return parts
+
+
+def _steps(first: float, last: float) -> list[str]:
+    middle, y = (_LEFT + _WIDTH - _RIGHT) / 2, _HEIGHT - 6
+    named = "step" if first != last else f"step {int(first):,}"
+    parts = [f'<text class="middle" x="{middle}" y="{y}">{named}</text>']
+    if first != last:
+        parts += [
+            f'<text x="{_LEFT}" y="{y}">{int(first):,}</text>',
+            f'<text class="end" x="{_WIDTH - _RIGHT}" y="{y}">{int(last):,}</text>',
+        ]
     return parts
 
 

@@ -25,7 +25,9 @@ def save(
     figure = Figure(figsize=(9 if costs else 5.5, 3.5), layout="constrained")
     panels = figure.subplots(1, 2 if costs else 1, squeeze=False)[0]
     steps, values = zip(*((s.step, getattr(s, field)) for s in history), strict=True)
-    panels[0].plot(steps, values, label="training, one batch")
+    # A line of one point is not seen.
+    style = "-" if len(steps) > 1 else "o"
+    panels[0].plot(steps, values, style, label="training, one batch")
     held_out = f"held_out_{field}"
     scored = [s for s in history if getattr(s, held_out, None) is not None]
     if scored:
@@ -33,6 +35,7 @@ def save(
         panels[0].plot([s.step for s in scored], values, "o-", label="held out")
         panels[0].legend()
     panels[0].set(xlabel="step", ylabel=label)
+    panels[0].xaxis.get_major_locator().set_params(integer=True)
     panels[0].grid(alpha=0.3)
     if costs:
         _draw_memory(panels[1], costs)

@@ -60,6 +60,8 @@ _PANELS = (
     ),
     _Panel("Gradient norm before clipping", {"": "grad_norm"}),
     _Panel("Learning rate", {"": "learning_rate"}),
+)
+_RATES = (
     _Panel("Tokens per second", {"": "tokens_per_second"}),
     _Panel("Model FLOPs utilisation", {"": "mfu"}),
 )
@@ -100,6 +102,7 @@ min-width:1px;border-radius:2px}
 .text{white-space:pre-wrap;overflow-wrap:anywhere;font:13px/1.6 ui-monospace,monospace}
 .samples td:first-child{width:38%}
 .text span,p span{border-radius:2px;color:var(--ink)}
+.said,.text .said,p .said{color:var(--soft);font-style:italic}
 pre{overflow-x:auto;margin:0;font:13px/1.5 ui-monospace,monospace}
 @media(max-width:600px){.samples,.samples tbody,.samples tr,.samples td{display:block}
 .samples thead{display:none}.samples td:first-child{width:auto}
@@ -175,9 +178,11 @@ def _page(
     yield f"<p>step {steps[-1]['step']:,}{escape(device)}, jaxmem {__version__}</p>"
     if subject:
         yield f"<p>{escape(subject)}</p>"
-    cards = "".join([*_results(steps), *_tiles(steps)])
-    yield f'<section class="tiles">{cards}</section>'
+    results = "".join([*_results(steps), *_tiles(_RATES, steps)])
+    yield f'<section class="tiles">{results}</section>'
     yield from _benchmarks(evaluated.get("results") or {})
+    if last := "".join(_tiles(_PANELS, steps)):
+        yield f'<h2>Last values</h2><section class="tiles">{last}</section>'
     yield f'<h2>By step</h2><section class="charts">{"".join(_charts(steps))}</section>'
     yield from _memory(summary.get("memory"))
     if samples:
@@ -210,7 +215,7 @@ def _is_sample(sample: Mapping[str, Any]) -> bool:
     texts = all(isinstance(text, str) for text in (sample.get("prompt"), *tokens))
     reward = sample.get("reward", "")
     rewarded = reward is None or _number(reward) is not None
-    numbers = all(_number(x) is not None for x in logprobs)
+    numbers = all(x is None or _number(x) is not None for x in logprobs)
     return texts and rewarded and numbers and len(tokens) == len(logprobs)
 
 
@@ -235,9 +240,11 @@ def _duration(seconds: float) -> str:
     return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
-def _tiles(steps: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """The last value of each first line, and the first."""
-    for panel in _PANELS:
+def _tiles(
+    panels: Sequence[_Panel], steps: Sequence[Mapping[str, Any]]
+) -> Iterator[str]:
+    """The last value of each panel's first line, and the first."""
+    for panel in panels:
         points = _points(steps, next(iter(panel.fields.values())))
         if points:
             first, last = (charts.number(points[i][1]) for i in (0, -1))
@@ -252,7 +259,7 @@ def _card(title: str, value: str, note: str) -> str:
 
 
 def _charts(steps: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    for panel in [*_PANELS, *_reward_functions(steps)]:
+    for panel in [*_PANELS, *_RATES, *_reward_functions(steps)]:
         lines = [
             Line(name, points, marked=name == "held out")
             for name, field in panel.fields.items()
@@ -321,10 +328,12 @@ def _memory(memory: Any) -> Iterator[str]:
 def _samples(samples: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     rewarded = any(sample["reward"] is not None for sample in samples)
     heading = '<th class="right">Reward</th>' if rewarded else ""
+    replied = any(None in sample["logprobs"] for sample in samples)
+    said = "; what an environment said is " + _token("slanted", None) if replied else ""
     yield (
         "<h2>Samples of the last rollout</h2><p>Tokens are coloured by how improbable "
         f"they were: {_token('certain', 0.0)} to "
-        f"{_token(f'{_MOST_SURPRISE:g} nats and more', -_MOST_SURPRISE)}.</p>"
+        f"{_token(f'{_MOST_SURPRISE:g} nats and more', -_MOST_SURPRISE)}{said}.</p>"
         '<div class="card wide"><table class="samples"><thead><tr><th>Prompt</th>'
         f"<th>Completion</th>{heading}</tr></thead><tbody>"
     )
@@ -342,10 +351,12 @@ def _reward(value: float | None) -> str:
     return "" if value is None else f'<td class="right">{charts.number(value)}</td>'
 
 
-def _token(text: str, logprob: float) -> str:
-    share = min(max(0.0, -logprob) / _MOST_SURPRISE, 1.0)
+def _token(text: str, logprob: float | None) -> str:
     # A token without a visible character still shows its colour.
     shown = escape(text.replace("\n", "↵\n") if not text.strip("\n") else text)
+    if logprob is None:
+        return f'<span class="said">{shown}</span>'
+    share = min(max(0.0, -logprob) / _MOST_SURPRISE, 1.0)
     return (
         f'<span style="background:rgba(226,105,30,{0.85 * share:.2f})" '
         f'title="ln p = {logprob:.3f}">{shown}</span>'

@@ -21,7 +21,13 @@ SAMPLES = [
         "tokens": [" a", "\n", "<b>", "x" * 90],
         "logprobs": [-0.1, -9.0, -2.5, 0.0],
         "reward": 0.5,
-    }
+    },
+    {
+        "prompt": "2*3=",
+        "tokens": ["[2*3]", "6=", "6"],
+        "logprobs": [-0.1, None, -0.1],  # an environment said the second one
+        "reward": 1.0,
+    },
 ]
 
 
@@ -101,7 +107,8 @@ def test_a_page_is_whole_html_without_network(run):
     colours = re.findall(
         r"rgba\(226,105,30,([\d.]+)\)\" title=\"ln p = -?[\d.]+\"", text
     )
-    assert colours[2:] == ["0.01", "0.85", "0.35", "0.00"]
+    assert colours[2:] == ["0.01", "0.85", "0.35", "0.00", "0.01", "0.01"]
+    assert '<span class="said">6=</span>' in text and "slanted" in shown
 
 
 def test_a_supervised_run_has_what_it_measured(tmp_path):
@@ -136,6 +143,15 @@ def test_lines_stay_inside_their_chart(ys):
             x, y = map(float, point.split(","))
             assert 45 <= x <= 352 and 7 <= y <= 168
     assert drawn.count(",") < 3000  # of a long line, fewer points
+
+
+def test_a_single_step_stands_in_the_middle_under_its_number():
+    drawn = charts.chart("t", [charts.Line("", [(7, 2.0)])])
+    assert re.findall(r'<text class="middle" x="([\d.]+)"[^>]*>([^<]+)<', drawn) == [
+        ("199.0", "step 7")
+    ]
+    assert re.findall(r'cx="([\d.]+)"', drawn) == ["199.0"]
+    assert re.findall(r">([\d.]+)</text>", drawn) == ["1.8", "1.9", "2", "2.1", "2.2"]
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,8 @@ def table(
         logprobs: [N, R] of the sampled tokens.
 
     Returns:
-        JSON-able values; of a long completion, its first tokens.
+        JSON-able values; of a long completion, its first tokens. What an environment
+        said has no log-probabilities, but None.
     """
     count = min(_SAMPLES, len(logprobs))
     every = len(logprobs) // count
@@ -37,11 +38,15 @@ def table(
     for i in range(0, count * every, every):
         length = min(int(completions.lengths[i]), _MOST_TOKENS)
         prompt = task.text(asked.ids[i, : asked.lengths[i]])
+        own = np.ones(length, bool) if completions.own is None else completions.own[i]
         rows.append(
             {
                 "prompt": prompt[-_MOST_CHARACTERS:],
                 "tokens": _pieces(task, completions.sampled[i, :length]),
-                "logprobs": [float(x) for x in logprobs[i, :length]],
+                "logprobs": [
+                    float(x) if sampled else None
+                    for x, sampled in zip(logprobs[i, :length], own, strict=False)
+                ],
                 "reward": None if rewards is None else float(rewards[i]),
             }
         )
