@@ -1,11 +1,14 @@
 """Configuration of the documentation: `sphinx-build -W docs build/docs`."""
 
+import os
 import sys
 from pathlib import Path
 
 from jaxmem._version import __version__
 
 sys.path.insert(0, str(Path(__file__).parent / "_extensions"))
+# Stories type commands: `jaxmem` is that of this Python's environment.
+os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 
 project = "jaxmem"
 author = "the jaxmem authors"
@@ -27,6 +30,7 @@ exclude_patterns = ["_extensions"]
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
 nb_execution_mode = "cache"
+nb_execution_in_temp = True  # stories write their files there
 nb_execution_raise_on_error = True
 nb_execution_timeout = 300
 

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -98,7 +99,7 @@ def score(config: ScoreConfig, console: Console | None = None) -> Summary:
             recorded.
         SystemExit: after SIGTERM, once the current group of documents is recorded.
     """
-    console = console or Console()
+    console = console or Console(force_terminal=sys.stdout.isatty())
     out = Path(config.out).expanduser()
     check_suffix(out)
     if out.suffix == ".parquet":

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -56,7 +57,9 @@ def train(
     job.reads.today = results.started(config.run.out_dir)
     job = with_steps(job)
     config = job.config
-    console = console or Console(quiet=not processes.is_first())
+    if console is None:  # FORCE_COLOR, which notebooks set, makes no terminal of a file
+        terminal = sys.stdout.isatty()
+        console = Console(quiet=not processes.is_first(), force_terminal=terminal)
     with loop.open_run(config.run, job.settings(), console, config.eval) as run:
         job.build()
         run.use_backend(job.program.backend, config.head.backend)

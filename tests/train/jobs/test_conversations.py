@@ -16,7 +16,7 @@ from jaxmem.data.rewards import RewardError
 from jaxmem.data.tasks import TaskConfig
 from jaxmem.train import configuration, jobs
 from jaxmem.train.history import read_history
-from jaxmem.train.jobs import grpo
+from jaxmem.train.jobs import grpo, samples as shown
 from jaxmem.train.jobs.conversations import Replies
 from jaxmem.train.jobs.minibatches import Minibatch
 from jaxmem.train.jobs.rollouts import Completions
@@ -157,6 +157,12 @@ def test_tokens_are_appended_and_only_the_model_s_are_learned():
         read = prompts[i, : lengths[i]].tolist()
         assert read == [*item.ids, *want[: len(want) - len(turns[count - 1])]]
     assert {int(x) for x in played.turns} == {1, 2, 3}
+    # In a report, what the environment said has no log-probability.
+    said = played.samples
+    made = Completions.of(*asked[:2], said.tokens, said.lengths, said.mask)
+    rows = shown.table(reader.task, asked, made, None, said.logprobs)
+    for row, mask, length in zip(rows, said.mask[::2], said.lengths[::2], strict=True):
+        assert [x is not None for x in row["logprobs"]] == mask[:length].tolist()
 
 
 def test_turns_are_compared_by_what_follows_from_each():
@@ -292,8 +298,7 @@ def test_runs_learn_over_turns_and_resume_bitwise(overrides, monkeypatch):
         assert 1 <= step.turns <= 3
     assert max(step.turns for step in history) > 1
     assert history[3].held_out_reward is not None
-    shown = (result.out_dir / "report.html").read_text()
-    assert "more" in shown or "m o r e" in shown
+    assert 'class="samples"' in (result.out_dir / "report.html").read_text()
     again = ["eval.every=4", "task.held_out=0.25", "run.out_dir=cut", *overrides]
     kill_before(5, grpo.Grpo, monkeypatch, lambda: train(*again))
     train(*again)
