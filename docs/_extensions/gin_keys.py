@@ -19,7 +19,10 @@ class GinKeys(SphinxDirective):
     def run(self):
         """Parse the table as Markdown, where the directive stands."""
         lines = table(self.arguments[0])
-        return self.parse_text_to_nodes(StringList(lines, source=__file__))
+        nodes = self.parse_text_to_nodes(StringList(lines, source=__file__))
+        for node in nodes:  # on a phone, one cell stands below another
+            node["classes"].append("gin-keys")
+        return nodes
 
 
 def table(section: str) -> list[str]:
